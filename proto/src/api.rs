@@ -1,0 +1,29 @@
+//! The control API, generated from `control.proto`: messages in [`control`],
+//! ttrpc client and service in [`control_ttrpc`].
+
+/// Messages.
+#[allow(
+    missing_docs,
+    nonstandard_style,
+    clippy::all,
+    clippy::pedantic,
+    unused,
+    rustdoc::all
+)]
+pub mod control {
+    include!(concat!(env!("OUT_DIR"), "/control.rs"));
+}
+
+/// Client and service.
+#[allow(
+    missing_docs,
+    nonstandard_style,
+    clippy::all,
+    clippy::pedantic,
+    unused,
+    rustdoc::all
+)]
+pub mod control_ttrpc {
+    use super::control;
+    include!(concat!(env!("OUT_DIR"), "/control_ttrpc.rs"));
+}

@@ -1,0 +1,22 @@
+//! Everything that crosses a process boundary in Affinode.
+//!
+//! | module | between | form |
+//! | --- | --- | --- |
+//! | [`wire::page`] | preload library → controller | fixed layout in a shared memfd, read with `pread` |
+//! | [`wire::message`] | agent ↔ controller | 128-byte frames on a Unix stream socket |
+//! | [`api`] (feature `api`) | shim, CLI, dashboard → controller | ttrpc, generated from `control.proto` |
+//! | [`paths`] | all | where sockets, locks and files are, on the host and in a container |
+//! | [`state`], [`reason`] | all | the words of the life of a container, the same in every output |
+//!
+//! Without the feature `api` the crate is `no_std`, allocates nothing and has no
+//! dependency, so that the preload library can use it inside any process.
+
+#![cfg_attr(not(any(feature = "api", test)), no_std)]
+#![forbid(unsafe_code)]
+
+#[cfg(feature = "api")]
+pub mod api;
+pub mod paths;
+pub mod reason;
+pub mod state;
+pub mod wire;

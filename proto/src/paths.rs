@@ -1,0 +1,45 @@
+//! Where things are. Host paths hang below one run directory, so that several
+//! private installations (tests, the demo) can live on one machine.
+
+/// Environment variable that names the run directory, for shim, controller and CLI.
+pub const RUN_DIR_ENV: &str = "AFFINODE_RUN_DIR";
+/// The run directory when [`RUN_DIR_ENV`] is not set.
+pub const RUN_DIR: &str = "/run/affinode";
+/// Environment variable that names the folder of the preload library on the host.
+pub const LIB_DIR_ENV: &str = "AFFINODE_LIB_DIR";
+/// The folder of the preload library on the host when [`LIB_DIR_ENV`] is not set.
+pub const LIB_DIR: &str = "/usr/local/lib/affinode";
+/// File name of the preload library in that folder: a versioned file's link or copy.
+pub const LIB_FILE: &str = "libaffinode_preload.so";
+/// Environment variable that names the configuration file.
+pub const CONFIG_ENV: &str = "AFFINODE_CONFIG";
+/// The configuration file when [`CONFIG_ENV`] is not set.
+pub const CONFIG_FILE: &str = "/etc/affinode/config.toml";
+
+/// Below the run directory: the controller's ttrpc socket, root only.
+pub const CONTROL_SOCKET: &str = "control.sock";
+/// Below the run directory: held with `flock` by the one controller of the node.
+pub const CONTROLLER_LOCK: &str = "controller.lock";
+/// Below the run directory: what the controller wrote before each destructive step.
+pub const JOURNAL_DIR: &str = "journal";
+/// Below the run directory: one folder per container, named by its key.
+pub const CONTAINERS_DIR: &str = "containers";
+/// In a container's folder: the folder that is bind-mounted into the container.
+pub const MOUNT_DIR: &str = "mount";
+/// In the mounted folder: the socket on which the controller accepts this container's agents.
+pub const AGENT_SOCKET: &str = "agent.sock";
+/// In a container's folder: the merged `/etc/ld.so.preload`.
+pub const PRELOAD_FILE: &str = "ld.so.preload";
+
+/// In the container: the library folder, read-only.
+pub const CONTAINER_LIB_DIR: &str = "/.affinode/lib";
+/// In the container: the folder with the agent socket, read-only.
+pub const CONTAINER_RUN_DIR: &str = "/.affinode/run";
+/// In the container: the line that `/etc/ld.so.preload` gets.
+pub const CONTAINER_LIB: &str = "/.affinode/lib/libaffinode_preload.so";
+/// In the container: the socket that the agent connects to.
+pub const CONTAINER_AGENT_SOCKET: &str = "/.affinode/run/agent.sock";
+/// Environment variable that names another agent socket, for processes without a container.
+pub const AGENT_SOCKET_ENV: &str = "AFFINODE_SOCKET";
+/// Environment variable that turns the preload library off when it is `1`.
+pub const DISABLE_ENV: &str = "AFFINODE_DISABLE";

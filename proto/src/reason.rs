@@ -1,0 +1,123 @@
+//! Why a container is where it is, or why an order was not carried out.
+//!
+//! A reason is a stable word (for machines: metrics labels, JSON) and a sentence
+//! that says what to do (for people).
+
+macro_rules! reasons {
+    ($($(#[$doc:meta])* $name:ident = $word:literal, $sentence:literal;)*) => {
+        /// Why a container was not offloaded, not restored, or not managed.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub enum Reason { $($(#[$doc])* $name,)* }
+
+        impl Reason {
+            /// Every reason.
+            pub const ALL: &'static [Reason] = &[$(Reason::$name,)*];
+
+            /// The stable word, as JSON, events and metric labels have it.
+            #[must_use]
+            pub const fn as_str(self) -> &'static str {
+                match self { $(Reason::$name => $word,)* }
+            }
+
+            /// One sentence for people: what is the case, and what to do where
+            /// something can be done.
+            #[must_use]
+            pub const fn sentence(self) -> &'static str {
+                match self { $(Reason::$name => $sentence,)* }
+            }
+        }
+    };
+}
+
+reasons! {
+    /// A CUDA call was made less than the idle timeout ago.
+    RecentCalls = "recent-calls", "called CUDA less than the idle timeout ago";
+    /// A CUDA call is in progress.
+    CallInProgress = "call-in-progress", "a CUDA call is in progress";
+    /// Calls did not drain before the deadline of the close.
+    Busy = "busy", "calls in progress did not end in time; it is tried again later";
+    /// A caller came in while the container was being closed.
+    WokenMeanwhile = "woken-meanwhile", "was called while it was being offloaded, and came back at once";
+    /// Nothing asked for an offload: mode pressure.
+    NoPressure = "no-pressure", "mode is pressure and nobody needs the VRAM";
+    /// Mode manual.
+    ModeManual = "mode-manual", "mode is manual: `affinode offload` moves it";
+    /// Mode off.
+    ModeOff = "mode-off", "mode is off: the container is left alone";
+    /// Restored too recently.
+    MinimumResidency = "minimum-residency", "came back less than the minimum residency ago";
+    /// No CUDA process has registered.
+    NotRegistered = "not-registered", "no process of the container has made a CUDA call";
+    /// Some CUDA process of the container is not under management.
+    UnmanagedProcess = "unmanaged-process", "a CUDA process of the container did not register (static binary, musl image, or AFFINODE_DISABLE)";
+    /// cuMemAllocManaged was used.
+    ManagedMemory = "managed-memory", "uses managed memory (cuMemAllocManaged), which the driver cannot checkpoint";
+    /// Peer access was enabled.
+    PeerAccess = "peer-access", "uses peer access between GPUs, which does not survive a checkpoint";
+    /// Legacy IPC was opened, or memory was imported from another process.
+    SharedMemory = "shared-memory", "shares GPU memory with another process (IPC or imported handles)";
+    /// Runs under MPS.
+    Mps = "mps", "runs under MPS, which the driver cannot checkpoint";
+    /// Driver or libcuda has no checkpoint API.
+    DriverTooOld = "driver-too-old", "the NVIDIA driver has no checkpoint API: 570 or newer is needed";
+    /// The memory cgroup has no room for the VRAM.
+    CgroupMemory = "cgroup-memory", "the container's memory limit has no room for its VRAM: raise the limit by the VRAM plus 1 GiB";
+    /// The node has no free host RAM for it.
+    HostMemory = "host-memory", "the node has too little free host memory for its VRAM";
+    /// A cgroup freezer holds the container.
+    Frozen = "frozen", "the container is paused or stopped";
+    /// VRAM for the return is not free.
+    WaitingForVram = "waiting-for-vram", "waits for VRAM that others hold";
+    /// The host's view of VRAM could not be read.
+    VramUnknown = "vram-unknown", "free VRAM cannot be read (NVML), so a return cannot be proven safe";
+    /// Another container is being moved on the same GPU.
+    OtherTransition = "other-transition", "another container of the GPU is being moved";
+    /// The agent's connection is gone while its process lives.
+    AgentSilent = "agent-silent", "the agent in the process does not answer";
+    /// The driver refused or failed.
+    DriverError = "driver-error", "the driver returned an error; the process was left as it was";
+    /// The driver said that the state cannot come back.
+    DriverLost = "driver-lost", "the driver reports a failed restore";
+    /// The peer speaks another version.
+    VersionMismatch = "version-mismatch", "library and controller are of different versions; runs unmanaged until the container is restarted";
+    /// The peer sent something that is not the protocol.
+    BadPeer = "bad-peer", "the process sent malformed data and is no longer managed";
+    /// A limit of the node was reached.
+    TooMany = "too-many", "the container has more processes or connections than are allowed";
+    /// Asked for by a person or a program.
+    Requested = "requested", "asked for";
+    /// Idle for the timeout.
+    IdleTimeout = "idle-timeout", "made no CUDA call for the idle timeout";
+    /// Someone else needed the room.
+    Pressure = "pressure", "its VRAM was needed by another container";
+    /// A CUDA call was made.
+    Called = "called", "a CUDA call came in";
+}
+
+impl core::fmt::Display for Reason {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.pad(self.as_str())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_are_unique_and_label_safe() {
+        for (i, reason) in Reason::ALL.iter().enumerate() {
+            let word = reason.as_str();
+            assert!(
+                word.bytes().all(|b| b.is_ascii_lowercase() || b == b'-'),
+                "{word}"
+            );
+            assert!(
+                Reason::ALL[i + 1..]
+                    .iter()
+                    .all(|other| other.as_str() != word),
+                "{word} twice"
+            );
+        }
+    }
+}

@@ -1,0 +1,468 @@
+//! Frames between an agent and the controller: 128 bytes each, little endian, on a
+//! Unix stream socket. Byte 0..4 magic, 4..8 kind, then the fields in order, the
+//! rest zero. The Hello is accompanied by the page's descriptor (`SCM_RIGHTS`).
+//!
+//! ```text
+//! agent                                    controller
+//!   Hello + page fd  ──────────────────────>
+//!                    <──────────────────────  Welcome | Refuse
+//!                    <──────────────────────  Order(Close), Order(Lock), Order(Checkpoint)
+//!   Report (one per order)  ───────────────>
+//!   Wake (at once, then every second) ─────>
+//!                    <──────────────────────  WakeAck, later Order(Restore), Order(Unlock), Order(Open)
+//! ```
+
+use super::{Hazards, Phase, wire_enum};
+
+/// Size of every frame in bytes.
+pub const FRAME_BYTES: usize = 128;
+/// First word of every frame.
+pub const FRAME_MAGIC: u32 = u32::from_le_bytes(*b"AFNf");
+/// How often a waiting caller's agent repeats its Wake, in milliseconds.
+pub const WAKE_REPEAT_MS: u64 = 1_000;
+/// After so long without any answer to a Wake, or without a controller, an agent
+/// with waiting callers brings its process back by itself, in milliseconds.
+pub const RESCUE_AFTER_MS: u64 = 5_000;
+
+wire_enum! {
+    /// How an order ended.
+    pub enum Outcome {
+        /// It was carried out; the phase says where the process is now.
+        Done = 0,
+        /// Calls did not drain, or the driver did not lock, before the deadline. Undone.
+        Busy = 1,
+        /// The order does not fit the phase; nothing was done.
+        WrongPhase = 2,
+        /// The driver returned an error (see `cuda_error`); the phase is the observed one.
+        DriverError = 3,
+        /// libcuda has no checkpoint entry points; nothing was done.
+        Unsupported = 4,
+    }
+}
+
+/// What the agent is told to do with its own process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Open → Closed: hold new calls, wait for calls in progress. Past the deadline: Busy, open again.
+    Close {
+        /// How long calls in progress are waited for.
+        deadline_ms: u32,
+    },
+    /// Closed → Open: let callers go on.
+    Open,
+    /// Closed → Locked: `cuCheckpointProcessLock`.
+    Lock {
+        /// Passed to the driver.
+        timeout_ms: u32,
+    },
+    /// Locked → Away: `cuCheckpointProcessCheckpoint`.
+    Checkpoint {
+        /// The most VRAM held on one device, for a later return without a controller.
+        vram_bytes: u64,
+    },
+    /// Away → Locked: `cuCheckpointProcessRestore`. Only with VRAM reserved and proven free.
+    Restore,
+    /// Locked → Closed: `cuCheckpointProcessUnlock`.
+    Unlock,
+    /// Hold calls that may take VRAM, and wait for those in progress; phase stays Open.
+    HoldAllocations {
+        /// How long such calls in progress are waited for. Past it: Busy, not held.
+        deadline_ms: u32,
+    },
+    /// End of [`Action::HoldAllocations`].
+    ReleaseAllocations,
+}
+
+/// From the agent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AgentMessage {
+    /// First message of a connection; the page's descriptor comes with it.
+    Hello {
+        /// [`super::WIRE_VERSION`] of the library.
+        version: u32,
+        /// Process id in the process's own pid namespace (the socket names the host's).
+        pid_in_namespace: u32,
+        /// Where the process is: after a controller died, not always Open.
+        phase: Phase,
+        /// Offload generation.
+        generation: u64,
+        /// `cuDriverGetVersion`, 0 when not known yet.
+        driver_version: u32,
+        /// What makes a checkpoint unsafe.
+        hazards: Hazards,
+    },
+    /// A caller waits at the closed gate. Repeated every [`WAKE_REPEAT_MS`] while one waits.
+    Wake {
+        /// The generation whose gate is closed.
+        generation: u64,
+        /// Callers that wait.
+        waiters: u32,
+        /// Index of the hook that was called.
+        hook: u32,
+    },
+    /// The end of an order.
+    Report {
+        /// The order's number.
+        order: u64,
+        /// How it ended.
+        outcome: Outcome,
+        /// Where the process is now.
+        phase: Phase,
+        /// The driver's result code, 0 where no driver call was made.
+        cuda_error: u32,
+        /// How long it took, in microseconds.
+        elapsed_us: u64,
+    },
+    /// The set of hazards grew.
+    Notice {
+        /// All that are known now.
+        hazards: Hazards,
+    },
+}
+
+/// From the controller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ControllerMessage {
+    /// The process is managed from now on.
+    Welcome {
+        /// The controller's number for the process.
+        process: u64,
+    },
+    /// The process is not managed; it runs on as if we were not there. The
+    /// connection ends; the agent does not come back when `retry` is false.
+    Refuse {
+        /// The controller's [`super::WIRE_VERSION`].
+        version: u32,
+        /// Whether another attempt may succeed.
+        retry: bool,
+    },
+    /// Something to do. Orders are carried out one at a time, in order.
+    Order {
+        /// Number for the report.
+        order: u64,
+        /// What to do.
+        action: Action,
+    },
+    /// The wake was heard.
+    WakeAck {
+        /// The wake's generation.
+        generation: u64,
+        /// Place in the queue, 0: being restored now.
+        position: u32,
+    },
+}
+
+/// Why a frame is not one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FrameError {
+    /// Does not begin with [`FRAME_MAGIC`].
+    Magic(u32),
+    /// A kind that this side does not receive.
+    Kind(u32),
+    /// A field with a value that the protocol does not have.
+    Value(&'static str, u32),
+}
+
+impl core::fmt::Display for FrameError {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match self {
+            FrameError::Magic(m) => write!(f, "frame begins with {m:#x}, not with the magic word"),
+            FrameError::Kind(k) => write!(f, "frame of unknown kind {k}"),
+            FrameError::Value(field, v) => write!(f, "frame field {field} holds {v}"),
+        }
+    }
+}
+
+impl core::error::Error for FrameError {}
+
+struct Writer {
+    frame: [u8; FRAME_BYTES],
+    at: usize,
+}
+
+impl Writer {
+    fn new(kind: u32) -> Writer {
+        Writer {
+            frame: [0; FRAME_BYTES],
+            at: 0,
+        }
+        .u32(FRAME_MAGIC)
+        .u32(kind)
+    }
+
+    fn u32(mut self, value: u32) -> Writer {
+        self.frame[self.at..self.at + 4].copy_from_slice(&value.to_le_bytes());
+        self.at += 4;
+        self
+    }
+
+    fn u64(mut self, value: u64) -> Writer {
+        self.frame[self.at..self.at + 8].copy_from_slice(&value.to_le_bytes());
+        self.at += 8;
+        self
+    }
+}
+
+struct Reader<'a> {
+    frame: &'a [u8; FRAME_BYTES],
+    at: usize,
+}
+
+impl<'a> Reader<'a> {
+    fn open(frame: &'a [u8; FRAME_BYTES]) -> Result<(u32, Reader<'a>), FrameError> {
+        let mut reader = Reader { frame, at: 0 };
+        match reader.u32() {
+            FRAME_MAGIC => Ok((reader.u32(), reader)),
+            other => Err(FrameError::Magic(other)),
+        }
+    }
+
+    fn u32(&mut self) -> u32 {
+        let mut word = [0; 4];
+        word.copy_from_slice(&self.frame[self.at..self.at + 4]);
+        self.at += 4;
+        u32::from_le_bytes(word)
+    }
+
+    fn u64(&mut self) -> u64 {
+        let mut word = [0; 8];
+        word.copy_from_slice(&self.frame[self.at..self.at + 8]);
+        self.at += 8;
+        u64::from_le_bytes(word)
+    }
+
+    fn phase(&mut self) -> Result<Phase, FrameError> {
+        let value = self.u32();
+        Phase::from_u32(value).ok_or(FrameError::Value("phase", value))
+    }
+}
+
+impl AgentMessage {
+    /// The frame.
+    #[must_use]
+    pub fn encode(&self) -> [u8; FRAME_BYTES] {
+        match *self {
+            AgentMessage::Hello {
+                version,
+                pid_in_namespace,
+                phase,
+                generation,
+                driver_version,
+                hazards,
+            } => Writer::new(1)
+                .u32(version)
+                .u32(pid_in_namespace)
+                .u32(phase as u32)
+                .u64(generation)
+                .u32(driver_version)
+                .u32(hazards.0),
+            AgentMessage::Wake {
+                generation,
+                waiters,
+                hook,
+            } => Writer::new(2).u64(generation).u32(waiters).u32(hook),
+            AgentMessage::Report {
+                order,
+                outcome,
+                phase,
+                cuda_error,
+                elapsed_us,
+            } => Writer::new(3)
+                .u64(order)
+                .u32(outcome as u32)
+                .u32(phase as u32)
+                .u32(cuda_error)
+                .u64(elapsed_us),
+            AgentMessage::Notice { hazards } => Writer::new(4).u32(hazards.0),
+        }
+        .frame
+    }
+
+    /// Reads a frame that an agent sent.
+    ///
+    /// # Errors
+    /// [`FrameError`] names what is wrong with it.
+    pub fn decode(frame: &[u8; FRAME_BYTES]) -> Result<AgentMessage, FrameError> {
+        let (kind, mut r) = Reader::open(frame)?;
+        match kind {
+            1 => Ok(AgentMessage::Hello {
+                version: r.u32(),
+                pid_in_namespace: r.u32(),
+                phase: r.phase()?,
+                generation: r.u64(),
+                driver_version: r.u32(),
+                hazards: Hazards(r.u32()),
+            }),
+            2 => Ok(AgentMessage::Wake {
+                generation: r.u64(),
+                waiters: r.u32(),
+                hook: r.u32(),
+            }),
+            3 => {
+                let order = r.u64();
+                let outcome = r.u32();
+                Ok(AgentMessage::Report {
+                    order,
+                    outcome: Outcome::from_u32(outcome)
+                        .ok_or(FrameError::Value("outcome", outcome))?,
+                    phase: r.phase()?,
+                    cuda_error: r.u32(),
+                    elapsed_us: r.u64(),
+                })
+            }
+            4 => Ok(AgentMessage::Notice {
+                hazards: Hazards(r.u32()),
+            }),
+            other => Err(FrameError::Kind(other)),
+        }
+    }
+}
+
+impl ControllerMessage {
+    /// The frame.
+    #[must_use]
+    pub fn encode(&self) -> [u8; FRAME_BYTES] {
+        match *self {
+            ControllerMessage::Welcome { process } => Writer::new(101).u64(process),
+            ControllerMessage::Refuse { version, retry } => {
+                Writer::new(102).u32(version).u32(u32::from(retry))
+            }
+            ControllerMessage::Order { order, action } => {
+                let (code, value) = match action {
+                    Action::Close { deadline_ms } => (1, u64::from(deadline_ms)),
+                    Action::Open => (2, 0),
+                    Action::Lock { timeout_ms } => (3, u64::from(timeout_ms)),
+                    Action::Checkpoint { vram_bytes } => (4, vram_bytes),
+                    Action::Restore => (5, 0),
+                    Action::Unlock => (6, 0),
+                    Action::HoldAllocations { deadline_ms } => (7, u64::from(deadline_ms)),
+                    Action::ReleaseAllocations => (8, 0),
+                };
+                Writer::new(103).u64(order).u32(code).u64(value)
+            }
+            ControllerMessage::WakeAck {
+                generation,
+                position,
+            } => Writer::new(104).u64(generation).u32(position),
+        }
+        .frame
+    }
+
+    /// Reads a frame that a controller sent.
+    ///
+    /// # Errors
+    /// [`FrameError`] names what is wrong with it.
+    pub fn decode(frame: &[u8; FRAME_BYTES]) -> Result<ControllerMessage, FrameError> {
+        let (kind, mut r) = Reader::open(frame)?;
+        match kind {
+            101 => Ok(ControllerMessage::Welcome { process: r.u64() }),
+            102 => Ok(ControllerMessage::Refuse {
+                version: r.u32(),
+                retry: r.u32() != 0,
+            }),
+            103 => {
+                let order = r.u64();
+                let code = r.u32();
+                let value = r.u64();
+                // The milliseconds of an order fit 32 bits; more is the longest that fits.
+                let ms = if value > u64::from(u32::MAX) {
+                    u32::MAX
+                } else {
+                    value as u32
+                };
+                let action = match code {
+                    1 => Action::Close { deadline_ms: ms },
+                    2 => Action::Open,
+                    3 => Action::Lock { timeout_ms: ms },
+                    4 => Action::Checkpoint { vram_bytes: value },
+                    5 => Action::Restore,
+                    6 => Action::Unlock,
+                    7 => Action::HoldAllocations { deadline_ms: ms },
+                    8 => Action::ReleaseAllocations,
+                    other => return Err(FrameError::Value("action", other)),
+                };
+                Ok(ControllerMessage::Order { order, action })
+            }
+            104 => Ok(ControllerMessage::WakeAck {
+                generation: r.u64(),
+                position: r.u32(),
+            }),
+            other => Err(FrameError::Kind(other)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn messages_come_back_as_sent() {
+        for message in [
+            AgentMessage::Hello {
+                version: 1,
+                pid_in_namespace: 7,
+                phase: Phase::Away,
+                generation: 3,
+                driver_version: 13_000,
+                hazards: Hazards(5),
+            },
+            AgentMessage::Wake {
+                generation: 9,
+                waiters: 2,
+                hook: 4,
+            },
+            AgentMessage::Report {
+                order: 1,
+                outcome: Outcome::DriverError,
+                phase: Phase::Locked,
+                cuda_error: 304,
+                elapsed_us: 12,
+            },
+            AgentMessage::Notice {
+                hazards: Hazards::MANAGED_MEMORY,
+            },
+        ] {
+            assert_eq!(AgentMessage::decode(&message.encode()), Ok(message));
+        }
+        let actions = [
+            Action::Close { deadline_ms: 50 },
+            Action::Open,
+            Action::Lock { timeout_ms: 100 },
+            Action::Checkpoint {
+                vram_bytes: u64::MAX,
+            },
+            Action::Restore,
+            Action::Unlock,
+            Action::HoldAllocations { deadline_ms: 1 },
+            Action::ReleaseAllocations,
+        ];
+        let orders = actions.map(|action| ControllerMessage::Order { order: 8, action });
+        for message in orders.into_iter().chain([
+            ControllerMessage::Welcome { process: 1 },
+            ControllerMessage::Refuse {
+                version: 1,
+                retry: true,
+            },
+            ControllerMessage::WakeAck {
+                generation: 1,
+                position: 2,
+            },
+        ]) {
+            assert_eq!(ControllerMessage::decode(&message.encode()), Ok(message));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn noise_is_decoded_without_panic(noise in proptest::collection::vec(any::<u8>(), FRAME_BYTES), kind in 0_u32..110) {
+            let mut frame = [0; FRAME_BYTES];
+            frame.copy_from_slice(&noise);
+            frame[..4].copy_from_slice(&FRAME_MAGIC.to_le_bytes());
+            frame[4..8].copy_from_slice(&kind.to_le_bytes());
+            let _ = AgentMessage::decode(&frame);
+            let _ = ControllerMessage::decode(&frame);
+        }
+    }
+}

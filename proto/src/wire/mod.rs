@@ -1,0 +1,91 @@
+//! What the preload library and the controller say to each other.
+//!
+//! Two channels: a page of counters that the library writes and the controller
+//! reads ([`page`]), and a stream of fixed-size frames ([`message`]).
+//! The container owns its end of both, so the controller believes neither:
+//! it reads the page with `pread` (a truncated or swapped file is an error, not a
+//! signal), and decodes every frame with checks.
+
+pub mod message;
+pub mod page;
+
+/// The version of both channels. A peer of another version is refused with a
+/// reason, and its application runs on unmanaged.
+pub const WIRE_VERSION: u32 = 1;
+
+/// What a process has done that makes a checkpoint unsafe, as a bit set.
+/// A bit, once set, stays set for the life of the process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Hazards(pub u32);
+
+impl Hazards {
+    /// `cuMemAllocManaged` succeeded.
+    pub const MANAGED_MEMORY: Hazards = Hazards(1);
+    /// `cuCtxEnablePeerAccess` succeeded, or access to memory was given to another device.
+    pub const PEER_ACCESS: Hazards = Hazards(1 << 1);
+    /// A legacy IPC handle was opened, or a shareable handle was imported.
+    pub const SHARED_MEMORY: Hazards = Hazards(1 << 2);
+    /// The process talks to an MPS server.
+    pub const MPS: Hazards = Hazards(1 << 3);
+    /// libcuda has no checkpoint entry points.
+    pub const NO_CHECKPOINT_API: Hazards = Hazards(1 << 4);
+
+    /// Whether any bit of `other` is set.
+    #[must_use]
+    pub const fn contains(self, other: Hazards) -> bool {
+        self.0 & other.0 != 0
+    }
+
+    /// Whether no bit is set.
+    #[must_use]
+    pub const fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+}
+
+macro_rules! wire_enum {
+    ($(#[$doc:meta])* $vis:vis enum $name:ident { $($(#[$vdoc:meta])* $variant:ident = $value:literal,)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[repr(u32)]
+        $vis enum $name { $($(#[$vdoc])* $variant = $value,)* }
+
+        impl $name {
+            /// The variant with this number, if there is one.
+            #[must_use]
+            pub const fn from_u32(value: u32) -> Option<$name> {
+                match value { $($value => Some($name::$variant),)* _ => None }
+            }
+        }
+    };
+}
+pub(crate) use wire_enum;
+
+wire_enum! {
+    /// How far a process is from running freely, as its agent knows it.
+    ///
+    /// ```text
+    /// Open <─> Closing ─> Closed <─> Locking ─> Locked <─> Checkpointing ─> Away
+    ///                       ^          Unlocking ──┘  ^        Restoring ─────┘
+    /// ```
+    pub enum Phase {
+        /// Calls go through.
+        Open = 0,
+        /// New calls wait; calls in progress are being waited for.
+        Closing = 1,
+        /// New calls wait; none is in progress.
+        Closed = 2,
+        /// The driver's lock call is running.
+        Locking = 3,
+        /// The driver holds the process locked.
+        Locked = 4,
+        /// The driver's checkpoint call is running.
+        Checkpointing = 5,
+        /// The GPU state is in host memory.
+        Away = 6,
+        /// The driver's restore call is running.
+        Restoring = 7,
+        /// The driver's unlock call is running.
+        Unlocking = 8,
+    }
+}

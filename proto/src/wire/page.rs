@@ -1,0 +1,246 @@
+//! The shared page: one per process, a sealed memfd of [`PAGE_BYTES`] that the
+//! agent makes at the process's first CUDA call and sends with its Hello.
+//!
+//! ```text
+//! 0      header: magic, version, phase, gate, waiters, hazards, generation, bytes
+//! 4096   slot 0   shared: threads that found no slot of their own (atomic adds)
+//! 4160   slot 1   owned by one thread: plain adds, no lock
+//!  …
+//! 16320  slot 191
+//! ```
+//!
+//! It belongs to the process, not to a connection: counts begin before the first
+//! registration and go on across controllers. Only the process writes it; the
+//! controller reads it with `pread` into a buffer and decodes that
+//! ([`PageSnapshot::decode`]), so nothing that the container does to the file can
+//! fault the controller or change a value between check and use.
+
+use super::{Hazards, Phase, WIRE_VERSION};
+
+/// Size of the memfd in bytes. A file of another size is refused.
+pub const PAGE_BYTES: usize = 16 * 1024;
+/// First word of the header.
+pub const PAGE_MAGIC: u64 = u64::from_le_bytes(*b"AFNPAGE\0");
+/// Offset of the first slot in bytes.
+pub const SLOTS_OFFSET: usize = 4096;
+/// Size of a slot in bytes: one cache line, so that threads do not share one.
+pub const SLOT_BYTES: usize = 64;
+/// Number of slots, the shared one included.
+pub const SLOT_COUNT: usize = (PAGE_BYTES - SLOTS_OFFSET) / SLOT_BYTES;
+
+/// Header offsets in bytes.
+pub mod header {
+    /// u64: [`super::PAGE_MAGIC`].
+    pub const MAGIC: usize = 0;
+    /// u32: [`crate::wire::WIRE_VERSION`].
+    pub const VERSION: usize = 8;
+    /// u32: number of slots.
+    pub const SLOT_COUNT: usize = 12;
+    /// u32: [`crate::wire::Phase`].
+    pub const PHASE: usize = 16;
+    /// u32: a [`super::Gate`] value; the futex word that held callers sleep on. On its own line.
+    pub const GATE: usize = 64;
+    /// u32: callers that wait at the gate now.
+    pub const WAITERS: usize = 128;
+    /// u32: [`crate::wire::Hazards`] bits.
+    pub const HAZARDS: usize = 132;
+    /// u64: offload generation: grows by one each time the gate closes.
+    pub const GENERATION: usize = 136;
+    /// u64: bytes of device memory allocated and not freed, as the hooks counted them.
+    pub const ALLOCATED_BYTES: usize = 144;
+    /// u64: device allocations alive, as the hooks counted them.
+    pub const ALLOCATIONS: usize = 152;
+}
+
+/// Slot offsets in bytes, from the slot's start.
+pub mod slot {
+    /// u32: calls of this slot's threads inside the driver.
+    pub const INFLIGHT: usize = 0;
+    /// u32: index of the hook last entered, into the table of names.
+    pub const LAST_HOOK: usize = 4;
+    /// u64: calls made, polls left out.
+    pub const CALLS: usize = 8;
+    /// u64: poll calls made (`cuEventQuery`, `cuStreamQuery`): no activity by themselves.
+    pub const POLLS: usize = 16;
+    /// u32: thread id of the owner in its pid namespace; 0: free.
+    pub const OWNER_TID: usize = 24;
+}
+
+super::wire_enum! {
+    /// Values of the gate word.
+    pub enum Gate {
+        /// Calls go through.
+        Open = 0,
+        /// Calls wait.
+        Closed = 1,
+        /// Calls that may take VRAM wait, others go through.
+        AllocationsHeld = 2,
+    }
+}
+
+/// What the controller takes from one reading of a page.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PageSnapshot {
+    /// The agent's phase.
+    pub phase: Phase,
+    /// Callers waiting at the gate.
+    pub waiters: u32,
+    /// What makes a checkpoint unsafe.
+    pub hazards: Hazards,
+    /// How often the gate has been closed.
+    pub generation: u64,
+    /// Device memory that the hooks saw allocated, in bytes. The container's claim.
+    pub allocated_bytes: u64,
+    /// Live device allocations that the hooks saw. The container's claim.
+    pub allocations: u64,
+    /// Calls made since the process registered, polls left out (wrapping sum).
+    pub calls: u64,
+    /// Poll calls made (wrapping sum).
+    pub polls: u64,
+    /// Calls inside the driver now.
+    pub inflight: u64,
+    /// Index of the hook that the busiest reader would name last: that of the first
+    /// slot with a call in progress, else of slot order.
+    pub last_hook: u32,
+}
+
+/// Why a page was refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PageError {
+    /// The buffer is not [`PAGE_BYTES`] long.
+    Size(usize),
+    /// The first word is not [`PAGE_MAGIC`].
+    Magic(u64),
+    /// Another [`WIRE_VERSION`].
+    Version(u32),
+    /// A field holds a value that the protocol does not have.
+    Value(&'static str, u64),
+}
+
+impl core::fmt::Display for PageError {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match self {
+            PageError::Size(n) => write!(f, "page has {n} bytes, expected {PAGE_BYTES}"),
+            PageError::Magic(m) => write!(f, "page begins with {m:#x}, not with the magic word"),
+            PageError::Version(v) => write!(f, "page has version {v}, expected {WIRE_VERSION}"),
+            PageError::Value(field, v) => write!(f, "page field {field} holds {v}"),
+        }
+    }
+}
+
+impl core::error::Error for PageError {}
+
+fn u32_at(bytes: &[u8], offset: usize) -> u32 {
+    let mut word = [0; 4];
+    word.copy_from_slice(&bytes[offset..offset + 4]);
+    u32::from_ne_bytes(word)
+}
+
+fn u64_at(bytes: &[u8], offset: usize) -> u64 {
+    let mut word = [0; 8];
+    word.copy_from_slice(&bytes[offset..offset + 8]);
+    u64::from_ne_bytes(word)
+}
+
+impl PageSnapshot {
+    /// Decodes one reading of a page. Every value is checked or harmless at any value.
+    ///
+    /// # Errors
+    /// [`PageError`] names the field that is wrong.
+    pub fn decode(bytes: &[u8]) -> Result<PageSnapshot, PageError> {
+        if bytes.len() != PAGE_BYTES {
+            return Err(PageError::Size(bytes.len()));
+        }
+        let magic = u64_at(bytes, header::MAGIC);
+        if magic != PAGE_MAGIC {
+            return Err(PageError::Magic(magic));
+        }
+        let version = u32_at(bytes, header::VERSION);
+        if version != WIRE_VERSION {
+            return Err(PageError::Version(version));
+        }
+        let count = u32_at(bytes, header::SLOT_COUNT);
+        if count as usize != SLOT_COUNT {
+            return Err(PageError::Value("slot count", u64::from(count)));
+        }
+        let phase = u32_at(bytes, header::PHASE);
+        let phase = Phase::from_u32(phase).ok_or(PageError::Value("phase", u64::from(phase)))?;
+        let mut page = PageSnapshot {
+            phase,
+            waiters: u32_at(bytes, header::WAITERS),
+            hazards: Hazards(u32_at(bytes, header::HAZARDS)),
+            generation: u64_at(bytes, header::GENERATION),
+            allocated_bytes: u64_at(bytes, header::ALLOCATED_BYTES),
+            allocations: u64_at(bytes, header::ALLOCATIONS),
+            calls: 0,
+            polls: 0,
+            inflight: 0,
+            last_hook: 0,
+        };
+        for slot_bytes in bytes[SLOTS_OFFSET..].chunks_exact(SLOT_BYTES) {
+            let inflight = u32_at(slot_bytes, slot::INFLIGHT);
+            let hook = u32_at(slot_bytes, slot::LAST_HOOK);
+            if hook != 0 && (page.last_hook == 0 || (inflight > 0 && page.inflight == 0)) {
+                page.last_hook = hook;
+            }
+            page.inflight += u64::from(inflight);
+            page.calls = page.calls.wrapping_add(u64_at(slot_bytes, slot::CALLS));
+            page.polls = page.polls.wrapping_add(u64_at(slot_bytes, slot::POLLS));
+        }
+        Ok(page)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn page() -> Vec<u8> {
+        let mut bytes = vec![0; PAGE_BYTES];
+        bytes[header::MAGIC..][..8].copy_from_slice(&PAGE_MAGIC.to_ne_bytes());
+        bytes[header::VERSION..][..4].copy_from_slice(&WIRE_VERSION.to_ne_bytes());
+        bytes[header::SLOT_COUNT..][..4].copy_from_slice(&(SLOT_COUNT as u32).to_ne_bytes());
+        bytes
+    }
+
+    #[test]
+    fn sums_over_all_slots() {
+        let mut bytes = page();
+        for index in [0, 1, SLOT_COUNT - 1] {
+            let base = SLOTS_OFFSET + index * SLOT_BYTES;
+            bytes[base + slot::INFLIGHT] = 1;
+            bytes[base + slot::CALLS] = 10;
+            bytes[base + slot::POLLS] = 2;
+        }
+        let got = PageSnapshot::decode(&bytes).unwrap();
+        assert_eq!((got.inflight, got.calls, got.polls), (3, 30, 6));
+    }
+
+    #[test]
+    fn names_what_is_wrong() {
+        assert_eq!(PageSnapshot::decode(&[0; 3]), Err(PageError::Size(3)));
+        assert_eq!(
+            PageSnapshot::decode(&vec![0; PAGE_BYTES]),
+            Err(PageError::Magic(0))
+        );
+        let mut bytes = page();
+        bytes[header::VERSION] = 99;
+        assert_eq!(PageSnapshot::decode(&bytes), Err(PageError::Version(99)));
+        let mut bytes = page();
+        bytes[header::PHASE] = 9;
+        assert_eq!(
+            PageSnapshot::decode(&bytes),
+            Err(PageError::Value("phase", 9))
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn any_content_is_survived(noise in proptest::collection::vec(any::<u8>(), PAGE_BYTES - 20)) {
+            let mut bytes = page();
+            bytes[20..].copy_from_slice(&noise);
+            prop_assert!(PageSnapshot::decode(&bytes).is_ok());
+        }
+    }
+}
