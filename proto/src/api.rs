@@ -6,7 +6,7 @@
     missing_docs,
     nonstandard_style,
     clippy::all,
-    clippy::pedantic,
+    clippy::unwrap_used,
     unused,
     rustdoc::all
 )]
@@ -19,7 +19,7 @@ pub mod control {
     missing_docs,
     nonstandard_style,
     clippy::all,
-    clippy::pedantic,
+    clippy::unwrap_used,
     unused,
     rustdoc::all
 )]
