@@ -1,1 +1,3 @@
-//! Filled in by the next commits.
+//! x
+#![forbid(unsafe_code)]
+pub mod core;

@@ -1,0 +1,105 @@
+//! One container under management, and its way through the states that
+//! [`affinode_proto::state`] draws.
+
+use affinode_proto::{api::control::Announcement, reason::Reason, state::State};
+
+use super::{CommandId, Millis, input::Request, policy::Policy};
+
+/// Where the container shall be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Goal {
+    /// Running freely: every process open.
+    Home,
+    /// About to leave: host memory and devices are being looked at; nothing was touched.
+    Leaving,
+    /// Off the GPU: every process away.
+    Out,
+}
+
+/// What is known of a container. Changed by [`super::Node`] alone.
+#[derive(Clone, Debug)]
+pub struct Container {
+    /// What the shim said.
+    pub announcement: Announcement,
+    /// Effective policy.
+    pub policy: Policy,
+    /// Annotations that were not understood.
+    pub warnings: Vec<String>,
+    /// The shown state.
+    pub state: State,
+    /// Since when.
+    pub since: Millis,
+    /// Where it shall be.
+    pub goal: Goal,
+    /// Why it went, or why it stays: word and detail.
+    pub reason: (Reason, String),
+    /// Last use.
+    pub last_use: Millis,
+    /// When it last came home, if it ever left.
+    pub came_home: Option<Millis>,
+    /// No offload before this time, after one that failed.
+    pub not_before: Millis,
+    /// Failed offloads in a row.
+    pub failures: u32,
+    /// A survey is on its way.
+    pub surveying: bool,
+    /// Begin of the offload in progress.
+    pub offload_began: Option<Millis>,
+    /// First waiting call of the wake in progress.
+    pub wake_began: Option<Millis>,
+    /// Requests that wait for an answer.
+    pub commands: Vec<(CommandId, Request)>,
+    /// Completed offloads.
+    pub offloads: u64,
+    /// Completed restores.
+    pub restores: u64,
+    /// Duration of the last offload.
+    pub last_offload_ms: Millis,
+    /// Duration of the last wake.
+    pub last_wake_ms: Millis,
+}
+
+impl Container {
+    /// A container that was just announced.
+    #[must_use]
+    pub fn new(announcement: Announcement, policy: Policy, warnings: Vec<String>, now: Millis) -> Container {
+        Container {
+            announcement,
+            policy,
+            warnings,
+            state: State::Unregistered,
+            since: now,
+            goal: Goal::Home,
+            reason: (Reason::NotRegistered, String::new()),
+            last_use: now,
+            came_home: None,
+            not_before: 0,
+            failures: 0,
+            surveying: false,
+            offload_began: None,
+            wake_began: None,
+            commands: Vec::new(),
+            offloads: 0,
+            restores: 0,
+            last_offload_ms: 0,
+            last_wake_ms: 0,
+        }
+    }
+
+    /// Name for people: `namespace/pod/container`, or `namespace/id` outside Kubernetes.
+    #[must_use]
+    pub fn display_name(&self) -> String {
+        let a = &self.announcement;
+        if a.pod.is_empty() {
+            format!("{}/{}", a.namespace, a.id)
+        } else {
+            format!("{}/{}/{}", a.pod_namespace, a.pod, a.container)
+        }
+    }
+
+    /// Namespace for rules: Kubernetes', else containerd's.
+    #[must_use]
+    pub fn rule_namespace(announcement: &Announcement) -> &str {
+        if announcement.pod_namespace.is_empty() { &announcement.namespace } else { &announcement.pod_namespace }
+    }
+}

@@ -1,0 +1,46 @@
+//! The right of one container to be restored.
+//!
+//! ```text
+//! queue ──room promised in the ledger──> Holding ──all hold allocations──> Proving ──NVML says free──> Granted
+//!   ^                                       │ one is busy                     │ not free
+//!   └───────────────────────────────────────┴─────────────────────────────────┘  promise given up, tried again
+//! ```
+//!
+//! From Holding to the end, no managed process may take VRAM, so what is proven
+//! free stays free until the driver has taken it.
+
+use std::collections::BTreeSet;
+
+use super::{Millis, ProcessId};
+
+/// How far a grant has come.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// Waits for these processes to hold their allocations.
+    Holding(BTreeSet<ProcessId>),
+    /// Waits for NVML.
+    Proving,
+    /// Restores may run.
+    Granted,
+}
+
+/// A grant in progress.
+#[derive(Clone, Debug)]
+pub struct Grant {
+    /// How far it is.
+    pub stage: Stage,
+    /// Processes that were told to hold their allocations.
+    pub held: BTreeSet<ProcessId>,
+    /// Devices that it concerns.
+    pub uuids: BTreeSet<String>,
+    /// When it began.
+    pub since: Millis,
+}
+
+impl Grant {
+    /// Whether restores may run.
+    #[must_use]
+    pub fn is_granted(&self) -> bool {
+        self.stage == Stage::Granted
+    }
+}

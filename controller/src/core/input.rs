@@ -1,0 +1,115 @@
+//! What the node is told.
+
+use affinode_proto::{
+    api::control::{ActionResponse, Announcement},
+    reason::Reason,
+    wire::{Hazards, Phase, message::AgentMessage, page::PageSnapshot},
+};
+
+use super::{DeviceBytes, Key, ProcessId};
+
+/// Number of a request that waits for its answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct CommandId(pub u64);
+
+/// The answer to a request.
+pub type Answer = ActionResponse;
+
+/// What a person or program asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Request {
+    /// Move it out.
+    Offload,
+    /// Bring it back.
+    Restore,
+}
+
+/// One device as NVML shows it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct GpuSample {
+    /// NVML's index.
+    pub index: u32,
+    /// NVML's UUID.
+    pub uuid: String,
+    /// Product name.
+    pub name: String,
+    /// VRAM in bytes.
+    pub total_bytes: u64,
+    /// VRAM in use by anybody, in bytes.
+    pub used_bytes: u64,
+    /// Busy share of the last sample period, in percent.
+    pub utilization_percent: u32,
+    /// Host pid and VRAM of each compute process.
+    pub processes: Vec<(u32, u64)>,
+}
+
+/// Who a process is, as the socket and /proc tell it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Identity {
+    /// Pid in the controller's namespace.
+    pub pid: u32,
+    /// Start time in clock ticks: with the pid it names one process for ever.
+    pub start_ticks: u64,
+    /// `comm` of the process, for people.
+    pub command: String,
+}
+
+/// What was found out about a container before a step that depends on it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Survey {
+    /// Devices, read now. `Err`: why they cannot be read.
+    pub gpus: Result<Vec<GpuSample>, String>,
+    /// Whether host memory and cgroups allow an offload of this container.
+    pub room: Result<(), (Reason, String)>,
+}
+
+/// Something that happened.
+#[derive(Clone, Debug)]
+pub enum Input {
+    /// A shim announced a container (again).
+    Announced(Box<Announcement>, Key),
+    /// The container is gone.
+    Withdrawn(Key),
+    /// A process said Hello with good papers.
+    Joined {
+        /// Its container.
+        key: Key,
+        /// Number of the connection; a process that comes back has a new one.
+        process: ProcessId,
+        /// Who it is.
+        identity: Identity,
+        /// Where it stands.
+        phase: Phase,
+        /// Times its gate closed.
+        generation: u64,
+        /// What makes a checkpoint unsafe.
+        hazards: Hazards,
+    },
+    /// The connection ended; the process may live.
+    Detached(ProcessId),
+    /// The process ended.
+    Exited(ProcessId),
+    /// It sent a message (Hello excepted).
+    Message(ProcessId, AgentMessage),
+    /// Its page was read.
+    Page(ProcessId, PageSnapshot),
+    /// Devices were read.
+    Gpus(Result<Vec<GpuSample>, String>),
+    /// What [`super::Effect::Survey`] asked for.
+    Surveyed(Key, Survey),
+    /// What [`super::Effect::Prove`] asked for.
+    Proven(Key, Result<Vec<GpuSample>, String>),
+    /// What the journal of an earlier controller says of a process.
+    Recalled {
+        /// The container.
+        key: Key,
+        /// Pid and start time.
+        identity: (u32, u64),
+        /// VRAM that it will need.
+        away: Vec<DeviceBytes>,
+    },
+    /// A person or program asks.
+    Command(CommandId, Key, Request),
+    /// Time passed.
+    Tick,
+}

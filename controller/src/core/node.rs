@@ -1,0 +1,433 @@
+//! The node: every container and process, and what happens on each input.
+//! The way out and home is in `moves.rs`, grants in `grants.rs`, the list that people
+//! see in `view.rs`.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use affinode_proto::{
+    api::control::{ActionResponse, Announcement, Event},
+    reason::Reason,
+    state::State,
+    wire::{
+        Hazards, Phase, WIRE_VERSION,
+        message::{Action, AgentMessage, ControllerMessage},
+        page::PageSnapshot,
+    },
+};
+
+use super::{
+    CommandId, DeviceBytes, Effect, Key, Millis, ProcessId,
+    container::{Container, Goal},
+    grant::Grant,
+    idle,
+    input::{GpuSample, Identity, Input, Request},
+    ledger::Ledger,
+    plan::Deadlines,
+    policy::Policies,
+    process::{Pending, Process},
+    queue::Queue,
+};
+
+/// What the node is configured with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// Policies of node and namespaces.
+    pub policies: Policies,
+    /// Deadlines of close and lock.
+    pub deadlines: Deadlines,
+    /// How long processes are given to hold their allocations.
+    pub hold_ms: u32,
+    /// Most CUDA processes of one container.
+    pub max_processes: usize,
+}
+
+impl Default for Settings {
+    fn default() -> Settings {
+        Settings {
+            policies: Policies::default(),
+            deadlines: Deadlines { close_ms: 1_000, lock_ms: 5_000 },
+            hold_ms: 500,
+            max_processes: 256,
+        }
+    }
+}
+
+/// Everything that is known of the node. One task drives it.
+#[derive(Debug, Default)]
+pub struct Node {
+    pub(super) settings: Settings,
+    pub(super) now: Millis,
+    pub(super) containers: BTreeMap<Key, Container>,
+    pub(super) processes: BTreeMap<ProcessId, Process>,
+    pub(super) gpus: Vec<GpuSample>,
+    pub(super) gpu_error: Option<String>,
+    pub(super) ledger: Ledger,
+    pub(super) queue: Queue,
+    pub(super) grants: BTreeMap<Key, Grant>,
+    pub(super) hold_orders: BTreeMap<u64, (Key, ProcessId)>,
+    recalled: BTreeMap<(Key, u32, u64), Vec<DeviceBytes>>,
+    next_order: u64,
+    pub(super) effects: Vec<Effect>,
+}
+
+impl Node {
+    /// An empty node.
+    #[must_use]
+    pub fn new(settings: Settings) -> Node {
+        Node { settings, ..Node::default() }
+    }
+
+    /// Takes one input and says what is to be done, in order.
+    #[must_use]
+    pub fn handle(&mut self, now: Millis, input: Input) -> Vec<Effect> {
+        self.now = self.now.max(now);
+        match input {
+            Input::Announced(announcement, key) => self.announced(*announcement, &key),
+            Input::Withdrawn(key) => self.withdrawn(&key),
+            Input::Joined { key, process, identity, phase, generation, hazards } => {
+                self.joined(&key, process, identity, phase, generation, hazards);
+            }
+            Input::Detached(process) => self.detached(process),
+            Input::Exited(process) => self.exited(process),
+            Input::Message(process, message) => self.message(process, message),
+            Input::Page(process, page) => self.page(process, page),
+            Input::Gpus(gpus) => self.gpus_read(gpus),
+            Input::Surveyed(key, survey) => self.surveyed(&key, survey),
+            Input::Proven(key, gpus) => self.proven(&key, gpus),
+            Input::Recalled { key, identity: (pid, start), away } => {
+                self.recalled.insert((key, pid, start), away);
+            }
+            Input::Command(command, key, request) => self.command(command, &key, request),
+            Input::Tick => self.tick(),
+        }
+        self.serve_queue();
+        std::mem::take(&mut self.effects)
+    }
+
+    /// Replaces the settings; policies of known containers are resolved again.
+    pub fn reconfigure(&mut self, settings: Settings) {
+        self.settings = settings;
+        for container in self.containers.values_mut() {
+            let (policy, warnings) = resolve(&self.settings.policies, &container.announcement);
+            container.policy = policy;
+            container.warnings = warnings;
+        }
+    }
+
+    /// How long the caller may sleep before the next [`Input::Tick`].
+    #[must_use]
+    pub fn tick_ms(&self, usual_ms: Millis) -> Millis {
+        let busy = !self.queue.is_empty() || self.containers.values().any(|c| c.goal == Goal::Out && c.state != State::Offloaded);
+        if busy { usual_ms.min(50) } else { usual_ms }
+    }
+
+    /// Annotations of a container that were not understood.
+    #[must_use]
+    pub fn warnings(&self, key: &Key) -> Vec<String> {
+        self.containers.get(key).map(|c| c.warnings.clone()).unwrap_or_default()
+    }
+
+    /// The processes whose pages are to be read.
+    pub fn connected(&self) -> impl Iterator<Item = ProcessId> + '_ {
+        self.processes.iter().filter(|(_, p)| p.connected).map(|(id, _)| *id)
+    }
+
+    pub(super) fn members(&self, key: &Key) -> Vec<ProcessId> {
+        self.processes.iter().filter(|(_, p)| p.key == *key).map(|(id, _)| *id).collect()
+    }
+
+    pub(super) fn order(&mut self, process: ProcessId, action: Action) -> u64 {
+        self.next_order += 1;
+        let order = self.next_order;
+        self.effects.push(Effect::Send(process, ControllerMessage::Order { order, action }));
+        if !matches!(action, Action::HoldAllocations { .. } | Action::ReleaseAllocations) {
+            if let Some(process) = self.processes.get_mut(&process) {
+                process.pending = Some(Pending { order, action, since: self.now });
+            }
+        }
+        order
+    }
+
+    pub(super) fn publish(&mut self, key: &Key, event: Event) {
+        let name = self.containers.get(key).map(Container::display_name).unwrap_or_default();
+        self.effects.push(Effect::Publish(Event { key: key.to_string(), container: name, ..event }));
+    }
+
+    /// Shows a new state, with why. The same state again only renews the reason.
+    pub(super) fn set_state(&mut self, key: &Key, to: State, reason: Reason, detail: &str, bytes: u64, elapsed_ms: Millis) {
+        let now = self.now;
+        let Some(container) = self.containers.get_mut(key) else { return };
+        container.reason = (reason, detail.to_owned());
+        let from = container.state;
+        if from == to {
+            return;
+        }
+        container.state = to;
+        container.since = now;
+        self.publish(
+            key,
+            Event {
+                kind: "state".into(),
+                from: from.to_string(),
+                to: to.to_string(),
+                reason: reason.to_string(),
+                text: text_of(reason, detail),
+                bytes,
+                elapsed_ms,
+                ..Event::default()
+            },
+        );
+    }
+
+    pub(super) fn answer(&mut self, key: &Key, which: Request, done: bool, bytes: u64, elapsed_ms: Millis) {
+        let Some(container) = self.containers.get_mut(key) else { return };
+        let (asked, others) = std::mem::take(&mut container.commands).into_iter().partition(|(_, r)| *r == which);
+        container.commands = others;
+        let asked: Vec<(CommandId, Request)> = asked;
+        let (reason, detail) = container.reason.clone();
+        let response = ActionResponse {
+            done,
+            state: container.state.to_string(),
+            reason: reason.to_string(),
+            reason_text: text_of(reason, &detail),
+            bytes,
+            elapsed_ms,
+            ..ActionResponse::default()
+        };
+        self.effects.extend(asked.into_iter().map(|(command, _)| Effect::Answer(command, response.clone())));
+    }
+
+    fn announced(&mut self, announcement: Announcement, key: &Key) {
+        if let Some(known) = self.containers.get_mut(key) {
+            known.announcement = announcement;
+            let (policy, warnings) = resolve(&self.settings.policies, &known.announcement);
+            (known.policy, known.warnings) = (policy, warnings);
+            return;
+        }
+        let (policy, warnings) = resolve(&self.settings.policies, &announcement);
+        let container = Container::new(announcement, policy, warnings.clone(), self.now);
+        self.containers.insert(key.clone(), container);
+        for text in warnings {
+            self.publish(key, Event { kind: "annotation".into(), text, ..Event::default() });
+        }
+    }
+
+    fn withdrawn(&mut self, key: &Key) {
+        for process in self.members(key) {
+            self.processes.remove(&process);
+            self.forget_holds(process);
+            self.effects.push(Effect::Drop(process));
+        }
+        self.end_grant(key);
+        self.ledger.release(key);
+        self.queue.leave(key);
+        self.effects.push(Effect::Journal(key.clone(), None));
+        if let Some(container) = self.containers.get_mut(key) {
+            container.reason = (Reason::NotRegistered, "the container was deleted".into());
+        }
+        self.answer(key, Request::Offload, false, 0, 0);
+        self.answer(key, Request::Restore, false, 0, 0);
+        self.containers.remove(key);
+        self.recalled.retain(|(other, ..), _| other != key);
+    }
+
+    fn joined(&mut self, key: &Key, id: ProcessId, identity: Identity, phase: Phase, generation: u64, hazards: Hazards) {
+        let known = self
+            .processes
+            .iter()
+            .find(|(_, p)| p.key == *key && p.identity.pid == identity.pid && p.identity.start_ticks == identity.start_ticks)
+            .map(|(old, _)| *old);
+        let full = known.is_none() && self.members(key).len() >= self.settings.max_processes;
+        let Some(container) = self.containers.get_mut(key).filter(|_| !full) else {
+            self.effects.push(Effect::Send(id, ControllerMessage::Refuse { version: WIRE_VERSION, retry: !full }));
+            self.effects.push(Effect::Drop(id));
+            return;
+        };
+        let before = known.and_then(|old| self.processes.remove(&old));
+        let away = match before.as_ref().map(|p| p.away.clone()).filter(|away| !away.is_empty()) {
+            Some(away) => away,
+            None => self.recalled.remove(&(key.clone(), identity.pid, identity.start_ticks)).unwrap_or_default(),
+        };
+        if container.state == State::Unregistered {
+            // The first process; or, after a controller died, the first that came back.
+            container.last_use = self.now;
+            container.goal = if phase == Phase::Away { Goal::Out } else { Goal::Home };
+        } else if phase == Phase::Open && container.goal != Goal::Home {
+            // A process that just started to use CUDA: the container is in use.
+            container.goal = Goal::Home;
+            container.last_use = self.now;
+        }
+        let first = container.state == State::Unregistered;
+        let out = container.goal == Goal::Out;
+        self.processes.insert(
+            id,
+            Process {
+                key: key.clone(),
+                identity,
+                connected: true,
+                phase,
+                generation,
+                hazards,
+                pending: None,
+                holds: 0,
+                vram: before.as_ref().map(|p| p.vram.clone()).unwrap_or_default(),
+                away,
+                page: before.and_then(|p| p.page),
+            },
+        );
+        self.effects.push(Effect::Send(id, ControllerMessage::Welcome { process: id.0 }));
+        if let Some(old) = known {
+            self.forget_holds(old);
+            self.effects.push(Effect::Drop(old));
+        }
+        if first {
+            let state = if out { State::Offloaded } else { State::Active };
+            self.set_state(key, state, if out { Reason::IdleTimeout } else { Reason::Called }, "", 0, 0);
+        }
+        self.advance(key);
+    }
+
+    fn detached(&mut self, id: ProcessId) {
+        let Some(process) = self.processes.get_mut(&id) else { return };
+        process.connected = false;
+        process.pending = None;
+        let key = process.key.clone();
+        self.forget_holds(id);
+        self.advance(&key);
+    }
+
+    fn exited(&mut self, id: ProcessId) {
+        let Some(process) = self.processes.remove(&id) else { return };
+        self.forget_holds(id);
+        self.effects.push(Effect::Drop(id));
+        let key = process.key;
+        if self.members(&key).is_empty() {
+            self.end_grant(&key);
+            self.ledger.release(&key);
+            self.queue.leave(&key);
+            self.effects.push(Effect::Journal(key.clone(), None));
+            self.set_state(&key, State::Unregistered, Reason::NotRegistered, "its CUDA processes ended", 0, 0);
+            self.answer(&key, Request::Offload, false, 0, 0);
+            self.answer(&key, Request::Restore, false, 0, 0);
+            if let Some(container) = self.containers.get_mut(&key) {
+                container.goal = Goal::Home;
+                container.surveying = false;
+                (container.offload_began, container.wake_began) = (None, None);
+            }
+        } else {
+            self.advance(&key);
+        }
+    }
+
+    fn message(&mut self, id: ProcessId, message: AgentMessage) {
+        match message {
+            // A second Hello on a connection is not in the protocol; the first one holds.
+            AgentMessage::Hello { .. } => {}
+            AgentMessage::Wake { generation, .. } => self.wake(id, generation),
+            AgentMessage::Report { order, outcome, phase, cuda_error, .. } => {
+                self.report(id, order, outcome, phase, cuda_error);
+            }
+            AgentMessage::Notice { hazards } => {
+                if let Some(process) = self.processes.get_mut(&id) {
+                    process.hazards.0 |= hazards.0;
+                }
+            }
+        }
+    }
+
+    fn page(&mut self, id: ProcessId, page: PageSnapshot) {
+        let now = self.now;
+        let Some(process) = self.processes.get_mut(&id) else { return };
+        let moved = idle::moved(process.page.as_ref(), &page);
+        process.hazards.0 |= page.hazards.0;
+        process.page = Some(page);
+        if !moved {
+            return;
+        }
+        let key = process.key.clone();
+        let Some(container) = self.containers.get_mut(&key) else { return };
+        container.last_use = now;
+        if container.goal == Goal::Leaving {
+            container.goal = Goal::Home;
+        }
+        if container.state == State::Idle {
+            self.set_state(&key, State::Active, Reason::Called, "", 0, 0);
+        }
+    }
+
+    fn gpus_read(&mut self, gpus: Result<Vec<GpuSample>, String>) {
+        match gpus {
+            Ok(gpus) => {
+                self.gpu_error = None;
+                self.take_gpus(gpus);
+            }
+            Err(error) => self.gpu_error = Some(error),
+        }
+    }
+
+    /// Notes what devices and processes hold. A process that is away holds nothing.
+    pub(super) fn take_gpus(&mut self, gpus: Vec<GpuSample>) {
+        let mut by_pid: BTreeMap<u32, Vec<DeviceBytes>> = BTreeMap::new();
+        for gpu in &gpus {
+            for (pid, bytes) in &gpu.processes {
+                let device = DeviceBytes { uuid: gpu.uuid.clone(), bytes: *bytes };
+                by_pid.entry(*pid).or_default().push(device);
+            }
+        }
+        for process in self.processes.values_mut() {
+            process.vram = by_pid.remove(&process.identity.pid).unwrap_or_default();
+        }
+        self.gpus = gpus;
+    }
+
+    fn command(&mut self, command: CommandId, key: &Key, request: Request) {
+        let Some(container) = self.containers.get_mut(key) else {
+            let response = ActionResponse { reason_text: "no such container".into(), ..ActionResponse::default() };
+            self.effects.push(Effect::Answer(command, response));
+            return;
+        };
+        container.commands.push((command, request));
+        match (request, container.state) {
+            (Request::Offload, State::Offloaded) => self.answer(key, request, true, 0, 0),
+            (Request::Offload, State::Active | State::Idle) => match self.may_offload(key, true) {
+                Ok(()) => self.leave(key, Reason::Requested),
+                Err((reason, detail)) => {
+                    if let Some(container) = self.containers.get_mut(key) {
+                        container.reason = (reason, detail);
+                    }
+                    self.answer(key, request, false, 0, 0);
+                }
+            },
+            (Request::Restore, State::Active | State::Idle) => self.answer(key, request, true, 0, 0),
+            (Request::Restore, State::Offloaded) => {
+                container.goal = Goal::Home;
+                container.reason = (Reason::Requested, String::new());
+                self.advance(key);
+            }
+            // On its way: the answer comes with the arrival. Nothing registered or lost: now.
+            (_, State::Unregistered | State::Lost) => self.answer(key, request, false, 0, 0),
+            _ => {}
+        }
+    }
+
+    fn tick(&mut self) {
+        let keys: BTreeSet<Key> = self.containers.keys().cloned().collect();
+        for key in keys {
+            self.check_overdue(&key);
+            self.consider(&key);
+            self.advance(&key);
+        }
+        self.check_grants();
+    }
+}
+
+/// Sentence and detail of a reason.
+#[must_use]
+pub fn text_of(reason: Reason, detail: &str) -> String {
+    if detail.is_empty() { reason.sentence().to_owned() } else { format!("{}: {detail}", reason.sentence()) }
+}
+
+fn resolve(policies: &Policies, announcement: &Announcement) -> (super::policy::Policy, Vec<String>) {
+    let annotations: BTreeMap<String, String> = announcement.annotations.clone().into_iter().collect();
+    policies.resolve(Container::rule_namespace(announcement), &annotations)
+}

@@ -1,0 +1,152 @@
+//! What to tell the processes of a container next, from where they are and where
+//! they shall be. No memory of earlier steps is needed, so a controller that comes
+//! back in the middle goes on from what it observes.
+//!
+//! ```text
+//! out:   close all ──> lock all ──> checkpoint one by one
+//! home:  restore one by one (with a grant) ──> unlock, open each as soon as it can
+//! ```
+
+use affinode_proto::wire::{Phase, message::Action};
+
+use super::ProcessId;
+
+/// One process as the plan sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Position {
+    /// Which.
+    pub process: ProcessId,
+    /// Where it is.
+    pub phase: Phase,
+    /// Whether an order is in progress, or nobody can be told.
+    pub occupied: bool,
+}
+
+/// The next thing on the way out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Out {
+    /// Orders to send, all at once.
+    Send(Vec<(ProcessId, Action)>),
+    /// Every process is locked (or away): survey, then checkpoint this one.
+    Checkpoint(ProcessId),
+    /// Something is in progress.
+    Wait,
+    /// All are away.
+    Done,
+}
+
+/// The next things on the way home.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct Home {
+    /// Orders to send now.
+    pub send: Vec<(ProcessId, Action)>,
+    /// The process to restore next, once there is a grant.
+    pub restore: Option<ProcessId>,
+    /// Every process is open, and nothing is in progress.
+    pub done: bool,
+}
+
+/// Deadlines that are part of orders.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Deadlines {
+    /// For calls in progress at a close.
+    pub close_ms: u32,
+    /// For the driver's lock.
+    pub lock_ms: u32,
+}
+
+/// Plans the way out.
+#[must_use]
+pub fn out(positions: &[Position], deadlines: Deadlines) -> Out {
+    if positions.iter().any(|p| p.occupied) {
+        return Out::Wait;
+    }
+    let at = |phase: Phase| positions.iter().filter(move |p| p.phase == phase).map(|p| p.process);
+    let close: Vec<_> = at(Phase::Open).map(|p| (p, Action::Close { deadline_ms: deadlines.close_ms })).collect();
+    if !close.is_empty() {
+        return Out::Send(close);
+    }
+    let lock: Vec<_> = at(Phase::Closed).map(|p| (p, Action::Lock { timeout_ms: deadlines.lock_ms })).collect();
+    if !lock.is_empty() {
+        return Out::Send(lock);
+    }
+    match at(Phase::Locked).next() {
+        Some(process) => Out::Checkpoint(process),
+        None if positions.iter().all(|p| p.phase == Phase::Away) => Out::Done,
+        None => Out::Wait,
+    }
+}
+
+/// Plans the way home. Nobody is let go while another is still away: its calls could
+/// take the VRAM that was promised to the other. `lost`: the driver cannot bring
+/// some of them back, so the others are let go.
+#[must_use]
+pub fn home(positions: &[Position], lost: bool) -> Home {
+    let mut plan = Home::default();
+    let let_go = lost || positions.iter().all(|p| p.phase != Phase::Away);
+    for position in positions.iter().filter(|p| !p.occupied && let_go) {
+        match position.phase {
+            Phase::Locked => plan.send.push((position.process, Action::Unlock)),
+            Phase::Closed => plan.send.push((position.process, Action::Open)),
+            _ => {}
+        }
+    }
+    // One restore at a time, last out first in, as the driver's own tools do it.
+    let restoring = positions.iter().any(|p| p.occupied && p.phase == Phase::Away);
+    if !restoring {
+        plan.restore = positions.iter().rev().find(|p| p.phase == Phase::Away && !p.occupied).map(|p| p.process);
+    }
+    plan.done = positions.iter().all(|p| p.phase == Phase::Open && !p.occupied);
+    plan
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const D: Deadlines = Deadlines { close_ms: 1, lock_ms: 2 };
+
+    fn at(phases: &[Phase]) -> Vec<Position> {
+        (0..).zip(phases).map(|(n, phase)| Position { process: ProcessId(n), phase: *phase, occupied: false }).collect()
+    }
+
+    #[test]
+    fn out_goes_step_by_step_with_all() {
+        let close = Action::Close { deadline_ms: 1 };
+        assert_eq!(out(&at(&[Phase::Open, Phase::Closed]), D), Out::Send(vec![(ProcessId(0), close)]));
+        let lock = Action::Lock { timeout_ms: 2 };
+        assert_eq!(out(&at(&[Phase::Locked, Phase::Closed]), D), Out::Send(vec![(ProcessId(1), lock)]));
+        assert_eq!(out(&at(&[Phase::Away, Phase::Locked, Phase::Locked]), D), Out::Checkpoint(ProcessId(1)));
+        assert_eq!(out(&at(&[Phase::Away, Phase::Away]), D), Out::Done);
+    }
+
+    #[test]
+    fn out_waits_for_whoever_is_occupied() {
+        let mut positions = at(&[Phase::Open, Phase::Open]);
+        positions[1].occupied = true;
+        assert_eq!(out(&positions, D), Out::Wait);
+    }
+
+    #[test]
+    fn home_restores_the_last_first_and_lets_nobody_go_before() {
+        let positions = at(&[Phase::Away, Phase::Away, Phase::Locked, Phase::Closed, Phase::Open]);
+        let plan = home(&positions, false);
+        assert_eq!((plan.send.len(), plan.restore, plan.done), (0, Some(ProcessId(1)), false));
+        assert_eq!(home(&positions, true).send.len(), 2);
+    }
+
+    #[test]
+    fn home_frees_each_as_soon_as_it_can() {
+        let plan = home(&at(&[Phase::Locked, Phase::Closed, Phase::Open]), false);
+        assert_eq!(plan.send, [(ProcessId(0), Action::Unlock), (ProcessId(1), Action::Open)]);
+        assert!(!plan.done);
+        assert!(home(&at(&[Phase::Open]), false).done);
+    }
+
+    #[test]
+    fn home_restores_one_at_a_time() {
+        let mut positions = at(&[Phase::Away, Phase::Away]);
+        positions[1].occupied = true;
+        assert_eq!(home(&positions, false).restore, None);
+    }
+}

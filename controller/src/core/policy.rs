@@ -1,0 +1,179 @@
+//! What a container may expect: mode, idle timeout, priority. Annotations of the
+//! container come before rules of its namespace, these before the node's values.
+//! A bad annotation is a warning with the accepted values; the next source holds.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+use super::Millis;
+
+/// When a container is offloaded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Mode {
+    /// As soon as it is idle.
+    Eager,
+    /// When it is idle and somebody needs its VRAM.
+    Pressure,
+    /// When a person or program asks.
+    Manual,
+    /// Never.
+    Off,
+}
+
+impl Mode {
+    const WORDS: [(&'static str, Mode); 4] =
+        [("eager", Mode::Eager), ("pressure", Mode::Pressure), ("manual", Mode::Manual), ("off", Mode::Off)];
+
+    /// The word for it in configuration, annotations and output.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Mode::Eager => "eager",
+            Mode::Pressure => "pressure",
+            Mode::Manual => "manual",
+            Mode::Off => "off",
+        }
+    }
+}
+
+/// The effective policy of one container.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Policy {
+    /// When it is offloaded.
+    pub mode: Mode,
+    /// How long without a call makes it idle.
+    pub idle_timeout_ms: Millis,
+    /// How long it stays after a return, whatever its calls.
+    pub minimum_residency_ms: Millis,
+    /// Higher returns first.
+    pub priority: i32,
+}
+
+impl Default for Policy {
+    fn default() -> Policy {
+        Policy { mode: Mode::Eager, idle_timeout_ms: 300_000, minimum_residency_ms: 10_000, priority: 0 }
+    }
+}
+
+/// What a rule for namespaces changes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Rule {
+    /// The Kubernetes namespace (or containerd's, outside Kubernetes).
+    pub namespace: String,
+    /// Replaces the mode.
+    pub mode: Option<Mode>,
+    /// Replaces the idle timeout.
+    pub idle_timeout_ms: Option<Millis>,
+    /// Replaces the minimum residency.
+    pub minimum_residency_ms: Option<Millis>,
+    /// Replaces the priority.
+    pub priority: Option<i32>,
+}
+
+/// The node's values and rules.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Policies {
+    /// For every container.
+    pub node: Policy,
+    /// The first rule that names the container's namespace applies.
+    pub rules: Vec<Rule>,
+}
+
+/// Longest idle timeout that is accepted: a year.
+const MAX_TIMEOUT_MS: Millis = 366 * 24 * 3600 * 1000;
+
+impl Policies {
+    /// The effective policy for a container, and one warning for each annotation
+    /// that was not understood.
+    #[must_use]
+    pub fn resolve(&self, namespace: &str, annotations: &BTreeMap<String, String>) -> (Policy, Vec<String>) {
+        let mut policy = self.node.clone();
+        if let Some(rule) = self.rules.iter().find(|rule| rule.namespace == namespace) {
+            policy.mode = rule.mode.unwrap_or(policy.mode);
+            policy.idle_timeout_ms = rule.idle_timeout_ms.unwrap_or(policy.idle_timeout_ms);
+            policy.minimum_residency_ms = rule.minimum_residency_ms.unwrap_or(policy.minimum_residency_ms);
+            policy.priority = rule.priority.unwrap_or(policy.priority);
+        }
+        let mut warnings = Vec::new();
+        for (name, value) in annotations {
+            if let Err(accepted) = apply(&mut policy, name, value) {
+                let shown: String = value.chars().take(80).collect();
+                warnings.push(format!("annotation {name}={shown:?} is ignored: {accepted}"));
+            }
+        }
+        (policy, warnings)
+    }
+}
+
+fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), String> {
+    match name {
+        "affinode.io/offload" => {
+            policy.mode = word(value, &Mode::WORDS)?;
+        }
+        "affinode.io/idle-timeout" => policy.idle_timeout_ms = duration_ms(value)?,
+        "affinode.io/priority" => {
+            policy.priority = value
+                .parse()
+                .ok()
+                .filter(|p| (-1000..=1000).contains(p))
+                .ok_or("accepted: a whole number from -1000 to 1000")?;
+        }
+        "affinode.io/engine" => word(value, &[("auto", ()), ("driver", ())]).map_err(|accepted| {
+            format!("{accepted} (this version has the driver engine)")
+        })?,
+        "affinode.io/restore" => word(value, &[("queue", ())])?,
+        "affinode.io/on-oom" => word(value, &[("fail", ())])?,
+        "affinode.io/inject" => word(value, &[("auto", ()), ("true", ()), ("false", ())])?,
+        _ => return Err("no such annotation; accepted: offload, idle-timeout, priority, engine, restore, on-oom, inject".into()),
+    }
+    Ok(())
+}
+
+fn word<T: Copy>(value: &str, words: &[(&str, T)]) -> Result<T, String> {
+    words.iter().find(|(word, _)| *word == value).map(|(_, meaning)| *meaning).ok_or_else(|| {
+        let accepted: Vec<&str> = words.iter().map(|(word, _)| *word).collect();
+        format!("accepted: {}", accepted.join(", "))
+    })
+}
+
+/// Reads a duration as people write it: `90s`, `5m`, `1h 30m`.
+///
+/// # Errors
+/// What is accepted.
+pub fn duration_ms(value: &str) -> Result<Millis, String> {
+    let accepted = || "accepted: a duration from 1ms to 366days, such as 90s, 5m or 1h".to_owned();
+    let duration = humantime::parse_duration(value).map_err(|_| accepted())?;
+    Millis::try_from(duration.as_millis()).ok().filter(|ms| (1..=MAX_TIMEOUT_MS).contains(ms)).ok_or_else(accepted)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn annotations(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
+        pairs.iter().map(|(k, v)| (format!("affinode.io/{k}"), (*v).to_owned())).collect()
+    }
+
+    #[test]
+    fn annotation_before_rule_before_node() {
+        let policies = Policies {
+            node: Policy::default(),
+            rules: vec![Rule { namespace: "ml".into(), mode: Some(Mode::Pressure), priority: Some(5), ..Rule::default() }],
+        };
+        let (policy, warnings) = policies.resolve("ml", &annotations(&[("offload", "manual"), ("idle-timeout", "90s")]));
+        assert_eq!(warnings, Vec::<String>::new());
+        assert_eq!((policy.mode, policy.idle_timeout_ms, policy.priority), (Mode::Manual, 90_000, 5));
+        assert_eq!(policies.resolve("other", &annotations(&[])).0, Policy::default());
+    }
+
+    #[test]
+    fn a_bad_value_is_named_and_the_default_holds() {
+        let bad = annotations(&[("offload", "soon"), ("idle-timeout", "-1"), ("priority", "9999"), ("colour", "red")]);
+        let (policy, warnings) = Policies::default().resolve("x", &bad);
+        assert_eq!(policy, Policy::default());
+        assert_eq!(warnings.len(), 4);
+        assert!(warnings.iter().any(|w| w.contains("offload=\"soon\"") && w.contains("eager, pressure, manual, off")), "{warnings:?}");
+    }
+}

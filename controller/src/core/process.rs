@@ -1,0 +1,57 @@
+//! One CUDA process under management.
+
+use affinode_proto::wire::{Hazards, Phase, message::Action, page::PageSnapshot};
+
+use super::{DeviceBytes, Key, Millis, input::Identity};
+
+/// An order that was sent and not reported on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pending {
+    /// Its number.
+    pub order: u64,
+    /// What it is.
+    pub action: Action,
+    /// When it was sent.
+    pub since: Millis,
+}
+
+/// What is known of a process. Changed by [`super::Node`] alone.
+#[derive(Clone, Debug)]
+pub struct Process {
+    /// The container that it belongs to.
+    pub key: Key,
+    /// Who it is.
+    pub identity: Identity,
+    /// Whether its agent is connected.
+    pub connected: bool,
+    /// Where it is, as its agent last observed.
+    pub phase: Phase,
+    /// Times its gate closed.
+    pub generation: u64,
+    /// What makes a checkpoint unsafe.
+    pub hazards: Hazards,
+    /// The order in progress: at most one.
+    pub pending: Option<Pending>,
+    /// How many grants hold its allocations.
+    pub holds: u32,
+    /// VRAM now, by NVML.
+    pub vram: Vec<DeviceBytes>,
+    /// VRAM that it gave back and will need again.
+    pub away: Vec<DeviceBytes>,
+    /// The last reading of its page.
+    pub page: Option<PageSnapshot>,
+}
+
+impl Process {
+    /// VRAM now in bytes, over all devices.
+    #[must_use]
+    pub fn vram_bytes(&self) -> u64 {
+        self.vram.iter().map(|d| d.bytes).sum()
+    }
+
+    /// VRAM given back in bytes, over all devices.
+    #[must_use]
+    pub fn away_bytes(&self) -> u64 {
+        self.away.iter().map(|d| d.bytes).sum()
+    }
+}

@@ -1,0 +1,107 @@
+//! What people see: the node as the control API lists it.
+
+use affinode_proto::{
+    api::control,
+    wire::{Hazards, Phase},
+};
+
+use super::{
+    DeviceBytes, Key, Millis, Node, ProcessId,
+    container::Container,
+    node::text_of,
+    process::Process,
+};
+
+impl Node {
+    /// Devices and containers now. `unix_ms` is the wall clock at this moment.
+    #[must_use]
+    pub fn list(&self, now: Millis, unix_ms: i64) -> control::ListResponse {
+        control::ListResponse {
+            gpus: self.list_gpus(),
+            containers: self.containers.iter().map(|(key, c)| self.list_container(key, c, now, unix_ms)).collect(),
+            gpu_error: self.gpu_error.clone().unwrap_or_default(),
+            ..control::ListResponse::default()
+        }
+    }
+
+    fn list_gpus(&self) -> Vec<control::Gpu> {
+        let reclaimed = |uuid: &str| {
+            let away = self.processes.values().filter(|p| p.phase == Phase::Away).flat_map(|p| &p.away);
+            away.filter(|d| d.uuid == uuid).map(|d| d.bytes).sum()
+        };
+        self.gpus
+            .iter()
+            .map(|gpu| control::Gpu {
+                index: gpu.index,
+                uuid: gpu.uuid.clone(),
+                name: gpu.name.clone(),
+                vram_total_bytes: gpu.total_bytes,
+                vram_used_bytes: gpu.used_bytes,
+                vram_reclaimed_bytes: reclaimed(&gpu.uuid),
+                vram_reserved_bytes: self.ledger.promised_bytes(&gpu.uuid),
+                utilization_percent: gpu.utilization_percent,
+                simulated: gpu.name.contains("Simulated"),
+                ..control::Gpu::default()
+            })
+            .collect()
+    }
+
+    fn list_container(&self, key: &Key, c: &Container, now: Millis, unix_ms: i64) -> control::Container {
+        let processes: Vec<(&ProcessId, &Process)> = self.processes.iter().filter(|(_, p)| p.key == *key).collect();
+        let ago = |then: Millis| i64::try_from(now.saturating_sub(then)).unwrap_or(i64::MAX);
+        control::Container {
+            announcement: Some(c.announcement.clone()).into(),
+            state: c.state.to_string(),
+            since_unix_ms: unix_ms.saturating_sub(ago(c.since)),
+            idle_ms: if processes.is_empty() { 0 } else { now.saturating_sub(c.last_use) },
+            reason: c.reason.0.to_string(),
+            reason_text: text_of(c.reason.0, &c.reason.1),
+            vram_bytes: processes.iter().map(|(_, p)| p.vram_bytes()).sum(),
+            away_bytes: processes.iter().filter(|(_, p)| p.phase == Phase::Away).map(|(_, p)| p.away_bytes()).sum(),
+            offloads: c.offloads,
+            restores: c.restores,
+            last_offload_ms: c.last_offload_ms,
+            last_wake_ms: c.last_wake_ms,
+            mode: c.policy.mode.as_str().to_owned(),
+            idle_timeout_ms: c.policy.idle_timeout_ms,
+            priority: c.policy.priority,
+            processes: processes.into_iter().map(|(_, p)| list_process(p)).collect(),
+            warnings: c.warnings.clone(),
+            ..control::Container::default()
+        }
+    }
+}
+
+fn list_process(p: &Process) -> control::Process {
+    let device = |d: &DeviceBytes| control::DeviceBytes {
+        uuid: d.uuid.clone(),
+        bytes: d.bytes,
+        ..control::DeviceBytes::default()
+    };
+    control::Process {
+        pid: p.identity.pid,
+        phase: format!("{:?}", p.phase),
+        command: p.identity.command.clone(),
+        vram_bytes: p.vram_bytes(),
+        away: if p.phase == Phase::Away { p.away.iter().map(device).collect() } else { Vec::new() },
+        calls: p.page.as_ref().map_or(0, |page| page.calls),
+        inflight: p.page.as_ref().map_or(0, |page| page.inflight),
+        waiters: p.page.as_ref().map_or(0, |page| page.waiters),
+        hazards: hazard_words(p.hazards),
+        ..control::Process::default()
+    }
+}
+
+fn hazard_words(hazards: Hazards) -> Vec<String> {
+    [
+        (Hazards::MANAGED_MEMORY, "managed-memory"),
+        (Hazards::PEER_ACCESS, "peer-access"),
+        (Hazards::SHARED_MEMORY, "shared-memory"),
+        (Hazards::MPS, "mps"),
+        (Hazards::NO_CHECKPOINT_API, "driver-too-old"),
+    ]
+    .into_iter()
+    .filter(|(bit, _)| hazards.contains(*bit))
+    .map(|(_, word)| word.to_owned())
+    .collect()
+}
