@@ -1,1 +1,1 @@
-//! Filled in by the next commits.
+//! The simulated GPU. Its tests are in `tests/`, its parts in the packages beside this one.

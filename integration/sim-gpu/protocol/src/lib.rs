@@ -1,0 +1,307 @@
+//! What the simulated driver (`affinode-sim-gpud`) and its two libraries say to each other.
+//!
+//! One Unix socket of type SEQPACKET: a message is one packet of JSON of at most
+//! [`MAX_PACKET_BYTES`], with at most one file descriptor beside it. A client
+//! opens a connection and its first request decides what the connection is:
+//!
+//! | first request | the connection is | who asks then |
+//! | --- | --- | --- |
+//! | [`Request::Attach`] | the life of a CUDA process: when it closes, its VRAM is free | the process |
+//! | [`Request::Control`] | the way by which the driver reaches into that process | the daemon, with [`Order`]s |
+//! | anything else | one question, one answer | the client |
+//!
+//! `SO_PEERCRED` says who a client is; nothing that it writes about itself is believed.
+
+mod packet;
+
+pub use packet::Packet;
+
+use serde::{Deserialize, Serialize};
+
+/// Where the daemon listens unless told otherwise.
+pub const SOCKET: &str = "/run/affinode-sim/gpu.sock";
+/// Environment variable that names another socket, for the libraries.
+pub const SOCKET_ENV: &str = "AFFINODE_SIM_SOCKET";
+/// No message is larger than this.
+pub const MAX_PACKET_BYTES: usize = 128 * 1024;
+/// Driver version that both libraries report.
+pub const DRIVER_VERSION: &str = "580.0-simulated";
+/// CUDA version that both libraries report.
+pub const CUDA_VERSION: i32 = 13000;
+/// Most GPUs that a daemon simulates.
+pub const MAX_GPUS: usize = 16;
+
+/// Names an allocation of device memory, the same in the daemon and its holders.
+pub type ObjectId = u64;
+
+/// `CUresult`s that travel in messages.
+pub mod code {
+    /// Success.
+    pub const SUCCESS: i32 = 0;
+    /// A bad argument; also what a restore with peer access used, or with a partial GPU map, returns.
+    pub const INVALID_VALUE: i32 = 1;
+    /// No room in VRAM.
+    pub const OUT_OF_MEMORY: i32 = 2;
+    /// No CUDA in that process.
+    pub const NOT_INITIALIZED: i32 = 3;
+    /// The device ordinal is out of range.
+    pub const INVALID_DEVICE: i32 = 101;
+    /// The operating system, or a process that is gone or lost, or not permitted.
+    pub const OPERATING_SYSTEM: i32 = 304;
+    /// A handle that is not one.
+    pub const INVALID_HANDLE: i32 = 400;
+    /// The operation does not fit the checkpoint state.
+    pub const ILLEGAL_STATE: i32 = 401;
+    /// Not ready: a kernel is running still.
+    pub const NOT_READY: i32 = 600;
+    /// Not supported: managed memory, shared memory.
+    pub const NOT_SUPPORTED: i32 = 801;
+    /// Anything else.
+    pub const UNKNOWN: i32 = 999;
+}
+
+/// What a client asks of the daemon.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Request {
+    /// Become a CUDA process. Answer: [`Reply::Attached`] with the stats page.
+    Attach,
+    /// Take orders on this connection. Answer: [`Reply::Done`], then orders.
+    Control {
+        /// Thread that carries the orders out, in the process's own numbering.
+        tid: i32,
+    },
+    /// A context on a GPU; the first one of a process costs VRAM.
+    CreateContext {
+        /// Which GPU.
+        gpu: usize,
+    },
+    /// The end of one.
+    DestroyContext {
+        /// Which GPU.
+        gpu: usize,
+    },
+    /// Device memory. Answer: [`Reply::Object`] with its memory file.
+    Allocate {
+        /// Which GPU.
+        gpu: usize,
+        /// How much.
+        bytes: u64,
+    },
+    /// This process lets go of it.
+    Free {
+        /// What.
+        object: ObjectId,
+    },
+    /// Answer: [`Reply::Done`] with a descriptor that names the object.
+    Export {
+        /// What.
+        object: ObjectId,
+    },
+    /// Comes with a descriptor made by `Export`. Answer as to `Allocate`.
+    Import,
+    /// A legacy IPC handle. Answer: [`Reply::Token`].
+    IpcExport {
+        /// What.
+        object: ObjectId,
+    },
+    /// Opens one. Answer as to `Allocate`.
+    IpcOpen {
+        /// From a [`Reply::Token`].
+        token: String,
+    },
+    /// Answer: [`Reply::Memory`].
+    Memory {
+        /// Which GPU.
+        gpu: usize,
+    },
+    /// The checkpoint calls. Answer: [`Reply::Done`], [`Reply::State`] or an error.
+    Checkpoint {
+        /// In the caller's pid namespace.
+        pid: i32,
+        /// What to do.
+        operation: Operation,
+    },
+    /// What NVML shows. Answer: [`Reply::Snapshot`].
+    Snapshot,
+}
+
+/// One of the `cuCheckpointProcess*` calls.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Operation {
+    /// Stop calls and wait for the work in flight.
+    Lock {
+        /// 0: no limit.
+        timeout_ms: u32,
+    },
+    /// VRAM to host memory.
+    Save,
+    /// And back.
+    Restore {
+        /// Old and new UUID; empty: onto the same GPUs.
+        gpu_pairs: Vec<([u8; 16], [u8; 16])>,
+    },
+    /// Let calls go on.
+    Unlock,
+    /// Which [`ProcessState`].
+    State,
+    /// Which thread restores.
+    RestoreThread,
+}
+
+/// `CUprocessState`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ProcessState {
+    /// `CU_PROCESS_STATE_RUNNING`
+    Running = 0,
+    /// `CU_PROCESS_STATE_LOCKED`
+    Locked = 1,
+    /// `CU_PROCESS_STATE_CHECKPOINTED`
+    Checkpointed = 2,
+    /// `CU_PROCESS_STATE_FAILED`
+    Failed = 3,
+}
+
+/// The daemon's answers.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Reply {
+    /// Refused, with a `CUresult`.
+    Error(i32),
+    /// Nothing more to say.
+    Done,
+    /// To [`Request::Attach`].
+    Attached {
+        /// Every GPU of the node.
+        gpus: Vec<GpuInfo>,
+    },
+    /// Device memory; its file comes beside.
+    Object {
+        /// Its name.
+        object: ObjectId,
+        /// Where it lies.
+        gpu: usize,
+        /// How large it is.
+        bytes: u64,
+    },
+    /// A name that another process can open.
+    Token(String),
+    /// Of one GPU.
+    Memory {
+        /// Not used by anyone.
+        free_bytes: u64,
+        /// Altogether.
+        total_bytes: u64,
+    },
+    /// To [`Operation::State`].
+    State(ProcessState),
+    /// To [`Operation::RestoreThread`].
+    Thread(i32),
+    /// To [`Request::Snapshot`].
+    Snapshot(Vec<GpuSnapshot>),
+}
+
+/// What the daemon asks of a CUDA process, which answers each with a [`Report`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Order {
+    /// Hold new calls, wait for those inside and for the streams.
+    Lock {
+        /// 0: no limit.
+        timeout_ms: u32,
+    },
+    /// Copy every object to host memory, unmap it.
+    Save {
+        /// Host memory that the driver takes beside the contents.
+        extra_bytes: u64,
+    },
+    /// Comes with the new memory of an object: map it and fill it.
+    Map {
+        /// Which object.
+        object: ObjectId,
+    },
+    /// All objects are back.
+    Resume {
+        /// GPU that now stands for each GPU of before.
+        gpu_map: Vec<usize>,
+    },
+    /// Let calls go on.
+    Unlock,
+}
+
+/// The process's answer to an [`Order`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Report {
+    /// A `CUresult`.
+    pub code: i32,
+    /// After `Save`: what every restore is bound to return, 0 if nothing stands against it.
+    pub restore_code: i32,
+}
+
+/// One simulated GPU.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuInfo {
+    /// Always says that it is simulated.
+    pub name: String,
+    /// As in `CUuuid`.
+    pub uuid: [u8; 16],
+    /// Capacity.
+    pub vram_bytes: u64,
+}
+
+/// What NVML knows of one GPU.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuSnapshot {
+    /// Which.
+    pub info: GpuInfo,
+    /// By all processes.
+    pub used_bytes: u64,
+    /// Share of the last sample period in which a kernel ran.
+    pub busy_percent: u32,
+    /// Those that hold VRAM.
+    pub processes: Vec<ProcessUse>,
+}
+
+/// One process on one GPU.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessUse {
+    /// On the host.
+    pub pid: u32,
+    /// Its VRAM.
+    pub used_bytes: u64,
+    /// Its share of the sample period.
+    pub busy_percent: u32,
+}
+
+/// Size of the stats page: per GPU two u64, `busy_ns` and `busy_since_ns`
+/// (CLOCK_MONOTONIC, 0 when idle). The process writes, the daemon reads.
+pub const STATS_BYTES: usize = MAX_GPUS * 16;
+
+/// The UUID of the GPU with this index: readable, and never that of a real one.
+pub fn gpu_uuid(index: usize) -> [u8; 16] {
+    let mut uuid = *b"affinode-sim-000";
+    for (place, digit) in uuid[13..].iter_mut().zip([index / 100, index / 10, index]) {
+        *place = b'0' + (digit % 10) as u8;
+    }
+    uuid
+}
+
+/// `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`
+pub fn uuid_text(uuid: &[u8; 16]) -> String {
+    let mut text = String::from("GPU-");
+    for (position, byte) in uuid.iter().enumerate() {
+        if matches!(position, 4 | 6 | 8 | 10) {
+            text.push('-');
+        }
+        text.push_str(&format!("{byte:02x}"));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn uuids_differ_and_print_as_nvml_prints_them() {
+        assert_ne!(gpu_uuid(0), gpu_uuid(1));
+        assert_eq!(uuid_text(&gpu_uuid(12)), "GPU-61666669-6e6f-6465-2d73-696d2d303132");
+    }
+}
