@@ -1,1 +1,28 @@
-//! Filled in by the next commits.
+//! The end-to-end suite's private worlds, also used by the demo, the bench and
+//! the kit for GPU machines.
+//!
+//! | module | is |
+//! | --- | --- |
+//! | [`world`] | one containerd, one GPU, one controller in one folder; ends without a trace |
+//! | [`keeper`] | the process that owns all that a world starts |
+//! | [`containerd`], [`release`] | a private containerd, and which releases there are |
+//! | [`gpu`] | the simulated GPU, or the machine's own |
+//! | [`image`] | images made from the machine's own files |
+//! | [`container`], [`worker`] | containers, and the CUDA program that tests talk to |
+//! | [`cli`] | the `affinode` command |
+
+#![forbid(unsafe_code)]
+
+pub mod artifacts;
+pub mod cli;
+mod closure;
+pub mod container;
+pub mod containerd;
+pub mod gpu;
+pub mod image;
+pub mod keeper;
+mod logs;
+pub mod release;
+pub mod until;
+pub mod worker;
+pub mod world;

@@ -1,2 +1,49 @@
-//! Filled in by the next commits.
-fn main() {}
+//! `cargo xtask`: everything a developer does with this repository, and all that CI does.
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+mod apt;
+mod build;
+mod deps;
+mod packages;
+mod say;
+mod sh;
+mod suite;
+
+#[derive(Parser)]
+#[command(name = "cargo xtask", about = "Build, test and show Affinode")]
+struct Arguments {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    /// Build everything into target/affinode.
+    Build {
+        /// Optimised, into target/affinode/release.
+        #[arg(long)]
+        release: bool,
+    },
+    /// Install what is missing, and fetch the containerd releases to test with (needs root).
+    Deps,
+    /// Run all tests of this machine (needs root).
+    Test(suite::Options),
+}
+
+fn main() -> ExitCode {
+    let result = match Arguments::parse().task {
+        Task::Build { release } => build::all(build::Profile::from_release(release)).map(|_| ()),
+        Task::Deps => deps::all().map(|_| ()),
+        Task::Test(options) => suite::run(&options),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            say::error(&error);
+            ExitCode::FAILURE
+        }
+    }
+}

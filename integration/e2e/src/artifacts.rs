@@ -1,0 +1,118 @@
+//! Where the built files are: one folder that `cargo xtask build` fills, and
+//! that a kit for GPU machines carries along unchanged.
+//!
+//! ```text
+//! target/affinode/
+//!   bin/       containerd-shim-affinode-v1, affinode, affinode-sim-gpud, affinode-keeper, …
+//!   lib/       libaffinode_preload.so
+//!   sim/       libcuda.so.1, libnvidia-ml.so.1 (simulated)
+//!   clients/   small CUDA programs
+//!   cache/     containerd releases, an old glibc
+//! ```
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, bail};
+
+/// Environment variable that names another folder of built files.
+pub const ARTIFACTS_ENV: &str = "AFFINODE_ARTIFACTS";
+
+/// The folder of built files.
+#[derive(Clone, Debug)]
+pub struct Artifacts {
+    root: PathBuf,
+}
+
+impl Artifacts {
+    /// The folder that [`ARTIFACTS_ENV`] names, else `target/affinode` of the workspace.
+    ///
+    /// # Errors
+    /// When the folder does not exist.
+    pub fn find() -> Result<Self> {
+        let root = match std::env::var_os(ARTIFACTS_ENV) {
+            Some(root) => PathBuf::from(root),
+            None => target_dir().join("affinode"),
+        };
+        if !root.is_dir() {
+            bail!(
+                "{} does not exist: run `cargo xtask build` first",
+                root.display()
+            );
+        }
+        Ok(Self { root })
+    }
+
+    /// A folder that is known to be one, or is about to be filled.
+    #[must_use]
+    pub fn at(root: PathBuf) -> Self {
+        Self { root }
+    }
+
+    /// The folder itself.
+    #[must_use]
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Binaries.
+    #[must_use]
+    pub fn bin_dir(&self) -> PathBuf {
+        self.root.join("bin")
+    }
+
+    /// The preload library's folder: what `AFFINODE_LIB_DIR` names.
+    #[must_use]
+    pub fn lib_dir(&self) -> PathBuf {
+        self.root.join("lib")
+    }
+
+    /// The simulated driver libraries, under the names of the real ones.
+    #[must_use]
+    pub fn sim_dir(&self) -> PathBuf {
+        self.root.join("sim")
+    }
+
+    /// The CUDA client programs.
+    #[must_use]
+    pub fn clients_dir(&self) -> PathBuf {
+        self.root.join("clients")
+    }
+
+    /// Downloads that are kept between builds.
+    #[must_use]
+    pub fn cache_dir(&self) -> PathBuf {
+        self.root.join("cache")
+    }
+
+    /// A binary that must be there.
+    ///
+    /// # Errors
+    /// When it is not.
+    pub fn bin(&self, name: &str) -> Result<PathBuf> {
+        let path = self.bin_dir().join(name);
+        if !path.is_file() {
+            bail!("{} is missing: run `cargo xtask build`", path.display());
+        }
+        Ok(path)
+    }
+}
+
+/// Cargo's target folder of this workspace.
+#[must_use]
+pub fn target_dir() -> PathBuf {
+    match std::env::var_os("CARGO_TARGET_DIR") {
+        Some(dir) => workspace_dir().join(dir),
+        None => workspace_dir().join("target"),
+    }
+}
+
+/// The workspace's root folder.
+#[must_use]
+pub fn workspace_dir() -> PathBuf {
+    let crate_dir = Path::new(env!("CARGO_MANIFEST_DIR"));
+    crate_dir
+        .ancestors()
+        .nth(2)
+        .unwrap_or(crate_dir)
+        .to_path_buf()
+}

@@ -1,0 +1,201 @@
+//! The `affinode` command as a user runs it, and its JSON as a script reads it.
+
+use std::{
+    path::{Path, PathBuf},
+    process::{Command, Output},
+};
+
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
+
+use crate::until::until;
+
+/// The `affinode` command on one controller.
+#[derive(Clone, Debug)]
+pub struct Cli {
+    binary: PathBuf,
+    run_dir: PathBuf,
+}
+
+/// `affinode ps -o json`: what tests read of it.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct Node {
+    /// The controller's process id.
+    pub controller_pid: i32,
+    /// The node's GPUs.
+    pub gpus: Vec<GpuRow>,
+    /// The node's GPU containers.
+    pub containers: Vec<ContainerRow>,
+    /// Why the GPUs cannot be seen.
+    pub gpu_error: String,
+}
+
+/// A GPU.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct GpuRow {
+    /// Its name.
+    pub name: String,
+    /// All VRAM.
+    pub vram_total_bytes: u64,
+    /// VRAM in use, by NVML.
+    pub vram_used_bytes: u64,
+    /// VRAM that offloaded containers gave back.
+    pub vram_reclaimed_bytes: u64,
+    /// Whether NVML is the simulated one.
+    pub simulated: bool,
+}
+
+/// A container.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct ContainerRow {
+    /// Who it is.
+    pub announcement: Announcement,
+    /// Active, Idle, Offloaded, …
+    pub state: String,
+    /// Since when, milliseconds since the epoch.
+    pub since_unix_ms: i64,
+    /// Why it is where it is.
+    pub reason: String,
+    /// VRAM it holds.
+    pub vram_bytes: u64,
+    /// VRAM it gave back.
+    pub away_bytes: u64,
+    /// Moves out so far.
+    pub offloads: u64,
+    /// Returns so far.
+    pub restores: u64,
+    /// Duration of the last move out.
+    pub last_offload_ms: u64,
+    /// Duration of the last return, as the caller felt it.
+    pub last_wake_ms: u64,
+    /// Its CUDA processes.
+    pub processes: Vec<ProcessRow>,
+    /// Annotations that were not understood.
+    pub warnings: Vec<String>,
+}
+
+/// The names of a container.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct Announcement {
+    /// The controller's key.
+    pub key: String,
+    /// containerd's namespace.
+    pub namespace: String,
+    /// containerd's id.
+    pub id: String,
+    /// Kubernetes' namespace.
+    pub pod_namespace: String,
+    /// Kubernetes' pod.
+    pub pod: String,
+    /// Kubernetes' container.
+    pub container: String,
+    /// Its image.
+    pub image: String,
+}
+
+/// A CUDA process.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct ProcessRow {
+    /// In the controller's pid namespace.
+    pub pid: i32,
+    /// Where it is in its agent's eyes.
+    pub phase: String,
+    /// Calls counted so far.
+    pub calls: u64,
+    /// What makes it unsafe to move.
+    pub hazards: Vec<String>,
+}
+
+impl Cli {
+    /// The command on the controller of a run directory.
+    #[must_use]
+    pub fn new(binary: PathBuf, run_dir: PathBuf) -> Self {
+        Self { binary, run_dir }
+    }
+
+    /// The controller's run directory.
+    #[must_use]
+    pub fn run_dir(&self) -> &Path {
+        &self.run_dir
+    }
+
+    /// A command with these arguments.
+    #[must_use]
+    pub fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(&self.binary);
+        command
+            .env("AFFINODE_RUN_DIR", &self.run_dir)
+            .args(arguments);
+        command
+    }
+
+    /// Runs it, whatever its exit status.
+    ///
+    /// # Errors
+    /// When it cannot be run.
+    pub fn output(&self, arguments: &[&str]) -> Result<Output> {
+        self.command(arguments)
+            .output()
+            .with_context(|| format!("cannot run {}", self.binary.display()))
+    }
+
+    /// Runs it and demands success.
+    ///
+    /// # Errors
+    /// When it fails.
+    pub fn run(&self, arguments: &[&str]) -> Result<String> {
+        let output = self.output(arguments)?;
+        if !output.status.success() {
+            bail!(
+                "affinode {}: {}: {}",
+                arguments.join(" "),
+                output.status,
+                String::from_utf8_lossy(&output.stderr).trim()
+            );
+        }
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    /// What the controller knows.
+    ///
+    /// # Errors
+    /// When there is no controller, or its answer cannot be read.
+    pub fn ps(&self) -> Result<Node> {
+        let text = self.run(&["ps", "-o", "json"])?;
+        serde_json::from_str(&text).with_context(|| format!("`affinode ps -o json` said: {text}"))
+    }
+
+    /// A container by containerd's id, if the controller knows it.
+    ///
+    /// # Errors
+    /// As [`Cli::ps`].
+    pub fn container(&self, id: &str) -> Result<Option<ContainerRow>> {
+        let rows = self.ps()?.containers;
+        Ok(rows.into_iter().find(|row| row.announcement.id == id))
+    }
+
+    /// Waits until a container is in a state, and returns how it is then.
+    ///
+    /// # Errors
+    /// When it does not get there.
+    pub fn wait_for_state(&self, id: &str, state: &str) -> Result<ContainerRow> {
+        let mut last = String::from("unknown");
+        until(&format!("{id} to be {state}"), || {
+            let Some(row) = self.container(id)? else {
+                return Ok(None);
+            };
+            let now = format!("{} ({})", row.state, row.reason);
+            if row.state == state {
+                return Ok(Some(row));
+            }
+            last = now;
+            Ok(None)
+        })
+        .with_context(|| format!("it was {last}"))
+    }
+}

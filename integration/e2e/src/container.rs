@@ -1,0 +1,295 @@
+//! Containers run with `ctr`, GPU and other.
+//!
+//! A container's program is driven through two named pipes in a folder that is
+//! mounted into it: they survive `ctr` and containerd, and work for CRI too.
+
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context, Result};
+use nix::{sys::stat::Mode, unistd::mkfifo};
+
+use crate::{containerd, image, until::until, world::World};
+
+/// Where the client programs are in a container.
+pub const CLIENTS: &str = "/opt/clients";
+/// Where the pipes are in a container.
+pub const PIPES: &str = "/io";
+
+/// What a container is to be.
+#[derive(Clone, Debug)]
+pub struct Spec {
+    /// containerd's id.
+    pub id: String,
+    /// Runtime type.
+    pub runtime: String,
+    /// One of [`image`]'s names.
+    pub image: String,
+    /// Whether it gets the world's GPU.
+    pub gpu: bool,
+    /// Environment.
+    pub env: Vec<(String, String)>,
+    /// Annotations.
+    pub annotations: Vec<(String, String)>,
+    /// Read-only bind mounts.
+    pub mounts: Vec<(PathBuf, PathBuf)>,
+    /// Further flags of `ctr run`.
+    pub flags: Vec<String>,
+    /// Program and arguments.
+    pub argv: Vec<String>,
+}
+
+impl Spec {
+    /// A GPU container of runtime affinode that runs `argv` as root.
+    #[must_use]
+    pub fn gpu(id: &str, argv: &[&str]) -> Self {
+        Self {
+            gpu: true,
+            ..Self::plain(id, argv)
+        }
+    }
+
+    /// A container without a GPU, of runtime affinode.
+    #[must_use]
+    pub fn plain(id: &str, argv: &[&str]) -> Self {
+        Self {
+            id: id.into(),
+            runtime: containerd::AFFINODE.into(),
+            image: image::PLAIN.into(),
+            gpu: false,
+            env: Vec::new(),
+            annotations: Vec::new(),
+            mounts: Vec::new(),
+            flags: Vec::new(),
+            argv: argv.iter().map(|&word| word.into()).collect(),
+        }
+    }
+
+    /// With one more environment variable.
+    #[must_use]
+    pub fn env(mut self, name: &str, value: &str) -> Self {
+        self.env.push((name.into(), value.into()));
+        self
+    }
+
+    /// With one more annotation.
+    #[must_use]
+    pub fn annotation(mut self, name: &str, value: &str) -> Self {
+        self.annotations.push((name.into(), value.into()));
+        self
+    }
+
+    /// With further flags of `ctr run`.
+    #[must_use]
+    pub fn flags(mut self, flags: &[&str]) -> Self {
+        self.flags.extend(flags.iter().map(|&flag| flag.to_owned()));
+        self
+    }
+
+    /// With another runtime.
+    #[must_use]
+    pub fn runtime(mut self, runtime: &str) -> Self {
+        runtime.clone_into(&mut self.runtime);
+        self
+    }
+
+    /// From another image.
+    #[must_use]
+    pub fn image(mut self, image: &str) -> Self {
+        image.clone_into(&mut self.image);
+        self
+    }
+
+    /// `ctr run` with these flags before the image: `--rm`, `--detach`, `--tty`.
+    ///
+    /// # Errors
+    /// When the GPU's parts cannot be found.
+    pub fn command(&self, world: &World, flags: &[&str]) -> Result<Command> {
+        let mut command = world.ctr();
+        command.arg("run").args(flags).args(&self.flags);
+        command.args(["--runtime", &self.runtime]);
+        command
+            .arg("--cgroup")
+            .arg(format!("/{}/{}", world.cgroup_parent(), self.id));
+        let mut mounts = self.mounts.clone();
+        let mut env = self.env.clone();
+        if self.gpu {
+            let parts = world
+                .gpu()
+                .container_parts(world.artifacts(), world.dir())?;
+            env.extend(parts.env);
+            mounts.extend(parts.mounts);
+            mounts.push((world.artifacts().clients_dir(), CLIENTS.into()));
+            for device in &parts.devices {
+                command.arg("--device").arg(device);
+            }
+        }
+        for (name, value) in &env {
+            command.arg("--env").arg(format!("{name}={value}"));
+        }
+        for (name, value) in &self.annotations {
+            command.arg("--annotation").arg(format!("{name}={value}"));
+        }
+        for (host, inside) in &mounts {
+            let (host, inside) = (host.display(), inside.display());
+            command.arg("--mount").arg(format!(
+                "type=bind,src={host},dst={inside},options=rbind:ro"
+            ));
+        }
+        command.arg(&self.image).arg(&self.id).args(&self.argv);
+        Ok(command)
+    }
+
+    /// Runs it in the foreground to its end and removes it: its standard output.
+    ///
+    /// # Errors
+    /// When it fails.
+    pub fn run(&self, world: &World) -> Result<String> {
+        containerd::run(&mut self.command(world, &["--rm"])?)
+    }
+
+    /// Starts it in the background.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub fn start(&self, world: &World) -> Result<Running> {
+        containerd::run(&mut self.command(world, &["--detach", "--null-io"])?)?;
+        Ok(Running {
+            id: self.id.clone(),
+        })
+    }
+
+    /// Starts it in the background with pipes to its program's standard input and output.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub fn start_piped(mut self, world: &World) -> Result<(Running, PathBuf)> {
+        let folder = make_pipes(world.dir(), &self.id)?;
+        self.flags.extend([
+            "--mount".into(),
+            format!(
+                "type=bind,src={},dst={PIPES},options=rbind:rw",
+                folder.display()
+            ),
+        ]);
+        self.argv = piped(&self.argv);
+        Ok((self.start(world)?, folder))
+    }
+}
+
+/// The command that runs `argv` on the pipes in [`PIPES`].
+#[must_use]
+pub fn piped(argv: &[String]) -> Vec<String> {
+    let script = format!("exec \"$@\" <{PIPES}/in >{PIPES}/out 2>{PIPES}/err.log");
+    let mut command = vec!["/bin/sh".into(), "-c".into(), script, "sh".into()];
+    command.extend(argv.iter().cloned());
+    command
+}
+
+/// Makes a folder with the pipes `in` and `out` that every user may open.
+///
+/// # Errors
+/// When it cannot be written.
+pub fn make_pipes(world: &Path, id: &str) -> Result<PathBuf> {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = world.join("io").join(id);
+    std::fs::create_dir_all(&folder)?;
+    std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o777))?;
+    for name in ["in", "out"] {
+        let pipe = folder.join(name);
+        mkfifo(&pipe, Mode::from_bits_truncate(0o666))
+            .with_context(|| format!("cannot make {}", pipe.display()))?;
+        // The umask had its say at creation.
+        std::fs::set_permissions(&pipe, std::fs::Permissions::from_mode(0o666))?;
+    }
+    Ok(folder)
+}
+
+/// A container that was started.
+#[derive(Clone, Debug)]
+pub struct Running {
+    /// containerd's id.
+    pub id: String,
+}
+
+impl Running {
+    /// The container's first process, on the host.
+    ///
+    /// # Errors
+    /// When containerd does not know the task.
+    pub fn pid(&self, world: &World) -> Result<i32> {
+        let tasks = containerd::run(world.ctr().args(["tasks", "ls"]))?;
+        let row = tasks
+            .lines()
+            .find(|row| row.split_whitespace().next() == Some(&self.id));
+        let pid = row
+            .and_then(|row| row.split_whitespace().nth(1))
+            .with_context(|| format!("{} has no task:\n{tasks}", self.id))?;
+        Ok(pid.parse()?)
+    }
+
+    /// RUNNING, STOPPED, …; `None` without a task.
+    ///
+    /// # Errors
+    /// When ctr fails.
+    pub fn status(&self, world: &World) -> Result<Option<String>> {
+        let tasks = containerd::run(world.ctr().args(["tasks", "ls"]))?;
+        let row = tasks
+            .lines()
+            .find(|row| row.split_whitespace().next() == Some(&self.id));
+        Ok(row
+            .and_then(|row| row.split_whitespace().nth(2))
+            .map(str::to_owned))
+    }
+
+    /// Runs a program in it.
+    ///
+    /// # Errors
+    /// When it fails.
+    pub fn exec(&self, world: &World, argv: &[&str]) -> Result<String> {
+        let mut command = world.ctr();
+        command
+            .args(["tasks", "exec", "--exec-id", "probe", &self.id])
+            .args(argv);
+        containerd::run(&mut command)
+    }
+
+    /// Sends SIGKILL and waits until the task has stopped.
+    ///
+    /// # Errors
+    /// When it does not stop.
+    pub fn kill(&self, world: &World) -> Result<()> {
+        containerd::run(
+            world
+                .ctr()
+                .args(["tasks", "kill", "--signal", "SIGKILL", &self.id]),
+        )?;
+        self.wait_stopped(world)
+    }
+
+    /// Waits until the task has stopped by itself.
+    ///
+    /// # Errors
+    /// When it does not stop.
+    pub fn wait_stopped(&self, world: &World) -> Result<()> {
+        until(&format!("{} to stop", self.id), || {
+            let status = self.status(world)?;
+            Ok((status.as_deref() != Some("RUNNING")).then_some(()))
+        })
+    }
+
+    /// Removes a stopped task and its container.
+    ///
+    /// # Errors
+    /// When ctr fails.
+    pub fn delete(&self, world: &World) -> Result<()> {
+        // `ctr run --rm` and a kill may have taken the task already.
+        if self.status(world)?.is_some() {
+            // Exits with the task's own status: only its absence afterwards counts.
+            world.ctr().args(["tasks", "delete", &self.id]).output()?;
+        }
+        containerd::run(world.ctr().args(["containers", "delete", &self.id])).map(|_| ())
+    }
+}

@@ -1,0 +1,250 @@
+//! A private containerd: own root, state and sockets; runtime `affinode` registered.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::Mutex,
+};
+
+use anyhow::{Context, Result, bail};
+use nix::{
+    errno::Errno,
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use crate::{
+    image,
+    keeper::{Job, Keeper},
+    release::{Line, Release},
+    until::until,
+};
+
+/// Runtime type of Affinode, for `ctr run --runtime`.
+pub const AFFINODE: &str = "io.containerd.affinode.v1";
+/// Runtime type of the stock shim.
+pub const STOCK: &str = "io.containerd.runc.v2";
+
+/// A containerd in a world's folder.
+pub struct Containerd {
+    release: Release,
+    dir: PathBuf,
+    store: PathBuf,
+    env: BTreeMap<String, String>,
+    pid: Mutex<Option<Pid>>,
+}
+
+impl Containerd {
+    /// Writes the configuration. `env` reaches containerd, and so every shim and the controller.
+    ///
+    /// # Errors
+    /// When the folder cannot be written.
+    pub fn new(
+        release: &Release,
+        dir: &Path,
+        store: &Path,
+        env: BTreeMap<String, String>,
+    ) -> Result<Self> {
+        std::fs::write(
+            dir.join("containerd.toml"),
+            config(release.line, dir, store),
+        )?;
+        Ok(Self {
+            release: release.clone(),
+            dir: dir.to_path_buf(),
+            store: store.to_path_buf(),
+            env,
+            pid: Mutex::new(None),
+        })
+    }
+
+    /// Its release.
+    #[must_use]
+    pub fn release(&self) -> &Release {
+        &self.release
+    }
+
+    /// Its gRPC socket, which also serves CRI.
+    #[must_use]
+    pub fn socket(&self) -> PathBuf {
+        self.dir.join("containerd.sock")
+    }
+
+    /// Where the bundles of a namespace are.
+    #[must_use]
+    pub fn bundles(&self, namespace: &str) -> PathBuf {
+        self.dir
+            .join("state/io.containerd.runtime.v2.task")
+            .join(namespace)
+    }
+
+    /// Its log.
+    #[must_use]
+    pub fn log(&self) -> PathBuf {
+        self.dir.join("containerd.log")
+    }
+
+    /// Starts it and waits until it answers.
+    ///
+    /// # Errors
+    /// When it ends, or does not answer.
+    pub fn start(&self, keeper: &Keeper) -> Result<()> {
+        let argv = vec![
+            self.release
+                .bin_dir
+                .join("containerd")
+                .to_string_lossy()
+                .into_owned(),
+            "--config".into(),
+            self.dir
+                .join("containerd.toml")
+                .to_string_lossy()
+                .into_owned(),
+        ];
+        let pid = keeper.spawn(&Job {
+            argv,
+            env: self.env.clone(),
+            log: self.log(),
+        })?;
+        let pid = Pid::from_raw(i32::try_from(pid)?);
+        *self
+            .pid
+            .lock()
+            .map_err(|_| anyhow::anyhow!("a test panicked"))? = Some(pid);
+        until("containerd to answer", || {
+            if gone(pid) {
+                bail!("containerd ended; its log: {}", self.log().display());
+            }
+            // Services load one after the other: namespaces alone come too early for CRI.
+            let answer = self
+                .ctr(keeper, "default")
+                .args(["plugins", "list", "--quiet"])
+                .output()?;
+            Ok((answer.status.success() && self.socket().exists()).then_some(()))
+        })
+    }
+
+    /// Ends it with a signal, as systemd (SIGTERM) or a crash (SIGKILL) would. Containers stay.
+    ///
+    /// # Errors
+    /// When it is not running or does not end.
+    pub fn stop(&self, signal: Signal) -> Result<()> {
+        let taken = self
+            .pid
+            .lock()
+            .map_err(|_| anyhow::anyhow!("a test panicked"))?
+            .take();
+        let pid = taken.context("containerd is not running")?;
+        kill(pid, signal).context("cannot signal containerd")?;
+        until("containerd to end", || Ok(gone(pid).then_some(())))
+    }
+
+    /// Imports the archive of handmade images into a namespace.
+    ///
+    /// # Errors
+    /// When ctr fails.
+    pub fn import(&self, keeper: &Keeper, namespace: &str, archive: &Path) -> Result<()> {
+        run(self
+            .ctr(keeper, namespace)
+            .args(["images", "import"])
+            .arg(archive))
+        .map(|_| ())
+    }
+
+    /// `ctr` on this containerd, in the keeper's mount namespace.
+    #[must_use]
+    pub fn ctr(&self, keeper: &Keeper, namespace: &str) -> Command {
+        let mut command = keeper.command(&self.release.bin_dir.join("ctr"));
+        command
+            .arg("--address")
+            .arg(self.socket())
+            .args(["--namespace", namespace]);
+        command.env("CONTAINERD_ADDRESS", self.socket());
+        command
+    }
+
+    /// The folder of snapshots and images.
+    #[must_use]
+    pub fn store(&self) -> &Path {
+        &self.store
+    }
+}
+
+/// Runs a command; its standard output, or an error that carries its standard error.
+///
+/// # Errors
+/// When it cannot be run or fails.
+pub fn run(command: &mut Command) -> Result<String> {
+    let output = command
+        .output()
+        .with_context(|| format!("cannot run {command:?}"))?;
+    if !output.status.success() {
+        bail!(
+            "{command:?}: {}: {}",
+            output.status,
+            String::from_utf8_lossy(&output.stderr).trim()
+        );
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// Whether a process has ended and was collected.
+#[must_use]
+pub fn gone(pid: Pid) -> bool {
+    kill(pid, None) == Err(Errno::ESRCH)
+}
+
+fn config(line: Line, dir: &Path, store: &Path) -> String {
+    let dir = dir.display();
+    let store = store.display();
+    let pause = image::PAUSE;
+    let common = format!(
+        r#"root = "{store}/containerd"
+state = "{dir}/state"
+[grpc]
+address = "{dir}/containerd.sock"
+[debug]
+level = "debug"
+"#
+    );
+    let runtimes = |cri: &str| {
+        format!(
+            r#"[plugins."{cri}".cni]
+bin_dir = "{dir}/cni"
+conf_dir = "{dir}/cni"
+[plugins."{cri}".containerd.runtimes.runc]
+runtime_type = "{STOCK}"
+[plugins."{cri}".containerd.runtimes.affinode]
+runtime_type = "{AFFINODE}"
+pod_annotations = ["affinode.io/*"]
+container_annotations = ["affinode.io/*"]
+"#
+        )
+    };
+    match line {
+        Line::V1_6 | Line::V1_7 => {
+            let cri = "io.containerd.grpc.v1.cri";
+            format!(
+                r#"version = 2
+{common}[plugins."io.containerd.internal.v1.opt"]
+path = "{store}/opt"
+[plugins."{cri}"]
+sandbox_image = "{pause}"
+{}"#,
+                runtimes(cri)
+            )
+        }
+        Line::V2 => format!(
+            r#"version = 3
+{common}[plugins."io.containerd.internal.v1.opt"]
+path = "{store}/opt"
+[plugins."io.containerd.nri.v1.nri"]
+disable = true
+[plugins."io.containerd.cri.v1.images".pinned_images]
+sandbox = "{pause}"
+{}"#,
+            runtimes("io.containerd.cri.v1.runtime")
+        ),
+    }
+}

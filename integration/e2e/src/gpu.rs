@@ -1,0 +1,214 @@
+//! The GPU of a world: the simulated one, or the machine's own.
+//!
+//! Either way it is two folders' worth of facts: what the controller on the host
+//! needs to see it, and what a container needs, as NVIDIA's container toolkit
+//! would add it.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, Result};
+
+use crate::{
+    artifacts::Artifacts,
+    keeper::{Job, Keeper},
+    until::until,
+};
+
+/// Environment variable that names the simulated driver's socket.
+const SIM_SOCKET_ENV: &str = "AFFINODE_SIM_SOCKET";
+/// Where containers see the simulated driver's socket.
+const SIM_FOLDER: &str = "/run/affinode-sim";
+/// Where containers see the driver's libraries: a folder that glibc searches by itself.
+const CONTAINER_LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
+/// The driver's libraries that compute needs: what the container toolkit mounts for `compute,utility`.
+const DRIVER_LIBRARIES: [&str; 6] = [
+    "libcuda.so.1",
+    "libnvidia-ml.so.1",
+    "libnvidia-ptxjitcompiler.so.1",
+    "libnvidia-nvvm.so.4",
+    "libnvidia-nvvm70.so.4",
+    "libnvidia-gpucomp.so",
+];
+
+/// Which GPU a world has.
+#[derive(Clone, Debug)]
+pub enum Gpu {
+    /// Played by a daemon, with so many bytes of VRAM.
+    Simulated {
+        /// The whole VRAM.
+        vram_bytes: u64,
+    },
+    /// The machine's own.
+    Real,
+}
+
+impl Gpu {
+    /// Whether the machine has an NVIDIA driver and a GPU.
+    #[must_use]
+    pub fn real_is_there() -> bool {
+        Path::new("/dev/nvidiactl").exists() && Path::new("/dev/nvidia0").exists()
+    }
+
+    /// The word for it in outputs.
+    #[must_use]
+    pub fn as_str(&self) -> &'static str {
+        match self {
+            Gpu::Simulated { .. } => "simulated",
+            Gpu::Real => "real",
+        }
+    }
+
+    /// Environment of containerd, and so of the controller.
+    #[must_use]
+    pub fn host_env(&self, artifacts: &Artifacts, dir: &Path) -> BTreeMap<String, String> {
+        let mut env = BTreeMap::new();
+        if let Gpu::Simulated { .. } = self {
+            let libraries = artifacts.sim_dir().to_string_lossy().into_owned();
+            env.insert("LD_LIBRARY_PATH".into(), libraries);
+            let socket = sim_socket(dir).to_string_lossy().into_owned();
+            env.insert(SIM_SOCKET_ENV.into(), socket);
+        }
+        env
+    }
+
+    /// Starts what must run before the first container.
+    ///
+    /// # Errors
+    /// When the simulated driver does not come up.
+    pub fn start(&self, keeper: &Keeper, artifacts: &Artifacts, dir: &Path) -> Result<()> {
+        let Gpu::Simulated { vram_bytes } = self else {
+            return Ok(());
+        };
+        let socket = sim_socket(dir);
+        if let Some(folder) = socket.parent() {
+            std::fs::create_dir_all(folder)?;
+        }
+        let argv = vec![
+            artifacts
+                .bin("affinode-sim-gpud")?
+                .to_string_lossy()
+                .into_owned(),
+            "--socket".into(),
+            socket.to_string_lossy().into_owned(),
+            "--vram-bytes".into(),
+            vram_bytes.to_string(),
+        ];
+        keeper.spawn(&Job {
+            argv,
+            env: BTreeMap::new(),
+            log: dir.join("sim-gpu.log"),
+        })?;
+        until("the simulated GPU", || Ok(socket.exists().then_some(())))
+    }
+
+    /// What a container gets.
+    ///
+    /// # Errors
+    /// When a library of the driver cannot be found.
+    pub fn container_parts(&self, artifacts: &Artifacts, dir: &Path) -> Result<ContainerParts> {
+        match self {
+            Gpu::Simulated { .. } => Ok(simulated_parts(artifacts, dir)),
+            Gpu::Real => real_parts(),
+        }
+    }
+}
+
+/// What makes a container a GPU container.
+#[derive(Clone, Debug, Default)]
+pub struct ContainerParts {
+    /// Environment.
+    pub env: BTreeMap<String, String>,
+    /// Read-only bind mounts: host path, path in the container.
+    pub mounts: Vec<(PathBuf, PathBuf)>,
+    /// Device nodes.
+    pub devices: Vec<PathBuf>,
+}
+
+fn sim_socket(dir: &Path) -> PathBuf {
+    dir.join("sim/gpu.sock")
+}
+
+fn simulated_parts(artifacts: &Artifacts, dir: &Path) -> ContainerParts {
+    let mut parts = ContainerParts::default();
+    parts
+        .env
+        .insert("NVIDIA_VISIBLE_DEVICES".into(), "all".into());
+    parts
+        .env
+        .insert(SIM_SOCKET_ENV.into(), format!("{SIM_FOLDER}/gpu.sock"));
+    parts.mounts.push((dir.join("sim"), SIM_FOLDER.into()));
+    for library in ["libcuda.so.1", "libnvidia-ml.so.1"] {
+        let inside = Path::new(CONTAINER_LIBRARIES).join(library);
+        parts
+            .mounts
+            .push((artifacts.sim_dir().join(library), inside));
+    }
+    parts
+}
+
+fn real_parts() -> Result<ContainerParts> {
+    let mut parts = ContainerParts::default();
+    parts
+        .env
+        .insert("NVIDIA_VISIBLE_DEVICES".into(), "all".into());
+    let folder = driver_folder()?;
+    for entry in std::fs::read_dir(&folder)?.flatten() {
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        let wanted = DRIVER_LIBRARIES
+            .iter()
+            .any(|library| name.starts_with(library));
+        if wanted {
+            let inside = Path::new(CONTAINER_LIBRARIES).join(&*name);
+            parts
+                .mounts
+                .push((std::fs::canonicalize(entry.path())?, inside));
+        }
+    }
+    let nodes = std::fs::read_dir("/dev").context("cannot read /dev")?;
+    for node in nodes.flatten() {
+        let name = node.file_name();
+        let name = name.to_string_lossy();
+        let gpu = name.strip_prefix("nvidia").is_some_and(|rest| {
+            rest.bytes().all(|b| b.is_ascii_digit())
+                || matches!(rest, "ctl" | "-uvm" | "-uvm-tools")
+        });
+        if gpu {
+            parts.devices.push(node.path());
+        }
+    }
+    Ok(parts)
+}
+
+/// The folder of the machine's `libcuda.so.1`, as the loader's cache has it, or
+/// where container toolkits put it.
+///
+/// # Errors
+/// When there is none.
+pub fn driver_folder() -> Result<PathBuf> {
+    let cache = std::process::Command::new("/sbin/ldconfig")
+        .arg("-p")
+        .output();
+    let cached = cache.ok().and_then(|output| {
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        text.lines()
+            .filter(|line| {
+                line.trim_start().starts_with("libcuda.so.1 ") && line.contains("x86-64")
+            })
+            .find_map(|line| Some(PathBuf::from(line.rsplit_once(" => ")?.1)))
+    });
+    let known = [
+        "/usr/lib/x86_64-linux-gnu/libcuda.so.1",
+        "/usr/local/nvidia/lib64/libcuda.so.1",
+        "/usr/lib64/libcuda.so.1",
+    ];
+    cached
+        .into_iter()
+        .chain(known.iter().map(PathBuf::from))
+        .find(|path| path.exists())
+        .and_then(|path| Some(path.parent()?.to_path_buf()))
+        .context("the NVIDIA driver's libcuda.so.1 is nowhere: is the driver installed?")
+}

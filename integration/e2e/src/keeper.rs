@@ -1,0 +1,63 @@
+//! The keeper: a process that owns everything a private world starts, so that
+//! nothing of it outlives the test, the demo or the bench, however they end.
+//!
+//! ```text
+//!  test ──stdin/stdout, JSON lines──> affinode-keeper          own session, own mount namespace,
+//!    │                                  ├─ containerd           subreaper of all its descendants
+//!    │ nsenter (ctr)                    ├─ affinode-sim-gpud
+//!    v                                  ├─ shims, controller, containers (orphans come to it)
+//!  same mount namespace                 └─ …
+//!
+//!  stdin ends (test over, panicked, killed) ──> SIGKILL to all descendants until none is left,
+//!                                               unmount, remove cgroups and folder, exit
+//! ```
+//!
+//! Nothing is named or guessed: what is killed is what descends from the keeper,
+//! what is unmounted is what its own namespace holds.
+
+mod cleanup;
+mod client;
+mod mounts;
+mod server;
+
+use std::{collections::BTreeMap, path::PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+pub use client::Keeper;
+pub use server::serve;
+
+/// In the world's folder: where containerd keeps images and snapshots. On a tmpfs
+/// of its own, because overlayfs cannot stand on the overlayfs that a machine's
+/// root may be.
+pub(crate) const STORE: &str = "store";
+
+/// What the keeper is asked to start.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Job {
+    /// Program and arguments.
+    pub argv: Vec<String>,
+    /// Added to the keeper's own environment.
+    pub env: BTreeMap<String, String>,
+    /// Where standard output and standard error are appended.
+    pub log: PathBuf,
+}
+
+/// What the keeper answers: to the start of itself, and to each [`Job`].
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Reply {
+    /// Ready, or the job runs: its process id.
+    Pid(u32),
+    /// Why not.
+    Error(String),
+}
+
+/// The folder of cgroups that a world's containers go to, below every hierarchy.
+#[must_use]
+pub fn cgroup_parent(world: &std::path::Path) -> String {
+    let name = world
+        .file_name()
+        .map_or_else(|| "world".into(), |name| name.to_string_lossy());
+    format!("affinode-e2e-{name}")
+}

@@ -1,0 +1,119 @@
+//! The side of the test: starts a keeper and asks it for processes.
+
+use std::{
+    io::{BufRead, BufReader, Write},
+    path::{Path, PathBuf},
+    process::{Child, ChildStdin, ChildStdout, Command, Stdio},
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+use anyhow::{Context, Result, bail};
+
+use super::{Job, Reply};
+
+/// A running keeper. Dropping it ends everything that it started.
+pub struct Keeper {
+    pid: u32,
+    pipes: Mutex<Option<Pipes>>,
+}
+
+struct Pipes {
+    child: Child,
+    requests: ChildStdin,
+    replies: BufReader<ChildStdout>,
+}
+
+impl Keeper {
+    /// Starts a keeper for the world in `dir`.
+    ///
+    /// # Errors
+    /// When it cannot be started, or cannot make its mount namespace (needs root).
+    pub fn start(binary: &Path, dir: &Path) -> Result<Self> {
+        let mut child = Command::new(binary)
+            .arg(dir)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("cannot start {}", binary.display()))?;
+        let pipes = child.stdin.take().zip(child.stdout.take());
+        let (requests, replies) = pipes.context("the keeper has no pipes")?;
+        let mut pipes = Pipes {
+            child,
+            requests,
+            replies: BufReader::new(replies),
+        };
+        let pid = pipes.reply().context("the keeper did not start")?;
+        Ok(Self {
+            pid,
+            pipes: Mutex::new(Some(pipes)),
+        })
+    }
+
+    /// Starts a process and returns its id.
+    ///
+    /// # Errors
+    /// When the program cannot be started, or the keeper is gone.
+    pub fn spawn(&self, job: &Job) -> Result<u32> {
+        let mut pipes = self.lock();
+        let pipes = pipes.as_mut().context("the keeper has ended")?;
+        let mut line = serde_json::to_string(job)?;
+        line.push('\n');
+        pipes.requests.write_all(line.as_bytes())?;
+        pipes
+            .reply()
+            .with_context(|| format!("cannot start {}", job.argv.join(" ")))
+    }
+
+    /// A command that will run in the keeper's mount namespace, as a child of the caller.
+    #[must_use]
+    pub fn command(&self, program: &Path) -> Command {
+        let mut command = Command::new("nsenter");
+        command
+            .arg(format!("--mount={}", self.namespace().display()))
+            .arg("--")
+            .arg(program);
+        command
+    }
+
+    /// Ends everything and waits until it has ended. Further calls do nothing.
+    pub fn end(&self) {
+        let taken = self.lock().take();
+        if let Some(Pipes {
+            mut child,
+            requests,
+            replies,
+        }) = taken
+        {
+            drop((requests, replies));
+            // An error here means that the keeper is gone already.
+            let _ = child.wait();
+        }
+    }
+
+    fn namespace(&self) -> PathBuf {
+        PathBuf::from(format!("/proc/{}/ns/mnt", self.pid))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Pipes>> {
+        self.pipes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+impl Pipes {
+    fn reply(&mut self) -> Result<u32> {
+        let mut line = String::new();
+        if self.replies.read_line(&mut line)? == 0 {
+            bail!("the keeper closed its pipe; it must run as root");
+        }
+        match serde_json::from_str(&line)? {
+            Reply::Pid(pid) => Ok(pid),
+            Reply::Error(error) => bail!("{error}"),
+        }
+    }
+}

@@ -1,0 +1,55 @@
+//! The mounts of a private world: made in a mount namespace of its own, so that
+//! the machine never sees them.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use nix::{
+    mount::{MntFlags, MsFlags, mount, umount2},
+    sched::{CloneFlags, unshare},
+};
+
+use super::STORE;
+
+/// Folders that containerd and runc use whatever their configuration says.
+const SHARED_STATE: [&str; 2] = ["/run/containerd", "/run/runc"];
+
+/// Enters a mount namespace whose changes stay inside.
+pub(super) fn make_private(world: &Path) -> Result<()> {
+    unshare(CloneFlags::CLONE_NEWNS).context("cannot make a mount namespace: run as root")?;
+    let none: Option<&str> = None;
+    mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)
+        .context("cannot make mounts private")?;
+    let store = world.join(STORE);
+    for folder in SHARED_STATE.iter().map(Path::new).chain([store.as_path()]) {
+        std::fs::create_dir_all(folder)
+            .with_context(|| format!("cannot make {}", folder.display()))?;
+        mount(
+            Some("tmpfs"),
+            folder,
+            Some("tmpfs"),
+            MsFlags::empty(),
+            Some("mode=0711"),
+        )
+        .with_context(|| format!("cannot mount a tmpfs on {}", folder.display()))?;
+    }
+    Ok(())
+}
+
+/// Detaches every mount below the world's folder, the innermost first.
+pub(super) fn unmount_below(world: &Path) -> Result<()> {
+    let table =
+        std::fs::read_to_string("/proc/self/mountinfo").context("cannot read the mount table")?;
+    let mut points: Vec<PathBuf> = table
+        .lines()
+        .filter_map(|line| line.split(' ').nth(4))
+        .map(PathBuf::from)
+        .filter(|point| point.starts_with(world))
+        .collect();
+    points.reverse();
+    for point in points {
+        // Whoever comes first may have taken the ones below with it.
+        let _ = umount2(&point, MntFlags::MNT_DETACH);
+    }
+    Ok(())
+}

@@ -1,0 +1,159 @@
+//! The containerd releases that a suite can run with: the machine's own, and
+//! those that `cargo xtask deps` unpacked beside it.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, Result, anyhow};
+use serde::{Deserialize, Serialize};
+
+use crate::artifacts::Artifacts;
+
+/// A line of releases whose shim contract differs from the others'.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Line {
+    /// containerd 1.6: one start per container, address as text.
+    #[serde(rename = "1.6")]
+    V1_6,
+    /// containerd 1.7: as 1.6, more environment.
+    #[serde(rename = "1.7")]
+    V1_7,
+    /// containerd 2.x: bootstrap as JSON, sandboxes, `-info`.
+    #[serde(rename = "2")]
+    V2,
+}
+
+impl Line {
+    /// Every line, oldest first.
+    pub const ALL: [Line; 3] = [Line::V1_6, Line::V1_7, Line::V2];
+
+    /// The line of a version such as `1.7.24~ds1`, if it is one of those known.
+    #[must_use]
+    pub fn of(version: &str) -> Option<Line> {
+        let version = version.trim_start_matches('v');
+        [("1.6.", Line::V1_6), ("1.7.", Line::V1_7), ("2.", Line::V2)]
+            .into_iter()
+            .find_map(|(prefix, line)| version.starts_with(prefix).then_some(line))
+    }
+
+    /// How people call it.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Line::V1_6 => "1.6",
+            Line::V1_7 => "1.7",
+            Line::V2 => "2.x",
+        }
+    }
+}
+
+/// One containerd with its own ctr and stock shim.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Release {
+    /// Its line.
+    pub line: Line,
+    /// Its version, as it says itself.
+    pub version: String,
+    /// The folder that holds `containerd`, `ctr` and `containerd-shim-runc-v2`.
+    pub bin_dir: PathBuf,
+}
+
+/// What `cargo xtask deps` found or fetched: `cache/releases.json`.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct Releases {
+    /// Those that can be used.
+    pub available: Vec<Release>,
+    /// Those that cannot, and why.
+    pub unavailable: BTreeMap<String, String>,
+}
+
+impl Releases {
+    /// Where the list is kept.
+    #[must_use]
+    pub fn file(artifacts: &Artifacts) -> PathBuf {
+        artifacts.cache_dir().join("releases.json")
+    }
+
+    /// Reads the list.
+    ///
+    /// # Errors
+    /// When it is missing or damaged.
+    pub fn read(artifacts: &Artifacts) -> Result<Self> {
+        let file = Self::file(artifacts);
+        let text = std::fs::read(&file)
+            .with_context(|| format!("cannot read {}: run `cargo xtask deps`", file.display()))?;
+        serde_json::from_slice(&text).with_context(|| format!("{} is damaged", file.display()))
+    }
+
+    /// The release of a line; `None` when the machine cannot have it, said on standard error.
+    ///
+    /// # Errors
+    /// When the line is neither available nor known to be unavailable.
+    pub fn get(&self, line: Line) -> Result<Option<&Release>> {
+        if let Some(release) = self.available.iter().find(|release| release.line == line) {
+            return Ok(Some(release));
+        }
+        self.unavailable
+            .get(line.as_str())
+            .map(|_| None)
+            .ok_or_else(|| {
+                anyhow!(
+                    "containerd {} was not looked for: run `cargo xtask deps`",
+                    line.as_str()
+                )
+            })
+    }
+
+    /// The machine's own containerd, which is listed first.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn own(&self) -> Result<&Release> {
+        self.available
+            .first()
+            .context("no containerd: run `cargo xtask deps`")
+    }
+}
+
+impl Release {
+    /// Asks a containerd for its version.
+    ///
+    /// # Errors
+    /// When it cannot be run, or is of no known line.
+    pub fn probe(bin_dir: &Path) -> Result<Self> {
+        let program = bin_dir.join("containerd");
+        let output = std::process::Command::new(&program)
+            .arg("--version")
+            .output()
+            .with_context(|| format!("cannot run {}", program.display()))?;
+        // containerd github.com/containerd/containerd/v2 2.1.9+unknown 1234abc
+        let text = String::from_utf8_lossy(&output.stdout);
+        let version = text
+            .split_whitespace()
+            .nth(2)
+            .context("containerd does not say its version")?;
+        let line = Line::of(version).with_context(|| {
+            format!("containerd {version} is not supported: 1.6, 1.7 or 2.x is needed")
+        })?;
+        Ok(Self {
+            line,
+            version: version.to_owned(),
+            bin_dir: bin_dir.to_path_buf(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_told_apart() {
+        assert_eq!(Line::of("1.6.20~ds1"), Some(Line::V1_6));
+        assert_eq!(Line::of("1.7.24~ds1"), Some(Line::V1_7));
+        assert_eq!(Line::of("v2.1.9+unknown"), Some(Line::V2));
+        assert_eq!(Line::of("1.5.9"), None);
+    }
+}

@@ -1,0 +1,26 @@
+//! Waiting for a condition, with a deadline and without a word about speed.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+/// Far beyond anything a healthy machine needs: reaching it is a failure, not a measurement.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Probes until the condition holds and returns what the probe found.
+///
+/// # Errors
+/// When the probe fails, or [`PATIENCE`] is over; `what` completes "waited for …".
+pub fn until<T>(what: &str, mut probe: impl FnMut() -> Result<Option<T>>) -> Result<T> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let seen = probe().with_context(|| format!("while waiting for {what}"))?;
+        if let Some(found) = seen {
+            return Ok(found);
+        }
+        if Instant::now() > deadline {
+            bail!("waited {} s in vain for {what}", PATIENCE.as_secs());
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}

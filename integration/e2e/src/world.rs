@@ -1,0 +1,235 @@
+//! A private world: one containerd, one GPU, one controller, in one folder.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU32, Ordering},
+};
+
+use anyhow::{Context, Result};
+
+use crate::{
+    artifacts::Artifacts,
+    cli::Cli,
+    containerd::Containerd,
+    gpu::Gpu,
+    image,
+    keeper::{Keeper, cgroup_parent},
+    release::{Release, Releases},
+};
+
+/// Bytes in a MiB.
+pub const MIB: u64 = 1 << 20;
+/// VRAM of a simulated GPU that no test fills by accident.
+pub const PLENTY_BYTES: u64 = 4096 * MIB;
+
+/// What a world is made of. [`Recipe::world`] makes it.
+pub struct Recipe {
+    release: Option<Release>,
+    gpu: Gpu,
+    config: String,
+    images: Vec<&'static str>,
+    env: BTreeMap<String, String>,
+}
+
+impl Default for Recipe {
+    fn default() -> Self {
+        Self {
+            release: None,
+            gpu: Gpu::Simulated {
+                vram_bytes: PLENTY_BYTES,
+            },
+            config: String::new(),
+            images: vec!["default"],
+            env: BTreeMap::new(),
+        }
+    }
+}
+
+impl Recipe {
+    /// With this containerd instead of the machine's own.
+    #[must_use]
+    pub fn release(mut self, release: &Release) -> Self {
+        self.release = Some(release.clone());
+        self
+    }
+
+    /// With this GPU.
+    #[must_use]
+    pub fn gpu(mut self, gpu: Gpu) -> Self {
+        self.gpu = gpu;
+        self
+    }
+
+    /// With this `config.toml` of Affinode.
+    #[must_use]
+    pub fn config(mut self, text: &str) -> Self {
+        text.clone_into(&mut self.config);
+        self
+    }
+
+    /// With images in CRI's namespace as well.
+    #[must_use]
+    pub fn cri(mut self) -> Self {
+        self.images.push("k8s.io");
+        self
+    }
+
+    /// With one more variable in containerd's environment.
+    #[must_use]
+    pub fn env(mut self, name: &str, value: &str) -> Self {
+        self.env.insert(name.into(), value.into());
+        self
+    }
+
+    /// Makes the world and waits until its containerd answers.
+    ///
+    /// # Errors
+    /// When a part is missing or does not start.
+    pub fn world(self) -> Result<World> {
+        let artifacts = Artifacts::find()?;
+        let release = match self.release {
+            Some(release) => release,
+            None => Releases::read(&artifacts)?.own()?.clone(),
+        };
+        let dir = new_folder()?;
+        let keeper = Keeper::start(&artifacts.bin("affinode-keeper")?, &dir)?;
+        let config = dir.join("config.toml");
+        std::fs::write(&config, &self.config)?;
+        let run_dir = dir.join("run");
+
+        let mut env = self.gpu.host_env(&artifacts, &dir);
+        let path = [&artifacts.bin_dir(), &release.bin_dir]
+            .map(|folder| folder.display().to_string())
+            .join(":");
+        let inherited = std::env::var("PATH").unwrap_or_default();
+        env.insert("PATH".into(), format!("{path}:{inherited}"));
+        env.insert("AFFINODE_RUN_DIR".into(), run_dir.display().to_string());
+        env.insert(
+            "AFFINODE_LIB_DIR".into(),
+            artifacts.lib_dir().display().to_string(),
+        );
+        env.insert("AFFINODE_CONFIG".into(), config.display().to_string());
+        env.extend(self.env);
+
+        let containerd = Containerd::new(&release, &dir, &dir.join(crate::keeper::STORE), env)?;
+        let world = World {
+            cli: Cli::new(artifacts.bin("affinode")?, run_dir),
+            artifacts,
+            dir,
+            keeper,
+            containerd,
+            gpu: self.gpu,
+        };
+        world
+            .gpu
+            .start(&world.keeper, &world.artifacts, &world.dir)?;
+        world.containerd.start(&world.keeper)?;
+        let archive = world.dir.join("images.tar");
+        image::write_archive(&archive)?;
+        for namespace in self.images {
+            world
+                .containerd
+                .import(&world.keeper, namespace, &archive)?;
+        }
+        std::fs::remove_file(archive)?;
+        Ok(world)
+    }
+}
+
+/// A running world. Dropping it ends and removes everything in it.
+pub struct World {
+    // Fields are dropped in this order: the keeper ends the processes.
+    keeper: Keeper,
+    containerd: Containerd,
+    gpu: Gpu,
+    cli: Cli,
+    artifacts: Artifacts,
+    dir: PathBuf,
+}
+
+impl World {
+    /// A world of the defaults: the machine's containerd, a simulated GPU with plenty of VRAM.
+    ///
+    /// # Errors
+    /// As [`Recipe::world`].
+    pub fn new() -> Result<Self> {
+        Recipe::default().world()
+    }
+
+    /// Its folder.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Its containerd.
+    #[must_use]
+    pub fn containerd(&self) -> &Containerd {
+        &self.containerd
+    }
+
+    /// Its keeper.
+    #[must_use]
+    pub fn keeper(&self) -> &Keeper {
+        &self.keeper
+    }
+
+    /// Its GPU.
+    #[must_use]
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    /// The `affinode` command on its controller.
+    #[must_use]
+    pub fn cli(&self) -> &Cli {
+        &self.cli
+    }
+
+    /// The built files.
+    #[must_use]
+    pub fn artifacts(&self) -> &Artifacts {
+        &self.artifacts
+    }
+
+    /// `ctr` on its containerd.
+    #[must_use]
+    pub fn ctr(&self) -> std::process::Command {
+        self.containerd.ctr(&self.keeper, "default")
+    }
+
+    /// The cgroup folder of its containers.
+    #[must_use]
+    pub fn cgroup_parent(&self) -> String {
+        cgroup_parent(&self.dir)
+    }
+
+    /// Starts containerd again after [`Containerd::stop`].
+    ///
+    /// # Errors
+    /// When it does not come up.
+    pub fn start_containerd(&self) -> Result<()> {
+        self.containerd.start(&self.keeper)
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            crate::logs::show(&self.dir);
+        }
+        self.keeper.end();
+    }
+}
+
+/// A folder with a short name: socket paths hold 107 bytes.
+fn new_folder() -> Result<PathBuf> {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    let dir = std::env::temp_dir().join(format!("afn-{:x}-{number:x}", std::process::id()));
+    std::fs::create_dir(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
+    // Containers run as other users and reach into it.
+    std::fs::set_permissions(&dir, std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
+    Ok(dir)
+}

@@ -1,0 +1,243 @@
+//! Packages of other suites of this machine's distribution, fetched into a private
+//! folder: nothing is installed, and apt verifies every signature and checksum.
+//!
+//! Mirror and keyring are those that the machine itself is configured with; only
+//! the suite is swapped.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context, Result, bail};
+
+use crate::sh;
+
+/// One place that packages come from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Source {
+    uri: String,
+    suites: Vec<String>,
+    components: Vec<String>,
+    signed_by: Option<String>,
+}
+
+/// A private view of the distribution's suites.
+pub struct Suites {
+    folder: PathBuf,
+}
+
+/// The distribution's name for itself: `ID` and `VERSION_CODENAME` of os-release.
+pub struct Distribution {
+    /// `debian`, `ubuntu`, …
+    pub id: String,
+    /// `bookworm`, `noble`, …
+    pub codename: String,
+}
+
+impl Distribution {
+    /// Reads `/etc/os-release`.
+    pub fn here() -> Result<Self> {
+        let text =
+            std::fs::read_to_string("/etc/os-release").context("cannot read /etc/os-release")?;
+        let field = |name: &str| {
+            text.lines()
+                .find_map(|line| line.strip_prefix(name)?.strip_prefix('='))
+                .map(|value| value.trim_matches('"').to_owned())
+                .unwrap_or_default()
+        };
+        Ok(Self {
+            id: field("ID"),
+            codename: field("VERSION_CODENAME"),
+        })
+    }
+}
+
+impl Suites {
+    /// Fetches the indexes of `suites` from the mirror that serves `codename` to this machine.
+    pub fn open(folder: &Path, codename: &str, suites: &[&str]) -> Result<Self> {
+        let source = machine_sources()?
+            .into_iter()
+            .find(|source| source.suites.iter().any(|suite| suite == codename))
+            .with_context(|| {
+                format!("no entry for {codename} in /etc/apt/sources.list or sources.list.d")
+            })?;
+        for sub in ["lists/partial", "cache/archives/partial"] {
+            std::fs::create_dir_all(folder.join(sub))?;
+        }
+        let signed_by = source
+            .signed_by
+            .map(|key| format!("[signed-by={key}] "))
+            .unwrap_or_default();
+        let text: String = suites
+            .iter()
+            .map(|suite| format!("deb {signed_by}{} {suite} main\n", source.uri))
+            .collect();
+        std::fs::write(folder.join("sources.list"), text)?;
+        let opened = Self {
+            folder: folder.to_path_buf(),
+        };
+        sh::read(opened.apt("apt-get").arg("update"))
+            .context("cannot fetch the package indexes")?;
+        Ok(opened)
+    }
+
+    /// Versions of a package, with the suite that has each, newest first.
+    pub fn versions(&self, package: &str) -> Result<Vec<(String, String)>> {
+        // containerd | 2.1.9+ds1-5 | http://… forky/main amd64 Packages
+        let table = sh::read(self.apt("apt-cache").args(["madison", package]))?;
+        let rows = table.lines().filter_map(|row| {
+            let mut fields = row.split('|').map(str::trim);
+            let version = fields.nth(1)?.to_owned();
+            let suite = fields
+                .next()?
+                .split(' ')
+                .nth(1)?
+                .split('/')
+                .next()?
+                .to_owned();
+            Some((version, suite))
+        });
+        Ok(rows.collect())
+    }
+
+    /// Fetches a package and unpacks it, without installing it, into `target`.
+    pub fn unpack(&self, package: &str, version: &str, target: &Path) -> Result<()> {
+        let debs = self.folder.join("debs");
+        // One package at a time, so that the one file is the one that was asked for.
+        if debs.exists() {
+            std::fs::remove_dir_all(&debs)?;
+        }
+        std::fs::create_dir_all(&debs)?;
+        sh::read(
+            self.apt("apt-get")
+                .current_dir(&debs)
+                .args(["download", &format!("{package}={version}")]),
+        )?;
+        let deb = std::fs::read_dir(&debs)?
+            .next()
+            .context("apt downloaded nothing")??
+            .path();
+        std::fs::create_dir_all(target)?;
+        sh::read(
+            Command::new("dpkg-deb")
+                .arg("--extract")
+                .arg(&deb)
+                .arg(target),
+        )?;
+        std::fs::remove_dir_all(debs)?;
+        Ok(())
+    }
+
+    fn apt(&self, program: &str) -> Command {
+        let folder = self.folder.display();
+        let mut command = Command::new(program);
+        command.args([
+            format!("-oDir::Etc::SourceList={folder}/sources.list"),
+            "-oDir::Etc::SourceParts=-".into(),
+            format!("-oDir::State::Lists={folder}/lists"),
+            format!("-oDir::Cache={folder}/cache"),
+            "-oAPT::Sandbox::User=root".into(),
+            "-oAcquire::Languages=none".into(),
+            "-oAPT::Update::Error-Mode=any".into(),
+        ]);
+        command
+    }
+}
+
+fn machine_sources() -> Result<Vec<Source>> {
+    let mut files = vec![PathBuf::from("/etc/apt/sources.list")];
+    if let Ok(entries) = std::fs::read_dir("/etc/apt/sources.list.d") {
+        files.extend(entries.flatten().map(|entry| entry.path()));
+    }
+    files.sort();
+    let mut sources = Vec::new();
+    for file in files {
+        let Ok(text) = std::fs::read_to_string(&file) else {
+            continue;
+        };
+        match file.extension().and_then(|extension| extension.to_str()) {
+            Some("list") => sources.extend(text.lines().filter_map(parse_line)),
+            Some("sources") => sources.extend(text.split("\n\n").filter_map(parse_stanza)),
+            _ => {}
+        }
+    }
+    if sources.is_empty() {
+        bail!("apt has no sources on this machine");
+    }
+    Ok(sources)
+}
+
+/// `deb [signed-by=/k] http://mirror/debian bookworm main contrib`
+fn parse_line(line: &str) -> Option<Source> {
+    let rest = line.trim().strip_prefix("deb ")?.trim();
+    let (options, rest) = match rest.strip_prefix('[') {
+        Some(rest) => rest.split_once(']')?,
+        None => ("", rest),
+    };
+    let mut words = rest.split_whitespace().map(str::to_owned);
+    let signed_by = options
+        .split_whitespace()
+        .find_map(|option| option.strip_prefix("signed-by="));
+    Some(Source {
+        uri: words.next()?,
+        suites: vec![words.next()?],
+        components: words.collect(),
+        signed_by: signed_by.map(str::to_owned),
+    })
+}
+
+/// The deb822 form: one `Name: value` per line, a blank line between stanzas.
+fn parse_stanza(stanza: &str) -> Option<Source> {
+    let fields: BTreeMap<&str, &str> = stanza
+        .lines()
+        .filter(|line| !line.starts_with('#'))
+        .filter_map(|line| line.split_once(':'))
+        .map(|(name, value)| (name.trim(), value.trim()))
+        .collect();
+    let words = |name: &str| -> Vec<String> {
+        fields
+            .get(name)
+            .map(|value| value.split_whitespace().map(str::to_owned).collect())
+            .unwrap_or_default()
+    };
+    if !words("Types").iter().any(|kind| kind == "deb") || fields.get("Enabled") == Some(&"no") {
+        return None;
+    }
+    Some(Source {
+        uri: words("URIs").into_iter().next()?,
+        suites: words("Suites"),
+        components: words("Components"),
+        signed_by: words("Signed-By").into_iter().next(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_forms_of_sources_are_read() {
+        let line =
+            parse_line("deb [arch=amd64 signed-by=/k.gpg] http://m/debian bookworm main contrib");
+        let stanza = parse_stanza(
+            "Types: deb deb-src\n# a comment\nURIs: http://m/debian\nSuites: bookworm\nComponents: main contrib\nSigned-By: /k.gpg",
+        );
+        assert_eq!(line, stanza);
+        assert_eq!(
+            line.map(|source| source.suites),
+            Some(vec!["bookworm".to_owned()])
+        );
+    }
+
+    #[test]
+    fn comments_sources_and_disabled_entries_are_no_source() {
+        assert_eq!(parse_line("# deb http://m/debian bookworm main"), None);
+        assert_eq!(parse_line("deb-src http://m/debian bookworm main"), None);
+        assert_eq!(
+            parse_stanza("Types: deb\nEnabled: no\nURIs: http://m\nSuites: x"),
+            None
+        );
+    }
+}

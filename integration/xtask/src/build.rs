@@ -1,0 +1,172 @@
+//! Builds everything and gathers it in one folder, under the names that it is used by.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use affinode_e2e::artifacts::{Artifacts, target_dir, workspace_dir};
+use anyhow::{Context, Result};
+
+use crate::{say, sh};
+
+/// How to build.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Profile {
+    /// Quickly, for tests and the demo.
+    Dev,
+    /// Optimised, for benches and GPU machines.
+    Release,
+}
+
+impl Profile {
+    /// By a `--release` flag.
+    pub fn from_release(release: bool) -> Self {
+        if release {
+            Profile::Release
+        } else {
+            Profile::Dev
+        }
+    }
+
+    fn cargo_name(self) -> &'static str {
+        match self {
+            Profile::Dev => "dev",
+            Profile::Release => "release",
+        }
+    }
+
+    fn folder(self) -> &'static str {
+        match self {
+            Profile::Dev => "debug",
+            Profile::Release => "release",
+        }
+    }
+
+    /// Where the built files go.
+    pub fn artifacts(self) -> Artifacts {
+        let root = target_dir().join("affinode");
+        Artifacts::at(match self {
+            Profile::Dev => root,
+            Profile::Release => root.join("release"),
+        })
+    }
+}
+
+/// Cargo packages, and the binaries that they give.
+const BINARIES: [(&str, &str); 4] = [
+    ("affinode-shim", "containerd-shim-affinode-v1"),
+    ("affinode-controller", "affinode"),
+    ("affinode-sim-gpud", "affinode-sim-gpud"),
+    ("affinode-e2e", "affinode-keeper"),
+];
+/// Cargo packages of the simulated driver, their files, and the names that programs ask for.
+const SIMULATED: [(&str, &str, &str); 2] = [
+    (
+        "affinode-sim-cuda",
+        "libaffinode_sim_cuda.so",
+        "libcuda.so.1",
+    ),
+    (
+        "affinode-sim-nvml",
+        "libaffinode_sim_nvml.so",
+        "libnvidia-ml.so.1",
+    ),
+];
+const PRELOAD: &str = "libaffinode_preload.so";
+
+/// Builds all parts.
+pub fn all(profile: Profile) -> Result<Artifacts> {
+    let artifacts = profile.artifacts();
+    say::step("Building shim, controller, command and simulated GPU");
+    let packages = BINARIES
+        .iter()
+        .map(|(package, _)| *package)
+        .chain(SIMULATED.iter().map(|(package, ..)| *package));
+    let mut build = cargo(&["build", "--profile", profile.cargo_name()]);
+    for package in packages {
+        build.args(["-p", package]);
+    }
+    sh::run(&mut build)?;
+    let built = target_dir().join(profile.folder());
+    for (_, binary) in BINARIES {
+        place(&built.join(binary), &artifacts.bin_dir().join(binary))?;
+    }
+    for (_, file, name) in SIMULATED {
+        place(&built.join(file), &artifacts.sim_dir().join(name))?;
+    }
+    say::step("Building the preload library");
+    sh::run(&mut cargo(&[
+        "rustc",
+        "-p",
+        "affinode-preload",
+        "--profile",
+        "preload",
+        "--lib",
+        "--crate-type",
+        "cdylib",
+    ]))?;
+    place(
+        &target_dir().join("preload").join(PRELOAD),
+        &artifacts.lib_dir().join(PRELOAD),
+    )?;
+    say::step("Building the CUDA programs");
+    clients(&artifacts)?;
+    Ok(artifacts)
+}
+
+/// Copies by rename, so that a library that is mapped somewhere keeps its pages.
+fn place(from: &Path, to: &Path) -> Result<()> {
+    let folder = to.parent().context("a file has a folder")?;
+    fs::create_dir_all(folder)?;
+    let fresh = to.with_extension("new");
+    fs::copy(from, &fresh).with_context(|| format!("cannot copy {}", from.display()))?;
+    fs::rename(&fresh, to).with_context(|| format!("cannot place {}", to.display()))
+}
+
+fn cargo(arguments: &[&str]) -> Command {
+    let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(program);
+    command
+        .current_dir(workspace_dir())
+        .args(arguments)
+        .arg("--quiet");
+    command
+}
+
+/// Compiles every C program of integration/clients.
+fn clients(artifacts: &Artifacts) -> Result<()> {
+    let sources = workspace_dir().join("integration/clients");
+    let target = artifacts.clients_dir();
+    fs::create_dir_all(&target)?;
+    let mut files: Vec<PathBuf> = fs::read_dir(&sources)
+        .with_context(|| format!("cannot read {}", sources.display()))?
+        .flatten()
+        .map(|entry| entry.path())
+        .collect();
+    files.sort();
+    for file in files {
+        let name = file.file_stem().unwrap_or_default();
+        match file.extension().and_then(|extension| extension.to_str()) {
+            Some("c") => compile(&file, &target.join(name), &artifacts.sim_dir())?,
+            Some("py") => place(&file, &target.join(file.file_name().unwrap_or_default()))?,
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn compile(source: &Path, program: &Path, driver: &Path) -> Result<()> {
+    let mut gcc = Command::new("gcc");
+    gcc.args(["-O1", "-g", "-Wall", "-Werror", "-pthread", "-o"])
+        .arg(program)
+        .arg(source)
+        .arg("-ldl");
+    // A program that names no dlopen is linked to the driver, as one built with -lcuda is.
+    let text = fs::read_to_string(source)?;
+    if !text.contains("dlopen") {
+        gcc.arg("-L").arg(driver).arg("-l:libcuda.so.1");
+    }
+    sh::run(&mut gcc)
+}

@@ -1,0 +1,113 @@
+//! The containerd releases to test with, and an old C library.
+//!
+//! The machine's own containerd comes first. The other lines come from other
+//! suites of its distribution, unpacked beside it; Ubuntu's suites hold one line
+//! each, so there the machine's own is all.
+
+use std::{fs, path::Path};
+
+use affinode_e2e::{
+    artifacts::{Artifacts, target_dir},
+    release::{Line, Release, Releases},
+};
+use anyhow::{Context, Result};
+
+use crate::{
+    apt::{Distribution, Suites},
+    packages, say, sh,
+};
+
+/// Debian's suites that are searched for the lines of containerd.
+const SUITES: [&str; 5] = ["bullseye", "bookworm", "trixie", "forky", "sid"];
+/// The suite whose C library stands for old images.
+const OLD_SUITE: &str = "bullseye";
+/// Where that library is unpacked, in the cache.
+pub const OLD_LIBC: &str = "libc-old";
+
+/// Installs what is missing and fills `target/affinode/cache`.
+pub fn all() -> Result<Releases> {
+    packages::install_missing()?;
+    let artifacts = Artifacts::at(target_dir().join("affinode"));
+    let cache = artifacts.cache_dir();
+    fs::create_dir_all(&cache).with_context(|| format!("cannot make {}", cache.display()))?;
+    if let Ok(known) = Releases::read(&artifacts)
+        && complete(&known)
+    {
+        return Ok(known);
+    }
+    let releases = collect(&cache)?;
+    fs::write(
+        Releases::file(&artifacts),
+        serde_json::to_vec_pretty(&releases)?,
+    )?;
+    for release in &releases.available {
+        say::note(&format!(
+            "containerd {} in {}",
+            release.version,
+            release.bin_dir.display()
+        ));
+    }
+    for (line, reason) in &releases.unavailable {
+        say::note(&format!("no containerd {line}: {reason}"));
+    }
+    Ok(releases)
+}
+
+/// The machine's own containerd alone: enough for the demo.
+pub fn own() -> Result<Release> {
+    packages::install_missing()?;
+    let program = sh::find("containerd").context("containerd is not installed")?;
+    Release::probe(program.parent().unwrap_or(Path::new("/usr/bin")))
+}
+
+fn complete(known: &Releases) -> bool {
+    let usable = known.available.iter().all(|release| {
+        Release::probe(&release.bin_dir).is_ok_and(|now| now.version == release.version)
+    });
+    usable && known.unavailable.is_empty() && !known.available.is_empty()
+}
+
+fn collect(cache: &Path) -> Result<Releases> {
+    let mut releases = Releases::default();
+    releases.available.push(own()?);
+    let here = Distribution::here()?;
+    let own = releases.available[0].line;
+    let missing = Line::ALL.into_iter().filter(move |line| *line != own);
+    if here.id != "debian" {
+        for line in missing {
+            let reason = format!("{} has no other suite with it", here.id);
+            releases.unavailable.insert(line.as_str().into(), reason);
+        }
+        return Ok(releases);
+    }
+    say::step("Fetching other containerd releases and an old C library from Debian");
+    let suites = Suites::open(&cache.join("apt"), &here.codename, &SUITES)?;
+    let versions = suites.versions("containerd")?;
+    for line in missing {
+        let Some((version, _)) = versions
+            .iter()
+            .find(|(version, _)| Line::of(version) == Some(line))
+        else {
+            releases
+                .unavailable
+                .insert(line.as_str().into(), "no suite of Debian has it now".into());
+            continue;
+        };
+        let folder = cache.join(format!("containerd-{}", line.as_str()));
+        suites.unpack("containerd", version, &folder)?;
+        match Release::probe(&folder.join("usr/bin")) {
+            Ok(release) => releases.available.push(release),
+            Err(error) => {
+                let reason = format!("{version} does not run here: {error:#}");
+                releases.unavailable.insert(line.as_str().into(), reason);
+            }
+        }
+    }
+    let old = suites
+        .versions("libc6")?
+        .into_iter()
+        .find(|(_, suite)| suite == OLD_SUITE);
+    let (version, _) = old.with_context(|| format!("{OLD_SUITE} has no libc6"))?;
+    suites.unpack("libc6", &version, &cache.join(OLD_LIBC))?;
+    Ok(releases)
+}

@@ -1,0 +1,60 @@
+//! What must be installed on the machine itself.
+
+use std::{path::Path, process::Command};
+
+use anyhow::{Result, bail};
+use nix::unistd::Uid;
+
+use crate::{say, sh};
+
+/// A program or file that shows that a package is there, and the package's name.
+const NEEDED: [(&str, &str); 8] = [
+    ("containerd", "containerd"),
+    ("runc", "runc"),
+    ("gcc", "gcc"),
+    ("musl-gcc", "musl-tools"),
+    ("readelf", "binutils"),
+    ("nsenter", "util-linux"),
+    ("dpkg-deb", "dpkg"),
+    ("/usr/include/stdio.h", "libc6-dev"),
+];
+
+/// Installs with apt what is missing. Does nothing when nothing is.
+pub fn install_missing() -> Result<()> {
+    let missing: Vec<&str> = NEEDED
+        .iter()
+        .filter(|(sign, _)| !is_there(sign))
+        .map(|(_, package)| *package)
+        .collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    if !Uid::effective().is_root() {
+        bail!(
+            "missing: {}; run as root to install, or install them",
+            missing.join(" ")
+        );
+    }
+    if sh::find("apt-get").is_none() {
+        bail!(
+            "missing: {}; this machine has no apt: install them",
+            missing.join(" ")
+        );
+    }
+    say::step(&format!("Installing {}", missing.join(" ")));
+    sh::read(Command::new("apt-get").arg("update"))?;
+    let mut install = Command::new("apt-get");
+    install.env("DEBIAN_FRONTEND", "noninteractive");
+    install
+        .args(["install", "--yes", "--no-install-recommends"])
+        .args(missing);
+    // The package starts containerd's service: the machine's own, which is then left alone.
+    sh::read(&mut install).map(|_| ())
+}
+
+fn is_there(sign: &str) -> bool {
+    if sign.starts_with('/') {
+        return Path::new(sign).exists();
+    }
+    sh::find(sign).is_some()
+}
