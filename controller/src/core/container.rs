@@ -62,7 +62,12 @@ pub struct Container {
 impl Container {
     /// A container that was just announced.
     #[must_use]
-    pub fn new(announcement: Announcement, policy: Policy, warnings: Vec<String>, now: Millis) -> Container {
+    pub fn new(
+        announcement: Announcement,
+        policy: Policy,
+        warnings: Vec<String>,
+        now: Millis,
+    ) -> Container {
         Container {
             announcement,
             policy,
@@ -100,6 +105,10 @@ impl Container {
     /// Namespace for rules: Kubernetes', else containerd's.
     #[must_use]
     pub fn rule_namespace(announcement: &Announcement) -> &str {
-        if announcement.pod_namespace.is_empty() { &announcement.namespace } else { &announcement.pod_namespace }
+        if announcement.pod_namespace.is_empty() {
+            &announcement.namespace
+        } else {
+            &announcement.pod_namespace
+        }
     }
 }

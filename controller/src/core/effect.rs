@@ -1,9 +1,6 @@
 //! What the node wants done.
 
-use affinode_proto::{
-    api::control::Event,
-    wire::message::ControllerMessage,
-};
+use affinode_proto::{api::control::Event, wire::message::ControllerMessage};
 use serde::{Deserialize, Serialize};
 
 use super::{Answer, CommandId, DeviceBytes, Key, ProcessId};

@@ -30,7 +30,11 @@ impl Node {
         if self.queue.is_empty() {
             return;
         }
-        let mut taken: BTreeSet<String> = self.grants.values().flat_map(|g| g.uuids.iter().cloned()).collect();
+        let mut taken: BTreeSet<String> = self
+            .grants
+            .values()
+            .flat_map(|g| g.uuids.iter().cloned())
+            .collect();
         for key in self.queue.in_order(self.now) {
             if self.grants.contains_key(&key) {
                 continue;
@@ -42,8 +46,16 @@ impl Node {
             if fits && uuids.is_disjoint(&taken) {
                 self.ledger.promise(&key, needs);
                 self.begin_grant(&key, uuids.clone());
-            } else if let Some(container) = self.containers.get_mut(&key).filter(|c| c.state == State::Queued) {
-                let reason = if known { Reason::WaitingForVram } else { Reason::VramUnknown };
+            } else if let Some(container) = self
+                .containers
+                .get_mut(&key)
+                .filter(|c| c.state == State::Queued)
+            {
+                let reason = if known {
+                    Reason::WaitingForVram
+                } else {
+                    Reason::VramUnknown
+                };
                 container.reason = (reason, self.gpu_error.clone().unwrap_or_default());
             }
             taken.extend(uuids);
@@ -57,10 +69,17 @@ impl Node {
             .filter(|(_, p)| p.connected && p.phase == Phase::Open && p.pending.is_none())
             .map(|(id, _)| *id)
             .collect();
-        let mut grant = Grant { stage: Stage::Proving, held: hold.clone(), uuids, since: self.now };
+        let mut grant = Grant {
+            stage: Stage::Proving,
+            held: hold.clone(),
+            uuids,
+            since: self.now,
+        };
         let mut awaited = BTreeSet::new();
         for id in hold {
-            let Some(process) = self.processes.get_mut(&id) else { continue };
+            let Some(process) = self.processes.get_mut(&id) else {
+                continue;
+            };
             process.holds += 1;
             if process.holds == 1 || self.hold_orders.values().any(|(_, held)| *held == id) {
                 // Asked again even when another grant asked: the answer says when it holds.
@@ -80,7 +99,9 @@ impl Node {
 
     /// Takes the report of a hold; `false` when the order was not one.
     pub(super) fn hold_reported(&mut self, id: ProcessId, order: u64, outcome: Outcome) -> bool {
-        let Some((key, asked)) = self.hold_orders.get(&order).cloned() else { return false };
+        let Some((key, asked)) = self.hold_orders.get(&order).cloned() else {
+            return false;
+        };
         if asked != id {
             return true; // Not its order to report on.
         }
@@ -114,11 +135,18 @@ impl Node {
             }
             Err(error) => self.gpu_error = Some(error),
         }
-        if self.grants.get(key).is_none_or(|grant| grant.stage != Stage::Proving) {
+        if self
+            .grants
+            .get(key)
+            .is_none_or(|grant| grant.stage != Stage::Proving)
+        {
             return;
         }
         let needs = self.container_needs(key);
-        if self.gpu_error.is_none() && !needs.is_empty() && self.ledger.fits(key, &needs, &self.gpus, margin_bytes) {
+        if self.gpu_error.is_none()
+            && !needs.is_empty()
+            && self.ledger.fits(key, &needs, &self.gpus, margin_bytes)
+        {
             self.queue.leave(key);
             if let Some(grant) = self.grants.get_mut(key) {
                 grant.stage = Stage::Granted;
@@ -137,14 +165,18 @@ impl Node {
 
     /// Ends a grant, whatever became of it: others may allocate again.
     pub(super) fn end_grant(&mut self, key: &Key) {
-        let Some(mut grant) = self.grants.remove(key) else { return };
+        let Some(mut grant) = self.grants.remove(key) else {
+            return;
+        };
         self.hold_orders.retain(|_, (other, _)| other != key);
         self.release_holds(&mut grant);
     }
 
     fn release_holds(&mut self, grant: &mut Grant) {
         for id in std::mem::take(&mut grant.held) {
-            let Some(process) = self.processes.get_mut(&id) else { continue };
+            let Some(process) = self.processes.get_mut(&id) else {
+                continue;
+            };
             process.holds = process.holds.saturating_sub(1);
             if process.holds == 0 && process.connected {
                 self.order(id, Action::ReleaseAllocations);
@@ -157,7 +189,12 @@ impl Node {
         if let Some(process) = self.processes.get_mut(&id) {
             process.holds = 0;
         }
-        let waiting: Vec<Key> = self.hold_orders.values().filter(|(_, held)| *held == id).map(|(key, _)| key.clone()).collect();
+        let waiting: Vec<Key> = self
+            .hold_orders
+            .values()
+            .filter(|(_, held)| *held == id)
+            .map(|(key, _)| key.clone())
+            .collect();
         self.hold_orders.retain(|_, (_, held)| *held != id);
         for grant in self.grants.values_mut() {
             grant.held.remove(&id);
@@ -175,10 +212,13 @@ impl Node {
         let keys: Vec<Key> = self.grants.keys().cloned().collect();
         for key in keys {
             let bytes: u64 = self.container_needs(&key).iter().map(|n| n.bytes).sum();
-            let Some(grant) = self.grants.get(&key) else { continue };
+            let Some(grant) = self.grants.get(&key) else {
+                continue;
+            };
             let age = now.saturating_sub(grant.since);
             if grant.is_granted() {
-                if age > HOLD_LIMIT_MS + bytes / SLOW_RESTORE_BYTES_PER_MS && !grant.held.is_empty() {
+                if age > HOLD_LIMIT_MS + bytes / SLOW_RESTORE_BYTES_PER_MS && !grant.held.is_empty()
+                {
                     if let Some(mut grant) = self.grants.remove(&key) {
                         self.release_holds(&mut grant);
                         grant.uuids.clear();

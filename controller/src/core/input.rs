@@ -93,6 +93,8 @@ pub enum Input {
     Message(ProcessId, AgentMessage),
     /// Its page was read.
     Page(ProcessId, PageSnapshot),
+    /// Its page cannot be read or understood: its container overwrote it.
+    BadPage(ProcessId, String),
     /// Devices were read.
     Gpus(Result<Vec<GpuSample>, String>),
     /// What [`super::Effect::Survey`] asked for.

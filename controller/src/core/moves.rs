@@ -49,26 +49,46 @@ impl Node {
     /// mode, idleness and residency do not matter.
     pub(super) fn may_offload(&self, key: &Key, asked: bool) -> Result<(), (Reason, String)> {
         let refuse = |reason: Reason| Err((reason, String::new()));
-        let Some(c) = self.containers.get(key) else { return refuse(Reason::NotRegistered) };
+        let Some(c) = self.containers.get(key) else {
+            return refuse(Reason::NotRegistered);
+        };
         let processes: Vec<&Process> = self.processes.values().filter(|p| p.key == *key).collect();
         if processes.is_empty() {
             return refuse(Reason::NotRegistered);
         }
         for process in &processes {
-            if let Some((_, reason)) = HAZARDS.iter().find(|(bit, _)| process.hazards.contains(*bit)) {
+            if let Some((_, reason)) = HAZARDS
+                .iter()
+                .find(|(bit, _)| process.hazards.contains(*bit))
+            {
                 return Err((*reason, format!("process {}", process.identity.pid)));
             }
+            if let Some(why) = &process.bad_page {
+                return Err((
+                    Reason::BadPeer,
+                    format!("process {}: {why}", process.identity.pid),
+                ));
+            }
             if !process.connected {
-                return Err((Reason::AgentSilent, format!("process {}", process.identity.pid)));
+                return Err((
+                    Reason::AgentSilent,
+                    format!("process {}", process.identity.pid),
+                ));
             }
         }
         if c.policy.mode == Mode::Off {
             return refuse(Reason::ModeOff);
         }
         if self.gpu_error.is_some() {
-            return Err((Reason::VramUnknown, self.gpu_error.clone().unwrap_or_default()));
+            return Err((
+                Reason::VramUnknown,
+                self.gpu_error.clone().unwrap_or_default(),
+            ));
         }
-        if processes.iter().any(|p| p.page.as_ref().is_some_and(|page| page.inflight > 0)) {
+        if processes
+            .iter()
+            .any(|p| p.page.as_ref().is_some_and(|page| page.inflight > 0))
+        {
             return refuse(Reason::CallInProgress);
         }
         if asked {
@@ -77,7 +97,9 @@ impl Node {
         if self.now.saturating_sub(c.last_use) < c.policy.idle_timeout_ms {
             return refuse(Reason::RecentCalls);
         }
-        if c.came_home.is_some_and(|t| self.now.saturating_sub(t) < c.policy.minimum_residency_ms) {
+        if c.came_home
+            .is_some_and(|t| self.now.saturating_sub(t) < c.policy.minimum_residency_ms)
+        {
             return refuse(Reason::MinimumResidency);
         }
         if self.now < c.not_before {
@@ -92,7 +114,9 @@ impl Node {
 
     /// Shows whether the container is idle, and sends it away when policy says so.
     pub(super) fn consider(&mut self, key: &Key) {
-        let Some(c) = self.containers.get(key) else { return };
+        let Some(c) = self.containers.get(key) else {
+            return;
+        };
         if c.goal != Goal::Home || !matches!(c.state, State::Active | State::Idle) {
             return;
         }
@@ -103,7 +127,14 @@ impl Node {
         match verdict {
             Ok(()) => {
                 self.set_state(key, State::Idle, Reason::IdleTimeout, "", 0, 0);
-                self.leave(key, if pressed { Reason::Pressure } else { Reason::IdleTimeout });
+                self.leave(
+                    key,
+                    if pressed {
+                        Reason::Pressure
+                    } else {
+                        Reason::IdleTimeout
+                    },
+                );
             }
             Err((reason, detail)) => {
                 let state = if idle { State::Idle } else { State::Active };
@@ -114,7 +145,9 @@ impl Node {
 
     /// Begins the way out: looks at host memory and devices first.
     pub(super) fn leave(&mut self, key: &Key, why: Reason) {
-        let Some(container) = self.containers.get_mut(key) else { return };
+        let Some(container) = self.containers.get_mut(key) else {
+            return;
+        };
         container.goal = Goal::Leaving;
         container.reason = (why, String::new());
         container.offload_began = Some(self.now);
@@ -122,15 +155,25 @@ impl Node {
     }
 
     fn survey(&mut self, key: &Key) {
-        let processes = self.processes.values().filter(|p| p.key == *key).map(|p| (p.identity.pid, p.vram_bytes())).collect();
+        let processes = self
+            .processes
+            .values()
+            .filter(|p| p.key == *key)
+            .map(|p| (p.identity.pid, p.vram_bytes()))
+            .collect();
         if let Some(container) = self.containers.get_mut(key).filter(|c| !c.surveying) {
             container.surveying = true;
-            self.effects.push(Effect::Survey { key: key.clone(), processes });
+            self.effects.push(Effect::Survey {
+                key: key.clone(),
+                processes,
+            });
         }
     }
 
     pub(super) fn surveyed(&mut self, key: &Key, survey: Survey) {
-        let Some(container) = self.containers.get_mut(key) else { return };
+        let Some(container) = self.containers.get_mut(key) else {
+            return;
+        };
         container.surveying = false;
         let (goal, why) = (container.goal, container.reason.clone());
         let verdict = match survey.gpus {
@@ -151,7 +194,9 @@ impl Node {
                 self.advance(key);
             }
             (Goal::Out, Ok(())) => {
-                if let Out::Checkpoint(process) = plan::out(&self.positions(key), self.settings.deadlines) {
+                if let Out::Checkpoint(process) =
+                    plan::out(&self.positions(key), self.settings.deadlines)
+                {
                     self.checkpoint(key, process);
                 }
                 self.advance(key);
@@ -163,7 +208,9 @@ impl Node {
     /// for the return, then let the driver move this process out.
     fn checkpoint(&mut self, key: &Key, id: ProcessId) {
         self.set_state(key, State::Offloading, self.why(key), "", 0, 0);
-        let Some(process) = self.processes.get_mut(&id) else { return };
+        let Some(process) = self.processes.get_mut(&id) else {
+            return;
+        };
         process.away = process.vram.clone();
         let vram_bytes = process.away.iter().map(|d| d.bytes).max().unwrap_or(0);
         self.journal(key, "checkpoint");
@@ -175,13 +222,25 @@ impl Node {
             .processes
             .values()
             .filter(|p| p.key == *key && !p.away.is_empty())
-            .map(|p| RecordedProcess { pid: p.identity.pid, start_ticks: p.identity.start_ticks, away: p.away.clone() })
+            .map(|p| RecordedProcess {
+                pid: p.identity.pid,
+                start_ticks: p.identity.start_ticks,
+                away: p.away.clone(),
+            })
             .collect();
-        self.effects.push(Effect::Journal(key.clone(), Some(Record { step: step.to_owned(), processes })));
+        self.effects.push(Effect::Journal(
+            key.clone(),
+            Some(Record {
+                step: step.to_owned(),
+                processes,
+            }),
+        ));
     }
 
     fn why(&self, key: &Key) -> Reason {
-        self.containers.get(key).map_or(Reason::Requested, |c| c.reason.0)
+        self.containers
+            .get(key)
+            .map_or(Reason::Requested, |c| c.reason.0)
     }
 
     /// What a process that is away needs to come back. Without a record (a journal
@@ -196,7 +255,9 @@ impl Node {
             .iter()
             .map(|gpu| DeviceBytes {
                 uuid: gpu.uuid.clone(),
-                bytes: claimed.saturating_add(CONTEXT_BYTES).min(gpu.total_bytes - gpu.total_bytes / 16),
+                bytes: claimed
+                    .saturating_add(CONTEXT_BYTES)
+                    .min(gpu.total_bytes - gpu.total_bytes / 16),
             })
             .collect()
     }
@@ -213,7 +274,10 @@ impl Node {
     }
 
     fn positions(&self, key: &Key) -> Vec<Position> {
-        let out = self.containers.get(key).is_some_and(|c| c.goal == Goal::Out);
+        let out = self
+            .containers
+            .get(key)
+            .is_some_and(|c| c.goal == Goal::Out);
         self.processes
             .iter()
             .filter(|(_, p)| p.key == *key)
@@ -227,7 +291,9 @@ impl Node {
 
     /// Does the next thing for a container, if there is one.
     pub(super) fn advance(&mut self, key: &Key) {
-        let Some(container) = self.containers.get(key) else { return };
+        let Some(container) = self.containers.get(key) else {
+            return;
+        };
         if container.state == State::Unregistered {
             return;
         }
@@ -258,11 +324,16 @@ impl Node {
     fn arrived_out(&mut self, key: &Key) {
         let now = self.now;
         let bytes = self.away_bytes(key);
-        let Some(container) = self.containers.get_mut(key) else { return };
+        let Some(container) = self.containers.get_mut(key) else {
+            return;
+        };
         if container.state == State::Offloaded {
             return;
         }
-        let elapsed = container.offload_began.take().map_or(0, |began| now.saturating_sub(began));
+        let elapsed = container
+            .offload_began
+            .take()
+            .map_or(0, |began| now.saturating_sub(began));
         container.offloads += 1;
         container.last_offload_ms = elapsed;
         container.failures = 0;
@@ -272,11 +343,18 @@ impl Node {
     }
 
     fn away_bytes(&self, key: &Key) -> u64 {
-        self.processes.values().filter(|p| p.key == *key && p.phase == Phase::Away).map(Process::away_bytes).sum()
+        self.processes
+            .values()
+            .filter(|p| p.key == *key && p.phase == Phase::Away)
+            .map(Process::away_bytes)
+            .sum()
     }
 
     fn advance_home(&mut self, key: &Key, positions: &[Position]) {
-        let lost = self.containers.get(key).is_some_and(|c| c.state == State::Lost);
+        let lost = self
+            .containers
+            .get(key)
+            .is_some_and(|c| c.state == State::Lost);
         let plan = plan::home(positions, lost);
         for (process, action) in plan.send {
             self.order(process, action);
@@ -284,7 +362,11 @@ impl Node {
         if plan.done {
             self.arrived_home(key);
         } else if let Some(process) = plan.restore {
-            if self.grants.get(key).is_some_and(super::grant::Grant::is_granted) {
+            if self
+                .grants
+                .get(key)
+                .is_some_and(super::grant::Grant::is_granted)
+            {
                 self.set_state(key, State::Restoring, self.why(key), "", 0, 0);
                 self.journal(key, "restore");
                 self.order(process, Action::Restore);
@@ -296,7 +378,9 @@ impl Node {
 
     fn enqueue(&mut self, key: &Key) {
         let now = self.now;
-        let Some(container) = self.containers.get(key) else { return };
+        let Some(container) = self.containers.get(key) else {
+            return;
+        };
         if now < container.not_before && container.state == State::Lost {
             return;
         }
@@ -310,16 +394,37 @@ impl Node {
     /// Every process is open.
     fn arrived_home(&mut self, key: &Key) {
         let now = self.now;
-        let Some(container) = self.containers.get_mut(key) else { return };
-        if matches!(container.state, State::Active | State::Idle | State::Unregistered) {
+        let Some(container) = self.containers.get_mut(key) else {
+            return;
+        };
+        if matches!(
+            container.state,
+            State::Active | State::Idle | State::Unregistered
+        ) {
             return;
         }
-        let was_away = self.processes.values().any(|p| p.key == *key && !p.away.is_empty());
-        let bytes: u64 = self.processes.values().filter(|p| p.key == *key).map(Process::away_bytes).sum();
-        let elapsed = container.wake_began.take().map_or(0, |began| now.saturating_sub(began));
+        let was_away = self
+            .processes
+            .values()
+            .any(|p| p.key == *key && !p.away.is_empty());
+        let bytes: u64 = self
+            .processes
+            .values()
+            .filter(|p| p.key == *key)
+            .map(Process::away_bytes)
+            .sum();
+        let elapsed = container
+            .wake_began
+            .take()
+            .map_or(0, |began| now.saturating_sub(began));
         container.offload_began = None;
         container.last_use = now;
-        if was_away && matches!(container.state, State::Restoring | State::Queued | State::Lost | State::Offloaded) {
+        if was_away
+            && matches!(
+                container.state,
+                State::Restoring | State::Queued | State::Lost | State::Offloaded
+            )
+        {
             container.restores += 1;
             container.came_home = Some(now);
             container.last_wake_ms = elapsed;
@@ -339,7 +444,9 @@ impl Node {
     /// Gives up an offload: whatever was done so far is undone.
     pub(super) fn fail_offload(&mut self, key: &Key, reason: Reason, detail: &str) {
         let now = self.now;
-        let Some(container) = self.containers.get_mut(key) else { return };
+        let Some(container) = self.containers.get_mut(key) else {
+            return;
+        };
         container.goal = Goal::Home;
         container.reason = (reason, detail.to_owned());
         container.failures += 1;
@@ -349,7 +456,12 @@ impl Node {
         container.offload_began = None;
         self.publish(
             key,
-            Event { kind: "refused".into(), reason: reason.to_string(), text: text_of(reason, detail), ..Event::default() },
+            Event {
+                kind: "refused".into(),
+                reason: reason.to_string(),
+                text: text_of(reason, detail),
+                ..Event::default()
+            },
         );
         self.answer(key, Request::Offload, false, 0, 0);
         self.advance(key);
@@ -357,19 +469,30 @@ impl Node {
 
     pub(super) fn wake(&mut self, id: ProcessId, generation: u64) {
         let now = self.now;
-        let Some(process) = self.processes.get_mut(&id) else { return };
+        let Some(process) = self.processes.get_mut(&id) else {
+            return;
+        };
         if process.phase == Phase::Open && process.pending.is_none() {
             return; // The gate is open again: the wake crossed the order.
         }
         process.generation = generation;
         let key = process.key.clone();
-        let Some(container) = self.containers.get_mut(&key) else { return };
+        let Some(container) = self.containers.get_mut(&key) else {
+            return;
+        };
         container.wake_began.get_or_insert(now);
         container.last_use = now;
         if container.goal != Goal::Home {
             let meanwhile = container.state != State::Offloaded;
             container.goal = Goal::Home;
-            container.reason = (if meanwhile { Reason::WokenMeanwhile } else { Reason::Called }, String::new());
+            container.reason = (
+                if meanwhile {
+                    Reason::WokenMeanwhile
+                } else {
+                    Reason::Called
+                },
+                String::new(),
+            );
             if meanwhile {
                 self.answer(&key, Request::Offload, false, 0, 0);
             }
@@ -377,15 +500,32 @@ impl Node {
         }
         let position = self.queue.position(&key, now).unwrap_or(0);
         let position = u32::try_from(position).unwrap_or(u32::MAX);
-        self.effects.push(Effect::Send(id, ControllerMessage::WakeAck { generation, position }));
+        self.effects.push(Effect::Send(
+            id,
+            ControllerMessage::WakeAck {
+                generation,
+                position,
+            },
+        ));
     }
 
-    pub(super) fn report(&mut self, id: ProcessId, order: u64, outcome: Outcome, phase: Phase, cuda_error: u32) {
+    pub(super) fn report(
+        &mut self,
+        id: ProcessId,
+        order: u64,
+        outcome: Outcome,
+        phase: Phase,
+        cuda_error: u32,
+    ) {
         if self.hold_reported(id, order, outcome) {
             return;
         }
-        let Some(process) = self.processes.get_mut(&id) else { return };
-        let Some(pending) = process.pending.filter(|pending| pending.order == order) else { return };
+        let Some(process) = self.processes.get_mut(&id) else {
+            return;
+        };
+        let Some(pending) = process.pending.filter(|pending| pending.order == order) else {
+            return;
+        };
         process.pending = None;
         process.phase = phase;
         let key = process.key.clone();
@@ -400,20 +540,42 @@ impl Node {
                 process.hazards.0 |= Hazards::NO_CHECKPOINT_API.0;
                 self.fail_offload(&key, Reason::DriverTooOld, "");
             }
-            (Action::Close { .. }, _) => self.fail_offload(&key, Reason::Busy, &format!("process {pid}")),
-            (Action::Lock { .. }, Outcome::Busy) => self.fail_offload(&key, Reason::Busy, &format!("process {pid}")),
-            (Action::Lock { .. }, _) if cuda_error == CUDA_ERROR_NOT_READY => {
-                self.fail_offload(&key, Reason::Busy, &format!("work of process {pid} is running on the GPU"));
+            (Action::Close { .. }, _) => {
+                self.fail_offload(&key, Reason::Busy, &format!("process {pid}"))
             }
-            (Action::Lock { .. }, _) => self.fail_offload(&key, Reason::DriverError, &failed("cuCheckpointProcessLock")),
+            (Action::Lock { .. }, Outcome::Busy) => {
+                self.fail_offload(&key, Reason::Busy, &format!("process {pid}"))
+            }
+            (Action::Lock { .. }, _) if cuda_error == CUDA_ERROR_NOT_READY => {
+                self.fail_offload(
+                    &key,
+                    Reason::Busy,
+                    &format!("work of process {pid} is running on the GPU"),
+                );
+            }
+            (Action::Lock { .. }, _) => self.fail_offload(
+                &key,
+                Reason::DriverError,
+                &failed("cuCheckpointProcessLock"),
+            ),
             (Action::Checkpoint { .. }, _) if cuda_error == CUDA_ERROR_NOT_SUPPORTED => {
                 process.hazards.0 |= Hazards::MANAGED_MEMORY.0;
-                self.fail_offload(&key, Reason::ManagedMemory, &failed("cuCheckpointProcessCheckpoint"));
+                self.fail_offload(
+                    &key,
+                    Reason::ManagedMemory,
+                    &failed("cuCheckpointProcessCheckpoint"),
+                );
             }
             (Action::Checkpoint { .. }, _) => {
-                self.fail_offload(&key, Reason::DriverError, &failed("cuCheckpointProcessCheckpoint"));
+                self.fail_offload(
+                    &key,
+                    Reason::DriverError,
+                    &failed("cuCheckpointProcessCheckpoint"),
+                );
             }
-            (Action::Restore, _) if phase == Phase::Away => self.restore_failed(&key, &failed("cuCheckpointProcessRestore")),
+            (Action::Restore, _) if phase == Phase::Away => {
+                self.restore_failed(&key, &failed("cuCheckpointProcessRestore"))
+            }
             _ => self.publish(
                 &key,
                 Event {
@@ -444,17 +606,24 @@ impl Node {
     /// Orders that are late: an offload is given up, a driver call is only shown.
     pub(super) fn check_overdue(&mut self, key: &Key) {
         let now = self.now;
-        let late = self.processes.values().filter(|p| p.key == *key).find_map(|p| {
-            let pending = p.pending?;
-            let (limit, gives_up) = match pending.action {
-                Action::Close { deadline_ms } => (Millis::from(deadline_ms) + LATE_MS, true),
-                Action::Lock { timeout_ms } => (Millis::from(timeout_ms) + LATE_MS, true),
-                _ => (SLOW_MS, false),
-            };
-            (now.saturating_sub(pending.since) > limit).then_some((p.identity.pid, gives_up))
-        });
+        let late = self
+            .processes
+            .values()
+            .filter(|p| p.key == *key)
+            .find_map(|p| {
+                let pending = p.pending?;
+                let (limit, gives_up) = match pending.action {
+                    Action::Close { deadline_ms } => (Millis::from(deadline_ms) + LATE_MS, true),
+                    Action::Lock { timeout_ms } => (Millis::from(timeout_ms) + LATE_MS, true),
+                    _ => (SLOW_MS, false),
+                };
+                (now.saturating_sub(pending.since) > limit).then_some((p.identity.pid, gives_up))
+            });
         let Some((pid, gives_up)) = late else { return };
-        let out = self.containers.get(key).is_some_and(|c: &Container| c.goal == Goal::Out);
+        let out = self
+            .containers
+            .get(key)
+            .is_some_and(|c: &Container| c.goal == Goal::Out);
         if gives_up && out {
             self.fail_offload(key, Reason::AgentSilent, &format!("process {pid}"));
         } else if let Some(container) = self.containers.get_mut(key) {

@@ -45,7 +45,10 @@ impl Default for Settings {
     fn default() -> Settings {
         Settings {
             policies: Policies::default(),
-            deadlines: Deadlines { close_ms: 1_000, lock_ms: 5_000 },
+            deadlines: Deadlines {
+                close_ms: 1_000,
+                lock_ms: 5_000,
+            },
             hold_ms: 500,
             max_processes: 256,
         }
@@ -74,7 +77,10 @@ impl Node {
     /// An empty node.
     #[must_use]
     pub fn new(settings: Settings) -> Node {
-        Node { settings, ..Node::default() }
+        Node {
+            settings,
+            ..Node::default()
+        }
     }
 
     /// Takes one input and says what is to be done, in order.
@@ -84,17 +90,29 @@ impl Node {
         match input {
             Input::Announced(announcement, key) => self.announced(*announcement, &key),
             Input::Withdrawn(key) => self.withdrawn(&key),
-            Input::Joined { key, process, identity, phase, generation, hazards } => {
+            Input::Joined {
+                key,
+                process,
+                identity,
+                phase,
+                generation,
+                hazards,
+            } => {
                 self.joined(&key, process, identity, phase, generation, hazards);
             }
             Input::Detached(process) => self.detached(process),
             Input::Exited(process) => self.exited(process),
             Input::Message(process, message) => self.message(process, message),
             Input::Page(process, page) => self.page(process, page),
+            Input::BadPage(process, why) => self.bad_page(process, why),
             Input::Gpus(gpus) => self.gpus_read(gpus),
             Input::Surveyed(key, survey) => self.surveyed(&key, survey),
             Input::Proven(key, gpus) => self.proven(&key, gpus),
-            Input::Recalled { key, identity: (pid, start), away } => {
+            Input::Recalled {
+                key,
+                identity: (pid, start),
+                away,
+            } => {
                 self.recalled.insert((key, pid, start), away);
             }
             Input::Command(command, key, request) => self.command(command, &key, request),
@@ -117,46 +135,88 @@ impl Node {
     /// How long the caller may sleep before the next [`Input::Tick`].
     #[must_use]
     pub fn tick_ms(&self, usual_ms: Millis) -> Millis {
-        let busy = !self.queue.is_empty() || self.containers.values().any(|c| c.goal == Goal::Out && c.state != State::Offloaded);
+        let busy = !self.queue.is_empty()
+            || self
+                .containers
+                .values()
+                .any(|c| c.goal == Goal::Out && c.state != State::Offloaded);
         if busy { usual_ms.min(50) } else { usual_ms }
     }
 
     /// Annotations of a container that were not understood.
     #[must_use]
     pub fn warnings(&self, key: &Key) -> Vec<String> {
-        self.containers.get(key).map(|c| c.warnings.clone()).unwrap_or_default()
+        self.containers
+            .get(key)
+            .map(|c| c.warnings.clone())
+            .unwrap_or_default()
     }
 
     /// The processes whose pages are to be read.
     pub fn connected(&self) -> impl Iterator<Item = ProcessId> + '_ {
-        self.processes.iter().filter(|(_, p)| p.connected).map(|(id, _)| *id)
+        self.processes
+            .iter()
+            .filter(|(_, p)| p.connected)
+            .map(|(id, _)| *id)
     }
 
     pub(super) fn members(&self, key: &Key) -> Vec<ProcessId> {
-        self.processes.iter().filter(|(_, p)| p.key == *key).map(|(id, _)| *id).collect()
+        self.processes
+            .iter()
+            .filter(|(_, p)| p.key == *key)
+            .map(|(id, _)| *id)
+            .collect()
     }
 
     pub(super) fn order(&mut self, process: ProcessId, action: Action) -> u64 {
         self.next_order += 1;
         let order = self.next_order;
-        self.effects.push(Effect::Send(process, ControllerMessage::Order { order, action }));
-        if !matches!(action, Action::HoldAllocations { .. } | Action::ReleaseAllocations) {
+        self.effects.push(Effect::Send(
+            process,
+            ControllerMessage::Order { order, action },
+        ));
+        if !matches!(
+            action,
+            Action::HoldAllocations { .. } | Action::ReleaseAllocations
+        ) {
             if let Some(process) = self.processes.get_mut(&process) {
-                process.pending = Some(Pending { order, action, since: self.now });
+                process.pending = Some(Pending {
+                    order,
+                    action,
+                    since: self.now,
+                });
             }
         }
         order
     }
 
     pub(super) fn publish(&mut self, key: &Key, event: Event) {
-        let name = self.containers.get(key).map(Container::display_name).unwrap_or_default();
-        self.effects.push(Effect::Publish(Event { key: key.to_string(), container: name, ..event }));
+        let name = self
+            .containers
+            .get(key)
+            .map(Container::display_name)
+            .unwrap_or_default();
+        self.effects.push(Effect::Publish(Event {
+            key: key.to_string(),
+            container: name,
+            ..event
+        }));
     }
 
     /// Shows a new state, with why. The same state again only renews the reason.
-    pub(super) fn set_state(&mut self, key: &Key, to: State, reason: Reason, detail: &str, bytes: u64, elapsed_ms: Millis) {
+    pub(super) fn set_state(
+        &mut self,
+        key: &Key,
+        to: State,
+        reason: Reason,
+        detail: &str,
+        bytes: u64,
+        elapsed_ms: Millis,
+    ) {
         let now = self.now;
-        let Some(container) = self.containers.get_mut(key) else { return };
+        let Some(container) = self.containers.get_mut(key) else {
+            return;
+        };
         container.reason = (reason, detail.to_owned());
         let from = container.state;
         if from == to {
@@ -179,9 +239,20 @@ impl Node {
         );
     }
 
-    pub(super) fn answer(&mut self, key: &Key, which: Request, done: bool, bytes: u64, elapsed_ms: Millis) {
-        let Some(container) = self.containers.get_mut(key) else { return };
-        let (asked, others) = std::mem::take(&mut container.commands).into_iter().partition(|(_, r)| *r == which);
+    pub(super) fn answer(
+        &mut self,
+        key: &Key,
+        which: Request,
+        done: bool,
+        bytes: u64,
+        elapsed_ms: Millis,
+    ) {
+        let Some(container) = self.containers.get_mut(key) else {
+            return;
+        };
+        let (asked, others) = std::mem::take(&mut container.commands)
+            .into_iter()
+            .partition(|(_, r)| *r == which);
         container.commands = others;
         let asked: Vec<(CommandId, Request)> = asked;
         let (reason, detail) = container.reason.clone();
@@ -194,7 +265,11 @@ impl Node {
             elapsed_ms,
             ..ActionResponse::default()
         };
-        self.effects.extend(asked.into_iter().map(|(command, _)| Effect::Answer(command, response.clone())));
+        self.effects.extend(
+            asked
+                .into_iter()
+                .map(|(command, _)| Effect::Answer(command, response.clone())),
+        );
     }
 
     fn announced(&mut self, announcement: Announcement, key: &Key) {
@@ -208,7 +283,14 @@ impl Node {
         let container = Container::new(announcement, policy, warnings.clone(), self.now);
         self.containers.insert(key.clone(), container);
         for text in warnings {
-            self.publish(key, Event { kind: "annotation".into(), text, ..Event::default() });
+            self.publish(
+                key,
+                Event {
+                    kind: "annotation".into(),
+                    text,
+                    ..Event::default()
+                },
+            );
         }
     }
 
@@ -231,27 +313,56 @@ impl Node {
         self.recalled.retain(|(other, ..), _| other != key);
     }
 
-    fn joined(&mut self, key: &Key, id: ProcessId, identity: Identity, phase: Phase, generation: u64, hazards: Hazards) {
+    fn joined(
+        &mut self,
+        key: &Key,
+        id: ProcessId,
+        identity: Identity,
+        phase: Phase,
+        generation: u64,
+        hazards: Hazards,
+    ) {
         let known = self
             .processes
             .iter()
-            .find(|(_, p)| p.key == *key && p.identity.pid == identity.pid && p.identity.start_ticks == identity.start_ticks)
+            .find(|(_, p)| {
+                p.key == *key
+                    && p.identity.pid == identity.pid
+                    && p.identity.start_ticks == identity.start_ticks
+            })
             .map(|(old, _)| *old);
         let full = known.is_none() && self.members(key).len() >= self.settings.max_processes;
         let Some(container) = self.containers.get_mut(key).filter(|_| !full) else {
-            self.effects.push(Effect::Send(id, ControllerMessage::Refuse { version: WIRE_VERSION, retry: !full }));
+            self.effects.push(Effect::Send(
+                id,
+                ControllerMessage::Refuse {
+                    version: WIRE_VERSION,
+                    retry: !full,
+                },
+            ));
             self.effects.push(Effect::Drop(id));
             return;
         };
         let before = known.and_then(|old| self.processes.remove(&old));
-        let away = match before.as_ref().map(|p| p.away.clone()).filter(|away| !away.is_empty()) {
+        let away = match before
+            .as_ref()
+            .map(|p| p.away.clone())
+            .filter(|away| !away.is_empty())
+        {
             Some(away) => away,
-            None => self.recalled.remove(&(key.clone(), identity.pid, identity.start_ticks)).unwrap_or_default(),
+            None => self
+                .recalled
+                .remove(&(key.clone(), identity.pid, identity.start_ticks))
+                .unwrap_or_default(),
         };
         if container.state == State::Unregistered {
             // The first process; or, after a controller died, the first that came back.
             container.last_use = self.now;
-            container.goal = if phase == Phase::Away { Goal::Out } else { Goal::Home };
+            container.goal = if phase == Phase::Away {
+                Goal::Out
+            } else {
+                Goal::Home
+            };
         } else if phase == Phase::Open && container.goal != Goal::Home {
             // A process that just started to use CUDA: the container is in use.
             container.goal = Goal::Home;
@@ -272,23 +383,40 @@ impl Node {
                 holds: 0,
                 vram: before.as_ref().map(|p| p.vram.clone()).unwrap_or_default(),
                 away,
+                bad_page: before.as_ref().and_then(|p| p.bad_page.clone()),
                 page: before.and_then(|p| p.page),
             },
         );
-        self.effects.push(Effect::Send(id, ControllerMessage::Welcome { process: id.0 }));
+        self.effects.push(Effect::Send(
+            id,
+            ControllerMessage::Welcome { process: id.0 },
+        ));
         if let Some(old) = known {
             self.forget_holds(old);
             self.effects.push(Effect::Drop(old));
         }
         if first {
             let state = if out { State::Offloaded } else { State::Active };
-            self.set_state(key, state, if out { Reason::IdleTimeout } else { Reason::Called }, "", 0, 0);
+            self.set_state(
+                key,
+                state,
+                if out {
+                    Reason::IdleTimeout
+                } else {
+                    Reason::Called
+                },
+                "",
+                0,
+                0,
+            );
         }
         self.advance(key);
     }
 
     fn detached(&mut self, id: ProcessId) {
-        let Some(process) = self.processes.get_mut(&id) else { return };
+        let Some(process) = self.processes.get_mut(&id) else {
+            return;
+        };
         process.connected = false;
         process.pending = None;
         let key = process.key.clone();
@@ -297,7 +425,9 @@ impl Node {
     }
 
     fn exited(&mut self, id: ProcessId) {
-        let Some(process) = self.processes.remove(&id) else { return };
+        let Some(process) = self.processes.remove(&id) else {
+            return;
+        };
         self.forget_holds(id);
         self.effects.push(Effect::Drop(id));
         let key = process.key;
@@ -306,7 +436,14 @@ impl Node {
             self.ledger.release(&key);
             self.queue.leave(&key);
             self.effects.push(Effect::Journal(key.clone(), None));
-            self.set_state(&key, State::Unregistered, Reason::NotRegistered, "its CUDA processes ended", 0, 0);
+            self.set_state(
+                &key,
+                State::Unregistered,
+                Reason::NotRegistered,
+                "its CUDA processes ended",
+                0,
+                0,
+            );
             self.answer(&key, Request::Offload, false, 0, 0);
             self.answer(&key, Request::Restore, false, 0, 0);
             if let Some(container) = self.containers.get_mut(&key) {
@@ -324,7 +461,13 @@ impl Node {
             // A second Hello on a connection is not in the protocol; the first one holds.
             AgentMessage::Hello { .. } => {}
             AgentMessage::Wake { generation, .. } => self.wake(id, generation),
-            AgentMessage::Report { order, outcome, phase, cuda_error, .. } => {
+            AgentMessage::Report {
+                order,
+                outcome,
+                phase,
+                cuda_error,
+                ..
+            } => {
                 self.report(id, order, outcome, phase, cuda_error);
             }
             AgentMessage::Notice { hazards } => {
@@ -337,7 +480,9 @@ impl Node {
 
     fn page(&mut self, id: ProcessId, page: PageSnapshot) {
         let now = self.now;
-        let Some(process) = self.processes.get_mut(&id) else { return };
+        let Some(process) = self.processes.get_mut(&id) else {
+            return;
+        };
         let moved = idle::moved(process.page.as_ref(), &page);
         process.hazards.0 |= page.hazards.0;
         process.page = Some(page);
@@ -345,7 +490,9 @@ impl Node {
             return;
         }
         let key = process.key.clone();
-        let Some(container) = self.containers.get_mut(&key) else { return };
+        let Some(container) = self.containers.get_mut(&key) else {
+            return;
+        };
         container.last_use = now;
         if container.goal == Goal::Leaving {
             container.goal = Goal::Home;
@@ -353,6 +500,28 @@ impl Node {
         if container.state == State::Idle {
             self.set_state(&key, State::Active, Reason::Called, "", 0, 0);
         }
+    }
+
+    /// Without counters nobody can say whether it is idle: it stays where it is, and
+    /// when it is away it still comes back.
+    fn bad_page(&mut self, id: ProcessId, why: String) {
+        let Some(process) = self.processes.get_mut(&id) else {
+            return;
+        };
+        if process.bad_page.is_some() {
+            return;
+        }
+        process.bad_page = Some(why.clone());
+        let (key, pid) = (process.key.clone(), process.identity.pid);
+        self.publish(
+            &key,
+            Event {
+                kind: "refused".into(),
+                reason: Reason::BadPeer.to_string(),
+                text: text_of(Reason::BadPeer, &format!("process {pid}: {why}")),
+                ..Event::default()
+            },
+        );
     }
 
     fn gpus_read(&mut self, gpus: Result<Vec<GpuSample>, String>) {
@@ -370,7 +539,10 @@ impl Node {
         let mut by_pid: BTreeMap<u32, Vec<DeviceBytes>> = BTreeMap::new();
         for gpu in &gpus {
             for (pid, bytes) in &gpu.processes {
-                let device = DeviceBytes { uuid: gpu.uuid.clone(), bytes: *bytes };
+                let device = DeviceBytes {
+                    uuid: gpu.uuid.clone(),
+                    bytes: *bytes,
+                };
                 by_pid.entry(*pid).or_default().push(device);
             }
         }
@@ -382,7 +554,10 @@ impl Node {
 
     fn command(&mut self, command: CommandId, key: &Key, request: Request) {
         let Some(container) = self.containers.get_mut(key) else {
-            let response = ActionResponse { reason_text: "no such container".into(), ..ActionResponse::default() };
+            let response = ActionResponse {
+                reason_text: "no such container".into(),
+                ..ActionResponse::default()
+            };
             self.effects.push(Effect::Answer(command, response));
             return;
         };
@@ -398,7 +573,9 @@ impl Node {
                     self.answer(key, request, false, 0, 0);
                 }
             },
-            (Request::Restore, State::Active | State::Idle) => self.answer(key, request, true, 0, 0),
+            (Request::Restore, State::Active | State::Idle) => {
+                self.answer(key, request, true, 0, 0)
+            }
             (Request::Restore, State::Offloaded) => {
                 container.goal = Goal::Home;
                 container.reason = (Reason::Requested, String::new());
@@ -424,10 +601,18 @@ impl Node {
 /// Sentence and detail of a reason.
 #[must_use]
 pub fn text_of(reason: Reason, detail: &str) -> String {
-    if detail.is_empty() { reason.sentence().to_owned() } else { format!("{}: {detail}", reason.sentence()) }
+    if detail.is_empty() {
+        reason.sentence().to_owned()
+    } else {
+        format!("{}: {detail}", reason.sentence())
+    }
 }
 
-fn resolve(policies: &Policies, announcement: &Announcement) -> (super::policy::Policy, Vec<String>) {
-    let annotations: BTreeMap<String, String> = announcement.annotations.clone().into_iter().collect();
+fn resolve(
+    policies: &Policies,
+    announcement: &Announcement,
+) -> (super::policy::Policy, Vec<String>) {
+    let annotations: BTreeMap<String, String> =
+        announcement.annotations.clone().into_iter().collect();
     policies.resolve(Container::rule_namespace(announcement), &annotations)
 }

@@ -23,8 +23,12 @@ pub enum Mode {
 }
 
 impl Mode {
-    const WORDS: [(&'static str, Mode); 4] =
-        [("eager", Mode::Eager), ("pressure", Mode::Pressure), ("manual", Mode::Manual), ("off", Mode::Off)];
+    const WORDS: [(&'static str, Mode); 4] = [
+        ("eager", Mode::Eager),
+        ("pressure", Mode::Pressure),
+        ("manual", Mode::Manual),
+        ("off", Mode::Off),
+    ];
 
     /// The word for it in configuration, annotations and output.
     #[must_use]
@@ -53,7 +57,12 @@ pub struct Policy {
 
 impl Default for Policy {
     fn default() -> Policy {
-        Policy { mode: Mode::Eager, idle_timeout_ms: 300_000, minimum_residency_ms: 10_000, priority: 0 }
+        Policy {
+            mode: Mode::Eager,
+            idle_timeout_ms: 300_000,
+            minimum_residency_ms: 10_000,
+            priority: 0,
+        }
     }
 }
 
@@ -88,19 +97,27 @@ impl Policies {
     /// The effective policy for a container, and one warning for each annotation
     /// that was not understood.
     #[must_use]
-    pub fn resolve(&self, namespace: &str, annotations: &BTreeMap<String, String>) -> (Policy, Vec<String>) {
+    pub fn resolve(
+        &self,
+        namespace: &str,
+        annotations: &BTreeMap<String, String>,
+    ) -> (Policy, Vec<String>) {
         let mut policy = self.node.clone();
         if let Some(rule) = self.rules.iter().find(|rule| rule.namespace == namespace) {
             policy.mode = rule.mode.unwrap_or(policy.mode);
             policy.idle_timeout_ms = rule.idle_timeout_ms.unwrap_or(policy.idle_timeout_ms);
-            policy.minimum_residency_ms = rule.minimum_residency_ms.unwrap_or(policy.minimum_residency_ms);
+            policy.minimum_residency_ms = rule
+                .minimum_residency_ms
+                .unwrap_or(policy.minimum_residency_ms);
             policy.priority = rule.priority.unwrap_or(policy.priority);
         }
         let mut warnings = Vec::new();
         for (name, value) in annotations {
             if let Err(accepted) = apply(&mut policy, name, value) {
                 let shown: String = value.chars().take(80).collect();
-                warnings.push(format!("annotation {name}={shown:?} is ignored: {accepted}"));
+                warnings.push(format!(
+                    "annotation {name}={shown:?} is ignored: {accepted}"
+                ));
             }
         }
         (policy, warnings)
@@ -132,10 +149,14 @@ fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), String> {
 }
 
 fn word<T: Copy>(value: &str, words: &[(&str, T)]) -> Result<T, String> {
-    words.iter().find(|(word, _)| *word == value).map(|(_, meaning)| *meaning).ok_or_else(|| {
-        let accepted: Vec<&str> = words.iter().map(|(word, _)| *word).collect();
-        format!("accepted: {}", accepted.join(", "))
-    })
+    words
+        .iter()
+        .find(|(word, _)| *word == value)
+        .map(|(_, meaning)| *meaning)
+        .ok_or_else(|| {
+            let accepted: Vec<&str> = words.iter().map(|(word, _)| *word).collect();
+            format!("accepted: {}", accepted.join(", "))
+        })
 }
 
 /// Reads a duration as people write it: `90s`, `5m`, `1h 30m`.
@@ -145,7 +166,10 @@ fn word<T: Copy>(value: &str, words: &[(&str, T)]) -> Result<T, String> {
 pub fn duration_ms(value: &str) -> Result<Millis, String> {
     let accepted = || "accepted: a duration from 1ms to 366days, such as 90s, 5m or 1h".to_owned();
     let duration = humantime::parse_duration(value).map_err(|_| accepted())?;
-    Millis::try_from(duration.as_millis()).ok().filter(|ms| (1..=MAX_TIMEOUT_MS).contains(ms)).ok_or_else(accepted)
+    Millis::try_from(duration.as_millis())
+        .ok()
+        .filter(|ms| (1..=MAX_TIMEOUT_MS).contains(ms))
+        .ok_or_else(accepted)
 }
 
 #[cfg(test)]
@@ -153,27 +177,55 @@ mod tests {
     use super::*;
 
     fn annotations(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
-        pairs.iter().map(|(k, v)| (format!("affinode.io/{k}"), (*v).to_owned())).collect()
+        pairs
+            .iter()
+            .map(|(k, v)| (format!("affinode.io/{k}"), (*v).to_owned()))
+            .collect()
     }
 
     #[test]
     fn annotation_before_rule_before_node() {
         let policies = Policies {
             node: Policy::default(),
-            rules: vec![Rule { namespace: "ml".into(), mode: Some(Mode::Pressure), priority: Some(5), ..Rule::default() }],
+            rules: vec![Rule {
+                namespace: "ml".into(),
+                mode: Some(Mode::Pressure),
+                priority: Some(5),
+                ..Rule::default()
+            }],
         };
-        let (policy, warnings) = policies.resolve("ml", &annotations(&[("offload", "manual"), ("idle-timeout", "90s")]));
+        let (policy, warnings) = policies.resolve(
+            "ml",
+            &annotations(&[("offload", "manual"), ("idle-timeout", "90s")]),
+        );
         assert_eq!(warnings, Vec::<String>::new());
-        assert_eq!((policy.mode, policy.idle_timeout_ms, policy.priority), (Mode::Manual, 90_000, 5));
-        assert_eq!(policies.resolve("other", &annotations(&[])).0, Policy::default());
+        assert_eq!(
+            (policy.mode, policy.idle_timeout_ms, policy.priority),
+            (Mode::Manual, 90_000, 5)
+        );
+        assert_eq!(
+            policies.resolve("other", &annotations(&[])).0,
+            Policy::default()
+        );
     }
 
     #[test]
     fn a_bad_value_is_named_and_the_default_holds() {
-        let bad = annotations(&[("offload", "soon"), ("idle-timeout", "-1"), ("priority", "9999"), ("colour", "red")]);
+        let bad = annotations(&[
+            ("offload", "soon"),
+            ("idle-timeout", "-1"),
+            ("priority", "9999"),
+            ("colour", "red"),
+        ]);
         let (policy, warnings) = Policies::default().resolve("x", &bad);
         assert_eq!(policy, Policy::default());
         assert_eq!(warnings.len(), 4);
-        assert!(warnings.iter().any(|w| w.contains("offload=\"soon\"") && w.contains("eager, pressure, manual, off")), "{warnings:?}");
+        assert!(
+            warnings
+                .iter()
+                .any(|w| w.contains("offload=\"soon\"")
+                    && w.contains("eager, pressure, manual, off")),
+            "{warnings:?}"
+        );
     }
 }

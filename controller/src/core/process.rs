@@ -38,6 +38,8 @@ pub struct Process {
     pub vram: Vec<DeviceBytes>,
     /// VRAM that it gave back and will need again.
     pub away: Vec<DeviceBytes>,
+    /// Why its page is not believed any more, if it is not. For good.
+    pub bad_page: Option<String>,
     /// The last reading of its page.
     pub page: Option<PageSnapshot>,
 }

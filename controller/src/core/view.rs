@@ -6,9 +6,7 @@ use affinode_proto::{
 };
 
 use super::{
-    DeviceBytes, Key, Millis, Node, ProcessId,
-    container::Container,
-    node::text_of,
+    DeviceBytes, Key, Millis, Node, ProcessId, container::Container, node::text_of,
     process::Process,
 };
 
@@ -18,15 +16,62 @@ impl Node {
     pub fn list(&self, now: Millis, unix_ms: i64) -> control::ListResponse {
         control::ListResponse {
             gpus: self.list_gpus(),
-            containers: self.containers.iter().map(|(key, c)| self.list_container(key, c, now, unix_ms)).collect(),
+            containers: self
+                .containers
+                .iter()
+                .map(|(key, c)| self.list_container(key, c, now, unix_ms))
+                .collect(),
             gpu_error: self.gpu_error.clone().unwrap_or_default(),
             ..control::ListResponse::default()
         }
     }
 
+    /// The container that is meant: by key, id or name, whole or by a prefix that only
+    /// one container has.
+    ///
+    /// # Errors
+    /// What to do instead.
+    pub fn find(&self, name: &str) -> Result<Key, String> {
+        let whole = |(key, c): &(&Key, &Container)| {
+            key.as_str() == name || c.announcement.id == name || c.display_name() == name
+        };
+        if let Some((key, _)) = self.containers.iter().find(whole) {
+            return Ok(key.clone());
+        }
+        let begins = |(key, c): &(&Key, &Container)| {
+            [
+                key.as_str(),
+                c.announcement.id.as_str(),
+                c.announcement.pod.as_str(),
+                c.display_name().as_str(),
+            ]
+            .iter()
+            .any(|known| known.starts_with(name))
+        };
+        let found: Vec<(&Key, &Container)> = self.containers.iter().filter(begins).collect();
+        match found.as_slice() {
+            _ if name.is_empty() => Err("name a container; `affinode ps` lists them".into()),
+            [] => Err(format!(
+                "no container is named {name:?}; `affinode ps` lists them"
+            )),
+            [(key, _)] => Ok((*key).clone()),
+            several => {
+                let names: Vec<String> = several.iter().map(|(_, c)| c.display_name()).collect();
+                Err(format!(
+                    "{name:?} may be any of {}; name one",
+                    names.join(", ")
+                ))
+            }
+        }
+    }
+
     fn list_gpus(&self) -> Vec<control::Gpu> {
         let reclaimed = |uuid: &str| {
-            let away = self.processes.values().filter(|p| p.phase == Phase::Away).flat_map(|p| &p.away);
+            let away = self
+                .processes
+                .values()
+                .filter(|p| p.phase == Phase::Away)
+                .flat_map(|p| &p.away);
             away.filter(|d| d.uuid == uuid).map(|d| d.bytes).sum()
         };
         self.gpus
@@ -46,18 +91,36 @@ impl Node {
             .collect()
     }
 
-    fn list_container(&self, key: &Key, c: &Container, now: Millis, unix_ms: i64) -> control::Container {
-        let processes: Vec<(&ProcessId, &Process)> = self.processes.iter().filter(|(_, p)| p.key == *key).collect();
+    fn list_container(
+        &self,
+        key: &Key,
+        c: &Container,
+        now: Millis,
+        unix_ms: i64,
+    ) -> control::Container {
+        let processes: Vec<(&ProcessId, &Process)> = self
+            .processes
+            .iter()
+            .filter(|(_, p)| p.key == *key)
+            .collect();
         let ago = |then: Millis| i64::try_from(now.saturating_sub(then)).unwrap_or(i64::MAX);
         control::Container {
             announcement: Some(c.announcement.clone()).into(),
             state: c.state.to_string(),
             since_unix_ms: unix_ms.saturating_sub(ago(c.since)),
-            idle_ms: if processes.is_empty() { 0 } else { now.saturating_sub(c.last_use) },
+            idle_ms: if processes.is_empty() {
+                0
+            } else {
+                now.saturating_sub(c.last_use)
+            },
             reason: c.reason.0.to_string(),
             reason_text: text_of(c.reason.0, &c.reason.1),
             vram_bytes: processes.iter().map(|(_, p)| p.vram_bytes()).sum(),
-            away_bytes: processes.iter().filter(|(_, p)| p.phase == Phase::Away).map(|(_, p)| p.away_bytes()).sum(),
+            away_bytes: processes
+                .iter()
+                .filter(|(_, p)| p.phase == Phase::Away)
+                .map(|(_, p)| p.away_bytes())
+                .sum(),
             offloads: c.offloads,
             restores: c.restores,
             last_offload_ms: c.last_offload_ms,
@@ -65,7 +128,10 @@ impl Node {
             mode: c.policy.mode.as_str().to_owned(),
             idle_timeout_ms: c.policy.idle_timeout_ms,
             priority: c.policy.priority,
-            processes: processes.into_iter().map(|(_, p)| list_process(p)).collect(),
+            processes: processes
+                .into_iter()
+                .map(|(_, p)| list_process(p))
+                .collect(),
             warnings: c.warnings.clone(),
             ..control::Container::default()
         }
@@ -83,7 +149,11 @@ fn list_process(p: &Process) -> control::Process {
         phase: format!("{:?}", p.phase),
         command: p.identity.command.clone(),
         vram_bytes: p.vram_bytes(),
-        away: if p.phase == Phase::Away { p.away.iter().map(device).collect() } else { Vec::new() },
+        away: if p.phase == Phase::Away {
+            p.away.iter().map(device).collect()
+        } else {
+            Vec::new()
+        },
         calls: p.page.as_ref().map_or(0, |page| page.calls),
         inflight: p.page.as_ref().map_or(0, |page| page.inflight),
         waiters: p.page.as_ref().map_or(0, |page| page.waiters),

@@ -1,0 +1,203 @@
+//! One connection, from its Hello to its end.
+
+use std::{io, mem::MaybeUninit, os::fd::OwnedFd, time::Duration};
+
+use affinode_proto::wire::{
+    WIRE_VERSION,
+    message::{AgentMessage, ControllerMessage, FRAME_BYTES, FrameError},
+};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt, Interest, unix::AsyncFd},
+    net::{UnixStream, unix::OwnedReadHalf, unix::OwnedWriteHalf},
+    sync::mpsc,
+    time::{Instant, timeout},
+};
+
+use super::{Agent, AgentMail, OUTBOX, papers};
+use crate::{
+    core::{Key, ProcessId},
+    report,
+};
+
+/// A peer has so long for its Hello.
+const HELLO: Duration = Duration::from_secs(2);
+/// A message must be taken by the socket within this.
+const WRITE: Duration = Duration::from_secs(5);
+/// Messages per second that are read from one process; more wait in its socket.
+const RATE: u32 = 200;
+
+#[derive(Debug, thiserror::Error)]
+enum Refusal {
+    #[error("no Hello within {} s", HELLO.as_secs())]
+    Late,
+    #[error("connection")]
+    Io(#[from] io::Error),
+    #[error("first message")]
+    Frame(#[from] FrameError),
+    #[error("the first message is no Hello")]
+    NoHello,
+    #[error(
+        "library of version {0}, this controller speaks {WIRE_VERSION}: restart the container to manage it again"
+    )]
+    Version(u32),
+    #[error("papers")]
+    Papers(#[from] papers::PaperError),
+}
+
+/// Serves a connection until it ends.
+pub async fn serve(mut stream: UnixStream, key: Key, id: ProcessId, mail: mpsc::Sender<AgentMail>) {
+    let (hello, page, (identity, pidfd)) = match introduce(&stream).await {
+        Ok(introduced) => introduced,
+        Err(refusal) => {
+            let retry = !matches!(refusal, Refusal::Version(_));
+            let goodbye = ControllerMessage::Refuse {
+                version: WIRE_VERSION,
+                retry,
+            }
+            .encode();
+            let _ = timeout(WRITE, stream.write_all(&goodbye)).await;
+            // The peer hung up before it said anything: nothing to tell.
+            if !matches!(&refusal, Refusal::Io(e) if e.kind() == io::ErrorKind::UnexpectedEof) {
+                let _ = mail
+                    .send(AgentMail::Refused {
+                        key,
+                        why: report::chain(&refusal),
+                    })
+                    .await;
+            }
+            return;
+        }
+    };
+    let (outbox, outgoing) = mpsc::channel(OUTBOX);
+    let watch = tokio::spawn(watch(pidfd, id, mail.clone())).abort_handle();
+    let agent = Agent {
+        outbox: Some(outbox),
+        page,
+        watch,
+    };
+    let joined = AgentMail::Joined {
+        key,
+        id,
+        identity,
+        hello,
+        agent,
+    };
+    if mail.send(joined).await.is_err() {
+        return;
+    }
+    let (reader, writer) = stream.into_split();
+    tokio::select! {
+        () = read(reader, id, &mail) => {}
+        () = write(writer, outgoing) => {}
+    }
+    let _ = mail.send(AgentMail::Detached(id)).await;
+}
+
+type Introduced = (
+    AgentMessage,
+    std::fs::File,
+    (crate::core::input::Identity, OwnedFd),
+);
+
+async fn introduce(stream: &UnixStream) -> Result<Introduced, Refusal> {
+    let (frame, descriptors) = timeout(HELLO, receive_hello(stream))
+        .await
+        .map_err(|_| Refusal::Late)??;
+    let hello = AgentMessage::decode(&frame)?;
+    let AgentMessage::Hello { version, .. } = hello else {
+        return Err(Refusal::NoHello);
+    };
+    if version != WIRE_VERSION {
+        return Err(Refusal::Version(version));
+    }
+    let page = papers::page(descriptors)?;
+    let identity = papers::identify(stream.peer_cred()?.pid())?;
+    Ok((hello, page, identity))
+}
+
+async fn receive_hello(stream: &UnixStream) -> io::Result<([u8; FRAME_BYTES], Vec<OwnedFd>)> {
+    let mut frame = [0; FRAME_BYTES];
+    let mut descriptors = Vec::new();
+    let mut filled = 0;
+    while filled < FRAME_BYTES {
+        let rest = &mut frame[filled..];
+        let taken = stream
+            .async_io(Interest::READABLE, || {
+                receive(stream, rest, &mut descriptors)
+            })
+            .await?;
+        if taken == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        filled += taken;
+    }
+    Ok((frame, descriptors))
+}
+
+fn receive(
+    stream: &UnixStream,
+    buffer: &mut [u8],
+    descriptors: &mut Vec<OwnedFd>,
+) -> io::Result<usize> {
+    // Room for two: a second one is seen and refused, more are closed by the kernel.
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+    let received = rustix::net::recvmsg(
+        stream,
+        &mut [io::IoSliceMut::new(buffer)],
+        &mut control,
+        flags,
+    )?;
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(fds) = message {
+            // Descriptors that come in many messages are kept to two, too.
+            descriptors.extend(fds.take(2_usize.saturating_sub(descriptors.len())));
+        }
+    }
+    Ok(received.bytes)
+}
+
+async fn watch(pidfd: OwnedFd, id: ProcessId, mail: mpsc::Sender<AgentMail>) {
+    if let Ok(watched) = AsyncFd::register_with_interest(pidfd, Interest::READABLE) {
+        let _ = watched.readable().await;
+        let _ = mail.send(AgentMail::Exited(id)).await;
+    }
+}
+
+async fn read(mut from: OwnedReadHalf, id: ProcessId, mail: &mpsc::Sender<AgentMail>) {
+    let (mut second, mut count) = (Instant::now(), 0);
+    let mut frame = [0; FRAME_BYTES];
+    while from.read_exact(&mut frame).await.is_ok() {
+        if second.elapsed() >= Duration::from_secs(1) {
+            (second, count) = (Instant::now(), 0);
+        }
+        count += 1;
+        if count > RATE {
+            tokio::time::sleep_until(second + Duration::from_secs(1)).await;
+        }
+        match AgentMessage::decode(&frame) {
+            Ok(message) => {
+                if mail.send(AgentMail::Message(id, message)).await.is_err() {
+                    return;
+                }
+            }
+            Err(error) => {
+                tracing::warn!(process = id.0, %error, "an agent sent something else than a message: cut off");
+                return;
+            }
+        }
+    }
+}
+
+async fn write(mut to: OwnedWriteHalf, mut outgoing: mpsc::Receiver<ControllerMessage>) {
+    while let Some(message) = outgoing.recv().await {
+        if !matches!(
+            timeout(WRITE, to.write_all(&message.encode())).await,
+            Ok(Ok(()))
+        ) {
+            return;
+        }
+    }
+}

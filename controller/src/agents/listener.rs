@@ -1,0 +1,108 @@
+//! The socket of one container.
+
+use std::{
+    fs, io,
+    os::{
+        fd::AsRawFd,
+        unix::{fs::PermissionsExt, net},
+    },
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use affinode_proto::paths;
+use tokio::{
+    net::UnixListener,
+    sync::{Semaphore, mpsc},
+    task::JoinHandle,
+};
+
+use super::{AgentMail, connection};
+use crate::core::{Key, ProcessId};
+
+/// Connections of one container at a time, those without a Hello included.
+const MAX_CONNECTIONS: usize = 512;
+
+/// Accepts a container's agents until it is dropped.
+#[derive(Debug)]
+pub struct Listener {
+    task: JoinHandle<()>,
+}
+
+impl Listener {
+    /// Binds the socket in the folder that the container sees, replacing an old one.
+    ///
+    /// # Errors
+    /// The folder or socket cannot be made.
+    pub fn open(
+        run_dir: &Path,
+        key: &Key,
+        numbers: Arc<AtomicU64>,
+        mail: mpsc::Sender<AgentMail>,
+    ) -> io::Result<Listener> {
+        let folder = run_dir
+            .join(paths::CONTAINERS_DIR)
+            .join(key.as_str())
+            .join(paths::MOUNT_DIR);
+        fs::create_dir_all(&folder)?;
+        let socket = folder.join(paths::AGENT_SOCKET);
+        match fs::remove_file(&socket) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
+        // By way of the folder's descriptor: a socket address holds 107 bytes, a run directory more.
+        let opened = fs::File::open(&folder)?;
+        let address = format!(
+            "/proc/self/fd/{}/{}",
+            opened.as_raw_fd(),
+            paths::AGENT_SOCKET
+        );
+        let listener = net::UnixListener::bind(address)?;
+        fs::set_permissions(&socket, fs::Permissions::from_mode(0o666))?;
+        listener.set_nonblocking(true)?;
+        let listener = UnixListener::from_std(listener)?;
+        Ok(Listener {
+            task: tokio::spawn(accept(listener, key.clone(), numbers, mail)),
+        })
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+async fn accept(
+    listener: UnixListener,
+    key: Key,
+    numbers: Arc<AtomicU64>,
+    mail: mpsc::Sender<AgentMail>,
+) {
+    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    loop {
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                // Out of descriptors, most likely: they come back.
+                tracing::warn!(%key, %error, "cannot accept an agent");
+                tokio::time::sleep(Duration::from_millis(200)).await;
+                continue;
+            }
+        };
+        // No place: dropped, the peer sees the end of the connection and comes back later.
+        let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
+            continue;
+        };
+        let id = ProcessId(numbers.fetch_add(1, Ordering::Relaxed));
+        let (key, mail) = (key.clone(), mail.clone());
+        tokio::spawn(async move {
+            connection::serve(stream, key, id, mail).await;
+            drop(place);
+        });
+    }
+}

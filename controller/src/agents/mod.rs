@@ -1,0 +1,111 @@
+//! Processes of containers, at the other end of sockets.
+//!
+//! ```text
+//! listener (one per container) ──accept──> connection: Hello, papers ──Joined──> the task that decides
+//!                                            reader ──Message, Detached──>        │
+//!                                            writer <──── bounded channel ────────┘
+//!                                            pidfd ──Exited──>
+//! ```
+//!
+//! Everything that comes in is untrusted: who a process is says the kernel
+//! (`SO_PEERCRED`, pidfd), the page is read with `pread`, frames have one size,
+//! messages a bounded rate, connections a bounded number, the Hello a deadline.
+
+mod connection;
+mod listener;
+mod papers;
+
+use std::{fs::File, os::unix::fs::FileExt};
+
+use affinode_proto::wire::{
+    message::{AgentMessage, ControllerMessage},
+    page::{PAGE_BYTES, PageError, PageSnapshot},
+};
+use tokio::{sync::mpsc, task::AbortHandle};
+
+use crate::core::{Key, ProcessId, input::Identity};
+
+pub use listener::Listener;
+
+/// Messages to an agent that may wait; one that does not read is cut off.
+const OUTBOX: usize = 64;
+
+/// What connections tell.
+#[derive(Debug)]
+pub enum AgentMail {
+    /// A process with good papers.
+    Joined {
+        /// The container whose socket it came through.
+        key: Key,
+        /// Number of the connection.
+        id: ProcessId,
+        /// Who it is.
+        identity: Identity,
+        /// Its Hello.
+        hello: AgentMessage,
+        /// How to reach it.
+        agent: Agent,
+    },
+    /// A message, Hello excepted.
+    Message(ProcessId, AgentMessage),
+    /// The connection ended.
+    Detached(ProcessId),
+    /// The process ended.
+    Exited(ProcessId),
+    /// A peer was turned away.
+    Refused {
+        /// The container.
+        key: Key,
+        /// Why, for people.
+        why: String,
+    },
+}
+
+/// A connected process.
+#[derive(Debug)]
+pub struct Agent {
+    outbox: Option<mpsc::Sender<ControllerMessage>>,
+    page: File,
+    /// Ends with the process, not with the connection.
+    watch: AbortHandle,
+}
+
+/// Why a page was not read.
+#[derive(Debug, thiserror::Error)]
+pub enum PageReadError {
+    /// The file.
+    #[error("the page cannot be read")]
+    Io(#[from] std::io::Error),
+    /// Its content.
+    #[error("the page is not understood")]
+    Content(#[from] PageError),
+}
+
+impl Agent {
+    /// Queues a message. `false`: the agent does not read; the connection is over.
+    pub fn send(&mut self, message: ControllerMessage) -> bool {
+        let sent = self
+            .outbox
+            .as_ref()
+            .is_some_and(|outbox| outbox.try_send(message).is_ok());
+        if !sent {
+            self.outbox = None;
+        }
+        sent
+    }
+
+    /// Reads the page once.
+    ///
+    /// # Errors
+    /// [`PageReadError`]: the container shrank or overwrote it.
+    pub fn read_page(&self, buffer: &mut [u8; PAGE_BYTES]) -> Result<PageSnapshot, PageReadError> {
+        self.page.read_exact_at(buffer, 0)?;
+        Ok(PageSnapshot::decode(buffer)?)
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        self.watch.abort();
+    }
+}

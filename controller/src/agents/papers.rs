@@ -1,0 +1,141 @@
+//! Whether a peer and its page are what they say.
+
+use std::{
+    fs::File,
+    os::fd::{AsFd, OwnedFd},
+};
+
+use affinode_proto::wire::page::PAGE_BYTES;
+use rustix::{
+    event::{PollFd, PollFlags},
+    fs::FileType,
+    process::{Pid, PidfdFlags},
+};
+
+use crate::{core::input::Identity, inventory::process};
+
+/// `f_type` of tmpfs, to which memfds belong (`linux/magic.h`).
+const TMPFS_MAGIC: u64 = 0x0102_1994;
+
+/// What is wrong with the papers.
+#[derive(Debug, thiserror::Error)]
+pub enum PaperError {
+    /// The kernel does not say who it is.
+    #[error("the peer has no pid in this namespace")]
+    NoPid,
+    /// It is gone, or cannot be looked at.
+    #[error("process {pid} cannot be identified")]
+    Process {
+        /// Its pid.
+        pid: u32,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// It ended while it was looked at.
+    #[error("process {0} ended")]
+    Ended(u32),
+    /// No page, or more than one descriptor.
+    #[error("{0} descriptors came with the Hello, expected one")]
+    Descriptors(usize),
+    /// The page's file cannot be looked at.
+    #[error("the page cannot be looked at")]
+    Page(#[source] std::io::Error),
+    /// The page is something else: a pipe, a FUSE file, huge pages, another size.
+    #[error("the page is not a memfd of {PAGE_BYTES} bytes")]
+    NotAPage,
+}
+
+/// Who the peer is, and a descriptor that becomes readable when it ends.
+///
+/// # Errors
+/// [`PaperError`].
+pub fn identify(pid: Option<i32>) -> Result<(Identity, OwnedFd), PaperError> {
+    let raw = pid.and_then(Pid::from_raw).ok_or(PaperError::NoPid)?;
+    let pid = raw.as_raw_nonzero().get().cast_unsigned();
+    let pidfd = rustix::process::pidfd_open(raw, PidfdFlags::NONBLOCK).map_err(|e| {
+        PaperError::Process {
+            pid,
+            source: e.into(),
+        }
+    })?;
+    let identity = process::identity(pid).map_err(|source| PaperError::Process { pid, source })?;
+    // The pidfd names whoever has the pid now. If that one lives, what was read is about it.
+    let mut polled = [PollFd::new(&pidfd, PollFlags::IN)];
+    let now = rustix::event::Timespec::default();
+    let ended = rustix::event::poll(&mut polled, Some(&now)).map_err(|e| PaperError::Process {
+        pid,
+        source: e.into(),
+    })?;
+    if ended > 0 {
+        Err(PaperError::Ended(pid))
+    } else {
+        Ok((identity, pidfd))
+    }
+}
+
+/// Takes the page out of the descriptors that came with a Hello.
+///
+/// # Errors
+/// [`PaperError`].
+pub fn page(mut descriptors: Vec<OwnedFd>) -> Result<File, PaperError> {
+    let (Some(page), true) = (descriptors.pop(), descriptors.is_empty()) else {
+        return Err(PaperError::Descriptors(descriptors.len()));
+    };
+    let io = |e: rustix::io::Errno| PaperError::Page(e.into());
+    let stat = rustix::fs::fstat(page.as_fd()).map_err(io)?;
+    let system = rustix::fs::fstatfs(page.as_fd()).map_err(io)?;
+    let regular = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
+    let memory = u64::try_from(system.f_type).is_ok_and(|magic| magic == TMPFS_MAGIC);
+    let fits = usize::try_from(stat.st_size).is_ok_and(|size| size == PAGE_BYTES);
+    if regular && memory && fits {
+        Ok(File::from(page))
+    } else {
+        Err(PaperError::NotAPage)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::MemfdFlags;
+
+    use super::*;
+
+    fn memfd(bytes: usize) -> OwnedFd {
+        let fd = rustix::fs::memfd_create("page", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&fd, bytes as u64).unwrap();
+        fd
+    }
+
+    #[test]
+    fn only_one_memfd_of_the_right_size_is_a_page() {
+        assert!(page(vec![memfd(PAGE_BYTES)]).is_ok());
+        assert!(matches!(page(vec![]), Err(PaperError::Descriptors(0))));
+        assert!(matches!(
+            page(vec![memfd(PAGE_BYTES), memfd(PAGE_BYTES)]),
+            Err(PaperError::Descriptors(_))
+        ));
+        assert!(matches!(
+            page(vec![memfd(PAGE_BYTES - 1)]),
+            Err(PaperError::NotAPage)
+        ));
+        let (reader, _writer) = rustix::pipe::pipe().unwrap();
+        assert!(matches!(page(vec![reader]), Err(PaperError::NotAPage)));
+        let proc_file = File::open("/proc/self/stat").unwrap();
+        assert!(matches!(
+            page(vec![proc_file.into()]),
+            Err(PaperError::NotAPage)
+        ));
+    }
+
+    #[test]
+    fn a_live_process_is_identified_and_a_dead_one_is_not() {
+        let me = std::process::id();
+        assert_eq!(identify(Some(me.cast_signed())).unwrap().0.pid, me);
+        assert!(matches!(identify(None), Err(PaperError::NoPid)));
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let pid = child.id();
+        child.wait().unwrap();
+        assert!(identify(Some(pid.cast_signed())).is_err());
+    }
+}

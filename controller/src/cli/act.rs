@@ -1,0 +1,57 @@
+//! `affinode offload` and `affinode restore`.
+
+use std::io::Write;
+
+use affinode_proto::api::control::ActionResponse;
+use serde_json::json;
+
+use super::{CliError, Output, Target, client::Client, format};
+
+pub async fn offload(client: &Client, out: &mut dyn Write, target: Target) -> Result<(), CliError> {
+    let response = client.offload(target.container.clone()).await?;
+    tell(out, &target, &response, "offloaded")
+}
+
+pub async fn restore(client: &Client, out: &mut dyn Write, target: Target) -> Result<(), CliError> {
+    let response = client.restore(target.container.clone()).await?;
+    tell(out, &target, &response, "restored")
+}
+
+fn tell(
+    out: &mut dyn Write,
+    target: &Target,
+    response: &ActionResponse,
+    done: &str,
+) -> Result<(), CliError> {
+    if target.output == Output::Json {
+        let object = json!({
+            "container": target.container, "done": response.done, "state": response.state, "reason": response.reason,
+            "reason_text": response.reason_text, "bytes": response.bytes, "elapsed_ms": response.elapsed_ms,
+        });
+        writeln!(out, "{object}")?;
+    }
+    if !response.done {
+        let state = if response.state.is_empty() {
+            String::new()
+        } else {
+            format!(" ({})", response.state)
+        };
+        return Err(CliError::NotDone(format!(
+            "{} was not {done}{state}: {}",
+            target.container, response.reason_text
+        )));
+    }
+    if target.output != Output::Json {
+        let moved = if response.bytes == 0 {
+            String::new()
+        } else {
+            format!(
+                ", {} in {}",
+                format::bytes(response.bytes),
+                format::duration(response.elapsed_ms)
+            )
+        };
+        writeln!(out, "{} is {done}{moved}", target.container)?;
+    }
+    Ok(())
+}

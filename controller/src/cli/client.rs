@@ -1,0 +1,114 @@
+//! Calls to the controller.
+
+use std::path::Path;
+
+use affinode_proto::{
+    api::{
+        control::{
+            ActionResponse, Event, EventsRequest, ListRequest, ListResponse, OffloadRequest,
+            ReloadRequest, RestoreRequest,
+        },
+        control_ttrpc::ControlClient,
+    },
+    paths,
+};
+use ttrpc::context::{Context, with_duration};
+
+use super::CliError;
+
+/// A quick question.
+const QUICK: std::time::Duration = std::time::Duration::from_secs(10);
+/// A move of a whole device at 1 GB/s, and its place in the queue.
+const LONG: std::time::Duration = std::time::Duration::from_secs(600);
+
+/// A connection to the controller.
+pub struct Client {
+    control: ControlClient,
+    socket: String,
+}
+
+impl Client {
+    /// Connects to the controller of a run directory.
+    pub async fn connect(run_dir: &Path) -> Result<Client, CliError> {
+        let socket = run_dir.join(paths::CONTROL_SOCKET).display().to_string();
+        match ttrpc::r#async::Client::connect(&format!("unix://{socket}")).await {
+            Ok(client) => Ok(Client {
+                control: ControlClient::new(client),
+                socket,
+            }),
+            Err(source) => Err(CliError::NoController { socket, source }),
+        }
+    }
+
+    fn error(&self, source: ttrpc::Error) -> CliError {
+        match source {
+            ttrpc::Error::RpcStatus(_) => CliError::Refused(source),
+            _ => CliError::NoController {
+                socket: self.socket.clone(),
+                source,
+            },
+        }
+    }
+
+    /// Everything about the node.
+    pub async fn list(&self) -> Result<ListResponse, CliError> {
+        self.control
+            .list(context(QUICK), &ListRequest::default())
+            .await
+            .map_err(|e| self.error(e))
+    }
+
+    /// Moves a container out.
+    pub async fn offload(&self, container: String) -> Result<ActionResponse, CliError> {
+        let request = OffloadRequest {
+            container,
+            ..OffloadRequest::default()
+        };
+        self.control
+            .offload(context(LONG), &request)
+            .await
+            .map_err(|e| self.error(e))
+    }
+
+    /// Brings a container back.
+    pub async fn restore(&self, container: String) -> Result<ActionResponse, CliError> {
+        let request = RestoreRequest {
+            container,
+            ..RestoreRequest::default()
+        };
+        self.control
+            .restore(context(LONG), &request)
+            .await
+            .map_err(|e| self.error(e))
+    }
+
+    /// Events after a number; waits for the first.
+    pub async fn events(&self, after: u64, timeout_ms: u32) -> Result<Vec<Event>, CliError> {
+        let request = EventsRequest {
+            after,
+            timeout_ms,
+            ..EventsRequest::default()
+        };
+        let wait = QUICK + std::time::Duration::from_millis(timeout_ms.into());
+        Ok(self
+            .control
+            .events(context(wait), &request)
+            .await
+            .map_err(|e| self.error(e))?
+            .events)
+    }
+
+    /// Makes it read its configuration.
+    pub async fn reload(&self) -> Result<bool, CliError> {
+        Ok(self
+            .control
+            .reload(context(QUICK), &ReloadRequest::default())
+            .await
+            .map_err(|e| self.error(e))?
+            .changed)
+    }
+}
+
+fn context(wait: std::time::Duration) -> Context {
+    with_duration(wait)
+}

@@ -1,0 +1,63 @@
+//! Figures for people.
+
+/// `-` for none, else MiB below 10 GiB and GiB above.
+#[must_use]
+pub fn bytes(bytes: u64) -> String {
+    const GIB: u64 = 1 << 30;
+    match bytes {
+        0 => "-".into(),
+        b if b < 10 * GIB => format!("{} MiB", b >> 20),
+        b => format!("{}.{} GiB", b / GIB, b % GIB * 10 / GIB),
+    }
+}
+
+/// `0.5s`, `12s`, `4m10s`, `3h02m`, `5d04h`.
+#[must_use]
+pub fn duration(ms: u64) -> String {
+    let s = ms / 1000;
+    match s {
+        0..=9 => format!("{}.{}s", s, ms % 1000 / 100),
+        10..=59 => format!("{s}s"),
+        60..=3599 => format!("{}m{:02}s", s / 60, s % 60),
+        3600..=86_399 => format!("{}h{:02}m", s / 3600, s % 3600 / 60),
+        _ => format!("{}d{:02}h", s / 86_400, s % 86_400 / 3600),
+    }
+}
+
+/// Text from a container, safe on a terminal: control characters become `?`.
+#[must_use]
+pub fn safe(text: &str) -> String {
+    text.chars()
+        .map(|c| if c.is_control() { '?' } else { c })
+        .collect()
+}
+
+/// Wall clock of an event, UTC, `HH:MM:SS.mmm`.
+#[must_use]
+pub fn clock(unix_ms: i64) -> String {
+    let ms = unix_ms.rem_euclid(86_400_000);
+    format!(
+        "{:02}:{:02}:{:02}.{:03}",
+        ms / 3_600_000,
+        ms / 60_000 % 60,
+        ms / 1000 % 60,
+        ms % 1000
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_are_short() {
+        assert_eq!(
+            [bytes(0), bytes(600 << 20), bytes(24 << 30)],
+            ["-", "600 MiB", "24.0 GiB"]
+        );
+        let shown = [500, 12_000, 250_000, 10_920_000, 446_400_000].map(duration);
+        assert_eq!(shown, ["0.5s", "12s", "4m10s", "3h02m", "5d04h"]);
+        assert_eq!(clock(1_000 * 3_661 + 7), "01:01:01.007");
+        assert_eq!(safe("a\x1b[2Jb"), "a?[2Jb");
+    }
+}

@@ -1,0 +1,153 @@
+//! The command `affinode`: a client of the control API.
+//!
+//! Exit status: 0 done, 1 failed or refused, 2 wrong usage. What failed and what to do
+//! goes to standard error, once.
+
+mod act;
+mod client;
+mod events;
+mod format;
+mod ps;
+mod schema;
+mod table;
+
+use std::{io::Write, process::ExitCode};
+
+use clap::{Parser, Subcommand, ValueEnum};
+
+use crate::report;
+
+/// Sees and moves the GPU state of containers on this node.
+#[derive(Debug, Parser)]
+#[command(name = "affinode", version, arg_required_else_help = true)]
+struct Args {
+    /// Run directory of the controller.
+    #[arg(long, global = true, value_name = "DIR", env = affinode_proto::paths::RUN_DIR_ENV, default_value = affinode_proto::paths::RUN_DIR)]
+    run_dir: std::path::PathBuf,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// List GPU containers: state, VRAM, and why each is where it is.
+    Ps {
+        /// How to print.
+        #[arg(short, long, default_value = "table")]
+        output: Output,
+        /// Leave the header line out.
+        #[arg(long)]
+        no_headers: bool,
+        /// Print again whenever something changes.
+        #[arg(short, long)]
+        watch: bool,
+    },
+    /// Move a container's VRAM to host memory now.
+    Offload(Target),
+    /// Bring a container back to the GPU now.
+    Restore(Target),
+    /// Print what happened: the last events, one a line.
+    Events {
+        /// Wait for more.
+        #[arg(short, long)]
+        follow: bool,
+        /// How to print; json is one object a line.
+        #[arg(short, long, default_value = "table")]
+        output: Output,
+    },
+    /// Make the controller read its configuration again.
+    Reload,
+}
+
+/// A container, by name, id or a prefix that only one has.
+#[derive(Debug, clap::Args)]
+struct Target {
+    /// namespace/pod/container, namespace/id, id, or the beginning of one.
+    container: String,
+    /// How to print.
+    #[arg(short, long, default_value = "table")]
+    output: Output,
+}
+
+/// How results are printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Output {
+    /// Columns.
+    Table,
+    /// More columns.
+    Wide,
+    /// JSON, documented in `schema.rs`, stable.
+    Json,
+}
+
+/// Why a command failed.
+#[derive(Debug, thiserror::Error)]
+enum CliError {
+    #[error(
+        "no controller answers on {socket}. One runs while a GPU container of runtime affinode does; is --run-dir right, and are you root?"
+    )]
+    NoController {
+        socket: String,
+        #[source]
+        source: ttrpc::Error,
+    },
+    #[error("the controller refused")]
+    Refused(#[source] ttrpc::Error),
+    #[error("{0}")]
+    NotDone(String),
+    #[error("cannot print")]
+    Print(#[from] std::io::Error),
+    #[error("cannot write JSON")]
+    Json(#[from] serde_json::Error),
+}
+
+/// Parses the command line and runs it.
+#[must_use]
+pub fn main() -> ExitCode {
+    let args = Args::parse();
+    let runtime = match tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+    {
+        Ok(runtime) => runtime,
+        Err(error) => return fail(&error),
+    };
+    match runtime.block_on(run(args)) {
+        Ok(()) => ExitCode::SUCCESS,
+        // The reader of a pipe went away: that is its right.
+        Err(CliError::Print(e)) if e.kind() == std::io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
+        Err(error) => fail(&error),
+    }
+}
+
+fn fail(error: &dyn std::error::Error) -> ExitCode {
+    let _ = writeln!(std::io::stderr(), "affinode: {}", report::chain(error));
+    ExitCode::from(1)
+}
+
+async fn run(args: Args) -> Result<(), CliError> {
+    let client = client::Client::connect(&args.run_dir).await?;
+    let mut out = std::io::stdout();
+    match args.command {
+        Command::Ps {
+            output,
+            no_headers,
+            watch,
+        } => ps::run(&client, &mut out, output, !no_headers, watch).await,
+        Command::Offload(target) => act::offload(&client, &mut out, target).await,
+        Command::Restore(target) => act::restore(&client, &mut out, target).await,
+        Command::Events { follow, output } => events::run(&client, &mut out, output, follow).await,
+        Command::Reload => {
+            let changed = client.reload().await?;
+            Ok(writeln!(
+                out,
+                "{}",
+                if changed {
+                    "configuration changed"
+                } else {
+                    "nothing changed"
+                }
+            )?)
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! `affinode ps`.
+
+use std::io::Write;
+
+use super::{CliError, Output, client::Client, format, schema, table};
+
+const TABLE: [&str; 7] = [
+    "CONTAINER",
+    "STATE",
+    "FOR",
+    "VRAM",
+    "IN HOST RAM",
+    "MODE",
+    "REASON",
+];
+const WIDE: [&str; 14] = [
+    "CONTAINER",
+    "ID",
+    "STATE",
+    "FOR",
+    "IDLE",
+    "VRAM",
+    "IN HOST RAM",
+    "OFFLOADS",
+    "LAST OFFLOAD",
+    "LAST WAKE",
+    "MODE",
+    "TIMEOUT",
+    "PIDS",
+    "REASON",
+];
+
+pub async fn run(
+    client: &Client,
+    out: &mut dyn Write,
+    output: Output,
+    headers: bool,
+    watch: bool,
+) -> Result<(), CliError> {
+    let mut last = 0;
+    loop {
+        let node = schema::Node::from(client.list().await?);
+        show(out, &node, output, headers)?;
+        if !watch {
+            return Ok(());
+        }
+        // Events that are there already were part of the list.
+        let known = client.events(last, 0).await?;
+        last = known.last().map_or(last, |event| event.sequence);
+        let mut news = Vec::new();
+        while news.is_empty() {
+            news = client.events(last, 30_000).await?;
+        }
+        last = news.last().map_or(last, |event| event.sequence);
+        writeln!(out)?;
+    }
+}
+
+fn show(
+    out: &mut dyn Write,
+    node: &schema::Node,
+    output: Output,
+    headers: bool,
+) -> Result<(), CliError> {
+    if output == Output::Json {
+        serde_json::to_writer_pretty(&mut *out, node)?;
+        return Ok(writeln!(out)?);
+    }
+    if headers {
+        for gpu in &node.gpus {
+            writeln!(out, "{}", gpu_line(gpu))?;
+        }
+        if let Some(error) = &node.gpu_error {
+            writeln!(out, "GPUs cannot be seen: {error}")?;
+        }
+        writeln!(out)?;
+    }
+    if node.containers.is_empty() {
+        return Ok(writeln!(out, "no GPU containers of runtime affinode")?);
+    }
+    let now_ms = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .unwrap_or_default()
+        .as_millis();
+    let now_ms = i64::try_from(now_ms).unwrap_or(i64::MAX);
+    let rows: Vec<Vec<String>> = node
+        .containers
+        .iter()
+        .map(|c| row(c, now_ms, output == Output::Wide))
+        .collect();
+    let titles: &[&str] = if output == Output::Wide {
+        &WIDE
+    } else {
+        &TABLE
+    };
+    Ok(table::print(out, headers.then_some(titles), &rows)?)
+}
+
+fn gpu_line(gpu: &schema::Gpu) -> String {
+    let free = gpu.vram_total_bytes.saturating_sub(gpu.vram_used_bytes);
+    format!(
+        "GPU {} {}{}: {} used, {} free of {}, {} given back, {}% busy",
+        gpu.index,
+        gpu.name,
+        if gpu.simulated { " (simulated)" } else { "" },
+        format::bytes(gpu.vram_used_bytes),
+        format::bytes(free),
+        format::bytes(gpu.vram_total_bytes),
+        format::bytes(gpu.vram_reclaimed_bytes),
+        gpu.utilization_percent,
+    )
+}
+
+fn row(c: &schema::Container, now_ms: i64, wide: bool) -> Vec<String> {
+    let since = u64::try_from(now_ms.saturating_sub(c.since_unix_ms)).unwrap_or(0);
+    let moved = |ms: u64, times: u64| {
+        if times == 0 {
+            "-".into()
+        } else {
+            format!("{ms} ms")
+        }
+    };
+    let name = format::safe(&c.name);
+    let reason = format::safe(&c.reason_text);
+    if !wide {
+        return vec![
+            name,
+            c.state.clone(),
+            format::duration(since),
+            format::bytes(c.vram_bytes),
+            format::bytes(c.away_bytes),
+            c.mode.clone(),
+            reason,
+        ];
+    }
+    let pids: Vec<String> = c.processes.iter().map(|p| p.pid.to_string()).collect();
+    vec![
+        name,
+        c.id.chars().take(13).collect(),
+        c.state.clone(),
+        format::duration(since),
+        format::duration(c.idle_ms),
+        format::bytes(c.vram_bytes),
+        format::bytes(c.away_bytes),
+        c.offloads.to_string(),
+        moved(c.last_offload_ms, c.offloads),
+        moved(c.last_wake_ms, c.restores),
+        c.mode.clone(),
+        format::duration(c.idle_timeout_ms),
+        if pids.is_empty() {
+            "-".into()
+        } else {
+            pids.join(",")
+        },
+        reason,
+    ]
+}

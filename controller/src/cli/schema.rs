@@ -1,0 +1,208 @@
+//! The JSON of `-o json`: stable names, bytes and milliseconds as numbers.
+
+use affinode_proto::api::control;
+use serde::Serialize;
+
+/// `affinode ps -o json`.
+#[derive(Debug, Serialize)]
+pub struct Node {
+    /// Host name.
+    pub node: String,
+    /// Version of the controller.
+    pub version: String,
+    /// Its pid.
+    pub controller_pid: u32,
+    /// When it started, milliseconds since 1970.
+    pub started_unix_ms: i64,
+    /// Why devices cannot be seen, or nothing.
+    pub gpu_error: Option<String>,
+    /// Devices.
+    pub gpus: Vec<Gpu>,
+    /// GPU containers.
+    pub containers: Vec<Container>,
+}
+
+/// A device.
+#[derive(Debug, Serialize)]
+#[allow(missing_docs)] // Each field is described in control.proto.
+pub struct Gpu {
+    pub index: u32,
+    pub uuid: String,
+    pub name: String,
+    pub simulated: bool,
+    pub vram_total_bytes: u64,
+    pub vram_used_bytes: u64,
+    pub vram_reclaimed_bytes: u64,
+    pub vram_reserved_bytes: u64,
+    pub utilization_percent: u32,
+}
+
+/// A container.
+#[derive(Debug, Serialize)]
+#[allow(missing_docs)] // Each field is described in control.proto.
+pub struct Container {
+    pub name: String,
+    pub key: String,
+    pub namespace: String,
+    pub id: String,
+    pub sandbox_id: String,
+    pub pod_namespace: String,
+    pub pod: String,
+    pub container: String,
+    pub image: String,
+    pub state: String,
+    pub since_unix_ms: i64,
+    pub idle_ms: u64,
+    pub reason: String,
+    pub reason_text: String,
+    pub vram_bytes: u64,
+    pub away_bytes: u64,
+    pub offloads: u64,
+    pub restores: u64,
+    pub last_offload_ms: u64,
+    pub last_wake_ms: u64,
+    pub mode: String,
+    pub idle_timeout_ms: u64,
+    pub priority: i32,
+    pub warnings: Vec<String>,
+    pub processes: Vec<Process>,
+}
+
+/// A CUDA process.
+#[derive(Debug, Serialize)]
+#[allow(missing_docs)] // Each field is described in control.proto.
+pub struct Process {
+    pub pid: u32,
+    pub command: String,
+    pub phase: String,
+    pub vram_bytes: u64,
+    pub away_bytes: u64,
+    pub calls: u64,
+    pub inflight: u64,
+    pub waiters: u32,
+    pub hazards: Vec<String>,
+}
+
+/// One line of `affinode events -o json`.
+#[derive(Debug, Serialize)]
+#[allow(missing_docs)] // Each field is described in control.proto.
+pub struct Event {
+    pub sequence: u64,
+    pub unix_ms: i64,
+    pub kind: String,
+    pub key: String,
+    pub container: String,
+    pub from: String,
+    pub to: String,
+    pub reason: String,
+    pub text: String,
+    pub bytes: u64,
+    pub elapsed_ms: u64,
+}
+
+/// Name for people: `namespace/pod/container`, or `namespace/id` outside Kubernetes.
+#[must_use]
+pub fn display_name(a: &control::Announcement) -> String {
+    if a.pod.is_empty() {
+        format!("{}/{}", a.namespace, a.id)
+    } else {
+        format!("{}/{}/{}", a.pod_namespace, a.pod, a.container)
+    }
+}
+
+impl From<control::ListResponse> for Node {
+    fn from(list: control::ListResponse) -> Node {
+        Node {
+            node: list.node,
+            version: list.version,
+            controller_pid: list.controller_pid,
+            started_unix_ms: list.started_unix_ms,
+            gpu_error: Some(list.gpu_error).filter(|error| !error.is_empty()),
+            gpus: list.gpus.into_iter().map(Gpu::from).collect(),
+            containers: list.containers.into_iter().map(Container::from).collect(),
+        }
+    }
+}
+
+impl From<control::Gpu> for Gpu {
+    fn from(gpu: control::Gpu) -> Gpu {
+        Gpu {
+            index: gpu.index,
+            uuid: gpu.uuid,
+            name: gpu.name,
+            simulated: gpu.simulated,
+            vram_total_bytes: gpu.vram_total_bytes,
+            vram_used_bytes: gpu.vram_used_bytes,
+            vram_reclaimed_bytes: gpu.vram_reclaimed_bytes,
+            vram_reserved_bytes: gpu.vram_reserved_bytes,
+            utilization_percent: gpu.utilization_percent,
+        }
+    }
+}
+
+impl From<control::Container> for Container {
+    fn from(c: control::Container) -> Container {
+        let a = c.announcement.into_option().unwrap_or_default();
+        Container {
+            name: display_name(&a),
+            key: a.key,
+            namespace: a.namespace,
+            id: a.id,
+            sandbox_id: a.sandbox_id,
+            pod_namespace: a.pod_namespace,
+            pod: a.pod,
+            container: a.container,
+            image: a.image,
+            state: c.state,
+            since_unix_ms: c.since_unix_ms,
+            idle_ms: c.idle_ms,
+            reason: c.reason,
+            reason_text: c.reason_text,
+            vram_bytes: c.vram_bytes,
+            away_bytes: c.away_bytes,
+            offloads: c.offloads,
+            restores: c.restores,
+            last_offload_ms: c.last_offload_ms,
+            last_wake_ms: c.last_wake_ms,
+            mode: c.mode,
+            idle_timeout_ms: c.idle_timeout_ms,
+            priority: c.priority,
+            warnings: c.warnings,
+            processes: c.processes.into_iter().map(Process::from).collect(),
+        }
+    }
+}
+
+impl From<control::Process> for Process {
+    fn from(p: control::Process) -> Process {
+        Process {
+            pid: p.pid,
+            command: p.command,
+            phase: p.phase,
+            vram_bytes: p.vram_bytes,
+            away_bytes: p.away.iter().map(|d| d.bytes).sum(),
+            calls: p.calls,
+            inflight: p.inflight,
+            waiters: p.waiters,
+            hazards: p.hazards,
+        }
+    }
+}
+
+impl From<control::Event> for Event {
+    fn from(e: control::Event) -> Event {
+        Event {
+            sequence: e.sequence,
+            unix_ms: e.unix_ms,
+            kind: e.kind,
+            key: e.key,
+            container: e.container,
+            from: e.from,
+            to: e.to,
+            reason: e.reason,
+            text: e.text,
+            bytes: e.bytes,
+            elapsed_ms: e.elapsed_ms,
+        }
+    }
+}

@@ -1,0 +1,363 @@
+//! The configuration: `/etc/affinode/config.toml`, then `conf.d/*.toml` beside it in
+//! order of name, then environment variables `AFFINODE_<SECTION>__<KEY>`. A later
+//! source wins, value by value. An unknown key or a bad value is named, with its source.
+
+use std::path::{Path, PathBuf};
+
+use affinode_proto::paths;
+use figment::{
+    Figment,
+    providers::{Env, Format, Toml},
+};
+use serde::{Deserialize, Deserializer};
+
+use crate::core::{
+    Millis, Settings,
+    plan::Deadlines,
+    policy::{Mode, Policies, Policy, Rule, duration_ms},
+};
+
+/// What the file may say. Every key has a default.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// `[policy]`
+    pub policy: PolicySection,
+    /// `[timing]`
+    pub timing: TimingSection,
+    /// `[memory]`
+    pub memory: MemorySection,
+    /// `[nvml]`
+    pub nvml: NvmlSection,
+    /// `[log]`
+    pub log: LogSection,
+}
+
+/// When containers are offloaded.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct PolicySection {
+    /// eager, pressure, manual or off.
+    pub mode: Mode,
+    /// No call for so long makes a container idle.
+    #[serde(deserialize_with = "duration")]
+    pub idle_timeout: Millis,
+    /// A container stays for so long after its return.
+    #[serde(deserialize_with = "duration")]
+    pub minimum_residency: Millis,
+    /// Higher returns first.
+    pub priority: i32,
+    /// `[[policy.namespace]]`: values for one namespace.
+    pub namespace: Vec<NamespaceRule>,
+}
+
+/// Values for one namespace.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NamespaceRule {
+    /// Kubernetes' namespace, or containerd's outside Kubernetes.
+    pub name: String,
+    /// Replaces the node's mode.
+    pub mode: Option<Mode>,
+    /// Replaces the node's idle timeout.
+    #[serde(default, deserialize_with = "maybe_duration")]
+    pub idle_timeout: Option<Millis>,
+    /// Replaces the node's minimum residency.
+    #[serde(default, deserialize_with = "maybe_duration")]
+    pub minimum_residency: Option<Millis>,
+    /// Replaces the node's priority.
+    pub priority: Option<i32>,
+}
+
+/// Intervals and deadlines.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TimingSection {
+    /// How often counters are read.
+    #[serde(deserialize_with = "duration")]
+    pub sample_interval: Millis,
+    /// How long calls in progress are waited for when a gate closes.
+    #[serde(deserialize_with = "duration")]
+    pub close_deadline: Millis,
+    /// How long the driver may wait for work on the GPU when it locks a process.
+    #[serde(deserialize_with = "duration")]
+    pub lock_timeout: Millis,
+}
+
+/// Host memory.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct MemorySection {
+    /// What the driver needs beside the VRAM of a process, in MiB (measured: 530 MiB).
+    pub driver_overhead_mib: u64,
+    /// What stays free on the node after an offload, in MiB.
+    pub node_reserve_mib: u64,
+}
+
+/// Where NVML is.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct NvmlSection {
+    /// Library name or path.
+    pub library: String,
+}
+
+/// The log.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct LogSection {
+    /// A tracing filter: error, warn, info, debug, or per module.
+    pub level: String,
+    /// text or json.
+    pub format: LogFormat,
+}
+
+/// How log lines look.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+impl Default for PolicySection {
+    fn default() -> PolicySection {
+        let policy = Policy::default();
+        PolicySection {
+            mode: policy.mode,
+            idle_timeout: policy.idle_timeout_ms,
+            minimum_residency: policy.minimum_residency_ms,
+            priority: policy.priority,
+            namespace: Vec::new(),
+        }
+    }
+}
+
+impl Default for TimingSection {
+    fn default() -> TimingSection {
+        TimingSection {
+            sample_interval: 500,
+            close_deadline: 1_000,
+            lock_timeout: 5_000,
+        }
+    }
+}
+
+impl Default for MemorySection {
+    fn default() -> MemorySection {
+        MemorySection {
+            driver_overhead_mib: 1024,
+            node_reserve_mib: 1024,
+        }
+    }
+}
+
+impl Default for NvmlSection {
+    fn default() -> NvmlSection {
+        NvmlSection {
+            library: "libnvidia-ml.so.1".into(),
+        }
+    }
+}
+
+impl Default for LogSection {
+    fn default() -> LogSection {
+        LogSection {
+            level: "info".into(),
+            format: LogFormat::Text,
+        }
+    }
+}
+
+/// What is wrong with the configuration.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// A key or value, named with its file.
+    #[error("configuration: {0}")]
+    Bad(String),
+    /// The folder of drop-ins cannot be listed.
+    #[error("configuration: cannot list {path}")]
+    List {
+        /// The folder.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+impl Config {
+    /// The file that is meant when nobody names one.
+    #[must_use]
+    pub fn path() -> PathBuf {
+        std::env::var_os(paths::CONFIG_ENV).map_or_else(|| paths::CONFIG_FILE.into(), PathBuf::from)
+    }
+
+    /// Reads file, drop-ins and environment. A missing file is no error: the defaults hold.
+    ///
+    /// # Errors
+    /// [`ConfigError`] names key, value and source.
+    pub fn load(file: &Path) -> Result<Config, ConfigError> {
+        let mut figment = Figment::new().merge(Toml::file_exact(file));
+        if !file.exists() {
+            figment = Figment::new();
+        }
+        for drop_in in drop_ins(file)? {
+            figment = figment.merge(Toml::file_exact(drop_in));
+        }
+        let env = Env::prefixed("AFFINODE_")
+            .filter(|key| key.as_str().contains("__"))
+            .split("__");
+        let config: Config = figment.merge(env).extract().map_err(|e| {
+            let all: Vec<String> = e.into_iter().map(|e| e.to_string()).collect();
+            ConfigError::Bad(all.join("; "))
+        })?;
+        config.check()
+    }
+
+    fn check(self) -> Result<Config, ConfigError> {
+        if !(10..=60_000).contains(&self.timing.sample_interval) {
+            return Err(ConfigError::Bad(
+                "timing.sample_interval: accepted: 10ms to 60s".into(),
+            ));
+        }
+        if self.timing.close_deadline > 60_000 || self.timing.lock_timeout > 600_000 {
+            return Err(ConfigError::Bad(
+                "timing.close_deadline up to 60s, timing.lock_timeout up to 10m".into(),
+            ));
+        }
+        Ok(self)
+    }
+
+    /// What the core needs of it.
+    #[must_use]
+    pub fn settings(&self) -> Settings {
+        let ms = |value: Millis| u32::try_from(value).unwrap_or(u32::MAX);
+        Settings {
+            policies: Policies {
+                node: Policy {
+                    mode: self.policy.mode,
+                    idle_timeout_ms: self.policy.idle_timeout,
+                    minimum_residency_ms: self.policy.minimum_residency,
+                    priority: self.policy.priority,
+                },
+                rules: self
+                    .policy
+                    .namespace
+                    .iter()
+                    .map(|rule| Rule {
+                        namespace: rule.name.clone(),
+                        mode: rule.mode,
+                        idle_timeout_ms: rule.idle_timeout,
+                        minimum_residency_ms: rule.minimum_residency,
+                        priority: rule.priority,
+                    })
+                    .collect(),
+            },
+            deadlines: Deadlines {
+                close_ms: ms(self.timing.close_deadline),
+                lock_ms: ms(self.timing.lock_timeout),
+            },
+            ..Settings::default()
+        }
+    }
+}
+
+/// `conf.d/*.toml` beside the file, in order of name.
+fn drop_ins(file: &Path) -> Result<Vec<PathBuf>, ConfigError> {
+    let Some(folder) = file.parent().map(|parent| parent.join("conf.d")) else {
+        return Ok(Vec::new());
+    };
+    let fail = |source| ConfigError::List {
+        path: folder.clone(),
+        source,
+    };
+    let entries = match std::fs::read_dir(&folder) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(fail(e)),
+    };
+    let mut files = Vec::new();
+    for entry in entries {
+        let path = entry.map_err(fail)?.path();
+        if path
+            .extension()
+            .is_some_and(|extension| extension == "toml")
+        {
+            files.push(path);
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+fn duration<'de, D: Deserializer<'de>>(from: D) -> Result<Millis, D::Error> {
+    let text = String::deserialize(from)?;
+    duration_ms(&text).map_err(|accepted| serde::de::Error::custom(format!("{text:?}: {accepted}")))
+}
+
+fn maybe_duration<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Millis>, D::Error> {
+    duration(from).map(Some)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(text: &str) -> Result<Config, ConfigError> {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("config.toml");
+        std::fs::write(&file, text).unwrap();
+        Config::load(&file)
+    }
+
+    #[test]
+    fn no_file_gives_the_defaults() {
+        assert_eq!(
+            Config::load(Path::new("/nonexistent/config.toml")).unwrap(),
+            Config::default()
+        );
+    }
+
+    #[test]
+    fn values_and_rules_are_read() {
+        let config = load("[policy]\nmode = \"pressure\"\nidle_timeout = \"90s\"\n[[policy.namespace]]\nname = \"ml\"\nidle_timeout = \"1h\"\n").unwrap();
+        let settings = config.settings();
+        assert_eq!(settings.policies.node.idle_timeout_ms, 90_000);
+        assert_eq!(settings.policies.rules[0].idle_timeout_ms, Some(3_600_000));
+    }
+
+    #[test]
+    fn a_drop_in_wins_value_by_value() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("config.toml");
+        std::fs::write(&file, "[policy]\nmode = \"off\"\npriority = 3\n").unwrap();
+        std::fs::create_dir(folder.path().join("conf.d")).unwrap();
+        std::fs::write(
+            folder.path().join("conf.d/10.toml"),
+            "[policy]\nmode = \"manual\"\n",
+        )
+        .unwrap();
+        let config = Config::load(&file).unwrap();
+        assert_eq!(
+            (config.policy.mode, config.policy.priority),
+            (Mode::Manual, 3)
+        );
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        for (text, named) in [
+            ("[policy]\ncolour = 1\n", "colour"),
+            ("[policy]\nmode = \"often\"\n", "often"),
+            ("[policy]\nidle_timeout = \"soon\"\n", "soon"),
+            ("[policy\n", "TOML"),
+            ("[timing]\nsample_interval = \"1ms\"\n", "sample_interval"),
+        ] {
+            let error = load(text).unwrap_err().to_string();
+            assert!(error.contains(named), "{error}");
+        }
+    }
+}

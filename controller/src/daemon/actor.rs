@@ -1,0 +1,389 @@
+//! The task that drives the core: it alone touches [`Node`], feeds it what comes in,
+//! and carries out what comes out, in order.
+
+use std::{
+    collections::HashMap,
+    path::PathBuf,
+    sync::{Arc, atomic::AtomicU64},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use affinode_proto::{
+    api::control::{ActionResponse, Announcement, Event, ListResponse},
+    paths,
+    wire::{message::AgentMessage, page::PAGE_BYTES},
+};
+use tokio::{
+    signal::unix::{SignalKind, signal},
+    sync::{mpsc, oneshot},
+};
+
+use super::{DaemonError, api, events::EventLog};
+use crate::{
+    agents::{Agent, AgentMail, Listener},
+    config::Config,
+    core::{CommandId, Effect, Input, Key, Millis, Node, ProcessId, Request},
+    inventory::{Finding, Inventory, Question, memory::MemoryRules},
+    journal::Journal,
+    report,
+};
+
+/// Mail that may wait for the actor; senders wait then, each on its own socket.
+const INBOX: usize = 1024;
+/// Without containers the controller ends after this; the next shim starts another.
+const LINGER: Duration = Duration::from_secs(60);
+/// Whole device readings are this far apart when nobody waits.
+const GPU_INTERVAL: Duration = Duration::from_secs(1);
+
+/// What the API asks the actor.
+#[derive(Debug)]
+pub enum Call {
+    /// A container exists. Answer: annotations that were not understood.
+    Announce(
+        Box<Announcement>,
+        oneshot::Sender<Result<Vec<String>, String>>,
+    ),
+    /// A container is gone.
+    Withdraw(String),
+    /// Everything.
+    List(oneshot::Sender<ListResponse>),
+    /// Offload or restore the container that is named.
+    Act(String, Request, oneshot::Sender<ActionResponse>),
+    /// Read the configuration again. Answer: whether something changed.
+    Reload(oneshot::Sender<Result<bool, String>>),
+}
+
+struct Actor {
+    node: Node,
+    config: Config,
+    run_dir: PathBuf,
+    agents: HashMap<ProcessId, Agent>,
+    listeners: HashMap<Key, Listener>,
+    numbers: Arc<AtomicU64>,
+    mail: mpsc::Sender<AgentMail>,
+    inventory: Inventory,
+    journal: Journal,
+    events: Arc<EventLog>,
+    commands: HashMap<CommandId, oneshot::Sender<ActionResponse>>,
+    next_command: u64,
+    clock: Instant,
+    started_unix_ms: i64,
+    gpus_read: Option<Instant>,
+    empty_since: Instant,
+}
+
+/// Serves until a signal, or until no container was left for a while.
+pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), DaemonError> {
+    let file = |what, path: PathBuf| move |source| DaemonError::File { what, path, source };
+    let folder = run_dir.join(paths::JOURNAL_DIR);
+    let journal = Journal::open(&folder).map_err(file("cannot make", folder.clone()))?;
+    let (mail, mut from_agents) = mpsc::channel(INBOX);
+    let (found, mut findings) = mpsc::unbounded_channel();
+    let rules = MemoryRules {
+        overhead_bytes: config.memory.driver_overhead_mib << 20,
+        node_reserve_bytes: config.memory.node_reserve_mib << 20,
+    };
+    let inventory = Inventory::start(config.nvml.library.clone(), rules, move |finding| {
+        let _ = found.send(finding);
+    })
+    .map_err(DaemonError::Runtime)?;
+    let events = Arc::new(EventLog::default());
+    let (calls, mut from_api) = mpsc::channel(64);
+    let mut actor = Actor {
+        node: Node::new(config.settings()),
+        config,
+        run_dir: run_dir.clone(),
+        agents: HashMap::new(),
+        listeners: HashMap::new(),
+        numbers: Arc::new(AtomicU64::new(1)),
+        mail,
+        inventory,
+        journal,
+        events: Arc::clone(&events),
+        commands: HashMap::new(),
+        next_command: 0,
+        clock: Instant::now(),
+        started_unix_ms: unix_ms(),
+        gpus_read: None,
+        empty_since: Instant::now(),
+    };
+    actor.recall().map_err(file("cannot read", folder))?;
+    let _api = api::serve(&run_dir, calls, events).await?;
+    let mut terminate = signal(SignalKind::terminate()).map_err(DaemonError::Runtime)?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(DaemonError::Runtime)?;
+    tracing::info!(run_dir = %run_dir.display(), version = env!("CARGO_PKG_VERSION"), "controller is ready");
+    let mut next_tick = tokio::time::Instant::now();
+    loop {
+        tokio::select! {
+            biased;
+            _ = terminate.recv() => break,
+            _ = interrupt.recv() => break,
+            Some(finding) = findings.recv() => actor.found(finding),
+            Some(call) = from_api.recv() => actor.call(call),
+            () = tokio::time::sleep_until(next_tick) => {
+                actor.tick();
+                if actor.is_unused() {
+                    tracing::info!("no container for {} s: done", LINGER.as_secs());
+                    break;
+                }
+                next_tick = tokio::time::Instant::now() + actor.pause();
+            }
+            Some(mail) = from_agents.recv() => actor.mail(mail),
+        }
+        // A queue or a move wants shorter ticks than were planned.
+        next_tick = next_tick.min(tokio::time::Instant::now() + actor.pause());
+    }
+    Ok(())
+}
+
+fn unix_ms() -> i64 {
+    let since = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
+    i64::try_from(since.as_millis()).unwrap_or(i64::MAX)
+}
+
+impl Actor {
+    fn now(&self) -> Millis {
+        Millis::try_from(self.clock.elapsed().as_millis()).unwrap_or(Millis::MAX)
+    }
+
+    fn pause(&self) -> Duration {
+        Duration::from_millis(self.node.tick_ms(self.config.timing.sample_interval))
+    }
+
+    fn is_unused(&mut self) -> bool {
+        if !self.listeners.is_empty() {
+            self.empty_since = Instant::now();
+        }
+        self.empty_since.elapsed() > LINGER
+    }
+
+    /// What an earlier controller wrote before it died.
+    fn recall(&mut self) -> std::io::Result<()> {
+        let (records, bad) = self.journal.read_all()?;
+        for why in bad {
+            tracing::warn!("a journal record is left out: {why}");
+        }
+        for (key, record) in records {
+            for process in record.processes {
+                let identity = (process.pid, process.start_ticks);
+                self.feed(Input::Recalled {
+                    key: key.clone(),
+                    identity,
+                    away: process.away,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn feed(&mut self, input: Input) {
+        let effects = self.node.handle(self.now(), input);
+        for effect in effects {
+            self.carry_out(effect);
+        }
+    }
+
+    fn carry_out(&mut self, effect: Effect) {
+        match effect {
+            Effect::Send(id, message) => {
+                if let Some(agent) = self.agents.get_mut(&id) {
+                    agent.send(message);
+                }
+            }
+            Effect::Drop(id) => {
+                self.agents.remove(&id);
+            }
+            Effect::Journal(key, record) => {
+                let written = match &record {
+                    Some(record) => self.journal.write(&key, record),
+                    None => self.journal.remove(&key),
+                };
+                if let Err(error) = written {
+                    tracing::error!(%key, %error, "the journal cannot be written: a controller that follows must guess sizes");
+                }
+            }
+            Effect::Survey { key, processes } => {
+                self.inventory.ask(Question::Survey(key, processes))
+            }
+            Effect::Prove(key) => self.inventory.ask(Question::Prove(key)),
+            Effect::Answer(command, answer) => {
+                if let Some(waiter) = self.commands.remove(&command) {
+                    let _ = waiter.send(answer);
+                }
+            }
+            Effect::Publish(event) => self.publish(event),
+        }
+    }
+
+    fn publish(&self, event: Event) {
+        tracing::info!(
+            container = event.container,
+            kind = event.kind,
+            from = event.from,
+            to = event.to,
+            reason = event.reason,
+            bytes = event.bytes,
+            elapsed_ms = event.elapsed_ms,
+            "{}",
+            event.text
+        );
+        self.events.add(event, unix_ms());
+    }
+
+    fn found(&mut self, finding: Finding) {
+        self.feed(match finding {
+            Finding::Gpus(gpus) => Input::Gpus(gpus),
+            Finding::Proven(key, gpus) => Input::Proven(key, gpus),
+            Finding::Surveyed(key, survey) => Input::Surveyed(key, survey),
+        });
+    }
+
+    fn mail(&mut self, mail: AgentMail) {
+        match mail {
+            AgentMail::Joined {
+                key,
+                id,
+                identity,
+                hello,
+                agent,
+            } => {
+                let AgentMessage::Hello {
+                    phase,
+                    generation,
+                    hazards,
+                    ..
+                } = hello
+                else {
+                    return;
+                };
+                self.agents.insert(id, agent);
+                self.read_page(id);
+                self.feed(Input::Joined {
+                    key,
+                    process: id,
+                    identity,
+                    phase,
+                    generation,
+                    hazards,
+                });
+            }
+            AgentMail::Message(id, message) => self.feed(Input::Message(id, message)),
+            AgentMail::Detached(id) => self.feed(Input::Detached(id)),
+            AgentMail::Exited(id) => self.feed(Input::Exited(id)),
+            AgentMail::Refused { key, why } => {
+                tracing::warn!(%key, "an agent was turned away: {why}");
+                let event = Event {
+                    kind: "process".into(),
+                    key: key.to_string(),
+                    text: why,
+                    ..Event::default()
+                };
+                self.events.add(event, unix_ms());
+            }
+        }
+    }
+
+    fn call(&mut self, call: Call) {
+        match call {
+            Call::Announce(announcement, answer) => {
+                let _ = answer.send(self.announce(*announcement));
+            }
+            Call::Withdraw(key) => {
+                if let Ok(key) = Key::parse(&key) {
+                    self.listeners.remove(&key);
+                    self.feed(Input::Withdrawn(key));
+                }
+            }
+            Call::List(answer) => {
+                let mut list = self.node.list(self.now(), unix_ms());
+                list.node = nix::unistd::gethostname()
+                    .map(|n| n.to_string_lossy().into_owned())
+                    .unwrap_or_default();
+                list.version = env!("CARGO_PKG_VERSION").into();
+                list.controller_pid = std::process::id();
+                list.started_unix_ms = self.started_unix_ms;
+                let _ = answer.send(list);
+            }
+            Call::Act(name, request, answer) => match self.node.find(&name) {
+                Ok(key) => {
+                    self.next_command += 1;
+                    let command = CommandId(self.next_command);
+                    self.commands.insert(command, answer);
+                    self.feed(Input::Command(command, key, request));
+                }
+                Err(reason_text) => {
+                    let _ = answer.send(ActionResponse {
+                        reason_text,
+                        ..ActionResponse::default()
+                    });
+                }
+            },
+            Call::Reload(answer) => {
+                let _ = answer.send(self.reload());
+            }
+        }
+    }
+
+    fn announce(&mut self, announcement: Announcement) -> Result<Vec<String>, String> {
+        let key = Key::parse(&announcement.key)
+            .map_err(|k| format!("{k:?} is no key: 32 hex digits are expected"))?;
+        if !self.listeners.contains_key(&key) {
+            let listener = Listener::open(
+                &self.run_dir,
+                &key,
+                Arc::clone(&self.numbers),
+                self.mail.clone(),
+            )
+            .map_err(|e| {
+                format!(
+                    "cannot make the socket of container {}: {e}",
+                    announcement.id
+                )
+            })?;
+            self.listeners.insert(key.clone(), listener);
+        }
+        self.feed(Input::Announced(Box::new(announcement), key.clone()));
+        Ok(self.node.warnings(&key))
+    }
+
+    fn reload(&mut self) -> Result<bool, String> {
+        let config = Config::load(&Config::path()).map_err(|e| report::chain(&e))?;
+        let changed = config != self.config;
+        if changed {
+            self.node.reconfigure(config.settings());
+            self.config = config;
+        }
+        Ok(changed)
+    }
+
+    fn read_page(&mut self, id: ProcessId) {
+        let mut buffer = [0; PAGE_BYTES];
+        let Some(agent) = self.agents.get(&id) else {
+            return;
+        };
+        match agent.read_page(&mut buffer) {
+            Ok(page) => self.feed(Input::Page(id, page)),
+            Err(error) => self.feed(Input::BadPage(id, report::chain(&error))),
+        }
+    }
+
+    fn tick(&mut self) {
+        let ids: Vec<ProcessId> = self.node.connected().collect();
+        for id in ids {
+            self.read_page(id);
+        }
+        let hurry = self.pause() < Duration::from_millis(self.config.timing.sample_interval);
+        let interval = if hurry {
+            Duration::from_millis(100)
+        } else {
+            GPU_INTERVAL
+        };
+        if self.gpus_read.is_none_or(|read| read.elapsed() >= interval) {
+            self.gpus_read = Some(Instant::now());
+            self.inventory.ask(Question::Gpus);
+        }
+        self.feed(Input::Tick);
+    }
+}

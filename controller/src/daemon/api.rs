@@ -1,0 +1,165 @@
+//! The control API on `<run dir>/control.sock`: translates calls for the actor.
+
+use std::{fs, io, os::unix::net, path::Path, sync::Arc, time::Duration};
+
+use affinode_proto::{
+    api::{
+        control::{
+            ActionResponse, AnnounceRequest, AnnounceResponse, EventsRequest, EventsResponse,
+            ListRequest, ListResponse, OffloadRequest, ReloadRequest, ReloadResponse,
+            RestoreRequest, WithdrawRequest, WithdrawResponse,
+        },
+        control_ttrpc::{Control, create_control},
+    },
+    paths,
+};
+use async_trait::async_trait;
+use nix::sys::stat::{Mode, umask};
+use tokio::{
+    net::UnixListener,
+    sync::{mpsc, oneshot},
+};
+use ttrpc::r#async::{Server, TtrpcContext, transport::Listener};
+
+use super::{DaemonError, actor::Call, events::EventLog};
+use crate::core::Request;
+
+/// The longest that a reader of events may wait.
+const MAX_WAIT: Duration = Duration::from_secs(60);
+
+struct Api {
+    calls: mpsc::Sender<Call>,
+    events: Arc<EventLog>,
+}
+
+/// Binds the socket, for root alone, and serves.
+pub(super) async fn serve(
+    run_dir: &Path,
+    calls: mpsc::Sender<Call>,
+    events: Arc<EventLog>,
+) -> Result<Server, DaemonError> {
+    let path = run_dir.join(paths::CONTROL_SOCKET);
+    let listener = bind(&path).map_err(|source| DaemonError::File {
+        what: "cannot bind",
+        path: path.clone(),
+        source,
+    })?;
+    let service = create_control(Arc::new(Api { calls, events }));
+    let mut server = Server::new()
+        .add_listener(Listener::from(listener))
+        .register_service(service);
+    server
+        .start()
+        .await
+        .map_err(|source| DaemonError::Serve { path, source })?;
+    Ok(server)
+}
+
+fn bind(path: &Path) -> io::Result<UnixListener> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+        _ => {}
+    }
+    let before = umask(Mode::from_bits_truncate(0o177));
+    let bound = net::UnixListener::bind(path);
+    umask(before);
+    let listener = bound?;
+    listener.set_nonblocking(true)?;
+    UnixListener::from_std(listener)
+}
+
+fn failed(code: ttrpc::Code, text: impl Into<String>) -> ttrpc::Error {
+    ttrpc::Error::RpcStatus(ttrpc::get_status(code, text.into()))
+}
+
+impl Api {
+    async fn ask<T>(&self, call: impl FnOnce(oneshot::Sender<T>) -> Call) -> ttrpc::Result<T> {
+        let (answer, answered) = oneshot::channel();
+        let ending = || {
+            failed(
+                ttrpc::Code::UNAVAILABLE,
+                "the controller is ending; ask again",
+            )
+        };
+        self.calls.send(call(answer)).await.map_err(|_| ending())?;
+        answered.await.map_err(|_| ending())
+    }
+}
+
+#[async_trait]
+impl Control for Api {
+    async fn announce(
+        &self,
+        _: &TtrpcContext,
+        request: AnnounceRequest,
+    ) -> ttrpc::Result<AnnounceResponse> {
+        let container = request.container.into_option().unwrap_or_default();
+        let warnings = self
+            .ask(|answer| Call::Announce(Box::new(container), answer))
+            .await?
+            .map_err(|why| failed(ttrpc::Code::INVALID_ARGUMENT, why))?;
+        Ok(AnnounceResponse {
+            warnings,
+            ..AnnounceResponse::default()
+        })
+    }
+
+    async fn withdraw(
+        &self,
+        _: &TtrpcContext,
+        request: WithdrawRequest,
+    ) -> ttrpc::Result<WithdrawResponse> {
+        let ending = |_| failed(ttrpc::Code::UNAVAILABLE, "the controller is ending");
+        self.calls
+            .send(Call::Withdraw(request.key))
+            .await
+            .map_err(ending)?;
+        Ok(WithdrawResponse::default())
+    }
+
+    async fn list(&self, _: &TtrpcContext, _: ListRequest) -> ttrpc::Result<ListResponse> {
+        self.ask(Call::List).await
+    }
+
+    async fn offload(
+        &self,
+        _: &TtrpcContext,
+        request: OffloadRequest,
+    ) -> ttrpc::Result<ActionResponse> {
+        self.ask(|answer| Call::Act(request.container, Request::Offload, answer))
+            .await
+    }
+
+    async fn restore(
+        &self,
+        _: &TtrpcContext,
+        request: RestoreRequest,
+    ) -> ttrpc::Result<ActionResponse> {
+        self.ask(|answer| Call::Act(request.container, Request::Restore, answer))
+            .await
+    }
+
+    async fn events(
+        &self,
+        _: &TtrpcContext,
+        request: EventsRequest,
+    ) -> ttrpc::Result<EventsResponse> {
+        let wait = Duration::from_millis(request.timeout_ms.into()).min(MAX_WAIT);
+        let events = self.events.after(request.after, wait).await;
+        Ok(EventsResponse {
+            events,
+            ..EventsResponse::default()
+        })
+    }
+
+    async fn reload(&self, _: &TtrpcContext, _: ReloadRequest) -> ttrpc::Result<ReloadResponse> {
+        let changed = self
+            .ask(Call::Reload)
+            .await?
+            .map_err(|why| failed(ttrpc::Code::FAILED_PRECONDITION, why))?;
+        Ok(ReloadResponse {
+            changed,
+            ..ReloadResponse::default()
+        })
+    }
+}

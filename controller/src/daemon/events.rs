@@ -1,0 +1,110 @@
+//! The last events, for whoever asks.
+
+use std::{
+    collections::VecDeque,
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use affinode_proto::api::control::Event;
+use tokio::sync::Notify;
+
+/// Events that are kept.
+const KEPT: usize = 10_000;
+/// Events in one answer.
+const BATCH: usize = 1_000;
+
+/// A ring of events. Readers name the last one that they have.
+#[derive(Debug, Default)]
+pub struct EventLog {
+    inner: Mutex<Inner>,
+    added: Notify,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    events: VecDeque<Event>,
+    last: u64,
+}
+
+impl EventLog {
+    /// Adds an event; sets its number and time.
+    pub fn add(&self, event: Event, unix_ms: i64) {
+        {
+            let mut inner = self.lock();
+            inner.last += 1;
+            let sequence = inner.last;
+            if inner.events.len() == KEPT {
+                inner.events.pop_front();
+            }
+            inner.events.push_back(Event {
+                sequence,
+                unix_ms,
+                ..event
+            });
+        }
+        self.added.notify_waiters();
+    }
+
+    /// Events after a number; waits for the first up to `wait`. A number from the
+    /// future is one of an earlier controller: everything that is kept follows it.
+    pub async fn after(&self, sequence: u64, wait: Duration) -> Vec<Event> {
+        let deadline = tokio::time::Instant::now() + wait;
+        loop {
+            let added = self.added.notified();
+            tokio::pin!(added);
+            // Registered before the look, so that nothing falls between.
+            added.as_mut().enable();
+            let found = self.now(sequence);
+            if !found.is_empty() || tokio::time::timeout_at(deadline, added).await.is_err() {
+                return found;
+            }
+        }
+    }
+
+    fn now(&self, sequence: u64) -> Vec<Event> {
+        let inner = self.lock();
+        let after = if sequence > inner.last { 0 } else { sequence };
+        inner
+            .events
+            .iter()
+            .filter(|event| event.sequence > after)
+            .take(BATCH)
+            .cloned()
+            .collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_reader_gets_what_it_has_not_and_the_ring_is_bounded() {
+        let log = EventLog::default();
+        for _ in 0..KEPT + 5 {
+            log.add(Event::default(), 1);
+        }
+        let first = log.after(0, Duration::ZERO).await;
+        assert_eq!((first.len(), first[0].sequence), (BATCH, 6));
+        let last = KEPT as u64 + 5;
+        assert!(log.after(last, Duration::ZERO).await.is_empty());
+        assert_eq!(log.after(last + 1000, Duration::ZERO).await[0].sequence, 6);
+    }
+
+    #[tokio::test]
+    async fn a_waiting_reader_is_woken() {
+        let log = std::sync::Arc::new(EventLog::default());
+        let reader = tokio::spawn({
+            let log = std::sync::Arc::clone(&log);
+            async move { log.after(0, Duration::from_secs(60)).await }
+        });
+        tokio::task::yield_now().await;
+        log.add(Event::default(), 1);
+        assert_eq!(reader.await.unwrap().len(), 1);
+    }
+}

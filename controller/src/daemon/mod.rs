@@ -1,0 +1,137 @@
+//! The controller's process: one per node, held by a lock.
+//!
+//! Startup: lock, configuration, journal, control socket; then one task drives the
+//! core ([`actor`]). Death at any moment is fine: shims start the next one and announce
+//! their containers again, agents connect again and say where they stand.
+
+mod actor;
+mod api;
+mod events;
+
+use std::{
+    ffi::OsString,
+    fs::{self, File},
+    io,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+
+use affinode_proto::paths;
+use tracing_subscriber::EnvFilter;
+
+use crate::{
+    config::{Config, ConfigError, LogFormat},
+    report,
+};
+
+/// Exit status for a bad configuration, as `sysexits.h` has it for bad usage.
+const EXIT_CONFIG: u8 = 64;
+
+/// Why the controller did not run.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum DaemonError {
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    #[error("{what} {path}")]
+    File {
+        what: &'static str,
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("cannot start the runtime")]
+    Runtime(#[source] io::Error),
+    #[error("cannot serve {path}")]
+    Serve {
+        path: PathBuf,
+        #[source]
+        source: ttrpc::Error,
+    },
+}
+
+/// Runs the controller. `args` are those after the subcommand; none is accepted.
+pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
+    if let Some(extra) = args.into_iter().next() {
+        tracing_subscriber::fmt().with_writer(io::stderr).init();
+        tracing::error!(
+            "the controller takes no argument, got {extra:?}: it is configured by {}",
+            Config::path().display()
+        );
+        return ExitCode::from(2);
+    }
+    match start() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // Before the configuration is read there is no log yet.
+            let _ = tracing_subscriber::fmt()
+                .with_writer(io::stderr)
+                .with_ansi(false)
+                .try_init();
+            tracing::error!("{}", report::chain(&error));
+            ExitCode::from(if matches!(error, DaemonError::Config(_)) {
+                EXIT_CONFIG
+            } else {
+                1
+            })
+        }
+    }
+}
+
+/// The run directory of this installation.
+#[must_use]
+pub fn run_dir() -> PathBuf {
+    std::env::var_os(paths::RUN_DIR_ENV).map_or_else(|| paths::RUN_DIR.into(), PathBuf::from)
+}
+
+fn start() -> Result<(), DaemonError> {
+    let run_dir = run_dir();
+    let config = Config::load(&Config::path())?;
+    init_log(&config);
+    let Some(_lock) = lock(&run_dir)? else {
+        tracing::info!("another controller serves {}", run_dir.display());
+        return Ok(());
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(DaemonError::Runtime)?;
+    runtime.block_on(actor::serve(run_dir, config))
+}
+
+fn init_log(config: &Config) {
+    let filter = EnvFilter::try_new(&config.log.level).unwrap_or_else(|_| EnvFilter::new("info"));
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(io::stderr)
+        .with_ansi(false);
+    let _ = match config.log.format {
+        LogFormat::Text => builder.try_init(),
+        LogFormat::Json => builder.json().try_init(),
+    };
+}
+
+/// The lock of the node, or nothing when another controller holds it. Held until the
+/// process ends, however it ends.
+fn lock(run_dir: &Path) -> Result<Option<nix::fcntl::Flock<File>>, DaemonError> {
+    let path = run_dir.join(paths::CONTROLLER_LOCK);
+    let fail = |what, path: &Path| {
+        let path = path.to_owned();
+        move |source| DaemonError::File { what, path, source }
+    };
+    fs::create_dir_all(run_dir).map_err(fail("cannot make", run_dir))?;
+    // Containers reach their sockets by bind mounts; nobody but root walks in here.
+    fs::set_permissions(run_dir, fs::Permissions::from_mode(0o711))
+        .map_err(fail("cannot set the mode of", run_dir))?;
+    let file = File::options()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .open(&path)
+        .map_err(fail("cannot open", &path))?;
+    match nix::fcntl::Flock::lock(file, nix::fcntl::FlockArg::LockExclusiveNonblock) {
+        Ok(lock) => Ok(Some(lock)),
+        Err((_, nix::errno::Errno::EWOULDBLOCK)) => Ok(None),
+        Err((_, errno)) => Err(fail("cannot lock", &path)(errno.into())),
+    }
+}

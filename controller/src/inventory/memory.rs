@@ -1,0 +1,259 @@
+//! Whether host memory has room for VRAM. The driver moves VRAM into anonymous memory
+//! of the process itself, so the memory cgroup of the container pays; without room the
+//! kernel kills the process in the middle of the checkpoint. Every ancestor counts.
+
+use std::{
+    collections::BTreeMap,
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use affinode_proto::reason::Reason;
+
+use super::process;
+
+/// What is kept free.
+#[derive(Clone, Copy, Debug)]
+pub struct MemoryRules {
+    /// Beside the VRAM, for each process, in bytes.
+    pub overhead_bytes: u64,
+    /// On the node, after the offload, in bytes.
+    pub node_reserve_bytes: u64,
+}
+
+/// Whether these processes (pid, VRAM bytes) may be moved to host memory.
+///
+/// # Errors
+/// The reason, and the figures.
+pub fn check(rules: MemoryRules, processes: &[(u32, u64)]) -> Result<(), (Reason, String)> {
+    let mut by_group: BTreeMap<PathBuf, u64> = BTreeMap::new();
+    let mut total: u64 = 0;
+    for (pid, vram_bytes) in processes {
+        let need = vram_bytes.saturating_add(rules.overhead_bytes);
+        total = total.saturating_add(need);
+        let groups = Groups::of(*pid).map_err(|e| {
+            (
+                Reason::CgroupMemory,
+                format!("cgroup of process {pid}: {e}"),
+            )
+        })?;
+        if groups.is_frozen() || process::is_stopped(*pid) {
+            return Err((Reason::Frozen, format!("process {pid}")));
+        }
+        for group in groups.memory_ancestors() {
+            let sum = by_group.entry(group).or_default();
+            *sum = sum.saturating_add(need);
+        }
+    }
+    for (group, need) in by_group {
+        match headroom(&group) {
+            Some(room) if room < need => {
+                let text = format!(
+                    "{} has {} left, {} are needed",
+                    group.display(),
+                    mib(room),
+                    mib(need)
+                );
+                return Err((Reason::CgroupMemory, text));
+            }
+            _ => {}
+        }
+    }
+    let available =
+        available_bytes().map_err(|e| (Reason::HostMemory, format!("/proc/meminfo: {e}")))?;
+    if available < total.saturating_add(rules.node_reserve_bytes) {
+        let text = format!(
+            "{} available, {} are needed",
+            mib(available),
+            mib(total + rules.node_reserve_bytes)
+        );
+        return Err((Reason::HostMemory, text));
+    }
+    Ok(())
+}
+
+fn mib(bytes: u64) -> String {
+    format!("{} MiB", bytes >> 20)
+}
+
+/// Where a process is in the hierarchies that matter.
+struct Groups {
+    memory: Option<PathBuf>,
+    memory_root: PathBuf,
+    freezer_v1: Option<PathBuf>,
+}
+
+impl Groups {
+    fn of(pid: u32) -> io::Result<Groups> {
+        Ok(Groups::parse(
+            &process::cgroups(pid)?,
+            Path::new("/sys/fs/cgroup"),
+        ))
+    }
+
+    /// Lines are `id:controllers:path`; version 2 has id 0 and no controllers.
+    fn parse(text: &str, root: &Path) -> Groups {
+        let mut groups = Groups {
+            memory: None,
+            memory_root: root.to_owned(),
+            freezer_v1: None,
+        };
+        let join = |base: &Path, path: &str| base.join(path.trim_start_matches('/'));
+        for line in text.lines() {
+            let mut parts = line.splitn(3, ':');
+            let (Some(_), Some(controllers), Some(path)) =
+                (parts.next(), parts.next(), parts.next())
+            else {
+                continue;
+            };
+            if controllers.split(',').any(|c| c == "memory") {
+                groups.memory_root = root.join("memory");
+                groups.memory = Some(join(&groups.memory_root, path));
+            } else if controllers.is_empty()
+                && groups.memory.is_none()
+                && root.join("cgroup.controllers").exists()
+            {
+                groups.memory = Some(join(root, path));
+            }
+            if controllers.split(',').any(|c| c == "freezer") {
+                groups.freezer_v1 = Some(join(&root.join("freezer"), path));
+            }
+        }
+        groups
+    }
+
+    fn memory_ancestors(&self) -> Vec<PathBuf> {
+        let inside = |path: &&Path| path.starts_with(&self.memory_root);
+        self.memory
+            .iter()
+            .flat_map(|group| group.ancestors().take_while(inside))
+            .map(Path::to_owned)
+            .collect()
+    }
+
+    fn is_frozen(&self) -> bool {
+        let v1 = self
+            .freezer_v1
+            .as_ref()
+            .and_then(|p| fs::read_to_string(p.join("freezer.state")).ok());
+        let v2 = self
+            .memory
+            .as_ref()
+            .and_then(|p| fs::read_to_string(p.join("cgroup.freeze")).ok());
+        v1.is_some_and(|state| state.trim() != "THAWED")
+            || v2.is_some_and(|frozen| frozen.trim() == "1")
+    }
+}
+
+/// Bytes that a group may still take; `None` when it has no limit. Page cache that
+/// can be dropped counts as room.
+fn headroom(group: &Path) -> Option<u64> {
+    let number = |name: &str| {
+        fs::read_to_string(group.join(name))
+            .ok()?
+            .trim()
+            .parse::<u64>()
+            .ok()
+    };
+    let (limit, usage) = match number("memory.max") {
+        Some(limit) => (limit, number("memory.current")?),
+        None => (
+            number("memory.limit_in_bytes")?,
+            number("memory.usage_in_bytes")?,
+        ),
+    };
+    let stat = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
+    let field = |name: &str| {
+        stat.lines().find_map(|line| {
+            line.strip_prefix(name)?
+                .strip_prefix(' ')?
+                .parse::<u64>()
+                .ok()
+        })
+    };
+    let reclaimable = field("total_inactive_file")
+        .or_else(|| field("inactive_file"))
+        .unwrap_or(0);
+    Some(limit.saturating_sub(usage.saturating_sub(reclaimable)))
+}
+
+fn available_bytes() -> io::Result<u64> {
+    let text = fs::read_to_string("/proc/meminfo")?;
+    let kib = text.lines().find_map(|l| {
+        l.strip_prefix("MemAvailable:")?
+            .trim()
+            .strip_suffix("kB")?
+            .trim()
+            .parse::<u64>()
+            .ok()
+    });
+    kib.map(|kib| kib << 10)
+        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no MemAvailable"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const RULES: MemoryRules = MemoryRules {
+        overhead_bytes: 0,
+        node_reserve_bytes: 0,
+    };
+
+    #[test]
+    fn version_1_and_2_lines_are_understood() {
+        let v1 = "4:memory:/kubepods/pod1/abc\n8:freezer:/kubepods/pod1/abc\n0::/x\n";
+        let groups = Groups::parse(v1, Path::new("/nowhere"));
+        let ancestors = groups.memory_ancestors();
+        assert_eq!(ancestors[0], Path::new("/nowhere/memory/kubepods/pod1/abc"));
+        assert_eq!(ancestors.last().unwrap(), Path::new("/nowhere/memory"));
+        assert_eq!(
+            groups.freezer_v1.unwrap(),
+            Path::new("/nowhere/freezer/kubepods/pod1/abc")
+        );
+
+        let root = tempfile::tempdir().unwrap();
+        fs::write(root.path().join("cgroup.controllers"), "memory").unwrap();
+        let groups = Groups::parse("0::/kubepods/abc\n", root.path());
+        assert_eq!(groups.memory_ancestors().len(), 3);
+    }
+
+    #[test]
+    fn headroom_counts_what_can_be_dropped_and_no_limit_is_no_limit() {
+        let group = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs::write(group.path().join(name), text).unwrap();
+        write("memory.max", "max\n");
+        write("memory.current", "70\n");
+        assert_eq!(headroom(group.path()), None);
+        write("memory.max", "100\n");
+        write("memory.stat", "anon 5\ninactive_file 20\n");
+        assert_eq!(headroom(group.path()), Some(50));
+    }
+
+    #[test]
+    fn the_node_must_have_room_too() {
+        let (reason, text) = check(RULES, &[(std::process::id(), u64::MAX >> 2)]).unwrap_err();
+        assert!(
+            matches!(reason, Reason::HostMemory | Reason::CgroupMemory),
+            "{reason} {text}"
+        );
+        check(RULES, &[(std::process::id(), 0)]).unwrap();
+    }
+
+    #[test]
+    fn a_stopped_process_is_not_moved() {
+        let mut child = std::process::Command::new("sleep")
+            .arg("60")
+            .spawn()
+            .unwrap();
+        let pid = nix::unistd::Pid::from_raw(child.id().cast_signed());
+        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGSTOP).unwrap();
+        nix::sys::wait::waitpid(pid, Some(nix::sys::wait::WaitPidFlag::WUNTRACED)).unwrap();
+        assert_eq!(
+            check(RULES, &[(child.id(), 0)]).unwrap_err().0,
+            Reason::Frozen
+        );
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+}

@@ -1,0 +1,112 @@
+//! What the machine says: devices ([`nvml`]), processes ([`process`]), memory
+//! ([`memory`]). One thread asks ([`Inventory`]), so that a slow driver never holds up
+//! the task that decides.
+
+pub mod memory;
+pub mod nvml;
+pub mod process;
+
+use std::sync::mpsc;
+
+use affinode_proto::reason::Reason;
+
+use crate::core::{GpuSample, Key, Survey};
+use memory::MemoryRules;
+
+/// A question.
+#[derive(Debug)]
+pub enum Question {
+    /// Everything about every device.
+    Gpus,
+    /// Memory of every device, for a restore of this container.
+    Prove(Key),
+    /// Devices and host memory, for an offload of this container.
+    Survey(Key, Vec<(u32, u64)>),
+}
+
+/// An answer.
+#[derive(Debug)]
+pub enum Finding {
+    /// To [`Question::Gpus`].
+    Gpus(Result<Vec<GpuSample>, String>),
+    /// To [`Question::Prove`].
+    Proven(Key, Result<Vec<GpuSample>, String>),
+    /// To [`Question::Survey`].
+    Surveyed(Key, Survey),
+}
+
+/// The thread that asks.
+#[derive(Debug)]
+pub struct Inventory {
+    questions: mpsc::Sender<Question>,
+}
+
+impl Inventory {
+    /// Starts the thread. `tell` is called with each answer, in order.
+    ///
+    /// # Errors
+    /// The thread cannot be started.
+    pub fn start(
+        library: String,
+        rules: MemoryRules,
+        tell: impl Fn(Finding) + Send + 'static,
+    ) -> std::io::Result<Inventory> {
+        let (questions, asked) = mpsc::channel();
+        std::thread::Builder::new()
+            .name("inventory".into())
+            .spawn(move || {
+                let mut nvml = nvml::Devices::new(library);
+                for question in asked {
+                    tell(answer(&mut nvml, rules, question));
+                }
+            })?;
+        Ok(Inventory { questions })
+    }
+
+    /// Asks; the answer comes later.
+    pub fn ask(&self, question: Question) {
+        // The thread ends with the last sender alone, so this cannot fail while we live.
+        let _ = self.questions.send(question);
+    }
+}
+
+fn answer(nvml: &mut nvml::Devices, rules: MemoryRules, question: Question) -> Finding {
+    match question {
+        Question::Gpus => Finding::Gpus(nvml.read(true)),
+        Question::Prove(key) => Finding::Proven(key, nvml.read(false)),
+        Question::Survey(key, processes) => {
+            let gpus = nvml.read(true);
+            let room = survey_room(rules, &processes, gpus.as_deref().unwrap_or_default());
+            Finding::Surveyed(key, Survey { gpus, room })
+        }
+    }
+}
+
+fn survey_room(
+    rules: MemoryRules,
+    processes: &[(u32, u64)],
+    gpus: &[GpuSample],
+) -> Result<(), (Reason, String)> {
+    let ours: Vec<u32> = processes.iter().map(|(pid, _)| *pid).collect();
+    let on_gpu: Vec<u32> = gpus
+        .iter()
+        .flat_map(|gpu| gpu.processes.iter().map(|(pid, _)| *pid))
+        .collect();
+    if let Some(stranger) = process::stranger(&ours, &on_gpu) {
+        return Err((Reason::UnmanagedProcess, format!("process {stranger}")));
+    }
+    // What NVML says now counts more than what was known when the question was asked.
+    let sizes: Vec<(u32, u64)> = processes
+        .iter()
+        .map(|(pid, known)| {
+            let now: u64 = gpus
+                .iter()
+                .flat_map(|g| &g.processes)
+                .filter(|(p, _)| p == pid)
+                .map(|(_, bytes)| bytes)
+                .sum();
+            (*pid, now.max(*known))
+        })
+        .collect();
+    memory::check(rules, &sizes)
+}

@@ -1,0 +1,110 @@
+//! What /proc says of a process.
+
+use std::{collections::HashSet, fs, io};
+
+use crate::core::input::Identity;
+
+/// Who a pid is.
+///
+/// # Errors
+/// The process is gone, or /proc is not readable.
+pub fn identity(pid: u32) -> io::Result<Identity> {
+    let stat = read_stat(pid)?;
+    Ok(Identity {
+        pid,
+        start_ticks: stat.start_ticks,
+        command: stat.command,
+    })
+}
+
+/// Whether a signal or debugger has stopped it.
+#[must_use]
+pub fn is_stopped(pid: u32) -> bool {
+    read_stat(pid).is_ok_and(|stat| matches!(stat.state, 'T' | 't'))
+}
+
+/// The cgroup lines of a process, as /proc has them.
+///
+/// # Errors
+/// The process is gone, or /proc is not readable.
+pub fn cgroups(pid: u32) -> io::Result<String> {
+    fs::read_to_string(format!("/proc/{pid}/cgroup"))
+}
+
+/// A process on a GPU that is in a cgroup of `ours`, but not one of them.
+#[must_use]
+pub fn stranger(ours: &[u32], on_gpu: &[u32]) -> Option<u32> {
+    let groups: HashSet<String> = ours.iter().filter_map(|pid| cgroups(*pid).ok()).collect();
+    on_gpu
+        .iter()
+        .copied()
+        .find(|pid| !ours.contains(pid) && cgroups(*pid).is_ok_and(|group| groups.contains(&group)))
+}
+
+struct Stat {
+    command: String,
+    state: char,
+    start_ticks: u64,
+}
+
+fn read_stat(pid: u32) -> io::Result<Stat> {
+    let text = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    parse_stat(&text).ok_or_else(|| {
+        io::Error::new(
+            io::ErrorKind::InvalidData,
+            format!("/proc/{pid}/stat is not understood"),
+        )
+    })
+}
+
+/// `pid (comm) state ppid …`; the command may hold spaces and brackets.
+fn parse_stat(text: &str) -> Option<Stat> {
+    let (open, close) = (text.find('(')?, text.rfind(')')?);
+    let command = text.get(open + 1..close)?.to_owned();
+    let mut rest = text.get(close + 1..)?.split_whitespace();
+    let state = rest.next()?.chars().next()?;
+    // Field 22 of the file; the state is field 3.
+    let start_ticks = rest.nth(18)?.parse().ok()?;
+    Some(Stat {
+        command,
+        state,
+        start_ticks,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_with_brackets_is_read() {
+        let text = "12 (a) b (c)) T 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4711 20";
+        let stat = parse_stat(text).unwrap();
+        assert_eq!(
+            (stat.command.as_str(), stat.state, stat.start_ticks),
+            ("a) b (c)", 'T', 4711)
+        );
+    }
+
+    #[test]
+    fn this_process_is_found_and_is_not_its_own_stranger() {
+        let me = std::process::id();
+        let identity = identity(me).unwrap();
+        assert!(identity.start_ticks > 0 && !is_stopped(me));
+        assert_eq!(stranger(&[me], &[me]), None);
+    }
+
+    #[test]
+    fn a_child_in_the_same_cgroup_is_a_stranger() {
+        let mut child = std::process::Command::new("sleep")
+            .arg("60")
+            .spawn()
+            .unwrap();
+        assert_eq!(
+            stranger(&[std::process::id()], &[child.id()]),
+            Some(child.id())
+        );
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+}

@@ -1,0 +1,142 @@
+//! What was written before a destructive step: one file per container below the run
+//! directory, so that a controller that comes back knows what each process needs for
+//! its return. Processes do not outlive the machine, so a tmpfs is the right place.
+//!
+//! ```text
+//! affinode-journal 1 <sha256 of the rest, hex>
+//! {"step":"checkpoint","processes":[…]}
+//! ```
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use sha2::{Digest, Sha256};
+
+use crate::core::{Key, Record};
+
+const TITLE: &str = "affinode-journal 1";
+/// A record of the most processes that a container may have is far smaller.
+const MAX_BYTES: u64 = 1 << 20;
+
+/// The folder of records.
+#[derive(Clone, Debug)]
+pub struct Journal {
+    folder: PathBuf,
+}
+
+impl Journal {
+    /// Opens the folder; makes it when it is missing.
+    ///
+    /// # Errors
+    /// The folder cannot be made.
+    pub fn open(folder: &Path) -> io::Result<Journal> {
+        fs::create_dir_all(folder)?;
+        Ok(Journal {
+            folder: folder.to_owned(),
+        })
+    }
+
+    /// Writes a record: a reader sees the old one or the new one, never a part.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn write(&self, key: &Key, record: &Record) -> io::Result<()> {
+        let body = serde_json::to_string(record)?;
+        let text = format!("{TITLE} {}\n{body}", digest(&body));
+        let temporary = self.folder.join(format!(".{key}"));
+        fs::write(&temporary, text)?;
+        fs::rename(&temporary, self.folder.join(key.as_str()))
+    }
+
+    /// Removes a record; none is fine.
+    ///
+    /// # Errors
+    /// The file cannot be removed.
+    pub fn remove(&self, key: &Key) -> io::Result<()> {
+        match fs::remove_file(self.folder.join(key.as_str())) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+            _ => Ok(()),
+        }
+    }
+
+    /// Reads every record. What cannot be read is named beside what can.
+    ///
+    /// # Errors
+    /// The folder cannot be listed.
+    pub fn read_all(&self) -> io::Result<(Vec<(Key, Record)>, Vec<String>)> {
+        let (mut good, mut bad) = (Vec::new(), Vec::new());
+        for entry in fs::read_dir(&self.folder)? {
+            let entry = entry?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let Ok(key) = Key::parse(&name) else { continue };
+            match read(&entry.path()) {
+                Ok(record) => good.push((key, record)),
+                Err(why) => bad.push(format!("{}: {why}", entry.path().display())),
+            }
+        }
+        Ok((good, bad))
+    }
+}
+
+fn digest(body: &str) -> String {
+    Sha256::digest(body)
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
+}
+
+fn read(path: &Path) -> Result<Record, String> {
+    if fs::metadata(path).map_err(|e| e.to_string())?.len() > MAX_BYTES {
+        return Err("larger than a record can be".into());
+    }
+    let text = fs::read_to_string(path).map_err(|e| e.to_string())?;
+    let (head, body) = text.split_once('\n').ok_or("no first line")?;
+    let sum = head
+        .strip_prefix(TITLE)
+        .ok_or("another version, or no record")?
+        .trim();
+    if sum != digest(body) {
+        return Err("the checksum does not fit".into());
+    }
+    serde_json::from_str(body).map_err(|e| e.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::{DeviceBytes, RecordedProcess};
+
+    #[test]
+    fn a_record_comes_back_and_a_damaged_one_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let journal = Journal::open(folder.path()).unwrap();
+        let key = Key::parse(&"a".repeat(32)).unwrap();
+        let record = Record {
+            step: "checkpoint".into(),
+            processes: vec![RecordedProcess {
+                pid: 7,
+                start_ticks: 9,
+                away: vec![DeviceBytes {
+                    uuid: "GPU-1".into(),
+                    bytes: 5,
+                }],
+            }],
+        };
+        journal.write(&key, &record).unwrap();
+        assert_eq!(journal.read_all().unwrap().0, [(key.clone(), record)]);
+
+        let path = folder.path().join(key.as_str());
+        let text = fs::read_to_string(&path)
+            .unwrap()
+            .replace("\"pid\":7", "\"pid\":8");
+        fs::write(&path, text).unwrap();
+        let (good, bad) = journal.read_all().unwrap();
+        assert!(good.is_empty() && bad[0].contains("checksum"), "{bad:?}");
+
+        journal.remove(&key).unwrap();
+        journal.remove(&key).unwrap();
+        assert!(journal.read_all().unwrap().1.is_empty());
+    }
+}
