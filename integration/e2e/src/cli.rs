@@ -28,7 +28,7 @@ pub struct Node {
     /// The node's GPU containers.
     pub containers: Vec<ContainerRow>,
     /// Why the GPUs cannot be seen.
-    pub gpu_error: String,
+    pub gpu_error: Option<String>,
 }
 
 /// A GPU.
@@ -51,8 +51,22 @@ pub struct GpuRow {
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct ContainerRow {
-    /// Who it is.
-    pub announcement: Announcement,
+    /// namespace/pod/container, or namespace/id.
+    pub name: String,
+    /// The controller's key.
+    pub key: String,
+    /// containerd's namespace.
+    pub namespace: String,
+    /// containerd's id.
+    pub id: String,
+    /// Kubernetes' namespace.
+    pub pod_namespace: String,
+    /// Kubernetes' pod.
+    pub pod: String,
+    /// Kubernetes' container.
+    pub container: String,
+    /// Its image.
+    pub image: String,
     /// Active, Idle, Offloaded, …
     pub state: String,
     /// Since when, milliseconds since the epoch.
@@ -77,26 +91,6 @@ pub struct ContainerRow {
     pub warnings: Vec<String>,
 }
 
-/// The names of a container.
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
-pub struct Announcement {
-    /// The controller's key.
-    pub key: String,
-    /// containerd's namespace.
-    pub namespace: String,
-    /// containerd's id.
-    pub id: String,
-    /// Kubernetes' namespace.
-    pub pod_namespace: String,
-    /// Kubernetes' pod.
-    pub pod: String,
-    /// Kubernetes' container.
-    pub container: String,
-    /// Its image.
-    pub image: String,
-}
-
 /// A CUDA process.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
@@ -109,6 +103,30 @@ pub struct ProcessRow {
     pub calls: u64,
     /// What makes it unsafe to move.
     pub hazards: Vec<String>,
+}
+
+/// A line of `affinode events -o json`.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct EventRow {
+    /// Counts up from 1 in each controller.
+    pub sequence: u64,
+    /// When, milliseconds since the epoch.
+    pub unix_ms: i64,
+    /// state, refused, annotation, controller, process.
+    pub kind: String,
+    /// namespace/pod/container, or namespace/id.
+    pub container: String,
+    /// State before.
+    pub from: String,
+    /// State after.
+    pub to: String,
+    /// Stable word.
+    pub reason: String,
+    /// VRAM that was moved.
+    pub bytes: u64,
+    /// How long it took.
+    pub elapsed_ms: u64,
 }
 
 impl Cli {
@@ -176,7 +194,20 @@ impl Cli {
     /// As [`Cli::ps`].
     pub fn container(&self, id: &str) -> Result<Option<ContainerRow>> {
         let rows = self.ps()?.containers;
-        Ok(rows.into_iter().find(|row| row.announcement.id == id))
+        Ok(rows.into_iter().find(|row| row.id == id))
+    }
+
+    /// What happened since the controller started, oldest first.
+    ///
+    /// # Errors
+    /// As [`Cli::ps`].
+    pub fn events(&self) -> Result<Vec<EventRow>> {
+        let text = self.run(&["events", "-o", "json"])?;
+        text.lines()
+            .map(|line| {
+                serde_json::from_str(line).with_context(|| format!("an event said: {line}"))
+            })
+            .collect()
     }
 
     /// Waits until a container is in a state, and returns how it is then.

@@ -205,7 +205,7 @@ state = "{dir}/state"
 [grpc]
 address = "{dir}/containerd.sock"
 [debug]
-level = "debug"
+level = "info"
 "#
     );
     let runtimes = |cri: &str| {
@@ -231,6 +231,8 @@ container_annotations = ["affinode.io/*"]
 path = "{store}/opt"
 [plugins."{cri}"]
 sandbox_image = "{pause}"
+# Build machines often lack CAP_SYS_RESOURCE, which a pod's negative score needs.
+restrict_oom_score_adj = true
 {}"#,
                 runtimes(cri)
             )
@@ -243,6 +245,8 @@ path = "{store}/opt"
 disable = true
 [plugins."io.containerd.cri.v1.images".pinned_images]
 sandbox = "{pause}"
+[plugins."io.containerd.cri.v1.runtime"]
+restrict_oom_score_adj = true
 {}"#,
             runtimes("io.containerd.cri.v1.runtime")
         ),

@@ -93,8 +93,8 @@ impl Gpu {
                 .into_owned(),
             "--socket".into(),
             socket.to_string_lossy().into_owned(),
-            "--vram-bytes".into(),
-            vram_bytes.to_string(),
+            "--vram-mib".into(),
+            (vram_bytes >> 20).to_string(),
         ];
         keeper.spawn(&Job {
             argv,

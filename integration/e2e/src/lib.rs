@@ -22,6 +22,7 @@ pub mod gpu;
 pub mod image;
 pub mod keeper;
 mod logs;
+pub mod processes;
 pub mod release;
 pub mod until;
 pub mod worker;

@@ -15,6 +15,7 @@ use crate::{
     gpu::Gpu,
     image,
     keeper::{Keeper, cgroup_parent},
+    processes::{self, Process},
     release::{Release, Releases},
 };
 
@@ -205,6 +206,30 @@ impl World {
         cgroup_parent(&self.dir)
     }
 
+    /// Shims that run, stock and ours. The controller is the same binary, and none of them.
+    ///
+    /// # Errors
+    /// When /proc cannot be read.
+    pub fn shims(&self) -> Result<Vec<Process>> {
+        let mut found = processes::named("containerd-shim", self.keeper.pid())?;
+        found.retain(|process| !is_controller(process));
+        Ok(found)
+    }
+
+    /// The controller, while there is one.
+    ///
+    /// # Errors
+    /// When /proc cannot be read.
+    pub fn controller(&self) -> Result<Option<Process>> {
+        let found = processes::named("containerd-shim", self.keeper.pid())?;
+        Ok(found.into_iter().find(is_controller))
+    }
+
+    /// Prints what the world's programs logged, for a test that failed.
+    pub fn show_logs(&self) {
+        crate::logs::show(&self.dir);
+    }
+
     /// Starts containerd again after [`Containerd::stop`].
     ///
     /// # Errors
@@ -217,10 +242,17 @@ impl World {
 impl Drop for World {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            crate::logs::show(&self.dir);
+            self.show_logs();
         }
         self.keeper.end();
     }
+}
+
+fn is_controller(process: &Process) -> bool {
+    process
+        .command
+        .trim_end()
+        .ends_with("containerd-shim-affinode-v1 controller")
 }
 
 /// A folder with a short name: socket paths hold 107 bytes.

@@ -1,19 +1,18 @@
 //! Ending what a world started.
 
 use std::{
-    collections::HashMap,
     path::{Path, PathBuf},
     time::Duration,
 };
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
 
 use super::cgroup_parent;
-use crate::until::until;
+use crate::{processes::descendants, until::until};
 
 /// Kills every descendant of this process, again and again until none is left:
 /// one that forks while it is being killed leaves a child that comes to us.
@@ -26,35 +25,6 @@ pub(super) fn kill_descendants() -> Result<()> {
         }
         Ok(pids.is_empty().then_some(()))
     })
-}
-
-fn descendants(of: i32) -> Result<Vec<i32>> {
-    let mut children: HashMap<i32, Vec<i32>> = HashMap::new();
-    for entry in std::fs::read_dir("/proc").context("cannot read /proc")? {
-        let name = entry?.file_name();
-        let Some(pid) = name.to_str().and_then(|name| name.parse::<i32>().ok()) else {
-            continue;
-        };
-        // A process that ended meanwhile has no parent to speak of.
-        if let Some(parent) = parent(pid) {
-            children.entry(parent).or_default().push(pid);
-        }
-    }
-    let mut found = Vec::new();
-    let mut look = vec![of];
-    while let Some(pid) = look.pop() {
-        let below = children.remove(&pid).unwrap_or_default();
-        found.extend(&below);
-        look.extend(below);
-    }
-    Ok(found)
-}
-
-fn parent(pid: i32) -> Option<i32> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The command name may hold anything, blanks and parentheses too.
-    let after = stat.rsplit_once(") ")?.1;
-    after.split(' ').nth(1)?.parse().ok()
 }
 
 /// Removes the world's cgroups from every hierarchy.

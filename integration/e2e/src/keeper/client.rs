@@ -49,6 +49,12 @@ impl Keeper {
         })
     }
 
+    /// Its process id: all processes of the world descend from it.
+    #[must_use]
+    pub fn pid(&self) -> i32 {
+        i32::try_from(self.pid).unwrap_or(i32::MAX)
+    }
+
     /// Starts a process and returns its id.
     ///
     /// # Errors

@@ -1,0 +1,58 @@
+//! The processes of a world: the keeper's descendants.
+
+use std::collections::HashMap;
+
+use anyhow::{Context, Result};
+use nix::unistd::Pid;
+
+/// A process and how it was started.
+#[derive(Clone, Debug)]
+pub struct Process {
+    /// Its id on the host.
+    pub pid: Pid,
+    /// Program and arguments, separated by blanks.
+    pub command: String,
+}
+
+/// All descendants of a process whose command line holds `part`.
+pub(crate) fn named(part: &str, of: i32) -> Result<Vec<Process>> {
+    let found = descendants(of)?.into_iter().filter_map(|pid| {
+        let raw = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+        let command = String::from_utf8_lossy(&raw).replace('\0', " ");
+        command.contains(part).then(|| Process {
+            pid: Pid::from_raw(pid),
+            command,
+        })
+    });
+    Ok(found.collect())
+}
+
+/// All descendants of a process.
+pub(crate) fn descendants(of: i32) -> Result<Vec<i32>> {
+    let mut children: HashMap<i32, Vec<i32>> = HashMap::new();
+    for entry in std::fs::read_dir("/proc").context("cannot read /proc")? {
+        let name = entry?.file_name();
+        let Some(pid) = name.to_str().and_then(|name| name.parse::<i32>().ok()) else {
+            continue;
+        };
+        // A process that ended meanwhile has no parent to speak of.
+        if let Some(parent) = parent(pid) {
+            children.entry(parent).or_default().push(pid);
+        }
+    }
+    let mut found = Vec::new();
+    let mut look = vec![of];
+    while let Some(pid) = look.pop() {
+        let below = children.remove(&pid).unwrap_or_default();
+        found.extend(&below);
+        look.extend(below);
+    }
+    Ok(found)
+}
+
+fn parent(pid: i32) -> Option<i32> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The command name may hold anything, blanks and parentheses too.
+    let after = stat.rsplit_once(") ")?.1;
+    after.split(' ').nth(1)?.parse().ok()
+}

@@ -1,0 +1,186 @@
+//! The life of containers without a GPU. Every case runs with the stock runtime
+//! and with Affinode's: they must agree.
+
+use std::{
+    io::Read,
+    process::{Command, Stdio},
+};
+
+use affinode_e2e::{
+    container::Spec,
+    containerd::{self, AFFINODE, STOCK},
+    until::until,
+    world::{Recipe, World},
+};
+use anyhow::{Context, Result};
+use nix::sys::signal::Signal;
+
+use crate::matrix::on_every_containerd;
+
+const RUNTIMES: [&str; 1] = [STOCK];
+
+on_every_containerd!(
+    Recipe::default();
+    runs_to_its_end,
+    passes_the_exit_status,
+    execs,
+    gives_a_terminal,
+    kills_and_deletes,
+    survives_a_restart_of_containerd,
+    survives_a_crash_of_containerd,
+    reports_a_program_that_is_not_there,
+);
+
+fn runs_to_its_end(world: &World) -> Result<()> {
+    for runtime in RUNTIMES {
+        let spec = Spec::plain("run", &["/bin/sh", "-c", "echo hello; id -u"]).runtime(runtime);
+        assert_eq!(spec.run(world)?, "hello\n0\n", "{runtime}");
+    }
+    nothing_is_left(world)
+}
+
+fn passes_the_exit_status(world: &World) -> Result<()> {
+    for runtime in RUNTIMES {
+        let spec = Spec::plain("status", &["/bin/sh", "-c", "exit 7"]).runtime(runtime);
+        let status = spec.command(world, &["--rm"])?.status()?;
+        assert_eq!(status.code(), Some(7), "{runtime}");
+    }
+    nothing_is_left(world)
+}
+
+fn execs(world: &World) -> Result<()> {
+    for runtime in RUNTIMES {
+        let spec = Spec::plain("exec", &["/bin/sleep", "infinity"]).runtime(runtime);
+        let running = spec.env("WHO", "me").start(world)?;
+        assert_eq!(
+            running.exec(world, &["/bin/sh", "-c", "echo $WHO"])?,
+            "me\n",
+            "{runtime}"
+        );
+        running.kill(world)?;
+        running.delete(world)?;
+    }
+    nothing_is_left(world)
+}
+
+fn gives_a_terminal(world: &World) -> Result<()> {
+    for runtime in RUNTIMES {
+        let spec = Spec::plain("tty", &["/bin/sh", "-c", "tty; stty size"]).runtime(runtime);
+        let said = on_a_terminal(spec.command(world, &["--rm", "--tty"])?)?;
+        assert!(
+            said.contains("/dev/pts/") || said.contains("/dev/console"),
+            "{runtime}: {said}"
+        );
+    }
+    nothing_is_left(world)
+}
+
+fn kills_and_deletes(world: &World) -> Result<()> {
+    for runtime in RUNTIMES {
+        let running = Spec::plain("kill", &["/bin/sleep", "infinity"])
+            .runtime(runtime)
+            .start(world)?;
+        assert_eq!(
+            running.status(world)?.as_deref(),
+            Some("RUNNING"),
+            "{runtime}"
+        );
+        running.kill(world)?;
+        running.delete(world)?;
+        assert_eq!(running.status(world)?, None, "{runtime}");
+        nothing_is_left(world)?;
+    }
+    Ok(())
+}
+
+fn survives_a_restart_of_containerd(world: &World) -> Result<()> {
+    survives(world, Signal::SIGTERM)
+}
+
+fn survives_a_crash_of_containerd(world: &World) -> Result<()> {
+    survives(world, Signal::SIGKILL)
+}
+
+fn survives(world: &World, signal: Signal) -> Result<()> {
+    for runtime in RUNTIMES {
+        let spec = Spec::plain("restart", &["/bin/sleep", "infinity"]).runtime(runtime);
+        let running = spec.start(world)?;
+        let pid = running.pid(world)?;
+        world.containerd().stop(signal)?;
+        world.start_containerd()?;
+        assert_eq!(running.pid(world)?, pid, "{runtime}");
+        assert_eq!(
+            running.exec(world, &["/bin/echo", "still"])?,
+            "still\n",
+            "{runtime}"
+        );
+        running.kill(world)?;
+        running.delete(world)?;
+        nothing_is_left(world)?;
+    }
+    Ok(())
+}
+
+fn reports_a_program_that_is_not_there(world: &World) -> Result<()> {
+    let mut messages = Vec::new();
+    for runtime in RUNTIMES {
+        let spec = Spec::plain("absent", &["/bin/no-such-program"]).runtime(runtime);
+        let output = spec.command(world, &["--rm"])?.output()?;
+        assert!(!output.status.success(), "{runtime}");
+        messages.push(String::from_utf8_lossy(&output.stderr).into_owned());
+    }
+
+    nothing_is_left(world)
+}
+
+/// No shim, no bundle, no cgroup.
+pub fn nothing_is_left(world: &World) -> Result<()> {
+    until("shims to end", || {
+        Ok(world.shims()?.is_empty().then_some(()))
+    })?;
+    for namespace in ["default", "k8s.io"] {
+        let bundles = world.containerd().bundles(namespace);
+        let left = std::fs::read_dir(&bundles)
+            .map(Iterator::count)
+            .unwrap_or(0);
+        assert_eq!(left, 0, "bundles in {}", bundles.display());
+    }
+    let table = containerd::run(
+        Command::new("find")
+            .args(["/sys/fs/cgroup", "-mindepth", "2", "-type", "d", "-path"])
+            .arg(format!("*/{}/*", world.cgroup_parent())),
+    )?;
+    assert_eq!(table, "", "cgroups");
+    Ok(())
+}
+
+/// Runs a command whose standard streams are a terminal: what it printed there.
+fn on_a_terminal(mut command: Command) -> Result<String> {
+    let pty = nix::pty::openpty(None, None)?;
+    let end = || -> Result<Stdio> { Ok(pty.slave.try_clone()?.into()) };
+    let mut child = command
+        .stdin(end()?)
+        .stdout(end()?)
+        .stderr(end()?)
+        .spawn()?;
+    // Ours must be closed, or the terminal would never hang up.
+    drop(command);
+    drop(pty.slave);
+    let mut said = Vec::new();
+    let mut terminal = std::fs::File::from(pty.master);
+    let mut chunk = [0; 1024];
+    // The end of a terminal is an error, EIO.
+    while let Ok(count) = terminal.read(&mut chunk) {
+        if count == 0 {
+            break;
+        }
+        said.extend(&chunk[..count]);
+    }
+    let status = child.wait()?;
+    let said = String::from_utf8_lossy(&said).into_owned();
+    status
+        .success()
+        .then_some(())
+        .with_context(|| format!("{status}: {said}"))?;
+    Ok(said)
+}

@@ -1,0 +1,10 @@
+//! The end-to-end suite: real containerd, real runc, the built shim, controller
+//! and preload library, a simulated GPU. Each test has a world of its own.
+//!
+//! `cargo xtask test --e2e` builds all of it first.
+
+mod cri;
+mod lifecycle;
+mod matrix;
+mod pods;
+mod spec;

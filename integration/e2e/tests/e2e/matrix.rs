@@ -1,0 +1,47 @@
+//! The same cases with every containerd that the machine has.
+
+use affinode_e2e::{
+    artifacts::Artifacts,
+    release::{Line, Releases},
+    world::{Recipe, World},
+};
+use anyhow::Result;
+
+/// A world with a containerd of this line; `None` where the machine cannot have one,
+/// which `cargo xtask deps` has said then.
+pub fn world(line: Line, recipe: Recipe) -> Result<Option<World>> {
+    let releases = Releases::read(&Artifacts::find()?)?;
+    match releases.get(line)? {
+        Some(release) => recipe.release(release).world().map(Some),
+        None => {
+            println!("skipped: no containerd {} on this machine", line.as_str());
+            Ok(None)
+        }
+    }
+}
+
+/// Makes a test per line of containerd from each function `fn(&World) -> Result<()>`.
+macro_rules! on_every_containerd {
+    ($recipe:expr; $($case:ident),* $(,)?) => {
+        on_every_containerd!(@line containerd_1_6, V1_6, $recipe; $($case),*);
+        on_every_containerd!(@line containerd_1_7, V1_7, $recipe; $($case),*);
+        on_every_containerd!(@line containerd_2, V2, $recipe; $($case),*);
+    };
+    (@line $module:ident, $line:ident, $recipe:expr; $($case:ident),*) => {
+        mod $module {
+            #[allow(unused_imports, reason = "the recipe may use any of its maker's names")]
+            use super::*;
+            $(
+                #[test]
+                fn $case() -> anyhow::Result<()> {
+                    let line = affinode_e2e::release::Line::$line;
+                    match crate::matrix::world(line, $recipe)? {
+                        Some(world) => super::$case(&world).inspect_err(|_| world.show_logs()),
+                        None => Ok(()),
+                    }
+                }
+            )*
+        }
+    };
+}
+pub(crate) use on_every_containerd;

@@ -1,0 +1,115 @@
+//! Pods through CRI, as kubelet runs them with a RuntimeClass.
+
+use affinode_e2e::{
+    image,
+    until::until,
+    world::{Recipe, World},
+};
+use anyhow::Result;
+use nix::sys::signal::Signal;
+
+use crate::{
+    cri::{self, Cri},
+    lifecycle::nothing_is_left,
+    matrix::on_every_containerd,
+};
+
+on_every_containerd!(
+    Recipe::default().cri();
+    a_pod_with_two_containers,
+    a_pod_survives_a_restart_of_containerd,
+    a_shim_that_is_killed_leaves_nothing,
+);
+
+const HANDLERS: [&str; 1] = ["runc"];
+
+fn words(words: &[&str]) -> Vec<String> {
+    words.iter().map(|&word| word.to_owned()).collect()
+}
+
+fn a_pod_with_two_containers(world: &World) -> Result<()> {
+    let cri = Cri::connect(&world.containerd().socket())?;
+    for handler in HANDLERS {
+        let pod = cri::pod(
+            &format!("pair-{handler}"),
+            &world.cgroup_parent(),
+            world.dir(),
+        );
+        let pod_id = cri.run_pod(&pod, handler)?;
+        let sleeper = cri::container("sleeper", image::PLAIN, &words(&["/bin/sleep", "infinity"]));
+        let short = cri::container("short", image::PLAIN, &words(&["/bin/true"]));
+        let sleeper = cri.run_container(&pod_id, &sleeper, &pod)?;
+        let short = cri.run_container(&pod_id, &short, &pod)?;
+        until("the short one to exit", || {
+            Ok((cri.state(&short)? == cri::EXITED).then_some(()))
+        })?;
+        let said = cri.exec(&sleeper, &["/bin/sh", "-c", "echo here; exit 3"])?;
+        assert_eq!(
+            (said.stdout.as_slice(), said.exit_code),
+            (&b"here\n"[..], 3),
+            "{handler}"
+        );
+        cri.remove_container(&short)?;
+        cri.remove_container(&sleeper)?;
+        cri.remove_pod(&pod_id)?;
+        nothing_is_left(world)?;
+    }
+    Ok(())
+}
+
+fn a_pod_survives_a_restart_of_containerd(world: &World) -> Result<()> {
+    for handler in HANDLERS {
+        let cri = Cri::connect(&world.containerd().socket())?;
+        let pod = cri::pod(
+            &format!("restart-{handler}"),
+            &world.cgroup_parent(),
+            world.dir(),
+        );
+        let pod_id = cri.run_pod(&pod, handler)?;
+        let config = cri::container("sleeper", image::PLAIN, &words(&["/bin/sleep", "infinity"]));
+        let first = cri.run_container(&pod_id, &config, &pod)?;
+        world.containerd().stop(Signal::SIGTERM)?;
+        world.start_containerd()?;
+        let cri = Cri::connect(&world.containerd().socket())?;
+        assert_eq!(
+            cri.exec(&first, &["/bin/echo", "still"])?.stdout,
+            b"still\n",
+            "{handler}"
+        );
+        let mut config = config;
+        config.metadata = Some(cri::ContainerMetadata {
+            name: "second".into(),
+        });
+        let second = cri.run_container(&pod_id, &config, &pod)?;
+        assert_eq!(
+            cri.exec(&second, &["/bin/echo", "new"])?.stdout,
+            b"new\n",
+            "{handler}"
+        );
+        cri.remove_container(&first)?;
+        cri.remove_container(&second)?;
+        cri.remove_pod(&pod_id)?;
+        nothing_is_left(world)?;
+    }
+    Ok(())
+}
+
+/// containerd notices the end of the connection, runs our `delete`, and the pod can be removed.
+fn a_shim_that_is_killed_leaves_nothing(world: &World) -> Result<()> {
+    let cri = Cri::connect(&world.containerd().socket())?;
+    let pod = cri::pod("shot", &world.cgroup_parent(), world.dir());
+    let pod_id = cri.run_pod(&pod, "affinode")?;
+    let config = cri::container("sleeper", image::PLAIN, &words(&["/bin/sleep", "infinity"]));
+    let id = cri.run_container(&pod_id, &config, &pod)?;
+    for shim in world.shims()? {
+        if shim.command.contains("containerd-shim-affinode-v1") {
+            nix::sys::signal::kill(shim.pid, Signal::SIGKILL)?;
+        }
+    }
+    until("containerd to see the end", || {
+        Ok((cri.state(&id)? == cri::EXITED).then_some(()))
+    })?;
+    cri.remove_container(&id)?;
+    cri.remove_pod(&pod_id)?;
+    nothing_is_left(world)
+}

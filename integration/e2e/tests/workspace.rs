@@ -1,0 +1,144 @@
+//! The shape of the repository: which crate may use which, and what the root holds.
+
+use std::{collections::BTreeSet, process::Command};
+
+use affinode_e2e::artifacts::workspace_dir;
+use anyhow::{Context, Result};
+use serde_json::Value;
+
+/// Folder of a crate, and the crates of the workspace that it may use.
+///
+/// `integration` meets the product as binaries only: were it linked to them, the
+/// tests would test what nobody runs.
+const ALLOWED: [(&str, &[&str]); 5] = [
+    ("proto", &[]),
+    ("preload", &["affinode-proto", "affinode-cuda-sys"]),
+    ("runtime-shim", &["affinode-proto", "affinode-controller"]),
+    ("controller", &["affinode-proto", "affinode-cuda-sys"]),
+    (
+        "integration",
+        &["affinode-proto", "affinode-e2e", "affinode-sim-protocol"],
+    ),
+];
+
+/// What stands in the root beside dot files.
+const ROOT: [&str; 13] = [
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "Cargo.lock",
+    "Cargo.toml",
+    "LICENSE",
+    "README.md",
+    "config",
+    "controller",
+    "integration",
+    "preload",
+    "proto",
+    "runtime-shim",
+];
+/// Configuration of tools that read it from the root alone.
+const TOOL_FILES: [&str; 4] = [
+    "clippy.toml",
+    "deny.toml",
+    "rust-toolchain.toml",
+    "rustfmt.toml",
+];
+
+#[test]
+fn crates_use_only_whom_they_may() -> Result<()> {
+    let metadata = metadata()?;
+    let packages = metadata["packages"].as_array().context("no packages")?;
+    let ours: BTreeSet<&str> = packages
+        .iter()
+        .filter_map(|package| package["name"].as_str())
+        .collect();
+    for package in packages {
+        let folder = top_folder(package)?;
+        let (_, allowed) = ALLOWED
+            .iter()
+            .find(|(name, _)| *name == folder)
+            .with_context(|| format!("a crate in {folder}: the design has no such folder"))?;
+        for dependency in package["dependencies"]
+            .as_array()
+            .context("no dependencies")?
+        {
+            let name = dependency["name"]
+                .as_str()
+                .context("a dependency has a name")?;
+            let fine = !ours.contains(name) || allowed.contains(&name);
+            assert!(fine, "{} must not use {name}", package["name"]);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn the_shim_names_the_controller_in_its_main_file_alone() -> Result<()> {
+    let sources = workspace_dir().join("runtime-shim/src");
+    let mut folders = vec![sources.clone()];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(&folder)? {
+            let path = entry?.path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path != sources.join("main.rs") {
+                let text = std::fs::read_to_string(&path)?;
+                assert!(!text.contains("affinode_controller"), "{}", path.display());
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn the_root_holds_what_the_design_says() -> Result<()> {
+    let listed = Command::new("git")
+        .args(["ls-files", "-z"])
+        .current_dir(workspace_dir())
+        .output()?;
+    let text = String::from_utf8(listed.stdout)?;
+    let names: BTreeSet<&str> = text
+        .split('\0')
+        .filter_map(|path| path.split('/').next())
+        .filter(|name| !name.is_empty() && !name.starts_with('.'))
+        .collect();
+    for name in &names {
+        let known = ROOT.contains(name) || TOOL_FILES.contains(name);
+        assert!(known, "{name} does not belong in the root");
+    }
+    // Outside a git checkout, as in an unpacked release, there is nothing to compare.
+    if listed.status.success() {
+        for name in ROOT {
+            assert!(names.contains(name), "{name} is missing from the root");
+        }
+    }
+    Ok(())
+}
+
+fn top_folder(package: &Value) -> Result<String> {
+    let manifest = package["manifest_path"]
+        .as_str()
+        .context("a package has a manifest")?;
+    let inside = std::path::Path::new(manifest).strip_prefix(workspace_dir())?;
+    let first = inside
+        .components()
+        .next()
+        .context("a manifest in the root")?;
+    Ok(first.as_os_str().to_string_lossy().into_owned())
+}
+
+fn metadata() -> Result<Value> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let output = Command::new(cargo)
+        .args([
+            "metadata",
+            "--no-deps",
+            "--format-version",
+            "1",
+            "--offline",
+        ])
+        .current_dir(workspace_dir())
+        .output()?;
+    serde_json::from_slice(&output.stdout).context("cargo metadata printed no JSON")
+}
