@@ -26,6 +26,10 @@ pub const AFFINODE: &str = "io.containerd.affinode.v1";
 /// Runtime type of the stock shim.
 pub const STOCK: &str = "io.containerd.runc.v2";
 
+/// The snippets that users are told to install, so that they are what is tested.
+const REGISTER_V2: &str = include_str!("../../../config/containerd/affinode-v2.toml");
+const REGISTER_V3: &str = include_str!("../../../config/containerd/affinode-v3.toml");
+
 /// A containerd in a world's folder.
 pub struct Containerd {
     release: Release,
@@ -208,37 +212,27 @@ address = "{dir}/containerd.sock"
 level = "info"
 "#
     );
-    let runtimes = |cri: &str| {
-        format!(
-            r#"[plugins."{cri}".cni]
-bin_dir = "{dir}/cni"
-conf_dir = "{dir}/cni"
-[plugins."{cri}".containerd.runtimes.runc]
-runtime_type = "{STOCK}"
-[plugins."{cri}".containerd.runtimes.affinode]
-runtime_type = "{AFFINODE}"
-pod_annotations = ["affinode.io/*"]
-container_annotations = ["affinode.io/*"]
-"#
-        )
-    };
     match line {
         Line::V1_6 | Line::V1_7 => {
-            let cri = "io.containerd.grpc.v1.cri";
+            // Only the first `version` counts: the snippet is for the same file.
+            let register = REGISTER_V2.replace("version = 2", "");
             format!(
                 r#"version = 2
 {common}[plugins."io.containerd.internal.v1.opt"]
 path = "{store}/opt"
-[plugins."{cri}"]
+[plugins."io.containerd.grpc.v1.cri"]
 sandbox_image = "{pause}"
 # Build machines often lack CAP_SYS_RESOURCE, which a pod's negative score needs.
 restrict_oom_score_adj = true
-{}"#,
-                runtimes(cri)
+# A handler of one's own makes containerd forget its default one.
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+runtime_type = "{STOCK}"
+{register}"#
             )
         }
         Line::V2 => format!(
             r#"version = 3
+imports = ["{dir}/conf.d/*.toml"]
 {common}[plugins."io.containerd.internal.v1.opt"]
 path = "{store}/opt"
 [plugins."io.containerd.nri.v1.nri"]
@@ -247,8 +241,7 @@ disable = true
 sandbox = "{pause}"
 [plugins."io.containerd.cri.v1.runtime"]
 restrict_oom_score_adj = true
-{}"#,
-            runtimes("io.containerd.cri.v1.runtime")
+"#
         ),
     }
 }
