@@ -20,6 +20,9 @@ const TITLE: &str = "affinode-journal 1";
 /// A record of the most processes that a container may have is far smaller.
 const MAX_BYTES: u64 = 1 << 20;
 
+/// Records that were read, and what is wrong with each that was not.
+pub type Found = (Vec<(Key, Record)>, Vec<String>);
+
 /// The folder of records.
 #[derive(Clone, Debug)]
 pub struct Journal {
@@ -33,9 +36,7 @@ impl Journal {
     /// The folder cannot be made.
     pub fn open(folder: &Path) -> io::Result<Journal> {
         fs::create_dir_all(folder)?;
-        Ok(Journal {
-            folder: folder.to_owned(),
-        })
+        Ok(Journal { folder: folder.to_owned() })
     }
 
     /// Writes a record: a reader sees the old one or the new one, never a part.
@@ -65,7 +66,7 @@ impl Journal {
     ///
     /// # Errors
     /// The folder cannot be listed.
-    pub fn read_all(&self) -> io::Result<(Vec<(Key, Record)>, Vec<String>)> {
+    pub fn read_all(&self) -> io::Result<Found> {
         let (mut good, mut bad) = (Vec::new(), Vec::new());
         for entry in fs::read_dir(&self.folder)? {
             let entry = entry?;
@@ -81,10 +82,7 @@ impl Journal {
 }
 
 fn digest(body: &str) -> String {
-    Sha256::digest(body)
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect()
+    Sha256::digest(body).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn read(path: &Path) -> Result<Record, String> {
@@ -93,10 +91,7 @@ fn read(path: &Path) -> Result<Record, String> {
     }
     let text = fs::read_to_string(path).map_err(|e| e.to_string())?;
     let (head, body) = text.split_once('\n').ok_or("no first line")?;
-    let sum = head
-        .strip_prefix(TITLE)
-        .ok_or("another version, or no record")?
-        .trim();
+    let sum = head.strip_prefix(TITLE).ok_or("another version, or no record")?.trim();
     if sum != digest(body) {
         return Err("the checksum does not fit".into());
     }
@@ -118,19 +113,14 @@ mod tests {
             processes: vec![RecordedProcess {
                 pid: 7,
                 start_ticks: 9,
-                away: vec![DeviceBytes {
-                    uuid: "GPU-1".into(),
-                    bytes: 5,
-                }],
+                away: vec![DeviceBytes { uuid: "GPU-1".into(), bytes: 5 }],
             }],
         };
         journal.write(&key, &record).unwrap();
         assert_eq!(journal.read_all().unwrap().0, [(key.clone(), record)]);
 
         let path = folder.path().join(key.as_str());
-        let text = fs::read_to_string(&path)
-            .unwrap()
-            .replace("\"pid\":7", "\"pid\":8");
+        let text = fs::read_to_string(&path).unwrap().replace("\"pid\":7", "\"pid\":8");
         fs::write(&path, text).unwrap();
         let (good, bad) = journal.read_all().unwrap();
         assert!(good.is_empty() && bad[0].contains("checksum"), "{bad:?}");

@@ -8,7 +8,7 @@ use affinode_proto::wire::{
 };
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt, Interest, unix::AsyncFd},
+    io::{AsyncReadExt, AsyncWriteExt, Interest},
     net::{UnixStream, unix::OwnedReadHalf, unix::OwnedWriteHalf},
     sync::mpsc,
     time::{Instant, timeout},
@@ -17,7 +17,7 @@ use tokio::{
 use super::{Agent, AgentMail, OUTBOX, papers};
 use crate::{
     core::{Key, ProcessId},
-    report,
+    report, sys,
 };
 
 /// A peer has so long for its Hello.
@@ -51,38 +51,19 @@ pub async fn serve(mut stream: UnixStream, key: Key, id: ProcessId, mail: mpsc::
         Ok(introduced) => introduced,
         Err(refusal) => {
             let retry = !matches!(refusal, Refusal::Version(_));
-            let goodbye = ControllerMessage::Refuse {
-                version: WIRE_VERSION,
-                retry,
-            }
-            .encode();
+            let goodbye = ControllerMessage::Refuse { version: WIRE_VERSION, retry }.encode();
             let _ = timeout(WRITE, stream.write_all(&goodbye)).await;
             // The peer hung up before it said anything: nothing to tell.
             if !matches!(&refusal, Refusal::Io(e) if e.kind() == io::ErrorKind::UnexpectedEof) {
-                let _ = mail
-                    .send(AgentMail::Refused {
-                        key,
-                        why: report::chain(&refusal),
-                    })
-                    .await;
+                let _ = mail.send(AgentMail::Refused { key, why: report::chain(&refusal) }).await;
             }
             return;
         }
     };
     let (outbox, outgoing) = mpsc::channel(OUTBOX);
     let watch = tokio::spawn(watch(pidfd, id, mail.clone())).abort_handle();
-    let agent = Agent {
-        outbox: Some(outbox),
-        page,
-        watch,
-    };
-    let joined = AgentMail::Joined {
-        key,
-        id,
-        identity,
-        hello,
-        agent,
-    };
+    let agent = Agent { outbox: Some(outbox), page, watch };
+    let joined = AgentMail::Joined { key, id, identity, hello, agent };
     if mail.send(joined).await.is_err() {
         return;
     }
@@ -94,16 +75,11 @@ pub async fn serve(mut stream: UnixStream, key: Key, id: ProcessId, mail: mpsc::
     let _ = mail.send(AgentMail::Detached(id)).await;
 }
 
-type Introduced = (
-    AgentMessage,
-    std::fs::File,
-    (crate::core::input::Identity, OwnedFd),
-);
+type Introduced = (AgentMessage, std::fs::File, (crate::core::input::Identity, OwnedFd));
 
 async fn introduce(stream: &UnixStream) -> Result<Introduced, Refusal> {
-    let (frame, descriptors) = timeout(HELLO, receive_hello(stream))
-        .await
-        .map_err(|_| Refusal::Late)??;
+    let (frame, descriptors) =
+        timeout(HELLO, receive_hello(stream)).await.map_err(|_| Refusal::Late)??;
     let hello = AgentMessage::decode(&frame)?;
     let AgentMessage::Hello { version, .. } = hello else {
         return Err(Refusal::NoHello);
@@ -122,11 +98,8 @@ async fn receive_hello(stream: &UnixStream) -> io::Result<([u8; FRAME_BYTES], Ve
     let mut filled = 0;
     while filled < FRAME_BYTES {
         let rest = &mut frame[filled..];
-        let taken = stream
-            .async_io(Interest::READABLE, || {
-                receive(stream, rest, &mut descriptors)
-            })
-            .await?;
+        let taken =
+            stream.async_io(Interest::READABLE, || receive(stream, rest, &mut descriptors)).await?;
         if taken == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
@@ -144,12 +117,8 @@ fn receive(
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
-    let received = rustix::net::recvmsg(
-        stream,
-        &mut [io::IoSliceMut::new(buffer)],
-        &mut control,
-        flags,
-    )?;
+    let received =
+        rustix::net::recvmsg(stream, &mut [io::IoSliceMut::new(buffer)], &mut control, flags)?;
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(fds) = message {
             // Descriptors that come in many messages are kept to two, too.
@@ -160,7 +129,7 @@ fn receive(
 }
 
 async fn watch(pidfd: OwnedFd, id: ProcessId, mail: mpsc::Sender<AgentMail>) {
-    if let Ok(watched) = AsyncFd::register_with_interest(pidfd, Interest::READABLE) {
+    if let Ok(watched) = sys::watch_readable(pidfd) {
         let _ = watched.readable().await;
         let _ = mail.send(AgentMail::Exited(id)).await;
     }
@@ -193,10 +162,7 @@ async fn read(mut from: OwnedReadHalf, id: ProcessId, mail: &mpsc::Sender<AgentM
 
 async fn write(mut to: OwnedWriteHalf, mut outgoing: mpsc::Receiver<ControllerMessage>) {
     while let Some(message) = outgoing.recv().await {
-        if !matches!(
-            timeout(WRITE, to.write_all(&message.encode())).await,
-            Ok(Ok(()))
-        ) {
+        if !matches!(timeout(WRITE, to.write_all(&message.encode())).await, Ok(Ok(()))) {
             return;
         }
     }

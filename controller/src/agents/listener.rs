@@ -44,10 +44,7 @@ impl Listener {
         numbers: Arc<AtomicU64>,
         mail: mpsc::Sender<AgentMail>,
     ) -> io::Result<Listener> {
-        let folder = run_dir
-            .join(paths::CONTAINERS_DIR)
-            .join(key.as_str())
-            .join(paths::MOUNT_DIR);
+        let folder = run_dir.join(paths::CONTAINERS_DIR).join(key.as_str()).join(paths::MOUNT_DIR);
         fs::create_dir_all(&folder)?;
         let socket = folder.join(paths::AGENT_SOCKET);
         match fs::remove_file(&socket) {
@@ -56,18 +53,12 @@ impl Listener {
         }
         // By way of the folder's descriptor: a socket address holds 107 bytes, a run directory more.
         let opened = fs::File::open(&folder)?;
-        let address = format!(
-            "/proc/self/fd/{}/{}",
-            opened.as_raw_fd(),
-            paths::AGENT_SOCKET
-        );
+        let address = format!("/proc/self/fd/{}/{}", opened.as_raw_fd(), paths::AGENT_SOCKET);
         let listener = net::UnixListener::bind(address)?;
         fs::set_permissions(&socket, fs::Permissions::from_mode(0o666))?;
         listener.set_nonblocking(true)?;
         let listener = UnixListener::from_std(listener)?;
-        Ok(Listener {
-            task: tokio::spawn(accept(listener, key.clone(), numbers, mail)),
-        })
+        Ok(Listener { task: tokio::spawn(accept(listener, key.clone(), numbers, mail)) })
     }
 }
 

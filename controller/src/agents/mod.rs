@@ -84,10 +84,7 @@ pub enum PageReadError {
 impl Agent {
     /// Queues a message. `false`: the agent does not read; the connection is over.
     pub fn send(&mut self, message: ControllerMessage) -> bool {
-        let sent = self
-            .outbox
-            .as_ref()
-            .is_some_and(|outbox| outbox.try_send(message).is_ok());
+        let sent = self.outbox.as_ref().is_some_and(|outbox| outbox.try_send(message).is_ok());
         if !sent {
             self.outbox = None;
         }

@@ -53,25 +53,15 @@ pub enum PaperError {
 pub fn identify(pid: Option<i32>) -> Result<(Identity, OwnedFd), PaperError> {
     let raw = pid.and_then(Pid::from_raw).ok_or(PaperError::NoPid)?;
     let pid = raw.as_raw_nonzero().get().cast_unsigned();
-    let pidfd = rustix::process::pidfd_open(raw, PidfdFlags::NONBLOCK).map_err(|e| {
-        PaperError::Process {
-            pid,
-            source: e.into(),
-        }
-    })?;
+    let pidfd = rustix::process::pidfd_open(raw, PidfdFlags::NONBLOCK)
+        .map_err(|e| PaperError::Process { pid, source: e.into() })?;
     let identity = process::identity(pid).map_err(|source| PaperError::Process { pid, source })?;
     // The pidfd names whoever has the pid now. If that one lives, what was read is about it.
     let mut polled = [PollFd::new(&pidfd, PollFlags::IN)];
     let now = rustix::event::Timespec::default();
-    let ended = rustix::event::poll(&mut polled, Some(&now)).map_err(|e| PaperError::Process {
-        pid,
-        source: e.into(),
-    })?;
-    if ended > 0 {
-        Err(PaperError::Ended(pid))
-    } else {
-        Ok((identity, pidfd))
-    }
+    let ended = rustix::event::poll(&mut polled, Some(&now))
+        .map_err(|e| PaperError::Process { pid, source: e.into() })?;
+    if ended > 0 { Err(PaperError::Ended(pid)) } else { Ok((identity, pidfd)) }
 }
 
 /// Takes the page out of the descriptors that came with a Hello.
@@ -88,11 +78,7 @@ pub fn page(mut descriptors: Vec<OwnedFd>) -> Result<File, PaperError> {
     let regular = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
     let memory = u64::try_from(system.f_type).is_ok_and(|magic| magic == TMPFS_MAGIC);
     let fits = usize::try_from(stat.st_size).is_ok_and(|size| size == PAGE_BYTES);
-    if regular && memory && fits {
-        Ok(File::from(page))
-    } else {
-        Err(PaperError::NotAPage)
-    }
+    if regular && memory && fits { Ok(File::from(page)) } else { Err(PaperError::NotAPage) }
 }
 
 #[cfg(test)]
@@ -115,17 +101,11 @@ mod tests {
             page(vec![memfd(PAGE_BYTES), memfd(PAGE_BYTES)]),
             Err(PaperError::Descriptors(_))
         ));
-        assert!(matches!(
-            page(vec![memfd(PAGE_BYTES - 1)]),
-            Err(PaperError::NotAPage)
-        ));
-        let (reader, _writer) = rustix::pipe::pipe().unwrap();
+        assert!(matches!(page(vec![memfd(PAGE_BYTES - 1)]), Err(PaperError::NotAPage)));
+        let (reader, _writer) = nix::unistd::pipe().unwrap();
         assert!(matches!(page(vec![reader]), Err(PaperError::NotAPage)));
         let proc_file = File::open("/proc/self/stat").unwrap();
-        assert!(matches!(
-            page(vec![proc_file.into()]),
-            Err(PaperError::NotAPage)
-        ));
+        assert!(matches!(page(vec![proc_file.into()]), Err(PaperError::NotAPage)));
     }
 
     #[test]

@@ -32,10 +32,7 @@ impl Client {
     pub async fn connect(run_dir: &Path) -> Result<Client, CliError> {
         let socket = run_dir.join(paths::CONTROL_SOCKET).display().to_string();
         match ttrpc::r#async::Client::connect(&format!("unix://{socket}")).await {
-            Ok(client) => Ok(Client {
-                control: ControlClient::new(client),
-                socket,
-            }),
+            Ok(client) => Ok(Client { control: ControlClient::new(client), socket }),
             Err(source) => Err(CliError::NoController { socket, source }),
         }
     }
@@ -43,59 +40,32 @@ impl Client {
     fn error(&self, source: ttrpc::Error) -> CliError {
         match source {
             ttrpc::Error::RpcStatus(_) => CliError::Refused(source),
-            _ => CliError::NoController {
-                socket: self.socket.clone(),
-                source,
-            },
+            _ => CliError::NoController { socket: self.socket.clone(), source },
         }
     }
 
     /// Everything about the node.
     pub async fn list(&self) -> Result<ListResponse, CliError> {
-        self.control
-            .list(context(QUICK), &ListRequest::default())
-            .await
-            .map_err(|e| self.error(e))
+        self.control.list(context(QUICK), &ListRequest::default()).await.map_err(|e| self.error(e))
     }
 
     /// Moves a container out.
     pub async fn offload(&self, container: String) -> Result<ActionResponse, CliError> {
-        let request = OffloadRequest {
-            container,
-            ..OffloadRequest::default()
-        };
-        self.control
-            .offload(context(LONG), &request)
-            .await
-            .map_err(|e| self.error(e))
+        let request = OffloadRequest { container, ..OffloadRequest::default() };
+        self.control.offload(context(LONG), &request).await.map_err(|e| self.error(e))
     }
 
     /// Brings a container back.
     pub async fn restore(&self, container: String) -> Result<ActionResponse, CliError> {
-        let request = RestoreRequest {
-            container,
-            ..RestoreRequest::default()
-        };
-        self.control
-            .restore(context(LONG), &request)
-            .await
-            .map_err(|e| self.error(e))
+        let request = RestoreRequest { container, ..RestoreRequest::default() };
+        self.control.restore(context(LONG), &request).await.map_err(|e| self.error(e))
     }
 
     /// Events after a number; waits for the first.
     pub async fn events(&self, after: u64, timeout_ms: u32) -> Result<Vec<Event>, CliError> {
-        let request = EventsRequest {
-            after,
-            timeout_ms,
-            ..EventsRequest::default()
-        };
+        let request = EventsRequest { after, timeout_ms, ..EventsRequest::default() };
         let wait = QUICK + std::time::Duration::from_millis(timeout_ms.into());
-        Ok(self
-            .control
-            .events(context(wait), &request)
-            .await
-            .map_err(|e| self.error(e))?
-            .events)
+        Ok(self.control.events(context(wait), &request).await.map_err(|e| self.error(e))?.events)
     }
 
     /// Makes it read its configuration.

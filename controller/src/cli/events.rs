@@ -29,11 +29,8 @@ pub async fn run(
 }
 
 fn line(event: &schema::Event) -> String {
-    let mut text = format!(
-        "{}  {}  ",
-        format::clock(event.unix_ms),
-        format::safe(&event.container)
-    );
+    let mut text =
+        format!("{}  {}  ", format::clock(event.unix_ms), format::safe(&event.container));
     if event.kind == "state" {
         text.push_str(&format!("{} -> {}", event.from, event.to));
         if event.bytes > 0 {

@@ -27,22 +27,14 @@ pub fn duration(ms: u64) -> String {
 /// Text from a container, safe on a terminal: control characters become `?`.
 #[must_use]
 pub fn safe(text: &str) -> String {
-    text.chars()
-        .map(|c| if c.is_control() { '?' } else { c })
-        .collect()
+    text.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 
 /// Wall clock of an event, UTC, `HH:MM:SS.mmm`.
 #[must_use]
 pub fn clock(unix_ms: i64) -> String {
     let ms = unix_ms.rem_euclid(86_400_000);
-    format!(
-        "{:02}:{:02}:{:02}.{:03}",
-        ms / 3_600_000,
-        ms / 60_000 % 60,
-        ms / 1000 % 60,
-        ms % 1000
-    )
+    format!("{:02}:{:02}:{:02}.{:03}", ms / 3_600_000, ms / 60_000 % 60, ms / 1000 % 60, ms % 1000)
 }
 
 #[cfg(test)]
@@ -51,10 +43,7 @@ mod tests {
 
     #[test]
     fn figures_are_short() {
-        assert_eq!(
-            [bytes(0), bytes(600 << 20), bytes(24 << 30)],
-            ["-", "600 MiB", "24.0 GiB"]
-        );
+        assert_eq!([bytes(0), bytes(600 << 20), bytes(24 << 30)], ["-", "600 MiB", "24.0 GiB"]);
         let shown = [500, 12_000, 250_000, 10_920_000, 446_400_000].map(duration);
         assert_eq!(shown, ["0.5s", "12s", "4m10s", "3h02m", "5d04h"]);
         assert_eq!(clock(1_000 * 3_661 + 7), "01:01:01.007");

@@ -105,10 +105,7 @@ enum CliError {
 #[must_use]
 pub fn main() -> ExitCode {
     let args = Args::parse();
-    let runtime = match tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-    {
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => return fail(&error),
     };
@@ -129,11 +126,9 @@ async fn run(args: Args) -> Result<(), CliError> {
     let client = client::Client::connect(&args.run_dir).await?;
     let mut out = std::io::stdout();
     match args.command {
-        Command::Ps {
-            output,
-            no_headers,
-            watch,
-        } => ps::run(&client, &mut out, output, !no_headers, watch).await,
+        Command::Ps { output, no_headers, watch } => {
+            ps::run(&client, &mut out, output, !no_headers, watch).await
+        }
         Command::Offload(target) => act::offload(&client, &mut out, target).await,
         Command::Restore(target) => act::restore(&client, &mut out, target).await,
         Command::Events { follow, output } => events::run(&client, &mut out, output, follow).await,
@@ -142,11 +137,7 @@ async fn run(args: Args) -> Result<(), CliError> {
             Ok(writeln!(
                 out,
                 "{}",
-                if changed {
-                    "configuration changed"
-                } else {
-                    "nothing changed"
-                }
+                if changed { "configuration changed" } else { "nothing changed" }
             )?)
         }
     }

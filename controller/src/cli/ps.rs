@@ -4,15 +4,7 @@ use std::io::Write;
 
 use super::{CliError, Output, client::Client, format, schema, table};
 
-const TABLE: [&str; 7] = [
-    "CONTAINER",
-    "STATE",
-    "FOR",
-    "VRAM",
-    "IN HOST RAM",
-    "MODE",
-    "REASON",
-];
+const TABLE: [&str; 7] = ["CONTAINER", "STATE", "FOR", "VRAM", "IN HOST RAM", "MODE", "REASON"];
 const WIDE: [&str; 14] = [
     "CONTAINER",
     "ID",
@@ -83,16 +75,9 @@ fn show(
         .unwrap_or_default()
         .as_millis();
     let now_ms = i64::try_from(now_ms).unwrap_or(i64::MAX);
-    let rows: Vec<Vec<String>> = node
-        .containers
-        .iter()
-        .map(|c| row(c, now_ms, output == Output::Wide))
-        .collect();
-    let titles: &[&str] = if output == Output::Wide {
-        &WIDE
-    } else {
-        &TABLE
-    };
+    let rows: Vec<Vec<String>> =
+        node.containers.iter().map(|c| row(c, now_ms, output == Output::Wide)).collect();
+    let titles: &[&str] = if output == Output::Wide { &WIDE } else { &TABLE };
     Ok(table::print(out, headers.then_some(titles), &rows)?)
 }
 
@@ -114,11 +99,7 @@ fn gpu_line(gpu: &schema::Gpu) -> String {
 fn row(c: &schema::Container, now_ms: i64, wide: bool) -> Vec<String> {
     let since = u64::try_from(now_ms.saturating_sub(c.since_unix_ms)).unwrap_or(0);
     let moved = |ms: u64, times: u64| {
-        if times == 0 {
-            "-".into()
-        } else {
-            format!("{ms} ms")
-        }
+        if times == 0 { "-".into() } else { format!("{ms} ms") }
     };
     let name = format::safe(&c.name);
     let reason = format::safe(&c.reason_text);
@@ -147,11 +128,7 @@ fn row(c: &schema::Container, now_ms: i64, wide: bool) -> Vec<String> {
         moved(c.last_wake_ms, c.restores),
         c.mode.clone(),
         format::duration(c.idle_timeout_ms),
-        if pids.is_empty() {
-            "-".into()
-        } else {
-            pids.join(",")
-        },
+        if pids.is_empty() { "-".into() } else { pids.join(",") },
         reason,
     ]
 }

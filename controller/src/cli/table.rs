@@ -10,11 +10,7 @@ pub fn print(out: &mut dyn Write, header: Option<&[&str]>, rows: &[Vec<String>])
     let columns = header.map_or_else(|| rows.first().map_or(0, Vec::len), <[&str]>::len);
     let width = |column: usize| {
         let title = header.map_or(0, |h| h[column].chars().count());
-        rows.iter()
-            .map(|row| row[column].chars().count())
-            .chain([title])
-            .max()
-            .unwrap_or(0)
+        rows.iter().map(|row| row[column].chars().count()).chain([title]).max().unwrap_or(0)
     };
     let widths: Vec<usize> = (0..columns).map(width).collect();
     let mut line = |cells: &[String]| {
@@ -25,12 +21,7 @@ pub fn print(out: &mut dyn Write, header: Option<&[&str]>, rows: &[Vec<String>])
         writeln!(out, "{}", text.trim_end())
     };
     if let Some(header) = header {
-        line(
-            &header
-                .iter()
-                .map(|title| (*title).to_owned())
-                .collect::<Vec<_>>(),
-        )?;
+        line(&header.iter().map(|title| (*title).to_owned()).collect::<Vec<_>>())?;
     }
     rows.iter().try_for_each(|row| line(row))
 }
@@ -40,14 +31,8 @@ mod tests {
     #[test]
     fn columns_align() {
         let mut out = Vec::new();
-        let rows = [
-            vec!["a".to_owned(), "b".to_owned()],
-            vec!["long".to_owned(), "c".to_owned()],
-        ];
+        let rows = [vec!["a".to_owned(), "b".to_owned()], vec!["long".to_owned(), "c".to_owned()]];
         super::print(&mut out, Some(&["X", "Y"]), &rows).unwrap();
-        assert_eq!(
-            String::from_utf8(out).unwrap(),
-            "X      Y\na      b\nlong   c\n"
-        );
+        assert_eq!(String::from_utf8(out).unwrap(), "X      Y\na      b\nlong   c\n");
     }
 }

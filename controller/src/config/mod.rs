@@ -137,37 +137,25 @@ impl Default for PolicySection {
 
 impl Default for TimingSection {
     fn default() -> TimingSection {
-        TimingSection {
-            sample_interval: 500,
-            close_deadline: 1_000,
-            lock_timeout: 5_000,
-        }
+        TimingSection { sample_interval: 500, close_deadline: 1_000, lock_timeout: 5_000 }
     }
 }
 
 impl Default for MemorySection {
     fn default() -> MemorySection {
-        MemorySection {
-            driver_overhead_mib: 1024,
-            node_reserve_mib: 1024,
-        }
+        MemorySection { driver_overhead_mib: 1024, node_reserve_mib: 1024 }
     }
 }
 
 impl Default for NvmlSection {
     fn default() -> NvmlSection {
-        NvmlSection {
-            library: "libnvidia-ml.so.1".into(),
-        }
+        NvmlSection { library: "libnvidia-ml.so.1".into() }
     }
 }
 
 impl Default for LogSection {
     fn default() -> LogSection {
-        LogSection {
-            level: "info".into(),
-            format: LogFormat::Text,
-        }
+        LogSection { level: "info".into(), format: LogFormat::Text }
     }
 }
 
@@ -207,9 +195,7 @@ impl Config {
         for drop_in in drop_ins(file)? {
             figment = figment.merge(Toml::file_exact(drop_in));
         }
-        let env = Env::prefixed("AFFINODE_")
-            .filter(|key| key.as_str().contains("__"))
-            .split("__");
+        let env = Env::prefixed("AFFINODE_").filter(|key| key.as_str().contains("__")).split("__");
         let config: Config = figment.merge(env).extract().map_err(|e| {
             let all: Vec<String> = e.into_iter().map(|e| e.to_string()).collect();
             ConfigError::Bad(all.join("; "))
@@ -219,9 +205,7 @@ impl Config {
 
     fn check(self) -> Result<Config, ConfigError> {
         if !(10..=60_000).contains(&self.timing.sample_interval) {
-            return Err(ConfigError::Bad(
-                "timing.sample_interval: accepted: 10ms to 60s".into(),
-            ));
+            return Err(ConfigError::Bad("timing.sample_interval: accepted: 10ms to 60s".into()));
         }
         if self.timing.close_deadline > 60_000 || self.timing.lock_timeout > 600_000 {
             return Err(ConfigError::Bad(
@@ -270,10 +254,7 @@ fn drop_ins(file: &Path) -> Result<Vec<PathBuf>, ConfigError> {
     let Some(folder) = file.parent().map(|parent| parent.join("conf.d")) else {
         return Ok(Vec::new());
     };
-    let fail = |source| ConfigError::List {
-        path: folder.clone(),
-        source,
-    };
+    let fail = |source| ConfigError::List { path: folder.clone(), source };
     let entries = match std::fs::read_dir(&folder) {
         Ok(entries) => entries,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -282,10 +263,7 @@ fn drop_ins(file: &Path) -> Result<Vec<PathBuf>, ConfigError> {
     let mut files = Vec::new();
     for entry in entries {
         let path = entry.map_err(fail)?.path();
-        if path
-            .extension()
-            .is_some_and(|extension| extension == "toml")
-        {
+        if path.extension().is_some_and(|extension| extension == "toml") {
             files.push(path);
         }
     }
@@ -315,10 +293,7 @@ mod tests {
 
     #[test]
     fn no_file_gives_the_defaults() {
-        assert_eq!(
-            Config::load(Path::new("/nonexistent/config.toml")).unwrap(),
-            Config::default()
-        );
+        assert_eq!(Config::load(Path::new("/nonexistent/config.toml")).unwrap(), Config::default());
     }
 
     #[test]
@@ -335,16 +310,10 @@ mod tests {
         let file = folder.path().join("config.toml");
         std::fs::write(&file, "[policy]\nmode = \"off\"\npriority = 3\n").unwrap();
         std::fs::create_dir(folder.path().join("conf.d")).unwrap();
-        std::fs::write(
-            folder.path().join("conf.d/10.toml"),
-            "[policy]\nmode = \"manual\"\n",
-        )
-        .unwrap();
+        std::fs::write(folder.path().join("conf.d/10.toml"), "[policy]\nmode = \"manual\"\n")
+            .unwrap();
         let config = Config::load(&file).unwrap();
-        assert_eq!(
-            (config.policy.mode, config.policy.priority),
-            (Mode::Manual, 3)
-        );
+        assert_eq!((config.policy.mode, config.policy.priority), (Mode::Manual, 3));
     }
 
     #[test]

@@ -41,8 +41,8 @@ pub enum Effect {
         /// Host pids and the VRAM bytes that would move to host memory, 0 when not known.
         processes: Vec<(u32, u64)>,
     },
-    /// Read devices now; answer with [`super::Input::Proven`].
-    Prove(Key),
+    /// Read devices now; answer with [`super::Input::Proven`] of the same number.
+    Prove(Key, u64),
     /// Answer a request.
     Answer(CommandId, Answer),
     /// Publish (the sequence number is set by the publisher).

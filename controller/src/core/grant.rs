@@ -7,7 +7,8 @@
 //! ```
 //!
 //! From Holding to the end, no managed process may take VRAM, so what is proven
-//! free stays free until the driver has taken it.
+//! free stays free until the driver has taken it. A process that joins meanwhile is
+//! told to hold before it is welcomed.
 
 use std::collections::BTreeSet;
 
@@ -18,8 +19,8 @@ use super::{Millis, ProcessId};
 pub enum Stage {
     /// Waits for these processes to hold their allocations.
     Holding(BTreeSet<ProcessId>),
-    /// Waits for NVML.
-    Proving,
+    /// Waits for NVML's answer to the question of this number.
+    Proving(u64),
     /// Restores may run.
     Granted,
 }
@@ -35,12 +36,20 @@ pub struct Grant {
     pub uuids: BTreeSet<String>,
     /// When it began.
     pub since: Millis,
+    /// Begun by an earlier controller: the restore may be running, none is started.
+    pub recalled: bool,
 }
 
 impl Grant {
-    /// Whether restores may run.
+    /// A grant that begins now.
+    #[must_use]
+    pub fn new(stage: Stage, uuids: BTreeSet<String>, since: Millis) -> Grant {
+        Grant { recalled: stage == Stage::Granted, stage, held: BTreeSet::new(), uuids, since }
+    }
+
+    /// Whether restores may be started.
     #[must_use]
     pub fn is_granted(&self) -> bool {
-        self.stage == Stage::Granted
+        self.stage == Stage::Granted && !self.recalled
     }
 }

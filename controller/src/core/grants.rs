@@ -12,10 +12,12 @@ use affinode_proto::{
 };
 
 use super::{
-    Effect, Key, Millis, Node, ProcessId,
+    DeviceBytes, Effect, Key, Millis, Node, ProcessId,
     grant::{Grant, Stage},
     input::GpuSample,
     ledger::margin_bytes,
+    merge_needs,
+    node::Recalled,
 };
 
 /// Allocations of others are held at most so long beyond what the copy should take.
@@ -30,11 +32,8 @@ impl Node {
         if self.queue.is_empty() {
             return;
         }
-        let mut taken: BTreeSet<String> = self
-            .grants
-            .values()
-            .flat_map(|g| g.uuids.iter().cloned())
-            .collect();
+        let mut taken: BTreeSet<String> =
+            self.grants.values().flat_map(|g| g.uuids.iter().cloned()).collect();
         for key in self.queue.in_order(self.now) {
             if self.grants.contains_key(&key) {
                 continue;
@@ -46,16 +45,10 @@ impl Node {
             if fits && uuids.is_disjoint(&taken) {
                 self.ledger.promise(&key, needs);
                 self.begin_grant(&key, uuids.clone());
-            } else if let Some(container) = self
-                .containers
-                .get_mut(&key)
-                .filter(|c| c.state == State::Queued)
+            } else if let Some(container) =
+                self.containers.get_mut(&key).filter(|c| c.state == State::Queued)
             {
-                let reason = if known {
-                    Reason::WaitingForVram
-                } else {
-                    Reason::VramUnknown
-                };
+                let reason = if known { Reason::WaitingForVram } else { Reason::VramUnknown };
                 container.reason = (reason, self.gpu_error.clone().unwrap_or_default());
             }
             taken.extend(uuids);
@@ -63,38 +56,89 @@ impl Node {
     }
 
     fn begin_grant(&mut self, key: &Key, uuids: BTreeSet<String>) {
-        let hold: BTreeSet<ProcessId> = self
-            .processes
-            .iter()
-            .filter(|(_, p)| p.connected && p.phase == Phase::Open && p.pending.is_none())
-            .map(|(id, _)| *id)
-            .collect();
-        let mut grant = Grant {
-            stage: Stage::Proving,
-            held: hold.clone(),
-            uuids,
-            since: self.now,
-        };
-        let mut awaited = BTreeSet::new();
-        for id in hold {
-            let Some(process) = self.processes.get_mut(&id) else {
-                continue;
-            };
-            process.holds += 1;
-            if process.holds == 1 || self.hold_orders.values().any(|(_, held)| *held == id) {
-                // Asked again even when another grant asked: the answer says when it holds.
-                let deadline_ms = self.settings.hold_ms;
-                let order = self.order(id, Action::HoldAllocations { deadline_ms });
-                self.hold_orders.insert(order, (key.clone(), id));
-                awaited.insert(id);
+        let everyone: Vec<ProcessId> = self.processes.keys().copied().collect();
+        self.grants
+            .insert(key.clone(), Grant::new(Stage::Holding(BTreeSet::new()), uuids, self.now));
+        for id in everyone {
+            self.hold(key, id);
+        }
+        self.prove_when_held(key);
+    }
+
+    /// Tells a process to hold its allocations for a grant. One that cannot allocate
+    /// now is not waited for: it has the order before it is let go.
+    fn hold(&mut self, key: &Key, id: ProcessId) {
+        let deadline_ms = self.settings.hold_ms;
+        let Some(process) = self.processes.get_mut(&id) else { return };
+        let own_waits = process.key == *key && process.phase != Phase::Open;
+        if !process.connected || own_waits {
+            return;
+        }
+        process.holds += 1;
+        let opening = process.pending.is_some_and(|pending| pending.action == Action::Open);
+        let awaited = process.phase == Phase::Open || opening;
+        let order = self.order(id, Action::HoldAllocations { deadline_ms });
+        self.hold_orders.insert(order, (key.clone(), id));
+        if let Some(grant) = self.grants.get_mut(key) {
+            grant.held.insert(id);
+            match &mut grant.stage {
+                Stage::Granted => {}
+                Stage::Holding(waiting) if awaited => {
+                    waiting.insert(id);
+                }
+                // What NVML is reading now may be older than this newcomer's allocations.
+                stage @ Stage::Proving(_) if awaited => {
+                    *stage = Stage::Holding(BTreeSet::from([id]))
+                }
+                _ => {}
             }
         }
-        if awaited.is_empty() {
-            self.effects.push(Effect::Prove(key.clone()));
-        } else {
-            grant.stage = Stage::Holding(awaited);
+    }
+
+    /// A process joins while grants are in progress: it holds for each of them.
+    pub(super) fn hold_newcomer(&mut self, id: ProcessId) {
+        let keys: Vec<Key> = self.grants.keys().cloned().collect();
+        for key in keys {
+            self.hold(&key, id);
         }
-        self.grants.insert(key.clone(), grant);
+    }
+
+    /// When nobody is waited for any more, NVML is asked.
+    fn prove_when_held(&mut self, key: &Key) {
+        let Some(grant) = self.grants.get_mut(key) else { return };
+        if grant.stage == Stage::Holding(BTreeSet::new()) {
+            self.next_proof += 1;
+            grant.stage = Stage::Proving(self.next_proof);
+            self.effects.push(Effect::Prove(key.clone(), self.next_proof));
+        }
+    }
+
+    /// The journal says that a process was away, and perhaps on its way back, when an
+    /// earlier controller died. Until such a one has come forward, its VRAM counts as
+    /// promised and everybody else holds: its driver may be taking it now.
+    pub(super) fn recall(&mut self, key: Key, (pid, start): (u32, u64), recalled: Recalled) {
+        let restoring = recalled.restoring;
+        self.recalled.insert((key.clone(), pid, start), recalled);
+        if restoring {
+            let needs = self.recalled_needs(&key);
+            let uuids = needs.iter().map(|need| need.uuid.clone()).collect();
+            self.ledger.promise(&key, needs);
+            self.grants.insert(key, Grant::new(Stage::Granted, uuids, self.now));
+        }
+    }
+
+    fn recalled_needs(&self, key: &Key) -> Vec<DeviceBytes> {
+        let of_key = self.recalled.iter().filter(|((other, ..), r)| other == key && r.restoring);
+        merge_needs(of_key.flat_map(|(_, r)| &r.away))
+    }
+
+    /// A process came forward, or never will: where it stands is known now, and a return
+    /// that is not finished begins anew, with a grant of its own.
+    pub(super) fn recall_settled(&mut self, key: &Key) {
+        let recalled_grant = self.grants.get(key).is_some_and(|grant| grant.recalled);
+        if recalled_grant && self.recalled_needs(key).is_empty() {
+            self.abort_grant(key);
+        }
     }
 
     /// Takes the report of a hold; `false` when the order was not one.
@@ -116,30 +160,23 @@ impl Node {
 
     /// One process less to wait for; with the last, NVML is asked.
     fn hold_settled(&mut self, key: &Key, id: ProcessId) {
-        if let Some(grant) = self.grants.get_mut(key) {
-            if let Stage::Holding(awaited) = &mut grant.stage {
-                awaited.remove(&id);
-                if awaited.is_empty() {
-                    grant.stage = Stage::Proving;
-                    self.effects.push(Effect::Prove(key.clone()));
-                }
-            }
+        if let Some(Stage::Holding(awaited)) =
+            self.grants.get_mut(key).map(|grant| &mut grant.stage)
+        {
+            awaited.remove(&id);
         }
+        self.prove_when_held(key);
     }
 
-    pub(super) fn proven(&mut self, key: &Key, gpus: Result<Vec<GpuSample>, String>) {
+    pub(super) fn proven(&mut self, key: &Key, number: u64, gpus: Result<Vec<GpuSample>, String>) {
         match gpus {
             Ok(gpus) => {
                 self.gpu_error = None;
-                self.take_gpus(gpus);
+                self.take_memory(&gpus);
             }
             Err(error) => self.gpu_error = Some(error),
         }
-        if self
-            .grants
-            .get(key)
-            .is_none_or(|grant| grant.stage != Stage::Proving)
-        {
+        if self.grants.get(key).is_none_or(|grant| grant.stage != Stage::Proving(number)) {
             return;
         }
         let needs = self.container_needs(key);
@@ -211,22 +248,21 @@ impl Node {
         let hold_limit = Millis::from(self.settings.hold_ms) + 2_000;
         let keys: Vec<Key> = self.grants.keys().cloned().collect();
         for key in keys {
-            let bytes: u64 = self.container_needs(&key).iter().map(|n| n.bytes).sum();
-            let Some(grant) = self.grants.get(&key) else {
-                continue;
-            };
+            let copy_ms = self.ledger.promised_to(&key) / SLOW_RESTORE_BYTES_PER_MS;
+            let Some(grant) = self.grants.get(&key) else { continue };
             let age = now.saturating_sub(grant.since);
-            if grant.is_granted() {
-                if age > HOLD_LIMIT_MS + bytes / SLOW_RESTORE_BYTES_PER_MS && !grant.held.is_empty()
-                {
-                    if let Some(mut grant) = self.grants.remove(&key) {
-                        self.release_holds(&mut grant);
-                        grant.uuids.clear();
-                        self.grants.insert(key, grant);
-                    }
-                }
-            } else if age > hold_limit {
+            let restoring = grant.stage == Stage::Granted;
+            let late = age > if restoring { HOLD_LIMIT_MS + copy_ms } else { hold_limit };
+            if late && grant.recalled {
+                // It never came forward: it is gone, or will say where it stands.
+                self.recalled.retain(|(other, ..), _| *other != key);
                 self.abort_grant(&key);
+            } else if late && !restoring {
+                self.abort_grant(&key);
+            } else if late && let Some(mut grant) = self.grants.remove(&key) {
+                self.release_holds(&mut grant);
+                grant.uuids.clear();
+                self.grants.insert(key, grant);
             }
         }
     }

@@ -100,7 +100,7 @@ pub enum Input {
     /// What [`super::Effect::Survey`] asked for.
     Surveyed(Key, Survey),
     /// What [`super::Effect::Prove`] asked for.
-    Proven(Key, Result<Vec<GpuSample>, String>),
+    Proven(Key, u64, Result<Vec<GpuSample>, String>),
     /// What the journal of an earlier controller says of a process.
     Recalled {
         /// The container.
@@ -109,6 +109,8 @@ pub enum Input {
         identity: (u32, u64),
         /// VRAM that it will need.
         away: Vec<DeviceBytes>,
+        /// Whether it was told to take that VRAM, and may be doing so now.
+        restoring: bool,
     },
     /// A person or program asks.
     Command(CommandId, Key, Request),

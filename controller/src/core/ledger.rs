@@ -24,22 +24,17 @@ impl Ledger {
         margin: fn(u64) -> u64,
     ) -> bool {
         needs.iter().all(|need| {
-            gpus.iter()
-                .find(|gpu| gpu.uuid == need.uuid)
-                .is_some_and(|gpu| {
-                    let others: u64 = self
-                        .promised
-                        .iter()
-                        .filter(|(other, _)| *other != key)
-                        .flat_map(|(_, promises)| promises)
-                        .filter(|promise| promise.uuid == need.uuid)
-                        .fold(0, |sum, promise| sum.saturating_add(promise.bytes));
-                    let free = gpu.total_bytes.saturating_sub(gpu.used_bytes);
-                    need.bytes
-                        .saturating_add(others)
-                        .saturating_add(margin(gpu.total_bytes))
-                        <= free
-                })
+            gpus.iter().find(|gpu| gpu.uuid == need.uuid).is_some_and(|gpu| {
+                let others: u64 = self
+                    .promised
+                    .iter()
+                    .filter(|(other, _)| *other != key)
+                    .flat_map(|(_, promises)| promises)
+                    .filter(|promise| promise.uuid == need.uuid)
+                    .fold(0, |sum, promise| sum.saturating_add(promise.bytes));
+                let free = gpu.total_bytes.saturating_sub(gpu.used_bytes);
+                need.bytes.saturating_add(others).saturating_add(margin(gpu.total_bytes)) <= free
+            })
         })
     }
 
@@ -53,15 +48,16 @@ impl Ledger {
         self.promised.remove(key);
     }
 
+    /// Bytes promised to a container, over all devices.
+    #[must_use]
+    pub fn promised_to(&self, key: &Key) -> u64 {
+        self.promised.get(key).into_iter().flatten().map(|p| p.bytes).sum()
+    }
+
     /// Bytes promised on a device.
     #[must_use]
     pub fn promised_bytes(&self, uuid: &str) -> u64 {
-        self.promised
-            .values()
-            .flatten()
-            .filter(|p| p.uuid == uuid)
-            .map(|p| p.bytes)
-            .sum()
+        self.promised.values().flatten().filter(|p| p.uuid == uuid).map(|p| p.bytes).sum()
     }
 }
 
@@ -82,19 +78,11 @@ mod tests {
     }
 
     fn gpu(total_bytes: u64, used_bytes: u64) -> GpuSample {
-        GpuSample {
-            uuid: "GPU-0".into(),
-            total_bytes,
-            used_bytes,
-            ..GpuSample::default()
-        }
+        GpuSample { uuid: "GPU-0".into(), total_bytes, used_bytes, ..GpuSample::default() }
     }
 
     fn need(bytes: u64) -> Vec<DeviceBytes> {
-        vec![DeviceBytes {
-            uuid: "GPU-0".into(),
-            bytes,
-        }]
+        vec![DeviceBytes { uuid: "GPU-0".into(), bytes }]
     }
 
     #[test]

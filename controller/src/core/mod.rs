@@ -84,10 +84,5 @@ pub fn merge_needs<'a>(needs: impl IntoIterator<Item = &'a DeviceBytes>) -> Vec<
         let bytes = sum.entry(&need.uuid).or_default();
         *bytes = bytes.saturating_add(need.bytes);
     }
-    sum.into_iter()
-        .map(|(uuid, bytes)| DeviceBytes {
-            uuid: uuid.to_owned(),
-            bytes,
-        })
-        .collect()
+    sum.into_iter().map(|(uuid, bytes)| DeviceBytes { uuid: uuid.to_owned(), bytes }).collect()
 }

@@ -57,38 +57,25 @@ impl Node {
             return refuse(Reason::NotRegistered);
         }
         for process in &processes {
-            if let Some((_, reason)) = HAZARDS
-                .iter()
-                .find(|(bit, _)| process.hazards.contains(*bit))
+            if let Some((_, reason)) =
+                HAZARDS.iter().find(|(bit, _)| process.hazards.contains(*bit))
             {
                 return Err((*reason, format!("process {}", process.identity.pid)));
             }
             if let Some(why) = &process.bad_page {
-                return Err((
-                    Reason::BadPeer,
-                    format!("process {}: {why}", process.identity.pid),
-                ));
+                return Err((Reason::BadPeer, format!("process {}: {why}", process.identity.pid)));
             }
             if !process.connected {
-                return Err((
-                    Reason::AgentSilent,
-                    format!("process {}", process.identity.pid),
-                ));
+                return Err((Reason::AgentSilent, format!("process {}", process.identity.pid)));
             }
         }
         if c.policy.mode == Mode::Off {
             return refuse(Reason::ModeOff);
         }
         if self.gpu_error.is_some() {
-            return Err((
-                Reason::VramUnknown,
-                self.gpu_error.clone().unwrap_or_default(),
-            ));
+            return Err((Reason::VramUnknown, self.gpu_error.clone().unwrap_or_default()));
         }
-        if processes
-            .iter()
-            .any(|p| p.page.as_ref().is_some_and(|page| page.inflight > 0))
-        {
+        if processes.iter().any(|p| p.page.as_ref().is_some_and(|page| page.inflight > 0)) {
             return refuse(Reason::CallInProgress);
         }
         if asked {
@@ -97,9 +84,7 @@ impl Node {
         if self.now.saturating_sub(c.last_use) < c.policy.idle_timeout_ms {
             return refuse(Reason::RecentCalls);
         }
-        if c.came_home
-            .is_some_and(|t| self.now.saturating_sub(t) < c.policy.minimum_residency_ms)
-        {
+        if c.came_home.is_some_and(|t| self.now.saturating_sub(t) < c.policy.minimum_residency_ms) {
             return refuse(Reason::MinimumResidency);
         }
         if self.now < c.not_before {
@@ -127,14 +112,7 @@ impl Node {
         match verdict {
             Ok(()) => {
                 self.set_state(key, State::Idle, Reason::IdleTimeout, "", 0, 0);
-                self.leave(
-                    key,
-                    if pressed {
-                        Reason::Pressure
-                    } else {
-                        Reason::IdleTimeout
-                    },
-                );
+                self.leave(key, if pressed { Reason::Pressure } else { Reason::IdleTimeout });
             }
             Err((reason, detail)) => {
                 let state = if idle { State::Idle } else { State::Active };
@@ -163,10 +141,7 @@ impl Node {
             .collect();
         if let Some(container) = self.containers.get_mut(key).filter(|c| !c.surveying) {
             container.surveying = true;
-            self.effects.push(Effect::Survey {
-                key: key.clone(),
-                processes,
-            });
+            self.effects.push(Effect::Survey { key: key.clone(), processes });
         }
     }
 
@@ -228,19 +203,12 @@ impl Node {
                 away: p.away.clone(),
             })
             .collect();
-        self.effects.push(Effect::Journal(
-            key.clone(),
-            Some(Record {
-                step: step.to_owned(),
-                processes,
-            }),
-        ));
+        self.effects
+            .push(Effect::Journal(key.clone(), Some(Record { step: step.to_owned(), processes })));
     }
 
     fn why(&self, key: &Key) -> Reason {
-        self.containers
-            .get(key)
-            .map_or(Reason::Requested, |c| c.reason.0)
+        self.containers.get(key).map_or(Reason::Requested, |c| c.reason.0)
     }
 
     /// What a process that is away needs to come back. Without a record (a journal
@@ -274,10 +242,7 @@ impl Node {
     }
 
     fn positions(&self, key: &Key) -> Vec<Position> {
-        let out = self
-            .containers
-            .get(key)
-            .is_some_and(|c| c.goal == Goal::Out);
+        let out = self.containers.get(key).is_some_and(|c| c.goal == Goal::Out);
         self.processes
             .iter()
             .filter(|(_, p)| p.key == *key)
@@ -330,10 +295,7 @@ impl Node {
         if container.state == State::Offloaded {
             return;
         }
-        let elapsed = container
-            .offload_began
-            .take()
-            .map_or(0, |began| now.saturating_sub(began));
+        let elapsed = container.offload_began.take().map_or(0, |began| now.saturating_sub(began));
         container.offloads += 1;
         container.last_offload_ms = elapsed;
         container.failures = 0;
@@ -351,10 +313,7 @@ impl Node {
     }
 
     fn advance_home(&mut self, key: &Key, positions: &[Position]) {
-        let lost = self
-            .containers
-            .get(key)
-            .is_some_and(|c| c.state == State::Lost);
+        let lost = self.containers.get(key).is_some_and(|c| c.state == State::Lost);
         let plan = plan::home(positions, lost);
         for (process, action) in plan.send {
             self.order(process, action);
@@ -362,11 +321,7 @@ impl Node {
         if plan.done {
             self.arrived_home(key);
         } else if let Some(process) = plan.restore {
-            if self
-                .grants
-                .get(key)
-                .is_some_and(super::grant::Grant::is_granted)
-            {
+            if self.grants.get(key).is_some_and(super::grant::Grant::is_granted) {
                 self.set_state(key, State::Restoring, self.why(key), "", 0, 0);
                 self.journal(key, "restore");
                 self.order(process, Action::Restore);
@@ -397,26 +352,13 @@ impl Node {
         let Some(container) = self.containers.get_mut(key) else {
             return;
         };
-        if matches!(
-            container.state,
-            State::Active | State::Idle | State::Unregistered
-        ) {
+        if matches!(container.state, State::Active | State::Idle | State::Unregistered) {
             return;
         }
-        let was_away = self
-            .processes
-            .values()
-            .any(|p| p.key == *key && !p.away.is_empty());
-        let bytes: u64 = self
-            .processes
-            .values()
-            .filter(|p| p.key == *key)
-            .map(Process::away_bytes)
-            .sum();
-        let elapsed = container
-            .wake_began
-            .take()
-            .map_or(0, |began| now.saturating_sub(began));
+        let was_away = self.processes.values().any(|p| p.key == *key && !p.away.is_empty());
+        let bytes: u64 =
+            self.processes.values().filter(|p| p.key == *key).map(Process::away_bytes).sum();
+        let elapsed = container.wake_began.take().map_or(0, |began| now.saturating_sub(began));
         container.offload_began = None;
         container.last_use = now;
         if was_away
@@ -485,14 +427,8 @@ impl Node {
         if container.goal != Goal::Home {
             let meanwhile = container.state != State::Offloaded;
             container.goal = Goal::Home;
-            container.reason = (
-                if meanwhile {
-                    Reason::WokenMeanwhile
-                } else {
-                    Reason::Called
-                },
-                String::new(),
-            );
+            container.reason =
+                (if meanwhile { Reason::WokenMeanwhile } else { Reason::Called }, String::new());
             if meanwhile {
                 self.answer(&key, Request::Offload, false, 0, 0);
             }
@@ -500,13 +436,7 @@ impl Node {
         }
         let position = self.queue.position(&key, now).unwrap_or(0);
         let position = u32::try_from(position).unwrap_or(u32::MAX);
-        self.effects.push(Effect::Send(
-            id,
-            ControllerMessage::WakeAck {
-                generation,
-                position,
-            },
-        ));
+        self.effects.push(Effect::Send(id, ControllerMessage::WakeAck { generation, position }));
     }
 
     pub(super) fn report(
@@ -553,11 +483,9 @@ impl Node {
                     &format!("work of process {pid} is running on the GPU"),
                 );
             }
-            (Action::Lock { .. }, _) => self.fail_offload(
-                &key,
-                Reason::DriverError,
-                &failed("cuCheckpointProcessLock"),
-            ),
+            (Action::Lock { .. }, _) => {
+                self.fail_offload(&key, Reason::DriverError, &failed("cuCheckpointProcessLock"))
+            }
             (Action::Checkpoint { .. }, _) if cuda_error == CUDA_ERROR_NOT_SUPPORTED => {
                 process.hazards.0 |= Hazards::MANAGED_MEMORY.0;
                 self.fail_offload(
@@ -606,24 +534,17 @@ impl Node {
     /// Orders that are late: an offload is given up, a driver call is only shown.
     pub(super) fn check_overdue(&mut self, key: &Key) {
         let now = self.now;
-        let late = self
-            .processes
-            .values()
-            .filter(|p| p.key == *key)
-            .find_map(|p| {
-                let pending = p.pending?;
-                let (limit, gives_up) = match pending.action {
-                    Action::Close { deadline_ms } => (Millis::from(deadline_ms) + LATE_MS, true),
-                    Action::Lock { timeout_ms } => (Millis::from(timeout_ms) + LATE_MS, true),
-                    _ => (SLOW_MS, false),
-                };
-                (now.saturating_sub(pending.since) > limit).then_some((p.identity.pid, gives_up))
-            });
+        let late = self.processes.values().filter(|p| p.key == *key).find_map(|p| {
+            let pending = p.pending?;
+            let (limit, gives_up) = match pending.action {
+                Action::Close { deadline_ms } => (Millis::from(deadline_ms) + LATE_MS, true),
+                Action::Lock { timeout_ms } => (Millis::from(timeout_ms) + LATE_MS, true),
+                _ => (SLOW_MS, false),
+            };
+            (now.saturating_sub(pending.since) > limit).then_some((p.identity.pid, gives_up))
+        });
         let Some((pid, gives_up)) = late else { return };
-        let out = self
-            .containers
-            .get(key)
-            .is_some_and(|c: &Container| c.goal == Goal::Out);
+        let out = self.containers.get(key).is_some_and(|c: &Container| c.goal == Goal::Out);
         if gives_up && out {
             self.fail_offload(key, Reason::AgentSilent, &format!("process {pid}"));
         } else if let Some(container) = self.containers.get_mut(key) {

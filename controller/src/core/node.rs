@@ -45,14 +45,18 @@ impl Default for Settings {
     fn default() -> Settings {
         Settings {
             policies: Policies::default(),
-            deadlines: Deadlines {
-                close_ms: 1_000,
-                lock_ms: 5_000,
-            },
+            deadlines: Deadlines { close_ms: 1_000, lock_ms: 5_000 },
             hold_ms: 500,
             max_processes: 256,
         }
     }
+}
+
+/// What the journal says of a process that has not come back yet.
+#[derive(Debug, Default)]
+pub(super) struct Recalled {
+    pub(super) away: Vec<DeviceBytes>,
+    pub(super) restoring: bool,
 }
 
 /// Everything that is known of the node. One task drives it.
@@ -68,8 +72,9 @@ pub struct Node {
     pub(super) queue: Queue,
     pub(super) grants: BTreeMap<Key, Grant>,
     pub(super) hold_orders: BTreeMap<u64, (Key, ProcessId)>,
-    recalled: BTreeMap<(Key, u32, u64), Vec<DeviceBytes>>,
+    pub(super) recalled: BTreeMap<(Key, u32, u64), Recalled>,
     next_order: u64,
+    pub(super) next_proof: u64,
     pub(super) effects: Vec<Effect>,
 }
 
@@ -77,10 +82,7 @@ impl Node {
     /// An empty node.
     #[must_use]
     pub fn new(settings: Settings) -> Node {
-        Node {
-            settings,
-            ..Node::default()
-        }
+        Node { settings, ..Node::default() }
     }
 
     /// Takes one input and says what is to be done, in order.
@@ -90,14 +92,7 @@ impl Node {
         match input {
             Input::Announced(announcement, key) => self.announced(*announcement, &key),
             Input::Withdrawn(key) => self.withdrawn(&key),
-            Input::Joined {
-                key,
-                process,
-                identity,
-                phase,
-                generation,
-                hazards,
-            } => {
+            Input::Joined { key, process, identity, phase, generation, hazards } => {
                 self.joined(&key, process, identity, phase, generation, hazards);
             }
             Input::Detached(process) => self.detached(process),
@@ -107,13 +102,9 @@ impl Node {
             Input::BadPage(process, why) => self.bad_page(process, why),
             Input::Gpus(gpus) => self.gpus_read(gpus),
             Input::Surveyed(key, survey) => self.surveyed(&key, survey),
-            Input::Proven(key, gpus) => self.proven(&key, gpus),
-            Input::Recalled {
-                key,
-                identity: (pid, start),
-                away,
-            } => {
-                self.recalled.insert((key, pid, start), away);
+            Input::Proven(key, number, gpus) => self.proven(&key, number, gpus),
+            Input::Recalled { key, identity, away, restoring } => {
+                self.recall(key, identity, Recalled { away, restoring });
             }
             Input::Command(command, key, request) => self.command(command, &key, request),
             Input::Tick => self.tick(),
@@ -136,66 +127,39 @@ impl Node {
     #[must_use]
     pub fn tick_ms(&self, usual_ms: Millis) -> Millis {
         let busy = !self.queue.is_empty()
-            || self
-                .containers
-                .values()
-                .any(|c| c.goal == Goal::Out && c.state != State::Offloaded);
+            || self.containers.values().any(|c| c.goal == Goal::Out && c.state != State::Offloaded);
         if busy { usual_ms.min(50) } else { usual_ms }
     }
 
     /// Annotations of a container that were not understood.
     #[must_use]
     pub fn warnings(&self, key: &Key) -> Vec<String> {
-        self.containers
-            .get(key)
-            .map(|c| c.warnings.clone())
-            .unwrap_or_default()
+        self.containers.get(key).map(|c| c.warnings.clone()).unwrap_or_default()
     }
 
     /// The processes whose pages are to be read.
     pub fn connected(&self) -> impl Iterator<Item = ProcessId> + '_ {
-        self.processes
-            .iter()
-            .filter(|(_, p)| p.connected)
-            .map(|(id, _)| *id)
+        self.processes.iter().filter(|(_, p)| p.connected).map(|(id, _)| *id)
     }
 
     pub(super) fn members(&self, key: &Key) -> Vec<ProcessId> {
-        self.processes
-            .iter()
-            .filter(|(_, p)| p.key == *key)
-            .map(|(id, _)| *id)
-            .collect()
+        self.processes.iter().filter(|(_, p)| p.key == *key).map(|(id, _)| *id).collect()
     }
 
     pub(super) fn order(&mut self, process: ProcessId, action: Action) -> u64 {
         self.next_order += 1;
         let order = self.next_order;
-        self.effects.push(Effect::Send(
-            process,
-            ControllerMessage::Order { order, action },
-        ));
-        if !matches!(
-            action,
-            Action::HoldAllocations { .. } | Action::ReleaseAllocations
-        ) {
-            if let Some(process) = self.processes.get_mut(&process) {
-                process.pending = Some(Pending {
-                    order,
-                    action,
-                    since: self.now,
-                });
-            }
+        self.effects.push(Effect::Send(process, ControllerMessage::Order { order, action }));
+        if !matches!(action, Action::HoldAllocations { .. } | Action::ReleaseAllocations)
+            && let Some(process) = self.processes.get_mut(&process)
+        {
+            process.pending = Some(Pending { order, action, since: self.now });
         }
         order
     }
 
     pub(super) fn publish(&mut self, key: &Key, event: Event) {
-        let name = self
-            .containers
-            .get(key)
-            .map(Container::display_name)
-            .unwrap_or_default();
+        let name = self.containers.get(key).map(Container::display_name).unwrap_or_default();
         self.effects.push(Effect::Publish(Event {
             key: key.to_string(),
             container: name,
@@ -250,9 +214,8 @@ impl Node {
         let Some(container) = self.containers.get_mut(key) else {
             return;
         };
-        let (asked, others) = std::mem::take(&mut container.commands)
-            .into_iter()
-            .partition(|(_, r)| *r == which);
+        let (asked, others) =
+            std::mem::take(&mut container.commands).into_iter().partition(|(_, r)| *r == which);
         container.commands = others;
         let asked: Vec<(CommandId, Request)> = asked;
         let (reason, detail) = container.reason.clone();
@@ -266,9 +229,7 @@ impl Node {
             ..ActionResponse::default()
         };
         self.effects.extend(
-            asked
-                .into_iter()
-                .map(|(command, _)| Effect::Answer(command, response.clone())),
+            asked.into_iter().map(|(command, _)| Effect::Answer(command, response.clone())),
         );
     }
 
@@ -283,14 +244,7 @@ impl Node {
         let container = Container::new(announcement, policy, warnings.clone(), self.now);
         self.containers.insert(key.clone(), container);
         for text in warnings {
-            self.publish(
-                key,
-                Event {
-                    kind: "annotation".into(),
-                    text,
-                    ..Event::default()
-                },
-            );
+            self.publish(key, Event { kind: "annotation".into(), text, ..Event::default() });
         }
     }
 
@@ -311,6 +265,7 @@ impl Node {
         self.answer(key, Request::Restore, false, 0, 0);
         self.containers.remove(key);
         self.recalled.retain(|(other, ..), _| other != key);
+        self.recall_settled(key);
     }
 
     fn joined(
@@ -335,34 +290,21 @@ impl Node {
         let Some(container) = self.containers.get_mut(key).filter(|_| !full) else {
             self.effects.push(Effect::Send(
                 id,
-                ControllerMessage::Refuse {
-                    version: WIRE_VERSION,
-                    retry: !full,
-                },
+                ControllerMessage::Refuse { version: WIRE_VERSION, retry: !full },
             ));
             self.effects.push(Effect::Drop(id));
             return;
         };
         let before = known.and_then(|old| self.processes.remove(&old));
-        let away = match before
-            .as_ref()
-            .map(|p| p.away.clone())
-            .filter(|away| !away.is_empty())
-        {
+        let recalled = self.recalled.remove(&(key.clone(), identity.pid, identity.start_ticks));
+        let away = match before.as_ref().map(|p| p.away.clone()).filter(|away| !away.is_empty()) {
             Some(away) => away,
-            None => self
-                .recalled
-                .remove(&(key.clone(), identity.pid, identity.start_ticks))
-                .unwrap_or_default(),
+            None => recalled.map(|recalled| recalled.away).unwrap_or_default(),
         };
         if container.state == State::Unregistered {
             // The first process; or, after a controller died, the first that came back.
             container.last_use = self.now;
-            container.goal = if phase == Phase::Away {
-                Goal::Out
-            } else {
-                Goal::Home
-            };
+            container.goal = if phase == Phase::Away { Goal::Out } else { Goal::Home };
         } else if phase == Phase::Open && container.goal != Goal::Home {
             // A process that just started to use CUDA: the container is in use.
             container.goal = Goal::Home;
@@ -387,10 +329,10 @@ impl Node {
                 page: before.and_then(|p| p.page),
             },
         );
-        self.effects.push(Effect::Send(
-            id,
-            ControllerMessage::Welcome { process: id.0 },
-        ));
+        self.recall_settled(key);
+        // Before the Welcome: until then it allocates nothing.
+        self.hold_newcomer(id);
+        self.effects.push(Effect::Send(id, ControllerMessage::Welcome { process: id.0 }));
         if let Some(old) = known {
             self.forget_holds(old);
             self.effects.push(Effect::Drop(old));
@@ -400,11 +342,7 @@ impl Node {
             self.set_state(
                 key,
                 state,
-                if out {
-                    Reason::IdleTimeout
-                } else {
-                    Reason::Called
-                },
+                if out { Reason::IdleTimeout } else { Reason::Called },
                 "",
                 0,
                 0,
@@ -461,13 +399,7 @@ impl Node {
             // A second Hello on a connection is not in the protocol; the first one holds.
             AgentMessage::Hello { .. } => {}
             AgentMessage::Wake { generation, .. } => self.wake(id, generation),
-            AgentMessage::Report {
-                order,
-                outcome,
-                phase,
-                cuda_error,
-                ..
-            } => {
+            AgentMessage::Report { order, outcome, phase, cuda_error, .. } => {
                 self.report(id, order, outcome, phase, cuda_error);
             }
             AgentMessage::Notice { hazards } => {
@@ -534,15 +466,24 @@ impl Node {
         }
     }
 
+    /// Notes the memory of devices; what processes hold stays as it was read before.
+    pub(super) fn take_memory(&mut self, gpus: &[GpuSample]) {
+        for gpu in gpus {
+            match self.gpus.iter_mut().find(|known| known.uuid == gpu.uuid) {
+                Some(known) => {
+                    (known.total_bytes, known.used_bytes) = (gpu.total_bytes, gpu.used_bytes)
+                }
+                None => self.gpus.push(gpu.clone()),
+            }
+        }
+    }
+
     /// Notes what devices and processes hold. A process that is away holds nothing.
     pub(super) fn take_gpus(&mut self, gpus: Vec<GpuSample>) {
         let mut by_pid: BTreeMap<u32, Vec<DeviceBytes>> = BTreeMap::new();
         for gpu in &gpus {
             for (pid, bytes) in &gpu.processes {
-                let device = DeviceBytes {
-                    uuid: gpu.uuid.clone(),
-                    bytes: *bytes,
-                };
+                let device = DeviceBytes { uuid: gpu.uuid.clone(), bytes: *bytes };
                 by_pid.entry(*pid).or_default().push(device);
             }
         }

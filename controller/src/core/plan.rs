@@ -61,35 +61,14 @@ pub fn out(positions: &[Position], deadlines: Deadlines) -> Out {
     if positions.iter().any(|p| p.occupied) {
         return Out::Wait;
     }
-    let at = |phase: Phase| {
-        positions
-            .iter()
-            .filter(move |p| p.phase == phase)
-            .map(|p| p.process)
-    };
-    let close: Vec<_> = at(Phase::Open)
-        .map(|p| {
-            (
-                p,
-                Action::Close {
-                    deadline_ms: deadlines.close_ms,
-                },
-            )
-        })
-        .collect();
+    let at = |phase: Phase| positions.iter().filter(move |p| p.phase == phase).map(|p| p.process);
+    let close: Vec<_> =
+        at(Phase::Open).map(|p| (p, Action::Close { deadline_ms: deadlines.close_ms })).collect();
     if !close.is_empty() {
         return Out::Send(close);
     }
-    let lock: Vec<_> = at(Phase::Closed)
-        .map(|p| {
-            (
-                p,
-                Action::Lock {
-                    timeout_ms: deadlines.lock_ms,
-                },
-            )
-        })
-        .collect();
+    let lock: Vec<_> =
+        at(Phase::Closed).map(|p| (p, Action::Lock { timeout_ms: deadlines.lock_ms })).collect();
     if !lock.is_empty() {
         return Out::Send(lock);
     }
@@ -115,9 +94,7 @@ pub fn home(positions: &[Position], lost: bool) -> Home {
         }
     }
     // One restore at a time, last out first in, as the driver's own tools do it.
-    let restoring = positions
-        .iter()
-        .any(|p| p.occupied && p.phase == Phase::Away);
+    let restoring = positions.iter().any(|p| p.occupied && p.phase == Phase::Away);
     if !restoring {
         plan.restore = positions
             .iter()
@@ -125,9 +102,7 @@ pub fn home(positions: &[Position], lost: bool) -> Home {
             .find(|p| p.phase == Phase::Away && !p.occupied)
             .map(|p| p.process);
     }
-    plan.done = positions
-        .iter()
-        .all(|p| p.phase == Phase::Open && !p.occupied);
+    plan.done = positions.iter().all(|p| p.phase == Phase::Open && !p.occupied);
     plan
 }
 
@@ -135,19 +110,12 @@ pub fn home(positions: &[Position], lost: bool) -> Home {
 mod tests {
     use super::*;
 
-    const D: Deadlines = Deadlines {
-        close_ms: 1,
-        lock_ms: 2,
-    };
+    const D: Deadlines = Deadlines { close_ms: 1, lock_ms: 2 };
 
     fn at(phases: &[Phase]) -> Vec<Position> {
         (0..)
             .zip(phases)
-            .map(|(n, phase)| Position {
-                process: ProcessId(n),
-                phase: *phase,
-                occupied: false,
-            })
+            .map(|(n, phase)| Position { process: ProcessId(n), phase: *phase, occupied: false })
             .collect()
     }
 
@@ -179,28 +147,16 @@ mod tests {
 
     #[test]
     fn home_restores_the_last_first_and_lets_nobody_go_before() {
-        let positions = at(&[
-            Phase::Away,
-            Phase::Away,
-            Phase::Locked,
-            Phase::Closed,
-            Phase::Open,
-        ]);
+        let positions = at(&[Phase::Away, Phase::Away, Phase::Locked, Phase::Closed, Phase::Open]);
         let plan = home(&positions, false);
-        assert_eq!(
-            (plan.send.len(), plan.restore, plan.done),
-            (0, Some(ProcessId(1)), false)
-        );
+        assert_eq!((plan.send.len(), plan.restore, plan.done), (0, Some(ProcessId(1)), false));
         assert_eq!(home(&positions, true).send.len(), 2);
     }
 
     #[test]
     fn home_frees_each_as_soon_as_it_can() {
         let plan = home(&at(&[Phase::Locked, Phase::Closed, Phase::Open]), false);
-        assert_eq!(
-            plan.send,
-            [(ProcessId(0), Action::Unlock), (ProcessId(1), Action::Open)]
-        );
+        assert_eq!(plan.send, [(ProcessId(0), Action::Unlock), (ProcessId(1), Action::Open)]);
         assert!(!plan.done);
         assert!(home(&at(&[Phase::Open]), false).done);
     }

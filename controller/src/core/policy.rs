@@ -106,18 +106,15 @@ impl Policies {
         if let Some(rule) = self.rules.iter().find(|rule| rule.namespace == namespace) {
             policy.mode = rule.mode.unwrap_or(policy.mode);
             policy.idle_timeout_ms = rule.idle_timeout_ms.unwrap_or(policy.idle_timeout_ms);
-            policy.minimum_residency_ms = rule
-                .minimum_residency_ms
-                .unwrap_or(policy.minimum_residency_ms);
+            policy.minimum_residency_ms =
+                rule.minimum_residency_ms.unwrap_or(policy.minimum_residency_ms);
             policy.priority = rule.priority.unwrap_or(policy.priority);
         }
         let mut warnings = Vec::new();
         for (name, value) in annotations {
             if let Err(accepted) = apply(&mut policy, name, value) {
                 let shown: String = value.chars().take(80).collect();
-                warnings.push(format!(
-                    "annotation {name}={shown:?} is ignored: {accepted}"
-                ));
+                warnings.push(format!("annotation {name}={shown:?} is ignored: {accepted}"));
             }
         }
         (policy, warnings)
@@ -149,14 +146,10 @@ fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), String> {
 }
 
 fn word<T: Copy>(value: &str, words: &[(&str, T)]) -> Result<T, String> {
-    words
-        .iter()
-        .find(|(word, _)| *word == value)
-        .map(|(_, meaning)| *meaning)
-        .ok_or_else(|| {
-            let accepted: Vec<&str> = words.iter().map(|(word, _)| *word).collect();
-            format!("accepted: {}", accepted.join(", "))
-        })
+    words.iter().find(|(word, _)| *word == value).map(|(_, meaning)| *meaning).ok_or_else(|| {
+        let accepted: Vec<&str> = words.iter().map(|(word, _)| *word).collect();
+        format!("accepted: {}", accepted.join(", "))
+    })
 }
 
 /// Reads a duration as people write it: `90s`, `5m`, `1h 30m`.
@@ -177,10 +170,7 @@ mod tests {
     use super::*;
 
     fn annotations(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
-        pairs
-            .iter()
-            .map(|(k, v)| (format!("affinode.io/{k}"), (*v).to_owned()))
-            .collect()
+        pairs.iter().map(|(k, v)| (format!("affinode.io/{k}"), (*v).to_owned())).collect()
     }
 
     #[test]
@@ -194,19 +184,14 @@ mod tests {
                 ..Rule::default()
             }],
         };
-        let (policy, warnings) = policies.resolve(
-            "ml",
-            &annotations(&[("offload", "manual"), ("idle-timeout", "90s")]),
-        );
+        let (policy, warnings) =
+            policies.resolve("ml", &annotations(&[("offload", "manual"), ("idle-timeout", "90s")]));
         assert_eq!(warnings, Vec::<String>::new());
         assert_eq!(
             (policy.mode, policy.idle_timeout_ms, policy.priority),
             (Mode::Manual, 90_000, 5)
         );
-        assert_eq!(
-            policies.resolve("other", &annotations(&[])).0,
-            Policy::default()
-        );
+        assert_eq!(policies.resolve("other", &annotations(&[])).0, Policy::default());
     }
 
     #[test]

@@ -23,11 +23,7 @@ impl Queue {
     /// Adds a container; one that waits already keeps its place.
     pub fn enter(&mut self, key: &Key, priority: i32, now: Millis) {
         if !self.contains(key) {
-            self.waiters.push(Waiter {
-                key: key.clone(),
-                priority,
-                since: now,
-            });
+            self.waiters.push(Waiter { key: key.clone(), priority, since: now });
         }
     }
 

@@ -1,1 +1,580 @@
-//! placeholder
+//! The core against a world of agents and one device, kept by the test: random calls,
+//! wakes, failures, deaths and controller restarts in random order.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use affinode_proto::{
+    api::control::Announcement,
+    state::State,
+    wire::{
+        Hazards, Phase,
+        message::{Action, AgentMessage, ControllerMessage, Outcome},
+        page::PageSnapshot,
+    },
+};
+use proptest::prelude::*;
+
+use super::{
+    DeviceBytes, Effect, GpuSample, Input, Key, Millis, Node, ProcessId, Record, Request, Settings,
+    Survey,
+    input::{CommandId, Identity},
+    policy::{Policies, Policy},
+};
+
+const GPU: &str = "GPU-test";
+const TOTAL: u64 = 1_000;
+
+/// A process with its agent and its share of the device.
+struct Agent {
+    container: usize,
+    pid: u32,
+    phase: Phase,
+    /// VRAM that it holds when it is on the device.
+    size: u64,
+    /// What came on its connection and was not looked at yet.
+    inbox: VecDeque<ControllerMessage>,
+    /// Lost its controller in the middle of something: says Hello when that is done.
+    orphaned: bool,
+    welcomed: bool,
+    generation: u64,
+    calls: u64,
+    wants: bool,
+    held: bool,
+    /// Told to hold on this connection.
+    held_here: bool,
+    /// The number under which the controller watches it.
+    known_as: ProcessId,
+}
+
+impl Agent {
+    fn on_device(&self) -> u64 {
+        if self.phase == Phase::Away { 0 } else { self.size }
+    }
+}
+
+struct World {
+    node: Node,
+    containers: usize,
+    now: Millis,
+    agents: BTreeMap<ProcessId, Agent>,
+    /// Bytes of somebody who is not managed.
+    others: u64,
+    questions: VecDeque<Effect>,
+    journal: BTreeMap<Key, Record>,
+    next: u64,
+    answers: Vec<(CommandId, bool)>,
+    /// The next checkpoint or close fails.
+    fail: Option<Outcome>,
+}
+
+fn key(n: usize) -> Key {
+    Key::parse(&format!("{n:032x}")).unwrap()
+}
+
+fn settings() -> Settings {
+    let node = Policy { idle_timeout_ms: 100, minimum_residency_ms: 0, ..Policy::default() };
+    Settings { policies: Policies { node, rules: Vec::new() }, ..Settings::default() }
+}
+
+impl World {
+    fn new(containers: usize) -> World {
+        let mut world = World {
+            node: Node::new(settings()),
+            containers,
+            now: 0,
+            agents: BTreeMap::new(),
+            others: 0,
+            questions: VecDeque::new(),
+            journal: BTreeMap::new(),
+            next: 0,
+            answers: Vec::new(),
+            fail: None,
+        };
+        (0..containers).for_each(|n| world.announce(n));
+        world
+    }
+
+    fn announce(&mut self, n: usize) {
+        let announcement = Announcement {
+            key: key(n).to_string(),
+            id: format!("c{n}"),
+            ..Announcement::default()
+        };
+        self.feed(Input::Announced(Box::new(announcement), key(n)));
+    }
+
+    fn used(&self) -> u64 {
+        self.others + self.agents.values().map(Agent::on_device).sum::<u64>()
+    }
+
+    fn gpus(&self) -> Vec<GpuSample> {
+        let on_device = self.agents.values().filter(|a| a.on_device() > 0);
+        vec![GpuSample {
+            uuid: GPU.into(),
+            total_bytes: TOTAL,
+            used_bytes: self.used(),
+            processes: on_device.map(|a| (a.pid, a.on_device())).collect(),
+            ..GpuSample::default()
+        }]
+    }
+
+    fn feed(&mut self, input: Input) {
+        for effect in self.node.handle(self.now, input) {
+            match effect {
+                Effect::Send(id, message) => {
+                    if let Some(agent) = self.agents.get_mut(&id) {
+                        agent.inbox.push_back(message);
+                    }
+                }
+                Effect::Journal(key, Some(record)) => {
+                    self.journal.insert(key, record);
+                }
+                Effect::Journal(key, None) => {
+                    self.journal.remove(&key);
+                }
+                Effect::Answer(command, answer) => self.answers.push((command, answer.done)),
+                Effect::Survey { .. } | Effect::Prove(..) => self.questions.push_back(effect),
+                Effect::Drop(_) | Effect::Publish(_) => {}
+            }
+        }
+    }
+
+    /// A process makes its first CUDA call; it holds no VRAM yet.
+    fn join(&mut self, container: usize) {
+        self.next += 1;
+        let pid = u32::try_from(self.next).unwrap() + 1_000;
+        let agent = Agent {
+            container,
+            pid,
+            phase: Phase::Open,
+            size: 0,
+            inbox: VecDeque::new(),
+            orphaned: false,
+            welcomed: false,
+            generation: 0,
+            calls: 1,
+            wants: false,
+            held: false,
+            held_here: false,
+            known_as: ProcessId(self.next),
+        };
+        let id = ProcessId(self.next);
+        self.agents.insert(id, agent);
+        self.hello(id);
+    }
+
+    /// A process allocates, where it may and where there is room.
+    fn allocate(&mut self, id: ProcessId, bytes: u64) {
+        let room = TOTAL.saturating_sub(self.used());
+        let Some(agent) = self.agents.get_mut(&id) else { return };
+        if agent.phase == Phase::Open && agent.welcomed && !agent.held && bytes <= room {
+            agent.size += bytes;
+            agent.calls += 1;
+        }
+    }
+
+    /// A process that is welcome and holds VRAM: for tests that need no more.
+    fn running(&mut self, container: usize, bytes: u64) -> ProcessId {
+        self.join(container);
+        let id = ProcessId(self.next);
+        while !self.agents[&id].welcomed {
+            self.work(id);
+        }
+        self.allocate(id, bytes);
+        assert_eq!(self.agents[&id].size, bytes, "no room for the test's own process");
+        id
+    }
+
+    fn hello(&mut self, id: ProcessId) {
+        let agent = self.agents.get_mut(&id).unwrap();
+        (agent.orphaned, agent.welcomed, agent.held_here) = (false, false, false);
+        agent.known_as = id;
+        let agent = &self.agents[&id];
+        let input = Input::Joined {
+            key: key(agent.container),
+            process: id,
+            identity: Identity { pid: agent.pid, start_ticks: 1, command: "test".into() },
+            phase: agent.phase,
+            generation: agent.generation,
+            hazards: Hazards::default(),
+        };
+        self.feed(input);
+    }
+
+    /// A CUDA call: goes through, or waits at the gate and wakes.
+    fn call(&mut self, id: ProcessId) {
+        let Some(agent) = self.agents.get_mut(&id) else { return };
+        if agent.phase == Phase::Open {
+            agent.calls += 1;
+        } else {
+            agent.wants = true;
+            let (generation, alone) = (agent.generation, agent.orphaned);
+            if alone {
+                return;
+            }
+            self.feed(Input::Message(id, AgentMessage::Wake { generation, waiters: 1, hook: 1 }));
+        }
+    }
+
+    /// The agent looks at its oldest message.
+    fn work(&mut self, id: ProcessId) {
+        let used = self.used();
+        let Some(agent) = self.agents.get_mut(&id) else { return };
+        let (order, action) = match agent.inbox.pop_front() {
+            Some(ControllerMessage::Order { order, action }) => (order, action),
+            Some(ControllerMessage::Welcome { .. }) => {
+                agent.welcomed = true;
+                agent.held = agent.held_here;
+                return;
+            }
+            _ => return,
+        };
+        let mut outcome = Outcome::Done;
+        let (from, to) = match action {
+            Action::Close { .. } => (Phase::Open, Phase::Closed),
+            Action::Open => (Phase::Closed, Phase::Open),
+            Action::Lock { .. } => (Phase::Closed, Phase::Locked),
+            Action::Checkpoint { .. } => (Phase::Locked, Phase::Away),
+            Action::Restore => (Phase::Away, Phase::Locked),
+            Action::Unlock => (Phase::Locked, Phase::Closed),
+            Action::HoldAllocations { .. } | Action::ReleaseAllocations => {
+                (agent.phase, agent.phase)
+            }
+        };
+        assert_eq!(agent.phase, from, "{action:?} does not fit");
+        let failing = matches!(
+            action,
+            Action::Close { .. } | Action::Lock { .. } | Action::Checkpoint { .. }
+        );
+        if let Some(fail) = self.fail.take_if(|_| failing) {
+            outcome = fail;
+        } else {
+            if action == Action::Restore {
+                assert!(
+                    used + agent.size <= TOTAL,
+                    "restored without room: the process would be lost"
+                );
+            }
+            agent.phase = to;
+            match action {
+                Action::Close { .. } => agent.generation += 1,
+                Action::Open => agent.wants = false, // Its caller went through.
+                Action::HoldAllocations { .. } => (agent.held, agent.held_here) = (true, true),
+                Action::ReleaseAllocations => (agent.held, agent.held_here) = (false, false),
+                _ => {}
+            }
+        }
+        if agent.orphaned {
+            self.hello(id); // Nobody is there for the report; the Hello says it all.
+            return;
+        }
+        let phase = agent.phase;
+        let cuda_error = if outcome == Outcome::Done { 0 } else { 304 };
+        self.feed(Input::Message(
+            id,
+            AgentMessage::Report { order, outcome, phase, cuda_error, elapsed_us: 1 },
+        ));
+    }
+
+    fn answer_question(&mut self) {
+        match self.questions.pop_front() {
+            Some(Effect::Survey { key, .. }) => {
+                let survey = Survey { gpus: Ok(self.gpus()), room: Ok(()) };
+                self.feed(Input::Surveyed(key, survey));
+            }
+            Some(Effect::Prove(key, number)) => {
+                let gpus = Ok(self.gpus());
+                self.feed(Input::Proven(key, number, gpus));
+            }
+            _ => {}
+        }
+    }
+
+    fn tick(&mut self) {
+        self.now += 60;
+        let pages: Vec<(ProcessId, PageSnapshot)> =
+            self.agents.iter().map(|(id, a)| (*id, page(a))).collect();
+        for (id, page) in pages {
+            self.feed(Input::Page(id, page));
+        }
+        let gpus = Ok(self.gpus());
+        self.feed(Input::Gpus(gpus));
+        self.feed(Input::Tick);
+    }
+
+    fn exit(&mut self, id: ProcessId) {
+        if let Some(agent) = self.agents.remove(&id) {
+            self.feed(Input::Exited(agent.known_as));
+        }
+    }
+
+    /// The connection breaks. What the agent is in the middle of it finishes; it holds
+    /// its allocations until somebody welcomes it again.
+    fn cut(&mut self, id: ProcessId, busy: bool) {
+        let Some(agent) = self.agents.get_mut(&id) else { return };
+        agent.inbox.retain(|message| matches!(message, ControllerMessage::Order { .. }));
+        agent.inbox.truncate(usize::from(busy));
+        agent.orphaned = true;
+    }
+
+    /// kill -9 of the controller, and the next one: shims announce, agents come back.
+    fn restart(&mut self, busy: bool) {
+        self.questions.clear();
+        self.answers.clear();
+        let ids: Vec<ProcessId> = self.agents.keys().copied().collect();
+        ids.iter().for_each(|id| self.cut(*id, busy));
+        self.node = Node::new(settings());
+        for (key, record) in self.journal.clone() {
+            for process in record.processes {
+                if self.agents.values().all(|agent| agent.pid != process.pid) {
+                    continue;
+                }
+                let restoring = record.step == "restore";
+                let identity = (process.pid, process.start_ticks);
+                self.feed(Input::Recalled {
+                    key: key.clone(),
+                    identity,
+                    away: process.away,
+                    restoring,
+                });
+            }
+        }
+        let gpus = Ok(self.gpus());
+        self.feed(Input::Gpus(gpus));
+        (0..self.containers).for_each(|n| self.announce(n));
+        for id in ids {
+            if self.agents[&id].inbox.is_empty() {
+                self.hello(id);
+            }
+        }
+    }
+
+    /// Lets everything that is on its way arrive, with whoever waits calling again as agents do.
+    fn settle(&mut self) {
+        for _ in 0..400 {
+            let ids: Vec<ProcessId> = self.agents.keys().copied().collect();
+            for id in ids {
+                while self.agents.get(&id).is_some_and(|a| !a.inbox.is_empty()) {
+                    self.work(id);
+                }
+                if self.agents[&id].orphaned {
+                    self.hello(id);
+                }
+                if self.agents[&id].wants {
+                    self.call(id);
+                }
+            }
+            while !self.questions.is_empty() {
+                self.answer_question();
+            }
+            self.tick();
+        }
+    }
+
+    fn state(&self, n: usize) -> State {
+        self.node.containers[&key(n)].state
+    }
+}
+
+fn page(agent: &Agent) -> PageSnapshot {
+    PageSnapshot {
+        phase: agent.phase,
+        waiters: u32::from(agent.wants),
+        hazards: Hazards::default(),
+        generation: agent.generation,
+        allocated_bytes: agent.size,
+        allocations: 1,
+        calls: agent.calls,
+        polls: 0,
+        inflight: 0,
+        last_hook: 0,
+    }
+}
+
+#[test]
+fn idle_goes_out_and_a_call_brings_it_back() {
+    let mut world = World::new(1);
+    world.running(0, 600);
+    world.tick();
+    assert_eq!(world.state(0), State::Active);
+    world.settle();
+    assert_eq!((world.state(0), world.used()), (State::Offloaded, 0));
+    assert_eq!(
+        world.journal[&key(0)].processes[0].away,
+        [DeviceBytes { uuid: GPU.into(), bytes: 600 }]
+    );
+    let id = *world.agents.keys().next().unwrap();
+    world.call(id);
+    assert_eq!(world.state(0), State::Queued);
+    for _ in 0..10 {
+        world.answer_question();
+        world.work(id);
+    }
+    assert_eq!((world.state(0), world.used()), (State::Active, 600));
+    assert!(world.journal.is_empty());
+}
+
+#[test]
+fn two_that_do_not_fit_together_take_turns() {
+    let mut world = World::new(2);
+    let first = world.running(0, 600);
+    world.settle();
+    world.running(1, 600);
+    world.call(first);
+    assert_eq!(world.state(0), State::Queued);
+    world.settle();
+    // The second went idle, the first came home, and went idle again.
+    assert_eq!(world.node.containers[&key(0)].restores, 1);
+    assert_eq!((world.state(0), world.state(1)), (State::Offloaded, State::Offloaded));
+}
+
+#[test]
+fn somebody_unmanaged_who_takes_the_room_makes_a_restore_wait() {
+    let mut world = World::new(1);
+    world.running(0, 600);
+    world.settle();
+    world.others = 900;
+    let id = *world.agents.keys().next().unwrap();
+    world.call(id);
+    world.settle();
+    assert_eq!(world.state(0), State::Queued);
+    world.others = 0;
+    world.settle();
+    assert_eq!(world.node.containers[&key(0)].restores, 1);
+}
+
+#[test]
+fn a_request_is_answered_when_it_is_done() {
+    let mut world = World::new(1);
+    world.running(0, 10);
+    world.feed(Input::Command(CommandId(1), key(0), Request::Offload));
+    for _ in 0..10 {
+        world.answer_question();
+        world.work(ProcessId(1));
+    }
+    assert_eq!(
+        (world.state(0), world.answers.clone()),
+        (State::Offloaded, vec![(CommandId(1), true)])
+    );
+    world.feed(Input::Command(CommandId(2), key(0), Request::Restore));
+    for _ in 0..10 {
+        world.answer_question();
+        world.work(ProcessId(1));
+    }
+    assert_eq!((world.state(0), world.answers.len()), (State::Active, 2));
+}
+
+#[test]
+fn a_call_while_it_is_closing_turns_round_before_anything_is_moved() {
+    let mut world = World::new(1);
+    world.running(0, 10);
+    world.feed(Input::Command(CommandId(1), key(0), Request::Offload));
+    world.answer_question();
+    world.work(ProcessId(1));
+    world.call(ProcessId(1));
+    for _ in 0..10 {
+        world.work(ProcessId(1));
+        world.answer_question();
+    }
+    assert_eq!(
+        (world.state(0), world.answers.clone()),
+        (State::Active, vec![(CommandId(1), false)])
+    );
+    assert_eq!(world.agents[&ProcessId(1)].phase, Phase::Open);
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Join(usize),
+    Allocate(usize, u64),
+    Call(usize),
+    Work(usize),
+    Question,
+    Tick,
+    Exit(usize),
+    Detach(usize, bool),
+    Restart(bool),
+    Others(u64),
+    Fail(bool),
+    Ask(usize, bool),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        2 => (0_usize..3).prop_map(Step::Join),
+        4 => (0_usize..8, 1_u64..500).prop_map(|(n, s)| Step::Allocate(n, s)),
+        6 => (0_usize..8).prop_map(Step::Call),
+        16 => (0_usize..8).prop_map(Step::Work),
+        10 => Just(Step::Question),
+        8 => Just(Step::Tick),
+        1 => (0_usize..8).prop_map(Step::Exit),
+        1 => (0_usize..8, any::<bool>()).prop_map(|(n, busy)| Step::Detach(n, busy)),
+        1 => any::<bool>().prop_map(Step::Restart),
+        1 => (0_u64..600).prop_map(Step::Others),
+        1 => any::<bool>().prop_map(Step::Fail),
+        2 => (0_usize..3, any::<bool>()).prop_map(|(c, out)| Step::Ask(c, out)),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Whatever happens in whatever order: no restore without room (asserted in `work`), no
+    /// order that does not fit, and at the end nobody waits, nobody is stuck half way, and
+    /// nobody's allocations are held.
+    #[test]
+    fn nobody_is_lost_or_stuck(steps in proptest::collection::vec(step(), 1..200)) {
+        let mut world = World::new(3);
+        let mut command = 0;
+        for step in steps {
+            let nth = |n: usize, world: &World| world.agents.keys().copied().nth(n);
+            match step {
+                Step::Join(container) => world.join(container),
+                Step::Allocate(n, bytes) => if let Some(id) = nth(n, &world) { world.allocate(id, bytes) },
+                Step::Call(n) => if let Some(id) = nth(n, &world) { world.call(id) },
+                Step::Work(n) => if let Some(id) = nth(n, &world) { world.work(id) },
+                Step::Question => world.answer_question(),
+                Step::Tick => world.tick(),
+                Step::Exit(n) => if let Some(id) = nth(n, &world) { world.exit(id) },
+                Step::Detach(n, busy) => if let Some(id) = nth(n, &world) {
+                    world.feed(Input::Detached(id));
+                    world.cut(id, busy);
+                    let agent = world.agents.remove(&id).unwrap();
+                    world.next += 1;
+                    let id = ProcessId(world.next);
+                    world.agents.insert(id, agent);
+                    if world.agents[&id].inbox.is_empty() {
+                        world.hello(id);
+                    }
+                },
+                Step::Restart(busy) => world.restart(busy),
+                Step::Others(bytes) => if world.used() - world.others + bytes <= TOTAL { world.others = bytes },
+                Step::Fail(busy) => world.fail = Some(if busy { Outcome::Busy } else { Outcome::DriverError }),
+                Step::Ask(container, out) => {
+                    command += 1;
+                    let request = if out { Request::Offload } else { Request::Restore };
+                    world.feed(Input::Command(CommandId(command), key(container), request));
+                }
+            }
+        }
+        world.others = 0;
+        world.fail = None;
+        world.settle();
+        for (id, agent) in &world.agents {
+            prop_assert!(matches!(agent.phase, Phase::Open | Phase::Away), "{id:?} is left in {:?}", agent.phase);
+            prop_assert!(!agent.wants, "{id:?} still waits");
+            prop_assert!(!agent.held, "{id:?} may not allocate");
+        }
+        for n in 0..3 {
+            let members = world.agents.values().filter(|a| a.container == n).count();
+            if members == 0 {
+                continue;
+            }
+            let state = world.state(n);
+            prop_assert!(matches!(state, State::Active | State::Idle | State::Offloaded), "{n} is left {state}");
+        }
+        prop_assert!(world.node.queue.is_empty());
+        prop_assert!(world.node.grants.is_empty());
+        prop_assert_eq!(world.node.ledger.promised_bytes(GPU), 0);
+    }
+}

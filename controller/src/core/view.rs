@@ -51,27 +51,19 @@ impl Node {
         let found: Vec<(&Key, &Container)> = self.containers.iter().filter(begins).collect();
         match found.as_slice() {
             _ if name.is_empty() => Err("name a container; `affinode ps` lists them".into()),
-            [] => Err(format!(
-                "no container is named {name:?}; `affinode ps` lists them"
-            )),
+            [] => Err(format!("no container is named {name:?}; `affinode ps` lists them")),
             [(key, _)] => Ok((*key).clone()),
             several => {
                 let names: Vec<String> = several.iter().map(|(_, c)| c.display_name()).collect();
-                Err(format!(
-                    "{name:?} may be any of {}; name one",
-                    names.join(", ")
-                ))
+                Err(format!("{name:?} may be any of {}; name one", names.join(", ")))
             }
         }
     }
 
     fn list_gpus(&self) -> Vec<control::Gpu> {
         let reclaimed = |uuid: &str| {
-            let away = self
-                .processes
-                .values()
-                .filter(|p| p.phase == Phase::Away)
-                .flat_map(|p| &p.away);
+            let away =
+                self.processes.values().filter(|p| p.phase == Phase::Away).flat_map(|p| &p.away);
             away.filter(|d| d.uuid == uuid).map(|d| d.bytes).sum()
         };
         self.gpus
@@ -98,21 +90,14 @@ impl Node {
         now: Millis,
         unix_ms: i64,
     ) -> control::Container {
-        let processes: Vec<(&ProcessId, &Process)> = self
-            .processes
-            .iter()
-            .filter(|(_, p)| p.key == *key)
-            .collect();
+        let processes: Vec<(&ProcessId, &Process)> =
+            self.processes.iter().filter(|(_, p)| p.key == *key).collect();
         let ago = |then: Millis| i64::try_from(now.saturating_sub(then)).unwrap_or(i64::MAX);
         control::Container {
             announcement: Some(c.announcement.clone()).into(),
             state: c.state.to_string(),
             since_unix_ms: unix_ms.saturating_sub(ago(c.since)),
-            idle_ms: if processes.is_empty() {
-                0
-            } else {
-                now.saturating_sub(c.last_use)
-            },
+            idle_ms: if processes.is_empty() { 0 } else { now.saturating_sub(c.last_use) },
             reason: c.reason.0.to_string(),
             reason_text: text_of(c.reason.0, &c.reason.1),
             vram_bytes: processes.iter().map(|(_, p)| p.vram_bytes()).sum(),
@@ -128,10 +113,7 @@ impl Node {
             mode: c.policy.mode.as_str().to_owned(),
             idle_timeout_ms: c.policy.idle_timeout_ms,
             priority: c.policy.priority,
-            processes: processes
-                .into_iter()
-                .map(|(_, p)| list_process(p))
-                .collect(),
+            processes: processes.into_iter().map(|(_, p)| list_process(p)).collect(),
             warnings: c.warnings.clone(),
             ..control::Container::default()
         }
@@ -149,11 +131,7 @@ fn list_process(p: &Process) -> control::Process {
         phase: format!("{:?}", p.phase),
         command: p.identity.command.clone(),
         vram_bytes: p.vram_bytes(),
-        away: if p.phase == Phase::Away {
-            p.away.iter().map(device).collect()
-        } else {
-            Vec::new()
-        },
+        away: if p.phase == Phase::Away { p.away.iter().map(device).collect() } else { Vec::new() },
         calls: p.page.as_ref().map_or(0, |page| page.calls),
         inflight: p.page.as_ref().map_or(0, |page| page.inflight),
         waiters: p.page.as_ref().map_or(0, |page| page.waiters),

@@ -23,7 +23,7 @@ use crate::{
     agents::{Agent, AgentMail, Listener},
     config::Config,
     core::{CommandId, Effect, Input, Key, Millis, Node, ProcessId, Request},
-    inventory::{Finding, Inventory, Question, memory::MemoryRules},
+    inventory::{Finding, Inventory, Question, memory::MemoryRules, process},
     journal::Journal,
     report,
 };
@@ -39,10 +39,7 @@ const GPU_INTERVAL: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub enum Call {
     /// A container exists. Answer: annotations that were not understood.
-    Announce(
-        Box<Announcement>,
-        oneshot::Sender<Result<Vec<String>, String>>,
-    ),
+    Announce(Box<Announcement>, oneshot::Sender<Result<Vec<String>, String>>),
     /// A container is gone.
     Withdraw(String),
     /// Everything.
@@ -137,9 +134,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
 }
 
 fn unix_ms() -> i64 {
-    let since = SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .unwrap_or_default();
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     i64::try_from(since.as_millis()).unwrap_or(i64::MAX)
 }
 
@@ -166,13 +161,20 @@ impl Actor {
             tracing::warn!("a journal record is left out: {why}");
         }
         for (key, record) in records {
+            let restoring = record.step == "restore";
             for process in record.processes {
                 let identity = (process.pid, process.start_ticks);
-                self.feed(Input::Recalled {
-                    key: key.clone(),
-                    identity,
-                    away: process.away,
-                });
+                // A pid that is another process by now, or none, does not come back.
+                let lives = process::identity(process.pid)
+                    .is_ok_and(|now| now.start_ticks == process.start_ticks);
+                if lives {
+                    self.feed(Input::Recalled {
+                        key: key.clone(),
+                        identity,
+                        away: process.away,
+                        restoring,
+                    });
+                }
             }
         }
         Ok(())
@@ -207,7 +209,7 @@ impl Actor {
             Effect::Survey { key, processes } => {
                 self.inventory.ask(Question::Survey(key, processes))
             }
-            Effect::Prove(key) => self.inventory.ask(Question::Prove(key)),
+            Effect::Prove(key, number) => self.inventory.ask(Question::Prove(key, number)),
             Effect::Answer(command, answer) => {
                 if let Some(waiter) = self.commands.remove(&command) {
                     let _ = waiter.send(answer);
@@ -235,39 +237,20 @@ impl Actor {
     fn found(&mut self, finding: Finding) {
         self.feed(match finding {
             Finding::Gpus(gpus) => Input::Gpus(gpus),
-            Finding::Proven(key, gpus) => Input::Proven(key, gpus),
+            Finding::Proven(key, number, gpus) => Input::Proven(key, number, gpus),
             Finding::Surveyed(key, survey) => Input::Surveyed(key, survey),
         });
     }
 
     fn mail(&mut self, mail: AgentMail) {
         match mail {
-            AgentMail::Joined {
-                key,
-                id,
-                identity,
-                hello,
-                agent,
-            } => {
-                let AgentMessage::Hello {
-                    phase,
-                    generation,
-                    hazards,
-                    ..
-                } = hello
-                else {
+            AgentMail::Joined { key, id, identity, hello, agent } => {
+                let AgentMessage::Hello { phase, generation, hazards, .. } = hello else {
                     return;
                 };
                 self.agents.insert(id, agent);
                 self.read_page(id);
-                self.feed(Input::Joined {
-                    key,
-                    process: id,
-                    identity,
-                    phase,
-                    generation,
-                    hazards,
-                });
+                self.feed(Input::Joined { key, process: id, identity, phase, generation, hazards });
             }
             AgentMail::Message(id, message) => self.feed(Input::Message(id, message)),
             AgentMail::Detached(id) => self.feed(Input::Detached(id)),
@@ -314,10 +297,8 @@ impl Actor {
                     self.feed(Input::Command(command, key, request));
                 }
                 Err(reason_text) => {
-                    let _ = answer.send(ActionResponse {
-                        reason_text,
-                        ..ActionResponse::default()
-                    });
+                    let _ =
+                        answer.send(ActionResponse { reason_text, ..ActionResponse::default() });
                 }
             },
             Call::Reload(answer) => {
@@ -330,18 +311,11 @@ impl Actor {
         let key = Key::parse(&announcement.key)
             .map_err(|k| format!("{k:?} is no key: 32 hex digits are expected"))?;
         if !self.listeners.contains_key(&key) {
-            let listener = Listener::open(
-                &self.run_dir,
-                &key,
-                Arc::clone(&self.numbers),
-                self.mail.clone(),
-            )
-            .map_err(|e| {
-                format!(
-                    "cannot make the socket of container {}: {e}",
-                    announcement.id
-                )
-            })?;
+            let listener =
+                Listener::open(&self.run_dir, &key, Arc::clone(&self.numbers), self.mail.clone())
+                    .map_err(|e| {
+                    format!("cannot make the socket of container {}: {e}", announcement.id)
+                })?;
             self.listeners.insert(key.clone(), listener);
         }
         self.feed(Input::Announced(Box::new(announcement), key.clone()));
@@ -375,11 +349,7 @@ impl Actor {
             self.read_page(id);
         }
         let hurry = self.pause() < Duration::from_millis(self.config.timing.sample_interval);
-        let interval = if hurry {
-            Duration::from_millis(100)
-        } else {
-            GPU_INTERVAL
-        };
+        let interval = if hurry { Duration::from_millis(100) } else { GPU_INTERVAL };
         if self.gpus_read.is_none_or(|read| read.elapsed() >= interval) {
             self.gpus_read = Some(Instant::now());
             self.inventory.ask(Question::Gpus);

@@ -45,13 +45,8 @@ pub(super) async fn serve(
         source,
     })?;
     let service = create_control(Arc::new(Api { calls, events }));
-    let mut server = Server::new()
-        .add_listener(Listener::from(listener))
-        .register_service(service);
-    server
-        .start()
-        .await
-        .map_err(|source| DaemonError::Serve { path, source })?;
+    let mut server = Server::new().add_listener(Listener::from(listener)).register_service(service);
+    server.start().await.map_err(|source| DaemonError::Serve { path, source })?;
     Ok(server)
 }
 
@@ -75,12 +70,7 @@ fn failed(code: ttrpc::Code, text: impl Into<String>) -> ttrpc::Error {
 impl Api {
     async fn ask<T>(&self, call: impl FnOnce(oneshot::Sender<T>) -> Call) -> ttrpc::Result<T> {
         let (answer, answered) = oneshot::channel();
-        let ending = || {
-            failed(
-                ttrpc::Code::UNAVAILABLE,
-                "the controller is ending; ask again",
-            )
-        };
+        let ending = || failed(ttrpc::Code::UNAVAILABLE, "the controller is ending; ask again");
         self.calls.send(call(answer)).await.map_err(|_| ending())?;
         answered.await.map_err(|_| ending())
     }
@@ -98,10 +88,7 @@ impl Control for Api {
             .ask(|answer| Call::Announce(Box::new(container), answer))
             .await?
             .map_err(|why| failed(ttrpc::Code::INVALID_ARGUMENT, why))?;
-        Ok(AnnounceResponse {
-            warnings,
-            ..AnnounceResponse::default()
-        })
+        Ok(AnnounceResponse { warnings, ..AnnounceResponse::default() })
     }
 
     async fn withdraw(
@@ -110,10 +97,7 @@ impl Control for Api {
         request: WithdrawRequest,
     ) -> ttrpc::Result<WithdrawResponse> {
         let ending = |_| failed(ttrpc::Code::UNAVAILABLE, "the controller is ending");
-        self.calls
-            .send(Call::Withdraw(request.key))
-            .await
-            .map_err(ending)?;
+        self.calls.send(Call::Withdraw(request.key)).await.map_err(ending)?;
         Ok(WithdrawResponse::default())
     }
 
@@ -126,8 +110,7 @@ impl Control for Api {
         _: &TtrpcContext,
         request: OffloadRequest,
     ) -> ttrpc::Result<ActionResponse> {
-        self.ask(|answer| Call::Act(request.container, Request::Offload, answer))
-            .await
+        self.ask(|answer| Call::Act(request.container, Request::Offload, answer)).await
     }
 
     async fn restore(
@@ -135,8 +118,7 @@ impl Control for Api {
         _: &TtrpcContext,
         request: RestoreRequest,
     ) -> ttrpc::Result<ActionResponse> {
-        self.ask(|answer| Call::Act(request.container, Request::Restore, answer))
-            .await
+        self.ask(|answer| Call::Act(request.container, Request::Restore, answer)).await
     }
 
     async fn events(
@@ -146,10 +128,7 @@ impl Control for Api {
     ) -> ttrpc::Result<EventsResponse> {
         let wait = Duration::from_millis(request.timeout_ms.into()).min(MAX_WAIT);
         let events = self.events.after(request.after, wait).await;
-        Ok(EventsResponse {
-            events,
-            ..EventsResponse::default()
-        })
+        Ok(EventsResponse { events, ..EventsResponse::default() })
     }
 
     async fn reload(&self, _: &TtrpcContext, _: ReloadRequest) -> ttrpc::Result<ReloadResponse> {
@@ -157,9 +136,6 @@ impl Control for Api {
             .ask(Call::Reload)
             .await?
             .map_err(|why| failed(ttrpc::Code::FAILED_PRECONDITION, why))?;
-        Ok(ReloadResponse {
-            changed,
-            ..ReloadResponse::default()
-        })
+        Ok(ReloadResponse { changed, ..ReloadResponse::default() })
     }
 }

@@ -37,11 +37,7 @@ impl EventLog {
             if inner.events.len() == KEPT {
                 inner.events.pop_front();
             }
-            inner.events.push_back(Event {
-                sequence,
-                unix_ms,
-                ..event
-            });
+            inner.events.push_back(Event { sequence, unix_ms, ..event });
         }
         self.added.notify_waiters();
     }
@@ -65,13 +61,7 @@ impl EventLog {
     fn now(&self, sequence: u64) -> Vec<Event> {
         let inner = self.lock();
         let after = if sequence > inner.last { 0 } else { sequence };
-        inner
-            .events
-            .iter()
-            .filter(|event| event.sequence > after)
-            .take(BATCH)
-            .cloned()
-            .collect()
+        inner.events.iter().filter(|event| event.sequence > after).take(BATCH).cloned().collect()
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {

@@ -64,16 +64,9 @@ pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // Before the configuration is read there is no log yet.
-            let _ = tracing_subscriber::fmt()
-                .with_writer(io::stderr)
-                .with_ansi(false)
-                .try_init();
+            let _ = tracing_subscriber::fmt().with_writer(io::stderr).with_ansi(false).try_init();
             tracing::error!("{}", report::chain(&error));
-            ExitCode::from(if matches!(error, DaemonError::Config(_)) {
-                EXIT_CONFIG
-            } else {
-                1
-            })
+            ExitCode::from(if matches!(error, DaemonError::Config(_)) { EXIT_CONFIG } else { 1 })
         }
     }
 }
@@ -101,10 +94,8 @@ fn start() -> Result<(), DaemonError> {
 
 fn init_log(config: &Config) {
     let filter = EnvFilter::try_new(&config.log.level).unwrap_or_else(|_| EnvFilter::new("info"));
-    let builder = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(io::stderr)
-        .with_ansi(false);
+    let builder =
+        tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).with_ansi(false);
     let _ = match config.log.format {
         LogFormat::Text => builder.try_init(),
         LogFormat::Json => builder.json().try_init(),

@@ -31,12 +31,8 @@ pub fn check(rules: MemoryRules, processes: &[(u32, u64)]) -> Result<(), (Reason
     for (pid, vram_bytes) in processes {
         let need = vram_bytes.saturating_add(rules.overhead_bytes);
         total = total.saturating_add(need);
-        let groups = Groups::of(*pid).map_err(|e| {
-            (
-                Reason::CgroupMemory,
-                format!("cgroup of process {pid}: {e}"),
-            )
-        })?;
+        let groups = Groups::of(*pid)
+            .map_err(|e| (Reason::CgroupMemory, format!("cgroup of process {pid}: {e}")))?;
         if groups.is_frozen() || process::is_stopped(*pid) {
             return Err((Reason::Frozen, format!("process {pid}")));
         }
@@ -48,12 +44,8 @@ pub fn check(rules: MemoryRules, processes: &[(u32, u64)]) -> Result<(), (Reason
     for (group, need) in by_group {
         match headroom(&group) {
             Some(room) if room < need => {
-                let text = format!(
-                    "{} has {} left, {} are needed",
-                    group.display(),
-                    mib(room),
-                    mib(need)
-                );
+                let text =
+                    format!("{} has {} left, {} are needed", group.display(), mib(room), mib(need));
                 return Err((Reason::CgroupMemory, text));
             }
             _ => {}
@@ -85,19 +77,12 @@ struct Groups {
 
 impl Groups {
     fn of(pid: u32) -> io::Result<Groups> {
-        Ok(Groups::parse(
-            &process::cgroups(pid)?,
-            Path::new("/sys/fs/cgroup"),
-        ))
+        Ok(Groups::parse(&process::cgroups(pid)?, Path::new("/sys/fs/cgroup")))
     }
 
     /// Lines are `id:controllers:path`; version 2 has id 0 and no controllers.
     fn parse(text: &str, root: &Path) -> Groups {
-        let mut groups = Groups {
-            memory: None,
-            memory_root: root.to_owned(),
-            freezer_v1: None,
-        };
+        let mut groups = Groups { memory: None, memory_root: root.to_owned(), freezer_v1: None };
         let join = |base: &Path, path: &str| base.join(path.trim_start_matches('/'));
         for line in text.lines() {
             let mut parts = line.splitn(3, ':');
@@ -132,14 +117,10 @@ impl Groups {
     }
 
     fn is_frozen(&self) -> bool {
-        let v1 = self
-            .freezer_v1
-            .as_ref()
-            .and_then(|p| fs::read_to_string(p.join("freezer.state")).ok());
-        let v2 = self
-            .memory
-            .as_ref()
-            .and_then(|p| fs::read_to_string(p.join("cgroup.freeze")).ok());
+        let v1 =
+            self.freezer_v1.as_ref().and_then(|p| fs::read_to_string(p.join("freezer.state")).ok());
+        let v2 =
+            self.memory.as_ref().and_then(|p| fs::read_to_string(p.join("cgroup.freeze")).ok());
         v1.is_some_and(|state| state.trim() != "THAWED")
             || v2.is_some_and(|frozen| frozen.trim() == "1")
     }
@@ -148,44 +129,24 @@ impl Groups {
 /// Bytes that a group may still take; `None` when it has no limit. Page cache that
 /// can be dropped counts as room.
 fn headroom(group: &Path) -> Option<u64> {
-    let number = |name: &str| {
-        fs::read_to_string(group.join(name))
-            .ok()?
-            .trim()
-            .parse::<u64>()
-            .ok()
-    };
+    let number = |name: &str| fs::read_to_string(group.join(name)).ok()?.trim().parse::<u64>().ok();
     let (limit, usage) = match number("memory.max") {
         Some(limit) => (limit, number("memory.current")?),
-        None => (
-            number("memory.limit_in_bytes")?,
-            number("memory.usage_in_bytes")?,
-        ),
+        None => (number("memory.limit_in_bytes")?, number("memory.usage_in_bytes")?),
     };
     let stat = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
     let field = |name: &str| {
-        stat.lines().find_map(|line| {
-            line.strip_prefix(name)?
-                .strip_prefix(' ')?
-                .parse::<u64>()
-                .ok()
-        })
+        stat.lines()
+            .find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse::<u64>().ok())
     };
-    let reclaimable = field("total_inactive_file")
-        .or_else(|| field("inactive_file"))
-        .unwrap_or(0);
+    let reclaimable = field("total_inactive_file").or_else(|| field("inactive_file")).unwrap_or(0);
     Some(limit.saturating_sub(usage.saturating_sub(reclaimable)))
 }
 
 fn available_bytes() -> io::Result<u64> {
     let text = fs::read_to_string("/proc/meminfo")?;
     let kib = text.lines().find_map(|l| {
-        l.strip_prefix("MemAvailable:")?
-            .trim()
-            .strip_suffix("kB")?
-            .trim()
-            .parse::<u64>()
-            .ok()
+        l.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()
     });
     kib.map(|kib| kib << 10)
         .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no MemAvailable"))
@@ -195,10 +156,7 @@ fn available_bytes() -> io::Result<u64> {
 mod tests {
     use super::*;
 
-    const RULES: MemoryRules = MemoryRules {
-        overhead_bytes: 0,
-        node_reserve_bytes: 0,
-    };
+    const RULES: MemoryRules = MemoryRules { overhead_bytes: 0, node_reserve_bytes: 0 };
 
     #[test]
     fn version_1_and_2_lines_are_understood() {
@@ -207,10 +165,7 @@ mod tests {
         let ancestors = groups.memory_ancestors();
         assert_eq!(ancestors[0], Path::new("/nowhere/memory/kubepods/pod1/abc"));
         assert_eq!(ancestors.last().unwrap(), Path::new("/nowhere/memory"));
-        assert_eq!(
-            groups.freezer_v1.unwrap(),
-            Path::new("/nowhere/freezer/kubepods/pod1/abc")
-        );
+        assert_eq!(groups.freezer_v1.unwrap(), Path::new("/nowhere/freezer/kubepods/pod1/abc"));
 
         let root = tempfile::tempdir().unwrap();
         fs::write(root.path().join("cgroup.controllers"), "memory").unwrap();
@@ -233,26 +188,17 @@ mod tests {
     #[test]
     fn the_node_must_have_room_too() {
         let (reason, text) = check(RULES, &[(std::process::id(), u64::MAX >> 2)]).unwrap_err();
-        assert!(
-            matches!(reason, Reason::HostMemory | Reason::CgroupMemory),
-            "{reason} {text}"
-        );
+        assert!(matches!(reason, Reason::HostMemory | Reason::CgroupMemory), "{reason} {text}");
         check(RULES, &[(std::process::id(), 0)]).unwrap();
     }
 
     #[test]
     fn a_stopped_process_is_not_moved() {
-        let mut child = std::process::Command::new("sleep")
-            .arg("60")
-            .spawn()
-            .unwrap();
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let pid = nix::unistd::Pid::from_raw(child.id().cast_signed());
         nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGSTOP).unwrap();
         nix::sys::wait::waitpid(pid, Some(nix::sys::wait::WaitPidFlag::WUNTRACED)).unwrap();
-        assert_eq!(
-            check(RULES, &[(child.id(), 0)]).unwrap_err().0,
-            Reason::Frozen
-        );
+        assert_eq!(check(RULES, &[(child.id(), 0)]).unwrap_err().0, Reason::Frozen);
         child.kill().unwrap();
         child.wait().unwrap();
     }

@@ -18,8 +18,8 @@ use memory::MemoryRules;
 pub enum Question {
     /// Everything about every device.
     Gpus,
-    /// Memory of every device, for a restore of this container.
-    Prove(Key),
+    /// Memory of every device, for a restore of this container; the number comes back.
+    Prove(Key, u64),
     /// Devices and host memory, for an offload of this container.
     Survey(Key, Vec<(u32, u64)>),
 }
@@ -30,7 +30,7 @@ pub enum Finding {
     /// To [`Question::Gpus`].
     Gpus(Result<Vec<GpuSample>, String>),
     /// To [`Question::Prove`].
-    Proven(Key, Result<Vec<GpuSample>, String>),
+    Proven(Key, u64, Result<Vec<GpuSample>, String>),
     /// To [`Question::Survey`].
     Surveyed(Key, Survey),
 }
@@ -52,14 +52,12 @@ impl Inventory {
         tell: impl Fn(Finding) + Send + 'static,
     ) -> std::io::Result<Inventory> {
         let (questions, asked) = mpsc::channel();
-        std::thread::Builder::new()
-            .name("inventory".into())
-            .spawn(move || {
-                let mut nvml = nvml::Devices::new(library);
-                for question in asked {
-                    tell(answer(&mut nvml, rules, question));
-                }
-            })?;
+        std::thread::Builder::new().name("inventory".into()).spawn(move || {
+            let mut nvml = nvml::Devices::new(library);
+            for question in asked {
+                tell(answer(&mut nvml, rules, question));
+            }
+        })?;
         Ok(Inventory { questions })
     }
 
@@ -73,7 +71,7 @@ impl Inventory {
 fn answer(nvml: &mut nvml::Devices, rules: MemoryRules, question: Question) -> Finding {
     match question {
         Question::Gpus => Finding::Gpus(nvml.read(true)),
-        Question::Prove(key) => Finding::Proven(key, nvml.read(false)),
+        Question::Prove(key, number) => Finding::Proven(key, number, nvml.read(false)),
         Question::Survey(key, processes) => {
             let gpus = nvml.read(true);
             let room = survey_room(rules, &processes, gpus.as_deref().unwrap_or_default());
@@ -88,10 +86,8 @@ fn survey_room(
     gpus: &[GpuSample],
 ) -> Result<(), (Reason, String)> {
     let ours: Vec<u32> = processes.iter().map(|(pid, _)| *pid).collect();
-    let on_gpu: Vec<u32> = gpus
-        .iter()
-        .flat_map(|gpu| gpu.processes.iter().map(|(pid, _)| *pid))
-        .collect();
+    let on_gpu: Vec<u32> =
+        gpus.iter().flat_map(|gpu| gpu.processes.iter().map(|(pid, _)| *pid)).collect();
     if let Some(stranger) = process::stranger(&ours, &on_gpu) {
         return Err((Reason::UnmanagedProcess, format!("process {stranger}")));
     }

@@ -22,11 +22,7 @@ impl Devices {
     /// Names the library; opens nothing yet.
     #[must_use]
     pub fn new(library: String) -> Devices {
-        Devices {
-            library,
-            nvml: None,
-            failed: None,
-        }
+        Devices { library, nvml: None, failed: None }
     }
 
     /// Reads every device; its processes and utilisation only when `whole`.
@@ -34,10 +30,10 @@ impl Devices {
     /// # Errors
     /// Why NVML cannot be read, for people.
     pub fn read(&mut self, whole: bool) -> Result<Vec<GpuSample>, String> {
-        if let Some((when, why)) = &self.failed {
-            if when.elapsed() < AGAIN {
-                return Err(why.clone());
-            }
+        if let Some((when, why)) = &self.failed
+            && when.elapsed() < AGAIN
+        {
+            return Err(why.clone());
         }
         match self.try_read(whole) {
             Ok(gpus) => {
@@ -56,13 +52,9 @@ impl Devices {
     fn try_read(&mut self, whole: bool) -> Result<Vec<GpuSample>, NvmlError> {
         let nvml = match &self.nvml {
             Some(nvml) => nvml,
-            None => self
-                .nvml
-                .insert(Nvml::builder().lib_path(self.library.as_ref()).init()?),
+            None => self.nvml.insert(Nvml::builder().lib_path(self.library.as_ref()).init()?),
         };
-        (0..nvml.device_count()?)
-            .map(|index| read_device(nvml, index, whole))
-            .collect()
+        (0..nvml.device_count()?).map(|index| read_device(nvml, index, whole)).collect()
     }
 }
 

@@ -10,11 +10,7 @@ use crate::core::input::Identity;
 /// The process is gone, or /proc is not readable.
 pub fn identity(pid: u32) -> io::Result<Identity> {
     let stat = read_stat(pid)?;
-    Ok(Identity {
-        pid,
-        start_ticks: stat.start_ticks,
-        command: stat.command,
-    })
+    Ok(Identity { pid, start_ticks: stat.start_ticks, command: stat.command })
 }
 
 /// Whether a signal or debugger has stopped it.
@@ -50,10 +46,7 @@ struct Stat {
 fn read_stat(pid: u32) -> io::Result<Stat> {
     let text = fs::read_to_string(format!("/proc/{pid}/stat"))?;
     parse_stat(&text).ok_or_else(|| {
-        io::Error::new(
-            io::ErrorKind::InvalidData,
-            format!("/proc/{pid}/stat is not understood"),
-        )
+        io::Error::new(io::ErrorKind::InvalidData, format!("/proc/{pid}/stat is not understood"))
     })
 }
 
@@ -65,11 +58,7 @@ fn parse_stat(text: &str) -> Option<Stat> {
     let state = rest.next()?.chars().next()?;
     // Field 22 of the file; the state is field 3.
     let start_ticks = rest.nth(18)?.parse().ok()?;
-    Some(Stat {
-        command,
-        state,
-        start_ticks,
-    })
+    Some(Stat { command, state, start_ticks })
 }
 
 #[cfg(test)]
@@ -80,10 +69,7 @@ mod tests {
     fn a_command_with_brackets_is_read() {
         let text = "12 (a) b (c)) T 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4711 20";
         let stat = parse_stat(text).unwrap();
-        assert_eq!(
-            (stat.command.as_str(), stat.state, stat.start_ticks),
-            ("a) b (c)", 'T', 4711)
-        );
+        assert_eq!((stat.command.as_str(), stat.state, stat.start_ticks), ("a) b (c)", 'T', 4711));
     }
 
     #[test]
@@ -96,14 +82,8 @@ mod tests {
 
     #[test]
     fn a_child_in_the_same_cgroup_is_a_stranger() {
-        let mut child = std::process::Command::new("sleep")
-            .arg("60")
-            .spawn()
-            .unwrap();
-        assert_eq!(
-            stranger(&[std::process::id()], &[child.id()]),
-            Some(child.id())
-        );
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        assert_eq!(stranger(&[std::process::id()], &[child.id()]), Some(child.id()));
         child.kill().unwrap();
         child.wait().unwrap();
     }
