@@ -34,10 +34,7 @@ impl Artifacts {
             None => target_dir().join("affinode"),
         };
         if !root.is_dir() {
-            bail!(
-                "{} does not exist: run `cargo xtask build` first",
-                root.display()
-            );
+            bail!("{} does not exist: run `cargo xtask build` first", root.display());
         }
         Ok(Self { root })
     }
@@ -110,9 +107,5 @@ pub fn target_dir() -> PathBuf {
 #[must_use]
 pub fn workspace_dir() -> PathBuf {
     let crate_dir = Path::new(env!("CARGO_MANIFEST_DIR"));
-    crate_dir
-        .ancestors()
-        .nth(2)
-        .unwrap_or(crate_dir)
-        .to_path_buf()
+    crate_dir.ancestors().nth(2).unwrap_or(crate_dir).to_path_buf()
 }

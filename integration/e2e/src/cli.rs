@@ -146,9 +146,7 @@ impl Cli {
     #[must_use]
     pub fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(&self.binary);
-        command
-            .env("AFFINODE_RUN_DIR", &self.run_dir)
-            .args(arguments);
+        command.env("AFFINODE_RUN_DIR", &self.run_dir).args(arguments);
         command
     }
 

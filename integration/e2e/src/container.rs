@@ -45,10 +45,7 @@ impl Spec {
     /// A GPU container of runtime affinode that runs `argv` as root.
     #[must_use]
     pub fn gpu(id: &str, argv: &[&str]) -> Self {
-        Self {
-            gpu: true,
-            ..Self::plain(id, argv)
-        }
+        Self { gpu: true, ..Self::plain(id, argv) }
     }
 
     /// A container without a GPU, of runtime affinode.
@@ -110,15 +107,11 @@ impl Spec {
         let mut command = world.ctr();
         command.arg("run").args(flags).args(&self.flags);
         command.args(["--runtime", &self.runtime]);
-        command
-            .arg("--cgroup")
-            .arg(format!("/{}/{}", world.cgroup_parent(), self.id));
+        command.arg("--cgroup").arg(format!("/{}/{}", world.cgroup_parent(), self.id));
         let mut mounts = self.mounts.clone();
         let mut env = self.env.clone();
         if self.gpu {
-            let parts = world
-                .gpu()
-                .container_parts(world.artifacts(), world.dir())?;
+            let parts = world.gpu().container_parts(world.artifacts(), world.dir())?;
             env.extend(parts.env);
             mounts.extend(parts.mounts);
             mounts.push((world.artifacts().clients_dir(), CLIENTS.into()));
@@ -134,9 +127,9 @@ impl Spec {
         }
         for (host, inside) in &mounts {
             let (host, inside) = (host.display(), inside.display());
-            command.arg("--mount").arg(format!(
-                "type=bind,src={host},dst={inside},options=rbind:ro"
-            ));
+            command
+                .arg("--mount")
+                .arg(format!("type=bind,src={host},dst={inside},options=rbind:ro"));
         }
         command.arg(&self.image).arg(&self.id).args(&self.argv);
         Ok(command)
@@ -156,9 +149,7 @@ impl Spec {
     /// When it does not start.
     pub fn start(&self, world: &World) -> Result<Running> {
         containerd::run(&mut self.command(world, &["--detach", "--null-io"])?)?;
-        Ok(Running {
-            id: self.id.clone(),
-        })
+        Ok(Running { id: self.id.clone() })
     }
 
     /// Starts it in the background with pipes to its program's standard input and output.
@@ -169,10 +160,7 @@ impl Spec {
         let folder = make_pipes(world.dir(), &self.id)?;
         self.flags.extend([
             "--mount".into(),
-            format!(
-                "type=bind,src={},dst={PIPES},options=rbind:rw",
-                folder.display()
-            ),
+            format!("type=bind,src={},dst={PIPES},options=rbind:rw", folder.display()),
         ]);
         self.argv = piped(&self.argv);
         Ok((self.start(world)?, folder))
@@ -221,9 +209,7 @@ impl Running {
     /// When containerd does not know the task.
     pub fn pid(&self, world: &World) -> Result<i32> {
         let tasks = containerd::run(world.ctr().args(["tasks", "ls"]))?;
-        let row = tasks
-            .lines()
-            .find(|row| row.split_whitespace().next() == Some(&self.id));
+        let row = tasks.lines().find(|row| row.split_whitespace().next() == Some(&self.id));
         let pid = row
             .and_then(|row| row.split_whitespace().nth(1))
             .with_context(|| format!("{} has no task:\n{tasks}", self.id))?;
@@ -236,12 +222,8 @@ impl Running {
     /// When ctr fails.
     pub fn status(&self, world: &World) -> Result<Option<String>> {
         let tasks = containerd::run(world.ctr().args(["tasks", "ls"]))?;
-        let row = tasks
-            .lines()
-            .find(|row| row.split_whitespace().next() == Some(&self.id));
-        Ok(row
-            .and_then(|row| row.split_whitespace().nth(2))
-            .map(str::to_owned))
+        let row = tasks.lines().find(|row| row.split_whitespace().next() == Some(&self.id));
+        Ok(row.and_then(|row| row.split_whitespace().nth(2)).map(str::to_owned))
     }
 
     /// Runs a program in it.
@@ -250,9 +232,7 @@ impl Running {
     /// When it fails.
     pub fn exec(&self, world: &World, argv: &[&str]) -> Result<String> {
         let mut command = world.ctr();
-        command
-            .args(["tasks", "exec", "--exec-id", "probe", &self.id])
-            .args(argv);
+        command.args(["tasks", "exec", "--exec-id", "probe", &self.id]).args(argv);
         containerd::run(&mut command)
     }
 
@@ -261,11 +241,7 @@ impl Running {
     /// # Errors
     /// When it does not stop.
     pub fn kill(&self, world: &World) -> Result<()> {
-        containerd::run(
-            world
-                .ctr()
-                .args(["tasks", "kill", "--signal", "SIGKILL", &self.id]),
-        )?;
+        containerd::run(world.ctr().args(["tasks", "kill", "--signal", "SIGKILL", &self.id]))?;
         self.wait_stopped(world)
     }
 

@@ -50,10 +50,10 @@ impl Containerd {
         store: &Path,
         env: BTreeMap<String, String>,
     ) -> Result<Self> {
-        std::fs::write(
-            dir.join("containerd.toml"),
-            config(release.line, dir, store),
-        )?;
+        std::fs::write(dir.join("containerd.toml"), config(release.line, dir, store))?;
+        let drop_ins = dir.join("conf.d");
+        std::fs::create_dir_all(&drop_ins)?;
+        std::fs::write(drop_ins.join("affinode.toml"), REGISTER_V3)?;
         Ok(Self {
             release: release.clone(),
             dir: dir.to_path_buf(),
@@ -78,9 +78,7 @@ impl Containerd {
     /// Where the bundles of a namespace are.
     #[must_use]
     pub fn bundles(&self, namespace: &str) -> PathBuf {
-        self.dir
-            .join("state/io.containerd.runtime.v2.task")
-            .join(namespace)
+        self.dir.join("state/io.containerd.runtime.v2.task").join(namespace)
     }
 
     /// Its log.
@@ -95,36 +93,20 @@ impl Containerd {
     /// When it ends, or does not answer.
     pub fn start(&self, keeper: &Keeper) -> Result<()> {
         let argv = vec![
-            self.release
-                .bin_dir
-                .join("containerd")
-                .to_string_lossy()
-                .into_owned(),
+            self.release.bin_dir.join("containerd").to_string_lossy().into_owned(),
             "--config".into(),
-            self.dir
-                .join("containerd.toml")
-                .to_string_lossy()
-                .into_owned(),
+            self.dir.join("containerd.toml").to_string_lossy().into_owned(),
         ];
-        let pid = keeper.spawn(&Job {
-            argv,
-            env: self.env.clone(),
-            log: self.log(),
-        })?;
+        let pid = keeper.spawn(&Job { argv, env: self.env.clone(), log: self.log() })?;
         let pid = Pid::from_raw(i32::try_from(pid)?);
-        *self
-            .pid
-            .lock()
-            .map_err(|_| anyhow::anyhow!("a test panicked"))? = Some(pid);
+        *self.pid.lock().map_err(|_| anyhow::anyhow!("a test panicked"))? = Some(pid);
         until("containerd to answer", || {
             if gone(pid) {
                 bail!("containerd ended; its log: {}", self.log().display());
             }
             // Services load one after the other: namespaces alone come too early for CRI.
-            let answer = self
-                .ctr(keeper, "default")
-                .args(["plugins", "list", "--quiet"])
-                .output()?;
+            let answer =
+                self.ctr(keeper, "default").args(["plugins", "list", "--quiet"]).output()?;
             Ok((answer.status.success() && self.socket().exists()).then_some(()))
         })
     }
@@ -134,11 +116,7 @@ impl Containerd {
     /// # Errors
     /// When it is not running or does not end.
     pub fn stop(&self, signal: Signal) -> Result<()> {
-        let taken = self
-            .pid
-            .lock()
-            .map_err(|_| anyhow::anyhow!("a test panicked"))?
-            .take();
+        let taken = self.pid.lock().map_err(|_| anyhow::anyhow!("a test panicked"))?.take();
         let pid = taken.context("containerd is not running")?;
         kill(pid, signal).context("cannot signal containerd")?;
         until("containerd to end", || Ok(gone(pid).then_some(())))
@@ -149,21 +127,14 @@ impl Containerd {
     /// # Errors
     /// When ctr fails.
     pub fn import(&self, keeper: &Keeper, namespace: &str, archive: &Path) -> Result<()> {
-        run(self
-            .ctr(keeper, namespace)
-            .args(["images", "import"])
-            .arg(archive))
-        .map(|_| ())
+        run(self.ctr(keeper, namespace).args(["images", "import"]).arg(archive)).map(|_| ())
     }
 
     /// `ctr` on this containerd, in the keeper's mount namespace.
     #[must_use]
     pub fn ctr(&self, keeper: &Keeper, namespace: &str) -> Command {
         let mut command = keeper.command(&self.release.bin_dir.join("ctr"));
-        command
-            .arg("--address")
-            .arg(self.socket())
-            .args(["--namespace", namespace]);
+        command.arg("--address").arg(self.socket()).args(["--namespace", namespace]);
         command.env("CONTAINERD_ADDRESS", self.socket());
         command
     }
@@ -180,15 +151,9 @@ impl Containerd {
 /// # Errors
 /// When it cannot be run or fails.
 pub fn run(command: &mut Command) -> Result<String> {
-    let output = command
-        .output()
-        .with_context(|| format!("cannot run {command:?}"))?;
+    let output = command.output().with_context(|| format!("cannot run {command:?}"))?;
     if !output.status.success() {
-        bail!(
-            "{command:?}: {}: {}",
-            output.status,
-            String::from_utf8_lossy(&output.stderr).trim()
-        );
+        bail!("{command:?}: {}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim());
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }

@@ -87,20 +87,13 @@ impl Gpu {
             std::fs::create_dir_all(folder)?;
         }
         let argv = vec![
-            artifacts
-                .bin("affinode-sim-gpud")?
-                .to_string_lossy()
-                .into_owned(),
+            artifacts.bin("affinode-sim-gpud")?.to_string_lossy().into_owned(),
             "--socket".into(),
             socket.to_string_lossy().into_owned(),
             "--vram-mib".into(),
             (vram_bytes >> 20).to_string(),
         ];
-        keeper.spawn(&Job {
-            argv,
-            env: BTreeMap::new(),
-            log: dir.join("sim-gpu.log"),
-        })?;
+        keeper.spawn(&Job { argv, env: BTreeMap::new(), log: dir.join("sim-gpu.log") })?;
         until("the simulated GPU", || Ok(socket.exists().then_some(())))
     }
 
@@ -133,39 +126,27 @@ fn sim_socket(dir: &Path) -> PathBuf {
 
 fn simulated_parts(artifacts: &Artifacts, dir: &Path) -> ContainerParts {
     let mut parts = ContainerParts::default();
-    parts
-        .env
-        .insert("NVIDIA_VISIBLE_DEVICES".into(), "all".into());
-    parts
-        .env
-        .insert(SIM_SOCKET_ENV.into(), format!("{SIM_FOLDER}/gpu.sock"));
+    parts.env.insert("NVIDIA_VISIBLE_DEVICES".into(), "all".into());
+    parts.env.insert(SIM_SOCKET_ENV.into(), format!("{SIM_FOLDER}/gpu.sock"));
     parts.mounts.push((dir.join("sim"), SIM_FOLDER.into()));
     for library in ["libcuda.so.1", "libnvidia-ml.so.1"] {
         let inside = Path::new(CONTAINER_LIBRARIES).join(library);
-        parts
-            .mounts
-            .push((artifacts.sim_dir().join(library), inside));
+        parts.mounts.push((artifacts.sim_dir().join(library), inside));
     }
     parts
 }
 
 fn real_parts() -> Result<ContainerParts> {
     let mut parts = ContainerParts::default();
-    parts
-        .env
-        .insert("NVIDIA_VISIBLE_DEVICES".into(), "all".into());
+    parts.env.insert("NVIDIA_VISIBLE_DEVICES".into(), "all".into());
     let folder = driver_folder()?;
     for entry in std::fs::read_dir(&folder)?.flatten() {
         let name = entry.file_name();
         let name = name.to_string_lossy();
-        let wanted = DRIVER_LIBRARIES
-            .iter()
-            .any(|library| name.starts_with(library));
+        let wanted = DRIVER_LIBRARIES.iter().any(|library| name.starts_with(library));
         if wanted {
             let inside = Path::new(CONTAINER_LIBRARIES).join(&*name);
-            parts
-                .mounts
-                .push((std::fs::canonicalize(entry.path())?, inside));
+            parts.mounts.push((std::fs::canonicalize(entry.path())?, inside));
         }
     }
     let nodes = std::fs::read_dir("/dev").context("cannot read /dev")?;
@@ -189,9 +170,7 @@ fn real_parts() -> Result<ContainerParts> {
 /// # Errors
 /// When there is none.
 pub fn driver_folder() -> Result<PathBuf> {
-    let cache = std::process::Command::new("/sbin/ldconfig")
-        .arg("-p")
-        .output();
+    let cache = std::process::Command::new("/sbin/ldconfig").arg("-p").output();
     let cached = cache.ok().and_then(|output| {
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         text.lines()

@@ -60,10 +60,8 @@ const PYTHON_LEFT_OUT: [&str; 9] = [
 /// When a file of the machine cannot be read, or the archive cannot be written.
 pub fn write_archive(archive: &Path) -> Result<()> {
     let layer = shared_layer()?;
-    let mut files: Vec<(String, Vec<u8>)> = vec![(
-        "oci-layout".into(),
-        br#"{"imageLayoutVersion":"1.0.0"}"#.to_vec(),
-    )];
+    let mut files: Vec<(String, Vec<u8>)> =
+        vec![("oci-layout".into(), br#"{"imageLayoutVersion":"1.0.0"}"#.to_vec())];
     let mut manifests = Vec::new();
     let layer_descriptor = store(&mut files, layer, "application/vnd.oci.image.layer.v1.tar");
     let shell = json!({"Entrypoint": [], "Cmd": ["/bin/sh"]});
@@ -112,10 +110,8 @@ fn architecture() -> &'static str {
 
 /// Adds a blob and returns its descriptor. One content is stored once.
 fn store(files: &mut Vec<(String, Vec<u8>)>, content: Vec<u8>, media_type: &str) -> Value {
-    let digest: String = Sha256::digest(&content)
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect();
+    let digest: String =
+        Sha256::digest(&content).iter().map(|byte| format!("{byte:02x}")).collect();
     let descriptor = json!({"mediaType": media_type, "digest": format!("sha256:{digest}"), "size": content.len()});
     let path = format!("blobs/sha256/{digest}");
     if files.iter().all(|(known, _)| *known != path) {
@@ -151,12 +147,7 @@ fn make_layer() -> Result<Vec<u8>> {
         0o644,
         b"root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000:user:/tmp:/bin/sh\n",
     )?;
-    append(
-        &mut tar,
-        Path::new("etc/group"),
-        0o644,
-        b"root:x:0:\nuser:x:1000:\n",
-    )?;
+    append(&mut tar, Path::new("etc/group"), 0o644, b"root:x:0:\nuser:x:1000:\n")?;
     for file in files()? {
         let content =
             std::fs::read(&file).with_context(|| format!("cannot read {}", file.display()))?;
@@ -167,11 +158,8 @@ fn make_layer() -> Result<Vec<u8>> {
 
 /// Tools, Python's modules, and every library that one of them needs.
 fn files() -> Result<BTreeSet<PathBuf>> {
-    let tools: Vec<PathBuf> = TOOLS
-        .iter()
-        .map(PathBuf::from)
-        .filter(|tool| tool.is_file())
-        .collect();
+    let tools: Vec<PathBuf> =
+        TOOLS.iter().map(PathBuf::from).filter(|tool| tool.is_file()).collect();
     let mut files: BTreeSet<PathBuf> = tools.iter().cloned().collect();
     if let Some(modules) = python_modules() {
         collect(&modules, &mut files)?;
@@ -181,13 +169,7 @@ fn files() -> Result<BTreeSet<PathBuf>> {
         files.extend(closure::libraries(&program)?);
     }
     // What programs built here need, although no tool does.
-    for extra in [
-        "libm.so.6",
-        "libdl.so.2",
-        "libpthread.so.0",
-        "librt.so.1",
-        "libgcc_s.so.1",
-    ] {
+    for extra in ["libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libgcc_s.so.1"] {
         let near_libc = files
             .iter()
             .find(|file| file.ends_with("libc.so.6"))

@@ -56,8 +56,6 @@ pub(crate) enum Reply {
 /// The folder of cgroups that a world's containers go to, below every hierarchy.
 #[must_use]
 pub fn cgroup_parent(world: &std::path::Path) -> String {
-    let name = world
-        .file_name()
-        .map_or_else(|| "world".into(), |name| name.to_string_lossy());
+    let name = world.file_name().map_or_else(|| "world".into(), |name| name.to_string_lossy());
     format!("affinode-e2e-{name}")
 }

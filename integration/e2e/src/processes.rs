@@ -19,10 +19,7 @@ pub(crate) fn named(part: &str, of: i32) -> Result<Vec<Process>> {
     let found = descendants(of)?.into_iter().filter_map(|pid| {
         let raw = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
         let command = String::from_utf8_lossy(&raw).replace('\0', " ");
-        command.contains(part).then(|| Process {
-            pid: Pid::from_raw(pid),
-            command,
-        })
+        command.contains(part).then(|| Process { pid: Pid::from_raw(pid), command })
     });
     Ok(found.collect())
 }

@@ -95,15 +95,9 @@ impl Releases {
         if let Some(release) = self.available.iter().find(|release| release.line == line) {
             return Ok(Some(release));
         }
-        self.unavailable
-            .get(line.as_str())
-            .map(|_| None)
-            .ok_or_else(|| {
-                anyhow!(
-                    "containerd {} was not looked for: run `cargo xtask deps`",
-                    line.as_str()
-                )
-            })
+        self.unavailable.get(line.as_str()).map(|_| None).ok_or_else(|| {
+            anyhow!("containerd {} was not looked for: run `cargo xtask deps`", line.as_str())
+        })
     }
 
     /// The machine's own containerd, which is listed first.
@@ -111,9 +105,7 @@ impl Releases {
     /// # Errors
     /// When there is none.
     pub fn own(&self) -> Result<&Release> {
-        self.available
-            .first()
-            .context("no containerd: run `cargo xtask deps`")
+        self.available.first().context("no containerd: run `cargo xtask deps`")
     }
 }
 
@@ -130,18 +122,12 @@ impl Release {
             .with_context(|| format!("cannot run {}", program.display()))?;
         // containerd github.com/containerd/containerd/v2 2.1.9+unknown 1234abc
         let text = String::from_utf8_lossy(&output.stdout);
-        let version = text
-            .split_whitespace()
-            .nth(2)
-            .context("containerd does not say its version")?;
+        let version =
+            text.split_whitespace().nth(2).context("containerd does not say its version")?;
         let line = Line::of(version).with_context(|| {
             format!("containerd {version} is not supported: 1.6, 1.7 or 2.x is needed")
         })?;
-        Ok(Self {
-            line,
-            version: version.to_owned(),
-            bin_dir: bin_dir.to_path_buf(),
-        })
+        Ok(Self { line, version: version.to_owned(), bin_dir: bin_dir.to_path_buf() })
     }
 }
 

@@ -12,7 +12,11 @@ use anyhow::{Context, Result, bail};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde_json::Value;
 
-use crate::until::PATIENCE;
+use crate::{
+    container::{CLIENTS, Running, Spec},
+    until::PATIENCE,
+    world::World,
+};
 
 /// Lines to and from a program through the pipes of its container.
 pub struct Lines {
@@ -28,17 +32,8 @@ impl Lines {
     /// When they cannot be opened.
     pub fn open(folder: &Path) -> Result<Self> {
         // Read and write: an end of ours stays open, so neither open nor write blocks or fails.
-        let open = |name: &str| {
-            OpenOptions::new()
-                .read(true)
-                .write(true)
-                .open(folder.join(name))
-        };
-        Ok(Self {
-            requests: open("in")?,
-            replies: open("out")?,
-            buffer: Vec::new(),
-        })
+        let open = |name: &str| OpenOptions::new().read(true).write(true).open(folder.join(name));
+        Ok(Self { requests: open("in")?, replies: open("out")?, buffer: Vec::new() })
     }
 
     /// Sends a line.
@@ -90,5 +85,52 @@ impl Lines {
     pub fn ask(&mut self, line: &str) -> Result<Value> {
         self.send(line)?;
         self.receive().with_context(|| format!("asked: {line}"))
+    }
+}
+
+/// A container that runs the CUDA program `worker`.
+pub struct Worker {
+    /// Its container.
+    pub running: Running,
+    lines: Lines,
+}
+
+impl Worker {
+    /// Starts one as root with the world's GPU.
+    ///
+    /// # Errors
+    /// When the container does not start.
+    pub fn start(world: &World, id: &str) -> Result<Self> {
+        Self::start_as(world, Spec::gpu(id, &[&format!("{CLIENTS}/worker")]))
+    }
+
+    /// Starts one from a specification whose program is a worker.
+    ///
+    /// # Errors
+    /// When the container does not start.
+    pub fn start_as(world: &World, spec: Spec) -> Result<Self> {
+        let (running, folder) = spec.start_piped(world)?;
+        Ok(Self { running, lines: Lines::open(&folder)? })
+    }
+
+    /// Its pipes.
+    pub fn lines(&mut self) -> &mut Lines {
+        &mut self.lines
+    }
+
+    /// Takes VRAM and fills it with a pattern.
+    ///
+    /// # Errors
+    /// When CUDA or the program fails.
+    pub fn fill(&mut self, bytes: u64, seed: u64) -> Result<()> {
+        todo!("{bytes} {seed}")
+    }
+
+    /// Whether all VRAM holds its pattern.
+    ///
+    /// # Errors
+    /// When CUDA or the program fails.
+    pub fn verify(&mut self) -> Result<bool> {
+        todo!()
     }
 }

@@ -26,6 +26,7 @@ pub const PLENTY_BYTES: u64 = 4096 * MIB;
 
 /// What a world is made of. [`Recipe::world`] makes it.
 pub struct Recipe {
+    artifacts: Option<Artifacts>,
     release: Option<Release>,
     gpu: Gpu,
     config: String,
@@ -36,10 +37,9 @@ pub struct Recipe {
 impl Default for Recipe {
     fn default() -> Self {
         Self {
+            artifacts: None,
             release: None,
-            gpu: Gpu::Simulated {
-                vram_bytes: PLENTY_BYTES,
-            },
+            gpu: Gpu::Simulated { vram_bytes: PLENTY_BYTES },
             config: String::new(),
             images: vec!["default"],
             env: BTreeMap::new(),
@@ -48,6 +48,13 @@ impl Default for Recipe {
 }
 
 impl Recipe {
+    /// With these built files instead of those that [`Artifacts::find`] finds.
+    #[must_use]
+    pub fn artifacts(mut self, artifacts: Artifacts) -> Self {
+        self.artifacts = Some(artifacts);
+        self
+    }
+
     /// With this containerd instead of the machine's own.
     #[must_use]
     pub fn release(mut self, release: &Release) -> Self {
@@ -88,7 +95,10 @@ impl Recipe {
     /// # Errors
     /// When a part is missing or does not start.
     pub fn world(self) -> Result<World> {
-        let artifacts = Artifacts::find()?;
+        let artifacts = match self.artifacts {
+            Some(artifacts) => artifacts,
+            None => Artifacts::find()?,
+        };
         let release = match self.release {
             Some(release) => release,
             None => Releases::read(&artifacts)?.own()?.clone(),
@@ -106,10 +116,7 @@ impl Recipe {
         let inherited = std::env::var("PATH").unwrap_or_default();
         env.insert("PATH".into(), format!("{path}:{inherited}"));
         env.insert("AFFINODE_RUN_DIR".into(), run_dir.display().to_string());
-        env.insert(
-            "AFFINODE_LIB_DIR".into(),
-            artifacts.lib_dir().display().to_string(),
-        );
+        env.insert("AFFINODE_LIB_DIR".into(), artifacts.lib_dir().display().to_string());
         env.insert("AFFINODE_CONFIG".into(), config.display().to_string());
         env.extend(self.env);
 
@@ -122,16 +129,12 @@ impl Recipe {
             containerd,
             gpu: self.gpu,
         };
-        world
-            .gpu
-            .start(&world.keeper, &world.artifacts, &world.dir)?;
+        world.gpu.start(&world.keeper, &world.artifacts, &world.dir)?;
         world.containerd.start(&world.keeper)?;
         let archive = world.dir.join("images.tar");
         image::write_archive(&archive)?;
         for namespace in self.images {
-            world
-                .containerd
-                .import(&world.keeper, namespace, &archive)?;
+            world.containerd.import(&world.keeper, namespace, &archive)?;
         }
         std::fs::remove_file(archive)?;
         Ok(world)
@@ -225,6 +228,11 @@ impl World {
         Ok(found.into_iter().find(is_controller))
     }
 
+    /// Ends everything in it, before it is dropped.
+    pub fn end(&self) {
+        self.keeper.end();
+    }
+
     /// Prints what the world's programs logged, for a test that failed.
     pub fn show_logs(&self) {
         crate::logs::show(&self.dir);
@@ -249,10 +257,7 @@ impl Drop for World {
 }
 
 fn is_controller(process: &Process) -> bool {
-    process
-        .command
-        .trim_end()
-        .ends_with("containerd-shim-affinode-v1 controller")
+    process.command.trim_end().ends_with("containerd-shim-affinode-v1 controller")
 }
 
 /// A folder with a short name: socket paths hold 107 bytes.

@@ -15,10 +15,7 @@ const ALLOWED: [(&str, &[&str]); 5] = [
     ("preload", &["affinode-proto", "affinode-cuda-sys"]),
     ("runtime-shim", &["affinode-proto", "affinode-controller"]),
     ("controller", &["affinode-proto", "affinode-cuda-sys"]),
-    (
-        "integration",
-        &["affinode-proto", "affinode-e2e", "affinode-sim-protocol"],
-    ),
+    ("integration", &["affinode-proto", "affinode-e2e", "affinode-sim-protocol"]),
 ];
 
 /// What stands in the root beside dot files.
@@ -38,34 +35,22 @@ const ROOT: [&str; 13] = [
     "runtime-shim",
 ];
 /// Configuration of tools that read it from the root alone.
-const TOOL_FILES: [&str; 4] = [
-    "clippy.toml",
-    "deny.toml",
-    "rust-toolchain.toml",
-    "rustfmt.toml",
-];
+const TOOL_FILES: [&str; 4] = ["clippy.toml", "deny.toml", "rust-toolchain.toml", "rustfmt.toml"];
 
 #[test]
 fn crates_use_only_whom_they_may() -> Result<()> {
     let metadata = metadata()?;
     let packages = metadata["packages"].as_array().context("no packages")?;
-    let ours: BTreeSet<&str> = packages
-        .iter()
-        .filter_map(|package| package["name"].as_str())
-        .collect();
+    let ours: BTreeSet<&str> =
+        packages.iter().filter_map(|package| package["name"].as_str()).collect();
     for package in packages {
         let folder = top_folder(package)?;
         let (_, allowed) = ALLOWED
             .iter()
             .find(|(name, _)| *name == folder)
             .with_context(|| format!("a crate in {folder}: the design has no such folder"))?;
-        for dependency in package["dependencies"]
-            .as_array()
-            .context("no dependencies")?
-        {
-            let name = dependency["name"]
-                .as_str()
-                .context("a dependency has a name")?;
+        for dependency in package["dependencies"].as_array().context("no dependencies")? {
+            let name = dependency["name"].as_str().context("a dependency has a name")?;
             let fine = !ours.contains(name) || allowed.contains(&name);
             assert!(fine, "{} must not use {name}", package["name"]);
         }
@@ -93,10 +78,8 @@ fn the_shim_names_the_controller_in_its_main_file_alone() -> Result<()> {
 
 #[test]
 fn the_root_holds_what_the_design_says() -> Result<()> {
-    let listed = Command::new("git")
-        .args(["ls-files", "-z"])
-        .current_dir(workspace_dir())
-        .output()?;
+    let listed =
+        Command::new("git").args(["ls-files", "-z"]).current_dir(workspace_dir()).output()?;
     let text = String::from_utf8(listed.stdout)?;
     let names: BTreeSet<&str> = text
         .split('\0')
@@ -117,27 +100,16 @@ fn the_root_holds_what_the_design_says() -> Result<()> {
 }
 
 fn top_folder(package: &Value) -> Result<String> {
-    let manifest = package["manifest_path"]
-        .as_str()
-        .context("a package has a manifest")?;
+    let manifest = package["manifest_path"].as_str().context("a package has a manifest")?;
     let inside = std::path::Path::new(manifest).strip_prefix(workspace_dir())?;
-    let first = inside
-        .components()
-        .next()
-        .context("a manifest in the root")?;
+    let first = inside.components().next().context("a manifest in the root")?;
     Ok(first.as_os_str().to_string_lossy().into_owned())
 }
 
 fn metadata() -> Result<Value> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let output = Command::new(cargo)
-        .args([
-            "metadata",
-            "--no-deps",
-            "--format-version",
-            "1",
-            "--offline",
-        ])
+        .args(["metadata", "--no-deps", "--format-version", "1", "--offline"])
         .current_dir(workspace_dir())
         .output()?;
     serde_json::from_slice(&output.stdout).context("cargo metadata printed no JSON")

@@ -47,10 +47,7 @@ impl Distribution {
                 .map(|value| value.trim_matches('"').to_owned())
                 .unwrap_or_default()
         };
-        Ok(Self {
-            id: field("ID"),
-            codename: field("VERSION_CODENAME"),
-        })
+        Ok(Self { id: field("ID"), codename: field("VERSION_CODENAME") })
     }
 }
 
@@ -66,18 +63,14 @@ impl Suites {
         for sub in ["lists/partial", "cache/archives/partial"] {
             std::fs::create_dir_all(folder.join(sub))?;
         }
-        let signed_by = source
-            .signed_by
-            .map(|key| format!("[signed-by={key}] "))
-            .unwrap_or_default();
+        let signed_by =
+            source.signed_by.map(|key| format!("[signed-by={key}] ")).unwrap_or_default();
         let text: String = suites
             .iter()
             .map(|suite| format!("deb {signed_by}{} {suite} main\n", source.uri))
             .collect();
         std::fs::write(folder.join("sources.list"), text)?;
-        let opened = Self {
-            folder: folder.to_path_buf(),
-        };
+        let opened = Self { folder: folder.to_path_buf() };
         sh::read(opened.apt("apt-get").arg("update"))
             .context("cannot fetch the package indexes")?;
         Ok(opened)
@@ -90,13 +83,7 @@ impl Suites {
         let rows = table.lines().filter_map(|row| {
             let mut fields = row.split('|').map(str::trim);
             let version = fields.nth(1)?.to_owned();
-            let suite = fields
-                .next()?
-                .split(' ')
-                .nth(1)?
-                .split('/')
-                .next()?
-                .to_owned();
+            let suite = fields.next()?.split(' ').nth(1)?.split('/').next()?.to_owned();
             Some((version, suite))
         });
         Ok(rows.collect())
@@ -115,17 +102,9 @@ impl Suites {
                 .current_dir(&debs)
                 .args(["download", &format!("{package}={version}")]),
         )?;
-        let deb = std::fs::read_dir(&debs)?
-            .next()
-            .context("apt downloaded nothing")??
-            .path();
+        let deb = std::fs::read_dir(&debs)?.next().context("apt downloaded nothing")??.path();
         std::fs::create_dir_all(target)?;
-        sh::read(
-            Command::new("dpkg-deb")
-                .arg("--extract")
-                .arg(&deb)
-                .arg(target),
-        )?;
+        sh::read(Command::new("dpkg-deb").arg("--extract").arg(&deb).arg(target))?;
         std::fs::remove_dir_all(debs)?;
         Ok(())
     }
@@ -177,9 +156,7 @@ fn parse_line(line: &str) -> Option<Source> {
         None => ("", rest),
     };
     let mut words = rest.split_whitespace().map(str::to_owned);
-    let signed_by = options
-        .split_whitespace()
-        .find_map(|option| option.strip_prefix("signed-by="));
+    let signed_by = options.split_whitespace().find_map(|option| option.strip_prefix("signed-by="));
     Some(Source {
         uri: words.next()?,
         suites: vec![words.next()?],
@@ -225,19 +202,13 @@ mod tests {
             "Types: deb deb-src\n# a comment\nURIs: http://m/debian\nSuites: bookworm\nComponents: main contrib\nSigned-By: /k.gpg",
         );
         assert_eq!(line, stanza);
-        assert_eq!(
-            line.map(|source| source.suites),
-            Some(vec!["bookworm".to_owned()])
-        );
+        assert_eq!(line.map(|source| source.suites), Some(vec!["bookworm".to_owned()]));
     }
 
     #[test]
     fn comments_sources_and_disabled_entries_are_no_source() {
         assert_eq!(parse_line("# deb http://m/debian bookworm main"), None);
         assert_eq!(parse_line("deb-src http://m/debian bookworm main"), None);
-        assert_eq!(
-            parse_stanza("Types: deb\nEnabled: no\nURIs: http://m\nSuites: x"),
-            None
-        );
+        assert_eq!(parse_stanza("Types: deb\nEnabled: no\nURIs: http://m\nSuites: x"), None);
     }
 }

@@ -23,11 +23,7 @@ pub enum Profile {
 impl Profile {
     /// By a `--release` flag.
     pub fn from_release(release: bool) -> Self {
-        if release {
-            Profile::Release
-        } else {
-            Profile::Dev
-        }
+        if release { Profile::Release } else { Profile::Dev }
     }
 
     fn cargo_name(self) -> &'static str {
@@ -63,16 +59,8 @@ const BINARIES: [(&str, &str); 4] = [
 ];
 /// Cargo packages of the simulated driver, their files, and the names that programs ask for.
 const SIMULATED: [(&str, &str, &str); 2] = [
-    (
-        "affinode-sim-cuda",
-        "libaffinode_sim_cuda.so",
-        "libcuda.so.1",
-    ),
-    (
-        "affinode-sim-nvml",
-        "libaffinode_sim_nvml.so",
-        "libnvidia-ml.so.1",
-    ),
+    ("affinode-sim-cuda", "libaffinode_sim_cuda.so", "libcuda.so.1"),
+    ("affinode-sim-nvml", "libaffinode_sim_nvml.so", "libnvidia-ml.so.1"),
 ];
 const PRELOAD: &str = "libaffinode_preload.so";
 
@@ -107,10 +95,7 @@ pub fn all(profile: Profile) -> Result<Artifacts> {
         "--crate-type",
         "cdylib",
     ]))?;
-    place(
-        &target_dir().join("preload").join(PRELOAD),
-        &artifacts.lib_dir().join(PRELOAD),
-    )?;
+    place(&target_dir().join("preload").join(PRELOAD), &artifacts.lib_dir().join(PRELOAD))?;
     say::step("Building the CUDA programs");
     clients(&artifacts)?;
     Ok(artifacts)
@@ -128,10 +113,7 @@ fn place(from: &Path, to: &Path) -> Result<()> {
 fn cargo(arguments: &[&str]) -> Command {
     let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(program);
-    command
-        .current_dir(workspace_dir())
-        .args(arguments)
-        .arg("--quiet");
+    command.current_dir(workspace_dir()).args(arguments).arg("--quiet");
     command
 }
 

@@ -36,16 +36,9 @@ pub fn all() -> Result<Releases> {
         return Ok(known);
     }
     let releases = collect(&cache)?;
-    fs::write(
-        Releases::file(&artifacts),
-        serde_json::to_vec_pretty(&releases)?,
-    )?;
+    fs::write(Releases::file(&artifacts), serde_json::to_vec_pretty(&releases)?)?;
     for release in &releases.available {
-        say::note(&format!(
-            "containerd {} in {}",
-            release.version,
-            release.bin_dir.display()
-        ));
+        say::note(&format!("containerd {} in {}", release.version, release.bin_dir.display()));
     }
     for (line, reason) in &releases.unavailable {
         say::note(&format!("no containerd {line}: {reason}"));
@@ -84,9 +77,8 @@ fn collect(cache: &Path) -> Result<Releases> {
     let suites = Suites::open(&cache.join("apt"), &here.codename, &SUITES)?;
     let versions = suites.versions("containerd")?;
     for line in missing {
-        let Some((version, _)) = versions
-            .iter()
-            .find(|(version, _)| Line::of(version) == Some(line))
+        let Some((version, _)) =
+            versions.iter().find(|(version, _)| Line::of(version) == Some(line))
         else {
             releases
                 .unavailable
@@ -103,10 +95,7 @@ fn collect(cache: &Path) -> Result<Releases> {
             }
         }
     }
-    let old = suites
-        .versions("libc6")?
-        .into_iter()
-        .find(|(_, suite)| suite == OLD_SUITE);
+    let old = suites.versions("libc6")?.into_iter().find(|(_, suite)| suite == OLD_SUITE);
     let (version, _) = old.with_context(|| format!("{OLD_SUITE} has no libc6"))?;
     suites.unpack("libc6", &version, &cache.join(OLD_LIBC))?;
     Ok(releases)

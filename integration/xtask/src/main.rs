@@ -6,6 +6,7 @@ use clap::{Parser, Subcommand};
 
 mod apt;
 mod build;
+mod demo;
 mod deps;
 mod packages;
 mod say;
@@ -29,6 +30,8 @@ enum Task {
     },
     /// Install what is missing, and fetch the containerd releases to test with (needs root).
     Deps,
+    /// Show it: two containers that together want more VRAM than there is (needs root).
+    Demo(demo::Options),
     /// Run all tests of this machine (needs root).
     Test(suite::Options),
 }
@@ -37,6 +40,7 @@ fn main() -> ExitCode {
     let result = match Arguments::parse().task {
         Task::Build { release } => build::all(build::Profile::from_release(release)).map(|_| ()),
         Task::Deps => deps::all().map(|_| ()),
+        Task::Demo(options) => demo::run(&options),
         Task::Test(options) => suite::run(&options),
     };
     match result {

@@ -21,33 +21,22 @@ const NEEDED: [(&str, &str); 8] = [
 
 /// Installs with apt what is missing. Does nothing when nothing is.
 pub fn install_missing() -> Result<()> {
-    let missing: Vec<&str> = NEEDED
-        .iter()
-        .filter(|(sign, _)| !is_there(sign))
-        .map(|(_, package)| *package)
-        .collect();
+    let missing: Vec<&str> =
+        NEEDED.iter().filter(|(sign, _)| !is_there(sign)).map(|(_, package)| *package).collect();
     if missing.is_empty() {
         return Ok(());
     }
     if !Uid::effective().is_root() {
-        bail!(
-            "missing: {}; run as root to install, or install them",
-            missing.join(" ")
-        );
+        bail!("missing: {}; run as root to install, or install them", missing.join(" "));
     }
     if sh::find("apt-get").is_none() {
-        bail!(
-            "missing: {}; this machine has no apt: install them",
-            missing.join(" ")
-        );
+        bail!("missing: {}; this machine has no apt: install them", missing.join(" "));
     }
     say::step(&format!("Installing {}", missing.join(" ")));
     sh::read(Command::new("apt-get").arg("update"))?;
     let mut install = Command::new("apt-get");
     install.env("DEBIAN_FRONTEND", "noninteractive");
-    install
-        .args(["install", "--yes", "--no-install-recommends"])
-        .args(missing);
+    install.args(["install", "--yes", "--no-install-recommends"]).args(missing);
     // The package starts containerd's service: the machine's own, which is then left alone.
     sh::read(&mut install).map(|_| ())
 }

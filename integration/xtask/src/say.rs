@@ -1,9 +1,5 @@
 //! The one place that prints.
-#![expect(
-    clippy::print_stderr,
-    clippy::print_stdout,
-    reason = "a tool for people"
-)]
+#![expect(clippy::print_stderr, clippy::print_stdout, reason = "a tool for people")]
 
 /// What is being done now.
 pub fn step(text: &str) {

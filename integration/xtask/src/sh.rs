@@ -6,9 +6,7 @@ use anyhow::{Context, Result, bail};
 
 /// Runs a command on this terminal and demands success.
 pub fn run(command: &mut Command) -> Result<()> {
-    let status = command
-        .status()
-        .with_context(|| format!("cannot run {}", name(command)))?;
+    let status = command.status().with_context(|| format!("cannot run {}", name(command)))?;
     if !status.success() {
         bail!("{} failed: {status}", line(command));
     }
@@ -17,17 +15,10 @@ pub fn run(command: &mut Command) -> Result<()> {
 
 /// Runs a command and returns its standard output.
 pub fn read(command: &mut Command) -> Result<String> {
-    let output = command
-        .output()
-        .with_context(|| format!("cannot run {}", name(command)))?;
+    let output = command.output().with_context(|| format!("cannot run {}", name(command)))?;
     if !output.status.success() {
         let error = String::from_utf8_lossy(&output.stderr);
-        bail!(
-            "{} failed: {}: {}",
-            line(command),
-            output.status,
-            error.trim()
-        );
+        bail!("{} failed: {}: {}", line(command), output.status, error.trim());
     }
     String::from_utf8(output.stdout).with_context(|| format!("{} printed no text", name(command)))
 }

@@ -30,11 +30,7 @@ pub fn run(options: &Options) -> Result<()> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let test = |selection: &[&str]| {
         let mut command = Command::new(&cargo);
-        command
-            .current_dir(workspace_dir())
-            .arg("test")
-            .args(selection)
-            .args(&options.rest);
+        command.current_dir(workspace_dir()).arg("test").args(selection).args(&options.rest);
         command.env(ARTIFACTS_ENV, artifacts.root());
         // A failed check names what failed: a backtrace of it says nothing more.
         command.env("RUST_LIB_BACKTRACE", "0");

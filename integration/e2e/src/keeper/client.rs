@@ -37,16 +37,9 @@ impl Keeper {
             .with_context(|| format!("cannot start {}", binary.display()))?;
         let pipes = child.stdin.take().zip(child.stdout.take());
         let (requests, replies) = pipes.context("the keeper has no pipes")?;
-        let mut pipes = Pipes {
-            child,
-            requests,
-            replies: BufReader::new(replies),
-        };
+        let mut pipes = Pipes { child, requests, replies: BufReader::new(replies) };
         let pid = pipes.reply().context("the keeper did not start")?;
-        Ok(Self {
-            pid,
-            pipes: Mutex::new(Some(pipes)),
-        })
+        Ok(Self { pid, pipes: Mutex::new(Some(pipes)) })
     }
 
     /// Its process id: all processes of the world descend from it.
@@ -65,31 +58,21 @@ impl Keeper {
         let mut line = serde_json::to_string(job)?;
         line.push('\n');
         pipes.requests.write_all(line.as_bytes())?;
-        pipes
-            .reply()
-            .with_context(|| format!("cannot start {}", job.argv.join(" ")))
+        pipes.reply().with_context(|| format!("cannot start {}", job.argv.join(" ")))
     }
 
     /// A command that will run in the keeper's mount namespace, as a child of the caller.
     #[must_use]
     pub fn command(&self, program: &Path) -> Command {
         let mut command = Command::new("nsenter");
-        command
-            .arg(format!("--mount={}", self.namespace().display()))
-            .arg("--")
-            .arg(program);
+        command.arg(format!("--mount={}", self.namespace().display())).arg("--").arg(program);
         command
     }
 
     /// Ends everything and waits until it has ended. Further calls do nothing.
     pub fn end(&self) {
         let taken = self.lock().take();
-        if let Some(Pipes {
-            mut child,
-            requests,
-            replies,
-        }) = taken
-        {
+        if let Some(Pipes { mut child, requests, replies }) = taken {
             drop((requests, replies));
             // An error here means that the keeper is gone already.
             let _ = child.wait();

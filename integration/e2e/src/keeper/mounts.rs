@@ -24,14 +24,8 @@ pub(super) fn make_private(world: &Path) -> Result<()> {
     for folder in SHARED_STATE.iter().map(Path::new).chain([store.as_path()]) {
         std::fs::create_dir_all(folder)
             .with_context(|| format!("cannot make {}", folder.display()))?;
-        mount(
-            Some("tmpfs"),
-            folder,
-            Some("tmpfs"),
-            MsFlags::empty(),
-            Some("mode=0711"),
-        )
-        .with_context(|| format!("cannot mount a tmpfs on {}", folder.display()))?;
+        mount(Some("tmpfs"), folder, Some("tmpfs"), MsFlags::empty(), Some("mode=0711"))
+            .with_context(|| format!("cannot mount a tmpfs on {}", folder.display()))?;
     }
     Ok(())
 }

@@ -203,10 +203,8 @@ pub struct Cri {
 impl Cri {
     /// Connects at the first call.
     pub fn connect(socket: &Path) -> Result<Self> {
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .enable_all()
-            .build()?;
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
         let endpoint = Endpoint::from_shared(format!("unix://{}", socket.display()))?;
         let channel = runtime.block_on(async { endpoint.connect_lazy() });
         Ok(Self { runtime, channel })
@@ -214,10 +212,8 @@ impl Cri {
 
     /// Runs a sandbox with a runtime handler, as kubelet does for a RuntimeClass.
     pub fn run_pod(&self, config: &PodConfig, handler: &str) -> Result<String> {
-        let request = RunPodSandboxRequest {
-            config: Some(config.clone()),
-            runtime_handler: handler.into(),
-        };
+        let request =
+            RunPodSandboxRequest { config: Some(config.clone()), runtime_handler: handler.into() };
         let answer: Id = self.call("RunPodSandbox", request)?;
         Ok(answer.id)
     }
@@ -244,38 +240,22 @@ impl Cri {
         let cmd = cmd.iter().map(|&word| word.to_owned()).collect();
         self.call(
             "ExecSync",
-            ExecSyncRequest {
-                container_id: container_id.into(),
-                cmd,
-                timeout: 60,
-            },
+            ExecSyncRequest { container_id: container_id.into(), cmd, timeout: 60 },
         )
     }
 
     /// The state of a container.
     pub fn state(&self, container_id: &str) -> Result<i32> {
-        let answer: ContainerStatusResponse = self.call(
-            "ContainerStatus",
-            Id {
-                id: container_id.into(),
-            },
-        )?;
+        let answer: ContainerStatusResponse =
+            self.call("ContainerStatus", Id { id: container_id.into() })?;
         Ok(answer.status.context("no status")?.state)
     }
 
     /// Stops and removes a container.
     pub fn remove_container(&self, container_id: &str) -> Result<()> {
-        let stop = StopContainerRequest {
-            container_id: container_id.into(),
-            timeout: 0,
-        };
+        let stop = StopContainerRequest { container_id: container_id.into(), timeout: 0 };
         let Nothing {} = self.call("StopContainer", stop)?;
-        let Nothing {} = self.call(
-            "RemoveContainer",
-            Id {
-                id: container_id.into(),
-            },
-        )?;
+        let Nothing {} = self.call("RemoveContainer", Id { id: container_id.into() })?;
         Ok(())
     }
 
@@ -294,17 +274,10 @@ impl Cri {
         let path: PathAndQuery = format!("/runtime.v1.RuntimeService/{method}").parse()?;
         let mut client = Grpc::new(self.channel.clone());
         let answer = self.runtime.block_on(async move {
-            client
-                .ready()
-                .await
-                .map_err(|error| tonic::Status::unavailable(error.to_string()))?;
-            client
-                .unary(Request::new(request), path, ProstCodec::<Q, A>::default())
-                .await
+            client.ready().await.map_err(|error| tonic::Status::unavailable(error.to_string()))?;
+            client.unary(Request::new(request), path, ProstCodec::<Q, A>::default()).await
         });
-        Ok(answer
-            .with_context(|| format!("CRI {method}"))?
-            .into_inner())
+        Ok(answer.with_context(|| format!("CRI {method}"))?.into_inner())
     }
 }
 
@@ -320,9 +293,7 @@ pub fn pod(name: &str, cgroup_parent: &str, logs: &Path) -> PodConfig {
         annotations: HashMap::new(),
         linux: Some(LinuxPod {
             cgroup_parent: format!("/{cgroup_parent}"),
-            security_context: Some(PodSecurity {
-                namespaces: Some(Namespaces { network: NODE }),
-            }),
+            security_context: Some(PodSecurity { namespaces: Some(Namespaces { network: NODE }) }),
         }),
     }
 }
@@ -331,9 +302,7 @@ pub fn pod(name: &str, cgroup_parent: &str, logs: &Path) -> PodConfig {
 pub fn container(name: &str, image: &str, command: &[String]) -> ContainerConfig {
     ContainerConfig {
         metadata: Some(ContainerMetadata { name: name.into() }),
-        image: Some(ImageSpec {
-            image: image.into(),
-        }),
+        image: Some(ImageSpec { image: image.into() }),
         command: command.to_vec(),
         log_path: format!("{name}.log"),
         linux: Some(LinuxContainer {

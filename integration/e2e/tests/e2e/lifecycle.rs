@@ -52,11 +52,7 @@ fn execs(world: &World) -> Result<()> {
     for runtime in RUNTIMES {
         let spec = Spec::plain("exec", &["/bin/sleep", "infinity"]).runtime(runtime);
         let running = spec.env("WHO", "me").start(world)?;
-        assert_eq!(
-            running.exec(world, &["/bin/sh", "-c", "echo $WHO"])?,
-            "me\n",
-            "{runtime}"
-        );
+        assert_eq!(running.exec(world, &["/bin/sh", "-c", "echo $WHO"])?, "me\n", "{runtime}");
         running.kill(world)?;
         running.delete(world)?;
     }
@@ -67,24 +63,16 @@ fn gives_a_terminal(world: &World) -> Result<()> {
     for runtime in RUNTIMES {
         let spec = Spec::plain("tty", &["/bin/sh", "-c", "tty; stty size"]).runtime(runtime);
         let said = on_a_terminal(spec.command(world, &["--rm", "--tty"])?)?;
-        assert!(
-            said.contains("/dev/pts/") || said.contains("/dev/console"),
-            "{runtime}: {said}"
-        );
+        assert!(said.contains("/dev/pts/") || said.contains("/dev/console"), "{runtime}: {said}");
     }
     nothing_is_left(world)
 }
 
 fn kills_and_deletes(world: &World) -> Result<()> {
     for runtime in RUNTIMES {
-        let running = Spec::plain("kill", &["/bin/sleep", "infinity"])
-            .runtime(runtime)
-            .start(world)?;
-        assert_eq!(
-            running.status(world)?.as_deref(),
-            Some("RUNNING"),
-            "{runtime}"
-        );
+        let running =
+            Spec::plain("kill", &["/bin/sleep", "infinity"]).runtime(runtime).start(world)?;
+        assert_eq!(running.status(world)?.as_deref(), Some("RUNNING"), "{runtime}");
         running.kill(world)?;
         running.delete(world)?;
         assert_eq!(running.status(world)?, None, "{runtime}");
@@ -109,11 +97,7 @@ fn survives(world: &World, signal: Signal) -> Result<()> {
         world.containerd().stop(signal)?;
         world.start_containerd()?;
         assert_eq!(running.pid(world)?, pid, "{runtime}");
-        assert_eq!(
-            running.exec(world, &["/bin/echo", "still"])?,
-            "still\n",
-            "{runtime}"
-        );
+        assert_eq!(running.exec(world, &["/bin/echo", "still"])?, "still\n", "{runtime}");
         running.kill(world)?;
         running.delete(world)?;
         nothing_is_left(world)?;
@@ -135,14 +119,10 @@ fn reports_a_program_that_is_not_there(world: &World) -> Result<()> {
 
 /// No shim, no bundle, no cgroup.
 pub fn nothing_is_left(world: &World) -> Result<()> {
-    until("shims to end", || {
-        Ok(world.shims()?.is_empty().then_some(()))
-    })?;
+    until("shims to end", || Ok(world.shims()?.is_empty().then_some(())))?;
     for namespace in ["default", "k8s.io"] {
         let bundles = world.containerd().bundles(namespace);
-        let left = std::fs::read_dir(&bundles)
-            .map(Iterator::count)
-            .unwrap_or(0);
+        let left = std::fs::read_dir(&bundles).map(Iterator::count).unwrap_or(0);
         assert_eq!(left, 0, "bundles in {}", bundles.display());
     }
     let table = containerd::run(
@@ -158,11 +138,7 @@ pub fn nothing_is_left(world: &World) -> Result<()> {
 fn on_a_terminal(mut command: Command) -> Result<String> {
     let pty = nix::pty::openpty(None, None)?;
     let end = || -> Result<Stdio> { Ok(pty.slave.try_clone()?.into()) };
-    let mut child = command
-        .stdin(end()?)
-        .stdout(end()?)
-        .stderr(end()?)
-        .spawn()?;
+    let mut child = command.stdin(end()?).stdout(end()?).stderr(end()?).spawn()?;
     // Ours must be closed, or the terminal would never hang up.
     drop(command);
     drop(pty.slave);
@@ -178,9 +154,6 @@ fn on_a_terminal(mut command: Command) -> Result<String> {
     }
     let status = child.wait()?;
     let said = String::from_utf8_lossy(&said).into_owned();
-    status
-        .success()
-        .then_some(())
-        .with_context(|| format!("{status}: {said}"))?;
+    status.success().then_some(()).with_context(|| format!("{status}: {said}"))?;
     Ok(said)
 }

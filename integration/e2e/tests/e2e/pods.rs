@@ -30,25 +30,15 @@ fn words(words: &[&str]) -> Vec<String> {
 fn a_pod_with_two_containers(world: &World) -> Result<()> {
     let cri = Cri::connect(&world.containerd().socket())?;
     for handler in HANDLERS {
-        let pod = cri::pod(
-            &format!("pair-{handler}"),
-            &world.cgroup_parent(),
-            world.dir(),
-        );
+        let pod = cri::pod(&format!("pair-{handler}"), &world.cgroup_parent(), world.dir());
         let pod_id = cri.run_pod(&pod, handler)?;
         let sleeper = cri::container("sleeper", image::PLAIN, &words(&["/bin/sleep", "infinity"]));
         let short = cri::container("short", image::PLAIN, &words(&["/bin/true"]));
         let sleeper = cri.run_container(&pod_id, &sleeper, &pod)?;
         let short = cri.run_container(&pod_id, &short, &pod)?;
-        until("the short one to exit", || {
-            Ok((cri.state(&short)? == cri::EXITED).then_some(()))
-        })?;
+        until("the short one to exit", || Ok((cri.state(&short)? == cri::EXITED).then_some(())))?;
         let said = cri.exec(&sleeper, &["/bin/sh", "-c", "echo here; exit 3"])?;
-        assert_eq!(
-            (said.stdout.as_slice(), said.exit_code),
-            (&b"here\n"[..], 3),
-            "{handler}"
-        );
+        assert_eq!((said.stdout.as_slice(), said.exit_code), (&b"here\n"[..], 3), "{handler}");
         cri.remove_container(&short)?;
         cri.remove_container(&sleeper)?;
         cri.remove_pod(&pod_id)?;
@@ -60,32 +50,18 @@ fn a_pod_with_two_containers(world: &World) -> Result<()> {
 fn a_pod_survives_a_restart_of_containerd(world: &World) -> Result<()> {
     for handler in HANDLERS {
         let cri = Cri::connect(&world.containerd().socket())?;
-        let pod = cri::pod(
-            &format!("restart-{handler}"),
-            &world.cgroup_parent(),
-            world.dir(),
-        );
+        let pod = cri::pod(&format!("restart-{handler}"), &world.cgroup_parent(), world.dir());
         let pod_id = cri.run_pod(&pod, handler)?;
         let config = cri::container("sleeper", image::PLAIN, &words(&["/bin/sleep", "infinity"]));
         let first = cri.run_container(&pod_id, &config, &pod)?;
         world.containerd().stop(Signal::SIGTERM)?;
         world.start_containerd()?;
         let cri = Cri::connect(&world.containerd().socket())?;
-        assert_eq!(
-            cri.exec(&first, &["/bin/echo", "still"])?.stdout,
-            b"still\n",
-            "{handler}"
-        );
+        assert_eq!(cri.exec(&first, &["/bin/echo", "still"])?.stdout, b"still\n", "{handler}");
         let mut config = config;
-        config.metadata = Some(cri::ContainerMetadata {
-            name: "second".into(),
-        });
+        config.metadata = Some(cri::ContainerMetadata { name: "second".into() });
         let second = cri.run_container(&pod_id, &config, &pod)?;
-        assert_eq!(
-            cri.exec(&second, &["/bin/echo", "new"])?.stdout,
-            b"new\n",
-            "{handler}"
-        );
+        assert_eq!(cri.exec(&second, &["/bin/echo", "new"])?.stdout, b"new\n", "{handler}");
         cri.remove_container(&first)?;
         cri.remove_container(&second)?;
         cri.remove_pod(&pod_id)?;
@@ -106,9 +82,7 @@ fn a_shim_that_is_killed_leaves_nothing(world: &World) -> Result<()> {
             nix::sys::signal::kill(shim.pid, Signal::SIGKILL)?;
         }
     }
-    until("containerd to see the end", || {
-        Ok((cri.state(&id)? == cri::EXITED).then_some(()))
-    })?;
+    until("containerd to see the end", || Ok((cri.state(&id)? == cri::EXITED).then_some(())))?;
     cri.remove_container(&id)?;
     cri.remove_pod(&pod_id)?;
     nothing_is_left(world)

@@ -33,10 +33,7 @@ fn without_a_gpu_config_json_is_untouched(world: &World) -> Result<()> {
     };
     let stock = config_json(world, spec().runtime(STOCK))?;
     let ours = config_json(world, spec().runtime(AFFINODE))?;
-    assert_eq!(
-        String::from_utf8_lossy(&stock),
-        String::from_utf8_lossy(&ours)
-    );
+    assert_eq!(String::from_utf8_lossy(&stock), String::from_utf8_lossy(&ours));
     Ok(())
 }
 

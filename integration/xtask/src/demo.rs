@@ -1,0 +1,82 @@
+//! `cargo xtask demo`: two containers on one GPU that has no room for both.
+//!
+//! ```text
+//!  alpha:  fills its VRAM ── idle ── OFFLOADED ─────────────── called: waits, wakes ── contents as before
+//!  beta:                             fills the freed VRAM ──── idle ── OFFLOADED ───── called: wakes ── as before
+//! ```
+//!
+//! Containers, images and containerd are private to the demo. All of it is gone
+//! afterwards, also after Ctrl-C.
+
+mod options;
+mod report;
+mod scene;
+mod watch;
+
+use std::{sync::Arc, time::Instant};
+
+use affinode_e2e::{
+    gpu::Gpu,
+    world::{MIB, Recipe, World},
+};
+use anyhow::{Context, Result, bail};
+use nix::unistd::Uid;
+
+use crate::{build, deps, say};
+
+pub use options::{GpuChoice, Options};
+
+/// VRAM of the simulated GPU.
+const SIMULATED_VRAM_BYTES: u64 = 1024 * MIB;
+
+/// Installs, builds, shows, checks, cleans up.
+pub fn run(options: &Options) -> Result<()> {
+    if !Uid::effective().is_root() {
+        bail!("the demo starts containerd and containers: run as root");
+    }
+    let release = deps::own()?;
+    let artifacts = build::all(build::Profile::Dev)?;
+    let gpu = match options.gpu {
+        GpuChoice::Real => Gpu::Real,
+        GpuChoice::Auto if Gpu::real_is_there() => Gpu::Real,
+        GpuChoice::Auto | GpuChoice::Simulated => {
+            Gpu::Simulated { vram_bytes: SIMULATED_VRAM_BYTES }
+        }
+    };
+    let began = Instant::now();
+    say::step(&format!(
+        "Starting a private containerd {} with a {} GPU",
+        release.version,
+        gpu.as_str()
+    ));
+    let world = Recipe::default()
+        .artifacts(artifacts)
+        .release(&release)
+        .gpu(gpu)
+        .config(scene::CONFIG)
+        .world()?;
+    let world = Arc::new(world);
+    clean_up_on_signal(&world)?;
+    let outcome = scene::play(&world, options.json).inspect_err(|_| world.show_logs());
+    say::step("Cleaning up");
+    world.end();
+    let report = outcome.map(|seen| report::Report::new(&world, &seen, began.elapsed()))?;
+    report.print(options.json)?;
+    if !report.contents_verified {
+        bail!("the contents of VRAM differ after the return");
+    }
+    Ok(())
+}
+
+/// Ctrl-C ends the world first, then the demo.
+fn clean_up_on_signal(world: &Arc<World>) -> Result<()> {
+    let world = Arc::downgrade(world);
+    ctrlc::set_handler(move || {
+        say::step("Interrupted: cleaning up");
+        if let Some(world) = world.upgrade() {
+            world.end();
+        }
+        std::process::exit(130);
+    })
+    .context("cannot catch Ctrl-C")
+}

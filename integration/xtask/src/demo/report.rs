@@ -1,0 +1,102 @@
+//! What the demo leaves: one JSON object, or a few lines.
+
+use std::{process::Command, time::Duration};
+
+use affinode_e2e::world::{MIB, World};
+use anyhow::Result;
+use serde::Serialize;
+
+use super::scene::Seen;
+use crate::{say, sh};
+
+/// Sizes in bytes, times in milliseconds.
+#[derive(Serialize)]
+pub struct Report {
+    gpu: String,
+    gpu_name: String,
+    containerd: String,
+    runc: String,
+    vram_total_bytes: u64,
+    vram_wanted_bytes: u64,
+    vram_freed_bytes: u64,
+    offload_ms: u64,
+    wake_ms: u64,
+    /// Whether every byte of both containers was as before.
+    pub contents_verified: bool,
+    elapsed_ms: u128,
+    transitions: Vec<Transition>,
+}
+
+#[derive(Serialize)]
+struct Transition {
+    unix_ms: i64,
+    container: String,
+    from: String,
+    to: String,
+    reason: String,
+    bytes: u64,
+    elapsed_ms: u64,
+}
+
+impl Report {
+    /// From what was seen.
+    pub fn new(world: &World, seen: &Seen, elapsed: Duration) -> Self {
+        let first = |to: &str| {
+            let moved = |event: &&affinode_e2e::cli::EventRow| event.to == to && event.bytes > 0;
+            seen.events.iter().find(moved).map_or(0, |event| event.elapsed_ms)
+        };
+        let runc = sh::read(Command::new("runc").arg("--version")).unwrap_or_default();
+        Self {
+            gpu: world.gpu().as_str().into(),
+            gpu_name: seen.gpu.name.clone(),
+            containerd: world.containerd().release().version.clone(),
+            runc: runc.split_whitespace().nth(2).unwrap_or("unknown").into(),
+            vram_total_bytes: seen.gpu.vram_total_bytes,
+            vram_wanted_bytes: 2 * seen.each_bytes,
+            vram_freed_bytes: seen.freed_bytes,
+            offload_ms: first("Offloaded"),
+            wake_ms: first("Active"),
+            contents_verified: seen.verified,
+            elapsed_ms: elapsed.as_millis(),
+            transitions: seen
+                .events
+                .iter()
+                .map(|event| Transition {
+                    unix_ms: event.unix_ms,
+                    container: event.container.clone(),
+                    from: event.from.clone(),
+                    to: event.to.clone(),
+                    reason: event.reason.clone(),
+                    bytes: event.bytes,
+                    elapsed_ms: event.elapsed_ms,
+                })
+                .collect(),
+        }
+    }
+
+    /// On standard output.
+    pub fn print(&self, json: bool) -> Result<()> {
+        if json {
+            say::out(&serde_json::to_string_pretty(self)?);
+            return Ok(());
+        }
+        let verdict = if self.contents_verified { "identical" } else { "DIFFERENT" };
+        say::out("");
+        say::out(&format!("  GPU              {} ({})", self.gpu_name, self.gpu));
+        say::out(&format!("  containerd, runc {}, {}", self.containerd, self.runc));
+        say::out(&format!(
+            "  VRAM             {} MiB, wanted {} MiB",
+            self.vram_total_bytes / MIB,
+            self.vram_wanted_bytes / MIB
+        ));
+        say::out(&format!(
+            "  freed            {} MiB in {} ms",
+            self.vram_freed_bytes / MIB,
+            self.offload_ms
+        ));
+        say::out(&format!("  wake             {} ms", self.wake_ms));
+        say::out(&format!("  contents         {verdict} after the return, in both containers"));
+        say::out(&format!("  took             {:.1} s", self.elapsed_ms as f64 / 1000.0));
+        Ok(())
+    }
+}

@@ -1,0 +1,82 @@
+//! What happens in the demo.
+
+use affinode_e2e::{
+    cli::{EventRow, GpuRow},
+    gpu::Gpu,
+    until::until,
+    worker::Worker,
+    world::{MIB, World},
+};
+use anyhow::{Context, Result};
+
+use super::watch::Watch;
+use crate::say;
+
+/// Idle after two seconds, so that nobody waits.
+pub const CONFIG: &str = r#"
+[policy]
+mode = "eager"
+idle_timeout = "2s"
+minimum_residency = "0s"
+[timing]
+sample_interval = "100ms"
+"#;
+
+/// VRAM of each container on the machine's own GPU: enough to see, quick to move.
+const REAL_BYTES: u64 = 2048 * MIB;
+
+/// What was seen.
+pub struct Seen {
+    /// The GPU, as the controller sees it at the end.
+    pub gpu: GpuRow,
+    /// VRAM that each container filled.
+    pub each_bytes: u64,
+    /// By how much the device's used VRAM fell when the first container was offloaded.
+    pub freed_bytes: u64,
+    /// Whether every byte was as before, in both containers.
+    pub verified: bool,
+    /// Every change of state, oldest first.
+    pub events: Vec<EventRow>,
+}
+
+/// Plays it once.
+pub fn play(world: &World, quiet: bool) -> Result<Seen> {
+    let mut alpha = Worker::start(world, "alpha")?;
+    let each_bytes = match world.gpu() {
+        Gpu::Simulated { vram_bytes } => vram_bytes / 10 * 6,
+        Gpu::Real => REAL_BYTES,
+    };
+    let mib = each_bytes / MIB;
+    let watch = Watch::start(world, quiet)?;
+
+    story(quiet, &format!("alpha fills {mib} MiB of VRAM, then makes no further call"));
+    alpha.fill(each_bytes, 1)?;
+    let full = gpu(world)?.vram_used_bytes;
+    world.cli().wait_for_state("alpha", "Offloaded")?;
+    let freed_bytes = full.saturating_sub(gpu(world)?.vram_used_bytes);
+
+    story(quiet, &format!("beta fills {mib} MiB: together more than the GPU can hold"));
+    let mut beta = Worker::start(world, "beta")?;
+    beta.fill(each_bytes, 2)?;
+
+    story(quiet, "alpha makes a CUDA call: it waits for room, beta goes idle and makes room");
+    let mut verified = alpha.verify()?;
+
+    story(quiet, "beta makes a CUDA call");
+    verified &= beta.verify()?;
+
+    let events = watch.finish(world)?;
+    Ok(Seen { gpu: gpu(world)?, each_bytes, freed_bytes, verified, events })
+}
+
+fn story(quiet: bool, text: &str) {
+    if !quiet {
+        say::out(&format!("\n  {text}"));
+    }
+}
+
+/// The node's first GPU, once the controller sees it.
+fn gpu(world: &World) -> Result<GpuRow> {
+    until("the controller to see the GPU", || Ok(world.cli().ps()?.gpus.into_iter().next()))
+        .with_context(|| world.cli().ps().ok().and_then(|node| node.gpu_error).unwrap_or_default())
+}

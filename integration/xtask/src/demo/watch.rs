@@ -1,0 +1,82 @@
+//! The live table: one row per change of state, from `affinode events --follow`.
+
+use std::{
+    io::{BufRead, BufReader},
+    process::{Child, Stdio},
+    thread::JoinHandle,
+};
+
+use affinode_e2e::{
+    cli::{Cli, EventRow},
+    until::until,
+    world::{MIB, World},
+};
+use anyhow::{Context, Result, anyhow};
+
+use crate::say;
+
+/// A running `affinode events --follow`.
+pub struct Watch {
+    child: Child,
+    reader: JoinHandle<Vec<EventRow>>,
+}
+
+impl Watch {
+    /// Starts it, with the head of the table.
+    pub fn start(world: &World, quiet: bool) -> Result<Self> {
+        let mut command = world.cli().command(&["events", "--follow", "-o", "json"]);
+        let mut child =
+            command.stdout(Stdio::piped()).spawn().context("cannot run affinode events")?;
+        let lines = BufReader::new(child.stdout.take().context("no pipe")?).lines();
+        let cli = world.cli().clone();
+        if !quiet {
+            say::out(&format!(
+                "  {:>8}  {:<8} {:<12} {:>12}  ",
+                "TIME", "WHO", "STATE", "VRAM IN USE"
+            ));
+        }
+        let reader = std::thread::spawn(move || {
+            let mut events: Vec<EventRow> = Vec::new();
+            let mut began_unix_ms = None;
+            for line in lines.map_while(Result::ok) {
+                let Ok(event) = serde_json::from_str::<EventRow>(&line) else {
+                    continue;
+                };
+                if event.kind != "state" {
+                    continue;
+                }
+                let began = *began_unix_ms.get_or_insert(event.unix_ms);
+                if !quiet {
+                    say::out(&row(&event, began, &cli));
+                }
+                events.push(event);
+            }
+            events
+        });
+        Ok(Self { child, reader })
+    }
+
+    /// Ends it once all events of the controller were read.
+    pub fn finish(mut self, world: &World) -> Result<Vec<EventRow>> {
+        let all = world.cli().events()?.iter().filter(|event| event.kind == "state").count();
+        until("the last rows", || Ok((self.reader.is_finished() || all > 0).then_some(())))?;
+        self.child.kill()?;
+        self.child.wait()?;
+        self.reader.join().map_err(|_| anyhow!("the table's thread panicked"))
+    }
+}
+
+fn row(event: &EventRow, began_unix_ms: i64, cli: &Cli) -> String {
+    let seconds = (event.unix_ms - began_unix_ms) as f64 / 1000.0;
+    let who = event.container.rsplit('/').next().unwrap_or_default();
+    let used =
+        cli.ps().ok().and_then(|node| node.gpus.first().map(|gpu| gpu.vram_used_bytes / MIB));
+    let used = used.map_or_else(|| "-".into(), |mib| format!("{mib} MiB"));
+    let state = event.to.to_uppercase();
+    let note = match (event.to.as_str(), event.bytes / MIB, event.elapsed_ms) {
+        ("Offloaded", mib, ms) if mib > 0 => format!("{mib} MiB given back in {ms} ms"),
+        ("Active", mib, ms) if mib > 0 => format!("{mib} MiB back in {ms} ms"),
+        _ => event.reason.clone(),
+    };
+    format!("  {seconds:>7.2}s  {who:<8} {state:<12} {used:>12}  {note}")
+}
