@@ -1,1 +1,54 @@
-//! In progress.
+//! The simulated GPU's `libcuda.so.1`.
+//!
+//! # What is simulated
+//!
+//! - Memory: VRAM of a set capacity shared by every process of the node, real addresses, real
+//!   contents. The application cannot touch it but by copies and kernels.
+//! - Streams, events, the legacy and the per-thread default stream; kernels `fill_u32`, `add_u32`,
+//!   `spin_ms` by name, from any module image. Work is done by a thread per stream and takes time.
+//! - VMM (reserve, create, map, export by descriptor, import), legacy IPC, managed memory (in host
+//!   memory), peer access, pinned memory.
+//! - The checkpoint calls with their states and what goes wrong with them; see [`gate`].
+//! - `cuGetProcAddress` of both signatures, per-thread default stream variants (`_ptds`, `_ptsz`).
+//!
+//! # What is not
+//!
+//! Real kernels, graphs, textures, arrays, 2D and 3D copies, memory pools with attributes, the runtime's private
+//! export tables (so the CUDA runtime library does not run on it), MPS, MIG, ECC, clocks, speeds.
+//! A checkpoint of memory opened by legacy IPC is taken to end like one of imported VMM memory: lost.
+//!
+//! # How it is built
+//!
+//! ```text
+//!  application ──> api ──> gate ──> contexts, memory, streams ──> link ──> affinode-sim-gpud
+//!                                        ^                                        │
+//!                                        └───────────── control thread <──────────┘
+//! ```
+//!
+//! | module | does |
+//! | --- | --- |
+//! | [`api`] | the exported functions, each with its class, in one list per subject |
+//! | [`gate`] | what a call does while the process is locked or away |
+//! | [`driver`] | the one instance per process, `cuInit`, fork |
+//! | [`contexts`], [`memory`], [`streams`], [`modules`] | state of the application's objects |
+//! | [`link`], [`control`] | towards the daemon, and from it |
+
+#![allow(
+    unsafe_code,
+    reason = "a C interface over memory mappings; each block says why it is sound"
+)]
+#![allow(non_snake_case, reason = "the exported names are NVIDIA's")]
+
+mod abi;
+mod api;
+mod contexts;
+mod control;
+mod driver;
+mod gate;
+mod kernels;
+mod link;
+mod memory;
+mod modules;
+mod pages;
+mod stats;
+mod streams;

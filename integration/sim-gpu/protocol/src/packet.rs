@@ -7,8 +7,8 @@ use std::path::Path;
 use nix::cmsg_space;
 use nix::errno::Errno;
 use nix::sys::socket::{
-    self, AddressFamily, Backlog, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr,
-    UnixCredentials, sockopt,
+    self, AddressFamily, Backlog, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag,
+    SockType, UnixAddr, UnixCredentials, sockopt,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -21,7 +21,8 @@ pub struct Packet(OwnedFd);
 
 impl Packet {
     fn new() -> io::Result<Self> {
-        let fd = socket::socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None)?;
+        let fd =
+            socket::socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None)?;
         Ok(Self(fd))
     }
 
@@ -66,7 +67,9 @@ impl Packet {
         let control = [ControlMessage::ScmRights(&fds)];
         let control = if fds.is_empty() { &control[..0] } else { &control[..] };
         let data = [IoSlice::new(&bytes)];
-        retry(|| socket::sendmsg::<()>(self.0.as_raw_fd(), &data, control, MsgFlags::MSG_NOSIGNAL, None))?;
+        retry(|| {
+            socket::sendmsg::<()>(self.0.as_raw_fd(), &data, control, MsgFlags::MSG_NOSIGNAL, None)
+        })?;
         Ok(())
     }
 

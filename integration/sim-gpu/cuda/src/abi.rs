@@ -1,0 +1,235 @@
+//! Types and numbers of the CUDA 13 driver interface, as far as they are used here.
+
+use std::ffi::{CStr, c_char, c_void};
+
+/// `CUresult`; 0 is success.
+pub type CUresult = i32;
+/// `CUdevice`: an ordinal.
+pub type CUdevice = i32;
+/// `CUdeviceptr`: an address.
+pub type CUdeviceptr = u64;
+/// Every opaque handle (`CUcontext`, `CUstream`, `CUevent`, `CUmodule`, `CUfunction`): see [`handle`].
+pub type Handle = usize;
+/// A pointer to host memory that is only ever used inside copies.
+pub type HostAddress = usize;
+
+pub const INVALID_VALUE: CUresult = 1;
+pub const OUT_OF_MEMORY: CUresult = 2;
+pub const NOT_INITIALIZED: CUresult = 3;
+pub const NO_DEVICE: CUresult = 100;
+pub const INVALID_DEVICE: CUresult = 101;
+pub const INVALID_IMAGE: CUresult = 200;
+pub const INVALID_CONTEXT: CUresult = 201;
+pub const OPERATING_SYSTEM: CUresult = 304;
+pub const INVALID_HANDLE: CUresult = 400;
+pub const NOT_FOUND: CUresult = 500;
+pub const NOT_READY: CUresult = 600;
+pub const ILLEGAL_ADDRESS: CUresult = 700;
+pub const PEER_ACCESS_ALREADY_ENABLED: CUresult = 704;
+pub const PEER_ACCESS_NOT_ENABLED: CUresult = 705;
+pub const HOST_MEMORY_ALREADY_REGISTERED: CUresult = 712;
+pub const HOST_MEMORY_NOT_REGISTERED: CUresult = 713;
+pub const NOT_SUPPORTED: CUresult = 801;
+pub const UNKNOWN: CUresult = 999;
+
+/// What the functions return inside, before it becomes a `CUresult`.
+pub type Outcome<T = ()> = Result<T, CUresult>;
+
+/// The result of an [`Outcome`].
+pub fn status(outcome: Outcome) -> CUresult {
+    outcome.err().unwrap_or(0)
+}
+
+/// Where a function writes a result. Only a C caller makes one, and promises by the
+/// contract of each function that it is null or valid for a write.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+pub struct Out<T>(*mut T);
+
+impl<T> Out<T> {
+    /// Writes; a null pointer is an invalid value.
+    pub fn set(self, value: T) -> Outcome {
+        if self.0.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        self.set_if_wanted(value);
+        Ok(())
+    }
+
+    /// Writes, unless the caller did not ask.
+    pub fn set_if_wanted(self, value: T) {
+        if !self.0.is_null() {
+            // SAFETY: not null, so valid by the caller's promise; unaligned out of caution.
+            unsafe { self.0.write_unaligned(value) }
+        }
+    }
+
+    /// The same place, for a value whose width another argument decides.
+    pub fn cast<U>(self) -> Out<U> {
+        Out(self.0.cast())
+    }
+
+    /// Writes the n-th of an array that the caller promises is long enough.
+    pub fn set_at(self, index: usize, value: T) -> Outcome {
+        Out(self.0.wrapping_add(index)).set(value)
+    }
+}
+
+/// Where a function reads an argument from: null or valid, as with [`Out`].
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+pub struct In<T>(*const T);
+
+impl<T: Copy> In<T> {
+    /// The value, if there is one.
+    pub fn get(self) -> Option<T> {
+        // SAFETY: not null, so valid by the caller's promise; T is plain data.
+        (!self.0.is_null()).then(|| unsafe { self.0.read_unaligned() })
+    }
+
+    /// The n-th of an array that the caller promises is long enough.
+    pub fn at(self, index: usize) -> Option<T> {
+        if self.0.is_null() { None } else { In(self.0.wrapping_add(index)).get() }
+    }
+
+    /// Where it points, for what is read later.
+    pub fn address(self) -> HostAddress {
+        self.0 as HostAddress
+    }
+}
+
+/// A pointer that another structure holds, as sound as that structure's promise.
+///
+/// # Safety
+/// `address` is null or valid for reads of `T`.
+pub unsafe fn pointer<T>(address: HostAddress) -> In<T> {
+    In(address as *const T)
+}
+
+/// A C string: null or valid, as with [`In`].
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+pub struct Text(*const c_char);
+
+impl Text {
+    /// As Rust text; null and invalid UTF-8 are an invalid value.
+    pub fn get<'a>(self) -> Outcome<&'a str> {
+        if self.0.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        // SAFETY: not null, so a terminated string by the caller's promise, alive during the call.
+        let text = unsafe { CStr::from_ptr(self.0) };
+        text.to_str().map_err(|_| INVALID_VALUE)
+    }
+}
+
+/// What a handle names.
+#[derive(Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Kind {
+    Context = 1,
+    Stream = 2,
+    Event = 3,
+    Module = 4,
+    Function = 5,
+}
+
+/// A handle that is no valid address and says what it names, so that a mix-up is noticed.
+pub fn handle(kind: Kind, id: u64) -> Handle {
+    ((kind as usize) << 56) | ((id as usize) << 4)
+}
+
+/// The number inside a handle of this kind.
+pub fn number(kind: Kind, handle: Handle) -> Outcome<u64> {
+    if handle >> 56 == kind as usize {
+        Ok(((handle << 8) >> 12) as u64)
+    } else {
+        Err(INVALID_HANDLE)
+    }
+}
+
+/// `CUuuid`
+pub type Uuid = [u8; 16];
+
+/// `CUmemLocation`
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct Location {
+    pub kind: u32,
+    pub id: i32,
+}
+
+/// `CUmemAllocationProp`
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct AllocationProp {
+    pub kind: u32,
+    pub requested_handle_types: u32,
+    pub location: Location,
+    pub win32_meta_data: usize,
+    pub flags: [u8; 8],
+}
+
+/// `CUmemAccessDesc`
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct AccessDesc {
+    pub location: Location,
+    pub flags: u32,
+}
+
+/// `CU_MEM_LOCATION_TYPE_DEVICE`
+pub const LOCATION_DEVICE: u32 = 1;
+/// `CU_MEM_ALLOCATION_TYPE_PINNED`
+pub const ALLOCATION_PINNED: u32 = 1;
+/// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`
+pub const ACCESS_READ_WRITE: u32 = 3;
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`
+pub const HANDLE_POSIX_FD: u32 = 1;
+
+/// `CUlaunchConfig`
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct LaunchConfig {
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub shared_bytes: u32,
+    pub stream: Handle,
+    pub attributes: usize,
+    pub attribute_count: u32,
+}
+
+/// `CUipcMemHandle`
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct IpcMemHandle(pub [u8; 64]);
+
+/// `CUhostFn`
+pub type HostFunction = Option<unsafe extern "C" fn(*mut c_void)>;
+/// `CUstreamCallback`
+pub type StreamCallback = Option<unsafe extern "C" fn(Handle, CUresult, *mut c_void)>;
+
+/// `CU_STREAM_LEGACY`
+pub const STREAM_LEGACY: Handle = 1;
+/// `CU_STREAM_PER_THREAD`
+pub const STREAM_PER_THREAD: Handle = 2;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_handle_names_one_thing() {
+        let stream = handle(Kind::Stream, 77);
+        assert_eq!(number(Kind::Stream, stream), Ok(77));
+        assert_eq!(number(Kind::Event, stream), Err(INVALID_HANDLE));
+        assert_eq!(number(Kind::Stream, 0), Err(INVALID_HANDLE));
+    }
+
+    #[test]
+    fn structures_have_the_sizes_of_the_header() {
+        assert_eq!(size_of::<AllocationProp>(), 32);
+        assert_eq!(size_of::<AccessDesc>(), 12);
+        assert_eq!(size_of::<LaunchConfig>(), 56);
+    }
+}

@@ -1,0 +1,108 @@
+//! Virtual memory management: address ranges, physical memory, mappings, descriptors of it.
+//! An allocation handle is the daemon's number of the object.
+
+use std::os::fd::{BorrowedFd, IntoRawFd};
+
+use affinode_sim_protocol::{ObjectId, Reply, Request};
+
+use crate::abi::{
+    ACCESS_READ_WRITE, ALLOCATION_PINNED, AccessDesc, AllocationProp, CUdeviceptr, HANDLE_POSIX_FD,
+    HostAddress, INVALID_DEVICE, INVALID_VALUE, In, LOCATION_DEVICE, Location, NOT_SUPPORTED, Out,
+    Outcome, UNKNOWN,
+};
+use crate::api::cuda_api;
+use crate::driver::Driver;
+use crate::memory::GRANULARITY;
+
+cuda_api! {
+    Instant 10020 fn cuMemGetAllocationGranularity(bytes: Out<usize>, prop: In<AllocationProp>, _option: u32) |d, _z| {
+        gpu_of(d, prop)?;
+        bytes.set(GRANULARITY)
+    }
+    Work 10020 fn cuMemAddressReserve(address: Out<CUdeviceptr>, bytes: usize, align: usize, _hint: CUdeviceptr, flags: u64) |d, _z| {
+        if flags != 0 {
+            return Err(INVALID_VALUE);
+        }
+        address.set(d.memory().reserve(bytes, align)?)
+    }
+    Work 10020 fn cuMemAddressFree(address: CUdeviceptr, bytes: usize) |d, _z| { d.memory().unreserve(address, bytes) }
+    Work 10020 fn cuMemCreate(handle: Out<ObjectId>, bytes: usize, prop: In<AllocationProp>, flags: u64) |d, _z| {
+        let gpu = gpu_of(d, prop)?;
+        if flags != 0 || bytes == 0 || bytes % GRANULARITY != 0 {
+            return Err(INVALID_VALUE);
+        }
+        let granted = d.link.obtain(&Request::Allocate { gpu, bytes: bytes as u64 }, None)?;
+        d.memory().add(&granted, false)?;
+        handle.set(granted.object)
+    }
+    Work 10020 fn cuMemRelease(handle: ObjectId) |d, _z| {
+        let last = d.memory().drop_handle(handle)?;
+        if last { d.link.tell(&Request::Free { object: handle }) } else { Ok(()) }
+    }
+    Work 11000 fn cuMemRetainAllocationHandle(handle: Out<ObjectId>, address: HostAddress) |d, _z| {
+        let mut memory = d.memory();
+        let object = memory.describe(address as CUdeviceptr).ok_or(INVALID_VALUE)?.object;
+        memory.retain(object)?;
+        handle.set(object)
+    }
+    Work 10020 fn cuMemMap(address: CUdeviceptr, bytes: usize, offset: usize, handle: ObjectId, flags: u64) |d, _z| {
+        if flags != 0 {
+            return Err(INVALID_VALUE);
+        }
+        d.memory().map(address, bytes, offset, handle)
+    }
+    Work 10020 fn cuMemUnmap(address: CUdeviceptr, bytes: usize) |d, _z| {
+        d.streams.wait_idle(None, None);
+        let freed = d.memory().unmap(address, bytes)?;
+        freed.into_iter().try_for_each(|object| d.link.tell(&Request::Free { object }))
+    }
+    Work 10020 fn cuMemSetAccess(address: CUdeviceptr, bytes: usize, descriptions: In<AccessDesc>, count: usize) |d, _z| {
+        // Which device may reach what is not told apart: the last description counts.
+        let last = count.checked_sub(1).and_then(|last| descriptions.at(last)).ok_or(INVALID_VALUE)?;
+        if last.location.kind != LOCATION_DEVICE {
+            return Err(INVALID_VALUE);
+        }
+        d.gpu(last.location.id)?;
+        d.memory().set_access(address, bytes, last.flags)
+    }
+    Instant 10020 fn cuMemGetAccess(flags: Out<u64>, location: In<Location>, address: CUdeviceptr) |d, _z| {
+        let location = location.get().ok_or(INVALID_VALUE)?;
+        let (gpu, access) = d.memory().access(address)?;
+        let own = d.gpu(location.id)? == gpu;
+        flags.set(if own { u64::from(access & ACCESS_READ_WRITE) } else { 0 })
+    }
+    Work 10020 fn cuMemExportToShareableHandle(shareable: Out<i32>, handle: ObjectId, kind: u32, _flags: u64) |d, _z| {
+        if kind != HANDLE_POSIX_FD {
+            return Err(NOT_SUPPORTED);
+        }
+        match d.link.ask(&Request::Export { object: handle }, None)? {
+            (Reply::Done, Some(fd)) => shareable.set(fd.into_raw_fd()),
+            _ => Err(UNKNOWN),
+        }
+    }
+    Work 10020 fn cuMemImportFromShareableHandle(handle: Out<ObjectId>, shareable: HostAddress, kind: u32) |d, _z| {
+        if kind != HANDLE_POSIX_FD {
+            return Err(NOT_SUPPORTED);
+        }
+        let fd = i32::try_from(shareable).map_err(|_| INVALID_VALUE)?;
+        if fd < 0 {
+            return Err(INVALID_VALUE);
+        }
+        // SAFETY: the application lends its descriptor for this call; a number that is none makes sendmsg fail.
+        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        let granted = d.link.obtain(&Request::Import, Some(fd))?;
+        d.memory().add(&granted, true)?;
+        handle.set(granted.object)
+    }
+}
+
+fn gpu_of(driver: &Driver, prop: In<AllocationProp>) -> Outcome<usize> {
+    let prop = prop.get().ok_or(INVALID_VALUE)?;
+    if prop.kind != ALLOCATION_PINNED || prop.location.kind != LOCATION_DEVICE {
+        return Err(INVALID_VALUE);
+    }
+    if prop.requested_handle_types & !HANDLE_POSIX_FD != 0 {
+        return Err(NOT_SUPPORTED);
+    }
+    driver.gpu(prop.location.id).map_err(|_| INVALID_DEVICE)
+}

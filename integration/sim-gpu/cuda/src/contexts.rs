@@ -1,0 +1,236 @@
+//! Contexts, the stack of them that each thread has, and default streams.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+
+use affinode_sim_protocol::Request;
+
+use crate::abi::{
+    CUdevice, Handle, INVALID_CONTEXT, INVALID_HANDLE, Kind, Outcome, PEER_ACCESS_ALREADY_ENABLED,
+    PEER_ACCESS_NOT_ENABLED, STREAM_LEGACY, STREAM_PER_THREAD, handle, number,
+};
+use crate::driver::{Driver, driver};
+use crate::streams::{StreamId, StreamKind};
+
+#[derive(Debug)]
+struct Context {
+    device: CUdevice,
+    /// Of a primary context: how often it is retained.
+    retained: Option<u32>,
+    legacy: StreamId,
+    flags: u32,
+}
+
+/// All contexts of the process, and who may reach whose memory.
+#[derive(Debug, Default)]
+pub struct Contexts {
+    contexts: BTreeMap<u64, Context>,
+    peers: BTreeSet<(u64, u64)>,
+    /// Peer access was used before a checkpoint: enabling it again fails.
+    peers_spoilt: bool,
+    peers_used: bool,
+    next: u64,
+}
+
+/// The context of a call.
+#[derive(Debug, Clone, Copy)]
+pub struct Current {
+    pub context: u64,
+    pub device: CUdevice,
+    legacy: StreamId,
+}
+
+/// What stream 0 means to the function that was called: `cuX` or `cuX_ptsz`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Default0 {
+    Legacy,
+    PerThread,
+}
+
+/// This thread's default streams, which end with the thread.
+struct ThreadStreams(BTreeMap<u64, StreamId>);
+
+impl Drop for ThreadStreams {
+    fn drop(&mut self) {
+        if let Ok(driver) = driver() {
+            for stream in self.0.values() {
+                let _ = driver.streams.destroy(*stream);
+            }
+        }
+    }
+}
+
+thread_local! {
+    static STACK: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+    static STREAMS: RefCell<ThreadStreams> = const { RefCell::new(ThreadStreams(BTreeMap::new())) };
+}
+
+/// The context on top of this thread's stack, whether it still exists or not.
+pub fn top() -> Option<u64> {
+    STACK.with_borrow(|stack| stack.last().copied())
+}
+
+/// `cuCtxPushCurrent`
+pub fn push(context: u64) {
+    STACK.with_borrow_mut(|stack| stack.push(context));
+}
+
+/// `cuCtxPopCurrent`
+pub fn pop() -> Outcome<u64> {
+    STACK.with_borrow_mut(Vec::pop).ok_or(INVALID_CONTEXT)
+}
+
+/// `cuCtxSetCurrent`; `None` unbinds.
+pub fn set(context: Option<u64>) {
+    STACK.with_borrow_mut(|stack| {
+        stack.pop();
+        stack.extend(context);
+    });
+}
+
+impl Contexts {
+    /// The context behind a handle.
+    pub fn find(&self, context: Handle) -> Outcome<u64> {
+        let id = number(Kind::Context, context).map_err(|_| INVALID_CONTEXT)?;
+        if self.contexts.contains_key(&id) { Ok(id) } else { Err(INVALID_CONTEXT) }
+    }
+
+    fn primary(&self, device: CUdevice) -> Option<u64> {
+        let primary = |context: &Context| context.device == device && context.retained.is_some();
+        self.contexts.iter().find(|(_, context)| primary(context)).map(|(id, _)| *id)
+    }
+
+    /// Whether a device has its primary context, and with which flags.
+    pub fn primary_state(&self, device: CUdevice) -> (u32, bool) {
+        let context = self.primary(device).and_then(|id| self.contexts.get(&id));
+        (context.map_or(0, |context| context.flags), context.is_some())
+    }
+
+    /// The flags and device of a context.
+    pub fn get(&self, id: u64) -> Outcome<(CUdevice, u32)> {
+        let context = self.contexts.get(&id).ok_or(INVALID_CONTEXT)?;
+        Ok((context.device, context.flags))
+    }
+
+    /// `cuCtxEnablePeerAccess`
+    pub fn enable_peer(&mut self, from: u64, to: u64) -> Outcome {
+        if self.peers_spoilt {
+            return Err(INVALID_HANDLE);
+        }
+        self.peers_used = true;
+        if self.peers.insert((from, to)) { Ok(()) } else { Err(PEER_ACCESS_ALREADY_ENABLED) }
+    }
+
+    /// `cuCtxDisablePeerAccess`
+    pub fn disable_peer(&mut self, from: u64, to: u64) -> Outcome {
+        if self.peers.remove(&(from, to)) { Ok(()) } else { Err(PEER_ACCESS_NOT_ENABLED) }
+    }
+
+    /// Whether peer access stands; notes that the checkpoint spoils it where it was used.
+    pub fn peer_access_before_checkpoint(&mut self) -> bool {
+        self.peers_spoilt |= self.peers_used;
+        !self.peers.is_empty()
+    }
+}
+
+impl Driver {
+    /// The context of the calling thread.
+    pub fn current(&self) -> Outcome<Current> {
+        let context = top().ok_or(INVALID_CONTEXT)?;
+        let contexts = self.contexts();
+        let found = contexts.contexts.get(&context).ok_or(INVALID_CONTEXT)?;
+        Ok(Current { context, device: found.device, legacy: found.legacy })
+    }
+
+    /// `cuCtxCreate`, or the first `cuDevicePrimaryCtxRetain`.
+    pub fn create_context(&self, device: CUdevice, primary: bool, flags: u32) -> Outcome<u64> {
+        self.link.tell(&Request::CreateContext { gpu: self.gpu(device)? })?;
+        let mut contexts = self.contexts();
+        contexts.next += 1;
+        let id = contexts.next;
+        let legacy = self.streams.create(id, StreamKind::Legacy);
+        let retained = primary.then_some(1);
+        contexts.contexts.insert(id, Context { device, retained, legacy, flags });
+        Ok(id)
+    }
+
+    /// `cuDevicePrimaryCtxRetain`
+    pub fn retain_primary(&self, device: CUdevice) -> Outcome<u64> {
+        self.gpu(device)?;
+        let mut contexts = self.contexts();
+        if let Some(id) = contexts.primary(device) {
+            if let Some(retained) =
+                contexts.contexts.get_mut(&id).and_then(|context| context.retained.as_mut())
+            {
+                *retained += 1;
+            }
+            return Ok(id);
+        }
+        drop(contexts);
+        self.create_context(device, true, 0)
+    }
+
+    /// `cuDevicePrimaryCtxRelease`; `reset` releases all.
+    pub fn release_primary(&self, device: CUdevice, reset: bool) -> Outcome {
+        self.gpu(device)?;
+        let mut contexts = self.contexts();
+        let id = match contexts.primary(device) {
+            Some(id) => id,
+            None if reset => return Ok(()),
+            None => return Err(INVALID_CONTEXT),
+        };
+        let retained = contexts.contexts.get_mut(&id).and_then(|context| context.retained.as_mut());
+        let last = retained.is_none_or(|retained| {
+            *retained -= 1;
+            *retained == 0
+        });
+        drop(contexts);
+        if last || reset { self.destroy_context(id) } else { Ok(()) }
+    }
+
+    /// Ends a context and all that belongs to it.
+    pub fn destroy_context(&self, id: u64) -> Outcome {
+        self.streams.wait_idle(Some(id), None);
+        let context = {
+            let mut contexts = self.contexts();
+            contexts.peers.retain(|(from, to)| *from != id && *to != id);
+            contexts.contexts.remove(&id).ok_or(INVALID_CONTEXT)?
+        };
+        self.streams.destroy_context(id);
+        let freed = self.memory().remove_context(id);
+        for object in freed {
+            self.link.tell(&Request::Free { object })?;
+        }
+        STACK.with_borrow_mut(|stack| stack.retain(|top| *top != id));
+        self.link.tell(&Request::DestroyContext { gpu: self.gpu(context.device)? })
+    }
+
+    /// The stream that a handle means in the calling thread.
+    pub fn stream(&self, stream: Handle, zero: Default0) -> Outcome<StreamId> {
+        match (stream, zero) {
+            (STREAM_LEGACY, _) | (0, Default0::Legacy) => Ok(self.current()?.legacy),
+            (STREAM_PER_THREAD, _) | (0, Default0::PerThread) => {
+                let context = self.current()?.context;
+                let create = || self.streams.create(context, StreamKind::Blocking);
+                Ok(STREAMS
+                    .with_borrow_mut(|streams| *streams.0.entry(context).or_insert_with(create)))
+            }
+            _ => {
+                let id = number(Kind::Stream, stream)?;
+                self.streams.get(id).map(|_| id)
+            }
+        }
+    }
+
+    /// The GPU on which a stream works.
+    pub fn stream_gpu(&self, stream: StreamId) -> Outcome<usize> {
+        let (context, _) = self.streams.get(stream)?;
+        let (device, _) = self.contexts().get(context)?;
+        self.gpu(device)
+    }
+}
+
+/// The handle of a context.
+pub fn context_handle(id: u64) -> Handle {
+    handle(Kind::Context, id)
+}

@@ -1,0 +1,189 @@
+//! The one instance of the driver in a process.
+//!
+//! A child that forks after `cuInit` has no driver, as with the real one: every call returns
+//! NOT_INITIALIZED. It closes the parent's connections at once, so that the parent's end is seen.
+
+use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+use affinode_sim_protocol::{GpuInfo, uuid_text};
+
+use crate::abi::{INVALID_DEVICE, NO_DEVICE, NOT_INITIALIZED, Outcome};
+use crate::contexts::Contexts;
+use crate::control;
+use crate::gate::Gate;
+use crate::link::Link;
+use crate::memory::Memory;
+use crate::modules::Modules;
+use crate::stats::Stats;
+use crate::streams::Streams;
+
+/// Everything that the driver knows in this process. Lives until the process ends.
+pub struct Driver {
+    /// Before every call.
+    pub gate: Gate,
+    /// To the daemon.
+    pub link: Link,
+    /// Queues.
+    pub streams: Streams,
+    /// Kernel time.
+    pub stats: Stats,
+    gpus: Vec<GpuInfo>,
+    /// GPU behind each device ordinal: CUDA_VISIBLE_DEVICES, and moves by a restore.
+    ordinals: Mutex<Vec<usize>>,
+    contexts: Mutex<Contexts>,
+    memory: Mutex<Memory>,
+    modules: Mutex<Modules>,
+}
+
+static DRIVER: OnceLock<&'static Driver> = OnceLock::new();
+static STARTING: Mutex<()> = Mutex::new(());
+static FORKED: AtomicBool = AtomicBool::new(false);
+static LINK_FD: AtomicI32 = AtomicI32::new(-1);
+static CONTROL_FD: AtomicI32 = AtomicI32::new(-1);
+
+/// The driver, after `cuInit`.
+pub fn driver() -> Outcome<&'static Driver> {
+    if FORKED.load(Ordering::Relaxed) {
+        return Err(NOT_INITIALIZED);
+    }
+    DRIVER.get().copied().ok_or(NOT_INITIALIZED)
+}
+
+/// `cuInit`
+pub fn init() -> Outcome<&'static Driver> {
+    if FORKED.load(Ordering::Relaxed) {
+        return Err(NOT_INITIALIZED);
+    }
+    if let Some(driver) = DRIVER.get() {
+        return Ok(driver);
+    }
+    let _starting = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(driver) = DRIVER.get() {
+        return Ok(driver);
+    }
+    let (link, gpus, page) = Link::attach()?;
+    let ordinals = visible(&gpus, std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref());
+    if ordinals.is_empty() {
+        return Err(NO_DEVICE);
+    }
+    let link_fd = link.fd();
+    let driver: &'static Driver = Box::leak(Box::new(Driver {
+        gate: Gate::new(),
+        link,
+        streams: Streams::new(),
+        stats: Stats::new(&page)?,
+        gpus,
+        ordinals: Mutex::new(ordinals),
+        contexts: Mutex::default(),
+        memory: Mutex::default(),
+        modules: Mutex::default(),
+    }));
+    let control_fd = control::start(driver)?;
+    remember(link_fd, control_fd);
+    Ok(DRIVER.get_or_init(|| driver))
+}
+
+fn remember(link: RawFd, control: RawFd) {
+    LINK_FD.store(link, Ordering::Relaxed);
+    CONTROL_FD.store(control, Ordering::Relaxed);
+    // SAFETY: `after_fork` only stores atomics and calls close, both allowed in a forked child.
+    unsafe { libc::pthread_atfork(None, None, Some(after_fork)) };
+}
+
+extern "C" fn after_fork() {
+    FORKED.store(true, Ordering::Relaxed);
+    for fd in [&LINK_FD, &CONTROL_FD] {
+        let fd = fd.swap(-1, Ordering::Relaxed);
+        if fd >= 0 {
+            // SAFETY: our own descriptor, which nothing in the child will use: every call is refused.
+            unsafe { libc::close(fd) };
+        }
+    }
+}
+
+/// The GPUs that CUDA_VISIBLE_DEVICES names, up to the first name that is wrong.
+fn visible(gpus: &[GpuInfo], names: Option<&str>) -> Vec<usize> {
+    let Some(names) = names else { return (0..gpus.len()).collect() };
+    let mut ordinals = Vec::new();
+    for name in names.split(',').map(str::trim) {
+        let by_uuid = |gpu: &GpuInfo| name.len() > 4 && uuid_text(&gpu.uuid).starts_with(name);
+        let by_index = name.parse().ok().filter(|index| *index < gpus.len());
+        match by_index.or_else(|| gpus.iter().position(by_uuid)) {
+            Some(gpu) if !ordinals.contains(&gpu) => ordinals.push(gpu),
+            _ => break,
+        }
+    }
+    ordinals
+}
+
+impl Driver {
+    /// How many devices the process sees.
+    pub fn device_count(&self) -> usize {
+        guard(&self.ordinals).len()
+    }
+
+    /// The GPU behind an ordinal.
+    pub fn gpu(&self, device: i32) -> Outcome<usize> {
+        let ordinal = usize::try_from(device).map_err(|_| INVALID_DEVICE)?;
+        guard(&self.ordinals).get(ordinal).copied().ok_or(INVALID_DEVICE)
+    }
+
+    /// The ordinal of a GPU, or -1 when the process does not see it.
+    pub fn ordinal(&self, gpu: usize) -> i32 {
+        guard(&self.ordinals)
+            .iter()
+            .position(|other| *other == gpu)
+            .map_or(-1, |ordinal| ordinal as i32)
+    }
+
+    /// What the daemon says of the GPU behind an ordinal.
+    pub fn info(&self, device: i32) -> Outcome<&GpuInfo> {
+        self.gpus.get(self.gpu(device)?).ok_or(INVALID_DEVICE)
+    }
+
+    /// A restore may have moved everything to other GPUs.
+    pub fn resume(&self, gpu_map: &[usize]) {
+        for gpu in guard(&self.ordinals).iter_mut() {
+            *gpu = gpu_map.get(*gpu).copied().unwrap_or(*gpu);
+        }
+        self.memory().resume(gpu_map);
+    }
+
+    /// Contexts and what hangs on them.
+    pub fn contexts(&self) -> MutexGuard<'_, Contexts> {
+        guard(&self.contexts)
+    }
+
+    /// Allocations and mappings.
+    pub fn memory(&self) -> MutexGuard<'_, Memory> {
+        guard(&self.memory)
+    }
+
+    /// Modules and functions.
+    pub fn modules(&self) -> MutexGuard<'_, Modules> {
+        guard(&self.modules)
+    }
+}
+
+fn guard<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use affinode_sim_protocol::gpu_uuid;
+
+    #[test]
+    fn visible_devices_are_read_as_the_driver_reads_them() {
+        let gpu = |index| GpuInfo { name: String::new(), uuid: gpu_uuid(index), vram_bytes: 1 };
+        let gpus = [gpu(0), gpu(1), gpu(2)];
+        assert_eq!(visible(&gpus, None), [0, 1, 2]);
+        assert_eq!(visible(&gpus, Some("2,0")), [2, 0]);
+        assert_eq!(visible(&gpus, Some("1,7,0")), [1]);
+        assert_eq!(visible(&gpus, Some(&uuid_text(&gpu_uuid(2)))), [2]);
+        assert!(visible(&gpus, Some("")).is_empty());
+    }
+}

@@ -1,0 +1,187 @@
+//! What a call does while the checkpoint API has the process in its hands.
+//!
+//! ```text
+//!            close (waits for calls inside, then streams)      leave          back         open
+//!  Running ──────────────────────────────────────────> Closed ──────> Away ───────> Closed ──────> Running
+//!     ^                time is up                         │
+//!     └───────────────────────────────────────────────────┘
+//! ```
+//!
+//! | [`Class`] | in Closed | in Away |
+//! | --- | --- | --- |
+//! | `Work`: launches, copies, memory, stream create, event record | waits for Running | waits for Running |
+//! | `Sync`: the five that synchronise or query | waits for Running | **SIGSEGV**, as the real driver does |
+//! | `MemInfo` | waits for Running | error 304 |
+//! | `Instant`: attributes, current context | answers | answers |
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use crate::abi::{CUresult, OPERATING_SYSTEM};
+
+/// How a function behaves towards the gate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Class {
+    /// Needs `cuInit`, and nothing from the GPU. (`Always` in the lists: not even that.)
+    Instant,
+    /// Needs the GPU.
+    Work,
+    /// Looks at GPU state that is not there while away.
+    Sync,
+    /// `cuMemGetInfo`.
+    MemInfo,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Running,
+    Closed,
+    Away,
+}
+
+#[derive(Debug)]
+struct Inner {
+    phase: Phase,
+    inside: usize,
+}
+
+/// Counts the calls inside, and holds the others back.
+#[derive(Debug)]
+pub struct Gate {
+    inner: Mutex<Inner>,
+    changed: Condvar,
+}
+
+/// A call that is inside until this is dropped.
+pub struct Inside<'a>(Option<&'a Gate>);
+
+impl Drop for Inside<'_> {
+    fn drop(&mut self) {
+        if let Some(gate) = self.0 {
+            gate.lock().inside -= 1;
+            gate.changed.notify_all();
+        }
+    }
+}
+
+impl Gate {
+    /// Open.
+    pub fn new() -> Self {
+        Self {
+            inner: Mutex::new(Inner { phase: Phase::Running, inside: 0 }),
+            changed: Condvar::new(),
+        }
+    }
+
+    /// Goes in, or waits, or fails, or dies.
+    pub fn enter(&self, class: Class) -> Result<Inside<'_>, CUresult> {
+        if class == Class::Instant {
+            return Ok(Inside(None));
+        }
+        let mut inner = self.lock();
+        if inner.phase == Phase::Away {
+            match class {
+                Class::Sync => segfault(),
+                Class::MemInfo => return Err(OPERATING_SYSTEM),
+                _ => {}
+            }
+        }
+        while inner.phase != Phase::Running {
+            inner = self.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
+        }
+        inner.inside += 1;
+        Ok(Inside(Some(self)))
+    }
+
+    /// Closes, then waits for the calls inside. False: not all left in time, nothing is changed.
+    pub fn close(&self, deadline: Option<Instant>) -> bool {
+        let mut inner = self.lock();
+        inner.phase = Phase::Closed;
+        while inner.inside > 0 {
+            match wait_until(&self.changed, inner, deadline) {
+                Some(woken) => inner = woken,
+                None => {
+                    self.open();
+                    return false;
+                }
+            }
+        }
+        true
+    }
+
+    /// The contents are off the GPU.
+    pub fn leave(&self) {
+        self.lock().phase = Phase::Away;
+    }
+
+    /// The contents are back.
+    pub fn back(&self) {
+        self.lock().phase = Phase::Closed;
+    }
+
+    /// Lets the waiting calls in.
+    pub fn open(&self) {
+        self.lock().phase = Phase::Running;
+        self.changed.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Waits for a change; `None` once the deadline has passed.
+pub fn wait_until<'a, T>(
+    changed: &Condvar,
+    guard: MutexGuard<'a, T>,
+    deadline: Option<Instant>,
+) -> Option<MutexGuard<'a, T>> {
+    let Some(deadline) = deadline else {
+        return Some(changed.wait(guard).unwrap_or_else(PoisonError::into_inner));
+    };
+    let left = deadline.checked_duration_since(Instant::now())?;
+    Some(changed.wait_timeout(guard, left).unwrap_or_else(PoisonError::into_inner).0)
+}
+
+/// The null pointer dereference of the real driver.
+fn segfault() -> ! {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: deliberately not: this is the crash that an unguarded application suffers. Reading
+    // address 0 faults, it touches no memory of anyone.
+    unsafe {
+        std::arch::asm!("mov {0}, qword ptr [{0}]", inout(reg) 0usize => _, options(nostack));
+    }
+    // Elsewhere, or where the application handles SIGSEGV by going on.
+    std::process::abort()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    #[test]
+    fn closing_waits_for_calls_inside_and_gives_up_in_time() {
+        let gate = Gate::new();
+        let inside = gate.enter(Class::Work).unwrap();
+        assert!(!gate.close(Some(Instant::now())));
+        drop(inside);
+        assert!(gate.close(Some(Instant::now() + Duration::from_secs(60))));
+    }
+
+    #[test]
+    fn work_waits_until_the_gate_opens() {
+        let gate = Arc::new(Gate::new());
+        assert!(gate.close(None));
+        gate.leave();
+        assert_eq!(gate.enter(Class::MemInfo).err(), Some(OPERATING_SYSTEM));
+        assert!(gate.enter(Class::Instant).is_ok());
+        let waiting = Arc::clone(&gate);
+        let caller = std::thread::spawn(move || waiting.enter(Class::Work).is_ok());
+        gate.back();
+        assert!(!caller.is_finished());
+        gate.open();
+        assert!(caller.join().unwrap());
+    }
+}

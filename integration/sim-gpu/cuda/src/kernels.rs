@@ -1,0 +1,156 @@
+//! The kernels that the simulated GPU can run: known by name, whatever image they come in.
+//!
+//! | name | parameters | does |
+//! | --- | --- | --- |
+//! | `fill_u32` | `u64 pointer, u64 count, u32 value` | every word becomes value + its index |
+//! | `add_u32` | `u64 pointer, u64 count, u32 increment` | adds to every word |
+//! | `spin_ms` | `u32 milliseconds` | keeps the stream busy |
+//!
+//! Kernels of these names for a real GPU do the same in any launch configuration.
+
+use std::time::Duration;
+
+use crate::abi::{HostAddress, ILLEGAL_ADDRESS, INVALID_VALUE, NOT_FOUND, Outcome, pointer};
+use crate::driver::Driver;
+use crate::memory::each_word;
+
+/// One of the kernels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kernel {
+    FillU32,
+    AddU32,
+    SpinMs,
+}
+
+/// A kernel with its arguments, ready to run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Call {
+    Fill { pointer: u64, count: u64, value: u32 },
+    Add { pointer: u64, count: u64, increment: u32 },
+    Spin { ms: u32 },
+}
+
+/// Where the arguments of a launch are.
+#[derive(Debug, Clone, Copy)]
+pub enum Arguments {
+    /// An array of pointers, one per argument.
+    Pointers(HostAddress),
+    /// The arguments, laid out as a C structure of this size.
+    Buffer(HostAddress, usize),
+}
+
+impl Kernel {
+    /// By its entry name.
+    pub fn named(name: &str) -> Outcome<Self> {
+        match name {
+            "fill_u32" => Ok(Self::FillU32),
+            "add_u32" => Ok(Self::AddU32),
+            "spin_ms" => Ok(Self::SpinMs),
+            _ => Err(NOT_FOUND),
+        }
+    }
+
+    /// Reads the arguments, which need not live longer than the launch.
+    pub fn bind(self, arguments: Arguments) -> Outcome<Call> {
+        Ok(match self {
+            Self::FillU32 => Call::Fill {
+                pointer: arguments.read(0, 0)?,
+                count: arguments.read(1, 8)?,
+                value: arguments.read(2, 16)?,
+            },
+            Self::AddU32 => Call::Add {
+                pointer: arguments.read(0, 0)?,
+                count: arguments.read(1, 8)?,
+                increment: arguments.read(2, 16)?,
+            },
+            Self::SpinMs => Call::Spin { ms: arguments.read(0, 0)? },
+        })
+    }
+}
+
+impl Arguments {
+    fn read<T: Copy>(self, index: usize, offset: usize) -> Outcome<T> {
+        let address = match self {
+            // SAFETY: the application promises an array of pointers, one for each argument of the kernel.
+            Self::Pointers(array) => unsafe { pointer::<HostAddress>(array) }.at(index),
+            Self::Buffer(start, bytes) if offset + size_of::<T>() <= bytes => Some(start + offset),
+            Self::Buffer(..) => None,
+        };
+        // SAFETY: each pointer is valid for the kernel's argument by the same promise.
+        unsafe { pointer::<T>(address.ok_or(INVALID_VALUE)?) }.get().ok_or(INVALID_VALUE)
+    }
+}
+
+impl Call {
+    /// Does it, on the thread of a stream.
+    pub fn run(self, driver: &Driver) -> Outcome {
+        let words = |pointer, count: u64| {
+            let bytes = count
+                .checked_mul(4)
+                .and_then(|bytes| usize::try_from(bytes).ok())
+                .ok_or(ILLEGAL_ADDRESS)?;
+            driver.memory().device(pointer, bytes)
+        };
+        match self {
+            Self::Fill { pointer, count, value } => {
+                let mut next = value;
+                each_word::<4>(&words(pointer, count)?, |_| {
+                    let word = next.to_ne_bytes();
+                    next = next.wrapping_add(1);
+                    word
+                });
+            }
+            Self::Add { pointer, count, increment } => {
+                each_word::<4>(&words(pointer, count)?, |word| {
+                    u32::from_ne_bytes(word).wrapping_add(increment).to_ne_bytes()
+                });
+            }
+            Self::Spin { ms } => std::thread::sleep(Duration::from_millis(ms.into())),
+        }
+        Ok(())
+    }
+}
+
+/// The names after `.entry` in a PTX text; `None` when the image is none.
+pub fn ptx_entries(image: &str) -> Option<Vec<String>> {
+    if !image.contains(".version") {
+        return None;
+    }
+    let names = image.split(".entry").skip(1).map(|rest| {
+        let rest = rest.trim_start();
+        let end = rest
+            .find(|c: char| !(c.is_alphanumeric() || c == '_' || c == '$'))
+            .unwrap_or(rest.len());
+        rest[..end].to_owned()
+    });
+    Some(names.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entries_are_read_from_ptx() {
+        let ptx = ".version 6.0\n.visible .entry fill_u32(\n .param .u64 p)\n{ ret; }\n.entry spin_ms (.param .u32 m) {}";
+        assert_eq!(ptx_entries(ptx).unwrap(), ["fill_u32", "spin_ms"]);
+        assert_eq!(ptx_entries("\u{7f}ELF"), None);
+    }
+
+    #[test]
+    fn arguments_come_as_pointers_or_as_a_buffer() {
+        let buffer = [0x1000u64, 7, 9];
+        let (p, n, v) = (0x1000u64, 7u64, 9u32);
+        let array = [&raw const p as usize, &raw const n as usize, &raw const v as usize];
+        let expected = Call::Add { pointer: 0x1000, count: 7, increment: 9 };
+        assert_eq!(Kernel::AddU32.bind(Arguments::Pointers(array.as_ptr() as usize)), Ok(expected));
+        assert_eq!(
+            Kernel::AddU32.bind(Arguments::Buffer(buffer.as_ptr() as usize, 20)),
+            Ok(expected)
+        );
+        assert_eq!(
+            Kernel::AddU32.bind(Arguments::Buffer(buffer.as_ptr() as usize, 16)),
+            Err(INVALID_VALUE)
+        );
+    }
+}

@@ -1,0 +1,559 @@
+//! Device memory of this process: physical objects, and where they are mapped.
+//!
+//! ```text
+//!  address ──> Mapping ──> Physical ──> window onto the daemon's memory file   (Running, Locked)
+//!                                  └──> copy in host memory, window gone       (Away)
+//! ```
+//!
+//! `cuMemAlloc` is a reservation, a physical object and a mapping in one; the VMM calls
+//! make the three one by one. Addresses stay what they are over a checkpoint.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use affinode_sim_protocol::ObjectId;
+
+use crate::abi::{
+    ACCESS_READ_WRITE, CUdeviceptr, HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED,
+    HostAddress, ILLEGAL_ADDRESS, INVALID_VALUE, NOT_SUPPORTED, Outcome,
+};
+use crate::link::Granted;
+use crate::pages::{PAGE_BYTES, Pages};
+
+/// What `cuMemGetAllocationGranularity` says.
+pub const GRANULARITY: usize = 2 << 20;
+
+#[derive(Debug)]
+struct Physical {
+    gpu: usize,
+    bytes: usize,
+    window: Option<Arc<Pages>>,
+    saved: Option<Pages>,
+    handles: u32,
+    mappings: u32,
+    /// Made by another process.
+    foreign: bool,
+}
+
+/// How a mapping came to be, and so how it ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Origin {
+    /// `cuMemAlloc` and its kin.
+    Alloc,
+    /// `cuMemMap`
+    Vmm,
+    /// `cuIpcOpenMemHandle`
+    Ipc,
+}
+
+#[derive(Debug)]
+struct Mapping {
+    bytes: usize,
+    object: ObjectId,
+    offset: usize,
+    origin: Origin,
+    context: u64,
+    access: u32,
+    /// The address range, where it is not one of `cuMemAddressReserve`.
+    _pages: Option<Pages>,
+}
+
+/// What kind of host memory the driver knows at an address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HostKind {
+    /// `cuMemHostAlloc`
+    Pinned,
+    /// `cuMemHostRegister`
+    Registered,
+    /// `cuMemAllocManaged`
+    Managed,
+}
+
+#[derive(Debug)]
+struct HostBlock {
+    bytes: usize,
+    kind: HostKind,
+    _pages: Option<Pages>,
+}
+
+/// The tables.
+#[derive(Debug, Default)]
+pub struct Memory {
+    physical: BTreeMap<ObjectId, Physical>,
+    mappings: BTreeMap<u64, Mapping>,
+    reservations: BTreeMap<u64, Pages>,
+    host: BTreeMap<usize, HostBlock>,
+    /// What the driver takes beside the contents while away.
+    extra: Option<Pages>,
+}
+
+/// A stretch of memory that stays valid while this lives.
+#[derive(Clone)]
+pub struct Piece {
+    address: usize,
+    bytes: usize,
+    _window: Option<Arc<Pages>>,
+}
+
+/// What a pointer attribute query wants to know of an address.
+#[derive(Debug, Clone, Copy)]
+pub struct Description {
+    pub base: u64,
+    pub bytes: u64,
+    pub gpu: usize,
+    pub context: u64,
+    pub object: ObjectId,
+    pub origin: Origin,
+}
+
+impl Memory {
+    /// A physical object with one handle. An object that we have already gets one more.
+    pub fn add(&mut self, granted: &Granted, foreign: bool) -> Outcome {
+        if let Some(known) = self.physical.get_mut(&granted.object) {
+            known.handles += 1;
+            return Ok(());
+        }
+        let bytes = usize::try_from(granted.bytes).map_err(|_| INVALID_VALUE)?;
+        let window = Some(Arc::new(Pages::window(granted.memory.as_fd(), bytes)?));
+        let physical = Physical {
+            gpu: granted.gpu,
+            bytes,
+            window,
+            saved: None,
+            handles: 1,
+            mappings: 0,
+            foreign,
+        };
+        self.physical.insert(granted.object, physical);
+        Ok(())
+    }
+
+    /// Whether an object was made by this process.
+    pub fn owns(&self, object: ObjectId) -> bool {
+        self.physical.get(&object).is_some_and(|physical| !physical.foreign)
+    }
+
+    /// One handle less. True: the object is to be freed.
+    pub fn drop_handle(&mut self, object: ObjectId) -> Outcome<bool> {
+        let physical = self
+            .physical
+            .get_mut(&object)
+            .filter(|physical| physical.handles > 0)
+            .ok_or(INVALID_VALUE)?;
+        physical.handles -= 1;
+        Ok(self.bury(object))
+    }
+
+    /// One handle more, for an object that has one.
+    pub fn retain(&mut self, object: ObjectId) -> Outcome {
+        self.physical.get_mut(&object).ok_or(INVALID_VALUE)?.handles += 1;
+        Ok(())
+    }
+
+    fn bury(&mut self, object: ObjectId) -> bool {
+        let dead = self
+            .physical
+            .get(&object)
+            .is_some_and(|physical| physical.handles == 0 && physical.mappings == 0);
+        if dead {
+            self.physical.remove(&object);
+        }
+        dead
+    }
+
+    /// An object at an address of its own; its handle goes into the mapping.
+    pub fn place(
+        &mut self,
+        object: ObjectId,
+        bytes: usize,
+        context: u64,
+        origin: Origin,
+    ) -> Outcome<CUdeviceptr> {
+        let align = if bytes >= GRANULARITY { GRANULARITY } else { PAGE_BYTES };
+        let pages = Pages::reserve(bytes, align)?;
+        let address = pages.start() as u64;
+        let physical = self.physical.get_mut(&object).ok_or(INVALID_VALUE)?;
+        physical.handles -= 1;
+        physical.mappings += 1;
+        let access = ACCESS_READ_WRITE;
+        let mapping =
+            Mapping { bytes, object, offset: 0, origin, context, access, _pages: Some(pages) };
+        self.mappings.insert(address, mapping);
+        Ok(address)
+    }
+
+    /// Takes away a mapping that starts here. The object, when it is to be freed.
+    pub fn remove(&mut self, address: CUdeviceptr, origin: Origin) -> Outcome<Option<ObjectId>> {
+        self.mappings
+            .get(&address)
+            .filter(|mapping| mapping.origin == origin)
+            .ok_or(INVALID_VALUE)?;
+        Ok(self.unmap_at(address))
+    }
+
+    fn unmap_at(&mut self, address: u64) -> Option<ObjectId> {
+        let mapping = self.mappings.remove(&address)?;
+        let physical = self.physical.get_mut(&mapping.object)?;
+        physical.mappings -= 1;
+        self.bury(mapping.object).then_some(mapping.object)
+    }
+
+    /// Takes away everything that a context owned. The objects that are to be freed.
+    pub fn remove_context(&mut self, context: u64) -> Vec<ObjectId> {
+        let owned = |mapping: &Mapping| mapping.context == context && mapping.origin != Origin::Vmm;
+        let addresses: Vec<_> =
+            self.mappings.iter().filter(|(_, m)| owned(m)).map(|(address, _)| *address).collect();
+        addresses.into_iter().filter_map(|address| self.unmap_at(address)).collect()
+    }
+
+    /// `cuMemAddressReserve`
+    pub fn reserve(&mut self, bytes: usize, align: usize) -> Outcome<CUdeviceptr> {
+        let aligned = align == 0 || align.is_power_of_two();
+        if bytes == 0 || bytes % GRANULARITY != 0 || !aligned {
+            return Err(INVALID_VALUE);
+        }
+        let pages = Pages::reserve(bytes, align.max(GRANULARITY))?;
+        let address = pages.start() as u64;
+        self.reservations.insert(address, pages);
+        Ok(address)
+    }
+
+    /// `cuMemAddressFree`
+    pub fn unreserve(&mut self, address: CUdeviceptr, bytes: usize) -> Outcome {
+        let fits = self.reservations.get(&address).is_some_and(|pages| pages.bytes() == bytes);
+        let in_use =
+            self.mappings.range(address..address.saturating_add(bytes as u64)).next().is_some();
+        if !fits || in_use {
+            return Err(INVALID_VALUE);
+        }
+        self.reservations.remove(&address);
+        Ok(())
+    }
+
+    /// `cuMemMap`
+    pub fn map(
+        &mut self,
+        address: CUdeviceptr,
+        bytes: usize,
+        offset: usize,
+        object: ObjectId,
+    ) -> Outcome {
+        let end = address.checked_add(bytes as u64).ok_or(INVALID_VALUE)?;
+        let (start, pages) =
+            self.reservations.range(..=address).next_back().ok_or(INVALID_VALUE)?;
+        let reserved = end <= start + pages.bytes() as u64;
+        let overlaps = self
+            .mappings
+            .range(..end)
+            .next_back()
+            .is_some_and(|(base, m)| base + m.bytes as u64 > address);
+        let physical = self.physical.get_mut(&object).ok_or(INVALID_VALUE)?;
+        let inside = offset.checked_add(bytes).is_some_and(|end| end <= physical.bytes);
+        let aligned = address as usize % GRANULARITY == 0
+            && bytes % GRANULARITY == 0
+            && offset % GRANULARITY == 0;
+        if bytes == 0 || !reserved || overlaps || !inside || !aligned {
+            return Err(INVALID_VALUE);
+        }
+        physical.mappings += 1;
+        let mapping = Mapping {
+            bytes,
+            object,
+            offset,
+            origin: Origin::Vmm,
+            context: 0,
+            access: 0,
+            _pages: None,
+        };
+        self.mappings.insert(address, mapping);
+        Ok(())
+    }
+
+    /// `cuMemUnmap`: whole mappings only. The objects that are to be freed.
+    pub fn unmap(&mut self, address: CUdeviceptr, bytes: usize) -> Outcome<Vec<ObjectId>> {
+        let addresses = self.vmm_range(address, bytes)?;
+        Ok(addresses.into_iter().filter_map(|address| self.unmap_at(address)).collect())
+    }
+
+    /// `cuMemSetAccess`
+    pub fn set_access(&mut self, address: CUdeviceptr, bytes: usize, access: u32) -> Outcome {
+        for address in self.vmm_range(address, bytes)? {
+            if let Some(mapping) = self.mappings.get_mut(&address) {
+                mapping.access = access;
+            }
+        }
+        Ok(())
+    }
+
+    /// `cuMemGetAccess`
+    pub fn access(&self, address: CUdeviceptr) -> Outcome<(usize, u32)> {
+        let (_, mapping) = self.mapping_at(address).ok_or(INVALID_VALUE)?;
+        Ok((self.physical.get(&mapping.object).ok_or(INVALID_VALUE)?.gpu, mapping.access))
+    }
+
+    /// The VMM mappings that make up exactly this range.
+    fn vmm_range(&self, address: CUdeviceptr, bytes: usize) -> Outcome<Vec<u64>> {
+        let end = address.checked_add(bytes as u64).ok_or(INVALID_VALUE)?;
+        let mut next = address;
+        let mut found = Vec::new();
+        for (base, mapping) in self.mappings.range(address..end) {
+            if *base != next || mapping.origin != Origin::Vmm {
+                return Err(INVALID_VALUE);
+            }
+            found.push(*base);
+            next = base + mapping.bytes as u64;
+        }
+        if next == end && !found.is_empty() { Ok(found) } else { Err(INVALID_VALUE) }
+    }
+
+    fn mapping_at(&self, address: CUdeviceptr) -> Option<(u64, &Mapping)> {
+        let (base, mapping) = self.mappings.range(..=address).next_back()?;
+        (address - base < mapping.bytes as u64).then_some((*base, mapping))
+    }
+
+    /// What is at a device address.
+    pub fn describe(&self, address: CUdeviceptr) -> Option<Description> {
+        let (base, mapping) = self.mapping_at(address)?;
+        let gpu = self.physical.get(&mapping.object)?.gpu;
+        let (bytes, context) = (mapping.bytes as u64, mapping.context);
+        Some(Description {
+            base,
+            bytes,
+            gpu,
+            context,
+            object: mapping.object,
+            origin: mapping.origin,
+        })
+    }
+
+    /// The contents of a range of device addresses, which may cross mappings.
+    pub fn device(&self, address: CUdeviceptr, bytes: usize) -> Outcome<Vec<Piece>> {
+        let mut pieces = Vec::new();
+        let (mut next, mut left) = (address, bytes);
+        while left > 0 {
+            let (base, mapping) = self.mapping_at(next).ok_or(ILLEGAL_ADDRESS)?;
+            let window =
+                self.physical.get(&mapping.object).and_then(|physical| physical.window.clone());
+            let window =
+                window.filter(|_| mapping.access == ACCESS_READ_WRITE).ok_or(ILLEGAL_ADDRESS)?;
+            let skip = (next - base) as usize;
+            let length = left.min(mapping.bytes - skip);
+            pieces.push(Piece {
+                address: window.start() + mapping.offset + skip,
+                bytes: length,
+                _window: Some(window),
+            });
+            next += length as u64;
+            left -= length;
+        }
+        Ok(pieces)
+    }
+
+    /// As [`Memory::device`], or host memory when the address is no device address.
+    pub fn any(&self, address: u64, bytes: usize) -> Outcome<Vec<Piece>> {
+        if self.mapping_at(address).is_some() {
+            return self.device(address, bytes);
+        }
+        host_piece(address as HostAddress, bytes)
+    }
+
+    /// Host memory that the driver gives out or is told of. `None`: it allocates.
+    pub fn add_host(
+        &mut self,
+        address: Option<HostAddress>,
+        bytes: usize,
+        kind: HostKind,
+    ) -> Outcome<HostAddress> {
+        if bytes == 0 {
+            return Err(INVALID_VALUE);
+        }
+        let pages = if address.is_none() { Some(Pages::host(bytes)?) } else { None };
+        let start = address.or(pages.as_ref().map(Pages::start)).ok_or(INVALID_VALUE)?;
+        let end = start.checked_add(bytes).ok_or(INVALID_VALUE)?;
+        if self
+            .host
+            .range(..end)
+            .next_back()
+            .is_some_and(|(base, block)| base + block.bytes > start)
+        {
+            return Err(HOST_MEMORY_ALREADY_REGISTERED);
+        }
+        self.host.insert(start, HostBlock { bytes, kind, _pages: pages });
+        Ok(start)
+    }
+
+    /// The end of a block of one of these kinds.
+    pub fn remove_host(&mut self, address: HostAddress, kinds: &[HostKind]) -> Outcome {
+        match self.host.get(&address) {
+            Some(block) if kinds.contains(&block.kind) => {
+                self.host.remove(&address);
+                Ok(())
+            }
+            _ if kinds.contains(&HostKind::Registered) => Err(HOST_MEMORY_NOT_REGISTERED),
+            _ => Err(INVALID_VALUE),
+        }
+    }
+
+    /// Host memory known at an address: where it starts, its size and kind.
+    pub fn describe_host(&self, address: HostAddress) -> Option<(HostAddress, usize, HostKind)> {
+        let (base, block) = self.host.range(..=address).next_back()?;
+        (address - base < block.bytes).then_some((*base, block.bytes, block.kind))
+    }
+
+    /// Takes the contents off the GPU. Whether something stands against a restore: memory of others.
+    pub fn save(&mut self, extra_bytes: usize) -> Outcome<bool> {
+        if self.host.values().any(|block| block.kind == HostKind::Managed) {
+            return Err(NOT_SUPPORTED);
+        }
+        let extra = Pages::host(extra_bytes)?;
+        extra.touch();
+        self.extra = Some(extra);
+        for physical in self.physical.values_mut() {
+            if let Some(window) = &physical.window {
+                let copy = Pages::host(physical.bytes)?;
+                copy.copy_from(window);
+                physical.saved = Some(copy);
+            }
+        }
+        for physical in self.physical.values_mut() {
+            physical.window = None;
+        }
+        Ok(self.physical.values().any(|physical| physical.foreign))
+    }
+
+    /// Puts the contents of one object into its new memory.
+    pub fn refill(&mut self, object: ObjectId, memory: &OwnedFd) -> Outcome {
+        let physical = self.physical.get_mut(&object).ok_or(INVALID_VALUE)?;
+        let window = Pages::window(memory.as_fd(), physical.bytes)?;
+        if let Some(saved) = physical.saved.take() {
+            window.copy_from(&saved);
+        }
+        physical.window = Some(Arc::new(window));
+        Ok(())
+    }
+
+    /// All is back.
+    pub fn resume(&mut self, gpu_map: &[usize]) {
+        self.extra = None;
+        for physical in self.physical.values_mut() {
+            physical.gpu = gpu_map.get(physical.gpu).copied().unwrap_or(physical.gpu);
+        }
+    }
+}
+
+/// Host memory of the application, as it promises by passing the address.
+pub fn host_piece(address: HostAddress, bytes: usize) -> Outcome<Vec<Piece>> {
+    if address == 0 && bytes > 0 {
+        return Err(INVALID_VALUE);
+    }
+    Ok(vec![Piece { address, bytes, _window: None }])
+}
+
+/// The contents now, for a source that its owner may change before the copy is made.
+pub fn snapshot(pieces: &[Piece]) -> Outcome<Vec<Piece>> {
+    let bytes = pieces.iter().map(|piece| piece.bytes).sum();
+    let pages = Arc::new(Pages::host(bytes)?);
+    let copy = vec![Piece { address: pages.start(), bytes, _window: Some(pages) }];
+    copy_pieces(&copy, pieces);
+    Ok(copy)
+}
+
+/// Copies between two lists of pieces of the same total size.
+pub fn copy_pieces(to: &[Piece], from: &[Piece]) {
+    let (mut to, mut from) = (to.iter(), from.iter());
+    let (mut target, mut source) = (to.next().cloned(), from.next().cloned());
+    while let (Some(t), Some(s)) = (&mut target, &mut source) {
+        let bytes = t.bytes.min(s.bytes);
+        // SAFETY: a piece is a window that it keeps alive, or memory that the application named
+        // as an argument of this copy, valid for `bytes` until the copy is done by its contract.
+        unsafe { std::ptr::copy(s.address as *const u8, t.address as *mut u8, bytes) };
+        for piece in [&mut *t, &mut *s] {
+            piece.address += bytes;
+            piece.bytes -= bytes;
+        }
+        if t.bytes == 0 {
+            target = to.next().cloned();
+        }
+        if s.bytes == 0 {
+            source = from.next().cloned();
+        }
+    }
+}
+
+/// Changes memory word by word: `change(index, word)`. W bytes each; every piece holds whole words.
+pub fn each_word<const W: usize>(pieces: &[Piece], mut change: impl FnMut([u8; W]) -> [u8; W]) {
+    for piece in pieces {
+        for offset in (0..piece.bytes / W * W).step_by(W) {
+            let word = (piece.address + offset) as *mut [u8; W];
+            // SAFETY: inside the piece, which is a live window or memory the application named.
+            unsafe { word.write(change(word.read())) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::abi::OUT_OF_MEMORY;
+
+    fn granted(object: ObjectId, bytes: usize) -> Granted {
+        // Any file of that size does as device memory.
+        let fd = unsafe { libc::memfd_create(c"test".as_ptr(), 0) };
+        assert!(fd >= 0 && unsafe { libc::ftruncate(fd, bytes as i64) } == 0);
+        let memory = unsafe { <OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(fd) };
+        Granted { object, gpu: 0, bytes: bytes as u64, memory }
+    }
+
+    fn read(memory: &Memory, address: u64, bytes: usize) -> Vec<u8> {
+        let buffer = vec![0u8; bytes];
+        copy_pieces(
+            &host_piece(buffer.as_ptr() as usize, bytes).unwrap(),
+            &memory.any(address, bytes).unwrap(),
+        );
+        buffer
+    }
+
+    #[test]
+    fn contents_survive_a_save_and_a_refill_at_the_same_address() {
+        let mut memory = Memory::default();
+        memory.add(&granted(1, 8192), false).unwrap();
+        let address = memory.place(1, 8192, 1, Origin::Alloc).unwrap();
+        each_word::<4>(&memory.device(address, 8192).unwrap(), |_| [1, 2, 3, 4]);
+        assert_eq!(memory.save(0), Ok(false));
+        assert_eq!(memory.device(address, 4).err(), Some(ILLEGAL_ADDRESS));
+        memory.refill(1, &granted(1, 8192).memory).unwrap();
+        assert_eq!(read(&memory, address + 4096, 4), [1, 2, 3, 4]);
+        assert_eq!(memory.remove(address, Origin::Alloc), Ok(Some(1)));
+    }
+
+    #[test]
+    fn a_range_may_cross_vmm_mappings_but_not_holes() {
+        let mut memory = Memory::default();
+        memory.add(&granted(1, GRANULARITY), false).unwrap();
+        memory.add(&granted(2, GRANULARITY), true).unwrap();
+        let base = memory.reserve(3 * GRANULARITY, 0).unwrap();
+        memory.map(base, GRANULARITY, 0, 1).unwrap();
+        memory.map(base + GRANULARITY as u64, GRANULARITY, 0, 2).unwrap();
+        assert_eq!(memory.map(base, GRANULARITY, 0, 2), Err(INVALID_VALUE));
+        assert_eq!(memory.device(base, 4).err(), Some(ILLEGAL_ADDRESS), "no access right yet");
+        memory.set_access(base, 2 * GRANULARITY, ACCESS_READ_WRITE).unwrap();
+        assert_eq!(memory.device(base, 2 * GRANULARITY).unwrap().len(), 2);
+        assert!(memory.device(base, 2 * GRANULARITY + 1).is_err());
+        assert_eq!(memory.unreserve(base, 3 * GRANULARITY), Err(INVALID_VALUE));
+        assert_eq!(memory.save(0), Ok(true), "memory of another process");
+        assert_eq!(memory.drop_handle(1), Ok(false));
+        assert_eq!(memory.unmap(base, 2 * GRANULARITY), Ok(vec![1]));
+        memory.unreserve(base, 3 * GRANULARITY).unwrap();
+    }
+
+    #[test]
+    fn managed_memory_forbids_a_save() {
+        let mut memory = Memory::default();
+        let address = memory.add_host(None, 10, HostKind::Managed).unwrap();
+        assert_eq!(memory.save(0), Err(NOT_SUPPORTED));
+        memory.remove_host(address, &[HostKind::Managed]).unwrap();
+        assert_eq!(memory.save(0), Ok(false));
+        assert_eq!(Pages::host(usize::MAX).err(), Some(OUT_OF_MEMORY));
+    }
+}

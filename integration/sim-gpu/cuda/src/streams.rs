@@ -1,0 +1,316 @@
+//! Streams: a queue and a worker thread each. Everything that the GPU does is an [`Op`] on one.
+//!
+//! Order between streams comes from tickets. Each operation of a stream has the next number;
+//! an operation may wait for `(stream, ticket)` pairs, which were all submitted before it, so
+//! there is no cycle. The legacy default stream of a context waits for the blocking streams of
+//! the context and they for it; events name a ticket.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use crate::abi::{CUresult, INVALID_HANDLE, OUT_OF_MEMORY, Outcome};
+use crate::control::spawn_quiet;
+use crate::driver::Driver;
+use crate::gate::wait_until;
+use crate::stats::now_ns;
+
+/// Names a stream.
+pub type StreamId = u64;
+/// A point in a stream's life.
+pub type Mark = (StreamId, u64);
+/// What the GPU does at some point. An error stays with the process, as on a real GPU.
+pub type Op = Box<dyn FnOnce() -> Outcome + Send>;
+
+struct Stream {
+    context: u64,
+    kind: StreamKind,
+    submitted: u64,
+    completed: u64,
+    queue: VecDeque<(Vec<Mark>, Op)>,
+    worker: bool,
+    closing: bool,
+}
+
+/// How a stream stands to the legacy default stream of its context.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StreamKind {
+    /// The legacy default stream itself.
+    Legacy,
+    /// Ordered with it.
+    Blocking,
+    /// Not (`CU_STREAM_NON_BLOCKING`).
+    NonBlocking,
+}
+
+struct Event {
+    mark: Option<Mark>,
+    /// When it happened, 0 while it has not.
+    at_ns: Arc<AtomicU64>,
+}
+
+#[derive(Default)]
+struct State {
+    streams: HashMap<StreamId, Stream>,
+    events: HashMap<u64, Event>,
+    next: u64,
+}
+
+/// All streams and events of the process.
+pub struct Streams {
+    state: Mutex<State>,
+    changed: Condvar,
+    failure: AtomicI32,
+}
+
+impl State {
+    fn reached(&self, (stream, ticket): Mark) -> bool {
+        self.streams.get(&stream).is_none_or(|stream| stream.completed >= ticket)
+    }
+
+    /// What an operation on this stream must wait for beside its own stream.
+    fn order(&self, id: StreamId) -> Vec<Mark> {
+        let Some(stream) = self.streams.get(&id) else { return Vec::new() };
+        let other = |candidate: &Stream| match stream.kind {
+            StreamKind::Legacy => candidate.kind == StreamKind::Blocking,
+            StreamKind::Blocking => candidate.kind == StreamKind::Legacy,
+            StreamKind::NonBlocking => false,
+        };
+        let waits = self
+            .streams
+            .iter()
+            .filter(|(_, s)| s.context == stream.context && s.completed < s.submitted && other(s));
+        waits.map(|(id, stream)| (*id, stream.submitted)).collect()
+    }
+}
+
+impl Streams {
+    /// None yet.
+    pub fn new() -> Self {
+        Self { state: Mutex::default(), changed: Condvar::new(), failure: AtomicI32::new(0) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The error of a kernel, which every later call returns.
+    pub fn check(&self) -> Outcome {
+        match self.failure.load(Ordering::Relaxed) {
+            0 => Ok(()),
+            code => Err(code),
+        }
+    }
+
+    /// A new stream.
+    pub fn create(&self, context: u64, kind: StreamKind) -> StreamId {
+        let mut state = self.lock();
+        state.next += 1;
+        let id = state.next;
+        let queue = VecDeque::new();
+        let stream = Stream {
+            context,
+            kind,
+            submitted: 0,
+            completed: 0,
+            queue,
+            worker: false,
+            closing: false,
+        };
+        state.streams.insert(id, stream);
+        id
+    }
+
+    /// Lets a stream end once its work is done.
+    pub fn destroy(&self, id: StreamId) -> Outcome {
+        let mut state = self.lock();
+        let stream =
+            state.streams.get_mut(&id).filter(|stream| !stream.closing).ok_or(INVALID_HANDLE)?;
+        stream.closing = true;
+        if !stream.worker {
+            state.streams.remove(&id);
+        }
+        drop(state);
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// Ends the streams of a context.
+    pub fn destroy_context(&self, context: u64) {
+        let ids: Vec<_> = self
+            .lock()
+            .streams
+            .iter()
+            .filter(|(_, s)| s.context == context)
+            .map(|(id, _)| *id)
+            .collect();
+        for id in ids {
+            let _ = self.destroy(id);
+        }
+    }
+
+    /// The context and kind of a stream that exists.
+    pub fn get(&self, id: StreamId) -> Outcome<(u64, StreamKind)> {
+        let state = self.lock();
+        let stream =
+            state.streams.get(&id).filter(|stream| !stream.closing).ok_or(INVALID_HANDLE)?;
+        Ok((stream.context, stream.kind))
+    }
+
+    /// Queues work.
+    pub fn submit(&'static self, id: StreamId, op: Op) -> Outcome<Mark> {
+        self.submit_after(id, Vec::new(), op)
+    }
+
+    fn submit_after(&'static self, id: StreamId, mut after: Vec<Mark>, op: Op) -> Outcome<Mark> {
+        self.check()?;
+        let mut state = self.lock();
+        after.extend(state.order(id));
+        let stream =
+            state.streams.get_mut(&id).filter(|stream| !stream.closing).ok_or(INVALID_HANDLE)?;
+        if !stream.worker {
+            spawn_quiet("cuda-stream", move || self.work(id)).map_err(|_| OUT_OF_MEMORY)?;
+            stream.worker = true;
+        }
+        stream.submitted += 1;
+        stream.queue.push_back((after, op));
+        let mark = (id, stream.submitted);
+        drop(state);
+        self.changed.notify_all();
+        Ok(mark)
+    }
+
+    fn work(&self, id: StreamId) {
+        let mut state = self.lock();
+        loop {
+            let Some(stream) = state.streams.get(&id) else { return };
+            let ready = stream
+                .queue
+                .front()
+                .map(|(after, _)| after.iter().all(|mark| state.reached(*mark)));
+            match ready {
+                Some(true) => {
+                    let op = state.streams.get_mut(&id).and_then(|stream| stream.queue.pop_front());
+                    drop(state);
+                    if let Some(Err(code)) = op.map(|(_, op)| op()) {
+                        self.fail(code);
+                    }
+                    state = self.lock();
+                    if let Some(stream) = state.streams.get_mut(&id) {
+                        stream.completed += 1;
+                    }
+                    self.changed.notify_all();
+                }
+                None if stream.closing => {
+                    state.streams.remove(&id);
+                    self.changed.notify_all();
+                    return;
+                }
+                _ => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+
+    fn fail(&self, code: CUresult) {
+        let _ = self.failure.compare_exchange(0, code, Ordering::Relaxed, Ordering::Relaxed);
+    }
+
+    /// Waits for one operation.
+    pub fn wait(&self, mark: Mark) -> Outcome {
+        let mut state = self.lock();
+        while !state.reached(mark) {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(state);
+        self.check()
+    }
+
+    /// The last operation of a stream.
+    pub fn last(&self, id: StreamId) -> Outcome<Mark> {
+        let state = self.lock();
+        let stream =
+            state.streams.get(&id).filter(|stream| !stream.closing).ok_or(INVALID_HANDLE)?;
+        Ok((id, stream.submitted))
+    }
+
+    /// Whether an operation is done.
+    pub fn is_done(&self, mark: Mark) -> bool {
+        self.lock().reached(mark)
+    }
+
+    /// Waits for the streams of a context, or for all. False: the deadline passed.
+    pub fn wait_idle(&self, context: Option<u64>, deadline: Option<Instant>) -> bool {
+        let mut state = self.lock();
+        let concerns = |stream: &Stream| context.is_none_or(|context| stream.context == context);
+        while state
+            .streams
+            .values()
+            .any(|stream| concerns(stream) && stream.completed < stream.submitted)
+        {
+            match wait_until(&self.changed, state, deadline) {
+                Some(woken) => state = woken,
+                None => return false,
+            }
+        }
+        true
+    }
+
+    /// A new event.
+    pub fn create_event(&self) -> u64 {
+        let mut state = self.lock();
+        state.next += 1;
+        let id = state.next;
+        state.events.insert(id, Event { mark: None, at_ns: Arc::default() });
+        id
+    }
+
+    /// The end of an event.
+    pub fn destroy_event(&self, id: u64) -> Outcome {
+        self.lock().events.remove(&id).map(drop).ok_or(INVALID_HANDLE)
+    }
+
+    /// The event happens when the stream has come this far.
+    pub fn record(&'static self, event: u64, stream: StreamId) -> Outcome {
+        let at_ns = Arc::new(AtomicU64::new(0));
+        let noted = Arc::clone(&at_ns);
+        if !self.lock().events.contains_key(&event) {
+            return Err(INVALID_HANDLE);
+        }
+        let mark = self.submit(
+            stream,
+            Box::new(move || {
+                noted.store(now_ns(), Ordering::Relaxed);
+                Ok(())
+            }),
+        )?;
+        if let Some(event) = self.lock().events.get_mut(&event) {
+            *event = Event { mark: Some(mark), at_ns };
+        }
+        Ok(())
+    }
+
+    /// What an event waits for, and when it happened.
+    pub fn event(&self, id: u64) -> Outcome<(Option<Mark>, u64)> {
+        let state = self.lock();
+        let event = state.events.get(&id).ok_or(INVALID_HANDLE)?;
+        Ok((event.mark, event.at_ns.load(Ordering::Relaxed)))
+    }
+
+    /// The stream goes on once the event has happened.
+    pub fn wait_event(&'static self, stream: StreamId, event: u64) -> Outcome {
+        let (mark, _) = self.event(event)?;
+        self.submit_after(stream, mark.into_iter().collect(), Box::new(|| Ok(()))).map(drop)
+    }
+}
+
+impl Driver {
+    /// Queues a kernel, whose time counts as use of the GPU.
+    pub fn submit_kernel(&'static self, stream: StreamId, gpu: usize, kernel: Op) -> Outcome {
+        let op = move || {
+            let _busy = self.stats.kernel(gpu);
+            kernel()
+        };
+        self.streams.submit(stream, Box::new(op)).map(drop)
+    }
+}

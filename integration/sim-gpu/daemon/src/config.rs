@@ -1,0 +1,101 @@
+//! The command line.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use affinode_sim_protocol::{GpuInfo, MAX_GPUS, SOCKET, gpu_uuid};
+use clap::Parser;
+
+const MIB: u64 = 1 << 20;
+
+/// Plays the kernel driver of the simulated GPU.
+#[derive(Debug, Clone, Parser)]
+pub struct Config {
+    /// Where to listen; a socket left there by a daemon that is gone is replaced.
+    #[arg(long, default_value = SOCKET)]
+    pub socket: PathBuf,
+    /// How many GPUs.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=MAX_GPUS as i64))]
+    pub gpus: u16,
+    /// Memory of each.
+    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
+    pub vram_mib: u64,
+    /// What the GPUs call themselves; must say that they are simulated.
+    #[arg(long, default_value = "NVIDIA Simulated H200", value_parser = simulated_name)]
+    pub name: String,
+    /// VRAM that a process's context takes on each GPU.
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
+    pub context_mib: u64,
+    /// Host memory that a checkpoint takes from the process beside the contents of its VRAM.
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
+    pub checkpoint_extra_mib: u64,
+    /// Least time of a checkpoint.
+    #[arg(long, default_value_t = 0)]
+    pub checkpoint_fixed_ms: u64,
+    /// Speed of a checkpoint; 0: as fast as this machine copies.
+    #[arg(long, default_value_t = 0.0, value_parser = rate)]
+    pub checkpoint_gib_per_s: f64,
+    /// Least time of a restore.
+    #[arg(long, default_value_t = 0)]
+    pub restore_fixed_ms: u64,
+    /// Speed of a restore; 0: as fast as this machine copies.
+    #[arg(long, default_value_t = 0.0, value_parser = rate)]
+    pub restore_gib_per_s: f64,
+}
+
+impl Config {
+    /// The GPUs of this node.
+    pub fn gpu_infos(&self) -> Vec<GpuInfo> {
+        let gpu = |index| GpuInfo {
+            name: self.name.clone(),
+            uuid: gpu_uuid(index),
+            vram_bytes: self.vram_mib * MIB,
+        };
+        (0..usize::from(self.gpus)).map(gpu).collect()
+    }
+
+    /// VRAM of a context.
+    pub fn context_bytes(&self) -> u64 {
+        self.context_mib * MIB
+    }
+
+    /// Host memory of a checkpoint beside the contents.
+    pub fn checkpoint_extra_bytes(&self) -> u64 {
+        self.checkpoint_extra_mib * MIB
+    }
+
+    /// Least time that a checkpoint of so much takes.
+    pub fn checkpoint_cost(&self, bytes: u64) -> Duration {
+        cost(self.checkpoint_fixed_ms, self.checkpoint_gib_per_s, bytes)
+    }
+
+    /// Least time that a restore of so much takes.
+    pub fn restore_cost(&self, bytes: u64) -> Duration {
+        cost(self.restore_fixed_ms, self.restore_gib_per_s, bytes)
+    }
+}
+
+fn cost(fixed_ms: u64, gib_per_s: f64, bytes: u64) -> Duration {
+    let fixed = Duration::from_millis(fixed_ms.min(600_000));
+    if gib_per_s > 0.0 {
+        let seconds = bytes as f64 / (1u64 << 30) as f64 / gib_per_s;
+        fixed + Duration::from_secs_f64(seconds.min(600.0))
+    } else {
+        fixed
+    }
+}
+
+fn rate(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value.is_finite() && value >= 0.0 => Ok(value),
+        _ => Err(String::from("give GiB per second, 0 for no limit")),
+    }
+}
+
+fn simulated_name(text: &str) -> Result<String, String> {
+    if text.contains("Simulated") && text.len() <= 64 {
+        Ok(text.to_owned())
+    } else {
+        Err(String::from("the name must contain the word Simulated and have at most 64 bytes"))
+    }
+}

@@ -1,0 +1,296 @@
+//! The state of the node, and what each request does to it.
+//!
+//! One mutex guards the books, held for moments; filling memory, waiting for
+//! processes and sleeping happen outside. A process's checkpoint stage has a
+//! mutex of its own, held for as long as the operation takes.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use affinode_sim_protocol::{GpuSnapshot, ObjectId, Packet, ProcessUse, Reply, STATS_BYTES, code};
+
+use crate::checkpoint::Stage;
+use crate::config::Config;
+use crate::ledger::{ClientId, Ledger};
+use crate::memory;
+use crate::usage::Usage;
+
+/// Each object keeps a descriptor open; a container must not be able to use them all up.
+const MAX_OBJECTS: usize = 16 * 1024;
+const MAX_EXPORTS: usize = 256;
+const MAX_TOKENS: usize = 4096;
+/// Keeps a snapshot below the size of a packet.
+const MAX_LISTED_PROCESSES: usize = 64;
+
+/// What a request comes to: an answer with a descriptor, or a `CUresult`.
+pub type Answer = Result<(Reply, Option<Arc<OwnedFd>>), i32>;
+
+/// A CUDA process.
+#[derive(Debug)]
+pub struct Process {
+    /// This attachment.
+    pub id: ClientId,
+    /// On the host.
+    pub pid: u32,
+    /// Who may checkpoint it, beside root.
+    pub uid: u32,
+    /// What it writes about its kernels.
+    pub stats: File,
+    /// Where it stands; held while an operation runs.
+    pub stage: Mutex<Stage>,
+    /// The way into it, and the thread at the other end.
+    pub control: Mutex<Option<(Arc<Packet>, i32)>>,
+}
+
+/// Everything that changes.
+#[derive(Debug)]
+pub struct State {
+    /// Who holds what.
+    pub ledger: Ledger,
+    /// The memory of each object.
+    pub memories: HashMap<ObjectId, Arc<OwnedFd>>,
+    processes: HashMap<ClientId, Arc<Process>>,
+    tokens: HashMap<String, ObjectId>,
+    usage: Usage,
+    next_client: u64,
+}
+
+/// The simulated kernel driver.
+#[derive(Debug)]
+pub struct Driver {
+    /// The command line.
+    pub config: Config,
+    state: Mutex<State>,
+}
+
+/// A poisoned lock is one whose holder panicked; the books are consistent between statements.
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Driver {
+    /// Empty GPUs.
+    pub fn new(config: Config) -> Self {
+        let capacities = config.gpu_infos().iter().map(|gpu| gpu.vram_bytes).collect();
+        let ledger = Ledger::new(capacities, config.context_bytes());
+        let state = State {
+            ledger,
+            memories: HashMap::new(),
+            processes: HashMap::new(),
+            tokens: HashMap::new(),
+            usage: Usage::default(),
+            next_client: 1,
+        };
+        Self { config, state: Mutex::new(state) }
+    }
+
+    /// The books.
+    pub fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    /// A process becomes a CUDA process.
+    pub fn attach(&self, pid: u32, uid: u32) -> io::Result<(Arc<Process>, Arc<OwnedFd>)> {
+        let page = memory::create("affinode-sim-stats", STATS_BYTES as u64)?;
+        let stats = File::from(page.try_clone()?);
+        let mut state = self.state();
+        let id = ClientId(state.next_client);
+        state.next_client += 1;
+        let (stage, control) = (Mutex::new(Stage::Running), Mutex::new(None));
+        let process = Arc::new(Process { id, pid, uid, stats, stage, control });
+        state.processes.insert(id, Arc::clone(&process));
+        Ok((process, Arc::new(page)))
+    }
+
+    /// A process is gone: so is what it held.
+    pub fn detach(&self, process: &Process) {
+        let mut state = self.state();
+        state.processes.remove(&process.id);
+        for object in state.ledger.remove(process.id) {
+            state.bury(object);
+        }
+        drop(state);
+        if let Some((control, _)) = lock(&process.control).take() {
+            control.hang_up();
+        }
+    }
+
+    /// The latest CUDA process with this pid.
+    pub fn process(&self, pid: u32) -> Option<Arc<Process>> {
+        let state = self.state();
+        state
+            .processes
+            .values()
+            .filter(|process| process.pid == pid)
+            .max_by_key(|process| process.id)
+            .cloned()
+    }
+
+    /// `cuCtxCreate` and the like.
+    pub fn create_context(&self, client: ClientId, gpu: usize) -> Answer {
+        self.check_gpu(gpu)?;
+        self.state().ledger.create_context(client, gpu).map_err(|_| code::OUT_OF_MEMORY)?;
+        Ok((Reply::Done, None))
+    }
+
+    /// `cuMemAlloc`, `cuMemCreate`.
+    pub fn allocate(&self, client: ClientId, gpu: usize, bytes: u64) -> Answer {
+        self.check_gpu(gpu)?;
+        if bytes == 0 {
+            return Err(code::INVALID_VALUE);
+        }
+        let object = {
+            let mut state = self.state();
+            if state.ledger.object_count() >= MAX_OBJECTS {
+                return Err(code::OUT_OF_MEMORY);
+            }
+            state.ledger.allocate(client, gpu, bytes).map_err(|_| code::OUT_OF_MEMORY)?
+        };
+        let memory = memory::create("affinode-sim-vram", bytes);
+        let mut state = self.state();
+        match memory {
+            Ok(memory) if state.ledger.holds(client, object) => {
+                let memory = Arc::new(memory);
+                state.memories.insert(object, Arc::clone(&memory));
+                Ok((Reply::Object { object, gpu, bytes }, Some(memory)))
+            }
+            // No host memory to simulate VRAM with, or the process is gone meanwhile.
+            _ => {
+                state.ledger.release(client, object);
+                Err(code::OUT_OF_MEMORY)
+            }
+        }
+    }
+
+    /// `cuMemFree`, `cuMemRelease`.
+    pub fn free(&self, client: ClientId, object: ObjectId) -> Answer {
+        let mut state = self.state();
+        if !state.ledger.holds(client, object) {
+            return Err(code::INVALID_VALUE);
+        }
+        if state.ledger.release(client, object) {
+            state.bury(object);
+        }
+        Ok((Reply::Done, None))
+    }
+
+    /// Registers an exported descriptor, named by its inode.
+    pub fn export(&self, client: ClientId, object: ObjectId, inode: u64) -> Result<(), i32> {
+        let mut state = self.state();
+        if !state.ledger.holds(client, object) {
+            return Err(code::INVALID_VALUE);
+        }
+        if state.ledger.export_count() >= MAX_EXPORTS {
+            return Err(code::OUT_OF_MEMORY);
+        }
+        state.ledger.export(inode, object);
+        Ok(())
+    }
+
+    /// The last copy of an exported descriptor was closed.
+    pub fn close_export(&self, inode: u64) {
+        let mut state = self.state();
+        if let Some(object) = state.ledger.close_export(inode) {
+            state.bury(object);
+        }
+    }
+
+    /// `cuMemImportFromShareableHandle`.
+    pub fn import(&self, client: ClientId, inode: u64) -> Answer {
+        let mut state = self.state();
+        let object = state.ledger.exported(inode).ok_or(code::INVALID_VALUE)?;
+        state.open(client, object)
+    }
+
+    /// `cuIpcGetMemHandle`.
+    pub fn ipc_export(&self, client: ClientId, object: ObjectId) -> Answer {
+        let mut state = self.state();
+        if !state.ledger.holds(client, object) {
+            return Err(code::INVALID_VALUE);
+        }
+        if let Some((token, _)) = state.tokens.iter().find(|(_, named)| **named == object) {
+            return Ok((Reply::Token(token.clone()), None));
+        }
+        if state.tokens.len() >= MAX_TOKENS {
+            return Err(code::OUT_OF_MEMORY);
+        }
+        // The kernel's own random UUIDs: a token cannot be guessed by another process.
+        let token = std::fs::read_to_string("/proc/sys/kernel/random/uuid")
+            .map_err(|_| code::OPERATING_SYSTEM)?;
+        let token = token.trim().replace('-', "");
+        state.tokens.insert(token.clone(), object);
+        Ok((Reply::Token(token), None))
+    }
+
+    /// `cuIpcOpenMemHandle`.
+    pub fn ipc_open(&self, client: ClientId, token: &str) -> Answer {
+        let mut state = self.state();
+        let object = *state.tokens.get(token).ok_or(code::INVALID_HANDLE)?;
+        state.open(client, object)
+    }
+
+    /// `cuMemGetInfo`.
+    pub fn memory(&self, gpu: usize) -> Answer {
+        self.check_gpu(gpu)?;
+        let free_bytes = self.state().ledger.free_bytes(gpu);
+        Ok((
+            Reply::Memory { free_bytes, total_bytes: self.config.gpu_infos()[gpu].vram_bytes },
+            None,
+        ))
+    }
+
+    /// Reads the stats pages.
+    pub fn sample(&self, now_ns: u64) {
+        let mut guard = self.state();
+        let state = &mut *guard;
+        let pages = state.processes.values().map(|process| (process.id, &process.stats));
+        state.usage.sample(now_ns, usize::from(self.config.gpus), pages);
+    }
+
+    /// What NVML shows.
+    pub fn snapshot(&self) -> Reply {
+        let infos = self.config.gpu_infos();
+        let state = self.state();
+        let mut processes: Vec<&Arc<Process>> = state.processes.values().collect();
+        processes.sort_by_key(|process| process.id);
+        let gpus = infos.into_iter().enumerate().map(|(gpu, info)| {
+            let uses = processes.iter().map(|process| ProcessUse {
+                pid: process.pid,
+                used_bytes: state.ledger.client_bytes(process.id, gpu),
+                busy_percent: state.usage.busy_percent(process.id, gpu),
+            });
+            let uses: Vec<_> =
+                uses.filter(|process| process.used_bytes > 0).take(MAX_LISTED_PROCESSES).collect();
+            let busy_percent =
+                uses.iter().map(|process| process.busy_percent).sum::<u32>().min(100);
+            GpuSnapshot {
+                info,
+                used_bytes: state.ledger.used_bytes(gpu),
+                busy_percent,
+                processes: uses,
+            }
+        });
+        Reply::Snapshot(gpus.collect())
+    }
+
+    fn check_gpu(&self, gpu: usize) -> Result<(), i32> {
+        if gpu < usize::from(self.config.gpus) { Ok(()) } else { Err(code::INVALID_DEVICE) }
+    }
+}
+
+impl State {
+    /// Forgets an object that the ledger has let go.
+    pub fn bury(&mut self, object: ObjectId) {
+        self.memories.remove(&object);
+        self.tokens.retain(|_, named| *named != object);
+    }
+
+    fn open(&mut self, client: ClientId, object: ObjectId) -> Answer {
+        let memory = Arc::clone(self.memories.get(&object).ok_or(code::INVALID_HANDLE)?);
+        let (gpu, bytes) = self.ledger.hold(client, object).ok_or(code::INVALID_HANDLE)?;
+        Ok((Reply::Object { object, gpu, bytes }, Some(memory)))
+    }
+}

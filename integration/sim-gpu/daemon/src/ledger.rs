@@ -1,0 +1,344 @@
+//! Who holds how much VRAM. Pure: ids and numbers in, ids and numbers out.
+//!
+//! An object lives while a client holds it or an exported descriptor of it is open.
+//! It counts against its GPU once, and for NVML against its first holder.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use affinode_sim_protocol::ObjectId;
+
+/// Names one attachment of a process: a pid may come back, this does not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ClientId(pub u64);
+
+/// There is no room on the GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NoRoom;
+
+#[derive(Debug)]
+struct Object {
+    gpu: usize,
+    bytes: u64,
+    holders: BTreeSet<ClientId>,
+}
+
+/// What a checkpoint took off the GPUs, and a restore needs to put back.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Saved {
+    /// Objects with their GPU and size.
+    pub objects: Vec<(ObjectId, usize, u64)>,
+    /// Contexts per GPU.
+    pub contexts: BTreeMap<usize, u32>,
+}
+
+impl Saved {
+    /// Contents, without contexts.
+    pub fn bytes(&self) -> u64 {
+        self.objects.iter().map(|(_, _, bytes)| bytes).sum()
+    }
+}
+
+/// The books.
+#[derive(Debug)]
+pub struct Ledger {
+    capacities: Vec<u64>,
+    context_bytes: u64,
+    contexts: BTreeMap<ClientId, BTreeMap<usize, u32>>,
+    objects: BTreeMap<ObjectId, Object>,
+    /// Open exported descriptors, by inode.
+    exports: BTreeMap<u64, ObjectId>,
+    next_object: ObjectId,
+}
+
+impl Ledger {
+    /// Empty GPUs.
+    pub fn new(capacities: Vec<u64>, context_bytes: u64) -> Self {
+        Self {
+            capacities,
+            context_bytes,
+            contexts: BTreeMap::new(),
+            objects: BTreeMap::new(),
+            exports: BTreeMap::new(),
+            next_object: 1,
+        }
+    }
+
+    /// How many objects there are.
+    pub fn object_count(&self) -> usize {
+        self.objects.len()
+    }
+
+    /// VRAM of a GPU that is in use.
+    pub fn used_bytes(&self, gpu: usize) -> u64 {
+        let objects: u64 = self
+            .objects
+            .values()
+            .filter(|object| object.gpu == gpu)
+            .map(|object| object.bytes)
+            .sum();
+        let contexts =
+            self.contexts.values().filter(|contexts| contexts.contains_key(&gpu)).count() as u64;
+        objects + contexts * self.context_bytes
+    }
+
+    /// VRAM of a GPU that is not.
+    pub fn free_bytes(&self, gpu: usize) -> u64 {
+        self.capacities.get(gpu).map_or(0, |capacity| capacity.saturating_sub(self.used_bytes(gpu)))
+    }
+
+    /// VRAM that NVML counts as this client's.
+    pub fn client_bytes(&self, client: ClientId, gpu: usize) -> u64 {
+        let mine = |object: &&Object| object.gpu == gpu && object.holders.first() == Some(&client);
+        let objects: u64 = self.objects.values().filter(mine).map(|object| object.bytes).sum();
+        let context =
+            self.contexts.get(&client).is_some_and(|contexts| contexts.contains_key(&gpu));
+        objects + if context { self.context_bytes } else { 0 }
+    }
+
+    /// One more context of a client on a GPU.
+    pub fn create_context(&mut self, client: ClientId, gpu: usize) -> Result<(), NoRoom> {
+        let first = !self.contexts.get(&client).is_some_and(|contexts| contexts.contains_key(&gpu));
+        if first && self.free_bytes(gpu) < self.context_bytes {
+            return Err(NoRoom);
+        }
+        *self.contexts.entry(client).or_default().entry(gpu).or_insert(0) += 1;
+        Ok(())
+    }
+
+    /// One context less.
+    pub fn destroy_context(&mut self, client: ClientId, gpu: usize) {
+        if let Some(contexts) = self.contexts.get_mut(&client)
+            && let Some(count) = contexts.get_mut(&gpu)
+        {
+            *count -= 1;
+            if *count == 0 {
+                contexts.remove(&gpu);
+            }
+        }
+    }
+
+    /// A new object.
+    pub fn allocate(
+        &mut self,
+        client: ClientId,
+        gpu: usize,
+        bytes: u64,
+    ) -> Result<ObjectId, NoRoom> {
+        if self.free_bytes(gpu) < bytes {
+            return Err(NoRoom);
+        }
+        let id = self.next_object;
+        self.next_object += 1;
+        self.objects.insert(id, Object { gpu, bytes, holders: BTreeSet::from([client]) });
+        Ok(id)
+    }
+
+    /// A client lets go of an object. True when the object is gone.
+    pub fn release(&mut self, client: ClientId, id: ObjectId) -> bool {
+        if let Some(object) = self.objects.get_mut(&id) {
+            object.holders.remove(&client);
+        }
+        self.bury(id)
+    }
+
+    /// Whether a client holds an object.
+    pub fn holds(&self, client: ClientId, id: ObjectId) -> bool {
+        self.objects.get(&id).is_some_and(|object| object.holders.contains(&client))
+    }
+
+    /// Whether a client has memory in common with another one.
+    pub fn shares(&self, client: ClientId) -> bool {
+        self.objects
+            .values()
+            .any(|object| object.holders.len() > 1 && object.holders.contains(&client))
+    }
+
+    /// A client gets hold of an object that exists.
+    pub fn hold(&mut self, client: ClientId, id: ObjectId) -> Option<(usize, u64)> {
+        let object = self.objects.get_mut(&id)?;
+        object.holders.insert(client);
+        Some((object.gpu, object.bytes))
+    }
+
+    /// An exported descriptor, named by its inode, was made.
+    pub fn export(&mut self, inode: u64, id: ObjectId) {
+        self.exports.insert(inode, id);
+    }
+
+    /// Which object an exported descriptor names.
+    pub fn exported(&self, inode: u64) -> Option<ObjectId> {
+        self.exports.get(&inode).copied()
+    }
+
+    /// How many exported descriptors are open.
+    pub fn export_count(&self) -> usize {
+        self.exports.len()
+    }
+
+    /// The last copy of an exported descriptor was closed. The object that went with it, if any.
+    pub fn close_export(&mut self, inode: u64) -> Option<ObjectId> {
+        let id = self.exports.remove(&inode)?;
+        self.bury(id).then_some(id)
+    }
+
+    /// The VRAM that a client holds and contexts take, for which host memory is needed.
+    pub fn holdings(&self, client: ClientId) -> Saved {
+        let mine = |(_, object): &(&ObjectId, &Object)| object.holders.contains(&client);
+        let objects = self
+            .objects
+            .iter()
+            .filter(mine)
+            .map(|(id, object)| (*id, object.gpu, object.bytes))
+            .collect();
+        Saved { objects, contexts: self.contexts.get(&client).cloned().unwrap_or_default() }
+    }
+
+    /// Takes a client off the GPUs. What it held, and the objects that are gone.
+    pub fn evict(&mut self, client: ClientId) -> (Saved, Vec<ObjectId>) {
+        let saved = self.holdings(client);
+        self.contexts.remove(&client);
+        let mut gone = Vec::new();
+        for (id, _, _) in &saved.objects {
+            if let Some(object) = self.objects.get_mut(id) {
+                object.holders.remove(&client);
+                // An exported descriptor alone does not keep checkpointed memory on the GPU.
+                if object.holders.is_empty() {
+                    self.objects.remove(id);
+                    gone.push(*id);
+                }
+            }
+        }
+        (saved, gone)
+    }
+
+    /// Puts a client back, each of its GPUs replaced by `gpu_map[gpu]`: wholly or not at all.
+    pub fn readmit(
+        &mut self,
+        client: ClientId,
+        saved: &Saved,
+        gpu_map: &[usize],
+    ) -> Result<(), NoRoom> {
+        let place = |gpu: usize| gpu_map.get(gpu).copied().unwrap_or(gpu);
+        for gpu in 0..self.capacities.len() {
+            let objects: u64 = saved
+                .objects
+                .iter()
+                .filter(|(_, old, _)| place(*old) == gpu)
+                .map(|(.., b)| b)
+                .sum();
+            let context = saved.contexts.keys().any(|old| place(*old) == gpu);
+            let needed = objects + if context { self.context_bytes } else { 0 };
+            if self.free_bytes(gpu) < needed {
+                return Err(NoRoom);
+            }
+        }
+        for (id, gpu, bytes) in &saved.objects {
+            let object =
+                Object { gpu: place(*gpu), bytes: *bytes, holders: BTreeSet::from([client]) };
+            self.objects.insert(*id, object);
+        }
+        let contexts = saved.contexts.iter().map(|(gpu, count)| (place(*gpu), *count)).collect();
+        self.contexts.insert(client, contexts);
+        Ok(())
+    }
+
+    /// A client is gone. The objects that went with it.
+    pub fn remove(&mut self, client: ClientId) -> Vec<ObjectId> {
+        self.contexts.remove(&client);
+        for object in self.objects.values_mut() {
+            object.holders.remove(&client);
+        }
+        let orphans: Vec<_> = self
+            .objects
+            .iter()
+            .filter(|(_, object)| object.holders.is_empty())
+            .map(|(id, _)| *id)
+            .collect();
+        orphans.into_iter().filter(|id| self.bury(*id)).collect()
+    }
+
+    fn bury(&mut self, id: ObjectId) -> bool {
+        let held = self.objects.get(&id).is_none_or(|object| !object.holders.is_empty());
+        if held || self.exports.values().any(|exported| *exported == id) {
+            return false;
+        }
+        self.objects.remove(&id);
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const A: ClientId = ClientId(1);
+    const B: ClientId = ClientId(2);
+
+    #[test]
+    fn an_object_counts_once_until_its_last_holder_and_descriptor_are_gone() {
+        let mut ledger = Ledger::new(vec![100], 10);
+        ledger.create_context(A, 0).unwrap();
+        let id = ledger.allocate(A, 0, 50).unwrap();
+        ledger.export(7, id);
+        ledger.hold(B, id).unwrap();
+        assert_eq!(
+            (ledger.used_bytes(0), ledger.client_bytes(A, 0), ledger.client_bytes(B, 0)),
+            (60, 60, 0)
+        );
+        assert!(ledger.remove(A).is_empty());
+        assert_eq!((ledger.used_bytes(0), ledger.client_bytes(B, 0)), (50, 50));
+        assert!(!ledger.release(B, id));
+        assert_eq!(ledger.close_export(7), Some(id));
+        assert_eq!(ledger.used_bytes(0), 0);
+    }
+
+    #[test]
+    fn what_is_evicted_comes_back_only_when_all_of_it_fits() {
+        let mut ledger = Ledger::new(vec![100, 100], 10);
+        ledger.create_context(A, 0).unwrap();
+        ledger.allocate(A, 0, 40).unwrap();
+        ledger.allocate(A, 0, 30).unwrap();
+        let (saved, gone) = ledger.evict(A);
+        assert_eq!((gone.len(), ledger.used_bytes(0)), (2, 0));
+        let other = ledger.allocate(B, 0, 60).unwrap();
+        assert_eq!(ledger.readmit(A, &saved, &[0, 1]), Err(NoRoom));
+        assert_eq!(ledger.used_bytes(0), 60);
+        ledger.readmit(A, &saved, &[1, 0]).unwrap();
+        assert_eq!((ledger.used_bytes(0), ledger.used_bytes(1)), (60, 80));
+        assert!(ledger.release(B, other));
+    }
+
+    proptest! {
+        #[test]
+        fn a_gpu_is_never_overcommitted(steps in proptest::collection::vec((0u8..5, 0u64..3, 1u64..60), 1..80)) {
+            let mut ledger = Ledger::new(vec![100], 10);
+            let mut away: BTreeMap<ClientId, Saved> = BTreeMap::new();
+            for (kind, who, bytes) in steps {
+                let client = ClientId(who);
+                if kind == 3 {
+                    let (saved, _) = ledger.evict(client);
+                    away.entry(client).or_insert(saved);
+                } else if kind == 4 {
+                    if let Some(saved) = away.remove(&client) {
+                        let before = ledger.used_bytes(0);
+                        if ledger.readmit(client, &saved, &[0]).is_err() {
+                            prop_assert_eq!(ledger.used_bytes(0), before);
+                        }
+                    }
+                } else if !away.contains_key(&client) {
+                    match kind {
+                        0 => drop(ledger.allocate(client, 0, bytes)),
+                        1 => drop(ledger.create_context(client, 0)),
+                        _ => drop(ledger.remove(client)),
+                    }
+                }
+                prop_assert!(ledger.used_bytes(0) <= 100);
+            }
+            for who in 0..3 {
+                ledger.remove(ClientId(who));
+            }
+            prop_assert_eq!(ledger.used_bytes(0), 0);
+        }
+    }
+}

@@ -1,0 +1,20 @@
+//! Device memory: memory files of fixed size, filled by the daemon, so that
+//! VRAM is charged to the daemon and never to the cgroup of the process that uses it.
+
+use std::ffi::CString;
+use std::io;
+use std::os::fd::OwnedFd;
+
+use nix::fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+
+/// A memory file of exactly this size that nobody can resize.
+pub fn create(name: &str, bytes: u64) -> io::Result<OwnedFd> {
+    let name = CString::new(name)?;
+    let length = i64::try_from(bytes).map_err(io::Error::other)?;
+    let fd = memfd_create(name.as_c_str(), MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
+    fallocate(&fd, FallocateFlags::empty(), 0, length)?;
+    let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
+    fcntl(&fd, FcntlArg::F_ADD_SEALS(seals))?;
+    Ok(fd)
+}

@@ -1,0 +1,95 @@
+//! What /proc and the cgroup file systems say about a process.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// The host's number of the process that `caller` knows as `pid`.
+///
+/// The kernel driver translates in the caller's pid namespace; we read `NSpid`.
+pub fn resolve_pid(caller: u32, pid: i32) -> Option<u32> {
+    let wanted = u32::try_from(pid).ok().filter(|pid| *pid > 0)?;
+    let namespace = pid_namespace(caller)?;
+    if pid_namespace_of_self() == Some(namespace.clone()) {
+        return Path::new("/proc").join(wanted.to_string()).exists().then_some(wanted);
+    }
+    let matches = |host: &u32| {
+        inner_pid(*host) == Some(wanted) && pid_namespace(*host).as_ref() == Some(&namespace)
+    };
+    if matches(&caller) {
+        return Some(caller);
+    }
+    let processes = fs::read_dir("/proc").ok()?;
+    processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).find(matches)
+}
+
+fn pid_namespace(pid: u32) -> Option<PathBuf> {
+    fs::read_link(format!("/proc/{pid}/ns/pid")).ok()
+}
+
+fn pid_namespace_of_self() -> Option<PathBuf> {
+    fs::read_link("/proc/self/ns/pid").ok()
+}
+
+/// The number of a process in its own pid namespace.
+fn inner_pid(pid: u32) -> Option<u32> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    status
+        .lines()
+        .find_map(|line| line.strip_prefix("NSpid:"))?
+        .split_whitespace()
+        .last()?
+        .parse()
+        .ok()
+}
+
+/// The lowest memory limit of the process's cgroup and of those above it.
+pub fn memory_limit_bytes(pid: u32) -> Option<u64> {
+    let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
+    let limits = cgroups.lines().filter_map(|line| {
+        let mut fields = line.splitn(3, ':');
+        let (_, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
+        let path = path.trim_start_matches('/');
+        if controllers.is_empty() {
+            lowest(Path::new("/sys/fs/cgroup"), path, "memory.max")
+        } else if controllers.split(',').any(|controller| controller == "memory") {
+            lowest(Path::new("/sys/fs/cgroup/memory"), path, "memory.limit_in_bytes")
+        } else {
+            None
+        }
+    });
+    limits.min()
+}
+
+fn lowest(root: &Path, path: &str, file: &str) -> Option<u64> {
+    let group = root.join(path);
+    let limits =
+        group.ancestors().take_while(|group| group.starts_with(root)).filter_map(|group| {
+            // "max" (no limit) is not a number, and a group above ours may be hidden from us.
+            fs::read_to_string(group.join(file)).ok()?.trim().parse::<u64>().ok()
+        });
+    limits.min()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_of_our_namespace_keeps_its_number() {
+        let me = std::process::id();
+        assert_eq!(resolve_pid(me, me as i32), Some(me));
+        assert_eq!(resolve_pid(me, 0), None);
+        assert_eq!(resolve_pid(me, -1), None);
+    }
+
+    #[test]
+    fn the_lowest_limit_of_the_ancestors_counts() {
+        let root = std::env::temp_dir().join(format!("affinode-sim-node-{}", std::process::id()));
+        fs::create_dir_all(root.join("pod/container")).unwrap();
+        fs::write(root.join("pod/memory.max"), "1000\n").unwrap();
+        fs::write(root.join("pod/container/memory.max"), "max\n").unwrap();
+        assert_eq!(lowest(&root, "pod/container", "memory.max"), Some(1000));
+        assert_eq!(lowest(&root, "elsewhere", "memory.max"), None);
+        fs::remove_dir_all(root).unwrap();
+    }
+}

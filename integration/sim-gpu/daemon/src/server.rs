@@ -1,0 +1,212 @@
+//! Connections: a thread each, which ends with its client.
+
+use std::io::{self, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::{fs, thread};
+
+use affinode_sim_protocol::{Packet, Reply, Request, code};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::sys::stat::fstat;
+
+use crate::checkpoint;
+use crate::config::Config;
+use crate::driver::{Answer, Driver, Process, lock};
+use crate::usage;
+
+const MAX_CONNECTIONS: usize = 1024;
+const STACK_BYTES: usize = 256 * 1024;
+
+/// Why the daemon could not start, or ended.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Another one is there.
+    #[error("a simulated GPU already listens on {0}; stop it or choose another --socket")]
+    InUse(String),
+    /// The socket.
+    #[error("cannot listen on {path}; choose a --socket in a folder that you can write")]
+    Listen {
+        /// Where.
+        path: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// The machine.
+    #[error("cannot {what}")]
+    System {
+        /// What failed.
+        what: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// Prints an error with its causes.
+pub fn complain(error: &dyn std::error::Error) {
+    let mut line = format!("affinode-sim-gpud: {error}");
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        line.push_str(&format!(": {error}"));
+        cause = error.source();
+    }
+    let _ = writeln!(io::stderr(), "{line}");
+}
+
+/// Listens until killed.
+pub fn run(config: Config) -> Result<(), Error> {
+    // Each object of VRAM is an open file.
+    if let Ok((_, hard)) = getrlimit(Resource::RLIMIT_NOFILE) {
+        let _ = setrlimit(Resource::RLIMIT_NOFILE, hard, hard);
+    }
+    let listener = listen(&config.socket)?;
+    let driver = Arc::new(Driver::new(config));
+    let sampler = Arc::clone(&driver);
+    let sample = move || {
+        loop {
+            sampler.sample(usage::now_ns());
+            thread::sleep(usage::PERIOD);
+        }
+    };
+    start(sample).map_err(|source| Error::System { what: "start a thread", source })?;
+    let _ = writeln!(io::stdout(), "ready");
+    let connections = Arc::new(AtomicUsize::new(0));
+    loop {
+        let Ok(client) = listener.accept() else {
+            // Out of descriptors, most likely: they come back when a client leaves.
+            thread::sleep(usage::PERIOD);
+            continue;
+        };
+        if connections.fetch_add(1, Ordering::Relaxed) >= MAX_CONNECTIONS {
+            connections.fetch_sub(1, Ordering::Relaxed);
+            continue;
+        }
+        let (driver, served) = (Arc::clone(&driver), Arc::clone(&connections));
+        let serving = start(move || {
+            serve(&driver, client);
+            served.fetch_sub(1, Ordering::Relaxed);
+        });
+        if serving.is_err() {
+            connections.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+fn start(work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    thread::Builder::new().stack_size(STACK_BYTES).spawn(work).map(drop)
+}
+
+fn listen(path: &Path) -> Result<Packet, Error> {
+    let failed = |source| Error::Listen { path: path.display().to_string(), source };
+    if let Some(folder) = path.parent() {
+        fs::create_dir_all(folder).map_err(failed)?;
+    }
+    if Packet::connect(path).is_ok() {
+        return Err(Error::InUse(path.display().to_string()));
+    }
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
+        _ => {}
+    }
+    let listener = Packet::listen(path).map_err(failed)?;
+    // Any user of the node may use the GPU, as with /dev/nvidia*.
+    fs::set_permissions(path, fs::Permissions::from_mode(0o666)).map_err(failed)?;
+    Ok(listener)
+}
+
+fn serve(driver: &Arc<Driver>, client: Packet) {
+    let Ok(peer) = client.peer() else { return };
+    let Ok(pid) = u32::try_from(peer.pid()) else { return };
+    let client = Arc::new(client);
+    let mut process: Option<Arc<Process>> = None;
+    while let Ok(Some((request, fd))) = client.receive::<Request>() {
+        let answer = match request {
+            Request::Attach if process.is_none() => driver
+                .attach(pid, peer.uid())
+                .map_err(|_| code::OPERATING_SYSTEM)
+                .map(|(attached, page)| {
+                    process = Some(attached);
+                    (Reply::Attached { gpus: driver.config.gpu_infos() }, Some(page))
+                }),
+            Request::Control { tid } => {
+                let Some(process) = driver.process(pid) else { return };
+                // Register first: an order may follow the moment the process hears the answer.
+                let mut control = lock(&process.control);
+                if control.is_none() && client.send(&Reply::Done, None).is_ok() {
+                    *control = Some((client, tid));
+                }
+                return;
+            }
+            Request::Checkpoint { pid: target, operation } => {
+                checkpoint::perform(driver, pid, peer.uid(), target, &operation)
+                    .map(|reply| (reply, None))
+            }
+            Request::Snapshot => Ok((driver.snapshot(), None)),
+            Request::Memory { gpu } => driver.memory(gpu),
+            request => match &process {
+                Some(process) => handle(driver, process, request, fd),
+                None => Err(code::NOT_INITIALIZED),
+            },
+        };
+        let (reply, memory) = answer.unwrap_or_else(|error| (Reply::Error(error), None));
+        if client.send(&reply, memory.as_ref().map(|memory| memory.as_fd())).is_err() {
+            break;
+        }
+    }
+    if let Some(process) = process {
+        driver.detach(&process);
+    }
+}
+
+/// The requests that only a CUDA process can make.
+fn handle(
+    driver: &Arc<Driver>,
+    process: &Process,
+    request: Request,
+    fd: Option<OwnedFd>,
+) -> Answer {
+    let client = process.id;
+    match request {
+        Request::CreateContext { gpu } => driver.create_context(client, gpu),
+        Request::DestroyContext { gpu } => {
+            driver.state().ledger.destroy_context(client, gpu);
+            Ok((Reply::Done, None))
+        }
+        Request::Allocate { gpu, bytes } => driver.allocate(client, gpu, bytes),
+        Request::Free { object } => driver.free(client, object),
+        Request::Export { object } => export(driver, process, object),
+        Request::Import => driver.import(client, inode(&fd.ok_or(code::INVALID_VALUE)?)?),
+        Request::IpcExport { object } => driver.ipc_export(client, object),
+        Request::IpcOpen { token } => driver.ipc_open(client, &token),
+        _ => Err(code::INVALID_VALUE),
+    }
+}
+
+/// The descriptor is the writing end of a pipe whose reading end stays here: it cannot
+/// be mapped, its inode names the object, and its last copy's end shows as end of file.
+fn export(driver: &Arc<Driver>, process: &Process, object: u64) -> Answer {
+    let (reader, writer) = io::pipe().map_err(|_| code::OPERATING_SYSTEM)?;
+    let inode = inode(&reader)?;
+    driver.export(process.id, object, inode)?;
+    let (watcher, mut reader) = (Arc::clone(driver), reader);
+    let watch = start(move || {
+        let _ = io::copy(&mut reader, &mut io::sink());
+        watcher.close_export(inode);
+    });
+    match watch {
+        Ok(()) => Ok((Reply::Done, Some(Arc::new(OwnedFd::from(writer))))),
+        Err(_) => {
+            driver.close_export(inode);
+            Err(code::OUT_OF_MEMORY)
+        }
+    }
+}
+
+/// Unique among the pipes of the machine, while one end is open.
+fn inode(fd: &impl AsFd) -> Result<u64, i32> {
+    let stat = fstat(fd).map_err(|_| code::OPERATING_SYSTEM)?;
+    let is_pipe = stat.st_mode & nix::libc::S_IFMT == nix::libc::S_IFIFO;
+    if is_pipe { Ok(stat.st_ino) } else { Err(code::INVALID_VALUE) }
+}
