@@ -40,7 +40,7 @@ impl Node {
             }
             let needs = self.container_needs(&key);
             let uuids: BTreeSet<String> = needs.iter().map(|n| n.uuid.clone()).collect();
-            let known = !needs.is_empty() && self.gpu_error.is_none();
+            let known = self.gpu_error.is_none() && !self.gpus.is_empty();
             let fits = known && self.ledger.fits(&key, &needs, &self.gpus, margin_bytes);
             if fits && uuids.is_disjoint(&taken) {
                 self.ledger.promise(&key, needs);
@@ -100,6 +100,40 @@ impl Node {
         let keys: Vec<Key> = self.grants.keys().cloned().collect();
         for key in keys {
             self.hold(&key, id);
+        }
+    }
+
+    /// A process that starts in a container that is not back yet: it takes no VRAM before
+    /// the others have theirs.
+    pub(super) fn hold_for_siblings(&mut self, id: ProcessId) {
+        let Some(key) = self.processes.get(&id).map(|p| p.key.clone()) else { return };
+        let others_away = self.processes.values().any(|p| p.key == key && p.phase == Phase::Away);
+        let deadline_ms = self.settings.hold_ms;
+        if let Some(process) = self.processes.get_mut(&id)
+            && process.phase == Phase::Open
+            && others_away
+        {
+            process.waits_for_siblings = true;
+            process.holds += 1;
+            self.order(id, Action::HoldAllocations { deadline_ms });
+        }
+    }
+
+    /// The whole container is back.
+    pub(super) fn siblings_are_back(&mut self, key: &Key) {
+        for id in self.members(key) {
+            let Some(process) = self.processes.get_mut(&id) else { continue };
+            if std::mem::take(&mut process.waits_for_siblings) {
+                self.release(id);
+            }
+        }
+    }
+
+    fn release(&mut self, id: ProcessId) {
+        let Some(process) = self.processes.get_mut(&id) else { return };
+        process.holds = process.holds.saturating_sub(1);
+        if process.holds == 0 && process.connected {
+            self.order(id, Action::ReleaseAllocations);
         }
     }
 
@@ -180,10 +214,7 @@ impl Node {
             return;
         }
         let needs = self.container_needs(key);
-        if self.gpu_error.is_none()
-            && !needs.is_empty()
-            && self.ledger.fits(key, &needs, &self.gpus, margin_bytes)
-        {
+        if self.gpu_error.is_none() && self.ledger.fits(key, &needs, &self.gpus, margin_bytes) {
             self.queue.leave(key);
             if let Some(grant) = self.grants.get_mut(key) {
                 grant.stage = Stage::Granted;
@@ -210,15 +241,7 @@ impl Node {
     }
 
     fn release_holds(&mut self, grant: &mut Grant) {
-        for id in std::mem::take(&mut grant.held) {
-            let Some(process) = self.processes.get_mut(&id) else {
-                continue;
-            };
-            process.holds = process.holds.saturating_sub(1);
-            if process.holds == 0 && process.connected {
-                self.order(id, Action::ReleaseAllocations);
-            }
-        }
+        std::mem::take(&mut grant.held).into_iter().for_each(|id| self.release(id));
     }
 
     /// A process is gone, or cannot be told anything: nobody waits for its hold.

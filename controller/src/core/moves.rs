@@ -186,8 +186,10 @@ impl Node {
         let Some(process) = self.processes.get_mut(&id) else {
             return;
         };
-        process.away = process.vram.clone();
-        let vram_bytes = process.away.iter().map(|d| d.bytes).max().unwrap_or(0);
+        // A process that allocated and that NVML does not list: the figure is not known.
+        let claimed = process.page.as_ref().is_some_and(|page| page.allocated_bytes > 0);
+        process.away = (!process.vram.is_empty() || !claimed).then(|| process.vram.clone());
+        let vram_bytes = process.away.iter().flatten().map(|d| d.bytes).max().unwrap_or(0);
         self.journal(key, "checkpoint");
         self.order(id, Action::Checkpoint { vram_bytes });
     }
@@ -196,11 +198,10 @@ impl Node {
         let processes = self
             .processes
             .values()
-            .filter(|p| p.key == *key && !p.away.is_empty())
-            .map(|p| RecordedProcess {
-                pid: p.identity.pid,
-                start_ticks: p.identity.start_ticks,
-                away: p.away.clone(),
+            .filter(|p| p.key == *key)
+            .filter_map(|p| {
+                let (pid, start_ticks) = (p.identity.pid, p.identity.start_ticks);
+                p.away.clone().map(|away| RecordedProcess { pid, start_ticks, away })
             })
             .collect();
         self.effects
@@ -215,8 +216,8 @@ impl Node {
     /// that was lost): all that its hooks counted and a context, on every device.
     pub(super) fn needs(&self, process: &Process) -> Vec<DeviceBytes> {
         const CONTEXT_BYTES: u64 = 1 << 30;
-        if !process.away.is_empty() {
-            return process.away.clone();
+        if let Some(away) = &process.away {
+            return away.clone();
         }
         let claimed = process.page.as_ref().map_or(0, |page| page.allocated_bytes);
         self.gpus
@@ -355,7 +356,7 @@ impl Node {
         if matches!(container.state, State::Active | State::Idle | State::Unregistered) {
             return;
         }
-        let was_away = self.processes.values().any(|p| p.key == *key && !p.away.is_empty());
+        let was_away = self.processes.values().any(|p| p.key == *key && p.away.is_some());
         let bytes: u64 =
             self.processes.values().filter(|p| p.key == *key).map(Process::away_bytes).sum();
         let elapsed = container.wake_began.take().map_or(0, |began| now.saturating_sub(began));
@@ -373,8 +374,9 @@ impl Node {
         }
         let (reason, detail) = container.reason.clone();
         for process in self.processes.values_mut().filter(|p| p.key == *key) {
-            process.away.clear();
+            process.away = None;
         }
+        self.siblings_are_back(key);
         self.end_grant(key);
         self.ledger.release(key);
         self.queue.leave(key);
@@ -461,7 +463,7 @@ impl Node {
         let key = process.key.clone();
         let pid = process.identity.pid;
         if phase != Phase::Away && matches!(pending.action, Action::Checkpoint { .. }) {
-            process.away.clear();
+            process.away = None;
         }
         let failed = |call: &str| format!("{call} of process {pid} returned {cuda_error}");
         match (pending.action, outcome) {
@@ -527,6 +529,7 @@ impl Node {
         if let Some(container) = self.containers.get_mut(key) {
             container.not_before = self.now + AGAIN_MS;
         }
+        self.siblings_are_back(key);
         self.set_state(key, State::Lost, Reason::DriverLost, detail, 0, 0);
         self.answer(key, Request::Restore, false, 0, 0);
     }

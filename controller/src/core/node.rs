@@ -297,10 +297,7 @@ impl Node {
         };
         let before = known.and_then(|old| self.processes.remove(&old));
         let recalled = self.recalled.remove(&(key.clone(), identity.pid, identity.start_ticks));
-        let away = match before.as_ref().map(|p| p.away.clone()).filter(|away| !away.is_empty()) {
-            Some(away) => away,
-            None => recalled.map(|recalled| recalled.away).unwrap_or_default(),
-        };
+        let away = before.as_ref().and_then(|p| p.away.clone()).or(recalled.map(|r| r.away));
         if container.state == State::Unregistered {
             // The first process; or, after a controller died, the first that came back.
             container.last_use = self.now;
@@ -325,6 +322,7 @@ impl Node {
                 holds: 0,
                 vram: before.as_ref().map(|p| p.vram.clone()).unwrap_or_default(),
                 away,
+                waits_for_siblings: false,
                 bad_page: before.as_ref().and_then(|p| p.bad_page.clone()),
                 page: before.and_then(|p| p.page),
             },
@@ -332,6 +330,7 @@ impl Node {
         self.recall_settled(key);
         // Before the Welcome: until then it allocates nothing.
         self.hold_newcomer(id);
+        self.hold_for_siblings(id);
         self.effects.push(Effect::Send(id, ControllerMessage::Welcome { process: id.0 }));
         if let Some(old) = known {
             self.forget_holds(old);

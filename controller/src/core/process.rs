@@ -36,8 +36,10 @@ pub struct Process {
     pub holds: u32,
     /// VRAM now, by NVML.
     pub vram: Vec<DeviceBytes>,
-    /// VRAM that it gave back and will need again.
-    pub away: Vec<DeviceBytes>,
+    /// VRAM that it gave back and will need again; `None` when that is not known.
+    pub away: Option<Vec<DeviceBytes>>,
+    /// It holds its allocations until the rest of its container is back.
+    pub waits_for_siblings: bool,
     /// Why its page is not believed any more, if it is not. For good.
     pub bad_page: Option<String>,
     /// The last reading of its page.
@@ -54,6 +56,6 @@ impl Process {
     /// VRAM given back in bytes, over all devices.
     #[must_use]
     pub fn away_bytes(&self) -> u64 {
-        self.away.iter().map(|d| d.bytes).sum()
+        self.away.iter().flatten().map(|d| d.bytes).sum()
     }
 }

@@ -62,8 +62,11 @@ impl Node {
 
     fn list_gpus(&self) -> Vec<control::Gpu> {
         let reclaimed = |uuid: &str| {
-            let away =
-                self.processes.values().filter(|p| p.phase == Phase::Away).flat_map(|p| &p.away);
+            let away = self
+                .processes
+                .values()
+                .filter(|p| p.phase == Phase::Away)
+                .flat_map(|p| p.away.iter().flatten());
             away.filter(|d| d.uuid == uuid).map(|d| d.bytes).sum()
         };
         self.gpus
@@ -131,7 +134,11 @@ fn list_process(p: &Process) -> control::Process {
         phase: format!("{:?}", p.phase),
         command: p.identity.command.clone(),
         vram_bytes: p.vram_bytes(),
-        away: if p.phase == Phase::Away { p.away.iter().map(device).collect() } else { Vec::new() },
+        away: if p.phase == Phase::Away {
+            p.away.iter().flatten().map(device).collect()
+        } else {
+            Vec::new()
+        },
         calls: p.page.as_ref().map_or(0, |page| page.calls),
         inflight: p.page.as_ref().map_or(0, |page| page.inflight),
         waiters: p.page.as_ref().map_or(0, |page| page.waiters),
