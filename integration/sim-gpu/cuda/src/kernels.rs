@@ -2,7 +2,7 @@
 //!
 //! | name | parameters | does |
 //! | --- | --- | --- |
-//! | `fill_u32` | `u64 pointer, u64 count, u32 value` | every word becomes value + its index |
+//! | `fill_u32` | `u64 pointer, u64 count, u32 value` | sets every word |
 //! | `add_u32` | `u64 pointer, u64 count, u32 increment` | adds to every word |
 //! | `spin_ms` | `u32 milliseconds` | keeps the stream busy |
 //!
@@ -93,12 +93,7 @@ impl Call {
         };
         match self {
             Self::Fill { pointer, count, value } => {
-                let mut next = value;
-                each_word::<4>(&words(pointer, count)?, |_| {
-                    let word = next.to_ne_bytes();
-                    next = next.wrapping_add(1);
-                    word
-                });
+                each_word::<4>(&words(pointer, count)?, |_| value.to_ne_bytes());
             }
             Self::Add { pointer, count, increment } => {
                 each_word::<4>(&words(pointer, count)?, |word| {

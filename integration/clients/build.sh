@@ -1,0 +1,34 @@
+#!/bin/sh
+# Builds the client programs into a folder: build.sh FOLDER
+# Needs a C compiler (CC, else gcc) and libc's headers; no CUDA toolkit and no driver.
+set -eu
+
+src=$(cd "$(dirname "$0")" && pwd)
+out=${1:?usage: build.sh FOLDER}
+cc=${CC:-gcc}
+flags="-std=gnu11 -O1 -g -Wall -Wextra -Wno-unused-parameter"
+mkdir -p "$out"
+stub=$(mktemp -d)
+trap 'rm -rf "$stub"' EXIT
+
+build() { # NAME SOURCE... [FLAG...]
+    name=$1
+    shift
+    # Under another name and then in place, so that a running copy is not in the way.
+    (cd "$src" && $cc $flags -o "$out/.$name.new" "$@" && mv "$out/.$name.new" "$out/$name")
+}
+
+(cd "$src" && $cc $flags -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$stub/libcuda.so.1" stub.c)
+
+build linked main_worker.c worker.c client.c load_linked.c "$stub/libcuda.so.1"
+build dlopen_dlsym main_worker.c worker.c client.c load_dlsym.c -ldl
+build ptds main_worker.c worker.c client.c load_dlsym.c -DPTDS -ldl
+build proc_address_v1 main_worker.c worker.c client.c load_proc_address.c -DVERSION=1 -ldl
+build proc_address_v2 main_worker.c worker.c client.c load_proc_address.c -DVERSION=2 -ldl
+build fork_then_use fork_then_use.c worker.c client.c load_dlsym.c -ldl
+build threads threads.c client.c load_dlsym.c -ldl -lpthread
+build crashers crashers.c client.c load_dlsym.c -ldl
+build checkpoint checkpoint.c client.c -ldl
+cp "$src/ctypes_worker.py" "$out/.ctypes_worker.py.new"
+chmod 755 "$out/.ctypes_worker.py.new"
+mv "$out/.ctypes_worker.py.new" "$out/ctypes_worker.py"

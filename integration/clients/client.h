@@ -1,0 +1,49 @@
+/* What the client programs share: the driver's functions, a GPU set up for use,
+ * a pattern in its memory, and answers as lines of JSON. */
+#ifndef CLIENT_H
+#define CLIENT_H
+
+#include "cuda_min.h"
+
+#define X(field, symbol, ptds, base, parameters) CUresult(*field) parameters;
+struct cuda {
+    CUDA_FUNCTIONS(X)
+};
+#undef X
+
+/* Fills the table. One loader is linked into each program; it says on stderr what is missing. 0: all there. */
+int cuda_load(struct cuda *cuda);
+
+/* One allocation, filled by seed, on a device made ready. */
+struct client {
+    struct cuda cuda;
+    CUdevice device;
+    CUcontext context;
+    CUmodule module;
+    CUfunction fill, add, spin;
+    CUdeviceptr memory;
+    size_t words;
+    uint32_t seed;
+    uint32_t touches;
+};
+
+/* cuInit, primary context, kernels. Returns the first CUresult that is not 0. */
+CUresult client_open(struct client *client, int device);
+/* Allocates and fills by seed. */
+CUresult client_fill(struct client *client, size_t mib, uint32_t seed);
+/* Adds 1 to every word with a kernel, on the default stream; does not wait. */
+CUresult client_touch(struct client *client);
+/* Keeps the default stream busy; does not wait. */
+CUresult client_spin(struct client *client, unsigned ms);
+/* Reads everything back: the number of wrong words, and a checksum of all. */
+CUresult client_verify(struct client *client, uint64_t *wrong, uint64_t *checksum);
+
+/* CLOCK_MONOTONIC in microseconds. */
+uint64_t now_us(void);
+/* Sleeps, over signals too. */
+void sleep_ms(unsigned ms);
+/* One line of JSON: command, result, elapsed_us and what more says, printed at once. */
+void answer(const char *command, CUresult result, uint64_t elapsed_us, const char *more, ...)
+    __attribute__((format(printf, 4, 5)));
+
+#endif

@@ -1,0 +1,27 @@
+/* The driver's functions by dlopen and dlsym; with PTDS defined, those of the per-thread default stream. */
+#include "client.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+
+int cuda_load(struct cuda *cuda)
+{
+    void *library = dlopen("libcuda.so.1", RTLD_NOW);
+    if (library == NULL) {
+        fprintf(stderr, "%s\n", dlerror());
+        return 1;
+    }
+#ifdef PTDS
+#define NAME(symbol, ptds) #ptds
+#else
+#define NAME(symbol, ptds) #symbol
+#endif
+#define X(field, symbol, ptds, base, parameters)                                                                      \
+    if ((*(void **)&cuda->field = dlsym(library, NAME(symbol, ptds))) == NULL) {                                      \
+        fprintf(stderr, "libcuda.so.1 has no %s\n", NAME(symbol, ptds));                                              \
+        return 1;                                                                                                     \
+    }
+    CUDA_FUNCTIONS(X)
+#undef X
+    return 0;
+}

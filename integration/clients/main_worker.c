@@ -1,0 +1,7 @@
+/* The worker by itself: see worker.c. */
+int worker_main(int argc, char **argv);
+
+int main(int argc, char **argv)
+{
+    return worker_main(argc, argv);
+}

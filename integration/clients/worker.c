@@ -1,0 +1,289 @@
+/* A CUDA application on command.
+ *
+ *   PROGRAM [--mib N] [--seed S] [--device D] [--script "touch;sleep 2000;verify"] [--period-ms P]
+ *
+ * It allocates N MiB (default 64), fills them by seed (default 1), then obeys commands: those of
+ * --script and then those on stdin, one per line. With --script it ends when the script does, unless the
+ * script ends in "stdin". With --period-ms it launches a kernel and waits for it every P ms, between commands
+ * that come on stdin, for ever. Every step is answered by one line of JSON on stdout:
+ *
+ *   {"command":"touch","result":0,"elapsed_us":12,"at_us":3456, ...}
+ *
+ * result is the CUresult, elapsed_us the time of the call, at_us CLOCK_MONOTONIC.
+ *
+ *   verify          read all back and compare: "ok", "wrong", "checksum"
+ *   touch           add 1 to every word with a kernel (verify knows), do not wait
+ *   sync            cuCtxSynchronize
+ *   streamsync, streamquery, eventsync, eventquery     on an own stream, and an event recorded on it
+ *   record          cuEventRecord of that event
+ *   streamcreate    cuStreamCreate
+ *   meminfo         cuMemGetInfo: "free_bytes", "total_bytes"
+ *   alloc N         N MiB more; free: the last of them
+ *   spin MS         a kernel of so long, do not wait
+ *   managed         1 MiB of managed memory
+ *   peer            peer access from this device's context to the other device's
+ *   fork            a child that makes a CUDA call and exits: "child_result", "child_status"
+ *   exec-info       "pid", "uid", "device_name", "driver_version", "program"
+ *   init            cuInit again
+ *   version         cuDriverGetVersion
+ *   sleep MS
+ *   quit
+ *
+ * The programs linked, dlopen_dlsym, proc_address_v1, proc_address_v2 and ptds are this one,
+ * each with another way to the driver.
+ */
+#include "client.h"
+
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define MAX_ALLOCATIONS 256
+
+static struct client client;
+static CUstream stream;
+static CUevent event;
+static CUdeviceptr allocations[MAX_ALLOCATIONS];
+static int allocation_count;
+static const char *program;
+
+#define TIMED(call)                                                                                                   \
+    do {                                                                                                              \
+        uint64_t start_ = now_us();                                                                                   \
+        CUresult result_ = (call);                                                                                    \
+        answer(command, result_, now_us() - start_, "%s", "");                                                        \
+        return 1;                                                                                                     \
+    } while (0)
+
+static CUresult alloc_more(size_t mib)
+{
+    if (allocation_count == MAX_ALLOCATIONS)
+        return 2;
+    CUresult result = client.cuda.mem_alloc(&allocations[allocation_count], mib << 20);
+    allocation_count += result == 0;
+    return result;
+}
+
+static CUresult free_last(void)
+{
+    if (allocation_count == 0)
+        return 1;
+    return client.cuda.mem_free(allocations[--allocation_count]);
+}
+
+static CUresult peer_access(void)
+{
+    int count;
+    CUdevice other;
+    CUcontext context;
+    CUresult result = client.cuda.device_count(&count);
+    if (result != 0 || count < 2)
+        return result != 0 ? result : 101;
+    if ((result = client.cuda.device_get(&other, client.device == 0 ? 1 : 0)) != 0 ||
+        (result = client.cuda.primary_retain(&context, other)) != 0)
+        return result;
+    return client.cuda.ctx_enable_peer(context, 0);
+}
+
+static void verify(const char *command)
+{
+    uint64_t wrong = 0, checksum = 0, start = now_us();
+    CUresult result = client_verify(&client, &wrong, &checksum);
+    answer(command, result, now_us() - start, "\"ok\":%s,\"wrong\":%llu,\"checksum\":\"%016llx\",\"touches\":%u",
+           result == 0 && wrong == 0 ? "true" : "false", (unsigned long long)wrong, (unsigned long long)checksum,
+           client.touches);
+}
+
+static void meminfo(const char *command)
+{
+    size_t free_bytes = 0, total_bytes = 0;
+    uint64_t start = now_us();
+    CUresult result = client.cuda.mem_info(&free_bytes, &total_bytes);
+    answer(command, result, now_us() - start, "\"free_bytes\":%zu,\"total_bytes\":%zu", free_bytes, total_bytes);
+}
+
+static void fork_child(const char *command)
+{
+    int status = 0, pipes[2];
+    CUresult result = -1;
+    uint64_t start = now_us();
+    if (pipe(pipes) != 0)
+        return;
+    pid_t child = fork();
+    if (child == 0) {
+        result = client.cuda.ctx_set(client.context);
+        _exit(write(pipes[1], &result, sizeof result) != sizeof result);
+    }
+    close(pipes[1]);
+    if (read(pipes[0], &result, sizeof result) < 0)
+        result = -1;
+    close(pipes[0]);
+    waitpid(child, &status, 0);
+    answer(command, child < 0, now_us() - start, "\"child_result\":%d,\"child_status\":%d", result, status);
+}
+
+static void exec_info(const char *command)
+{
+    char name[100] = "";
+    int version = 0;
+    CUresult result = client.cuda.device_name(name, sizeof name, client.device);
+    client.cuda.driver_version(&version);
+    answer(command, result, 0, "\"pid\":%d,\"uid\":%d,\"device_name\":\"%s\",\"driver_version\":%d,\"program\":\"%s\"",
+           (int)getpid(), (int)getuid(), name, version, program);
+}
+
+/* 0: the program is to end. */
+static int obey(char *line)
+{
+    char *save = NULL;
+    const char *command = strtok_r(line, " \t\r\n", &save);
+    const char *argument = strtok_r(NULL, " \t\r\n", &save);
+    unsigned number = argument ? (unsigned)strtoul(argument, NULL, 10) : 0;
+    struct cuda *cuda = &client.cuda;
+    CUstream another;
+    CUdeviceptr managed;
+    int version;
+    if (command == NULL)
+        return 1;
+    if (strcmp(command, "quit") == 0) {
+        answer(command, 0, 0, "%s", "");
+        return 0;
+    }
+    if (strcmp(command, "touch") == 0)
+        TIMED(client_touch(&client));
+    if (strcmp(command, "sync") == 0)
+        TIMED(cuda->ctx_sync());
+    if (strcmp(command, "streamsync") == 0)
+        TIMED(cuda->stream_sync(stream));
+    if (strcmp(command, "streamquery") == 0)
+        TIMED(cuda->stream_query(stream));
+    if (strcmp(command, "eventsync") == 0)
+        TIMED(cuda->event_sync(event));
+    if (strcmp(command, "eventquery") == 0)
+        TIMED(cuda->event_query(event));
+    if (strcmp(command, "record") == 0)
+        TIMED(cuda->event_record(event, stream));
+    if (strcmp(command, "streamcreate") == 0)
+        TIMED(cuda->stream_create(&another, 0));
+    if (strcmp(command, "alloc") == 0)
+        TIMED(alloc_more(number));
+    if (strcmp(command, "free") == 0)
+        TIMED(free_last());
+    if (strcmp(command, "spin") == 0)
+        TIMED(client_spin(&client, number));
+    if (strcmp(command, "managed") == 0)
+        TIMED(cuda->mem_managed(&managed, 1 << 20, 1));
+    if (strcmp(command, "peer") == 0)
+        TIMED(peer_access());
+    if (strcmp(command, "init") == 0)
+        TIMED(cuda->init(0));
+    if (strcmp(command, "version") == 0)
+        TIMED(cuda->driver_version(&version));
+    if (strcmp(command, "sleep") == 0)
+        TIMED((sleep_ms(number), 0));
+    if (strcmp(command, "verify") == 0)
+        verify(command);
+    else if (strcmp(command, "meminfo") == 0)
+        meminfo(command);
+    else if (strcmp(command, "fork") == 0)
+        fork_child(command);
+    else if (strcmp(command, "exec-info") == 0)
+        exec_info(command);
+    else
+        answer("unknown", -1, 0, "%s", "");
+    return 1;
+}
+
+/* Commands from stdin until quit or its end; with a period, work in between, and for ever. */
+static void obey_stdin(unsigned period_ms)
+{
+    static char buffer[4096];
+    size_t length = 0;
+    int open = 1;
+    uint64_t due = now_us();
+    while (open || period_ms > 0) {
+        struct pollfd wait = {open ? STDIN_FILENO : -1, POLLIN, 0};
+        int64_t left_us = period_ms > 0 ? (int64_t)(due - now_us()) : -1;
+        int ready = poll(&wait, 1, period_ms == 0 ? -1 : left_us > 0 ? (int)(left_us / 1000 + 1) : 0);
+        if (ready > 0) {
+            ssize_t got = read(STDIN_FILENO, buffer + length, sizeof buffer - 1 - length);
+            if (got <= 0)
+                open = 0;
+            else
+                length += (size_t)got;
+            char *end;
+            while ((end = memchr(buffer, '\n', length)) != NULL) {
+                size_t used = (size_t)(end - buffer) + 1;
+                *end = 0;
+                if (!obey(buffer))
+                    return;
+                memmove(buffer, buffer + used, length -= used);
+            }
+            if (length == sizeof buffer - 1)
+                length = 0;
+        }
+        if (period_ms > 0 && now_us() >= due) {
+            uint64_t start = now_us();
+            CUresult result = client_touch(&client);
+            if (result == 0)
+                result = client.cuda.ctx_sync();
+            answer("period", result, now_us() - start, "\"touches\":%u", client.touches);
+            due += (uint64_t)period_ms * 1000;
+            if (due < now_us())
+                due = now_us() + (uint64_t)period_ms * 1000;
+        }
+    }
+}
+
+int worker_main(int argc, char **argv)
+{
+    size_t mib = 64;
+    uint32_t seed = 1;
+    int device = 0;
+    unsigned period_ms = 0;
+    char *script = NULL;
+    for (int i = 1; i + 1 < argc; i += 2) {
+        if (strcmp(argv[i], "--mib") == 0)
+            mib = strtoul(argv[i + 1], NULL, 10);
+        else if (strcmp(argv[i], "--seed") == 0)
+            seed = (uint32_t)strtoul(argv[i + 1], NULL, 10);
+        else if (strcmp(argv[i], "--device") == 0)
+            device = atoi(argv[i + 1]);
+        else if (strcmp(argv[i], "--period-ms") == 0)
+            period_ms = (unsigned)strtoul(argv[i + 1], NULL, 10);
+        else if (strcmp(argv[i], "--script") == 0)
+            script = argv[i + 1];
+        else {
+            fprintf(stderr, "%s: unknown option %s; see the head of worker.c\n", argv[0], argv[i]);
+            return 2;
+        }
+    }
+    program = strrchr(argv[0], '/') ? strrchr(argv[0], '/') + 1 : argv[0];
+    if (cuda_load(&client.cuda) != 0)
+        return 3;
+    uint64_t start = now_us();
+    CUresult result = client_open(&client, device);
+    answer("open", result, now_us() - start, "\"pid\":%d,\"program\":\"%s\"", (int)getpid(), program);
+    if (result != 0)
+        return 4;
+    start = now_us();
+    result = client_fill(&client, mib, seed);
+    answer("fill", result, now_us() - start, "\"mib\":%zu,\"seed\":%u", mib, seed);
+    if (result != 0 || client.cuda.stream_create(&stream, 0) != 0 || client.cuda.event_create(&event, 0) != 0 ||
+        client.cuda.event_record(event, stream) != 0)
+        return 4;
+    int from_stdin = script == NULL || period_ms > 0;
+    char *save = NULL;
+    for (char *command = script ? strtok_r(script, ";", &save) : NULL; command; command = strtok_r(NULL, ";", &save)) {
+        if (strcmp(command, "stdin") == 0)
+            from_stdin = 1;
+        else if (!obey(command))
+            return 0;
+    }
+    if (from_stdin)
+        obey_stdin(period_ms);
+    return 0;
+}
