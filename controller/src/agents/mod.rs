@@ -14,6 +14,8 @@
 mod connection;
 mod listener;
 mod papers;
+#[cfg(test)]
+mod tests;
 
 use std::{fs::File, os::unix::fs::FileExt};
 

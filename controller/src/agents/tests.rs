@@ -1,0 +1,196 @@
+//! Connections against peers of every kind.
+
+use std::{
+    io::{IoSlice, Read, Write},
+    mem::MaybeUninit,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    sync::Arc,
+};
+
+use affinode_proto::wire::{
+    Hazards, Phase, WIRE_VERSION,
+    message::{Action, AgentMessage, ControllerMessage, FRAME_BYTES},
+    page::{PAGE_BYTES, PAGE_MAGIC, SLOT_COUNT, header},
+};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use tokio::sync::mpsc;
+
+use super::*;
+
+fn page() -> OwnedFd {
+    let fd = rustix::fs::memfd_create("page", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&fd, PAGE_BYTES as u64).unwrap();
+    let file = File::from(fd);
+    file.write_all_at(&PAGE_MAGIC.to_ne_bytes(), header::MAGIC as u64).unwrap();
+    file.write_all_at(&WIRE_VERSION.to_ne_bytes(), header::VERSION as u64).unwrap();
+    file.write_all_at(&(SLOT_COUNT as u32).to_ne_bytes(), header::SLOT_COUNT as u64).unwrap();
+    file.into()
+}
+
+fn hello(version: u32) -> [u8; FRAME_BYTES] {
+    AgentMessage::Hello {
+        version,
+        pid_in_namespace: 1,
+        phase: Phase::Open,
+        generation: 0,
+        driver_version: 13_000,
+        hazards: Hazards::default(),
+    }
+    .encode()
+}
+
+fn send_with(stream: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
+    }
+    rustix::net::sendmsg(stream, &[IoSlice::new(bytes)], &mut control, SendFlags::empty()).unwrap();
+}
+
+struct Bench {
+    peer: UnixStream,
+    mail: mpsc::Receiver<AgentMail>,
+}
+
+/// Serves one end of a socket pair as a connection of a container.
+fn bench() -> Bench {
+    let (peer, ours) = UnixStream::pair().unwrap();
+    ours.set_nonblocking(true).unwrap();
+    let (sender, mail) = mpsc::channel(8);
+    let key = Key::parse(&"0".repeat(32)).unwrap();
+    let stream = tokio::net::UnixStream::from_std(ours).unwrap();
+    tokio::spawn(connection::serve(stream, key, ProcessId(1), sender));
+    Bench { peer, mail }
+}
+
+fn refusal(peer: &mut UnixStream) -> ControllerMessage {
+    let mut frame = [0; FRAME_BYTES];
+    peer.read_exact(&mut frame).unwrap();
+    ControllerMessage::decode(&frame).unwrap()
+}
+
+#[tokio::test]
+async fn a_process_with_good_papers_joins_and_is_named_by_the_kernel() {
+    let mut bench = bench();
+    let page = page();
+    send_with(&bench.peer, &hello(WIRE_VERSION), &[page.as_fd()]);
+    let Some(AgentMail::Joined { identity, mut agent, .. }) = bench.mail.recv().await else {
+        panic!("not joined")
+    };
+    assert_eq!(identity.pid, std::process::id());
+    assert_eq!(agent.read_page(&mut [0; PAGE_BYTES]).unwrap().phase, Phase::Open);
+
+    let order = ControllerMessage::Order { order: 1, action: Action::Restore };
+    assert!(agent.send(order));
+    let answer = tokio::task::spawn_blocking(move || refusal(&mut bench.peer)).await.unwrap();
+    assert_eq!(answer, order);
+}
+
+#[tokio::test]
+async fn a_page_that_its_container_shrinks_or_overwrites_is_an_error_and_no_signal() {
+    let mut bench = bench();
+    let page = page();
+    send_with(&bench.peer, &hello(WIRE_VERSION), &[page.as_fd()]);
+    let Some(AgentMail::Joined { agent, .. }) = bench.mail.recv().await else {
+        panic!("not joined")
+    };
+    let file = File::from(page);
+    file.write_all_at(&[0xff; 64], 0).unwrap();
+    assert!(matches!(agent.read_page(&mut [0; PAGE_BYTES]), Err(PageReadError::Content(_))));
+    file.set_len(10).unwrap();
+    assert!(matches!(agent.read_page(&mut [0; PAGE_BYTES]), Err(PageReadError::Io(_))));
+}
+
+#[tokio::test]
+async fn another_version_is_told_not_to_come_back() {
+    let mut bench = bench();
+    send_with(&bench.peer, &hello(WIRE_VERSION + 1), &[page().as_fd()]);
+    let Some(AgentMail::Refused { why, .. }) = bench.mail.recv().await else {
+        panic!("not refused")
+    };
+    assert!(why.contains("restart the container"), "{why}");
+    assert_eq!(
+        refusal(&mut bench.peer),
+        ControllerMessage::Refuse { version: WIRE_VERSION, retry: false }
+    );
+}
+
+#[tokio::test]
+async fn noise_missing_and_surplus_descriptors_are_refused() {
+    let first = page();
+    let second = page();
+    let cases: [(&[u8], Vec<BorrowedFd<'_>>, &str); 4] = [
+        (&[0xab; FRAME_BYTES], vec![first.as_fd()], "magic"),
+        (&AgentMessage::Notice { hazards: Hazards(1) }.encode(), vec![first.as_fd()], "no Hello"),
+        (&hello(WIRE_VERSION), vec![], "0 descriptors"),
+        (&hello(WIRE_VERSION), vec![first.as_fd(), second.as_fd(), first.as_fd()], "descriptors"),
+    ];
+    for (frame, fds, expected) in cases {
+        let mut bench = bench();
+        send_with(&bench.peer, frame, &fds);
+        let Some(AgentMail::Refused { why, .. }) = bench.mail.recv().await else {
+            panic!("{expected}")
+        };
+        assert!(why.contains(expected), "{why}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_that_says_nothing_is_turned_away() {
+    let mut bench = bench();
+    let Some(AgentMail::Refused { why, .. }) = bench.mail.recv().await else {
+        panic!("not refused")
+    };
+    assert!(why.contains("no Hello within"), "{why}");
+}
+
+#[tokio::test]
+async fn a_frame_that_is_no_message_cuts_the_connection_and_nothing_else() {
+    let mut bench = bench();
+    send_with(&bench.peer, &hello(WIRE_VERSION), &[page().as_fd()]);
+    let Some(AgentMail::Joined { agent: _agent, .. }) = bench.mail.recv().await else {
+        panic!("not joined")
+    };
+    bench.peer.write_all(&[7; FRAME_BYTES]).unwrap();
+    assert!(matches!(bench.mail.recv().await, Some(AgentMail::Detached(ProcessId(1)))));
+}
+
+#[tokio::test]
+async fn an_agent_that_does_not_read_is_cut_off_and_costs_no_memory() {
+    let mut bench = bench();
+    send_with(&bench.peer, &hello(WIRE_VERSION), &[page().as_fd()]);
+    let Some(AgentMail::Joined { mut agent, .. }) = bench.mail.recv().await else {
+        panic!("not joined")
+    };
+    let sent = (0..1_000_000)
+        .take_while(|_| agent.send(ControllerMessage::Welcome { process: 1 }))
+        .count();
+    // The channel's places; the writer had no turn to empty it.
+    assert_eq!(sent, OUTBOX);
+    assert!(matches!(bench.mail.recv().await, Some(AgentMail::Detached(_))));
+}
+
+#[tokio::test]
+async fn the_listener_replaces_a_stale_socket_and_lets_everybody_connect() {
+    let run_dir = tempfile::tempdir().unwrap();
+    // Longer than a socket address may be.
+    let deep = run_dir.path().join("d".repeat(100));
+    let key = Key::parse(&"0".repeat(32)).unwrap();
+    let (sender, mut mail) = mpsc::channel(8);
+    let numbers = Arc::new(std::sync::atomic::AtomicU64::new(1));
+    for _ in 0..2 {
+        let listener = Listener::open(&deep, &key, Arc::clone(&numbers), sender.clone()).unwrap();
+        let folder = deep.join("containers").join(key.as_str()).join("mount");
+        let opened = File::open(&folder).unwrap();
+        let address =
+            format!("/proc/self/fd/{}/agent.sock", std::os::fd::AsRawFd::as_raw_fd(&opened));
+        let mut peer = UnixStream::connect(address).unwrap();
+        peer.write_all(&[0; FRAME_BYTES]).unwrap();
+        assert!(matches!(mail.recv().await, Some(AgentMail::Refused { .. })));
+        drop(listener);
+    }
+}
