@@ -1,2 +1,19 @@
-//! Filled in by the next commits.
-fn main() {}
+//! `containerd-shim-affinode-v1`: parses, runs, exits. The controller of a node
+//! is named in this file alone.
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    affinode_shim::run(std::env::args_os(), controller)
+}
+
+#[cfg(feature = "controller")]
+fn controller(args: Vec<OsString>) -> ExitCode {
+    affinode_controller::run(args.into_iter())
+}
+
+#[cfg(not(feature = "controller"))]
+fn controller(_args: Vec<OsString>) -> ExitCode {
+    affinode_shim::fail("this binary was built without the controller (cargo feature `controller`)")
+}

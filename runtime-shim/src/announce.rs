@@ -1,0 +1,226 @@
+//! Tells the controller of this shim's containers, and keeps it alive.
+//!
+//! ```text
+//! Quiet ──first container──> Seeking ──connected: all announced──> Watching
+//!   ^                          │  ^                                   │ │
+//!   │                          └──┘ not there: start it, back off     │ │
+//!   │                             ^─────── the connection ended ──────┘ │
+//!   └────────────────────── last container gone ────────────────────────┘
+//! ```
+//!
+//! One task owns the list of containers and the connection. A shim without GPU
+//! containers stays Quiet: it neither starts nor holds a controller.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use affinode_proto::api::control::Announcement;
+use tokio::io::AsyncReadExt;
+use tokio::net::UnixStream;
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+use tracing::{info, warn};
+
+use crate::launch::Launcher;
+use crate::paths::Paths;
+use crate::report;
+use crate::rpc::{Caller, RpcError};
+
+/// Longest time between two attempts to reach the controller.
+const BACK_OFF_MAX: Duration = Duration::from_secs(30);
+/// First such time; doubles.
+const BACK_OFF: Duration = Duration::from_millis(250);
+/// Shims that lose the controller at once come back spread over this time.
+const SPREAD_MS: u32 = 200;
+
+/// A way to the task that talks to the controller.
+#[derive(Debug)]
+pub struct Announcer {
+    orders: mpsc::UnboundedSender<Order>,
+    task: JoinHandle<()>,
+}
+
+#[derive(Debug)]
+enum Order {
+    Add(Box<Announcement>),
+    Remove(String),
+}
+
+impl Announcer {
+    /// Starts the task on the current runtime.
+    #[must_use]
+    pub fn spawn(launcher: Launcher) -> Announcer {
+        let (orders, inbox) = mpsc::unbounded_channel();
+        let task = tokio::spawn(State::new(launcher).run(inbox));
+        Announcer { orders, task }
+    }
+
+    /// A container is being created.
+    pub fn add(&self, container: Announcement) {
+        // The task ends only with its last sender.
+        let _ = self.orders.send(Order::Add(Box::new(container)));
+    }
+
+    /// A container is gone; its folder goes too. Unknown keys are no matter.
+    pub fn remove(&self, key: String) {
+        let _ = self.orders.send(Order::Remove(key));
+    }
+
+    /// Ends the task once it has done what it was told, or after `patience`.
+    pub async fn finish(self, patience: Duration) {
+        drop(self.orders);
+        let _ = tokio::time::timeout(patience, self.task).await;
+    }
+}
+
+struct State {
+    launcher: Launcher,
+    containers: BTreeMap<String, Announcement>,
+    /// Held open without a word: its end is the controller's.
+    watch: Option<UnixStream>,
+    failures: u32,
+    next_attempt: Instant,
+}
+
+impl State {
+    fn new(launcher: Launcher) -> State {
+        State {
+            launcher,
+            containers: BTreeMap::new(),
+            watch: None,
+            failures: 0,
+            next_attempt: Instant::now(),
+        }
+    }
+
+    async fn run(mut self, mut inbox: mpsc::UnboundedReceiver<Order>) {
+        loop {
+            let seeking = self.watch.is_none() && !self.containers.is_empty();
+            tokio::select! {
+                // Orders first, so that one that came before the end is done.
+                biased;
+                order = inbox.recv() => match order {
+                    Some(Order::Add(container)) => self.add(*container).await,
+                    Some(Order::Remove(key)) => self.remove(&key).await,
+                    None => return,
+                },
+                () = ended(&mut self.watch) => {
+                    info!("the controller is gone");
+                    self.watch = None;
+                    self.next_attempt = Instant::now() + spread();
+                }
+                () = tokio::time::sleep_until(self.next_attempt), if seeking => self.seek().await,
+            }
+        }
+    }
+
+    async fn add(&mut self, container: Announcement) {
+        self.containers.insert(container.key.clone(), container.clone());
+        if self.watch.is_some() {
+            self.announce(container).await;
+        }
+    }
+
+    async fn remove(&mut self, key: &str) {
+        if self.containers.remove(key).is_some() && self.watch.is_some() {
+            let withdrawn = key.to_owned();
+            if let Err(error) = self.call(move |caller| caller.withdraw(&withdrawn)).await {
+                warn!(key, "cannot withdraw the container: {}", report(&error));
+            }
+        }
+        if let Err(error) = self.launcher.paths.container(key).remove() {
+            warn!(key, "cannot remove the container's folder: {error}");
+        }
+        if self.containers.is_empty() {
+            self.watch = None;
+        }
+    }
+
+    async fn seek(&mut self) {
+        match self.launcher.connect().await {
+            Ok(stream) => {
+                self.watch = Some(stream);
+                self.failures = 0;
+                for container in self.containers.values().cloned().collect::<Vec<_>>() {
+                    self.announce(container).await;
+                }
+            }
+            Err(error) => {
+                if self.failures == 0 {
+                    warn!("containers run unmanaged: {}", report(&error));
+                }
+                self.back_off();
+            }
+        }
+    }
+
+    async fn announce(&mut self, container: Announcement) {
+        let (key, id) = (container.key.clone(), container.id.clone());
+        match self.call(|caller| caller.announce(container)).await {
+            Ok(warnings) => {
+                for warning in warnings {
+                    warn!(id, "{warning}");
+                }
+            }
+            Err(error) => {
+                warn!(id, key, "cannot announce the container: {}", report(&error));
+                self.watch = None;
+                self.back_off();
+            }
+        }
+    }
+
+    fn back_off(&mut self) {
+        let pause = BACK_OFF.saturating_mul(1 << self.failures.min(10)).min(BACK_OFF_MAX);
+        self.failures += 1;
+        self.next_attempt = Instant::now() + pause + spread();
+    }
+
+    /// A call on a connection of its own, bounded in time.
+    async fn call<T: Send + 'static>(
+        &self,
+        call: impl FnOnce(&mut Caller) -> Result<T, RpcError> + Send + 'static,
+    ) -> Result<T, RpcError> {
+        let socket = self.launcher.paths.control_socket();
+        tokio::task::spawn_blocking(move || call(&mut Caller::control(&socket)?))
+            .await
+            .unwrap_or_else(|error| Err(std::io::Error::other(error).into()))
+    }
+}
+
+/// Returns when the watched connection ends; never without one.
+async fn ended(watch: &mut Option<UnixStream>) {
+    let Some(stream) = watch else {
+        return std::future::pending().await;
+    };
+    // The controller says nothing here; if it does, it is alive.
+    let mut bytes = [0; 64];
+    while let Ok(1..) = stream.read(&mut bytes).await {}
+}
+
+/// Tells a container's end to a controller, if there is one, and removes its
+/// folder: for `delete`, where no announcer is left.
+pub fn withdraw(paths: &Paths, key: &str) {
+    let folder = paths.container(key);
+    if !folder.exists() {
+        return;
+    }
+    // Without a controller there is nobody to tell.
+    let _ = Caller::control(&paths.control_socket()).and_then(|mut caller| caller.withdraw(key));
+    if let Err(error) = folder.remove() {
+        warn!(key, "cannot remove the container's folder: {error}");
+    }
+}
+
+/// Different for each process, the same for none on purpose.
+fn spread() -> Duration {
+    let nanos = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .map_or(0, |time| time.subsec_nanos());
+    let seed = nanos ^ std::process::id().wrapping_mul(0x9e37_79b9);
+    Duration::from_millis(u64::from(seed % SPREAD_MS))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,263 @@
+//! A container's bundle folder: config.json read and replaced, the address files
+//! that containerd goes by after its restart, and our own note beside them.
+
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::peer::Identity;
+
+/// Bound on what is read of config.json; real ones are below 1 MiB.
+const CONFIG_MAX_BYTES: u64 = 16 << 20;
+/// Bound on what is read of the small files.
+const NOTE_MAX_BYTES: u64 = 64 << 10;
+const CONFIG: &str = "config.json";
+const NOTE: &str = "affinode.json";
+
+/// A bundle folder.
+#[derive(Clone, Debug)]
+pub struct Bundle(PathBuf);
+
+/// A file of a bundle could not be used.
+#[derive(Debug, thiserror::Error)]
+pub enum BundleError {
+    /// Reading failed.
+    #[error("cannot read {path}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Larger than anything that is taken for real.
+    #[error("{path} is larger than {max_bytes} bytes")]
+    TooLarge {
+        /// The file.
+        path: PathBuf,
+        /// The bound.
+        max_bytes: u64,
+    },
+    /// Not JSON.
+    #[error("{path} is not JSON")]
+    NotJson {
+        /// The file.
+        path: PathBuf,
+        /// Where.
+        source: serde_json::Error,
+    },
+    /// Writing failed.
+    #[error("cannot replace {path}")]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// What `start` leaves in the bundle for `delete`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Note {
+    /// The proxy's address.
+    pub address: String,
+    /// The stock shim's address.
+    pub upstream: String,
+    /// The stock shim.
+    pub shim: Identity,
+}
+
+impl Bundle {
+    /// The bundle at this path.
+    pub fn new(path: impl Into<PathBuf>) -> Bundle {
+        Bundle(path.into())
+    }
+
+    /// Its path.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// The container's spec.
+    pub fn read_spec(&self) -> Result<Value, BundleError> {
+        let path = self.0.join(CONFIG);
+        let bytes = read_bounded(&path, CONFIG_MAX_BYTES)?;
+        serde_json::from_slice(&bytes).map_err(|source| BundleError::NotJson { path, source })
+    }
+
+    /// Replaces the container's spec, with the owner and mode that it had.
+    pub fn write_spec(&self, spec: &Value) -> Result<(), BundleError> {
+        let path = self.0.join(CONFIG);
+        let write = || {
+            let bytes = serde_json::to_vec(spec)?;
+            replace(&path, &bytes)
+        };
+        write().map_err(|source| BundleError::Write { path: path.clone(), source })
+    }
+
+    /// containerd 1.x finds a shim again by the file `address`, which the stock
+    /// shim writes with its own: replaced with ours, or a restart of containerd
+    /// would go round the proxy. A bundle without the file stays without it.
+    pub fn rewrite_address(&self, address: &str) -> Result<(), BundleError> {
+        let path = self.0.join("address");
+        if !path.exists() {
+            return Ok(());
+        }
+        replace(&path, address.as_bytes()).map_err(|source| BundleError::Write { path, source })
+    }
+
+    /// The address at which containerd believes this container's shim to be.
+    #[must_use]
+    pub fn recorded_address(&self) -> Option<String> {
+        if let Ok(bytes) = read_bounded(&self.0.join("bootstrap.json"), NOTE_MAX_BYTES) {
+            let value: Value = serde_json::from_slice(&bytes).ok()?;
+            return Some(value.get("address")?.as_str()?.to_owned());
+        }
+        let bytes = read_bounded(&self.0.join("address"), NOTE_MAX_BYTES).ok()?;
+        Some(String::from_utf8(bytes).ok()?.trim().to_owned())
+    }
+
+    /// Leaves a note for `delete`.
+    pub fn write_note(&self, note: &Note) -> Result<(), BundleError> {
+        let path = self.0.join(NOTE);
+        let write = || {
+            let bytes = serde_json::to_vec(note)?;
+            replace(&path, &bytes)
+        };
+        write().map_err(|source| BundleError::Write { path: path.clone(), source })
+    }
+
+    /// The note that `start` left, if it did.
+    #[must_use]
+    pub fn note(&self) -> Option<Note> {
+        let bytes = read_bounded(&self.0.join(NOTE), NOTE_MAX_BYTES).ok()?;
+        serde_json::from_slice(&bytes).ok()
+    }
+
+    /// The other bundles of this namespace.
+    #[must_use]
+    pub fn siblings(&self) -> Vec<Bundle> {
+        let Some(entries) = self.0.parent().and_then(|dir| fs::read_dir(dir).ok()) else {
+            return Vec::new();
+        };
+        entries
+            .flatten()
+            .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
+            .map(|entry| entry.path())
+            .filter(|path| *path != self.0)
+            .map(Bundle)
+            .collect()
+    }
+
+    /// The container's id: the folder's name.
+    #[must_use]
+    pub fn id(&self) -> Option<&str> {
+        self.0.file_name()?.to_str()
+    }
+}
+
+fn read_bounded(path: &Path, max_bytes: u64) -> Result<Vec<u8>, BundleError> {
+    let read = || {
+        let mut bytes = Vec::new();
+        File::open(path)?.take(max_bytes + 1).read_to_end(&mut bytes)?;
+        Ok(bytes)
+    };
+    let bytes = read().map_err(|source| BundleError::Read { path: path.to_owned(), source })?;
+    if bytes.len() as u64 > max_bytes {
+        return Err(BundleError::TooLarge { path: path.to_owned(), max_bytes });
+    }
+    Ok(bytes)
+}
+
+/// Writes beside `path` and renames over it, so that a reader sees the old or the
+/// new file whole. Owner and mode stay those of the old file, if there was one.
+fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let fresh = path.with_file_name(format!(".{name}.affinode"));
+    // One left by a process that was killed.
+    let _ = fs::remove_file(&fresh);
+    let write = || {
+        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&fresh)?;
+        file.write_all(bytes)?;
+        match fs::metadata(path) {
+            Ok(old) => {
+                std::os::unix::fs::fchown(&file, Some(old.uid()), Some(old.gid()))?;
+                file.set_permissions(Permissions::from_mode(old.mode() & 0o7777))?;
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
+        }
+        fs::rename(&fresh, path)
+    };
+    write().inspect_err(|_| {
+        let _ = fs::remove_file(&fresh);
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bundle() -> (tempfile::TempDir, Bundle) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("box");
+        fs::create_dir(&path).unwrap();
+        (dir, Bundle::new(path))
+    }
+
+    #[test]
+    fn a_replaced_spec_keeps_mode_and_leaves_nothing_behind() {
+        let (_dir, bundle) = bundle();
+        let path = bundle.path().join(CONFIG);
+        fs::write(&path, "{\"b\":1,\"a\":18446744073709551615}").unwrap();
+        fs::set_permissions(&path, Permissions::from_mode(0o640)).unwrap();
+        let spec = bundle.read_spec().unwrap();
+        bundle.write_spec(&spec).unwrap();
+        assert_eq!(
+            fs::read_to_string(&path).unwrap(),
+            "{\"b\":1,\"a\":18446744073709551615}",
+            "order and numbers stay"
+        );
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o640);
+        assert_eq!(fs::read_dir(bundle.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn bad_specs_are_named() {
+        let (_dir, bundle) = bundle();
+        let missing = bundle.read_spec().unwrap_err().to_string();
+        assert!(missing.contains("cannot read"), "{missing}");
+        fs::write(bundle.path().join(CONFIG), "{not json").unwrap();
+        let error = bundle.read_spec().unwrap_err().to_string();
+        assert!(error.ends_with("box/config.json is not JSON"), "{error}");
+        File::create(bundle.path().join(CONFIG)).unwrap().set_len(CONFIG_MAX_BYTES + 1).unwrap();
+        let error = bundle.read_spec().unwrap_err().to_string();
+        assert!(error.contains("larger than"), "{error}");
+    }
+
+    #[test]
+    fn the_address_file_is_replaced_only_where_there_is_one() {
+        let (_dir, bundle) = bundle();
+        bundle.rewrite_address("unix:///ours").unwrap();
+        assert!(bundle.recorded_address().is_none());
+        fs::write(bundle.path().join("address"), "unix:///stock").unwrap();
+        bundle.rewrite_address("unix:///ours").unwrap();
+        assert_eq!(bundle.recorded_address().as_deref(), Some("unix:///ours"));
+        let json = r#"{"version":3,"address":"unix:///two","protocol":"ttrpc"}"#;
+        fs::write(bundle.path().join("bootstrap.json"), json).unwrap();
+        assert_eq!(bundle.recorded_address().as_deref(), Some("unix:///two"));
+    }
+
+    #[test]
+    fn siblings_are_the_other_folders() {
+        let (dir, bundle) = bundle();
+        fs::create_dir(dir.path().join("two")).unwrap();
+        fs::write(dir.path().join("file"), "").unwrap();
+        let ids: Vec<_> = bundle.siblings().iter().map(|b| b.id().unwrap().to_owned()).collect();
+        assert_eq!(ids, ["two"]);
+    }
+}

@@ -1,0 +1,104 @@
+//! Placing a process in a cgroup: the shim's daemon in the one that the options
+//! name, the controller in one of its own.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Where cgroups are mounted.
+const ROOT: &str = "/sys/fs/cgroup";
+
+/// Puts a process into an existing cgroup, on every hierarchy that has it.
+pub fn join(path: &str, pid: u32) -> io::Result<()> {
+    join_below(&hierarchies(Path::new(ROOT))?, path, pid)
+}
+
+/// Puts a process into a cgroup that is made where it is missing. Best effort:
+/// returns whether any hierarchy took it.
+#[must_use]
+pub fn make_and_join(path: &str, pid: u32) -> bool {
+    let Ok(roots) = hierarchies(Path::new(ROOT)) else {
+        return false;
+    };
+    let mut joined = false;
+    for root in roots {
+        let dir = below(&root, path);
+        // cpuset of cgroup v1 takes nobody before it is set up: leave it.
+        if root.file_name().is_some_and(|name| name == "cpuset") {
+            continue;
+        }
+        if fs::create_dir_all(&dir).is_ok() {
+            joined |= fs::write(dir.join("cgroup.procs"), pid.to_string()).is_ok();
+        }
+    }
+    joined
+}
+
+fn join_below(roots: &[PathBuf], path: &str, pid: u32) -> io::Result<()> {
+    let mut joined = false;
+    for root in roots {
+        let procs = below(root, path).join("cgroup.procs");
+        if procs.exists() {
+            fs::write(&procs, pid.to_string())?;
+            joined = true;
+        }
+    }
+    if joined {
+        Ok(())
+    } else {
+        Err(io::Error::new(io::ErrorKind::NotFound, format!("no cgroup {path}")))
+    }
+}
+
+/// The unified hierarchy, or every controller's folder of cgroup v1.
+fn hierarchies(root: &Path) -> io::Result<Vec<PathBuf>> {
+    if root.join("cgroup.controllers").exists() {
+        return Ok(vec![root.to_owned()]);
+    }
+    Ok(fs::read_dir(root)?
+        .flatten()
+        .map(|entry| entry.path())
+        .filter(|path| path.join("cgroup.procs").exists())
+        .collect())
+}
+
+fn below(root: &Path, path: &str) -> PathBuf {
+    root.join(path.trim_start_matches('/'))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tree(unified: bool) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        let file = |path: &str| {
+            let path = dir.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, "").unwrap();
+        };
+        if unified {
+            file("cgroup.controllers");
+            file("shims/cgroup.procs");
+        } else {
+            for controller in ["memory", "pids"] {
+                file(&format!("{controller}/cgroup.procs"));
+            }
+            file("memory/shims/cgroup.procs");
+        }
+        dir
+    }
+
+    #[test]
+    fn both_versions_take_the_process() {
+        for (unified, procs) in [(true, "shims/cgroup.procs"), (false, "memory/shims/cgroup.procs")]
+        {
+            let dir = tree(unified);
+            let roots = hierarchies(dir.path()).unwrap();
+            join_below(&roots, "/shims", 42).unwrap();
+            assert_eq!(fs::read_to_string(dir.path().join(procs)).unwrap(), "42");
+            let error = join_below(&roots, "/other", 42).unwrap_err();
+            assert_eq!(error.to_string(), "no cgroup /other");
+        }
+    }
+}

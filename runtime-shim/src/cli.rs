@@ -1,0 +1,232 @@
+//! The command line as containerd writes it: Go's `flag` package, so one dash or
+//! two, `-flag value` or `-flag=value`, switches without a value, and the action
+//! as the first word that is no flag.
+
+use std::ffi::OsString;
+
+/// What the process was started to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Start or join the shim of a container's group; prints its address.
+    Start,
+    /// Clean up after a shim that is gone; prints a DeleteResponse.
+    Delete,
+    /// Describe the runtime; prints a RuntimeInfo.
+    Info,
+    /// Print the version.
+    Version,
+    /// Internal: be the daemon of a group.
+    Serve,
+}
+
+/// The flags of the stock shim, and two of our own for the daemon.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Flags {
+    /// containerd namespace that owns the container.
+    pub namespace: String,
+    /// Container id.
+    pub id: String,
+    /// containerd's gRPC address.
+    pub address: String,
+    /// Path of the containerd binary.
+    pub publish_binary: String,
+    /// Bundle folder, when it is not the working folder.
+    pub bundle: String,
+    /// Socket to serve; taken and passed on for the stock shim's sake.
+    pub socket: String,
+    /// Debug socket to serve; likewise.
+    pub debug_socket: String,
+    /// Log more.
+    pub debug: bool,
+    /// Internal: the address that the daemon serves.
+    pub listen: String,
+    /// Internal: the stock shim's address.
+    pub upstream: String,
+    /// Internal: version of the task service that the stock shim speaks.
+    pub task_version: String,
+}
+
+/// A parsed command line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Invocation {
+    /// What to do.
+    pub action: Action,
+    /// With what.
+    pub flags: Flags,
+}
+
+/// The command line is not one that containerd would write.
+#[derive(Debug, thiserror::Error)]
+pub enum CliError {
+    /// Unknown flag.
+    #[error(
+        "flag provided but not defined: -{0}; this is a containerd shim, it is started by containerd"
+    )]
+    UnknownFlag(String),
+    /// A flag without the value that it needs.
+    #[error("flag needs an argument: -{0}")]
+    MissingValue(String),
+    /// A switch with a value that is neither true nor false.
+    #[error("invalid boolean value {value:?} for -{flag}: expected true or false")]
+    NotBoolean {
+        /// The flag.
+        flag: String,
+        /// Its value.
+        value: String,
+    },
+    /// No action.
+    #[error(
+        "no action: expected start or delete, or the flag -info or -v; this is a containerd shim, it is started by containerd"
+    )]
+    NoAction,
+    /// Unknown action.
+    #[error("unknown action {0:?}: expected start or delete, or the flag -info or -v")]
+    UnknownAction(String),
+    /// An argument is not UTF-8.
+    #[error("argument {0:?} is not UTF-8")]
+    NotUtf8(OsString),
+    /// The stock shim refuses this too.
+    #[error("shim namespace cannot be empty: pass -namespace")]
+    NoNamespace,
+}
+
+impl Invocation {
+    /// Parses the arguments after the program's name.
+    pub fn parse(argv: &[OsString]) -> Result<Invocation, CliError> {
+        let mut flags = Flags::default();
+        let (mut info, mut version) = (false, false);
+        let mut words =
+            argv.iter().map(|arg| arg.to_str().ok_or_else(|| CliError::NotUtf8(arg.to_owned())));
+        let mut action = None;
+        while let Some(word) = words.next().transpose()? {
+            let Some(flag) = word.strip_prefix("--").or_else(|| word.strip_prefix('-')) else {
+                action = Some(word.to_owned());
+                break;
+            };
+            if flag.is_empty() {
+                // Go ends the flags at "--"; a lone "-" is a word.
+                action = words.next().transpose()?.map(str::to_owned);
+                break;
+            }
+            let (name, inline) = match flag.split_once('=') {
+                Some((name, value)) => (name, Some(value)),
+                None => (flag, None),
+            };
+            let switch = match name {
+                "debug" => Some(&mut flags.debug),
+                "info" => Some(&mut info),
+                "v" | "version" => Some(&mut version),
+                _ => None,
+            };
+            if let Some(switch) = switch {
+                *switch = boolean(name, inline)?;
+                continue;
+            }
+            let slot = match name {
+                "namespace" => &mut flags.namespace,
+                "id" => &mut flags.id,
+                "address" => &mut flags.address,
+                "publish-binary" => &mut flags.publish_binary,
+                "bundle" => &mut flags.bundle,
+                "socket" => &mut flags.socket,
+                "debug-socket" => &mut flags.debug_socket,
+                "listen" => &mut flags.listen,
+                "upstream" => &mut flags.upstream,
+                "task-version" => &mut flags.task_version,
+                _ => return Err(CliError::UnknownFlag(name.to_owned())),
+            };
+            *slot = match inline {
+                Some(value) => value.to_owned(),
+                None => words
+                    .next()
+                    .transpose()?
+                    .ok_or_else(|| CliError::MissingValue(name.to_owned()))?
+                    .to_owned(),
+            };
+        }
+        let action = match (version, info, action.as_deref()) {
+            (true, ..) => Action::Version,
+            (_, true, _) => Action::Info,
+            (.., Some("start")) => Action::Start,
+            (.., Some("delete")) => Action::Delete,
+            (.., Some("serve")) => Action::Serve,
+            (.., Some(other)) => return Err(CliError::UnknownAction(other.to_owned())),
+            (.., None) => return Err(CliError::NoAction),
+        };
+        let needs_namespace = matches!(action, Action::Start | Action::Delete | Action::Serve);
+        if needs_namespace && flags.namespace.is_empty() {
+            return Err(CliError::NoNamespace);
+        }
+        Ok(Invocation { action, flags })
+    }
+}
+
+fn boolean(flag: &str, inline: Option<&str>) -> Result<bool, CliError> {
+    match inline {
+        None | Some("1" | "t" | "T" | "true" | "TRUE" | "True") => Ok(true),
+        Some("0" | "f" | "F" | "false" | "FALSE" | "False") => Ok(false),
+        Some(value) => Err(CliError::NotBoolean { flag: flag.to_owned(), value: value.to_owned() }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(line: &str) -> Result<Invocation, CliError> {
+        let argv: Vec<OsString> = line.split_whitespace().map(OsString::from).collect();
+        Invocation::parse(&argv)
+    }
+
+    #[test]
+    fn start_of_every_version() {
+        for line in [
+            "-namespace k8s.io -address /run/c.sock -publish-binary /usr/bin/containerd -id abc start",
+            "--namespace k8s.io --address=/run/c.sock --publish-binary=/usr/bin/containerd --id=abc start",
+            "-namespace=k8s.io -address /run/c.sock -publish-binary /usr/bin/containerd -id abc -debug=false start",
+        ] {
+            let got = parse(line).unwrap();
+            assert_eq!(got.action, Action::Start);
+            assert_eq!(got.flags.namespace, "k8s.io");
+            assert_eq!(got.flags.address, "/run/c.sock");
+            assert_eq!(got.flags.publish_binary, "/usr/bin/containerd");
+            assert_eq!(got.flags.id, "abc");
+            assert!(!got.flags.debug);
+        }
+    }
+
+    #[test]
+    fn delete_names_its_bundle() {
+        let got = parse("-namespace n -id i -bundle /b -debug delete").unwrap();
+        assert_eq!(got.action, Action::Delete);
+        assert_eq!(got.flags.bundle, "/b");
+        assert!(got.flags.debug);
+    }
+
+    #[test]
+    fn info_and_version_need_no_namespace() {
+        assert_eq!(parse("-info").unwrap().action, Action::Info);
+        assert_eq!(parse("-v").unwrap().action, Action::Version);
+        assert_eq!(parse("--version").unwrap().action, Action::Version);
+    }
+
+    #[test]
+    fn flags_after_the_action_are_not_flags() {
+        assert_eq!(parse("-namespace n start -nonsense").unwrap().action, Action::Start);
+    }
+
+    #[test]
+    fn wrong_lines_say_what_is_wrong() {
+        for (line, wanted) in [
+            ("-namespace n -wrong x start", "not defined: -wrong"),
+            ("-namespace", "needs an argument: -namespace"),
+            ("-debug=maybe -namespace n start", "invalid boolean"),
+            ("-namespace n", "no action"),
+            ("-namespace n stop", "unknown action \"stop\""),
+            ("-id i start", "namespace cannot be empty"),
+        ] {
+            let error = parse(line).unwrap_err().to_string();
+            assert!(error.contains(wanted), "{line}: {error}");
+        }
+    }
+}

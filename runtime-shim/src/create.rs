@@ -1,0 +1,163 @@
+//! What a Create leads to.
+//!
+//! ```text
+//! read config.json ─┬─ unreadable ───────────────> nothing
+//!                   ├─ no GPU ───────────────────> options translated
+//!                   └─ GPU ─ library there? rootfs understood? no volume in the way?
+//!                              ├─ no ────────────> options translated; the reason is logged
+//!                              └─ yes ───────────> folder made, config.json replaced, announced
+//! ```
+//!
+//! Nothing here fails a Create: the worst outcome is the container that stock
+//! runc would have run. An exec in the container needs no edit of its own: it
+//! sees the mounted `/etc/ld.so.preload` like every process.
+
+use std::path::Path;
+
+use affinode_proto::api::control::Announcement;
+use affinode_proto::paths::{CONTAINER_LIB_DIR, CONTAINER_RUN_DIR};
+use containerd_shim_protos::api::CreateTaskRequest;
+use containerd_shim_protos::protobuf::well_known_types::any::Any;
+use serde_json::Value;
+use tracing::{info, warn};
+
+use crate::bundle::{Bundle, BundleError};
+use crate::identity;
+use crate::options;
+use crate::paths::{ContainerDir, Paths};
+use crate::preload;
+use crate::report;
+use crate::rootfs::{Found, Rootfs, RootfsError};
+use crate::spec::{self, BindMount, EditError};
+
+/// What goes on with a Create.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Prepared {
+    /// Options in place of those of the request.
+    pub options: Option<Any>,
+    /// The container, if it is to be managed.
+    pub container: Option<Announcement>,
+}
+
+/// A container with a GPU that runs unedited.
+#[derive(Debug, thiserror::Error)]
+pub enum NotManaged {
+    /// The library is not installed.
+    #[error("the preload library {0} is missing; install Affinode on this node")]
+    NoLibrary(std::path::PathBuf),
+    /// The image's own preload file cannot be seen.
+    #[error("cannot tell what the image preloads")]
+    Rootfs(#[from] RootfsError),
+    /// The image has something else in the file's place.
+    #[error("{file} of the image is {0}, not a file", file = preload::FILE)]
+    NotAFile(&'static str),
+    /// Mount points cannot be made.
+    #[error("the root filesystem is mounted read-only, so mount points cannot be added to it")]
+    ReadOnly,
+    /// The spec cannot take the mounts.
+    #[error("cannot add mounts to the container")]
+    Edit(#[from] EditError),
+    /// The container's folder could not be made.
+    #[error("cannot make the container's folder on the host")]
+    Folder(#[source] std::io::Error),
+    /// config.json could not be replaced.
+    #[error("cannot write the container's spec")]
+    Bundle(#[from] BundleError),
+}
+
+/// Prepares a container for its creation. Blocks on files.
+#[must_use]
+pub fn prepare(paths: &Paths, namespace: &str, request: &CreateTaskRequest) -> Prepared {
+    let id = request.id.as_str();
+    let bundle = Bundle::new(&request.bundle);
+    let mut spec = match bundle.read_spec() {
+        Ok(spec) => Some(spec),
+        Err(error) => {
+            warn!(id, "container runs unmanaged: {}", report(&error));
+            None
+        }
+    };
+    let cgroups_path = spec.as_ref().and_then(spec::cgroups_path);
+    let options = options::translate(request.options.as_ref(), cgroups_path)
+        .inspect_err(|error| warn!(id, "options are passed on as they are: {}", report(error)))
+        .unwrap_or_default();
+    let container = spec.as_mut().and_then(|spec| manage(paths, namespace, request, &bundle, spec));
+    Prepared { options, container }
+}
+
+fn manage(
+    paths: &Paths,
+    namespace: &str,
+    request: &CreateTaskRequest,
+    bundle: &Bundle,
+    spec: &mut Value,
+) -> Option<Announcement> {
+    let id = request.id.as_str();
+    let decision = spec::decide(spec);
+    if let Some(warning) = decision.warning {
+        warn!(id, "{warning}");
+    }
+    if !decision.manage {
+        return None;
+    }
+    let announcement = identity::announcement(namespace, request, spec);
+    let folder = paths.container(&announcement.key);
+    match edit(paths, &folder, request, bundle, spec) {
+        Ok(()) => {
+            info!(id, key = announcement.key, "container is managed");
+            Some(announcement)
+        }
+        Err(error) => {
+            warn!(id, "container runs unmanaged: {}", report(&error));
+            None
+        }
+    }
+}
+
+fn edit(
+    paths: &Paths,
+    folder: &ContainerDir,
+    request: &CreateTaskRequest,
+    bundle: &Bundle,
+    spec: &mut Value,
+) -> Result<(), NotManaged> {
+    if !paths.library().is_file() {
+        return Err(NotManaged::NoLibrary(paths.library()));
+    }
+    let rootfs = Rootfs::new(&request.rootfs, spec::root_path(spec), Path::new(&request.bundle))?;
+    if !rootfs.writable() {
+        return Err(NotManaged::ReadOnly);
+    }
+    let merged = match rootfs.find(preload::FILE, preload::MAX_BYTES)? {
+        Found::Missing => preload::merge(None),
+        Found::Regular(own) => preload::merge(Some(&own)),
+        Found::Other(kind) => return Err(NotManaged::NotAFile(kind)),
+    };
+    spec::add_mounts(spec, &mounts(paths, folder))?;
+    folder.make(&merged).map_err(NotManaged::Folder)?;
+    bundle.write_spec(spec)?;
+    Ok(())
+}
+
+fn mounts(paths: &Paths, folder: &ContainerDir) -> [BindMount; 3] {
+    [
+        BindMount {
+            source: paths.lib_dir.clone(),
+            destination: CONTAINER_LIB_DIR,
+            options: &["bind", "ro", "nosuid", "nodev"],
+        },
+        BindMount {
+            source: folder.mount(),
+            destination: CONTAINER_RUN_DIR,
+            options: &["bind", "ro", "nosuid", "nodev", "noexec"],
+        },
+        BindMount {
+            source: folder.preload(),
+            destination: preload::FILE,
+            options: &["bind", "ro", "nosuid", "nodev", "noexec"],
+        },
+    ]
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,186 @@
+use std::fs;
+use std::path::PathBuf;
+
+use affinode_proto::paths::{CONTAINER_LIB, LIB_FILE};
+use containerd_shim_protos::types::mount::Mount;
+use serde_json::json;
+
+use super::*;
+use crate::paths::container_key;
+
+/// A bundle, a rootfs of one folder, and an installation.
+struct World {
+    dir: tempfile::TempDir,
+    paths: Paths,
+    request: CreateTaskRequest,
+}
+
+fn world(spec: &Value) -> World {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["bundle", "image/etc", "lib"] {
+        fs::create_dir_all(dir.path().join(name)).unwrap();
+    }
+    let paths = Paths { run_dir: dir.path().join("run"), lib_dir: dir.path().join("lib") };
+    fs::write(paths.lib_dir.join(LIB_FILE), "ELF").unwrap();
+    let mut request = CreateTaskRequest::new();
+    request.id = "box".to_owned();
+    request.bundle = dir.path().join("bundle").to_str().unwrap().to_owned();
+    request.rootfs.push(Mount {
+        type_: "bind".to_owned(),
+        source: dir.path().join("image").to_str().unwrap().to_owned(),
+        options: vec!["rbind".to_owned(), "rw".to_owned()],
+        ..Mount::default()
+    });
+    let world = World { dir, paths, request };
+    world.write(&spec.to_string());
+    world
+}
+
+impl World {
+    fn config(&self) -> PathBuf {
+        self.dir.path().join("bundle/config.json")
+    }
+
+    fn write(&self, text: &str) {
+        fs::write(self.config(), text).unwrap();
+    }
+
+    fn read(&self) -> String {
+        fs::read_to_string(self.config()).unwrap()
+    }
+
+    fn prepare(&self) -> Prepared {
+        prepare(&self.paths, "ns", &self.request)
+    }
+
+    fn preload(&self) -> PathBuf {
+        self.paths.container(&container_key("ns", "box")).preload()
+    }
+
+    /// The container is left alone, down to the last byte.
+    fn assert_untouched(&self, why: &str) {
+        let before = fs::read(self.config()).ok();
+        assert_eq!(self.prepare().container, None, "{why}");
+        assert_eq!(fs::read(self.config()).ok(), before, "{why}");
+        assert!(!self.preload().exists(), "{why}");
+        let left: Vec<_> = fs::read_dir(self.dir.path().join("bundle")).unwrap().collect();
+        assert!(left.len() <= 1, "{why}: nothing beside config.json");
+    }
+}
+
+fn gpu() -> Value {
+    json!({
+        "process": {"env": ["NVIDIA_VISIBLE_DEVICES=all"]},
+        "mounts": [{"destination": "/proc", "type": "proc", "source": "proc"}],
+        "annotations": {"affinode.io/priority": "1"}
+    })
+}
+
+#[test]
+fn a_gpu_container_is_edited_and_announced() {
+    let world = world(&gpu());
+    fs::write(world.dir.path().join("image/etc/ld.so.preload"), "/own.so\n").unwrap();
+    let prepared = world.prepare();
+    let container = prepared.container.clone().unwrap();
+    assert_eq!(container.annotations["affinode.io/priority"], "1");
+    assert_eq!(prepared.options, None);
+    let spec: Value = serde_json::from_str(&world.read()).unwrap();
+    let mounts = spec["mounts"].as_array().unwrap();
+    let seen: Vec<_> = mounts
+        .iter()
+        .map(|mount| (mount["destination"].as_str().unwrap(), mount["source"].as_str().unwrap()))
+        .collect();
+    let run = world.dir.path().join("run/containers").join(&container.key);
+    assert_eq!(
+        seen,
+        [
+            ("/proc", "proc"),
+            ("/.affinode/lib", world.paths.lib_dir.to_str().unwrap()),
+            ("/.affinode/run", run.join("mount").to_str().unwrap()),
+            ("/etc/ld.so.preload", run.join("ld.so.preload").to_str().unwrap()),
+        ]
+    );
+    let merged = fs::read_to_string(world.preload()).unwrap();
+    assert_eq!(merged, format!("{CONTAINER_LIB}\n/own.so\n"));
+
+    let edited = world.read();
+    assert_eq!(world.prepare(), prepared, "a second Create");
+    assert_eq!(world.read(), edited);
+}
+
+#[test]
+fn a_container_without_a_gpu_keeps_its_bytes() {
+    // Blanks and order that a re-encoding would not keep.
+    let world = world(&json!({}));
+    world.write("{ \"ociVersion\" : \"1.0.2\",\n \"linux\":{\"cgroupsPath\":\"a.slice:b:c\"} }\n");
+    world.assert_untouched("no GPU");
+    let options = world.prepare().options.unwrap();
+    assert_eq!(options.type_url, options::RUNC_OPTIONS, "options are translated all the same");
+}
+
+#[test]
+fn whatever_is_in_the_way_leaves_the_container_alone() {
+    let plain = || world(&gpu());
+
+    let world = plain();
+    fs::remove_file(world.paths.library()).unwrap();
+    world.assert_untouched("no library");
+
+    let world = plain();
+    world.write("{\"process\": ");
+    world.assert_untouched("not JSON");
+
+    let world = plain();
+    fs::remove_file(world.config()).unwrap();
+    world.assert_untouched("no config.json");
+
+    let mut world = plain();
+    world.request.bundle = "/nowhere".to_owned();
+    world.assert_untouched("no bundle");
+
+    let mut world = plain();
+    world.request.rootfs[0].type_ = "erofs".to_owned();
+    world.request.rootfs[0].options.clear();
+    world.assert_untouched("unknown snapshotter");
+
+    let mut world = plain();
+    world.request.rootfs[0].options = vec!["rbind".to_owned(), "ro".to_owned()];
+    world.assert_untouched("read-only rootfs");
+
+    let world = plain();
+    std::os::unix::fs::symlink("/dev/null", world.dir.path().join("image/etc/ld.so.preload"))
+        .unwrap();
+    world.assert_untouched("a symlink that leads nowhere");
+
+    let world = plain();
+    fs::create_dir(world.dir.path().join("image/etc/ld.so.preload")).unwrap();
+    world.assert_untouched("a folder in the file's place");
+
+    let world = plain();
+    let mut spec = gpu();
+    spec["mounts"] = json!([{"destination": "/etc", "type": "bind", "source": "/x"}]);
+    world.write(&spec.to_string());
+    world.assert_untouched("a volume over /etc");
+
+    let world = plain();
+    let mut spec = gpu();
+    spec["annotations"] = json!({"affinode.io/inject": "false"});
+    world.write(&spec.to_string());
+    world.assert_untouched("switched off");
+
+    let world = plain();
+    fs::write(&world.paths.run_dir, "a file").unwrap();
+    world.assert_untouched("no run directory");
+}
+
+#[test]
+fn options_that_cannot_be_read_are_passed_on() {
+    let mut world = world(&gpu());
+    let mut any = Any::new();
+    any.type_url = "runtimeoptions.v1.Options".to_owned();
+    any.value = vec![0x1a, 5, b'=', b'='];
+    world.request.options = Some(any).into();
+    let prepared = world.prepare();
+    assert_eq!(prepared.options, None);
+    assert!(prepared.container.is_some());
+}

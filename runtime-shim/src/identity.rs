@@ -1,0 +1,112 @@
+//! What a container is called, for people: read from its annotations.
+
+use affinode_proto::api::control::Announcement;
+use containerd_shim_protos::api::CreateTaskRequest;
+use serde_json::Value;
+
+use crate::paths::container_key;
+use crate::spec;
+
+const OWN_PREFIX: &str = "affinode.io/";
+
+/// The announcement of a container that is being created.
+#[must_use]
+pub fn announcement(namespace: &str, request: &CreateTaskRequest, spec: &Value) -> Announcement {
+    let cri = |name: &str| {
+        spec::annotation(spec, &format!("io.kubernetes.cri.{name}")).unwrap_or_default().to_owned()
+    };
+    let mut container = cri("container-name");
+    if container.is_empty() {
+        container = spec::annotation(spec, "nerdctl/name")
+            .filter(|name| !name.is_empty())
+            .unwrap_or(&request.id)
+            .to_owned();
+    }
+    Announcement {
+        key: container_key(namespace, &request.id),
+        namespace: namespace.to_owned(),
+        id: request.id.clone(),
+        sandbox_id: cri("sandbox-id"),
+        pod_namespace: cri("sandbox-namespace"),
+        pod: cri("sandbox-name"),
+        pod_uid: cri("sandbox-uid"),
+        container,
+        image: cri("image-name"),
+        annotations: spec::annotations(spec)
+            .filter(|(name, _)| name.starts_with(OWN_PREFIX))
+            .map(|(name, value)| (name.to_owned(), value.to_owned()))
+            .collect(),
+        cgroups_path: spec::cgroups_path(spec).unwrap_or_default().to_owned(),
+        bundle: request.bundle.clone(),
+        ..Announcement::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn request() -> CreateTaskRequest {
+        let mut request = CreateTaskRequest::new();
+        request.id = "abc".to_owned();
+        request.bundle = "/b".to_owned();
+        request
+    }
+
+    #[test]
+    fn a_pods_container() {
+        let spec = json!({
+            "linux": {"cgroupsPath": "kubepods.slice:cri-containerd:abc"},
+            "annotations": {
+                "io.kubernetes.cri.sandbox-id": "s",
+                "io.kubernetes.cri.sandbox-namespace": "ml",
+                "io.kubernetes.cri.sandbox-name": "notebook-0",
+                "io.kubernetes.cri.sandbox-uid": "u",
+                "io.kubernetes.cri.container-name": "jupyter",
+                "io.kubernetes.cri.image-name": "docker.io/a/b:c",
+                "affinode.io/priority": "5",
+                "other.io/x": "y"
+            }
+        });
+        let got = announcement("k8s.io", &request(), &spec);
+        let words = [
+            &got.namespace,
+            &got.id,
+            &got.sandbox_id,
+            &got.pod_namespace,
+            &got.pod,
+            &got.pod_uid,
+            &got.container,
+            &got.image,
+            &got.cgroups_path,
+            &got.bundle,
+        ];
+        assert_eq!(
+            words.map(String::as_str),
+            [
+                "k8s.io",
+                "abc",
+                "s",
+                "ml",
+                "notebook-0",
+                "u",
+                "jupyter",
+                "docker.io/a/b:c",
+                "kubepods.slice:cri-containerd:abc",
+                "/b"
+            ]
+        );
+        assert_eq!(got.key, container_key("k8s.io", "abc"));
+        let annotations: Vec<_> = got.annotations.into_iter().collect();
+        assert_eq!(annotations, [("affinode.io/priority".to_owned(), "5".to_owned())]);
+    }
+
+    #[test]
+    fn outside_kubernetes() {
+        let spec = json!({"annotations": {"nerdctl/name": "trainer"}});
+        assert_eq!(announcement("default", &request(), &spec).container, "trainer");
+        assert_eq!(announcement("default", &request(), &json!({})).container, "abc");
+    }
+}

@@ -1,0 +1,148 @@
+//! Starting the controller, once for the node, whichever shim comes first.
+//!
+//! The shim runs this binary's `launch`, which leaves the pod's session and
+//! cgroup, starts `controller` and ends: so the controller is nobody's child and
+//! dies with no pod.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use tokio::net::UnixStream;
+
+use crate::cgroup;
+use crate::paths::Paths;
+
+/// The controller's cgroup, beside the pods'.
+const CGROUP: &str = "affinode";
+/// Below the run directory: held by the shim that starts the controller.
+const LOCK: &str = "launch.lock";
+/// Below the run directory: what the controller says before its own log is open.
+const LOG: &str = "controller.log";
+/// How long a controller may take until it accepts connections.
+const PATIENCE: Duration = Duration::from_secs(3);
+/// Between two looks whether it does.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// Finds the controller, or starts it.
+#[derive(Clone, Debug)]
+pub struct Launcher {
+    /// The installation.
+    pub paths: Paths,
+    /// The program whose `launch` is run.
+    pub program: PathBuf,
+}
+
+/// There is no controller, and none could be started.
+#[derive(Debug, thiserror::Error)]
+pub enum LaunchError {
+    /// Files of the run directory.
+    #[error("cannot use {path}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The program did not start.
+    #[error("cannot start the controller")]
+    Spawn(#[source] io::Error),
+    /// It started and does not listen.
+    #[error("the controller was started but does not accept connections; see {log}")]
+    Silent {
+        /// Where it says why.
+        log: PathBuf,
+    },
+}
+
+impl Launcher {
+    /// This binary, for this installation.
+    pub fn new(paths: Paths) -> Launcher {
+        // The file may have been replaced since: then run what this process is.
+        let program = std::env::current_exe()
+            .ok()
+            .filter(|path| path.is_file())
+            .unwrap_or_else(|| PathBuf::from("/proc/self/exe"));
+        Launcher { paths, program }
+    }
+
+    /// A connection to the controller, which is started if there is none. Of many
+    /// shims that come at once, one starts it and the others wait for it.
+    pub async fn connect(&self) -> Result<UnixStream, LaunchError> {
+        if let Some(stream) = self.try_connect().await {
+            return Ok(stream);
+        }
+        let path = self.paths.run_dir.join(LOCK);
+        let io = |source| LaunchError::Io { path: path.clone(), source };
+        self.paths.make_run_dir().map_err(io)?;
+        let lock = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .mode(0o600)
+            .open(&path)
+            .map_err(io)?;
+        let first = lock.try_lock().is_ok();
+        if first {
+            // The one before may have just finished.
+            if let Some(stream) = self.try_connect().await {
+                return Ok(stream);
+            }
+            self.launch().await?;
+        }
+        let deadline = Instant::now() + PATIENCE;
+        while Instant::now() < deadline {
+            if let Some(stream) = self.try_connect().await {
+                return Ok(stream);
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+        // Held up to here, so that nobody starts a second one meanwhile.
+        drop(lock);
+        Err(LaunchError::Silent { log: self.paths.run_dir.join(LOG) })
+    }
+
+    async fn try_connect(&self) -> Option<UnixStream> {
+        UnixStream::connect(self.paths.control_socket()).await.ok()
+    }
+
+    async fn launch(&self) -> Result<(), LaunchError> {
+        let path = self.paths.run_dir.join(LOG);
+        let log = || -> io::Result<File> {
+            OpenOptions::new().create(true).append(true).mode(0o640).open(&path)
+        };
+        let io = |source| LaunchError::Io { path: path.clone(), source };
+        let mut command = Command::new(&self.program);
+        command
+            .arg("launch")
+            .current_dir("/")
+            .stdin(Stdio::null())
+            .stdout(log().map_err(io)?)
+            .stderr(log().map_err(io)?);
+        let status = tokio::task::spawn_blocking(move || command.status())
+            .await
+            .map_err(|error| LaunchError::Spawn(io::Error::other(error)))?
+            .map_err(LaunchError::Spawn)?;
+        if status.success() {
+            Ok(())
+        } else {
+            Err(LaunchError::Spawn(io::Error::other(format!(
+                "{} launch: {status}",
+                self.program.display()
+            ))))
+        }
+    }
+}
+
+/// The action `launch`: leaves the pod and starts the controller.
+pub fn launch() -> Result<(), LaunchError> {
+    // Fails only where a session was made already.
+    let _ = rustix::process::setsid();
+    // Best effort: where it fails, the controller lives where the shim does.
+    let _ = cgroup::make_and_join(CGROUP, std::process::id());
+    let program = std::env::current_exe().unwrap_or_else(|_| PathBuf::from("/proc/self/exe"));
+    Command::new(program).arg("controller").spawn().map(drop).map_err(LaunchError::Spawn)
+}

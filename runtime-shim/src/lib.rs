@@ -1,0 +1,141 @@
+//! The containerd shim of Affinode: a frame-level ttrpc proxy in front of the
+//! stock `containerd-shim-runc-v2`.
+//!
+//! ```text
+//! containerd ── start ──> start ── runs ──> stock start ──> stock shim (its socket)
+//!                           │                                    ^
+//!                           └─ spawns ─> serve (our socket) ─────┘ one connection upstream per client
+//! containerd ═══ ttrpc ══════════════════> serve: every frame untouched but Create
+//!                                            ├─ edits config.json of GPU containers
+//!                                            └─ announces them to the controller, keeps it alive
+//! ```
+//!
+//! | module | what |
+//! | --- | --- |
+//! | [`cli`] | Go-style flags and the action |
+//! | [`start`], [`delete`], [`info`] | the commands containerd runs, each a short process |
+//! | [`serve`] | the daemon of a pod: accepts, proxies, dies with the stock shim |
+//! | [`proxy`], [`frame`] | one connection: frames copied in order, Create and Delete looked at |
+//! | [`create`] | what a Create leads to: options translated, config.json edited |
+//! | [`dialect`], [`options`] | the wire forms of containerd 1.6 to 2.3 |
+//! | [`spec`], [`rootfs`], [`preload`] | the edit: who has a GPU, what the image preloads, what is mounted |
+//! | [`announce`], [`launch`] | keeping the controller informed, and alive |
+//!
+//! A container without a GPU passes through unedited, and a container with one
+//! runs unedited whenever an edit cannot be made safely.
+
+#![forbid(unsafe_code)]
+
+pub mod address;
+pub mod announce;
+pub mod bundle;
+pub mod cgroup;
+pub mod cli;
+pub mod create;
+pub mod delete;
+pub mod dialect;
+pub mod frame;
+pub mod identity;
+pub mod info;
+pub mod launch;
+pub mod log;
+pub mod options;
+pub mod paths;
+pub mod peer;
+pub mod preload;
+pub mod process;
+pub mod proxy;
+pub mod rootfs;
+pub mod rpc;
+pub mod serve;
+pub mod spec;
+pub mod start;
+pub mod stock;
+
+use std::ffi::OsString;
+use std::io::Write;
+use std::process::ExitCode;
+
+use cli::{Action, Invocation};
+
+/// The name under which containerd knows this runtime.
+pub const RUNTIME: &str = "io.containerd.affinode.v1";
+/// The name of the binary, as containerd derives it from [`RUNTIME`].
+pub const BINARY: &str = "containerd-shim-affinode-v1";
+
+/// Runs the command in `args` (the program's name first). `controller` is called
+/// for the action of that name, with the program's name and what follows it.
+pub fn run(
+    args: impl Iterator<Item = OsString>,
+    controller: fn(Vec<OsString>) -> ExitCode,
+) -> ExitCode {
+    let mut args: Vec<OsString> = args.collect();
+    if args.get(1).is_some_and(|first| first == "controller") {
+        args.remove(1);
+        return controller(args);
+    }
+    if args.get(1).is_some_and(|first| first == "launch") {
+        return finish(launch::launch().map_err(Box::from));
+    }
+    let argv: Vec<OsString> = args.into_iter().skip(1).collect();
+    let invocation = match Invocation::parse(&argv) {
+        Ok(invocation) => invocation,
+        Err(error) => {
+            fail(&report(&error));
+            return ExitCode::from(2);
+        }
+    };
+    let flags = &invocation.flags;
+    match invocation.action {
+        Action::Version => finish(print(version().as_bytes()).map_err(Box::from)),
+        Action::Info => answer(info::info(flags, &argv).map_err(Box::from)),
+        Action::Start => answer(start::start(flags, &argv).map_err(Box::from)),
+        Action::Delete => match delete::delete(flags, &argv) {
+            Ok(code) => ExitCode::from(code),
+            Err(error) => fail(&report(&error)),
+        },
+        Action::Serve => serve::main(flags),
+    }
+}
+
+type Failure = Box<dyn std::error::Error>;
+
+fn answer(result: Result<Vec<u8>, Failure>) -> ExitCode {
+    finish(result.and_then(|bytes| print(&bytes).map_err(Box::from)))
+}
+
+fn finish(result: Result<(), Failure>) -> ExitCode {
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => fail(&report(error.as_ref())),
+    }
+}
+
+/// Says on stderr what went wrong: containerd shows it.
+pub fn fail(text: &str) -> ExitCode {
+    // Nothing is left to do when stderr is gone too.
+    let _ = writeln!(std::io::stderr(), "{BINARY}: {text}");
+    ExitCode::FAILURE
+}
+
+/// One line for people: the error, then each cause after a colon.
+#[must_use]
+pub fn report(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}
+
+fn print(bytes: &[u8]) -> std::io::Result<()> {
+    let mut stdout = std::io::stdout();
+    stdout.write_all(bytes)?;
+    stdout.flush()
+}
+
+fn version() -> String {
+    format!("{BINARY}:\n  Version:  {}\n  Runtime:  {RUNTIME}\n", env!("CARGO_PKG_VERSION"))
+}

@@ -1,0 +1,49 @@
+//! Logs, as the stock shim has them: lines on stderr, which for the daemon is
+//! the pipe `log` in the bundle that containerd copies to its own log. stdout is
+//! an answer to containerd and never carries a log line.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use tracing::level_filters::LevelFilter;
+
+/// stderr, without complaint when nobody reads it: containerd may be away, and a
+/// shim outlives that.
+#[derive(Clone, Copy, Debug)]
+struct Stderr;
+
+impl Write for Stderr {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        // A full pipe drops the line.
+        let _ = io::stderr().write_all(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Logs from this level on.
+pub fn init(level: LevelFilter) {
+    // Set once per process; a second time, in tests, is no matter.
+    let _ = tracing_subscriber::fmt()
+        .with_max_level(level)
+        .with_writer(|| Stderr)
+        .with_ansi(false)
+        .with_target(false)
+        .log_internal_errors(false)
+        .try_init();
+}
+
+/// Opens the pipe that containerd reads, for both ends and without blocking:
+/// lines written while containerd restarts wait in the pipe, as far as it holds.
+pub fn open_pipe(bundle: &Path) -> io::Result<File> {
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .custom_flags(i32::try_from(rustix::fs::OFlags::NONBLOCK.bits()).unwrap_or(0))
+        .open(bundle.join("log"))
+}

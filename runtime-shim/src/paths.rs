@@ -1,0 +1,159 @@
+//! Where this installation keeps things on the host.
+
+use std::fs::{self, Permissions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use affinode_proto::paths as names;
+use sha2::{Digest, Sha256};
+
+use crate::address::hex;
+
+/// The folders of an installation, from the environment or their defaults.
+#[derive(Clone, Debug)]
+pub struct Paths {
+    /// Sockets, locks, containers' folders.
+    pub run_dir: PathBuf,
+    /// The preload library's folder.
+    pub lib_dir: PathBuf,
+}
+
+/// A container's folder below the run directory.
+#[derive(Clone, Debug)]
+pub struct ContainerDir(PathBuf);
+
+impl Paths {
+    /// Reads the environment that containerd passed on.
+    #[must_use]
+    pub fn from_env() -> Paths {
+        let read = |name: &str, default: &str| {
+            std::env::var_os(name)
+                .filter(|value| !value.is_empty())
+                .map_or_else(|| PathBuf::from(default), PathBuf::from)
+        };
+        Paths {
+            run_dir: read(names::RUN_DIR_ENV, names::RUN_DIR),
+            lib_dir: read(names::LIB_DIR_ENV, names::LIB_DIR),
+        }
+    }
+
+    /// The preload library on the host.
+    #[must_use]
+    pub fn library(&self) -> PathBuf {
+        self.lib_dir.join(names::LIB_FILE)
+    }
+
+    /// The controller's socket.
+    #[must_use]
+    pub fn control_socket(&self) -> PathBuf {
+        self.run_dir.join(names::CONTROL_SOCKET)
+    }
+
+    /// The folder of the container with this key.
+    #[must_use]
+    pub fn container(&self, key: &str) -> ContainerDir {
+        ContainerDir(self.run_dir.join(names::CONTAINERS_DIR).join(key))
+    }
+
+    /// Makes the run directory, passable for containers of other users.
+    pub fn make_run_dir(&self) -> io::Result<()> {
+        make_dir(&self.run_dir)
+    }
+}
+
+impl ContainerDir {
+    /// Makes the folder and the one that is mounted, and writes the merged
+    /// `/etc/ld.so.preload`.
+    pub fn make(&self, preload: &[u8]) -> io::Result<()> {
+        if let Some(containers) = self.0.parent() {
+            if let Some(run_dir) = containers.parent() {
+                make_dir(run_dir)?;
+            }
+            make_dir(containers)?;
+        }
+        make_dir(&self.0)?;
+        make_dir(&self.mount())?;
+        let (path, fresh) = (self.preload(), self.0.join(".ld.so.preload.new"));
+        fs::write(&fresh, preload)?;
+        fs::set_permissions(&fresh, Permissions::from_mode(0o644))?;
+        fs::rename(&fresh, &path)
+    }
+
+    /// The folder that is mounted into the container.
+    #[must_use]
+    pub fn mount(&self) -> PathBuf {
+        self.0.join(names::MOUNT_DIR)
+    }
+
+    /// The file that is mounted over `/etc/ld.so.preload`.
+    #[must_use]
+    pub fn preload(&self) -> PathBuf {
+        self.0.join(names::PRELOAD_FILE)
+    }
+
+    /// True if a container of this key was edited.
+    #[must_use]
+    pub fn exists(&self) -> bool {
+        self.0.is_dir()
+    }
+
+    /// Removes the folder. Gone already is as good.
+    pub fn remove(&self) -> io::Result<()> {
+        match fs::remove_dir_all(&self.0) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            other => other,
+        }
+    }
+}
+
+/// A container's key: unique on the node, safe as a file name.
+#[must_use]
+pub fn container_key(namespace: &str, id: &str) -> String {
+    let mut key = hex(&Sha256::digest(format!("{namespace}/{id}")));
+    key.truncate(32);
+    key
+}
+
+fn make_dir(path: &Path) -> io::Result<()> {
+    match fs::DirBuilder::new().mode(0o755).create(path) {
+        // Whatever umask containerd runs with.
+        Ok(()) => fs::set_permissions(path, Permissions::from_mode(0o755)),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            fs::create_dir_all(path)?;
+            fs::set_permissions(path, Permissions::from_mode(0o755))
+        }
+        Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_hashes_of_namespace_and_id() {
+        // printf 'k8s.io/abc' | sha256sum | cut -c1-32
+        assert_eq!(container_key("k8s.io", "abc"), hex(&Sha256::digest(b"k8s.io/abc"))[..32]);
+        assert_ne!(container_key("a", "b/c"), container_key("b", "c"));
+        assert_eq!(container_key("a", "../../x").len(), 32);
+    }
+
+    #[test]
+    fn a_containers_folder_is_readable_for_every_user() {
+        let dir = tempfile::tempdir().unwrap();
+        let paths = Paths { run_dir: dir.path().join("a/run"), lib_dir: PathBuf::new() };
+        let container = paths.container("00");
+        container.make(b"line\n").unwrap();
+        container.make(b"again\n").unwrap();
+        assert_eq!(fs::read(container.preload()).unwrap(), b"again\n");
+        for path in [paths.run_dir.clone(), container.mount(), container.0.clone()] {
+            let mode = fs::metadata(&path).unwrap().permissions().mode();
+            assert_eq!(mode & 0o777, 0o755, "{}", path.display());
+        }
+        container.remove().unwrap();
+        container.remove().unwrap();
+        assert!(!container.exists());
+    }
+}

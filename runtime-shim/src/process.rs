@@ -1,0 +1,106 @@
+//! Processes named so that a later one of the same pid is never meant.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::{Pid, PidfdFlags, Signal};
+
+/// When a process began, in clock ticks after boot.
+#[must_use]
+pub fn start_ticks(pid: i32) -> Option<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The command may hold blanks and brackets; what follows it may not.
+    let fields = &stat[stat.rfind(')')? + 1..];
+    fields.split_whitespace().nth(19)?.parse().ok()
+}
+
+/// Kills the process with this pid if it began then, and waits for its end.
+/// False if there is no such process any more, or it does not end in time.
+pub fn kill(pid: i32, began: u64, patience: Duration) -> io::Result<bool> {
+    if pid <= 1 {
+        return Ok(false);
+    }
+    let Some(pid) = Pid::from_raw(pid) else {
+        return Ok(false);
+    };
+    let fd = match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
+        Ok(fd) => fd,
+        Err(rustix::io::Errno::SRCH) => return Ok(false),
+        Err(error) => return Err(error.into()),
+    };
+    // From here on the descriptor stands for one process.
+    if start_ticks(pid.as_raw_nonzero().get()) != Some(began) {
+        return Ok(false);
+    }
+    rustix::process::pidfd_send_signal(&fd, Signal::KILL)?;
+    let deadline = Instant::now() + patience;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let timeout = Timespec {
+            tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: i64::from(left.subsec_nanos()),
+        };
+        match rustix::event::poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout)) {
+            Ok(ready) => return Ok(ready > 0),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Gives a process the OOM score that the stock shim gives itself: one more than
+/// containerd's, so that the kernel ends shims before the daemon.
+pub fn adjust_oom_score(pid: u32) -> io::Result<()> {
+    let path = "/proc/self/oom_score_adj";
+    let own: i32 = std::fs::read_to_string(path)?.trim().parse().map_err(io::Error::other)?;
+    // Inherited from containerd, which started this command.
+    let score = (own + 1).min(1000);
+    match std::fs::write(format!("/proc/{pid}/oom_score_adj"), score.to_string()) {
+        // As the stock shim: an unprivileged containerd keeps its own score.
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
+        other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    #[test]
+    fn only_the_process_that_is_meant_is_killed() {
+        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        let began = start_ticks(pid).unwrap();
+        assert!(!kill(pid, began + 1, Duration::from_secs(20)).unwrap());
+        assert!(child.try_wait().unwrap().is_none(), "still there");
+        assert!(kill(pid, began, Duration::from_secs(20)).unwrap());
+        assert!(!child.wait().unwrap().success());
+        assert!(!kill(pid, began, Duration::from_secs(20)).unwrap());
+    }
+
+    #[test]
+    fn pids_that_name_no_one_process_are_refused() {
+        for pid in [0, -1, 1] {
+            assert!(!kill(pid, 0, Duration::ZERO).unwrap());
+        }
+    }
+
+    #[test]
+    fn a_child_gets_one_more() {
+        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+        adjust_oom_score(child.id()).unwrap();
+        let read = |pid: &str| -> i32 {
+            std::fs::read_to_string(format!("/proc/{pid}/oom_score_adj"))
+                .unwrap()
+                .trim()
+                .parse()
+                .unwrap()
+        };
+        assert_eq!(read(&child.id().to_string()), (read("self") + 1).min(1000));
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+}

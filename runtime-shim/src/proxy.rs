@@ -1,0 +1,197 @@
+//! One client's connection, and its own connection to the stock shim.
+//!
+//! ```text
+//! client ── requests ──> look at service and method ──> stock shim
+//!                          Create: spec edited, options translated
+//!                          Delete: stream remembered
+//! client <── responses ── untouched; Create's and Delete's are looked at ── stock shim
+//! ```
+//!
+//! Frames keep their bytes, stream ids and order. Nothing waits for an answer, so
+//! a Wait may stay open for a container's life. Whatever cannot be decoded goes
+//! on as it is: the stock shim has the last word on it.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::future::Future;
+
+use containerd_shim_protos::api::{CreateTaskRequest, DeleteRequest};
+use containerd_shim_protos::protobuf::{Message, MessageField, well_known_types::any::Any};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader};
+use ttrpc::proto::{Code, Request, Response};
+
+use crate::frame::{FrameError, HEADER_BYTES, Header, REQUEST, RESPONSE, read_header};
+
+/// What is copied at a time of a frame that nobody looks at.
+const CHUNK_BYTES: usize = 8 << 10;
+/// What a reader holds ahead.
+const AHEAD_BYTES: usize = 2 << 10;
+
+/// What happens to containers on a connection, as far as we care.
+pub trait Tasks {
+    /// A Create is on its way; it waits for this. Returns options to replace its
+    /// own.
+    fn create(&self, request: &CreateTaskRequest) -> impl Future<Output = Option<Any>>;
+    /// The stock shim answered a Create.
+    fn created(&self, id: &str, done: bool);
+    /// The stock shim deleted a container.
+    fn deleted(&self, id: &str);
+}
+
+/// An answer that is waited for.
+#[derive(Debug)]
+enum Awaited {
+    Create(String),
+    Delete(String),
+}
+
+type Watched = RefCell<HashMap<u32, Awaited>>;
+
+/// Copies frames both ways until one side ends. `first` is the header that was
+/// read from the client already.
+pub async fn run(
+    first: [u8; HEADER_BYTES],
+    client: (impl AsyncRead + Unpin, impl AsyncWrite + Unpin),
+    stock: (impl AsyncRead + Unpin, impl AsyncWrite + Unpin),
+    tasks: &impl Tasks,
+) -> Result<(), FrameError> {
+    let watched = Watched::default();
+    // Either end ends both: the other half has nobody left to talk to. What the
+    // stock shim said before its end has been passed on by then.
+    tokio::select! {
+        result = requests(first, client.0, stock.1, tasks, &watched) => result,
+        result = responses(stock.0, client.1, tasks, &watched) => result,
+    }
+}
+
+async fn requests(
+    first: [u8; HEADER_BYTES],
+    from: impl AsyncRead + Unpin,
+    mut to: impl AsyncWrite + Unpin,
+    tasks: &impl Tasks,
+    watched: &Watched,
+) -> Result<(), FrameError> {
+    let mut from = BufReader::with_capacity(AHEAD_BYTES, from);
+    let mut next = Some(first);
+    while let Some(bytes) = next {
+        let header = Header::decode(bytes)?;
+        if header.kind == REQUEST {
+            let payload = read_payload(&mut from, &header).await?;
+            let frame = match inspect(&header, &payload, tasks, watched).await {
+                Some(frame) => frame,
+                None => [&bytes[..], &payload].concat(),
+            };
+            to.write_all(&frame).await?;
+        } else {
+            copy(&bytes, &header, &mut from, &mut to).await?;
+        }
+        next = read_header(&mut from).await?;
+    }
+    Ok(())
+}
+
+async fn responses(
+    from: impl AsyncRead + Unpin,
+    mut to: impl AsyncWrite + Unpin,
+    tasks: &impl Tasks,
+    watched: &Watched,
+) -> Result<(), FrameError> {
+    let mut from = BufReader::with_capacity(AHEAD_BYTES, from);
+    while let Some(bytes) = read_header(&mut from).await? {
+        let header = Header::decode(bytes)?;
+        let awaited = (header.kind == RESPONSE)
+            .then(|| watched.borrow_mut().remove(&header.stream))
+            .flatten();
+        let Some(awaited) = awaited else {
+            copy(&bytes, &header, &mut from, &mut to).await?;
+            continue;
+        };
+        let payload = read_payload(&mut from, &header).await?;
+        to.write_all(&[&bytes[..], &payload].concat()).await?;
+        let done = succeeded(&payload);
+        match awaited {
+            Awaited::Create(id) => tasks.created(&id, done),
+            Awaited::Delete(id) if done => tasks.deleted(&id),
+            Awaited::Delete(_) => {}
+        }
+    }
+    Ok(())
+}
+
+/// Looks at a request. Returns the frame to send in its place, if it is another.
+async fn inspect(
+    header: &Header,
+    payload: &[u8],
+    tasks: &impl Tasks,
+    watched: &Watched,
+) -> Option<Vec<u8>> {
+    let mut request = Request::parse_from_bytes(payload).ok()?;
+    if !matches!(request.service.as_str(), "containerd.task.v2.Task" | "containerd.task.v3.Task") {
+        return None;
+    }
+    let watch = |awaited| watched.borrow_mut().insert(header.stream, awaited);
+    match request.method.as_str() {
+        "Create" => {
+            let mut create = CreateTaskRequest::parse_from_bytes(&request.payload).ok()?;
+            let options = tasks.create(&create).await;
+            watch(Awaited::Create(create.id.clone()));
+            create.options = MessageField::some(options?);
+            request.payload = create.write_to_bytes().ok()?;
+            header.with_payload(&request.write_to_bytes().ok()?)
+        }
+        "Delete" => {
+            let delete = DeleteRequest::parse_from_bytes(&request.payload).ok()?;
+            // An exec's end is not its container's.
+            if delete.exec_id.is_empty() {
+                watch(Awaited::Delete(delete.id));
+            }
+            None
+        }
+        _ => None,
+    }
+}
+
+fn succeeded(payload: &[u8]) -> bool {
+    Response::parse_from_bytes(payload).is_ok_and(|response| {
+        response.status.as_ref().is_none_or(|status| status.code() == Code::OK)
+    })
+}
+
+async fn read_payload(
+    from: &mut (impl AsyncRead + Unpin),
+    header: &Header,
+) -> Result<Vec<u8>, FrameError> {
+    // Grows with what arrives, not with what the header promises.
+    let mut payload = Vec::new();
+    from.take(header.payload_bytes.into()).read_to_end(&mut payload).await?;
+    if payload.len() < header.payload_bytes as usize {
+        return Err(std::io::Error::from(std::io::ErrorKind::UnexpectedEof).into());
+    }
+    Ok(payload)
+}
+
+/// Passes a frame on in pieces.
+async fn copy(
+    bytes: &[u8],
+    header: &Header,
+    from: &mut (impl AsyncRead + Unpin),
+    to: &mut (impl AsyncWrite + Unpin),
+) -> Result<(), FrameError> {
+    let mut left = header.payload_bytes as usize;
+    let mut piece = bytes.to_vec();
+    loop {
+        let wanted = left.min(CHUNK_BYTES);
+        let start = piece.len();
+        piece.resize(start + wanted, 0);
+        from.read_exact(&mut piece[start..]).await?;
+        to.write_all(&piece).await?;
+        left -= wanted;
+        if left == 0 {
+            return Ok(());
+        }
+        piece.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,232 @@
+//! Which folders make a rootfs.
+
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+use containerd_shim_protos::types::mount::Mount;
+use rustix::fs::{Mode, OFlags, StatVfsMountFlags};
+
+use super::resolve::{self, Found};
+
+/// The folders that make a rootfs, topmost first.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rootfs {
+    layers: Vec<PathBuf>,
+    writable: bool,
+}
+
+/// The rootfs cannot be looked into.
+#[derive(Debug, thiserror::Error)]
+pub enum RootfsError {
+    /// A snapshotter whose mounts are not understood.
+    #[error(
+        "the rootfs is made by mounts of type {0:?}, which cannot be looked into before they are mounted; supported are overlay and bind"
+    )]
+    Unsupported(String),
+    /// No rootfs at all.
+    #[error("the Create request names no rootfs")]
+    None,
+    /// An overlay feature that is not understood.
+    #[error("the overlay uses {0}, which is not supported")]
+    Overlay(&'static str),
+    /// Too deep, or a loop.
+    #[error("{0:?} leads through too many symlinks or names")]
+    TooLong(PathBuf),
+    /// Larger than allowed.
+    #[error("{path:?} of the image is larger than {max_bytes} bytes")]
+    TooLarge {
+        /// The path in the image.
+        path: PathBuf,
+        /// The bound.
+        max_bytes: u64,
+    },
+    /// A system call failed.
+    #[error("cannot look at {path:?} of the rootfs")]
+    Io {
+        /// The path.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+}
+
+impl Rootfs {
+    /// The rootfs that a Create request will make. Without mounts it is the
+    /// spec's `root.path`, relative to the bundle.
+    pub fn new(
+        mounts: &[Mount],
+        root_path: Option<&str>,
+        bundle: &Path,
+    ) -> Result<Rootfs, RootfsError> {
+        match mounts {
+            [] => {
+                let path = bundle.join(root_path.ok_or(RootfsError::None)?);
+                let read_only = rustix::fs::statvfs(&path)
+                    .map_err(|error| RootfsError::Io { path: path.clone(), source: error.into() })?
+                    .f_flag
+                    .contains(StatVfsMountFlags::RDONLY);
+                Ok(Rootfs { layers: vec![path], writable: !read_only })
+            }
+            [mount] => Rootfs::from_mount(mount),
+            more => {
+                let kinds: Vec<&str> = more.iter().map(|mount| mount.type_.as_str()).collect();
+                Err(RootfsError::Unsupported(kinds.join("+")))
+            }
+        }
+    }
+
+    fn from_mount(mount: &Mount) -> Result<Rootfs, RootfsError> {
+        let has = |name: &str| mount.options.iter().any(|option| option == name);
+        if mount.type_ == "overlay" {
+            let rootfs = Rootfs::from_overlay(&mount.options)?;
+            return Ok(Rootfs { writable: rootfs.writable && !has("ro"), ..rootfs });
+        }
+        if mount.type_ == "bind" || has("bind") || has("rbind") {
+            return Ok(Rootfs { layers: vec![PathBuf::from(&mount.source)], writable: !has("ro") });
+        }
+        Err(RootfsError::Unsupported(mount.type_.clone()))
+    }
+
+    fn from_overlay(options: &[String]) -> Result<Rootfs, RootfsError> {
+        let mut upper = None;
+        let mut lower = Vec::new();
+        for option in options {
+            if option.contains("{{") {
+                return Err(RootfsError::Overlay("mount templates"));
+            }
+            if let Some(path) = option.strip_prefix("upperdir=") {
+                upper = Some(PathBuf::from(path));
+            } else if let Some(list) = option.strip_prefix("lowerdir=") {
+                lower.extend(split_lower(list)?);
+            } else if let Some(path) = option.strip_prefix("lowerdir+=") {
+                lower.push(PathBuf::from(path));
+            } else if option.starts_with("datadir+=") {
+                return Err(RootfsError::Overlay("data-only layers"));
+            }
+        }
+        if lower.iter().chain(&upper).any(|path| !path.is_absolute()) {
+            return Err(RootfsError::Overlay("relative layers"));
+        }
+        let writable = upper.is_some();
+        let layers: Vec<PathBuf> = upper.into_iter().chain(lower).collect();
+        if layers.is_empty() {
+            return Err(RootfsError::None);
+        }
+        Ok(Rootfs { layers, writable })
+    }
+
+    /// False if mount points that the image lacks cannot be made.
+    #[must_use]
+    pub fn writable(&self) -> bool {
+        self.writable
+    }
+
+    /// What the container will find at this absolute path. A regular file is read
+    /// if it holds at most `max_bytes`.
+    pub fn find(&self, path: &str, max_bytes: u64) -> Result<Found, RootfsError> {
+        let open = |layer: &PathBuf| -> Result<OwnedFd, RootfsError> {
+            rustix::fs::open(
+                layer,
+                OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC,
+                Mode::empty(),
+            )
+            .map_err(|error| RootfsError::Io { path: layer.clone(), source: error.into() })
+        };
+        let layers = self.layers.iter().map(open).collect::<Result<_, _>>()?;
+        resolve::find(layers, Path::new(path), max_bytes)
+    }
+}
+
+/// Splits at colons; a backslash takes the next character as it is.
+fn split_lower(list: &str) -> Result<Vec<PathBuf>, RootfsError> {
+    let mut layers = vec![String::new()];
+    let mut chars = list.chars();
+    while let Some(char) = chars.next() {
+        let last = layers.len() - 1;
+        match char {
+            '\\' => layers[last].extend(chars.next()),
+            ':' if layers[last].is_empty() => {
+                return Err(RootfsError::Overlay("data-only layers"));
+            }
+            ':' => layers.push(String::new()),
+            other => layers[last].push(other),
+        }
+    }
+    Ok(layers.into_iter().map(PathBuf::from).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mount(kind: &str, source: &str, options: &[&str]) -> Mount {
+        Mount {
+            type_: kind.to_owned(),
+            source: source.to_owned(),
+            options: options.iter().map(ToString::to_string).collect(),
+            ..Mount::default()
+        }
+    }
+
+    fn rootfs(mounts: &[Mount]) -> Result<Rootfs, RootfsError> {
+        Rootfs::new(mounts, None, Path::new("/bundle"))
+    }
+
+    #[test]
+    fn mounts_of_the_usual_snapshotters() {
+        for (mount, layers, writable) in [
+            (
+                mount(
+                    "overlay",
+                    "overlay",
+                    &["index=off", "workdir=/w", "upperdir=/u", "lowerdir=/2:/1"],
+                ),
+                vec!["/u", "/2", "/1"],
+                true,
+            ),
+            (
+                mount("overlay", "overlay", &["index=off", "lowerdir=/a\\:b:/1"]),
+                vec!["/a:b", "/1"],
+                false,
+            ),
+            (
+                mount("overlay", "overlay", &["upperdir=/u", "lowerdir+=/2", "lowerdir+=/1", "ro"]),
+                vec!["/u", "/2", "/1"],
+                false,
+            ),
+            (mount("bind", "/x", &["rbind", "rw"]), vec!["/x"], true),
+            (mount("bind", "/x", &["rbind", "ro"]), vec!["/x"], false),
+            (mount("", "/x", &["rbind"]), vec!["/x"], true),
+        ] {
+            let layers = layers.into_iter().map(PathBuf::from).collect();
+            assert_eq!(rootfs(&[mount]).unwrap(), Rootfs { layers, writable });
+        }
+    }
+
+    #[test]
+    fn the_rest_is_refused_by_name() {
+        for (mounts, wanted) in [
+            (vec![mount("ext4", "/dev/mapper/x", &[])], "type \"ext4\""),
+            (vec![mount("erofs", "a", &[]), mount("overlay", "b", &[])], "type \"erofs+overlay\""),
+            (vec![mount("overlay", "o", &["lowerdir={{ mount 0 }}"])], "mount templates"),
+            (vec![mount("overlay", "o", &["lowerdir=/1::/data"])], "data-only"),
+            (vec![mount("overlay", "o", &["lowerdir=1:2"])], "relative"),
+            (vec![mount("overlay", "o", &[])], "no rootfs"),
+            (vec![], "no rootfs"),
+        ] {
+            let error = rootfs(&mounts).unwrap_err().to_string();
+            assert!(error.contains(wanted), "{error}");
+        }
+    }
+
+    #[test]
+    fn without_mounts_the_specs_root_counts() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir(dir.path().join("rootfs")).unwrap();
+        let got = Rootfs::new(&[], Some("rootfs"), dir.path()).unwrap();
+        assert_eq!(got.layers, [dir.path().join("rootfs")]);
+        assert!(got.writable());
+        let gone = Rootfs::new(&[], Some("/nowhere/at/all"), dir.path());
+        assert!(matches!(gone, Err(RootfsError::Io { .. })));
+    }
+}

@@ -1,0 +1,201 @@
+//! A path looked up in the merged view of layers.
+
+use std::collections::VecDeque;
+use std::ffi::{OsStr, OsString};
+use std::io::Read;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::Path;
+
+use rustix::fs::{FileType, Mode, OFlags, Stat};
+use rustix::io::Errno;
+
+use super::RootfsError;
+
+/// As the kernel's own bound.
+const MAX_SYMLINKS: usize = 40;
+/// Bound on the names of a path, symlinks' targets included.
+const MAX_NAMES: usize = 4096;
+
+/// What is at a path.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// Nothing.
+    Missing,
+    /// A regular file with this content.
+    Regular(Vec<u8>),
+    /// A folder, a device, a socket, a symlink that leads nowhere.
+    Other(&'static str),
+}
+
+/// A folder of the merged tree: its parts, topmost first.
+type Folder = Vec<OwnedFd>;
+
+enum Entry {
+    Missing,
+    Folder(Folder),
+    Symlink(OsString),
+    Regular(OwnedFd),
+    Other(&'static str),
+}
+
+/// Looks up an absolute path.
+pub(super) fn find(root: Folder, path: &Path, max_bytes: u64) -> Result<Found, RootfsError> {
+    let io = |error: Errno| RootfsError::Io { path: path.to_owned(), source: error.into() };
+    let mut names: VecDeque<OsString> = split(path.as_os_str());
+    // The folders from the root down to the current one; never empty.
+    let mut stack = vec![root];
+    let (mut symlinks, mut seen, mut through_link) = (0, 0, false);
+    while let Some(name) = names.pop_front() {
+        seen += 1;
+        if seen > MAX_NAMES {
+            return Err(RootfsError::TooLong(path.to_owned()));
+        }
+        if name == ".." {
+            if stack.len() > 1 {
+                stack.pop();
+            }
+            continue;
+        }
+        let Some(folder) = stack.last() else {
+            return Ok(Found::Missing);
+        };
+        match look_up(folder, &name, path)? {
+            Entry::Missing if through_link => {
+                return Ok(Found::Other("a symlink that leads nowhere"));
+            }
+            Entry::Missing => return Ok(Found::Missing),
+            Entry::Folder(folder) => stack.push(folder),
+            Entry::Symlink(target) => {
+                symlinks += 1;
+                if symlinks > MAX_SYMLINKS {
+                    return Err(RootfsError::TooLong(path.to_owned()));
+                }
+                through_link = true;
+                if target.as_bytes().first() == Some(&b'/') {
+                    stack.truncate(1);
+                }
+                for name in split(&target).into_iter().rev() {
+                    names.push_front(name);
+                }
+            }
+            Entry::Regular(file) if names.is_empty() => {
+                return read(&file, max_bytes, path).map(Found::Regular);
+            }
+            Entry::Other(kind) if names.is_empty() => return Ok(Found::Other(kind)),
+            Entry::Regular(_) | Entry::Other(_) => {
+                return Err(io(Errno::NOTDIR));
+            }
+        }
+    }
+    Ok(Found::Other("a folder"))
+}
+
+/// One name below one folder of the merged tree.
+fn look_up(folder: &[OwnedFd], name: &OsStr, path: &Path) -> Result<Entry, RootfsError> {
+    let io = |error: Errno| RootfsError::Io { path: path.to_owned(), source: error.into() };
+    let mut parts = Folder::new();
+    for part in folder {
+        let entry = match rustix::fs::openat(
+            part,
+            name,
+            OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC,
+            Mode::empty(),
+        ) {
+            Ok(entry) => entry,
+            Err(Errno::NOENT) => continue,
+            Err(error) => return Err(io(error)),
+        };
+        let stat = rustix::fs::fstat(&entry).map_err(io)?;
+        let kind = FileType::from_raw_mode(stat.st_mode);
+        if is_whiteout(&entry, &stat, kind).map_err(io)? {
+            break;
+        }
+        if kind == FileType::Directory {
+            if has_attribute(&entry, "redirect").map_err(io)? {
+                return Err(RootfsError::Overlay("redirected folders"));
+            }
+            let opaque = attribute(&entry, "opaque").map_err(io)? == Some(b'y');
+            parts.push(entry);
+            if opaque {
+                break;
+            }
+            continue;
+        }
+        if !parts.is_empty() {
+            // Hidden by the folder above it, with all that is below.
+            break;
+        }
+        return Ok(match kind {
+            FileType::Symlink => {
+                let target = rustix::fs::readlinkat(&entry, "", Vec::new()).map_err(io)?;
+                Entry::Symlink(OsString::from_vec(target.into_bytes()))
+            }
+            FileType::RegularFile => {
+                if has_attribute(&entry, "metacopy").map_err(io)? {
+                    return Err(RootfsError::Overlay("files without their data"));
+                }
+                Entry::Regular(entry)
+            }
+            FileType::CharacterDevice | FileType::BlockDevice => Entry::Other("a device"),
+            FileType::Fifo => Entry::Other("a pipe"),
+            FileType::Socket => Entry::Other("a socket"),
+            _ => Entry::Other("something that is not a file"),
+        });
+    }
+    Ok(if parts.is_empty() { Entry::Missing } else { Entry::Folder(parts) })
+}
+
+/// overlayfs hides a name by a character device 0/0, or by an empty file with an
+/// attribute.
+fn is_whiteout(entry: &OwnedFd, stat: &Stat, kind: FileType) -> Result<bool, Errno> {
+    match kind {
+        FileType::CharacterDevice => Ok(stat.st_rdev == 0),
+        FileType::RegularFile if stat.st_size == 0 => has_attribute(entry, "whiteout"),
+        _ => Ok(false),
+    }
+}
+
+fn has_attribute(entry: &OwnedFd, name: &str) -> Result<bool, Errno> {
+    Ok(attribute(entry, name)?.is_some())
+}
+
+/// First byte of an overlayfs attribute, of either prefix; 0 for an empty one.
+fn attribute(entry: &OwnedFd, name: &str) -> Result<Option<u8>, Errno> {
+    // Attributes cannot be read through an O_PATH descriptor itself.
+    let path = format!("/proc/self/fd/{}", entry.as_raw_fd());
+    for prefix in ["trusted.overlay.", "user.overlay."] {
+        let mut value = [0u8; 256];
+        match rustix::fs::getxattr(&path, format!("{prefix}{name}"), &mut value[..]) {
+            Ok(_) => return Ok(Some(value[0])),
+            Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::PERM) => {}
+            // Longer than the buffer: it is there.
+            Err(Errno::RANGE) => return Ok(Some(0)),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(None)
+}
+
+fn read(file: &OwnedFd, max_bytes: u64, path: &Path) -> Result<Vec<u8>, RootfsError> {
+    let io = |source: std::io::Error| RootfsError::Io { path: path.to_owned(), source };
+    // The very file that was looked at, not whatever has its name by now.
+    let open = std::fs::File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).map_err(io)?;
+    let mut bytes = Vec::new();
+    open.take(max_bytes + 1).read_to_end(&mut bytes).map_err(io)?;
+    if bytes.len() as u64 > max_bytes {
+        return Err(RootfsError::TooLarge { path: path.to_owned(), max_bytes });
+    }
+    Ok(bytes)
+}
+
+fn split(path: &OsStr) -> VecDeque<OsString> {
+    path.as_bytes()
+        .split(|byte| *byte == b'/')
+        .filter(|name| !name.is_empty() && *name != b".")
+        .map(|name| OsStr::from_bytes(name).to_owned())
+        .collect()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,173 @@
+//! The edit of a spec: bind mounts, added at the end.
+
+use std::path::{Path, PathBuf};
+
+use oci_spec::runtime::MountBuilder;
+use serde_json::Value;
+
+use super::{clean, destinations};
+
+/// A bind mount that is added.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BindMount {
+    /// On the host.
+    pub source: PathBuf,
+    /// In the container.
+    pub destination: &'static str,
+    /// Mount options.
+    pub options: &'static [&'static str],
+}
+
+/// The spec cannot take the mounts.
+#[derive(Debug, thiserror::Error)]
+pub enum EditError {
+    /// A volume of the container is in the way.
+    #[error("a volume is mounted at {volume}, where {destination} would go")]
+    Covered {
+        /// Where the volume is.
+        volume: String,
+        /// Where ours would be.
+        destination: &'static str,
+    },
+    /// `mounts` is not a list.
+    #[error("the spec's mounts are not a list")]
+    NotAList,
+    /// A path that JSON cannot hold.
+    #[error("the host path {0:?} cannot be written to a spec")]
+    BadSource(PathBuf),
+    /// An entry could not be built.
+    #[error("cannot build a mount entry")]
+    Build(#[source] Box<dyn std::error::Error + Send + Sync>),
+}
+
+/// Adds the mounts. A spec that has them already (a second Create, a restore)
+/// keeps one of each. A mount of the container itself at or above one of the
+/// destinations is never covered: the edit fails instead.
+pub fn add_mounts(spec: &mut Value, mounts: &[BindMount]) -> Result<(), EditError> {
+    if !spec.is_object() || spec.get("mounts").is_some_and(|m| !m.is_array() && !m.is_null()) {
+        return Err(EditError::NotAList);
+    }
+    let entries = mounts.iter().map(entry).collect::<Result<Vec<_>, _>>()?;
+    if let Some(list) = spec.get_mut("mounts").and_then(Value::as_array_mut) {
+        list.retain(|mount| !entries.contains(mount));
+    }
+    for volume in destinations(spec) {
+        for mount in mounts {
+            if covers(&volume, mount.destination) {
+                return Err(EditError::Covered { volume, destination: mount.destination });
+            }
+        }
+    }
+    match spec.get_mut("mounts").and_then(Value::as_array_mut) {
+        Some(list) => list.extend(entries),
+        None => spec["mounts"] = Value::Array(entries),
+    }
+    Ok(())
+}
+
+/// True if something mounted at `volume` is at, above or below `destination`.
+/// The root is always above, and is the rootfs.
+fn covers(volume: &str, destination: &str) -> bool {
+    let destination = clean(destination);
+    let (volume, destination) = (Path::new(volume), Path::new(&destination));
+    volume != Path::new("/") && (destination.starts_with(volume) || volume.starts_with(destination))
+}
+
+fn entry(mount: &BindMount) -> Result<Value, EditError> {
+    if mount.source.to_str().is_none() {
+        return Err(EditError::BadSource(mount.source.clone()));
+    }
+    let built = MountBuilder::default()
+        .destination(mount.destination)
+        .typ("bind")
+        .source(&mount.source)
+        .options(mount.options.iter().map(ToString::to_string).collect::<Vec<_>>())
+        .build()
+        .map_err(|error| EditError::Build(Box::new(error)))?;
+    serde_json::to_value(built).map_err(|error| EditError::Build(Box::new(error)))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn ours() -> Vec<BindMount> {
+        vec![
+            BindMount {
+                source: PathBuf::from("/usr/local/lib/affinode"),
+                destination: "/.affinode/lib",
+                options: &["bind", "ro", "nosuid", "nodev"],
+            },
+            BindMount {
+                source: PathBuf::from("/run/affinode/containers/00/ld.so.preload"),
+                destination: "/etc/ld.so.preload",
+                options: &["bind", "ro"],
+            },
+        ]
+    }
+
+    /// What containerd writes, with fields that no version of the types knows.
+    const BEFORE: &str = r#"{"ociVersion":"1.2.0","process":{"user":{"uid":0,"gid":0},"args":["sh"],"cwd":"/","later":{"b":2,"a":1}},"root":{"path":"rootfs"},"mounts":[{"destination":"/proc","type":"proc","source":"proc"},{"destination":"/etc/hosts","type":"bind","source":"/h","options":["rbind","rw"],"uidMappings":[{"containerID":0,"hostID":1,"size":4294967295}]}],"linux":{"intelRdt":{"enableMonitoring":true},"resources":{"memory":{"limit":9223372036854775807}}},"x-unknown":[1.5,null]}"#;
+    const AFTER: &str = r#"{"ociVersion":"1.2.0","process":{"user":{"uid":0,"gid":0},"args":["sh"],"cwd":"/","later":{"b":2,"a":1}},"root":{"path":"rootfs"},"mounts":[{"destination":"/proc","type":"proc","source":"proc"},{"destination":"/etc/hosts","type":"bind","source":"/h","options":["rbind","rw"],"uidMappings":[{"containerID":0,"hostID":1,"size":4294967295}]},{"destination":"/.affinode/lib","type":"bind","source":"/usr/local/lib/affinode","options":["bind","ro","nosuid","nodev"]},{"destination":"/etc/ld.so.preload","type":"bind","source":"/run/affinode/containers/00/ld.so.preload","options":["bind","ro"]}],"linux":{"intelRdt":{"enableMonitoring":true},"resources":{"memory":{"limit":9223372036854775807}}},"x-unknown":[1.5,null]}"#;
+
+    #[test]
+    fn mounts_are_added_and_nothing_else_changes() {
+        let mut spec: Value = serde_json::from_str(BEFORE).unwrap();
+        add_mounts(&mut spec, &ours()).unwrap();
+        assert_eq!(serde_json::to_string(&spec).unwrap(), AFTER);
+    }
+
+    #[test]
+    fn twice_is_once() {
+        let mut spec: Value = serde_json::from_str(AFTER).unwrap();
+        add_mounts(&mut spec, &ours()).unwrap();
+        assert_eq!(serde_json::to_string(&spec).unwrap(), AFTER);
+    }
+
+    #[test]
+    fn a_spec_without_mounts_gets_some() {
+        for mut spec in [json!({}), json!({"mounts": null})] {
+            add_mounts(&mut spec, &ours()).unwrap();
+            assert_eq!(spec["mounts"].as_array().unwrap().len(), 2);
+        }
+    }
+
+    #[test]
+    fn volumes_are_never_covered() {
+        for (volume, covered) in [
+            ("/etc", true),
+            ("/etc/", true),
+            ("//etc/./ld.so.preload", true),
+            ("/.affinode", true),
+            ("/.affinode/lib/deeper", true),
+            ("/etc/../etc", true),
+            ("/", false),
+            ("/etc/hosts", false),
+            ("/etcetera", false),
+        ] {
+            let before = json!({"mounts": [{"destination": volume, "source": "/x"}]});
+            let mut spec = before.clone();
+            let result = add_mounts(&mut spec, &ours());
+            assert_eq!(result.is_err(), covered, "{volume}");
+            if covered {
+                assert_eq!(spec, before, "{volume}: unchanged");
+            }
+        }
+    }
+
+    #[test]
+    fn another_containers_mount_is_a_volume_like_any_other() {
+        // Nested: the spec was copied from a managed container.
+        let mut spec: Value = serde_json::from_str(&AFTER.replace("/00/", "/11/")).unwrap();
+        assert!(matches!(add_mounts(&mut spec, &ours()), Err(EditError::Covered { .. })));
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        for mut spec in [json!([]), json!(1), json!({"mounts": {}})] {
+            assert!(matches!(add_mounts(&mut spec, &ours()), Err(EditError::NotAList)));
+        }
+    }
+}

@@ -1,0 +1,66 @@
+//! A container's spec, as a JSON value: fields that this version does not know
+//! must survive the edit, so it is never turned into types and back.
+
+mod detect;
+mod edit;
+
+pub use detect::{Decision, decide};
+pub use edit::{BindMount, EditError, add_mounts};
+
+use serde_json::Value;
+
+/// Annotation by which CRI says what a container is in its pod.
+pub const CONTAINER_TYPE: &str = "io.kubernetes.cri.container-type";
+/// Annotation with the sandbox's id.
+pub const SANDBOX_ID: &str = "io.kubernetes.cri.sandbox-id";
+
+/// The annotation of this name.
+#[must_use]
+pub fn annotation<'a>(spec: &'a Value, name: &str) -> Option<&'a str> {
+    spec.get("annotations")?.get(name)?.as_str()
+}
+
+/// All annotations whose values are strings.
+pub fn annotations(spec: &Value) -> impl Iterator<Item = (&str, &str)> {
+    spec.get("annotations")
+        .and_then(Value::as_object)
+        .into_iter()
+        .flatten()
+        .filter_map(|(name, value)| Some((name.as_str(), value.as_str()?)))
+}
+
+/// `linux.cgroupsPath`.
+#[must_use]
+pub fn cgroups_path(spec: &Value) -> Option<&str> {
+    spec.get("linux")?.get("cgroupsPath")?.as_str()
+}
+
+/// `root.path`.
+#[must_use]
+pub fn root_path(spec: &Value) -> Option<&str> {
+    spec.get("root")?.get("path")?.as_str()
+}
+
+/// Where something is mounted, with superfluous slashes and dots taken out.
+fn destinations(spec: &Value) -> impl Iterator<Item = String> {
+    spec.get("mounts")
+        .and_then(Value::as_array)
+        .into_iter()
+        .flatten()
+        .filter_map(|mount| Some(clean(mount.get("destination")?.as_str()?)))
+}
+
+/// An absolute path, lexically: `//etc/./x/../` is `/etc`.
+fn clean(path: &str) -> String {
+    let mut parts: Vec<&str> = Vec::new();
+    for part in path.split('/') {
+        match part {
+            "" | "." => {}
+            ".." => {
+                parts.pop();
+            }
+            part => parts.push(part),
+        }
+    }
+    format!("/{}", parts.join("/"))
+}

@@ -1,0 +1,256 @@
+//! `start`: the stock shim first, then a proxy before it.
+//!
+//! ```text
+//! translate stdin ─> stock start ─> its address ─> ours ─┬─ nobody there ─> bind, spawn the daemon ─┐
+//!                                                        └─ our group's proxy answers: join ────────┤
+//!                                       answer with our address <─ note and `address` written <─────┘
+//! ```
+//!
+//! stdout and stderr are read together by containerd, so nothing is printed but
+//! the answer. A failure after the stock shim's start ends the stock shim, if it
+//! was this start that brought it up.
+
+use std::ffi::OsString;
+use std::io::{self, ErrorKind, Read};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use crate::address::{Address, AddressError};
+use crate::bundle::{Bundle, BundleError, Note};
+use crate::cgroup;
+use crate::cli::Flags;
+use crate::dialect::{Answer, AnswerError, Input};
+use crate::info::read_stdin;
+use crate::options::OptionsError;
+use crate::peer::{self, Identity, Peer};
+use crate::process;
+use crate::rpc::Caller;
+use crate::spec;
+use crate::stock::{Stock, StockError};
+
+/// How long the proxy of a group may take to answer.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// How often a stale socket is cleared before giving up.
+const ATTEMPTS: usize = 5;
+/// Bound on what the daemon says before it serves.
+const READY_MAX_BYTES: u64 = 4096;
+
+/// `start` failed.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The working folder or stdin.
+    #[error("cannot read what containerd passed on")]
+    Input(#[source] io::Error),
+    /// The handler's options.
+    #[error("cannot use the runtime options")]
+    Options(#[from] OptionsError),
+    /// The stock shim.
+    #[error("cannot start the stock shim")]
+    Stock(#[from] StockError),
+    /// Its answer.
+    #[error("cannot understand the stock shim")]
+    Answer(#[from] AnswerError),
+    /// Its address.
+    #[error("cannot stand before the stock shim")]
+    Address(#[from] AddressError),
+    /// Our socket.
+    #[error("cannot serve {address}")]
+    Bind {
+        /// The address.
+        address: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// Another proxy holds our address and says nothing.
+    #[error("the proxy of this group at {address} does not answer")]
+    Silent {
+        /// The address.
+        address: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// The daemon could not be started.
+    #[error("cannot start the proxy")]
+    Spawn(#[source] io::Error),
+    /// The daemon gave up.
+    #[error("the proxy did not begin to serve: {0}")]
+    Daemon(String),
+    /// The shim's cgroup.
+    #[error("cannot join cgroup {path} (ShimCgroup of the runtime handler)")]
+    Cgroup {
+        /// The cgroup.
+        path: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// Files of the bundle.
+    #[error("cannot note the address in the bundle")]
+    Bundle(#[from] BundleError),
+}
+
+/// Runs `start`. Returns the bytes for stdout.
+pub fn start(flags: &Flags, argv: &[OsString]) -> Result<Vec<u8>, StartError> {
+    let stdin = read_stdin().map_err(StartError::Input)?;
+    let bundle = Bundle::new(std::env::current_dir().map_err(StartError::Input)?);
+    // What is wrong with it, if anything, the stock shim says in its own words.
+    let spec = bundle.read_spec().ok();
+    let cgroups_path = spec.as_ref().and_then(spec::cgroups_path);
+    let (stdin, shim_cgroup) =
+        Input::parse(&stdin, &flags.namespace, &flags.id).translate(cgroups_path)?;
+    let (stock_pid, stdout) = Stock::find(&flags.publish_binary)?.run(argv, &stdin)?;
+    let answer = Answer::parse(&stdout)?;
+    let upstream = Address::parse(answer.address())?;
+    let version = answer.task_version();
+
+    let stand = || -> Result<Vec<u8>, StartError> {
+        let listen = upstream.proxy()?;
+        let daemon = Daemon {
+            flags,
+            listen: &listen,
+            upstream: &upstream,
+            version,
+            shim_cgroup: shim_cgroup.as_deref(),
+            bundle: &bundle,
+        };
+        let identity = daemon.join_or_spawn()?;
+        bundle.write_note(&Note {
+            address: listen.to_string(),
+            upstream: upstream.to_string(),
+            shim: identity,
+        })?;
+        bundle.rewrite_address(&listen.to_string())?;
+        Ok(answer.with_address(&listen.to_string())?)
+    };
+    stand().inspect_err(|_| {
+        if listens(&upstream, stock_pid) {
+            end_stock(&upstream, version, &flags.id);
+        }
+    })
+}
+
+struct Daemon<'a> {
+    flags: &'a Flags,
+    listen: &'a Address,
+    upstream: &'a Address,
+    version: i64,
+    shim_cgroup: Option<&'a str>,
+    bundle: &'a Bundle,
+}
+
+impl Daemon<'_> {
+    /// The group's proxy: the one that runs, or a new one.
+    fn join_or_spawn(&self) -> Result<Identity, StartError> {
+        let failed = |source| StartError::Bind { address: self.listen.to_string(), source };
+        for _ in 0..ATTEMPTS {
+            match bind(self.listen) {
+                Ok(listener) => {
+                    let inode = self.listen.inode();
+                    return self.spawn(listener).inspect_err(|_| self.listen.unlink(inode));
+                }
+                Err(error) if error.kind() == ErrorKind::AddrInUse => {}
+                Err(error) => return Err(failed(error)),
+            }
+            let inode = self.listen.inode();
+            match peer::ask(self.listen, PATIENCE) {
+                Peer::Alive(identity) if Some(identity.socket_inode) == self.upstream.inode() => {
+                    return Ok(identity);
+                }
+                // Dead, or dying with a stock shim of before.
+                Peer::Alive(_) | Peer::Dead => clear(self.listen, inode).map_err(failed)?,
+                Peer::Silent(source) => {
+                    return Err(StartError::Silent { address: self.listen.to_string(), source });
+                }
+            }
+        }
+        Err(failed(ErrorKind::AddrInUse.into()))
+    }
+
+    fn spawn(&self, listener: UnixListener) -> Result<Identity, StartError> {
+        let stderr =
+            crate::log::open_pipe(self.bundle.path()).map_or_else(|_| Stdio::null(), Stdio::from);
+        let version = self.version.to_string();
+        let (listen, upstream) = (self.listen.to_string(), self.upstream.to_string());
+        let mut command = Command::new(std::env::current_exe().map_err(StartError::Spawn)?);
+        command.args(["-namespace", &self.flags.namespace, "-id", &self.flags.id]);
+        command.args(["-address", &self.flags.address, "-listen", &listen]);
+        command.args(["-upstream", &upstream, "-task-version", &version]);
+        if self.flags.debug {
+            command.arg("-debug");
+        }
+        let mut child = command
+            .arg("serve")
+            .stdin(OwnedFd::from(listener))
+            .stdout(Stdio::piped())
+            .stderr(stderr)
+            .spawn()
+            .map_err(StartError::Spawn)?;
+        let ready = || -> Result<Identity, StartError> {
+            process::adjust_oom_score(child.id()).map_err(StartError::Spawn)?;
+            if let Some(path) = self.shim_cgroup {
+                cgroup::join(path, child.id())
+                    .map_err(|source| StartError::Cgroup { path: path.to_owned(), source })?;
+            }
+            let mut words = String::new();
+            if let Some(stdout) = child.stdout.take() {
+                stdout
+                    .take(READY_MAX_BYTES)
+                    .read_to_string(&mut words)
+                    .map_err(StartError::Spawn)?;
+            }
+            serde_json::from_str(&words).map_err(|_| StartError::Daemon(words))
+        };
+        let result = { ready }();
+        if result.is_err() {
+            // Ended already, most likely.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        result
+    }
+}
+
+/// Binds with the rights that the stock shim gives its own socket.
+fn bind(address: &Address) -> io::Result<UnixListener> {
+    let listener = UnixListener::bind(address.path())?;
+    std::fs::set_permissions(address.path(), std::fs::Permissions::from_mode(0o600))?;
+    Ok(listener)
+}
+
+/// Removes a socket that nobody serves. One at a time for the folder: a socket
+/// bound meanwhile by another `start` has another inode and stays.
+fn clear(address: &Address, inode: Option<u64>) -> io::Result<()> {
+    let folder = std::fs::File::open(address.path().parent().unwrap_or(Path::new("/")))?;
+    folder.lock()?;
+    address.unlink(inode);
+    Ok(())
+}
+
+/// True if the listener of this socket was made by this process: then the stock
+/// shim is new, and no other container's.
+fn listens(address: &Address, pid: u32) -> bool {
+    let peer = || -> io::Result<i32> {
+        let stream = UnixStream::connect(address.path())?;
+        let peer = rustix::net::sockopt::socket_peercred(&stream)?;
+        Ok(peer.pid.as_raw_nonzero().get())
+    };
+    peer().is_ok_and(|peer| u32::try_from(peer) == Ok(pid))
+}
+
+/// Ends a stock shim that has no containers.
+fn end_stock(address: &Address, version: i64, id: &str) {
+    let inode = address.inode();
+    let Ok(mut caller) = Caller::stock(address.path(), version) else {
+        return address.unlink(inode);
+    };
+    let pid = caller.shim_pid(id).ok();
+    let began = pid.and_then(process::start_ticks);
+    if caller.shut_down(id).is_err() {
+        // The error that led here is the one to report.
+        let _ = pid.zip(began).map(|(pid, began)| process::kill(pid, began, PATIENCE));
+    }
+    address.unlink(inode);
+}
