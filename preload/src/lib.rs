@@ -1,1 +1,55 @@
-//! Filled in by the next commits.
+//! `libaffinode_preload.so`: the part of Affinode inside each CUDA process of a
+//! container. It counts the calls into the driver, holds them while the process's GPU
+//! state is away, and carries out the controller's orders on its own process.
+//!
+//! ```text
+//! application ──dlsym, cuGetProcAddress──> lookup ──┐ (returns a stub)
+//!             ──linked name──────────────> exports ─┤
+//!                                                   v
+//!                                     stub ──> thunk ──> libcuda
+//!                                                │ not registered, gate closed, special call
+//!                                                v
+//!                                process <──── gate ────> page <──── agent ──> controller
+//! ```
+//!
+//! | module | what |
+//! | --- | --- |
+//! | `exports`, `lookup`, `table` | how a call comes here, and where it goes |
+//! | `thunk`, `gate` | what happens to it on the way |
+//! | `process`, `page`, `hazard` | registration; the counters; what is unsafe |
+//! | `agent` | the thread that talks to the controller and to the checkpoint interface |
+//! | `sys`, `libc`, `elf`, `libcuda`, `start` | the edge: kernel, libc, loader, driver |
+//!
+//! The library is loaded into every process of a container, so it must be able to do
+//! nothing at all: it has no dependency, no constructor, no strong undefined symbol, and
+//! never prints, panics, exits or aborts. Where anything is missing, calls pass.
+//!
+//! The crate is an ordinary library for checks and unit tests. The product is built with
+//! `cargo rustc -p affinode-preload --profile preload --lib --crate-type cdylib`.
+
+#![cfg_attr(not(test), no_std)]
+// The code between an application and its driver: unsafe is its trade.
+#![allow(unsafe_code)]
+// Without its exports, nothing calls the rest.
+#![cfg_attr(any(test, not(panic = "abort")), allow(dead_code))]
+
+mod agent;
+mod elf;
+mod gate;
+mod hazard;
+mod libc;
+mod libcuda;
+mod lookup;
+mod page;
+mod process;
+mod sys;
+mod table;
+mod thunk;
+
+#[cfg(all(not(test), panic = "abort"))]
+mod exports;
+#[cfg(all(not(test), panic = "abort"))]
+mod start;
+
+#[cfg(test)]
+mod gate_model;

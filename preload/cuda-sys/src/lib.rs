@@ -1,1 +1,88 @@
-//! Filled in by the next commits.
+//! The part of NVIDIA's driver interface that Affinode uses: types of the checkpoint
+//! calls, result codes, and the [list](hooked_functions) of functions that the
+//! preload library holds while a process's GPU state is away. No logic beyond looking
+//! up a name.
+
+#![cfg_attr(not(test), no_std)]
+#![forbid(unsafe_code)]
+
+pub mod hook;
+mod list;
+
+/// `CUresult` values that have a meaning here.
+pub mod result {
+    /// It worked.
+    pub const SUCCESS: u32 = 0;
+    /// Out of device memory.
+    pub const OUT_OF_MEMORY: u32 = 2;
+    /// The driver is not there, or not yet.
+    pub const NOT_INITIALIZED: u32 = 3;
+    /// Lock: work was still running at the end of the timeout.
+    pub const NOT_READY: u32 = 600;
+    /// Checkpoint: the process uses something that cannot be checkpointed.
+    pub const NOT_SUPPORTED: u32 = 801;
+}
+
+/// `CUprocessState` values.
+pub mod process_state {
+    /// Runs freely.
+    pub const RUNNING: u32 = 0;
+    /// Locked: calls block, the state is on the device.
+    pub const LOCKED: u32 = 1;
+    /// The state is in host memory.
+    pub const CHECKPOINTED: u32 = 2;
+    /// A failed operation left it unusable.
+    pub const FAILED: u32 = 3;
+}
+
+/// `CUcheckpointLockArgs`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct CheckpointLockArgs {
+    /// How long running work is waited for, in milliseconds; 0: for ever.
+    pub timeout_ms: u32,
+    /// Zero.
+    pub reserved0: u32,
+    /// Zero.
+    pub reserved1: [u64; 7],
+}
+
+/// The argument of the other checkpoint calls, all zero: to host memory, same GPUs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct CheckpointArgs {
+    /// Zero.
+    pub reserved: [u64; 8],
+}
+
+/// `CUmemAccessDesc`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct MemAccessDesc {
+    /// [`LOCATION_DEVICE`] or another kind of place.
+    pub location_type: u32,
+    /// Device ordinal where the kind is a device.
+    pub location_id: i32,
+    /// 0: none, 1: read, 3: read and write.
+    pub flags: u32,
+}
+
+/// `CU_MEM_LOCATION_TYPE_DEVICE`.
+pub const LOCATION_DEVICE: u32 = 1;
+/// `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`.
+pub const POINTER_ATTRIBUTE_DEVICE_ORDINAL: u32 = 9;
+
+/// `cuCheckpointProcessLock`.
+pub type CheckpointLockFn = unsafe extern "C" fn(i32, *mut CheckpointLockArgs) -> u32;
+/// `cuCheckpointProcessCheckpoint`, `…Restore`, `…Unlock`.
+pub type CheckpointFn = unsafe extern "C" fn(i32, *mut CheckpointArgs) -> u32;
+/// `cuCheckpointProcessGetState`.
+pub type CheckpointGetStateFn = unsafe extern "C" fn(i32, *mut u32) -> u32;
+/// `cuDriverGetVersion`.
+pub type DriverGetVersionFn = unsafe extern "C" fn(*mut i32) -> u32;
+/// `cuPointerGetAttribute`.
+pub type PointerGetAttributeFn = unsafe extern "C" fn(*mut core::ffi::c_void, u32, u64) -> u32;
+
+const _: () = assert!(size_of::<CheckpointLockArgs>() == 64);
+const _: () = assert!(size_of::<CheckpointArgs>() == 64);
+const _: () = assert!(size_of::<MemAccessDesc>() == 12);

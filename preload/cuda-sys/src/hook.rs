@@ -1,0 +1,249 @@
+//! What is known of a driver function by its name: its class, its number.
+
+/// How a hook treats calls of a function.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Class {
+    /// Counted as activity, held while the gate is closed.
+    Work = 0,
+    /// Held, but counted as a poll: an idle framework polls.
+    Poll = 1,
+    /// May take device memory: held as well while allocations are held.
+    Alloc = 2,
+    /// [`Class::Alloc`]; success means managed memory is in use.
+    Managed = 3,
+    /// Success means peer access between devices is in use.
+    Peer = 4,
+    /// `cuMemSetAccess`: peer access when another device than the memory's is named.
+    Access = 5,
+    /// `cuMemPoolSetAccess`: as [`Class::Access`], for a pool.
+    PoolAccess = 6,
+    /// Success means memory is shared with another process or another API.
+    Import = 7,
+}
+
+impl Class {
+    /// The class with this number.
+    #[must_use]
+    pub const fn from_u8(value: u8) -> Class {
+        match value {
+            1 => Class::Poll,
+            2 => Class::Alloc,
+            3 => Class::Managed,
+            4 => Class::Peer,
+            5 => Class::Access,
+            6 => Class::PoolAccess,
+            7 => Class::Import,
+            _ => Class::Work,
+        }
+    }
+
+    /// Whether calls may take device memory or need a look at their arguments, which
+    /// puts them on the thorough path.
+    #[must_use]
+    pub const fn is_special(self) -> bool {
+        !matches!(self, Class::Work | Class::Poll)
+    }
+}
+
+macro_rules! define_hooks {
+    ($($class:ident { $($name:ident)* })*) => {
+        /// Every listed function. The number of a hook in pages and messages is
+        /// `function as u32 + 1`; 0 is none, [`UNLISTED`] one that is not listed.
+        #[allow(missing_docs, nonstandard_style)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[repr(u32)]
+        pub enum Function { $($($name,)*)* }
+
+        /// All names, each ended by a zero byte. One string rather than a table of
+        /// references, which would cost every process a relocation per name.
+        const NAMES: &str = concat!($($(stringify!($name), "\0",)*)*);
+        /// Number of listed functions.
+        pub const COUNT: usize = [$($(Function::$name,)*)*].len();
+        const SECTIONS: &[(Class, usize)] =
+            &[$((Class::$class, [$(Function::$name,)*].len()),)*];
+    };
+}
+crate::hooked_functions!(define_hooks);
+
+/// The number of a hooked function that is not listed.
+pub const UNLISTED: u32 = COUNT as u32 + 1;
+
+const fn offsets() -> [u16; COUNT] {
+    let names = NAMES.as_bytes();
+    let mut offsets = [0; COUNT];
+    let (mut index, mut at) = (1, 0);
+    while index < COUNT {
+        if names[at] == 0 {
+            offsets[index] = (at + 1) as u16;
+            index += 1;
+        }
+        at += 1;
+    }
+    offsets
+}
+
+static OFFSETS: [u16; COUNT] = offsets();
+
+fn name_at(index: usize) -> &'static [u8] {
+    let start = OFFSETS.get(index).map_or(0, |o| usize::from(*o));
+    let end = OFFSETS
+        .get(index + 1)
+        .map_or(NAMES.len(), |o| usize::from(*o));
+    NAMES
+        .as_bytes()
+        .get(start..end.saturating_sub(1))
+        .unwrap_or(&[])
+}
+
+/// The name of the hook with this number, if it is a listed one.
+#[must_use]
+pub fn name(number: u32) -> Option<&'static str> {
+    let index = (number as usize).checked_sub(1).filter(|i| *i < COUNT)?;
+    core::str::from_utf8(name_at(index)).ok()
+}
+
+/// Number and class of the listed function with exactly this name.
+#[must_use]
+pub fn find(name: &[u8]) -> Option<(u32, Class)> {
+    let mut start = 0;
+    for &(class, count) in SECTIONS {
+        let (mut low, mut high) = (start, start + count);
+        while low < high {
+            let middle = low.midpoint(high);
+            match name_at(middle).cmp(name) {
+                core::cmp::Ordering::Equal => return Some((middle as u32 + 1, class)),
+                core::cmp::Ordering::Less => low = middle + 1,
+                core::cmp::Ordering::Greater => high = middle,
+            }
+        }
+        start += count;
+    }
+    None
+}
+
+/// A name without its stream variant and version: `cuMemcpyHtoD_v2_ptds` →
+/// `cuMemcpyHtoD`.
+#[must_use]
+pub fn base(name: &[u8]) -> &[u8] {
+    let name = name
+        .strip_suffix(b"_ptsz")
+        .or_else(|| name.strip_suffix(b"_ptds"))
+        .unwrap_or(name);
+    match name {
+        [rest @ .., b'_', b'v', digit] if digit.is_ascii_digit() => rest,
+        _ => name,
+    }
+}
+
+/// Whether calls of this function go to the driver unseen: it touches no context and
+/// answers at once even while the state is away (measured), or it is a part of the
+/// checkpoint interface itself.
+#[must_use]
+pub fn passes(name: &[u8]) -> bool {
+    let base = base(name);
+    base.starts_with(b"cuCheckpoint")
+        || matches!(
+            base,
+            b"cuDriverGetVersion"
+                | b"cuGetErrorName"
+                | b"cuGetErrorString"
+                | b"cuGetExportTable"
+                | b"cuGetProcAddress"
+                | b"cuCtxGetCurrent"
+                | b"cuPointerGetAttribute"
+                | b"cuPointerGetAttributes"
+                | b"cuDeviceComputeCapability"
+                | b"cuDeviceGet"
+                | b"cuDeviceGetAttribute"
+                | b"cuDeviceGetByPCIBusId"
+                | b"cuDeviceGetCount"
+                | b"cuDeviceGetLuid"
+                | b"cuDeviceGetName"
+                | b"cuDeviceGetPCIBusId"
+                | b"cuDeviceGetProperties"
+                | b"cuDeviceGetUuid"
+                | b"cuDeviceTotalMem"
+        )
+}
+
+/// Number and class for any name that does not [pass](passes): exactly as listed, else
+/// as its listed base, else by what the name says. An unknown function is held rather
+/// than let through: one that reached the driver while the state is away could end the
+/// process.
+#[must_use]
+pub fn classify(name: &[u8]) -> (u32, Class) {
+    if let Some(found) = find(name).or_else(|| find(base(name))) {
+        return found;
+    }
+    const TAKES_MEMORY: [&[u8]; 7] = [
+        b"Alloc",
+        b"MemCreate",
+        b"ArrayCreate",
+        b"CtxCreate",
+        b"PoolCreate",
+        b"Load",
+        b"GraphInstantiate",
+    ];
+    let takes_memory = TAKES_MEMORY
+        .iter()
+        .any(|word| name.windows(word.len()).any(|part| part == *word));
+    let class = if takes_memory {
+        Class::Alloc
+    } else {
+        Class::Work
+    };
+    (UNLISTED, class)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_listed_name_is_found_under_its_number() {
+        for index in 0..COUNT {
+            let number = index as u32 + 1;
+            let name = name(number).unwrap();
+            assert_eq!(find(name.as_bytes()).map(|f| f.0), Some(number), "{name}");
+            assert!(!passes(name.as_bytes()), "{name} is listed and passes");
+        }
+        assert_eq!(name(0), None);
+        assert_eq!(name(UNLISTED), None);
+    }
+
+    #[test]
+    fn the_list_knows_the_calls_that_matter() {
+        for (name, class) in [
+            ("cuCtxSynchronize", Class::Work),
+            ("cuLaunchKernel_ptsz", Class::Work),
+            ("cuStreamQuery", Class::Poll),
+            ("cuEventQuery", Class::Poll),
+            ("cuMemAlloc_v2", Class::Alloc),
+            ("cuMemCreate", Class::Alloc),
+            ("cuMemAllocManaged", Class::Managed),
+            ("cuCtxEnablePeerAccess", Class::Peer),
+            ("cuMemSetAccess", Class::Access),
+            ("cuIpcOpenMemHandle_v2", Class::Import),
+        ] {
+            assert_eq!(find(name.as_bytes()).map(|f| f.1), Some(class), "{name}");
+        }
+    }
+
+    #[test]
+    fn unknown_names_are_held() {
+        assert_eq!(classify(b"cuFrobnicate"), (UNLISTED, Class::Work));
+        assert_eq!(classify(b"cuMemAllocOnMoon"), (UNLISTED, Class::Alloc));
+        assert_eq!(classify(b"cuMemAlloc_v9").1, Class::Alloc);
+        assert_eq!(classify(b"cuStreamQuery_v3_ptsz").1, Class::Poll);
+    }
+
+    #[test]
+    fn variants_have_one_base() {
+        for name in ["cuX", "cuX_v2", "cuX_ptds", "cuX_v3_ptsz"] {
+            assert_eq!(base(name.as_bytes()), b"cuX", "{name}");
+        }
+        assert!(passes(b"cuDeviceTotalMem_v2"));
+        assert!(!passes(b"cuDeviceGetMemPool"));
+    }
+}

@@ -1,0 +1,120 @@
+//! The machine's hands: the page, the threads and the driver of this process.
+
+use core::sync::atomic::Ordering;
+
+use affinode_cuda_sys::{
+    CheckpointArgs, CheckpointFn, CheckpointGetStateFn, CheckpointLockArgs, CheckpointLockFn,
+    DriverGetVersionFn,
+};
+use affinode_proto::wire::Phase;
+use affinode_proto::wire::page::Gate;
+
+use super::machine::{Calls, DriverCall, Host};
+use super::vram;
+use crate::page::Page;
+use crate::{libcuda, lookup, process, sys};
+
+/// This process.
+pub struct Own {
+    /// Its page.
+    pub page: &'static Page,
+}
+
+fn own_pid() -> i32 {
+    sys::getpid() as i32
+}
+
+/// `cuDriverGetVersion`, 0 when it cannot be had.
+pub fn driver_version() -> u32 {
+    let mut version = 0_i32;
+    if let Some(get) = libcuda::function(b"cuDriverGetVersion") {
+        // SAFETY: the signature of cuDriverGetVersion, which needs no initialised driver.
+        unsafe {
+            let get: DriverGetVersionFn = core::mem::transmute(get);
+            let _ = get(&raw mut version);
+        }
+    }
+    u32::try_from(version).unwrap_or(0)
+}
+
+impl Host for Own {
+    fn set_gate(&mut self, gate: Gate) {
+        self.page.set_gate(gate);
+    }
+
+    fn set_phase(&mut self, phase: Phase) {
+        self.page.set_phase(phase);
+    }
+
+    fn next_generation(&mut self) {
+        self.page.generation.fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn fence(&mut self) -> bool {
+        // Unfenced threads count with sequentially consistent operations.
+        !process::is_fenced() || sys::barrier().is_ok()
+    }
+
+    fn drained(&mut self, calls: Calls) -> bool {
+        match calls {
+            Calls::All => self.page.drained(|slot| &slot.inflight),
+            Calls::Allocating => self.page.drained(|slot| &slot.allocating),
+        }
+    }
+
+    fn has_waiters(&mut self) -> bool {
+        self.page.waiters.load(Ordering::SeqCst) > 0
+    }
+
+    fn sleep_us(&mut self, us: u64) {
+        sys::sleep_us(us);
+    }
+
+    fn now_us(&mut self) -> u64 {
+        sys::now_us()
+    }
+
+    fn is_eligible(&mut self) -> bool {
+        self.page.hazards().is_empty() && lookup::is_tight()
+    }
+
+    fn call(&mut self, call: DriverCall) -> Option<u32> {
+        let (name, lock_timeout_ms): (&[u8], _) = match call {
+            DriverCall::Lock(timeout_ms) => (b"cuCheckpointProcessLock", Some(timeout_ms)),
+            DriverCall::Checkpoint => (b"cuCheckpointProcessCheckpoint", None),
+            DriverCall::Restore => (b"cuCheckpointProcessRestore", None),
+            DriverCall::Unlock => (b"cuCheckpointProcessUnlock", None),
+        };
+        let function = libcuda::function(name)?;
+        // SAFETY: the signatures of these functions since they exist (570); the gate is
+        // closed and drained, so no other thread is inside the driver.
+        let code = unsafe {
+            if let Some(timeout_ms) = lock_timeout_ms {
+                let mut arguments =
+                    CheckpointLockArgs { timeout_ms, ..CheckpointLockArgs::default() };
+                let lock: CheckpointLockFn = core::mem::transmute(function);
+                lock(own_pid(), &raw mut arguments)
+            } else {
+                let mut arguments = CheckpointArgs::default();
+                let step: CheckpointFn = core::mem::transmute(function);
+                step(own_pid(), &raw mut arguments)
+            }
+        };
+        Some(code)
+    }
+
+    fn state(&mut self) -> Option<u32> {
+        let function = libcuda::function(b"cuCheckpointProcessGetState")?;
+        let mut state = 0;
+        // SAFETY: the signature of cuCheckpointProcessGetState since it exists.
+        let code = unsafe {
+            let get: CheckpointGetStateFn = core::mem::transmute(function);
+            get(own_pid(), &raw mut state)
+        };
+        (code == 0).then_some(state)
+    }
+
+    fn has_room(&mut self, vram_bytes: u64) -> bool {
+        vram::has_room(vram_bytes)
+    }
+}

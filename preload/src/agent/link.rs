@@ -1,0 +1,248 @@
+//! The agent's connection to the controller.
+//!
+//! The descriptors live in the application's table: they are moved to high numbers, and
+//! before each use it is made sure that the number still means our file. A number that
+//! does not is forgotten, never closed.
+
+use core::ffi::{CStr, c_char, c_void};
+use core::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+
+use affinode_proto::paths::{AGENT_SOCKET_ENV, CONTAINER_AGENT_SOCKET};
+use affinode_proto::wire::message::{AgentMessage, ControllerMessage, FRAME_BYTES};
+
+use crate::libc;
+use crate::sys::{self, Identity};
+
+const FIRST_BACKOFF_MS: u64 = 100;
+const LONGEST_BACKOFF_MS: u64 = 5_000;
+/// How long a Welcome is waited for.
+const WELCOME_WITHIN_US: u64 = 5_000_000;
+
+/// A descriptor and what it meant when it was made.
+#[derive(Clone, Copy)]
+pub struct Owned {
+    fd: i32,
+    identity: Identity,
+}
+
+impl Owned {
+    /// Notes what a descriptor means.
+    pub fn note(fd: i32) -> Option<Owned> {
+        sys::identity(fd).map(|identity| Owned { fd, identity })
+    }
+
+    /// The descriptor, if its number still means the same.
+    pub fn get(&self) -> Option<i32> {
+        (sys::identity(self.fd) == Some(self.identity)).then_some(self.fd)
+    }
+
+    fn close(self) {
+        if let Some(fd) = self.get() {
+            sys::close(fd);
+        }
+    }
+}
+
+/// The connection last made in this process or, in a forked child, by its parent.
+static LAST_SOCKET: Record = Record::none();
+/// The same for the page's file.
+static LAST_PAGE: Record = Record::none();
+
+struct Record {
+    fd: AtomicI32,
+    device: AtomicU64,
+    inode: AtomicU64,
+}
+
+impl Record {
+    const fn none() -> Record {
+        Record { fd: AtomicI32::new(-1), device: AtomicU64::new(0), inode: AtomicU64::new(0) }
+    }
+
+    fn set(&self, owned: Owned) {
+        self.device.store(owned.identity.device, Ordering::Relaxed);
+        self.inode.store(owned.identity.inode, Ordering::Relaxed);
+        self.fd.store(owned.fd, Ordering::Release);
+    }
+
+    fn take(&self) -> Option<Owned> {
+        let fd = self.fd.swap(-1, Ordering::Acquire);
+        let identity = Identity {
+            device: self.device.load(Ordering::Relaxed),
+            inode: self.inode.load(Ordering::Relaxed),
+        };
+        (fd >= 0).then_some(Owned { fd, identity })
+    }
+}
+
+/// Closes what a forked child has inherited from its parent's registration: the
+/// controller must see the parent's connection end with the parent.
+pub fn close_inherited() {
+    for record in [&LAST_SOCKET, &LAST_PAGE] {
+        if let Some(owned) = record.take() {
+            owned.close();
+        }
+    }
+}
+
+/// The value of the variable that names another socket, null when it is not set. Asked
+/// on the application's thread, as it may change its environment right afterwards.
+pub fn named_socket() -> *mut c_void {
+    // The environment of a setuid program is its caller's.
+    let value = libc::environment(AGENT_SOCKET_ENV.as_bytes()).filter(|_| !libc::is_secure());
+    value.map_or(core::ptr::null_mut(), |v| v.as_ptr().cast_mut().cast())
+}
+
+/// A connection, or the wait for one.
+pub struct Link {
+    path: [u8; 108],
+    path_bytes: usize,
+    tid: u32,
+    page_file: Owned,
+    socket: Option<Owned>,
+    welcomed: bool,
+    /// While connected: when a Welcome must have come. Else: when to try again.
+    due_us: u64,
+    backoff_ms: u64,
+    frame: [u8; FRAME_BYTES],
+    received: usize,
+}
+
+/// What the controller has to say.
+pub enum Heard {
+    /// Nothing more for now.
+    Nothing,
+    /// A message.
+    Message(ControllerMessage),
+    /// The connection is gone, or was dropped because of what came.
+    Lost,
+}
+
+impl Link {
+    /// A link that has not tried yet. `named` is what [`named_socket`] gave.
+    pub fn new(named: *const c_void, tid: u32, page_file: Owned) -> Link {
+        LAST_PAGE.set(page_file);
+        let path = if named.is_null() {
+            CONTAINER_AGENT_SOCKET.as_bytes()
+        } else {
+            // SAFETY: a string of the environment, which libc never frees.
+            unsafe { CStr::from_ptr(named.cast::<c_char>()) }.to_bytes()
+        };
+        let mut link = Link {
+            path: [0; 108],
+            path_bytes: path.len(),
+            tid,
+            page_file,
+            socket: None,
+            welcomed: false,
+            due_us: 0,
+            backoff_ms: FIRST_BACKOFF_MS,
+            frame: [0; FRAME_BYTES],
+            received: 0,
+        };
+        for (to, from) in link.path.iter_mut().zip(path) {
+            *to = *from;
+        }
+        link
+    }
+
+    /// Whether the controller has taken the process under management.
+    pub fn is_welcomed(&self) -> bool {
+        self.welcomed
+    }
+
+    /// The controller said welcome.
+    pub fn set_welcomed(&mut self) {
+        self.welcomed = true;
+        self.backoff_ms = FIRST_BACKOFF_MS;
+    }
+
+    /// Connects and says hello when it is time to; gives up a connection that is not
+    /// answered or whose descriptor was taken away.
+    pub fn keep(&mut self, now_us: u64, hello: impl FnOnce() -> AgentMessage) {
+        if let Some(socket) = self.socket {
+            let overdue = !self.welcomed && now_us >= self.due_us;
+            if overdue || socket.get().is_none() {
+                self.lose(now_us);
+            }
+        } else if now_us >= self.due_us && !self.connect(now_us, hello) {
+            self.lose(now_us);
+        }
+    }
+
+    fn connect(&mut self, now_us: u64, hello: impl FnOnce() -> AgentMessage) -> bool {
+        let Some(path) = self.path.get(..self.path_bytes) else {
+            return false;
+        };
+        let Ok(fd) = sys::connect(path, self.tid, sys::SIGURG) else {
+            return false;
+        };
+        let Some(socket) = Owned::note(fd) else {
+            return false;
+        };
+        self.socket = Some(socket);
+        LAST_SOCKET.set(socket);
+        self.received = 0;
+        self.due_us = now_us + WELCOME_WITHIN_US;
+        let Some(page_fd) = self.page_file.get() else {
+            return false;
+        };
+        sys::send(fd, &hello().encode(), Some(page_fd)) == Ok(FRAME_BYTES)
+    }
+
+    /// Ends the connection; the next attempt comes after a pause that grows.
+    pub fn lose(&mut self, now_us: u64) {
+        if let Some(socket) = self.socket.take() {
+            socket.close();
+        }
+        self.welcomed = false;
+        self.due_us = now_us + self.backoff_ms * 1_000;
+        self.backoff_ms = (2 * self.backoff_ms).min(LONGEST_BACKOFF_MS);
+    }
+
+    /// How long to sleep at most before [`Self::keep`] has something to do.
+    pub fn patience_ms(&self, now_us: u64) -> u64 {
+        if self.welcomed {
+            LONGEST_BACKOFF_MS
+        } else {
+            self.due_us.saturating_sub(now_us).div_ceil(1_000)
+        }
+    }
+
+    /// Sends a message. A connection that does not take it is given up.
+    pub fn send(&mut self, now_us: u64, message: &AgentMessage) {
+        let fd = self.socket.and_then(|socket| socket.get());
+        let sent = fd.is_some_and(|fd| sys::send(fd, &message.encode(), None) == Ok(FRAME_BYTES));
+        if !sent {
+            self.lose(now_us);
+        }
+    }
+
+    /// The next message, without waiting for one.
+    pub fn receive(&mut self, now_us: u64) -> Heard {
+        let Some(socket) = self.socket else {
+            return Heard::Nothing;
+        };
+        while self.received < FRAME_BYTES {
+            let (Some(fd), Some(rest)) = (socket.get(), self.frame.get_mut(self.received..)) else {
+                self.lose(now_us);
+                return Heard::Lost;
+            };
+            match sys::receive(fd, rest) {
+                Ok(bytes) if bytes > 0 => self.received += bytes,
+                Err(sys::EAGAIN | sys::EINTR) => return Heard::Nothing,
+                _ => {
+                    self.lose(now_us);
+                    return Heard::Lost;
+                }
+            }
+        }
+        self.received = 0;
+        if let Ok(message) = ControllerMessage::decode(&self.frame) {
+            Heard::Message(message)
+        } else {
+            self.lose(now_us);
+            Heard::Lost
+        }
+    }
+}

@@ -1,0 +1,274 @@
+//! What the agent does with an order, apart from how.
+//!
+//! ```text
+//!        Close           Lock             Checkpoint
+//! Open ────────> Closed ──────> Locked ───────────────> Away
+//!      <────────        <──────        <───────────────
+//!        Open           Unlock             Restore
+//! ```
+//!
+//! Between two of them the phase says so (Closing, Locking, …). After each call into
+//! the driver its own word decides where the process is, whatever the call returned.
+
+use affinode_cuda_sys::{process_state, result};
+use affinode_proto::wire::Phase;
+use affinode_proto::wire::message::{Action, Outcome};
+use affinode_proto::wire::page::Gate;
+
+/// Which counts are waited for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Calls {
+    /// Every call.
+    All,
+    /// Calls that may take device memory.
+    Allocating,
+}
+
+/// A call of the driver's checkpoint interface, on the own process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DriverCall {
+    /// Lock, waiting at most so many milliseconds for running work.
+    Lock(u32),
+    /// Device memory to host memory.
+    Checkpoint,
+    /// And back.
+    Restore,
+    /// Run on.
+    Unlock,
+}
+
+/// Everything that the machine can do to the process.
+pub trait Host {
+    /// Sets the gate.
+    fn set_gate(&mut self, gate: Gate);
+    /// Makes the phase known.
+    fn set_phase(&mut self, phase: Phase);
+    /// Counts one closing more.
+    fn next_generation(&mut self);
+    /// Makes the gate's value known to all threads, and their counts to us. False: it
+    /// cannot be done.
+    fn fence(&mut self) -> bool;
+    /// Whether none of these calls is inside the driver.
+    fn drained(&mut self, calls: Calls) -> bool;
+    /// Whether a caller waits at the gate.
+    fn has_waiters(&mut self) -> bool;
+    /// Sleeps.
+    fn sleep_us(&mut self, us: u64);
+    /// Monotonic time.
+    fn now_us(&mut self) -> u64;
+    /// Whether a checkpoint of this process is possible and safe.
+    fn is_eligible(&mut self) -> bool;
+    /// Calls the driver; `None` when it has no such function.
+    fn call(&mut self, call: DriverCall) -> Option<u32>;
+    /// The driver's word on the state of the process, if it has one.
+    fn state(&mut self) -> Option<u32>;
+    /// Whether so many bytes are free on the devices, as far as can be told.
+    fn has_room(&mut self, vram_bytes: u64) -> bool;
+}
+
+/// How an order ended, with the driver's code where it was asked.
+pub type Ended = (Outcome, u32);
+
+/// Where the process is.
+#[derive(Debug)]
+pub struct Machine {
+    phase: Phase,
+    allocations_held: bool,
+    vram_bytes: u64,
+}
+
+impl Machine {
+    /// A process that runs freely.
+    pub fn new() -> Machine {
+        Machine { phase: Phase::Open, allocations_held: false, vram_bytes: 0 }
+    }
+
+    /// Where the process is.
+    pub fn phase(&self) -> Phase {
+        self.phase
+    }
+
+    /// Whether allocations are held.
+    pub fn allocations_held(&self) -> bool {
+        self.allocations_held
+    }
+
+    /// Carries out an order, all of it, before it returns.
+    pub fn carry_out(&mut self, host: &mut impl Host, action: Action) -> Ended {
+        if !admits(self.phase, action) {
+            // Somebody may have moved the process from outside.
+            self.observe(host);
+        }
+        if !admits(self.phase, action) {
+            return (Outcome::WrongPhase, 0);
+        }
+        match action {
+            Action::Close { deadline_ms } => self.close(host, deadline_ms),
+            Action::Open => {
+                self.open(host);
+                (Outcome::Done, 0)
+            }
+            Action::Lock { timeout_ms } => {
+                if !host.is_eligible() {
+                    return (Outcome::Unsupported, 0);
+                }
+                // 0 would wait for ever.
+                let call = DriverCall::Lock(timeout_ms.max(1));
+                self.step(host, call, Phase::Locking, Phase::Locked)
+            }
+            Action::Checkpoint { vram_bytes } => {
+                if !host.is_eligible() {
+                    return (Outcome::Unsupported, 0);
+                }
+                self.vram_bytes = vram_bytes;
+                let call = DriverCall::Checkpoint;
+                self.step(host, call, Phase::Checkpointing, Phase::Away)
+            }
+            Action::Restore => {
+                self.step(host, DriverCall::Restore, Phase::Restoring, Phase::Locked)
+            }
+            Action::Unlock => self.step(host, DriverCall::Unlock, Phase::Unlocking, Phase::Closed),
+            Action::HoldAllocations { deadline_ms } => self.hold_allocations(host, deadline_ms),
+            Action::ReleaseAllocations => {
+                self.release_allocations(host);
+                (Outcome::Done, 0)
+            }
+        }
+    }
+
+    /// Lets callers go on that wait only because allocations are held.
+    pub fn release_allocations(&mut self, host: &mut impl Host) {
+        if self.allocations_held && self.phase == Phase::Open {
+            host.set_gate(Gate::Open);
+        }
+        self.allocations_held = false;
+    }
+
+    /// Brings the process back without a controller, as far as it goes now. True when
+    /// calls go through again.
+    pub fn bring_back(&mut self, host: &mut impl Host) -> bool {
+        self.release_allocations(host);
+        self.observe(host);
+        loop {
+            let action = match self.phase {
+                Phase::Open => return true,
+                Phase::Closed => Action::Open,
+                Phase::Locked => Action::Unlock,
+                // Without room the restore would fail, and the process would be lost.
+                Phase::Away if host.has_room(self.vram_bytes) => Action::Restore,
+                _ => return false,
+            };
+            if self.carry_out(host, action).0 != Outcome::Done {
+                return false;
+            }
+        }
+    }
+
+    fn enter(&mut self, host: &mut impl Host, phase: Phase) {
+        self.phase = phase;
+        host.set_phase(phase);
+    }
+
+    fn open(&mut self, host: &mut impl Host) {
+        self.enter(host, Phase::Open);
+        host.set_gate(Gate::Open);
+    }
+
+    fn close(&mut self, host: &mut impl Host, deadline_ms: u32) -> Ended {
+        self.allocations_held = false;
+        host.next_generation();
+        self.enter(host, Phase::Closing);
+        host.set_gate(Gate::Closed);
+        if host.fence() && wait_drained(host, Calls::All, deadline_ms) {
+            self.enter(host, Phase::Closed);
+            return (Outcome::Done, 0);
+        }
+        self.open(host);
+        (Outcome::Busy, 0)
+    }
+
+    fn hold_allocations(&mut self, host: &mut impl Host, deadline_ms: u32) -> Ended {
+        self.allocations_held = true;
+        host.set_gate(Gate::AllocationsHeld);
+        if host.fence() && wait_drained(host, Calls::Allocating, deadline_ms) {
+            return (Outcome::Done, 0);
+        }
+        self.release_allocations(host);
+        (Outcome::Busy, 0)
+    }
+
+    fn step(
+        &mut self,
+        host: &mut impl Host,
+        call: DriverCall,
+        during: Phase,
+        after: Phase,
+    ) -> Ended {
+        let before = self.phase;
+        self.enter(host, during);
+        let Some(code) = host.call(call) else {
+            self.enter(host, before);
+            return (Outcome::Unsupported, 0);
+        };
+        let succeeded = code == result::SUCCESS;
+        self.enter(host, if succeeded { after } else { before });
+        self.observe(host);
+        let outcome = if succeeded && self.phase == after {
+            Outcome::Done
+        } else if code == result::NOT_READY && self.phase == before {
+            Outcome::Busy
+        } else {
+            Outcome::DriverError
+        };
+        (outcome, code)
+    }
+
+    /// Takes the driver's word for where the process is, once the gate is closed.
+    fn observe(&mut self, host: &mut impl Host) {
+        if self.phase == Phase::Open {
+            return;
+        }
+        let phase = match host.state() {
+            Some(process_state::RUNNING) => Phase::Closed,
+            Some(process_state::LOCKED) => Phase::Locked,
+            Some(process_state::CHECKPOINTED | process_state::FAILED) => Phase::Away,
+            _ => return,
+        };
+        self.enter(host, phase);
+    }
+}
+
+fn admits(phase: Phase, action: Action) -> bool {
+    let needs = match action {
+        Action::Close { .. } | Action::HoldAllocations { .. } | Action::ReleaseAllocations => {
+            Phase::Open
+        }
+        Action::Open | Action::Lock { .. } => Phase::Closed,
+        Action::Checkpoint { .. } | Action::Unlock => Phase::Locked,
+        Action::Restore => Phase::Away,
+    };
+    phase == needs
+}
+
+/// Waits for calls in progress. Gives up as soon as somebody waits for the gate while
+/// another is still inside: the process is not idle then, and the one inside might even
+/// need the other to go on.
+fn wait_drained(host: &mut impl Host, calls: Calls, deadline_ms: u32) -> bool {
+    const LONGEST_SLEEP_US: u64 = 2_000;
+    let end = host.now_us() + u64::from(deadline_ms) * 1_000;
+    let mut sleep_us = 20;
+    loop {
+        if host.drained(calls) {
+            return true;
+        }
+        if host.now_us() >= end || (calls == Calls::All && host.has_waiters()) {
+            return false;
+        }
+        host.sleep_us(sleep_us);
+        sleep_us = (2 * sleep_us).min(LONGEST_SLEEP_US);
+    }
+}
+
+#[cfg(test)]
+#[path = "machine_tests.rs"]
+mod tests;

@@ -1,0 +1,218 @@
+use super::*;
+
+/// A process in which everything works, until told otherwise.
+struct Fake {
+    gate: Gate,
+    phases: Vec<Phase>,
+    generation: u64,
+    state: u32,
+    now_us: u64,
+    inside_until_us: u64,
+    waiters: bool,
+    eligible: bool,
+    room: bool,
+    fails: Option<(DriverCall, u32)>,
+    calls: Vec<DriverCall>,
+}
+
+impl Fake {
+    fn new() -> Fake {
+        Fake {
+            gate: Gate::Open,
+            phases: Vec::new(),
+            generation: 0,
+            state: process_state::RUNNING,
+            now_us: 0,
+            inside_until_us: 0,
+            waiters: false,
+            eligible: true,
+            room: true,
+            fails: None,
+            calls: Vec::new(),
+        }
+    }
+}
+
+impl Host for Fake {
+    fn set_gate(&mut self, gate: Gate) {
+        self.gate = gate;
+    }
+    fn set_phase(&mut self, phase: Phase) {
+        self.phases.push(phase);
+    }
+    fn next_generation(&mut self) {
+        self.generation += 1;
+    }
+    fn fence(&mut self) -> bool {
+        true
+    }
+    fn drained(&mut self, _: Calls) -> bool {
+        self.now_us >= self.inside_until_us
+    }
+    fn has_waiters(&mut self) -> bool {
+        self.waiters
+    }
+    fn sleep_us(&mut self, us: u64) {
+        self.now_us += us;
+    }
+    fn now_us(&mut self) -> u64 {
+        self.now_us
+    }
+    fn is_eligible(&mut self) -> bool {
+        self.eligible
+    }
+    fn call(&mut self, call: DriverCall) -> Option<u32> {
+        assert_eq!(self.gate, Gate::Closed, "{call:?} with the gate open");
+        self.calls.push(call);
+        if let Some((failing, code)) = self.fails
+            && failing == call
+        {
+            return Some(code);
+        }
+        self.state = match call {
+            DriverCall::Lock(_) | DriverCall::Restore => process_state::LOCKED,
+            DriverCall::Checkpoint => process_state::CHECKPOINTED,
+            DriverCall::Unlock => process_state::RUNNING,
+        };
+        Some(result::SUCCESS)
+    }
+    fn state(&mut self) -> Option<u32> {
+        Some(self.state)
+    }
+    fn has_room(&mut self, _: u64) -> bool {
+        self.room
+    }
+}
+
+const CLOSE: Action = Action::Close { deadline_ms: 50 };
+const LOCK: Action = Action::Lock { timeout_ms: 100 };
+const CHECKPOINT: Action = Action::Checkpoint { vram_bytes: 1 << 30 };
+
+fn away(host: &mut Fake) -> Machine {
+    let mut machine = Machine::new();
+    for action in [CLOSE, LOCK, CHECKPOINT] {
+        assert_eq!(machine.carry_out(host, action), (Outcome::Done, 0));
+    }
+    machine
+}
+
+#[test]
+fn out_and_back() {
+    let mut host = Fake::new();
+    let mut machine = away(&mut host);
+    assert_eq!((machine.phase(), host.gate), (Phase::Away, Gate::Closed));
+    for action in [Action::Restore, Action::Unlock, Action::Open] {
+        assert_eq!(machine.carry_out(&mut host, action), (Outcome::Done, 0));
+    }
+    assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open));
+    assert_eq!(host.generation, 1);
+    let passed = [Phase::Closing, Phase::Locking, Phase::Checkpointing, Phase::Restoring];
+    assert!(passed.iter().all(|phase| host.phases.contains(phase)));
+}
+
+#[test]
+fn calls_that_end_in_time_are_waited_for_and_others_reopen_the_gate() {
+    let mut host = Fake::new();
+    host.inside_until_us = 49_000;
+    assert_eq!(Machine::new().carry_out(&mut host, CLOSE).0, Outcome::Done);
+    let mut host = Fake::new();
+    host.inside_until_us = 80_000;
+    assert_eq!(Machine::new().carry_out(&mut host, CLOSE).0, Outcome::Busy);
+    assert_eq!(host.gate, Gate::Open);
+}
+
+#[test]
+fn a_caller_at_the_gate_turns_a_close_round() {
+    let mut host = Fake::new();
+    (host.inside_until_us, host.waiters) = (40_000, true);
+    assert_eq!(Machine::new().carry_out(&mut host, CLOSE).0, Outcome::Busy);
+    assert!(host.now_us < 1_000);
+}
+
+#[test]
+fn orders_that_do_not_fit_do_nothing() {
+    let mut host = Fake::new();
+    let mut machine = Machine::new();
+    for action in [LOCK, CHECKPOINT, Action::Restore, Action::Unlock, Action::Open] {
+        assert_eq!(machine.carry_out(&mut host, action).0, Outcome::WrongPhase);
+    }
+    let mut machine = away(&mut host);
+    host.calls.clear();
+    for action in [CLOSE, LOCK, CHECKPOINT, Action::Unlock, Action::Open] {
+        assert_eq!(machine.carry_out(&mut host, action).0, Outcome::WrongPhase);
+    }
+    assert!(host.calls.is_empty());
+    assert_eq!(host.gate, Gate::Closed, "nothing opens a gate while away");
+}
+
+#[test]
+fn an_unsafe_process_is_not_locked() {
+    let mut host = Fake::new();
+    host.eligible = false;
+    let mut machine = Machine::new();
+    machine.carry_out(&mut host, CLOSE);
+    assert_eq!(machine.carry_out(&mut host, LOCK).0, Outcome::Unsupported);
+    assert!(host.calls.is_empty());
+}
+
+#[test]
+fn the_drivers_word_decides_after_an_error() {
+    for (failing, code, outcome, phase) in [
+        (DriverCall::Lock(100), 600, Outcome::Busy, Phase::Closed),
+        (DriverCall::Lock(100), 304, Outcome::DriverError, Phase::Closed),
+        (DriverCall::Checkpoint, 801, Outcome::DriverError, Phase::Locked),
+    ] {
+        let mut host = Fake::new();
+        host.fails = Some((failing, code));
+        let mut machine = Machine::new();
+        let ended = [CLOSE, LOCK, CHECKPOINT]
+            .map(|action| machine.carry_out(&mut host, action))
+            .into_iter()
+            .find(|ended| ended.0 != Outcome::Done);
+        assert_eq!(ended, Some((outcome, code)));
+        assert_eq!(machine.phase(), phase, "{failing:?}");
+    }
+}
+
+#[test]
+fn a_process_that_was_moved_from_outside_is_believed() {
+    let mut host = Fake::new();
+    let mut machine = away(&mut host);
+    host.state = process_state::RUNNING;
+    assert_eq!(machine.carry_out(&mut host, Action::Open).0, Outcome::Done);
+}
+
+#[test]
+fn it_brings_itself_back_only_where_there_is_room() {
+    let mut host = Fake::new();
+    let mut machine = away(&mut host);
+    host.room = false;
+    assert!(!machine.bring_back(&mut host));
+    assert_eq!((machine.phase(), host.gate), (Phase::Away, Gate::Closed));
+    host.room = true;
+    assert!(machine.bring_back(&mut host));
+    assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open));
+}
+
+#[test]
+fn a_failed_restore_leaves_the_gate_closed() {
+    let mut host = Fake::new();
+    let mut machine = away(&mut host);
+    host.fails = Some((DriverCall::Restore, result::OUT_OF_MEMORY));
+    assert!(!machine.bring_back(&mut host));
+    assert_eq!((machine.phase(), host.gate), (Phase::Away, Gate::Closed));
+}
+
+#[test]
+fn allocations_are_held_and_released_while_the_rest_runs() {
+    let hold = Action::HoldAllocations { deadline_ms: 10 };
+    let mut host = Fake::new();
+    let mut machine = Machine::new();
+    assert_eq!(machine.carry_out(&mut host, hold).0, Outcome::Done);
+    assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::AllocationsHeld));
+    machine.carry_out(&mut host, Action::ReleaseAllocations);
+    assert_eq!(host.gate, Gate::Open);
+    host.inside_until_us = host.now_us + 20_000;
+    assert_eq!(machine.carry_out(&mut host, hold).0, Outcome::Busy);
+    assert_eq!(host.gate, Gate::Open);
+}

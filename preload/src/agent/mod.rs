@@ -1,0 +1,210 @@
+//! The agent: one thread per CUDA process. It carries out the controller's orders, tells
+//! it of waiting callers, and brings its process back by itself when nobody answers.
+//!
+//! It sleeps until one signal is pending, which it has blocked: the socket raises it for
+//! anything to read, callers raise it for a look at the page. Its descriptors are a
+//! socket and the page's file, no more.
+
+mod host;
+pub mod link;
+mod machine;
+mod silence;
+mod vram;
+
+use core::ffi::c_void;
+use core::sync::atomic::Ordering;
+
+use affinode_proto::wire::message::{AgentMessage, ControllerMessage, WAKE_REPEAT_MS};
+use affinode_proto::wire::{Hazards, Phase, WIRE_VERSION};
+
+use self::host::Own;
+use self::link::{Heard, Link, Owned};
+use self::machine::Machine;
+use self::silence::{Silence, Situation};
+use crate::page::Page;
+use crate::process::PROCESS;
+use crate::{libc, process, sys};
+
+const LOOK: u64 = 1 << (sys::SIGURG - 1);
+
+/// The thread's main function. It never returns: callers signal its thread id.
+///
+/// # Safety
+/// `named_socket` must come from [`link::named_socket`]; called by pthread_create alone.
+pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
+    sys::set_signal_mask(!libc::internal_signals());
+    sys::set_thread_name(c"affinode-agent");
+    let tid = sys::gettid();
+    process::become_agent(tid);
+    if let Some((page, file)) = process::page().zip(Owned::note(process::page_fd())) {
+        Agent {
+            page,
+            own: Own { page },
+            machine: Machine::new(),
+            link: Link::new(named_socket, tid, file),
+            silence: Silence::new(sys::now_us()),
+            heard: false,
+            told_hazards: Hazards(0),
+            wake_sent: None,
+        }
+        .run();
+    }
+    loop {
+        sys::wait_signal(LOOK, 3_600_000);
+    }
+}
+
+struct Agent {
+    page: &'static Page,
+    own: Own,
+    machine: Machine,
+    link: Link,
+    silence: Silence,
+    /// An order or an acknowledgement has come since the last look at the silence.
+    heard: bool,
+    told_hazards: Hazards,
+    /// Generation and time of the last Wake.
+    wake_sent: Option<(u64, u64)>,
+}
+
+/// Whether the process stays under management.
+#[derive(PartialEq, Eq)]
+enum Managed {
+    Still,
+    NoMore,
+}
+
+impl Agent {
+    /// Returns when the process is not to be managed any more; calls go through then.
+    fn run(&mut self) {
+        loop {
+            let (page, phase) = (self.page, self.machine.phase());
+            self.link.keep(sys::now_us(), || hello(page, phase));
+            if self.listen() == Managed::NoMore {
+                break;
+            }
+            self.tell();
+            self.look_after();
+            sys::wait_signal(LOOK, self.patience_ms());
+        }
+        while !self.machine.bring_back(&mut self.own) {
+            sys::wait_signal(LOOK, WAKE_REPEAT_MS);
+        }
+    }
+
+    fn listen(&mut self) -> Managed {
+        loop {
+            let message = match self.link.receive(sys::now_us()) {
+                Heard::Message(message) => message,
+                Heard::Nothing | Heard::Lost => return Managed::Still,
+            };
+            match message {
+                ControllerMessage::Refuse { retry: false, .. } => {
+                    self.link.lose(sys::now_us());
+                    return Managed::NoMore;
+                }
+                ControllerMessage::Refuse { retry: true, .. } => self.link.lose(sys::now_us()),
+                ControllerMessage::Welcome { .. } => {
+                    self.link.set_welcomed();
+                    // The hello said what it knew; what came since is told anew.
+                    self.told_hazards = Hazards(0);
+                    self.wake_sent = None;
+                }
+                // Not before the welcome: such a controller is none.
+                _ if !self.link.is_welcomed() => self.link.lose(sys::now_us()),
+                ControllerMessage::WakeAck { .. } => self.heard = true,
+                ControllerMessage::Order { order, action } => {
+                    // A hazard that came up is known before the answer.
+                    self.tell_hazards();
+                    let start_us = sys::now_us();
+                    let (outcome, cuda_error) = self.machine.carry_out(&mut self.own, action);
+                    let now_us = sys::now_us();
+                    self.heard = true;
+                    self.tell_hazards();
+                    let report = AgentMessage::Report {
+                        order,
+                        outcome,
+                        phase: self.machine.phase(),
+                        cuda_error,
+                        elapsed_us: now_us.saturating_sub(start_us),
+                    };
+                    self.link.send(now_us, &report);
+                }
+            }
+        }
+    }
+
+    fn tell(&mut self) {
+        if !self.link.is_welcomed() {
+            return;
+        }
+        self.tell_hazards();
+        let (now_us, waiters) = (sys::now_us(), self.waiters());
+        let generation = self.page.generation.load(Ordering::SeqCst);
+        let due = self.wake_sent.is_none_or(|(told, at_us)| {
+            told != generation || now_us.saturating_sub(at_us) >= WAKE_REPEAT_MS * 1_000
+        });
+        if waiters > 0 && self.machine.phase() != Phase::Open && due {
+            self.wake_sent = Some((generation, now_us));
+            let wake = AgentMessage::Wake {
+                generation,
+                waiters,
+                hook: PROCESS.waiting_hook.load(Ordering::Relaxed),
+            };
+            self.link.send(now_us, &wake);
+        }
+    }
+
+    fn tell_hazards(&mut self) {
+        let hazards = self.page.hazards();
+        if hazards != self.told_hazards && self.link.is_welcomed() {
+            self.told_hazards = hazards;
+            self.link.send(sys::now_us(), &AgentMessage::Notice { hazards });
+        }
+    }
+
+    /// Does without the controller what must not wait for it any longer.
+    fn look_after(&mut self) {
+        let connected = self.link.is_welcomed();
+        if !connected && self.machine.allocations_held() {
+            self.machine.release_allocations(&mut self.own);
+        }
+        let situation = Situation {
+            waiters: self.waiters() > 0,
+            phase: self.machine.phase(),
+            allocations_held: self.machine.allocations_held(),
+            connected,
+            heard: core::mem::take(&mut self.heard),
+        };
+        if self.silence.is_too_long(sys::now_us(), situation)
+            && self.machine.bring_back(&mut self.own)
+        {
+            // Whoever was too busy to answer learns from the next hello where we are.
+            self.link.lose(sys::now_us());
+        }
+    }
+
+    fn waiters(&self) -> u32 {
+        self.page.waiters.load(Ordering::SeqCst)
+    }
+
+    fn patience_ms(&self) -> u64 {
+        let link_ms = self.link.patience_ms(sys::now_us());
+        if self.machine.phase() == Phase::Open && !self.machine.allocations_held() {
+            link_ms
+        } else {
+            link_ms.min(WAKE_REPEAT_MS)
+        }
+    }
+}
+
+fn hello(page: &Page, phase: Phase) -> AgentMessage {
+    AgentMessage::Hello {
+        version: WIRE_VERSION,
+        pid_in_namespace: sys::getpid(),
+        phase,
+        generation: page.generation.load(Ordering::SeqCst),
+        driver_version: host::driver_version(),
+        hazards: page.hazards(),
+    }
+}

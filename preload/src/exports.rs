@@ -1,0 +1,138 @@
+//! The names that this library defines for the process: `dlsym`, and every listed
+//! driver function for programs that are linked to libcuda.
+
+use core::arch::naked_asm;
+
+use affinode_cuda_sys::hook::{Class, Function};
+
+use crate::lookup::{REAL_DLSYM, dlsym_of_driver, find_dlsym, through};
+use crate::table::Entry;
+
+macro_rules! export {
+    ($($class:ident { $($name:ident)* })*) => { $($(
+        /// The driver function of this name.
+        ///
+        /// # Safety
+        /// As the driver's documentation has it.
+        #[allow(non_snake_case)]
+        #[unsafe(naked)]
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name() {
+            static ENTRY: Entry =
+                Entry::exported(Function::$name as u32 + 1, Class::$class);
+            naked_asm!(
+                ".cfi_startproc",
+                "endbr64",
+                "lea r11, [rip + {entry}]",
+                "jmp affinode_thunk",
+                ".cfi_endproc",
+                entry = sym ENTRY,
+            )
+        }
+    )*)* };
+}
+affinode_cuda_sys::hooked_functions!(export);
+
+/// `cuGetProcAddress` as of CUDA 11.3.
+///
+/// # Safety
+/// As the driver's documentation has it.
+#[allow(non_snake_case)]
+#[unsafe(naked)]
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuGetProcAddress() {
+    naked_asm!(
+        ".cfi_startproc",
+        "endbr64",
+        "jmp {real}",
+        ".cfi_endproc",
+        real = sym through::<0>,
+    )
+}
+
+/// `cuGetProcAddress` as of CUDA 12.0.
+///
+/// # Safety
+/// As the driver's documentation has it.
+#[allow(non_snake_case)]
+#[unsafe(naked)]
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuGetProcAddress_v2() {
+    naked_asm!(
+        ".cfi_startproc",
+        "endbr64",
+        "jmp {real}",
+        ".cfi_endproc",
+        real = sym through::<1>,
+    )
+}
+
+/// `dlsym`. Jumps to the real one, which looks at its caller's address, unless the name
+/// begins with `cu` and a capital letter.
+///
+/// # Safety
+/// As its manual page has it.
+#[unsafe(naked)]
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dlsym() {
+    naked_asm!(
+        ".cfi_startproc",
+        "endbr64",
+        "test rsi, rsi",
+        "je 2f",
+        "cmp byte ptr [rsi], 0x63",
+        "jne 2f",
+        "cmp byte ptr [rsi + 1], 0x75",
+        "jne 2f",
+        "movzx eax, byte ptr [rsi + 2]",
+        "sub eax, 0x41",
+        "cmp eax, 25",
+        "ja 2f",
+        // A driver's name.
+        "mov rdx, qword ptr [rsp]",
+        "push rdi",
+        ".cfi_adjust_cfa_offset 8",
+        "push rsi",
+        ".cfi_adjust_cfa_offset 8",
+        "sub rsp, 8",
+        ".cfi_adjust_cfa_offset 8",
+        "call {driver}",
+        "add rsp, 8",
+        ".cfi_adjust_cfa_offset -8",
+        "pop rsi",
+        ".cfi_adjust_cfa_offset -8",
+        "pop rdi",
+        ".cfi_adjust_cfa_offset -8",
+        "test edx, edx",
+        "jne 2f",
+        "ret",
+        "2:",
+        "mov rax, qword ptr [rip + {known}]",
+        "test rax, rax",
+        "je 3f",
+        "jmp rax",
+        "3:",
+        "push rdi",
+        ".cfi_adjust_cfa_offset 8",
+        "push rsi",
+        ".cfi_adjust_cfa_offset 8",
+        "sub rsp, 8",
+        ".cfi_adjust_cfa_offset 8",
+        "call {find}",
+        "add rsp, 8",
+        ".cfi_adjust_cfa_offset -8",
+        "pop rsi",
+        ".cfi_adjust_cfa_offset -8",
+        "pop rdi",
+        ".cfi_adjust_cfa_offset -8",
+        "test rax, rax",
+        "je 4f",
+        "jmp rax",
+        "4:",
+        "ret",
+        ".cfi_endproc",
+        driver = sym dlsym_of_driver,
+        known = sym REAL_DLSYM,
+        find = sym find_dlsym,
+    )
+}

@@ -1,0 +1,180 @@
+//! The slow path of a hooked call: whatever is not "registered, ordinary, gate open".
+//!
+//! ```text
+//! caller                                    closer (agent thread)
+//!   inflight += 1                             gate = Closed
+//!   gate?  Open ──> call ──> inflight -= 1    barrier on all threads
+//!          Closed ─> inflight -= 1            every inflight 0? ──> nobody is inside,
+//!                    waiters += 1, poke                             nobody can come in
+//!                    sleep, start again
+//! ```
+//!
+//! A call from inside a call (a callback of the driver, a signal handler) is not held:
+//! the outer one is counted, so the driver is not touched before both have ended.
+
+use core::sync::atomic::Ordering;
+
+use affinode_cuda_sys::hook::Class;
+use affinode_proto::wire::page::Gate;
+
+use crate::page::Page;
+use crate::process::{self, PROCESS, Place};
+use crate::table::Entry;
+use crate::{hazard, libcuda, sys};
+
+/// What the thunk keeps on the stack of a call on the slow path. It knows this layout.
+#[repr(C, align(16))]
+pub struct Frame {
+    place: Place,
+    entry: *const Entry,
+    /// rax of the real function.
+    result: u64,
+    /// rdi, rsi, rdx, rcx, r8, r9.
+    pub arguments: [u64; 6],
+    vectors: [[u64; 2]; 8],
+    rdx: u64,
+    free: u64,
+}
+
+const _: () = {
+    use core::mem::offset_of;
+    assert!(offset_of!(Frame, entry) == 16);
+    assert!(offset_of!(Frame, result) == 24);
+    assert!(offset_of!(Frame, arguments) == 32);
+    assert!(offset_of!(Frame, vectors) == 80);
+    assert!(offset_of!(Frame, rdx) == 208);
+    assert!(size_of::<Frame>().is_multiple_of(16));
+};
+
+/// What the thunk is to do.
+#[repr(u32)]
+pub enum Way {
+    /// Jump to the real function.
+    Pass = 0,
+    /// Call it, then [`leave`].
+    Counted = 1,
+    /// There is none.
+    Missing = 2,
+}
+
+/// A call comes in.
+///
+/// # Safety
+/// Called by the thunk alone, with its frame.
+pub unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
+    // SAFETY: stubs pass entries, which are static.
+    let entry = unsafe { &*frame.entry };
+    if entry.resolve(libcuda::function).is_none() {
+        return Way::Missing;
+    }
+    // SAFETY: the calling thread's own block.
+    if unsafe { (*process::thread()).is_agent } != 0 {
+        return Way::Pass;
+    }
+    loop {
+        let Some((place, page)) = process::place() else {
+            return Way::Pass;
+        };
+        frame.place = place;
+        if try_enter(place, page, entry) {
+            return Way::Counted;
+        }
+        wait(place, page, entry);
+    }
+}
+
+/// The call has returned.
+///
+/// # Safety
+/// Called by the thunk alone, with the frame that [`enter`] filled.
+pub unsafe extern "C" fn leave(frame: &mut Frame) {
+    // SAFETY: as in `enter`.
+    let entry = unsafe { &*frame.entry };
+    let class = entry.class();
+    // While the call still counts, so that no gate is closed before it is known.
+    if frame.result as u32 == 0 && class.is_special() {
+        // SAFETY: these are the arguments of a call of this class that succeeded.
+        let hazards = unsafe { hazard::of_call(class, &frame.arguments) };
+        if let Some(page) = process::page()
+            && !hazards.is_empty()
+            && page.add_hazards(hazards)
+        {
+            process::poke_agent();
+        }
+    }
+    uncount(frame.place, class);
+}
+
+/// Counts the call, unless the gate holds it.
+fn try_enter(place: Place, page: &Page, entry: &Entry) -> bool {
+    let class = entry.class();
+    let Some(slot) = place.slot() else {
+        return false;
+    };
+    let own_before = slot.inflight.fetch_add(1, Ordering::SeqCst);
+    if class.is_special() {
+        slot.allocating.fetch_add(1, Ordering::SeqCst);
+    }
+    // The depth says "an outer call is counted", also to a signal handler that comes in
+    // just here: so it grows after the count, and shrinks before it.
+    let thread = process::thread();
+    // SAFETY: the calling thread's own block; a handler leaves it as it found it.
+    let outer = unsafe {
+        let outer = (*thread).depth;
+        (*thread).depth = outer.wrapping_add(1);
+        outer
+    };
+    let owned = slot.owner.load(Ordering::Relaxed) != 0;
+    let nested = outer > 0 || (owned && own_before > 0);
+    if !nested && holds(page, class) {
+        uncount(place, class);
+        return false;
+    }
+    match class {
+        Class::Poll => &slot.polls,
+        _ => &slot.calls,
+    }
+    .fetch_add(1, Ordering::Relaxed);
+    slot.last_hook.store(entry.number(), Ordering::Relaxed);
+    true
+}
+
+fn uncount(place: Place, class: Class) {
+    let Some(slot) = place.slot() else {
+        // Forked meanwhile: the count is the parent's, the block starts anew.
+        return;
+    };
+    let thread = process::thread();
+    // SAFETY: the calling thread's own block.
+    unsafe { (*thread).depth = (*thread).depth.saturating_sub(1) };
+    if class.is_special() {
+        slot.allocating.fetch_sub(1, Ordering::SeqCst);
+    }
+    slot.inflight.fetch_sub(1, Ordering::SeqCst);
+}
+
+/// Whether the gate holds calls of this class now.
+fn holds(page: &Page, class: Class) -> bool {
+    let gate = page.gate.load(Ordering::SeqCst);
+    gate == Gate::Closed as u32 || (gate == Gate::AllocationsHeld as u32 && class.is_special())
+}
+
+/// Sleeps until the gate lets calls of this class through. Signals are handled as ever;
+/// those that end the process, end it.
+fn wait(place: Place, page: &Page, entry: &Entry) {
+    // Only a guard: the agent wakes all when it opens the gate.
+    const LOOK_AGAIN_MS: u64 = 1_000;
+    let class = entry.class();
+    PROCESS.waiting_hook.store(entry.number(), Ordering::Relaxed);
+    page.waiters.fetch_add(1, Ordering::SeqCst);
+    process::poke_agent();
+    while holds(page, class) && place.slot().is_some() {
+        let gate = page.gate.load(Ordering::SeqCst);
+        if gate != Gate::Open as u32 {
+            sys::futex_wait(&page.gate, gate, LOOK_AGAIN_MS);
+        }
+    }
+    if place.slot().is_some() {
+        page.waiters.fetch_sub(1, Ordering::SeqCst);
+    }
+}

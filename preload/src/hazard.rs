@@ -1,0 +1,127 @@
+//! What a process does that makes a checkpoint unsafe, as its calls show it.
+
+use core::ffi::{CStr, c_void};
+
+use affinode_cuda_sys::hook::Class;
+use affinode_cuda_sys::{
+    LOCATION_DEVICE, MemAccessDesc, POINTER_ATTRIBUTE_DEVICE_ORDINAL, PointerGetAttributeFn,
+};
+use affinode_proto::wire::Hazards;
+
+use crate::{libc, libcuda, sys};
+
+const NONE: Hazards = Hazards(0);
+
+/// What is known before the first call.
+pub fn at_start() -> Hazards {
+    let mut hazards = NONE;
+    if libcuda::function(b"cuCheckpointProcessLock").is_none() {
+        hazards.0 |= Hazards::NO_CHECKPOINT_API.0;
+    }
+    if uses_mps() {
+        hazards.0 |= Hazards::MPS.0;
+    }
+    hazards
+}
+
+/// Whether an MPS control daemon is where libcuda looks for one.
+fn uses_mps() -> bool {
+    let folder = libc::environment(b"CUDA_MPS_PIPE_DIRECTORY").unwrap_or(b"/tmp/nvidia-mps");
+    let mut path = [0; 256];
+    let parts = folder.iter().chain(b"/control");
+    if folder.len() + b"/control".len() >= path.len() {
+        return false;
+    }
+    for (to, from) in path.iter_mut().zip(parts) {
+        *to = *from;
+    }
+    CStr::from_bytes_until_nul(&path).is_ok_and(sys::exists)
+}
+
+/// What a successful call of this class adds.
+///
+/// # Safety
+/// `arguments` must be those of a function of this class that returned success.
+pub unsafe fn of_call(class: Class, arguments: &[u64; 6]) -> Hazards {
+    let [a, b, c, d, ..] = *arguments;
+    match class {
+        Class::Managed => Hazards::MANAGED_MEMORY,
+        Class::Peer => Hazards::PEER_ACCESS,
+        Class::Import => Hazards::SHARED_MEMORY,
+        // (address, size, descriptors, count)
+        // SAFETY: the driver has read this array of descriptors without an error.
+        Class::Access => unsafe { peer_access(c as *const MemAccessDesc, d, device_of(a)) },
+        // (pool, descriptors, count); the pool's own device has access from the start,
+        // so a call is about another one.
+        // SAFETY: as above.
+        Class::PoolAccess => unsafe { peer_access(b as *const MemAccessDesc, c, None) },
+        Class::Work | Class::Poll | Class::Alloc => NONE,
+    }
+}
+
+/// # Safety
+/// `descriptors` must point to `count` descriptors.
+unsafe fn peer_access(
+    descriptors: *const MemAccessDesc,
+    count: u64,
+    owner: Option<i32>,
+) -> Hazards {
+    if descriptors.is_null() {
+        return NONE;
+    }
+    // SAFETY: as the function demands.
+    let descriptors = unsafe { core::slice::from_raw_parts(descriptors, count as usize) };
+    let foreign = descriptors.iter().any(|descriptor| {
+        descriptor.flags != 0
+            && descriptor.location_type == LOCATION_DEVICE
+            && owner != Some(descriptor.location_id)
+    });
+    if foreign { Hazards::PEER_ACCESS } else { NONE }
+}
+
+/// The device that memory at an address lies on.
+fn device_of(address: u64) -> Option<i32> {
+    let get = libcuda::function(b"cuPointerGetAttribute")?;
+    // SAFETY: this is the signature of cuPointerGetAttribute in every version.
+    let get: PointerGetAttributeFn = unsafe { core::mem::transmute(get) };
+    let mut ordinal = -1_i32;
+    let at = (&raw mut ordinal).cast::<c_void>();
+    // SAFETY: the attribute is an int, and there is room for one.
+    let result = unsafe { get(at, POINTER_ATTRIBUTE_DEVICE_ORDINAL, address) };
+    (result == 0).then_some(ordinal)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn access(id: i32, flags: u32) -> MemAccessDesc {
+        MemAccessDesc { location_type: LOCATION_DEVICE, location_id: id, flags }
+    }
+
+    fn of(descriptors: &[MemAccessDesc], owner: Option<i32>) -> Hazards {
+        // SAFETY: a slice's own pointer and length.
+        unsafe { peer_access(descriptors.as_ptr(), descriptors.len() as u64, owner) }
+    }
+
+    #[test]
+    fn access_by_another_device_is_a_hazard_and_by_its_own_is_none() {
+        assert_eq!(of(&[access(0, 3)], Some(0)), NONE);
+        assert_eq!(of(&[access(0, 3), access(1, 3)], Some(0)), Hazards::PEER_ACCESS);
+        assert_eq!(of(&[access(1, 0)], Some(0)), NONE, "taken away");
+        assert_eq!(of(&[access(0, 3)], None), Hazards::PEER_ACCESS, "unknown owner");
+    }
+
+    #[test]
+    fn classes_say_what_they_mean() {
+        for (class, hazards) in [
+            (Class::Managed, Hazards::MANAGED_MEMORY),
+            (Class::Peer, Hazards::PEER_ACCESS),
+            (Class::Import, Hazards::SHARED_MEMORY),
+            (Class::Alloc, NONE),
+        ] {
+            // SAFETY: none of these looks at arguments.
+            assert_eq!(unsafe { of_call(class, &[0; 6]) }, hazards);
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! The few things that only the process's own libc can do, found at run time.
+//!
+//! References are weak, so the library also loads where one of them is missing.
+
+use core::ffi::{CStr, c_char, c_int, c_void};
+
+use crate::elf;
+
+/// The address of a weak symbol, 0 when no loaded object defines it.
+macro_rules! weak {
+    ($name:literal) => {{
+        let address: usize;
+        // SAFETY: reads one word of our own global offset table.
+        unsafe {
+            core::arch::asm!(
+                concat!(".weak ", $name),
+                concat!("mov {}, qword ptr [rip + ", $name, "@GOTPCREL]"),
+                out(reg) address,
+                options(pure, readonly, nostack, preserves_flags)
+            );
+        }
+        address
+    }};
+}
+
+/// `struct dl_phdr_info`, as far as it is read.
+#[repr(C)]
+pub struct PhdrInfo {
+    pub base: usize,
+    pub name: *const c_char,
+    pub headers: *const elf::ProgramHeader,
+    pub header_count: u16,
+}
+
+type Visit = unsafe extern "C" fn(*const PhdrInfo, usize, *mut c_void) -> c_int;
+
+/// `dl_iterate_phdr`; does nothing where it is missing.
+///
+/// # Safety
+/// `visit` must be sound to call with `data` for each loaded object.
+pub unsafe fn iterate_objects(visit: Visit, data: *mut c_void) {
+    let address = weak!("dl_iterate_phdr");
+    if address != 0 {
+        // SAFETY: the symbol has had this signature in every libc that has it.
+        let iterate: unsafe extern "C" fn(Visit, *mut c_void) -> c_int =
+            unsafe { core::mem::transmute(address) };
+        // SAFETY: the caller vouches for `visit` and `data`.
+        unsafe { iterate(visit, data) };
+    }
+}
+
+/// The value of an environment variable of the process.
+pub fn environment(name: &[u8]) -> Option<&'static [u8]> {
+    let environ = weak!("environ") as *const *const *const c_char;
+    if environ.is_null() {
+        return None;
+    }
+    // SAFETY: `environ` points to a list that a null pointer ends, or is null itself.
+    // A program that changes its environment beside its first CUDA call breaks this as
+    // it breaks getenv.
+    unsafe {
+        let mut entry = *environ;
+        while !entry.is_null() && !(*entry).is_null() {
+            let text = CStr::from_ptr(*entry).to_bytes();
+            if let Some([b'=', value @ ..]) = text.strip_prefix(name) {
+                return Some(value);
+            }
+            entry = entry.add(1);
+        }
+    }
+    None
+}
+
+/// Whether the process runs with more rights than its caller (setuid): its environment
+/// is the caller's and must not steer us.
+pub fn is_secure() -> bool {
+    const AT_SECURE: u64 = 23;
+    let address = weak!("getauxval");
+    if address == 0 {
+        return false;
+    }
+    // SAFETY: the symbol has this signature in glibc and musl.
+    let getauxval: unsafe extern "C" fn(u64) -> u64 = unsafe { core::mem::transmute(address) };
+    // SAFETY: reads the auxiliary vector.
+    unsafe { getauxval(AT_SECURE) != 0 }
+}
+
+/// Runs `body` and puts the application's `errno` back as it was.
+pub fn with_errno_kept<R>(body: impl FnOnce() -> R) -> R {
+    let address = weak!("__errno_location");
+    if address == 0 {
+        return body();
+    }
+    // SAFETY: the symbol has this signature in glibc and musl.
+    let location: unsafe extern "C" fn() -> *mut c_int = unsafe { core::mem::transmute(address) };
+    // SAFETY: the calling thread's errno, valid as long as the thread.
+    let errno = unsafe { location() };
+    // SAFETY: as above.
+    let before = unsafe { errno.read() };
+    let result = body();
+    // SAFETY: as above.
+    unsafe { errno.write(before) };
+    result
+}
+
+/// Signals that libc sends to all threads and waits for (`setuid`, cancellation): a
+/// thread that blocks them hangs the application.
+pub fn internal_signals() -> u64 {
+    const fn bit(signal: u64) -> u64 {
+        1 << (signal - 1)
+    }
+    if weak!("gnu_get_libc_version") == 0 { bit(32) | bit(33) | bit(34) } else { bit(32) | bit(33) }
+}
+
+type ThreadMain = unsafe extern "C" fn(*mut c_void) -> *mut c_void;
+
+/// Starts a thread as the application's libc does it: libcuda uses thread-local
+/// storage, so a bare `clone` will not do.
+pub fn start_thread(main: ThreadMain, argument: *mut c_void) -> bool {
+    type Create = unsafe extern "C" fn(*mut usize, *const c_void, ThreadMain, *mut c_void) -> c_int;
+    // Before glibc 2.34 it is in libpthread, which may be loaded out of our scope.
+    let address = match weak!("pthread_create") {
+        0 => elf::find_function(b"pthread_create").unwrap_or(0),
+        found => found,
+    };
+    if address == 0 {
+        return false;
+    }
+    // SAFETY: the symbol has this signature in every libc.
+    let create: Create = unsafe { core::mem::transmute(address) };
+    let mut thread = 0;
+    // SAFETY: default attributes; the caller matches `main` and its argument.
+    unsafe { create(&raw mut thread, core::ptr::null(), main, argument) == 0 }
+}
+
+/// The real `dlopen`, now.
+pub fn dlopen(name: &CStr) -> Option<*mut c_void> {
+    const RTLD_NOW: c_int = 2;
+    let address = match weak!("dlopen") {
+        0 => elf::find_function(b"dlopen")?,
+        found => found,
+    };
+    // SAFETY: the symbol has this signature in every libc.
+    let dlopen: unsafe extern "C" fn(*const c_char, c_int) -> *mut c_void =
+        unsafe { core::mem::transmute(address) };
+    // SAFETY: a valid name; constructors of a system library run on this thread.
+    let handle = unsafe { dlopen(name.as_ptr(), RTLD_NOW) };
+    (!handle.is_null()).then_some(handle)
+}

@@ -1,0 +1,42 @@
+//! The driver's library in this process: which loaded object it is, and its functions.
+
+use core::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::elf::{self, Object};
+
+fn is_libcuda(object: &Object<'_>) -> bool {
+    const STEM: &[u8] = b"libcuda.so";
+    let file = object.name.rsplit(|byte| *byte == b'/').next();
+    let by_path = file.is_some_and(|file| file.starts_with(STEM));
+    let Some(dynamic) = object.dynamic() else {
+        return false;
+    };
+    let by_soname = dynamic.soname().is_some_and(|name| name.starts_with(STEM));
+    (by_path || by_soname) && dynamic.function(b"cuInit").is_some()
+}
+
+/// The address of a function that libcuda exports; `None` as well when no libcuda is
+/// loaded.
+pub fn function(name: &[u8]) -> Option<usize> {
+    elf::find(|object| if is_libcuda(object) { object.function(name) } else { None })
+}
+
+/// Whether an address lies in the code of libcuda.
+pub fn owns(address: usize) -> bool {
+    // One page that is known to be libcuda's code. Enough to spare the walk for most of
+    // the hundreds of addresses that libcudart asks for.
+    static KNOWN_PAGES: [AtomicUsize; 64] = [const { AtomicUsize::new(0) }; 64];
+    const PAGE_BYTES: usize = 4096;
+    let page = address / PAGE_BYTES;
+    let known = KNOWN_PAGES.get(page % KNOWN_PAGES.len());
+    if known.is_some_and(|known| known.load(Ordering::Relaxed) == page) {
+        return true;
+    }
+    let owned =
+        elf::find(|object| (object.contains_code(address) && is_libcuda(object)).then_some(()))
+            .is_some();
+    if owned && let Some(known) = known {
+        known.store(page, Ordering::Relaxed);
+    }
+    owned
+}

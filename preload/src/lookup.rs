@@ -1,0 +1,212 @@
+//! The ways to the driver's functions that go through a look-up: `dlsym` and
+//! `cuGetProcAddress`. The real one answers first; what it returns is replaced by a
+//! stub when it is a function of libcuda that the gate holds.
+
+use core::ffi::{CStr, c_char, c_void};
+use core::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use affinode_cuda_sys::{hook, result};
+
+use crate::{elf, libcuda, process, table, thunk};
+
+/// Set when a function could not be given a stub: calls may pass the gate unseen, so
+/// the gate must never be relied on.
+static LEAKING: AtomicBool = AtomicBool::new(false);
+
+/// Whether every function handed out so far is held by the gate.
+pub fn is_tight() -> bool {
+    !LEAKING.load(Ordering::Relaxed)
+}
+
+/// What the application gets for a function that a look-up has found.
+fn hooked(name: &[u8], real: usize) -> usize {
+    if process::is_disabled() || !libcuda::owns(real) {
+        return real;
+    }
+    if hook::base(name) == b"cuGetProcAddress" {
+        return Door::for_real(real);
+    }
+    if hook::passes(name) {
+        return real;
+    }
+    let (number, class) = hook::classify(name);
+    if let Some(index) = table::index_of(real, number, class) {
+        return thunk::stub(index);
+    }
+    LEAKING.store(true, Ordering::Relaxed);
+    real
+}
+
+/// A way to one real `cuGetProcAddress`: they exist in two signatures, and each in a
+/// variant for per-thread default streams. All are called with the five arguments of
+/// the longest; a function of four does not look at the fifth.
+struct Door {
+    real: AtomicUsize,
+}
+
+type GetProcAddress = unsafe extern "C" fn(*const c_char, *mut usize, i32, u64, *mut c_void) -> u32;
+
+/// The first two belong to the exported names.
+static DOORS: [Door; 8] = [const { Door { real: AtomicUsize::new(0) } }; 8];
+const WAYS: [GetProcAddress; 8] = [
+    through::<0>,
+    through::<1>,
+    through::<2>,
+    through::<3>,
+    through::<4>,
+    through::<5>,
+    through::<6>,
+    through::<7>,
+];
+
+impl Door {
+    fn for_real(real: usize) -> usize {
+        for (door, way) in DOORS.iter().zip(WAYS).skip(2) {
+            let owner = door
+                .real
+                .compare_exchange(0, real, Ordering::AcqRel, Ordering::Acquire)
+                .unwrap_or_else(|owner| owner);
+            if owner == 0 || owner == real {
+                return way as usize;
+            }
+        }
+        LEAKING.store(true, Ordering::Relaxed);
+        real
+    }
+
+    fn real(&self, exported: &[u8]) -> Option<usize> {
+        let known = self.real.load(Ordering::Acquire);
+        if known != 0 {
+            return Some(known);
+        }
+        let found = libcuda::function(exported)?;
+        self.real.store(found, Ordering::Release);
+        Some(found)
+    }
+}
+
+/// `cuGetProcAddress`, by way of one door. The exported one is door 0, the exported
+/// `cuGetProcAddress_v2` door 1.
+///
+/// # Safety
+/// As the driver's documentation has it.
+pub unsafe extern "C" fn through<const DOOR: usize>(
+    symbol: *const c_char,
+    function: *mut usize,
+    version: i32,
+    flags: u64,
+    status: *mut c_void,
+) -> u32 {
+    const EXPORTED: [&[u8]; 2] = [b"cuGetProcAddress", b"cuGetProcAddress_v2"];
+    let exported = EXPORTED.get(DOOR).copied().unwrap_or_default();
+    let Some(real) = DOORS.get(DOOR).and_then(|door| door.real(exported)) else {
+        return result::NOT_INITIALIZED;
+    };
+    // SAFETY: the address of a cuGetProcAddress, see `Door`.
+    let real: GetProcAddress = unsafe { core::mem::transmute(real) };
+    // SAFETY: the application's own arguments.
+    let code = unsafe { real(symbol, function, version, flags, status) };
+    if code == result::SUCCESS && !symbol.is_null() && !function.is_null() {
+        // SAFETY: the driver has read the name and written the pointer with success.
+        unsafe {
+            let found = function.read();
+            if found != 0 {
+                function.write(hooked(CStr::from_ptr(symbol).to_bytes(), found));
+            }
+        }
+    }
+    code
+}
+
+/// What the exported `dlsym` is to do, in two registers.
+#[repr(C)]
+pub struct Answer {
+    address: usize,
+    /// 1: jump to the real `dlsym` instead, which then sees the true caller.
+    jump: usize,
+}
+
+impl Answer {
+    const JUMP: Answer = Answer { address: 0, jump: 1 };
+
+    fn is(address: usize) -> Answer {
+        Answer { address, jump: 0 }
+    }
+}
+
+/// The address of the real `dlsym`, kept for the exported one; 0 before it is known.
+pub static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
+
+/// Finds the real `dlsym`: the first one that another object defines. 0 if none does,
+/// which is how a program with a weak reference would have found it.
+pub extern "C" fn find_dlsym() -> usize {
+    let found = elf::find_function(b"dlsym").unwrap_or(0);
+    REAL_DLSYM.store(found, Ordering::Release);
+    found
+}
+
+type Dlsym = unsafe extern "C" fn(*mut c_void, *const c_char) -> usize;
+
+/// The real `dlsym`, as called by this library.
+pub fn real_dlsym() -> Option<Dlsym> {
+    let known = REAL_DLSYM.load(Ordering::Acquire);
+    let address = if known == 0 { find_dlsym() } else { known };
+    // SAFETY: a function of that name has this signature.
+    (address != 0).then(|| unsafe { core::mem::transmute::<usize, Dlsym>(address) })
+}
+
+/// `dlsym` for a name that begins with `cu` and a capital letter.
+///
+/// # Safety
+/// `name` must be a C string; called by the exported `dlsym` alone.
+pub unsafe extern "C" fn dlsym_of_driver(
+    handle: *mut c_void,
+    name: *const c_char,
+    caller: usize,
+) -> Answer {
+    const RTLD_DEFAULT: usize = 0;
+    const RTLD_NEXT: usize = usize::MAX;
+    let Some(real) = real_dlsym().filter(|_| !process::is_disabled()) else {
+        return Answer::JUMP;
+    };
+    // SAFETY: as the function demands.
+    let text = unsafe { CStr::from_ptr(name) }.to_bytes();
+    if handle as usize == RTLD_NEXT {
+        // The real one would look from us on instead of from the caller on.
+        return match next_after(caller, text) {
+            Some(found) if libcuda::owns(found) => Answer::is(hooked(text, found)),
+            _ => Answer::JUMP,
+        };
+    }
+    // SAFETY: the application's own arguments.
+    let found = unsafe { real(handle, name) };
+    if found != 0 && !is_ours(found) {
+        return Answer::is(hooked(text, found));
+    }
+    // Nothing, or what stands before libcuda only because we export it. Asked without a
+    // handle, the answer depends on the caller's scope, which only the loader knows: a
+    // function of a loaded libcuda that works is better than none.
+    let may_be_local = found != 0 || handle as usize == RTLD_DEFAULT;
+    match libcuda::function(text).filter(|_| may_be_local) {
+        Some(of_driver) => Answer::is(hooked(text, of_driver)),
+        None if found == 0 => Answer::JUMP,
+        // SAFETY: as above; looks on from us, where it would have found ours.
+        None => Answer::is(unsafe { real(RTLD_NEXT as *mut c_void, name) }),
+    }
+}
+
+fn is_ours(address: usize) -> bool {
+    elf::find(|object| elf::is_own(object).then(|| object.contains(address))) == Some(true)
+}
+
+/// The first function of that name in the objects after the caller's, in load order.
+fn next_after(caller: usize, name: &[u8]) -> Option<usize> {
+    let mut passed = false;
+    elf::find(|object| {
+        if passed && !elf::is_own(object) {
+            return object.function(name);
+        }
+        passed |= object.contains(caller);
+        None
+    })
+}

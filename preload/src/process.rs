@@ -1,0 +1,268 @@
+//! Registration of the process and of its threads.
+//!
+//! ```text
+//! New ──first CUDA call──> Busy ──page, barrier, agent thread──> Ready
+//!  ^                         └── disabled, or anything missing ─> Unmanaged (all calls pass)
+//!  └──────────────────────────── fork: the child finds zeroes ───────┘
+//! ```
+//!
+//! All of it is in one page that a forked child finds zeroed, so the child is New
+//! without a handler. A thread proves that it belongs to this registration by a token
+//! in its thread-local block; no two registrations in a line of forks share a token.
+
+use core::arch::{asm, global_asm};
+use core::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, AtomicU64, Ordering};
+
+use affinode_proto::paths::DISABLE_ENV;
+use affinode_proto::wire::page::PAGE_BYTES;
+
+use crate::page::{Page, Slot};
+use crate::{agent, hazard, libc, sys};
+
+const NEW: u32 = 0;
+const BUSY: u32 = 1;
+const READY: u32 = 2;
+const UNMANAGED: u32 = 3;
+
+/// What is known of this process. Zero in a forked child.
+#[repr(C, align(4096))]
+pub struct Process {
+    /// Proof of membership, a multiple of [`TOKEN_STEP`]; 0 while not registered.
+    /// First: the thunk compares it.
+    token: AtomicU64,
+    page: AtomicPtr<Page>,
+    state: AtomicU32,
+    /// 1 when threads cannot be fenced from afar: all use slot 0.
+    unfenced: AtomicU32,
+    page_fd: AtomicI32,
+    agent_tid: AtomicU32,
+    /// The hook of the caller that came last to a closed gate.
+    pub waiting_hook: AtomicU32,
+}
+
+const _: () = assert!(size_of::<Process>() == 4096);
+
+pub static PROCESS: Process = Process {
+    token: AtomicU64::new(0),
+    page: AtomicPtr::new(core::ptr::null_mut()),
+    state: AtomicU32::new(NEW),
+    unfenced: AtomicU32::new(0),
+    page_fd: AtomicI32::new(0),
+    agent_tid: AtomicU32::new(0),
+    waiting_hook: AtomicU32::new(0),
+};
+
+const TOKEN_STEP: u64 = 16;
+/// Added to the token in the block of a thread that uses the shared slot, which keeps
+/// it off the thunk's fast path.
+const SHARED: u64 = 1;
+
+/// A thread's block, in its initial thread-local storage.
+#[repr(C)]
+pub struct Thread {
+    /// Null until the thread has one.
+    slot: *const Slot,
+    /// -1 until the thread has made a call, which no token is.
+    token: u64,
+    /// Calls of the slow path that this thread is inside of.
+    pub depth: u32,
+    /// 1 on our own agent thread, whose calls are never held.
+    pub is_agent: u32,
+}
+
+global_asm!(
+    ".section .tdata,\"awT\",@progbits",
+    ".p2align 3",
+    ".globl affinode_thread",
+    ".hidden affinode_thread",
+    ".type affinode_thread, @tls_object",
+    ".size affinode_thread, 24",
+    "affinode_thread:",
+    ".quad 0, -1",
+    ".long 0, 0",
+    ".text",
+);
+
+/// The calling thread's block.
+pub fn thread() -> *mut Thread {
+    let block: *mut Thread;
+    // SAFETY: the offset of our thread-local block from the thread pointer, which the
+    // first word at fs points to, as the ABI has it.
+    unsafe {
+        asm!(
+            "mov {0}, qword ptr [rip + affinode_thread@GOTTPOFF]",
+            "add {0}, qword ptr fs:[0]",
+            out(reg) block,
+            options(pure, readonly, nostack)
+        );
+    }
+    block
+}
+
+/// Where a call is counted, kept from its beginning to its end.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct Place {
+    slot: *const Slot,
+    token: u64,
+}
+
+impl Place {
+    /// The slot, unless the process has become another by a fork meanwhile: the page is
+    /// the parent's then.
+    pub fn slot(&self) -> Option<&'static Slot> {
+        let current = PROCESS.token.load(Ordering::Relaxed);
+        if current == 0 || self.token & !SHARED != current {
+            return None;
+        }
+        // SAFETY: made by `place` from the page of the registration that is current,
+        // which is never unmapped.
+        unsafe { self.slot.as_ref() }
+    }
+}
+
+/// The registered page of this process, without registering.
+pub fn page() -> Option<&'static Page> {
+    // SAFETY: null, or a page that is mapped for the life of the process.
+    unsafe { PROCESS.page.load(Ordering::Acquire).as_ref() }
+}
+
+/// The calling thread's place to count in, and the page; registers process and thread
+/// where needed. `None`: the process is not managed.
+pub fn place() -> Option<(Place, &'static Page)> {
+    let page = register()?;
+    let token = PROCESS.token.load(Ordering::Acquire);
+    let thread = thread();
+    // SAFETY: the block belongs to this thread; signal handlers that change it find
+    // and leave it consistent, as `attach` runs with signals blocked.
+    unsafe {
+        if (*thread).token & !SHARED != token {
+            attach(thread, page, token);
+        }
+        let place = Place { slot: (*thread).slot, token: (*thread).token };
+        Some((place, page))
+    }
+}
+
+/// # Safety
+/// `thread` must be the calling thread's block.
+unsafe fn attach(thread: *mut Thread, page: &'static Page, token: u64) {
+    let mask = sys::set_signal_mask(!libc::internal_signals());
+    let own = if PROCESS.unfenced.load(Ordering::Relaxed) == 0 {
+        page.claim(sys::gettid())
+    } else {
+        None
+    };
+    // SAFETY: as the function demands; no signal handler comes between.
+    unsafe {
+        (*thread).slot = own.unwrap_or(page.shared_slot());
+        (*thread).depth = 0;
+        (*thread).token = if own.is_some() { token } else { token | SHARED };
+    }
+    sys::set_signal_mask(mask);
+}
+
+fn register() -> Option<&'static Page> {
+    loop {
+        match PROCESS.state.load(Ordering::Acquire) {
+            READY => return page(),
+            UNMANAGED => return None,
+            BUSY => sys::futex_wait(&PROCESS.state, BUSY, 100),
+            _ => {
+                if !children_start_anew() {
+                    return None;
+                }
+                // No handler of ours may wait for what it has interrupted.
+                let mask = sys::set_signal_mask(!libc::internal_signals());
+                let first =
+                    PROCESS.state.compare_exchange(NEW, BUSY, Ordering::Acquire, Ordering::Acquire);
+                if first.is_ok() {
+                    let made = !is_disabled() && libc::with_errno_kept(make).is_some();
+                    let state = if made { READY } else { UNMANAGED };
+                    PROCESS.state.store(state, Ordering::Release);
+                    sys::futex_wake_all(&PROCESS.state);
+                }
+                sys::set_signal_mask(mask);
+            }
+        }
+    }
+}
+
+/// Arranges that a forked child finds [`PROCESS`] zeroed.
+fn children_start_anew() -> bool {
+    static ARRANGED: AtomicU32 = AtomicU32::new(0);
+    match ARRANGED.load(Ordering::Relaxed) {
+        0 => {
+            // SAFETY: one whole page of zero-initialised data, hence anonymous memory.
+            let done = unsafe { sys::wipe_on_fork((&raw const PROCESS).cast(), 4096) };
+            ARRANGED.store(if done.is_ok() { 1 } else { 2 }, Ordering::Relaxed);
+            done.is_ok()
+        }
+        known => known == 1,
+    }
+}
+
+/// Makes the page and starts the agent.
+fn make() -> Option<()> {
+    static LAST_TOKEN: AtomicU64 = AtomicU64::new(0);
+    agent::link::close_inherited();
+    let fd = sys::lift(sys::memory_file(c"affinode-page", PAGE_BYTES).ok()?);
+    let Ok(at) = sys::map_aligned(fd, PAGE_BYTES) else {
+        sys::close(fd);
+        return None;
+    };
+    let at = at.cast::<Page>();
+    // SAFETY: just mapped with this size and alignment, all zero, which is a value of
+    // every field; never unmapped.
+    let page = unsafe { &*at };
+    page.initialise();
+    page.add_hazards(hazard::at_start());
+    // Without the seals the file is as good; it is the controller that wants them.
+    let _ = sys::seal_size(fd);
+    let unfenced = u32::from(sys::register_barrier().is_err());
+    PROCESS.unfenced.store(unfenced, Ordering::Relaxed);
+    PROCESS.page_fd.store(fd, Ordering::Relaxed);
+    PROCESS.page.store(at, Ordering::Release);
+    let token = LAST_TOKEN.fetch_add(TOKEN_STEP, Ordering::Relaxed) + TOKEN_STEP;
+    PROCESS.token.store(token, Ordering::Release);
+    libc::start_thread(agent::main, agent::link::named_socket()).then_some(())
+}
+
+/// Whether `AFFINODE_DISABLE=1` was set when it was first asked.
+pub fn is_disabled() -> bool {
+    static ANSWER: AtomicU32 = AtomicU32::new(0);
+    match ANSWER.load(Ordering::Relaxed) {
+        0 => {
+            let disabled = libc::environment(DISABLE_ENV.as_bytes()) == Some(b"1");
+            ANSWER.store(1 + u32::from(disabled), Ordering::Relaxed);
+            disabled
+        }
+        known => known == 2,
+    }
+}
+
+/// Whether threads can be fenced, so that their plain increments are seen in time.
+pub fn is_fenced() -> bool {
+    PROCESS.unfenced.load(Ordering::Relaxed) == 0
+}
+
+/// The descriptor of the page's file.
+pub fn page_fd() -> i32 {
+    PROCESS.page_fd.load(Ordering::Relaxed)
+}
+
+/// The calling thread is the agent from now on.
+pub fn become_agent(tid: u32) {
+    // SAFETY: the calling thread's own block.
+    unsafe { (*thread()).is_agent = 1 };
+    PROCESS.agent_tid.store(tid, Ordering::SeqCst);
+}
+
+/// Lets the agent look at once. It never ends and has the signal blocked, so the signal
+/// does nothing but wake it; its default action is to be ignored.
+pub fn poke_agent() {
+    let tid = PROCESS.agent_tid.load(Ordering::SeqCst);
+    if tid != 0 {
+        let _ = sys::signal_thread(tid, sys::SIGURG);
+    }
+}

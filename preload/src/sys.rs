@@ -1,0 +1,376 @@
+//! System calls, made directly: the library links against no libc, and `errno` belongs
+//! to the application.
+
+use core::arch::asm;
+use core::ffi::{CStr, c_void};
+use core::sync::atomic::AtomicU32;
+
+#[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+compile_error!("the call numbers below are those of Linux on x86_64");
+
+mod number {
+    pub const CLOSE: usize = 3;
+    pub const FSTAT: usize = 5;
+    pub const MMAP: usize = 9;
+    pub const MUNMAP: usize = 11;
+    pub const RT_SIGPROCMASK: usize = 14;
+    pub const ACCESS: usize = 21;
+    pub const MADVISE: usize = 28;
+    pub const NANOSLEEP: usize = 35;
+    pub const GETPID: usize = 39;
+    pub const SOCKET: usize = 41;
+    pub const CONNECT: usize = 42;
+    pub const SENDMSG: usize = 46;
+    pub const RECVFROM: usize = 45;
+    pub const FCNTL: usize = 72;
+    pub const FTRUNCATE: usize = 77;
+    pub const RT_SIGTIMEDWAIT: usize = 128;
+    pub const PRCTL: usize = 157;
+    pub const GETTID: usize = 186;
+    pub const FUTEX: usize = 202;
+    pub const CLOCK_GETTIME: usize = 228;
+    pub const TGKILL: usize = 234;
+    pub const MEMFD_CREATE: usize = 319;
+    pub const MEMBARRIER: usize = 324;
+}
+
+/// A failed system call, as a positive errno value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Errno(pub i32);
+
+/// Ignored by default; wakes the agent, which has it blocked.
+pub const SIGURG: u64 = 23;
+
+pub const ESRCH: Errno = Errno(3);
+pub const EINTR: Errno = Errno(4);
+pub const EAGAIN: Errno = Errno(11);
+
+/// One system call.
+///
+/// # Safety
+/// As the call with these arguments demands.
+unsafe fn call(n: usize, args: [usize; 6]) -> Result<usize, Errno> {
+    let [a, b, c, d, e, f] = args;
+    let ret: isize;
+    // SAFETY: the kernel preserves all registers but rax, rcx and r11; the memory that
+    // it reads and writes is what the caller vouches for.
+    unsafe {
+        asm!(
+            "syscall",
+            inlateout("rax") n as isize => ret,
+            in("rdi") a, in("rsi") b, in("rdx") c, in("r10") d, in("r8") e, in("r9") f,
+            lateout("rcx") _, lateout("r11") _,
+            options(nostack)
+        );
+    }
+    if (-4095..0).contains(&ret) { Err(Errno(-ret as i32)) } else { Ok(ret as usize) }
+}
+
+/// A call whose arguments are plain numbers, or pointers to memory that outlives it.
+fn plain(n: usize, args: [usize; 6]) -> Result<usize, Errno> {
+    // SAFETY: private to this module; each use below passes numbers, or references
+    // that live across the call with the sizes that the kernel assumes.
+    unsafe { call(n, args) }
+}
+
+/// Own process id, never cached: after a fork it is another.
+pub fn getpid() -> u32 {
+    plain(number::GETPID, [0; 6]).unwrap_or(0) as u32
+}
+
+/// Own thread id.
+pub fn gettid() -> u32 {
+    plain(number::GETTID, [0; 6]).unwrap_or(0) as u32
+}
+
+/// Whether a thread of this process lives. An answer that cannot be had counts as yes.
+pub fn thread_lives(tid: u32) -> bool {
+    signal_thread(tid, 0) != Err(ESRCH)
+}
+
+/// Sends a signal to one thread of this process.
+pub fn signal_thread(tid: u32, signal: u64) -> Result<(), Errno> {
+    let args = [getpid() as usize, tid as usize, signal as usize, 0, 0, 0];
+    plain(number::TGKILL, args).map(drop)
+}
+
+/// Names the calling thread. At most 15 bytes are kept.
+pub fn set_thread_name(name: &CStr) {
+    const PR_SET_NAME: usize = 15;
+    let args = [PR_SET_NAME, name.as_ptr() as usize, 0, 0, 0, 0];
+    let _ = plain(number::PRCTL, args);
+}
+
+/// Sets the calling thread's signal mask; returns the one before.
+pub fn set_signal_mask(mask: u64) -> u64 {
+    const SIG_SETMASK: usize = 2;
+    let mut old = 0_u64;
+    let (new, old_at) = (&raw const mask as usize, &raw mut old as usize);
+    let _ = plain(number::RT_SIGPROCMASK, [SIG_SETMASK, new, old_at, size_of::<u64>(), 0, 0]);
+    old
+}
+
+/// Waits for a blocked signal of `mask` to be pending, and takes it.
+pub fn wait_signal(mask: u64, timeout_ms: u64) {
+    let timeout = Timespec::from_ms(timeout_ms);
+    let (mask, timeout) = (&raw const mask as usize, &raw const timeout as usize);
+    let _ = plain(number::RT_SIGTIMEDWAIT, [mask, 0, timeout, size_of::<u64>(), 0, 0]);
+}
+
+#[repr(C)]
+struct Timespec {
+    seconds: i64,
+    nanoseconds: i64,
+}
+
+impl Timespec {
+    fn from_us(us: u64) -> Timespec {
+        Timespec { seconds: (us / 1_000_000) as i64, nanoseconds: (us % 1_000_000 * 1_000) as i64 }
+    }
+
+    fn from_ms(ms: u64) -> Timespec {
+        Timespec::from_us(ms.saturating_mul(1_000))
+    }
+}
+
+/// Sleeps, shorter when a signal is handled.
+pub fn sleep_us(us: u64) {
+    let time = Timespec::from_us(us);
+    let _ = plain(number::NANOSLEEP, [&raw const time as usize, 0, 0, 0, 0, 0]);
+}
+
+/// Microseconds since boot, without the time in suspend.
+pub fn now_us() -> u64 {
+    const CLOCK_MONOTONIC: usize = 1;
+    let mut time = Timespec::from_us(0);
+    let args = [CLOCK_MONOTONIC, &raw mut time as usize, 0, 0, 0, 0];
+    let _ = plain(number::CLOCK_GETTIME, args);
+    time.seconds as u64 * 1_000_000 + time.nanoseconds as u64 / 1_000
+}
+
+/// Sleeps while `word` holds `value`, at most `timeout_ms`. May return early. Keyed by
+/// the memory behind the word, so that it also works across a fork.
+pub fn futex_wait(word: &AtomicU32, value: u32, timeout_ms: u64) {
+    const FUTEX_WAIT: usize = 0;
+    let timeout = Timespec::from_ms(timeout_ms);
+    let args = [
+        core::ptr::from_ref(word) as usize,
+        FUTEX_WAIT,
+        value as usize,
+        &raw const timeout as usize,
+        0,
+        0,
+    ];
+    let _ = plain(number::FUTEX, args);
+}
+
+/// Wakes all that sleep on `word`.
+pub fn futex_wake_all(word: &AtomicU32) {
+    const FUTEX_WAKE: usize = 1;
+    let at = core::ptr::from_ref(word) as usize;
+    let _ = plain(number::FUTEX, [at, FUTEX_WAKE, i32::MAX as usize, 0, 0, 0]);
+}
+
+/// Makes [`barrier`] possible for this process.
+pub fn register_barrier() -> Result<(), Errno> {
+    const REGISTER_PRIVATE_EXPEDITED: usize = 1 << 4;
+    plain(number::MEMBARRIER, [REGISTER_PRIVATE_EXPEDITED, 0, 0, 0, 0, 0]).map(drop)
+}
+
+/// A full memory barrier on every running thread of the process.
+pub fn barrier() -> Result<(), Errno> {
+    const PRIVATE_EXPEDITED: usize = 1 << 3;
+    plain(number::MEMBARRIER, [PRIVATE_EXPEDITED, 0, 0, 0, 0, 0]).map(drop)
+}
+
+/// Makes a forked child find these pages zero.
+///
+/// # Safety
+/// The range must be whole, private, anonymous pages of the caller's.
+pub unsafe fn wipe_on_fork(start: *const c_void, bytes: usize) -> Result<(), Errno> {
+    const MADV_WIPEONFORK: usize = 18;
+    let args = [start as usize, bytes, MADV_WIPEONFORK, 0, 0, 0];
+    // SAFETY: changes no content here; the caller vouches for the range.
+    unsafe { call(number::MADVISE, args) }.map(drop)
+}
+
+/// Whether a path exists for this process.
+pub fn exists(path: &CStr) -> bool {
+    plain(number::ACCESS, [path.as_ptr() as usize, 0, 0, 0, 0, 0]).is_ok()
+}
+
+/// Makes an empty memory file of `bytes` bytes that can be sealed.
+pub fn memory_file(name: &CStr, bytes: usize) -> Result<i32, Errno> {
+    const CLOEXEC_ALLOW_SEALING: usize = 1 | 2;
+    let args = [name.as_ptr() as usize, CLOEXEC_ALLOW_SEALING, 0, 0, 0, 0];
+    let fd = plain(number::MEMFD_CREATE, args)?;
+    if let Err(error) = plain(number::FTRUNCATE, [fd, bytes, 0, 0, 0, 0]) {
+        close(fd as i32);
+        return Err(error);
+    }
+    Ok(fd as i32)
+}
+
+/// Fixes the size of a memory file for ever.
+pub fn seal_size(fd: i32) -> Result<(), Errno> {
+    const F_ADD_SEALS: usize = 1033;
+    const SEAL_SHRINK_GROW: usize = 1 | 2 | 4;
+    fcntl(fd, F_ADD_SEALS, SEAL_SHRINK_GROW).map(drop)
+}
+
+fn fcntl(fd: i32, command: usize, argument: usize) -> Result<usize, Errno> {
+    plain(number::FCNTL, [fd as usize, command, argument, 0, 0, 0])
+}
+
+/// Moves a descriptor out of the way of programs that count on low numbers, and closes
+/// the old one. Stays where it is when the limit is too low.
+pub fn lift(fd: i32) -> i32 {
+    const F_DUPFD_CLOEXEC: usize = 1030;
+    for lowest in [1000, 400, 200] {
+        if let Ok(high) = fcntl(fd, F_DUPFD_CLOEXEC, lowest) {
+            close(fd);
+            return high as i32;
+        }
+    }
+    fd
+}
+
+/// Closes a descriptor that is known to be ours.
+pub fn close(fd: i32) {
+    let _ = plain(number::CLOSE, [fd as usize, 0, 0, 0, 0, 0]);
+}
+
+/// What a descriptor refers to, to notice when its number has come to mean another file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Identity {
+    pub device: u64,
+    pub inode: u64,
+}
+
+/// The identity behind a descriptor, `None` when it is closed.
+pub fn identity(fd: i32) -> Option<Identity> {
+    // struct stat begins with st_dev and st_ino, and is 144 bytes long.
+    let mut stat = [0_u64; 18];
+    let args = [fd as usize, stat.as_mut_ptr() as usize, 0, 0, 0, 0];
+    plain(number::FSTAT, args).ok().map(|_| Identity { device: stat[0], inode: stat[1] })
+}
+
+/// Maps `bytes` of a file, shared, at a multiple of `bytes` (a power of two).
+pub fn map_aligned(fd: i32, bytes: usize) -> Result<*mut u8, Errno> {
+    const PROT_READ_WRITE: usize = 1 | 2;
+    const MAP_SHARED_FIXED: usize = 1 | 0x10;
+    const MAP_PRIVATE_ANONYMOUS_NORESERVE: usize = 2 | 0x20 | 0x4000;
+    // Reserve twice the size, map the file over the aligned part, give the rest back.
+    let args = [0, 2 * bytes, 0, MAP_PRIVATE_ANONYMOUS_NORESERVE, usize::MAX, 0];
+    let reserved = plain(number::MMAP, args)?;
+    let aligned = reserved.next_multiple_of(bytes);
+    let args = [aligned, bytes, PROT_READ_WRITE, MAP_SHARED_FIXED, fd as usize, 0];
+    // SAFETY: replaces pages of the reservation just made, which nobody else knows.
+    let mapped = unsafe { call(number::MMAP, args) };
+    if mapped.is_err() {
+        unmap(reserved, 2 * bytes);
+        return mapped.map(|at| at as *mut u8);
+    }
+    unmap(reserved, aligned - reserved);
+    unmap(aligned + bytes, reserved + bytes - aligned);
+    mapped.map(|at| at as *mut u8)
+}
+
+fn unmap(start: usize, bytes: usize) {
+    if bytes > 0 {
+        // SAFETY: only called by `map_aligned`, for parts of its own reservation.
+        let _ = unsafe { call(number::MUNMAP, [start, bytes, 0, 0, 0, 0]) };
+    }
+}
+
+/// A Unix stream socket connected to `path`, that never blocks and tells `tid` of
+/// anything that can be read by making `signal` pending.
+pub fn connect(path: &[u8], tid: u32, signal: u64) -> Result<i32, Errno> {
+    const AF_UNIX: u16 = 1;
+    const STREAM_NONBLOCK_CLOEXEC: usize = 1 | 0x800 | 0x8_0000;
+    let mut address = [0_u8; 110];
+    address[..2].copy_from_slice(&AF_UNIX.to_ne_bytes());
+    let Some(room) = address.get_mut(2..2 + path.len()).filter(|r| r.len() < 108) else {
+        return Err(Errno(36));
+    };
+    room.copy_from_slice(path);
+    let args = [usize::from(AF_UNIX), STREAM_NONBLOCK_CLOEXEC, 0, 0, 0, 0];
+    let fd = lift(plain(number::SOCKET, args)? as i32);
+    let args = [fd as usize, address.as_ptr() as usize, address.len(), 0, 0, 0];
+    if let Err(error) = plain(number::CONNECT, args).and_then(|_| notify(fd, tid, signal)) {
+        close(fd);
+        return Err(error);
+    }
+    Ok(fd)
+}
+
+/// Asks for `signal` on thread `tid` whenever `fd` becomes readable or is hung up.
+fn notify(fd: i32, tid: u32, signal: u64) -> Result<usize, Errno> {
+    const F_SETFL: usize = 4;
+    const F_SETSIG: usize = 10;
+    const F_SETOWN_EX: usize = 15;
+    const O_RDWR_NONBLOCK_ASYNC: usize = 2 | 0x800 | 0x2000;
+    let owner = [0_u32, tid]; // struct f_owner_ex with F_OWNER_TID
+    fcntl(fd, F_SETOWN_EX, owner.as_ptr() as usize)?;
+    fcntl(fd, F_SETSIG, signal as usize)?;
+    fcntl(fd, F_SETFL, O_RDWR_NONBLOCK_ASYNC)
+}
+
+/// Sends bytes on a socket, all or nothing for so few, with a descriptor if given.
+/// Neither blocks nor raises SIGPIPE.
+pub fn send(fd: i32, bytes: &[u8], descriptor: Option<i32>) -> Result<usize, Errno> {
+    const SOL_SOCKET: u64 = 1;
+    const SCM_RIGHTS: u64 = 1;
+    const DONTWAIT_NOSIGNAL: usize = 0x40 | 0x4000;
+    let part = [bytes.as_ptr() as usize, bytes.len()];
+    // struct cmsghdr and one descriptor.
+    let length = 20_u64;
+    let rights = descriptor.unwrap_or(-1);
+    let control = [length, SOL_SOCKET | SCM_RIGHTS << 32, u64::from(rights as u32)];
+    let mut message = [0_usize; 7];
+    message[2] = part.as_ptr() as usize;
+    message[3] = 1;
+    if descriptor.is_some() {
+        message[4] = control.as_ptr() as usize;
+        message[5] = size_of_val(&control);
+    }
+    let at = message.as_ptr() as usize;
+    plain(number::SENDMSG, [fd as usize, at, DONTWAIT_NOSIGNAL, 0, 0, 0])
+}
+
+/// Receives bytes from a socket without blocking; 0 at the end of the stream.
+pub fn receive(fd: i32, buffer: &mut [u8]) -> Result<usize, Errno> {
+    const MSG_DONTWAIT: usize = 0x40;
+    let at = buffer.as_mut_ptr() as usize;
+    plain(number::RECVFROM, [fd as usize, at, buffer.len(), MSG_DONTWAIT, 0, 0])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_memory_file_is_mapped_aligned_and_sealed() {
+        let fd = lift(memory_file(c"test", 16384).unwrap());
+        seal_size(fd).unwrap();
+        let at = map_aligned(fd, 16384).unwrap();
+        assert_eq!(at as usize % 16384, 0);
+        // SAFETY: just mapped, 16384 bytes long.
+        unsafe { at.write(7) };
+        assert!(plain(number::FTRUNCATE, [fd as usize, 0, 0, 0, 0, 0]).is_err());
+        let identity_before = identity(fd);
+        assert!(identity_before.is_some());
+        close(fd);
+        assert_eq!(identity(fd), None);
+    }
+
+    #[test]
+    fn own_thread_lives_and_a_joined_one_does_not() {
+        assert!(thread_lives(gettid()));
+        let tid = std::thread::spawn(gettid).join().unwrap();
+        // The kernel clears the id in join before the task is quite gone.
+        while thread_lives(tid) {
+            std::thread::yield_now();
+        }
+    }
+}

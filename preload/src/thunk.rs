@@ -1,0 +1,200 @@
+//! The code that every hooked call runs through. It knows no signature: the argument
+//! registers stay as they are, and eight words of stack arguments are passed on (no
+//! driver function has more than five).
+//!
+//! ```text
+//! stub: r11 = entry ──> thunk
+//!   thread's token is the process's, entry needs no thorough look
+//!     ──> inflight += 1, gate open? ──> calls += 1 ──> real function ──> inflight -= 1
+//!   anything else
+//!     ──> save all argument registers ──> gate::enter ──> real function ──> gate::leave
+//!                                            └── not managed: jump to the real function
+//! ```
+//!
+//! On the fast path there is no system call, lock, atomic operation or clock. The
+//! increment and the look at the gate may pass each other in the processor: whoever
+//! closes the gate makes up for it with a barrier on all threads (`membarrier`).
+
+use core::arch::global_asm;
+
+use affinode_cuda_sys::result;
+use affinode_proto::wire::page::{PAGE_BYTES, header, slot};
+
+use crate::gate::{Frame, enter, leave};
+use crate::process::PROCESS;
+use crate::table::{ENTRIES, POOL, layout};
+
+global_asm!(
+    ".text",
+    ".p2align 6",
+    ".globl affinode_thunk",
+    ".hidden affinode_thunk",
+    ".type affinode_thunk, @function",
+    "affinode_thunk:",
+    ".cfi_startproc",
+    "push rbp",
+    ".cfi_def_cfa_offset 16",
+    ".cfi_offset rbp, -16",
+    "mov rbp, rsp",
+    ".cfi_def_cfa_register rbp",
+    // r10 = the thread's slot, if the thread is registered with this process.
+    "mov rax, qword ptr [rip + affinode_thread@GOTTPOFF]",
+    "mov r10, qword ptr fs:[rax + 8]",
+    "cmp r10, qword ptr [rip + {process}]",
+    "mov r10, qword ptr fs:[rax]",
+    "jne 3f",
+    "cmp byte ptr [r11 + {thorough}], 0",
+    "jne 3f",
+    // Count first, then look at the gate of the slot's page.
+    "inc dword ptr [r10 + {inflight}]",
+    "mov rax, r10",
+    "and rax, -{page_bytes}",
+    "cmp dword ptr [rax + {gate}], 0",
+    "jne 2f",
+    "movzx eax, word ptr [r11 + {counter}]",
+    "inc qword ptr [r10 + rax]",
+    "mov eax, dword ptr [r11 + {number}]",
+    "mov dword ptr [r10 + {last_hook}], eax",
+    "push qword ptr [rbp + 72]",
+    "push qword ptr [rbp + 64]",
+    "push qword ptr [rbp + 56]",
+    "push qword ptr [rbp + 48]",
+    "push qword ptr [rbp + 40]",
+    "push qword ptr [rbp + 32]",
+    "push qword ptr [rbp + 24]",
+    "push qword ptr [rbp + 16]",
+    "call qword ptr [r11 + {real}]",
+    // A child forked inside the call returns here too: its parent's slot is not its.
+    "mov rcx, qword ptr [rip + affinode_thread@GOTTPOFF]",
+    "mov r10, qword ptr fs:[rcx + 8]",
+    "cmp r10, qword ptr [rip + {process}]",
+    "mov r10, qword ptr fs:[rcx]",
+    "jne 1f",
+    "dec dword ptr [r10 + {inflight}]",
+    "1:",
+    ".cfi_remember_state",
+    "leave",
+    ".cfi_def_cfa rsp, 8",
+    "ret",
+    ".cfi_restore_state",
+    // Not open: take the count back, and let the slow path decide.
+    "2:",
+    "dec dword ptr [r10 + {inflight}]",
+    // The slow path, with a Frame at rsp.
+    "3:",
+    "sub rsp, {frame_bytes}",
+    "mov qword ptr [rsp + 16], r11",
+    "mov qword ptr [rsp + 32], rdi",
+    "mov qword ptr [rsp + 40], rsi",
+    "mov qword ptr [rsp + 48], rdx",
+    "mov qword ptr [rsp + 56], rcx",
+    "mov qword ptr [rsp + 64], r8",
+    "mov qword ptr [rsp + 72], r9",
+    "movaps xmmword ptr [rsp + 80], xmm0",
+    "movaps xmmword ptr [rsp + 96], xmm1",
+    "movaps xmmword ptr [rsp + 112], xmm2",
+    "movaps xmmword ptr [rsp + 128], xmm3",
+    "movaps xmmword ptr [rsp + 144], xmm4",
+    "movaps xmmword ptr [rsp + 160], xmm5",
+    "movaps xmmword ptr [rsp + 176], xmm6",
+    "movaps xmmword ptr [rsp + 192], xmm7",
+    "mov rdi, rsp",
+    "call {enter}",
+    "mov r11, qword ptr [rsp + 16]",
+    "mov rdi, qword ptr [rsp + 32]",
+    "mov rsi, qword ptr [rsp + 40]",
+    "mov rdx, qword ptr [rsp + 48]",
+    "mov rcx, qword ptr [rsp + 56]",
+    "mov r8, qword ptr [rsp + 64]",
+    "mov r9, qword ptr [rsp + 72]",
+    "movaps xmm0, xmmword ptr [rsp + 80]",
+    "movaps xmm1, xmmword ptr [rsp + 96]",
+    "movaps xmm2, xmmword ptr [rsp + 112]",
+    "movaps xmm3, xmmword ptr [rsp + 128]",
+    "movaps xmm4, xmmword ptr [rsp + 144]",
+    "movaps xmm5, xmmword ptr [rsp + 160]",
+    "movaps xmm6, xmmword ptr [rsp + 176]",
+    "movaps xmm7, xmmword ptr [rsp + 192]",
+    "cmp eax, 1",
+    "jb 4f",
+    "ja 5f",
+    // 1: counted.
+    "push qword ptr [rbp + 72]",
+    "push qword ptr [rbp + 64]",
+    "push qword ptr [rbp + 56]",
+    "push qword ptr [rbp + 48]",
+    "push qword ptr [rbp + 40]",
+    "push qword ptr [rbp + 32]",
+    "push qword ptr [rbp + 24]",
+    "push qword ptr [rbp + 16]",
+    "call qword ptr [r11 + {real}]",
+    "add rsp, 64",
+    "mov qword ptr [rsp + 24], rax",
+    "mov qword ptr [rsp + 208], rdx",
+    "movaps xmmword ptr [rsp + 80], xmm0",
+    "mov rdi, rsp",
+    "call {leave}",
+    "mov rax, qword ptr [rsp + 24]",
+    "mov rdx, qword ptr [rsp + 208]",
+    "movaps xmm0, xmmword ptr [rsp + 80]",
+    ".cfi_remember_state",
+    "leave",
+    ".cfi_def_cfa rsp, 8",
+    "ret",
+    ".cfi_restore_state",
+    // 0: not managed. As if we were not there.
+    "4:",
+    ".cfi_remember_state",
+    "leave",
+    ".cfi_def_cfa rsp, 8",
+    "jmp qword ptr [r11 + {real}]",
+    ".cfi_restore_state",
+    // 2: there is no libcuda to call.
+    "5:",
+    "mov eax, {not_initialized}",
+    "leave",
+    ".cfi_def_cfa rsp, 8",
+    "ret",
+    ".cfi_endproc",
+    ".size affinode_thunk, . - affinode_thunk",
+    // The stubs of the pool, one per entry and as far apart.
+    ".p2align 6",
+    ".globl affinode_stubs",
+    ".hidden affinode_stubs",
+    "affinode_stubs:",
+    ".cfi_startproc",
+    ".set affinode_at, 0",
+    ".rept {pool}",
+    "endbr64",
+    "lea r11, [rip + {entries} + affinode_at]",
+    "jmp affinode_thunk",
+    ".p2align 4",
+    ".set affinode_at, affinode_at + {stride}",
+    ".endr",
+    ".cfi_endproc",
+    process = sym PROCESS,
+    entries = sym ENTRIES,
+    enter = sym enter,
+    leave = sym leave,
+    pool = const POOL,
+    stride = const layout::STRIDE,
+    real = const layout::REAL,
+    number = const layout::NUMBER,
+    counter = const layout::COUNTER,
+    thorough = const layout::THOROUGH,
+    inflight = const slot::INFLIGHT,
+    last_hook = const slot::LAST_HOOK,
+    gate = const header::GATE,
+    page_bytes = const PAGE_BYTES,
+    frame_bytes = const size_of::<Frame>(),
+    not_initialized = const result::NOT_INITIALIZED,
+);
+
+unsafe extern "C" {
+    static affinode_stubs: u8;
+}
+
+/// The address of the stub of the pool's entry with this index.
+pub fn stub(index: usize) -> usize {
+    (&raw const affinode_stubs) as usize + index * layout::STRIDE
+}
