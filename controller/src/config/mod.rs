@@ -297,6 +297,12 @@ mod tests {
     }
 
     #[test]
+    fn the_sample_file_holds_the_defaults() {
+        let sample = Path::new(env!("CARGO_MANIFEST_DIR")).join("../config/config.toml");
+        assert_eq!(Config::load(&sample).unwrap(), Config::default());
+    }
+
+    #[test]
     fn values_and_rules_are_read() {
         let config = load("[policy]\nmode = \"pressure\"\nidle_timeout = \"90s\"\n[[policy.namespace]]\nname = \"ml\"\nidle_timeout = \"1h\"\n").unwrap();
         let settings = config.settings();
