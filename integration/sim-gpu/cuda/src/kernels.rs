@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use crate::abi::{HostAddress, ILLEGAL_ADDRESS, INVALID_VALUE, NOT_FOUND, Outcome, pointer};
 use crate::driver::Driver;
-use crate::memory::each_word;
+use crate::pieces::each_word;
 
 /// One of the kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

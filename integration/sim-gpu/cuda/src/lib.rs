@@ -30,7 +30,8 @@
 //! | [`api`] | the exported functions, each with its class, in one list per subject |
 //! | [`gate`] | what a call does while the process is locked or away |
 //! | [`driver`] | the one instance per process, `cuInit`, fork |
-//! | [`contexts`], [`memory`], [`streams`], [`modules`] | state of the application's objects |
+//! | [`contexts`], [`memory`], [`host`], [`streams`], [`modules`] | state of the application's objects |
+//! | [`pages`], [`pieces`], [`kernels`] | mappings, and the work done on them |
 //! | [`link`], [`control`] | towards the daemon, and from it |
 
 #![allow(
@@ -45,10 +46,12 @@ mod contexts;
 mod control;
 mod driver;
 mod gate;
+mod host;
 mod kernels;
 mod link;
 mod memory;
 mod modules;
 mod pages;
+mod pieces;
 mod stats;
 mod streams;

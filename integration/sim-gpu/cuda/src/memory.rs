@@ -15,11 +15,13 @@ use std::sync::Arc;
 use affinode_sim_protocol::ObjectId;
 
 use crate::abi::{
-    ACCESS_READ_WRITE, CUdeviceptr, HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED,
-    HostAddress, ILLEGAL_ADDRESS, INVALID_VALUE, NOT_SUPPORTED, Outcome,
+    ACCESS_READ_WRITE, CUdeviceptr, HostAddress, ILLEGAL_ADDRESS, INVALID_VALUE, NOT_SUPPORTED,
+    Outcome,
 };
+use crate::host::HostMemory;
 use crate::link::Granted;
 use crate::pages::{PAGE_BYTES, Pages};
+use crate::pieces::{Piece, host_piece};
 
 /// What `cuMemGetAllocationGranularity` says.
 pub const GRANULARITY: usize = 2 << 20;
@@ -59,41 +61,16 @@ struct Mapping {
     _pages: Option<Pages>,
 }
 
-/// What kind of host memory the driver knows at an address.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum HostKind {
-    /// `cuMemHostAlloc`
-    Pinned,
-    /// `cuMemHostRegister`
-    Registered,
-    /// `cuMemAllocManaged`
-    Managed,
-}
-
-#[derive(Debug)]
-struct HostBlock {
-    bytes: usize,
-    kind: HostKind,
-    _pages: Option<Pages>,
-}
-
 /// The tables.
 #[derive(Debug, Default)]
 pub struct Memory {
     physical: BTreeMap<ObjectId, Physical>,
     mappings: BTreeMap<u64, Mapping>,
     reservations: BTreeMap<u64, Pages>,
-    host: BTreeMap<usize, HostBlock>,
+    /// What the driver knows of host memory.
+    pub host: HostMemory,
     /// What the driver takes beside the contents while away.
     extra: Option<Pages>,
-}
-
-/// A stretch of memory that stays valid while this lives.
-#[derive(Clone)]
-pub struct Piece {
-    address: usize,
-    bytes: usize,
-    _window: Option<Arc<Pages>>,
 }
 
 /// What a pointer attribute query wants to know of an address.
@@ -210,7 +187,7 @@ impl Memory {
     /// `cuMemAddressReserve`
     pub fn reserve(&mut self, bytes: usize, align: usize) -> Outcome<CUdeviceptr> {
         let aligned = align == 0 || align.is_power_of_two();
-        if bytes == 0 || bytes % GRANULARITY != 0 || !aligned {
+        if bytes == 0 || !bytes.is_multiple_of(GRANULARITY) || !aligned {
             return Err(INVALID_VALUE);
         }
         let pages = Pages::reserve(bytes, align.max(GRANULARITY))?;
@@ -250,9 +227,9 @@ impl Memory {
             .is_some_and(|(base, m)| base + m.bytes as u64 > address);
         let physical = self.physical.get_mut(&object).ok_or(INVALID_VALUE)?;
         let inside = offset.checked_add(bytes).is_some_and(|end| end <= physical.bytes);
-        let aligned = address as usize % GRANULARITY == 0
-            && bytes % GRANULARITY == 0
-            && offset % GRANULARITY == 0;
+        let aligned = address.is_multiple_of(GRANULARITY as u64)
+            && bytes.is_multiple_of(GRANULARITY)
+            && offset.is_multiple_of(GRANULARITY);
         if bytes == 0 || !reserved || overlaps || !inside || !aligned {
             return Err(INVALID_VALUE);
         }
@@ -339,11 +316,7 @@ impl Memory {
                 window.filter(|_| mapping.access == ACCESS_READ_WRITE).ok_or(ILLEGAL_ADDRESS)?;
             let skip = (next - base) as usize;
             let length = left.min(mapping.bytes - skip);
-            pieces.push(Piece {
-                address: window.start() + mapping.offset + skip,
-                bytes: length,
-                _window: Some(window),
-            });
+            pieces.push(Piece::of(window, mapping.offset + skip, length));
             next += length as u64;
             left -= length;
         }
@@ -358,52 +331,9 @@ impl Memory {
         host_piece(address as HostAddress, bytes)
     }
 
-    /// Host memory that the driver gives out or is told of. `None`: it allocates.
-    pub fn add_host(
-        &mut self,
-        address: Option<HostAddress>,
-        bytes: usize,
-        kind: HostKind,
-    ) -> Outcome<HostAddress> {
-        if bytes == 0 {
-            return Err(INVALID_VALUE);
-        }
-        let pages = if address.is_none() { Some(Pages::host(bytes)?) } else { None };
-        let start = address.or(pages.as_ref().map(Pages::start)).ok_or(INVALID_VALUE)?;
-        let end = start.checked_add(bytes).ok_or(INVALID_VALUE)?;
-        if self
-            .host
-            .range(..end)
-            .next_back()
-            .is_some_and(|(base, block)| base + block.bytes > start)
-        {
-            return Err(HOST_MEMORY_ALREADY_REGISTERED);
-        }
-        self.host.insert(start, HostBlock { bytes, kind, _pages: pages });
-        Ok(start)
-    }
-
-    /// The end of a block of one of these kinds.
-    pub fn remove_host(&mut self, address: HostAddress, kinds: &[HostKind]) -> Outcome {
-        match self.host.get(&address) {
-            Some(block) if kinds.contains(&block.kind) => {
-                self.host.remove(&address);
-                Ok(())
-            }
-            _ if kinds.contains(&HostKind::Registered) => Err(HOST_MEMORY_NOT_REGISTERED),
-            _ => Err(INVALID_VALUE),
-        }
-    }
-
-    /// Host memory known at an address: where it starts, its size and kind.
-    pub fn describe_host(&self, address: HostAddress) -> Option<(HostAddress, usize, HostKind)> {
-        let (base, block) = self.host.range(..=address).next_back()?;
-        (address - base < block.bytes).then_some((*base, block.bytes, block.kind))
-    }
-
     /// Takes the contents off the GPU. Whether something stands against a restore: memory of others.
     pub fn save(&mut self, extra_bytes: usize) -> Outcome<bool> {
-        if self.host.values().any(|block| block.kind == HostKind::Managed) {
+        if self.host.has_managed() {
             return Err(NOT_SUPPORTED);
         }
         let extra = Pages::host(extra_bytes)?;
@@ -442,66 +372,18 @@ impl Memory {
     }
 }
 
-/// Host memory of the application, as it promises by passing the address.
-pub fn host_piece(address: HostAddress, bytes: usize) -> Outcome<Vec<Piece>> {
-    if address == 0 && bytes > 0 {
-        return Err(INVALID_VALUE);
-    }
-    Ok(vec![Piece { address, bytes, _window: None }])
-}
-
-/// The contents now, for a source that its owner may change before the copy is made.
-pub fn snapshot(pieces: &[Piece]) -> Outcome<Vec<Piece>> {
-    let bytes = pieces.iter().map(|piece| piece.bytes).sum();
-    let pages = Arc::new(Pages::host(bytes)?);
-    let copy = vec![Piece { address: pages.start(), bytes, _window: Some(pages) }];
-    copy_pieces(&copy, pieces);
-    Ok(copy)
-}
-
-/// Copies between two lists of pieces of the same total size.
-pub fn copy_pieces(to: &[Piece], from: &[Piece]) {
-    let (mut to, mut from) = (to.iter(), from.iter());
-    let (mut target, mut source) = (to.next().cloned(), from.next().cloned());
-    while let (Some(t), Some(s)) = (&mut target, &mut source) {
-        let bytes = t.bytes.min(s.bytes);
-        // SAFETY: a piece is a window that it keeps alive, or memory that the application named
-        // as an argument of this copy, valid for `bytes` until the copy is done by its contract.
-        unsafe { std::ptr::copy(s.address as *const u8, t.address as *mut u8, bytes) };
-        for piece in [&mut *t, &mut *s] {
-            piece.address += bytes;
-            piece.bytes -= bytes;
-        }
-        if t.bytes == 0 {
-            target = to.next().cloned();
-        }
-        if s.bytes == 0 {
-            source = from.next().cloned();
-        }
-    }
-}
-
-/// Changes memory word by word: `change(index, word)`. W bytes each; every piece holds whole words.
-pub fn each_word<const W: usize>(pieces: &[Piece], mut change: impl FnMut([u8; W]) -> [u8; W]) {
-    for piece in pieces {
-        for offset in (0..piece.bytes / W * W).step_by(W) {
-            let word = (piece.address + offset) as *mut [u8; W];
-            // SAFETY: inside the piece, which is a live window or memory the application named.
-            unsafe { word.write(change(word.read())) };
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::abi::OUT_OF_MEMORY;
+    use crate::host::HostKind;
+    use crate::pieces::{copy_pieces, each_word};
 
     fn granted(object: ObjectId, bytes: usize) -> Granted {
         // Any file of that size does as device memory.
-        let fd = unsafe { libc::memfd_create(c"test".as_ptr(), 0) };
-        assert!(fd >= 0 && unsafe { libc::ftruncate(fd, bytes as i64) } == 0);
-        let memory = unsafe { <OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(fd) };
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(bytes as u64).unwrap();
+        let memory = OwnedFd::from(file);
         Granted { object, gpu: 0, bytes: bytes as u64, memory }
     }
 
@@ -550,9 +432,9 @@ mod tests {
     #[test]
     fn managed_memory_forbids_a_save() {
         let mut memory = Memory::default();
-        let address = memory.add_host(None, 10, HostKind::Managed).unwrap();
+        let address = memory.host.add(None, 10, HostKind::Managed).unwrap();
         assert_eq!(memory.save(0), Err(NOT_SUPPORTED));
-        memory.remove_host(address, &[HostKind::Managed]).unwrap();
+        memory.host.remove(address, &[HostKind::Managed]).unwrap();
         assert_eq!(memory.save(0), Ok(false));
         assert_eq!(Pages::host(usize::MAX).err(), Some(OUT_OF_MEMORY));
     }

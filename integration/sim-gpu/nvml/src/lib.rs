@@ -1,1 +1,52 @@
-//! In progress.
+//! The simulated GPU's `libnvidia-ml.so.1`.
+//!
+//! It shows what the daemon knows, each call asking anew: device names, UUIDs, memory, utilisation over the last
+//! second, and the processes that hold VRAM by their pids on the host. A process that is checkpointed
+//! is in no list. Clocks, power, temperature, ECC, MIG, events and everything else that
+//! monitoring tools may ask is absent, and the few that are often asked say "not supported".
+
+#![allow(
+    unsafe_code,
+    reason = "a C interface; the pointers are dealt with in affinode-sim-protocol"
+)]
+#![allow(non_snake_case, reason = "the exported names are NVIDIA's")]
+
+mod device;
+mod node;
+mod system;
+
+/// `nvmlReturn_t`; 0 is success.
+type Return = i32;
+type Outcome<T = ()> = Result<T, Return>;
+
+const UNINITIALIZED: Return = 1;
+const INVALID_ARGUMENT: Return = 2;
+const NOT_SUPPORTED: Return = 3;
+const NOT_FOUND: Return = 6;
+const INSUFFICIENT_SIZE: Return = 7;
+const DRIVER_NOT_LOADED: Return = 9;
+const ARGUMENT_VERSION_MISMATCH: Return = 25;
+
+macro_rules! nvml_api {
+    ($( fn $($name:ident)|+ $arguments:tt $body:block )*) => {
+        $( $crate::nvml_functions! { [$($name)+] $arguments $body } )*
+    };
+}
+
+macro_rules! nvml_functions {
+    ([] $arguments:tt $body:block) => {};
+    ([$name:ident $($more:ident)*] ( $($argument:ident: $type:ty),* $(,)? ) $body:block) => {
+        /// As in NVIDIA's management interface.
+        ///
+        /// # Safety
+        /// Pointers are null or valid for what the interface does with them.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($argument: $type),*) -> $crate::Return {
+            let work = || -> $crate::Outcome { $body };
+            work().err().unwrap_or(0)
+        }
+        $crate::nvml_functions! { [$($more)*] ( $($argument: $type),* ) $body }
+    };
+}
+
+use {nvml_api, nvml_functions};

@@ -13,8 +13,10 @@
 //! `SO_PEERCRED` says who a client is; nothing that it writes about itself is believed.
 
 mod packet;
+mod pointers;
 
 pub use packet::Packet;
+pub use pointers::{In, Out, Text, pointer};
 
 use serde::{Deserialize, Serialize};
 

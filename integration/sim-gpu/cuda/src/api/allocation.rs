@@ -5,7 +5,8 @@ use affinode_sim_protocol::Request;
 use crate::abi::{CUdeviceptr, Handle, HostAddress, INVALID_VALUE, Out, Outcome, UNKNOWN};
 use crate::api::cuda_api;
 use crate::driver::Driver;
-use crate::memory::{HostKind, Origin};
+use crate::host::HostKind;
+use crate::memory::Origin;
 use crate::pages::PAGE_BYTES;
 
 cuda_api! {
@@ -36,35 +37,35 @@ cuda_api! {
     }
     Work 6000 fn cuMemAllocManaged(address: Out<CUdeviceptr>, bytes: usize, _flags: u32) |d, _z| {
         d.current()?;
-        address.set(d.memory().add_host(None, bytes, HostKind::Managed)? as CUdeviceptr)
+        address.set(d.memory().host.add(None, bytes, HostKind::Managed)? as CUdeviceptr)
     }
     Work 3020 fn cuMemAllocHost_v2(address: Out<HostAddress>, bytes: usize) |d, _z| {
         d.current()?;
-        address.set(d.memory().add_host(None, bytes, HostKind::Pinned)?)
+        address.set(d.memory().host.add(None, bytes, HostKind::Pinned)?)
     }
     Work 2020 fn cuMemHostAlloc(address: Out<HostAddress>, bytes: usize, _flags: u32) |d, _z| {
         d.current()?;
-        address.set(d.memory().add_host(None, bytes, HostKind::Pinned)?)
+        address.set(d.memory().host.add(None, bytes, HostKind::Pinned)?)
     }
     Work 2000 fn cuMemFreeHost(address: HostAddress) |d, _z| {
         d.streams.wait_idle(None, None);
-        d.memory().remove_host(address, &[HostKind::Pinned])
+        d.memory().host.remove(address, &[HostKind::Pinned])
     }
     Work 6050 fn cuMemHostRegister_v2(address: HostAddress, bytes: usize, _flags: u32) |d, _z| {
         d.current()?;
         let address = Some(address).filter(|address| *address != 0).ok_or(INVALID_VALUE)?;
-        d.memory().add_host(Some(address), bytes, HostKind::Registered).map(drop)
+        d.memory().host.add(Some(address), bytes, HostKind::Registered).map(drop)
     }
     Work 4000 fn cuMemHostUnregister(address: HostAddress) |d, _z| {
         d.streams.wait_idle(None, None);
-        d.memory().remove_host(address, &[HostKind::Registered])
+        d.memory().host.remove(address, &[HostKind::Registered])
     }
     Work 3020 fn cuMemHostGetDevicePointer_v2(device: Out<CUdeviceptr>, address: HostAddress, _flags: u32) |d, _z| {
-        d.memory().describe_host(address).ok_or(INVALID_VALUE)?;
+        d.memory().host.describe(address).ok_or(INVALID_VALUE)?;
         device.set(address as CUdeviceptr)
     }
     Instant 3000 fn cuMemHostGetFlags(flags: Out<u32>, address: HostAddress) |d, _z| {
-        d.memory().describe_host(address).ok_or(INVALID_VALUE)?;
+        d.memory().host.describe(address).ok_or(INVALID_VALUE)?;
         flags.set(0)
     }
     MemInfo 3020 fn cuMemGetInfo_v2(free: Out<usize>, total: Out<usize>) |d, _z| {
@@ -100,7 +101,7 @@ fn allocate(driver: &Driver, bytes: usize) -> Outcome<CUdeviceptr> {
 
 fn free(driver: &Driver, address: CUdeviceptr) -> Outcome {
     let mut memory = driver.memory();
-    if memory.remove_host(address as HostAddress, &[HostKind::Managed]).is_ok() {
+    if memory.host.remove(address as HostAddress, &[HostKind::Managed]).is_ok() {
         return Ok(());
     }
     let freed = memory.remove(address, Origin::Alloc)?;

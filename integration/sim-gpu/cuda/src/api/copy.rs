@@ -7,7 +7,7 @@ use crate::abi::{CUdeviceptr, Handle, HostAddress, ILLEGAL_ADDRESS, INVALID_VALU
 use crate::api::cuda_api;
 use crate::contexts::Default0;
 use crate::driver::Driver;
-use crate::memory::{Piece, copy_pieces, each_word, host_piece, snapshot};
+use crate::pieces::{Piece, copy_pieces, each_word, host_piece, snapshot};
 use crate::streams::Mark;
 
 cuda_api! {
@@ -79,7 +79,7 @@ fn device_or_managed(driver: &Driver, address: CUdeviceptr, bytes: usize) -> Out
     match memory.device(address, bytes) {
         Err(ILLEGAL_ADDRESS) => {
             let (base, size, _) =
-                memory.describe_host(address as HostAddress).ok_or(INVALID_VALUE)?;
+                memory.host.describe(address as HostAddress).ok_or(INVALID_VALUE)?;
             let inside =
                 (address as usize - base).checked_add(bytes).is_some_and(|end| end <= size);
             if inside { host_piece(address as HostAddress, bytes) } else { Err(INVALID_VALUE) }
@@ -119,7 +119,7 @@ fn copy_any_async(
 
 fn is_pageable(driver: &Driver, address: u64) -> bool {
     let memory = driver.memory();
-    memory.describe(address).is_none() && memory.describe_host(address as HostAddress).is_none()
+    memory.describe(address).is_none() && memory.host.describe(address as HostAddress).is_none()
 }
 
 fn queue(
@@ -145,7 +145,7 @@ fn fill<const W: usize>(
     stream: Handle,
     zero: Default0,
 ) -> Outcome {
-    if to as usize % W != 0 {
+    if !to.is_multiple_of(W as u64) {
         return Err(INVALID_VALUE);
     }
     let pieces = device_or_managed(d, to, count.checked_mul(W).ok_or(INVALID_VALUE)?)?;

@@ -12,8 +12,8 @@ const PER_THREAD_DEFAULT_STREAM: u64 = 2;
 /// `CUdriverProcAddressQueryResult`
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
-enum Found {
-    Yes = 0,
+enum Search {
+    Found = 0,
     NotFound = 1,
     VersionNotSufficient = 2,
 }
@@ -22,7 +22,7 @@ cuda_api! {
     Always 11030 fn cuGetProcAddress(name: Text, address: Out<usize>, version: i32, flags: u64) |_d, _z| {
         let (found, symbol) = find(name, version, flags)?;
         address.set(symbol.map_or(0, |symbol| symbol.address.0 as usize))?;
-        if found == Found::Yes { Ok(()) } else { Err(NOT_FOUND) }
+        if found == Search::Found { Ok(()) } else { Err(NOT_FOUND) }
     }
     Always 12000 fn cuGetProcAddress_v2(name: Text, address: Out<usize>, version: i32, flags: u64, status: Out<u32>) |_d, _z| {
         let (found, symbol) = find(name, version, flags)?;
@@ -34,7 +34,7 @@ cuda_api! {
     Always 6000 fn cuGetErrorString(error: CUresult, text: Out<*const c_char>) |_d, _z| { describe(error, text, |known| known.2) }
 }
 
-fn find(name: Text, version: i32, flags: u64) -> Outcome<(Found, Option<&'static Symbol>)> {
+fn find(name: Text, version: i32, flags: u64) -> Outcome<(Search, Option<&'static Symbol>)> {
     if version > CUDA_VERSION || flags > PER_THREAD_DEFAULT_STREAM {
         return Err(INVALID_VALUE);
     }
@@ -43,7 +43,7 @@ fn find(name: Text, version: i32, flags: u64) -> Outcome<(Found, Option<&'static
 
 /// The latest version of a function that is not later than what the caller was built for,
 /// in the variant for per-thread default streams when wanted and there is one.
-fn look_up(name: &str, version: i32, per_thread: bool) -> (Found, Option<&'static Symbol>) {
+fn look_up(name: &str, version: i32, per_thread: bool) -> (Search, Option<&'static Symbol>) {
     let named = || symbols().filter(|symbol| base(symbol.name).0 == name);
     let best = |per_thread: bool| {
         let fits =
@@ -52,9 +52,9 @@ fn look_up(name: &str, version: i32, per_thread: bool) -> (Found, Option<&'stati
     };
     let symbol = if per_thread { best(true).or_else(|| best(false)) } else { best(false) };
     match symbol {
-        Some(_) => (Found::Yes, symbol),
-        None if named().next().is_some() => (Found::VersionNotSufficient, None),
-        None => (Found::NotFound, None),
+        Some(_) => (Search::Found, symbol),
+        None if named().next().is_some() => (Search::VersionNotSufficient, None),
+        None => (Search::NotFound, None),
     }
 }
 
@@ -132,8 +132,8 @@ mod tests {
         assert_eq!(name("cuMemcpyHtoD", 12000, true), Some("cuMemcpyHtoD_v2_ptds"));
         assert_eq!(name("cuGetProcAddress", 11080, false), Some("cuGetProcAddress"));
         assert_eq!(name("cuGetProcAddress", 12000, false), Some("cuGetProcAddress_v2"));
-        assert_eq!(look_up("cuMemCreate", 10000, false).0, Found::VersionNotSufficient);
-        assert_eq!(look_up("cuNothing", 13000, false).0, Found::NotFound);
+        assert_eq!(look_up("cuMemCreate", 10000, false).0, Search::VersionNotSufficient);
+        assert_eq!(look_up("cuNothing", 13000, false).0, Search::NotFound);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use crate::abi::{CUdeviceptr, HostAddress, INVALID_VALUE, In, Out, Outcome};
 use crate::api::cuda_api;
 use crate::contexts::context_handle;
 use crate::driver::Driver;
-use crate::memory::HostKind;
+use crate::host::HostKind;
 
 cuda_api! {
     Instant 4000 fn cuPointerGetAttribute(data: Out<c_void>, attribute: i32, address: CUdeviceptr) |d, _z| {
@@ -76,7 +76,7 @@ impl Fact {
                 _ => return Err(INVALID_VALUE),
             }));
         }
-        let Some((base, bytes, kind)) = memory.describe_host(address as HostAddress) else {
+        let Some((base, bytes, kind)) = memory.host.describe(address as HostAddress) else {
             return Ok(None);
         };
         Ok(Some(match attribute {

@@ -28,7 +28,7 @@ cuda_api! {
     Work 10020 fn cuMemAddressFree(address: CUdeviceptr, bytes: usize) |d, _z| { d.memory().unreserve(address, bytes) }
     Work 10020 fn cuMemCreate(handle: Out<ObjectId>, bytes: usize, prop: In<AllocationProp>, flags: u64) |d, _z| {
         let gpu = gpu_of(d, prop)?;
-        if flags != 0 || bytes == 0 || bytes % GRANULARITY != 0 {
+        if flags != 0 || bytes == 0 || !bytes.is_multiple_of(GRANULARITY) {
             return Err(INVALID_VALUE);
         }
         let granted = d.link.obtain(&Request::Allocate { gpu, bytes: bytes as u64 }, None)?;

@@ -1,0 +1,72 @@
+//! Stretches of memory that copies and kernels work on.
+
+use std::sync::Arc;
+
+use crate::abi::{HostAddress, INVALID_VALUE, Outcome};
+use crate::pages::Pages;
+
+/// A stretch of memory that stays valid while this lives.
+#[derive(Clone)]
+pub struct Piece {
+    address: usize,
+    bytes: usize,
+    _window: Option<Arc<Pages>>,
+}
+
+impl Piece {
+    /// A part of a window, which it keeps mapped.
+    pub fn of(window: Arc<Pages>, offset: usize, bytes: usize) -> Self {
+        let bytes = bytes.min(window.bytes().saturating_sub(offset));
+        Self { address: window.start() + offset, bytes, _window: Some(window) }
+    }
+}
+
+/// Host memory of the application, as it promises by passing the address.
+pub fn host_piece(address: HostAddress, bytes: usize) -> Outcome<Vec<Piece>> {
+    if address == 0 && bytes > 0 {
+        return Err(INVALID_VALUE);
+    }
+    Ok(vec![Piece { address, bytes, _window: None }])
+}
+
+/// The contents now, for a source that its owner may change before the copy is made.
+pub fn snapshot(pieces: &[Piece]) -> Outcome<Vec<Piece>> {
+    let bytes = pieces.iter().map(|piece| piece.bytes).sum();
+    let pages = Arc::new(Pages::host(bytes)?);
+    let copy = vec![Piece { address: pages.start(), bytes, _window: Some(pages) }];
+    copy_pieces(&copy, pieces);
+    Ok(copy)
+}
+
+/// Copies between two lists of pieces of the same total size.
+pub fn copy_pieces(to: &[Piece], from: &[Piece]) {
+    let (mut to, mut from) = (to.iter(), from.iter());
+    let (mut target, mut source) = (to.next().cloned(), from.next().cloned());
+    while let (Some(t), Some(s)) = (&mut target, &mut source) {
+        let bytes = t.bytes.min(s.bytes);
+        // SAFETY: a piece is a window that it keeps alive, or memory that the application named
+        // as an argument of this copy, valid for `bytes` until the copy is done by its contract.
+        unsafe { std::ptr::copy(s.address as *const u8, t.address as *mut u8, bytes) };
+        for piece in [&mut *t, &mut *s] {
+            piece.address += bytes;
+            piece.bytes -= bytes;
+        }
+        if t.bytes == 0 {
+            target = to.next().cloned();
+        }
+        if s.bytes == 0 {
+            source = from.next().cloned();
+        }
+    }
+}
+
+/// Changes memory word by word: `change(index, word)`. W bytes each; every piece holds whole words.
+pub fn each_word<const W: usize>(pieces: &[Piece], mut change: impl FnMut([u8; W]) -> [u8; W]) {
+    for piece in pieces {
+        for offset in (0..piece.bytes / W * W).step_by(W) {
+            let word = (piece.address + offset) as *mut [u8; W];
+            // SAFETY: inside the piece, which is a live window or memory the application named.
+            unsafe { word.write(change(word.read())) };
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! Questions to the daemon, and ways to hand out the answers.
+
+use std::ffi::c_char;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use affinode_sim_protocol::{GpuSnapshot, Out, Packet, Reply, Request, SOCKET, SOCKET_ENV};
+
+use crate::{DRIVER_NOT_LOADED, INSUFFICIENT_SIZE, INVALID_ARGUMENT, Outcome, UNINITIALIZED};
+
+/// How often `nvmlInit` was called more than `nvmlShutdown`.
+static USERS: AtomicU32 = AtomicU32::new(0);
+
+/// `nvmlDevice_t`: one more than the index, so that it is never null.
+pub type Device = usize;
+
+/// `nvmlInit`
+pub fn init() -> Outcome {
+    ask()?;
+    USERS.fetch_add(1, Ordering::Relaxed);
+    Ok(())
+}
+
+/// `nvmlShutdown`
+pub fn shutdown() -> Outcome {
+    let less = |users: u32| users.checked_sub(1);
+    USERS
+        .fetch_update(Ordering::Relaxed, Ordering::Relaxed, less)
+        .map(drop)
+        .map_err(|_| UNINITIALIZED)
+}
+
+/// Every GPU, as it is now.
+pub fn gpus() -> Outcome<Vec<GpuSnapshot>> {
+    if USERS.load(Ordering::Relaxed) == 0 {
+        return Err(UNINITIALIZED);
+    }
+    ask()
+}
+
+/// One GPU, as it is now.
+pub fn gpu(device: Device) -> Outcome<GpuSnapshot> {
+    let index = index(device)?;
+    gpus()?.into_iter().nth(index).ok_or(INVALID_ARGUMENT)
+}
+
+/// The index of a device.
+pub fn index(device: Device) -> Outcome<usize> {
+    device.checked_sub(1).ok_or(INVALID_ARGUMENT)
+}
+
+/// A connection per question: nothing to keep over a fork, or when the daemon starts anew.
+fn ask() -> Outcome<Vec<GpuSnapshot>> {
+    let path = std::env::var_os(SOCKET_ENV).map_or_else(|| PathBuf::from(SOCKET), PathBuf::from);
+    let packet = Packet::connect(&path).map_err(|_| DRIVER_NOT_LOADED)?;
+    packet.send(&Request::Snapshot, None).map_err(|_| DRIVER_NOT_LOADED)?;
+    match packet.receive::<Reply>() {
+        Ok(Some((Reply::Snapshot(gpus), _))) => Ok(gpus),
+        _ => Err(DRIVER_NOT_LOADED),
+    }
+}
+
+/// Writes a value; a null pointer is an invalid argument.
+pub fn put<T>(to: Out<T>, value: T) -> Outcome {
+    to.set(value).map_err(|_| INVALID_ARGUMENT)
+}
+
+/// Writes a text with its end, if there is room.
+pub fn put_text(to: Out<c_char>, room: u32, text: &str) -> Outcome {
+    if text.len() >= room as usize {
+        return Err(INSUFFICIENT_SIZE);
+    }
+    let mut bytes = text.bytes().chain([0]).enumerate();
+    bytes
+        .try_for_each(|(index, byte)| to.set_at(index, byte as c_char))
+        .map_err(|_| INVALID_ARGUMENT)
+}
+
+/// A text in an array of fixed size, cut if need be, with zeros behind it.
+pub fn fixed_text<const N: usize>(text: &str) -> [c_char; N] {
+    let mut array = [0; N];
+    for (place, byte) in array.iter_mut().zip(text.bytes().take(N - 1)) {
+        *place = byte as c_char;
+    }
+    array
+}

@@ -1,0 +1,38 @@
+//! The library and the node.
+
+use std::ffi::{CStr, c_char};
+
+use affinode_sim_protocol::{CUDA_VERSION, DRIVER_VERSION, Out};
+
+use crate::node::{gpus, init, put, put_text, shutdown};
+use crate::{Return, nvml_api};
+
+nvml_api! {
+    fn nvmlInit | nvmlInit_v2() { init() }
+    fn nvmlInitWithFlags(_flags: u32) { init() }
+    fn nvmlShutdown() { shutdown() }
+    fn nvmlSystemGetDriverVersion(version: Out<c_char>, room: u32) {
+        gpus()?;
+        put_text(version, room, DRIVER_VERSION)
+    }
+    fn nvmlSystemGetNVMLVersion(version: Out<c_char>, room: u32) { put_text(version, room, "13.580.0-simulated") }
+    fn nvmlSystemGetCudaDriverVersion | nvmlSystemGetCudaDriverVersion_v2(version: Out<i32>) { put(version, CUDA_VERSION) }
+    fn nvmlDeviceGetCount | nvmlDeviceGetCount_v2(count: Out<u32>) { put(count, gpus()?.len() as u32) }
+}
+
+/// As in NVIDIA's management interface.
+#[unsafe(no_mangle)]
+pub extern "C" fn nvmlErrorString(result: Return) -> *const c_char {
+    let text: &CStr = match result {
+        0 => c"The operation was successful",
+        crate::UNINITIALIZED => c"Uninitialized",
+        crate::INVALID_ARGUMENT => c"Invalid Argument",
+        crate::NOT_SUPPORTED => c"Not Supported",
+        crate::NOT_FOUND => c"Not Found",
+        crate::INSUFFICIENT_SIZE => c"Insufficient Size",
+        crate::DRIVER_NOT_LOADED => c"Driver Not Loaded",
+        crate::ARGUMENT_VERSION_MISMATCH => c"Argument version mismatch",
+        _ => c"Unknown Error",
+    };
+    text.as_ptr()
+}
