@@ -85,7 +85,7 @@ pub struct PciInfo {
 const NO_INSTANCE: u32 = u32::MAX;
 
 nvml_api! {
-    fn nvmlDeviceGetHandleByIndex | nvmlDeviceGetHandleByIndex_v2(number: u32, device: Out<Device>) {
+    fn [nvmlDeviceGetHandleByIndex nvmlDeviceGetHandleByIndex_v2] (number: u32, device: Out<Device>) {
         let number = number as usize;
         if number >= gpus()?.len() {
             return Err(INVALID_ARGUMENT);
@@ -97,7 +97,7 @@ nvml_api! {
         let number = gpus()?.iter().position(|gpu| uuid_text(&gpu.info.uuid) == uuid).ok_or(NOT_FOUND)?;
         put(device, number + 1)
     }
-    fn nvmlDeviceGetHandleByPciBusId | nvmlDeviceGetHandleByPciBusId_v2(id: Text, device: Out<Device>) {
+    fn [nvmlDeviceGetHandleByPciBusId nvmlDeviceGetHandleByPciBusId_v2] (id: Text, device: Out<Device>) {
         let id = id.get().map_err(|_| INVALID_ARGUMENT)?.to_uppercase();
         let number = (0..gpus()?.len()).find(|number| bus_id(*number).ends_with(&id)).ok_or(NOT_FOUND)?;
         put(device, number + 1)
@@ -134,7 +134,7 @@ nvml_api! {
         let info = |process: &ProcessUse| ProcessInfoV1 { pid: process.pid, used_bytes: process.used_bytes };
         list(gpu(device)?.processes.iter().map(info).collect(), count, processes)
     }
-    fn nvmlDeviceGetComputeRunningProcesses_v2 | nvmlDeviceGetComputeRunningProcesses_v3(device: Device, count: Out<u32>, processes: Out<ProcessInfo>) {
+    fn [nvmlDeviceGetComputeRunningProcesses_v2 nvmlDeviceGetComputeRunningProcesses_v3] (device: Device, count: Out<u32>, processes: Out<ProcessInfo>) {
         let info = |process: &ProcessUse| ProcessInfo {
             pid: process.pid,
             used_bytes: process.used_bytes,
@@ -143,7 +143,7 @@ nvml_api! {
         };
         list(gpu(device)?.processes.iter().map(info).collect(), count, processes)
     }
-    fn nvmlDeviceGetGraphicsRunningProcesses_v3 | nvmlDeviceGetMPSComputeRunningProcesses_v3(device: Device, count: Out<u32>, processes: Out<ProcessInfo>) {
+    fn [nvmlDeviceGetGraphicsRunningProcesses_v3 nvmlDeviceGetMPSComputeRunningProcesses_v3] (device: Device, count: Out<u32>, processes: Out<ProcessInfo>) {
         gpu(device)?;
         list(Vec::new(), count, processes)
     }
@@ -159,7 +159,7 @@ nvml_api! {
         };
         list(gpu(device)?.processes.iter().map(sample).collect(), count, samples)
     }
-    fn nvmlDeviceGetPciInfo_v2 | nvmlDeviceGetPciInfo_v3(device: Device, info: Out<PciInfo>) {
+    fn [nvmlDeviceGetPciInfo_v2 nvmlDeviceGetPciInfo_v3] (device: Device, info: Out<PciInfo>) {
         gpu(device)?;
         let number = index(device)?;
         put(info, PciInfo {

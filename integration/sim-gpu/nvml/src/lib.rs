@@ -28,14 +28,18 @@ const DRIVER_NOT_LOADED: Return = 9;
 const ARGUMENT_VERSION_MISMATCH: Return = 25;
 
 macro_rules! nvml_api {
-    ($( fn $($name:ident)|+ $arguments:tt $body:block )*) => {
-        $( $crate::nvml_functions! { [$($name)+] $arguments $body } )*
+    ($( fn $names:tt $arguments:tt $body:block )*) => {
+        $( $crate::nvml_functions! { $names $arguments $body } )*
     };
 }
 
 macro_rules! nvml_functions {
     ([] $arguments:tt $body:block) => {};
-    ([$name:ident $($more:ident)*] ( $($argument:ident: $type:ty),* $(,)? ) $body:block) => {
+    ([$name:ident $($more:ident)*] $arguments:tt $body:block) => {
+        $crate::nvml_functions! { $name $arguments $body }
+        $crate::nvml_functions! { [$($more)*] $arguments $body }
+    };
+    ($name:ident ( $($argument:ident: $type:ty),* $(,)? ) $body:block) => {
         /// As in NVIDIA's management interface.
         ///
         /// # Safety
@@ -45,7 +49,6 @@ macro_rules! nvml_functions {
             let work = || -> $crate::Outcome { $body };
             work().err().unwrap_or(0)
         }
-        $crate::nvml_functions! { [$($more)*] ( $($argument: $type),* ) $body }
     };
 }
 

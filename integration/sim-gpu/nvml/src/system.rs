@@ -8,7 +8,7 @@ use crate::node::{gpus, init, put, put_text, shutdown};
 use crate::{Return, nvml_api};
 
 nvml_api! {
-    fn nvmlInit | nvmlInit_v2() { init() }
+    fn [nvmlInit nvmlInit_v2] () { init() }
     fn nvmlInitWithFlags(_flags: u32) { init() }
     fn nvmlShutdown() { shutdown() }
     fn nvmlSystemGetDriverVersion(version: Out<c_char>, room: u32) {
@@ -16,8 +16,8 @@ nvml_api! {
         put_text(version, room, DRIVER_VERSION)
     }
     fn nvmlSystemGetNVMLVersion(version: Out<c_char>, room: u32) { put_text(version, room, "13.580.0-simulated") }
-    fn nvmlSystemGetCudaDriverVersion | nvmlSystemGetCudaDriverVersion_v2(version: Out<i32>) { put(version, CUDA_VERSION) }
-    fn nvmlDeviceGetCount | nvmlDeviceGetCount_v2(count: Out<u32>) { put(count, gpus()?.len() as u32) }
+    fn [nvmlSystemGetCudaDriverVersion nvmlSystemGetCudaDriverVersion_v2] (version: Out<i32>) { put(version, CUDA_VERSION) }
+    fn [nvmlDeviceGetCount nvmlDeviceGetCount_v2] (count: Out<u32>) { put(count, gpus()?.len() as u32) }
 }
 
 /// As in NVIDIA's management interface.
