@@ -8,9 +8,17 @@ use crate::code::INVALID_VALUE;
 
 /// Where a function writes a result. Only a C caller makes one, and promises by the
 /// contract of each function that it is null or valid for a write.
-#[derive(Clone, Copy)]
 #[repr(transparent)]
 pub struct Out<T>(*mut T);
+
+// Derived, they would ask the same of T.
+impl<T> Clone for Out<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Out<T> {}
 
 impl<T> Out<T> {
     /// Writes; a null pointer is an invalid value.
