@@ -21,10 +21,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         for name in ["control.rs", "control_ttrpc.rs"] {
             let path = out.join(name);
             let text = std::fs::read_to_string(&path)?;
-            let kept: Vec<&str> = text
-                .lines()
-                .filter(|l| !l.starts_with("#![") && !l.starts_with("//!"))
-                .collect();
+            let kept: Vec<&str> =
+                text.lines().filter(|l| !l.starts_with("#![") && !l.starts_with("//!")).collect();
             std::fs::write(&path, kept.join("\n"))?;
         }
     }

@@ -2,27 +2,13 @@
 //! ttrpc client and service in [`control_ttrpc`].
 
 /// Messages.
-#[allow(
-    missing_docs,
-    nonstandard_style,
-    clippy::all,
-    clippy::unwrap_used,
-    unused,
-    rustdoc::all
-)]
+#[allow(missing_docs, nonstandard_style, clippy::all, clippy::unwrap_used, unused, rustdoc::all)]
 pub mod control {
     include!(concat!(env!("OUT_DIR"), "/control.rs"));
 }
 
 /// Client and service.
-#[allow(
-    missing_docs,
-    nonstandard_style,
-    clippy::all,
-    clippy::unwrap_used,
-    unused,
-    rustdoc::all
-)]
+#[allow(missing_docs, nonstandard_style, clippy::all, clippy::unwrap_used, unused, rustdoc::all)]
 pub mod control_ttrpc {
     use super::control;
     include!(concat!(env!("OUT_DIR"), "/control_ttrpc.rs"));

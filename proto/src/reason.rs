@@ -48,6 +48,8 @@ reasons! {
     MinimumResidency = "minimum-residency", "came back less than the minimum residency ago";
     /// No CUDA process has registered.
     NotRegistered = "not-registered", "no process of the container has made a CUDA call";
+    /// NVML shows no VRAM of the container.
+    NoVram = "no-vram", "holds no VRAM that NVML can see, so there is nothing to give back";
     /// Some CUDA process of the container is not under management.
     UnmanagedProcess = "unmanaged-process", "a CUDA process of the container did not register (static binary, musl image, or AFFINODE_DISABLE)";
     /// cuMemAllocManaged was used.
@@ -108,14 +110,9 @@ mod tests {
     fn words_are_unique_and_label_safe() {
         for (i, reason) in Reason::ALL.iter().enumerate() {
             let word = reason.as_str();
+            assert!(word.bytes().all(|b| b.is_ascii_lowercase() || b == b'-'), "{word}");
             assert!(
-                word.bytes().all(|b| b.is_ascii_lowercase() || b == b'-'),
-                "{word}"
-            );
-            assert!(
-                Reason::ALL[i + 1..]
-                    .iter()
-                    .all(|other| other.as_str() != word),
+                Reason::ALL[i + 1..].iter().all(|other| other.as_str() != word),
                 "{word} twice"
             );
         }

@@ -158,6 +158,12 @@ impl Node {
             }
             Err(error) => Err((Reason::VramUnknown, error)),
         };
+        // Nothing to gain; and of what NVML does not see nobody knows what a return needs.
+        let holds_vram = self.processes.values().any(|p| p.key == *key && p.vram_bytes() > 0);
+        let verdict = verdict.and_then(|()| {
+            let away = self.processes.values().any(|p| p.key == *key && p.phase == Phase::Away);
+            if holds_vram || away { Ok(()) } else { Err((Reason::NoVram, String::new())) }
+        });
         match (goal, verdict) {
             (Goal::Home, _) => self.advance(key),
             (_, Err((reason, detail))) => self.fail_offload(key, reason, &detail),

@@ -182,12 +182,7 @@ struct Writer {
 
 impl Writer {
     fn new(kind: u32) -> Writer {
-        Writer {
-            frame: [0; FRAME_BYTES],
-            at: 0,
-        }
-        .u32(FRAME_MAGIC)
-        .u32(kind)
+        Writer { frame: [0; FRAME_BYTES], at: 0 }.u32(FRAME_MAGIC).u32(kind)
     }
 
     fn u32(mut self, value: u32) -> Writer {
@@ -256,23 +251,17 @@ impl AgentMessage {
                 .u64(generation)
                 .u32(driver_version)
                 .u32(hazards.0),
-            AgentMessage::Wake {
-                generation,
-                waiters,
-                hook,
-            } => Writer::new(2).u64(generation).u32(waiters).u32(hook),
-            AgentMessage::Report {
-                order,
-                outcome,
-                phase,
-                cuda_error,
-                elapsed_us,
-            } => Writer::new(3)
-                .u64(order)
-                .u32(outcome as u32)
-                .u32(phase as u32)
-                .u32(cuda_error)
-                .u64(elapsed_us),
+            AgentMessage::Wake { generation, waiters, hook } => {
+                Writer::new(2).u64(generation).u32(waiters).u32(hook)
+            }
+            AgentMessage::Report { order, outcome, phase, cuda_error, elapsed_us } => {
+                Writer::new(3)
+                    .u64(order)
+                    .u32(outcome as u32)
+                    .u32(phase as u32)
+                    .u32(cuda_error)
+                    .u64(elapsed_us)
+            }
             AgentMessage::Notice { hazards } => Writer::new(4).u32(hazards.0),
         }
         .frame
@@ -293,11 +282,7 @@ impl AgentMessage {
                 driver_version: r.u32(),
                 hazards: Hazards(r.u32()),
             }),
-            2 => Ok(AgentMessage::Wake {
-                generation: r.u64(),
-                waiters: r.u32(),
-                hook: r.u32(),
-            }),
+            2 => Ok(AgentMessage::Wake { generation: r.u64(), waiters: r.u32(), hook: r.u32() }),
             3 => {
                 let order = r.u64();
                 let outcome = r.u32();
@@ -310,9 +295,7 @@ impl AgentMessage {
                     elapsed_us: r.u64(),
                 })
             }
-            4 => Ok(AgentMessage::Notice {
-                hazards: Hazards(r.u32()),
-            }),
+            4 => Ok(AgentMessage::Notice { hazards: Hazards(r.u32()) }),
             other => Err(FrameError::Kind(other)),
         }
     }
@@ -340,10 +323,9 @@ impl ControllerMessage {
                 };
                 Writer::new(103).u64(order).u32(code).u64(value)
             }
-            ControllerMessage::WakeAck {
-                generation,
-                position,
-            } => Writer::new(104).u64(generation).u32(position),
+            ControllerMessage::WakeAck { generation, position } => {
+                Writer::new(104).u64(generation).u32(position)
+            }
         }
         .frame
     }
@@ -356,20 +338,13 @@ impl ControllerMessage {
         let (kind, mut r) = Reader::open(frame)?;
         match kind {
             101 => Ok(ControllerMessage::Welcome { process: r.u64() }),
-            102 => Ok(ControllerMessage::Refuse {
-                version: r.u32(),
-                retry: r.u32() != 0,
-            }),
+            102 => Ok(ControllerMessage::Refuse { version: r.u32(), retry: r.u32() != 0 }),
             103 => {
                 let order = r.u64();
                 let code = r.u32();
                 let value = r.u64();
                 // The milliseconds of an order fit 32 bits; more is the longest that fits.
-                let ms = if value > u64::from(u32::MAX) {
-                    u32::MAX
-                } else {
-                    value as u32
-                };
+                let ms = if value > u64::from(u32::MAX) { u32::MAX } else { value as u32 };
                 let action = match code {
                     1 => Action::Close { deadline_ms: ms },
                     2 => Action::Open,
@@ -383,10 +358,7 @@ impl ControllerMessage {
                 };
                 Ok(ControllerMessage::Order { order, action })
             }
-            104 => Ok(ControllerMessage::WakeAck {
-                generation: r.u64(),
-                position: r.u32(),
-            }),
+            104 => Ok(ControllerMessage::WakeAck { generation: r.u64(), position: r.u32() }),
             other => Err(FrameError::Kind(other)),
         }
     }
@@ -408,11 +380,7 @@ mod tests {
                 driver_version: 13_000,
                 hazards: Hazards(5),
             },
-            AgentMessage::Wake {
-                generation: 9,
-                waiters: 2,
-                hook: 4,
-            },
+            AgentMessage::Wake { generation: 9, waiters: 2, hook: 4 },
             AgentMessage::Report {
                 order: 1,
                 outcome: Outcome::DriverError,
@@ -420,9 +388,7 @@ mod tests {
                 cuda_error: 304,
                 elapsed_us: 12,
             },
-            AgentMessage::Notice {
-                hazards: Hazards::MANAGED_MEMORY,
-            },
+            AgentMessage::Notice { hazards: Hazards::MANAGED_MEMORY },
         ] {
             assert_eq!(AgentMessage::decode(&message.encode()), Ok(message));
         }
@@ -430,9 +396,7 @@ mod tests {
             Action::Close { deadline_ms: 50 },
             Action::Open,
             Action::Lock { timeout_ms: 100 },
-            Action::Checkpoint {
-                vram_bytes: u64::MAX,
-            },
+            Action::Checkpoint { vram_bytes: u64::MAX },
             Action::Restore,
             Action::Unlock,
             Action::HoldAllocations { deadline_ms: 1 },
@@ -441,14 +405,8 @@ mod tests {
         let orders = actions.map(|action| ControllerMessage::Order { order: 8, action });
         for message in orders.into_iter().chain([
             ControllerMessage::Welcome { process: 1 },
-            ControllerMessage::Refuse {
-                version: 1,
-                retry: true,
-            },
-            ControllerMessage::WakeAck {
-                generation: 1,
-                position: 2,
-            },
+            ControllerMessage::Refuse { version: 1, retry: true },
+            ControllerMessage::WakeAck { generation: 1, position: 2 },
         ]) {
             assert_eq!(ControllerMessage::decode(&message.encode()), Ok(message));
         }

@@ -220,19 +220,13 @@ mod tests {
     #[test]
     fn names_what_is_wrong() {
         assert_eq!(PageSnapshot::decode(&[0; 3]), Err(PageError::Size(3)));
-        assert_eq!(
-            PageSnapshot::decode(&vec![0; PAGE_BYTES]),
-            Err(PageError::Magic(0))
-        );
+        assert_eq!(PageSnapshot::decode(&vec![0; PAGE_BYTES]), Err(PageError::Magic(0)));
         let mut bytes = page();
         bytes[header::VERSION] = 99;
         assert_eq!(PageSnapshot::decode(&bytes), Err(PageError::Version(99)));
         let mut bytes = page();
         bytes[header::PHASE] = 9;
-        assert_eq!(
-            PageSnapshot::decode(&bytes),
-            Err(PageError::Value("phase", 9))
-        );
+        assert_eq!(PageSnapshot::decode(&bytes), Err(PageError::Value("phase", 9)));
     }
 
     proptest! {
