@@ -77,6 +77,8 @@ pub struct ContainerRow {
     pub vram_bytes: u64,
     /// VRAM it gave back.
     pub away_bytes: u64,
+    /// The effective idle timeout.
+    pub idle_timeout_ms: u64,
     /// Moves out so far.
     pub offloads: u64,
     /// Returns so far.

@@ -256,6 +256,15 @@ impl Running {
         })
     }
 
+    /// The exit status of a stopped task, as a shell has it.
+    ///
+    /// # Errors
+    /// When ctr cannot be run.
+    pub fn exit_status(&self, world: &World) -> Result<Option<i32>> {
+        // `ctr tasks delete` exits with the status of the task that it deletes.
+        Ok(world.ctr().args(["tasks", "delete", &self.id]).status()?.code())
+    }
+
     /// Removes a stopped task and its container.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! The CUDA program that tests talk to, one JSON object per line each way.
+//! The CUDA program that tests talk to: commands in, lines of JSON out.
 
 use std::{
     fs::{File, OpenOptions},
@@ -10,7 +10,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use serde_json::Value;
+use serde::Deserialize;
 
 use crate::{
     container::{CLIENTS, Running, Spec},
@@ -48,14 +48,12 @@ impl Lines {
     ///
     /// # Errors
     /// When none comes.
-    pub fn receive(&mut self) -> Result<Value> {
+    pub fn receive(&mut self) -> Result<String> {
         let deadline = Instant::now() + PATIENCE;
         loop {
             if let Some(end) = self.buffer.iter().position(|&byte| byte == b'\n') {
                 let line: Vec<u8> = self.buffer.drain(..=end).collect();
-                let text = String::from_utf8_lossy(&line);
-                return serde_json::from_str(&text)
-                    .with_context(|| format!("the program said: {text}"));
+                return Ok(String::from_utf8_lossy(&line).trim_end().to_owned());
             }
             let left = deadline.saturating_duration_since(Instant::now());
             let mut ready = [PollFd::new(self.replies.as_fd(), PollFlags::POLLIN)];
@@ -77,34 +75,64 @@ impl Lines {
         let mut ready = [PollFd::new(self.replies.as_fd(), PollFlags::POLLIN)];
         Ok(!self.buffer.is_empty() || poll(&mut ready, PollTimeout::ZERO)? > 0)
     }
-
-    /// Sends a line and waits for the answer.
-    ///
-    /// # Errors
-    /// As [`Lines::send`] and [`Lines::receive`].
-    pub fn ask(&mut self, line: &str) -> Result<Value> {
-        self.send(line)?;
-        self.receive().with_context(|| format!("asked: {line}"))
-    }
 }
 
-/// A container that runs the CUDA program `worker`.
+/// An answer of a client program: one line of JSON.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct Answer {
+    /// What was asked.
+    pub command: String,
+    /// The `CUresult`.
+    pub result: i32,
+    /// How long the call took.
+    pub elapsed_us: u64,
+    /// Whether every word was right.
+    pub ok: Option<bool>,
+    /// Over all words.
+    pub checksum: Option<String>,
+    /// In the program's own pid namespace.
+    pub pid: Option<i32>,
+    /// What the GPU calls itself.
+    pub device_name: Option<String>,
+    /// Free VRAM.
+    pub free_bytes: Option<u64>,
+    /// Of a forked child.
+    pub child_result: Option<i32>,
+}
+
+/// A container that runs the CUDA program `worker.c`, and its pipes.
 pub struct Worker {
     /// Its container.
     pub running: Running,
     lines: Lines,
 }
 
+/// The program that finds the driver by `dlopen` and `dlsym`.
+pub const USUAL: &str = "dlopen_dlsym";
+
 impl Worker {
-    /// Starts one as root with the world's GPU.
+    /// Starts one as root, and waits until it has filled its VRAM.
     ///
     /// # Errors
-    /// When the container does not start.
-    pub fn start(world: &World, id: &str) -> Result<Self> {
-        Self::start_as(world, Spec::gpu(id, &[&format!("{CLIENTS}/worker")]))
+    /// When the container does not start, or CUDA fails.
+    pub fn start(world: &World, id: &str, mib: u64) -> Result<Self> {
+        let mut worker = Self::start_as(world, Self::spec(id, USUAL, mib))?;
+        worker.wait_filled()?;
+        Ok(worker)
     }
 
-    /// Starts one from a specification whose program is a worker.
+    /// What [`Worker::start`] runs, with any of the programs made from `worker.c`.
+    #[must_use]
+    pub fn spec(id: &str, program: &str, mib: u64) -> Spec {
+        let program = format!("{CLIENTS}/{program}");
+        // The id as seed: no two workers hold the same contents.
+        let seed: u32 =
+            id.bytes().fold(1, |sum, byte| sum.wrapping_mul(31).wrapping_add(byte.into()));
+        Spec::gpu(id, &[&program, "--mib", &mib.to_string(), "--seed", &seed.to_string()])
+    }
+
+    /// Starts a container whose program talks in lines; waits for nothing.
     ///
     /// # Errors
     /// When the container does not start.
@@ -113,24 +141,79 @@ impl Worker {
         Ok(Self { running, lines: Lines::open(&folder)? })
     }
 
-    /// Its pipes.
-    pub fn lines(&mut self) -> &mut Lines {
-        &mut self.lines
-    }
-
-    /// Takes VRAM and fills it with a pattern.
+    /// Reads the lines that `worker.c` begins with.
     ///
     /// # Errors
-    /// When CUDA or the program fails.
-    pub fn fill(&mut self, bytes: u64, seed: u64) -> Result<()> {
-        todo!("{bytes} {seed}")
+    /// When CUDA fails.
+    pub fn wait_filled(&mut self) -> Result<()> {
+        self.expect("open")?;
+        self.expect("fill").map(|_| ())
     }
 
-    /// Whether all VRAM holds its pattern.
+    /// Reads a line that must be about `command`, and a success.
     ///
     /// # Errors
-    /// When CUDA or the program fails.
+    /// When it is not.
+    pub fn expect(&mut self, command: &str) -> Result<Answer> {
+        let answer = self.receive()?;
+        if answer.command != command || answer.result != 0 {
+            bail!("{}: expected success of {command}, got {answer:?}", self.running.id);
+        }
+        Ok(answer)
+    }
+
+    /// Reads a line.
+    ///
+    /// # Errors
+    /// When none comes.
+    pub fn receive(&mut self) -> Result<Answer> {
+        let line = self.lines.receive().with_context(|| format!("from {}", self.running.id))?;
+        serde_json::from_str(&line).with_context(|| format!("{} said: {line}", self.running.id))
+    }
+
+    /// Sends a command and does not wait.
+    ///
+    /// # Errors
+    /// When the pipe is broken.
+    pub fn send(&mut self, command: &str) -> Result<()> {
+        self.lines.send(command)
+    }
+
+    /// Whether an answer is there.
+    ///
+    /// # Errors
+    /// When the pipe cannot be polled.
+    pub fn has_answer(&mut self) -> Result<bool> {
+        self.lines.has_reply()
+    }
+
+    /// Sends a command and waits for its answer, whatever the result.
+    ///
+    /// # Errors
+    /// When none comes.
+    pub fn ask(&mut self, command: &str) -> Result<Answer> {
+        self.send(command)?;
+        self.receive().with_context(|| format!("asked: {command}"))
+    }
+
+    /// Sends a command and demands success.
+    ///
+    /// # Errors
+    /// When it fails.
+    pub fn call(&mut self, command: &str) -> Result<Answer> {
+        let answer = self.ask(command)?;
+        if answer.result != 0 {
+            bail!("{}: {command} returned {}", self.running.id, answer.result);
+        }
+        Ok(answer)
+    }
+
+    /// Whether all VRAM holds what it must.
+    ///
+    /// # Errors
+    /// When CUDA fails.
     pub fn verify(&mut self) -> Result<bool> {
-        todo!()
+        let answer = self.call("verify")?;
+        answer.ok.context("verify says whether it is ok")
     }
 }

@@ -132,7 +132,7 @@ impl Recipe {
         world.gpu.start(&world.keeper, &world.artifacts, &world.dir)?;
         world.containerd.start(&world.keeper)?;
         let archive = world.dir.join("images.tar");
-        image::write_archive(&archive)?;
+        image::write_usual(&archive)?;
         for namespace in self.images {
             world.containerd.import(&world.keeper, namespace, &archive)?;
         }
@@ -201,6 +201,14 @@ impl World {
     #[must_use]
     pub fn ctr(&self) -> std::process::Command {
         self.containerd.ctr(&self.keeper, "default")
+    }
+
+    /// A program on the host that finds the world's GPU, outside all containers.
+    #[must_use]
+    pub fn host_gpu_command(&self, program: &Path) -> std::process::Command {
+        let mut command = std::process::Command::new(program);
+        command.envs(self.gpu.host_env(&self.artifacts, &self.dir));
+        command
     }
 
     /// The cgroup folder of its containers.

@@ -109,6 +109,11 @@ impl Suites {
         Ok(())
     }
 
+    /// Removes the indexes again: they are larger than what was wanted of them.
+    pub fn remove(self) -> Result<()> {
+        Ok(std::fs::remove_dir_all(&self.folder)?)
+    }
+
     fn apt(&self, program: &str) -> Command {
         let folder = self.folder.display();
         let mut command = Command::new(program);

@@ -1,10 +1,6 @@
 //! Builds everything and gathers it in one folder, under the names that it is used by.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-    process::Command,
-};
+use std::{fs, path::Path, process::Command};
 
 use affinode_e2e::artifacts::{Artifacts, target_dir, workspace_dir};
 use anyhow::{Context, Result};
@@ -117,38 +113,8 @@ fn cargo(arguments: &[&str]) -> Command {
     command
 }
 
-/// Compiles every C program of integration/clients.
+/// The C programs know how they are built themselves.
 fn clients(artifacts: &Artifacts) -> Result<()> {
-    let sources = workspace_dir().join("integration/clients");
-    let target = artifacts.clients_dir();
-    fs::create_dir_all(&target)?;
-    let mut files: Vec<PathBuf> = fs::read_dir(&sources)
-        .with_context(|| format!("cannot read {}", sources.display()))?
-        .flatten()
-        .map(|entry| entry.path())
-        .collect();
-    files.sort();
-    for file in files {
-        let name = file.file_stem().unwrap_or_default();
-        match file.extension().and_then(|extension| extension.to_str()) {
-            Some("c") => compile(&file, &target.join(name), &artifacts.sim_dir())?,
-            Some("py") => place(&file, &target.join(file.file_name().unwrap_or_default()))?,
-            _ => {}
-        }
-    }
-    Ok(())
-}
-
-fn compile(source: &Path, program: &Path, driver: &Path) -> Result<()> {
-    let mut gcc = Command::new("gcc");
-    gcc.args(["-O1", "-g", "-Wall", "-Werror", "-pthread", "-o"])
-        .arg(program)
-        .arg(source)
-        .arg("-ldl");
-    // A program that names no dlopen is linked to the driver, as one built with -lcuda is.
-    let text = fs::read_to_string(source)?;
-    if !text.contains("dlopen") {
-        gcc.arg("-L").arg(driver).arg("-l:libcuda.so.1");
-    }
-    sh::run(&mut gcc)
+    let script = workspace_dir().join("integration/clients/build.sh");
+    sh::run(Command::new("sh").arg(script).arg(artifacts.clients_dir()))
 }

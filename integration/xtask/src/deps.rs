@@ -18,9 +18,11 @@ use crate::{
 };
 
 /// Debian's suites that are searched for the lines of containerd.
-const SUITES: [&str; 5] = ["bullseye", "bookworm", "trixie", "forky", "sid"];
+const SUITES: [&str; 5] = [OLD_SUITE, "bookworm", "trixie", "forky", "sid"];
 /// The suite whose C library stands for old images.
 const OLD_SUITE: &str = "bullseye";
+/// The library, and a few programs that were built for it.
+const OLD_PACKAGES: [&str; 3] = ["libc6", "dash", "coreutils"];
 /// Where that library is unpacked, in the cache.
 pub const OLD_LIBC: &str = "libc-old";
 
@@ -95,8 +97,11 @@ fn collect(cache: &Path) -> Result<Releases> {
             }
         }
     }
-    let old = suites.versions("libc6")?.into_iter().find(|(_, suite)| suite == OLD_SUITE);
-    let (version, _) = old.with_context(|| format!("{OLD_SUITE} has no libc6"))?;
-    suites.unpack("libc6", &version, &cache.join(OLD_LIBC))?;
+    for package in OLD_PACKAGES {
+        let old = suites.versions(package)?.into_iter().find(|(_, suite)| suite == OLD_SUITE);
+        let (version, _) = old.with_context(|| format!("{OLD_SUITE} has no {package}"))?;
+        suites.unpack(package, &version, &cache.join(OLD_LIBC))?;
+    }
+    suites.remove()?;
     Ok(releases)
 }

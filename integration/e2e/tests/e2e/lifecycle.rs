@@ -17,7 +17,7 @@ use nix::sys::signal::Signal;
 
 use crate::matrix::on_every_containerd;
 
-const RUNTIMES: [&str; 1] = [STOCK];
+const RUNTIMES: [&str; 2] = [STOCK, AFFINODE];
 
 on_every_containerd!(
     Recipe::default();
@@ -114,6 +114,7 @@ fn reports_a_program_that_is_not_there(world: &World) -> Result<()> {
         messages.push(String::from_utf8_lossy(&output.stderr).into_owned());
     }
 
+    assert_eq!(messages[0], messages[1]);
     nothing_is_left(world)
 }
 

@@ -21,7 +21,7 @@ on_every_containerd!(
     a_shim_that_is_killed_leaves_nothing,
 );
 
-const HANDLERS: [&str; 1] = ["runc"];
+const HANDLERS: [&str; 2] = ["runc", "affinode"];
 
 fn words(words: &[&str]) -> Vec<String> {
     words.iter().map(|&word| word.to_owned()).collect()

@@ -41,23 +41,21 @@ pub struct Seen {
 
 /// Plays it once.
 pub fn play(world: &World, quiet: bool) -> Result<Seen> {
-    let mut alpha = Worker::start(world, "alpha")?;
     let each_bytes = match world.gpu() {
         Gpu::Simulated { vram_bytes } => vram_bytes / 10 * 6,
         Gpu::Real => REAL_BYTES,
     };
     let mib = each_bytes / MIB;
-    let watch = Watch::start(world, quiet)?;
 
     story(quiet, &format!("alpha fills {mib} MiB of VRAM, then makes no further call"));
-    alpha.fill(each_bytes, 1)?;
+    let mut alpha = Worker::start(world, "alpha", mib)?;
+    let watch = Watch::start(world, quiet)?;
     let full = gpu(world)?.vram_used_bytes;
     world.cli().wait_for_state("alpha", "Offloaded")?;
     let freed_bytes = full.saturating_sub(gpu(world)?.vram_used_bytes);
 
     story(quiet, &format!("beta fills {mib} MiB: together more than the GPU can hold"));
-    let mut beta = Worker::start(world, "beta")?;
-    beta.fill(each_bytes, 2)?;
+    let mut beta = Worker::start(world, "beta", mib)?;
 
     story(quiet, "alpha makes a CUDA call: it waits for room, beta goes idle and makes room");
     let mut verified = alpha.verify()?;

@@ -1,0 +1,84 @@
+//! Layers: files of the machine, or of an unpacked package, as a tar in memory.
+
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+/// A tar in the making. Every file belongs to root.
+pub struct Layer {
+    tar: tar::Builder<Vec<u8>>,
+}
+
+impl Default for Layer {
+    fn default() -> Self {
+        Self { tar: tar::Builder::new(Vec::new()) }
+    }
+}
+
+impl Layer {
+    /// A layer with the folders and the users that every image has.
+    ///
+    /// # Errors
+    /// Only when memory is short.
+    pub fn base() -> Result<Self> {
+        let mut layer = Self::default();
+        for (folder, mode) in [
+            ("tmp", 0o1777),
+            ("proc", 0o755),
+            ("sys", 0o755),
+            ("dev", 0o755),
+            ("run", 0o755),
+            ("root", 0o700),
+        ] {
+            layer.folder(folder, mode)?;
+        }
+        layer.file(
+            "etc/passwd",
+            0o644,
+            b"root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000:user:/tmp:/bin/sh\n",
+        )?;
+        layer.file("etc/group", 0o644, b"root:x:0:\nuser:x:1000:\n")?;
+        Ok(layer)
+    }
+
+    /// Adds a file with this content.
+    ///
+    /// # Errors
+    /// When the path does not fit a tar.
+    pub fn file(&mut self, path: impl AsRef<Path>, mode: u32, content: &[u8]) -> Result<()> {
+        let mut header = header(tar::EntryType::Regular, mode);
+        header.set_size(content.len() as u64);
+        Ok(self.tar.append_data(&mut header, path, content)?)
+    }
+
+    /// Adds a file of the machine, symbolic links followed, at `inside`.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub fn copy(&mut self, host: &Path, inside: &Path) -> Result<()> {
+        let content =
+            std::fs::read(host).with_context(|| format!("cannot read {}", host.display()))?;
+        self.file(inside.strip_prefix("/").unwrap_or(inside), 0o755, &content)
+    }
+
+    /// The tar.
+    ///
+    /// # Errors
+    /// Only when memory is short.
+    pub fn finish(self) -> Result<Vec<u8>> {
+        Ok(self.tar.into_inner()?)
+    }
+
+    fn folder(&mut self, path: &str, mode: u32) -> Result<()> {
+        let mut header = header(tar::EntryType::Directory, mode);
+        Ok(self.tar.append_data(&mut header, path, std::io::empty())?)
+    }
+}
+
+fn header(kind: tar::EntryType, mode: u32) -> tar::Header {
+    let mut header = tar::Header::new_gnu();
+    header.set_entry_type(kind);
+    header.set_mode(mode);
+    header.set_size(0);
+    header
+}

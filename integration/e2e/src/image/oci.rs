@@ -1,0 +1,85 @@
+//! OCI archives: layers, configurations and manifests by digest, in one tar.
+
+use std::{
+    io::{BufWriter, Write},
+    path::Path,
+};
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+
+use super::layer::Layer;
+
+const LAYER: &str = "application/vnd.oci.image.layer.v1.tar";
+const CONFIG: &str = "application/vnd.oci.image.config.v1+json";
+const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
+
+/// An archive in the making.
+#[derive(Default)]
+pub struct Archive {
+    blobs: Vec<(String, Vec<u8>)>,
+    manifests: Vec<Value>,
+}
+
+impl Archive {
+    /// Adds an image of one layer; `process` is the `config` of its configuration.
+    ///
+    /// # Errors
+    /// Only when memory is short.
+    pub fn image(&mut self, name: &str, layer: &[u8], process: &Value) -> Result<()> {
+        let layer = self.store(layer.to_vec(), LAYER);
+        let config = json!({
+            "architecture": architecture(), "os": "linux", "config": process,
+            "rootfs": {"type": "layers", "diff_ids": [layer["digest"]]},
+        });
+        let config = self.store(serde_json::to_vec(&config)?, CONFIG);
+        let manifest = json!({
+            "schemaVersion": 2, "mediaType": MANIFEST, "config": config, "layers": [layer],
+        });
+        let mut manifest = self.store(serde_json::to_vec(&manifest)?, MANIFEST);
+        manifest["annotations"] = json!({"io.containerd.image.name": name});
+        self.manifests.push(manifest);
+        Ok(())
+    }
+
+    /// Writes it.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn write(self, path: &Path) -> Result<()> {
+        let mut tar = Layer::default();
+        tar.file("oci-layout", 0o644, br#"{"imageLayoutVersion":"1.0.0"}"#)?;
+        for (digest, content) in &self.blobs {
+            tar.file(format!("blobs/sha256/{digest}"), 0o644, content)?;
+        }
+        let index = json!({"schemaVersion": 2, "manifests": self.manifests});
+        tar.file("index.json", 0o644, &serde_json::to_vec(&index)?)?;
+        let file = std::fs::File::create(path)
+            .with_context(|| format!("cannot write {}", path.display()))?;
+        let mut file = BufWriter::new(file);
+        file.write_all(&tar.finish()?)?;
+        Ok(file.flush()?)
+    }
+
+    /// Adds a blob and returns its descriptor. One content is stored once.
+    fn store(&mut self, content: Vec<u8>, media_type: &str) -> Value {
+        let digest: String =
+            Sha256::digest(&content).iter().map(|byte| format!("{byte:02x}")).collect();
+        let descriptor = json!({
+            "mediaType": media_type, "digest": format!("sha256:{digest}"), "size": content.len(),
+        });
+        if self.blobs.iter().all(|(known, _)| *known != digest) {
+            self.blobs.push((digest, content));
+        }
+        descriptor
+    }
+}
+
+fn architecture() -> &'static str {
+    match std::env::consts::ARCH {
+        "x86_64" => "amd64",
+        "aarch64" => "arm64",
+        other => other,
+    }
+}

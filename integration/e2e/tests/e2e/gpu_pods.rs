@@ -1,0 +1,83 @@
+//! GPU containers in pods: names, annotations, two containers that move apart.
+
+use std::collections::HashMap;
+
+use affinode_e2e::{
+    container::{CLIENTS, PIPES, make_pipes, piped},
+    image,
+    until::until,
+    worker::{Lines, USUAL},
+    world::{Recipe, World},
+};
+use anyhow::{Context, Result};
+
+use crate::{
+    cri::{self, ContainerConfig, Cri, KeyValue, Mount},
+    matrix::on_every_containerd,
+    offload::{EAGER, vram_used_bytes},
+};
+
+on_every_containerd!(
+    Recipe::default().cri().config(EAGER);
+    two_gpu_containers_of_a_pod_go_and_come_back,
+);
+
+fn mount(host: &std::path::Path, inside: &std::path::Path, readonly: bool) -> Mount {
+    Mount {
+        container_path: inside.display().to_string(),
+        host_path: host.display().to_string(),
+        readonly,
+    }
+}
+
+fn gpu_container(world: &World, name: &str) -> Result<(ContainerConfig, Lines)> {
+    let parts = world.gpu().container_parts(world.artifacts(), world.dir())?;
+    let pipes = make_pipes(world.dir(), name)?;
+    let argv = piped(&[format!("{CLIENTS}/{USUAL}"), "--mib".into(), "32".into()]);
+    let mut config = cri::container(name, image::PLAIN, &argv);
+    config.envs = parts.env.into_iter().map(|(key, value)| KeyValue { key, value }).collect();
+    config.mounts = parts.mounts.iter().map(|(host, inside)| mount(host, inside, true)).collect();
+    config.mounts.push(mount(&world.artifacts().clients_dir(), CLIENTS.as_ref(), true));
+    config.mounts.push(mount(&pipes, PIPES.as_ref(), false));
+    Ok((config, Lines::open(&pipes)?))
+}
+
+fn two_gpu_containers_of_a_pod_go_and_come_back(world: &World) -> Result<()> {
+    let cri = Cri::connect(&world.containerd().socket())?;
+    let mut pod = cri::pod("trainer", &world.cgroup_parent(), world.dir());
+    pod.annotations = HashMap::from([("affinode.io/idle-timeout".into(), "300ms".into())]);
+    let pod_id = cri.run_pod(&pod, "affinode")?;
+    let mut ids = Vec::new();
+    let mut lines = Vec::new();
+    for name in ["first", "second"] {
+        let (config, pipes) = gpu_container(world, name)?;
+        ids.push(cri.run_container(&pod_id, &config, &pod)?);
+        lines.push(pipes);
+    }
+    for id in &ids {
+        let row = world.cli().wait_for_state(id, "Offloaded")?;
+        assert_eq!((row.pod_namespace.as_str(), row.pod.as_str()), ("team", "trainer"), "{row:?}");
+        assert_eq!(row.idle_timeout_ms, 300, "the pod's annotation: {row:?}");
+        assert_eq!(row.image, image::PLAIN, "{row:?}");
+    }
+    assert_eq!(vram_used_bytes(world)?, 0);
+    // An exec in a container that is away is an ordinary exec, with the library loaded.
+    let said = cri.exec(&ids[0], &["/bin/cat", "/proc/self/maps"])?;
+    assert!(String::from_utf8_lossy(&said.stdout).contains("affinode_preload"));
+
+    lines[1].send("verify")?;
+    for (at, command) in ["open", "fill", "verify"].iter().enumerate() {
+        let line = lines[1].receive().with_context(|| format!("line {at}"))?;
+        assert!(line.contains(&format!("\"command\":\"{command}\",\"result\":0")), "{line}");
+    }
+    // The other one stays away.
+    let first = world.cli().container(&ids[0])?.context("it is known")?;
+    assert_eq!((first.state.as_str(), first.restores), ("Offloaded", 0), "{first:?}");
+    for id in &ids {
+        cri.remove_container(id)?;
+    }
+    cri.remove_pod(&pod_id)?;
+    until("the controller to forget them", || {
+        Ok(world.cli().ps()?.containers.is_empty().then_some(()))
+    })
+}

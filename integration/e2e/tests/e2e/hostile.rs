@@ -1,0 +1,84 @@
+//! What comes from a container is hostile: garbage harms nobody else.
+
+use std::{io::Write, os::unix::net::UnixStream};
+
+use affinode_e2e::{container::Spec, until::until, worker::Worker, world::Recipe};
+use anyhow::{Context, Result};
+
+use crate::offload::{EAGER, MANUAL};
+
+#[test]
+fn garbage_on_the_agent_socket_harms_nobody() -> Result<()> {
+    let world = Recipe::default().config(EAGER).world()?;
+    let mut worker = Worker::start(&world, "good", 32)?;
+    let key = world.cli().container("good")?.context("it is known")?.key;
+    let socket = world.cli().run_dir().join("containers").join(key).join("mount/agent.sock");
+    for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 4096], &[0; 128], b"x"] {
+        let mut stream = UnixStream::connect(&socket)?;
+        // The controller may hang up in the middle of it.
+        let _ = stream.write_all(garbage);
+    }
+    world.cli().wait_for_state("good", "Offloaded")?;
+    assert!(worker.verify()?);
+    Ok(())
+}
+
+/// A container that opens connections without end is cut off; its neighbour is served.
+#[test]
+fn a_flood_of_connections_harms_nobody_else() -> Result<()> {
+    let world = Recipe::default().config(EAGER).world()?;
+    let mut good = Worker::start(&world, "good", 32)?;
+    let flooder = Spec::gpu("flood", &["/bin/sleep", "infinity"]).start(&world)?;
+    let key = until("the flooder to be known", || Ok(world.cli().container("flood")?))?.key;
+    let socket = world.cli().run_dir().join("containers").join(key).join("mount/agent.sock");
+    let mut open = Vec::new();
+    for _ in 0..2000 {
+        // Refused at some point: that is what is wanted.
+        match UnixStream::connect(&socket) {
+            Ok(stream) => open.push(stream),
+            Err(_) => break,
+        }
+    }
+    world.cli().wait_for_state("good", "Offloaded")?;
+    assert!(good.verify()?);
+    drop(open);
+    flooder.kill(&world)?;
+    flooder.delete(&world)
+}
+
+#[test]
+fn garbage_on_the_control_socket_is_refused() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    let mut worker = Worker::start(&world, "good", 32)?;
+    let socket = world.cli().run_dir().join("control.sock");
+    for garbage in [&[0xff; 64][..], b"GET / HTTP/1.1\r\n\r\n"] {
+        let mut stream = UnixStream::connect(&socket)?;
+        let _ = stream.write_all(garbage);
+    }
+    world.cli().run(&["offload", "good"])?;
+    assert!(worker.verify()?);
+    Ok(())
+}
+
+/// Only root may ask.
+#[test]
+fn the_control_socket_is_for_root_alone() -> Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    let world = Recipe::default().config(MANUAL).world()?;
+    let _worker = Worker::start(&world, "good", 32)?;
+    let socket = world.cli().run_dir().join("control.sock");
+    let mode = std::fs::metadata(&socket)?.permissions().mode();
+    assert_eq!(mode & 0o077, 0, "{mode:o}");
+    Ok(())
+}
+
+/// A container that cannot be managed still runs as with the stock shim.
+#[test]
+fn a_container_runs_when_the_configuration_is_bad() -> Result<()> {
+    let world = Recipe::default().config("[policy]\nmode = \"sometimes\"\n").world()?;
+    let mut worker = Worker::start(&world, "runs", 32)?;
+    assert!(worker.verify()?);
+    assert!(world.cli().ps().is_err());
+    worker.running.kill(&world)?;
+    worker.running.delete(&world)
+}

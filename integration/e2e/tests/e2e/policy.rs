@@ -1,0 +1,93 @@
+//! Modes, annotations, reasons.
+
+use affinode_e2e::{
+    until::until,
+    worker::{USUAL, Worker},
+    world::Recipe,
+};
+use anyhow::{Context, Result};
+
+use crate::offload::{EAGER, MANUAL, vram_used_bytes};
+
+/// No mode but eager moves a container by itself; each says why.
+#[test]
+fn what_is_not_to_be_moved_stays_and_says_why() -> Result<()> {
+    let world = Recipe::default().config(EAGER).world()?;
+    for (mode, reason) in
+        [("manual", "mode-manual"), ("off", "mode-off"), ("pressure", "no-pressure")]
+    {
+        let spec = Worker::spec(mode, USUAL, 32).annotation("affinode.io/offload", mode);
+        let mut worker = Worker::start_as(&world, spec)?;
+        worker.wait_filled()?;
+        until(&format!("the reason of mode {mode}"), || {
+            let row = world.cli().container(mode)?;
+            Ok(row.filter(|row| row.state == "Idle" && row.reason == reason))
+        })?;
+        let row = world.cli().container(mode)?.context("it is known")?;
+        assert_eq!(row.offloads, 0, "{row:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn an_operator_moves_it_out_and_back() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    let mut worker = Worker::start(&world, "asked", 32)?;
+    world.cli().run(&["offload", "asked"])?;
+    assert_eq!(vram_used_bytes(&world)?, 0);
+    world.cli().run(&["restore", "asked"])?;
+    assert!(vram_used_bytes(&world)? > 0);
+    let row = world.cli().container("asked")?.context("it is known")?;
+    assert_eq!((row.offloads, row.restores), (1, 1));
+    assert!(worker.verify()?);
+    Ok(())
+}
+
+#[test]
+fn an_annotation_that_is_not_understood_is_told_and_the_default_holds() -> Result<()> {
+    let world = Recipe::default().config(EAGER).world()?;
+    let spec = Worker::spec("bad", USUAL, 32).annotation("affinode.io/idle-timeout", "soon");
+    let mut worker = Worker::start_as(&world, spec)?;
+    worker.wait_filled()?;
+    let row = world.cli().wait_for_state("bad", "Offloaded")?;
+    assert!(
+        row.warnings.iter().any(|line| line.contains("idle-timeout") && line.contains("soon")),
+        "{row:?}"
+    );
+    assert!(world.cli().events()?.iter().any(|event| event.kind == "annotation"));
+    assert!(worker.verify()?);
+    Ok(())
+}
+
+/// The driver cannot checkpoint it: it is refused before anything is touched.
+#[test]
+fn managed_memory_is_never_offloaded() -> Result<()> {
+    let world = Recipe::default().config(EAGER).world()?;
+    let mut worker = Worker::start_as(
+        &world,
+        Worker::spec("uvm", USUAL, 32).annotation("affinode.io/offload", "manual"),
+    )?;
+    worker.wait_filled()?;
+    worker.call("managed")?;
+    let output = world.cli().output(&["offload", "uvm", "-o", "json"])?;
+    assert_eq!(output.status.code(), Some(1));
+    let said: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+    assert_eq!(said["reason"], "managed-memory");
+    assert!(worker.verify()?);
+    Ok(())
+}
+
+#[test]
+fn with_the_library_turned_off_the_program_runs_unmanaged() -> Result<()> {
+    let world = Recipe::default().config(EAGER).world()?;
+    let spec = Worker::spec("alone", USUAL, 32).env("AFFINODE_DISABLE", "1");
+    let mut worker = Worker::start_as(&world, spec)?;
+    worker.wait_filled()?;
+    assert!(worker.verify()?);
+    let row = world.cli().container("alone")?.context("it was announced")?;
+    assert!(row.processes.is_empty(), "{row:?}");
+    let output = world.cli().output(&["offload", "alone"])?;
+    assert_eq!(output.status.code(), Some(1));
+    assert!(worker.verify()?);
+    Ok(())
+}

@@ -1,0 +1,76 @@
+//! More VRAM wanted than there is.
+
+use affinode_e2e::{
+    gpu::Gpu,
+    until::until,
+    worker::Worker,
+    world::{MIB, Recipe, World},
+};
+use anyhow::Result;
+
+use crate::offload::EAGER;
+
+const VRAM_MIB: u64 = 512;
+/// Two of them do not fit.
+const EACH_MIB: u64 = 320;
+
+fn small_world(config: &str) -> Result<World> {
+    Recipe::default().gpu(Gpu::Simulated { vram_bytes: VRAM_MIB * MIB }).config(config).world()
+}
+
+#[test]
+fn two_that_do_not_fit_take_turns() -> Result<()> {
+    let world = small_world(EAGER)?;
+    let mut alpha = Worker::start(&world, "alpha", EACH_MIB)?;
+    world.cli().wait_for_state("alpha", "Offloaded")?;
+    let mut beta = Worker::start(&world, "beta", EACH_MIB)?;
+    for _ in 0..3 {
+        alpha.call("touch")?;
+        assert!(alpha.verify()?);
+        beta.call("touch")?;
+        assert!(beta.verify()?);
+    }
+    Ok(())
+}
+
+/// A caller whose room is taken waits in a state that says so, and comes back
+/// when the other goes idle. Neither is lost.
+#[test]
+fn a_return_waits_for_room() -> Result<()> {
+    let world = small_world(EAGER)?;
+    let mut alpha = Worker::start(&world, "alpha", EACH_MIB)?;
+    world.cli().wait_for_state("alpha", "Offloaded")?;
+    let mut busy = Worker::start_as(&world, {
+        let mut spec = Worker::spec("busy", "dlopen_dlsym", EACH_MIB);
+        spec.argv.extend(["--period-ms".into(), "20".into()]);
+        spec
+    })?;
+    busy.wait_filled()?;
+    alpha.send("verify")?;
+    let row = world.cli().wait_for_state("alpha", "Queued")?;
+    assert_eq!(row.reason, "waiting-for-vram");
+    assert!(!alpha.has_answer()?);
+    busy.running.kill(&world)?;
+    let answer = alpha.expect("verify")?;
+    assert_eq!(answer.ok, Some(true));
+    Ok(())
+}
+
+/// Mode pressure: stays while nobody needs the room, goes when somebody does.
+#[test]
+fn an_idle_neighbour_makes_room() -> Result<()> {
+    let world = small_world(&EAGER.replace("eager", "pressure"))?;
+    let mut alpha = Worker::start(&world, "alpha", EACH_MIB)?;
+    until("alpha to be idle", || {
+        let row = world.cli().container("alpha")?;
+        Ok(row.filter(|row| row.state == "Idle" && row.reason == "no-pressure"))
+    })?;
+    world.cli().run(&["offload", "alpha"])?;
+    let mut beta = Worker::start(&world, "beta", EACH_MIB)?;
+    // Alpha's return takes the room from beta as soon as that is idle.
+    assert!(alpha.verify()?);
+    world.cli().wait_for_state("beta", "Offloaded")?;
+    assert!(beta.verify()?);
+    assert!(alpha.verify()?);
+    Ok(())
+}

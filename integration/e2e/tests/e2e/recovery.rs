@@ -1,0 +1,99 @@
+//! Deaths: of the controller, of a container, of a shim.
+
+use affinode_e2e::{
+    until::until,
+    worker::Worker,
+    world::{Recipe, World},
+};
+use anyhow::{Context, Result};
+use nix::sys::signal::{Signal, kill};
+
+use crate::{
+    lifecycle::nothing_is_left,
+    offload::{EAGER, vram_used_bytes},
+};
+
+fn shoot_controller(world: &World) -> Result<()> {
+    let controller = world.controller()?.context("a controller runs")?;
+    kill(controller.pid, Signal::SIGKILL)?;
+    until("another controller", || {
+        let now = world.controller()?;
+        Ok(now.filter(|now| now.pid != controller.pid))
+    })?;
+    // It answers, and knows what the dead one knew.
+    until("the new controller to answer", || Ok(world.cli().ps().ok())).map(|_| ())
+}
+
+#[test]
+fn the_controller_comes_back_and_wakes_what_is_away() -> Result<()> {
+    let world = Recipe::default().config(EAGER).world()?;
+    let mut worker = Worker::start(&world, "worker", 64)?;
+    world.cli().wait_for_state("worker", "Offloaded")?;
+    shoot_controller(&world)?;
+    world.cli().wait_for_state("worker", "Offloaded")?;
+    assert_eq!(vram_used_bytes(&world)?, 0);
+    assert!(worker.verify()?);
+    world.cli().wait_for_state("worker", "Offloaded")?;
+    Ok(())
+}
+
+#[test]
+fn the_controller_comes_back_while_a_caller_waits() -> Result<()> {
+    let world = Recipe::default().config(EAGER).world()?;
+    let mut worker = Worker::start(&world, "worker", 64)?;
+    world.cli().wait_for_state("worker", "Offloaded")?;
+    let controller = world.controller()?.context("a controller runs")?;
+    kill(controller.pid, Signal::SIGSTOP)?;
+    worker.send("verify")?;
+    kill(controller.pid, Signal::SIGKILL)?;
+    assert_eq!(worker.expect("verify")?.ok, Some(true));
+    Ok(())
+}
+
+#[test]
+fn active_containers_do_not_notice_its_death() -> Result<()> {
+    let world = Recipe::default().config(crate::offload::MANUAL).world()?;
+    let mut worker = Worker::start(&world, "worker", 64)?;
+    shoot_controller(&world)?;
+    assert!(worker.verify()?);
+    until("the worker to be known again", || {
+        let row = world.cli().container("worker")?;
+        Ok(row.filter(|row| !row.processes.is_empty()))
+    })?;
+    world.cli().run(&["offload", "worker"])?;
+    assert!(worker.verify()?);
+    Ok(())
+}
+
+#[test]
+fn a_container_killed_while_away_leaves_nothing() -> Result<()> {
+    let world = Recipe::default().config(EAGER).world()?;
+    let worker = Worker::start(&world, "worker", 64)?;
+    world.cli().wait_for_state("worker", "Offloaded")?;
+    worker.running.kill(&world)?;
+    worker.running.delete(&world)?;
+    until("the controller to forget it", || {
+        Ok(world.cli().container("worker")?.is_none().then_some(()))
+    })?;
+    assert_eq!(vram_used_bytes(&world)?, 0);
+    let folders = std::fs::read_dir(world.cli().run_dir().join("containers"))?;
+    assert_eq!(folders.count(), 0, "folders of containers");
+    nothing_is_left(&world)
+}
+
+/// The thread that waits at the gate can be ended as any other.
+#[test]
+fn a_waiting_caller_obeys_signals() -> Result<()> {
+    let world = Recipe::default().config(EAGER).world()?;
+    let mut worker = Worker::start(&world, "worker", 64)?;
+    world.cli().wait_for_state("worker", "Offloaded")?;
+    let controller = world.controller()?.context("a controller runs")?;
+    kill(controller.pid, Signal::SIGSTOP)?;
+    worker.send("verify")?;
+    let worker_pid = nix::unistd::Pid::from_raw(worker.running.pid(&world)?);
+    kill(worker_pid, Signal::SIGKILL)?;
+    worker.running.wait_stopped(&world)?;
+    kill(controller.pid, Signal::SIGCONT)?;
+    worker.running.delete(&world)?;
+    nothing_is_left(&world)
+}

@@ -1,0 +1,120 @@
+//! Every way in which programs reach the driver is seen, counted and gated.
+
+use affinode_e2e::{
+    container::{CLIENTS, Spec},
+    worker::Worker,
+    world::Recipe,
+};
+use anyhow::{Context, Result};
+
+use crate::offload::{EAGER, vram_used_bytes};
+
+fn cycle(spec: Spec, first: &[&str]) -> Result<()> {
+    let world = Recipe::default().config(EAGER).world()?;
+    let id = spec.id.clone();
+    let mut worker = Worker::start_as(&world, spec)?;
+    for command in first {
+        worker.expect(command)?;
+    }
+    let row = world.cli().wait_for_state(&id, "Offloaded")?;
+    assert_eq!(row.processes.len(), 1, "{row:?}");
+    assert_eq!(vram_used_bytes(&world)?, 0);
+    // A call on the default stream wakes it; what is computed then is computed on the right memory.
+    worker.call("touch")?;
+    worker.call("sync")?;
+    assert!(worker.verify()?);
+    let row = world.cli().container(&id)?.context("it is known")?;
+    assert!(row.restores > 0, "{row:?}");
+    Ok(())
+}
+
+fn way(program: &str) -> Result<()> {
+    cycle(Worker::spec("way", program, 32), &["open", "fill"])
+}
+
+#[test]
+fn linked() -> Result<()> {
+    way("linked")
+}
+
+#[test]
+fn dlopen_and_dlsym() -> Result<()> {
+    way("dlopen_dlsym")
+}
+
+#[test]
+fn get_proc_address_of_cuda_11() -> Result<()> {
+    way("proc_address_v1")
+}
+
+#[test]
+fn get_proc_address_of_cuda_12() -> Result<()> {
+    way("proc_address_v2")
+}
+
+#[test]
+fn per_thread_default_stream() -> Result<()> {
+    way("ptds")
+}
+
+#[test]
+fn forked_before_use() -> Result<()> {
+    cycle(Worker::spec("way", "fork_then_use", 32), &["parent", "open", "fill"])
+}
+
+#[test]
+fn python_with_ctypes() -> Result<()> {
+    if !std::path::Path::new("/usr/bin/python3").exists() {
+        println!("skipped: no /usr/bin/python3 on this machine");
+        return Ok(());
+    }
+    let program = format!("{CLIENTS}/ctypes_worker.py");
+    cycle(Spec::gpu("way", &["/usr/bin/python3", &program, "--mib", "4"]), &["open"])
+}
+
+/// Threads that call all the time keep it on the GPU; while it is taken away by
+/// order, all of them wait, and none computes on the wrong memory.
+#[test]
+fn many_threads() -> Result<()> {
+    let world = Recipe::default().config(crate::offload::MANUAL).world()?;
+    let program = format!("{CLIENTS}/threads");
+    let spec = Spec::gpu(
+        "threads",
+        &[&program, "--threads", "8", "--mib", "2", "--rounds", "40", "--period-ms", "50"],
+    );
+    let mut worker = Worker::start_as(&world, spec)?;
+    worker.expect("open")?;
+    let mut offloads = 0;
+    loop {
+        let answer = worker.receive()?;
+        assert_eq!(answer.result, 0, "{answer:?}");
+        match answer.command.as_str() {
+            "done" => {
+                assert_eq!(answer.ok, Some(true));
+                break;
+            }
+            "round" => {
+                assert_eq!(answer.ok, Some(true), "{answer:?}");
+                if offloads < 3 {
+                    // Refused when a caller was quicker, which is right as well.
+                    let output = world.cli().output(&["offload", "threads"])?;
+                    offloads += usize::from(output.status.success());
+                }
+            }
+            _ => {}
+        }
+    }
+    assert_eq!(offloads, 3);
+    Ok(())
+}
+
+/// A child that is forked while its parent is away neither harms nor wakes it.
+#[test]
+fn a_child_forked_while_away() -> Result<()> {
+    let world = Recipe::default().config(EAGER).world()?;
+    let mut worker = Worker::start(&world, "parent", 32)?;
+    world.cli().wait_for_state("parent", "Offloaded")?;
+    worker.call("fork")?;
+    assert!(worker.verify()?);
+    Ok(())
+}

@@ -1,0 +1,94 @@
+//! `cargo xtask bench`: what Affinode costs, each figure beside the one without it, from the same run.
+//!
+//! | figure | method |
+//! | --- | --- |
+//! | hooked call | a program times calls of a driver function that does nothing, with and without the preload library |
+//! | start to exit | `ctr run --rm` of `/bin/true`, stock shim and ours in turn, medians |
+//! | memory | resident set of all shims of one running container, stock and ours |
+//! | wake | time that a waiting call took beyond the driver's own restore and unlock |
+
+mod calls;
+mod containers;
+mod stats;
+mod wake;
+
+use affinode_e2e::{gpu::Gpu, world::{PLENTY_BYTES, Recipe}};
+use anyhow::{Result, bail};
+use clap::Args;
+use nix::unistd::Uid;
+use serde::Serialize;
+
+use crate::{build, deps, say};
+
+/// How to measure.
+#[derive(Args)]
+pub struct Options {
+    /// Print one JSON object and nothing else on standard output.
+    #[arg(long)]
+    json: bool,
+    /// How often each container is run.
+    #[arg(long, default_value_t = 20)]
+    rounds: usize,
+}
+
+/// One figure, with and without Affinode.
+#[derive(Serialize)]
+pub struct Figure {
+    name: &'static str,
+    unit: &'static str,
+    without: f64,
+    with: f64,
+    /// What the project wants to keep.
+    goal: &'static str,
+    met: bool,
+    method: String,
+}
+
+/// Measures everything and prints it.
+pub fn run(options: &Options) -> Result<()> {
+    if !Uid::effective().is_root() {
+        bail!("the bench starts containerd and containers: run as root");
+    }
+    let release = deps::own()?;
+    let artifacts = build::all(build::Profile::Release)?;
+    let recipe = || {
+        Recipe::default()
+            .artifacts(artifacts.clone())
+            .release(&release)
+            .gpu(Gpu::Simulated { vram_bytes: PLENTY_BYTES })
+            .config("[policy]\nmode = \"manual\"\n")
+    };
+    let mut figures = Vec::new();
+    say::step("Calls");
+    figures.extend(calls::measure(&recipe().world()?)?);
+    say::step("Containers");
+    figures.extend(containers::measure(&recipe().world()?, options.rounds)?);
+    say::step("Wake");
+    figures.extend(wake::measure(&recipe().world()?, options.rounds)?);
+    print(&figures, options.json)
+}
+
+fn print(figures: &[Figure], json: bool) -> Result<()> {
+    if json {
+        say::out(&serde_json::to_string_pretty(figures)?);
+        return Ok(());
+    }
+    say::out(&format!("{:<34} {:>6} {:>11} {:>11} {:>11}  {:<24} ", "FIGURE", "UNIT", "WITHOUT", "WITH", "DIFFERENCE", "GOAL"));
+    for figure in figures {
+        let met = if figure.met { "met" } else { "MISSED" };
+        say::out(&format!(
+            "{:<34} {:>6} {:>11.2} {:>11.2} {:>+11.2}  {:<24} {met}",
+            figure.name,
+            figure.unit,
+            figure.without,
+            figure.with,
+            figure.with - figure.without,
+            figure.goal,
+        ));
+    }
+    say::out("");
+    for figure in figures {
+        say::out(&format!("{}: {}", figure.name, figure.method));
+    }
+    Ok(())
+}

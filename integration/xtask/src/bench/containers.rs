@@ -1,0 +1,75 @@
+//! Start to exit, and resident memory, beside the stock shim.
+
+use std::time::Instant;
+
+use affinode_e2e::{
+    container::Spec,
+    containerd::{AFFINODE, STOCK, run},
+    until::until,
+    world::World,
+};
+use anyhow::{Context, Result};
+
+use super::{Figure, stats::median};
+
+/// Start to exit of `/bin/true`, and memory of the shims of `/bin/sleep`.
+pub fn measure(world: &World, rounds: usize) -> Result<Vec<Figure>> {
+    let plain = |runtime: &str| Spec::plain("plain", &["/bin/true"]).runtime(runtime);
+    let gpu = |runtime: &str| Spec::gpu("gpu", &["/bin/true"]).runtime(runtime);
+    // The controller is up from here on, as it is on a node.
+    start_to_exit_ms(world, &gpu(AFFINODE))?;
+    let mut figures = Vec::new();
+    for (name, make) in [("container start to exit", &plain as &dyn Fn(&str) -> Spec), ("GPU container start to exit", &gpu)] {
+        let (mut without, mut with) = (Vec::new(), Vec::new());
+        for _ in 0..rounds {
+            without.push(start_to_exit_ms(world, &make(STOCK))?);
+            with.push(start_to_exit_ms(world, &make(AFFINODE))?);
+        }
+        let (without, with) = (median(&without), median(&with));
+        figures.push(Figure {
+            name,
+            unit: "ms",
+            without,
+            with,
+            goal: "at most 1.15x",
+            met: with <= without * 1.15,
+            method: format!("`ctr run --rm /bin/true`, {rounds} runs of each shim in turn, median"),
+        });
+    }
+    let without = shims_kib(world, STOCK)? / 1024.0;
+    let with = shims_kib(world, AFFINODE)? / 1024.0;
+    figures.push(Figure {
+        name: "resident memory of a pod's shims",
+        unit: "MiB",
+        without,
+        with,
+        goal: "at most 6 MiB more",
+        met: with - without <= 6.0,
+        method: "sum of Rss in smaps_rollup of every shim process of one running GPU container".into(),
+    });
+    Ok(figures)
+}
+
+fn start_to_exit_ms(world: &World, spec: &Spec) -> Result<f64> {
+    let mut command = spec.command(world, &["--rm", "--null-io"])?;
+    let began = Instant::now();
+    run(&mut command)?;
+    Ok(began.elapsed().as_secs_f64() * 1000.0)
+}
+
+fn shims_kib(world: &World, runtime: &str) -> Result<f64> {
+    until("earlier shims to end", || Ok(world.shims()?.is_empty().then_some(())))?;
+    let running = Spec::gpu("memory", &["/bin/sleep", "infinity"]).runtime(runtime).start(world)?;
+    // The launcher that containerd ran to start the shim has ended by now or does so at once.
+    let expected = if runtime == STOCK { 1 } else { 2 };
+    let shims = until("the shims", || Ok(Some(world.shims()?).filter(|shims| shims.len() == expected)))?;
+    let mut sum = 0.0;
+    for shim in shims {
+        let text = std::fs::read_to_string(format!("/proc/{}/smaps_rollup", shim.pid))?;
+        let rss = text.lines().find_map(|line| line.strip_prefix("Rss:")).context("no Rss in smaps_rollup")?;
+        sum += rss.trim().trim_end_matches(" kB").parse::<f64>()?;
+    }
+    running.kill(world)?;
+    running.delete(world)?;
+    Ok(sum)
+}
