@@ -8,12 +8,6 @@ fn main() -> ExitCode {
     affinode_shim::run(std::env::args_os(), controller)
 }
 
-#[cfg(feature = "controller")]
 fn controller(args: Vec<OsString>) -> ExitCode {
-    affinode_controller::run(args.into_iter())
-}
-
-#[cfg(not(feature = "controller"))]
-fn controller(_args: Vec<OsString>) -> ExitCode {
-    affinode_shim::fail("this binary was built without the controller (cargo feature `controller`)")
+    affinode_controller::run(args.into_iter().skip(1))
 }
