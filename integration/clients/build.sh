@@ -29,6 +29,7 @@ build fork_then_use fork_then_use.c worker.c client.c load_dlsym.c -ldl
 build threads threads.c client.c load_dlsym.c -ldl -lpthread
 build crashers crashers.c client.c load_dlsym.c -ldl
 build checkpoint checkpoint.c client.c -ldl
+build api_check api_check.c client.c load_dlsym.c -ldl -lpthread
 cp "$src/ctypes_worker.py" "$out/.ctypes_worker.py.new"
 chmod 755 "$out/.ctypes_worker.py.new"
 mv "$out/.ctypes_worker.py.new" "$out/ctypes_worker.py"
