@@ -9,7 +9,7 @@
 //! On its end the sockets go first, then the clients: who finds a connection
 //! closed finds the address dead too.
 
-use std::io::{self, Write};
+use std::io;
 use std::os::fd::AsFd;
 use std::process::ExitCode;
 use std::rc::Rc;
@@ -82,7 +82,7 @@ pub fn main(flags: &Flags) -> ExitCode {
     let joined = match join(flags) {
         Ok(joined) => joined,
         Err(error) => {
-            let _ = write!(io::stdout(), "{}", report(&error));
+            let _ = crate::print(report(&error).as_bytes());
             return ExitCode::FAILURE;
         }
     };
@@ -128,7 +128,7 @@ fn begin(joined: Joined, flags: &Flags) -> Result<(), ServeError> {
     local.block_on(&runtime, async {
         let signals = Signals::new()?;
         // `start` reads this to its end, and answers containerd.
-        serde_json::to_writer(io::stdout(), &joined.identity).map_err(io::Error::from)?;
+        crate::print(&serde_json::to_vec(&joined.identity).map_err(io::Error::from)?)?;
         let null = std::fs::File::options().read(true).write(true).open("/dev/null")?;
         rustix::stdio::dup2_stdin(&null).map_err(io::Error::from)?;
         rustix::stdio::dup2_stdout(&null).map_err(io::Error::from)?;

@@ -1,0 +1,115 @@
+//! A controller that only remembers what it was told.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use affinode_proto::api::control::{
+    ActionResponse, AnnounceRequest, AnnounceResponse, Announcement, EventsRequest, EventsResponse,
+    ListRequest, ListResponse, OffloadRequest, ReloadRequest, ReloadResponse, RestoreRequest,
+    WithdrawRequest, WithdrawResponse,
+};
+use affinode_proto::api::control_ttrpc::{Control, create_control};
+use ttrpc::asynchronous::{Server, TtrpcContext};
+
+#[derive(Clone, Default)]
+pub struct Told(Arc<Mutex<Vec<(String, Announcement)>>>);
+
+pub struct Controller {
+    /// Dropped to end the service.
+    stop: Option<tokio::sync::oneshot::Sender<()>>,
+    thread: Option<std::thread::JoinHandle<()>>,
+    told: Told,
+}
+
+impl Controller {
+    /// Serves `<run dir>/control.sock`.
+    pub fn start(run_dir: &Path) -> Controller {
+        std::fs::create_dir_all(run_dir).unwrap();
+        let socket = run_dir.join("control.sock");
+        let _ = std::fs::remove_file(&socket);
+        let told = Told::default();
+        let service = create_control(Arc::new(told.clone()));
+        let (stop, stopped) = tokio::sync::oneshot::channel();
+        let (ready, is_ready) = std::sync::mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            let runtime =
+                tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(async {
+                let mut server = Server::new()
+                    .bind(&format!("unix://{}", socket.display()))
+                    .unwrap()
+                    .register_service(service);
+                server.start().await.unwrap();
+                ready.send(()).unwrap();
+                let _ = stopped.await;
+                // Ends the connections too, as a death would.
+                let _ = server.shutdown().await;
+            });
+        });
+        is_ready.recv().unwrap();
+        Controller { stop: Some(stop), thread: Some(thread), told }
+    }
+
+    /// What came of this kind, `announce` or `withdraw`, about this id or key.
+    pub fn told(&self, kind: &str, name: &str) -> Option<Announcement> {
+        let told = self.told.0.lock().unwrap();
+        told.iter()
+            .find(|(what, about)| what == kind && (about.id == name || about.key == name))
+            .map(|(_, about)| about.clone())
+    }
+}
+
+impl Drop for Controller {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        self.thread.take().unwrap().join().unwrap();
+    }
+}
+
+type Answer<T> = ttrpc::Result<T>;
+
+#[async_trait::async_trait]
+impl Control for Told {
+    async fn announce(
+        &self,
+        _: &TtrpcContext,
+        request: AnnounceRequest,
+    ) -> Answer<AnnounceResponse> {
+        let about = request.container.unwrap_or_default();
+        self.0.lock().unwrap().push(("announce".to_owned(), about));
+        let mut response = AnnounceResponse::new();
+        response.warnings.push("a word of warning".to_owned());
+        Ok(response)
+    }
+
+    async fn withdraw(
+        &self,
+        _: &TtrpcContext,
+        request: WithdrawRequest,
+    ) -> Answer<WithdrawResponse> {
+        let mut about = Announcement::new();
+        about.key = request.key;
+        self.0.lock().unwrap().push(("withdraw".to_owned(), about));
+        Ok(WithdrawResponse::new())
+    }
+
+    async fn list(&self, _: &TtrpcContext, _: ListRequest) -> Answer<ListResponse> {
+        Ok(ListResponse::new())
+    }
+
+    async fn offload(&self, _: &TtrpcContext, _: OffloadRequest) -> Answer<ActionResponse> {
+        Ok(ActionResponse::new())
+    }
+
+    async fn restore(&self, _: &TtrpcContext, _: RestoreRequest) -> Answer<ActionResponse> {
+        Ok(ActionResponse::new())
+    }
+
+    async fn events(&self, _: &TtrpcContext, _: EventsRequest) -> Answer<EventsResponse> {
+        Ok(EventsResponse::new())
+    }
+
+    async fn reload(&self, _: &TtrpcContext, _: ReloadRequest) -> Answer<ReloadResponse> {
+        Ok(ReloadResponse::new())
+    }
+}
