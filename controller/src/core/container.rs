@@ -31,7 +31,9 @@ pub struct Container {
     pub since: Millis,
     /// Where it shall be.
     pub goal: Goal,
-    /// Why it went, or why it stays: word and detail.
+    /// Why it goes out or comes home.
+    pub cause: Reason,
+    /// What is shown: why it went, why it stays, what it waits for. Word and detail.
     pub reason: (Reason, String),
     /// Last use.
     pub last_use: Millis,
@@ -45,6 +47,8 @@ pub struct Container {
     pub surveying: bool,
     /// Begin of the offload in progress.
     pub offload_began: Option<Millis>,
+    /// When room was found for the return in progress.
+    pub restore_began: Option<Millis>,
     /// First waiting call of the wake in progress.
     pub wake_began: Option<Millis>,
     /// Requests that wait for an answer.
@@ -55,8 +59,10 @@ pub struct Container {
     pub restores: u64,
     /// Duration of the last offload.
     pub last_offload_ms: Millis,
-    /// Duration of the last wake.
+    /// Duration of the last wake: first waiting call to release.
     pub last_wake_ms: Millis,
+    /// The part of it after room was found.
+    pub last_restore_ms: Millis,
 }
 
 impl Container {
@@ -75,6 +81,7 @@ impl Container {
             state: State::Unregistered,
             since: now,
             goal: Goal::Home,
+            cause: Reason::NotRegistered,
             reason: (Reason::NotRegistered, String::new()),
             last_use: now,
             came_home: None,
@@ -82,12 +89,14 @@ impl Container {
             failures: 0,
             surveying: false,
             offload_began: None,
+            restore_began: None,
             wake_began: None,
             commands: Vec::new(),
             offloads: 0,
             restores: 0,
             last_offload_ms: 0,
             last_wake_ms: 0,
+            last_restore_ms: 0,
         }
     }
 

@@ -127,6 +127,7 @@ impl Node {
             return;
         };
         container.goal = Goal::Leaving;
+        container.cause = why;
         container.reason = (why, String::new());
         container.offload_began = Some(self.now);
         self.survey(key);
@@ -150,7 +151,7 @@ impl Node {
             return;
         };
         container.surveying = false;
-        let (goal, why) = (container.goal, container.reason.clone());
+        let (goal, cause) = (container.goal, container.cause);
         let verdict = match survey.gpus {
             Ok(gpus) => {
                 self.take_gpus(gpus);
@@ -171,7 +172,7 @@ impl Node {
                 if let Some(container) = self.containers.get_mut(key) {
                     container.goal = Goal::Out;
                 }
-                self.set_state(key, State::Closing, why.0, "", 0, 0);
+                self.set_state(key, State::Closing, cause, "", 0, 0);
                 self.advance(key);
             }
             (Goal::Out, Ok(())) => {
@@ -188,7 +189,7 @@ impl Node {
     /// Every process is locked, host memory was found: note what will be needed
     /// for the return, then let the driver move this process out.
     fn checkpoint(&mut self, key: &Key, id: ProcessId) {
-        self.set_state(key, State::Offloading, self.why(key), "", 0, 0);
+        self.set_state(key, State::Offloading, self.cause(key), "", 0, 0);
         let Some(process) = self.processes.get_mut(&id) else {
             return;
         };
@@ -214,8 +215,8 @@ impl Node {
             .push(Effect::Journal(key.clone(), Some(Record { step: step.to_owned(), processes })));
     }
 
-    fn why(&self, key: &Key) -> Reason {
-        self.containers.get(key).map_or(Reason::Requested, |c| c.reason.0)
+    fn cause(&self, key: &Key) -> Reason {
+        self.containers.get(key).map_or(Reason::Requested, |c| c.cause)
     }
 
     /// What a process that is away needs to come back. Without a record (a journal
@@ -306,8 +307,8 @@ impl Node {
         container.offloads += 1;
         container.last_offload_ms = elapsed;
         container.failures = 0;
-        let (reason, detail) = container.reason.clone();
-        self.set_state(key, State::Offloaded, reason, &detail, bytes, elapsed);
+        let cause = container.cause;
+        self.set_state(key, State::Offloaded, cause, "", bytes, elapsed);
         self.answer(key, Request::Offload, true, bytes, elapsed);
     }
 
@@ -329,7 +330,10 @@ impl Node {
             self.arrived_home(key);
         } else if let Some(process) = plan.restore {
             if self.grants.get(key).is_some_and(super::grant::Grant::is_granted) {
-                self.set_state(key, State::Restoring, self.why(key), "", 0, 0);
+                if let Some(container) = self.containers.get_mut(key) {
+                    container.restore_began.get_or_insert(self.now);
+                }
+                self.set_state(key, State::Restoring, self.cause(key), "", 0, 0);
                 self.journal(key, "restore");
                 self.order(process, Action::Restore);
             } else if !self.grants.contains_key(key) {
@@ -349,7 +353,7 @@ impl Node {
         let priority = container.policy.priority;
         self.queue.enter(key, priority, now);
         if container.state != State::Lost {
-            self.set_state(key, State::Queued, self.why(key), "", 0, 0);
+            self.set_state(key, State::Queued, self.cause(key), "", 0, 0);
         }
     }
 
@@ -365,7 +369,9 @@ impl Node {
         let was_away = self.processes.values().any(|p| p.key == *key && p.away.is_some());
         let bytes: u64 =
             self.processes.values().filter(|p| p.key == *key).map(Process::away_bytes).sum();
-        let elapsed = container.wake_began.take().map_or(0, |began| now.saturating_sub(began));
+        let since = |began: Option<Millis>| began.map_or(0, |began| now.saturating_sub(began));
+        let elapsed = since(container.wake_began.take());
+        let restore_ms = since(container.restore_began.take());
         container.offload_began = None;
         container.last_use = now;
         if was_away
@@ -376,7 +382,9 @@ impl Node {
         {
             container.restores += 1;
             container.came_home = Some(now);
-            container.last_wake_ms = elapsed;
+            container.last_wake_ms = elapsed.max(restore_ms);
+            container.last_restore_ms = restore_ms;
+            container.reason = (container.cause, String::new());
         }
         let (reason, detail) = container.reason.clone();
         for process in self.processes.values_mut().filter(|p| p.key == *key) {
@@ -398,6 +406,7 @@ impl Node {
             return;
         };
         container.goal = Goal::Home;
+        container.cause = reason;
         container.reason = (reason, detail.to_owned());
         container.failures += 1;
         // Tried again after the idle timeout, each time twice as long, at most an hour.
@@ -435,8 +444,8 @@ impl Node {
         if container.goal != Goal::Home {
             let meanwhile = container.state != State::Offloaded;
             container.goal = Goal::Home;
-            container.reason =
-                (if meanwhile { Reason::WokenMeanwhile } else { Reason::Called }, String::new());
+            container.cause = if meanwhile { Reason::WokenMeanwhile } else { Reason::Called };
+            container.reason = (container.cause, String::new());
             if meanwhile {
                 self.answer(&key, Request::Offload, false, 0, 0);
             }
@@ -472,6 +481,9 @@ impl Node {
             process.away = None;
         }
         let failed = |call: &str| format!("{call} of process {pid} returned {cuda_error}");
+        if phase == Phase::Away {
+            process.vram.clear();
+        }
         match (pending.action, outcome) {
             (_, Outcome::Done | Outcome::WrongPhase) => {}
             (_, Outcome::Unsupported) => {

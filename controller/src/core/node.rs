@@ -305,6 +305,7 @@ impl Node {
         } else if phase == Phase::Open && container.goal != Goal::Home {
             // A process that just started to use CUDA: the container is in use.
             container.goal = Goal::Home;
+            container.cause = Reason::Called;
             container.last_use = self.now;
         }
         let first = container.state == State::Unregistered;
@@ -386,7 +387,8 @@ impl Node {
             if let Some(container) = self.containers.get_mut(&key) {
                 container.goal = Goal::Home;
                 container.surveying = false;
-                (container.offload_began, container.wake_began) = (None, None);
+                (container.offload_began, container.wake_began, container.restore_began) =
+                    (None, None, None);
             }
         } else {
             self.advance(&key);
@@ -518,7 +520,7 @@ impl Node {
             }
             (Request::Restore, State::Offloaded) => {
                 container.goal = Goal::Home;
-                container.reason = (Reason::Requested, String::new());
+                container.cause = Reason::Requested;
                 self.advance(key);
             }
             // On its way: the answer comes with the arrival. Nothing registered or lost: now.

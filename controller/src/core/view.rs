@@ -113,6 +113,7 @@ impl Node {
             restores: c.restores,
             last_offload_ms: c.last_offload_ms,
             last_wake_ms: c.last_wake_ms,
+            last_restore_ms: c.last_restore_ms,
             mode: c.policy.mode.as_str().to_owned(),
             idle_timeout_ms: c.policy.idle_timeout_ms,
             priority: c.policy.priority,

@@ -11,6 +11,7 @@ use std::{
 use affinode_proto::{
     api::control::{ActionResponse, Announcement, Event, ListResponse},
     paths,
+    state::State,
     wire::{message::AgentMessage, page::PAGE_BYTES},
 };
 use tokio::{
@@ -220,6 +221,10 @@ impl Actor {
     }
 
     fn publish(&self, event: Event) {
+        if event.to == State::Offloaded.as_str() || event.to == State::Active.as_str() {
+            // VRAM has moved: people want to see it now.
+            self.inventory.ask(Question::Gpus);
+        }
         tracing::info!(
             container = event.container,
             kind = event.kind,
