@@ -23,6 +23,7 @@
  *   managed         1 MiB of managed memory
  *   peer            peer access from this device's context to the other device's
  *   fork            a child that makes a CUDA call and exits: "child_result", "child_status"
+ *   orphan          a child that does nothing and outlives this program by up to a minute: "child"
  *   exec-info       "pid", "uid", "device_name", "driver_version", "program"
  *   init            cuInit again
  *   version         cuDriverGetVersion
@@ -125,6 +126,16 @@ static void fork_child(const char *command)
     answer(command, child < 0, now_us() - start, "\"child_result\":%d,\"child_status\":%d", result, status);
 }
 
+static void orphan(const char *command)
+{
+    pid_t child = fork();
+    if (child == 0) {
+        sleep_ms(60000);
+        _exit(0);
+    }
+    answer(command, child < 0, 0, "\"child\":%d", (int)child);
+}
+
 static void exec_info(const char *command)
 {
     char name[100] = "";
@@ -190,6 +201,8 @@ static int obey(char *line)
         meminfo(command);
     else if (strcmp(command, "fork") == 0)
         fork_child(command);
+    else if (strcmp(command, "orphan") == 0)
+        orphan(command);
     else if (strcmp(command, "exec-info") == 0)
         exec_info(command);
     else

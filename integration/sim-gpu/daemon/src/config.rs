@@ -99,3 +99,23 @@ fn simulated_name(text: &str) -> Result<String, String> {
         Err(String::from("the name must contain the word Simulated and have at most 64 bytes"))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn costs_are_a_fixed_part_and_one_by_size() {
+        let options = ["sim", "--checkpoint-fixed-ms", "300", "--checkpoint-gib-per-s", "2"];
+        let config = Config::parse_from(options);
+        assert_eq!(config.checkpoint_cost(4 << 30), Duration::from_millis(2300));
+        assert_eq!(config.restore_cost(4 << 30), Duration::ZERO);
+    }
+
+    #[test]
+    fn a_name_that_hides_the_simulation_is_refused() {
+        assert!(Config::try_parse_from(["sim", "--name", "NVIDIA H200"]).is_err());
+        assert!(Config::try_parse_from(["sim", "--checkpoint-gib-per-s", "nan"]).is_err());
+        assert!(Config::try_parse_from(["sim", "--gpus", "17"]).is_err());
+    }
+}

@@ -1,0 +1,267 @@
+//! A node with simulated GPUs, and client programs on it.
+
+#![allow(dead_code, reason = "each test binary uses a part")]
+#![allow(clippy::unwrap_used, reason = "a panic in a test is its failure")]
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use affinode_sim_protocol::{GpuSnapshot, Packet, Reply, Request};
+use serde_json::Value;
+use tempfile::TempDir;
+
+pub const MIB: u64 = 1 << 20;
+/// What the tests' daemons charge for a context.
+pub const CONTEXT: u64 = 16 * MIB;
+/// How long to wait for what must happen.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The products, built once per test binary.
+pub struct Products {
+    pub daemon: PathBuf,
+    /// Holds libcuda.so.1 and libnvidia-ml.so.1.
+    pub libraries: PathBuf,
+    pub clients: PathBuf,
+    _folder: TempDir,
+}
+
+pub fn products() -> &'static Products {
+    static PRODUCTS: OnceLock<Products> = OnceLock::new();
+    PRODUCTS.get_or_init(|| {
+        // .../debug/deps/test-binary
+        let test = std::env::current_exe().unwrap();
+        let debug = test.parent().and_then(Path::parent).unwrap();
+        let build = Command::new(env!("CARGO"))
+            .args(["build", "--quiet", "--target-dir"])
+            .arg(debug.parent().unwrap())
+            .args(["-p", "affinode-sim-gpud", "-p", "affinode-sim-cuda", "-p", "affinode-sim-nvml"])
+            .status();
+        assert!(build.unwrap().success());
+        let folder = tempfile::tempdir().unwrap();
+        let (libraries, clients) = (folder.path().join("lib"), folder.path().join("clients"));
+        std::fs::create_dir(&libraries).unwrap();
+        for (built, installed) in [("cuda", "libcuda.so.1"), ("nvml", "libnvidia-ml.so.1")] {
+            let built = debug.join(format!("libaffinode_sim_{built}.so"));
+            std::fs::copy(built, libraries.join(installed)).unwrap();
+        }
+        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../clients/build.sh");
+        assert!(Command::new(sources).arg(&clients).status().unwrap().success());
+        Products { daemon: debug.join("affinode-sim-gpud"), libraries, clients, _folder: folder }
+    })
+}
+
+/// A daemon of its own for each test.
+pub struct Node {
+    daemon: Child,
+    folder: TempDir,
+}
+
+impl Node {
+    pub fn start(options: &[&str]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        // Other users are to reach the socket.
+        let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        std::fs::set_permissions(folder.path(), open).unwrap();
+        let mut daemon = Command::new(&products().daemon)
+            .arg("--socket")
+            .arg(folder.path().join("gpu.sock"))
+            .args(options)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(daemon.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        assert_eq!(line, "ready\n");
+        Self { daemon, folder }
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.folder.path().join("gpu.sock")
+    }
+
+    /// A command that finds the simulated driver.
+    pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
+        let mut command = Command::new(program);
+        command
+            .env("LD_LIBRARY_PATH", &products().libraries)
+            .env("AFFINODE_SIM_SOCKET", self.socket());
+        command
+    }
+
+    /// A client program that takes commands.
+    pub fn client(&self, name: &str, arguments: &[&str]) -> Client {
+        let mut command = self.command(products().clients.join(name));
+        command.args(arguments);
+        Client::start(command)
+    }
+
+    /// A worker with filled memory.
+    pub fn worker(&self, mib: u64) -> Client {
+        let mut worker = self.client("dlopen_dlsym", &["--mib", &mib.to_string()]);
+        assert_eq!(worker.answer("fill")["result"], 0);
+        worker
+    }
+
+    /// Checkpoint calls on another process, made by root: the result of each.
+    pub fn checkpoint(&self, pid: u32, calls: &[&str]) -> Vec<i64> {
+        let answers = self.checkpoint_answers(pid, calls);
+        answers.iter().map(|answer| answer["result"].as_i64().unwrap()).collect()
+    }
+
+    pub fn checkpoint_answers(&self, pid: u32, calls: &[&str]) -> Vec<Value> {
+        let mut command = self.command(products().clients.join("checkpoint"));
+        let output = command.arg(pid.to_string()).args(calls).output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    /// `cuCheckpointProcessGetState`
+    pub fn state(&self, pid: u32) -> i64 {
+        self.checkpoint_answers(pid, &["state"])[0]["value"].as_i64().unwrap()
+    }
+
+    pub fn snapshot(&self) -> Vec<GpuSnapshot> {
+        let packet = Packet::connect(&self.socket()).unwrap();
+        packet.send(&Request::Snapshot, None).unwrap();
+        match packet.receive().unwrap() {
+            Some((Reply::Snapshot(gpus), _)) => gpus,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub fn used_bytes(&self, gpu: usize) -> u64 {
+        self.snapshot()[gpu].used_bytes
+    }
+
+    /// Waits until a GPU has so much in use.
+    pub fn wait_used(&self, gpu: usize, bytes: u64) {
+        wait_for(&format!("{bytes} bytes in use"), || self.used_bytes(gpu) == bytes);
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        let _ = self.daemon.kill();
+        let _ = self.daemon.wait();
+    }
+}
+
+/// A running client program.
+pub struct Client {
+    child: Child,
+    stdin: Option<ChildStdin>,
+    stdout: BufReader<ChildStdout>,
+}
+
+impl Client {
+    pub fn start(mut command: Command) -> Self {
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let (stdin, stdout) = (child.stdin.take(), BufReader::new(child.stdout.take().unwrap()));
+        Self { child, stdin, stdout }
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Gives a command without waiting for its answer.
+    pub fn send(&mut self, command: &str) {
+        writeln!(self.stdin.as_mut().unwrap(), "{command}").unwrap();
+    }
+
+    /// The next answer to this command.
+    pub fn answer(&mut self, command: &str) -> Value {
+        loop {
+            let mut line = String::new();
+            assert_ne!(
+                self.stdout.read_line(&mut line).unwrap(),
+                0,
+                "ended before it answered {command}"
+            );
+            let answer: Value = serde_json::from_str(&line).unwrap();
+            if answer["command"] == command {
+                return answer;
+            }
+        }
+    }
+
+    pub fn ask(&mut self, command: &str) -> Value {
+        self.send(command);
+        self.answer(command.split(' ').next().unwrap())
+    }
+
+    /// Gives a command and expects this result.
+    pub fn expect(&mut self, command: &str, result: i64) {
+        let answer = self.ask(command);
+        assert_eq!(answer["result"], result, "{answer}");
+    }
+
+    /// All words are what they must be.
+    pub fn expect_intact(&mut self) {
+        let answer = self.ask("verify");
+        assert_eq!((&answer["result"], &answer["ok"]), (&0.into(), &true.into()), "{answer}");
+    }
+
+    /// Gives a command and waits until the process hangs in it.
+    pub fn expect_blocked(&mut self, command: &str) {
+        self.send(command);
+        let futex = format!("{} ", nix::libc::SYS_futex);
+        let syscall = format!("/proc/{}/syscall", self.pid());
+        // It waits for commands in poll, never in futex.
+        wait_for("a blocked call", || {
+            std::fs::read_to_string(&syscall).is_ok_and(|call| call.starts_with(&futex))
+        });
+    }
+
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// Waits for the end.
+    pub fn end(mut self) -> ExitStatus {
+        drop(self.stdin.take());
+        self.child.wait().unwrap()
+    }
+
+    /// The signal that ended it.
+    pub fn fatal_signal(self) -> Option<i32> {
+        self.end().signal()
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Waits for a condition.
+pub fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !condition() {
+        assert!(start.elapsed() < PATIENCE, "waited in vain for {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// CLOCK_MONOTONIC, as the clients print it.
+pub fn now_us() -> u64 {
+    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).unwrap();
+    now.tv_sec() as u64 * 1_000_000 + now.tv_nsec() as u64 / 1000
+}
+
+pub fn is_root() -> bool {
+    nix::unistd::geteuid().is_root()
+}
+
+/// The command, run as this user.
+pub fn as_user(mut command: Command, uid: u32) -> Command {
+    command.uid(uid).gid(uid);
+    command
+}
