@@ -10,8 +10,10 @@ mod node;
 use std::fs;
 use std::process::Command;
 
+use containerd_shim_protos::protobuf::Message;
+use containerd_shim_protos::types::introspection::RuntimeInfo;
 use control::Controller;
-use node::{BOX, Node, OURS, STOCK, eventually, kill};
+use node::{BOX, Node, OURS, STOCK, eventually, kill, terminate};
 
 const GPU: &str = "--env NVIDIA_VISIBLE_DEVICES=all";
 
@@ -104,7 +106,7 @@ fn containers_outlive_a_restart_of_containerd() {
 #[test]
 fn death_of_either_shim_is_the_death_of_both() {
     let Some(node) = Node::start() else { return };
-    for victim in ["proxy", "stock shim"] {
+    for victim in ["proxy", "stock shim", "proxy, asked"] {
         // Two containers of one group: one shim serves both.
         let group = "--annotation io.containerd.runc.v2.group=pair";
         node.detach(OURS, group, "first");
@@ -113,7 +115,11 @@ fn death_of_either_shim_is_the_death_of_both() {
         assert_eq!((proxies.len(), stock.len()), (1, 1));
         let sockets = sockets(proxies[0]);
         assert!(sockets.iter().all(|path| fs::exists(path).unwrap()));
-        kill(if victim == "proxy" { proxies[0] } else { stock[0] });
+        match victim {
+            "proxy" => kill(proxies[0]),
+            "stock shim" => kill(stock[0]),
+            _ => terminate(proxies[0]),
+        }
         for id in ["first", "second"] {
             eventually(&format!("{id} is gone after the {victim}"), || {
                 node.status(id).is_none().then_some(())
@@ -159,7 +165,7 @@ fn a_member_leaves_its_group_alone() {
 #[test]
 fn a_gpu_container_gets_the_library_and_is_announced() {
     let Some(node) = Node::start() else { return };
-    let controller = Controller::start(&node.path("affinode"));
+    let mut controller = Controller::start(&node.path("affinode"));
     // The second layer hides what the first preloads; the third has its own.
     node.import(
         "test.local/box:1",
@@ -196,8 +202,7 @@ fn a_gpu_container_gets_the_library_and_is_announced() {
     });
 
     // Another controller in its place learns of the container again.
-    drop(controller);
-    let controller = Controller::start(&node.path("affinode"));
+    controller.restart();
     eventually("announced again", || controller.told("announce", "gpu"));
 
     node.stop("gpu");
@@ -304,4 +309,58 @@ fn a_failed_start_leaves_no_stock_shim() {
     assert_eq!(output.status.code(), Some(1), "{error}");
     assert!(error.contains("cannot replace") && error.contains("affinode.json"), "{error}");
     node.assert_clean();
+}
+
+#[test]
+fn a_gpu_container_brings_up_one_controller_that_outlives_it() {
+    let Some(node) = Node::start() else { return };
+    node.detach(OURS, "", "plain");
+    node.detach(OURS, GPU, "gpu1");
+    node.detach(OURS, GPU, "gpu2");
+    let socket = node.path("affinode/control.sock");
+    let connected = || std::os::unix::net::UnixStream::connect(&socket).ok();
+    eventually("a controller runs", connected);
+    let controllers = node.controllers();
+    assert_eq!(controllers.len(), 1);
+    let stat = fs::read_to_string(format!("/proc/{}/stat", controllers[0])).unwrap();
+    let fields: Vec<_> = stat.rsplit(") ").next().unwrap().split(' ').collect();
+    let pods: Vec<_> = [node.proxies(), node.stock_shims()].concat();
+    assert!(pods.iter().all(|pid| fields[1] != pid.to_string()), "no shim's child");
+    assert!(pods.iter().all(|pid| fields[3] != pid.to_string()), "no shim's session");
+
+    kill(controllers[0]);
+    eventually("another one runs", || {
+        let now = node.controllers();
+        (now.len() == 1 && now != controllers && connected().is_some()).then_some(())
+    });
+    for id in ["gpu1", "gpu2", "plain"] {
+        node.stop(id);
+    }
+    assert_eq!(node.controllers().len(), 1);
+    node.assert_clean();
+}
+
+#[test]
+fn info_is_the_stock_shims_under_our_name() {
+    let Some(node) = Node::start() else { return };
+    let info = |name: &str| {
+        Command::new(node.path("bin").join(name))
+            .arg("-info")
+            .env("PATH", node.path("bin").display().to_string() + ":/usr/bin:/bin")
+            .env_remove("AFFINODE_STOCK_SHIM")
+            .stdin(std::process::Stdio::null())
+            .output()
+            .unwrap()
+    };
+    let (stock, ours) = (info("containerd-shim-runc-v2"), info("containerd-shim-affinode-v1"));
+    // containerd 1.x knows no -info.
+    assert_eq!(stock.status.success(), ours.status.success());
+    if !stock.status.success() {
+        let error = String::from_utf8(ours.stderr).unwrap();
+        assert!(error.contains("flag provided but not defined: -info"), "{error}");
+        return;
+    }
+    let mut wanted = RuntimeInfo::parse_from_bytes(&stock.stdout).unwrap();
+    wanted.name = OURS.to_owned();
+    assert_eq!(RuntimeInfo::parse_from_bytes(&ours.stdout).unwrap(), wanted);
 }

@@ -1,1 +1,197 @@
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
 
+use affinode_proto::api::control::{AnnounceRequest, AnnounceResponse, WithdrawResponse};
+use containerd_shim_protos::protobuf::Message;
+use tokio::net::UnixListener;
+use tokio::task::JoinSet;
+use ttrpc::proto::{Request, Response};
+
+use super::*;
+use crate::frame::{HEADER_BYTES, Header, RESPONSE};
+
+/// A run directory, and a program that writes a line each time it is launched.
+struct Node {
+    dir: tempfile::TempDir,
+}
+
+impl Node {
+    fn new() -> Node {
+        let dir = tempfile::tempdir().unwrap();
+        let node = Node { dir };
+        let launched = node.path("launched");
+        let script = format!("#!/bin/sh\necho \"$@\" >> {}\n", launched.display());
+        fs::write(node.path("program"), script).unwrap();
+        fs::set_permissions(node.path("program"), fs::Permissions::from_mode(0o755)).unwrap();
+        node
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn launcher(&self) -> Launcher {
+        Launcher {
+            paths: Paths { run_dir: self.path("run"), lib_dir: self.path("lib") },
+            program: self.path("program"),
+        }
+    }
+
+    fn launches(&self) -> usize {
+        fs::read_to_string(self.path("launched")).map_or(0, |text| text.lines().count())
+    }
+
+    fn serve(&self) -> Fake {
+        Fake { listener: self.listen(), connections: JoinSet::new() }
+    }
+
+    fn listen(&self) -> UnixListener {
+        fs::create_dir_all(self.path("run")).unwrap();
+        let socket = self.launcher().paths.control_socket();
+        let _ = fs::remove_file(&socket);
+        UnixListener::bind(socket).unwrap()
+    }
+}
+
+fn container(id: &str) -> Announcement {
+    Announcement { key: id.to_owned(), id: id.to_owned(), ..Announcement::default() }
+}
+
+/// A controller that answers calls, and dies when it is dropped.
+struct Fake {
+    listener: UnixListener,
+    connections: JoinSet<()>,
+}
+
+impl Fake {
+    /// Answers calls until `wanted` of them have come. Returns them as words.
+    async fn answer(&mut self, wanted: usize) -> Vec<String> {
+        let (calls, mut heard) = mpsc::unbounded_channel();
+        let mut words = Vec::new();
+        while words.len() < wanted {
+            tokio::select! {
+                accepted = self.listener.accept() => {
+                    let mut stream = accepted.unwrap().0;
+                    let calls = calls.clone();
+                    self.connections.spawn(async move {
+                        let mut header = [0; HEADER_BYTES];
+                        // A watch says nothing, for as long as it lives.
+                        if stream.read_exact(&mut header).await.is_err() {
+                            return;
+                        }
+                        let header = Header::decode(header).unwrap();
+                        let mut payload = vec![0; header.payload_bytes as usize];
+                        stream.read_exact(&mut payload).await.unwrap();
+                        let word = reply(&mut stream, &header, &payload).await;
+                        let _ = calls.send(word);
+                    });
+                }
+                word = heard.recv() => words.push(word.unwrap()),
+            }
+        }
+        words
+    }
+}
+
+async fn reply(stream: &mut UnixStream, header: &Header, payload: &[u8]) -> String {
+    use tokio::io::AsyncWriteExt;
+    let request = Request::parse_from_bytes(payload).unwrap();
+    assert_eq!(request.service, "affinode.control.v1.Control");
+    let mut response = Response::new();
+    let word = match request.method.as_str() {
+        "Announce" => {
+            let announced = AnnounceRequest::parse_from_bytes(&request.payload).unwrap();
+            response.payload = AnnounceResponse::new().write_to_bytes().unwrap();
+            format!("announce {}", announced.container.id)
+        }
+        method => {
+            response.payload = WithdrawResponse::new().write_to_bytes().unwrap();
+            method.to_lowercase()
+        }
+    };
+    let header = Header { kind: RESPONSE, ..*header };
+    let frame = header.with_payload(&response.write_to_bytes().unwrap()).unwrap();
+    stream.write_all(&frame).await.unwrap();
+    word
+}
+
+async fn until(mut check: impl FnMut() -> bool) {
+    let wait = async {
+        while !check() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), wait).await.expect("came about in time");
+}
+
+#[tokio::test]
+async fn without_containers_nothing_is_started() {
+    let node = Node::new();
+    let announcer = Announcer::spawn(node.launcher());
+    announcer.remove("unknown".to_owned());
+    announcer.finish(Duration::from_secs(60)).await;
+    assert_eq!(node.launches(), 0);
+    assert!(!Path::new(&node.path("run")).exists());
+}
+
+#[tokio::test]
+async fn a_missing_controller_is_launched_once_for_all() {
+    let node = Node::new();
+    let announcers: Vec<_> = (0..12)
+        .map(|number| {
+            let announcer = Announcer::spawn(node.launcher());
+            announcer.add(container(&format!("c{number}")));
+            announcer
+        })
+        .collect();
+    until(|| node.launches() > 0).await;
+    let mut words = node.serve().answer(announcers.len()).await;
+    words.sort();
+    words.dedup();
+    assert_eq!(words.len(), announcers.len(), "each container once: {words:?}");
+    let text = fs::read_to_string(node.path("launched")).unwrap();
+    assert_eq!(text, "launch\n", "one of many started it");
+}
+
+#[tokio::test]
+async fn containers_are_announced_again_after_the_controllers_death() {
+    let node = Node::new();
+    let mut fake = node.serve();
+    let announcer = Announcer::spawn(node.launcher());
+    announcer.add(container("a"));
+    announcer.add(container("b"));
+    let mut words = fake.answer(2).await;
+    words.sort();
+    assert_eq!(words, ["announce a", "announce b"]);
+    assert_eq!(node.launches(), 0, "it was there");
+
+    fs::create_dir_all(node.path("run/containers/a/mount")).unwrap();
+    announcer.remove("a".to_owned());
+    assert_eq!(fake.answer(1).await, ["withdraw"]);
+    until(|| !node.path("run/containers/a").exists()).await;
+
+    drop(fake);
+    fs::remove_file(node.launcher().paths.control_socket()).unwrap();
+    until(|| node.launches() == 1).await;
+    let words = node.serve().answer(1).await;
+    assert_eq!(words, ["announce b"], "only what lives");
+    announcer.remove("b".to_owned());
+    drop(announcer);
+}
+
+#[tokio::test]
+async fn a_controller_that_answers_garbage_is_no_obstacle() {
+    use tokio::io::AsyncWriteExt;
+    let node = Node::new();
+    let listener = node.listen();
+    let announcer = Announcer::spawn(node.launcher());
+    announcer.add(container("a"));
+    // The watch and the first call get garbage; the next call is answered.
+    for _ in 0..2 {
+        let (mut stream, _) = listener.accept().await.unwrap();
+        let _ = stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await;
+    }
+    let mut fake = Fake { listener, connections: JoinSet::new() };
+    assert_eq!(fake.answer(1).await, ["announce a"]);
+}

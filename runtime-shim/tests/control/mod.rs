@@ -1,6 +1,7 @@
 //! A controller that only remembers what it was told.
 
-use std::path::Path;
+use std::fs::File;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use affinode_proto::api::control::{
@@ -19,16 +20,40 @@ pub struct Controller {
     stop: Option<tokio::sync::oneshot::Sender<()>>,
     thread: Option<std::thread::JoinHandle<()>>,
     told: Told,
+    run_dir: PathBuf,
+    /// The lock of a real controller: none starts while this one has a pause.
+    _lock: File,
 }
 
 impl Controller {
     /// Serves `<run dir>/control.sock`.
     pub fn start(run_dir: &Path) -> Controller {
         std::fs::create_dir_all(run_dir).unwrap();
-        let socket = run_dir.join("control.sock");
+        let lock = File::create(run_dir.join("controller.lock")).unwrap();
+        lock.lock().unwrap();
+        let mut controller = Controller {
+            stop: None,
+            thread: None,
+            told: Told::default(),
+            run_dir: run_dir.to_owned(),
+            _lock: lock,
+        };
+        controller.serve();
+        controller
+    }
+
+    /// Dies, and comes back with nothing remembered.
+    pub fn restart(&mut self) {
+        self.end();
+        self.serve();
+    }
+
+    fn serve(&mut self) {
+        let socket = self.run_dir.join("control.sock");
         let _ = std::fs::remove_file(&socket);
         let told = Told::default();
-        let service = create_control(Arc::new(told.clone()));
+        self.told = told.clone();
+        let service = create_control(Arc::new(told));
         let (stop, stopped) = tokio::sync::oneshot::channel();
         let (ready, is_ready) = std::sync::mpsc::channel();
         let thread = std::thread::spawn(move || {
@@ -47,7 +72,15 @@ impl Controller {
             });
         });
         is_ready.recv().unwrap();
-        Controller { stop: Some(stop), thread: Some(thread), told }
+        self.stop = Some(stop);
+        self.thread = Some(thread);
+    }
+
+    fn end(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            thread.join().unwrap();
+        }
     }
 
     /// What came of this kind, `announce` or `withdraw`, about this id or key.
@@ -61,8 +94,7 @@ impl Controller {
 
 impl Drop for Controller {
     fn drop(&mut self) {
-        drop(self.stop.take());
-        self.thread.take().unwrap().join().unwrap();
+        self.end();
     }
 }
 

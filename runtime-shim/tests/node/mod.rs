@@ -215,6 +215,11 @@ impl Node {
         self.pids("affinode-v1\0-namespace")
     }
 
+    /// The controllers that run.
+    pub fn controllers(&self) -> Vec<i32> {
+        self.pids("affinode-v1\0controller")
+    }
+
     /// The stock shims that run.
     pub fn stock_shims(&self) -> Vec<i32> {
         self.pids("shim-runc-v2\0-namespace")
@@ -247,7 +252,8 @@ impl Node {
 
 impl Drop for Node {
     fn drop(&mut self) {
-        for pid in [self.proxies(), self.stock_shims(), self.pids(BOX)].concat() {
+        let leftovers = [self.proxies(), self.stock_shims(), self.pids(BOX), self.controllers()];
+        for pid in leftovers.concat() {
             if let Some(pid) = rustix::process::Pid::from_raw(pid) {
                 let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
             }
@@ -281,4 +287,10 @@ fn processes() -> impl Iterator<Item = (i32, String, String)> {
 pub fn kill(pid: i32) {
     let pid = rustix::process::Pid::from_raw(pid).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+}
+
+/// Asks a process to end.
+pub fn terminate(pid: i32) {
+    let pid = rustix::process::Pid::from_raw(pid).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
 }
