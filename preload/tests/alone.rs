@@ -1,0 +1,171 @@
+//! Without a controller, or with one that goes away: the application is never lost.
+
+mod support;
+
+use std::os::unix::net::UnixListener;
+
+use affinode_proto::wire::message::{Action, AgentMessage, Outcome};
+use affinode_proto::wire::{Hazards, Phase};
+use support::controller::{BRING_BACK, CLOSE, Controller, LOCK, OFFLOAD};
+use support::{Build, Client};
+
+fn registered(controller: &Controller) -> Client {
+    let path = controller.path();
+    let mut client = Client::start(Build::Glibc, "dlopen", &[("AFFINODE_SOCKET", &path)]);
+    assert_eq!(client.ask("cuInit"), 0);
+    client
+}
+
+#[test]
+fn without_a_controller_everything_runs() {
+    for build in [Build::Glibc, Build::Musl] {
+        for route in ["link", "dlopen", "proc1", "proc2", "next", "default"] {
+            let mut client = Client::start(build, route, &[]);
+            for call in ["cuInit", "cuCtxSynchronize", "cuLaunchKernel", "cuMemAlloc"] {
+                assert_eq!(client.ask(call), 0, "{build:?} {route} {call}");
+            }
+            assert_eq!(client.ask("fork cuCtxSynchronize"), 0, "{build:?} {route}");
+            client.finish();
+        }
+    }
+}
+
+#[test]
+fn disabled_it_does_nothing() {
+    for route in ["link", "dlopen", "proc2"] {
+        let mut client = Client::start(Build::Glibc, route, &[("AFFINODE_DISABLE", "1")]);
+        assert_eq!(client.ask("cuInit"), 0);
+        assert_eq!(client.ask("cuLaunchKernel"), 0);
+        assert_eq!(client.ask("count"), 2);
+        let threads = client.threads();
+        assert!(!threads.contains(&"affinode-agent".to_owned()), "{threads:?}");
+    }
+}
+
+#[test]
+fn programs_without_cuda_do_not_notice() {
+    for program in ["/bin/ls", "/bin/sh"] {
+        let output = std::process::Command::new(program)
+            .args(["-c", "."].iter().take(usize::from(program == "/bin/sh") * 2))
+            .env("LD_PRELOAD", support::library())
+            .stdin(std::process::Stdio::null())
+            .output()
+            .unwrap();
+        assert!(output.stderr.is_empty() || program == "/bin/sh", "{output:?}");
+        assert_ne!(output.status.code(), Some(127), "{output:?}");
+    }
+}
+
+#[test]
+fn a_caller_that_nobody_answers_brings_its_process_back() {
+    // The controller dies while the state is away.
+    let controller = Controller::new();
+    let mut client = registered(&controller);
+    let mut agent = controller.welcome();
+    agent.done(&OFFLOAD);
+    drop((agent, controller));
+    assert_eq!(client.ask("cuCtxSynchronize"), 0);
+}
+
+#[test]
+fn a_controller_that_hears_and_says_nothing_is_done_without() {
+    let controller = Controller::new();
+    let mut client = registered(&controller);
+    let mut agent = controller.welcome();
+    agent.done(&OFFLOAD);
+    client.send("cuCtxSynchronize");
+    agent.wake();
+    assert_eq!(client.answer(), 0);
+    agent.ended();
+    let again = controller.welcome();
+    let AgentMessage::Hello { phase, .. } = again.hello else { panic!("{:?}", again.hello) };
+    assert_eq!(phase, Phase::Open);
+}
+
+#[test]
+fn a_locked_process_whose_controller_is_gone_is_unlocked() {
+    let controller = Controller::new();
+    let mut client = registered(&controller);
+    let mut agent = controller.welcome();
+    agent.done(&[CLOSE, LOCK]);
+    let page = agent.page.try_clone().unwrap();
+    drop((agent, controller));
+    let read = || {
+        let mut bytes = vec![0; affinode_proto::wire::page::PAGE_BYTES];
+        std::os::unix::fs::FileExt::read_exact_at(&page, &mut bytes, 0).unwrap();
+        affinode_proto::wire::page::PageSnapshot::decode(&bytes).unwrap()
+    };
+    while read().phase != Phase::Open {
+        std::thread::yield_now();
+    }
+    assert_eq!(client.ask("cuCtxSynchronize"), 0);
+}
+
+#[test]
+fn the_next_controller_takes_over_where_the_last_one_died() {
+    let controller = Controller::new();
+    let mut client = registered(&controller);
+    let mut agent = controller.welcome();
+    agent.done(&OFFLOAD);
+    drop(agent);
+    let mut agent = controller.welcome();
+    let AgentMessage::Hello { phase, generation, .. } = agent.hello else {
+        panic!("{:?}", agent.hello)
+    };
+    assert_eq!((phase, generation), (Phase::Away, 1));
+    client.send("cuCtxSynchronize");
+    agent.wake();
+    agent.done(&BRING_BACK);
+    assert_eq!(client.answer(), 0);
+}
+
+#[test]
+fn a_program_that_closes_all_descriptors_runs_on() {
+    let controller = Controller::new();
+    let mut client = registered(&controller);
+    let agent = controller.welcome();
+    client.ask("closefds");
+    agent.ended();
+    assert_eq!(client.ask("cuCtxSynchronize"), 0);
+    assert_eq!(client.ask("cuMemAlloc"), 0);
+}
+
+#[test]
+fn a_signal_ends_a_process_that_waits_at_the_gate() {
+    let controller = Controller::new();
+    let mut client = registered(&controller);
+    let mut agent = controller.welcome();
+    agent.done(&OFFLOAD);
+    client.send("cuCtxSynchronize");
+    agent.wake();
+    let pid = nix::unistd::Pid::from_raw(client.pid() as i32);
+    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM).unwrap();
+    agent.ended();
+}
+
+#[test]
+fn a_listener_that_never_answers_is_no_controller() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("agent.sock");
+    let _listener = UnixListener::bind(&path).unwrap();
+    let path = path.to_str().unwrap();
+    let mut client = Client::start(Build::Glibc, "dlopen", &[("AFFINODE_SOCKET", path)]);
+    assert_eq!(client.ask("cuInit"), 0);
+    assert_eq!(client.ask("threads 20 cuCtxSynchronize"), 0);
+}
+
+#[test]
+fn an_old_driver_is_told_and_never_locked() {
+    let controller = Controller::new();
+    let path = controller.path();
+    let folder = support::old_driver();
+    let environment = [("AFFINODE_SOCKET", &*path), ("LD_LIBRARY_PATH", folder.to_str().unwrap())];
+    let mut client = Client::start(Build::Glibc, "dlopen", &environment);
+    assert_eq!(client.ask("cuInit"), 0);
+    let mut agent = controller.welcome();
+    assert_eq!(agent.page().hazards, Hazards::NO_CHECKPOINT_API);
+    agent.done(&[CLOSE]);
+    assert_eq!(agent.order(LOCK).0, Outcome::Unsupported);
+    agent.done(&[Action::Open]);
+    assert_eq!(client.ask("cuCtxSynchronize"), 0);
+}

@@ -1,0 +1,196 @@
+//! Orders, and what a process says to them.
+
+mod support;
+
+use affinode_proto::wire::message::{Action, AgentMessage, ControllerMessage, Outcome};
+use affinode_proto::wire::{Hazards, Phase, WIRE_VERSION};
+use support::controller::{BRING_BACK, CHECKPOINT, CLOSE, Controller, LOCK, OFFLOAD};
+use support::{Build, Client};
+
+fn registered(controller: &Controller, route: &str) -> Client {
+    let path = controller.path();
+    let mut client = Client::start(Build::Glibc, route, &[("AFFINODE_SOCKET", &path)]);
+    assert_eq!(client.ask("cuInit"), 0);
+    client
+}
+
+#[test]
+fn the_hello_says_who_and_where() {
+    let controller = Controller::new();
+    let client = registered(&controller, "dlopen");
+    let agent = controller.welcome();
+    assert_eq!(
+        agent.hello,
+        AgentMessage::Hello {
+            version: WIRE_VERSION,
+            pid_in_namespace: client.pid(),
+            phase: Phase::Open,
+            generation: 0,
+            driver_version: 12080,
+            hazards: Hazards(0),
+        }
+    );
+    assert!(client.threads().contains(&"affinode-agent".to_owned()));
+}
+
+#[test]
+fn phases_are_reported_and_stand_in_the_page() {
+    let controller = Controller::new();
+    let _client = registered(&controller, "dlopen");
+    let mut agent = controller.welcome();
+    let steps = [
+        (CLOSE, Phase::Closed),
+        (LOCK, Phase::Locked),
+        (CHECKPOINT, Phase::Away),
+        (Action::Restore, Phase::Locked),
+        (Action::Unlock, Phase::Closed),
+        (Action::Open, Phase::Open),
+    ];
+    for round in 1..=3 {
+        for (action, phase) in steps {
+            assert_eq!(agent.order(action), (Outcome::Done, phase, 0));
+            assert_eq!(agent.page().phase, phase);
+            assert_eq!(agent.page().generation, round);
+        }
+    }
+    assert_eq!(agent.order(LOCK).0, Outcome::WrongPhase);
+}
+
+#[test]
+fn a_call_in_progress_makes_a_close_busy() {
+    let controller = Controller::new();
+    let mut client = registered(&controller, "dlopen");
+    let mut agent = controller.welcome();
+    client.ask("start cuStubBlock");
+    client.ask("inside 1");
+    assert_eq!(agent.page().inflight, 1);
+    let (outcome, phase, _) = agent.order(Action::Close { deadline_ms: 1 });
+    assert_eq!((outcome, phase), (Outcome::Busy, Phase::Open));
+    assert_eq!(client.ask("cuCtxSynchronize"), 0);
+    client.ask("release");
+    assert_eq!(client.ask("join"), 0);
+    agent.done(&[CLOSE, Action::Open]);
+}
+
+#[test]
+fn a_caller_that_meets_a_close_in_progress_turns_it_round() {
+    let controller = Controller::new();
+    let mut client = registered(&controller, "dlopen");
+    let mut agent = controller.welcome();
+    client.ask("start cuStubBlock");
+    client.ask("inside 1");
+    agent.start(CLOSE);
+    while agent.page().phase != Phase::Closing {}
+    assert_eq!(client.ask("cuCtxSynchronize"), 0);
+    assert_eq!(agent.report().0, Outcome::Busy);
+    client.ask("release");
+    client.ask("join");
+}
+
+#[test]
+fn a_call_from_inside_a_call_is_not_held() {
+    let controller = Controller::new();
+    for function in ["cuStubCallback"] {
+        let mut client = registered(&controller, "dlopen");
+        let mut agent = controller.welcome();
+        client.ask(&format!("start {function}"));
+        client.ask("inside 1");
+        agent.start(CLOSE);
+        while agent.page().phase != Phase::Closing {}
+        client.ask("release");
+        assert_eq!(agent.report().0, Outcome::Done);
+        assert_eq!(client.ask("join"), 0);
+        agent.done(&[Action::Open]);
+    }
+}
+
+#[test]
+fn held_allocations_wait_while_the_rest_runs() {
+    let controller = Controller::new();
+    let mut client = registered(&controller, "proc2");
+    let mut agent = controller.welcome();
+    agent.done(&[Action::HoldAllocations { deadline_ms: 1_000 }]);
+    assert_eq!(client.ask("cuCtxSynchronize"), 0);
+    client.send("cuMemAlloc");
+    while agent.page().waiters == 0 {}
+    assert_eq!(agent.page().phase, Phase::Open);
+    agent.done(&[Action::ReleaseAllocations]);
+    assert_eq!(client.answer(), 0);
+}
+
+#[test]
+fn hazards_are_told_stand_in_the_page_and_forbid_a_lock() {
+    let controller = Controller::new();
+    for (call, hazard) in [
+        ("cuMemAllocManaged", Hazards::MANAGED_MEMORY),
+        ("cuCtxEnablePeerAccess", Hazards::PEER_ACCESS),
+    ] {
+        let mut client = registered(&controller, "dlopen");
+        let mut agent = controller.welcome();
+        assert_eq!(client.ask(call), 0);
+        assert_eq!(agent.page().hazards, hazard, "at the call's return");
+        assert_eq!(agent.notice(), hazard);
+        agent.done(&[CLOSE]);
+        assert_eq!(agent.order(LOCK).0, Outcome::Unsupported);
+        agent.done(&[Action::Open]);
+    }
+}
+
+#[test]
+fn mps_is_noticed() {
+    let controller = Controller::new();
+    let (path, pipes) = (controller.path(), tempfile::tempdir().unwrap());
+    std::fs::write(pipes.path().join("control"), "").unwrap();
+    let pipes = pipes.path().to_str().unwrap();
+    let environment = [("AFFINODE_SOCKET", &*path), ("CUDA_MPS_PIPE_DIRECTORY", pipes)];
+    let mut client = Client::start(Build::Glibc, "dlopen", &environment);
+    client.ask("cuInit");
+    assert_eq!(controller.welcome().page().hazards, Hazards::MPS);
+}
+
+#[test]
+fn a_refused_process_runs_on_and_does_not_ask_again() {
+    let controller = Controller::new();
+    let mut client = registered(&controller, "dlopen");
+    let mut agent = controller.accept();
+    let refusal = ControllerMessage::Refuse { version: 99, retry: false };
+    agent.send(refusal);
+    agent.ended();
+    assert_eq!(client.ask("cuCtxSynchronize"), 0);
+    // Another process is the next to knock.
+    let other = registered(&controller, "dlopen");
+    let next = controller.welcome();
+    assert!(format!("{:?}", next.hello).contains(&format!("{}", other.pid())));
+}
+
+#[test]
+fn a_process_that_may_retry_comes_back() {
+    let controller = Controller::new();
+    let mut client = registered(&controller, "dlopen");
+    controller.accept().send(ControllerMessage::Refuse { version: 1, retry: true });
+    controller.welcome().done(&OFFLOAD);
+    controller.welcome().done(&BRING_BACK);
+    assert_eq!(client.ask("cuCtxSynchronize"), 0);
+}
+
+#[test]
+fn garbage_ends_the_connection_and_nothing_else() {
+    use std::io::Write;
+    let controller = Controller::new();
+    let mut client = registered(&controller, "dlopen");
+    for garbage in [[0xff_u8; 128], [0; 128]] {
+        let mut agent = controller.accept();
+        agent.stream.write_all(&garbage).unwrap();
+        agent.ended();
+        assert_eq!(client.ask("cuCtxSynchronize"), 0);
+    }
+    // An order before the welcome is none.
+    let mut agent = controller.accept();
+    agent.start(CLOSE);
+    agent.ended();
+    let mut agent = controller.welcome();
+    assert_eq!(agent.page().phase, Phase::Open);
+    agent.done(&OFFLOAD);
+    agent.done(&BRING_BACK);
+    assert_eq!(client.ask("cuCtxSynchronize"), 0);
+}

@@ -1,0 +1,189 @@
+// Calls the driver by one of the ways in which programs reach it, as told on stdin: one
+// command per line, one answer per line.
+//
+//   client <route>       link (when built with -DLINKED), dlopen, proc1, proc2, next, default
+//   <function>           calls it, answers its result
+//   fork <function>      calls it in a forked child, answers the child's result
+//   forkwait <function>  the same, and the child lives on until it has read a line
+//   threads <n> <function>   calls it on n living threads, then answers the sum of results
+//   small <function>     calls it on a thread with the smallest stack
+//   start <function>     calls it on a thread; `join` answers its result
+//   signal <function>    calls it in a signal handler, answers the result
+//   inside <n> / release waits until n calls block in the driver / lets one go
+//   callback             starts a call that blocks, then calls back cuCtxSynchronize
+//   same <f>             whether two look-ups give the same address
+//   closefds             closes all descriptors from 3 on
+//   count                answers how many calls the driver has seen
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <limits.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+typedef int (*Call)();
+static const char *route;
+static void *handle;
+
+#ifdef LINKED
+int cuInit(), cuCtxSynchronize(), cuStreamSynchronize(), cuStreamQuery(), cuEventQuery(), cuMemAlloc_v2(),
+	cuMemAllocManaged(), cuLaunchKernel();
+static const struct { const char *name; Call call; } linked[] = {
+	{"cuInit", cuInit}, {"cuCtxSynchronize", cuCtxSynchronize}, {"cuStreamSynchronize", cuStreamSynchronize},
+	{"cuStreamQuery", cuStreamQuery}, {"cuEventQuery", cuEventQuery}, {"cuMemAlloc", cuMemAlloc_v2},
+	{"cuMemAllocManaged", cuMemAllocManaged}, {"cuLaunchKernel", cuLaunchKernel},
+};
+#endif
+
+static void *look_up(const char *name)
+{
+	char exported[64];
+	void *found = NULL;
+#ifdef LINKED
+	for (size_t n = 0; n < sizeof(linked) / sizeof(*linked); n++)
+		if (!strcmp(name, linked[n].name))
+			return linked[n].call;
+#endif
+	if (!strncmp(route, "proc", 4)) {
+		int version = route[4] == '1' ? 11030 : 12000;
+		int status;
+		Call get = dlsym(handle, version < 12000 ? "cuGetProcAddress" : "cuGetProcAddress_v2");
+		// As libcudart: ask it for itself first, with the version in use.
+		if (get("cuGetProcAddress", &get, version, (uint64_t)0, &status))
+			return NULL;
+		return get(name, &found, version, (uint64_t)0, &status) ? NULL : found;
+	}
+	snprintf(exported, sizeof exported, "%s%s", name, strcmp(name, "cuMemAlloc") ? "" : "_v2");
+	if (!strcmp(route, "next"))
+		return dlsym(RTLD_NEXT, exported);
+	if (!strcmp(route, "default"))
+		return dlsym(RTLD_DEFAULT, exported);
+	return dlsym(handle, exported);
+}
+
+static int make(const char *name)
+{
+	uint64_t at;
+	Call call = look_up(name);
+	if (!call)
+		return -1;
+	errno = 77;
+	int result;
+	if (!strcmp(name, "cuLaunchKernel"))
+		result = call(1L, 2L, 3L, 4L, 5L, 6L, 7L, 8L, 9L, 10L, 11L);
+	else if (!strcmp(name, "cuStubDoubles"))
+		result = ((int (*)(double, double, double, double, double, double, double, double, double))call)(
+			0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5);
+	else if (!strncmp(name, "cuMemAlloc", 10))
+		result = call(&at, (size_t)4096, 1u);
+	else if (!strcmp(name, "cuStubCallback"))
+		result = call(look_up("cuCtxSynchronize"));
+	else
+		result = call(0L, 0L);
+	return errno == 77 ? result : -2;
+}
+
+static pthread_barrier_t barrier;
+
+static void *with_others(void *name)
+{
+	long result = make(name);
+	pthread_barrier_wait(&barrier);
+	return (void *)result;
+}
+
+static void *alone(void *name) { return (void *)(long)make(name); }
+
+static char handled[64];
+static volatile int handled_result;
+static void handler(int signal) { handled_result = make(handled); }
+
+static long on_threads(int count, const char *name, int small)
+{
+	pthread_t threads[count];
+	pthread_attr_t attributes;
+	long sum = 0;
+	pthread_attr_init(&attributes);
+	pthread_attr_setstacksize(&attributes, small ? PTHREAD_STACK_MIN : 128 * 1024);
+	pthread_barrier_init(&barrier, NULL, count);
+	for (int n = 0; n < count; n++)
+		if (pthread_create(&threads[n], &attributes, with_others, (void *)name))
+			exit(9);
+	for (int n = 0; n < count; n++) {
+		void *result;
+		pthread_join(threads[n], &result);
+		sum += (long)result;
+	}
+	return sum;
+}
+
+int main(int argc, char **argv)
+{
+	static char line[128], name[64];
+	static pthread_t started;
+	long (*calls)(void);
+	void (*let_go)(void), (*wait_inside)(int);
+	int count;
+	route = argv[1];
+#ifndef LINKED
+	int global = !strcmp(route, "next") || !strcmp(route, "default");
+	handle = dlopen("libcuda.so.1", RTLD_NOW | (global ? RTLD_GLOBAL : RTLD_LOCAL));
+	if (!handle)
+		return 8;
+#endif
+	*(void **)&calls = dlsym(handle, "stub_calls");
+	*(void **)&let_go = dlsym(handle, "stub_release");
+	*(void **)&wait_inside = dlsym(handle, "stub_wait_inside");
+	while (fgets(line, sizeof line, stdin)) {
+		long answer = 0;
+		int lives_on = sscanf(line, "forkwait %63s", name) == 1;
+		if (lives_on || sscanf(line, "fork %63s", name) == 1) {
+			int status;
+			pid_t child = fork();
+			if (child == 0) {
+				int result = make(name);
+				if (lives_on)
+					read(0, line, 1);
+				_exit(result == 0 ? 7 : 1);
+			}
+			waitpid(child, &status, 0);
+			answer = WIFEXITED(status) && WEXITSTATUS(status) == 7 ? 0 : status;
+		} else if (sscanf(line, "threads %d %63s", &count, name) == 2) {
+			answer = on_threads(count, name, 0);
+		} else if (sscanf(line, "small %63s", name) == 1) {
+			answer = on_threads(1, name, 1);
+		} else if (sscanf(line, "start %63s", name) == 1) {
+			pthread_create(&started, NULL, alone, name);
+		} else if (!strncmp(line, "join", 4)) {
+			void *result;
+			pthread_join(started, &result);
+			answer = (long)result;
+		} else if (sscanf(line, "signal %63s", handled) == 1) {
+			signal(SIGUSR1, handler);
+			raise(SIGUSR1);
+			answer = handled_result;
+		} else if (sscanf(line, "inside %d", &count) == 1) {
+			wait_inside(count);
+		} else if (!strncmp(line, "release", 7)) {
+			let_go();
+		} else if (sscanf(line, "same %63s", name) == 1) {
+			answer = look_up(name) == look_up(name);
+		} else if (!strncmp(line, "closefds", 8)) {
+			for (int fd = 3; fd < 4096; fd++)
+				close(fd);
+		} else if (!strncmp(line, "count", 5)) {
+			answer = calls();
+		} else if (sscanf(line, "%63s", name) == 1) {
+			answer = make(name);
+		}
+		printf("%ld\n", answer);
+		fflush(stdout);
+	}
+	return 0;
+}

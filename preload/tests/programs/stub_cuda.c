@@ -1,0 +1,147 @@
+// A libcuda.so.1 of a few functions, for tests of the preload library alone. It keeps
+// the driver's most important promise: a call into a process whose state is away ends it.
+#include <pthread.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef int CUresult;
+#define EXPORT __attribute__((visibility("default")))
+
+static volatile int state; // CUprocessState
+static long calls;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static int inside, released;
+
+static CUresult touch(void)
+{
+	if (state)
+		__builtin_trap();
+	__atomic_fetch_add(&calls, 1, __ATOMIC_RELAXED);
+	return 0;
+}
+
+// For the client, by names that no hook knows.
+EXPORT long stub_calls(void) { return __atomic_load_n(&calls, __ATOMIC_RELAXED); }
+
+EXPORT void stub_release(void)
+{
+	pthread_mutex_lock(&lock);
+	released = 1;
+	pthread_cond_broadcast(&changed);
+	pthread_mutex_unlock(&lock);
+}
+
+EXPORT void stub_wait_inside(int count)
+{
+	pthread_mutex_lock(&lock);
+	while (inside < count)
+		pthread_cond_wait(&changed, &lock);
+	pthread_mutex_unlock(&lock);
+}
+
+EXPORT CUresult cuInit(unsigned flags) { return touch(); }
+EXPORT CUresult cuDriverGetVersion(int *version) { *version = 12080; return 0; }
+EXPORT CUresult cuCtxSynchronize(void) { return touch(); }
+EXPORT CUresult cuStreamSynchronize(void *stream) { return touch(); }
+EXPORT CUresult cuStreamSynchronize_ptsz(void *stream) { return touch(); }
+EXPORT CUresult cuStreamQuery(void *stream) { return touch(); }
+EXPORT CUresult cuEventQuery(void *event) { return touch(); }
+EXPORT CUresult cuMemAlloc_v2(uint64_t *at, size_t bytes) { *at = 1; return touch(); }
+EXPORT CUresult cuMemAllocManaged(uint64_t *at, size_t bytes, unsigned flags) { *at = 1; return touch(); }
+EXPORT CUresult cuCtxEnablePeerAccess(void *peer, unsigned flags) { return touch(); }
+EXPORT CUresult cuFutureCall(void) { return touch(); }
+
+// Blocks inside the driver until it is let go.
+EXPORT CUresult cuStubBlock(void)
+{
+	touch();
+	pthread_mutex_lock(&lock);
+	inside++;
+	pthread_cond_broadcast(&changed);
+	while (!released)
+		pthread_cond_wait(&changed, &lock);
+	inside--;
+	released = 0;
+	pthread_mutex_unlock(&lock);
+	return 0;
+}
+
+// Blocks, then calls back on the same thread.
+EXPORT CUresult cuStubCallback(CUresult (*call)(void))
+{
+	cuStubBlock();
+	return call();
+}
+
+EXPORT CUresult cuLaunchKernel(long a, long b, long c, long d, long e, long f, long g, long h, long i, long j, long k)
+{
+	long got[] = {a, b, c, d, e, f, g, h, i, j, k};
+	for (int n = 0; n < 11; n++)
+		if (got[n] != n + 1)
+			return 1000 + n;
+	return touch();
+}
+
+EXPORT CUresult cuStubDoubles(double a, double b, double c, double d, double e, double f, double g, double h, double i)
+{
+	double got[] = {a, b, c, d, e, f, g, h, i};
+	for (int n = 0; n < 9; n++)
+		if (got[n] != n + 0.5)
+			return 1000 + n;
+	return touch();
+}
+
+#ifndef NO_CHECKPOINT
+EXPORT CUresult cuCheckpointProcessGetState(int pid, int *out) { *out = state; return 0; }
+
+static CUresult move(int from, int to)
+{
+	if (state != from)
+		return 304;
+	state = to;
+	return 0;
+}
+
+EXPORT CUresult cuCheckpointProcessLock(int pid, void *args) { return move(0, 1); }
+EXPORT CUresult cuCheckpointProcessCheckpoint(int pid, void *args) { return move(1, 2); }
+EXPORT CUresult cuCheckpointProcessRestore(int pid, void *args) { return move(2, 1); }
+EXPORT CUresult cuCheckpointProcessUnlock(int pid, void *args) { return move(1, 0); }
+#endif
+
+EXPORT CUresult cuGetProcAddress(const char *name, void **out, int version, uint64_t flags);
+EXPORT CUresult cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags, int *status);
+
+#define NAME(f) {#f, f}
+static const struct { const char *name; void *function; } names[] = {
+	NAME(cuInit), NAME(cuDriverGetVersion), NAME(cuCtxSynchronize), NAME(cuStreamQuery), NAME(cuEventQuery),
+	NAME(cuMemAllocManaged), NAME(cuCtxEnablePeerAccess), NAME(cuFutureCall), NAME(cuStubBlock),
+	NAME(cuStubCallback), NAME(cuLaunchKernel), NAME(cuStubDoubles), {"cuMemAlloc", cuMemAlloc_v2},
+};
+
+static void *find(const char *name, int version, uint64_t flags)
+{
+	if (!strcmp(name, "cuGetProcAddress"))
+		return version >= 12000 ? (void *)cuGetProcAddress_v2 : (void *)cuGetProcAddress;
+	if (!strcmp(name, "cuStreamSynchronize"))
+		return flags & 2 ? (void *)cuStreamSynchronize_ptsz : (void *)cuStreamSynchronize;
+	for (size_t n = 0; n < sizeof(names) / sizeof(*names); n++)
+		if (!strcmp(name, names[n].name))
+			return names[n].function;
+	return NULL;
+}
+
+CUresult cuGetProcAddress(const char *name, void **out, int version, uint64_t flags)
+{
+	*out = find(name, version, flags);
+	return *out ? 0 : 500;
+}
+
+CUresult cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags, int *status)
+{
+	*out = find(name, version, flags);
+	if (status)
+		*status = *out ? 0 : 1;
+	return *out ? 0 : 500;
+}

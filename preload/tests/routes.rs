@@ -1,0 +1,146 @@
+//! Every way to the driver leads through the gate, with arguments and results intact.
+
+mod support;
+
+use affinode_proto::wire::message::Action;
+use support::controller::{BRING_BACK, CLOSE, Controller, OFFLOAD};
+use support::{Build, Client};
+
+const ROUTES: [&str; 6] = ["link", "dlopen", "proc1", "proc2", "next", "default"];
+
+/// Calls are counted, held while away, and go on afterwards. The stub driver ends the
+/// process at once when a call reaches it while its state is away.
+fn is_counted_and_held(build: Build, route: &str) {
+    let controller = Controller::new();
+    let path = controller.path();
+    let mut client = Client::start(build, route, &[("AFFINODE_SOCKET", &path)]);
+    assert_eq!(client.ask("cuInit"), 0, "{route}");
+    let mut agent = controller.welcome();
+    let before = agent.page();
+    for _ in 0..10 {
+        assert_eq!(client.ask("cuCtxSynchronize"), 0, "{route}");
+    }
+    assert_eq!(client.ask("cuStreamQuery"), 0, "{route}");
+    assert_eq!(client.ask("cuMemAlloc"), 0, "{route}");
+    let after = agent.page();
+    assert_eq!(after.calls - before.calls, 11, "{route}");
+    assert_eq!(after.polls - before.polls, 1, "{route}");
+    assert_eq!(after.inflight, 0, "{route}");
+
+    let calls = ["cuCtxSynchronize", "cuStreamQuery", "cuEventQuery", "cuMemAlloc"];
+    for call in calls {
+        agent.done(&OFFLOAD);
+        client.send(call);
+        let (_, waiters, hook) = agent.wake();
+        assert_eq!(waiters, 1, "{route} {call}");
+        let name = affinode_cuda_sys::hook::name(hook).unwrap();
+        assert!(name.starts_with(call), "{route}: {name} for {call}");
+        agent.done(&BRING_BACK);
+        assert_eq!(client.answer(), 0, "{route} {call}");
+    }
+    client.finish();
+}
+
+#[test]
+fn calls_by_every_route_are_counted_and_held() {
+    for route in ROUTES {
+        is_counted_and_held(Build::Glibc, route);
+    }
+}
+
+#[test]
+fn calls_by_every_route_are_counted_and_held_under_musl() {
+    for route in ["link", "dlopen", "proc1", "proc2", "next", "default"] {
+        is_counted_and_held(Build::Musl, route);
+    }
+}
+
+#[test]
+fn arguments_on_the_stack_and_in_vector_registers_arrive() {
+    let controller = Controller::new();
+    let path = controller.path();
+    for build in [Build::Glibc, Build::Musl] {
+        let mut client = Client::start(build, "dlopen", &[("AFFINODE_SOCKET", &path)]);
+        // First on the slow path, then on the fast one, then out of a wait.
+        for call in ["cuLaunchKernel", "cuStubDoubles"] {
+            assert_eq!(client.ask(call), 0, "{call}, first");
+            assert_eq!(client.ask(call), 0, "{call}, second");
+        }
+        let mut agent = controller.welcome();
+        for call in ["cuLaunchKernel", "cuStubDoubles"] {
+            agent.done(&OFFLOAD);
+            client.send(call);
+            agent.wake();
+            agent.done(&BRING_BACK);
+            assert_eq!(client.answer(), 0, "{call}, held");
+        }
+        client.finish();
+    }
+}
+
+#[test]
+fn a_function_that_no_list_knows_is_held_too() {
+    let controller = Controller::new();
+    let path = controller.path();
+    let mut client = Client::start(Build::Glibc, "proc2", &[("AFFINODE_SOCKET", &path)]);
+    client.ask("cuInit");
+    let mut agent = controller.welcome();
+    agent.done(&OFFLOAD);
+    client.send("cuFutureCall");
+    let (_, _, hook) = agent.wake();
+    assert_eq!(hook, affinode_cuda_sys::hook::UNLISTED);
+    agent.done(&BRING_BACK);
+    assert_eq!(client.answer(), 0);
+}
+
+#[test]
+fn a_function_has_one_address_and_an_unknown_one_has_none() {
+    let mut client = Client::start(Build::Glibc, "dlopen", &[]);
+    assert_eq!(client.ask("same cuCtxSynchronize"), 1);
+    assert_eq!(client.ask("cuNoSuchFunction"), -1);
+}
+
+#[test]
+fn many_threads_small_stacks_and_signal_handlers() {
+    let controller = Controller::new();
+    let path = controller.path();
+    let mut client = Client::start(Build::Glibc, "dlopen", &[("AFFINODE_SOCKET", &path)]);
+    client.ask("cuInit");
+    let mut agent = controller.welcome();
+    let before = agent.page();
+    assert_eq!(client.ask("threads 300 cuCtxSynchronize"), 0);
+    assert_eq!(agent.page().calls - before.calls, 300);
+    assert_eq!(client.ask("threads 300 cuCtxSynchronize"), 0);
+    assert_eq!(agent.page().calls - before.calls, 600);
+    assert_eq!(client.ask("small cuCtxSynchronize"), 0);
+    assert_eq!(client.ask("signal cuCtxSynchronize"), 0);
+    assert_eq!(agent.page().inflight, 0);
+    // Threads with and without a slot are held alike.
+    agent.done(&OFFLOAD);
+    client.send("threads 300 cuCtxSynchronize");
+    while agent.wake().1 < 300 {}
+    agent.done(&BRING_BACK);
+    assert_eq!(client.answer(), 0);
+    let page = agent.page();
+    assert_eq!((page.inflight, page.waiters), (0, 0));
+}
+
+#[test]
+fn a_forked_child_registers_by_itself() {
+    let controller = Controller::new();
+    let path = controller.path();
+    let mut client = Client::start(Build::Glibc, "dlopen", &[("AFFINODE_SOCKET", &path)]);
+    client.ask("cuInit");
+    let mut parent = controller.welcome();
+    let before = parent.page();
+    client.send("forkwait cuCtxSynchronize");
+    let child = controller.welcome();
+    assert_ne!(format!("{:?}", child.hello), format!("{:?}", parent.hello));
+    assert_eq!(child.page().calls, 1);
+    client.send("");
+    child.ended();
+    assert_eq!(client.answer(), 0);
+    assert_eq!(parent.page(), before);
+    parent.done(&[CLOSE, Action::Open]);
+    assert_eq!(client.ask("cuCtxSynchronize"), 0);
+}

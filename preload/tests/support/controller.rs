@@ -1,0 +1,179 @@
+//! A controller that does as the test says.
+
+use std::fs::File;
+use std::io::{IoSliceMut, Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::time::Duration;
+
+use affinode_proto::wire::message::{
+    Action, AgentMessage, ControllerMessage, FRAME_BYTES, Outcome,
+};
+use affinode_proto::wire::page::{PAGE_BYTES, PageSnapshot};
+use affinode_proto::wire::{Hazards, Phase};
+use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg, setsockopt, sockopt};
+
+/// A guard against a test that hangs, far beyond anything that is waited for.
+const GUARD: Duration = Duration::from_secs(60);
+
+/// A listening socket in a folder of its own.
+pub struct Controller {
+    listener: UnixListener,
+    folder: tempfile::TempDir,
+}
+
+impl Controller {
+    pub fn new() -> Controller {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = UnixListener::bind(folder.path().join("agent.sock")).unwrap();
+        let guard = nix::sys::time::TimeVal::new(GUARD.as_secs() as i64, 0);
+        setsockopt(&listener, sockopt::ReceiveTimeout, &guard).unwrap();
+        Controller { listener, folder }
+    }
+
+    /// The socket's path.
+    pub fn path(&self) -> String {
+        let path = self.folder.path().join("agent.sock");
+        path.to_str().unwrap().to_owned()
+    }
+
+    /// The next agent, not yet welcomed.
+    pub fn accept(&self) -> Connection {
+        let (stream, _) = self.listener.accept().unwrap();
+        stream.set_read_timeout(Some(GUARD)).unwrap();
+        let mut frame = [0; FRAME_BYTES];
+        let mut space = nix::cmsg_space!(i32);
+        let page = {
+            let mut parts = [IoSliceMut::new(&mut frame)];
+            let flags = MsgFlags::empty();
+            let message =
+                recvmsg::<()>(stream.as_raw_fd(), &mut parts, Some(&mut space), flags).unwrap();
+            assert_eq!(message.bytes, FRAME_BYTES);
+            let mut fds = message.cmsgs().unwrap().filter_map(|message| match message {
+                ControlMessageOwned::ScmRights(fds) => fds.first().copied(),
+                _ => None,
+            });
+            let fd = fds.next().expect("the page comes with the hello");
+            #[expect(unsafe_code, reason = "a descriptor comes as a number")]
+            // SAFETY: just received, nobody else's.
+            let page = unsafe { File::from_raw_fd(fd) };
+            page
+        };
+        let hello = AgentMessage::decode(&frame).unwrap();
+        Connection { stream, page, hello, wakes: Vec::new(), notices: Vec::new(), next_order: 1 }
+    }
+
+    /// The next agent, welcomed.
+    pub fn welcome(&self) -> Connection {
+        let mut connection = self.accept();
+        connection.send(ControllerMessage::Welcome { process: 1 });
+        connection
+    }
+}
+
+/// A connection to an agent.
+pub struct Connection {
+    pub stream: UnixStream,
+    pub page: File,
+    pub hello: AgentMessage,
+    /// Wakes that came while something else was waited for.
+    pub wakes: Vec<AgentMessage>,
+    /// Notices likewise.
+    pub notices: Vec<Hazards>,
+    next_order: u64,
+}
+
+impl Connection {
+    pub fn send(&mut self, message: ControllerMessage) {
+        self.stream.write_all(&message.encode()).unwrap();
+    }
+
+    fn receive(&mut self) -> AgentMessage {
+        let mut frame = [0; FRAME_BYTES];
+        self.stream.read_exact(&mut frame).unwrap();
+        AgentMessage::decode(&frame).unwrap()
+    }
+
+    /// Sends an order without waiting for its report.
+    pub fn start(&mut self, action: Action) {
+        let order = self.next_order;
+        self.next_order += 1;
+        self.send(ControllerMessage::Order { order, action });
+    }
+
+    /// The report of the order sent last.
+    pub fn report(&mut self) -> (Outcome, Phase, u32) {
+        loop {
+            match self.receive() {
+                AgentMessage::Report { order, outcome, phase, cuda_error, .. } => {
+                    assert_eq!(order + 1, self.next_order);
+                    return (outcome, phase, cuda_error);
+                }
+                other => self.note(other),
+            }
+        }
+    }
+
+    /// Sends an order and waits for its report.
+    pub fn order(&mut self, action: Action) -> (Outcome, Phase, u32) {
+        self.start(action);
+        self.report()
+    }
+
+    /// Orders that must all be done.
+    pub fn done(&mut self, actions: &[Action]) {
+        for action in actions {
+            let (outcome, phase, error) = self.order(*action);
+            assert_eq!(outcome, Outcome::Done, "{action:?}: {phase:?}, {error}");
+        }
+    }
+
+    fn note(&mut self, message: AgentMessage) {
+        match message {
+            AgentMessage::Wake { .. } => self.wakes.push(message),
+            AgentMessage::Notice { hazards } => self.notices.push(hazards),
+            other => panic!("unexpected {other:?}"),
+        }
+    }
+
+    /// Waits for a wake that has not been looked at: generation, waiters, hook.
+    pub fn wake(&mut self) -> (u64, u32, u32) {
+        while self.wakes.is_empty() {
+            let message = self.receive();
+            self.note(message);
+        }
+        match self.wakes.remove(0) {
+            AgentMessage::Wake { generation, waiters, hook } => (generation, waiters, hook),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Waits for a notice.
+    pub fn notice(&mut self) -> Hazards {
+        while self.notices.is_empty() {
+            let message = self.receive();
+            self.note(message);
+        }
+        self.notices.remove(0)
+    }
+
+    /// Waits for the other side to end the connection.
+    pub fn ended(mut self) {
+        let mut frame = [0; FRAME_BYTES];
+        while self.stream.read(&mut frame).unwrap_or(0) > 0 {}
+    }
+
+    /// The page now.
+    pub fn page(&self) -> PageSnapshot {
+        let mut bytes = vec![0; PAGE_BYTES];
+        self.page.read_exact_at(&mut bytes, 0).unwrap();
+        PageSnapshot::decode(&bytes).unwrap()
+    }
+}
+
+pub const CLOSE: Action = Action::Close { deadline_ms: 30_000 };
+pub const LOCK: Action = Action::Lock { timeout_ms: 1_000 };
+pub const CHECKPOINT: Action = Action::Checkpoint { vram_bytes: 4096 };
+pub const OFFLOAD: [Action; 3] = [CLOSE, LOCK, CHECKPOINT];
+pub const BRING_BACK: [Action; 3] = [Action::Restore, Action::Unlock, Action::Open];

@@ -1,0 +1,161 @@
+//! What the tests share: the built library, C programs, and a controller that does as
+//! the test says.
+
+#![allow(dead_code, reason = "each test file uses its own part")]
+
+pub mod controller;
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::OnceLock;
+
+/// The built library: named by `AFFINODE_PRELOAD_SO`, else built now.
+pub fn library() -> &'static Path {
+    static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
+    LIBRARY.get_or_init(|| {
+        if let Some(named) = std::env::var_os("AFFINODE_PRELOAD_SO") {
+            return named.into();
+        }
+        let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().unwrap();
+        let built = Command::new(env!("CARGO"))
+            .args(["rustc", "-p", "affinode-preload", "--profile", "preload"])
+            .args(["--lib", "--crate-type", "cdylib", "--quiet", "--target-dir"])
+            .arg(target)
+            .status()
+            .unwrap();
+        assert!(built.success(), "the library does not build");
+        target.join("preload/libaffinode_preload.so")
+    })
+}
+
+/// Compiles a program of `tests/programs` once per test process.
+fn compile(compiler: &str, source: &str, output: &str, flags: &[&str]) -> PathBuf {
+    let path = folder(compiler).join(output);
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs").join(source);
+    let done = Command::new(compiler)
+        .args(["-O1", "-w", "-pthread"])
+        .arg(source)
+        .arg("-o")
+        .arg(&path)
+        .args(flags)
+        .status()
+        .unwrap();
+    assert!(done.success(), "{compiler} {output}");
+    path
+}
+
+fn folder(compiler: &str) -> PathBuf {
+    static ROOT: OnceLock<tempfile::TempDir> = OnceLock::new();
+    let root = ROOT.get_or_init(|| tempfile::tempdir().unwrap());
+    let folder = root.path().join(compiler);
+    std::fs::create_dir_all(&folder).unwrap();
+    folder
+}
+
+/// One set of programs: a compiler's, with one kind of driver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Build {
+    Glibc,
+    Musl,
+}
+
+impl Build {
+    /// The folder with `libcuda.so.1`, `client` and `linked`.
+    pub fn programs(self) -> &'static Path {
+        static GLIBC: OnceLock<PathBuf> = OnceLock::new();
+        static MUSL: OnceLock<PathBuf> = OnceLock::new();
+        let (cell, compiler) = match self {
+            Build::Glibc => (&GLIBC, "gcc"),
+            Build::Musl => (&MUSL, "musl-gcc"),
+        };
+        cell.get_or_init(|| {
+            let symbolic = ["-shared", "-fPIC", "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1"];
+            let driver = compile(compiler, "stub_cuda.c", "libcuda.so.1", &symbolic);
+            compile(compiler, "client.c", "client", &["-ldl"]);
+            let driver = driver.to_str().unwrap();
+            compile(compiler, "client.c", "linked", &["-DLINKED", driver, "-ldl"]);
+            folder(compiler)
+        })
+    }
+}
+
+/// The folder of a driver without a checkpoint interface.
+pub fn old_driver() -> PathBuf {
+    Build::Glibc.programs();
+    let old = folder("old");
+    let library = old.join("libcuda.so.1");
+    let flags = ["-shared", "-fPIC", "-DNO_CHECKPOINT", "-Wl,-soname,libcuda.so.1"];
+    let built = compile("gcc", "stub_cuda.c", "libcuda-old.so", &flags);
+    std::fs::rename(built, library).unwrap();
+    old
+}
+
+/// A running client.
+pub struct Client {
+    child: Child,
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
+}
+
+impl Client {
+    /// Starts one that reaches the driver by `route`, with more environment.
+    pub fn start(build: Build, route: &str, environment: &[(&str, &str)]) -> Client {
+        let folder = build.programs();
+        let program = if route == "link" { "linked" } else { "client" };
+        let mut command = Command::new(folder.join(program));
+        command
+            .arg(route)
+            .env("LD_LIBRARY_PATH", folder)
+            .env("LD_PRELOAD", library())
+            .env("AFFINODE_SOCKET", "/nonexistent/agent.sock")
+            .envs(environment.iter().copied())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        Client {
+            stdin: child.stdin.take().unwrap(),
+            stdout: BufReader::new(child.stdout.take().unwrap()),
+            child,
+        }
+    }
+
+    /// Sends a command without waiting for its answer.
+    pub fn send(&mut self, command: &str) {
+        writeln!(self.stdin, "{command}").unwrap();
+    }
+
+    /// The next answer.
+    pub fn answer(&mut self) -> i64 {
+        let mut line = String::new();
+        self.stdout.read_line(&mut line).unwrap();
+        let ended = self.child.try_wait();
+        line.trim().parse().unwrap_or_else(|_| panic!("the client ended: {ended:?}"))
+    }
+
+    /// Sends a command and waits for its answer.
+    pub fn ask(&mut self, command: &str) -> i64 {
+        self.send(command);
+        self.answer()
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Ends its input and waits for its end.
+    pub fn finish(mut self) {
+        drop(self.stdin);
+        assert!(self.child.wait().unwrap().success());
+    }
+
+    /// Names of its threads.
+    pub fn threads(&self) -> Vec<String> {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap();
+        tasks
+            .filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok())
+            .map(|name| name.trim().to_owned())
+            .collect()
+    }
+}
