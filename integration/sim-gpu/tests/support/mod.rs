@@ -6,8 +6,10 @@
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
+use std::sync::mpsc::{self, Receiver};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use affinode_sim_protocol::{GpuSnapshot, Packet, Reply, Request};
@@ -154,14 +156,20 @@ impl Drop for Node {
 pub struct Client {
     child: Child,
     stdin: Option<ChildStdin>,
-    stdout: BufReader<ChildStdout>,
+    lines: Receiver<String>,
 }
 
 impl Client {
     pub fn start(mut command: Command) -> Self {
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let (stdin, stdout) = (child.stdin.take(), BufReader::new(child.stdout.take().unwrap()));
-        Self { child, stdin, stdout }
+        let (stdin, stdout) = (child.stdin.take(), child.stdout.take().unwrap());
+        // Read apart, so that an answer that never comes fails the test and does not hang it.
+        let (sender, lines) = mpsc::channel();
+        thread::spawn(move || {
+            let mut lines = BufReader::new(stdout).lines();
+            lines.try_for_each(|line| sender.send(line.ok()?).ok())
+        });
+        Self { child, stdin, lines }
     }
 
     pub fn pid(&self) -> u32 {
@@ -176,12 +184,8 @@ impl Client {
     /// The next answer to this command.
     pub fn answer(&mut self, command: &str) -> Value {
         loop {
-            let mut line = String::new();
-            assert_ne!(
-                self.stdout.read_line(&mut line).unwrap(),
-                0,
-                "ended before it answered {command}"
-            );
+            let line = self.lines.recv_timeout(PATIENCE);
+            let line = line.unwrap_or_else(|error| panic!("no answer to {command}: {error}"));
             let answer: Value = serde_json::from_str(&line).unwrap();
             if answer["command"] == command {
                 return answer;
@@ -225,6 +229,7 @@ impl Client {
     /// Waits for the end.
     pub fn end(mut self) -> ExitStatus {
         drop(self.stdin.take());
+        wait_for("the end of a client", || self.child.try_wait().unwrap().is_some());
         self.child.wait().unwrap()
     }
 
@@ -246,7 +251,7 @@ pub fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
     let start = Instant::now();
     while !condition() {
         assert!(start.elapsed() < PATIENCE, "waited in vain for {what}");
-        std::thread::sleep(Duration::from_millis(2));
+        thread::sleep(Duration::from_millis(2));
     }
 }
 
