@@ -217,14 +217,13 @@ impl Cli {
     pub fn wait_for_state(&self, id: &str, state: &str) -> Result<ContainerRow> {
         let mut last = String::from("unknown");
         until(&format!("{id} to be {state}"), || {
-            let Some(row) = self.container(id)? else {
-                return Ok(None);
-            };
-            let now = format!("{} ({})", row.state, row.reason);
-            if row.state == state {
-                return Ok(Some(row));
+            // The controller may be about to start, or to come back.
+            match self.container(id) {
+                Ok(Some(row)) if row.state == state => return Ok(Some(row)),
+                Ok(Some(row)) => last = format!("{} ({})", row.state, row.reason),
+                Ok(None) => last = "unknown".into(),
+                Err(error) => last = format!("{error:#}"),
             }
-            last = now;
             Ok(None)
         })
         .with_context(|| format!("it was {last}"))

@@ -183,6 +183,10 @@ pub fn piped(argv: &[String]) -> Vec<String> {
 pub fn make_pipes(world: &Path, id: &str) -> Result<PathBuf> {
     use std::os::unix::fs::PermissionsExt;
     let folder = world.join("io").join(id);
+    if folder.exists() {
+        // Of a container of that name that has ended.
+        std::fs::remove_dir_all(&folder)?;
+    }
     std::fs::create_dir_all(&folder)?;
     std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o777))?;
     for name in ["in", "out"] {

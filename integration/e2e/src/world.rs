@@ -105,7 +105,8 @@ impl Recipe {
         };
         let dir = new_folder()?;
         let keeper = Keeper::start(&artifacts.bin("affinode-keeper")?, &dir)?;
-        let config = dir.join("config.toml");
+        let config = dir.join("affinode/config.toml");
+        std::fs::create_dir_all(dir.join("affinode"))?;
         std::fs::write(&config, &self.config)?;
         let run_dir = dir.join("run");
 

@@ -61,6 +61,15 @@ impl Layer {
         self.file(inside.strip_prefix("/").unwrap_or(inside), 0o755, &content)
     }
 
+    /// Adds a symbolic link.
+    ///
+    /// # Errors
+    /// When a path does not fit a tar.
+    pub fn link(&mut self, inside: &Path, target: &Path) -> Result<()> {
+        let mut header = header(tar::EntryType::Symlink, 0o777);
+        Ok(self.tar.append_link(&mut header, inside.strip_prefix("/").unwrap_or(inside), target)?)
+    }
+
     /// The tar.
     ///
     /// # Errors

@@ -14,7 +14,7 @@ use anyhow::{Context, Result};
 use crate::{
     cri::{self, ContainerConfig, Cri, KeyValue, Mount},
     matrix::on_every_containerd,
-    offload::{EAGER, vram_used_bytes},
+    offload::{EAGER, wait_gpu_empty},
 };
 
 on_every_containerd!(
@@ -60,7 +60,7 @@ fn two_gpu_containers_of_a_pod_go_and_come_back(world: &World) -> Result<()> {
         assert_eq!(row.idle_timeout_ms, 300, "the pod's annotation: {row:?}");
         assert_eq!(row.image, image::PLAIN, "{row:?}");
     }
-    assert_eq!(vram_used_bytes(world)?, 0);
+    wait_gpu_empty(world)?;
     // An exec in a container that is away is an ordinary exec, with the library loaded.
     let said = cri.exec(&ids[0], &["/bin/cat", "/proc/self/maps"])?;
     assert!(String::from_utf8_lossy(&said.stdout).contains("affinode_preload"));

@@ -7,7 +7,7 @@ use affinode_e2e::{
 };
 use anyhow::{Context, Result};
 
-use crate::offload::{MANUAL, vram_used_bytes};
+use crate::offload::{MANUAL, move_out, wait_gpu_empty};
 
 const CALLS: [&str; 5] = ["ctx-sync", "stream-sync", "stream-query", "event-query", "event-sync"];
 /// Thirty in all.
@@ -27,8 +27,8 @@ fn each_of_them_returns_thirty_of_thirty() -> Result<()> {
     for call in CALLS {
         let mut worker = crasher(&world, call, true)?;
         for _ in 0..ROUNDS {
-            world.cli().run(&["offload", call])?;
-            assert_eq!(vram_used_bytes(&world)?, 0, "{call}");
+            move_out(&world, call)?;
+            wait_gpu_empty(&world)?;
             let answer = worker.call("go")?;
             assert_eq!(answer.ok, Some(true), "{call}");
         }

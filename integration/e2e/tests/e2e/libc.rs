@@ -27,10 +27,13 @@ fn import(world: &World, name: &str, layer: &[u8]) -> Result<()> {
 fn add_tree(layer: &mut Layer, root: &Path, folder: &Path) -> Result<()> {
     for entry in std::fs::read_dir(folder)? {
         let path = entry?.path();
-        if path.is_dir() && !path.is_symlink() {
+        let inside = Path::new("/").join(path.strip_prefix(root)?);
+        if path.is_symlink() {
+            layer.link(&inside, &std::fs::read_link(&path)?)?;
+        } else if path.is_dir() {
             add_tree(layer, root, &path)?;
-        } else if path.is_file() {
-            layer.copy(&path, &Path::new("/").join(path.strip_prefix(root)?))?;
+        } else {
+            layer.copy(&path, &inside)?;
         }
     }
     Ok(())

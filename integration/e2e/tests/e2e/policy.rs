@@ -7,7 +7,7 @@ use affinode_e2e::{
 };
 use anyhow::{Context, Result};
 
-use crate::offload::{EAGER, MANUAL, vram_used_bytes};
+use crate::offload::{EAGER, MANUAL, move_out, wait_gpu_empty, wait_vram_used};
 
 /// No mode but eager moves a container by itself; each says why.
 #[test]
@@ -33,10 +33,10 @@ fn what_is_not_to_be_moved_stays_and_says_why() -> Result<()> {
 fn an_operator_moves_it_out_and_back() -> Result<()> {
     let world = Recipe::default().config(MANUAL).world()?;
     let mut worker = Worker::start(&world, "asked", 32)?;
-    world.cli().run(&["offload", "asked"])?;
-    assert_eq!(vram_used_bytes(&world)?, 0);
+    move_out(&world, "asked")?;
+    wait_gpu_empty(&world)?;
     world.cli().run(&["restore", "asked"])?;
-    assert!(vram_used_bytes(&world)? > 0);
+    wait_vram_used(&world, |used| used > 0)?;
     let row = world.cli().container("asked")?.context("it is known")?;
     assert_eq!((row.offloads, row.restores), (1, 1));
     assert!(worker.verify()?);

@@ -10,7 +10,7 @@ use nix::sys::signal::{Signal, kill};
 
 use crate::{
     lifecycle::nothing_is_left,
-    offload::{EAGER, vram_used_bytes},
+    offload::{EAGER, move_out, wait_gpu_empty},
 };
 
 fn shoot_controller(world: &World) -> Result<()> {
@@ -31,7 +31,7 @@ fn the_controller_comes_back_and_wakes_what_is_away() -> Result<()> {
     world.cli().wait_for_state("worker", "Offloaded")?;
     shoot_controller(&world)?;
     world.cli().wait_for_state("worker", "Offloaded")?;
-    assert_eq!(vram_used_bytes(&world)?, 0);
+    wait_gpu_empty(&world)?;
     assert!(worker.verify()?);
     world.cli().wait_for_state("worker", "Offloaded")?;
     Ok(())
@@ -60,7 +60,7 @@ fn active_containers_do_not_notice_its_death() -> Result<()> {
         let row = world.cli().container("worker")?;
         Ok(row.filter(|row| !row.processes.is_empty()))
     })?;
-    world.cli().run(&["offload", "worker"])?;
+    move_out(&world, "worker")?;
     assert!(worker.verify()?);
     Ok(())
 }
@@ -75,7 +75,7 @@ fn a_container_killed_while_away_leaves_nothing() -> Result<()> {
     until("the controller to forget it", || {
         Ok(world.cli().container("worker")?.is_none().then_some(()))
     })?;
-    assert_eq!(vram_used_bytes(&world)?, 0);
+    wait_gpu_empty(&world)?;
     let folders = std::fs::read_dir(world.cli().run_dir().join("containers"))?;
     assert_eq!(folders.count(), 0, "folders of containers");
     nothing_is_left(&world)

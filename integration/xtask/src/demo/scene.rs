@@ -17,7 +17,7 @@ pub const CONFIG: &str = r#"
 [policy]
 mode = "eager"
 idle_timeout = "2s"
-minimum_residency = "0s"
+minimum_residency = "1ms"
 [timing]
 sample_interval = "100ms"
 "#;
