@@ -47,7 +47,7 @@ reasons! {
     /// Restored too recently.
     MinimumResidency = "minimum-residency", "came back less than the minimum residency ago";
     /// No CUDA process has registered.
-    NotRegistered = "not-registered", "no process of the container has made a CUDA call";
+    NotRegistered = "not-registered", "no process of the container uses CUDA now";
     /// NVML shows no VRAM of the container.
     NoVram = "no-vram", "holds no VRAM that NVML can see, so there is nothing to give back";
     /// Some CUDA process of the container is not under management.
