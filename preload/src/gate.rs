@@ -14,13 +14,13 @@
 
 use core::sync::atomic::Ordering;
 
-use affinode_cuda_sys::hook::Class;
+use affinode_cuda_sys::hook::{self, Class};
 use affinode_proto::wire::page::Gate;
 
 use crate::page::Page;
 use crate::process::{self, PROCESS, Place};
 use crate::table::Entry;
-use crate::{hazard, libcuda, sys};
+use crate::{elf, hazard, libcuda, sys};
 
 /// What the thunk keeps on the stack of a call on the slow path. It knows this layout.
 #[repr(C, align(16))]
@@ -33,7 +33,8 @@ pub struct Frame {
     pub arguments: [u64; 6],
     vectors: [[u64; 2]; 8],
     rdx: u64,
-    free: u64,
+    /// What the thunk is to call.
+    target: usize,
 }
 
 const _: () = {
@@ -43,15 +44,16 @@ const _: () = {
     assert!(offset_of!(Frame, arguments) == 32);
     assert!(offset_of!(Frame, vectors) == 80);
     assert!(offset_of!(Frame, rdx) == 208);
+    assert!(offset_of!(Frame, target) == 216);
     assert!(size_of::<Frame>().is_multiple_of(16));
 };
 
 /// What the thunk is to do.
 #[repr(u32)]
 pub enum Way {
-    /// Jump to the real function.
+    /// Jump to the target.
     Pass = 0,
-    /// Call it, then [`leave`].
+    /// Call the target, then [`leave`].
     Counted = 1,
     /// There is none.
     Missing = 2,
@@ -64,9 +66,18 @@ pub enum Way {
 pub unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
     // SAFETY: stubs pass entries, which are static.
     let entry = unsafe { &*frame.entry };
-    if entry.resolve(libcuda::function).is_none() {
-        return Way::Missing;
-    }
+    let Some(real) = entry.resolve(libcuda::function) else {
+        // Only exported names come here. Some programs bring functions of these names
+        // that load libcuda when they are called; they would have been called without us.
+        let Some(stand_in) =
+            hook::name(entry.number()).map(str::as_bytes).and_then(elf::find_function)
+        else {
+            return Way::Missing;
+        };
+        frame.target = stand_in;
+        return Way::Pass;
+    };
+    frame.target = real;
     // SAFETY: the calling thread's own block.
     if unsafe { (*process::thread()).is_agent } != 0 {
         return Way::Pass;

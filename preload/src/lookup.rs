@@ -148,7 +148,7 @@ pub extern "C" fn find_dlsym() -> usize {
 type Dlsym = unsafe extern "C" fn(*mut c_void, *const c_char) -> usize;
 
 /// The real `dlsym`, as called by this library.
-pub fn real_dlsym() -> Option<Dlsym> {
+fn real_dlsym() -> Option<Dlsym> {
     let known = REAL_DLSYM.load(Ordering::Acquire);
     let address = if known == 0 { find_dlsym() } else { known };
     // SAFETY: a function of that name has this signature.

@@ -225,7 +225,11 @@ fn make() -> Option<()> {
     PROCESS.page.store(at, Ordering::Release);
     let token = LAST_TOKEN.fetch_add(TOKEN_STEP, Ordering::Relaxed) + TOKEN_STEP;
     PROCESS.token.store(token, Ordering::Release);
-    libc::start_thread(agent::main, agent::link::named_socket()).then_some(())
+    let started = libc::start_thread(agent::main, agent::link::named_socket());
+    if !started {
+        sys::close(fd);
+    }
+    started.then_some(())
 }
 
 /// Whether `AFFINODE_DISABLE=1` was set when it was first asked.

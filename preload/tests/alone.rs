@@ -1,5 +1,7 @@
 //! Without a controller, or with one that goes away: the application is never lost.
 
+#![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
+
 mod support;
 
 use std::os::unix::net::UnixListener;
@@ -158,7 +160,7 @@ fn a_listener_that_never_answers_is_no_controller() {
 fn an_old_driver_is_told_and_never_locked() {
     let controller = Controller::new();
     let path = controller.path();
-    let folder = support::old_driver();
+    let folder = support::other_driver("old", &["-DNO_CHECKPOINT"]);
     let environment = [("AFFINODE_SOCKET", &*path), ("LD_LIBRARY_PATH", folder.to_str().unwrap())];
     let mut client = Client::start(Build::Glibc, "dlopen", &environment);
     assert_eq!(client.ask("cuInit"), 0);
@@ -168,4 +170,66 @@ fn an_old_driver_is_told_and_never_locked() {
     assert_eq!(agent.order(LOCK).0, Outcome::Unsupported);
     agent.done(&[Action::Open]);
     assert_eq!(client.ask("cuCtxSynchronize"), 0);
+}
+
+#[test]
+fn it_does_not_bring_itself_back_while_others_hold_the_room() {
+    let controller = Controller::new();
+    let (path, folder) = (controller.path(), tempfile::tempdir().unwrap());
+    let free = folder.path().join("free");
+    let asked = || std::fs::read(folder.path().join("free.asked")).map_or(0, |bytes| bytes.len());
+    std::fs::write(&free, "4095").unwrap();
+    let libraries = format!("{}:{}", Build::Glibc.programs().display(), support::nvml().display());
+    let environment = [
+        ("AFFINODE_SOCKET", &*path),
+        ("LD_LIBRARY_PATH", &*libraries),
+        ("STUB_NVML_FREE", free.to_str().unwrap()),
+    ];
+    let mut client = Client::start(Build::Glibc, "dlopen", &environment);
+    assert_eq!(client.ask("cuInit"), 0);
+    let mut agent = controller.welcome();
+    agent.done(&OFFLOAD);
+    client.send("cuCtxSynchronize");
+    agent.wake();
+    // A second question means that the first was answered with no.
+    while asked() < 2 {
+        std::thread::yield_now();
+    }
+    assert_eq!(agent.page().phase, Phase::Away);
+    std::fs::write(&free, "4096").unwrap();
+    assert_eq!(client.answer(), 0);
+}
+
+#[test]
+fn what_the_kernel_denies_is_done_without() {
+    const MEMBARRIER: &str = "324";
+    const MEMFD_CREATE: &str = "319";
+    const MADVISE: &str = "28";
+    // Without the barrier all threads use the shared slot, and are held all the same.
+    let controller = Controller::new();
+    let path = controller.path();
+    let environment = [("AFFINODE_SOCKET", &*path), ("CLIENT_DENY", MEMBARRIER)];
+    let mut client = Client::start(Build::Glibc, "dlopen", &environment);
+    assert_eq!(client.ask("cuInit"), 0);
+    let mut agent = controller.welcome();
+    agent.done(&OFFLOAD);
+    client.send("threads 20 cuCtxSynchronize");
+    while agent.wake().1 < 20 {}
+    agent.done(&BRING_BACK);
+    assert_eq!(client.answer(), 0);
+    assert_eq!(agent.page().calls, 21);
+    client.ask("start cuStubCallback");
+    client.ask("inside 1");
+    agent.start(CLOSE);
+    while agent.page().phase != Phase::Closing {}
+    client.ask("release");
+    assert_eq!(agent.report().0, Outcome::Done, "a call from inside a call");
+    // Without the page, or without knowing of forks, the process is not managed.
+    for denied in [MEMFD_CREATE, MADVISE] {
+        let environment = [("AFFINODE_SOCKET", &*path), ("CLIENT_DENY", denied)];
+        let mut client = Client::start(Build::Glibc, "dlopen", &environment);
+        assert_eq!(client.ask("cuInit"), 0);
+        assert_eq!(client.ask("cuLaunchKernel"), 0);
+        assert!(!client.threads().contains(&"affinode-agent".to_owned()));
+    }
 }

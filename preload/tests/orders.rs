@@ -1,5 +1,7 @@
 //! Orders, and what a process says to them.
 
+#![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
+
 mod support;
 
 use affinode_proto::wire::message::{Action, AgentMessage, ControllerMessage, Outcome};

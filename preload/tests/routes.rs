@@ -1,5 +1,7 @@
 //! Every way to the driver leads through the gate, with arguments and results intact.
 
+#![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
+
 mod support;
 
 use affinode_proto::wire::message::Action;
@@ -98,6 +100,51 @@ fn a_function_has_one_address_and_an_unknown_one_has_none() {
     let mut client = Client::start(Build::Glibc, "dlopen", &[]);
     assert_eq!(client.ask("same cuCtxSynchronize"), 1);
     assert_eq!(client.ask("cuNoSuchFunction"), -1);
+}
+
+#[test]
+fn a_library_with_functions_of_the_drivers_names_still_loads_the_driver() {
+    let controller = Controller::new();
+    let path = controller.path();
+    let mut client = Client::start(Build::Glibc, "forward", &[("AFFINODE_SOCKET", &path)]);
+    assert_eq!(client.ask("cuInit"), 0);
+    let mut agent = controller.welcome();
+    agent.done(&OFFLOAD);
+    client.send("cuCtxSynchronize");
+    agent.wake();
+    agent.done(&BRING_BACK);
+    assert_eq!(client.answer(), 0);
+}
+
+#[test]
+fn a_driver_whose_own_references_lead_to_the_exports_is_held_once() {
+    let controller = Controller::new();
+    let path = controller.path();
+    let folder = support::other_driver("interposable", &[]);
+    let folder = folder.to_str().unwrap();
+    for route in ["dlopen", "proc1", "proc2", "next", "default"] {
+        let environment = [("AFFINODE_SOCKET", &*path), ("LD_LIBRARY_PATH", folder)];
+        let mut client = Client::start(Build::Glibc, route, &environment);
+        assert_eq!(client.ask("cuInit"), 0, "{route}");
+        let mut agent = controller.welcome();
+        let before = agent.page().calls;
+        assert_eq!(client.ask("cuLaunchKernel"), 0, "{route}");
+        assert_eq!(agent.page().calls, before + 1, "{route}");
+        agent.done(&OFFLOAD);
+        client.send("cuCtxSynchronize");
+        agent.wake();
+        agent.done(&BRING_BACK);
+        assert_eq!(client.answer(), 0, "{route}");
+    }
+}
+
+#[test]
+fn the_first_call_may_come_from_a_small_stack() {
+    let controller = Controller::new();
+    let path = controller.path();
+    let mut client = Client::start(Build::Glibc, "dlopen", &[("AFFINODE_SOCKET", &path)]);
+    assert_eq!(client.ask("small cuCtxSynchronize"), 0);
+    assert_eq!(controller.welcome().page().calls, 1);
 }
 
 #[test]

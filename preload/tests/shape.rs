@@ -1,5 +1,7 @@
 //! The built file itself: it must load into any process, so it must need nothing.
 
+#![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
+
 mod support;
 
 use std::collections::BTreeSet;

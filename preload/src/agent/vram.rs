@@ -1,9 +1,14 @@
-//! Proof of free device memory for a return without a controller, from NVML. Loaded
-//! only in that emergency.
+//! Proof of free device memory for a return without a controller, from NVML.
+//!
+//! NVML is loaded before the gate closes: a thread that is held may be one that the
+//! loader's lock waits for (it runs the constructor of a library). After that, only
+//! its functions are looked up, without that lock.
 
-use core::ffi::{CStr, c_void};
+use core::ffi::c_void;
 
-use crate::{libc, lookup};
+use crate::{elf, libc};
+
+const FILE: &core::ffi::CStr = c"libnvidia-ml.so.1";
 
 /// `nvmlMemory_t`.
 #[repr(C)]
@@ -14,51 +19,71 @@ struct Memory {
     used_bytes: u64,
 }
 
-type Init = unsafe extern "C" fn() -> u32;
+type Plain = unsafe extern "C" fn() -> u32;
 type Count = unsafe extern "C" fn(*mut u32) -> u32;
 type ByIndex = unsafe extern "C" fn(u32, *mut *mut c_void) -> u32;
 type MemoryInfo = unsafe extern "C" fn(*mut c_void, *mut Memory) -> u32;
 
 struct Nvml {
+    shutdown: Plain,
     count: Count,
     by_index: ByIndex,
     memory: MemoryInfo,
 }
 
+/// Loads NVML, if the container has it. Nobody may be held at the gate meanwhile.
+pub fn prepare() {
+    if function(b"nvmlInit_v2").is_none() {
+        let _ = libc::dlopen(FILE);
+    }
+}
+
+fn function(name: &[u8]) -> Option<usize> {
+    elf::find(|object| {
+        let dynamic = object.dynamic()?;
+        if dynamic.soname()?.starts_with(b"libnvidia-ml.so") {
+            dynamic.function(name)
+        } else {
+            None
+        }
+    })
+}
+
 /// Whether so many bytes are free on every device that the process can see: on which it
 /// held its memory, only the driver knows. True when NVML cannot be asked.
 pub fn has_room(vram_bytes: u64) -> bool {
-    let Some(nvml) = Nvml::load() else {
+    let Some(nvml) = Nvml::start() else {
         return true;
     };
     nvml.least_free_bytes().is_none_or(|free_bytes| free_bytes >= vram_bytes)
 }
 
+impl Drop for Nvml {
+    fn drop(&mut self) {
+        // SAFETY: initialised by `start`; NVML counts.
+        let _ = unsafe { (self.shutdown)() };
+    }
+}
+
 impl Nvml {
-    fn load() -> Option<Nvml> {
-        let handle = libc::dlopen(c"libnvidia-ml.so.1")?;
-        let dlsym = lookup::real_dlsym()?;
-        let symbol = |name: &CStr| {
-            // SAFETY: a live handle and a valid name.
-            let address = unsafe { dlsym(handle, name.as_ptr()) };
-            (address != 0).then_some(address)
+    fn start() -> Option<Nvml> {
+        // SAFETY: NVML's documented signatures of these functions.
+        let (init, nvml) = unsafe {
+            use core::mem::transmute;
+            let nvml = Nvml {
+                shutdown: transmute::<usize, Plain>(function(b"nvmlShutdown")?),
+                count: transmute::<usize, Count>(function(b"nvmlDeviceGetCount_v2")?),
+                by_index: transmute::<usize, ByIndex>(function(b"nvmlDeviceGetHandleByIndex_v2")?),
+                memory: transmute::<usize, MemoryInfo>(function(b"nvmlDeviceGetMemoryInfo")?),
+            };
+            (transmute::<usize, Plain>(function(b"nvmlInit_v2")?), nvml)
         };
-        // SAFETY: NVML's documented signatures; initialising is counted and idempotent.
-        unsafe {
-            let init: Init = core::mem::transmute(symbol(c"nvmlInit_v2")?);
-            if init() != 0 {
-                return None;
-            }
-            Some(Nvml {
-                count: core::mem::transmute::<usize, Count>(symbol(c"nvmlDeviceGetCount_v2")?),
-                by_index: core::mem::transmute::<usize, ByIndex>(symbol(
-                    c"nvmlDeviceGetHandleByIndex_v2",
-                )?),
-                memory: core::mem::transmute::<usize, MemoryInfo>(symbol(
-                    c"nvmlDeviceGetMemoryInfo",
-                )?),
-            })
+        // SAFETY: may be called at any time, any number of times.
+        if unsafe { init() } != 0 {
+            core::mem::forget(nvml);
+            return None;
         }
+        Some(nvml)
     }
 
     fn least_free_bytes(&self) -> Option<u64> {

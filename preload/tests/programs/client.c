@@ -1,7 +1,9 @@
 // Calls the driver by one of the ways in which programs reach it, as told on stdin: one
 // command per line, one answer per line.
 //
-//   client <route>       link (when built with -DLINKED), dlopen, proc1, proc2, next, default
+//   client <route>       link (when built with -DLINKED), dlopen, proc1, proc2, next, default,
+//                        forward (a library with functions of the driver's names)
+//                        CLIENT_DENY=<number>: that system call fails with ENOSYS
 //   <function>           calls it, answers its result
 //   fork <function>      calls it in a forked child, answers the child's result
 //   forkwait <function>  the same, and the child lives on until it has read a line
@@ -24,8 +26,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#ifdef __GLIBC__ // the kernel's headers are not at hand for musl
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#endif
 
 typedef int (*Call)();
 static const char *route;
@@ -60,6 +67,8 @@ static void *look_up(const char *name)
 		return get(name, &found, version, (uint64_t)0, &status) ? NULL : found;
 	}
 	snprintf(exported, sizeof exported, "%s%s", name, strcmp(name, "cuMemAlloc") ? "" : "_v2");
+	if (!strcmp(route, "forward"))
+		return ((void *(*)(const char *))dlsym(handle, "forward_address"))(name);
 	if (!strcmp(route, "next"))
 		return dlsym(RTLD_NEXT, exported);
 	if (!strcmp(route, "default"))
@@ -123,6 +132,21 @@ static long on_threads(int count, const char *name, int small)
 	return sum;
 }
 
+static void deny(unsigned number)
+{
+#ifdef __GLIBC__
+	struct sock_filter filter[] = {
+		BPF_STMT(BPF_LD | BPF_W | BPF_ABS, 0),
+		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, number, 0, 1),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENOSYS),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+	};
+	struct sock_fprog program = {sizeof filter / sizeof *filter, filter};
+	if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) || prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program))
+		exit(7);
+#endif
+}
+
 int main(int argc, char **argv)
 {
 	static char line[128], name[64];
@@ -131,9 +155,11 @@ int main(int argc, char **argv)
 	void (*let_go)(void), (*wait_inside)(int);
 	int count;
 	route = argv[1];
+	if (getenv("CLIENT_DENY"))
+		deny(atoi(getenv("CLIENT_DENY")));
 #ifndef LINKED
 	int global = !strcmp(route, "next") || !strcmp(route, "default");
-	handle = dlopen("libcuda.so.1", RTLD_NOW | (global ? RTLD_GLOBAL : RTLD_LOCAL));
+	handle = dlopen(strcmp(route, "forward") ? "libcuda.so.1" : "libforward.so", RTLD_NOW | (global ? RTLD_GLOBAL : RTLD_LOCAL));
 	if (!handle)
 		return 8;
 #endif

@@ -73,6 +73,8 @@ impl Build {
             let symbolic = ["-shared", "-fPIC", "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1"];
             let driver = compile(compiler, "stub_cuda.c", "libcuda.so.1", &symbolic);
             compile(compiler, "client.c", "client", &["-ldl"]);
+            let shared = ["-shared", "-fPIC", "-ldl"];
+            compile(compiler, "forward.c", "libforward.so", &shared);
             let driver = driver.to_str().unwrap();
             compile(compiler, "client.c", "linked", &["-DLINKED", driver, "-ldl"]);
             folder(compiler)
@@ -80,15 +82,24 @@ impl Build {
     }
 }
 
-/// The folder of a driver without a checkpoint interface.
-pub fn old_driver() -> PathBuf {
-    Build::Glibc.programs();
-    let old = folder("old");
-    let library = old.join("libcuda.so.1");
-    let flags = ["-shared", "-fPIC", "-DNO_CHECKPOINT", "-Wl,-soname,libcuda.so.1"];
-    let built = compile("gcc", "stub_cuda.c", "libcuda-old.so", &flags);
-    std::fs::rename(built, library).unwrap();
-    old
+/// The folder of another driver: one without a checkpoint interface, or one whose own
+/// references to its functions can be taken over by others.
+pub fn other_driver(name: &str, flags: &[&str]) -> PathBuf {
+    let built = format!("libcuda-{name}.so");
+    let shared = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"];
+    let built = compile("gcc", "stub_cuda.c", &built, &[&shared, flags].concat());
+    let path = folder(name).join("libcuda.so.1");
+    std::fs::rename(built, &path).unwrap();
+    path.parent().unwrap().to_owned()
+}
+
+/// The folder of an NVML.
+pub fn nvml() -> PathBuf {
+    let flags = ["-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1"];
+    let built = compile("gcc", "stub_nvml.c", "libnvidia-ml.so", &flags);
+    let path = folder("nvml").join("libnvidia-ml.so.1");
+    std::fs::rename(built, &path).unwrap();
+    path.parent().unwrap().to_owned()
 }
 
 /// A running client.
