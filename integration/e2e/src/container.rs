@@ -149,21 +149,25 @@ impl Spec {
     /// When it does not start.
     pub fn start(&self, world: &World) -> Result<Running> {
         containerd::run(&mut self.command(world, &["--detach", "--null-io"])?)?;
-        Ok(Running { id: self.id.clone() })
+        Ok(self.running())
     }
 
-    /// Starts it in the background with pipes to its program's standard input and output.
+    /// The container that was started from this by other means.
+    #[must_use]
+    pub fn running(&self) -> Running {
+        Running { id: self.id.clone() }
+    }
+
+    /// With its program's standard input and output on pipes in a folder, which is returned.
     ///
     /// # Errors
-    /// When it does not start.
-    pub fn start_piped(mut self, world: &World) -> Result<(Running, PathBuf)> {
+    /// When the pipes cannot be made.
+    pub fn piped(mut self, world: &World) -> Result<(Self, PathBuf)> {
         let folder = make_pipes(world.dir(), &self.id)?;
-        self.flags.extend([
-            "--mount".into(),
-            format!("type=bind,src={},dst={PIPES},options=rbind:rw", folder.display()),
-        ]);
+        let mount = format!("type=bind,src={},dst={PIPES},options=rbind:rw", folder.display());
+        self.flags.extend(["--mount".into(), mount]);
         self.argv = piped(&self.argv);
-        Ok((self.start(world)?, folder))
+        Ok((self, folder))
     }
 }
 
@@ -258,15 +262,6 @@ impl Running {
             let status = self.status(world)?;
             Ok((status.as_deref() != Some("RUNNING")).then_some(()))
         })
-    }
-
-    /// The exit status of a stopped task, as a shell has it.
-    ///
-    /// # Errors
-    /// When ctr cannot be run.
-    pub fn exit_status(&self, world: &World) -> Result<Option<i32>> {
-        // `ctr tasks delete` exits with the status of the task that it deletes.
-        Ok(world.ctr().args(["tasks", "delete", &self.id]).status()?.code())
     }
 
     /// Removes a stopped task and its container.

@@ -137,8 +137,17 @@ impl Worker {
     /// # Errors
     /// When the container does not start.
     pub fn start_as(world: &World, spec: Spec) -> Result<Self> {
-        let (running, folder) = spec.start_piped(world)?;
-        Ok(Self { running, lines: Lines::open(&folder)? })
+        let (spec, pipes) = spec.piped(world)?;
+        spec.start(world)?;
+        Self::attach(&spec, &pipes)
+    }
+
+    /// Talks to a container that was, or will be, started from a specification with pipes.
+    ///
+    /// # Errors
+    /// When the pipes cannot be opened.
+    pub fn attach(spec: &Spec, pipes: &Path) -> Result<Self> {
+        Ok(Self { running: spec.running(), lines: Lines::open(pipes)? })
     }
 
     /// Reads the lines that `worker.c` begins with.

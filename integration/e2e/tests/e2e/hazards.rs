@@ -3,9 +3,10 @@
 use affinode_e2e::{
     container::{CLIENTS, Spec},
     worker::Worker,
-    world::{Recipe, World},
+    world::Recipe,
 };
-use anyhow::{Context, Result};
+use anyhow::Result;
+use nix::sys::signal::Signal;
 
 use crate::offload::{MANUAL, move_out, wait_gpu_empty};
 
@@ -13,19 +14,16 @@ const CALLS: [&str; 5] = ["ctx-sync", "stream-sync", "stream-query", "event-quer
 /// Thirty in all.
 const ROUNDS: usize = 6;
 
-fn crasher(world: &World, call: &str, preload: bool) -> Result<Worker> {
-    let spec = Spec::gpu(call, &[&format!("{CLIENTS}/crashers"), call]);
-    let spec = if preload { spec } else { spec.annotation("affinode.io/inject", "false") };
-    let mut worker = Worker::start_as(world, spec)?;
-    worker.expect("ready")?;
-    Ok(worker)
+fn crasher(call: &str) -> Spec {
+    Spec::gpu(call, &[&format!("{CLIENTS}/crashers"), call])
 }
 
 #[test]
 fn each_of_them_returns_thirty_of_thirty() -> Result<()> {
     let world = Recipe::default().config(MANUAL).world()?;
     for call in CALLS {
-        let mut worker = crasher(&world, call, true)?;
+        let mut worker = Worker::start_as(&world, crasher(call))?;
+        worker.expect("ready")?;
         for _ in 0..ROUNDS {
             move_out(&world, call)?;
             wait_gpu_empty(&world)?;
@@ -43,16 +41,17 @@ fn each_of_them_returns_thirty_of_thirty() -> Result<()> {
 fn each_of_them_kills_without_the_library() -> Result<()> {
     let world = Recipe::default().config(MANUAL).world()?;
     for call in CALLS {
-        let mut worker = crasher(&world, call, false)?;
+        let spec = crasher(call).annotation("affinode.io/inject", "false");
+        let (spec, pipes) = spec.piped(&world)?;
+        let mut container = spec.command(&world, &["--rm"])?.spawn()?;
+        let mut worker = Worker::attach(&spec, &pipes)?;
+        worker.expect("ready")?;
         let pid = worker.running.pid(&world)?.to_string();
         let tool = world.artifacts().clients_dir().join("checkpoint");
         let done = world.host_gpu_command(&tool).args([&pid, "lock", "checkpoint"]).output()?;
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stdout));
         worker.send("go")?;
-        worker.running.wait_stopped(&world)?;
-        let status = worker.running.exit_status(&world)?.context("it has ended")?;
-        assert_eq!(status, 128 + nix::sys::signal::Signal::SIGSEGV as i32, "{call}");
-        worker.running.delete(&world)?;
+        assert_eq!(container.wait()?.code(), Some(128 + Signal::SIGSEGV as i32), "{call}");
     }
     Ok(())
 }

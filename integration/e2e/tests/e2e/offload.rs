@@ -6,7 +6,7 @@ use affinode_e2e::{
     worker::{USUAL, Worker},
     world::{MIB, Recipe, World},
 };
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, ensure};
 
 use crate::matrix::on_every_containerd;
 
@@ -54,18 +54,24 @@ pub fn wait_gpu_empty(world: &World) -> Result<()> {
     wait_vram_used(world, |used| used == 0).map(|_| ())
 }
 
-/// `affinode offload`, again where a call was in the way.
-pub fn move_out(world: &World, id: &str) -> Result<()> {
-    until(&format!("{id} to be moved out"), || {
+/// `affinode offload`, again where a call was in the way: what it answers at last.
+pub fn ask_to_move_out(world: &World, id: &str) -> Result<serde_json::Value> {
+    until(&format!("an answer about {id}"), || {
         let output = world.cli().output(&["offload", id, "-o", "json"])?;
         let said: serde_json::Value = serde_json::from_slice(&output.stdout)
             .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
-        match said["reason"].as_str() {
-            _ if output.status.success() => Ok(Some(())),
-            Some("call-in-progress" | "busy" | "woken-meanwhile") => Ok(None),
-            _ => bail!("{said}"),
-        }
+        assert_eq!(output.status.success(), said["done"] == true, "{said}");
+        let passing = ["call-in-progress", "busy", "woken-meanwhile"];
+        let passing = said["done"] == false && passing.iter().any(|word| said["reason"] == *word);
+        Ok((!passing).then_some(said))
     })
+}
+
+/// Moves it out by order.
+pub fn move_out(world: &World, id: &str) -> Result<()> {
+    let said = ask_to_move_out(world, id)?;
+    ensure!(said["done"] == true, "{said}");
+    Ok(())
 }
 
 fn goes_when_idle_and_comes_back_when_called(world: &World) -> Result<()> {

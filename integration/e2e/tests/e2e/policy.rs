@@ -7,7 +7,7 @@ use affinode_e2e::{
 };
 use anyhow::{Context, Result};
 
-use crate::offload::{EAGER, MANUAL, move_out, wait_gpu_empty, wait_vram_used};
+use crate::offload::{EAGER, MANUAL, ask_to_move_out, move_out, wait_gpu_empty, wait_vram_used};
 
 /// No mode but eager moves a container by itself; each says why.
 #[test]
@@ -69,10 +69,12 @@ fn managed_memory_is_never_offloaded() -> Result<()> {
     )?;
     worker.wait_filled()?;
     worker.call("managed")?;
-    let output = world.cli().output(&["offload", "uvm", "-o", "json"])?;
-    assert_eq!(output.status.code(), Some(1));
-    let said: serde_json::Value = serde_json::from_slice(&output.stdout)?;
-    assert_eq!(said["reason"], "managed-memory");
+    let said = ask_to_move_out(&world, "uvm")?;
+    assert_eq!(
+        (&said["done"], &said["reason"]),
+        (&false.into(), &"managed-memory".into()),
+        "{said}"
+    );
     assert!(worker.verify()?);
     Ok(())
 }
