@@ -17,6 +17,7 @@ const CONFIG_MAX_BYTES: u64 = 16 << 20;
 const NOTE_MAX_BYTES: u64 = 64 << 10;
 const CONFIG: &str = "config.json";
 const NOTE: &str = "affinode.json";
+const MEMBERS: &str = "affinode-members";
 
 /// A bundle folder.
 #[derive(Clone, Debug)]
@@ -138,6 +139,33 @@ impl Bundle {
         serde_json::from_slice(&bytes).ok()
     }
 
+    /// Writes down which containers the daemon of this bundle serves: containerd
+    /// 2.x removes the bundles of a dead group's members before it has anyone
+    /// clean up after them.
+    pub fn write_members<'a>(&self, ids: impl Iterator<Item = &'a str>) -> Result<(), BundleError> {
+        let path = self.0.join(MEMBERS);
+        let lines: String = ids.flat_map(|id| [id, "\n"]).collect();
+        replace(&path, lines.as_bytes()).map_err(|source| BundleError::Write { path, source })
+    }
+
+    /// The containers that the daemon of this bundle served last.
+    #[must_use]
+    pub fn members(&self) -> Vec<String> {
+        let bytes = read_bounded(&self.0.join(MEMBERS), NOTE_MAX_BYTES).unwrap_or_default();
+        let text = String::from_utf8_lossy(&bytes);
+        text.lines()
+            // An id is a file name: nothing else is taken for one.
+            .filter(|id| !id.is_empty() && !id.contains('/') && *id != "." && *id != "..")
+            .map(str::to_owned)
+            .collect()
+    }
+
+    /// The bundle of another container of this namespace.
+    #[must_use]
+    pub fn sibling(&self, id: &str) -> Bundle {
+        Bundle(self.0.with_file_name(id))
+    }
+
     /// The other bundles of this namespace.
     #[must_use]
     pub fn siblings(&self) -> Vec<Bundle> {
@@ -250,6 +278,17 @@ mod tests {
         let json = r#"{"version":3,"address":"unix:///two","protocol":"ttrpc"}"#;
         fs::write(bundle.path().join("bootstrap.json"), json).unwrap();
         assert_eq!(bundle.recorded_address().as_deref(), Some("unix:///two"));
+    }
+
+    #[test]
+    fn members_are_ids_and_nothing_else() {
+        let (_dir, bundle) = bundle();
+        assert!(bundle.members().is_empty());
+        bundle.write_members(["a", "b-1"].into_iter()).unwrap();
+        assert_eq!(bundle.members(), ["a", "b-1"]);
+        assert_eq!(bundle.sibling("a").id(), Some("a"));
+        fs::write(bundle.path().join(MEMBERS), "a\n../x\n\n..\n.\nb").unwrap();
+        assert_eq!(bundle.members(), ["a", "b"]);
     }
 
     #[test]

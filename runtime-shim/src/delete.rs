@@ -5,6 +5,7 @@
 //! the other containers of the group are deleted too: containerd 2.x asks for
 //! the sandbox alone. All of it fits in the 5 s that containerd allows.
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
@@ -55,24 +56,26 @@ pub fn delete(flags: &Flags, argv: &[OsString]) -> Result<u8, DeleteError> {
     let stock = Stock::find(&flags.publish_binary)?;
     let orphans = match group_note(&bundle) {
         Some(note) => end_dead_group(&bundle, &note),
-        None => Vec::new(),
+        None => BTreeSet::new(),
     };
-    let own = stock.command(argv).stdin(Stdio::null()).spawn().map_err(DeleteError::Run)?;
-    let children: Vec<(Bundle, Child)> = orphans
-        .into_iter()
-        .filter_map(|orphan| Some((orphan.clone(), delete_orphan(&stock, flags, &orphan)?)))
+    let mut own = stock.command(argv).stdin(Stdio::null()).spawn().map_err(DeleteError::Run)?;
+    let children: Vec<(&String, Child)> = orphans
+        .iter()
+        .filter_map(|id| Some((id, delete_orphan(&stock, flags, &bundle, id)?)))
         .collect();
-    let code = wait_own(own)?;
+    // containerd ends this process when its patience does: first things first.
+    wait_until(&mut own, deadline);
     let paths = Paths::from_env();
-    announce::withdraw(&paths, &container_key(&flags.namespace, &flags.id));
-    for (orphan, child) in children {
-        let id = orphan.id().unwrap_or_default();
-        if !wait_until(child, deadline) {
-            warn!(id, "container of the dead shim's group could not be deleted in time");
-        }
+    for id in std::iter::once(&flags.id).chain(&orphans) {
         announce::withdraw(&paths, &container_key(&flags.namespace, id));
     }
-    Ok(code)
+    for (id, mut child) in children {
+        if !wait_until(&mut child, deadline) {
+            warn!(id, "container of the dead shim's group could not be deleted in time");
+        }
+    }
+    let status = own.wait().map_err(DeleteError::Run)?;
+    Ok(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1))
 }
 
 /// The note of this bundle, or that of its group's sandbox: 2.x runs `start` for
@@ -85,19 +88,20 @@ fn group_note(bundle: &Bundle) -> Option<Note> {
     bundle.siblings().iter().filter_map(Bundle::note).find(|note| note.address == address)
 }
 
-/// If the group's proxy is gone, ends its stock shim and returns the bundles of
-/// its other containers.
-fn end_dead_group(bundle: &Bundle, note: &Note) -> Vec<Bundle> {
+/// If the group's proxy is gone, ends its stock shim and returns the ids of its
+/// other containers for which containerd asks nobody to clean up: those that had
+/// no `start` of their own.
+fn end_dead_group(bundle: &Bundle, note: &Note) -> BTreeSet<String> {
     let Ok(listen) = Address::parse(&note.address) else {
-        return Vec::new();
+        return BTreeSet::new();
     };
     match peer::ask(&listen, PATIENCE) {
         Peer::Dead => {}
-        Peer::Alive(_) => return Vec::new(),
+        Peer::Alive(_) => return BTreeSet::new(),
         // Rather a leak than the death of a pod that lives.
         Peer::Silent(error) => {
             warn!("the proxy at {listen} does not answer, its group is left alone: {error}");
-            return Vec::new();
+            return BTreeSet::new();
         }
     }
     if let Err(error) = process::kill(note.shim.pid, note.shim.start_ticks, END) {
@@ -107,15 +111,19 @@ fn end_dead_group(bundle: &Bundle, note: &Note) -> Vec<Bundle> {
     if let Ok(upstream) = Address::parse(&note.upstream) {
         upstream.unlink(Some(note.shim.socket_inode));
     }
-    bundle
-        .siblings()
-        .into_iter()
-        .filter(|sibling| sibling.recorded_address().as_deref() == Some(&note.address))
+    let served = bundle.members().into_iter();
+    let found = bundle.siblings().into_iter().filter_map(|sibling| {
+        let ours = sibling.recorded_address().as_deref() == Some(&note.address);
+        ours.then(|| sibling.id().map(str::to_owned))?
+    });
+    served
+        .chain(found)
+        .filter(|id| bundle.id() != Some(id) && bundle.sibling(id).note().is_none())
         .collect()
 }
 
-fn delete_orphan(stock: &Stock, flags: &Flags, orphan: &Bundle) -> Option<Child> {
-    let path = orphan.path().as_os_str();
+fn delete_orphan(stock: &Stock, flags: &Flags, bundle: &Bundle, id: &str) -> Option<Child> {
+    let path = bundle.sibling(id).path().to_owned();
     let argv: [OsString; 11] = [
         "-namespace".into(),
         flags.namespace.clone().into(),
@@ -124,28 +132,26 @@ fn delete_orphan(stock: &Stock, flags: &Flags, orphan: &Bundle) -> Option<Child>
         "-publish-binary".into(),
         flags.publish_binary.clone().into(),
         "-id".into(),
-        orphan.id()?.into(),
+        id.into(),
         "-bundle".into(),
-        path.into(),
+        path.clone().into(),
         "delete".into(),
     ];
     stock
         .command(&argv)
-        .current_dir(path)
+        // The stock shim looks beside its working folder; the container's own may
+        // be gone.
+        .current_dir(bundle.path())
         .stdin(Stdio::null())
         // The answer on stdout is about the container that was asked for.
         .stdout(Stdio::null())
         .spawn()
-        .inspect_err(|error| warn!("cannot delete {}: {error}", orphan.path().display()))
+        .inspect_err(|error| warn!("cannot delete {}: {error}", path.display()))
         .ok()
 }
 
-fn wait_own(mut child: Child) -> Result<u8, DeleteError> {
-    let status = child.wait().map_err(DeleteError::Run)?;
-    Ok(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1))
-}
-
-fn wait_until(mut child: Child, deadline: Instant) -> bool {
+/// True if it ended well in time.
+fn wait_until(child: &mut Child, deadline: Instant) -> bool {
     while Instant::now() < deadline {
         match child.try_wait() {
             Ok(None) => std::thread::sleep(PAUSE),
@@ -153,7 +159,5 @@ fn wait_until(mut child: Child, deadline: Instant) -> bool {
             Err(_) => return false,
         }
     }
-    // Reaped by init, which takes this process's children in a moment.
-    let _ = child.kill();
     false
 }

@@ -9,6 +9,8 @@
 //! On its end the sockets go first, then the clients: who finds a connection
 //! closed finds the address dead too.
 
+use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::AsFd;
 use std::process::ExitCode;
@@ -26,6 +28,7 @@ use tracing::{debug, info, warn};
 
 use crate::address::{Address, AddressError};
 use crate::announce::Announcer;
+use crate::bundle::Bundle;
 use crate::cli::Flags;
 use crate::create::{self, Prepared};
 use crate::frame::read_header;
@@ -216,6 +219,9 @@ struct Containers {
     paths: Paths,
     namespace: String,
     announcer: Announcer,
+    /// Where the daemon works: the bundle of the container that brought it up.
+    home: Bundle,
+    members: RefCell<BTreeSet<String>>,
 }
 
 impl Containers {
@@ -225,6 +231,19 @@ impl Containers {
             announcer: Announcer::spawn(Launcher::new(paths.clone())),
             namespace: namespace.to_owned(),
             paths,
+            home: Bundle::new(std::env::current_dir().unwrap_or_default()),
+            members: RefCell::default(),
+        }
+    }
+
+    /// Keeps the list for `delete`, while its folder is there.
+    fn note_members(&self) {
+        if !self.home.path().is_dir() {
+            return;
+        }
+        let members = self.members.borrow();
+        if let Err(error) = self.home.write_members(members.iter().map(String::as_str)) {
+            warn!("{}", report(&error));
         }
     }
 }
@@ -232,6 +251,8 @@ impl Containers {
 impl Tasks for Containers {
     async fn create(&self, request: &CreateTaskRequest) -> Option<Any> {
         let (paths, namespace) = (self.paths.clone(), self.namespace.clone());
+        self.members.borrow_mut().insert(request.id.clone());
+        self.note_members();
         let request = request.clone();
         let prepare = move || create::prepare(&paths, &namespace, &request);
         let Prepared { options, container } = tokio::task::spawn_blocking(prepare)
@@ -251,6 +272,10 @@ impl Tasks for Containers {
     }
 
     fn deleted(&self, id: &str) {
+        // The home container's own end takes the list along.
+        if self.members.borrow_mut().remove(id) && self.home.id() != Some(id) {
+            self.note_members();
+        }
         self.announcer.remove(container_key(&self.namespace, id));
     }
 }

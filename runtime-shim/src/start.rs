@@ -125,11 +125,7 @@ pub fn start(flags: &Flags, argv: &[OsString]) -> Result<Vec<u8>, StartError> {
         bundle.rewrite_address(&listen.to_string())?;
         Ok(answer.with_address(&listen.to_string())?)
     };
-    stand().inspect_err(|_| {
-        if listens(&upstream, stock_pid) {
-            end_stock(&upstream, version, &flags.id);
-        }
-    })
+    stand().inspect_err(|_| abandon(&upstream, stock_pid, version, &flags.id))
 }
 
 struct Daemon<'a> {
@@ -229,28 +225,33 @@ fn clear(address: &Address, inode: Option<u64>) -> io::Result<()> {
     Ok(())
 }
 
-/// True if the listener of this socket was made by this process: then the stock
-/// shim is new, and no other container's.
-fn listens(address: &Address, pid: u32) -> bool {
-    let peer = || -> io::Result<i32> {
+/// Ends the stock shim if this start brought it up: then its listener was made
+/// by the stock start (`stock_pid`), and it has no containers yet.
+fn abandon(address: &Address, stock_pid: u32, version: i64, id: &str) {
+    let inode = address.inode();
+    let maker = || -> io::Result<i32> {
         let stream = UnixStream::connect(address.path())?;
         let peer = rustix::net::sockopt::socket_peercred(&stream)?;
         Ok(peer.pid.as_raw_nonzero().get())
     };
-    peer().is_ok_and(|peer| u32::try_from(peer) == Ok(pid))
-}
-
-/// Ends a stock shim that has no containers.
-fn end_stock(address: &Address, version: i64, id: &str) {
-    let inode = address.inode();
+    match maker() {
+        Ok(pid) if u32::try_from(pid) == Ok(stock_pid) => {}
+        // It died by itself, and left its socket.
+        Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
+            return address.unlink(inode);
+        }
+        // Another container's, or gone.
+        _ => return,
+    }
     let Ok(mut caller) = Caller::stock(address.path(), version) else {
         return address.unlink(inode);
     };
-    let pid = caller.shim_pid(id).ok();
-    let began = pid.and_then(process::start_ticks);
-    if caller.shut_down(id).is_err() {
+    let process = caller.shim_pid(id).ok().and_then(|pid| Some((pid, process::start_ticks(pid)?)));
+    if caller.shut_down(id).is_err()
+        && let Some((pid, began)) = process
+    {
         // The error that led here is the one to report.
-        let _ = pid.zip(began).map(|(pid, began)| process::kill(pid, began, PATIENCE));
+        let _ = process::kill(pid, began, PATIENCE);
     }
     address.unlink(inode);
 }
