@@ -59,3 +59,15 @@ pub fn cgroup_parent(world: &std::path::Path) -> String {
     let name = world.file_name().map_or_else(|| "world".into(), |name| name.to_string_lossy());
     format!("affinode-e2e-{name}")
 }
+
+/// That folder in every hierarchy that has it.
+#[must_use]
+pub fn cgroup_folders(world: &std::path::Path) -> Vec<PathBuf> {
+    let parent = cgroup_parent(world);
+    let root = PathBuf::from("/sys/fs/cgroup");
+    let below = std::fs::read_dir(&root).into_iter().flatten().flatten().map(|entry| entry.path());
+    let mut folders: Vec<PathBuf> =
+        below.chain([root.clone()]).map(|hierarchy| hierarchy.join(&parent)).collect();
+    folders.retain(|folder| folder.is_dir());
+    folders
+}

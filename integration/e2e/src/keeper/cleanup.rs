@@ -11,7 +11,7 @@ use nix::{
     unistd::Pid,
 };
 
-use super::cgroup_parent;
+use super::cgroup_folders;
 use crate::{processes::descendants, until::until};
 
 /// Kills every descendant of this process, again and again until none is left:
@@ -29,13 +29,7 @@ pub(super) fn kill_descendants() -> Result<()> {
 
 /// Removes the world's cgroups from every hierarchy.
 pub(super) fn remove_cgroups(world: &Path) {
-    let parent = cgroup_parent(world);
-    let root = Path::new("/sys/fs/cgroup");
-    let mut hierarchies = vec![root.to_path_buf()];
-    if let Ok(entries) = std::fs::read_dir(root) {
-        hierarchies.extend(entries.flatten().map(|entry| entry.path()));
-    }
-    for folder in hierarchies.iter().map(|h| h.join(&parent)) {
+    for folder in cgroup_folders(world) {
         // The kernel lets go of a killed process's cgroup a moment after its end.
         for _ in 0..100 {
             remove_tree(&folder);

@@ -8,7 +8,8 @@ use std::{
 
 use affinode_e2e::{
     container::Spec,
-    containerd::{self, AFFINODE, STOCK},
+    containerd::{AFFINODE, STOCK},
+    keeper::cgroup_folders,
     until::until,
     world::{Recipe, World},
 };
@@ -126,13 +127,16 @@ pub fn nothing_is_left(world: &World) -> Result<()> {
         let left = std::fs::read_dir(&bundles).map(Iterator::count).unwrap_or(0);
         assert_eq!(left, 0, "bundles in {}", bundles.display());
     }
-    let table = containerd::run(
-        Command::new("find")
-            .args(["/sys/fs/cgroup", "-mindepth", "2", "-type", "d", "-path"])
-            .arg(format!("*/{}/*", world.cgroup_parent())),
-    )?;
-    assert_eq!(table, "", "cgroups");
-    Ok(())
+    let mut left = Vec::new();
+    until("cgroups to be removed", || {
+        left.clear();
+        for folder in cgroup_folders(world.dir()) {
+            let below = std::fs::read_dir(folder)?.flatten().map(|entry| entry.path());
+            left.extend(below.filter(|path| path.is_dir()));
+        }
+        Ok(left.is_empty().then_some(()))
+    })
+    .with_context(|| format!("{left:?}"))
 }
 
 /// Runs a command whose standard streams are a terminal: what it printed there.

@@ -54,14 +54,15 @@ pub fn wait_gpu_empty(world: &World) -> Result<()> {
     wait_vram_used(world, |used| used == 0).map(|_| ())
 }
 
-/// `affinode offload`, again where a call was in the way: what it answers at last.
+/// `affinode offload`, again where a call was in the way or the process is about
+/// to register: what it answers at last.
 pub fn ask_to_move_out(world: &World, id: &str) -> Result<serde_json::Value> {
     until(&format!("an answer about {id}"), || {
         let output = world.cli().output(&["offload", id, "-o", "json"])?;
         let said: serde_json::Value = serde_json::from_slice(&output.stdout)
             .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
         assert_eq!(output.status.success(), said["done"] == true, "{said}");
-        let passing = ["call-in-progress", "busy", "woken-meanwhile"];
+        let passing = ["call-in-progress", "busy", "woken-meanwhile", "not-registered"];
         let passing = said["done"] == false && passing.iter().any(|word| said["reason"] == *word);
         Ok((!passing).then_some(said))
     })
