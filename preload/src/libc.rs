@@ -133,7 +133,26 @@ pub fn start_thread(main: ThreadMain, argument: *mut c_void) -> bool {
     unsafe { create(&raw mut thread, core::ptr::null(), main, argument) == 0 }
 }
 
-/// The real `dlopen`, now.
+/// Undoes a [`dlopen`].
+///
+/// # Safety
+/// Nothing of the library may be in use any more.
+pub unsafe fn dlclose(handle: *mut c_void) {
+    let address = match weak!("dlclose") {
+        0 => elf::find_function(b"dlclose").unwrap_or(0),
+        found => found,
+    };
+    if address != 0 {
+        // SAFETY: the symbol has this signature in every libc; the caller vouches for
+        // the handle.
+        unsafe {
+            let dlclose: unsafe extern "C" fn(*mut c_void) -> c_int = core::mem::transmute(address);
+            dlclose(handle);
+        }
+    }
+}
+
+/// `dlopen`, with all symbols bound at once. Takes the loader's lock.
 pub fn dlopen(name: &CStr) -> Option<*mut c_void> {
     const RTLD_NOW: c_int = 2;
     let address = match weak!("dlopen") {

@@ -201,6 +201,22 @@ fn it_does_not_bring_itself_back_while_others_hold_the_room() {
 }
 
 #[test]
+fn an_nvml_that_never_answers_is_not_waited_for() {
+    let controller = Controller::new();
+    let path = controller.path();
+    let libraries = format!("{}:{}", Build::Glibc.programs().display(), support::nvml().display());
+    let environment = [("AFFINODE_SOCKET", &*path), ("LD_LIBRARY_PATH", &*libraries)];
+    let mut client = Client::start(Build::Glibc, "dlopen", &environment);
+    assert_eq!(client.ask("cuInit"), 0);
+    let mut agent = controller.welcome();
+    agent.done(&OFFLOAD);
+    client.send("cuCtxSynchronize");
+    agent.wake();
+    assert_eq!(client.answer(), 0);
+    assert!(client.threads().contains(&"affinode-vram".to_owned()));
+}
+
+#[test]
 fn what_the_kernel_denies_is_done_without() {
     const MEMBARRIER: &str = "324";
     const MEMFD_CREATE: &str = "319";

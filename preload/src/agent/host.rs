@@ -38,10 +38,6 @@ pub fn driver_version() -> u32 {
 }
 
 impl Host for Own {
-    fn prepare_close(&mut self) {
-        vram::prepare();
-    }
-
     fn set_gate(&mut self, gate: Gate) {
         self.page.set_gate(gate);
     }

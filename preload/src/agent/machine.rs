@@ -39,8 +39,6 @@ pub enum DriverCall {
 
 /// Everything that the machine can do to the process.
 pub trait Host {
-    /// Does what must not be done any more once callers are held.
-    fn prepare_close(&mut self);
     /// Sets the gate.
     fn set_gate(&mut self, gate: Gate);
     /// Makes the phase known.
@@ -178,7 +176,6 @@ impl Machine {
 
     fn close(&mut self, host: &mut impl Host, deadline_ms: u32) -> Ended {
         self.release_allocations(host);
-        host.prepare_close();
         host.next_generation();
         self.enter(host, Phase::Closing);
         host.set_gate(Gate::Closed);

@@ -1,12 +1,72 @@
 //! Proof of free device memory for a return without a controller, from NVML.
 //!
-//! NVML is loaded before the gate closes: a thread that is held may be one that the
-//! loader's lock waits for (it runs the constructor of a library). After that, only
-//! its functions are looked up, without that lock.
+//! Asked on a thread of its own and for a limited time, because the answer may never
+//! come: while a process is checkpointed, libcuda holds the lock of an NVML that the
+//! process has loaded (seen with 580), and the loader's lock may be held by a caller
+//! that waits at the gate. Nothing that the agent needs may wait for either.
 
 use core::ffi::c_void;
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use crate::{elf, libc};
+use crate::{elf, libc, sys};
+
+/// How long an answer is waited for.
+const PATIENCE_MS: u64 = 3_000;
+
+/// The one question that may be under way.
+struct Question {
+    state: AtomicU32,
+    /// The answer: [`UNKNOWN`] or the bytes that are free on every device.
+    free_bytes: AtomicU64,
+}
+
+const NONE: u32 = 0;
+const ASKED: u32 = 1;
+const ANSWERED: u32 = 2;
+const UNKNOWN: u64 = u64::MAX;
+
+static QUESTION: Question =
+    Question { state: AtomicU32::new(NONE), free_bytes: AtomicU64::new(UNKNOWN) };
+
+/// A forked child has no thread that could still be asking.
+pub fn forget() {
+    QUESTION.state.store(NONE, Ordering::Release);
+}
+
+/// Whether so many bytes are free on every device that the process can see: on which it
+/// held its memory, only the driver knows. True when that cannot be found out.
+pub fn has_room(vram_bytes: u64) -> bool {
+    let state = &QUESTION.state;
+    // The thread of an earlier question that was not answered is still stuck.
+    if state.load(Ordering::Acquire) == ASKED {
+        return true;
+    }
+    QUESTION.free_bytes.store(UNKNOWN, Ordering::Relaxed);
+    state.store(ASKED, Ordering::Release);
+    if !libc::start_thread(answer, core::ptr::null_mut()) {
+        state.store(NONE, Ordering::Release);
+        return true;
+    }
+    let end_us = sys::now_us() + PATIENCE_MS * 1_000;
+    while state.load(Ordering::Acquire) == ASKED && sys::now_us() < end_us {
+        sys::futex_wait(state, ASKED, PATIENCE_MS);
+    }
+    state.load(Ordering::Acquire) != ANSWERED
+        || QUESTION.free_bytes.load(Ordering::Acquire) >= vram_bytes
+}
+
+unsafe extern "C" fn answer(_: *mut c_void) -> *mut c_void {
+    sys::set_thread_name(c"affinode-vram");
+    if let Some(handle) = libc::dlopen(FILE) {
+        let free_bytes = Nvml::start().and_then(|nvml| nvml.least_free_bytes());
+        QUESTION.free_bytes.store(free_bytes.unwrap_or(UNKNOWN), Ordering::Release);
+        // SAFETY: NVML is shut down again; only addresses of functions were taken.
+        unsafe { libc::dlclose(handle) };
+    }
+    QUESTION.state.store(ANSWERED, Ordering::Release);
+    sys::futex_wake_all(&QUESTION.state);
+    core::ptr::null_mut()
+}
 
 const FILE: &core::ffi::CStr = c"libnvidia-ml.so.1";
 
@@ -31,13 +91,6 @@ struct Nvml {
     memory: MemoryInfo,
 }
 
-/// Loads NVML, if the container has it. Nobody may be held at the gate meanwhile.
-pub fn prepare() {
-    if function(b"nvmlInit_v2").is_none() {
-        let _ = libc::dlopen(FILE);
-    }
-}
-
 fn function(name: &[u8]) -> Option<usize> {
     elf::find(|object| {
         let dynamic = object.dynamic()?;
@@ -47,15 +100,6 @@ fn function(name: &[u8]) -> Option<usize> {
             None
         }
     })
-}
-
-/// Whether so many bytes are free on every device that the process can see: on which it
-/// held its memory, only the driver knows. True when NVML cannot be asked.
-pub fn has_room(vram_bytes: u64) -> bool {
-    let Some(nvml) = Nvml::start() else {
-        return true;
-    };
-    nvml.least_free_bytes().is_none_or(|free_bytes| free_bytes >= vram_bytes)
 }
 
 impl Drop for Nvml {
