@@ -27,6 +27,8 @@ pub struct Spec {
     pub runtime: String,
     /// One of [`image`]'s names.
     pub image: String,
+    /// A root filesystem that is there already, instead of the image.
+    pub rootfs: Option<PathBuf>,
     /// Whether it gets the world's GPU.
     pub gpu: bool,
     /// Environment.
@@ -55,6 +57,7 @@ impl Spec {
             id: id.into(),
             runtime: containerd::AFFINODE.into(),
             image: image::PLAIN.into(),
+            rootfs: None,
             gpu: false,
             env: Vec::new(),
             annotations: Vec::new(),
@@ -131,7 +134,11 @@ impl Spec {
                 .arg("--mount")
                 .arg(format!("type=bind,src={host},dst={inside},options=rbind:ro"));
         }
-        command.arg(&self.image).arg(&self.id).args(&self.argv);
+        match &self.rootfs {
+            Some(root) => command.arg("--rootfs").arg(root),
+            None => command.arg(&self.image),
+        };
+        command.arg(&self.id).args(&self.argv);
         Ok(command)
     }
 

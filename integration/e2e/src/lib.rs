@@ -10,6 +10,7 @@
 //! | [`image`] | images made from the machine's own files |
 //! | [`container`], [`worker`] | containers, and the CUDA program that tests talk to |
 //! | [`cli`] | the `affinode` command |
+//! | [`suite`] | what only a machine with a GPU can decide |
 
 #![forbid(unsafe_code)]
 
@@ -24,6 +25,7 @@ pub mod keeper;
 mod logs;
 pub mod processes;
 pub mod release;
+pub mod suite;
 pub mod until;
 pub mod worker;
 pub mod world;

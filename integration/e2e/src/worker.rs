@@ -91,6 +91,8 @@ pub struct Answer {
     pub ok: Option<bool>,
     /// Over all words.
     pub checksum: Option<String>,
+    /// Of the program.
+    pub uid: Option<u32>,
     /// In the program's own pid namespace.
     pub pid: Option<i32>,
     /// What the GPU calls itself.
@@ -171,13 +173,21 @@ impl Worker {
         Ok(answer)
     }
 
-    /// Reads a line.
+    /// Reads an answer.
     ///
     /// # Errors
     /// When none comes.
     pub fn receive(&mut self) -> Result<Answer> {
-        let line = self.lines.receive().with_context(|| format!("from {}", self.running.id))?;
+        let line = self.receive_line()?;
         serde_json::from_str(&line).with_context(|| format!("{} said: {line}", self.running.id))
+    }
+
+    /// Reads a line.
+    ///
+    /// # Errors
+    /// When none comes.
+    pub fn receive_line(&mut self) -> Result<String> {
+        self.lines.receive().with_context(|| format!("from {}", self.running.id))
     }
 
     /// Sends a command and does not wait.

@@ -47,11 +47,12 @@ impl Profile {
 }
 
 /// Cargo packages, and the binaries that they give.
-const BINARIES: [(&str, &str); 4] = [
+const BINARIES: [(&str, &str); 5] = [
     ("affinode-shim", "containerd-shim-affinode-v1"),
     ("affinode-controller", "affinode"),
     ("affinode-sim-gpud", "affinode-sim-gpud"),
     ("affinode-e2e", "affinode-keeper"),
+    ("affinode-e2e", "affinode-gpu-suite"),
 ];
 /// Cargo packages of the simulated driver, their files, and the names that programs ask for.
 const SIMULATED: [(&str, &str, &str); 2] = [
@@ -113,8 +114,17 @@ fn cargo(arguments: &[&str]) -> Command {
     command
 }
 
-/// The C programs know how they are built themselves.
+/// The client programs know how they are built themselves; the suite's own are built from their parts.
 fn clients(artifacts: &Artifacts) -> Result<()> {
-    let script = workspace_dir().join("integration/clients/build.sh");
-    sh::run(Command::new("sh").arg(script).arg(artifacts.clients_dir()))
+    let sources = workspace_dir().join("integration/clients");
+    let target = artifacts.clients_dir();
+    sh::run(Command::new("sh").arg(sources.join("build.sh")).arg(&target))?;
+    let own = workspace_dir().join("integration/e2e/programs");
+    let mut gcc = Command::new("gcc");
+    gcc.args(["-O2", "-Wall", "-o"]).arg(target.join("call_cost")).arg("-I").arg(&sources);
+    gcc.arg(own.join("call_cost.c"))
+        .args(["client.c", "load_dlsym.c"].map(|file| sources.join(file)))
+        .arg("-ldl");
+    sh::run(&mut gcc)?;
+    place(&own.join("torch_worker.py"), &target.join("torch_worker.py"))
 }

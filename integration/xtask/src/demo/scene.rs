@@ -50,15 +50,19 @@ pub fn play(world: &World, quiet: bool) -> Result<Seen> {
     story(quiet, &format!("alpha fills {mib} MiB of VRAM, then makes no further call"));
     let mut alpha = Worker::start(world, "alpha", mib)?;
     let watch = Watch::start(world, quiet)?;
-    let full = gpu(world)?.vram_used_bytes;
+    let full = vram_used(world, |used| used >= each_bytes)?;
     world.cli().wait_for_state("alpha", "Offloaded")?;
-    let freed_bytes = full.saturating_sub(gpu(world)?.vram_used_bytes);
+    let freed_bytes = full - vram_used(world, |used| used + each_bytes <= full)?;
+
+    story(quiet, "alpha makes a CUDA call: it waits until its VRAM is back");
+    let mut verified = alpha.verify()?;
+    world.cli().wait_for_state("alpha", "Offloaded")?;
 
     story(quiet, &format!("beta fills {mib} MiB: together more than the GPU can hold"));
     let mut beta = Worker::start(world, "beta", mib)?;
 
     story(quiet, "alpha makes a CUDA call: it waits for room, beta goes idle and makes room");
-    let mut verified = alpha.verify()?;
+    verified &= alpha.verify()?;
 
     story(quiet, "beta makes a CUDA call");
     verified &= beta.verify()?;
@@ -73,8 +77,14 @@ fn story(quiet: bool, text: &str) {
     }
 }
 
-/// The node's first GPU, once the controller sees it.
+/// The node's first GPU.
 fn gpu(world: &World) -> Result<GpuRow> {
-    until("the controller to see the GPU", || Ok(world.cli().ps()?.gpus.into_iter().next()))
-        .with_context(|| world.cli().ps().ok().and_then(|node| node.gpu_error).unwrap_or_default())
+    let node = world.cli().ps()?;
+    let error = node.gpu_error.unwrap_or_else(|| "the controller sees no GPU".into());
+    node.gpus.into_iter().next().context(error)
+}
+
+/// Waits for NVML to show so much VRAM in use.
+fn vram_used(world: &World, wanted: impl Fn(u64) -> bool) -> Result<u64> {
+    until("NVML to show it", || Ok(Some(gpu(world)?.vram_used_bytes).filter(|used| wanted(*used))))
 }

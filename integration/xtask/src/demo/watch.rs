@@ -3,6 +3,10 @@
 use std::{
     io::{BufRead, BufReader},
     process::{Child, Stdio},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     thread::JoinHandle,
 };
 
@@ -18,6 +22,8 @@ use crate::say;
 /// A running `affinode events --follow`.
 pub struct Watch {
     child: Child,
+    /// Sequence number of the last event that was shown.
+    shown: Arc<AtomicU64>,
     reader: JoinHandle<Vec<EventRow>>,
 }
 
@@ -35,31 +41,33 @@ impl Watch {
                 "TIME", "WHO", "STATE", "VRAM IN USE"
             ));
         }
+        let shown = Arc::new(AtomicU64::new(0));
+        let last = Arc::clone(&shown);
         let reader = std::thread::spawn(move || {
             let mut events: Vec<EventRow> = Vec::new();
-            let mut began_unix_ms = None;
             for line in lines.map_while(Result::ok) {
                 let Ok(event) = serde_json::from_str::<EventRow>(&line) else {
                     continue;
                 };
-                if event.kind != "state" {
-                    continue;
+                let sequence = event.sequence;
+                if event.kind == "state" {
+                    let began_unix_ms = events.first().unwrap_or(&event).unix_ms;
+                    if !quiet {
+                        say::out(&row(&event, began_unix_ms, &cli));
+                    }
+                    events.push(event);
                 }
-                let began = *began_unix_ms.get_or_insert(event.unix_ms);
-                if !quiet {
-                    say::out(&row(&event, began, &cli));
-                }
-                events.push(event);
+                last.store(sequence, Ordering::Release);
             }
             events
         });
-        Ok(Self { child, reader })
+        Ok(Self { child, shown, reader })
     }
 
-    /// Ends it once all events of the controller were read.
+    /// Ends it once everything that has happened by now was shown.
     pub fn finish(mut self, world: &World) -> Result<Vec<EventRow>> {
-        let all = world.cli().events()?.iter().filter(|event| event.kind == "state").count();
-        until("the last rows", || Ok((self.reader.is_finished() || all > 0).then_some(())))?;
+        let last = world.cli().events()?.last().map_or(0, |event| event.sequence);
+        until("the last rows", || Ok((self.shown.load(Ordering::Acquire) >= last).then_some(())))?;
         self.child.kill()?;
         self.child.wait()?;
         self.reader.join().map_err(|_| anyhow!("the table's thread panicked"))

@@ -1,0 +1,68 @@
+"""Trains a small model on command, deterministically.
+
+Commands on stdin, one JSON object per line on stdout:
+
+    step N     N training steps: "digest" over all parameters afterwards
+    bench      the median time of 300 steps after 100 to warm up: "step_ms"
+"""
+
+import hashlib
+import json
+import os
+import statistics
+import sys
+import time
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+import torch  # noqa: E402  (after the variable that it reads)
+
+torch.manual_seed(1)
+torch.use_deterministic_algorithms(True)
+
+WIDTH = 2048
+
+
+def say(**values):
+    print(json.dumps(values), flush=True)
+
+
+def main():
+    device = torch.device("cuda")
+    layers = []
+    for _ in range(6):
+        layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU(), torch.nn.LayerNorm(WIDTH)]
+    model = torch.nn.Sequential(*layers).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    batch = torch.randn(256, WIDTH, device=device)
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        loss = (model(batch) - batch).square().mean()
+        loss.backward()
+        optimizer.step()
+
+    step()
+    torch.cuda.synchronize()
+    say(command="ready", result=0, pid=os.getpid())
+    for line in sys.stdin:
+        words = line.split()
+        if words[0] == "step":
+            for _ in range(int(words[1])):
+                step()
+            digest = hashlib.sha256()
+            for parameter in model.parameters():
+                digest.update(parameter.detach().cpu().numpy().tobytes())
+            say(command="step", result=0, digest=digest.hexdigest())
+        elif words[0] == "bench":
+            times = []
+            for number in range(400):
+                start = time.perf_counter()
+                step()
+                torch.cuda.synchronize()
+                if number >= 100:
+                    times.append((time.perf_counter() - start) * 1000)
+            say(command="bench", result=0, step_ms=statistics.median(times))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+//! The suite for a machine with a GPU: what only a real driver can decide.
+//!
+//! | part | decides |
+//! | --- | --- |
+//! | [`cycle`] | a plain CUDA process and a torch process, as root and as uid 1000: idle, away, back, same results |
+//! | [`crashers`] | the five calls that kill: with the library 30 of 30 return, without it the program dies |
+//! | [`cost`] | a hooked call against a direct one, a torch step with and without the library, a wake against the driver's own |
+//!
+//! It runs on the simulated GPU as well, less what needs torch.
+
+mod cost;
+mod crashers;
+mod cycle;
+mod host_root;
+mod report;
+mod torch;
+
+use anyhow::Result;
+
+use crate::{
+    gpu::Gpu,
+    release::Release,
+    until::until,
+    world::{Recipe, World},
+};
+
+pub use report::Report;
+
+/// Idle after a second; nothing keeps a container once it is idle.
+const CONFIG: &str = r#"
+[policy]
+mode = "eager"
+idle_timeout = "1s"
+minimum_residency = "1ms"
+[timing]
+sample_interval = "100ms"
+"#;
+/// Annotation of a container that moves by order alone.
+const BY_ORDER: (&str, &str) = ("affinode.io/offload", "manual");
+
+/// Runs all parts with this containerd and GPU. A part that fails is a row that is
+/// not met; the others go on.
+///
+/// # Errors
+/// When no world can be made.
+pub fn run(release: &Release, gpu: Gpu) -> Result<Report> {
+    let world = Recipe::default().release(release).gpu(gpu).config(CONFIG).world()?;
+    let mut report = Report::new(&world);
+    report.part("plain process, root", |rows| cycle::plain(&world, "root", rows));
+    report.part("plain process, uid 1000", |rows| cycle::plain(&world, "user", rows));
+    report.part("crashing calls", |rows| crashers::with_and_without(&world, rows));
+    report.part("cost of a call", |rows| cost::calls(&world, rows));
+    report.part("cost of a wake", |rows| cost::wakes(&world, rows));
+    match torch::Torch::find(&world) {
+        Ok(torch) => {
+            report.part("torch, root", |rows| torch.cycle("root", rows));
+            report.part("torch, uid 1000", |rows| torch.cycle("user", rows));
+            report.part("cost of a torch step", |rows| torch.step_cost(rows));
+        }
+        Err(why) => report.skip("torch", &format!("{why:#}")),
+    }
+    if let Some(gpu) = world.cli().ps()?.gpus.first() {
+        report.name_gpu(&gpu.name);
+    }
+    if report.failed() {
+        world.show_logs();
+    }
+    Ok(report)
+}
+
+/// VRAM in use on the first GPU once NVML shows what is wanted.
+fn vram_used(world: &World, wanted: impl Fn(u64) -> bool) -> Result<u64> {
+    until("the VRAM in use to change", || {
+        let used = world.cli().ps()?.gpus.first().map(|gpu| gpu.vram_used_bytes);
+        Ok(used.filter(|used| wanted(*used)))
+    })
+}
+
+/// Moves a container out by order, again while a call is in the way.
+fn move_out(world: &World, id: &str) -> Result<u64> {
+    until(&format!("{id} to be moved out"), || {
+        let output = world.cli().output(&["offload", id, "-o", "json"])?;
+        let said: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+        let passing = ["call-in-progress", "busy", "woken-meanwhile", "not-registered"];
+        if said["done"] == true {
+            return Ok(said["elapsed_ms"].as_u64());
+        }
+        anyhow::ensure!(passing.iter().any(|word| said["reason"] == *word), "{said}");
+        Ok(None)
+    })
+}
+
+/// The middle value; 0 for none.
+fn median(samples: &[f64]) -> f64 {
+    let mut sorted = samples.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    match sorted.len() {
+        0 => 0.0,
+        n if n % 2 == 1 => sorted[n / 2],
+        n => f64::midpoint(sorted[n / 2 - 1], sorted[n / 2]),
+    }
+}

@@ -1,0 +1,109 @@
+//! What a call and a wake cost beyond what the driver itself takes.
+
+use anyhow::{Context, Result, ensure};
+use serde::Deserialize;
+
+use super::{BY_ORDER, median, move_out, report::Rows};
+use crate::{
+    container::{CLIENTS, Spec},
+    containerd::STOCK,
+    worker::{USUAL, Worker},
+    world::World,
+};
+
+/// How often a wake is measured, with and without.
+const WAKES: usize = 10;
+/// A small process: nothing hides behind the copy.
+const SMALL_MIB: u64 = 64;
+
+/// `call_cost` says this for each function.
+#[derive(Deserialize)]
+struct CallCost {
+    call: String,
+    ns_median: f64,
+}
+
+/// Calls of the driver, hooked and direct, in containers of both runtimes in turn.
+pub fn calls(world: &World, rows: &mut Rows) -> Result<()> {
+    let measure = |id: &str, runtime: Option<&str>| -> Result<Vec<CallCost>> {
+        let spec = Spec::gpu(id, &[&format!("{CLIENTS}/call_cost")]);
+        let text = match runtime {
+            Some(runtime) => spec.runtime(runtime).run(world)?,
+            None => spec.run(world)?,
+        };
+        text.lines().map(|line| serde_json::from_str(line).context("call_cost")).collect()
+    };
+    let mut direct = measure("direct", Some(STOCK))?;
+    let hooked = measure("hooked", None)?;
+    let again = measure("direct", Some(STOCK))?;
+    for (first, second) in direct.iter_mut().zip(&again) {
+        first.ns_median = first.ns_median.min(second.ns_median);
+    }
+    for (direct, hooked) in direct.iter().zip(&hooked) {
+        let call = &direct.call;
+        ensure!(*call == hooked.call, "{call} beside {}", hooked.call);
+        rows.tell(&format!("{call}, direct"), direct.ns_median, "ns");
+        let more = hooked.ns_median - direct.ns_median;
+        rows.want(&format!("{call}, hooked: more by"), more, "ns", "at most 10 ns", more <= 10.0);
+    }
+    Ok(())
+}
+
+/// A call that wakes, against the driver's restore and unlock called from outside.
+pub fn wakes(world: &World, rows: &mut Rows) -> Result<()> {
+    let driver = driver_ms(world)?;
+    let (name, value) = BY_ORDER;
+    let mut worker =
+        Worker::start_as(world, Worker::spec("wake", USUAL, SMALL_MIB).annotation(name, value))?;
+    worker.wait_filled()?;
+    let mut felt = Vec::new();
+    let mut controller = Vec::new();
+    for _ in 0..WAKES {
+        move_out(world, "wake")?;
+        felt.push(worker.call("streamsync")?.elapsed_us as f64 / 1000.0);
+        let row = world.cli().container("wake")?.context("it is known")?;
+        controller.push(row.last_wake_ms as f64);
+    }
+    worker.running.kill(world)?;
+    worker.running.delete(world)?;
+    rows.tell("restore and unlock by the driver alone", median(&driver), "ms");
+    rows.tell("a call that wakes, as the caller feels it", median(&felt), "ms");
+    rows.tell("the same as the controller counts it", median(&controller), "ms");
+    let more = median(&felt) - median(&driver);
+    rows.want("more by", more, "ms", "at most 10 ms", more <= 10.0);
+    Ok(())
+}
+
+/// Restore plus unlock of an unmanaged process of the same size.
+fn driver_ms(world: &World) -> Result<Vec<f64>> {
+    #[derive(Deserialize)]
+    struct Step {
+        command: String,
+        result: i32,
+        elapsed_us: f64,
+    }
+    let mut worker =
+        Worker::start_as(world, Worker::spec("driver", USUAL, SMALL_MIB).runtime(STOCK))?;
+    worker.wait_filled()?;
+    let pid = worker.running.pid(world)?.to_string();
+    let tool = world.artifacts().clients_dir().join("checkpoint");
+    let mut samples = Vec::new();
+    for _ in 0..WAKES {
+        let steps = [&pid, "lock", "checkpoint", "restore", "unlock"];
+        let output = world.host_gpu_command(&tool).args(steps).output()?;
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let mut sum = 0.0;
+        for line in text.lines() {
+            let step: Step = serde_json::from_str(line)?;
+            ensure!(step.result == 0, "{line}");
+            if matches!(step.command.as_str(), "restore" | "unlock") {
+                sum += step.elapsed_us / 1000.0;
+            }
+        }
+        samples.push(sum);
+    }
+    ensure!(worker.verify()?, "contents after the driver's own cycles");
+    worker.running.kill(world)?;
+    worker.running.delete(world)?;
+    Ok(samples)
+}

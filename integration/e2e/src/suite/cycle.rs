@@ -1,0 +1,65 @@
+//! A plain CUDA process: idle, away, back, the same contents.
+
+use anyhow::{Context, Result};
+
+use super::{BY_ORDER, move_out, report::Rows, vram_used};
+use crate::{
+    image,
+    worker::{USUAL, Worker},
+    world::{MIB, World},
+};
+
+/// VRAM that the process fills.
+const WORKER_MIB: u64 = 1024;
+/// What may be in use on a device that nobody uses: the driver keeps a little for itself.
+pub(super) const EMPTY_BYTES: u64 = 32 * MIB;
+
+/// As `root`, or as uid 1000.
+pub fn plain(world: &World, who: &str, rows: &mut Rows) -> Result<()> {
+    let id = format!("plain-{who}");
+    let image = if who == "root" { image::PLAIN } else { image::UNPRIVILEGED };
+    let mut worker = Worker::start_as(world, Worker::spec(&id, USUAL, WORKER_MIB).image(image))?;
+    worker.wait_filled()?;
+    let full = vram_used(world, |used| used >= WORKER_MIB * MIB)?;
+    rows.tell("device in use, filled", mib(full), "MiB");
+    let row = world.cli().wait_for_state(&id, "Offloaded")?;
+    rows.tell("moved out in", row.last_offload_ms as f64, "ms");
+    let empty = vram_used(world, |used| used < full / 2)?;
+    rows.want("device in use, away", mib(empty), "MiB", "a few MiB", empty <= EMPTY_BYTES);
+    let info = worker.call("exec-info")?;
+    rows.tell("runs as uid", f64::from(info.uid.context("it says its uid")?), "");
+    let good = worker.verify()?;
+    let row = world.cli().container(&id)?.context("it is known")?;
+    rows.tell("came back in", row.last_wake_ms as f64, "ms");
+    rows.count("contents as before", usize::from(good), 1);
+    worker.running.kill(world)?;
+    worker.running.delete(world)?;
+    rows.count("checksum as without the cycle", usize::from(same_results(world, &id, image)?), 1);
+    Ok(())
+}
+
+/// Three kernels, with and without a cycle after each.
+fn same_results(world: &World, id: &str, image: &str) -> Result<bool> {
+    let mut checksums = Vec::new();
+    for away in [false, true] {
+        let (name, value) = BY_ORDER;
+        let spec = Worker::spec(id, USUAL, 256).image(image).annotation(name, value);
+        let mut worker = Worker::start_as(world, spec)?;
+        worker.wait_filled()?;
+        for _ in 0..3 {
+            worker.call("touch")?;
+            if away {
+                move_out(world, id)?;
+            }
+        }
+        let answer = worker.call("verify")?;
+        checksums.push(answer.checksum.context("verify has a checksum")?);
+        worker.running.kill(world)?;
+        worker.running.delete(world)?;
+    }
+    Ok(checksums[0] == checksums[1])
+}
+
+pub(super) fn mib(bytes: u64) -> f64 {
+    bytes as f64 / MIB as f64
+}

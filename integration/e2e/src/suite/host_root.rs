@@ -1,0 +1,49 @@
+//! A root filesystem for containers that need what the machine has installed: the
+//! machine's own, below a layer that takes all writes and is thrown away.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use crate::{containerd, keeper::STORE, world::World};
+
+/// Filesystems that hold programs; everything else is the kernel's or passing.
+const HOLD_FILES: [&str; 7] = ["ext4", "xfs", "btrfs", "squashfs", "erofs", "overlay", "virtiofs"];
+/// Places that a container gets from its runtime.
+const NOT_THESE: [&str; 5] = ["/proc", "/sys", "/dev", "/run", "/tmp"];
+
+/// Mounts the machine's root below a fresh layer, in the world's mount namespace alone.
+pub fn mount(world: &World) -> Result<PathBuf> {
+    let folder = world.dir().join(STORE).join("host");
+    let path = folder.display();
+    let script = format!(
+        "mkdir -p {path}/upper {path}/work {path}/root && \
+         mount -t overlay overlay -o lowerdir=/,upperdir={path}/upper,workdir={path}/work {path}/root"
+    );
+    containerd::run(world.keeper().command(Path::new("/bin/sh")).args(["-c", &script]))
+        .context("cannot mount a layer over the machine's root")?;
+    Ok(folder.join("root"))
+}
+
+/// What the machine has mounted below its root, to be mounted in the container as well:
+/// an overlay shows the empty folders below such mounts.
+pub fn other_mounts(world: &World) -> Result<Vec<(PathBuf, PathBuf)>> {
+    let table =
+        std::fs::read_to_string("/proc/self/mountinfo").context("cannot read the mount table")?;
+    let mut found = Vec::new();
+    for line in table.lines() {
+        let Some((fields, kind)) = line.split_once(" - ") else {
+            continue;
+        };
+        let kind = kind.split(' ').next().unwrap_or_default();
+        let Some(point) = fields.split(' ').nth(4).map(PathBuf::from) else {
+            continue;
+        };
+        let passing = NOT_THESE.iter().any(|place| point.starts_with(place))
+            || point.starts_with(world.dir());
+        if HOLD_FILES.contains(&kind) && point != Path::new("/") && !passing {
+            found.push((point.clone(), point));
+        }
+    }
+    Ok(found)
+}

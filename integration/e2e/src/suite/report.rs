@@ -1,0 +1,129 @@
+//! What the suite found: rows of a table, and the same as JSON.
+
+use std::fmt::Write;
+
+use anyhow::Result;
+use serde::Serialize;
+
+use crate::world::World;
+
+/// One finding.
+#[derive(Debug, Serialize)]
+pub struct Row {
+    part: String,
+    what: String,
+    value: f64,
+    unit: &'static str,
+    /// What the project wants; empty where it is only told.
+    goal: String,
+    met: bool,
+}
+
+/// Rows of one part.
+#[derive(Default)]
+pub struct Rows {
+    rows: Vec<(String, f64, &'static str, String, bool)>,
+}
+
+impl Rows {
+    /// A figure without a goal.
+    pub fn tell(&mut self, what: &str, value: f64, unit: &'static str) {
+        self.rows.push((what.into(), value, unit, String::new(), true));
+    }
+
+    /// A figure with a goal.
+    pub fn want(&mut self, what: &str, value: f64, unit: &'static str, goal: &str, met: bool) {
+        self.rows.push((what.into(), value, unit, goal.into(), met));
+    }
+
+    /// So many of so many.
+    pub fn count(&mut self, what: &str, good: usize, of: usize) {
+        self.want(what, good as f64, "", &format!("{of} of {of}"), good == of);
+    }
+}
+
+/// Everything that the suite found.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    gpu: String,
+    gpu_name: String,
+    containerd: String,
+    rows: Vec<Row>,
+    /// Parts that could not be carried out, and why.
+    errors: Vec<(String, String)>,
+    /// Parts that this machine cannot have, and why.
+    skipped: Vec<(String, String)>,
+}
+
+impl Report {
+    /// An empty one.
+    pub(super) fn new(world: &World) -> Self {
+        Self {
+            gpu: world.gpu().as_str().into(),
+            gpu_name: String::new(),
+            containerd: world.containerd().release().version.clone(),
+            rows: Vec::new(),
+            errors: Vec::new(),
+            skipped: Vec::new(),
+        }
+    }
+
+    /// Carries out a part. What it found before it failed is kept.
+    pub(super) fn part(&mut self, part: &str, work: impl FnOnce(&mut Rows) -> Result<()>) {
+        let mut rows = Rows::default();
+        let outcome = work(&mut rows);
+        for (what, value, unit, goal, met) in rows.rows {
+            self.rows.push(Row { part: part.into(), what, value, unit, goal, met });
+        }
+        if let Err(error) = outcome {
+            self.errors.push((part.into(), format!("{error:#}")));
+        }
+    }
+
+    /// Notes that a part cannot be carried out here.
+    pub(super) fn skip(&mut self, part: &str, why: &str) {
+        self.skipped.push((part.into(), why.into()));
+    }
+
+    /// Names the GPU.
+    pub fn name_gpu(&mut self, name: &str) {
+        name.clone_into(&mut self.gpu_name);
+    }
+
+    /// Whether a part failed or a goal was missed.
+    #[must_use]
+    pub fn failed(&self) -> bool {
+        !self.errors.is_empty() || self.rows.iter().any(|row| !row.met)
+    }
+
+    /// For people.
+    #[must_use]
+    pub fn table(&self) -> String {
+        let mut text =
+            format!("{} GPU {}, containerd {}\n\n", self.gpu, self.gpu_name, self.containerd);
+        let mut part = "";
+        for row in &self.rows {
+            if row.part != part {
+                part = &row.part;
+                let _ = writeln!(text, "{part}");
+            }
+            let verdict = match (row.goal.as_str(), row.met) {
+                ("", _) => "",
+                (_, true) => "met",
+                (_, false) => "MISSED",
+            };
+            let _ = writeln!(
+                text,
+                "  {:<52} {:>12.3} {:<6} {:<28} {verdict}",
+                row.what, row.value, row.unit, row.goal
+            );
+        }
+        for (part, error) in &self.errors {
+            let _ = writeln!(text, "\nFAILED  {part}: {error}");
+        }
+        for (part, why) in &self.skipped {
+            let _ = writeln!(text, "\nskipped {part}: {why}");
+        }
+        text
+    }
+}

@@ -1,0 +1,164 @@
+//! Torch, as the machine has it installed.
+
+use std::{path::PathBuf, process::Command};
+
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
+
+use super::{
+    BY_ORDER,
+    cycle::{EMPTY_BYTES, mib},
+    host_root, median, move_out,
+    report::Rows,
+    vram_used,
+};
+use crate::{
+    container::{CLIENTS, Spec},
+    containerd::STOCK,
+    gpu::Gpu,
+    worker::Worker,
+    world::{MIB, World},
+};
+
+/// Environment that a Python and its GPU libraries may need.
+const ENVIRONMENT: [&str; 5] =
+    ["PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "NCCL_NVLS_ENABLE"];
+/// Steps before and after the cycle.
+const STEPS: u32 = 5;
+
+/// A Python with torch, and a root filesystem that has it.
+pub struct Torch<'w> {
+    world: &'w World,
+    python: PathBuf,
+    root: PathBuf,
+}
+
+#[derive(Deserialize)]
+struct Step {
+    #[serde(default)]
+    digest: String,
+    #[serde(default)]
+    step_ms: f64,
+}
+
+impl<'w> Torch<'w> {
+    /// Finds it.
+    ///
+    /// # Errors
+    /// When the machine has none, or the GPU is not a real one.
+    pub fn find(world: &'w World) -> Result<Self> {
+        if !matches!(world.gpu(), Gpu::Real) {
+            bail!("the simulated GPU runs no torch");
+        }
+        let probe = "import sys, torch; assert torch.cuda.is_available(); print(sys.executable)";
+        let output = Command::new("python3").args(["-c", probe]).output().context("no python3")?;
+        if !output.status.success() {
+            bail!("python3 has no torch that sees the GPU");
+        }
+        let python = String::from_utf8(output.stdout)?.trim().into();
+        Ok(Self { world, python, root: host_root::mount(world)? })
+    }
+
+    fn spec(&self, id: &str, who: &str) -> Result<Spec> {
+        let script = format!("{CLIENTS}/torch_worker.py");
+        let mut spec = Spec::gpu(id, &[&self.python.to_string_lossy(), "-u", &script]);
+        spec.rootfs = Some(self.root.clone());
+        spec.mounts = host_root::other_mounts(self.world)?;
+        for name in ENVIRONMENT {
+            if let Ok(value) = std::env::var(name) {
+                spec = spec.env(name, &value);
+            }
+        }
+        // Caches of the machine's users are not for this one.
+        spec = spec.env("HOME", "/tmp").env("TORCHINDUCTOR_CACHE_DIR", "/tmp/inductor");
+        Ok(if who == "root" { spec } else { spec.flags(&["--user", "1000:1000"]) })
+    }
+
+    /// Trains, goes idle, is away, trains on; and the same without being away.
+    pub fn cycle(&self, who: &str, rows: &mut Rows) -> Result<()> {
+        let world = self.world;
+        let mut digests = Vec::new();
+        for away in [false, true] {
+            let id = format!("torch-{who}-{away}");
+            let spec = self.spec(&id, who)?;
+            let spec = if away { spec } else { spec.annotation("affinode.io/offload", "off") };
+            let mut worker = Worker::start_as(world, spec)?;
+            worker.expect("ready")?;
+            step(&mut worker, STEPS)?;
+            if away {
+                let full = vram_used(world, |used| used >= 256 * MIB)?;
+                rows.tell("device in use, trained", mib(full), "MiB");
+                let row = world.cli().wait_for_state(&id, "Offloaded")?;
+                rows.tell("moved out in", row.last_offload_ms as f64, "ms");
+                let empty = vram_used(world, |used| used < full / 2)?;
+                rows.want(
+                    "device in use, away",
+                    mib(empty),
+                    "MiB",
+                    "a few MiB",
+                    empty <= EMPTY_BYTES,
+                );
+            }
+            digests.push(step(&mut worker, STEPS)?.digest);
+            if away {
+                let row = world.cli().container(&id)?.context("it is known")?;
+                rows.tell("came back in", row.last_wake_ms as f64, "ms");
+            }
+            worker.running.kill(world)?;
+            worker.running.delete(world)?;
+        }
+        rows.count(
+            "weights after training as without the cycle",
+            usize::from(digests[0] == digests[1]),
+            1,
+        );
+        Ok(())
+    }
+
+    /// The time of a step with our runtime and with the stock one, in turn.
+    pub fn step_cost(&self, rows: &mut Rows) -> Result<()> {
+        let world = self.world;
+        let (mut with, mut without) = (Vec::new(), Vec::new());
+        for _ in 0..3 {
+            for (id, samples) in [("step-stock", &mut without), ("step-ours", &mut with)] {
+                let (name, value) = BY_ORDER;
+                let mut spec = self.spec(id, "root")?.annotation(name, value);
+                if id == "step-stock" {
+                    spec = spec.runtime(STOCK);
+                }
+                let mut worker = Worker::start_as(world, spec)?;
+                worker.expect("ready")?;
+                worker.send("bench")?;
+                samples.push(answer(&mut worker)?.step_ms);
+                worker.running.kill(world)?;
+                worker.running.delete(world)?;
+            }
+        }
+        let (without, with) = (median(&without), median(&with));
+        rows.tell("a step with the stock runtime", without, "ms");
+        rows.tell("a step with the library", with, "ms");
+        let more = (with / without - 1.0) * 100.0;
+        rows.want("more by", more, "%", "within 1%", more <= 1.0);
+        // The container was not only preloaded: it can be moved.
+        let mut worker = Worker::start_as(
+            world,
+            self.spec("step-moved", "root")?.annotation(BY_ORDER.0, BY_ORDER.1),
+        )?;
+        worker.expect("ready")?;
+        move_out(world, "step-moved")?;
+        step(&mut worker, 1)?;
+        worker.running.kill(world)?;
+        worker.running.delete(world)
+    }
+}
+
+fn step(worker: &mut Worker, count: u32) -> Result<Step> {
+    worker.send(&format!("step {count}"))?;
+    answer(worker)
+}
+
+fn answer(worker: &mut Worker) -> Result<Step> {
+    let line = worker.receive_line()?;
+    let step: Step = serde_json::from_str(&line).with_context(|| format!("torch said: {line}"))?;
+    Ok(step)
+}
