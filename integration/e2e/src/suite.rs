@@ -24,6 +24,7 @@ use crate::{
     world::{Recipe, World},
 };
 
+pub use cost::wake_ms;
 pub use report::Report;
 
 /// Idle after a second; nothing keeps a container once it is idle.
@@ -62,7 +63,7 @@ pub fn run(release: &Release, gpu: Gpu) -> Result<Report> {
     if let Some(gpu) = world.cli().ps()?.gpus.first() {
         report.name_gpu(&gpu.name);
     }
-    if report.failed() {
+    if report.broke() {
         world.show_logs();
     }
     Ok(report)

@@ -12,7 +12,10 @@ mod containers;
 mod stats;
 mod wake;
 
-use affinode_e2e::{gpu::Gpu, world::{PLENTY_BYTES, Recipe}};
+use affinode_e2e::{
+    gpu::Gpu,
+    world::{PLENTY_BYTES, Recipe},
+};
 use anyhow::{Result, bail};
 use clap::Args;
 use nix::unistd::Uid;
@@ -60,11 +63,11 @@ pub fn run(options: &Options) -> Result<()> {
     };
     let mut figures = Vec::new();
     say::step("Calls");
-    figures.extend(calls::measure(&recipe().world()?)?);
+    figures.extend(calls::measure(&artifacts)?);
     say::step("Containers");
     figures.extend(containers::measure(&recipe().world()?, options.rounds)?);
     say::step("Wake");
-    figures.extend(wake::measure(&recipe().world()?, options.rounds)?);
+    figures.extend(wake::measure(&recipe().world()?)?);
     print(&figures, options.json)
 }
 
@@ -73,7 +76,10 @@ fn print(figures: &[Figure], json: bool) -> Result<()> {
         say::out(&serde_json::to_string_pretty(figures)?);
         return Ok(());
     }
-    say::out(&format!("{:<34} {:>6} {:>11} {:>11} {:>11}  {:<24} ", "FIGURE", "UNIT", "WITHOUT", "WITH", "DIFFERENCE", "GOAL"));
+    say::out(&format!(
+        "{:<34} {:>6} {:>11} {:>11} {:>11}  {:<24} ",
+        "FIGURE", "UNIT", "WITHOUT", "WITH", "DIFFERENCE", "GOAL"
+    ));
     for figure in figures {
         let met = if figure.met { "met" } else { "MISSED" };
         say::out(&format!(

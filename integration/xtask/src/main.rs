@@ -5,9 +5,11 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 mod apt;
+mod bench;
 mod build;
 mod demo;
 mod deps;
+mod kit;
 mod packages;
 mod say;
 mod sh;
@@ -32,6 +34,10 @@ enum Task {
     Deps,
     /// Show it: two containers that together want more VRAM than there is (needs root).
     Demo(demo::Options),
+    /// Measure what it costs, beside the stock runtime (needs root).
+    Bench(bench::Options),
+    /// Pack what a machine with a GPU needs to run the suite there.
+    GpuKit(kit::Options),
     /// Run all tests of this machine (needs root).
     Test(suite::Options),
 }
@@ -41,6 +47,8 @@ fn main() -> ExitCode {
         Task::Build { release } => build::all(build::Profile::from_release(release)).map(|_| ()),
         Task::Deps => deps::all().map(|_| ()),
         Task::Demo(options) => demo::run(&options),
+        Task::Bench(options) => bench::run(&options),
+        Task::GpuKit(options) => kit::pack(&options),
         Task::Test(options) => suite::run(&options),
     };
     match result {

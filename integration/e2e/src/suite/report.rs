@@ -96,6 +96,11 @@ impl Report {
         !self.errors.is_empty() || self.rows.iter().any(|row| !row.met)
     }
 
+    /// Whether a part could not be carried out.
+    pub(super) fn broke(&self) -> bool {
+        !self.errors.is_empty()
+    }
+
     /// For people.
     #[must_use]
     pub fn table(&self) -> String {

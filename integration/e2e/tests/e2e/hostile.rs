@@ -29,7 +29,7 @@ fn a_flood_of_connections_harms_nobody_else() -> Result<()> {
     let world = Recipe::default().config(EAGER).world()?;
     let mut good = Worker::start(&world, "good", 32)?;
     let flooder = Spec::gpu("flood", &["/bin/sleep", "infinity"]).start(&world)?;
-    let key = until("the flooder to be known", || Ok(world.cli().container("flood")?))?.key;
+    let key = until("the flooder to be known", || world.cli().container("flood"))?.key;
     let socket = world.cli().run_dir().join("containers").join(key).join("mount/agent.sock");
     let mut open = Vec::new();
     for _ in 0..2000 {

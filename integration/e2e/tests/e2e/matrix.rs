@@ -14,7 +14,7 @@ pub fn world(line: Line, recipe: Recipe) -> Result<Option<World>> {
     match releases.get(line)? {
         Some(release) => recipe.release(release).world().map(Some),
         None => {
-            println!("skipped: no containerd {} on this machine", line.as_str());
+            crate::skip(&format!("no containerd {} on this machine", line.as_str()));
             Ok(None)
         }
     }

@@ -65,7 +65,7 @@ fn forked_before_use() -> Result<()> {
 #[test]
 fn python_with_ctypes() -> Result<()> {
     if !std::path::Path::new("/usr/bin/python3").exists() {
-        println!("skipped: no /usr/bin/python3 on this machine");
+        crate::skip("no /usr/bin/python3 on this machine");
         return Ok(());
     }
     let program = format!("{CLIENTS}/ctypes_worker.py");

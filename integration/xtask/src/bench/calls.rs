@@ -1,11 +1,80 @@
-//! A hooked call against a direct one.
+//! A hooked call against a direct one, of a driver that does nothing.
+//!
+//! The preload library's own benchmark: a stand-in for libcuda whose function returns
+//! at once, so that nothing but the hook is measured. No container is needed.
 
-use affinode_e2e::world::World;
-use anyhow::Result;
+use std::{path::Path, process::Command};
+
+use affinode_e2e::artifacts::{Artifacts, target_dir, workspace_dir};
+use anyhow::{Context, Result};
+use serde::Deserialize;
 
 use super::Figure;
+use crate::sh;
 
-/// Runs the program that times calls, with the preload library and with it turned off.
-pub fn measure(_world: &World) -> Result<Vec<Figure>> {
-    Ok(Vec::new())
+/// Millions of calls per round, and rounds.
+const CALLS: [&str; 2] = ["2", "21"];
+
+#[derive(Deserialize)]
+struct Cost {
+    ns_per_call_median: f64,
+}
+
+/// One thread, and eight.
+pub fn measure(artifacts: &Artifacts) -> Result<Vec<Figure>> {
+    let folder = target_dir().join("affinode/bench");
+    std::fs::create_dir_all(&folder)?;
+    let sources = workspace_dir().join("preload/tests/programs");
+    let program = folder.join("bench_call");
+    let gcc = || Command::new("gcc");
+    sh::run(
+        gcc()
+            .args(["-O2", "-pthread", "-o"])
+            .arg(&program)
+            .arg(sources.join("bench_call.c"))
+            .arg("-ldl"),
+    )?;
+    let driver = folder.join("libcuda.so.1");
+    sh::run(
+        gcc().args(["-O2", "-shared", "-fPIC", "-o"]).arg(&driver).arg(sources.join("stub_cuda.c")),
+    )?;
+    let library = artifacts.lib_dir().join("libaffinode_preload.so");
+    let mut figures = Vec::new();
+    for (threads, name, goal, limit_ns) in [
+        ("1", "hooked call, 1 thread", "at most 10 ns more", 10.0),
+        ("8", "hooked call, 8 threads", "at most 15 ns more", 15.0),
+    ] {
+        let without = ns_per_call(&program, &folder, threads, None)?;
+        let with = ns_per_call(&program, &folder, threads, Some(&library))?;
+        figures.push(Figure {
+            name,
+            unit: "ns",
+            without,
+            with,
+            goal,
+            met: with - without <= limit_ns,
+            method: format!(
+                "a driver function that returns at once, {} million calls a round, median of {} rounds, mean over threads",
+                CALLS[0], CALLS[1]
+            ),
+        });
+    }
+    Ok(figures)
+}
+
+fn ns_per_call(
+    program: &Path,
+    driver: &Path,
+    threads: &str,
+    library: Option<&Path>,
+) -> Result<f64> {
+    let mut command = Command::new(program);
+    command.arg(threads).args(CALLS).env("LD_LIBRARY_PATH", driver);
+    if let Some(library) = library {
+        command.env("LD_PRELOAD", library);
+    }
+    let text = sh::read(&mut command)?;
+    let cost: Cost =
+        serde_json::from_str(&text).with_context(|| format!("bench_call said: {text}"))?;
+    Ok(cost.ns_per_call_median)
 }

@@ -19,7 +19,10 @@ pub fn measure(world: &World, rounds: usize) -> Result<Vec<Figure>> {
     // The controller is up from here on, as it is on a node.
     start_to_exit_ms(world, &gpu(AFFINODE))?;
     let mut figures = Vec::new();
-    for (name, make) in [("container start to exit", &plain as &dyn Fn(&str) -> Spec), ("GPU container start to exit", &gpu)] {
+    for (name, make) in [
+        ("container start to exit", &plain as &dyn Fn(&str) -> Spec),
+        ("GPU container start to exit", &gpu),
+    ] {
         let (mut without, mut with) = (Vec::new(), Vec::new());
         for _ in 0..rounds {
             without.push(start_to_exit_ms(world, &make(STOCK))?);
@@ -45,7 +48,8 @@ pub fn measure(world: &World, rounds: usize) -> Result<Vec<Figure>> {
         with,
         goal: "at most 6 MiB more",
         met: with - without <= 6.0,
-        method: "sum of Rss in smaps_rollup of every shim process of one running GPU container".into(),
+        method: "sum of Rss in smaps_rollup of every shim process of one running GPU container"
+            .into(),
     });
     Ok(figures)
 }
@@ -62,11 +66,15 @@ fn shims_kib(world: &World, runtime: &str) -> Result<f64> {
     let running = Spec::gpu("memory", &["/bin/sleep", "infinity"]).runtime(runtime).start(world)?;
     // The launcher that containerd ran to start the shim has ended by now or does so at once.
     let expected = if runtime == STOCK { 1 } else { 2 };
-    let shims = until("the shims", || Ok(Some(world.shims()?).filter(|shims| shims.len() == expected)))?;
+    let shims =
+        until("the shims", || Ok(Some(world.shims()?).filter(|shims| shims.len() == expected)))?;
     let mut sum = 0.0;
     for shim in shims {
         let text = std::fs::read_to_string(format!("/proc/{}/smaps_rollup", shim.pid))?;
-        let rss = text.lines().find_map(|line| line.strip_prefix("Rss:")).context("no Rss in smaps_rollup")?;
+        let rss = text
+            .lines()
+            .find_map(|line| line.strip_prefix("Rss:"))
+            .context("no Rss in smaps_rollup")?;
         sum += rss.trim().trim_end_matches(" kB").parse::<f64>()?;
     }
     running.kill(world)?;

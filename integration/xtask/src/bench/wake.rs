@@ -1,24 +1,13 @@
 //! What a waiting call waits for beyond the driver's own restore and unlock.
 
-use affinode_e2e::{worker::Worker, world::{MIB, World}};
+use affinode_e2e::{suite, world::World};
 use anyhow::Result;
 
-use super::{Figure, stats::median};
+use super::Figure;
 
-/// A small process: nothing hides behind the copy.
-const BYTES: u64 = 64 * MIB;
-
-/// Offloads and wakes a worker again and again.
-pub fn measure(world: &World, rounds: usize) -> Result<Vec<Figure>> {
-    let mut worker = Worker::start(world, "wake", BYTES / MIB)?;
-    let (mut driver, mut felt) = (Vec::new(), Vec::new());
-    for _ in 0..rounds {
-        world.cli().run(&["offload", "wake"])?;
-        let woken = worker.wake()?;
-        felt.push(woken.call_ms);
-        driver.push(woken.driver_ms);
-    }
-    let (without, with) = (median(&driver), median(&felt));
+/// Ten of each, on one GPU.
+pub fn measure(world: &World) -> Result<Vec<Figure>> {
+    let (without, with) = suite::wake_ms(world)?;
     Ok(vec![Figure {
         name: "wake of a small process",
         unit: "ms",
@@ -26,6 +15,8 @@ pub fn measure(world: &World, rounds: usize) -> Result<Vec<Figure>> {
         with,
         goal: "at most 10 ms more",
         met: with - without <= 10.0,
-        method: format!("{rounds} times: offload, then the first call's own time, against the driver's restore and unlock; median"),
+        method: "restore and unlock called from outside on an unmanaged process, against the first call's own time \
+                 in a managed one; medians of ten"
+            .into(),
     }])
 }

@@ -1,0 +1,26 @@
+#!/bin/sh
+# Runs Affinode's suite for GPU machines. Needs an NVIDIA driver (570 or newer) and root;
+# python3 with torch, where there is one, is tested too. Installs nothing, needs no network.
+#
+#   run.sh [REPORT.json]
+#
+# Prints a table, writes the same as JSON; exit status 0 when every goal was met.
+set -eu
+
+here=$(cd "$(dirname "$0")" && pwd)
+report=${1:-$here/report.json}
+work=$(mktemp -d /var/tmp/affinode-kit.XXXXXX)
+trap 'rm -rf "$work"' EXIT
+chmod 755 "$work"
+tar -xzf "$here/payload.tar.gz" -C "$work"
+
+if ! ldconfig -p | grep -q libseccomp.so.2; then
+    # runc starts itself again without an environment: only the loader's own folders count.
+    echo "libseccomp.so.2 is missing: putting the kit's into /usr/local/lib" >&2
+    cp "$work/containerd/libseccomp.so.2" /usr/local/lib/
+    ldconfig
+fi
+
+export AFFINODE_ARTIFACTS="$work/affinode"
+export PATH="$work/containerd:$PATH"
+"$work/affinode/bin/affinode-gpu-suite" "$work/containerd" "$report"
