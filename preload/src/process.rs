@@ -14,7 +14,7 @@ use core::arch::{asm, global_asm};
 use core::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 use affinode_proto::paths::DISABLE_ENV;
-use affinode_proto::wire::page::PAGE_BYTES;
+use affinode_proto::wire::page::{Gate, PAGE_BYTES};
 
 use crate::page::{Page, Slot};
 use crate::{agent, hazard, libc, sys};
@@ -216,6 +216,8 @@ fn make() -> Option<()> {
     // every field; never unmapped.
     let page = unsafe { &*at };
     page.initialise();
+    // Until the agent has heard from a controller, or found none.
+    page.set_gate(Gate::AllocationsHeld);
     page.add_hazards(hazard::at_start());
     // Without the seals the file is as good; it is the controller that wants them.
     let _ = sys::seal_size(fd);

@@ -117,6 +117,23 @@ fn a_library_with_functions_of_the_drivers_names_still_loads_the_driver() {
 }
 
 #[test]
+fn a_profiler_that_asks_for_the_next_function_gets_the_drivers_and_not_its_own() {
+    let controller = Controller::new();
+    let path = controller.path();
+    let mut client = Client::start(Build::Glibc, "forward", &[("AFFINODE_SOCKET", &path)]);
+    assert_eq!(client.ask("cuInit"), 0);
+    let mut agent = controller.welcome();
+    let before = agent.page().calls;
+    assert_eq!(client.ask("cuStreamSynchronize"), 0);
+    assert_eq!(agent.page().calls, before + 1);
+    agent.done(&OFFLOAD);
+    client.send("cuStreamSynchronize");
+    agent.wake();
+    agent.done(&BRING_BACK);
+    assert_eq!(client.answer(), 0);
+}
+
+#[test]
 fn a_driver_whose_own_references_lead_to_the_exports_is_held_once() {
     let controller = Controller::new();
     let path = controller.path();

@@ -87,13 +87,8 @@ static OFFSETS: [u16; COUNT] = offsets();
 
 fn name_at(index: usize) -> &'static [u8] {
     let start = OFFSETS.get(index).map_or(0, |o| usize::from(*o));
-    let end = OFFSETS
-        .get(index + 1)
-        .map_or(NAMES.len(), |o| usize::from(*o));
-    NAMES
-        .as_bytes()
-        .get(start..end.saturating_sub(1))
-        .unwrap_or(&[])
+    let end = OFFSETS.get(index + 1).map_or(NAMES.len(), |o| usize::from(*o));
+    NAMES.as_bytes().get(start..end.saturating_sub(1)).unwrap_or(&[])
 }
 
 /// The name of the hook with this number, if it is a listed one.
@@ -126,10 +121,7 @@ pub fn find(name: &[u8]) -> Option<(u32, Class)> {
 /// `cuMemcpyHtoD`.
 #[must_use]
 pub fn base(name: &[u8]) -> &[u8] {
-    let name = name
-        .strip_suffix(b"_ptsz")
-        .or_else(|| name.strip_suffix(b"_ptds"))
-        .unwrap_or(name);
+    let name = name.strip_suffix(b"_ptsz").or_else(|| name.strip_suffix(b"_ptds")).unwrap_or(name);
     match name {
         [rest @ .., b'_', b'v', digit] if digit.is_ascii_digit() => rest,
         _ => name,
@@ -185,14 +177,9 @@ pub fn classify(name: &[u8]) -> (u32, Class) {
         b"Load",
         b"GraphInstantiate",
     ];
-    let takes_memory = TAKES_MEMORY
-        .iter()
-        .any(|word| name.windows(word.len()).any(|part| part == *word));
-    let class = if takes_memory {
-        Class::Alloc
-    } else {
-        Class::Work
-    };
+    let takes_memory =
+        TAKES_MEMORY.iter().any(|word| name.windows(word.len()).any(|part| part == *word));
+    let class = if takes_memory { Class::Alloc } else { Class::Work };
     (UNLISTED, class)
 }
 

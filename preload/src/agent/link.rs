@@ -151,6 +151,11 @@ impl Link {
         self.welcomed
     }
 
+    /// Whether there is no connection at all: the last attempt failed, or one has ended.
+    pub fn is_alone(&self) -> bool {
+        self.socket.is_none()
+    }
+
     /// The controller said welcome.
     pub fn set_welcomed(&mut self) {
         self.welcomed = true;

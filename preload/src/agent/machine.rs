@@ -78,9 +78,10 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// A process that runs freely.
+    /// A process that runs, but takes no device memory before the controller has had
+    /// its say: memory may be promised to another just now.
     pub fn new() -> Machine {
-        Machine { phase: Phase::Open, allocations_held: false, vram_bytes: 0 }
+        Machine { phase: Phase::Open, allocations_held: true, vram_bytes: 0 }
     }
 
     /// Where the process is.
@@ -171,7 +172,7 @@ impl Machine {
 
     fn open(&mut self, host: &mut impl Host) {
         self.enter(host, Phase::Open);
-        host.set_gate(Gate::Open);
+        host.set_gate(if self.allocations_held { Gate::AllocationsHeld } else { Gate::Open });
     }
 
     fn close(&mut self, host: &mut impl Host, deadline_ms: u32) -> Ended {
@@ -189,6 +190,10 @@ impl Machine {
 
     fn hold_allocations(&mut self, host: &mut impl Host, deadline_ms: u32) -> Ended {
         self.allocations_held = true;
+        if self.phase != Phase::Open {
+            // Nobody is inside the driver; whoever is let in later finds them held.
+            return (Outcome::Done, 0);
+        }
         host.set_gate(Gate::AllocationsHeld);
         if host.fence() && wait_drained(host, Calls::Allocating, deadline_ms) {
             return (Outcome::Done, 0);
@@ -240,9 +245,8 @@ impl Machine {
 
 fn admits(phase: Phase, action: Action) -> bool {
     let needs = match action {
-        Action::Close { .. } | Action::HoldAllocations { .. } | Action::ReleaseAllocations => {
-            Phase::Open
-        }
+        Action::HoldAllocations { .. } | Action::ReleaseAllocations => return true,
+        Action::Close { .. } => Phase::Open,
         Action::Open | Action::Lock { .. } => Phase::Closed,
         Action::Checkpoint { .. } | Action::Unlock => Phase::Locked,
         Action::Restore => Phase::Away,

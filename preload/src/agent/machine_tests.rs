@@ -88,8 +88,15 @@ const CLOSE: Action = Action::Close { deadline_ms: 50 };
 const LOCK: Action = Action::Lock { timeout_ms: 100 };
 const CHECKPOINT: Action = Action::Checkpoint { vram_bytes: 1 << 30 };
 
-fn away(host: &mut Fake) -> Machine {
+/// A process that a controller has welcomed.
+fn running(host: &mut Fake) -> Machine {
     let mut machine = Machine::new();
+    machine.release_allocations(host);
+    machine
+}
+
+fn away(host: &mut Fake) -> Machine {
+    let mut machine = running(host);
     for action in [CLOSE, LOCK, CHECKPOINT] {
         assert_eq!(machine.carry_out(host, action), (Outcome::Done, 0));
     }
@@ -114,10 +121,10 @@ fn out_and_back() {
 fn calls_that_end_in_time_are_waited_for_and_others_reopen_the_gate() {
     let mut host = Fake::new();
     host.inside_until_us = 49_000;
-    assert_eq!(Machine::new().carry_out(&mut host, CLOSE).0, Outcome::Done);
+    assert_eq!(running(&mut host).carry_out(&mut host, CLOSE).0, Outcome::Done);
     let mut host = Fake::new();
     host.inside_until_us = 80_000;
-    assert_eq!(Machine::new().carry_out(&mut host, CLOSE).0, Outcome::Busy);
+    assert_eq!(running(&mut host).carry_out(&mut host, CLOSE).0, Outcome::Busy);
     assert_eq!(host.gate, Gate::Open);
 }
 
@@ -125,14 +132,14 @@ fn calls_that_end_in_time_are_waited_for_and_others_reopen_the_gate() {
 fn a_caller_at_the_gate_turns_a_close_round() {
     let mut host = Fake::new();
     (host.inside_until_us, host.waiters) = (40_000, true);
-    assert_eq!(Machine::new().carry_out(&mut host, CLOSE).0, Outcome::Busy);
+    assert_eq!(running(&mut host).carry_out(&mut host, CLOSE).0, Outcome::Busy);
     assert!(host.now_us < 1_000);
 }
 
 #[test]
 fn orders_that_do_not_fit_do_nothing() {
     let mut host = Fake::new();
-    let mut machine = Machine::new();
+    let mut machine = running(&mut host);
     for action in [LOCK, CHECKPOINT, Action::Restore, Action::Unlock, Action::Open] {
         assert_eq!(machine.carry_out(&mut host, action).0, Outcome::WrongPhase);
     }
@@ -149,7 +156,7 @@ fn orders_that_do_not_fit_do_nothing() {
 fn an_unsafe_process_is_not_locked() {
     let mut host = Fake::new();
     host.eligible = false;
-    let mut machine = Machine::new();
+    let mut machine = running(&mut host);
     machine.carry_out(&mut host, CLOSE);
     assert_eq!(machine.carry_out(&mut host, LOCK).0, Outcome::Unsupported);
     assert!(host.calls.is_empty());
@@ -164,7 +171,7 @@ fn the_drivers_word_decides_after_an_error() {
     ] {
         let mut host = Fake::new();
         host.fails = Some((failing, code));
-        let mut machine = Machine::new();
+        let mut machine = running(&mut host);
         let ended = [CLOSE, LOCK, CHECKPOINT]
             .map(|action| machine.carry_out(&mut host, action))
             .into_iter()
@@ -207,7 +214,7 @@ fn a_failed_restore_leaves_the_gate_closed() {
 fn allocations_are_held_and_released_while_the_rest_runs() {
     let hold = Action::HoldAllocations { deadline_ms: 10 };
     let mut host = Fake::new();
-    let mut machine = Machine::new();
+    let mut machine = running(&mut host);
     assert_eq!(machine.carry_out(&mut host, hold).0, Outcome::Done);
     assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::AllocationsHeld));
     machine.carry_out(&mut host, Action::ReleaseAllocations);
@@ -215,4 +222,33 @@ fn allocations_are_held_and_released_while_the_rest_runs() {
     host.inside_until_us = host.now_us + 20_000;
     assert_eq!(machine.carry_out(&mut host, hold).0, Outcome::Busy);
     assert_eq!(host.gate, Gate::Open);
+}
+
+#[test]
+fn a_hold_outlasts_a_way_out_and_back() {
+    let hold = Action::HoldAllocations { deadline_ms: 10 };
+    let mut host = Fake::new();
+    let mut machine = away(&mut host);
+    assert_eq!(machine.carry_out(&mut host, hold).0, Outcome::Done);
+    assert_eq!(host.gate, Gate::Closed, "a hold lets nobody in");
+    for action in [Action::Restore, Action::Unlock, Action::Open] {
+        assert_eq!(machine.carry_out(&mut host, action), (Outcome::Done, 0));
+    }
+    assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::AllocationsHeld));
+    machine.carry_out(&mut host, Action::ReleaseAllocations);
+    assert_eq!(host.gate, Gate::Open);
+}
+
+#[test]
+fn a_release_while_it_is_away_lets_nobody_in() {
+    let mut host = Fake::new();
+    let mut machine = away(&mut host);
+    machine.carry_out(&mut host, Action::HoldAllocations { deadline_ms: 10 });
+    machine.carry_out(&mut host, Action::ReleaseAllocations);
+    assert_eq!(host.gate, Gate::Closed);
+}
+
+#[test]
+fn a_new_process_holds_its_allocations() {
+    assert!(Machine::new().allocations_held());
 }

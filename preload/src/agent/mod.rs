@@ -14,7 +14,7 @@ mod vram;
 use core::ffi::c_void;
 use core::sync::atomic::Ordering;
 
-use affinode_proto::wire::message::{AgentMessage, ControllerMessage, WAKE_REPEAT_MS};
+use affinode_proto::wire::message::{Action, AgentMessage, ControllerMessage, WAKE_REPEAT_MS};
 use affinode_proto::wire::{Hazards, Phase, WIRE_VERSION};
 
 use self::host::Own;
@@ -45,6 +45,7 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
             link: Link::new(named_socket, tid, file),
             silence: Silence::new(sys::now_us()),
             heard: false,
+            hold: Hold::AtStart,
             told_hazards: Hazards(0),
             wake_sent: None,
         }
@@ -63,9 +64,22 @@ struct Agent {
     silence: Silence,
     /// An order or an acknowledgement has come since the last look at the silence.
     heard: bool,
+    /// Why allocations are held, while they are.
+    hold: Hold,
     told_hazards: Hazards,
     /// Generation and time of the last Wake.
     wake_sent: Option<(u64, u64)>,
+}
+
+/// Why allocations are held.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Hold {
+    /// Nobody has said yet that they may go on.
+    AtStart,
+    /// Ordered on an earlier connection: who comes next repeats it, or it is over.
+    Before,
+    /// Ordered on this connection.
+    Now,
 }
 
 /// Whether the process stays under management.
@@ -80,7 +94,14 @@ impl Agent {
     fn run(&mut self) {
         loop {
             let (page, phase) = (self.page, self.machine.phase());
-            self.link.keep(sys::now_us(), || hello(page, phase));
+            let mut connected = false;
+            self.link.keep(sys::now_us(), || {
+                connected = true;
+                hello(page, phase)
+            });
+            if connected && self.hold == Hold::Now {
+                self.hold = Hold::Before;
+            }
             if self.listen() == Managed::NoMore {
                 break;
             }
@@ -107,16 +128,24 @@ impl Agent {
                 ControllerMessage::Refuse { retry: true, .. } => self.link.lose(sys::now_us()),
                 ControllerMessage::Welcome { .. } => {
                     self.link.set_welcomed();
+                    if self.hold != Hold::Now {
+                        self.machine.release_allocations(&mut self.own);
+                    }
                     // The hello said what it knew; what came since is told anew.
                     self.told_hazards = Hazards(0);
                     self.wake_sent = None;
                 }
-                // Not before the welcome: such a controller is none.
-                _ if !self.link.is_welcomed() => self.link.lose(sys::now_us()),
+                // Nothing else before the welcome: such a controller is none.
+                _ if !self.link.is_welcomed() && !is_hold(&message) => {
+                    self.link.lose(sys::now_us())
+                }
                 ControllerMessage::WakeAck { .. } => self.heard = true,
                 ControllerMessage::Order { order, action } => {
                     // A hazard that came up is known before the answer.
                     self.tell_hazards();
+                    if matches!(action, Action::HoldAllocations { .. }) {
+                        self.hold = Hold::Now;
+                    }
                     let start_us = sys::now_us();
                     let (outcome, cuda_error) = self.machine.carry_out(&mut self.own, action);
                     let now_us = sys::now_us();
@@ -167,7 +196,9 @@ impl Agent {
     /// Does without the controller what must not wait for it any longer.
     fn look_after(&mut self) {
         let connected = self.link.is_welcomed();
-        if !connected && self.machine.allocations_held() {
+        // Without a controller nobody is promised anything. One that has ordered the hold
+        // and died is followed by another, or the silence ends it.
+        if self.link.is_alone() && self.hold == Hold::AtStart {
             self.machine.release_allocations(&mut self.own);
         }
         let situation = Situation {
@@ -197,6 +228,11 @@ impl Agent {
             link_ms.min(WAKE_REPEAT_MS)
         }
     }
+}
+
+/// The one order that comes before the Welcome: from then on, allocations would go through.
+fn is_hold(message: &ControllerMessage) -> bool {
+    matches!(message, ControllerMessage::Order { action: Action::HoldAllocations { .. }, .. })
 }
 
 fn hello(page: &Page, phase: Phase) -> AgentMessage {

@@ -1,9 +1,9 @@
 //! Proof of free device memory for a return without a controller, from NVML.
 //!
 //! Asked on a thread of its own and for a limited time, because the answer may never
-//! come: while a process is checkpointed, libcuda holds the lock of an NVML that the
-//! process has loaded (seen with 580), and the loader's lock may be held by a caller
-//! that waits at the gate. Nothing that the agent needs may wait for either.
+//! come: while a process is checkpointed, libcuda holds the lock of the process's NVML
+//! (seen with 580), and the loader's lock may be held by a caller that waits at the gate.
+//! Nothing that the agent needs may wait for either.
 
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -11,7 +11,7 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use crate::{elf, libc, sys};
 
 /// How long an answer is waited for.
-const PATIENCE_MS: u64 = 3_000;
+const PATIENCE_MS: u64 = 1_500;
 
 /// The one question that may be under way.
 struct Question {

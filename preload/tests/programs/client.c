@@ -158,7 +158,7 @@ int main(int argc, char **argv)
 	if (getenv("CLIENT_DENY"))
 		deny(atoi(getenv("CLIENT_DENY")));
 #ifndef LINKED
-	int global = !strcmp(route, "next") || !strcmp(route, "default");
+	int global = strcmp(route, "dlopen") && strncmp(route, "proc", 4);
 	handle = dlopen(strcmp(route, "forward") ? "libcuda.so.1" : "libforward.so", RTLD_NOW | (global ? RTLD_GLOBAL : RTLD_LOCAL));
 	if (!handle)
 		return 8;
