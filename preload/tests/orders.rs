@@ -121,6 +121,43 @@ fn held_allocations_wait_while_the_rest_runs() {
 }
 
 #[test]
+fn nothing_is_allocated_before_the_welcome_nor_when_a_hold_came_before_it() {
+    let controller = Controller::new();
+    let mut client = registered(&controller, "dlopen");
+    let mut agent = controller.accept();
+    client.send("cuMemAlloc");
+    while agent.page().waiters == 0 {}
+    agent.done(&[Action::HoldAllocations { deadline_ms: 1_000 }]);
+    agent.send(ControllerMessage::Welcome { process: 1 });
+    // Its report comes after what the Welcome did: the caller still waits.
+    agent.done(&[Action::HoldAllocations { deadline_ms: 1_000 }]);
+    assert_eq!(agent.page().waiters, 1);
+    agent.done(&[Action::ReleaseAllocations]);
+    assert_eq!(client.answer(), 0);
+
+    let mut client = registered(&controller, "dlopen");
+    let mut agent = controller.accept();
+    client.send("cuMemAlloc");
+    while agent.page().waiters == 0 {}
+    agent.send(ControllerMessage::Welcome { process: 2 });
+    assert_eq!(client.answer(), 0, "a Welcome alone lets it go on");
+}
+
+#[test]
+fn a_hold_outlives_its_connection_until_the_next_welcome() {
+    let controller = Controller::new();
+    let mut client = registered(&controller, "dlopen");
+    let mut agent = controller.welcome();
+    agent.done(&[Action::HoldAllocations { deadline_ms: 1_000 }]);
+    drop(agent);
+    let mut agent = controller.accept();
+    client.send("cuMemAlloc");
+    while agent.page().waiters == 0 {}
+    agent.send(ControllerMessage::Welcome { process: 1 });
+    assert_eq!(client.answer(), 0);
+}
+
+#[test]
 fn hazards_are_told_stand_in_the_page_and_forbid_a_lock() {
     let controller = Controller::new();
     for (call, hazard) in [

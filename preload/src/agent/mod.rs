@@ -15,6 +15,7 @@ use core::ffi::c_void;
 use core::sync::atomic::Ordering;
 
 use affinode_proto::wire::message::{Action, AgentMessage, ControllerMessage, WAKE_REPEAT_MS};
+use affinode_proto::wire::page::Gate;
 use affinode_proto::wire::{Hazards, Phase, WIRE_VERSION};
 
 use self::host::Own;
@@ -50,6 +51,9 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
             wake_sent: None,
         }
         .run();
+    } else if let Some(page) = process::page() {
+        // The page's file is gone already: nobody will ever say that calls may go on.
+        page.set_gate(Gate::Open);
     }
     loop {
         sys::wait_signal(LOOK, 3_600_000);
