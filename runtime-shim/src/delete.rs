@@ -28,7 +28,6 @@ const BUDGET: Duration = Duration::from_millis(4000);
 const PATIENCE: Duration = Duration::from_millis(500);
 /// How long a killed stock shim may take to end.
 const END: Duration = Duration::from_secs(1);
-const PAUSE: Duration = Duration::from_millis(10);
 
 /// `delete` failed.
 #[derive(Debug, thiserror::Error)]
@@ -64,13 +63,13 @@ pub fn delete(flags: &Flags, argv: &[OsString]) -> Result<u8, DeleteError> {
         .filter_map(|id| Some((id, delete_orphan(&stock, flags, &bundle, id)?)))
         .collect();
     // containerd ends this process when its patience does: first things first.
-    wait_until(&mut own, deadline);
+    let _ = process::wait(&mut own, deadline);
     let paths = Paths::from_env();
     for id in std::iter::once(&flags.id).chain(&orphans) {
         announce::withdraw(&paths, &container_key(&flags.namespace, id));
     }
     for (id, mut child) in children {
-        if !wait_until(&mut child, deadline) {
+        if !process::wait(&mut child, deadline).unwrap_or(false) {
             warn!(id, "container of the dead shim's group could not be deleted in time");
         }
     }
@@ -150,14 +149,71 @@ fn delete_orphan(stock: &Stock, flags: &Flags, bundle: &Bundle, id: &str) -> Opt
         .ok()
 }
 
-/// True if it ended well in time.
-fn wait_until(child: &mut Child, deadline: Instant) -> bool {
-    while Instant::now() < deadline {
-        match child.try_wait() {
-            Ok(None) => std::thread::sleep(PAUSE),
-            Ok(Some(status)) => return status.success(),
-            Err(_) => return false,
-        }
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::net::UnixListener;
+    use std::process::Command;
+
+    use super::*;
+    use crate::peer::Identity;
+
+    /// A sandbox's bundle, its note, and a process in the stock shim's place.
+    fn group(dir: &std::path::Path) -> (Bundle, Note, Child) {
+        let stock = Command::new("sleep").arg("1000").spawn().unwrap();
+        let pid = i32::try_from(stock.id()).unwrap();
+        let note = Note {
+            address: format!("unix://{}/proxy", dir.display()),
+            upstream: format!("unix://{}/stock", dir.display()),
+            shim: Identity {
+                pid,
+                start_ticks: process::start_ticks(pid).unwrap(),
+                socket_inode: 0,
+                proxy_inode: 0,
+            },
+        };
+        let bundle = Bundle::new(dir.join("pod"));
+        fs::create_dir(bundle.path()).unwrap();
+        bundle.write_note(&note).unwrap();
+        (bundle, note, stock)
     }
-    false
+
+    fn record(bundle: &Bundle, address: &str) {
+        fs::create_dir(bundle.path()).unwrap();
+        let json = format!(r#"{{"version":3,"address":"{address}","protocol":"ttrpc"}}"#);
+        fs::write(bundle.path().join("bootstrap.json"), json).unwrap();
+    }
+
+    #[test]
+    fn a_dead_group_loses_its_stock_shim_and_its_members() {
+        let dir = tempfile::tempdir().unwrap();
+        let (bundle, note, mut stock) = group(dir.path());
+        // One whose bundle is gone, one that is found by its address only.
+        bundle.write_members(["pod", "gone"].into_iter()).unwrap();
+        record(&bundle.sibling("found"), &note.address);
+        // One of another group, and one that containerd cleans up by itself.
+        record(&bundle.sibling("stranger"), "unix:///run/other");
+        record(&bundle.sibling("started"), &note.address);
+        bundle.sibling("started").write_note(&note).unwrap();
+        assert_eq!(group_note(&bundle.sibling("found")).unwrap(), note);
+        assert_eq!(group_note(&bundle.sibling("stranger")), None);
+
+        let orphans = end_dead_group(&bundle, &note);
+        assert_eq!(orphans.into_iter().collect::<Vec<_>>(), ["found", "gone"]);
+        assert!(!stock.wait().unwrap().success(), "killed");
+    }
+
+    #[test]
+    fn a_group_that_may_live_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let (bundle, note, mut stock) = group(dir.path());
+        record(&bundle.sibling("member"), &note.address);
+        // It accepts, and says nothing.
+        let _listener = UnixListener::bind(dir.path().join("proxy")).unwrap();
+        assert!(end_dead_group(&bundle, &note).is_empty());
+        assert!(stock.try_wait().unwrap().is_none());
+        assert!(dir.path().join("proxy").exists());
+        stock.kill().unwrap();
+        stock.wait().unwrap();
+    }
 }

@@ -16,7 +16,7 @@
 //! | [`start`], [`delete`], [`info`] | the commands containerd runs, each a short process |
 //! | [`serve`] | the daemon of a pod: accepts, proxies, dies with the stock shim |
 //! | [`proxy`], [`frame`] | one connection: frames copied in order, Create and Delete looked at |
-//! | [`create`] | what a Create leads to: options translated, config.json edited |
+//! | [`containers`], [`create`] | what a Create leads to: options translated, config.json edited, the controller told |
 //! | [`dialect`], [`options`] | the wire forms of containerd 1.6 to 2.3 |
 //! | [`spec`], [`rootfs`], [`preload`] | the edit: who has a GPU, what the image preloads, what is mounted |
 //! | [`announce`], [`launch`] | keeping the controller informed, and alive |
@@ -31,6 +31,7 @@ pub mod announce;
 pub mod bundle;
 pub mod cgroup;
 pub mod cli;
+pub mod containers;
 pub mod create;
 pub mod delete;
 pub mod dialect;

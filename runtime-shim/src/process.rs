@@ -1,6 +1,8 @@
 //! Processes named so that a later one of the same pid is never meant.
 
 use std::io;
+use std::os::fd::OwnedFd;
+use std::process::Child;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -34,14 +36,27 @@ pub fn kill(pid: i32, began: u64, patience: Duration) -> io::Result<bool> {
         return Ok(false);
     }
     rustix::process::pidfd_send_signal(&fd, Signal::KILL)?;
-    let deadline = Instant::now() + patience;
+    ends(&fd, Instant::now() + patience)
+}
+
+/// Waits for a child's end. True if it ended, and well, before the deadline.
+pub fn wait(child: &mut Child, deadline: Instant) -> io::Result<bool> {
+    // Not yet waited for, so the pid is still its own.
+    let fd = rustix::process::pidfd_open(Pid::from_child(child), PidfdFlags::empty())?;
+    if !ends(&fd, deadline)? {
+        return Ok(false);
+    }
+    Ok(child.wait()?.success())
+}
+
+fn ends(fd: &OwnedFd, deadline: Instant) -> io::Result<bool> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         let timeout = Timespec {
             tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: i64::from(left.subsec_nanos()),
         };
-        match rustix::event::poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout)) {
+        match rustix::event::poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&timeout)) {
             Ok(ready) => return Ok(ready > 0),
             Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
@@ -79,6 +94,19 @@ mod tests {
         assert!(kill(pid, began, Duration::from_secs(20)).unwrap());
         assert!(!child.wait().unwrap().success());
         assert!(!kill(pid, began, Duration::from_secs(20)).unwrap());
+    }
+
+    #[test]
+    fn a_childs_end_is_waited_for() {
+        let soon = || Instant::now() + Duration::from_secs(20);
+        for (program, well) in [("true", true), ("false", false)] {
+            let mut child = Command::new(program).spawn().unwrap();
+            assert_eq!(wait(&mut child, soon()).unwrap(), well);
+        }
+        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+        assert!(!wait(&mut child, Instant::now()).unwrap());
+        child.kill().unwrap();
+        assert!(!wait(&mut child, soon()).unwrap());
     }
 
     #[test]

@@ -9,16 +9,12 @@
 //! On its end the sockets go first, then the clients: who finds a connection
 //! closed finds the address dead too.
 
-use std::cell::RefCell;
-use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::AsFd;
 use std::process::ExitCode;
 use std::rc::Rc;
 use std::time::Duration;
 
-use containerd_shim_protos::api::CreateTaskRequest;
-use containerd_shim_protos::protobuf::well_known_types::any::Any;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -27,16 +23,12 @@ use tracing::level_filters::LevelFilter;
 use tracing::{debug, info, warn};
 
 use crate::address::{Address, AddressError};
-use crate::announce::Announcer;
-use crate::bundle::Bundle;
 use crate::cli::Flags;
-use crate::create::{self, Prepared};
+use crate::containers::Containers;
 use crate::frame::read_header;
-use crate::launch::Launcher;
-use crate::paths::{Paths, container_key};
 use crate::peer::{Identity, QUESTION};
 use crate::process::start_ticks;
-use crate::proxy::{self, Tasks};
+use crate::proxy;
 use crate::report;
 use crate::rpc::{Caller, RpcError};
 
@@ -181,7 +173,7 @@ async fn serve(joined: Joined, flags: &Flags, mut signals: Signals) -> Result<()
     }
     drop(clients);
     if let Ok(containers) = Rc::try_unwrap(containers) {
-        containers.announcer.finish(FAREWELL).await;
+        containers.finish(FAREWELL).await;
     }
     Ok(())
 }
@@ -211,72 +203,6 @@ async fn client(
     };
     if let Err(error) = result.await {
         debug!("closed a connection: {}", report(&error));
-    }
-}
-
-/// What the proxied calls mean for containers.
-struct Containers {
-    paths: Paths,
-    namespace: String,
-    announcer: Announcer,
-    /// Where the daemon works: the bundle of the container that brought it up.
-    home: Bundle,
-    members: RefCell<BTreeSet<String>>,
-}
-
-impl Containers {
-    fn new(namespace: &str) -> Containers {
-        let paths = Paths::from_env();
-        Containers {
-            announcer: Announcer::spawn(Launcher::new(paths.clone())),
-            namespace: namespace.to_owned(),
-            paths,
-            home: Bundle::new(std::env::current_dir().unwrap_or_default()),
-            members: RefCell::default(),
-        }
-    }
-
-    /// Keeps the list for `delete`, while its folder is there.
-    fn note_members(&self) {
-        if !self.home.path().is_dir() {
-            return;
-        }
-        let members = self.members.borrow();
-        if let Err(error) = self.home.write_members(members.iter().map(String::as_str)) {
-            warn!("{}", report(&error));
-        }
-    }
-}
-
-impl Tasks for Containers {
-    async fn create(&self, request: &CreateTaskRequest) -> Option<Any> {
-        let (paths, namespace) = (self.paths.clone(), self.namespace.clone());
-        self.members.borrow_mut().insert(request.id.clone());
-        self.note_members();
-        let request = request.clone();
-        let prepare = move || create::prepare(&paths, &namespace, &request);
-        let Prepared { options, container } = tokio::task::spawn_blocking(prepare)
-            .await
-            .inspect_err(|error| warn!("container runs unmanaged: {error}"))
-            .unwrap_or_default();
-        if let Some(container) = container {
-            self.announcer.add(container);
-        }
-        options
-    }
-
-    fn created(&self, id: &str, done: bool) {
-        if !done {
-            self.deleted(id);
-        }
-    }
-
-    fn deleted(&self, id: &str) {
-        // The home container's own end takes the list along.
-        if self.members.borrow_mut().remove(id) && self.home.id() != Some(id) {
-            self.note_members();
-        }
-        self.announcer.remove(container_key(&self.namespace, id));
     }
 }
 

@@ -1,0 +1,92 @@
+//! What the proxied calls mean for the containers of a group: a Create is
+//! prepared and announced, an end is withdrawn, and a list is kept for `delete`.
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use containerd_shim_protos::api::CreateTaskRequest;
+use containerd_shim_protos::protobuf::well_known_types::any::Any;
+use tracing::warn;
+
+use crate::announce::Announcer;
+use crate::bundle::Bundle;
+use crate::create::{self, Prepared};
+use crate::launch::Launcher;
+use crate::paths::{Paths, container_key};
+use crate::proxy::Tasks;
+use crate::report;
+
+/// The containers of a group.
+#[derive(Debug)]
+pub struct Containers {
+    paths: Paths,
+    namespace: String,
+    announcer: Announcer,
+    /// Where the daemon works: the bundle of the container that brought it up.
+    home: Bundle,
+    members: RefCell<BTreeSet<String>>,
+}
+
+impl Containers {
+    /// None yet. Needs a runtime, for the task that talks to the controller.
+    #[must_use]
+    pub fn new(namespace: &str) -> Containers {
+        let paths = Paths::from_env();
+        Containers {
+            announcer: Announcer::spawn(Launcher::new(paths.clone())),
+            namespace: namespace.to_owned(),
+            paths,
+            home: Bundle::new(std::env::current_dir().unwrap_or_default()),
+            members: RefCell::default(),
+        }
+    }
+
+    /// Tells the controller of the last ends, for at most this long.
+    pub async fn finish(self, patience: Duration) {
+        self.announcer.finish(patience).await;
+    }
+
+    /// Keeps the list for `delete`, while its folder is there.
+    fn note_members(&self) {
+        if !self.home.path().is_dir() {
+            return;
+        }
+        let members = self.members.borrow();
+        if let Err(error) = self.home.write_members(members.iter().map(String::as_str)) {
+            warn!("{}", report(&error));
+        }
+    }
+}
+
+impl Tasks for Containers {
+    async fn create(&self, request: &CreateTaskRequest) -> Option<Any> {
+        let (paths, namespace) = (self.paths.clone(), self.namespace.clone());
+        self.members.borrow_mut().insert(request.id.clone());
+        self.note_members();
+        let request = request.clone();
+        let prepare = move || create::prepare(&paths, &namespace, &request);
+        let Prepared { options, container } = tokio::task::spawn_blocking(prepare)
+            .await
+            .inspect_err(|error| warn!("container runs unmanaged: {error}"))
+            .unwrap_or_default();
+        if let Some(container) = container {
+            self.announcer.add(container);
+        }
+        options
+    }
+
+    fn created(&self, id: &str, done: bool) {
+        if !done {
+            self.deleted(id);
+        }
+    }
+
+    fn deleted(&self, id: &str) {
+        // The home container's own end takes the list along.
+        if self.members.borrow_mut().remove(id) && self.home.id() != Some(id) {
+            self.note_members();
+        }
+        self.announcer.remove(container_key(&self.namespace, id));
+    }
+}
