@@ -107,7 +107,7 @@ impl Node {
     /// the others have theirs.
     pub(super) fn hold_for_siblings(&mut self, id: ProcessId) {
         let Some(key) = self.processes.get(&id).map(|p| p.key.clone()) else { return };
-        let others_away = self.processes.values().any(|p| p.key == key && p.phase == Phase::Away);
+        let others_away = self.processes.of(&key).any(|(_, p)| p.phase == Phase::Away);
         let deadline_ms = self.settings.hold_ms;
         if let Some(process) = self.processes.get_mut(&id)
             && process.phase == Phase::Open

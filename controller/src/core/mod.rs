@@ -20,6 +20,7 @@ pub mod node;
 pub mod plan;
 pub mod policy;
 pub mod process;
+pub mod processes;
 pub mod queue;
 #[cfg(test)]
 mod tests;

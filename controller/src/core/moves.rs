@@ -52,7 +52,7 @@ impl Node {
         let Some(c) = self.containers.get(key) else {
             return refuse(Reason::NotRegistered);
         };
-        let processes: Vec<&Process> = self.processes.values().filter(|p| p.key == *key).collect();
+        let processes: Vec<&Process> = self.processes.of(key).map(|(_, p)| p).collect();
         if processes.is_empty() {
             return refuse(Reason::NotRegistered);
         }
@@ -136,9 +136,8 @@ impl Node {
     fn survey(&mut self, key: &Key) {
         let processes = self
             .processes
-            .values()
-            .filter(|p| p.key == *key)
-            .map(|p| (p.identity.pid, p.vram_bytes()))
+            .of(key)
+            .map(|(_, p)| (p.identity.pid, p.vram_bytes()))
             .collect();
         if let Some(container) = self.containers.get_mut(key).filter(|c| !c.surveying) {
             container.surveying = true;
@@ -154,15 +153,15 @@ impl Node {
         let (goal, cause) = (container.goal, container.cause);
         let verdict = match survey.gpus {
             Ok(gpus) => {
-                self.take_gpus(gpus);
+                self.take_survey(key, &gpus);
                 survey.room
             }
             Err(error) => Err((Reason::VramUnknown, error)),
         };
         // Nothing to gain; and of what NVML does not see nobody knows what a return needs.
-        let holds_vram = self.processes.values().any(|p| p.key == *key && p.vram_bytes() > 0);
+        let holds_vram = self.processes.of(key).any(|(_, p)| p.vram_bytes() > 0);
         let verdict = verdict.and_then(|()| {
-            let away = self.processes.values().any(|p| p.key == *key && p.phase == Phase::Away);
+            let away = self.processes.of(key).any(|(_, p)| p.phase == Phase::Away);
             if holds_vram || away { Ok(()) } else { Err((Reason::NoVram, String::new())) }
         });
         match (goal, verdict) {
@@ -204,9 +203,8 @@ impl Node {
     pub(super) fn journal(&mut self, key: &Key, step: &str) {
         let processes = self
             .processes
-            .values()
-            .filter(|p| p.key == *key)
-            .filter_map(|p| {
+            .of(key)
+            .filter_map(|(_, p)| {
                 let (pid, start_ticks) = (p.identity.pid, p.identity.start_ticks);
                 p.away.clone().map(|away| RecordedProcess { pid, start_ticks, away })
             })
@@ -242,9 +240,9 @@ impl Node {
     pub(super) fn container_needs(&self, key: &Key) -> Vec<DeviceBytes> {
         let needs: Vec<DeviceBytes> = self
             .processes
-            .values()
-            .filter(|p| p.key == *key && p.phase == Phase::Away)
-            .flat_map(|p| self.needs(p))
+            .of(key)
+            .filter(|(_, p)| p.phase == Phase::Away)
+            .flat_map(|(_, p)| self.needs(p))
             .collect();
         merge_needs(&needs)
     }
@@ -252,10 +250,9 @@ impl Node {
     fn positions(&self, key: &Key) -> Vec<Position> {
         let out = self.containers.get(key).is_some_and(|c| c.goal == Goal::Out);
         self.processes
-            .iter()
-            .filter(|(_, p)| p.key == *key)
+            .of(key)
             .map(|(id, p)| Position {
-                process: *id,
+                process: id,
                 phase: p.phase,
                 occupied: !p.connected || p.pending.is_some() || (out && p.holds > 0),
             })
@@ -314,9 +311,9 @@ impl Node {
 
     fn away_bytes(&self, key: &Key) -> u64 {
         self.processes
-            .values()
-            .filter(|p| p.key == *key && p.phase == Phase::Away)
-            .map(Process::away_bytes)
+            .of(key)
+            .filter(|(_, p)| p.phase == Phase::Away)
+            .map(|(_, p)| p.away_bytes())
             .sum()
     }
 
@@ -366,9 +363,9 @@ impl Node {
         if matches!(container.state, State::Active | State::Idle | State::Unregistered) {
             return;
         }
-        let was_away = self.processes.values().any(|p| p.key == *key && p.away.is_some());
+        let was_away = self.processes.of(key).any(|(_, p)| p.away.is_some());
         let bytes: u64 =
-            self.processes.values().filter(|p| p.key == *key).map(Process::away_bytes).sum();
+            self.processes.of(key).map(|(_, p)| p.away_bytes()).sum();
         let since = |began: Option<Millis>| began.map_or(0, |began| now.saturating_sub(began));
         let elapsed = since(container.wake_began.take());
         let restore_ms = since(container.restore_began.take());
@@ -387,8 +384,10 @@ impl Node {
             container.reason = (container.cause, String::new());
         }
         let (reason, detail) = container.reason.clone();
-        for process in self.processes.values_mut().filter(|p| p.key == *key) {
-            process.away = None;
+        for id in self.members(key) {
+            if let Some(process) = self.processes.get_mut(&id) {
+                process.away = None;
+            }
         }
         self.siblings_are_back(key);
         self.end_grant(key);
@@ -483,6 +482,9 @@ impl Node {
         let failed = |call: &str| format!("{call} of process {pid} returned {cuda_error}");
         if phase == Phase::Away {
             process.vram.clear();
+        } else if pending.action == Action::Restore {
+            // Until NVML is read again: what it gave back it has again.
+            process.vram = process.away.clone().unwrap_or_default();
         }
         match (pending.action, outcome) {
             (_, Outcome::Done | Outcome::WrongPhase) => {}
@@ -555,7 +557,7 @@ impl Node {
     /// Orders that are late: an offload is given up, a driver call is only shown.
     pub(super) fn check_overdue(&mut self, key: &Key) {
         let now = self.now;
-        let late = self.processes.values().filter(|p| p.key == *key).find_map(|p| {
+        let late = self.processes.of(key).find_map(|(_, p)| {
             let pending = p.pending?;
             let (limit, gives_up) = match pending.action {
                 Action::Close { deadline_ms } => (Millis::from(deadline_ms) + LATE_MS, true),

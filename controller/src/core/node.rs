@@ -25,6 +25,7 @@ use super::{
     plan::Deadlines,
     policy::Policies,
     process::{Pending, Process},
+    processes::Processes,
     queue::Queue,
 };
 
@@ -65,7 +66,7 @@ pub struct Node {
     pub(super) settings: Settings,
     pub(super) now: Millis,
     pub(super) containers: BTreeMap<Key, Container>,
-    pub(super) processes: BTreeMap<ProcessId, Process>,
+    pub(super) processes: Processes,
     pub(super) gpus: Vec<GpuSample>,
     pub(super) gpu_error: Option<String>,
     pub(super) ledger: Ledger,
@@ -142,8 +143,17 @@ impl Node {
         self.processes.iter().filter(|(_, p)| p.connected).map(|(id, _)| *id)
     }
 
+    /// Containers without a process, and their bundles.
+    pub fn deserted(&self) -> impl Iterator<Item = (&Key, &str)> {
+        let used: BTreeSet<&Key> = self.processes.values().map(|p| &p.key).collect();
+        self.containers
+            .iter()
+            .filter(move |(key, _)| !used.contains(key))
+            .map(|(key, c)| (key, c.announcement.bundle.as_str()))
+    }
+
     pub(super) fn members(&self, key: &Key) -> Vec<ProcessId> {
-        self.processes.iter().filter(|(_, p)| p.key == *key).map(|(id, _)| *id).collect()
+        self.processes.ids_of(key).collect()
     }
 
     pub(super) fn order(&mut self, process: ProcessId, action: Action) -> u64 {
@@ -279,13 +289,11 @@ impl Node {
     ) {
         let known = self
             .processes
-            .iter()
+            .of(key)
             .find(|(_, p)| {
-                p.key == *key
-                    && p.identity.pid == identity.pid
-                    && p.identity.start_ticks == identity.start_ticks
+                p.identity.pid == identity.pid && p.identity.start_ticks == identity.start_ticks
             })
-            .map(|(old, _)| *old);
+            .map(|(old, _)| old);
         let full = known.is_none() && self.members(key).len() >= self.settings.max_processes;
         let Some(container) = self.containers.get_mut(key).filter(|_| !full) else {
             self.effects.push(Effect::Send(
@@ -476,6 +484,22 @@ impl Node {
                 }
                 None => self.gpus.push(gpu.clone()),
             }
+        }
+    }
+
+    /// Notes the memory of devices, and what the processes of one container hold.
+    pub(super) fn take_survey(&mut self, key: &Key, gpus: &[GpuSample]) {
+        self.gpu_error = None;
+        self.take_memory(gpus);
+        for id in self.members(key) {
+            let Some(process) = self.processes.get_mut(&id) else { continue };
+            let pid = process.identity.pid;
+            process.vram = gpus
+                .iter()
+                .flat_map(|gpu| gpu.processes.iter().map(move |held| (gpu, held)))
+                .filter(|(_, (other, _))| *other == pid)
+                .map(|(gpu, (_, bytes))| DeviceBytes { uuid: gpu.uuid.clone(), bytes: *bytes })
+                .collect();
         }
     }
 
