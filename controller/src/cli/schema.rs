@@ -3,6 +3,8 @@
 use affinode_proto::api::control;
 use serde::Serialize;
 
+use crate::core::container::display_name;
+
 /// `affinode ps -o json`.
 #[derive(Debug, Serialize)]
 pub struct Node {
@@ -99,16 +101,6 @@ pub struct Event {
     pub text: String,
     pub bytes: u64,
     pub elapsed_ms: u64,
-}
-
-/// Name for people: `namespace/pod/container`, or `namespace/id` outside Kubernetes.
-#[must_use]
-pub fn display_name(a: &control::Announcement) -> String {
-    if a.pod.is_empty() {
-        format!("{}/{}", a.namespace, a.id)
-    } else {
-        format!("{}/{}/{}", a.pod_namespace, a.pod, a.container)
-    }
 }
 
 impl From<control::ListResponse> for Node {

@@ -100,15 +100,10 @@ impl Container {
         }
     }
 
-    /// Name for people: `namespace/pod/container`, or `namespace/id` outside Kubernetes.
+    /// Name for people.
     #[must_use]
     pub fn display_name(&self) -> String {
-        let a = &self.announcement;
-        if a.pod.is_empty() {
-            format!("{}/{}", a.namespace, a.id)
-        } else {
-            format!("{}/{}/{}", a.pod_namespace, a.pod, a.container)
-        }
+        display_name(&self.announcement)
     }
 
     /// Namespace for rules: Kubernetes', else containerd's.
@@ -119,5 +114,46 @@ impl Container {
         } else {
             &announcement.pod_namespace
         }
+    }
+}
+
+/// Name for people: `namespace/pod/container`; outside Kubernetes `namespace/name`, or the
+/// id, shortened as container tools do it, where there is no name.
+#[must_use]
+pub fn display_name(a: &Announcement) -> String {
+    const SHORT: usize = 12;
+    let generated = a.id.len() == 64 && a.id.bytes().all(|b| b.is_ascii_hexdigit());
+    if !a.pod.is_empty() {
+        format!("{}/{}/{}", a.pod_namespace, a.pod, a.container)
+    } else if !a.container.is_empty() {
+        format!("{}/{}", a.namespace, a.container)
+    } else if generated {
+        format!("{}/{}", a.namespace, &a.id[..SHORT])
+    } else {
+        format!("{}/{}", a.namespace, a.id)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_those_that_people_gave() {
+        let outside = Announcement {
+            namespace: "default".into(),
+            id: "ab".repeat(32),
+            ..Announcement::default()
+        };
+        assert_eq!(display_name(&outside), "default/abababababab");
+        let named = Announcement { container: "trainer".into(), ..outside.clone() };
+        assert_eq!(display_name(&named), "default/trainer");
+        let pod = Announcement {
+            pod_namespace: "ml".into(),
+            pod: "p-0".into(),
+            container: "c".into(),
+            ..outside
+        };
+        assert_eq!(display_name(&pod), "ml/p-0/c");
     }
 }

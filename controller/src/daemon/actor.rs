@@ -19,7 +19,7 @@ use tokio::{
     sync::{mpsc, oneshot},
 };
 
-use super::{DaemonError, api, events::EventLog};
+use super::{DaemonError, api, events::EventLog, sweep::Sweep};
 use crate::{
     agents::{Agent, AgentMail, Listener},
     config::Config,
@@ -67,6 +67,7 @@ struct Actor {
     clock: Instant,
     started_unix_ms: i64,
     gpus_read: Option<Instant>,
+    sweep: Sweep,
     empty_since: Instant,
 }
 
@@ -103,6 +104,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         clock: Instant::now(),
         started_unix_ms: unix_ms(),
         gpus_read: None,
+        sweep: Sweep::new(&run_dir),
         empty_since: Instant::now(),
     };
     actor.recall().map_err(file("cannot read", folder))?;
@@ -280,8 +282,7 @@ impl Actor {
             }
             Call::Withdraw(key) => {
                 if let Ok(key) = Key::parse(&key) {
-                    self.listeners.remove(&key);
-                    self.feed(Input::Withdrawn(key));
+                    self.withdraw(key);
                 }
             }
             Call::List(answer) => {
@@ -360,5 +361,14 @@ impl Actor {
             self.inventory.ask(Question::Gpus);
         }
         self.feed(Input::Tick);
+        for key in self.sweep.gone(self.node.deserted()) {
+            self.withdraw(key.clone());
+            self.sweep.remove_folder(&key);
+        }
+    }
+
+    fn withdraw(&mut self, key: Key) {
+        self.listeners.remove(&key);
+        self.feed(Input::Withdrawn(key));
     }
 }

@@ -7,6 +7,7 @@
 mod actor;
 mod api;
 mod events;
+mod sweep;
 
 use std::{
     ffi::OsString,
