@@ -7,6 +7,9 @@
 //! | [`inventory`] | what NVML, cgroups and /proc say |
 //! | [`journal`] | what was written before a destructive step |
 //! | [`daemon`] | the task that drives the core and carries out its effects; the control API |
+//! | [`observe`] | the task that watches the node for people: changes, metrics, history |
+//! | [`metrics`], [`history`] | what is counted, what stays on disk |
+//! | [`http`] | dashboard, HTTP API, `/metrics` |
 //! | [`config`] | the configuration file |
 //! | [`cli`] | the command `affinode` |
 //!
@@ -15,12 +18,18 @@
 
 pub mod agents;
 pub mod cli;
+mod clock;
 pub mod config;
 pub mod core;
 pub mod daemon;
+pub mod history;
+pub mod http;
 pub mod inventory;
 pub mod journal;
+pub mod metrics;
+pub mod observe;
 mod report;
+pub mod schema;
 mod sys;
 
 pub use daemon::run;

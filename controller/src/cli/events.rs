@@ -2,7 +2,8 @@
 
 use std::io::Write;
 
-use super::{CliError, Output, client::Client, format, schema};
+use super::{CliError, Output, client::Client, format};
+use crate::schema;
 
 pub async fn run(
     client: &Client,

@@ -8,7 +8,6 @@ mod client;
 mod events;
 mod format;
 mod ps;
-mod schema;
 mod table;
 
 use std::{io::Write, process::ExitCode};
@@ -76,7 +75,7 @@ enum Output {
     Table,
     /// More columns.
     Wide,
-    /// JSON, documented in `schema.rs`, stable.
+    /// JSON, documented in openapi.yaml, stable.
     Json,
 }
 

@@ -2,7 +2,8 @@
 
 use std::io::Write;
 
-use super::{CliError, Output, client::Client, format, schema, table};
+use super::{CliError, Output, client::Client, format, table};
+use crate::schema;
 
 const TABLE: [&str; 7] = ["CONTAINER", "STATE", "FOR", "VRAM", "IN HOST RAM", "MODE", "REASON"];
 const WIDE: [&str; 14] = [

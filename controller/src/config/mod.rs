@@ -2,6 +2,8 @@
 //! order of name, then environment variables `AFFINODE_<SECTION>__<KEY>`. A later
 //! source wins, value by value. An unknown key or a bad value is named, with its source.
 
+mod serve;
+
 use std::path::{Path, PathBuf};
 
 use affinode_proto::paths;
@@ -14,11 +16,14 @@ use serde::{Deserialize, Deserializer};
 use crate::core::{
     Millis, Settings,
     plan::Deadlines,
-    policy::{Mode, Policies, Policy, Rule, duration_ms},
+    policy::{KeepAlive, Mode, Policies, Policy, Rule, duration_ms},
+    victims::VictimRule,
 };
 
+pub use serve::{HistorySection, HttpSection, Listen, ReportSection};
+
 /// What the file may say. Every key has a default.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
     /// `[policy]`
@@ -31,6 +36,12 @@ pub struct Config {
     pub nvml: NvmlSection,
     /// `[log]`
     pub log: LogSection,
+    /// `[http]`
+    pub http: HttpSection,
+    /// `[history]`
+    pub history: HistorySection,
+    /// `[report]`
+    pub report: ReportSection,
 }
 
 /// When containers are offloaded.
@@ -47,6 +58,15 @@ pub struct PolicySection {
     pub minimum_residency: Millis,
     /// Higher returns first.
     pub priority: i32,
+    /// learned: its pauses tell how long it is kept, the idle timeout is the most. fixed: the timeout.
+    pub keep_alive: KeepAlive,
+    /// A wake is worth so much time of VRAM held idle.
+    #[serde(deserialize_with = "duration")]
+    pub wake_cost: Millis,
+    /// Whether a container comes back ahead of a call that its history makes likely.
+    pub prewake: bool,
+    /// Who makes room for a waiter: expected, lru, size-idle.
+    pub victims: VictimRule,
     /// `[[policy.namespace]]`: values for one namespace.
     pub namespace: Vec<NamespaceRule>,
 }
@@ -67,6 +87,13 @@ pub struct NamespaceRule {
     pub minimum_residency: Option<Millis>,
     /// Replaces the node's priority.
     pub priority: Option<i32>,
+    /// Replaces how idleness is judged.
+    pub keep_alive: Option<KeepAlive>,
+    /// Replaces the worth of a wake.
+    #[serde(default, deserialize_with = "maybe_duration")]
+    pub wake_cost: Option<Millis>,
+    /// Replaces whether it comes back ahead of calls.
+    pub prewake: Option<bool>,
 }
 
 /// Intervals and deadlines.
@@ -130,6 +157,10 @@ impl Default for PolicySection {
             idle_timeout: policy.idle_timeout_ms,
             minimum_residency: policy.minimum_residency_ms,
             priority: policy.priority,
+            keep_alive: policy.keep_alive,
+            wake_cost: policy.wake_cost_ms,
+            prewake: policy.prewake,
+            victims: VictimRule::default(),
             namespace: Vec::new(),
         }
     }
@@ -212,6 +243,9 @@ impl Config {
                 "timing.close_deadline up to 60s, timing.lock_timeout up to 10m".into(),
             ));
         }
+        self.http.check()?;
+        self.history.check()?;
+        self.report.check()?;
         Ok(self)
     }
 
@@ -226,6 +260,9 @@ impl Config {
                     idle_timeout_ms: self.policy.idle_timeout,
                     minimum_residency_ms: self.policy.minimum_residency,
                     priority: self.policy.priority,
+                    keep_alive: self.policy.keep_alive,
+                    wake_cost_ms: self.policy.wake_cost,
+                    prewake: self.policy.prewake,
                 },
                 rules: self
                     .policy
@@ -237,6 +274,9 @@ impl Config {
                         idle_timeout_ms: rule.idle_timeout,
                         minimum_residency_ms: rule.minimum_residency,
                         priority: rule.priority,
+                        keep_alive: rule.keep_alive,
+                        wake_cost_ms: rule.wake_cost,
+                        prewake: rule.prewake,
                     })
                     .collect(),
             },
@@ -244,6 +284,7 @@ impl Config {
                 close_ms: ms(self.timing.close_deadline),
                 lock_ms: ms(self.timing.lock_timeout),
             },
+            victims: self.policy.victims,
             ..Settings::default()
         }
     }

@@ -2,7 +2,7 @@
 
 use affinode_proto::{
     api::control,
-    wire::{Hazards, Phase},
+    wire::{Hazards, Phase, page::PageSnapshot},
 };
 
 use super::{
@@ -93,8 +93,7 @@ impl Node {
         now: Millis,
         unix_ms: i64,
     ) -> control::Container {
-        let processes: Vec<(&ProcessId, &Process)> =
-            self.processes.iter().filter(|(_, p)| p.key == *key).collect();
+        let processes: Vec<(ProcessId, &Process)> = self.processes.of(key).collect();
         let ago = |then: Millis| i64::try_from(now.saturating_sub(then)).unwrap_or(i64::MAX);
         control::Container {
             announcement: Some(c.announcement.clone()).into(),
@@ -135,6 +134,8 @@ fn list_process(p: &Process) -> control::Process {
         phase: format!("{:?}", p.phase),
         command: p.identity.command.clone(),
         vram_bytes: p.vram_bytes(),
+        vram: p.vram.iter().map(device).collect(),
+        last_call: p.page.as_ref().filter(|page| page.calls > 0).map_or_else(String::new, last_call),
         away: if p.phase == Phase::Away {
             p.away.iter().flatten().map(device).collect()
         } else {
@@ -146,6 +147,10 @@ fn list_process(p: &Process) -> control::Process {
         hazards: hazard_words(p.hazards),
         ..control::Process::default()
     }
+}
+
+fn last_call(page: &PageSnapshot) -> String {
+    affinode_cuda_sys::hook::name(page.last_hook).unwrap_or_default().to_owned()
 }
 
 fn hazard_words(hazards: Hazards) -> Vec<String> {

@@ -5,7 +5,7 @@ use std::{
     collections::HashMap,
     path::PathBuf,
     sync::{Arc, atomic::AtomicU64},
-    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant},
 };
 
 use affinode_proto::{
@@ -19,9 +19,10 @@ use tokio::{
     sync::{mpsc, oneshot},
 };
 
-use super::{DaemonError, api, events::EventLog, sweep::Sweep};
+use super::{DaemonError, Door, api, events::EventLog, show::Show, sweep::Sweep};
 use crate::{
     agents::{Agent, AgentMail, Listener},
+    clock::unix_ms,
     config::Config,
     core::{CommandId, Effect, Input, Key, Millis, Node, ProcessId, Request},
     inventory::{Finding, Inventory, Question, memory::MemoryRules, process},
@@ -69,6 +70,7 @@ struct Actor {
     gpus_read: Option<Instant>,
     sweep: Sweep,
     empty_since: Instant,
+    dashboard: String,
 }
 
 /// Serves until a signal, or until no container was left for a while.
@@ -106,9 +108,13 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         gpus_read: None,
         sweep: Sweep::new(&run_dir),
         empty_since: Instant::now(),
+        dashboard: String::new(),
     };
     actor.recall().map_err(file("cannot read", folder))?;
-    let _api = api::serve(&run_dir, calls, events).await?;
+    let show = Show::start(&run_dir, &actor.config, Door::new(calls.clone(), Arc::clone(&events)));
+    actor.dashboard.clone_from(&show.dashboard);
+    let prices = actor.config.report.clone();
+    let _api = api::serve(&run_dir, calls, events, show.history.clone(), prices).await?;
     let mut terminate = signal(SignalKind::terminate()).map_err(DaemonError::Runtime)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(DaemonError::Runtime)?;
     tracing::info!(run_dir = %run_dir.display(), version = env!("CARGO_PKG_VERSION"), "controller is ready");
@@ -133,12 +139,10 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         // A queue or a move wants shorter ticks than were planned.
         next_tick = next_tick.min(tokio::time::Instant::now() + actor.pause());
     }
+    // From here nobody answers: who asks is told that the controller is ending.
+    drop(from_api);
+    show.end();
     Ok(())
-}
-
-fn unix_ms() -> i64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    i64::try_from(since.as_millis()).unwrap_or(i64::MAX)
 }
 
 impl Actor {
@@ -293,6 +297,7 @@ impl Actor {
                 list.version = env!("CARGO_PKG_VERSION").into();
                 list.controller_pid = std::process::id();
                 list.started_unix_ms = self.started_unix_ms;
+                list.dashboard.clone_from(&self.dashboard);
                 let _ = answer.send(list);
             }
             Call::Act(name, request, answer) => match self.node.find(&name) {

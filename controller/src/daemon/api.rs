@@ -7,7 +7,7 @@ use affinode_proto::{
         control::{
             ActionResponse, AnnounceRequest, AnnounceResponse, EventsRequest, EventsResponse,
             ListRequest, ListResponse, OffloadRequest, ReloadRequest, ReloadResponse,
-            RestoreRequest, WithdrawRequest, WithdrawResponse,
+            ReportRequest, ReportResponse, RestoreRequest, WithdrawRequest, WithdrawResponse,
         },
         control_ttrpc::{Control, create_control},
     },
@@ -22,7 +22,7 @@ use tokio::{
 use ttrpc::r#async::{Server, TtrpcContext, transport::Listener};
 
 use super::{DaemonError, actor::Call, events::EventLog};
-use crate::core::Request;
+use crate::{config::ReportSection, core::Request, history::History, report, schema};
 
 /// The longest that a reader of events may wait.
 const MAX_WAIT: Duration = Duration::from_secs(60);
@@ -30,6 +30,8 @@ const MAX_WAIT: Duration = Duration::from_secs(60);
 struct Api {
     calls: mpsc::Sender<Call>,
     events: Arc<EventLog>,
+    history: Option<Arc<History>>,
+    prices: ReportSection,
 }
 
 /// Binds the socket, for root alone, and serves.
@@ -37,6 +39,8 @@ pub(super) async fn serve(
     run_dir: &Path,
     calls: mpsc::Sender<Call>,
     events: Arc<EventLog>,
+    history: Option<Arc<History>>,
+    prices: ReportSection,
 ) -> Result<Server, DaemonError> {
     let path = run_dir.join(paths::CONTROL_SOCKET);
     let listener = bind(&path).map_err(|source| DaemonError::File {
@@ -44,7 +48,7 @@ pub(super) async fn serve(
         path: path.clone(),
         source,
     })?;
-    let service = create_control(Arc::new(Api { calls, events }));
+    let service = create_control(Arc::new(Api { calls, events, history, prices }));
     let mut server = Server::new().add_listener(Listener::from(listener)).register_service(service);
     server.start().await.map_err(|source| DaemonError::Serve { path, source })?;
     Ok(server)
@@ -137,5 +141,22 @@ impl Control for Api {
             .await?
             .map_err(|why| failed(ttrpc::Code::FAILED_PRECONDITION, why))?;
         Ok(ReloadResponse { changed, ..ReloadResponse::default() })
+    }
+    async fn report(
+        &self,
+        _: &TtrpcContext,
+        request: ReportRequest,
+    ) -> ttrpc::Result<ReportResponse> {
+        let Some(history) = self.history.clone() else {
+            let why = "no history is kept: history.dir in the configuration, or the log, says why";
+            return Err(failed(ttrpc::Code::FAILED_PRECONDITION, why));
+        };
+        let read = move || history.report(request.since_unix_ms, request.until_unix_ms);
+        // The disk may be slow; containers do not wait for it.
+        match tokio::task::spawn_blocking(read).await {
+            Ok(Ok(sums)) => Ok(schema::Report::new(sums, &self.prices).into()),
+            Ok(Err(error)) => Err(failed(ttrpc::Code::INTERNAL, report::chain(&error))),
+            Err(_) => Err(failed(ttrpc::Code::INTERNAL, "the history cannot be read")),
+        }
     }
 }

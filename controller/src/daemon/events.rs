@@ -58,7 +58,13 @@ impl EventLog {
         }
     }
 
-    fn now(&self, sequence: u64) -> Vec<Event> {
+    /// The number of the newest event, 0 before the first.
+    pub fn last(&self) -> u64 {
+        self.lock().last
+    }
+
+    /// As [`EventLog::after`], without waiting.
+    pub fn now(&self, sequence: u64) -> Vec<Event> {
         let inner = self.lock();
         let after = if sequence > inner.last { 0 } else { sequence };
         inner.events.iter().filter(|event| event.sequence > after).take(BATCH).cloned().collect()

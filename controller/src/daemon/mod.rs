@@ -6,7 +6,9 @@
 
 mod actor;
 mod api;
+mod door;
 mod events;
+mod show;
 mod sweep;
 
 use std::{
@@ -17,6 +19,10 @@ use std::{
     path::{Path, PathBuf},
     process::ExitCode,
 };
+
+pub use actor::Call;
+pub use door::{Door, Ending};
+pub use events::EventLog;
 
 use affinode_proto::paths;
 use tracing_subscriber::EnvFilter;

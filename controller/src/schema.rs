@@ -1,4 +1,5 @@
-//! The JSON of `-o json`: stable names, bytes and milliseconds as numbers.
+//! The JSON of `affinode -o json` and of the HTTP API: stable names, bytes and
+//! milliseconds as numbers. `config/openapi.yaml` describes it for clients.
 
 use affinode_proto::api::control;
 use serde::Serialize;
@@ -6,7 +7,7 @@ use serde::Serialize;
 use crate::core::container::display_name;
 
 /// `affinode ps -o json`.
-#[derive(Debug, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Node {
     /// Host name.
     pub node: String,
@@ -18,6 +19,8 @@ pub struct Node {
     pub started_unix_ms: i64,
     /// Why devices cannot be seen, or nothing.
     pub gpu_error: Option<String>,
+    /// Where the dashboard is; nothing when it is off.
+    pub dashboard: Option<String>,
     /// Devices.
     pub gpus: Vec<Gpu>,
     /// GPU containers.
@@ -25,7 +28,7 @@ pub struct Node {
 }
 
 /// A device.
-#[derive(Debug, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[allow(missing_docs)] // Each field is described in control.proto.
 pub struct Gpu {
     pub index: u32,
@@ -40,7 +43,7 @@ pub struct Gpu {
 }
 
 /// A container.
-#[derive(Debug, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[allow(missing_docs)] // Each field is described in control.proto.
 pub struct Container {
     pub name: String,
@@ -72,7 +75,7 @@ pub struct Container {
 }
 
 /// A CUDA process.
-#[derive(Debug, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[allow(missing_docs)] // Each field is described in control.proto.
 pub struct Process {
     pub pid: u32,
@@ -84,10 +87,21 @@ pub struct Process {
     pub inflight: u64,
     pub waiters: u32,
     pub hazards: Vec<String>,
+    pub last_call: String,
+    pub vram: Vec<DeviceBytes>,
+    pub away: Vec<DeviceBytes>,
+}
+
+/// Bytes on a device.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[allow(missing_docs)] // Each field is described in control.proto.
+pub struct DeviceBytes {
+    pub uuid: String,
+    pub bytes: u64,
 }
 
 /// One line of `affinode events -o json`.
-#[derive(Debug, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[allow(missing_docs)] // Each field is described in control.proto.
 pub struct Event {
     pub sequence: u64,
@@ -110,6 +124,7 @@ impl From<control::ListResponse> for Node {
             version: list.version,
             controller_pid: list.controller_pid,
             started_unix_ms: list.started_unix_ms,
+            dashboard: Some(list.dashboard).filter(|place| !place.is_empty()),
             gpu_error: Some(list.gpu_error).filter(|error| !error.is_empty()),
             gpus: list.gpus.into_iter().map(Gpu::from).collect(),
             containers: list.containers.into_iter().map(Container::from).collect(),
@@ -169,17 +184,27 @@ impl From<control::Container> for Container {
 
 impl From<control::Process> for Process {
     fn from(p: control::Process) -> Process {
+        let away: Vec<DeviceBytes> = p.away.into_iter().map(DeviceBytes::from).collect();
         Process {
             pid: p.pid,
             command: p.command,
             phase: p.phase,
             vram_bytes: p.vram_bytes,
-            away_bytes: p.away.iter().map(|d| d.bytes).sum(),
+            away_bytes: away.iter().map(|d| d.bytes).sum(),
             calls: p.calls,
             inflight: p.inflight,
             waiters: p.waiters,
             hazards: p.hazards,
+            last_call: p.last_call,
+            vram: p.vram.into_iter().map(DeviceBytes::from).collect(),
+            away,
         }
+    }
+}
+
+impl From<control::DeviceBytes> for DeviceBytes {
+    fn from(d: control::DeviceBytes) -> DeviceBytes {
+        DeviceBytes { uuid: d.uuid, bytes: d.bytes }
     }
 }
 
@@ -197,6 +222,113 @@ impl From<control::Event> for Event {
             text: e.text,
             bytes: e.bytes,
             elapsed_ms: e.elapsed_ms,
+        }
+    }
+}
+
+/// The answer to a request to move a container.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[allow(missing_docs)] // Each field is described in control.proto.
+pub struct Action {
+    pub done: bool,
+    pub state: String,
+    pub reason: String,
+    pub reason_text: String,
+    pub bytes: u64,
+    pub elapsed_ms: u64,
+}
+
+impl From<control::ActionResponse> for Action {
+    fn from(a: control::ActionResponse) -> Action {
+        Action {
+            done: a.done,
+            state: a.state,
+            reason: a.reason,
+            reason_text: a.reason_text,
+            bytes: a.bytes,
+            elapsed_ms: a.elapsed_ms,
+        }
+    }
+}
+
+/// What GPUs were used for.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Report {
+    /// Begin of the time, milliseconds since 1970.
+    pub since_unix_ms: i64,
+    /// Its end.
+    pub until_unix_ms: i64,
+    /// The first moment that the history knows of in it.
+    pub oldest_unix_ms: Option<i64>,
+    /// Price of a GPU for an hour; 0: none is configured.
+    pub price_per_gpu_hour: f64,
+    /// Its currency.
+    pub currency: String,
+    /// By container.
+    pub rows: Vec<ReportRow>,
+}
+
+/// A container in a report. GPU seconds are shares of a device's VRAM over time.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[allow(missing_docs)] // Each field is described in control.proto.
+pub struct ReportRow {
+    pub namespace: String,
+    pub pod: String,
+    pub container: String,
+    pub used_gpu_seconds: f64,
+    pub idle_gpu_seconds: f64,
+    pub returned_gpu_seconds: f64,
+    pub offloads: u64,
+    pub calls: u64,
+}
+
+impl Report {
+    /// A report with its prices.
+    #[must_use]
+    pub fn new(report: crate::history::Report, prices: &crate::config::ReportSection) -> Report {
+        Report {
+            since_unix_ms: report.since_ms,
+            until_unix_ms: report.until_ms,
+            oldest_unix_ms: report.oldest_ms,
+            price_per_gpu_hour: prices.price_per_gpu_hour,
+            currency: prices.currency.clone(),
+            rows: report
+                .rows
+                .into_iter()
+                .map(|row| ReportRow {
+                    namespace: row.namespace,
+                    pod: row.pod,
+                    container: row.container,
+                    used_gpu_seconds: row.used_gpu_seconds,
+                    idle_gpu_seconds: row.idle_gpu_seconds,
+                    returned_gpu_seconds: row.returned_gpu_seconds,
+                    offloads: row.offloads,
+                    calls: row.calls,
+                })
+                .collect(),
+        }
+    }
+}
+
+impl From<Report> for control::ReportResponse {
+    fn from(report: Report) -> control::ReportResponse {
+        let row = |row: ReportRow| control::ReportRow {
+            namespace: row.namespace,
+            pod: row.pod,
+            container: row.container,
+            used_gpu_seconds: row.used_gpu_seconds,
+            idle_gpu_seconds: row.idle_gpu_seconds,
+            returned_gpu_seconds: row.returned_gpu_seconds,
+            offloads: row.offloads,
+            calls: row.calls,
+            ..control::ReportRow::default()
+        };
+        control::ReportResponse {
+            rows: report.rows.into_iter().map(row).collect(),
+            price_per_gpu_hour: report.price_per_gpu_hour,
+            currency: report.currency,
+            oldest_unix_ms: report.oldest_unix_ms.unwrap_or(0),
+            ..control::ReportResponse::default()
         }
     }
 }

@@ -1,0 +1,130 @@
+//! What people see runs on a thread of its own: history, metrics, dashboard. Nothing of
+//! it is needed to manage containers, so a part that cannot start is told in the log
+//! and left out.
+
+use std::{path::Path, sync::Arc, thread::JoinHandle};
+
+use super::Door;
+use crate::{
+    config::Config,
+    history::{History, Limits},
+    http::{self, Guard, Listener, Site},
+    metrics::Metrics,
+    observe::{Hub, Observer},
+    report,
+};
+
+/// The thread, and what the control API needs of it.
+#[derive(Debug)]
+pub struct Show {
+    /// Where the dashboard is; empty when it is off.
+    pub dashboard: String,
+    /// What was, on disk.
+    pub history: Option<Arc<History>>,
+    hub: Arc<Hub>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Show {
+    /// Starts what can be started.
+    pub fn start(run_dir: &Path, config: &Config, door: Door) -> Show {
+        let history = open_history(run_dir, config);
+        let metrics =
+            Arc::new(Metrics::new(history.as_ref().map_or(1, |history| history.starts())));
+        let hub = Arc::new(Hub::default());
+        let bound = bind(run_dir, config);
+        let dashboard = bound.as_ref().map(|(_, place, _)| place.clone()).unwrap_or_default();
+        let observer =
+            Observer::new(door.clone(), Arc::clone(&hub), Arc::clone(&metrics), history.clone());
+        let served = bound.map(|(socket, _, guard)| {
+            let prices = config.report.clone();
+            let (hub, history) = (Arc::clone(&hub), history.clone());
+            (
+                socket,
+                Arc::new(Site::new(
+                    door,
+                    hub,
+                    metrics,
+                    history,
+                    guard,
+                    prices,
+                    config.http.actions,
+                )),
+            )
+        });
+        let work = move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            let runtime = match runtime {
+                Ok(runtime) => runtime,
+                Err(error) => return tracing::error!(%error, "neither dashboard nor history run"),
+            };
+            runtime.block_on(async {
+                if let Some((socket, site)) = served {
+                    match Listener::new(socket) {
+                        Ok(listener) => drop(tokio::spawn(http::serve(listener, site))),
+                        Err(error) => tracing::error!(%error, "the dashboard cannot be served"),
+                    }
+                }
+                observer.run().await;
+            });
+        };
+        let thread = std::thread::Builder::new().name("show".into()).spawn(work);
+        if let Err(error) = &thread {
+            tracing::error!(%error, "neither dashboard nor history run");
+        }
+        Show { dashboard, history, hub, thread: thread.ok() }
+    }
+
+    /// Ends it after the actor has ended: the history is written.
+    pub fn end(mut self) {
+        self.hub.wake();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn open_history(run_dir: &Path, config: &Config) -> Option<Arc<History>> {
+    let folder = config.history.folder(run_dir)?;
+    let limits = Limits {
+        keep_ms: i64::try_from(config.history.keep).unwrap_or(i64::MAX),
+        max_bytes: config.history.max_mib << 20,
+    };
+    match History::open(&folder, limits) {
+        Ok(history) => Some(Arc::new(history)),
+        Err(error) => {
+            tracing::error!("no history is kept: {}", report::chain(&error));
+            None
+        }
+    }
+}
+
+fn bind(run_dir: &Path, config: &Config) -> Option<(http::Bound, String, Guard)> {
+    let guard = match Guard::new(&config.http.hosts, &config.http.token_file) {
+        Ok(guard) => guard,
+        Err(error) => {
+            // Without its token it would stand open.
+            tracing::error!("no dashboard is served: {}", report::chain(&error));
+            return None;
+        }
+    };
+    let bound = config.http.listen(run_dir).map(|listen| Listener::bind(&listen));
+    match bound {
+        Ok(Ok(bound)) => {
+            let (socket, place) = bound?;
+            tracing::info!("the dashboard is at {place}");
+            Some((socket, place, guard))
+        }
+        Ok(Err(error)) => {
+            tracing::error!(
+                "no dashboard is served: {}; http.listen names another place",
+                report::chain(&error)
+            );
+            None
+        }
+        Err(why) => {
+            tracing::error!("no dashboard is served: {why}");
+            None
+        }
+    }
+}

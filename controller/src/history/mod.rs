@@ -1,0 +1,177 @@
+//! What was, on disk: spans of time that each container spent in a state.
+//!
+//! ```text
+//!  observer ──spans──> [`tape`] (pure) ──finished and growing spans──> writer thread ──> redb file
+//!                                                                       bounded queue, counts what it drops
+//! ```
+//!
+//! One record says from when to when a container was in a state, and what it held
+//! meanwhile. Timeline and report are sums over these. The file has a fixed most size;
+//! the oldest goes first. Whoever feeds it never waits for the disk.
+
+pub mod report;
+mod span;
+mod store;
+mod tape;
+
+use std::{
+    path::Path,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+        mpsc,
+    },
+    thread::JoinHandle,
+    time::Duration,
+};
+
+pub use report::{Report, Row};
+pub use span::Span;
+pub use store::{Limits, Store, StoreError};
+use tape::Tape;
+
+use crate::schema;
+
+/// Name of the file in the state folder.
+pub const FILE: &str = "history.redb";
+/// Batches that may wait for the disk.
+const QUEUE: usize = 64;
+/// At least so often is written what is known.
+const WRITE_EVERY_MS: i64 = 30_000;
+
+/// The history of this node.
+#[derive(Debug)]
+pub struct History {
+    store: std::sync::Arc<Store>,
+    tape: Mutex<Tape>,
+    writer: Mutex<Option<(mpsc::SyncSender<Vec<Span>>, JoinHandle<()>)>>,
+    dropped: AtomicU64,
+    starts: u64,
+}
+
+impl History {
+    /// Opens the file in a folder, or begins a new one; counts this start.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn open(folder: &Path, limits: Limits) -> Result<History, StoreError> {
+        let store = std::sync::Arc::new(Store::open(&folder.join(FILE), limits)?);
+        let starts = store.count_start()?;
+        let (queue, batches) = mpsc::sync_channel::<Vec<Span>>(QUEUE);
+        let writing = std::sync::Arc::clone(&store);
+        let thread = std::thread::Builder::new()
+            .name("history".into())
+            .spawn(move || write_all(&writing, &batches))
+            .map_err(StoreError::Thread)?;
+        Ok(History {
+            store,
+            tape: Mutex::default(),
+            writer: Mutex::new(Some((queue, thread))),
+            dropped: AtomicU64::new(0),
+            starts,
+        })
+    }
+
+    /// Times that a controller opened this history, this one included.
+    #[must_use]
+    pub fn starts(&self) -> u64 {
+        self.starts
+    }
+
+    /// Spans that were not written because the disk was too slow.
+    #[must_use]
+    pub fn dropped(&self) -> u64 {
+        self.dropped.load(Ordering::Relaxed)
+    }
+
+    /// Takes a change of state.
+    pub fn event(&self, event: &schema::Event) {
+        self.tape().event(event);
+    }
+
+    /// Takes a look at the node.
+    pub fn observe(&self, node: &schema::Node, now_ms: i64) {
+        let spans = {
+            let mut tape = self.tape();
+            tape.observe(node, now_ms);
+            tape.due(now_ms, WRITE_EVERY_MS)
+        };
+        self.write(spans);
+    }
+
+    /// Writes what is known and ends the writer. Later spans are dropped.
+    pub fn close(&self) {
+        let spans = self.tape().all();
+        self.write(spans);
+        let writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some((queue, thread)) = writer {
+            drop(queue);
+            let _ = thread.join();
+        }
+    }
+
+    /// Spans that overlap a time, oldest first; those of one container, or all.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn spans(
+        &self,
+        since_ms: i64,
+        until_ms: i64,
+        key: Option<&str>,
+    ) -> Result<Vec<Span>, StoreError> {
+        let mut spans = self.store.spans(since_ms, until_ms, key)?;
+        // What is not written yet replaces what was written of the same spans.
+        for span in self.tape().all() {
+            if !span.overlaps(since_ms, until_ms) || key.is_some_and(|key| key != span.key) {
+                continue;
+            }
+            match spans
+                .iter_mut()
+                .find(|known| known.key == span.key && known.from_ms == span.from_ms)
+            {
+                Some(known) => *known = span,
+                None => spans.push(span),
+            }
+        }
+        Ok(spans)
+    }
+
+    /// What GPUs were used for in a time.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn report(&self, since_ms: i64, until_ms: i64) -> Result<Report, StoreError> {
+        let spans = self.spans(since_ms, until_ms, None)?;
+        Ok(Report::sum(&spans, since_ms, until_ms))
+    }
+
+    fn write(&self, spans: Vec<Span>) {
+        if spans.is_empty() {
+            return;
+        }
+        let count = spans.len() as u64;
+        let writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let taken = writer.as_ref().is_some_and(|(queue, _)| queue.try_send(spans).is_ok());
+        if !taken {
+            self.dropped.fetch_add(count, Ordering::Relaxed);
+        }
+    }
+
+    fn tape(&self) -> std::sync::MutexGuard<'_, Tape> {
+        self.tape.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn write_all(store: &Store, batches: &mpsc::Receiver<Vec<Span>>) {
+    const GATHER: Duration = Duration::from_millis(500);
+    while let Ok(mut batch) = batches.recv() {
+        // One write for all that comes within a moment.
+        while let Ok(more) = batches.recv_timeout(GATHER) {
+            batch.extend(more);
+        }
+        if let Err(error) = store.write(&batch) {
+            tracing::warn!("the history is not written: {}", crate::report::chain(&error));
+        }
+    }
+}

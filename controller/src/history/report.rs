@@ -1,0 +1,108 @@
+//! What GPUs were used for: spans, summed by container.
+
+use std::collections::BTreeMap;
+
+use super::Span;
+
+/// One container in a time. GPU seconds are shares of a device's VRAM over time.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Row {
+    /// Kubernetes' namespace, or containerd's outside Kubernetes.
+    pub namespace: String,
+    /// The pod; empty outside Kubernetes.
+    pub pod: String,
+    /// The container.
+    pub container: String,
+    /// Held and in use, or on the way.
+    pub used_gpu_seconds: f64,
+    /// Held while idle.
+    pub idle_gpu_seconds: f64,
+    /// Given back.
+    pub returned_gpu_seconds: f64,
+    /// Times that it was moved out.
+    pub offloads: u64,
+    /// CUDA calls.
+    pub calls: u64,
+}
+
+/// All containers in a time.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Report {
+    /// From when.
+    pub since_ms: i64,
+    /// Until when.
+    pub until_ms: i64,
+    /// The first moment that is known of.
+    pub oldest_ms: Option<i64>,
+    /// By container, in order of name.
+    pub rows: Vec<Row>,
+}
+
+impl Report {
+    /// The sum of spans, each by the part that lies in the time.
+    #[must_use]
+    pub fn sum(spans: &[Span], since_ms: i64, until_ms: i64) -> Report {
+        let mut rows: BTreeMap<(&str, &str, &str), Row> = BTreeMap::new();
+        for span in spans {
+            let share = span.share(since_ms, until_ms);
+            let name = (span.namespace.as_str(), span.pod.as_str(), span.container.as_str());
+            let row = rows.entry(name).or_insert_with(|| Row {
+                namespace: span.namespace.clone(),
+                pod: span.pod.clone(),
+                container: span.container.clone(),
+                ..Row::default()
+            });
+            let held = span.held_gpu_seconds * share;
+            if span.state == "Idle" {
+                row.idle_gpu_seconds += held;
+            } else {
+                row.used_gpu_seconds += held;
+            }
+            row.returned_gpu_seconds += span.away_gpu_seconds * share;
+            row.offloads += u64::from(span.state == "Offloading" && span.from_ms >= since_ms);
+            if share > 0.5 {
+                row.calls += span.calls;
+            }
+        }
+        Report {
+            since_ms,
+            until_ms,
+            oldest_ms: spans.iter().map(|span| span.from_ms).min(),
+            rows: rows.into_values().collect(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn span(container: &str, state: &str, from_ms: i64, to_ms: i64, held: f64, away: f64) -> Span {
+        Span {
+            container: container.into(),
+            state: state.into(),
+            from_ms,
+            to_ms,
+            held_gpu_seconds: held,
+            away_gpu_seconds: away,
+            ..Span::default()
+        }
+    }
+
+    #[test]
+    fn spans_count_by_the_part_that_is_asked_for() {
+        let spans = [
+            span("a", "Active", 0, 10_000, 10.0, 0.0),
+            span("a", "Idle", 10_000, 20_000, 5.0, 0.0),
+            span("a", "Offloading", 20_000, 20_100, 0.0, 0.0),
+            span("a", "Offloaded", 20_100, 40_100, 0.0, 20.0),
+            span("b", "Active", 0, 10_000, 1.0, 0.0),
+        ];
+        let report = Report::sum(&spans, 5_000, 30_100);
+        let a = &report.rows[0];
+        assert!((a.used_gpu_seconds - 5.0).abs() < 1e-9, "{a:?}");
+        assert!((a.idle_gpu_seconds - 5.0).abs() < 1e-9, "{a:?}");
+        assert!((a.returned_gpu_seconds - 10.0).abs() < 1e-9, "{a:?}");
+        assert_eq!((a.offloads, report.rows.len(), report.oldest_ms), (1, 2, Some(0)));
+    }
+}

@@ -1,0 +1,45 @@
+// Moving a container by hand. Asked back where a program would notice.
+import { bytes, el, took } from "./format.js";
+import { ask } from "./stream.js";
+
+const byId = (id) => document.getElementById(id);
+
+export function action(container) {
+  if (["Active", "Idle"].includes(container.state)) return { verb: "offload", label: "Offload" };
+  if (container.state === "Offloaded") return { verb: "restore", label: "Restore" };
+  return null;
+}
+
+export function toast(text, bad = false) {
+  const node = el("div", { class: bad ? "toast bad" : "toast" }, text);
+  byId("toasts").append(node);
+  setTimeout(() => node.remove(), bad ? 12000 : 5000);
+}
+
+function confirm(title, text, yes) {
+  const dialog = byId("confirm");
+  byId("confirm-title").textContent = title;
+  byId("confirm-text").textContent = text;
+  byId("confirm-yes").textContent = yes;
+  dialog.returnValue = "no";
+  dialog.showModal();
+  return new Promise((done) => dialog.addEventListener("close", () => done(dialog.returnValue === "yes"), { once: true }));
+}
+
+export async function move(container, verb) {
+  if (verb === "offload" && container.state === "Active") {
+    const wake = container.last_wake_ms ? ` The last return took ${took(container.last_wake_ms)}.` : "";
+    const sure = await confirm(`Offload ${container.name}?`,
+      `It is in use. ${bytes(container.vram_bytes)} of VRAM move to host memory, and its next CUDA call waits until they are back.${wake}`, "Offload");
+    if (!sure) return;
+  }
+  try {
+    const reply = await ask(`/api/v1/containers/${container.key}/${verb}`, { method: "POST" });
+    const said = await reply.json();
+    if (!reply.ok) return toast(`${container.name} was not ${verb}ed: ${said.error ?? said.reason_text}`.replace("restoreed", "restored"), true);
+    const moved = said.bytes ? `: ${bytes(said.bytes)} in ${took(said.elapsed_ms)}` : "";
+    toast(`${container.name} is ${verb === "offload" ? "offloaded" : "back"}${moved}`);
+  } catch (error) {
+    toast(`${container.name}: the controller does not answer (${error.message})`, true);
+  }
+}

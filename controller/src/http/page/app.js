@@ -1,0 +1,98 @@
+// Affinode's dashboard: ties the stream to what is shown.
+import { addEvent } from "./feed.js";
+import { drawTimeline } from "./detail.js";
+import { drawHeader, refreshToday } from "./header.js";
+import { actHere, arrange, begin, drawRow, drawSpark, opened, step, tickRow, visible } from "./rows.js";
+import { follow } from "./stream.js";
+import { forget, replace, store, take } from "./store.js";
+
+const byId = (id) => document.getElementById(id);
+
+function live(yes) {
+  byId("link").classList.toggle("live", yes);
+  byId("link-text").textContent = yes ? "Live" : "Reconnecting";
+  if (yes) refreshToday();
+}
+
+// However fast changes come, the page is drawn once a frame.
+const dirty = new Set();
+let drawing = false;
+function draw(keys) {
+  for (const key of keys) dirty.add(key);
+  if (drawing) return;
+  drawing = true;
+  requestAnimationFrame(() => {
+    drawing = false;
+    for (const key of dirty) drawRow(key);
+    dirty.clear();
+    arrange();
+    drawHeader();
+  });
+}
+
+begin();
+follow("/api/v1/events?watch=node", {
+  live,
+  node(node) {
+    replace(node);
+    draw(store.containers.keys());
+  },
+  change(change) {
+    if (change.node) {
+      const { containers, ...head } = change.node;
+      store.node = head;
+    }
+    change.containers.forEach(take);
+    change.gone.forEach(forget);
+    draw(change.containers.map((container) => container.key));
+  },
+  event: addEvent,
+});
+
+let beat = 0;
+setInterval(() => {
+  beat += 1;
+  for (const key of visible()) {
+    tickRow(key);
+    if (beat % 2 === 0) drawSpark(key);
+  }
+  if (beat % 15 === 0) {
+    for (const [key, node] of opened()) if (store.containers.has(key)) drawTimeline(node, store.containers.get(key));
+  }
+}, 1000);
+
+// Light, dark, or as the system has it.
+const THEMES = ["system", "light", "dark"];
+const system = matchMedia("(prefers-color-scheme: dark)");
+let theme = localStorage.getItem("theme") ?? "system";
+function dress() {
+  document.documentElement.dataset.theme = theme === "system" ? (system.matches ? "dark" : "light") : theme;
+  byId("theme").textContent = `Theme: ${theme}`;
+}
+byId("theme").addEventListener("click", () => {
+  theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
+  localStorage.setItem("theme", theme);
+  dress();
+});
+system.addEventListener("change", dress);
+dress();
+
+byId("help-open").addEventListener("click", () => byId("help").showModal());
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
+  const filter = byId("filter");
+  if (event.target === filter) {
+    if (event.key !== "Escape") return;
+    filter.value = "";
+    filter.dispatchEvent(new Event("input"));
+    filter.blur();
+    return;
+  }
+  const keys = {
+    "/": () => filter.focus(), "?": () => byId("help").showModal(),
+    j: () => step(1), k: () => step(-1), o: () => actHere("offload"), r: () => actHere("restore"),
+  };
+  if (!keys[event.key]) return;
+  event.preventDefault();
+  keys[event.key]();
+});

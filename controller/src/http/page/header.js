@@ -1,0 +1,95 @@
+// The node: its GPUs, and what was given back.
+import { bytes, duration, el, put } from "./format.js";
+import { ask } from "./stream.js";
+import { store } from "./store.js";
+
+const byId = (id) => document.getElementById(id);
+let today = null;
+
+function parts(gpu) {
+  let used = 0, idle = 0;
+  for (const container of store.containers.values()) {
+    for (const process of container.processes) {
+      for (const device of process.vram) {
+        if (device.uuid !== gpu.uuid) continue;
+        if (container.state === "Idle") idle += device.bytes; else used += device.bytes;
+      }
+    }
+  }
+  const other = Math.max(0, gpu.vram_used_bytes - used - idle);
+  const free = Math.max(0, gpu.vram_total_bytes - gpu.vram_used_bytes - gpu.vram_reserved_bytes);
+  return [
+    ["used", "in use", used], ["idle", "held idle", idle], ["other", "others", other],
+    ["reserved", "promised", gpu.vram_reserved_bytes], ["free", "free", free],
+  ];
+}
+
+function card(gpu) {
+  const all = parts(gpu);
+  const meter = el("div", { class: "meter", role: "img", "aria-label": `${bytes(gpu.vram_used_bytes)} of ${bytes(gpu.vram_total_bytes)} VRAM in use` });
+  for (const [name, , size] of all) {
+    if (name === "free" || !size) continue;
+    const piece = el("i", { class: `s-${name}` });
+    piece.style.width = `${100 * size / gpu.vram_total_bytes}%`;
+    meter.append(piece);
+  }
+  const legend = el("div", { class: "legend" });
+  for (const [name, word, size] of [...all, ["away", "given back", gpu.vram_reclaimed_bytes]]) {
+    if (!size && !["used", "free", "away"].includes(name)) continue;
+    legend.append(el("span", {}, el("i", { class: `s-${name}` }), el("b", {}, bytes(size).replace("–", "0")), ` ${word}`));
+  }
+  return el("article", { class: "gpu", "aria-label": `GPU ${gpu.index}` },
+    el("div", { class: "title" },
+      el("b", {}, `GPU ${gpu.index}`), el("span", { class: "quiet" }, gpu.name.replace(/\s*\(?[Ss]imulated\)?/, "") || gpu.name),
+      gpu.simulated ? el("span", { class: "tag" }, "simulated") : "",
+      el("span", { class: "busy num" }, `${gpu.utilization_percent}% busy`)),
+    meter, legend);
+}
+
+export function drawHeader() {
+  const { node } = store;
+  if (!node) return;
+  put(byId("node"), `${node.node}  ${node.version}`);
+  document.title = `Affinode · ${node.node}`;
+  byId("gpu-error").hidden = !node.gpu_error;
+  put(byId("gpu-error"), node.gpu_error ? `GPUs cannot be seen: ${node.gpu_error}` : "");
+  byId("gpus").replaceChildren(...node.gpus.map(card));
+  const all = [...store.containers.values()];
+  const sum = (pick) => all.reduce((total, container) => total + pick(container), 0);
+  const queued = all.filter((container) => container.state === "Queued").length;
+  const rows = [
+    ["Given back now", bytes(sum((c) => c.away_bytes)).replace("–", "0"), "in host memory"],
+    ["Held idle", bytes(sum((c) => (c.state === "Idle" ? c.vram_bytes : 0))).replace("–", "0"), ""],
+    ["Waiting for VRAM", String(queued), queued === 1 ? "container" : "containers"],
+    ["GPU hours given back, 24 h", today ? hours(today.returned) : "–", today?.price ?? ""],
+    ["Controller up", duration(Date.now() + store.offset_ms - node.started_unix_ms), ""],
+  ];
+  const tiles = byId("tiles");
+  if (tiles.children.length !== rows.length) {
+    tiles.replaceChildren(...rows.map(([name]) => el("div", {}, el("dt", {}, name), el("dd", {}, el("span"), el("small")))));
+  }
+  rows.forEach(([, value, note], i) => {
+    const [figure, small] = tiles.children[i].lastChild.children;
+    put(figure, value);
+    put(small, note ? ` ${note}` : "");
+  });
+}
+
+function hours(seconds) {
+  const h = seconds / 3600;
+  return h === 0 ? "0" : h < 0.01 ? "<0.01" : h.toFixed(h < 10 ? 2 : 1);
+}
+
+// What the last day gave back comes from the history, once a minute.
+export async function refreshToday() {
+  try {
+    const reply = await ask("/api/v1/report");
+    if (!reply.ok) return;
+    const report = await reply.json();
+    const returned = report.rows.reduce((sum, row) => sum + row.returned_gpu_seconds, 0);
+    const price = returned / 3600 * report.price_per_gpu_hour;
+    today = { returned, price: report.price_per_gpu_hour ? `${price.toFixed(2)} ${report.currency}` : "" };
+    drawHeader();
+  } catch { /* the next minute asks again */ }
+}
+setInterval(refreshToday, 60000);

@@ -1,0 +1,202 @@
+// The list: one row per container. A row is made once and changed where it differs.
+import { action, move } from "./actions.js";
+import { detail, drawDetail, drawTimeline } from "./detail.js";
+import { bytes, duration, el, put, svg, ticking, took } from "./format.js";
+import { idleMs, nodeNow, store } from "./store.js";
+
+const ORDER = ["Lost", "Queued", "Restoring", "Closing", "Offloading", "Active", "Idle", "Offloaded", "Unregistered"];
+const COLUMNS = [
+  ["Container", (c) => c.name, 1], ["State", (c) => ORDER.indexOf(c.state), 1], ["Calls/s", (c) => store.activity.get(c.key)?.at(-1) ?? 0, -1],
+  ["VRAM", (c) => c.vram_bytes, -1], ["In host RAM", (c) => c.away_bytes, -1], ["Last wake", (c) => c.last_wake_ms, -1],
+  ["Policy", (c) => c.mode, 1], ["Why", (c) => c.reason_text, 1],
+];
+const NUMBERS = new Set(["VRAM", "In host RAM", "Last wake"]);
+const GROUPS = [["All", () => true], ["Active", (s) => s === "Active"], ["Idle", (s) => s === "Idle"], ["Offloaded", (s) => s === "Offloaded"],
+  ["Moving", (s) => ["Closing", "Offloading", "Restoring"].includes(s)], ["Waiting", (s) => s === "Queued" || s === "Lost"]];
+
+const byId = (id) => document.getElementById(id);
+const items = new Map(); // key -> its elements
+let sort = { column: 0, way: 1 }, group = "All", wanted = "", here = null, order = "";
+
+export function begin() {
+  const head = byId("head");
+  COLUMNS.forEach(([title, , way], column) => {
+    const button = el("button", { type: "button", onclick: () => {
+      sort = { column, way: sort.column === column ? -sort.way : way };
+      markSort();
+      arrange();
+    } }, title);
+    head.append(el("div", { role: "columnheader", class: NUMBERS.has(title) ? "cell n" : "cell" }, button));
+  });
+  head.append(el("div", { role: "columnheader", class: "cell" }, el("span", { class: "hidden" }, "Actions")));
+  markSort();
+  for (const [name] of GROUPS) {
+    byId("chips").append(el("button", { type: "button", "aria-pressed": String(name === group), "data-group": name, onclick: (event) => {
+      group = name;
+      for (const chip of byId("chips").children) chip.setAttribute("aria-pressed", String(chip === event.currentTarget));
+      arrange();
+    } }, name));
+  }
+  byId("filter").addEventListener("input", (event) => {
+    wanted = event.target.value.trim().toLowerCase();
+    arrange();
+  });
+}
+
+function markSort() {
+  [...byId("head").children].forEach((cell, column) => {
+    if (column === sort.column) cell.setAttribute("aria-sort", sort.way > 0 ? "ascending" : "descending");
+    else cell.removeAttribute("aria-sort");
+  });
+}
+
+function make(key) {
+  const arrow = svg("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" });
+  arrow.append(svg("path", { d: "M6 4l4 4-4 4", fill: "none", stroke: "currentColor", "stroke-width": 1.6 }));
+  const label = el("span"), space = el("small");
+  const name = el("button", { type: "button", class: "name", "aria-expanded": "false", onclick: () => toggle(key), onfocus: () => point(key) }, arrow, el("span", {}, label, space));
+  const word = el("span"), since = el("small"), soon = el("div", { class: "soon", hidden: true }, el("i"));
+  const state = el("div", { class: "cell state", role: "cell" }, el("span", { class: "mark", "aria-hidden": "true" }), el("div", {}, word, since, soon));
+  const spark = svg("svg", { class: "spark", viewBox: "0 0 60 22", preserveAspectRatio: "none", role: "img" });
+  spark.append(svg("path"));
+  const cell = (cls) => el("div", { class: `cell ${cls}`, role: "cell" });
+  const [vram, away, wake, policy, why, act] = ["n", "n", "n", "policy", "why", "act"].map(cell);
+  const button = el("button", { type: "button", onclick: () => press(key) });
+  act.append(button);
+  const row = el("div", { class: "row", role: "row" }, el("div", { class: "cell", role: "cell" }, name), state,
+    el("div", { class: "cell", role: "cell" }, spark), vram, away, wake, policy, why, act);
+  const item = el("div", { class: "item", "data-key": key }, row);
+  return { item, row, name, label, space, state, word, since, soon, spark, vram, away, wake, policy, why, button, detail: null };
+}
+
+function press(key) {
+  const container = store.containers.get(key), what = container && action(container);
+  if (what) move(container, what.verb);
+}
+
+export function drawRow(key) {
+  const container = store.containers.get(key);
+  if (!container) return;
+  let parts = items.get(key);
+  if (!parts) items.set(key, parts = make(key));
+  const path = container.name.split("/"), last = path.pop();
+  put(parts.label, last);
+  put(parts.space, path.join("/"));
+  parts.name.title = container.name;
+  if (parts.item.dataset.state !== container.state) parts.item.dataset.state = container.state;
+  put(parts.word, container.state);
+  put(parts.vram, bytes(container.vram_bytes));
+  put(parts.away, bytes(container.away_bytes));
+  put(parts.wake, container.restores ? took(container.last_wake_ms) : "–");
+  put(parts.policy, container.mode === "eager" || container.mode === "pressure" ? `${container.mode}, ${duration(container.idle_timeout_ms)}` : container.mode);
+  put(parts.why, container.reason_text);
+  parts.why.title = container.reason_text;
+  const what = action(container);
+  parts.button.disabled = !what;
+  put(parts.button, what?.label ?? (container.state === "Unregistered" ? "Offload" : "Moving"));
+  parts.button.setAttribute("aria-label", `${what?.label ?? "Nothing to do for"} ${container.name}`);
+  tickRow(key);
+  if (parts.detail) drawDetail(parts.detail, container);
+}
+
+// What changes with time alone.
+export function tickRow(key) {
+  const container = store.containers.get(key), parts = items.get(key);
+  if (!container || !parts) return;
+  const idle = idleMs(container), left = container.idle_timeout_ms - idle;
+  const eager = container.state === "Active" && container.mode === "eager" && container.reason === "recent-calls";
+  put(parts.since, eager && idle > 1500 ? `offload in ${ticking(left)}` : `for ${ticking(nodeNow() - container.since_unix_ms)}`);
+  parts.soon.hidden = !eager;
+  if (eager) parts.soon.firstChild.style.width = `${Math.min(100, 100 * idle / container.idle_timeout_ms)}%`;
+}
+
+export function drawSpark(key) {
+  const list = store.activity.get(key), parts = items.get(key);
+  if (!list || !parts) return;
+  const most = Math.max(1, ...list), step = 60 / 59, from = 60 - list.length;
+  const d = list.map((rate, i) => `${i ? "L" : "M"}${((from + i) * step).toFixed(1)} ${(20.5 - 18 * rate / most).toFixed(1)}`).join("");
+  parts.spark.firstChild.setAttribute("d", d);
+  parts.spark.setAttribute("aria-label", `${Math.round(list.at(-1))} calls a second now, at most ${Math.round(most)}`);
+}
+
+export function visible() {
+  const low = innerHeight + 200;
+  return [...byId("rows").children].filter((item) => {
+    const box = item.getBoundingClientRect();
+    return box.bottom > -200 && box.top < low;
+  }).map((item) => item.dataset.key);
+}
+
+// Filter and order; the page moves elements only where the order differs.
+export function arrange() {
+  const all = [...store.containers.values()];
+  const test = GROUPS.find(([name]) => name === group)[1];
+  for (const chip of byId("chips").children) {
+    const belongs = GROUPS.find(([name]) => name === chip.dataset.group)[1];
+    put(chip, `${chip.dataset.group} ${all.filter((c) => belongs(c.state)).length}`);
+  }
+  const shown = all.filter((c) => test(c.state) && (!wanted || `${c.name} ${c.state} ${c.reason_text} ${c.mode}`.toLowerCase().includes(wanted)));
+  const pick = COLUMNS[sort.column][1];
+  const keyed = shown.map((c) => [pick(c), c.name, c.key]);
+  keyed.sort((a, b) => (a[0] < b[0] ? -1 : a[0] > b[0] ? 1 : 0) * sort.way || (a[1] < b[1] ? -1 : 1));
+  const keys = keyed.map((entry) => entry[2]);
+  for (const key of [...items.keys()]) {
+    if (!store.containers.has(key)) {
+      items.get(key).item.remove();
+      items.delete(key);
+    }
+  }
+  const next = keys.join();
+  if (next !== order) {
+    order = next;
+    const focused = document.activeElement;
+    byId("rows").replaceChildren(...keys.map((key) => {
+      if (!items.has(key)) drawRow(key);
+      return items.get(key).item;
+    }));
+    if (focused?.isConnected && focused !== document.activeElement) focused.focus({ preventScroll: true });
+  }
+  put(byId("count"), shown.length === all.length ? String(all.length) : `${shown.length} of ${all.length}`);
+  byId("empty").hidden = shown.length > 0;
+  put(byId("empty"), all.length ? "No container matches." : "No GPU container of runtime class affinode runs on this node.");
+}
+
+function toggle(key) {
+  const parts = items.get(key);
+  if (parts.detail) {
+    parts.detail.remove();
+    parts.detail = null;
+  } else {
+    parts.detail = detail();
+    parts.item.append(parts.detail);
+    const container = store.containers.get(key);
+    drawDetail(parts.detail, container);
+    drawTimeline(parts.detail, container);
+  }
+  parts.item.classList.toggle("open", Boolean(parts.detail));
+  parts.name.setAttribute("aria-expanded", String(Boolean(parts.detail)));
+}
+
+export function opened() {
+  return [...items].filter(([, parts]) => parts.detail).map(([key, parts]) => [key, parts.detail]);
+}
+
+function point(key) {
+  items.get(here)?.item.classList.remove("here");
+  here = key;
+  items.get(key)?.item.classList.add("here");
+}
+
+export function step(by) {
+  const all = [...byId("rows").children];
+  if (!all.length) return;
+  const now = all.findIndex((item) => item.dataset.key === here);
+  const next = all[Math.max(0, Math.min(all.length - 1, now + by))];
+  items.get(next.dataset.key).name.focus();
+  next.scrollIntoView({ block: "nearest" });
+}
+
+export function actHere(verb) {
+  const container = store.containers.get(here);
+  if (container && action(container)?.verb === verb) move(container, verb);
+}

@@ -1,0 +1,73 @@
+// The stream of the node: server-sent events, read with fetch so that a token can be
+// shown. It reconnects by itself and goes on after the last event that it has.
+
+const QUIET_MS = 40000; // the node says something every 15 s
+
+export function token() {
+  return sessionStorage.getItem("token");
+}
+
+export async function ask(path, options = {}) {
+  const headers = { ...options.headers };
+  if (token()) headers.Authorization = `Bearer ${token()}`;
+  const reply = await fetch(path, { ...options, headers, cache: "no-store" });
+  if (reply.status === 401) await askForToken();
+  return reply;
+}
+
+let asking = null;
+function askForToken() {
+  asking ??= new Promise((done) => {
+    const dialog = document.getElementById("token");
+    dialog.addEventListener("close", () => {
+      sessionStorage.setItem("token", document.getElementById("token-value").value.trim());
+      asking = null;
+      done();
+    }, { once: true });
+    dialog.showModal();
+  });
+  return asking;
+}
+
+export async function follow(path, on) {
+  let last = null, wait_ms = 250;
+  for (;;) {
+    const stop = new AbortController();
+    let silence;
+    const alive = () => {
+      clearTimeout(silence);
+      silence = setTimeout(() => stop.abort(), QUIET_MS);
+    };
+    try {
+      alive();
+      const headers = last ? { "Last-Event-ID": last } : {};
+      const reply = await ask(path, { headers, signal: stop.signal });
+      if (!reply.ok) throw new Error((await reply.json()).error ?? reply.statusText);
+      wait_ms = 250;
+      on.live(true);
+      const text = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+      let rest = "";
+      for (;;) {
+        const { done, value } = await text.read();
+        if (done) break;
+        alive();
+        const blocks = (rest + value).split("\n\n");
+        rest = blocks.pop();
+        for (const block of blocks) {
+          const fields = Object.fromEntries(block.split("\n").map((line) => {
+            const colon = line.indexOf(": ");
+            return [line.slice(0, colon), line.slice(colon + 2)];
+          }));
+          if (fields.id) last = fields.id;
+          if (fields.data) on[fields.event]?.(JSON.parse(fields.data));
+        }
+      }
+    } catch (error) {
+      console.debug("stream:", error.message);
+    }
+    clearTimeout(silence);
+    on.live(false);
+    await new Promise((done) => setTimeout(done, wait_ms));
+    wait_ms = Math.min(wait_ms * 2, 5000);
+  }
+}

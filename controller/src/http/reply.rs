@@ -1,0 +1,69 @@
+//! Answers, with the headers that every one of them carries.
+
+use std::convert::Infallible;
+
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full, combinators::UnsyncBoxBody};
+use hyper::{
+    Response, StatusCode,
+    body::Body,
+    header::{self, HeaderName, HeaderValue},
+};
+use serde::Serialize;
+
+/// The body of an answer.
+pub type ReplyBody = UnsyncBoxBody<Bytes, Infallible>;
+/// An answer.
+pub type Reply = Response<ReplyBody>;
+
+/// The page may load what this server has, talk to it, and be framed by nobody.
+const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; \
+    connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
+
+const COMMON: [(HeaderName, &str); 5] = [
+    (header::CONTENT_SECURITY_POLICY, POLICY),
+    (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
+    (header::REFERRER_POLICY, "no-referrer"),
+    (HeaderName::from_static("cross-origin-resource-policy"), "same-origin"),
+    (HeaderName::from_static("cross-origin-opener-policy"), "same-origin"),
+];
+
+/// An answer of any body.
+pub fn with<B>(status: StatusCode, kind: &'static str, body: B) -> Reply
+where
+    B: Body<Data = Bytes, Error = Infallible> + Send + 'static,
+{
+    let mut reply = Response::new(body.boxed_unsync());
+    *reply.status_mut() = status;
+    let headers = reply.headers_mut();
+    for (name, value) in COMMON {
+        headers.insert(name, HeaderValue::from_static(value));
+    }
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    reply
+}
+
+/// Text.
+pub fn text(status: StatusCode, text: impl Into<Bytes>) -> Reply {
+    with(status, "text/plain; charset=utf-8", Full::new(text.into()))
+}
+
+/// JSON.
+pub fn json(status: StatusCode, value: &impl Serialize) -> Reply {
+    match serde_json::to_vec(value) {
+        Ok(bytes) => with(status, "application/json", Full::new(bytes.into())),
+        Err(error) => {
+            text(StatusCode::INTERNAL_SERVER_ERROR, format!("cannot write JSON: {error}"))
+        }
+    }
+}
+
+/// Why not, for people and programs.
+pub fn error(status: StatusCode, why: &str) -> Reply {
+    #[derive(Serialize)]
+    struct Error<'a> {
+        error: &'a str,
+    }
+    json(status, &Error { error: why })
+}

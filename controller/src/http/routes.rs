@@ -1,0 +1,253 @@
+//! What is answered with what. The paths stand in `config/openapi.yaml`.
+
+use std::{sync::Arc, time::Duration};
+
+use affinode_proto::api::control::Event;
+use http_body_util::{BodyExt, Limited};
+use hyper::{
+    HeaderMap, Method, Request, StatusCode,
+    body::Incoming,
+    header::{self, HeaderValue},
+};
+
+use super::{
+    Site, assets,
+    guard::Refused,
+    query,
+    reply::{self, Reply},
+    socket::Peer,
+    stream::{self, Wish},
+};
+use crate::{
+    clock,
+    core::{Key, Request as Wanted},
+    schema,
+};
+
+/// The body of an action; none is needed.
+const BODY_BYTES: usize = 4 << 10;
+/// Time for a body.
+const BODY_TIME: Duration = Duration::from_secs(5);
+/// Time for an answer that is no move.
+const ANSWER_TIME: Duration = Duration::from_secs(10);
+/// How far back a report goes when nobody says.
+const DAY_MS: i64 = 24 * 3600 * 1000;
+
+/// Answers a request.
+pub async fn answer(site: &Arc<Site>, peer: &Peer, request: Request<Incoming>) -> Reply {
+    if let Err(refused) = check(site, &request) {
+        site.metrics.refused_request(refused);
+        tracing::warn!(%peer, path = %shown(request.uri().path()), "a request was refused: {refused:?}");
+        return refuse(refused);
+    }
+    let path = request.uri().path().to_owned();
+    let get = request.method() == Method::GET;
+    if let Some(reply) = assets::find(&path, request.headers()) {
+        return if get { reply } else { only("GET") };
+    }
+    match path.as_str() {
+        _ if path.starts_with("/api/v1/containers/") => container(site, peer, request, &path).await,
+        "/healthz" | "/metrics" | "/api/v1/node" | "/api/v1/report" | "/api/v1/history"
+        | "/api/v1/events"
+            if !get =>
+        {
+            only("GET")
+        }
+        "/api/v1/events" => events(site, &request).await,
+        _ => match tokio::time::timeout(ANSWER_TIME, look(site, &request, &path)).await {
+            Ok(reply) => reply,
+            Err(_) => {
+                reply::error(StatusCode::SERVICE_UNAVAILABLE, "the controller is busy; ask again")
+            }
+        },
+    }
+}
+
+fn check(site: &Site, request: &Request<Incoming>) -> Result<(), Refused> {
+    site.guard.place(request.headers())?;
+    let path = request.uri().path();
+    // The page holds no secret: it asks its user for the token.
+    if path == "/healthz" || (!path.starts_with("/api/") && path != "/metrics") {
+        return Ok(());
+    }
+    site.guard.token(request.headers())
+}
+
+fn refuse(refused: Refused) -> Reply {
+    match refused {
+        Refused::Host => reply::error(
+            StatusCode::MISDIRECTED_REQUEST,
+            "the node is not known by this name: use its address, or add the name to http.hosts",
+        ),
+        Refused::Origin => reply::error(StatusCode::FORBIDDEN, "asked by a page of another site"),
+        Refused::Token => {
+            let mut reply =
+                reply::error(StatusCode::UNAUTHORIZED, "the token of http.token_file is needed");
+            reply
+                .headers_mut()
+                .insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+            reply
+        }
+    }
+}
+
+fn only(method: &'static str) -> Reply {
+    let mut reply = reply::error(StatusCode::METHOD_NOT_ALLOWED, "no such method here");
+    reply.headers_mut().insert(header::ALLOW, HeaderValue::from_static(method));
+    reply
+}
+
+/// A path from a stranger, for the log.
+fn shown(path: &str) -> String {
+    path.chars().filter(|c| c.is_ascii_graphic()).take(80).collect()
+}
+
+async fn look(site: &Arc<Site>, request: &Request<Incoming>, path: &str) -> Reply {
+    let query = request.uri().query();
+    match path {
+        "/healthz" => match site.door.list().await {
+            Ok(_) => reply::text(StatusCode::OK, "ok\n"),
+            Err(ending) => reply::text(StatusCode::SERVICE_UNAVAILABLE, format!("{ending}\n")),
+        },
+        "/metrics" => match site.door.list().await {
+            Ok(list) => metrics(site, &schema::Node::from(list), request.headers()),
+            Err(ending) => reply::error(StatusCode::SERVICE_UNAVAILABLE, &ending.to_string()),
+        },
+        "/api/v1/node" => match site.door.list().await {
+            Ok(list) => reply::json(StatusCode::OK, &schema::Node::from(list)),
+            Err(ending) => reply::error(StatusCode::SERVICE_UNAVAILABLE, &ending.to_string()),
+        },
+        "/api/v1/report" | "/api/v1/history" => past(site, query, path).await,
+        _ => reply::error(StatusCode::NOT_FOUND, "there is nothing here"),
+    }
+}
+
+fn metrics(site: &Site, node: &schema::Node, headers: &HeaderMap) -> Reply {
+    let dropped = site.history.as_ref().map_or(0, |history| history.dropped());
+    let accept =
+        headers.get(header::ACCEPT).and_then(|accept| accept.to_str().ok()).unwrap_or_default();
+    let (kind, text) = match site.metrics.text(node, &site.hub, dropped) {
+        Ok(text) if accept.contains("application/openmetrics-text") => {
+            ("application/openmetrics-text; version=1.0.0; charset=utf-8", text)
+        }
+        Ok(text) => ("text/plain; version=0.0.4; charset=utf-8", crate::metrics::classic(&text)),
+        Err(error) => {
+            return reply::error(
+                StatusCode::INTERNAL_SERVER_ERROR,
+                &format!("cannot write metrics: {error}"),
+            );
+        }
+    };
+    reply::with(StatusCode::OK, kind, http_body_util::Full::new(text.into()))
+}
+
+async fn past(site: &Arc<Site>, query: Option<&str>, path: &str) -> Reply {
+    let Some(history) = site.history.clone() else {
+        return reply::error(
+            StatusCode::NOT_FOUND,
+            "the history is off: history.dir in the configuration",
+        );
+    };
+    let until_ms = query::number(query, "until_ms").unwrap_or_else(clock::unix_ms);
+    let since_ms = query::number(query, "since_ms").unwrap_or(until_ms - DAY_MS);
+    let key = query::value(query, "key").map(ToOwned::to_owned);
+    let report = (path == "/api/v1/report").then(|| site.report.clone());
+    // The disk may be slow; this thread has others to serve.
+    let read = tokio::task::spawn_blocking(move || match report {
+        Some(prices) => history
+            .report(since_ms, until_ms)
+            .map(|report| reply::json(StatusCode::OK, &schema::Report::new(report, &prices))),
+        None => history
+            .spans(since_ms, until_ms, key.as_deref())
+            .map(|spans| reply::json(StatusCode::OK, &serde_json::json!({ "spans": spans }))),
+    });
+    match read.await {
+        Ok(Ok(reply)) => reply,
+        Ok(Err(error)) => {
+            reply::error(StatusCode::INTERNAL_SERVER_ERROR, &crate::report::chain(&error))
+        }
+        Err(_) => reply::error(StatusCode::INTERNAL_SERVER_ERROR, "the history cannot be read"),
+    }
+}
+
+async fn events(site: &Arc<Site>, request: &Request<Incoming>) -> Reply {
+    let Ok(permit) = Arc::clone(&site.streams).try_acquire_owned() else {
+        let mut reply =
+            reply::error(StatusCode::SERVICE_UNAVAILABLE, "too many streams are open; close one");
+        reply.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("5"));
+        return reply;
+    };
+    let Ok(list) = site.door.list().await else {
+        return reply::error(StatusCode::SERVICE_UNAVAILABLE, "the controller is ending");
+    };
+    let node = query::value(request.uri().query(), "watch") == Some("node");
+    let id = request.headers().get("last-event-id").and_then(|id| id.to_str().ok());
+    let started = list.started_unix_ms;
+    let wish = Wish::new(id, started, site.door.events().last(), node);
+    reply::with(StatusCode::OK, "text/event-stream", stream::begin(site, wish, started, permit))
+}
+
+/// `/api/v1/containers/{key}/{offload|restore}`
+async fn container(site: &Arc<Site>, peer: &Peer, request: Request<Incoming>, path: &str) -> Reply {
+    let mut parts = path.trim_start_matches("/api/v1/containers/").split('/');
+    let (key, what, more) = (parts.next(), parts.next(), parts.next());
+    let wanted = match (what, more) {
+        (Some("offload"), None) => Wanted::Offload,
+        (Some("restore"), None) => Wanted::Restore,
+        _ => return reply::error(StatusCode::NOT_FOUND, "there is nothing here"),
+    };
+    if request.method() != Method::POST {
+        return only("POST");
+    }
+    if !site.may_act {
+        return reply::error(StatusCode::FORBIDDEN, "http.actions is false: this page only looks");
+    }
+    let Ok(key) = Key::parse(key.unwrap_or_default()) else {
+        return reply::error(
+            StatusCode::NOT_FOUND,
+            "a key is 32 hex digits; /api/v1/node lists them",
+        );
+    };
+    let body = Limited::new(request.into_body(), BODY_BYTES).collect();
+    match tokio::time::timeout(BODY_TIME, body).await {
+        Ok(Ok(_)) => {}
+        Ok(Err(_)) => return reply::error(StatusCode::PAYLOAD_TOO_LARGE, "no body is needed"),
+        Err(_) => return reply::error(StatusCode::REQUEST_TIMEOUT, "the body did not come"),
+    }
+    let Ok(_permit) = Arc::clone(&site.actions).try_acquire_owned() else {
+        return reply::error(
+            StatusCode::TOO_MANY_REQUESTS,
+            "too many moves are asked for; wait for one",
+        );
+    };
+    act(site, peer, &key, wanted).await
+}
+
+async fn act(site: &Site, peer: &Peer, key: &Key, wanted: Wanted) -> Reply {
+    let word = match wanted {
+        Wanted::Offload => "offload",
+        Wanted::Restore => "restore",
+    };
+    let node = match site.door.list().await {
+        Ok(list) => schema::Node::from(list),
+        Err(ending) => return reply::error(StatusCode::SERVICE_UNAVAILABLE, &ending.to_string()),
+    };
+    let Some(known) = node.containers.into_iter().find(|c| c.key == key.as_str()) else {
+        return reply::error(StatusCode::NOT_FOUND, "no container has this key; it may have ended");
+    };
+    site.door.audit(Event {
+        kind: "request".into(),
+        key: key.to_string(),
+        container: known.name,
+        reason: "requested".into(),
+        text: format!("{word} was asked for by {peer}"),
+        ..Event::default()
+    });
+    match site.door.act(key.to_string(), wanted).await {
+        Ok(response) => {
+            let status = if response.done { StatusCode::OK } else { StatusCode::CONFLICT };
+            reply::json(status, &schema::Action::from(response))
+        }
+        Err(ending) => reply::error(StatusCode::SERVICE_UNAVAILABLE, &ending.to_string()),
+    }
+}

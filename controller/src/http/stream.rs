@@ -1,0 +1,180 @@
+//! Server-sent events: what happens, and with `watch=node` what changes.
+//!
+//! ```text
+//!  event: node     the whole node, once at the start and whenever this stream fell behind
+//!  event: change   what is different since, as it comes
+//!  event: event    something happened; its id lets a client go on where it was
+//! ```
+//!
+//! An id is `<start of the controller>-<number>`: the numbers of a controller that has
+//! restarted begin anew, and a client with an old id gets all that the new one knows.
+
+use std::{
+    convert::Infallible,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use hyper::body::{Body, Frame};
+use tokio::sync::{OwnedSemaphorePermit, broadcast::error::RecvError, mpsc};
+
+use super::Site;
+use crate::{
+    observe::{Message, Watch},
+    schema,
+};
+
+/// Nothing for so long: a comment, so that proxies and clients see that we live.
+const QUIET: Duration = Duration::from_secs(15);
+/// Messages between this task and the connection.
+const PIPE: usize = 8;
+/// A client that takes none of them for so long is let go.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// The body of a stream.
+#[derive(Debug)]
+pub struct StreamBody(mpsc::Receiver<Bytes>);
+
+impl Body for StreamBody {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        self.get_mut().0.poll_recv(context).map(|bytes| bytes.map(|bytes| Ok(Frame::data(bytes))))
+    }
+}
+
+/// What a client asked for.
+#[derive(Clone, Copy, Debug)]
+pub struct Wish {
+    /// The last event that it has.
+    pub after: u64,
+    /// Whether it wants the node as well.
+    pub node: bool,
+}
+
+impl Wish {
+    /// From the header `Last-Event-ID`, for a controller that started then.
+    #[must_use]
+    pub fn new(last_id: Option<&str>, started_unix_ms: i64, newest: u64, node: bool) -> Wish {
+        let known = last_id.and_then(|id| {
+            let (start, number) = id.split_once('-')?;
+            (start.parse() == Ok(started_unix_ms)).then_some(number.parse().ok()?)
+        });
+        // With an id of an earlier controller: everything. Without one: from now on, or
+        // with `watch=node` the last few, for people.
+        let after = match (known, last_id) {
+            (Some(number), _) => number,
+            (None, Some(_)) => 0,
+            (None, None) => newest.saturating_sub(if node { 100 } else { 0 }),
+        };
+        Wish { after, node }
+    }
+}
+
+/// Begins a stream. The permit is held for as long as it lasts.
+pub fn begin(
+    site: &Arc<Site>,
+    wish: Wish,
+    started_unix_ms: i64,
+    permit: OwnedSemaphorePermit,
+) -> StreamBody {
+    let (pipe, body) = mpsc::channel(PIPE);
+    let writer =
+        Writer { site: Arc::clone(site), pipe, started_unix_ms, last: wish.after, node: wish.node };
+    tokio::spawn(async move {
+        // None: the client went away, or took nothing.
+        let _ = writer.run().await;
+        drop(permit);
+    });
+    StreamBody(body)
+}
+
+struct Writer {
+    site: Arc<Site>,
+    pipe: mpsc::Sender<Bytes>,
+    started_unix_ms: i64,
+    last: u64,
+    node: bool,
+}
+
+impl Writer {
+    async fn run(mut self) -> Option<()> {
+        let mut watch = self.site.hub.watch();
+        self.send("retry: 1000\n\n".into()).await?;
+        self.catch_up(&watch).await?;
+        loop {
+            let message = match tokio::time::timeout(QUIET, watch.messages.recv()).await {
+                Ok(Ok(message)) => message,
+                Ok(Err(RecvError::Lagged(count))) => {
+                    self.site.hub.add_missed(count);
+                    watch = self.site.hub.watch();
+                    self.catch_up(&watch).await?;
+                    continue;
+                }
+                Ok(Err(RecvError::Closed)) => return None,
+                Err(_) => {
+                    self.send(":\n\n".into()).await?;
+                    continue;
+                }
+            };
+            match message {
+                // Was among those that were caught up with.
+                Message::Event(number, _) if number <= self.last => {}
+                Message::Event(number, json) => self.event(number, &json).await?,
+                Message::Change(json) if self.node => {
+                    self.send(format!("event: change\ndata: {json}\n\n")).await?
+                }
+                Message::Change(_) => {}
+            }
+        }
+    }
+
+    /// The node as it is, then every event that the client does not have.
+    async fn catch_up(&mut self, watch: &Watch) -> Option<()> {
+        if self.node {
+            let json = serde_json::to_string(&*watch.present).ok()?;
+            self.send(format!("event: node\ndata: {json}\n\n")).await?;
+        }
+        loop {
+            let events = self.site.door.events().now(self.last);
+            if events.is_empty() {
+                return Some(());
+            }
+            for event in events {
+                let json = serde_json::to_string(&schema::Event::from(event.clone())).ok()?;
+                self.event(event.sequence, &json).await?;
+            }
+        }
+    }
+
+    async fn event(&mut self, number: u64, json: &str) -> Option<()> {
+        self.last = number;
+        self.send(format!("id: {}-{number}\nevent: event\ndata: {json}\n\n", self.started_unix_ms))
+            .await
+    }
+
+    async fn send(&self, text: String) -> Option<()> {
+        tokio::time::timeout(PATIENCE, self.pipe.send(text.into())).await.ok()?.ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_client_goes_on_where_it_was_or_gets_all_that_a_new_controller_knows() {
+        assert_eq!(Wish::new(Some("77-5"), 77, 9, false).after, 5);
+        assert_eq!(Wish::new(Some("66-5"), 77, 9, false).after, 0);
+        assert_eq!(Wish::new(Some("rubbish"), 77, 9, false).after, 0);
+        assert_eq!(Wish::new(None, 77, 900, false).after, 900);
+        assert_eq!(Wish::new(None, 77, 900, true).after, 800);
+    }
+}

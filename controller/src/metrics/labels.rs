@@ -1,0 +1,88 @@
+//! Labels. What comes from containers is cut to a length that no scrape minds.
+
+use prometheus_client::encoding::EncodeLabelSet;
+
+use crate::schema::{Container, Gpu};
+
+const LONGEST: usize = 120;
+
+fn cut(text: &str) -> String {
+    text.chars().take(LONGEST).collect()
+}
+
+/// A device, as dcgm-exporter names it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+#[allow(non_snake_case)] // The names are dcgm-exporter's.
+pub struct GpuLabels {
+    UUID: String,
+    gpu: String,
+    modelName: String,
+}
+
+impl GpuLabels {
+    pub fn of(gpu: &Gpu) -> GpuLabels {
+        GpuLabels { UUID: cut(&gpu.uuid), gpu: gpu.index.to_string(), modelName: cut(&gpu.name) }
+    }
+}
+
+/// A container.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct ContainerLabels {
+    namespace: String,
+    pod: String,
+    container: String,
+}
+
+impl ContainerLabels {
+    pub fn of(c: &Container) -> ContainerLabels {
+        let pod = !c.pod.is_empty();
+        ContainerLabels {
+            namespace: cut(if pod { &c.pod_namespace } else { &c.namespace }),
+            pod: cut(&c.pod),
+            container: cut(if pod { &c.container } else { &c.id }),
+        }
+    }
+}
+
+/// A container on a device.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+#[allow(non_snake_case)] // The names are dcgm-exporter's.
+pub struct DeviceLabels {
+    UUID: String,
+    gpu: String,
+    namespace: String,
+    pod: String,
+    container: String,
+}
+
+impl DeviceLabels {
+    pub fn of(c: &Container, uuid: &str, known: Option<&Gpu>) -> DeviceLabels {
+        let ContainerLabels { namespace, pod, container } = ContainerLabels::of(c);
+        let gpu = known.map(|gpu| gpu.index.to_string()).unwrap_or_default();
+        DeviceLabels { UUID: cut(uuid), gpu, namespace, pod, container }
+    }
+}
+
+/// A state.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct StateLabels {
+    pub state: String,
+}
+
+/// A reason.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct ReasonLabels {
+    pub reason: String,
+}
+
+/// A kind of event.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct KindLabels {
+    pub kind: String,
+}
+
+/// What runs.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct BuildLabels {
+    pub version: String,
+}

@@ -1,0 +1,207 @@
+//! What is counted, for Prometheus: `affinode_…` in base units.
+//!
+//! Counters and histograms live here and are moved by the observer; gauges are filled
+//! from the list at each scrape. Labels are those of dcgm-exporter (`UUID`, `gpu`,
+//! `modelName`, `namespace`, `pod`, `container`), so that both join on `UUID`. Series
+//! that name a container are bounded: the first [`CONTAINERS`] by key have them.
+
+mod classic;
+mod labels;
+mod moves;
+mod table;
+
+use std::{
+    collections::HashMap,
+    fmt,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+use affinode_proto::state::State;
+
+pub use classic::classic;
+use labels::{ContainerLabels, DeviceLabels, GpuLabels, KindLabels, ReasonLabels, StateLabels};
+use moves::Moves;
+use table::Table;
+
+use crate::{http::Refused, observe::Hub, schema};
+
+/// Containers that have series of their own.
+pub const CONTAINERS: usize = 1000;
+/// A look that is later than this says nothing about the time before it.
+const BLIND_MS: i64 = 60_000;
+
+/// The figures of this controller.
+#[derive(Debug)]
+pub struct Metrics {
+    table: Table,
+    inner: Mutex<Inner>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    moves: Moves,
+    looked_ms: i64,
+    seen: HashMap<String, Seen>,
+}
+
+/// A container at the last look.
+#[derive(Debug)]
+struct Seen {
+    labels: ContainerLabels,
+    state: String,
+    calls: u64,
+    held_bytes: u64,
+    away_bytes: u64,
+}
+
+impl Metrics {
+    /// Figures of a controller that is the `starts`th on its history (1 without one).
+    #[must_use]
+    pub fn new(starts: u64) -> Metrics {
+        let table = Table::new();
+        table.restarts.inc_by(starts.saturating_sub(1));
+        Metrics { table, inner: Mutex::default() }
+    }
+
+    /// Something happened.
+    pub fn event(&self, event: &schema::Event) {
+        self.table.events.get_or_create(&KindLabels { kind: event.kind.clone() }).inc();
+        if event.kind == "refused" {
+            self.table.refusals.get_or_create(&ReasonLabels { reason: event.reason.clone() }).inc();
+        }
+        if event.kind == "state" {
+            self.inner().moves.event(event, &self.table);
+        }
+    }
+
+    /// A look at the node: time has passed with what was held.
+    pub fn observe(&self, node: &schema::Node, now_ms: i64) {
+        let mut inner = self.inner();
+        let passed_ms = now_ms - inner.looked_ms;
+        inner.looked_ms = now_ms;
+        if (1..=BLIND_MS).contains(&passed_ms) {
+            for seen in inner.seen.values() {
+                self.table.pass(
+                    &seen.labels,
+                    &seen.state,
+                    seen.held_bytes,
+                    seen.away_bytes,
+                    passed_ms,
+                );
+            }
+        }
+        let mut known = std::mem::take(&mut inner.seen);
+        for container in node.containers.iter().take(CONTAINERS) {
+            let calls =
+                container.processes.iter().fold(0_u64, |sum, p| sum.saturating_add(p.calls));
+            let labels = ContainerLabels::of(container);
+            let before = known.remove(&container.key);
+            let more = calls.saturating_sub(before.as_ref().map_or(0, |seen| seen.calls));
+            self.table.calls.get_or_create(&labels).inc_by(more);
+            let seen = Seen {
+                labels,
+                state: container.state.clone(),
+                calls,
+                held_bytes: container.vram_bytes,
+                away_bytes: container.away_bytes,
+            };
+            inner.seen.insert(container.key.clone(), seen);
+        }
+        for gone in known.into_values() {
+            // A container with the same names may have taken its place.
+            if !inner.seen.values().any(|seen| seen.labels == gone.labels) {
+                self.table.forget(&gone.labels);
+            }
+        }
+    }
+
+    /// A request was refused.
+    pub fn refused_request(&self, refused: Refused) {
+        let reason = format!("{refused:?}").to_lowercase();
+        self.table.refused_requests.get_or_create(&ReasonLabels { reason }).inc();
+    }
+
+    /// Everything, as OpenMetrics text.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn text(
+        &self,
+        node: &schema::Node,
+        hub: &Hub,
+        history_dropped: u64,
+    ) -> Result<String, fmt::Error> {
+        // One scrape at a time: gauges are emptied and filled.
+        let _inner = self.inner();
+        self.fill(node);
+        self.table.watchers.set(i64::try_from(hub.watchers()).unwrap_or(i64::MAX));
+        raise(&self.table.missed, hub.missed());
+        raise(&self.table.history_dropped, history_dropped);
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &self.table.registry)?;
+        Ok(text)
+    }
+
+    fn fill(&self, node: &schema::Node) {
+        let table = &self.table;
+        table.clear_gauges();
+        #[allow(clippy::cast_precision_loss)] // Moments of this century are exact in f64.
+        table.start_time.set(node.started_unix_ms as f64 / 1000.0);
+        table.nvml_up.set(i64::from(node.gpu_error.is_none() && !node.gpus.is_empty()));
+        table.build.get_or_create(&labels::BuildLabels { version: node.version.clone() }).set(1);
+        for state in State::ALL {
+            table.containers.get_or_create(&StateLabels { state: state.as_str().into() }).set(0);
+        }
+        for gpu in &node.gpus {
+            let labels = GpuLabels::of(gpu);
+            table.gpu_total.get_or_create(&labels).set(whole(gpu.vram_total_bytes));
+            table.gpu_used.get_or_create(&labels).set(whole(gpu.vram_used_bytes));
+            table.gpu_returned.get_or_create(&labels).set(whole(gpu.vram_reclaimed_bytes));
+            table.gpu_reserved.get_or_create(&labels).set(whole(gpu.vram_reserved_bytes));
+            table.gpu_busy.get_or_create(&labels).set(f64::from(gpu.utilization_percent) / 100.0);
+        }
+        let mut queued = 0;
+        for (position, container) in node.containers.iter().enumerate() {
+            table.containers.get_or_create(&StateLabels { state: container.state.clone() }).inc();
+            queued += i64::from(container.state == State::Queued.as_str());
+            if position < CONTAINERS {
+                self.fill_container(container, node);
+            }
+        }
+        table.queue_depth.set(queued);
+    }
+
+    fn fill_container(&self, container: &schema::Container, node: &schema::Node) {
+        let table = &self.table;
+        let labels = ContainerLabels::of(container);
+        #[allow(clippy::cast_precision_loss)] // Idle for years is exact in f64.
+        table.idle.get_or_create(&labels).set(container.idle_ms as f64 / 1000.0);
+        let waiting: u64 = container.processes.iter().map(|p| u64::from(p.waiters)).sum();
+        table.waiting.get_or_create(&labels).set(whole(waiting));
+        table.processes.get_or_create(&labels).set(whole(container.processes.len() as u64));
+        for process in &container.processes {
+            for (family, devices) in [(&table.held, &process.vram), (&table.away, &process.away)] {
+                for device in devices {
+                    let known = node.gpus.iter().find(|gpu| gpu.uuid == device.uuid);
+                    let labels = DeviceLabels::of(container, &device.uuid, known);
+                    family.get_or_create(&labels).inc_by(whole(device.bytes));
+                }
+            }
+        }
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn raise(counter: &prometheus_client::metrics::counter::Counter, to: u64) {
+    counter.inc_by(to.saturating_sub(counter.get()));
+}
+
+fn whole(number: u64) -> i64 {
+    i64::try_from(number).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,141 @@
+//! Every metric is moved by something that happens, or it says nothing.
+
+use super::*;
+use crate::{
+    observe::Hub,
+    schema::{Container, DeviceBytes, Event, Gpu, Node, Process},
+};
+
+fn node(state: &str, held: u64, away: u64) -> Node {
+    let on = |bytes| vec![DeviceBytes { uuid: "GPU-0".into(), bytes }];
+    Node {
+        version: "1".into(),
+        started_unix_ms: 5_000,
+        gpus: vec![Gpu {
+            uuid: "GPU-0".into(),
+            name: "H200".into(),
+            vram_total_bytes: 8,
+            vram_used_bytes: 4,
+            vram_reclaimed_bytes: 2,
+            vram_reserved_bytes: 1,
+            utilization_percent: 50,
+            ..Gpu::default()
+        }],
+        containers: vec![Container {
+            key: "k".into(),
+            namespace: "ml".into(),
+            id: "one".into(),
+            state: state.into(),
+            idle_ms: 1,
+            vram_bytes: held,
+            away_bytes: away,
+            processes: vec![Process {
+                calls: held + away,
+                waiters: 1,
+                vram: on(held),
+                away: on(away),
+                ..Process::default()
+            }],
+            ..Container::default()
+        }],
+        ..Node::default()
+    }
+}
+
+fn state(from: &str, to: &str, unix_ms: i64) -> Event {
+    Event {
+        kind: "state".into(),
+        key: "k".into(),
+        from: from.into(),
+        to: to.into(),
+        unix_ms,
+        bytes: 32 << 20,
+        elapsed_ms: 700,
+        ..Event::default()
+    }
+}
+
+/// A little life in which everything happens.
+fn lived() -> (Metrics, Hub) {
+    let (metrics, hub) = (Metrics::new(2), Hub::default());
+    for (at, what, held, away) in [
+        (1_000, "Active", 4, 0),
+        (2_000, "Idle", 4, 0),
+        (3_000, "Offloaded", 0, 9),
+        (4_000, "Queued", 0, 9),
+    ] {
+        metrics.observe(&node(what, held, away), at);
+    }
+    for (from, to, at) in [
+        ("Offloading", "Offloaded", 10),
+        ("Offloaded", "Queued", 20),
+        ("Queued", "Restoring", 120),
+        ("Restoring", "Active", 620),
+    ] {
+        metrics.event(&state(from, to, at));
+    }
+    metrics.event(&Event {
+        kind: "refused".into(),
+        reason: "managed-memory".into(),
+        ..Event::default()
+    });
+    metrics.refused_request(Refused::Host);
+    hub.add_missed(3);
+    (metrics, hub)
+}
+
+#[test]
+fn every_metric_is_moved() {
+    let (metrics, hub) = lived();
+    let _watch = hub.watch();
+    let text = metrics.text(&node("Queued", 3, 4), &hub, 5).unwrap();
+    let names: Vec<&str> =
+        text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next()).collect();
+    assert!(names.len() > 25, "{names:?}");
+    for name in names {
+        assert!(name.starts_with("affinode_"), "{name}");
+        let moved = text.lines().any(|line| {
+            line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' ', '_']))
+                && line
+                    .rsplit(' ')
+                    .next()
+                    .and_then(|value| value.parse::<f64>().ok())
+                    .is_some_and(|value| value != 0.0)
+        });
+        assert!(moved, "nothing moves {name}:\n{text}");
+    }
+}
+
+#[test]
+fn time_with_vram_is_sorted_by_what_it_was_for() {
+    let (metrics, hub) = lived();
+    let text = metrics.text(&node("Queued", 0, 0), &hub, 0).unwrap();
+    let labels = "{namespace=\"ml\",pod=\"\",container=\"one\"}";
+    for (name, value) in [("used", "4.0"), ("idle", "4.0"), ("returned", "9.0")] {
+        let line = format!("affinode_container_{name}_vram_byte_seconds_total{labels} {value}");
+        assert!(text.contains(&line), "{line} is not in\n{text}");
+    }
+    assert!(text.contains("affinode_queue_wait_seconds_sum 0.1"), "{text}");
+    assert!(text.contains("affinode_restore_duration_seconds_sum 0.5"), "{text}");
+    assert!(text.contains("affinode_wake_latency_seconds_sum 0.7"), "{text}");
+}
+
+#[test]
+fn a_container_that_is_gone_leaves_no_series_and_thousands_leave_a_bounded_number() {
+    let (metrics, hub) = lived();
+    metrics.observe(&Node::default(), 5_000);
+    assert!(!metrics.text(&Node::default(), &hub, 0).unwrap().contains("\"one\""));
+    let mut many = Node::default();
+    for number in 0..CONTAINERS + 500 {
+        many.containers.push(Container {
+            key: format!("{number:05}"),
+            id: format!("c{number}"),
+            state: "Idle".into(),
+            ..Container::default()
+        });
+    }
+    metrics.observe(&many, 6_000);
+    let text = metrics.text(&many, &hub, 0).unwrap();
+    assert_eq!(text.matches("affinode_container_idle_seconds{").count(), CONTAINERS);
+    assert!(text.contains("affinode_containers{state=\"Idle\"} 1500"), "every container counts");
+}

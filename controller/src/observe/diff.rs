@@ -1,0 +1,115 @@
+//! What changed between two looks at the node. Time that passes is no change: who
+//! watches counts it on.
+
+use std::collections::HashMap;
+
+use serde::Serialize;
+
+use crate::schema::{Container, Node};
+
+/// What is different now.
+#[derive(Debug, Serialize)]
+pub struct Change {
+    /// The node without its containers; nothing when it is as before.
+    pub node: Option<Node>,
+    /// New and changed containers, whole.
+    pub containers: Vec<Container>,
+    /// Keys of those that are gone.
+    pub gone: Vec<String>,
+}
+
+impl Change {
+    /// From one look to the next; nothing when nothing changed.
+    #[must_use]
+    pub fn between(before: &Node, after: &Node) -> Option<Change> {
+        let old: HashMap<&str, &Container> =
+            before.containers.iter().map(|c| (c.key.as_str(), c)).collect();
+        let containers: Vec<Container> = after
+            .containers
+            .iter()
+            .filter(|c| old.get(c.key.as_str()).is_none_or(|old| differs(old, c)))
+            .cloned()
+            .collect();
+        let kept: std::collections::HashSet<&str> =
+            after.containers.iter().map(|c| c.key.as_str()).collect();
+        let gone: Vec<String> = before
+            .containers
+            .iter()
+            .filter(|c| !kept.contains(c.key.as_str()))
+            .map(|c| c.key.clone())
+            .collect();
+        let node = Some(header(after)).filter(|head| *head != header(before));
+        let nothing = node.is_none() && containers.is_empty() && gone.is_empty();
+        (!nothing).then_some(Change { node, containers, gone })
+    }
+}
+
+fn header(node: &Node) -> Node {
+    Node {
+        node: node.node.clone(),
+        version: node.version.clone(),
+        controller_pid: node.controller_pid,
+        started_unix_ms: node.started_unix_ms,
+        dashboard: node.dashboard.clone(),
+        gpu_error: node.gpu_error.clone(),
+        gpus: node.gpus.clone(),
+        containers: Vec::new(),
+    }
+}
+
+/// The moments are reckoned from two clocks that are read one after the other.
+const JITTER_MS: i64 = 50;
+
+fn differs(old: &Container, new: &Container) -> bool {
+    if (old.since_unix_ms - new.since_unix_ms).abs() > JITTER_MS {
+        return true;
+    }
+    // Idle time that was set back is use.
+    if new.idle_ms < old.idle_ms {
+        return true;
+    }
+    let timeless =
+        Container { since_unix_ms: old.since_unix_ms, idle_ms: old.idle_ms, ..new.clone() };
+    timeless != *old
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn container(key: &str, idle_ms: u64) -> Container {
+        Container { key: key.into(), idle_ms, ..Container::default() }
+    }
+
+    fn node(containers: Vec<Container>) -> Node {
+        Node { containers, ..Node::default() }
+    }
+
+    #[test]
+    fn time_that_passes_is_no_change() {
+        let before = node(vec![container("a", 10)]);
+        assert!(Change::between(&before, &node(vec![container("a", 900)])).is_none());
+        let used = Change::between(&before, &node(vec![container("a", 1)])).unwrap();
+        assert_eq!(used.containers[0].key, "a");
+    }
+
+    #[test]
+    fn new_changed_and_gone_are_told_and_nothing_else() {
+        let before = node(vec![container("a", 0), container("b", 0), container("c", 0)]);
+        let changed = Container { vram_bytes: 7, ..container("b", 0) };
+        let after = node(vec![container("a", 5), changed, container("d", 0)]);
+        let change = Change::between(&before, &after).unwrap();
+        let keys: Vec<&str> = change.containers.iter().map(|c| c.key.as_str()).collect();
+        assert_eq!((keys, change.gone), (vec!["b", "d"], vec!["c".to_owned()]));
+        assert!(change.node.is_none());
+    }
+
+    #[test]
+    fn devices_are_the_head_and_no_container_travels_with_it() {
+        let mut after = node(vec![container("a", 0)]);
+        after.gpus.push(crate::schema::Gpu::default());
+        let change = Change::between(&node(vec![container("a", 0)]), &after).unwrap();
+        assert!(change.containers.is_empty());
+        assert!(change.node.unwrap().containers.is_empty());
+    }
+}

@@ -1,0 +1,141 @@
+//! Who watches, and what they are told. One writer shows; each watcher has a bounded
+//! backlog. Who falls behind starts anew from the present.
+
+use std::sync::{
+    Arc, Mutex, MutexGuard, PoisonError,
+    atomic::{AtomicU64, Ordering},
+};
+
+use tokio::sync::{Notify, broadcast};
+
+use super::Change;
+use crate::schema;
+
+/// Messages that a watcher may be behind.
+const BACKLOG: usize = 256;
+
+/// What is told.
+#[derive(Clone, Debug)]
+pub enum Message {
+    /// Something happened: sequence number and JSON.
+    Event(u64, Arc<str>),
+    /// Something changed: JSON of a [`Change`].
+    Change(Arc<str>),
+}
+
+/// The place where watchers meet the observer.
+#[derive(Debug)]
+pub struct Hub {
+    latest: Mutex<Arc<schema::Node>>,
+    messages: broadcast::Sender<Message>,
+    joined: Notify,
+    /// Messages that watchers missed because they were slow.
+    missed: AtomicU64,
+}
+
+/// One who watches.
+#[derive(Debug)]
+pub struct Watch {
+    /// The node when the watch began.
+    pub present: Arc<schema::Node>,
+    /// What happens since.
+    pub messages: broadcast::Receiver<Message>,
+}
+
+impl Default for Hub {
+    fn default() -> Hub {
+        Hub {
+            latest: Mutex::default(),
+            messages: broadcast::channel(BACKLOG).0,
+            joined: Notify::new(),
+            missed: AtomicU64::new(0),
+        }
+    }
+}
+
+impl Hub {
+    /// Begins to watch.
+    #[must_use]
+    pub fn watch(&self) -> Watch {
+        let latest = self.lock();
+        self.wake();
+        Watch { present: Arc::clone(&latest), messages: self.messages.subscribe() }
+    }
+
+    /// How many watch.
+    #[must_use]
+    pub fn watchers(&self) -> usize {
+        self.messages.receiver_count()
+    }
+
+    /// Messages that slow watchers missed so far.
+    #[must_use]
+    pub fn missed(&self) -> u64 {
+        self.missed.load(Ordering::Relaxed)
+    }
+
+    /// Notes that a watcher missed messages.
+    pub fn add_missed(&self, count: u64) {
+        self.missed.fetch_add(count, Ordering::Relaxed);
+    }
+
+    /// Makes the observer look now.
+    pub fn wake(&self) {
+        self.joined.notify_one();
+    }
+
+    pub(super) fn is_watched(&self) -> bool {
+        self.watchers() > 0
+    }
+
+    /// Waits until somebody begins to watch.
+    pub(super) async fn joined(&self) {
+        self.joined.notified().await;
+    }
+
+    pub(super) fn tell(&self, event: &schema::Event) {
+        if self.is_watched()
+            && let Ok(json) = serde_json::to_string(event)
+        {
+            let _ = self.messages.send(Message::Event(event.sequence, json.into()));
+        }
+    }
+
+    pub(super) fn show(&self, node: schema::Node) {
+        let mut latest = self.lock();
+        if self.is_watched()
+            && let Some(change) = Change::between(&latest, &node)
+            && let Ok(json) = serde_json::to_string(&change)
+        {
+            // Under the lock: who begins to watch now has either the change or its result.
+            let _ = self.messages.send(Message::Change(json.into()));
+        }
+        *latest = Arc::new(node);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Arc<schema::Node>> {
+        self.latest.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_watcher_sees_the_present_then_what_changes() {
+        let hub = Hub::default();
+        let node = |name: &str| schema::Node { node: name.into(), ..schema::Node::default() };
+        hub.show(node("before"));
+        let mut watch = hub.watch();
+        assert_eq!(watch.present.node, "before");
+        hub.show(node("before"));
+        assert!(watch.messages.try_recv().is_err(), "nothing changed");
+        hub.show(node("after"));
+        assert!(
+            matches!(watch.messages.try_recv().unwrap(), Message::Change(json) if json.contains("after"))
+        );
+        drop(watch);
+        assert!(!hub.is_watched());
+    }
+}
