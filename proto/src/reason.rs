@@ -92,6 +92,8 @@ reasons! {
     IdleTimeout = "idle-timeout", "made no CUDA call for the idle timeout";
     /// Someone else needed the room.
     Pressure = "pressure", "its VRAM was needed by another container";
+    /// Its history makes a call likely.
+    Expected = "expected", "a call is expected soon, by its history";
     /// A CUDA call was made.
     Called = "called", "a CUDA call came in";
 }

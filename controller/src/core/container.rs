@@ -3,7 +3,12 @@
 
 use affinode_proto::{api::control::Announcement, reason::Reason, state::State};
 
-use super::{CommandId, Millis, input::Request, policy::Policy};
+use super::{
+    CommandId, Millis,
+    history::History,
+    input::Request,
+    policy::{KeepAlive, Policy},
+};
 
 /// Where the container shall be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,6 +58,14 @@ pub struct Container {
     pub wake_began: Option<Millis>,
     /// Requests that wait for an answer.
     pub commands: Vec<(CommandId, Request)>,
+    /// When it is used and when not.
+    pub history: History,
+    /// It is held until then: it came back ahead of a call that is expected.
+    pub expected_until: Option<Millis>,
+    /// It came back ahead of a call that did not come.
+    pub missed: bool,
+    /// When its next use is expected, as a simulation knows it.
+    pub next_use: Option<Millis>,
     /// Completed offloads.
     pub offloads: u64,
     /// Completed restores.
@@ -92,12 +105,26 @@ impl Container {
             restore_began: None,
             wake_began: None,
             commands: Vec::new(),
+            history: History::default(),
+            expected_until: None,
+            missed: false,
+            next_use: None,
             offloads: 0,
             restores: 0,
             last_offload_ms: 0,
             last_wake_ms: 0,
             last_restore_ms: 0,
         }
+    }
+
+    /// How long without use makes it idle: learned, where that is wanted and enough is known.
+    #[must_use]
+    pub fn idle_after_ms(&self) -> Millis {
+        let most = self.policy.idle_timeout_ms;
+        if self.policy.keep_alive == KeepAlive::Fixed {
+            return most;
+        }
+        self.history.keep_alive_ms().map_or(most, |learned| learned.min(most))
     }
 
     /// Name for people.

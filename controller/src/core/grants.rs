@@ -45,9 +45,16 @@ impl Node {
             if fits && uuids.is_disjoint(&taken) {
                 self.ledger.promise(&key, needs);
                 self.begin_grant(&key, uuids.clone());
-            } else if let Some(container) =
-                self.containers.get_mut(&key).filter(|c| c.state == State::Queued)
-            {
+            } else {
+                if known && uuids.is_disjoint(&taken) {
+                    self.make_room(&key, &needs);
+                }
+                let Some(container) =
+                    self.containers.get_mut(&key).filter(|c| c.state == State::Queued)
+                else {
+                    taken.extend(uuids);
+                    continue;
+                };
                 let reason = if known { Reason::WaitingForVram } else { Reason::VramUnknown };
                 container.reason = (reason, self.gpu_error.clone().unwrap_or_default());
             }
@@ -56,7 +63,8 @@ impl Node {
     }
 
     fn begin_grant(&mut self, key: &Key, uuids: BTreeSet<String>) {
-        let everyone: Vec<ProcessId> = self.processes.keys().copied().collect();
+        let everyone: Vec<ProcessId> =
+            self.processes.keys().copied().filter(|_| self.settings.hold).collect();
         self.grants
             .insert(key.clone(), Grant::new(Stage::Holding(BTreeSet::new()), uuids, self.now));
         for id in everyone {

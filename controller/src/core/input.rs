@@ -114,6 +114,8 @@ pub enum Input {
     },
     /// A person or program asks.
     Command(CommandId, Key, Request),
+    /// Time passed for one container: a [`Input::Tick`] that leaves the others alone.
+    Due(Key),
     /// Time passed.
     Tick,
 }

@@ -12,6 +12,7 @@ pub mod container;
 pub mod effect;
 pub mod grant;
 mod grants;
+pub mod history;
 pub mod idle;
 pub mod input;
 pub mod ledger;
@@ -22,8 +23,10 @@ pub mod policy;
 pub mod process;
 pub mod processes;
 pub mod queue;
+mod room;
 #[cfg(test)]
 mod tests;
+pub mod victims;
 pub mod view;
 
 pub use effect::{Effect, Record, RecordedProcess};

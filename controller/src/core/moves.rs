@@ -81,8 +81,11 @@ impl Node {
         if asked {
             return Ok(());
         }
-        if self.now.saturating_sub(c.last_use) < c.policy.idle_timeout_ms {
+        if self.now.saturating_sub(c.last_use) < c.idle_after_ms() {
             return refuse(Reason::RecentCalls);
+        }
+        if c.expected_until.is_some_and(|until| self.now < until) {
+            return refuse(Reason::Expected);
         }
         if c.came_home.is_some_and(|t| self.now.saturating_sub(t) < c.policy.minimum_residency_ms) {
             return refuse(Reason::MinimumResidency);
@@ -92,7 +95,8 @@ impl Node {
         }
         match c.policy.mode {
             Mode::Manual => refuse(Reason::ModeManual),
-            Mode::Pressure if self.queue.is_empty() => refuse(Reason::NoPressure),
+            // Whoever needs its room takes it: see `room.rs`.
+            Mode::Pressure => refuse(Reason::NoPressure),
             _ => Ok(()),
         }
     }
@@ -106,13 +110,12 @@ impl Node {
             return;
         }
         let verdict = self.may_offload(key, false);
-        let idle = self.now.saturating_sub(c.last_use) >= c.policy.idle_timeout_ms
+        let idle = self.now.saturating_sub(c.last_use) >= c.idle_after_ms()
             && !matches!(verdict, Err((Reason::CallInProgress, _)));
-        let pressed = c.policy.mode == Mode::Pressure;
         match verdict {
             Ok(()) => {
                 self.set_state(key, State::Idle, Reason::IdleTimeout, "", 0, 0);
-                self.leave(key, if pressed { Reason::Pressure } else { Reason::IdleTimeout });
+                self.leave(key, Reason::IdleTimeout);
             }
             Err((reason, detail)) => {
                 let state = if idle { State::Idle } else { State::Active };
@@ -127,6 +130,7 @@ impl Node {
             return;
         };
         container.goal = Goal::Leaving;
+        container.missed = container.expected_until.take().is_some();
         container.cause = why;
         container.reason = (why, String::new());
         container.offload_began = Some(self.now);
@@ -134,11 +138,8 @@ impl Node {
     }
 
     fn survey(&mut self, key: &Key) {
-        let processes = self
-            .processes
-            .of(key)
-            .map(|(_, p)| (p.identity.pid, p.vram_bytes()))
-            .collect();
+        let processes =
+            self.processes.of(key).map(|(_, p)| (p.identity.pid, p.vram_bytes())).collect();
         if let Some(container) = self.containers.get_mut(key).filter(|c| !c.surveying) {
             container.surveying = true;
             self.effects.push(Effect::Survey { key: key.clone(), processes });
@@ -364,13 +365,14 @@ impl Node {
             return;
         }
         let was_away = self.processes.of(key).any(|(_, p)| p.away.is_some());
-        let bytes: u64 =
-            self.processes.of(key).map(|(_, p)| p.away_bytes()).sum();
+        let bytes: u64 = self.processes.of(key).map(|(_, p)| p.away_bytes()).sum();
         let since = |began: Option<Millis>| began.map_or(0, |began| now.saturating_sub(began));
         let elapsed = since(container.wake_began.take());
         let restore_ms = since(container.restore_began.take());
         container.offload_began = None;
-        container.last_use = now;
+        if container.cause != Reason::Expected {
+            container.last_use = now;
+        }
         if was_away
             && matches!(
                 container.state,
@@ -438,7 +440,14 @@ impl Node {
         let Some(container) = self.containers.get_mut(&key) else {
             return;
         };
-        container.wake_began.get_or_insert(now);
+        if container.wake_began.is_none() {
+            container.wake_began = Some(now);
+            let pause = now.saturating_sub(container.last_use);
+            let wish = container.policy.wish();
+            container.history.observe(pause, &mut self.pauses, wish);
+            container.history.returned(pause);
+            container.missed = false;
+        }
         container.last_use = now;
         if container.goal != Goal::Home {
             let meanwhile = container.state != State::Offloaded;

@@ -19,6 +19,7 @@ use super::{
     CommandId, DeviceBytes, Effect, Key, Millis, ProcessId,
     container::{Container, Goal},
     grant::Grant,
+    history::Pauses,
     idle,
     input::{GpuSample, Identity, Input, Request},
     ledger::Ledger,
@@ -27,6 +28,7 @@ use super::{
     process::{Pending, Process},
     processes::Processes,
     queue::Queue,
+    victims::VictimRule,
 };
 
 /// What the node is configured with.
@@ -40,6 +42,11 @@ pub struct Settings {
     pub hold_ms: u32,
     /// Most CUDA processes of one container.
     pub max_processes: usize,
+    /// Who makes room for a waiter.
+    pub victims: VictimRule,
+    /// Whether processes hold their allocations while another is restored. A simulation
+    /// whose processes never allocate leaves it out.
+    pub hold: bool,
 }
 
 impl Default for Settings {
@@ -49,6 +56,8 @@ impl Default for Settings {
             deadlines: Deadlines { close_ms: 1_000, lock_ms: 5_000 },
             hold_ms: 500,
             max_processes: 256,
+            victims: VictimRule::Expected,
+            hold: true,
         }
     }
 }
@@ -74,6 +83,10 @@ pub struct Node {
     pub(super) grants: BTreeMap<Key, Grant>,
     pub(super) hold_orders: BTreeMap<u64, (Key, ProcessId)>,
     pub(super) recalled: BTreeMap<(Key, u32, u64), Recalled>,
+    /// Pauses of all containers: what a new one is expected to do.
+    pub(super) pauses: Pauses,
+    /// When room was last looked for.
+    pub(super) sought_room: Option<Millis>,
     next_order: u64,
     pub(super) next_proof: u64,
     pub(super) effects: Vec<Effect>,
@@ -108,6 +121,7 @@ impl Node {
                 self.recall(key, identity, Recalled { away, restoring });
             }
             Input::Command(command, key, request) => self.command(command, &key, request),
+            Input::Due(key) => self.due(&key),
             Input::Tick => self.tick(),
         }
         self.serve_queue();
@@ -425,6 +439,7 @@ impl Node {
             return;
         };
         let moved = idle::moved(process.page.as_ref(), &page);
+        let process_was_free = process.page.as_ref().is_some_and(|older| older.inflight == 0);
         process.hazards.0 |= page.hazards.0;
         process.page = Some(page);
         if !moved {
@@ -434,6 +449,15 @@ impl Node {
         let Some(container) = self.containers.get_mut(&key) else {
             return;
         };
+        let pause = now.saturating_sub(container.last_use);
+        if process_was_free {
+            let wish = container.policy.wish();
+            container.history.observe(pause, &mut self.pauses, wish);
+        }
+        if container.expected_until.take().is_some() {
+            container.history.prewake_hit();
+            container.history.returned(pause);
+        }
         container.last_use = now;
         if container.goal == Goal::Leaving {
             container.goal = Goal::Home;
@@ -556,11 +580,16 @@ impl Node {
     fn tick(&mut self) {
         let keys: BTreeSet<Key> = self.containers.keys().cloned().collect();
         for key in keys {
-            self.check_overdue(&key);
-            self.consider(&key);
-            self.advance(&key);
+            self.due(&key);
         }
         self.check_grants();
+    }
+
+    fn due(&mut self, key: &Key) {
+        self.check_overdue(key);
+        self.consider(key);
+        self.expect(key);
+        self.advance(key);
     }
 }
 

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
-use super::Millis;
+use super::{Millis, history::Wish};
 
 /// When a container is offloaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
@@ -42,6 +42,30 @@ impl Mode {
     }
 }
 
+/// How the time without use that makes a container idle is found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum KeepAlive {
+    /// From its pauses so far: the idle timeout is the most.
+    Learned,
+    /// It is the idle timeout.
+    Fixed,
+}
+
+impl KeepAlive {
+    const WORDS: [(&'static str, KeepAlive); 2] =
+        [("learned", KeepAlive::Learned), ("fixed", KeepAlive::Fixed)];
+
+    /// The word for it in configuration, annotations and output.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            KeepAlive::Learned => "learned",
+            KeepAlive::Fixed => "fixed",
+        }
+    }
+}
+
 /// The effective policy of one container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policy {
@@ -53,6 +77,20 @@ pub struct Policy {
     pub minimum_residency_ms: Millis,
     /// Higher returns first.
     pub priority: i32,
+    /// How idleness is judged.
+    pub keep_alive: KeepAlive,
+    /// A wake is worth so much time of VRAM held idle.
+    pub wake_cost_ms: Millis,
+    /// Back ahead of a call that its history makes likely.
+    pub prewake: bool,
+}
+
+impl Policy {
+    /// What its history is to optimise.
+    #[must_use]
+    pub fn wish(&self) -> Wish {
+        Wish { wake_cost_ms: self.wake_cost_ms, at_most_ms: self.idle_timeout_ms }
+    }
 }
 
 impl Default for Policy {
@@ -62,6 +100,9 @@ impl Default for Policy {
             idle_timeout_ms: 300_000,
             minimum_residency_ms: 10_000,
             priority: 0,
+            keep_alive: KeepAlive::Learned,
+            wake_cost_ms: 50_000,
+            prewake: true,
         }
     }
 }
@@ -79,6 +120,12 @@ pub struct Rule {
     pub minimum_residency_ms: Option<Millis>,
     /// Replaces the priority.
     pub priority: Option<i32>,
+    /// Replaces how idleness is judged.
+    pub keep_alive: Option<KeepAlive>,
+    /// Replaces the worth of a wake.
+    pub wake_cost_ms: Option<Millis>,
+    /// Replaces whether it is brought back ahead of calls.
+    pub prewake: Option<bool>,
 }
 
 /// The node's values and rules.
@@ -109,6 +156,9 @@ impl Policies {
             policy.minimum_residency_ms =
                 rule.minimum_residency_ms.unwrap_or(policy.minimum_residency_ms);
             policy.priority = rule.priority.unwrap_or(policy.priority);
+            policy.keep_alive = rule.keep_alive.unwrap_or(policy.keep_alive);
+            policy.wake_cost_ms = rule.wake_cost_ms.unwrap_or(policy.wake_cost_ms);
+            policy.prewake = rule.prewake.unwrap_or(policy.prewake);
         }
         let mut warnings = Vec::new();
         for (name, value) in annotations {
@@ -134,16 +184,25 @@ fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), String> {
                 .filter(|p| (-1000..=1000).contains(p))
                 .ok_or("accepted: a whole number from -1000 to 1000")?;
         }
+        "affinode.io/keep-alive" => policy.keep_alive = word(value, &KeepAlive::WORDS)?,
+        "affinode.io/prewake" => policy.prewake = word(value, &BOOLS)?,
+        "affinode.io/latency-sensitive" => {
+            if word(value, &BOOLS)? {
+                policy.mode = Mode::Off;
+            }
+        }
         "affinode.io/engine" => word(value, &[("auto", ()), ("driver", ())]).map_err(|accepted| {
             format!("{accepted} (this version has the driver engine)")
         })?,
         "affinode.io/restore" => word(value, &[("queue", ())])?,
         "affinode.io/on-oom" => word(value, &[("fail", ())])?,
         "affinode.io/inject" => word(value, &[("auto", ()), ("true", ()), ("false", ())])?,
-        _ => return Err("no such annotation; accepted: offload, idle-timeout, priority, engine, restore, on-oom, inject".into()),
+        _ => return Err("no such annotation; accepted: offload, idle-timeout, priority, keep-alive, prewake, latency-sensitive, engine, restore, on-oom, inject".into()),
     }
     Ok(())
 }
+
+const BOOLS: [(&str, bool); 2] = [("true", true), ("false", false)];
 
 fn word<T: Copy>(value: &str, words: &[(&str, T)]) -> Result<T, String> {
     words.iter().find(|(word, _)| *word == value).map(|(_, meaning)| *meaning).ok_or_else(|| {

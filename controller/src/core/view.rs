@@ -135,7 +135,11 @@ fn list_process(p: &Process) -> control::Process {
         command: p.identity.command.clone(),
         vram_bytes: p.vram_bytes(),
         vram: p.vram.iter().map(device).collect(),
-        last_call: p.page.as_ref().filter(|page| page.calls > 0).map_or_else(String::new, last_call),
+        last_call: p
+            .page
+            .as_ref()
+            .filter(|page| page.calls > 0)
+            .map_or_else(String::new, last_call),
         away: if p.phase == Phase::Away {
             p.away.iter().flatten().map(device).collect()
         } else {

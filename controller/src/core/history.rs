@@ -1,0 +1,271 @@
+//! When a container was used before, and what follows from it: how long to wait before
+//! it goes, who comes back latest, when to have it back.
+//!
+//! A pause is a time of a second or more without use. Pauses are counted in bins of a
+//! quarter octave, apart for each pace of use before them: what a pause of a minute means
+//! depends on whether use came every second or every minute until then. What a container
+//! has not shown yet the node's other containers lend, with the weight of a few pauses.
+//!
+//! ```text
+//! keep alive:  the T with the least  E[VRAM held idle] + wake cost x P(pause > T)
+//! next use:    E[pause - idle | pause > idle], by the same counts
+//! prewake:     pauses after an offload that agree within a quarter: back before the shortest
+//! ```
+
+use super::Millis;
+
+/// Bins to an octave.
+const PER_OCTAVE: f32 = 4.0;
+/// Bins: 1 s to 2^18 s, three days.
+pub const BINS: usize = 72;
+/// Paces that are told apart: mean pauses of 1, 2, 4, ... 128 s and more.
+const PACES: usize = 8;
+/// Weight of what the node has seen, in pauses.
+const NODE_WEIGHT: f32 = 20.0;
+/// Weight of not knowing: all bins alike.
+const PRIOR_WEIGHT: f32 = 0.5;
+/// Counts of one pace are halved beyond this: old habits fade.
+const FADE_AT: f32 = 256.0;
+/// Pauses of a container before its own history counts.
+const ENOUGH: u32 = 8;
+/// How fast the pace follows.
+const PACE_STEP: f32 = 0.2;
+/// A pause shorter than this is no pause.
+pub const PAUSE_MS: Millis = 1_000;
+/// Long pauses that are remembered one by one.
+const RECENT: usize = 8;
+
+type Bins = [f32; BINS];
+
+/// Pauses by the pace before them.
+#[derive(Clone, Debug)]
+pub struct Pauses {
+    counts: Vec<Option<Box<Bins>>>,
+}
+
+impl Default for Pauses {
+    fn default() -> Pauses {
+        Pauses { counts: vec![None; PACES] }
+    }
+}
+
+impl Pauses {
+    fn add(&mut self, pace: usize, bin: usize) {
+        let bins = self.counts[pace].get_or_insert_with(|| Box::new([0.0; BINS]));
+        bins[bin] += 1.0;
+        if bins.iter().sum::<f32>() > FADE_AT {
+            bins.iter_mut().for_each(|count| *count *= 0.5);
+        }
+    }
+}
+
+/// What one container has shown.
+#[derive(Clone, Debug, Default)]
+pub struct History {
+    own: Pauses,
+    /// Mean of the logarithm of the last pauses.
+    pace: Option<f32>,
+    seen: u32,
+    /// The last pauses that outlived an offload.
+    long: Vec<Millis>,
+    keep_alive: Option<Millis>,
+    prewakes: u32,
+    hits: u32,
+}
+
+/// What the owner wants.
+#[derive(Clone, Copy, Debug)]
+pub struct Wish {
+    /// A wake is worth so much time of VRAM held idle.
+    pub wake_cost_ms: Millis,
+    /// It never waits longer than this.
+    pub at_most_ms: Millis,
+}
+
+impl History {
+    /// Takes a pause that ended now; the node's counts take it too.
+    pub fn observe(&mut self, pause_ms: Millis, node: &mut Pauses, wish: Wish) {
+        if pause_ms < PAUSE_MS {
+            return;
+        }
+        let (pace, bin) = (self.pace(), bin_of(pause_ms));
+        self.own.add(pace, bin);
+        node.add(pace, bin);
+        self.seen = self.seen.saturating_add(1);
+        let log = (pause_ms.min(600_000) as f32 / 1000.0).log2();
+        self.pace = Some(self.pace.map_or(log, |mean| mean + PACE_STEP * (log - mean)));
+        self.keep_alive = (self.seen >= ENOUGH).then(|| self.learn(node, wish));
+    }
+
+    /// How long without use makes it idle; `None` as long as too little is known.
+    #[must_use]
+    pub fn keep_alive_ms(&self) -> Option<Millis> {
+        self.keep_alive
+    }
+
+    fn pace(&self) -> usize {
+        self.pace.map_or(PACES - 1, |log| (log.max(0.0) as usize).min(PACES - 1))
+    }
+
+    fn weights(&self, node: &Pauses) -> Bins {
+        let pace = self.pace();
+        let mut weights = [PRIOR_WEIGHT / BINS as f32; BINS];
+        if let Some(bins) = &node.counts[pace] {
+            let scale = NODE_WEIGHT / bins.iter().sum::<f32>().max(1.0);
+            weights.iter_mut().zip(bins.iter()).for_each(|(w, count)| *w += scale * count);
+        }
+        if let Some(bins) = &self.own.counts[pace] {
+            weights.iter_mut().zip(bins.iter()).for_each(|(w, count)| *w += count);
+        }
+        weights
+    }
+
+    fn learn(&self, node: &Pauses, wish: Wish) -> Millis {
+        let weights = self.weights(node);
+        let wake_s = wish.wake_cost_ms as f32 / 1000.0;
+        let mut longer: f32 = weights.iter().sum();
+        let (mut held, mut best) = (0.0, (f32::INFINITY, PAUSE_MS));
+        for (bin, weight) in weights.iter().enumerate() {
+            let end = end_of(bin);
+            held += weight * end * 0.92;
+            longer -= weight;
+            let cost = held + longer * (end + wake_s);
+            let at = (end * 1000.0) as Millis;
+            if at > wish.at_most_ms {
+                break;
+            }
+            if cost < best.0 {
+                best = (cost, at);
+            }
+        }
+        best.1.min(wish.at_most_ms)
+    }
+
+    /// Expected time until the next use, after `idle_ms` without any.
+    #[must_use]
+    pub fn expected_return_ms(&self, idle_ms: Millis, node: &Pauses) -> Millis {
+        let idle = idle_ms as f32 / 1000.0;
+        let (mut sum, mut weight) = (0.0, 0.0);
+        for (bin, count) in self.weights(node).iter().enumerate() {
+            let end = end_of(bin);
+            if end > idle {
+                weight += count;
+                sum += count * (end - idle);
+            }
+        }
+        if weight > 0.0 { (sum / weight * 1000.0) as Millis } else { idle_ms }
+    }
+
+    /// A pause that outlived an offload ended.
+    pub fn returned(&mut self, pause_ms: Millis) {
+        if self.long.len() == RECENT {
+            self.long.remove(0);
+        }
+        self.long.push(pause_ms);
+    }
+
+    /// When to have it back and until when to keep it, in time after its last use:
+    /// only where the last long pauses agree, and most such returns were used.
+    #[must_use]
+    pub fn prewake(&self, lead_ms: Millis) -> Option<(Millis, Millis)> {
+        let shortest = *self.long.iter().min()?;
+        let longest = *self.long.iter().max()?;
+        let agree = self.long.len() >= 4 && longest - shortest <= shortest / 4;
+        let pays = self.prewakes < 4 || self.hits * 4 >= self.prewakes * 3;
+        let begin = shortest.saturating_sub(shortest / 20 + lead_ms);
+        (agree && pays && begin > lead_ms).then_some((begin, longest + longest / 10))
+    }
+
+    /// Counts a return ahead of a call.
+    pub fn prewoken(&mut self) {
+        self.prewakes = self.prewakes.saturating_add(1);
+        if self.prewakes > 64 {
+            (self.prewakes, self.hits) = (self.prewakes / 2, self.hits / 2);
+        }
+    }
+
+    /// Such a return was used.
+    pub fn prewake_hit(&mut self) {
+        self.hits = self.hits.saturating_add(1).min(self.prewakes);
+    }
+}
+
+fn bin_of(pause_ms: Millis) -> usize {
+    let bin = ((pause_ms as f32 / 1000.0).log2() * PER_OCTAVE).ceil();
+    (bin.max(0.0) as usize).min(BINS - 1)
+}
+
+/// The longest pause of a bin, in seconds.
+fn end_of(bin: usize) -> f32 {
+    ENDS[bin]
+}
+
+static ENDS: std::sync::LazyLock<Bins> =
+    std::sync::LazyLock::new(|| std::array::from_fn(|bin| (bin as f32 / PER_OCTAVE).exp2()));
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WISH: Wish = Wish { wake_cost_ms: 50_000, at_most_ms: 300_000 };
+
+    fn after(pauses: &[Millis]) -> (History, Pauses) {
+        let (mut history, mut node) = (History::default(), Pauses::default());
+        pauses.iter().for_each(|pause| history.observe(*pause, &mut node, WISH));
+        (history, node)
+    }
+
+    #[test]
+    fn too_little_is_known_at_first() {
+        assert_eq!(after(&[4_000; 7]).0.keep_alive_ms(), None);
+    }
+
+    #[test]
+    fn short_pauses_and_then_long_ones_are_told_apart_early() {
+        let pauses: Vec<Millis> =
+            (0..100).map(|n| if n % 10 == 9 { 3_600_000 } else { 4_000 }).collect();
+        let learned = after(&pauses).0.keep_alive_ms().unwrap();
+        assert!((4_000..30_000).contains(&learned), "{learned}");
+    }
+
+    #[test]
+    fn pauses_below_the_cost_of_a_wake_are_waited_for() {
+        let pauses: Vec<Millis> = (0..100).map(|n| 15_000 + n % 7 * 4_000).collect();
+        let learned = after(&pauses).0.keep_alive_ms().unwrap();
+        assert!(learned >= 39_000, "{learned}");
+    }
+
+    #[test]
+    fn never_longer_than_is_wished() {
+        let (history, _) = after(&[290_000; 100]);
+        assert!(history.keep_alive_ms().unwrap() <= WISH.at_most_ms);
+    }
+
+    #[test]
+    fn whoever_pauses_longer_is_expected_later() {
+        let (often, node) = after(&[2_000; 50]);
+        let (seldom, other) = after(&[200_000; 50]);
+        assert!(often.expected_return_ms(1_000, &node) < seldom.expected_return_ms(1_000, &other));
+    }
+
+    #[test]
+    fn a_clockwork_is_expected_and_others_are_not() {
+        let mut clockwork = History::default();
+        (0..4).for_each(|n| clockwork.returned(600_000 + n * 1_000));
+        let (begin, end) = clockwork.prewake(5_000).unwrap();
+        assert!(begin < 595_000 && end > 603_000, "{begin} {end}");
+        let mut other = History::default();
+        [60_000, 600_000, 90_000, 4_000_000].into_iter().for_each(|p| other.returned(p));
+        assert_eq!(other.prewake(5_000), None);
+    }
+
+    #[test]
+    fn prewakes_that_nobody_uses_end() {
+        let mut history = History::default();
+        (0..8).for_each(|_| history.returned(600_000));
+        (0..4).for_each(|_| history.prewoken());
+        assert_eq!(history.prewake(5_000), None);
+        (0..3).for_each(|_| history.prewake_hit());
+        assert!(history.prewake(5_000).is_some());
+    }
+}

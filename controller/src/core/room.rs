@@ -1,0 +1,164 @@
+//! Room for those who wait, taken from neighbours, and returns ahead of calls.
+//!
+//! ```text
+//! waiter ──no room──> missing = need + promises - free - what is on its way out
+//!                     └─> victims: not in use, resident long enough, not above the waiter
+//! ```
+//!
+//! Whoever waits first takes first; what it gathers nobody behind it may take, and a victim
+//! that is called again waits behind. So two that need each other's room swap, in turns of
+//! at least the minimum residency.
+
+use affinode_proto::{reason::Reason, state::State, wire::Phase};
+
+use super::{
+    DeviceBytes, Key, Millis, Node,
+    container::{Container, Goal},
+    ledger::margin_bytes,
+    merge_needs,
+    policy::Mode,
+    victims::{self, Candidate},
+};
+
+/// Time without use that makes a neighbour a victim while somebody waits.
+const FREE_MS: Millis = 1_000;
+/// Room is looked for so often at most.
+const SEEK_MS: Millis = 100;
+/// Who waits so long takes what it can get: room gathers for it.
+const GATHER_MS: Millis = 30_000;
+/// How much earlier than the expected call a return begins, at least.
+const LEAD_MS: Millis = 5_000;
+
+impl Node {
+    /// Sends neighbours away until `needs` fit, those counted that are leaving already.
+    pub(super) fn make_room(&mut self, key: &Key, needs: &[DeviceBytes]) {
+        if self.sought_room.is_some_and(|t| self.now.saturating_sub(t) < SEEK_MS) {
+            return;
+        }
+        self.sought_room = Some(self.now);
+        let missing = self.missing(key, needs);
+        let Some(asker) = self.containers.get(key) else { return };
+        if missing.iter().all(|need| need.bytes == 0) {
+            return;
+        }
+        let waited = asker.wake_began.map_or(0, |began| self.now.saturating_sub(began));
+        let priority = asker.policy.priority;
+        let candidates = self.candidates(key);
+        let rule = self.settings.victims;
+        let partly = waited >= GATHER_MS;
+        for victim in victims::choose(candidates, priority, missing, rule, self.now, partly) {
+            self.leave(&victim, Reason::Pressure);
+        }
+    }
+
+    fn missing(&self, key: &Key, needs: &[DeviceBytes]) -> Vec<DeviceBytes> {
+        let leaving: Vec<Vec<DeviceBytes>> = self
+            .containers
+            .iter()
+            .filter(|(_, c)| c.goal != Goal::Home && c.state != State::Offloaded)
+            .map(|(key, _)| self.holds(key))
+            .collect();
+        let missing = |need: &DeviceBytes| {
+            let gpu = self.gpus.iter().find(|gpu| gpu.uuid == need.uuid)?;
+            let on_its_way = leaving.iter().flatten().filter(|held| held.uuid == need.uuid);
+            let free = gpu.total_bytes.saturating_sub(gpu.used_bytes)
+                + on_its_way.map(|held| held.bytes).sum::<u64>();
+            let promised = self.ledger.promised_bytes(&need.uuid)
+                - self.ledger.promised_to(key).min(self.ledger.promised_bytes(&need.uuid));
+            let wanted = need.bytes + promised + margin_bytes(gpu.total_bytes);
+            Some(DeviceBytes { uuid: need.uuid.clone(), bytes: wanted.saturating_sub(free) })
+        };
+        needs.iter().filter_map(missing).collect()
+    }
+
+    fn holds(&self, key: &Key) -> Vec<DeviceBytes> {
+        merge_needs(self.processes.of(key).flat_map(|(_, p)| &p.vram))
+    }
+
+    fn candidates(&self, asker: &Key) -> Vec<Candidate> {
+        let free = |key: &Key, c: &Container| {
+            c.goal == Goal::Home
+                && matches!(c.state, State::Active | State::Idle)
+                && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
+                && self.now.saturating_sub(c.last_use) >= FREE_MS
+                && c.came_home
+                    .is_none_or(|t| self.now.saturating_sub(t) >= c.policy.minimum_residency_ms)
+                && self.now >= c.not_before
+                && self.may_offload(key, true).is_ok()
+        };
+        self.containers
+            .iter()
+            .filter(|(key, c)| *key != asker && free(key, c))
+            .map(|(key, c)| {
+                let idle_ms = self.now.saturating_sub(c.last_use);
+                let return_ms = match c.next_use {
+                    Some(at) => at.saturating_sub(self.now),
+                    None => c.history.expected_return_ms(idle_ms, &self.pauses),
+                };
+                let holds = self.holds(key);
+                Candidate {
+                    key: key.clone(),
+                    priority: c.policy.priority,
+                    idle_ms,
+                    return_ms,
+                    holds,
+                }
+            })
+            .collect()
+    }
+
+    /// Brings a container back whose next call is expected, where there is room to spare.
+    pub(super) fn expect(&mut self, key: &Key) {
+        let Some(at) = self.prewake_at(key) else { return };
+        let until = self.prewake_until(key);
+        if self.now < at || self.now >= until || !self.queue.is_empty() {
+            return;
+        }
+        let needs = self.container_needs(key);
+        if self.gpu_error.is_some() || !self.ledger.fits(key, &needs, &self.gpus, margin_bytes) {
+            return;
+        }
+        let Some(container) = self.containers.get_mut(key) else { return };
+        container.goal = Goal::Home;
+        container.cause = Reason::Expected;
+        container.expected_until = Some(until);
+        container.history.prewoken();
+    }
+
+    /// When a container that is out comes back without being called, if it does.
+    #[must_use]
+    pub fn prewake_at(&self, key: &Key) -> Option<Millis> {
+        let c = self.containers.get(key)?;
+        let out = c.state == State::Offloaded && c.goal == Goal::Out && c.policy.prewake;
+        let wanted = c.cause != Reason::Requested && c.policy.mode != Mode::Off;
+        let away = self.processes.of(key).all(|(_, p)| p.phase == Phase::Away);
+        let (begin, _) = c.history.prewake(LEAD_MS).filter(|_| out && wanted && away)?;
+        // One that came back unused stays out: its pause is none of those that agree.
+        (!c.missed).then(|| c.last_use.saturating_add(begin))
+    }
+
+    fn prewake_until(&self, key: &Key) -> Millis {
+        self.containers
+            .get(key)
+            .and_then(|c| Some(c.last_use + c.history.prewake(LEAD_MS)?.1))
+            .unwrap_or(0)
+    }
+
+    /// When the container has something to be decided next, as far as is known now.
+    #[must_use]
+    pub fn due_at(&self, key: &Key) -> Option<Millis> {
+        let c = self.containers.get(key)?;
+        match c.state {
+            State::Active | State::Idle if c.goal == Goal::Home => {
+                if c.policy.mode != Mode::Eager {
+                    return None;
+                }
+                let rested = c.came_home.map_or(0, |t| t + c.policy.minimum_residency_ms);
+                let expected = c.expected_until.unwrap_or(0);
+                Some((c.last_use + c.idle_after_ms()).max(rested).max(expected).max(c.not_before))
+            }
+            State::Offloaded => self.prewake_at(key),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,171 @@
+//! Who makes room. A waiter that finds no room takes it from neighbours that are not in
+//! use: of the lowest priority first, never of a higher one than its own, then by the rule.
+
+use super::{DeviceBytes, Key, Millis};
+
+/// In which order neighbours of one priority are taken.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum VictimRule {
+    /// Whose next use is expected latest, for the room it gives and the cost of its return.
+    #[default]
+    Expected,
+    /// Who was used longest ago.
+    Lru,
+    /// The largest product of size and idle time.
+    SizeIdle,
+    /// By lot; the number is the seed. For comparison.
+    #[serde(skip)]
+    Random(u64),
+}
+
+/// A neighbour that may be taken.
+#[derive(Clone, Debug)]
+pub struct Candidate {
+    /// Who.
+    pub key: Key,
+    /// Its priority.
+    pub priority: i32,
+    /// Time since its last use.
+    pub idle_ms: Millis,
+    /// Expected time until its next use.
+    pub return_ms: Millis,
+    /// What it holds.
+    pub holds: Vec<DeviceBytes>,
+}
+
+/// What is known of the speed of a return: fixed part, and bytes per millisecond.
+const RETURN_FIXED_MS: u64 = 200;
+const RETURN_BYTES_PER_MS: u64 = 5_800_000;
+
+impl Candidate {
+    fn bytes(&self) -> u64 {
+        self.holds.iter().map(|held| held.bytes).fold(0, u64::saturating_add)
+    }
+
+    /// Higher goes first.
+    fn score(&self, rule: VictimRule, now: Millis) -> u128 {
+        let bytes = self.bytes();
+        match rule {
+            VictimRule::Expected => {
+                // Room for its cost: the fixed part makes many small ones dearer than one.
+                let cost_ms = RETURN_FIXED_MS + bytes / RETURN_BYTES_PER_MS;
+                u128::from(self.return_ms) * u128::from(bytes) / u128::from(cost_ms)
+            }
+            VictimRule::Lru => self.idle_ms.into(),
+            VictimRule::SizeIdle => u128::from(bytes) * u128::from(self.idle_ms),
+            VictimRule::Random(seed) => {
+                let text = self.key.as_str().bytes();
+                text.fold(u128::from(seed ^ now), |hash, byte| {
+                    (hash ^ u128::from(byte)).wrapping_mul(0x0100_0000_01b3) & u128::from(u64::MAX)
+                })
+            }
+        }
+    }
+}
+
+/// Picks neighbours that together free what is missing. When they cannot: nobody, or with
+/// `partly` all that help, so that room gathers for one who waits long.
+#[must_use]
+pub fn choose(
+    mut candidates: Vec<Candidate>,
+    asker_priority: i32,
+    mut missing: Vec<DeviceBytes>,
+    rule: VictimRule,
+    now: Millis,
+    partly: bool,
+) -> Vec<Key> {
+    candidates.retain(|c| c.priority <= asker_priority);
+    candidates
+        .sort_by_cached_key(|c| (c.priority, std::cmp::Reverse(c.score(rule, now)), c.key.clone()));
+    let mut chosen = Vec::new();
+    for candidate in candidates {
+        let helps = |held: &&DeviceBytes| {
+            held.bytes > 0 && missing.iter().any(|need| need.uuid == held.uuid && need.bytes > 0)
+        };
+        if !candidate.holds.iter().any(|held| helps(&held)) {
+            continue;
+        }
+        for held in &candidate.holds {
+            for need in missing.iter_mut().filter(|need| need.uuid == held.uuid) {
+                need.bytes = need.bytes.saturating_sub(held.bytes);
+            }
+        }
+        chosen.push(candidate.key);
+    }
+    if partly || missing.iter().all(|need| need.bytes == 0) { chosen } else { Vec::new() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const GPU: &str = "GPU-0";
+
+    fn bytes(bytes: u64) -> Vec<DeviceBytes> {
+        vec![DeviceBytes { uuid: GPU.into(), bytes }]
+    }
+
+    fn candidate(
+        n: u64,
+        priority: i32,
+        idle_ms: Millis,
+        return_ms: Millis,
+        size: u64,
+    ) -> Candidate {
+        let key = Key::parse(&format!("{n:032x}")).unwrap();
+        Candidate { key, priority, idle_ms, return_ms, holds: bytes(size) }
+    }
+
+    fn first(rule: VictimRule, candidates: &[Candidate]) -> String {
+        let chosen = choose(candidates.to_vec(), 0, bytes(1), rule, 0, false);
+        chosen[0].as_str().trim_start_matches('0').to_owned()
+    }
+
+    #[test]
+    fn each_rule_takes_its_own() {
+        let candidates = [
+            candidate(1, 0, 900, 10, 10 << 30),
+            candidate(2, 0, 100, 90_000, 10 << 30),
+            candidate(3, 0, 800, 10, 40 << 30),
+        ];
+        assert_eq!(first(VictimRule::Lru, &candidates), "1");
+        assert_eq!(first(VictimRule::Expected, &candidates), "2");
+        assert_eq!(first(VictimRule::SizeIdle, &candidates), "3");
+    }
+
+    #[test]
+    fn nobody_goes_for_nothing() {
+        let candidates = vec![candidate(1, 0, 1, 1, 5)];
+        let ask = |partly| choose(candidates.clone(), 0, bytes(9), VictimRule::Lru, 0, partly);
+        assert_eq!(ask(false), []);
+        assert_eq!(ask(true).len(), 1);
+    }
+
+    proptest! {
+        /// No victim above the asker's priority, none spared that stands below one taken,
+        /// and enough room where anybody is taken.
+        #[test]
+        fn victims_are_right(
+            all in proptest::collection::vec((-3_i32..4, 0_u64..1000, 0_u64..1000, 0_u64..100), 0..20),
+            asker in -3_i32..4, need in 1_u64..500, rule in 0..4,
+        ) {
+            let rule = [VictimRule::Expected, VictimRule::Lru, VictimRule::SizeIdle, VictimRule::Random(1)][rule as usize];
+            let candidates: Vec<Candidate> = all.iter().zip(0..)
+                .map(|((p, idle, back, size), n)| candidate(n, *p, *idle, *back, *size)).collect();
+            let chosen = choose(candidates.clone(), asker, bytes(need), rule, 7, false);
+            let taken = |c: &&Candidate| chosen.contains(&c.key);
+            let highest = candidates.iter().filter(taken).map(|c| c.priority).max();
+            if let Some(highest) = highest {
+                prop_assert!(highest <= asker);
+                let freed: u64 = candidates.iter().filter(taken).map(Candidate::bytes).sum();
+                prop_assert!(freed >= need);
+                for spared in candidates.iter().filter(|c| !taken(c) && c.bytes() > 0) {
+                    prop_assert!(spared.priority >= highest);
+                }
+            }
+            prop_assert_eq!(chosen, choose(candidates, asker, bytes(need), rule, 7, false));
+        }
+    }
+}
