@@ -6,7 +6,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition, TableError};
+use redb::{
+    Database, ReadableDatabase, ReadableTable, ReadableTableMetadata, TableDefinition, TableError,
+};
 
 use super::{Span, tape::LONGEST_MS};
 
@@ -180,21 +182,23 @@ impl Store {
         Ok(bytes)
     }
 
+    /// What is too old goes, and of the oldest as much as brings it below the limit.
     fn clean(&self, now_ms: i64) -> Result<(), StoreError> {
-        let full = self.used_bytes()? > self.limits.max_bytes;
+        let used = self.used_bytes()?;
+        let most = self.limits.max_bytes;
         let transaction = self.database.begin_write()?;
         {
             let mut table = transaction.open_table(SPANS)?;
-            let old = begin(now_ms - self.limits.keep_ms);
-            let mut cut = old;
-            if full {
-                // A fifth of the records goes, oldest first.
-                let fifth = table.iter()?.nth(
-                    usize::try_from(redb::ReadableTableMetadata::len(&table)? / 5).unwrap_or(0),
-                );
-                if let Some(entry) = fifth {
-                    cut = cut.max(entry?.0.value().0 + 1);
-                }
+            let mut cut = begin(now_ms - self.limits.keep_ms);
+            if used > most {
+                let goal = most / 5 * 4;
+                let surplus = table.len()?.saturating_mul(used - goal) / used;
+                let last = table.iter()?.nth(usize::try_from(surplus).unwrap_or(usize::MAX));
+                // None: all of it is surplus.
+                cut = match last {
+                    Some(entry) => cut.max(entry?.0.value().0 + 1),
+                    None => u64::MAX,
+                };
             }
             table.retain_in(..(cut, ""), |_, _| false)?;
         }

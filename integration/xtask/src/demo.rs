@@ -5,9 +5,12 @@
 //!  beta:                             fills the freed VRAM ──── idle ── OFFLOADED ───── called: wakes ── as before
 //! ```
 //!
+//! With `--dashboard` it goes on until Ctrl-C, with the page open to a browser.
+//!
 //! Containers, images and containerd are private to the demo. All of it is gone
 //! afterwards, also after Ctrl-C.
 
+mod dashboard;
 mod options;
 mod report;
 mod scene;
@@ -43,6 +46,8 @@ pub fn run(options: &Options) -> Result<()> {
             Gpu::Simulated { vram_bytes: SIMULATED_VRAM_BYTES }
         }
     };
+    let address = if options.dashboard { Some(dashboard::free_address()?) } else { None };
+    let config = dashboard::config(scene::CONFIG, address);
     let began = Instant::now();
     say::step(&format!(
         "Starting a private containerd {} with a {} GPU",
@@ -53,10 +58,14 @@ pub fn run(options: &Options) -> Result<()> {
         .artifacts(artifacts)
         .release(&release)
         .gpu(gpu)
-        .config(scene::CONFIG)
+        .config(&config)
         .world()?;
     let world = Arc::new(world);
     clean_up_on_signal(&world)?;
+    if let Some(address) = address {
+        say::step(&format!("The dashboard is at http://{address} while this runs; Ctrl-C ends it"));
+        return dashboard::live(&world).inspect_err(|_| world.show_logs());
+    }
     let outcome = scene::play(&world, options.json).inspect_err(|_| world.show_logs());
     say::step("Cleaning up");
     world.end();

@@ -11,6 +11,9 @@ pub struct Options {
     /// Print one JSON object and nothing else on standard output.
     #[arg(long)]
     pub json: bool,
+    /// Leave it running with the dashboard in reach, until Ctrl-C.
+    #[arg(long, conflicts_with = "json")]
+    pub dashboard: bool,
 }
 
 /// Which GPU.
