@@ -30,6 +30,7 @@ pub mod metrics;
 pub mod observe;
 mod report;
 pub mod schema;
+pub mod simulate;
 mod sys;
 
 pub use daemon::run;

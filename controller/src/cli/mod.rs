@@ -8,6 +8,7 @@ mod client;
 mod events;
 mod format;
 mod ps;
+mod simulate;
 mod table;
 
 use std::{io::Write, process::ExitCode};
@@ -54,6 +55,7 @@ enum Command {
         #[arg(short, long, default_value = "table")]
         output: Output,
     },
+    Simulate(simulate::Simulate),
     /// Make the controller read its configuration again.
     Reload,
 }
@@ -94,6 +96,8 @@ enum CliError {
     Refused(#[source] ttrpc::Error),
     #[error("{0}")]
     NotDone(String),
+    #[error(transparent)]
+    Simulate(#[from] simulate::SimulateError),
     #[error("cannot print")]
     Print(#[from] std::io::Error),
     #[error("cannot write JSON")]
@@ -122,8 +126,11 @@ fn fail(error: &dyn std::error::Error) -> ExitCode {
 }
 
 async fn run(args: Args) -> Result<(), CliError> {
-    let client = client::Client::connect(&args.run_dir).await?;
     let mut out = std::io::stdout();
+    if let Command::Simulate(what) = &args.command {
+        return Ok(simulate::run(what, &mut out)?);
+    }
+    let client = client::Client::connect(&args.run_dir).await?;
     match args.command {
         Command::Ps { output, no_headers, watch } => {
             ps::run(&client, &mut out, output, !no_headers, watch).await
@@ -131,6 +138,8 @@ async fn run(args: Args) -> Result<(), CliError> {
         Command::Offload(target) => act::offload(&client, &mut out, target).await,
         Command::Restore(target) => act::restore(&client, &mut out, target).await,
         Command::Events { follow, output } => events::run(&client, &mut out, output, follow).await,
+        // Done before: it needs no controller.
+        Command::Simulate(_) => Ok(()),
         Command::Reload => {
             let changed = client.reload().await?;
             Ok(writeln!(

@@ -87,6 +87,8 @@ pub struct Node {
     pub(super) pauses: Pauses,
     /// When room was last looked for.
     pub(super) sought_room: Option<Millis>,
+    pub(super) prewakes: u64,
+    pub(super) prewake_hits: u64,
     next_order: u64,
     pub(super) next_proof: u64,
     pub(super) effects: Vec<Effect>,
@@ -150,6 +152,25 @@ impl Node {
     #[must_use]
     pub fn warnings(&self, key: &Key) -> Vec<String> {
         self.containers.get(key).map(|c| c.warnings.clone()).unwrap_or_default()
+    }
+
+    /// How many containers wait for VRAM.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// Tells when a container is used next: what only a simulation knows.
+    pub fn foresee(&mut self, key: &Key, next_use: Option<Millis>) {
+        if let Some(container) = self.containers.get_mut(key) {
+            container.next_use = next_use;
+        }
+    }
+
+    /// Returns ahead of calls that were counted: all, and those that were used.
+    #[must_use]
+    pub fn prewakes(&self) -> (u64, u64) {
+        (self.prewakes, self.prewake_hits)
     }
 
     /// The processes whose pages are to be read.
@@ -456,6 +477,7 @@ impl Node {
         }
         if container.expected_until.take().is_some() {
             container.history.prewake_hit();
+            self.prewake_hits += 1;
             container.history.returned(pause);
         }
         container.last_use = now;

@@ -123,6 +123,7 @@ impl Node {
         container.cause = Reason::Expected;
         container.expected_until = Some(until);
         container.history.prewoken();
+        self.prewakes += 1;
     }
 
     /// When a container that is out comes back without being called, if it does.
@@ -134,7 +135,8 @@ impl Node {
         let away = self.processes.of(key).all(|(_, p)| p.phase == Phase::Away);
         let (begin, _) = c.history.prewake(LEAD_MS).filter(|_| out && wanted && away)?;
         // One that came back unused stays out: its pause is none of those that agree.
-        (!c.missed).then(|| c.last_use.saturating_add(begin))
+        let worth = !c.missed && self.now < self.prewake_until(key);
+        worth.then(|| c.last_use.saturating_add(begin))
     }
 
     fn prewake_until(&self, key: &Key) -> Millis {

@@ -1,0 +1,266 @@
+//! `affinode simulate`: what policies would do to a trace.
+
+use std::{
+    io::Write,
+    path::{Path, PathBuf},
+};
+
+use clap::Args;
+
+use super::{format, table};
+use crate::{
+    config::{Config, ConfigError},
+    simulate::{
+        Calibration, Figures, Machine, SimulationError, Trace, compare, contenders, plot,
+        synthetic, trace::Assumed,
+    },
+};
+
+/// Runs the policies over a trace in virtual time, by the code that runs live, beside
+/// what other policies would have done. Needs no controller and no GPU.
+#[derive(Debug, Args)]
+pub struct Simulate {
+    /// Trace: CSV, gz or not. The header tells the format: ServeGen windows, Azure LLM
+    /// requests, telemetry (time,process,busy,vram_bytes) or requests (time,process).
+    /// Without one a node with a day curve and common peaks is made up.
+    trace: Option<PathBuf>,
+    /// Processes of the node that is made up.
+    #[arg(long, default_value_t = 100)]
+    processes: usize,
+    /// Its days.
+    #[arg(long, default_value_t = 7)]
+    days: u32,
+    /// Seed of all that is drawn.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// VRAM of a process whose trace does not tell, in GiB.
+    #[arg(long, default_value_t = 16.0, value_name = "GIB")]
+    process_vram: f64,
+    /// VRAM of the node, in GiB; room for all when it is not given.
+    #[arg(long, value_name = "GIB", conflicts_with = "fits")]
+    vram: Option<f64>,
+    /// VRAM of the node, as the number of its largest processes that fit.
+    #[arg(long, value_name = "N")]
+    fits: Option<u64>,
+    /// How long a call keeps the GPU in use.
+    #[arg(long, default_value = "1s", value_name = "TIME")]
+    service: humantime::Duration,
+    /// Costs of moves on this machine (TOML or JSON); those of an H200 when not given.
+    #[arg(long, value_name = "FILE")]
+    calibration: Option<PathBuf>,
+    /// Configuration whose policy is tried; the defaults when not given.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Only the policies whose names begin so; may be given again.
+    #[arg(long, value_name = "NAME")]
+    policy: Vec<String>,
+    /// How to print.
+    #[arg(short, long, default_value = "table")]
+    output: Print,
+    /// Draw resident VRAM over time into this SVG file.
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Print {
+    /// Columns.
+    Table,
+    /// More columns.
+    Wide,
+    /// JSON.
+    Json,
+}
+
+/// Why there is no result.
+#[derive(Debug, thiserror::Error)]
+pub enum SimulateError {
+    /// Trace, calibration or run.
+    #[error("cannot simulate")]
+    Simulation(#[from] SimulationError),
+    /// The configuration that is to be tried.
+    #[error("cannot simulate")]
+    Config(#[from] ConfigError),
+    /// An argument makes no sense.
+    #[error("{0}")]
+    Argument(String),
+    /// Results cannot be written.
+    #[error("cannot write {path}")]
+    Write {
+        /// Where.
+        path: String,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// JSON cannot be written.
+    #[error("cannot write JSON")]
+    Json(#[from] serde_json::Error),
+}
+
+fn gib(value: f64, name: &str) -> Result<u64, SimulateError> {
+    if value > 0.0 && value < 1e6 {
+        Ok((value * f64::from(1 << 30)) as u64)
+    } else {
+        Err(SimulateError::Argument(format!("{name}: GiB, more than 0 and less than a million")))
+    }
+}
+
+/// Runs it.
+///
+/// # Errors
+/// What failed, on which file, and why.
+pub fn run(args: &Simulate, out: &mut dyn Write) -> Result<(), SimulateError> {
+    let assumed = Assumed {
+        vram_bytes: gib(args.process_vram, "--process-vram")?,
+        service_ms: u32::try_from(args.service.as_millis()).unwrap_or(u32::MAX).min(3_600_000),
+        seed: args.seed,
+    };
+    let trace = match &args.trace {
+        Some(path) => Trace::read(path, assumed)?,
+        None => synthetic::make(synthetic::Plan {
+            processes: args.processes.min(100_000),
+            days: args.days.min(49),
+            assumed,
+        })?,
+    };
+    let largest = trace.loads.iter().map(|load| load.vram_bytes).max().unwrap_or(0);
+    // The margin that the ledger keeps comes on top.
+    let vram_bytes = match (args.vram, args.fits) {
+        (Some(size), _) => gib(size, "--vram")?,
+        (None, Some(fits)) => largest.saturating_mul(fits.max(1)) + (512 << 20),
+        (None, None) => trace.vram_bytes() + (512 << 20),
+    };
+    let calibration = match &args.calibration {
+        Some(path) => Calibration::read(path)?,
+        None => Calibration::default(),
+    };
+    let config = match &args.config {
+        Some(path) if !path.exists() => {
+            return Err(SimulateError::Argument(format!("no such file: {}", path.display())));
+        }
+        Some(path) => Config::load(path)?,
+        None => Config::default(),
+    };
+    let mut contenders = contenders::all(&config.settings(), args.seed);
+    contenders.retain(|c| {
+        args.policy.is_empty() || args.policy.iter().any(|name| c.name.starts_with(name))
+    });
+    let machine = Machine { vram_bytes, calibration };
+    let figures = compare(&trace, machine, &contenders)?;
+    if let Some(path) = &args.plot {
+        write(path, &plot::svg(&figures, vram_bytes, trace.end_ms()))?;
+    }
+    print(args, out, &trace, machine, &figures)
+}
+
+fn write(path: &Path, text: &str) -> Result<(), SimulateError> {
+    std::fs::write(path, text)
+        .map_err(|source| SimulateError::Write { path: path.display().to_string(), source })
+}
+
+const TABLE: [&str; 10] = [
+    "POLICY", "FREED", "OF IDLE", "RESIDENT", "PEAK", "WOKE", "DELAYED", "P99 WAIT", "RESTORES",
+    "REFUSED",
+];
+const WIDE: [&str; 19] = [
+    "POLICY",
+    "FREED",
+    "OF IDLE",
+    "OF TRACE",
+    "RESIDENT",
+    "P95",
+    "PEAK",
+    "HOST PEAK",
+    "WOKE",
+    "DELAYED",
+    "P99 ADDED",
+    "P50 WAIT",
+    "P99 WAIT",
+    "RESTORES/H",
+    "THRASH",
+    "QUEUE",
+    "PREWAKES",
+    "FAIRNESS",
+    "REFUSED",
+];
+
+fn print(
+    args: &Simulate,
+    out: &mut dyn Write,
+    trace: &Trace,
+    machine: Machine,
+    figures: &[Figures],
+) -> Result<(), SimulateError> {
+    let failed = |source| SimulateError::Write { path: "standard output".into(), source };
+    let days = trace.end_ms() as f64 / 86_400_000.0;
+    if args.output == Print::Json {
+        let all = serde_json::json!({
+            "processes": trace.loads.len(),
+            "requests": trace.requests(),
+            "days": days,
+            "seed": args.seed,
+            "vram_bytes": machine.vram_bytes,
+            "wanted_bytes": trace.vram_bytes(),
+            "calibration": machine.calibration,
+            "policies": figures,
+        });
+        serde_json::to_writer_pretty(&mut *out, &all)?;
+        return writeln!(out).map_err(failed);
+    }
+    writeln!(
+        out,
+        "{} processes, {} requests, {days:.1} days; {} of VRAM, {} wanted\n",
+        trace.loads.len(),
+        trace.requests(),
+        format::bytes(machine.vram_bytes),
+        format::bytes(trace.vram_bytes()),
+    )
+    .map_err(failed)?;
+    let wide = args.output == Print::Wide;
+    let rows: Vec<Vec<String>> = figures.iter().map(|f| row(f, wide)).collect();
+    let titles: &[&str] = if wide { &WIDE } else { &TABLE };
+    table::print(out, Some(titles), &rows).map_err(failed)
+}
+
+fn row(f: &Figures, wide: bool) -> Vec<String> {
+    let percent = |share: f64| format!("{:.2}%", share * 100.0);
+    let seconds = |ms: u64| format!("{:.1}s", ms as f64 / 1000.0);
+    let woke = format!("{:.3}%", f.wake_share * 100.0);
+    let delayed = format!("{:.3}%", f.delayed_share * 100.0);
+    if !wide {
+        return vec![
+            f.policy.clone(),
+            percent(f.freed_of_all),
+            percent(f.freed_of_idle),
+            format::bytes(f.resident_mean_bytes),
+            format::bytes(f.resident_peak_bytes),
+            woke,
+            delayed,
+            seconds(f.delay_p99_ms),
+            f.restores.to_string(),
+            f.refused.to_string(),
+        ];
+    }
+    vec![
+        f.policy.clone(),
+        percent(f.freed_of_all),
+        percent(f.freed_of_idle),
+        percent(f.freed_of_trace),
+        format::bytes(f.resident_mean_bytes),
+        format::bytes(f.resident_p95_bytes),
+        format::bytes(f.resident_peak_bytes),
+        format::bytes(f.host_peak_bytes),
+        woke,
+        delayed,
+        seconds(f.latency_p99_ms),
+        seconds(f.delay_p50_ms),
+        seconds(f.delay_p99_ms),
+        format!("{:.3}", f.restores_per_process_hour),
+        f.thrash.to_string(),
+        format!("{} ({:.2})", f.queue_peak, f.queue_mean),
+        format!("{}/{}", f.prewake_hits, f.prewakes),
+        format!("{:.4} ({} worst)", f.fairness_jain, percent(f.worst_decile_delayed)),
+        f.refused.to_string(),
+    ]
+}

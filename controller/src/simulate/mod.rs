@@ -1,0 +1,112 @@
+//! What policies would do to a trace, in virtual time and by the code that runs live.
+//!
+//! ```text
+//!  trace ──> engine: agents, devices, a clock ──Input──> core::Node ──Effect──> engine ──> figures
+//! ```
+//!
+//! [`engine`] plays everything around [`crate::core::Node`]: processes that call, agents
+//! that carry out orders in the time that [`calibration`] says, devices that answer. Every
+//! decision is the node's. Nothing happens between events, so two weeks take seconds.
+//!
+//! Simulated: arrivals, idleness, keep-alive, victims, queue, ledger, returns ahead of
+//! calls. Not simulated: failures, growth of a process, holding of allocations (a simulated
+//! process never allocates), several GPUs.
+
+pub mod calibration;
+pub mod contenders;
+pub mod engine;
+pub mod figures;
+pub mod plot;
+pub mod random;
+pub mod synthetic;
+#[cfg(test)]
+mod tests;
+pub mod trace;
+
+pub use calibration::Calibration;
+pub use contenders::Contender;
+pub use figures::Figures;
+pub use trace::{Load, Trace};
+
+/// What stops a simulation.
+#[derive(Debug, thiserror::Error)]
+pub enum SimulationError {
+    /// A file cannot be read.
+    #[error("cannot read {path}")]
+    Read {
+        /// Which.
+        path: String,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A line of a trace is not understood.
+    #[error("{path}, line {line}: {what}")]
+    Line {
+        /// The file.
+        path: String,
+        /// Counted from 1.
+        line: usize,
+        /// What is wrong.
+        what: String,
+    },
+    /// The calibration is not understood.
+    #[error("{path}: {what}")]
+    Calibration {
+        /// The file.
+        path: String,
+        /// What is wrong.
+        what: String,
+    },
+    /// The trace has no request.
+    #[error("the trace holds no request")]
+    Empty,
+    /// A process alone is larger than the device.
+    #[error("a process of {process_bytes} bytes never fits into {total_bytes} bytes of VRAM")]
+    TooLarge {
+        /// Its size.
+        process_bytes: u64,
+        /// The device.
+        total_bytes: u64,
+    },
+    /// The node ordered what the driver does not survive.
+    #[error("the policy restored a process without room: this is a bug, please report it")]
+    Overcommitted,
+}
+
+/// The device and the host that a trace runs on.
+#[derive(Clone, Copy, Debug)]
+pub struct Machine {
+    /// VRAM for managed processes.
+    pub vram_bytes: u64,
+    /// Costs of moves.
+    pub calibration: Calibration,
+}
+
+/// Runs every contender over the trace, on as many threads as there are processors.
+///
+/// # Errors
+/// The first that failed.
+pub fn compare(
+    trace: &Trace,
+    machine: Machine,
+    contenders: &[Contender],
+) -> Result<Vec<Figures>, SimulationError> {
+    let next = std::sync::atomic::AtomicUsize::new(0);
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let work = || {
+        let mut done = Vec::new();
+        loop {
+            let n = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            let Some(contender) = contenders.get(n) else { return done };
+            done.push((n, engine::run(trace, machine, contender)));
+        }
+    };
+    let mut all = std::thread::scope(|scope| {
+        let started: Vec<_> =
+            (0..threads.min(contenders.len())).map(|_| scope.spawn(work)).collect();
+        started.into_iter().flat_map(|t| t.join().unwrap_or_default()).collect::<Vec<_>>()
+    });
+    all.sort_by_key(|(n, _)| *n);
+    all.into_iter().map(|(_, figures)| figures).collect()
+}

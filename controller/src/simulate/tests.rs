@@ -1,0 +1,135 @@
+//! The simulation itself, and what must hold of every policy in it.
+
+use proptest::prelude::*;
+
+use super::{trace::Assumed, *};
+use crate::core::{
+    Settings,
+    policy::{Mode, Policies, Policy},
+};
+
+const GIB: u64 = 1 << 30;
+const MARGIN: u64 = 512 << 20;
+
+fn load(name: &str, gib: u64, arrivals_s: &[u32]) -> Load {
+    Load {
+        name: name.into(),
+        vram_bytes: gib * GIB,
+        service_ms: 1_000,
+        arrivals_ms: arrivals_s.iter().map(|s| s * 1000).collect(),
+    }
+}
+
+fn machine(gib: u64) -> Machine {
+    Machine { vram_bytes: gib * GIB + MARGIN, calibration: Calibration::default() }
+}
+
+fn contender(name: &str) -> Contender {
+    let settings = Settings::default();
+    contenders::all(&settings, 1).into_iter().find(|c| c.name == name).unwrap()
+}
+
+#[test]
+fn a_pause_beyond_the_timeout_is_freed_and_its_end_waits() {
+    let trace = Trace { loads: vec![load("a", 16, &[0, 10, 1_010])] };
+    let figures = engine::run(&trace, machine(16), &contender("fixed-60s")).unwrap();
+    let costs = Calibration::default();
+    // Out after 60 s and the offload, until the last call.
+    let away_ms = 999_000 - 60_000 - costs.offload_ms(16 * GIB);
+    let freed = figures.freed_of_all * 1_010_000.0;
+    assert!((freed - away_ms as f64).abs() < 50.0, "{freed} and {away_ms}");
+    assert_eq!(figures.restores, 2);
+    let restore_ms = costs.restore_ms(16 * GIB);
+    assert!((restore_ms..restore_ms + 10).contains(&figures.delay_p99_ms), "{figures:?}");
+}
+
+#[test]
+fn two_that_need_each_others_room_swap() {
+    let calls: Vec<u32> = (0..100).map(|n| n * 30).collect();
+    let trace = Trace { loads: vec![load("a", 16, &calls), load("b", 16, &calls)] };
+    let figures = engine::run(&trace, machine(16), &contender("lru")).unwrap();
+    assert!(figures.restores > 20, "{figures:?}");
+    assert!(figures.delay_p99_ms < 60_000, "{figures:?}");
+}
+
+#[test]
+fn whoever_cannot_ever_fit_is_said_so() {
+    let trace = Trace { loads: vec![load("a", 16, &[0])] };
+    let result = engine::run(&trace, machine(8), &contender("lru"));
+    assert!(matches!(result, Err(SimulationError::TooLarge { .. })));
+}
+
+#[test]
+fn a_clockwork_is_back_before_its_call() {
+    let calls: Vec<u32> = (0..40).map(|n| n * 1_800).collect();
+    let trace = Trace { loads: vec![load("a", 16, &calls)] };
+    let figures = engine::run(&trace, machine(16), &contender("configured")).unwrap();
+    assert!(figures.prewake_hits >= 30, "{figures:?}");
+    assert!(figures.wake_share < 0.25, "{figures:?}");
+}
+
+#[test]
+fn a_made_up_node_is_the_same_for_the_same_seed() {
+    let plan = |seed| synthetic::Plan {
+        processes: 8,
+        days: 1,
+        assumed: Assumed { vram_bytes: GIB, service_ms: 500, seed },
+    };
+    let make = |seed| synthetic::make(plan(seed)).unwrap();
+    let arrivals =
+        |trace: &Trace| trace.loads.iter().map(|l| l.arrivals_ms.clone()).collect::<Vec<_>>();
+    assert_eq!(arrivals(&make(3)), arrivals(&make(3)));
+    assert_ne!(arrivals(&make(3)), arrivals(&make(4)));
+    let all = contenders::all(&Settings::default(), 1);
+    let run = || compare(&make(3), machine(5), &all).unwrap();
+    assert_eq!(run(), run());
+}
+
+#[test]
+fn files_are_read_and_bad_lines_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let assumed = Assumed { vram_bytes: GIB, service_ms: 1, seed: 1 };
+    let read = |text: &str| {
+        let path = folder.path().join("trace.csv");
+        std::fs::write(&path, text).unwrap();
+        Trace::read(&path, assumed)
+    };
+    let windows = "client,ts,rate,cv,pat,p1,p2\na,0,0.1,1,Gamma,1,10\na,600,0.05,1,Weibull,1,10\n";
+    assert_eq!(read(windows).unwrap().requests(), 90);
+    let azure = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,1,1\n2023-11-16 18:17:05.97,1,1\n";
+    assert_eq!(read(azure).unwrap().loads[0].arrivals_ms, [0, 2_000]);
+    let telemetry = "time,process,busy,vram_bytes\n10,a,0.5,7\n20,a,0,9\n30,b,1,5\n";
+    let loads = read(telemetry).unwrap().loads;
+    assert_eq!((loads[0].vram_bytes, loads[0].arrivals_ms.as_slice()), (9, [0].as_slice()));
+    let error = read("time,process\n1,a\nsoon,b\n").unwrap_err().to_string();
+    assert!(error.contains("line 3") && error.contains("soon"), "{error}");
+    assert!(matches!(read("time,process\n"), Err(SimulationError::Empty)));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Whatever the calls and sizes: no restore without room (the engine would fail), every
+    /// call is answered in bounded time, and a process moves at most once in a residency.
+    #[test]
+    fn nobody_starves_and_nobody_thrashes(
+        processes in proptest::collection::vec((1_u64..8, proptest::collection::vec(0_u32..3_000, 1..60)), 2..8),
+        eager in any::<bool>(), vram in 8_u64..16,
+    ) {
+        let loads: Vec<Load> = processes.iter().enumerate().map(|(n, (gib, calls))| {
+            let mut calls = calls.clone();
+            calls.sort_unstable();
+            load(&format!("p{n}"), *gib, &calls)
+        }).collect();
+        let trace = Trace { loads };
+        let node = Policy { mode: if eager { Mode::Eager } else { Mode::Pressure }, ..Policy::default() };
+        let residency_ms = node.minimum_residency_ms;
+        let settings = Settings { policies: Policies { node, rules: Vec::new() }, ..Settings::default() };
+        let figures = engine::run(&trace, machine(vram), &contenders::all(&settings, 1)[0]).unwrap();
+        let answered = (figures.delayed_share * figures.requests as f64).round() as u64;
+        prop_assert!(answered >= trace.loads.len() as u64, "first calls wait for the first return");
+        prop_assert!(figures.delay_p99_ms < 300_000, "{:?}", figures);
+        let span_ms = trace.end_ms() + 600_000;
+        prop_assert!(figures.restores <= (span_ms / residency_ms + 1) * trace.loads.len() as u64);
+    }
+}

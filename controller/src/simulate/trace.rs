@@ -1,0 +1,224 @@
+//! Traces: when each process is called.
+//!
+//! | format | columns |
+//! | --- | --- |
+//! | `servegen` | `client,ts,rate,cv,pat,p1,p2`: windows of ten minutes, the distribution of pauses in each |
+//! | `azure` | `TIMESTAMP,...`: one request a line, one process a file |
+//! | `telemetry` | `time,process,busy,vram_bytes`: seconds, busy share of the time to the next row |
+//! | `requests` | `time,process`: seconds, one request a line |
+//!
+//! A ServeGen window holds exactly rate x 600 requests; its pauses are drawn from the
+//! distribution that was fitted to it, and where they take less than the window they are a
+//! burst somewhere in it.
+
+use std::{
+    collections::BTreeMap,
+    io::{BufRead, BufReader, Read},
+    path::Path,
+};
+
+use super::{SimulationError, random::Random};
+
+/// Calls of one process.
+#[derive(Clone, Debug, Default)]
+pub struct Load {
+    /// Its name in the trace.
+    pub name: String,
+    /// VRAM that it holds.
+    pub vram_bytes: u64,
+    /// How long a call keeps the GPU in use.
+    pub service_ms: u32,
+    /// When it is called, in milliseconds of the trace, in order.
+    pub arrivals_ms: Vec<u32>,
+}
+
+/// All processes of a node.
+#[derive(Clone, Debug, Default)]
+pub struct Trace {
+    /// The processes.
+    pub loads: Vec<Load>,
+}
+
+/// What a trace does not say.
+#[derive(Clone, Copy, Debug)]
+pub struct Assumed {
+    /// VRAM of a process.
+    pub vram_bytes: u64,
+    /// Time of a call on the GPU.
+    pub service_ms: u32,
+    /// For what is drawn.
+    pub seed: u64,
+}
+
+const WINDOW_S: f64 = 600.0;
+
+impl Trace {
+    /// Reads a trace, compressed (`.gz`) or not; the first line tells the format.
+    ///
+    /// # Errors
+    /// The file, the line and what is wrong there.
+    pub fn read(path: &Path, assumed: Assumed) -> Result<Trace, SimulationError> {
+        let shown = path.display().to_string();
+        let fail = |source| SimulationError::Read { path: shown.clone(), source };
+        let file = std::fs::File::open(path).map_err(fail)?;
+        let plain: Box<dyn Read> = if path.extension().is_some_and(|ending| ending == "gz") {
+            Box::new(flate2::read::MultiGzDecoder::new(file))
+        } else {
+            Box::new(file)
+        };
+        let mut lines = BufReader::new(plain).lines();
+        let header = lines.next().transpose().map_err(fail)?.unwrap_or_default();
+        let mut reader =
+            Rows { assumed, random: Random::new(assumed.seed), loads: BTreeMap::new(), zero: None };
+        let row: fn(&mut Rows, &[&str]) -> Option<()> = match header.trim_start_matches('\u{feff}')
+        {
+            h if h.starts_with("client,ts,rate") => Rows::servegen,
+            h if h.starts_with("TIMESTAMP") => Rows::azure,
+            h if h.starts_with("time,process,busy") => Rows::telemetry,
+            h if h.starts_with("time,process") => Rows::request,
+            _ => {
+                let what = "the header is none of those that are known: client,ts,rate,cv,pat,p1,p2; TIMESTAMP,...; time,process,busy,vram_bytes; time,process".into();
+                return Err(SimulationError::Line { path: shown, line: 1, what });
+            }
+        };
+        for (line, number) in lines.zip(2..) {
+            let line = line.map_err(fail)?;
+            let cells: Vec<&str> = line.trim().split(',').collect();
+            if cells != [""] && row(&mut reader, &cells).is_none() {
+                let what = format!(
+                    "{:?} is not what the header promises",
+                    line.chars().take(80).collect::<String>()
+                );
+                return Err(SimulationError::Line { path: shown, line: number, what });
+            }
+        }
+        Trace { loads: reader.loads.into_values().collect() }.checked()
+    }
+
+    /// In order, and without processes that are never called.
+    ///
+    /// # Errors
+    /// There is no request at all.
+    pub fn checked(mut self) -> Result<Trace, SimulationError> {
+        self.loads.retain(|load| !load.arrivals_ms.is_empty());
+        self.loads.iter_mut().for_each(|load| load.arrivals_ms.sort_unstable());
+        if self.loads.is_empty() { Err(SimulationError::Empty) } else { Ok(self) }
+    }
+
+    /// VRAM of all processes together.
+    #[must_use]
+    pub fn vram_bytes(&self) -> u64 {
+        self.loads.iter().map(|load| load.vram_bytes).sum()
+    }
+
+    /// The last call.
+    #[must_use]
+    pub fn end_ms(&self) -> u64 {
+        self.loads
+            .iter()
+            .filter_map(|load| load.arrivals_ms.last())
+            .max()
+            .copied()
+            .unwrap_or(0)
+            .into()
+    }
+
+    /// Calls of all processes.
+    #[must_use]
+    pub fn requests(&self) -> u64 {
+        self.loads.iter().map(|load| load.arrivals_ms.len() as u64).sum()
+    }
+}
+
+struct Rows {
+    assumed: Assumed,
+    random: Random,
+    loads: BTreeMap<String, Load>,
+    zero: Option<f64>,
+}
+
+/// Milliseconds of a trace: 49 days at most.
+fn ms(seconds: f64) -> Option<u32> {
+    let ms = seconds * 1000.0;
+    (ms.is_finite() && (0.0..=f64::from(u32::MAX)).contains(&ms)).then_some(ms as u32)
+}
+
+impl Rows {
+    fn load(&mut self, name: &str) -> &mut Load {
+        let Assumed { vram_bytes, service_ms, .. } = self.assumed;
+        self.loads.entry(name.to_owned()).or_insert_with(|| Load {
+            name: name.to_owned(),
+            vram_bytes,
+            service_ms,
+            arrivals_ms: Vec::new(),
+        })
+    }
+
+    fn servegen(&mut self, cells: &[&str]) -> Option<()> {
+        let [client, start, rate, _, pattern, p1, p2] = cells else { return None };
+        let number = |text: &str| text.parse::<f64>().ok().filter(|n| n.is_finite());
+        let (start, rate, p1, p2) = (number(start)?, number(rate)?, number(p1)?, number(p2)?);
+        if !(0.0..1e5).contains(&rate)
+            || p1 <= 0.0
+            || p2 <= 0.0
+            || !["Gamma", "Weibull"].contains(pattern)
+        {
+            return None;
+        }
+        let requests = (rate * WINDOW_S).round() as usize;
+        let random = &mut self.random;
+        let pauses: Vec<f64> = (1..requests)
+            .map(
+                |_| if *pattern == "Gamma" { random.gamma(p1, p2) } else { random.weibull(p1, p2) },
+            )
+            .collect();
+        let drawn: f64 = pauses.iter().sum();
+        // The fit of a Gamma has the mean of what it was fitted to.
+        let span = if *pattern == "Gamma" { p1 * p2 * pauses.len() as f64 } else { drawn };
+        let span = span.min(WINDOW_S);
+        let scale = if drawn > 0.0 { span / drawn } else { 0.0 };
+        let mut at = start + random.unit() * (WINDOW_S - span);
+        let mut arrivals = Vec::with_capacity(requests);
+        arrivals.push(ms(at)?);
+        for pause in pauses {
+            at += pause * scale;
+            arrivals.push(ms(at)?);
+        }
+        arrivals.truncate(requests);
+        self.load(client).arrivals_ms.append(&mut arrivals);
+        Some(())
+    }
+
+    fn azure(&mut self, cells: &[&str]) -> Option<()> {
+        let (date, time) = cells.first()?.split_once(' ')?;
+        let day: f64 = date.rsplit('-').next()?.parse().ok()?;
+        let mut parts = time.split(':').map(|part| part.parse::<f64>().ok());
+        let (h, m, s) = (parts.next()??, parts.next()??, parts.next()??);
+        let at = day * 86_400.0 + h * 3600.0 + m * 60.0 + s;
+        let zero = *self.zero.get_or_insert(at);
+        self.load("azure").arrivals_ms.push(ms(at - zero)?);
+        Some(())
+    }
+
+    fn telemetry(&mut self, cells: &[&str]) -> Option<()> {
+        let [time, process, busy, vram] = cells else { return None };
+        let (at, busy, vram) =
+            (time.parse::<f64>().ok()?, busy.parse::<f64>().ok()?, vram.parse::<u64>().ok()?);
+        let zero = *self.zero.get_or_insert(at);
+        let at = ms(at - zero)?;
+        let load = self.load(process);
+        load.vram_bytes = load.vram_bytes.max(vram);
+        if busy > 0.0 {
+            load.arrivals_ms.push(at);
+        }
+        Some(())
+    }
+
+    fn request(&mut self, cells: &[&str]) -> Option<()> {
+        let (time, process) = (cells.first()?.parse::<f64>().ok()?, cells.get(1)?);
+        let zero = *self.zero.get_or_insert(time);
+        let at = ms(time - zero)?;
+        self.load(process).arrivals_ms.push(at);
+        Some(())
+    }
+}
