@@ -36,8 +36,6 @@ use crate::schema;
 pub const FILE: &str = "history.redb";
 /// Batches that may wait for the disk.
 const QUEUE: usize = 64;
-/// At least so often is written what is known.
-const WRITE_EVERY_MS: i64 = 30_000;
 
 /// The history of this node.
 #[derive(Debug)]
@@ -94,7 +92,7 @@ impl History {
         let spans = {
             let mut tape = self.tape();
             tape.observe(node, now_ms);
-            tape.due(now_ms, WRITE_EVERY_MS)
+            tape.due(now_ms)
         };
         self.write(spans);
     }

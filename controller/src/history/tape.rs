@@ -16,6 +16,10 @@ use crate::schema::{Container, Event, Gpu, Node};
 pub const LONGEST_MS: i64 = 3_600_000;
 /// A look that is later than this says nothing about the time before it.
 const BLIND_MS: i64 = 60_000;
+/// Spans that ended are written at least this far apart, together.
+const ENDED_EVERY_MS: i64 = 2_000;
+/// What grows is written so often: a controller that dies loses no more.
+const GROWING_EVERY_MS: i64 = 30_000;
 
 #[derive(Debug)]
 struct Open {
@@ -33,6 +37,7 @@ pub struct Tape {
     open: HashMap<String, Open>,
     ended: Vec<Span>,
     taken_ms: i64,
+    grown_ms: i64,
 }
 
 impl Tape {
@@ -84,15 +89,20 @@ impl Tape {
         });
     }
 
-    /// What is to be written now: what ended, and from time to time what grows.
-    pub fn due(&mut self, now_ms: i64, every_ms: i64) -> Vec<Span> {
-        if now_ms - self.taken_ms < every_ms && self.ended.len() < 256 {
+    /// What is to be written now: what ended, soon; what grows, from time to time.
+    pub fn due(&mut self, now_ms: i64) -> Vec<Span> {
+        let grown = now_ms - self.grown_ms >= GROWING_EVERY_MS;
+        let ended = !self.ended.is_empty() && now_ms - self.taken_ms >= ENDED_EVERY_MS;
+        if !grown && !ended {
             return Vec::new();
         }
         self.taken_ms = now_ms;
-        let all = self.all();
-        self.ended.clear();
-        all
+        let mut due = std::mem::take(&mut self.ended);
+        if grown {
+            self.grown_ms = now_ms;
+            due.extend(self.open.values().map(|open| open.span.clone()));
+        }
+        due
     }
 
     /// Everything that is not known to be written.
@@ -242,7 +252,7 @@ mod tests {
         tape.observe(&Node::default(), 1_010_000);
         let states: Vec<String> = tape.all().into_iter().map(|span| span.state).collect();
         assert_eq!(states, ["Active", "Idle"]);
-        assert_eq!(tape.due(1_010_000, 0).len(), 2);
+        assert_eq!(tape.due(1_010_000).len(), 2);
         assert!(tape.all().is_empty());
     }
 

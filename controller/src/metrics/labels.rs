@@ -16,12 +16,12 @@ fn cut(text: &str) -> String {
 pub struct GpuLabels {
     UUID: String,
     gpu: String,
-    modelName: String,
+    model: String,
 }
 
 impl GpuLabels {
     pub fn of(gpu: &Gpu) -> GpuLabels {
-        GpuLabels { UUID: cut(&gpu.uuid), gpu: gpu.index.to_string(), modelName: cut(&gpu.name) }
+        GpuLabels { UUID: cut(&gpu.uuid), gpu: gpu.index.to_string(), model: cut(&gpu.name) }
     }
 }
 

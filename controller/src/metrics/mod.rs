@@ -1,8 +1,8 @@
 //! What is counted, for Prometheus: `affinode_…` in base units.
 //!
 //! Counters and histograms live here and are moved by the observer; gauges are filled
-//! from the list at each scrape. Labels are those of dcgm-exporter (`UUID`, `gpu`,
-//! `modelName`, `namespace`, `pod`, `container`), so that both join on `UUID`. Series
+//! from the list at each scrape. Labels are dcgm-exporter's (`UUID`, `gpu`, `namespace`,
+//! `pod`, `container`), so that both join on `UUID`. Series
 //! that name a container are bounded: the first [`CONTAINERS`] by key have them.
 
 mod classic;

@@ -114,8 +114,7 @@ impl Table {
                 Family::default()
             ),
             gpu_busy: add!(
-                "gpu_utilization",
-                Ratios,
+                "gpu_utilization_ratio",
                 "Busy share of the last sample period",
                 Family::default()
             ),

@@ -10,7 +10,7 @@
 //! Containers, images and containerd are private to the demo. All of it is gone
 //! afterwards, also after Ctrl-C.
 
-mod dashboard;
+pub mod dashboard;
 mod options;
 mod report;
 mod scene;

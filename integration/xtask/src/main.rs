@@ -6,6 +6,7 @@ use clap::{Parser, Subcommand};
 
 mod apt;
 mod bench;
+mod browser;
 mod build;
 mod demo;
 mod deps;
@@ -34,6 +35,8 @@ enum Task {
     Deps,
     /// Show it: two containers that together want more VRAM than there is (needs root).
     Demo(demo::Options),
+    /// Test the dashboard in a headless Chromium (needs root, chromium, node and npm).
+    Browser(browser::Options),
     /// Measure what it costs, beside the stock runtime (needs root).
     Bench(bench::Options),
     /// Pack what a machine with a GPU needs to run the suite there.
@@ -47,6 +50,7 @@ fn main() -> ExitCode {
         Task::Build { release } => build::all(build::Profile::from_release(release)).map(|_| ()),
         Task::Deps => deps::all().map(|_| ()),
         Task::Demo(options) => demo::run(&options),
+        Task::Browser(options) => browser::run(&options),
         Task::Bench(options) => bench::run(&options),
         Task::GpuKit(options) => kit::pack(&options),
         Task::Test(options) => suite::run(&options),

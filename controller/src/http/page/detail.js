@@ -67,11 +67,11 @@ export async function drawTimeline(node, container) {
     picture.append(bar);
     total[span.state] = (total[span.state] ?? 0) + to - Math.max(span.from_ms, begin);
   }
-  const words = Object.entries(total).filter(([state, ms]) => state !== "Unregistered" && ms > 0).sort((a, b) => b[1] - a[1]);
+  const words = Object.entries(total).filter(([state, ms]) => state !== "Unregistered" && ms > 500).sort((a, b) => b[1] - a[1]);
   picture.setAttribute("aria-label", `From ${clock(begin)}: ${words.map(([state, ms]) => `${state} ${duration(ms)}`).join(", ")}`);
   const wakes = spans.map((span) => span.wake_ms).filter(Boolean).sort((a, b) => a - b);
-  const p99 = wakes.length ? `  Wakes: ${wakes.length}, 99 of 100 within ${took(wakes[Math.ceil(wakes.length * 0.99) - 1])}` : "";
-  box.replaceChildren(el("h3", {}, `Timeline.${p99}`), picture,
+  const p99 = wakes.length ? `, ${wakes.length} wakes, 99 of 100 within ${took(wakes[Math.ceil(wakes.length * 0.99) - 1])}` : "";
+  box.replaceChildren(el("h3", {}, `Timeline${p99}`), picture,
     el("div", { class: "axis" }, el("span", {}, clock(begin)), el("span", {}, clock((begin + now) / 2)), el("span", {}, "now")),
     el("div", { class: "legend" }, ...words.map(([state, ms]) => el("span", {}, el("i", { class: `f-${state}` }), el("b", {}, duration(ms)), ` ${state}`))));
 }

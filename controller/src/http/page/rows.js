@@ -79,9 +79,8 @@ export function drawRow(key) {
   if (!container) return;
   let parts = items.get(key);
   if (!parts) items.set(key, parts = make(key));
-  const path = container.name.split("/"), last = path.pop();
-  put(parts.label, last);
-  put(parts.space, path.join("/"));
+  put(parts.label, container.pod || container.id);
+  put(parts.space, container.pod ? `${container.pod_namespace} / ${container.container}` : container.namespace);
   parts.name.title = container.name;
   if (parts.item.dataset.state !== container.state) parts.item.dataset.state = container.state;
   put(parts.word, container.state);

@@ -1,0 +1,35 @@
+// A headless Chromium for the tests, and what they have in common.
+import { chromium } from "playwright-core";
+
+const executablePath = process.env.CHROMIUM ?? "/usr/bin/chromium";
+// Root in a container cannot use the sandbox; nothing but our own page is opened.
+const args = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+  "--disable-component-update", "--disable-sync"];
+
+export async function open(url, options = {}) {
+  const browser = await chromium.launch({ executablePath, headless: true, args });
+  const page = await browser.newPage({ viewport: { width: 1440, height: 900 }, ...options });
+  const complaints = [];
+  page.on("console", (message) => message.type() === "error" && complaints.push(message.text()));
+  page.on("pageerror", (error) => complaints.push(error.message));
+  await page.goto(url);
+  return { browser, page, complaints };
+}
+
+export function check(what, fine, seen = "") {
+  console.log(`${fine ? "ok  " : "FAIL"} ${what}${seen === "" ? "" : `  (${seen})`}`);
+  if (!fine) process.exitCode = 1;
+}
+
+export async function until(what, test, timeout_ms = 20000) {
+  const end = Date.now() + timeout_ms;
+  for (;;) {
+    const found = await test().catch(() => false);
+    if (found) return found;
+    if (Date.now() > end) {
+      check(what, false, "not in time");
+      return false;
+    }
+    await new Promise((done) => setTimeout(done, 50));
+  }
+}

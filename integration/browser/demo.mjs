@@ -1,0 +1,76 @@
+// The dashboard on a live controller with two containers, `first` and `second`, that
+// move only when they are told to.
+//
+//   node demo.mjs <address of the dashboard> [<folder for screenshots>]
+import { check, open, until } from "./browser.mjs";
+
+const [url, shots] = process.argv.slice(2);
+const { browser, page, complaints } = await open(url);
+const row = (name) => page.locator(".item", { hasText: name });
+const state = (name, wanted) => until(`${name} to be ${wanted}`, async () => (await row(name).getAttribute("data-state")) === wanted);
+const node = async () => (await fetch(`${url}/api/v1/node`)).json();
+
+await until("two rows", async () => (await page.locator(".item").count()) === 2);
+check("both containers are listed", (await page.locator(".item").count()) === 2);
+check("it is live", (await page.locator("#link-text").textContent()) === "Live");
+check("the GPU is named as simulated", (await page.locator(".gpu .tag").textContent()) === "simulated");
+await state("first", "Idle");
+
+// A move by mouse: the row follows without a reload, and so does the node.
+await row("first").getByRole("button", { name: "Offload first" }).or(row("first").locator(".act button")).first().click();
+check("a click offloads", Boolean(await state("first", "Offloaded")));
+const known = (await node()).containers.find((container) => container.id === "first");
+check("the controller says the same", known.state === "Offloaded" && known.vram_bytes === 0, `${known.away_bytes} bytes in host memory`);
+await until("a word about it", async () => (await page.locator(".toast").count()) > 0);
+check("who asked is noted", (await page.locator(".feed li", { hasText: "request" }).count()) > 0);
+
+// By keyboard alone.
+await page.keyboard.press("j");
+check("j goes to the first row", (await page.evaluate(() => document.activeElement.className)) === "name");
+await page.keyboard.press("Enter");
+check("Enter opens it", (await page.locator(".detail").count()) === 1);
+await until("the timeline", async () => (await page.locator(".timeline rect").count()) > 0);
+check("the timeline has spans", (await page.locator(".timeline rect").count()) > 0, `${await page.locator(".timeline rect").count()}`);
+check("processes are listed", (await page.locator(".detail tbody tr").count()) === 1, await page.locator(".detail tbody code").first().textContent());
+if (shots) await page.screenshot({ path: `${shots}/open.png` });
+await page.keyboard.press("r");
+check("r restores", Boolean(await until("first to be home", async () => ["Active", "Idle"].includes(await row("first").getAttribute("data-state")))));
+await page.keyboard.press("Enter");
+check("Enter closes it", (await page.locator(".detail").count()) === 0);
+await page.keyboard.press("/");
+await page.keyboard.type("second");
+await until("the filter", async () => (await page.locator(".item").count()) === 1);
+check("/ filters", (await page.locator(".item").count()) === 1);
+await page.keyboard.press("Escape");
+check("Escape clears the filter", Boolean(await until("two rows again", async () => (await page.locator(".item").count()) === 2)));
+
+// The feed can be held.
+await page.locator("#feed-pause").click();
+const before = await page.locator(".feed li").count();
+await row("second").locator(".act button").click();
+if (await page.locator("#confirm[open]").count()) await page.locator("#confirm-yes").click();
+await state("second", "Offloaded");
+check("a paused feed stands still", (await page.locator(".feed li").count()) === before);
+await page.locator("#feed-pause").click();
+check("and goes on", Boolean(await until("the feed", async () => (await page.locator(".feed li").count()) > before)));
+
+// The controller dies; a shim brings the next one.
+await page.waitForTimeout(4000); // What ended is on disk within three seconds.
+const pid = (await node()).controller_pid;
+process.kill(pid, "SIGKILL");
+await until("the page to notice", async () => (await page.locator("#link-text").textContent()) === "Reconnecting");
+check("the page says that it reconnects", true);
+const back = await until("the next controller", async () => (await page.locator("#link-text").textContent()) === "Live" && (await node()).controller_pid !== pid);
+check("it goes on with the next controller", Boolean(back));
+check("which knows what is away", Boolean(await state("second", "Offloaded")));
+await row("second").locator(".name").click();
+check("the history outlives the controller", Boolean(await until("spans from before", async () => (await page.locator(".timeline rect").count()) > 2)));
+
+// What a screen reader needs: names for all that can be pressed, one main heading.
+const nameless = await page.evaluate(() => [...document.querySelectorAll("button, input, a")].filter((e) => !(e.getAttribute("aria-label") || e.textContent.trim() || e.closest("label"))).map((e) => e.outerHTML.slice(0, 80)));
+check("everything that can be pressed has a name", nameless.length === 0, nameless.join());
+check("every row belongs to a table", await page.evaluate(() => [...document.querySelectorAll("[role=row]")].every((e) => e.closest("[role=table]"))));
+const loud = complaints.filter((text) => !text.includes("ERR_") && !text.includes("Failed to load resource"));
+check("the browser has nothing to complain about", loud.length === 0, loud.join("; "));
+if (shots) await page.screenshot({ path: `${shots}/live.png` });
+await browser.close();

@@ -1,0 +1,94 @@
+// A thousand rows: a stand-in for the controller serves the page's own files and a
+// stream of synthetic containers, a tenth of which change every second.
+//
+//   node many.mjs <folder of the page> [<folder for screenshots>]
+import { readFileSync } from "node:fs";
+import { createServer } from "node:http";
+import { check, open, until } from "./browser.mjs";
+
+const [folder, shots] = process.argv.slice(2);
+const COUNT = 1000;
+const GIB = 2 ** 30;
+const KINDS = { html: "text/html", css: "text/css", js: "text/javascript", svg: "image/svg+xml" };
+const STATES = [
+  ["Active", "recent-calls", "called CUDA less than the idle timeout ago"], ["Idle", "managed-memory", "uses managed memory (cuMemAllocManaged), which the driver cannot checkpoint: process 4211"],
+  ["Offloaded", "idle-timeout", "made no CUDA call for the idle timeout"], ["Offloaded", "idle-timeout", "made no CUDA call for the idle timeout"],
+  ["Offloaded", "pressure", "its VRAM was needed by another container"], ["Queued", "called", "waits for VRAM that others hold"], ["Restoring", "called", "a CUDA call came in"],
+];
+const SPACES = ["research", "notebooks", "inference", "team-vision"], PODS = ["jupyter-anna", "llama-70b-server", "rag-embedder", "sdxl-worker", "finetune-night"];
+
+function container(i, round) {
+  const [state, reason, reason_text] = STATES[(i * 3 + (i % 10 === 0 ? round : 0)) % STATES.length];
+  const away = state === "Offloaded" || state === "Queued", size = (1 + i % 23) * GIB / 2, uuid = `GPU-${i % 8}`;
+  const devices = [{ uuid, bytes: size }];
+  return {
+    name: `${SPACES[i % 4]}/${PODS[i % 5]}-${i}/main`, key: i.toString(16).padStart(32, "0"), namespace: "k8s.io", id: `c${i}`, sandbox_id: "", pod_namespace: SPACES[i % 4],
+    pod: `${PODS[i % 5]}-${i}`, container: "main", image: "registry.example/ml:1", state, since_unix_ms: Date.now() - (i + 1) * 61000, idle_ms: state === "Active" ? i * 250 : i * 9000,
+    reason, reason_text, vram_bytes: away ? 0 : size, away_bytes: away ? size : 0, offloads: i % 9, restores: i % 8, last_offload_ms: 800, last_wake_ms: 200 + i * 3, last_restore_ms: 180,
+    mode: i % 6 ? "eager" : "pressure", idle_timeout_ms: 300000, priority: 0, warnings: [],
+    processes: [{ pid: 10000 + i, command: "python3", phase: away ? "Away" : "Open", vram_bytes: away ? 0 : size, away_bytes: away ? size : 0, calls: 1000 * i + round * (i % 900),
+      inflight: 0, waiters: 0, hazards: [], last_call: "cuLaunchKernel", vram: away ? [] : devices, away: away ? devices : [] }],
+  };
+}
+const gpus = [...Array(8).keys()].map((index) => ({ index, uuid: `GPU-${index}`, name: "NVIDIA H200", simulated: false, vram_total_bytes: 140 * GIB * 8, vram_used_bytes: 90 * GIB * 8,
+  vram_reclaimed_bytes: 50 * GIB * 8, vram_reserved_bytes: 0, utilization_percent: 37 + index * 5 }));
+const head = { node: "gpu-node-17", version: "0.1.0", controller_pid: 7, started_unix_ms: Date.now() - 86400000, gpu_error: null, dashboard: null, gpus };
+
+const server = createServer((request, reply) => {
+  const path = new URL(request.url, "http://x").pathname;
+  if (path === "/api/v1/events") {
+    reply.writeHead(200, { "content-type": "text/event-stream" });
+    const send = (name, value) => reply.write(`event: ${name}\ndata: ${JSON.stringify(value)}\n\n`);
+    send("node", { ...head, containers: [...Array(COUNT).keys()].map((i) => container(i, 0)) });
+    let round = 0;
+    const timer = setInterval(() => {
+      round += 1;
+      send("change", { node: null, containers: [...Array(COUNT / 10).keys()].map((i) => container(i * 10, round)), gone: [] });
+    }, 1000);
+    return request.on("close", () => clearInterval(timer));
+  }
+  const file = path === "/" ? "index.html" : path.slice(1);
+  try {
+    const body = readFileSync(`${folder}/${file}`);
+    reply.writeHead(200, { "content-type": KINDS[file.split(".").pop()] });
+    reply.end(body);
+  } catch {
+    reply.writeHead(404, { "content-type": "application/json" });
+    reply.end("{}");
+  }
+});
+await new Promise((done) => server.listen(0, "127.0.0.1", done));
+const url = `http://127.0.0.1:${server.address().port}/`;
+
+for (const colorScheme of ["light", "dark"]) {
+  const began = performance.now();
+  const { browser, page } = await open(url, { colorScheme });
+  await until("a thousand rows", async () => (await page.locator(".item").count()) === COUNT);
+  check(`${colorScheme}: a thousand rows are there`, true, `${Math.round(performance.now() - began)} ms after the browser was started`);
+  const ready = await page.evaluate(() => performance.getEntriesByType("paint").map((p) => `${p.name} ${Math.round(p.startTime)} ms`).join(", "));
+  console.log(`     ${ready}`);
+  // Frames while changes come in and somebody scrolls.
+  const frames = await page.evaluate(() => new Promise((done) => {
+    const times = [];
+    let last = performance.now();
+    const step = (now) => {
+      times.push(now - last);
+      last = now;
+      scrollBy(0, 40);
+      if (times.length < 240) requestAnimationFrame(step); else done(times.slice(1).sort((a, b) => a - b));
+    };
+    requestAnimationFrame(step);
+  }));
+  const at = (share) => frames[Math.floor(frames.length * share)].toFixed(1);
+  console.log(`     frames while scrolling: median ${at(0.5)} ms, 95% ${at(0.95)} ms, worst ${frames.at(-1).toFixed(1)} ms`);
+  check(`${colorScheme}: rows stay smooth`, frames[Math.floor(frames.length * 0.95)] < 100, `95% of frames within ${at(0.95)} ms`);
+  await page.evaluate(() => scrollTo(0, 0));
+  await page.locator("#filter").fill("jupyter-anna-5");
+  await until("the filter", async () => (await page.locator(".item").count()) < 60);
+  check(`${colorScheme}: the filter narrows`, (await page.locator(".item").count()) > 0, `${await page.locator(".item").count()} rows`);
+  await page.locator("#filter").fill("");
+  await page.waitForTimeout(4500);
+  if (shots) await page.screenshot({ path: `${shots}/many-${colorScheme}.png` });
+  await browser.close();
+}
+server.close();

@@ -1,0 +1,69 @@
+//! `cargo xtask browser`: the dashboard in a headless Chromium, against containers on a
+//! simulated GPU, and with a thousand synthetic rows. Not part of `cargo xtask test`,
+//! because few machines have a browser.
+
+use std::{path::PathBuf, process::Command};
+
+use affinode_e2e::{
+    artifacts::workspace_dir,
+    gpu::Gpu,
+    worker::Worker,
+    world::{MIB, Recipe},
+};
+use anyhow::{Result, bail};
+use clap::Args;
+
+use crate::{
+    build,
+    demo::dashboard::{config, free_address},
+    deps, say, sh,
+};
+
+/// Nothing moves unless the test asks for it.
+const CONFIG: &str = r#"
+[policy]
+mode = "manual"
+idle_timeout = "1s"
+minimum_residency = "1ms"
+[timing]
+sample_interval = "100ms"
+"#;
+
+/// What to keep.
+#[derive(Args)]
+pub struct Options {
+    /// A folder for screenshots.
+    #[arg(long)]
+    screenshots: Option<PathBuf>,
+}
+
+/// Builds, starts two containers, and lets the browser loose on them.
+pub fn run(options: &Options) -> Result<()> {
+    let folder = workspace_dir().join("integration/browser");
+    for tool in ["node", "npm"] {
+        if sh::read(Command::new(tool).arg("--version")).is_err() {
+            bail!("{tool} is missing: apt-get install nodejs npm chromium");
+        }
+    }
+    let install = ["install", "--silent", "--no-package-lock", "--no-audit", "--no-fund"];
+    sh::run(Command::new("npm").args(install).current_dir(&folder))?;
+    let release = deps::own()?;
+    let artifacts = build::all(build::Profile::Dev)?;
+    let address = free_address()?;
+    let world = Recipe::default()
+        .artifacts(artifacts)
+        .release(&release)
+        .gpu(Gpu::Simulated { vram_bytes: 1024 * MIB })
+        .config(&config(CONFIG, Some(address)))
+        .world()?;
+    let _workers = [Worker::start(&world, "first", 256)?, Worker::start(&world, "second", 128)?];
+    let shots = options.screenshots.as_ref().map(|path| path.display().to_string());
+    let page = workspace_dir().join("controller/src/http/page").display().to_string();
+    for (script, place) in [("demo.mjs", format!("http://{address}")), ("many.mjs", page)] {
+        say::step(&format!("Browser: {script}"));
+        let mut node = Command::new("node");
+        node.current_dir(&folder).arg(script).arg(place).args(&shots);
+        sh::run(&mut node)?;
+    }
+    Ok(())
+}
