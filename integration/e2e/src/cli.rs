@@ -131,6 +131,25 @@ pub struct EventRow {
     pub elapsed_ms: u64,
 }
 
+/// `affinode offload -o json`.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct ActionRow {
+    /// Whether it was carried out.
+    pub done: bool,
+    /// The state it is in now.
+    pub state: String,
+    /// Why not.
+    pub reason: String,
+    /// VRAM that was moved.
+    pub bytes: u64,
+    /// How long it took.
+    pub elapsed_ms: u64,
+}
+
+/// Refusals that pass by themselves: a call is in the way, or the process is about to register.
+const PASSING: [&str; 4] = ["call-in-progress", "busy", "woken-meanwhile", "not-registered"];
+
 impl Cli {
     /// The command on the controller of a run directory.
     #[must_use]
@@ -208,6 +227,38 @@ impl Cli {
                 serde_json::from_str(line).with_context(|| format!("an event said: {line}"))
             })
             .collect()
+    }
+
+    /// `affinode offload` of a container that is on the GPU, asked again after a refusal
+    /// that passes by itself.
+    ///
+    /// # Errors
+    /// When it cannot be asked.
+    pub fn offload(&self, id: &str) -> Result<ActionRow> {
+        until(&format!("an answer about {id}"), || {
+            let at_home = |row: &ContainerRow| ["Active", "Idle"].contains(&row.state.as_str());
+            if !self.container(id).ok().flatten().is_some_and(|row| at_home(&row)) {
+                return Ok(None);
+            }
+            let output = self.output(&["offload", id, "-o", "json"])?;
+            let text = String::from_utf8_lossy(&output.stdout);
+            let said: ActionRow = serde_json::from_str(&text)
+                .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
+            let passing = !said.done && PASSING.contains(&said.reason.as_str());
+            Ok((!passing).then_some(said))
+        })
+    }
+
+    /// The same, and it must be carried out.
+    ///
+    /// # Errors
+    /// When it is refused.
+    pub fn move_out(&self, id: &str) -> Result<ActionRow> {
+        let said = self.offload(id)?;
+        if !said.done {
+            bail!("{id} was not moved out: {said:?}");
+        }
+        Ok(said)
     }
 
     /// Waits until a container is in a state, and returns how it is then.

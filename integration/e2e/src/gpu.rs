@@ -191,3 +191,18 @@ pub fn driver_folder() -> Result<PathBuf> {
         .and_then(|path| Some(path.parent()?.to_path_buf()))
         .context("the NVIDIA driver's libcuda.so.1 is nowhere: is the driver installed?")
 }
+
+/// VRAM in use on the machine's first GPU, as NVIDIA's own tool shows it.
+///
+/// # Errors
+/// When there is no `nvidia-smi`, or it fails.
+pub fn nvidia_smi_used_bytes() -> Result<u64> {
+    let beside = driver_folder()?.join("../bin/nvidia-smi");
+    let tool = if beside.exists() { beside } else { "nvidia-smi".into() };
+    let query = ["--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"];
+    let output =
+        std::process::Command::new(&tool).args(query).output().context("cannot run nvidia-smi")?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let mib: u64 = text.trim().parse().with_context(|| format!("nvidia-smi said: {text}"))?;
+    Ok(mib << 20)
+}

@@ -15,10 +15,10 @@ mod host_root;
 mod report;
 mod torch;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
 use crate::{
-    gpu::Gpu,
+    gpu::{self, Gpu},
     release::Release,
     until::until,
     world::{Recipe, World},
@@ -47,16 +47,16 @@ const BY_ORDER: (&str, &str) = ("affinode.io/offload", "manual");
 pub fn run(release: &Release, gpu: Gpu) -> Result<Report> {
     let world = Recipe::default().release(release).gpu(gpu).config(CONFIG).world()?;
     let mut report = Report::new(&world);
-    report.part("plain process, root", |rows| cycle::plain(&world, "root", rows));
-    report.part("plain process, uid 1000", |rows| cycle::plain(&world, "user", rows));
-    report.part("crashing calls", |rows| crashers::with_and_without(&world, rows));
-    report.part("cost of a call", |rows| cost::calls(&world, rows));
-    report.part("cost of a wake", |rows| cost::wakes(&world, rows));
+    report.part(&world, "plain process, root", |world, rows| cycle::plain(world, "root", rows));
+    report.part(&world, "plain process, uid 1000", |world, rows| cycle::plain(world, "user", rows));
+    report.part(&world, "crashing calls", |world, rows| crashers::with_and_without(world, rows));
+    report.part(&world, "cost of a call", |world, rows| cost::calls(world, rows));
+    report.part(&world, "cost of a wake", |world, rows| cost::wakes(world, rows));
     match torch::Torch::find(&world) {
         Ok(torch) => {
-            report.part("torch, root", |rows| torch.cycle("root", rows));
-            report.part("torch, uid 1000", |rows| torch.cycle("user", rows));
-            report.part("cost of a torch step", |rows| torch.step_cost(rows));
+            report.part(&world, "torch, root", |_, rows| torch.cycle("root", rows));
+            report.part(&world, "torch, uid 1000", |_, rows| torch.cycle("user", rows));
+            report.part(&world, "cost of a torch step", |_, rows| torch.step_cost(rows));
         }
         Err(why) => report.skip("torch", &format!("{why:#}")),
     }
@@ -69,26 +69,19 @@ pub fn run(release: &Release, gpu: Gpu) -> Result<Report> {
     Ok(report)
 }
 
-/// VRAM in use on the first GPU once NVML shows what is wanted.
+/// VRAM in use on the first GPU once it is what is wanted.
 fn vram_used(world: &World, wanted: impl Fn(u64) -> bool) -> Result<u64> {
+    let mut last = 0;
     until("the VRAM in use to change", || {
-        let used = world.cli().ps()?.gpus.first().map(|gpu| gpu.vram_used_bytes);
-        Ok(used.filter(|used| wanted(*used)))
+        last = match world.gpu() {
+            Gpu::Real => gpu::nvidia_smi_used_bytes()?,
+            Gpu::Simulated { .. } => {
+                world.cli().ps()?.gpus.first().map_or(0, |gpu| gpu.vram_used_bytes)
+            }
+        };
+        Ok(wanted(last).then_some(last))
     })
-}
-
-/// Moves a container out by order, again while a call is in the way.
-fn move_out(world: &World, id: &str) -> Result<u64> {
-    until(&format!("{id} to be moved out"), || {
-        let output = world.cli().output(&["offload", id, "-o", "json"])?;
-        let said: serde_json::Value = serde_json::from_slice(&output.stdout)?;
-        let passing = ["call-in-progress", "busy", "woken-meanwhile", "not-registered"];
-        if said["done"] == true {
-            return Ok(said["elapsed_ms"].as_u64());
-        }
-        anyhow::ensure!(passing.iter().any(|word| said["reason"] == *word), "{said}");
-        Ok(None)
-    })
+    .with_context(|| format!("{last} bytes are in use"))
 }
 
 /// The middle value; 0 for none.

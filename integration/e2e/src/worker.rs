@@ -36,6 +36,15 @@ impl Lines {
         Ok(Self { requests: open("in")?, replies: open("out")?, buffer: Vec::new() })
     }
 
+    /// Closes the program's standard input. Nothing can be sent from here on.
+    ///
+    /// # Errors
+    /// When the pipe cannot be let go.
+    pub fn close(&mut self) -> Result<()> {
+        self.requests = OpenOptions::new().write(true).open("/dev/null")?;
+        Ok(())
+    }
+
     /// Sends a line.
     ///
     /// # Errors
@@ -225,6 +234,19 @@ impl Worker {
             bail!("{}: {command} returned {}", self.running.id, answer.result);
         }
         Ok(answer)
+    }
+
+    /// Closes the program's standard input: whether it ends of that.
+    ///
+    /// # Errors
+    /// When containerd cannot be asked.
+    pub fn ends(&mut self, world: &World) -> Result<bool> {
+        self.lines.close()?;
+        match self.running.wait_stopped(world) {
+            Ok(()) => Ok(true),
+            Err(_) if self.running.status(world)?.as_deref() == Some("RUNNING") => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 
     /// Whether all VRAM holds what it must.

@@ -11,7 +11,8 @@ use anyhow::{Context, Result};
 use crate::{
     artifacts::Artifacts,
     cli::Cli,
-    containerd::Containerd,
+    container::Running,
+    containerd::{self, Containerd},
     gpu::Gpu,
     image,
     keeper::{Keeper, cgroup_parent},
@@ -235,6 +236,22 @@ impl World {
     pub fn controller(&self) -> Result<Option<Process>> {
         let found = processes::named("containerd-shim", self.keeper.pid())?;
         Ok(found.into_iter().find(is_controller))
+    }
+
+    /// Kills and removes all containers of containerd's namespace `default`.
+    ///
+    /// # Errors
+    /// When one does not end.
+    pub fn remove_containers(&self) -> Result<()> {
+        let listed = containerd::run(self.ctr().args(["containers", "list", "--quiet"]))?;
+        for id in listed.lines() {
+            let running = Running { id: id.into() };
+            if running.status(self)?.as_deref() == Some("RUNNING") {
+                running.kill(self)?;
+            }
+            running.delete(self)?;
+        }
+        Ok(())
     }
 
     /// Ends everything in it, before it is dropped.

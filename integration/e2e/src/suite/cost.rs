@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
-use super::{BY_ORDER, median, move_out, report::Rows};
+use super::{BY_ORDER, median, report::Rows};
 use crate::{
     container::{CLIENTS, Spec},
     containerd::STOCK,
@@ -77,7 +77,7 @@ pub fn wake_ms(world: &World) -> Result<(f64, f64)> {
     worker.wait_filled()?;
     let mut felt = Vec::new();
     for _ in 0..WAKES {
-        move_out(world, "wake")?;
+        world.cli().move_out("wake")?;
         felt.push(worker.call("streamsync")?.elapsed_us as f64 / 1000.0);
     }
     ensure!(worker.verify()?, "contents after the wakes");

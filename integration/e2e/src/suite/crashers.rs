@@ -4,7 +4,7 @@ use std::process::Stdio;
 
 use anyhow::Result;
 
-use super::{BY_ORDER, cycle::EMPTY_BYTES, move_out, report::Rows, vram_used};
+use super::{BY_ORDER, cycle::EMPTY_BYTES, report::Rows, vram_used};
 use crate::{
     container::{CLIENTS, Spec},
     worker::Worker,
@@ -42,7 +42,7 @@ fn returns(world: &World, call: &str) -> Result<usize> {
     worker.expect("ready")?;
     let mut good = 0;
     for _ in 0..ROUNDS {
-        move_out(world, call)?;
+        world.cli().move_out(call)?;
         vram_used(world, |used| used <= EMPTY_BYTES)?;
         let answer = worker.ask("go")?;
         good += usize::from(answer.result == 0 && answer.ok == Some(true));

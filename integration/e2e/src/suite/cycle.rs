@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result};
 
-use super::{BY_ORDER, move_out, report::Rows, vram_used};
+use super::{BY_ORDER, report::Rows, vram_used};
 use crate::{
     image,
     worker::{USUAL, Worker},
@@ -26,13 +26,15 @@ pub fn plain(world: &World, who: &str, rows: &mut Rows) -> Result<()> {
     rows.tell("moved out in", row.last_offload_ms as f64, "ms");
     let empty = vram_used(world, |used| used < full / 2)?;
     rows.want("device in use, away", mib(empty), "MiB", "a few MiB", empty <= EMPTY_BYTES);
-    let info = worker.call("exec-info")?;
+    let info = worker.ask("exec-info")?;
     rows.tell("runs as uid", f64::from(info.uid.context("it says its uid")?), "");
+    rows.count("cuDeviceGetName while away", usize::from(info.result == 0), 1);
     let good = worker.verify()?;
     let row = world.cli().container(&id)?.context("it is known")?;
     rows.tell("came back in", row.last_wake_ms as f64, "ms");
     rows.count("contents as before", usize::from(good), 1);
-    worker.running.kill(world)?;
+    world.cli().wait_for_state(&id, "Offloaded")?;
+    rows.count("ends by itself while away", usize::from(worker.ends(world)?), 1);
     worker.running.delete(world)?;
     rows.count("checksum as without the cycle", usize::from(same_results(world, &id, image)?), 1);
     Ok(())
@@ -49,7 +51,7 @@ fn same_results(world: &World, id: &str, image: &str) -> Result<bool> {
         for _ in 0..3 {
             worker.call("touch")?;
             if away {
-                move_out(world, id)?;
+                world.cli().move_out(id)?;
             }
         }
         let answer = worker.call("verify")?;

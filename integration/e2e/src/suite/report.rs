@@ -68,15 +68,22 @@ impl Report {
         }
     }
 
-    /// Carries out a part. What it found before it failed is kept.
-    pub(super) fn part(&mut self, part: &str, work: impl FnOnce(&mut Rows) -> Result<()>) {
+    /// Carries out a part. What it found before it failed is kept, its containers are not.
+    pub(super) fn part(
+        &mut self,
+        world: &World,
+        part: &str,
+        work: impl FnOnce(&World, &mut Rows) -> Result<()>,
+    ) {
         let mut rows = Rows::default();
-        let outcome = work(&mut rows);
+        let outcome = work(world, &mut rows);
         for (what, value, unit, goal, met) in rows.rows {
             self.rows.push(Row { part: part.into(), what, value, unit, goal, met });
         }
-        if let Err(error) = outcome {
+        if let Err(error) = outcome.and_then(|()| world.remove_containers()) {
             self.errors.push((part.into(), format!("{error:#}")));
+            // Whatever is left would be in the way of the next part.
+            let _ = world.remove_containers();
         }
     }
 

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use super::{
     BY_ORDER,
     cycle::{EMPTY_BYTES, mib},
-    host_root, median, move_out,
+    host_root, median,
     report::Rows,
     vram_used,
 };
@@ -103,8 +103,11 @@ impl<'w> Torch<'w> {
             if away {
                 let row = world.cli().container(&id)?.context("it is known")?;
                 rows.tell("came back in", row.last_wake_ms as f64, "ms");
+                world.cli().wait_for_state(&id, "Offloaded")?;
+                rows.count("ends by itself while away", usize::from(worker.ends(world)?), 1);
+            } else {
+                worker.running.kill(world)?;
             }
-            worker.running.kill(world)?;
             worker.running.delete(world)?;
         }
         rows.count(
@@ -145,7 +148,7 @@ impl<'w> Torch<'w> {
             self.spec("step-moved", "root")?.annotation(BY_ORDER.0, BY_ORDER.1),
         )?;
         worker.expect("ready")?;
-        move_out(world, "step-moved")?;
+        world.cli().move_out("step-moved")?;
         step(&mut worker, 1)?;
         worker.running.kill(world)?;
         worker.running.delete(world)

@@ -8,7 +8,7 @@ use affinode_e2e::{
 use anyhow::Result;
 use nix::sys::signal::Signal;
 
-use crate::offload::{MANUAL, move_out, wait_gpu_empty};
+use crate::offload::{MANUAL, wait_gpu_empty};
 
 const CALLS: [&str; 5] = ["ctx-sync", "stream-sync", "stream-query", "event-query", "event-sync"];
 /// Thirty in all.
@@ -25,7 +25,7 @@ fn each_of_them_returns_thirty_of_thirty() -> Result<()> {
         let mut worker = Worker::start_as(&world, crasher(call))?;
         worker.expect("ready")?;
         for _ in 0..ROUNDS {
-            move_out(&world, call)?;
+            world.cli().move_out(call)?;
             wait_gpu_empty(&world)?;
             let answer = worker.call("go")?;
             assert_eq!(answer.ok, Some(true), "{call}");

@@ -5,7 +5,7 @@ use std::{io::Write, os::unix::net::UnixStream};
 use affinode_e2e::{container::Spec, until::until, worker::Worker, world::Recipe};
 use anyhow::{Context, Result};
 
-use crate::offload::{EAGER, MANUAL, move_out};
+use crate::offload::{EAGER, MANUAL};
 
 #[test]
 fn garbage_on_the_agent_socket_harms_nobody() -> Result<()> {
@@ -55,7 +55,7 @@ fn garbage_on_the_control_socket_is_refused() -> Result<()> {
         let mut stream = UnixStream::connect(&socket)?;
         let _ = stream.write_all(garbage);
     }
-    move_out(&world, "good")?;
+    world.cli().move_out("good")?;
     assert!(worker.verify()?);
     Ok(())
 }

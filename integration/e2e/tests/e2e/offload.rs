@@ -6,7 +6,7 @@ use affinode_e2e::{
     worker::{USUAL, Worker},
     world::{MIB, Recipe, World},
 };
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 
 use crate::matrix::on_every_containerd;
 
@@ -52,27 +52,6 @@ pub fn wait_vram_used(world: &World, wanted: impl Fn(u64) -> bool) -> Result<u64
 /// Waits until NVML shows that nothing is in use.
 pub fn wait_gpu_empty(world: &World) -> Result<()> {
     wait_vram_used(world, |used| used == 0).map(|_| ())
-}
-
-/// `affinode offload`, again where a call was in the way or the process is about
-/// to register: what it answers at last.
-pub fn ask_to_move_out(world: &World, id: &str) -> Result<serde_json::Value> {
-    until(&format!("an answer about {id}"), || {
-        let output = world.cli().output(&["offload", id, "-o", "json"])?;
-        let said: serde_json::Value = serde_json::from_slice(&output.stdout)
-            .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
-        assert_eq!(output.status.success(), said["done"] == true, "{said}");
-        let passing = ["call-in-progress", "busy", "woken-meanwhile", "not-registered"];
-        let passing = said["done"] == false && passing.iter().any(|word| said["reason"] == *word);
-        Ok((!passing).then_some(said))
-    })
-}
-
-/// Moves it out by order.
-pub fn move_out(world: &World, id: &str) -> Result<()> {
-    let said = ask_to_move_out(world, id)?;
-    ensure!(said["done"] == true, "{said}");
-    Ok(())
 }
 
 fn goes_when_idle_and_comes_back_when_called(world: &World) -> Result<()> {
@@ -132,7 +111,7 @@ fn results_are_the_same_with_and_without_the_cycle() -> Result<()> {
         for _ in 0..3 {
             worker.call("touch")?;
             if away {
-                move_out(&world, "same")?;
+                world.cli().move_out("same")?;
                 wait_gpu_empty(&world)?;
             }
         }

@@ -7,7 +7,7 @@ use affinode_e2e::{
 };
 use anyhow::{Context, Result};
 
-use crate::offload::{EAGER, MANUAL, ask_to_move_out, move_out, wait_gpu_empty, wait_vram_used};
+use crate::offload::{EAGER, MANUAL, wait_gpu_empty, wait_vram_used};
 
 /// No mode but eager moves a container by itself; each says why.
 #[test]
@@ -33,7 +33,7 @@ fn what_is_not_to_be_moved_stays_and_says_why() -> Result<()> {
 fn an_operator_moves_it_out_and_back() -> Result<()> {
     let world = Recipe::default().config(MANUAL).world()?;
     let mut worker = Worker::start(&world, "asked", 32)?;
-    move_out(&world, "asked")?;
+    world.cli().move_out("asked")?;
     wait_gpu_empty(&world)?;
     world.cli().run(&["restore", "asked"])?;
     wait_vram_used(&world, |used| used > 0)?;
@@ -69,12 +69,8 @@ fn managed_memory_is_never_offloaded() -> Result<()> {
     )?;
     worker.wait_filled()?;
     worker.call("managed")?;
-    let said = ask_to_move_out(&world, "uvm")?;
-    assert_eq!(
-        (&said["done"], &said["reason"]),
-        (&false.into(), &"managed-memory".into()),
-        "{said}"
-    );
+    let said = world.cli().offload("uvm")?;
+    assert_eq!((said.done, said.reason.as_str()), (false, "managed-memory"), "{said:?}");
     assert!(worker.verify()?);
     Ok(())
 }

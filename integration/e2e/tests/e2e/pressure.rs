@@ -8,7 +8,7 @@ use affinode_e2e::{
 };
 use anyhow::Result;
 
-use crate::offload::{EAGER, move_out};
+use crate::offload::EAGER;
 
 const VRAM_MIB: u64 = 512;
 /// Two of them do not fit.
@@ -65,7 +65,7 @@ fn an_idle_neighbour_makes_room() -> Result<()> {
         let row = world.cli().container("alpha")?;
         Ok(row.filter(|row| row.state == "Idle" && row.reason == "no-pressure"))
     })?;
-    move_out(&world, "alpha")?;
+    world.cli().move_out("alpha")?;
     let mut beta = Worker::start(&world, "beta", EACH_MIB)?;
     // Alpha's return takes the room from beta as soon as that is idle.
     assert!(alpha.verify()?);

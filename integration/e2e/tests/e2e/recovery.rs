@@ -10,7 +10,7 @@ use nix::sys::signal::{Signal, kill};
 
 use crate::{
     lifecycle::nothing_is_left,
-    offload::{EAGER, move_out, wait_gpu_empty},
+    offload::{EAGER, wait_gpu_empty},
 };
 
 fn shoot_controller(world: &World) -> Result<()> {
@@ -60,7 +60,7 @@ fn active_containers_do_not_notice_its_death() -> Result<()> {
         let row = world.cli().container("worker")?;
         Ok(row.filter(|row| !row.processes.is_empty()))
     })?;
-    move_out(&world, "worker")?;
+    world.cli().move_out("worker")?;
     assert!(worker.verify()?);
     Ok(())
 }

@@ -1,0 +1,92 @@
+//! Nothing outlives a keeper, however its parent ends.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use affinode_e2e::{
+    keeper::{Job, Keeper},
+    until::until,
+};
+use anyhow::{Context, Result};
+
+const KEEPER: &str = env!("CARGO_BIN_EXE_affinode-keeper");
+
+fn world(name: &str) -> Result<PathBuf> {
+    let dir = std::env::temp_dir().join(format!("afk-{}-{name}", std::process::id()));
+    std::fs::create_dir(&dir)?;
+    Ok(dir)
+}
+
+/// Starts children that flee: in the background, in a session of its own, orphaned.
+fn flee(mark: &str) -> Job {
+    let script = format!(
+        "sleep {mark} & setsid sleep {mark} & (setsid sh -c 'setsid sleep {mark} &' &) ; mount -t tmpfs x \"$DIR\"; wait"
+    );
+    Job {
+        argv: vec!["sh".into(), "-c".into(), script],
+        env: BTreeMap::new(),
+        log: "/dev/null".into(),
+    }
+}
+
+fn with_mark(mark: &str) -> Result<usize> {
+    let mut found = 0;
+    for entry in std::fs::read_dir("/proc")?.flatten() {
+        let command = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        let command = String::from_utf8_lossy(&command).into_owned();
+        found += usize::from(command == format!("sleep\0{mark}\0"));
+    }
+    Ok(found)
+}
+
+fn mounted_below(dir: &Path) -> Result<bool> {
+    let table = std::fs::read_to_string("/proc/self/mountinfo")?;
+    Ok(table.contains(&dir.display().to_string()))
+}
+
+#[test]
+fn dropping_it_ends_everything() -> Result<()> {
+    let dir = world("drop")?;
+    let mark = "98761";
+    let keeper = Keeper::start(Path::new(KEEPER), &dir)?;
+    let mut job = flee(mark);
+    std::fs::create_dir(dir.join("mounted"))?;
+    job.env.insert("DIR".into(), dir.join("mounted").display().to_string());
+    keeper.spawn(&job)?;
+    until("the children", || Ok((with_mark(mark)? == 3).then_some(())))?;
+    // The machine never sees the world's mounts.
+    assert!(!mounted_below(&dir)?);
+    drop(keeper);
+    assert_eq!(with_mark(mark)?, 0);
+    assert!(!dir.exists());
+    Ok(())
+}
+
+/// As `kill -9` of a test, or of the demo: only the pipe tells the keeper.
+#[test]
+fn the_death_of_its_parent_ends_everything() -> Result<()> {
+    let dir = world("death")?;
+    let mark = "98762";
+    // A shell plays the parent: it starts the keeper, asks for a job, and is killed.
+    let mut job = flee(mark);
+    job.env.insert("DIR".into(), dir.join("mounted").display().to_string());
+    let request = serde_json::to_string(&job)?;
+    let script = "(printf '%s\\n' \"$REQUEST\"; sleep 1000) | \"$KEEPER\" \"$WORLD\"";
+    let mut parent = Command::new("setsid")
+        .args(["sh", "-c", script])
+        .env("REQUEST", request)
+        .env("KEEPER", KEEPER)
+        .env("WORLD", &dir)
+        .stdout(Stdio::null())
+        .spawn()
+        .context("cannot start a shell")?;
+    until("the children", || Ok((with_mark(mark)? == 3).then_some(())))?;
+    // The whole session of the parent, which the keeper has left.
+    Command::new("kill").args(["-9", "--", &format!("-{}", parent.id())]).status()?;
+    parent.wait()?;
+    until("the children to end", || Ok((with_mark(mark)? == 0).then_some(())))?;
+    until("the folder to be removed", || Ok((!dir.exists()).then_some(())))
+}
