@@ -129,7 +129,8 @@ pub fn base(name: &[u8]) -> &[u8] {
 }
 
 /// Whether calls of this function go to the driver unseen: it touches no context and
-/// answers at once even while the state is away (measured), or it is a part of the
+/// answers at once, and well, even while the state is away (measured one by one: of the
+/// device queries, the attributes do, and the name does not), or it is a part of the
 /// checkpoint interface itself.
 #[must_use]
 pub fn passes(name: &[u8]) -> bool {
@@ -145,17 +146,7 @@ pub fn passes(name: &[u8]) -> bool {
                 | b"cuCtxGetCurrent"
                 | b"cuPointerGetAttribute"
                 | b"cuPointerGetAttributes"
-                | b"cuDeviceComputeCapability"
-                | b"cuDeviceGet"
                 | b"cuDeviceGetAttribute"
-                | b"cuDeviceGetByPCIBusId"
-                | b"cuDeviceGetCount"
-                | b"cuDeviceGetLuid"
-                | b"cuDeviceGetName"
-                | b"cuDeviceGetPCIBusId"
-                | b"cuDeviceGetProperties"
-                | b"cuDeviceGetUuid"
-                | b"cuDeviceTotalMem"
         )
 }
 
@@ -230,7 +221,8 @@ mod tests {
         for name in ["cuX", "cuX_v2", "cuX_ptds", "cuX_v3_ptsz"] {
             assert_eq!(base(name.as_bytes()), b"cuX", "{name}");
         }
-        assert!(passes(b"cuDeviceTotalMem_v2"));
+        assert!(passes(b"cuDeviceGetAttribute"));
+        assert!(!passes(b"cuDeviceGetName"), "answers 304 while the state is away");
         assert!(!passes(b"cuDeviceGetMemPool"));
     }
 }

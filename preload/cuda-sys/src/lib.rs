@@ -17,6 +17,8 @@ pub mod result {
     pub const OUT_OF_MEMORY: u32 = 2;
     /// The driver is not there, or not yet.
     pub const NOT_INITIALIZED: u32 = 3;
+    /// `CUDA_ERROR_DEINITIALIZED`: the process is ending, and the driver has gone before.
+    pub const DEINITIALIZED: u32 = 4;
     /// Lock: work was still running at the end of the timeout.
     pub const NOT_READY: u32 = 600;
     /// Checkpoint: the process uses something that cannot be checkpointed.

@@ -14,131 +14,143 @@ macro_rules! hooked_functions {
                 cuArray3DGetDescriptor cuArray3DGetDescriptor_v2 cuArrayDestroy cuArrayGetDescriptor
                 cuArrayGetDescriptor_v2 cuArrayGetMemoryRequirements cuArrayGetPlane
                 cuArrayGetSparseProperties cuCoredumpDeregisterCompleteCallback
-                cuCoredumpDeregisterStartCallback cuCoredumpGetAttribute cuCoredumpGetAttributeGlobal
-                cuCoredumpRegisterCompleteCallback cuCoredumpRegisterStartCallback
-                cuCoredumpSetAttribute cuCoredumpSetAttributeGlobal cuCtxAttach cuCtxDestroy
-                cuCtxDestroy_v2 cuCtxDetach cuCtxDisablePeerAccess cuCtxFromGreenCtx cuCtxGetApiVersion
-                cuCtxGetCacheConfig cuCtxGetDevResource cuCtxGetDevice cuCtxGetDevice_v2
-                cuCtxGetExecAffinity cuCtxGetFlags cuCtxGetId cuCtxGetLimit cuCtxGetSharedMemConfig
-                cuCtxGetStreamPriorityRange cuCtxPopCurrent cuCtxPopCurrent_v2 cuCtxPushCurrent
-                cuCtxPushCurrent_v2 cuCtxRecordEvent cuCtxResetPersistingL2Cache cuCtxSetCacheConfig
-                cuCtxSetCurrent cuCtxSetFlags cuCtxSetSharedMemConfig cuCtxSynchronize
-                cuCtxSynchronize_v2 cuCtxWaitEvent cuDestroyExternalMemory cuDestroyExternalSemaphore
-                cuDevResourceGenerateDesc cuDevSmResourceSplit cuDevSmResourceSplitByCount
-                cuDeviceCanAccessPeer cuDeviceGetCliqueCount cuDeviceGetCliqueInfo
-                cuDeviceGetDefaultMemPool cuDeviceGetDevResource cuDeviceGetExecAffinitySupport
-                cuDeviceGetFabricClusterUuid cuDeviceGetGraphMemAttribute
-                cuDeviceGetHostAtomicCapabilities cuDeviceGetMemPool cuDeviceGetNvSciSyncAttributes
-                cuDeviceGetP2PAtomicCapabilities cuDeviceGetP2PAttribute
-                cuDeviceGetTexture1DLinearMaxWidth cuDeviceGraphMemTrim cuDevicePrimaryCtxGetState
+                cuCoredumpDeregisterStartCallback cuCoredumpGetAttribute
+                cuCoredumpGetAttributeGlobal cuCoredumpRegisterCompleteCallback
+                cuCoredumpRegisterStartCallback cuCoredumpSetAttribute cuCoredumpSetAttributeGlobal
+                cuCtxAttach cuCtxDestroy cuCtxDestroy_v2 cuCtxDetach cuCtxDisablePeerAccess
+                cuCtxFromGreenCtx cuCtxGetApiVersion cuCtxGetCacheConfig cuCtxGetDevResource
+                cuCtxGetDevice cuCtxGetDevice_v2 cuCtxGetExecAffinity cuCtxGetFlags cuCtxGetId
+                cuCtxGetLimit cuCtxGetSharedMemConfig cuCtxGetStreamPriorityRange cuCtxPopCurrent
+                cuCtxPopCurrent_v2 cuCtxPushCurrent cuCtxPushCurrent_v2 cuCtxRecordEvent
+                cuCtxResetPersistingL2Cache cuCtxSetCacheConfig cuCtxSetCurrent cuCtxSetFlags
+                cuCtxSetSharedMemConfig cuCtxSynchronize cuCtxSynchronize_v2 cuCtxWaitEvent
+                cuDestroyExternalMemory cuDestroyExternalSemaphore cuDevResourceGenerateDesc
+                cuDevSmResourceSplit cuDevSmResourceSplitByCount cuDeviceCanAccessPeer
+                cuDeviceComputeCapability cuDeviceGet cuDeviceGetByPCIBusId cuDeviceGetCliqueCount
+                cuDeviceGetCliqueInfo cuDeviceGetCount cuDeviceGetDefaultMemPool
+                cuDeviceGetDevResource cuDeviceGetExecAffinitySupport cuDeviceGetFabricClusterUuid
+                cuDeviceGetGraphMemAttribute cuDeviceGetHostAtomicCapabilities cuDeviceGetLuid
+                cuDeviceGetMemPool cuDeviceGetName cuDeviceGetNvSciSyncAttributes
+                cuDeviceGetP2PAtomicCapabilities cuDeviceGetP2PAttribute cuDeviceGetPCIBusId
+                cuDeviceGetProperties cuDeviceGetTexture1DLinearMaxWidth cuDeviceGetUuid
+                cuDeviceGetUuid_v2 cuDeviceGraphMemTrim cuDevicePrimaryCtxGetState
                 cuDevicePrimaryCtxRelease cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxReset
                 cuDevicePrimaryCtxReset_v2 cuDevicePrimaryCtxSetFlags cuDevicePrimaryCtxSetFlags_v2
                 cuDeviceRegisterAsyncNotification cuDeviceSetGraphMemAttribute cuDeviceSetMemPool
-                cuDeviceUnregisterAsyncNotification cuEventCreate cuEventDestroy cuEventDestroy_v2
-                cuEventElapsedTime cuEventElapsedTime_v2 cuEventRecord cuEventRecordWithFlags
+                cuDeviceTotalMem cuDeviceTotalMem_v2 cuDeviceUnregisterAsyncNotification
+                cuEventCreate cuEventDestroy cuEventDestroy_v2 cuEventElapsedTime
+                cuEventElapsedTime_v2 cuEventRecord cuEventRecordWithFlags
                 cuEventRecordWithFlags_ptsz cuEventRecord_ptsz cuEventSynchronize
                 cuExternalMemoryGetMappedBuffer cuExternalMemoryGetMappedMipmappedArray
                 cuFlushGPUDirectRDMAWrites cuFuncGetAttribute cuFuncGetModule cuFuncGetName
                 cuFuncGetParamCount cuFuncGetParamInfo cuFuncIsLoaded cuFuncSetAttribute
-                cuFuncSetBlockShape cuFuncSetCacheConfig cuFuncSetSharedMemConfig cuFuncSetSharedSize
-                cuGLGetDevices cuGLGetDevices_v2 cuGLMapBufferObject cuGLMapBufferObjectAsync
-                cuGLMapBufferObjectAsync_v2 cuGLMapBufferObjectAsync_v2_ptsz cuGLMapBufferObject_v2
-                cuGLMapBufferObject_v2_ptds cuGLSetBufferObjectMapFlags cuGLUnmapBufferObject
-                cuGLUnmapBufferObjectAsync cuGLUnregisterBufferObject cuGraphAddBatchMemOpNode
-                cuGraphAddChildGraphNode cuGraphAddDependencies cuGraphAddDependencies_v2
-                cuGraphAddEmptyNode cuGraphAddEventRecordNode cuGraphAddEventWaitNode
+                cuFuncSetBlockShape cuFuncSetCacheConfig cuFuncSetSharedMemConfig
+                cuFuncSetSharedSize cuGLGetDevices cuGLGetDevices_v2 cuGLMapBufferObject
+                cuGLMapBufferObjectAsync cuGLMapBufferObjectAsync_v2
+                cuGLMapBufferObjectAsync_v2_ptsz cuGLMapBufferObject_v2 cuGLMapBufferObject_v2_ptds
+                cuGLSetBufferObjectMapFlags cuGLUnmapBufferObject cuGLUnmapBufferObjectAsync
+                cuGLUnregisterBufferObject cuGraphAddBatchMemOpNode cuGraphAddChildGraphNode
+                cuGraphAddDependencies cuGraphAddDependencies_v2 cuGraphAddEmptyNode
+                cuGraphAddEventRecordNode cuGraphAddEventWaitNode
                 cuGraphAddExternalSemaphoresSignalNode cuGraphAddExternalSemaphoresWaitNode
-                cuGraphAddHostNode cuGraphAddKernelNode cuGraphAddKernelNode_v2 cuGraphAddMemAllocNode
-                cuGraphAddMemFreeNode cuGraphAddMemcpyNode cuGraphAddMemsetNode cuGraphAddNode
-                cuGraphAddNode_v2 cuGraphAddNode_v3 cuGraphBatchMemOpNodeGetParams
-                cuGraphBatchMemOpNodeSetParams cuGraphChildGraphNodeGetGraph cuGraphClone
-                cuGraphConditionalHandleCreate cuGraphCreate cuGraphDebugDotPrint cuGraphDestroy
-                cuGraphDestroyNode cuGraphEventRecordNodeGetEvent cuGraphEventRecordNodeSetEvent
+                cuGraphAddHostNode cuGraphAddKernelNode cuGraphAddKernelNode_v2
+                cuGraphAddMemAllocNode cuGraphAddMemFreeNode cuGraphAddMemcpyNode
+                cuGraphAddMemsetNode cuGraphAddNode cuGraphAddNode_v2 cuGraphAddNode_v3
+                cuGraphBatchMemOpNodeGetParams cuGraphBatchMemOpNodeSetParams
+                cuGraphChildGraphNodeGetGraph cuGraphClone cuGraphConditionalHandleCreate
+                cuGraphCreate cuGraphDebugDotPrint cuGraphDestroy cuGraphDestroyNode
+                cuGraphEventRecordNodeGetEvent cuGraphEventRecordNodeSetEvent
                 cuGraphEventWaitNodeGetEvent cuGraphEventWaitNodeSetEvent
                 cuGraphExecBatchMemOpNodeSetParams cuGraphExecChildGraphNodeSetParams
-                cuGraphExecDestroy cuGraphExecEventRecordNodeSetEvent cuGraphExecEventWaitNodeSetEvent
-                cuGraphExecExternalSemaphoresSignalNodeSetParams
+                cuGraphExecDestroy cuGraphExecEventRecordNodeSetEvent
+                cuGraphExecEventWaitNodeSetEvent cuGraphExecExternalSemaphoresSignalNodeSetParams
                 cuGraphExecExternalSemaphoresWaitNodeSetParams cuGraphExecGetFlags cuGraphExecGetId
                 cuGraphExecHostNodeSetParams cuGraphExecKernelNodeSetParams
                 cuGraphExecKernelNodeSetParams_v2 cuGraphExecMemcpyNodeSetParams
                 cuGraphExecMemsetNodeSetParams cuGraphExecNodeSetParams cuGraphExecUpdate
                 cuGraphExecUpdate_v2 cuGraphExternalSemaphoresSignalNodeGetParams
-                cuGraphExternalSemaphoresSignalNodeSetParams cuGraphExternalSemaphoresWaitNodeGetParams
+                cuGraphExternalSemaphoresSignalNodeSetParams
+                cuGraphExternalSemaphoresWaitNodeGetParams
                 cuGraphExternalSemaphoresWaitNodeSetParams cuGraphGetEdges cuGraphGetEdges_v2
                 cuGraphGetId cuGraphGetNodes cuGraphGetRootNodes cuGraphHostNodeGetParams
-                cuGraphHostNodeSetParams cuGraphKernelNodeCopyAttributes cuGraphKernelNodeGetAttribute
-                cuGraphKernelNodeGetParams cuGraphKernelNodeGetParams_v2 cuGraphKernelNodeSetAttribute
-                cuGraphKernelNodeSetParams cuGraphKernelNodeSetParams_v2 cuGraphMemAllocNodeGetParams
-                cuGraphMemFreeNodeGetParams cuGraphMemcpyNodeGetParams cuGraphMemcpyNodeSetParams
-                cuGraphMemsetNodeGetParams cuGraphMemsetNodeSetParams cuGraphNodeFindInClone
-                cuGraphNodeGetContainingGraph cuGraphNodeGetDependencies cuGraphNodeGetDependencies_v2
-                cuGraphNodeGetDependentNodes cuGraphNodeGetDependentNodes_v2 cuGraphNodeGetEnabled
-                cuGraphNodeGetLocalId cuGraphNodeGetParams cuGraphNodeGetToolsId cuGraphNodeGetType
-                cuGraphNodeSetEnabled cuGraphNodeSetParams cuGraphNodeSetParams_v2
-                cuGraphReleaseUserObject cuGraphRemoveDependencies cuGraphRemoveDependencies_v2
-                cuGraphRetainUserObject cuGraphicsMapResources cuGraphicsMapResources_ptsz
+                cuGraphHostNodeSetParams cuGraphKernelNodeCopyAttributes
+                cuGraphKernelNodeGetAttribute cuGraphKernelNodeGetParams
+                cuGraphKernelNodeGetParams_v2 cuGraphKernelNodeSetAttribute
+                cuGraphKernelNodeSetParams cuGraphKernelNodeSetParams_v2
+                cuGraphMemAllocNodeGetParams cuGraphMemFreeNodeGetParams cuGraphMemcpyNodeGetParams
+                cuGraphMemcpyNodeSetParams cuGraphMemsetNodeGetParams cuGraphMemsetNodeSetParams
+                cuGraphNodeFindInClone cuGraphNodeGetContainingGraph cuGraphNodeGetDependencies
+                cuGraphNodeGetDependencies_v2 cuGraphNodeGetDependentNodes
+                cuGraphNodeGetDependentNodes_v2 cuGraphNodeGetEnabled cuGraphNodeGetLocalId
+                cuGraphNodeGetParams cuGraphNodeGetToolsId cuGraphNodeGetType cuGraphNodeSetEnabled
+                cuGraphNodeSetParams cuGraphNodeSetParams_v2 cuGraphReleaseUserObject
+                cuGraphRemoveDependencies cuGraphRemoveDependencies_v2 cuGraphRetainUserObject
+                cuGraphicsMapResources cuGraphicsMapResources_ptsz
                 cuGraphicsResourceGetMappedEglFrame cuGraphicsResourceGetMappedMipmappedArray
                 cuGraphicsResourceGetMappedPointer cuGraphicsResourceGetMappedPointer_v2
                 cuGraphicsResourceSetMapFlags cuGraphicsResourceSetMapFlags_v2
                 cuGraphicsSubResourceGetMappedArray cuGraphicsUnmapResources
                 cuGraphicsUnmapResources_ptsz cuGraphicsUnregisterResource cuGreenCtxDestroy
-                cuGreenCtxGetDevResource cuGreenCtxGetId cuGreenCtxRecordEvent cuGreenCtxStreamCreate
-                cuGreenCtxWaitEvent cuInit cuIpcCloseMemHandle cuIpcGetEventHandle cuIpcGetMemHandle
-                cuKernelGetAttribute cuKernelGetLibrary cuKernelGetName cuKernelGetParamCount
-                cuKernelGetParamInfo cuKernelSetAttribute cuKernelSetCacheConfig cuLaunch
-                cuLaunchCooperativeKernel cuLaunchCooperativeKernelMultiDevice
-                cuLaunchCooperativeKernel_ptsz cuLaunchGrid cuLaunchGridAsync cuLaunchHostFunc
-                cuLaunchHostFunc_ptsz cuLaunchHostFunc_v2 cuLaunchHostFunc_v2_ptsz cuLaunchKernel
-                cuLaunchKernelEx cuLaunchKernelEx_ptsz cuLaunchKernel_ptsz cuLibraryEnumerateKernels
-                cuLibraryGetGlobal cuLibraryGetKernel cuLibraryGetKernelCount
-                cuLibraryGetUnifiedFunction cuLibraryUnload cuLinkAddData cuLinkAddData_v2
-                cuLinkAddFile cuLinkAddFile_v2 cuLinkCreate cuLinkCreate_v2 cuLogicalEndpointDestroy
-                cuLogicalEndpointExport cuLogicalEndpointGetLimits cuLogicalEndpointIdRelease
-                cuLogicalEndpointIdReserve cuLogicalEndpointQuery cuLogicalEndpointUnbind cuLogsCurrent
-                cuLogsDumpToFile cuLogsDumpToMemory cuLogsRegisterCallback cuLogsUnregisterCallback
-                cuMemAddressFree cuMemAddressReserve cuMemAdvise cuMemAdvise_v2 cuMemAllocHost
-                cuMemAllocHost_v2 cuMemBatchDecompressAsync cuMemBatchDecompressAsync_ptsz
+                cuGreenCtxGetDevResource cuGreenCtxGetId cuGreenCtxRecordEvent
+                cuGreenCtxStreamCreate cuGreenCtxWaitEvent cuInit cuIpcCloseMemHandle
+                cuIpcGetEventHandle cuIpcGetMemHandle cuKernelGetAttribute cuKernelGetLibrary
+                cuKernelGetName cuKernelGetParamCount cuKernelGetParamInfo cuKernelSetAttribute
+                cuKernelSetCacheConfig cuLaunch cuLaunchCooperativeKernel
+                cuLaunchCooperativeKernelMultiDevice cuLaunchCooperativeKernel_ptsz cuLaunchGrid
+                cuLaunchGridAsync cuLaunchHostFunc cuLaunchHostFunc_ptsz cuLaunchHostFunc_v2
+                cuLaunchHostFunc_v2_ptsz cuLaunchKernel cuLaunchKernelEx cuLaunchKernelEx_ptsz
+                cuLaunchKernel_ptsz cuLibraryEnumerateKernels cuLibraryGetGlobal cuLibraryGetKernel
+                cuLibraryGetKernelCount cuLibraryGetUnifiedFunction cuLibraryUnload cuLinkAddData
+                cuLinkAddData_v2 cuLinkAddFile cuLinkAddFile_v2 cuLinkCreate cuLinkCreate_v2
+                cuLogicalEndpointDestroy cuLogicalEndpointExport cuLogicalEndpointGetLimits
+                cuLogicalEndpointIdRelease cuLogicalEndpointIdReserve cuLogicalEndpointQuery
+                cuLogicalEndpointUnbind cuLogsCurrent cuLogsDumpToFile cuLogsDumpToMemory
+                cuLogsRegisterCallback cuLogsUnregisterCallback cuMemAddressFree cuMemAddressReserve
+                cuMemAdvise cuMemAdvise_v2 cuMemAllocHost cuMemAllocHost_v2
+                cuMemBatchDecompressAsync cuMemBatchDecompressAsync_ptsz
                 cuMemDiscardAndPrefetchBatchAsync cuMemDiscardAndPrefetchBatchAsync_ptsz
                 cuMemDiscardBatchAsync cuMemDiscardBatchAsync_ptsz cuMemExportToShareableHandle
-                cuMemFree cuMemFreeAsync cuMemFreeAsync_ptsz cuMemFreeHost cuMemFree_v2 cuMemGetAccess
-                cuMemGetAddressRange cuMemGetAddressRange_v2 cuMemGetAllocationGranularity
-                cuMemGetAllocationPropertiesFromHandle cuMemGetDefaultMemPool
-                cuMemGetHandleForAddressRange cuMemGetInfo cuMemGetInfo_v2 cuMemGetMemPool
-                cuMemHostAlloc cuMemHostGetDevicePointer cuMemHostGetDevicePointer_v2 cuMemHostGetFlags
-                cuMemHostRegister cuMemHostRegister_v2 cuMemHostUnregister cuMemMap cuMemMapArrayAsync
+                cuMemFree cuMemFreeAsync cuMemFreeAsync_ptsz cuMemFreeHost cuMemFree_v2
+                cuMemGetAccess cuMemGetAddressRange cuMemGetAddressRange_v2
+                cuMemGetAllocationGranularity cuMemGetAllocationPropertiesFromHandle
+                cuMemGetDefaultMemPool cuMemGetHandleForAddressRange cuMemGetInfo cuMemGetInfo_v2
+                cuMemGetMemPool cuMemHostAlloc cuMemHostGetDevicePointer
+                cuMemHostGetDevicePointer_v2 cuMemHostGetFlags cuMemHostRegister
+                cuMemHostRegister_v2 cuMemHostUnregister cuMemMap cuMemMapArrayAsync
                 cuMemMapArrayAsync_ptsz cuMemPoolDestroy cuMemPoolExportPointer
                 cuMemPoolExportToShareableHandle cuMemPoolGetAccess cuMemPoolGetAttribute
                 cuMemPoolSetAttribute cuMemPoolTrimTo cuMemPrefetchAsync cuMemPrefetchAsync_ptsz
                 cuMemPrefetchAsync_v2 cuMemPrefetchAsync_v2_ptsz cuMemPrefetchBatchAsync
                 cuMemPrefetchBatchAsync_ptsz cuMemRangeGetAttribute cuMemRangeGetAttributes
-                cuMemRelease cuMemRetainAllocationHandle cuMemSetMemPool cuMemUnmap cuMemcpy cuMemcpy2D
-                cuMemcpy2DAsync cuMemcpy2DAsync_v2 cuMemcpy2DAsync_v2_ptsz cuMemcpy2DUnaligned
-                cuMemcpy2DUnaligned_v2 cuMemcpy2DUnaligned_v2_ptds cuMemcpy2D_v2 cuMemcpy2D_v2_ptds
-                cuMemcpy3D cuMemcpy3DAsync cuMemcpy3DAsync_v2 cuMemcpy3DAsync_v2_ptsz
-                cuMemcpy3DBatchAsync cuMemcpy3DBatchAsync_ptsz cuMemcpy3DBatchAsync_v2
-                cuMemcpy3DBatchAsync_v2_ptsz cuMemcpy3DPeer cuMemcpy3DPeerAsync
-                cuMemcpy3DPeerAsync_ptsz cuMemcpy3DPeer_ptds cuMemcpy3DWithAttributesAsync
-                cuMemcpy3DWithAttributesAsync_ptsz cuMemcpy3D_v2 cuMemcpy3D_v2_ptds cuMemcpyAsync
-                cuMemcpyAsync_ptsz cuMemcpyAtoA cuMemcpyAtoA_v2 cuMemcpyAtoA_v2_ptds cuMemcpyAtoD
-                cuMemcpyAtoD_v2 cuMemcpyAtoD_v2_ptds cuMemcpyAtoH cuMemcpyAtoHAsync
-                cuMemcpyAtoHAsync_v2 cuMemcpyAtoHAsync_v2_ptsz cuMemcpyAtoH_v2 cuMemcpyAtoH_v2_ptds
-                cuMemcpyBatchAsync cuMemcpyBatchAsync_ptsz cuMemcpyBatchAsync_v2
-                cuMemcpyBatchAsync_v2_ptsz cuMemcpyDtoA cuMemcpyDtoA_v2 cuMemcpyDtoA_v2_ptds
-                cuMemcpyDtoD cuMemcpyDtoDAsync cuMemcpyDtoDAsync_v2 cuMemcpyDtoDAsync_v2_ptsz
-                cuMemcpyDtoD_v2 cuMemcpyDtoD_v2_ptds cuMemcpyDtoH cuMemcpyDtoHAsync
-                cuMemcpyDtoHAsync_v2 cuMemcpyDtoHAsync_v2_ptsz cuMemcpyDtoH_v2 cuMemcpyDtoH_v2_ptds
-                cuMemcpyHtoA cuMemcpyHtoAAsync cuMemcpyHtoAAsync_v2 cuMemcpyHtoAAsync_v2_ptsz
-                cuMemcpyHtoA_v2 cuMemcpyHtoA_v2_ptds cuMemcpyHtoD cuMemcpyHtoDAsync
-                cuMemcpyHtoDAsync_v2 cuMemcpyHtoDAsync_v2_ptsz cuMemcpyHtoD_v2 cuMemcpyHtoD_v2_ptds
-                cuMemcpyPeer cuMemcpyPeerAsync cuMemcpyPeerAsync_ptsz cuMemcpyPeer_ptds
-                cuMemcpyWithAttributesAsync cuMemcpyWithAttributesAsync_ptsz cuMemcpy_ptds cuMemsetD16
-                cuMemsetD16Async cuMemsetD16Async_ptsz cuMemsetD16_v2 cuMemsetD16_v2_ptds cuMemsetD2D16
-                cuMemsetD2D16Async cuMemsetD2D16Async_ptsz cuMemsetD2D16_v2 cuMemsetD2D16_v2_ptds
-                cuMemsetD2D32 cuMemsetD2D32Async cuMemsetD2D32Async_ptsz cuMemsetD2D32_v2
-                cuMemsetD2D32_v2_ptds cuMemsetD2D8 cuMemsetD2D8Async cuMemsetD2D8Async_ptsz
-                cuMemsetD2D8_v2 cuMemsetD2D8_v2_ptds cuMemsetD32 cuMemsetD32Async cuMemsetD32Async_ptsz
-                cuMemsetD32_v2 cuMemsetD32_v2_ptds cuMemsetD8 cuMemsetD8Async cuMemsetD8Async_ptsz
-                cuMemsetD8_v2 cuMemsetD8_v2_ptds cuMipmappedArrayDestroy cuMipmappedArrayGetLevel
+                cuMemRelease cuMemRetainAllocationHandle cuMemSetMemPool cuMemUnmap cuMemcpy
+                cuMemcpy2D cuMemcpy2DAsync cuMemcpy2DAsync_v2 cuMemcpy2DAsync_v2_ptsz
+                cuMemcpy2DUnaligned cuMemcpy2DUnaligned_v2 cuMemcpy2DUnaligned_v2_ptds cuMemcpy2D_v2
+                cuMemcpy2D_v2_ptds cuMemcpy3D cuMemcpy3DAsync cuMemcpy3DAsync_v2
+                cuMemcpy3DAsync_v2_ptsz cuMemcpy3DBatchAsync cuMemcpy3DBatchAsync_ptsz
+                cuMemcpy3DBatchAsync_v2 cuMemcpy3DBatchAsync_v2_ptsz cuMemcpy3DPeer
+                cuMemcpy3DPeerAsync cuMemcpy3DPeerAsync_ptsz cuMemcpy3DPeer_ptds
+                cuMemcpy3DWithAttributesAsync cuMemcpy3DWithAttributesAsync_ptsz cuMemcpy3D_v2
+                cuMemcpy3D_v2_ptds cuMemcpyAsync cuMemcpyAsync_ptsz cuMemcpyAtoA cuMemcpyAtoA_v2
+                cuMemcpyAtoA_v2_ptds cuMemcpyAtoD cuMemcpyAtoD_v2 cuMemcpyAtoD_v2_ptds cuMemcpyAtoH
+                cuMemcpyAtoHAsync cuMemcpyAtoHAsync_v2 cuMemcpyAtoHAsync_v2_ptsz cuMemcpyAtoH_v2
+                cuMemcpyAtoH_v2_ptds cuMemcpyBatchAsync cuMemcpyBatchAsync_ptsz
+                cuMemcpyBatchAsync_v2 cuMemcpyBatchAsync_v2_ptsz cuMemcpyDtoA cuMemcpyDtoA_v2
+                cuMemcpyDtoA_v2_ptds cuMemcpyDtoD cuMemcpyDtoDAsync cuMemcpyDtoDAsync_v2
+                cuMemcpyDtoDAsync_v2_ptsz cuMemcpyDtoD_v2 cuMemcpyDtoD_v2_ptds cuMemcpyDtoH
+                cuMemcpyDtoHAsync cuMemcpyDtoHAsync_v2 cuMemcpyDtoHAsync_v2_ptsz cuMemcpyDtoH_v2
+                cuMemcpyDtoH_v2_ptds cuMemcpyHtoA cuMemcpyHtoAAsync cuMemcpyHtoAAsync_v2
+                cuMemcpyHtoAAsync_v2_ptsz cuMemcpyHtoA_v2 cuMemcpyHtoA_v2_ptds cuMemcpyHtoD
+                cuMemcpyHtoDAsync cuMemcpyHtoDAsync_v2 cuMemcpyHtoDAsync_v2_ptsz cuMemcpyHtoD_v2
+                cuMemcpyHtoD_v2_ptds cuMemcpyPeer cuMemcpyPeerAsync cuMemcpyPeerAsync_ptsz
+                cuMemcpyPeer_ptds cuMemcpyWithAttributesAsync cuMemcpyWithAttributesAsync_ptsz
+                cuMemcpy_ptds cuMemsetD16 cuMemsetD16Async cuMemsetD16Async_ptsz cuMemsetD16_v2
+                cuMemsetD16_v2_ptds cuMemsetD2D16 cuMemsetD2D16Async cuMemsetD2D16Async_ptsz
+                cuMemsetD2D16_v2 cuMemsetD2D16_v2_ptds cuMemsetD2D32 cuMemsetD2D32Async
+                cuMemsetD2D32Async_ptsz cuMemsetD2D32_v2 cuMemsetD2D32_v2_ptds cuMemsetD2D8
+                cuMemsetD2D8Async cuMemsetD2D8Async_ptsz cuMemsetD2D8_v2 cuMemsetD2D8_v2_ptds
+                cuMemsetD32 cuMemsetD32Async cuMemsetD32Async_ptsz cuMemsetD32_v2
+                cuMemsetD32_v2_ptds cuMemsetD8 cuMemsetD8Async cuMemsetD8Async_ptsz cuMemsetD8_v2
+                cuMemsetD8_v2_ptds cuMipmappedArrayDestroy cuMipmappedArrayGetLevel
                 cuMipmappedArrayGetMemoryRequirements cuMipmappedArrayGetSparseProperties
                 cuModuleEnumerateFunctions cuModuleGetFunction cuModuleGetFunctionCount
                 cuModuleGetGlobal cuModuleGetGlobal_v2 cuModuleGetLoadingMode cuModuleGetSurfRef
@@ -149,32 +161,33 @@ macro_rules! hooked_functions {
                 cuOccupancyMaxPotentialClusterSize cuParamSetSize cuParamSetTexRef cuParamSetf
                 cuParamSeti cuParamSetv cuPointerSetAttribute cuProfilerInitialize cuProfilerStart
                 cuProfilerStop cuSignalExternalSemaphoresAsync cuSignalExternalSemaphoresAsync_ptsz
-                cuStreamAddCallback cuStreamAddCallback_ptsz cuStreamBatchMemOp cuStreamBatchMemOp_ptsz
-                cuStreamBatchMemOp_v2 cuStreamBatchMemOp_v2_ptsz cuStreamBeginCapture
-                cuStreamBeginCaptureToCig cuStreamBeginCaptureToCig_ptsz cuStreamBeginCaptureToGraph
-                cuStreamBeginCaptureToGraph_ptsz cuStreamBeginCapture_ptsz cuStreamBeginCapture_v2
-                cuStreamBeginCapture_v2_ptsz cuStreamBeginRecaptureToGraph
-                cuStreamBeginRecaptureToGraph_ptsz cuStreamCopyAttributes cuStreamCopyAttributes_ptsz
-                cuStreamCreate cuStreamCreateWithPriority cuStreamDestroy cuStreamDestroy_v2
-                cuStreamEndCapture cuStreamEndCaptureToCig cuStreamEndCaptureToCig_ptsz
-                cuStreamEndCapture_ptsz cuStreamGetAttribute cuStreamGetAttribute_ptsz
-                cuStreamGetCaptureInfo cuStreamGetCaptureInfo_ptsz cuStreamGetCaptureInfo_v2
-                cuStreamGetCaptureInfo_v2_ptsz cuStreamGetCaptureInfo_v3 cuStreamGetCaptureInfo_v3_ptsz
-                cuStreamGetCtx cuStreamGetCtx_ptsz cuStreamGetCtx_v2 cuStreamGetCtx_v2_ptsz
-                cuStreamGetDevResource cuStreamGetDevResource_ptsz cuStreamGetDevice
-                cuStreamGetDevice_ptsz cuStreamGetFlags cuStreamGetFlags_ptsz cuStreamGetGreenCtx
-                cuStreamGetId cuStreamGetId_ptsz cuStreamGetPriority cuStreamGetPriority_ptsz
-                cuStreamIsCapturing cuStreamIsCapturing_ptsz cuStreamSetAttribute
-                cuStreamSetAttribute_ptsz cuStreamSynchronize cuStreamSynchronize_ptsz
-                cuStreamUpdateCaptureDependencies cuStreamUpdateCaptureDependencies_ptsz
-                cuStreamUpdateCaptureDependencies_v2 cuStreamUpdateCaptureDependencies_v2_ptsz
-                cuStreamWaitEvent cuStreamWaitEvent_ptsz cuStreamWaitValue32 cuStreamWaitValue32_ptsz
-                cuStreamWaitValue32_v2 cuStreamWaitValue32_v2_ptsz cuStreamWaitValue64
-                cuStreamWaitValue64_ptsz cuStreamWaitValue64_v2 cuStreamWaitValue64_v2_ptsz
-                cuStreamWriteValue32 cuStreamWriteValue32_ptsz cuStreamWriteValue32_v2
-                cuStreamWriteValue32_v2_ptsz cuStreamWriteValue64 cuStreamWriteValue64_ptsz
-                cuStreamWriteValue64_v2 cuStreamWriteValue64_v2_ptsz cuSurfObjectCreate
-                cuSurfObjectDestroy cuSurfObjectGetResourceDesc cuSurfRefGetArray cuSurfRefSetArray
+                cuStreamAddCallback cuStreamAddCallback_ptsz cuStreamBatchMemOp
+                cuStreamBatchMemOp_ptsz cuStreamBatchMemOp_v2 cuStreamBatchMemOp_v2_ptsz
+                cuStreamBeginCapture cuStreamBeginCaptureToCig cuStreamBeginCaptureToCig_ptsz
+                cuStreamBeginCaptureToGraph cuStreamBeginCaptureToGraph_ptsz
+                cuStreamBeginCapture_ptsz cuStreamBeginCapture_v2 cuStreamBeginCapture_v2_ptsz
+                cuStreamBeginRecaptureToGraph cuStreamBeginRecaptureToGraph_ptsz
+                cuStreamCopyAttributes cuStreamCopyAttributes_ptsz cuStreamCreate
+                cuStreamCreateWithPriority cuStreamDestroy cuStreamDestroy_v2 cuStreamEndCapture
+                cuStreamEndCaptureToCig cuStreamEndCaptureToCig_ptsz cuStreamEndCapture_ptsz
+                cuStreamGetAttribute cuStreamGetAttribute_ptsz cuStreamGetCaptureInfo
+                cuStreamGetCaptureInfo_ptsz cuStreamGetCaptureInfo_v2 cuStreamGetCaptureInfo_v2_ptsz
+                cuStreamGetCaptureInfo_v3 cuStreamGetCaptureInfo_v3_ptsz cuStreamGetCtx
+                cuStreamGetCtx_ptsz cuStreamGetCtx_v2 cuStreamGetCtx_v2_ptsz cuStreamGetDevResource
+                cuStreamGetDevResource_ptsz cuStreamGetDevice cuStreamGetDevice_ptsz
+                cuStreamGetFlags cuStreamGetFlags_ptsz cuStreamGetGreenCtx cuStreamGetId
+                cuStreamGetId_ptsz cuStreamGetPriority cuStreamGetPriority_ptsz cuStreamIsCapturing
+                cuStreamIsCapturing_ptsz cuStreamSetAttribute cuStreamSetAttribute_ptsz
+                cuStreamSynchronize cuStreamSynchronize_ptsz cuStreamUpdateCaptureDependencies
+                cuStreamUpdateCaptureDependencies_ptsz cuStreamUpdateCaptureDependencies_v2
+                cuStreamUpdateCaptureDependencies_v2_ptsz cuStreamWaitEvent cuStreamWaitEvent_ptsz
+                cuStreamWaitValue32 cuStreamWaitValue32_ptsz cuStreamWaitValue32_v2
+                cuStreamWaitValue32_v2_ptsz cuStreamWaitValue64 cuStreamWaitValue64_ptsz
+                cuStreamWaitValue64_v2 cuStreamWaitValue64_v2_ptsz cuStreamWriteValue32
+                cuStreamWriteValue32_ptsz cuStreamWriteValue32_v2 cuStreamWriteValue32_v2_ptsz
+                cuStreamWriteValue64 cuStreamWriteValue64_ptsz cuStreamWriteValue64_v2
+                cuStreamWriteValue64_v2_ptsz cuSurfObjectCreate cuSurfObjectDestroy
+                cuSurfObjectGetResourceDesc cuSurfRefGetArray cuSurfRefSetArray
                 cuTensorMapEncodeIm2col cuTensorMapEncodeIm2colWide cuTensorMapEncodeTiled
                 cuTensorMapReplaceAddress cuTensorMapSetAllocationClass cuTexObjectCreate
                 cuTexObjectDestroy cuTexObjectGetResourceDesc cuTexObjectGetResourceViewDesc
@@ -185,11 +198,11 @@ macro_rules! hooked_functions {
                 cuTexRefGetMipmappedArray cuTexRefSetAddress cuTexRefSetAddress2D
                 cuTexRefSetAddress2D_v2 cuTexRefSetAddress2D_v3 cuTexRefSetAddressMode
                 cuTexRefSetAddress_v2 cuTexRefSetArray cuTexRefSetBorderColor cuTexRefSetFilterMode
-                cuTexRefSetFlags cuTexRefSetFormat cuTexRefSetMaxAnisotropy cuTexRefSetMipmapFilterMode
-                cuTexRefSetMipmapLevelBias cuTexRefSetMipmapLevelClamp cuTexRefSetMipmappedArray
-                cuThreadExchangeStreamCaptureMode cuUserObjectCreate cuUserObjectRelease
-                cuUserObjectRetain cuVDPAUGetDevice cuWGLGetDevice cuWaitExternalSemaphoresAsync
-                cuWaitExternalSemaphoresAsync_ptsz
+                cuTexRefSetFlags cuTexRefSetFormat cuTexRefSetMaxAnisotropy
+                cuTexRefSetMipmapFilterMode cuTexRefSetMipmapLevelBias cuTexRefSetMipmapLevelClamp
+                cuTexRefSetMipmappedArray cuThreadExchangeStreamCaptureMode cuUserObjectCreate
+                cuUserObjectRelease cuUserObjectRetain cuVDPAUGetDevice cuWGLGetDevice
+                cuWaitExternalSemaphoresAsync cuWaitExternalSemaphoresAsync_ptsz
             }
             Poll {
                 cuEventQuery cuStreamQuery cuStreamQuery_ptsz

@@ -7,6 +7,7 @@
 //!        Open           Unlock             Restore
 //! ```
 //!
+//! A process that ends while it is away (its driver answers "deinitialized") is Open.
 //! Between two of them the phase says so (Closing, Locking, …). After each call into
 //! the driver its own word decides where the process is, whatever the call returned.
 
@@ -160,7 +161,7 @@ impl Machine {
                 _ => return false,
             };
             if self.carry_out(host, action).0 != Outcome::Done {
-                return false;
+                return self.phase == Phase::Open;
             }
         }
     }
@@ -215,6 +216,12 @@ impl Machine {
             self.enter(host, before);
             return (Outcome::Unsupported, 0);
         };
+        if code == result::DEINITIALIZED {
+            // The process is ending and its driver has ended: there is nothing left to bring
+            // back, and every call is answered with this code. Whoever waits goes on to exit.
+            self.open(host);
+            return (Outcome::DriverError, code);
+        }
         let succeeded = code == result::SUCCESS;
         self.enter(host, if succeeded { after } else { before });
         self.observe(host);

@@ -252,3 +252,16 @@ fn a_release_while_it_is_away_lets_nobody_in() {
 fn a_new_process_holds_its_allocations() {
     assert!(Machine::new().allocations_held());
 }
+
+#[test]
+fn a_process_that_ends_while_away_is_let_go() {
+    let mut host = Fake::new();
+    let mut machine = away(&mut host);
+    host.fails = Some((DriverCall::Restore, result::DEINITIALIZED));
+    let ended = machine.carry_out(&mut host, Action::Restore);
+    assert_eq!(ended, (Outcome::DriverError, result::DEINITIALIZED));
+    assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open));
+
+    let mut machine = away(&mut host);
+    assert!(machine.bring_back(&mut host), "without a controller, too");
+}
