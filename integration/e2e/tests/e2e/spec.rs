@@ -41,7 +41,8 @@ fn with_a_gpu_it_gets_the_library(world: &World) -> Result<()> {
     // The controller makes the socket when it hears of the container.
     let wait = "until [ -S /.affinode/run/agent.sock ]; do sleep 0.1; done";
     let show = "cat /etc/ld.so.preload; ls /.affinode/lib /.affinode/run; touch /.affinode/lib/x 2>/dev/null && echo writable";
-    let said = Spec::gpu("inject", &["/bin/sh", "-c", &format!("{wait}; {show}; true")]).run(world)?;
+    let said =
+        Spec::gpu("inject", &["/bin/sh", "-c", &format!("{wait}; {show}; true")]).run(world)?;
     let lines: Vec<&str> = said.lines().collect();
     assert_eq!(lines[0], "/.affinode/lib/libaffinode_preload.so", "{said}");
     assert!(lines.contains(&"libaffinode_preload.so"), "{said}");
