@@ -332,3 +332,25 @@ impl From<Report> for control::ReportResponse {
         }
     }
 }
+
+impl From<control::ReportResponse> for Report {
+    fn from(report: control::ReportResponse) -> Report {
+        let row = |row: control::ReportRow| ReportRow {
+            namespace: row.namespace,
+            pod: row.pod,
+            container: row.container,
+            used_gpu_seconds: row.used_gpu_seconds,
+            idle_gpu_seconds: row.idle_gpu_seconds,
+            returned_gpu_seconds: row.returned_gpu_seconds,
+            offloads: row.offloads,
+            calls: row.calls,
+        };
+        Report {
+            rows: report.rows.into_iter().map(row).collect(),
+            price_per_gpu_hour: report.price_per_gpu_hour,
+            currency: report.currency,
+            oldest_unix_ms: Some(report.oldest_unix_ms).filter(|ms| *ms > 0),
+            ..Report::default()
+        }
+    }
+}

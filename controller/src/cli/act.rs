@@ -23,12 +23,17 @@ fn tell(
     response: &ActionResponse,
     done: &str,
 ) -> Result<(), CliError> {
-    if target.output == Output::Json {
+    let structured = matches!(target.output, Output::Json | Output::Yaml);
+    if structured {
         let object = json!({
             "container": target.container, "done": response.done, "state": response.state, "reason": response.reason,
             "reason_text": response.reason_text, "bytes": response.bytes, "elapsed_ms": response.elapsed_ms,
         });
-        writeln!(out, "{object}")?;
+        if target.output == Output::Yaml {
+            write!(out, "{}", serde_yaml_ng::to_string(&object)?)?;
+        } else {
+            writeln!(out, "{object}")?;
+        }
     }
     if !response.done {
         let state = if response.state.is_empty() {
@@ -41,7 +46,7 @@ fn tell(
             target.container, response.reason_text
         )));
     }
-    if target.output != Output::Json {
+    if !structured {
         let moved = if response.bytes == 0 {
             String::new()
         } else {

@@ -6,7 +6,7 @@ use affinode_proto::{
     api::{
         control::{
             ActionResponse, Event, EventsRequest, ListRequest, ListResponse, OffloadRequest,
-            ReloadRequest, RestoreRequest,
+            ReloadRequest, ReportRequest, RestoreRequest,
         },
         control_ttrpc::ControlClient,
     },
@@ -15,6 +15,7 @@ use affinode_proto::{
 use ttrpc::context::{Context, with_duration};
 
 use super::CliError;
+use crate::schema;
 
 /// A quick question.
 const QUICK: std::time::Duration = std::time::Duration::from_secs(10);
@@ -66,6 +67,17 @@ impl Client {
         let request = EventsRequest { after, timeout_ms, ..EventsRequest::default() };
         let wait = QUICK + std::time::Duration::from_millis(timeout_ms.into());
         Ok(self.control.events(context(wait), &request).await.map_err(|e| self.error(e))?.events)
+    }
+
+    /// What GPUs were used for between two moments.
+    pub async fn report(&self, since_ms: i64, until_ms: i64) -> Result<schema::Report, CliError> {
+        let request = ReportRequest {
+            since_unix_ms: since_ms,
+            until_unix_ms: until_ms,
+            ..ReportRequest::default()
+        };
+        let response = self.control.report(context(QUICK), &request).await;
+        Ok(response.map_err(|e| self.error(e))?.into())
     }
 
     /// Makes it read its configuration.

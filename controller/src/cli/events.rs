@@ -22,6 +22,8 @@ pub async fn run(
             let event = schema::Event::from(event);
             if output == Output::Json {
                 writeln!(out, "{}", serde_json::to_string(&event)?)?;
+            } else if output == Output::Yaml {
+                write!(out, "---\n{}", serde_yaml_ng::to_string(&event)?)?;
             } else {
                 writeln!(out, "{}", line(&event))?;
             }

@@ -4,18 +4,22 @@
 //! goes to standard error, once.
 
 mod act;
+mod calls;
 mod client;
+mod completion;
 mod events;
 mod format;
 mod ps;
+mod report;
 mod simulate;
 mod table;
+mod top;
 
 use std::{io::Write, process::ExitCode};
 
 use clap::{Parser, Subcommand, ValueEnum};
 
-use crate::report;
+use crate::report::chain;
 
 /// Sees and moves the GPU state of containers on this node.
 #[derive(Debug, Parser)]
@@ -55,7 +59,22 @@ enum Command {
         #[arg(short, long, default_value = "table")]
         output: Output,
     },
+    /// Show the node live, full screen; move containers with keys.
+    Top,
+    Calls(calls::Calls),
+    Report(report::Report),
     Simulate(simulate::Simulate),
+    /// Print the completion script of a shell.
+    Completion {
+        /// Which one.
+        shell: completion::For,
+    },
+    /// Write the manual pages into a folder.
+    #[command(hide = true)]
+    Man {
+        /// The folder.
+        folder: std::path::PathBuf,
+    },
     /// Make the controller read its configuration again.
     Reload,
 }
@@ -79,6 +98,8 @@ enum Output {
     Wide,
     /// JSON, documented in openapi.yaml, stable.
     Json,
+    /// YAML of the same names.
+    Yaml,
 }
 
 /// Why a command failed.
@@ -102,6 +123,12 @@ enum CliError {
     Print(#[from] std::io::Error),
     #[error("cannot write JSON")]
     Json(#[from] serde_json::Error),
+    #[error("cannot write YAML")]
+    Yaml(#[from] serde_yaml_ng::Error),
+    #[error(transparent)]
+    Config(#[from] crate::config::ConfigError),
+    #[error(transparent)]
+    History(#[from] crate::history::StoreError),
 }
 
 /// Parses the command line and runs it.
@@ -121,25 +148,35 @@ pub fn main() -> ExitCode {
 }
 
 fn fail(error: &dyn std::error::Error) -> ExitCode {
-    let _ = writeln!(std::io::stderr(), "affinode: {}", report::chain(error));
+    let _ = writeln!(std::io::stderr(), "affinode: {}", chain(error));
     ExitCode::from(1)
 }
 
 async fn run(args: Args) -> Result<(), CliError> {
     let mut out = std::io::stdout();
-    if let Command::Simulate(what) = &args.command {
-        return Ok(simulate::run(what, &mut out)?);
-    }
+    // What needs no controller.
+    let command = match args.command {
+        Command::Simulate(what) => return Ok(simulate::run(&what, &mut out)?),
+        Command::Completion { shell } => return completion::completion(&mut out, shell),
+        Command::Man { folder } => return completion::man(&folder),
+        Command::Report(asked) => return report::run(&args.run_dir, &mut out, asked).await,
+        other => other,
+    };
     let client = client::Client::connect(&args.run_dir).await?;
-    match args.command {
+    match command {
         Command::Ps { output, no_headers, watch } => {
             ps::run(&client, &mut out, output, !no_headers, watch).await
         }
         Command::Offload(target) => act::offload(&client, &mut out, target).await,
         Command::Restore(target) => act::restore(&client, &mut out, target).await,
         Command::Events { follow, output } => events::run(&client, &mut out, output, follow).await,
-        // Done before: it needs no controller.
-        Command::Simulate(_) => Ok(()),
+        // Done before.
+        Command::Simulate(_)
+        | Command::Completion { .. }
+        | Command::Man { .. }
+        | Command::Report(_) => Ok(()),
+        Command::Top => top::run(client).await,
+        Command::Calls(asked) => calls::run(&client, &mut out, asked).await,
         Command::Reload => {
             let changed = client.reload().await?;
             Ok(writeln!(

@@ -59,6 +59,9 @@ fn show(
         serde_json::to_writer_pretty(&mut *out, node)?;
         return Ok(writeln!(out)?);
     }
+    if output == Output::Yaml {
+        return Ok(serde_yaml_ng::to_writer(out, node)?);
+    }
     if headers {
         for gpu in &node.gpus {
             writeln!(out, "{}", gpu_line(gpu))?;

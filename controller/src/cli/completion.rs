@@ -1,0 +1,64 @@
+//! `affinode completion` and the hidden `affinode man`.
+
+use std::{io::Write, path::Path};
+
+use clap::CommandFactory;
+use clap_complete::Shell;
+
+use super::{Args, CliError};
+
+/// The shells that people use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum For {
+    /// bash
+    Bash,
+    /// zsh
+    Zsh,
+    /// fish
+    Fish,
+}
+
+/// Prints the completion script of a shell.
+pub fn completion(out: &mut dyn Write, shell: For) -> Result<(), CliError> {
+    let shell = match shell {
+        For::Bash => Shell::Bash,
+        For::Zsh => Shell::Zsh,
+        For::Fish => Shell::Fish,
+    };
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Args::command(), "affinode", &mut script);
+    Ok(out.write_all(&script)?)
+}
+
+/// Writes a manual page for the command and each of its subcommands into a folder.
+pub fn man(folder: &Path) -> Result<(), CliError> {
+    std::fs::create_dir_all(folder)?;
+    Ok(clap_mangen::generate_to(Args::command(), folder)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_shell_gets_a_script_that_knows_the_commands() {
+        for shell in [For::Bash, For::Zsh, For::Fish] {
+            let mut script = Vec::new();
+            completion(&mut script, shell).unwrap();
+            let script = String::from_utf8(script).unwrap();
+            assert!(
+                ["offload", "report", "top"].iter().all(|word| script.contains(word)),
+                "{shell:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn every_command_has_a_page() {
+        let folder = tempfile::tempdir().unwrap();
+        man(folder.path()).unwrap();
+        for page in ["affinode.1", "affinode-ps.1", "affinode-report.1"] {
+            assert!(folder.path().join(page).exists(), "{page}");
+        }
+    }
+}

@@ -1,0 +1,243 @@
+//! `affinode report`: what GPUs were used for, from the history on disk.
+
+use std::{io::Write, path::Path, time::Duration};
+
+use super::{CliError, client::Client, table};
+use crate::{
+    clock,
+    config::Config,
+    history::{Limits, Store},
+    schema::{self, ReportRow},
+};
+
+/// What GPUs were used for: held in use, held idle, given back. A GPU hour is a whole
+/// device's VRAM for an hour; half of it for two hours is as much.
+#[derive(Debug, clap::Args)]
+pub struct Report {
+    /// How far back: 90m, 24h, 7d.
+    #[arg(long, default_value = "24h", value_parser = humantime::parse_duration)]
+    since: Duration,
+    /// What a line stands for.
+    #[arg(long, default_value = "container")]
+    by: By,
+    /// How to print.
+    #[arg(short, long, default_value = "table")]
+    output: Format,
+    /// Leave the header line out.
+    #[arg(long)]
+    no_headers: bool,
+}
+
+/// What lines are summed by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum By {
+    /// Each container.
+    Container,
+    /// Each pod.
+    Pod,
+    /// Each namespace.
+    Namespace,
+}
+
+/// How a report is printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Format {
+    /// Columns.
+    Table,
+    /// Comma-separated, GPU seconds.
+    Csv,
+    /// JSON, as /api/v1/report.
+    Json,
+}
+
+/// Asks the controller; where none runs, reads what the last one left.
+pub async fn run(run_dir: &Path, out: &mut dyn Write, asked: Report) -> Result<(), CliError> {
+    let until_ms = clock::unix_ms();
+    let back = i64::try_from(asked.since.as_millis()).unwrap_or(i64::MAX);
+    let since_ms = until_ms.saturating_sub(back).max(0);
+    let report = match Client::connect(run_dir).await {
+        Ok(client) => client.report(since_ms, until_ms).await?,
+        Err(_) => from_disk(run_dir, since_ms, until_ms)?,
+    };
+    let mut report = schema::Report { since_unix_ms: since_ms, until_unix_ms: until_ms, ..report };
+    report.rows = merge(report.rows, asked.by);
+    match asked.output {
+        Format::Json => {
+            serde_json::to_writer_pretty(&mut *out, &report)?;
+            Ok(writeln!(out)?)
+        }
+        Format::Csv => csv(out, &report, !asked.no_headers),
+        Format::Table => show(out, &report, !asked.no_headers),
+    }
+}
+
+fn from_disk(run_dir: &Path, since_ms: i64, until_ms: i64) -> Result<schema::Report, CliError> {
+    let config = Config::load(&Config::path())?;
+    let file = config.history.folder(run_dir).map(|folder| folder.join(crate::history::FILE));
+    let Some(file) = file.filter(|file| file.exists()) else {
+        return Err(CliError::NotDone(
+            "no controller runs and none has left a history; history.dir in the configuration says where it would be".into(),
+        ));
+    };
+    let limits = Limits { keep_ms: i64::MAX, max_bytes: u64::MAX };
+    let spans = Store::open(&file, limits)?.spans(since_ms, until_ms, None)?;
+    let sums = crate::history::Report::sum(&spans, since_ms, until_ms);
+    Ok(schema::Report::new(sums, &config.report))
+}
+
+fn merge(rows: Vec<ReportRow>, by: By) -> Vec<ReportRow> {
+    let mut merged: Vec<ReportRow> = Vec::new();
+    for mut row in rows {
+        if by != By::Container {
+            row.container = String::new();
+        }
+        if by == By::Namespace {
+            row.pod = String::new();
+        }
+        let same = |known: &&mut ReportRow| {
+            (&known.namespace, &known.pod, &known.container)
+                == (&row.namespace, &row.pod, &row.container)
+        };
+        match merged.iter_mut().find(same) {
+            Some(known) => {
+                known.used_gpu_seconds += row.used_gpu_seconds;
+                known.idle_gpu_seconds += row.idle_gpu_seconds;
+                known.returned_gpu_seconds += row.returned_gpu_seconds;
+                known.offloads += row.offloads;
+                known.calls += row.calls;
+            }
+            None => merged.push(row),
+        }
+    }
+    merged.sort_by(|a, b| b.returned_gpu_seconds.total_cmp(&a.returned_gpu_seconds));
+    merged
+}
+
+fn name(row: &ReportRow) -> String {
+    let parts = [&row.namespace, &row.pod, &row.container];
+    let parts: Vec<&str> =
+        parts.into_iter().map(String::as_str).filter(|p| !p.is_empty()).collect();
+    super::format::safe(&parts.join("/"))
+}
+
+fn show(out: &mut dyn Write, report: &schema::Report, headers: bool) -> Result<(), CliError> {
+    if report.rows.is_empty() {
+        return Ok(writeln!(out, "no container held or gave back VRAM in this time")?);
+    }
+    let hours = |seconds: f64| format!("{:.2}", seconds / 3600.0);
+    let priced = report.price_per_gpu_hour > 0.0;
+    let price = |seconds: f64| format!("{:.2}", seconds / 3600.0 * report.price_per_gpu_hour);
+    let line = |name: String, row: &ReportRow| {
+        let mut cells = vec![
+            name,
+            hours(row.used_gpu_seconds),
+            hours(row.idle_gpu_seconds),
+            hours(row.returned_gpu_seconds),
+            row.offloads.to_string(),
+        ];
+        if priced {
+            cells.push(price(row.returned_gpu_seconds));
+        }
+        cells
+    };
+    let mut rows: Vec<Vec<String>> = report.rows.iter().map(|row| line(name(row), row)).collect();
+    let all = ReportRow {
+        used_gpu_seconds: report.rows.iter().map(|row| row.used_gpu_seconds).sum(),
+        idle_gpu_seconds: report.rows.iter().map(|row| row.idle_gpu_seconds).sum(),
+        returned_gpu_seconds: report.rows.iter().map(|row| row.returned_gpu_seconds).sum(),
+        offloads: report.rows.iter().map(|row| row.offloads).sum(),
+        ..ReportRow::default()
+    };
+    rows.push(line("all".into(), &all));
+    let worth = format!("GIVEN BACK, {}", report.currency);
+    let mut titles = vec!["", "GPU HOURS IN USE", "HELD IDLE", "GIVEN BACK", "OFFLOADS"];
+    if priced {
+        titles.push(&worth);
+    }
+    Ok(table::print(out, headers.then_some(&titles), &rows)?)
+}
+
+fn csv(out: &mut dyn Write, report: &schema::Report, headers: bool) -> Result<(), CliError> {
+    if headers {
+        writeln!(
+            out,
+            "namespace,pod,container,used_gpu_seconds,idle_gpu_seconds,returned_gpu_seconds,offloads,calls,returned_price,currency"
+        )?;
+    }
+    for row in &report.rows {
+        let price = row.returned_gpu_seconds / 3600.0 * report.price_per_gpu_hour;
+        writeln!(
+            out,
+            "{},{},{},{:.3},{:.3},{:.3},{},{},{price:.4},{}",
+            field(&row.namespace),
+            field(&row.pod),
+            field(&row.container),
+            row.used_gpu_seconds,
+            row.idle_gpu_seconds,
+            row.returned_gpu_seconds,
+            row.offloads,
+            row.calls,
+            field(&report.currency),
+        )?;
+    }
+    Ok(())
+}
+
+/// A field that no spreadsheet takes for a formula or several fields.
+fn field(text: &str) -> String {
+    let safe = super::format::safe(text);
+    let formula = safe.starts_with(['=', '+', '-', '@']);
+    if formula || safe.contains([',', '"']) {
+        format!("\"{}{}\"", if formula { "'" } else { "" }, safe.replace('"', "\"\""))
+    } else {
+        safe
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(pod: &str, container: &str, returned: f64) -> ReportRow {
+        ReportRow {
+            namespace: "ml".into(),
+            pod: pod.into(),
+            container: container.into(),
+            used_gpu_seconds: 3600.0,
+            returned_gpu_seconds: returned,
+            ..ReportRow::default()
+        }
+    }
+
+    fn report() -> schema::Report {
+        schema::Report {
+            price_per_gpu_hour: 2.0,
+            currency: "EUR".into(),
+            rows: vec![row("p", "a", 3600.0), row("p", "b", 7200.0)],
+            ..schema::Report::default()
+        }
+    }
+
+    #[test]
+    fn hours_and_prices_add_up() {
+        let mut out = Vec::new();
+        show(&mut out, &report(), true).unwrap();
+        let text = String::from_utf8(out).unwrap();
+        let last: Vec<&str> = text.lines().last().unwrap().split_whitespace().collect();
+        assert_eq!(last, ["all", "2.00", "0.00", "3.00", "0", "6.00"], "{text}");
+    }
+
+    #[test]
+    fn lines_are_summed_by_what_is_asked() {
+        assert_eq!(merge(report().rows, By::Container).len(), 2);
+        let pods = merge(report().rows, By::Pod);
+        assert_eq!((pods.len(), name(&pods[0])), (1, "ml/p".into()));
+        assert_eq!(name(&merge(report().rows, By::Namespace)[0]), "ml");
+    }
+
+    #[test]
+    fn a_hostile_name_stays_one_field() {
+        assert_eq!(field("=1+1"), "\"'=1+1\"");
+        assert_eq!(field("a,\"b\""), "\"a,\"\"b\"\"\"");
+    }
+}

@@ -1,0 +1,94 @@
+//! `affinode top`: the node in a terminal, live.
+//!
+//! ```text
+//!  keys (a thread) ──┐
+//!  a second, passed ─┼──> [`state::State`] (pure) ──> [`view`] draws it
+//!  answers of moves ─┘
+//! ```
+
+mod state;
+mod view;
+
+use std::{io::IsTerminal, sync::Arc, time::Duration};
+
+use ratatui::crossterm::event::{self, Event};
+use tokio::sync::mpsc;
+
+use super::{CliError, client::Client, format};
+use crate::schema;
+use state::{State, Step};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+pub async fn run(client: Client) -> Result<(), CliError> {
+    if !std::io::stdout().is_terminal() {
+        return Err(CliError::NotDone(
+            "top needs a terminal; `affinode ps -w` prints lines".into(),
+        ));
+    }
+    let client = Arc::new(client);
+    let mut terminal = ratatui::try_init()?;
+    // Whatever happens, the terminal is given back.
+    let outcome = live(&client, &mut terminal).await;
+    ratatui::restore();
+    outcome
+}
+
+async fn live(
+    client: &Arc<Client>,
+    terminal: &mut ratatui::DefaultTerminal,
+) -> Result<(), CliError> {
+    let (typed, mut keys) = mpsc::channel(64);
+    std::thread::spawn(move || {
+        while let Ok(event) = event::read() {
+            if typed.blocking_send(event).is_err() {
+                return;
+            }
+        }
+    });
+    let (told, mut answers) = mpsc::channel(16);
+    let mut state = State::default();
+    let mut beat = tokio::time::interval(SECOND);
+    loop {
+        tokio::select! {
+            _ = beat.tick() => match client.list().await {
+                Ok(list) => state.show(schema::Node::from(list)),
+                // A controller that restarts is back in a moment.
+                Err(error) => state.say(error.to_string()),
+            },
+            Some(answer) = answers.recv() => state.say(answer),
+            key = keys.recv() => match key {
+                None => return Ok(()),
+                Some(Event::Key(key)) => match state.key(key) {
+                    Step::End => return Ok(()),
+                    Step::Stay => {}
+                    Step::Move { container, key, out } => {
+                        state.say(format!("{container}: asked"));
+                        let (client, told) = (Arc::clone(client), told.clone());
+                        tokio::spawn(async move {
+                            let _ = told.send(act(&client, container, key, out).await).await;
+                        });
+                    }
+                },
+                Some(_) => {}
+            },
+        }
+        terminal.draw(|frame| view::draw(frame, &state))?;
+    }
+}
+
+async fn act(client: &Client, container: String, key: String, out: bool) -> String {
+    let answer = if out { client.offload(key).await } else { client.restore(key).await };
+    match answer {
+        Ok(said) if said.done => {
+            let word = if out { "offloaded" } else { "back" };
+            format!(
+                "{container} is {word}: {} in {}",
+                format::bytes(said.bytes),
+                format::duration(said.elapsed_ms)
+            )
+        }
+        Ok(said) => format!("{container} stays: {}", format::safe(&said.reason_text)),
+        Err(error) => error.to_string(),
+    }
+}
