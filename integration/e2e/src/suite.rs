@@ -49,9 +49,9 @@ pub fn run(release: &Release, gpu: Gpu) -> Result<Report> {
     let mut report = Report::new(&world);
     report.part(&world, "plain process, root", |world, rows| cycle::plain(world, "root", rows));
     report.part(&world, "plain process, uid 1000", |world, rows| cycle::plain(world, "user", rows));
-    report.part(&world, "crashing calls", |world, rows| crashers::with_and_without(world, rows));
-    report.part(&world, "cost of a call", |world, rows| cost::calls(world, rows));
-    report.part(&world, "cost of a wake", |world, rows| cost::wakes(world, rows));
+    report.part(&world, "crashing calls", crashers::with_and_without);
+    report.part(&world, "cost of a call", cost::calls);
+    report.part(&world, "cost of a wake", cost::wakes);
     match torch::Torch::find(&world) {
         Ok(torch) => {
             report.part(&world, "torch, root", |_, rows| torch.cycle("root", rows));
