@@ -37,12 +37,15 @@ pub const FILE: &str = "history.redb";
 /// Batches that may wait for the disk.
 const QUEUE: usize = 64;
 
+/// The thread that writes, and the way to it.
+type Writer = (mpsc::SyncSender<Vec<Span>>, JoinHandle<()>);
+
 /// The history of this node.
 #[derive(Debug)]
 pub struct History {
     store: std::sync::Arc<Store>,
     tape: Mutex<Tape>,
-    writer: Mutex<Option<(mpsc::SyncSender<Vec<Span>>, JoinHandle<()>)>>,
+    writer: Mutex<Option<Writer>>,
     dropped: AtomicU64,
     starts: u64,
 }
