@@ -1,0 +1,108 @@
+//! Dashboards and alert rules in `config/` ask for metrics that exist, and Prometheus's
+//! own tool accepts metrics and rules where it is installed.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    io::Write,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use affinode_controller::{
+    metrics::{Metrics, classic},
+    observe::Hub,
+    schema::{Container, DeviceBytes, Event, Gpu, Node, Process},
+};
+
+fn config() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../config")
+}
+
+/// A scrape of a node on which something of everything has happened.
+fn scrape() -> String {
+    let metrics = Metrics::new(2);
+    let on = |bytes| vec![DeviceBytes { uuid: "GPU-0".into(), bytes }];
+    let process = Process { vram: on(1), away: on(1), ..Process::default() };
+    let container = Container {
+        key: "k".into(),
+        namespace: "ml".into(),
+        id: "one".into(),
+        state: "Idle".into(),
+        processes: vec![process],
+        ..Container::default()
+    };
+    let gpu = Gpu { uuid: "GPU-0".into(), name: "H200".into(), ..Gpu::default() };
+    let node = Node { gpus: vec![gpu], containers: vec![container], ..Node::default() };
+    metrics.observe(&node, 1_000);
+    metrics.observe(&node, 2_000);
+    let mut busy = node.clone();
+    busy.containers[0].state = "Active".into();
+    metrics.observe(&busy, 3_000);
+    metrics.observe(&busy, 4_000);
+    metrics.event(&Event { kind: "refused".into(), reason: "busy".into(), ..Event::default() });
+    metrics.refused_request(affinode_controller::http::Refused::Host);
+    classic(&metrics.text(&node, &Hub::default(), 1).unwrap())
+}
+
+fn names(text: &str) -> BTreeSet<String> {
+    let mut names = BTreeSet::new();
+    for (start, _) in text.match_indices("affinode_") {
+        let end = text[start..].find(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
+        names.insert(text[start..start + end.unwrap_or(text.len() - start)].to_owned());
+    }
+    names
+}
+
+#[test]
+fn dashboards_and_rules_ask_for_metrics_that_exist() {
+    let known = names(&scrape());
+    let mut asked = BTreeSet::new();
+    for folder in ["grafana", "prometheus"] {
+        for entry in fs::read_dir(config().join(folder)).unwrap() {
+            asked.extend(names(&fs::read_to_string(entry.unwrap().path()).unwrap()));
+        }
+    }
+    assert!(asked.len() > 20, "{asked:?}");
+    let unknown: Vec<&String> = asked.difference(&known).collect();
+    assert!(unknown.is_empty(), "no such metrics: {unknown:?}");
+}
+
+#[test]
+fn dashboards_are_json_with_panels_of_their_own_number() {
+    for entry in fs::read_dir(config().join("grafana")).unwrap() {
+        let path = entry.unwrap().path();
+        let board: serde_json::Value =
+            serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+        let panels = board["panels"].as_array().unwrap();
+        let numbers: BTreeSet<u64> = panels.iter().filter_map(|p| p["id"].as_u64()).collect();
+        assert_eq!(numbers.len(), panels.len(), "{}", path.display());
+    }
+}
+
+fn promtool(arguments: &[&str], input: &str) {
+    let child = Command::new("promtool")
+        .args(arguments)
+        .current_dir(config().join("prometheus"))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn();
+    // Debian has it in the package prometheus; machines without it still run the rest.
+    let Ok(mut child) = child else { return };
+    child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+    let output = child.wait_with_output().unwrap();
+    let said = [output.stdout, output.stderr].concat();
+    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&said));
+}
+
+#[test]
+fn promtool_accepts_the_metrics() {
+    promtool(&["check", "metrics"], &scrape());
+}
+
+#[test]
+fn promtool_accepts_the_rules_and_their_tests_pass() {
+    promtool(&["check", "rules", "affinode.rules.yml"], "");
+    promtool(&["test", "rules", "affinode.test.yml"], "");
+}
