@@ -8,7 +8,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
-use crate::until::until;
+use crate::until::{PATIENCE, until};
 
 /// The `affinode` command on one controller.
 #[derive(Clone, Debug)]
@@ -147,6 +147,8 @@ pub struct ActionRow {
     pub elapsed_ms: u64,
 }
 
+/// Exit status of `timeout` when it had to end the command.
+const TIMED_OUT: i32 = 124;
 /// Refusals that pass by themselves: a call is in the way, or the process is about to register.
 const PASSING: [&str; 4] = ["call-in-progress", "busy", "woken-meanwhile", "not-registered"];
 
@@ -174,11 +176,17 @@ impl Cli {
     /// Runs it, whatever its exit status.
     ///
     /// # Errors
-    /// When it cannot be run.
+    /// When it cannot be run, or does not answer in [`PATIENCE`].
     pub fn output(&self, arguments: &[&str]) -> Result<Output> {
-        self.command(arguments)
-            .output()
-            .with_context(|| format!("cannot run {}", self.binary.display()))
+        let mut limited = Command::new("timeout");
+        limited.arg(PATIENCE.as_secs().to_string()).arg(&self.binary).args(arguments);
+        limited.env("AFFINODE_RUN_DIR", &self.run_dir);
+        let output =
+            limited.output().with_context(|| format!("cannot run {}", self.binary.display()))?;
+        if output.status.code() == Some(TIMED_OUT) {
+            bail!("affinode {} did not answer in {} s", arguments.join(" "), PATIENCE.as_secs());
+        }
+        Ok(output)
     }
 
     /// Runs it and demands success.
