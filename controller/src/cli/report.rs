@@ -124,7 +124,11 @@ fn show(out: &mut dyn Write, report: &schema::Report, headers: bool) -> Result<(
     if report.rows.is_empty() {
         return Ok(writeln!(out, "no container held or gave back VRAM in this time")?);
     }
-    let hours = |seconds: f64| format!("{:.2}", seconds / 3600.0);
+    // Minutes of a share of a GPU are figures too.
+    let hours = |seconds: f64| match seconds / 3600.0 {
+        hours if hours != 0.0 && hours < 0.1 => format!("{hours:.4}"),
+        hours => format!("{hours:.2}"),
+    };
     let priced = report.price_per_gpu_hour > 0.0;
     let price = |seconds: f64| format!("{:.2}", seconds / 3600.0 * report.price_per_gpu_hour);
     let line = |name: String, row: &ReportRow| {

@@ -5,6 +5,7 @@ const GIB = 2 ** 30, MIB = 2 ** 20;
 export function bytes(n) {
   if (!n) return "–";
   if (n < MIB) return "<1 MiB";
+  if (n >= 1000 * GIB) return `${(n / GIB / 1024).toFixed(2)} TiB`;
   return n < 10 * GIB ? `${Math.floor(n / MIB)} MiB` : `${(Math.floor(n / GIB * 10) / 10).toFixed(1)} GiB`;
 }
 

@@ -92,7 +92,7 @@ export function drawRow(key) {
   parts.why.title = container.reason_text;
   const what = action(container);
   parts.button.disabled = !what;
-  put(parts.button, what?.label ?? (container.state === "Unregistered" ? "Offload" : "Moving"));
+  put(parts.button, what?.label ?? { Unregistered: "Offload", Queued: "Waiting", Lost: "Lost" }[container.state] ?? "Moving");
   parts.button.setAttribute("aria-label", `${what?.label ?? "Nothing to do for"} ${container.name}`);
   tickRow(key);
   if (parts.detail) drawDetail(parts.detail, container);
