@@ -1,6 +1,8 @@
 //! Dashboards and alert rules in `config/` ask for metrics that exist, and Prometheus's
 //! own tool accepts metrics and rules where it is installed.
 
+#![allow(clippy::unwrap_used)] // Helpers of tests.
+
 use std::{
     collections::BTreeSet,
     fs,

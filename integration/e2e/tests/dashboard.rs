@@ -1,0 +1,105 @@
+//! What the controller serves over HTTP, on a real node with a simulated GPU.
+
+use std::{
+    io::{Read, Write},
+    net::TcpListener,
+    os::unix::net::UnixStream,
+};
+
+use affinode_e2e::{
+    until::until,
+    worker::Worker,
+    world::{Recipe, World},
+};
+use anyhow::{Context, Result};
+use serde_json::Value;
+
+const MANUAL: &str = r#"
+[policy]
+mode = "manual"
+idle_timeout = "200ms"
+minimum_residency = "1ms"
+[timing]
+sample_interval = "50ms"
+"#;
+
+/// A request over the socket that a private controller has in its run directory.
+fn ask(world: &World, method: &str, path: &str) -> Result<(u16, String)> {
+    let socket = world.cli().run_dir().join("http.sock");
+    let mut stream = UnixStream::connect(&socket)
+        .with_context(|| format!("cannot connect to {}", socket.display()))?;
+    write!(stream, "{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer)?;
+    let (head, body) = answer.split_once("\r\n\r\n").context("an answer has a head")?;
+    let status = head.split(' ').nth(1).context("an answer has a status")?.parse()?;
+    Ok((status, body.to_owned()))
+}
+
+fn node(world: &World) -> Result<Value> {
+    Ok(serde_json::from_str(&ask(world, "GET", "/api/v1/node")?.1)?)
+}
+
+#[test]
+fn the_api_shows_and_moves_what_the_command_shows_and_moves() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    let mut worker = Worker::start(&world, "worker", 64)?;
+    world.cli().wait_for_state("worker", "Idle")?;
+    let seen = node(&world)?;
+    let container = &seen["containers"][0];
+    assert_eq!(container["state"], "Idle", "{seen}");
+    let key = container["key"].as_str().context("a container has a key")?.to_owned();
+
+    let (status, said) = ask(&world, "POST", &format!("/api/v1/containers/{key}/offload"))?;
+    assert_eq!(status, 200, "{said}");
+    let row = world.cli().wait_for_state("worker", "Offloaded")?;
+    assert!(row.away_bytes > 0, "{row:?}");
+    let asked = world.cli().events()?.into_iter().any(|event| event.kind == "request");
+    assert!(asked, "who asked is an event");
+
+    let metrics = ask(&world, "GET", "/metrics")?.1;
+    assert!(metrics.contains("affinode_containers{state=\"Offloaded\"} 1"), "{metrics}");
+    assert!(worker.verify()?, "it comes back as it was");
+    until("the wake to be counted", || {
+        let metrics = ask(&world, "GET", "/metrics")?.1;
+        Ok(metrics.contains("affinode_wake_latency_seconds_count 1").then_some(()))
+    })
+}
+
+#[test]
+fn the_history_outlives_the_controller() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    let _worker = Worker::start(&world, "worker", 64)?;
+    world.cli().wait_for_state("worker", "Idle")?;
+    world.cli().run(&["offload", "worker"])?;
+    let returned = |world: &World| -> Result<Option<f64>> {
+        let Ok(text) = world.cli().run(&["report", "-o", "json"]) else { return Ok(None) };
+        let report: Value = serde_json::from_str(&text)?;
+        let offloads = report["rows"][0]["offloads"].as_u64().unwrap_or(0);
+        Ok(report["rows"][0]["returned_gpu_seconds"].as_f64().filter(|s| *s > 0.0 && offloads == 1))
+    };
+    let before = until("the report to know the offload", || returned(&world))?;
+    // It ends in order, as at a change of version: everything is on disk.
+    let controller = world.controller()?.context("there is a controller")?;
+    nix::sys::signal::kill(controller.pid, nix::sys::signal::Signal::SIGTERM)?;
+    until("the next controller", || {
+        Ok(world.controller()?.filter(|next| next.pid != controller.pid))
+    })?;
+    let after = until("the report of the next controller", || returned(&world))?;
+    assert!(after >= before, "{after} is less than {before}");
+    Ok(())
+}
+
+#[test]
+fn a_taken_port_costs_the_dashboard_and_nothing_else() -> Result<()> {
+    let taken = TcpListener::bind("127.0.0.1:0")?;
+    let listen = format!("[http]\nlisten = \"{}\"\n", taken.local_addr()?);
+    let world = Recipe::default().config(&format!("{MANUAL}{listen}")).world()?;
+    let mut worker = Worker::start(&world, "worker", 64)?;
+    world.cli().wait_for_state("worker", "Idle")?;
+    world.cli().run(&["offload", "worker"])?;
+    assert!(worker.verify()?);
+    let seen: Value = serde_json::from_str(&world.cli().run(&["ps", "-o", "json"])?)?;
+    assert!(seen["dashboard"].is_null(), "{seen}");
+    Ok(())
+}
