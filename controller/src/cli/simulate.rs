@@ -36,10 +36,13 @@ pub struct Simulate {
     /// VRAM of a process whose trace does not tell, in GiB.
     #[arg(long, default_value_t = 16.0, value_name = "GIB")]
     process_vram: f64,
-    /// VRAM of the node, in GiB; room for all when it is not given.
+    /// GPUs of the node; processes are dealt out over them.
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    gpus: usize,
+    /// VRAM of each GPU, in GiB; room for all when it is not given.
     #[arg(long, value_name = "GIB", conflicts_with = "fits")]
     vram: Option<f64>,
-    /// VRAM of the node, as the number of its largest processes that fit.
+    /// VRAM of each GPU, as the number of largest processes that fit.
     #[arg(long, value_name = "N")]
     fits: Option<u64>,
     /// How long a call keeps the GPU in use.
@@ -125,11 +128,14 @@ pub fn run(args: &Simulate, out: &mut dyn Write) -> Result<(), SimulateError> {
         })?,
     };
     let largest = trace.loads.iter().map(|load| load.vram_bytes).max().unwrap_or(0);
+    let gpus = args.gpus.clamp(1, 1024);
     // The margin that the ledger keeps comes on top.
     let vram_bytes = match (args.vram, args.fits) {
         (Some(size), _) => gib(size, "--vram")?,
         (None, Some(fits)) => largest.saturating_mul(fits.max(1)) + (512 << 20),
-        (None, None) => trace.vram_bytes() + (512 << 20),
+        (None, None) => {
+            largest.saturating_mul(trace.loads.len().div_ceil(gpus) as u64) + (512 << 20)
+        }
     };
     let calibration = match &args.calibration {
         Some(path) => Calibration::read(path)?,
@@ -146,10 +152,10 @@ pub fn run(args: &Simulate, out: &mut dyn Write) -> Result<(), SimulateError> {
     contenders.retain(|c| {
         args.policy.is_empty() || args.policy.iter().any(|name| c.name.starts_with(name))
     });
-    let machine = Machine { vram_bytes, calibration };
+    let machine = Machine { gpus, vram_bytes, calibration };
     let figures = compare(&trace, machine, &contenders)?;
     if let Some(path) = &args.plot {
-        write(path, &plot::svg(&figures, vram_bytes, trace.end_ms()))?;
+        write(path, &plot::svg(&figures, trace.end_ms()))?;
     }
     print(args, out, &trace, machine, &figures)
 }
@@ -200,6 +206,7 @@ fn print(
             "requests": trace.requests(),
             "days": days,
             "seed": args.seed,
+            "gpus": machine.gpus,
             "vram_bytes": machine.vram_bytes,
             "wanted_bytes": trace.vram_bytes(),
             "calibration": machine.calibration,
@@ -210,10 +217,11 @@ fn print(
     }
     writeln!(
         out,
-        "{} processes, {} requests, {days:.1} days; {} of VRAM, {} wanted\n",
+        "{} processes, {} requests, {days:.1} days; {} of VRAM on each of {} GPUs, {} wanted\n",
         trace.loads.len(),
         trace.requests(),
         format::bytes(machine.vram_bytes),
+        machine.gpus,
         format::bytes(trace.vram_bytes()),
     )
     .map_err(failed)?;

@@ -5,7 +5,7 @@ use affinode_proto::{api::control::Announcement, reason::Reason, state::State};
 
 use super::{
     CommandId, Millis,
-    history::History,
+    history::{History, PAUSE_MS, Pauses},
     input::Request,
     policy::{KeepAlive, Policy},
 };
@@ -60,6 +60,8 @@ pub struct Container {
     pub commands: Vec<(CommandId, Request)>,
     /// When it is used and when not.
     pub history: History,
+    /// When the use in progress, or the last one, began.
+    pub use_began: Millis,
     /// It is held until then: it came back ahead of a call that is expected.
     pub expected_until: Option<Millis>,
     /// It came back ahead of a call that did not come.
@@ -106,6 +108,7 @@ impl Container {
             wake_began: None,
             commands: Vec::new(),
             history: History::default(),
+            use_began: now,
             expected_until: None,
             missed: false,
             next_use: None,
@@ -125,6 +128,17 @@ impl Container {
             return most;
         }
         self.history.keep_alive_ms().map_or(most, |learned| learned.min(most))
+    }
+
+    /// Use begins again after a pause; what follows from it is learned.
+    pub fn pause_ends(&mut self, now: Millis, node: &mut Pauses) -> Millis {
+        let pause_ms = now.saturating_sub(self.last_use);
+        if pause_ms >= PAUSE_MS {
+            let use_ms = self.last_use.saturating_sub(self.use_began);
+            self.history.observe(use_ms, pause_ms, node, self.policy.wish());
+            self.use_began = now;
+        }
+        pause_ms
     }
 
     /// Name for people.

@@ -7,7 +7,7 @@
 //! has not shown yet the node's other containers lend, with the weight of a few pauses.
 //!
 //! ```text
-//! keep alive:  the T with the least  E[VRAM held idle] + wake cost x P(pause > T)
+//! keep alive:  the T with the least  E[VRAM held idle] + wake cost x waiting calls x P(pause > T)
 //! next use:    E[pause - idle | pause > idle], by the same counts
 //! prewake:     pauses after an offload that agree within a quarter: back before the shortest
 //! ```
@@ -26,6 +26,10 @@ const NODE_WEIGHT: f32 = 20.0;
 const PRIOR_WEIGHT: f32 = 0.5;
 /// Counts of one pace are halved beyond this: old habits fade.
 const FADE_AT: f32 = 256.0;
+/// Calls of so much time wait when it has to come back: the end of an offload, a return.
+const RETURN_S: f32 = 6.0;
+/// Calls in a second of use, roughly.
+const CALLS_PER_USE_S: f32 = 3.0;
 /// Pauses of a container before its own history counts.
 const ENOUGH: u32 = 8;
 /// How fast the pace follows.
@@ -68,6 +72,9 @@ pub struct History {
     seen: u32,
     /// The last pauses that outlived an offload.
     long: Vec<Millis>,
+    /// Mean time of a use, and of a pause and the use before it, in seconds.
+    mean_use_s: f32,
+    mean_cycle_s: f32,
     keep_alive: Option<Millis>,
     prewakes: u32,
     hits: u32,
@@ -84,7 +91,8 @@ pub struct Wish {
 
 impl History {
     /// Takes a pause that ended now; the node's counts take it too.
-    pub fn observe(&mut self, pause_ms: Millis, node: &mut Pauses, wish: Wish) {
+    /// `use_ms`: how long the use before it was.
+    pub fn observe(&mut self, use_ms: Millis, pause_ms: Millis, node: &mut Pauses, wish: Wish) {
         if pause_ms < PAUSE_MS {
             return;
         }
@@ -92,7 +100,10 @@ impl History {
         self.own.add(pace, bin);
         node.add(pace, bin);
         self.seen = self.seen.saturating_add(1);
-        let log = (pause_ms.min(600_000) as f32 / 1000.0).log2();
+        let (use_s, pause_s) = (use_ms as f32 / 1000.0, pause_ms.min(600_000) as f32 / 1000.0);
+        self.mean_use_s += PACE_STEP * (use_s - self.mean_use_s);
+        self.mean_cycle_s += PACE_STEP * (use_s + pause_s - self.mean_cycle_s);
+        let log = pause_s.log2();
         self.pace = Some(self.pace.map_or(log, |mean| mean + PACE_STEP * (log - mean)));
         self.keep_alive = (self.seen >= ENOUGH).then(|| self.learn(node, wish));
     }
@@ -122,7 +133,9 @@ impl History {
 
     fn learn(&self, node: &Pauses, wish: Wish) -> Millis {
         let weights = self.weights(node);
-        let wake_s = wish.wake_cost_ms as f32 / 1000.0;
+        // Whoever is called often has several calls wait for one return.
+        let calls_per_s = (1.0 + CALLS_PER_USE_S * self.mean_use_s) / self.mean_cycle_s.max(1.0);
+        let wake_s = wish.wake_cost_ms as f32 / 1000.0 * (1.0 + RETURN_S * calls_per_s);
         let mut longer: f32 = weights.iter().sum();
         let (mut held, mut best) = (0.0, (f32::INFINITY, PAUSE_MS));
         for (bin, weight) in weights.iter().enumerate() {
@@ -211,7 +224,7 @@ mod tests {
 
     fn after(pauses: &[Millis]) -> (History, Pauses) {
         let (mut history, mut node) = (History::default(), Pauses::default());
-        pauses.iter().for_each(|pause| history.observe(*pause, &mut node, WISH));
+        pauses.iter().for_each(|pause| history.observe(1_000, *pause, &mut node, WISH));
         (history, node)
     }
 

@@ -38,7 +38,7 @@ pub type Millis = u64;
 
 /// A container's key: unique on the node, made by the shim.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Key(String);
+pub struct Key(std::sync::Arc<str>);
 
 impl Key {
     /// Takes a key as a shim announced it.
@@ -48,7 +48,7 @@ impl Key {
     pub fn parse(text: &str) -> Result<Key, String> {
         let hex = |b: u8| b.is_ascii_digit() || (b'a'..=b'f').contains(&b);
         if text.len() == 32 && text.bytes().all(hex) {
-            Ok(Key(text.to_owned()))
+            Ok(Key(text.into()))
         } else {
             Err(text.to_owned())
         }

@@ -442,9 +442,7 @@ impl Node {
         };
         if container.wake_began.is_none() {
             container.wake_began = Some(now);
-            let pause = now.saturating_sub(container.last_use);
-            let wish = container.policy.wish();
-            container.history.observe(pause, &mut self.pauses, wish);
+            let pause = container.pause_ends(now, &mut self.pauses);
             container.history.returned(pause);
             container.missed = false;
         }

@@ -470,11 +470,7 @@ impl Node {
         let Some(container) = self.containers.get_mut(&key) else {
             return;
         };
-        let pause = now.saturating_sub(container.last_use);
-        if process_was_free {
-            let wish = container.policy.wish();
-            container.history.observe(pause, &mut self.pauses, wish);
-        }
+        let pause = if process_was_free { container.pause_ends(now, &mut self.pauses) } else { 0 };
         if container.expected_until.take().is_some() {
             container.history.prewake_hit();
             self.prewake_hits += 1;

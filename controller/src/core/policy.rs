@@ -101,7 +101,7 @@ impl Default for Policy {
             minimum_residency_ms: 10_000,
             priority: 0,
             keep_alive: KeepAlive::Learned,
-            wake_cost_ms: 50_000,
+            wake_cost_ms: 25_000,
             prewake: true,
         }
     }

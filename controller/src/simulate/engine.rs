@@ -37,7 +37,6 @@ use crate::core::{
     Survey, history::PAUSE_MS, input::Identity, ledger::margin_bytes,
 };
 
-const GPU: &str = "GPU-simulated";
 /// What closing, locking, unlocking and opening take.
 const STEP_MS: Millis = 1;
 /// How often the node looks again while somebody waits.
@@ -108,7 +107,8 @@ struct World<'a> {
     costs: Calibration,
     foresight: Foresight,
     wake_cost_ms: Millis,
-    used_bytes: u64,
+    /// By device.
+    used_bytes: Vec<u64>,
     away_bytes: u64,
     polling: bool,
     wakes: u64,
@@ -149,11 +149,11 @@ pub fn run(
         costs,
         foresight: contender.foresight,
         wake_cost_ms: settings.policies.node.wake_cost_ms,
-        used_bytes: 0,
+        used_bytes: vec![0; machine.gpus],
         away_bytes: 0,
         polling: false,
         wakes: 0,
-        meter: Meter::new(trace.end_ms(), machine.vram_bytes),
+        meter: Meter::new(trace.end_ms(), machine.vram_bytes * machine.gpus as u64),
         delays_ms: Vec::new(),
         figures: Figures {
             policy: contender.name.clone(),
@@ -173,21 +173,24 @@ pub fn run(
 fn kept(trace: &Trace, machine: Machine, name: &str) -> Figures {
     let mut loads: Vec<&Load> = trace.loads.iter().collect();
     loads.sort_by_key(|load| load.arrivals_ms.first().copied());
-    let mut meter = Meter::new(trace.end_ms(), machine.vram_bytes);
+    let mut meter = Meter::new(trace.end_ms(), machine.vram_bytes * machine.gpus as u64);
     let mut figures = Figures {
         policy: name.to_owned(),
         requests: trace.requests(),
         fairness_jain: 1.0,
         ..Figures::default()
     };
-    let mut used = 0;
+    let mut used = vec![0; machine.gpus];
     for load in loads {
-        if used + load.vram_bytes + margin_bytes(machine.vram_bytes) > machine.vram_bytes {
+        // Whoever comes takes the emptiest device.
+        let Some(gpu) = used.iter_mut().min() else { continue };
+        if *gpu + load.vram_bytes + margin_bytes(machine.vram_bytes) > machine.vram_bytes {
             figures.refused += load.arrivals_ms.len() as u64;
             continue;
         }
-        used += load.vram_bytes;
-        meter.set(load.arrivals_ms.first().copied().unwrap_or(0).into(), used, 0);
+        *gpu += load.vram_bytes;
+        let at = load.arrivals_ms.first().copied().unwrap_or(0);
+        meter.set(at.into(), used.iter().sum(), 0);
     }
     meter.finish(&mut figures);
     figures
@@ -198,6 +201,10 @@ fn key(n: usize) -> Key {
         Ok(key) => key,
         Err(text) => unreachable!("{text} is 32 hex digits"),
     }
+}
+
+fn uuid(gpu: usize) -> String {
+    format!("GPU-{gpu}")
 }
 
 fn id(n: usize) -> ProcessId {
@@ -211,7 +218,7 @@ fn pid(n: usize) -> u32 {
 impl<'a> World<'a> {
     /// Everybody is away until the first call.
     fn begin(&mut self, trace: &'a Trace) -> Result<(), SimulationError> {
-        let gpus = vec![self.gpu(None)];
+        let gpus = (0..self.machine.gpus).map(|gpu| self.gpu(gpu, None)).collect();
         self.inputs.push_back(Input::Gpus(Ok(gpus)));
         for (n, load) in trace.loads.iter().enumerate() {
             let key = key(n);
@@ -221,7 +228,8 @@ impl<'a> World<'a> {
                 ..Announcement::default()
             };
             self.inputs.push_back(Input::Announced(Box::new(announcement), key.clone()));
-            let away = vec![DeviceBytes { uuid: GPU.into(), bytes: load.vram_bytes }];
+            let away =
+                vec![DeviceBytes { uuid: uuid(n % self.machine.gpus), bytes: load.vram_bytes }];
             let identity = (pid(n), 1);
             self.inputs.push_back(Input::Recalled {
                 key: key.clone(),
@@ -275,12 +283,12 @@ impl<'a> World<'a> {
         }
     }
 
-    fn gpu(&self, process: Option<usize>) -> GpuSample {
+    fn gpu(&self, gpu: usize, process: Option<usize>) -> GpuSample {
         let held = |n: &usize| (pid(*n), self.processes[*n].load.vram_bytes);
         GpuSample {
-            uuid: GPU.into(),
+            uuid: uuid(gpu),
             total_bytes: self.machine.vram_bytes,
-            used_bytes: self.used_bytes,
+            used_bytes: self.used_bytes[gpu],
             processes: process.iter().filter(|n| self.processes[**n].on_device).map(held).collect(),
             ..GpuSample::default()
         }
@@ -319,7 +327,7 @@ impl<'a> World<'a> {
             Event::Poll => {
                 self.polling = false;
                 // Any input serves the queue; this one does nothing else.
-                self.inputs.push_back(self.reading());
+                self.inputs.push_back(self.reading(0));
             }
         }
         self.drain()?;
@@ -334,8 +342,8 @@ impl<'a> World<'a> {
     }
 
     /// A reading of the device that answers no question.
-    fn reading(&self) -> Input {
-        Input::Proven(key(0), u64::MAX, Ok(vec![self.gpu(None)]))
+    fn reading(&self, n: usize) -> Input {
+        Input::Proven(key(0), u64::MAX, Ok(vec![self.gpu(n % self.machine.gpus, None)]))
     }
 
     fn called(&mut self, n: usize) {
@@ -420,7 +428,7 @@ impl<'a> World<'a> {
                 self.carry_out(effect)?;
             }
             let waiting = self.node.waiting();
-            self.meter.set(self.now, self.used_bytes, waiting);
+            self.meter.set(self.now, self.used_bytes.iter().sum(), waiting);
         }
         Ok(())
     }
@@ -432,19 +440,23 @@ impl<'a> World<'a> {
             }
             Effect::Survey { key: asked, .. } => {
                 let n = usize::from_str_radix(asked.as_str(), 16).unwrap_or(0);
-                let survey = Survey { gpus: Ok(vec![self.gpu(Some(n))]), room: Ok(()) };
+                let survey = Survey {
+                    gpus: Ok(vec![self.gpu(n % self.machine.gpus, Some(n))]),
+                    room: Ok(()),
+                };
                 self.inputs.push_back(Input::Surveyed(asked, survey));
             }
             Effect::Prove(asked, number) => {
-                let gpus = Ok(vec![self.gpu(None)]);
+                let n = usize::from_str_radix(asked.as_str(), 16).unwrap_or(0);
+                let gpus = Ok(vec![self.gpu(n % self.machine.gpus, None)]);
                 self.inputs.push_back(Input::Proven(asked, number, gpus));
             }
             Effect::Publish(event) => {
                 self.figures.refused += u64::from(event.kind == "refused");
                 if event.to == State::Offloaded.as_str() || event.to == State::Active.as_str() {
-                    let reading = self.reading();
-                    self.inputs.push_back(reading);
                     let n = usize::from_str_radix(&event.key, 16).unwrap_or(0);
+                    let reading = self.reading(n);
+                    self.inputs.push_back(reading);
                     self.plan_due(n, STEP_MS);
                 }
             }
@@ -466,10 +478,11 @@ impl<'a> World<'a> {
             Action::Lock { .. } => (Step::Lock, STEP_MS),
             Action::Checkpoint { .. } => (Step::Checkpoint, self.costs.offload_ms(bytes)),
             Action::Restore => {
-                if self.used_bytes + bytes > self.machine.vram_bytes {
+                let used_bytes = &mut self.used_bytes[n % self.machine.gpus];
+                if *used_bytes + bytes > self.machine.vram_bytes {
                     return Err(SimulationError::Overcommitted);
                 }
-                self.used_bytes += bytes;
+                *used_bytes += bytes;
                 self.returns(n);
                 (Step::Restore, self.costs.restore_ms(bytes))
             }
@@ -506,7 +519,7 @@ impl<'a> World<'a> {
                 p.phase = Phase::Away;
                 p.on_device = false;
                 (p.away_since, p.went) = (Some(now), Some(now));
-                self.used_bytes -= p.load.vram_bytes;
+                self.used_bytes[n % self.machine.gpus] -= p.load.vram_bytes;
                 self.away_bytes += p.load.vram_bytes;
                 self.figures.host_peak_bytes = self.figures.host_peak_bytes.max(self.away_bytes);
             }

@@ -10,7 +10,7 @@
 //!
 //! Simulated: arrivals, idleness, keep-alive, victims, queue, ledger, returns ahead of
 //! calls. Not simulated: failures, growth of a process, holding of allocations (a simulated
-//! process never allocates), several GPUs.
+//! process never allocates), processes on several devices.
 
 pub mod calibration;
 pub mod contenders;
@@ -77,7 +77,9 @@ pub enum SimulationError {
 /// The device and the host that a trace runs on.
 #[derive(Clone, Copy, Debug)]
 pub struct Machine {
-    /// VRAM for managed processes.
+    /// Devices; process n is on device n modulo this.
+    pub gpus: usize,
+    /// VRAM of each for managed processes.
     pub vram_bytes: u64,
     /// Costs of moves.
     pub calibration: Calibration,

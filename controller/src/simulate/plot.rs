@@ -13,9 +13,9 @@ const COLOURS: [&str; 8] =
 
 /// Draws one line for each policy.
 #[must_use]
-pub fn svg(all: &[Figures], vram_bytes: u64, end_ms: u64) -> String {
+pub fn svg(all: &[Figures], end_ms: u64) -> String {
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
-    let top = all.iter().map(|f| f.resident_peak_bytes).max().unwrap_or(1).min(vram_bytes).max(1);
+    let top = all.iter().map(|f| f.resident_peak_bytes).max().unwrap_or(1).max(1);
     let mut svg = String::new();
     let total = HEIGHT + TOP + 60.0 + 16.0 * all.len().div_ceil(4) as f64;
     let _ = write!(

@@ -119,7 +119,7 @@ fn clockwork(random: &mut Random, end_s: f64, arrivals: &mut Vec<u32>) {
 }
 
 fn server(random: &mut Random, end_s: f64, load: impl Fn(f64) -> f64, arrivals: &mut Vec<u32>) {
-    let mean_s = 2.0 * 60_f64.powf(random.unit());
+    let mean_s = 10.0 * 60_f64.powf(random.unit());
     let mut t = 0.0;
     while t < end_s {
         t += random.exponential(mean_s / 3.0);

@@ -21,7 +21,7 @@ fn load(name: &str, gib: u64, arrivals_s: &[u32]) -> Load {
 }
 
 fn machine(gib: u64) -> Machine {
-    Machine { vram_bytes: gib * GIB + MARGIN, calibration: Calibration::default() }
+    Machine { gpus: 1, vram_bytes: gib * GIB + MARGIN, calibration: Calibration::default() }
 }
 
 fn contender(name: &str) -> Contender {
@@ -95,8 +95,8 @@ fn files_are_read_and_bad_lines_are_named() {
         Trace::read(&path, assumed)
     };
     let windows = "client,ts,rate,cv,pat,p1,p2\na,0,0.1,1,Gamma,1,10\na,600,0.05,1,Weibull,1,10\n";
-    assert_eq!(read(windows).unwrap().requests(), 90);
-    let azure = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,1,1\n2023-11-16 18:17:05.97,1,1\n";
+    assert_eq!(read(windows).unwrap().requests(), 60 + 30);
+    let azure = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.5,1,1\n2023-11-16 18:17:05.5,1,1\n";
     assert_eq!(read(azure).unwrap().loads[0].arrivals_ms, [0, 2_000]);
     let telemetry = "time,process,busy,vram_bytes\n10,a,0.5,7\n20,a,0,9\n30,b,1,5\n";
     let loads = read(telemetry).unwrap().loads;

@@ -140,7 +140,7 @@ struct Rows {
 /// Milliseconds of a trace: 49 days at most.
 fn ms(seconds: f64) -> Option<u32> {
     let ms = seconds * 1000.0;
-    (ms.is_finite() && (0.0..=f64::from(u32::MAX)).contains(&ms)).then_some(ms as u32)
+    (ms.is_finite() && (0.0..=f64::from(u32::MAX)).contains(&ms)).then_some(ms.round() as u32)
 }
 
 impl Rows {
@@ -206,8 +206,9 @@ impl Rows {
             (time.parse::<f64>().ok()?, busy.parse::<f64>().ok()?, vram.parse::<u64>().ok()?);
         let zero = *self.zero.get_or_insert(at);
         let at = ms(at - zero)?;
+        let first = !self.loads.contains_key(*process);
         let load = self.load(process);
-        load.vram_bytes = load.vram_bytes.max(vram);
+        load.vram_bytes = if first { vram } else { load.vram_bytes.max(vram) };
         if busy > 0.0 {
             load.arrivals_ms.push(at);
         }
