@@ -105,6 +105,8 @@ impl Node {
     #[must_use]
     pub fn handle(&mut self, now: Millis, input: Input) -> Vec<Effect> {
         self.now = self.now.max(now);
+        // A page frees nothing and asks for nothing, and pages are most of what comes.
+        let may_serve = !matches!(input, Input::Page(..));
         match input {
             Input::Announced(announcement, key) => self.announced(*announcement, &key),
             Input::Withdrawn(key) => self.withdrawn(&key),
@@ -126,7 +128,9 @@ impl Node {
             Input::Due(key) => self.due(&key),
             Input::Tick => self.tick(),
         }
-        self.serve_queue();
+        if may_serve {
+            self.serve_queue();
+        }
         std::mem::take(&mut self.effects)
     }
 
