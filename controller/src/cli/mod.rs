@@ -9,6 +9,7 @@ mod client;
 mod completion;
 mod events;
 mod format;
+mod policy;
 mod ps;
 mod report;
 mod simulate;
@@ -64,6 +65,9 @@ enum Command {
     Calls(calls::Calls),
     Report(report::Report),
     Simulate(simulate::Simulate),
+    /// Validate policies.
+    #[command(subcommand)]
+    Policy(policy::PolicyCommand),
     /// Print the completion script of a shell.
     Completion {
         /// Which one.
@@ -157,6 +161,7 @@ async fn run(args: Args) -> Result<(), CliError> {
     // What needs no controller.
     let command = match args.command {
         Command::Simulate(what) => return Ok(simulate::run(&what, &mut out)?),
+        Command::Policy(what) => return policy::run(&what, &mut out),
         Command::Completion { shell } => return completion::completion(&mut out, shell),
         Command::Man { folder } => return completion::man(&folder),
         Command::Report(asked) => return report::run(&args.run_dir, &mut out, asked).await,
@@ -172,6 +177,7 @@ async fn run(args: Args) -> Result<(), CliError> {
         Command::Events { follow, output } => events::run(&client, &mut out, output, follow).await,
         // Done before.
         Command::Simulate(_)
+        | Command::Policy(_)
         | Command::Completion { .. }
         | Command::Man { .. }
         | Command::Report(_) => Ok(()),

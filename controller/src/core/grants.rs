@@ -34,6 +34,12 @@ impl Node {
         }
         let mut taken: BTreeSet<String> =
             self.grants.values().flat_map(|g| g.uuids.iter().cloned()).collect();
+        // Every device is taken: nobody's turn, however many wait.
+        let all_taken =
+            |taken: &BTreeSet<String>| !self.gpus.is_empty() && taken.len() >= self.gpus.len();
+        if all_taken(&taken) {
+            return;
+        }
         for key in self.queue.in_order(self.now) {
             if self.grants.contains_key(&key) {
                 continue;
