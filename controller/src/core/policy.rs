@@ -100,9 +100,10 @@ impl Default for Policy {
             idle_timeout_ms: 300_000,
             minimum_residency_ms: 10_000,
             priority: 0,
-            keep_alive: KeepAlive::Learned,
+            // What people expect of an idle timeout. Learning is asked for.
+            keep_alive: KeepAlive::Fixed,
             wake_cost_ms: 25_000,
-            prewake: true,
+            prewake: false,
         }
     }
 }

@@ -18,7 +18,7 @@ use super::{
     DeviceBytes, Effect, GpuSample, Input, Key, Millis, Node, ProcessId, Record, Request, Settings,
     Survey,
     input::{CommandId, Identity},
-    policy::{Policies, Policy},
+    policy::{KeepAlive, Policies, Policy},
 };
 
 const GPU: &str = "GPU-test";
@@ -72,7 +72,15 @@ fn key(n: usize) -> Key {
 }
 
 fn settings() -> Settings {
-    let node = Policy { idle_timeout_ms: 100, minimum_residency_ms: 0, ..Policy::default() };
+    // With everything that is learned, too.
+    let (keep_alive, prewake) = (KeepAlive::Learned, true);
+    let node = Policy {
+        idle_timeout_ms: 100,
+        minimum_residency_ms: 0,
+        keep_alive,
+        prewake,
+        ..Policy::default()
+    };
     Settings { policies: Policies { node, rules: Vec::new() }, ..Settings::default() }
 }
 

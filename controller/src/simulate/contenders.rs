@@ -65,6 +65,10 @@ pub fn all(settings: &Settings, seed: u64) -> Vec<Contender> {
     {
         all.push(contender(format!("fixed-{name}"), Some(timeout(seconds))));
     }
+    let learned = |p: &mut Policy| {
+        (p.mode, p.keep_alive, p.prewake) = (Mode::Eager, KeepAlive::Learned, true);
+    };
+    all.push(contender("learned".into(), Some(plain(settings, learned, VictimRule::Expected))));
     all.push(contender("lru".into(), Some(pressed(VictimRule::Lru))));
     all.push(contender("random".into(), Some(pressed(VictimRule::Random(seed)))));
     all.push(contender("size-idle".into(), Some(pressed(VictimRule::SizeIdle))));

@@ -63,7 +63,7 @@ fn whoever_cannot_ever_fit_is_said_so() {
 fn a_clockwork_is_back_before_its_call() {
     let calls: Vec<u32> = (0..40).map(|n| n * 1_800).collect();
     let trace = Trace { loads: vec![load("a", 16, &calls)] };
-    let figures = engine::run(&trace, machine(16), &contender("configured")).unwrap();
+    let figures = engine::run(&trace, machine(16), &contender("learned")).unwrap();
     assert!(figures.prewake_hits >= 30, "{figures:?}");
     assert!(figures.wake_share < 0.25, "{figures:?}");
 }
