@@ -20,8 +20,9 @@ use super::{
     victims::{self, Candidate},
 };
 
-/// Time without use that makes a neighbour a victim while somebody waits.
-const FREE_MS: Millis = 1_000;
+/// Time without use that makes a neighbour a victim while somebody waits, if its own idle
+/// timeout is not shorter. Less would take it from programs that only load data.
+const FREE_MS: Millis = 10_000;
 /// Room is looked for so often at most.
 const SEEK_MS: Millis = 100;
 /// Who waits so long takes what it can get: room gathers for it.
@@ -80,7 +81,7 @@ impl Node {
             c.goal == Goal::Home
                 && matches!(c.state, State::Active | State::Idle)
                 && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
-                && self.now.saturating_sub(c.last_use) >= FREE_MS
+                && self.now.saturating_sub(c.last_use) >= FREE_MS.min(c.idle_after_ms())
                 && c.came_home
                     .is_none_or(|t| self.now.saturating_sub(t) >= c.policy.minimum_residency_ms)
                 && self.now >= c.not_before
