@@ -3,6 +3,7 @@
 
 use std::{collections::HashMap, path::Path};
 
+use affinode_e2e::until::until;
 use anyhow::{Context, Result};
 use prost::Message;
 use tokio::runtime::Runtime;
@@ -201,13 +202,25 @@ pub struct Cri {
 }
 
 impl Cri {
-    /// Connects at the first call.
+    /// Connects, and waits until CRI serves: it begins to a moment after containerd.
     pub fn connect(socket: &Path) -> Result<Self> {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
         let endpoint = Endpoint::from_shared(format!("unix://{}", socket.display()))?;
         let channel = runtime.block_on(async { endpoint.connect_lazy() });
-        Ok(Self { runtime, channel })
+        let cri = Self { runtime, channel };
+        let mut last = None;
+        until("CRI to serve", || {
+            match cri.call::<Nothing, Nothing>("ListPodSandbox", Nothing {}) {
+                Ok(Nothing {}) => Ok(Some(())),
+                Err(error) => {
+                    last = Some(error);
+                    Ok(None)
+                }
+            }
+        })
+        .with_context(|| format!("{last:?}"))?;
+        Ok(cri)
     }
 
     /// Runs a sandbox with a runtime handler, as kubelet does for a RuntimeClass.
