@@ -398,6 +398,36 @@ impl Node {
         self.effects.push(Effect::Journal(key.clone(), None));
         self.set_state(key, State::Active, reason, &detail, bytes, elapsed);
         self.answer(key, Request::Restore, true, bytes, elapsed);
+        self.leave_again(key);
+    }
+
+    /// An offload that was asked for while the container came home begins now.
+    fn leave_again(&mut self, key: &Key) {
+        let asked = |c: &Container| c.commands.iter().any(|(_, r)| *r == Request::Offload);
+        if !self.containers.get(key).is_some_and(asked) {
+            return;
+        }
+        match self.may_offload(key, true) {
+            Ok(()) => self.leave(key, Reason::Requested),
+            Err(reason) => {
+                if let Some(container) = self.containers.get_mut(key) {
+                    container.reason = reason;
+                }
+                self.answer(key, Request::Offload, false, 0, 0);
+            }
+        }
+    }
+
+    /// Nobody waits for an answer that no arrival will bring: the container is home and
+    /// not about to leave, because it was called or a process started meanwhile.
+    pub(super) fn settle_requests(&mut self, key: &Key) {
+        let Some(c) = self.containers.get_mut(key) else { return };
+        let home = c.goal == Goal::Home && matches!(c.state, State::Active | State::Idle);
+        if home && !c.commands.is_empty() {
+            c.reason = (Reason::WokenMeanwhile, String::new());
+            self.answer(key, Request::Offload, false, 0, 0);
+            self.answer(key, Request::Restore, true, 0, 0);
+        }
     }
 
     /// Gives up an offload: whatever was done so far is undone.
@@ -559,6 +589,7 @@ impl Node {
         self.siblings_are_back(key);
         self.set_state(key, State::Lost, Reason::DriverLost, detail, 0, 0);
         self.answer(key, Request::Restore, false, 0, 0);
+        self.answer(key, Request::Offload, false, 0, 0);
     }
 
     /// Orders that are late: an offload is given up, a driver call is only shown.

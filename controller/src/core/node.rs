@@ -593,7 +593,14 @@ impl Node {
                 container.cause = Reason::Requested;
                 self.advance(key);
             }
-            // On its way: the answer comes with the arrival. Nothing registered or lost: now.
+            (Request::Restore, State::Closing | State::Offloading) => {
+                container.goal = Goal::Home;
+                container.cause = Reason::Requested;
+                container.reason = (Reason::Requested, String::new());
+                self.answer(key, Request::Offload, false, 0, 0);
+                self.advance(key);
+            }
+            // Nothing registered or lost: now. Else on its way: the answer comes with the arrival.
             (_, State::Unregistered | State::Lost) => self.answer(key, request, false, 0, 0),
             _ => {}
         }

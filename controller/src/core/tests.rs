@@ -534,6 +534,7 @@ proptest! {
     fn nobody_is_lost_or_stuck(steps in proptest::collection::vec(step(), 1..200)) {
         let mut world = World::new(3);
         let mut command = 0;
+        let mut asked = std::collections::BTreeSet::new();
         for step in steps {
             let nth = |n: usize, world: &World| world.agents.keys().copied().nth(n);
             match step {
@@ -555,11 +556,15 @@ proptest! {
                         world.hello(id);
                     }
                 },
-                Step::Restart(busy) => world.restart(busy),
+                Step::Restart(busy) => {
+                    world.restart(busy);
+                    asked.clear();
+                }
                 Step::Others(bytes) => if world.used() - world.others + bytes <= TOTAL { world.others = bytes },
                 Step::Fail(busy) => world.fail = Some(if busy { Outcome::Busy } else { Outcome::DriverError }),
                 Step::Ask(container, out) => {
                     command += 1;
+                    asked.insert(CommandId(command));
                     let request = if out { Request::Offload } else { Request::Restore };
                     world.feed(Input::Command(CommandId(command), key(container), request));
                 }
@@ -581,6 +586,10 @@ proptest! {
             let state = world.state(n);
             prop_assert!(matches!(state, State::Active | State::Idle | State::Offloaded), "{n} is left {state}");
         }
+        for (command, _) in &world.answers {
+            asked.remove(command);
+        }
+        prop_assert!(asked.is_empty(), "nobody answers {asked:?}");
         prop_assert!(world.node.queue.is_empty());
         prop_assert!(world.node.grants.is_empty());
         prop_assert_eq!(world.node.ledger.promised_bytes(GPU), 0);
