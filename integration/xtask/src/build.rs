@@ -102,7 +102,8 @@ pub fn all(profile: Profile) -> Result<Artifacts> {
 fn place(from: &Path, to: &Path) -> Result<()> {
     let folder = to.parent().context("a file has a folder")?;
     fs::create_dir_all(folder)?;
-    let fresh = to.with_extension("new");
+    // Another build may be placing the same file.
+    let fresh = to.with_extension(format!("new-{}", std::process::id()));
     fs::copy(from, &fresh).with_context(|| format!("cannot copy {}", from.display()))?;
     fs::rename(&fresh, to).with_context(|| format!("cannot place {}", to.display()))
 }
@@ -120,11 +121,12 @@ fn clients(artifacts: &Artifacts) -> Result<()> {
     let target = artifacts.clients_dir();
     sh::run(Command::new("sh").arg(sources.join("build.sh")).arg(&target))?;
     let own = workspace_dir().join("integration/e2e/programs");
-    let mut gcc = Command::new("gcc");
-    gcc.args(["-O2", "-Wall", "-o"]).arg(target.join("call_cost")).arg("-I").arg(&sources);
-    gcc.arg(own.join("call_cost.c"))
-        .args(["client.c", "load_dlsym.c"].map(|file| sources.join(file)))
-        .arg("-ldl");
-    sh::run(&mut gcc)?;
+    for program in ["call_cost", "scribble"] {
+        let mut gcc = Command::new("gcc");
+        gcc.args(["-O2", "-Wall", "-o"]).arg(target.join(program)).arg("-I").arg(&sources);
+        gcc.arg(own.join(program).with_extension("c"));
+        gcc.args(["client.c", "load_dlsym.c"].map(|file| sources.join(file))).arg("-ldl");
+        sh::run(&mut gcc)?;
+    }
     place(&own.join("torch_worker.py"), &target.join("torch_worker.py"))
 }

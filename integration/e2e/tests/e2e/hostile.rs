@@ -2,7 +2,12 @@
 
 use std::{io::Write, os::unix::net::UnixStream};
 
-use affinode_e2e::{container::Spec, until::until, worker::Worker, world::Recipe};
+use affinode_e2e::{
+    container::{CLIENTS, Spec},
+    until::until,
+    worker::Worker,
+    world::Recipe,
+};
 use anyhow::{Context, Result};
 
 use crate::offload::{EAGER, MANUAL};
@@ -21,6 +26,31 @@ fn garbage_on_the_agent_socket_harms_nobody() -> Result<()> {
     world.cli().wait_for_state("good", "Offloaded")?;
     assert!(worker.verify()?);
     Ok(())
+}
+
+/// A process that overwrites the page it shares with the controller harms itself at most.
+#[test]
+fn a_scribbled_page_harms_nobody_else() -> Result<()> {
+    let world = Recipe::default().config(EAGER).world()?;
+    let mut good = Worker::start(&world, "good", 32)?;
+    let mut bad = Worker::start_as(&world, Spec::gpu("bad", &[&format!("{CLIENTS}/scribble")]))?;
+    bad.expect("ready")?;
+    until("the hostile one to be registered", || {
+        let row = world.cli().container("bad")?;
+        Ok(row.filter(|row| !row.processes.is_empty()))
+    })?;
+    bad.send("go")?;
+    let said = bad.receive_line()?;
+    assert!(said.contains("\"pages\":1"), "{said}");
+    for _ in 0..2 {
+        world.cli().wait_for_state("good", "Offloaded")?;
+        assert!(good.verify()?);
+    }
+    bad.running.kill(&world)?;
+    bad.running.delete(&world)?;
+    until("the controller to forget it", || {
+        Ok(world.cli().container("bad")?.is_none().then_some(()))
+    })
 }
 
 /// A container that opens connections without end is cut off; its neighbour is served.
