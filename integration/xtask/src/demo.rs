@@ -16,7 +16,13 @@ mod report;
 mod scene;
 mod watch;
 
-use std::{sync::Arc, time::Instant};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Instant,
+};
 
 use affinode_e2e::{
     gpu::Gpu,
@@ -29,6 +35,8 @@ use crate::{build, deps, say};
 
 pub use options::{GpuChoice, Options};
 
+/// Whether Ctrl-C was pressed: what fails from then on fails because the world is ending.
+static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 /// VRAM of the simulated GPU.
 const SIMULATED_VRAM_BYTES: u64 = 1024 * MIB;
 
@@ -64,9 +72,9 @@ pub fn run(options: &Options) -> Result<()> {
     clean_up_on_signal(&world)?;
     if let Some(address) = address {
         say::step(&format!("The dashboard is at http://{address} while this runs; Ctrl-C ends it"));
-        return dashboard::live(&world).inspect_err(|_| world.show_logs());
+        return dashboard::live(&world).inspect_err(|_| explain(&world));
     }
-    let outcome = scene::play(&world, options.json).inspect_err(|_| world.show_logs());
+    let outcome = scene::play(&world, options.json).inspect_err(|_| explain(&world));
     say::step("Cleaning up");
     world.end();
     let report = outcome.map(|seen| report::Report::new(&world, &seen, began.elapsed()))?;
@@ -77,10 +85,19 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
+/// What a failure shows. One that Ctrl-C made is none: then the handler ends the process.
+fn explain(world: &World) {
+    while INTERRUPTED.load(Ordering::Acquire) {
+        std::thread::park();
+    }
+    world.show_logs();
+}
+
 /// Ctrl-C ends the world first, then the demo.
 fn clean_up_on_signal(world: &Arc<World>) -> Result<()> {
     let world = Arc::downgrade(world);
     ctrlc::set_handler(move || {
+        INTERRUPTED.store(true, Ordering::Release);
         say::step("Interrupted: cleaning up");
         if let Some(world) = world.upgrade() {
             world.end();

@@ -69,10 +69,11 @@ impl Keeper {
         command
     }
 
-    /// Ends everything and waits until it has ended. Further calls do nothing.
+    /// Ends everything and waits until it has ended; so does a second caller meanwhile.
+    /// Further calls do nothing.
     pub fn end(&self) {
-        let taken = self.lock().take();
-        if let Some(Pipes { mut child, requests, replies }) = taken {
+        let mut pipes = self.lock();
+        if let Some(Pipes { mut child, requests, replies }) = pipes.take() {
             drop((requests, replies));
             // An error here means that the keeper is gone already.
             let _ = child.wait();
