@@ -71,6 +71,12 @@ pub fn delete(flags: &Flags, argv: &[OsString]) -> Result<u8, DeleteError> {
     for (id, mut child) in children {
         if !process::wait(&mut child, deadline).unwrap_or(false) {
             warn!(id, "container of the dead shim's group could not be deleted in time");
+            continue;
+        }
+        // The stock shim reports no failure of runc, which fails while a process is still
+        // dying in the cgroup. Deleting what is gone is no work, so it is done twice.
+        if let Some(mut again) = delete_orphan(&stock, flags, &bundle, id) {
+            let _ = process::wait(&mut again, deadline);
         }
     }
     let status = own.wait().map_err(DeleteError::Run)?;

@@ -619,6 +619,7 @@ impl Node {
         self.consider(key);
         self.expect(key);
         self.advance(key);
+        self.settle_requests(key);
     }
 }
 

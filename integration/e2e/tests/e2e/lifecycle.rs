@@ -121,12 +121,7 @@ fn reports_a_program_that_is_not_there(world: &World) -> Result<()> {
 
 /// No shim, no bundle, no cgroup.
 pub fn nothing_is_left(world: &World) -> Result<()> {
-    until("shims to end", || Ok(world.shims()?.is_empty().then_some(())))?;
-    for namespace in ["default", "k8s.io"] {
-        let bundles = world.containerd().bundles(namespace);
-        let left = std::fs::read_dir(&bundles).map(Iterator::count).unwrap_or(0);
-        assert_eq!(left, 0, "bundles in {}", bundles.display());
-    }
+    no_shim_or_bundle_is_left(world)?;
     let mut left = Vec::new();
     until("cgroups to be removed", || {
         left.clear();
@@ -137,6 +132,17 @@ pub fn nothing_is_left(world: &World) -> Result<()> {
         Ok(left.is_empty().then_some(()))
     })
     .with_context(|| format!("{left:?}"))
+}
+
+/// Of processes and bundles alone.
+pub fn no_shim_or_bundle_is_left(world: &World) -> Result<()> {
+    until("shims to end", || Ok(world.shims()?.is_empty().then_some(())))?;
+    for namespace in ["default", "k8s.io"] {
+        let bundles = world.containerd().bundles(namespace);
+        let left = std::fs::read_dir(&bundles).map(Iterator::count).unwrap_or(0);
+        assert_eq!(left, 0, "bundles in {}", bundles.display());
+    }
+    Ok(())
 }
 
 /// Runs a command whose standard streams are a terminal: what it printed there.
