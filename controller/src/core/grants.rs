@@ -90,7 +90,10 @@ impl Node {
         }
         process.holds += 1;
         let opening = process.pending.is_some_and(|pending| pending.action == Action::Open);
-        let awaited = process.phase == Phase::Open || opening;
+        // One that scribbled its page or let a hold lapse is not waited for: it counts as
+        // somebody who is not managed.
+        let believed = process.bad_page.is_none() && !process.ignores_holds;
+        let awaited = believed && (process.phase == Phase::Open || opening);
         let order = self.order(id, Action::HoldAllocations { deadline_ms });
         self.hold_orders.insert(order, (key.clone(), id));
         if let Some(grant) = self.grants.get_mut(key) {
@@ -295,6 +298,13 @@ impl Node {
                 self.recalled.retain(|(other, ..), _| *other != key);
                 self.abort_grant(&key);
             } else if late && !restoring {
+                if let Stage::Holding(waiting) = &grant.stage {
+                    for id in waiting.clone() {
+                        if let Some(process) = self.processes.get_mut(&id) {
+                            process.ignores_holds = true;
+                        }
+                    }
+                }
                 self.abort_grant(&key);
             } else if late && let Some(mut grant) = self.grants.remove(&key) {
                 self.release_holds(&mut grant);

@@ -371,6 +371,7 @@ impl Node {
                 vram: before.as_ref().map(|p| p.vram.clone()).unwrap_or_default(),
                 away,
                 waits_for_siblings: false,
+                ignores_holds: before.as_ref().is_some_and(|p| p.ignores_holds),
                 bad_page: before.as_ref().and_then(|p| p.bad_page.clone()),
                 page: before.and_then(|p| p.page),
             },

@@ -42,6 +42,8 @@ pub struct Process {
     pub waits_for_siblings: bool,
     /// Why its page is not believed any more, if it is not. For good.
     pub bad_page: Option<String>,
+    /// It let an order to hold its allocations lapse. For good.
+    pub ignores_holds: bool,
     /// The last reading of its page.
     pub page: Option<PageSnapshot>,
 }
