@@ -134,6 +134,21 @@ pub fn nothing_is_left(world: &World) -> Result<()> {
     .with_context(|| format!("{left:?}"))
 }
 
+/// Of the cgroups that are left, none holds a process.
+pub fn no_process_is_left(world: &World) -> Result<()> {
+    until("processes in left cgroups to end", || {
+        let mut held = 0;
+        for folder in cgroup_folders(world.dir()) {
+            let below = std::fs::read_dir(folder)?.flatten().map(|entry| entry.path());
+            held += below
+                .filter_map(|path| std::fs::read_to_string(path.join("cgroup.procs")).ok())
+                .filter(|processes| !processes.trim().is_empty())
+                .count();
+        }
+        Ok((held == 0).then_some(()))
+    })
+}
+
 /// Of processes and bundles alone.
 pub fn no_shim_or_bundle_is_left(world: &World) -> Result<()> {
     until("shims to end", || Ok(world.shims()?.is_empty().then_some(())))?;
