@@ -23,11 +23,18 @@ pub mod policy;
 pub mod process;
 pub mod processes;
 pub mod queue;
+mod readings;
+mod reports;
+mod requests;
 mod room;
+mod roster;
 #[cfg(test)]
 mod tests;
+mod verdict;
 pub mod victims;
 pub mod view;
+mod way_home;
+mod way_out;
 
 pub use effect::{Effect, Record, RecordedProcess};
 pub use input::{Answer, CommandId, GpuSample, Input, Request, Survey};

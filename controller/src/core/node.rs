@@ -1,31 +1,27 @@
 //! The node: every container and process, and what happens on each input.
-//! The way out and home is in `moves.rs`, grants in `grants.rs`, the list that people
-//! see in `view.rs`.
+//! Who comes and goes is in `roster.rs`, what is read in `readings.rs`, what people ask in
+//! `requests.rs`, the way out and home in `moves.rs`, grants in `grants.rs`, the list that
+//! people see in `view.rs`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use affinode_proto::{
-    api::control::{ActionResponse, Announcement, Event},
+    api::control::{Announcement, Event},
     reason::Reason,
     state::State,
-    wire::{
-        Hazards, Phase, WIRE_VERSION,
-        message::{Action, AgentMessage, ControllerMessage},
-        page::PageSnapshot,
-    },
+    wire::message::{Action, AgentMessage, ControllerMessage},
 };
 
 use super::{
-    CommandId, DeviceBytes, Effect, Key, Millis, ProcessId,
+    DeviceBytes, Effect, Key, Millis, ProcessId,
     container::{Container, Goal},
     grant::Grant,
     history::Pauses,
-    idle,
-    input::{GpuSample, Identity, Input, Request},
+    input::{GpuSample, Input},
     ledger::Ledger,
     plan::Deadlines,
     policy::Policies,
-    process::{Pending, Process},
+    process::Pending,
     processes::Processes,
     queue::Queue,
     victims::VictimRule,
@@ -252,197 +248,6 @@ impl Node {
         );
     }
 
-    pub(super) fn answer(
-        &mut self,
-        key: &Key,
-        which: Request,
-        done: bool,
-        bytes: u64,
-        elapsed_ms: Millis,
-    ) {
-        let Some(container) = self.containers.get_mut(key) else {
-            return;
-        };
-        let (asked, others) =
-            std::mem::take(&mut container.commands).into_iter().partition(|(_, r)| *r == which);
-        container.commands = others;
-        let asked: Vec<(CommandId, Request)> = asked;
-        let (reason, detail) = container.reason.clone();
-        let response = ActionResponse {
-            done,
-            state: container.state.to_string(),
-            reason: reason.to_string(),
-            reason_text: text_of(reason, &detail),
-            bytes,
-            elapsed_ms,
-            ..ActionResponse::default()
-        };
-        self.effects.extend(
-            asked.into_iter().map(|(command, _)| Effect::Answer(command, response.clone())),
-        );
-    }
-
-    fn announced(&mut self, announcement: Announcement, key: &Key) {
-        if let Some(known) = self.containers.get_mut(key) {
-            known.announcement = announcement;
-            let (policy, warnings) = resolve(&self.settings.policies, &known.announcement);
-            (known.policy, known.warnings) = (policy, warnings);
-            return;
-        }
-        let (policy, warnings) = resolve(&self.settings.policies, &announcement);
-        let container = Container::new(announcement, policy, warnings.clone(), self.now);
-        self.containers.insert(key.clone(), container);
-        for text in warnings {
-            self.publish(key, Event { kind: "annotation".into(), text, ..Event::default() });
-        }
-    }
-
-    fn withdrawn(&mut self, key: &Key) {
-        for process in self.members(key) {
-            self.processes.remove(&process);
-            self.forget_holds(process);
-            self.effects.push(Effect::Drop(process));
-        }
-        self.end_grant(key);
-        self.ledger.release(key);
-        self.queue.leave(key);
-        self.effects.push(Effect::Journal(key.clone(), None));
-        if let Some(container) = self.containers.get_mut(key) {
-            container.reason = (Reason::NotRegistered, "the container was deleted".into());
-        }
-        self.answer(key, Request::Offload, false, 0, 0);
-        self.answer(key, Request::Restore, false, 0, 0);
-        self.containers.remove(key);
-        self.recalled.retain(|(other, ..), _| other != key);
-        self.recall_settled(key);
-    }
-
-    fn joined(
-        &mut self,
-        key: &Key,
-        id: ProcessId,
-        identity: Identity,
-        phase: Phase,
-        generation: u64,
-        hazards: Hazards,
-    ) {
-        let known = self
-            .processes
-            .of(key)
-            .find(|(_, p)| {
-                p.identity.pid == identity.pid && p.identity.start_ticks == identity.start_ticks
-            })
-            .map(|(old, _)| old);
-        let full = known.is_none() && self.members(key).len() >= self.settings.max_processes;
-        let Some(container) = self.containers.get_mut(key).filter(|_| !full) else {
-            self.effects.push(Effect::Send(
-                id,
-                ControllerMessage::Refuse { version: WIRE_VERSION, retry: !full },
-            ));
-            self.effects.push(Effect::Drop(id));
-            return;
-        };
-        let before = known.and_then(|old| self.processes.remove(&old));
-        let recalled = self.recalled.remove(&(key.clone(), identity.pid, identity.start_ticks));
-        let away = before.as_ref().and_then(|p| p.away.clone()).or(recalled.map(|r| r.away));
-        if container.state == State::Unregistered {
-            // The first process; or, after a controller died, the first that came back.
-            container.last_use = self.now;
-            container.goal = if phase == Phase::Away { Goal::Out } else { Goal::Home };
-        } else if phase == Phase::Open && container.goal != Goal::Home {
-            // A process that just started to use CUDA: the container is in use.
-            container.goal = Goal::Home;
-            container.cause = Reason::Called;
-            container.last_use = self.now;
-        }
-        let first = container.state == State::Unregistered;
-        let out = container.goal == Goal::Out;
-        self.processes.insert(
-            id,
-            Process {
-                key: key.clone(),
-                identity,
-                connected: true,
-                phase,
-                generation,
-                hazards,
-                pending: None,
-                holds: 0,
-                vram: before.as_ref().map(|p| p.vram.clone()).unwrap_or_default(),
-                away,
-                waits_for_siblings: false,
-                ignores_holds: before.as_ref().is_some_and(|p| p.ignores_holds),
-                bad_page: before.as_ref().and_then(|p| p.bad_page.clone()),
-                page: before.and_then(|p| p.page),
-            },
-        );
-        self.recall_settled(key);
-        // Before the Welcome: until then it allocates nothing.
-        self.hold_newcomer(id);
-        self.hold_for_siblings(id);
-        self.effects.push(Effect::Send(id, ControllerMessage::Welcome { process: id.0 }));
-        if let Some(old) = known {
-            self.forget_holds(old);
-            self.effects.push(Effect::Drop(old));
-        }
-        if first {
-            let state = if out { State::Offloaded } else { State::Active };
-            self.set_state(
-                key,
-                state,
-                if out { Reason::IdleTimeout } else { Reason::Called },
-                "",
-                0,
-                0,
-            );
-        }
-        self.advance(key);
-    }
-
-    fn detached(&mut self, id: ProcessId) {
-        let Some(process) = self.processes.get_mut(&id) else {
-            return;
-        };
-        process.connected = false;
-        process.pending = None;
-        let key = process.key.clone();
-        self.forget_holds(id);
-        self.advance(&key);
-    }
-
-    fn exited(&mut self, id: ProcessId) {
-        let Some(process) = self.processes.remove(&id) else {
-            return;
-        };
-        self.forget_holds(id);
-        self.effects.push(Effect::Drop(id));
-        let key = process.key;
-        if self.members(&key).is_empty() {
-            self.end_grant(&key);
-            self.ledger.release(&key);
-            self.queue.leave(&key);
-            self.effects.push(Effect::Journal(key.clone(), None));
-            self.set_state(
-                &key,
-                State::Unregistered,
-                Reason::NotRegistered,
-                "its CUDA processes ended",
-                0,
-                0,
-            );
-            self.answer(&key, Request::Offload, false, 0, 0);
-            self.answer(&key, Request::Restore, false, 0, 0);
-            if let Some(container) = self.containers.get_mut(&key) {
-                container.goal = Goal::Home;
-                container.surveying = false;
-                (container.offload_began, container.wake_began, container.restore_began) =
-                    (None, None, None);
-            }
-        } else {
-            self.advance(&key);
-        }
-    }
-
     fn message(&mut self, id: ProcessId, message: AgentMessage) {
         match message {
             // A second Hello on a connection is not in the protocol; the first one holds.
@@ -456,154 +261,6 @@ impl Node {
                     process.hazards.0 |= hazards.0;
                 }
             }
-        }
-    }
-
-    fn page(&mut self, id: ProcessId, page: PageSnapshot) {
-        let now = self.now;
-        let Some(process) = self.processes.get_mut(&id) else {
-            return;
-        };
-        let moved = idle::moved(process.page.as_ref(), &page);
-        let process_was_free = process.page.as_ref().is_some_and(|older| older.inflight == 0);
-        process.hazards.0 |= page.hazards.0;
-        process.page = Some(page);
-        if !moved {
-            return;
-        }
-        let key = process.key.clone();
-        let Some(container) = self.containers.get_mut(&key) else {
-            return;
-        };
-        let pause = if process_was_free { container.pause_ends(now, &mut self.pauses) } else { 0 };
-        if container.expected_until.take().is_some() {
-            container.history.prewake_hit();
-            self.prewake_hits += 1;
-            container.history.returned(pause);
-        }
-        container.last_use = now;
-        if container.goal == Goal::Leaving {
-            container.goal = Goal::Home;
-        }
-        if container.state == State::Idle {
-            self.set_state(&key, State::Active, Reason::Called, "", 0, 0);
-        }
-    }
-
-    /// Without counters nobody can say whether it is idle: it stays where it is, and
-    /// when it is away it still comes back.
-    fn bad_page(&mut self, id: ProcessId, why: String) {
-        let Some(process) = self.processes.get_mut(&id) else {
-            return;
-        };
-        if process.bad_page.is_some() {
-            return;
-        }
-        process.bad_page = Some(why.clone());
-        let (key, pid) = (process.key.clone(), process.identity.pid);
-        self.publish(
-            &key,
-            Event {
-                kind: "refused".into(),
-                reason: Reason::BadPeer.to_string(),
-                text: text_of(Reason::BadPeer, &format!("process {pid}: {why}")),
-                ..Event::default()
-            },
-        );
-    }
-
-    fn gpus_read(&mut self, gpus: Result<Vec<GpuSample>, String>) {
-        match gpus {
-            Ok(gpus) => {
-                self.gpu_error = None;
-                self.take_gpus(gpus);
-            }
-            Err(error) => self.gpu_error = Some(error),
-        }
-    }
-
-    /// Notes the memory of devices; what processes hold stays as it was read before.
-    pub(super) fn take_memory(&mut self, gpus: &[GpuSample]) {
-        for gpu in gpus {
-            match self.gpus.iter_mut().find(|known| known.uuid == gpu.uuid) {
-                Some(known) => {
-                    (known.total_bytes, known.used_bytes) = (gpu.total_bytes, gpu.used_bytes)
-                }
-                None => self.gpus.push(gpu.clone()),
-            }
-        }
-    }
-
-    /// Notes the memory of devices, and what the processes of one container hold.
-    pub(super) fn take_survey(&mut self, key: &Key, gpus: &[GpuSample]) {
-        self.gpu_error = None;
-        self.take_memory(gpus);
-        for id in self.members(key) {
-            let Some(process) = self.processes.get_mut(&id) else { continue };
-            let pid = process.identity.pid;
-            process.vram = gpus
-                .iter()
-                .flat_map(|gpu| gpu.processes.iter().map(move |held| (gpu, held)))
-                .filter(|(_, (other, _))| *other == pid)
-                .map(|(gpu, (_, bytes))| DeviceBytes { uuid: gpu.uuid.clone(), bytes: *bytes })
-                .collect();
-        }
-    }
-
-    /// Notes what devices and processes hold. A process that is away holds nothing.
-    pub(super) fn take_gpus(&mut self, gpus: Vec<GpuSample>) {
-        let mut by_pid: BTreeMap<u32, Vec<DeviceBytes>> = BTreeMap::new();
-        for gpu in &gpus {
-            for (pid, bytes) in &gpu.processes {
-                let device = DeviceBytes { uuid: gpu.uuid.clone(), bytes: *bytes };
-                by_pid.entry(*pid).or_default().push(device);
-            }
-        }
-        for process in self.processes.values_mut() {
-            process.vram = by_pid.remove(&process.identity.pid).unwrap_or_default();
-        }
-        self.gpus = gpus;
-    }
-
-    fn command(&mut self, command: CommandId, key: &Key, request: Request) {
-        let Some(container) = self.containers.get_mut(key) else {
-            let response = ActionResponse {
-                reason_text: "no such container".into(),
-                ..ActionResponse::default()
-            };
-            self.effects.push(Effect::Answer(command, response));
-            return;
-        };
-        container.commands.push((command, request));
-        match (request, container.state) {
-            (Request::Offload, State::Offloaded) => self.answer(key, request, true, 0, 0),
-            (Request::Offload, State::Active | State::Idle) => match self.may_offload(key, true) {
-                Ok(()) => self.leave(key, Reason::Requested),
-                Err((reason, detail)) => {
-                    if let Some(container) = self.containers.get_mut(key) {
-                        container.reason = (reason, detail);
-                    }
-                    self.answer(key, request, false, 0, 0);
-                }
-            },
-            (Request::Restore, State::Active | State::Idle) => {
-                self.answer(key, request, true, 0, 0)
-            }
-            (Request::Restore, State::Offloaded) => {
-                container.goal = Goal::Home;
-                container.cause = Reason::Requested;
-                self.advance(key);
-            }
-            (Request::Restore, State::Closing | State::Offloading) => {
-                container.goal = Goal::Home;
-                container.cause = Reason::Requested;
-                container.reason = (Reason::Requested, String::new());
-                self.answer(key, Request::Offload, false, 0, 0);
-                self.advance(key);
-            }
-            // Nothing registered or lost: now. Else on its way: the answer comes with the arrival.
-            (_, State::Unregistered | State::Lost) => self.answer(key, request, false, 0, 0),
-            _ => {}
         }
     }
 
@@ -634,7 +291,7 @@ pub fn text_of(reason: Reason, detail: &str) -> String {
     }
 }
 
-fn resolve(
+pub(super) fn resolve(
     policies: &Policies,
     announcement: &Announcement,
 ) -> (super::policy::Policy, Vec<String>) {

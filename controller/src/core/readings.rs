@@ -1,0 +1,117 @@
+//! What is read from time to time: pages of processes, memory of devices.
+
+use std::collections::BTreeMap;
+
+use affinode_proto::{api::control::Event, reason::Reason, state::State, wire::page::PageSnapshot};
+
+use super::{
+    DeviceBytes, Key, Node, ProcessId, container::Goal, idle, input::GpuSample, node::text_of,
+};
+
+impl Node {
+    pub(super) fn page(&mut self, id: ProcessId, page: PageSnapshot) {
+        let now = self.now;
+        let Some(process) = self.processes.get_mut(&id) else {
+            return;
+        };
+        let moved = idle::moved(process.page.as_ref(), &page);
+        let process_was_free = process.page.as_ref().is_some_and(|older| older.inflight == 0);
+        process.hazards.0 |= page.hazards.0;
+        process.page = Some(page);
+        if !moved {
+            return;
+        }
+        let key = process.key.clone();
+        let Some(container) = self.containers.get_mut(&key) else {
+            return;
+        };
+        let pause = if process_was_free { container.pause_ends(now, &mut self.pauses) } else { 0 };
+        if container.expected_until.take().is_some() {
+            container.history.prewake_hit();
+            self.prewake_hits += 1;
+            container.history.returned(pause);
+        }
+        container.last_use = now;
+        if container.goal == Goal::Leaving {
+            container.goal = Goal::Home;
+        }
+        if container.state == State::Idle {
+            self.set_state(&key, State::Active, Reason::Called, "", 0, 0);
+        }
+    }
+
+    /// Without counters nobody can say whether it is idle: it stays where it is, and
+    /// when it is away it still comes back.
+    pub(super) fn bad_page(&mut self, id: ProcessId, why: String) {
+        let Some(process) = self.processes.get_mut(&id) else {
+            return;
+        };
+        if process.bad_page.is_some() {
+            return;
+        }
+        process.bad_page = Some(why.clone());
+        let (key, pid) = (process.key.clone(), process.identity.pid);
+        self.publish(
+            &key,
+            Event {
+                kind: "refused".into(),
+                reason: Reason::BadPeer.to_string(),
+                text: text_of(Reason::BadPeer, &format!("process {pid}: {why}")),
+                ..Event::default()
+            },
+        );
+    }
+
+    pub(super) fn gpus_read(&mut self, gpus: Result<Vec<GpuSample>, String>) {
+        match gpus {
+            Ok(gpus) => {
+                self.gpu_error = None;
+                self.take_gpus(gpus);
+            }
+            Err(error) => self.gpu_error = Some(error),
+        }
+    }
+
+    /// Notes the memory of devices; what processes hold stays as it was read before.
+    pub(super) fn take_memory(&mut self, gpus: &[GpuSample]) {
+        for gpu in gpus {
+            match self.gpus.iter_mut().find(|known| known.uuid == gpu.uuid) {
+                Some(known) => {
+                    (known.total_bytes, known.used_bytes) = (gpu.total_bytes, gpu.used_bytes)
+                }
+                None => self.gpus.push(gpu.clone()),
+            }
+        }
+    }
+
+    /// Notes the memory of devices, and what the processes of one container hold.
+    pub(super) fn take_survey(&mut self, key: &Key, gpus: &[GpuSample]) {
+        self.gpu_error = None;
+        self.take_memory(gpus);
+        for id in self.members(key) {
+            let Some(process) = self.processes.get_mut(&id) else { continue };
+            let pid = process.identity.pid;
+            process.vram = gpus
+                .iter()
+                .flat_map(|gpu| gpu.processes.iter().map(move |held| (gpu, held)))
+                .filter(|(_, (other, _))| *other == pid)
+                .map(|(gpu, (_, bytes))| DeviceBytes { uuid: gpu.uuid.clone(), bytes: *bytes })
+                .collect();
+        }
+    }
+
+    /// Notes what devices and processes hold. A process that is away holds nothing.
+    pub(super) fn take_gpus(&mut self, gpus: Vec<GpuSample>) {
+        let mut by_pid: BTreeMap<u32, Vec<DeviceBytes>> = BTreeMap::new();
+        for gpu in &gpus {
+            for (pid, bytes) in &gpu.processes {
+                let device = DeviceBytes { uuid: gpu.uuid.clone(), bytes: *bytes };
+                by_pid.entry(*pid).or_default().push(device);
+            }
+        }
+        for process in self.processes.values_mut() {
+            process.vram = by_pid.remove(&process.identity.pid).unwrap_or_default();
+        }
+        self.gpus = gpus;
+    }
+}

@@ -1,0 +1,131 @@
+//! How orders end: what an agent reports, and orders that it does not report on.
+
+use affinode_proto::{
+    api::control::Event,
+    reason::Reason,
+    wire::{
+        Hazards, Phase,
+        message::{Action, Outcome},
+    },
+};
+
+use super::{
+    Key, Millis, Node, ProcessId,
+    container::{Container, Goal},
+};
+
+/// Beyond its own deadline an order is late after this, and the offload is given up.
+const LATE_MS: Millis = 5_000;
+/// A driver call that takes longer than this is shown as such; it is never cut off.
+const SLOW_MS: Millis = 60_000;
+/// What the driver answers when a lock finds work in progress.
+const CUDA_ERROR_NOT_READY: u32 = 600;
+/// What the driver answers to a checkpoint with managed memory.
+const CUDA_ERROR_NOT_SUPPORTED: u32 = 801;
+
+impl Node {
+    pub(super) fn report(
+        &mut self,
+        id: ProcessId,
+        order: u64,
+        outcome: Outcome,
+        phase: Phase,
+        cuda_error: u32,
+    ) {
+        if self.hold_reported(id, order, outcome) {
+            return;
+        }
+        let Some(process) = self.processes.get_mut(&id) else {
+            return;
+        };
+        let Some(pending) = process.pending.filter(|pending| pending.order == order) else {
+            return;
+        };
+        process.pending = None;
+        process.phase = phase;
+        let key = process.key.clone();
+        let pid = process.identity.pid;
+        if phase != Phase::Away && matches!(pending.action, Action::Checkpoint { .. }) {
+            process.away = None;
+        }
+        let failed = |call: &str| format!("{call} of process {pid} returned {cuda_error}");
+        if phase == Phase::Away {
+            process.vram.clear();
+        } else if pending.action == Action::Restore {
+            // Until NVML is read again: what it gave back it has again.
+            process.vram = process.away.clone().unwrap_or_default();
+        }
+        match (pending.action, outcome) {
+            (_, Outcome::Done | Outcome::WrongPhase) => {}
+            (_, Outcome::Unsupported) => {
+                process.hazards.0 |= Hazards::NO_CHECKPOINT_API.0;
+                self.fail_offload(&key, Reason::DriverTooOld, "");
+            }
+            (Action::Close { .. }, _) => {
+                self.fail_offload(&key, Reason::Busy, &format!("process {pid}"))
+            }
+            (Action::Lock { .. }, Outcome::Busy) => {
+                self.fail_offload(&key, Reason::Busy, &format!("process {pid}"))
+            }
+            (Action::Lock { .. }, _) if cuda_error == CUDA_ERROR_NOT_READY => {
+                self.fail_offload(
+                    &key,
+                    Reason::Busy,
+                    &format!("work of process {pid} is running on the GPU"),
+                );
+            }
+            (Action::Lock { .. }, _) => {
+                self.fail_offload(&key, Reason::DriverError, &failed("cuCheckpointProcessLock"))
+            }
+            (Action::Checkpoint { .. }, _) if cuda_error == CUDA_ERROR_NOT_SUPPORTED => {
+                process.hazards.0 |= Hazards::MANAGED_MEMORY.0;
+                self.fail_offload(
+                    &key,
+                    Reason::ManagedMemory,
+                    &failed("cuCheckpointProcessCheckpoint"),
+                );
+            }
+            (Action::Checkpoint { .. }, _) => {
+                self.fail_offload(
+                    &key,
+                    Reason::DriverError,
+                    &failed("cuCheckpointProcessCheckpoint"),
+                );
+            }
+            (Action::Restore, _) if phase == Phase::Away => {
+                self.restore_failed(&key, &failed("cuCheckpointProcessRestore"))
+            }
+            _ => self.publish(
+                &key,
+                Event {
+                    kind: "refused".into(),
+                    reason: Reason::DriverError.to_string(),
+                    text: failed("an order"),
+                    ..Event::default()
+                },
+            ),
+        }
+        self.advance(&key);
+    }
+
+    /// Orders that are late: an offload is given up, a driver call is only shown.
+    pub(super) fn check_overdue(&mut self, key: &Key) {
+        let now = self.now;
+        let late = self.processes.of(key).find_map(|(_, p)| {
+            let pending = p.pending?;
+            let (limit, gives_up) = match pending.action {
+                Action::Close { deadline_ms } => (Millis::from(deadline_ms) + LATE_MS, true),
+                Action::Lock { timeout_ms } => (Millis::from(timeout_ms) + LATE_MS, true),
+                _ => (SLOW_MS, false),
+            };
+            (now.saturating_sub(pending.since) > limit).then_some((p.identity.pid, gives_up))
+        });
+        let Some((pid, gives_up)) = late else { return };
+        let out = self.containers.get(key).is_some_and(|c: &Container| c.goal == Goal::Out);
+        if gives_up && out {
+            self.fail_offload(key, Reason::AgentSilent, &format!("process {pid}"));
+        } else if let Some(container) = self.containers.get_mut(key) {
+            container.reason = (Reason::AgentSilent, format!("process {pid}"));
+        }
+    }
+}

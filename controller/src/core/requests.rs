@@ -1,0 +1,113 @@
+//! What people and programs ask for, and when they are answered.
+
+use affinode_proto::{api::control::ActionResponse, reason::Reason, state::State};
+
+use super::{
+    CommandId, Effect, Key, Millis, Node,
+    container::{Container, Goal},
+    input::Request,
+    node::text_of,
+};
+
+impl Node {
+    pub(super) fn command(&mut self, command: CommandId, key: &Key, request: Request) {
+        let Some(container) = self.containers.get_mut(key) else {
+            let response = ActionResponse {
+                reason_text: "no such container".into(),
+                ..ActionResponse::default()
+            };
+            self.effects.push(Effect::Answer(command, response));
+            return;
+        };
+        container.commands.push((command, request));
+        match (request, container.state) {
+            (Request::Offload, State::Offloaded) => self.answer(key, request, true, 0, 0),
+            (Request::Offload, State::Active | State::Idle) => match self.may_offload(key, true) {
+                Ok(()) => self.leave(key, Reason::Requested),
+                Err((reason, detail)) => {
+                    if let Some(container) = self.containers.get_mut(key) {
+                        container.reason = (reason, detail);
+                    }
+                    self.answer(key, request, false, 0, 0);
+                }
+            },
+            (Request::Restore, State::Active | State::Idle) => {
+                self.answer(key, request, true, 0, 0)
+            }
+            (Request::Restore, State::Offloaded) => {
+                container.goal = Goal::Home;
+                container.cause = Reason::Requested;
+                self.advance(key);
+            }
+            (Request::Restore, State::Closing | State::Offloading) => {
+                container.goal = Goal::Home;
+                container.cause = Reason::Requested;
+                container.reason = (Reason::Requested, String::new());
+                self.answer(key, Request::Offload, false, 0, 0);
+                self.advance(key);
+            }
+            // Nothing registered or lost: now. Else on its way: the answer comes with the arrival.
+            (_, State::Unregistered | State::Lost) => self.answer(key, request, false, 0, 0),
+            _ => {}
+        }
+    }
+
+    pub(super) fn answer(
+        &mut self,
+        key: &Key,
+        which: Request,
+        done: bool,
+        bytes: u64,
+        elapsed_ms: Millis,
+    ) {
+        let Some(container) = self.containers.get_mut(key) else {
+            return;
+        };
+        let (asked, others) =
+            std::mem::take(&mut container.commands).into_iter().partition(|(_, r)| *r == which);
+        container.commands = others;
+        let asked: Vec<(CommandId, Request)> = asked;
+        let (reason, detail) = container.reason.clone();
+        let response = ActionResponse {
+            done,
+            state: container.state.to_string(),
+            reason: reason.to_string(),
+            reason_text: text_of(reason, &detail),
+            bytes,
+            elapsed_ms,
+            ..ActionResponse::default()
+        };
+        self.effects.extend(
+            asked.into_iter().map(|(command, _)| Effect::Answer(command, response.clone())),
+        );
+    }
+
+    /// An offload that was asked for while the container came home begins now.
+    pub(super) fn leave_again(&mut self, key: &Key) {
+        let asked = |c: &Container| c.commands.iter().any(|(_, r)| *r == Request::Offload);
+        if !self.containers.get(key).is_some_and(asked) {
+            return;
+        }
+        match self.may_offload(key, true) {
+            Ok(()) => self.leave(key, Reason::Requested),
+            Err(reason) => {
+                if let Some(container) = self.containers.get_mut(key) {
+                    container.reason = reason;
+                }
+                self.answer(key, Request::Offload, false, 0, 0);
+            }
+        }
+    }
+
+    /// Nobody waits for an answer that no arrival will bring: the container is home and
+    /// not about to leave, because it was called or a process started meanwhile.
+    pub(super) fn settle_requests(&mut self, key: &Key) {
+        let Some(c) = self.containers.get_mut(key) else { return };
+        let home = c.goal == Goal::Home && matches!(c.state, State::Active | State::Idle);
+        if home && !c.commands.is_empty() {
+            c.reason = (Reason::WokenMeanwhile, String::new());
+            self.answer(key, Request::Offload, false, 0, 0);
+            self.answer(key, Request::Restore, true, 0, 0);
+        }
+    }
+}

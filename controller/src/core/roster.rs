@@ -1,0 +1,179 @@
+//! Containers and processes that come and go.
+
+use affinode_proto::{
+    api::control::{Announcement, Event},
+    reason::Reason,
+    state::State,
+    wire::{Hazards, Phase, WIRE_VERSION, message::ControllerMessage},
+};
+
+use super::{
+    Effect, Key, Node, ProcessId,
+    container::{Container, Goal},
+    input::{Identity, Request},
+    node::resolve,
+    process::Process,
+};
+
+impl Node {
+    pub(super) fn announced(&mut self, announcement: Announcement, key: &Key) {
+        if let Some(known) = self.containers.get_mut(key) {
+            known.announcement = announcement;
+            let (policy, warnings) = resolve(&self.settings.policies, &known.announcement);
+            (known.policy, known.warnings) = (policy, warnings);
+            return;
+        }
+        let (policy, warnings) = resolve(&self.settings.policies, &announcement);
+        let container = Container::new(announcement, policy, warnings.clone(), self.now);
+        self.containers.insert(key.clone(), container);
+        for text in warnings {
+            self.publish(key, Event { kind: "annotation".into(), text, ..Event::default() });
+        }
+    }
+
+    pub(super) fn withdrawn(&mut self, key: &Key) {
+        for process in self.members(key) {
+            self.processes.remove(&process);
+            self.forget_holds(process);
+            self.effects.push(Effect::Drop(process));
+        }
+        self.end_grant(key);
+        self.ledger.release(key);
+        self.queue.leave(key);
+        self.effects.push(Effect::Journal(key.clone(), None));
+        if let Some(container) = self.containers.get_mut(key) {
+            container.reason = (Reason::NotRegistered, "the container was deleted".into());
+        }
+        self.answer(key, Request::Offload, false, 0, 0);
+        self.answer(key, Request::Restore, false, 0, 0);
+        self.containers.remove(key);
+        self.recalled.retain(|(other, ..), _| other != key);
+        self.recall_settled(key);
+    }
+
+    pub(super) fn joined(
+        &mut self,
+        key: &Key,
+        id: ProcessId,
+        identity: Identity,
+        phase: Phase,
+        generation: u64,
+        hazards: Hazards,
+    ) {
+        let known = self
+            .processes
+            .of(key)
+            .find(|(_, p)| {
+                p.identity.pid == identity.pid && p.identity.start_ticks == identity.start_ticks
+            })
+            .map(|(old, _)| old);
+        let full = known.is_none() && self.members(key).len() >= self.settings.max_processes;
+        let Some(container) = self.containers.get_mut(key).filter(|_| !full) else {
+            self.effects.push(Effect::Send(
+                id,
+                ControllerMessage::Refuse { version: WIRE_VERSION, retry: !full },
+            ));
+            self.effects.push(Effect::Drop(id));
+            return;
+        };
+        let before = known.and_then(|old| self.processes.remove(&old));
+        let recalled = self.recalled.remove(&(key.clone(), identity.pid, identity.start_ticks));
+        let away = before.as_ref().and_then(|p| p.away.clone()).or(recalled.map(|r| r.away));
+        if container.state == State::Unregistered {
+            // The first process; or, after a controller died, the first that came back.
+            container.last_use = self.now;
+            container.goal = if phase == Phase::Away { Goal::Out } else { Goal::Home };
+        } else if phase == Phase::Open && container.goal != Goal::Home {
+            // A process that just started to use CUDA: the container is in use.
+            container.goal = Goal::Home;
+            container.cause = Reason::Called;
+            container.last_use = self.now;
+        }
+        let first = container.state == State::Unregistered;
+        let out = container.goal == Goal::Out;
+        self.processes.insert(
+            id,
+            Process {
+                key: key.clone(),
+                identity,
+                connected: true,
+                phase,
+                generation,
+                hazards,
+                pending: None,
+                holds: 0,
+                vram: before.as_ref().map(|p| p.vram.clone()).unwrap_or_default(),
+                away,
+                waits_for_siblings: false,
+                ignores_holds: before.as_ref().is_some_and(|p| p.ignores_holds),
+                bad_page: before.as_ref().and_then(|p| p.bad_page.clone()),
+                page: before.and_then(|p| p.page),
+            },
+        );
+        self.recall_settled(key);
+        // Before the Welcome: until then it allocates nothing.
+        self.hold_newcomer(id);
+        self.hold_for_siblings(id);
+        self.effects.push(Effect::Send(id, ControllerMessage::Welcome { process: id.0 }));
+        if let Some(old) = known {
+            self.forget_holds(old);
+            self.effects.push(Effect::Drop(old));
+        }
+        if first {
+            let state = if out { State::Offloaded } else { State::Active };
+            self.set_state(
+                key,
+                state,
+                if out { Reason::IdleTimeout } else { Reason::Called },
+                "",
+                0,
+                0,
+            );
+        }
+        self.advance(key);
+    }
+
+    pub(super) fn detached(&mut self, id: ProcessId) {
+        let Some(process) = self.processes.get_mut(&id) else {
+            return;
+        };
+        process.connected = false;
+        process.pending = None;
+        let key = process.key.clone();
+        self.forget_holds(id);
+        self.advance(&key);
+    }
+
+    pub(super) fn exited(&mut self, id: ProcessId) {
+        let Some(process) = self.processes.remove(&id) else {
+            return;
+        };
+        self.forget_holds(id);
+        self.effects.push(Effect::Drop(id));
+        let key = process.key;
+        if self.members(&key).is_empty() {
+            self.end_grant(&key);
+            self.ledger.release(&key);
+            self.queue.leave(&key);
+            self.effects.push(Effect::Journal(key.clone(), None));
+            self.set_state(
+                &key,
+                State::Unregistered,
+                Reason::NotRegistered,
+                "its CUDA processes ended",
+                0,
+                0,
+            );
+            self.answer(&key, Request::Offload, false, 0, 0);
+            self.answer(&key, Request::Restore, false, 0, 0);
+            if let Some(container) = self.containers.get_mut(&key) {
+                container.goal = Goal::Home;
+                container.surveying = false;
+                (container.offload_began, container.wake_began, container.restore_began) =
+                    (None, None, None);
+            }
+        } else {
+            self.advance(&key);
+        }
+    }
+}

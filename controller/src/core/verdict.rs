@@ -1,0 +1,94 @@
+//! Whether a container may be offloaded now, and if not, why.
+
+use affinode_proto::{reason::Reason, state::State, wire::Hazards};
+
+use super::{Key, Node, container::Goal, policy::Mode, process::Process};
+
+const HAZARDS: [(Hazards, Reason); 5] = [
+    (Hazards::MANAGED_MEMORY, Reason::ManagedMemory),
+    (Hazards::PEER_ACCESS, Reason::PeerAccess),
+    (Hazards::SHARED_MEMORY, Reason::SharedMemory),
+    (Hazards::MPS, Reason::Mps),
+    (Hazards::NO_CHECKPOINT_API, Reason::DriverTooOld),
+];
+
+impl Node {
+    /// Whether the container may be offloaded now. `asked`: by a person, so that
+    /// mode, idleness and residency do not matter.
+    pub(super) fn may_offload(&self, key: &Key, asked: bool) -> Result<(), (Reason, String)> {
+        let refuse = |reason: Reason| Err((reason, String::new()));
+        let Some(c) = self.containers.get(key) else {
+            return refuse(Reason::NotRegistered);
+        };
+        let processes: Vec<&Process> = self.processes.of(key).map(|(_, p)| p).collect();
+        if processes.is_empty() {
+            return refuse(Reason::NotRegistered);
+        }
+        for process in &processes {
+            if let Some((_, reason)) =
+                HAZARDS.iter().find(|(bit, _)| process.hazards.contains(*bit))
+            {
+                return Err((*reason, format!("process {}", process.identity.pid)));
+            }
+            if let Some(why) = &process.bad_page {
+                return Err((Reason::BadPeer, format!("process {}: {why}", process.identity.pid)));
+            }
+            if !process.connected {
+                return Err((Reason::AgentSilent, format!("process {}", process.identity.pid)));
+            }
+        }
+        if c.policy.mode == Mode::Off {
+            return refuse(Reason::ModeOff);
+        }
+        if self.gpu_error.is_some() {
+            return Err((Reason::VramUnknown, self.gpu_error.clone().unwrap_or_default()));
+        }
+        if processes.iter().any(|p| p.page.as_ref().is_some_and(|page| page.inflight > 0)) {
+            return refuse(Reason::CallInProgress);
+        }
+        if asked {
+            return Ok(());
+        }
+        if self.now.saturating_sub(c.last_use) < c.idle_after_ms() {
+            return refuse(Reason::RecentCalls);
+        }
+        if c.expected_until.is_some_and(|until| self.now < until) {
+            return refuse(Reason::Expected);
+        }
+        if c.came_home.is_some_and(|t| self.now.saturating_sub(t) < c.policy.minimum_residency_ms) {
+            return refuse(Reason::MinimumResidency);
+        }
+        if self.now < c.not_before {
+            return Err(c.reason.clone());
+        }
+        match c.policy.mode {
+            Mode::Manual => refuse(Reason::ModeManual),
+            // Whoever needs its room takes it: see `room.rs`.
+            Mode::Pressure => refuse(Reason::NoPressure),
+            _ => Ok(()),
+        }
+    }
+
+    /// Shows whether the container is idle, and sends it away when policy says so.
+    pub(super) fn consider(&mut self, key: &Key) {
+        let Some(c) = self.containers.get(key) else {
+            return;
+        };
+        if c.goal != Goal::Home || !matches!(c.state, State::Active | State::Idle) {
+            return;
+        }
+        let verdict = self.may_offload(key, false);
+        let idle = self.now.saturating_sub(c.last_use) >= c.idle_after_ms()
+            && !matches!(verdict, Err((Reason::CallInProgress, _)));
+        match verdict {
+            Ok(()) => {
+                self.set_state(key, State::Idle, Reason::IdleTimeout, "", 0, 0);
+                self.leave(key, Reason::IdleTimeout);
+            }
+            Err((reason, detail)) => {
+                let state = if idle { State::Idle } else { State::Active };
+                self.set_state(key, state, reason, &detail, 0, 0);
+            }
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! The way home: a wake, a place in the queue, restores under a grant, and all are let go.
+
+use affinode_proto::{
+    reason::Reason,
+    state::State,
+    wire::{
+        Phase,
+        message::{Action, ControllerMessage},
+    },
+};
+
+use super::{
+    DeviceBytes, Effect, Key, Millis, Node, ProcessId,
+    container::Goal,
+    input::Request,
+    merge_needs,
+    plan::{self, Position},
+    process::Process,
+};
+
+impl Node {
+    pub(super) fn wake(&mut self, id: ProcessId, generation: u64) {
+        let now = self.now;
+        let Some(process) = self.processes.get_mut(&id) else {
+            return;
+        };
+        if process.phase == Phase::Open && process.pending.is_none() {
+            return; // The gate is open again: the wake crossed the order.
+        }
+        process.generation = generation;
+        let key = process.key.clone();
+        let Some(container) = self.containers.get_mut(&key) else {
+            return;
+        };
+        if container.wake_began.is_none() {
+            container.wake_began = Some(now);
+            let pause = container.pause_ends(now, &mut self.pauses);
+            container.history.returned(pause);
+            container.missed = false;
+        }
+        container.last_use = now;
+        if container.goal != Goal::Home {
+            let meanwhile = container.state != State::Offloaded;
+            container.goal = Goal::Home;
+            container.cause = if meanwhile { Reason::WokenMeanwhile } else { Reason::Called };
+            container.reason = (container.cause, String::new());
+            if meanwhile {
+                self.answer(&key, Request::Offload, false, 0, 0);
+            }
+            self.advance(&key);
+        }
+        let position = self.queue.position(&key, now).unwrap_or(0);
+        let position = u32::try_from(position).unwrap_or(u32::MAX);
+        self.effects.push(Effect::Send(id, ControllerMessage::WakeAck { generation, position }));
+    }
+
+    /// What a process that is away needs to come back. Without a record (a journal
+    /// that was lost): all that its hooks counted and a context, on every device.
+    pub(super) fn needs(&self, process: &Process) -> Vec<DeviceBytes> {
+        const CONTEXT_BYTES: u64 = 1 << 30;
+        if let Some(away) = &process.away {
+            return away.clone();
+        }
+        let claimed = process.page.as_ref().map_or(0, |page| page.allocated_bytes);
+        self.gpus
+            .iter()
+            .map(|gpu| DeviceBytes {
+                uuid: gpu.uuid.clone(),
+                bytes: claimed
+                    .saturating_add(CONTEXT_BYTES)
+                    .min(gpu.total_bytes - gpu.total_bytes / 16),
+            })
+            .collect()
+    }
+
+    /// What the processes of a container that are away need together.
+    pub(super) fn container_needs(&self, key: &Key) -> Vec<DeviceBytes> {
+        let needs: Vec<DeviceBytes> = self
+            .processes
+            .of(key)
+            .filter(|(_, p)| p.phase == Phase::Away)
+            .flat_map(|(_, p)| self.needs(p))
+            .collect();
+        merge_needs(&needs)
+    }
+
+    pub(super) fn advance_home(&mut self, key: &Key, positions: &[Position]) {
+        let lost = self.containers.get(key).is_some_and(|c| c.state == State::Lost);
+        let plan = plan::home(positions, lost);
+        for (process, action) in plan.send {
+            self.order(process, action);
+        }
+        if plan.done {
+            self.arrived_home(key);
+        } else if let Some(process) = plan.restore {
+            if self.grants.get(key).is_some_and(super::grant::Grant::is_granted) {
+                if let Some(container) = self.containers.get_mut(key) {
+                    container.restore_began.get_or_insert(self.now);
+                }
+                self.set_state(key, State::Restoring, self.cause(key), "", 0, 0);
+                self.journal(key, "restore");
+                self.order(process, Action::Restore);
+            } else if !self.grants.contains_key(key) {
+                self.enqueue(key);
+            }
+        }
+    }
+
+    pub(super) fn enqueue(&mut self, key: &Key) {
+        let now = self.now;
+        let Some(container) = self.containers.get(key) else {
+            return;
+        };
+        if now < container.not_before && container.state == State::Lost {
+            return;
+        }
+        let priority = container.policy.priority;
+        self.queue.enter(key, priority, now);
+        if container.state != State::Lost {
+            self.set_state(key, State::Queued, self.cause(key), "", 0, 0);
+        }
+    }
+
+    /// Every process is open.
+    pub(super) fn arrived_home(&mut self, key: &Key) {
+        let now = self.now;
+        let Some(container) = self.containers.get_mut(key) else {
+            return;
+        };
+        if matches!(container.state, State::Active | State::Idle | State::Unregistered) {
+            return;
+        }
+        let was_away = self.processes.of(key).any(|(_, p)| p.away.is_some());
+        let bytes: u64 = self.processes.of(key).map(|(_, p)| p.away_bytes()).sum();
+        let since = |began: Option<Millis>| began.map_or(0, |began| now.saturating_sub(began));
+        let elapsed = since(container.wake_began.take());
+        let restore_ms = since(container.restore_began.take());
+        container.offload_began = None;
+        if container.cause != Reason::Expected {
+            container.last_use = now;
+        }
+        if was_away
+            && matches!(
+                container.state,
+                State::Restoring | State::Queued | State::Lost | State::Offloaded
+            )
+        {
+            container.restores += 1;
+            container.came_home = Some(now);
+            container.last_wake_ms = elapsed.max(restore_ms);
+            container.last_restore_ms = restore_ms;
+            container.reason = (container.cause, String::new());
+        }
+        let (reason, detail) = container.reason.clone();
+        for id in self.members(key) {
+            if let Some(process) = self.processes.get_mut(&id) {
+                process.away = None;
+            }
+        }
+        self.siblings_are_back(key);
+        self.end_grant(key);
+        self.ledger.release(key);
+        self.queue.leave(key);
+        self.effects.push(Effect::Journal(key.clone(), None));
+        self.set_state(key, State::Active, reason, &detail, bytes, elapsed);
+        self.answer(key, Request::Restore, true, bytes, elapsed);
+        self.leave_again(key);
+    }
+
+    /// The driver could not restore. It is tried again, seldom: the driver may know
+    /// no way back, but nothing is lost by asking.
+    pub(super) fn restore_failed(&mut self, key: &Key, detail: &str) {
+        const AGAIN_MS: Millis = 10_000;
+        self.end_grant(key);
+        self.ledger.release(key);
+        self.queue.leave(key);
+        if let Some(container) = self.containers.get_mut(key) {
+            container.not_before = self.now + AGAIN_MS;
+        }
+        self.siblings_are_back(key);
+        self.set_state(key, State::Lost, Reason::DriverLost, detail, 0, 0);
+        self.answer(key, Request::Restore, false, 0, 0);
+        self.answer(key, Request::Offload, false, 0, 0);
+    }
+}

@@ -1,0 +1,161 @@
+//! The way out: a look at host memory, close, lock, a second look, checkpoint; or back.
+
+use affinode_proto::{
+    api::control::Event,
+    reason::Reason,
+    state::State,
+    wire::{Phase, message::Action},
+};
+
+use super::{
+    Effect, Key, Node, ProcessId,
+    container::Goal,
+    input::{Request, Survey},
+    node::text_of,
+    plan::{self, Out, Position},
+};
+
+impl Node {
+    /// Begins the way out: looks at host memory and devices first.
+    pub(super) fn leave(&mut self, key: &Key, why: Reason) {
+        let Some(container) = self.containers.get_mut(key) else {
+            return;
+        };
+        container.goal = Goal::Leaving;
+        container.missed = container.expected_until.take().is_some();
+        container.cause = why;
+        container.reason = (why, String::new());
+        container.offload_began = Some(self.now);
+        self.survey(key);
+    }
+
+    pub(super) fn survey(&mut self, key: &Key) {
+        let processes =
+            self.processes.of(key).map(|(_, p)| (p.identity.pid, p.vram_bytes())).collect();
+        if let Some(container) = self.containers.get_mut(key).filter(|c| !c.surveying) {
+            container.surveying = true;
+            self.effects.push(Effect::Survey { key: key.clone(), processes });
+        }
+    }
+
+    pub(super) fn surveyed(&mut self, key: &Key, survey: Survey) {
+        let Some(container) = self.containers.get_mut(key) else {
+            return;
+        };
+        container.surveying = false;
+        let (goal, cause) = (container.goal, container.cause);
+        let verdict = match survey.gpus {
+            Ok(gpus) => {
+                self.take_survey(key, &gpus);
+                survey.room
+            }
+            Err(error) => Err((Reason::VramUnknown, error)),
+        };
+        // Nothing to gain; and of what NVML does not see nobody knows what a return needs.
+        let holds_vram = self.processes.of(key).any(|(_, p)| p.vram_bytes() > 0);
+        let verdict = verdict.and_then(|()| {
+            let away = self.processes.of(key).any(|(_, p)| p.phase == Phase::Away);
+            if holds_vram || away { Ok(()) } else { Err((Reason::NoVram, String::new())) }
+        });
+        match (goal, verdict) {
+            (Goal::Home, _) => self.advance(key),
+            (_, Err((reason, detail))) => self.fail_offload(key, reason, &detail),
+            (Goal::Leaving, Ok(())) => {
+                if let Some(container) = self.containers.get_mut(key) {
+                    container.goal = Goal::Out;
+                }
+                self.set_state(key, State::Closing, cause, "", 0, 0);
+                self.advance(key);
+            }
+            (Goal::Out, Ok(())) => {
+                if let Out::Checkpoint(process) =
+                    plan::out(&self.positions(key), self.settings.deadlines)
+                {
+                    self.checkpoint(key, process);
+                }
+                self.advance(key);
+            }
+        }
+    }
+
+    /// Every process is locked, host memory was found: note what will be needed
+    /// for the return, then let the driver move this process out.
+    pub(super) fn checkpoint(&mut self, key: &Key, id: ProcessId) {
+        self.set_state(key, State::Offloading, self.cause(key), "", 0, 0);
+        let Some(process) = self.processes.get_mut(&id) else {
+            return;
+        };
+        // A process that allocated and that NVML does not list: the figure is not known.
+        let claimed = process.page.as_ref().is_some_and(|page| page.allocated_bytes > 0);
+        process.away = (!process.vram.is_empty() || !claimed).then(|| process.vram.clone());
+        let vram_bytes = process.away.iter().flatten().map(|d| d.bytes).max().unwrap_or(0);
+        self.journal(key, "checkpoint");
+        self.order(id, Action::Checkpoint { vram_bytes });
+    }
+
+    pub(super) fn advance_out(&mut self, key: &Key, positions: &[Position]) {
+        match plan::out(positions, self.settings.deadlines) {
+            Out::Wait => {}
+            Out::Send(orders) => {
+                for (process, action) in orders {
+                    self.order(process, action);
+                }
+            }
+            Out::Checkpoint(_) => self.survey(key),
+            Out::Done => self.arrived_out(key),
+        }
+    }
+
+    pub(super) fn arrived_out(&mut self, key: &Key) {
+        let now = self.now;
+        let bytes = self.away_bytes(key);
+        let Some(container) = self.containers.get_mut(key) else {
+            return;
+        };
+        if container.state == State::Offloaded {
+            return;
+        }
+        let elapsed = container.offload_began.take().map_or(0, |began| now.saturating_sub(began));
+        container.offloads += 1;
+        container.last_offload_ms = elapsed;
+        container.failures = 0;
+        let cause = container.cause;
+        self.set_state(key, State::Offloaded, cause, "", bytes, elapsed);
+        self.answer(key, Request::Offload, true, bytes, elapsed);
+    }
+
+    pub(super) fn away_bytes(&self, key: &Key) -> u64 {
+        self.processes
+            .of(key)
+            .filter(|(_, p)| p.phase == Phase::Away)
+            .map(|(_, p)| p.away_bytes())
+            .sum()
+    }
+
+    /// Gives up an offload: whatever was done so far is undone.
+    pub(super) fn fail_offload(&mut self, key: &Key, reason: Reason, detail: &str) {
+        let now = self.now;
+        let Some(container) = self.containers.get_mut(key) else {
+            return;
+        };
+        container.goal = Goal::Home;
+        container.cause = reason;
+        container.reason = (reason, detail.to_owned());
+        container.failures += 1;
+        // Tried again after the idle timeout, each time twice as long, at most an hour.
+        let base = container.policy.idle_timeout_ms.clamp(1_000, 300_000);
+        container.not_before = now + (base << container.failures.min(6)).min(3_600_000);
+        container.offload_began = None;
+        self.publish(
+            key,
+            Event {
+                kind: "refused".into(),
+                reason: reason.to_string(),
+                text: text_of(reason, detail),
+                ..Event::default()
+            },
+        );
+        self.answer(key, Request::Offload, false, 0, 0);
+        self.advance(key);
+    }
+}
