@@ -11,6 +11,7 @@
 //! | [`metrics`], [`history`] | what is counted, what stays on disk |
 //! | [`http`] | dashboard, HTTP API, `/metrics` |
 //! | [`config`] | the configuration file |
+//! | [`doctor`] | whether the machine is ready |
 //! | [`cli`] | the command `affinode` |
 //!
 //! The crate never touches the CUDA driver: each process moves itself, told by the
@@ -22,6 +23,7 @@ mod clock;
 pub mod config;
 pub mod core;
 pub mod daemon;
+pub mod doctor;
 pub mod history;
 pub mod http;
 pub mod inventory;

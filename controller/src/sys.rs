@@ -14,3 +14,21 @@ pub fn watch_readable(descriptor: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     // owns it, hands out no way to replace it, and takes it off the poll set before the drop.
     Ok(unsafe { AsyncFd::register_with_interest(descriptor, Interest::READABLE) }?)
 }
+
+/// Whether the kernel wipes marked memory in a forked child (MADV_WIPEONFORK).
+#[must_use]
+pub fn wipe_on_fork_works() -> bool {
+    use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
+    const BYTES: std::num::NonZeroUsize = std::num::NonZeroUsize::new(4096).expect("not zero");
+    // SAFETY: a new private mapping at an address of the kernel's choice, touched by nobody
+    // else and taken back below.
+    let page = unsafe { mmap_anonymous(None, BYTES, ProtFlags::PROT_READ, MapFlags::MAP_PRIVATE) };
+    let Ok(page) = page else {
+        return false;
+    };
+    // SAFETY: the whole mapping from above; the advice changes what a child would see alone.
+    let advised = unsafe { madvise(page, BYTES.get(), MmapAdvise::MADV_WIPEONFORK) };
+    // SAFETY: the mapping from above, which nothing refers to.
+    let _ = unsafe { munmap(page, BYTES.get()) };
+    advised.is_ok()
+}

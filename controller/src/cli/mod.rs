@@ -7,6 +7,7 @@ mod act;
 mod calls;
 mod client;
 mod completion;
+mod doctor;
 mod events;
 mod format;
 mod policy;
@@ -65,6 +66,7 @@ enum Command {
     Calls(calls::Calls),
     Report(report::Report),
     Simulate(simulate::Simulate),
+    Doctor(doctor::Doctor),
     /// Validate policies.
     #[command(subcommand)]
     Policy(policy::PolicyCommand),
@@ -164,6 +166,7 @@ async fn run(args: Args) -> Result<(), CliError> {
         Command::Policy(what) => return policy::run(&what, &mut out),
         Command::Completion { shell } => return completion::completion(&mut out, shell),
         Command::Man { folder } => return completion::man(&folder),
+        Command::Doctor(asked) => return doctor::run(&args.run_dir, &mut out, asked).await,
         Command::Report(asked) => return report::run(&args.run_dir, &mut out, asked).await,
         other => other,
     };
@@ -177,6 +180,7 @@ async fn run(args: Args) -> Result<(), CliError> {
         Command::Events { follow, output } => events::run(&client, &mut out, output, follow).await,
         // Done before.
         Command::Simulate(_)
+        | Command::Doctor(_)
         | Command::Policy(_)
         | Command::Completion { .. }
         | Command::Man { .. }

@@ -143,7 +143,11 @@ fn headroom(group: &Path) -> Option<u64> {
     Some(limit.saturating_sub(usage.saturating_sub(reclaimable)))
 }
 
-fn available_bytes() -> io::Result<u64> {
+/// Host memory that can be taken without swapping.
+///
+/// # Errors
+/// /proc/meminfo cannot be read.
+pub fn available_bytes() -> io::Result<u64> {
     let text = fs::read_to_string("/proc/meminfo")?;
     let kib = text.lines().find_map(|l| {
         l.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()

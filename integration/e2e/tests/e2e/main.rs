@@ -4,6 +4,7 @@
 //! `cargo xtask test --e2e` builds all of it first.
 
 mod cri;
+mod doctor;
 mod gpu_pods;
 mod hazards;
 mod hostile;

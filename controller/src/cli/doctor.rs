@@ -1,0 +1,107 @@
+//! `affinode doctor`: prints what [`crate::doctor`] found, and asks the controller.
+
+use std::{
+    io::{self, Write},
+    path::{Path, PathBuf},
+};
+
+use affinode_proto::paths;
+use serde::Serialize;
+
+use super::{CliError, Output, client::Client, format};
+use crate::doctor::{Check, Places, Verdict, examine, places};
+
+/// Check driver, kernel, containerd and installation; say what to do where something is
+/// not as it must be. Needs no controller.
+#[derive(Debug, clap::Args)]
+pub struct Doctor {
+    /// How to print.
+    #[arg(short, long, default_value = "table")]
+    output: Output,
+    /// containerd's socket; where distributions put it when left out.
+    #[arg(long, value_name = "SOCKET", env = "CONTAINERD_ADDRESS")]
+    containerd: Option<PathBuf>,
+}
+
+#[derive(Serialize)]
+struct Findings {
+    /// Whether no check failed.
+    healthy: bool,
+    checks: Vec<Check>,
+}
+
+pub async fn run(run_dir: &Path, out: &mut dyn Write, asked: Doctor) -> Result<(), CliError> {
+    let Doctor { output, containerd } = asked;
+    let mut checks = examine(&Places { run_dir: run_dir.to_owned(), containerd });
+    checks.push(places::controller(&ask(run_dir).await));
+    let failed = checks.iter().filter(|check| check.verdict == Verdict::Bad).count();
+    let findings = Findings { healthy: failed == 0, checks };
+    match output {
+        Output::Json => {
+            serde_json::to_writer_pretty(&mut *out, &findings)?;
+            writeln!(out)?;
+        }
+        Output::Yaml => serde_yaml_ng::to_writer(&mut *out, &findings)?,
+        Output::Table | Output::Wide => print(out, &findings.checks)?,
+    }
+    if failed == 0 {
+        return Ok(());
+    }
+    let s = if failed == 1 { "" } else { "s" };
+    Err(CliError::NotDone(format!("{failed} check{s} failed")))
+}
+
+/// Pid and version of the controller; nothing when none runs.
+async fn ask(run_dir: &Path) -> Result<Option<(u32, String)>, String> {
+    let socket = run_dir.join(paths::CONTROL_SOCKET);
+    match std::os::unix::net::UnixStream::connect(&socket) {
+        Ok(_) => {}
+        // Nobody was there, or died there: the next shim starts another.
+        Err(e)
+            if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) =>
+        {
+            return Ok(None);
+        }
+        Err(error) => return Err(format!("{}: {error}", socket.display())),
+    }
+    let answer = async { Client::connect(run_dir).await?.list().await };
+    let node = answer.await.map_err(|error| crate::report::chain(&error))?;
+    Ok(Some((node.controller_pid, node.version)))
+}
+
+fn print(out: &mut dyn Write, checks: &[Check]) -> io::Result<()> {
+    let width = checks.iter().map(|check| check.name.chars().count()).max().unwrap_or(0);
+    let mut group = "";
+    for check in checks {
+        if check.group != group {
+            writeln!(out, "{}", check.group)?;
+            group = check.group;
+        }
+        let found = format::safe(&check.found);
+        writeln!(out, "  {} {:<width$}   {found}", check.verdict.sign(), check.name)?;
+        if !check.hint.is_empty() {
+            writeln!(out, "    {:<width$}   -> {}", "", format::safe(&check.hint))?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_line_has_a_sign_and_what_is_wrong_has_a_hint() {
+        let check = |verdict, hint: &str| Check {
+            group: "GPU",
+            name: "driver",
+            verdict,
+            found: "5".into(),
+            hint: hint.into(),
+        };
+        let mut out = Vec::new();
+        print(&mut out, &[check(Verdict::Good, ""), check(Verdict::Bad, "install it")]).unwrap();
+        let text = String::from_utf8(out).unwrap();
+        assert_eq!(text, "GPU\n  √ driver   5\n  × driver   5\n             -> install it\n");
+    }
+}

@@ -1,0 +1,265 @@
+//! The containerd that serves a socket: the kernel says which process that is, so its
+//! own program, configuration and PATH are looked at, not some that lie around.
+
+use std::{
+    ffi::OsString,
+    fs,
+    os::unix::{
+        ffi::{OsStrExt, OsStringExt},
+        net::UnixStream,
+        process::CommandExt,
+    },
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use super::{Check, Group};
+use crate::report;
+
+/// Where distributions put the socket.
+const SOCKETS: [&str; 4] = [
+    "/run/containerd/containerd.sock",
+    "/run/k3s/containerd/containerd.sock",
+    "/run/k0s/containerd.sock",
+    "/var/snap/microk8s/common/run/containerd.sock",
+];
+/// The first release with the calls that the shim answers.
+const MIN_VERSION: (u32, u32) = (1, 6);
+
+/// A containerd that answers.
+#[derive(Clone, Debug)]
+pub struct Daemon {
+    /// Its socket.
+    pub socket: PathBuf,
+    /// Its process.
+    pub pid: u32,
+    /// The program that runs.
+    pub program: PathBuf,
+    /// What its program says of its version, or why it does not.
+    pub version: Result<String, String>,
+    /// Its configuration with all that it imports, or why it cannot be had.
+    pub config: Result<toml::Table, String>,
+    environment: Vec<u8>,
+}
+
+/// Why there is none.
+#[derive(Debug, thiserror::Error)]
+pub enum Absent {
+    /// No socket where it is looked for.
+    #[error("no socket at {}", .0.display())]
+    NoSocket(PathBuf),
+    /// It does not answer.
+    #[error("{} does not answer", socket.display())]
+    Silent {
+        /// The socket.
+        socket: PathBuf,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// Its process cannot be looked at.
+    #[error("the process behind {} cannot be looked at", socket.display())]
+    Hidden {
+        /// The socket.
+        socket: PathBuf,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+impl Daemon {
+    /// A variable of its environment.
+    #[must_use]
+    pub fn variable(&self, name: &str) -> Option<OsString> {
+        self.environment.split(|byte| *byte == 0).find_map(|entry| {
+            let value = entry.strip_prefix(name.as_bytes())?.strip_prefix(b"=")?;
+            (!value.is_empty()).then(|| OsString::from_vec(value.to_vec()))
+        })
+    }
+
+    /// The folders of its PATH.
+    #[must_use]
+    pub fn path(&self) -> Vec<PathBuf> {
+        std::env::split_paths(&self.variable("PATH").unwrap_or_default()).collect()
+    }
+}
+
+/// Finds the daemon of a socket, or of the first that a distribution would use.
+///
+/// # Errors
+/// [`Absent`].
+pub fn find(socket: Option<&Path>) -> Result<Daemon, Absent> {
+    let known = || SOCKETS.iter().map(PathBuf::from).find(|path| path.exists());
+    let socket = socket.map(Path::to_owned).or_else(known).unwrap_or_else(|| SOCKETS[0].into());
+    if !socket.exists() {
+        return Err(Absent::NoSocket(socket));
+    }
+    let silent = |source| Absent::Silent { socket: socket.clone(), source };
+    let stream = UnixStream::connect(&socket).map_err(silent)?;
+    let peer = rustix::net::sockopt::socket_peercred(&stream).map_err(|e| silent(e.into()))?;
+    let pid = peer.pid.as_raw_nonzero().get().cast_unsigned();
+    look(&socket, pid).map_err(|source| Absent::Hidden { socket, source })
+}
+
+fn look(socket: &Path, pid: u32) -> std::io::Result<Daemon> {
+    let proc = PathBuf::from(format!("/proc/{pid}"));
+    let argv: Vec<OsString> = fs::read(proc.join("cmdline"))?
+        .split(|byte| *byte == 0)
+        .map(|word| OsString::from_vec(word.to_vec()))
+        .collect();
+    // By way of /proc: that file runs, even if an update has replaced it since.
+    let run = |arguments: &[OsString]| run(&proc.join("exe"), &argv, arguments);
+    let dump: Vec<OsString> =
+        config_flag(&argv).into_iter().chain(["config".into(), "dump".into()]).collect();
+    let config = run(&dump).and_then(|text| {
+        text.parse::<toml::Table>().map_err(|error| format!("its configuration: {error}"))
+    });
+    Ok(Daemon {
+        socket: socket.to_owned(),
+        pid,
+        program: fs::read_link(proc.join("exe"))?,
+        version: run(&["--version".into()]).map(|text| text.trim().to_owned()),
+        config,
+        environment: fs::read(proc.join("environ"))?,
+    })
+}
+
+/// Runs the daemon's program under its own name: some are many programs in one file.
+fn run(exe: &Path, argv: &[OsString], arguments: &[OsString]) -> Result<String, String> {
+    let mut command = Command::new(exe);
+    command.arg0(argv.first().cloned().unwrap_or_default()).args(arguments).stdin(Stdio::null());
+    let output = command.output().map_err(|error| report::chain(&error))?;
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+    }
+    Err(String::from_utf8_lossy(&output.stderr).trim().to_owned())
+}
+
+/// Its `--config FILE`, in whatever form it was given.
+fn config_flag(argv: &[OsString]) -> Vec<OsString> {
+    let names: [&[u8]; 4] = [b"--config", b"-config", b"-c", b"--c"];
+    for (index, word) in argv.iter().enumerate().skip(1) {
+        let bytes = word.as_bytes();
+        if names.contains(&bytes) {
+            return argv.iter().skip(index).take(2).cloned().collect();
+        }
+        if names.iter().any(|name| bytes.strip_prefix(*name).is_some_and(|b| b.starts_with(b"="))) {
+            return vec![word.clone()];
+        }
+    }
+    Vec::new()
+}
+
+/// Whether the kubelet, or a Kubernetes in one program, runs on this machine.
+#[must_use]
+pub fn kubelet_runs() -> bool {
+    process_runs(&["kubelet", "k3s-server", "k3s-agent", "k0s", "kubelite"])
+}
+
+/// Whether a process has one of these names (15 bytes, as the kernel keeps them).
+#[must_use]
+pub fn process_runs(names: &[&str]) -> bool {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries
+        .filter(|entry| entry.file_name().as_bytes().iter().all(u8::is_ascii_digit))
+        .filter_map(|entry| fs::read_to_string(entry.path().join("comm")).ok())
+        .any(|comm| names.contains(&comm.trim_end()))
+}
+
+/// Judges.
+#[must_use]
+pub fn judge(found: &Result<Daemon, Absent>) -> Vec<Check> {
+    let mut group = Group::new("containerd");
+    match found {
+        Ok(daemon) => {
+            let place = format!("{} (process {})", daemon.socket.display(), daemon.pid);
+            group.good("daemon", place);
+            judge_version(&mut group, &daemon.version);
+        }
+        Err(why) => {
+            let hint = "install and start containerd; --containerd names its socket elsewhere";
+            group.bad("daemon", report::chain(why), hint);
+        }
+    }
+    group.checks
+}
+
+fn judge_version(group: &mut Group, version: &Result<String, String>) {
+    match version {
+        Ok(said) => match parse_version(said) {
+            Some((number, version)) if version >= MIN_VERSION => group.good("version", number),
+            Some((number, _)) => {
+                let hint = format!("install {}.{} or newer", MIN_VERSION.0, MIN_VERSION.1);
+                group.bad("version", format!("{number} is too old"), hint);
+            }
+            None => group.warning(
+                "version",
+                format!("not understood: {said}"),
+                "1.6 to 2.3 are known to work",
+            ),
+        },
+        Err(why) => {
+            group.warning("version", format!("not told: {why}"), "1.6 to 2.3 are known to work")
+        }
+    }
+}
+
+/// `containerd github.com/containerd/containerd v1.7.24 4ee…`: the number, and its first two parts.
+fn parse_version(said: &str) -> Option<(String, (u32, u32))> {
+    let number = said.split_whitespace().nth(2)?.trim_start_matches('v');
+    let mut parts = number.split(|c: char| !c.is_ascii_digit());
+    let version = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
+    Some((number.to_owned(), version))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::Verdict, *};
+
+    #[test]
+    fn versions_are_read_as_every_packager_writes_them() {
+        let judged = |said: &str| {
+            let mut group = Group::new("containerd");
+            judge_version(&mut group, &Ok(said.into()));
+            group.checks[0].verdict
+        };
+        let containerd = "containerd github.com/containerd/containerd";
+        assert_eq!(judged(&format!("{containerd} 1.6.20~ds1 1.6.20~ds1-1+b1")), Verdict::Good);
+        assert_eq!(judged(&format!("{containerd}/v2 v2.1.9 5fb4e9a")), Verdict::Good);
+        assert_eq!(judged(&format!("{containerd} v1.5.13 a")), Verdict::Bad);
+        assert_eq!(judged("something else"), Verdict::Warning);
+    }
+
+    #[test]
+    fn the_configuration_that_it_was_started_with_is_asked_for() {
+        let flag =
+            |words: &[&str]| config_flag(&words.iter().map(OsString::from).collect::<Vec<_>>());
+        assert_eq!(flag(&["containerd", "-c", "/a", "x"]), ["-c", "/a"]);
+        assert_eq!(flag(&["containerd", "--config=/a"]), ["--config=/a"]);
+        assert!(flag(&["containerd", "--log-level", "debug"]).is_empty());
+    }
+
+    #[test]
+    fn a_socket_without_a_daemon_is_told_from_none() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("containerd.sock");
+        assert!(matches!(find(Some(&socket)), Err(Absent::NoSocket(_))));
+        drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
+        assert!(matches!(find(Some(&socket)), Err(Absent::Silent { .. })));
+        let judged = judge(&find(Some(&socket)));
+        assert_eq!(judged[0].verdict, Verdict::Bad);
+    }
+
+    #[test]
+    fn the_kernel_names_the_process_behind_a_socket() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("containerd.sock");
+        let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        // This test program knows no `config dump`: said, not hidden.
+        let daemon = look(&socket, std::process::id()).unwrap();
+        assert_eq!(daemon.program, std::env::current_exe().unwrap());
+        assert_eq!(daemon.variable("PATH"), std::env::var_os("PATH"));
+        assert_eq!(daemon.variable("PAT"), None);
+    }
+}

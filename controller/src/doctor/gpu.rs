@@ -1,0 +1,186 @@
+//! NVML, the driver, the devices.
+
+use nvml_wrapper::{Device, Nvml, error::NvmlError};
+
+use super::{Check, Group, containerd};
+
+/// The first driver with the checkpoint calls.
+const MIN_DRIVER: u32 = 570;
+
+/// What NVML says.
+#[derive(Clone, Debug)]
+pub struct Facts {
+    /// The library that was opened.
+    pub library: String,
+    /// Version and devices, or why they cannot be seen.
+    pub seen: Result<Seen, String>,
+    /// Whether the daemon of CUDA's Multi-Process Service runs.
+    pub mps: bool,
+}
+
+/// What is seen when NVML answers.
+#[derive(Clone, Debug, Default)]
+pub struct Seen {
+    /// Of the driver: `580.159.04`.
+    pub driver: String,
+    /// Devices, in order of index.
+    pub gpus: Vec<Gpu>,
+}
+
+/// A device.
+#[derive(Clone, Debug, Default)]
+pub struct Gpu {
+    /// As NVML calls it.
+    pub name: String,
+    /// All VRAM.
+    pub vram_bytes: u64,
+    /// VRAM in use.
+    pub vram_used_bytes: u64,
+    /// Whether the driver stays loaded without a client; `None`: it does not say.
+    pub persistent: Option<bool>,
+    /// Whether it is cut into instances.
+    pub mig: bool,
+}
+
+impl Facts {
+    /// Asks NVML.
+    #[must_use]
+    pub fn gather(library: &str) -> Facts {
+        let seen = look(library).map_err(|error| error.to_string());
+        Facts { library: library.into(), seen, mps: containerd::process_runs(&["nvidia-cuda-mps"]) }
+    }
+
+    /// VRAM in use on all devices.
+    #[must_use]
+    pub fn vram_used_bytes(&self) -> u64 {
+        let gpus = self.seen.as_ref().map(|seen| seen.gpus.as_slice()).unwrap_or_default();
+        gpus.iter().map(|gpu| gpu.vram_used_bytes).sum()
+    }
+}
+
+fn look(library: &str) -> Result<Seen, NvmlError> {
+    let nvml = Nvml::builder().lib_path(library.as_ref()).init()?;
+    let gpus = (0..nvml.device_count()?).map(|index| gpu(&nvml.device_by_index(index)?));
+    Ok(Seen { driver: nvml.sys_driver_version()?, gpus: gpus.collect::<Result<_, _>>()? })
+}
+
+fn gpu(device: &Device<'_>) -> Result<Gpu, NvmlError> {
+    let memory = device.memory_info()?;
+    Ok(Gpu {
+        name: device.name()?,
+        vram_bytes: memory.total,
+        vram_used_bytes: memory.total.saturating_sub(memory.free),
+        persistent: device.is_in_persistent_mode().ok(),
+        // Devices that cannot be cut say that they do not know the question.
+        mig: device.mig_mode().is_ok_and(|mode| mode.current != 0),
+    })
+}
+
+/// Judges.
+#[must_use]
+pub fn judge(facts: &Facts) -> Vec<Check> {
+    let mut group = Group::new("GPU");
+    match &facts.seen {
+        Ok(seen) => judge_seen(&mut group, seen),
+        Err(why) => group.bad(
+            "NVML",
+            format!("{} cannot be used: {why}", facts.library),
+            format!(
+                "install the NVIDIA driver, version {MIN_DRIVER} or newer, until nvidia-smi works; nvml.library in the configuration names a library elsewhere"
+            ),
+        ),
+    }
+    if facts.mps {
+        let hint = "Affinode leaves processes of MPS alone: stop its daemon (echo quit | nvidia-cuda-mps-control) where GPUs are to be given back";
+        group.warning("MPS", "its daemon runs", hint);
+    }
+    group.checks
+}
+
+fn judge_seen(group: &mut Group, seen: &Seen) {
+    let major = seen.driver.split('.').next().and_then(|major| major.parse::<u32>().ok());
+    if major.is_some_and(|major| major >= MIN_DRIVER) {
+        group.good("driver", seen.driver.clone());
+    } else {
+        group.bad(
+            "driver",
+            format!("{} has no checkpoint", seen.driver),
+            format!("install version {MIN_DRIVER} or newer"),
+        );
+    }
+    if seen.gpus.is_empty() {
+        group.bad("devices", "none", "see `nvidia-smi` and `dmesg | grep NVRM` for why");
+        return;
+    }
+    for gpu in &seen.gpus {
+        let simulated =
+            if gpu.name.contains("Simulated") { ", simulated: no real GPU" } else { "" };
+        group.good("device", format!("{}, {} MiB{simulated}", gpu.name, gpu.vram_bytes >> 20));
+    }
+    let indexes = |wanted: fn(&Gpu) -> bool| {
+        let found = seen.gpus.iter().enumerate().filter(|(_, gpu)| wanted(gpu));
+        found.map(|(index, _)| index.to_string()).collect::<Vec<_>>().join(", ")
+    };
+    let off = indexes(|gpu| gpu.persistent == Some(false));
+    if off.is_empty() {
+        group.good("persistence mode", "on");
+    } else {
+        group.warning(
+            "persistence mode",
+            format!("off on GPU {off}"),
+            "start nvidia-persistenced, or run nvidia-smi -pm 1: without it the driver starts anew whenever the last process is away",
+        );
+    }
+    let cut = indexes(|gpu| gpu.mig);
+    if !cut.is_empty() {
+        let hint =
+            "Affinode counts the VRAM of whole devices: nvidia-smi -mig 0 turns instances off";
+        group.warning("MIG", format!("on for GPU {cut}"), hint);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::Verdict, *};
+
+    fn facts(driver: &str, gpu: Gpu) -> Facts {
+        let seen = Seen { driver: driver.into(), gpus: vec![gpu] };
+        Facts { library: "libnvidia-ml.so.1".into(), seen: Ok(seen), mps: false }
+    }
+
+    fn healthy() -> Gpu {
+        Gpu { name: "NVIDIA H200".into(), persistent: Some(true), ..Gpu::default() }
+    }
+
+    fn verdict(checks: &[Check], name: &str) -> Verdict {
+        checks.iter().find(|check| check.name == name).unwrap().verdict
+    }
+
+    #[test]
+    fn a_healthy_gpu_passes_and_a_simulated_one_is_named() {
+        let checks = judge(&facts("580.159.04", healthy()));
+        assert!(checks.iter().all(|check| check.verdict == Verdict::Good), "{checks:?}");
+        let simulated = Gpu { name: "Affinode Simulated GPU".into(), ..healthy() };
+        let checks = judge(&facts("580.0.0", simulated));
+        assert!(checks.iter().any(|check| check.found.contains("no real GPU")), "{checks:?}");
+    }
+
+    #[test]
+    fn an_old_or_missing_driver_fails() {
+        assert_eq!(verdict(&judge(&facts("565.57.01", healthy())), "driver"), Verdict::Bad);
+        assert_eq!(verdict(&judge(&facts("new", healthy())), "driver"), Verdict::Bad);
+        let none = Facts { seen: Err("no such file".into()), ..facts("", healthy()) };
+        assert_eq!(verdict(&judge(&none), "NVML"), Verdict::Bad);
+        let empty = Facts { seen: Ok(Seen { driver: "580.1".into(), gpus: vec![] }), ..none };
+        assert_eq!(verdict(&judge(&empty), "devices"), Verdict::Bad);
+    }
+
+    #[test]
+    fn what_costs_time_or_is_left_alone_is_a_warning() {
+        let gpu = Gpu { persistent: Some(false), mig: true, ..healthy() };
+        let checks = judge(&Facts { mps: true, ..facts("580.1", gpu) });
+        for name in ["persistence mode", "MIG", "MPS"] {
+            assert_eq!(verdict(&checks, name), Verdict::Warning, "{name}");
+        }
+    }
+}

@@ -1,0 +1,186 @@
+//! How containerd's CRI plugin knows the runtime: the handler that a RuntimeClass names.
+
+use std::path::Path;
+
+use toml::{Table, Value};
+
+use super::{Check, Group, is_program, programs::SHIM};
+
+/// The runtime type that containerd makes the shim's name from.
+pub const RUNTIME_TYPE: &str = "io.containerd.affinode.v1";
+/// The CRI plugin's configuration, in files of version 2 and 3.
+const PLUGINS: [&str; 2] = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
+/// Annotations that must reach the shim.
+const ANNOTATIONS: &str = "affinode.io/*";
+/// Options that a handler must have as the default one has them.
+const OPTIONS: [&str; 2] = ["SystemdCgroup", "BinaryName"];
+
+/// Judges the configuration. `kubernetes`: whether pods run on this machine.
+#[must_use]
+pub fn judge(config: &Result<Table, String>, kubernetes: bool) -> Vec<Check> {
+    let mut group = Group::new("containerd");
+    let config = match config {
+        Ok(config) => config,
+        Err(why) => {
+            let hint = "`containerd config dump` must work: put right what it says";
+            group.bad("configuration", why.clone(), hint);
+            return group.checks;
+        }
+    };
+    let Some(cri) =
+        PLUGINS.iter().find_map(|plugin| table(config, &["plugins", plugin, "containerd"]))
+    else {
+        let found = "CRI is not configured";
+        if kubernetes {
+            group.bad("handler", found, "enable the CRI plugin of containerd");
+        } else {
+            group.good("handler", format!("{found}: not needed without Kubernetes"));
+        }
+        return group.checks;
+    };
+    let handlers = table(cri, &["runtimes"]);
+    let ours = handlers.into_iter().flatten().find(|(_, handler)| is_ours(handler));
+    match ours {
+        Some((name, Value::Table(handler))) => {
+            judge_handler(&mut group, name, handler, handlers, cri)
+        }
+        _ => {
+            let hint = "add config/containerd/affinode-v2.toml (containerd 1.x) or affinode-v3.toml (2.x) to its configuration and restart it";
+            if kubernetes {
+                group.bad("handler", "none: pods cannot use Affinode", hint);
+            } else {
+                group.warning("handler", "none: ctr and nerdctl need none, pods do", hint);
+            }
+        }
+    }
+    group.checks
+}
+
+fn table<'a>(from: &'a Table, path: &[&str]) -> Option<&'a Table> {
+    path.iter().try_fold(from, |table, key| table.get(*key)?.as_table())
+}
+
+fn is_ours(handler: &Value) -> bool {
+    let text = |key: &str| handler.get(key).and_then(Value::as_str).unwrap_or_default();
+    text("runtime_type") == RUNTIME_TYPE
+        || Path::new(text("runtime_path")).file_name().is_some_and(|name| name == SHIM)
+}
+
+fn judge_handler(
+    group: &mut Group,
+    name: &str,
+    handler: &Table,
+    handlers: Option<&Table>,
+    cri: &Table,
+) {
+    let path = handler.get("runtime_path").and_then(Value::as_str).unwrap_or_default();
+    if path.is_empty() || is_program(Path::new(path)) {
+        group.good("handler", format!("{name}; a RuntimeClass names it (config/kubernetes)"));
+    } else {
+        let hint = "name the file containerd-shim-affinode-v1, or leave runtime_path out";
+        group.bad("handler", format!("{name}: runtime_path {path} is no program"), hint);
+    }
+    for key in ["pod_annotations", "container_annotations"] {
+        let passed = handler.get(key).and_then(Value::as_array).into_iter().flatten();
+        if !passed.filter_map(Value::as_str).any(|passed| passed == ANNOTATIONS || passed == "*") {
+            let found = format!("{key} of handler {name} lacks {ANNOTATIONS}");
+            group.warning("annotations", found, "without it what a pod asks for is not seen");
+        }
+    }
+    let default = cri.get("default_runtime_name").and_then(Value::as_str).unwrap_or("runc");
+    let known =
+        |name: &str| handlers.and_then(|handlers| handlers.get(name)).and_then(Value::as_table);
+    if known(default).is_none() {
+        let found = format!("the default handler {default} is not configured any more");
+        group.bad(
+            "default handler",
+            found,
+            "pods without a runtime class fail: add it beside ours",
+        );
+    }
+    // What pods had before: NVIDIA's handler where there is one.
+    let Some((model, other)) = ["nvidia", default].into_iter().find_map(|n| Some((n, known(n)?)))
+    else {
+        return;
+    };
+    for option in OPTIONS {
+        let of =
+            |handler: &Table| table(handler, &["options"]).and_then(|o| o.get(option)).cloned();
+        let (theirs, ours) =
+            (of(other).filter(|v| !is_default(v)), of(handler).filter(|v| !is_default(v)));
+        if theirs != ours {
+            let say =
+                |value: &Option<Value>| value.as_ref().map_or("not set".into(), Value::to_string);
+            let found =
+                format!("{option}: {} for {name}, {} for {model}", say(&ours), say(&theirs));
+            let hint = format!(
+                "copy the options of handler {model}, so that pods find the same environment"
+            );
+            group.warning("options", found, hint);
+        }
+    }
+}
+
+fn is_default(value: &Value) -> bool {
+    matches!(value, Value::Boolean(false)) || value.as_str() == Some("")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::Verdict, *};
+
+    const RUNC: &str = r#"[plugins."io.containerd.cri.v1.runtime".containerd]
+default_runtime_name = "runc"
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
+runtime_type = "io.containerd.runc.v2"
+"#;
+
+    fn judged(text: &str, kubernetes: bool) -> Vec<(&'static str, Verdict)> {
+        let checks = judge(&Ok(text.parse().unwrap()), kubernetes);
+        checks.iter().map(|check| (check.name, check.verdict)).collect()
+    }
+
+    /// The snippets that are handed out pass; before they are installed, nothing does.
+    #[test]
+    fn the_snippets_register_the_handler() {
+        let v3 = include_str!("../../../config/containerd/affinode-v3.toml");
+        assert_eq!(judged(&format!("{v3}{RUNC}"), true), [("handler", Verdict::Good)]);
+        let v2 = include_str!("../../../config/containerd/affinode-v2.toml");
+        let runc = RUNC.replace("io.containerd.cri.v1.runtime", "io.containerd.grpc.v1.cri");
+        assert_eq!(judged(&format!("{v2}{runc}"), true), [("handler", Verdict::Good)]);
+        assert_eq!(judged(RUNC, true), [("handler", Verdict::Bad)]);
+        assert_eq!(judged(RUNC, false), [("handler", Verdict::Warning)]);
+    }
+
+    #[test]
+    fn a_handler_that_displaced_the_default_one_fails() {
+        let v3 = include_str!("../../../config/containerd/affinode-v3.toml");
+        assert!(judged(v3, true).contains(&("default handler", Verdict::Bad)));
+    }
+
+    #[test]
+    fn what_a_handler_lacks_is_named() {
+        let handler = r#"[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.gpu]
+runtime_type = "io.containerd.affinode.v1"
+runtime_path = "/nonexistent/containerd-shim-affinode-v1"
+pod_annotations = ["affinode.io/*"]
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.nvidia.options]
+BinaryName = "/usr/bin/nvidia-container-runtime"
+SystemdCgroup = false
+"#;
+        let judged = judged(&format!("{RUNC}{handler}"), true);
+        let expected = [
+            ("handler", Verdict::Bad),
+            ("annotations", Verdict::Warning),
+            ("options", Verdict::Warning),
+        ];
+        assert_eq!(judged, expected);
+    }
+
+    #[test]
+    fn without_cri_it_depends_on_whether_pods_are_wanted() {
+        assert_eq!(judged("version = 2", false), [("handler", Verdict::Good)]);
+        assert_eq!(judged("version = 2", true), [("handler", Verdict::Bad)]);
+        assert_eq!(judge(&Err("no".into()), false)[0].verdict, Verdict::Bad);
+    }
+}

@@ -1,0 +1,134 @@
+//! Who runs this, and what the kernel can do.
+
+use rustix::{
+    fs::{MemfdFlags, SealFlags},
+    process::PidfdFlags,
+    thread::{MembarrierCommand, membarrier_query},
+};
+
+use super::{Check, Group};
+use crate::sys;
+
+/// What the kernel says.
+#[derive(Clone, Debug)]
+#[allow(clippy::struct_excessive_bools)] // A list of independent answers.
+pub struct Facts {
+    /// Effective user.
+    pub uid: u32,
+    /// Whether root here is root of the machine.
+    pub whole_machine: bool,
+    /// `uname -r`.
+    pub release: String,
+    /// membarrier(PRIVATE_EXPEDITED): closes gates without a lock in every call.
+    pub membarrier: bool,
+    /// pidfd_open: ends of processes are seen, pids are not mixed up.
+    pub pidfd: bool,
+    /// Sealed memfds: pages cannot shrink below their readers.
+    pub seals: bool,
+    /// MADV_WIPEONFORK: a forked child knows that it is not registered.
+    pub wipe_on_fork: bool,
+}
+
+impl Facts {
+    /// Tries each once.
+    #[must_use]
+    pub fn gather() -> Facts {
+        let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+        let barriers = membarrier_query();
+        Facts {
+            uid: rustix::process::geteuid().as_raw(),
+            whole_machine: map.split_whitespace().eq(["0", "0", "4294967295"]),
+            release: rustix::system::uname().release().to_string_lossy().into_owned(),
+            membarrier: barriers.contains_command(MembarrierCommand::PrivateExpedited),
+            pidfd: rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty())
+                .is_ok(),
+            seals: seals_hold(),
+            wipe_on_fork: sys::wipe_on_fork_works(),
+        }
+    }
+}
+
+fn seals_hold() -> bool {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let Ok(file) = rustix::fs::memfd_create("affinode-doctor", flags) else {
+        return false;
+    };
+    let sealed = rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW);
+    sealed.is_ok() && rustix::fs::ftruncate(&file, 1).is_err()
+}
+
+/// Judges.
+#[must_use]
+pub fn judge(facts: &Facts) -> Vec<Check> {
+    let mut group = Group::new("machine");
+    if facts.uid != 0 {
+        let hint = "run as root: containerd, the controller and /proc of containers are root's";
+        group.bad("permissions", format!("user {}", facts.uid), hint);
+    } else if facts.whole_machine {
+        group.good("permissions", "root");
+    } else {
+        let hint = "root of a user namespace sees neither all processes nor all limits: run it on the host";
+        group.warning("permissions", "root of a user namespace", hint);
+    }
+    let missing: Vec<&str> = [
+        (facts.pidfd, "pidfd_open (Linux 5.3)"),
+        (facts.seals, "sealed memfds (Linux 3.17)"),
+        (facts.wipe_on_fork, "MADV_WIPEONFORK (Linux 4.14)"),
+    ]
+    .into_iter()
+    .filter(|(there, _)| !there)
+    .map(|(_, name)| name)
+    .collect();
+    if missing.is_empty() {
+        group.good("kernel", format!("Linux {}", facts.release));
+    } else {
+        let found = format!("Linux {} lacks {}", facts.release, missing.join(", "));
+        group.bad("kernel", found, "use a kernel that has it, or allow it in the sandbox");
+    }
+    if facts.membarrier {
+        group.good("membarrier", "private expedited");
+    } else {
+        let hint = "as safe, but each CUDA call costs some 15 ns more: Linux 4.14 has it";
+        group.warning("membarrier", "missing", hint);
+    }
+    group.checks
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::Verdict, *};
+
+    fn good() -> Facts {
+        Facts {
+            uid: 0,
+            whole_machine: true,
+            release: "6.18".into(),
+            membarrier: true,
+            pidfd: true,
+            seals: true,
+            wipe_on_fork: true,
+        }
+    }
+
+    fn verdicts(facts: &Facts) -> Vec<Verdict> {
+        judge(facts).iter().map(|check| check.verdict).collect()
+    }
+
+    #[test]
+    fn each_lack_is_judged_by_what_it_costs() {
+        use Verdict::{Bad, Good, Warning};
+        assert_eq!(verdicts(&good()), [Good, Good, Good]);
+        assert_eq!(verdicts(&Facts { uid: 1000, ..good() }), [Bad, Good, Good]);
+        assert_eq!(verdicts(&Facts { whole_machine: false, ..good() }), [Warning, Good, Good]);
+        assert_eq!(verdicts(&Facts { pidfd: false, ..good() }), [Good, Bad, Good]);
+        assert_eq!(verdicts(&Facts { membarrier: false, ..good() }), [Good, Good, Warning]);
+    }
+
+    /// The agents of the tests beside need all of it.
+    #[test]
+    fn this_kernel_is_seen_as_it_is() {
+        let facts = Facts::gather();
+        assert!(facts.pidfd && facts.seals && facts.wipe_on_fork, "{facts:?}");
+        assert!(!facts.release.is_empty());
+    }
+}

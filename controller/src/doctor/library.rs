@@ -1,0 +1,139 @@
+//! The preload library, as the dynamic loader of any container will meet it: a file that
+//! does not load there is fatal for every process of the container.
+
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+};
+
+use affinode_proto::paths;
+use object::{
+    Object, ObjectSymbol,
+    elf::{self, FileHeader64},
+    read::elf::{Dyn, ElfFile64, FileHeader},
+};
+use rustix::fs::StatVfsMountFlags;
+
+use super::{Check, Group};
+
+/// What was found.
+#[derive(Clone, Debug)]
+pub struct Facts {
+    /// The file.
+    pub path: PathBuf,
+    /// Why a loader could not use it, or nothing.
+    pub fault: Result<(), String>,
+    /// Whether every user may read it.
+    pub readable: bool,
+    /// Whether its file system forbids running from it.
+    pub no_exec: bool,
+}
+
+impl Facts {
+    /// Reads the file.
+    #[must_use]
+    pub fn gather(lib_dir: &Path) -> Facts {
+        let path = lib_dir.join(paths::LIB_FILE);
+        let fault = match fs::read(&path) {
+            Ok(bytes) => loadable(&bytes),
+            Err(error) => Err(error.to_string()),
+        };
+        let mode = |path: &Path| fs::metadata(path).map_or(0, |file| file.permissions().mode());
+        let mounted = rustix::fs::statvfs(lib_dir);
+        Facts {
+            readable: mode(&path) & 0o004 != 0 && mode(lib_dir) & 0o001 != 0,
+            no_exec: mounted.is_ok_and(|fs| fs.f_flag.contains(StatVfsMountFlags::NOEXEC)),
+            path,
+            fault,
+        }
+    }
+}
+
+/// Whether these bytes load in every image: a shared object for x86-64 that needs no
+/// library, no version of one, and no symbol for certain.
+///
+/// # Errors
+/// Which rule they break.
+pub fn loadable(bytes: &[u8]) -> Result<(), String> {
+    let unread = |error: object::Error| format!("is no ELF file for x86-64: {error}");
+    let file = ElfFile64::<object::Endianness>::parse(bytes).map_err(unread)?;
+    let header: &FileHeader64<_> = file.elf_header();
+    let endian = file.endian();
+    if header.e_type(endian) != elf::ET_DYN || header.e_machine(endian) != elf::EM_X86_64 {
+        return Err("is no shared object for x86-64".into());
+    }
+    let table = file.elf_section_table();
+    let dynamic = table.dynamic(endian, bytes).map_err(unread)?;
+    let Some((entries, _)) = dynamic else {
+        return Err("has no dynamic section".into());
+    };
+    for entry in entries {
+        match entry.tag(endian) {
+            elf::DT_NEEDED => return Err("needs another library".into()),
+            elf::DT_VERNEED => return Err("needs a version of the C library".into()),
+            _ => {}
+        }
+    }
+    if !file.dynamic_symbols().any(|symbol| symbol.name() == Ok("dlsym") && !symbol.is_undefined())
+    {
+        return Err("hooks nothing: it is another library".into());
+    }
+    let strong = file.dynamic_symbols().find(|symbol| symbol.is_undefined() && !symbol.is_weak());
+    match strong {
+        Some(symbol) => Err(format!("needs the symbol {}", symbol.name().unwrap_or("?"))),
+        None => Ok(()),
+    }
+}
+
+/// Judges.
+#[must_use]
+pub fn judge(facts: &Facts) -> Vec<Check> {
+    let mut group = Group::new("programs");
+    let path = facts.path.display();
+    if let Err(why) = &facts.fault {
+        let hint = format!("install {} of the same release in {}", paths::LIB_FILE, folder(facts));
+        group.bad("library", format!("{path}: {why}"), hint);
+    } else if facts.no_exec {
+        let hint = format!(
+            "its file system is mounted noexec: install it elsewhere and name that in {} for containerd",
+            paths::LIB_DIR_ENV
+        );
+        group.bad("library", format!("{path} cannot be mapped for execution"), hint);
+    } else if facts.readable {
+        group.good("library", format!("{path}, loads in any image"));
+    } else {
+        let hint = format!("chmod a+rX {} and the file in it", folder(facts));
+        group.bad("library", format!("{path} cannot be read by every user"), hint);
+    }
+    group.checks
+}
+
+fn folder(facts: &Facts) -> String {
+    facts.path.parent().unwrap_or(&facts.path).display().to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::Verdict, *};
+
+    #[test]
+    fn what_a_container_could_not_load_fails() {
+        let good =
+            Facts { path: "/lib/x.so".into(), fault: Ok(()), readable: true, no_exec: false };
+        let verdict = |facts: &Facts| judge(facts)[0].verdict;
+        assert_eq!(verdict(&good), Verdict::Good);
+        assert_eq!(verdict(&Facts { fault: Err("needs x".into()), ..good.clone() }), Verdict::Bad);
+        assert_eq!(verdict(&Facts { readable: false, ..good.clone() }), Verdict::Bad);
+        assert_eq!(verdict(&Facts { no_exec: true, ..good }), Verdict::Bad);
+    }
+
+    #[test]
+    fn programs_and_noise_are_no_preload_library() {
+        let own = fs::read(std::env::current_exe().unwrap()).unwrap();
+        assert_eq!(loadable(&own).unwrap_err(), "needs another library");
+        assert!(loadable(b"\x7fELF and nothing else").unwrap_err().contains("no ELF file"));
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(judge(&Facts::gather(folder.path()))[0].verdict, Verdict::Bad);
+    }
+}

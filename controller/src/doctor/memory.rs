@@ -1,0 +1,133 @@
+//! Whether VRAM has a place to go: limits of containers can be read, the node has RAM.
+
+use std::path::Path;
+
+use super::{Check, Group};
+use crate::{config::MemorySection, inventory::memory::available_bytes};
+
+/// How limits of containers are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cgroups {
+    /// One hierarchy, with the memory controller.
+    V2,
+    /// The memory controller has a hierarchy of its own.
+    V1,
+    /// There is no memory controller.
+    NoMemory,
+    /// Nothing is mounted at /sys/fs/cgroup.
+    Nothing,
+}
+
+/// What is known about memory.
+#[derive(Clone, Debug)]
+pub struct Facts {
+    /// How limits are read.
+    pub cgroups: Cgroups,
+    /// RAM that can be taken, or why that is not known.
+    pub available_bytes: Result<u64, String>,
+    /// What stays free, and what a process needs beside its VRAM.
+    pub kept_bytes: u64,
+    /// VRAM in use on all devices.
+    pub vram_used_bytes: u64,
+}
+
+impl Facts {
+    /// Reads /proc and /sys.
+    #[must_use]
+    pub fn gather(rules: &MemorySection, vram_used_bytes: u64) -> Facts {
+        Facts {
+            cgroups: cgroups(Path::new("/sys/fs/cgroup")),
+            available_bytes: available_bytes().map_err(|error| error.to_string()),
+            kept_bytes: (rules.node_reserve_mib + rules.driver_overhead_mib) << 20,
+            vram_used_bytes,
+        }
+    }
+}
+
+fn cgroups(root: &Path) -> Cgroups {
+    if root.join("memory/memory.limit_in_bytes").exists() {
+        return Cgroups::V1;
+    }
+    let controllers = |path: &str| std::fs::read_to_string(root.join(path)).ok();
+    match controllers("cgroup.controllers") {
+        // A container's own view of the hierarchy names its controllers in the same file.
+        Some(names) if names.split_whitespace().any(|name| name == "memory") => Cgroups::V2,
+        Some(_) => Cgroups::NoMemory,
+        None if root.join("unified").exists() || root.join("cpu").exists() => Cgroups::NoMemory,
+        None => Cgroups::Nothing,
+    }
+}
+
+/// Judges.
+#[must_use]
+pub fn judge(facts: &Facts) -> Vec<Check> {
+    let mut group = Group::new("memory");
+    let hint = "without it nobody knows whether a container has room for its VRAM: mount cgroup2 at /sys/fs/cgroup with the memory controller (kernel argument cgroup_enable=memory)";
+    match facts.cgroups {
+        Cgroups::V2 => group.good("cgroups", "version 2, memory limits can be read"),
+        Cgroups::V1 => group.good("cgroups", "version 1, memory limits can be read"),
+        Cgroups::NoMemory => group.bad("cgroups", "no memory controller", hint),
+        Cgroups::Nothing => group.bad("cgroups", "nothing at /sys/fs/cgroup", hint),
+    }
+    let mib = |bytes: u64| format!("{} MiB", bytes >> 20);
+    match &facts.available_bytes {
+        Err(why) => group.bad("host RAM", format!("cannot be read: {why}"), "is /proc mounted?"),
+        Ok(available) => {
+            let room = available.saturating_sub(facts.kept_bytes);
+            let found = format!(
+                "{} available, room for {} of VRAM; {} in use now",
+                mib(*available),
+                mib(room),
+                mib(facts.vram_used_bytes)
+            );
+            if room == 0 {
+                let hint =
+                    "nothing can be offloaded: add RAM, or lower [memory] in the configuration";
+                group.bad("host RAM", found, hint);
+            } else if room < facts.vram_used_bytes {
+                group.warning("host RAM", found, "not all of it can be offloaded at once");
+            } else {
+                group.good("host RAM", found);
+            }
+        }
+    }
+    group.checks
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::{super::Verdict, *};
+
+    const GIB: u64 = 1 << 30;
+
+    fn verdicts(cgroups: Cgroups, available_bytes: u64) -> Vec<Verdict> {
+        let (kept_bytes, vram_used_bytes) = (2 * GIB, 8 * GIB);
+        let available_bytes = Ok(available_bytes);
+        let facts = Facts { cgroups, available_bytes, kept_bytes, vram_used_bytes };
+        judge(&facts).iter().map(|check| check.verdict).collect()
+    }
+
+    #[test]
+    fn ram_is_judged_by_what_fits() {
+        use Verdict::{Bad, Good, Warning};
+        assert_eq!(verdicts(Cgroups::V2, 10 * GIB), [Good, Good]);
+        assert_eq!(verdicts(Cgroups::V1, 9 * GIB), [Good, Warning]);
+        assert_eq!(verdicts(Cgroups::NoMemory, 2 * GIB), [Bad, Bad]);
+        assert_eq!(verdicts(Cgroups::Nothing, 10 * GIB), [Bad, Good]);
+    }
+
+    #[test]
+    fn hierarchies_are_told_apart() {
+        let root = tempfile::tempdir().unwrap();
+        assert_eq!(cgroups(root.path()), Cgroups::Nothing);
+        fs::write(root.path().join("cgroup.controllers"), "cpu io\n").unwrap();
+        assert_eq!(cgroups(root.path()), Cgroups::NoMemory);
+        fs::write(root.path().join("cgroup.controllers"), "cpu memory\n").unwrap();
+        assert_eq!(cgroups(root.path()), Cgroups::V2);
+        fs::create_dir(root.path().join("memory")).unwrap();
+        fs::write(root.path().join("memory/memory.limit_in_bytes"), "1").unwrap();
+        assert_eq!(cgroups(root.path()), Cgroups::V1);
+    }
+}

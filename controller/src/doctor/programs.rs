@@ -1,0 +1,134 @@
+//! The programs that containerd starts: our shim, the stock shim behind it, runc.
+
+use std::{
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use super::{Check, Group, containerd::Daemon, on_path};
+
+/// Our shim.
+pub const SHIM: &str = "containerd-shim-affinode-v1";
+/// The shim behind ours.
+const STOCK: &str = "containerd-shim-runc-v2";
+/// The variable that names it elsewhere.
+const STOCK_ENV: &str = "AFFINODE_STOCK_SHIM";
+
+/// What is installed.
+#[derive(Clone, Debug, Default)]
+pub struct Facts {
+    /// Our shim, and the version that it says it has.
+    pub shim: Option<(PathBuf, Result<String, String>)>,
+    /// The stock shim.
+    pub stock: Option<PathBuf>,
+    /// runc.
+    pub runc: Option<PathBuf>,
+}
+
+impl Facts {
+    /// Looks where containerd looks.
+    #[must_use]
+    pub fn gather(daemon: &Daemon) -> Facts {
+        let path = daemon.path();
+        let beside = daemon.program.parent().map(Path::to_owned);
+        let find = |program: &str| on_path(path.iter().cloned(), program);
+        let shim = find(SHIM).map(|shim| {
+            let version = version(&shim);
+            (shim, version)
+        });
+        let ours = shim.as_ref().and_then(|(shim, _)| shim.parent()).map(Path::to_owned);
+        let named = daemon.variable(STOCK_ENV).map(PathBuf::from);
+        let stock = || on_path(path.iter().cloned().chain(beside).chain(ours), STOCK);
+        // runc is started by the stock shim, which inherits the same PATH.
+        Facts { stock: named.or_else(stock), runc: find("runc").or_else(|| find("crun")), shim }
+    }
+}
+
+fn version(shim: &Path) -> Result<String, String> {
+    let output = Command::new(shim).arg("-v").stdin(Stdio::null()).output();
+    let output = output.map_err(|error| error.to_string())?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    text.lines()
+        .find_map(|line| line.trim().strip_prefix("Version:"))
+        .map(|version| version.trim().to_owned())
+        .ok_or_else(|| {
+            format!("{}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim())
+        })
+}
+
+/// Judges.
+#[must_use]
+pub fn judge(facts: &Facts) -> Vec<Check> {
+    let own = env!("CARGO_PKG_VERSION");
+    let mut group = Group::new("programs");
+    match &facts.shim {
+        None => {
+            let hint = "install it in a folder of containerd's PATH, often /usr/local/bin";
+            group.bad("shim", format!("{SHIM} is not on containerd's PATH"), hint);
+        }
+        Some((path, Ok(version))) if version == own => {
+            group.good("shim", format!("{}, {version}", path.display()));
+        }
+        Some((path, Ok(version))) => {
+            let found = format!("{} is {version}, this command is {own}", path.display());
+            group.bad("shim", found, "install both from the same release");
+        }
+        Some((path, Err(why))) => {
+            let hint = "install it again: it must run on this machine";
+            group.bad("shim", format!("{} does not tell its version: {why}", path.display()), hint);
+        }
+    }
+    match &facts.stock {
+        Some(path) if super::is_program(path) => {
+            group.good("stock shim", path.display().to_string())
+        }
+        _ => group.bad(
+            "stock shim",
+            format!("{STOCK} is neither on containerd's PATH nor beside it"),
+            format!("install containerd's package, or name the file in {STOCK_ENV}"),
+        ),
+    }
+    match &facts.runc {
+        Some(path) => group.good("runc", path.display().to_string()),
+        None => group.warning(
+            "runc",
+            "not on containerd's PATH",
+            "install it, unless options.BinaryName of the handlers names another runtime",
+        ),
+    }
+    group.checks
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::{super::Verdict, *};
+
+    fn verdicts(shim: Option<(PathBuf, Result<String, String>)>) -> Vec<Verdict> {
+        let facts = Facts { shim, stock: Some("/bin/sh".into()), runc: None };
+        judge(&facts).iter().map(|check| check.verdict).collect()
+    }
+
+    #[test]
+    fn a_shim_of_another_version_fails_as_a_missing_one() {
+        use Verdict::{Bad, Good, Warning};
+        let shim = |version: &str| Some(("/bin/x".into(), Ok(version.into())));
+        assert_eq!(verdicts(shim(env!("CARGO_PKG_VERSION"))), [Good, Good, Warning]);
+        assert_eq!(verdicts(shim("0.0.1"))[0], Bad);
+        assert_eq!(verdicts(Some(("/bin/x".into(), Err("exit 1".into()))))[0], Bad);
+        assert_eq!(verdicts(None)[0], Bad);
+        assert_eq!(judge(&Facts::default())[1].verdict, Bad);
+    }
+
+    #[test]
+    fn the_version_is_what_the_program_says() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(SHIM);
+        std::fs::write(&path, "#!/bin/sh\nprintf 'shim:\\n  Version:  9.9\\n'\n").unwrap();
+        assert!(!super::super::is_program(&path));
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        assert_eq!(version(&path).unwrap(), "9.9");
+        assert!(version(Path::new("/bin/false")).is_err());
+    }
+}
