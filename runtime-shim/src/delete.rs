@@ -7,6 +7,8 @@
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
+use std::fs;
+use std::path::PathBuf;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
@@ -58,6 +60,12 @@ pub fn delete(flags: &Flags, argv: &[OsString]) -> Result<u8, DeleteError> {
         None => BTreeSet::new(),
     };
     let mut own = stock.command(argv).stdin(Stdio::null()).spawn().map_err(DeleteError::Run)?;
+    // runc writes its log into the container's bundle, and fails where there is none.
+    let made: Vec<PathBuf> = orphans
+        .iter()
+        .map(|id| bundle.sibling(id).path().to_owned())
+        .filter(|path| fs::create_dir(path).is_ok())
+        .collect();
     let children: Vec<(&String, Child)> = orphans
         .iter()
         .filter_map(|id| Some((id, delete_orphan(&stock, flags, &bundle, id)?)))
@@ -77,6 +85,11 @@ pub fn delete(flags: &Flags, argv: &[OsString]) -> Result<u8, DeleteError> {
         // dying in the cgroup. Deleting what is gone is no work, so it is done twice.
         if let Some(mut again) = delete_orphan(&stock, flags, &bundle, id) {
             let _ = process::wait(&mut again, deadline);
+        }
+    }
+    for path in made {
+        if let Err(error) = fs::remove_dir_all(&path) {
+            warn!("cannot remove {}: {error}", path.display());
         }
     }
     let status = own.wait().map_err(DeleteError::Run)?;
@@ -157,7 +170,6 @@ fn delete_orphan(stock: &Stock, flags: &Flags, bundle: &Bundle, id: &str) -> Opt
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
     use std::os::unix::net::UnixListener;
     use std::process::Command;
 

@@ -4,11 +4,12 @@
 //! mounted into it: they survive `ctr` and containerd, and work for CRI too.
 
 use std::{
+    io::{BufRead, BufReader, Write},
     path::{Path, PathBuf},
-    process::Command,
+    process::{Command, Stdio},
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use nix::{sys::stat::Mode, unistd::mkfifo};
 
 use crate::{containerd, image, until::until, world::World};
@@ -241,14 +242,37 @@ impl Running {
         Ok(row.and_then(|row| row.split_whitespace().nth(2)).map(str::to_owned))
     }
 
-    /// Runs a program in it.
+    /// Runs a program in it: its standard output.
+    ///
+    /// `ctr` drops the output of a program that ends before it has opened the pipes, so
+    /// the program is followed by a shell that ends when the output has arrived.
     ///
     /// # Errors
     /// When it fails.
     pub fn exec(&self, world: &World, argv: &[&str]) -> Result<String> {
+        const LAST: &str = "end of output";
+        let script = format!("\"$@\"; code=$?; echo; echo {LAST}; read -r _; exit $code");
         let mut command = world.ctr();
-        command.args(["tasks", "exec", "--exec-id", "probe", &self.id]).args(argv);
-        containerd::run(&mut command)
+        command
+            .args(["tasks", "exec", "--exec-id", "probe", &self.id, "/bin/sh", "-c", &script, "sh"])
+            .args(argv)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let mut child = command.spawn()?;
+        let mut said = String::new();
+        let mut output = BufReader::new(child.stdout.take().context("no output")?);
+        let tail = format!("\n{LAST}\n");
+        while !said.ends_with(&tail) && output.read_line(&mut said)? > 0 {}
+        if let Some(mut input) = child.stdin.take() {
+            // It has ended already when it never ran.
+            let _ = writeln!(input);
+        }
+        let ended = child.wait_with_output()?;
+        match (ended.status.success(), said.strip_suffix(&tail)) {
+            (true, Some(said)) => Ok(said.to_owned()),
+            _ => bail!("{argv:?} in {}: {said}{}", self.id, String::from_utf8_lossy(&ended.stderr)),
+        }
     }
 
     /// Sends SIGKILL and waits until the task has stopped.

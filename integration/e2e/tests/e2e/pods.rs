@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 
 use crate::{
     cri::{self, Cri},
-    lifecycle::{no_process_is_left, no_shim_or_bundle_is_left, nothing_is_left},
+    lifecycle::nothing_is_left,
     matrix::on_every_containerd,
 };
 
@@ -85,7 +85,5 @@ fn a_shim_that_is_killed_leaves_nothing(world: &World) -> Result<()> {
     until("containerd to see the end", || Ok((cri.state(&id)? == cri::EXITED).then_some(())))?;
     cri.remove_container(&id)?;
     cri.remove_pod(&pod_id)?;
-    // Under containerd 2 the folder of a member's cgroup may stay (README, Limits): nobody is in it.
-    no_process_is_left(world)?;
-    no_shim_or_bundle_is_left(world)
+    nothing_is_left(world)
 }
