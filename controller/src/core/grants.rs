@@ -18,6 +18,7 @@ use super::{
     ledger::margin_bytes,
     merge_needs,
     node::Recalled,
+    process::Process,
 };
 
 /// Allocations of others are held at most so long beyond what the copy should take.
@@ -40,7 +41,9 @@ impl Node {
         if all_taken(&taken) {
             return;
         }
-        for key in self.queue.in_order(self.now) {
+        let mut order = self.queue.in_order(self.now);
+        order.sort_by_key(|key| self.turn(key));
+        for key in order {
             if self.grants.contains_key(&key) {
                 continue;
             }
@@ -65,6 +68,21 @@ impl Node {
                 container.reason = (reason, self.gpu_error.clone().unwrap_or_default());
             }
             taken.extend(uuids);
+        }
+    }
+
+    /// Before the order of the queue: who is half way home, because a controller died or a
+    /// checkpoint failed in the middle, holds VRAM that it cannot give back before it is
+    /// home. Were it to wait behind one that needs that VRAM, both would wait for ever.
+    fn turn(&self, key: &Key) -> u8 {
+        let holds =
+            |p: &Process| p.phase == Phase::Locked || p.phase != Phase::Away && p.vram_bytes() > 0;
+        let half_way = self.processes.of(key).any(|(_, p)| holds(p));
+        let fits = || self.ledger.fits(key, &self.container_needs(key), &self.gpus, margin_bytes);
+        match half_way {
+            true if fits() => 0,
+            true => 1,
+            false => 2,
         }
     }
 

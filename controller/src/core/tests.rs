@@ -436,6 +436,28 @@ fn two_that_do_not_fit_together_take_turns() {
     assert_eq!((world.state(0), world.state(1)), (State::Offloaded, State::Offloaded));
 }
 
+/// A controller dies between the restores of a container's two processes, and one that needs
+/// the VRAM of the first was called before: it must not keep the second away.
+#[test]
+fn who_is_half_way_home_is_not_kept_behind_one_that_needs_its_room() {
+    let mut world = World::new(2);
+    let (one, _other) = (world.running(0, 250), world.running(0, 250));
+    world.settle();
+    let large = world.running(1, 800);
+    world.settle();
+    world.call(one);
+    while world.used() == 0 {
+        world.agents.keys().copied().collect::<Vec<_>>().into_iter().for_each(|id| world.work(id));
+        world.answer_question();
+    }
+    world.restart(false);
+    world.call(large);
+    world.call(one);
+    world.settle();
+    assert!(world.agents.values().all(|agent| !agent.wants), "somebody still waits");
+    assert_eq!((world.state(0), world.state(1)), (State::Offloaded, State::Offloaded));
+}
+
 #[test]
 fn somebody_unmanaged_who_takes_the_room_makes_a_restore_wait() {
     let mut world = World::new(1);

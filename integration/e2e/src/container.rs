@@ -193,6 +193,14 @@ pub fn piped(argv: &[String]) -> Vec<String> {
 /// # Errors
 /// When it cannot be written.
 pub fn make_pipes(world: &Path, id: &str) -> Result<PathBuf> {
+    make_pipe_pairs(world, id, &[""])
+}
+
+/// Makes a folder with a pair of such pipes for each suffix.
+///
+/// # Errors
+/// When it cannot be written.
+pub fn make_pipe_pairs(world: &Path, id: &str, suffixes: &[&str]) -> Result<PathBuf> {
     use std::os::unix::fs::PermissionsExt;
     let folder = world.join("io").join(id);
     if folder.exists() {
@@ -201,7 +209,8 @@ pub fn make_pipes(world: &Path, id: &str) -> Result<PathBuf> {
     }
     std::fs::create_dir_all(&folder)?;
     std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o777))?;
-    for name in ["in", "out"] {
+    for name in suffixes.iter().flat_map(|suffix| ["in", "out"].map(|end| format!("{end}{suffix}")))
+    {
         let pipe = folder.join(name);
         mkfifo(&pipe, Mode::from_bits_truncate(0o666))
             .with_context(|| format!("cannot make {}", pipe.display()))?;

@@ -74,11 +74,17 @@ impl Gpu {
         env
     }
 
-    /// Starts what must run before the first container.
+    /// Starts what must run before the first container; `options` are the simulated daemon's.
     ///
     /// # Errors
     /// When the simulated driver does not come up.
-    pub fn start(&self, keeper: &Keeper, artifacts: &Artifacts, dir: &Path) -> Result<()> {
+    pub fn start(
+        &self,
+        keeper: &Keeper,
+        artifacts: &Artifacts,
+        dir: &Path,
+        options: Vec<String>,
+    ) -> Result<()> {
         let Gpu::Simulated { vram_bytes } = self else {
             return Ok(());
         };
@@ -86,13 +92,14 @@ impl Gpu {
         if let Some(folder) = socket.parent() {
             std::fs::create_dir_all(folder)?;
         }
-        let argv = vec![
+        let mut argv = vec![
             artifacts.bin("affinode-sim-gpud")?.to_string_lossy().into_owned(),
             "--socket".into(),
             socket.to_string_lossy().into_owned(),
             "--vram-mib".into(),
             (vram_bytes >> 20).to_string(),
         ];
+        argv.extend(options);
         keeper.spawn(&Job { argv, env: BTreeMap::new(), log: dir.join("sim-gpu.log") })?;
         until("the simulated GPU", || Ok(socket.exists().then_some(())))
     }

@@ -10,11 +10,13 @@
 //! | [`image`] | images made from the machine's own files |
 //! | [`container`], [`worker`] | containers, and the CUDA program that tests talk to |
 //! | [`cli`] | the `affinode` command |
+//! | [`chaos`] | random kills at random steps, and what must hold after each round |
 //! | [`suite`] | what only a machine with a GPU can decide |
 
 #![forbid(unsafe_code)]
 
 pub mod artifacts;
+pub mod chaos;
 pub mod cli;
 mod closure;
 pub mod container;

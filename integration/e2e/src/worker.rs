@@ -31,8 +31,18 @@ impl Lines {
     /// # Errors
     /// When they cannot be opened.
     pub fn open(folder: &Path) -> Result<Self> {
+        Self::open_pair(folder, "")
+    }
+
+    /// The same, of pipes with a suffix after `in` and `out`.
+    ///
+    /// # Errors
+    /// When they cannot be opened.
+    pub fn open_pair(folder: &Path, suffix: &str) -> Result<Self> {
         // Read and write: an end of ours stays open, so neither open nor write blocks or fails.
-        let open = |name: &str| OpenOptions::new().read(true).write(true).open(folder.join(name));
+        let open = |name: &str| {
+            OpenOptions::new().read(true).write(true).open(folder.join(format!("{name}{suffix}")))
+        };
         Ok(Self { requests: open("in")?, replies: open("out")?, buffer: Vec::new() })
     }
 
@@ -58,17 +68,25 @@ impl Lines {
     /// # Errors
     /// When none comes.
     pub fn receive(&mut self) -> Result<String> {
-        let deadline = Instant::now() + PATIENCE;
+        let line = self.receive_before(Instant::now() + PATIENCE)?;
+        line.with_context(|| format!("the program did not answer in {} s", PATIENCE.as_secs()))
+    }
+
+    /// Waits for the next line until then; `None` when none came.
+    ///
+    /// # Errors
+    /// When the pipe is broken.
+    pub fn receive_before(&mut self, deadline: Instant) -> Result<Option<String>> {
         loop {
             if let Some(end) = self.buffer.iter().position(|&byte| byte == b'\n') {
                 let line: Vec<u8> = self.buffer.drain(..=end).collect();
-                return Ok(String::from_utf8_lossy(&line).trim_end().to_owned());
+                return Ok(Some(String::from_utf8_lossy(&line).trim_end().to_owned()));
             }
             let left = deadline.saturating_duration_since(Instant::now());
             let mut ready = [PollFd::new(self.replies.as_fd(), PollFlags::POLLIN)];
             let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
             if poll(&mut ready, timeout)? == 0 {
-                bail!("the program did not answer in {} s", PATIENCE.as_secs());
+                return Ok(None);
             }
             let mut chunk = [0; 4096];
             let count = self.replies.read(&mut chunk)?;

@@ -33,6 +33,7 @@ pub struct Recipe {
     config: String,
     images: Vec<&'static str>,
     env: BTreeMap<String, String>,
+    sim_options: Vec<String>,
 }
 
 impl Default for Recipe {
@@ -44,6 +45,7 @@ impl Default for Recipe {
             config: String::new(),
             images: vec!["default"],
             env: BTreeMap::new(),
+            sim_options: Vec::new(),
         }
     }
 }
@@ -91,6 +93,13 @@ impl Recipe {
         self
     }
 
+    /// With these further options of the simulated GPU's daemon. A machine's own GPU has none.
+    #[must_use]
+    pub fn sim_options(mut self, options: &[&str]) -> Self {
+        self.sim_options.extend(options.iter().map(|&option| option.to_owned()));
+        self
+    }
+
     /// Makes the world and waits until its containerd answers.
     ///
     /// # Errors
@@ -131,7 +140,7 @@ impl Recipe {
             containerd,
             gpu: self.gpu,
         };
-        world.gpu.start(&world.keeper, &world.artifacts, &world.dir)?;
+        world.gpu.start(&world.keeper, &world.artifacts, &world.dir, self.sim_options)?;
         world.containerd.start(&world.keeper)?;
         let archive = world.dir.join("images.tar");
         image::write_usual(&archive)?;

@@ -8,6 +8,7 @@ mod apt;
 mod bench;
 mod browser;
 mod build;
+mod chaos;
 mod demo;
 mod deps;
 mod kit;
@@ -39,6 +40,8 @@ enum Task {
     Browser(browser::Options),
     /// Measure what it costs, beside the stock runtime (needs root).
     Bench(bench::Options),
+    /// Kill at random, and show that nothing is lost, stuck, corrupted or left (needs root).
+    Chaos(chaos::Options),
     /// Pack what a machine with a GPU needs to run the suite there.
     GpuKit(kit::Options),
     /// Run all tests of this machine (needs root).
@@ -52,6 +55,7 @@ fn main() -> ExitCode {
         Task::Demo(options) => demo::run(&options),
         Task::Browser(options) => browser::run(&options),
         Task::Bench(options) => bench::run(&options),
+        Task::Chaos(options) => chaos::run(&options),
         Task::GpuKit(options) => kit::pack(&options),
         Task::Test(options) => suite::run(&options),
     };

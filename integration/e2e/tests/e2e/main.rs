@@ -3,6 +3,7 @@
 //!
 //! `cargo xtask test --e2e` builds all of it first.
 
+mod chaos;
 mod cri;
 mod doctor;
 mod gpu_pods;

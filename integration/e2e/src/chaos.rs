@@ -1,0 +1,235 @@
+//! A crash campaign: containers that want more VRAM than there is, and random faults at
+//! random steps of their way out and home.
+//!
+//! ```text
+//!  round: draw (seed, number) ──> scenes: calls, then a fault at a step that is observed
+//!           ──> undo what lasts ──> everybody answers and verifies ──> who was ended is replaced
+//!           ──> everybody away, no VRAM held ──> census: as it was, or something leaks
+//! ```
+//!
+//! | module | is |
+//! | --- | --- |
+//! | [`plan`] | what happens in a round; pure |
+//! | [`actor`] | one container and its CUDA processes |
+//! | [`stage`] | the world, its cast, and what must hold after a round |
+//! | [`fault`] | how each fault is done and undone |
+//! | [`watch`] | the events by which steps are observed |
+//! | [`census`] | what there is when all is quiet |
+//! | [`report`] | what was found |
+//!
+//! One world serves many rounds, each of which begins with everybody away; after a
+//! finding the next round has a new one. A seed and a round draw the same plan again;
+//! what the machine does with it in between is its own.
+
+pub mod actor;
+pub mod census;
+pub mod fault;
+pub mod plan;
+pub mod report;
+pub mod stage;
+pub mod watch;
+
+use std::{
+    process::{Child, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result};
+
+pub use report::{Finding, Report};
+
+use crate::{gpu::Gpu, until::until, world::Recipe};
+use plan::{Fault, Plan, Scene, Stimulus};
+use stage::Stage;
+
+/// A step that does not come in this time will not come in this scene.
+const STEP_PATIENCE: Duration = Duration::from_millis(600);
+/// Whoever finds so much has found enough.
+const ENOUGH: usize = 5;
+
+/// What to play.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Replays a campaign.
+    pub seed: u64,
+    /// The first round.
+    pub first: u64,
+    /// How many.
+    pub rounds: u64,
+    /// Simulated, of whatever size, or the machine's own.
+    pub gpu: Gpu,
+}
+
+/// Plays a campaign in worlds of this recipe. `tell` hears what people want to know meanwhile.
+///
+/// # Errors
+/// When no world can be made.
+pub fn run(
+    recipe: &dyn Fn() -> Recipe,
+    options: &Options,
+    tell: &mut dyn FnMut(&str),
+) -> Result<Report> {
+    let began = Instant::now();
+    let mut report =
+        Report { gpu: options.gpu.as_str().into(), seed: options.seed, ..Report::default() };
+    let mut stage = None;
+    for round in options.first..options.first + options.rounds {
+        let on = match stage.take() {
+            Some(stage) => stage,
+            None => Stage::build(recipe(), &options.gpu)?,
+        };
+        let on = stage.insert(on);
+        let plan = Plan::draw(options.seed, round);
+        let found = play(on, &plan, round, &mut report);
+        report.rounds += 1;
+        if !found.is_empty() {
+            tell(&format!("round {round} of seed {}\n{plan}", options.seed));
+            for finding in &found {
+                tell(&format!("  {}: {}", finding.kind, finding.text));
+            }
+            for event in on.watch.log().iter().filter(|event| event.kind == "state") {
+                tell(&format!(
+                    "    {} {} {} -> {} ({})",
+                    event.unix_ms, event.container, event.from, event.to, event.reason
+                ));
+            }
+            on.world.show_logs();
+            report.findings.extend(found);
+            stage = None;
+        }
+        if report.findings.len() >= ENOUGH {
+            tell("enough was found");
+            break;
+        }
+        if report.rounds.is_multiple_of(25) {
+            tell(&format!(
+                "{} rounds in {:.0} s, {} findings",
+                report.rounds,
+                began.elapsed().as_secs_f64(),
+                report.findings.len()
+            ));
+        }
+    }
+    report.seconds = began.elapsed().as_secs_f64();
+    Ok(report)
+}
+
+/// Plays a round and looks at what is left of it.
+fn play(stage: &mut Stage, plan: &Plan, round: u64, report: &mut Report) -> Vec<Finding> {
+    stage.watch.clear();
+    let error =
+        |error: &anyhow::Error| Finding { round, kind: "error", text: format!("{error:#}") };
+    let mut undo = Vec::new();
+    let mut asked = Vec::new();
+    let mut outcome = Ok(());
+    for scene in &plan.scenes {
+        outcome = outcome.and_then(|()| play_scene(stage, scene, &mut undo, &mut asked, report));
+    }
+    let mut found: Vec<Finding> = outcome.err().iter().map(error).collect();
+    if let Err(why) = fault::undo(&stage.world, undo).and_then(|()| controller_is_back(stage)) {
+        found.push(error(&why));
+    }
+    report.longest_return_ms = report.longest_return_ms.max(stage.longest_return_ms());
+    found.extend(stage.verify(round, &mut report.verified));
+    for child in asked {
+        if let Err(why) = end(child) {
+            found.push(Finding { round, kind: "stuck", text: format!("{why:#}") });
+        }
+    }
+    if !found.is_empty() {
+        return found;
+    }
+    if let Err(why) = stage.replace().and_then(|()| stage.rest()) {
+        return vec![Finding { round, kind: "stuck", text: format!("{why:#}") }];
+    }
+    let woken = |event: &&crate::cli::EventRow| event.from == "Restoring" && event.to == "Active";
+    report.wakes += stage.watch.log().iter().filter(woken).count() as u64;
+    let leaks = stage.leaks();
+    match leaks {
+        Ok(leaks) => {
+            leaks.into_iter().map(|text| Finding { round, kind: "leaked", text }).collect()
+        }
+        Err(why) => vec![error(&why)],
+    }
+}
+
+fn play_scene(
+    stage: &mut Stage,
+    scene: &Scene,
+    undo: &mut Vec<fault::Undo>,
+    asked: &mut Vec<Child>,
+    report: &mut Report,
+) -> Result<()> {
+    let from = stage.watch.count();
+    for stimulus in &scene.stimuli {
+        match stimulus {
+            Stimulus::Call(target, what) => {
+                let actor = &mut stage.cast[target.container];
+                if let Some(process) = actor.processes.get_mut(target.process)
+                    && !actor.doomed
+                    && !process.doomed
+                {
+                    process.ask(what)?;
+                }
+            }
+            Stimulus::Offload(container) => asked.push(ask(stage, "offload", *container)?),
+            Stimulus::Restore(container) => asked.push(ask(stage, "restore", *container)?),
+            Stimulus::Exec(container) => {
+                let actor = &mut stage.cast[*container];
+                if actor.is_whole() {
+                    actor.exec(&stage.world)?;
+                }
+            }
+        }
+    }
+    let strike = &scene.strike;
+    let (watched, step) = strike.at;
+    // Whether the step comes at all is up to the machine: it is struck anyway.
+    let _ = stage.watch.wait(&stage.cast[watched].name(), step, from, STEP_PATIENCE);
+    std::thread::sleep(Duration::from_micros(strike.after_us));
+    let state = stage.watch.state(&stage.cast[strike.on.container].name());
+    report.count(strike.fault.as_str(), &state);
+    if strike.fault == Fault::KillController {
+        stage.time_return()?;
+    }
+    let before = undo.len();
+    fault::strike(&stage.world, strike, &mut stage.cast[strike.on.container], undo)
+        .with_context(|| strike.fault.as_str())?;
+    if undo.len() > before {
+        std::thread::sleep(Duration::from_millis(strike.lasts_ms));
+        // What lasts ends here; containerd comes back when the round is over, or later scenes
+        // would never find it gone.
+        let last = undo.split_off(before);
+        let (later, now): (Vec<_>, Vec<_>) =
+            last.into_iter().partition(|undo| matches!(undo, fault::Undo::StartContainerd));
+        undo.extend(later);
+        fault::undo(&stage.world, now)?;
+    }
+    Ok(())
+}
+
+/// Asks the controller for something, whatever it answers: that it answers is looked at later.
+fn ask(stage: &Stage, what: &str, container: usize) -> Result<Child> {
+    let mut command = stage.world.cli().command(&[what, &stage.cast[container].running.id]);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    command.spawn().with_context(|| format!("cannot run affinode {what}"))
+}
+
+fn end(mut child: Child) -> Result<()> {
+    let ended = until("affinode offload or restore to answer", || {
+        Ok(child.try_wait()?.is_some().then_some(()))
+    });
+    if ended.is_err() {
+        let _ = child.kill();
+        let _ = child.wait();
+    }
+    ended
+}
+
+/// A controller answers, where a container of the cast needs one.
+fn controller_is_back(stage: &Stage) -> Result<()> {
+    if stage.cast.iter().all(|actor| actor.doomed) {
+        return Ok(());
+    }
+    until("a controller to answer", || Ok(stage.world.cli().ps().ok())).map(|_| ())
+}

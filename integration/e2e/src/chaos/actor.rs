@@ -1,0 +1,305 @@
+//! One container of the cast: a shell, and below it one or several CUDA processes, each with
+//! pipes of its own.
+
+use std::{
+    collections::VecDeque,
+    process::{Child, Stdio},
+    time::Instant,
+};
+
+use anyhow::{Context, Result, bail};
+use nix::{errno::Errno, sys::signal::kill, unistd::Pid};
+
+use crate::{
+    container::{CLIENTS, PIPES, Running, Spec, make_pipe_pairs},
+    keeper::cgroup_folders,
+    until::PATIENCE,
+    worker::{Answer, Lines, USUAL},
+    world::World,
+};
+
+/// Suffix of the pipes of a process that is started with exec.
+const EXEC: &str = "x";
+/// `cuMemAlloc` where VRAM is short.
+const OUT_OF_MEMORY: i32 = 2;
+
+/// A CUDA process.
+pub struct Process {
+    lines: Lines,
+    asked: VecDeque<String>,
+    /// On the host.
+    pub pid: Pid,
+    /// A fault was meant to end it.
+    pub doomed: bool,
+}
+
+/// A container.
+pub struct Actor {
+    /// Its name for containerd; a new one each time it is started again.
+    pub running: Running,
+    /// Its CUDA processes.
+    pub processes: Vec<Process>,
+    /// The one that was started with exec, and the `ctr` that did it.
+    pub guest: Option<(Lines, Child)>,
+    /// A fault was meant to end it.
+    pub doomed: bool,
+    pipes: std::path::PathBuf,
+    mib: u64,
+}
+
+/// Between two looks whether a process is there.
+const LOOK: std::time::Duration = std::time::Duration::from_millis(200);
+
+/// What became of a process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// It answered, and its memory is as it must be.
+    Well,
+    /// It is gone, and nothing was meant to end it.
+    Lost(String),
+    /// It is there and does not answer.
+    Stuck(String),
+    /// It answered with an error, or its memory is not as it must be.
+    Corrupted(String),
+}
+
+impl Actor {
+    /// Starts a container of so many processes, and waits until each has filled its memory.
+    ///
+    /// # Errors
+    /// When it does not start, or CUDA fails.
+    pub fn start(world: &World, id: &str, processes: usize, mib: u64) -> Result<Self> {
+        let suffixes: Vec<String> = (0..processes).map(|n| n.to_string()).collect();
+        let pairs: Vec<&str> = suffixes.iter().map(String::as_str).chain([EXEC]).collect();
+        let pipes = make_pipe_pairs(world.dir(), id, &pairs)?;
+        let mut script = String::from("trap 'exit 0' TERM\n");
+        for suffix in &suffixes {
+            script.push_str(&program(suffix, seed(id, suffix), mib));
+            script.push_str(" &\n");
+        }
+        // `wait` is what a signal interrupts at once.
+        script.push_str("while :; do wait; sleep 3600 & done\n");
+        let mut spec = Spec::gpu(id, &["/bin/sh", "-c", &script]);
+        let mount = format!("type=bind,src={},dst={PIPES},options=rbind:rw", pipes.display());
+        spec = spec.flags(&["--mount", &mount]);
+        let running = spec.start(world)?;
+        let mut actor =
+            Self { running, processes: Vec::new(), guest: None, doomed: false, pipes, mib };
+        let mut opened = Vec::new();
+        for suffix in &suffixes {
+            opened.push(Lines::open_pair(&actor.pipes, suffix)?);
+        }
+        for mut lines in opened {
+            let inside = receive(&mut lines, "open")?.pid.context("open says the pid")?;
+            receive(&mut lines, "fill")?;
+            let pid = actor.host_pid(world, inside)?;
+            actor.processes.push(Process { lines, asked: VecDeque::new(), pid, doomed: false });
+        }
+        Ok(actor)
+    }
+
+    /// Starts one more CUDA process with exec; whether it gets the VRAM is its own matter.
+    ///
+    /// # Errors
+    /// When `ctr` or the pipes cannot be opened.
+    pub fn exec(&mut self, world: &World) -> Result<()> {
+        if self.guest.is_some() {
+            return Ok(());
+        }
+        let lines = Lines::open_pair(&self.pipes, EXEC)?;
+        let script = format!("exec {}", program(EXEC, seed(&self.running.id, EXEC), self.mib));
+        let mut command = world.ctr();
+        command.args(["tasks", "exec", "--exec-id", "guest", &self.running.id]);
+        command.args(["/bin/sh", "-c", &script]);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        self.guest = Some((lines, command.spawn().context("cannot run ctr")?));
+        Ok(())
+    }
+
+    /// Lets the process that was started with exec verify and end; it may never have started,
+    /// and where VRAM was short it has ended already.
+    #[must_use]
+    pub fn settle_guest(&mut self, world: &World, deadline: Instant) -> Verdict {
+        let Some((mut lines, mut child)) = self.guest.take() else { return Verdict::Well };
+        let verdict = self.ask_guest(world, &mut lines, &mut child, deadline);
+        let _ = child.kill();
+        let _ = child.wait();
+        verdict
+    }
+
+    fn ask_guest(
+        &self,
+        world: &World,
+        lines: &mut Lines,
+        child: &mut Child,
+        deadline: Instant,
+    ) -> Verdict {
+        for command in ["open", "fill", "verify", "quit"] {
+            if matches!(command, "verify" | "quit") && lines.send(command).is_err() {
+                return Verdict::Lost("the pipe of exec is broken".into());
+            }
+            loop {
+                let soon = deadline.min(Instant::now() + LOOK);
+                match lines.receive_before(soon) {
+                    Ok(Some(line)) if is_well(command, &line) => break,
+                    Ok(Some(line)) if command == "fill" || command == "open" => {
+                        let short = serde_json::from_str::<Answer>(&line)
+                            .is_ok_and(|answer| answer.result == OUT_OF_MEMORY);
+                        let text = format!("exec: {command}: {line}");
+                        return if short { Verdict::Well } else { Verdict::Corrupted(text) };
+                    }
+                    Ok(Some(line)) => {
+                        return Verdict::Corrupted(format!("exec: {command}: {line}"));
+                    }
+                    Ok(None) => {}
+                    Err(error) => return Verdict::Lost(format!("exec: {error:#}")),
+                }
+                let lives = self.guest_pid(world).is_some();
+                let over = child.try_wait().is_ok_and(|status| status.is_some());
+                if !lives && over {
+                    let started = !matches!(command, "open");
+                    let text = format!("exec: the process ended before {command}");
+                    return if started { Verdict::Lost(text) } else { Verdict::Well };
+                }
+                if Instant::now() >= deadline {
+                    return Verdict::Stuck(format!("exec: {command} is owed, lives: {lives}"));
+                }
+            }
+        }
+        Verdict::Well
+    }
+
+    /// The process that was started with exec, while it is there.
+    fn guest_pid(&self, world: &World) -> Option<i32> {
+        let seed = format!("--seed\0{}\0", seed(&self.running.id, EXEC));
+        self.pids(world).into_iter().find(|pid| {
+            let raw = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            String::from_utf8_lossy(&raw).contains(&seed)
+        })
+    }
+
+    /// Its name in events.
+    #[must_use]
+    pub fn name(&self) -> String {
+        format!("default/{}", self.running.id)
+    }
+
+    /// Its processes in its cgroup, on the host; none when the cgroup is gone.
+    #[must_use]
+    pub fn pids(&self, world: &World) -> Vec<i32> {
+        let mut found: Vec<i32> = Vec::new();
+        for folder in cgroup_folders(world.dir()) {
+            let file = folder.join(&self.running.id).join("cgroup.procs");
+            let text = std::fs::read_to_string(file).unwrap_or_default();
+            found.extend(text.lines().filter_map(|line| line.parse::<i32>().ok()));
+        }
+        found.sort_unstable();
+        found.dedup();
+        found
+    }
+
+    fn host_pid(&self, world: &World, inside: i32) -> Result<Pid> {
+        let of = |pid: i32| {
+            let text = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+            let line = text.lines().find_map(|line| line.strip_prefix("NSpid:").map(str::to_owned));
+            line.and_then(|line| line.split_whitespace().last()?.parse::<i32>().ok())
+        };
+        let found = self.pids(world).into_iter().find(|pid| of(*pid) == Some(inside));
+        found.map(Pid::from_raw).with_context(|| format!("{} has no {inside}", self.running.id))
+    }
+
+    /// Whether every process runs, as far as faults meant them to.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        !self.doomed && self.processes.iter().all(|process| !process.doomed)
+    }
+}
+
+impl Process {
+    /// Tells it to make a call; the answer is read later.
+    ///
+    /// # Errors
+    /// When the pipe is broken.
+    pub fn ask(&mut self, command: &str) -> Result<()> {
+        self.lines.send(command)?;
+        self.asked.push_back(command.to_owned());
+        if command.starts_with("alloc") {
+            return self.ask("free");
+        }
+        Ok(())
+    }
+
+    /// Reads every answer that is owed, until then.
+    #[must_use]
+    pub fn settle(&mut self, deadline: Instant) -> Verdict {
+        while let Some(asked) = self.asked.front() {
+            let line = match self.lines.receive_before(deadline) {
+                Ok(Some(line)) => line,
+                Ok(None) if has_ended(self.pid) => {
+                    return Verdict::Lost(format!("process {} ended; owed {asked}", self.pid));
+                }
+                Ok(None) => {
+                    return Verdict::Stuck(format!("process {} owes {asked}", self.pid));
+                }
+                Err(error) => return Verdict::Lost(format!("process {}: {error:#}", self.pid)),
+            };
+            if !is_well(asked, &line) {
+                return Verdict::Corrupted(format!("process {}: {asked}: {line}", self.pid));
+            }
+            self.asked.pop_front();
+        }
+        Verdict::Well
+    }
+
+    /// Whether an answer is owed.
+    #[must_use]
+    pub fn owes(&self) -> bool {
+        !self.asked.is_empty()
+    }
+}
+
+fn is_well(asked: &str, line: &str) -> bool {
+    let Ok(answer) = serde_json::from_str::<Answer>(line) else { return false };
+    let result = match asked.split(' ').next().unwrap_or_default() {
+        "alloc" => answer.result == 0 || answer.result == OUT_OF_MEMORY,
+        // There is nothing to free where there was nothing to be had.
+        "free" => answer.result == 0 || answer.result == 1,
+        _ => answer.result == 0,
+    };
+    result && answer.ok != Some(false)
+}
+
+/// Whether a process is no more; a corpse that nobody has collected is none.
+#[must_use]
+pub fn has_ended(pid: Pid) -> bool {
+    if kill(pid, None) == Err(Errno::ESRCH) {
+        return true;
+    }
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['Z', 'X']))
+}
+
+fn program(suffix: &str, seed: u32, mib: u64) -> String {
+    format!(
+        "{CLIENTS}/{USUAL} --mib {mib} --seed {seed} <{PIPES}/in{suffix} >{PIPES}/out{suffix} 2>{PIPES}/err{suffix}.log"
+    )
+}
+
+/// No two processes hold the same contents.
+fn seed(id: &str, suffix: &str) -> u32 {
+    id.bytes().chain(suffix.bytes()).fold(1, |sum, b| sum.wrapping_mul(31).wrapping_add(b.into()))
+}
+
+/// Reads the answer to `command`, which must be a success.
+///
+/// # Errors
+/// When it is not, or none comes.
+pub fn receive(lines: &mut Lines, command: &str) -> Result<Answer> {
+    let line = lines.receive_before(Instant::now() + PATIENCE)?;
+    let line = line.with_context(|| format!("no answer to {command}"))?;
+    let answer: Answer = serde_json::from_str(&line).with_context(|| line.clone())?;
+    if answer.command != command || answer.result != 0 {
+        bail!("expected success of {command}, got {line}");
+    }
+    Ok(answer)
+}

@@ -1,0 +1,250 @@
+//! How each fault is done, and undone.
+
+use std::{path::PathBuf, time::Duration};
+
+use anyhow::{Context, Result};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use rustix::{
+    net::{Shutdown, shutdown},
+    process::{PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open},
+};
+
+use super::{
+    actor::Actor,
+    plan::{Fault, Strike},
+};
+use crate::{containerd, keeper::cgroup_folders, processes, until::until, world::World};
+
+/// What must be done before a round is looked at.
+pub enum Undo {
+    /// Let it run on.
+    Continue(Pid),
+    /// Let its cgroup run on.
+    Thaw(PathBuf),
+    /// `ctr tasks resume`.
+    Resume(String),
+    /// Start containerd.
+    StartContainerd,
+}
+
+/// How a runc that works is waited for.
+const RUNC_PATIENCE: Duration = Duration::from_millis(200);
+
+/// Does it. What lasts is left in `undo`.
+///
+/// # Errors
+/// When it cannot be done, though its victim is there.
+pub fn strike(
+    world: &World,
+    strike: &Strike,
+    actor: &mut Actor,
+    undo: &mut Vec<Undo>,
+) -> Result<()> {
+    let id = actor.running.id.clone();
+    let process = strike.on.process;
+    let pid = actor.processes.get(process).map(|process| process.pid);
+    match strike.fault {
+        Fault::KillController => {
+            if let Some(controller) = world.controller()? {
+                send(controller.pid, Signal::SIGKILL);
+            }
+        }
+        Fault::StopController => {
+            if let Some(controller) = world.controller()? {
+                send(controller.pid, Signal::SIGSTOP);
+                undo.push(Undo::Continue(controller.pid));
+            }
+        }
+        Fault::KillContainerd | Fault::EndContainerd => {
+            if !undo.iter().any(|undo| matches!(undo, Undo::StartContainerd)) {
+                let hard = strike.fault == Fault::KillContainerd;
+                world.containerd().stop(if hard { Signal::SIGKILL } else { Signal::SIGTERM })?;
+                undo.push(Undo::StartContainerd);
+            }
+        }
+        Fault::KillStockShim | Fault::KillShim => {
+            let stock = strike.fault == Fault::KillStockShim;
+            let part =
+                if stock { "containerd-shim-runc-v2" } else { "containerd-shim-affinode-v1" };
+            let of = format!(" -id {id} ");
+            for shim in world.shims()? {
+                if shim.command.contains(part) && shim.command.contains(&of) {
+                    send(shim.pid, Signal::SIGKILL);
+                    actor.doomed = true;
+                }
+            }
+        }
+        Fault::KillRunc => kill_runc(world)?,
+        Fault::CutAgent => cut_agent(world, actor)?,
+        Fault::KillProcess | Fault::EndProcess => {
+            if let (Some(pid), Some(process)) = (pid, actor.processes.get_mut(process)) {
+                process.doomed = true;
+                let hard = strike.fault == Fault::KillProcess;
+                send(pid, if hard { Signal::SIGKILL } else { Signal::SIGTERM });
+            }
+        }
+        Fault::StopProcess => {
+            if let Some(pid) = pid {
+                send(pid, Signal::SIGSTOP);
+                undo.push(Undo::Continue(pid));
+            }
+        }
+        Fault::Freeze => {
+            if let Some(folder) = freezer(world, &id) {
+                set_frozen(&folder, true)?;
+                undo.push(Undo::Thaw(folder));
+            }
+        }
+        Fault::Pause => {
+            // Refused while another fault has containerd or the container.
+            let _ = world.ctr().args(["tasks", "pause", &id]).output()?;
+            undo.push(Undo::Resume(id));
+        }
+        Fault::EndContainer => {
+            actor.doomed = true;
+            let first = actor.pids(world).into_iter().min();
+            if let Some(pid) = first {
+                send(Pid::from_raw(pid), Signal::SIGTERM);
+            }
+        }
+        Fault::DeleteContainer => {
+            actor.doomed = true;
+            let _ = world.ctr().args(["tasks", "delete", "--force", &id]).output()?;
+        }
+    }
+    Ok(())
+}
+
+/// Ends what lasts, the latest first.
+///
+/// # Errors
+/// When containerd does not come back.
+pub fn undo(world: &World, what: Vec<Undo>) -> Result<()> {
+    for undo in what.into_iter().rev() {
+        match undo {
+            Undo::Continue(pid) => send(pid, Signal::SIGCONT),
+            Undo::Thaw(folder) => {
+                // Gone with its container.
+                let _ = set_frozen(&folder, false);
+            }
+            Undo::Resume(id) => {
+                if world.ctr().args(["version"]).output()?.status.success() {
+                    let _ = world.ctr().args(["tasks", "resume", &id]).output()?;
+                }
+            }
+            Undo::StartContainerd => world.start_containerd()?,
+        }
+    }
+    Ok(())
+}
+
+/// A process that ended in between is no mistake.
+fn send(pid: Pid, signal: Signal) {
+    let _ = kill(pid, signal);
+}
+
+fn kill_runc(world: &World) -> Result<()> {
+    let deadline = std::time::Instant::now() + RUNC_PATIENCE;
+    while std::time::Instant::now() < deadline {
+        let mut hit = false;
+        for process in processes::named("runc", world.keeper().pid())? {
+            let program = process.command.split(' ').next().unwrap_or_default();
+            if program.ends_with("/runc") || program == "runc" {
+                send(process.pid, Signal::SIGKILL);
+                hit = true;
+            }
+        }
+        if hit {
+            return Ok(());
+        }
+    }
+    Ok(())
+}
+
+/// Shuts down every connection between the controller and the agents of a container, from
+/// the controller's side.
+fn cut_agent(world: &World, actor: &Actor) -> Result<()> {
+    let Some(controller) = world.controller()? else { return Ok(()) };
+    let Some(key) = world.cli().container(&actor.running.id).ok().flatten().map(|row| row.key)
+    else {
+        return Ok(());
+    };
+    let inodes = connected(controller.pid, &format!("/{key}/"))?;
+    let Some(pid) = rustix::process::Pid::from_raw(controller.pid.as_raw()) else {
+        return Ok(());
+    };
+    let Ok(pidfd) = pidfd_open(pid, PidfdFlags::empty()) else { return Ok(()) };
+    let folder = format!("/proc/{}/fd", controller.pid);
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let target = std::fs::read_link(entry.path()).unwrap_or_default();
+        let target = target.to_string_lossy().into_owned();
+        let ours = inodes.iter().any(|inode| target == format!("socket:[{inode}]"));
+        let number = entry.file_name().to_string_lossy().parse::<i32>();
+        if let (true, Ok(number)) = (ours, number)
+            && let Ok(socket) = pidfd_getfd(&pidfd, number, PidfdGetfdFlags::empty())
+        {
+            let _ = shutdown(socket, Shutdown::Both);
+        }
+    }
+    Ok(())
+}
+
+/// Inodes of the connected sockets whose path holds `part`, in a process's network namespace.
+fn connected(pid: Pid, part: &str) -> Result<Vec<String>> {
+    /// SS_CONNECTED
+    const CONNECTED: &str = "03";
+    let table = std::fs::read_to_string(format!("/proc/{pid}/net/unix")).unwrap_or_default();
+    // Num RefCount Protocol Flags Type St Inode Path
+    let rows = table.lines().filter_map(|line| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let path = fields.get(7)?;
+        (path.contains(part) && fields.get(5) == Some(&CONNECTED))
+            .then(|| fields.get(6).map(|inode| (*inode).to_owned()))?
+    });
+    Ok(rows.collect())
+}
+
+/// The cgroup folder that freezes a container.
+fn freezer(world: &World, id: &str) -> Option<PathBuf> {
+    let folders = cgroup_folders(world.dir());
+    folders.iter().map(|folder| folder.join(id)).find(|folder| {
+        folder.join("freezer.state").exists() || folder.join("cgroup.freeze").exists()
+    })
+}
+
+fn set_frozen(folder: &std::path::Path, frozen: bool) -> Result<()> {
+    let v1 = folder.join("freezer.state");
+    let (file, word) = if v1.exists() {
+        (v1, if frozen { "FROZEN" } else { "THAWED" })
+    } else {
+        (folder.join("cgroup.freeze"), if frozen { "1" } else { "0" })
+    };
+    std::fs::write(&file, word).with_context(|| format!("cannot write {}", file.display()))
+}
+
+/// Removes a container, whatever is left of it, and waits until none of its processes is there.
+///
+/// # Errors
+/// When something of it stays.
+pub fn remove(world: &World, actor: &mut Actor) -> Result<()> {
+    let id = &actor.running.id;
+    if let Some((_, mut child)) = actor.guest.take() {
+        let _ = child.kill();
+        let _ = child.wait();
+    }
+    let listed = |world: &World| -> Result<bool> {
+        let listed = containerd::run(world.ctr().args(["containers", "list", "--quiet"]))?;
+        Ok(listed.lines().any(|line| line == id))
+    };
+    until(&format!("{id} to be removed"), || {
+        let _ = world.ctr().args(["tasks", "delete", "--force", id]).output()?;
+        let _ = world.ctr().args(["containers", "delete", id]).output()?;
+        Ok((!listed(world)?).then_some(()))
+    })?;
+    until(&format!("the processes of {id} to end"), || {
+        Ok(actor.pids(world).is_empty().then_some(()))
+    })
+}

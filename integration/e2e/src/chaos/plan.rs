@@ -1,0 +1,264 @@
+//! What happens in a round: drawn from seed and number alone, so that it can be drawn again.
+
+use std::fmt;
+
+use fastrand::Rng;
+
+/// CUDA processes of each container of the cast.
+pub const CAST: [usize; 4] = [1, 1, 2, 3];
+
+/// The states in which a fault strikes, as events name them.
+const STEPS: [&str; 7] =
+    ["Active", "Idle", "Closing", "Offloading", "Offloaded", "Queued", "Restoring"];
+
+/// One process of the cast.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Target {
+    /// Index into [`CAST`].
+    pub container: usize,
+    /// Which of its processes.
+    pub process: usize,
+}
+
+/// Something that a container or a person does.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Stimulus {
+    /// The process is told to make CUDA calls.
+    Call(Target, &'static str),
+    /// `affinode offload`.
+    Offload(usize),
+    /// `affinode restore`.
+    Restore(usize),
+    /// One more CUDA process, started with exec.
+    Exec(usize),
+}
+
+/// What breaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Fault {
+    /// SIGKILL of the controller.
+    KillController,
+    /// SIGSTOP of the controller for a while.
+    StopController,
+    /// SIGKILL of containerd, and its return.
+    KillContainerd,
+    /// SIGTERM of containerd, and its return.
+    EndContainerd,
+    /// SIGKILL of the container's stock shim.
+    KillStockShim,
+    /// SIGKILL of the container's own shim.
+    KillShim,
+    /// SIGKILL of a runc that is at work.
+    KillRunc,
+    /// The agent's connection is shut down.
+    CutAgent,
+    /// SIGKILL of a CUDA process.
+    KillProcess,
+    /// SIGTERM of a CUDA process.
+    EndProcess,
+    /// SIGSTOP of a CUDA process for a while.
+    StopProcess,
+    /// The container's freezer cgroup for a while, without containerd's knowledge.
+    Freeze,
+    /// `ctr tasks pause` for a while.
+    Pause,
+    /// SIGTERM of the container's first process, which ends of it.
+    EndContainer,
+    /// `ctr tasks delete --force`.
+    DeleteContainer,
+}
+
+impl Fault {
+    /// Every fault, and how often it is drawn against the others.
+    pub const ALL: [(Fault, u32); 15] = [
+        (Fault::KillController, 16),
+        (Fault::StopController, 6),
+        (Fault::KillContainerd, 4),
+        (Fault::EndContainerd, 2),
+        (Fault::KillStockShim, 3),
+        (Fault::KillShim, 3),
+        (Fault::KillRunc, 3),
+        (Fault::CutAgent, 12),
+        (Fault::KillProcess, 4),
+        (Fault::EndProcess, 3),
+        (Fault::StopProcess, 8),
+        (Fault::Freeze, 6),
+        (Fault::Pause, 4),
+        (Fault::EndContainer, 2),
+        (Fault::DeleteContainer, 3),
+    ];
+
+    /// The word for it in reports.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Fault::KillController => "kill controller",
+            Fault::StopController => "stop controller",
+            Fault::KillContainerd => "kill containerd",
+            Fault::EndContainerd => "end containerd",
+            Fault::KillStockShim => "kill stock shim",
+            Fault::KillShim => "kill shim",
+            Fault::KillRunc => "kill runc",
+            Fault::CutAgent => "cut agent's socket",
+            Fault::KillProcess => "kill process",
+            Fault::EndProcess => "SIGTERM process",
+            Fault::StopProcess => "stop process",
+            Fault::Freeze => "freeze cgroup",
+            Fault::Pause => "pause container",
+            Fault::EndContainer => "SIGTERM container",
+            Fault::DeleteContainer => "delete container",
+        }
+    }
+}
+
+/// A fault and its moment: so long after the container is seen in that state.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Strike {
+    /// What breaks.
+    pub fault: Fault,
+    /// Whose.
+    pub on: Target,
+    /// Whose state is watched, and which.
+    pub at: (usize, &'static str),
+    /// And then so long.
+    pub after_us: u64,
+    /// What lasts for a while lasts so long.
+    pub lasts_ms: u64,
+}
+
+/// Stimuli, all at once, and a fault in the middle of what follows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Scene {
+    /// What sets things going.
+    pub stimuli: Vec<Stimulus>,
+    /// What breaks then.
+    pub strike: Strike,
+}
+
+/// A round.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    /// One after the other, without waiting for quiet in between.
+    pub scenes: Vec<Scene>,
+}
+
+impl Plan {
+    /// Draws a round.
+    #[must_use]
+    pub fn draw(seed: u64, round: u64) -> Plan {
+        let mut random = Rng::with_seed(seed ^ round.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let count = [1, 1, 2, 2, 3][random.usize(..5)];
+        Plan { scenes: (0..count).map(|_| scene(&mut random)).collect() }
+    }
+}
+
+fn scene(random: &mut Rng) -> Scene {
+    let on = target(random);
+    let step = STEPS[random.usize(..STEPS.len())];
+    let mut stimuli = Vec::new();
+    if step == "Closing" && random.bool() {
+        // The lock waits for a kernel that runs: the step lasts longer.
+        stimuli.push(Stimulus::Call(on, "spin 60"));
+    }
+    stimuli.push(Stimulus::Call(on, call(random)));
+    for (container, processes) in CAST.into_iter().enumerate() {
+        if container != on.container && random.u32(..10) < 5 {
+            let process = random.usize(..processes);
+            stimuli.push(Stimulus::Call(Target { container, process }, call(random)));
+        }
+    }
+    if random.u32(..10) < 2 {
+        stimuli.push(Stimulus::Offload(random.usize(..CAST.len())));
+    }
+    if random.u32(..10) < 1 {
+        stimuli.push(Stimulus::Restore(random.usize(..CAST.len())));
+    }
+    let fault = fault(random);
+    if fault == Fault::KillRunc || random.u32(..20) == 0 {
+        stimuli.push(Stimulus::Exec(on.container));
+    }
+    random.shuffle(&mut stimuli);
+    // Mostly the container that the fault is about; sometimes another one's step.
+    let watched = if random.u32(..10) < 8 { on.container } else { random.usize(..CAST.len()) };
+    let strike = Strike {
+        fault,
+        on,
+        at: (watched, step),
+        after_us: if random.bool() { 0 } else { random.u64(..40_000) },
+        lasts_ms: [20, 60, 150, 400][random.usize(..4)],
+    };
+    Scene { stimuli, strike }
+}
+
+fn target(random: &mut Rng) -> Target {
+    let container = random.usize(..CAST.len());
+    Target { container, process: random.usize(..CAST[container]) }
+}
+
+fn call(random: &mut Rng) -> &'static str {
+    ["touch", "touch", "sync", "verify", "alloc 8", "fork", "eventquery"][random.usize(..7)]
+}
+
+fn fault(random: &mut Rng) -> Fault {
+    let sum: u32 = Fault::ALL.iter().map(|(_, weight)| weight).sum();
+    let mut left = random.u32(..sum);
+    for (fault, weight) in Fault::ALL {
+        if left < weight {
+            return fault;
+        }
+        left -= weight;
+    }
+    Fault::KillController
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "container {} process {}", self.container, self.process)
+    }
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (number, Scene { stimuli, strike }) in (1..).zip(&self.scenes) {
+            writeln!(f, "  scene {number}")?;
+            for stimulus in stimuli {
+                match stimulus {
+                    Stimulus::Call(target, what) => writeln!(f, "    {target}: {what}")?,
+                    Stimulus::Offload(container) => writeln!(f, "    offload {container}")?,
+                    Stimulus::Restore(container) => writeln!(f, "    restore {container}")?,
+                    Stimulus::Exec(container) => writeln!(f, "    exec into {container}")?,
+                }
+            }
+            let Strike { fault, on, at: (watched, step), after_us, lasts_ms } = strike;
+            writeln!(
+                f,
+                "    {} ({on}, {lasts_ms} ms) {after_us} us after container {watched} is {step}",
+                fault.as_str()
+            )?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn a_round_is_drawn_again_from_its_numbers() {
+        assert_eq!(Plan::draw(7, 3), Plan::draw(7, 3));
+        assert_ne!(Plan::draw(7, 3), Plan::draw(7, 4));
+        assert_ne!(Plan::draw(7, 3), Plan::draw(8, 3));
+    }
+
+    #[test]
+    fn every_fault_strikes_at_every_step_in_a_long_campaign() {
+        let drawn: BTreeSet<(Fault, &str)> = (0..5_000)
+            .flat_map(|round| Plan::draw(1, round).scenes)
+            .map(|scene| (scene.strike.fault, scene.strike.at.1))
+            .collect();
+        assert_eq!(drawn.len(), Fault::ALL.len() * STEPS.len());
+    }
+}

@@ -1,0 +1,103 @@
+//! What a campaign found.
+
+use std::{collections::BTreeMap, fmt::Write};
+
+use serde::Serialize;
+
+/// Something that must not be.
+#[derive(Clone, Debug, Serialize)]
+pub struct Finding {
+    /// Replays it, together with the seed.
+    pub round: u64,
+    /// lost, stuck, corrupted, leaked or error.
+    pub kind: &'static str,
+    /// What was seen.
+    pub text: String,
+}
+
+/// Everything that a campaign found.
+#[derive(Debug, Default, Serialize)]
+pub struct Report {
+    /// simulated or real.
+    pub gpu: String,
+    /// Replays the campaign.
+    pub seed: u64,
+    /// Rounds that were played.
+    pub rounds: u64,
+    /// Faults by kind, and the state of the container that they struck in.
+    pub strikes: BTreeMap<&'static str, BTreeMap<String, u64>>,
+    /// Processes that were verified, over all rounds.
+    pub verified: u64,
+    /// Wakes from `Offloaded`, over all rounds.
+    pub wakes: u64,
+    /// Longest time from the death of a controller to the answer of the next, in milliseconds.
+    pub longest_return_ms: u64,
+    /// How long it took, in seconds.
+    pub seconds: f64,
+    /// Empty when all went well.
+    pub findings: Vec<Finding>,
+}
+
+impl Report {
+    /// Whether something was found.
+    #[must_use]
+    pub fn failed(&self) -> bool {
+        !self.findings.is_empty()
+    }
+
+    pub(super) fn count(&mut self, fault: &'static str, state: &str) {
+        let state = if state.is_empty() { "unknown" } else { state };
+        *self.strikes.entry(fault).or_default().entry(state.to_owned()).or_default() += 1;
+    }
+
+    /// For people.
+    #[must_use]
+    pub fn table(&self) -> String {
+        let mut text = String::new();
+        let states = [
+            "Active",
+            "Idle",
+            "Closing",
+            "Offloading",
+            "Offloaded",
+            "Queued",
+            "Restoring",
+            "Unregistered",
+            "unknown",
+        ];
+        let _ = write!(text, "{:<20}", "STRUCK IN");
+        for state in states {
+            let _ = write!(text, " {state:>12}");
+        }
+        text.push('\n');
+        for (fault, by_state) in &self.strikes {
+            let _ = write!(text, "{fault:<20}");
+            for state in states {
+                let _ = write!(text, " {:>12}", by_state.get(state).copied().unwrap_or(0));
+            }
+            text.push('\n');
+        }
+        let of = |kind: &str| self.findings.iter().filter(|finding| finding.kind == kind).count();
+        let _ = writeln!(
+            text,
+            "\n{} GPU, seed {}: {} rounds in {:.0} s; {} processes verified, {} wakes, controller \
+             back within {} ms\nlost {}, stuck {}, corrupted {}, leaked {}, errors {}",
+            self.gpu,
+            self.seed,
+            self.rounds,
+            self.seconds,
+            self.verified,
+            self.wakes,
+            self.longest_return_ms,
+            of("lost"),
+            of("stuck"),
+            of("corrupted"),
+            of("leaked"),
+            of("error"),
+        );
+        for finding in &self.findings {
+            let _ = writeln!(text, "  round {}: {}: {}", finding.round, finding.kind, finding.text);
+        }
+        text
+    }
+}

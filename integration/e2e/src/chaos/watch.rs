@@ -1,0 +1,149 @@
+//! The controller's events as they come, across controllers: a round's moments.
+
+use std::{
+    collections::BTreeMap,
+    io::{BufRead, BufReader},
+    process::{Child, Stdio},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use crate::cli::{Cli, EventRow};
+
+/// Before the next attempt to follow a controller that is gone.
+const AGAIN: Duration = Duration::from_millis(20);
+
+/// A thread that follows `affinode events`.
+pub struct Watch {
+    seen: Arc<Seen>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Default)]
+struct Seen {
+    events: Mutex<Events>,
+    changed: Condvar,
+    over: AtomicBool,
+    child: Mutex<Option<Child>>,
+}
+
+#[derive(Default)]
+struct Events {
+    /// Last state of each container.
+    state: BTreeMap<String, String>,
+    /// What came since the last [`Watch::clear`].
+    log: Vec<EventRow>,
+}
+
+impl Watch {
+    /// Begins to follow.
+    #[must_use]
+    pub fn start(cli: &Cli) -> Self {
+        let seen = Arc::new(Seen::default());
+        let (shared, cli) = (Arc::clone(&seen), cli.clone());
+        let thread = std::thread::spawn(move || shared.follow(&cli));
+        Self { seen, thread: Some(thread) }
+    }
+
+    /// Forgets what came so far; the last states stay.
+    pub fn clear(&self) {
+        self.seen.events().log.clear();
+    }
+
+    /// What came since the last [`Watch::clear`].
+    #[must_use]
+    pub fn log(&self) -> Vec<EventRow> {
+        self.seen.events().log.clone()
+    }
+
+    /// The last known state of a container.
+    #[must_use]
+    pub fn state(&self, name: &str) -> String {
+        self.seen.events().state.get(name).cloned().unwrap_or_default()
+    }
+
+    /// Waits until a container enters a state after `from` events, or time is up.
+    #[must_use]
+    pub fn wait(&self, name: &str, state: &str, from: usize, patience: Duration) -> bool {
+        let deadline = Instant::now() + patience;
+        let mut events = self.seen.events();
+        loop {
+            let entered = |event: &EventRow| {
+                event.kind == "state" && event.container == name && event.to == state
+            };
+            if events.log.iter().skip(from).any(entered) {
+                return true;
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            let waited = self.seen.changed.wait_timeout(events, left);
+            events = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// How many events came since the last [`Watch::clear`].
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.seen.events().log.len()
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.seen.over.store(true, Ordering::SeqCst);
+        if let Some(child) = &mut *lock(&self.seen.child) {
+            let _ = child.kill();
+        }
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Seen {
+    fn events(&self) -> MutexGuard<'_, Events> {
+        lock(&self.events)
+    }
+
+    fn follow(&self, cli: &Cli) {
+        while !self.over.load(Ordering::SeqCst) {
+            self.follow_one(cli);
+            if let Some(mut child) = lock(&self.child).take() {
+                let _ = child.kill();
+                let _ = child.wait();
+            }
+            std::thread::sleep(AGAIN);
+        }
+    }
+
+    /// Until the controller ends.
+    fn follow_one(&self, cli: &Cli) {
+        let mut command = cli.command(&["events", "--follow", "-o", "json"]);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+        let Ok(mut child) = command.spawn() else { return };
+        let Some(lines) = child.stdout.take() else { return };
+        *lock(&self.child) = Some(child);
+        if self.over.load(Ordering::SeqCst) {
+            return;
+        }
+        for line in BufReader::new(lines).lines().map_while(Result::ok) {
+            let Ok(event) = serde_json::from_str::<EventRow>(&line) else { continue };
+            let mut events = self.events();
+            if event.kind == "state" {
+                events.state.insert(event.container.clone(), event.to.clone());
+            }
+            events.log.push(event);
+            self.changed.notify_all();
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! `cargo xtask chaos`: random kills at random steps, on the simulated GPU.
+
+use affinode_e2e::{
+    chaos,
+    gpu::Gpu,
+    world::{PLENTY_BYTES, Recipe},
+};
+use anyhow::{Result, bail};
+use clap::Args;
+use nix::unistd::Uid;
+
+use crate::{build, deps, say};
+
+/// What to play.
+#[derive(Args)]
+pub struct Options {
+    /// How many rounds.
+    #[arg(long, default_value_t = 100)]
+    rounds: u64,
+    /// Draws the rounds; the same seed draws the same.
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Plays this round alone.
+    #[arg(long)]
+    round: Option<u64>,
+    /// As JSON on standard output.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Builds, plays, and prints what was found.
+pub fn run(options: &Options) -> Result<()> {
+    if !Uid::effective().is_root() {
+        bail!("the campaign starts containerd and containers: run as root");
+    }
+    let release = deps::own()?;
+    let artifacts = build::all(build::Profile::Dev)?;
+    let seed = options.seed.unwrap_or_else(fresh_seed);
+    say::step(&format!("Chaos, seed {seed}"));
+    let recipe = || Recipe::default().artifacts(artifacts.clone()).release(&release);
+    let (first, rounds) = match options.round {
+        Some(round) => (round, 1),
+        None => (0, options.rounds),
+    };
+    let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
+    let campaign = chaos::Options { seed, first, rounds, gpu };
+    let report = chaos::run(&recipe, &campaign, &mut say::note)?;
+    if options.json {
+        say::out(&serde_json::to_string_pretty(&report)?);
+    } else {
+        say::out(&report.table());
+    }
+    if report.failed() {
+        bail!("{} findings; replay one with --seed {seed} --round R", report.findings.len());
+    }
+    Ok(())
+}
+
+/// Any: it is printed.
+fn fresh_seed() -> u64 {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    since.map_or(1, |since| since.subsec_nanos().into())
+}
