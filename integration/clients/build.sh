@@ -28,6 +28,7 @@ build proc_address_v2 main_worker.c worker.c client.c load_proc_address.c -DVERS
 build fork_then_use fork_then_use.c worker.c client.c load_dlsym.c -ldl
 build threads threads.c client.c load_dlsym.c -ldl -lpthread
 build crashers crashers.c client.c load_dlsym.c -ldl
+build hazards hazards.c client.c load_dlsym.c -ldl -lpthread
 build checkpoint checkpoint.c client.c -ldl
 build api_check api_check.c client.c load_dlsym.c -ldl -lpthread
 cp "$src/ctypes_worker.py" "$out/.ctypes_worker.py.new"

@@ -196,6 +196,19 @@ impl Node {
         }
     }
 
+    /// Whether the restore of somebody who has not come forward may be running.
+    pub(super) fn is_restoring_unseen(&self, key: &Key) -> bool {
+        self.recalled.iter().any(|((other, ..), recalled)| other == key && recalled.restoring)
+    }
+
+    /// The container needs its grant no more, except for somebody who may be taking the VRAM
+    /// just now and has not come forward.
+    pub(super) fn close_grant(&mut self, key: &Key) {
+        if !self.is_restoring_unseen(key) {
+            self.abort_grant(key);
+        }
+    }
+
     fn recalled_needs(&self, key: &Key) -> Vec<DeviceBytes> {
         let of_key = self.recalled.iter().filter(|((other, ..), r)| other == key && r.restoring);
         merge_needs(of_key.flat_map(|(_, r)| &r.away))

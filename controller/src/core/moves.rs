@@ -13,18 +13,42 @@ use affinode_proto::{reason::Reason, state::State};
 
 use super::{Effect, Key, Node, Record, RecordedProcess, container::Goal, plan::Position};
 
+/// A record's step: processes go, or are gone.
+pub(super) const CHECKPOINT: &str = "checkpoint";
+/// A record's step: they may be taking their VRAM.
+pub(super) const RESTORE: &str = "restore";
+
 impl Node {
+    /// Notes every process of the container that is away, or about to be. One that an earlier
+    /// controller moved and that has not come forward yet stays in the record: the controller
+    /// after this one must know what it needs, too.
     pub(super) fn journal(&mut self, key: &Key, step: &str) {
-        let processes = self
-            .processes
-            .of(key)
-            .filter_map(|(_, p)| {
-                let (pid, start_ticks) = (p.identity.pid, p.identity.start_ticks);
-                p.away.clone().map(|away| RecordedProcess { pid, start_ticks, away })
-            })
-            .collect();
+        let known = self.processes.of(key).filter_map(|(_, p)| {
+            let (pid, start_ticks) = (p.identity.pid, p.identity.start_ticks);
+            p.away.clone().map(|away| RecordedProcess { pid, start_ticks, away })
+        });
+        let processes = known.chain(self.recalled_of(key)).collect();
+        let step = if self.is_restoring_unseen(key) { RESTORE } else { step };
         self.effects
             .push(Effect::Journal(key.clone(), Some(Record { step: step.to_owned(), processes })));
+    }
+
+    /// Nobody who has come forward is away: the record goes, unless somebody is still to come.
+    pub(super) fn journal_nobody(&mut self, key: &Key) {
+        if self.recalled_of(key).next().is_some() {
+            self.journal(key, CHECKPOINT);
+        } else {
+            self.effects.push(Effect::Journal(key.clone(), None));
+        }
+    }
+
+    fn recalled_of<'a>(&'a self, key: &'a Key) -> impl Iterator<Item = RecordedProcess> + 'a {
+        let of_key = self.recalled.iter().filter(move |((other, ..), _)| other == key);
+        of_key.map(|((_, pid, start_ticks), recalled)| RecordedProcess {
+            pid: *pid,
+            start_ticks: *start_ticks,
+            away: recalled.away.clone(),
+        })
     }
 
     pub(super) fn cause(&self, key: &Key) -> Reason {

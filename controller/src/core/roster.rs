@@ -152,10 +152,9 @@ impl Node {
         self.effects.push(Effect::Drop(id));
         let key = process.key;
         if self.members(&key).is_empty() {
-            self.end_grant(&key);
-            self.ledger.release(&key);
+            self.close_grant(&key);
             self.queue.leave(&key);
-            self.effects.push(Effect::Journal(key.clone(), None));
+            self.journal_nobody(&key);
             self.set_state(
                 &key,
                 State::Unregistered,

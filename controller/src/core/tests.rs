@@ -458,6 +458,66 @@ fn who_is_half_way_home_is_not_kept_behind_one_that_needs_its_room() {
     assert_eq!((world.state(0), world.state(1)), (State::Offloaded, State::Offloaded));
 }
 
+/// Two controllers die one after the other while a process is being moved out: the second
+/// never heard of it but from the journal, and must not leave it out of its own records.
+#[test]
+fn what_an_earlier_controller_knew_reaches_the_one_after_the_next() {
+    let mut world = World::new(1);
+    let ids = [world.running(0, 300), world.running(0, 300), world.running(0, 300)];
+    while world.journal.is_empty() {
+        world.tick();
+        ids.into_iter().for_each(|id| world.work(id));
+        world.answer_question();
+    }
+    // The first is in the middle of its checkpoint; the next controller moves the others.
+    let first = *ids.iter().find(|id| !world.agents[*id].inbox.is_empty()).unwrap();
+    world.restart(true);
+    for _ in 0..20 {
+        world.tick();
+        ids.into_iter().filter(|id| *id != first).for_each(|id| world.work(id));
+        world.answer_question();
+    }
+    let pid = world.agents[&first].pid;
+    let record = &world.journal[&key(0)];
+    assert!(record.processes.iter().any(|process| process.pid == pid), "{record:?}");
+    world.restart(false);
+    ids.into_iter().for_each(|id| world.call(id));
+    world.settle();
+    assert!(world.agents.values().all(|agent| !agent.wants), "somebody still waits");
+}
+
+/// Nobody knows what two processes held: they come home when the device is empty.
+#[test]
+fn a_container_without_any_record_comes_home_to_an_empty_device() {
+    let mut world = World::new(2);
+    let ids = [world.running(0, 300), world.running(0, 300)];
+    world.running(1, 100);
+    world.settle();
+    world.journal.clear();
+    world.restart(false);
+    ids.into_iter().for_each(|id| world.call(id));
+    world.settle();
+    assert!(world.agents.values().all(|agent| !agent.wants), "somebody still waits");
+}
+
+/// All who have come forward are home; one whose restore is running has not. Its VRAM stays
+/// promised to it.
+#[test]
+fn the_promise_to_one_that_is_not_seen_yet_is_kept() {
+    let mut world = World::new(1);
+    let unseen = (77, 1);
+    let away = vec![DeviceBytes { uuid: GPU.into(), bytes: 400 }];
+    let recalled = Input::Recalled { key: key(0), identity: unseen, away, restoring: true };
+    world.feed(recalled);
+    world.join(0);
+    let id = ProcessId(world.next);
+    world.work(id);
+    world.work(id);
+    assert_eq!(world.node.ledger.promised_bytes(GPU), 400);
+    world.exit(id);
+    assert_eq!(world.node.ledger.promised_bytes(GPU), 400);
+}
+
 #[test]
 fn somebody_unmanaged_who_takes_the_room_makes_a_restore_wait() {
     let mut world = World::new(1);

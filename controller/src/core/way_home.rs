@@ -13,7 +13,9 @@ use super::{
     DeviceBytes, Effect, Key, Millis, Node, ProcessId,
     container::Goal,
     input::Request,
+    ledger::margin_bytes,
     merge_needs,
+    moves::RESTORE,
     plan::{self, Position},
     process::Process,
 };
@@ -66,9 +68,7 @@ impl Node {
             .iter()
             .map(|gpu| DeviceBytes {
                 uuid: gpu.uuid.clone(),
-                bytes: claimed
-                    .saturating_add(CONTEXT_BYTES)
-                    .min(gpu.total_bytes - gpu.total_bytes / 16),
+                bytes: claimed.saturating_add(CONTEXT_BYTES).min(most_of(gpu.total_bytes)),
             })
             .collect()
     }
@@ -81,7 +81,24 @@ impl Node {
             .filter(|(_, p)| p.phase == Phase::Away)
             .flat_map(|(_, p)| self.needs(p))
             .collect();
-        merge_needs(&needs)
+        let mut needs = merge_needs(&needs);
+        // Of some it may not be known: a device that nobody else uses has held them all before.
+        let known = |uuid: &str| -> u64 {
+            let of_key = self.processes.of(key).filter(|(_, p)| p.phase == Phase::Away);
+            let devices = of_key.flat_map(|(_, p)| p.away.iter().flatten());
+            devices.filter(|need| need.uuid == uuid).map(|need| need.bytes).sum()
+        };
+        let held = |uuid: &str| -> u64 {
+            let devices = self.processes.of(key).flat_map(|(_, p)| &p.vram);
+            devices.filter(|held| held.uuid == uuid).map(|held| held.bytes).sum()
+        };
+        for need in &mut needs {
+            if let Some(gpu) = self.gpus.iter().find(|gpu| gpu.uuid == need.uuid) {
+                let others = most_of(gpu.total_bytes).saturating_sub(held(&need.uuid));
+                need.bytes = need.bytes.min(others.max(known(&need.uuid)));
+            }
+        }
+        needs
     }
 
     pub(super) fn advance_home(&mut self, key: &Key, positions: &[Position]) {
@@ -98,7 +115,7 @@ impl Node {
                     container.restore_began.get_or_insert(self.now);
                 }
                 self.set_state(key, State::Restoring, self.cause(key), "", 0, 0);
-                self.journal(key, "restore");
+                self.journal(key, RESTORE);
                 self.order(process, Action::Restore);
             } else if !self.grants.contains_key(key) {
                 self.enqueue(key);
@@ -158,10 +175,9 @@ impl Node {
             }
         }
         self.siblings_are_back(key);
-        self.end_grant(key);
-        self.ledger.release(key);
+        self.close_grant(key);
         self.queue.leave(key);
-        self.effects.push(Effect::Journal(key.clone(), None));
+        self.journal_nobody(key);
         self.set_state(key, State::Active, reason, &detail, bytes, elapsed);
         self.answer(key, Request::Restore, true, bytes, elapsed);
         self.leave_again(key);
@@ -182,4 +198,9 @@ impl Node {
         self.answer(key, Request::Restore, false, 0, 0);
         self.answer(key, Request::Offload, false, 0, 0);
     }
+}
+
+/// What a device has when nobody uses it: all but the margin, and what its driver keeps.
+fn most_of(total_bytes: u64) -> u64 {
+    total_bytes.saturating_sub(margin_bytes(total_bytes)).saturating_sub(total_bytes / 64)
 }

@@ -11,6 +11,7 @@ use super::{
     Effect, Key, Node, ProcessId,
     container::Goal,
     input::{Request, Survey},
+    moves::CHECKPOINT,
     node::text_of,
     plan::{self, Out, Position},
 };
@@ -89,7 +90,7 @@ impl Node {
         let claimed = process.page.as_ref().is_some_and(|page| page.allocated_bytes > 0);
         process.away = (!process.vram.is_empty() || !claimed).then(|| process.vram.clone());
         let vram_bytes = process.away.iter().flatten().map(|d| d.bytes).max().unwrap_or(0);
-        self.journal(key, "checkpoint");
+        self.journal(key, CHECKPOINT);
         self.order(id, Action::Checkpoint { vram_bytes });
     }
 

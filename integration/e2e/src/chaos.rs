@@ -93,6 +93,9 @@ pub fn run(
                     event.unix_ms, event.container, event.from, event.to, event.reason
                 ));
             }
+            if let Ok(answer) = on.world.cli().output(&["ps", "-o", "json"]) {
+                tell(&String::from_utf8_lossy(&answer.stdout));
+            }
             on.world.show_logs();
             report.findings.extend(found);
             stage = None;

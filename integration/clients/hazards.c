@@ -1,0 +1,199 @@
+/* Does one thing that makes a checkpoint dangerous, or might.
+ *
+ *   hazards plain|managed|peer|ipc-import|ipc-export|pinned|async|exit [MIB]
+ *
+ * It fills MIB (default 16) of memory, does the thing, and says so ("ready"). For each line on stdin it verifies all
+ * its memory, that of the thing too ("verify": "ok"); it ends with stdin.
+ *
+ *   managed      1 MiB by cuMemAllocManaged
+ *   peer         peer access to the other device
+ *   ipc-import   a child exports memory, this process opens the handle
+ *   ipc-export   a handle that nobody opens
+ *   pinned       4 MiB of pinned host memory, used for copies
+ *   async        4 MiB by cuMemAllocAsync
+ *   exit         ends at the first line, while another of its threads makes a call */
+#include "client.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define MORE_BYTES (4u << 20)
+
+struct ipc_handle {
+    char reserved[64];
+};
+
+static struct client client;
+/* Memory of the thing: on the device, and on the host; 0 where there is none. */
+static CUdeviceptr more;
+static unsigned char *pinned;
+static size_t more_bytes;
+
+static void *function(const char *name)
+{
+    void *found = dlsym(dlopen("libcuda.so.1", RTLD_NOW), name);
+    if (found == NULL) {
+        fprintf(stderr, "hazards: libcuda.so.1 has no %s\n", name);
+        exit(3);
+    }
+    return found;
+}
+
+static CUresult fill_more(void)
+{
+    unsigned char *bytes = malloc(more_bytes);
+    if (bytes == NULL)
+        return 2;
+    for (size_t i = 0; i < more_bytes; i++)
+        bytes[i] = (unsigned char)(i * 31 + 7);
+    CUresult result = client.cuda.copy_in(more, bytes, more_bytes);
+    free(bytes);
+    return result;
+}
+
+/* How many bytes of the thing's memory are not as they were. */
+static CUresult verify_more(uint64_t *wrong)
+{
+    unsigned char *bytes = pinned ? pinned : malloc(more_bytes);
+    CUresult result = 0;
+    for (size_t i = 0; pinned && i < more_bytes; i++)
+        *wrong += pinned[i] != (unsigned char)(i * 31 + 7);
+    if (pinned)
+        memset(pinned, 0, more_bytes);
+    if (more)
+        result = client.cuda.copy_out(bytes, more, more_bytes);
+    for (size_t i = 0; more && result == 0 && i < more_bytes; i++)
+        *wrong += bytes[i] != (unsigned char)(i * 31 + 7);
+    if (!pinned)
+        free(bytes);
+    return result;
+}
+
+static CUresult ipc_export(struct ipc_handle *handle)
+{
+    CUresult (*get)(struct ipc_handle *, CUdeviceptr) = function("cuIpcGetMemHandle");
+    return get(handle, client.memory);
+}
+
+/* Before this process uses the driver: a child with memory of its own, whose handle comes through a pipe. */
+static int exporter(void)
+{
+    int pipes[2];
+    if (pipe(pipes) != 0)
+        return -1;
+    if (fork() == 0) {
+        struct ipc_handle handle;
+        CUresult result = cuda_load(&client.cuda);
+        if (result == 0)
+            result = client_open(&client, 0);
+        if (result == 0)
+            result = client_fill(&client, 4, 9);
+        if (result == 0)
+            result = ipc_export(&handle);
+        if (result != 0 || write(pipes[1], &handle, sizeof handle) != sizeof handle)
+            _exit(1);
+        for (;;)
+            pause();
+    }
+    close(pipes[1]);
+    return pipes[0];
+}
+
+static CUresult peer_access(void)
+{
+    int count = 0;
+    CUdevice other;
+    CUcontext context;
+    CUresult result = client.cuda.device_count(&count);
+    if (result != 0 || count < 2)
+        return result != 0 ? result : 101;
+    if ((result = client.cuda.device_get(&other, 1)) != 0 ||
+        (result = client.cuda.primary_retain(&context, other)) != 0)
+        return result;
+    return client.cuda.ctx_enable_peer(context, 0);
+}
+
+static CUresult do_thing(const char *kind, int handles)
+{
+    more_bytes = MORE_BYTES;
+    if (strcmp(kind, "managed") == 0) {
+        more_bytes = 1 << 20;
+        CUresult result = client.cuda.mem_managed(&more, more_bytes, 1);
+        return result != 0 ? result : fill_more();
+    }
+    if (strcmp(kind, "peer") == 0)
+        return peer_access();
+    if (strcmp(kind, "ipc-import") == 0) {
+        struct ipc_handle handle;
+        CUdeviceptr imported;
+        CUresult (*open)(CUdeviceptr *, struct ipc_handle, unsigned) = function("cuIpcOpenMemHandle_v2");
+        if (read(handles, &handle, sizeof handle) != sizeof handle)
+            return 999;
+        return open(&imported, handle, 1);
+    }
+    if (strcmp(kind, "ipc-export") == 0) {
+        struct ipc_handle handle;
+        return ipc_export(&handle);
+    }
+    if (strcmp(kind, "pinned") == 0) {
+        CUresult (*host)(void **, size_t, unsigned) = function("cuMemHostAlloc");
+        CUresult result = host((void **)&pinned, more_bytes, 0);
+        for (size_t i = 0; result == 0 && i < more_bytes; i++)
+            pinned[i] = (unsigned char)(i * 31 + 7);
+        if (result == 0)
+            result = client.cuda.mem_alloc(&more, more_bytes);
+        return result != 0 ? result : client.cuda.copy_in(more, pinned, more_bytes);
+    }
+    if (strcmp(kind, "async") == 0) {
+        CUresult (*alloc)(CUdeviceptr *, size_t, CUstream) = function("cuMemAllocAsync");
+        CUresult result = alloc(&more, more_bytes, NULL);
+        if (result == 0)
+            result = client.cuda.ctx_sync();
+        return result != 0 ? result : fill_more();
+    }
+    return 0;
+}
+
+static void *call_and_wait(void *unused)
+{
+    if (client.cuda.ctx_set(client.context) == 0)
+        client_touch(&client);
+    return unused;
+}
+
+int main(int argc, char **argv)
+{
+    char line[64];
+    const char *kind = argc > 1 ? argv[1] : "";
+    int handles = strcmp(kind, "ipc-import") == 0 ? exporter() : -1;
+    if (cuda_load(&client.cuda) != 0)
+        return 3;
+    CUresult result = client_open(&client, 0);
+    if (result == 0)
+        result = client_fill(&client, argc > 2 ? strtoul(argv[2], NULL, 10) : 16, 1);
+    if (result == 0)
+        result = do_thing(kind, handles);
+    answer("ready", result, 0, "\"pid\":%d", (int)getpid());
+    if (result != 0)
+        return 4;
+    while (fgets(line, sizeof line, stdin) != NULL) {
+        uint64_t wrong = 0, checksum = 0, start = now_us();
+        if (strcmp(kind, "exit") == 0) {
+            pthread_t thread;
+            pthread_create(&thread, NULL, call_and_wait, NULL);
+            sleep_ms(50);
+            exit(0);
+        }
+        result = client_verify(&client, &wrong, &checksum);
+        if (result == 0 && (more || pinned))
+            result = verify_more(&wrong);
+        answer("verify", result, now_us() - start, "\"ok\":%s,\"wrong\":%llu", result == 0 && wrong == 0 ? "true" : "false",
+               (unsigned long long)wrong);
+    }
+    return 0;
+}
