@@ -40,6 +40,8 @@ pub struct Container {
     pub cause: Reason,
     /// What is shown: why it went, why it stays, what it waits for. Word and detail.
     pub reason: (Reason, String),
+    /// The refusal that was told last.
+    pub refused: Option<Reason>,
     /// Last use.
     pub last_use: Millis,
     /// When it last came home, if it ever left.
@@ -98,6 +100,7 @@ impl Container {
             goal: Goal::Home,
             cause: Reason::NotRegistered,
             reason: (Reason::NotRegistered, String::new()),
+            refused: None,
             last_use: now,
             came_home: None,
             not_before: 0,

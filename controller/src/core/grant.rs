@@ -32,6 +32,8 @@ pub struct Grant {
     pub stage: Stage,
     /// Processes that were told to hold their allocations.
     pub held: BTreeSet<ProcessId>,
+    /// Processes whose VRAM was promised and proven, once it is granted.
+    pub covers: BTreeSet<ProcessId>,
     /// Devices that it concerns.
     pub uuids: BTreeSet<String>,
     /// When it began.
@@ -44,7 +46,14 @@ impl Grant {
     /// A grant that begins now.
     #[must_use]
     pub fn new(stage: Stage, uuids: BTreeSet<String>, since: Millis) -> Grant {
-        Grant { recalled: stage == Stage::Granted, stage, held: BTreeSet::new(), uuids, since }
+        Grant {
+            recalled: stage == Stage::Granted,
+            stage,
+            held: BTreeSet::new(),
+            covers: BTreeSet::new(),
+            uuids,
+            since,
+        }
     }
 
     /// Whether restores may be started.

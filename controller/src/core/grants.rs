@@ -261,12 +261,17 @@ impl Node {
         if self.grants.get(key).is_none_or(|grant| grant.stage != Stage::Proving(number)) {
             return;
         }
+        // Who has joined since the promise needs its share, and on the same devices.
         let needs = self.container_needs(key);
-        if self.gpu_error.is_none() && self.ledger.fits(key, &needs, &self.gpus, margin_bytes) {
+        let covers = self.processes.of(key).filter(|(_, p)| p.phase == Phase::Away);
+        let covers: BTreeSet<ProcessId> = covers.map(|(id, _)| id).collect();
+        let fits =
+            self.gpu_error.is_none() && self.ledger.fits(key, &needs, &self.gpus, margin_bytes);
+        let Some(grant) = self.grants.get_mut(key) else { return };
+        if fits && needs.iter().all(|need| grant.uuids.contains(&need.uuid)) {
+            (grant.stage, grant.covers) = (Stage::Granted, covers);
+            self.ledger.promise(key, needs);
             self.queue.leave(key);
-            if let Some(grant) = self.grants.get_mut(key) {
-                grant.stage = Stage::Granted;
-            }
             self.advance(key);
         } else {
             self.abort_grant(key);
@@ -274,7 +279,7 @@ impl Node {
     }
 
     /// Gives the promise back; the container still waits in the queue.
-    fn abort_grant(&mut self, key: &Key) {
+    pub(super) fn abort_grant(&mut self, key: &Key) {
         self.end_grant(key);
         self.ledger.release(key);
     }

@@ -2,11 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use affinode_proto::{api::control::Event, reason::Reason, state::State, wire::page::PageSnapshot};
+use affinode_proto::{reason::Reason, state::State, wire::page::PageSnapshot};
 
-use super::{
-    DeviceBytes, Key, Node, ProcessId, container::Goal, idle, input::GpuSample, node::text_of,
-};
+use super::{DeviceBytes, Key, Node, ProcessId, container::Goal, idle, input::GpuSample};
 
 impl Node {
     pub(super) fn page(&mut self, id: ProcessId, page: PageSnapshot) {
@@ -51,15 +49,7 @@ impl Node {
         }
         process.bad_page = Some(why.clone());
         let (key, pid) = (process.key.clone(), process.identity.pid);
-        self.publish(
-            &key,
-            Event {
-                kind: "refused".into(),
-                reason: Reason::BadPeer.to_string(),
-                text: text_of(Reason::BadPeer, &format!("process {pid}: {why}")),
-                ..Event::default()
-            },
-        );
+        self.publish_refusal(&key, Reason::BadPeer, &format!("process {pid}: {why}"));
     }
 
     pub(super) fn gpus_read(&mut self, gpus: Result<Vec<GpuSample>, String>) {

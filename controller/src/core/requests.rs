@@ -25,6 +25,7 @@ impl Node {
             (Request::Offload, State::Active | State::Idle) => match self.may_offload(key, true) {
                 Ok(()) => self.leave(key, Reason::Requested),
                 Err((reason, detail)) => {
+                    self.refuse(key, reason, &detail);
                     if let Some(container) = self.containers.get_mut(key) {
                         container.reason = (reason, detail);
                     }

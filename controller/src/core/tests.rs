@@ -63,6 +63,8 @@ struct World {
     journal: BTreeMap<Key, Record>,
     next: u64,
     answers: Vec<(CommandId, bool)>,
+    /// Reasons of refusals, as they were told.
+    refused: Vec<String>,
     /// The next checkpoint or close fails.
     fail: Option<Outcome>,
 }
@@ -96,6 +98,7 @@ impl World {
             journal: BTreeMap::new(),
             next: 0,
             answers: Vec::new(),
+            refused: Vec::new(),
             fail: None,
         };
         (0..containers).for_each(|n| world.announce(n));
@@ -142,6 +145,9 @@ impl World {
                 }
                 Effect::Answer(command, answer) => self.answers.push((command, answer.done)),
                 Effect::Survey { .. } | Effect::Prove(..) => self.questions.push_back(effect),
+                Effect::Publish(event) if event.kind == "refused" => {
+                    self.refused.push(event.reason);
+                }
                 Effect::Drop(_) | Effect::Publish(_) => {}
             }
         }
@@ -516,6 +522,47 @@ fn the_promise_to_one_that_is_not_seen_yet_is_kept() {
     assert_eq!(world.node.ledger.promised_bytes(GPU), 400);
     world.exit(id);
     assert_eq!(world.node.ledger.promised_bytes(GPU), 400);
+}
+
+/// After a controller's death one process of a container comes forward late, when the other's
+/// VRAM is promised and proven already: that promise is not for it.
+#[test]
+fn who_comes_forward_after_the_proof_waits_for_one_of_its_own() {
+    let mut world = World::new(1);
+    let (early, late) = (world.running(0, 300), world.running(0, 300));
+    world.settle();
+    let busy = ControllerMessage::Order { order: 0, action: Action::ReleaseAllocations };
+    world.agents.get_mut(&late).unwrap().inbox.push_back(busy);
+    world.restart(true);
+    world.call(early);
+    while world.state(0) != State::Restoring {
+        world.answer_question();
+        world.work(early);
+    }
+    world.work(late);
+    // Within what was proven free beyond the promise.
+    world.others = 600;
+    world.settle();
+    assert_eq!(world.state(0), State::Queued);
+    world.others = 0;
+    world.settle();
+    assert!(world.agents.values().all(|agent| !agent.wants), "somebody still waits");
+    assert_eq!(world.state(0), State::Offloaded);
+}
+
+/// What is in the process itself is told once, however often the container is looked at.
+#[test]
+fn a_process_that_cannot_be_moved_is_told_of_once() {
+    let mut world = World::new(1);
+    let id = world.running(0, 300);
+    let hazards = Hazards::MANAGED_MEMORY;
+    world.feed(Input::Message(id, AgentMessage::Notice { hazards }));
+    for _ in 0..10 {
+        world.call(id);
+        world.settle();
+    }
+    assert_eq!(world.refused, ["managed-memory"]);
+    assert_eq!(world.state(0), State::Idle);
 }
 
 #[test]

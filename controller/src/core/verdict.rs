@@ -1,8 +1,8 @@
 //! Whether a container may be offloaded now, and if not, why.
 
-use affinode_proto::{reason::Reason, state::State, wire::Hazards};
+use affinode_proto::{api::control::Event, reason::Reason, state::State, wire::Hazards};
 
-use super::{Key, Node, container::Goal, policy::Mode, process::Process};
+use super::{Key, Node, container::Goal, node::text_of, policy::Mode, process::Process};
 
 const HAZARDS: [(Hazards, Reason); 5] = [
     (Hazards::MANAGED_MEMORY, Reason::ManagedMemory),
@@ -69,6 +69,27 @@ impl Node {
         }
     }
 
+    /// Tells once that the container stays, and why.
+    pub(super) fn refuse(&mut self, key: &Key, reason: Reason, detail: &str) {
+        let Some(container) = self.containers.get_mut(key) else {
+            return;
+        };
+        if container.refused.replace(reason) != Some(reason) {
+            self.publish_refusal(key, reason, detail);
+        }
+    }
+
+    /// The event that goes with a refusal.
+    pub(super) fn publish_refusal(&mut self, key: &Key, reason: Reason, detail: &str) {
+        let event = Event {
+            kind: "refused".into(),
+            reason: reason.to_string(),
+            text: text_of(reason, detail),
+            ..Event::default()
+        };
+        self.publish(key, event);
+    }
+
     /// Shows whether the container is idle, and sends it away when policy says so.
     pub(super) fn consider(&mut self, key: &Key) {
         let Some(c) = self.containers.get(key) else {
@@ -88,7 +109,15 @@ impl Node {
             Err((reason, detail)) => {
                 let state = if idle { State::Idle } else { State::Active };
                 self.set_state(key, state, reason, &detail, 0, 0);
+                if is_unsafe(reason) {
+                    self.refuse(key, reason, &detail);
+                }
             }
         }
     }
+}
+
+/// Whether the reason is in the process itself: it will not pass, and somebody should know.
+fn is_unsafe(reason: Reason) -> bool {
+    HAZARDS.iter().any(|(_, hazard)| *hazard == reason)
 }

@@ -12,6 +12,7 @@ use affinode_proto::{
 use super::{
     DeviceBytes, Effect, Key, Millis, Node, ProcessId,
     container::Goal,
+    grant::Grant,
     input::Request,
     ledger::margin_bytes,
     merge_needs,
@@ -110,7 +111,13 @@ impl Node {
         if plan.done {
             self.arrived_home(key);
         } else if let Some(process) = plan.restore {
-            if self.grants.get(key).is_some_and(super::grant::Grant::is_granted) {
+            let grant = self.grants.get(key);
+            let granted = grant.is_some_and(Grant::is_granted);
+            if granted && !grant.is_some_and(|grant| grant.covers.contains(&process)) {
+                // It came forward after the proof: its VRAM was promised to nobody.
+                self.abort_grant(key);
+                self.enqueue(key);
+            } else if granted {
                 if let Some(container) = self.containers.get_mut(key) {
                     container.restore_began.get_or_insert(self.now);
                 }

@@ -1,7 +1,6 @@
 //! The way out: a look at host memory, close, lock, a second look, checkpoint; or back.
 
 use affinode_proto::{
-    api::control::Event,
     reason::Reason,
     state::State,
     wire::{Phase, message::Action},
@@ -12,7 +11,6 @@ use super::{
     container::Goal,
     input::{Request, Survey},
     moves::CHECKPOINT,
-    node::text_of,
     plan::{self, Out, Position},
 };
 
@@ -147,15 +145,7 @@ impl Node {
         let base = container.policy.idle_timeout_ms.clamp(1_000, 300_000);
         container.not_before = now + (base << container.failures.min(6)).min(3_600_000);
         container.offload_began = None;
-        self.publish(
-            key,
-            Event {
-                kind: "refused".into(),
-                reason: reason.to_string(),
-                text: text_of(reason, detail),
-                ..Event::default()
-            },
-        );
+        self.publish_refusal(key, reason, detail);
         self.answer(key, Request::Offload, false, 0, 0);
         self.advance(key);
     }

@@ -43,8 +43,7 @@ impl Census {
         counts.insert("shim sockets", entries(&inside.join("run/containerd/s")).len());
         let states = inside.join("run/containerd/runc/default");
         counts.insert("runc states", entries(&states).len());
-        let mounts = format!("/proc/{}/mountinfo", world.keeper().pid());
-        counts.insert("mounts", std::fs::read_to_string(mounts)?.lines().count());
+        counts.insert("mounts", mounts(world)?);
 
         let controller = world.controller()?.context("no controller runs")?;
         let descriptors = descriptors(controller.pid.as_raw());
@@ -108,6 +107,14 @@ fn count_processes(
         *counts.entry(kind).or_default() += 1;
     }
     Ok(strangers)
+}
+
+/// Mounts of the world's own. Others come and go with the machine's other business.
+fn mounts(world: &World) -> Result<usize> {
+    let table = std::fs::read_to_string(format!("/proc/{}/mountinfo", world.keeper().pid()))?;
+    let points = table.lines().filter_map(|line| line.split(' ').nth(4));
+    let own = |point: &&str| Path::new(point).starts_with(world.dir()) || point.starts_with("/run");
+    Ok(points.filter(own).count())
 }
 
 fn entries(folder: &Path) -> Vec<PathBuf> {
