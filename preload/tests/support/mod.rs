@@ -46,9 +46,15 @@ fn compile(compiler: &str, source: &str, output: &str, flags: &[&str]) -> PathBu
 }
 
 fn folder(compiler: &str) -> PathBuf {
-    static ROOT: OnceLock<tempfile::TempDir> = OnceLock::new();
-    let root = ROOT.get_or_init(|| tempfile::tempdir().unwrap());
-    let folder = root.path().join(compiler);
+    static ROOT: OnceLock<PathBuf> = OnceLock::new();
+    let root = ROOT.get_or_init(|| {
+        // Nobody drops a static: a folder of this test binary's own, emptied by its next run.
+        let binary = std::env::current_exe().unwrap();
+        let root = Path::new(env!("CARGO_TARGET_TMPDIR")).join(binary.file_name().unwrap());
+        let _ = std::fs::remove_dir_all(&root);
+        root
+    });
+    let folder = root.join(compiler);
     std::fs::create_dir_all(&folder).unwrap();
     folder
 }

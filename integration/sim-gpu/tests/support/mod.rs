@@ -28,7 +28,6 @@ pub struct Products {
     /// Holds libcuda.so.1 and libnvidia-ml.so.1.
     pub libraries: PathBuf,
     pub clients: PathBuf,
-    _folder: TempDir,
 }
 
 pub fn products() -> &'static Products {
@@ -43,16 +42,18 @@ pub fn products() -> &'static Products {
             .args(["-p", "affinode-sim-gpud", "-p", "affinode-sim-cuda", "-p", "affinode-sim-nvml"])
             .status();
         assert!(build.unwrap().success());
-        let folder = tempfile::tempdir().unwrap();
-        let (libraries, clients) = (folder.path().join("lib"), folder.path().join("clients"));
-        std::fs::create_dir(&libraries).unwrap();
+        // Nobody drops a static: a folder of this test binary's own, emptied by its next run.
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(test.file_name().unwrap());
+        let _ = std::fs::remove_dir_all(&folder);
+        let (libraries, clients) = (folder.join("lib"), folder.join("clients"));
+        std::fs::create_dir_all(&libraries).unwrap();
         for (built, installed) in [("cuda", "libcuda.so.1"), ("nvml", "libnvidia-ml.so.1")] {
             let built = debug.join(format!("libaffinode_sim_{built}.so"));
             std::fs::copy(built, libraries.join(installed)).unwrap();
         }
         let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../clients/build.sh");
         assert!(Command::new(sources).arg(&clients).status().unwrap().success());
-        Products { daemon: debug.join("affinode-sim-gpud"), libraries, clients, _folder: folder }
+        Products { daemon: debug.join("affinode-sim-gpud"), libraries, clients }
     })
 }
 
