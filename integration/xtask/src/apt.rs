@@ -51,6 +51,28 @@ impl Distribution {
     }
 }
 
+/// Unpacks a package of the machine's own suites into `target`, without installing it: what
+/// it would start as a service is not started.
+pub fn unpack_own(package: &str, target: &Path) -> Result<()> {
+    let fetched = target.with_extension("deb.d");
+    std::fs::create_dir_all(&fetched)?;
+    let download = || {
+        let mut command = Command::new("apt-get");
+        command.current_dir(&fetched).args(["-oAPT::Sandbox::User=root", "download", package]);
+        sh::read(&mut command)
+    };
+    if download().is_err() {
+        // The machine's indexes are old, or were never fetched.
+        sh::read(Command::new("apt-get").arg("update"))?;
+        download()?;
+    }
+    let deb = std::fs::read_dir(&fetched)?.next().context("apt downloaded nothing")??.path();
+    std::fs::create_dir_all(target)?;
+    sh::read(Command::new("dpkg-deb").arg("--extract").arg(&deb).arg(target))?;
+    std::fs::remove_dir_all(fetched)?;
+    Ok(())
+}
+
 impl Suites {
     /// Fetches the indexes of `suites` from the mirror that serves `codename` to this machine.
     pub fn open(folder: &Path, codename: &str, suites: &[&str]) -> Result<Self> {

@@ -4,7 +4,10 @@
 //! suites of its distribution, unpacked beside it; Ubuntu's suites hold one line
 //! each, so there the machine's own is all.
 
-use std::{fs, path::Path};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use affinode_e2e::{
     artifacts::{Artifacts, target_dir},
@@ -13,7 +16,7 @@ use affinode_e2e::{
 use anyhow::{Context, Result};
 
 use crate::{
-    apt::{Distribution, Suites},
+    apt::{self, Distribution, Suites},
     packages, say, sh,
 };
 
@@ -46,6 +49,22 @@ pub fn all() -> Result<Releases> {
         say::note(&format!("no containerd {line}: {reason}"));
     }
     Ok(releases)
+}
+
+/// The folder with Prometheus's own checker of metrics and rules, which is fetched when the
+/// machine has none.
+pub fn promtool() -> Result<PathBuf> {
+    let unpacked = Artifacts::at(target_dir().join("affinode")).cache_dir().join("prometheus");
+    let program = match sh::find("promtool") {
+        Some(program) => program,
+        None => unpacked.join("usr/bin/promtool"),
+    };
+    if !program.is_file() {
+        say::step("Fetching promtool");
+        apt::unpack_own("prometheus", &unpacked)
+            .context("promtool is missing: install it, or let apt have it")?;
+    }
+    Ok(program.parent().unwrap_or(Path::new("/usr/bin")).to_owned())
 }
 
 /// The machine's own containerd alone: enough for the demo.

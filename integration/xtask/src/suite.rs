@@ -1,6 +1,6 @@
 //! `cargo xtask test`: every test of this machine.
 
-use std::process::Command;
+use std::{ffi::OsStr, process::Command};
 
 use affinode_e2e::artifacts::{ARTIFACTS_ENV, workspace_dir};
 use anyhow::{Result, bail};
@@ -27,11 +27,15 @@ pub fn run(options: &Options) -> Result<()> {
     }
     deps::all()?;
     let artifacts = build::all(build::Profile::Dev)?;
+    let path = [deps::promtool()?.into_os_string(), std::env::var_os("PATH").unwrap_or_default()];
+    let path = path.join(OsStr::new(":"));
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let test = |selection: &[&str]| {
         let mut command = Command::new(&cargo);
         command.current_dir(workspace_dir()).arg("test").args(selection).args(&options.rest);
-        command.env(ARTIFACTS_ENV, artifacts.root());
+        command.env(ARTIFACTS_ENV, artifacts.root()).env("PATH", &path);
+        // It is there: a test that cannot find it is broken.
+        command.env("AFFINODE_NEEDS_PROMTOOL", "1");
         // A failed check names what failed: a backtrace of it says nothing more.
         command.env("RUST_LIB_BACKTRACE", "0");
         sh::run(&mut command)
