@@ -1,6 +1,6 @@
 //! One connection, from its Hello to its end.
 
-use std::{io, mem::MaybeUninit, os::fd::OwnedFd, time::Duration};
+use std::{io, mem::MaybeUninit, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use affinode_proto::wire::{
     WIRE_VERSION,
@@ -14,7 +14,7 @@ use tokio::{
     time::{Instant, timeout},
 };
 
-use super::{Agent, AgentMail, OUTBOX, papers};
+use super::{Agent, AgentMail, OUTBOX, budget::Budgets, papers};
 use crate::{
     core::{Key, ProcessId},
     report, sys,
@@ -46,7 +46,13 @@ enum Refusal {
 }
 
 /// Serves a connection until it ends.
-pub async fn serve(mut stream: UnixStream, key: Key, id: ProcessId, mail: mpsc::Sender<AgentMail>) {
+pub async fn serve(
+    mut stream: UnixStream,
+    key: Key,
+    id: ProcessId,
+    budgets: Arc<Budgets>,
+    mail: mpsc::Sender<AgentMail>,
+) {
     let (hello, page, (identity, pidfd)) = match introduce(&stream).await {
         Ok(introduced) => introduced,
         Err(refusal) => {
@@ -54,8 +60,10 @@ pub async fn serve(mut stream: UnixStream, key: Key, id: ProcessId, mail: mpsc::
             let goodbye = ControllerMessage::Refuse { version: WIRE_VERSION, retry }.encode();
             let _ = timeout(WRITE, stream.write_all(&goodbye)).await;
             // The peer hung up before it said anything: nothing to tell.
-            if !matches!(&refusal, Refusal::Io(e) if e.kind() == io::ErrorKind::UnexpectedEof) {
-                let _ = mail.send(AgentMail::Refused { key, why: report::chain(&refusal) }).await;
+            let silent =
+                matches!(&refusal, Refusal::Io(e) if e.kind() == io::ErrorKind::UnexpectedEof);
+            if !silent && let Some(why) = budgets.refusal(report::chain(&refusal)) {
+                let _ = mail.send(AgentMail::Refused { key, why }).await;
             }
             return;
         }
@@ -69,7 +77,7 @@ pub async fn serve(mut stream: UnixStream, key: Key, id: ProcessId, mail: mpsc::
     }
     let (reader, writer) = stream.into_split();
     tokio::select! {
-        () = read(reader, id, &mail) => {}
+        () = read(reader, id, &budgets, &mail) => {}
         () = write(writer, outgoing) => {}
     }
     let _ = mail.send(AgentMail::Detached(id)).await;
@@ -88,7 +96,7 @@ async fn introduce(stream: &UnixStream) -> Result<Introduced, Refusal> {
         return Err(Refusal::Version(version));
     }
     let page = papers::page(descriptors)?;
-    let identity = papers::identify(stream.peer_cred()?.pid())?;
+    let identity = papers::identify(stream)?;
     Ok((hello, page, identity))
 }
 
@@ -135,7 +143,12 @@ async fn watch(pidfd: OwnedFd, id: ProcessId, mail: mpsc::Sender<AgentMail>) {
     }
 }
 
-async fn read(mut from: OwnedReadHalf, id: ProcessId, mail: &mpsc::Sender<AgentMail>) {
+async fn read(
+    mut from: OwnedReadHalf,
+    id: ProcessId,
+    budgets: &Budgets,
+    mail: &mpsc::Sender<AgentMail>,
+) {
     let (mut second, mut count) = (Instant::now(), 0);
     let mut frame = [0; FRAME_BYTES];
     while from.read_exact(&mut frame).await.is_ok() {
@@ -146,6 +159,7 @@ async fn read(mut from: OwnedReadHalf, id: ProcessId, mail: &mpsc::Sender<AgentM
         if count > RATE {
             tokio::time::sleep_until(second + Duration::from_secs(1)).await;
         }
+        budgets.messages.take().await;
         match AgentMessage::decode(&frame) {
             Ok(message) => {
                 if mail.send(AgentMail::Message(id, message)).await.is_err() {
@@ -153,7 +167,12 @@ async fn read(mut from: OwnedReadHalf, id: ProcessId, mail: &mpsc::Sender<AgentM
                 }
             }
             Err(error) => {
-                tracing::warn!(process = id.0, %error, "an agent sent something else than a message: cut off");
+                if let Some(why) = budgets.refusal(error.to_string()) {
+                    tracing::warn!(
+                        process = id.0,
+                        "an agent sent something else than a message and is cut off: {why}"
+                    );
+                }
                 return;
             }
         }

@@ -21,11 +21,11 @@ use tokio::{
     task::JoinHandle,
 };
 
-use super::{AgentMail, connection};
+use super::{AgentMail, budget::Budgets, connection};
 use crate::core::{Key, ProcessId};
 
 /// Connections of one container at a time, those without a Hello included.
-const MAX_CONNECTIONS: usize = 512;
+pub(super) const MAX_CONNECTIONS: usize = 512;
 
 /// Accepts a container's agents until it is dropped.
 #[derive(Debug)]
@@ -75,7 +75,10 @@ async fn accept(
     mail: mpsc::Sender<AgentMail>,
 ) {
     let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let budgets = Arc::new(Budgets::new());
     loop {
+        // Those who come faster wait in the kernel's backlog, which is short.
+        budgets.connections.take().await;
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
@@ -90,9 +93,9 @@ async fn accept(
             continue;
         };
         let id = ProcessId(numbers.fetch_add(1, Ordering::Relaxed));
-        let (key, mail) = (key.clone(), mail.clone());
+        let (key, budgets, mail) = (key.clone(), Arc::clone(&budgets), mail.clone());
         tokio::spawn(async move {
-            connection::serve(stream, key, id, mail).await;
+            connection::serve(stream, key, id, budgets, mail).await;
             drop(place);
         });
     }

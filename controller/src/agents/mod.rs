@@ -9,8 +9,10 @@
 //!
 //! Everything that comes in is untrusted: who a process is says the kernel
 //! (`SO_PEERCRED`, pidfd), the page is read with `pread`, frames have one size,
-//! messages a bounded rate, connections a bounded number, the Hello a deadline.
+//! messages and connections of a container a bounded rate, connections a bounded number,
+//! the Hello a deadline.
 
+mod budget;
 mod connection;
 mod listener;
 mod papers;

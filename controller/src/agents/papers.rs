@@ -2,10 +2,11 @@
 
 use std::{
     fs::File,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, OwnedFd},
 };
 
 use affinode_proto::wire::page::PAGE_BYTES;
+use nix::sys::socket::{getsockopt, sockopt::PeerPidfd};
 use rustix::{
     event::{PollFd, PollFlags},
     fs::FileType,
@@ -50,13 +51,23 @@ pub enum PaperError {
 ///
 /// # Errors
 /// [`PaperError`].
-pub fn identify(pid: Option<i32>) -> Result<(Identity, OwnedFd), PaperError> {
-    let raw = pid.and_then(Pid::from_raw).ok_or(PaperError::NoPid)?;
+pub fn identify(peer: &(impl AsFd + AsRawFd)) -> Result<(Identity, OwnedFd), PaperError> {
+    let credentials = rustix::net::sockopt::socket_peercred(peer).map_err(|_| PaperError::NoPid)?;
+    let pid = credentials.pid;
+    identify_pid(pid, getsockopt(peer, PeerPidfd).ok())
+}
+
+/// `peer`: the kernel's own pidfd of who connected, where it has one (Linux 6.5): a process
+/// that has ended since is not taken for the next one with its pid.
+fn identify_pid(raw: Pid, peer: Option<OwnedFd>) -> Result<(Identity, OwnedFd), PaperError> {
     let pid = raw.as_raw_nonzero().get().cast_unsigned();
-    let pidfd = rustix::process::pidfd_open(raw, PidfdFlags::NONBLOCK)
-        .map_err(|e| PaperError::Process { pid, source: e.into() })?;
+    let pidfd = match peer {
+        Some(pidfd) => pidfd,
+        None => rustix::process::pidfd_open(raw, PidfdFlags::NONBLOCK)
+            .map_err(|e| PaperError::Process { pid, source: e.into() })?,
+    };
     let identity = process::identity(pid).map_err(|source| PaperError::Process { pid, source })?;
-    // The pidfd names whoever has the pid now. If that one lives, what was read is about it.
+    // The pidfd names one process. If that one lives, what was read is about it.
     let mut polled = [PollFd::new(&pidfd, PollFlags::IN)];
     let now = rustix::event::Timespec::default();
     let ended = rustix::event::poll(&mut polled, Some(&now))
@@ -110,12 +121,24 @@ mod tests {
 
     #[test]
     fn a_live_process_is_identified_and_a_dead_one_is_not() {
-        let me = std::process::id();
-        assert_eq!(identify(Some(me.cast_signed())).unwrap().0.pid, me);
-        assert!(matches!(identify(None), Err(PaperError::NoPid)));
+        let (ours, _theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        assert_eq!(identify(&ours).unwrap().0.pid, std::process::id());
         let mut child = std::process::Command::new("true").spawn().unwrap();
-        let pid = child.id();
+        let pid = Pid::from_child(&child);
         child.wait().unwrap();
-        assert!(identify(Some(pid.cast_signed())).is_err());
+        assert!(identify_pid(pid, None).is_err());
+    }
+
+    /// Another process that has the pid of the one that connected is nobody's.
+    #[test]
+    fn a_pid_that_was_given_again_is_not_believed() {
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let connected =
+            rustix::process::pidfd_open(Pid::from_child(&child), PidfdFlags::NONBLOCK).unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let next = rustix::process::getpid();
+        let answer = identify_pid(next, Some(connected));
+        assert!(matches!(answer, Err(PaperError::Ended(_))), "{answer:?}");
     }
 }

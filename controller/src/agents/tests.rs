@@ -63,7 +63,8 @@ fn bench() -> Bench {
     let (sender, mail) = mpsc::channel(8);
     let key = Key::parse(&"0".repeat(32)).unwrap();
     let stream = tokio::net::UnixStream::from_std(ours).unwrap();
-    tokio::spawn(connection::serve(stream, key, ProcessId(1), sender));
+    let budgets = Arc::new(budget::Budgets::new());
+    tokio::spawn(connection::serve(stream, key, ProcessId(1), budgets, sender));
     Bench { peer, mail }
 }
 
@@ -192,5 +193,85 @@ async fn the_listener_replaces_a_stale_socket_and_lets_everybody_connect() {
         peer.write_all(&[0; FRAME_BYTES]).unwrap();
         assert!(matches!(mail.recv().await, Some(AgentMail::Refused { .. })));
         drop(listener);
+    }
+}
+
+#[tokio::test]
+async fn a_container_has_so_many_connections_and_gets_them_back() {
+    let run_dir = tempfile::tempdir().unwrap();
+    let key = Key::parse(&"0".repeat(32)).unwrap();
+    let (sender, mut mail) = mpsc::channel(8);
+    let numbers = Arc::new(std::sync::atomic::AtomicU64::new(1));
+    let _listener = Listener::open(run_dir.path(), &key, Arc::clone(&numbers), sender).unwrap();
+    let socket = run_dir.path().join("containers").join(key.as_str()).join("mount/agent.sock");
+    // They say nothing; those beyond the number see the end of their connection.
+    let connect = || tokio::net::UnixStream::connect(&socket);
+    let mut held = Vec::new();
+    for _ in 0..listener::MAX_CONNECTIONS {
+        held.push(connect().await.unwrap());
+    }
+    let (mut one_more, mut byte) = (connect().await.unwrap(), [0]);
+    let read = tokio::io::AsyncReadExt::read(&mut one_more, &mut byte).await;
+    assert!(matches!(read, Ok(0) | Err(_)), "{read:?}");
+    held.clear();
+    // Their places are free again as soon as their ends are seen.
+    loop {
+        let peer = connect().await.unwrap().into_std().unwrap();
+        peer.set_nonblocking(false).unwrap();
+        if (&peer).write_all(&[0; FRAME_BYTES]).is_ok()
+            && let Ok(Some(AgentMail::Refused { .. })) =
+                tokio::time::timeout(std::time::Duration::from_secs(3), mail.recv()).await
+        {
+            return;
+        }
+    }
+}
+
+/// Many connections are no way around the rate of one.
+#[tokio::test(start_paused = true)]
+async fn connections_of_a_container_share_one_rate() {
+    let budgets = Arc::new(budget::Budgets::new());
+    let (sender, mut mail) = mpsc::channel(64);
+    let key = Key::parse(&"0".repeat(32)).unwrap();
+    let mut peers = Vec::new();
+    for number in 0..40 {
+        let (peer, ours) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        send_with(&peer, &hello(WIRE_VERSION), &[page().as_fd()]);
+        for _ in 0..100 {
+            send_with(&peer, &AgentMessage::Notice { hazards: Hazards(0) }.encode(), &[]);
+        }
+        let stream = tokio::net::UnixStream::from_std(ours).unwrap();
+        let (budgets, sender) = (Arc::clone(&budgets), sender.clone());
+        tokio::spawn(connection::serve(stream, key.clone(), ProcessId(number), budgets, sender));
+        peers.push(peer);
+    }
+    let began = tokio::time::Instant::now();
+    let (mut messages, mut agents) = (0, Vec::new());
+    while messages < 4_000 {
+        match mail.recv().await {
+            Some(AgentMail::Message(..)) => messages += 1,
+            Some(AgentMail::Joined { agent, .. }) => agents.push(agent),
+            other => panic!("{other:?}"),
+        }
+    }
+    // 2000 at once, 1000 in each second from then on; alone each would have had 200.
+    assert!(began.elapsed() >= std::time::Duration::from_secs(2), "{:?}", began.elapsed());
+}
+
+#[tokio::test]
+async fn descriptors_of_every_wrong_kind_are_refused() {
+    let (socket, _other) = UnixStream::pair().unwrap();
+    let large = rustix::fs::memfd_create("page", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&large, 1 << 40).unwrap();
+    let opened = |path: &str| OwnedFd::from(File::open(path).unwrap());
+    let wrong = [socket.into(), large, opened("/"), opened("/dev/zero"), opened("/proc/self/mem")];
+    for descriptor in wrong {
+        let mut bench = bench();
+        send_with(&bench.peer, &hello(WIRE_VERSION), &[descriptor.as_fd()]);
+        let Some(AgentMail::Refused { why, .. }) = bench.mail.recv().await else {
+            panic!("{descriptor:?} was taken for a page")
+        };
+        assert!(why.contains("not a memfd"), "{why}");
     }
 }

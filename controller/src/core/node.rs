@@ -69,6 +69,8 @@ pub(super) struct Recalled {
 #[derive(Debug, Default)]
 pub struct Node {
     pub(super) settings: Settings,
+    /// When this controller started, in clock ticks; 0: not known.
+    pub(super) started_ticks: u64,
     pub(super) now: Millis,
     pub(super) containers: BTreeMap<Key, Container>,
     pub(super) processes: Processes,
@@ -128,6 +130,12 @@ impl Node {
             self.serve_queue();
         }
         std::mem::take(&mut self.effects)
+    }
+
+    /// Tells when this controller started, in clock ticks. A process that is younger was
+    /// never moved by an earlier one.
+    pub fn started(&mut self, ticks: u64) {
+        self.started_ticks = ticks;
     }
 
     /// Replaces the settings; policies of known containers are resolved again.

@@ -12,6 +12,7 @@ use affinode_proto::{
 use super::{
     Key, Millis, Node, ProcessId,
     container::{Container, Goal},
+    roster::NEVER_MOVED,
 };
 
 /// Beyond its own deadline an order is late after this, and the offload is given up.
@@ -42,11 +43,18 @@ impl Node {
             return;
         };
         process.pending = None;
+        let lies = phase == Phase::Away && process.away.is_none() && process.phase != Phase::Away;
+        let phase = if lies { Phase::Open } else { phase };
         process.phase = phase;
         let key = process.key.clone();
         let pid = process.identity.pid;
         if phase != Phase::Away && matches!(pending.action, Action::Checkpoint { .. }) {
             process.away = None;
+        }
+        if lies {
+            self.bad_page(id, NEVER_MOVED.into());
+            self.fail_offload(&key, Reason::BadPeer, &format!("process {pid}"));
+            return self.advance(&key);
         }
         let failed = |call: &str| format!("{call} of process {pid} returned {cuda_error}");
         if phase == Phase::Away {

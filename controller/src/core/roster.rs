@@ -15,6 +15,9 @@ use super::{
     process::Process,
 };
 
+/// What is wrong with a process that says so.
+pub(super) const NEVER_MOVED: &str = "says that it is away, and nobody moved it";
+
 impl Node {
     pub(super) fn announced(&mut self, announcement: Announcement, key: &Key) {
         if let Some(known) = self.containers.get_mut(key) {
@@ -79,6 +82,10 @@ impl Node {
         let before = known.and_then(|old| self.processes.remove(&old));
         let recalled = self.recalled.remove(&(key.clone(), identity.pid, identity.start_ticks));
         let away = before.as_ref().and_then(|p| p.away.clone()).or(recalled.map(|r| r.away));
+        // Nobody moved it: a claim on room that nobody ever proved it to have had.
+        let younger = self.started_ticks > 0 && identity.start_ticks >= self.started_ticks;
+        let lies = phase == Phase::Away && away.is_none() && (known.is_some() || younger);
+        let phase = if lies { Phase::Open } else { phase };
         if container.state == State::Unregistered {
             // The first process; or, after a controller died, the first that came back.
             container.last_use = self.now;
@@ -110,6 +117,9 @@ impl Node {
                 page: before.and_then(|p| p.page),
             },
         );
+        if lies {
+            self.bad_page(id, NEVER_MOVED.into());
+        }
         self.recall_settled(key);
         // Before the Welcome: until then it allocates nothing.
         self.hold_newcomer(id);

@@ -653,8 +653,36 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
+/// A container that claims to be away would be promised a whole device: one that nobody
+/// moved is not believed, and keeps nobody from coming home.
+#[test]
+fn who_says_that_it_is_away_and_was_never_moved_is_not_believed() {
+    let mut world = World::new(2);
+    world.node.started(1);
+    let honest = world.running(0, 500);
+    world.join(1);
+    let liar = world.agents.last_entry().unwrap();
+    let id = *liar.key();
+    liar.into_mut().phase = Phase::Away;
+    world.hello(id);
+    assert_eq!(world.state(1), State::Active);
+    assert!(world.node.queue.is_empty());
+    world.settle();
+    assert_eq!(world.state(0), State::Offloaded);
+    world.call(honest);
+    world.settle();
+    assert!(!world.agents[&honest].wants, "it still waits");
+}
+
+/// More cases than usual, unless PROPTEST_CASES says how many.
+fn config() -> ProptestConfig {
+    let asked = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
+    let cases = asked.unwrap_or(512);
+    ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(config())]
 
     /// Whatever happens in whatever order: no restore without room (asserted in `work`), no
     /// order that does not fit, and at the end nobody waits, nobody is stuck half way, and

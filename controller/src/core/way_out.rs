@@ -12,6 +12,7 @@ use super::{
     input::{Request, Survey},
     moves::CHECKPOINT,
     plan::{self, Out, Position},
+    process::Process,
 };
 
 impl Node {
@@ -53,6 +54,14 @@ impl Node {
         // Nothing to gain; and of what NVML does not see nobody knows what a return needs.
         let holds_vram = self.processes.of(key).any(|(_, p)| p.vram_bytes() > 0);
         let verdict = verdict.and_then(|()| {
+            let unseen = |p: &Process| {
+                let claims = p.page.as_ref().is_some_and(|page| page.allocated_bytes > 0);
+                p.phase != Phase::Away && p.vram.is_empty() && claims
+            };
+            if let Some((_, p)) = self.processes.of(key).find(|(_, p)| unseen(p)) {
+                let text = format!("process {} counts allocations", p.identity.pid);
+                return Err((Reason::NoVram, text));
+            }
             let away = self.processes.of(key).any(|(_, p)| p.phase == Phase::Away);
             if holds_vram || away { Ok(()) } else { Err((Reason::NoVram, String::new())) }
         });
@@ -84,9 +93,7 @@ impl Node {
         let Some(process) = self.processes.get_mut(&id) else {
             return;
         };
-        // A process that allocated and that NVML does not list: the figure is not known.
-        let claimed = process.page.as_ref().is_some_and(|page| page.allocated_bytes > 0);
-        process.away = (!process.vram.is_empty() || !claimed).then(|| process.vram.clone());
+        process.away = Some(process.vram.clone());
         let vram_bytes = process.away.iter().flatten().map(|d| d.bytes).max().unwrap_or(0);
         self.journal(key, CHECKPOINT);
         self.order(id, Action::Checkpoint { vram_bytes });

@@ -110,6 +110,9 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         empty_since: Instant::now(),
         dashboard: String::new(),
     };
+    if let Ok(own) = process::identity(std::process::id()) {
+        actor.node.started(own.start_ticks);
+    }
     actor.recall().map_err(file("cannot read", folder))?;
     let show = Show::start(&run_dir, &actor.config, Door::new(calls.clone(), Arc::clone(&events)));
     actor.dashboard.clone_from(&show.dashboard);

@@ -92,11 +92,22 @@ fn start() -> Result<(), DaemonError> {
         tracing::info!("another controller serves {}", run_dir.display());
         return Ok(());
     };
+    raise_descriptors();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .map_err(DaemonError::Runtime)?;
     runtime.block_on(actor::serve(run_dir, config))
+}
+
+/// Each process of a container takes three descriptors: as many as root may have.
+fn raise_descriptors() {
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+        .and_then(|(_, most)| setrlimit(Resource::RLIMIT_NOFILE, most, most));
+    if let Err(error) = raised {
+        tracing::warn!(%error, "cannot raise the number of open files");
+    }
 }
 
 fn init_log(config: &Config) {

@@ -61,7 +61,7 @@ impl Report {
             row.returned_gpu_seconds += span.away_gpu_seconds * share;
             row.offloads += u64::from(span.state == "Offloading" && span.from_ms >= since_ms);
             if share > 0.5 {
-                row.calls += span.calls;
+                row.calls = row.calls.saturating_add(span.calls);
             }
         }
         Report {

@@ -155,7 +155,8 @@ impl Open {
     fn look(&mut self, c: &Container, gpus: &[Gpu]) {
         let now = calls(c);
         // Fewer than before: a process ended and took its count with it.
-        self.span.calls += now.saturating_sub(self.calls);
+        // A container's claim: any number.
+        self.span.calls = self.span.calls.saturating_add(now.saturating_sub(self.calls));
         self.calls = now;
         if c.restores > self.restores && c.state == "Active" {
             self.span.wake_ms = c.last_wake_ms;

@@ -14,6 +14,29 @@ pub struct Process {
     pub command: String,
 }
 
+/// What each open descriptor of a process is: `socket:[…]`, `/memfd:…`, a path.
+///
+/// # Errors
+/// When it is gone.
+pub fn descriptors(pid: i32) -> Result<Vec<String>> {
+    let folder = format!("/proc/{pid}/fd");
+    let entries = std::fs::read_dir(&folder).with_context(|| folder)?;
+    // One that was closed meanwhile is none.
+    let links = entries.flatten().filter_map(|entry| std::fs::read_link(entry.path()).ok());
+    Ok(links.map(|link| link.to_string_lossy().into_owned()).collect())
+}
+
+/// Memory that a process has resident, in bytes.
+///
+/// # Errors
+/// When it is gone.
+pub fn resident_bytes(pid: i32) -> Result<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let kib = line.and_then(|line| line.trim().strip_suffix(" kB")).context("no VmRSS")?;
+    Ok(kib.trim().parse::<u64>()? << 10)
+}
+
 /// All descendants of a process whose command line holds `part`.
 pub(crate) fn named(part: &str, of: i32) -> Result<Vec<Process>> {
     let found = descendants(of)?.into_iter().filter_map(|pid| {

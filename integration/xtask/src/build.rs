@@ -121,11 +121,12 @@ fn clients(artifacts: &Artifacts) -> Result<()> {
     let target = artifacts.clients_dir();
     sh::run(Command::new("sh").arg(sources.join("build.sh")).arg(&target))?;
     let own = workspace_dir().join("integration/e2e/programs");
-    for program in ["call_cost", "scribble"] {
+    for program in ["attack", "call_cost", "scribble"] {
         let mut gcc = Command::new("gcc");
         gcc.args(["-O2", "-Wall", "-o"]).arg(target.join(program)).arg("-I").arg(&sources);
         gcc.arg(own.join(program).with_extension("c"));
-        gcc.args(["client.c", "load_dlsym.c"].map(|file| sources.join(file))).arg("-ldl");
+        gcc.args(["client.c", "load_dlsym.c"].map(|file| sources.join(file)))
+            .args(["-ldl", "-pthread"]);
         sh::run(&mut gcc)?;
     }
     place(&own.join("torch_worker.py"), &target.join("torch_worker.py"))

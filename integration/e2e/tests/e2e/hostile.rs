@@ -4,10 +4,12 @@ use std::{io::Write, os::unix::net::UnixStream};
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},
+    processes::{descriptors, resident_bytes},
     until::until,
-    worker::Worker,
-    world::Recipe,
+    worker::{USUAL, Worker},
+    world::{MIB, Recipe},
 };
+use affinode_proto::wire::{Hazards, Phase, WIRE_VERSION, message::AgentMessage, page::PAGE_BYTES};
 use anyhow::{Context, Result};
 
 use crate::offload::{EAGER, MANUAL};
@@ -74,6 +76,96 @@ fn a_flood_of_connections_harms_nobody_else() -> Result<()> {
     drop(open);
     flooder.kill(&world)?;
     flooder.delete(&world)
+}
+
+/// Everything at once, from inside: see `attack.c`. The neighbour goes and comes as ever,
+/// what the controller spends on the attacker is bounded, and it gets it all back.
+#[test]
+fn an_attack_with_everything_costs_little_and_harms_nobody_else() -> Result<()> {
+    let world = Recipe::default().config(EAGER).world()?;
+    let mut good = Worker::start(&world, "good", 32)?;
+    let controller = world.controller()?.context("it runs")?;
+    let attack = format!("{CLIENTS}/attack");
+    let hello = AgentMessage::Hello {
+        version: WIRE_VERSION,
+        // Somebody else's: the kernel knows better.
+        pid_in_namespace: 1,
+        phase: Phase::Away,
+        generation: u64::MAX,
+        driver_version: 0,
+        hazards: Hazards(0),
+    };
+    let wake = AgentMessage::Wake { generation: 7, waiters: u32::MAX, hook: u32::MAX };
+    let (hello, wake) = (hex(&hello.encode()), hex(&wake.encode()));
+    let size = PAGE_BYTES.to_string();
+    let spec = Spec::gpu("bad", &[&attack, &hello, &wake, &size]);
+    let mut bad = Worker::start_as(&world, spec)?;
+    assert_eq!(bad.receive_line()?, "ready");
+    until("it to be in full swing", || {
+        let sockets = descriptors(controller.pid.as_raw())?.len();
+        Ok((sockets > 100).then_some(()))
+    })?;
+    for _ in 0..5 {
+        world.cli().wait_for_state("good", "Offloaded")?;
+        assert!(good.verify()?);
+        let (open, resident) =
+            (descriptors(controller.pid.as_raw())?.len(), resident_bytes(controller.pid.as_raw())?);
+        assert!(open < 3 * 512 + 100, "{open} descriptors");
+        assert!(resident < 100 * MIB, "{resident} bytes");
+    }
+    let row = world.cli().container("bad")?.context("it is known")?;
+    assert!(row.processes.len() <= 1, "one process, whatever it says: {row:?}");
+    bad.running.kill(&world)?;
+    bad.running.delete(&world)?;
+    until("all descriptors to be back", || {
+        Ok((descriptors(controller.pid.as_raw())?.len() < 100).then_some(()))
+    })?;
+    world.cli().wait_for_state("good", "Offloaded")?;
+    assert!(good.verify()?);
+    Ok(())
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// What a container is given is its own: no path to the control API or to another
+/// container, nothing to write to, and in its processes one page and one socket more than
+/// without us.
+#[test]
+fn a_container_sees_nothing_but_its_own_socket() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    let mut managed = Worker::start(&world, "managed", 32)?;
+    let alone = Worker::spec("alone", USUAL, 32).env("AFFINODE_DISABLE", "1");
+    let mut alone = Worker::start_as(&world, alone)?;
+    alone.wait_filled()?;
+    let kinds = |worker: &Worker| -> Result<Vec<String>> {
+        let mut kinds: Vec<String> = descriptors(worker.running.pid(&world)?)?
+            .into_iter()
+            .map(|link| link.split(['[', ' ']).next().unwrap_or_default().to_owned())
+            .collect();
+        kinds.sort();
+        Ok(kinds)
+    };
+    let (with, mut without) = (kinds(&managed)?, kinds(&alone)?);
+    without.extend(["/memfd:affinode-page".into(), "socket:".into()]);
+    without.sort();
+    assert_eq!(with, without);
+
+    // The shell's own words: the image has little else.
+    let look = r#"for path in /.affinode/* /.affinode/*/* /.affinode/run/.[!.]*; do echo "$path"; done
+        for path in /.affinode/run/x /.affinode/lib/x /etc/ld.so.preload; do
+            (: >> "$path") 2>/dev/null && echo "can write $path"
+        done
+        for path in /run/affinode/* /.affinode/run/../../run/affinode/*; do [ -e "$path" ] && echo "$path"; done
+        while read -r source path rest; do case "$path" in /.affinode/*) echo "mount $path";; esac; done < /proc/mounts
+        while read -r line; do case "$line" in *control.sock*) echo "$line";; esac; done < /proc/net/unix"#;
+    let said = Spec::gpu("look", &["/bin/sh", "-c", look]).run(&world)?;
+    let wanted = "/.affinode/lib\n/.affinode/run\n/.affinode/lib/libaffinode_preload.so\n\
+        /.affinode/run/agent.sock\n/.affinode/run/.[!.]*\nmount /.affinode/lib\nmount /.affinode/run\n";
+    assert_eq!(said, wanted);
+    assert!(managed.verify()?);
+    Ok(())
 }
 
 #[test]

@@ -1,0 +1,124 @@
+/* What a hostile container can do with the socket that it sees, all at once: valid
+ * registrations with pages of faked counters, messages without end and never a read,
+ * noise, wrong descriptors, more connections than there are places. Arguments: a Hello and
+ * any other message, in hex, and the size of a page. Says "ready", goes on for ever. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#define SOCKET "/.affinode/run/agent.sock"
+#define TALKERS 16
+
+static unsigned char hello[4096], message[4096];
+static size_t hello_bytes, message_bytes, page_bytes;
+
+static size_t from_hex(const char *text, unsigned char *to)
+{
+    size_t count = 0;
+    unsigned byte;
+    while (count < 4096 && sscanf(text + 2 * count, "%2x", &byte) == 1)
+        to[count++] = (unsigned char)byte;
+    return count;
+}
+
+static int dial(void)
+{
+    struct sockaddr_un address = {.sun_family = AF_UNIX, .sun_path = SOCKET};
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (connect(fd, (struct sockaddr *)&address, sizeof address) != 0) {
+        close(fd);
+        usleep(10000);
+        return -1;
+    }
+    return fd;
+}
+
+static void say_hello(int fd, int page)
+{
+    union {
+        struct cmsghdr header;
+        char space[CMSG_SPACE(sizeof(int))];
+    } control;
+    struct iovec part = {hello, hello_bytes};
+    struct msghdr header = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = control.space,
+                            .msg_controllen = sizeof control.space};
+    control.header = (struct cmsghdr){.cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS, .cmsg_len = CMSG_LEN(sizeof page)};
+    memcpy(CMSG_DATA(&control.header), &page, sizeof page);
+    sendmsg(fd, &header, MSG_NOSIGNAL);
+}
+
+/* Registers with a page that begins as a real one does and holds noise from there on. */
+static void *talk(void *argument)
+{
+    unsigned seed = (unsigned)(uintptr_t)argument;
+    int page = memfd_create("affinode-page", MFD_CLOEXEC);
+    if (ftruncate(page, (off_t)page_bytes) != 0)
+        return NULL;
+    unsigned char *bytes = mmap(NULL, page_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, page, 0);
+    /* Magic word, version, number of slots: as the library's own page in this process would have. */
+    memcpy(bytes, "AFNPAGE\0", 8);
+    memcpy(bytes + 8, hello + 8, 4);
+    uint32_t slots = (uint32_t)((page_bytes - 4096) / 64);
+    memcpy(bytes + 12, &slots, 4);
+    for (;;) {
+        int fd = dial();
+        if (fd < 0)
+            continue;
+        say_hello(fd, seed % 4 == 3 ? fd : page);
+        while (send(fd, message, message_bytes, MSG_NOSIGNAL) == (ssize_t)message_bytes)
+            for (int word = 0; word < 64; word++)
+                *(uint32_t *)(bytes + 128 + rand_r(&seed) % (page_bytes - 136) / 4 * 4) = (uint32_t)rand_r(&seed);
+        close(fd);
+    }
+}
+
+static void *noise(void *argument)
+{
+    unsigned char rubbish[64 * 1024];
+    memset(rubbish, 0xab, sizeof rubbish);
+    for (;;) {
+        int fd = dial();
+        if (fd < 0)
+            continue;
+        send(fd, rubbish, sizeof rubbish, MSG_NOSIGNAL);
+        close(fd);
+    }
+    return argument;
+}
+
+/* Holds every place that is left, and says nothing. */
+static void *hold(void *argument)
+{
+    static int held[900];
+    for (size_t next = 0;; next = (next + 1) % 900) {
+        if (held[next] > 0)
+            close(held[next]);
+        held[next] = dial();
+    }
+    return argument;
+}
+
+int main(int count, char **arguments)
+{
+    if (count != 4)
+        return 2;
+    hello_bytes = from_hex(arguments[1], hello);
+    message_bytes = from_hex(arguments[2], message);
+    page_bytes = strtoul(arguments[3], NULL, 10);
+    pthread_t thread;
+    for (uintptr_t number = 0; number < TALKERS; number++)
+        pthread_create(&thread, NULL, talk, (void *)number);
+    pthread_create(&thread, NULL, noise, NULL);
+    pthread_create(&thread, NULL, hold, NULL);
+    puts("ready");
+    fflush(stdout);
+    for (;;)
+        pause();
+}
