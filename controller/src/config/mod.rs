@@ -214,6 +214,14 @@ impl Config {
         std::env::var_os(paths::CONFIG_ENV).map_or_else(|| paths::CONFIG_FILE.into(), PathBuf::from)
     }
 
+    /// Reads the text of a file alone.
+    ///
+    /// # Errors
+    /// [`ConfigError`] names key and value.
+    pub fn from_toml(text: &str) -> Result<Config, ConfigError> {
+        Config::extract(&Figment::from(Toml::string(text)))
+    }
+
     /// Reads file, drop-ins and environment. A missing file is no error: the defaults hold.
     ///
     /// # Errors
@@ -227,7 +235,11 @@ impl Config {
             figment = figment.merge(Toml::file_exact(drop_in));
         }
         let env = Env::prefixed("AFFINODE_").filter(|key| key.as_str().contains("__")).split("__");
-        let config: Config = figment.merge(env).extract().map_err(|e| {
+        Config::extract(&figment.merge(env))
+    }
+
+    fn extract(figment: &Figment) -> Result<Config, ConfigError> {
+        let config: Config = figment.extract().map_err(|e| {
             let all: Vec<String> = e.into_iter().map(|e| e.to_string()).collect();
             ConfigError::Bad(all.join("; "))
         })?;

@@ -11,7 +11,7 @@
 
 mod assets;
 mod guard;
-mod query;
+pub mod query;
 mod reply;
 mod routes;
 mod socket;

@@ -106,8 +106,15 @@ fn files_are_read_and_bad_lines_are_named() {
     assert!(matches!(read("time,process\n"), Err(SimulationError::Empty)));
 }
 
+/// Fewer cases than usual, each is slow, unless PROPTEST_CASES says how many.
+fn config() -> ProptestConfig {
+    let asked = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
+    let cases = asked.unwrap_or(64);
+    ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(config())]
 
     /// Whatever the calls and sizes: no restore without room (the engine would fail), every
     /// call is answered in bounded time, and a process moves at most once in a residency.

@@ -51,6 +51,8 @@ pub struct Assumed {
 }
 
 const WINDOW_S: f64 = 600.0;
+/// Requests in a trace: more would not fit into memory.
+const MAX_REQUESTS: usize = 50_000_000;
 
 impl Trace {
     /// Reads a trace, compressed (`.gz`) or not; the first line tells the format.
@@ -66,10 +68,29 @@ impl Trace {
         } else {
             Box::new(file)
         };
+        Trace::parse(plain, &shown, assumed)
+    }
+
+    /// Reads a trace; `shown` names it in errors.
+    ///
+    /// # Errors
+    /// The line and what is wrong there.
+    pub fn parse(
+        plain: impl Read,
+        shown: &str,
+        assumed: Assumed,
+    ) -> Result<Trace, SimulationError> {
+        let fail = |source| SimulationError::Read { path: shown.to_owned(), source };
+        let path = || shown.to_owned();
         let mut lines = BufReader::new(plain).lines();
         let header = lines.next().transpose().map_err(fail)?.unwrap_or_default();
-        let mut reader =
-            Rows { assumed, random: Random::new(assumed.seed), loads: BTreeMap::new(), zero: None };
+        let mut reader = Rows {
+            assumed,
+            random: Random::new(assumed.seed),
+            loads: BTreeMap::new(),
+            zero: None,
+            drawn: 0,
+        };
         let row: fn(&mut Rows, &[&str]) -> Option<()> = match header.trim_start_matches('\u{feff}')
         {
             h if h.starts_with("client,ts,rate") => Rows::servegen,
@@ -78,7 +99,7 @@ impl Trace {
             h if h.starts_with("time,process") => Rows::request,
             _ => {
                 let what = "the header is none of those that are known: client,ts,rate,cv,pat,p1,p2; TIMESTAMP,...; time,process,busy,vram_bytes; time,process".into();
-                return Err(SimulationError::Line { path: shown, line: 1, what });
+                return Err(SimulationError::Line { path: path(), line: 1, what });
             }
         };
         for (line, number) in lines.zip(2..) {
@@ -89,7 +110,7 @@ impl Trace {
                     "{:?} is not what the header promises",
                     line.chars().take(80).collect::<String>()
                 );
-                return Err(SimulationError::Line { path: shown, line: number, what });
+                return Err(SimulationError::Line { path: path(), line: number, what });
             }
         }
         Trace { loads: reader.loads.into_values().collect() }.checked()
@@ -135,6 +156,8 @@ struct Rows {
     random: Random,
     loads: BTreeMap<String, Load>,
     zero: Option<f64>,
+    /// Requests that were drawn so far.
+    drawn: usize,
 }
 
 /// Milliseconds of a trace: 49 days at most.
@@ -166,6 +189,10 @@ impl Rows {
             return None;
         }
         let requests = (rate * WINDOW_S).round() as usize;
+        self.drawn = self.drawn.saturating_add(requests);
+        if self.drawn > MAX_REQUESTS {
+            return None;
+        }
         let random = &mut self.random;
         let pauses: Vec<f64> = (1..requests)
             .map(

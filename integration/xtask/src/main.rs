@@ -11,6 +11,7 @@ mod build;
 mod chaos;
 mod demo;
 mod deps;
+mod fuzz;
 mod kit;
 mod packages;
 mod say;
@@ -42,6 +43,8 @@ enum Task {
     Bench(bench::Options),
     /// Kill at random, and show that nothing is lost, stuck, corrupted or left (needs root).
     Chaos(chaos::Options),
+    /// Search for inputs that break a reader, guided by coverage (needs g++).
+    Fuzz(fuzz::Options),
     /// Pack what a machine with a GPU needs to run the suite there.
     GpuKit(kit::Options),
     /// Run all tests of this machine (needs root).
@@ -51,11 +54,12 @@ enum Task {
 fn main() -> ExitCode {
     let result = match Arguments::parse().task {
         Task::Build { release } => build::all(build::Profile::from_release(release)).map(|_| ()),
-        Task::Deps => deps::all().map(|_| ()),
+        Task::Deps => deps::all().and_then(|_| deps::promtool()).map(|_| ()),
         Task::Demo(options) => demo::run(&options),
         Task::Browser(options) => browser::run(&options),
         Task::Bench(options) => bench::run(&options),
         Task::Chaos(options) => chaos::run(&options),
+        Task::Fuzz(options) => fuzz::run(&options),
         Task::GpuKit(options) => kit::pack(&options),
         Task::Test(options) => suite::run(&options),
     };

@@ -192,8 +192,14 @@ fn any_frame() -> impl Strategy<Value = (u8, u32, Vec<u8>)> {
     (any::<u8>(), 0..0xffff_0000u32, payload)
 }
 
+/// Fewer cases than usual, each is slow, unless PROPTEST_CASES says how many.
+fn config() -> ProptestConfig {
+    let asked = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
+    ProptestConfig::with_cases(asked.unwrap_or(64))
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(config())]
     #[test]
     fn whatever_is_no_create_passes_untouched(
         requests in proptest::collection::vec(any_frame(), 0..8),

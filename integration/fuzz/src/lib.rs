@@ -1,0 +1,39 @@
+//! Fuzz targets: every reader of bytes that somebody else wrote, each a function that
+//! panics when it finds a fault.
+//!
+//! - `cargo test -p affinode-fuzz` feeds each its corpus (`corpus/<target>`) and random
+//!   changes of it; `PROPTEST_CASES` says how many.
+//! - `cargo xtask fuzz --seconds 300` lets libFuzzer search, guided by coverage, and
+//!   keeps what reaches new code in `target/fuzz/corpus`; `--keep` brings the smallest set
+//!   of it back here.
+//!
+//! It links the product's crates, alone among the crates of `integration`: what it tests is
+//! functions, not programs.
+
+pub mod targets;
+
+use targets::{agent, files, node, shim};
+
+/// A target's name and function.
+pub type Target = (&'static str, fn(&[u8]));
+
+/// All of them.
+pub const TARGETS: [Target; 11] = [
+    ("page", agent::page),
+    ("messages", agent::messages),
+    ("hostile", node::hostile),
+    ("ttrpc", shim::ttrpc),
+    ("start", shim::start),
+    ("spec", shim::spec),
+    ("preload", shim::preload),
+    ("config", files::config),
+    ("annotations", files::annotations),
+    ("query", files::query),
+    ("trace", files::trace),
+];
+
+/// The target of this name.
+#[must_use]
+pub fn find(name: &str) -> Option<fn(&[u8])> {
+    TARGETS.iter().find(|(known, _)| *known == name).map(|(_, run)| *run)
+}

@@ -1,0 +1,14 @@
+//! libFuzzer on one target, named by `AFFINODE_FUZZ_TARGET`. `cargo xtask fuzz` runs it.
+#![no_main]
+#![expect(unsafe_code, reason = "libFuzzer calls exported functions")]
+
+use std::sync::OnceLock;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| {
+    static TARGET: OnceLock<fn(&[u8])> = OnceLock::new();
+    let run = TARGET.get_or_init(|| {
+        let name = std::env::var("AFFINODE_FUZZ_TARGET").unwrap_or_default();
+        affinode_fuzz::find(&name).unwrap_or_else(|| panic!("no target {name:?}"))
+    });
+    run(data);
+});

@@ -1,0 +1,43 @@
+//! What an agent sends: its page, its messages.
+
+use affinode_proto::wire::{
+    WIRE_VERSION,
+    message::{AgentMessage, ControllerMessage, FRAME_BYTES},
+    page::{PAGE_BYTES, PAGE_MAGIC, PageSnapshot, SLOT_COUNT, header},
+};
+
+/// Scribbles on a page: two bytes say where, eight what. The same bytes as a page of their
+/// own, too, for the sizes.
+pub fn page(data: &[u8]) {
+    let _ = PageSnapshot::decode(data);
+    let mut bytes = valid_page();
+    for change in data.chunks_exact(10) {
+        let at = usize::from(u16::from_le_bytes([change[0], change[1]])) % (PAGE_BYTES - 8);
+        bytes[at..at + 8].copy_from_slice(&change[2..]);
+    }
+    if let Ok(page) = PageSnapshot::decode(&bytes) {
+        assert!(page.inflight <= SLOT_COUNT as u64 * u64::from(u32::MAX));
+    }
+}
+
+fn valid_page() -> Vec<u8> {
+    let mut bytes = vec![0; PAGE_BYTES];
+    bytes[header::MAGIC..][..8].copy_from_slice(&PAGE_MAGIC.to_ne_bytes());
+    bytes[header::VERSION..][..4].copy_from_slice(&WIRE_VERSION.to_ne_bytes());
+    let slots = u32::try_from(SLOT_COUNT).unwrap_or(u32::MAX);
+    bytes[header::SLOT_COUNT..][..4].copy_from_slice(&slots.to_ne_bytes());
+    bytes
+}
+
+/// Decodes frames of both directions. What is understood comes back from its own frame.
+pub fn messages(data: &[u8]) {
+    let mut frame = [0; FRAME_BYTES];
+    let taken = data.len().min(FRAME_BYTES);
+    frame[..taken].copy_from_slice(&data[..taken]);
+    if let Ok(message) = AgentMessage::decode(&frame) {
+        assert_eq!(AgentMessage::decode(&message.encode()), Ok(message));
+    }
+    if let Ok(message) = ControllerMessage::decode(&frame) {
+        assert_eq!(ControllerMessage::decode(&message.encode()), Ok(message));
+    }
+}

@@ -1,0 +1,6 @@
+//! The targets, by whose bytes they read.
+
+pub mod agent;
+pub mod files;
+pub mod node;
+pub mod shim;

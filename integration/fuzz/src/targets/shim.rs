@@ -1,0 +1,125 @@
+//! What the shim reads: ttrpc of containerd and of the stock shim, specs, images' files.
+
+use std::{
+    io,
+    pin::Pin,
+    task::{Context, Poll},
+};
+
+use affinode_shim::{
+    dialect::{Answer, Input},
+    frame::HEADER_BYTES,
+    preload::merge,
+    proxy::{self, Tasks},
+    spec::{self, BindMount},
+};
+use containerd_shim_protos::{api::CreateTaskRequest, protobuf::well_known_types::any::Any};
+use serde_json::Value;
+use tokio::io::{AsyncRead, ReadBuf};
+
+/// Bytes of a peer that lets others have their turn between two pieces.
+struct Peer<'a> {
+    left: &'a [u8],
+    waited: bool,
+}
+
+impl AsyncRead for Peer<'_> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        self.waited = !self.waited;
+        if self.waited {
+            context.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+        let taken = self.left.len().min(buffer.remaining()).min(64);
+        let (now, later) = self.left.split_at(taken);
+        buffer.put_slice(now);
+        self.left = later;
+        Poll::Ready(Ok(()))
+    }
+}
+
+struct Untouched;
+
+impl Tasks for Untouched {
+    async fn create(&self, _: &CreateTaskRequest) -> Option<Any> {
+        None
+    }
+    fn created(&self, _: &str, _: bool) {}
+    fn deleted(&self, _: &str) {}
+}
+
+/// Two peers through the proxy; the first byte says whose part is how long. Where no option
+/// is replaced, each gets what the other said, byte for byte, as far as it goes.
+pub fn ttrpc(data: &[u8]) {
+    let Some((share, data)) = data.split_first() else { return };
+    let (client, stock) = data.split_at(data.len() * usize::from(*share) / 255);
+    let Some((first, rest)) = client.split_first_chunk::<HEADER_BYTES>() else { return };
+    let (mut to_client, mut to_stock) = (Vec::new(), Vec::new());
+    let runtime = tokio::runtime::Builder::new_current_thread().build();
+    let Ok(runtime) = runtime else { return };
+    let run = proxy::run(
+        *first,
+        (Peer { left: rest, waited: false }, &mut to_client),
+        (Peer { left: stock, waited: false }, &mut to_stock),
+        &Untouched,
+    );
+    let _ = runtime.block_on(run);
+    assert!(client.starts_with(&to_stock), "the stock shim got something else");
+    assert!(stock.starts_with(&to_client), "the client got something else");
+}
+
+/// What containerd gives to `start`, and what the stock shim's `start` answers.
+pub fn start(data: &[u8]) {
+    let _ = Input::parse(data, "default", "id");
+    if let Ok(answer) = Answer::parse(data) {
+        assert!(!answer.address().is_empty());
+        let _ = answer.task_version();
+        let ours = "unix:///run/affinode/s/0";
+        let written = answer.with_address(ours).unwrap_or_default();
+        let read = Answer::parse(&written);
+        assert!(read.is_ok_and(|answer| answer.address() == ours), "the new address is lost");
+    }
+}
+
+/// A config.json: mounts are added and nothing else changes; twice is once; a refused edit
+/// changes nothing.
+pub fn spec(data: &[u8]) {
+    let Ok(before) = serde_json::from_slice::<Value>(data) else { return };
+    let _ = (spec::decide(&before), spec::cgroups_path(&before), spec::root_path(&before));
+    let mounts = [
+        ("/usr/local/lib/affinode", "/.affinode/lib"),
+        ("/run/affinode/containers/0/ld.so.preload", "/etc/ld.so.preload"),
+    ]
+    .map(|(source, destination)| BindMount {
+        source: source.into(),
+        destination,
+        options: &["bind", "ro"],
+    });
+    let mut edited = before.clone();
+    if spec::add_mounts(&mut edited, &mounts).is_err() {
+        // Those that are ours already may have been taken out first.
+        return;
+    }
+    let listed = edited["mounts"].as_array().map_or(0, Vec::len);
+    assert!(listed >= mounts.len());
+    let mut again = edited.clone();
+    assert!(spec::add_mounts(&mut again, &mounts).is_ok() && again == edited, "twice is not once");
+    let without = |mut value: Value| {
+        if let Some(object) = value.as_object_mut() {
+            object.shift_remove("mounts");
+        }
+        value
+    };
+    assert_eq!(without(edited), without(before), "something else changed");
+}
+
+/// An image's `/etc/ld.so.preload`: ours comes to it once, its own stays.
+pub fn preload(data: &[u8]) {
+    let merged = merge(Some(data));
+    assert!(merged.ends_with(data));
+    assert_eq!(merge(Some(&merged)), merged);
+}

@@ -1,0 +1,121 @@
+//! `cargo xtask fuzz`: libFuzzer over every target of `integration/fuzz`, guided by
+//! coverage, on the stable compiler: the passes that count what is reached are LLVM's.
+//!
+//! What a run finds new stays in `target/fuzz/corpus`, what fails in
+//! `target/fuzz/artifacts`; a failure ends the command.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use affinode_e2e::artifacts::{target_dir, workspace_dir};
+use anyhow::{Context, Result, bail};
+use clap::Args;
+
+use crate::{say, sh};
+
+/// Counters at every edge, and a look at what comparisons compare, as libFuzzer wants them.
+const COVERAGE: &str = "-Cpasses=sancov-module \
+    -Cllvm-args=-sanitizer-coverage-level=4 \
+    -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
+    -Cllvm-args=-sanitizer-coverage-pc-table \
+    -Cllvm-args=-sanitizer-coverage-trace-compares";
+/// Named, so that build scripts and macros are built without the counters.
+const TARGET: &str = "x86_64-unknown-linux-gnu";
+/// An input that takes longer is a find, too.
+const SLOW_S: u32 = 10;
+/// No reader may need so much for an input of a few KiB.
+const MEMORY_MIB: u32 = 1024;
+
+/// What to fuzz.
+#[derive(Args)]
+pub struct Options {
+    /// Seconds for each target.
+    #[arg(long, default_value_t = 60)]
+    seconds: u32,
+    /// Only these targets: page, messages, hostile, ttrpc, …
+    targets: Vec<String>,
+    /// Bring the smallest set of inputs with the same coverage into the checked-in corpora.
+    #[arg(long)]
+    keep: bool,
+}
+
+/// Builds once, then runs each target.
+pub fn run(options: &Options) -> Result<()> {
+    let corpora = workspace_dir().join("integration/fuzz/corpus");
+    let known = names(&corpora)?;
+    if let Some(unknown) = options.targets.iter().find(|name| !known.contains(name)) {
+        bail!("no target {unknown}: {}", known.join(", "));
+    }
+    let chosen = if options.targets.is_empty() { &known } else { &options.targets };
+    let work = target_dir().join("fuzz");
+    let binary = build(&work)?;
+    for name in chosen {
+        let seeds = corpora.join(name);
+        let found = work.join("corpus").join(name);
+        let artifacts = work.join("artifacts").join(name);
+        fs::create_dir_all(&found)?;
+        fs::create_dir_all(&artifacts)?;
+        say::step(&format!("Fuzzing {name} for {} s", options.seconds));
+        let mut fuzzer = fuzzer(&binary, name);
+        fuzzer.arg(format!("-max_total_time={}", options.seconds));
+        fuzzer.arg(format!("-artifact_prefix={}/", artifacts.display()));
+        sh::run(fuzzer.arg(&found).arg(&seeds))
+            .with_context(|| format!("target {name}: the input is in {}", artifacts.display()))?;
+        if options.keep {
+            keep(&binary, name, &[&found, &seeds], &seeds)?;
+        }
+    }
+    Ok(())
+}
+
+fn fuzzer(binary: &Path, name: &str) -> Command {
+    let mut command = Command::new(binary);
+    command.env("AFFINODE_FUZZ_TARGET", name);
+    command.args([
+        format!("-timeout={SLOW_S}"),
+        format!("-rss_limit_mb={MEMORY_MIB}"),
+        "-max_len=4096".into(),
+        "-print_final_stats=1".into(),
+        "-verbosity=0".into(),
+    ]);
+    command
+}
+
+/// Replaces a corpus by the smallest set of inputs that reach as much.
+fn keep(binary: &Path, name: &str, from: &[&Path], corpus: &Path) -> Result<()> {
+    let merged = corpus.with_extension("merged");
+    fs::create_dir_all(&merged)?;
+    sh::run(fuzzer(binary, name).arg("-merge=1").arg(&merged).args(from))?;
+    fs::remove_dir_all(corpus)?;
+    fs::rename(&merged, corpus)?;
+    Ok(())
+}
+
+fn names(corpora: &Path) -> Result<Vec<String>> {
+    let entries = fs::read_dir(corpora).with_context(|| corpora.display().to_string())?;
+    let mut names: Vec<String> =
+        entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    Ok(names)
+}
+
+fn build(work: &Path) -> Result<PathBuf> {
+    say::step("Building the fuzz targets");
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(cargo);
+    command.current_dir(workspace_dir()).env("RUSTFLAGS", COVERAGE).args([
+        "build",
+        "--quiet",
+        "--package=affinode-fuzz",
+        "--features=coverage",
+        "--profile=fuzz",
+        "--target",
+        TARGET,
+        "--target-dir",
+    ]);
+    sh::run(command.arg(work))?;
+    Ok(work.join(TARGET).join("fuzz/affinode-fuzz"))
+}
