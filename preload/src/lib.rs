@@ -34,6 +34,7 @@
 #![cfg_attr(any(test, not(panic = "abort")), allow(dead_code))]
 
 mod agent;
+mod child;
 mod elf;
 mod gate;
 mod hazard;

@@ -49,17 +49,21 @@ pub unsafe fn iterate_objects(visit: Visit, data: *mut c_void) {
     }
 }
 
+/// The environment of the process: a list that a null pointer ends, or null.
+pub fn environ() -> *const *const c_char {
+    let environ = weak!("environ") as *const *const *const c_char;
+    // SAFETY: a variable of libc's, where there is one.
+    if environ.is_null() { core::ptr::null() } else { unsafe { *environ } }
+}
+
 /// The value of an environment variable of the process.
 pub fn environment(name: &[u8]) -> Option<&'static [u8]> {
-    let environ = weak!("environ") as *const *const *const c_char;
-    if environ.is_null() {
-        return None;
-    }
-    // SAFETY: `environ` points to a list that a null pointer ends, or is null itself.
+    let environ = environ();
+    // SAFETY: a list that a null pointer ends, or null itself.
     // A program that changes its environment beside its first CUDA call breaks this as
     // it breaks getenv.
     unsafe {
-        let mut entry = *environ;
+        let mut entry = environ;
         while !entry.is_null() && !(*entry).is_null() {
             let text = CStr::from_ptr(*entry).to_bytes();
             if let Some([b'=', value @ ..]) = text.strip_prefix(name) {
@@ -131,38 +135,4 @@ pub fn start_thread(main: ThreadMain, argument: *mut c_void) -> bool {
     let mut thread = 0;
     // SAFETY: default attributes; the caller matches `main` and its argument.
     unsafe { create(&raw mut thread, core::ptr::null(), main, argument) == 0 }
-}
-
-/// Undoes a [`dlopen`].
-///
-/// # Safety
-/// Nothing of the library may be in use any more.
-pub unsafe fn dlclose(handle: *mut c_void) {
-    let address = match weak!("dlclose") {
-        0 => elf::find_function(b"dlclose").unwrap_or(0),
-        found => found,
-    };
-    if address != 0 {
-        // SAFETY: the symbol has this signature in every libc; the caller vouches for
-        // the handle.
-        unsafe {
-            let dlclose: unsafe extern "C" fn(*mut c_void) -> c_int = core::mem::transmute(address);
-            dlclose(handle);
-        }
-    }
-}
-
-/// `dlopen`, with all symbols bound at once. Takes the loader's lock.
-pub fn dlopen(name: &CStr) -> Option<*mut c_void> {
-    const RTLD_NOW: c_int = 2;
-    let address = match weak!("dlopen") {
-        0 => elf::find_function(b"dlopen")?,
-        found => found,
-    };
-    // SAFETY: the symbol has this signature in every libc.
-    let dlopen: unsafe extern "C" fn(*const c_char, c_int) -> *mut c_void =
-        unsafe { core::mem::transmute(address) };
-    // SAFETY: a valid name; constructors of a system library run on this thread.
-    let handle = unsafe { dlopen(name.as_ptr(), RTLD_NOW) };
-    (!handle.is_null()).then_some(handle)
 }

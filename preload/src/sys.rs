@@ -8,21 +8,32 @@ use core::sync::atomic::AtomicU32;
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 compile_error!("the call numbers below are those of Linux on x86_64");
 
+pub mod task;
+
 mod number {
+    pub const READ: usize = 0;
+    pub const OPEN: usize = 2;
     pub const CLOSE: usize = 3;
     pub const FSTAT: usize = 5;
+    pub const POLL: usize = 7;
     pub const MMAP: usize = 9;
     pub const MUNMAP: usize = 11;
     pub const RT_SIGPROCMASK: usize = 14;
     pub const ACCESS: usize = 21;
     pub const MADVISE: usize = 28;
+    pub const DUP2: usize = 33;
     pub const NANOSLEEP: usize = 35;
     pub const GETPID: usize = 39;
     pub const SOCKET: usize = 41;
     pub const CONNECT: usize = 42;
     pub const SENDMSG: usize = 46;
     pub const RECVFROM: usize = 45;
+    pub const CLONE: usize = 56;
+    pub const EXECVE: usize = 59;
+    pub const WAIT4: usize = 61;
+    pub const KILL: usize = 62;
     pub const FCNTL: usize = 72;
+    pub const FLOCK: usize = 73;
     pub const FTRUNCATE: usize = 77;
     pub const RT_SIGTIMEDWAIT: usize = 128;
     pub const PRCTL: usize = 157;
@@ -30,8 +41,10 @@ mod number {
     pub const FUTEX: usize = 202;
     pub const CLOCK_GETTIME: usize = 228;
     pub const TGKILL: usize = 234;
+    pub const PIPE2: usize = 293;
     pub const MEMFD_CREATE: usize = 319;
     pub const MEMBARRIER: usize = 324;
+    pub const CLOSE_RANGE: usize = 436;
 }
 
 /// A failed system call, as a positive errno value.
@@ -40,6 +53,9 @@ pub struct Errno(pub i32);
 
 /// Ignored by default; wakes the agent, which has it blocked.
 pub const SIGURG: u64 = 23;
+
+/// `O_CLOEXEC`.
+const CLOEXEC: usize = 0x8_0000;
 
 pub const ESRCH: Errno = Errno(3);
 pub const EINTR: Errno = Errno(4);
@@ -278,7 +294,7 @@ pub fn map_aligned(fd: i32, bytes: usize) -> Result<*mut u8, Errno> {
 
 fn unmap(start: usize, bytes: usize) {
     if bytes > 0 {
-        // SAFETY: only called by `map_aligned`, for parts of its own reservation.
+        // SAFETY: only called for parts of a reservation that the caller has made.
         let _ = unsafe { call(number::MUNMAP, [start, bytes, 0, 0, 0, 0]) };
     }
 }
@@ -343,6 +359,62 @@ pub fn receive(fd: i32, buffer: &mut [u8]) -> Result<usize, Errno> {
     const MSG_DONTWAIT: usize = 0x40;
     let at = buffer.as_mut_ptr() as usize;
     plain(number::RECVFROM, [fd as usize, at, buffer.len(), MSG_DONTWAIT, 0, 0])
+}
+
+/// Memory that is given back at the end.
+pub struct Memory {
+    start: usize,
+    bytes: usize,
+}
+
+impl Memory {
+    /// Zeros, in whole pages.
+    pub fn new(bytes: usize) -> Result<Memory, Errno> {
+        const PROT_READ_WRITE: usize = 1 | 2;
+        const MAP_PRIVATE_ANONYMOUS: usize = 2 | 0x20;
+        let args = [0, bytes, PROT_READ_WRITE, MAP_PRIVATE_ANONYMOUS, usize::MAX, 0];
+        plain(number::MMAP, args).map(|start| Memory { start, bytes })
+    }
+
+    /// Its first address.
+    pub fn start(&self) -> usize {
+        self.start
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        unmap(self.start, self.bytes);
+    }
+}
+
+/// The node-wide lock of a folder that several containers see.
+#[derive(Debug)]
+pub enum FolderLock {
+    /// Held until it is dropped.
+    Held(i32),
+    /// There is no such folder: nobody to agree with.
+    Missing,
+}
+
+impl Drop for FolderLock {
+    fn drop(&mut self) {
+        if let FolderLock::Held(fd) = self {
+            close(*fd);
+        }
+    }
+}
+
+/// Takes the lock of a folder; `None` while somebody else holds it.
+pub fn lock_folder(path: &CStr) -> Option<FolderLock> {
+    const O_DIRECTORY_CLOEXEC: usize = 0o200_000 | CLOEXEC;
+    const LOCK_EXCLUSIVE_NONBLOCK: usize = 2 | 4;
+    let args = [path.as_ptr() as usize, O_DIRECTORY_CLOEXEC, 0, 0, 0, 0];
+    let Ok(fd) = plain(number::OPEN, args) else {
+        return Some(FolderLock::Missing);
+    };
+    let lock = FolderLock::Held(fd as i32);
+    plain(number::FLOCK, [fd, LOCK_EXCLUSIVE_NONBLOCK, 0, 0, 0, 0]).ok().map(|_| lock)
 }
 
 #[cfg(test)]

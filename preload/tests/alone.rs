@@ -5,10 +5,11 @@
 mod support;
 
 use std::os::unix::net::UnixListener;
+use std::path::Path;
 
 use affinode_proto::wire::message::{Action, AgentMessage, Outcome};
 use affinode_proto::wire::{Hazards, Phase};
-use support::controller::{BRING_BACK, CLOSE, Controller, LOCK, OFFLOAD};
+use support::controller::{BRING_BACK, CLOSE, Connection, Controller, LOCK, OFFLOAD};
 use support::{Build, Client};
 
 fn registered(controller: &Controller) -> Client {
@@ -17,6 +18,20 @@ fn registered(controller: &Controller) -> Client {
     assert_eq!(client.ask("cuInit"), 0);
     client
 }
+
+/// One in which `nvidia-smi` says what the file `free` in the folder holds.
+fn registered_with_tool(controller: &Controller, folder: &Path, free: &str) -> Client {
+    std::fs::write(folder.join("free"), free).unwrap();
+    let (path, tools) = (controller.path(), support::nvidia_smi(folder));
+    let environment = [("AFFINODE_SOCKET", &*path), ("PATH", &*tools)];
+    let mut client = Client::start(Build::Glibc, "dlopen", &environment);
+    assert_eq!(client.ask("cuInit"), 0);
+    client
+}
+
+/// MiB that are free, and that the device has.
+const ROOM: &str = "1, 0\n";
+const NO_ROOM: &str = "0, 0\n";
 
 #[test]
 fn without_a_controller_everything_runs() {
@@ -61,8 +76,8 @@ fn programs_without_cuda_do_not_notice() {
 #[test]
 fn a_caller_that_nobody_answers_brings_its_process_back() {
     // The controller dies while the state is away.
-    let controller = Controller::new();
-    let mut client = registered(&controller);
+    let (controller, folder) = (Controller::new(), tempfile::tempdir().unwrap());
+    let mut client = registered_with_tool(&controller, folder.path(), ROOM);
     let mut agent = controller.welcome();
     agent.done(&OFFLOAD);
     drop((agent, controller));
@@ -71,12 +86,8 @@ fn a_caller_that_nobody_answers_brings_its_process_back() {
 
 #[test]
 fn a_controller_that_hears_and_says_nothing_is_done_without() {
-    let controller = Controller::new();
-    let mut client = registered(&controller);
-    let mut agent = controller.welcome();
-    agent.done(&OFFLOAD);
-    client.send("cuCtxSynchronize");
-    agent.wake();
+    let (controller, folder) = (Controller::new(), tempfile::tempdir().unwrap());
+    let (mut client, agent) = called_while_away(&controller, folder.path(), ROOM);
     assert_eq!(client.answer(), 0);
     agent.ended();
     let again = controller.welcome();
@@ -172,48 +183,44 @@ fn an_old_driver_is_told_and_never_locked() {
     assert_eq!(client.ask("cuCtxSynchronize"), 0);
 }
 
-#[test]
-fn it_does_not_bring_itself_back_while_others_hold_the_room() {
-    let controller = Controller::new();
-    let (path, folder) = (controller.path(), tempfile::tempdir().unwrap());
-    let free = folder.path().join("free");
-    let asked = || std::fs::read(folder.path().join("free.asked")).map_or(0, |bytes| bytes.len());
-    std::fs::write(&free, "4095").unwrap();
-    let libraries = format!("{}:{}", Build::Glibc.programs().display(), support::nvml().display());
-    let environment = [
-        ("AFFINODE_SOCKET", &*path),
-        ("LD_LIBRARY_PATH", &*libraries),
-        ("STUB_NVML_FREE", free.to_str().unwrap()),
-    ];
-    let mut client = Client::start(Build::Glibc, "dlopen", &environment);
-    assert_eq!(client.ask("cuInit"), 0);
+/// A client that is away and called, and the tool that will be asked for room.
+fn called_while_away(controller: &Controller, folder: &Path, free: &str) -> (Client, Connection) {
+    let mut client = registered_with_tool(controller, folder, free);
     let mut agent = controller.welcome();
     agent.done(&OFFLOAD);
     client.send("cuCtxSynchronize");
     agent.wake();
-    // A second question means that the first was answered with no.
-    while asked() < 2 {
+    (client, agent)
+}
+
+/// A second question means that the first was answered with no.
+fn wait_asked_twice(folder: &Path) {
+    while std::fs::read(folder.join("asked")).map_or(0, |bytes| bytes.len()) < 2 {
         std::thread::yield_now();
     }
-    assert_eq!(agent.page().phase, Phase::Away);
-    std::fs::write(&free, "4096").unwrap();
-    assert_eq!(client.answer(), 0);
 }
 
 #[test]
-fn an_nvml_that_never_answers_is_not_waited_for() {
-    let controller = Controller::new();
-    let path = controller.path();
-    let libraries = format!("{}:{}", Build::Glibc.programs().display(), support::nvml().display());
-    let environment = [("AFFINODE_SOCKET", &*path), ("LD_LIBRARY_PATH", &*libraries)];
-    let mut client = Client::start(Build::Glibc, "dlopen", &environment);
-    assert_eq!(client.ask("cuInit"), 0);
-    let mut agent = controller.welcome();
-    agent.done(&OFFLOAD);
-    client.send("cuCtxSynchronize");
-    agent.wake();
+fn it_does_not_bring_itself_back_while_others_hold_the_room() {
+    let (controller, folder) = (Controller::new(), tempfile::tempdir().unwrap());
+    let (mut client, agent) = called_while_away(&controller, folder.path(), NO_ROOM);
+    wait_asked_twice(folder.path());
+    assert_eq!(agent.page().phase, Phase::Away);
+    std::fs::write(folder.path().join("free"), ROOM).unwrap();
     assert_eq!(client.answer(), 0);
-    assert!(client.threads().contains(&"affinode-vram".to_owned()));
+    // Whoever looks for its children finds none.
+    assert_eq!(client.ask("wait"), -i64::from(nix::libc::ECHILD));
+}
+
+#[test]
+fn without_a_proof_of_room_it_waits_for_a_controller() {
+    let (controller, folder) = (Controller::new(), tempfile::tempdir().unwrap());
+    let said = "No devices were found\n";
+    let (mut client, mut agent) = called_while_away(&controller, folder.path(), said);
+    wait_asked_twice(folder.path());
+    assert_eq!(agent.page().phase, Phase::Away);
+    agent.done(&BRING_BACK);
+    assert_eq!(client.answer(), 0);
 }
 
 #[test]

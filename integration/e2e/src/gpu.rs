@@ -23,6 +23,8 @@ const SIM_SOCKET_ENV: &str = "AFFINODE_SIM_SOCKET";
 const SIM_FOLDER: &str = "/run/affinode-sim";
 /// Where containers see the driver's libraries: a folder that glibc searches by itself.
 const CONTAINER_LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
+/// And where they put the driver's tool.
+const CONTAINER_TOOL: &str = "/usr/bin/nvidia-smi";
 /// The driver's libraries that compute needs: what the container toolkit mounts for `compute,utility`.
 const DRIVER_LIBRARIES: [&str; 6] = [
     "libcuda.so.1",
@@ -140,6 +142,7 @@ fn simulated_parts(artifacts: &Artifacts, dir: &Path) -> ContainerParts {
         let inside = Path::new(CONTAINER_LIBRARIES).join(library);
         parts.mounts.push((artifacts.sim_dir().join(library), inside));
     }
+    parts.mounts.push((artifacts.clients_dir().join("nvidia-smi"), CONTAINER_TOOL.into()));
     parts
 }
 
@@ -156,6 +159,7 @@ fn real_parts() -> Result<ContainerParts> {
             parts.mounts.push((std::fs::canonicalize(entry.path())?, inside));
         }
     }
+    parts.mounts.push((nvidia_smi()?, CONTAINER_TOOL.into()));
     let nodes = std::fs::read_dir("/dev").context("cannot read /dev")?;
     for node in nodes.flatten() {
         let name = node.file_name();
@@ -199,16 +203,25 @@ pub fn driver_folder() -> Result<PathBuf> {
         .context("the NVIDIA driver's libcuda.so.1 is nowhere: is the driver installed?")
 }
 
+/// The machine's `nvidia-smi`.
+fn nvidia_smi() -> Result<PathBuf> {
+    let beside = driver_folder()?.join("../bin/nvidia-smi");
+    [beside, "/usr/bin/nvidia-smi".into(), "/usr/local/bin/nvidia-smi".into()]
+        .iter()
+        .find_map(|path| std::fs::canonicalize(path).ok())
+        .context("the NVIDIA driver's nvidia-smi is nowhere: is the driver installed?")
+}
+
 /// VRAM in use on the machine's first GPU, as NVIDIA's own tool shows it.
 ///
 /// # Errors
 /// When there is no `nvidia-smi`, or it fails.
 pub fn nvidia_smi_used_bytes() -> Result<u64> {
-    let beside = driver_folder()?.join("../bin/nvidia-smi");
-    let tool = if beside.exists() { beside } else { "nvidia-smi".into() };
     let query = ["--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"];
-    let output =
-        std::process::Command::new(&tool).args(query).output().context("cannot run nvidia-smi")?;
+    let output = std::process::Command::new(nvidia_smi()?)
+        .args(query)
+        .output()
+        .context("cannot run nvidia-smi")?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let mib: u64 = text.trim().parse().with_context(|| format!("nvidia-smi said: {text}"))?;
     Ok(mib << 20)

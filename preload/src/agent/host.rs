@@ -1,5 +1,6 @@
 //! The machine's hands: the page, the threads and the driver of this process.
 
+use core::ffi::CStr;
 use core::sync::atomic::Ordering;
 
 use affinode_cuda_sys::{
@@ -18,7 +19,12 @@ use crate::{libcuda, lookup, process, sys};
 pub struct Own {
     /// Its page.
     pub page: &'static Page,
+    /// Held while it comes back without a controller.
+    pub turn: Option<sys::FolderLock>,
 }
+
+/// The library's folder: every container of the node has the same one.
+const FOLDER: &CStr = c"/.affinode/lib";
 
 fn own_pid() -> i32 {
     sys::getpid() as i32
@@ -114,7 +120,13 @@ impl Host for Own {
         (code == 0).then_some(state)
     }
 
-    fn has_room(&mut self, vram_bytes: u64) -> bool {
-        vram::has_room(vram_bytes)
+    fn begin_return(&mut self, vram_bytes: u64) -> bool {
+        // What is free for one is free for all who ask: one at a time on the whole node.
+        self.turn = sys::lock_folder(FOLDER);
+        self.turn.is_some() && vram::has_room(vram_bytes)
+    }
+
+    fn end_return(&mut self) {
+        self.turn = None;
     }
 }

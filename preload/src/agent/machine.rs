@@ -63,8 +63,11 @@ pub trait Host {
     fn call(&mut self, call: DriverCall) -> Option<u32>;
     /// The driver's word on the state of the process, if it has one.
     fn state(&mut self) -> Option<u32>;
-    /// Whether so many bytes are free on the devices, as far as can be told.
-    fn has_room(&mut self, vram_bytes: u64) -> bool;
+    /// Whether so many bytes are proven free on the devices, and no other process that
+    /// comes back by itself takes them before [`Host::end_return`].
+    fn begin_return(&mut self, vram_bytes: u64) -> bool;
+    /// The end of a return by itself, whether it began or not.
+    fn end_return(&mut self);
 }
 
 /// How an order ended, with the driver's code where it was asked.
@@ -149,6 +152,12 @@ impl Machine {
     /// Brings the process back without a controller, as far as it goes now. True when
     /// calls go through again.
     pub fn bring_back(&mut self, host: &mut impl Host) -> bool {
+        let is_back = self.go_home(host);
+        host.end_return();
+        is_back
+    }
+
+    fn go_home(&mut self, host: &mut impl Host) -> bool {
         self.release_allocations(host);
         self.observe(host);
         loop {
@@ -157,7 +166,7 @@ impl Machine {
                 Phase::Closed => Action::Open,
                 Phase::Locked => Action::Unlock,
                 // Without room the restore would fail, and the process would be lost.
-                Phase::Away if host.has_room(self.vram_bytes) => Action::Restore,
+                Phase::Away if host.begin_return(self.vram_bytes) => Action::Restore,
                 _ => return false,
             };
             if self.carry_out(host, action).0 != Outcome::Done {

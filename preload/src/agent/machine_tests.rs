@@ -13,6 +13,7 @@ struct Fake {
     room: bool,
     fails: Option<(DriverCall, u32)>,
     calls: Vec<DriverCall>,
+    returns_ended: u32,
 }
 
 impl Fake {
@@ -29,6 +30,7 @@ impl Fake {
             room: true,
             fails: None,
             calls: Vec::new(),
+            returns_ended: 0,
         }
     }
 }
@@ -79,8 +81,11 @@ impl Host for Fake {
     fn state(&mut self) -> Option<u32> {
         Some(self.state)
     }
-    fn has_room(&mut self, _: u64) -> bool {
+    fn begin_return(&mut self, _: u64) -> bool {
         self.room
+    }
+    fn end_return(&mut self) {
+        self.returns_ended += 1;
     }
 }
 
@@ -264,4 +269,5 @@ fn a_process_that_ends_while_away_is_let_go() {
 
     let mut machine = away(&mut host);
     assert!(machine.bring_back(&mut host), "without a controller, too");
+    assert_eq!(host.returns_ended, 1);
 }

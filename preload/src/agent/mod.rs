@@ -37,11 +37,10 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
     sys::set_thread_name(c"affinode-agent");
     let tid = sys::gettid();
     process::become_agent(tid);
-    vram::forget();
     if let Some((page, file)) = process::page().zip(Owned::note(process::page_fd())) {
         Agent {
             page,
-            own: Own { page },
+            own: Own { page, turn: None },
             machine: Machine::new(),
             link: Link::new(named_socket, tid, file),
             silence: Silence::new(sys::now_us()),

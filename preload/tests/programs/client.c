@@ -15,6 +15,7 @@
 //   callback             starts a call that blocks, then calls back cuCtxSynchronize
 //   same <f>             whether two look-ups give the same address
 //   closefds             closes all descriptors from 3 on
+//   wait                 answers as waitpid for any child does, errors negative
 //   count                answers how many calls the driver has seen
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -203,6 +204,9 @@ int main(int argc, char **argv)
 		} else if (!strncmp(line, "closefds", 8)) {
 			for (int fd = 3; fd < 4096; fd++)
 				close(fd);
+		} else if (!strncmp(line, "wait", 4)) {
+			answer = waitpid(-1, NULL, WNOHANG);
+			answer = answer < 0 ? -errno : answer;
 		} else if (!strncmp(line, "count", 5)) {
 			answer = calls();
 		} else if (sscanf(line, "%63s", name) == 1) {

@@ -1,9 +1,10 @@
 //! Deaths: of the controller, of a container, of a shim.
 
 use affinode_e2e::{
+    gpu::Gpu,
     until::until,
     worker::Worker,
-    world::{Recipe, World},
+    world::{MIB, Recipe, World},
 };
 use anyhow::{Context, Result};
 use nix::sys::signal::{Signal, kill};
@@ -47,6 +48,38 @@ fn the_controller_comes_back_while_a_caller_waits() -> Result<()> {
     worker.send("verify")?;
     kill(controller.pid, Signal::SIGKILL)?;
     assert_eq!(worker.expect("verify")?.ok, Some(true));
+    Ok(())
+}
+
+/// Nobody answers: who is called comes back by itself, one at a time and only where there
+/// is room. The other waits, and is not lost.
+#[test]
+fn called_without_a_controller_they_come_back_where_there_is_room() -> Result<()> {
+    let gpu = Gpu::Simulated { vram_bytes: 512 * MIB };
+    let world = Recipe::default().gpu(gpu).config(EAGER).world()?;
+    let mut workers = Vec::new();
+    for id in ["alpha", "beta"] {
+        workers.push(Worker::start(&world, id, 320)?);
+        world.cli().wait_for_state(id, "Offloaded")?;
+    }
+    let controller = world.controller()?.context("a controller runs")?;
+    kill(controller.pid, Signal::SIGSTOP)?;
+    for worker in &mut workers {
+        worker.send("verify")?;
+    }
+    let first = until("one of them to come back", || {
+        for (index, worker) in workers.iter_mut().enumerate() {
+            if worker.has_answer()? {
+                return Ok(Some(index));
+            }
+        }
+        Ok(None)
+    })?;
+    assert!(!workers[1 - first].has_answer()?, "there is room for one");
+    kill(controller.pid, Signal::SIGCONT)?;
+    for worker in &mut workers {
+        assert_eq!(worker.expect("verify")?.ok, Some(true));
+    }
     Ok(())
 }
 

@@ -4,12 +4,17 @@ use std::ffi::c_char;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use affinode_sim_protocol::{GpuSnapshot, Out, Packet, Reply, Request, SOCKET, SOCKET_ENV};
+use affinode_sim_protocol::{
+    GpuSnapshot, Operation, Out, Packet, ProcessState, Reply, Request, SOCKET, SOCKET_ENV,
+};
 
 use crate::{DRIVER_NOT_LOADED, INSUFFICIENT_SIZE, INVALID_ARGUMENT, Outcome, UNINITIALIZED};
 
 /// How often `nvmlInit` was called more than `nvmlShutdown`.
 static USERS: AtomicU32 = AtomicU32::new(0);
+
+/// How often a checkpointed process looks whether it is unlocked.
+const POLL: std::time::Duration = std::time::Duration::from_millis(10);
 
 /// `nvmlDevice_t`: one more than the index, so that it is never null.
 pub type Device = usize;
@@ -49,13 +54,34 @@ pub fn index(device: Device) -> Outcome<usize> {
     device.checked_sub(1).ok_or(INVALID_ARGUMENT)
 }
 
-/// A connection per question: nothing to keep over a fork, or when the daemon starts anew.
+/// What the driver knows. While this process is checkpointed, the answer waits until it is
+/// unlocked, as with NVIDIA's driver.
 fn ask() -> Outcome<Vec<GpuSnapshot>> {
+    let mut was_away = false;
+    let mut is_away = || {
+        let operation = Operation::State;
+        let pid = std::process::id() as i32;
+        let state = put_question(&Request::Checkpoint { pid, operation });
+        was_away |=
+            matches!(state, Ok(Reply::State(ProcessState::Checkpointed | ProcessState::Failed)));
+        was_away && !matches!(state, Ok(Reply::State(ProcessState::Running)) | Err(_))
+    };
+    while is_away() {
+        std::thread::sleep(POLL);
+    }
+    match put_question(&Request::Snapshot)? {
+        Reply::Snapshot(gpus) => Ok(gpus),
+        _ => Err(DRIVER_NOT_LOADED),
+    }
+}
+
+/// A connection per question: nothing to keep over a fork, or when the daemon starts anew.
+fn put_question(request: &Request) -> Outcome<Reply> {
     let path = std::env::var_os(SOCKET_ENV).map_or_else(|| PathBuf::from(SOCKET), PathBuf::from);
     let packet = Packet::connect(&path).map_err(|_| DRIVER_NOT_LOADED)?;
-    packet.send(&Request::Snapshot, None).map_err(|_| DRIVER_NOT_LOADED)?;
+    packet.send(request, None).map_err(|_| DRIVER_NOT_LOADED)?;
     match packet.receive::<Reply>() {
-        Ok(Some((Reply::Snapshot(gpus), _))) => Ok(gpus),
+        Ok(Some((reply, _))) => Ok(reply),
         _ => Err(DRIVER_NOT_LOADED),
     }
 }

@@ -1,0 +1,128 @@
+//! System calls to run a program in a task of its own.
+
+use core::arch::asm;
+use core::ffi::{CStr, c_char, c_void};
+
+use super::{CLOEXEC, EINTR, Errno, call, number, plain};
+
+/// The main function of a task made by [`spawn`].
+pub type TaskMain = unsafe extern "C" fn(*mut c_void) -> i32;
+
+/// A task that shares the memory, begins at the top of `stack` and ends the process that
+/// it is with what `main` returns. The caller sleeps until it has become a program or has
+/// ended. `end_signal`: what the caller gets then, 0 for nothing.
+///
+/// # Safety
+/// The stack must be unused until then and large enough; `main` must be sound to call with
+/// `argument`, touch no thread-local storage and return through no other way.
+pub unsafe fn spawn(
+    end_signal: usize,
+    stack_top: usize,
+    main: TaskMain,
+    argument: *mut c_void,
+) -> Result<i32, Errno> {
+    const VM_VFORK: usize = 0x100 | 0x4000;
+    let ret: isize;
+    // SAFETY: here as in `call`. There rsp is the new stack, the two kept registers are as
+    // here, and nothing of this frame is used: it ends where it stands.
+    unsafe {
+        asm!(
+            "syscall",
+            "test rax, rax",
+            "jnz 2f",
+            "xor ebp, ebp",
+            "mov rdi, r13",
+            "call r12",
+            "mov edi, eax",
+            "mov eax, 231", // exit_group
+            "syscall",
+            "ud2",
+            "2:",
+            inlateout("rax") number::CLONE as isize => ret,
+            in("rdi") VM_VFORK | end_signal,
+            in("rsi") stack_top & !15,
+            in("rdx") 0,
+            in("r10") 0,
+            in("r8") 0,
+            in("r12") main,
+            in("r13") argument,
+            lateout("rcx") _,
+            lateout("r11") _,
+        );
+    }
+    if (-4095..0).contains(&ret) { Err(Errno(-ret as i32)) } else { Ok(ret as i32) }
+}
+
+/// Waits for the end of a child, also one that ends without a signal: its status.
+pub fn wait_child(pid: i32) -> Result<i32, Errno> {
+    const ALL: usize = 0x4000_0000;
+    let mut status = 0_i32;
+    loop {
+        match plain(number::WAIT4, [pid as usize, &raw mut status as usize, ALL, 0, 0, 0]) {
+            Err(EINTR) => {}
+            other => return other.map(|_| status),
+        }
+    }
+}
+
+/// Ends a child that was not waited for yet.
+pub fn kill(child: i32) {
+    const SIGKILL: usize = 9;
+    let _ = plain(number::KILL, [child as usize, SIGKILL, 0, 0, 0, 0]);
+}
+
+/// The calling task ends when the thread that made it does.
+pub fn die_with_parent() {
+    const PR_SET_PDEATHSIG: usize = 1;
+    const SIGKILL: usize = 9;
+    let _ = plain(number::PRCTL, [PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0, 0]);
+}
+
+/// A pipe: the end to read, the end to write.
+pub fn pipe() -> Result<[i32; 2], Errno> {
+    let mut ends = [-1_i32; 2];
+    plain(number::PIPE2, [ends.as_mut_ptr() as usize, CLOEXEC, 0, 0, 0, 0]).map(|_| ends)
+}
+
+/// Whether there is something to read, or the end, before the time is over.
+pub fn wait_readable(fd: i32, timeout_ms: u64) -> bool {
+    const POLLIN: u64 = 1;
+    // struct pollfd: the descriptor, then two 16-bit sets of events.
+    let mut poll = u64::from(fd as u32) | POLLIN << 32;
+    let timeout_ms = timeout_ms.min(i32::MAX as u64) as usize;
+    plain(number::POLL, [&raw mut poll as usize, 1, timeout_ms, 0, 0, 0]).is_ok_and(|n| n > 0)
+}
+
+/// Reads bytes; 0 at the end.
+pub fn read(fd: i32, buffer: &mut [u8]) -> Result<usize, Errno> {
+    plain(number::READ, [fd as usize, buffer.as_mut_ptr() as usize, buffer.len(), 0, 0, 0])
+}
+
+/// Standard output is `output`, the two others are nothing, and no other descriptor
+/// outlives the next [`execute`]. Only for a task with descriptors of its own.
+pub fn take_standard_streams(output: i32) {
+    const CLOSE_RANGE_CLOEXEC: usize = 4;
+    const O_RDWR: usize = 2;
+    let path = c"/dev/null".as_ptr() as usize;
+    let nothing = plain(number::OPEN, [path, O_RDWR, 0, 0, 0, 0]).unwrap_or(usize::MAX);
+    for (from, to) in [(output as usize, 1), (nothing, 0), (nothing, 2)] {
+        let _ = plain(number::DUP2, [from, to, 0, 0, 0, 0]);
+    }
+    // Before 5.11 those that the application does not close itself are inherited.
+    let all = [3, u32::MAX as usize, CLOSE_RANGE_CLOEXEC, 0, 0, 0];
+    let _ = plain(number::CLOSE_RANGE, all);
+}
+
+/// Becomes another program; returns when that fails.
+///
+/// # Safety
+/// Both lists must be ended by null pointers, and hold pointers to strings.
+pub unsafe fn execute(
+    path: &CStr,
+    arguments: *const *const c_char,
+    environment: *const *const c_char,
+) {
+    let args = [path.as_ptr() as usize, arguments as usize, environment as usize, 0, 0, 0];
+    // SAFETY: the caller vouches for the lists.
+    let _ = unsafe { call(number::EXECVE, args) };
+}
