@@ -11,7 +11,7 @@
  *   ipc-export   a handle that nobody opens
  *   pinned       4 MiB of pinned host memory, used for copies
  *   async        4 MiB by cuMemAllocAsync
- *   exit         ends at the first line, while another of its threads makes a call */
+ *   exit         ends at the first line, while another of its threads makes a call; its last exit handler lingers */
 #include "client.h"
 
 #include <dlfcn.h>
@@ -166,10 +166,18 @@ static void *call_and_wait(void *unused)
     return unused;
 }
 
+/* Registered before the driver's own handler, so run after it. */
+static void linger(void)
+{
+    sleep_ms(1000);
+}
+
 int main(int argc, char **argv)
 {
     char line[64];
     const char *kind = argc > 1 ? argv[1] : "";
+    if (strcmp(kind, "exit") == 0)
+        atexit(linger);
     int handles = strcmp(kind, "ipc-import") == 0 ? exporter() : -1;
     if (cuda_load(&client.cuda) != 0)
         return 3;

@@ -73,6 +73,9 @@ struct Groups {
     memory: Option<PathBuf>,
     memory_root: PathBuf,
     freezer_v1: Option<PathBuf>,
+    /// In the hierarchy of version 2, which can freeze beside those of version 1, too.
+    unified: Option<PathBuf>,
+    unified_root: PathBuf,
 }
 
 impl Groups {
@@ -82,7 +85,16 @@ impl Groups {
 
     /// Lines are `id:controllers:path`; version 2 has id 0 and no controllers.
     fn parse(text: &str, root: &Path) -> Groups {
-        let mut groups = Groups { memory: None, memory_root: root.to_owned(), freezer_v1: None };
+        // Where both versions are mounted, version 2 is below.
+        let hybrid = !root.join("cgroup.controllers").exists();
+        let unified_root = if hybrid { root.join("unified") } else { root.to_owned() };
+        let mut groups = Groups {
+            memory: None,
+            memory_root: root.to_owned(),
+            freezer_v1: None,
+            unified: None,
+            unified_root,
+        };
         let join = |base: &Path, path: &str| base.join(path.trim_start_matches('/'));
         for line in text.lines() {
             let mut parts = line.splitn(3, ':');
@@ -94,11 +106,11 @@ impl Groups {
             if controllers.split(',').any(|c| c == "memory") {
                 groups.memory_root = root.join("memory");
                 groups.memory = Some(join(&groups.memory_root, path));
-            } else if controllers.is_empty()
-                && groups.memory.is_none()
-                && root.join("cgroup.controllers").exists()
-            {
-                groups.memory = Some(join(root, path));
+            } else if controllers.is_empty() {
+                groups.unified = Some(join(&groups.unified_root, path));
+                if groups.memory.is_none() && !hybrid {
+                    groups.memory = Some(join(root, path));
+                }
             }
             if controllers.split(',').any(|c| c == "freezer") {
                 groups.freezer_v1 = Some(join(&root.join("freezer"), path));
@@ -119,10 +131,13 @@ impl Groups {
     fn is_frozen(&self) -> bool {
         let v1 =
             self.freezer_v1.as_ref().and_then(|p| fs::read_to_string(p.join("freezer.state")).ok());
-        let v2 =
-            self.memory.as_ref().and_then(|p| fs::read_to_string(p.join("cgroup.freeze")).ok());
-        v1.is_some_and(|state| state.trim() != "THAWED")
-            || v2.is_some_and(|frozen| frozen.trim() == "1")
+        // Whoever freezes an ancestor freezes all below.
+        let v2 = self.unified.iter().flat_map(|group| group.ancestors()).any(|group| {
+            group.starts_with(&self.unified_root)
+                && fs::read_to_string(group.join("cgroup.freeze"))
+                    .is_ok_and(|frozen| frozen.trim() == "1")
+        });
+        v1.is_some_and(|state| state.trim() != "THAWED") || v2
     }
 }
 
@@ -175,6 +190,23 @@ mod tests {
         fs::write(root.path().join("cgroup.controllers"), "memory").unwrap();
         let groups = Groups::parse("0::/kubepods/abc\n", root.path());
         assert_eq!(groups.memory_ancestors().len(), 3);
+    }
+
+    #[test]
+    fn a_group_is_frozen_with_its_ancestor_in_either_layout() {
+        for (unified, text) in [("", "0::/pod/abc\n"), ("unified", "4:memory:/x\n0::/pod/abc\n")] {
+            let root = tempfile::tempdir().unwrap();
+            if unified.is_empty() {
+                fs::write(root.path().join("cgroup.controllers"), "memory").unwrap();
+            }
+            let pod = root.path().join(unified).join("pod");
+            fs::create_dir_all(pod.join("abc")).unwrap();
+            fs::write(pod.join("abc/cgroup.freeze"), "0\n").unwrap();
+            fs::write(pod.join("cgroup.freeze"), "0\n").unwrap();
+            assert!(!Groups::parse(text, root.path()).is_frozen(), "{text}");
+            fs::write(pod.join("cgroup.freeze"), "1\n").unwrap();
+            assert!(Groups::parse(text, root.path()).is_frozen(), "{text}");
+        }
     }
 
     #[test]

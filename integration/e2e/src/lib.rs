@@ -11,6 +11,7 @@
 //! | [`container`], [`worker`] | containers, and the CUDA program that tests talk to |
 //! | [`cli`] | the `affinode` command |
 //! | [`chaos`] | random kills at random steps, and what must hold after each round |
+//! | [`hazards`] | one small program per hazard, without Affinode and with it |
 //! | [`suite`] | what only a machine with a GPU can decide |
 
 #![forbid(unsafe_code)]
@@ -22,6 +23,7 @@ mod closure;
 pub mod container;
 pub mod containerd;
 pub mod gpu;
+pub mod hazards;
 pub mod image;
 pub mod keeper;
 mod logs;

@@ -12,6 +12,7 @@ mod chaos;
 mod demo;
 mod deps;
 mod fuzz;
+mod hazards;
 mod kit;
 mod packages;
 mod say;
@@ -45,6 +46,8 @@ enum Task {
     Chaos(chaos::Options),
     /// Search for inputs that break a reader, guided by coverage (needs g++).
     Fuzz(fuzz::Options),
+    /// Play every hazard without Affinode and with it, and print what happens (needs root).
+    Hazards(hazards::Options),
     /// Pack what a machine with a GPU needs to run the suite there.
     GpuKit(kit::Options),
     /// Run all tests of this machine (needs root).
@@ -60,6 +63,7 @@ fn main() -> ExitCode {
         Task::Bench(options) => bench::run(&options),
         Task::Chaos(options) => chaos::run(&options),
         Task::Fuzz(options) => fuzz::run(&options),
+        Task::Hazards(options) => hazards::run(&options),
         Task::GpuKit(options) => kit::pack(&options),
         Task::Test(options) => suite::run(&options),
     };

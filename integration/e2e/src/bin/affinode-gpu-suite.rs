@@ -1,9 +1,25 @@
-//! Runs the suite for GPU machines: `affinode-gpu-suite CONTAINERD_BIN_DIR REPORT.json [simulated]`.
+//! Runs the suite for GPU machines:
+//! `affinode-gpu-suite CONTAINERD_BIN_DIR REPORT.json [simulated] [suite|hazards|chaos]...`;
+//! without a part, all of them.
 
 use std::{path::PathBuf, process::ExitCode};
 
-use affinode_e2e::{gpu::Gpu, release::Release, suite, world::PLENTY_BYTES};
-use anyhow::{Context, Result};
+use affinode_e2e::{
+    chaos,
+    gpu::Gpu,
+    hazards,
+    release::Release,
+    suite,
+    world::{PLENTY_BYTES, Recipe},
+};
+use anyhow::{Context, Result, ensure};
+use serde_json::{Map, Value, to_value};
+
+/// Rounds of the crash campaign.
+const ROUNDS: u64 = 30;
+/// How often two are woken at once.
+const TURNS: usize = 20;
+const PARTS: [&str; 3] = ["suite", "hazards", "chaos"];
 
 fn main() -> ExitCode {
     match run() {
@@ -16,26 +32,60 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether every goal was met.
+/// Whether every goal was met, every hazard survived, and nobody lost.
 fn run() -> Result<bool> {
     let mut arguments = std::env::args_os().skip(1);
-    let usage = "usage: affinode-gpu-suite CONTAINERD_BIN_DIR REPORT.json [simulated]";
+    let usage = "usage: affinode-gpu-suite CONTAINERD_BIN_DIR REPORT.json [simulated] [PART]...";
     let release = Release::probe(&PathBuf::from(arguments.next().context(usage)?))?;
     let file = PathBuf::from(arguments.next().context(usage)?);
-    let gpu = match arguments.next() {
-        Some(word) if word == "simulated" => Gpu::Simulated { vram_bytes: PLENTY_BYTES },
-        _ => Gpu::Real,
-    };
-    let report = suite::run(&release, gpu)?;
-    std::fs::write(&file, serde_json::to_vec_pretty(&report)?)
+    let mut words: Vec<String> =
+        arguments.map(|word| word.to_string_lossy().into_owned()).collect();
+    let simulated = words.iter().any(|word| word == "simulated");
+    words.retain(|word| word != "simulated");
+    for word in &words {
+        ensure!(PARTS.contains(&word.as_str()), "{word:?} is no part: {}", PARTS.join(", "));
+    }
+    let gpu = if simulated { Gpu::Simulated { vram_bytes: PLENTY_BYTES } } else { Gpu::Real };
+    let wanted = |part: &str| words.is_empty() || words.iter().any(|word| word == part);
+
+    let recipe = || Recipe::default().release(&release);
+    let mut whole = Map::new();
+    let mut good = true;
+    if wanted("suite") {
+        let report = suite::run(&release, gpu.clone())?;
+        print(&report.table());
+        good &= !report.failed();
+        if let Value::Object(fields) = to_value(&report)? {
+            whole.extend(fields);
+        }
+    }
+    if wanted("hazards") {
+        let options = hazards::Options { gpu: gpu.clone(), filter: String::new(), turns: TURNS };
+        let report = hazards::run(&recipe, &options, &mut say)?;
+        print(&report.table());
+        good &= !report.failed();
+        whole.insert("hazards".into(), to_value(&report)?);
+    }
+    if wanted("chaos") {
+        let campaign = chaos::Options { seed: 1, first: 0, rounds: ROUNDS, gpu };
+        let report = chaos::run(&recipe, &campaign, &mut say)?;
+        print(&report.table());
+        good &= !report.failed();
+        whole.insert("chaos".into(), to_value(&report)?);
+    }
+    std::fs::write(&file, serde_json::to_vec_pretty(&whole)?)
         .with_context(|| format!("cannot write {}", file.display()))?;
-    print(&report);
-    Ok(!report.failed())
+    Ok(good)
 }
 
 #[expect(clippy::print_stdout, reason = "the result, for people")]
-fn print(report: &suite::Report) {
-    println!("{}", report.table());
+fn print(table: &str) {
+    println!("{table}");
+}
+
+#[expect(clippy::print_stderr, reason = "what is being done now")]
+fn say(text: &str) {
+    eprintln!("{text}");
 }
 
 #[expect(clippy::print_stderr, reason = "why there is no result")]

@@ -208,14 +208,19 @@ fn connected(pid: Pid, part: &str) -> Result<Vec<String>> {
 }
 
 /// The cgroup folder that freezes a container.
-fn freezer(world: &World, id: &str) -> Option<PathBuf> {
+#[must_use]
+pub fn freezer(world: &World, id: &str) -> Option<PathBuf> {
     let folders = cgroup_folders(world.dir());
     folders.iter().map(|folder| folder.join(id)).find(|folder| {
         folder.join("freezer.state").exists() || folder.join("cgroup.freeze").exists()
     })
 }
 
-fn set_frozen(folder: &std::path::Path, frozen: bool) -> Result<()> {
+/// Freezes or thaws such a folder.
+///
+/// # Errors
+/// When it cannot be written.
+pub fn set_frozen(folder: &std::path::Path, frozen: bool) -> Result<()> {
     let v1 = folder.join("freezer.state");
     let (file, word) = if v1.exists() {
         (v1, if frozen { "FROZEN" } else { "THAWED" })

@@ -19,8 +19,9 @@ use super::{
 };
 use crate::{
     gpu::Gpu,
+    hazards::ballast,
     until::{PATIENCE, until},
-    worker::{USUAL, Worker},
+    worker::Worker,
     world::{MIB, Recipe, World},
 };
 
@@ -44,7 +45,7 @@ const MOVE_MS: &str = "30";
 const SIMULATED_BYTES: u64 = 160 * MIB;
 /// The same on a GPU whose contexts have half a GiB.
 const REAL_ROOM_BYTES: u64 = 4_096 * MIB;
-/// What a real driver may keep for itself when nobody is there.
+/// What a real driver may keep beyond that of moved processes.
 const DRIVER_BYTES: u64 = 64 * MIB;
 /// What must happen after a round happens in this time, and mostly in far less.
 const SETTLED: Duration = Duration::from_secs(20);
@@ -75,7 +76,8 @@ impl Stage {
             Gpu::Simulated { .. } => Gpu::Simulated { vram_bytes: SIMULATED_BYTES },
             Gpu::Real => Gpu::Real,
         };
-        let quiet_bytes = if matches!(gpu, Gpu::Real) { DRIVER_BYTES } else { 0 };
+        // What a real driver keeps for itself is seen when nobody else holds anything.
+        let quiet_bytes = if matches!(gpu, Gpu::Real) { u64::MAX } else { 0 };
         let recipe = recipe.config(CONFIG).gpu(gpu).sim_options(&[
             "--checkpoint-fixed-ms",
             MOVE_MS,
@@ -106,21 +108,15 @@ impl Stage {
         Ok(stage)
     }
 
-    /// Where nobody who is managed needs VRAM, something unmanaged leaves only a little.
+    /// On a large GPU something unmanaged leaves only a little to those who are managed.
     fn take_ballast(&mut self) -> Result<()> {
         self.rest()?;
-        let gpus = self.world.cli().ps()?.gpus;
-        let gpu = gpus.first().context("there is no GPU")?;
-        let free = gpu.vram_total_bytes.saturating_sub(gpu.vram_used_bytes);
-        let spec = Worker::spec("ballast", USUAL, 1).annotation("affinode.io/inject", "false");
-        let mut worker = Worker::start_as(&self.world, spec)?;
-        worker.wait_filled()?;
-        let mib = free.saturating_sub(REAL_ROOM_BYTES) / MIB;
-        worker.call(&format!("alloc {mib}"))?;
-        self.ballast = Some(worker);
+        self.ballast = Some(ballast(&self.world, REAL_ROOM_BYTES)?);
         self.quiet_bytes = until("the ballast to be seen", || {
-            let used = self.used_bytes()?;
-            Ok((used > mib * MIB).then_some(used + DRIVER_BYTES))
+            let gpus = self.world.cli().ps()?.gpus;
+            let gpu = gpus.first().context("there is no GPU")?;
+            let taken = gpu.vram_used_bytes + 2 * REAL_ROOM_BYTES > gpu.vram_total_bytes;
+            Ok(taken.then_some(gpu.vram_used_bytes + DRIVER_BYTES))
         })?;
         Ok(())
     }
@@ -288,9 +284,5 @@ impl Stage {
     pub fn longest_return_ms(&mut self) -> u64 {
         let returns = self.returns.drain(..).filter_map(|thread| thread.join().ok().flatten());
         returns.map(|after| u64::try_from(after.as_millis()).unwrap_or(u64::MAX)).max().unwrap_or(0)
-    }
-
-    fn used_bytes(&self) -> Result<u64> {
-        Ok(self.world.cli().ps()?.gpus.first().map_or(0, |gpu| gpu.vram_used_bytes))
     }
 }

@@ -1,57 +1,28 @@
-//! The five calls that kill an application whose GPU state is away.
+//! Every hazard, without Affinode and with it: the table of `cargo xtask hazards`.
 
 use affinode_e2e::{
-    container::{CLIENTS, Spec},
-    worker::Worker,
-    world::Recipe,
+    gpu::Gpu,
+    hazards::{self, Options},
+    world::{PLENTY_BYTES, Recipe},
 };
 use anyhow::Result;
-use nix::sys::signal::Signal;
-
-use crate::offload::{MANUAL, wait_gpu_empty};
-
-const CALLS: [&str; 5] = ["ctx-sync", "stream-sync", "stream-query", "event-query", "event-sync"];
-/// Thirty in all.
-const ROUNDS: usize = 6;
-
-fn crasher(call: &str) -> Spec {
-    Spec::gpu(call, &[&format!("{CLIENTS}/crashers"), call])
-}
 
 #[test]
-fn each_of_them_returns_thirty_of_thirty() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
-    for call in CALLS {
-        let mut worker = Worker::start_as(&world, crasher(call))?;
-        worker.expect("ready")?;
-        for _ in 0..ROUNDS {
-            world.cli().move_out(call)?;
-            wait_gpu_empty(&world)?;
-            let answer = worker.call("go")?;
-            assert_eq!(answer.ok, Some(true), "{call}");
-        }
-        worker.running.kill(&world)?;
-        worker.running.delete(&world)?;
-    }
-    Ok(())
-}
-
-/// The hazard is real: without the library, the same programs die of a segmentation fault.
-#[test]
-fn each_of_them_kills_without_the_library() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
-    for call in CALLS {
-        let spec = crasher(call).annotation("affinode.io/inject", "false");
-        let (spec, pipes) = spec.piped(&world)?;
-        let mut container = spec.command(&world, &["--rm"])?.spawn()?;
-        let mut worker = Worker::attach(&spec, &pipes)?;
-        worker.expect("ready")?;
-        let pid = worker.running.pid(&world)?.to_string();
-        let tool = world.artifacts().clients_dir().join("checkpoint");
-        let done = world.host_gpu_command(&tool).args([&pid, "lock", "checkpoint"]).output()?;
-        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stdout));
-        worker.send("go")?;
-        assert_eq!(container.wait()?.code(), Some(128 + Signal::SIGSEGV as i32), "{call}");
+fn every_hazard_is_survived() -> Result<()> {
+    let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
+    let options = Options { gpu, filter: String::new(), turns: 10 };
+    let report = hazards::run(&Recipe::default, &options, &mut |_| {})?;
+    assert!(!report.failed(), "{}", report.table());
+    // The hazards are real: without Affinode these kill, or lose.
+    for (hazard, end) in [
+        ("while away", "dies of a segmentation fault"),
+        ("peer access between GPUs", "lost"),
+        ("memory limit of 1 GiB, 4 GiB of VRAM", "is killed"),
+        ("restore while VRAM is short", "lost"),
+    ] {
+        let mut rows = report.rows.iter().filter(|row| row.hazard.contains(hazard));
+        let shown = rows.any(|row| row.without.contains(end));
+        assert!(shown, "{hazard}: {}", report.table());
     }
     Ok(())
 }

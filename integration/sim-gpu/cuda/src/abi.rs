@@ -18,6 +18,7 @@ pub type HostAddress = usize;
 pub const INVALID_VALUE: CUresult = 1;
 pub const OUT_OF_MEMORY: CUresult = 2;
 pub const NOT_INITIALIZED: CUresult = 3;
+pub const DEINITIALIZED: CUresult = 4;
 pub const NO_DEVICE: CUresult = 100;
 pub const INVALID_DEVICE: CUresult = 101;
 pub const INVALID_IMAGE: CUresult = 200;

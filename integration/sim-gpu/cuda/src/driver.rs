@@ -2,6 +2,7 @@
 //!
 //! A child that forks after `cuInit` has no driver, as with the real one: every call returns
 //! NOT_INITIALIZED. It closes the parent's connections at once, so that the parent's end is seen.
+//! Once `exit` has begun, every call returns DEINITIALIZED, those of the checkpoint interface too.
 
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
@@ -9,7 +10,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use affinode_sim_protocol::{GpuInfo, uuid_text};
 
-use crate::abi::{INVALID_DEVICE, NO_DEVICE, NOT_INITIALIZED, Outcome};
+use crate::abi::{DEINITIALIZED, INVALID_DEVICE, NO_DEVICE, NOT_INITIALIZED, Outcome};
 use crate::contexts::Contexts;
 use crate::control;
 use crate::gate::Gate;
@@ -40,6 +41,7 @@ pub struct Driver {
 static DRIVER: OnceLock<&'static Driver> = OnceLock::new();
 static STARTING: Mutex<()> = Mutex::new(());
 static FORKED: AtomicBool = AtomicBool::new(false);
+static ENDING: AtomicBool = AtomicBool::new(false);
 static LINK_FD: AtomicI32 = AtomicI32::new(-1);
 static CONTROL_FD: AtomicI32 = AtomicI32::new(-1);
 
@@ -48,6 +50,7 @@ pub fn driver() -> Outcome<&'static Driver> {
     if FORKED.load(Ordering::Relaxed) {
         return Err(NOT_INITIALIZED);
     }
+    check_ending()?;
     DRIVER.get().copied().ok_or(NOT_INITIALIZED)
 }
 
@@ -56,6 +59,7 @@ pub fn init() -> Outcome<&'static Driver> {
     if FORKED.load(Ordering::Relaxed) {
         return Err(NOT_INITIALIZED);
     }
+    check_ending()?;
     if let Some(driver) = DRIVER.get() {
         return Ok(driver);
     }
@@ -85,11 +89,22 @@ pub fn init() -> Outcome<&'static Driver> {
     Ok(DRIVER.get_or_init(|| driver))
 }
 
+/// Whether the driver has ended, before its process.
+pub fn check_ending() -> Outcome {
+    if ENDING.load(Ordering::Relaxed) { Err(DEINITIALIZED) } else { Ok(()) }
+}
+
+extern "C" fn at_exit() {
+    ENDING.store(true, Ordering::Relaxed);
+}
+
 fn remember(link: RawFd, control: RawFd) {
     LINK_FD.store(link, Ordering::Relaxed);
     CONTROL_FD.store(control, Ordering::Relaxed);
     // SAFETY: `after_fork` only stores atomics and calls close, both allowed in a forked child.
     unsafe { libc::pthread_atfork(None, None, Some(after_fork)) };
+    // SAFETY: `at_exit` only stores an atomic, and this library is never unloaded.
+    unsafe { libc::atexit(at_exit) };
 }
 
 extern "C" fn after_fork() {

@@ -1,0 +1,38 @@
+//! The five calls that kill an application whose GPU state is away.
+
+use anyhow::{Result, ensure};
+
+use super::{Case, Found, hands::Held};
+use crate::{
+    container::{CLIENTS, Spec},
+    worker::Worker,
+    world::World,
+};
+
+const CALLS: [(&str, &str); 5] = [
+    ("cuCtxSynchronize while away", "ctx-sync"),
+    ("cuStreamSynchronize while away", "stream-sync"),
+    ("cuStreamQuery while away", "stream-query"),
+    ("cuEventQuery while away", "event-query"),
+    ("cuEventSynchronize while away", "event-sync"),
+];
+
+pub fn cases() -> Vec<Case> {
+    CALLS.iter().map(|(name, call)| Case::new(name, move |world| play(world, call))).collect()
+}
+
+fn play(world: &World, call: &str) -> Result<Found> {
+    let spec = || Spec::gpu(call, &[&format!("{CLIENTS}/crashers"), call]);
+    let mut bare = Held::bare(world, spec())?;
+    bare.worker.expect("ready")?;
+    ensure!(bare.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint by hand");
+    bare.worker.send("go")?;
+    let (_, without) = bare.end()?;
+
+    let mut worker = Worker::start_as(world, spec())?;
+    worker.expect("ready")?;
+    world.cli().move_out(call)?;
+    let answer = worker.call("go")?;
+    ensure!(answer.ok == Some(true), "its memory is not as it was: {answer:?}");
+    Ok(Found::Row { without, with: "returns; contents intact".into() })
+}

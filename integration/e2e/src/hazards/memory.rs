@@ -1,0 +1,51 @@
+//! Kinds of memory: those that a checkpoint cannot carry are refused before the driver is
+//! touched, the others move.
+
+use anyhow::Result;
+
+use super::{
+    Case, Found,
+    hands::{Held, intact, kind, refused},
+};
+use crate::{worker::Worker, world::World};
+
+/// Name, kind of `hazards.c`, and the reason of the refusal; none: it moves.
+const KINDS: [(&str, &str, Option<&str>); 6] = [
+    ("managed memory", "managed", Some("managed-memory")),
+    ("peer access between GPUs", "peer", Some("peer-access")),
+    ("legacy IPC, imported", "ipc-import", Some("shared-memory")),
+    ("legacy IPC, exported only", "ipc-export", None),
+    ("pinned host memory", "pinned", None),
+    ("cuMemAllocAsync", "async", None),
+];
+
+pub fn cases() -> Vec<Case> {
+    KINDS
+        .iter()
+        .map(|(name, what, reason)| Case::new(name, move |world| play(world, what, *reason)))
+        .collect()
+}
+
+fn play(world: &World, what: &str, reason: Option<&str>) -> Result<Found> {
+    let mut bare = Held::bare(world, kind("bare", what))?;
+    let ready = bare.worker.receive()?;
+    if what == "peer" && ready.result != 0 {
+        bare.end()?;
+        return Ok(Found::Skipped("needs two GPUs that reach each other".into()));
+    }
+    anyhow::ensure!(ready.result == 0, "{what}: {ready:?}");
+    let without = bare.cycle(world)?;
+    bare.kill(world)?;
+
+    let mut worker = Worker::start_as(world, kind(what, what))?;
+    worker.expect("ready")?;
+    let with = match reason {
+        Some(reason) => refused(world, what, reason)?,
+        None => {
+            world.cli().move_out(what)?;
+            "moved out and back; contents intact".into()
+        }
+    };
+    intact(&mut worker)?;
+    Ok(Found::Row { without, with })
+}

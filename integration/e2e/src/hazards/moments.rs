@@ -1,0 +1,191 @@
+//! Something happens in the middle of a move.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use nix::sys::signal::{Signal, kill};
+
+use super::{
+    Case, Found,
+    hands::{Held, Offload, ballast, intact, kind, offload_once, usual},
+    host::next_controller,
+};
+use crate::{
+    chaos::actor::{Actor, Verdict},
+    until::{PATIENCE, until},
+    worker::Worker,
+    world::{MIB, World},
+};
+
+pub fn cases() -> Vec<Case> {
+    vec![
+        Case::new("restore while VRAM is short", short),
+        Case::new("kernel running at the lock", running_kernel),
+        Case::new("exit while away", exit),
+        Case::new("kill -9 of the caller in mid-checkpoint", caller_dies),
+        Case::new("fork in mid-checkpoint", fork),
+        Case::new("CUDA process starts in mid-checkpoint", starts),
+        Case::new("CUDA process dies in mid-checkpoint", dies),
+        Case::new("exec into a container that is away", exec),
+        Case::new("three processes of a container", together),
+    ]
+}
+
+fn short(world: &World) -> Result<Found> {
+    const LEFT: u64 = 16 * MIB;
+    let mut bare = Held::bare(world, usual("bare", 64))?;
+    bare.worker.wait_filled()?;
+    ensure!(bare.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint by hand");
+    let taker = ballast(world, LEFT)?;
+    let mut returned = bare.tool(world, &["restore"])?;
+    taker.running.kill(world)?;
+    taker.running.delete(world)?;
+    returned.extend(bare.tool(world, &["restore"])?);
+    let without = format!("restore returns {returned:?}: lost for ever");
+    bare.kill(world)?;
+
+    let mut worker = Worker::start(world, "short", 64)?;
+    world.cli().move_out("short")?;
+    let taker = ballast(world, LEFT)?;
+    worker.send("verify")?;
+    let row = world.cli().wait_for_state("short", "Queued")?;
+    until("it to say what it waits for", || {
+        let row = world.cli().container("short")?;
+        Ok(row.filter(|row| row.reason == "waiting-for-vram"))
+    })?;
+    ensure!(!worker.has_answer()?, "it went on: {row:?}");
+    taker.running.kill(world)?;
+    ensure!(worker.expect("verify")?.ok == Some(true), "its memory is not as it was");
+    Ok(Found::Row { without, with: "waits in the queue; contents intact".into() })
+}
+
+fn running_kernel(world: &World) -> Result<Found> {
+    let mut bare = Held::bare(world, usual("bare", 16))?;
+    bare.worker.wait_filled()?;
+    bare.worker.call("spin 2000")?;
+    let returned = bare.tool(world, &["lock=300"])?;
+    let without = format!("lock returns {}", returned.first().unwrap_or(&-1));
+    bare.kill(world)?;
+
+    let mut worker = Worker::start(world, "kernel", 16)?;
+    worker.call("spin 3000")?;
+    let said = offload_once(world, "kernel")?;
+    ensure!(!said.done && said.reason == "busy", "{said:?}");
+    intact(&mut worker)?;
+    world.cli().move_out("kernel")?;
+    intact(&mut worker)?;
+    Ok(Found::Row { without, with: "refused: busy; moves later; contents intact".into() })
+}
+
+/// Its driver has ended, another thread waits at the gate, and a handler lingers.
+fn exit(world: &World) -> Result<Found> {
+    let mut bare = Held::bare(world, kind("bare", "exit"))?;
+    bare.worker.expect("ready")?;
+    ensure!(bare.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint by hand");
+    bare.worker.send("go")?;
+    let (_, without) = bare.end()?;
+
+    let mut held = Held::start(world, kind("exit", "exit"))?;
+    held.worker.expect("ready")?;
+    world.cli().move_out("exit")?;
+    held.worker.send("go")?;
+    let (status, with) = held.end()?;
+    ensure!(status == Some(0), "{with}");
+    Ok(Found::Row { without, with })
+}
+
+fn caller_dies(world: &World) -> Result<Found> {
+    let mut bare = Held::bare(world, usual("bare", 64))?;
+    bare.worker.wait_filled()?;
+    ensure!(bare.tool(world, &["lock"])? == [0], "no lock by hand");
+    let pid = bare.worker.running.pid(world)?.to_string();
+    let program = world.artifacts().clients_dir().join("checkpoint");
+    let mut caller = world.host_gpu_command(&program);
+    let mut caller =
+        caller.args([&pid, "checkpoint"]).stdout(std::process::Stdio::null()).spawn()?;
+    std::thread::sleep(Duration::from_millis(80));
+    caller.kill()?;
+    caller.wait()?;
+    // Blocks until the driver has finished by itself.
+    ensure!(bare.tool(world, &["state"])? == [0], "the state cannot be read");
+    let back = bare.tool(world, &["restore", "unlock"])?;
+    let without = format!("the driver finishes; restore, unlock return {back:?}");
+    bare.kill(world)?;
+
+    let mut worker = Worker::start(world, "caller", 64)?;
+    let asked = Offload::begin(world, "caller")?;
+    next_controller(world)?;
+    asked.end()?;
+    intact(&mut worker)?;
+    Ok(Found::Row { without, with: "the next controller goes on; contents intact".into() })
+}
+
+fn fork(world: &World) -> Result<Found> {
+    let mut worker = Worker::start(world, "fork", 32)?;
+    let asked = Offload::begin(world, "fork")?;
+    let answer = worker.call("fork")?;
+    ensure!(answer.child_result.is_some(), "{answer:?}");
+    asked.end()?;
+    intact(&mut worker)?;
+    let with = format!(
+        "the child's call returns {}, as it would; contents intact",
+        answer.child_result.unwrap_or(-1)
+    );
+    Ok(Found::Row { without: "-".into(), with })
+}
+
+fn starts(world: &World) -> Result<Found> {
+    let mut actor = Actor::start(world, "starts", 1, 16)?;
+    let asked = Offload::begin(world, "starts")?;
+    actor.exec(world)?;
+    well(&actor.settle_guest(world, Instant::now() + PATIENCE))?;
+    asked.end()?;
+    all_intact(&mut actor)?;
+    Ok(Found::Row { without: "-".into(), with: "both run; contents intact".into() })
+}
+
+fn dies(world: &World) -> Result<Found> {
+    let mut actor = Actor::start(world, "dies", 2, 16)?;
+    let asked = Offload::begin(world, "dies")?;
+    actor.processes[1].doomed = true;
+    kill(actor.processes[1].pid, Signal::SIGKILL)?;
+    asked.end()?;
+    all_intact(&mut actor)?;
+    Ok(Found::Row { without: "-".into(), with: "the other one runs; contents intact".into() })
+}
+
+fn exec(world: &World) -> Result<Found> {
+    let mut actor = Actor::start(world, "exec", 1, 16)?;
+    world.cli().move_out("exec")?;
+    actor.exec(world)?;
+    well(&actor.settle_guest(world, Instant::now() + PATIENCE))?;
+    all_intact(&mut actor)?;
+    Ok(Found::Row { without: "-".into(), with: "both run; contents intact".into() })
+}
+
+fn together(world: &World) -> Result<Found> {
+    let mut actor = Actor::start(world, "together", 3, 16)?;
+    world.cli().move_out("together")?;
+    let row = world.cli().wait_for_state("together", "Offloaded")?;
+    ensure!(row.processes.iter().all(|p| p.phase == "Away"), "not all are away: {row:?}");
+    actor.processes[0].ask("touch")?;
+    well(&actor.processes[0].settle(Instant::now() + PATIENCE))?;
+    let row = world.cli().wait_for_state("together", "Active")?;
+    ensure!(row.processes.iter().all(|p| p.phase == "Open"), "not all are back: {row:?}");
+    all_intact(&mut actor)?;
+    Ok(Found::Row { without: "-".into(), with: "move as one; contents intact".into() })
+}
+
+/// Every process that was not ended verifies.
+pub fn all_intact(actor: &mut Actor) -> Result<()> {
+    for process in actor.processes.iter_mut().filter(|process| !process.doomed) {
+        process.ask("verify")?;
+        well(&process.settle(Instant::now() + PATIENCE))?;
+    }
+    Ok(())
+}
+
+fn well(verdict: &Verdict) -> Result<()> {
+    ensure!(*verdict == Verdict::Well, "{verdict:?}");
+    Ok(())
+}

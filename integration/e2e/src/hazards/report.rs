@@ -1,0 +1,83 @@
+//! The table of hazards.
+
+use std::fmt::Write;
+
+use anyhow::Result;
+use serde::Serialize;
+
+use super::Found;
+
+/// A hazard that was played.
+#[derive(Clone, Debug, Serialize)]
+pub struct Row {
+    /// What it is.
+    pub hazard: String,
+    /// What happens without Affinode.
+    pub without: String,
+    /// What happens with it.
+    pub with: String,
+    /// Whether everybody who should live lives, with memory contents intact.
+    pub survived: bool,
+}
+
+/// Every hazard.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    /// simulated or real.
+    pub gpu: String,
+    /// Hazards that were played.
+    pub rows: Vec<Row>,
+    /// Hazards that this machine cannot have, and why.
+    pub skipped: Vec<(String, String)>,
+}
+
+impl Report {
+    pub(super) fn new(gpu: &str) -> Self {
+        Self { gpu: gpu.into(), rows: Vec::new(), skipped: Vec::new() }
+    }
+
+    pub(super) fn add(&mut self, hazard: &str, found: Result<Found>) {
+        let (without, with, survived) = match found {
+            Ok(Found::Row { without, with }) => (without, with, true),
+            Ok(Found::Skipped(why)) => {
+                self.skipped.push((hazard.into(), why));
+                return;
+            }
+            Err(error) => (String::new(), format!("{error:#}"), false),
+        };
+        self.rows.push(Row { hazard: hazard.into(), without, with, survived });
+    }
+
+    /// Whether a row did not survive.
+    #[must_use]
+    pub fn failed(&self) -> bool {
+        self.rows.iter().any(|row| !row.survived)
+    }
+
+    /// For people.
+    #[must_use]
+    pub fn table(&self) -> String {
+        let widest = |column: fn(&Row) -> &str, title: &str| {
+            let longest = self.rows.iter().map(|row| column(row).chars().count()).max();
+            longest.unwrap_or(0).max(title.len())
+        };
+        let hazard = widest(|row| &row.hazard, "HAZARD");
+        let without = widest(|row| &row.without, "WITHOUT AFFINODE");
+        let mut text =
+            format!("{:<hazard$}  {:<without$}  WITH IT\n", "HAZARD", "WITHOUT AFFINODE");
+        for row in &self.rows {
+            let verdict = if row.survived { "" } else { "NOT SURVIVED: " };
+            let _ = writeln!(
+                text,
+                "{:<hazard$}  {:<without$}  {verdict}{}",
+                row.hazard, row.without, row.with
+            );
+        }
+        let survived = self.rows.iter().filter(|row| row.survived).count();
+        let _ = writeln!(text, "\n{} GPU: {survived} of {} survived", self.gpu, self.rows.len());
+        for (hazard, why) in &self.skipped {
+            let _ = writeln!(text, "skipped {hazard}: {why}");
+        }
+        text
+    }
+}
