@@ -5,7 +5,7 @@
 //! | [`core`] | every decision, without I/O |
 //! | [`agents`] | sockets of containers, connections of processes, their papers |
 //! | [`inventory`] | what NVML, cgroups and /proc say |
-//! | [`journal`] | what was written before a destructive step |
+//! | [`journal`], [`wishes`] | what was written before a destructive step, what operators chose |
 //! | [`daemon`] | the task that drives the core and carries out its effects; the control API |
 //! | [`observe`] | the task that watches the node for people: changes, metrics, history |
 //! | [`metrics`], [`history`] | what is counted, what stays on disk |
@@ -34,5 +34,6 @@ mod report;
 pub mod schema;
 pub mod simulate;
 mod sys;
+pub mod wishes;
 
 pub use daemon::run;

@@ -21,6 +21,8 @@ pub struct Node {
     pub gpu_error: Option<String>,
     /// Where the dashboard is; nothing when it is off.
     pub dashboard: Option<String>,
+    /// Whether containers are offloaded without being asked for.
+    pub auto_offload: bool,
     /// Devices.
     pub gpus: Vec<Gpu>,
     /// GPU containers.
@@ -70,6 +72,7 @@ pub struct Container {
     pub mode: String,
     pub idle_timeout_ms: u64,
     pub priority: i32,
+    pub pinned: bool,
     pub warnings: Vec<String>,
     pub processes: Vec<Process>,
 }
@@ -126,6 +129,7 @@ impl From<control::ListResponse> for Node {
             started_unix_ms: list.started_unix_ms,
             dashboard: Some(list.dashboard).filter(|place| !place.is_empty()),
             gpu_error: Some(list.gpu_error).filter(|error| !error.is_empty()),
+            auto_offload: list.auto_offload,
             gpus: list.gpus.into_iter().map(Gpu::from).collect(),
             containers: list.containers.into_iter().map(Container::from).collect(),
         }
@@ -176,6 +180,7 @@ impl From<control::Container> for Container {
             mode: c.mode,
             idle_timeout_ms: c.idle_timeout_ms,
             priority: c.priority,
+            pinned: c.pinned,
             warnings: c.warnings,
             processes: c.processes.into_iter().map(Process::from).collect(),
         }

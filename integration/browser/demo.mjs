@@ -17,7 +17,7 @@ check("the GPU is named as simulated", (await page.locator(".gpu .tag").textCont
 await state("first", "Idle");
 
 // A move by mouse: the row follows without a reload, and so does the node.
-await row("first").getByRole("button", { name: "Offload first" }).or(row("first").locator(".act button")).first().click();
+await row("first").getByRole("button", { name: "Offload first" }).or(row("first").locator(".act .move")).first().click();
 check("a click offloads", Boolean(await state("first", "Offloaded")));
 const known = (await node()).containers.find((container) => container.id === "first");
 check("the controller says the same", known.state === "Offloaded" && known.vram_bytes === 0, `${known.away_bytes} bytes in host memory`);
@@ -47,12 +47,24 @@ check("Escape clears the filter", Boolean(await until("two rows again", async ()
 // The feed can be held.
 await page.locator("#feed-pause").click();
 const before = await page.locator(".feed li").count();
-await row("second").locator(".act button").click();
+await row("second").locator(".act .move").click();
 if (await page.locator("#confirm[open]").count()) await page.locator("#confirm-yes").click();
 await state("second", "Offloaded");
 check("a paused feed stands still", (await page.locator(".feed li").count()) === before);
 await page.locator("#feed-pause").click();
 check("and goes on", Boolean(await until("the feed", async () => (await page.locator(".feed li").count()) > before)));
+
+// What an operator chose: a pin for one, a switch for the node.
+await row("first").locator(".act .ghost").click();
+check("a click pins", Boolean(await until("the pin", async () => (await node()).containers.find((c) => c.id === "first").pinned)));
+check("the row says so", Boolean(await until("the word", async () => (await row("first").locator(".policy").textContent()) === "pinned")));
+await row("first").locator(".act .ghost").click();
+check("and another lets it go", Boolean(await until("no pin", async () => !(await node()).containers.find((c) => c.id === "first").pinned)));
+await page.locator("#auto").click();
+await page.locator("#confirm-yes").click();
+check("the switch turns auto-offload off", Boolean(await until("the switch", async () => (await node()).auto_offload === false && (await page.locator("#auto").getAttribute("aria-checked")) === "false")));
+await page.locator("#auto").click();
+check("and on again", Boolean(await until("the switch", async () => (await node()).auto_offload === true)));
 
 // The controller dies; a shim brings the next one.
 await page.waitForTimeout(4000); // What ended is on disk within three seconds.

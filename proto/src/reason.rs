@@ -44,6 +44,10 @@ reasons! {
     ModeManual = "mode-manual", "mode is manual: `affinode offload` moves it";
     /// Mode off.
     ModeOff = "mode-off", "mode is off: the container is left alone";
+    /// An operator pinned it.
+    Pinned = "pinned", "an operator pinned it: `affinode unpin` lets it go";
+    /// An operator turned it off on the node.
+    AutoOff = "auto-offload-off", "auto-offload is off on this node: `affinode auto-offload on` turns it on";
     /// Restored too recently.
     MinimumResidency = "minimum-residency", "came back less than the minimum residency ago";
     /// No CUDA process has registered.

@@ -1,4 +1,4 @@
-//! `affinode offload` and `affinode restore`.
+//! `affinode offload`, `affinode restore`, and how each answer is told.
 
 use std::io::Write;
 
@@ -17,7 +17,7 @@ pub async fn restore(client: &Client, out: &mut dyn Write, target: Target) -> Re
     tell(out, &target, &response, "restored")
 }
 
-fn tell(
+pub fn tell(
     out: &mut dyn Write,
     target: &Target,
     response: &ActionResponse,

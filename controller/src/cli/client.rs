@@ -6,7 +6,7 @@ use affinode_proto::{
     api::{
         control::{
             ActionResponse, Event, EventsRequest, ListRequest, ListResponse, OffloadRequest,
-            ReloadRequest, ReportRequest, RestoreRequest,
+            PinRequest, ReloadRequest, ReportRequest, RestoreRequest, SetAutoOffloadRequest,
         },
         control_ttrpc::ControlClient,
     },
@@ -60,6 +60,19 @@ impl Client {
     pub async fn restore(&self, container: String) -> Result<ActionResponse, CliError> {
         let request = RestoreRequest { container, ..RestoreRequest::default() };
         self.control.restore(context(LONG), &request).await.map_err(|e| self.error(e))
+    }
+
+    /// Keeps a container on the GPU, or no longer.
+    pub async fn pin(&self, container: String, pinned: bool) -> Result<ActionResponse, CliError> {
+        let request = PinRequest { container, pinned, ..PinRequest::default() };
+        self.control.pin(context(LONG), &request).await.map_err(|e| self.error(e))
+    }
+
+    /// Turns offloads that nobody asked for on or off.
+    pub async fn set_auto_offload(&self, on: bool) -> Result<(), CliError> {
+        let request = SetAutoOffloadRequest { on, ..SetAutoOffloadRequest::default() };
+        let set = self.control.set_auto_offload(context(QUICK), &request).await;
+        set.map(drop).map_err(|e| self.error(e))
     }
 
     /// Events after a number; waits for the first.

@@ -16,6 +16,7 @@ mod report;
 mod simulate;
 mod table;
 mod top;
+mod wishes;
 
 use std::{io::Write, process::ExitCode};
 
@@ -52,6 +53,11 @@ enum Command {
     Offload(Target),
     /// Bring a container back to the GPU now.
     Restore(Target),
+    /// Keep a container on the GPU until it is unpinned; one that is away comes back first.
+    Pin(Target),
+    /// Let a pinned container be offloaded again.
+    Unpin(Target),
+    AutoOffload(wishes::AutoOffload),
     /// Print what happened: the last events, one a line.
     Events {
         /// Wait for more.
@@ -177,6 +183,9 @@ async fn run(args: Args) -> Result<(), CliError> {
         }
         Command::Offload(target) => act::offload(&client, &mut out, target).await,
         Command::Restore(target) => act::restore(&client, &mut out, target).await,
+        Command::Pin(target) => wishes::pin(&client, &mut out, target, true).await,
+        Command::Unpin(target) => wishes::pin(&client, &mut out, target, false).await,
+        Command::AutoOffload(asked) => wishes::auto_offload(&client, &mut out, asked).await,
         Command::Events { follow, output } => events::run(&client, &mut out, output, follow).await,
         // Done before.
         Command::Simulate(_)

@@ -69,6 +69,9 @@ fn show(
         if let Some(error) = &node.gpu_error {
             writeln!(out, "GPUs cannot be seen: {error}")?;
         }
+        if !node.auto_offload {
+            writeln!(out, "auto-offload is off: `affinode auto-offload on` turns it on")?;
+        }
         writeln!(out)?;
     }
     if node.containers.is_empty() {
@@ -100,6 +103,11 @@ fn gpu_line(gpu: &schema::Gpu) -> String {
     )
 }
 
+/// The policy's mode; an operator's choice stands before it.
+fn mode(c: &schema::Container) -> String {
+    if c.pinned { "pinned".into() } else { c.mode.clone() }
+}
+
 fn row(c: &schema::Container, now_ms: i64, wide: bool) -> Vec<String> {
     let since = u64::try_from(now_ms.saturating_sub(c.since_unix_ms)).unwrap_or(0);
     let moved = |ms: u64, times: u64| {
@@ -114,7 +122,7 @@ fn row(c: &schema::Container, now_ms: i64, wide: bool) -> Vec<String> {
             format::duration(since),
             format::bytes(c.vram_bytes),
             format::bytes(c.away_bytes),
-            c.mode.clone(),
+            mode(c),
             reason,
         ];
     }
@@ -130,7 +138,7 @@ fn row(c: &schema::Container, now_ms: i64, wide: bool) -> Vec<String> {
         c.offloads.to_string(),
         moved(c.last_offload_ms, c.offloads),
         moved(c.last_wake_ms, c.restores),
-        c.mode.clone(),
+        mode(c),
         format::duration(c.idle_timeout_ms),
         if pids.is_empty() { "-".into() } else { pids.join(",") },
         reason,

@@ -35,6 +35,7 @@ pub mod victims;
 pub mod view;
 mod way_home;
 mod way_out;
+pub mod wishes;
 
 pub use effect::{Effect, Record, RecordedProcess};
 pub use input::{Answer, CommandId, GpuSample, Input, Request, Survey};

@@ -69,6 +69,7 @@ pub(super) struct Recalled {
 #[derive(Debug, Default)]
 pub struct Node {
     pub(super) settings: Settings,
+    pub(super) wishes: super::wishes::Wishes,
     /// When this controller started, in clock ticks; 0: not known.
     pub(super) started_ticks: u64,
     pub(super) now: Millis,

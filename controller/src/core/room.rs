@@ -85,6 +85,7 @@ impl Node {
                 && c.came_home
                     .is_none_or(|t| self.now.saturating_sub(t) >= c.policy.minimum_residency_ms)
                 && self.now >= c.not_before
+                && self.wished(key, false).is_ok()
                 && self.may_offload(key, true).is_ok()
         };
         self.containers

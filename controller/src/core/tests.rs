@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use affinode_proto::{
     api::control::Announcement,
+    reason::Reason,
     state::State,
     wire::{
         Hazards, Phase,
@@ -672,6 +673,35 @@ fn who_says_that_it_is_away_and_was_never_moved_is_not_believed() {
     world.call(honest);
     world.settle();
     assert!(!world.agents[&honest].wants, "it still waits");
+}
+
+/// What an operator chose stands before every policy, and before those who wait for room.
+#[test]
+fn a_pin_and_the_switch_keep_containers_where_they_are() {
+    let mut world = World::new(2);
+    let first = world.running(0, 600);
+    assert!(world.node.pin(&key(0), true) && !world.node.pin(&key(0), true));
+    world.settle();
+    assert_eq!(world.state(0), State::Idle);
+    assert_eq!(world.node.containers[&key(0)].reason.0, Reason::Pinned);
+    world.feed(Input::Command(CommandId(1), key(0), Request::Offload));
+    assert_eq!(world.answers.last(), Some(&(CommandId(1), false)), "not by hand either");
+
+    world.node.pin(&key(0), false);
+    world.node.set_auto_offload(false);
+    world.settle();
+    assert_eq!(world.node.containers[&key(0)].reason.0, Reason::AutoOff);
+    world.feed(Input::Command(CommandId(2), key(0), Request::Offload));
+    world.settle();
+    assert_eq!(world.state(0), State::Offloaded, "by hand it goes");
+    // Its room is taken; nobody makes room for it while the switch is off.
+    let second = world.running(1, 600);
+    world.call(first);
+    world.settle();
+    assert_eq!((world.state(0), world.agents[&second].phase), (State::Queued, Phase::Open));
+    world.node.set_auto_offload(true);
+    world.settle();
+    assert!(!world.agents[&first].wants, "it still waits");
 }
 
 /// More cases than usual, unless PROPTEST_CASES says how many.

@@ -40,6 +40,7 @@ impl Node {
         if c.policy.mode == Mode::Off {
             return refuse(Reason::ModeOff);
         }
+        self.wished(key, asked).or_else(refuse)?;
         if self.gpu_error.is_some() {
             return Err((Reason::VramUnknown, self.gpu_error.clone().unwrap_or_default()));
         }

@@ -22,6 +22,7 @@ impl Node {
                 .map(|(key, c)| self.list_container(key, c, now, unix_ms))
                 .collect(),
             gpu_error: self.gpu_error.clone().unwrap_or_default(),
+            auto_offload: self.wishes().auto_offload,
             ..control::ListResponse::default()
         }
     }
@@ -118,6 +119,7 @@ impl Node {
             priority: c.policy.priority,
             processes: processes.into_iter().map(|(_, p)| list_process(p)).collect(),
             warnings: c.warnings.clone(),
+            pinned: self.wishes().pinned.contains(key),
             ..control::Container::default()
         }
     }

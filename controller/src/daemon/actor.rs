@@ -11,6 +11,7 @@ use std::{
 use affinode_proto::{
     api::control::{ActionResponse, Announcement, Event, ListResponse},
     paths,
+    reason::Reason,
     state::State,
     wire::{message::AgentMessage, page::PAGE_BYTES},
 };
@@ -24,10 +25,12 @@ use crate::{
     agents::{Agent, AgentMail, Listener},
     clock::unix_ms,
     config::Config,
-    core::{CommandId, Effect, Input, Key, Millis, Node, ProcessId, Request},
+    core::{
+        CommandId, Effect, Input, Key, Millis, Node, ProcessId, Request, container::display_name,
+    },
     inventory::{Finding, Inventory, Question, memory::MemoryRules, process},
     journal::Journal,
-    report,
+    report, wishes,
 };
 
 /// Mail that may wait for the actor; senders wait then, each on its own socket.
@@ -48,6 +51,11 @@ pub enum Call {
     List(oneshot::Sender<ListResponse>),
     /// Offload or restore the container that is named.
     Act(String, Request, oneshot::Sender<ActionResponse>),
+    /// Keep the container that is named on the GPU, or no longer; who asked.
+    Pin(String, bool, String, oneshot::Sender<ActionResponse>),
+    /// Whether anything is offloaded without being asked for; who asked. Answer: whether
+    /// that is a change, or why it cannot be kept.
+    AutoOffload(bool, String, oneshot::Sender<Result<bool, String>>),
     /// Read the configuration again. Answer: whether something changed.
     Reload(oneshot::Sender<Result<bool, String>>),
 }
@@ -112,6 +120,12 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     };
     if let Ok(own) = process::identity(std::process::id()) {
         actor.node.started(own.start_ticks);
+    }
+    match wishes::read(&run_dir) {
+        Ok(wishes) => actor.node.remember(wishes),
+        Err(error) => {
+            tracing::warn!(%error, "what operators chose cannot be read: nothing is pinned")
+        }
     }
     actor.recall().map_err(file("cannot read", folder))?;
     let show = Show::start(&run_dir, &actor.config, Door::new(calls.clone(), Arc::clone(&events)));
@@ -315,6 +329,10 @@ impl Actor {
                         answer.send(ActionResponse { reason_text, ..ActionResponse::default() });
                 }
             },
+            Call::Pin(name, pinned, who, answer) => self.pin(&name, pinned, &who, answer),
+            Call::AutoOffload(on, who, answer) => {
+                let _ = answer.send(self.auto_offload(on, &who));
+            }
             Call::Reload(answer) => {
                 let _ = answer.send(self.reload());
             }
@@ -375,7 +393,78 @@ impl Actor {
         }
     }
 
+    fn auto_offload(&mut self, on: bool, who: &str) -> Result<bool, String> {
+        let changed = self.node.set_auto_offload(on);
+        if let Err(why) = self.keep_wishes() {
+            self.node.set_auto_offload(on != changed);
+            return Err(why);
+        }
+        if changed {
+            let word = if on { "on" } else { "off" };
+            self.note("", String::new(), format!("auto-offload was turned {word} by {who}"));
+        }
+        Ok(changed)
+    }
+
+    fn pin(
+        &mut self,
+        name: &str,
+        pinned: bool,
+        who: &str,
+        answer: oneshot::Sender<ActionResponse>,
+    ) {
+        let refused = |why| ActionResponse { reason_text: why, ..ActionResponse::default() };
+        let key = match self.node.find(name) {
+            Ok(key) => key,
+            Err(why) => return drop(answer.send(refused(why))),
+        };
+        let changed = self.node.pin(&key, pinned);
+        if let Err(why) = self.keep_wishes() {
+            self.node.pin(&key, pinned != changed);
+            return drop(answer.send(refused(why)));
+        }
+        let list = self.node.list(self.now(), unix_ms());
+        let known = list.containers.into_iter().find(|c| c.announcement.key == key.as_str());
+        let known = known.unwrap_or_default();
+        if changed {
+            let word = if pinned { "pinned" } else { "unpinned" };
+            let shown = display_name(&known.announcement);
+            self.note(key.as_str(), shown, format!("it was {word} by {who}"));
+        }
+        // One that is away comes back: it is to be on the GPU.
+        let home = [State::Active, State::Idle, State::Unregistered, State::Lost];
+        if pinned && home.iter().all(|state| known.state != state.as_str()) {
+            return self.call(Call::Act(key.to_string(), Request::Restore, answer));
+        }
+        let response = ActionResponse { done: true, state: known.state, ..refused(String::new()) };
+        let _ = answer.send(response);
+    }
+
+    /// Notes who asked for what.
+    fn note(&self, key: &str, container: String, text: String) {
+        let event = Event {
+            kind: "request".into(),
+            key: key.into(),
+            container,
+            reason: Reason::Requested.to_string(),
+            text,
+            ..Event::default()
+        };
+        self.publish(event);
+    }
+
+    fn keep_wishes(&self) -> Result<(), String> {
+        wishes::write(&self.run_dir, self.node.wishes()).map_err(|error| {
+            format!("the choice cannot be kept in {}: {error}", self.run_dir.display())
+        })
+    }
+
     fn withdraw(&mut self, key: Key) {
+        if self.node.pin(&key, false)
+            && let Err(error) = self.keep_wishes()
+        {
+            tracing::warn!(%key, "{error}");
+        }
         self.listeners.remove(&key);
         self.feed(Input::Withdrawn(key));
     }

@@ -6,8 +6,9 @@ use affinode_proto::{
     api::{
         control::{
             ActionResponse, AnnounceRequest, AnnounceResponse, EventsRequest, EventsResponse,
-            ListRequest, ListResponse, OffloadRequest, ReloadRequest, ReloadResponse,
-            ReportRequest, ReportResponse, RestoreRequest, WithdrawRequest, WithdrawResponse,
+            ListRequest, ListResponse, OffloadRequest, PinRequest, ReloadRequest, ReloadResponse,
+            ReportRequest, ReportResponse, RestoreRequest, SetAutoOffloadRequest,
+            SetAutoOffloadResponse, WithdrawRequest, WithdrawResponse,
         },
         control_ttrpc::{Control, create_control},
     },
@@ -26,6 +27,9 @@ use crate::{config::ReportSection, core::Request, history::History, report, sche
 
 /// The longest that a reader of events may wait.
 const MAX_WAIT: Duration = Duration::from_secs(60);
+
+/// Who asks here, for the events.
+const COMMAND: &str = "the command affinode";
 
 struct Api {
     calls: mpsc::Sender<Call>,
@@ -123,6 +127,23 @@ impl Control for Api {
         request: RestoreRequest,
     ) -> ttrpc::Result<ActionResponse> {
         self.ask(|answer| Call::Act(request.container, Request::Restore, answer)).await
+    }
+
+    async fn pin(&self, _: &TtrpcContext, request: PinRequest) -> ttrpc::Result<ActionResponse> {
+        let PinRequest { container, pinned, .. } = request;
+        self.ask(|answer| Call::Pin(container, pinned, COMMAND.into(), answer)).await
+    }
+
+    async fn set_auto_offload(
+        &self,
+        _: &TtrpcContext,
+        request: SetAutoOffloadRequest,
+    ) -> ttrpc::Result<SetAutoOffloadResponse> {
+        let changed = self
+            .ask(|answer| Call::AutoOffload(request.on, COMMAND.into(), answer))
+            .await?
+            .map_err(|why| failed(ttrpc::Code::INTERNAL, why))?;
+        Ok(SetAutoOffloadResponse { changed, ..SetAutoOffloadResponse::default() })
     }
 
     async fn events(

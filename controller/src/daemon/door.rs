@@ -44,6 +44,32 @@ impl Door {
         self.ask(|answer| Call::Act(name, request, answer)).await
     }
 
+    /// Keeps a container on the GPU, or no longer.
+    ///
+    /// # Errors
+    /// [`Ending`].
+    pub async fn pin(
+        &self,
+        name: String,
+        pinned: bool,
+        who: String,
+    ) -> Result<ActionResponse, Ending> {
+        self.ask(|answer| Call::Pin(name, pinned, who, answer)).await
+    }
+
+    /// Turns offloads that nobody asked for on or off. Answers whether that is a change, or
+    /// why it cannot be kept.
+    ///
+    /// # Errors
+    /// [`Ending`].
+    pub async fn auto_offload(
+        &self,
+        on: bool,
+        who: String,
+    ) -> Result<Result<bool, String>, Ending> {
+        self.ask(|answer| Call::AutoOffload(on, who, answer)).await
+    }
+
     /// The events.
     #[must_use]
     pub fn events(&self) -> &EventLog {

@@ -24,6 +24,8 @@ use crate::{
     schema,
 };
 
+/// Where the node's switch is.
+const AUTO_OFFLOAD: &str = "/api/v1/auto-offload/";
 /// The body of an action; none is needed.
 const BODY_BYTES: usize = 4 << 10;
 /// Time for a body.
@@ -47,6 +49,7 @@ pub async fn answer(site: &Arc<Site>, peer: &Peer, request: Request<Incoming>) -
     }
     match path.as_str() {
         _ if path.starts_with("/api/v1/containers/") => container(site, peer, request, &path).await,
+        _ if path.starts_with(AUTO_OFFLOAD) => auto_offload(site, peer, request, &path).await,
         "/healthz" | "/metrics" | "/api/v1/node" | "/api/v1/report" | "/api/v1/history"
         | "/api/v1/events"
             if !get =>
@@ -187,20 +190,65 @@ async fn events(site: &Arc<Site>, request: &Request<Incoming>) -> Reply {
     reply::with(StatusCode::OK, "text/event-stream", stream::begin(site, wish, started, permit))
 }
 
-/// `/api/v1/containers/{key}/{offload|restore}`
+/// What may be asked for a container.
+#[derive(Clone, Copy)]
+enum Asked {
+    Move(Wanted, &'static str),
+    Pin(bool),
+}
+
+/// `/api/v1/auto-offload/{on|off}`
+async fn auto_offload(
+    site: &Arc<Site>,
+    peer: &Peer,
+    request: Request<Incoming>,
+    path: &str,
+) -> Reply {
+    let on = match path.trim_start_matches(AUTO_OFFLOAD) {
+        "on" => true,
+        "off" => false,
+        _ => return reply::error(StatusCode::NOT_FOUND, "there is nothing here"),
+    };
+    if let Err(reply) = may_act(site, request).await {
+        return reply;
+    }
+    match site.door.auto_offload(on, peer.to_string()).await {
+        Ok(Ok(_)) => reply::json(StatusCode::OK, &serde_json::json!({ "auto_offload": on })),
+        Ok(Err(why)) => reply::error(StatusCode::INTERNAL_SERVER_ERROR, &why),
+        Err(ending) => reply::error(StatusCode::SERVICE_UNAVAILABLE, &ending.to_string()),
+    }
+}
+
+/// Whether something may be changed by this request; its body is taken, none is needed.
+async fn may_act(site: &Site, request: Request<Incoming>) -> Result<(), Reply> {
+    if request.method() != Method::POST {
+        return Err(only("POST"));
+    }
+    if !site.may_act {
+        let why = "http.actions is false: this page only looks";
+        return Err(reply::error(StatusCode::FORBIDDEN, why));
+    }
+    let body = Limited::new(request.into_body(), BODY_BYTES).collect();
+    match tokio::time::timeout(BODY_TIME, body).await {
+        Ok(Ok(_)) => Ok(()),
+        Ok(Err(_)) => Err(reply::error(StatusCode::PAYLOAD_TOO_LARGE, "no body is needed")),
+        Err(_) => Err(reply::error(StatusCode::REQUEST_TIMEOUT, "the body did not come")),
+    }
+}
+
+/// `/api/v1/containers/{key}/{offload|restore|pin|unpin}`
 async fn container(site: &Arc<Site>, peer: &Peer, request: Request<Incoming>, path: &str) -> Reply {
     let mut parts = path.trim_start_matches("/api/v1/containers/").split('/');
     let (key, what, more) = (parts.next(), parts.next(), parts.next());
     let wanted = match (what, more) {
-        (Some("offload"), None) => Wanted::Offload,
-        (Some("restore"), None) => Wanted::Restore,
+        (Some("offload"), None) => Asked::Move(Wanted::Offload, "offload"),
+        (Some("restore"), None) => Asked::Move(Wanted::Restore, "restore"),
+        (Some("pin"), None) => Asked::Pin(true),
+        (Some("unpin"), None) => Asked::Pin(false),
         _ => return reply::error(StatusCode::NOT_FOUND, "there is nothing here"),
     };
-    if request.method() != Method::POST {
-        return only("POST");
-    }
-    if !site.may_act {
-        return reply::error(StatusCode::FORBIDDEN, "http.actions is false: this page only looks");
+    if let Err(reply) = may_act(site, request).await {
+        return reply;
     }
     let Ok(key) = Key::parse(key.unwrap_or_default()) else {
         return reply::error(
@@ -208,12 +256,6 @@ async fn container(site: &Arc<Site>, peer: &Peer, request: Request<Incoming>, pa
             "a key is 32 hex digits; /api/v1/node lists them",
         );
     };
-    let body = Limited::new(request.into_body(), BODY_BYTES).collect();
-    match tokio::time::timeout(BODY_TIME, body).await {
-        Ok(Ok(_)) => {}
-        Ok(Err(_)) => return reply::error(StatusCode::PAYLOAD_TOO_LARGE, "no body is needed"),
-        Err(_) => return reply::error(StatusCode::REQUEST_TIMEOUT, "the body did not come"),
-    }
     let Ok(_permit) = Arc::clone(&site.actions).try_acquire_owned() else {
         return reply::error(
             StatusCode::TOO_MANY_REQUESTS,
@@ -223,11 +265,7 @@ async fn container(site: &Arc<Site>, peer: &Peer, request: Request<Incoming>, pa
     act(site, peer, &key, wanted).await
 }
 
-async fn act(site: &Site, peer: &Peer, key: &Key, wanted: Wanted) -> Reply {
-    let word = match wanted {
-        Wanted::Offload => "offload",
-        Wanted::Restore => "restore",
-    };
+async fn act(site: &Site, peer: &Peer, key: &Key, asked: Asked) -> Reply {
     let node = match site.door.list().await {
         Ok(list) => schema::Node::from(list),
         Err(ending) => return reply::error(StatusCode::SERVICE_UNAVAILABLE, &ending.to_string()),
@@ -235,15 +273,21 @@ async fn act(site: &Site, peer: &Peer, key: &Key, wanted: Wanted) -> Reply {
     let Some(known) = node.containers.into_iter().find(|c| c.key == key.as_str()) else {
         return reply::error(StatusCode::NOT_FOUND, "no container has this key; it may have ended");
     };
-    site.door.audit(Event {
-        kind: "request".into(),
-        key: key.to_string(),
-        container: known.name,
-        reason: "requested".into(),
-        text: format!("{word} was asked for by {peer}"),
-        ..Event::default()
-    });
-    match site.door.act(key.to_string(), wanted).await {
+    let answer = match asked {
+        Asked::Move(wanted, word) => {
+            site.door.audit(Event {
+                kind: "request".into(),
+                key: key.to_string(),
+                container: known.name,
+                reason: "requested".into(),
+                text: format!("{word} was asked for by {peer}"),
+                ..Event::default()
+            });
+            site.door.act(key.to_string(), wanted).await
+        }
+        Asked::Pin(pinned) => site.door.pin(key.to_string(), pinned, peer.to_string()).await,
+    };
+    match answer {
         Ok(response) => {
             let status = if response.done { StatusCode::OK } else { StatusCode::CONFLICT };
             reply::json(status, &schema::Action::from(response))

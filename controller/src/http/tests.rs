@@ -41,6 +41,12 @@ fn run(may_act: bool, token: Option<&str>) -> Running {
                         ..ActionResponse::default()
                     }));
                 }
+                Call::Pin(_, pinned, who, answer) => {
+                    let state = format!("{pinned} {}", !who.is_empty());
+                    let done = true;
+                    drop(answer.send(ActionResponse { done, state, ..ActionResponse::default() }));
+                }
+                Call::AutoOffload(on, _, answer) => drop(answer.send(Ok(on))),
                 _ => {}
             }
         }
@@ -293,4 +299,24 @@ async fn connections_are_bounded_and_the_next_is_served_when_one_leaves() {
     assert!(early.is_err(), "one too many was served");
     held.pop();
     assert_eq!(waiting.await.0, 200);
+}
+
+#[tokio::test]
+async fn pins_and_the_switch_are_posts_and_nothing_else() {
+    let site = run(true, None);
+    let path = format!("/api/v1/containers/{KEY}");
+    for (word, expected) in [("pin", "true true"), ("unpin", "false true")] {
+        let (status, body) =
+            site.ask("POST", &format!("{path}/{word}"), "Content-Length: 0\r\n").await;
+        assert!(status == 200 && body.contains(expected), "{status} {body}");
+    }
+    assert_eq!(site.ask("GET", &format!("{path}/pin"), "").await.0, 405);
+    let switch = "/api/v1/auto-offload";
+    let (status, body) = site.ask("POST", &format!("{switch}/off"), "Content-Length: 0\r\n").await;
+    assert!(status == 200 && body.contains("false"), "{status} {body}");
+    assert_eq!(site.ask("GET", &format!("{switch}/off"), "").await.0, 405);
+    assert_eq!(site.ask("POST", &format!("{switch}/maybe"), "").await.0, 404);
+    let looking = run(false, None);
+    assert_eq!(looking.ask("POST", &format!("{switch}/off"), "").await.0, 403);
+    assert_eq!(looking.ask("POST", &format!("{path}/pin"), "").await.0, 403);
 }

@@ -52,6 +52,7 @@ fn header(node: &Node) -> Node {
         started_unix_ms: node.started_unix_ms,
         dashboard: node.dashboard.clone(),
         gpu_error: node.gpu_error.clone(),
+        auto_offload: node.auto_offload,
         gpus: node.gpus.clone(),
         containers: Vec::new(),
     }

@@ -26,6 +26,27 @@ function confirm(title, text, yes) {
   return new Promise((done) => dialog.addEventListener("close", () => done(dialog.returnValue === "yes"), { once: true }));
 }
 
+export async function pin(container) {
+  const verb = container.pinned ? "unpin" : "pin";
+  const done = container.pinned ? "may be offloaded again" : "stays on the GPU";
+  await change(`/api/v1/containers/${container.key}/${verb}`, `${container.name} ${done}`, container.name);
+}
+
+export async function setAutoOffload(on) {
+  if (!on && !await confirm("Turn auto-offload off?", "Nothing gives its VRAM back by itself from then on, on this node, until it is turned on again.", "Turn off")) return;
+  await change(`/api/v1/auto-offload/${on ? "on" : "off"}`, `Auto-offload is ${on ? "on" : "off"}`, "Auto-offload");
+}
+
+async function change(path, done, name) {
+  try {
+    const reply = await ask(path, { method: "POST" });
+    const said = await reply.json();
+    if (reply.ok) toast(done); else toast(`${name}: ${said.error ?? said.reason_text}`, true);
+  } catch (error) {
+    toast(`${name}: the controller does not answer (${error.message})`, true);
+  }
+}
+
 export async function move(container, verb) {
   if (verb === "offload" && container.state === "Active") {
     const wake = container.last_wake_ms ? ` The last return took ${took(container.last_wake_ms)}.` : "";

@@ -1,8 +1,9 @@
 // Affinode's dashboard: ties the stream to what is shown.
 import { addEvent } from "./feed.js";
 import { drawTimeline } from "./detail.js";
+import { setAutoOffload } from "./actions.js";
 import { drawHeader, refreshToday } from "./header.js";
-import { actHere, arrange, begin, drawRow, drawSpark, opened, step, tickRow, visible } from "./rows.js";
+import { actHere, pinHere, arrange, begin, drawRow, drawSpark, opened, step, tickRow, visible } from "./rows.js";
 import { follow } from "./stream.js";
 import { forget, replace, store, take } from "./store.js";
 
@@ -77,6 +78,8 @@ byId("theme").addEventListener("click", () => {
 system.addEventListener("change", dress);
 dress();
 
+byId("auto").addEventListener("click", (event) => setAutoOffload(event.currentTarget.getAttribute("aria-checked") !== "true"));
+
 byId("help-open").addEventListener("click", () => byId("help").showModal());
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
@@ -90,7 +93,7 @@ document.addEventListener("keydown", (event) => {
   }
   const keys = {
     "/": () => filter.focus(), "?": () => byId("help").showModal(),
-    j: () => step(1), k: () => step(-1), o: () => actHere("offload"), r: () => actHere("restore"),
+    j: () => step(1), k: () => step(-1), o: () => actHere("offload"), r: () => actHere("restore"), p: () => pinHere(),
   };
   if (!keys[event.key]) return;
   event.preventDefault();

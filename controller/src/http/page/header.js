@@ -51,6 +51,9 @@ export function drawHeader() {
   if (!node) return;
   put(byId("node"), `${node.node}  ${node.version}`);
   document.title = `Affinode · ${node.node}`;
+  const auto = byId("auto");
+  auto.setAttribute("aria-checked", String(node.auto_offload));
+  put(auto, `Auto-offload: ${node.auto_offload ? "on" : "off"}`);
   byId("gpu-error").hidden = !node.gpu_error;
   put(byId("gpu-error"), node.gpu_error ? `GPUs cannot be seen: ${node.gpu_error}` : "");
   byId("gpus").replaceChildren(...node.gpus.map(card));

@@ -1,5 +1,5 @@
 // The list: one row per container. A row is made once and changed where it differs.
-import { action, move } from "./actions.js";
+import { action, move, pin } from "./actions.js";
 import { detail, drawDetail, drawTimeline } from "./detail.js";
 import { bytes, duration, el, put, svg, ticking, took } from "./format.js";
 import { idleMs, nodeNow, store } from "./store.js";
@@ -61,12 +61,13 @@ function make(key) {
   spark.append(svg("path"));
   const cell = (cls) => el("div", { class: `cell ${cls}`, role: "cell" });
   const [vram, away, wake, policy, why, act] = ["n", "n", "n", "policy", "why", "act"].map(cell);
-  const button = el("button", { type: "button", onclick: () => press(key) });
-  act.append(button);
+  const button = el("button", { type: "button", class: "move", onclick: () => press(key) });
+  const tack = el("button", { type: "button", class: "ghost", onclick: () => pinHere(key) });
+  act.append(button, tack);
   const row = el("div", { class: "row", role: "row" }, el("div", { class: "cell", role: "cell" }, name), state,
     el("div", { class: "cell", role: "cell" }, spark), vram, away, wake, policy, why, act);
   const item = el("div", { class: "item", "data-key": key }, row);
-  return { item, row, name, label, space, state, word, since, soon, spark, vram, away, wake, policy, why, button, detail: null };
+  return { item, row, name, label, space, state, word, since, soon, spark, vram, away, wake, policy, why, button, tack, detail: null };
 }
 
 function press(key) {
@@ -87,13 +88,15 @@ export function drawRow(key) {
   put(parts.vram, bytes(container.vram_bytes));
   put(parts.away, bytes(container.away_bytes));
   put(parts.wake, container.restores ? took(container.last_wake_ms) : "–");
-  put(parts.policy, container.mode === "eager" || container.mode === "pressure" ? `${container.mode}, ${duration(container.idle_timeout_ms)}` : container.mode);
+  put(parts.policy, container.pinned ? "pinned" : container.mode === "eager" || container.mode === "pressure" ? `${container.mode}, ${duration(container.idle_timeout_ms)}` : container.mode);
   put(parts.why, container.reason_text);
   parts.why.title = container.reason_text;
   const what = action(container);
   parts.button.disabled = !what;
   put(parts.button, what?.label ?? { Unregistered: "Offload", Queued: "Waiting", Lost: "Lost" }[container.state] ?? "Moving");
   parts.button.setAttribute("aria-label", `${what?.label ?? "Nothing to do for"} ${container.name}`);
+  put(parts.tack, container.pinned ? "Unpin" : "Pin");
+  parts.tack.setAttribute("aria-label", `${container.pinned ? "Unpin" : "Pin"} ${container.name}`);
   tickRow(key);
   if (parts.detail) drawDetail(parts.detail, container);
 }
@@ -193,6 +196,11 @@ export function step(by) {
   const next = all[Math.max(0, Math.min(all.length - 1, now + by))];
   items.get(next.dataset.key).name.focus();
   next.scrollIntoView({ block: "nearest" });
+}
+
+export function pinHere(key = here) {
+  const container = store.containers.get(key);
+  if (container) pin(container);
 }
 
 export function actHere(verb) {

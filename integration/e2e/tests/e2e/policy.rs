@@ -7,7 +7,10 @@ use affinode_e2e::{
 };
 use anyhow::{Context, Result};
 
-use crate::offload::{EAGER, MANUAL, wait_gpu_empty, wait_vram_used};
+use crate::{
+    offload::{EAGER, MANUAL, wait_gpu_empty, wait_vram_used},
+    recovery::shoot_controller,
+};
 
 /// No mode but eager moves a container by itself; each says why.
 #[test]
@@ -86,6 +89,37 @@ fn with_the_library_turned_off_the_program_runs_unmanaged() -> Result<()> {
     assert!(row.processes.is_empty(), "{row:?}");
     let output = world.cli().output(&["offload", "alone"])?;
     assert_eq!(output.status.code(), Some(1));
+    assert!(worker.verify()?);
+    Ok(())
+}
+
+/// What an operator chose holds across controllers, and is told in the events.
+#[test]
+fn a_pin_and_the_switch_outlive_the_controller() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    let mut worker = Worker::start(&world, "chosen", 32)?;
+    world.cli().move_out("chosen")?;
+    // One that is away comes back.
+    world.cli().run(&["pin", "chosen"])?;
+    wait_vram_used(&world, |used| used > 0)?;
+    assert_eq!(world.cli().run(&["auto-offload", "off"])?, "auto-offload is off\n");
+    let told = world.cli().events()?;
+    assert_eq!(told.iter().filter(|event| event.kind == "request").count(), 2, "{told:?}");
+
+    std::fs::write(world.dir().join("affinode/config.toml"), EAGER)?;
+    shoot_controller(&world)?;
+    let waits_for = |reason: &str| {
+        until(&format!("the reason {reason}"), || {
+            let row = world.cli().container("chosen")?;
+            Ok(row.filter(|row| row.state == "Idle" && row.reason == reason))
+        })
+    };
+    waits_for("pinned")?;
+    assert!(!world.cli().offload("chosen")?.done);
+    world.cli().run(&["unpin", "chosen"])?;
+    waits_for("auto-offload-off")?;
+    world.cli().run(&["auto-offload", "on"])?;
+    world.cli().wait_for_state("chosen", "Offloaded")?;
     assert!(worker.verify()?);
     Ok(())
 }

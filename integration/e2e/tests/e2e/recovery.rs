@@ -14,7 +14,7 @@ use crate::{
     offload::{EAGER, wait_gpu_empty},
 };
 
-fn shoot_controller(world: &World) -> Result<()> {
+pub fn shoot_controller(world: &World) -> Result<()> {
     let controller = world.controller()?.context("a controller runs")?;
     kill(controller.pid, Signal::SIGKILL)?;
     until("another controller", || {

@@ -1,0 +1,47 @@
+//! `affinode pin`, `unpin` and `auto-offload`.
+
+use std::io::Write;
+
+use super::{CliError, Target, act, client::Client};
+
+/// Turn offloads that nobody asks for on or off, on this node; print which it is.
+#[derive(Debug, clap::Args)]
+pub struct AutoOffload {
+    /// on or off; left out: only print.
+    wanted: Option<Switch>,
+}
+
+/// Which way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Switch {
+    /// Policies decide.
+    On,
+    /// Containers move when they are asked to, or called.
+    Off,
+}
+
+pub async fn auto_offload(
+    client: &Client,
+    out: &mut dyn Write,
+    asked: AutoOffload,
+) -> Result<(), CliError> {
+    let on = match asked.wanted {
+        Some(wanted) => {
+            let on = wanted == Switch::On;
+            client.set_auto_offload(on).await?;
+            on
+        }
+        None => client.list().await?.auto_offload,
+    };
+    Ok(writeln!(out, "auto-offload is {}", if on { "on" } else { "off" })?)
+}
+
+pub async fn pin(
+    client: &Client,
+    out: &mut dyn Write,
+    target: Target,
+    pinned: bool,
+) -> Result<(), CliError> {
+    let response = client.pin(target.container.clone(), pinned).await?;
+    act::tell(out, &target, &response, if pinned { "pinned" } else { "free to be offloaded" })
+}
