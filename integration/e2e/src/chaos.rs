@@ -18,7 +18,7 @@
 //! | [`report`] | what was found |
 //!
 //! One world serves many rounds, each of which begins with everybody away; after a
-//! finding the next round has a new one. A seed and a round draw the same plan again;
+//! finding the next round has a new one. Several worlds share the rounds of a campaign. A seed and a round draw the same plan again;
 //! what the machine does with it in between is its own.
 
 pub mod actor;
@@ -31,10 +31,14 @@ pub mod watch;
 
 use std::{
     process::{Child, Stdio},
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 
 pub use report::{Finding, Report};
 
@@ -58,6 +62,8 @@ pub struct Options {
     pub rounds: u64,
     /// Simulated, of whatever size, or the machine's own.
     pub gpu: Gpu,
+    /// Worlds that share the rounds; one on a real GPU.
+    pub worlds: usize,
 }
 
 /// Plays a campaign in worlds of this recipe. `tell` hears what people want to know meanwhile.
@@ -65,56 +71,109 @@ pub struct Options {
 /// # Errors
 /// When no world can be made.
 pub fn run(
-    recipe: &dyn Fn() -> Recipe,
+    recipe: &(dyn Fn() -> Recipe + Sync),
     options: &Options,
-    tell: &mut dyn FnMut(&str),
+    tell: &mut (dyn FnMut(&str) + Send),
 ) -> Result<Report> {
-    let began = Instant::now();
-    let mut report =
-        Report { gpu: options.gpu.as_str().into(), seed: options.seed, ..Report::default() };
-    let mut stage = None;
-    for round in options.first..options.first + options.rounds {
-        let on = match stage.take() {
-            Some(stage) => stage,
-            None => Stage::build(recipe(), &options.gpu)?,
-        };
-        let on = stage.insert(on);
-        let plan = Plan::draw(options.seed, round);
-        let found = play(on, &plan, round, &mut report);
-        report.rounds += 1;
-        if !found.is_empty() {
-            tell(&format!("round {round} of seed {}\n{plan}", options.seed));
-            for finding in &found {
-                tell(&format!("  {}: {}", finding.kind, finding.text));
+    let gpu = options.gpu.as_str().into();
+    let report = Report { gpu, seed: options.seed, ..Report::default() };
+    let campaign = Campaign {
+        recipe,
+        options,
+        next: AtomicU64::new(options.first),
+        began: Instant::now(),
+        told: Mutex::new((report, tell)),
+    };
+    std::thread::scope(|scope| {
+        let worlds: Vec<_> =
+            (0..options.worlds.max(1)).map(|_| scope.spawn(|| campaign.play_rounds())).collect();
+        worlds.into_iter().try_for_each(|world| {
+            world.join().unwrap_or_else(|_| bail!("a thread of the campaign panicked"))
+        })
+    })?;
+    let seconds = campaign.began.elapsed().as_secs_f64();
+    let (report, _) = campaign.told.into_inner().unwrap_or_else(PoisonError::into_inner);
+    Ok(Report { seconds, ..report })
+}
+
+/// What the worlds of a campaign share.
+struct Campaign<'a> {
+    recipe: &'a (dyn Fn() -> Recipe + Sync),
+    options: &'a Options,
+    next: AtomicU64,
+    began: Instant,
+    told: Mutex<Told<'a>>,
+}
+
+/// What was found so far, and who hears of it.
+type Told<'a> = (Report, &'a mut (dyn FnMut(&str) + Send));
+
+impl<'a> Campaign<'a> {
+    /// Plays rounds in one world after the other, until all are played or enough was found.
+    fn play_rounds(&self) -> Result<()> {
+        let Options { seed, first, rounds, gpu, .. } = self.options;
+        let mut stage = None;
+        loop {
+            let round = self.next.fetch_add(1, Ordering::SeqCst);
+            if round >= first + rounds || self.lock().0.findings.len() >= ENOUGH {
+                return Ok(());
             }
-            for event in on.watch.log().iter().filter(|event| event.kind == "state") {
-                tell(&format!(
-                    "    {} {} {} -> {} ({})",
-                    event.unix_ms, event.container, event.from, event.to, event.reason
-                ));
+            let on = match stage.take() {
+                Some(stage) => stage,
+                None => Stage::build((self.recipe)(), gpu)?,
+            };
+            let on = stage.insert(on);
+            let plan = Plan::draw(*seed, round);
+            let mut seen = Report::default();
+            seen.findings = play(on, &plan, round, &mut seen);
+            let failed = seen.failed();
+            if failed {
+                self.show(on, &plan, round, &seen.findings);
             }
-            if let Ok(answer) = on.world.cli().output(&["ps", "-o", "json"]) {
-                tell(&String::from_utf8_lossy(&answer.stdout));
+            self.add(seen);
+            if failed {
+                stage = None;
             }
-            on.world.show_logs();
-            report.findings.extend(found);
-            stage = None;
         }
-        if report.findings.len() >= ENOUGH {
-            tell("enough was found");
-            break;
-        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Told<'a>> {
+        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn add(&self, seen: Report) {
+        let mut told = self.lock();
+        let (report, tell) = &mut *told;
+        report.add(seen);
         if report.rounds.is_multiple_of(25) {
             tell(&format!(
                 "{} rounds in {:.0} s, {} findings",
                 report.rounds,
-                began.elapsed().as_secs_f64(),
+                self.began.elapsed().as_secs_f64(),
                 report.findings.len()
             ));
         }
     }
-    report.seconds = began.elapsed().as_secs_f64();
-    Ok(report)
+
+    /// Tells all that is known of a round that found something.
+    fn show(&self, on: &Stage, plan: &Plan, round: u64, findings: &[Finding]) {
+        let mut told = self.lock();
+        let tell = &mut told.1;
+        tell(&format!("round {round} of seed {}\n{plan}", self.options.seed));
+        for finding in findings {
+            tell(&format!("  {}: {}", finding.kind, finding.text));
+        }
+        for event in on.watch.log().iter().filter(|event| event.kind == "state") {
+            tell(&format!(
+                "    {} {} {} -> {} ({})",
+                event.unix_ms, event.container, event.from, event.to, event.reason
+            ));
+        }
+        if let Ok(answer) = on.world.cli().output(&["ps", "-o", "json"]) {
+            tell(&String::from_utf8_lossy(&answer.stdout));
+        }
+        on.world.show_logs();
+    }
 }
 
 /// Plays a round and looks at what is left of it.

@@ -23,6 +23,9 @@ pub struct Options {
     /// Plays this round alone.
     #[arg(long)]
     round: Option<u64>,
+    /// Worlds that play at the same time.
+    #[arg(long, default_value_t = 2)]
+    worlds: usize,
     /// As JSON on standard output.
     #[arg(long)]
     json: bool,
@@ -43,7 +46,7 @@ pub fn run(options: &Options) -> Result<()> {
         None => (0, options.rounds),
     };
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
-    let campaign = chaos::Options { seed, first, rounds, gpu };
+    let campaign = chaos::Options { seed, first, rounds, gpu, worlds: options.worlds };
     let report = chaos::run(&recipe, &campaign, &mut say::note)?;
     if options.json {
         say::out(&serde_json::to_string_pretty(&report)?);

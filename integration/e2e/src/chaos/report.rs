@@ -45,6 +45,20 @@ impl Report {
         !self.findings.is_empty()
     }
 
+    /// Takes in what a round showed.
+    pub(super) fn add(&mut self, round: Report) {
+        self.rounds += 1;
+        for (fault, by_state) in round.strikes {
+            for (state, times) in by_state {
+                *self.strikes.entry(fault).or_default().entry(state).or_default() += times;
+            }
+        }
+        self.verified += round.verified;
+        self.wakes += round.wakes;
+        self.longest_return_ms = self.longest_return_ms.max(round.longest_return_ms);
+        self.findings.extend(round.findings);
+    }
+
     pub(super) fn count(&mut self, fault: &'static str, state: &str) {
         let state = if state.is_empty() { "unknown" } else { state };
         *self.strikes.entry(fault).or_default().entry(state.to_owned()).or_default() += 1;

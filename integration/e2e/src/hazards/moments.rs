@@ -91,6 +91,9 @@ fn exit(world: &World) -> Result<Found> {
     held.worker.send("go")?;
     let (status, with) = held.end()?;
     ensure!(status == Some(0), "{with}");
+    // Its driver refuses a return, because it has ended: nobody is lost.
+    let lost = world.cli().events()?.into_iter().find(|event| event.to == "Lost");
+    ensure!(lost.is_none(), "{lost:?}");
     Ok(Found::Row { without, with })
 }
 

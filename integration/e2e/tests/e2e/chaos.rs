@@ -10,7 +10,7 @@ use anyhow::Result;
 #[test]
 fn ten_rounds_of_kills_lose_nobody() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
-    let options = Options { seed: 1, first: 0, rounds: 10, gpu };
+    let options = Options { seed: 1, first: 0, rounds: 10, gpu, worlds: 1 };
     let mut said = String::new();
     let report = chaos::run(&Recipe::default, &options, &mut |text| {
         said.push_str(text);
