@@ -20,7 +20,9 @@ use tokio::{
     sync::{mpsc, oneshot},
 };
 
-use super::{DaemonError, Door, api, events::EventLog, show::Show, sweep::Sweep};
+use super::{
+    DaemonError, Door, api, events::EventLog, readings::Readings, show::Show, sweep::Sweep,
+};
 use crate::{
     agents::{Agent, AgentMail, Listener},
     clock::unix_ms,
@@ -76,6 +78,7 @@ struct Actor {
     clock: Instant,
     started_unix_ms: i64,
     gpus_read: Option<Instant>,
+    readings: Readings,
     sweep: Sweep,
     empty_since: Instant,
     dashboard: String,
@@ -114,6 +117,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         clock: Instant::now(),
         started_unix_ms: unix_ms(),
         gpus_read: None,
+        readings: Readings::default(),
         sweep: Sweep::new(&run_dir),
         empty_since: Instant::now(),
         dashboard: String::new(),
@@ -243,10 +247,16 @@ impl Actor {
         }
     }
 
-    fn publish(&self, event: Event) {
+    fn ask_gpus(&mut self) {
+        if self.readings.wanted() {
+            self.inventory.ask(Question::Gpus);
+        }
+    }
+
+    fn publish(&mut self, event: Event) {
         if event.to == State::Offloaded.as_str() || event.to == State::Active.as_str() {
             // VRAM has moved: people want to see it now.
-            self.inventory.ask(Question::Gpus);
+            self.ask_gpus();
         }
         tracing::info!(
             container = event.container,
@@ -263,6 +273,9 @@ impl Actor {
     }
 
     fn found(&mut self, finding: Finding) {
+        if matches!(finding, Finding::Gpus(_)) && self.readings.came() {
+            self.inventory.ask(Question::Gpus);
+        }
         self.feed(match finding {
             Finding::Gpus(gpus) => Input::Gpus(gpus),
             Finding::Proven(key, number, gpus) => Input::Proven(key, number, gpus),
@@ -384,7 +397,7 @@ impl Actor {
         let interval = if hurry { Duration::from_millis(100) } else { GPU_INTERVAL };
         if self.gpus_read.is_none_or(|read| read.elapsed() >= interval) {
             self.gpus_read = Some(Instant::now());
-            self.inventory.ask(Question::Gpus);
+            self.ask_gpus();
         }
         self.feed(Input::Tick);
         for key in self.sweep.gone(self.node.deserted()) {
@@ -441,7 +454,7 @@ impl Actor {
     }
 
     /// Notes who asked for what.
-    fn note(&self, key: &str, container: String, text: String) {
+    fn note(&mut self, key: &str, container: String, text: String) {
         let event = Event {
             kind: "request".into(),
             key: key.into(),
