@@ -20,7 +20,7 @@ use affinode_proto::wire::page::Gate;
 use crate::page::Page;
 use crate::process::{self, PROCESS, Place};
 use crate::table::Entry;
-use crate::{elf, hazard, libcuda, sys};
+use crate::{elf, hazard, libcuda, room, sys};
 
 /// What the thunk keeps on the stack of a call on the slow path. It knows this layout.
 #[repr(C, align(16))]
@@ -35,6 +35,8 @@ pub struct Frame {
     rdx: u64,
     /// What the thunk is to call.
     target: usize,
+    /// Until when the call may wait for room; 0 (the thunk's) while it has not.
+    waits_until_us: u64,
 }
 
 const _: () = {
@@ -45,6 +47,7 @@ const _: () = {
     assert!(offset_of!(Frame, vectors) == 80);
     assert!(offset_of!(Frame, rdx) == 208);
     assert!(offset_of!(Frame, target) == 216);
+    assert!(offset_of!(Frame, waits_until_us) == 224);
     assert!(size_of::<Frame>().is_multiple_of(16));
 };
 
@@ -84,6 +87,7 @@ pub unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
     }
     loop {
         let Some((place, page)) = process::place() else {
+            room::abandon(&PROCESS.desk, frame.waits_until_us);
             return Way::Pass;
         };
         frame.place = place;
@@ -94,11 +98,11 @@ pub unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
     }
 }
 
-/// The call has returned.
+/// The call has returned. True: it is to be made again.
 ///
 /// # Safety
 /// Called by the thunk alone, with the frame that [`enter`] filled.
-pub unsafe extern "C" fn leave(frame: &mut Frame) {
+pub unsafe extern "C" fn leave(frame: &mut Frame) -> u32 {
     // SAFETY: as in `enter`.
     let entry = unsafe { &*frame.entry };
     let class = entry.class();
@@ -113,7 +117,22 @@ pub unsafe extern "C" fn leave(frame: &mut Frame) {
             process::poke_agent();
         }
     }
+    let desk = &PROCESS.desk;
+    // SAFETY: the arguments of a call of this function; they are as the caller gave them.
+    let want = unsafe { room::wanted(desk, entry, frame.result, &frame.arguments) };
+    let want = want.filter(|_| !is_inside_another(frame.place));
     uncount(frame.place, class);
+    room::settle(desk, want, frame.result, &mut frame.waits_until_us).into()
+}
+
+/// Whether the call that has just returned was made from inside another one, which is
+/// still counted and must not wait for room.
+fn is_inside_another(place: Place) -> bool {
+    // SAFETY: the calling thread's own block.
+    let depth = unsafe { (*process::thread()).depth };
+    let own = |slot: &crate::page::Slot| slot.owner.load(Ordering::Relaxed) != 0;
+    let others = |slot: &crate::page::Slot| own(slot) && slot.inflight.load(Ordering::Relaxed) > 1;
+    depth > 1 || place.slot().is_none_or(others)
 }
 
 /// Counts the call, unless the gate holds it.

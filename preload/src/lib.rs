@@ -17,6 +17,7 @@
 //! | `exports`, `lookup`, `table` | how a call comes here, and where it goes |
 //! | `thunk`, `gate` | what happens to it on the way |
 //! | `process`, `page`, `hazard` | registration; the counters; what is unsafe |
+//! | `room` | allocations that wait for memory instead of failing |
 //! | `agent` | the thread that talks to the controller and to the checkpoint interface |
 //! | `sys`, `libc`, `elf`, `libcuda`, `start` | the edge: kernel, libc, loader, driver |
 //!
@@ -43,6 +44,7 @@ mod libcuda;
 mod lookup;
 mod page;
 mod process;
+mod room;
 mod sys;
 mod table;
 mod thunk;

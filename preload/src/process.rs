@@ -17,6 +17,7 @@ use affinode_proto::paths::DISABLE_ENV;
 use affinode_proto::wire::page::{Gate, PAGE_BYTES};
 
 use crate::page::{Page, Slot};
+use crate::room::Desk;
 use crate::{agent, hazard, libc, sys};
 
 const NEW: u32 = 0;
@@ -38,6 +39,8 @@ pub struct Process {
     agent_tid: AtomicU32,
     /// The hook of the caller that came last to a closed gate.
     pub waiting_hook: AtomicU32,
+    /// Where allocations wait for room.
+    pub desk: Desk,
 }
 
 const _: () = assert!(size_of::<Process>() == 4096);
@@ -50,6 +53,7 @@ pub static PROCESS: Process = Process {
     page_fd: AtomicI32::new(0),
     agent_tid: AtomicU32::new(0),
     waiting_hook: AtomicU32::new(0),
+    desk: Desk::new(),
 };
 
 const TOKEN_STEP: u64 = 16;

@@ -8,7 +8,8 @@
 //!     ──> inflight += 1, gate open? ──> calls += 1 ──> real function ──> inflight -= 1
 //!   anything else
 //!     ──> save all argument registers ──> gate::enter ──> real function ──> gate::leave
-//!                                            └── not managed: jump to the real function
+//!                                       ^    └── not managed: jump to the real function  │
+//!                                       └────── no memory, waited, there is room now ────┘
 //! ```
 //!
 //! On the fast path there is no system call, lock, atomic operation or clock. The
@@ -98,6 +99,8 @@ global_asm!(
     "movaps xmmword ptr [rsp + 160], xmm5",
     "movaps xmmword ptr [rsp + 176], xmm6",
     "movaps xmmword ptr [rsp + 192], xmm7",
+    "mov qword ptr [rsp + 224], 0",
+    "6:",
     "mov rdi, rsp",
     "call {enter}",
     "mov r11, qword ptr [rsp + 216]",
@@ -134,6 +137,9 @@ global_asm!(
     "movaps xmmword ptr [rsp + 80], xmm0",
     "mov rdi, rsp",
     "call {leave}",
+    // 1: it found no memory and waited for room. Once more, through the gate.
+    "test eax, eax",
+    "jnz 6b",
     "mov rax, qword ptr [rsp + 24]",
     "mov rdx, qword ptr [rsp + 208]",
     "movaps xmm0, xmmword ptr [rsp + 80]",

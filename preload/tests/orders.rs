@@ -128,7 +128,7 @@ fn nothing_is_allocated_before_the_welcome_nor_when_a_hold_came_before_it() {
     client.send("cuMemAlloc");
     while agent.page().waiters == 0 {}
     agent.done(&[Action::HoldAllocations { deadline_ms: 1_000 }]);
-    agent.send(ControllerMessage::Welcome { process: 1 });
+    agent.send(ControllerMessage::Welcome { process: 1, wait_for_room_ms: 0 });
     // Its report comes after what the Welcome did: the caller still waits.
     agent.done(&[Action::HoldAllocations { deadline_ms: 1_000 }]);
     assert_eq!(agent.page().waiters, 1);
@@ -139,7 +139,7 @@ fn nothing_is_allocated_before_the_welcome_nor_when_a_hold_came_before_it() {
     let mut agent = controller.accept();
     client.send("cuMemAlloc");
     while agent.page().waiters == 0 {}
-    agent.send(ControllerMessage::Welcome { process: 2 });
+    agent.send(ControllerMessage::Welcome { process: 2, wait_for_room_ms: 0 });
     assert_eq!(client.answer(), 0, "a Welcome alone lets it go on");
 }
 
@@ -153,7 +153,7 @@ fn a_hold_outlives_its_connection_until_the_next_welcome() {
     let mut agent = controller.accept();
     client.send("cuMemAlloc");
     while agent.page().waiters == 0 {}
-    agent.send(ControllerMessage::Welcome { process: 1 });
+    agent.send(ControllerMessage::Welcome { process: 1, wait_for_room_ms: 0 });
     assert_eq!(client.answer(), 0);
 }
 

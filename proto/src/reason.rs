@@ -72,6 +72,14 @@ reasons! {
     HostMemory = "host-memory", "the node has too little free host memory for its VRAM";
     /// A cgroup freezer holds the container.
     Frozen = "frozen", "the container is paused or stopped";
+    /// An allocation found no memory and waits for room.
+    AllocationWaits = "allocation-waits", "an allocation of it waits for VRAM that others hold";
+    /// Room was made for an allocation that waited.
+    RoomFound = "room-found", "room was found for its allocation";
+    /// An allocation waited for room in vain.
+    NoRoomInTime = "no-room-in-time", "no room was found for its allocation in time";
+    /// An allocation failed without waiting: there will be no room for it.
+    NoRoomEver = "no-room", "there will be no room for its allocation";
     /// VRAM for the return is not free.
     WaitingForVram = "waiting-for-vram", "waits for VRAM that others hold";
     /// The host's view of VRAM could not be read.

@@ -168,7 +168,7 @@ async fn an_agent_that_does_not_read_is_cut_off_and_costs_no_memory() {
         panic!("not joined")
     };
     let sent = (0..1_000_000)
-        .take_while(|_| agent.send(ControllerMessage::Welcome { process: 1 }))
+        .take_while(|_| agent.send(ControllerMessage::Welcome { process: 1, wait_for_room_ms: 0 }))
         .count();
     // The channel's places; the writer had no turn to empty it.
     assert_eq!(sent, OUTBOX);

@@ -16,7 +16,7 @@ use serde::{Deserialize, Deserializer};
 use crate::core::{
     Millis, Settings,
     plan::Deadlines,
-    policy::{KeepAlive, Mode, Policies, Policy, Rule, duration_ms},
+    policy::{KeepAlive, Mode, OnOom, Policies, Policy, Rule, duration_ms},
     victims::VictimRule,
 };
 
@@ -65,6 +65,11 @@ pub struct PolicySection {
     pub wake_cost: Millis,
     /// Whether a container comes back ahead of a call that its history makes likely.
     pub prewake: bool,
+    /// What becomes of an allocation that finds no memory: fail or wait.
+    pub on_oom: OnOom,
+    /// How long it waits at most.
+    #[serde(deserialize_with = "duration")]
+    pub on_oom_timeout: Millis,
     /// Who makes room for a waiter: expected, lru, size-idle.
     pub victims: VictimRule,
     /// `[[policy.namespace]]`: values for one namespace.
@@ -94,6 +99,11 @@ pub struct NamespaceRule {
     pub wake_cost: Option<Millis>,
     /// Replaces whether it comes back ahead of calls.
     pub prewake: Option<bool>,
+    /// Replaces what becomes of an allocation that finds no memory.
+    pub on_oom: Option<OnOom>,
+    /// Replaces how long it waits at most.
+    #[serde(default, deserialize_with = "maybe_duration")]
+    pub on_oom_timeout: Option<Millis>,
 }
 
 /// Intervals and deadlines.
@@ -160,6 +170,8 @@ impl Default for PolicySection {
             keep_alive: policy.keep_alive,
             wake_cost: policy.wake_cost_ms,
             prewake: policy.prewake,
+            on_oom: policy.on_oom,
+            on_oom_timeout: policy.on_oom_timeout_ms,
             victims: VictimRule::default(),
             namespace: Vec::new(),
         }
@@ -275,6 +287,8 @@ impl Config {
                     keep_alive: self.policy.keep_alive,
                     wake_cost_ms: self.policy.wake_cost,
                     prewake: self.policy.prewake,
+                    on_oom: self.policy.on_oom,
+                    on_oom_timeout_ms: self.policy.on_oom_timeout,
                 },
                 rules: self
                     .policy
@@ -289,6 +303,8 @@ impl Config {
                         keep_alive: rule.keep_alive,
                         wake_cost_ms: rule.wake_cost,
                         prewake: rule.prewake,
+                        on_oom: rule.on_oom,
+                        on_oom_timeout_ms: rule.on_oom_timeout,
                     })
                     .collect(),
             },

@@ -1,4 +1,4 @@
-//! The right of one container to be restored.
+//! The right of one container to be restored, or to make an allocation that found no memory.
 //!
 //! ```text
 //! queue ──room promised in the ledger──> Holding ──all hold allocations──> Proving ──NVML says free──> Granted
@@ -40,6 +40,8 @@ pub struct Grant {
     pub since: Millis,
     /// Begun by an earlier controller: the restore may be running, none is started.
     pub recalled: bool,
+    /// The process, and the ticket of its allocation, that room is meant for as well.
+    pub want: Option<(ProcessId, u64)>,
 }
 
 impl Grant {
@@ -53,6 +55,7 @@ impl Grant {
             covers: BTreeSet::new(),
             uuids,
             since,
+            want: None,
         }
     }
 

@@ -41,33 +41,39 @@ impl Node {
         if all_taken(&taken) {
             return;
         }
+        // Devices that are kept for somebody who does not fit yet, and by whom.
+        let mut kept: Vec<(BTreeSet<String>, Key)> = Vec::new();
         let mut order = self.queue.in_order(self.now);
         order.sort_by_key(|key| self.turn(key));
         for key in order {
             if self.grants.contains_key(&key) {
                 continue;
             }
-            let needs = self.container_needs(&key);
+            let want = self.want_beside_return(&key);
+            let needs = self.needs_with(&key, want);
+            let margin = self.margin_for(&key);
             let uuids: BTreeSet<String> = needs.iter().map(|n| n.uuid.clone()).collect();
             let known = self.gpu_error.is_none() && !self.gpus.is_empty();
-            let fits = known && self.ledger.fits(&key, &needs, &self.gpus, margin_bytes);
-            if fits && uuids.is_disjoint(&taken) {
+            let fits = known && self.ledger.fits(&key, &needs, &self.gpus, margin);
+            let mut before = kept.iter().filter(|(theirs, _)| !theirs.is_disjoint(&uuids));
+            let turn = uuids.is_disjoint(&taken);
+            let first = turn && before.clone().next().is_none();
+            let passes = turn && before.all(|(_, head)| self.may_pass(&key, head));
+            if fits && (first || passes) {
                 self.ledger.promise(&key, needs);
-                self.begin_grant(&key, uuids.clone());
-            } else {
-                if known && uuids.is_disjoint(&taken) {
-                    self.make_room(&key, &needs);
-                }
-                let Some(container) =
-                    self.containers.get_mut(&key).filter(|c| c.state == State::Queued)
-                else {
-                    taken.extend(uuids);
-                    continue;
-                };
+                self.begin_grant(&key, uuids.clone(), want);
+                taken.extend(uuids);
+                continue;
+            }
+            if known && first {
+                self.make_room(&key, &needs, margin);
+            }
+            kept.push((uuids, key.clone()));
+            let waits = |c: &&mut super::container::Container| c.state == State::Queued;
+            if let Some(container) = self.containers.get_mut(&key).filter(waits) {
                 let reason = if known { Reason::WaitingForVram } else { Reason::VramUnknown };
                 container.reason = (reason, self.gpu_error.clone().unwrap_or_default());
             }
-            taken.extend(uuids);
         }
     }
 
@@ -79,18 +85,26 @@ impl Node {
             |p: &Process| p.phase == Phase::Locked || p.phase != Phase::Away && p.vram_bytes() > 0;
         let half_way = self.processes.of(key).any(|(_, p)| holds(p));
         let fits = || self.ledger.fits(key, &self.container_needs(key), &self.gpus, margin_bytes);
-        match half_way {
+        // With an allocation that waits: it can be taken away again, and does not come first.
+        let home = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
+        match half_way && !home {
             true if fits() => 0,
             true => 1,
             false => 2,
         }
     }
 
-    fn begin_grant(&mut self, key: &Key, uuids: BTreeSet<String>) {
-        let everyone: Vec<ProcessId> =
-            self.processes.keys().copied().filter(|_| self.settings.hold).collect();
-        self.grants
-            .insert(key.clone(), Grant::new(Stage::Holding(BTreeSet::new()), uuids, self.now));
+    fn begin_grant(&mut self, key: &Key, uuids: BTreeSet<String>, want: Option<(ProcessId, u64)>) {
+        let allocates = want.map(|(id, _)| id);
+        let everyone: Vec<ProcessId> = self
+            .processes
+            .keys()
+            .copied()
+            .filter(|id| self.settings.hold && Some(*id) != allocates)
+            .collect();
+        let mut grant = Grant::new(Stage::Holding(BTreeSet::new()), uuids, self.now);
+        grant.want = want;
+        self.grants.insert(key.clone(), grant);
         for id in everyone {
             self.hold(key, id);
         }
@@ -262,17 +276,22 @@ impl Node {
             return;
         }
         // Who has joined since the promise needs its share, and on the same devices.
-        let needs = self.container_needs(key);
+        let needs = self.needs_with(key, self.grants.get(key).and_then(|grant| grant.want));
+        let margin = self.margin_for(key);
         let covers = self.processes.of(key).filter(|(_, p)| p.phase == Phase::Away);
         let covers: BTreeSet<ProcessId> = covers.map(|(id, _)| id).collect();
-        let fits =
-            self.gpu_error.is_none() && self.ledger.fits(key, &needs, &self.gpus, margin_bytes);
+        let fits = self.gpu_error.is_none() && self.ledger.fits(key, &needs, &self.gpus, margin);
+        let home = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
         let Some(grant) = self.grants.get_mut(key) else { return };
         if fits && needs.iter().all(|need| grant.uuids.contains(&need.uuid)) {
             (grant.stage, grant.covers) = (Stage::Granted, covers);
             self.ledger.promise(key, needs);
             self.queue.leave(key);
-            self.advance(key);
+            if !home {
+                self.advance(key);
+            } else if !self.serve_want(key) {
+                self.close_grant(key);
+            }
         } else {
             self.abort_grant(key);
         }

@@ -33,6 +33,7 @@ mod tests;
 mod verdict;
 pub mod victims;
 pub mod view;
+mod wants;
 mod way_home;
 mod way_out;
 pub mod wishes;

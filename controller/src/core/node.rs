@@ -265,6 +265,10 @@ impl Node {
             AgentMessage::Report { order, outcome, phase, cuda_error, .. } => {
                 self.report(id, order, outcome, phase, cuda_error);
             }
+            AgentMessage::Want { ticket, bytes, uuid, attempts } => {
+                self.wanted(id, ticket, bytes, &uuid, attempts);
+            }
+            AgentMessage::WantOver { ticket, served } => self.want_over(id, ticket, served),
             AgentMessage::Notice { hazards } => {
                 if let Some(process) = self.processes.get_mut(&id) {
                     process.hazards.0 |= hazards.0;
@@ -283,6 +287,7 @@ impl Node {
 
     fn due(&mut self, key: &Key) {
         self.check_overdue(key);
+        self.check_want(key);
         self.consider(key);
         self.expect(key);
         self.advance(key);

@@ -66,6 +66,29 @@ impl KeepAlive {
     }
 }
 
+/// What becomes of an allocation that finds no memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OnOom {
+    /// It fails, as it would without us.
+    Fail,
+    /// It waits until neighbours have made room, or its time is over.
+    Wait,
+}
+
+impl OnOom {
+    const WORDS: [(&'static str, OnOom); 2] = [("fail", OnOom::Fail), ("wait", OnOom::Wait)];
+
+    /// The word for it in configuration, annotations and output.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            OnOom::Fail => "fail",
+            OnOom::Wait => "wait",
+        }
+    }
+}
+
 /// The effective policy of one container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policy {
@@ -83,6 +106,10 @@ pub struct Policy {
     pub wake_cost_ms: Millis,
     /// Back ahead of a call that its history makes likely.
     pub prewake: bool,
+    /// What becomes of an allocation that finds no memory.
+    pub on_oom: OnOom,
+    /// How long it waits at most.
+    pub on_oom_timeout_ms: Millis,
 }
 
 impl Policy {
@@ -104,6 +131,8 @@ impl Default for Policy {
             keep_alive: KeepAlive::Fixed,
             wake_cost_ms: 25_000,
             prewake: false,
+            on_oom: OnOom::Fail,
+            on_oom_timeout_ms: 120_000,
         }
     }
 }
@@ -127,6 +156,10 @@ pub struct Rule {
     pub wake_cost_ms: Option<Millis>,
     /// Replaces whether it is brought back ahead of calls.
     pub prewake: Option<bool>,
+    /// Replaces what becomes of an allocation that finds no memory.
+    pub on_oom: Option<OnOom>,
+    /// Replaces how long it waits at most.
+    pub on_oom_timeout_ms: Option<Millis>,
 }
 
 /// The node's values and rules.
@@ -160,6 +193,8 @@ impl Policies {
             policy.keep_alive = rule.keep_alive.unwrap_or(policy.keep_alive);
             policy.wake_cost_ms = rule.wake_cost_ms.unwrap_or(policy.wake_cost_ms);
             policy.prewake = rule.prewake.unwrap_or(policy.prewake);
+            policy.on_oom = rule.on_oom.unwrap_or(policy.on_oom);
+            policy.on_oom_timeout_ms = rule.on_oom_timeout_ms.unwrap_or(policy.on_oom_timeout_ms);
         }
         let mut warnings = Vec::new();
         for (name, value) in annotations {
@@ -196,9 +231,10 @@ fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), String> {
             format!("{accepted} (this version has the driver engine)")
         })?,
         "affinode.io/restore" => word(value, &[("queue", ())])?,
-        "affinode.io/on-oom" => word(value, &[("fail", ())])?,
+        "affinode.io/on-oom" => policy.on_oom = word(value, &OnOom::WORDS)?,
+        "affinode.io/on-oom-timeout" => policy.on_oom_timeout_ms = duration_ms(value)?,
         "affinode.io/inject" => word(value, &[("auto", ()), ("true", ()), ("false", ())])?,
-        _ => return Err("no such annotation; accepted: offload, idle-timeout, priority, keep-alive, prewake, latency-sensitive, engine, restore, on-oom, inject".into()),
+        _ => return Err("no such annotation; accepted: offload, idle-timeout, priority, keep-alive, prewake, latency-sensitive, engine, restore, on-oom, on-oom-timeout, inject".into()),
     }
     Ok(())
 }

@@ -15,6 +15,21 @@ pub struct Pending {
     pub since: Millis,
 }
 
+/// An allocation that found no memory and waits for room.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Want {
+    /// Its number in the process.
+    pub ticket: u64,
+    /// What it needs.
+    pub need: DeviceBytes,
+    /// How often it was tried again.
+    pub attempts: u32,
+    /// Since when it waits.
+    pub since: Millis,
+    /// When it was told to go ahead.
+    pub told: Option<Millis>,
+}
+
 /// What is known of a process. Changed by [`super::Node`] alone.
 #[derive(Clone, Debug)]
 pub struct Process {
@@ -44,6 +59,8 @@ pub struct Process {
     pub bad_page: Option<String>,
     /// It let an order to hold its allocations lapse. For good.
     pub ignores_holds: bool,
+    /// Its allocation that waits for room.
+    pub want: Option<Want>,
     /// The last reading of its page.
     pub page: Option<PageSnapshot>,
 }

@@ -32,17 +32,18 @@ const LEAD_MS: Millis = 5_000;
 
 impl Node {
     /// Sends neighbours away until `needs` fit, those counted that are leaving already.
-    pub(super) fn make_room(&mut self, key: &Key, needs: &[DeviceBytes]) {
+    pub(super) fn make_room(&mut self, key: &Key, needs: &[DeviceBytes], margin: fn(u64) -> u64) {
         if self.sought_room.is_some_and(|t| self.now.saturating_sub(t) < SEEK_MS) {
             return;
         }
         self.sought_room = Some(self.now);
-        let missing = self.missing(key, needs);
+        let missing = self.missing(key, needs, margin);
         let Some(asker) = self.containers.get(key) else { return };
         if missing.iter().all(|need| need.bytes == 0) {
             return;
         }
-        let waited = asker.wake_began.map_or(0, |began| self.now.saturating_sub(began));
+        let began = self.want_of(key).map(|(_, want)| want.since).or(asker.wake_began);
+        let waited = began.map_or(0, |began| self.now.saturating_sub(began));
         let priority = asker.policy.priority;
         let candidates = self.candidates(key);
         let rule = self.settings.victims;
@@ -52,7 +53,12 @@ impl Node {
         }
     }
 
-    fn missing(&self, key: &Key, needs: &[DeviceBytes]) -> Vec<DeviceBytes> {
+    fn missing(
+        &self,
+        key: &Key,
+        needs: &[DeviceBytes],
+        margin: fn(u64) -> u64,
+    ) -> Vec<DeviceBytes> {
         let leaving: Vec<Vec<DeviceBytes>> = self
             .containers
             .iter()
@@ -66,7 +72,7 @@ impl Node {
                 + on_its_way.map(|held| held.bytes).sum::<u64>();
             let promised = self.ledger.promised_bytes(&need.uuid)
                 - self.ledger.promised_to(key).min(self.ledger.promised_bytes(&need.uuid));
-            let wanted = need.bytes + promised + margin_bytes(gpu.total_bytes);
+            let wanted = need.bytes + promised + margin(gpu.total_bytes);
             Some(DeviceBytes { uuid: need.uuid.clone(), bytes: wanted.saturating_sub(free) })
         };
         needs.iter().filter_map(missing).collect()
@@ -76,25 +82,35 @@ impl Node {
         merge_needs(self.processes.of(key).flat_map(|(_, p)| &p.vram))
     }
 
-    fn candidates(&self, asker: &Key) -> Vec<Candidate> {
-        let free = |key: &Key, c: &Container| {
+    /// Whether a container may be sent away for others now. One that waits for room itself
+    /// is not in use: it stands behind whoever asks.
+    pub(super) fn may_be_taken(&self, key: &Key) -> bool {
+        let free = |c: &Container| {
+            let waits = self.want_of(key).is_some() && !self.grants.contains_key(key);
+            let idle = self.now.saturating_sub(c.last_use) >= FREE_MS.min(c.idle_after_ms());
             c.goal == Goal::Home
                 && matches!(c.state, State::Active | State::Idle)
                 && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
-                && self.now.saturating_sub(c.last_use) >= FREE_MS.min(c.idle_after_ms())
+                && (idle || waits)
                 && c.came_home
                     .is_none_or(|t| self.now.saturating_sub(t) >= c.policy.minimum_residency_ms)
                 && self.now >= c.not_before
                 && self.wished(key, false).is_ok()
                 && self.may_offload(key, true).is_ok()
         };
+        self.containers.get(key).is_some_and(free)
+    }
+
+    fn candidates(&self, asker: &Key) -> Vec<Candidate> {
         self.containers
             .iter()
-            .filter(|(key, c)| *key != asker && free(key, c))
+            .filter(|(key, _)| *key != asker && self.may_be_taken(key))
             .map(|(key, c)| {
                 let idle_ms = self.now.saturating_sub(c.last_use);
                 let return_ms = match c.next_use {
                     Some(at) => at.saturating_sub(self.now),
+                    // It comes back as soon as it can.
+                    None if self.want_of(key).is_some() => 0,
                     None => c.history.expected_return_ms(idle_ms, &self.pauses),
                 };
                 let holds = self.holds(key);

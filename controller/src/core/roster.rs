@@ -71,6 +71,7 @@ impl Node {
             })
             .map(|(old, _)| old);
         let full = known.is_none() && self.members(key).len() >= self.settings.max_processes;
+        known.into_iter().for_each(|old| self.end_want(old));
         let Some(container) = self.containers.get_mut(key).filter(|_| !full) else {
             self.effects.push(Effect::Send(
                 id,
@@ -114,6 +115,7 @@ impl Node {
                 waits_for_siblings: false,
                 ignores_holds: before.as_ref().is_some_and(|p| p.ignores_holds),
                 bad_page: before.as_ref().and_then(|p| p.bad_page.clone()),
+                want: None,
                 page: before.and_then(|p| p.page),
             },
         );
@@ -124,7 +126,10 @@ impl Node {
         // Before the Welcome: until then it allocates nothing.
         self.hold_newcomer(id);
         self.hold_for_siblings(id);
-        self.effects.push(Effect::Send(id, ControllerMessage::Welcome { process: id.0 }));
+        let wait_for_room_ms =
+            self.containers.get(key).map_or(0, |c| Node::wait_for_room_ms(&c.policy));
+        let welcome = ControllerMessage::Welcome { process: id.0, wait_for_room_ms };
+        self.effects.push(Effect::Send(id, welcome));
         if let Some(old) = known {
             self.forget_holds(old);
             self.effects.push(Effect::Drop(old));
@@ -150,11 +155,13 @@ impl Node {
         process.connected = false;
         process.pending = None;
         let key = process.key.clone();
+        self.end_want(id);
         self.forget_holds(id);
         self.advance(&key);
     }
 
     pub(super) fn exited(&mut self, id: ProcessId) {
+        self.end_want(id);
         let Some(process) = self.processes.remove(&id) else {
             return;
         };

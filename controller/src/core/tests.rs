@@ -19,10 +19,11 @@ use super::{
     DeviceBytes, Effect, GpuSample, Input, Key, Millis, Node, ProcessId, Record, Request, Settings,
     Survey,
     input::{CommandId, Identity},
-    policy::{KeepAlive, Policies, Policy},
+    policy::{KeepAlive, OnOom, Policies, Policy},
 };
 
-const GPU: &str = "GPU-test";
+const GPU: &str = "GPU-07070707-0707-0707-0707-070707070707";
+const UUID: [u8; 16] = [7; 16];
 const TOTAL: u64 = 1_000;
 
 /// A process with its agent and its share of the device.
@@ -41,6 +42,9 @@ struct Agent {
     calls: u64,
     wants: bool,
     held: bool,
+    /// The allocation that waits for room, outside the driver.
+    asking: Option<Asking>,
+    tickets: u64,
     /// Told to hold on this connection.
     held_here: bool,
     /// The number under which the controller watches it.
@@ -51,6 +55,15 @@ impl Agent {
     fn on_device(&self) -> u64 {
         if self.phase == Phase::Away { 0 } else { self.size }
     }
+}
+
+/// An allocation that found no memory.
+#[derive(Clone, Copy)]
+struct Asking {
+    bytes: u64,
+    attempts: u32,
+    /// Told that there is room.
+    goes_ahead: bool,
 }
 
 struct World {
@@ -82,6 +95,7 @@ fn settings() -> Settings {
         minimum_residency_ms: 0,
         keep_alive,
         prewake,
+        on_oom: OnOom::Wait,
         ..Policy::default()
     };
     Settings { policies: Policies { node, rules: Vec::new() }, ..Settings::default() }
@@ -110,6 +124,7 @@ impl World {
         let announcement = Announcement {
             key: key(n).to_string(),
             id: format!("c{n}"),
+            annotations: [("affinode.io/priority".to_owned(), (n % 2).to_string())].into(),
             ..Announcement::default()
         };
         self.feed(Input::Announced(Box::new(announcement), key(n)));
@@ -170,6 +185,8 @@ impl World {
             calls: 1,
             wants: false,
             held: false,
+            asking: None,
+            tickets: 0,
             held_here: false,
             known_as: ProcessId(self.next),
         };
@@ -178,14 +195,57 @@ impl World {
         self.hello(id);
     }
 
-    /// A process allocates, where it may and where there is room.
+    /// A process allocates, where it may. Without room it waits for it.
     fn allocate(&mut self, id: ProcessId, bytes: u64) {
         let room = TOTAL.saturating_sub(self.used());
         let Some(agent) = self.agents.get_mut(&id) else { return };
-        if agent.phase == Phase::Open && agent.welcomed && !agent.held && bytes <= room {
-            agent.size += bytes;
-            agent.calls += 1;
+        if agent.phase != Phase::Open || !agent.welcomed || agent.held || agent.asking.is_some() {
+            return;
         }
+        agent.calls += 1;
+        if bytes <= room {
+            agent.size += bytes;
+        } else {
+            agent.tickets += 1;
+            agent.asking = Some(Asking { bytes, attempts: 0, goes_ahead: false });
+            self.ask(id);
+        }
+    }
+
+    fn ask(&mut self, id: ProcessId) {
+        let agent = &self.agents[&id];
+        let Some(Asking { bytes, attempts, .. }) = agent.asking else { return };
+        let (ticket, uuid) = (agent.tickets, UUID);
+        self.feed(Input::Message(id, AgentMessage::Want { ticket, bytes, uuid, attempts }));
+    }
+
+    /// An allocation that was told to go ahead does, through the gate.
+    fn try_again(&mut self, id: ProcessId) {
+        let room = TOTAL.saturating_sub(self.used());
+        let Some(agent) = self.agents.get_mut(&id) else { return };
+        let Some(asking) = agent.asking.filter(|asking| asking.goes_ahead) else { return };
+        if agent.phase != Phase::Open {
+            return self.call(id);
+        }
+        if agent.held || !agent.welcomed {
+            return;
+        }
+        if asking.bytes <= room {
+            agent.size += asking.bytes;
+            agent.calls += 1;
+            self.end_ask(id, true);
+        } else {
+            let attempts = asking.attempts + 1;
+            agent.asking = Some(Asking { attempts, goes_ahead: false, ..asking });
+            self.ask(id);
+        }
+    }
+
+    fn end_ask(&mut self, id: ProcessId, served: bool) {
+        let Some(agent) = self.agents.get_mut(&id) else { return };
+        agent.asking = None;
+        let ticket = agent.tickets;
+        self.feed(Input::Message(id, AgentMessage::WantOver { ticket, served }));
     }
 
     /// A process that is welcome and holds VRAM: for tests that need no more.
@@ -220,6 +280,7 @@ impl World {
     fn call(&mut self, id: ProcessId) {
         let Some(agent) = self.agents.get_mut(&id) else { return };
         if agent.phase == Phase::Open {
+            // One that waits for room makes no other call; it may have other threads.
             agent.calls += 1;
         } else {
             agent.wants = true;
@@ -240,7 +301,18 @@ impl World {
             Some(ControllerMessage::Welcome { .. }) => {
                 agent.welcomed = true;
                 agent.held = agent.held_here;
-                return;
+                if let Some(asking) = &mut agent.asking {
+                    asking.goes_ahead = false;
+                }
+                return self.ask(id);
+            }
+            Some(ControllerMessage::Room { ticket, granted }) if ticket == agent.tickets => {
+                match &mut agent.asking {
+                    Some(asking) if granted => asking.goes_ahead = true,
+                    Some(_) => self.end_ask(id, false),
+                    None => {}
+                }
+                return self.try_again(id);
             }
             _ => return,
         };
@@ -378,6 +450,7 @@ impl World {
                 if self.agents[&id].wants {
                     self.call(id);
                 }
+                self.try_again(id);
             }
             while !self.questions.is_empty() {
                 self.answer_question();
@@ -621,6 +694,80 @@ fn a_call_while_it_is_closing_turns_round_before_anything_is_moved() {
     assert_eq!(world.agents[&ProcessId(1)].phase, Phase::Open);
 }
 
+/// Lets time pass until nobody asks for room any more.
+fn until_served(world: &mut World) -> bool {
+    (0..8).any(|_| {
+        world.settle();
+        world.agents.values().all(|agent| agent.asking.is_none())
+    })
+}
+
+#[test]
+fn an_allocation_that_finds_no_memory_waits_for_an_idle_neighbour_to_go() {
+    let mut world = World::new(2);
+    world.running(0, 600);
+    let newcomer = world.running(1, 100);
+    world.allocate(newcomer, 900);
+    assert_eq!(world.agents[&newcomer].asking.map(|a| a.bytes), Some(900));
+    assert!(until_served(&mut world));
+    assert_eq!(world.agents[&newcomer].size, 1_000);
+    assert_eq!(world.node.containers[&key(0)].offloads, 1);
+}
+
+#[test]
+fn two_whose_allocations_need_each_others_room_take_turns() {
+    let mut world = World::new(2);
+    let first = world.running(0, 400);
+    let second = world.running(1, 400);
+    world.allocate(first, 400);
+    world.allocate(second, 400);
+    assert!(world.agents.values().all(|agent| agent.asking.is_some()));
+    assert!(until_served(&mut world));
+    assert_eq!((world.agents[&first].size, world.agents[&second].size), (800, 800));
+}
+
+#[test]
+fn what_can_never_fit_fails_at_once() {
+    let mut world = World::new(1);
+    let id = world.running(0, 600);
+    world.tick();
+    world.allocate(id, 500);
+    while !world.agents[&id].inbox.is_empty() {
+        world.work(id);
+    }
+    assert!(world.agents[&id].asking.is_none());
+    assert_eq!(world.agents[&id].size, 600);
+}
+
+#[test]
+fn an_allocation_of_higher_priority_does_not_wait_behind_a_return_that_may_not_take_its_room() {
+    let mut world = World::new(2);
+    let low = world.running(0, 700);
+    world.settle();
+    let high = world.running(1, 600);
+    world.call(low);
+    // The return has waited for so long that it stands first.
+    world.now += 60_000;
+    world.others = 200;
+    world.allocate(high, 300);
+    assert_eq!(world.node.queue.in_order(world.now), [key(0), key(1)]);
+    world.others = 0;
+    for _ in 0..4 {
+        // It is in use, but for the allocation.
+        world.agents.get_mut(&high).unwrap().calls += 1;
+        world.tick();
+        while !world.questions.is_empty() {
+            world.answer_question();
+        }
+        for id in [low, high] {
+            while !world.agents[&id].inbox.is_empty() {
+                world.work(id);
+            }
+        }
+    }
+    assert_eq!(world.agents[&high].size, 900);
+}
+
 #[derive(Clone, Debug)]
 enum Step {
     Join(usize),
@@ -711,28 +858,40 @@ fn config() -> ProptestConfig {
     ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
 }
 
-proptest! {
-    #![proptest_config(config())]
-
-    /// Whatever happens in whatever order: no restore without room (asserted in `work`), no
-    /// order that does not fit, and at the end nobody waits, nobody is stuck half way, and
-    /// nobody's allocations are held.
-    #[test]
-    fn nobody_is_lost_or_stuck(steps in proptest::collection::vec(step(), 1..200)) {
-        let mut world = World::new(3);
-        let mut command = 0;
-        let mut asked = std::collections::BTreeSet::new();
-        for step in steps {
-            let nth = |n: usize, world: &World| world.agents.keys().copied().nth(n);
-            match step {
-                Step::Join(container) => world.join(container),
-                Step::Allocate(n, bytes) => if let Some(id) = nth(n, &world) { world.allocate(id, bytes) },
-                Step::Call(n) => if let Some(id) = nth(n, &world) { world.call(id) },
-                Step::Work(n) => if let Some(id) = nth(n, &world) { world.work(id) },
-                Step::Question => world.answer_question(),
-                Step::Tick => world.tick(),
-                Step::Exit(n) => if let Some(id) = nth(n, &world) { world.exit(id) },
-                Step::Detach(n, busy) => if let Some(id) = nth(n, &world) {
+/// Takes the steps, lets everything settle, and looks at what is left.
+fn run(steps: Vec<Step>) -> Result<(), TestCaseError> {
+    let mut world = World::new(3);
+    let mut command = 0;
+    let mut asked = std::collections::BTreeSet::new();
+    for step in steps {
+        let nth = |n: usize, world: &World| world.agents.keys().copied().nth(n);
+        match step {
+            Step::Join(container) => world.join(container),
+            Step::Allocate(n, bytes) => {
+                if let Some(id) = nth(n, &world) {
+                    world.allocate(id, bytes)
+                }
+            }
+            Step::Call(n) => {
+                if let Some(id) = nth(n, &world) {
+                    world.try_again(id);
+                    world.call(id);
+                }
+            }
+            Step::Work(n) => {
+                if let Some(id) = nth(n, &world) {
+                    world.work(id)
+                }
+            }
+            Step::Question => world.answer_question(),
+            Step::Tick => world.tick(),
+            Step::Exit(n) => {
+                if let Some(id) = nth(n, &world) {
+                    world.exit(id)
+                }
+            }
+            Step::Detach(n, busy) => {
+                if let Some(id) = nth(n, &world) {
                     world.feed(Input::Detached(id));
                     world.cut(id, busy);
                     let agent = world.agents.remove(&id).unwrap();
@@ -742,43 +901,80 @@ proptest! {
                     if world.agents[&id].inbox.is_empty() {
                         world.hello(id);
                     }
-                },
-                Step::Restart(busy) => {
-                    world.restart(busy);
-                    asked.clear();
-                }
-                Step::Others(bytes) => if world.used() - world.others + bytes <= TOTAL { world.others = bytes },
-                Step::Fail(busy) => world.fail = Some(if busy { Outcome::Busy } else { Outcome::DriverError }),
-                Step::Ask(container, out) => {
-                    command += 1;
-                    asked.insert(CommandId(command));
-                    let request = if out { Request::Offload } else { Request::Restore };
-                    world.feed(Input::Command(CommandId(command), key(container), request));
                 }
             }
-        }
-        world.others = 0;
-        world.fail = None;
-        world.settle();
-        for (id, agent) in &world.agents {
-            prop_assert!(matches!(agent.phase, Phase::Open | Phase::Away), "{id:?} is left in {:?}", agent.phase);
-            prop_assert!(!agent.wants, "{id:?} still waits");
-            prop_assert!(!agent.held, "{id:?} may not allocate");
-        }
-        for n in 0..3 {
-            let members = world.agents.values().filter(|a| a.container == n).count();
-            if members == 0 {
-                continue;
+            Step::Restart(busy) => {
+                world.restart(busy);
+                asked.clear();
             }
-            let state = world.state(n);
-            prop_assert!(matches!(state, State::Active | State::Idle | State::Offloaded), "{n} is left {state}");
+            Step::Others(bytes) => {
+                if world.used() - world.others + bytes <= TOTAL {
+                    world.others = bytes
+                }
+            }
+            Step::Fail(busy) => {
+                world.fail = Some(if busy { Outcome::Busy } else { Outcome::DriverError })
+            }
+            Step::Ask(container, out) => {
+                command += 1;
+                asked.insert(CommandId(command));
+                let request = if out { Request::Offload } else { Request::Restore };
+                world.feed(Input::Command(CommandId(command), key(container), request));
+            }
         }
-        for (command, _) in &world.answers {
-            asked.remove(command);
-        }
-        prop_assert!(asked.is_empty(), "nobody answers {asked:?}");
-        prop_assert!(world.node.queue.is_empty());
-        prop_assert!(world.node.grants.is_empty());
-        prop_assert_eq!(world.node.ledger.promised_bytes(GPU), 0);
     }
+    world.others = 0;
+    world.fail = None;
+    world.settle();
+    for (id, agent) in &world.agents {
+        prop_assert!(
+            matches!(agent.phase, Phase::Open | Phase::Away),
+            "{id:?} is left in {:?}",
+            agent.phase
+        );
+        prop_assert!(!agent.wants, "{id:?} still waits");
+        prop_assert!(!agent.held, "{id:?} may not allocate");
+        prop_assert!(agent.asking.is_none(), "an allocation of {id:?} still waits");
+    }
+    for n in 0..3 {
+        let members = world.agents.values().filter(|a| a.container == n).count();
+        if members == 0 {
+            continue;
+        }
+        let state = world.state(n);
+        prop_assert!(
+            matches!(state, State::Active | State::Idle | State::Offloaded),
+            "{n} is left {state}"
+        );
+    }
+    for (command, _) in &world.answers {
+        asked.remove(command);
+    }
+    prop_assert!(asked.is_empty(), "nobody answers {asked:?}");
+    prop_assert!(world.node.queue.is_empty());
+    prop_assert!(world.node.grants.is_empty());
+    prop_assert_eq!(world.node.ledger.promised_bytes(GPU), 0);
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(config())]
+
+    /// Whatever happens in whatever order: no restore without room (asserted in `work`), no
+    /// order that does not fit, and at the end nobody waits, nobody is stuck half way, and
+    /// nobody's allocations are held.
+    #[test]
+    fn nobody_is_lost_or_stuck(steps in proptest::collection::vec(step(), 1..200)) {
+        run(steps)?;
+    }
+}
+
+/// What random steps have found once.
+#[test]
+fn a_process_that_was_closed_when_its_controller_died_and_then_finds_no_memory_is_served() {
+    let mut steps = vec![Step::Join(2), Step::Join(2), Step::Work(1), Step::Ask(2, true)];
+    steps.extend([Step::Allocate(1, 240), Step::Question, Step::Others(380), Step::Work(0)]);
+    steps.extend([Step::Restart(true), Step::Allocate(0, 381), Step::Work(1), Step::Tick]);
+    steps.extend([Step::Tick, Step::Others(0), Step::Tick]);
+    run(steps).unwrap();
 }

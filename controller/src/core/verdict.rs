@@ -50,6 +50,9 @@ impl Node {
         if asked {
             return Ok(());
         }
+        if let Some((_, want)) = self.want_of(key) {
+            return Err((Reason::AllocationWaits, super::wants::size(want.need.bytes)));
+        }
         if self.now.saturating_sub(c.last_use) < c.idle_after_ms() {
             return refuse(Reason::RecentCalls);
         }

@@ -139,7 +139,8 @@ impl Node {
             return;
         }
         let priority = container.policy.priority;
-        self.queue.enter(key, priority, now);
+        let since = self.want_of(key).map_or(now, |(_, want)| want.since);
+        self.queue.enter(key, priority, since);
         if container.state != State::Lost {
             self.set_state(key, State::Queued, self.cause(key), "", 0, 0);
         }
@@ -152,6 +153,7 @@ impl Node {
             return;
         };
         if matches!(container.state, State::Active | State::Idle | State::Unregistered) {
+            self.serve_want(key);
             return;
         }
         let was_away = self.processes.of(key).any(|(_, p)| p.away.is_some());
@@ -182,8 +184,11 @@ impl Node {
             }
         }
         self.siblings_are_back(key);
-        self.close_grant(key);
-        self.queue.leave(key);
+        if !self.serve_want(key) {
+            self.close_grant(key);
+            self.queue.leave(key);
+            self.queue_want(key);
+        }
         self.journal_nobody(key);
         self.set_state(key, State::Active, reason, &detail, bytes, elapsed);
         self.answer(key, Request::Restore, true, bytes, elapsed);

@@ -26,6 +26,11 @@ impl Node {
         container.cause = why;
         container.reason = (why, String::new());
         container.offload_began = Some(self.now);
+        if self.want_of(key).is_some() {
+            // It will need room for itself as well.
+            self.end_want_grant(key);
+            self.queue.leave(key);
+        }
         self.survey(key);
     }
 
@@ -128,6 +133,12 @@ impl Node {
         let cause = container.cause;
         self.set_state(key, State::Offloaded, cause, "", bytes, elapsed);
         self.answer(key, Request::Offload, true, bytes, elapsed);
+        if self.want_of(key).is_some()
+            && let Some(container) = self.containers.get_mut(key)
+        {
+            (container.goal, container.cause) = (Goal::Home, Reason::AllocationWaits);
+            self.advance(key);
+        }
     }
 
     pub(super) fn away_bytes(&self, key: &Key) -> u64 {

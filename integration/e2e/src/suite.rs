@@ -5,11 +5,13 @@
 //! | [`cycle`] | a plain CUDA process and a torch process, as root and as uid 1000: idle, away, back, same results |
 //! | [`crashers`] | the five calls that kill: with the library 30 of 30 return, without it the program dies |
 //! | [`alone`] | a process that is called while no controller answers brings itself back |
+//! | [`bursts`] | three on VRAM for one, and a newcomer whose allocations wait for most of it: all go on, none fails |
 //! | [`cost`] | a hooked call against a direct one, a torch step with and without the library, a wake against the driver's own |
 //!
 //! It runs on the simulated GPU as well, less what needs torch.
 
 mod alone;
+mod bursts;
 mod cost;
 mod crashers;
 mod cycle;
@@ -26,8 +28,9 @@ use crate::{
     world::{Recipe, World},
 };
 
+pub use bursts::oversubscribed;
 pub use cost::wake_ms;
-pub use report::Report;
+pub use report::{Report, Rows};
 
 /// Idle after a second; nothing keeps a container once it is idle.
 const CONFIG: &str = r#"
@@ -53,6 +56,7 @@ pub fn run(release: &Release, gpu: Gpu) -> Result<Report> {
     report.part(&world, "plain process, uid 1000", |world, rows| cycle::plain(world, "user", rows));
     report.part(&world, "crashing calls", crashers::with_and_without);
     report.part(&world, "no controller", alone::comes_back);
+    report.part(&world, "more wanted than there is", bursts::oversubscribed);
     report.part(&world, "cost of a call", cost::calls);
     report.part(&world, "cost of a wake", cost::wakes);
     match torch::Torch::find(&world) {

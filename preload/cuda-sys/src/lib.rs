@@ -69,6 +69,20 @@ pub struct MemAccessDesc {
     pub flags: u32,
 }
 
+/// The beginning of `CUmemAllocationProp`, as far as it is read here.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct MemAllocationProp {
+    /// Kind of allocation.
+    pub allocation_type: u32,
+    /// Kinds of handles that may be made of it.
+    pub handle_types: u32,
+    /// [`LOCATION_DEVICE`] or another kind of place.
+    pub location_type: u32,
+    /// Device ordinal where the kind is a device.
+    pub location_id: i32,
+}
+
 /// `CU_MEM_LOCATION_TYPE_DEVICE`.
 pub const LOCATION_DEVICE: u32 = 1;
 /// `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`.
@@ -82,6 +96,10 @@ pub type CheckpointFn = unsafe extern "C" fn(i32, *mut CheckpointArgs) -> u32;
 pub type CheckpointGetStateFn = unsafe extern "C" fn(i32, *mut u32) -> u32;
 /// `cuDriverGetVersion`.
 pub type DriverGetVersionFn = unsafe extern "C" fn(*mut i32) -> u32;
+/// `cuCtxGetDevice`.
+pub type CtxGetDeviceFn = unsafe extern "C" fn(*mut i32) -> u32;
+/// `cuDeviceGetUuid`, `cuDeviceGetUuid_v2`: 16 bytes.
+pub type DeviceGetUuidFn = unsafe extern "C" fn(*mut core::ffi::c_void, i32) -> u32;
 /// `cuPointerGetAttribute`.
 pub type PointerGetAttributeFn = unsafe extern "C" fn(*mut core::ffi::c_void, u32, u64) -> u32;
 

@@ -24,6 +24,7 @@ use self::machine::Machine;
 use self::silence::{Silence, Situation};
 use crate::page::Page;
 use crate::process::PROCESS;
+use crate::room::{Case, Want};
 use crate::{libc, process, sys};
 
 const LOOK: u64 = 1 << (sys::SIGURG - 1);
@@ -48,8 +49,10 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
             hold: Hold::AtStart,
             told_hazards: Hazards(0),
             wake_sent: None,
+            want_sent: None,
         }
         .run();
+        PROCESS.desk.set_wait_ms(0);
     } else if let Some(page) = process::page() {
         // The page's file is gone already: nobody will ever say that calls may go on.
         page.set_gate(Gate::Open);
@@ -72,6 +75,8 @@ struct Agent {
     told_hazards: Hazards,
     /// Generation and time of the last Wake.
     wake_sent: Option<(u64, u64)>,
+    /// Ticket and attempts of the allocation that was last told of.
+    want_sent: Option<(u64, u32)>,
 }
 
 /// Why allocations are held.
@@ -129,20 +134,22 @@ impl Agent {
                     return Managed::NoMore;
                 }
                 ControllerMessage::Refuse { retry: true, .. } => self.link.lose(sys::now_us()),
-                ControllerMessage::Welcome { .. } => {
+                ControllerMessage::Welcome { wait_for_room_ms, .. } => {
                     self.link.set_welcomed();
+                    PROCESS.desk.set_wait_ms(wait_for_room_ms);
                     if self.hold != Hold::Now {
                         self.machine.release_allocations(&mut self.own);
                     }
                     // The hello said what it knew; what came since is told anew.
                     self.told_hazards = Hazards(0);
-                    self.wake_sent = None;
+                    (self.wake_sent, self.want_sent) = (None, None);
                 }
                 // Nothing else before the welcome: such a controller is none.
                 _ if !self.link.is_welcomed() && !is_hold(&message) => {
                     self.link.lose(sys::now_us())
                 }
                 ControllerMessage::WakeAck { .. } => self.heard = true,
+                ControllerMessage::Room { ticket, granted } => PROCESS.desk.answer(ticket, granted),
                 ControllerMessage::Order { order, action } => {
                     // A hazard that came up is known before the answer.
                     self.tell_hazards();
@@ -172,6 +179,7 @@ impl Agent {
             return;
         }
         self.tell_hazards();
+        self.tell_want();
         let (now_us, waiters) = (sys::now_us(), self.waiters());
         let generation = self.page.generation.load(Ordering::SeqCst);
         let due = self.wake_sent.is_none_or(|(told, at_us)| {
@@ -185,6 +193,25 @@ impl Agent {
                 hook: PROCESS.waiting_hook.load(Ordering::Relaxed),
             };
             self.link.send(now_us, &wake);
+        }
+    }
+
+    /// Tells of the allocation that waits for room, and when it does no more.
+    fn tell_want(&mut self) {
+        let case = PROCESS.desk.case();
+        if let Some((ticket, _)) = self.want_sent
+            && case.is_none_or(|case| case.ticket != ticket)
+        {
+            self.want_sent = None;
+            let served = PROCESS.desk.was_served(ticket);
+            self.link.send(sys::now_us(), &AgentMessage::WantOver { ticket, served });
+        }
+        let Some(Case { ticket, want, attempts, asked: true }) = case else { return };
+        if self.want_sent != Some((ticket, attempts)) {
+            self.want_sent = Some((ticket, attempts));
+            let Want { bytes, uuid } = want;
+            let message = AgentMessage::Want { ticket, bytes, uuid, attempts };
+            self.link.send(sys::now_us(), &message);
         }
     }
 

@@ -12,6 +12,7 @@
 //   start <function>     calls it on a thread; `join` answers its result
 //   signal <function>    calls it in a signal handler, answers the result
 //   inside <n> / release waits until n calls block in the driver / lets one go
+//   short <n>            the next n allocations find no memory
 //   callback             starts a call that blocks, then calls back cuCtxSynchronize
 //   same <f>             whether two look-ups give the same address
 //   closefds             closes all descriptors from 3 on
@@ -153,7 +154,7 @@ int main(int argc, char **argv)
 	static char line[128], name[64];
 	static pthread_t started;
 	long (*calls)(void);
-	void (*let_go)(void), (*wait_inside)(int);
+	void (*let_go)(void), (*wait_inside)(int), (*run_short)(int);
 	int count;
 	route = argv[1];
 	if (getenv("CLIENT_DENY"))
@@ -166,6 +167,7 @@ int main(int argc, char **argv)
 #endif
 	*(void **)&calls = dlsym(handle, "stub_calls");
 	*(void **)&let_go = dlsym(handle, "stub_release");
+	*(void **)&run_short = dlsym(handle, "stub_short");
 	*(void **)&wait_inside = dlsym(handle, "stub_wait_inside");
 	while (fgets(line, sizeof line, stdin)) {
 		long answer = 0;
@@ -197,6 +199,8 @@ int main(int argc, char **argv)
 			answer = handled_result;
 		} else if (sscanf(line, "inside %d", &count) == 1) {
 			wait_inside(count);
+		} else if (sscanf(line, "short %d", &count) == 1) {
+			run_short(count);
 		} else if (!strncmp(line, "release", 7)) {
 			let_go();
 		} else if (sscanf(line, "same %63s", name) == 1) {

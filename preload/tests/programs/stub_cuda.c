@@ -22,7 +22,10 @@ static CUresult touch(void)
 	return 0;
 }
 
+static int short_of_memory;
+
 // For the client, by names that no hook knows.
+EXPORT void stub_short(int failures) { __atomic_store_n(&short_of_memory, failures, __ATOMIC_SEQ_CST); }
 EXPORT long stub_calls(void) { return __atomic_load_n(&calls, __ATOMIC_RELAXED); }
 
 EXPORT void stub_release(void)
@@ -48,7 +51,18 @@ EXPORT CUresult cuStreamSynchronize(void *stream) { return touch(); }
 EXPORT CUresult cuStreamSynchronize_ptsz(void *stream) { return touch(); }
 EXPORT CUresult cuStreamQuery(void *stream) { return touch(); }
 EXPORT CUresult cuEventQuery(void *event) { return touch(); }
-EXPORT CUresult cuMemAlloc_v2(uint64_t *at, size_t bytes) { *at = 1; return touch(); }
+EXPORT CUresult cuMemAlloc_v2(uint64_t *at, size_t bytes)
+{
+	*at = 1;
+	if (__atomic_load_n(&short_of_memory, __ATOMIC_SEQ_CST) > 0) {
+		__atomic_fetch_sub(&short_of_memory, 1, __ATOMIC_SEQ_CST);
+		touch();
+		return 2;
+	}
+	return touch();
+}
+EXPORT CUresult cuCtxGetDevice(int *device) { *device = 3; return 0; }
+EXPORT CUresult cuDeviceGetUuid_v2(unsigned char *uuid, int device) { memset(uuid, 0x40 + device, 16); return 0; }
 EXPORT CUresult cuMemAllocManaged(uint64_t *at, size_t bytes, unsigned flags) { *at = 1; return touch(); }
 EXPORT CUresult cuCtxEnablePeerAccess(void *peer, unsigned flags) { return touch(); }
 EXPORT CUresult cuFutureCall(void) { return touch(); }

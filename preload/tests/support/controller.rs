@@ -66,8 +66,13 @@ impl Controller {
 
     /// The next agent, welcomed.
     pub fn welcome(&self) -> Connection {
+        self.welcome_to_wait(0)
+    }
+
+    /// The next agent, welcomed, whose allocations may wait for room.
+    pub fn welcome_to_wait(&self, wait_for_room_ms: u32) -> Connection {
         let mut connection = self.accept();
-        connection.send(ControllerMessage::Welcome { process: 1 });
+        connection.send(ControllerMessage::Welcome { process: 1, wait_for_room_ms });
         connection
     }
 }
@@ -156,6 +161,18 @@ impl Connection {
             self.note(message);
         }
         self.notices.remove(0)
+    }
+
+    /// Waits for word of an allocation that waits for room, or waits no more.
+    pub fn want(&mut self) -> AgentMessage {
+        loop {
+            match self.receive() {
+                message @ (AgentMessage::Want { .. } | AgentMessage::WantOver { .. }) => {
+                    return message;
+                }
+                other => self.note(other),
+            }
+        }
     }
 
     /// Waits for the other side to end the connection.

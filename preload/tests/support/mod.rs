@@ -164,6 +164,13 @@ impl Client {
         self.child.id()
     }
 
+    /// Ends it with SIGTERM, which it does not handle, and waits for that.
+    pub fn terminate(mut self) {
+        let pid = nix::unistd::Pid::from_raw(self.child.id() as i32);
+        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM).unwrap();
+        assert!(!self.child.wait().unwrap().success());
+    }
+
     /// Ends its input and waits for its end.
     pub fn finish(mut self) {
         drop(self.stdin);

@@ -10,6 +10,9 @@
 //!   Report (one per order)  ───────────────>
 //!   Wake (at once, then every second) ─────>
 //!                    <──────────────────────  WakeAck, later Order(Restore), Order(Unlock), Order(Open)
+//!   Want ──────────────────────────────────>   an allocation failed for lack of memory and waits
+//!                    <──────────────────────  Room: try again now, or give up
+//!   WantOver ──────────────────────────────>
 //! ```
 
 use super::{Hazards, Phase, wire_enum};
@@ -118,6 +121,26 @@ pub enum AgentMessage {
         /// All that are known now.
         hazards: Hazards,
     },
+    /// An allocation failed for lack of device memory and waits for room, outside the
+    /// driver. Sent again when it failed again, and after each Welcome. Only sent after a
+    /// [`ControllerMessage::Welcome`] that allows it.
+    Want {
+        /// Number of the allocation, unique in the process.
+        ticket: u64,
+        /// Bytes that it asks for; 0 when only the driver knows (a context, a module).
+        bytes: u64,
+        /// The device's UUID, as `cuDeviceGetUuid` has it.
+        uuid: [u8; 16],
+        /// How often it was tried again, and failed again.
+        attempts: u32,
+    },
+    /// That allocation waits no more.
+    WantOver {
+        /// Which.
+        ticket: u64,
+        /// Whether it was made.
+        served: bool,
+    },
 }
 
 /// From the controller.
@@ -127,6 +150,9 @@ pub enum ControllerMessage {
     Welcome {
         /// The controller's number for the process.
         process: u64,
+        /// How long an allocation that fails for lack of memory may wait for room, in
+        /// milliseconds; 0: it fails at once, as it would without us.
+        wait_for_room_ms: u32,
     },
     /// The process is not managed; it runs on as if we were not there. The
     /// connection ends; the agent does not come back when `retry` is false.
@@ -149,6 +175,13 @@ pub enum ControllerMessage {
         generation: u64,
         /// Place in the queue, 0: being restored now.
         position: u32,
+    },
+    /// The answer to a [`AgentMessage::Want`].
+    Room {
+        /// Which.
+        ticket: u64,
+        /// Whether there is room now. If not, there will not be: the allocation fails.
+        granted: bool,
     },
 }
 
@@ -196,6 +229,12 @@ impl Writer {
         self.at += 8;
         self
     }
+
+    fn bytes(mut self, bytes: &[u8; 16]) -> Writer {
+        self.frame[self.at..self.at + 16].copy_from_slice(bytes);
+        self.at += 16;
+        self
+    }
 }
 
 struct Reader<'a> {
@@ -224,6 +263,13 @@ impl<'a> Reader<'a> {
         word.copy_from_slice(&self.frame[self.at..self.at + 8]);
         self.at += 8;
         u64::from_le_bytes(word)
+    }
+
+    fn bytes(&mut self) -> [u8; 16] {
+        let mut bytes = [0; 16];
+        bytes.copy_from_slice(&self.frame[self.at..self.at + 16]);
+        self.at += 16;
+        bytes
     }
 
     fn phase(&mut self) -> Result<Phase, FrameError> {
@@ -263,6 +309,12 @@ impl AgentMessage {
                     .u64(elapsed_us)
             }
             AgentMessage::Notice { hazards } => Writer::new(4).u32(hazards.0),
+            AgentMessage::Want { ticket, bytes, uuid, attempts } => {
+                Writer::new(8).u64(ticket).u64(bytes).bytes(&uuid).u32(attempts)
+            }
+            AgentMessage::WantOver { ticket, served } => {
+                Writer::new(9).u64(ticket).u32(u32::from(served))
+            }
         }
         .frame
     }
@@ -296,6 +348,13 @@ impl AgentMessage {
                 })
             }
             4 => Ok(AgentMessage::Notice { hazards: Hazards(r.u32()) }),
+            8 => Ok(AgentMessage::Want {
+                ticket: r.u64(),
+                bytes: r.u64(),
+                uuid: r.bytes(),
+                attempts: r.u32(),
+            }),
+            9 => Ok(AgentMessage::WantOver { ticket: r.u64(), served: r.u32() != 0 }),
             other => Err(FrameError::Kind(other)),
         }
     }
@@ -306,7 +365,9 @@ impl ControllerMessage {
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_BYTES] {
         match *self {
-            ControllerMessage::Welcome { process } => Writer::new(101).u64(process),
+            ControllerMessage::Welcome { process, wait_for_room_ms } => {
+                Writer::new(101).u64(process).u32(wait_for_room_ms)
+            }
             ControllerMessage::Refuse { version, retry } => {
                 Writer::new(102).u32(version).u32(u32::from(retry))
             }
@@ -326,6 +387,9 @@ impl ControllerMessage {
             ControllerMessage::WakeAck { generation, position } => {
                 Writer::new(104).u64(generation).u32(position)
             }
+            ControllerMessage::Room { ticket, granted } => {
+                Writer::new(108).u64(ticket).u32(u32::from(granted))
+            }
         }
         .frame
     }
@@ -337,7 +401,7 @@ impl ControllerMessage {
     pub fn decode(frame: &[u8; FRAME_BYTES]) -> Result<ControllerMessage, FrameError> {
         let (kind, mut r) = Reader::open(frame)?;
         match kind {
-            101 => Ok(ControllerMessage::Welcome { process: r.u64() }),
+            101 => Ok(ControllerMessage::Welcome { process: r.u64(), wait_for_room_ms: r.u32() }),
             102 => Ok(ControllerMessage::Refuse { version: r.u32(), retry: r.u32() != 0 }),
             103 => {
                 let order = r.u64();
@@ -359,6 +423,7 @@ impl ControllerMessage {
                 Ok(ControllerMessage::Order { order, action })
             }
             104 => Ok(ControllerMessage::WakeAck { generation: r.u64(), position: r.u32() }),
+            108 => Ok(ControllerMessage::Room { ticket: r.u64(), granted: r.u32() != 0 }),
             other => Err(FrameError::Kind(other)),
         }
     }
@@ -389,6 +454,8 @@ mod tests {
                 elapsed_us: 12,
             },
             AgentMessage::Notice { hazards: Hazards::MANAGED_MEMORY },
+            AgentMessage::Want { ticket: 3, bytes: 1 << 40, uuid: [7; 16], attempts: 2 },
+            AgentMessage::WantOver { ticket: 3, served: true },
         ] {
             assert_eq!(AgentMessage::decode(&message.encode()), Ok(message));
         }
@@ -404,9 +471,10 @@ mod tests {
         ];
         let orders = actions.map(|action| ControllerMessage::Order { order: 8, action });
         for message in orders.into_iter().chain([
-            ControllerMessage::Welcome { process: 1 },
+            ControllerMessage::Welcome { process: 1, wait_for_room_ms: 60_000 },
             ControllerMessage::Refuse { version: 1, retry: true },
             ControllerMessage::WakeAck { generation: 1, position: 2 },
+            ControllerMessage::Room { ticket: 3, granted: true },
         ]) {
             assert_eq!(ControllerMessage::decode(&message.encode()), Ok(message));
         }

@@ -36,6 +36,15 @@ impl Rows {
         self.rows.push((what.into(), value, unit, goal.into(), met));
     }
 
+    /// What missed its goal.
+    #[must_use]
+    pub fn missed(&self) -> Vec<String> {
+        let missed = self.rows.iter().filter(|row| !row.4);
+        missed
+            .map(|(what, value, unit, goal, _)| format!("{what}: {value} {unit}, not {goal}"))
+            .collect()
+    }
+
     /// So many of so many.
     pub fn count(&mut self, what: &str, good: usize, of: usize) {
         self.want(what, good as f64, "", &format!("{of} of {of}"), good == of);

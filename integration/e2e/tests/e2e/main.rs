@@ -13,6 +13,7 @@ mod libc;
 mod lifecycle;
 mod matrix;
 mod offload;
+mod on_oom;
 mod pods;
 mod policy;
 mod pressure;

@@ -1,0 +1,159 @@
+//! Allocations that find no memory.
+
+use affinode_e2e::{
+    container::Spec,
+    gpu::Gpu,
+    suite,
+    until::until,
+    worker::{USUAL, Worker},
+    world::{MIB, Recipe, World},
+};
+use anyhow::{Context, Result};
+use nix::sys::signal::{Signal, kill};
+
+use crate::offload::EAGER;
+
+const VRAM_MIB: u64 = 512;
+const OUT_OF_MEMORY: i32 = 2;
+
+/// Nothing leaves before somebody needs its room.
+fn world() -> Result<World> {
+    let config = EAGER.replace("eager", "pressure");
+    Recipe::default().gpu(Gpu::Simulated { vram_bytes: VRAM_MIB * MIB }).config(&config).world()
+}
+
+fn waiting(id: &str, mib: u64) -> Spec {
+    Worker::spec(id, USUAL, mib).annotation("affinode.io/on-oom", "wait")
+}
+
+fn start(world: &World, spec: Spec) -> Result<Worker> {
+    let mut worker = Worker::start_as(world, spec)?;
+    worker.wait_filled()?;
+    Ok(worker)
+}
+
+fn reasons(world: &World, of: &str) -> Result<Vec<String>> {
+    let events = world.cli().events()?;
+    let own = events.into_iter().filter(|e| e.kind == "allocation" && e.container.contains(of));
+    Ok(own.map(|event| event.reason).collect())
+}
+
+#[test]
+fn an_idle_neighbour_makes_room_for_an_allocation_that_waits() -> Result<()> {
+    let world = world()?;
+    let mut idle = start(&world, Worker::spec("idle", USUAL, 320))?;
+    // Even its first, and the context before it.
+    let mut newcomer = start(&world, waiting("newcomer", 300))?;
+    world.cli().wait_for_state("idle", "Offloaded")?;
+    assert!(newcomer.verify()?);
+    assert_eq!(reasons(&world, "newcomer")?, ["allocation-waits", "room-found"]);
+    assert!(idle.verify()?);
+    assert!(newcomer.verify()?);
+    Ok(())
+}
+
+#[test]
+fn without_the_annotation_an_allocation_fails_at_once() -> Result<()> {
+    let world = world()?;
+    let mut idle = start(&world, Worker::spec("idle", USUAL, 320))?;
+    let mut other = start(&world, Worker::spec("other", USUAL, 64))?;
+    assert_eq!(other.ask("alloc 300")?.result, OUT_OF_MEMORY);
+    assert!(idle.verify()?);
+    assert_eq!(world.cli().container("idle")?.map(|row| row.offloads), Some(0));
+    Ok(())
+}
+
+#[test]
+fn what_can_never_fit_fails_at_once_and_what_finds_no_room_fails_in_time() -> Result<()> {
+    let world = world()?;
+    let busy = waiting("busy", 300);
+    let mut busy = {
+        let mut spec = busy;
+        spec.argv.extend(["--period-ms".into(), "20".into()]);
+        start(&world, spec)?
+    };
+    let spec = waiting("short", 64).annotation("affinode.io/on-oom-timeout", "1s");
+    let mut short = start(&world, spec)?;
+    assert_eq!(short.ask("alloc 600")?.result, OUT_OF_MEMORY);
+    assert_eq!(reasons(&world, "short")?, ["no-room"]);
+    assert_eq!(short.ask("alloc 300")?.result, OUT_OF_MEMORY);
+    until("the end of the wait to be told", || {
+        let told = reasons(&world, "short")?;
+        Ok((told == ["no-room", "allocation-waits", "no-room-in-time"]).then_some(()))
+    })?;
+    // It runs on, and whoever was in use was left alone.
+    assert!(short.verify()?);
+    assert_eq!(world.cli().container("busy")?.map(|row| row.offloads), Some(0));
+    busy.expect("period").map(|_| ())
+}
+
+#[test]
+fn who_waits_says_so_and_can_be_ended() -> Result<()> {
+    let world = world()?;
+    let mut spec = Worker::spec("busy", USUAL, 300);
+    spec.argv.extend(["--period-ms".into(), "20".into()]);
+    let busy = start(&world, spec)?;
+    let mut waiter = start(&world, waiting("waiter", 64))?;
+    waiter.send("alloc 300")?;
+    until("the reason of who waits", || {
+        let row = world.cli().container("waiter")?;
+        Ok(row.filter(|row| row.state == "Active" && row.reason == "allocation-waits"))
+    })?;
+    assert!(!waiter.has_answer()?);
+    waiter.running.kill(&world)?;
+    waiter.running.delete(&world)?;
+    // Nothing of it is left behind: the next one is served.
+    let mut next = start(&world, waiting("next", 64))?;
+    next.send("alloc 300")?;
+    busy.running.kill(&world)?;
+    assert_eq!(next.expect("alloc")?.result, 0);
+    Ok(())
+}
+
+#[test]
+fn two_that_each_need_the_others_room_take_turns() -> Result<()> {
+    let world = world()?;
+    let mut alpha = start(&world, waiting("alpha", 180))?;
+    let mut beta = start(&world, waiting("beta", 180))?;
+    alpha.send("alloc 180")?;
+    beta.send("alloc 180")?;
+    alpha.expect("alloc")?;
+    beta.expect("alloc")?;
+    assert!(alpha.verify()? && beta.verify()?);
+    Ok(())
+}
+
+#[test]
+fn a_restart_of_the_controller_does_not_end_the_wait() -> Result<()> {
+    let world = world()?;
+    let mut spec = Worker::spec("busy", USUAL, 300);
+    spec.argv.extend(["--period-ms".into(), "20".into()]);
+    let busy = start(&world, spec)?;
+    let mut waiter = start(&world, waiting("waiter", 64))?;
+    waiter.send("alloc 300")?;
+    let waits = |world: &World| -> Result<_> {
+        let row = world.cli().container("waiter")?;
+        Ok(row.filter(|row| row.reason == "allocation-waits"))
+    };
+    until("who waits to be known", || waits(&world))?;
+    let old = world.controller()?.context("a controller runs")?.pid;
+    kill(old, Signal::SIGKILL)?;
+    until("the next controller to know who waits", || {
+        let new = world.controller()?.map(|process| process.pid);
+        Ok(if new == Some(old) { None } else { waits(&world).unwrap_or_default() })
+    })?;
+    busy.running.kill(&world)?;
+    assert_eq!(waiter.expect("alloc")?.result, 0);
+    Ok(())
+}
+
+/// The scene of the suite for GPU machines.
+#[test]
+fn three_on_vram_for_one_and_a_newcomer_that_needs_most_of_it_all_go_on() -> Result<()> {
+    let config = EAGER.replace("200ms", "500ms");
+    let world = Recipe::default().config(&config).world()?;
+    let mut rows = suite::Rows::default();
+    suite::oversubscribed(&world, &mut rows)?;
+    assert_eq!(rows.missed(), Vec::<String>::new());
+    Ok(())
+}
