@@ -81,6 +81,40 @@ impl Journal {
     }
 }
 
+/// Records whose containers nobody has announced yet: their shims may have died together with
+/// the controller that wrote them, and then nobody will.
+#[derive(Debug, Default)]
+pub struct Unclaimed(Vec<(Key, Vec<(u32, u64)>)>);
+
+impl Unclaimed {
+    /// Takes note of a record that was read.
+    pub fn add(&mut self, key: Key, record: &Record) {
+        let processes = record.processes.iter().map(|p| (p.pid, p.start_ticks)).collect();
+        self.0.push((key, processes));
+    }
+
+    /// The containers whose records are of use to nobody: not announced, and none of their
+    /// processes (pid, start time) lives. They, and those that were announced, are forgotten.
+    pub fn useless(
+        &mut self,
+        announced: impl Fn(&Key) -> bool,
+        lives: impl Fn(u32, u64) -> bool,
+    ) -> Vec<Key> {
+        let mut useless = Vec::new();
+        self.0.retain(|(key, processes)| {
+            if announced(key) {
+                return false;
+            }
+            let of_use = processes.iter().any(|(pid, start)| lives(*pid, *start));
+            if !of_use {
+                useless.push(key.clone());
+            }
+            of_use
+        });
+        useless
+    }
+}
+
 fn digest(body: &str) -> String {
     Sha256::digest(body).iter().map(|byte| format!("{byte:02x}")).collect()
 }
@@ -102,6 +136,19 @@ fn read(path: &Path) -> Result<Record, String> {
 mod tests {
     use super::*;
     use crate::core::{DeviceBytes, RecordedProcess};
+
+    #[test]
+    fn a_record_is_useless_once_nobody_of_it_lives_and_nobody_announced_it() {
+        let key = |n: u8| Key::parse(&format!("{n:032x}")).unwrap();
+        let process = |pid| RecordedProcess { pid, start_ticks: 1, away: Vec::new() };
+        let record = |pid| Record { step: "checkpoint".into(), processes: vec![process(pid)] };
+        let mut unclaimed = Unclaimed::default();
+        (1..=3).for_each(|n| unclaimed.add(key(n), &record(n.into())));
+        let announced = |k: &Key| *k == key(1);
+        assert_eq!(unclaimed.useless(announced, |pid, _| pid == 3), [key(2)]);
+        assert_eq!(unclaimed.useless(announced, |_, _| false), [key(3)]);
+        assert!(unclaimed.useless(announced, |_, _| false).is_empty());
+    }
 
     #[test]
     fn a_record_comes_back_and_a_damaged_one_is_named() {

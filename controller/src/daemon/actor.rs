@@ -31,7 +31,7 @@ use crate::{
         CommandId, Effect, Input, Key, Millis, Node, ProcessId, Request, container::display_name,
     },
     inventory::{Finding, Inventory, Question, memory::MemoryRules, process},
-    journal::Journal,
+    journal::{Journal, Unclaimed},
     report, wishes,
 };
 
@@ -72,6 +72,7 @@ struct Actor {
     mail: mpsc::Sender<AgentMail>,
     inventory: Inventory,
     journal: Journal,
+    unclaimed: Unclaimed,
     events: Arc<EventLog>,
     commands: HashMap<CommandId, oneshot::Sender<ActionResponse>>,
     next_command: u64,
@@ -111,6 +112,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         mail,
         inventory,
         journal,
+        unclaimed: Unclaimed::default(),
         events: Arc::clone(&events),
         commands: HashMap::new(),
         next_command: 0,
@@ -189,12 +191,12 @@ impl Actor {
             tracing::warn!("a journal record is left out: {why}");
         }
         for (key, record) in records {
+            self.unclaimed.add(key.clone(), &record);
             let restoring = record.step == "restore";
             for process in record.processes {
                 let identity = (process.pid, process.start_ticks);
                 // A pid that is another process by now, or none, does not come back.
-                let lives = process::identity(process.pid)
-                    .is_ok_and(|now| now.start_ticks == process.start_ticks);
+                let lives = process::lives(process.pid, process.start_ticks);
                 if lives {
                     self.feed(Input::Recalled {
                         key: key.clone(),
@@ -400,6 +402,11 @@ impl Actor {
             self.ask_gpus();
         }
         self.feed(Input::Tick);
+        let useless =
+            self.unclaimed.useless(|key| self.listeners.contains_key(key), process::lives);
+        for key in useless {
+            self.carry_out(Effect::Journal(key, None));
+        }
         for key in self.sweep.gone(self.node.deserted()) {
             self.withdraw(key.clone());
             self.sweep.remove_folder(&key);

@@ -13,6 +13,12 @@ pub fn identity(pid: u32) -> io::Result<Identity> {
     Ok(Identity { pid, start_ticks: stat.start_ticks, command: stat.command })
 }
 
+/// Whether the process of that pid and start time is still there.
+#[must_use]
+pub fn lives(pid: u32, start_ticks: u64) -> bool {
+    identity(pid).is_ok_and(|now| now.start_ticks == start_ticks)
+}
+
 /// Whether a signal or debugger has stopped it.
 #[must_use]
 pub fn is_stopped(pid: u32) -> bool {
