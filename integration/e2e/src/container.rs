@@ -289,7 +289,12 @@ impl Running {
     /// # Errors
     /// When it does not stop.
     pub fn kill(&self, world: &World) -> Result<()> {
-        containerd::run(world.ctr().args(["tasks", "kill", "--signal", "SIGKILL", &self.id]))?;
+        let killed =
+            containerd::run(world.ctr().args(["tasks", "kill", "--signal", "SIGKILL", &self.id]));
+        // It may have ended by itself just before.
+        if killed.is_err() && self.status(world)?.as_deref() == Some("RUNNING") {
+            return killed.map(|_| ());
+        }
         self.wait_stopped(world)
     }
 

@@ -37,14 +37,15 @@ fn find(path: &mut [u8; LONGEST_PATH]) -> Option<&CStr> {
     let own = if libc::is_secure() { None } else { libc::environment(b"PATH") };
     let folders = own.unwrap_or(b"").split(|b| *b == b':').chain(FOLDERS.split(|b| *b == b':'));
     for folder in folders.filter(|folder| folder.starts_with(b"/")) {
-        let length = folder.len() + NAME.len();
-        if length > LONGEST_PATH {
+        let length = folder.len().saturating_add(NAME.len());
+        let Some(whole) = path.get_mut(..length) else {
             continue;
+        };
+        for (to, from) in whole.iter_mut().zip(folder.iter().chain(NAME)) {
+            *to = *from;
         }
-        path[..folder.len()].copy_from_slice(folder);
-        path[folder.len()..length].copy_from_slice(NAME);
-        if CStr::from_bytes_with_nul(&path[..length]).is_ok_and(sys::exists) {
-            return CStr::from_bytes_with_nul(&path[..length]).ok();
+        if CStr::from_bytes_with_nul(whole).is_ok_and(sys::exists) {
+            return CStr::from_bytes_with_nul(path.get(..length)?).ok();
         }
     }
     None
@@ -52,11 +53,15 @@ fn find(path: &mut [u8; LONGEST_PATH]) -> Option<&CStr> {
 
 /// Reads lines of free and total MiB. `None`: that is not what they are.
 fn has_room_everywhere(said: &[u8], vram_bytes: u64) -> Option<bool> {
-    let said = core::str::from_utf8(said).ok()?;
-    let mut rooms = said.lines().filter(|line| !line.trim().is_empty()).map(|line| {
-        let (free, total) = line.split_once(',')?;
-        let mib = |text: &str| text.trim().parse::<u64>().ok()?.checked_mul(MIB);
-        let (free_bytes, total_bytes) = (mib(free)?, mib(total)?);
+    // As bytes: an operation on text that could panic is none of this library's.
+    let lines = said.split(|byte| *byte == b'\n').filter(|line| !line.trim_ascii().is_empty());
+    let mut rooms = lines.map(|line| {
+        let mut fields = line.split(|byte| *byte == b',');
+        let mut mib = || {
+            let text = core::str::from_utf8(fields.next()?.trim_ascii()).ok()?;
+            text.parse::<u64>().ok()?.checked_mul(MIB)
+        };
+        let (free_bytes, total_bytes) = (mib()?, mib()?);
         // What the controller keeps free beside promises, too.
         let margin_bytes = (total_bytes / 50).min(512 * MIB);
         Some(vram_bytes.saturating_add(margin_bytes) <= free_bytes)

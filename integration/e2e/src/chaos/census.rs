@@ -23,13 +23,13 @@ pub struct Census {
 }
 
 impl Census {
-    /// Counts.
+    /// Counts. `scenery`: processes that are there all the time.
     ///
     /// # Errors
     /// When there is no controller, or it does not answer.
-    pub fn take(world: &World, cast: &[Actor]) -> Result<Self> {
+    pub fn take(world: &World, cast: &[Actor], scenery: &[i32]) -> Result<Self> {
         let mut counts = BTreeMap::new();
-        let strangers = count_processes(world, cast, &mut counts)?;
+        let strangers = count_processes(world, cast, scenery, &mut counts)?;
         let run_dir = world.cli().run_dir();
         counts.insert("container folders", entries(&run_dir.join("containers")).len());
         let records = entries(&run_dir.join("journal"));
@@ -82,6 +82,7 @@ impl Census {
 fn count_processes(
     world: &World,
     cast: &[Actor],
+    scenery: &[i32],
     counts: &mut BTreeMap<&'static str, usize>,
 ) -> Result<Vec<String>> {
     let contained: BTreeSet<i32> = cast.iter().flat_map(|actor| actor.pids(world)).collect();
@@ -97,6 +98,7 @@ fn count_processes(
             "containerd-shim-affinode-v1" if command.ends_with(" controller") => "controllers",
             "containerd-shim-affinode-v1" => "shims",
             _ if contained.contains(&process.pid.as_raw()) => "processes of containers",
+            _ if scenery.contains(&process.pid.as_raw()) => "scenery",
             // A corpse has no command line, and is collected in a moment.
             "" => continue,
             _ => {

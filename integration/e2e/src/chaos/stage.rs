@@ -104,7 +104,7 @@ impl Stage {
             }
         }
         stage.rest()?;
-        stage.quiet = Some(Census::take(&stage.world, &stage.cast)?);
+        stage.quiet = Some(stage.census()?);
         Ok(stage)
     }
 
@@ -119,6 +119,11 @@ impl Stage {
             Ok(taken.then_some(gpu.vram_used_bytes + DRIVER_BYTES))
         })?;
         Ok(())
+    }
+
+    fn census(&self) -> Result<Census> {
+        let ballast = self.ballast.as_ref().map(|ballast| ballast.running.pid(&self.world));
+        Census::take(&self.world, &self.cast, ballast.transpose()?.as_slice())
     }
 
     fn mib(&self) -> u64 {
@@ -245,7 +250,7 @@ impl Stage {
         let Some(first) = &self.quiet else { return Ok(Vec::new()) };
         let deadline = Instant::now() + SETTLED;
         loop {
-            let found = match Census::take(&self.world, &self.cast) {
+            let found = match self.census() {
                 Ok(now) => now.differences(first),
                 Err(error) => vec![format!("{error:#}")],
             };
