@@ -94,14 +94,16 @@ impl Held {
     }
 }
 
-/// One request, without a second attempt. A call that is just ending is waited for.
+/// One request, without a second attempt. A call that is just ending, or that was made since
+/// the page was read last, is waited for.
 pub fn offload_once(world: &World, id: &str) -> Result<ActionRow> {
     until(&format!("an answer about {id}"), || {
         let output = world.cli().output(&["offload", id, "-o", "json"])?;
         let text = String::from_utf8_lossy(&output.stdout);
         let said: ActionRow = serde_json::from_str(&text)
             .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
-        Ok((said.reason != "call-in-progress").then_some(said))
+        let called = ["call-in-progress", "woken-meanwhile"].contains(&said.reason.as_str());
+        Ok((!called).then_some(said))
     })
 }
 

@@ -68,7 +68,7 @@ fn running_kernel(world: &World) -> Result<Found> {
     bare.kill(world)?;
 
     let mut worker = Worker::start(world, "kernel", 16)?;
-    worker.call("spin 3000")?;
+    worker.call("spin 8000")?;
     let said = offload_once(world, "kernel")?;
     ensure!(!said.done && said.reason == "busy", "{said:?}");
     intact(&mut worker)?;
