@@ -1,0 +1,7 @@
+//! The core against a world of agents and one device: cases that were thought of, and random
+//! ones.
+
+mod random;
+mod returns;
+mod room;
+mod world;

@@ -1,0 +1,175 @@
+//! Random calls, wakes, failures, deaths and controller restarts in random order.
+
+use std::collections::BTreeSet;
+
+use affinode_proto::{
+    state::State,
+    wire::{Phase, message::Outcome},
+};
+use proptest::prelude::*;
+
+use super::{
+    super::{Input, ProcessId, Request, input::CommandId},
+    world::{GPU, TOTAL, World, key},
+};
+
+#[derive(Clone, Debug)]
+enum Step {
+    Join(usize),
+    Allocate(usize, u64),
+    Call(usize),
+    Work(usize),
+    Question,
+    Tick,
+    Exit(usize),
+    Detach(usize, bool),
+    Restart(bool),
+    Others(u64),
+    Fail(bool),
+    Ask(usize, bool),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        2 => (0_usize..3).prop_map(Step::Join),
+        4 => (0_usize..8, 1_u64..500).prop_map(|(n, s)| Step::Allocate(n, s)),
+        6 => (0_usize..8).prop_map(Step::Call),
+        16 => (0_usize..8).prop_map(Step::Work),
+        10 => Just(Step::Question),
+        8 => Just(Step::Tick),
+        1 => (0_usize..8).prop_map(Step::Exit),
+        1 => (0_usize..8, any::<bool>()).prop_map(|(n, busy)| Step::Detach(n, busy)),
+        1 => any::<bool>().prop_map(Step::Restart),
+        1 => (0_u64..600).prop_map(Step::Others),
+        1 => any::<bool>().prop_map(Step::Fail),
+        2 => (0_usize..3, any::<bool>()).prop_map(|(c, out)| Step::Ask(c, out)),
+    ]
+}
+
+/// More cases than usual, unless PROPTEST_CASES says how many.
+fn config() -> ProptestConfig {
+    let asked = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
+    let cases = asked.unwrap_or(512);
+    ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
+}
+
+/// Takes the steps, lets everything settle, and looks at what is left.
+fn run(steps: Vec<Step>) -> Result<(), TestCaseError> {
+    let mut world = World::new(3);
+    let mut command = 0;
+    let mut asked = BTreeSet::new();
+    for step in steps {
+        let nth = |n: usize, world: &World| world.agents.keys().copied().nth(n);
+        match step {
+            Step::Join(container) => world.join(container),
+            Step::Allocate(n, bytes) => {
+                if let Some(id) = nth(n, &world) {
+                    world.allocate(id, bytes)
+                }
+            }
+            Step::Call(n) => {
+                if let Some(id) = nth(n, &world) {
+                    world.try_again(id);
+                    world.call(id);
+                }
+            }
+            Step::Work(n) => {
+                if let Some(id) = nth(n, &world) {
+                    world.work(id)
+                }
+            }
+            Step::Question => world.answer_question(),
+            Step::Tick => world.tick(),
+            Step::Exit(n) => {
+                if let Some(id) = nth(n, &world) {
+                    world.exit(id)
+                }
+            }
+            Step::Detach(n, busy) => {
+                if let Some(id) = nth(n, &world) {
+                    world.feed(Input::Detached(id));
+                    world.cut(id, busy);
+                    let agent = world.agents.remove(&id).unwrap();
+                    world.next += 1;
+                    let id = ProcessId(world.next);
+                    world.agents.insert(id, agent);
+                    if world.agents[&id].inbox.is_empty() {
+                        world.hello(id);
+                    }
+                }
+            }
+            Step::Restart(busy) => {
+                world.restart(busy);
+                asked.clear();
+            }
+            Step::Others(bytes) => {
+                if world.used() - world.others + bytes <= TOTAL {
+                    world.others = bytes
+                }
+            }
+            Step::Fail(busy) => {
+                world.fail = Some(if busy { Outcome::Busy } else { Outcome::DriverError })
+            }
+            Step::Ask(container, out) => {
+                command += 1;
+                asked.insert(CommandId(command));
+                let request = if out { Request::Offload } else { Request::Restore };
+                world.feed(Input::Command(CommandId(command), key(container), request));
+            }
+        }
+    }
+    world.others = 0;
+    world.fail = None;
+    world.settle();
+    for (id, agent) in &world.agents {
+        prop_assert!(
+            matches!(agent.phase, Phase::Open | Phase::Away),
+            "{id:?} is left in {:?}",
+            agent.phase
+        );
+        prop_assert!(!agent.wants, "{id:?} still waits");
+        prop_assert!(!agent.held, "{id:?} may not allocate");
+        prop_assert!(agent.asking.is_none(), "an allocation of {id:?} still waits");
+    }
+    for n in 0..3 {
+        let members = world.agents.values().filter(|a| a.container == n).count();
+        if members == 0 {
+            continue;
+        }
+        let state = world.state(n);
+        prop_assert!(
+            matches!(state, State::Active | State::Idle | State::Offloaded),
+            "{n} is left {state}"
+        );
+    }
+    for (command, _) in &world.answers {
+        asked.remove(command);
+    }
+    prop_assert!(asked.is_empty(), "nobody answers {asked:?}");
+    prop_assert!(world.node.queue.is_empty());
+    prop_assert!(world.node.grants.is_empty());
+    prop_assert_eq!(world.node.ledger.promised_bytes(GPU), 0);
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(config())]
+
+    /// Whatever happens in whatever order: no restore without room (asserted in `work`), no
+    /// order that does not fit, and at the end nobody waits, nobody is stuck half way, and
+    /// nobody's allocations are held.
+    #[test]
+    fn nobody_is_lost_or_stuck(steps in proptest::collection::vec(step(), 1..200)) {
+        run(steps)?;
+    }
+}
+
+/// What random steps have found once.
+#[test]
+fn a_process_that_was_closed_when_its_controller_died_and_then_finds_no_memory_is_served() {
+    let mut steps = vec![Step::Join(2), Step::Join(2), Step::Work(1), Step::Ask(2, true)];
+    steps.extend([Step::Allocate(1, 240), Step::Question, Step::Others(380), Step::Work(0)]);
+    steps.extend([Step::Restart(true), Step::Allocate(0, 381), Step::Work(1), Step::Tick]);
+    steps.extend([Step::Tick, Step::Others(0), Step::Tick]);
+    run(steps).unwrap();
+}

@@ -1,0 +1,280 @@
+//! Going out and coming home, one case each.
+
+use affinode_proto::{
+    reason::Reason,
+    state::State,
+    wire::{
+        Hazards, Phase,
+        message::{Action, AgentMessage, ControllerMessage},
+    },
+};
+
+use super::{
+    super::{DeviceBytes, Input, ProcessId, Request, input::CommandId},
+    world::{GPU, World, key},
+};
+
+#[test]
+fn idle_goes_out_and_a_call_brings_it_back() {
+    let mut world = World::new(1);
+    world.running(0, 600);
+    world.tick();
+    assert_eq!(world.state(0), State::Active);
+    world.settle();
+    assert_eq!((world.state(0), world.used()), (State::Offloaded, 0));
+    assert_eq!(
+        world.journal[&key(0)].processes[0].away,
+        [DeviceBytes { uuid: GPU.into(), bytes: 600 }]
+    );
+    let id = *world.agents.keys().next().unwrap();
+    world.call(id);
+    assert_eq!(world.state(0), State::Queued);
+    for _ in 0..10 {
+        world.answer_question();
+        world.work(id);
+    }
+    assert_eq!((world.state(0), world.used()), (State::Active, 600));
+    assert!(world.journal.is_empty());
+}
+
+#[test]
+fn two_that_do_not_fit_together_take_turns() {
+    let mut world = World::new(2);
+    let first = world.running(0, 600);
+    world.settle();
+    world.running(1, 600);
+    world.call(first);
+    assert_eq!(world.state(0), State::Queued);
+    world.settle();
+    // The second went idle, the first came home, and went idle again.
+    assert_eq!(world.node.containers[&key(0)].restores, 1);
+    assert_eq!((world.state(0), world.state(1)), (State::Offloaded, State::Offloaded));
+}
+
+/// A controller dies between the restores of a container's two processes, and one that needs
+/// the VRAM of the first was called before: it must not keep the second away.
+#[test]
+fn who_is_half_way_home_is_not_kept_behind_one_that_needs_its_room() {
+    let mut world = World::new(2);
+    let (one, _other) = (world.running(0, 250), world.running(0, 250));
+    world.settle();
+    let large = world.running(1, 800);
+    world.settle();
+    world.call(one);
+    while world.used() == 0 {
+        world.agents.keys().copied().collect::<Vec<_>>().into_iter().for_each(|id| world.work(id));
+        world.answer_question();
+    }
+    world.restart(false);
+    world.call(large);
+    world.call(one);
+    world.settle();
+    assert!(world.agents.values().all(|agent| !agent.wants), "somebody still waits");
+    assert_eq!((world.state(0), world.state(1)), (State::Offloaded, State::Offloaded));
+}
+
+/// Two controllers die one after the other while a process is being moved out: the second
+/// never heard of it but from the journal, and must not leave it out of its own records.
+#[test]
+fn what_an_earlier_controller_knew_reaches_the_one_after_the_next() {
+    let mut world = World::new(1);
+    let ids = [world.running(0, 300), world.running(0, 300), world.running(0, 300)];
+    while world.journal.is_empty() {
+        world.tick();
+        ids.into_iter().for_each(|id| world.work(id));
+        world.answer_question();
+    }
+    // The first is in the middle of its checkpoint; the next controller moves the others.
+    let first = *ids.iter().find(|id| !world.agents[*id].inbox.is_empty()).unwrap();
+    world.restart(true);
+    for _ in 0..20 {
+        world.tick();
+        ids.into_iter().filter(|id| *id != first).for_each(|id| world.work(id));
+        world.answer_question();
+    }
+    let pid = world.agents[&first].pid;
+    let record = &world.journal[&key(0)];
+    assert!(record.processes.iter().any(|process| process.pid == pid), "{record:?}");
+    world.restart(false);
+    ids.into_iter().for_each(|id| world.call(id));
+    world.settle();
+    assert!(world.agents.values().all(|agent| !agent.wants), "somebody still waits");
+}
+
+/// Nobody knows what two processes held: they come home when the device is empty.
+#[test]
+fn a_container_without_any_record_comes_home_to_an_empty_device() {
+    let mut world = World::new(2);
+    let ids = [world.running(0, 300), world.running(0, 300)];
+    world.running(1, 100);
+    world.settle();
+    world.journal.clear();
+    world.restart(false);
+    ids.into_iter().for_each(|id| world.call(id));
+    world.settle();
+    assert!(world.agents.values().all(|agent| !agent.wants), "somebody still waits");
+}
+
+/// All who have come forward are home; one whose restore is running has not. Its VRAM stays
+/// promised to it.
+#[test]
+fn the_promise_to_one_that_is_not_seen_yet_is_kept() {
+    let mut world = World::new(1);
+    let unseen = (77, 1);
+    let away = vec![DeviceBytes { uuid: GPU.into(), bytes: 400 }];
+    let recalled = Input::Recalled { key: key(0), identity: unseen, away, restoring: true };
+    world.feed(recalled);
+    world.join(0);
+    let id = ProcessId(world.next);
+    world.work(id);
+    world.work(id);
+    assert_eq!(world.node.ledger.promised_bytes(GPU), 400);
+    world.exit(id);
+    assert_eq!(world.node.ledger.promised_bytes(GPU), 400);
+}
+
+/// After a controller's death one process of a container comes forward late, when the other's
+/// VRAM is promised and proven already: that promise is not for it.
+#[test]
+fn who_comes_forward_after_the_proof_waits_for_one_of_its_own() {
+    let mut world = World::new(1);
+    let (early, late) = (world.running(0, 300), world.running(0, 300));
+    world.settle();
+    let busy = ControllerMessage::Order { order: 0, action: Action::ReleaseAllocations };
+    world.agents.get_mut(&late).unwrap().inbox.push_back(busy);
+    world.restart(true);
+    world.call(early);
+    while world.state(0) != State::Restoring {
+        world.answer_question();
+        world.work(early);
+    }
+    world.work(late);
+    // Within what was proven free beyond the promise.
+    world.others = 600;
+    world.settle();
+    assert_eq!(world.state(0), State::Queued);
+    world.others = 0;
+    world.settle();
+    assert!(world.agents.values().all(|agent| !agent.wants), "somebody still waits");
+    assert_eq!(world.state(0), State::Offloaded);
+}
+
+/// What is in the process itself is told once, however often the container is looked at.
+#[test]
+fn a_process_that_cannot_be_moved_is_told_of_once() {
+    let mut world = World::new(1);
+    let id = world.running(0, 300);
+    let hazards = Hazards::MANAGED_MEMORY;
+    world.feed(Input::Message(id, AgentMessage::Notice { hazards }));
+    for _ in 0..10 {
+        world.call(id);
+        world.settle();
+    }
+    assert_eq!(world.refused, ["managed-memory"]);
+    assert_eq!(world.state(0), State::Idle);
+}
+
+#[test]
+fn somebody_unmanaged_who_takes_the_room_makes_a_restore_wait() {
+    let mut world = World::new(1);
+    world.running(0, 600);
+    world.settle();
+    world.others = 900;
+    let id = *world.agents.keys().next().unwrap();
+    world.call(id);
+    world.settle();
+    assert_eq!(world.state(0), State::Queued);
+    world.others = 0;
+    world.settle();
+    assert_eq!(world.node.containers[&key(0)].restores, 1);
+}
+
+#[test]
+fn a_request_is_answered_when_it_is_done() {
+    let mut world = World::new(1);
+    world.running(0, 10);
+    world.feed(Input::Command(CommandId(1), key(0), Request::Offload));
+    for _ in 0..10 {
+        world.answer_question();
+        world.work(ProcessId(1));
+    }
+    assert_eq!(
+        (world.state(0), world.answers.clone()),
+        (State::Offloaded, vec![(CommandId(1), true)])
+    );
+    world.feed(Input::Command(CommandId(2), key(0), Request::Restore));
+    for _ in 0..10 {
+        world.answer_question();
+        world.work(ProcessId(1));
+    }
+    assert_eq!((world.state(0), world.answers.len()), (State::Active, 2));
+}
+
+#[test]
+fn a_call_while_it_is_closing_turns_round_before_anything_is_moved() {
+    let mut world = World::new(1);
+    world.running(0, 10);
+    world.feed(Input::Command(CommandId(1), key(0), Request::Offload));
+    world.answer_question();
+    world.work(ProcessId(1));
+    world.call(ProcessId(1));
+    for _ in 0..10 {
+        world.work(ProcessId(1));
+        world.answer_question();
+    }
+    assert_eq!(
+        (world.state(0), world.answers.clone()),
+        (State::Active, vec![(CommandId(1), false)])
+    );
+    assert_eq!(world.agents[&ProcessId(1)].phase, Phase::Open);
+}
+
+/// A container that claims to be away would be promised a whole device: one that nobody
+/// moved is not believed, and keeps nobody from coming home.
+#[test]
+fn who_says_that_it_is_away_and_was_never_moved_is_not_believed() {
+    let mut world = World::new(2);
+    world.node.started(1);
+    let honest = world.running(0, 500);
+    world.join(1);
+    let liar = world.agents.last_entry().unwrap();
+    let id = *liar.key();
+    liar.into_mut().phase = Phase::Away;
+    world.hello(id);
+    assert_eq!(world.state(1), State::Active);
+    assert!(world.node.queue.is_empty());
+    world.settle();
+    assert_eq!(world.state(0), State::Offloaded);
+    world.call(honest);
+    world.settle();
+    assert!(!world.agents[&honest].wants, "it still waits");
+}
+
+/// What an operator chose stands before every policy, and before those who wait for room.
+#[test]
+fn a_pin_and_the_switch_keep_containers_where_they_are() {
+    let mut world = World::new(2);
+    let first = world.running(0, 600);
+    assert!(world.node.pin(&key(0), true) && !world.node.pin(&key(0), true));
+    world.settle();
+    assert_eq!(world.state(0), State::Idle);
+    assert_eq!(world.node.containers[&key(0)].reason.0, Reason::Pinned);
+    world.feed(Input::Command(CommandId(1), key(0), Request::Offload));
+    assert_eq!(world.answers.last(), Some(&(CommandId(1), false)), "not by hand either");
+
+    world.node.pin(&key(0), false);
+    world.node.set_auto_offload(false);
+    world.settle();
+    assert_eq!(world.node.containers[&key(0)].reason.0, Reason::AutoOff);
+    world.feed(Input::Command(CommandId(2), key(0), Request::Offload));
+    world.settle();
+    assert_eq!(world.state(0), State::Offloaded, "by hand it goes");
+    // Its room is taken; nobody makes room for it while the switch is off.
+    let second = world.running(1, 600);
+    world.call(first);
+    world.settle();
+    assert_eq!((world.state(0), world.agents[&second].phase), (State::Queued, Phase::Open));
+    world.node.set_auto_offload(true);
+    world.settle();
+    assert!(!world.agents[&first].wants, "it still waits");
+}

@@ -1,0 +1,77 @@
+//! Allocations that found no memory and wait for room.
+
+use super::world::{World, key};
+
+/// Lets time pass until nobody asks for room any more.
+fn until_served(world: &mut World) -> bool {
+    (0..8).any(|_| {
+        world.settle();
+        world.agents.values().all(|agent| agent.asking.is_none())
+    })
+}
+
+#[test]
+fn an_allocation_that_finds_no_memory_waits_for_an_idle_neighbour_to_go() {
+    let mut world = World::new(2);
+    world.running(0, 600);
+    let newcomer = world.running(1, 100);
+    world.allocate(newcomer, 900);
+    assert_eq!(world.agents[&newcomer].asking.map(|a| a.bytes), Some(900));
+    assert!(until_served(&mut world));
+    assert_eq!(world.agents[&newcomer].size, 1_000);
+    assert_eq!(world.node.containers[&key(0)].offloads, 1);
+}
+
+#[test]
+fn two_whose_allocations_need_each_others_room_take_turns() {
+    let mut world = World::new(2);
+    let first = world.running(0, 400);
+    let second = world.running(1, 400);
+    world.allocate(first, 400);
+    world.allocate(second, 400);
+    assert!(world.agents.values().all(|agent| agent.asking.is_some()));
+    assert!(until_served(&mut world));
+    assert_eq!((world.agents[&first].size, world.agents[&second].size), (800, 800));
+}
+
+#[test]
+fn what_can_never_fit_fails_at_once() {
+    let mut world = World::new(1);
+    let id = world.running(0, 600);
+    world.tick();
+    world.allocate(id, 500);
+    while !world.agents[&id].inbox.is_empty() {
+        world.work(id);
+    }
+    assert!(world.agents[&id].asking.is_none());
+    assert_eq!(world.agents[&id].size, 600);
+}
+
+#[test]
+fn an_allocation_of_higher_priority_does_not_wait_behind_a_return_that_may_not_take_its_room() {
+    let mut world = World::new(2);
+    let low = world.running(0, 700);
+    world.settle();
+    let high = world.running(1, 600);
+    world.call(low);
+    // The return has waited for so long that it stands first.
+    world.now += 60_000;
+    world.others = 200;
+    world.allocate(high, 300);
+    assert_eq!(world.node.queue.in_order(world.now), [key(0), key(1)]);
+    world.others = 0;
+    for _ in 0..4 {
+        // It is in use, but for the allocation.
+        world.agents.get_mut(&high).unwrap().calls += 1;
+        world.tick();
+        while !world.questions.is_empty() {
+            world.answer_question();
+        }
+        for id in [low, high] {
+            while !world.agents[&id].inbox.is_empty() {
+                world.work(id);
+            }
+        }
+    }
+    assert_eq!(world.agents[&high].size, 900);
+}

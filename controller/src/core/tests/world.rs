@@ -1,0 +1,476 @@
+//! Agents and one device, kept by the test, around a core that is the real one.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use affinode_proto::{
+    api::control::Announcement,
+    state::State,
+    wire::{
+        Hazards, Phase,
+        message::{Action, AgentMessage, ControllerMessage, Outcome},
+        page::PageSnapshot,
+    },
+};
+
+use super::super::{
+    Effect, GpuSample, Input, Key, Millis, Node, ProcessId, Record, Settings, Survey,
+    input::{CommandId, Identity},
+    policy::{KeepAlive, OnOom, Policies, Policy},
+};
+
+pub(super) const GPU: &str = "GPU-07070707-0707-0707-0707-070707070707";
+const UUID: [u8; 16] = [7; 16];
+pub(super) const TOTAL: u64 = 1_000;
+
+/// A process with its agent and its share of the device.
+pub(super) struct Agent {
+    pub(super) container: usize,
+    pub(super) pid: u32,
+    pub(super) phase: Phase,
+    /// VRAM that it holds when it is on the device.
+    pub(super) size: u64,
+    /// What came on its connection and was not looked at yet.
+    pub(super) inbox: VecDeque<ControllerMessage>,
+    /// Lost its controller in the middle of something: says Hello when that is done.
+    pub(super) orphaned: bool,
+    pub(super) welcomed: bool,
+    pub(super) generation: u64,
+    pub(super) calls: u64,
+    pub(super) wants: bool,
+    pub(super) held: bool,
+    /// The allocation that waits for room, outside the driver.
+    pub(super) asking: Option<Asking>,
+    pub(super) tickets: u64,
+    /// Told to hold on this connection.
+    pub(super) held_here: bool,
+    /// The number under which the controller watches it.
+    pub(super) known_as: ProcessId,
+}
+
+impl Agent {
+    pub(super) fn on_device(&self) -> u64 {
+        if self.phase == Phase::Away { 0 } else { self.size }
+    }
+}
+
+/// An allocation that found no memory.
+#[derive(Clone, Copy)]
+pub(super) struct Asking {
+    pub(super) bytes: u64,
+    pub(super) attempts: u32,
+    /// Told that there is room.
+    pub(super) goes_ahead: bool,
+}
+
+pub(super) struct World {
+    pub(super) node: Node,
+    pub(super) containers: usize,
+    pub(super) now: Millis,
+    pub(super) agents: BTreeMap<ProcessId, Agent>,
+    /// Bytes of somebody who is not managed.
+    pub(super) others: u64,
+    pub(super) questions: VecDeque<Effect>,
+    pub(super) journal: BTreeMap<Key, Record>,
+    pub(super) next: u64,
+    pub(super) answers: Vec<(CommandId, bool)>,
+    /// Reasons of refusals, as they were told.
+    pub(super) refused: Vec<String>,
+    /// The next checkpoint or close fails.
+    pub(super) fail: Option<Outcome>,
+}
+
+pub(super) fn key(n: usize) -> Key {
+    Key::parse(&format!("{n:032x}")).unwrap()
+}
+
+pub(super) fn settings() -> Settings {
+    // With everything that is learned, too.
+    let (keep_alive, prewake) = (KeepAlive::Learned, true);
+    let node = Policy {
+        idle_timeout_ms: 100,
+        minimum_residency_ms: 0,
+        keep_alive,
+        prewake,
+        on_oom: OnOom::Wait,
+        ..Policy::default()
+    };
+    Settings { policies: Policies { node, rules: Vec::new() }, ..Settings::default() }
+}
+
+impl World {
+    pub(super) fn new(containers: usize) -> World {
+        let mut world = World {
+            node: Node::new(settings()),
+            containers,
+            now: 0,
+            agents: BTreeMap::new(),
+            others: 0,
+            questions: VecDeque::new(),
+            journal: BTreeMap::new(),
+            next: 0,
+            answers: Vec::new(),
+            refused: Vec::new(),
+            fail: None,
+        };
+        (0..containers).for_each(|n| world.announce(n));
+        world
+    }
+
+    pub(super) fn announce(&mut self, n: usize) {
+        let announcement = Announcement {
+            key: key(n).to_string(),
+            id: format!("c{n}"),
+            annotations: [("affinode.io/priority".to_owned(), (n % 2).to_string())].into(),
+            ..Announcement::default()
+        };
+        self.feed(Input::Announced(Box::new(announcement), key(n)));
+    }
+
+    pub(super) fn used(&self) -> u64 {
+        self.others + self.agents.values().map(Agent::on_device).sum::<u64>()
+    }
+
+    pub(super) fn gpus(&self) -> Vec<GpuSample> {
+        let on_device = self.agents.values().filter(|a| a.on_device() > 0);
+        vec![GpuSample {
+            uuid: GPU.into(),
+            total_bytes: TOTAL,
+            used_bytes: self.used(),
+            processes: on_device.map(|a| (a.pid, a.on_device())).collect(),
+            ..GpuSample::default()
+        }]
+    }
+
+    pub(super) fn feed(&mut self, input: Input) {
+        for effect in self.node.handle(self.now, input) {
+            match effect {
+                Effect::Send(id, message) => {
+                    if let Some(agent) = self.agents.get_mut(&id) {
+                        agent.inbox.push_back(message);
+                    }
+                }
+                Effect::Journal(key, Some(record)) => {
+                    self.journal.insert(key, record);
+                }
+                Effect::Journal(key, None) => {
+                    self.journal.remove(&key);
+                }
+                Effect::Answer(command, answer) => self.answers.push((command, answer.done)),
+                Effect::Survey { .. } | Effect::Prove(..) => self.questions.push_back(effect),
+                Effect::Publish(event) if event.kind == "refused" => {
+                    self.refused.push(event.reason);
+                }
+                Effect::Drop(_) | Effect::Publish(_) => {}
+            }
+        }
+    }
+
+    /// A process makes its first CUDA call; it holds no VRAM yet.
+    pub(super) fn join(&mut self, container: usize) {
+        self.next += 1;
+        let pid = u32::try_from(self.next).unwrap() + 1_000;
+        let agent = Agent {
+            container,
+            pid,
+            phase: Phase::Open,
+            size: 0,
+            inbox: VecDeque::new(),
+            orphaned: false,
+            welcomed: false,
+            generation: 0,
+            calls: 1,
+            wants: false,
+            held: false,
+            asking: None,
+            tickets: 0,
+            held_here: false,
+            known_as: ProcessId(self.next),
+        };
+        let id = ProcessId(self.next);
+        self.agents.insert(id, agent);
+        self.hello(id);
+    }
+
+    /// A process allocates, where it may. Without room it waits for it.
+    pub(super) fn allocate(&mut self, id: ProcessId, bytes: u64) {
+        let room = TOTAL.saturating_sub(self.used());
+        let Some(agent) = self.agents.get_mut(&id) else { return };
+        if agent.phase != Phase::Open || !agent.welcomed || agent.held || agent.asking.is_some() {
+            return;
+        }
+        agent.calls += 1;
+        if bytes <= room {
+            agent.size += bytes;
+        } else {
+            agent.tickets += 1;
+            agent.asking = Some(Asking { bytes, attempts: 0, goes_ahead: false });
+            self.ask(id);
+        }
+    }
+
+    pub(super) fn ask(&mut self, id: ProcessId) {
+        let agent = &self.agents[&id];
+        let Some(Asking { bytes, attempts, .. }) = agent.asking else { return };
+        let (ticket, uuid) = (agent.tickets, UUID);
+        self.feed(Input::Message(id, AgentMessage::Want { ticket, bytes, uuid, attempts }));
+    }
+
+    /// An allocation that was told to go ahead does, through the gate.
+    pub(super) fn try_again(&mut self, id: ProcessId) {
+        let room = TOTAL.saturating_sub(self.used());
+        let Some(agent) = self.agents.get_mut(&id) else { return };
+        let Some(asking) = agent.asking.filter(|asking| asking.goes_ahead) else { return };
+        if agent.phase != Phase::Open {
+            return self.call(id);
+        }
+        if agent.held || !agent.welcomed {
+            return;
+        }
+        if asking.bytes <= room {
+            agent.size += asking.bytes;
+            agent.calls += 1;
+            self.end_ask(id, true);
+        } else {
+            let attempts = asking.attempts + 1;
+            agent.asking = Some(Asking { attempts, goes_ahead: false, ..asking });
+            self.ask(id);
+        }
+    }
+
+    pub(super) fn end_ask(&mut self, id: ProcessId, served: bool) {
+        let Some(agent) = self.agents.get_mut(&id) else { return };
+        agent.asking = None;
+        let ticket = agent.tickets;
+        self.feed(Input::Message(id, AgentMessage::WantOver { ticket, served }));
+    }
+
+    /// A process that is welcome and holds VRAM: for tests that need no more.
+    pub(super) fn running(&mut self, container: usize, bytes: u64) -> ProcessId {
+        self.join(container);
+        let id = ProcessId(self.next);
+        while !self.agents[&id].welcomed {
+            self.work(id);
+        }
+        self.allocate(id, bytes);
+        assert_eq!(self.agents[&id].size, bytes, "no room for the test's own process");
+        id
+    }
+
+    pub(super) fn hello(&mut self, id: ProcessId) {
+        let agent = self.agents.get_mut(&id).unwrap();
+        (agent.orphaned, agent.welcomed, agent.held_here) = (false, false, false);
+        agent.known_as = id;
+        let agent = &self.agents[&id];
+        let input = Input::Joined {
+            key: key(agent.container),
+            process: id,
+            identity: Identity { pid: agent.pid, start_ticks: 1, command: "test".into() },
+            phase: agent.phase,
+            generation: agent.generation,
+            hazards: Hazards::default(),
+        };
+        self.feed(input);
+    }
+
+    /// A CUDA call: goes through, or waits at the gate and wakes.
+    pub(super) fn call(&mut self, id: ProcessId) {
+        let Some(agent) = self.agents.get_mut(&id) else { return };
+        if agent.phase == Phase::Open {
+            // One that waits for room makes no other call; it may have other threads.
+            agent.calls += 1;
+        } else {
+            agent.wants = true;
+            let (generation, alone) = (agent.generation, agent.orphaned);
+            if alone {
+                return;
+            }
+            self.feed(Input::Message(id, AgentMessage::Wake { generation, waiters: 1, hook: 1 }));
+        }
+    }
+
+    /// The agent looks at its oldest message.
+    pub(super) fn work(&mut self, id: ProcessId) {
+        let used = self.used();
+        let Some(agent) = self.agents.get_mut(&id) else { return };
+        let (order, action) = match agent.inbox.pop_front() {
+            Some(ControllerMessage::Order { order, action }) => (order, action),
+            Some(ControllerMessage::Welcome { .. }) => {
+                agent.welcomed = true;
+                agent.held = agent.held_here;
+                if let Some(asking) = &mut agent.asking {
+                    asking.goes_ahead = false;
+                }
+                return self.ask(id);
+            }
+            Some(ControllerMessage::Room { ticket, granted }) if ticket == agent.tickets => {
+                match &mut agent.asking {
+                    Some(asking) if granted => asking.goes_ahead = true,
+                    Some(_) => self.end_ask(id, false),
+                    None => {}
+                }
+                return self.try_again(id);
+            }
+            _ => return,
+        };
+        let mut outcome = Outcome::Done;
+        let (from, to) = match action {
+            Action::Close { .. } => (Phase::Open, Phase::Closed),
+            Action::Open => (Phase::Closed, Phase::Open),
+            Action::Lock { .. } => (Phase::Closed, Phase::Locked),
+            Action::Checkpoint { .. } => (Phase::Locked, Phase::Away),
+            Action::Restore => (Phase::Away, Phase::Locked),
+            Action::Unlock => (Phase::Locked, Phase::Closed),
+            Action::HoldAllocations { .. } | Action::ReleaseAllocations => {
+                (agent.phase, agent.phase)
+            }
+        };
+        assert_eq!(agent.phase, from, "{action:?} does not fit");
+        let failing = matches!(
+            action,
+            Action::Close { .. } | Action::Lock { .. } | Action::Checkpoint { .. }
+        );
+        if let Some(fail) = self.fail.take_if(|_| failing) {
+            outcome = fail;
+        } else {
+            if action == Action::Restore {
+                assert!(
+                    used + agent.size <= TOTAL,
+                    "restored without room: the process would be lost"
+                );
+            }
+            agent.phase = to;
+            match action {
+                Action::Close { .. } => agent.generation += 1,
+                Action::Open => agent.wants = false, // Its caller went through.
+                Action::HoldAllocations { .. } => (agent.held, agent.held_here) = (true, true),
+                Action::ReleaseAllocations => (agent.held, agent.held_here) = (false, false),
+                _ => {}
+            }
+        }
+        if agent.orphaned {
+            self.hello(id); // Nobody is there for the report; the Hello says it all.
+            return;
+        }
+        let phase = agent.phase;
+        let cuda_error = if outcome == Outcome::Done { 0 } else { 304 };
+        self.feed(Input::Message(
+            id,
+            AgentMessage::Report { order, outcome, phase, cuda_error, elapsed_us: 1 },
+        ));
+    }
+
+    pub(super) fn answer_question(&mut self) {
+        match self.questions.pop_front() {
+            Some(Effect::Survey { key, .. }) => {
+                let survey = Survey { gpus: Ok(self.gpus()), room: Ok(()) };
+                self.feed(Input::Surveyed(key, survey));
+            }
+            Some(Effect::Prove(key, number)) => {
+                let gpus = Ok(self.gpus());
+                self.feed(Input::Proven(key, number, gpus));
+            }
+            _ => {}
+        }
+    }
+
+    pub(super) fn tick(&mut self) {
+        self.now += 60;
+        let pages: Vec<(ProcessId, PageSnapshot)> =
+            self.agents.iter().map(|(id, a)| (*id, page(a))).collect();
+        for (id, page) in pages {
+            self.feed(Input::Page(id, page));
+        }
+        let gpus = Ok(self.gpus());
+        self.feed(Input::Gpus(gpus));
+        self.feed(Input::Tick);
+    }
+
+    pub(super) fn exit(&mut self, id: ProcessId) {
+        if let Some(agent) = self.agents.remove(&id) {
+            self.feed(Input::Exited(agent.known_as));
+        }
+    }
+
+    /// The connection breaks. What the agent is in the middle of it finishes; it holds
+    /// its allocations until somebody welcomes it again.
+    pub(super) fn cut(&mut self, id: ProcessId, busy: bool) {
+        let Some(agent) = self.agents.get_mut(&id) else { return };
+        agent.inbox.retain(|message| matches!(message, ControllerMessage::Order { .. }));
+        agent.inbox.truncate(usize::from(busy));
+        agent.orphaned = true;
+    }
+
+    /// kill -9 of the controller, and the next one: shims announce, agents come back.
+    pub(super) fn restart(&mut self, busy: bool) {
+        self.questions.clear();
+        self.answers.clear();
+        let ids: Vec<ProcessId> = self.agents.keys().copied().collect();
+        ids.iter().for_each(|id| self.cut(*id, busy));
+        self.node = Node::new(settings());
+        for (key, record) in self.journal.clone() {
+            for process in record.processes {
+                if self.agents.values().all(|agent| agent.pid != process.pid) {
+                    continue;
+                }
+                let restoring = record.step == "restore";
+                let identity = (process.pid, process.start_ticks);
+                self.feed(Input::Recalled {
+                    key: key.clone(),
+                    identity,
+                    away: process.away,
+                    restoring,
+                });
+            }
+        }
+        let gpus = Ok(self.gpus());
+        self.feed(Input::Gpus(gpus));
+        (0..self.containers).for_each(|n| self.announce(n));
+        for id in ids {
+            if self.agents[&id].inbox.is_empty() {
+                self.hello(id);
+            }
+        }
+    }
+
+    /// Lets everything that is on its way arrive, with whoever waits calling again as agents do.
+    pub(super) fn settle(&mut self) {
+        for _ in 0..400 {
+            let ids: Vec<ProcessId> = self.agents.keys().copied().collect();
+            for id in ids {
+                while self.agents.get(&id).is_some_and(|a| !a.inbox.is_empty()) {
+                    self.work(id);
+                }
+                if self.agents[&id].orphaned {
+                    self.hello(id);
+                }
+                if self.agents[&id].wants {
+                    self.call(id);
+                }
+                self.try_again(id);
+            }
+            while !self.questions.is_empty() {
+                self.answer_question();
+            }
+            self.tick();
+        }
+    }
+
+    pub(super) fn state(&self, n: usize) -> State {
+        self.node.containers[&key(n)].state
+    }
+}
+
+pub(super) fn page(agent: &Agent) -> PageSnapshot {
+    PageSnapshot {
+        phase: agent.phase,
+        waiters: u32::from(agent.wants),
+        hazards: Hazards::default(),
+        generation: agent.generation,
+        allocated_bytes: agent.size,
+        allocations: 1,
+        calls: agent.calls,
+        polls: 0,
+        inflight: 0,
+        last_hook: 0,
+    }
+}
