@@ -1,6 +1,15 @@
-//! The wall clock, for people and records; decisions use a clock that never goes back.
+//! The wall clock, for people and records; decisions use a clock that never goes back, and
+//! that agents have too.
 
 use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Milliseconds of `CLOCK_MONOTONIC`.
+#[must_use]
+pub fn monotonic_ms() -> u64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    let (seconds, nanoseconds) = (time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs());
+    seconds.saturating_mul(1_000).saturating_add(nanoseconds / 1_000_000)
+}
 
 /// Milliseconds since 1970.
 #[must_use]

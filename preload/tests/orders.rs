@@ -58,6 +58,18 @@ fn phases_are_reported_and_stand_in_the_page() {
     assert_eq!(agent.order(LOCK).0, Outcome::WrongPhase);
 }
 
+/// The container, or the controller, was stopped: others may have the room by now.
+#[test]
+fn an_order_to_come_back_that_was_decided_long_ago_is_not_carried_out() {
+    let controller = Controller::new();
+    let _client = registered(&controller, "dlopen");
+    let mut agent = controller.welcome();
+    agent.done(&OFFLOAD);
+    agent.start_decided(Action::Restore, 1);
+    assert_eq!(agent.report(), (Outcome::Late, Phase::Away, 0));
+    agent.done(&BRING_BACK);
+}
+
 #[test]
 fn a_call_in_progress_makes_a_close_busy() {
     let controller = Controller::new();
@@ -114,7 +126,8 @@ fn held_allocations_wait_while_the_rest_runs() {
     agent.done(&[Action::HoldAllocations { deadline_ms: 1_000 }]);
     assert_eq!(client.ask("cuCtxSynchronize"), 0);
     client.send("cuMemAlloc");
-    while agent.page().waiters == 0 {}
+    // It asks, again and again, to know that somebody is there.
+    assert_eq!([agent.wake().1, agent.wake().1], [1, 1]);
     assert_eq!(agent.page().phase, Phase::Open);
     agent.done(&[Action::ReleaseAllocations]);
     assert_eq!(client.answer(), 0);

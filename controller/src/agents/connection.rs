@@ -53,7 +53,7 @@ pub async fn serve(
     budgets: Arc<Budgets>,
     mail: mpsc::Sender<AgentMail>,
 ) {
-    let (hello, page, (identity, pidfd)) = match introduce(&stream).await {
+    let (hello, page, (identity, clock_ahead_ms, pidfd)) = match introduce(&stream).await {
         Ok(introduced) => introduced,
         Err(refusal) => {
             let retry = !matches!(refusal, Refusal::Version(_));
@@ -70,7 +70,7 @@ pub async fn serve(
     };
     let (outbox, outgoing) = mpsc::channel(OUTBOX);
     let watch = tokio::spawn(watch(pidfd, id, mail.clone())).abort_handle();
-    let agent = Agent { outbox: Some(outbox), page, watch };
+    let agent = Agent { outbox: Some(outbox), page, clock_ahead_ms, watch };
     let joined = AgentMail::Joined { key, id, identity, hello, agent };
     if mail.send(joined).await.is_err() {
         return;
@@ -83,7 +83,7 @@ pub async fn serve(
     let _ = mail.send(AgentMail::Detached(id)).await;
 }
 
-type Introduced = (AgentMessage, std::fs::File, (crate::core::input::Identity, OwnedFd));
+type Introduced = (AgentMessage, std::fs::File, papers::Identified);
 
 async fn introduce(stream: &UnixStream) -> Result<Introduced, Refusal> {
     let (frame, descriptors) =

@@ -70,6 +70,8 @@ pub enum AgentMail {
 pub struct Agent {
     outbox: Option<mpsc::Sender<ControllerMessage>>,
     page: File,
+    /// What its `CLOCK_MONOTONIC` shows more than ours.
+    clock_ahead_ms: i64,
     /// Ends with the process, not with the connection.
     watch: AbortHandle,
 }
@@ -87,7 +89,11 @@ pub enum PageReadError {
 
 impl Agent {
     /// Queues a message. `false`: the agent does not read; the connection is over.
-    pub fn send(&mut self, message: ControllerMessage) -> bool {
+    pub fn send(&mut self, mut message: ControllerMessage) -> bool {
+        if let ControllerMessage::Order { decided_ms, .. } = &mut message {
+            // 0 would be no time at all.
+            *decided_ms = decided_ms.saturating_add_signed(self.clock_ahead_ms).max(1);
+        }
         let sent = self.outbox.as_ref().is_some_and(|outbox| outbox.try_send(message).is_ok());
         if !sent {
             self.outbox = None;

@@ -47,11 +47,15 @@ pub enum PaperError {
     NotAPage,
 }
 
-/// Who the peer is, and a descriptor that becomes readable when it ends.
+/// Who the peer is, what its `CLOCK_MONOTONIC` shows more than ours in milliseconds, and a
+/// descriptor that becomes readable when it ends.
+pub type Identified = (Identity, i64, OwnedFd);
+
+/// Who the peer is.
 ///
 /// # Errors
 /// [`PaperError`].
-pub fn identify(peer: &(impl AsFd + AsRawFd)) -> Result<(Identity, OwnedFd), PaperError> {
+pub fn identify(peer: &(impl AsFd + AsRawFd)) -> Result<Identified, PaperError> {
     let credentials = rustix::net::sockopt::socket_peercred(peer).map_err(|_| PaperError::NoPid)?;
     let pid = credentials.pid;
     identify_pid(pid, getsockopt(peer, PeerPidfd).ok())
@@ -59,7 +63,7 @@ pub fn identify(peer: &(impl AsFd + AsRawFd)) -> Result<(Identity, OwnedFd), Pap
 
 /// `peer`: the kernel's own pidfd of who connected, where it has one (Linux 6.5): a process
 /// that has ended since is not taken for the next one with its pid.
-fn identify_pid(raw: Pid, peer: Option<OwnedFd>) -> Result<(Identity, OwnedFd), PaperError> {
+fn identify_pid(raw: Pid, peer: Option<OwnedFd>) -> Result<Identified, PaperError> {
     let pid = raw.as_raw_nonzero().get().cast_unsigned();
     let pidfd = match peer {
         Some(pidfd) => pidfd,
@@ -67,12 +71,13 @@ fn identify_pid(raw: Pid, peer: Option<OwnedFd>) -> Result<(Identity, OwnedFd), 
             .map_err(|e| PaperError::Process { pid, source: e.into() })?,
     };
     let identity = process::identity(pid).map_err(|source| PaperError::Process { pid, source })?;
+    let clock_ahead_ms = process::clock_ahead_ms(pid);
     // The pidfd names one process. If that one lives, what was read is about it.
     let mut polled = [PollFd::new(&pidfd, PollFlags::IN)];
     let now = rustix::event::Timespec::default();
     let ended = rustix::event::poll(&mut polled, Some(&now))
         .map_err(|e| PaperError::Process { pid, source: e.into() })?;
-    if ended > 0 { Err(PaperError::Ended(pid)) } else { Ok((identity, pidfd)) }
+    if ended > 0 { Err(PaperError::Ended(pid)) } else { Ok((identity, clock_ahead_ms, pidfd)) }
 }
 
 /// Takes the page out of the descriptors that came with a Hello.

@@ -85,7 +85,7 @@ async fn a_process_with_good_papers_joins_and_is_named_by_the_kernel() {
     assert_eq!(identity.pid, std::process::id());
     assert_eq!(agent.read_page(&mut [0; PAGE_BYTES]).unwrap().phase, Phase::Open);
 
-    let order = ControllerMessage::Order { order: 1, action: Action::Restore };
+    let order = ControllerMessage::Order { order: 1, action: Action::Restore, decided_ms: 0 };
     assert!(agent.send(order));
     let answer = tokio::task::spawn_blocking(move || refusal(&mut bench.peer)).await.unwrap();
     assert_eq!(answer, order);

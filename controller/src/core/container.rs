@@ -48,6 +48,10 @@ pub struct Container {
     pub came_home: Option<Millis>,
     /// No offload before this time, after one that failed.
     pub not_before: Millis,
+    /// No attempt to return before this time, after some that came to nothing.
+    pub no_return_before: Millis,
+    /// Returns in a row that were begun and came to nothing.
+    pub vain_returns: u32,
     /// Failed offloads in a row.
     pub failures: u32,
     /// A survey is on its way.
@@ -104,6 +108,8 @@ impl Container {
             last_use: now,
             came_home: None,
             not_before: 0,
+            no_return_before: 0,
+            vain_returns: 0,
             failures: 0,
             surveying: false,
             offload_began: None,

@@ -8,7 +8,9 @@
 //!
 //! From Holding to the end, no managed process may take VRAM, so what is proven
 //! free stays free until the driver has taken it. A process that joins meanwhile is
-//! told to hold before it is welcomed.
+//! told to hold before it is welcomed. Holds may lapse: of a controller that was silent
+//! for too long, and when the copy takes far longer than it should. From then on the grant
+//! is in doubt: a restore that runs keeps its promise, none is started.
 
 use std::collections::BTreeSet;
 
@@ -40,6 +42,8 @@ pub struct Grant {
     pub since: Millis,
     /// Begun by an earlier controller: the restore may be running, none is started.
     pub recalled: bool,
+    /// Holds may have lapsed since it began.
+    pub doubted: bool,
     /// The process, and the ticket of its allocation, that room is meant for as well.
     pub want: Option<(ProcessId, u64)>,
 }
@@ -55,6 +59,7 @@ impl Grant {
             covers: BTreeSet::new(),
             uuids,
             since,
+            doubted: false,
             want: None,
         }
     }

@@ -283,7 +283,7 @@ impl Node {
         let fits = self.gpu_error.is_none() && self.ledger.fits(key, &needs, &self.gpus, margin);
         let home = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
         let Some(grant) = self.grants.get_mut(key) else { return };
-        if fits && needs.iter().all(|need| grant.uuids.contains(&need.uuid)) {
+        if fits && !grant.doubted && needs.iter().all(|need| grant.uuids.contains(&need.uuid)) {
             (grant.stage, grant.covers) = (Stage::Granted, covers);
             self.ledger.promise(key, needs);
             self.queue.leave(key);
@@ -295,6 +295,12 @@ impl Node {
         } else {
             self.abort_grant(key);
         }
+    }
+
+    /// This controller was silent for so long that others may have ended their holds, and
+    /// come back by themselves: nothing that was proven before is free for certain.
+    pub(super) fn doubt_grants(&mut self) {
+        self.grants.values_mut().filter(|g| !g.recalled).for_each(|g| g.doubted = true);
     }
 
     /// Gives the promise back; the container still waits in the queue.
@@ -310,6 +316,22 @@ impl Node {
         };
         self.hold_orders.retain(|_, (other, _)| other != key);
         self.release_holds(&mut grant);
+        self.count_vain_return(key, &grant);
+    }
+
+    /// Others held their allocations for one who did not come home. Once that happens to
+    /// everybody; who does it over and over waits longer each time.
+    fn count_vain_return(&mut self, key: &Key, grant: &Grant) {
+        const FIRST_PAUSE_MS: Millis = 250;
+        let home = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
+        let Some(container) = self.containers.get_mut(key) else { return };
+        if grant.is_granted() && !home {
+            let pause_ms = FIRST_PAUSE_MS << container.vain_returns.min(8);
+            if container.vain_returns > 0 {
+                container.no_return_before = self.now + pause_ms;
+            }
+            container.vain_returns += 1;
+        }
     }
 
     fn release_holds(&mut self, grant: &mut Grant) {
@@ -364,6 +386,7 @@ impl Node {
             } else if late && let Some(mut grant) = self.grants.remove(&key) {
                 self.release_holds(&mut grant);
                 grant.uuids.clear();
+                grant.doubted = true;
                 self.grants.insert(key, grant);
             }
         }

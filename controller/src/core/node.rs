@@ -9,7 +9,7 @@ use affinode_proto::{
     api::control::{Announcement, Event},
     reason::Reason,
     state::State,
-    wire::message::{Action, AgentMessage, ControllerMessage},
+    wire::message::{Action, AgentMessage, ControllerMessage, PROOF_HOLDS_MS},
 };
 
 use super::{
@@ -103,7 +103,11 @@ impl Node {
     /// Takes one input and says what is to be done, in order.
     #[must_use]
     pub fn handle(&mut self, now: Millis, input: Input) -> Vec<Effect> {
+        let silent_ms = now.saturating_sub(self.now);
         self.now = self.now.max(now);
+        if silent_ms > PROOF_HOLDS_MS {
+            self.doubt_grants();
+        }
         // A page frees nothing and asks for nothing, and pages are most of what comes.
         let may_serve = !matches!(input, Input::Page(..));
         match input {
@@ -203,7 +207,9 @@ impl Node {
     pub(super) fn order(&mut self, process: ProcessId, action: Action) -> u64 {
         self.next_order += 1;
         let order = self.next_order;
-        self.effects.push(Effect::Send(process, ControllerMessage::Order { order, action }));
+        let decided_ms = self.now;
+        let message = ControllerMessage::Order { order, action, decided_ms };
+        self.effects.push(Effect::Send(process, message));
         if !matches!(action, Action::HoldAllocations { .. } | Action::ReleaseAllocations)
             && let Some(process) = self.processes.get_mut(&process)
         {

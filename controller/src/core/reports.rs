@@ -65,6 +65,8 @@ impl Node {
         }
         match (pending.action, outcome) {
             (_, Outcome::Done | Outcome::WrongPhase) => {}
+            // It, or this controller, was stopped for a while: all is proven anew.
+            (_, Outcome::Late) => self.abort_grant(&key),
             (_, Outcome::Unsupported) => {
                 process.hazards.0 |= Hazards::NO_CHECKPOINT_API.0;
                 self.fail_offload(&key, Reason::DriverTooOld, "");

@@ -28,7 +28,13 @@ impl Node {
             return;
         };
         if process.phase == Phase::Open && process.pending.is_none() {
-            return; // The gate is open again: the wake crossed the order.
+            // Its allocations are held for another, and it is told that somebody is there; or
+            // the gate is open again, and the wake crossed the order.
+            if process.holds > 0 {
+                let ack = ControllerMessage::WakeAck { generation, position: 0 };
+                self.effects.push(Effect::Send(id, ack));
+            }
+            return;
         }
         process.generation = generation;
         let key = process.key.clone();
@@ -113,8 +119,10 @@ impl Node {
         } else if let Some(process) = plan.restore {
             let grant = self.grants.get(key);
             let granted = grant.is_some_and(Grant::is_granted);
-            if granted && !grant.is_some_and(|grant| grant.covers.contains(&process)) {
-                // It came forward after the proof: its VRAM was promised to nobody.
+            let proven = grant.is_some_and(|g| g.covers.contains(&process) && !g.doubted);
+            if granted && !proven {
+                // It came forward after the proof, and its VRAM was promised to nobody, or
+                // the proof is in doubt.
                 self.abort_grant(key);
                 self.enqueue(key);
             } else if granted {
@@ -135,13 +143,12 @@ impl Node {
         let Some(container) = self.containers.get(key) else {
             return;
         };
-        if now < container.not_before && container.state == State::Lost {
-            return;
+        let (priority, lost) = (container.policy.priority, container.state == State::Lost);
+        if now >= container.no_return_before {
+            let since = self.want_of(key).map_or(now, |(_, want)| want.since);
+            self.queue.enter(key, priority, since);
         }
-        let priority = container.policy.priority;
-        let since = self.want_of(key).map_or(now, |(_, want)| want.since);
-        self.queue.enter(key, priority, since);
-        if container.state != State::Lost {
+        if !lost {
             self.set_state(key, State::Queued, self.cause(key), "", 0, 0);
         }
     }
@@ -165,6 +172,7 @@ impl Node {
         if container.cause != Reason::Expected {
             container.last_use = now;
         }
+        container.vain_returns = 0;
         if was_away
             && matches!(
                 container.state,
@@ -203,7 +211,7 @@ impl Node {
         self.ledger.release(key);
         self.queue.leave(key);
         if let Some(container) = self.containers.get_mut(key) {
-            container.not_before = self.now + AGAIN_MS;
+            container.no_return_before = self.now + AGAIN_MS;
         }
         self.siblings_are_back(key);
         self.set_state(key, State::Lost, Reason::DriverLost, detail, 0, 0);

@@ -25,7 +25,7 @@ use super::{
 };
 use crate::{
     agents::{Agent, AgentMail, Listener},
-    clock::unix_ms,
+    clock::{monotonic_ms, unix_ms},
     config::Config,
     core::{
         CommandId, Effect, Input, Key, Millis, Node, ProcessId, Request, container::display_name,
@@ -76,7 +76,6 @@ struct Actor {
     events: Arc<EventLog>,
     commands: HashMap<CommandId, oneshot::Sender<ActionResponse>>,
     next_command: u64,
-    clock: Instant,
     started_unix_ms: i64,
     gpus_read: Option<Instant>,
     readings: Readings,
@@ -116,7 +115,6 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         events: Arc::clone(&events),
         commands: HashMap::new(),
         next_command: 0,
-        clock: Instant::now(),
         started_unix_ms: unix_ms(),
         gpus_read: None,
         readings: Readings::default(),
@@ -170,7 +168,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
 
 impl Actor {
     fn now(&self) -> Millis {
-        Millis::try_from(self.clock.elapsed().as_millis()).unwrap_or(Millis::MAX)
+        monotonic_ms()
     }
 
     fn pause(&self) -> Duration {

@@ -19,6 +19,22 @@ pub fn lives(pid: u32, start_ticks: u64) -> bool {
     identity(pid).is_ok_and(|now| now.start_ticks == start_ticks)
 }
 
+/// What the `CLOCK_MONOTONIC` of a process shows more than ours, in milliseconds: not 0 in
+/// a time namespace.
+#[must_use]
+pub fn clock_ahead_ms(pid: u32) -> i64 {
+    let offsets = fs::read_to_string(format!("/proc/{pid}/timens_offsets")).unwrap_or_default();
+    monotonic_offset_ms(&offsets).unwrap_or(0)
+}
+
+fn monotonic_offset_ms(offsets: &str) -> Option<i64> {
+    let mut words =
+        offsets.lines().find_map(|line| line.strip_prefix("monotonic "))?.split_whitespace();
+    let seconds: i64 = words.next()?.parse().ok()?;
+    let nanoseconds: i64 = words.next()?.parse().ok()?;
+    seconds.checked_mul(1_000)?.checked_add(nanoseconds / 1_000_000)
+}
+
 /// Whether a signal or debugger has stopped it.
 #[must_use]
 pub fn is_stopped(pid: u32) -> bool {
@@ -70,6 +86,14 @@ fn parse_stat(text: &str) -> Option<Stat> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_clock_of_a_time_namespace_is_told_from_ours() {
+        let offsets = "monotonic           3     500000000\nboottime            0         0\n";
+        assert_eq!(monotonic_offset_ms(offsets), Some(3_500));
+        assert_eq!(monotonic_offset_ms("monotonic -2 1000000\n"), Some(-1_999));
+        assert_eq!(clock_ahead_ms(std::process::id()), 0);
+    }
 
     #[test]
     fn a_command_with_brackets_is_read() {

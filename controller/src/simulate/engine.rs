@@ -435,7 +435,7 @@ impl<'a> World<'a> {
 
     fn carry_out(&mut self, effect: Effect) -> Result<(), SimulationError> {
         match effect {
-            Effect::Send(process, ControllerMessage::Order { order, action }) => {
+            Effect::Send(process, ControllerMessage::Order { order, action, .. }) => {
                 return self.order(process.0 as usize, order, action);
             }
             Effect::Survey { key: asked, .. } => {

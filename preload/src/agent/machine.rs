@@ -13,7 +13,7 @@
 
 use affinode_cuda_sys::{process_state, result};
 use affinode_proto::wire::Phase;
-use affinode_proto::wire::message::{Action, Outcome};
+use affinode_proto::wire::message::{Action, Outcome, PROOF_HOLDS_MS};
 use affinode_proto::wire::page::Gate;
 
 /// Which counts are waited for.
@@ -96,6 +96,17 @@ impl Machine {
     /// Whether allocations are held.
     pub fn allocations_held(&self) -> bool {
         self.allocations_held
+    }
+
+    /// Carries out the controller's order of `decided_ms` (0: of no known time), unless it
+    /// takes VRAM and is so old that the VRAM may be another's by now: the process or the
+    /// controller was stopped in between.
+    pub fn obey(&mut self, host: &mut impl Host, action: Action, decided_ms: u64) -> Ended {
+        let age_ms = (host.now_us() / 1_000).saturating_sub(decided_ms);
+        if action == Action::Restore && decided_ms > 0 && age_ms > PROOF_HOLDS_MS {
+            return (Outcome::Late, 0);
+        }
+        self.carry_out(host, action)
     }
 
     /// Carries out an order, all of it, before it returns.

@@ -122,6 +122,22 @@ fn out_and_back() {
     assert!(passed.iter().all(|phase| host.phases.contains(phase)));
 }
 
+/// It, or the controller, was stopped for a while: the VRAM may be another's by now.
+#[test]
+fn an_order_to_come_back_that_is_old_is_not_carried_out() {
+    let mut host = Fake::new();
+    let mut machine = away(&mut host);
+    host.now_us = 60_000_000;
+    for decided_ms in [1, 60_000 - PROOF_HOLDS_MS - 1] {
+        assert_eq!(machine.obey(&mut host, Action::Restore, decided_ms), (Outcome::Late, 0));
+    }
+    assert_eq!((machine.phase(), host.calls.last()), (Phase::Away, Some(&DriverCall::Checkpoint)));
+    let in_time = 60_000 - PROOF_HOLDS_MS;
+    assert_eq!(machine.obey(&mut host, Action::Restore, in_time), (Outcome::Done, 0));
+    // What takes no VRAM is never late.
+    assert_eq!(machine.obey(&mut host, Action::Unlock, 1), (Outcome::Done, 0));
+}
+
 #[test]
 fn calls_that_end_in_time_are_waited_for_and_others_reopen_the_gate() {
     let mut host = Fake::new();

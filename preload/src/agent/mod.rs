@@ -150,14 +150,15 @@ impl Agent {
                 }
                 ControllerMessage::WakeAck { .. } => self.heard = true,
                 ControllerMessage::Room { ticket, granted } => PROCESS.desk.answer(ticket, granted),
-                ControllerMessage::Order { order, action } => {
+                ControllerMessage::Order { order, action, decided_ms } => {
                     // A hazard that came up is known before the answer.
                     self.tell_hazards();
                     if matches!(action, Action::HoldAllocations { .. }) {
                         self.hold = Hold::Now;
                     }
                     let start_us = sys::now_us();
-                    let (outcome, cuda_error) = self.machine.carry_out(&mut self.own, action);
+                    let (outcome, cuda_error) =
+                        self.machine.obey(&mut self.own, action, decided_ms);
                     let now_us = sys::now_us();
                     self.heard = true;
                     self.tell_hazards();
@@ -185,7 +186,8 @@ impl Agent {
         let due = self.wake_sent.is_none_or(|(told, at_us)| {
             told != generation || now_us.saturating_sub(at_us) >= WAKE_REPEAT_MS * 1_000
         });
-        if waiters > 0 && self.machine.phase() != Phase::Open && due {
+        let held = self.machine.phase() != Phase::Open || self.machine.allocations_held();
+        if waiters > 0 && held && due {
             self.wake_sent = Some((generation, now_us));
             let wake = AgentMessage::Wake {
                 generation,

@@ -102,9 +102,14 @@ impl Connection {
 
     /// Sends an order without waiting for its report.
     pub fn start(&mut self, action: Action) {
+        self.start_decided(action, 0);
+    }
+
+    /// The same, decided on at that time of the monotonic clock.
+    pub fn start_decided(&mut self, action: Action, decided_ms: u64) {
         let order = self.next_order;
         self.next_order += 1;
-        self.send(ControllerMessage::Order { order, action });
+        self.send(ControllerMessage::Order { order, action, decided_ms });
     }
 
     /// The report of the order sent last.

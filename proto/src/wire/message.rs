@@ -26,6 +26,10 @@ pub const WAKE_REPEAT_MS: u64 = 1_000;
 /// After so long without any answer to a Wake, or without a controller, an agent
 /// with waiting callers brings its process back by itself, in milliseconds.
 pub const RESCUE_AFTER_MS: u64 = 5_000;
+/// After so long without a word of the controller's its word that VRAM is free counts no
+/// more, in milliseconds: others may bring themselves back, and take it. Shorter than
+/// [`RESCUE_AFTER_MS`] by more than [`WAKE_REPEAT_MS`].
+pub const PROOF_HOLDS_MS: u64 = 3_000;
 
 wire_enum! {
     /// How an order ended.
@@ -40,6 +44,9 @@ wire_enum! {
         DriverError = 3,
         /// libcuda has no checkpoint entry points; nothing was done.
         Unsupported = 4,
+        /// It takes VRAM and came later than [`PROOF_HOLDS_MS`] after it was decided on;
+        /// nothing was done.
+        Late = 5,
     }
 }
 
@@ -63,7 +70,8 @@ pub enum Action {
         /// The most VRAM held on one device, for a later return without a controller.
         vram_bytes: u64,
     },
-    /// Away → Locked: `cuCheckpointProcessRestore`. Only with VRAM reserved and proven free.
+    /// Away → Locked: `cuCheckpointProcessRestore`. Only with VRAM reserved and proven free,
+    /// and not later than [`PROOF_HOLDS_MS`] after the order was decided on.
     Restore,
     /// Locked → Closed: `cuCheckpointProcessUnlock`.
     Unlock,
@@ -94,7 +102,8 @@ pub enum AgentMessage {
         /// What makes a checkpoint unsafe.
         hazards: Hazards,
     },
-    /// A caller waits at the closed gate. Repeated every [`WAKE_REPEAT_MS`] while one waits.
+    /// A caller waits at the gate: the process is not Open, or its allocations are held.
+    /// Repeated every [`WAKE_REPEAT_MS`] while one waits.
     Wake {
         /// The generation whose gate is closed.
         generation: u64,
@@ -168,6 +177,9 @@ pub enum ControllerMessage {
         order: u64,
         /// What to do.
         action: Action,
+        /// When that was decided: `CLOCK_MONOTONIC` as the process has it, in
+        /// milliseconds; 0: at no known time.
+        decided_ms: u64,
     },
     /// The wake was heard.
     WakeAck {
@@ -371,7 +383,7 @@ impl ControllerMessage {
             ControllerMessage::Refuse { version, retry } => {
                 Writer::new(102).u32(version).u32(u32::from(retry))
             }
-            ControllerMessage::Order { order, action } => {
+            ControllerMessage::Order { order, action, decided_ms } => {
                 let (code, value) = match action {
                     Action::Close { deadline_ms } => (1, u64::from(deadline_ms)),
                     Action::Open => (2, 0),
@@ -382,7 +394,7 @@ impl ControllerMessage {
                     Action::HoldAllocations { deadline_ms } => (7, u64::from(deadline_ms)),
                     Action::ReleaseAllocations => (8, 0),
                 };
-                Writer::new(103).u64(order).u32(code).u64(value)
+                Writer::new(103).u64(order).u32(code).u64(value).u64(decided_ms)
             }
             ControllerMessage::WakeAck { generation, position } => {
                 Writer::new(104).u64(generation).u32(position)
@@ -420,7 +432,7 @@ impl ControllerMessage {
                     8 => Action::ReleaseAllocations,
                     other => return Err(FrameError::Value("action", other)),
                 };
-                Ok(ControllerMessage::Order { order, action })
+                Ok(ControllerMessage::Order { order, action, decided_ms: r.u64() })
             }
             104 => Ok(ControllerMessage::WakeAck { generation: r.u64(), position: r.u32() }),
             108 => Ok(ControllerMessage::Room { ticket: r.u64(), granted: r.u32() != 0 }),
@@ -469,7 +481,11 @@ mod tests {
             Action::HoldAllocations { deadline_ms: 1 },
             Action::ReleaseAllocations,
         ];
-        let orders = actions.map(|action| ControllerMessage::Order { order: 8, action });
+        let orders = actions.map(|action| ControllerMessage::Order {
+            order: 8,
+            action,
+            decided_ms: 1 << 40,
+        });
         for message in orders.into_iter().chain([
             ControllerMessage::Welcome { process: 1, wait_for_room_ms: 60_000 },
             ControllerMessage::Refuse { version: 1, retry: true },

@@ -9,8 +9,8 @@ use affinode_proto::{
 use proptest::prelude::*;
 
 use super::{
-    super::{Input, ProcessId, Request, input::CommandId},
-    world::{GPU, TOTAL, World, key},
+    super::{Input, Request, input::CommandId},
+    world::{GPU, World, key},
 };
 
 #[derive(Clone, Debug)]
@@ -25,6 +25,8 @@ enum Step {
     Detach(usize, bool),
     Restart(bool),
     Others(u64),
+    /// The controller is stopped for six seconds, and somebody takes what is free.
+    Stopped(u64),
     Fail(bool),
     Ask(usize, bool),
 }
@@ -41,6 +43,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (0_usize..8, any::<bool>()).prop_map(|(n, busy)| Step::Detach(n, busy)),
         1 => any::<bool>().prop_map(Step::Restart),
         1 => (0_u64..600).prop_map(Step::Others),
+        1 => (0_u64..600).prop_map(Step::Stopped),
         1 => any::<bool>().prop_map(Step::Fail),
         2 => (0_usize..3, any::<bool>()).prop_map(|(c, out)| Step::Ask(c, out)),
     ]
@@ -87,25 +90,17 @@ fn run(steps: Vec<Step>) -> Result<(), TestCaseError> {
             }
             Step::Detach(n, busy) => {
                 if let Some(id) = nth(n, &world) {
-                    world.feed(Input::Detached(id));
-                    world.cut(id, busy);
-                    let agent = world.agents.remove(&id).unwrap();
-                    world.next += 1;
-                    let id = ProcessId(world.next);
-                    world.agents.insert(id, agent);
-                    if world.agents[&id].inbox.is_empty() {
-                        world.hello(id);
-                    }
+                    world.reconnect(id, busy);
                 }
             }
             Step::Restart(busy) => {
                 world.restart(busy);
                 asked.clear();
             }
-            Step::Others(bytes) => {
-                if world.used() - world.others + bytes <= TOTAL {
-                    world.others = bytes
-                }
+            Step::Others(bytes) => world.take_unmanaged(bytes),
+            Step::Stopped(bytes) => {
+                world.now += 6_000;
+                world.take_unmanaged(bytes);
             }
             Step::Fail(busy) => {
                 world.fail = Some(if busy { Outcome::Busy } else { Outcome::DriverError })

@@ -5,7 +5,7 @@ use affinode_proto::{
     state::State,
     wire::{
         Hazards, Phase,
-        message::{Action, AgentMessage, ControllerMessage},
+        message::{Action, AgentMessage, ControllerMessage, Outcome},
     },
 };
 
@@ -140,7 +140,8 @@ fn who_comes_forward_after_the_proof_waits_for_one_of_its_own() {
     let mut world = World::new(1);
     let (early, late) = (world.running(0, 300), world.running(0, 300));
     world.settle();
-    let busy = ControllerMessage::Order { order: 0, action: Action::ReleaseAllocations };
+    let busy =
+        ControllerMessage::Order { order: 0, action: Action::ReleaseAllocations, decided_ms: 0 };
     world.agents.get_mut(&late).unwrap().inbox.push_back(busy);
     world.restart(true);
     world.call(early);
@@ -277,4 +278,99 @@ fn a_pin_and_the_switch_keep_containers_where_they_are() {
     world.node.set_auto_offload(true);
     world.settle();
     assert!(!world.agents[&first].wants, "it still waits");
+}
+
+/// The controller is stopped during the first of a container's two restores. Its neighbours
+/// hear nothing of it, end their holds, and one takes what was proven free for the second.
+#[test]
+fn a_controller_that_was_stopped_does_not_trust_what_it_proved_before() {
+    let mut world = World::new(1);
+    let ids = [world.running(0, 300), world.running(0, 300)];
+    world.settle();
+    ids.into_iter().for_each(|id| world.call(id));
+    while world.state(0) != State::Restoring {
+        world.answer_question();
+    }
+    let restores = |message: &ControllerMessage| match message {
+        ControllerMessage::Order { order, action: Action::Restore, .. } => Some(*order),
+        _ => None,
+    };
+    let (id, order) = ids
+        .into_iter()
+        .find_map(|id| Some((id, world.agents[&id].inbox.iter().find_map(restores)?)))
+        .unwrap();
+    let agent = world.agents.get_mut(&id).unwrap();
+    agent.inbox.clear();
+    agent.phase = Phase::Locked;
+    world.now += 6_000;
+    world.others = 600;
+    let (outcome, phase) = (Outcome::Done, Phase::Locked);
+    let report = AgentMessage::Report { order, outcome, phase, cuda_error: 0, elapsed_us: 1 };
+    world.feed(Input::Message(id, report));
+    world.settle();
+    assert_eq!(world.state(0), State::Queued);
+    world.others = 0;
+    world.settle();
+    assert!(world.agents.values().all(|agent| !agent.wants), "somebody still waits");
+}
+
+/// A container is stopped with the order to come home in its inbox, for so long that others
+/// hold no more. When it runs on, the order is no reason to restore.
+#[test]
+fn who_was_stopped_before_it_read_the_order_comes_home_with_another_one() {
+    let mut world = World::new(1);
+    let id = world.running(0, 600);
+    world.settle();
+    world.call(id);
+    while world.state(0) != State::Restoring {
+        world.answer_question();
+        world
+            .agents
+            .get_mut(&id)
+            .unwrap()
+            .inbox
+            .retain(|m| matches!(m, ControllerMessage::Order { .. }));
+    }
+    for _ in 0..300 {
+        world.tick();
+    }
+    world.others = 600;
+    world.work(id);
+    assert_eq!(world.agents[&id].phase, Phase::Away);
+    world.others = 0;
+    world.settle();
+    assert!(!world.agents[&id].wants, "it still waits");
+}
+
+/// A container takes its turn, makes everybody hold, never comes home, and comes again.
+#[test]
+fn who_never_comes_home_keeps_others_waiting_less_and_less() {
+    let mut world = World::new(2);
+    world.running(1, 100);
+    let mut id = world.running(0, 300);
+    world.settle();
+    let mut turns = 0;
+    for _ in 0..200 {
+        world.call(id);
+        world.tick();
+        while !world.questions.is_empty() {
+            world.answer_question();
+        }
+        let ids: Vec<ProcessId> =
+            world.agents.keys().copied().filter(|other| *other != id).collect();
+        for other in ids {
+            while !world.agents[&other].inbox.is_empty() {
+                world.work(other);
+            }
+        }
+        while !world.questions.is_empty() {
+            world.answer_question();
+        }
+        if world.state(0) == State::Restoring {
+            turns += 1;
+            id = world.reconnect(id, false);
+        }
+    }
+    // 12 seconds: it has had to wait 0.5, 1, 2 and 4 of them between its turns.
+    assert!((2..8).contains(&turns), "{turns} turns");
 }

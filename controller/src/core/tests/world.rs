@@ -7,7 +7,7 @@ use affinode_proto::{
     state::State,
     wire::{
         Hazards, Phase,
-        message::{Action, AgentMessage, ControllerMessage, Outcome},
+        message::{Action, AgentMessage, ControllerMessage, Outcome, PROOF_HOLDS_MS},
         page::PageSnapshot,
     },
 };
@@ -128,6 +128,13 @@ impl World {
 
     pub(super) fn used(&self) -> u64 {
         self.others + self.agents.values().map(Agent::on_device).sum::<u64>()
+    }
+
+    /// Somebody who is not managed has so many bytes from now on, if there is room for them.
+    pub(super) fn take_unmanaged(&mut self, bytes: u64) {
+        if self.used() - self.others + bytes <= TOTAL {
+            self.others = bytes;
+        }
     }
 
     pub(super) fn gpus(&self) -> Vec<GpuSample> {
@@ -292,8 +299,10 @@ impl World {
     pub(super) fn work(&mut self, id: ProcessId) {
         let used = self.used();
         let Some(agent) = self.agents.get_mut(&id) else { return };
-        let (order, action) = match agent.inbox.pop_front() {
-            Some(ControllerMessage::Order { order, action }) => (order, action),
+        let (order, action, decided_ms) = match agent.inbox.pop_front() {
+            Some(ControllerMessage::Order { order, action, decided_ms }) => {
+                (order, action, decided_ms)
+            }
             Some(ControllerMessage::Welcome { .. }) => {
                 agent.welcomed = true;
                 agent.held = agent.held_here;
@@ -313,6 +322,9 @@ impl World {
             _ => return,
         };
         let mut outcome = Outcome::Done;
+        let late = action == Action::Restore
+            && decided_ms > 0
+            && self.now.saturating_sub(decided_ms) > PROOF_HOLDS_MS;
         let (from, to) = match action {
             Action::Close { .. } => (Phase::Open, Phase::Closed),
             Action::Open => (Phase::Closed, Phase::Open),
@@ -331,6 +343,8 @@ impl World {
         );
         if let Some(fail) = self.fail.take_if(|_| failing) {
             outcome = fail;
+        } else if late {
+            outcome = Outcome::Late;
         } else {
             if action == Action::Restore {
                 assert!(
@@ -398,6 +412,20 @@ impl World {
         agent.inbox.retain(|message| matches!(message, ControllerMessage::Order { .. }));
         agent.inbox.truncate(usize::from(busy));
         agent.orphaned = true;
+    }
+
+    /// The connection breaks, and the agent makes another when it is not busy.
+    pub(super) fn reconnect(&mut self, id: ProcessId, busy: bool) -> ProcessId {
+        self.feed(Input::Detached(id));
+        self.cut(id, busy);
+        let agent = self.agents.remove(&id).unwrap();
+        self.next += 1;
+        let id = ProcessId(self.next);
+        self.agents.insert(id, agent);
+        if self.agents[&id].inbox.is_empty() {
+            self.hello(id);
+        }
+        id
     }
 
     /// kill -9 of the controller, and the next one: shims announce, agents come back.

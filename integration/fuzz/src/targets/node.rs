@@ -185,7 +185,7 @@ impl World {
 
     /// The honest agent carries out its oldest order.
     fn work(&mut self) {
-        let Some(ControllerMessage::Order { order, action }) = self.inbox.pop_front() else {
+        let Some(ControllerMessage::Order { order, action, .. }) = self.inbox.pop_front() else {
             return;
         };
         let (from, to) = match action {
