@@ -104,18 +104,30 @@ static int exporter(void)
     return pipes[0];
 }
 
+/* Both devices may reach each other's memory, and a copy goes from one to the other. Restores of such processes were seen
+ * to fail for good on some machines, and to succeed on others. */
 static CUresult peer_access(void)
 {
     int count = 0;
     CUdevice other;
-    CUcontext context;
+    CUcontext own, context;
+    CUdeviceptr there;
+    CUresult (*current)(CUcontext *) = function("cuCtxGetCurrent");
+    CUresult (*copy)(CUdeviceptr, CUdeviceptr, size_t) = function("cuMemcpyDtoD_v2");
+    CUresult (*synchronize)(void) = function("cuCtxSynchronize");
     CUresult result = client.cuda.device_count(&count);
     if (result != 0 || count < 2)
         return result != 0 ? result : 101;
-    if ((result = client.cuda.device_get(&other, 1)) != 0 ||
-        (result = client.cuda.primary_retain(&context, other)) != 0)
+    if ((result = current(&own)) != 0 || (result = client.cuda.device_get(&other, 1)) != 0 ||
+        (result = client.cuda.primary_retain(&context, other)) != 0 ||
+        (result = client.cuda.ctx_set(context)) != 0 ||
+        (result = client.cuda.mem_alloc(&there, MORE_BYTES)) != 0 ||
+        (result = client.cuda.ctx_enable_peer(own, 0)) != 0 || (result = client.cuda.ctx_set(own)) != 0 ||
+        (result = client.cuda.ctx_enable_peer(context, 0)) != 0 ||
+        (result = client.cuda.mem_alloc(&more, MORE_BYTES)) != 0 || (result = fill_more()) != 0 ||
+        (result = copy(there, more, MORE_BYTES)) != 0)
         return result;
-    return client.cuda.ctx_enable_peer(context, 0);
+    return synchronize();
 }
 
 static CUresult do_thing(const char *kind, int handles)

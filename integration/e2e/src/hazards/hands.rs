@@ -174,10 +174,11 @@ pub fn ballast(world: &World, leave_bytes: u64) -> Result<Worker> {
     let mut worker = Worker::start_as(world, spec)?;
     worker.wait_filled()?;
     let free = worker.call("meminfo")?.free_bytes.context("meminfo says what is free")?;
-    let mib = free.saturating_sub(leave_bytes) / MIB;
-    if mib == 0 {
-        bail!("only {} MiB are free", free / MIB);
+    let Some(more) = free.checked_sub(leave_bytes) else {
+        bail!("{} MiB are free, {} are needed", free / MIB, leave_bytes / MIB);
+    };
+    if more >= MIB {
+        worker.call(&format!("alloc {}", more / MIB))?;
     }
-    worker.call(&format!("alloc {mib}"))?;
     Ok(worker)
 }

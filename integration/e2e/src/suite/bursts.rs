@@ -9,6 +9,7 @@ use super::report::Rows;
 use crate::{
     container::Spec,
     gpu::Gpu,
+    hazards,
     until::until,
     worker::{USUAL, Worker},
     world::{MIB, World},
@@ -107,16 +108,7 @@ fn waiting(id: &str, mib: u64) -> Spec {
 
 /// Somebody who is not managed holds all but the scene's room.
 fn ballast(world: &World, sizes: &Sizes) -> Result<Worker> {
-    let spec = Worker::spec("ballast", USUAL, 1).env("AFFINODE_DISABLE", "1");
-    let mut ballast = Worker::start_as(world, spec)?;
-    ballast.wait_filled()?;
-    let free = ballast.call("meminfo")?.free_bytes.context("meminfo says what is free")? / MIB;
-    let Some(more) = free.checked_sub(sizes.room_mib) else {
-        bail!("{free} MiB are free, the scene needs {}", sizes.room_mib);
-    };
-    if more > 0 {
-        ballast.call(&format!("alloc {more}"))?;
-    }
+    let ballast = hazards::ballast(world, sizes.room_mib * MIB)?;
     until("the ballast to be seen", || {
         let gpus = world.cli().ps()?.gpus;
         let free = |gpu: &crate::cli::GpuRow| gpu.vram_total_bytes - gpu.vram_used_bytes;

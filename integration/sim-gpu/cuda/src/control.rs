@@ -80,15 +80,9 @@ fn save(driver: &Driver, extra_bytes: u64) -> Report {
     let peer_access = driver.contexts().peer_access_before_checkpoint();
     let mut memory = driver.memory();
     match memory.save(extra_bytes as usize) {
-        Ok(shared) => {
+        Ok(shared_memory) => {
             driver.gate.leave();
-            let restore_code = if peer_access {
-                code::INVALID_VALUE
-            } else if shared {
-                code::NOT_SUPPORTED
-            } else {
-                0
-            };
+            let restore_code = if peer_access { code::INVALID_VALUE } else { shared_memory };
             Report { code: 0, restore_code }
         }
         Err(code) => Report { code, restore_code: 0 },

@@ -15,8 +15,8 @@ use std::sync::Arc;
 use affinode_sim_protocol::ObjectId;
 
 use crate::abi::{
-    ACCESS_READ_WRITE, CUdeviceptr, HostAddress, ILLEGAL_ADDRESS, INVALID_VALUE, NOT_SUPPORTED,
-    Outcome,
+    ACCESS_READ_WRITE, CUdeviceptr, CUresult, HostAddress, ILLEGAL_ADDRESS, INVALID_VALUE,
+    NOT_SUPPORTED, Outcome,
 };
 use crate::host::HostMemory;
 use crate::link::Granted;
@@ -34,8 +34,18 @@ struct Physical {
     saved: Option<Pages>,
     handles: u32,
     mappings: u32,
-    /// Made by another process.
-    foreign: bool,
+    source: Source,
+}
+
+/// Who made a physical object, and how it came here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Source {
+    /// This process.
+    Own,
+    /// Another one, through `cuMemImportFromShareableHandle`.
+    Shared,
+    /// Another one, through `cuIpcOpenMemHandle`.
+    LegacyIpc,
 }
 
 /// How a mapping came to be, and so how it ends.
@@ -86,7 +96,7 @@ pub struct Description {
 
 impl Memory {
     /// A physical object with one handle. An object that we have already gets one more.
-    pub fn add(&mut self, granted: &Granted, foreign: bool) -> Outcome {
+    pub fn add(&mut self, granted: &Granted, source: Source) -> Outcome {
         if let Some(known) = self.physical.get_mut(&granted.object) {
             known.handles += 1;
             return Ok(());
@@ -100,7 +110,7 @@ impl Memory {
             saved: None,
             handles: 1,
             mappings: 0,
-            foreign,
+            source,
         };
         self.physical.insert(granted.object, physical);
         Ok(())
@@ -108,7 +118,7 @@ impl Memory {
 
     /// Whether an object was made by this process.
     pub fn owns(&self, object: ObjectId) -> bool {
-        self.physical.get(&object).is_some_and(|physical| !physical.foreign)
+        self.physical.get(&object).is_some_and(|physical| physical.source == Source::Own)
     }
 
     /// One handle less. True: the object is to be freed.
@@ -331,8 +341,8 @@ impl Memory {
         host_piece(address as HostAddress, bytes)
     }
 
-    /// Takes the contents off the GPU. Whether something stands against a restore: memory of others.
-    pub fn save(&mut self, extra_bytes: usize) -> Outcome<bool> {
+    /// Takes the contents off the GPU. What every restore will return, because of memory of others.
+    pub fn save(&mut self, extra_bytes: usize) -> Outcome<CUresult> {
         if self.host.has_managed() {
             return Err(NOT_SUPPORTED);
         }
@@ -349,7 +359,13 @@ impl Memory {
         for physical in self.physical.values_mut() {
             physical.window = None;
         }
-        Ok(self.physical.values().any(|physical| physical.foreign))
+        let of = |source| self.physical.values().any(|physical| physical.source == source);
+        // The driver knows no way back from either, and says so in different words.
+        Ok(match (of(Source::LegacyIpc), of(Source::Shared)) {
+            (true, _) => INVALID_VALUE,
+            (_, true) => NOT_SUPPORTED,
+            _ => 0,
+        })
     }
 
     /// Puts the contents of one object into its new memory.
@@ -399,10 +415,10 @@ mod tests {
     #[test]
     fn contents_survive_a_save_and_a_refill_at_the_same_address() {
         let mut memory = Memory::default();
-        memory.add(&granted(1, 8192), false).unwrap();
+        memory.add(&granted(1, 8192), Source::Own).unwrap();
         let address = memory.place(1, 8192, 1, Origin::Alloc).unwrap();
         each_word::<4>(&memory.device(address, 8192).unwrap(), |_| [1, 2, 3, 4]);
-        assert_eq!(memory.save(0), Ok(false));
+        assert_eq!(memory.save(0), Ok(0));
         assert_eq!(memory.device(address, 4).err(), Some(ILLEGAL_ADDRESS));
         memory.refill(1, &granted(1, 8192).memory).unwrap();
         assert_eq!(read(&memory, address + 4096, 4), [1, 2, 3, 4]);
@@ -412,8 +428,8 @@ mod tests {
     #[test]
     fn a_range_may_cross_vmm_mappings_but_not_holes() {
         let mut memory = Memory::default();
-        memory.add(&granted(1, GRANULARITY), false).unwrap();
-        memory.add(&granted(2, GRANULARITY), true).unwrap();
+        memory.add(&granted(1, GRANULARITY), Source::Own).unwrap();
+        memory.add(&granted(2, GRANULARITY), Source::Shared).unwrap();
         let base = memory.reserve(3 * GRANULARITY, 0).unwrap();
         memory.map(base, GRANULARITY, 0, 1).unwrap();
         memory.map(base + GRANULARITY as u64, GRANULARITY, 0, 2).unwrap();
@@ -423,7 +439,9 @@ mod tests {
         assert_eq!(memory.device(base, 2 * GRANULARITY).unwrap().len(), 2);
         assert!(memory.device(base, 2 * GRANULARITY + 1).is_err());
         assert_eq!(memory.unreserve(base, 3 * GRANULARITY), Err(INVALID_VALUE));
-        assert_eq!(memory.save(0), Ok(true), "memory of another process");
+        assert_eq!(memory.save(0), Ok(NOT_SUPPORTED), "memory of another process");
+        memory.add(&granted(3, GRANULARITY), Source::LegacyIpc).unwrap();
+        assert_eq!(memory.save(0), Ok(INVALID_VALUE), "the same by legacy IPC");
         assert_eq!(memory.drop_handle(1), Ok(false));
         assert_eq!(memory.unmap(base, 2 * GRANULARITY), Ok(vec![1]));
         memory.unreserve(base, 3 * GRANULARITY).unwrap();
@@ -435,7 +453,7 @@ mod tests {
         let address = memory.host.add(None, 10, HostKind::Managed).unwrap();
         assert_eq!(memory.save(0), Err(NOT_SUPPORTED));
         memory.host.remove(address, &[HostKind::Managed]).unwrap();
-        assert_eq!(memory.save(0), Ok(false));
+        assert_eq!(memory.save(0), Ok(0));
         assert_eq!(Pages::host(usize::MAX).err(), Some(OUT_OF_MEMORY));
     }
 }

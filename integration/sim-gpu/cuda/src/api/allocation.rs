@@ -6,7 +6,7 @@ use crate::abi::{CUdeviceptr, Handle, HostAddress, INVALID_VALUE, Out, Outcome, 
 use crate::api::cuda_api;
 use crate::driver::Driver;
 use crate::host::HostKind;
-use crate::memory::Origin;
+use crate::memory::{Origin, Source};
 use crate::pages::PAGE_BYTES;
 
 cuda_api! {
@@ -95,7 +95,7 @@ fn allocate(driver: &Driver, bytes: usize) -> Outcome<CUdeviceptr> {
     let gpu = driver.gpu(current.device)?;
     let granted = driver.link.obtain(&Request::Allocate { gpu, bytes: size }, None)?;
     let mut memory = driver.memory();
-    memory.add(&granted, false)?;
+    memory.add(&granted, Source::Own)?;
     memory.place(granted.object, bytes, current.context, Origin::Alloc)
 }
 

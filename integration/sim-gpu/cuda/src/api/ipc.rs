@@ -4,7 +4,7 @@ use affinode_sim_protocol::{Reply, Request};
 
 use crate::abi::{CUdeviceptr, INVALID_CONTEXT, INVALID_VALUE, IpcMemHandle, Out, UNKNOWN};
 use crate::api::cuda_api;
-use crate::memory::Origin;
+use crate::memory::{Origin, Source};
 
 cuda_api! {
     Work 4010 fn cuIpcGetMemHandle(handle: Out<IpcMemHandle>, address: CUdeviceptr) |d, _z| {
@@ -28,7 +28,7 @@ cuda_api! {
             // The process that made the handle cannot open it.
             return Err(INVALID_CONTEXT);
         }
-        memory.add(&granted, true)?;
+        memory.add(&granted, Source::LegacyIpc)?;
         address.set(memory.place(granted.object, granted.bytes as usize, current.context, Origin::Ipc)?)
     }
     Work 4010 fn cuIpcCloseMemHandle(address: CUdeviceptr) |d, _z| {

@@ -12,7 +12,7 @@ use crate::abi::{
 };
 use crate::api::cuda_api;
 use crate::driver::Driver;
-use crate::memory::GRANULARITY;
+use crate::memory::{GRANULARITY, Source};
 
 cuda_api! {
     Instant 10020 fn cuMemGetAllocationGranularity(bytes: Out<usize>, prop: In<AllocationProp>, _option: u32) |d, _z| {
@@ -32,7 +32,7 @@ cuda_api! {
             return Err(INVALID_VALUE);
         }
         let granted = d.link.obtain(&Request::Allocate { gpu, bytes: bytes as u64 }, None)?;
-        d.memory().add(&granted, false)?;
+        d.memory().add(&granted, Source::Own)?;
         handle.set(granted.object)
     }
     Work 10020 fn cuMemRelease(handle: ObjectId) |d, _z| {
@@ -91,7 +91,7 @@ cuda_api! {
         // SAFETY: the application lends its descriptor for this call; a number that is none makes sendmsg fail.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
         let granted = d.link.obtain(&Request::Import, Some(fd))?;
-        d.memory().add(&granted, true)?;
+        d.memory().add(&granted, Source::Shared)?;
         handle.set(granted.object)
     }
 }
