@@ -18,7 +18,6 @@ use super::{
     ledger::margin_bytes,
     merge_needs,
     node::Recalled,
-    process::Process,
 };
 
 /// Allocations of others are held at most so long beyond what the copy should take.
@@ -36,16 +35,19 @@ impl Node {
         let mut taken: BTreeSet<String> =
             self.grants.values().flat_map(|g| g.uuids.iter().cloned()).collect();
         // Every device is taken: nobody's turn, however many wait.
-        let all_taken =
-            |taken: &BTreeSet<String>| !self.gpus.is_empty() && taken.len() >= self.gpus.len();
+        let gpus = self.gpus.len();
+        let all_taken = |taken: &BTreeSet<String>| gpus > 0 && taken.len() >= gpus;
         if all_taken(&taken) {
             return;
         }
         // Devices that are kept for somebody who does not fit yet, and by whom.
         let mut kept: Vec<(BTreeSet<String>, Key)> = Vec::new();
         let mut order = self.queue.in_order(self.now);
-        order.sort_by_key(|key| self.turn(key));
+        order.sort_by_cached_key(|key| self.turn(key));
         for key in order {
+            if all_taken(&taken) {
+                break;
+            }
             if self.grants.contains_key(&key) {
                 continue;
             }
@@ -81,12 +83,13 @@ impl Node {
     /// checkpoint failed in the middle, holds VRAM that it cannot give back before it is
     /// home. Were it to wait behind one that needs that VRAM, both would wait for ever.
     fn turn(&self, key: &Key) -> u8 {
-        let holds =
-            |p: &Process| p.phase == Phase::Locked || p.phase != Phase::Away && p.vram_bytes() > 0;
-        let half_way = self.processes.of(key).any(|(_, p)| holds(p));
+        let (mut half_way, mut home) = (false, true);
+        for (_, p) in self.processes.of(key) {
+            half_way |= p.phase == Phase::Locked || p.phase != Phase::Away && p.vram_bytes() > 0;
+            // With an allocation that waits: it can be taken away again, and does not come first.
+            home &= p.phase == Phase::Open;
+        }
         let fits = || self.ledger.fits(key, &self.container_needs(key), &self.gpus, margin_bytes);
-        // With an allocation that waits: it can be taken away again, and does not come first.
-        let home = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
         match half_way && !home {
             true if fits() => 0,
             true => 1,
@@ -96,12 +99,9 @@ impl Node {
 
     fn begin_grant(&mut self, key: &Key, uuids: BTreeSet<String>, want: Option<(ProcessId, u64)>) {
         let allocates = want.map(|(id, _)| id);
-        let everyone: Vec<ProcessId> = self
-            .processes
-            .keys()
-            .copied()
-            .filter(|id| self.settings.hold && Some(*id) != allocates)
-            .collect();
+        let others = self.processes.keys().copied().filter(|id| Some(*id) != allocates);
+        let everyone: Vec<ProcessId> =
+            if self.settings.hold { others.collect() } else { Vec::new() };
         let mut grant = Grant::new(Stage::Holding(BTreeSet::new()), uuids, self.now);
         grant.want = want;
         self.grants.insert(key.clone(), grant);

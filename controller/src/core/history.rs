@@ -41,10 +41,17 @@ const RECENT: usize = 8;
 
 type Bins = [f32; BINS];
 
+/// Pauses of one pace, and how many they are.
+#[derive(Clone, Debug)]
+struct Counts {
+    bins: Bins,
+    sum: f32,
+}
+
 /// Pauses by the pace before them.
 #[derive(Clone, Debug)]
 pub struct Pauses {
-    counts: Vec<Option<Box<Bins>>>,
+    counts: Vec<Option<Box<Counts>>>,
 }
 
 impl Default for Pauses {
@@ -55,10 +62,13 @@ impl Default for Pauses {
 
 impl Pauses {
     fn add(&mut self, pace: usize, bin: usize) {
-        let bins = self.counts[pace].get_or_insert_with(|| Box::new([0.0; BINS]));
-        bins[bin] += 1.0;
-        if bins.iter().sum::<f32>() > FADE_AT {
-            bins.iter_mut().for_each(|count| *count *= 0.5);
+        let none = || Box::new(Counts { bins: [0.0; BINS], sum: 0.0 });
+        let counts = self.counts[pace].get_or_insert_with(none);
+        counts.bins[bin] += 1.0;
+        counts.sum += 1.0;
+        if counts.sum > FADE_AT {
+            counts.bins.iter_mut().for_each(|count| *count *= 0.5);
+            counts.sum *= 0.5;
         }
     }
 }
@@ -91,8 +101,14 @@ pub struct Wish {
 
 impl History {
     /// Takes a pause that ended now; the node's counts take it too.
-    /// `use_ms`: how long the use before it was.
-    pub fn observe(&mut self, use_ms: Millis, pause_ms: Millis, node: &mut Pauses, wish: Wish) {
+    /// `use_ms`: how long the use before it was; `wish`: what to learn, if anything.
+    pub fn observe(
+        &mut self,
+        use_ms: Millis,
+        pause_ms: Millis,
+        node: &mut Pauses,
+        wish: Option<Wish>,
+    ) {
         if pause_ms < PAUSE_MS {
             return;
         }
@@ -105,7 +121,7 @@ impl History {
         self.mean_cycle_s += PACE_STEP * (use_s + pause_s - self.mean_cycle_s);
         let log = pause_s.log2();
         self.pace = Some(self.pace.map_or(log, |mean| mean + PACE_STEP * (log - mean)));
-        self.keep_alive = (self.seen >= ENOUGH).then(|| self.learn(node, wish));
+        self.keep_alive = wish.filter(|_| self.seen >= ENOUGH).map(|wish| self.learn(node, wish));
     }
 
     /// How long without use makes it idle; `None` as long as too little is known.
@@ -121,12 +137,12 @@ impl History {
     fn weights(&self, node: &Pauses) -> Bins {
         let pace = self.pace();
         let mut weights = [PRIOR_WEIGHT / BINS as f32; BINS];
-        if let Some(bins) = &node.counts[pace] {
-            let scale = NODE_WEIGHT / bins.iter().sum::<f32>().max(1.0);
-            weights.iter_mut().zip(bins.iter()).for_each(|(w, count)| *w += scale * count);
+        if let Some(counts) = &node.counts[pace] {
+            let scale = NODE_WEIGHT / counts.sum.max(1.0);
+            weights.iter_mut().zip(&counts.bins).for_each(|(w, count)| *w += scale * count);
         }
-        if let Some(bins) = &self.own.counts[pace] {
-            weights.iter_mut().zip(bins.iter()).for_each(|(w, count)| *w += count);
+        if let Some(counts) = &self.own.counts[pace] {
+            weights.iter_mut().zip(&counts.bins).for_each(|(w, count)| *w += count);
         }
         weights
     }
@@ -224,7 +240,7 @@ mod tests {
 
     fn after(pauses: &[Millis]) -> (History, Pauses) {
         let (mut history, mut node) = (History::default(), Pauses::default());
-        pauses.iter().for_each(|pause| history.observe(1_000, *pause, &mut node, WISH));
+        pauses.iter().for_each(|pause| history.observe(1_000, *pause, &mut node, Some(WISH)));
         (history, node)
     }
 

@@ -45,9 +45,13 @@ pub use node::{Node, Settings};
 /// Milliseconds on a clock that never goes back; its zero has no meaning.
 pub type Millis = u64;
 
-/// A container's key: unique on the node, made by the shim.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Key(std::sync::Arc<str>);
+/// A container's key: unique on the node, made by the shim; 32 lower-case hex digits.
+#[derive(Clone)]
+pub struct Key {
+    /// What keys are told apart by: a node compares them at every input.
+    number: u128,
+    text: [u8; 32],
+}
 
 impl Key {
     /// Takes a key as a shim announced it.
@@ -56,23 +60,54 @@ impl Key {
     /// The text itself when it is not 32 lower-case hex digits: keys become file names.
     pub fn parse(text: &str) -> Result<Key, String> {
         let hex = |b: u8| b.is_ascii_digit() || (b'a'..=b'f').contains(&b);
-        if text.len() == 32 && text.bytes().all(hex) {
-            Ok(Key(text.into()))
-        } else {
-            Err(text.to_owned())
+        match (text.as_bytes().try_into(), u128::from_str_radix(text, 16)) {
+            (Ok(digits), Ok(number)) if text.bytes().all(hex) => Ok(Key { number, text: digits }),
+            _ => Err(text.to_owned()),
         }
     }
 
     /// The text.
     #[must_use]
     pub fn as_str(&self) -> &str {
-        &self.0
+        std::str::from_utf8(&self.text).unwrap_or_default()
+    }
+}
+
+impl PartialEq for Key {
+    fn eq(&self, other: &Key) -> bool {
+        self.number == other.number
+    }
+}
+
+impl Eq for Key {}
+
+impl PartialOrd for Key {
+    fn partial_cmp(&self, other: &Key) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Key {
+    fn cmp(&self, other: &Key) -> std::cmp::Ordering {
+        self.number.cmp(&other.number)
+    }
+}
+
+impl std::hash::Hash for Key {
+    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+        self.number.hash(state);
+    }
+}
+
+impl std::fmt::Debug for Key {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Key").field(&self.as_str()).finish()
     }
 }
 
 impl std::fmt::Display for Key {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.pad(&self.0)
+        f.pad(self.as_str())
     }
 }
 

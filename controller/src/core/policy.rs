@@ -113,10 +113,11 @@ pub struct Policy {
 }
 
 impl Policy {
-    /// What its history is to optimise.
+    /// What its history is to optimise, where its keep-alive is learned.
     #[must_use]
-    pub fn wish(&self) -> Wish {
-        Wish { wake_cost_ms: self.wake_cost_ms, at_most_ms: self.idle_timeout_ms }
+    pub fn wish(&self) -> Option<Wish> {
+        (self.keep_alive == KeepAlive::Learned)
+            .then_some(Wish { wake_cost_ms: self.wake_cost_ms, at_most_ms: self.idle_timeout_ms })
     }
 }
 

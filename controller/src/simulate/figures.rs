@@ -104,6 +104,15 @@ impl Meter {
 
     /// From now on it is so.
     pub fn set(&mut self, now: Millis, resident: u64, queue: usize) {
+        if (self.resident, self.queue) != (resident, queue) {
+            self.pass(now);
+            (self.resident, self.queue) = (resident, queue);
+            self.peak = self.peak.max(resident);
+            self.queue_peak = self.queue_peak.max(queue);
+        }
+    }
+
+    fn pass(&mut self, now: Millis) {
         let now = now.min(self.end);
         let step = now.saturating_sub(self.at);
         if step > 0 {
@@ -114,9 +123,6 @@ impl Meter {
             self.spread(now);
             self.at = now;
         }
-        (self.resident, self.queue) = (resident, queue);
-        self.peak = self.peak.max(resident);
-        self.queue_peak = self.queue_peak.max(queue);
     }
 
     fn spread(&mut self, now: Millis) {
@@ -134,8 +140,7 @@ impl Meter {
 
     /// Writes what it knows.
     pub fn finish(mut self, figures: &mut Figures) {
-        let (resident, queue) = (self.resident, self.queue);
-        self.set(self.end, resident, queue);
+        self.pass(self.end);
         let end = u128::from(self.end);
         figures.resident_mean_bytes = (self.area / end) as u64;
         figures.resident_peak_bytes = self.peak;

@@ -18,6 +18,7 @@ pub mod engine;
 pub mod figures;
 pub mod plot;
 pub mod random;
+mod stay;
 pub mod synthetic;
 #[cfg(test)]
 mod tests;

@@ -1,0 +1,255 @@
+//! The world around the node: processes, agents, one device, a clock that jumps from
+//! event to event.
+//!
+//! ```text
+//! trace ──Arrival──> process.rs ──Page, Wake──> Node ──orders──> orders.rs ──Done──> Node
+//! ```
+//!
+//! The node is told of use when it begins and ends, as the pages would show it, and asked
+//! again about a container when [`Node::due_at`] says so; while somebody waits, twice a
+//! second.
+
+mod names;
+mod orders;
+mod outcome;
+mod process;
+
+use std::{
+    cmp::Reverse,
+    collections::{BinaryHeap, VecDeque},
+};
+
+use affinode_proto::{
+    api::control::Announcement,
+    wire::{Hazards, Phase},
+};
+
+use self::{
+    names::{id, key, pid, uuid},
+    orders::Step,
+    process::Process,
+};
+use super::{
+    Contender, Figures, Machine, SimulationError, Trace,
+    calibration::Calibration,
+    contenders::Foresight,
+    figures::{Lived, Meter},
+    stay,
+};
+use crate::core::{DeviceBytes, Input, Millis, Node, input::Identity, ledger::margin_bytes};
+
+/// What closing, locking, unlocking and opening take.
+const STEP_MS: Millis = 1;
+/// How often the node looks again while somebody waits.
+const POLL_MS: Millis = 500;
+/// Something is due but nothing came of it: asked again after this.
+const AGAIN_MS: Millis = 5_000;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Event {
+    Arrival(u32),
+    UseEnds(u32),
+    Done(u32, Step),
+    Due(u32),
+    Poll,
+}
+
+struct World<'a> {
+    node: Node,
+    now: Millis,
+    events: BinaryHeap<Reverse<(Millis, u64, Event)>>,
+    sequence: u64,
+    processes: Vec<Process<'a>>,
+    inputs: VecDeque<Input>,
+    machine: Machine,
+    costs: Calibration,
+    foresight: Foresight,
+    wake_cost_ms: Millis,
+    /// By device.
+    used_bytes: Vec<u64>,
+    resident_bytes: u64,
+    away_bytes: u64,
+    polling: bool,
+    wakes: u64,
+    meter: Meter,
+    delays_ms: Vec<u32>,
+    figures: Figures,
+}
+
+/// Runs one contender over the trace.
+///
+/// # Errors
+/// A process never fits, or the node broke its own promise.
+pub fn run(
+    trace: &Trace,
+    machine: Machine,
+    contender: &Contender,
+) -> Result<Figures, SimulationError> {
+    let largest = trace.loads.iter().map(|load| load.vram_bytes).max().unwrap_or(0);
+    if largest + margin_bytes(machine.vram_bytes) > machine.vram_bytes {
+        return Err(SimulationError::TooLarge {
+            process_bytes: largest,
+            total_bytes: machine.vram_bytes,
+        });
+    }
+    let Some(settings) = &contender.settings else {
+        return Ok(stay::run(trace, machine, &contender.name));
+    };
+    let costs =
+        if contender.reloads { machine.calibration.kill_and_reload() } else { machine.calibration };
+    let mut world = World {
+        node: Node::new(settings.clone()),
+        now: 0,
+        events: BinaryHeap::new(),
+        sequence: 0,
+        processes: Vec::new(),
+        inputs: VecDeque::new(),
+        machine,
+        costs,
+        foresight: contender.foresight,
+        wake_cost_ms: settings.policies.node.wake_cost_ms,
+        used_bytes: vec![0; machine.gpus],
+        resident_bytes: 0,
+        away_bytes: 0,
+        polling: false,
+        wakes: 0,
+        meter: Meter::new(trace.end_ms(), machine.vram_bytes * machine.gpus as u64),
+        delays_ms: Vec::new(),
+        figures: Figures {
+            policy: contender.name.clone(),
+            requests: trace.requests(),
+            ..Figures::default()
+        },
+    };
+    world.begin(trace)?;
+    while let Some(Reverse((at, _, event))) = world.events.pop() {
+        world.now = at;
+        world.take(event)?;
+    }
+    Ok(world.finish(contender.reloads))
+}
+
+impl<'a> World<'a> {
+    /// Everybody is away until the first call.
+    fn begin(&mut self, trace: &'a Trace) -> Result<(), SimulationError> {
+        let gpus = (0..self.machine.gpus).map(|gpu| self.gpu(gpu, None)).collect();
+        self.inputs.push_back(Input::Gpus(Ok(gpus)));
+        for (n, load) in trace.loads.iter().enumerate() {
+            let key = key(n);
+            let announcement = Announcement {
+                key: key.to_string(),
+                id: load.name.clone(),
+                ..Announcement::default()
+            };
+            self.inputs.push_back(Input::Announced(Box::new(announcement), key.clone()));
+            let away =
+                vec![DeviceBytes { uuid: uuid(n % self.machine.gpus), bytes: load.vram_bytes }];
+            let identity = (pid(n), 1);
+            self.inputs.push_back(Input::Recalled {
+                key: key.clone(),
+                identity,
+                away,
+                restoring: false,
+            });
+            let identity = Identity { pid: pid(n), start_ticks: 1, command: load.name.clone() };
+            let (phase, hazards) = (Phase::Away, Hazards::default());
+            self.inputs.push_back(Input::Joined {
+                key: key.clone(),
+                process: id(n),
+                identity,
+                phase,
+                generation: 1,
+                hazards,
+            });
+            self.processes.push(Process {
+                load,
+                key,
+                phase,
+                on_device: false,
+                busy_until: None,
+                next: 0,
+                waiting: Vec::new(),
+                calls: 1,
+                lived: Lived { requests: load.arrivals_ms.len() as u64, delayed: 0 },
+                due: None,
+                away_since: None,
+                freed_ms: 0,
+                used_ms: 0,
+                went: None,
+                order: 0,
+            });
+        }
+        for n in 0..self.processes.len() {
+            let page = Input::Page(id(n), self.page(n));
+            self.inputs.push_back(page);
+            self.arrival(n);
+        }
+        self.drain()
+    }
+
+    fn at(&mut self, when: Millis, event: Event) {
+        self.sequence += 1;
+        self.events.push(Reverse((when, self.sequence, event)));
+    }
+
+    fn take(&mut self, event: Event) -> Result<(), SimulationError> {
+        match event {
+            Event::Arrival(n) => self.called(n as usize),
+            Event::UseEnds(n) => self.use_ends(n as usize),
+            Event::Done(n, step) => self.done(n as usize, step),
+            Event::Due(n) => {
+                let n = n as usize;
+                if self.processes[n].due == Some(self.now) {
+                    self.processes[n].due = None;
+                    let due = Input::Due(self.processes[n].key.clone());
+                    self.inputs.push_back(due);
+                    self.drain()?;
+                    self.plan_due(n, AGAIN_MS);
+                }
+            }
+            Event::Poll => {
+                self.polling = false;
+                // Any input serves the queue; this one does nothing else.
+                self.inputs.push_back(self.reading(0));
+            }
+        }
+        self.drain()?;
+        if let Event::UseEnds(n) = event {
+            self.plan_due(n as usize, STEP_MS);
+        }
+        if self.node.waiting() > 0 && !self.polling {
+            self.polling = true;
+            self.at(self.now + POLL_MS, Event::Poll);
+        }
+        Ok(())
+    }
+
+    /// Asks the node again when something is due, unless a call comes before.
+    fn plan_due(&mut self, n: usize, not_before: Millis) {
+        let p = &self.processes[n];
+        if p.busy_until.is_some() || !p.waiting.is_empty() {
+            return;
+        }
+        let Some(due) = self.node.due_at(&p.key) else { return };
+        let due = due.max(self.now + not_before);
+        let called_before = p.next_call().is_some_and(|at| at <= due);
+        let over = p.next_call().is_none() && p.phase == Phase::Away;
+        if called_before || over || p.due.is_some_and(|planned| (self.now..=due).contains(&planned))
+        {
+            return;
+        }
+        self.processes[n].due = Some(due);
+        self.at(due, Event::Due(n as u32));
+    }
+
+    fn drain(&mut self) -> Result<(), SimulationError> {
+        while let Some(input) = self.inputs.pop_front() {
+            for effect in self.node.handle(self.now, input) {
+                self.carry_out(effect)?;
+            }
+            let waiting = self.node.waiting();
+            self.meter.set(self.now, self.resident_bytes, waiting);
+        }
+        Ok(())
+    }
+}

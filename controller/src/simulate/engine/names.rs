@@ -1,0 +1,27 @@
+//! What containers, processes and devices of a trace are called: all by their number.
+
+use crate::core::{Key, ProcessId};
+
+pub(super) fn key(n: usize) -> Key {
+    match Key::parse(&format!("{n:032x}")) {
+        Ok(key) => key,
+        Err(text) => unreachable!("{text} is 32 hex digits"),
+    }
+}
+
+/// The number in a key that [`key`] made.
+pub(super) fn number(key: &str) -> usize {
+    usize::from_str_radix(key, 16).unwrap_or(0)
+}
+
+pub(super) fn uuid(gpu: usize) -> String {
+    format!("GPU-{gpu}")
+}
+
+pub(super) fn id(n: usize) -> ProcessId {
+    ProcessId(n as u64)
+}
+
+pub(super) fn pid(n: usize) -> u32 {
+    u32::try_from(n).unwrap_or(u32::MAX).saturating_add(1)
+}

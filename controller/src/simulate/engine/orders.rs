@@ -1,0 +1,162 @@
+//! What the node wants done: orders that take the time of the calibration, readings of devices.
+
+use affinode_proto::{
+    state::State,
+    wire::{
+        Phase,
+        message::{Action, AgentMessage, ControllerMessage, Outcome},
+    },
+};
+
+use super::{
+    Event, STEP_MS, World,
+    names::{id, key, number, pid, uuid},
+};
+use crate::{
+    core::{Effect, GpuSample, Input, Millis, Survey},
+    simulate::SimulationError,
+};
+
+/// A return sooner than this after an offload is thrash.
+const THRASH_MS: Millis = 60_000;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Step {
+    Close,
+    Lock,
+    Checkpoint,
+    Restore,
+    Unlock,
+    Open,
+}
+
+impl World<'_> {
+    pub(super) fn gpu(&self, gpu: usize, process: Option<usize>) -> GpuSample {
+        let held = |n: &usize| (pid(*n), self.processes[*n].load.vram_bytes);
+        GpuSample {
+            uuid: uuid(gpu),
+            total_bytes: self.machine.vram_bytes,
+            used_bytes: self.used_bytes[gpu],
+            processes: process.iter().filter(|n| self.processes[**n].on_device).map(held).collect(),
+            ..GpuSample::default()
+        }
+    }
+
+    /// A reading of the device that answers no question.
+    pub(super) fn reading(&self, n: usize) -> Input {
+        Input::Proven(key(0), u64::MAX, Ok(vec![self.gpu(n % self.machine.gpus, None)]))
+    }
+
+    pub(super) fn carry_out(&mut self, effect: Effect) -> Result<(), SimulationError> {
+        match effect {
+            Effect::Send(process, ControllerMessage::Order { order, action, .. }) => {
+                return self.order(process.0 as usize, order, action);
+            }
+            Effect::Survey { key: asked, .. } => {
+                let n = number(asked.as_str());
+                let survey = Survey {
+                    gpus: Ok(vec![self.gpu(n % self.machine.gpus, Some(n))]),
+                    room: Ok(()),
+                };
+                self.inputs.push_back(Input::Surveyed(asked, survey));
+            }
+            Effect::Prove(asked, proof) => {
+                let n = number(asked.as_str());
+                let gpus = Ok(vec![self.gpu(n % self.machine.gpus, None)]);
+                self.inputs.push_back(Input::Proven(asked, proof, gpus));
+            }
+            Effect::Publish(event) => {
+                self.figures.refused += u64::from(event.kind == "refused");
+                if event.to == State::Offloaded.as_str() || event.to == State::Active.as_str() {
+                    let n = number(&event.key);
+                    let reading = self.reading(n);
+                    self.inputs.push_back(reading);
+                    self.plan_due(n, STEP_MS);
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    pub(super) fn order(
+        &mut self,
+        n: usize,
+        order: u64,
+        action: Action,
+    ) -> Result<(), SimulationError> {
+        let bytes = self.processes[n].load.vram_bytes;
+        let (step, takes) = match action {
+            Action::Close { .. } => {
+                // From now on calls wait.
+                if self.processes[n].busy_until.is_none() {
+                    self.processes[n].phase = Phase::Closed;
+                }
+                (Step::Close, STEP_MS)
+            }
+            Action::Lock { .. } => (Step::Lock, STEP_MS),
+            Action::Checkpoint { .. } => (Step::Checkpoint, self.costs.offload_ms(bytes)),
+            Action::Restore => {
+                let used_bytes = &mut self.used_bytes[n % self.machine.gpus];
+                if *used_bytes + bytes > self.machine.vram_bytes {
+                    return Err(SimulationError::Overcommitted);
+                }
+                *used_bytes += bytes;
+                self.resident_bytes += bytes;
+                self.returns(n);
+                (Step::Restore, self.costs.restore_ms(bytes))
+            }
+            Action::Unlock => (Step::Unlock, STEP_MS),
+            Action::Open => (Step::Open, STEP_MS),
+            Action::HoldAllocations { .. } | Action::ReleaseAllocations => return Ok(()),
+        };
+        self.processes[n].order = order;
+        self.at(self.now + takes, Event::Done(n as u32, step));
+        Ok(())
+    }
+
+    pub(super) fn returns(&mut self, n: usize) {
+        let (now, p) = (self.now, &mut self.processes[n]);
+        p.on_device = true;
+        self.figures.restores += 1;
+        if let Some(since) = p.away_since.take() {
+            let (from, to) = (since.max(p.first()), now.min(p.last()));
+            p.freed_ms += to.saturating_sub(from);
+            self.away_bytes -= p.load.vram_bytes;
+        }
+        if p.went.is_some_and(|went| now - went < THRASH_MS) {
+            self.figures.thrash += 1;
+        }
+    }
+
+    pub(super) fn done(&mut self, n: usize, step: Step) {
+        let (now, p) = (self.now, &mut self.processes[n]);
+        let mut outcome = Outcome::Done;
+        match step {
+            Step::Close if p.phase == Phase::Open => outcome = Outcome::Busy,
+            Step::Close | Step::Unlock => p.phase = Phase::Closed,
+            Step::Lock | Step::Restore => p.phase = Phase::Locked,
+            Step::Checkpoint => {
+                p.phase = Phase::Away;
+                p.on_device = false;
+                (p.away_since, p.went) = (Some(now), Some(now));
+                self.used_bytes[n % self.machine.gpus] -= p.load.vram_bytes;
+                self.resident_bytes -= p.load.vram_bytes;
+                self.away_bytes += p.load.vram_bytes;
+                self.figures.host_peak_bytes = self.figures.host_peak_bytes.max(self.away_bytes);
+            }
+            Step::Open => p.phase = Phase::Open,
+        }
+        let (order, phase) = (p.order, p.phase);
+        let report = AgentMessage::Report { order, outcome, phase, cuda_error: 0, elapsed_us: 0 };
+        self.inputs.push_back(Input::Message(id(n), report));
+        if step == Step::Open && !self.processes[n].waiting.is_empty() {
+            let p = &mut self.processes[n];
+            p.lived.delayed += p.waiting.len() as u64;
+            let now = u32::try_from(now).unwrap_or(u32::MAX);
+            self.delays_ms.extend(p.waiting.iter().map(|since| now.saturating_sub(*since)));
+            self.use_begins(n);
+            self.processes[n].waiting.clear();
+        }
+    }
+}

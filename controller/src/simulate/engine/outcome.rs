@@ -1,0 +1,44 @@
+//! The figures of a run that is over.
+
+use super::{World, process::Process};
+use crate::{
+    core::Millis,
+    simulate::figures::{self, Figures, Lived},
+};
+
+impl World<'_> {
+    pub(super) fn finish(mut self, reloads: bool) -> Figures {
+        let mut figures = std::mem::take(&mut self.figures);
+        let end = self.meter_end();
+        let (mut freed, mut life, mut used, mut span) = (0_u128, 0_u128, 0_u128, 0_u128);
+        for p in &mut self.processes {
+            if let Some(since) = p.away_since.take() {
+                p.freed_ms += p.last().saturating_sub(since.max(p.first()));
+            }
+            let bytes = u128::from(p.load.vram_bytes);
+            freed += bytes * u128::from(p.freed_ms);
+            life += bytes * u128::from(p.last() - p.first());
+            used += bytes * u128::from(p.used_ms.min(p.last() - p.first()));
+            span += bytes * u128::from(end);
+        }
+        let share = |of: u128| if of > 0 { freed as f64 / of as f64 } else { 0.0 };
+        figures.freed_of_all = share(life);
+        figures.freed_of_idle = share(life.saturating_sub(used));
+        figures.freed_of_trace = share(span);
+        figures.restores_per_process_hour = figures.restores as f64
+            / (self.processes.len() as f64 * end.max(1) as f64 / 3_600_000.0);
+        figures.wake_share = self.wakes as f64 / figures.requests.max(1) as f64;
+        (figures.prewakes, figures.prewake_hits) = self.node.prewakes();
+        if reloads {
+            figures.host_peak_bytes = 0;
+        }
+        let lived: Vec<Lived> = self.processes.iter().map(|p| p.lived).collect();
+        figures::latency(&mut figures, self.delays_ms, &lived);
+        self.meter.finish(&mut figures);
+        figures
+    }
+
+    fn meter_end(&self) -> Millis {
+        self.processes.iter().map(Process::last).max().unwrap_or(0).max(1)
+    }
+}

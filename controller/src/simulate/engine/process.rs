@@ -1,0 +1,129 @@
+//! A simulated process, and its calls.
+//!
+//! ```text
+//! quiet ──call──> busy (gate open) ──last call ends──> quiet
+//!   └──call, gate closed──> waits, Wake ──Open──> busy
+//! ```
+
+use affinode_proto::wire::{Hazards, Phase, message::AgentMessage, page::PageSnapshot};
+
+use super::{Event, World, names::id};
+use crate::{
+    core::{CommandId, Input, Key, Millis, Request, history::PAUSE_MS},
+    simulate::{contenders::Foresight, figures::Lived, trace::Load},
+};
+
+pub(super) struct Process<'a> {
+    pub(super) load: &'a Load,
+    pub(super) key: Key,
+    pub(super) phase: Phase,
+    pub(super) on_device: bool,
+    pub(super) busy_until: Option<Millis>,
+    pub(super) next: usize,
+    pub(super) waiting: Vec<u32>,
+    pub(super) calls: u64,
+    pub(super) lived: Lived,
+    pub(super) due: Option<Millis>,
+    pub(super) away_since: Option<Millis>,
+    pub(super) freed_ms: Millis,
+    pub(super) used_ms: Millis,
+    pub(super) went: Option<Millis>,
+    /// The order that it carries out: one at a time.
+    pub(super) order: u64,
+}
+
+impl Process<'_> {
+    pub(super) fn next_call(&self) -> Option<Millis> {
+        self.load.arrivals_ms.get(self.next).map(|at| Millis::from(*at))
+    }
+
+    pub(super) fn first(&self) -> Millis {
+        self.load.arrivals_ms.first().map_or(0, |at| Millis::from(*at))
+    }
+
+    pub(super) fn last(&self) -> Millis {
+        self.load.arrivals_ms.last().map_or(0, |at| Millis::from(*at))
+    }
+}
+
+impl World<'_> {
+    pub(super) fn arrival(&mut self, n: usize) {
+        if let Some(at) = self.processes[n].next_call() {
+            self.at(at.max(self.now), Event::Arrival(n as u32));
+        }
+    }
+
+    pub(super) fn page(&self, n: usize) -> PageSnapshot {
+        let p = &self.processes[n];
+        PageSnapshot {
+            phase: p.phase,
+            waiters: 0,
+            hazards: Hazards::default(),
+            generation: 1,
+            allocated_bytes: p.load.vram_bytes,
+            allocations: 1,
+            calls: p.calls,
+            polls: 0,
+            inflight: u64::from(p.busy_until.is_some()),
+            last_hook: 0,
+        }
+    }
+
+    pub(super) fn called(&mut self, n: usize) {
+        let now = self.now;
+        let p = &mut self.processes[n];
+        if p.busy_until.is_some() || p.next_call() != Some(now) {
+            return; // Taken by the use in progress.
+        }
+        if p.phase == Phase::Open {
+            self.use_begins(n);
+            return;
+        }
+        p.next += 1;
+        p.waiting.push(u32::try_from(now).unwrap_or(u32::MAX));
+        if p.waiting.len() == 1 {
+            self.wakes += 1;
+            let wake = AgentMessage::Wake { generation: 1, waiters: 1, hook: 1 };
+            self.inputs.push_back(Input::Message(id(n), wake));
+        }
+        self.arrival(n);
+    }
+
+    /// Calls that follow each other without a pause are one use.
+    pub(super) fn use_begins(&mut self, n: usize) {
+        let now = self.now;
+        let p = &mut self.processes[n];
+        let service = Millis::from(p.load.service_ms);
+        let mut until = if p.waiting.is_empty() { now } else { now + service };
+        while let Some(at) = p.next_call().filter(|at| *at < until.max(now + 1) + PAUSE_MS) {
+            until = until.max(at + service);
+            p.next += 1;
+        }
+        let until = until.max(now + 1);
+        p.busy_until = Some(until);
+        p.calls += 1;
+        p.used_ms += until - now;
+        let page = Input::Page(id(n), self.page(n));
+        self.inputs.push_back(page);
+        self.at(until, Event::UseEnds(n as u32));
+    }
+
+    pub(super) fn use_ends(&mut self, n: usize) {
+        let now = self.now;
+        let p = &mut self.processes[n];
+        p.busy_until = None;
+        p.calls += 1;
+        let (next, key) = (p.next_call(), p.key.clone());
+        if self.foresight != Foresight::None {
+            self.node.foresee(&key, Some(next.unwrap_or(Millis::MAX)));
+        }
+        let page = Input::Page(id(n), self.page(n));
+        self.inputs.push_back(page);
+        let bytes = self.processes[n].load.vram_bytes;
+        let worth = self.wake_cost_ms + self.costs.offload_ms(bytes) + self.costs.restore_ms(bytes);
+        if self.foresight == Foresight::Pauses && next.is_none_or(|at| at > now + worth) {
+            self.inputs.push_back(Input::Command(CommandId(0), key, Request::Offload));
+        }
+        self.arrival(n);
+    }
+}
