@@ -120,7 +120,10 @@ fn save(driver: &Driver, process: &Process, stage: &mut Stage) -> Result<(), i32
         state.memories.remove(&object);
     }
     drop(state);
-    let restore_code = if shared { code::NOT_SUPPORTED } else { report.restore_code };
+    let restore_code = match report.restore_code {
+        0 if shared => code::NOT_SUPPORTED,
+        own => own,
+    };
     *stage = Stage::Away { saved, restore_code };
     sleep_until(started, cost);
     Ok(())
