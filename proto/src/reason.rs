@@ -64,6 +64,8 @@ reasons! {
     SharedMemory = "shared-memory", "shares GPU memory with another process (IPC or imported handles)";
     /// Runs under MPS.
     Mps = "mps", "runs under MPS, which the driver cannot checkpoint";
+    /// On a GPU that is cut into MIG instances.
+    Mig = "mig", "runs on a GPU that is cut into MIG instances, whose memory cannot be proven free one by one";
     /// Driver or libcuda has no checkpoint API.
     DriverTooOld = "driver-too-old", "the NVIDIA driver has no checkpoint API: 570 or newer is needed";
     /// The memory cgroup has no room for the VRAM.

@@ -33,6 +33,8 @@ pub struct GpuSample {
     pub uuid: String,
     /// Product name.
     pub name: String,
+    /// Cut into MIG instances.
+    pub mig: bool,
     /// VRAM in bytes.
     pub total_bytes: u64,
     /// VRAM in use by anybody, in bytes.

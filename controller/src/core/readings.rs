@@ -67,7 +67,8 @@ impl Node {
         for gpu in gpus {
             match self.gpus.iter_mut().find(|known| known.uuid == gpu.uuid) {
                 Some(known) => {
-                    (known.total_bytes, known.used_bytes) = (gpu.total_bytes, gpu.used_bytes)
+                    (known.total_bytes, known.used_bytes) = (gpu.total_bytes, gpu.used_bytes);
+                    known.mig = gpu.mig;
                 }
                 None => self.gpus.push(gpu.clone()),
             }

@@ -30,6 +30,9 @@ impl Node {
             {
                 return Err((*reason, format!("process {}", process.identity.pid)));
             }
+            if let Some(gpu) = self.cut_gpu_of(process) {
+                return Err((Reason::Mig, format!("GPU {gpu}")));
+            }
             if let Some(why) = &process.bad_page {
                 return Err((Reason::BadPeer, format!("process {}: {why}", process.identity.pid)));
             }
@@ -71,6 +74,13 @@ impl Node {
             Mode::Pressure => refuse(Reason::NoPressure),
             _ => Ok(()),
         }
+    }
+
+    /// The index of a GPU in MIG mode that the process holds memory of.
+    fn cut_gpu_of(&self, process: &Process) -> Option<u32> {
+        let cut = self.gpus.iter().filter(|gpu| gpu.mig);
+        let holds = |uuid: &str| process.vram.iter().any(|held| held.uuid == uuid);
+        cut.filter(|gpu| holds(&gpu.uuid)).map(|gpu| gpu.index).next()
     }
 
     /// Tells once that the container stays, and why.
@@ -123,5 +133,5 @@ impl Node {
 
 /// Whether the reason is in the process itself: it will not pass, and somebody should know.
 fn is_unsafe(reason: Reason) -> bool {
-    HAZARDS.iter().any(|(_, hazard)| *hazard == reason)
+    reason == Reason::Mig || HAZARDS.iter().any(|(_, hazard)| *hazard == reason)
 }

@@ -50,9 +50,9 @@ lock_timeout = "1s"
 [history]
 dir = "off"
 "#;
-/// Two simulated GPUs, large and mostly never touched; moves take long enough to be met in the middle.
-const SIMULATED: [&str; 6] =
-    ["--gpus", "2", "--checkpoint-fixed-ms", "150", "--restore-fixed-ms", "50"];
+/// Simulated GPUs, large and mostly never touched, the last one cut by MIG; moves take long enough to be met in the middle.
+const SIMULATED: [&str; 8] =
+    ["--gpus", "3", "--mig-gpu", "2", "--checkpoint-fixed-ms", "150", "--restore-fixed-ms", "50"];
 /// More than a driver keeps for itself; less than any process holds.
 const QUIET_BYTES: u64 = 1_024 * MIB;
 /// VRAM of a simulated GPU.

@@ -176,6 +176,15 @@ fn a_process_that_cannot_be_moved_is_told_of_once() {
 }
 
 #[test]
+fn who_is_on_a_gpu_that_is_cut_stays_there() {
+    let mut world = World::new(1);
+    world.mig = true;
+    world.running(0, 300);
+    world.settle();
+    assert_eq!((world.state(0), world.refused), (State::Idle, vec!["mig".to_owned()]));
+}
+
+#[test]
 fn somebody_unmanaged_who_takes_the_room_makes_a_restore_wait() {
     let mut world = World::new(1);
     world.running(0, 600);

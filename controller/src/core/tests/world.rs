@@ -75,6 +75,8 @@ pub(super) struct World {
     pub(super) answers: Vec<(CommandId, bool)>,
     /// Reasons of refusals, as they were told.
     pub(super) refused: Vec<String>,
+    /// The device is cut into MIG instances.
+    pub(super) mig: bool,
     /// The next checkpoint or close fails.
     pub(super) fail: Option<Outcome>,
 }
@@ -110,6 +112,7 @@ impl World {
             next: 0,
             answers: Vec::new(),
             refused: Vec::new(),
+            mig: false,
             fail: None,
         };
         (0..containers).for_each(|n| world.announce(n));
@@ -141,6 +144,7 @@ impl World {
         let on_device = self.agents.values().filter(|a| a.on_device() > 0);
         vec![GpuSample {
             uuid: GPU.into(),
+            mig: self.mig,
             total_bytes: TOTAL,
             used_bytes: self.used(),
             processes: on_device.map(|a| (a.pid, a.on_device())).collect(),

@@ -25,6 +25,7 @@ pub fn cases() -> Vec<Case> {
         Case::new("MPS", mps).simulated("no MPS daemon runs here"),
         Case::new("no checkpoint entry points in libcuda", old_driver)
             .simulated("this driver has them"),
+        Case::new("GPU cut into MIG instances", mig).simulated("the GPU's mode is left alone"),
         Case::new("library disabled in the container", disabled),
         Case::new("CUDA process seen by NVML alone", stranger),
         Case::new("frozen cgroup", frozen),
@@ -50,6 +51,10 @@ fn mps(world: &World) -> Result<Found> {
     let mount = format!("type=bind,src={},dst=/mps,options=rbind:ro", host.display());
     let spec = usual("mps", 16).env("CUDA_MPS_PIPE_DIRECTORY", "/mps");
     stays(world, spec.flags(&["--mount", &mount]), "mps")
+}
+
+fn mig(world: &World) -> Result<Found> {
+    stays(world, usual("mig", 16).env("CUDA_VISIBLE_DEVICES", "2"), "mig")
 }
 
 /// The simulated driver, without the symbols of its checkpoint functions.

@@ -193,7 +193,12 @@ mod tests {
 
     #[test]
     fn visible_devices_are_read_as_the_driver_reads_them() {
-        let gpu = |index| GpuInfo { name: String::new(), uuid: gpu_uuid(index), vram_bytes: 1 };
+        let gpu = |index| GpuInfo {
+            name: String::new(),
+            uuid: gpu_uuid(index),
+            vram_bytes: 1,
+            mig: false,
+        };
         let gpus = [gpu(0), gpu(1), gpu(2)];
         assert_eq!(visible(&gpus, None), [0, 1, 2]);
         assert_eq!(visible(&gpus, Some("2,0")), [2, 0]);

@@ -17,6 +17,9 @@ pub struct Config {
     /// How many GPUs.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=MAX_GPUS as i64))]
     pub gpus: u16,
+    /// The GPU that says it is cut into MIG instances.
+    #[arg(long)]
+    pub mig_gpu: Option<u16>,
     /// Memory of each.
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     pub vram_mib: u64,
@@ -50,6 +53,7 @@ impl Config {
             name: self.name.clone(),
             uuid: gpu_uuid(index),
             vram_bytes: self.vram_mib * MIB,
+            mig: self.mig_gpu.map(usize::from) == Some(index),
         };
         (0..usize::from(self.gpus)).map(gpu).collect()
     }

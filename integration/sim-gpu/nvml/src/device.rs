@@ -185,9 +185,12 @@ nvml_api! {
         put(major, 9)?;
         put(minor, 0)
     }
-    fn nvmlDeviceGetMigMode(device: Device, _current: Out<u32>, _pending: Out<u32>) {
-        gpu(device)?;
-        Err(NOT_SUPPORTED)
+    fn nvmlDeviceGetMigMode(device: Device, current: Out<u32>, pending: Out<u32>) {
+        if !gpu(device)?.info.mig {
+            return Err(NOT_SUPPORTED);
+        }
+        put(current, 1)?;
+        put(pending, 1)
     }
 }
 

@@ -246,6 +246,8 @@ pub struct GpuInfo {
     pub uuid: [u8; 16],
     /// Capacity.
     pub vram_bytes: u64,
+    /// Says that it is cut into MIG instances; it is none the less used whole.
+    pub mig: bool,
 }
 
 /// What NVML knows of one GPU.
