@@ -103,6 +103,35 @@ pub struct DeviceBytes {
     pub bytes: u64,
 }
 
+/// `affinode policy show -o json`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Policies {
+    /// Values of the node.
+    pub node: Vec<PolicyValue>,
+    /// What holds for each container.
+    pub containers: Vec<ContainerPolicy>,
+}
+
+/// What holds for a container.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[allow(missing_docs)] // Each field is described in control.proto.
+pub struct ContainerPolicy {
+    pub name: String,
+    pub key: String,
+    pub values: Vec<PolicyValue>,
+    pub warnings: Vec<String>,
+}
+
+/// A value and where it comes from.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[allow(missing_docs)] // Each field is described in control.proto.
+pub struct PolicyValue {
+    pub name: String,
+    pub value: String,
+    pub origin: String,
+    pub detail: String,
+}
+
 /// One line of `affinode events -o json`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[allow(missing_docs)] // Each field is described in control.proto.
@@ -133,6 +162,31 @@ impl From<control::ListResponse> for Node {
             gpus: list.gpus.into_iter().map(Gpu::from).collect(),
             containers: list.containers.into_iter().map(Container::from).collect(),
         }
+    }
+}
+
+impl From<control::PolicyResponse> for Policies {
+    fn from(response: control::PolicyResponse) -> Policies {
+        let values = |values: Vec<control::PolicyValue>| {
+            values.into_iter().map(PolicyValue::from).collect::<Vec<_>>()
+        };
+        let container = |c: control::ContainerPolicy| ContainerPolicy {
+            name: c.container,
+            key: c.key,
+            values: values(c.values),
+            warnings: c.warnings,
+        };
+        Policies {
+            node: values(response.node),
+            containers: response.containers.into_iter().map(container).collect(),
+        }
+    }
+}
+
+impl From<control::PolicyValue> for PolicyValue {
+    fn from(value: control::PolicyValue) -> PolicyValue {
+        let control::PolicyValue { name, value, origin, detail, .. } = value;
+        PolicyValue { name, value, origin, detail }
     }
 }
 

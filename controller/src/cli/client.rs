@@ -6,7 +6,8 @@ use affinode_proto::{
     api::{
         control::{
             ActionResponse, Event, EventsRequest, ListRequest, ListResponse, OffloadRequest,
-            PinRequest, ReloadRequest, ReportRequest, RestoreRequest, SetAutoOffloadRequest,
+            PinRequest, PolicyChange, PolicyRequest, PolicyResponse, PolicyValue, ReloadRequest,
+            ReportRequest, RestoreRequest, SetAutoOffloadRequest, SetPolicyRequest,
         },
         control_ttrpc::ControlClient,
     },
@@ -91,6 +92,22 @@ impl Client {
         };
         let response = self.control.report(context(QUICK), &request).await;
         Ok(response.map_err(|e| self.error(e))?.into())
+    }
+
+    /// The policy of all containers, or of one.
+    pub async fn policy(&self, container: String) -> Result<PolicyResponse, CliError> {
+        let request = PolicyRequest { container, ..PolicyRequest::default() };
+        self.control.policy(context(QUICK), &request).await.map_err(|e| self.error(e))
+    }
+
+    /// Changes values of the node's policy; what holds of them then.
+    pub async fn set_policy(
+        &self,
+        changes: Vec<PolicyChange>,
+    ) -> Result<Vec<PolicyValue>, CliError> {
+        let request = SetPolicyRequest { changes, ..SetPolicyRequest::default() };
+        let response = self.control.set_policy(context(QUICK), &request).await;
+        Ok(response.map_err(|e| self.error(e))?.values)
     }
 
     /// Makes it read its configuration.

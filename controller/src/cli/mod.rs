@@ -73,9 +73,7 @@ enum Command {
     Report(report::Report),
     Simulate(simulate::Simulate),
     Doctor(doctor::Doctor),
-    /// Validate policies.
-    #[command(subcommand)]
-    Policy(policy::PolicyCommand),
+    Policy(policy::Policy),
     /// Print the completion script of a shell.
     Completion {
         /// Which one.
@@ -169,7 +167,10 @@ async fn run(args: Args) -> Result<(), CliError> {
     // What needs no controller.
     let command = match args.command {
         Command::Simulate(what) => return Ok(simulate::run(&what, &mut out)?),
-        Command::Policy(what) => return policy::run(&what, &mut out),
+        Command::Policy(asked) => match policy::alone(asked, &mut out)? {
+            Some(asked) => Command::Policy(asked),
+            None => return Ok(()),
+        },
         Command::Completion { shell } => return completion::completion(&mut out, shell),
         Command::Man { folder } => return completion::man(&folder),
         Command::Doctor(asked) => return doctor::run(&args.run_dir, &mut out, asked).await,
@@ -190,10 +191,10 @@ async fn run(args: Args) -> Result<(), CliError> {
         // Done before.
         Command::Simulate(_)
         | Command::Doctor(_)
-        | Command::Policy(_)
         | Command::Completion { .. }
         | Command::Man { .. }
         | Command::Report(_) => Ok(()),
+        Command::Policy(asked) => policy::run(&client, &mut out, asked).await,
         Command::Top => top::run(client).await,
         Command::Calls(asked) => calls::run(&client, &mut out, asked).await,
         Command::Reload => {

@@ -3,24 +3,29 @@
 //! source wins, value by value. An unknown key or a bad value is named, with its source.
 
 mod serve;
+mod set;
 
-use std::path::{Path, PathBuf};
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
 
 use affinode_proto::paths;
 use figment::{
-    Figment,
+    Figment, Source,
     providers::{Env, Format, Toml},
 };
 use serde::{Deserialize, Deserializer};
 
 use crate::core::{
-    Millis, Settings,
+    Millis, Settings, explain,
     plan::Deadlines,
     policy::{KeepAlive, Mode, OnOom, Policies, Policy, Rule, duration_ms},
     victims::VictimRule,
 };
 
 pub use serve::{HistorySection, HttpSection, Listen, ReportSection};
+pub use set::{SetError, set};
 
 /// What the file may say. Every key has a default.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
@@ -42,6 +47,9 @@ pub struct Config {
     pub history: HistorySection,
     /// `[report]`
     pub report: ReportSection,
+    /// Which file or variable the node's policy has each value from.
+    #[serde(skip)]
+    pub origins: BTreeMap<String, String>,
 }
 
 /// When containers are offloaded.
@@ -239,22 +247,39 @@ impl Config {
     /// # Errors
     /// [`ConfigError`] names key, value and source.
     pub fn load(file: &Path) -> Result<Config, ConfigError> {
-        let mut figment = Figment::new().merge(Toml::file_exact(file));
-        if !file.exists() {
-            figment = Figment::new();
+        Config::load_with(file, None)
+    }
+
+    /// The same, with another text in place of one drop-in.
+    fn load_with(file: &Path, replaced: Option<(&Path, &str)>) -> Result<Config, ConfigError> {
+        let mut figment = Figment::new();
+        if file.exists() {
+            figment = figment.merge(Toml::file_exact(file));
         }
-        for drop_in in drop_ins(file)? {
-            figment = figment.merge(Toml::file_exact(drop_in));
+        let mut files = drop_ins(file)?;
+        if let Some((path, _)) = replaced {
+            files.push(path.to_owned());
+            files.sort();
+            files.dedup();
+        }
+        for path in files {
+            figment = match replaced {
+                Some((other, text)) if other == path => figment.merge(Toml::string(text)),
+                _ => figment.merge(Toml::file_exact(path)),
+            };
         }
         let env = Env::prefixed("AFFINODE_").filter(|key| key.as_str().contains("__")).split("__");
         Config::extract(&figment.merge(env))
     }
 
     fn extract(figment: &Figment) -> Result<Config, ConfigError> {
-        let config: Config = figment.extract().map_err(|e| {
+        let mut config: Config = figment.extract().map_err(|e| {
             let all: Vec<String> = e.into_iter().map(|e| e.to_string()).collect();
             ConfigError::Bad(all.join("; "))
         })?;
+        config.origins = explain::names()
+            .filter_map(|name| Some((name.to_owned(), origin(figment, name)?)))
+            .collect();
         config.check()
     }
 
@@ -290,6 +315,7 @@ impl Config {
                     on_oom: self.policy.on_oom,
                     on_oom_timeout_ms: self.policy.on_oom_timeout,
                 },
+                origins: self.origins.clone(),
                 rules: self
                     .policy
                     .namespace
@@ -316,6 +342,18 @@ impl Config {
             ..Settings::default()
         }
     }
+}
+
+/// The file or variable that a value of `[policy]` is from.
+fn origin(figment: &Figment, name: &str) -> Option<String> {
+    let metadata = figment.find_metadata(&format!("policy.{name}"))?;
+    Some(match &metadata.source {
+        Some(Source::File(path)) => path.display().to_string(),
+        _ if metadata.name.contains("nvironment") => {
+            format!("AFFINODE_POLICY__{}", name.to_uppercase())
+        }
+        _ => metadata.name.to_string(),
+    })
 }
 
 /// `conf.d/*.toml` beside the file, in order of name.
@@ -368,7 +406,8 @@ mod tests {
     #[test]
     fn the_sample_file_holds_the_defaults() {
         let sample = Path::new(env!("CARGO_MANIFEST_DIR")).join("../config/config.toml");
-        assert_eq!(Config::load(&sample).unwrap(), Config::default());
+        let read = Config::load(&sample).unwrap();
+        assert_eq!(Config { origins: BTreeMap::new(), ..read }, Config::default());
     }
 
     #[test]
@@ -389,6 +428,9 @@ mod tests {
             .unwrap();
         let config = Config::load(&file).unwrap();
         assert_eq!((config.policy.mode, config.policy.priority), (Mode::Manual, 3));
+        assert!(config.origins["mode"].ends_with("conf.d/10.toml"), "{:?}", config.origins);
+        assert!(config.origins["priority"].ends_with("config.toml"), "{:?}", config.origins);
+        assert_eq!(config.origins.get("idle_timeout"), None);
     }
 
     #[test]

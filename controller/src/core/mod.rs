@@ -10,6 +10,7 @@
 
 pub mod container;
 pub mod effect;
+pub mod explain;
 pub mod grant;
 mod grants;
 pub mod history;

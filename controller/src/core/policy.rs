@@ -168,6 +168,8 @@ pub struct Rule {
 pub struct Policies {
     /// For every container.
     pub node: Policy,
+    /// Where the node's values come from, by name; those that are not named are defaults.
+    pub origins: BTreeMap<String, String>,
     /// The first rule that names the container's namespace applies.
     pub rules: Vec<Rule>,
 }
@@ -185,7 +187,7 @@ impl Policies {
         annotations: &BTreeMap<String, String>,
     ) -> (Policy, Vec<String>) {
         let mut policy = self.node.clone();
-        if let Some(rule) = self.rules.iter().find(|rule| rule.namespace == namespace) {
+        if let Some(rule) = self.rule(namespace) {
             policy.mode = rule.mode.unwrap_or(policy.mode);
             policy.idle_timeout_ms = rule.idle_timeout_ms.unwrap_or(policy.idle_timeout_ms);
             policy.minimum_residency_ms =
@@ -198,7 +200,10 @@ impl Policies {
             policy.on_oom_timeout_ms = rule.on_oom_timeout_ms.unwrap_or(policy.on_oom_timeout_ms);
         }
         let mut warnings = Vec::new();
-        for (name, value) in annotations {
+        // Who opts out stays out, whatever else is annotated.
+        let (last, first): (Vec<_>, Vec<_>) =
+            annotations.iter().partition(|(name, _)| *name == LATENCY_SENSITIVE);
+        for (name, value) in first.into_iter().chain(last) {
             if let Err(accepted) = apply(&mut policy, name, value) {
                 let shown: String = value.chars().take(80).collect();
                 warnings.push(format!("annotation {name}={shown:?} is ignored: {accepted}"));
@@ -206,9 +211,22 @@ impl Policies {
         }
         (policy, warnings)
     }
+
+    /// The rule for a namespace.
+    #[must_use]
+    pub fn rule(&self, namespace: &str) -> Option<&Rule> {
+        self.rules.iter().find(|rule| rule.namespace == namespace)
+    }
 }
 
-fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), String> {
+/// Turns offloads off for a container whose callers cannot wait.
+pub(super) const LATENCY_SENSITIVE: &str = "affinode.io/latency-sensitive";
+
+/// Lets one annotation change a policy.
+///
+/// # Errors
+/// What is accepted.
+pub(super) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), String> {
     match name {
         "affinode.io/offload" => {
             policy.mode = word(value, &Mode::WORDS)?;
@@ -223,7 +241,7 @@ fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), String> {
         }
         "affinode.io/keep-alive" => policy.keep_alive = word(value, &KeepAlive::WORDS)?,
         "affinode.io/prewake" => policy.prewake = word(value, &BOOLS)?,
-        "affinode.io/latency-sensitive" => {
+        LATENCY_SENSITIVE => {
             if word(value, &BOOLS)? {
                 policy.mode = Mode::Off;
             }
@@ -274,6 +292,7 @@ mod tests {
     fn annotation_before_rule_before_node() {
         let policies = Policies {
             node: Policy::default(),
+            origins: BTreeMap::new(),
             rules: vec![Rule {
                 namespace: "ml".into(),
                 mode: Some(Mode::Pressure),
@@ -289,6 +308,12 @@ mod tests {
             (Mode::Manual, 90_000, 5)
         );
         assert_eq!(policies.resolve("other", &annotations(&[])).0, Policy::default());
+    }
+
+    #[test]
+    fn who_opts_out_stays_out() {
+        let both = annotations(&[("latency-sensitive", "true"), ("offload", "eager")]);
+        assert_eq!(Policies::default().resolve("x", &both).0.mode, Mode::Off);
     }
 
     #[test]

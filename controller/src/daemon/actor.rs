@@ -9,7 +9,9 @@ use std::{
 };
 
 use affinode_proto::{
-    api::control::{ActionResponse, Announcement, Event, ListResponse},
+    api::control::{
+        ActionResponse, Announcement, Event, ListResponse, PolicyResponse, PolicyValue,
+    },
     paths,
     reason::Reason,
     state::State,
@@ -60,10 +62,14 @@ pub enum Call {
     AutoOffload(bool, String, oneshot::Sender<Result<bool, String>>),
     /// Read the configuration again. Answer: whether something changed.
     Reload(oneshot::Sender<Result<bool, String>>),
+    /// The policy of all containers, or of the one that is named.
+    Policy(String, oneshot::Sender<Result<PolicyResponse, String>>),
+    /// Change values of the node's policy; an empty value takes it back. Answer: what holds.
+    SetPolicy(Vec<(String, String)>, oneshot::Sender<Result<Vec<PolicyValue>, String>>),
 }
 
-struct Actor {
-    node: Node,
+pub(super) struct Actor {
+    pub(super) node: Node,
     config: Config,
     run_dir: PathBuf,
     agents: HashMap<ProcessId, Agent>,
@@ -349,6 +355,12 @@ impl Actor {
             Call::Reload(answer) => {
                 let _ = answer.send(self.reload());
             }
+            Call::Policy(name, answer) => {
+                let _ = answer.send(self.policy(&name));
+            }
+            Call::SetPolicy(changes, answer) => {
+                let _ = answer.send(self.set_policy(&changes));
+            }
         }
     }
 
@@ -367,7 +379,7 @@ impl Actor {
         Ok(self.node.warnings(&key))
     }
 
-    fn reload(&mut self) -> Result<bool, String> {
+    pub(super) fn reload(&mut self) -> Result<bool, String> {
         let config = Config::load(&Config::path()).map_err(|e| report::chain(&e))?;
         let changed = config != self.config;
         if changed {
@@ -459,7 +471,7 @@ impl Actor {
     }
 
     /// Notes who asked for what.
-    fn note(&mut self, key: &str, container: String, text: String) {
+    pub(super) fn note(&mut self, key: &str, container: String, text: String) {
         let event = Event {
             kind: "request".into(),
             key: key.into(),

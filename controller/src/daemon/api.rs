@@ -6,9 +6,10 @@ use affinode_proto::{
     api::{
         control::{
             ActionResponse, AnnounceRequest, AnnounceResponse, EventsRequest, EventsResponse,
-            ListRequest, ListResponse, OffloadRequest, PinRequest, ReloadRequest, ReloadResponse,
-            ReportRequest, ReportResponse, RestoreRequest, SetAutoOffloadRequest,
-            SetAutoOffloadResponse, WithdrawRequest, WithdrawResponse,
+            ListRequest, ListResponse, OffloadRequest, PinRequest, PolicyRequest, PolicyResponse,
+            ReloadRequest, ReloadResponse, ReportRequest, ReportResponse, RestoreRequest,
+            SetAutoOffloadRequest, SetAutoOffloadResponse, SetPolicyRequest, SetPolicyResponse,
+            WithdrawRequest, WithdrawResponse,
         },
         control_ttrpc::{Control, create_control},
     },
@@ -163,6 +164,30 @@ impl Control for Api {
             .map_err(|why| failed(ttrpc::Code::FAILED_PRECONDITION, why))?;
         Ok(ReloadResponse { changed, ..ReloadResponse::default() })
     }
+
+    async fn policy(
+        &self,
+        _: &TtrpcContext,
+        request: PolicyRequest,
+    ) -> ttrpc::Result<PolicyResponse> {
+        self.ask(|answer| Call::Policy(request.container, answer))
+            .await?
+            .map_err(|why| failed(ttrpc::Code::NOT_FOUND, why))
+    }
+
+    async fn set_policy(
+        &self,
+        _: &TtrpcContext,
+        request: SetPolicyRequest,
+    ) -> ttrpc::Result<SetPolicyResponse> {
+        let changes = request.changes.into_iter().map(|c| (c.name, c.value)).collect();
+        let values = self
+            .ask(|answer| Call::SetPolicy(changes, answer))
+            .await?
+            .map_err(|why| failed(ttrpc::Code::FAILED_PRECONDITION, why))?;
+        Ok(SetPolicyResponse { values, ..SetPolicyResponse::default() })
+    }
+
     async fn report(
         &self,
         _: &TtrpcContext,

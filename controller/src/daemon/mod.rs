@@ -8,6 +8,7 @@ mod actor;
 mod api;
 mod door;
 mod events;
+mod policies;
 mod readings;
 mod show;
 mod sweep;

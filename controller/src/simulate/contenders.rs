@@ -38,7 +38,7 @@ fn plain(settings: &Settings, change: impl FnOnce(&mut Policy), victims: VictimR
     let mut node = settings.policies.node.clone();
     (node.keep_alive, node.prewake) = (KeepAlive::Fixed, false);
     change(&mut node);
-    let policies = Policies { node, rules: Vec::new() };
+    let policies = Policies { node, ..Policies::default() };
     simulated(Settings { policies, victims, ..settings.clone() })
 }
 

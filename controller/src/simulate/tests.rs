@@ -131,7 +131,7 @@ proptest! {
         let trace = Trace { loads };
         let node = Policy { mode: if eager { Mode::Eager } else { Mode::Pressure }, ..Policy::default() };
         let residency_ms = node.minimum_residency_ms;
-        let settings = Settings { policies: Policies { node, rules: Vec::new() }, ..Settings::default() };
+        let settings = Settings { policies: Policies { node, ..Policies::default() }, ..Settings::default() };
         let figures = engine::run(&trace, machine(vram), &contenders::all(&settings, 1)[0]).unwrap();
         let answered = (figures.delayed_share * figures.requests as f64).round() as u64;
         prop_assert!(answered >= trace.loads.len() as u64, "first calls wait for the first return");

@@ -96,7 +96,7 @@ pub(super) fn settings() -> Settings {
         on_oom: OnOom::Wait,
         ..Policy::default()
     };
-    Settings { policies: Policies { node, rules: Vec::new() }, ..Settings::default() }
+    Settings { policies: Policies { node, ..Policies::default() }, ..Settings::default() }
 }
 
 impl World {

@@ -3,7 +3,7 @@
 use affinode_e2e::{
     until::until,
     worker::{USUAL, Worker},
-    world::Recipe,
+    world::{Recipe, World},
 };
 use anyhow::{Context, Result};
 
@@ -120,6 +120,64 @@ fn a_pin_and_the_switch_outlive_the_controller() -> Result<()> {
     waits_for("auto-offload-off")?;
     world.cli().run(&["auto-offload", "on"])?;
     world.cli().wait_for_state("chosen", "Offloaded")?;
+    assert!(worker.verify()?);
+    Ok(())
+}
+
+/// `affinode policy show`: value and origin.
+fn value_of(world: &World, container: &str, name: &str) -> Result<(String, String)> {
+    let said = world.cli().run(&["policy", "show", container, "--no-headers"])?;
+    let rows = said.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let mut of_name = rows.filter(|row| row.get(1) == Some(&name));
+    let row = of_name.next().with_context(|| format!("no {name} in:\n{said}"))?;
+    Ok((row[2].to_owned(), row[3].to_owned()))
+}
+
+/// The node's policy is set, seen with where it comes from, outlives the controller, and is
+/// taken back. What would be bad changes nothing.
+#[test]
+fn a_policy_is_set_shown_and_taken_back() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    let spec = Worker::spec("ruled", USUAL, 32).annotation("affinode.io/priority", "4");
+    let mut worker = Worker::start_as(&world, spec)?;
+    worker.wait_filled()?;
+    assert_eq!(value_of(&world, "ruled", "priority")?, ("4".into(), "annotation".into()));
+    assert_eq!(value_of(&world, "ruled", "mode")?, ("manual".into(), "node".into()));
+    assert_eq!(value_of(&world, "ruled", "on_oom")?, ("fail".into(), "default".into()));
+
+    world.cli().run(&["policy", "set", "on_oom=wait", "minimum_residency=3s"])?;
+    assert_eq!(value_of(&world, "ruled", "on_oom")?, ("wait".into(), "node".into()));
+    for bad in ["on_oom=often", "colour=red", "idle_timeout=soon"] {
+        let refused = world.cli().output(&["policy", "set", "minimum_residency=9s", bad])?;
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert_eq!(refused.status.code(), Some(1), "{said}");
+        assert!(said.contains(bad.split_once('=').map_or(bad, |(name, _)| name)), "{said}");
+    }
+    shoot_controller(&world)?;
+    until("the container is known again", || world.cli().container("ruled"))?;
+    assert_eq!(value_of(&world, "ruled", "on_oom")?, ("wait".into(), "node".into()));
+    assert_eq!(value_of(&world, "ruled", "minimum_residency")?, ("3s".into(), "node".into()));
+    world.cli().run(&["policy", "unset", "on_oom"])?;
+    assert_eq!(value_of(&world, "ruled", "on_oom")?, ("fail".into(), "default".into()));
+    assert!(worker.verify()?);
+    Ok(())
+}
+
+#[test]
+fn a_reload_with_an_invalid_file_changes_nothing() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    let mut worker = Worker::start(&world, "steady", 32)?;
+    let file = world.dir().join("affinode/config.toml");
+    let text = std::fs::read_to_string(&file)?;
+    std::fs::write(&file, format!("{text}\n[policy.colour]\nred = 1\n"))?;
+    let refused = world.cli().output(&["reload"])?;
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(1), "{said}");
+    assert!(said.contains("colour"), "{said}");
+    assert_eq!(value_of(&world, "steady", "mode")?, ("manual".into(), "node".into()));
+    std::fs::write(&file, text.replace("manual", "off"))?;
+    world.cli().run(&["reload"])?;
+    assert_eq!(value_of(&world, "steady", "mode")?, ("off".into(), "node".into()));
     assert!(worker.verify()?);
     Ok(())
 }

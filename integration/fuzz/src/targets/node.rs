@@ -61,7 +61,7 @@ impl World {
     fn new() -> World {
         let node = Policy { idle_timeout_ms: 1_000, minimum_residency_ms: 0, ..Policy::default() };
         let settings =
-            Settings { policies: Policies { node, rules: Vec::new() }, ..Settings::default() };
+            Settings { policies: Policies { node, ..Policies::default() }, ..Settings::default() };
         let mut world = World {
             node: Node::new(settings),
             now_ms: 0,

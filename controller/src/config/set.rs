@@ -1,0 +1,146 @@
+//! Values that `affinode policy set` sets at node level: a drop-in of its own, so that they
+//! outlive the controller and are seen where everything else is configured.
+//!
+//! ```text
+//! changes ──> drop-in as it would be ──load all with it──bad──> nothing is written
+//!                                            └──good──> written aside, renamed
+//! ```
+
+use std::{
+    fs,
+    io::{self, Write},
+    path::{Path, PathBuf},
+};
+
+use super::{Config, ConfigError};
+use crate::core::explain;
+
+/// Late among the drop-ins: it wins over what packages and people put there.
+const FILE: &str = "90-affinode-policy-set.toml";
+const HEADER: &str =
+    "# Written by `affinode policy set`; `affinode policy unset` takes values back.\n";
+
+/// Why nothing was set.
+#[derive(Debug, thiserror::Error)]
+pub enum SetError {
+    /// No value of a policy is called so.
+    #[error("no value is called {0:?}; there are: {names}", names = explain::names().collect::<Vec<_>>().join(", "))]
+    Name(String),
+    /// The configuration would be bad.
+    #[error("nothing was changed")]
+    Config(#[from] ConfigError),
+    /// The drop-in as it is now is no TOML.
+    #[error("nothing was changed: {path} is not understood")]
+    Old {
+        /// The drop-in.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: Box<toml::de::Error>,
+    },
+    /// The drop-in cannot be read or written.
+    #[error("nothing was changed: cannot write {path}")]
+    File {
+        /// The drop-in.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// Changes values of `[policy]` for the configuration in `file`: name and value as the file
+/// has them, an empty value takes the name out. The result is read and checked before
+/// anything is written.
+///
+/// # Errors
+/// [`SetError`]; then everything is as it was.
+pub fn set(file: &Path, changes: &[(String, String)]) -> Result<(), SetError> {
+    let folder = file.parent().unwrap_or(Path::new("/")).join("conf.d");
+    let path = folder.join(FILE);
+    let failed = |source| SetError::File { path: path.clone(), source };
+    let old = match fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => String::new(),
+        Err(e) => return Err(failed(e)),
+    };
+    let mut table: toml::Table =
+        old.parse().map_err(|e| SetError::Old { path: path.clone(), source: Box::new(e) })?;
+    let policy = table.entry("policy").or_insert_with(|| toml::Table::new().into());
+    let toml::Value::Table(policy) = policy else {
+        return Err(ConfigError::Bad(format!("policy in {} is no table", path.display())).into());
+    };
+    for (name, value) in changes {
+        if !explain::names().any(|known| known == name) {
+            return Err(SetError::Name(name.chars().take(80).collect()));
+        }
+        if value.is_empty() {
+            policy.remove(name);
+        } else {
+            policy.insert(name.clone(), typed(value));
+        }
+    }
+    let text = format!("{HEADER}{table}");
+    Config::load_with(file, Some((&path, &text)))?;
+    fs::create_dir_all(&folder).map_err(failed)?;
+    let fresh = folder.join(format!(".{FILE}.new"));
+    let write = || {
+        let mut file = fs::File::create(&fresh)?;
+        file.write_all(text.as_bytes())?;
+        file.sync_all()?;
+        fs::rename(&fresh, &path)
+    };
+    write().map_err(failed)
+}
+
+/// A value as TOML has it: people write no quotes on a command line.
+fn typed(value: &str) -> toml::Value {
+    if let Ok(number) = value.parse::<i64>() {
+        return number.into();
+    }
+    value.parse::<bool>().map_or_else(|_| value.into(), Into::into)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::policy::Mode;
+
+    fn change(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
+        pairs.iter().map(|(name, value)| ((*name).into(), (*value).into())).collect()
+    }
+
+    #[test]
+    fn what_is_set_wins_and_is_taken_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("config.toml");
+        fs::write(&file, "[policy]\nmode = \"off\"\npriority = 3\n").unwrap();
+        set(&file, &change(&[("mode", "manual"), ("priority", "7"), ("prewake", "true")])).unwrap();
+        let config = Config::load(&file).unwrap();
+        assert_eq!((config.policy.mode, config.policy.priority), (Mode::Manual, 7));
+        assert!(config.policy.prewake && config.origins["mode"].ends_with(FILE));
+        set(&file, &change(&[("mode", "")])).unwrap();
+        let config = Config::load(&file).unwrap();
+        assert_eq!((config.policy.mode, config.policy.priority), (Mode::Off, 7));
+    }
+
+    #[test]
+    fn a_bad_value_or_name_changes_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("config.toml");
+        set(&file, &change(&[("idle_timeout", "90s")])).unwrap();
+        let before = fs::read_to_string(folder.path().join("conf.d").join(FILE)).unwrap();
+        for (name, value, named) in [
+            ("idle_timeout", "soon", "soon"),
+            ("mode", "often", "often"),
+            ("colour", "red", "colour"),
+            ("namespace", "x", "namespace"),
+        ] {
+            let error = set(&file, &change(&[("priority", "1"), (name, value)])).unwrap_err();
+            assert!(crate::report::chain(&error).contains(named), "{error:?}");
+            let now = fs::read_to_string(folder.path().join("conf.d").join(FILE)).unwrap();
+            assert_eq!(before, now);
+        }
+        assert_eq!(Config::load(&file).unwrap().policy.idle_timeout, 90_000);
+    }
+}

@@ -1,0 +1,266 @@
+//! What holds for a container, value by value, and where each value comes from.
+//!
+//! ```text
+//! default < node (file, drop-in, environment) < namespace rule < annotation < operator (pin, auto-offload)
+//! ```
+
+use std::collections::BTreeMap;
+
+use affinode_proto::api::control;
+
+use super::{
+    Key, Millis, Node,
+    container::{Container, display_name},
+    policy::{LATENCY_SENSITIVE, Policies, Policy, Rule, apply},
+};
+
+/// Where a value comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// Nobody said anything.
+    Default,
+    /// The node's configuration: the file, or the variable.
+    Node(String),
+    /// The rule for this namespace.
+    Namespace(String),
+    /// This annotation of the container.
+    Annotation(String),
+    /// Somebody chose it by this command.
+    Operator(String),
+}
+
+impl Origin {
+    /// The word for it, and what it names.
+    #[must_use]
+    pub fn words(&self) -> (&'static str, &str) {
+        match self {
+            Origin::Default => ("default", ""),
+            Origin::Node(file) => ("node", file),
+            Origin::Namespace(name) => ("namespace", name),
+            Origin::Annotation(text) => ("annotation", text),
+            Origin::Operator(command) => ("operator", command),
+        }
+    }
+}
+
+/// A value of a policy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Value {
+    /// Its name in `[policy]`.
+    pub name: &'static str,
+    /// As people write it.
+    pub value: String,
+    /// Where it comes from.
+    pub origin: Origin,
+}
+
+struct Setting {
+    name: &'static str,
+    annotations: &'static [&'static str],
+    shown: fn(&Policy) -> String,
+    ruled: fn(&Rule) -> bool,
+}
+
+const SETTINGS: &[Setting] = &[
+    Setting {
+        name: "mode",
+        annotations: &["affinode.io/offload", LATENCY_SENSITIVE],
+        shown: |p| p.mode.as_str().into(),
+        ruled: |r| r.mode.is_some(),
+    },
+    Setting {
+        name: "idle_timeout",
+        annotations: &["affinode.io/idle-timeout"],
+        shown: |p| duration(p.idle_timeout_ms),
+        ruled: |r| r.idle_timeout_ms.is_some(),
+    },
+    Setting {
+        name: "keep_alive",
+        annotations: &["affinode.io/keep-alive"],
+        shown: |p| p.keep_alive.as_str().into(),
+        ruled: |r| r.keep_alive.is_some(),
+    },
+    Setting {
+        name: "wake_cost",
+        annotations: &[],
+        shown: |p| duration(p.wake_cost_ms),
+        ruled: |r| r.wake_cost_ms.is_some(),
+    },
+    Setting {
+        name: "prewake",
+        annotations: &["affinode.io/prewake"],
+        shown: |p| p.prewake.to_string(),
+        ruled: |r| r.prewake.is_some(),
+    },
+    Setting {
+        name: "minimum_residency",
+        annotations: &[],
+        shown: |p| duration(p.minimum_residency_ms),
+        ruled: |r| r.minimum_residency_ms.is_some(),
+    },
+    Setting {
+        name: "priority",
+        annotations: &["affinode.io/priority"],
+        shown: |p| p.priority.to_string(),
+        ruled: |r| r.priority.is_some(),
+    },
+    Setting {
+        name: "on_oom",
+        annotations: &["affinode.io/on-oom"],
+        shown: |p| p.on_oom.as_str().into(),
+        ruled: |r| r.on_oom.is_some(),
+    },
+    Setting {
+        name: "on_oom_timeout",
+        annotations: &["affinode.io/on-oom-timeout"],
+        shown: |p| duration(p.on_oom_timeout_ms),
+        ruled: |r| r.on_oom_timeout_ms.is_some(),
+    },
+];
+
+/// The names of all values, as `[policy]` has them.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    SETTINGS.iter().map(|setting| setting.name)
+}
+
+fn duration(ms: Millis) -> String {
+    humantime::format_duration(std::time::Duration::from_millis(ms)).to_string()
+}
+
+impl Policies {
+    /// The values of the node.
+    #[must_use]
+    pub fn explain_node(&self) -> Vec<Value> {
+        let value = |setting: &Setting| {
+            let origin = match self.origins.get(setting.name) {
+                Some(file) => Origin::Node(file.clone()),
+                None => Origin::Default,
+            };
+            Value { name: setting.name, value: (setting.shown)(&self.node), origin }
+        };
+        SETTINGS.iter().map(value).collect()
+    }
+
+    /// The effective values of a container, as [`Policies::resolve`] finds them.
+    #[must_use]
+    pub fn explain(&self, namespace: &str, annotations: &BTreeMap<String, String>) -> Vec<Value> {
+        let (policy, _) = self.resolve(namespace, annotations);
+        let rule = self.rule(namespace);
+        let mut values = self.explain_node();
+        for (value, setting) in values.iter_mut().zip(SETTINGS) {
+            value.value = (setting.shown)(&policy);
+            if rule.is_some_and(setting.ruled) {
+                value.origin = Origin::Namespace(namespace.to_owned());
+            }
+            for name in setting.annotations {
+                let Some(text) = annotations.get(*name) else { continue };
+                let opted_in = *name == LATENCY_SENSITIVE && text != "true";
+                if !opted_in && apply(&mut Policy::default(), name, text).is_ok() {
+                    value.origin = Origin::Annotation(format!("{name}={text}"));
+                }
+            }
+        }
+        values
+    }
+}
+
+impl Node {
+    /// The policy of the node and of containers: of all, or of one.
+    #[must_use]
+    pub fn explain(&self, only: Option<&Key>) -> control::PolicyResponse {
+        let policies = &self.settings.policies;
+        let mine = |key: &&Key| only.is_none_or(|only| only == *key);
+        control::PolicyResponse {
+            node: policies.explain_node().iter().map(show).collect(),
+            containers: self
+                .containers
+                .iter()
+                .filter(|(key, _)| mine(key))
+                .map(|(key, c)| self.explain_container(policies, key, c))
+                .collect(),
+            ..control::PolicyResponse::default()
+        }
+    }
+
+    fn explain_container(
+        &self,
+        policies: &Policies,
+        key: &Key,
+        c: &Container,
+    ) -> control::ContainerPolicy {
+        let annotations = c.announcement.annotations.clone().into_iter().collect();
+        let mut values = policies.explain(Container::rule_namespace(&c.announcement), &annotations);
+        let operator = |name, value: &str, command: &str| Value {
+            name,
+            value: value.into(),
+            origin: Origin::Operator(command.into()),
+        };
+        if self.wishes().pinned.contains(key) {
+            values.push(operator("pinned", "true", "affinode pin"));
+        }
+        if !self.wishes().auto_offload {
+            values.push(operator("auto_offload", "off", "affinode auto-offload off"));
+        }
+        control::ContainerPolicy {
+            key: key.to_string(),
+            container: display_name(&c.announcement),
+            values: values.iter().map(show).collect(),
+            warnings: c.warnings.clone(),
+            ..control::ContainerPolicy::default()
+        }
+    }
+}
+
+fn show(value: &Value) -> control::PolicyValue {
+    let (origin, detail) = value.origin.words();
+    control::PolicyValue {
+        name: value.name.into(),
+        value: value.value.clone(),
+        origin: origin.into(),
+        detail: detail.into(),
+        ..control::PolicyValue::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::policy::{Mode, OnOom};
+
+    fn of(values: &[Value], name: &str) -> (String, Origin) {
+        let value = values.iter().find(|value| value.name == name).unwrap();
+        (value.value.clone(), value.origin.clone())
+    }
+
+    #[test]
+    fn each_value_says_where_it_comes_from() {
+        let policies = Policies {
+            node: Policy { priority: 3, mode: Mode::Pressure, ..Policy::default() },
+            origins: [("priority", "/a.toml"), ("mode", "/b.toml")]
+                .map(|(name, file)| (name.to_owned(), file.to_owned()))
+                .into(),
+            rules: vec![Rule {
+                namespace: "ml".into(),
+                mode: Some(Mode::Eager),
+                on_oom: Some(OnOom::Wait),
+                ..Rule::default()
+            }],
+        };
+        let annotations: BTreeMap<String, String> = [
+            ("affinode.io/offload", "manual"),
+            ("affinode.io/idle-timeout", "soon"),
+            ("affinode.io/latency-sensitive", "false"),
+        ]
+        .map(|(name, text)| (name.to_owned(), text.to_owned()))
+        .into();
+        let values = policies.explain("ml", &annotations);
+        let annotation = Origin::Annotation("affinode.io/offload=manual".into());
+        assert_eq!(of(&values, "mode"), ("manual".into(), annotation));
+        assert_eq!(of(&values, "on_oom"), ("wait".into(), Origin::Namespace("ml".into())));
+        assert_eq!(of(&values, "priority"), ("3".into(), Origin::Node("/a.toml".into())));
+        // A bad annotation changes nothing.
+        assert_eq!(of(&values, "idle_timeout"), ("5m".into(), Origin::Default));
+        let values = policies.explain("other", &BTreeMap::new());
+        assert_eq!(of(&values, "mode"), ("pressure".into(), Origin::Node("/b.toml".into())));
+    }
+}

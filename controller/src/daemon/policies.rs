@@ -1,0 +1,43 @@
+//! What people ask about policies, and what they set.
+
+use affinode_proto::api::control::{PolicyResponse, PolicyValue};
+
+use super::actor::Actor;
+use crate::{
+    config::{self, Config},
+    report,
+};
+
+impl Actor {
+    /// The policy of all containers, or of the one that is named.
+    pub(super) fn policy(&self, name: &str) -> Result<PolicyResponse, String> {
+        if name.is_empty() {
+            return Ok(self.node.explain(None));
+        }
+        self.node.find(name).map(|key| self.node.explain(Some(&key)))
+    }
+
+    /// Changes values of the node's policy for good, and says what holds of them now.
+    pub(super) fn set_policy(
+        &mut self,
+        changes: &[(String, String)],
+    ) -> Result<Vec<PolicyValue>, String> {
+        config::set(&Config::path(), changes).map_err(|e| report::chain(&e))?;
+        self.reload()?;
+        let shown: Vec<String> = changes
+            .iter()
+            .map(|(name, value)| match value.as_str() {
+                "" => format!("{name} taken back"),
+                value => format!("{name} = {value}"),
+            })
+            .collect();
+        self.note(
+            "",
+            String::new(),
+            format!("the node's policy was changed: {}", shown.join(", ")),
+        );
+        let mut values = self.node.explain(None).node;
+        values.retain(|value| changes.iter().any(|(name, _)| *name == value.name));
+        Ok(values)
+    }
+}
