@@ -10,6 +10,7 @@
 //! | [`observe`] | the task that watches the node for people: changes, metrics, history |
 //! | [`metrics`], [`history`] | what is counted, what stays on disk |
 //! | [`http`] | dashboard, HTTP API, `/metrics` |
+//! | [`calls`] | the calls of processes, while somebody watches |
 //! | [`config`] | the configuration file |
 //! | [`doctor`] | whether the machine is ready |
 //! | [`cli`] | the command `affinode` |
@@ -18,6 +19,7 @@
 //! controller. It holds no state that it cannot rebuild from shims, agents and journal.
 
 pub mod agents;
+pub mod calls;
 pub mod cli;
 mod clock;
 pub mod config;

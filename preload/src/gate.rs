@@ -17,6 +17,7 @@ use core::sync::atomic::Ordering;
 use affinode_cuda_sys::hook::{self, Class};
 use affinode_proto::wire::page::Gate;
 
+use crate::calls::{self, Call};
 use crate::page::Page;
 use crate::process::{self, PROCESS, Place};
 use crate::table::Entry;
@@ -37,6 +38,8 @@ pub struct Frame {
     target: usize,
     /// Until when the call may wait for room; 0 (the thunk's) while it has not.
     waits_until_us: u64,
+    /// When the call began, if it is recorded; else 0.
+    began_ns: u64,
 }
 
 const _: () = {
@@ -92,6 +95,7 @@ pub unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
         };
         frame.place = place;
         if try_enter(place, page, entry) {
+            frame.began_ns = place.slot().map_or(0, |slot| calls::begin(page, slot));
             return Way::Counted;
         }
         wait(place, page, entry);
@@ -106,6 +110,13 @@ pub unsafe extern "C" fn leave(frame: &mut Frame) -> u32 {
     // SAFETY: as in `enter`.
     let entry = unsafe { &*frame.entry };
     let class = entry.class();
+    if frame.began_ns != 0
+        && let Some((slot, page)) = frame.place.slot().zip(process::page())
+    {
+        let (result, arguments) = (frame.result as u32, &frame.arguments);
+        let call = Call { hook: entry.number(), result, arguments, began_ns: frame.began_ns };
+        calls::end(page, slot, &call);
+    }
     // While the call still counts, so that no gate is closed before it is known.
     if frame.result as u32 == 0 && class.is_special() {
         // SAFETY: these are the arguments of a call of this class that succeeded.

@@ -35,6 +35,7 @@
 #![cfg_attr(any(test, not(panic = "abort")), allow(dead_code))]
 
 mod agent;
+mod calls;
 mod child;
 mod elf;
 mod gate;

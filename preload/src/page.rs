@@ -6,8 +6,9 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use affinode_proto::wire::page::{
     Gate, PAGE_BYTES, PAGE_MAGIC, SLOT_BYTES, SLOT_COUNT, SLOTS_OFFSET, header, slot,
 };
-use affinode_proto::wire::{Hazards, Phase, WIRE_VERSION};
+use affinode_proto::wire::{Hazards, Phase, WIRE_VERSION, calls};
 
+use crate::calls::{Pick, Ring};
 use crate::sys;
 
 /// Counters of one thread, or of all threads without an own one (slot 0).
@@ -24,7 +25,9 @@ pub struct Slot {
     /// Calls inside the driver that may take device memory. Private to the library: the
     /// protocol leaves the rest of a slot free.
     pub allocating: AtomicU32,
-    free: [u8; 32],
+    /// How calls of this slot are picked for the ring. As private.
+    pub pick: Pick,
+    free: [u8; 16],
 }
 
 /// The whole page.
@@ -36,11 +39,14 @@ pub struct Page {
     pub phase: AtomicU32,
     free0: [u8; 44],
     pub gate: AtomicU32,
-    free1: [u8; 60],
+    /// Beside the gate: one comparison sees both.
+    pub one_in: AtomicU32,
+    free1: [u8; 56],
     pub waiters: AtomicU32,
     hazards: AtomicU32,
     pub generation: AtomicU64,
-    free2: [u8; 4096 - 144],
+    free2: [u8; 48],
+    pub ring: Ring,
     pub slots: [Slot; SLOT_COUNT],
 }
 
@@ -56,6 +62,10 @@ const _: () = {
     assert!(offset_of!(Page, waiters) == header::WAITERS);
     assert!(offset_of!(Page, hazards) == header::HAZARDS);
     assert!(offset_of!(Page, generation) == header::GENERATION);
+    assert!(offset_of!(Page, one_in) == calls::ONE_IN);
+    // The thunk compares both as one word.
+    assert!(calls::ONE_IN == header::GATE + 4);
+    assert!(offset_of!(Page, ring) == calls::CLAIMED);
     assert!(offset_of!(Page, slots) == SLOTS_OFFSET);
     assert!(offset_of!(Slot, inflight) == slot::INFLIGHT);
     assert!(offset_of!(Slot, last_hook) == slot::LAST_HOOK);

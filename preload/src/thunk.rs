@@ -6,6 +6,7 @@
 //! stub: r11 = entry ──> thunk
 //!   thread's token is the process's, entry needs no thorough look
 //!     ──> inflight += 1, gate open? ──> calls += 1 ──> real function ──> inflight -= 1
+//!         (and nobody watches, or this call is not picked)
 //!   anything else
 //!     ──> save all argument registers ──> gate::enter ──> real function ──> gate::leave
 //!                                       ^    └── not managed: jump to the real function  │
@@ -22,8 +23,12 @@ use affinode_cuda_sys::result;
 use affinode_proto::wire::page::{PAGE_BYTES, header, slot};
 
 use crate::gate::{Frame, enter, leave};
+use crate::page::Slot;
 use crate::process::PROCESS;
 use crate::table::{ENTRIES, POOL, layout};
+
+/// Offset of the count-down to the next recorded call, from the slot's start.
+const SKIP: usize = core::mem::offset_of!(Slot, pick.skip);
 
 global_asm!(
     ".text",
@@ -46,12 +51,14 @@ global_asm!(
     "jne 3f",
     "cmp byte ptr [r11 + {thorough}], 0",
     "jne 3f",
-    // Count first, then look at the gate of the slot's page.
+    // Count first, then look at the gate of the slot's page, and in the same word whether
+    // calls are recorded.
     "inc dword ptr [r10 + {inflight}]",
     "mov rax, r10",
     "and rax, -{page_bytes}",
-    "cmp dword ptr [rax + {gate}], 0",
-    "jne 2f",
+    "cmp qword ptr [rax + {gate}], 0",
+    "jne 7f",
+    "8:",
     "movzx eax, word ptr [r11 + {counter}]",
     "inc qword ptr [r10 + rax]",
     "mov eax, dword ptr [r11 + {number}]",
@@ -78,6 +85,12 @@ global_asm!(
     ".cfi_def_cfa rsp, 8",
     "ret",
     ".cfi_restore_state",
+    // Open, but somebody watches: most calls go on, the slow path records the others.
+    "7:",
+    "cmp dword ptr [rax + {gate}], 0",
+    "jne 2f",
+    "dec dword ptr [r10 + {skip}]",
+    "jns 8b",
     // Not open: take the count back, and let the slow path decide.
     "2:",
     "dec dword ptr [r10 + {inflight}]",
@@ -191,6 +204,7 @@ global_asm!(
     inflight = const slot::INFLIGHT,
     last_hook = const slot::LAST_HOOK,
     gate = const header::GATE,
+    skip = const SKIP,
     page_bytes = const PAGE_BYTES,
     frame_bytes = const size_of::<Frame>(),
     not_initialized = const result::NOT_INITIALIZED,

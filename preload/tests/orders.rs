@@ -5,7 +5,7 @@
 mod support;
 
 use affinode_proto::wire::message::{Action, AgentMessage, ControllerMessage, Outcome};
-use affinode_proto::wire::{Hazards, Phase, WIRE_VERSION};
+use affinode_proto::wire::{Abilities, Hazards, Phase, WIRE_VERSION};
 use support::controller::{BRING_BACK, CHECKPOINT, CLOSE, Controller, LOCK, OFFLOAD};
 use support::{Build, Client};
 
@@ -30,6 +30,7 @@ fn the_hello_says_who_and_where() {
             generation: 0,
             driver_version: 12080,
             hazards: Hazards(0),
+            abilities: Abilities::RECORDS_CALLS,
         }
     );
     assert!(client.threads().contains(&"affinode-agent".to_owned()));

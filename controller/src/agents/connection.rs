@@ -70,7 +70,11 @@ pub async fn serve(
     };
     let (outbox, outgoing) = mpsc::channel(OUTBOX);
     let watch = tokio::spawn(watch(pidfd, id, mail.clone())).abort_handle();
-    let agent = Agent { outbox: Some(outbox), page, clock_ahead_ms, watch };
+    let AgentMessage::Hello { abilities, .. } = hello else {
+        return;
+    };
+    let page = Arc::new(page);
+    let agent = Agent { outbox: Some(outbox), page, abilities, clock_ahead_ms, watch };
     let joined = AgentMail::Joined { key, id, identity, hello, agent };
     if mail.send(joined).await.is_err() {
         return;

@@ -19,9 +19,10 @@ mod papers;
 #[cfg(test)]
 mod tests;
 
-use std::{fs::File, os::unix::fs::FileExt};
+use std::{fs::File, os::unix::fs::FileExt, sync::Arc};
 
 use affinode_proto::wire::{
+    Abilities,
     message::{AgentMessage, ControllerMessage},
     page::{PAGE_BYTES, PageError, PageSnapshot},
 };
@@ -69,7 +70,8 @@ pub enum AgentMail {
 #[derive(Debug)]
 pub struct Agent {
     outbox: Option<mpsc::Sender<ControllerMessage>>,
-    page: File,
+    page: Arc<File>,
+    abilities: Abilities,
     /// What its `CLOCK_MONOTONIC` shows more than ours.
     clock_ahead_ms: i64,
     /// Ends with the process, not with the connection.
@@ -99,6 +101,15 @@ impl Agent {
             self.outbox = None;
         }
         sent
+    }
+
+    /// Its page, and the way to it if its library can record calls: for those who watch,
+    /// without keeping the connection open.
+    #[must_use]
+    pub fn sight(&self) -> (Arc<File>, Option<mpsc::WeakSender<ControllerMessage>>) {
+        let records = self.abilities.contains(Abilities::RECORDS_CALLS);
+        let outbox = self.outbox.as_ref().filter(|_| records).map(mpsc::Sender::downgrade);
+        (Arc::clone(&self.page), outbox)
     }
 
     /// Reads the page once.

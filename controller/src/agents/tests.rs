@@ -11,7 +11,7 @@ use std::{
 };
 
 use affinode_proto::wire::{
-    Hazards, Phase, WIRE_VERSION,
+    Abilities, Hazards, Phase, WIRE_VERSION,
     message::{Action, AgentMessage, ControllerMessage, FRAME_BYTES},
     page::{PAGE_BYTES, PAGE_MAGIC, SLOT_COUNT, header},
 };
@@ -38,6 +38,7 @@ fn hello(version: u32) -> [u8; FRAME_BYTES] {
         generation: 0,
         driver_version: 13_000,
         hazards: Hazards::default(),
+        abilities: Abilities::default(),
     }
     .encode()
 }
@@ -85,7 +86,7 @@ async fn a_process_with_good_papers_joins_and_is_named_by_the_kernel() {
     assert_eq!(identity.pid, std::process::id());
     assert_eq!(agent.read_page(&mut [0; PAGE_BYTES]).unwrap().phase, Phase::Open);
 
-    let order = ControllerMessage::Order { order: 1, action: Action::Restore, decided_ms: 0 };
+    let order = ControllerMessage::Order { order: 1, action: Action::Restore, decided_ms: 9 };
     assert!(agent.send(order));
     let answer = tokio::task::spawn_blocking(move || refusal(&mut bench.peer)).await.unwrap();
     assert_eq!(answer, order);

@@ -1,95 +1,251 @@
-//! `affinode calls`: which CUDA function each process called last, and how often it
-//! calls. Read from the counters that the processes keep anyway: looking costs them
-//! nothing, and single calls between two looks are counted and not named.
+//! `affinode calls`: which CUDA functions processes call, how often, with how many bytes
+//! and for how long. Recorded by the processes from the moment this command asks.
 
-use std::{collections::HashMap, io::Write, time::Duration};
+use std::{collections::BTreeMap, io::Write, time::Duration};
 
-use super::{CliError, client::Client, format, table};
-use crate::schema;
+use super::{CliError, Output, client::Client, format, table};
+use crate::calls::{Batch, FunctionCalls, ProcessCalls};
 
-/// Show each CUDA process's last call and call rate, every second.
+/// Show the CUDA calls of containers, live, by function.
 #[derive(Debug, clap::Args)]
+#[command(after_help = "\
+A process records a sample of its calls, all of them while they are few, and only while
+somebody watches. CALLS of a function is reckoned from the sample where it begins with ~;
+the count of a process is exact. Dropped calls are those that nothing is known of.")]
 pub struct Calls {
-    /// Containers whose names contain this; all when left out.
-    filter: Option<String>,
-    /// Look twice, print once, end.
-    #[arg(long)]
-    once: bool,
+    /// A container: name, id, or a prefix that only one has; all when left out.
+    container: Option<String>,
+    /// Functions whose names contain this.
+    #[arg(short, long, value_name = "TEXT", default_value = "")]
+    filter: String,
+    /// Processes with this pid.
+    #[arg(short, long)]
+    pid: Option<u32>,
+    /// Print each recorded call, not sums.
+    #[arg(short, long)]
+    each: bool,
+    /// Watch for so many seconds, print once, end.
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "1")]
+    once: Option<u16>,
+    /// How to print; json is one object a line, as GET /api/v1/calls sends them.
+    #[arg(short, long, default_value = "table")]
+    output: Output,
     /// Leave the header line out.
     #[arg(long)]
     no_headers: bool,
 }
 
-const TITLES: [&str; 7] =
-    ["CONTAINER", "PID", "PROGRAM", "CALLS/S", "CALLS", "IN PROGRESS", "LAST CALL"];
+const TITLES: [&str; 8] =
+    ["CONTAINER", "PID", "FUNCTION", "CALLS/S", "AVERAGE", "LONGEST", "BYTES/S", "FAILED"];
+/// Between two prints of sums.
+const SECOND: Duration = Duration::from_secs(1);
 
 pub async fn run(client: &Client, out: &mut dyn Write, asked: Calls) -> Result<(), CliError> {
-    let mut before = counts(&schema::Node::from(client.list().await?));
+    let mut last = 0;
+    let mut sums = Sums::default();
+    let interval = asked.once.map_or(SECOND, |seconds| SECOND * u32::from(seconds.max(1)));
+    let mut began = tokio::time::Instant::now();
     loop {
-        let began = std::time::Instant::now();
-        tokio::time::sleep(Duration::from_secs(1)).await;
-        let node = schema::Node::from(client.list().await?);
-        let seconds = began.elapsed().as_secs_f64();
-        let rows = rows(&node, &before, seconds, asked.filter.as_deref().unwrap_or_default());
-        table::print(out, (!asked.no_headers).then_some(&TITLES), &rows)?;
-        if asked.once {
-            return Ok(());
+        let container = asked.container.clone().unwrap_or_default();
+        for batch in client.calls(container, last).await? {
+            last = batch.sequence;
+            let batch = asked.narrow(batch);
+            match asked.output {
+                Output::Json => writeln!(out, "{}", serde_json::to_string(&batch)?)?,
+                Output::Yaml => write!(out, "---\n{}", serde_yaml_ng::to_string(&batch)?)?,
+                _ if asked.each => each(out, &batch)?,
+                _ => sums.add(batch),
+            }
         }
-        writeln!(out)?;
-        before = counts(&node);
+        out.flush()?;
+        if began.elapsed() >= interval {
+            let summed = !asked.each && matches!(asked.output, Output::Table | Output::Wide);
+            if summed {
+                std::mem::take(&mut sums).print(out, !asked.no_headers)?;
+            }
+            if asked.once.is_some() {
+                return Ok(());
+            }
+            began = tokio::time::Instant::now();
+        }
     }
 }
 
-fn counts(node: &schema::Node) -> HashMap<u32, u64> {
-    node.containers.iter().flat_map(|c| &c.processes).map(|p| (p.pid, p.calls)).collect()
+impl Calls {
+    fn narrow(&self, mut batch: Batch) -> Batch {
+        batch.processes.retain(|p| self.pid.is_none_or(|pid| p.pid == pid));
+        for process in &mut batch.processes {
+            process.functions.retain(|f| f.name.contains(&self.filter));
+            process.recorded.retain(|call| call.name.contains(&self.filter));
+        }
+        batch
+    }
 }
 
-fn rows(
-    node: &schema::Node,
-    before: &HashMap<u32, u64>,
-    seconds: f64,
-    filter: &str,
-) -> Vec<Vec<String>> {
-    let mut rows = Vec::new();
-    for container in node.containers.iter().filter(|c| c.name.contains(filter)) {
-        for p in &container.processes {
-            let more = p.calls.saturating_sub(before.get(&p.pid).copied().unwrap_or(p.calls));
-            #[allow(clippy::cast_precision_loss)] // A rate.
-            let rate = more as f64 / seconds;
-            rows.push(vec![
-                format::safe(&container.name),
-                p.pid.to_string(),
-                format::safe(&p.command),
-                format!("{rate:.0}"),
-                p.calls.to_string(),
-                p.inflight.to_string(),
-                if p.last_call.is_empty() { "-".into() } else { p.last_call.clone() },
-            ]);
+fn each(out: &mut dyn Write, batch: &Batch) -> Result<(), CliError> {
+    for process in &batch.processes {
+        for call in &process.recorded {
+            let mut line = format!(
+                "{}  {}  {}/{}  {}  {}",
+                format::clock(batch.unix_ms),
+                format::safe(&process.container),
+                process.pid,
+                call.thread,
+                call.name,
+                nanoseconds(call.duration_ns)
+            );
+            if call.bytes > 0 {
+                line.push_str(&format!("  {}", format::amount(call.bytes)));
+            }
+            if call.result != 0 {
+                line.push_str(&format!("  returned {}", call.result));
+            }
+            if call.stands_for > 1 {
+                line.push_str(&format!("  (1 of {})", call.stands_for));
+            }
+            writeln!(out, "{line}")?;
         }
     }
-    rows
+    Ok(())
+}
+
+/// What came since the last print.
+#[derive(Default)]
+struct Sums {
+    elapsed_ms: u64,
+    left_out: u64,
+    processes: BTreeMap<(String, u32), ProcessCalls>,
+}
+
+impl Sums {
+    fn add(&mut self, batch: Batch) {
+        self.elapsed_ms += batch.elapsed_ms;
+        self.left_out = self.left_out.max(batch.left_out);
+        for process in batch.processes {
+            let known = self.processes.entry((process.container.clone(), process.pid)).or_default();
+            known.calls += process.calls;
+            known.one_in = process.one_in;
+            known.dropped += process.dropped;
+            for function in process.functions {
+                match known.functions.iter_mut().find(|f| f.name == function.name) {
+                    Some(f) => merge(f, &function),
+                    None => known.functions.push(function),
+                }
+            }
+        }
+    }
+
+    fn print(self, out: &mut dyn Write, headers: bool) -> Result<(), CliError> {
+        let seconds = self.elapsed_ms.max(1) as f64 / 1000.0;
+        let rate = |n: u64| n as f64 / seconds;
+        let mut rows = Vec::new();
+        for ((container, pid), process) in &self.processes {
+            let mut functions: Vec<&FunctionCalls> = process.functions.iter().collect();
+            functions.sort_by_key(|f| std::cmp::Reverse(f.calls));
+            rows.extend(functions.iter().map(|f| {
+                let sample = if f.recorded < f.calls { "~" } else { "" };
+                vec![
+                    format::safe(container),
+                    pid.to_string(),
+                    f.name.clone(),
+                    format!("{sample}{}", format::rate(rate(f.calls))),
+                    nanoseconds(f.total_ns.checked_div(f.recorded).unwrap_or(0)),
+                    nanoseconds(f.longest_ns),
+                    if f.bytes == 0 { "-".into() } else { format::amount(rate(f.bytes) as u64) },
+                    f.failed.to_string(),
+                ]
+            }));
+        }
+        table::print(out, headers.then_some(&TITLES), &rows)?;
+        let all: u64 = self.processes.values().map(|p| p.calls).sum();
+        let dropped: u64 = self.processes.values().map(|p| p.dropped).sum();
+        let mut line = format!(
+            "{} calls a second of {} processes, {dropped} dropped",
+            format::rate(rate(all)),
+            self.processes.len()
+        );
+        let mute = self.processes.values().filter(|p| p.one_in == 0).count();
+        if mute > 0 {
+            line.push_str(&format!(
+                ", {mute} with a library that records none: restart them to see their calls"
+            ));
+        }
+        if self.left_out > 0 {
+            line.push_str(&format!(", {} processes not shown", self.left_out));
+        }
+        Ok(writeln!(out, "{line}\n")?)
+    }
+}
+
+fn merge(to: &mut FunctionCalls, from: &FunctionCalls) {
+    to.calls += from.calls;
+    to.recorded += from.recorded;
+    to.bytes = to.bytes.saturating_add(from.bytes);
+    to.failed += from.failed;
+    to.total_ns = to.total_ns.saturating_add(from.total_ns);
+    to.longest_ns = to.longest_ns.max(from.longest_ns);
+}
+
+/// `812 ns`, `3.0 us`, `14.2 ms`, `2.50 s`.
+fn nanoseconds(ns: u64) -> String {
+    let n = ns as f64;
+    match ns {
+        0..=999 => format!("{ns} ns"),
+        1_000..=999_999 => format!("{:.1} us", n / 1e3),
+        1_000_000..=999_999_999 => format!("{:.1} ms", n / 1e6),
+        _ => format!("{:.2} s", n / 1e9),
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_rate_is_what_came_in_the_time_between() {
-        let process = schema::Process {
+    fn function(name: &str, calls: u64, recorded: u64) -> FunctionCalls {
+        FunctionCalls {
+            name: name.into(),
+            calls,
+            recorded,
+            total_ns: recorded * 3_000,
+            longest_ns: 14_200_000,
+            ..FunctionCalls::default()
+        }
+    }
+
+    fn batch(functions: Vec<FunctionCalls>) -> Batch {
+        let process = ProcessCalls {
+            container: "ml/a".into(),
             pid: 7,
-            calls: 300,
-            last_call: "cuLaunchKernel".into(),
-            ..schema::Process::default()
+            calls: 1_000,
+            one_in: 1,
+            dropped: 3,
+            functions,
+            ..ProcessCalls::default()
         };
-        let container = schema::Container {
-            name: "ml/a".into(),
-            processes: vec![process],
-            ..Default::default()
-        };
-        let node = schema::Node { containers: vec![container], ..Default::default() };
-        let shown = rows(&node, &HashMap::from([(7, 100)]), 2.0, "ml");
-        assert_eq!(shown[0][3..], ["100", "300", "0", "cuLaunchKernel"]);
-        assert!(rows(&node, &HashMap::new(), 1.0, "other").is_empty());
+        Batch { elapsed_ms: 500, processes: vec![process], ..Batch::default() }
+    }
+
+    #[test]
+    fn batches_are_summed_and_what_is_reckoned_says_so() {
+        let mut sums = Sums::default();
+        sums.add(batch(vec![
+            function("cuStreamQuery", 10, 10),
+            function("cuLaunchKernel", 900, 9),
+        ]));
+        sums.add(batch(vec![function("cuLaunchKernel", 1_100, 11)]));
+        let mut out = Vec::new();
+        sums.print(&mut out, true).unwrap();
+        let text = String::from_utf8(out).unwrap();
+        let lines: Vec<Vec<&str>> =
+            text.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!(lines[1][2..6], ["cuLaunchKernel", "~2000", "3.0", "us"], "{text}");
+        assert_eq!(lines[2][2..4], ["cuStreamQuery", "10.0"], "{text}");
+        assert!(text.contains("2000 calls a second of 1 processes, 6 dropped"), "{text}");
+    }
+
+    #[test]
+    fn durations_are_short() {
+        let shown = [812, 3_000, 14_200_000, 2_500_000_000].map(nanoseconds);
+        assert_eq!(shown, ["812 ns", "3.0 us", "14.2 ms", "2.50 s"]);
     }
 }

@@ -5,9 +5,9 @@ use std::path::Path;
 use affinode_proto::{
     api::{
         control::{
-            ActionResponse, Event, EventsRequest, ListRequest, ListResponse, OffloadRequest,
-            PinRequest, PolicyChange, PolicyRequest, PolicyResponse, PolicyValue, ReloadRequest,
-            ReportRequest, RestoreRequest, SetAutoOffloadRequest, SetPolicyRequest,
+            ActionResponse, CallsRequest, Event, EventsRequest, ListRequest, ListResponse,
+            OffloadRequest, PinRequest, PolicyChange, PolicyRequest, PolicyResponse, PolicyValue,
+            ReloadRequest, ReportRequest, RestoreRequest, SetAutoOffloadRequest, SetPolicyRequest,
         },
         control_ttrpc::ControlClient,
     },
@@ -16,7 +16,7 @@ use affinode_proto::{
 use ttrpc::context::{Context, with_duration};
 
 use super::CliError;
-use crate::schema;
+use crate::{calls::Batch, schema};
 
 /// A quick question.
 const QUICK: std::time::Duration = std::time::Duration::from_secs(10);
@@ -81,6 +81,15 @@ impl Client {
         let request = EventsRequest { after, timeout_ms, ..EventsRequest::default() };
         let wait = QUICK + std::time::Duration::from_millis(timeout_ms.into());
         Ok(self.control.events(context(wait), &request).await.map_err(|e| self.error(e))?.events)
+    }
+
+    /// Calls of one container, or of all, after a number; waits a second for the first.
+    pub async fn calls(&self, container: String, after: u64) -> Result<Vec<Batch>, CliError> {
+        let request =
+            CallsRequest { container, after, timeout_ms: 1_000, ..CallsRequest::default() };
+        let response = self.control.calls(context(QUICK), &request).await;
+        let batches = response.map_err(|e| self.error(e))?.batches;
+        Ok(batches.into_iter().map(Batch::from).collect())
     }
 
     /// What GPUs were used for between two moments.

@@ -11,6 +11,32 @@ pub fn bytes(bytes: u64) -> String {
     }
 }
 
+/// `0`, `0.5`, `12.0`, `340`, `33300`: per second.
+#[must_use]
+pub fn rate(per_second: f64) -> String {
+    if per_second > 0.0 && per_second < 100.0 {
+        format!("{per_second:.1}")
+    } else {
+        format!("{per_second:.0}")
+    }
+}
+
+/// Bytes of any size: `12 B`, `4.0 KiB`, `1.5 GiB`.
+#[must_use]
+pub fn amount(bytes: u64) -> String {
+    const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
+    if bytes < 1024 {
+        return format!("{bytes} B");
+    }
+    let mut shown = bytes as f64 / 1024.0;
+    let mut unit = 0;
+    while shown >= 1024.0 && unit + 1 < UNITS.len() {
+        shown /= 1024.0;
+        unit += 1;
+    }
+    format!("{shown:.1} {}", UNITS[unit])
+}
+
 /// `0.5s`, `12s`, `4m10s`, `3h02m`, `5d04h`.
 #[must_use]
 pub fn duration(ms: u64) -> String {
@@ -46,6 +72,8 @@ mod tests {
         assert_eq!([bytes(0), bytes(600 << 20), bytes(24 << 30)], ["-", "600 MiB", "24.0 GiB"]);
         let shown = [500, 12_000, 250_000, 10_920_000, 446_400_000].map(duration);
         assert_eq!(shown, ["0.5s", "12s", "4m10s", "3h02m", "5d04h"]);
+        assert_eq!([12, 4096, 3 << 29].map(amount), ["12 B", "4.0 KiB", "1.5 GiB"]);
+        assert_eq!([0.0, 0.5, 340.2].map(rate), ["0", "0.5", "340"]);
         assert_eq!(clock(1_000 * 3_661 + 7), "01:01:01.007");
         assert_eq!(safe("a\x1b[2Jb"), "a?[2Jb");
     }

@@ -6,8 +6,8 @@ use affinode_proto::{
 };
 
 use super::{
-    DeviceBytes, Key, Millis, Node, ProcessId, container::Container, node::text_of,
-    process::Process,
+    DeviceBytes, Key, Millis, Node, ProcessId, container::Container, input::Identity,
+    node::text_of, process::Process,
 };
 
 impl Node {
@@ -59,6 +59,20 @@ impl Node {
                 Err(format!("{name:?} may be any of {}; name one", names.join(", ")))
             }
         }
+    }
+
+    /// Processes that are connected, of the containers that are wanted: number, container,
+    /// who it is, the container's name.
+    pub fn callers(
+        &self,
+        wanted: impl Fn(&Key) -> bool,
+    ) -> impl Iterator<Item = (ProcessId, &Key, &Identity, String)> {
+        let of = move |(key, container): (_, &Container)| {
+            let name = container.display_name();
+            let connected = self.processes.of(key).filter(|(_, p)| p.connected);
+            connected.map(move |(id, p)| (id, key, &p.identity, name.clone()))
+        };
+        self.containers.iter().filter(move |(key, _)| wanted(key)).flat_map(of)
     }
 
     fn list_gpus(&self) -> Vec<control::Gpu> {

@@ -27,6 +27,7 @@ use super::{
 };
 use crate::{
     agents::{Agent, AgentMail, Listener},
+    calls::{CallHub, Sight},
     clock::{monotonic_ms, unix_ms},
     config::Config,
     core::{
@@ -53,6 +54,10 @@ pub enum Call {
     Withdraw(String),
     /// Everything.
     List(oneshot::Sender<ListResponse>),
+    /// The connected processes of these containers, or all.
+    Sights(Option<Vec<Key>>, oneshot::Sender<Vec<Sight>>),
+    /// The container that is named, or what to do instead.
+    Find(String, oneshot::Sender<Result<Key, String>>),
     /// Offload or restore the container that is named.
     Act(String, Request, oneshot::Sender<ActionResponse>),
     /// Keep the container that is named on the GPU, or no longer; who asked.
@@ -138,10 +143,12 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         }
     }
     actor.recall().map_err(file("cannot read", folder))?;
-    let show = Show::start(&run_dir, &actor.config, Door::new(calls.clone(), Arc::clone(&events)));
+    let hub = Arc::new(CallHub::default());
+    let door = Door::new(calls.clone(), Arc::clone(&events));
+    let show = Show::start(&run_dir, &actor.config, door, Arc::clone(&hub));
     actor.dashboard.clone_from(&show.dashboard);
     let prices = actor.config.report.clone();
-    let _api = api::serve(&run_dir, calls, events, show.history.clone(), prices).await?;
+    let _api = api::serve(&run_dir, calls, events, hub, show.history.clone(), prices).await?;
     let mut terminate = signal(SignalKind::terminate()).map_err(DaemonError::Runtime)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(DaemonError::Runtime)?;
     tracing::info!(run_dir = %run_dir.display(), version = env!("CARGO_PKG_VERSION"), "controller is ready");
@@ -336,6 +343,12 @@ impl Actor {
                 list.dashboard.clone_from(&self.dashboard);
                 let _ = answer.send(list);
             }
+            Call::Sights(keys, answer) => {
+                let _ = answer.send(self.sights(keys.as_deref()));
+            }
+            Call::Find(name, answer) => {
+                let _ = answer.send(self.node.find(&name));
+            }
             Call::Act(name, request, answer) => match self.node.find(&name) {
                 Ok(key) => {
                     self.next_command += 1;
@@ -362,6 +375,20 @@ impl Actor {
                 let _ = answer.send(self.set_policy(&changes));
             }
         }
+    }
+
+    fn sights(&self, keys: Option<&[Key]>) -> Vec<Sight> {
+        let wanted = |key: &Key| keys.is_none_or(|keys| keys.contains(key));
+        let mut sights = Vec::new();
+        for (id, key, identity, container) in self.node.callers(wanted) {
+            if let Some(agent) = self.agents.get(&id) {
+                let (page, outbox) = agent.sight();
+                let (pid, command) = (identity.pid, identity.command.clone());
+                let key = key.clone();
+                sights.push(Sight { id, key, container, pid, command, page, outbox });
+            }
+        }
+        sights
     }
 
     fn announce(&mut self, announcement: Announcement) -> Result<Vec<String>, String> {

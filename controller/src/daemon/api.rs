@@ -5,11 +5,12 @@ use std::{fs, io, os::unix::net, path::Path, sync::Arc, time::Duration};
 use affinode_proto::{
     api::{
         control::{
-            ActionResponse, AnnounceRequest, AnnounceResponse, EventsRequest, EventsResponse,
-            ListRequest, ListResponse, OffloadRequest, PinRequest, PolicyRequest, PolicyResponse,
-            ReloadRequest, ReloadResponse, ReportRequest, ReportResponse, RestoreRequest,
-            SetAutoOffloadRequest, SetAutoOffloadResponse, SetPolicyRequest, SetPolicyResponse,
-            WithdrawRequest, WithdrawResponse,
+            ActionResponse, AnnounceRequest, AnnounceResponse, CallBatch, CallsRequest,
+            CallsResponse, EventsRequest, EventsResponse, ListRequest, ListResponse,
+            OffloadRequest, PinRequest, PolicyRequest, PolicyResponse, ReloadRequest,
+            ReloadResponse, ReportRequest, ReportResponse, RestoreRequest, SetAutoOffloadRequest,
+            SetAutoOffloadResponse, SetPolicyRequest, SetPolicyResponse, WithdrawRequest,
+            WithdrawResponse,
         },
         control_ttrpc::{Control, create_control},
     },
@@ -24,7 +25,13 @@ use tokio::{
 use ttrpc::r#async::{Server, TtrpcContext, transport::Listener};
 
 use super::{DaemonError, actor::Call, events::EventLog};
-use crate::{config::ReportSection, core::Request, history::History, report, schema};
+use crate::{
+    calls::{Batch, CallHub},
+    config::ReportSection,
+    core::Request,
+    history::History,
+    report, schema,
+};
 
 /// The longest that a reader of events may wait.
 const MAX_WAIT: Duration = Duration::from_secs(60);
@@ -35,6 +42,7 @@ const COMMAND: &str = "the command affinode";
 struct Api {
     calls: mpsc::Sender<Call>,
     events: Arc<EventLog>,
+    hub: Arc<CallHub>,
     history: Option<Arc<History>>,
     prices: ReportSection,
 }
@@ -44,6 +52,7 @@ pub(super) async fn serve(
     run_dir: &Path,
     calls: mpsc::Sender<Call>,
     events: Arc<EventLog>,
+    hub: Arc<CallHub>,
     history: Option<Arc<History>>,
     prices: ReportSection,
 ) -> Result<Server, DaemonError> {
@@ -53,7 +62,7 @@ pub(super) async fn serve(
         path: path.clone(),
         source,
     })?;
-    let service = create_control(Arc::new(Api { calls, events, history, prices }));
+    let service = create_control(Arc::new(Api { calls, events, hub, history, prices }));
     let mut server = Server::new().add_listener(Listener::from(listener)).register_service(service);
     server.start().await.map_err(|source| DaemonError::Serve { path, source })?;
     Ok(server)
@@ -155,6 +164,21 @@ impl Control for Api {
         let wait = Duration::from_millis(request.timeout_ms.into()).min(MAX_WAIT);
         let events = self.events.after(request.after, wait).await;
         Ok(EventsResponse { events, ..EventsResponse::default() })
+    }
+
+    async fn calls(&self, _: &TtrpcContext, request: CallsRequest) -> ttrpc::Result<CallsResponse> {
+        let scope = match request.container {
+            all if all.is_empty() => None,
+            name => {
+                let found = self.ask(|answer| Call::Find(name, answer)).await?;
+                Some(found.map_err(|why| failed(ttrpc::Code::NOT_FOUND, why))?)
+            }
+        };
+        let after = Some(request.after).filter(|after| *after > 0);
+        let wait = Duration::from_millis(request.timeout_ms.into());
+        let batches = self.hub.after(&scope, after, wait).await;
+        let batches = batches.iter().map(|batch| CallBatch::from(Batch::clone(batch))).collect();
+        Ok(CallsResponse { batches, ..CallsResponse::default() })
     }
 
     async fn reload(&self, _: &TtrpcContext, _: ReloadRequest) -> ttrpc::Result<ReloadResponse> {

@@ -7,7 +7,10 @@ use affinode_proto::api::control::{ActionResponse, Event, ListResponse};
 use tokio::sync::{mpsc, oneshot};
 
 use super::{actor::Call, events::EventLog};
-use crate::core::Request;
+use crate::{
+    calls::Sight,
+    core::{Key, Request},
+};
 
 /// The controller is ending: nobody answers any more.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
@@ -34,6 +37,14 @@ impl Door {
     /// [`Ending`].
     pub async fn list(&self) -> Result<ListResponse, Ending> {
         self.ask(Call::List).await
+    }
+
+    /// The connected processes of these containers, or all.
+    ///
+    /// # Errors
+    /// [`Ending`].
+    pub async fn sights(&self, keys: Option<Vec<Key>>) -> Result<Vec<Sight>, Ending> {
+        self.ask(|answer| Call::Sights(keys, answer)).await
     }
 
     /// Moves a container; answers when it is done or refused.

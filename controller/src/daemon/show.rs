@@ -6,9 +6,10 @@ use std::{path::Path, sync::Arc, thread::JoinHandle};
 
 use super::Door;
 use crate::{
+    calls::{CallHub, Scout},
     config::Config,
     history::{History, Limits},
-    http::{self, Guard, Listener, Site},
+    http::{self, Guard, Listener, Site, Sources},
     metrics::Metrics,
     observe::{Hub, Observer},
     report,
@@ -27,7 +28,7 @@ pub struct Show {
 
 impl Show {
     /// Starts what can be started.
-    pub fn start(run_dir: &Path, config: &Config, door: Door) -> Show {
+    pub fn start(run_dir: &Path, config: &Config, door: Door, calls: Arc<CallHub>) -> Show {
         let history = open_history(run_dir, config);
         let metrics =
             Arc::new(Metrics::new(history.as_ref().map_or(1, |history| history.starts())));
@@ -36,6 +37,7 @@ impl Show {
         let dashboard = bound.as_ref().map(|(_, place, _)| place.clone()).unwrap_or_default();
         let observer =
             Observer::new(door.clone(), Arc::clone(&hub), Arc::clone(&metrics), history.clone());
+        let scout = Scout::new(door.clone(), Arc::clone(&calls));
         let served = bound.map(|(socket, _, guard)| {
             let prices = config.report.clone();
             let (hub, history) = (Arc::clone(&hub), history.clone());
@@ -43,9 +45,7 @@ impl Show {
                 socket,
                 Arc::new(Site::new(
                     door,
-                    hub,
-                    metrics,
-                    history,
+                    Sources { hub, calls, metrics, history },
                     guard,
                     prices,
                     config.http.actions,
@@ -65,6 +65,7 @@ impl Show {
                         Err(error) => tracing::error!(%error, "the dashboard cannot be served"),
                     }
                 }
+                tokio::spawn(scout.run());
                 observer.run().await;
             });
         };

@@ -29,6 +29,7 @@ files! {
     "/icon.svg": IMAGE, "icon.svg";
     "/app.js": SCRIPT, "app.js";
     "/actions.js": SCRIPT, "actions.js";
+    "/calls.js": SCRIPT, "calls.js";
     "/detail.js": SCRIPT, "detail.js";
     "/feed.js": SCRIPT, "feed.js";
     "/format.js": SCRIPT, "format.js";

@@ -10,6 +10,7 @@
 //! `config/openapi.yaml`.
 
 mod assets;
+mod calls;
 mod guard;
 pub mod query;
 mod reply;
@@ -27,7 +28,8 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::sync::Semaphore;
 
 use crate::{
-    config::ReportSection, daemon::Door, history::History, metrics::Metrics, observe::Hub,
+    calls::CallHub, config::ReportSection, daemon::Door, history::History, metrics::Metrics,
+    observe::Hub,
 };
 
 pub use guard::{Guard, GuardError, Refused};
@@ -51,6 +53,7 @@ const STALL: Duration = Duration::from_secs(20);
 pub struct Site {
     door: Door,
     hub: Arc<Hub>,
+    calls: Arc<CallHub>,
     metrics: Arc<Metrics>,
     history: Option<Arc<History>>,
     guard: Guard,
@@ -60,23 +63,35 @@ pub struct Site {
     actions: Arc<Semaphore>,
 }
 
+/// Where a site has from what it shows.
+#[derive(Debug)]
+pub struct Sources {
+    /// What changes.
+    pub hub: Arc<Hub>,
+    /// What is called.
+    pub calls: Arc<CallHub>,
+    /// What is counted.
+    pub metrics: Arc<Metrics>,
+    /// What was.
+    pub history: Option<Arc<History>>,
+}
+
 impl Site {
     /// A site over these. `may_act`: whether containers may be moved.
     #[must_use]
     pub fn new(
         door: Door,
-        hub: Arc<Hub>,
-        metrics: Arc<Metrics>,
-        history: Option<Arc<History>>,
+        sources: Sources,
         guard: Guard,
         report: ReportSection,
         may_act: bool,
     ) -> Site {
         Site {
             door,
-            hub,
-            metrics,
-            history,
+            hub: sources.hub,
+            calls: sources.calls,
+            metrics: sources.metrics,
+            history: sources.history,
             guard,
             report,
             may_act,

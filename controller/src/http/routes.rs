@@ -10,6 +10,8 @@ use hyper::{
     header::{self, HeaderValue},
 };
 
+use tokio::sync::OwnedSemaphorePermit;
+
 use super::{
     Site, assets,
     guard::Refused,
@@ -51,12 +53,13 @@ pub async fn answer(site: &Arc<Site>, peer: &Peer, request: Request<Incoming>) -
         _ if path.starts_with("/api/v1/containers/") => container(site, peer, request, &path).await,
         _ if path.starts_with(AUTO_OFFLOAD) => auto_offload(site, peer, request, &path).await,
         "/healthz" | "/metrics" | "/api/v1/node" | "/api/v1/report" | "/api/v1/history"
-        | "/api/v1/events"
+        | "/api/v1/events" | "/api/v1/calls"
             if !get =>
         {
             only("GET")
         }
         "/api/v1/events" => events(site, &request).await,
+        "/api/v1/calls" => calls(site, &request).await,
         _ => match tokio::time::timeout(ANSWER_TIME, look(site, &request, &path)).await {
             Ok(reply) => reply,
             Err(_) => {
@@ -173,12 +176,43 @@ async fn past(site: &Arc<Site>, query: Option<&str>, path: &str) -> Reply {
     }
 }
 
+/// One of the streams, if one is free.
+fn stream_permit(site: &Site) -> Option<OwnedSemaphorePermit> {
+    Arc::clone(&site.streams).try_acquire_owned().ok()
+}
+
+fn too_many_streams() -> Reply {
+    let mut reply =
+        reply::error(StatusCode::SERVICE_UNAVAILABLE, "too many streams are open; close one");
+    reply.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("5"));
+    reply
+}
+
+/// `/api/v1/calls?container={key}`
+async fn calls(site: &Arc<Site>, request: &Request<Incoming>) -> Reply {
+    let key = query::value(request.uri().query(), "container").map(Key::parse).transpose();
+    let Ok(scope) = key else {
+        let why = "a key is 32 hex digits; /api/v1/node lists them";
+        return reply::error(StatusCode::BAD_REQUEST, why);
+    };
+    // Only what exists is watched: strangers' keys would pile up.
+    let known = match site.door.list().await {
+        Ok(list) => schema::Node::from(list).containers,
+        Err(ending) => return reply::error(StatusCode::SERVICE_UNAVAILABLE, &ending.to_string()),
+    };
+    if scope.as_ref().is_some_and(|key| known.iter().all(|c| c.key != key.as_str())) {
+        return reply::error(StatusCode::NOT_FOUND, "no such container");
+    }
+    let Some(permit) = stream_permit(site) else {
+        return too_many_streams();
+    };
+    let body = super::calls::begin(site, scope, permit);
+    reply::with(StatusCode::OK, "text/event-stream", body)
+}
+
 async fn events(site: &Arc<Site>, request: &Request<Incoming>) -> Reply {
-    let Ok(permit) = Arc::clone(&site.streams).try_acquire_owned() else {
-        let mut reply =
-            reply::error(StatusCode::SERVICE_UNAVAILABLE, "too many streams are open; close one");
-        reply.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("5"));
-        return reply;
+    let Some(permit) = stream_permit(site) else {
+        return too_many_streams();
     };
     let Ok(list) = site.door.list().await else {
         return reply::error(StatusCode::SERVICE_UNAVAILABLE, "the controller is ending");

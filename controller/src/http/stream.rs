@@ -38,6 +38,23 @@ const PATIENCE: Duration = Duration::from_secs(20);
 #[derive(Debug)]
 pub struct StreamBody(mpsc::Receiver<Bytes>);
 
+/// The writing end of a stream.
+#[derive(Debug)]
+pub struct Pipe(mpsc::Sender<Bytes>);
+
+/// Both ends of a stream.
+pub fn pipe() -> (Pipe, StreamBody) {
+    let (pipe, body) = mpsc::channel(PIPE);
+    (Pipe(pipe), StreamBody(body))
+}
+
+impl Pipe {
+    /// Sends text; nothing when the client is gone or takes nothing.
+    pub async fn send(&self, text: String) -> Option<()> {
+        tokio::time::timeout(PATIENCE, self.0.send(text.into())).await.ok()?.ok()
+    }
+}
+
 impl Body for StreamBody {
     type Data = Bytes;
     type Error = Infallible;
@@ -85,7 +102,7 @@ pub fn begin(
     started_unix_ms: i64,
     permit: OwnedSemaphorePermit,
 ) -> StreamBody {
-    let (pipe, body) = mpsc::channel(PIPE);
+    let (pipe, body) = pipe();
     let writer =
         Writer { site: Arc::clone(site), pipe, started_unix_ms, last: wish.after, node: wish.node };
     tokio::spawn(async move {
@@ -93,12 +110,12 @@ pub fn begin(
         let _ = writer.run().await;
         drop(permit);
     });
-    StreamBody(body)
+    body
 }
 
 struct Writer {
     site: Arc<Site>,
-    pipe: mpsc::Sender<Bytes>,
+    pipe: Pipe,
     started_unix_ms: i64,
     last: u64,
     node: bool,
@@ -161,7 +178,7 @@ impl Writer {
     }
 
     async fn send(&self, text: String) -> Option<()> {
-        tokio::time::timeout(PATIENCE, self.pipe.send(text.into())).await.ok()?.ok()
+        self.pipe.send(text).await
     }
 }
 

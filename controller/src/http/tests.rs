@@ -9,8 +9,9 @@ use tokio::{
     sync::mpsc,
 };
 
-use super::{CONNECTIONS, Guard, Listener, STREAMS, Site, serve};
+use super::{CONNECTIONS, Guard, Listener, STREAMS, Site, Sources, serve};
 use crate::{
+    calls::{CallHub, Scout},
     config::{Listen, ReportSection},
     daemon::{Call, Door, EventLog},
     metrics::Metrics,
@@ -33,6 +34,7 @@ fn run(may_act: bool, token: Option<&str>) -> Running {
         while let Some(call) = asked.recv().await {
             match call {
                 Call::List(answer) => drop(answer.send(list())),
+                Call::Sights(_, answer) => drop(answer.send(Vec::new())),
                 Call::Act(_, request, answer) => {
                     let done = request == crate::core::Request::Offload;
                     drop(answer.send(ActionResponse {
@@ -63,7 +65,10 @@ fn run(may_act: bool, token: Option<&str>) -> Running {
     let observer = Observer::new(door.clone(), Arc::clone(&hub), Arc::clone(&metrics), None);
     tokio::spawn(observer.run());
     let prices = ReportSection::default();
-    let site = Site::new(door, hub, Arc::clone(&metrics), None, guard, prices, may_act);
+    let calls = Arc::new(CallHub::default());
+    tokio::spawn(Scout::new(door.clone(), Arc::clone(&calls)).run());
+    let sources = Sources { hub, calls, metrics: Arc::clone(&metrics), history: None };
+    let site = Site::new(door, sources, guard, prices, may_act);
     let (bound, _) = Listener::bind(&Listen::Unix(folder.path().join("s"))).unwrap().unwrap();
     tokio::spawn(serve(Listener::new(bound).unwrap(), Arc::new(site)));
     Running { folder, events, metrics }

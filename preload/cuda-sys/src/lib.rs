@@ -8,6 +8,7 @@
 
 pub mod hook;
 mod list;
+pub mod size;
 
 /// `CUresult` values that have a meaning here.
 pub mod result {

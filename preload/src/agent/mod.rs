@@ -16,7 +16,7 @@ use core::sync::atomic::Ordering;
 
 use affinode_proto::wire::message::{Action, AgentMessage, ControllerMessage, WAKE_REPEAT_MS};
 use affinode_proto::wire::page::Gate;
-use affinode_proto::wire::{Hazards, Phase, WIRE_VERSION};
+use affinode_proto::wire::{Abilities, Hazards, Phase, WIRE_VERSION};
 
 use self::host::Own;
 use self::link::{Heard, Link, Owned};
@@ -25,7 +25,7 @@ use self::silence::{Silence, Situation};
 use crate::page::Page;
 use crate::process::PROCESS;
 use crate::room::{Case, Want};
-use crate::{libc, process, sys};
+use crate::{calls, libc, process, sys};
 
 const LOOK: u64 = 1 << (sys::SIGURG - 1);
 
@@ -110,7 +110,12 @@ impl Agent {
             if connected && self.hold == Hold::Now {
                 self.hold = Hold::Before;
             }
-            if self.listen() == Managed::NoMore {
+            let managed = self.listen();
+            if !self.link.is_welcomed() {
+                // Who watched is gone.
+                calls::watch(self.page, 0, 0);
+            }
+            if managed == Managed::NoMore {
                 break;
             }
             self.tell();
@@ -150,6 +155,7 @@ impl Agent {
                 }
                 ControllerMessage::WakeAck { .. } => self.heard = true,
                 ControllerMessage::Room { ticket, granted } => PROCESS.desk.answer(ticket, granted),
+                ControllerMessage::Watch { one_in, read } => calls::watch(self.page, one_in, read),
                 ControllerMessage::Order { order, action, decided_ms } => {
                     // A hazard that came up is known before the answer.
                     self.tell_hazards();
@@ -275,5 +281,6 @@ fn hello(page: &Page, phase: Phase) -> AgentMessage {
         generation: page.generation.load(Ordering::SeqCst),
         driver_version: host::driver_version(),
         hazards: page.hazards(),
+        abilities: Abilities::RECORDS_CALLS,
     }
 }

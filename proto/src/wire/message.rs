@@ -13,9 +13,10 @@
 //!   Want ──────────────────────────────────>   an allocation failed for lack of memory and waits
 //!                    <──────────────────────  Room: try again now, or give up
 //!   WantOver ──────────────────────────────>
+//!                    <──────────────────────  Watch, again and again: record calls into the page
 //! ```
 
-use super::{Hazards, Phase, wire_enum};
+use super::{Abilities, Hazards, Phase, wire_enum};
 
 /// Size of every frame in bytes.
 pub const FRAME_BYTES: usize = 128;
@@ -101,6 +102,8 @@ pub enum AgentMessage {
         driver_version: u32,
         /// What makes a checkpoint unsafe.
         hazards: Hazards,
+        /// What it can do beyond its version; none in the libraries that knew none.
+        abilities: Abilities,
     },
     /// A caller waits at the gate: the process is not Open, or its allocations are held.
     /// Repeated every [`WAKE_REPEAT_MS`] while one waits.
@@ -195,6 +198,14 @@ pub enum ControllerMessage {
         /// Whether there is room now. If not, there will not be: the allocation fails.
         granted: bool,
     },
+    /// Record calls, or no longer. Ends with the connection. Only sent to a library that
+    /// has [`Abilities::RECORDS_CALLS`].
+    Watch {
+        /// About one call in so many is recorded; 0: none.
+        one_in: u32,
+        /// Records below this number are read: their places are free.
+        read: u64,
+    },
 }
 
 /// Why a frame is not one.
@@ -230,21 +241,20 @@ impl Writer {
         Writer { frame: [0; FRAME_BYTES], at: 0 }.u32(FRAME_MAGIC).u32(kind)
     }
 
-    fn u32(mut self, value: u32) -> Writer {
-        self.frame[self.at..self.at + 4].copy_from_slice(&value.to_le_bytes());
-        self.at += 4;
-        self
+    fn u32(self, value: u32) -> Writer {
+        self.bytes(&value.to_le_bytes())
     }
 
-    fn u64(mut self, value: u64) -> Writer {
-        self.frame[self.at..self.at + 8].copy_from_slice(&value.to_le_bytes());
-        self.at += 8;
-        self
+    fn u64(self, value: u64) -> Writer {
+        self.bytes(&value.to_le_bytes())
     }
 
-    fn bytes(mut self, bytes: &[u8; 16]) -> Writer {
-        self.frame[self.at..self.at + 16].copy_from_slice(bytes);
-        self.at += 16;
+    /// Every message fits; in a way that the compiler need not believe.
+    fn bytes<const N: usize>(mut self, bytes: &[u8; N]) -> Writer {
+        if let Some(to) = self.frame.get_mut(self.at..).and_then(<[u8]>::first_chunk_mut) {
+            *to = *bytes;
+        }
+        self.at += N;
         self
     }
 }
@@ -302,13 +312,15 @@ impl AgentMessage {
                 generation,
                 driver_version,
                 hazards,
+                abilities,
             } => Writer::new(1)
                 .u32(version)
                 .u32(pid_in_namespace)
                 .u32(phase as u32)
                 .u64(generation)
                 .u32(driver_version)
-                .u32(hazards.0),
+                .u32(hazards.0)
+                .u32(abilities.0),
             AgentMessage::Wake { generation, waiters, hook } => {
                 Writer::new(2).u64(generation).u32(waiters).u32(hook)
             }
@@ -345,6 +357,7 @@ impl AgentMessage {
                 generation: r.u64(),
                 driver_version: r.u32(),
                 hazards: Hazards(r.u32()),
+                abilities: Abilities(r.u32()),
             }),
             2 => Ok(AgentMessage::Wake { generation: r.u64(), waiters: r.u32(), hook: r.u32() }),
             3 => {
@@ -402,6 +415,7 @@ impl ControllerMessage {
             ControllerMessage::Room { ticket, granted } => {
                 Writer::new(108).u64(ticket).u32(u32::from(granted))
             }
+            ControllerMessage::Watch { one_in, read } => Writer::new(109).u32(one_in).u64(read),
         }
         .frame
     }
@@ -436,6 +450,7 @@ impl ControllerMessage {
             }
             104 => Ok(ControllerMessage::WakeAck { generation: r.u64(), position: r.u32() }),
             108 => Ok(ControllerMessage::Room { ticket: r.u64(), granted: r.u32() != 0 }),
+            109 => Ok(ControllerMessage::Watch { one_in: r.u32(), read: r.u64() }),
             other => Err(FrameError::Kind(other)),
         }
     }
@@ -456,6 +471,7 @@ mod tests {
                 generation: 3,
                 driver_version: 13_000,
                 hazards: Hazards(5),
+                abilities: Abilities::RECORDS_CALLS,
             },
             AgentMessage::Wake { generation: 9, waiters: 2, hook: 4 },
             AgentMessage::Report {
@@ -491,6 +507,7 @@ mod tests {
             ControllerMessage::Refuse { version: 1, retry: true },
             ControllerMessage::WakeAck { generation: 1, position: 2 },
             ControllerMessage::Room { ticket: 3, granted: true },
+            ControllerMessage::Watch { one_in: 64, read: 1 << 40 },
         ]) {
             assert_eq!(ControllerMessage::decode(&message.encode()), Ok(message));
         }

@@ -1,11 +1,12 @@
 //! What the preload library and the controller say to each other.
 //!
 //! Two channels: a page of counters that the library writes and the controller
-//! reads ([`page`]), and a stream of fixed-size frames ([`message`]).
+//! reads ([`page`], with a ring of calls in it, [`calls`]), and a stream of fixed-size frames ([`message`]).
 //! The container owns its end of both, so the controller believes neither:
 //! it reads the page with `pread` (a truncated or swapped file is an error, not a
 //! signal), and decodes every frame with checks.
 
+pub mod calls;
 pub mod message;
 pub mod page;
 
@@ -40,6 +41,22 @@ impl Hazards {
     #[must_use]
     pub const fn is_empty(self) -> bool {
         self.0 == 0
+    }
+}
+
+/// What a library can do that earlier ones of the same [`WIRE_VERSION`] cannot, as a bit
+/// set. Bits that are not known mean nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Abilities(pub u32);
+
+impl Abilities {
+    /// It records calls on request ([`calls`]).
+    pub const RECORDS_CALLS: Abilities = Abilities(1);
+
+    /// Whether any bit of `other` is set.
+    #[must_use]
+    pub const fn contains(self, other: Abilities) -> bool {
+        self.0 & other.0 != 0
     }
 }
 

@@ -3,6 +3,7 @@
 //!
 //! ```text
 //! 0      header: magic, version, phase, gate, waiters, hazards, generation, bytes
+//! 192    ring of calls, when somebody watches ([`super::calls`])
 //! 4096   slot 0   shared: threads that found no slot of their own (atomic adds)
 //! 4160   slot 1   owned by one thread: plain adds, no lock
 //!  …
@@ -130,13 +131,13 @@ impl core::fmt::Display for PageError {
 
 impl core::error::Error for PageError {}
 
-fn u32_at(bytes: &[u8], offset: usize) -> u32 {
+pub(super) fn u32_at(bytes: &[u8], offset: usize) -> u32 {
     let mut word = [0; 4];
     word.copy_from_slice(&bytes[offset..offset + 4]);
     u32::from_ne_bytes(word)
 }
 
-fn u64_at(bytes: &[u8], offset: usize) -> u64 {
+pub(super) fn u64_at(bytes: &[u8], offset: usize) -> u64 {
     let mut word = [0; 8];
     word.copy_from_slice(&bytes[offset..offset + 8]);
     u64::from_ne_bytes(word)

@@ -1,9 +1,10 @@
 // Affinode's dashboard: ties the stream to what is shown.
+import { beginCalls, watchCallsOf } from "./calls.js";
 import { addEvent } from "./feed.js";
 import { drawTimeline } from "./detail.js";
 import { setAutoOffload } from "./actions.js";
 import { drawHeader, refreshToday } from "./header.js";
-import { actHere, pinHere, arrange, begin, drawRow, drawSpark, opened, step, tickRow, visible } from "./rows.js";
+import { actHere, pinHere, arrange, begin, chosen, drawRow, drawSpark, opened, step, tickRow, visible } from "./rows.js";
 import { follow } from "./stream.js";
 import { forget, replace, store, take } from "./store.js";
 
@@ -32,6 +33,7 @@ function draw(keys) {
 }
 
 begin();
+beginCalls();
 follow("/api/v1/events?watch=node", {
   live,
   node(node) {
@@ -83,8 +85,8 @@ byId("auto").addEventListener("click", (event) => setAutoOffload(event.currentTa
 byId("help-open").addEventListener("click", () => byId("help").showModal());
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
-  const filter = byId("filter");
-  if (event.target === filter) {
+  const filter = event.target;
+  if (filter.type === "search") {
     if (event.key !== "Escape") return;
     filter.value = "";
     filter.dispatchEvent(new Event("input"));
@@ -92,8 +94,8 @@ document.addEventListener("keydown", (event) => {
     return;
   }
   const keys = {
-    "/": () => filter.focus(), "?": () => byId("help").showModal(),
-    j: () => step(1), k: () => step(-1), o: () => actHere("offload"), r: () => actHere("restore"), p: () => pinHere(),
+    "/": () => byId("filter").focus(), "?": () => byId("help").showModal(),
+    j: () => step(1), k: () => step(-1), o: () => actHere("offload"), r: () => actHere("restore"), p: () => pinHere(), c: () => chosen() && watchCallsOf(chosen()),
   };
   if (!keys[event.key]) return;
   event.preventDefault();

@@ -33,6 +33,24 @@ export function count(n) {
   return n < 1e9 ? `${(n / 1e6).toFixed(1)}M` : `${(n / 1e9).toFixed(1)}G`;
 }
 
+// `812 ns`, `3.0 µs`, `14.2 ms`, `2.50 s`.
+export function nanoseconds(ns) {
+  if (!(ns >= 1000)) return `${Math.round(ns || 0)} ns`;
+  if (ns < 1e6) return `${(ns / 1e3).toFixed(1)} µs`;
+  return ns < 1e9 ? `${(ns / 1e6).toFixed(1)} ms` : `${(ns / 1e9).toFixed(2)} s`;
+}
+
+// Bytes of any size.
+export function amount(n) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+  let unit = 0;
+  while (n >= 1024 && unit + 1 < units.length) {
+    n /= 1024;
+    unit += 1;
+  }
+  return `${unit ? n.toFixed(1) : Math.round(n)} ${units[unit]}`;
+}
+
 export function clock(ms) {
   return new Date(ms).toLocaleTimeString([], { hour12: false });
 }

@@ -198,6 +198,11 @@ export function step(by) {
   next.scrollIntoView({ block: "nearest" });
 }
 
+// The container that the keys mean.
+export function chosen() {
+  return store.containers.has(here) ? here : null;
+}
+
 export function pinHere(key = here) {
   const container = store.containers.get(key);
   if (container) pin(container);

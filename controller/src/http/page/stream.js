@@ -1,5 +1,6 @@
 // The stream of the node: server-sent events, read with fetch so that a token can be
-// shown. It reconnects by itself and goes on after the last event that it has.
+// shown. It reconnects by itself and goes on after the last event that it has, until the
+// signal that was given says that it is over.
 
 const QUIET_MS = 40000; // the node says something every 15 s
 
@@ -29,10 +30,11 @@ function askForToken() {
   return asking;
 }
 
-export async function follow(path, on) {
+export async function follow(path, on, until) {
   let last = null, wait_ms = 250;
-  for (;;) {
+  while (!until?.aborted) {
     const stop = new AbortController();
+    until?.addEventListener("abort", () => stop.abort(), { signal: stop.signal });
     let silence;
     const alive = () => {
       clearTimeout(silence);
@@ -67,6 +69,8 @@ export async function follow(path, on) {
     }
     clearTimeout(silence);
     on.live(false);
+    stop.abort();
+    if (until?.aborted) return;
     await new Promise((done) => setTimeout(done, wait_ms));
     wait_ms = Math.min(wait_ms * 2, 5000);
   }

@@ -9,7 +9,9 @@ use affinode_e2e::{
     worker::{USUAL, Worker},
     world::{MIB, Recipe},
 };
-use affinode_proto::wire::{Hazards, Phase, WIRE_VERSION, message::AgentMessage, page::PAGE_BYTES};
+use affinode_proto::wire::{
+    Abilities, Hazards, Phase, WIRE_VERSION, message::AgentMessage, page::PAGE_BYTES,
+};
 use anyhow::{Context, Result};
 
 use crate::offload::{EAGER, MANUAL};
@@ -94,6 +96,7 @@ fn an_attack_with_everything_costs_little_and_harms_nobody_else() -> Result<()> 
         generation: u64::MAX,
         driver_version: 0,
         hazards: Hazards(0),
+        abilities: Abilities::default(),
     };
     let wake = AgentMessage::Wake { generation: 7, waiters: u32::MAX, hook: u32::MAX };
     let (hello, wake) = (hex(&hello.encode()), hex(&wake.encode()));

@@ -3,6 +3,7 @@
 //!
 //! `cargo xtask test --e2e` builds all of it first.
 
+mod calls;
 mod chaos;
 mod cri;
 mod doctor;

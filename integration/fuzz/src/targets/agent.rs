@@ -2,6 +2,7 @@
 
 use affinode_proto::wire::{
     WIRE_VERSION,
+    calls::{RECORDS, Reader},
     message::{AgentMessage, ControllerMessage, FRAME_BYTES},
     page::{PAGE_BYTES, PAGE_MAGIC, PageSnapshot, SLOT_COUNT, header},
 };
@@ -14,6 +15,15 @@ pub fn page(data: &[u8]) {
     for change in data.chunks_exact(10) {
         let at = usize::from(u16::from_le_bytes([change[0], change[1]])) % (PAGE_BYTES - 8);
         bytes[at..at + 8].copy_from_slice(&change[2..]);
+    }
+    if let Some(page) = bytes.first_chunk() {
+        // Twice: what was begun and not finished is given up the second time.
+        let mut reader = Reader::default();
+        for _ in 0..2 {
+            let mut taken = 0;
+            reader.take(page, |_| taken += 1);
+            assert!(taken <= RECORDS);
+        }
     }
     if let Ok(page) = PageSnapshot::decode(&bytes) {
         assert!(page.inflight <= SLOT_COUNT as u64 * u64::from(u32::MAX));

@@ -3,9 +3,18 @@
 //! The preload library's own benchmark: a stand-in for libcuda whose function returns
 //! at once, so that nothing but the hook is measured. No container is needed.
 
-use std::{path::Path, process::Command};
+use std::{
+    io::{Read, Write},
+    os::unix::net::UnixListener,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use affinode_e2e::artifacts::{Artifacts, target_dir, workspace_dir};
+use affinode_proto::{
+    paths::AGENT_SOCKET_ENV,
+    wire::message::{ControllerMessage, FRAME_BYTES},
+};
 use anyhow::{Context, Result};
 use serde::Deserialize;
 
@@ -45,7 +54,7 @@ pub fn measure(artifacts: &Artifacts) -> Result<Vec<Figure>> {
         ("8", "hooked call, 8 threads", "at most 15 ns more", 15.0),
     ] {
         let without = ns_per_call(&program, &folder, threads, None)?;
-        let with = ns_per_call(&program, &folder, threads, Some(&library))?;
+        let with = ns_per_call(&program, &folder, threads, Some((&library, None)))?;
         figures.push(Figure {
             name,
             unit: "ns",
@@ -59,19 +68,53 @@ pub fn measure(artifacts: &Artifacts) -> Result<Vec<Figure>> {
             ),
         });
     }
+    let without = ns_per_call(&program, &folder, "1", Some((&library, None)))?;
+    let socket = watch(&folder)?;
+    let with = ns_per_call(&program, &folder, "1", Some((&library, Some(&socket))))?;
+    figures.push(Figure {
+        name: "watched call beside a hooked one",
+        unit: "ns",
+        without,
+        with,
+        goal: "at most 2 ns more",
+        met: with - without <= 2.0,
+        method: "the same, recorded as `affinode calls` makes it".into(),
+    });
     Ok(figures)
+}
+
+/// A controller that does nothing but watch.
+fn watch(folder: &Path) -> Result<PathBuf> {
+    let path = folder.join("agent.sock");
+    let _ = std::fs::remove_file(&path);
+    let listener = UnixListener::bind(&path)?;
+    std::thread::spawn(move || -> std::io::Result<()> {
+        loop {
+            let (mut agent, _) = listener.accept()?;
+            agent.read_exact(&mut [0; FRAME_BYTES])?;
+            let welcome = ControllerMessage::Welcome { process: 1, wait_for_room_ms: 0 };
+            // As a controller asks of a process that calls as often as this one; there is
+            // always room in the ring.
+            let watch = ControllerMessage::Watch { one_in: 1_000_000, read: 1 << 60 };
+            let _ = agent.write_all(&[welcome.encode(), watch.encode()].concat());
+            // Until it has ended.
+            let _ = agent.read(&mut [0; 1]);
+        }
+    });
+    Ok(path)
 }
 
 fn ns_per_call(
     program: &Path,
     driver: &Path,
     threads: &str,
-    library: Option<&Path>,
+    library: Option<(&Path, Option<&Path>)>,
 ) -> Result<f64> {
     let mut command = Command::new(program);
     command.arg(threads).args(CALLS).env("LD_LIBRARY_PATH", driver);
-    if let Some(library) = library {
+    if let Some((library, socket)) = library {
         command.env("LD_PRELOAD", library);
+        command.envs(socket.map(|socket| (AGENT_SOCKET_ENV, socket)));
     }
     let text = sh::read(&mut command)?;
     let cost: Cost =

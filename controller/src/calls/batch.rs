@@ -1,0 +1,202 @@
+//! What was called in a fifth of a second, as watchers get it: the same in JSON and on
+//! the control socket.
+
+use affinode_proto::api::control;
+use serde::Serialize;
+
+/// Everything that was watched, between two readings.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Batch {
+    /// Grows by one with each batch of a controller.
+    pub sequence: u64,
+    /// When the reading was made, milliseconds since 1970.
+    pub unix_ms: i64,
+    /// Since the reading before.
+    pub elapsed_ms: u64,
+    /// Processes that made calls, those that made most first.
+    pub processes: Vec<ProcessCalls>,
+    /// Further processes that made calls and have no place here.
+    pub left_out: u64,
+}
+
+/// One process.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct ProcessCalls {
+    /// Key of its container.
+    pub key: String,
+    /// Name of its container.
+    pub container: String,
+    /// Its pid on the node.
+    pub pid: u32,
+    /// Its program.
+    pub command: String,
+    /// Calls made, counted one by one.
+    pub calls: u64,
+    /// About one call in so many was recorded; 0: its library is too old to record any.
+    pub one_in: u32,
+    /// Calls that nothing is known of: the ring was full.
+    pub dropped: u64,
+    /// By function, the most called first.
+    pub functions: Vec<FunctionCalls>,
+    /// The last calls that were recorded, oldest first.
+    pub recorded: Vec<RecordedCall>,
+}
+
+/// One function of a process.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct FunctionCalls {
+    /// Its name.
+    pub name: String,
+    /// Calls, reckoned from those that were recorded; exact where each one was.
+    pub calls: u64,
+    /// Calls that were recorded.
+    pub recorded: u64,
+    /// Bytes that the calls moved, filled or asked for, reckoned likewise.
+    pub bytes: u64,
+    /// Recorded calls that failed.
+    pub failed: u64,
+    /// Time that the recorded calls took, together.
+    pub total_ns: u64,
+    /// The longest of them.
+    pub longest_ns: u64,
+}
+
+/// One call.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct RecordedCall {
+    /// The function's name.
+    pub name: String,
+    /// Thread id, in the process's own namespace.
+    pub thread: u32,
+    /// From the call of the driver to its return.
+    pub duration_ns: u64,
+    /// Bytes that its arguments name.
+    pub bytes: u64,
+    /// What the driver returned: a `CUresult`.
+    pub result: u32,
+    /// Calls of the thread since the one recorded before, this one included.
+    pub stands_for: u32,
+}
+
+impl Batch {
+    /// What concerns one container.
+    #[must_use]
+    pub fn of(&self, key: &str) -> Batch {
+        let processes = self.processes.iter().filter(|p| p.key == key).cloned().collect();
+        Batch { processes, ..*self }
+    }
+}
+
+impl From<control::CallBatch> for Batch {
+    fn from(b: control::CallBatch) -> Batch {
+        Batch {
+            sequence: b.sequence,
+            unix_ms: b.unix_ms,
+            elapsed_ms: b.elapsed_ms,
+            processes: b.processes.into_iter().map(ProcessCalls::from).collect(),
+            left_out: b.left_out,
+        }
+    }
+}
+
+impl From<Batch> for control::CallBatch {
+    fn from(b: Batch) -> control::CallBatch {
+        control::CallBatch {
+            sequence: b.sequence,
+            unix_ms: b.unix_ms,
+            elapsed_ms: b.elapsed_ms,
+            processes: b.processes.into_iter().map(control::ProcessCalls::from).collect(),
+            left_out: b.left_out,
+            ..control::CallBatch::default()
+        }
+    }
+}
+
+impl From<control::ProcessCalls> for ProcessCalls {
+    fn from(p: control::ProcessCalls) -> ProcessCalls {
+        ProcessCalls {
+            key: p.key,
+            container: p.container,
+            pid: p.pid,
+            command: p.command,
+            calls: p.calls,
+            one_in: p.one_in,
+            dropped: p.dropped,
+            functions: p.functions.into_iter().map(FunctionCalls::from).collect(),
+            recorded: p.recorded.into_iter().map(RecordedCall::from).collect(),
+        }
+    }
+}
+
+impl From<ProcessCalls> for control::ProcessCalls {
+    fn from(p: ProcessCalls) -> control::ProcessCalls {
+        control::ProcessCalls {
+            key: p.key,
+            container: p.container,
+            pid: p.pid,
+            command: p.command,
+            calls: p.calls,
+            one_in: p.one_in,
+            dropped: p.dropped,
+            functions: p.functions.into_iter().map(control::FunctionCalls::from).collect(),
+            recorded: p.recorded.into_iter().map(control::RecordedCall::from).collect(),
+            ..control::ProcessCalls::default()
+        }
+    }
+}
+
+impl From<control::FunctionCalls> for FunctionCalls {
+    fn from(f: control::FunctionCalls) -> FunctionCalls {
+        FunctionCalls {
+            name: f.name,
+            calls: f.calls,
+            recorded: f.recorded,
+            bytes: f.bytes,
+            failed: f.failed,
+            total_ns: f.total_ns,
+            longest_ns: f.longest_ns,
+        }
+    }
+}
+
+impl From<FunctionCalls> for control::FunctionCalls {
+    fn from(f: FunctionCalls) -> control::FunctionCalls {
+        control::FunctionCalls {
+            name: f.name,
+            calls: f.calls,
+            recorded: f.recorded,
+            bytes: f.bytes,
+            failed: f.failed,
+            total_ns: f.total_ns,
+            longest_ns: f.longest_ns,
+            ..control::FunctionCalls::default()
+        }
+    }
+}
+
+impl From<control::RecordedCall> for RecordedCall {
+    fn from(r: control::RecordedCall) -> RecordedCall {
+        RecordedCall {
+            name: r.name,
+            thread: r.thread,
+            duration_ns: r.duration_ns,
+            bytes: r.bytes,
+            result: r.result,
+            stands_for: r.stands_for,
+        }
+    }
+}
+
+impl From<RecordedCall> for control::RecordedCall {
+    fn from(r: RecordedCall) -> control::RecordedCall {
+        control::RecordedCall {
+            name: r.name,
+            thread: r.thread,
+            duration_ns: r.duration_ns,
+            bytes: r.bytes,
+            result: r.result,
+            stands_for: r.stands_for,
+            ..control::RecordedCall::default()
+        }
+    }
+}

@@ -1,0 +1,43 @@
+//! Server-sent events of the calls that processes make: `event: calls` with a
+//! [`Batch`](crate::calls::Batch), five a second while calls are made.
+
+use std::{sync::Arc, time::Duration};
+
+use tokio::sync::OwnedSemaphorePermit;
+
+use super::{
+    Site,
+    stream::{Pipe, StreamBody, pipe},
+};
+use crate::calls::Scope;
+
+/// Without a batch for so long, a comment is sent: whoever is gone is noticed.
+const QUIET: Duration = Duration::from_secs(2);
+
+/// Begins a stream. The permit is held for as long as it lasts, and so is the watch.
+pub fn begin(site: &Arc<Site>, scope: Scope, permit: OwnedSemaphorePermit) -> StreamBody {
+    let (out, body) = pipe();
+    let site = Arc::clone(site);
+    tokio::spawn(async move {
+        // None: the client went away, or took nothing.
+        let _ = run(&site, &scope, &out).await;
+        drop(permit);
+    });
+    body
+}
+
+async fn run(site: &Site, scope: &Scope, out: &Pipe) -> Option<()> {
+    out.send("retry: 1000\n\n".into()).await?;
+    let mut last = None;
+    loop {
+        let batches = site.calls.after(scope, last, QUIET).await;
+        if batches.is_empty() {
+            out.send(":\n\n".into()).await?;
+        }
+        for batch in batches {
+            last = Some(batch.sequence);
+            let json = serde_json::to_string(&*batch).ok()?;
+            out.send(format!("event: calls\ndata: {json}\n\n")).await?;
+        }
+    }
+}
