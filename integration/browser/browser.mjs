@@ -1,4 +1,6 @@
 // A headless Chromium for the tests, and what they have in common.
+import { readFileSync } from "node:fs";
+import { createRequire } from "node:module";
 import { chromium } from "playwright-core";
 
 const executablePath = process.env.CHROMIUM ?? "/usr/bin/chromium";
@@ -19,6 +21,15 @@ export async function open(url, options = {}) {
 export function check(what, fine, seen = "") {
   console.log(`${fine ? "ok  " : "FAIL"} ${what}${seen === "" ? "" : `  (${seen})`}`);
   if (!fine) process.exitCode = 1;
+}
+
+// What axe-core finds seriously wrong with the page as it is now.
+export async function barriers(page) {
+  // Not a script of the page: its policy would refuse it, rightly.
+  await page.evaluate(readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8"));
+  const { violations } = await page.evaluate(() => globalThis.axe.run(document, { resultTypes: ["violations"] }));
+  const grave = violations.filter((found) => ["serious", "critical"].includes(found.impact));
+  return grave.map((found) => `${found.id}: ${found.nodes.slice(0, 3).map((node) => node.target.join(" ")).join(", ")}`);
 }
 
 export async function until(what, test, timeout_ms = 20000) {

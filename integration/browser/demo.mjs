@@ -1,8 +1,8 @@
-// The dashboard on a live controller with two containers, `first` and `second`, that
-// move only when they are told to.
+// The dashboard on a live controller with three containers: `first` and `second` move only
+// when they are told to, `watched` calls CUDA all the time.
 //
 //   node demo.mjs <address of the dashboard> [<folder for screenshots>]
-import { check, open, until } from "./browser.mjs";
+import { barriers, check, open, until } from "./browser.mjs";
 
 const [url, shots] = process.argv.slice(2);
 const { browser, page, complaints } = await open(url);
@@ -10,8 +10,8 @@ const row = (name) => page.locator(".item", { hasText: name });
 const state = (name, wanted) => until(`${name} to be ${wanted}`, async () => (await row(name).getAttribute("data-state")) === wanted);
 const node = async () => (await fetch(`${url}/api/v1/node`)).json();
 
-await until("two rows", async () => (await page.locator(".item").count()) === 2);
-check("both containers are listed", (await page.locator(".item").count()) === 2);
+await until("three rows", async () => (await page.locator(".item").count()) === 3);
+check("all containers are listed", (await page.locator(".item").count()) === 3);
 check("it is live", (await page.locator("#link-text").textContent()) === "Live");
 check("the GPU is named as simulated", (await page.locator(".gpu .tag").textContent()) === "simulated");
 await state("first", "Idle");
@@ -42,7 +42,7 @@ await page.keyboard.type("second");
 await until("the filter", async () => (await page.locator(".item").count()) === 1);
 check("/ filters", (await page.locator(".item").count()) === 1);
 await page.keyboard.press("Escape");
-check("Escape clears the filter", Boolean(await until("two rows again", async () => (await page.locator(".item").count()) === 2)));
+check("Escape clears the filter", Boolean(await until("three rows again", async () => (await page.locator(".item").count()) === 3)));
 
 // The feed can be held.
 await page.locator("#feed-pause").click();
@@ -53,6 +53,71 @@ await state("second", "Offloaded");
 check("a paused feed stands still", (await page.locator(".feed li").count()) === before);
 await page.locator("#feed-pause").click();
 check("and goes on", Boolean(await until("the feed", async () => (await page.locator(".feed li").count()) > before)));
+
+// The calls, watched: nothing flows before, then by name, filtered, held, and over.
+const functions = () => page.locator("#calls-rows tr").count();
+check("nobody watches calls at first", await page.locator("#calls-body").isHidden());
+await page.locator("#calls-watch").click();
+const sync = page.locator("#calls-rows tr", { hasText: "cuStreamSynchronize" });
+check("watched calls flow by name", Boolean(await until("a function", async () => (await sync.count()) > 0)), await sync.first().textContent());
+check("single calls are listed", Boolean(await until("a call", async () => (await page.locator("#calls-last li").count()) > 0)), await page.locator("#calls-last li").first().textContent());
+check("what was dropped is told", (await page.locator("#calls-note").textContent()).includes("dropped"), await page.locator("#calls-note").textContent());
+await page.locator("#calls-filter").fill("nothing is called this");
+check("the filter hides functions", Boolean(await until("no function", async () => (await functions()) === 0)));
+await page.locator("#calls-filter").fill("streamsync");
+check("and shows them", Boolean(await until("the function again", async () => (await functions()) === 1)));
+await page.locator("#calls-filter").fill("");
+await page.locator("#calls-pause").click();
+await until("batches to be held", async () => (await page.locator("#calls-pause").textContent()).includes("new"));
+const held = await page.locator("#calls-rows").innerHTML();
+const waiting = await page.locator("#calls-pause").textContent();
+await until("more of them", async () => (await page.locator("#calls-pause").textContent()) !== waiting);
+check("a paused stream stands still", (await page.locator("#calls-rows").innerHTML()) === held);
+await page.locator("#calls-pause").click();
+check("and goes on", Boolean(await until("new figures", async () => (await page.locator("#calls-rows").innerHTML()) !== held)));
+for (const scheme of ["light", "dark"]) {
+  await page.emulateMedia({ colorScheme: scheme });
+  await row("first").locator(".name").click();
+  await until("the detail", async () => (await page.locator(".timeline rect").count()) > 0);
+  const found = await barriers(page);
+  check(`${scheme}: axe finds no serious barrier`, found.length === 0, found.join("; "));
+  if (shots) await page.screenshot({ path: `${shots}/calls-${scheme}.png`, fullPage: true });
+  await row("first").locator(".name").click();
+}
+await page.emulateMedia({ colorScheme: "light" });
+await page.locator("#calls-of").focus();
+await page.locator("#calls-of").selectOption({ label: (await node()).containers.find((c) => c.id === "second").name });
+check("one container's calls are none of another's", Boolean(await until("an empty table", async () => (await functions()) === 0)));
+await page.locator("#calls-watch").click();
+check("the watch ends", await page.locator("#calls-body").isHidden());
+
+// By keyboard: the calls of a row, a question that is answered, and every control in turn.
+await row("watched").locator(".name").focus();
+await page.keyboard.press("c");
+check("c watches the calls of a row", Boolean(await until("its calls", async () => (await sync.count()) > 0)), await page.locator("#calls-of").evaluate((e) => e.selectedOptions[0].text));
+await page.keyboard.press("Enter");
+check("Enter ends the watch", await page.locator("#calls-body").isHidden());
+await row("watched").locator(".name").focus();
+await page.keyboard.press("o");
+await until("the question", async () => (await page.locator("#confirm[open]").count()) === 1);
+check("o on one in use asks first, and takes the focus", await page.evaluate(() => document.activeElement.closest("dialog")?.id === "confirm"));
+await page.keyboard.press("Escape");
+check("Escape says no", Boolean(await until("no question", async () => (await page.locator("#confirm[open]").count()) === 0)));
+await page.locator(".skip").focus();
+const reached = new Set(["skip Skip to containers"]);
+for (let n = 0; n < 80; n += 1) {
+  await page.keyboard.press("Tab");
+  const at = await page.evaluate(() => {
+    const e = document.activeElement, style = getComputedStyle(e);
+    return e === document.body ? null : { mark: e.id || `${e.className} ${e.getAttribute("aria-label") ?? e.textContent}`, seen: style.outlineStyle !== "none" || style.boxShadow !== "none" };
+  });
+  if (!at) break;
+  reached.add(at.mark);
+  if (!at.seen) check("what has the focus shows it", false, at.mark);
+}
+const missed = await page.evaluate((marks) => [...document.querySelectorAll("button, input, select, a")].filter((e) => e.checkVisibility() && !e.disabled)
+  .map((e) => e.id || `${e.className} ${e.getAttribute("aria-label") ?? e.textContent}`).filter((mark) => !marks.includes(mark)), [...reached]);
+check("Tab reaches every control", missed.length === 0, missed.join("; ") || `${reached.size} stops`);
 
 // What an operator chose: a pin for one, a switch for the node.
 await row("first").locator(".act .ghost").click();
@@ -79,7 +144,7 @@ await row("second").locator(".name").click();
 check("the history outlives the controller", Boolean(await until("spans from before", async () => (await page.locator(".timeline rect").count()) > 2)));
 
 // What a screen reader needs: names for all that can be pressed, one main heading.
-const nameless = await page.evaluate(() => [...document.querySelectorAll("button, input, a")].filter((e) => !(e.getAttribute("aria-label") || e.textContent.trim() || e.closest("label"))).map((e) => e.outerHTML.slice(0, 80)));
+const nameless = await page.evaluate(() => [...document.querySelectorAll("button, input, select, a")].filter((e) => !(e.getAttribute("aria-label") || e.textContent.trim() || e.closest("label"))).map((e) => e.outerHTML.slice(0, 80)));
 check("everything that can be pressed has a name", nameless.length === 0, nameless.join());
 check("every row belongs to a table", await page.evaluate(() => [...document.querySelectorAll("[role=row]")].every((e) => e.closest("[role=table]"))));
 const loud = complaints.filter((text) => !text.includes("ERR_") && !text.includes("Failed to load resource"));

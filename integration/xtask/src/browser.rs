@@ -2,7 +2,7 @@
 //! simulated GPU, and with a thousand synthetic rows. Not part of `cargo xtask test`,
 //! because few machines have a browser.
 
-use std::{path::PathBuf, process::Command};
+use std::{path::PathBuf, process::Command, sync::mpsc::RecvTimeoutError, time::Duration};
 
 use affinode_e2e::{
     artifacts::workspace_dir,
@@ -37,7 +37,7 @@ pub struct Options {
     screenshots: Option<PathBuf>,
 }
 
-/// Builds, starts two containers, and lets the browser loose on them.
+/// Builds, starts three containers, and lets the browser loose on them.
 pub fn run(options: &Options) -> Result<()> {
     let folder = workspace_dir().join("integration/browser");
     for tool in ["node", "npm"] {
@@ -57,6 +57,16 @@ pub fn run(options: &Options) -> Result<()> {
         .config(&config(CONFIG, Some(address)))
         .world()?;
     let _workers = [Worker::start(&world, "first", 256)?, Worker::start(&world, "second", 128)?];
+    let mut watched = Worker::start(&world, "watched", 64)?;
+    // It calls until the browser has seen enough.
+    let (ended, busy) = std::sync::mpsc::channel::<()>();
+    let caller = std::thread::spawn(move || {
+        while busy.recv_timeout(Duration::from_millis(2)) == Err(RecvTimeoutError::Timeout) {
+            if watched.call("streamsync").is_err() {
+                break;
+            }
+        }
+    });
     let shots = options.screenshots.as_ref().map(|path| path.display().to_string());
     let page = workspace_dir().join("controller/src/http/page").display().to_string();
     for (script, place) in [("demo.mjs", format!("http://{address}")), ("many.mjs", page)] {
@@ -65,5 +75,7 @@ pub fn run(options: &Options) -> Result<()> {
         node.current_dir(&folder).arg(script).arg(place).args(&shots);
         sh::run(&mut node)?;
     }
+    drop(ended);
+    let _ = caller.join();
     Ok(())
 }

@@ -18,7 +18,7 @@ function fact(name, value) {
 }
 
 export function detail() {
-  const node = el("div", { class: "detail", role: "region" });
+  const node = el("div", { class: "detail", role: "cell", "aria-colspan": 9 });
   node.append(el("p", { class: "reason" }), el("dl", { class: "facts" }), el("div", { class: "timeline" }), el("div", { class: "processes" }));
   return node;
 }
@@ -70,7 +70,7 @@ export async function drawTimeline(node, container) {
   const words = Object.entries(total).filter(([state, ms]) => state !== "Unregistered" && ms > 500).sort((a, b) => b[1] - a[1]);
   picture.setAttribute("aria-label", `From ${clock(begin)}: ${words.map(([state, ms]) => `${state} ${duration(ms)}`).join(", ")}`);
   const wakes = spans.map((span) => span.wake_ms).filter(Boolean).sort((a, b) => a - b);
-  const p99 = wakes.length ? `, ${wakes.length} wakes, 99 of 100 within ${took(wakes[Math.ceil(wakes.length * 0.99) - 1])}` : "";
+  const p99 = wakes.length ? `, ${wakes.length} ${wakes.length === 1 ? "wake" : "wakes"}, 99 of 100 within ${took(wakes[Math.ceil(wakes.length * 0.99) - 1])}` : "";
   box.replaceChildren(el("h3", {}, `Timeline${p99}`), picture,
     el("div", { class: "axis" }, el("span", {}, clock(begin)), el("span", {}, clock((begin + now) / 2)), el("span", {}, "now")),
     el("div", { class: "legend" }, ...words.map(([state, ms]) => el("span", {}, el("i", { class: `f-${state}` }), el("b", {}, duration(ms)), ` ${state}`))));

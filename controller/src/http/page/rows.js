@@ -166,11 +166,11 @@ export function arrange() {
 function toggle(key) {
   const parts = items.get(key);
   if (parts.detail) {
-    parts.detail.remove();
+    parts.detail.parentNode.remove();
     parts.detail = null;
   } else {
     parts.detail = detail();
-    parts.item.append(parts.detail);
+    parts.item.append(el("div", { role: "row" }, parts.detail));
     const container = store.containers.get(key);
     drawDetail(parts.detail, container);
     drawTimeline(parts.detail, container);
