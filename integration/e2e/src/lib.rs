@@ -17,6 +17,7 @@
 #![forbid(unsafe_code)]
 
 pub mod artifacts;
+pub mod attack;
 pub mod chaos;
 pub mod cli;
 mod closure;

@@ -6,7 +6,7 @@
 //! | [`crashers`] | the five calls that kill: with the library 30 of 30 return, without it the program dies |
 //! | [`alone`] | a process that is called while no controller answers brings itself back |
 //! | [`bursts`] | three on VRAM for one, and a newcomer whose allocations wait for most of it: all go on, none fails |
-//! | [`cost`] | a hooked call against a direct one, a torch step with and without the library, a wake against the driver's own |
+//! | [`cost`] | a hooked call against a direct one, a torch step with and without the library, a wake against the driver's own, a wake beside an attacker |
 //!
 //! It runs on the simulated GPU as well, less what needs torch.
 
@@ -59,6 +59,7 @@ pub fn run(release: &Release, gpu: Gpu) -> Result<Report> {
     report.part(&world, "more wanted than there is", bursts::oversubscribed);
     report.part(&world, "cost of a call", cost::calls);
     report.part(&world, "cost of a wake", cost::wakes);
+    report.part(&world, "under attack", cost::under_attack);
     match torch::Torch::find(&world) {
         Ok(torch) => {
             report.part(&world, "torch, root", |_, rows| torch.cycle("root", rows));

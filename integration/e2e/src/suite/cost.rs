@@ -7,6 +7,7 @@ use serde::Deserialize;
 
 use super::{BY_ORDER, median, report::Rows};
 use crate::{
+    attack,
     container::{CLIENTS, Spec},
     containerd::STOCK,
     gpu::Gpu,
@@ -90,19 +91,54 @@ pub fn wakes(world: &World, rows: &mut Rows) -> Result<()> {
 /// When a container or a cycle fails.
 pub fn wake_ms(world: &World) -> Result<(f64, f64)> {
     let driver = driver_ms(world)?;
-    let (name, value) = BY_ORDER;
-    let mut worker =
-        Worker::start_as(world, Worker::spec("wake", USUAL, SMALL_MIB).annotation(name, value))?;
-    worker.wait_filled()?;
-    let mut felt = Vec::new();
-    for _ in 0..WAKES {
-        world.cli().move_out("wake")?;
-        felt.push(worker.call("streamsync")?.elapsed_us as f64 / 1000.0);
-    }
+    let mut worker = by_order(world, "wake")?;
+    let felt = felt_ms(world, &mut worker)?;
     ensure!(worker.verify()?, "contents after the wakes");
     worker.running.kill(world)?;
     worker.running.delete(world)?;
     Ok((median(&driver), median(&felt)))
+}
+
+/// A call that wakes, alone and beside a container that attacks the controller with all it has.
+pub fn under_attack(world: &World, rows: &mut Rows) -> Result<()> {
+    let mut worker = by_order(world, "victim")?;
+    let quiet = felt_ms(world, &mut worker)?;
+    let attacker = attack::start(world, "attacker")?;
+    let attacked = felt_ms(world, &mut worker)?;
+    attacker.running.kill(world)?;
+    attacker.running.delete(world)?;
+    ensure!(worker.verify()?, "contents after the attack");
+    worker.running.kill(world)?;
+    worker.running.delete(world)?;
+    let (quiet, attacked) = (median(&quiet), median(&attacked));
+    rows.tell("a call that wakes, alone", quiet, "ms");
+    rows.tell("the same, beside an attacker", attacked, "ms");
+    let more = attacked - quiet;
+    match world.gpu() {
+        Gpu::Real => rows.want("more by", more, "ms", "at most 10 ms", more <= 10.0),
+        Gpu::Simulated { .. } => rows.tell("more by", more, "ms"),
+    }
+    Ok(())
+}
+
+/// A container that moves by order alone.
+fn by_order(world: &World, id: &str) -> Result<Worker> {
+    let (name, value) = BY_ORDER;
+    let spec = Worker::spec(id, USUAL, SMALL_MIB).annotation(name, value);
+    let mut worker = Worker::start_as(world, spec)?;
+    worker.wait_filled()?;
+    Ok(worker)
+}
+
+/// Calls that wake it, as their caller feels them.
+fn felt_ms(world: &World, worker: &mut Worker) -> Result<Vec<f64>> {
+    let id = worker.running.id.clone();
+    let mut felt = Vec::new();
+    for _ in 0..WAKES {
+        world.cli().move_out(&id)?;
+        felt.push(worker.call("streamsync")?.elapsed_us as f64 / 1000.0);
+    }
+    Ok(felt)
 }
 
 /// Restore plus unlock of an unmanaged process of the same size.

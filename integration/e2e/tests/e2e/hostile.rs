@@ -3,14 +3,12 @@
 use std::{io::Write, os::unix::net::UnixStream};
 
 use affinode_e2e::{
+    attack,
     container::{CLIENTS, Spec},
     processes::{descriptors, resident_bytes},
     until::until,
     worker::{USUAL, Worker},
     world::{MIB, Recipe},
-};
-use affinode_proto::wire::{
-    Abilities, Hazards, Phase, WIRE_VERSION, message::AgentMessage, page::PAGE_BYTES,
 };
 use anyhow::{Context, Result};
 
@@ -87,27 +85,7 @@ fn an_attack_with_everything_costs_little_and_harms_nobody_else() -> Result<()> 
     let world = Recipe::default().config(EAGER).world()?;
     let mut good = Worker::start(&world, "good", 32)?;
     let controller = world.controller()?.context("it runs")?;
-    let attack = format!("{CLIENTS}/attack");
-    let hello = AgentMessage::Hello {
-        version: WIRE_VERSION,
-        // Somebody else's: the kernel knows better.
-        pid_in_namespace: 1,
-        phase: Phase::Away,
-        generation: u64::MAX,
-        driver_version: 0,
-        hazards: Hazards(0),
-        abilities: Abilities::default(),
-    };
-    let wake = AgentMessage::Wake { generation: 7, waiters: u32::MAX, hook: u32::MAX };
-    let (hello, wake) = (hex(&hello.encode()), hex(&wake.encode()));
-    let size = PAGE_BYTES.to_string();
-    let spec = Spec::gpu("bad", &[&attack, &hello, &wake, &size]);
-    let mut bad = Worker::start_as(&world, spec)?;
-    assert_eq!(bad.receive_line()?, "ready");
-    until("it to be in full swing", || {
-        let sockets = descriptors(controller.pid.as_raw())?.len();
-        Ok((sockets > 100).then_some(()))
-    })?;
+    let bad = attack::start(&world, "bad")?;
     for _ in 0..5 {
         world.cli().wait_for_state("good", "Offloaded")?;
         assert!(good.verify()?);
@@ -126,10 +104,6 @@ fn an_attack_with_everything_costs_little_and_harms_nobody_else() -> Result<()> 
     world.cli().wait_for_state("good", "Offloaded")?;
     assert!(good.verify()?);
     Ok(())
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// What a container is given is its own: no path to the control API or to another
