@@ -5,15 +5,22 @@ use std::io::Write;
 use affinode_proto::api::control::ActionResponse;
 use serde_json::json;
 
-use super::{CliError, Output, Target, client::Client, format};
+use super::{
+    CliError, Output, Target,
+    client::Client,
+    format,
+    progress::{self, Way},
+};
 
 pub async fn offload(client: &Client, out: &mut dyn Write, target: Target) -> Result<(), CliError> {
-    let response = client.offload(target.container.clone()).await?;
+    let asked = client.offload(target.container.clone());
+    let response = progress::during(client, &target.container, Way::Out, asked).await?;
     tell(out, &target, &response, "offloaded")
 }
 
 pub async fn restore(client: &Client, out: &mut dyn Write, target: Target) -> Result<(), CliError> {
-    let response = client.restore(target.container.clone()).await?;
+    let asked = client.restore(target.container.clone());
+    let response = progress::during(client, &target.container, Way::Home, asked).await?;
     tell(out, &target, &response, "restored")
 }
 

@@ -11,6 +11,7 @@ mod doctor;
 mod events;
 mod format;
 mod policy;
+mod progress;
 mod ps;
 mod report;
 mod simulate;

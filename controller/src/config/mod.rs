@@ -153,7 +153,7 @@ pub struct NvmlSection {
 pub struct LogSection {
     /// A tracing filter: error, warn, info, debug, or per module.
     pub level: String,
-    /// text or json.
+    /// text, json or journald.
     pub format: LogFormat,
 }
 
@@ -165,6 +165,8 @@ pub enum LogFormat {
     Text,
     /// One JSON object a line.
     Json,
+    /// The journal of systemd, with a field for each value.
+    Journald,
 }
 
 impl Default for PolicySection {

@@ -8,6 +8,7 @@ mod actor;
 mod api;
 mod door;
 mod events;
+mod log;
 mod policies;
 mod readings;
 mod show;
@@ -27,10 +28,9 @@ pub use door::{Door, Ending};
 pub use events::EventLog;
 
 use affinode_proto::paths;
-use tracing_subscriber::EnvFilter;
 
 use crate::{
-    config::{Config, ConfigError, LogFormat},
+    config::{Config, ConfigError},
     report,
 };
 
@@ -89,7 +89,7 @@ pub fn run_dir() -> PathBuf {
 fn start() -> Result<(), DaemonError> {
     let run_dir = run_dir();
     let config = Config::load(&Config::path())?;
-    init_log(&config);
+    log::begin(&config.log);
     let Some(_lock) = lock(&run_dir)? else {
         tracing::info!("another controller serves {}", run_dir.display());
         return Ok(());
@@ -110,16 +110,6 @@ fn raise_descriptors() {
     if let Err(error) = raised {
         tracing::warn!(%error, "cannot raise the number of open files");
     }
-}
-
-fn init_log(config: &Config) {
-    let filter = EnvFilter::try_new(&config.log.level).unwrap_or_else(|_| EnvFilter::new("info"));
-    let builder =
-        tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).with_ansi(false);
-    let _ = match config.log.format {
-        LogFormat::Text => builder.try_init(),
-        LogFormat::Json => builder.json().try_init(),
-    };
 }
 
 /// The lock of the node, or nothing when another controller holds it. Held until the

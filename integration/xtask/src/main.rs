@@ -14,6 +14,7 @@ mod deps;
 mod fuzz;
 mod hazards;
 mod kit;
+mod load;
 mod packages;
 mod say;
 mod sh;
@@ -48,6 +49,8 @@ enum Task {
     Fuzz(fuzz::Options),
     /// Play every hazard without Affinode and with it, and print what happens (needs root).
     Hazards(hazards::Options),
+    /// Fill a node, and print what its controller needs while nothing changes (needs root).
+    Load(load::Options),
     /// Pack what a machine with a GPU needs to run the suite there.
     GpuKit(kit::Options),
     /// Run all tests of this machine (needs root).
@@ -64,6 +67,7 @@ fn main() -> ExitCode {
         Task::Chaos(options) => chaos::run(&options),
         Task::Fuzz(options) => fuzz::run(&options),
         Task::Hazards(options) => hazards::run(&options),
+        Task::Load(options) => load::run(&options),
         Task::GpuKit(options) => kit::pack(&options),
         Task::Test(options) => suite::run(&options),
     };

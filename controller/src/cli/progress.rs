@@ -1,0 +1,163 @@
+//! How far a move is: a bar with rate and time left, on a terminal. Elsewhere, and for
+//! moves that are over at once, nothing.
+
+use std::{
+    future::Future,
+    io::IsTerminal,
+    time::{Duration, Instant},
+};
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use super::client::Client;
+use crate::schema::{Container, Node};
+
+/// Shorter moves are over before a bar is read.
+const SOON: Duration = Duration::from_millis(600);
+/// Between two looks.
+const LOOK: Duration = Duration::from_millis(250);
+const STYLE: &str =
+    "{msg} {wide_bar} {binary_bytes}/{binary_total_bytes}  {binary_bytes_per_sec}  {eta} left";
+
+/// Which way it goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// To host memory.
+    Out,
+    /// To the GPU.
+    Home,
+}
+
+/// Where a container's memory is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Seen {
+    vram_bytes: u64,
+    away_bytes: u64,
+    /// Host memory of its processes: the driver keeps what it took from the GPU there.
+    host_bytes: u64,
+}
+
+/// Waits for a move, and shows how far it is.
+pub async fn during<T>(client: &Client, name: &str, way: Way, moved: impl Future<Output = T>) -> T {
+    if !std::io::stderr().is_terminal() {
+        return moved.await;
+    }
+    let before = look(client, name).await;
+    let began = Instant::now();
+    let mut bar: Option<ProgressBar> = None;
+    tokio::pin!(moved);
+    loop {
+        match tokio::time::timeout(LOOK, &mut moved).await {
+            Ok(ended) => {
+                if let Some(bar) = bar {
+                    bar.finish_and_clear();
+                }
+                return ended;
+            }
+            Err(_) if began.elapsed() < SOON => {}
+            Err(_) => {
+                let Some(((_, before), (state, now))) =
+                    before.as_ref().zip(look(client, name).await)
+                else {
+                    continue;
+                };
+                let total = total(way, *before);
+                let bar = bar.get_or_insert_with(|| drawn(total));
+                bar.set_message(state);
+                bar.set_position(done(way, *before, now));
+            }
+        }
+    }
+}
+
+fn drawn(total: u64) -> ProgressBar {
+    let style =
+        ProgressStyle::with_template(STYLE).unwrap_or_else(|_| ProgressStyle::default_bar());
+    ProgressBar::new(total).with_style(style)
+}
+
+/// What is to be moved.
+fn total(way: Way, before: Seen) -> u64 {
+    match way {
+        Way::Out => before.vram_bytes,
+        Way::Home => before.away_bytes,
+    }
+}
+
+/// What has been, as far as it shows: memory of the GPU that went away or came, host
+/// memory that came or went away. The driver tells nothing itself.
+fn done(way: Way, before: Seen, now: Seen) -> u64 {
+    let seen = match way {
+        Way::Out => {
+            let left = before.vram_bytes.saturating_sub(now.vram_bytes);
+            left.max(now.host_bytes.saturating_sub(before.host_bytes)).max(now.away_bytes)
+        }
+        Way::Home => {
+            let left = before.host_bytes.saturating_sub(now.host_bytes);
+            left.max(now.vram_bytes.saturating_sub(before.vram_bytes))
+        }
+    };
+    seen.min(total(way, before))
+}
+
+async fn look(client: &Client, name: &str) -> Option<(String, Seen)> {
+    let node = Node::from(client.list().await.ok()?);
+    let container = find(&node, name)?;
+    let host_bytes = container.processes.iter().map(|p| anonymous_bytes(p.pid)).sum();
+    let seen =
+        Seen { vram_bytes: container.vram_bytes, away_bytes: container.away_bytes, host_bytes };
+    Some((container.state.clone(), seen))
+}
+
+/// The container that the controller will find by this name.
+fn find<'a>(node: &'a Node, name: &str) -> Option<&'a Container> {
+    let whole = |c: &&Container| c.key == name || c.id == name || c.name == name;
+    let begins =
+        |c: &&Container| [&c.key, &c.id, &c.pod, &c.name].iter().any(|k| k.starts_with(name));
+    node.containers.iter().find(whole).or_else(|| node.containers.iter().find(begins))
+}
+
+fn anonymous_bytes(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+    let kib = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+    kib.unwrap_or(0) * 1024
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn seen(vram_bytes: u64, away_bytes: u64, host_bytes: u64) -> Seen {
+        Seen { vram_bytes, away_bytes, host_bytes }
+    }
+
+    #[test]
+    fn either_side_shows_how_far_it_is_and_no_more_than_all() {
+        let before = seen(100, 0, 7);
+        assert_eq!(done(Way::Out, before, before), 0);
+        assert_eq!(done(Way::Out, before, seen(100, 0, 37)), 30, "the driver fills host memory");
+        assert_eq!(done(Way::Out, before, seen(60, 0, 7)), 40, "the GPU is emptied");
+        assert_eq!(done(Way::Out, before, seen(0, 100, 200)), 100);
+        let before = seen(0, 100, 107);
+        assert_eq!(done(Way::Home, before, before), 0);
+        assert_eq!(done(Way::Home, before, seen(55, 100, 107)), 55);
+        assert_eq!(done(Way::Home, before, seen(0, 100, 47)), 60);
+    }
+
+    #[test]
+    fn the_bar_can_be_drawn_and_memory_is_read() {
+        assert!(ProgressStyle::with_template(STYLE).is_ok());
+        assert!(anonymous_bytes(std::process::id()) > 0);
+    }
+
+    #[test]
+    fn a_whole_name_goes_before_a_beginning() {
+        let named =
+            |id: &str| Container { id: id.into(), name: format!("ns/{id}"), ..Default::default() };
+        let node = Node { containers: vec![named("ab"), named("a")], ..Default::default() };
+        assert_eq!(find(&node, "a").unwrap().id, "a");
+        assert_eq!(find(&node, "ns/ab").unwrap().id, "ab");
+        assert!(find(&node, "x").is_none());
+    }
+}

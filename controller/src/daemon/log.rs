@@ -1,0 +1,44 @@
+//! Where the log goes: standard error, or systemd's journal.
+
+use std::io;
+
+use tracing_subscriber::{EnvFilter, layer::SubscriberExt, util::SubscriberInitExt};
+
+use crate::config::{LogFormat, LogSection};
+
+/// Begins to log. Where there is no journal to write to, lines go to standard error.
+pub fn begin(log: &LogSection) {
+    let filter = || EnvFilter::try_new(&log.level).unwrap_or_else(|_| EnvFilter::new("info"));
+    let journal = (log.format == LogFormat::Journald).then(tracing_journald::layer);
+    // An error: somebody has begun already, a test.
+    let _ = match journal {
+        Some(Ok(journal)) => {
+            let journal = journal
+                .with_syslog_identifier("affinode".into())
+                .with_field_prefix(Some("AFFINODE".into()));
+            let _ = tracing_subscriber::registry().with(filter()).with(journal).try_init();
+            return;
+        }
+        None if log.format == LogFormat::Json => lines(filter()).json().try_init(),
+        None => lines(filter()).try_init(),
+        Some(Err(error)) => {
+            let begun = lines(filter()).try_init();
+            tracing::error!(%error, "there is no journal to write to: lines come here");
+            begun
+        }
+    };
+}
+
+type Lines = tracing_subscriber::fmt::SubscriberBuilder<
+    tracing_subscriber::fmt::format::DefaultFields,
+    tracing_subscriber::fmt::format::Format,
+    EnvFilter,
+    fn() -> io::Stderr,
+>;
+
+fn lines(filter: EnvFilter) -> Lines {
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(io::stderr as fn() -> io::Stderr)
+        .with_ansi(false)
+}

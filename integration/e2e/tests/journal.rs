@@ -1,0 +1,82 @@
+//! What the controller writes to systemd's journal. The test is the journal: a socket in a
+//! mount namespace of the controller's own.
+
+use std::{
+    os::unix::net::UnixDatagram,
+    path::Path,
+    process::{Child, Command},
+    time::Duration,
+};
+
+use affinode_e2e::{artifacts::Artifacts, cli::Cli, until::until};
+use anyhow::{Context, Result};
+
+/// Puts the socket's folder where the journal's is, for this process and its children.
+const PLACE: &str = "mount -t tmpfs none /run && mkdir -p /run/systemd/journal && \
+    mount --bind \"$1\" /run/systemd/journal && exec \"$2\" controller";
+
+struct Controller(Child);
+
+impl Drop for Controller {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// The entry of the journal with this text in it.
+fn entry(journal: &UnixDatagram, text: &str) -> Result<String> {
+    let mut buffer = [0; 64 << 10];
+    loop {
+        let bytes = journal.recv(&mut buffer).with_context(|| format!("no entry with {text:?}"))?;
+        let entry = String::from_utf8_lossy(&buffer[..bytes]).into_owned();
+        if entry.contains(text) {
+            return Ok(entry);
+        }
+    }
+}
+
+#[test]
+fn events_are_entries_of_the_journal_with_a_field_for_each_value() -> Result<()> {
+    let artifacts = Artifacts::find()?;
+    let folder = tempfile::tempdir()?;
+    let at = |name: &str| folder.path().join(name);
+    std::fs::create_dir(at("journal"))?;
+    let journal = UnixDatagram::bind(at("journal").join("socket"))?;
+    journal.set_read_timeout(Some(Duration::from_secs(60)))?;
+    std::fs::write(at("config.toml"), "[log]\nformat = \"journald\"\n")?;
+    let shim = artifacts.bin("containerd-shim-affinode-v1")?;
+    let _controller = Controller(
+        Command::new("unshare")
+            .args(["--mount", "sh", "-c", PLACE, "sh"])
+            .args([at("journal"), shim])
+            .env("AFFINODE_RUN_DIR", at("run"))
+            .env("AFFINODE_CONFIG", at("config.toml"))
+            .spawn()?,
+    );
+    let ready = entry(&journal, "controller is ready")?;
+    assert!(has(&ready, "SYSLOG_IDENTIFIER", "affinode"), "{ready}");
+    assert!(ready.contains("AFFINODE_VERSION"), "{ready}");
+    let cli = Cli::new(artifacts.bin("affinode")?, at("run"));
+    until("the controller to answer", || {
+        let answered = cli.output(&["auto-offload", "off"])?.status.success();
+        Ok(answered.then_some(()))
+    })?;
+    let event = entry(&journal, "auto-offload was turned off")?;
+    for (field, value) in
+        [("AFFINODE_KIND", "request"), ("AFFINODE_REASON", "requested"), ("PRIORITY", "5")]
+    {
+        assert!(has(&event, field, value), "{field}: {event}");
+    }
+    assert!(Path::new(&at("run")).exists());
+    Ok(())
+}
+
+/// A field of an entry, in either form of the journal's protocol: `NAME=value`, or the name,
+/// the value's length in eight bytes, the value.
+fn has(entry: &str, field: &str, value: &str) -> bool {
+    entry.contains(&format!("{field}={value}\n"))
+        || entry
+            .split_once(&format!("{field}\n"))
+            .is_some_and(|(_, rest)| rest.chars().skip(8).collect::<String>().starts_with(value))
+}

@@ -1,0 +1,125 @@
+//! `cargo xtask load`: what the controller needs for a full node on which nothing happens,
+//! and how fast those who watch see a change.
+//!
+//! ```text
+//!  1,000 processes with the preload library, on the simulated GPU ──> 200 sockets ──> controller
+//!  this program: announces the 200 containers, watches over HTTP, reads /proc
+//! ```
+//!
+//! The processes run beside the containers' runtime, not in it: what is measured is the
+//! controller. Figures, not a test: other work on the machine shows in them.
+
+mod crowd;
+mod watchers;
+
+use std::time::Duration;
+
+use affinode_e2e::{
+    gpu::Gpu,
+    worker::Worker,
+    world::{MIB, Recipe},
+};
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use nix::unistd::Uid;
+
+use crate::{build, deps, say};
+use crowd::Crowd;
+
+/// Everything as it is by default, but nothing moves.
+const CONFIG: &str = "[policy]\nmode = \"manual\"\n";
+/// How often a change is timed.
+const CHANGES: usize = 20;
+
+/// How much of it.
+#[derive(Args)]
+pub struct Options {
+    /// Containers.
+    #[arg(long, default_value_t = 200)]
+    containers: usize,
+    /// CUDA processes of each.
+    #[arg(long, default_value_t = 5)]
+    processes: usize,
+    /// Who watches the dashboard at once.
+    #[arg(long, default_value_t = 20)]
+    watchers: usize,
+    /// Build without optimisation, which is quicker; the figures are worse than those of a product.
+    #[arg(long)]
+    dev: bool,
+    /// How long processor time is measured, in seconds.
+    #[arg(long, default_value_t = 20)]
+    seconds: u64,
+}
+
+/// Builds, fills a node, and prints what it costs.
+pub fn run(options: &Options) -> Result<()> {
+    if !Uid::effective().is_root() {
+        bail!("the load starts containerd and a container: run as root");
+    }
+    let release = deps::own()?;
+    let artifacts = build::all(build::Profile::from_release(!options.dev))?;
+    let total = (options.containers * options.processes) as u64;
+    let world = Recipe::default()
+        .artifacts(artifacts)
+        .release(&release)
+        .gpu(Gpu::Simulated { vram_bytes: (total + 64) * 32 * MIB })
+        .config(CONFIG)
+        .world()?;
+    // Its shim brings the controller.
+    let _seed = Worker::start(&world, "seed", 16)?;
+    say::step(&format!("{} containers with {total} processes", options.containers));
+    let crowd = Crowd::gather(&world, options.containers, options.processes)?;
+    let controller = world.controller()?.context("the controller runs")?.pid.as_raw();
+    let span = Duration::from_secs(options.seconds);
+
+    let mut lines = Vec::new();
+    let mut tell = |what: &str, value: f64, unit: &str, most: Option<f64>| {
+        let goal = most.map_or(String::new(), |most| {
+            format!("at most {most} {unit}: {}", if value <= most { "met" } else { "MISSED" })
+        });
+        lines.push(format!("{what:<58} {value:>8.1} {unit:<4} {goal}"));
+    };
+    say::step("Nothing changes, nobody watches");
+    tell("processor, nobody watches, of one core", percent(controller, span)?, "%", Some(3.0));
+    let resident = || affinode_e2e::processes::resident_bytes(controller);
+    tell("memory", resident()? as f64 / MIB as f64, "MiB", Some(100.0));
+
+    say::step(&format!("{} watch the dashboard", options.watchers));
+    let socket = world.cli().run_dir().join("http.sock");
+    let watchers = watchers::open(&socket, "/api/v1/events?watch=node", options.watchers)?;
+    let what = format!("processor, {} watch, of one core", options.watchers);
+    tell(&what, percent(controller, span)?, "%", None);
+    let mut times = watchers::time_changes(&socket, &watchers, crowd.keys(), CHANGES)?;
+    times.sort_by(f64::total_cmp);
+    let at = |share: f64| times[((times.len() - 1) as f64 * share) as usize];
+    tell("a change reaches a watcher, median", at(0.5), "ms", Some(100.0));
+    tell("the slowest of all", at(1.0), "ms", Some(100.0));
+    tell("memory", resident()? as f64 / MIB as f64, "MiB", Some(100.0));
+    drop(watchers);
+
+    say::step("Somebody watches the calls of all");
+    let calls = watchers::open(&socket, "/api/v1/calls", 1)?;
+    let what = "processor, the calls of all are watched, of one core";
+    tell(what, percent(controller, span)?, "%", None);
+    drop(calls);
+    lines.iter().for_each(|line| say::out(line));
+    Ok(())
+}
+
+/// Processor time of a process over a span, in percent of one core.
+fn percent(pid: i32, span: Duration) -> Result<f64> {
+    let before = processor_ticks(pid)?;
+    std::thread::sleep(span);
+    let ticks = processor_ticks(pid)? - before;
+    let per_second = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)?.context("CLK_TCK")?;
+    Ok(100.0 * ticks as f64 / per_second as f64 / span.as_secs_f64())
+}
+
+fn processor_ticks(pid: i32) -> Result<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    // The name is in brackets and may hold anything; utime and stime are 14 and 15.
+    let (_, rest) = stat.rsplit_once(") ").context("stat")?;
+    let fields: Vec<&str> = rest.split(' ').collect();
+    let field = |n: usize| -> Result<u64> { Ok(fields.get(n - 3).context("stat")?.parse()?) };
+    Ok(field(14)? + field(15)?)
+}
