@@ -42,6 +42,7 @@ pub struct Gpu {
     pub vram_reclaimed_bytes: u64,
     pub vram_reserved_bytes: u64,
     pub utilization_percent: u32,
+    pub utilization_minute_percent: u32,
 }
 
 /// A container.
@@ -202,6 +203,7 @@ impl From<control::Gpu> for Gpu {
             vram_reclaimed_bytes: gpu.vram_reclaimed_bytes,
             vram_reserved_bytes: gpu.vram_reserved_bytes,
             utilization_percent: gpu.utilization_percent,
+            utilization_minute_percent: gpu.utilization_minute_percent,
         }
     }
 }

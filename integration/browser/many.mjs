@@ -31,7 +31,7 @@ function container(i, round) {
   };
 }
 const gpus = [...Array(8).keys()].map((index) => ({ index, uuid: `GPU-${index}`, name: "NVIDIA H200", simulated: false, vram_total_bytes: 140 * GIB * 8, vram_used_bytes: 90 * GIB * 8,
-  vram_reclaimed_bytes: 50 * GIB * 8, vram_reserved_bytes: 0, utilization_percent: 37 + index * 5 }));
+  vram_reclaimed_bytes: 50 * GIB * 8, vram_reserved_bytes: 0, utilization_percent: 37 + index * 5, utilization_minute_percent: 31 + index * 5 }));
 const head = { node: "gpu-node-17", version: "0.1.0", controller_pid: 7, started_unix_ms: Date.now() - 86400000, gpu_error: null, dashboard: null, gpus };
 
 const server = createServer((request, reply) => {

@@ -91,7 +91,7 @@ fn show(
 fn gpu_line(gpu: &schema::Gpu) -> String {
     let free = gpu.vram_total_bytes.saturating_sub(gpu.vram_used_bytes);
     format!(
-        "GPU {} {}{}: {} used, {} free of {}, {} given back, {}% busy",
+        "GPU {} {}{}: {} used, {} free of {}, {} given back, {}% busy, {}% over a minute",
         gpu.index,
         gpu.name,
         if gpu.simulated { " (simulated)" } else { "" },
@@ -100,6 +100,7 @@ fn gpu_line(gpu: &schema::Gpu) -> String {
         format::bytes(gpu.vram_total_bytes),
         format::bytes(gpu.vram_reclaimed_bytes),
         gpu.utilization_percent,
+        gpu.utilization_minute_percent,
     )
 }
 

@@ -33,7 +33,7 @@ use crate::{
     core::{
         CommandId, Effect, Input, Key, Millis, Node, ProcessId, Request, container::display_name,
     },
-    inventory::{Finding, Inventory, Question, memory::MemoryRules, process},
+    inventory::{Finding, Inventory, Question, busy::Busy, memory::MemoryRules, process},
     journal::{Journal, Unclaimed},
     report, wishes,
 };
@@ -90,6 +90,7 @@ pub(super) struct Actor {
     started_unix_ms: i64,
     gpus_read: Option<Instant>,
     readings: Readings,
+    busy: Busy,
     sweep: Sweep,
     empty_since: Instant,
     dashboard: String,
@@ -129,6 +130,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         started_unix_ms: unix_ms(),
         gpus_read: None,
         readings: Readings::default(),
+        busy: Busy::default(),
         sweep: Sweep::new(&run_dir),
         empty_since: Instant::now(),
         dashboard: String::new(),
@@ -289,6 +291,9 @@ impl Actor {
         if matches!(finding, Finding::Gpus(_)) && self.readings.came() {
             self.inventory.ask(Question::Gpus);
         }
+        if let Finding::Gpus(Ok(gpus)) = &finding {
+            self.busy.note(self.now(), gpus);
+        }
         self.feed(match finding {
             Finding::Gpus(gpus) => Input::Gpus(gpus),
             Finding::Proven(key, number, gpus) => Input::Proven(key, number, gpus),
@@ -340,6 +345,9 @@ impl Actor {
                 list.version = env!("CARGO_PKG_VERSION").into();
                 list.controller_pid = std::process::id();
                 list.started_unix_ms = self.started_unix_ms;
+                for gpu in &mut list.gpus {
+                    gpu.utilization_minute_percent = self.busy.percent(&gpu.uuid);
+                }
                 list.dashboard.clone_from(&self.dashboard);
                 let _ = answer.send(list);
             }

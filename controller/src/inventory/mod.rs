@@ -2,6 +2,7 @@
 //! ([`memory`]). One thread asks ([`Inventory`]), so that a slow driver never holds up
 //! the task that decides.
 
+pub mod busy;
 pub mod memory;
 pub mod nvml;
 pub mod process;

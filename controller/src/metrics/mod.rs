@@ -159,6 +159,12 @@ impl Metrics {
             table.gpu_returned.get_or_create(&labels).set(whole(gpu.vram_reclaimed_bytes));
             table.gpu_reserved.get_or_create(&labels).set(whole(gpu.vram_reserved_bytes));
             table.gpu_busy.get_or_create(&labels).set(f64::from(gpu.utilization_percent) / 100.0);
+            let minute = f64::from(gpu.utilization_minute_percent) / 100.0;
+            table.gpu_busy_minute.get_or_create(&labels).set(minute);
+            let wanted = gpu.vram_used_bytes.saturating_add(gpu.vram_reclaimed_bytes);
+            #[allow(clippy::cast_precision_loss)] // A share.
+            let pressure = wanted as f64 / gpu.vram_total_bytes.max(1) as f64;
+            table.gpu_pressure.get_or_create(&labels).set(pressure);
         }
         let mut queued = 0;
         for (position, container) in node.containers.iter().enumerate() {

@@ -33,6 +33,8 @@ pub struct Table {
     pub gpu_returned: Family<GpuLabels, Gauge>,
     pub gpu_reserved: Family<GpuLabels, Gauge>,
     pub gpu_busy: Family<GpuLabels, Share>,
+    pub gpu_busy_minute: Family<GpuLabels, Share>,
+    pub gpu_pressure: Family<GpuLabels, Share>,
     pub containers: Family<StateLabels, Gauge>,
     pub held: Family<DeviceLabels, Gauge>,
     pub away: Family<DeviceLabels, Gauge>,
@@ -116,6 +118,16 @@ impl Table {
             gpu_busy: add!(
                 "gpu_utilization_ratio",
                 "Busy share of the last sample period",
+                Family::default()
+            ),
+            gpu_busy_minute: add!(
+                "gpu_utilization_minute_ratio",
+                "Busy share of the last minute",
+                Family::default()
+            ),
+            gpu_pressure: add!(
+                "gpu_vram_pressure_ratio",
+                "VRAM that would be in use if everybody were home, as a share of the device's; above 1 not all fit",
                 Family::default()
             ),
             containers: add!("containers", "GPU containers by state", Family::default()),
@@ -207,7 +219,9 @@ impl Table {
         for family in [&self.gpu_total, &self.gpu_used, &self.gpu_returned, &self.gpu_reserved] {
             family.clear();
         }
-        self.gpu_busy.clear();
+        for family in [&self.gpu_busy, &self.gpu_busy_minute, &self.gpu_pressure] {
+            family.clear();
+        }
         self.containers.clear();
         self.held.clear();
         self.away.clear();

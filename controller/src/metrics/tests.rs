@@ -19,6 +19,7 @@ fn node(state: &str, held: u64, away: u64) -> Node {
             vram_reclaimed_bytes: 2,
             vram_reserved_bytes: 1,
             utilization_percent: 50,
+            utilization_minute_percent: 40,
             ..Gpu::default()
         }],
         containers: vec![Container {
@@ -111,6 +112,9 @@ fn time_with_vram_is_sorted_by_what_it_was_for() {
     let (metrics, hub) = lived();
     let text = metrics.text(&node("Queued", 0, 0), &hub, 0).unwrap();
     let labels = "{namespace=\"ml\",pod=\"\",container=\"one\"}";
+    let pressure = |line: &str| line.starts_with("affinode_gpu_vram_pressure_ratio{");
+    let pressure = text.lines().find(|line| pressure(line)).unwrap_or_default();
+    assert!(pressure.ends_with(" 0.75"), "4 in use and 2 given back, of 8: {pressure}");
     for (name, value) in [("used", "4.0"), ("idle", "4.0"), ("returned", "9.0")] {
         let line = format!("affinode_container_{name}_vram_byte_seconds_total{labels} {value}");
         assert!(text.contains(&line), "{line} is not in\n{text}");

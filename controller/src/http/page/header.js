@@ -42,7 +42,7 @@ function card(gpu) {
     el("div", { class: "title" },
       el("b", {}, `GPU ${gpu.index}`), el("span", { class: "quiet" }, gpu.name.replace(/\s*\(?[Ss]imulated\)?/, "") || gpu.name),
       gpu.simulated ? el("span", { class: "tag" }, "simulated") : "",
-      el("span", { class: "busy num" }, `${gpu.utilization_percent}% busy`)),
+      el("span", { class: "busy num" }, `${gpu.utilization_percent}% busy, ${gpu.utilization_minute_percent}% over a minute`)),
     meter, legend);
 }
 
