@@ -325,3 +325,37 @@ async fn pins_and_the_switch_are_posts_and_nothing_else() {
     assert_eq!(looking.ask("POST", &format!("{switch}/off"), "").await.0, 403);
     assert_eq!(looking.ask("POST", &format!("{path}/pin"), "").await.0, 403);
 }
+
+/// What `config/openapi.yaml` promises is there, under its method and no other.
+#[tokio::test]
+async fn every_path_of_the_document_is_served() {
+    let document = include_str!("../../../config/openapi.yaml");
+    let document: serde_json::Value = serde_yaml_ng::from_str(document).unwrap();
+    let site = run(true, None);
+    let paths = document["paths"].as_object().unwrap();
+    assert!(paths.len() > 8, "{paths:?}");
+    for (path, methods) in paths {
+        let filled = path.replace("{key}", KEY).replace("{switch}", "on");
+        for action in ["offload", "pin"] {
+            let filled = filled.replace("{action}", action);
+            let get = methods.get("get").is_some();
+            if filled == "/api/v1/events" || filled == "/api/v1/calls" {
+                assert!(get && stream_starts(&site.socket(), &filled).await, "{filled}");
+                continue;
+            }
+            let (right, wrong) = if get { ("GET", "POST") } else { ("POST", "GET") };
+            let empty = "Content-Length: 0\r\n";
+            let (status, body) = site.ask(right, &filled, empty).await;
+            assert!(!body.contains("there is nothing here"), "{right} {filled}: {status} {body}");
+            assert_eq!(site.ask(wrong, &filled, empty).await.0, 405, "{wrong} {filled}");
+        }
+    }
+}
+
+async fn stream_starts(socket: &Path, path: &str) -> bool {
+    let mut stream = UnixStream::connect(socket).await.unwrap();
+    let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.unwrap();
+    let mut begin = [0; 12];
+    stream.read_exact(&mut begin).await.is_ok() && &begin == b"HTTP/1.1 200"
+}
