@@ -62,7 +62,7 @@ enum Command {
     /// Print what happened: the last events, one a line.
     Events {
         /// Wait for more.
-        #[arg(short, long)]
+        #[arg(short, long, short_alias = 'w', alias = "watch")]
         follow: bool,
         /// How to print; json is one object a line.
         #[arg(short, long, default_value = "table")]

@@ -48,6 +48,8 @@ enum Format {
     Csv,
     /// JSON, as /api/v1/report.
     Json,
+    /// YAML of the same names.
+    Yaml,
 }
 
 /// Asks the controller; where none runs, reads what the last one left.
@@ -66,6 +68,7 @@ pub async fn run(run_dir: &Path, out: &mut dyn Write, asked: Report) -> Result<(
             serde_json::to_writer_pretty(&mut *out, &report)?;
             Ok(writeln!(out)?)
         }
+        Format::Yaml => Ok(serde_yaml_ng::to_writer(out, &report)?),
         Format::Csv => csv(out, &report, !asked.no_headers),
         Format::Table => show(out, &report, !asked.no_headers),
     }
