@@ -9,15 +9,14 @@ use std::{
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::client::Client;
+use super::{client::Client, format};
 use crate::schema::{Container, Node};
 
 /// Shorter moves are over before a bar is read.
 const SOON: Duration = Duration::from_millis(600);
 /// Between two looks.
 const LOOK: Duration = Duration::from_millis(250);
-const STYLE: &str =
-    "{msg} {wide_bar} {binary_bytes}/{binary_total_bytes}  {binary_bytes_per_sec}  {eta} left";
+const STYLE: &str = "{prefix} {wide_bar} {binary_bytes} of {binary_total_bytes}{msg}";
 
 /// Which way it goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,8 +62,10 @@ pub async fn during<T>(client: &Client, name: &str, way: Way, moved: impl Future
                 };
                 let total = total(way, *before);
                 let bar = bar.get_or_insert_with(|| drawn(total));
-                bar.set_message(state);
-                bar.set_position(done(way, *before, now));
+                let moved = done(way, *before, now);
+                bar.set_prefix(state);
+                bar.set_message(pace(moved, total, began.elapsed()));
+                bar.set_position(moved);
             }
         }
     }
@@ -98,6 +99,16 @@ fn done(way: Way, before: Seen, now: Seen) -> u64 {
         }
     };
     seen.min(total(way, before))
+}
+
+/// Rate and time left, once something has moved.
+fn pace(moved: u64, total: u64, elapsed: Duration) -> String {
+    if moved == 0 || moved >= total {
+        return String::new();
+    }
+    let per_second = moved as f64 / elapsed.as_secs_f64().max(0.001);
+    let left_ms = 1000.0 * (total - moved) as f64 / per_second;
+    format!(", {}/s, {} left", format::amount(per_second as u64), format::duration(left_ms as u64))
 }
 
 async fn look(client: &Client, name: &str) -> Option<(String, Seen)> {
@@ -143,6 +154,13 @@ mod tests {
         assert_eq!(done(Way::Home, before, before), 0);
         assert_eq!(done(Way::Home, before, seen(55, 100, 107)), 55);
         assert_eq!(done(Way::Home, before, seen(0, 100, 47)), 60);
+    }
+
+    #[test]
+    fn the_pace_is_that_of_the_whole_move() {
+        let pace = |moved| pace(moved, 40 << 30, Duration::from_secs(5));
+        assert_eq!(pace(10 << 30), ", 2.0 GiB/s, 15s left");
+        assert_eq!([pace(0), pace(40 << 30)], ["", ""]);
     }
 
     #[test]

@@ -95,7 +95,7 @@ fn gpu_line(gpu: &schema::Gpu) -> String {
         gpu.index,
         gpu.name,
         if gpu.simulated { " (simulated)" } else { "" },
-        format::bytes(gpu.vram_used_bytes),
+        if gpu.vram_used_bytes == 0 { "0 MiB".into() } else { format::bytes(gpu.vram_used_bytes) },
         format::bytes(free),
         format::bytes(gpu.vram_total_bytes),
         format::bytes(gpu.vram_reclaimed_bytes),
