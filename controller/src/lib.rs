@@ -28,6 +28,7 @@ pub mod daemon;
 pub mod doctor;
 pub mod history;
 pub mod http;
+mod install;
 pub mod inventory;
 pub mod journal;
 pub mod metrics;

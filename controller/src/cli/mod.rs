@@ -10,6 +10,7 @@ mod completion;
 mod doctor;
 mod events;
 mod format;
+mod install;
 mod policy;
 mod progress;
 mod ps;
@@ -74,6 +75,8 @@ enum Command {
     Report(report::Report),
     Simulate(simulate::Simulate),
     Doctor(doctor::Doctor),
+    Install(install::Install),
+    Uninstall(install::Uninstall),
     Policy(policy::Policy),
     /// Print the completion script of a shell.
     Completion {
@@ -137,6 +140,10 @@ enum CliError {
     #[error("cannot write YAML")]
     Yaml(#[from] serde_yaml_ng::Error),
     #[error(transparent)]
+    Install(#[from] crate::install::InstallError),
+    #[error(transparent)]
+    Source(#[from] crate::install::FileError),
+    #[error(transparent)]
     Config(#[from] crate::config::ConfigError),
     #[error(transparent)]
     History(#[from] crate::history::StoreError),
@@ -174,6 +181,8 @@ async fn run(args: Args) -> Result<(), CliError> {
         },
         Command::Completion { shell } => return completion::completion(&mut out, shell),
         Command::Man { folder } => return completion::man(&folder),
+        Command::Install(asked) => return install::install(&mut out, asked),
+        Command::Uninstall(asked) => return install::uninstall(&mut out, asked),
         Command::Doctor(asked) => return doctor::run(&args.run_dir, &mut out, asked).await,
         Command::Report(asked) => return report::run(&args.run_dir, &mut out, asked).await,
         other => other,
@@ -191,6 +200,8 @@ async fn run(args: Args) -> Result<(), CliError> {
         Command::Events { follow, output } => events::run(&client, &mut out, output, follow).await,
         // Done before.
         Command::Simulate(_)
+        | Command::Install(_)
+        | Command::Uninstall(_)
         | Command::Doctor(_)
         | Command::Completion { .. }
         | Command::Man { .. }

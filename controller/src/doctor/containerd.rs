@@ -23,6 +23,8 @@ const SOCKETS: [&str; 4] = [
     "/run/k0s/containerd.sock",
     "/var/snap/microk8s/common/run/containerd.sock",
 ];
+/// What it reads when its command line names no file.
+const CONFIG_FILE: &str = "/etc/containerd/config.toml";
 /// The first release with the calls that the shim answers.
 const MIN_VERSION: (u32, u32) = (1, 6);
 
@@ -37,9 +39,12 @@ pub struct Daemon {
     pub program: PathBuf,
     /// What its program says of its version, or why it does not.
     pub version: Result<String, String>,
+    /// The configuration file that it was started with.
+    pub config_file: PathBuf,
     /// Its configuration with all that it imports, or why it cannot be had.
     pub config: Result<toml::Table, String>,
     environment: Vec<u8>,
+    argv: Vec<OsString>,
 }
 
 /// Why there is none.
@@ -69,6 +74,14 @@ pub enum Absent {
 }
 
 impl Daemon {
+    /// What its program makes of its configuration by now.
+    ///
+    /// # Errors
+    /// Why it cannot be had, for people.
+    pub fn dump(&self) -> Result<toml::Table, String> {
+        dump(self.pid, &self.argv)
+    }
+
     /// A variable of its environment.
     #[must_use]
     pub fn variable(&self, name: &str) -> Option<OsString> {
@@ -108,26 +121,36 @@ fn look(socket: &Path, pid: u32) -> std::io::Result<Daemon> {
         .split(|byte| *byte == 0)
         .map(|word| OsString::from_vec(word.to_vec()))
         .collect();
-    // By way of /proc: that file runs, even if an update has replaced it since.
-    let run = |arguments: &[OsString]| run(&proc.join("exe"), &argv, arguments);
-    let dump: Vec<OsString> =
-        config_flag(&argv).into_iter().chain(["config".into(), "dump".into()]).collect();
-    let config = run(&dump).and_then(|text| {
-        text.parse::<toml::Table>().map_err(|error| format!("its configuration: {error}"))
+    let version = run(pid, &argv, &["--version".into()]);
+    let named = config_flag(&argv);
+    let named = named.last().map(|word| {
+        let bytes = word.as_bytes();
+        let path = bytes.iter().position(|byte| *byte == b'=').map_or(bytes, |at| &bytes[at + 1..]);
+        PathBuf::from(OsString::from_vec(path.to_vec()))
     });
     Ok(Daemon {
         socket: socket.to_owned(),
         pid,
         program: fs::read_link(proc.join("exe"))?,
-        version: run(&["--version".into()]).map(|text| text.trim().to_owned()),
-        config,
+        version: version.map(|text| text.trim().to_owned()),
+        config_file: fs::read_link(proc.join("cwd"))?
+            .join(named.unwrap_or_else(|| PathBuf::from(CONFIG_FILE))),
+        config: dump(pid, &argv),
         environment: fs::read(proc.join("environ"))?,
+        argv,
     })
 }
 
+fn dump(pid: u32, argv: &[OsString]) -> Result<toml::Table, String> {
+    let words = config_flag(argv).into_iter().chain(["config".into(), "dump".into()]);
+    let text = run(pid, argv, &words.collect::<Vec<_>>())?;
+    text.parse().map_err(|error| format!("its configuration: {error}"))
+}
+
 /// Runs the daemon's program under its own name: some are many programs in one file.
-fn run(exe: &Path, argv: &[OsString], arguments: &[OsString]) -> Result<String, String> {
-    let mut command = Command::new(exe);
+fn run(pid: u32, argv: &[OsString], arguments: &[OsString]) -> Result<String, String> {
+    // By way of /proc: that file runs, even if an update has replaced it since.
+    let mut command = Command::new(format!("/proc/{pid}/exe"));
     command.arg0(argv.first().cloned().unwrap_or_default()).args(arguments).stdin(Stdio::null());
     let output = command.output().map_err(|error| report::chain(&error))?;
     if output.status.success() {

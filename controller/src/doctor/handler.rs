@@ -9,7 +9,7 @@ use super::{Check, Group, is_program, programs::SHIM};
 /// The runtime type that containerd makes the shim's name from.
 pub const RUNTIME_TYPE: &str = "io.containerd.affinode.v1";
 /// The CRI plugin's configuration, in files of version 2 and 3.
-const PLUGINS: [&str; 2] = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
+pub const PLUGINS: [&str; 2] = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
 /// Annotations that must reach the shim.
 const ANNOTATIONS: &str = "affinode.io/*";
 /// Options that a handler must have as the default one has them.
@@ -45,7 +45,7 @@ pub fn judge(config: &Result<Table, String>, kubernetes: bool) -> Vec<Check> {
             judge_handler(&mut group, name, handler, handlers, cri)
         }
         _ => {
-            let hint = "add config/containerd/affinode-v2.toml (containerd 1.x) or affinode-v3.toml (2.x) to its configuration and restart it";
+            let hint = "`affinode install` adds it; by hand: config/containerd/affinode-v2.toml (containerd 1.x) or affinode-v3.toml (2.x), and restart it";
             if kubernetes {
                 group.bad("handler", "none: pods cannot use Affinode", hint);
             } else {

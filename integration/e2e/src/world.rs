@@ -255,8 +255,12 @@ impl World {
         let listed = containerd::run(self.ctr().args(["containers", "list", "--quiet"]))?;
         for id in listed.lines() {
             let running = Running { id: id.into() };
-            if running.status(self)?.as_deref() == Some("RUNNING") {
-                running.kill(self)?;
+            // One whose input has ended may end by itself just now.
+            if running.status(self)?.as_deref() == Some("RUNNING")
+                && let Err(error) = running.kill(self)
+                && running.status(self)?.as_deref() == Some("RUNNING")
+            {
+                return Err(error);
             }
             running.delete(self)?;
         }

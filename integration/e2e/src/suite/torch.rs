@@ -8,7 +8,7 @@ use serde::Deserialize;
 use super::{
     BY_ORDER,
     cycle::{EMPTY_BYTES, mib},
-    host_root, median,
+    host_root,
     report::Rows,
     vram_used,
 };
@@ -122,7 +122,7 @@ impl<'w> Torch<'w> {
     pub fn step_cost(&self, rows: &mut Rows) -> Result<()> {
         let world = self.world;
         let (mut with, mut without) = (Vec::new(), Vec::new());
-        for _ in 0..3 {
+        for _ in 0..5 {
             for (id, samples) in [("step-stock", &mut without), ("step-ours", &mut with)] {
                 let (name, value) = BY_ORDER;
                 let mut spec = self.spec(id, "root")?.annotation(name, value);
@@ -137,7 +137,9 @@ impl<'w> Torch<'w> {
                 worker.running.delete(world)?;
             }
         }
-        let (without, with) = (median(&without), median(&with));
+        // From one process to the next a step differs by 8 %, whoever runs it: the best of each.
+        let best = |steps: &[f64]| steps.iter().copied().fold(f64::INFINITY, f64::min);
+        let (without, with) = (best(&without), best(&with));
         rows.tell("a step with the stock runtime", without, "ms");
         rows.tell("a step with the library", with, "ms");
         let more = (with / without - 1.0) * 100.0;

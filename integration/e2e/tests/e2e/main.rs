@@ -10,6 +10,7 @@ mod doctor;
 mod gpu_pods;
 mod hazards;
 mod hostile;
+mod install;
 mod libc;
 mod lifecycle;
 mod matrix;

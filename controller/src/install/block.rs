@@ -1,0 +1,234 @@
+//! What is added to containerd's configuration, as text and as what containerd makes of it.
+
+use std::fmt::Write;
+
+use toml::{Table, Value};
+
+use crate::doctor::handler::{PLUGINS, RUNTIME_TYPE};
+
+/// First line of what we add.
+const BEGIN: &str =
+    "# >>> affinode: added by `affinode install`, removed by `affinode uninstall`\n";
+/// Last line.
+const END: &str = "# <<< affinode\n";
+/// Annotations that must reach the shim.
+const ANNOTATIONS: &str = "affinode.io/*";
+/// Keys of a handler that are ours, whatever the handler that is copied says.
+const OWN: [&str; 4] = ["runtime_type", "runtime_path", "pod_annotations", "container_annotations"];
+
+/// Why a block cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum BlockError {
+    /// Files of version 1 name plugins in another way.
+    #[error(
+        "containerd's configuration is of version {0}: write it anew with `containerd config migrate` first"
+    )]
+    Version(i64),
+    /// Nobody could name the handler.
+    #[error("CRI is not configured in this containerd: ctr and nerdctl need no handler")]
+    NoCri,
+    /// It is somebody's.
+    #[error(
+        "there is a handler {0:?} already: choose another name with --runtime-name, or remove it"
+    )]
+    Taken(String),
+    /// Cannot be written as TOML.
+    #[error("the handler {name:?} cannot be copied")]
+    Copy {
+        /// Its name.
+        name: String,
+        /// Why.
+        #[source]
+        source: toml::ser::Error,
+    },
+}
+
+/// The block for a file of this version, next to `own`, what the file itself says. The
+/// handler is a copy of `nvidia`, or of the default one, as our shim.
+pub fn text(dump: &Table, own: &Table, version: i64, name: &str) -> Result<String, BlockError> {
+    let plugin = match version {
+        2 => PLUGINS[0],
+        3.. => PLUGINS[1],
+        other => return Err(BlockError::Version(other)),
+    };
+    let cri = cri(dump).ok_or(BlockError::NoCri)?;
+    let handlers = cri.get("runtimes").and_then(Value::as_table).cloned().unwrap_or_default();
+    if handlers.contains_key(name) {
+        return Err(BlockError::Taken(name.into()));
+    }
+    let default = cri.get("default_runtime_name").and_then(Value::as_str).unwrap_or("runc");
+    let model = ["nvidia", default].into_iter().find_map(|n| handlers.get(n)?.as_table());
+    let mut blocks = vec![(name.to_owned(), like(model))];
+    // containerd 1.x forgets its own handlers when a file names one.
+    let named = cri_of(own, PLUGINS[0]).and_then(|cri| cri.get("runtimes"));
+    if version == 2 && named.is_none() {
+        let others = handlers.iter().filter_map(|(n, h)| Some((n.clone(), h.as_table()?.clone())));
+        blocks.extend(others);
+    }
+    let mut text = BEGIN.to_owned();
+    for (name, mut handler) in blocks {
+        let copy = |source| BlockError::Copy { name: name.clone(), source };
+        let place = format!("plugins.\"{plugin}\".containerd.runtimes.\"{name}\"");
+        let options = handler.remove("options");
+        let _ = writeln!(text, "[{place}]");
+        text.push_str(&toml::to_string(&handler).map_err(copy)?);
+        if let Some(Value::Table(options)) = options.filter(|o| !is_default(o)) {
+            let _ = writeln!(text, "[{place}.options]");
+            text.push_str(&toml::to_string(&options).map_err(copy)?);
+        }
+    }
+    text.push_str(END);
+    Ok(text)
+}
+
+/// Our handler, like another one.
+fn like(model: Option<&Table>) -> Table {
+    let mut handler = Table::new();
+    for (key, value) in model.into_iter().flatten() {
+        if !OWN.contains(&key.as_str()) && !is_default(value) {
+            handler.insert(key.clone(), without_defaults(value));
+        }
+    }
+    handler.insert("runtime_type".into(), RUNTIME_TYPE.into());
+    for key in ["pod_annotations", "container_annotations"] {
+        let theirs = model.and_then(|model| model.get(key)?.as_array().cloned());
+        let mut passed = theirs.unwrap_or_default();
+        if !passed.iter().any(|one| one.as_str() == Some(ANNOTATIONS)) {
+            passed.push(ANNOTATIONS.into());
+        }
+        handler.insert(key.into(), passed.into());
+    }
+    handler
+}
+
+fn without_defaults(value: &Value) -> Value {
+    let Value::Table(table) = value else { return value.clone() };
+    let set = table.iter().filter(|(_, value)| !is_default(value));
+    Value::Table(set.map(|(key, value)| (key.clone(), value.clone())).collect())
+}
+
+/// Whether it is what containerd would take anyway.
+fn is_default(value: &Value) -> bool {
+    match value {
+        Value::Boolean(set) => !set,
+        Value::String(text) => text.is_empty(),
+        Value::Integer(number) => *number == 0,
+        Value::Array(items) => items.is_empty(),
+        Value::Table(table) => table.values().all(is_default),
+        _ => false,
+    }
+}
+
+/// The part of a configuration that knows handlers.
+pub fn cri(config: &Table) -> Option<&Table> {
+    PLUGINS.iter().find_map(|plugin| cri_of(config, plugin))
+}
+
+fn cri_of<'a>(config: &'a Table, plugin: &str) -> Option<&'a Table> {
+    config.get("plugins")?.get(plugin)?.get("containerd")?.as_table()
+}
+
+/// Compares two whole configurations.
+///
+/// # Errors
+/// The first place, beside the handler, where they differ.
+pub fn only_handler_differs(before: &Table, after: &Table, name: &str) -> Result<(), String> {
+    let without = |config: &Table| {
+        let mut config = Value::Table(config.clone());
+        for plugin in PLUGINS {
+            let handlers = ["plugins", plugin, "containerd", "runtimes"]
+                .iter()
+                .try_fold(&mut config, |value, key| value.as_table_mut()?.get_mut(*key));
+            if let Some(handlers) = handlers.and_then(Value::as_table_mut) {
+                handlers.remove(name);
+            }
+        }
+        config
+    };
+    first_difference(&without(before), &without(after), "").map_or(Ok(()), Err)
+}
+
+fn first_difference(before: &Value, after: &Value, place: &str) -> Option<String> {
+    let (Value::Table(before), Value::Table(after)) = (before, after) else {
+        return (before != after).then(|| place.trim_start_matches('.').to_owned());
+    };
+    let keys = before.keys().chain(after.keys().filter(|key| !before.contains_key(*key)));
+    keys.into_iter().find_map(|key| {
+        let place = format!("{place}.{key}");
+        match (before.get(key), after.get(key)) {
+            (Some(before), Some(after)) => first_difference(before, after, &place),
+            _ => Some(place.trim_start_matches('.').to_owned()),
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const V2: &str = r#"version = 2
+[plugins."io.containerd.grpc.v1.cri".containerd]
+default_runtime_name = "runc"
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+runtime_type = "io.containerd.runc.v2"
+privileged_without_host_devices = false
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
+SystemdCgroup = true
+Root = ""
+"#;
+
+    fn table(text: &str) -> Table {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn the_handler_is_a_copy_of_nvidias_as_our_shim() {
+        let nvidia = r#"[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.nvidia]
+runtime_type = "io.containerd.runc.v2"
+base_runtime_spec = "/etc/spec.json"
+pod_annotations = ["nvidia.com/*"]
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.nvidia.options]
+BinaryName = "/usr/bin/nvidia-container-runtime"
+"#;
+        let dump = table(&format!("{V2}{nvidia}"));
+        let text = text(&dump, &dump, 2, "affinode").unwrap();
+        let after = table(&format!("{V2}{nvidia}{text}"));
+        let ours = cri(&after).unwrap()["runtimes"]["affinode"].clone();
+        assert_eq!(ours["runtime_type"].as_str(), Some(RUNTIME_TYPE));
+        assert_eq!(ours["base_runtime_spec"].as_str(), Some("/etc/spec.json"));
+        assert_eq!(ours["pod_annotations"].as_array().unwrap().len(), 2);
+        let binary = ours["options"]["BinaryName"].as_str();
+        assert_eq!(binary, Some("/usr/bin/nvidia-container-runtime"));
+        assert_eq!(only_handler_differs(&dump, &after, "affinode"), Ok(()));
+    }
+
+    #[test]
+    fn a_file_that_names_no_handler_gets_those_that_it_would_lose() {
+        let dump = table(V2);
+        let text = text(&dump, &table("version = 2"), 2, "affinode").unwrap();
+        let after = table(&text);
+        let handlers = cri(&after).unwrap()["runtimes"].as_table().unwrap();
+        assert_eq!(handlers["runc"]["runtime_type"].as_str(), Some("io.containerd.runc.v2"));
+        assert_eq!(handlers["affinode"]["options"]["SystemdCgroup"].as_bool(), Some(true));
+    }
+
+    #[test]
+    fn what_cannot_be_registered_is_refused() {
+        let dump = table(V2);
+        assert!(matches!(text(&dump, &dump, 1, "affinode"), Err(BlockError::Version(1))));
+        assert!(matches!(text(&dump, &dump, 2, "runc"), Err(BlockError::Taken(_))));
+        let bare = table("version = 3");
+        assert!(matches!(text(&bare, &bare, 3, "affinode"), Err(BlockError::NoCri)));
+    }
+
+    #[test]
+    fn a_difference_anywhere_else_is_named() {
+        let (before, after) = (table(V2), table(&V2.replace("= true", "= false")));
+        let place =
+            "plugins.io.containerd.grpc.v1.cri.containerd.runtimes.runc.options.SystemdCgroup";
+        assert_eq!(only_handler_differs(&before, &after, "affinode"), Err(place.into()));
+        assert_eq!(only_handler_differs(&before, &after, "runc"), Ok(()));
+        let less = table("version = 2");
+        assert_eq!(only_handler_differs(&before, &less, "x"), Err("plugins".into()));
+    }
+}

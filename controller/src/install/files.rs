@@ -1,0 +1,185 @@
+//! Our own files: what is installed, and where from.
+
+use std::{
+    fmt, fs,
+    io::{self, Write},
+    os::unix::fs::{OpenOptionsExt, PermissionsExt},
+    path::{Path, PathBuf},
+};
+
+use affinode_proto::paths;
+use sha2::{Digest, Sha256};
+
+use crate::doctor::{library, programs::SHIM};
+
+/// The command.
+const COMMAND: &str = "affinode";
+
+/// What is to be installed.
+#[derive(Clone, Debug)]
+pub struct Source {
+    programs: PathBuf,
+    library: PathBuf,
+}
+
+/// Why a file is not put in place or taken away.
+#[derive(Debug, thiserror::Error)]
+pub enum FileError {
+    /// Something is missing.
+    #[error("{file} is not in {}: give the folder that `cargo xtask build` made with --from", folder.display())]
+    Missing {
+        /// Its name.
+        file: &'static str,
+        /// Where it was looked for.
+        folder: PathBuf,
+    },
+    /// Processes of containers could not load it.
+    #[error("{} would not load: {why}", path.display())]
+    Library {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        why: String,
+    },
+    /// A step failed.
+    #[error("cannot {action} {}", path.display())]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl Source {
+    /// In `bin` and `lib` of this folder, or in `folder` itself.
+    ///
+    /// # Errors
+    /// [`FileError`]: a file is missing, or is no library that loads.
+    pub fn of(folder: &Path) -> Result<Source, FileError> {
+        let places = [
+            folder.to_owned(),
+            folder.join("bin"),
+            folder.join("lib"),
+            folder.join("lib/affinode"),
+        ];
+        let find = |file: &'static str| {
+            let holds = places.iter().find(|place| place.join(file).is_file());
+            holds.cloned().ok_or(FileError::Missing { file, folder: folder.to_owned() })
+        };
+        find(COMMAND)?;
+        let programs = find(SHIM)?;
+        let library = find(paths::LIB_FILE)?.join(paths::LIB_FILE);
+        library::loadable(&read(&library)?)
+            .map_err(|why| FileError::Library { path: library.clone(), why })?;
+        Ok(Source { programs, library })
+    }
+
+    /// Each file, where it goes, and its mode.
+    pub(super) fn places(&self, prefix: &Path) -> [(PathBuf, PathBuf, u32); 3] {
+        let bin = |name: &str| (self.programs.join(name), prefix.join("bin").join(name), 0o755);
+        let library = prefix.join("lib/affinode").join(paths::LIB_FILE);
+        [bin(COMMAND), bin(SHIM), (self.library.clone(), library, 0o644)]
+    }
+}
+
+/// A file that is not there yet, or is another one.
+#[derive(Debug)]
+pub struct Change {
+    from: PathBuf,
+    to: PathBuf,
+    mode: u32,
+    replaces: bool,
+}
+
+impl Change {
+    /// Puts it in place: whoever runs or has mapped the old one keeps it.
+    pub fn make(&self) -> Result<(), FileError> {
+        let failed = |source| FileError::Io { action: "write", path: self.to.clone(), source };
+        if let Some(folder) = self.to.parent() {
+            fs::create_dir_all(folder).map_err(failed)?;
+        }
+        replace(&self.to, &read(&self.from)?, Some(self.mode)).map_err(failed)
+    }
+}
+
+impl fmt::Display for Change {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let verb = if self.replaces { "replace" } else { "copy" };
+        write!(f, "{verb} {}", self.to.display())
+    }
+}
+
+/// What differs from what is there.
+pub fn plan(source: &Source, prefix: &Path) -> Result<Vec<Change>, FileError> {
+    let mut changes = Vec::new();
+    for (from, to, mode) in source.places(prefix) {
+        let wanted = read(&from)?;
+        let there = fs::read(&to).ok();
+        if there.as_ref() != Some(&wanted) {
+            changes.push(Change { from, to, mode, replaces: there.is_some() });
+        }
+    }
+    Ok(changes)
+}
+
+/// Writes a file whole, or not at all; the mode stays what it was unless one is given.
+pub fn replace(path: &Path, bytes: &[u8], mode: Option<u32>) -> io::Result<()> {
+    // A link stays one: what it leads to is replaced.
+    let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let there = fs::metadata(&path).map(|file| file.permissions().mode() & 0o7777);
+    let mode = mode.or(there.ok()).unwrap_or(0o644);
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(".affinode-new");
+    let fresh = path.with_file_name(name);
+    let write = || {
+        let mut file =
+            fs::File::options().create(true).write(true).truncate(true).mode(mode).open(&fresh)?;
+        file.set_permissions(fs::Permissions::from_mode(mode))?;
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        fs::rename(&fresh, &path)
+    };
+    write().inspect_err(|_| {
+        let _ = fs::remove_file(&fresh);
+    })
+}
+
+/// Removes a file, if it is there.
+pub fn remove(path: &Path) -> Result<(), FileError> {
+    match fs::remove_file(path) {
+        Err(source) if source.kind() != io::ErrorKind::NotFound => {
+            Err(FileError::Io { action: "remove", path: path.to_owned(), source })
+        }
+        _ => {
+            // The library's folder is ours; others are not empty.
+            if let Some(folder) = path.parent().filter(|folder| folder.ends_with("affinode")) {
+                let _ = fs::remove_dir(folder);
+            }
+            Ok(())
+        }
+    }
+}
+
+/// Its content's SHA-256, in hexadecimal.
+pub fn digest(path: &Path) -> Result<String, FileError> {
+    let digest = Sha256::digest(read(path)?);
+    Ok(digest.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// The file that an installer holds locked.
+pub fn open_lock(folder: &Path) -> Result<fs::File, FileError> {
+    let path = folder.join("install.lock");
+    let open = || {
+        fs::create_dir_all(folder)?;
+        fs::File::options().create(true).truncate(false).write(true).mode(0o600).open(&path)
+    };
+    open().map_err(|source| FileError::Io { action: "open", path: path.clone(), source })
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, FileError> {
+    fs::read(path).map_err(|source| FileError::Io { action: "read", path: path.to_owned(), source })
+}
