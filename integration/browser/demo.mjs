@@ -31,6 +31,7 @@ await page.keyboard.press("Enter");
 check("Enter opens it", (await page.locator(".detail").count()) === 1);
 await until("the timeline", async () => (await page.locator(".timeline rect").count()) > 0);
 check("the timeline has spans", (await page.locator(".timeline rect").count()) > 0, `${await page.locator(".timeline rect").count()}`);
+check("the last call has a name and an age", /cu[A-Z].* ago/.test(await page.locator(".detail .last").textContent()), await page.locator(".detail .last").textContent());
 check("processes are listed", (await page.locator(".detail tbody tr").count()) === 1, await page.locator(".detail tbody code").first().textContent());
 if (shots) await page.screenshot({ path: `${shots}/open.png` });
 await page.keyboard.press("r");

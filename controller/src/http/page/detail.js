@@ -1,7 +1,7 @@
 // What opens below a row: why, the last hours, processes.
-import { bytes, clock, count, duration, el, svg, took } from "./format.js";
+import { bytes, clock, count, duration, el, put, svg, ticking, took } from "./format.js";
 import { ask } from "./stream.js";
-import { calls, nodeNow } from "./store.js";
+import { calls, idleMs, nodeNow } from "./store.js";
 
 const HOURS_MS = 6 * 3600 * 1000;
 const rates = new Map(); // pid -> [calls, when, rate]
@@ -34,7 +34,8 @@ export function drawDetail(node, container) {
     fact("Offloads", String(container.offloads)), fact("Returns", String(container.restores)),
     fact("Last offload", container.offloads ? took(container.last_offload_ms) : "–"),
     fact("Last wake", container.restores ? `${took(container.last_wake_ms)}, of which ${took(container.last_restore_ms)} moving` : "–"),
-    fact("CUDA calls", count(calls(container))));
+    fact("CUDA calls", count(calls(container))), fact("Last call", el("span", { class: "last" })));
+  tickDetail(node, container);
   const rows = container.processes.map((p) => el("tr", {},
     el("td", { class: "n" }, String(p.pid)), el("td", {}, p.command), el("td", {}, p.phase),
     el("td", { class: "n" }, bytes(p.vram_bytes)), el("td", { class: "n" }, bytes(p.away_bytes)),
@@ -46,6 +47,12 @@ export function drawDetail(node, container) {
   processes.replaceChildren(el("h3", {}, "Processes"), container.processes.length
     ? el("table", {}, el("thead", {}, el("tr", {}, ...titles.map((title, i) => el("th", { scope: "col", class: right.has(i) ? "n" : undefined }, title)))), el("tbody", {}, ...rows))
     : el("p", { class: "quiet" }, "No process of the container uses CUDA now."));
+}
+
+// What changes with time alone: the age of the last call.
+export function tickDetail(node, container) {
+  const name = container.processes.map((process) => process.last_call).find(Boolean);
+  put(node.querySelector(".last"), name ? `${name}, ${ticking(idleMs(container))} ago` : "–");
 }
 
 export async function drawTimeline(node, container) {

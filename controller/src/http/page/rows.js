@@ -1,6 +1,6 @@
 // The list: one row per container. A row is made once and changed where it differs.
 import { action, move, pin } from "./actions.js";
-import { detail, drawDetail, drawTimeline } from "./detail.js";
+import { detail, drawDetail, drawTimeline, tickDetail } from "./detail.js";
 import { bytes, duration, el, put, svg, ticking, took } from "./format.js";
 import { idleMs, nodeNow, store } from "./store.js";
 
@@ -109,6 +109,7 @@ export function tickRow(key) {
   const eager = container.state === "Active" && container.mode === "eager" && container.reason === "recent-calls";
   put(parts.since, eager && idle > 1500 ? `offload in ${ticking(left)}` : `for ${ticking(nodeNow() - container.since_unix_ms)}`);
   parts.soon.hidden = !eager;
+  if (parts.detail) tickDetail(parts.detail, container);
   if (eager) parts.soon.firstChild.style.width = `${Math.min(100, 100 * idle / container.idle_timeout_ms)}%`;
 }
 

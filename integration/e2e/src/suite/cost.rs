@@ -1,6 +1,6 @@
 //! What a call and a wake cost beyond what the driver itself takes.
 
-use std::process::Stdio;
+use std::fs::File;
 
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
@@ -40,10 +40,13 @@ pub fn calls(world: &World, rows: &mut Rows) -> Result<()> {
     let mut direct = measure("direct", Some(STOCK))?;
     let hooked = measure("hooked", None)?;
     let again = measure("direct", Some(STOCK))?;
-    let mut watcher = world.cli().command(&["calls"]).stdout(Stdio::null()).spawn()?;
+    let seen = world.dir().join("calls");
+    let mut watcher = world.cli().command(&["calls"]).stdout(File::create(&seen)?).spawn()?;
     let watched = measure("watched", None);
     watcher.kill()?;
     watcher.wait()?;
+    let seen = std::fs::read_to_string(seen)?;
+    ensure!(seen.contains("watched"), "nobody watched: {seen}");
     for (hooked, watched) in hooked.iter().zip(watched?) {
         let call = &hooked.call;
         ensure!(*call == watched.call, "{call} beside {}", watched.call);
