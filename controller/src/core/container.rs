@@ -52,6 +52,11 @@ pub struct Container {
     pub no_return_before: Millis,
     /// Returns in a row that were begun and came to nothing.
     pub vain_returns: u32,
+    /// Its processes are not waited for until then, when allocations are to be held: some
+    /// have let a hold lapse.
+    pub disbelieved_until: Millis,
+    /// How often that was.
+    pub ignored_holds: u32,
     /// Failed offloads in a row.
     pub failures: u32,
     /// A survey is on its way.
@@ -110,6 +115,8 @@ impl Container {
             not_before: 0,
             no_return_before: 0,
             vain_returns: 0,
+            disbelieved_until: 0,
+            ignored_holds: 0,
             failures: 0,
             surveying: false,
             offload_began: None,

@@ -124,7 +124,9 @@ impl Node {
         let opening = process.pending.is_some_and(|pending| pending.action == Action::Open);
         // One that scribbled its page or let a hold lapse is not waited for: it counts as
         // somebody who is not managed.
-        let believed = process.bad_page.is_none() && !process.ignores_holds;
+        let container = self.containers.get(&process.key);
+        let trusted = container.is_none_or(|c| self.now >= c.disbelieved_until);
+        let believed = process.bad_page.is_none() && !process.ignores_holds && trusted;
         let awaited = believed && (process.phase == Phase::Open || opening);
         let order = self.order(id, Action::HoldAllocations { deadline_ms });
         self.hold_orders.insert(order, (key.clone(), id));
@@ -358,6 +360,18 @@ impl Node {
         }
     }
 
+    /// A process let a hold lapse: it is not waited for again. Nor, for a while that grows,
+    /// are others of its container: they might be made for nothing else.
+    fn disbelieve(&mut self, id: ProcessId) {
+        const FIRST_MS: Millis = 60_000;
+        let Some(process) = self.processes.get_mut(&id) else { return };
+        process.ignores_holds = true;
+        if let Some(container) = self.containers.get_mut(&process.key) {
+            container.disbelieved_until = self.now + (FIRST_MS << container.ignored_holds.min(6));
+            container.ignored_holds = container.ignored_holds.saturating_add(1);
+        }
+    }
+
     /// Grants that take too long: before the restore they are given up; during it
     /// the others go on, and only the promise stays.
     pub(super) fn check_grants(&mut self) {
@@ -377,9 +391,7 @@ impl Node {
             } else if late && !restoring {
                 if let Stage::Holding(waiting) = &grant.stage {
                     for id in waiting.clone() {
-                        if let Some(process) = self.processes.get_mut(&id) {
-                            process.ignores_holds = true;
-                        }
+                        self.disbelieve(id);
                     }
                 }
                 self.abort_grant(&key);

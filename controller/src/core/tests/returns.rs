@@ -351,6 +351,36 @@ fn who_was_stopped_before_it_read_the_order_comes_home_with_another_one() {
     assert!(!world.agents[&id].wants, "it still waits");
 }
 
+/// A container makes a process after the other that registers and then does nothing it is told.
+#[test]
+fn who_never_holds_delays_others_once_however_many_processes_it_makes() {
+    let mut world = World::new(2);
+    let victim = world.running(0, 300);
+    world.settle();
+    let mut waits_ms = Vec::new();
+    for _ in 0..5 {
+        world.join(1);
+        let called = world.now;
+        while world.agents[&victim].phase != Phase::Open {
+            world.call(victim);
+            world.tick();
+            for _ in 0..20 {
+                world.answer_question();
+                world.work(victim);
+            }
+        }
+        waits_ms.push(world.now - called);
+        world.feed(Input::Command(CommandId(1), key(0), Request::Offload));
+        for _ in 0..20 {
+            world.answer_question();
+            world.work(victim);
+        }
+        assert_eq!(world.state(0), State::Offloaded);
+    }
+    assert!(waits_ms[0] > 1_000, "it is waited for at first: {waits_ms:?}");
+    assert!(waits_ms[1..].iter().all(|wait| *wait < 500), "{waits_ms:?}");
+}
+
 /// A container takes its turn, makes everybody hold, never comes home, and comes again.
 #[test]
 fn who_never_comes_home_keeps_others_waiting_less_and_less() {
