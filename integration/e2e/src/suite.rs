@@ -58,6 +58,7 @@ pub fn run(release: &Release, gpu: Gpu) -> Result<Report> {
     report.part(&world, "no controller", alone::comes_back);
     report.part(&world, "more wanted than there is", bursts::oversubscribed);
     report.part(&world, "cost of a call", cost::calls);
+    report.part(&world, "cost of watched calls", cost::watched_calls);
     report.part(&world, "cost of a wake", cost::wakes);
     report.part(&world, "under attack", cost::under_attack);
     match torch::Torch::find(&world) {
