@@ -74,6 +74,10 @@ pub struct Container {
     pub idle_timeout_ms: u64,
     pub priority: i32,
     pub pinned: bool,
+    pub engine: String,
+    /// The part of its VRAM, here or away, that is copied at the speed of the bus; nothing
+    /// with the engine driver.
+    pub parkable_share: Option<f64>,
     pub warnings: Vec<String>,
     pub processes: Vec<Process>,
 }
@@ -92,6 +96,8 @@ pub struct Process {
     pub waiters: u32,
     pub hazards: Vec<String>,
     pub last_call: String,
+    pub carried_bytes: u64,
+    pub parked_bytes: u64,
     pub vram: Vec<DeviceBytes>,
     pub away: Vec<DeviceBytes>,
 }
@@ -237,6 +243,8 @@ impl From<control::Container> for Container {
             idle_timeout_ms: c.idle_timeout_ms,
             priority: c.priority,
             pinned: c.pinned,
+            parkable_share: parkable_share(&c.engine, &c.processes),
+            engine: c.engine,
             warnings: c.warnings,
             processes: c.processes.into_iter().map(Process::from).collect(),
         }
@@ -257,10 +265,23 @@ impl From<control::Process> for Process {
             waiters: p.waiters,
             hazards: p.hazards,
             last_call: p.last_call,
+            carried_bytes: p.carried_bytes,
+            parked_bytes: p.parked_bytes,
             vram: p.vram.into_iter().map(DeviceBytes::from).collect(),
             away,
         }
     }
+}
+
+#[allow(clippy::cast_precision_loss)] // A share, for people.
+fn parkable_share(engine: &str, processes: &[control::Process]) -> Option<f64> {
+    let sum = |bytes: &dyn Fn(&control::Process) -> u64| {
+        processes.iter().map(bytes).fold(0, u64::saturating_add)
+    };
+    let away = |p: &control::Process| p.away.iter().map(|d| d.bytes).fold(0, u64::saturating_add);
+    let all = sum(&|p| p.vram_bytes.saturating_add(away(p)));
+    let carried = sum(&|p| p.carried_bytes);
+    (engine != "driver" && all > 0).then(|| (carried as f64 / all as f64).min(1.0))
 }
 
 impl From<control::DeviceBytes> for DeviceBytes {

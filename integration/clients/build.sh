@@ -32,6 +32,7 @@ build hazards hazards.c client.c load_dlsym.c -ldl -lpthread
 build checkpoint checkpoint.c client.c -ldl
 build nvidia-smi nvidia_smi.c -ldl
 build api_check api_check.c client.c load_dlsym.c -ldl -lpthread
+build memory_check memory_check.c client.c load_dlsym.c -ldl -lpthread
 cp "$src/ctypes_worker.py" "$out/.ctypes_worker.py.new"
 chmod 755 "$out/.ctypes_worker.py.new"
 mv "$out/.ctypes_worker.py.new" "$out/ctypes_worker.py"

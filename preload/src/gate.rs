@@ -21,7 +21,7 @@ use crate::calls::{self, Call};
 use crate::page::Page;
 use crate::process::{self, PROCESS, Place};
 use crate::table::Entry;
-use crate::{elf, hazard, libcuda, room, sys};
+use crate::{carry, elf, hazard, libcuda, room, sys};
 
 /// What the thunk keeps on the stack of a call on the slow path. It knows this layout.
 #[repr(C, align(16))]
@@ -88,6 +88,9 @@ pub unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
     if unsafe { (*process::thread()).is_agent } != 0 {
         return Way::Pass;
     }
+    if entry.class() == Class::Pointer && !carry::is_in_use() {
+        return Way::Pass;
+    }
     loop {
         let Some((place, page)) = process::place() else {
             room::abandon(&PROCESS.desk, frame.waits_until_us);
@@ -96,6 +99,9 @@ pub unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
         frame.place = place;
         if try_enter(place, page, entry) {
             frame.began_ns = place.slot().map_or(0, |slot| calls::begin(page, slot));
+            // Known once the gate has let it through: a first allocation waits for what the
+            // controller says.
+            frame.target = carry::stand_in(real).unwrap_or(real);
             return Way::Counted;
         }
         wait(place, page, entry);
@@ -172,7 +178,7 @@ fn try_enter(place: Place, page: &Page, entry: &Entry) -> bool {
         return false;
     }
     match class {
-        Class::Poll => &slot.polls,
+        Class::Poll | Class::Pointer => &slot.polls,
         _ => &slot.calls,
     }
     .fetch_add(1, Ordering::Relaxed);

@@ -18,6 +18,7 @@
 //! | `thunk`, `gate` | what happens to it on the way |
 //! | `process`, `page`, `hazard` | registration; the counters; what is unsafe |
 //! | `room` | allocations that wait for memory instead of failing |
+//! | `carry` | device memory that the agent moves by itself |
 //! | `agent` | the thread that talks to the controller and to the checkpoint interface |
 //! | `sys`, `libc`, `elf`, `libcuda`, `start` | the edge: kernel, libc, loader, driver |
 //!
@@ -36,6 +37,7 @@
 
 mod agent;
 mod calls;
+mod carry;
 mod child;
 mod elf;
 mod gate;

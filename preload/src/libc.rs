@@ -151,5 +151,17 @@ pub fn start_thread(main: ThreadMain, argument: *mut c_void) -> bool {
     let create: Create = unsafe { core::mem::transmute(address) };
     let mut thread = 0;
     // SAFETY: default attributes; the caller matches `main` and its argument.
-    unsafe { create(&raw mut thread, core::ptr::null(), main, argument) == 0 }
+    let started = unsafe { create(&raw mut thread, core::ptr::null(), main, argument) == 0 };
+    let address = match weak!("pthread_detach") {
+        0 => elf::find_function(b"pthread_detach").unwrap_or(0),
+        found => found,
+    };
+    if started && address != 0 {
+        // SAFETY: the symbol has this signature in every libc; nobody joins the thread.
+        unsafe {
+            let detach: unsafe extern "C" fn(usize) -> c_int = core::mem::transmute(address);
+            detach(thread);
+        }
+    }
+    started
 }

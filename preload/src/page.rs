@@ -45,7 +45,11 @@ pub struct Page {
     pub waiters: AtomicU32,
     hazards: AtomicU32,
     pub generation: AtomicU64,
-    free2: [u8; 48],
+    free2: [u8; 16],
+    pub carried_bytes: AtomicU64,
+    pub parked_bytes: AtomicU64,
+    pub notes: AtomicU32,
+    free3: [u8; 12],
     pub ring: Ring,
     pub slots: [Slot; SLOT_COUNT],
 }
@@ -66,6 +70,9 @@ const _: () = {
     // The thunk compares both as one word.
     assert!(calls::ONE_IN == header::GATE + 4);
     assert!(offset_of!(Page, ring) == calls::CLAIMED);
+    assert!(offset_of!(Page, carried_bytes) == header::CARRIED_BYTES);
+    assert!(offset_of!(Page, parked_bytes) == header::PARKED_BYTES);
+    assert!(offset_of!(Page, notes) == header::NOTES);
     assert!(offset_of!(Page, slots) == SLOTS_OFFSET);
     assert!(offset_of!(Slot, inflight) == slot::INFLIGHT);
     assert!(offset_of!(Slot, last_hook) == slot::LAST_HOOK);

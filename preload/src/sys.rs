@@ -36,6 +36,7 @@ mod number {
     pub const FLOCK: usize = 73;
     pub const FTRUNCATE: usize = 77;
     pub const RT_SIGTIMEDWAIT: usize = 128;
+    pub const SCHED_GETAFFINITY: usize = 204;
     pub const PRCTL: usize = 157;
     pub const GETTID: usize = 186;
     pub const FUTEX: usize = 202;
@@ -208,6 +209,87 @@ pub unsafe fn wipe_on_fork(start: *const c_void, bytes: usize) -> Result<(), Err
     let args = [start as usize, bytes, MADV_WIPEONFORK, 0, 0, 0];
     // SAFETY: changes no content here; the caller vouches for the range.
     unsafe { call(number::MADVISE, args) }.map(drop)
+}
+
+/// Fresh memory of this process alone: no part of it is there in a forked child.
+pub fn map_private(bytes: usize) -> Result<*mut u8, Errno> {
+    const PROT_READ_WRITE: usize = 1 | 2;
+    const PRIVATE_ANONYMOUS_NORESERVE: usize = 2 | 0x20 | 0x4000;
+    const MADV_DONTFORK: usize = 10;
+    let args = [0, bytes, PROT_READ_WRITE, PRIVATE_ANONYMOUS_NORESERVE, usize::MAX, 0];
+    let at = plain(number::MMAP, args)?;
+    // SAFETY: changes nothing here; the range was just mapped.
+    let kept = unsafe { call(number::MADVISE, [at, bytes, MADV_DONTFORK, 0, 0, 0]) };
+    if let Err(error) = kept {
+        unmap(at, bytes);
+        return Err(error);
+    }
+    Ok(at as *mut u8)
+}
+
+/// Ends a part of what [`map_private`] made.
+///
+/// # Safety
+/// Nothing may refer to it any more.
+pub unsafe fn unmap_private(start: *mut u8, bytes: usize) {
+    unmap(start as usize, bytes);
+}
+
+/// Asks for huge pages.
+pub fn prefer_huge_pages(start: *mut u8, bytes: usize) {
+    const MADV_HUGEPAGE: usize = 14;
+    // SAFETY: changes no content.
+    let _ = unsafe { call(number::MADVISE, [start as usize, bytes, MADV_HUGEPAGE, 0, 0, 0]) };
+}
+
+/// Brings the pages of fresh memory in.
+///
+/// # Safety
+/// The range must be mapped, and hold nothing: where the kernel is older than 5.14, zeroes
+/// are written.
+pub unsafe fn make_resident(start: *mut u8, bytes: usize) {
+    const MADV_POPULATE_WRITE: usize = 23;
+    const PAGE_BYTES: usize = 4096;
+    // SAFETY: changes no content.
+    let done =
+        unsafe { call(number::MADVISE, [start as usize, bytes, MADV_POPULATE_WRITE, 0, 0, 0]) };
+    if done.is_err() {
+        for offset in (0..bytes).step_by(PAGE_BYTES) {
+            // SAFETY: inside the range, which the caller vouches for.
+            unsafe { start.add(offset).write_volatile(0) };
+        }
+    }
+}
+
+/// Gives pages back; the range is there and zero.
+///
+/// # Safety
+/// The content must not be needed.
+pub unsafe fn discard(start: *mut u8, bytes: usize) {
+    const MADV_DONTNEED: usize = 4;
+    // SAFETY: the caller vouches for the content.
+    let _ = unsafe { call(number::MADVISE, [start as usize, bytes, MADV_DONTNEED, 0, 0, 0]) };
+}
+
+/// How many processors the calling thread may run on; at least one.
+pub fn processors() -> usize {
+    let mut mask = [0_u64; 128];
+    let args = [0, size_of_val(&mask), mask.as_mut_ptr() as usize, 0, 0, 0];
+    if plain(number::SCHED_GETAFFINITY, args).is_err() {
+        return 1;
+    }
+    mask.iter().map(|word| word.count_ones() as usize).sum::<usize>().max(1)
+}
+
+/// The first bytes of a file, as many as fit.
+pub fn read_file<'a>(path: &CStr, buffer: &'a mut [u8]) -> Option<&'a [u8]> {
+    const RDONLY_CLOEXEC_NONBLOCK: usize = 0x8_0000 | 0x800;
+    let args = [path.as_ptr() as usize, RDONLY_CLOEXEC_NONBLOCK, 0, 0, 0, 0];
+    let fd = plain(number::OPEN, args).ok()?;
+    let args = [fd, buffer.as_mut_ptr() as usize, buffer.len(), 0, 0, 0];
+    let read = plain(number::READ, args);
+    close(fd as i32);
+    buffer.get(..read.ok()?)
 }
 
 /// Whether a path exists for this process.

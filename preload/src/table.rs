@@ -39,7 +39,7 @@ const THOROUGH_BIT: u64 = 1 << 48;
 
 const fn meta(number: u32, class: Class, thorough: bool) -> u64 {
     let counter = match class {
-        Class::Poll => slot::POLLS,
+        Class::Poll | Class::Pointer => slot::POLLS,
         _ => slot::CALLS,
     };
     number as u64
@@ -76,7 +76,7 @@ impl Entry {
         }
         let real = find(hook::name(self.number())?.as_bytes())?;
         self.real.store(real, Ordering::Release);
-        if !self.class().is_special() {
+        if !self.class().is_thorough() {
             self.meta.fetch_and(!THOROUGH_BIT, Ordering::Release);
         }
         Some(real)
@@ -108,7 +108,7 @@ fn find_or_add(entries: &[Entry], real: usize, number: u32, class: Class) -> Opt
             // Whoever finds the entry completes it with the same values before handing
             // out its stub: nobody waits for another to do so.
             if entry.meta.load(Ordering::Acquire) == 0 {
-                let meta = meta(number, class, class.is_special());
+                let meta = meta(number, class, class.is_thorough());
                 entry.meta.store(meta, Ordering::Release);
             }
             return Some(index);

@@ -5,7 +5,7 @@
 mod support;
 
 use affinode_proto::wire::message::{Action, AgentMessage, ControllerMessage, Outcome};
-use affinode_proto::wire::{Abilities, Hazards, Phase, WIRE_VERSION};
+use affinode_proto::wire::{Abilities, Engine, Hazards, Phase, WIRE_VERSION};
 use support::controller::{BRING_BACK, CHECKPOINT, CLOSE, Controller, LOCK, OFFLOAD};
 use support::{Build, Client};
 
@@ -31,6 +31,8 @@ fn the_hello_says_who_and_where() {
             driver_version: 12080,
             hazards: Hazards(0),
             abilities: Abilities::RECORDS_CALLS,
+            carried_bytes: 0,
+            parked_bytes: 0,
         }
     );
     assert!(client.threads().contains(&"affinode-agent".to_owned()));
@@ -142,7 +144,11 @@ fn nothing_is_allocated_before_the_welcome_nor_when_a_hold_came_before_it() {
     client.send("cuMemAlloc");
     while agent.page().waiters == 0 {}
     agent.done(&[Action::HoldAllocations { deadline_ms: 1_000 }]);
-    agent.send(ControllerMessage::Welcome { process: 1, wait_for_room_ms: 0 });
+    agent.send(ControllerMessage::Welcome {
+        process: 1,
+        wait_for_room_ms: 0,
+        engine: Engine::Driver,
+    });
     // Its report comes after what the Welcome did: the caller still waits.
     agent.done(&[Action::HoldAllocations { deadline_ms: 1_000 }]);
     assert_eq!(agent.page().waiters, 1);
@@ -153,7 +159,11 @@ fn nothing_is_allocated_before_the_welcome_nor_when_a_hold_came_before_it() {
     let mut agent = controller.accept();
     client.send("cuMemAlloc");
     while agent.page().waiters == 0 {}
-    agent.send(ControllerMessage::Welcome { process: 2, wait_for_room_ms: 0 });
+    agent.send(ControllerMessage::Welcome {
+        process: 2,
+        wait_for_room_ms: 0,
+        engine: Engine::Driver,
+    });
     assert_eq!(client.answer(), 0, "a Welcome alone lets it go on");
 }
 
@@ -167,7 +177,11 @@ fn a_hold_outlives_its_connection_until_the_next_welcome() {
     let mut agent = controller.accept();
     client.send("cuMemAlloc");
     while agent.page().waiters == 0 {}
-    agent.send(ControllerMessage::Welcome { process: 1, wait_for_room_ms: 0 });
+    agent.send(ControllerMessage::Welcome {
+        process: 1,
+        wait_for_room_ms: 0,
+        engine: Engine::Driver,
+    });
     assert_eq!(client.answer(), 0);
 }
 

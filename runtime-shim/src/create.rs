@@ -15,7 +15,7 @@
 use std::path::Path;
 
 use affinode_proto::api::control::Announcement;
-use affinode_proto::paths::{CONTAINER_LIB_DIR, CONTAINER_RUN_DIR};
+use affinode_proto::paths::{CONTAINER_LIB_DIR, CONTAINER_RUN_DIR, ENGINE_ANNOTATION};
 use containerd_shim_protos::api::CreateTaskRequest;
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
 use serde_json::Value;
@@ -135,6 +135,9 @@ fn edit(
     };
     spec::add_mounts(spec, &mounts(paths, folder))?;
     folder.make(&merged).map_err(NotManaged::Folder)?;
+    if let Some((_, word)) = spec::annotations(spec).find(|(name, _)| *name == ENGINE_ANNOTATION) {
+        folder.write_engine(word).map_err(NotManaged::Folder)?;
+    }
     bundle.write_spec(spec)?;
     Ok(())
 }

@@ -80,6 +80,13 @@ impl ContainerDir {
         fs::rename(&fresh, &path)
     }
 
+    /// Leaves the word of an engine for the container's processes.
+    pub fn write_engine(&self, word: &str) -> io::Result<()> {
+        let path = self.mount().join(names::ENGINE_FILE);
+        fs::write(&path, word)?;
+        fs::set_permissions(&path, Permissions::from_mode(0o644))
+    }
+
     /// The folder that is mounted into the container.
     #[must_use]
     pub fn mount(&self) -> PathBuf {

@@ -39,6 +39,8 @@ fn hello(version: u32) -> [u8; FRAME_BYTES] {
         driver_version: 13_000,
         hazards: Hazards::default(),
         abilities: Abilities::default(),
+        carried_bytes: 0,
+        parked_bytes: 0,
     }
     .encode()
 }
@@ -169,7 +171,13 @@ async fn an_agent_that_does_not_read_is_cut_off_and_costs_no_memory() {
         panic!("not joined")
     };
     let sent = (0..1_000_000)
-        .take_while(|_| agent.send(ControllerMessage::Welcome { process: 1, wait_for_room_ms: 0 }))
+        .take_while(|_| {
+            agent.send(ControllerMessage::Welcome {
+                process: 1,
+                wait_for_room_ms: 0,
+                engine: affinode_proto::wire::Engine::Driver,
+            })
+        })
         .count();
     // The channel's places; the writer had no turn to empty it.
     assert_eq!(sent, OUTBOX);

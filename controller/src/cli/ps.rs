@@ -6,7 +6,7 @@ use super::{CliError, Output, client::Client, format, table};
 use crate::schema;
 
 const TABLE: [&str; 7] = ["CONTAINER", "STATE", "FOR", "VRAM", "IN HOST RAM", "MODE", "REASON"];
-const WIDE: [&str; 14] = [
+const WIDE: [&str; 16] = [
     "CONTAINER",
     "ID",
     "STATE",
@@ -19,6 +19,8 @@ const WIDE: [&str; 14] = [
     "LAST WAKE",
     "MODE",
     "TIMEOUT",
+    "ENGINE",
+    "PARKABLE",
     "PIDS",
     "REASON",
 ];
@@ -141,6 +143,8 @@ fn row(c: &schema::Container, now_ms: i64, wide: bool) -> Vec<String> {
         moved(c.last_wake_ms, c.restores),
         mode(c),
         format::duration(c.idle_timeout_ms),
+        c.engine.clone(),
+        c.parkable_share.map_or_else(|| "-".into(), |share| format!("{:.0}%", share * 100.0)),
         if pids.is_empty() { "-".into() } else { pids.join(",") },
         reason,
     ]

@@ -20,7 +20,7 @@ use serde::{Deserialize, Deserializer};
 use crate::core::{
     Millis, Settings, explain,
     plan::Deadlines,
-    policy::{KeepAlive, Mode, OnOom, Policies, Policy, Rule, duration_ms},
+    policy::{Engine, KeepAlive, Mode, OnOom, Policies, Policy, Rule, duration_ms},
     victims::VictimRule,
 };
 
@@ -78,6 +78,8 @@ pub struct PolicySection {
     /// How long it waits at most.
     #[serde(deserialize_with = "duration")]
     pub on_oom_timeout: Millis,
+    /// How memory leaves the device: driver, park, fast, auto.
+    pub engine: Engine,
     /// Who makes room for a waiter: expected, lru, size-idle.
     pub victims: VictimRule,
     /// `[[policy.namespace]]`: values for one namespace.
@@ -112,6 +114,8 @@ pub struct NamespaceRule {
     /// Replaces how long it waits at most.
     #[serde(default, deserialize_with = "maybe_duration")]
     pub on_oom_timeout: Option<Millis>,
+    /// Replaces the node's engine.
+    pub engine: Option<Engine>,
 }
 
 /// Intervals and deadlines.
@@ -182,6 +186,7 @@ impl Default for PolicySection {
             prewake: policy.prewake,
             on_oom: policy.on_oom,
             on_oom_timeout: policy.on_oom_timeout_ms,
+            engine: policy.engine,
             victims: VictimRule::default(),
             namespace: Vec::new(),
         }
@@ -316,6 +321,7 @@ impl Config {
                     prewake: self.policy.prewake,
                     on_oom: self.policy.on_oom,
                     on_oom_timeout_ms: self.policy.on_oom_timeout,
+                    engine: self.policy.engine,
                 },
                 origins: self.origins.clone(),
                 rules: self
@@ -333,6 +339,7 @@ impl Config {
                         prewake: rule.prewake,
                         on_oom: rule.on_oom,
                         on_oom_timeout_ms: rule.on_oom_timeout,
+                        engine: rule.engine,
                     })
                     .collect(),
             },

@@ -36,6 +36,8 @@ pub struct Container {
     pub since: Millis,
     /// Where it shall be.
     pub goal: Goal,
+    /// What a copy leaves on the device goes as well: somebody needs the room.
+    pub deep: bool,
     /// Why it goes out or comes home.
     pub cause: Reason,
     /// What is shown: why it went, why it stays, what it waits for. Word and detail.
@@ -107,6 +109,7 @@ impl Container {
             state: State::Unregistered,
             since: now,
             goal: Goal::Home,
+            deep: false,
             cause: Reason::NotRegistered,
             reason: (Reason::NotRegistered, String::new()),
             refused: None,

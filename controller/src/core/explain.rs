@@ -116,6 +116,12 @@ const SETTINGS: &[Setting] = &[
         shown: |p| duration(p.on_oom_timeout_ms),
         ruled: |r| r.on_oom_timeout_ms.is_some(),
     },
+    Setting {
+        name: "engine",
+        annotations: &["affinode.io/engine"],
+        shown: |p| p.engine.as_str().into(),
+        ruled: |r| r.engine.is_some(),
+    },
 ];
 
 /// The names of all values, as `[policy]` has them.

@@ -85,7 +85,7 @@ impl Node {
     fn turn(&self, key: &Key) -> u8 {
         let (mut half_way, mut home) = (false, true);
         for (_, p) in self.processes.of(key) {
-            half_way |= p.phase == Phase::Locked || p.phase != Phase::Away && p.vram_bytes() > 0;
+            half_way |= p.phase == Phase::Locked || !p.phase.is_off() && p.vram_bytes() > 0;
             // With an allocation that waits: it can be taken away again, and does not come first.
             home &= p.phase == Phase::Open;
         }
@@ -158,7 +158,7 @@ impl Node {
     /// the others have theirs.
     pub(super) fn hold_for_siblings(&mut self, id: ProcessId) {
         let Some(key) = self.processes.get(&id).map(|p| p.key.clone()) else { return };
-        let others_away = self.processes.of(&key).any(|(_, p)| p.phase == Phase::Away);
+        let others_away = self.processes.of(&key).any(|(_, p)| p.phase.is_off());
         let deadline_ms = self.settings.hold_ms;
         if let Some(process) = self.processes.get_mut(&id)
             && process.phase == Phase::Open
@@ -280,7 +280,7 @@ impl Node {
         // Who has joined since the promise needs its share, and on the same devices.
         let needs = self.needs_with(key, self.grants.get(key).and_then(|grant| grant.want));
         let margin = self.margin_for(key);
-        let covers = self.processes.of(key).filter(|(_, p)| p.phase == Phase::Away);
+        let covers = self.processes.of(key).filter(|(_, p)| p.phase.is_off());
         let covers: BTreeSet<ProcessId> = covers.map(|(id, _)| id).collect();
         let fits = self.gpu_error.is_none() && self.ledger.fits(key, &needs, &self.gpus, margin);
         let home = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);

@@ -56,6 +56,15 @@ pub struct Identity {
     pub command: String,
 }
 
+/// Device memory that an agent copies by itself, by its own word.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Carried {
+    /// What it can copy, in bytes.
+    pub bytes: u64,
+    /// What of it is in host memory, in bytes.
+    pub parked_bytes: u64,
+}
+
 /// What was found out about a container before a step that depends on it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Survey {
@@ -86,6 +95,8 @@ pub enum Input {
         generation: u64,
         /// What makes a checkpoint unsafe.
         hazards: Hazards,
+        /// What its agent can copy, and has copied.
+        carried: Carried,
     },
     /// The connection ended; the process may live.
     Detached(ProcessId),

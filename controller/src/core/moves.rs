@@ -11,7 +11,13 @@
 
 use affinode_proto::{reason::Reason, state::State};
 
-use super::{Effect, Key, Node, Record, RecordedProcess, container::Goal, plan::Position};
+use super::{
+    Effect, Key, Node, Record, RecordedProcess,
+    container::Goal,
+    plan::{Moves, Position},
+    policy::Engine,
+    process::Process,
+};
 
 /// A record's step: processes go, or are gone.
 pub(super) const CHECKPOINT: &str = "checkpoint";
@@ -56,15 +62,29 @@ impl Node {
     }
 
     pub(super) fn positions(&self, key: &Key) -> Vec<Position> {
-        let out = self.containers.get(key).is_some_and(|c| c.goal == Goal::Out);
+        let container = self.containers.get(key);
+        let out = container.is_some_and(|c| c.goal == Goal::Out);
+        let moves = self.moves(key);
         self.processes
             .of(key)
             .map(|(id, p)| Position {
                 process: id,
                 phase: p.phase,
                 occupied: !p.connected || p.pending.is_some() || (out && p.holds > 0),
+                moves: moves(p),
             })
             .collect()
+    }
+
+    /// What takes the processes of a container off their devices.
+    pub(super) fn moves(&self, key: &Key) -> impl Fn(&Process) -> Moves + use<> {
+        let container = self.containers.get(key);
+        let engine = container.map_or(Engine::Driver, |c| c.policy.engine);
+        let deep = container.is_some_and(|c| c.deep);
+        move |process| match moves_of(process, engine) {
+            Moves::Park if deep => Moves::Both,
+            moves => moves,
+        }
     }
 
     /// Does the next thing for a container, if there is one.
@@ -84,5 +104,20 @@ impl Node {
             Goal::Out => self.advance_out(key, &positions),
             Goal::Home => self.advance_home(key, &positions),
         }
+    }
+}
+
+/// What takes a process off its device. Of one that parks, more may be left than a context
+/// and small things: memory that cannot be copied goes with the driver's checkpoint then.
+fn moves_of(process: &Process, engine: Engine) -> Moves {
+    const CONTEXT_BYTES: u64 = 1 << 30;
+    let carried = process.carried.bytes;
+    let all = process.away.as_ref().unwrap_or(&process.vram).iter().map(|d| d.bytes).sum::<u64>();
+    let left = all.saturating_sub(carried);
+    match engine {
+        _ if carried == 0 || process.copy_failed => Moves::Checkpoint,
+        Engine::Driver => Moves::Checkpoint,
+        Engine::Park if left <= carried.saturating_add(CONTEXT_BYTES) => Moves::Park,
+        Engine::Park | Engine::Fast | Engine::Auto => Moves::Both,
     }
 }

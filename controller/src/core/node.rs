@@ -17,13 +17,14 @@ use super::{
     container::{Container, Goal},
     grant::Grant,
     history::Pauses,
-    input::{GpuSample, Input},
+    input::{Carried, GpuSample, Input},
     ledger::Ledger,
     plan::Deadlines,
     policy::Policies,
     process::Pending,
     processes::Processes,
     queue::Queue,
+    roster::Standing,
     victims::VictimRule,
 };
 
@@ -113,8 +114,9 @@ impl Node {
         match input {
             Input::Announced(announcement, key) => self.announced(*announcement, &key),
             Input::Withdrawn(key) => self.withdrawn(&key),
-            Input::Joined { key, process, identity, phase, generation, hazards } => {
-                self.joined(&key, process, identity, phase, generation, hazards);
+            Input::Joined { key, process, identity, phase, generation, hazards, carried } => {
+                let standing = Standing { phase, generation, hazards, carried };
+                self.joined(&key, process, identity, standing);
             }
             Input::Detached(process) => self.detached(process),
             Input::Exited(process) => self.exited(process),
@@ -268,8 +270,17 @@ impl Node {
             // A second Hello on a connection is not in the protocol; the first one holds.
             AgentMessage::Hello { .. } => {}
             AgentMessage::Wake { generation, .. } => self.wake(id, generation),
-            AgentMessage::Report { order, outcome, phase, cuda_error, .. } => {
-                self.report(id, order, outcome, phase, cuda_error);
+            AgentMessage::Report {
+                order,
+                outcome,
+                phase,
+                cuda_error,
+                carried_bytes: bytes,
+                parked_bytes,
+                ..
+            } => {
+                let carried = Carried { bytes, parked_bytes };
+                self.report(id, order, outcome, phase, cuda_error, carried);
             }
             AgentMessage::Want { ticket, bytes, uuid, attempts } => {
                 self.wanted(id, ticket, bytes, &uuid, attempts);

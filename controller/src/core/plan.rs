@@ -3,7 +3,7 @@
 //! back in the middle goes on from what it observes.
 //!
 //! ```text
-//! out:   close all ──> lock all ──> checkpoint one by one
+//! out:   close all ──> lock all ──> one by one: park, then checkpoint (one of them, or both)
 //! home:  restore one by one (with a grant) ──> unlock, open each as soon as it can
 //! ```
 
@@ -20,6 +20,28 @@ pub struct Position {
     pub phase: Phase,
     /// Whether an order is in progress, or nobody can be told.
     pub occupied: bool,
+    /// What takes its memory off the device.
+    pub moves: Moves,
+}
+
+/// What takes the memory of a process off the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Moves {
+    /// The driver's checkpoint.
+    Checkpoint,
+    /// The agent's copy.
+    Park,
+    /// The agent's copy, then the driver's checkpoint.
+    Both,
+}
+
+/// A step that takes memory off the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// The agent's copy.
+    Park,
+    /// The driver's checkpoint.
+    Checkpoint,
 }
 
 /// The next thing on the way out.
@@ -27,8 +49,8 @@ pub struct Position {
 pub enum Out {
     /// Orders to send, all at once.
     Send(Vec<(ProcessId, Action)>),
-    /// Every process is locked (or away): survey, then checkpoint this one.
-    Checkpoint(ProcessId),
+    /// Every process is locked (or off): survey, then this step with this one.
+    Take(ProcessId, Step),
     /// Something is in progress.
     Wait,
     /// All are away.
@@ -72,10 +94,18 @@ pub fn out(positions: &[Position], deadlines: Deadlines) -> Out {
     if !lock.is_empty() {
         return Out::Send(lock);
     }
-    match at(Phase::Locked).next() {
-        Some(process) => Out::Checkpoint(process),
-        None if positions.iter().all(|p| p.phase == Phase::Away) => Out::Done,
-        None => Out::Wait,
+    let is_out = |p: &Position| {
+        p.phase == Phase::Away || (p.phase == Phase::Parked && p.moves == Moves::Park)
+    };
+    match positions.iter().find(|p| !is_out(p)) {
+        None => Out::Done,
+        Some(p) if p.phase == Phase::Locked && p.moves != Moves::Checkpoint => {
+            Out::Take(p.process, Step::Park)
+        }
+        Some(p) if matches!(p.phase, Phase::Locked | Phase::Parked) => {
+            Out::Take(p.process, Step::Checkpoint)
+        }
+        Some(_) => Out::Wait,
     }
 }
 
@@ -85,7 +115,7 @@ pub fn out(positions: &[Position], deadlines: Deadlines) -> Out {
 #[must_use]
 pub fn home(positions: &[Position], lost: bool) -> Home {
     let mut plan = Home::default();
-    let let_go = lost || positions.iter().all(|p| p.phase != Phase::Away);
+    let let_go = lost || positions.iter().all(|p| !p.phase.is_off());
     for position in positions.iter().filter(|p| !p.occupied && let_go) {
         match position.phase {
             Phase::Locked => plan.send.push((position.process, Action::Unlock)),
@@ -94,13 +124,10 @@ pub fn home(positions: &[Position], lost: bool) -> Home {
         }
     }
     // One restore at a time, last out first in, as the driver's own tools do it.
-    let restoring = positions.iter().any(|p| p.occupied && p.phase == Phase::Away);
+    let restoring = positions.iter().any(|p| p.occupied && p.phase.is_off());
     if !restoring {
-        plan.restore = positions
-            .iter()
-            .rev()
-            .find(|p| p.phase == Phase::Away && !p.occupied)
-            .map(|p| p.process);
+        plan.restore =
+            positions.iter().rev().find(|p| p.phase.is_off() && !p.occupied).map(|p| p.process);
     }
     plan.done = positions.iter().all(|p| p.phase == Phase::Open && !p.occupied);
     plan
@@ -115,7 +142,12 @@ mod tests {
     fn at(phases: &[Phase]) -> Vec<Position> {
         (0..)
             .zip(phases)
-            .map(|(n, phase)| Position { process: ProcessId(n), phase: *phase, occupied: false })
+            .map(|(n, phase)| Position {
+                process: ProcessId(n),
+                phase: *phase,
+                occupied: false,
+                moves: Moves::Checkpoint,
+            })
             .collect()
     }
 
@@ -133,9 +165,33 @@ mod tests {
         );
         assert_eq!(
             out(&at(&[Phase::Away, Phase::Locked, Phase::Locked]), D),
-            Out::Checkpoint(ProcessId(1))
+            Out::Take(ProcessId(1), Step::Checkpoint)
         );
         assert_eq!(out(&at(&[Phase::Away, Phase::Away]), D), Out::Done);
+    }
+
+    #[test]
+    fn memory_that_can_be_copied_is_copied_first() {
+        let moving = |moves, phase| {
+            let mut positions = at(&[Phase::Away, phase]);
+            positions[1].moves = moves;
+            out(&positions, D)
+        };
+        let take = |step| Out::Take(ProcessId(1), step);
+        assert_eq!(moving(Moves::Checkpoint, Phase::Locked), take(Step::Checkpoint));
+        assert_eq!(moving(Moves::Park, Phase::Locked), take(Step::Park));
+        assert_eq!(moving(Moves::Park, Phase::Parked), Out::Done);
+        assert_eq!(moving(Moves::Both, Phase::Locked), take(Step::Park));
+        assert_eq!(moving(Moves::Both, Phase::Parked), take(Step::Checkpoint));
+        assert_eq!(moving(Moves::Both, Phase::Away), Out::Done);
+        // Whoever is parked for good and wanted away now goes on from there.
+        assert_eq!(moving(Moves::Checkpoint, Phase::Parked), take(Step::Checkpoint));
+    }
+
+    #[test]
+    fn whoever_is_parked_comes_home_as_whoever_is_away() {
+        let plan = home(&at(&[Phase::Parked, Phase::Closed]), false);
+        assert_eq!((plan.send.len(), plan.restore, plan.done), (0, Some(ProcessId(0)), false));
     }
 
     #[test]

@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 
+use affinode_proto::wire;
 use serde::Deserialize;
 
 use super::{Millis, history::Wish};
@@ -89,6 +90,50 @@ impl OnOom {
     }
 }
 
+/// How memory leaves the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Engine {
+    /// Through the driver's checkpoint, all of it.
+    Driver,
+    /// Big allocations are copied at the speed of the bus; the context stays on the device.
+    Park,
+    /// Big allocations are copied, the driver's checkpoint takes the rest.
+    Fast,
+    /// The best that is known to be sound: fast. What cannot be copied goes with the rest.
+    Auto,
+}
+
+impl Engine {
+    const WORDS: [(&'static str, Engine); 4] = [
+        ("auto", Engine::Auto),
+        ("driver", Engine::Driver),
+        ("park", Engine::Park),
+        ("fast", Engine::Fast),
+    ];
+
+    /// The word for it in configuration, annotations and output.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Engine::Driver => "driver",
+            Engine::Park => "park",
+            Engine::Fast => "fast",
+            Engine::Auto => "auto",
+        }
+    }
+
+    /// What the library is told.
+    #[must_use]
+    pub fn wire(self) -> wire::Engine {
+        match self {
+            Engine::Driver => wire::Engine::Driver,
+            Engine::Park => wire::Engine::Park,
+            Engine::Fast | Engine::Auto => wire::Engine::Fast,
+        }
+    }
+}
+
 /// The effective policy of one container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policy {
@@ -110,6 +155,8 @@ pub struct Policy {
     pub on_oom: OnOom,
     /// How long it waits at most.
     pub on_oom_timeout_ms: Millis,
+    /// How its memory leaves the device.
+    pub engine: Engine,
 }
 
 impl Policy {
@@ -134,6 +181,7 @@ impl Default for Policy {
             prewake: false,
             on_oom: OnOom::Fail,
             on_oom_timeout_ms: 120_000,
+            engine: Engine::Driver,
         }
     }
 }
@@ -161,6 +209,8 @@ pub struct Rule {
     pub on_oom: Option<OnOom>,
     /// Replaces how long it waits at most.
     pub on_oom_timeout_ms: Option<Millis>,
+    /// Replaces the engine.
+    pub engine: Option<Engine>,
 }
 
 /// The node's values and rules.
@@ -198,6 +248,7 @@ impl Policies {
             policy.prewake = rule.prewake.unwrap_or(policy.prewake);
             policy.on_oom = rule.on_oom.unwrap_or(policy.on_oom);
             policy.on_oom_timeout_ms = rule.on_oom_timeout_ms.unwrap_or(policy.on_oom_timeout_ms);
+            policy.engine = rule.engine.unwrap_or(policy.engine);
         }
         let mut warnings = Vec::new();
         // Who opts out stays out, whatever else is annotated.
@@ -246,9 +297,7 @@ pub(super) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
                 policy.mode = Mode::Off;
             }
         }
-        "affinode.io/engine" => word(value, &[("auto", ()), ("driver", ())]).map_err(|accepted| {
-            format!("{accepted} (this version has the driver engine)")
-        })?,
+        "affinode.io/engine" => policy.engine = word(value, &Engine::WORDS)?,
         "affinode.io/restore" => word(value, &[("queue", ())])?,
         "affinode.io/on-oom" => policy.on_oom = word(value, &OnOom::WORDS)?,
         "affinode.io/on-oom-timeout" => policy.on_oom_timeout_ms = duration_ms(value)?,

@@ -2,7 +2,10 @@
 
 use affinode_proto::wire::{Hazards, Phase, message::Action, page::PageSnapshot};
 
-use super::{DeviceBytes, Key, Millis, input::Identity};
+use super::{
+    DeviceBytes, Key, Millis,
+    input::{Carried, Identity},
+};
 
 /// An order that was sent and not reported on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,8 +54,12 @@ pub struct Process {
     pub holds: u32,
     /// VRAM now, by NVML.
     pub vram: Vec<DeviceBytes>,
-    /// VRAM that it gave back and will need again; `None` when that is not known.
+    /// VRAM that it had when it left; `None` when that is not known.
     pub away: Option<Vec<DeviceBytes>>,
+    /// What its agent can copy, and has copied.
+    pub carried: Carried,
+    /// Its agent could not copy: it leaves through the driver's checkpoint from then on.
+    pub copy_failed: bool,
     /// It holds its allocations until the rest of its container is back.
     pub waits_for_siblings: bool,
     /// Why its page is not believed any more, if it is not. For good.
@@ -72,9 +79,37 @@ impl Process {
         self.vram.iter().map(|d| d.bytes).sum()
     }
 
+    /// VRAM that it gave back and will need again; `None` when that is not known. Of a
+    /// process that is parked it is what was copied: the rest never left.
+    #[must_use]
+    pub fn gone(&self) -> Option<Vec<DeviceBytes>> {
+        let away = self.away.as_ref()?;
+        if self.phase != Phase::Parked {
+            return Some(away.clone());
+        }
+        Some(part_of(away, self.carried.parked_bytes))
+    }
+
+    /// VRAM that goes when its agent copies, and nothing more.
+    #[must_use]
+    pub fn parkable(&self) -> Vec<DeviceBytes> {
+        part_of(&self.vram, self.carried.bytes)
+    }
+
     /// VRAM given back in bytes, over all devices.
     #[must_use]
     pub fn away_bytes(&self) -> u64 {
-        self.away.iter().flatten().map(|d| d.bytes).sum()
+        self.gone().iter().flatten().map(|d| d.bytes).sum()
     }
+}
+
+/// So many bytes of all. An agent knows no device by its UUID: several have their shares.
+fn part_of(all: &[DeviceBytes], bytes: u64) -> Vec<DeviceBytes> {
+    let sum: u64 = all.iter().map(|d| d.bytes).sum();
+    let part = bytes.min(sum);
+    let share = |bytes: u64| {
+        let bytes = u128::from(bytes) * u128::from(part);
+        u64::try_from(bytes.div_ceil(u128::from(sum.max(1)))).unwrap_or(u64::MAX)
+    };
+    all.iter().map(|d| DeviceBytes { bytes: share(d.bytes), ..d.clone() }).collect()
 }

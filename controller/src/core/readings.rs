@@ -2,9 +2,17 @@
 
 use std::collections::BTreeMap;
 
-use affinode_proto::{reason::Reason, state::State, wire::page::PageSnapshot};
+use affinode_proto::{
+    api::control::Event,
+    reason::Reason,
+    state::State,
+    wire::{Notes, page::PageSnapshot},
+};
 
-use super::{DeviceBytes, Key, Node, ProcessId, container::Goal, idle, input::GpuSample};
+use super::{
+    DeviceBytes, Key, Node, ProcessId, container::Goal, idle, input::GpuSample,
+    view::ipc_refused as ipc_refused_text,
+};
 
 impl Node {
     pub(super) fn page(&mut self, id: ProcessId, page: PageSnapshot) {
@@ -15,11 +23,20 @@ impl Node {
         let moved = idle::moved(process.page.as_ref(), &page);
         let process_was_free = process.page.as_ref().is_some_and(|older| older.inflight == 0);
         process.hazards.0 |= page.hazards.0;
+        let ipc_refused = |page: &PageSnapshot| page.notes.contains(Notes::IPC_REFUSED);
+        let news = ipc_refused(&page) && !process.page.as_ref().is_some_and(ipc_refused);
+        process.carried.bytes = page.carried_bytes;
         process.page = Some(page);
+        if news {
+            let (key, text) = (process.key.clone(), ipc_refused_text(process.identity.pid));
+            self.publish(&key, Event { kind: "process".into(), text, ..Event::default() });
+        }
         if !moved {
             return;
         }
-        let key = process.key.clone();
+        let Some(key) = self.processes.get(&id).map(|p| p.key.clone()) else {
+            return;
+        };
         let Some(container) = self.containers.get_mut(&key) else {
             return;
         };

@@ -10,8 +10,9 @@ use affinode_proto::{
 };
 
 use super::{
-    Key, Millis, Node, ProcessId,
+    DeviceBytes, Key, Millis, Node, ProcessId,
     container::{Container, Goal},
+    input::Carried,
     roster::NEVER_MOVED,
 };
 
@@ -32,6 +33,7 @@ impl Node {
         outcome: Outcome,
         phase: Phase,
         cuda_error: u32,
+        carried: Carried,
     ) {
         if self.hold_reported(id, order, outcome) {
             return;
@@ -43,12 +45,22 @@ impl Node {
             return;
         };
         process.pending = None;
-        let lies = phase == Phase::Away && process.away.is_none() && process.phase != Phase::Away;
+        // Parked memory of one that came forward in the middle shows when it is unlocked.
+        let was_off = process.phase.is_off() || process.carried.parked_bytes > 0;
+        let lies = phase.is_off() && process.away.is_none() && !was_off;
         let phase = if lies { Phase::Open } else { phase };
+        let came_from_parked = process.phase == Phase::Parked;
+        let gone = process.gone();
         process.phase = phase;
+        process.carried = match was_off || process.away.is_some() {
+            true => carried,
+            // Nobody has moved it: a claim on room, and no more.
+            false => Carried { parked_bytes: 0, ..carried },
+        };
         let key = process.key.clone();
         let pid = process.identity.pid;
-        if phase != Phase::Away && matches!(pending.action, Action::Checkpoint { .. }) {
+        let left = matches!(pending.action, Action::Park { .. } | Action::Checkpoint { .. });
+        if left && !phase.is_off() {
             process.away = None;
         }
         if lies {
@@ -59,9 +71,17 @@ impl Node {
         let failed = |call: &str| format!("{call} of process {pid} returned {cuda_error}");
         if phase == Phase::Away {
             process.vram.clear();
+        } else if phase == Phase::Parked
+            && let (Some(all), Some(gone)) = (&process.away, process.gone())
+        {
+            // Until NVML is read again: what was not copied is what it holds.
+            process.vram = less(all, &gone);
         } else if pending.action == Action::Restore {
             // Until NVML is read again: what it gave back it has again.
             process.vram = process.away.clone().unwrap_or_default();
+            if came_from_parked {
+                process.away = gone;
+            }
         }
         match (pending.action, outcome) {
             (_, Outcome::Done | Outcome::WrongPhase) => {}
@@ -87,6 +107,11 @@ impl Node {
             (Action::Lock { .. }, _) => {
                 self.fail_offload(&key, Reason::DriverError, &failed("cuCheckpointProcessLock"))
             }
+            (Action::Park { .. }, _) => {
+                process.copy_failed = true;
+                let detail = failed("copying the memory");
+                self.fail_offload(&key, Reason::DriverError, &detail);
+            }
             (Action::Checkpoint { .. }, _) if cuda_error == CUDA_ERROR_NOT_SUPPORTED => {
                 process.hazards.0 |= Hazards::MANAGED_MEMORY.0;
                 self.fail_offload(
@@ -101,6 +126,9 @@ impl Node {
                     Reason::DriverError,
                     &failed("cuCheckpointProcessCheckpoint"),
                 );
+            }
+            (Action::Restore, _) if phase == Phase::Parked => {
+                self.unpark_failed(&key, &failed("mapping the memory"));
             }
             (Action::Restore, _) if phase == Phase::Away => {
                 self.restore_failed(&key, &failed("cuCheckpointProcessRestore"))
@@ -138,4 +166,11 @@ impl Node {
             container.reason = (Reason::AgentSilent, format!("process {pid}"));
         }
     }
+}
+
+fn less(all: &[DeviceBytes], gone: &[DeviceBytes]) -> Vec<DeviceBytes> {
+    let gone_from = |uuid: &str| gone.iter().find(|g| g.uuid == uuid).map_or(0, |g| g.bytes);
+    all.iter()
+        .map(|d| DeviceBytes { bytes: d.bytes.saturating_sub(gone_from(&d.uuid)), ..d.clone() })
+        .collect()
 }

@@ -5,6 +5,8 @@
 //!                     └─> victims: not in use, resident long enough, not above the waiter
 //! ```
 //!
+//! Of a victim that parks the context stays; where even that is missing, it goes as well.
+//!
 //! Whoever waits first takes first; what it gathers nobody behind it may take, and a victim
 //! that is called again waits behind. So two that need each other's room swap, in turns of
 //! at least the minimum residency.
@@ -16,6 +18,7 @@ use super::{
     container::{Container, Goal},
     ledger::margin_bytes,
     merge_needs,
+    plan::Moves,
     policy::Mode,
     victims::{self, Candidate},
 };
@@ -45,11 +48,26 @@ impl Node {
         let began = self.want_of(key).map(|(_, want)| want.since).or(asker.wake_began);
         let waited = began.map_or(0, |began| self.now.saturating_sub(began));
         let priority = asker.policy.priority;
-        let candidates = self.candidates(key);
         let rule = self.settings.victims;
         let partly = waited >= GATHER_MS;
-        for victim in victims::choose(candidates, priority, missing, rule, self.now, partly) {
+        let choose = |deep, partly| {
+            let candidates = self.candidates(key, deep);
+            victims::choose(candidates, priority, missing.clone(), rule, self.now, partly)
+        };
+        let shallow = choose(false, false);
+        // Where what is copied does not suffice, all of it goes.
+        let (deep, chosen) =
+            if shallow.is_empty() { (true, choose(true, partly)) } else { (false, shallow) };
+        for victim in chosen {
+            let deeper = self.may_go_deeper(&victim);
             self.leave(&victim, Reason::Pressure);
+            let Some(container) = self.containers.get_mut(&victim) else { continue };
+            container.deep = deep || deeper;
+            if deeper {
+                // It is out already: no offload of its own.
+                container.offload_began = None;
+                self.queue.leave(&victim);
+            }
         }
     }
 
@@ -62,8 +80,12 @@ impl Node {
         let leaving: Vec<Vec<DeviceBytes>> = self
             .containers
             .iter()
-            .filter(|(_, c)| c.goal != Goal::Home && c.state != State::Offloaded)
-            .map(|(key, _)| self.holds(key))
+            .filter(|(_, c)| match c.goal {
+                Goal::Home => false,
+                Goal::Leaving => true,
+                Goal::Out => c.state != State::Offloaded,
+            })
+            .map(|(key, _)| self.gives(key, false))
             .collect();
         let missing = |need: &DeviceBytes| {
             let gpu = self.gpus.iter().find(|gpu| gpu.uuid == need.uuid)?;
@@ -78,8 +100,34 @@ impl Node {
         needs.iter().filter_map(missing).collect()
     }
 
-    fn holds(&self, key: &Key) -> Vec<DeviceBytes> {
-        merge_needs(self.processes.of(key).flat_map(|(_, p)| &p.vram))
+    /// What goes when a container leaves, all of it where it goes `deep`. Of one that is
+    /// parked: all that it has left.
+    fn gives(&self, key: &Key, deep: bool) -> Vec<DeviceBytes> {
+        let moves = self.moves(key);
+        let of_each = self.processes.of(key).map(|(_, p)| match moves(p) {
+            Moves::Park if p.phase != Phase::Parked && !deep => p.parkable(),
+            _ => p.vram.clone(),
+        });
+        merge_needs(&of_each.flatten().collect::<Vec<_>>())
+    }
+
+    /// Whether what a copy has left on the device may be sent after it: also of one that waits
+    /// for its return, which it would else keep others from and never get.
+    fn may_go_deeper(&self, key: &Key) -> bool {
+        let waits = |c: &Container| match c.goal {
+            Goal::Out => c.state == State::Offloaded,
+            Goal::Home => c.state == State::Queued && !self.grants.contains_key(key),
+            Goal::Leaving => false,
+        };
+        let parked = |c: &Container| {
+            waits(c)
+                && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
+                && self.now >= c.not_before
+                && self.processes.of(key).all(|(_, p)| p.phase.is_off())
+                && self.processes.of(key).any(|(_, p)| p.phase == Phase::Parked)
+                && self.may_offload(key, true).is_ok()
+        };
+        self.containers.get(key).is_some_and(parked)
     }
 
     /// Whether a container may be sent away for others now. One that waits for room itself
@@ -101,10 +149,11 @@ impl Node {
         self.containers.get(key).is_some_and(free)
     }
 
-    fn candidates(&self, asker: &Key) -> Vec<Candidate> {
+    fn candidates(&self, asker: &Key, deep: bool) -> Vec<Candidate> {
         self.containers
             .iter()
-            .filter(|(key, _)| *key != asker && self.may_be_taken(key))
+            .filter(|(key, _)| *key != asker)
+            .filter(|(key, _)| self.may_be_taken(key) || self.may_go_deeper(key))
             .map(|(key, c)| {
                 let idle_ms = self.now.saturating_sub(c.last_use);
                 let return_ms = match c.next_use {
@@ -113,7 +162,7 @@ impl Node {
                     None if self.want_of(key).is_some() => 0,
                     None => c.history.expected_return_ms(idle_ms, &self.pauses),
                 };
-                let holds = self.holds(key);
+                let holds = self.gives(key, deep);
                 Candidate {
                     key: key.clone(),
                     priority: c.policy.priority,
@@ -150,7 +199,7 @@ impl Node {
         let c = self.containers.get(key)?;
         let out = c.state == State::Offloaded && c.goal == Goal::Out && c.policy.prewake;
         let wanted = c.cause != Reason::Requested && c.policy.mode != Mode::Off;
-        let away = self.processes.of(key).all(|(_, p)| p.phase == Phase::Away);
+        let away = self.processes.of(key).all(|(_, p)| p.phase.is_off());
         let (begin, _) = c.history.prewake(LEAD_MS).filter(|_| out && wanted && away)?;
         // One that came back unused stays out: its pause is none of those that agree.
         let worth = !c.missed && self.now < self.prewake_until(key);

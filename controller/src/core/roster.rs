@@ -10,13 +10,21 @@ use affinode_proto::{
 use super::{
     Effect, Key, Node, ProcessId,
     container::{Container, Goal},
-    input::{Identity, Request},
+    input::{Carried, Identity, Request},
     node::resolve,
     process::Process,
 };
 
 /// What is wrong with a process that says so.
 pub(super) const NEVER_MOVED: &str = "says that it is away, and nobody moved it";
+
+/// Where a process stands when it comes forward.
+pub(super) struct Standing {
+    pub(super) phase: Phase,
+    pub(super) generation: u64,
+    pub(super) hazards: Hazards,
+    pub(super) carried: Carried,
+}
 
 impl Node {
     pub(super) fn announced(&mut self, announcement: Announcement, key: &Key) {
@@ -59,10 +67,9 @@ impl Node {
         key: &Key,
         id: ProcessId,
         identity: Identity,
-        phase: Phase,
-        generation: u64,
-        hazards: Hazards,
+        standing: Standing,
     ) {
+        let Standing { phase, generation, hazards, carried } = standing;
         let known = self
             .processes
             .of(key)
@@ -85,18 +92,23 @@ impl Node {
         let away = before.as_ref().and_then(|p| p.away.clone()).or(recalled.map(|r| r.away));
         // Nobody moved it: a claim on room that nobody ever proved it to have had.
         let younger = self.started_ticks > 0 && identity.start_ticks >= self.started_ticks;
-        let lies = phase == Phase::Away && away.is_none() && (known.is_some() || younger);
-        let phase = if lies { Phase::Open } else { phase };
+        let off = phase.is_off() || carried.parked_bytes > 0;
+        let lies = off && away.is_none() && (known.is_some() || younger);
+        let (phase, carried) = match lies {
+            true => (Phase::Open, Carried { parked_bytes: 0, ..carried }),
+            false => (phase, carried),
+        };
         if container.state == State::Unregistered {
             // The first process; or, after a controller died, the first that came back.
             container.last_use = self.now;
-            container.goal = if phase == Phase::Away { Goal::Out } else { Goal::Home };
+            container.goal = if phase.is_off() { Goal::Out } else { Goal::Home };
         } else if phase == Phase::Open && container.goal != Goal::Home {
             // A process that just started to use CUDA: the container is in use.
             container.goal = Goal::Home;
             container.cause = Reason::Called;
             container.last_use = self.now;
         }
+        let engine = container.policy.engine.wire();
         let first = container.state == State::Unregistered;
         let out = container.goal == Goal::Out;
         self.processes.insert(
@@ -112,6 +124,8 @@ impl Node {
                 holds: 0,
                 vram: before.as_ref().map(|p| p.vram.clone()).unwrap_or_default(),
                 away,
+                carried,
+                copy_failed: before.as_ref().is_some_and(|p| p.copy_failed),
                 waits_for_siblings: false,
                 ignores_holds: before.as_ref().is_some_and(|p| p.ignores_holds),
                 bad_page: before.as_ref().and_then(|p| p.bad_page.clone()),
@@ -128,7 +142,7 @@ impl Node {
         self.hold_for_siblings(id);
         let wait_for_room_ms =
             self.containers.get(key).map_or(0, |c| Node::wait_for_room_ms(&c.policy));
-        let welcome = ControllerMessage::Welcome { process: id.0, wait_for_room_ms };
+        let welcome = ControllerMessage::Welcome { process: id.0, wait_for_room_ms, engine };
         self.effects.push(Effect::Send(id, welcome));
         if let Some(old) = known {
             self.forget_holds(old);

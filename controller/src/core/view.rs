@@ -2,7 +2,7 @@
 
 use affinode_proto::{
     api::control,
-    wire::{Hazards, Phase, page::PageSnapshot},
+    wire::{Hazards, Notes, page::PageSnapshot},
 };
 
 use super::{
@@ -80,8 +80,8 @@ impl Node {
             let away = self
                 .processes
                 .values()
-                .filter(|p| p.phase == Phase::Away)
-                .flat_map(|p| p.away.iter().flatten());
+                .filter(|p| p.phase.is_off())
+                .flat_map(|p| p.gone().unwrap_or_default());
             away.filter(|d| d.uuid == uuid).map(|d| d.bytes).sum()
         };
         self.gpus
@@ -120,7 +120,7 @@ impl Node {
             vram_bytes: processes.iter().map(|(_, p)| p.vram_bytes()).sum(),
             away_bytes: processes
                 .iter()
-                .filter(|(_, p)| p.phase == Phase::Away)
+                .filter(|(_, p)| p.phase.is_off())
                 .map(|(_, p)| p.away_bytes())
                 .sum(),
             offloads: c.offloads,
@@ -129,14 +129,34 @@ impl Node {
             last_wake_ms: c.last_wake_ms,
             last_restore_ms: c.last_restore_ms,
             mode: c.policy.mode.as_str().to_owned(),
+            engine: c.policy.engine.as_str().to_owned(),
             idle_timeout_ms: c.policy.idle_timeout_ms,
             priority: c.policy.priority,
+            warnings: warnings(c, &processes),
             processes: processes.into_iter().map(|(_, p)| list_process(p)).collect(),
-            warnings: c.warnings.clone(),
             pinned: self.wishes().pinned.contains(key),
             ..control::Container::default()
         }
     }
+}
+
+fn warnings(c: &Container, processes: &[(ProcessId, &Process)]) -> Vec<String> {
+    let refused = processes.iter().filter(|(_, p)| {
+        p.page.as_ref().is_some_and(|page| page.notes.contains(Notes::IPC_REFUSED))
+    });
+    let refused = refused.map(|(_, p)| ipc_refused(p.identity.pid));
+    let slow = processes.iter().filter(|(_, p)| p.copy_failed).map(|(_, p)| {
+        let pid = p.identity.pid;
+        format!("the memory of process {pid} could not be copied: it leaves through the driver's checkpoint")
+    });
+    c.warnings.iter().cloned().chain(refused).chain(slow).collect()
+}
+
+/// What to do about memory that cannot be shared.
+pub(super) fn ipc_refused(pid: u32) -> String {
+    format!(
+        "process {pid} asked for an IPC handle of memory that the engine carries, which cannot be had: set affinode.io/engine to driver"
+    )
 }
 
 fn list_process(p: &Process) -> control::Process {
@@ -156,8 +176,8 @@ fn list_process(p: &Process) -> control::Process {
             .as_ref()
             .filter(|page| page.calls > 0)
             .map_or_else(String::new, last_call),
-        away: if p.phase == Phase::Away {
-            p.away.iter().flatten().map(device).collect()
+        away: if p.phase.is_off() {
+            p.gone().iter().flatten().map(device).collect()
         } else {
             Vec::new()
         },
@@ -165,6 +185,8 @@ fn list_process(p: &Process) -> control::Process {
         inflight: p.page.as_ref().map_or(0, |page| page.inflight),
         waiters: p.page.as_ref().map_or(0, |page| page.waiters),
         hazards: hazard_words(p.hazards),
+        carried_bytes: p.carried.bytes,
+        parked_bytes: p.carried.parked_bytes,
         ..control::Process::default()
     }
 }

@@ -115,9 +115,9 @@ impl Node {
     /// What a container has on a device, or had and will have again.
     fn has(&self, key: &Key, uuid: &str) -> u64 {
         // A reading may be older than the moment at which a process left.
-        let all = self.processes.of(key).flat_map(|(_, p)| match p.phase {
-            Phase::Away => p.away.as_deref().unwrap_or_default(),
-            _ => &p.vram,
+        let all = self.processes.of(key).flat_map(|(_, p)| match p.phase.is_off() {
+            true => p.away.as_deref().unwrap_or_default(),
+            false => &p.vram,
         });
         all.filter(|held| held.uuid == uuid).map(|held| held.bytes).sum()
     }

@@ -67,10 +67,11 @@ impl Node {
     /// that was lost): all that its hooks counted and a context, on every device.
     pub(super) fn needs(&self, process: &Process) -> Vec<DeviceBytes> {
         const CONTEXT_BYTES: u64 = 1 << 30;
-        if let Some(away) = &process.away {
-            return away.clone();
+        if let Some(gone) = process.gone() {
+            return gone;
         }
         let claimed = process.page.as_ref().map_or(0, |page| page.allocated_bytes);
+        let claimed = claimed.max(process.carried.bytes);
         self.gpus
             .iter()
             .map(|gpu| DeviceBytes {
@@ -85,14 +86,14 @@ impl Node {
         let needs: Vec<DeviceBytes> = self
             .processes
             .of(key)
-            .filter(|(_, p)| p.phase == Phase::Away)
+            .filter(|(_, p)| p.phase.is_off())
             .flat_map(|(_, p)| self.needs(p))
             .collect();
         let mut needs = merge_needs(&needs);
         // Of some it may not be known: a device that nobody else uses has held them all before.
         let known = |uuid: &str| -> u64 {
-            let of_key = self.processes.of(key).filter(|(_, p)| p.phase == Phase::Away);
-            let devices = of_key.flat_map(|(_, p)| p.away.iter().flatten());
+            let of_key = self.processes.of(key).filter(|(_, p)| p.phase.is_off());
+            let devices = of_key.filter_map(|(_, p)| p.gone()).flatten();
             devices.filter(|need| need.uuid == uuid).map(|need| need.bytes).sum()
         };
         let held = |uuid: &str| -> u64 {
@@ -168,7 +169,7 @@ impl Node {
         let since = |began: Option<Millis>| began.map_or(0, |began| now.saturating_sub(began));
         let elapsed = since(container.wake_began.take());
         let restore_ms = since(container.restore_began.take());
-        container.offload_began = None;
+        (container.offload_began, container.deep) = (None, false);
         if container.cause != Reason::Expected {
             container.last_use = now;
         }
@@ -201,6 +202,18 @@ impl Node {
         self.set_state(key, State::Active, reason, &detail, bytes, elapsed);
         self.answer(key, Request::Restore, true, bytes, elapsed);
         self.leave_again(key);
+    }
+
+    /// Parked memory did not find its VRAM: nothing is lost, and it waits again.
+    pub(super) fn unpark_failed(&mut self, key: &Key, detail: &str) {
+        const AGAIN_MS: Millis = 500;
+        self.end_grant(key);
+        self.ledger.release(key);
+        self.queue.leave(key);
+        if let Some(container) = self.containers.get_mut(key) {
+            container.no_return_before = container.no_return_before.max(self.now + AGAIN_MS);
+        }
+        self.set_state(key, State::Queued, Reason::WaitingForVram, detail, 0, 0);
     }
 
     /// The driver could not restore. It is tried again, seldom: the driver may know

@@ -11,7 +11,7 @@ use super::{
     container::Goal,
     input::{Request, Survey},
     moves::CHECKPOINT,
-    plan::{self, Out, Position},
+    plan::{self, Out, Position, Step},
     process::Process,
 };
 
@@ -61,14 +61,14 @@ impl Node {
         let verdict = verdict.and_then(|()| {
             let unseen = |p: &Process| {
                 let claims = p.page.as_ref().is_some_and(|page| page.allocated_bytes > 0);
-                p.phase != Phase::Away && p.vram.is_empty() && claims
+                !p.phase.is_off() && p.vram.is_empty() && claims
             };
             if let Some((_, p)) = self.processes.of(key).find(|(_, p)| unseen(p)) {
                 let text = format!("process {} counts allocations", p.identity.pid);
                 return Err((Reason::NoVram, text));
             }
-            let away = self.processes.of(key).any(|(_, p)| p.phase == Phase::Away);
-            if holds_vram || away { Ok(()) } else { Err((Reason::NoVram, String::new())) }
+            let off = self.processes.of(key).any(|(_, p)| p.phase.is_off());
+            if holds_vram || off { Ok(()) } else { Err((Reason::NoVram, String::new())) }
         });
         match (goal, verdict) {
             (Goal::Home, _) => self.advance(key),
@@ -81,10 +81,10 @@ impl Node {
                 self.advance(key);
             }
             (Goal::Out, Ok(())) => {
-                if let Out::Checkpoint(process) =
+                if let Out::Take(process, step) =
                     plan::out(&self.positions(key), self.settings.deadlines)
                 {
-                    self.checkpoint(key, process);
+                    self.take(key, process, step);
                 }
                 self.advance(key);
             }
@@ -92,16 +92,24 @@ impl Node {
     }
 
     /// Every process is locked, host memory was found: note what will be needed
-    /// for the return, then let the driver move this process out.
-    pub(super) fn checkpoint(&mut self, key: &Key, id: ProcessId) {
+    /// for the return, then let driver or agent move this process out.
+    pub(super) fn take(&mut self, key: &Key, id: ProcessId, step: Step) {
         self.set_state(key, State::Offloading, self.cause(key), "", 0, 0);
         let Some(process) = self.processes.get_mut(&id) else {
             return;
         };
-        process.away = Some(process.vram.clone());
+        if process.phase != Phase::Parked || process.away.is_none() {
+            process.away = Some(process.vram.clone());
+        }
         let vram_bytes = process.away.iter().flatten().map(|d| d.bytes).max().unwrap_or(0);
         self.journal(key, CHECKPOINT);
-        self.order(id, Action::Checkpoint { vram_bytes });
+        self.order(
+            id,
+            match step {
+                Step::Park => Action::Park { vram_bytes },
+                Step::Checkpoint => Action::Checkpoint { vram_bytes },
+            },
+        );
     }
 
     pub(super) fn advance_out(&mut self, key: &Key, positions: &[Position]) {
@@ -112,7 +120,7 @@ impl Node {
                     self.order(process, action);
                 }
             }
-            Out::Checkpoint(_) => self.survey(key),
+            Out::Take(..) => self.survey(key),
             Out::Done => self.arrived_out(key),
         }
     }
@@ -126,27 +134,29 @@ impl Node {
         if container.state == State::Offloaded {
             return;
         }
-        let elapsed = container.offload_began.take().map_or(0, |began| now.saturating_sub(began));
-        container.offloads += 1;
-        container.last_offload_ms = elapsed;
+        let began = container.offload_began.take();
+        let elapsed = began.map_or(0, |began| now.saturating_sub(began));
+        if began.is_some() {
+            container.offloads += 1;
+            container.last_offload_ms = elapsed;
+        }
         container.failures = 0;
         let cause = container.cause;
         self.set_state(key, State::Offloaded, cause, "", bytes, elapsed);
         self.answer(key, Request::Offload, true, bytes, elapsed);
-        if self.want_of(key).is_some()
-            && let Some(container) = self.containers.get_mut(key)
-        {
-            (container.goal, container.cause) = (Goal::Home, Reason::AllocationWaits);
+        let wanted = self.want_of(key).map(|_| Reason::AllocationWaits);
+        let Some(container) = self.containers.get_mut(key) else { return };
+        let called = container.wake_began.map(|_| Reason::Called);
+        let asked = container.commands.iter().find(|(_, request)| *request == Request::Restore);
+        // Whoever went deeper while it waited for its return waits on.
+        if let Some(cause) = wanted.or(called).or(asked.map(|_| Reason::Requested)) {
+            (container.goal, container.cause) = (Goal::Home, cause);
             self.advance(key);
         }
     }
 
     pub(super) fn away_bytes(&self, key: &Key) -> u64 {
-        self.processes
-            .of(key)
-            .filter(|(_, p)| p.phase == Phase::Away)
-            .map(|(_, p)| p.away_bytes())
-            .sum()
+        self.processes.of(key).filter(|(_, p)| p.phase.is_off()).map(|(_, p)| p.away_bytes()).sum()
     }
 
     /// Gives up an offload: whatever was done so far is undone.

@@ -304,12 +304,28 @@ impl Actor {
     fn mail(&mut self, mail: AgentMail) {
         match mail {
             AgentMail::Joined { key, id, identity, hello, agent } => {
-                let AgentMessage::Hello { phase, generation, hazards, .. } = hello else {
+                let AgentMessage::Hello {
+                    phase,
+                    generation,
+                    hazards,
+                    carried_bytes,
+                    parked_bytes,
+                    ..
+                } = hello
+                else {
                     return;
                 };
                 self.agents.insert(id, agent);
                 self.read_page(id);
-                self.feed(Input::Joined { key, process: id, identity, phase, generation, hazards });
+                self.feed(Input::Joined {
+                    key,
+                    process: id,
+                    identity,
+                    phase,
+                    generation,
+                    hazards,
+                    carried: crate::core::input::Carried { bytes: carried_bytes, parked_bytes },
+                });
             }
             AgentMail::Message(id, message) => self.feed(Input::Message(id, message)),
             AgentMail::Detached(id) => self.feed(Input::Detached(id)),

@@ -185,6 +185,9 @@ impl Metrics {
         let waiting: u64 = container.processes.iter().map(|p| u64::from(p.waiters)).sum();
         table.waiting.get_or_create(&labels).set(whole(waiting));
         table.processes.get_or_create(&labels).set(whole(container.processes.len() as u64));
+        if let Some(share) = container.parkable_share {
+            table.parkable.get_or_create(&labels).set(share);
+        }
         for process in &container.processes {
             for (family, devices) in [(&table.held, &process.vram), (&table.away, &process.away)] {
                 for device in devices {

@@ -38,6 +38,7 @@ pub struct Table {
     pub containers: Family<StateLabels, Gauge>,
     pub held: Family<DeviceLabels, Gauge>,
     pub away: Family<DeviceLabels, Gauge>,
+    pub parkable: Family<ContainerLabels, Share>,
     pub idle: Family<ContainerLabels, Share>,
     pub waiting: Family<ContainerLabels, Gauge>,
     pub processes: Family<ContainerLabels, Gauge>,
@@ -138,6 +139,11 @@ impl Table {
                 "VRAM of the container that is in host memory",
                 Family::default()
             ),
+            parkable: add!(
+                "container_parkable_ratio",
+                "The part of the container's VRAM that its engine copies by itself",
+                Family::default()
+            ),
             idle: add!(
                 "container_idle",
                 Seconds,
@@ -225,6 +231,7 @@ impl Table {
         self.containers.clear();
         self.held.clear();
         self.away.clear();
+        self.parkable.clear();
         self.idle.clear();
         self.waiting.clear();
         self.processes.clear();

@@ -30,6 +30,7 @@ fn node(state: &str, held: u64, away: u64) -> Node {
             idle_ms: 1,
             vram_bytes: held,
             away_bytes: away,
+            parkable_share: Some(0.5),
             processes: vec![Process {
                 calls: held + away,
                 waiters: 1,

@@ -4,6 +4,9 @@ Commands on stdin, one JSON object per line on stdout:
 
     step N     N training steps: "digest" over all parameters afterwards
     bench      the median time of 300 steps after 100 to warm up: "step_ms"
+    hold N     N GiB more, filled at random
+    check      "digest" over that
+    sync       how long torch.cuda.synchronize takes: "sync_ms"
 """
 
 import hashlib
@@ -42,6 +45,7 @@ def main():
         optimizer.step()
 
     step()
+    held = []
     torch.cuda.synchronize()
     say(command="ready", result=0, pid=os.getpid())
     for line in sys.stdin:
@@ -62,6 +66,22 @@ def main():
                 if number >= 100:
                     times.append((time.perf_counter() - start) * 1000)
             say(command="bench", result=0, step_ms=statistics.median(times))
+        elif words[0] == "hold":
+            for _ in range(int(words[1])):
+                held.append(torch.randint(2**62, ((1 << 30) // 8,), device=device))
+            torch.cuda.synchronize()
+            say(command="hold", result=0)
+        elif words[0] == "check":
+            # Wraps around, the same way each time; weighted, so that no two words may swap.
+            weights = torch.arange(1, (1 << 30) // 8 + 1, device=device)
+            sums = [int((tensor * weights).sum()) for tensor in held]
+            del weights
+            torch.cuda.empty_cache()
+            say(command="check", result=0, digest=str(sums))
+        elif words[0] == "sync":
+            start = time.perf_counter()
+            torch.cuda.synchronize()
+            say(command="sync", result=0, sync_ms=(time.perf_counter() - start) * 1000)
 
 
 if __name__ == "__main__":

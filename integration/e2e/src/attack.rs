@@ -28,6 +28,8 @@ pub fn start(world: &World, id: &str) -> Result<Worker> {
         driver_version: 0,
         hazards: Hazards(0),
         abilities: Abilities::default(),
+        carried_bytes: 0,
+        parked_bytes: 0,
     };
     let wake = AgentMessage::Wake { generation: 7, waiters: u32::MAX, hook: u32::MAX };
     let words = [

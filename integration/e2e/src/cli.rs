@@ -79,6 +79,10 @@ pub struct ContainerRow {
     pub away_bytes: u64,
     /// The effective idle timeout.
     pub idle_timeout_ms: u64,
+    /// The effective engine.
+    pub engine: String,
+    /// The part of its VRAM that is copied at the speed of the bus.
+    pub parkable_share: Option<f64>,
     /// Moves out so far.
     pub offloads: u64,
     /// Returns so far.
@@ -103,8 +107,14 @@ pub struct ProcessRow {
     pub phase: String,
     /// Calls counted so far.
     pub calls: u64,
+    /// VRAM that its agent can copy.
+    pub carried_bytes: u64,
+    /// What of it is copied now.
+    pub parked_bytes: u64,
     /// What makes it unsafe to move.
     pub hazards: Vec<String>,
+    /// VRAM it holds.
+    pub vram_bytes: u64,
 }
 
 /// A line of `affinode events -o json`.

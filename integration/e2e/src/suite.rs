@@ -6,6 +6,7 @@
 //! | [`crashers`] | the five calls that kill: with the library 30 of 30 return, without it the program dies |
 //! | [`alone`] | a process that is called while no controller answers brings itself back |
 //! | [`bursts`] | three on VRAM for one, and a newcomer whose allocations wait for most of it: all go on, none fails |
+//! | [`engines`] | the engines side by side: offload, wake, what stays on the device, the same contents; allocations |
 //! | [`cost`] | a hooked call against a direct one, a torch step with and without the library, a wake against the driver's own, a wake beside an attacker |
 //!
 //! It runs on the simulated GPU as well, less what needs torch.
@@ -15,6 +16,7 @@ mod bursts;
 mod cost;
 mod crashers;
 mod cycle;
+mod engines;
 mod host_root;
 mod report;
 mod torch;
@@ -44,14 +46,15 @@ sample_interval = "100ms"
 /// Annotation of a container that moves by order alone.
 const BY_ORDER: (&str, &str) = ("affinode.io/offload", "manual");
 
-/// Runs all parts with this containerd and GPU. A part that fails is a row that is
+/// Runs all parts, or those with one of the wanted words in their names, with this
+/// containerd and GPU. A part that fails is a row that is
 /// not met; the others go on.
 ///
 /// # Errors
 /// When no world can be made.
-pub fn run(release: &Release, gpu: Gpu) -> Result<Report> {
+pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     let world = Recipe::default().release(release).gpu(gpu).config(CONFIG).world()?;
-    let mut report = Report::new(&world);
+    let mut report = Report::new(&world, wanted);
     report.part(&world, "plain process, root", |world, rows| cycle::plain(world, "root", rows));
     report.part(&world, "plain process, uid 1000", |world, rows| cycle::plain(world, "user", rows));
     report.part(&world, "crashing calls", crashers::with_and_without);
@@ -61,10 +64,15 @@ pub fn run(release: &Release, gpu: Gpu) -> Result<Report> {
     report.part(&world, "cost of watched calls", cost::watched_calls);
     report.part(&world, "cost of a wake", cost::wakes);
     report.part(&world, "under attack", cost::under_attack);
+    report.part(&world, "engines, semantics", engines::semantics);
+    report.part(&world, "engines, memory", engines::memory);
+    report.part(&world, "engines, side by side", engines::side_by_side);
+    report.part(&world, "engines, large", engines::large);
     match torch::Torch::find(&world) {
         Ok(torch) => {
             report.part(&world, "torch, root", |_, rows| torch.cycle("root", rows));
             report.part(&world, "torch, uid 1000", |_, rows| torch.cycle("user", rows));
+            report.part(&world, "engines, torch", |_, rows| torch.engines(rows));
             report.part(&world, "cost of a torch step", |_, rows| torch.step_cost(rows));
         }
         Err(why) => report.skip("torch", &format!("{why:#}")),

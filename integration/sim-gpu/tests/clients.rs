@@ -86,10 +86,12 @@ fn python_by_ctypes() {
 #[test]
 fn the_driver_behaves_as_a_real_one_call_by_call() {
     let node = Node::start(&[]);
-    let output = node.command(products().clients.join("api_check")).output().unwrap();
-    let text = String::from_utf8(output.stdout).unwrap();
-    let wrong: Vec<&str> = text.lines().filter(|line| line.contains("\"ok\":false")).collect();
-    assert!(output.status.success() && wrong.is_empty(), "{wrong:#?}");
+    for program in ["api_check", "memory_check"] {
+        let output = node.command(products().clients.join(program)).output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        let wrong: Vec<&str> = text.lines().filter(|line| line.contains("\"ok\":false")).collect();
+        assert!(output.status.success() && wrong.is_empty(), "{program}: {wrong:#?}");
+    }
 }
 
 #[test]

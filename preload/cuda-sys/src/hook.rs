@@ -20,6 +20,12 @@ pub enum Class {
     PoolAccess = 6,
     /// Success means memory is shared with another process or another API.
     Import = 7,
+    /// Held and counted as [`Class::Work`]; what it does depends on whether the memory is
+    /// the driver's or carried by the library.
+    Memory = 8,
+    /// Answers at once even while the state is away, and passes: unless the library carries
+    /// memory, which has no attributes while it is parked. Then as [`Class::Poll`].
+    Pointer = 9,
 }
 
 impl Class {
@@ -34,14 +40,22 @@ impl Class {
             5 => Class::Access,
             6 => Class::PoolAccess,
             7 => Class::Import,
+            8 => Class::Memory,
+            9 => Class::Pointer,
             _ => Class::Work,
         }
     }
 
-    /// Whether calls may take device memory or need a look at their arguments, which
-    /// puts them on the thorough path.
+    /// Whether calls may take device memory or change what may be done to the process:
+    /// held as well while allocations are held.
     #[must_use]
     pub const fn is_special(self) -> bool {
+        !matches!(self, Class::Work | Class::Poll | Class::Memory | Class::Pointer)
+    }
+
+    /// Whether calls need more than to be counted, which puts them on the thorough path.
+    #[must_use]
+    pub const fn is_thorough(self) -> bool {
         !matches!(self, Class::Work | Class::Poll)
     }
 }
@@ -144,8 +158,6 @@ pub fn passes(name: &[u8]) -> bool {
                 | b"cuGetExportTable"
                 | b"cuGetProcAddress"
                 | b"cuCtxGetCurrent"
-                | b"cuPointerGetAttribute"
-                | b"cuPointerGetAttributes"
                 | b"cuDeviceGetAttribute"
         )
 }

@@ -14,6 +14,8 @@ pub mod size;
 pub mod result {
     /// It worked.
     pub const SUCCESS: u32 = 0;
+    /// An argument is not what the function takes.
+    pub const INVALID_VALUE: u32 = 1;
     /// Out of device memory.
     pub const OUT_OF_MEMORY: u32 = 2;
     /// The driver is not there, or not yet.
@@ -70,18 +72,49 @@ pub struct MemAccessDesc {
     pub flags: u32,
 }
 
-/// The beginning of `CUmemAllocationProp`, as far as it is read here.
+/// `CUmemAllocationProp` of memory on a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct MemAllocationProp {
-    /// Kind of allocation.
-    pub allocation_type: u32,
-    /// Kinds of handles that may be made of it.
+    /// [`ALLOCATION_PINNED`].
+    pub kind: u32,
+    /// Kinds of handles that it can be exported as.
     pub handle_types: u32,
-    /// [`LOCATION_DEVICE`] or another kind of place.
+    /// [`LOCATION_DEVICE`].
     pub location_type: u32,
-    /// Device ordinal where the kind is a device.
+    /// Device ordinal.
     pub location_id: i32,
+    /// Zero.
+    pub windows: u64,
+    /// 0: none.
+    pub compression: u8,
+    /// 1: other devices on the bus may reach it.
+    pub gpu_direct_rdma: u8,
+    /// 0.
+    pub usage: u16,
+    /// Zero.
+    pub reserved: [u8; 4],
+}
+
+/// `CU_MEM_ALLOCATION_TYPE_PINNED`.
+pub const ALLOCATION_PINNED: u32 = 1;
+/// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`.
+pub const ACCESS_READ_WRITE: u32 = 3;
+
+/// Values of `CUdevice_attribute`.
+pub mod device_attribute {
+    /// Physical memory and addresses can be had apart.
+    pub const VIRTUAL_MEMORY_MANAGEMENT: i32 = 102;
+    /// Memory made so can be reached by other devices on the bus.
+    pub const RDMA_WITH_VIRTUAL_MEMORY: i32 = 110;
+}
+
+/// Values of `CUpointer_attribute`.
+pub mod pointer_attribute {
+    /// The context that the memory was allocated in.
+    pub const CONTEXT: u32 = 1;
+    /// The size of the allocation.
+    pub const RANGE_SIZE: u32 = 12;
 }
 
 /// `CU_MEM_LOCATION_TYPE_DEVICE`.
@@ -107,3 +140,4 @@ pub type PointerGetAttributeFn = unsafe extern "C" fn(*mut core::ffi::c_void, u3
 const _: () = assert!(size_of::<CheckpointLockArgs>() == 64);
 const _: () = assert!(size_of::<CheckpointArgs>() == 64);
 const _: () = assert!(size_of::<MemAccessDesc>() == 12);
+const _: () = assert!(size_of::<MemAllocationProp>() == 32);

@@ -17,25 +17,24 @@ macro_rules! hooked_functions {
                 cuCoredumpDeregisterStartCallback cuCoredumpGetAttribute
                 cuCoredumpGetAttributeGlobal cuCoredumpRegisterCompleteCallback
                 cuCoredumpRegisterStartCallback cuCoredumpSetAttribute cuCoredumpSetAttributeGlobal
-                cuCtxAttach cuCtxDestroy cuCtxDestroy_v2 cuCtxDetach cuCtxDisablePeerAccess
-                cuCtxFromGreenCtx cuCtxGetApiVersion cuCtxGetCacheConfig cuCtxGetDevResource
-                cuCtxGetDevice cuCtxGetDevice_v2 cuCtxGetExecAffinity cuCtxGetFlags cuCtxGetId
-                cuCtxGetLimit cuCtxGetSharedMemConfig cuCtxGetStreamPriorityRange cuCtxPopCurrent
-                cuCtxPopCurrent_v2 cuCtxPushCurrent cuCtxPushCurrent_v2 cuCtxRecordEvent
-                cuCtxResetPersistingL2Cache cuCtxSetCacheConfig cuCtxSetCurrent cuCtxSetFlags
-                cuCtxSetSharedMemConfig cuCtxSynchronize cuCtxSynchronize_v2 cuCtxWaitEvent
-                cuDestroyExternalMemory cuDestroyExternalSemaphore cuDevResourceGenerateDesc
-                cuDevSmResourceSplit cuDevSmResourceSplitByCount cuDeviceCanAccessPeer
-                cuDeviceComputeCapability cuDeviceGet cuDeviceGetByPCIBusId cuDeviceGetCliqueCount
-                cuDeviceGetCliqueInfo cuDeviceGetCount cuDeviceGetDefaultMemPool
-                cuDeviceGetDevResource cuDeviceGetExecAffinitySupport cuDeviceGetFabricClusterUuid
+                cuCtxAttach cuCtxDetach cuCtxDisablePeerAccess cuCtxFromGreenCtx cuCtxGetApiVersion
+                cuCtxGetCacheConfig cuCtxGetDevResource cuCtxGetDevice cuCtxGetDevice_v2
+                cuCtxGetExecAffinity cuCtxGetFlags cuCtxGetId cuCtxGetLimit cuCtxGetSharedMemConfig
+                cuCtxGetStreamPriorityRange cuCtxPopCurrent cuCtxPopCurrent_v2 cuCtxPushCurrent
+                cuCtxPushCurrent_v2 cuCtxRecordEvent cuCtxResetPersistingL2Cache cuCtxSetCacheConfig
+                cuCtxSetCurrent cuCtxSetFlags cuCtxSetSharedMemConfig cuCtxSynchronize
+                cuCtxSynchronize_v2 cuCtxWaitEvent cuDestroyExternalMemory
+                cuDestroyExternalSemaphore cuDevResourceGenerateDesc cuDevSmResourceSplit
+                cuDevSmResourceSplitByCount cuDeviceCanAccessPeer cuDeviceComputeCapability
+                cuDeviceGet cuDeviceGetByPCIBusId cuDeviceGetCliqueCount cuDeviceGetCliqueInfo
+                cuDeviceGetCount cuDeviceGetDefaultMemPool cuDeviceGetDevResource
+                cuDeviceGetExecAffinitySupport cuDeviceGetFabricClusterUuid
                 cuDeviceGetGraphMemAttribute cuDeviceGetHostAtomicCapabilities cuDeviceGetLuid
                 cuDeviceGetMemPool cuDeviceGetName cuDeviceGetNvSciSyncAttributes
                 cuDeviceGetP2PAtomicCapabilities cuDeviceGetP2PAttribute cuDeviceGetPCIBusId
                 cuDeviceGetProperties cuDeviceGetTexture1DLinearMaxWidth cuDeviceGetUuid
                 cuDeviceGetUuid_v2 cuDeviceGraphMemTrim cuDevicePrimaryCtxGetState
-                cuDevicePrimaryCtxRelease cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxReset
-                cuDevicePrimaryCtxReset_v2 cuDevicePrimaryCtxSetFlags cuDevicePrimaryCtxSetFlags_v2
+                cuDevicePrimaryCtxSetFlags cuDevicePrimaryCtxSetFlags_v2
                 cuDeviceRegisterAsyncNotification cuDeviceSetGraphMemAttribute cuDeviceSetMemPool
                 cuDeviceTotalMem cuDeviceTotalMem_v2 cuDeviceUnregisterAsyncNotification
                 cuEventCreate cuEventDestroy cuEventDestroy_v2 cuEventElapsedTime
@@ -93,8 +92,8 @@ macro_rules! hooked_functions {
                 cuGraphicsUnmapResources_ptsz cuGraphicsUnregisterResource cuGreenCtxDestroy
                 cuGreenCtxGetDevResource cuGreenCtxGetId cuGreenCtxRecordEvent
                 cuGreenCtxStreamCreate cuGreenCtxWaitEvent cuInit cuIpcCloseMemHandle
-                cuIpcGetEventHandle cuIpcGetMemHandle cuKernelGetAttribute cuKernelGetLibrary
-                cuKernelGetName cuKernelGetParamCount cuKernelGetParamInfo cuKernelSetAttribute
+                cuIpcGetEventHandle cuKernelGetAttribute cuKernelGetLibrary cuKernelGetName
+                cuKernelGetParamCount cuKernelGetParamInfo cuKernelSetAttribute
                 cuKernelSetCacheConfig cuLaunch cuLaunchCooperativeKernel
                 cuLaunchCooperativeKernelMultiDevice cuLaunchCooperativeKernel_ptsz cuLaunchGrid
                 cuLaunchGridAsync cuLaunchHostFunc cuLaunchHostFunc_ptsz cuLaunchHostFunc_v2
@@ -110,40 +109,38 @@ macro_rules! hooked_functions {
                 cuMemBatchDecompressAsync cuMemBatchDecompressAsync_ptsz
                 cuMemDiscardAndPrefetchBatchAsync cuMemDiscardAndPrefetchBatchAsync_ptsz
                 cuMemDiscardBatchAsync cuMemDiscardBatchAsync_ptsz cuMemExportToShareableHandle
-                cuMemFree cuMemFreeAsync cuMemFreeAsync_ptsz cuMemFreeHost cuMemFree_v2
-                cuMemGetAccess cuMemGetAddressRange cuMemGetAddressRange_v2
+                cuMemFreeAsync cuMemFreeAsync_ptsz cuMemFreeHost cuMemGetAccess
                 cuMemGetAllocationGranularity cuMemGetAllocationPropertiesFromHandle
-                cuMemGetDefaultMemPool cuMemGetHandleForAddressRange cuMemGetInfo cuMemGetInfo_v2
-                cuMemGetMemPool cuMemHostAlloc cuMemHostGetDevicePointer
-                cuMemHostGetDevicePointer_v2 cuMemHostGetFlags cuMemHostRegister
-                cuMemHostRegister_v2 cuMemHostUnregister cuMemMap cuMemMapArrayAsync
-                cuMemMapArrayAsync_ptsz cuMemPoolDestroy cuMemPoolExportPointer
+                cuMemGetDefaultMemPool cuMemGetInfo cuMemGetInfo_v2 cuMemGetMemPool cuMemHostAlloc
+                cuMemHostGetDevicePointer cuMemHostGetDevicePointer_v2 cuMemHostGetFlags
+                cuMemHostRegister cuMemHostRegister_v2 cuMemHostUnregister cuMemMap
+                cuMemMapArrayAsync cuMemMapArrayAsync_ptsz cuMemPoolDestroy cuMemPoolExportPointer
                 cuMemPoolExportToShareableHandle cuMemPoolGetAccess cuMemPoolGetAttribute
                 cuMemPoolSetAttribute cuMemPoolTrimTo cuMemPrefetchAsync cuMemPrefetchAsync_ptsz
                 cuMemPrefetchAsync_v2 cuMemPrefetchAsync_v2_ptsz cuMemPrefetchBatchAsync
                 cuMemPrefetchBatchAsync_ptsz cuMemRangeGetAttribute cuMemRangeGetAttributes
-                cuMemRelease cuMemRetainAllocationHandle cuMemSetMemPool cuMemUnmap cuMemcpy
-                cuMemcpy2D cuMemcpy2DAsync cuMemcpy2DAsync_v2 cuMemcpy2DAsync_v2_ptsz
-                cuMemcpy2DUnaligned cuMemcpy2DUnaligned_v2 cuMemcpy2DUnaligned_v2_ptds cuMemcpy2D_v2
-                cuMemcpy2D_v2_ptds cuMemcpy3D cuMemcpy3DAsync cuMemcpy3DAsync_v2
-                cuMemcpy3DAsync_v2_ptsz cuMemcpy3DBatchAsync cuMemcpy3DBatchAsync_ptsz
-                cuMemcpy3DBatchAsync_v2 cuMemcpy3DBatchAsync_v2_ptsz cuMemcpy3DPeer
-                cuMemcpy3DPeerAsync cuMemcpy3DPeerAsync_ptsz cuMemcpy3DPeer_ptds
-                cuMemcpy3DWithAttributesAsync cuMemcpy3DWithAttributesAsync_ptsz cuMemcpy3D_v2
-                cuMemcpy3D_v2_ptds cuMemcpyAsync cuMemcpyAsync_ptsz cuMemcpyAtoA cuMemcpyAtoA_v2
-                cuMemcpyAtoA_v2_ptds cuMemcpyAtoD cuMemcpyAtoD_v2 cuMemcpyAtoD_v2_ptds cuMemcpyAtoH
-                cuMemcpyAtoHAsync cuMemcpyAtoHAsync_v2 cuMemcpyAtoHAsync_v2_ptsz cuMemcpyAtoH_v2
-                cuMemcpyAtoH_v2_ptds cuMemcpyBatchAsync cuMemcpyBatchAsync_ptsz
-                cuMemcpyBatchAsync_v2 cuMemcpyBatchAsync_v2_ptsz cuMemcpyDtoA cuMemcpyDtoA_v2
-                cuMemcpyDtoA_v2_ptds cuMemcpyDtoD cuMemcpyDtoDAsync cuMemcpyDtoDAsync_v2
-                cuMemcpyDtoDAsync_v2_ptsz cuMemcpyDtoD_v2 cuMemcpyDtoD_v2_ptds cuMemcpyDtoH
-                cuMemcpyDtoHAsync cuMemcpyDtoHAsync_v2 cuMemcpyDtoHAsync_v2_ptsz cuMemcpyDtoH_v2
-                cuMemcpyDtoH_v2_ptds cuMemcpyHtoA cuMemcpyHtoAAsync cuMemcpyHtoAAsync_v2
-                cuMemcpyHtoAAsync_v2_ptsz cuMemcpyHtoA_v2 cuMemcpyHtoA_v2_ptds cuMemcpyHtoD
-                cuMemcpyHtoDAsync cuMemcpyHtoDAsync_v2 cuMemcpyHtoDAsync_v2_ptsz cuMemcpyHtoD_v2
-                cuMemcpyHtoD_v2_ptds cuMemcpyPeer cuMemcpyPeerAsync cuMemcpyPeerAsync_ptsz
-                cuMemcpyPeer_ptds cuMemcpyWithAttributesAsync cuMemcpyWithAttributesAsync_ptsz
-                cuMemcpy_ptds cuMemsetD16 cuMemsetD16Async cuMemsetD16Async_ptsz cuMemsetD16_v2
+                cuMemRelease cuMemSetMemPool cuMemUnmap cuMemcpy cuMemcpy2D cuMemcpy2DAsync
+                cuMemcpy2DAsync_v2 cuMemcpy2DAsync_v2_ptsz cuMemcpy2DUnaligned
+                cuMemcpy2DUnaligned_v2 cuMemcpy2DUnaligned_v2_ptds cuMemcpy2D_v2 cuMemcpy2D_v2_ptds
+                cuMemcpy3D cuMemcpy3DAsync cuMemcpy3DAsync_v2 cuMemcpy3DAsync_v2_ptsz
+                cuMemcpy3DBatchAsync cuMemcpy3DBatchAsync_ptsz cuMemcpy3DBatchAsync_v2
+                cuMemcpy3DBatchAsync_v2_ptsz cuMemcpy3DPeer cuMemcpy3DPeerAsync
+                cuMemcpy3DPeerAsync_ptsz cuMemcpy3DPeer_ptds cuMemcpy3DWithAttributesAsync
+                cuMemcpy3DWithAttributesAsync_ptsz cuMemcpy3D_v2 cuMemcpy3D_v2_ptds cuMemcpyAsync
+                cuMemcpyAsync_ptsz cuMemcpyAtoA cuMemcpyAtoA_v2 cuMemcpyAtoA_v2_ptds cuMemcpyAtoD
+                cuMemcpyAtoD_v2 cuMemcpyAtoD_v2_ptds cuMemcpyAtoH cuMemcpyAtoHAsync
+                cuMemcpyAtoHAsync_v2 cuMemcpyAtoHAsync_v2_ptsz cuMemcpyAtoH_v2 cuMemcpyAtoH_v2_ptds
+                cuMemcpyBatchAsync cuMemcpyBatchAsync_ptsz cuMemcpyBatchAsync_v2
+                cuMemcpyBatchAsync_v2_ptsz cuMemcpyDtoA cuMemcpyDtoA_v2 cuMemcpyDtoA_v2_ptds
+                cuMemcpyDtoD cuMemcpyDtoDAsync cuMemcpyDtoDAsync_v2 cuMemcpyDtoDAsync_v2_ptsz
+                cuMemcpyDtoD_v2 cuMemcpyDtoD_v2_ptds cuMemcpyDtoH cuMemcpyDtoHAsync
+                cuMemcpyDtoHAsync_v2 cuMemcpyDtoHAsync_v2_ptsz cuMemcpyDtoH_v2 cuMemcpyDtoH_v2_ptds
+                cuMemcpyHtoA cuMemcpyHtoAAsync cuMemcpyHtoAAsync_v2 cuMemcpyHtoAAsync_v2_ptsz
+                cuMemcpyHtoA_v2 cuMemcpyHtoA_v2_ptds cuMemcpyHtoD cuMemcpyHtoDAsync
+                cuMemcpyHtoDAsync_v2 cuMemcpyHtoDAsync_v2_ptsz cuMemcpyHtoD_v2 cuMemcpyHtoD_v2_ptds
+                cuMemcpyPeer cuMemcpyPeerAsync cuMemcpyPeerAsync_ptsz cuMemcpyPeer_ptds
+                cuMemcpyWithAttributesAsync cuMemcpyWithAttributesAsync_ptsz cuMemcpy_ptds
+                cuMemsetD16 cuMemsetD16Async cuMemsetD16Async_ptsz cuMemsetD16_v2
                 cuMemsetD16_v2_ptds cuMemsetD2D16 cuMemsetD2D16Async cuMemsetD2D16Async_ptsz
                 cuMemsetD2D16_v2 cuMemsetD2D16_v2_ptds cuMemsetD2D32 cuMemsetD2D32Async
                 cuMemsetD2D32Async_ptsz cuMemsetD2D32_v2 cuMemsetD2D32_v2_ptds cuMemsetD2D8
@@ -159,8 +156,8 @@ macro_rules! hooked_functions {
                 cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags cuOccupancyMaxActiveClusters
                 cuOccupancyMaxPotentialBlockSize cuOccupancyMaxPotentialBlockSizeWithFlags
                 cuOccupancyMaxPotentialClusterSize cuParamSetSize cuParamSetTexRef cuParamSetf
-                cuParamSeti cuParamSetv cuPointerSetAttribute cuProfilerInitialize cuProfilerStart
-                cuProfilerStop cuSignalExternalSemaphoresAsync cuSignalExternalSemaphoresAsync_ptsz
+                cuParamSeti cuParamSetv cuProfilerInitialize cuProfilerStart cuProfilerStop
+                cuSignalExternalSemaphoresAsync cuSignalExternalSemaphoresAsync_ptsz
                 cuStreamAddCallback cuStreamAddCallback_ptsz cuStreamBatchMemOp
                 cuStreamBatchMemOp_ptsz cuStreamBatchMemOp_v2 cuStreamBatchMemOp_v2_ptsz
                 cuStreamBeginCapture cuStreamBeginCaptureToCig cuStreamBeginCaptureToCig_ptsz
@@ -234,6 +231,15 @@ macro_rules! hooked_functions {
             }
             PoolAccess {
                 cuMemPoolSetAccess
+            }
+            Memory {
+                cuCtxDestroy cuCtxDestroy_v2 cuDevicePrimaryCtxRelease cuDevicePrimaryCtxRelease_v2
+                cuDevicePrimaryCtxReset cuDevicePrimaryCtxReset_v2 cuIpcGetMemHandle cuMemFree
+                cuMemFree_v2 cuMemGetAddressRange cuMemGetAddressRange_v2
+                cuMemGetHandleForAddressRange cuMemRetainAllocationHandle cuPointerSetAttribute
+            }
+            Pointer {
+                cuPointerGetAttribute cuPointerGetAttributes
             }
             Import {
                 cuEGLStreamConsumerAcquireFrame cuEGLStreamConsumerConnect

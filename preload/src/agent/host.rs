@@ -13,7 +13,7 @@ use affinode_proto::wire::page::Gate;
 use super::machine::{Calls, DriverCall, Host};
 use super::vram;
 use crate::page::Page;
-use crate::{libcuda, lookup, process, sys};
+use crate::{carry, libcuda, lookup, process, sys};
 
 /// This process.
 pub struct Own {
@@ -118,6 +118,22 @@ impl Host for Own {
             get(own_pid(), &raw mut state)
         };
         (code == 0).then_some(state)
+    }
+
+    fn park(&mut self) -> Result<(), u32> {
+        carry::park()
+    }
+
+    fn unpark(&mut self) -> Result<(), u32> {
+        carry::unpark()
+    }
+
+    fn is_parked(&mut self) -> bool {
+        carry::is_parked()
+    }
+
+    fn let_go_of_parked(&mut self) {
+        carry::let_go_of_parked();
     }
 
     fn begin_return(&mut self, vram_bytes: u64) -> bool {

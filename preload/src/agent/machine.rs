@@ -3,9 +3,20 @@
 //! ```text
 //!        Close           Lock             Checkpoint
 //! Open ────────> Closed ──────> Locked ───────────────> Away
-//!      <────────        <──────        <───────────────
-//!        Open           Unlock             Restore
+//!      <────────   ^    <──────   │    <───────────────  ^ │
+//!        Open      │    Unlock    │    Restore, nothing  │ │
+//!                  │              │    is parked         │ │
+//!                  │              │ Park: unlock, copy,  │ │
+//!                  │  Restore:    v       give back      │ │
+//!                  └─ unpark ── Parked ──────────────────┘ │ Restore, then go on as
+//!                                ^  Checkpoint: lock, then │ from Parked: restore,
+//!                                │  checkpoint the rest    │ unlock, unpark
+//!                                └─────────────────────────┘
 //! ```
+//!
+//! The lock before a Park waits for work on the GPU. Of a Park that fails nothing was given
+//! back (Closed); of a return that fails in its second half the memory is in the pool
+//! (Parked), and it is tried again.
 //!
 //! A process that ends while it is away (its driver answers "deinitialized") is Open.
 //! Between two of them the phase says so (Closing, Locking, …). After each call into
@@ -63,6 +74,15 @@ pub trait Host {
     fn call(&mut self, call: DriverCall) -> Option<u32>;
     /// The driver's word on the state of the process, if it has one.
     fn state(&mut self) -> Option<u32>;
+    /// Copies what can be carried to host memory, and gives the device memory back. On an
+    /// error, the driver's code, everything is as it was.
+    fn park(&mut self) -> Result<(), u32>;
+    /// Brings it back. On an error, the driver's code, it is parked as before.
+    fn unpark(&mut self) -> Result<(), u32>;
+    /// Whether anything is parked.
+    fn is_parked(&mut self) -> bool;
+    /// Takes the host memory that it is parked in out of the driver's hands.
+    fn let_go_of_parked(&mut self);
     /// Whether so many bytes are proven free on the devices, and no other process that
     /// comes back by itself takes them before [`Host::end_return`].
     fn begin_return(&mut self, vram_bytes: u64) -> bool;
@@ -132,18 +152,22 @@ impl Machine {
                 let call = DriverCall::Lock(timeout_ms.max(1));
                 self.step(host, call, Phase::Locking, Phase::Locked)
             }
+            Action::Park { vram_bytes } => {
+                if !host.is_eligible() {
+                    return (Outcome::Unsupported, 0);
+                }
+                self.vram_bytes = vram_bytes;
+                self.park(host)
+            }
             Action::Checkpoint { vram_bytes } => {
                 if !host.is_eligible() {
                     return (Outcome::Unsupported, 0);
                 }
                 self.vram_bytes = vram_bytes;
-                let call = DriverCall::Checkpoint;
-                self.step(host, call, Phase::Checkpointing, Phase::Away)
+                self.checkpoint(host)
             }
-            Action::Restore => {
-                self.step(host, DriverCall::Restore, Phase::Restoring, Phase::Locked)
-            }
-            Action::Unlock => self.step(host, DriverCall::Unlock, Phase::Unlocking, Phase::Closed),
+            Action::Restore => self.restore(host),
+            Action::Unlock => self.unlock(host),
             Action::HoldAllocations { deadline_ms } => self.hold_allocations(host, deadline_ms),
             Action::ReleaseAllocations => {
                 self.release_allocations(host);
@@ -176,8 +200,11 @@ impl Machine {
                 Phase::Open => return true,
                 Phase::Closed => Action::Open,
                 Phase::Locked => Action::Unlock,
-                // Without room the restore would fail, and the process would be lost.
-                Phase::Away if host.begin_return(self.vram_bytes) => Action::Restore,
+                // Without room the restore would fail, and the process would be lost. One that
+                // is parked would only wait, but may not take what another was promised.
+                Phase::Away | Phase::Parked if host.begin_return(self.vram_bytes) => {
+                    Action::Restore
+                }
                 _ => return false,
             };
             if self.carry_out(host, action).0 != Outcome::Done {
@@ -223,6 +250,81 @@ impl Machine {
         (Outcome::Busy, 0)
     }
 
+    /// Back to Closed; or to Parked, while something is.
+    fn unlock(&mut self, host: &mut impl Host) -> Ended {
+        let after = if host.is_parked() { Phase::Parked } else { Phase::Closed };
+        self.step(host, DriverCall::Unlock, Phase::Unlocking, after)
+    }
+
+    /// The lock has waited for the GPU, and the gate lets no new work in: locked or not,
+    /// nothing changes the memory. Copies need the process unlocked.
+    fn park(&mut self, host: &mut impl Host) -> Ended {
+        match self.unlock(host) {
+            (Outcome::Done, _) => {}
+            ended => return ended,
+        }
+        self.enter(host, Phase::Parking);
+        match host.park() {
+            Ok(()) => {
+                self.enter(host, Phase::Parked);
+                (Outcome::Done, 0)
+            }
+            Err(code) => self.moved(host, code),
+        }
+    }
+
+    /// A copy that failed: where the process is, its memory says.
+    fn moved(&mut self, host: &mut impl Host, code: u32) -> Ended {
+        if code == result::DEINITIALIZED {
+            self.open(host);
+            return (Outcome::DriverError, code);
+        }
+        let phase = if host.is_parked() { Phase::Parked } else { Phase::Closed };
+        self.enter(host, phase);
+        (Outcome::DriverError, code)
+    }
+
+    fn checkpoint(&mut self, host: &mut impl Host) -> Ended {
+        if self.phase == Phase::Parked {
+            // Nothing runs on the GPU: it was waited for, and the gate is closed.
+            const LOCK_MS: u32 = 5_000;
+            host.let_go_of_parked();
+            let call = DriverCall::Lock(LOCK_MS);
+            match self.step(host, call, Phase::Locking, Phase::Locked) {
+                (Outcome::Done, _) => {}
+                ended => return ended,
+            }
+        }
+        let call = DriverCall::Checkpoint;
+        let ended = self.step(host, call, Phase::Checkpointing, Phase::Away);
+        if self.phase == Phase::Locked && host.is_parked() {
+            self.unlock(host);
+        }
+        ended
+    }
+
+    fn restore(&mut self, host: &mut impl Host) -> Ended {
+        if self.phase == Phase::Away {
+            let call = DriverCall::Restore;
+            let ended = self.step(host, call, Phase::Restoring, Phase::Locked);
+            if ended.0 != Outcome::Done || !host.is_parked() {
+                return ended;
+            }
+            match self.unlock(host) {
+                (Outcome::Done, _) => {}
+                ended => return ended,
+            }
+        }
+        self.enter(host, Phase::Unparking);
+        match host.unpark() {
+            Ok(()) => {
+                self.enter(host, Phase::Closed);
+                (Outcome::Done, 0)
+            }
+            Err(code) => self.moved(host, code),
+        }
+    }
+
     fn step(
         &mut self,
         host: &mut impl Host,
@@ -261,6 +363,7 @@ impl Machine {
             return;
         }
         let phase = match host.state() {
+            Some(process_state::RUNNING) if host.is_parked() => Phase::Parked,
             Some(process_state::RUNNING) => Phase::Closed,
             Some(process_state::LOCKED) => Phase::Locked,
             Some(process_state::CHECKPOINTED | process_state::FAILED) => Phase::Away,
@@ -271,14 +374,14 @@ impl Machine {
 }
 
 fn admits(phase: Phase, action: Action) -> bool {
-    let needs = match action {
-        Action::HoldAllocations { .. } | Action::ReleaseAllocations => return true,
-        Action::Close { .. } => Phase::Open,
-        Action::Open | Action::Lock { .. } => Phase::Closed,
-        Action::Checkpoint { .. } | Action::Unlock => Phase::Locked,
-        Action::Restore => Phase::Away,
-    };
-    phase == needs
+    match action {
+        Action::HoldAllocations { .. } | Action::ReleaseAllocations => true,
+        Action::Close { .. } => phase == Phase::Open,
+        Action::Open | Action::Lock { .. } => phase == Phase::Closed,
+        Action::Unlock | Action::Park { .. } => phase == Phase::Locked,
+        Action::Checkpoint { .. } => matches!(phase, Phase::Locked | Phase::Parked),
+        Action::Restore => phase.is_off(),
+    }
 }
 
 /// Waits for calls in progress. Gives up as soon as somebody waits for the gate while

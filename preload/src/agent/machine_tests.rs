@@ -14,6 +14,13 @@ struct Fake {
     fails: Option<(DriverCall, u32)>,
     calls: Vec<DriverCall>,
     returns_ended: u32,
+    /// Memory that can be carried, and whether it is parked.
+    carries: bool,
+    parked: bool,
+    /// The driver has no hold of the host memory.
+    let_go: bool,
+    /// What the next copy fails with.
+    copy_fails: Option<u32>,
 }
 
 impl Fake {
@@ -31,6 +38,10 @@ impl Fake {
             fails: None,
             calls: Vec::new(),
             returns_ended: 0,
+            carries: false,
+            parked: false,
+            let_go: false,
+            copy_fails: None,
         }
     }
 }
@@ -80,6 +91,29 @@ impl Host for Fake {
     }
     fn state(&mut self) -> Option<u32> {
         Some(self.state)
+    }
+    fn park(&mut self) -> Result<(), u32> {
+        assert_eq!((self.gate, self.state), (Gate::Closed, process_state::RUNNING));
+        if let Some(code) = self.copy_fails.take() {
+            return Err(code);
+        }
+        self.parked = self.carries;
+        Ok(())
+    }
+    fn unpark(&mut self) -> Result<(), u32> {
+        assert_eq!((self.gate, self.state), (Gate::Closed, process_state::RUNNING));
+        if let Some(code) = self.copy_fails.take() {
+            return Err(code);
+        }
+        self.parked = false;
+        Ok(())
+    }
+    fn is_parked(&mut self) -> bool {
+        self.parked
+    }
+    fn let_go_of_parked(&mut self) {
+        assert_eq!(self.state, process_state::RUNNING);
+        self.let_go = true;
     }
     fn begin_return(&mut self, _: u64) -> bool {
         self.room
@@ -286,4 +320,82 @@ fn a_process_that_ends_while_away_is_let_go() {
     let mut machine = away(&mut host);
     assert!(machine.bring_back(&mut host), "without a controller, too");
     assert_eq!(host.returns_ended, 1);
+}
+
+const PARK: Action = Action::Park { vram_bytes: 1 << 30 };
+
+/// A process with memory that can be carried, after these orders.
+fn carrying(orders: &[Action]) -> (Fake, Machine) {
+    let mut host = Fake::new();
+    host.carries = true;
+    let mut machine = running(&mut host);
+    for action in orders {
+        assert_eq!(machine.carry_out(&mut host, *action), (Outcome::Done, 0), "{action:?}");
+    }
+    (host, machine)
+}
+
+#[test]
+fn parked_memory_comes_back_from_both_depths() {
+    for orders in [&[CLOSE, LOCK, PARK][..], &[CLOSE, LOCK, PARK, CHECKPOINT]] {
+        let (mut host, mut machine) = carrying(orders);
+        let deep = orders.len() == 4;
+        let phase = if deep { Phase::Away } else { Phase::Parked };
+        assert_eq!((machine.phase(), host.gate, host.parked), (phase, Gate::Closed, true));
+        assert_eq!(host.let_go, deep, "registered memory makes a checkpoint slow");
+        for action in [Action::Restore, Action::Open] {
+            assert_eq!(machine.carry_out(&mut host, action), (Outcome::Done, 0));
+        }
+        assert_eq!((machine.phase(), host.gate, host.parked), (Phase::Open, Gate::Open, false));
+        assert_eq!(host.state, process_state::RUNNING);
+    }
+}
+
+#[test]
+fn a_copy_out_that_fails_leaves_the_process_closed_and_whole() {
+    let (mut host, mut machine) = carrying(&[CLOSE, LOCK]);
+    host.copy_fails = Some(999);
+    assert_eq!(machine.carry_out(&mut host, PARK), (Outcome::DriverError, 999));
+    assert_eq!((machine.phase(), host.parked), (Phase::Closed, false));
+    assert_eq!(machine.carry_out(&mut host, Action::Open).0, Outcome::Done);
+}
+
+#[test]
+fn a_return_without_room_leaves_the_memory_parked_and_is_tried_again() {
+    for orders in [&[CLOSE, LOCK, PARK][..], &[CLOSE, LOCK, PARK, CHECKPOINT]] {
+        let (mut host, mut machine) = carrying(orders);
+        host.copy_fails = Some(result::OUT_OF_MEMORY);
+        let ended = machine.carry_out(&mut host, Action::Restore);
+        assert_eq!(ended, (Outcome::DriverError, result::OUT_OF_MEMORY));
+        assert_eq!((machine.phase(), host.gate, host.parked), (Phase::Parked, Gate::Closed, true));
+        assert_eq!(machine.carry_out(&mut host, Action::Open).0, Outcome::WrongPhase);
+        host.room = false;
+        assert!(!machine.bring_back(&mut host), "the room may be promised to another");
+        host.room = true;
+        assert!(machine.bring_back(&mut host), "also without a controller");
+        assert_eq!((machine.phase(), host.parked), (Phase::Open, false));
+    }
+}
+
+#[test]
+fn a_checkpoint_of_the_rest_that_fails_leaves_the_memory_parked() {
+    for failing in [DriverCall::Lock(5_000), DriverCall::Checkpoint] {
+        let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK]);
+        host.fails = Some((failing, 801));
+        assert_eq!(machine.carry_out(&mut host, CHECKPOINT), (Outcome::DriverError, 801));
+        let state = (machine.phase(), host.state);
+        assert_eq!(state, (Phase::Parked, process_state::RUNNING), "{failing:?}");
+        host.fails = None;
+        assert!(machine.bring_back(&mut host));
+    }
+}
+
+#[test]
+fn parking_nothing_is_no_error_and_a_checkpoint_may_follow() {
+    let mut host = Fake::new();
+    let mut machine = running(&mut host);
+    for action in [CLOSE, LOCK, PARK, CHECKPOINT, Action::Restore, Action::Unlock, Action::Open] {
+        assert_eq!(machine.carry_out(&mut host, action), (Outcome::Done, 0), "{action:?}");
+    }
+    assert_eq!(machine.phase(), Phase::Open);
 }

@@ -25,7 +25,7 @@ use self::silence::{Silence, Situation};
 use crate::page::Page;
 use crate::process::PROCESS;
 use crate::room::{Case, Want};
-use crate::{calls, libc, process, sys};
+use crate::{calls, carry, libc, process, sys};
 
 const LOOK: u64 = 1 << (sys::SIGURG - 1);
 
@@ -38,6 +38,7 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
     sys::set_thread_name(c"affinode-agent");
     let tid = sys::gettid();
     process::become_agent(tid);
+    carry::set_engine_by_annotation();
     if let Some((page, file)) = process::page().zip(Owned::note(process::page_fd())) {
         Agent {
             page,
@@ -50,6 +51,7 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
             told_hazards: Hazards(0),
             wake_sent: None,
             want_sent: None,
+            tidy_us: None,
         }
         .run();
         PROCESS.desk.set_wait_ms(0);
@@ -77,6 +79,8 @@ struct Agent {
     wake_sent: Option<(u64, u64)>,
     /// Ticket and attempts of the allocation that was last told of.
     want_sent: Option<(u64, u32)>,
+    /// When host memory that is not needed any more is given back, if there may be any.
+    tidy_us: Option<u64>,
 }
 
 /// Why allocations are held.
@@ -120,6 +124,7 @@ impl Agent {
             }
             self.tell();
             self.look_after();
+            self.tidy();
             sys::wait_signal(LOOK, self.patience_ms());
         }
         while !self.machine.bring_back(&mut self.own) {
@@ -139,9 +144,11 @@ impl Agent {
                     return Managed::NoMore;
                 }
                 ControllerMessage::Refuse { retry: true, .. } => self.link.lose(sys::now_us()),
-                ControllerMessage::Welcome { wait_for_room_ms, .. } => {
+                ControllerMessage::Welcome { wait_for_room_ms, engine, .. } => {
                     self.link.set_welcomed();
                     PROCESS.desk.set_wait_ms(wait_for_room_ms);
+                    // Before an allocation can go through.
+                    carry::set_engine(engine);
                     if self.hold != Hold::Now {
                         self.machine.release_allocations(&mut self.own);
                     }
@@ -174,6 +181,8 @@ impl Agent {
                         phase: self.machine.phase(),
                         cuda_error,
                         elapsed_us: now_us.saturating_sub(start_us),
+                        carried_bytes: self.page.carried_bytes.load(Ordering::Relaxed),
+                        parked_bytes: self.page.parked_bytes.load(Ordering::Relaxed),
                     };
                     self.link.send(now_us, &report);
                 }
@@ -254,12 +263,32 @@ impl Agent {
         }
     }
 
+    /// A moment after a return, so that the calls that wait for it come first; then piece by
+    /// piece, with an ear for orders.
+    fn tidy(&mut self) {
+        const PAUSE_US: u64 = 2_000_000;
+        if self.machine.phase() != Phase::Open {
+            self.tidy_us = None;
+            return;
+        }
+        let now_us = sys::now_us();
+        match self.tidy_us {
+            None => self.tidy_us = Some(now_us + PAUSE_US),
+            Some(due_us) if now_us >= due_us => {
+                self.tidy_us = Some(if carry::tidy() { now_us } else { u64::MAX });
+            }
+            Some(_) => {}
+        }
+    }
+
     fn waiters(&self) -> u32 {
         self.page.waiters.load(Ordering::SeqCst)
     }
 
     fn patience_ms(&self) -> u64 {
-        let link_ms = self.link.patience_ms(sys::now_us());
+        let now_us = sys::now_us();
+        let tidy_ms = self.tidy_us.map_or(u64::MAX, |due| due.saturating_sub(now_us) / 1_000);
+        let link_ms = self.link.patience_ms(now_us).min(tidy_ms);
         if self.machine.phase() == Phase::Open && !self.machine.allocations_held() {
             link_ms
         } else {
@@ -282,5 +311,7 @@ fn hello(page: &Page, phase: Phase) -> AgentMessage {
         driver_version: host::driver_version(),
         hazards: page.hazards(),
         abilities: Abilities::RECORDS_CALLS,
+        carried_bytes: page.carried_bytes.load(Ordering::Relaxed),
+        parked_bytes: page.parked_bytes.load(Ordering::Relaxed),
     }
 }

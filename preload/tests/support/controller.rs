@@ -11,7 +11,7 @@ use affinode_proto::wire::message::{
     Action, AgentMessage, ControllerMessage, FRAME_BYTES, Outcome,
 };
 use affinode_proto::wire::page::{PAGE_BYTES, PageSnapshot};
-use affinode_proto::wire::{Hazards, Phase};
+use affinode_proto::wire::{Engine, Hazards, Phase};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg, setsockopt, sockopt};
 
 /// A guard against a test that hangs, far beyond anything that is waited for.
@@ -72,7 +72,11 @@ impl Controller {
     /// The next agent, welcomed, whose allocations may wait for room.
     pub fn welcome_to_wait(&self, wait_for_room_ms: u32) -> Connection {
         let mut connection = self.accept();
-        connection.send(ControllerMessage::Welcome { process: 1, wait_for_room_ms });
+        connection.send(ControllerMessage::Welcome {
+            process: 1,
+            wait_for_room_ms,
+            engine: Engine::Driver,
+        });
         connection
     }
 }

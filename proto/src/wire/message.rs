@@ -6,17 +6,17 @@
 //! agent                                    controller
 //!   Hello + page fd  ──────────────────────>
 //!                    <──────────────────────  Welcome | Refuse
-//!                    <──────────────────────  Order(Close), Order(Lock), Order(Checkpoint)
+//!                    <──────────────────────  Order(Close), Order(Lock), [Order(Park)], [Order(Checkpoint)]
 //!   Report (one per order)  ───────────────>
 //!   Wake (at once, then every second) ─────>
-//!                    <──────────────────────  WakeAck, later Order(Restore), Order(Unlock), Order(Open)
+//!                    <──────────────────────  WakeAck, later Order(Restore), [Order(Unlock)], Order(Open)
 //!   Want ──────────────────────────────────>   an allocation failed for lack of memory and waits
 //!                    <──────────────────────  Room: try again now, or give up
 //!   WantOver ──────────────────────────────>
 //!                    <──────────────────────  Watch, again and again: record calls into the page
 //! ```
 
-use super::{Abilities, Hazards, Phase, wire_enum};
+use super::{Abilities, Engine, Hazards, Phase, wire_enum};
 
 /// Size of every frame in bytes.
 pub const FRAME_BYTES: usize = 128;
@@ -66,13 +66,21 @@ pub enum Action {
         /// Passed to the driver.
         timeout_ms: u32,
     },
-    /// Locked → Away: `cuCheckpointProcessCheckpoint`.
+    /// Locked → Parked: unlock, then copy what can be carried to host memory and give the
+    /// device memory back. On an error nothing was given back, and the phase is Closed.
+    Park {
+        /// The most VRAM held on one device, for a later return without a controller.
+        vram_bytes: u64,
+    },
+    /// Locked → Away: `cuCheckpointProcessCheckpoint`. Parked → Away: lock, then the same.
     Checkpoint {
         /// The most VRAM held on one device, for a later return without a controller.
         vram_bytes: u64,
     },
-    /// Away → Locked: `cuCheckpointProcessRestore`. Only with VRAM reserved and proven free,
-    /// and not later than [`PROOF_HOLDS_MS`] after the order was decided on.
+    /// Away → Locked: `cuCheckpointProcessRestore`; with parked memory Away → Closed: unlock,
+    /// then bring it back. Parked → Closed. Only with VRAM reserved and proven free, and not
+    /// later than [`PROOF_HOLDS_MS`] after the order was decided on; of the driver's restore
+    /// that is what the life of the process depends on.
     Restore,
     /// Locked → Closed: `cuCheckpointProcessUnlock`.
     Unlock,
@@ -104,6 +112,10 @@ pub enum AgentMessage {
         hazards: Hazards,
         /// What it can do beyond its version; none in the libraries that knew none.
         abilities: Abilities,
+        /// Bytes of device memory that the agent can copy.
+        carried_bytes: u64,
+        /// Bytes of it that are parked in host memory.
+        parked_bytes: u64,
     },
     /// A caller waits at the gate: the process is not Open, or its allocations are held.
     /// Repeated every [`WAKE_REPEAT_MS`] while one waits.
@@ -127,6 +139,10 @@ pub enum AgentMessage {
         cuda_error: u32,
         /// How long it took, in microseconds.
         elapsed_us: u64,
+        /// Bytes of device memory that the agent can copy.
+        carried_bytes: u64,
+        /// Bytes of it that are parked in host memory now.
+        parked_bytes: u64,
     },
     /// The set of hazards grew.
     Notice {
@@ -165,6 +181,9 @@ pub enum ControllerMessage {
         /// How long an allocation that fails for lack of memory may wait for room, in
         /// milliseconds; 0: it fails at once, as it would without us.
         wait_for_room_ms: u32,
+        /// How memory that is allocated from now on shall leave the device. Known to the
+        /// library before its first allocation, which waits for this message.
+        engine: Engine,
     },
     /// The process is not managed; it runs on as if we were not there. The
     /// connection ends; the agent does not come back when `retry` is false.
@@ -313,6 +332,8 @@ impl AgentMessage {
                 driver_version,
                 hazards,
                 abilities,
+                carried_bytes,
+                parked_bytes,
             } => Writer::new(1)
                 .u32(version)
                 .u32(pid_in_namespace)
@@ -320,18 +341,28 @@ impl AgentMessage {
                 .u64(generation)
                 .u32(driver_version)
                 .u32(hazards.0)
-                .u32(abilities.0),
+                .u32(abilities.0)
+                .u64(carried_bytes)
+                .u64(parked_bytes),
             AgentMessage::Wake { generation, waiters, hook } => {
                 Writer::new(2).u64(generation).u32(waiters).u32(hook)
             }
-            AgentMessage::Report { order, outcome, phase, cuda_error, elapsed_us } => {
-                Writer::new(3)
-                    .u64(order)
-                    .u32(outcome as u32)
-                    .u32(phase as u32)
-                    .u32(cuda_error)
-                    .u64(elapsed_us)
-            }
+            AgentMessage::Report {
+                order,
+                outcome,
+                phase,
+                cuda_error,
+                elapsed_us,
+                carried_bytes,
+                parked_bytes,
+            } => Writer::new(3)
+                .u64(order)
+                .u32(outcome as u32)
+                .u32(phase as u32)
+                .u32(cuda_error)
+                .u64(elapsed_us)
+                .u64(carried_bytes)
+                .u64(parked_bytes),
             AgentMessage::Notice { hazards } => Writer::new(4).u32(hazards.0),
             AgentMessage::Want { ticket, bytes, uuid, attempts } => {
                 Writer::new(8).u64(ticket).u64(bytes).bytes(&uuid).u32(attempts)
@@ -358,6 +389,8 @@ impl AgentMessage {
                 driver_version: r.u32(),
                 hazards: Hazards(r.u32()),
                 abilities: Abilities(r.u32()),
+                carried_bytes: r.u64(),
+                parked_bytes: r.u64(),
             }),
             2 => Ok(AgentMessage::Wake { generation: r.u64(), waiters: r.u32(), hook: r.u32() }),
             3 => {
@@ -370,6 +403,8 @@ impl AgentMessage {
                     phase: r.phase()?,
                     cuda_error: r.u32(),
                     elapsed_us: r.u64(),
+                    carried_bytes: r.u64(),
+                    parked_bytes: r.u64(),
                 })
             }
             4 => Ok(AgentMessage::Notice { hazards: Hazards(r.u32()) }),
@@ -390,8 +425,8 @@ impl ControllerMessage {
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_BYTES] {
         match *self {
-            ControllerMessage::Welcome { process, wait_for_room_ms } => {
-                Writer::new(101).u64(process).u32(wait_for_room_ms)
+            ControllerMessage::Welcome { process, wait_for_room_ms, engine } => {
+                Writer::new(101).u64(process).u32(wait_for_room_ms).u32(engine as u32)
             }
             ControllerMessage::Refuse { version, retry } => {
                 Writer::new(102).u32(version).u32(u32::from(retry))
@@ -406,6 +441,7 @@ impl ControllerMessage {
                     Action::Unlock => (6, 0),
                     Action::HoldAllocations { deadline_ms } => (7, u64::from(deadline_ms)),
                     Action::ReleaseAllocations => (8, 0),
+                    Action::Park { vram_bytes } => (9, vram_bytes),
                 };
                 Writer::new(103).u64(order).u32(code).u64(value).u64(decided_ms)
             }
@@ -427,7 +463,11 @@ impl ControllerMessage {
     pub fn decode(frame: &[u8; FRAME_BYTES]) -> Result<ControllerMessage, FrameError> {
         let (kind, mut r) = Reader::open(frame)?;
         match kind {
-            101 => Ok(ControllerMessage::Welcome { process: r.u64(), wait_for_room_ms: r.u32() }),
+            101 => {
+                let (process, wait_for_room_ms, engine) = (r.u64(), r.u32(), r.u32());
+                let engine = Engine::from_u32(engine).ok_or(FrameError::Value("engine", engine))?;
+                Ok(ControllerMessage::Welcome { process, wait_for_room_ms, engine })
+            }
             102 => Ok(ControllerMessage::Refuse { version: r.u32(), retry: r.u32() != 0 }),
             103 => {
                 let order = r.u64();
@@ -444,6 +484,7 @@ impl ControllerMessage {
                     6 => Action::Unlock,
                     7 => Action::HoldAllocations { deadline_ms: ms },
                     8 => Action::ReleaseAllocations,
+                    9 => Action::Park { vram_bytes: value },
                     other => return Err(FrameError::Value("action", other)),
                 };
                 Ok(ControllerMessage::Order { order, action, decided_ms: r.u64() })
@@ -472,6 +513,8 @@ mod tests {
                 driver_version: 13_000,
                 hazards: Hazards(5),
                 abilities: Abilities::RECORDS_CALLS,
+                carried_bytes: 1 << 41,
+                parked_bytes: 1 << 40,
             },
             AgentMessage::Wake { generation: 9, waiters: 2, hook: 4 },
             AgentMessage::Report {
@@ -480,6 +523,8 @@ mod tests {
                 phase: Phase::Locked,
                 cuda_error: 304,
                 elapsed_us: 12,
+                carried_bytes: 14,
+                parked_bytes: 13,
             },
             AgentMessage::Notice { hazards: Hazards::MANAGED_MEMORY },
             AgentMessage::Want { ticket: 3, bytes: 1 << 40, uuid: [7; 16], attempts: 2 },
@@ -496,6 +541,7 @@ mod tests {
             Action::Unlock,
             Action::HoldAllocations { deadline_ms: 1 },
             Action::ReleaseAllocations,
+            Action::Park { vram_bytes: 1 },
         ];
         let orders = actions.map(|action| ControllerMessage::Order {
             order: 8,
@@ -503,7 +549,11 @@ mod tests {
             decided_ms: 1 << 40,
         });
         for message in orders.into_iter().chain([
-            ControllerMessage::Welcome { process: 1, wait_for_room_ms: 60_000 },
+            ControllerMessage::Welcome {
+                process: 1,
+                wait_for_room_ms: 60_000,
+                engine: Engine::Fast,
+            },
             ControllerMessage::Refuse { version: 1, retry: true },
             ControllerMessage::WakeAck { generation: 1, position: 2 },
             ControllerMessage::Room { ticket: 3, granted: true },

@@ -83,7 +83,11 @@ wire_enum! {
     ///
     /// ```text
     /// Open <─> Closing ─> Closed <─> Locking ─> Locked <─> Checkpointing ─> Away
-    ///                       ^          Unlocking ──┘  ^        Restoring ─────┘
+    ///                       ^          Unlocking ─┘│  ^        Restoring ────┘ │
+    ///                       │                   Parking      (nothing parked)  │
+    ///                       │                      v                           │
+    ///                       └── Unparking ────── Parked <─> Checkpointing ─> Away
+    ///                                             └──────── Restoring ─────────┘
     /// ```
     pub enum Phase {
         /// Calls go through.
@@ -104,5 +108,60 @@ wire_enum! {
         Restoring = 7,
         /// The driver's unlock call is running.
         Unlocking = 8,
+        /// The agent copies device memory to host memory.
+        Parking = 9,
+        /// Device memory is in host memory, its addresses are kept; the context is on the device.
+        Parked = 10,
+        /// The agent copies the memory back.
+        Unparking = 11,
+    }
+}
+
+impl Phase {
+    /// Whether memory of the process is off the device, so that its return takes VRAM.
+    #[must_use]
+    pub const fn is_off(self) -> bool {
+        matches!(self, Phase::Away | Phase::Parked)
+    }
+}
+
+wire_enum! {
+    /// How the memory of a process leaves its device.
+    pub enum Engine {
+        /// All of it through the driver's checkpoint. Allocations are left alone.
+        Driver = 0,
+        /// Big allocations are copied by the agent; the context stays.
+        Park = 1,
+        /// Big allocations are copied by the agent, the driver's checkpoint takes the rest.
+        Fast = 2,
+    }
+}
+
+impl Engine {
+    /// The engine that a word of configuration means, if it is one.
+    #[must_use]
+    pub fn parse(word: &[u8]) -> Option<Engine> {
+        match word {
+            b"driver" => Some(Engine::Driver),
+            b"park" => Some(Engine::Park),
+            b"fast" | b"auto" => Some(Engine::Fast),
+            _ => None,
+        }
+    }
+}
+
+/// What the library could not do as the driver would have, as a bit set. No harm to the
+/// process; somebody may want another engine for it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Notes(pub u32);
+
+impl Notes {
+    /// `cuIpcGetMemHandle` was asked about memory that the agent carries, and failed.
+    pub const IPC_REFUSED: Notes = Notes(1);
+
+    /// Whether any bit of `other` is set.
+    #[must_use]
+    pub const fn contains(self, other: Notes) -> bool {
+        self.0 & other.0 != 0
     }
 }

@@ -16,7 +16,7 @@
 //! ([`PageSnapshot::decode`]), so nothing that the container does to the file can
 //! fault the controller or change a value between check and use.
 
-use super::{Hazards, Phase, WIRE_VERSION};
+use super::{Hazards, Notes, Phase, WIRE_VERSION};
 
 /// Size of the memfd in bytes. A file of another size is refused.
 pub const PAGE_BYTES: usize = 16 * 1024;
@@ -51,6 +51,12 @@ pub mod header {
     pub const ALLOCATED_BYTES: usize = 144;
     /// u64: device allocations alive, as the hooks counted them.
     pub const ALLOCATIONS: usize = 152;
+    /// u64: bytes of device memory that the agent can park.
+    pub const CARRIED_BYTES: usize = 160;
+    /// u64: bytes of it that are parked in host memory now.
+    pub const PARKED_BYTES: usize = 168;
+    /// u32: [`crate::wire::Notes`] bits.
+    pub const NOTES: usize = 176;
 }
 
 /// Slot offsets in bytes, from the slot's start.
@@ -94,6 +100,12 @@ pub struct PageSnapshot {
     pub allocated_bytes: u64,
     /// Live device allocations that the hooks saw. The container's claim.
     pub allocations: u64,
+    /// Bytes of device memory that the agent can park. The container's claim.
+    pub carried_bytes: u64,
+    /// Bytes of it that are parked now. The container's claim.
+    pub parked_bytes: u64,
+    /// What the library could not do as the driver would have.
+    pub notes: Notes,
     /// Calls made since the process registered, polls left out (wrapping sum).
     pub calls: u64,
     /// Poll calls made (wrapping sum).
@@ -173,6 +185,9 @@ impl PageSnapshot {
             generation: u64_at(bytes, header::GENERATION),
             allocated_bytes: u64_at(bytes, header::ALLOCATED_BYTES),
             allocations: u64_at(bytes, header::ALLOCATIONS),
+            carried_bytes: u64_at(bytes, header::CARRIED_BYTES),
+            parked_bytes: u64_at(bytes, header::PARKED_BYTES),
+            notes: Notes(u32_at(bytes, header::NOTES)),
             calls: 0,
             polls: 0,
             inflight: 0,
@@ -226,8 +241,8 @@ mod tests {
         bytes[header::VERSION] = 99;
         assert_eq!(PageSnapshot::decode(&bytes), Err(PageError::Version(99)));
         let mut bytes = page();
-        bytes[header::PHASE] = 9;
-        assert_eq!(PageSnapshot::decode(&bytes), Err(PageError::Value("phase", 9)));
+        bytes[header::PHASE] = 99;
+        assert_eq!(PageSnapshot::decode(&bytes), Err(PageError::Value("phase", 99)));
     }
 
     proptest! {

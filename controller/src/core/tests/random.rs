@@ -10,7 +10,7 @@ use proptest::prelude::*;
 
 use super::{
     super::{Input, Request, input::CommandId},
-    world::{GPU, World, key},
+    world::{ENGINES, GPU, World, key},
 };
 
 #[derive(Clone, Debug)]
@@ -117,8 +117,9 @@ fn run(steps: Vec<Step>) -> Result<(), TestCaseError> {
     world.fail = None;
     world.settle();
     for (id, agent) in &world.agents {
+        let parks = ENGINES[agent.container] == "park" && agent.phase == Phase::Parked;
         prop_assert!(
-            matches!(agent.phase, Phase::Open | Phase::Away),
+            parks || matches!(agent.phase, Phase::Open | Phase::Away),
             "{id:?} is left in {:?}",
             agent.phase
         );
@@ -166,5 +167,17 @@ fn a_process_that_was_closed_when_its_controller_died_and_then_finds_no_memory_i
     steps.extend([Step::Allocate(1, 240), Step::Question, Step::Others(380), Step::Work(0)]);
     steps.extend([Step::Restart(true), Step::Allocate(0, 381), Step::Work(1), Step::Tick]);
     steps.extend([Step::Tick, Step::Others(0), Step::Tick]);
+    run(steps).unwrap();
+}
+
+/// What random steps have found once.
+#[test]
+fn a_context_that_waits_for_its_parked_memory_is_not_kept_from_others() {
+    let mut steps = vec![Step::Join(2), Step::Join(1), Step::Join(0), Step::Work(0)];
+    steps.extend([Step::Join(0), Step::Join(1), Step::Work(1), Step::Allocate(1, 131)]);
+    steps.extend([Step::Tick, Step::Allocate(0, 452), Step::Work(4), Step::Tick, Step::Tick]);
+    steps.extend([Step::Allocate(0, 256), Step::Question, Step::Allocate(1, 205)]);
+    steps.extend([Step::Join(0), Step::Detach(0, false), Step::Allocate(3, 488)]);
+    steps.extend([Step::Work(5), Step::Allocate(5, 162)]);
     run(steps).unwrap();
 }

@@ -314,7 +314,16 @@ fn a_controller_that_was_stopped_does_not_trust_what_it_proved_before() {
     world.now += 6_000;
     world.others = 600;
     let (outcome, phase) = (Outcome::Done, Phase::Locked);
-    let report = AgentMessage::Report { order, outcome, phase, cuda_error: 0, elapsed_us: 1 };
+    let (carried_bytes, parked_bytes) = (0, 0);
+    let report = AgentMessage::Report {
+        order,
+        outcome,
+        phase,
+        cuda_error: 0,
+        elapsed_us: 1,
+        carried_bytes,
+        parked_bytes,
+    };
     world.feed(Input::Message(id, report));
     world.settle();
     assert_eq!(world.state(0), State::Queued);

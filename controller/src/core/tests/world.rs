@@ -6,7 +6,7 @@ use affinode_proto::{
     api::control::Announcement,
     state::State,
     wire::{
-        Hazards, Phase,
+        Hazards, Notes, Phase,
         message::{Action, AgentMessage, ControllerMessage, Outcome, PROOF_HOLDS_MS},
         page::PageSnapshot,
     },
@@ -14,13 +14,15 @@ use affinode_proto::{
 
 use super::super::{
     Effect, GpuSample, Input, Key, Millis, Node, ProcessId, Record, Settings, Survey,
-    input::{CommandId, Identity},
+    input::{Carried, CommandId, Identity},
     policy::{KeepAlive, OnOom, Policies, Policy},
 };
 
 pub(super) const GPU: &str = "GPU-07070707-0707-0707-0707-070707070707";
 const UUID: [u8; 16] = [7; 16];
 pub(super) const TOTAL: u64 = 1_000;
+/// Of the containers.
+pub(super) const ENGINES: [&str; 3] = ["driver", "fast", "park"];
 
 /// A process with its agent and its share of the device.
 pub(super) struct Agent {
@@ -29,6 +31,10 @@ pub(super) struct Agent {
     pub(super) phase: Phase,
     /// VRAM that it holds when it is on the device.
     pub(super) size: u64,
+    /// The part of it that the agent can copy.
+    pub(super) carried: u64,
+    /// That part is in host memory.
+    pub(super) parked: bool,
     /// What came on its connection and was not looked at yet.
     pub(super) inbox: VecDeque<ControllerMessage>,
     /// Lost its controller in the middle of something: says Hello when that is done.
@@ -49,7 +55,22 @@ pub(super) struct Agent {
 
 impl Agent {
     pub(super) fn on_device(&self) -> u64 {
-        if self.phase == Phase::Away { 0 } else { self.size }
+        match self.phase {
+            Phase::Away => 0,
+            Phase::Parked => self.size - self.carried,
+            _ => self.size,
+        }
+    }
+
+    fn parked_bytes(&self) -> u64 {
+        if self.parked { self.carried } else { 0 }
+    }
+
+    fn takes(&mut self, bytes: u64) {
+        self.size += bytes;
+        if ENGINES[self.container] != "driver" {
+            self.carried += bytes - bytes / 4;
+        }
     }
 }
 
@@ -123,7 +144,11 @@ impl World {
         let announcement = Announcement {
             key: key(n).to_string(),
             id: format!("c{n}"),
-            annotations: [("affinode.io/priority".to_owned(), (n % 2).to_string())].into(),
+            annotations: [
+                ("affinode.io/priority".to_owned(), (n % 2).to_string()),
+                ("affinode.io/engine".to_owned(), ENGINES[n].to_owned()),
+            ]
+            .into(),
             ..Announcement::default()
         };
         self.feed(Input::Announced(Box::new(announcement), key(n)));
@@ -185,6 +210,8 @@ impl World {
             pid,
             phase: Phase::Open,
             size: 0,
+            carried: 0,
+            parked: false,
             inbox: VecDeque::new(),
             orphaned: false,
             welcomed: false,
@@ -211,7 +238,7 @@ impl World {
         }
         agent.calls += 1;
         if bytes <= room {
-            agent.size += bytes;
+            agent.takes(bytes);
         } else {
             agent.tickets += 1;
             agent.asking = Some(Asking { bytes, attempts: 0, goes_ahead: false });
@@ -238,7 +265,7 @@ impl World {
             return;
         }
         if asking.bytes <= room {
-            agent.size += asking.bytes;
+            agent.takes(asking.bytes);
             agent.calls += 1;
             self.end_ask(id, true);
         } else {
@@ -279,6 +306,7 @@ impl World {
             phase: agent.phase,
             generation: agent.generation,
             hazards: Hazards::default(),
+            carried: Carried { bytes: agent.carried, parked_bytes: agent.parked_bytes() },
         };
         self.feed(input);
     }
@@ -329,32 +357,47 @@ impl World {
         let late = action == Action::Restore
             && decided_ms > 0
             && self.now.saturating_sub(decided_ms) > PROOF_HOLDS_MS;
-        let (from, to) = match action {
-            Action::Close { .. } => (Phase::Open, Phase::Closed),
-            Action::Open => (Phase::Closed, Phase::Open),
-            Action::Lock { .. } => (Phase::Closed, Phase::Locked),
-            Action::Checkpoint { .. } => (Phase::Locked, Phase::Away),
-            Action::Restore => (Phase::Away, Phase::Locked),
-            Action::Unlock => (Phase::Locked, Phase::Closed),
-            Action::HoldAllocations { .. } | Action::ReleaseAllocations => {
-                (agent.phase, agent.phase)
+        let was = agent.phase;
+        let (fits, to) = match action {
+            Action::Close { .. } => (was == Phase::Open, Phase::Closed),
+            Action::Open => (was == Phase::Closed, Phase::Open),
+            Action::Lock { .. } => (was == Phase::Closed, Phase::Locked),
+            Action::Park { .. } => (was == Phase::Locked, Phase::Parked),
+            Action::Checkpoint { .. } => {
+                (matches!(was, Phase::Locked | Phase::Parked), Phase::Away)
             }
+            Action::Restore if agent.parked => (was.is_off(), Phase::Closed),
+            Action::Restore => (was == Phase::Away, Phase::Locked),
+            Action::Unlock if agent.parked => (was == Phase::Locked, Phase::Parked),
+            Action::Unlock => (was == Phase::Locked, Phase::Closed),
+            Action::HoldAllocations { .. } | Action::ReleaseAllocations => (true, was),
         };
-        assert_eq!(agent.phase, from, "{action:?} does not fit");
+        assert!(fits, "{action:?} does not fit {was:?}");
         let failing = matches!(
             action,
-            Action::Close { .. } | Action::Lock { .. } | Action::Checkpoint { .. }
-        );
-        if let Some(fail) = self.fail.take_if(|_| failing) {
-            outcome = fail;
-        } else if late {
+            Action::Close { .. }
+                | Action::Lock { .. }
+                | Action::Park { .. }
+                | Action::Checkpoint { .. }
+        ) || (action == Action::Restore && agent.parked);
+        if !late && was == Phase::Away && action == Action::Restore {
+            assert!(used + agent.size <= TOTAL, "restored without room: the process would be lost");
+        }
+        if late {
             outcome = Outcome::Late;
+        } else if let Some(fail) = self.fail.take_if(|_| failing) {
+            outcome = fail;
+            agent.phase = match action {
+                // The agent has unlocked it before.
+                Action::Park { .. } => Phase::Closed,
+                Action::Restore => Phase::Parked,
+                _ => was,
+            };
         } else {
-            if action == Action::Restore {
-                assert!(
-                    used + agent.size <= TOTAL,
-                    "restored without room: the process would be lost"
-                );
+            match action {
+                Action::Park { .. } => agent.parked = true,
+                Action::Restore => agent.parked = false,
+                _ => {}
             }
             agent.phase = to;
             match action {
@@ -369,11 +412,20 @@ impl World {
             self.hello(id); // Nobody is there for the report; the Hello says it all.
             return;
         }
-        let phase = agent.phase;
+        let (phase, carried_bytes) = (agent.phase, agent.carried);
+        let parked_bytes = agent.parked_bytes();
         let cuda_error = if outcome == Outcome::Done { 0 } else { 304 };
         self.feed(Input::Message(
             id,
-            AgentMessage::Report { order, outcome, phase, cuda_error, elapsed_us: 1 },
+            AgentMessage::Report {
+                order,
+                outcome,
+                phase,
+                cuda_error,
+                elapsed_us: 1,
+                carried_bytes,
+                parked_bytes,
+            },
         ));
     }
 
@@ -500,6 +552,9 @@ pub(super) fn page(agent: &Agent) -> PageSnapshot {
         generation: agent.generation,
         allocated_bytes: agent.size,
         allocations: 1,
+        carried_bytes: agent.carried,
+        parked_bytes: agent.parked_bytes(),
+        notes: Notes::default(),
         calls: agent.calls,
         polls: 0,
         inflight: 0,

@@ -36,7 +36,11 @@ use super::{
     figures::{Lived, Meter},
     stay,
 };
-use crate::core::{DeviceBytes, Input, Millis, Node, input::Identity, ledger::margin_bytes};
+use crate::core::{
+    DeviceBytes, Input, Millis, Node,
+    input::{Carried, Identity},
+    ledger::margin_bytes,
+};
 
 /// What closing, locking, unlocking and opening take.
 const STEP_MS: Millis = 1;
@@ -160,6 +164,7 @@ impl<'a> World<'a> {
                 phase,
                 generation: 1,
                 hazards,
+                carried: Carried::default(),
             });
             self.processes.push(Process {
                 load,

@@ -108,7 +108,10 @@ impl World<'_> {
             }
             Action::Unlock => (Step::Unlock, STEP_MS),
             Action::Open => (Step::Open, STEP_MS),
-            Action::HoldAllocations { .. } | Action::ReleaseAllocations => return Ok(()),
+            // Its processes carry nothing.
+            Action::Park { .. } | Action::HoldAllocations { .. } | Action::ReleaseAllocations => {
+                return Ok(());
+            }
         };
         self.processes[n].order = order;
         self.at(self.now + takes, Event::Done(n as u32, step));
@@ -148,7 +151,16 @@ impl World<'_> {
             Step::Open => p.phase = Phase::Open,
         }
         let (order, phase) = (p.order, p.phase);
-        let report = AgentMessage::Report { order, outcome, phase, cuda_error: 0, elapsed_us: 0 };
+        let (carried_bytes, parked_bytes) = (0, 0);
+        let report = AgentMessage::Report {
+            order,
+            outcome,
+            phase,
+            cuda_error: 0,
+            elapsed_us: 0,
+            carried_bytes,
+            parked_bytes,
+        };
         self.inputs.push_back(Input::Message(id(n), report));
         if step == Step::Open && !self.processes[n].waiting.is_empty() {
             let p = &mut self.processes[n];

@@ -5,7 +5,7 @@
 //!   └──call, gate closed──> waits, Wake ──Open──> busy
 //! ```
 
-use affinode_proto::wire::{Hazards, Phase, message::AgentMessage, page::PageSnapshot};
+use affinode_proto::wire::{Hazards, Notes, Phase, message::AgentMessage, page::PageSnapshot};
 
 use super::{Event, World, names::id};
 use crate::{
@@ -62,6 +62,9 @@ impl World<'_> {
             generation: 1,
             allocated_bytes: p.load.vram_bytes,
             allocations: 1,
+            carried_bytes: 0,
+            parked_bytes: 0,
+            notes: Notes::default(),
             calls: p.calls,
             polls: 0,
             inflight: u64::from(p.busy_until.is_some()),

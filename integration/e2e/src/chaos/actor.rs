@@ -64,11 +64,18 @@ pub enum Verdict {
 }
 
 impl Actor {
-    /// Starts a container of so many processes, and waits until each has filled its memory.
+    /// Starts a container of so many processes with an engine, and waits until each has filled
+    /// its memory.
     ///
     /// # Errors
     /// When it does not start, or CUDA fails.
-    pub fn start(world: &World, id: &str, processes: usize, mib: u64) -> Result<Self> {
+    pub fn start(
+        world: &World,
+        id: &str,
+        processes: usize,
+        mib: u64,
+        engine: &str,
+    ) -> Result<Self> {
         let suffixes: Vec<String> = (0..processes).map(|n| n.to_string()).collect();
         let pairs: Vec<&str> = suffixes.iter().map(String::as_str).chain([EXEC]).collect();
         let pipes = make_pipe_pairs(world.dir(), id, &pairs)?;
@@ -79,7 +86,8 @@ impl Actor {
         }
         // `wait` is what a signal interrupts at once.
         script.push_str("while :; do wait; sleep 3600 & done\n");
-        let mut spec = Spec::gpu(id, &["/bin/sh", "-c", &script]);
+        let spec = Spec::gpu(id, &["/bin/sh", "-c", &script]);
+        let mut spec = spec.annotation("affinode.io/engine", engine);
         let mount = format!("type=bind,src={},dst={PIPES},options=rbind:rw", pipes.display());
         spec = spec.flags(&["--mount", &mount]);
         let running = spec.start(world)?;

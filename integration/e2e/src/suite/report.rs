@@ -62,11 +62,13 @@ pub struct Report {
     errors: Vec<(String, String)>,
     /// Parts that this machine cannot have, and why.
     skipped: Vec<(String, String)>,
+    #[serde(skip)]
+    wanted: Vec<String>,
 }
 
 impl Report {
     /// An empty one.
-    pub(super) fn new(world: &World) -> Self {
+    pub(super) fn new(world: &World, wanted: &[&str]) -> Self {
         Self {
             gpu: world.gpu().as_str().into(),
             gpu_name: String::new(),
@@ -74,6 +76,7 @@ impl Report {
             rows: Vec::new(),
             errors: Vec::new(),
             skipped: Vec::new(),
+            wanted: wanted.iter().map(|&word| word.into()).collect(),
         }
     }
 
@@ -84,6 +87,10 @@ impl Report {
         part: &str,
         work: impl FnOnce(&World, &mut Rows) -> Result<()>,
     ) {
+        let is_wanted = |word: &String| part.contains(word.as_str());
+        if !self.wanted.is_empty() && !self.wanted.iter().any(is_wanted) {
+            return;
+        }
         let mut rows = Rows::default();
         let outcome = work(world, &mut rows);
         for (what, value, unit, goal, met) in rows.rows {

@@ -8,11 +8,13 @@ use serde::Deserialize;
 use super::{
     BY_ORDER,
     cycle::{EMPTY_BYTES, mib},
-    host_root,
+    engines::{ENGINE, ENGINES},
+    host_root, median,
     report::Rows,
     vram_used,
 };
 use crate::{
+    cli::ContainerRow,
     container::{CLIENTS, Spec},
     containerd::STOCK,
     gpu::Gpu,
@@ -25,6 +27,10 @@ const ENVIRONMENT: [&str; 5] =
     ["PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "NCCL_NVLS_ENABLE"];
 /// Steps before and after the cycle.
 const STEPS: u32 = 5;
+/// Cycles with each engine.
+const ROUNDS: usize = 5;
+/// What the worker holds beside its model then.
+const HELD_GIB: u64 = 23;
 
 /// A Python with torch, and a root filesystem that has it.
 pub struct Torch<'w> {
@@ -39,6 +45,8 @@ struct Step {
     digest: String,
     #[serde(default)]
     step_ms: f64,
+    #[serde(default)]
+    sync_ms: f64,
 }
 
 impl<'w> Torch<'w> {
@@ -116,6 +124,81 @@ impl<'w> Torch<'w> {
             1,
         );
         Ok(())
+    }
+
+    /// Trains with ballast, is away after each turn, trains on, with each engine; and the same
+    /// without being away.
+    pub fn engines(&self, rows: &mut Rows) -> Result<()> {
+        let still = self.turns("torch-still", "off", rows, |_, _, _| Ok(()))?;
+        let mut wakes = Vec::new();
+        for engine in ENGINES {
+            let id = format!("torch-{engine}");
+            let (mut out, mut back, mut left) = (Vec::new(), Vec::new(), 0);
+            let digest = self.turns(&id, engine, rows, |worker, row, used| {
+                out.push(row.last_offload_ms as f64);
+                left = used;
+                worker.send("sync")?;
+                back.push(answer(worker)?.sync_ms);
+                Ok(())
+            })?;
+            rows.tell(&format!("{engine}: offload"), median(&out), "ms");
+            rows.tell(&format!("{engine}: wake, as the caller feels it"), median(&back), "ms");
+            rows.tell(&format!("{engine}: device in use, away"), mib(left), "MiB");
+            let same = usize::from(digest == still);
+            rows.count(&format!("{engine}: weights as without being away"), same, 1);
+            wakes.push((median(&out), median(&back)));
+        }
+        if let [driver, _, fast] = wakes[..] {
+            rows.tell("fast against driver: offload", driver.0 / fast.0.max(0.001), "times");
+            rows.tell("fast against driver: wake", driver.1 / fast.1.max(0.001), "times");
+        }
+        Ok(())
+    }
+
+    /// A worker that trains in turns; `away` is called after each with what is known of it
+    /// while it is away. The digest of its weights in the end.
+    fn turns(
+        &self,
+        id: &str,
+        engine: &str,
+        rows: &mut Rows,
+        mut away: impl FnMut(&mut Worker, &ContainerRow, u64) -> Result<()>,
+    ) -> Result<String> {
+        let world = self.world;
+        let moves = engine != "off";
+        let spec = self.spec(id, "root")?.annotation(BY_ORDER.0, BY_ORDER.1);
+        let spec = if moves { spec.annotation(ENGINE, engine) } else { spec };
+        let mut worker = Worker::start_as(world, spec)?;
+        worker.expect("ready")?;
+        step(&mut worker, STEPS)?;
+        let mut before = String::new();
+        if moves {
+            worker.send(&format!("hold {HELD_GIB}"))?;
+            answer(&mut worker)?;
+            worker.send("check")?;
+            before = answer(&mut worker)?.digest;
+        }
+        for _ in 0..ROUNDS {
+            if moves {
+                world.cli().move_out(id)?;
+                let row = world.cli().container(id)?.context("it is known")?;
+                let used = vram_used(world, |used| used < HELD_GIB << 29)?;
+                away(&mut worker, &row, used)?;
+            }
+            step(&mut worker, STEPS)?;
+        }
+        if moves {
+            worker.send("check")?;
+            let same = usize::from(answer(&mut worker)?.digest == before);
+            rows.count(&format!("{engine}: ballast as it was"), same, 1);
+            let row = world.cli().container(id)?.context("it is known")?;
+            let share = row.parkable_share.unwrap_or(0.0) * 100.0;
+            rows.tell(&format!("{engine}: copied, of its VRAM with the context"), share, "%");
+        }
+        let digest = step(&mut worker, STEPS)?.digest;
+        worker.running.kill(world)?;
+        worker.running.delete(world)?;
+        Ok(digest)
     }
 
     /// The time of a step with our runtime and with the stock one, in turn.

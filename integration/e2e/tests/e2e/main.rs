@@ -7,6 +7,7 @@ mod calls;
 mod chaos;
 mod cri;
 mod doctor;
+mod engines;
 mod gpu_pods;
 mod hazards;
 mod hostile;

@@ -6,13 +6,13 @@ use std::collections::VecDeque;
 
 use affinode_controller::core::{
     Effect, GpuSample, Input, Key, Node, ProcessId, Settings, Survey,
-    input::Identity,
+    input::{Carried, Identity},
     policy::{Policies, Policy},
 };
 use affinode_proto::{
     api::control::Announcement,
     wire::{
-        Hazards, Phase,
+        Hazards, Notes, Phase,
         message::{Action, AgentMessage, ControllerMessage, Outcome},
         page::PageSnapshot,
     },
@@ -90,6 +90,7 @@ impl World {
             phase: Phase::Open,
             generation: 0,
             hazards: Hazards::default(),
+            carried: Carried::default(),
         });
         world
     }
@@ -127,6 +128,7 @@ impl World {
             phase: phase(bytes)?,
             generation: bytes.arbitrary()?,
             hazards: Hazards(bytes.arbitrary()?),
+            carried: Carried { bytes: bytes.arbitrary()?, parked_bytes: bytes.arbitrary()? },
         });
         Ok(())
     }
@@ -161,6 +163,9 @@ impl World {
             generation: self.generation,
             allocated_bytes: GOOD_VRAM,
             allocations: 1,
+            carried_bytes: 0,
+            parked_bytes: 0,
+            notes: Notes::default(),
             calls: self.calls,
             polls: 0,
             inflight: 0,
@@ -212,6 +217,8 @@ impl World {
                 phase: to,
                 cuda_error: 0,
                 elapsed_us: 1,
+                carried_bytes: 0,
+                parked_bytes: 0,
             },
         ));
     }
@@ -248,7 +255,7 @@ impl World {
 }
 
 fn phase(bytes: &mut Unstructured<'_>) -> Result<Phase> {
-    Ok(Phase::from_u32(bytes.int_in_range(0..=9)?).unwrap_or(Phase::Open))
+    Ok(Phase::from_u32(bytes.int_in_range(0..=12)?).unwrap_or(Phase::Open))
 }
 
 fn wake(bytes: &mut Unstructured<'_>) -> Result<AgentMessage> {
@@ -265,6 +272,8 @@ fn report(bytes: &mut Unstructured<'_>) -> Result<AgentMessage> {
         phase: phase(bytes)?,
         cuda_error: bytes.arbitrary()?,
         elapsed_us: bytes.arbitrary()?,
+        carried_bytes: bytes.arbitrary()?,
+        parked_bytes: bytes.arbitrary()?,
     })
 }
 
@@ -276,6 +285,9 @@ fn page(bytes: &mut Unstructured<'_>) -> Result<PageSnapshot> {
         generation: bytes.arbitrary()?,
         allocated_bytes: bytes.arbitrary()?,
         allocations: bytes.arbitrary()?,
+        carried_bytes: bytes.arbitrary()?,
+        parked_bytes: bytes.arbitrary()?,
+        notes: Notes(bytes.arbitrary()?),
         calls: bytes.arbitrary()?,
         polls: bytes.arbitrary()?,
         inflight: bytes.arbitrary()?,

@@ -52,7 +52,7 @@ cuda_api! {
         d.memory().map(address, bytes, offset, handle)
     }
     Work 10020 fn cuMemUnmap(address: CUdeviceptr, bytes: usize) |d, _z| {
-        d.streams.wait_idle(None, None);
+        // Not even for work that uses it: the caller has to wait, as with the real one.
         let freed = d.memory().unmap(address, bytes)?;
         freed.into_iter().try_for_each(|object| d.link.tell(&Request::Free { object }))
     }

@@ -1,0 +1,113 @@
+//! Containers whose engine copies.
+
+use affinode_proto::{
+    state::State,
+    wire::{Phase, message::Outcome},
+};
+
+use super::world::{ENGINES, World, key};
+
+/// A container whose engine parks goes out and home; what NVML shows stays consistent.
+#[test]
+fn parked_memory_is_given_back_and_found_again() {
+    for (n, held, away) in [(1, 0, 600), (2, 150, 450)] {
+        let mut world = World::new(3);
+        let id = world.running(n, 600);
+        world.settle();
+        assert_eq!((world.state(n), world.used()), (State::Offloaded, held), "{}", ENGINES[n]);
+        let list = world.node.list(world.now, 0);
+        let shown = list.containers.iter().find(|c| c.state == "Offloaded").unwrap();
+        assert_eq!((shown.vram_bytes, shown.away_bytes), (held, away));
+        world.call(id);
+        for _ in 0..10 {
+            world.answer_question();
+            world.work(id);
+        }
+        assert_eq!((world.state(n), world.used()), (State::Active, 600));
+        assert!(world.journal.is_empty());
+    }
+}
+
+#[test]
+fn parked_memory_that_finds_no_room_waits_and_is_not_lost() {
+    let mut world = World::new(3);
+    let id = world.running(2, 600);
+    world.settle();
+    world.call(id);
+    world.answer_question();
+    world.fail = Some(Outcome::DriverError);
+    world.work(id);
+    world.work(id);
+    assert_eq!((world.state(2), world.fail), (State::Queued, None));
+    world.settle();
+    assert_eq!(world.node.containers[&key(2)].restores, 1, "it came home at the second attempt");
+}
+
+#[test]
+fn memory_that_cannot_be_copied_leaves_through_the_driver() {
+    for n in [1, 2] {
+        let mut world = World::new(3);
+        let id = world.running(n, 600);
+        while world.agents[&id].phase != Phase::Locked {
+            world.tick();
+            world.answer_question();
+            world.work(id);
+        }
+        world.fail = Some(Outcome::DriverError);
+        world.settle();
+        assert_eq!((world.state(n), world.agents[&id].phase), (State::Offloaded, Phase::Away));
+        assert_eq!((world.used(), world.agents[&id].parked), (0, false));
+        let list = world.node.list(world.now, 0);
+        let shown = list.containers.iter().find(|c| c.state == "Offloaded").unwrap();
+        assert!(shown.warnings[0].contains("could not be copied"), "{:?}", shown.warnings);
+    }
+}
+
+/// A controller that died while the driver's half was done and the copy was not.
+#[test]
+fn who_is_locked_with_parked_memory_comes_home_without_any_record() {
+    let mut world = World::new(3);
+    let id = world.running(1, 600);
+    world.settle();
+    world.journal.clear();
+    let agent = world.agents.get_mut(&id).unwrap();
+    assert_eq!((agent.phase, agent.parked), (Phase::Away, true));
+    agent.phase = Phase::Locked;
+    world.restart(false);
+    let id = *world.agents.keys().next().unwrap();
+    world.call(id);
+    let turns = (0..20).take_while(|_| {
+        world.tick();
+        world.answer_question();
+        world.work(id);
+        world.agents[&id].phase != Phase::Open
+    });
+    assert!(turns.count() < 20 && !world.agents[&id].parked);
+}
+
+#[test]
+fn what_a_parked_neighbour_has_left_makes_room_too() {
+    let mut world = World::new(3);
+    let parked = world.running(2, 100);
+    world.settle();
+    assert_eq!((world.agents[&parked].phase, world.used()), (Phase::Parked, 25));
+    let big = world.running(0, 500);
+    world.allocate(big, 490);
+    world.settle();
+    assert_eq!((world.agents[&big].size, world.agents[&parked].phase), (990, Phase::Away));
+    assert_eq!(world.node.containers[&key(2)].offloads, 1);
+    world.call(parked);
+    world.settle();
+    assert_eq!(world.node.containers[&key(2)].restores, 1);
+}
+
+#[test]
+fn a_neighbour_that_parks_goes_all_the_way_where_its_copy_is_not_enough() {
+    let mut world = World::new(3);
+    let parks = world.running(2, 400);
+    let big = world.running(0, 500);
+    world.allocate(big, 450);
+    world.settle();
+    assert_eq!((world.agents[&big].size, world.agents[&parks].phase), (950, Phase::Away));
+    assert_eq!(world.node.containers[&key(2)].offloads, 1);
+}

@@ -1,0 +1,74 @@
+/* What memory costs, for a container's program: a line of JSON per figure.
+ *
+ *   pair N    cuMemAlloc and cuMemFree of N MiB, the median of many pairs, in microseconds
+ *   copy      pinned host memory to the device and back, in bytes per second
+ *
+ * Run it with and without the preload library: the difference is the library's. */
+#include "client.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#define PAIRS 101
+#define COPY_BYTES ((size_t)1 << 30)
+#define COPIES 5
+
+static int compare(const void *a, const void *b)
+{
+    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+    return (x > y) - (x < y);
+}
+
+static int pairs(struct cuda *cuda, size_t mib)
+{
+    uint64_t took[PAIRS];
+    for (int i = -3; i < PAIRS; i++) {
+        CUdeviceptr address;
+        uint64_t start = now_us();
+        if (cuda->mem_alloc(&address, mib << 20) != 0 || cuda->mem_free(address) != 0)
+            return 1;
+        if (i >= 0)
+            took[i] = now_us() - start;
+    }
+    qsort(took, PAIRS, sizeof took[0], compare);
+    printf("{\"what\":\"%zu MiB\",\"value\":%llu}\n", mib, (unsigned long long)took[PAIRS / 2]);
+    return 0;
+}
+
+static int copies(struct cuda *cuda)
+{
+    void *library = dlopen("libcuda.so.1", RTLD_NOW);
+    CUresult (*host_alloc)(void **, size_t) = (CUresult(*)(void **, size_t))dlsym(library, "cuMemAllocHost_v2");
+    uint64_t took[2][COPIES];
+    void *host = NULL;
+    CUdeviceptr device;
+    if (host_alloc == NULL || host_alloc(&host, COPY_BYTES) != 0 || cuda->mem_alloc(&device, COPY_BYTES) != 0)
+        return 1;
+    for (int i = -1; i < COPIES; i++)
+        for (int out = 0; out < 2; out++) {
+            uint64_t start = now_us();
+            if ((out ? cuda->copy_out(host, device, COPY_BYTES) : cuda->copy_in(device, host, COPY_BYTES)) != 0)
+                return 1;
+            if (i >= 0)
+                took[out][i] = now_us() - start;
+        }
+    for (int out = 0; out < 2; out++) {
+        qsort(took[out], COPIES, sizeof took[out][0], compare);
+        printf("{\"what\":\"%s\",\"value\":%.0f}\n", out ? "out" : "in",
+               (double)COPY_BYTES * 1e6 / (double)(took[out][COPIES / 2] + 1));
+    }
+    return 0;
+}
+
+int main(void)
+{
+    static struct client client;
+    static const size_t sizes[] = {2, 16, 128, 1024};
+    if (cuda_load(&client.cuda) != 0 || client_open(&client, 0) != 0)
+        return 1;
+    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++)
+        if (pairs(&client.cuda, sizes[i]) != 0)
+            return 2;
+    return copies(&client.cuda) == 0 ? 0 : 3;
+}

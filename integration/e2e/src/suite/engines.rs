@@ -1,0 +1,178 @@
+//! The engines side by side: the same program, in one run, through the driver's checkpoint,
+//! copied with the context left on the device, and copied with the rest checkpointed.
+
+use anyhow::{Context, Result, ensure};
+use serde::Deserialize;
+
+use super::{
+    BY_ORDER,
+    cycle::{EMPTY_BYTES, mib},
+    median,
+    report::Rows,
+    vram_used,
+};
+use crate::{
+    container::{CLIENTS, Spec},
+    containerd::STOCK,
+    gpu::Gpu,
+    worker::{USUAL, Worker},
+    world::{MIB, World},
+};
+
+/// The engines, the driver's own first.
+pub const ENGINES: [&str; 3] = ["driver", "park", "fast"];
+/// The annotation that names one.
+pub const ENGINE: &str = "affinode.io/engine";
+
+/// How large a process is, and how often it is moved.
+struct Load {
+    /// Filled, and verified in the end.
+    filled_mib: u64,
+    /// Further allocations of that size.
+    more: u64,
+    rounds: usize,
+}
+
+impl Load {
+    fn bytes(&self) -> u64 {
+        self.filled_mib * (1 + self.more) * MIB
+    }
+}
+
+/// A small process: what is beside the copy shows. [`super::torch`] has a larger one.
+pub fn side_by_side(world: &World, rows: &mut Rows) -> Result<()> {
+    let load = match world.gpu() {
+        Gpu::Real => Load { filled_mib: 1024, more: 0, rounds: 7 },
+        Gpu::Simulated { .. } => Load { filled_mib: 64, more: 0, rounds: 3 },
+    };
+    ENGINES.iter().try_for_each(|engine| cycles(world, rows, engine, &load))
+}
+
+/// Sizes at which the driver's own checkpoint would take minutes.
+pub fn large(world: &World, rows: &mut Rows) -> Result<()> {
+    let load = match world.gpu() {
+        Gpu::Real => Load { filled_mib: 4096, more: 14, rounds: 5 },
+        Gpu::Simulated { .. } => Load { filled_mib: 256, more: 5, rounds: 2 },
+    };
+    ["park", "fast"].iter().try_for_each(|engine| cycles(world, rows, engine, &load))
+}
+
+fn cycles(world: &World, rows: &mut Rows, engine: &str, load: &Load) -> Result<()> {
+    let size = format!("{engine}, {:.1} GiB", load.bytes() as f64 / (1 << 30) as f64);
+    let id = format!("engine-{engine}");
+    let spec = Worker::spec(&id, USUAL, load.filled_mib)
+        .annotation(BY_ORDER.0, BY_ORDER.1)
+        .annotation(ENGINE, engine);
+    let mut worker = Worker::start_as(world, spec)?;
+    worker.wait_filled()?;
+    for _ in 0..load.more {
+        worker.call(&format!("alloc {}", load.filled_mib))?;
+    }
+    let (mut out, mut back, mut away) = (Vec::new(), Vec::new(), 0);
+    for _ in 0..load.rounds {
+        world.cli().move_out(&id)?;
+        out.push(world.cli().container(&id)?.context("it is known")?.last_offload_ms as f64);
+        away = vram_used(world, |used| used < load.bytes() / 2 + EMPTY_BYTES)?;
+        back.push(worker.call("streamsync")?.elapsed_us as f64 / 1000.0);
+    }
+    let rate = |ms: f64| load.bytes() as f64 / ms.max(0.001) / 1e6;
+    rows.tell(&format!("{size}: first offload"), out[0], "ms");
+    rows.tell(&format!("{size}: offload"), median(&out), "ms");
+    rows.tell(&format!("{size}: offload"), rate(median(&out)), "GB/s");
+    rows.tell(&format!("{size}: wake"), median(&back), "ms");
+    rows.tell(&format!("{size}: wake"), rate(median(&back)), "GB/s");
+    let what = format!("{size}: device in use, away");
+    if engine == "park" {
+        rows.tell(&what, mib(away), "MiB");
+    } else {
+        rows.want(&what, mib(away), "MiB", "a few MiB", away <= EMPTY_BYTES);
+    }
+    if engine != "driver" {
+        let row = world.cli().container(&id)?.context("it is known")?;
+        let share = row.processes.first().map_or(0, |p| p.carried_bytes) as f64;
+        let share = share / load.bytes() as f64 * 100.0;
+        rows.want(&format!("{size}: share parked"), share, "%", "all of it", share >= 99.9);
+    }
+    let good = worker.verify()?;
+    rows.count(&format!("{size}: contents as before"), usize::from(good), 1);
+    worker.running.kill(world)?;
+    worker.running.delete(world)
+}
+
+#[derive(Deserialize)]
+struct Figure {
+    what: String,
+    value: f64,
+}
+
+/// Allocations of carried memory against the driver's own, and how fast a pinned copy is.
+pub fn memory(world: &World, rows: &mut Rows) -> Result<()> {
+    let measure = |id: &str, runtime: Option<&str>| -> Result<Vec<Figure>> {
+        let mut spec = Spec::gpu(id, &[&format!("{CLIENTS}/memory_cost")])
+            .annotation(BY_ORDER.0, BY_ORDER.1)
+            .annotation(ENGINE, "park");
+        if let Some(runtime) = runtime {
+            spec = spec.runtime(runtime);
+        }
+        let text = spec.run(world)?;
+        text.lines().map(|line| serde_json::from_str(line).context("memory_cost")).collect()
+    };
+    let direct = measure("direct", Some(STOCK))?;
+    let carried = measure("carried", None)?;
+    for (direct, carried) in direct.iter().zip(&carried) {
+        let what = &direct.what;
+        ensure!(*what == carried.what, "{what} beside {}", carried.what);
+        if what.ends_with("MiB") {
+            rows.tell(&format!("alloc and free of {what}, driver"), direct.value, "us");
+            rows.tell(&format!("alloc and free of {what}, carried"), carried.value, "us");
+        } else {
+            rows.tell(&format!("pinned copy {what}"), direct.value / 1e9, "GB/s");
+        }
+    }
+    Ok(())
+}
+
+/// A line of the programs that check calls.
+#[derive(Debug, PartialEq, Deserialize)]
+struct Check {
+    command: String,
+    result: i32,
+    ok: Option<bool>,
+}
+
+/// Where carried memory is known to differ: it ends at a multiple of 2 MiB, and a copy is
+/// refused only beyond that. And what sums up.
+const KNOWN: [&str; 2] = ["copy beyond the end", "done"];
+
+/// Calls about carried memory answer as those about the driver's own, one by one.
+pub fn semantics(world: &World, rows: &mut Rows) -> Result<()> {
+    for (program, arguments) in
+        [("memory_check", &[][..]), ("api_check", &["memory", "pointers", "streams", "vmm"])]
+    {
+        let check = |id: &str, runtime: Option<&str>| -> Result<Vec<Check>> {
+            let path = format!("{CLIENTS}/{program}");
+            let argv: Vec<&str> = [path.as_str()].iter().chain(arguments).copied().collect();
+            let mut spec =
+                Spec::gpu(id, &argv).annotation(BY_ORDER.0, BY_ORDER.1).annotation(ENGINE, "park");
+            if let Some(runtime) = runtime {
+                spec = spec.runtime(runtime);
+            }
+            // Its exit status says that all hold, which the driver at hand may not do either.
+            let output = spec.command(world, &["--rm"])?.output()?;
+            let text = String::from_utf8_lossy(&output.stdout);
+            let parse = |line| serde_json::from_str(line).context("a check");
+            let checks: Vec<Check> = text.lines().map(parse).collect::<Result<_>>()?;
+            let done = checks.last().is_some_and(|check| check.command == "done");
+            ensure!(done, "{program} broke off: {}", String::from_utf8_lossy(&output.stderr));
+            Ok(checks)
+        };
+        let own = check("own", Some(STOCK))?;
+        let carried = check("carried", None)?;
+        let pairs = own.iter().zip(&carried).filter(|(own, _)| !KNOWN.contains(&&*own.command));
+        let (same, other): (Vec<_>, Vec<_>) = pairs.partition(|(own, ours)| own == ours);
+        let known = own.iter().filter(|check| KNOWN.contains(&&*check.command)).count();
+        rows.count(&format!("{program}: as the driver's own"), same.len(), own.len() - known);
+        ensure!(other.is_empty(), "{program}, the driver's own and carried: {other:#?}");
+    }
+    Ok(())
+}

@@ -1,0 +1,228 @@
+//! Engines that copy memory by themselves: out and home, at every depth, and what goes wrong.
+
+use affinode_e2e::{
+    cli::ContainerRow,
+    container::{CLIENTS, Spec},
+    gpu::Gpu,
+    until::until,
+    worker::{USUAL, Worker},
+    world::{MIB, Recipe, World},
+};
+use anyhow::{Context, Result};
+use nix::sys::signal::{Signal, kill};
+
+use crate::offload::{EAGER, MANUAL, wait_gpu_empty, wait_vram_used};
+
+const ENGINES: [&str; 2] = ["park", "fast"];
+const WORKER_MIB: u64 = 300;
+/// A context of the simulated GPU, and some more.
+const CONTEXT_BYTES: u64 = 32 * MIB;
+
+fn config(engine: &str) -> String {
+    MANUAL.replace("[policy]", &format!("[policy]\nengine = \"{engine}\""))
+}
+
+fn worker(world: &World, engine: &str, mib: u64) -> Result<Worker> {
+    let spec = Worker::spec(engine, USUAL, mib).annotation("affinode.io/engine", engine);
+    let mut worker = Worker::start_as(world, spec)?;
+    worker.wait_filled()?;
+    Ok(worker)
+}
+
+fn row(world: &World, id: &str) -> Result<ContainerRow> {
+    world.cli().container(id)?.context("it is known")
+}
+
+/// Waits until NVML shows as little as the engine leaves.
+fn wait_gone(world: &World, engine: &str) -> Result<()> {
+    if engine == "park" {
+        wait_vram_used(world, |used| used > 0 && used <= CONTEXT_BYTES).map(|_| ())
+    } else {
+        wait_gpu_empty(world)
+    }
+}
+
+#[test]
+fn copied_memory_comes_back_as_it_was_again_and_again() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    for engine in ENGINES {
+        let mut worker = worker(&world, engine, WORKER_MIB)?;
+        for round in 1..=3 {
+            world.cli().move_out(engine)?;
+            wait_gone(&world, engine)?;
+            let away = row(&world, engine)?;
+            assert_eq!(away.state, "Offloaded");
+            assert!(away.away_bytes >= WORKER_MIB * MIB, "{away:?}");
+            assert_eq!(away.processes[0].parked_bytes, WORKER_MIB * MIB, "{away:?}");
+            let phase = if engine == "park" { "Parked" } else { "Away" };
+            assert_eq!(away.processes[0].phase, phase);
+            // What changed in between is kept as well.
+            worker.call("touch")?;
+            assert!(worker.verify()?, "{engine}, round {round}");
+        }
+        let home = row(&world, engine)?;
+        assert_eq!((home.restores, home.engine.as_str()), (3, engine));
+        assert_eq!(home.processes[0].carried_bytes, WORKER_MIB * MIB);
+        assert!(home.parkable_share.is_some_and(|share| share > 0.8), "{home:?}");
+        worker.running.kill(&world)?;
+        worker.running.delete(&world)?;
+        wait_gpu_empty(&world)?;
+    }
+    Ok(())
+}
+
+/// Without being asked, and whatever the size: what is too small for a copy goes with the rest.
+#[test]
+fn the_engine_of_the_configuration_holds_and_the_annotation_comes_first() -> Result<()> {
+    let eager = EAGER.replace("[policy]", "[policy]\nengine = \"auto\"");
+    let world = Recipe::default().config(&eager).world()?;
+    let mut small = Worker::start(&world, "small", 1)?;
+    let mut big = Worker::start(&world, "big", 64)?;
+    let mut other = worker(&world, "driver", 64)?;
+    for (worker, id, carried) in
+        [(&mut small, "small", 0), (&mut big, "big", 64 * MIB), (&mut other, "driver", 0)]
+    {
+        let away = world.cli().wait_for_state(id, "Offloaded")?;
+        assert_eq!(away.processes[0].carried_bytes, carried, "{away:?}");
+        assert!(worker.verify()?, "{id}");
+    }
+    Ok(())
+}
+
+/// Calls and promises of the driver, checked one by one, hold of carried memory too.
+#[test]
+fn carried_memory_is_as_the_drivers_own() -> Result<()> {
+    let world = Recipe::default().config(&config("park")).world()?;
+    for (program, arguments) in
+        [("memory_check", &[][..]), ("api_check", &["memory", "pointers", "streams", "vmm"])]
+    {
+        let path = format!("{CLIENTS}/{program}");
+        let argv: Vec<&str> = [path.as_str()].iter().chain(arguments).copied().collect();
+        let output = Spec::gpu(&program.replace('_', "-"), &argv).run(&world)?;
+        let wrong: Vec<&str> =
+            output.lines().filter(|line| line.contains("\"ok\":false")).collect();
+        assert!(wrong.is_empty(), "{program}: {wrong:#?}");
+        assert!(output.contains("\"command\":\"done\""), "{output}");
+    }
+    Ok(())
+}
+
+/// kill -9 of the controller at any depth: the content is in the process.
+#[test]
+fn the_next_controller_brings_home_what_the_last_one_parked() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    for engine in ENGINES {
+        let mut worker = worker(&world, engine, 64)?;
+        world.cli().move_out(engine)?;
+        let controller = world.controller()?.context("a controller runs")?;
+        kill(controller.pid, Signal::SIGKILL)?;
+        let known = until("another controller that knows it", || {
+            let row = world.cli().container(engine).ok().flatten();
+            Ok(row.filter(|row| row.state == "Offloaded"))
+        })?;
+        assert_eq!(known.processes[0].parked_bytes, 64 * MIB, "{known:?}");
+        wait_gone(&world, engine)?;
+        assert!(worker.verify()?, "{engine}");
+        assert_eq!(row(&world, engine)?.restores, 1);
+        worker.running.kill(&world)?;
+        worker.running.delete(&world)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_parked_process_comes_home_without_a_controller() -> Result<()> {
+    for engine in ENGINES {
+        let world = Recipe::default().config(MANUAL).world()?;
+        let mut worker = worker(&world, engine, 64)?;
+        world.cli().move_out(engine)?;
+        let controller = world.controller()?.context("a controller runs")?;
+        kill(controller.pid, Signal::SIGSTOP)?;
+        assert!(worker.verify()?, "{engine}");
+        kill(controller.pid, Signal::SIGCONT)?;
+        until("the controller to see that it is home", || {
+            Ok(Some(row(&world, engine)?)
+                .filter(|row| row.state == "Active" || row.state == "Idle"))
+        })?;
+        assert!(worker.verify()?, "{engine}");
+    }
+    Ok(())
+}
+
+/// Somebody who is not managed takes the VRAM: a return without a controller fails, is tried
+/// again, and nothing is lost.
+#[test]
+fn a_return_without_room_waits_and_loses_nothing() -> Result<()> {
+    let world =
+        Recipe::default().gpu(Gpu::Simulated { vram_bytes: 1024 * MIB }).config(MANUAL).world()?;
+    let mut parked = worker(&world, "park", 600)?;
+    world.cli().move_out("park")?;
+    let spec = Worker::spec("greedy", USUAL, 700).annotation("affinode.io/inject", "false");
+    let mut greedy = Worker::start_as(&world, spec)?;
+    greedy.wait_filled()?;
+
+    parked.send("verify")?;
+    until("the wake to wait for VRAM", || {
+        Ok(Some(row(&world, "park")?).filter(|row| row.reason == "waiting-for-vram"))
+    })?;
+    // And without the controller, whose proof kept it from trying.
+    let controller = world.controller()?.context("a controller runs")?;
+    kill(controller.pid, Signal::SIGSTOP)?;
+    assert!(!parked.has_answer()?);
+    greedy.running.kill(&world)?;
+    greedy.running.delete(&world)?;
+    assert_eq!(parked.expect("verify")?.ok, Some(true));
+    kill(controller.pid, Signal::SIGCONT)?;
+    Ok(())
+}
+
+/// The five calls that kill an application whose state is away, while it is parked.
+#[test]
+fn calls_that_crash_are_held_while_parked() -> Result<()> {
+    for engine in ENGINES {
+        let world = Recipe::default().config(&config(engine)).world()?;
+        for call in ["ctx-sync", "stream-query", "event-sync"] {
+            let spec = Spec::gpu(call, &[&format!("{CLIENTS}/crashers"), call]);
+            let mut worker = Worker::start_as(&world, spec)?;
+            worker.expect("ready")?;
+            for _ in 0..2 {
+                world.cli().move_out(call)?;
+                assert_eq!(worker.call("go")?.ok, Some(true), "{call}, {engine}");
+            }
+            worker.running.kill(&world)?;
+            worker.running.delete(&world)?;
+        }
+    }
+    Ok(())
+}
+
+/// A forked child has neither the memory nor the table of it.
+#[test]
+fn a_child_of_a_parked_process_harms_nobody() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    let mut worker = worker(&world, "park", 64)?;
+    world.cli().move_out("park")?;
+    worker.call("fork")?;
+    worker.call("orphan")?;
+    assert!(worker.verify()?);
+    world.cli().move_out("park")?;
+    assert!(worker.verify()?);
+    Ok(())
+}
+
+/// Work on the GPU is waited for, or the offload is given up; never copied under.
+#[test]
+fn memory_in_use_by_a_kernel_is_not_copied() -> Result<()> {
+    let config = MANUAL.replace("[timing]", "[timing]\nlock_timeout = \"200ms\"");
+    let world = Recipe::default().config(&config).world()?;
+    let mut worker = worker(&world, "park", 64)?;
+    worker.call("spin 2000")?;
+    worker.call("touch")?;
+    // The command tries until it is done.
+    world.cli().move_out("park")?;
+    let events = world.cli().events()?;
+    assert!(events.iter().any(|e| e.kind == "refused" && e.reason == "busy"), "{events:?}");
+    assert_eq!(row(&world, "park")?.processes[0].parked_bytes, 64 * MIB);
+    assert!(worker.verify()?);
+    Ok(())
+}

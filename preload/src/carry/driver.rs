@@ -1,0 +1,93 @@
+//! The driver's functions that carrying memory takes, looked up once each.
+
+use core::ffi::c_void;
+use core::sync::atomic::{AtomicUsize, Ordering};
+
+use affinode_cuda_sys::{MemAccessDesc, MemAllocationProp};
+
+use crate::libcuda;
+
+macro_rules! functions {
+    ($($name:ident = $symbol:literal ($($argument:ty),*);)*) => {
+        $(
+            #[doc = concat!("`", $symbol, "`, if libcuda has it.")]
+            pub fn $name() -> Option<unsafe extern "C" fn($($argument),*) -> u32> {
+                static KNOWN: AtomicUsize = AtomicUsize::new(0);
+                let mut address = KNOWN.load(Ordering::Relaxed);
+                if address == 0 {
+                    address = libcuda::function($symbol.as_bytes())?;
+                    KNOWN.store(address, Ordering::Relaxed);
+                }
+                // SAFETY: the function of this name has had this signature since it exists.
+                Some(unsafe { core::mem::transmute::<usize, unsafe extern "C" fn($($argument),*) -> u32>(address) })
+            }
+        )*
+
+        /// Whether libcuda has all of them.
+        pub fn is_complete() -> bool {
+            $($name().is_some())&&*
+        }
+    };
+}
+
+functions! {
+    mem_alloc = "cuMemAlloc_v2" (*mut u64, usize);
+    mem_alloc_pitch = "cuMemAllocPitch_v2" (*mut u64, *mut usize, usize, usize, u32);
+    mem_free = "cuMemFree_v2" (u64);
+    mem_get_address_range = "cuMemGetAddressRange_v2" (*mut u64, *mut usize, u64);
+    pointer_get_attribute = "cuPointerGetAttribute" (*mut c_void, u32, u64);
+    pointer_get_attributes = "cuPointerGetAttributes" (u32, *const u32, *const *mut c_void, u64);
+    ctx_get_current = "cuCtxGetCurrent" (*mut usize);
+    ctx_get_device = "cuCtxGetDevice" (*mut i32);
+    ctx_push_current = "cuCtxPushCurrent_v2" (usize);
+    ctx_pop_current = "cuCtxPopCurrent_v2" (*mut usize);
+    ctx_synchronize = "cuCtxSynchronize" ();
+    ctx_destroy = "cuCtxDestroy_v2" (usize);
+    ctx_enable_peer_access = "cuCtxEnablePeerAccess" (usize, u32);
+    primary_retain = "cuDevicePrimaryCtxRetain" (*mut usize, i32);
+    primary_release = "cuDevicePrimaryCtxRelease_v2" (i32);
+    primary_reset = "cuDevicePrimaryCtxReset_v2" (i32);
+    primary_get_state = "cuDevicePrimaryCtxGetState" (i32, *mut u32, *mut i32);
+    device_get_attribute = "cuDeviceGetAttribute" (*mut i32, i32, i32);
+    mem_get_granularity = "cuMemGetAllocationGranularity" (*mut usize, *const MemAllocationProp, u32);
+    mem_address_reserve = "cuMemAddressReserve" (*mut u64, usize, usize, u64, u64);
+    mem_address_free = "cuMemAddressFree" (u64, usize);
+    mem_create = "cuMemCreate" (*mut u64, usize, *const MemAllocationProp, u64);
+    mem_release = "cuMemRelease" (u64);
+    mem_map = "cuMemMap" (u64, usize, usize, u64, u64);
+    mem_unmap = "cuMemUnmap" (u64, usize);
+    mem_set_access = "cuMemSetAccess" (u64, usize, *const MemAccessDesc, usize);
+    mem_retain_handle = "cuMemRetainAllocationHandle" (*mut u64, u64);
+    pointer_set_attribute = "cuPointerSetAttribute" (*const c_void, u32, u64);
+    ipc_get_mem_handle = "cuIpcGetMemHandle" (*mut c_void, u64);
+    host_register = "cuMemHostRegister_v2" (*mut c_void, usize, u32);
+    host_unregister = "cuMemHostUnregister" (*mut c_void);
+    copy_out = "cuMemcpyDtoHAsync_v2" (*mut c_void, u64, usize, *mut c_void);
+    copy_in = "cuMemcpyHtoDAsync_v2" (u64, *const c_void, usize, *mut c_void);
+    stream_create = "cuStreamCreate" (*mut *mut c_void, u32);
+    stream_synchronize = "cuStreamSynchronize" (*mut c_void);
+    stream_destroy = "cuStreamDestroy_v2" (*mut c_void);
+}
+
+/// `cuThreadExchangeStreamCaptureMode`, which is not needed where it is missing.
+pub fn exchange_capture_mode(mode: &mut u32) {
+    if let Some(address) = libcuda::function(b"cuThreadExchangeStreamCaptureMode") {
+        // SAFETY: the function's signature since it exists.
+        unsafe {
+            let exchange: unsafe extern "C" fn(*mut u32) -> u32 = core::mem::transmute(address);
+            let _ = exchange(mode);
+        }
+    }
+}
+
+/// `cuMemGetHandleForAddressRange`, as of CUDA 11.7.
+pub fn mem_get_handle_for_range()
+-> Option<unsafe extern "C" fn(*mut c_void, u64, usize, u32, u64) -> u32> {
+    let address = libcuda::function(b"cuMemGetHandleForAddressRange")?;
+    // SAFETY: the function's signature since it exists.
+    Some(unsafe {
+        core::mem::transmute::<usize, unsafe extern "C" fn(*mut c_void, u64, usize, u32, u64) -> u32>(
+            address,
+        )
+    })
+}

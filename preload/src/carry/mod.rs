@@ -1,0 +1,196 @@
+//! Device memory that the agent can carry to host memory by itself, where the controller
+//! asked for an engine that does so.
+//!
+//! ```text
+//! cuMemAlloc of 2 MiB and more ──> addresses reserved, physical memory made and mapped
+//!     park:   copied to the pool ──> unmapped, released; the addresses stay reserved
+//!     unpark: made, mapped, copied back
+//! ```
+//!
+//! The application sees the same addresses and contents all along. Whatever the driver does
+//! not let us do is left to the driver: the allocation is then one of its own. The content
+//! never leaves the process, so nobody's death but its own can lose it.
+//!
+//! | module | what |
+//! | --- | --- |
+//! | `calls` | what stands in for the driver's functions |
+//! | `table` | the allocations |
+//! | `park`, `pool` | out and home; the host memory for it |
+//! | `driver` | the driver's functions |
+
+mod calls;
+mod driver;
+mod park;
+mod pool;
+mod table;
+
+use core::cell::UnsafeCell;
+use core::ffi::CStr;
+use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+
+use affinode_proto::paths::CONTAINER_ENGINE_FILE;
+use affinode_proto::wire::Engine;
+
+pub use self::park::{is_parked, let_go_of_parked, park, tidy, unpark};
+use self::pool::Pool;
+use self::table::Table;
+use crate::{libc, libcuda, process, sys};
+
+/// Most devices of a process that are told apart.
+const DEVICES: usize = 64;
+
+/// All of it in pages that a forked child finds zeroed: the child has no driver, and none of
+/// the memory is its own.
+#[repr(C, align(4096))]
+struct Carry {
+    /// 1 once memory may be carried: calls are looked at.
+    in_use: AtomicU32,
+    /// 1 while new allocations are to be carried.
+    wanted: AtomicU32,
+    table_lock: Lock,
+    table: UnsafeCell<Table>,
+    /// Held while a context ends, and while the agent uses one beside the application.
+    contexts_lock: Lock,
+    /// The agent's alone, but for what [`Pool::context_ends`] changes under the lock of contexts.
+    pool: UnsafeCell<Pool>,
+    /// Devices that may reach the memory of each device, beside itself, as a bit set.
+    peers: [AtomicU64; DEVICES],
+    /// Contexts in which something small stays allocated.
+    anchored: [AtomicUsize; 16],
+}
+
+// SAFETY: the cells are reached through `locked` and `with_pool` alone.
+unsafe impl Sync for Carry {}
+
+static CARRY: Carry = Carry {
+    in_use: AtomicU32::new(0),
+    wanted: AtomicU32::new(0),
+    table_lock: Lock::new(),
+    table: UnsafeCell::new(Table::empty()),
+    contexts_lock: Lock::new(),
+    pool: UnsafeCell::new(Pool::none()),
+    peers: [const { AtomicU64::new(0) }; DEVICES],
+    anchored: [const { AtomicUsize::new(0) }; 16],
+};
+
+/// A lock that sleeps. Whoever holds it has signals blocked, so no handler waits for what it
+/// has interrupted.
+struct Lock(AtomicU32);
+
+impl Lock {
+    const FREE: u32 = 0;
+    const HELD: u32 = 1;
+    const AWAITED: u32 = 2;
+
+    const fn new() -> Lock {
+        Lock(AtomicU32::new(Lock::FREE))
+    }
+
+    fn hold<R>(&self, body: impl FnOnce() -> R) -> R {
+        let mask = sys::set_signal_mask(!libc::internal_signals());
+        let free =
+            self.0.compare_exchange(Lock::FREE, Lock::HELD, Ordering::Acquire, Ordering::Relaxed);
+        if free.is_err() {
+            while self.0.swap(Lock::AWAITED, Ordering::Acquire) != Lock::FREE {
+                sys::futex_wait(&self.0, Lock::AWAITED, 100);
+            }
+        }
+        let result = body();
+        if self.0.swap(Lock::FREE, Ordering::Release) == Lock::AWAITED {
+            sys::futex_wake_all(&self.0);
+        }
+        sys::set_signal_mask(mask);
+        result
+    }
+}
+
+/// Runs `body` on the table. No call into the driver belongs inside.
+fn locked<R>(body: impl FnOnce(&mut Table) -> R) -> R {
+    // SAFETY: nobody else has it while the lock is held, and `body` cannot come here again.
+    CARRY.table_lock.hold(|| body(unsafe { &mut *CARRY.table.get() }))
+}
+
+/// Runs `body` on the pool, with no context ending meanwhile.
+fn with_pool<R>(body: impl FnOnce(&mut Pool) -> R) -> R {
+    // SAFETY: as above.
+    CARRY.contexts_lock.hold(|| body(unsafe { &mut *CARRY.pool.get() }))
+}
+
+/// What the container's annotation asks for, for as long as no controller has said anything.
+pub fn set_engine_by_annotation() {
+    let mut buffer = [0; 16];
+    let engine = FILE.and_then(|file| sys::read_file(file, &mut buffer)).and_then(Engine::parse);
+    if let Some(engine) = engine {
+        set_engine(engine);
+    }
+}
+
+/// [`CONTAINER_ENGINE_FILE`], as system calls take it.
+const FILE: Option<&CStr> = {
+    const BYTES: usize = CONTAINER_ENGINE_FILE.len() + 1;
+    const TEXT: [u8; BYTES] = {
+        let mut text = [0; BYTES];
+        let (mut at, from) = (0, CONTAINER_ENGINE_FILE.as_bytes());
+        while at < from.len() {
+            text[at] = from[at];
+            at += 1;
+        }
+        text
+    };
+    match CStr::from_bytes_with_nul(&TEXT) {
+        Ok(path) => Some(path),
+        Err(_) => None,
+    }
+};
+
+/// The controller says how memory shall leave the device. What is allocated already stays
+/// what it is.
+pub fn set_engine(engine: Engine) {
+    let wanted = engine != Engine::Driver
+        && process::page().is_some_and(|page| page.hazards().is_empty())
+        && prepare();
+    CARRY.wanted.store(u32::from(wanted), Ordering::Release);
+}
+
+/// Finds all that is needed; false when something is missing.
+fn prepare() -> bool {
+    if CARRY.in_use.load(Ordering::Acquire) == 1 {
+        return true;
+    }
+    // SAFETY: whole pages of zero-initialised data, hence anonymous memory.
+    let wiped = unsafe { sys::wipe_on_fork((&raw const CARRY).cast(), size_of::<Carry>()) };
+    if wiped.is_err() || !driver::is_complete() {
+        return false;
+    }
+    for (index, name) in calls::NAMES.iter().enumerate() {
+        if let Some(real) = REAL.get(index) {
+            real.store(libcuda::function(name).unwrap_or(0), Ordering::Relaxed);
+        }
+    }
+    CARRY.in_use.store(1, Ordering::Release);
+    true
+}
+
+/// The driver's functions that something stands in for, in the order of [`calls::NAMES`].
+static REAL: [AtomicUsize; calls::NAMES.len()] =
+    [const { AtomicUsize::new(0) }; calls::NAMES.len()];
+
+/// Whether memory is carried in this process, or was.
+pub fn is_in_use() -> bool {
+    CARRY.in_use.load(Ordering::Acquire) == 1
+}
+
+/// What is to be called in place of a driver's function, if anything is.
+pub fn stand_in(real: usize) -> Option<usize> {
+    if !is_in_use() || real == 0 {
+        return None;
+    }
+    REAL.iter().position(|known| known.load(Ordering::Relaxed) == real).map(calls::stand_in)
+}
+
+/// Changes the bytes that the page says are carried.
+fn count(bytes: i64) {
+    if let Some(page) = process::page() {
+        page.carried_bytes.fetch_add(bytes.cast_unsigned(), Ordering::Relaxed);
+    }
+}

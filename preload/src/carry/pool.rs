@@ -1,0 +1,322 @@
+//! Host memory for content that is off the device: anonymous memory of the process, charged
+//! to its container as the driver's own checkpoint is, on huge pages where it gets them.
+//!
+//! ```text
+//! chunk:  empty ──helper threads──> resident ──agent──> registered ──> copied to or from
+//! ```
+//!
+//! Several threads bring pages in, because one alone is slower than the bus; the agent
+//! registers the chunks with the driver in order and copies behind.
+
+use core::ffi::c_void;
+use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+
+use affinode_cuda_sys::result;
+
+use super::calls::{call, in_context};
+use super::driver;
+use crate::{libc, sys};
+
+/// What is registered at a time, and the most that one copy moves.
+pub const CHUNK_BYTES: usize = 128 << 20;
+/// So much is kept for the next time; the rest is given back once the process runs again.
+const KEPT_CHUNKS: usize = 8;
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+const MOST_CHUNKS: usize = 64 * WORDS;
+const WORDS: usize = 256;
+const MOST_HELPERS: usize = 16;
+
+/// A set of chunks.
+struct Chunks([AtomicU64; WORDS]);
+
+impl Chunks {
+    const fn none() -> Chunks {
+        Chunks([const { AtomicU64::new(0) }; WORDS])
+    }
+
+    fn word(&self, chunk: usize) -> Option<&AtomicU64> {
+        self.0.get(chunk / 64)
+    }
+
+    fn has(&self, chunk: usize) -> bool {
+        self.word(chunk).is_some_and(|w| w.load(Ordering::Acquire) & 1 << (chunk % 64) != 0)
+    }
+
+    fn set(&self, chunk: usize, on: bool) {
+        let bit = 1 << (chunk % 64);
+        let Some(word) = self.word(chunk) else { return };
+        if on {
+            word.fetch_or(bit, Ordering::AcqRel)
+        } else {
+            word.fetch_and(!bit, Ordering::AcqRel)
+        };
+    }
+
+    fn clear(&self) {
+        self.0.iter().for_each(|word| word.store(0, Ordering::Release));
+    }
+}
+
+/// The memory. Zero is none.
+#[repr(C)]
+pub struct Pool {
+    start: usize,
+    bytes: usize,
+    /// The context that chunks are registered in.
+    context: usize,
+    registered: Chunks,
+}
+
+/// What the helpers do. Not the pool's own, which a forked child finds zeroed: no helper
+/// lives in the child.
+struct Filling {
+    start: AtomicUsize,
+    bytes: AtomicUsize,
+    next: AtomicUsize,
+    resident: Chunks,
+    /// Changes with every chunk that has become resident.
+    progress: AtomicU32,
+    helpers: AtomicU32,
+}
+
+static FILLING: Filling = Filling {
+    start: AtomicUsize::new(0),
+    bytes: AtomicUsize::new(0),
+    next: AtomicUsize::new(0),
+    resident: Chunks::none(),
+    progress: AtomicU32::new(0),
+    helpers: AtomicU32::new(0),
+};
+
+impl Filling {
+    fn begin(&self, start: usize, bytes: usize) {
+        self.start.store(start, Ordering::Relaxed);
+        self.bytes.store(bytes, Ordering::Relaxed);
+        self.next.store(0, Ordering::Release);
+        let missing =
+            (0..bytes.div_ceil(CHUNK_BYTES)).filter(|chunk| !self.resident.has(*chunk)).count();
+        for _ in 0..missing.min(MOST_HELPERS).min(sys::processors()) {
+            self.helpers.fetch_add(1, Ordering::AcqRel);
+            if !libc::start_thread(help, core::ptr::null_mut()) {
+                self.helpers.fetch_sub(1, Ordering::AcqRel);
+            }
+        }
+    }
+
+    /// Makes the next chunk resident; false when there is none left to begin.
+    fn fill_next(&self) -> bool {
+        let chunk = self.next.fetch_add(1, Ordering::AcqRel);
+        let bytes = chunk_bytes(self.bytes.load(Ordering::Relaxed), chunk);
+        if bytes == 0 {
+            return false;
+        }
+        if !self.resident.has(chunk) {
+            let at = self.start.load(Ordering::Relaxed) + chunk * CHUNK_BYTES;
+            // SAFETY: a chunk of the pool, which holds nothing while it is being filled.
+            unsafe { sys::make_resident(at as *mut u8, bytes) };
+            self.resident.set(chunk, true);
+        }
+        self.progress.fetch_add(1, Ordering::AcqRel);
+        sys::futex_wake_all(&self.progress);
+        true
+    }
+
+    fn wait(&self, chunk: usize) {
+        loop {
+            let seen = self.progress.load(Ordering::Acquire);
+            if self.resident.has(chunk) {
+                return;
+            }
+            if self.helpers.load(Ordering::Acquire) == 0 {
+                // Nobody helps: what is registered or copied becomes resident by that.
+                if !self.fill_next() {
+                    self.resident.set(chunk, true);
+                }
+            } else {
+                sys::futex_wait(&self.progress, seen, 10);
+            }
+        }
+    }
+
+    /// Waits until no helper touches the pool any more.
+    fn end(&self) {
+        self.next.store(MOST_CHUNKS, Ordering::Release);
+        while self.helpers.load(Ordering::Acquire) > 0 {
+            let seen = self.progress.load(Ordering::Acquire);
+            sys::futex_wait(&self.progress, seen, 1);
+        }
+    }
+}
+
+/// The size of a chunk of so many bytes: the last one is shorter.
+fn chunk_bytes(bytes: usize, chunk: usize) -> usize {
+    bytes.saturating_sub(chunk.saturating_mul(CHUNK_BYTES)).min(CHUNK_BYTES)
+}
+
+unsafe extern "C" fn help(_: *mut c_void) -> *mut c_void {
+    sys::set_thread_name(c"affinode-pool");
+    while FILLING.fill_next() {}
+    FILLING.helpers.fetch_sub(1, Ordering::AcqRel);
+    FILLING.progress.fetch_add(1, Ordering::AcqRel);
+    sys::futex_wake_all(&FILLING.progress);
+    core::ptr::null_mut()
+}
+
+impl Pool {
+    /// None.
+    pub const fn none() -> Pool {
+        Pool { start: 0, bytes: 0, context: 0, registered: Chunks::none() }
+    }
+
+    /// Begins to make room for `bytes`; [`Self::ready`] waits for each chunk, and
+    /// [`Self::end`] must follow. False: the address space has no room.
+    ///
+    /// Nothing may be in the pool. `context` is one that lives.
+    pub fn begin(&mut self, bytes: usize, context: usize) -> bool {
+        let bytes = bytes.next_multiple_of(HUGE_PAGE_BYTES);
+        if bytes > MOST_CHUNKS * CHUNK_BYTES || (self.bytes < bytes && !self.replace(bytes)) {
+            return false;
+        }
+        if self.context == 0 {
+            self.context = context;
+        }
+        FILLING.begin(self.start, bytes);
+        true
+    }
+
+    fn replace(&mut self, bytes: usize) -> bool {
+        let Ok(mapped) = sys::map_private(bytes + HUGE_PAGE_BYTES) else {
+            return false;
+        };
+        if self.start == 0 {
+            // The first of this process: helpers of the one that forked it are not here.
+            FILLING.helpers.store(0, Ordering::Release);
+        }
+        self.unregister_all();
+        self.registered.clear();
+        FILLING.resident.clear();
+        if self.start != 0 {
+            // SAFETY: mapped here, and nothing is in the pool.
+            unsafe { sys::unmap_private(self.start as *mut u8, self.bytes) };
+        }
+        self.start = (mapped as usize).next_multiple_of(HUGE_PAGE_BYTES);
+        self.bytes = bytes;
+        sys::prefer_huge_pages(self.start as *mut u8, bytes);
+        true
+    }
+
+    fn chunks(&self) -> usize {
+        self.bytes.div_ceil(CHUNK_BYTES)
+    }
+
+    /// The host address of an offset, once it can be copied to.
+    pub fn ready(&mut self, offset: usize) -> *mut c_void {
+        let chunk = offset / CHUNK_BYTES;
+        if !self.registered.has(chunk) {
+            FILLING.wait(chunk);
+        }
+        self.held(offset)
+    }
+
+    /// The host address of an offset at which content is, in the driver's hands again.
+    pub fn held(&mut self, offset: usize) -> *mut c_void {
+        let chunk = offset / CHUNK_BYTES;
+        if !self.registered.has(chunk) {
+            self.register(chunk);
+        }
+        self.at(offset)
+    }
+
+    /// The host address of an offset.
+    fn at(&self, offset: usize) -> *mut c_void {
+        (self.start + offset) as *mut c_void
+    }
+
+    /// Nobody makes room any more.
+    pub fn end(&mut self) {
+        FILLING.end();
+    }
+
+    /// Without registration the copy is slower, and as right.
+    fn register(&mut self, chunk: usize) {
+        const PORTABLE: u32 = 1;
+        let at = self.at(chunk * CHUNK_BYTES);
+        let bytes = chunk_bytes(self.bytes, chunk);
+        let code = in_context(self.context, || call!(host_register(at, bytes, PORTABLE)));
+        self.registered.set(chunk, code == result::SUCCESS);
+    }
+
+    /// False: the driver still has hold of it.
+    fn unregister(&mut self, chunk: usize) -> bool {
+        if !self.registered.has(chunk) {
+            return true;
+        }
+        let at = self.at(chunk * CHUNK_BYTES);
+        let code = in_context(self.context, || call!(host_unregister(at)));
+        self.registered.set(chunk, code != result::SUCCESS);
+        code == result::SUCCESS
+    }
+
+    /// Takes every chunk out of the driver's hands.
+    pub fn unregister_all(&mut self) {
+        (0..self.chunks()).for_each(|chunk| {
+            self.unregister(chunk);
+        });
+    }
+
+    /// A context has ended, and with it what was registered in it.
+    pub fn context_ends(&mut self, context: usize) {
+        if self.context == context {
+            self.context = 0;
+            self.registered.clear();
+        }
+    }
+
+    /// Gives a part of an unused pool back to the system. False: there is no more to give.
+    pub fn shrink(&mut self) -> bool {
+        let resident = |chunk: &usize| FILLING.resident.has(*chunk);
+        let Some(chunk) = (KEPT_CHUNKS..self.chunks()).rev().find(resident) else {
+            return false;
+        };
+        if self.unregister(chunk) {
+            // SAFETY: a chunk of the pool, in which nothing is.
+            unsafe {
+                sys::discard(self.at(chunk * CHUNK_BYTES).cast(), chunk_bytes(self.bytes, chunk));
+            }
+        }
+        FILLING.resident.set(chunk, false);
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_are_filled_by_helpers_and_by_whoever_waits() {
+        const CHUNKS: usize = 3;
+        let bytes = 2 * CHUNK_BYTES + HUGE_PAGE_BYTES;
+        let at = sys::map_private(bytes).unwrap();
+        FILLING.begin(at as usize, bytes);
+        (0..CHUNKS).for_each(|chunk| FILLING.wait(chunk));
+        FILLING.end();
+        assert_eq!(FILLING.helpers.load(Ordering::Acquire), 0);
+        // SAFETY: mapped above, with that size.
+        unsafe {
+            at.add(bytes - 1).write(7);
+            sys::discard(at.add(bytes - HUGE_PAGE_BYTES), HUGE_PAGE_BYTES);
+            assert_eq!(at.add(bytes - 1).read(), 0);
+            sys::unmap_private(at, bytes);
+        }
+    }
+
+    #[test]
+    fn a_set_of_chunks() {
+        let chunks = Chunks::none();
+        chunks.set(70, true);
+        assert!(chunks.has(70) && !chunks.has(69) && !chunks.has(MOST_CHUNKS + 70));
+        chunks.set(70, false);
+        assert!(!chunks.has(70));
+    }
+}
