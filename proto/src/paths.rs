@@ -31,6 +31,10 @@ pub const AGENT_SOCKET: &str = "agent.sock";
 /// In the mounted folder: the word of the engine that the container's annotation asks for, for
 /// processes that allocate before a controller has had its say.
 pub const ENGINE_FILE: &str = "engine";
+/// In the mounted folder: a pipe that takes the words `idle` and `busy` from the container.
+pub const HINT_PIPE: &str = "hint";
+/// In the mounted folder: whether VRAM is short on the container's GPUs, for the container to read.
+pub const PRESSURE_FILE: &str = "pressure";
 /// In a container's folder: the merged `/etc/ld.so.preload`.
 pub const PRELOAD_FILE: &str = "ld.so.preload";
 

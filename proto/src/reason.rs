@@ -40,6 +40,16 @@ reasons! {
     WokenMeanwhile = "woken-meanwhile", "was called while it was being offloaded, and came back at once";
     /// Nothing asked for an offload: mode pressure.
     NoPressure = "no-pressure", "mode is pressure and nobody needs the VRAM";
+    /// Nothing asked for an offload: mode auto, and more is wanted than fits.
+    Crowded = "crowded", "its GPU is wanted by more than fits on it: it stays until somebody needs the room";
+    /// Outside its window.
+    OutsideWindow = "outside-window", "it is outside its window: it stays until somebody needs the room";
+    /// Not worth a move.
+    TooSmall = "too-small", "holds less VRAM than is worth a move (minimum_vram_mib)";
+    /// It was said that it is busy.
+    HintedBusy = "hinted-busy", "was said to be busy, by its own file or by `affinode hint`";
+    /// It was said that it is idle.
+    HintedIdle = "hinted-idle", "was said to be idle, by its own file or by `affinode hint`";
     /// Mode manual.
     ModeManual = "mode-manual", "mode is manual: `affinode offload` moves it";
     /// Mode off.

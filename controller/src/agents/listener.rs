@@ -21,7 +21,7 @@ use tokio::{
     task::JoinHandle,
 };
 
-use super::{AgentMail, budget::Budgets, connection};
+use super::{AgentMail, budget::Budgets, connection, hint_pipe::HintPipe};
 use crate::core::{Key, ProcessId};
 
 /// Connections of one container at a time, those without a Hello included.
@@ -31,6 +31,7 @@ pub(super) const MAX_CONNECTIONS: usize = 512;
 #[derive(Debug)]
 pub struct Listener {
     task: JoinHandle<()>,
+    hints: Option<HintPipe>,
 }
 
 impl Listener {
@@ -58,7 +59,20 @@ impl Listener {
         fs::set_permissions(&socket, fs::Permissions::from_mode(0o666))?;
         listener.set_nonblocking(true)?;
         let listener = UnixListener::from_std(listener)?;
-        Ok(Listener { task: tokio::spawn(accept(listener, key.clone(), numbers, mail)) })
+        let hints = HintPipe::make(&folder.join(paths::HINT_PIPE))
+            .inspect_err(|error| tracing::warn!(%key, %error, "the container cannot give hints"));
+        Ok(Listener {
+            hints: hints.ok(),
+            task: tokio::spawn(accept(listener, key.clone(), numbers, mail)),
+        })
+    }
+}
+
+impl Listener {
+    /// What the container wrote into its pipe since this was asked last.
+    #[must_use]
+    pub fn heard(&self) -> Vec<u8> {
+        self.hints.as_ref().map(HintPipe::read).unwrap_or_default()
     }
 }
 

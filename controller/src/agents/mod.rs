@@ -14,6 +14,7 @@
 
 mod budget;
 mod connection;
+mod hint_pipe;
 mod listener;
 mod papers;
 #[cfg(test)]

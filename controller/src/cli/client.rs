@@ -5,9 +5,10 @@ use std::path::Path;
 use affinode_proto::{
     api::{
         control::{
-            ActionResponse, CallsRequest, Event, EventsRequest, ListRequest, ListResponse,
-            OffloadRequest, PinRequest, PolicyChange, PolicyRequest, PolicyResponse, PolicyValue,
-            ReloadRequest, ReportRequest, RestoreRequest, SetAutoOffloadRequest, SetPolicyRequest,
+            ActionResponse, CallsRequest, Event, EventsRequest, HintRequest, HintResponse,
+            ListRequest, ListResponse, OffloadRequest, PinRequest, PolicyChange, PolicyRequest,
+            PolicyResponse, PolicyValue, ReloadRequest, ReportRequest, RestoreRequest,
+            SetAutoOffloadRequest, SetPolicyRequest,
         },
         control_ttrpc::ControlClient,
     },
@@ -67,6 +68,12 @@ impl Client {
     pub async fn pin(&self, container: String, pinned: bool) -> Result<ActionResponse, CliError> {
         let request = PinRequest { container, pinned, ..PinRequest::default() };
         self.control.pin(context(LONG), &request).await.map_err(|e| self.error(e))
+    }
+
+    /// Says that a container is idle, or busy.
+    pub async fn hint(&self, container: String, busy: bool) -> Result<HintResponse, CliError> {
+        let request = HintRequest { container, busy, ..HintRequest::default() };
+        self.control.hint(context(QUICK), &request).await.map_err(|e| self.error(e))
     }
 
     /// Turns offloads that nobody asked for on or off.

@@ -10,6 +10,7 @@ mod completion;
 mod doctor;
 mod events;
 mod format;
+mod hint;
 mod install;
 mod policy;
 mod progress;
@@ -59,6 +60,7 @@ enum Command {
     Pin(Target),
     /// Let a pinned container be offloaded again.
     Unpin(Target),
+    Hint(hint::Hint),
     AutoOffload(wishes::AutoOffload),
     /// Print what happened: the last events, one a line.
     Events {
@@ -196,6 +198,7 @@ async fn run(args: Args) -> Result<(), CliError> {
         Command::Restore(target) => act::restore(&client, &mut out, target).await,
         Command::Pin(target) => wishes::pin(&client, &mut out, target, true).await,
         Command::Unpin(target) => wishes::pin(&client, &mut out, target, false).await,
+        Command::Hint(asked) => hint::run(&client, &mut out, asked).await,
         Command::AutoOffload(asked) => wishes::auto_offload(&client, &mut out, asked).await,
         Command::Events { follow, output } => events::run(&client, &mut out, output, follow).await,
         // Done before.

@@ -20,8 +20,9 @@ use serde::{Deserialize, Deserializer};
 use crate::core::{
     Millis, Settings, explain,
     plan::Deadlines,
-    policy::{Engine, KeepAlive, Mode, OnOom, Policies, Policy, Rule, duration_ms},
+    policy::{Engine, KeepAlive, MAX_VRAM_MIB, Mode, OnOom, Policies, Policy, Rule, duration_ms},
     victims::VictimRule,
+    window::Window,
 };
 
 pub use serve::{HistorySection, HttpSection, Listen, ReportSection};
@@ -56,7 +57,7 @@ pub struct Config {
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct PolicySection {
-    /// eager, pressure, manual or off.
+    /// auto, eager, pressure, manual or off.
     pub mode: Mode,
     /// No call for so long makes a container idle.
     #[serde(deserialize_with = "duration")]
@@ -80,6 +81,11 @@ pub struct PolicySection {
     pub on_oom_timeout: Millis,
     /// How memory leaves the device: driver, park, fast, auto.
     pub engine: Engine,
+    /// Who holds less VRAM is not worth a move, in MiB.
+    pub minimum_vram_mib: u64,
+    /// When idle containers leave by themselves: always, or times of the week in UTC.
+    #[serde(deserialize_with = "window")]
+    pub window: Window,
     /// Who makes room for a waiter: expected, lru, size-idle.
     pub victims: VictimRule,
     /// `[[policy.namespace]]`: values for one namespace.
@@ -116,6 +122,11 @@ pub struct NamespaceRule {
     pub on_oom_timeout: Option<Millis>,
     /// Replaces the node's engine.
     pub engine: Option<Engine>,
+    /// Replaces what is not worth a move.
+    pub minimum_vram_mib: Option<u64>,
+    /// Replaces when idle containers leave by themselves.
+    #[serde(default, deserialize_with = "maybe_window")]
+    pub window: Option<Window>,
 }
 
 /// Intervals and deadlines.
@@ -187,6 +198,8 @@ impl Default for PolicySection {
             on_oom: policy.on_oom,
             on_oom_timeout: policy.on_oom_timeout_ms,
             engine: policy.engine,
+            minimum_vram_mib: policy.minimum_vram_bytes >> 20,
+            window: policy.window,
             victims: VictimRule::default(),
             namespace: Vec::new(),
         }
@@ -299,6 +312,10 @@ impl Config {
                 "timing.close_deadline up to 60s, timing.lock_timeout up to 10m".into(),
             ));
         }
+        let rules = self.policy.namespace.iter().filter_map(|rule| rule.minimum_vram_mib);
+        if rules.chain([self.policy.minimum_vram_mib]).any(|mib| mib > MAX_VRAM_MIB) {
+            return Err(ConfigError::Bad("minimum_vram_mib: accepted: up to 1048576".into()));
+        }
         self.http.check()?;
         self.history.check()?;
         self.report.check()?;
@@ -322,6 +339,8 @@ impl Config {
                     on_oom: self.policy.on_oom,
                     on_oom_timeout_ms: self.policy.on_oom_timeout,
                     engine: self.policy.engine,
+                    minimum_vram_bytes: self.policy.minimum_vram_mib << 20,
+                    window: self.policy.window.clone(),
                 },
                 origins: self.origins.clone(),
                 rules: self
@@ -340,6 +359,8 @@ impl Config {
                         on_oom: rule.on_oom,
                         on_oom_timeout_ms: rule.on_oom_timeout,
                         engine: rule.engine,
+                        minimum_vram_bytes: rule.minimum_vram_mib.map(|mib| mib << 20),
+                        window: rule.window.clone(),
                     })
                     .collect(),
             },
@@ -390,6 +411,15 @@ fn drop_ins(file: &Path) -> Result<Vec<PathBuf>, ConfigError> {
 fn duration<'de, D: Deserializer<'de>>(from: D) -> Result<Millis, D::Error> {
     let text = String::deserialize(from)?;
     duration_ms(&text).map_err(|accepted| serde::de::Error::custom(format!("{text:?}: {accepted}")))
+}
+
+fn window<'de, D: Deserializer<'de>>(from: D) -> Result<Window, D::Error> {
+    let text = String::deserialize(from)?;
+    text.parse().map_err(|accepted| serde::de::Error::custom(format!("{text:?}: {accepted}")))
+}
+
+fn maybe_window<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Window>, D::Error> {
+    window(from).map(Some)
 }
 
 fn maybe_duration<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Millis>, D::Error> {
@@ -448,6 +478,8 @@ mod tests {
             ("[policy]\ncolour = 1\n", "colour"),
             ("[policy]\nmode = \"often\"\n", "often"),
             ("[policy]\nidle_timeout = \"soon\"\n", "soon"),
+            ("[policy]\nwindow = \"nights\"\n", "nights"),
+            ("[policy]\nminimum_vram_mib = 9999999\n", "minimum_vram_mib"),
             ("[policy\n", "TOML"),
             ("[timing]\nsample_interval = \"1ms\"\n", "sample_interval"),
         ] {

@@ -5,10 +5,18 @@ use affinode_proto::{api::control::Announcement, reason::Reason, state::State};
 
 use super::{
     CommandId, Millis,
+    hints::Hint,
     history::{History, PAUSE_MS, Pauses},
     input::Request,
     policy::{KeepAlive, Policy},
 };
+
+/// Whoever is called so soon after it left has left too early.
+const EARLY_MS: Millis = 30_000;
+/// So often in a row may be bad luck.
+const THRASH: u32 = 2;
+/// A learned keep-alive is doubled so often at most.
+const MOST_EARLY: u32 = 5;
 
 /// Where the container shall be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,6 +42,8 @@ pub struct Container {
     pub state: State,
     /// Since when.
     pub since: Millis,
+    /// When it was announced.
+    pub came: Millis,
     /// Where it shall be.
     pub goal: Goal,
     /// What a copy leaves on the device goes as well: somebody needs the room.
@@ -79,6 +89,10 @@ pub struct Container {
     pub expected_until: Option<Millis>,
     /// It came back ahead of a call that did not come.
     pub missed: bool,
+    /// What was said of it last, and when.
+    pub hint: Option<(Hint, Millis)>,
+    /// How often in a row it was called soon after it had left by itself.
+    pub early: u32,
     /// When its next use is expected, as a simulation knows it.
     pub next_use: Option<Millis>,
     /// Completed offloads.
@@ -108,6 +122,7 @@ impl Container {
             warnings,
             state: State::Unregistered,
             since: now,
+            came: now,
             goal: Goal::Home,
             deep: false,
             cause: Reason::NotRegistered,
@@ -130,6 +145,8 @@ impl Container {
             use_began: now,
             expected_until: None,
             missed: false,
+            hint: None,
+            early: 0,
             next_use: None,
             offloads: 0,
             restores: 0,
@@ -142,11 +159,24 @@ impl Container {
     /// How long without use makes it idle: learned, where that is wanted and enough is known.
     #[must_use]
     pub fn idle_after_ms(&self) -> Millis {
+        if self.hinted_idle() {
+            return 0;
+        }
         let most = self.policy.idle_timeout_ms;
         if self.policy.keep_alive == KeepAlive::Fixed {
             return most;
         }
-        self.history.keep_alive_ms().map_or(most, |learned| learned.min(most))
+        let learned = self.history.keep_alive_ms().unwrap_or(most);
+        (learned << self.early.saturating_sub(THRASH).min(MOST_EARLY)).min(most)
+    }
+
+    /// A call wakes it. When it was called soon after it left by itself, and that again and
+    /// again, it is kept longer the next time, twice as long for each time more.
+    pub fn left_early(&mut self, now: Millis) {
+        if self.state == State::Offloaded && self.cause == Reason::IdleTimeout {
+            let early = now.saturating_sub(self.since) < EARLY_MS;
+            self.early = if early { self.early.saturating_add(1) } else { 0 };
+        }
     }
 
     /// Use begins again after a pause; what follows from it is learned.

@@ -122,6 +122,18 @@ const SETTINGS: &[Setting] = &[
         shown: |p| p.engine.as_str().into(),
         ruled: |r| r.engine.is_some(),
     },
+    Setting {
+        name: "minimum_vram_mib",
+        annotations: &["affinode.io/minimum-vram-mib"],
+        shown: |p| (p.minimum_vram_bytes >> 20).to_string(),
+        ruled: |r| r.minimum_vram_bytes.is_some(),
+    },
+    Setting {
+        name: "window",
+        annotations: &["affinode.io/window"],
+        shown: |p| p.window.to_string(),
+        ruled: |r| r.window.is_some(),
+    },
 ];
 
 /// The names of all values, as `[policy]` has them.

@@ -21,17 +21,18 @@ pub const BINS: usize = 72;
 /// Paces that are told apart: mean pauses of 1, 2, 4, ... 128 s and more.
 const PACES: usize = 8;
 /// Weight of what the node has seen, in pauses.
-const NODE_WEIGHT: f32 = 20.0;
+const NODE_WEIGHT: f32 = 100.0;
 /// Weight of not knowing: all bins alike.
 const PRIOR_WEIGHT: f32 = 0.5;
 /// Counts of one pace are halved beyond this: old habits fade.
-const FADE_AT: f32 = 256.0;
+const FADE_AT: f32 = 4096.0;
 /// Calls of so much time wait when it has to come back: the end of an offload, a return.
-const RETURN_S: f32 = 6.0;
+const RETURN_S: f32 = 2.0;
 /// Calls in a second of use, roughly.
 const CALLS_PER_USE_S: f32 = 3.0;
-/// Pauses of a container before its own history counts.
+/// Pauses before anything is concluded: of the container, or of all on the node.
 const ENOUGH: u32 = 8;
+const ENOUGH_OF_NODE: u32 = 64;
 /// How fast the pace follows.
 const PACE_STEP: f32 = 0.2;
 /// A pause shorter than this is no pause.
@@ -52,16 +53,18 @@ struct Counts {
 #[derive(Clone, Debug)]
 pub struct Pauses {
     counts: Vec<Option<Box<Counts>>>,
+    seen: u32,
 }
 
 impl Default for Pauses {
     fn default() -> Pauses {
-        Pauses { counts: vec![None; PACES] }
+        Pauses { counts: vec![None; PACES], seen: 0 }
     }
 }
 
 impl Pauses {
     fn add(&mut self, pace: usize, bin: usize) {
+        self.seen = self.seen.saturating_add(1);
         let none = || Box::new(Counts { bins: [0.0; BINS], sum: 0.0 });
         let counts = self.counts[pace].get_or_insert_with(none);
         counts.bins[bin] += 1.0;
@@ -79,7 +82,6 @@ pub struct History {
     own: Pauses,
     /// Mean of the logarithm of the last pauses.
     pace: Option<f32>,
-    seen: u32,
     /// The last pauses that outlived an offload.
     long: Vec<Millis>,
     /// Mean time of a use, and of a pause and the use before it, in seconds.
@@ -115,13 +117,13 @@ impl History {
         let (pace, bin) = (self.pace(), bin_of(pause_ms));
         self.own.add(pace, bin);
         node.add(pace, bin);
-        self.seen = self.seen.saturating_add(1);
         let (use_s, pause_s) = (use_ms as f32 / 1000.0, pause_ms.min(600_000) as f32 / 1000.0);
         self.mean_use_s += PACE_STEP * (use_s - self.mean_use_s);
         self.mean_cycle_s += PACE_STEP * (use_s + pause_s - self.mean_cycle_s);
         let log = pause_s.log2();
         self.pace = Some(self.pace.map_or(log, |mean| mean + PACE_STEP * (log - mean)));
-        self.keep_alive = wish.filter(|_| self.seen >= ENOUGH).map(|wish| self.learn(node, wish));
+        let enough = self.own.seen >= ENOUGH || node.seen >= ENOUGH_OF_NODE;
+        self.keep_alive = wish.filter(|_| enough).map(|wish| self.learn(node, wish));
     }
 
     /// How long without use makes it idle; `None` as long as too little is known.

@@ -6,7 +6,7 @@ use affinode_proto::{
     wire::{Hazards, Phase, message::AgentMessage, page::PageSnapshot},
 };
 
-use super::{DeviceBytes, Key, ProcessId};
+use super::{DeviceBytes, Key, ProcessId, hints::Hint};
 
 /// Number of a request that waits for its answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -127,6 +127,8 @@ pub enum Input {
     },
     /// A person or program asks.
     Command(CommandId, Key, Request),
+    /// The container is said to be idle or busy; who says so.
+    Hinted(Key, Hint, String),
     /// Time passed for one container: a [`Input::Tick`] that leaves the others alone.
     Due(Key),
     /// Time passed.

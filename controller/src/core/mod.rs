@@ -9,10 +9,12 @@
 //! simulation: time is a number that the caller passes.
 
 pub mod container;
+mod crowd;
 pub mod effect;
 pub mod explain;
 pub mod grant;
 mod grants;
+pub mod hints;
 pub mod history;
 pub mod idle;
 pub mod input;
@@ -37,6 +39,7 @@ pub mod view;
 mod wants;
 mod way_home;
 mod way_out;
+pub mod window;
 pub mod wishes;
 
 pub use effect::{Effect, Record, RecordedProcess};

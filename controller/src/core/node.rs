@@ -74,6 +74,8 @@ pub struct Node {
     /// When this controller started, in clock ticks; 0: not known.
     pub(super) started_ticks: u64,
     pub(super) now: Millis,
+    /// Wall clock when `now` was 0, milliseconds since 1970.
+    clock_ms: i64,
     pub(super) containers: BTreeMap<Key, Container>,
     pub(super) processes: Processes,
     pub(super) gpus: Vec<GpuSample>,
@@ -85,6 +87,7 @@ pub struct Node {
     pub(super) recalled: BTreeMap<(Key, u32, u64), Recalled>,
     /// Pauses of all containers: what a new one is expected to do.
     pub(super) pauses: Pauses,
+    pub(super) crowd: super::crowd::Crowd,
     /// When room was last looked for.
     pub(super) sought_room: Option<Millis>,
     pub(super) prewakes: u64,
@@ -130,6 +133,7 @@ impl Node {
                 self.recall(key, identity, Recalled { away, restoring });
             }
             Input::Command(command, key, request) => self.command(command, &key, request),
+            Input::Hinted(key, hint, who) => self.hinted(&key, hint, &who),
             Input::Due(key) => self.due(&key),
             Input::Tick => self.tick(),
         }
@@ -137,6 +141,16 @@ impl Node {
             self.serve_queue();
         }
         std::mem::take(&mut self.effects)
+    }
+
+    /// Tells the wall clock at a moment of the node's: windows are times of the week.
+    pub fn tell_clock(&mut self, now: Millis, unix_ms: i64) {
+        self.clock_ms = unix_ms.saturating_sub(i64::try_from(now).unwrap_or(i64::MAX));
+    }
+
+    pub(super) fn week_minute(&self) -> u32 {
+        let now = i64::try_from(self.now).unwrap_or(i64::MAX);
+        super::window::week_minute(self.clock_ms.saturating_add(now))
     }
 
     /// Tells when this controller started, in clock ticks. A process that is younger was
@@ -302,7 +316,7 @@ impl Node {
         self.check_grants();
     }
 
-    fn due(&mut self, key: &Key) {
+    pub(super) fn due(&mut self, key: &Key) {
         self.check_overdue(key);
         self.check_want(key);
         self.consider(key);

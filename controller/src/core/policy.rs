@@ -7,12 +7,15 @@ use std::collections::BTreeMap;
 use affinode_proto::wire;
 use serde::Deserialize;
 
-use super::{Millis, history::Wish};
+use super::{Millis, history::Wish, window::Window};
 
 /// When a container is offloaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
+    /// As soon as it is idle where there is room for everybody, or for one who has just come;
+    /// else when somebody needs its VRAM.
+    Auto,
     /// As soon as it is idle.
     Eager,
     /// When it is idle and somebody needs its VRAM.
@@ -24,7 +27,8 @@ pub enum Mode {
 }
 
 impl Mode {
-    const WORDS: [(&'static str, Mode); 4] = [
+    const WORDS: [(&'static str, Mode); 5] = [
+        ("auto", Mode::Auto),
         ("eager", Mode::Eager),
         ("pressure", Mode::Pressure),
         ("manual", Mode::Manual),
@@ -35,6 +39,7 @@ impl Mode {
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
+            Mode::Auto => "auto",
             Mode::Eager => "eager",
             Mode::Pressure => "pressure",
             Mode::Manual => "manual",
@@ -157,6 +162,10 @@ pub struct Policy {
     pub on_oom_timeout_ms: Millis,
     /// How its memory leaves the device.
     pub engine: Engine,
+    /// Who holds less is not worth a move.
+    pub minimum_vram_bytes: u64,
+    /// When it leaves by itself.
+    pub window: Window,
 }
 
 impl Policy {
@@ -171,17 +180,18 @@ impl Policy {
 impl Default for Policy {
     fn default() -> Policy {
         Policy {
-            mode: Mode::Eager,
+            mode: Mode::Auto,
             idle_timeout_ms: 300_000,
             minimum_residency_ms: 10_000,
             priority: 0,
-            // What people expect of an idle timeout. Learning is asked for.
-            keep_alive: KeepAlive::Fixed,
-            wake_cost_ms: 25_000,
+            keep_alive: KeepAlive::Learned,
+            wake_cost_ms: 34_000,
             prewake: false,
             on_oom: OnOom::Fail,
             on_oom_timeout_ms: 120_000,
             engine: Engine::Driver,
+            minimum_vram_bytes: 0,
+            window: Window::default(),
         }
     }
 }
@@ -211,6 +221,10 @@ pub struct Rule {
     pub on_oom_timeout_ms: Option<Millis>,
     /// Replaces the engine.
     pub engine: Option<Engine>,
+    /// Replaces what is not worth a move.
+    pub minimum_vram_bytes: Option<u64>,
+    /// Replaces when it leaves by itself.
+    pub window: Option<Window>,
 }
 
 /// The node's values and rules.
@@ -224,6 +238,8 @@ pub struct Policies {
     pub rules: Vec<Rule>,
 }
 
+/// Most MiB that are accepted: a tebibyte.
+pub const MAX_VRAM_MIB: u64 = 1 << 20;
 /// Longest idle timeout that is accepted: a year.
 const MAX_TIMEOUT_MS: Millis = 366 * 24 * 3600 * 1000;
 
@@ -249,6 +265,9 @@ impl Policies {
             policy.on_oom = rule.on_oom.unwrap_or(policy.on_oom);
             policy.on_oom_timeout_ms = rule.on_oom_timeout_ms.unwrap_or(policy.on_oom_timeout_ms);
             policy.engine = rule.engine.unwrap_or(policy.engine);
+            policy.minimum_vram_bytes =
+                rule.minimum_vram_bytes.unwrap_or(policy.minimum_vram_bytes);
+            policy.window = rule.window.clone().unwrap_or(policy.window);
         }
         let mut warnings = Vec::new();
         // Who opts out stays out, whatever else is annotated.
@@ -301,8 +320,13 @@ pub(super) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
         "affinode.io/restore" => word(value, &[("queue", ())])?,
         "affinode.io/on-oom" => policy.on_oom = word(value, &OnOom::WORDS)?,
         "affinode.io/on-oom-timeout" => policy.on_oom_timeout_ms = duration_ms(value)?,
+        "affinode.io/minimum-vram-mib" => {
+            let mib: Option<u64> = value.parse().ok().filter(|mib| *mib <= MAX_VRAM_MIB);
+            policy.minimum_vram_bytes = mib.ok_or("accepted: a number of MiB, up to 1048576")? << 20;
+        }
+        "affinode.io/window" => policy.window = value.parse()?,
         "affinode.io/inject" => word(value, &[("auto", ()), ("true", ()), ("false", ())])?,
-        _ => return Err("no such annotation; accepted: offload, idle-timeout, priority, keep-alive, prewake, latency-sensitive, engine, restore, on-oom, on-oom-timeout, inject".into()),
+        _ => return Err("no such annotation; accepted: offload, idle-timeout, priority, keep-alive, prewake, latency-sensitive, engine, restore, on-oom, on-oom-timeout, minimum-vram-mib, window, inject".into()),
     }
     Ok(())
 }
@@ -377,10 +401,8 @@ mod tests {
         assert_eq!(policy, Policy::default());
         assert_eq!(warnings.len(), 4);
         assert!(
-            warnings
-                .iter()
-                .any(|w| w.contains("offload=\"soon\"")
-                    && w.contains("eager, pressure, manual, off")),
+            warnings.iter().any(|w| w.contains("offload=\"soon\"")
+                && w.contains("auto, eager, pressure, manual, off")),
             "{warnings:?}"
         );
     }

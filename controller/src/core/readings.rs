@@ -47,6 +47,7 @@ impl Node {
             container.history.returned(pause);
         }
         container.last_use = now;
+        container.used(now);
         if container.goal == Goal::Leaving {
             container.goal = Goal::Home;
         }

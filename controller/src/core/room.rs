@@ -143,6 +143,8 @@ impl Node {
                 && c.came_home
                     .is_none_or(|t| self.now.saturating_sub(t) >= c.policy.minimum_residency_ms)
                 && self.now >= c.not_before
+                && c.busy_until().is_none_or(|until| self.now >= until)
+                && !self.is_too_small(key)
                 && self.wished(key, false).is_ok()
                 && self.may_offload(key, true).is_ok()
         };
@@ -219,11 +221,11 @@ impl Node {
         let c = self.containers.get(key)?;
         match c.state {
             State::Active | State::Idle if c.goal == Goal::Home => {
-                if c.policy.mode != Mode::Eager {
+                if !self.leaves_when_idle(key) {
                     return None;
                 }
                 let rested = c.came_home.map_or(0, |t| t + c.policy.minimum_residency_ms);
-                let expected = c.expected_until.unwrap_or(0);
+                let expected = c.expected_until.or(c.busy_until()).unwrap_or(0);
                 Some((c.last_use + c.idle_after_ms()).max(rested).max(expected).max(c.not_before))
             }
             State::Offloaded => self.prewake_at(key),

@@ -56,8 +56,14 @@ impl Node {
         if let Some((_, want)) = self.want_of(key) {
             return Err((Reason::AllocationWaits, super::wants::size(want.need.bytes)));
         }
+        if c.busy_until().is_some_and(|until| self.now < until) {
+            return refuse(Reason::HintedBusy);
+        }
         if self.now.saturating_sub(c.last_use) < c.idle_after_ms() {
             return refuse(Reason::RecentCalls);
+        }
+        if self.is_too_small(key) {
+            return refuse(Reason::TooSmall);
         }
         if c.expected_until.is_some_and(|until| self.now < until) {
             return refuse(Reason::Expected);
@@ -72,8 +78,17 @@ impl Node {
             Mode::Manual => refuse(Reason::ModeManual),
             // Whoever needs its room takes it: see `room.rs`.
             Mode::Pressure => refuse(Reason::NoPressure),
+            _ if !c.policy.window.is_open(self.week_minute()) => refuse(Reason::OutsideWindow),
+            Mode::Auto if !self.leaves_when_idle(key) => refuse(Reason::Crowded),
             _ => Ok(()),
         }
+    }
+
+    /// Whether what it holds is not worth a move.
+    pub(super) fn is_too_small(&self, key: &Key) -> bool {
+        let held: u64 = self.processes.of(key).map(|(_, p)| p.vram_bytes()).sum();
+        let least = self.containers.get(key).map_or(0, |c| c.policy.minimum_vram_bytes);
+        held > 0 && held < least
     }
 
     /// The index of a GPU in MIG mode that the process holds memory of.
@@ -112,6 +127,8 @@ impl Node {
         if c.goal != Goal::Home || !matches!(c.state, State::Active | State::Idle) {
             return;
         }
+        self.look_at_crowd();
+        let Some(c) = self.containers.get(key) else { return };
         let verdict = self.may_offload(key, false);
         let idle = self.now.saturating_sub(c.last_use) >= c.idle_after_ms()
             && !matches!(verdict, Err((Reason::CallInProgress, _)));

@@ -43,6 +43,8 @@ impl Node {
         };
         if container.wake_began.is_none() {
             container.wake_began = Some(now);
+            container.left_early(now);
+            container.hint = None;
             let pause = container.pause_ends(now, &mut self.pauses);
             container.history.returned(pause);
             container.missed = false;

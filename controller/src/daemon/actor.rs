@@ -10,7 +10,8 @@ use std::{
 
 use affinode_proto::{
     api::control::{
-        ActionResponse, Announcement, Event, ListResponse, PolicyResponse, PolicyValue,
+        ActionResponse, Announcement, Event, HintResponse, ListResponse, PolicyResponse,
+        PolicyValue,
     },
     paths,
     reason::Reason,
@@ -32,6 +33,7 @@ use crate::{
     config::Config,
     core::{
         CommandId, Effect, Input, Key, Millis, Node, ProcessId, Request, container::display_name,
+        hints::Hint,
     },
     inventory::{Finding, Inventory, Question, busy::Busy, memory::MemoryRules, process},
     journal::{Journal, Unclaimed},
@@ -67,6 +69,8 @@ pub enum Call {
     AutoOffload(bool, String, oneshot::Sender<Result<bool, String>>),
     /// Read the configuration again. Answer: whether something changed.
     Reload(oneshot::Sender<Result<bool, String>>),
+    /// The container that is named is said to be idle or busy; who says so.
+    Hint(String, Hint, String, oneshot::Sender<Result<HintResponse, String>>),
     /// The policy of all containers, or of the one that is named.
     Policy(String, oneshot::Sender<Result<PolicyResponse, String>>),
     /// Change values of the node's policy; an empty value takes it back. Answer: what holds.
@@ -78,7 +82,7 @@ pub(super) struct Actor {
     config: Config,
     run_dir: PathBuf,
     agents: HashMap<ProcessId, Agent>,
-    listeners: HashMap<Key, Listener>,
+    pub(super) listeners: HashMap<Key, Listener>,
     numbers: Arc<AtomicU64>,
     mail: mpsc::Sender<AgentMail>,
     inventory: Inventory,
@@ -182,7 +186,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
 }
 
 impl Actor {
-    fn now(&self) -> Millis {
+    pub(super) fn now(&self) -> Millis {
         monotonic_ms()
     }
 
@@ -223,7 +227,7 @@ impl Actor {
         Ok(())
     }
 
-    fn feed(&mut self, input: Input) {
+    pub(super) fn feed(&mut self, input: Input) {
         let effects = self.node.handle(self.now(), input);
         for effect in effects {
             self.carry_out(effect);
@@ -392,6 +396,9 @@ impl Actor {
             Call::Reload(answer) => {
                 let _ = answer.send(self.reload());
             }
+            Call::Hint(name, hint, who, answer) => {
+                let _ = answer.send(self.hint(&name, hint, &who));
+            }
             Call::Policy(name, answer) => {
                 let _ = answer.send(self.policy(&name));
             }
@@ -462,6 +469,8 @@ impl Actor {
             self.gpus_read = Some(Instant::now());
             self.ask_gpus();
         }
+        self.read_hints();
+        self.node.tell_clock(self.now(), unix_ms());
         self.feed(Input::Tick);
         let useless =
             self.unclaimed.useless(|key| self.listeners.contains_key(key), process::lives);

@@ -6,8 +6,8 @@ use affinode_proto::{
     api::{
         control::{
             ActionResponse, AnnounceRequest, AnnounceResponse, CallBatch, CallsRequest,
-            CallsResponse, EventsRequest, EventsResponse, ListRequest, ListResponse,
-            OffloadRequest, PinRequest, PolicyRequest, PolicyResponse, ReloadRequest,
+            CallsResponse, EventsRequest, EventsResponse, HintRequest, HintResponse, ListRequest,
+            ListResponse, OffloadRequest, PinRequest, PolicyRequest, PolicyResponse, ReloadRequest,
             ReloadResponse, ReportRequest, ReportResponse, RestoreRequest, SetAutoOffloadRequest,
             SetAutoOffloadResponse, SetPolicyRequest, SetPolicyResponse, WithdrawRequest,
             WithdrawResponse,
@@ -28,7 +28,7 @@ use super::{DaemonError, actor::Call, events::EventLog};
 use crate::{
     calls::{Batch, CallHub},
     config::ReportSection,
-    core::Request,
+    core::{Request, hints::Hint},
     history::History,
     report, schema,
 };
@@ -187,6 +187,13 @@ impl Control for Api {
             .await?
             .map_err(|why| failed(ttrpc::Code::FAILED_PRECONDITION, why))?;
         Ok(ReloadResponse { changed, ..ReloadResponse::default() })
+    }
+
+    async fn hint(&self, _: &TtrpcContext, request: HintRequest) -> ttrpc::Result<HintResponse> {
+        let hint = if request.busy { Hint::Busy } else { Hint::Idle };
+        self.ask(|answer| Call::Hint(request.container, hint, COMMAND.into(), answer))
+            .await?
+            .map_err(|why| failed(ttrpc::Code::NOT_FOUND, why))
     }
 
     async fn policy(

@@ -8,6 +8,7 @@ mod actor;
 mod api;
 mod door;
 mod events;
+mod hints;
 mod log;
 mod policies;
 mod readings;

@@ -13,6 +13,8 @@
 //! process never allocates), processes on several devices.
 
 pub mod calibration;
+#[cfg(test)]
+mod claims;
 pub mod contenders;
 pub mod engine;
 pub mod figures;

@@ -15,7 +15,7 @@ use affinode_proto::{
 use super::super::{
     Effect, GpuSample, Input, Key, Millis, Node, ProcessId, Record, Settings, Survey,
     input::{Carried, CommandId, Identity},
-    policy::{KeepAlive, OnOom, Policies, Policy},
+    policy::{KeepAlive, Mode, OnOom, Policies, Policy},
 };
 
 pub(super) const GPU: &str = "GPU-07070707-0707-0707-0707-070707070707";
@@ -110,6 +110,7 @@ pub(super) fn settings() -> Settings {
     // With everything that is learned, too.
     let (keep_alive, prewake) = (KeepAlive::Learned, true);
     let node = Policy {
+        mode: Mode::Eager,
         idle_timeout_ms: 100,
         minimum_residency_ms: 0,
         keep_alive,

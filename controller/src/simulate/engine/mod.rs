@@ -125,6 +125,8 @@ pub fn run(
             ..Figures::default()
         },
     };
+    // A trace begins on a Monday, at midnight.
+    world.node.tell_clock(0, 4 * 86_400_000);
     world.begin(trace)?;
     while let Some(Reverse((at, _, event))) = world.events.pop() {
         world.now = at;

@@ -10,6 +10,7 @@ mod doctor;
 mod engines;
 mod gpu_pods;
 mod hazards;
+mod hints;
 mod hostile;
 mod install;
 mod libc;

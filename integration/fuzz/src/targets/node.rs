@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use affinode_controller::core::{
     Effect, GpuSample, Input, Key, Node, ProcessId, Settings, Survey,
     input::{Carried, Identity},
-    policy::{Policies, Policy},
+    policy::{Mode, Policies, Policy},
 };
 use affinode_proto::{
     api::control::Announcement,
@@ -59,7 +59,12 @@ fn key(letter: char) -> Key {
 
 impl World {
     fn new() -> World {
-        let node = Policy { idle_timeout_ms: 1_000, minimum_residency_ms: 0, ..Policy::default() };
+        let node = Policy {
+            mode: Mode::Eager,
+            idle_timeout_ms: 1_000,
+            minimum_residency_ms: 0,
+            ..Policy::default()
+        };
         let settings =
             Settings { policies: Policies { node, ..Policies::default() }, ..Settings::default() };
         let mut world = World {

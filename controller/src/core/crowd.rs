@@ -1,0 +1,75 @@
+//! Mode `auto`: whether idle containers leave by themselves.
+//!
+//! ```text
+//! wanted(GPU) = what its containers hold + what they gave back and will need again
+//! wanted fits, or a container has just come ──> eager: its VRAM is of use to newcomers alone
+//! wanted does not fit                       ──> pressure: what leaves early comes back for nothing
+//! ```
+//!
+//! On a GPU that is wanted by more than fits, VRAM is not saved by leaving early, only moved
+//! about, and each move makes calls wait; those who need room take it from the idle anyway.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use affinode_proto::wire::Phase;
+
+use super::{Key, Millis, Node, ledger::margin_bytes, policy::Mode, process::Process};
+
+/// How often it is looked at.
+const LOOK_MS: Millis = 10_000;
+/// For so long after its announcement a container may still be about to take its VRAM.
+const NEWCOMER_MS: Millis = 300_000;
+
+/// The GPUs that are wanted by more than fits on them.
+#[derive(Debug, Default)]
+pub struct Crowd {
+    looked: Option<Millis>,
+    uuids: BTreeSet<String>,
+}
+
+impl Node {
+    /// Whether a container leaves by itself when it is idle.
+    pub(super) fn leaves_when_idle(&self, key: &Key) -> bool {
+        let Some(c) = self.containers.get(key) else { return false };
+        if !c.policy.window.is_open(self.week_minute()) {
+            return false;
+        }
+        match c.policy.mode {
+            Mode::Eager => true,
+            Mode::Auto => !self.is_crowded(key),
+            Mode::Pressure | Mode::Manual | Mode::Off => false,
+        }
+    }
+
+    fn is_crowded(&self, key: &Key) -> bool {
+        let crowd = &self.crowd.uuids;
+        !crowd.is_empty()
+            && self.processes.of(key).any(|(_, p)| wants(p).any(|(uuid, _)| crowd.contains(uuid)))
+    }
+
+    /// Looks again, when the last look was long ago.
+    pub(super) fn look_at_crowd(&mut self) {
+        if self.crowd.looked.is_some_and(|t| self.now.saturating_sub(t) < LOOK_MS) {
+            return;
+        }
+        self.crowd.looked = Some(self.now);
+        let newcomer = self.containers.values().any(|c| self.now - c.came < NEWCOMER_MS);
+        let mut wanted: BTreeMap<&str, u64> = BTreeMap::new();
+        for (uuid, bytes) in self.processes.values().flat_map(wants) {
+            let sum = wanted.entry(uuid).or_default();
+            *sum = sum.saturating_add(bytes);
+        }
+        let crowded = |gpu: &&super::GpuSample| {
+            let wanted = wanted.get(gpu.uuid.as_str()).copied().unwrap_or(0);
+            wanted > gpu.total_bytes.saturating_sub(margin_bytes(gpu.total_bytes))
+        };
+        let uuids = self.gpus.iter().filter(|_| !newcomer).filter(crowded);
+        self.crowd.uuids = uuids.map(|gpu| gpu.uuid.clone()).collect();
+    }
+}
+
+/// What a process has or had, and will want again.
+fn wants(p: &Process) -> impl Iterator<Item = (&str, u64)> {
+    let devices = if p.phase == Phase::Away { p.away.as_deref() } else { Some(p.vram.as_slice()) };
+    devices.unwrap_or_default().iter().map(|device| (device.uuid.as_str(), device.bytes))
+}

@@ -1,0 +1,73 @@
+//! What is claimed of the default policy, on traces small enough for a test. The same on
+//! whole traces: `affinode simulate`, see README.md.
+
+use super::{random::Random, synthetic, trace::Assumed, *};
+use crate::core::Settings;
+
+const GIB: u64 = 1 << 30;
+const ASSUMED: Assumed = Assumed { vram_bytes: 16 * GIB, service_ms: 1_000, seed: 7 };
+
+fn run(trace: &Trace, fits: u64, names: &[&str]) -> Vec<Figures> {
+    let vram_bytes = fits * ASSUMED.vram_bytes + (512 << 20);
+    let machine = Machine { gpus: 1, vram_bytes, calibration: Calibration::default() };
+    let all = contenders::all(&Settings::default(), 1);
+    let named = |name: &&str| all.iter().find(|c| c.name == **name).unwrap().clone();
+    let chosen: Vec<Contender> = names.iter().map(|name| named(&name)).collect();
+    compare(trace, machine, &chosen).unwrap()
+}
+
+/// Clients as ServeGen's of low rate: hours of ten-minute windows with few, uneven calls, and
+/// long times without any.
+fn low_rate_clients(clients: usize, days: u32) -> Trace {
+    let mut random = Random::new(11);
+    let mut text = String::from("client,ts,rate,cv,pat,p1,p2\n");
+    for client in 0..clients {
+        let usual = 0.01 * 40_f64.powf(random.unit());
+        let mut window = (random.unit() * 72.0) as u32;
+        while window < days * 144 {
+            for _ in 0..(1.0 + random.exponential(6.0)) as u32 {
+                let rate = usual * random.between(0.5, 2.0);
+                let shape = random.between(0.3, 1.5);
+                let scale = 1.0 / rate / shape;
+                let start = window * 600;
+                text += &format!("c{client},{start},{rate},1,Gamma,{shape},{scale}\n");
+                window += 1;
+            }
+            window += 1 + random.exponential(20.0) as u32;
+        }
+    }
+    Trace::parse(text.as_bytes(), "made up", ASSUMED).unwrap()
+}
+
+/// Time that VRAM was held, and what the wakes are worth in such time.
+fn cost_s(trace: &Trace, figures: &Figures) -> f64 {
+    let lives = trace.loads.iter().filter_map(|load| {
+        Some(load.arrivals_ms.last()?.saturating_sub(*load.arrivals_ms.first()?))
+    });
+    let life_s: f64 = lives.map(|ms| f64::from(ms) / 1000.0).sum();
+    let wakes = figures.wake_share * figures.requests as f64;
+    let wake_s = Settings::default().policies.node.wake_cost_ms as f64 / 1000.0;
+    (1.0 - figures.freed_of_all) * life_s + wakes * wake_s
+}
+
+#[test]
+fn by_default_vram_and_wakes_together_cost_less_than_by_any_fixed_timeout() {
+    let trace = low_rate_clients(40, 4);
+    let fits = trace.loads.len() as u64;
+    let all = run(&trace, fits, &["configured", "fixed-30s", "fixed-60s", "fixed-2m", "fixed-5m"]);
+    let costs: Vec<f64> = all.iter().map(|figures| cost_s(&trace, figures)).collect();
+    assert!(costs[1..].iter().all(|fixed| costs[0] < *fixed), "{costs:?}");
+}
+
+#[test]
+fn where_not_all_fit_fewer_calls_wait_than_by_lru_and_hardly_more_than_must() {
+    let plan = synthetic::Plan { processes: 40, days: 3, assumed: ASSUMED };
+    let trace = synthetic::make(plan).unwrap();
+    let all = run(&trace, 24, &["configured", "lru", "clairvoyant"]);
+    let [default, lru, clairvoyant] = all.as_slice() else { panic!("three ran") };
+    assert!(default.delayed_share <= lru.delayed_share, "{default:?} {lru:?}");
+    assert!(
+        default.delayed_share <= 1.5 * clairvoyant.delayed_share,
+        "{default:?} {clairvoyant:?}"
+    );
+}

@@ -1,0 +1,61 @@
+//! What is said of a container: idle, busy.
+
+use affinode_e2e::{
+    until::until,
+    worker::Worker,
+    world::{Recipe, World},
+};
+use anyhow::Result;
+
+use crate::offload::EAGER;
+
+/// Idle only after an hour, if nobody says anything.
+const PATIENT: &str = r#"
+[policy]
+mode = "eager"
+idle_timeout = "1h"
+minimum_residency = "1ms"
+[timing]
+sample_interval = "50ms"
+"#;
+
+fn says(world: &World, worker: &Worker, word: &str) -> Result<()> {
+    let script = format!("echo {word} > /.affinode/run/hint");
+    worker.running.exec(world, &["/bin/sh", "-c", &script]).map(drop)
+}
+
+/// A program says through a file in its container that it is idle; its next call brings it back.
+#[test]
+fn who_says_that_it_is_idle_leaves_and_comes_back_when_it_calls() -> Result<()> {
+    let world = Recipe::default().config(PATIENT).world()?;
+    let mut worker = Worker::start(&world, "modest", 32)?;
+    worker.wait_filled()?;
+    says(&world, &worker, "idle")?;
+    world.cli().wait_for_state("modest", "Offloaded")?;
+    assert!(world.cli().events()?.iter().any(|event| event.reason == "hinted-idle"));
+    assert!(worker.verify()?);
+    Ok(())
+}
+
+/// One that is busy without a call stays, until an operator says that it is idle.
+#[test]
+fn who_says_that_it_is_busy_stays_until_it_is_said_to_be_idle() -> Result<()> {
+    let world = Recipe::default().config(PATIENT).world()?;
+    let mut worker = Worker::start(&world, "thinker", 32)?;
+    worker.wait_filled()?;
+    says(&world, &worker, "nonsense busy")?;
+    until("it is known to be busy", || {
+        let told = world.cli().events()?;
+        Ok(told.iter().any(|event| event.reason == "hinted-busy").then_some(()))
+    })?;
+    std::fs::write(world.dir().join("affinode/config.toml"), EAGER)?;
+    world.cli().run(&["reload"])?;
+    until("it stays because it is busy", || {
+        let row = world.cli().container("thinker")?;
+        Ok(row.filter(|row| row.reason == "hinted-busy" && row.offloads == 0))
+    })?;
+    world.cli().run(&["hint", "thinker", "idle"])?;
+    world.cli().wait_for_state("thinker", "Offloaded")?;
+    assert!(worker.verify()?);
+    Ok(())
+}
