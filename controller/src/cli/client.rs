@@ -6,9 +6,9 @@ use affinode_proto::{
     api::{
         control::{
             ActionResponse, CallsRequest, Event, EventsRequest, HintRequest, HintResponse,
-            ListRequest, ListResponse, OffloadRequest, PinRequest, PolicyChange, PolicyRequest,
-            PolicyResponse, PolicyValue, ReloadRequest, ReportRequest, RestoreRequest,
-            SetAutoOffloadRequest, SetPolicyRequest,
+            HistoryRequest, ListRequest, ListResponse, OffloadRequest, PinRequest, PolicyChange,
+            PolicyRequest, PolicyResponse, PolicyValue, ReloadRequest, ReportRequest,
+            RestoreRequest, SetAutoOffloadRequest, SetPolicyRequest,
         },
         control_ttrpc::ControlClient,
     },
@@ -17,7 +17,7 @@ use affinode_proto::{
 use ttrpc::context::{Context, with_duration};
 
 use super::CliError;
-use crate::{calls::Batch, schema};
+use crate::{calls::Batch, history::Span, schema};
 
 /// A quick question.
 const QUICK: std::time::Duration = std::time::Duration::from_secs(10);
@@ -124,6 +124,27 @@ impl Client {
         let request = SetPolicyRequest { changes, ..SetPolicyRequest::default() };
         let response = self.control.set_policy(context(QUICK), &request).await;
         Ok(response.map_err(|e| self.error(e))?.values)
+    }
+
+    /// Everything that is recorded of a time.
+    pub async fn history(&self, since_ms: i64, until_ms: i64) -> Result<Vec<Span>, CliError> {
+        let mut spans = Vec::new();
+        loop {
+            let request = HistoryRequest {
+                since_unix_ms: since_ms,
+                until_unix_ms: until_ms,
+                skip: spans.len() as u64,
+                ..HistoryRequest::default()
+            };
+            let page = self.control.history(context(QUICK), &request).await;
+            let page = page.map_err(|e| self.error(e))?;
+            for span in &page.spans {
+                spans.push(serde_json::from_str(span)?);
+            }
+            if !page.more {
+                return Ok(spans);
+            }
+        }
     }
 
     /// Makes it read its configuration.

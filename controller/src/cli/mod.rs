@@ -176,7 +176,10 @@ async fn run(args: Args) -> Result<(), CliError> {
     let mut out = std::io::stdout();
     // What needs no controller.
     let command = match args.command {
-        Command::Simulate(what) => return Ok(simulate::run(&what, &mut out)?),
+        Command::Simulate(asked) => {
+            let recorded = asked.recorded(&args.run_dir).await?;
+            return Ok(simulate::run(&asked, recorded, &mut out)?);
+        }
         Command::Policy(asked) => match policy::alone(asked, &mut out)? {
             Some(asked) => Command::Policy(asked),
             None => return Ok(()),

@@ -6,7 +6,7 @@ use super::{CliError, client::Client, table};
 use crate::{
     clock,
     config::Config,
-    history::{Limits, Store},
+    history::{Limits, Span, Store},
     schema::{self, ReportRow},
 };
 
@@ -75,6 +75,13 @@ pub async fn run(run_dir: &Path, out: &mut dyn Write, asked: Report) -> Result<(
 }
 
 fn from_disk(run_dir: &Path, since_ms: i64, until_ms: i64) -> Result<schema::Report, CliError> {
+    let spans = spans_on_disk(run_dir, since_ms, until_ms)?;
+    let sums = crate::history::Report::sum(&spans, since_ms, until_ms);
+    Ok(schema::Report::new(sums, &Config::load(&Config::path())?.report))
+}
+
+/// What the last controller left.
+pub fn spans_on_disk(run_dir: &Path, since_ms: i64, until_ms: i64) -> Result<Vec<Span>, CliError> {
     let config = Config::load(&Config::path())?;
     let file = config.history.folder(run_dir).map(|folder| folder.join(crate::history::FILE));
     let Some(file) = file.filter(|file| file.exists()) else {
@@ -83,9 +90,7 @@ fn from_disk(run_dir: &Path, since_ms: i64, until_ms: i64) -> Result<schema::Rep
         ));
     };
     let limits = Limits { keep_ms: i64::MAX, max_bytes: u64::MAX };
-    let spans = Store::open(&file, limits)?.spans(since_ms, until_ms, None)?;
-    let sums = crate::history::Report::sum(&spans, since_ms, until_ms);
-    Ok(schema::Report::new(sums, &config.report))
+    Ok(Store::open(&file, limits)?.spans(since_ms, until_ms, None)?)
 }
 
 fn merge(rows: Vec<ReportRow>, by: By) -> Vec<ReportRow> {

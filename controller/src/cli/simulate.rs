@@ -7,12 +7,16 @@ use std::{
 
 use clap::Args;
 
-use super::{format, table};
+use super::{client::Client, format, table};
 use crate::{
+    clock,
     config::{Config, ConfigError},
+    history::Span,
     simulate::{
         Calibration, Figures, Machine, SimulationError, Trace, compare, contenders, plot,
-        synthetic, trace::Assumed,
+        recorded::{self, Happened},
+        synthetic,
+        trace::Assumed,
     },
 };
 
@@ -24,6 +28,12 @@ pub struct Simulate {
     /// requests, telemetry (time,process,busy,vram_bytes) or requests (time,process).
     /// Without one a node with a day curve and common peaks is made up.
     trace: Option<PathBuf>,
+    /// Plays what the controller recorded again: what would have happened, beside what did.
+    #[arg(long, conflicts_with = "trace")]
+    history: bool,
+    /// How far back the history is played: 90m, 24h, 7d.
+    #[arg(long, default_value = "24h", value_parser = humantime::parse_duration)]
+    since: std::time::Duration,
     /// Processes of the node that is made up.
     #[arg(long, default_value_t = 100)]
     processes: usize,
@@ -101,6 +111,29 @@ pub enum SimulateError {
     Json(#[from] serde_json::Error),
 }
 
+/// What a controller recorded.
+pub struct Recorded {
+    since_ms: i64,
+    spans: Vec<Span>,
+}
+
+impl Simulate {
+    /// Asks the controller for its history, where that is to be played.
+    pub async fn recorded(&self, run_dir: &Path) -> Result<Option<Recorded>, super::CliError> {
+        if !self.history {
+            return Ok(None);
+        }
+        let until_ms = clock::unix_ms();
+        let back = i64::try_from(self.since.as_millis()).unwrap_or(i64::MAX);
+        let since_ms = until_ms.saturating_sub(back).max(0);
+        let spans = match Client::connect(run_dir).await {
+            Ok(client) => client.history(since_ms, until_ms).await?,
+            Err(_) => super::report::spans_on_disk(run_dir, since_ms, until_ms)?,
+        };
+        Ok(Some(Recorded { since_ms, spans }))
+    }
+}
+
 fn gib(value: f64, name: &str) -> Result<u64, SimulateError> {
     if value > 0.0 && value < 1e6 {
         Ok((value * f64::from(1 << 30)) as u64)
@@ -113,15 +146,20 @@ fn gib(value: f64, name: &str) -> Result<u64, SimulateError> {
 ///
 /// # Errors
 /// What failed, on which file, and why.
-pub fn run(args: &Simulate, out: &mut dyn Write) -> Result<(), SimulateError> {
+pub fn run(
+    args: &Simulate,
+    recorded: Option<Recorded>,
+    out: &mut dyn Write,
+) -> Result<(), SimulateError> {
     let assumed = Assumed {
         vram_bytes: gib(args.process_vram, "--process-vram")?,
         service_ms: u32::try_from(args.service.as_millis()).unwrap_or(u32::MAX).min(3_600_000),
         seed: args.seed,
     };
-    let trace = match &args.trace {
-        Some(path) => Trace::read(path, assumed)?,
-        None => synthetic::make(synthetic::Plan {
+    let trace = match (&args.trace, &recorded) {
+        (_, Some(known)) => recorded::trace(&known.spans, known.since_ms, assumed)?,
+        (Some(path), None) => Trace::read(path, assumed)?,
+        (None, None) => synthetic::make(synthetic::Plan {
             processes: args.processes.min(100_000),
             days: args.days.min(49),
             assumed,
@@ -157,7 +195,8 @@ pub fn run(args: &Simulate, out: &mut dyn Write) -> Result<(), SimulateError> {
     if let Some(path) = &args.plot {
         write(path, &plot::svg(&figures, trace.end_ms()))?;
     }
-    print(args, out, &trace, machine, &figures)
+    let happened = recorded.map(|known| recorded::happened(&known.spans));
+    print(args, out, &trace, machine, &figures, happened)
 }
 
 fn write(path: &Path, text: &str) -> Result<(), SimulateError> {
@@ -197,6 +236,7 @@ fn print(
     trace: &Trace,
     machine: Machine,
     figures: &[Figures],
+    happened: Option<Happened>,
 ) -> Result<(), SimulateError> {
     let failed = |source| SimulateError::Write { path: "standard output".into(), source };
     let days = trace.end_ms() as f64 / 86_400_000.0;
@@ -210,6 +250,7 @@ fn print(
             "vram_bytes": machine.vram_bytes,
             "wanted_bytes": trace.vram_bytes(),
             "calibration": machine.calibration,
+            "recorded": happened.map(|h| serde_json::json!({"freed": h.freed, "wakes": h.wakes})),
             "policies": figures,
         });
         serde_json::to_writer_pretty(&mut *out, &all)?;
@@ -225,6 +266,11 @@ fn print(
         format::bytes(trace.vram_bytes()),
     )
     .map_err(failed)?;
+    if let Some(happened) = happened {
+        let (freed, wakes) = (happened.freed * 100.0, happened.wakes);
+        writeln!(out, "recorded: {freed:.2}% freed, {wakes} wakes; with these policies:\n")
+            .map_err(failed)?;
+    }
     let wide = args.output == Print::Wide;
     let rows: Vec<Vec<String>> = figures.iter().map(|f| row(f, wide)).collect();
     let titles: &[&str] = if wide { &WIDE } else { &TABLE };

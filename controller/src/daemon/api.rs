@@ -6,11 +6,11 @@ use affinode_proto::{
     api::{
         control::{
             ActionResponse, AnnounceRequest, AnnounceResponse, CallBatch, CallsRequest,
-            CallsResponse, EventsRequest, EventsResponse, HintRequest, HintResponse, ListRequest,
-            ListResponse, OffloadRequest, PinRequest, PolicyRequest, PolicyResponse, ReloadRequest,
-            ReloadResponse, ReportRequest, ReportResponse, RestoreRequest, SetAutoOffloadRequest,
-            SetAutoOffloadResponse, SetPolicyRequest, SetPolicyResponse, WithdrawRequest,
-            WithdrawResponse,
+            CallsResponse, EventsRequest, EventsResponse, HintRequest, HintResponse,
+            HistoryRequest, HistoryResponse, ListRequest, ListResponse, OffloadRequest, PinRequest,
+            PolicyRequest, PolicyResponse, ReloadRequest, ReloadResponse, ReportRequest,
+            ReportResponse, RestoreRequest, SetAutoOffloadRequest, SetAutoOffloadResponse,
+            SetPolicyRequest, SetPolicyResponse, WithdrawRequest, WithdrawResponse,
         },
         control_ttrpc::{Control, create_control},
     },
@@ -29,12 +29,15 @@ use crate::{
     calls::{Batch, CallHub},
     config::ReportSection,
     core::{Request, hints::Hint},
-    history::History,
+    history::{History, StoreError},
     report, schema,
 };
 
 /// The longest that a reader of events may wait.
 const MAX_WAIT: Duration = Duration::from_secs(60);
+
+/// Spans in one answer: far below what a message may hold.
+const SPANS: usize = 1_000;
 
 /// Who asks here, for the events.
 const COMMAND: &str = "the command affinode";
@@ -91,6 +94,22 @@ impl Api {
         let ending = || failed(ttrpc::Code::UNAVAILABLE, "the controller is ending; ask again");
         self.calls.send(call(answer)).await.map_err(|_| ending())?;
         answered.await.map_err(|_| ending())
+    }
+
+    async fn read_history<T: Send + 'static>(
+        &self,
+        read: impl FnOnce(&History) -> Result<T, StoreError> + Send + 'static,
+    ) -> ttrpc::Result<T> {
+        let Some(history) = self.history.clone() else {
+            let why = "no history is kept: history.dir in the configuration, or the log, says why";
+            return Err(failed(ttrpc::Code::FAILED_PRECONDITION, why));
+        };
+        // The disk may be slow; containers do not wait for it.
+        match tokio::task::spawn_blocking(move || read(&history)).await {
+            Ok(Ok(found)) => Ok(found),
+            Ok(Err(error)) => Err(failed(ttrpc::Code::INTERNAL, report::chain(&error))),
+            Err(_) => Err(failed(ttrpc::Code::INTERNAL, "the history cannot be read")),
+        }
     }
 }
 
@@ -219,21 +238,35 @@ impl Control for Api {
         Ok(SetPolicyResponse { values, ..SetPolicyResponse::default() })
     }
 
+    async fn history(
+        &self,
+        _: &TtrpcContext,
+        request: HistoryRequest,
+    ) -> ttrpc::Result<HistoryResponse> {
+        let spans = self
+            .read_history(move |history| {
+                history.spans(request.since_unix_ms, request.until_unix_ms, None)
+            })
+            .await?;
+        let skip = usize::try_from(request.skip).unwrap_or(usize::MAX);
+        let more = spans.len() > skip.saturating_add(SPANS);
+        let page = spans.iter().skip(skip).take(SPANS).map(serde_json::to_string);
+        let spans = page
+            .collect::<Result<_, _>>()
+            .map_err(|error| failed(ttrpc::Code::INTERNAL, error.to_string()))?;
+        Ok(HistoryResponse { spans, more, ..HistoryResponse::default() })
+    }
+
     async fn report(
         &self,
         _: &TtrpcContext,
         request: ReportRequest,
     ) -> ttrpc::Result<ReportResponse> {
-        let Some(history) = self.history.clone() else {
-            let why = "no history is kept: history.dir in the configuration, or the log, says why";
-            return Err(failed(ttrpc::Code::FAILED_PRECONDITION, why));
-        };
-        let read = move || history.report(request.since_unix_ms, request.until_unix_ms);
-        // The disk may be slow; containers do not wait for it.
-        match tokio::task::spawn_blocking(read).await {
-            Ok(Ok(sums)) => Ok(schema::Report::new(sums, &self.prices).into()),
-            Ok(Err(error)) => Err(failed(ttrpc::Code::INTERNAL, report::chain(&error))),
-            Err(_) => Err(failed(ttrpc::Code::INTERNAL, "the history cannot be read")),
-        }
+        let sums = self
+            .read_history(move |history| {
+                history.report(request.since_unix_ms, request.until_unix_ms)
+            })
+            .await?;
+        Ok(schema::Report::new(sums, &self.prices).into())
     }
 }

@@ -33,6 +33,10 @@ pub struct Span {
     pub calls: u64,
     /// How long the wake took that began it, if one did.
     pub wake_ms: u64,
+    /// When it was in use: begin and end, in milliseconds after `from_ms`. What a look every
+    /// few seconds can tell.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub uses: Vec<(u32, u32)>,
 }
 
 impl Span {

@@ -16,6 +16,8 @@ use crate::schema::{Container, Event, Gpu, Node};
 pub const LONGEST_MS: i64 = 3_600_000;
 /// A look that is later than this says nothing about the time before it.
 const BLIND_MS: i64 = 60_000;
+/// Looks are not close enough to tell pauses that are shorter.
+const PAUSE_MS: i64 = 10_000;
 /// Spans that ended are written at least this far apart, together.
 const ENDED_EVERY_MS: i64 = 2_000;
 /// What grows is written so often: a controller that dies loses no more.
@@ -26,6 +28,7 @@ struct Open {
     span: Span,
     looked_ms: i64,
     calls: u64,
+    used_ms: i64,
     restores: u64,
     held_share: f64,
     away_share: f64,
@@ -130,6 +133,7 @@ impl Open {
             span,
             looked_ms: now_ms,
             calls: calls(c),
+            used_ms: 0,
             restores: c.restores,
             held_share: 0.0,
             away_share: 0.0,
@@ -158,6 +162,9 @@ impl Open {
         // A container's claim: any number.
         self.span.calls = self.span.calls.saturating_add(now.saturating_sub(self.calls));
         self.calls = now;
+        if !c.processes.is_empty() {
+            self.note_use(self.looked_ms - i64::try_from(c.idle_ms).unwrap_or(i64::MAX));
+        }
         if c.restores > self.restores && c.state == "Active" {
             self.span.wake_ms = c.last_wake_ms;
         }
@@ -176,6 +183,23 @@ impl Open {
             c.processes.iter().flat_map(|p| &p.away).map(|d| share(d.bytes, &d.uuid)).sum();
     }
 
+    /// It was used last at that moment.
+    fn note_use(&mut self, at_ms: i64) {
+        let pause_ms = at_ms - self.used_ms;
+        if pause_ms <= 0 {
+            return;
+        }
+        self.used_ms = at_ms;
+        // An hour has no more of them than that.
+        let room = self.span.uses.len() < (LONGEST_MS / PAUSE_MS) as usize;
+        let offset = u32::try_from((at_ms - self.span.from_ms).max(0)).unwrap_or(u32::MAX);
+        match self.span.uses.last_mut() {
+            Some((_, end)) if pause_ms <= PAUSE_MS => *end = offset,
+            _ if room => self.span.uses.push((offset, offset)),
+            _ => {}
+        }
+    }
+
     /// Ends the span and begins the next.
     fn next(&mut self, now_ms: i64, state: &str, reason: &str) -> Span {
         let next = Span {
@@ -187,6 +211,7 @@ impl Open {
             away_gpu_seconds: 0.0,
             calls: 0,
             wake_ms: 0,
+            uses: Vec::new(),
             ..self.span.clone()
         };
         std::mem::replace(&mut self.span, next)

@@ -12,7 +12,7 @@ fn run(trace: &Trace, fits: u64, names: &[&str]) -> Vec<Figures> {
     let machine = Machine { gpus: 1, vram_bytes, calibration: Calibration::default() };
     let all = contenders::all(&Settings::default(), 1);
     let named = |name: &&str| all.iter().find(|c| c.name == **name).unwrap().clone();
-    let chosen: Vec<Contender> = names.iter().map(|name| named(&name)).collect();
+    let chosen: Vec<Contender> = names.iter().map(named).collect();
     compare(trace, machine, &chosen).unwrap()
 }
 

@@ -20,6 +20,7 @@ pub mod engine;
 pub mod figures;
 pub mod plot;
 pub mod random;
+pub mod recorded;
 mod stay;
 pub mod synthetic;
 #[cfg(test)]

@@ -56,6 +56,7 @@ pub fn make(plan: Plan) -> Result<Trace, SimulationError> {
             };
             Load {
                 name: format!("{kind}-{n}"),
+                namespace: String::new(),
                 vram_bytes: plan.assumed.vram_bytes,
                 service_ms: plan.assumed.service_ms,
                 arrivals_ms: arrivals,

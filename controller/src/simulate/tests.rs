@@ -14,6 +14,7 @@ const MARGIN: u64 = 512 << 20;
 fn load(name: &str, gib: u64, arrivals_s: &[u32]) -> Load {
     Load {
         name: name.into(),
+        namespace: String::new(),
         vram_bytes: gib * GIB,
         service_ms: 1_000,
         arrivals_ms: arrivals_s.iter().map(|s| s * 1000).collect(),

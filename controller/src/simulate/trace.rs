@@ -24,6 +24,8 @@ use super::{SimulationError, random::Random};
 pub struct Load {
     /// Its name in the trace.
     pub name: String,
+    /// Its namespace, for rules; empty where the trace has none.
+    pub namespace: String,
     /// VRAM that it holds.
     pub vram_bytes: u64,
     /// How long a call keeps the GPU in use.
@@ -171,6 +173,7 @@ impl Rows {
         let Assumed { vram_bytes, service_ms, .. } = self.assumed;
         self.loads.entry(name.to_owned()).or_insert_with(|| Load {
             name: name.to_owned(),
+            namespace: String::new(),
             vram_bytes,
             service_ms,
             arrivals_ms: Vec::new(),

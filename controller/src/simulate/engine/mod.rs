@@ -145,6 +145,7 @@ impl<'a> World<'a> {
             let announcement = Announcement {
                 key: key.to_string(),
                 id: load.name.clone(),
+                namespace: load.namespace.clone(),
                 ..Announcement::default()
             };
             self.inputs.push_back(Input::Announced(Box::new(announcement), key.clone()));

@@ -29,7 +29,6 @@ fn says(world: &World, worker: &Worker, word: &str) -> Result<()> {
 fn who_says_that_it_is_idle_leaves_and_comes_back_when_it_calls() -> Result<()> {
     let world = Recipe::default().config(PATIENT).world()?;
     let mut worker = Worker::start(&world, "modest", 32)?;
-    worker.wait_filled()?;
     says(&world, &worker, "idle")?;
     world.cli().wait_for_state("modest", "Offloaded")?;
     assert!(world.cli().events()?.iter().any(|event| event.reason == "hinted-idle"));
@@ -42,7 +41,6 @@ fn who_says_that_it_is_idle_leaves_and_comes_back_when_it_calls() -> Result<()> 
 fn who_says_that_it_is_busy_stays_until_it_is_said_to_be_idle() -> Result<()> {
     let world = Recipe::default().config(PATIENT).world()?;
     let mut worker = Worker::start(&world, "thinker", 32)?;
-    worker.wait_filled()?;
     says(&world, &worker, "nonsense busy")?;
     until("it is known to be busy", || {
         let told = world.cli().events()?;
