@@ -6,7 +6,7 @@ use std::{
         fd::AsRawFd,
         unix::{fs::PermissionsExt, net},
     },
-    path::Path,
+    path::{Path, PathBuf},
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -32,6 +32,7 @@ pub(super) const MAX_CONNECTIONS: usize = 512;
 pub struct Listener {
     task: JoinHandle<()>,
     hints: Option<HintPipe>,
+    folder: PathBuf,
 }
 
 impl Listener {
@@ -63,12 +64,25 @@ impl Listener {
             .inspect_err(|error| tracing::warn!(%key, %error, "the container cannot give hints"));
         Ok(Listener {
             hints: hints.ok(),
+            folder,
             task: tokio::spawn(accept(listener, key.clone(), numbers, mail)),
         })
     }
 }
 
 impl Listener {
+    /// Lets the container read on which GPUs somebody waits for VRAM: a line for each.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn tell_pressure<'a>(&self, uuids: impl Iterator<Item = &'a String>) -> io::Result<()> {
+        let text: String = uuids.flat_map(|uuid| [uuid, "\n"]).collect();
+        let fresh = self.folder.join(format!(".{}", paths::PRESSURE_FILE));
+        fs::write(&fresh, text)?;
+        fs::set_permissions(&fresh, fs::Permissions::from_mode(0o644))?;
+        fs::rename(fresh, self.folder.join(paths::PRESSURE_FILE))
+    }
+
     /// What the container wrote into its pipe since this was asked last.
     #[must_use]
     pub fn heard(&self) -> Vec<u8> {

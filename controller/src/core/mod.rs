@@ -23,6 +23,7 @@ mod moves;
 pub mod node;
 pub mod plan;
 pub mod policy;
+pub mod pressure;
 pub mod process;
 pub mod processes;
 pub mod queue;

@@ -88,6 +88,7 @@ pub struct Node {
     /// Pauses of all containers: what a new one is expected to do.
     pub(super) pauses: Pauses,
     pub(super) crowd: super::crowd::Crowd,
+    pub(super) pressed: BTreeSet<String>,
     /// When room was last looked for.
     pub(super) sought_room: Option<Millis>,
     pub(super) prewakes: u64,
@@ -314,6 +315,7 @@ impl Node {
             self.due(&key);
         }
         self.check_grants();
+        self.look_at_pressure();
     }
 
     pub(super) fn due(&mut self, key: &Key) {

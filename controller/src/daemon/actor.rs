@@ -2,7 +2,7 @@
 //! and carries out what comes out, in order.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     path::PathBuf,
     sync::{Arc, atomic::AtomicU64},
     time::{Duration, Instant},
@@ -97,6 +97,8 @@ pub(super) struct Actor {
     busy: Busy,
     sweep: Sweep,
     empty_since: Instant,
+    /// The GPUs under pressure, as containers were told.
+    pub(super) told_pressure: Option<BTreeSet<String>>,
     dashboard: String,
 }
 
@@ -137,6 +139,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         busy: Busy::default(),
         sweep: Sweep::new(&run_dir),
         empty_since: Instant::now(),
+        told_pressure: None,
         dashboard: String::new(),
     };
     if let Ok(own) = process::identity(std::process::id()) {
@@ -432,6 +435,8 @@ impl Actor {
                     format!("cannot make the socket of container {}: {e}", announcement.id)
                 })?;
             self.listeners.insert(key.clone(), listener);
+            // This one does not know yet.
+            self.told_pressure = None;
         }
         self.feed(Input::Announced(Box::new(announcement), key.clone()));
         Ok(self.node.warnings(&key))
@@ -472,6 +477,7 @@ impl Actor {
         self.read_hints();
         self.node.tell_clock(self.now(), unix_ms());
         self.feed(Input::Tick);
+        self.tell_pressure();
         let useless =
             self.unclaimed.useless(|key| self.listeners.contains_key(key), process::lives);
         for key in useless {

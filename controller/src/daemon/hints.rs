@@ -1,4 +1,5 @@
-//! Hints from people and from containers: see [`crate::core::hints`].
+//! Hints from people and from containers, and the notice of pressure to containers: see
+//! [`crate::core::hints`] and [`crate::core::pressure`].
 
 use affinode_proto::api::control::HintResponse;
 
@@ -18,6 +19,20 @@ impl Actor {
         for input in said.collect::<Vec<_>>() {
             self.feed(input);
         }
+    }
+
+    /// Lets containers read on which GPUs somebody waits, when that has changed.
+    pub(super) fn tell_pressure(&mut self) {
+        let pressed = self.node.pressed();
+        if self.told_pressure.as_ref() == Some(pressed) {
+            return;
+        }
+        for (key, listener) in &self.listeners {
+            if let Err(error) = listener.tell_pressure(pressed.iter()) {
+                tracing::warn!(%key, %error, "the container cannot be told of pressure");
+            }
+        }
+        self.told_pressure = Some(pressed.clone());
     }
 
     /// Somebody says of a container that it is idle or busy.

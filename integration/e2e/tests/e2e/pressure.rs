@@ -50,9 +50,19 @@ fn a_return_waits_for_room() -> Result<()> {
     let row = world.cli().wait_for_state("alpha", "Queued")?;
     assert_eq!(row.reason, "waiting-for-vram");
     assert!(!alpha.has_answer()?);
+    // Who holds the room can read that somebody waits for it.
+    let read = ["/bin/cat", "/.affinode/run/pressure"];
+    until("the notice of pressure in the container", || {
+        Ok(busy.running.exec(&world, &read)?.contains("GPU-").then_some(()))
+    })?;
     busy.running.kill(&world)?;
     let answer = alpha.expect("verify")?;
     assert_eq!(answer.ok, Some(true));
+    until("the notice is taken back", || {
+        Ok((!alpha.running.exec(&world, &read)?.contains("GPU-")).then_some(()))
+    })?;
+    let told = world.cli().events()?.into_iter().filter(|event| event.kind == "pressure").count();
+    assert!(told >= 2, "it is told in the events: {told}");
     Ok(())
 }
 
