@@ -64,8 +64,8 @@ pub struct Container {
     pub no_return_before: Millis,
     /// Returns in a row that were begun and came to nothing.
     pub vain_returns: u32,
-    /// Its processes are not waited for until then, when allocations are to be held: some
-    /// have let a hold lapse.
+    /// Until then its processes are waited for only briefly when allocations are to be held:
+    /// some have let a hold lapse.
     pub disbelieved_until: Millis,
     /// How often that was.
     pub ignored_holds: u32,

@@ -22,6 +22,8 @@ use super::{
 
 /// Allocations of others are held at most so long beyond what the copy should take.
 const HOLD_LIMIT_MS: Millis = 10_000;
+/// Who is known not to hold is waited for no longer; others answer within a millisecond.
+const SHORT_PATIENCE_MS: Millis = 100;
 /// Slowest restore that is expected, in bytes per millisecond (about 1 GB/s).
 const SLOW_RESTORE_BYTES_PER_MS: u64 = 1 << 20;
 
@@ -122,11 +124,8 @@ impl Node {
         }
         process.holds += 1;
         let opening = process.pending.is_some_and(|pending| pending.action == Action::Open);
-        // One that scribbled its page or let a hold lapse is not waited for: it counts as
-        // somebody who is not managed.
-        let container = self.containers.get(&process.key);
-        let trusted = container.is_none_or(|c| self.now >= c.disbelieved_until);
-        let believed = process.bad_page.is_none() && !process.ignores_holds && trusted;
+        // One that scribbled its page is not waited for: it counts as somebody who is not managed.
+        let believed = process.bad_page.is_none();
         let awaited = believed && (process.phase == Phase::Open || opening);
         let order = self.order(id, Action::HoldAllocations { deadline_ms });
         self.hold_orders.insert(order, (key.clone(), id));
@@ -360,8 +359,8 @@ impl Node {
         }
     }
 
-    /// A process let a hold lapse: it is not waited for again. Nor, for a while that grows,
-    /// are others of its container: they might be made for nothing else.
+    /// A process let a hold lapse: it is waited for briefly from now on. So are, for a while
+    /// that grows, others of its container: they might be made for nothing else.
     fn disbelieve(&mut self, id: ProcessId) {
         const FIRST_MS: Millis = 60_000;
         let Some(process) = self.processes.get_mut(&id) else { return };
@@ -370,6 +369,12 @@ impl Node {
             container.disbelieved_until = self.now + (FIRST_MS << container.ignored_holds.min(6));
             container.ignored_holds = container.ignored_holds.saturating_add(1);
         }
+    }
+
+    fn is_disbelieved(&self, id: ProcessId) -> bool {
+        let Some(process) = self.processes.get(&id) else { return true };
+        let container = self.containers.get(&process.key);
+        process.ignores_holds || container.is_some_and(|c| self.now < c.disbelieved_until)
     }
 
     /// Grants that take too long: before the restore they are given up; during it
@@ -389,12 +394,18 @@ impl Node {
                 self.recalled.retain(|(other, ..), _| *other != key);
                 self.abort_grant(&key);
             } else if late && !restoring {
-                if let Stage::Holding(waiting) = &grant.stage {
-                    for id in waiting.clone() {
-                        self.disbelieve(id);
-                    }
-                }
+                // Of a controller that was silent nobody is to blame.
+                let blamed = match &grant.stage {
+                    Stage::Holding(waiting) if !grant.doubted => waiting.clone(),
+                    _ => BTreeSet::new(),
+                };
+                blamed.into_iter().for_each(|id| self.disbelieve(id));
                 self.abort_grant(&key);
+            } else if let Stage::Holding(waiting) = &grant.stage
+                && age > SHORT_PATIENCE_MS
+                && waiting.iter().all(|id| self.is_disbelieved(*id))
+            {
+                waiting.clone().into_iter().for_each(|id| self.hold_settled(&key, id));
             } else if late && let Some(mut grant) = self.grants.remove(&key) {
                 self.release_holds(&mut grant);
                 grant.uuids.clear();
