@@ -33,7 +33,11 @@ impl Ledger {
                     .filter(|promise| promise.uuid == need.uuid)
                     .fold(0, |sum, promise| sum.saturating_add(promise.bytes));
                 let free = gpu.total_bytes.saturating_sub(gpu.used_bytes);
-                need.bytes.saturating_add(others).saturating_add(margin(gpu.total_bytes)) <= free
+                let margin = margin(gpu.total_bytes);
+                // Who had nearly all of a device returns to what it had, or never would.
+                let fills = need.bytes > gpu.total_bytes.saturating_sub(margin);
+                let margin = if fills { 0 } else { margin };
+                need.bytes.saturating_add(others).saturating_add(margin) <= free
             })
         })
     }

@@ -181,3 +181,26 @@ fn a_context_that_waits_for_its_parked_memory_is_not_kept_from_others() {
     steps.extend([Step::Work(5), Step::Allocate(5, 162)]);
     run(steps).unwrap();
 }
+
+#[test]
+fn who_had_nearly_all_of_a_device_comes_home_to_it() {
+    let mut world = World::new(2);
+    let id = world.running(0, 990);
+    world.settle();
+    let other = world.running(1, 300);
+    world.call(id);
+    world.settle();
+    assert_eq!(world.agents[&other].phase, Phase::Away);
+    assert!(!world.agents[&id].wants, "it still waits");
+}
+
+#[test]
+fn a_container_that_fills_the_device_and_whose_controllers_died_twice_comes_home() {
+    let mut steps = vec![Step::Fail(false), Step::Join(1), Step::Join(1), Step::Join(1)];
+    steps.extend([Step::Work(2), Step::Join(1), Step::Work(0), Step::Allocate(2, 219)]);
+    steps.extend([Step::Allocate(0, 31), Step::Restart(false), Step::Tick, Step::Tick]);
+    steps.extend([Step::Work(2), Step::Tick, Step::Work(3), Step::Work(0), Step::Question]);
+    steps.extend([Step::Work(2), Step::Exit(1), Step::Allocate(0, 258), Step::Allocate(0, 473)]);
+    steps.extend([Step::Work(2), Step::Restart(false), Step::Call(2)]);
+    run(steps).unwrap();
+}
