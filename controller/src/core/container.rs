@@ -69,6 +69,8 @@ pub struct Container {
     pub disbelieved_until: Millis,
     /// How often that was.
     pub ignored_holds: u32,
+    /// When room was last looked for, for it.
+    pub sought_room: Option<Millis>,
     /// Failed offloads in a row.
     pub failures: u32,
     /// A survey is on its way.
@@ -133,6 +135,7 @@ impl Container {
             not_before: 0,
             no_return_before: 0,
             vain_returns: 0,
+            sought_room: None,
             disbelieved_until: 0,
             ignored_holds: 0,
             failures: 0,

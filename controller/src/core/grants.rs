@@ -69,7 +69,9 @@ impl Node {
                 taken.extend(uuids);
                 continue;
             }
-            if known && first {
+            // Who may pass those before it may not wait for them either: it may be the only one
+            // who can take their room.
+            if known && (first || passes) {
                 self.make_room(&key, &needs, margin);
             }
             kept.push((uuids, key.clone()));

@@ -89,8 +89,6 @@ pub struct Node {
     pub(super) pauses: Pauses,
     pub(super) crowd: super::crowd::Crowd,
     pub(super) pressed: BTreeSet<String>,
-    /// When room was last looked for.
-    pub(super) sought_room: Option<Millis>,
     pub(super) prewakes: u64,
     pub(super) prewake_hits: u64,
     next_order: u64,

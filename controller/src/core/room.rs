@@ -26,7 +26,7 @@ use super::{
 /// Time without use that makes a neighbour a victim while somebody waits, if its own idle
 /// timeout is not shorter. Less would take it from programs that only load data.
 const FREE_MS: Millis = 10_000;
-/// Room is looked for so often at most.
+/// Room is looked for so often at most, for each who waits.
 const SEEK_MS: Millis = 100;
 /// Who waits so long takes what it can get: room gathers for it.
 const GATHER_MS: Millis = 30_000;
@@ -36,10 +36,12 @@ const LEAD_MS: Millis = 5_000;
 impl Node {
     /// Sends neighbours away until `needs` fit, those counted that are leaving already.
     pub(super) fn make_room(&mut self, key: &Key, needs: &[DeviceBytes], margin: fn(u64) -> u64) {
-        if self.sought_room.is_some_and(|t| self.now.saturating_sub(t) < SEEK_MS) {
+        let now = self.now;
+        let Some(container) = self.containers.get_mut(key) else { return };
+        if container.sought_room.is_some_and(|t| now.saturating_sub(t) < SEEK_MS) {
             return;
         }
-        self.sought_room = Some(self.now);
+        container.sought_room = Some(now);
         let missing = self.missing(key, needs, margin);
         let Some(asker) = self.containers.get(key) else { return };
         if missing.iter().all(|need| need.bytes == 0) {

@@ -204,3 +204,13 @@ fn a_container_that_fills_the_device_and_whose_controllers_died_twice_comes_home
     steps.extend([Step::Work(2), Step::Restart(false), Step::Call(2)]);
     run(steps).unwrap();
 }
+
+#[test]
+fn two_that_wait_for_each_others_room_do_not_wait_for_ever_when_the_lesser_came_first() {
+    let mut steps: Vec<Step> = [0, 0, 0, 2, 0, 1].map(Step::Join).into();
+    steps.extend([Step::Work(3), Step::Join(1), Step::Work(6), Step::Work(5)]);
+    steps.extend([Step::Allocate(5, 67), Step::Detach(0, false), Step::Allocate(2, 435)]);
+    steps.extend([Step::Allocate(2, 499), Step::Stopped(179), Step::Detach(0, false)]);
+    steps.extend([Step::Allocate(3, 179), Step::Stopped(0), Step::Allocate(3, 320)]);
+    run(steps).unwrap();
+}
