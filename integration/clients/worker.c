@@ -279,15 +279,21 @@ int worker_main(int argc, char **argv)
         return 3;
     uint64_t start = now_us();
     CUresult result = client_open(&client, device);
+    if (result == 0)
+        result = client.cuda.stream_create(&stream, 0);
+    if (result == 0)
+        result = client.cuda.event_create(&event, 0);
+    if (result == 0)
+        result = client.cuda.event_record(event, stream);
     answer("open", result, now_us() - start, "\"pid\":%d,\"program\":\"%s\"", (int)getpid(), program);
     if (result != 0)
         return 4;
     start = now_us();
     result = client_fill(&client, mib, seed);
     answer("fill", result, now_us() - start, "\"mib\":%zu,\"seed\":%u", mib, seed);
-    if (result != 0 || client.cuda.stream_create(&stream, 0) != 0 || client.cuda.event_create(&event, 0) != 0 ||
-        client.cuda.event_record(event, stream) != 0)
+    if (result != 0)
         return 4;
+    /* No call of the start comes after the answer to fill: who freezes it now freezes it between calls. */
     int from_stdin = script == NULL || period_ms > 0;
     char *save = NULL;
     for (char *command = script ? strtok_r(script, ";", &save) : NULL; command; command = strtok_r(NULL, ";", &save)) {

@@ -146,16 +146,24 @@ impl Containerd {
     }
 }
 
-/// Runs a command; its standard output, or an error that carries its standard error.
+/// Runs a command; its standard output, or an error that carries what it wrote last.
 ///
 /// # Errors
 /// When it cannot be run or fails.
 pub fn run(command: &mut Command) -> Result<String> {
     let output = command.output().with_context(|| format!("cannot run {command:?}"))?;
+    let out = String::from_utf8_lossy(&output.stdout);
     if !output.status.success() {
-        bail!("{command:?}: {}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim());
+        let err = String::from_utf8_lossy(&output.stderr);
+        bail!("{command:?}: {}: {}\n{}", output.status, last(&err), last(&out));
     }
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    Ok(out.into_owned())
+}
+
+/// The end of what a program wrote: why it failed.
+fn last(text: &str) -> String {
+    let lines: Vec<&str> = text.trim().lines().collect();
+    lines.split_at(lines.len().saturating_sub(30)).1.join("\n")
 }
 
 /// Whether a process has ended and was collected.

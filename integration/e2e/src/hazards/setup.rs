@@ -136,8 +136,6 @@ fn stranger(world: &World) -> Result<Found> {
 
 fn frozen(world: &World) -> Result<Found> {
     let mut worker = Worker::start(world, "frozen", 16)?;
-    // Nothing of its start is under way any more: a call that is frozen half way is another case.
-    intact(&mut worker)?;
     let folder = fault::freezer(world, "frozen").context("no freezer")?;
     fault::set_frozen(&folder, true)?;
     let with = refused(world, "frozen", "frozen");
@@ -149,7 +147,6 @@ fn frozen(world: &World) -> Result<Found> {
 
 fn stopped(world: &World) -> Result<Found> {
     let mut worker = Worker::start(world, "stopped", 16)?;
-    intact(&mut worker)?;
     let pid = Pid::from_raw(worker.running.pid(world)?);
     kill(pid, Signal::SIGSTOP)?;
     let with = refused(world, "stopped", "frozen");
