@@ -116,6 +116,8 @@ reasons! {
     IdleTimeout = "idle-timeout", "made no CUDA call for the idle timeout";
     /// Someone else needed the room.
     Pressure = "pressure", "its VRAM was needed by another container";
+    /// Its room was needed by one that does not wait (restore: immediate).
+    EndedForRoom = "ended-for-room", "its VRAM was needed at once and it cannot be moved (restore policy immediate)";
     /// Its history makes a call likely.
     Expected = "expected", "a call is expected soon, by its history";
     /// A CUDA call was made.

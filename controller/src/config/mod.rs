@@ -20,7 +20,9 @@ use serde::{Deserialize, Deserializer};
 use crate::core::{
     Millis, Settings, explain,
     plan::Deadlines,
-    policy::{Engine, KeepAlive, MAX_VRAM_MIB, Mode, OnOom, Policies, Policy, Rule, duration_ms},
+    policy::{
+        Engine, KeepAlive, MAX_VRAM_MIB, Mode, OnOom, Policies, Policy, Restore, Rule, duration_ms,
+    },
     victims::VictimRule,
     window::Window,
 };
@@ -74,6 +76,8 @@ pub struct PolicySection {
     pub wake_cost: Millis,
     /// Whether a container comes back ahead of a call that its history makes likely.
     pub prewake: bool,
+    /// How a container comes home when its room is taken: queue, immediate or by-annotation.
+    pub restore: Restore,
     /// What becomes of an allocation that finds no memory: fail or wait.
     pub on_oom: OnOom,
     /// How long it waits at most.
@@ -115,6 +119,8 @@ pub struct NamespaceRule {
     pub wake_cost: Option<Millis>,
     /// Replaces whether it comes back ahead of calls.
     pub prewake: Option<bool>,
+    /// Replaces how a container comes home when its room is taken.
+    pub restore: Option<Restore>,
     /// Replaces what becomes of an allocation that finds no memory.
     pub on_oom: Option<OnOom>,
     /// Replaces how long it waits at most.
@@ -195,6 +201,7 @@ impl Default for PolicySection {
             keep_alive: policy.keep_alive,
             wake_cost: policy.wake_cost_ms,
             prewake: policy.prewake,
+            restore: policy.restore,
             on_oom: policy.on_oom,
             on_oom_timeout: policy.on_oom_timeout_ms,
             engine: policy.engine,
@@ -336,6 +343,7 @@ impl Config {
                     keep_alive: self.policy.keep_alive,
                     wake_cost_ms: self.policy.wake_cost,
                     prewake: self.policy.prewake,
+                    restore: self.policy.restore,
                     on_oom: self.policy.on_oom,
                     on_oom_timeout_ms: self.policy.on_oom_timeout,
                     engine: self.policy.engine,
@@ -356,6 +364,7 @@ impl Config {
                         keep_alive: rule.keep_alive,
                         wake_cost_ms: rule.wake_cost,
                         prewake: rule.prewake,
+                        restore: rule.restore,
                         on_oom: rule.on_oom,
                         on_oom_timeout_ms: rule.on_oom_timeout,
                         engine: rule.engine,
@@ -478,6 +487,7 @@ mod tests {
             ("[policy]\ncolour = 1\n", "colour"),
             ("[policy]\nmode = \"often\"\n", "often"),
             ("[policy]\nidle_timeout = \"soon\"\n", "soon"),
+            ("[policy]\nrestore = \"now\"\n", "now"),
             ("[policy]\nwindow = \"nights\"\n", "nights"),
             ("[policy]\nminimum_vram_mib = 9999999\n", "minimum_vram_mib"),
             ("[policy\n", "TOML"),

@@ -48,6 +48,10 @@ pub struct Container {
     pub goal: Goal,
     /// What a copy leaves on the device goes as well: somebody needs the room.
     pub deep: bool,
+    /// It goes although it is in use: calls do not turn it round.
+    pub forced: bool,
+    /// When an offload of it last came to nothing.
+    pub stayed: Option<Millis>,
     /// Why it goes out or comes home.
     pub cause: Reason,
     /// What is shown: why it went, why it stays, what it waits for. Word and detail.
@@ -127,6 +131,8 @@ impl Container {
             came: now,
             goal: Goal::Home,
             deep: false,
+            forced: false,
+            stayed: None,
             cause: Reason::NotRegistered,
             reason: (Reason::NotRegistered, String::new()),
             refused: None,
@@ -180,6 +186,12 @@ impl Container {
             let early = now.saturating_sub(self.since) < EARLY_MS;
             self.early = if early { self.early.saturating_add(1) } else { 0 };
         }
+    }
+
+    /// An offload came to nothing.
+    pub fn turned_round(&mut self, now: Millis) {
+        self.forced = false;
+        self.stayed = Some(now);
     }
 
     /// Use begins again after a pause; what follows from it is learned.

@@ -3,7 +3,7 @@
 use affinode_proto::{api::control::Event, wire::message::ControllerMessage};
 use serde::{Deserialize, Serialize};
 
-use super::{Answer, CommandId, DeviceBytes, Key, ProcessId};
+use super::{Answer, CommandId, DeviceBytes, Key, ProcessId, input::Identity};
 
 /// A process in the journal.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -43,6 +43,13 @@ pub enum Effect {
     },
     /// Read devices now; answer with [`super::Input::Proven`] of the same number.
     Prove(Key, u64),
+    /// End a process, if it is still the one that is meant: ask it to, or kill it.
+    End {
+        /// Which.
+        identity: Identity,
+        /// It was asked before and did not.
+        by_force: bool,
+    },
     /// Answer a request.
     Answer(CommandId, Answer),
     /// Publish (the sequence number is set by the publisher).

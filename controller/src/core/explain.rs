@@ -105,6 +105,12 @@ const SETTINGS: &[Setting] = &[
         ruled: |r| r.priority.is_some(),
     },
     Setting {
+        name: "restore",
+        annotations: &["affinode.io/restore"],
+        shown: |p| p.restore.as_str().into(),
+        ruled: |r| r.restore.is_some(),
+    },
+    Setting {
         name: "on_oom",
         annotations: &["affinode.io/on-oom"],
         shown: |p| p.on_oom.as_str().into(),
@@ -163,7 +169,7 @@ impl Policies {
     #[must_use]
     pub fn explain(&self, namespace: &str, annotations: &BTreeMap<String, String>) -> Vec<Value> {
         let (policy, _) = self.resolve(namespace, annotations);
-        let rule = self.rule(namespace);
+        let (rule, before) = (self.rule(namespace), self.before_annotations(namespace));
         let mut values = self.explain_node();
         for (value, setting) in values.iter_mut().zip(SETTINGS) {
             value.value = (setting.shown)(&policy);
@@ -173,7 +179,7 @@ impl Policies {
             for name in setting.annotations {
                 let Some(text) = annotations.get(*name) else { continue };
                 let opted_in = *name == LATENCY_SENSITIVE && text != "true";
-                if !opted_in && apply(&mut Policy::default(), name, text).is_ok() {
+                if !opted_in && apply(&mut before.clone(), name, text).is_ok() {
                     value.origin = Origin::Annotation(format!("{name}={text}"));
                 }
             }

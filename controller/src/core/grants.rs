@@ -44,7 +44,7 @@ impl Node {
         }
         // Devices that are kept for somebody who does not fit yet, and by whom.
         let mut kept: Vec<(BTreeSet<String>, Key)> = Vec::new();
-        let mut order = self.queue.in_order(self.now);
+        let mut order = self.turns();
         order.sort_by_cached_key(|key| self.turn(key));
         for key in order {
             if all_taken(&taken) {

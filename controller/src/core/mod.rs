@@ -17,6 +17,7 @@ mod grants;
 pub mod hints;
 pub mod history;
 pub mod idle;
+mod immediate;
 pub mod input;
 pub mod ledger;
 mod moves;

@@ -313,6 +313,7 @@ impl Node {
             self.due(&key);
         }
         self.check_grants();
+        self.check_endings();
         self.look_at_pressure();
     }
 

@@ -95,6 +95,34 @@ impl OnOom {
     }
 }
 
+/// How a container comes home when its room is taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Restore {
+    /// It waits until neighbours that are not in use have made room.
+    Queue,
+    /// It goes before others of its priority, and takes its room from neighbours that are in
+    /// use: those that can be moved are moved, of the others processes are ended.
+    Immediate,
+    /// Of the node or a namespace: `queue`, and whose annotation says so `immediate`.
+    ByAnnotation,
+}
+
+impl Restore {
+    const WORDS: [(&'static str, Restore); 2] =
+        [("queue", Restore::Queue), ("immediate", Restore::Immediate)];
+
+    /// The word for it in configuration, annotations and output.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Restore::Queue => "queue",
+            Restore::Immediate => "immediate",
+            Restore::ByAnnotation => "by-annotation",
+        }
+    }
+}
+
 /// How memory leaves the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -156,6 +184,8 @@ pub struct Policy {
     pub wake_cost_ms: Millis,
     /// Back ahead of a call that its history makes likely.
     pub prewake: bool,
+    /// How it comes home when its room is taken.
+    pub restore: Restore,
     /// What becomes of an allocation that finds no memory.
     pub on_oom: OnOom,
     /// How long it waits at most.
@@ -187,6 +217,7 @@ impl Default for Policy {
             keep_alive: KeepAlive::Learned,
             wake_cost_ms: 34_000,
             prewake: false,
+            restore: Restore::Queue,
             on_oom: OnOom::Fail,
             on_oom_timeout_ms: 120_000,
             engine: Engine::Driver,
@@ -215,6 +246,8 @@ pub struct Rule {
     pub wake_cost_ms: Option<Millis>,
     /// Replaces whether it is brought back ahead of calls.
     pub prewake: Option<bool>,
+    /// Replaces how it comes home when its room is taken.
+    pub restore: Option<Restore>,
     /// Replaces what becomes of an allocation that finds no memory.
     pub on_oom: Option<OnOom>,
     /// Replaces how long it waits at most.
@@ -252,23 +285,7 @@ impl Policies {
         namespace: &str,
         annotations: &BTreeMap<String, String>,
     ) -> (Policy, Vec<String>) {
-        let mut policy = self.node.clone();
-        if let Some(rule) = self.rule(namespace) {
-            policy.mode = rule.mode.unwrap_or(policy.mode);
-            policy.idle_timeout_ms = rule.idle_timeout_ms.unwrap_or(policy.idle_timeout_ms);
-            policy.minimum_residency_ms =
-                rule.minimum_residency_ms.unwrap_or(policy.minimum_residency_ms);
-            policy.priority = rule.priority.unwrap_or(policy.priority);
-            policy.keep_alive = rule.keep_alive.unwrap_or(policy.keep_alive);
-            policy.wake_cost_ms = rule.wake_cost_ms.unwrap_or(policy.wake_cost_ms);
-            policy.prewake = rule.prewake.unwrap_or(policy.prewake);
-            policy.on_oom = rule.on_oom.unwrap_or(policy.on_oom);
-            policy.on_oom_timeout_ms = rule.on_oom_timeout_ms.unwrap_or(policy.on_oom_timeout_ms);
-            policy.engine = rule.engine.unwrap_or(policy.engine);
-            policy.minimum_vram_bytes =
-                rule.minimum_vram_bytes.unwrap_or(policy.minimum_vram_bytes);
-            policy.window = rule.window.clone().unwrap_or(policy.window);
-        }
+        let mut policy = self.before_annotations(namespace);
         let mut warnings = Vec::new();
         // Who opts out stays out, whatever else is annotated.
         let (last, first): (Vec<_>, Vec<_>) =
@@ -279,7 +296,34 @@ impl Policies {
                 warnings.push(format!("annotation {name}={shown:?} is ignored: {accepted}"));
             }
         }
+        if policy.restore == Restore::ByAnnotation {
+            policy.restore = Restore::Queue;
+        }
         (policy, warnings)
+    }
+
+    /// What node and namespace say.
+    #[must_use]
+    pub fn before_annotations(&self, namespace: &str) -> Policy {
+        let mut policy = self.node.clone();
+        if let Some(rule) = self.rule(namespace) {
+            policy.mode = rule.mode.unwrap_or(policy.mode);
+            policy.idle_timeout_ms = rule.idle_timeout_ms.unwrap_or(policy.idle_timeout_ms);
+            policy.minimum_residency_ms =
+                rule.minimum_residency_ms.unwrap_or(policy.minimum_residency_ms);
+            policy.priority = rule.priority.unwrap_or(policy.priority);
+            policy.keep_alive = rule.keep_alive.unwrap_or(policy.keep_alive);
+            policy.wake_cost_ms = rule.wake_cost_ms.unwrap_or(policy.wake_cost_ms);
+            policy.prewake = rule.prewake.unwrap_or(policy.prewake);
+            policy.restore = rule.restore.unwrap_or(policy.restore);
+            policy.on_oom = rule.on_oom.unwrap_or(policy.on_oom);
+            policy.on_oom_timeout_ms = rule.on_oom_timeout_ms.unwrap_or(policy.on_oom_timeout_ms);
+            policy.engine = rule.engine.unwrap_or(policy.engine);
+            policy.minimum_vram_bytes =
+                rule.minimum_vram_bytes.unwrap_or(policy.minimum_vram_bytes);
+            policy.window = rule.window.clone().unwrap_or(policy.window);
+        }
+        policy
     }
 
     /// The rule for a namespace.
@@ -317,7 +361,7 @@ pub(super) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
             }
         }
         "affinode.io/engine" => policy.engine = word(value, &Engine::WORDS)?,
-        "affinode.io/restore" => word(value, &[("queue", ())])?,
+        "affinode.io/restore" => policy.restore = restore(policy.restore, value)?,
         "affinode.io/on-oom" => policy.on_oom = word(value, &OnOom::WORDS)?,
         "affinode.io/on-oom-timeout" => policy.on_oom_timeout_ms = duration_ms(value)?,
         "affinode.io/minimum-vram-mib" => {
@@ -329,6 +373,16 @@ pub(super) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
         _ => return Err("no such annotation; accepted: offload, idle-timeout, priority, keep-alive, prewake, latency-sensitive, engine, restore, on-oom, on-oom-timeout, minimum-vram-mib, window, inject".into()),
     }
     Ok(())
+}
+
+/// It may end processes of others: only an operator can let containers choose that.
+fn restore(operators: Restore, value: &str) -> Result<Restore, String> {
+    match word(value, &Restore::WORDS)? {
+        Restore::Immediate if operators == Restore::Queue => Err(
+            "accepted here: queue; an operator lets containers choose immediate by policy.restore = \"by-annotation\"".into(),
+        ),
+        chosen => Ok(chosen),
+    }
 }
 
 const BOOLS: [(&str, bool); 2] = [("true", true), ("false", false)];
@@ -387,6 +441,25 @@ mod tests {
     fn who_opts_out_stays_out() {
         let both = annotations(&[("latency-sensitive", "true"), ("offload", "eager")]);
         assert_eq!(Policies::default().resolve("x", &both).0.mode, Mode::Off);
+    }
+
+    #[test]
+    fn immediate_is_an_operators_choice_and_queue_is_anybodys() {
+        let resolve = |node, says| {
+            let policies = Policies {
+                node: Policy { restore: node, ..Policy::default() },
+                ..Policies::default()
+            };
+            let (policy, warnings) = policies.resolve("x", &annotations(says));
+            (policy.restore, warnings.len())
+        };
+        let immediate: &[(&str, &str)] = &[("restore", "immediate")];
+        assert_eq!(resolve(Restore::Queue, immediate), (Restore::Queue, 1));
+        assert_eq!(resolve(Restore::ByAnnotation, immediate), (Restore::Immediate, 0));
+        assert_eq!(resolve(Restore::ByAnnotation, &[]), (Restore::Queue, 0));
+        assert_eq!(resolve(Restore::Immediate, &[]), (Restore::Immediate, 0));
+        assert_eq!(resolve(Restore::Immediate, &[("restore", "queue")]), (Restore::Queue, 0));
+        assert_eq!(resolve(Restore::ByAnnotation, &[("restore", "by-annotation")]).1, 1);
     }
 
     #[test]

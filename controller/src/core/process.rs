@@ -33,6 +33,15 @@ pub struct Want {
     pub told: Option<Millis>,
 }
 
+/// A process is to end, so that another one has its room.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ending {
+    /// When it was asked to.
+    pub since: Millis,
+    /// It did not, and is killed.
+    pub by_force: bool,
+}
+
 /// What is known of a process. Changed by [`super::Node`] alone.
 #[derive(Clone, Debug)]
 pub struct Process {
@@ -66,6 +75,10 @@ pub struct Process {
     pub bad_page: Option<String>,
     /// It let an order to hold its allocations lapse. For good.
     pub ignores_holds: bool,
+    /// It is to end.
+    pub ending: Option<Ending>,
+    /// When it came to take VRAM, or came home to it; 0: before this controller.
+    pub came: Millis,
     /// Its allocation that waits for room.
     pub want: Option<Want>,
     /// The last reading of its page.

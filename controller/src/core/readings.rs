@@ -48,7 +48,7 @@ impl Node {
         }
         container.last_use = now;
         container.used(now);
-        if container.goal == Goal::Leaving {
+        if container.goal == Goal::Leaving && !container.forced {
             container.goal = Goal::Home;
         }
         if container.state == State::Idle {

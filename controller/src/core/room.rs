@@ -58,18 +58,29 @@ impl Node {
         };
         let shallow = choose(false, false);
         // Where what is copied does not suffice, all of it goes.
-        let (deep, chosen) =
-            if shallow.is_empty() { (true, choose(true, partly)) } else { (false, shallow) };
-        for victim in chosen {
-            let deeper = self.may_go_deeper(&victim);
-            self.leave(&victim, Reason::Pressure);
-            let Some(container) = self.containers.get_mut(&victim) else { continue };
-            container.deep = deep || deeper;
-            if deeper {
-                // It is out already: no offload of its own.
-                container.offload_began = None;
-                self.queue.leave(&victim);
+        let (deep, chosen) = match shallow.is_empty() {
+            false => (false, shallow),
+            true => (true, choose(true, false)),
+        };
+        if chosen.is_empty() && (partly || self.is_urgent(key)) {
+            let helpful = choose(true, true);
+            if !self.clear_the_way(key, &missing, &helpful) && partly {
+                helpful.iter().for_each(|victim| self.send_away(victim, true));
             }
+        }
+        chosen.iter().for_each(|victim| self.send_away(victim, deep));
+    }
+
+    /// Sends a neighbour away for others, `deep`: with what a copy leaves on the device.
+    pub(super) fn send_away(&mut self, victim: &Key, deep: bool) {
+        let deeper = self.may_go_deeper(victim);
+        self.leave(victim, Reason::Pressure);
+        let Some(container) = self.containers.get_mut(victim) else { return };
+        container.deep = deep || deeper;
+        if deeper {
+            // It is out already: no offload of its own.
+            container.offload_began = None;
+            self.queue.leave(victim);
         }
     }
 
@@ -92,7 +103,9 @@ impl Node {
         let missing = |need: &DeviceBytes| {
             let gpu = self.gpus.iter().find(|gpu| gpu.uuid == need.uuid)?;
             let on_its_way = leaving.iter().flatten().filter(|held| held.uuid == need.uuid);
+            let ending = self.ending().filter(|held| held.uuid == need.uuid);
             let free = gpu.total_bytes.saturating_sub(gpu.used_bytes)
+                + ending.map(|held| held.bytes).sum::<u64>()
                 + on_its_way.map(|held| held.bytes).sum::<u64>();
             let promised = self.ledger.promised_bytes(&need.uuid)
                 - self.ledger.promised_to(key).min(self.ledger.promised_bytes(&need.uuid));
@@ -104,7 +117,7 @@ impl Node {
 
     /// What goes when a container leaves, all of it where it goes `deep`. Of one that is
     /// parked: all that it has left.
-    fn gives(&self, key: &Key, deep: bool) -> Vec<DeviceBytes> {
+    pub(super) fn gives(&self, key: &Key, deep: bool) -> Vec<DeviceBytes> {
         let moves = self.moves(key);
         let of_each = self.processes.of(key).map(|(_, p)| match moves(p) {
             Moves::Park if p.phase != Phase::Parked && !deep => p.parkable(),

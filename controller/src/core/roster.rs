@@ -107,7 +107,10 @@ impl Node {
             container.goal = Goal::Home;
             container.cause = Reason::Called;
             container.last_use = self.now;
+            container.turned_round(self.now);
         }
+        let first_seen = if younger || self.started_ticks == 0 { self.now } else { 0 };
+        let came = before.as_ref().map_or(first_seen, |p| p.came);
         let engine = container.policy.engine.wire();
         let first = container.state == State::Unregistered;
         let out = container.goal == Goal::Out;
@@ -129,6 +132,8 @@ impl Node {
                 waits_for_siblings: false,
                 ignores_holds: before.as_ref().is_some_and(|p| p.ignores_holds),
                 bad_page: before.as_ref().and_then(|p| p.bad_page.clone()),
+                ending: before.as_ref().and_then(|p| p.ending.clone()),
+                came,
                 want: None,
                 page: before.and_then(|p| p.page),
             },

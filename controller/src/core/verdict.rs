@@ -149,6 +149,6 @@ impl Node {
 }
 
 /// Whether the reason is in the process itself: it will not pass, and somebody should know.
-fn is_unsafe(reason: Reason) -> bool {
+pub(super) fn is_unsafe(reason: Reason) -> bool {
     reason == Reason::Mig || HAZARDS.iter().any(|(_, hazard)| *hazard == reason)
 }

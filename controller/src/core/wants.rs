@@ -76,7 +76,7 @@ impl Node {
         }
         if let Some(container) = self.containers.get_mut(&key) {
             container.last_use = now;
-            if container.goal == Goal::Leaving {
+            if container.goal == Goal::Leaving && !container.forced {
                 container.goal = Goal::Home;
             }
         }

@@ -50,7 +50,8 @@ impl Node {
             container.missed = false;
         }
         container.last_use = now;
-        if container.goal != Goal::Home {
+        let forced = container.forced && container.state != State::Offloaded;
+        if container.goal != Goal::Home && !forced {
             let meanwhile = container.state != State::Offloaded;
             container.goal = Goal::Home;
             container.cause = if meanwhile { Reason::WokenMeanwhile } else { Reason::Called };
@@ -166,12 +167,13 @@ impl Node {
             self.serve_want(key);
             return;
         }
+        let mut came_home = false;
         let was_away = self.processes.of(key).any(|(_, p)| p.away.is_some());
         let bytes: u64 = self.processes.of(key).map(|(_, p)| p.away_bytes()).sum();
         let since = |began: Option<Millis>| began.map_or(0, |began| now.saturating_sub(began));
         let elapsed = since(container.wake_began.take());
         let restore_ms = since(container.restore_began.take());
-        (container.offload_began, container.deep) = (None, false);
+        (container.offload_began, container.deep, container.forced) = (None, false, false);
         if container.cause != Reason::Expected {
             container.last_use = now;
         }
@@ -184,6 +186,7 @@ impl Node {
         {
             container.restores += 1;
             container.came_home = Some(now);
+            came_home = true;
             container.last_wake_ms = elapsed.max(restore_ms);
             container.last_restore_ms = restore_ms;
             container.reason = (container.cause, String::new());
@@ -192,6 +195,7 @@ impl Node {
         for id in self.members(key) {
             if let Some(process) = self.processes.get_mut(&id) {
                 process.away = None;
+                process.came = if came_home { now } else { process.came };
             }
         }
         self.siblings_are_back(key);

@@ -24,6 +24,7 @@ impl Node {
         container.goal = Goal::Leaving;
         container.missed = container.expected_until.take().is_some();
         container.cause = why;
+        container.forced = false;
         container.reason = (why, String::new());
         container.offload_began = Some(self.now);
         if self.want_of(key).is_some() {
@@ -82,7 +83,7 @@ impl Node {
             }
             (Goal::Out, Ok(())) => {
                 if let Out::Take(process, step) =
-                    plan::out(&self.positions(key), self.settings.deadlines)
+                    plan::out(&self.positions(key), self.deadlines(key))
                 {
                     self.take(key, process, step);
                 }
@@ -113,7 +114,7 @@ impl Node {
     }
 
     pub(super) fn advance_out(&mut self, key: &Key, positions: &[Position]) {
-        match plan::out(positions, self.settings.deadlines) {
+        match plan::out(positions, self.deadlines(key)) {
             Out::Wait => {}
             Out::Send(orders) => {
                 for (process, action) in orders {
@@ -141,6 +142,7 @@ impl Node {
             container.last_offload_ms = elapsed;
         }
         container.failures = 0;
+        container.forced = false;
         let cause = container.cause;
         self.set_state(key, State::Offloaded, cause, "", bytes, elapsed);
         self.answer(key, Request::Offload, true, bytes, elapsed);
@@ -169,6 +171,7 @@ impl Node {
         container.cause = reason;
         container.reason = (reason, detail.to_owned());
         container.failures += 1;
+        container.turned_round(now);
         // Tried again after the idle timeout, each time twice as long, at most an hour.
         let base = container.policy.idle_timeout_ms.clamp(1_000, 300_000);
         container.not_before = now + (base << container.failures.min(6)).min(3_600_000);

@@ -266,6 +266,11 @@ impl Actor {
                 }
             }
             Effect::Publish(event) => self.publish(event),
+            Effect::End { identity, by_force } => {
+                if let Err(error) = process::end(&identity, by_force) {
+                    tracing::error!(pid = identity.pid, %error, "the process cannot be ended");
+                }
+            }
         }
     }
 

@@ -2,6 +2,11 @@
 
 use std::{collections::HashSet, fs, io};
 
+use rustix::{
+    io::Errno,
+    process::{Pid, PidfdFlags, Signal},
+};
+
 use crate::core::input::Identity;
 
 /// Who a pid is.
@@ -17,6 +22,28 @@ pub fn identity(pid: u32) -> io::Result<Identity> {
 #[must_use]
 pub fn lives(pid: u32, start_ticks: u64) -> bool {
     identity(pid).is_ok_and(|now| now.start_ticks == start_ticks)
+}
+
+/// Asks a process to end, or kills it. One that is gone, or whose pid is another's by now, is
+/// left alone.
+///
+/// # Errors
+/// The kernel does not let us.
+pub fn end(who: &Identity, by_force: bool) -> io::Result<()> {
+    let Some(pid) = i32::try_from(who.pid).ok().and_then(Pid::from_raw) else { return Ok(()) };
+    // The descriptor names one process: what is read after it is of that one, or of none.
+    let pidfd = match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
+        Err(Errno::SRCH) => return Ok(()),
+        opened => opened?,
+    };
+    if !lives(who.pid, who.start_ticks) {
+        return Ok(());
+    }
+    let signal = if by_force { Signal::KILL } else { Signal::TERM };
+    match rustix::process::pidfd_send_signal(&pidfd, signal) {
+        Err(Errno::SRCH) => Ok(()),
+        sent => Ok(sent?),
+    }
 }
 
 /// What the `CLOCK_MONOTONIC` of a process shows more than ours, in milliseconds: not 0 in
@@ -108,6 +135,18 @@ mod tests {
         let identity = identity(me).unwrap();
         assert!(identity.start_ticks > 0 && !is_stopped(me));
         assert_eq!(stranger(&[me], &[me]), None);
+    }
+
+    #[test]
+    fn only_the_process_that_is_meant_is_ended() {
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let meant = identity(child.id()).unwrap();
+        let older = Identity { start_ticks: meant.start_ticks + 1, ..meant.clone() };
+        end(&older, true).unwrap();
+        assert!(child.try_wait().unwrap().is_none(), "another process was ended");
+        end(&meant, false).unwrap();
+        assert!(!child.wait().unwrap().success());
+        end(&meant, true).unwrap();
     }
 
     #[test]

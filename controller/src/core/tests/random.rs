@@ -29,6 +29,8 @@ enum Step {
     Stopped(u64),
     Fail(bool),
     Ask(usize, bool),
+    /// The process uses managed memory from now on: it cannot be moved.
+    Fix(usize),
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -45,6 +47,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (0_u64..600).prop_map(Step::Others),
         1 => (0_u64..600).prop_map(Step::Stopped),
         1 => any::<bool>().prop_map(Step::Fail),
+        1 => (0_usize..8).prop_map(Step::Fix),
         2 => (0_usize..3, any::<bool>()).prop_map(|(c, out)| Step::Ask(c, out)),
     ]
 }
@@ -58,7 +61,14 @@ fn config() -> ProptestConfig {
 
 /// Takes the steps, lets everything settle, and looks at what is left.
 fn run(steps: Vec<Step>) -> Result<(), TestCaseError> {
+    run_with(&[], steps)
+}
+
+/// With some containers of restore policy `immediate`.
+fn run_with(immediate: &[usize], steps: Vec<Step>) -> Result<(), TestCaseError> {
     let mut world = World::new(3);
+    world.immediate = immediate.to_vec();
+    (0..3).for_each(|n| world.announce(n));
     let mut command = 0;
     let mut asked = BTreeSet::new();
     for step in steps {
@@ -105,6 +115,14 @@ fn run(steps: Vec<Step>) -> Result<(), TestCaseError> {
             Step::Fail(busy) => {
                 world.fail = Some(if busy { Outcome::Busy } else { Outcome::DriverError })
             }
+            Step::Fix(n) => {
+                // Only where it is on the device: memory that is away was no such memory.
+                let id = nth(n, &world);
+                let agent = id.and_then(|id| world.agents.get_mut(&id));
+                if let Some(agent) = agent.filter(|agent| agent.phase == Phase::Open) {
+                    agent.fixed = true;
+                }
+            }
             Step::Ask(container, out) => {
                 command += 1;
                 asked.insert(CommandId(command));
@@ -115,6 +133,9 @@ fn run(steps: Vec<Step>) -> Result<(), TestCaseError> {
     }
     world.others = 0;
     world.fail = None;
+    // Whoever cannot be moved may keep others waiting for as long as it lives.
+    let fixed = world.agents.iter().filter(|(_, agent)| agent.fixed).map(|(id, _)| *id);
+    fixed.collect::<Vec<_>>().into_iter().for_each(|id| world.exit(id));
     world.settle();
     for (id, agent) in &world.agents {
         let parks = ENGINES[agent.container] == "park" && agent.phase == Phase::Parked;
@@ -157,6 +178,16 @@ proptest! {
     #[test]
     fn nobody_is_lost_or_stuck(steps in proptest::collection::vec(step(), 1..200)) {
         run(steps)?;
+    }
+
+    /// The same where returns need not wait for neighbours to become idle, and where the end
+    /// of a process is the last resort (who may be ended is asserted in `told_to_end`).
+    #[test]
+    fn nobody_is_lost_or_stuck_where_returns_are_immediate(
+        immediate in proptest::sample::subsequence(vec![0, 1, 2], 1..4),
+        steps in proptest::collection::vec(step(), 1..200),
+    ) {
+        run_with(&immediate, steps)?;
     }
 }
 

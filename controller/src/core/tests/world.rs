@@ -15,7 +15,7 @@ use affinode_proto::{
 use super::super::{
     Effect, GpuSample, Input, Key, Millis, Node, ProcessId, Record, Settings, Survey,
     input::{Carried, CommandId, Identity},
-    policy::{KeepAlive, Mode, OnOom, Policies, Policy},
+    policy::{KeepAlive, Mode, OnOom, Policies, Policy, Restore},
 };
 
 pub(super) const GPU: &str = "GPU-07070707-0707-0707-0707-070707070707";
@@ -44,6 +44,8 @@ pub(super) struct Agent {
     pub(super) calls: u64,
     pub(super) wants: bool,
     pub(super) held: bool,
+    /// It uses managed memory: it cannot be moved.
+    pub(super) fixed: bool,
     /// The allocation that waits for room, outside the driver.
     pub(super) asking: Option<Asking>,
     pub(super) tickets: u64,
@@ -98,6 +100,10 @@ pub(super) struct World {
     pub(super) refused: Vec<String>,
     /// The device is cut into MIG instances.
     pub(super) mig: bool,
+    /// Containers of restore policy `immediate`.
+    pub(super) immediate: Vec<usize>,
+    /// Processes that were told to end, and whether by force.
+    pub(super) ended: Vec<(u32, bool)>,
     /// The next checkpoint or close fails.
     pub(super) fail: Option<Outcome>,
 }
@@ -116,6 +122,7 @@ pub(super) fn settings() -> Settings {
         keep_alive,
         prewake,
         on_oom: OnOom::Wait,
+        restore: Restore::ByAnnotation,
         ..Policy::default()
     };
     Settings { policies: Policies { node, ..Policies::default() }, ..Settings::default() }
@@ -135,6 +142,8 @@ impl World {
             answers: Vec::new(),
             refused: Vec::new(),
             mig: false,
+            immediate: Vec::new(),
+            ended: Vec::new(),
             fail: None,
         };
         (0..containers).for_each(|n| world.announce(n));
@@ -148,6 +157,10 @@ impl World {
             annotations: [
                 ("affinode.io/priority".to_owned(), (n % 2).to_string()),
                 ("affinode.io/engine".to_owned(), ENGINES[n].to_owned()),
+                (
+                    "affinode.io/restore".to_owned(),
+                    if self.immediate.contains(&n) { "immediate" } else { "queue" }.to_owned(),
+                ),
             ]
             .into(),
             ..Announcement::default()
@@ -194,12 +207,35 @@ impl World {
                 }
                 Effect::Answer(command, answer) => self.answers.push((command, answer.done)),
                 Effect::Survey { .. } | Effect::Prove(..) => self.questions.push_back(effect),
+                Effect::End { identity, by_force } => self.told_to_end(identity.pid, by_force),
                 Effect::Publish(event) if event.kind == "refused" => {
                     self.refused.push(event.reason);
                 }
                 Effect::Drop(_) | Effect::Publish(_) => {}
             }
         }
+    }
+
+    /// Nobody is ended who could be moved, whose memory is away, or who stands above all who
+    /// may ask for it.
+    fn told_to_end(&mut self, pid: u32, by_force: bool) {
+        let agent = self.agents.values().find(|agent| agent.pid == pid).expect("it lives");
+        assert!(!agent.phase.is_off(), "the memory of {pid} is away: its end frees nothing");
+        let stayed = self.node.containers[&key(agent.container)].stayed;
+        assert!(agent.fixed || stayed.is_some(), "{pid} could be moved");
+        let asked = self.immediate.iter().any(|n| n % 2 >= agent.container % 2);
+        assert!(asked, "{pid} is above whoever asks");
+        self.ended.push((pid, by_force));
+    }
+
+    /// Who was told to end does; every second one not before it is killed.
+    fn end_them(&mut self) {
+        let ends = |agent: &Agent| {
+            let told = |by_force| self.ended.contains(&(agent.pid, by_force));
+            told(true) || told(false) && agent.pid % 2 == 1
+        };
+        let ids = self.agents.iter().filter(|(_, agent)| ends(agent)).map(|(id, _)| *id);
+        ids.collect::<Vec<_>>().into_iter().for_each(|id| self.exit(id));
     }
 
     /// A process makes its first CUDA call; it holds no VRAM yet.
@@ -220,6 +256,7 @@ impl World {
             calls: 1,
             wants: false,
             held: false,
+            fixed: false,
             asking: None,
             tickets: 0,
             held_here: false,
@@ -446,6 +483,7 @@ impl World {
 
     pub(super) fn tick(&mut self) {
         self.now += 60;
+        self.end_them();
         let pages: Vec<(ProcessId, PageSnapshot)> =
             self.agents.iter().map(|(id, a)| (*id, page(a))).collect();
         for (id, page) in pages {
@@ -549,7 +587,7 @@ pub(super) fn page(agent: &Agent) -> PageSnapshot {
     PageSnapshot {
         phase: agent.phase,
         waiters: u32::from(agent.wants),
-        hazards: Hazards::default(),
+        hazards: if agent.fixed { Hazards::MANAGED_MEMORY } else { Hazards::default() },
         generation: agent.generation,
         allocated_bytes: agent.size,
         allocations: 1,

@@ -22,6 +22,7 @@ mod pods;
 mod policy;
 mod pressure;
 mod recovery;
+mod restore_policy;
 mod spec;
 mod ways;
 

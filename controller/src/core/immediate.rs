@@ -1,0 +1,250 @@
+//! Restore policy `immediate`: a container that is called does not wait for neighbours to
+//! become idle.
+//!
+//! ```text
+//! called, no room ──idle neighbours suffice──> they leave, as for anybody
+//!        ├──with those in use, the last to come first──> they leave, too: their calls wait
+//!        ├──with those that cannot leave──────────────> processes are ended, the last first
+//!        └──not even so──> nobody is touched, it waits like anybody
+//! ```
+//!
+//! It shortens the way to room, not the proof of it: the restore begins under a grant, when
+//! NVML shows the VRAM free. Nobody is ended who could be moved, for a return that nobody
+//! calls for, above the asker's priority, or where it would not suffice. Those that an
+//! operator or their mode keeps where they are (pinned, `manual`, `off`) are left alone, and
+//! who has just come home stays for its minimum residency: so two of this policy take turns.
+
+use std::cmp::Reverse;
+
+use affinode_proto::{api::control::Event, reason::Reason, state::State};
+
+use super::{
+    DeviceBytes, Effect, Key, Millis, Node, ProcessId,
+    container::{Container, Goal},
+    plan::Deadlines,
+    policy::{Mode, Restore},
+    process::{Ending, Process},
+    verdict::is_unsafe,
+};
+
+/// Between the request to end and the end by force.
+const GRACE_MS: Millis = 5_000;
+/// The room of one that was to end and did not is not counted on after this.
+const HOPE_MS: Millis = 30_000;
+
+/// One that is made to leave gets more time for what it is in the middle of: the next resort is
+/// its end. Others who wait for it to hold its allocations give up after 2.5 s.
+const FORCED: Deadlines = Deadlines { close_ms: 2_000, lock_ms: 10_000 };
+
+/// When VRAM was taken, and by how old a process: what is greater came later.
+type Came = (Millis, u64);
+
+impl Node {
+    /// Whether callers wait for a container that does not wait for neighbours to become idle.
+    pub(super) fn is_urgent(&self, key: &Key) -> bool {
+        let urgent =
+            |c: &Container| c.policy.restore == Restore::Immediate && c.wake_began.is_some();
+        self.containers.get(key).is_some_and(urgent) && !self.container_needs(key).is_empty()
+    }
+
+    /// Everybody who waits, whose turn it is first. One that is urgent goes before the others
+    /// of its priority and below, however long they have waited.
+    pub(super) fn turns(&self) -> Vec<Key> {
+        let order = self.queue.in_order(self.now);
+        if !order.iter().any(|key| self.is_urgent(key)) {
+            return order;
+        }
+        let priority = |key: &Key| self.containers.get(key).map(|c| c.policy.priority);
+        let mut turns: Vec<Key> = Vec::with_capacity(order.len());
+        for key in order {
+            let behind = |other: &Key| !self.is_urgent(other) && priority(other) <= priority(&key);
+            let place = turns.iter().position(|other| self.is_urgent(&key) && behind(other));
+            turns.insert(place.unwrap_or(turns.len()), key);
+        }
+        turns
+    }
+
+    /// Takes what is missing for an urgent container from neighbours that are in use, beside
+    /// the idle ones that are named. False: it cannot be had, or is not to be; nobody was touched.
+    pub(super) fn clear_the_way(
+        &mut self,
+        key: &Key,
+        missing: &[DeviceBytes],
+        idle: &[Key],
+    ) -> bool {
+        let since = self.containers.get(key).and_then(|c| c.wake_began);
+        let Some(since) = since.filter(|_| self.is_urgent(key)) else { return false };
+        let mut way = Way::new(missing);
+        idle.iter().for_each(|key| {
+            way.take(&self.gives(key, true));
+        });
+        let others: Vec<&Key> = self.in_the_way(key).filter(|key| !idle.contains(key)).collect();
+        let mut movable: Vec<(Came, &Key)> = Vec::new();
+        let mut fixed: Vec<(Came, ProcessId, &Process)> = Vec::new();
+        for other in others {
+            if self.can_be_moved(other, since) {
+                movable.extend(self.came(other).map(|came| (came, other)));
+            } else if self.can_only_end(other, since) {
+                let of_key = self.processes.of(other).filter(|(_, p)| p.ending.is_none());
+                fixed.extend(of_key.map(|(id, p)| (came_of(p), id, p)));
+            }
+        }
+        movable.sort_by(|a, b| b.cmp(a));
+        fixed.sort_by_key(|(came, id, _)| Reverse((*came, *id)));
+        let moved: Vec<Key> = movable
+            .into_iter()
+            .filter(|(_, other)| way.take(&self.gives(other, true)))
+            .map(|(_, other)| other.clone())
+            .collect();
+        let mut ended: Vec<(ProcessId, &[DeviceBytes])> = fixed
+            .into_iter()
+            .filter(|(.., p)| way.take(&p.vram))
+            .map(|(_, id, p)| (id, p.vram.as_slice()))
+            .collect();
+        if !way.is_clear() {
+            return false;
+        }
+        // The last one may make the room of one before it unnecessary.
+        ended.retain(|(_, holds)| !way.spare(holds));
+        let ended: Vec<ProcessId> = ended.into_iter().map(|(id, _)| id).collect();
+        for victim in idle.iter().chain(&moved) {
+            self.send_away(victim, true);
+            let Some(container) = self.containers.get_mut(victim) else { continue };
+            container.forced = moved.contains(victim);
+        }
+        ended.into_iter().for_each(|id| self.end(id, key));
+        true
+    }
+
+    /// Neighbours that are home and may be made to leave for an asker.
+    fn in_the_way<'a>(&'a self, asker: &'a Key) -> impl Iterator<Item = &'a Key> {
+        let priority = self.containers.get(asker).map_or(i32::MIN, |c| c.policy.priority);
+        let concerned = move |(key, c): &(&'a Key, &Container)| {
+            *key != asker
+                && c.goal == Goal::Home
+                && matches!(c.state, State::Active | State::Idle)
+                && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
+                && c.policy.priority <= priority
+                && self.wished(key, false).is_ok()
+                && !self.grants.contains_key(key)
+                && !self.is_too_small(key)
+                && c.came_home
+                    .is_none_or(|t| self.now.saturating_sub(t) >= c.policy.minimum_residency_ms)
+        };
+        self.containers.iter().filter(concerned).map(|(key, _)| key)
+    }
+
+    /// Whether a container that is in use may leave all the same: nothing is lost by it. Not
+    /// one that was tried since then, and stayed.
+    fn can_be_moved(&self, key: &Key, since: Millis) -> bool {
+        let movable =
+            matches!(self.may_offload(key, true), Ok(()) | Err((Reason::CallInProgress, _)));
+        movable
+            && !self.has_stayed(key, since)
+            && self.processes.of(key).all(|(_, p)| p.ending.is_none())
+    }
+
+    /// Whether nothing but the end of its processes frees what a container holds.
+    fn can_only_end(&self, key: &Key, since: Millis) -> bool {
+        match self.may_offload(key, true) {
+            Ok(()) | Err((Reason::CallInProgress, _)) => self.has_stayed(key, since),
+            Err((reason, _)) => is_unsafe(reason) || reason == Reason::BadPeer,
+        }
+    }
+
+    /// For calls in progress and running kernels of a container that leaves.
+    pub(super) fn deadlines(&self, key: &Key) -> Deadlines {
+        let usual = self.settings.deadlines;
+        match self.containers.get(key).is_some_and(|c| c.forced) {
+            true => Deadlines {
+                close_ms: usual.close_ms.max(FORCED.close_ms),
+                lock_ms: usual.lock_ms.max(FORCED.lock_ms),
+            },
+            false => usual,
+        }
+    }
+
+    fn has_stayed(&self, key: &Key, since: Millis) -> bool {
+        self.containers.get(key).is_some_and(|c| c.stayed.is_some_and(|at| at >= since))
+    }
+
+    fn came(&self, key: &Key) -> Option<Came> {
+        self.processes.of(key).map(|(_, p)| came_of(p)).max()
+    }
+
+    fn end(&mut self, id: ProcessId, asker: &Key) {
+        let name = self.containers.get(asker).map(Container::display_name).unwrap_or_default();
+        let Some(process) = self.processes.get_mut(&id) else { return };
+        process.ending = Some(Ending { since: self.now, by_force: false });
+        let (key, identity, bytes) =
+            (process.key.clone(), process.identity.clone(), process.vram_bytes());
+        let text = format!(
+            "process {} ({}) is ended: {name} returns at once, and its room cannot be had otherwise",
+            identity.pid, identity.command
+        );
+        let reason = Reason::EndedForRoom.to_string();
+        self.publish(&key, Event { kind: "ended".into(), reason, text, bytes, ..Event::default() });
+        self.effects.push(Effect::End { identity, by_force: false });
+    }
+
+    /// Who was to end and still holds VRAM is ended by force.
+    pub(super) fn check_endings(&mut self) {
+        for process in self.processes.values_mut() {
+            let Some(ending) = &mut process.ending else { continue };
+            if !ending.by_force && self.now.saturating_sub(ending.since) >= GRACE_MS {
+                ending.by_force = true;
+                let identity = process.identity.clone();
+                self.effects.push(Effect::End { identity, by_force: true });
+            }
+        }
+    }
+
+    /// What those hold that are about to end.
+    pub(super) fn ending(&self) -> impl Iterator<Item = &DeviceBytes> {
+        let hoped = |ending: &Ending| self.now.saturating_sub(ending.since) < HOPE_MS;
+        let ending = self.processes.values().filter(move |p| p.ending.as_ref().is_some_and(hoped));
+        ending.flat_map(|p| &p.vram)
+    }
+}
+
+fn came_of(process: &Process) -> Came {
+    (process.came, process.identity.start_ticks)
+}
+
+/// What is missing, and what was taken beyond it, device by device.
+struct Way {
+    missing: Vec<(String, i128)>,
+}
+
+impl Way {
+    fn new(missing: &[DeviceBytes]) -> Way {
+        let missing = missing.iter().map(|need| (need.uuid.clone(), i128::from(need.bytes)));
+        Way { missing: missing.collect() }
+    }
+
+    fn is_clear(&self) -> bool {
+        self.missing.iter().all(|(_, bytes)| *bytes <= 0)
+    }
+
+    /// Takes what somebody holds, where that helps.
+    fn take(&mut self, holds: &[DeviceBytes]) -> bool {
+        let helps = self.missing.iter().any(|(uuid, bytes)| *bytes > 0 && on(holds, uuid) > 0);
+        if helps {
+            self.missing.iter_mut().for_each(|(uuid, bytes)| *bytes -= on(holds, uuid));
+        }
+        helps
+    }
+
+    /// Gives back what was taken of somebody, where enough is left.
+    fn spare(&mut self, holds: &[DeviceBytes]) -> bool {
+        let enough = self.missing.iter().all(|(uuid, bytes)| *bytes + on(holds, uuid) <= 0);
+        if enough {
+            self.missing.iter_mut().for_each(|(uuid, bytes)| *bytes += on(holds, uuid));
+        }
+        enough
+    }
+}
+
+fn on(holds: &[DeviceBytes], uuid: &str) -> i128 {
+    holds.iter().filter(|held| held.uuid == uuid).map(|held| i128::from(held.bytes)).sum()
+}

@@ -1,0 +1,152 @@
+//! Returns that do not wait for neighbours to become idle.
+
+use affinode_proto::{state::State, wire::Phase};
+
+use super::{
+    super::ProcessId,
+    world::{World, key},
+};
+
+/// A container of policy `immediate` and priority 0 whose process is away, and neighbours.
+fn asker(size: u64) -> (World, ProcessId) {
+    let mut world = World::new(3);
+    world.immediate = vec![0];
+    world.announce(0);
+    let id = world.running(0, size);
+    world.settle();
+    assert_eq!(world.agents[&id].phase, Phase::Away);
+    (world, id)
+}
+
+/// Lets time pass while these are in use. Whether the asker came home.
+fn while_in_use(world: &mut World, busy: &[ProcessId], asker: ProcessId, ticks: usize) -> bool {
+    for _ in 0..ticks {
+        busy.iter().for_each(|id| world.call(*id));
+        world.call(asker);
+        world.tick();
+        while !world.questions.is_empty() {
+            world.answer_question();
+        }
+        for id in world.agents.keys().copied().collect::<Vec<_>>() {
+            while world.agents.get(&id).is_some_and(|agent| !agent.inbox.is_empty()) {
+                world.work(id);
+            }
+        }
+        if world.agents[&asker].phase == Phase::Open {
+            return true;
+        }
+    }
+    false
+}
+
+#[test]
+fn who_is_in_use_is_moved_and_nobody_is_ended() {
+    let (mut world, asker) = asker(600);
+    let busy = world.running(2, 700);
+    assert!(while_in_use(&mut world, &[busy], asker, 20));
+    assert_eq!((world.agents[&busy].on_device() < 700, world.ended.len()), (true, 0));
+    // It comes back when the other does not need its room any more.
+    world.settle();
+    assert!(!world.agents[&busy].wants, "it still waits");
+}
+
+#[test]
+fn who_waits_in_the_queue_waits_for_who_is_in_use() {
+    let (mut world, asker) = asker(600);
+    (world.immediate, world.node.containers.get_mut(&key(0)).unwrap().policy.restore) =
+        (Vec::new(), super::super::policy::Restore::Queue);
+    let busy = world.running(2, 700);
+    assert!(!while_in_use(&mut world, &[busy], asker, 100));
+    assert_eq!(world.agents[&busy].phase, Phase::Open);
+}
+
+#[test]
+fn of_those_that_cannot_be_moved_the_last_to_come_are_ended_and_no_more_than_needed() {
+    let (mut world, asker) = asker(500);
+    let sizes = [(2, 100), (2, 200), (2, 300), (2, 10)];
+    let pids: Vec<u32> = sizes
+        .into_iter()
+        .map(|(container, size)| {
+            let id = world.running(container, size);
+            world.agents.get_mut(&id).unwrap().fixed = true;
+            world.now += 1_000;
+            world.agents[&id].pid
+        })
+        .collect();
+    assert!(while_in_use(&mut world, &[], asker, 200));
+    // The last, of 10, would not have helped beside the one before it.
+    let asked: Vec<u32> = world.ended.iter().filter(|(_, force)| !force).map(|e| e.0).collect();
+    assert_eq!(asked, [pids[2]]);
+}
+
+#[test]
+fn who_does_not_end_when_asked_is_killed_after_a_while() {
+    let (mut world, asker) = asker(600);
+    let mut id = world.running(2, 700);
+    while world.agents[&id].pid % 2 == 1 {
+        world.exit(id);
+        id = world.running(2, 700);
+    }
+    world.agents.get_mut(&id).unwrap().fixed = true;
+    let pid = world.agents[&id].pid;
+    let asked = world.now;
+    assert!(while_in_use(&mut world, &[], asker, 200));
+    assert_eq!(world.ended, [(pid, false), (pid, true)]);
+    assert!(world.now - asked >= 5_000);
+}
+
+/// Nobody is ended for nothing: not where it does not suffice, not above the asker, not for a
+/// return that nobody calls for, not whom an operator keeps.
+#[test]
+fn who_may_not_be_ended_is_not() {
+    let fixed = |world: &mut World, container, size| {
+        let id = world.running(container, size);
+        world.agents.get_mut(&id).unwrap().fixed = true;
+        id
+    };
+    let (mut world, waiter) = asker(600);
+    fixed(&mut world, 2, 300);
+    world.others = 500;
+    assert!(!while_in_use(&mut world, &[], waiter, 200), "there is no room");
+    assert_eq!(world.ended, []);
+
+    let (mut world, waiter) = asker(600);
+    fixed(&mut world, 1, 700);
+    assert!(!while_in_use(&mut world, &[], waiter, 200), "it is of higher priority");
+    assert_eq!(world.ended, []);
+
+    let (mut world, waiter) = asker(600);
+    fixed(&mut world, 2, 700);
+    let _ = world.node.pin(&key(2), true);
+    assert!(!while_in_use(&mut world, &[], waiter, 200), "it is pinned");
+    assert_eq!(world.ended, []);
+
+    let (mut world, _) = asker(600);
+    fixed(&mut world, 2, 700);
+    let command = super::super::CommandId(1);
+    let request = super::super::Request::Restore;
+    world.feed(super::super::Input::Command(command, key(0), request));
+    world.settle();
+    assert_eq!((world.state(0), world.ended.len()), (State::Queued, 0), "nobody called");
+}
+
+/// Whoever waits in the queue for longer is passed, unless it is of higher priority.
+#[test]
+fn it_goes_before_others_of_its_priority() {
+    let mut world = World::new(3);
+    world.immediate = vec![0];
+    world.announce(0);
+    let ids = [world.running(0, 300), world.running(1, 300), world.running(2, 300)];
+    world.settle();
+    world.others = 1_000;
+    world.call(ids[2]);
+    world.now += 60_000;
+    world.call(ids[1]);
+    world.call(ids[0]);
+    assert_eq!(world.node.queue.in_order(world.now)[0], key(2));
+    let turns = world.node.turns();
+    assert_eq!(turns, [key(0), key(2), key(1)]);
+    // The aged one stands before the one of higher priority; had it not aged:
+    world.node.queue.leave(&key(2));
+    assert_eq!(world.node.turns(), [key(1), key(0)]);
+}
