@@ -6,7 +6,6 @@
  * Every expectation was seen to hold on an H200 with driver 580.159.04. One GPU is enough. `share` and `ipc` fork before the driver is used. */
 #include "client.h"
 
-#include <dlfcn.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -511,16 +510,9 @@ int main(int argc, char **argv)
                   {"streams", stream_checks, NULL, NULL},     {"legacy", legacy_checks, NULL, NULL},
                   {"modules", module_checks, NULL, NULL},     {"vmm", vmm_checks, NULL, NULL},
                   {"entry", entry_checks, NULL, NULL},        {"checkpoint", checkpoint_checks, NULL, NULL}};
-    void *library = dlopen("libcuda.so.1", RTLD_NOW);
-    if (library == NULL || cuda_load(cuda) != 0) {
-        fprintf(stderr, "%s\n", dlerror());
+    if (cuda_load(cuda) != 0)
         return 3;
-    }
-#define F(name, parameters)                                                                                           \
-    if ((*(void **)&name = dlsym(library, #name)) == NULL) {                                                          \
-        fprintf(stderr, "libcuda.so.1 has no %s\n", #name);                                                           \
-        return 3;                                                                                                     \
-    }
+#define F(name, parameters) *(void **)&name = cuda_function(#name);
     MORE_FUNCTIONS(F)
 #undef F
     for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++) {

@@ -13,6 +13,8 @@ struct cuda {
 
 /* Fills the table. One loader is linked into each program; it says on stderr what is missing. 0: all there. */
 int cuda_load(struct cuda *cuda);
+/* A function of the driver beyond the table; the program ends with status 3 when there is none. Of load_dlsym.c. */
+void *cuda_function(const char *name);
 
 /* One allocation, filled by seed, on a device made ready. */
 struct client {

@@ -14,7 +14,6 @@
  *   exit         ends at the first line, while another of its threads makes a call; its last exit handler lingers */
 #include "client.h"
 
-#include <dlfcn.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -33,16 +32,6 @@ static struct client client;
 static CUdeviceptr more;
 static unsigned char *pinned;
 static size_t more_bytes;
-
-static void *function(const char *name)
-{
-    void *found = dlsym(dlopen("libcuda.so.1", RTLD_NOW), name);
-    if (found == NULL) {
-        fprintf(stderr, "hazards: libcuda.so.1 has no %s\n", name);
-        exit(3);
-    }
-    return found;
-}
 
 static CUresult fill_more(void)
 {
@@ -76,7 +65,7 @@ static CUresult verify_more(uint64_t *wrong)
 
 static CUresult ipc_export(struct ipc_handle *handle)
 {
-    CUresult (*get)(struct ipc_handle *, CUdeviceptr) = function("cuIpcGetMemHandle");
+    CUresult (*get)(struct ipc_handle *, CUdeviceptr) = cuda_function("cuIpcGetMemHandle");
     return get(handle, client.memory);
 }
 
@@ -112,9 +101,9 @@ static CUresult peer_access(void)
     CUdevice other;
     CUcontext own, context;
     CUdeviceptr there;
-    CUresult (*current)(CUcontext *) = function("cuCtxGetCurrent");
-    CUresult (*copy)(CUdeviceptr, CUdeviceptr, size_t) = function("cuMemcpyDtoD_v2");
-    CUresult (*synchronize)(void) = function("cuCtxSynchronize");
+    CUresult (*current)(CUcontext *) = cuda_function("cuCtxGetCurrent");
+    CUresult (*copy)(CUdeviceptr, CUdeviceptr, size_t) = cuda_function("cuMemcpyDtoD_v2");
+    CUresult (*synchronize)(void) = cuda_function("cuCtxSynchronize");
     CUresult result = client.cuda.device_count(&count);
     if (result != 0 || count < 2)
         return result != 0 ? result : 101;
@@ -143,7 +132,7 @@ static CUresult do_thing(const char *kind, int handles)
     if (strcmp(kind, "ipc-import") == 0) {
         struct ipc_handle handle;
         CUdeviceptr imported;
-        CUresult (*open)(CUdeviceptr *, struct ipc_handle, unsigned) = function("cuIpcOpenMemHandle_v2");
+        CUresult (*open)(CUdeviceptr *, struct ipc_handle, unsigned) = cuda_function("cuIpcOpenMemHandle_v2");
         if (read(handles, &handle, sizeof handle) != sizeof handle)
             return 999;
         return open(&imported, handle, 1);
@@ -153,7 +142,7 @@ static CUresult do_thing(const char *kind, int handles)
         return ipc_export(&handle);
     }
     if (strcmp(kind, "pinned") == 0) {
-        CUresult (*host)(void **, size_t, unsigned) = function("cuMemHostAlloc");
+        CUresult (*host)(void **, size_t, unsigned) = cuda_function("cuMemHostAlloc");
         CUresult result = host((void **)&pinned, more_bytes, 0);
         for (size_t i = 0; result == 0 && i < more_bytes; i++)
             pinned[i] = (unsigned char)(i * 31 + 7);
@@ -162,7 +151,7 @@ static CUresult do_thing(const char *kind, int handles)
         return result != 0 ? result : client.cuda.copy_in(more, pinned, more_bytes);
     }
     if (strcmp(kind, "async") == 0) {
-        CUresult (*alloc)(CUdeviceptr *, size_t, CUstream) = function("cuMemAllocAsync");
+        CUresult (*alloc)(CUdeviceptr *, size_t, CUstream) = cuda_function("cuMemAllocAsync");
         CUresult result = alloc(&more, more_bytes, NULL);
         if (result == 0)
             result = client.cuda.ctx_sync();

@@ -3,6 +3,7 @@
 
 #include <dlfcn.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 int cuda_load(struct cuda *cuda)
 {
@@ -24,4 +25,15 @@ int cuda_load(struct cuda *cuda)
     CUDA_FUNCTIONS(X)
 #undef X
     return 0;
+}
+
+void *cuda_function(const char *name)
+{
+    void *library = dlopen("libcuda.so.1", RTLD_NOW);
+    void *found = library == NULL ? NULL : dlsym(library, name);
+    if (found == NULL) {
+        fprintf(stderr, "libcuda.so.1 has no %s\n", name);
+        exit(3);
+    }
+    return found;
 }

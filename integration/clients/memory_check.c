@@ -7,7 +7,6 @@
  */
 #include "client.h"
 
-#include <dlfcn.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
@@ -215,16 +214,9 @@ static void contexts(void)
 
 int main(void)
 {
-    void *library = dlopen("libcuda.so.1", RTLD_NOW);
-    if (library == NULL || cuda_load(cuda) != 0) {
-        fprintf(stderr, "%s\n", dlerror());
+    if (cuda_load(cuda) != 0)
         return 3;
-    }
-#define F(name, parameters)                                                                                           \
-    if ((*(void **)&name = dlsym(library, #name)) == NULL) {                                                          \
-        fprintf(stderr, "libcuda.so.1 has no %s\n", #name);                                                           \
-        return 3;                                                                                                     \
-    }
+#define F(name, parameters) *(void **)&name = cuda_function(#name);
     MORE_FUNCTIONS(F)
 #undef F
     if (client_open(&client, 0) != 0)

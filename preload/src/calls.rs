@@ -191,13 +191,7 @@ mod tests {
     use affinode_proto::wire::page::PAGE_BYTES;
 
     use super::*;
-
-    fn page() -> Box<Page> {
-        // SAFETY: all fields are integers, for which zero is a value.
-        let page: Box<Page> = unsafe { Box::new(core::mem::zeroed()) };
-        page.initialise();
-        page
-    }
+    use crate::page::tests::page;
 
     fn bytes(page: &Page) -> &[u8; PAGE_BYTES] {
         // SAFETY: a page has this size; the test writes it on this thread alone.

@@ -156,10 +156,11 @@ impl Page {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
 
-    fn page() -> Box<Page> {
+    /// A page of nobody.
+    pub fn page() -> Box<Page> {
         // SAFETY: all fields are integers, for which zero is a value.
         let page: Box<Page> = unsafe { Box::new(core::mem::zeroed()) };
         page.initialise();

@@ -2,13 +2,19 @@
 //! to the application.
 
 use core::arch::asm;
-use core::ffi::{CStr, c_void};
+use core::ffi::CStr;
 use core::sync::atomic::AtomicU32;
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 compile_error!("the call numbers below are those of Linux on x86_64");
 
+mod memory;
 pub mod task;
+
+pub use self::memory::{
+    Memory, discard, make_resident, map_aligned, map_private, memory_file, prefer_huge_pages,
+    seal_size, unmap_private, wipe_on_fork,
+};
 
 mod number {
     pub const READ: usize = 0;
@@ -200,77 +206,6 @@ pub fn barrier() -> Result<(), Errno> {
     plain(number::MEMBARRIER, [PRIVATE_EXPEDITED, 0, 0, 0, 0, 0]).map(drop)
 }
 
-/// Makes a forked child find these pages zero.
-///
-/// # Safety
-/// The range must be whole, private, anonymous pages of the caller's.
-pub unsafe fn wipe_on_fork(start: *const c_void, bytes: usize) -> Result<(), Errno> {
-    const MADV_WIPEONFORK: usize = 18;
-    let args = [start as usize, bytes, MADV_WIPEONFORK, 0, 0, 0];
-    // SAFETY: changes no content here; the caller vouches for the range.
-    unsafe { call(number::MADVISE, args) }.map(drop)
-}
-
-/// Fresh memory of this process alone: no part of it is there in a forked child.
-pub fn map_private(bytes: usize) -> Result<*mut u8, Errno> {
-    const PROT_READ_WRITE: usize = 1 | 2;
-    const PRIVATE_ANONYMOUS_NORESERVE: usize = 2 | 0x20 | 0x4000;
-    const MADV_DONTFORK: usize = 10;
-    let args = [0, bytes, PROT_READ_WRITE, PRIVATE_ANONYMOUS_NORESERVE, usize::MAX, 0];
-    let at = plain(number::MMAP, args)?;
-    // SAFETY: changes nothing here; the range was just mapped.
-    let kept = unsafe { call(number::MADVISE, [at, bytes, MADV_DONTFORK, 0, 0, 0]) };
-    if let Err(error) = kept {
-        unmap(at, bytes);
-        return Err(error);
-    }
-    Ok(at as *mut u8)
-}
-
-/// Ends a part of what [`map_private`] made.
-///
-/// # Safety
-/// Nothing may refer to it any more.
-pub unsafe fn unmap_private(start: *mut u8, bytes: usize) {
-    unmap(start as usize, bytes);
-}
-
-/// Asks for huge pages.
-pub fn prefer_huge_pages(start: *mut u8, bytes: usize) {
-    const MADV_HUGEPAGE: usize = 14;
-    // SAFETY: changes no content.
-    let _ = unsafe { call(number::MADVISE, [start as usize, bytes, MADV_HUGEPAGE, 0, 0, 0]) };
-}
-
-/// Brings the pages of fresh memory in.
-///
-/// # Safety
-/// The range must be mapped, and hold nothing: where the kernel is older than 5.14, zeroes
-/// are written.
-pub unsafe fn make_resident(start: *mut u8, bytes: usize) {
-    const MADV_POPULATE_WRITE: usize = 23;
-    const PAGE_BYTES: usize = 4096;
-    // SAFETY: changes no content.
-    let done =
-        unsafe { call(number::MADVISE, [start as usize, bytes, MADV_POPULATE_WRITE, 0, 0, 0]) };
-    if done.is_err() {
-        for offset in (0..bytes).step_by(PAGE_BYTES) {
-            // SAFETY: inside the range, which the caller vouches for.
-            unsafe { start.add(offset).write_volatile(0) };
-        }
-    }
-}
-
-/// Gives pages back; the range is there and zero.
-///
-/// # Safety
-/// The content must not be needed.
-pub unsafe fn discard(start: *mut u8, bytes: usize) {
-    const MADV_DONTNEED: usize = 4;
-    // SAFETY: the caller vouches for the content.
-    let _ = unsafe { call(number::MADVISE, [start as usize, bytes, MADV_DONTNEED, 0, 0, 0]) };
-}
-
 /// How many processors the calling thread may run on; at least one.
 pub fn processors() -> usize {
     let mut mask = [0_u64; 128];
@@ -295,25 +230,6 @@ pub fn read_file<'a>(path: &CStr, buffer: &'a mut [u8]) -> Option<&'a [u8]> {
 /// Whether a path exists for this process.
 pub fn exists(path: &CStr) -> bool {
     plain(number::ACCESS, [path.as_ptr() as usize, 0, 0, 0, 0, 0]).is_ok()
-}
-
-/// Makes an empty memory file of `bytes` bytes that can be sealed.
-pub fn memory_file(name: &CStr, bytes: usize) -> Result<i32, Errno> {
-    const CLOEXEC_ALLOW_SEALING: usize = 1 | 2;
-    let args = [name.as_ptr() as usize, CLOEXEC_ALLOW_SEALING, 0, 0, 0, 0];
-    let fd = plain(number::MEMFD_CREATE, args)?;
-    if let Err(error) = plain(number::FTRUNCATE, [fd, bytes, 0, 0, 0, 0]) {
-        close(fd as i32);
-        return Err(error);
-    }
-    Ok(fd as i32)
-}
-
-/// Fixes the size of a memory file for ever.
-pub fn seal_size(fd: i32) -> Result<(), Errno> {
-    const F_ADD_SEALS: usize = 1033;
-    const SEAL_SHRINK_GROW: usize = 1 | 2 | 4;
-    fcntl(fd, F_ADD_SEALS, SEAL_SHRINK_GROW).map(drop)
 }
 
 fn fcntl(fd: i32, command: usize, argument: usize) -> Result<usize, Errno> {
@@ -351,34 +267,6 @@ pub fn identity(fd: i32) -> Option<Identity> {
     let mut stat = [0_u64; 18];
     let args = [fd as usize, stat.as_mut_ptr() as usize, 0, 0, 0, 0];
     plain(number::FSTAT, args).ok().map(|_| Identity { device: stat[0], inode: stat[1] })
-}
-
-/// Maps `bytes` of a file, shared, at a multiple of `bytes` (a power of two).
-pub fn map_aligned(fd: i32, bytes: usize) -> Result<*mut u8, Errno> {
-    const PROT_READ_WRITE: usize = 1 | 2;
-    const MAP_SHARED_FIXED: usize = 1 | 0x10;
-    const MAP_PRIVATE_ANONYMOUS_NORESERVE: usize = 2 | 0x20 | 0x4000;
-    // Reserve twice the size, map the file over the aligned part, give the rest back.
-    let args = [0, 2 * bytes, 0, MAP_PRIVATE_ANONYMOUS_NORESERVE, usize::MAX, 0];
-    let reserved = plain(number::MMAP, args)?;
-    let aligned = reserved.next_multiple_of(bytes);
-    let args = [aligned, bytes, PROT_READ_WRITE, MAP_SHARED_FIXED, fd as usize, 0];
-    // SAFETY: replaces pages of the reservation just made, which nobody else knows.
-    let mapped = unsafe { call(number::MMAP, args) };
-    if mapped.is_err() {
-        unmap(reserved, 2 * bytes);
-        return mapped.map(|at| at as *mut u8);
-    }
-    unmap(reserved, aligned - reserved);
-    unmap(aligned + bytes, reserved + bytes - aligned);
-    mapped.map(|at| at as *mut u8)
-}
-
-fn unmap(start: usize, bytes: usize) {
-    if bytes > 0 {
-        // SAFETY: only called for parts of a reservation that the caller has made.
-        let _ = unsafe { call(number::MUNMAP, [start, bytes, 0, 0, 0, 0]) };
-    }
 }
 
 /// A Unix stream socket connected to `path`, that never blocks and tells `tid` of
@@ -443,33 +331,6 @@ pub fn receive(fd: i32, buffer: &mut [u8]) -> Result<usize, Errno> {
     plain(number::RECVFROM, [fd as usize, at, buffer.len(), MSG_DONTWAIT, 0, 0])
 }
 
-/// Memory that is given back at the end.
-pub struct Memory {
-    start: usize,
-    bytes: usize,
-}
-
-impl Memory {
-    /// Zeros, in whole pages.
-    pub fn new(bytes: usize) -> Result<Memory, Errno> {
-        const PROT_READ_WRITE: usize = 1 | 2;
-        const MAP_PRIVATE_ANONYMOUS: usize = 2 | 0x20;
-        let args = [0, bytes, PROT_READ_WRITE, MAP_PRIVATE_ANONYMOUS, usize::MAX, 0];
-        plain(number::MMAP, args).map(|start| Memory { start, bytes })
-    }
-
-    /// Its first address.
-    pub fn start(&self) -> usize {
-        self.start
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        unmap(self.start, self.bytes);
-    }
-}
-
 /// The node-wide lock of a folder that several containers see.
 #[derive(Debug)]
 pub enum FolderLock {
@@ -502,21 +363,6 @@ pub fn lock_folder(path: &CStr) -> Option<FolderLock> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_memory_file_is_mapped_aligned_and_sealed() {
-        let fd = lift(memory_file(c"test", 16384).unwrap());
-        seal_size(fd).unwrap();
-        let at = map_aligned(fd, 16384).unwrap();
-        assert_eq!(at as usize % 16384, 0);
-        // SAFETY: just mapped, 16384 bytes long.
-        unsafe { at.write(7) };
-        assert!(plain(number::FTRUNCATE, [fd as usize, 0, 0, 0, 0, 0]).is_err());
-        let identity_before = identity(fd);
-        assert!(identity_before.is_some());
-        close(fd);
-        assert_eq!(identity(fd), None);
-    }
 
     #[test]
     fn own_thread_lives_and_a_joined_one_does_not() {

@@ -87,116 +87,31 @@ impl Batch {
     }
 }
 
-impl From<control::CallBatch> for Batch {
-    fn from(b: control::CallBatch) -> Batch {
-        Batch {
-            sequence: b.sequence,
-            unix_ms: b.unix_ms,
-            elapsed_ms: b.elapsed_ms,
-            processes: b.processes.into_iter().map(ProcessCalls::from).collect(),
-            left_out: b.left_out,
+/// The same fields on the control socket, in both directions; those in brackets are lists.
+macro_rules! as_sent {
+    ($name:ident as $sent:ident: $($field:ident),*; [$($list:ident),*]) => {
+        impl From<control::$sent> for $name {
+            fn from(sent: control::$sent) -> $name {
+                $name {
+                    $($field: sent.$field,)*
+                    $($list: sent.$list.into_iter().map(Into::into).collect(),)*
+                }
+            }
         }
-    }
+
+        impl From<$name> for control::$sent {
+            fn from(own: $name) -> control::$sent {
+                control::$sent {
+                    $($field: own.$field,)*
+                    $($list: own.$list.into_iter().map(Into::into).collect(),)*
+                    ..control::$sent::default()
+                }
+            }
+        }
+    };
 }
 
-impl From<Batch> for control::CallBatch {
-    fn from(b: Batch) -> control::CallBatch {
-        control::CallBatch {
-            sequence: b.sequence,
-            unix_ms: b.unix_ms,
-            elapsed_ms: b.elapsed_ms,
-            processes: b.processes.into_iter().map(control::ProcessCalls::from).collect(),
-            left_out: b.left_out,
-            ..control::CallBatch::default()
-        }
-    }
-}
-
-impl From<control::ProcessCalls> for ProcessCalls {
-    fn from(p: control::ProcessCalls) -> ProcessCalls {
-        ProcessCalls {
-            key: p.key,
-            container: p.container,
-            pid: p.pid,
-            command: p.command,
-            calls: p.calls,
-            one_in: p.one_in,
-            dropped: p.dropped,
-            functions: p.functions.into_iter().map(FunctionCalls::from).collect(),
-            recorded: p.recorded.into_iter().map(RecordedCall::from).collect(),
-        }
-    }
-}
-
-impl From<ProcessCalls> for control::ProcessCalls {
-    fn from(p: ProcessCalls) -> control::ProcessCalls {
-        control::ProcessCalls {
-            key: p.key,
-            container: p.container,
-            pid: p.pid,
-            command: p.command,
-            calls: p.calls,
-            one_in: p.one_in,
-            dropped: p.dropped,
-            functions: p.functions.into_iter().map(control::FunctionCalls::from).collect(),
-            recorded: p.recorded.into_iter().map(control::RecordedCall::from).collect(),
-            ..control::ProcessCalls::default()
-        }
-    }
-}
-
-impl From<control::FunctionCalls> for FunctionCalls {
-    fn from(f: control::FunctionCalls) -> FunctionCalls {
-        FunctionCalls {
-            name: f.name,
-            calls: f.calls,
-            recorded: f.recorded,
-            bytes: f.bytes,
-            failed: f.failed,
-            total_ns: f.total_ns,
-            longest_ns: f.longest_ns,
-        }
-    }
-}
-
-impl From<FunctionCalls> for control::FunctionCalls {
-    fn from(f: FunctionCalls) -> control::FunctionCalls {
-        control::FunctionCalls {
-            name: f.name,
-            calls: f.calls,
-            recorded: f.recorded,
-            bytes: f.bytes,
-            failed: f.failed,
-            total_ns: f.total_ns,
-            longest_ns: f.longest_ns,
-            ..control::FunctionCalls::default()
-        }
-    }
-}
-
-impl From<control::RecordedCall> for RecordedCall {
-    fn from(r: control::RecordedCall) -> RecordedCall {
-        RecordedCall {
-            name: r.name,
-            thread: r.thread,
-            duration_ns: r.duration_ns,
-            bytes: r.bytes,
-            result: r.result,
-            stands_for: r.stands_for,
-        }
-    }
-}
-
-impl From<RecordedCall> for control::RecordedCall {
-    fn from(r: RecordedCall) -> control::RecordedCall {
-        control::RecordedCall {
-            name: r.name,
-            thread: r.thread,
-            duration_ns: r.duration_ns,
-            bytes: r.bytes,
-            result: r.result,
-            stands_for: r.stands_for,
-            ..control::RecordedCall::default()
-        }
-    }
-}
+as_sent!(Batch as CallBatch: sequence, unix_ms, elapsed_ms, left_out; [processes]);
+as_sent!(ProcessCalls as ProcessCalls: key, container, pid, command, calls, one_in, dropped; [functions, recorded]);
+as_sent!(FunctionCalls as FunctionCalls: name, calls, recorded, bytes, failed, total_ns, longest_ns; []);
+as_sent!(RecordedCall as RecordedCall: name, thread, duration_ns, bytes, result, stands_for; []);

@@ -14,7 +14,6 @@ use affinode_proto::{
         PolicyValue,
     },
     paths,
-    reason::Reason,
     state::State,
     wire::{message::AgentMessage, page::PAGE_BYTES},
 };
@@ -31,10 +30,7 @@ use crate::{
     calls::{CallHub, Sight},
     clock::{monotonic_ms, unix_ms},
     config::Config,
-    core::{
-        CommandId, Effect, Input, Key, Millis, Node, ProcessId, Request, container::display_name,
-        hints::Hint,
-    },
+    core::{CommandId, Effect, Input, Key, Millis, Node, ProcessId, Request, hints::Hint},
     inventory::{Finding, Inventory, Question, busy::Busy, memory::MemoryRules, process},
     journal::{Journal, Unclaimed},
     report, wishes,
@@ -80,7 +76,7 @@ pub enum Call {
 pub(super) struct Actor {
     pub(super) node: Node,
     config: Config,
-    run_dir: PathBuf,
+    pub(super) run_dir: PathBuf,
     agents: HashMap<ProcessId, Agent>,
     pub(super) listeners: HashMap<Key, Listener>,
     numbers: Arc<AtomicU64>,
@@ -280,7 +276,7 @@ impl Actor {
         }
     }
 
-    fn publish(&mut self, event: Event) {
+    pub(super) fn publish(&mut self, event: Event) {
         if event.to == State::Offloaded.as_str() || event.to == State::Active.as_str() {
             // VRAM has moved: people want to see it now.
             self.ask_gpus();
@@ -355,7 +351,7 @@ impl Actor {
         }
     }
 
-    fn call(&mut self, call: Call) {
+    pub(super) fn call(&mut self, call: Call) {
         match call {
             Call::Announce(announcement, answer) => {
                 let _ = answer.send(self.announce(*announcement));
@@ -492,72 +488,6 @@ impl Actor {
             self.withdraw(key.clone());
             self.sweep.remove_folder(&key);
         }
-    }
-
-    fn auto_offload(&mut self, on: bool, who: &str) -> Result<bool, String> {
-        let changed = self.node.set_auto_offload(on);
-        if let Err(why) = self.keep_wishes() {
-            self.node.set_auto_offload(on != changed);
-            return Err(why);
-        }
-        if changed {
-            let word = if on { "on" } else { "off" };
-            self.note("", String::new(), format!("auto-offload was turned {word} by {who}"));
-        }
-        Ok(changed)
-    }
-
-    fn pin(
-        &mut self,
-        name: &str,
-        pinned: bool,
-        who: &str,
-        answer: oneshot::Sender<ActionResponse>,
-    ) {
-        let refused = |why| ActionResponse { reason_text: why, ..ActionResponse::default() };
-        let key = match self.node.find(name) {
-            Ok(key) => key,
-            Err(why) => return drop(answer.send(refused(why))),
-        };
-        let changed = self.node.pin(&key, pinned);
-        if let Err(why) = self.keep_wishes() {
-            self.node.pin(&key, pinned != changed);
-            return drop(answer.send(refused(why)));
-        }
-        let list = self.node.list(self.now(), unix_ms());
-        let known = list.containers.into_iter().find(|c| c.announcement.key == key.as_str());
-        let known = known.unwrap_or_default();
-        if changed {
-            let word = if pinned { "pinned" } else { "unpinned" };
-            let shown = display_name(&known.announcement);
-            self.note(key.as_str(), shown, format!("it was {word} by {who}"));
-        }
-        // One that is away comes back: it is to be on the GPU.
-        let home = [State::Active, State::Idle, State::Unregistered, State::Lost];
-        if pinned && home.iter().all(|state| known.state != state.as_str()) {
-            return self.call(Call::Act(key.to_string(), Request::Restore, answer));
-        }
-        let response = ActionResponse { done: true, state: known.state, ..refused(String::new()) };
-        let _ = answer.send(response);
-    }
-
-    /// Notes who asked for what.
-    pub(super) fn note(&mut self, key: &str, container: String, text: String) {
-        let event = Event {
-            kind: "request".into(),
-            key: key.into(),
-            container,
-            reason: Reason::Requested.to_string(),
-            text,
-            ..Event::default()
-        };
-        self.publish(event);
-    }
-
-    fn keep_wishes(&self) -> Result<(), String> {
-        wishes::write(&self.run_dir, self.node.wishes()).map_err(|error| {
-            format!("the choice cannot be kept in {}: {error}", self.run_dir.display())
-        })
     }
 
     fn withdraw(&mut self, key: Key) {

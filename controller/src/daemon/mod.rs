@@ -10,6 +10,7 @@ mod door;
 mod events;
 mod hints;
 mod log;
+mod operators;
 mod policies;
 mod readings;
 mod show;

@@ -2,23 +2,22 @@
 //! while the call is counted, and passes on whatever is not about carried memory.
 
 use core::ffi::c_void;
-use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use core::sync::atomic::Ordering;
 
-use affinode_cuda_sys::{
-    ACCESS_READ_WRITE, ALLOCATION_PINNED, LOCATION_DEVICE, MemAccessDesc, MemAllocationProp,
-    device_attribute, pointer_attribute, result,
-};
+use affinode_cuda_sys::{pointer_attribute, result};
 use affinode_proto::wire::Notes;
 
+use super::backing::{back, give_access, is_able, unback};
+use super::contexts::{
+    ctx_destroy, current_context, in_context, primary_release, primary_reset, wait_for_work,
+};
+use super::driver::call;
 use super::table::{Allocation, Place};
-use super::{CARRY, DEVICES, count, driver, locked, with_pool};
+use super::{CARRY, GRANULE_BYTES, count, locked};
 use crate::process;
 
 /// Smaller allocations are left to the driver, which puts several into one such piece.
 const LEAST_BYTES: usize = 2 << 20;
-/// Physical memory comes in multiples of this. A device where it does not is left alone.
-const GRANULE_BYTES: usize = 2 << 20;
-
 /// The functions, old names beside new ones where both mean the same.
 pub const NAMES: [&[u8]; 17] = [
     b"cuMemAlloc_v2",
@@ -59,19 +58,6 @@ pub fn stand_in(index: usize) -> usize {
         _ => ctx_enable_peer_access as *const () as usize,
     }
 }
-
-/// Calls a function of the driver, which is there: [`driver::is_complete`] was asked before
-/// anything stood in for one.
-macro_rules! call {
-    ($name:ident($($argument:expr),*)) => {
-        match driver::$name() {
-            // SAFETY: the arguments are the application's own, or point to locals of their types.
-            Some(function) => unsafe { function($($argument),*) },
-            None => result::NOT_INITIALIZED,
-        }
-    };
-}
-pub(super) use call;
 
 unsafe extern "C" fn mem_alloc(address: *mut u64, bytes: usize) -> u32 {
     if !address.is_null()
@@ -154,113 +140,6 @@ fn allocate(asked_bytes: usize) -> Option<u64> {
     None
 }
 
-fn current_context() -> Option<usize> {
-    let mut context = 0;
-    (call!(ctx_get_current(&raw mut context)) == result::SUCCESS).then_some(context)
-}
-
-/// What is known of each device: whether memory on it can be carried, and may say that
-/// others on the bus reach it.
-static ABLE: [AtomicU32; DEVICES] = [const { AtomicU32::new(UNKNOWN) }; DEVICES];
-const UNKNOWN: u32 = 0;
-const NOT_ABLE: u32 = 1;
-const ABLE_PLAIN: u32 = 2;
-const ABLE_RDMA: u32 = 3;
-
-fn ability(device: i32) -> u32 {
-    let Some(known) = usize::try_from(device).ok().and_then(|device| ABLE.get(device)) else {
-        return NOT_ABLE;
-    };
-    match known.load(Ordering::Relaxed) {
-        UNKNOWN => {}
-        answer => return answer,
-    }
-    let has = |attribute| {
-        let mut value = 0;
-        let code = call!(device_get_attribute(&raw mut value, attribute, device));
-        code == result::SUCCESS && value == 1
-    };
-    let mut granule = 0;
-    let property = property(device, false);
-    let asked = call!(mem_get_granularity(&raw mut granule, &raw const property, 0));
-    let fits = asked == result::SUCCESS && granule > 0 && GRANULE_BYTES.is_multiple_of(granule);
-    let answer = if !fits || !has(device_attribute::VIRTUAL_MEMORY_MANAGEMENT) {
-        NOT_ABLE
-    } else if has(device_attribute::RDMA_WITH_VIRTUAL_MEMORY) {
-        ABLE_RDMA
-    } else {
-        ABLE_PLAIN
-    };
-    known.store(answer, Ordering::Relaxed);
-    answer
-}
-
-fn is_able(device: i32) -> bool {
-    ability(device) != NOT_ABLE
-}
-
-fn property(device: i32, rdma: bool) -> MemAllocationProp {
-    MemAllocationProp {
-        kind: ALLOCATION_PINNED,
-        location_type: LOCATION_DEVICE,
-        location_id: device,
-        gpu_direct_rdma: u8::from(rdma),
-        ..MemAllocationProp::default()
-    }
-}
-
-/// Puts physical memory behind reserved addresses.
-pub(super) fn back(address: u64, bytes: usize, device: i32) -> Result<u64, u32> {
-    let property = property(device, ability(device) == ABLE_RDMA);
-    let mut handle = 0;
-    match call!(mem_create(&raw mut handle, bytes, &raw const property, 0)) {
-        result::SUCCESS => {}
-        code => return Err(code),
-    }
-    let mapped = call!(mem_map(address, bytes, 0, handle, 0));
-    if mapped != result::SUCCESS {
-        call!(mem_release(handle));
-        return Err(mapped);
-    }
-    match give_access(address, bytes, device) {
-        result::SUCCESS => Ok(handle),
-        code => {
-            unback(address, bytes, handle);
-            Err(code)
-        }
-    }
-}
-
-/// Undoes [`back`].
-pub(super) fn unback(address: u64, bytes: usize, handle: u64) {
-    call!(mem_unmap(address, bytes));
-    call!(mem_release(handle));
-}
-
-/// Gives the device itself access, and those that the application has made its peers.
-fn give_access(address: u64, bytes: usize, device: i32) -> u32 {
-    let access = |id| MemAccessDesc {
-        location_type: LOCATION_DEVICE,
-        location_id: id,
-        flags: ACCESS_READ_WRITE,
-    };
-    let own = access(device);
-    match call!(mem_set_access(address, bytes, &raw const own, 1)) {
-        result::SUCCESS => {}
-        code => return code,
-    }
-    let peers = usize::try_from(device).ok().and_then(|device| CARRY.peers.get(device));
-    let peers = peers.map_or(0, |peers| peers.load(Ordering::Acquire));
-    for id in (0..DEVICES as i32).filter(|id| peers & 1 << id != 0) {
-        let peer = access(id);
-        match call!(mem_set_access(address, bytes, &raw const peer, 1)) {
-            result::SUCCESS => {}
-            code => return code,
-        }
-    }
-    result::SUCCESS
-}
-
 unsafe extern "C" fn mem_free(address: u64) -> u32 {
     let Some(found) = locked(|table| table.at(address).copied()) else {
         return call!(mem_free(address));
@@ -279,54 +158,8 @@ unsafe extern "C" fn mem_free(address: u64) -> u32 {
     }
 }
 
-/// Waits as `cuMemFree` does, and is refused where it is (while a stream is being captured,
-/// after an error): by freeing something small of the same context.
-fn wait_for_work(context: usize) -> u32 {
-    const SMALL_BYTES: usize = 256;
-    in_context(context, || {
-        let mut small = 0;
-        match call!(mem_alloc(&raw mut small, SMALL_BYTES)) {
-            // The first stays: with it the driver keeps the piece that it makes such out of.
-            result::SUCCESS if keeps_first(context) => {
-                let mut second = 0;
-                match call!(mem_alloc(&raw mut second, SMALL_BYTES)) {
-                    result::SUCCESS => call!(mem_free(second)),
-                    _ => call!(ctx_synchronize()),
-                }
-            }
-            result::SUCCESS => call!(mem_free(small)),
-            result::OUT_OF_MEMORY => call!(ctx_synchronize()),
-            code => code,
-        }
-    })
-}
-
-/// Whether a context has nothing small that stays yet, and its name is noted now.
-fn keeps_first(context: usize) -> bool {
-    let known = |place: &AtomicUsize| place.load(Ordering::Relaxed) == context;
-    let take = |place: &AtomicUsize| {
-        place.compare_exchange(0, context, Ordering::Relaxed, Ordering::Relaxed).is_ok()
-    };
-    !CARRY.anchored.iter().any(known) && CARRY.anchored.iter().any(take)
-}
-
-/// Runs `body` with a context that lives, and leaves the application's as it was.
-pub(super) fn in_context(context: usize, body: impl FnOnce() -> u32) -> u32 {
-    if current_context() == Some(context) {
-        return body();
-    }
-    match call!(ctx_push_current(context)) {
-        result::SUCCESS => {}
-        code => return code,
-    }
-    let code = body();
-    let mut popped = 0;
-    call!(ctx_pop_current(&raw mut popped));
-    code
-}
-
 /// Gives back what was taken for an allocation that is in the table no more.
-fn release(allocation: &Allocation) {
+pub(super) fn release(allocation: &Allocation) {
     let bytes = allocation.bytes as usize;
     if allocation.place != Place::Pool {
         unback(allocation.address, bytes, allocation.handle);
@@ -446,63 +279,6 @@ unsafe extern "C" fn ipc_get_mem_handle(handle: *mut c_void, address: u64) -> u3
         page.notes.fetch_or(Notes::IPC_REFUSED.0, Ordering::Relaxed);
     }
     code
-}
-
-/// The end of a context, which ends its allocations.
-fn ends(context: usize, end: impl FnOnce() -> u32, has_ended: impl FnOnce() -> bool) -> u32 {
-    let mut ended = false;
-    let code = with_pool(|pool| {
-        let code = end();
-        ended = code == result::SUCCESS && has_ended();
-        if ended {
-            pool.context_ends(context);
-            for place in &CARRY.anchored {
-                let _ = place.compare_exchange(context, 0, Ordering::Relaxed, Ordering::Relaxed);
-            }
-        }
-        code
-    });
-    while ended && let Some(one) = locked(|table| table.remove(|a| a.context == context)) {
-        release(&one);
-    }
-    code
-}
-
-unsafe extern "C" fn ctx_destroy(context: usize) -> u32 {
-    ends(context, || call!(ctx_destroy(context)), || true)
-}
-
-fn is_primary_active(device: i32) -> bool {
-    let (mut flags, mut active) = (0, 0);
-    let code = call!(primary_get_state(device, &raw mut flags, &raw mut active));
-    code == result::SUCCESS && active != 0
-}
-
-/// The device's primary context, if it has one now.
-fn primary_context(device: i32) -> Option<usize> {
-    let mut context = 0;
-    if !is_primary_active(device)
-        || call!(primary_retain(&raw mut context, device)) != result::SUCCESS
-    {
-        return None;
-    }
-    call!(primary_release(device));
-    Some(context)
-}
-
-unsafe extern "C" fn primary_reset(device: i32) -> u32 {
-    match primary_context(device) {
-        Some(context) => ends(context, || call!(primary_reset(device)), || true),
-        None => call!(primary_reset(device)),
-    }
-}
-
-unsafe extern "C" fn primary_release(device: i32) -> u32 {
-    let end = || call!(primary_release(device));
-    match primary_context(device) {
-        Some(context) => ends(context, end, || !is_primary_active(device)),
-        None => end(),
-    }
 }
 
 unsafe extern "C" fn ctx_enable_peer_access(peer: usize, flags: u32) -> u32 {

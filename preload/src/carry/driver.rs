@@ -91,3 +91,16 @@ pub fn mem_get_handle_for_range()
         )
     })
 }
+
+/// Calls a function of the driver, which is there: [`is_complete`] was asked before
+/// anything stood in for one.
+macro_rules! call {
+    ($name:ident($($argument:expr),*)) => {
+        match $crate::carry::driver::$name() {
+            // SAFETY: the arguments are the application's own, or point to locals of their types.
+            Some(function) => unsafe { function($($argument),*) },
+            None => result::NOT_INITIALIZED,
+        }
+    };
+}
+pub(super) use call;

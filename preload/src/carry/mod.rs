@@ -14,11 +14,14 @@
 //! | module | what |
 //! | --- | --- |
 //! | `calls` | what stands in for the driver's functions |
+//! | `backing`, `contexts` | physical memory for addresses; contexts and their end |
 //! | `table` | the allocations |
 //! | `park`, `pool` | out and home; the host memory for it |
 //! | `driver` | the driver's functions |
 
+mod backing;
 mod calls;
+mod contexts;
 mod driver;
 mod park;
 mod pool;
@@ -36,6 +39,8 @@ use self::pool::Pool;
 use self::table::Table;
 use crate::{libc, libcuda, process, sys};
 
+/// Physical memory comes in multiples of this. A device where it does not is left alone.
+const GRANULE_BYTES: usize = 2 << 20;
 /// Most devices of a process that are told apart.
 const DEVICES: usize = 64;
 

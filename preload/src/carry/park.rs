@@ -13,7 +13,9 @@ use core::sync::atomic::Ordering;
 
 use affinode_cuda_sys::result;
 
-use super::calls::{back, call, in_context, unback};
+use super::backing::{back, unback};
+use super::contexts::in_context;
+use super::driver::call;
 use super::pool::{CHUNK_BYTES, Pool};
 use super::table::{Allocation, Place};
 use super::{driver, is_in_use, locked, with_pool};

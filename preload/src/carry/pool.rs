@@ -13,8 +13,8 @@ use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use affinode_cuda_sys::result;
 
-use super::calls::{call, in_context};
-use super::driver;
+use super::contexts::in_context;
+use super::driver::call;
 use crate::{libc, sys};
 
 /// What is registered at a time, and the most that one copy moves.

@@ -16,12 +16,10 @@
 //!                    <──────────────────────  Watch, again and again: record calls into the page
 //! ```
 
+pub use super::frame::{FRAME_BYTES, FRAME_MAGIC, FrameError};
+use super::frame::{Reader, Writer};
 use super::{Abilities, Engine, Hazards, Phase, wire_enum};
 
-/// Size of every frame in bytes.
-pub const FRAME_BYTES: usize = 128;
-/// First word of every frame.
-pub const FRAME_MAGIC: u32 = u32::from_le_bytes(*b"AFNf");
 /// How often a waiting caller's agent repeats its Wake, in milliseconds.
 pub const WAKE_REPEAT_MS: u64 = 1_000;
 /// After so long without any answer to a Wake, or without a controller, an agent
@@ -225,98 +223,6 @@ pub enum ControllerMessage {
         /// Records below this number are read: their places are free.
         read: u64,
     },
-}
-
-/// Why a frame is not one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FrameError {
-    /// Does not begin with [`FRAME_MAGIC`].
-    Magic(u32),
-    /// A kind that this side does not receive.
-    Kind(u32),
-    /// A field with a value that the protocol does not have.
-    Value(&'static str, u32),
-}
-
-impl core::fmt::Display for FrameError {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        match self {
-            FrameError::Magic(m) => write!(f, "frame begins with {m:#x}, not with the magic word"),
-            FrameError::Kind(k) => write!(f, "frame of unknown kind {k}"),
-            FrameError::Value(field, v) => write!(f, "frame field {field} holds {v}"),
-        }
-    }
-}
-
-impl core::error::Error for FrameError {}
-
-struct Writer {
-    frame: [u8; FRAME_BYTES],
-    at: usize,
-}
-
-impl Writer {
-    fn new(kind: u32) -> Writer {
-        Writer { frame: [0; FRAME_BYTES], at: 0 }.u32(FRAME_MAGIC).u32(kind)
-    }
-
-    fn u32(self, value: u32) -> Writer {
-        self.bytes(&value.to_le_bytes())
-    }
-
-    fn u64(self, value: u64) -> Writer {
-        self.bytes(&value.to_le_bytes())
-    }
-
-    /// Every message fits; in a way that the compiler need not believe.
-    fn bytes<const N: usize>(mut self, bytes: &[u8; N]) -> Writer {
-        if let Some(to) = self.frame.get_mut(self.at..).and_then(<[u8]>::first_chunk_mut) {
-            *to = *bytes;
-        }
-        self.at += N;
-        self
-    }
-}
-
-struct Reader<'a> {
-    frame: &'a [u8; FRAME_BYTES],
-    at: usize,
-}
-
-impl<'a> Reader<'a> {
-    fn open(frame: &'a [u8; FRAME_BYTES]) -> Result<(u32, Reader<'a>), FrameError> {
-        let mut reader = Reader { frame, at: 0 };
-        match reader.u32() {
-            FRAME_MAGIC => Ok((reader.u32(), reader)),
-            other => Err(FrameError::Magic(other)),
-        }
-    }
-
-    fn u32(&mut self) -> u32 {
-        let mut word = [0; 4];
-        word.copy_from_slice(&self.frame[self.at..self.at + 4]);
-        self.at += 4;
-        u32::from_le_bytes(word)
-    }
-
-    fn u64(&mut self) -> u64 {
-        let mut word = [0; 8];
-        word.copy_from_slice(&self.frame[self.at..self.at + 8]);
-        self.at += 8;
-        u64::from_le_bytes(word)
-    }
-
-    fn bytes(&mut self) -> [u8; 16] {
-        let mut bytes = [0; 16];
-        bytes.copy_from_slice(&self.frame[self.at..self.at + 16]);
-        self.at += 16;
-        bytes
-    }
-
-    fn phase(&mut self) -> Result<Phase, FrameError> {
-        let value = self.u32();
-        Phase::from_u32(value).ok_or(FrameError::Value("phase", value))
-    }
 }
 
 impl AgentMessage {

@@ -7,6 +7,7 @@
 //! signal), and decodes every frame with checks.
 
 pub mod calls;
+mod frame;
 pub mod message;
 pub mod page;
 

@@ -1,6 +1,7 @@
 //! The core against a world of agents and one device: cases that were thought of, and random
 //! ones.
 
+mod agent;
 mod immediate;
 mod parked;
 mod random;

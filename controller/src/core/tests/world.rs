@@ -6,7 +6,7 @@ use affinode_proto::{
     api::control::Announcement,
     state::State,
     wire::{
-        Hazards, Notes, Phase,
+        Hazards, Phase,
         message::{Action, AgentMessage, ControllerMessage, Outcome, PROOF_HOLDS_MS},
         page::PageSnapshot,
     },
@@ -17,73 +17,13 @@ use super::super::{
     input::{Carried, CommandId, Identity},
     policy::{KeepAlive, Mode, OnOom, Policies, Policy, Restore},
 };
+use super::agent::{Agent, Asking, page};
 
 pub(super) const GPU: &str = "GPU-07070707-0707-0707-0707-070707070707";
 const UUID: [u8; 16] = [7; 16];
 pub(super) const TOTAL: u64 = 1_000;
 /// Of the containers.
 pub(super) const ENGINES: [&str; 3] = ["driver", "fast", "park"];
-
-/// A process with its agent and its share of the device.
-pub(super) struct Agent {
-    pub(super) container: usize,
-    pub(super) pid: u32,
-    pub(super) phase: Phase,
-    /// VRAM that it holds when it is on the device.
-    pub(super) size: u64,
-    /// The part of it that the agent can copy.
-    pub(super) carried: u64,
-    /// That part is in host memory.
-    pub(super) parked: bool,
-    /// What came on its connection and was not looked at yet.
-    pub(super) inbox: VecDeque<ControllerMessage>,
-    /// Lost its controller in the middle of something: says Hello when that is done.
-    pub(super) orphaned: bool,
-    pub(super) welcomed: bool,
-    pub(super) generation: u64,
-    pub(super) calls: u64,
-    pub(super) wants: bool,
-    pub(super) held: bool,
-    /// It uses managed memory: it cannot be moved.
-    pub(super) fixed: bool,
-    /// The allocation that waits for room, outside the driver.
-    pub(super) asking: Option<Asking>,
-    pub(super) tickets: u64,
-    /// Told to hold on this connection.
-    pub(super) held_here: bool,
-    /// The number under which the controller watches it.
-    pub(super) known_as: ProcessId,
-}
-
-impl Agent {
-    pub(super) fn on_device(&self) -> u64 {
-        match self.phase {
-            Phase::Away => 0,
-            Phase::Parked => self.size - self.carried,
-            _ => self.size,
-        }
-    }
-
-    fn parked_bytes(&self) -> u64 {
-        if self.parked { self.carried } else { 0 }
-    }
-
-    fn takes(&mut self, bytes: u64) {
-        self.size += bytes;
-        if ENGINES[self.container] != "driver" {
-            self.carried += bytes - bytes / 4;
-        }
-    }
-}
-
-/// An allocation that found no memory.
-#[derive(Clone, Copy)]
-pub(super) struct Asking {
-    pub(super) bytes: u64,
-    pub(super) attempts: u32,
-    /// Told that there is room.
-    pub(super) goes_ahead: bool,
-}
 
 pub(super) struct World {
     pub(super) node: Node,
@@ -580,23 +520,5 @@ impl World {
 
     pub(super) fn state(&self, n: usize) -> State {
         self.node.containers[&key(n)].state
-    }
-}
-
-pub(super) fn page(agent: &Agent) -> PageSnapshot {
-    PageSnapshot {
-        phase: agent.phase,
-        waiters: u32::from(agent.wants),
-        hazards: if agent.fixed { Hazards::MANAGED_MEMORY } else { Hazards::default() },
-        generation: agent.generation,
-        allocated_bytes: agent.size,
-        allocations: 1,
-        carried_bytes: agent.carried,
-        parked_bytes: agent.parked_bytes(),
-        notes: Notes::default(),
-        calls: agent.calls,
-        polls: 0,
-        inflight: 0,
-        last_hook: 0,
     }
 }

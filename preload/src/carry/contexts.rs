@@ -1,0 +1,116 @@
+//! Contexts: the current one, work in another, and what ends with one.
+
+use core::sync::atomic::{AtomicUsize, Ordering};
+
+use affinode_cuda_sys::result;
+
+use super::calls::release;
+use super::{CARRY, driver::call, locked, with_pool};
+
+pub(super) fn current_context() -> Option<usize> {
+    let mut context = 0;
+    (call!(ctx_get_current(&raw mut context)) == result::SUCCESS).then_some(context)
+}
+
+/// Waits as `cuMemFree` does, and is refused where it is (while a stream is being captured,
+/// after an error): by freeing something small of the same context.
+pub(super) fn wait_for_work(context: usize) -> u32 {
+    const SMALL_BYTES: usize = 256;
+    in_context(context, || {
+        let mut small = 0;
+        match call!(mem_alloc(&raw mut small, SMALL_BYTES)) {
+            // The first stays: with it the driver keeps the piece that it makes such out of.
+            result::SUCCESS if keeps_first(context) => {
+                let mut second = 0;
+                match call!(mem_alloc(&raw mut second, SMALL_BYTES)) {
+                    result::SUCCESS => call!(mem_free(second)),
+                    _ => call!(ctx_synchronize()),
+                }
+            }
+            result::SUCCESS => call!(mem_free(small)),
+            result::OUT_OF_MEMORY => call!(ctx_synchronize()),
+            code => code,
+        }
+    })
+}
+
+/// Whether a context has nothing small that stays yet, and its name is noted now.
+fn keeps_first(context: usize) -> bool {
+    let known = |place: &AtomicUsize| place.load(Ordering::Relaxed) == context;
+    let take = |place: &AtomicUsize| {
+        place.compare_exchange(0, context, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+    };
+    !CARRY.anchored.iter().any(known) && CARRY.anchored.iter().any(take)
+}
+
+/// Runs `body` with a context that lives, and leaves the application's as it was.
+pub(super) fn in_context(context: usize, body: impl FnOnce() -> u32) -> u32 {
+    if current_context() == Some(context) {
+        return body();
+    }
+    match call!(ctx_push_current(context)) {
+        result::SUCCESS => {}
+        code => return code,
+    }
+    let code = body();
+    let mut popped = 0;
+    call!(ctx_pop_current(&raw mut popped));
+    code
+}
+
+/// The end of a context, which ends its allocations.
+fn ends(context: usize, end: impl FnOnce() -> u32, has_ended: impl FnOnce() -> bool) -> u32 {
+    let mut ended = false;
+    let code = with_pool(|pool| {
+        let code = end();
+        ended = code == result::SUCCESS && has_ended();
+        if ended {
+            pool.context_ends(context);
+            for place in &CARRY.anchored {
+                let _ = place.compare_exchange(context, 0, Ordering::Relaxed, Ordering::Relaxed);
+            }
+        }
+        code
+    });
+    while ended && let Some(one) = locked(|table| table.remove(|a| a.context == context)) {
+        release(&one);
+    }
+    code
+}
+
+pub(super) unsafe extern "C" fn ctx_destroy(context: usize) -> u32 {
+    ends(context, || call!(ctx_destroy(context)), || true)
+}
+
+fn is_primary_active(device: i32) -> bool {
+    let (mut flags, mut active) = (0, 0);
+    let code = call!(primary_get_state(device, &raw mut flags, &raw mut active));
+    code == result::SUCCESS && active != 0
+}
+
+/// The device's primary context, if it has one now.
+fn primary_context(device: i32) -> Option<usize> {
+    let mut context = 0;
+    if !is_primary_active(device)
+        || call!(primary_retain(&raw mut context, device)) != result::SUCCESS
+    {
+        return None;
+    }
+    call!(primary_release(device));
+    Some(context)
+}
+
+pub(super) unsafe extern "C" fn primary_reset(device: i32) -> u32 {
+    match primary_context(device) {
+        Some(context) => ends(context, || call!(primary_reset(device)), || true),
+        None => call!(primary_reset(device)),
+    }
+}
+
+pub(super) unsafe extern "C" fn primary_release(device: i32) -> u32 {
+    let end = || call!(primary_release(device));
+    match primary_context(device) {
+        Some(context) => ends(context, end, || !is_primary_active(device)),
+        None => end(),
+    }
+}
