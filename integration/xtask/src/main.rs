@@ -9,6 +9,7 @@ mod bench;
 mod browser;
 mod build;
 mod chaos;
+mod conformance;
 mod demo;
 mod deps;
 mod fuzz;
@@ -45,6 +46,8 @@ enum Task {
     Bench(bench::Options),
     /// Kill at random, and show that nothing is lost, stuck, corrupted or left (needs root).
     Chaos(chaos::Options),
+    /// Run containerd's own client tests with the stock runtime and with ours (needs root, Go).
+    Conformance(conformance::Options),
     /// Search for inputs that break a reader, guided by coverage (needs g++).
     Fuzz(fuzz::Options),
     /// Play every hazard without Affinode and with it, and print what happens (needs root).
@@ -65,6 +68,7 @@ fn main() -> ExitCode {
         Task::Browser(options) => browser::run(&options),
         Task::Bench(options) => bench::run(&options),
         Task::Chaos(options) => chaos::run(&options),
+        Task::Conformance(options) => conformance::run(&options),
         Task::Fuzz(options) => fuzz::run(&options),
         Task::Hazards(options) => hazards::run(&options),
         Task::Load(options) => load::run(&options),

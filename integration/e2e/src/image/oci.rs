@@ -23,6 +23,23 @@ pub struct Archive {
 }
 
 impl Archive {
+    /// The media type of its manifests.
+    pub const MANIFEST: &str = MANIFEST;
+
+    /// The digest of an image's manifest, with its algorithm.
+    #[must_use]
+    pub fn named(&self, name: &str) -> Option<&str> {
+        let is_it = |m: &&Value| m["annotations"]["io.containerd.image.name"] == name;
+        self.manifests.iter().find(is_it)?["digest"].as_str()
+    }
+
+    /// What a SHA-256 digest stands for.
+    #[must_use]
+    pub fn blob(&self, digest: &str) -> Option<&[u8]> {
+        let found = self.blobs.iter().find(|(known, _)| known == digest);
+        found.map(|(_, content)| content.as_slice())
+    }
+
     /// Adds an image of one layer; `process` is the `config` of its configuration.
     ///
     /// # Errors

@@ -1,0 +1,146 @@
+//! How tests ended with one runtime and with the other.
+
+use std::{collections::BTreeMap, fmt::Write};
+
+/// How a test ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It holds.
+    Pass,
+    /// It does not.
+    Fail,
+    /// It does not apply to this machine.
+    Skip,
+}
+
+/// By name; only whole tests, not their parts.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Outcomes(BTreeMap<String, Outcome>);
+
+impl Outcomes {
+    /// What a Go test program printed with `-test.v`.
+    pub fn parse(output: &str) -> Self {
+        let ended = output.lines().filter_map(|line| {
+            let (word, rest) = line.strip_prefix("--- ")?.split_once(": ")?;
+            let outcome = match word {
+                "PASS" => Outcome::Pass,
+                "FAIL" => Outcome::Fail,
+                "SKIP" => Outcome::Skip,
+                _ => return None,
+            };
+            Some((rest.split_whitespace().next()?.to_owned(), outcome))
+        });
+        Self(ended.collect())
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    fn count(&self, outcome: Outcome) -> usize {
+        self.0.values().filter(|ended| **ended == outcome).count()
+    }
+}
+
+/// Both runs.
+pub struct Comparison {
+    stock: Outcomes,
+    ours: Outcomes,
+    /// Those that were run a second time because the first ones differed.
+    again: Vec<String>,
+}
+
+impl Comparison {
+    /// Of two runs of one suite.
+    pub fn new(stock: Outcomes, ours: Outcomes) -> Self {
+        Self { stock, ours, again: Vec::new() }
+    }
+
+    /// Tests that did not end alike.
+    pub fn differing(&self) -> Vec<String> {
+        let names = self.stock.0.keys().chain(self.ours.0.keys());
+        let mut names: Vec<String> =
+            names.filter(|n| self.stock.0.get(*n) != self.ours.0.get(*n)).cloned().collect();
+        names.sort();
+        names.dedup();
+        names
+    }
+
+    /// What a second run of some of them showed, which counts from now on.
+    pub fn again(&mut self, stock: &Outcomes, ours: &Outcomes) {
+        self.again.extend(ours.0.keys().cloned());
+        self.stock.0.extend(stock.0.clone());
+        self.ours.0.extend(ours.0.clone());
+    }
+
+    /// Tests that pass with the stock runtime and do not with ours.
+    pub fn regressions(&self) -> impl Iterator<Item = &str> {
+        let passes = self.stock.0.iter().filter(|(_, ended)| **ended == Outcome::Pass);
+        passes
+            .filter(|(name, _)| self.ours.0.get(*name) != Some(&Outcome::Pass))
+            .map(|(name, _)| name.as_str())
+    }
+
+    /// For people.
+    pub fn table(&self, title: &str) -> String {
+        let mut text = format!("## {title}\n\n| | stock | ours |\n| --- | ---: | ---: |\n");
+        for (word, outcome) in
+            [("pass", Outcome::Pass), ("fail", Outcome::Fail), ("skip", Outcome::Skip)]
+        {
+            let (stock, ours) = (self.stock.count(outcome), self.ours.count(outcome));
+            let _ = writeln!(text, "| {word} | {stock} | {ours} |");
+        }
+        let both: Vec<&str> = (self.stock.0.iter())
+            .filter(|(name, ended)| {
+                **ended == Outcome::Fail && self.ours.0.get(*name) == Some(*ended)
+            })
+            .map(|(name, _)| name.as_str())
+            .collect();
+        let worse: Vec<&str> = self.regressions().collect();
+        let again: Vec<&str> = self.again.iter().map(String::as_str).collect();
+        for (what, names) in [
+            ("Pass with the stock runtime, not with ours", &worse),
+            ("Fail with both", &both),
+            ("Ended differently at first, and were run again alone with both", &again),
+        ] {
+            let names = if names.is_empty() { "none".into() } else { names.join(", ") };
+            let _ = write!(text, "\n{what}: {names}.\n");
+        }
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STOCK: &str = "=== RUN   TestA\n--- PASS: TestA (0.10s)\n--- FAIL: TestB (1.00s)\n    --- FAIL: TestB/part (0.1s)\n--- SKIP: TestC (0.00s)\nPASS\n";
+
+    #[test]
+    fn whole_tests_are_counted_and_their_parts_are_not() {
+        let outcomes = Outcomes::parse(STOCK);
+        assert_eq!(outcomes.len(), 3);
+        assert_eq!(outcomes.count(Outcome::Fail), 1);
+    }
+
+    #[test]
+    fn one_that_fails_or_is_missing_with_ours_alone_is_a_regression() {
+        let stock = Outcomes::parse(STOCK);
+        let failing = Outcomes::parse("--- FAIL: TestA (0.1s)\n--- FAIL: TestB (0.1s)\n");
+        for ours in [failing, Outcomes::default()] {
+            let mut comparison = Comparison::new(stock.clone(), ours);
+            assert_eq!(comparison.regressions().collect::<Vec<_>>(), ["TestA"]);
+            let passing = Outcomes::parse("--- PASS: TestA (0.1s)\n");
+            comparison.again(&passing, &passing);
+            assert_eq!(comparison.regressions().count(), 0);
+        }
+    }
+
+    #[test]
+    fn one_that_fails_with_both_is_none() {
+        let comparison = Comparison::new(Outcomes::parse(STOCK), Outcomes::parse(STOCK));
+        assert_eq!((comparison.regressions().count(), comparison.differing().len()), (0, 0));
+        assert!(comparison.table("x").contains("Fail with both: TestB."));
+    }
+}
