@@ -34,6 +34,8 @@ reasons! {
     RecentCalls = "recent-calls", "called CUDA less than the idle timeout ago";
     /// A CUDA call is in progress.
     CallInProgress = "call-in-progress", "a CUDA call is in progress";
+    /// Work that was launched earlier still runs on the GPU.
+    GpuBusy = "gpu-busy", "work that it launched earlier still runs on the GPU, by NVML";
     /// Calls did not drain before the deadline of the close.
     Busy = "busy", "calls in progress did not end in time; it is tried again later";
     /// A caller came in while the container was being closed.

@@ -1,7 +1,22 @@
 //! When a container was last in use. A counter that moved, or a call in progress,
-//! is use; poll calls by themselves are not: an idle framework polls.
+//! is use; poll calls by themselves are not: an idle framework polls. So is work that was
+//! launched earlier and still runs, as the second witness sees it: NVML, process by process.
+//!
+//! ```text
+//! reading of NVML ──shows the process, on a device where it holds VRAM──> in use until the next reading
+//!       └─────────none comes any more─────────> after a few seconds its last word is forgotten
+//! ```
+//!
+//! The witness may be absent (MIG, permissions, an old driver): then calls alone count.
 
-use affinode_proto::wire::page::PageSnapshot;
+use std::collections::HashMap;
+
+use affinode_proto::wire::{Phase, page::PageSnapshot};
+
+use super::{Key, Millis, Node, input::Work, process::Working};
+
+/// For so long a reading holds when no other follows it.
+const TRUST_MS: Millis = 5_000;
 
 /// Whether the newer of two readings shows use since the older one.
 #[must_use]
@@ -9,9 +24,43 @@ pub fn moved(older: Option<&PageSnapshot>, newer: &PageSnapshot) -> bool {
     newer.inflight > 0 || newer.waiters > 0 || older.is_none_or(|older| older.calls != newer.calls)
 }
 
+impl Node {
+    /// Takes a reading of the second witness: whoever is not in it does not work. What ran
+    /// before a process came is of another one that had its pid.
+    pub(super) fn worked(&mut self, work: &[Work]) {
+        let now = self.now;
+        let of_process: HashMap<(u32, &str), &Work> =
+            work.iter().map(|work| ((work.pid, work.uuid.as_str()), work)).collect();
+        for process in self.processes.values_mut() {
+            let pid = process.identity.pid;
+            let seen = process.vram.iter().filter(|held| held.bytes > 0);
+            let seen = seen.filter_map(|held| of_process.get(&(pid, held.uuid.as_str())));
+            let working = seen
+                .map(|work| Working { at: now.saturating_sub(work.age_ms), percent: work.percent });
+            let here = process.phase == Phase::Open;
+            process.working = working.filter(|w| here && w.at >= process.came).max_by_key(|w| w.at);
+            if let Some(Working { at, .. }) = process.working
+                && let Some(container) = self.containers.get_mut(&process.key)
+            {
+                container.last_use = container.last_use.max(at);
+            }
+        }
+    }
+
+    /// The process whose work runs on a device although none of its calls is in progress, and
+    /// its share in percent.
+    pub(super) fn working(&self, key: &Key) -> Option<(u32, u32)> {
+        let recent = |w: &Working| self.now.saturating_sub(w.at) < TRUST_MS;
+        let working = |p: &super::process::Process| {
+            p.working.filter(recent).map(|w| (p.identity.pid, w.percent))
+        };
+        self.processes.of(key).find_map(|(_, p)| working(p))
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use affinode_proto::wire::{Hazards, Phase};
+    use affinode_proto::wire::Hazards;
 
     use super::*;
 

@@ -6,7 +6,7 @@ use affinode_proto::{
     wire::{Hazards, Phase, message::AgentMessage, page::PageSnapshot},
 };
 
-use super::{DeviceBytes, Key, ProcessId, hints::Hint};
+use super::{DeviceBytes, Key, Millis, ProcessId, hints::Hint};
 
 /// Number of a request that waits for its answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -43,6 +43,19 @@ pub struct GpuSample {
     pub utilization_percent: u32,
     /// Host pid and VRAM of each compute process.
     pub processes: Vec<(u32, u64)>,
+}
+
+/// Work of a process that ran on a device just now, as NVML shows it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Work {
+    /// The device.
+    pub uuid: String,
+    /// Host pid.
+    pub pid: u32,
+    /// Share of the last moment, in percent.
+    pub percent: u32,
+    /// How long ago it was seen, in milliseconds.
+    pub age_ms: Millis,
 }
 
 /// Who a process is, as the socket and /proc tell it.
@@ -110,6 +123,8 @@ pub enum Input {
     BadPage(ProcessId, String),
     /// Devices were read.
     Gpus(Result<Vec<GpuSample>, String>),
+    /// All work that ran on devices just now.
+    Worked(Vec<Work>),
     /// What [`super::Effect::Survey`] asked for.
     Surveyed(Key, Survey),
     /// What [`super::Effect::Prove`] asked for.

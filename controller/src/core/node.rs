@@ -111,8 +111,8 @@ impl Node {
         if silent_ms > PROOF_HOLDS_MS {
             self.doubt_grants();
         }
-        // A page frees nothing and asks for nothing, and pages are most of what comes.
-        let may_serve = !matches!(input, Input::Page(..));
+        // Pages and work free nothing and ask for nothing, and pages are most of what comes.
+        let may_serve = !matches!(input, Input::Page(..) | Input::Worked(_));
         match input {
             Input::Announced(announcement, key) => self.announced(*announcement, &key),
             Input::Withdrawn(key) => self.withdrawn(&key),
@@ -126,6 +126,7 @@ impl Node {
             Input::Page(process, page) => self.page(process, page),
             Input::BadPage(process, why) => self.bad_page(process, why),
             Input::Gpus(gpus) => self.gpus_read(gpus),
+            Input::Worked(work) => self.worked(&work),
             Input::Surveyed(key, survey) => self.surveyed(&key, survey),
             Input::Proven(key, number, gpus) => self.proven(&key, number, gpus),
             Input::Recalled { key, identity, away, restoring } => {

@@ -33,6 +33,15 @@ pub struct Want {
     pub told: Option<Millis>,
 }
 
+/// Work that ran on a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Working {
+    /// When it was seen last.
+    pub at: Millis,
+    /// Share of that moment, in percent.
+    pub percent: u32,
+}
+
 /// A process is to end, so that another one has its room.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ending {
@@ -75,6 +84,8 @@ pub struct Process {
     pub bad_page: Option<String>,
     /// It let an order to hold its allocations lapse. For good.
     pub ignores_holds: bool,
+    /// Work of it that ran on a device, without a call in progress perhaps.
+    pub working: Option<Working>,
     /// It is to end.
     pub ending: Option<Ending>,
     /// When it came to take VRAM, or came home to it; 0: before this controller.

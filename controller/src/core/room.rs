@@ -154,7 +154,7 @@ impl Node {
             c.goal == Goal::Home
                 && matches!(c.state, State::Active | State::Idle)
                 && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
-                && (idle || waits)
+                && (idle && self.working(key).is_none() || waits)
                 && c.came_home
                     .is_none_or(|t| self.now.saturating_sub(t) >= c.policy.minimum_residency_ms)
                 && self.now >= c.not_before

@@ -134,6 +134,7 @@ impl Node {
                 bad_page: before.as_ref().and_then(|p| p.bad_page.clone()),
                 ending: before.as_ref().and_then(|p| p.ending.clone()),
                 came,
+                working: None,
                 want: None,
                 page: before.and_then(|p| p.page),
             },

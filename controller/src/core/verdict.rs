@@ -59,6 +59,9 @@ impl Node {
         if c.busy_until().is_some_and(|until| self.now < until) {
             return refuse(Reason::HintedBusy);
         }
+        if let Some((pid, percent)) = self.working(key) {
+            return Err((Reason::GpuBusy, format!("process {pid}, {percent} %")));
+        }
         if self.now.saturating_sub(c.last_use) < c.idle_after_ms() {
             return refuse(Reason::RecentCalls);
         }
@@ -131,7 +134,7 @@ impl Node {
         let Some(c) = self.containers.get(key) else { return };
         let verdict = self.may_offload(key, false);
         let idle = self.now.saturating_sub(c.last_use) >= c.idle_after_ms()
-            && !matches!(verdict, Err((Reason::CallInProgress, _)));
+            && !matches!(verdict, Err((Reason::CallInProgress | Reason::GpuBusy, _)));
         match verdict {
             Ok(()) => {
                 self.set_state(key, State::Idle, Reason::IdleTimeout, "", 0, 0);

@@ -139,9 +139,15 @@ impl Node {
         let away = self.container_needs(key);
         let called = self.containers.get(key).is_some_and(|c| c.wake_began.is_some());
         let together = merge_needs(away.iter().chain([&want.need]));
+        // What a copy left on the device is there beside it.
+        let held = |uuid: &str| -> u64 {
+            let devices = self.processes.of(key).flat_map(|(_, p)| &p.vram);
+            devices.filter(|held| held.uuid == uuid).map(|held| held.bytes).sum()
+        };
         let fits = |need: &DeviceBytes| {
             let gpu = self.gpus.iter().find(|gpu| gpu.uuid == need.uuid);
-            gpu.is_some_and(|gpu| need.bytes <= gpu.total_bytes - margin_bytes(gpu.total_bytes))
+            let room = |gpu: &super::GpuSample| gpu.total_bytes - margin_bytes(gpu.total_bytes);
+            gpu.is_some_and(|gpu| need.bytes.saturating_add(held(&need.uuid)) <= room(gpu))
         };
         let alone = away.is_empty();
         (alone || (!called && together.iter().all(fits))).then_some((id, want.ticket))

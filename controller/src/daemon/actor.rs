@@ -31,7 +31,9 @@ use crate::{
     clock::{monotonic_ms, unix_ms},
     config::Config,
     core::{CommandId, Effect, Input, Key, Millis, Node, ProcessId, Request, hints::Hint},
-    inventory::{Finding, Inventory, Question, busy::Busy, memory::MemoryRules, process},
+    inventory::{
+        Finding, Inventory, Question, busy::Busy, memory::MemoryRules, process, witness::Witness,
+    },
     journal::{Journal, Unclaimed},
     report, wishes,
 };
@@ -42,6 +44,9 @@ const INBOX: usize = 1024;
 const LINGER: Duration = Duration::from_secs(60);
 /// Whole device readings are this far apart when nobody waits.
 const GPU_INTERVAL: Duration = Duration::from_secs(1);
+
+/// What runs on devices is asked for as often as counters are read, but not more often.
+const WITNESS_INTERVAL: Duration = Duration::from_millis(250);
 
 /// What the API asks the actor.
 #[derive(Debug)]
@@ -82,6 +87,8 @@ pub(super) struct Actor {
     numbers: Arc<AtomicU64>,
     mail: mpsc::Sender<AgentMail>,
     inventory: Inventory,
+    witness: Witness,
+    witness_asked: Option<Instant>,
     journal: Journal,
     unclaimed: Unclaimed,
     events: Arc<EventLog>,
@@ -109,6 +116,11 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         overhead_bytes: config.memory.driver_overhead_mib << 20,
         node_reserve_bytes: config.memory.node_reserve_mib << 20,
     };
+    let of_work = found.clone();
+    let witness = Witness::start(config.nvml.library.clone(), move |work| {
+        let _ = of_work.send(Finding::Worked(work));
+    })
+    .map_err(DaemonError::Runtime)?;
     let inventory = Inventory::start(config.nvml.library.clone(), rules, move |finding| {
         let _ = found.send(finding);
     })
@@ -124,6 +136,8 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         numbers: Arc::new(AtomicU64::new(1)),
         mail,
         inventory,
+        witness,
+        witness_asked: None,
         journal,
         unclaimed: Unclaimed::default(),
         events: Arc::clone(&events),
@@ -304,6 +318,7 @@ impl Actor {
         }
         self.feed(match finding {
             Finding::Gpus(gpus) => Input::Gpus(gpus),
+            Finding::Worked(work) => Input::Worked(work),
             Finding::Proven(key, number, gpus) => Input::Proven(key, number, gpus),
             Finding::Surveyed(key, survey) => Input::Surveyed(key, survey),
         });
@@ -474,6 +489,12 @@ impl Actor {
         if self.gpus_read.is_none_or(|read| read.elapsed() >= interval) {
             self.gpus_read = Some(Instant::now());
             self.ask_gpus();
+        }
+        let interval = Duration::from_millis(self.config.timing.sample_interval);
+        let interval = interval.clamp(WITNESS_INTERVAL, GPU_INTERVAL);
+        if !self.agents.is_empty() && self.witness_asked.is_none_or(|at| at.elapsed() >= interval) {
+            self.witness_asked = Some(Instant::now());
+            self.witness.ask();
         }
         self.read_hints();
         self.node.tell_clock(self.now(), unix_ms());

@@ -1,17 +1,18 @@
 //! What the machine says: devices ([`nvml`]), processes ([`process`]), memory
 //! ([`memory`]). One thread asks ([`Inventory`]), so that a slow driver never holds up
-//! the task that decides.
+//! the task that decides; another asks what runs on the devices ([`witness`]).
 
 pub mod busy;
 pub mod memory;
 pub mod nvml;
 pub mod process;
+pub mod witness;
 
 use std::sync::mpsc;
 
 use affinode_proto::reason::Reason;
 
-use crate::core::{GpuSample, Key, Survey};
+use crate::core::{GpuSample, Key, Survey, input::Work};
 use memory::MemoryRules;
 
 /// A question.
@@ -30,6 +31,8 @@ pub enum Question {
 pub enum Finding {
     /// To [`Question::Gpus`].
     Gpus(Result<Vec<GpuSample>, String>),
+    /// Who had work running on a device, by [`witness`].
+    Worked(Vec<Work>),
     /// To [`Question::Prove`].
     Proven(Key, u64, Result<Vec<GpuSample>, String>),
     /// To [`Question::Survey`].

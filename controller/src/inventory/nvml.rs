@@ -3,12 +3,18 @@
 
 use std::time::{Duration, Instant};
 
-use nvml_wrapper::{Nvml, enums::device::UsedGpuMemory, error::NvmlError};
+use nvml_wrapper::{
+    Nvml, enums::device::UsedGpuMemory, error::NvmlError,
+    struct_wrappers::device::ProcessUtilizationSample,
+};
 
-use crate::core::GpuSample;
+use crate::core::{GpuSample, Millis, input::Work};
 
 /// How long a library that could not be opened is left alone.
 const AGAIN: Duration = Duration::from_secs(5);
+
+/// How far back work counts: samples are a second apart at most.
+const RECENT_US: u64 = 1_200_000;
 
 /// NVML, when it is there.
 #[derive(Debug)]
@@ -30,15 +36,40 @@ impl Devices {
     /// # Errors
     /// Why NVML cannot be read, for people.
     pub fn read(&mut self, whole: bool) -> Result<Vec<GpuSample>, String> {
+        self.attempt(|nvml| {
+            (0..nvml.device_count()?).map(|index| read_device(nvml, index, whole)).collect()
+        })
+    }
+
+    /// Reads who had work running on a device just now; `now_us`: since 1970. A device that
+    /// does not tell (cut into MIG instances, not allowed, not supported) shows nobody.
+    ///
+    /// # Errors
+    /// Why NVML cannot be read, for people.
+    pub fn read_work(&mut self, now_us: u64) -> Result<Vec<Work>, String> {
+        self.attempt(|nvml| {
+            let mut work = Vec::new();
+            for index in 0..nvml.device_count()? {
+                let device = nvml.device_by_index(index)?;
+                let uuid = device.uuid()?;
+                let samples = device.process_utilization_stats(now_us.saturating_sub(RECENT_US));
+                let samples = samples.unwrap_or_default();
+                work.extend(samples.iter().filter_map(|sample| work_of(sample, &uuid, now_us)));
+            }
+            Ok(work)
+        })
+    }
+
+    fn attempt<T>(&mut self, ask: impl FnOnce(&Nvml) -> Result<T, NvmlError>) -> Result<T, String> {
         if let Some((when, why)) = &self.failed
             && when.elapsed() < AGAIN
         {
             return Err(why.clone());
         }
-        match self.try_read(whole) {
-            Ok(gpus) => {
+        match self.opened().and_then(ask) {
+            Ok(answer) => {
                 self.failed = None;
-                Ok(gpus)
+                Ok(answer)
             }
             Err(error) => {
                 let why = format!("NVML ({}): {error}", self.library);
@@ -49,13 +80,22 @@ impl Devices {
         }
     }
 
-    fn try_read(&mut self, whole: bool) -> Result<Vec<GpuSample>, NvmlError> {
-        let nvml = match &self.nvml {
+    fn opened(&mut self) -> Result<&Nvml, NvmlError> {
+        Ok(match &mut self.nvml {
             Some(nvml) => nvml,
-            None => self.nvml.insert(Nvml::builder().lib_path(self.library.as_ref()).init()?),
-        };
-        (0..nvml.device_count()?).map(|index| read_device(nvml, index, whole)).collect()
+            none => none.insert(Nvml::builder().lib_path(self.library.as_ref()).init()?),
+        })
     }
+}
+
+/// What a sample says, if it is of work, and recent: what NVML keeps may be old or made of
+/// nothing.
+fn work_of(sample: &ProcessUtilizationSample, uuid: &str, now_us: u64) -> Option<Work> {
+    let shares = [sample.sm_util, sample.mem_util, sample.enc_util, sample.dec_util];
+    let percent = shares.into_iter().max().filter(|most| (1..=100).contains(most))?;
+    let age_us = now_us.saturating_sub(sample.timestamp);
+    let age_ms: Millis = (age_us <= RECENT_US).then_some(age_us / 1_000)?;
+    Some(Work { uuid: uuid.to_owned(), pid: sample.pid, percent, age_ms })
 }
 
 fn read_device(nvml: &Nvml, index: u32, whole: bool) -> Result<GpuSample, NvmlError> {
@@ -83,4 +123,34 @@ fn read_device(nvml: &Nvml, index: u32, whole: bool) -> Result<GpuSample, NvmlEr
         }
     }
     Ok(sample)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sample_is_of_work_that_ran_just_now_or_of_none() {
+        const NOW: u64 = 1_000_000_000;
+        let sample = |sm_util, mem_util, timestamp| {
+            let (enc_util, dec_util) = (0, 0);
+            let sample = ProcessUtilizationSample {
+                pid: 7,
+                timestamp,
+                sm_util,
+                mem_util,
+                enc_util,
+                dec_util,
+            };
+            work_of(&sample, "GPU-1", NOW)
+        };
+        let work = Work { uuid: "GPU-1".into(), pid: 7, percent: 40, age_ms: 200 };
+        assert_eq!(sample(40, 10, NOW - 200_000), Some(work));
+        // A copy uses no multiprocessor.
+        assert_eq!(sample(0, 10, NOW).map(|work| work.percent), Some(10));
+        assert_eq!(sample(0, 0, NOW), None);
+        assert_eq!(sample(40, 0, NOW - 2_000_000), None);
+        assert_eq!(sample(40, 0, 0), None);
+        assert_eq!(sample(u32::MAX, 0, NOW), None);
+    }
 }

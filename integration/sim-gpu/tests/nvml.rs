@@ -7,7 +7,7 @@ mod support;
 use nvml_wrapper::Nvml;
 use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::error::NvmlError;
-use support::{CONTEXT, MIB, Node, products};
+use support::{CONTEXT, MIB, Node, products, wait_for};
 
 /// The one test of this binary: it changes the environment.
 #[test]
@@ -41,7 +41,7 @@ fn nvml_shows_what_the_driver_knows() {
     assert_eq!((capability.major, capability.minor), (9, 0));
     assert!(device.running_compute_processes().unwrap().is_empty());
 
-    let worker = node.worker(32);
+    let mut worker = node.worker(32);
     let memory = device.memory_info().unwrap();
     assert_eq!((memory.total, memory.used), (256 * MIB, 32 * MIB + CONTEXT));
     assert_eq!(memory.free, memory.total - memory.used);
@@ -53,7 +53,17 @@ fn nvml_shows_what_the_driver_knows() {
     );
     assert!(device.running_graphics_processes().unwrap().is_empty());
     assert!(device.utilization_rates().unwrap().gpu <= 100);
-    assert_eq!(device.process_utilization_stats(None).unwrap()[0].pid, worker.pid());
+    let busy = || device.process_utilization_stats(None);
+    wait_for("no kernel to run", || matches!(busy(), Err(NvmlError::NotFound)));
+    worker.expect("spin 600000", 0);
+    wait_for("a kernel to be seen", || {
+        busy().is_ok_and(|busy| busy[0].pid == worker.pid() && busy[0].sm_util > 0)
+    });
+    // Nothing is newer than what comes.
+    let stale = device.process_utilization_stats(u64::MAX);
+    assert!(matches!(stale, Err(NvmlError::NotFound)), "{stale:?}");
+    drop(worker);
+    let worker = node.worker(32);
 
     assert_eq!(node.checkpoint(worker.pid(), &["lock", "checkpoint"]), [0, 0]);
     assert!(device.running_compute_processes().unwrap().is_empty());

@@ -7,4 +7,5 @@ mod parked;
 mod random;
 mod returns;
 mod room;
+mod witness;
 mod world;

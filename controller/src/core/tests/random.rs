@@ -9,7 +9,10 @@ use affinode_proto::{
 use proptest::prelude::*;
 
 use super::{
-    super::{Input, Request, input::CommandId},
+    super::{
+        Input, Request,
+        input::{CommandId, Work},
+    },
     world::{ENGINES, GPU, World, key},
 };
 
@@ -31,6 +34,8 @@ enum Step {
     Ask(usize, bool),
     /// The process uses managed memory from now on: it cannot be moved.
     Fix(usize),
+    /// NVML shows work of the process.
+    Worked(usize),
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -48,6 +53,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (0_u64..600).prop_map(Step::Stopped),
         1 => any::<bool>().prop_map(Step::Fail),
         1 => (0_usize..8).prop_map(Step::Fix),
+        1 => (0_usize..8).prop_map(Step::Worked),
         2 => (0_usize..3, any::<bool>()).prop_map(|(c, out)| Step::Ask(c, out)),
     ]
 }
@@ -123,6 +129,15 @@ fn run_with(immediate: &[usize], steps: Vec<Step>) -> Result<(), TestCaseError> 
                     agent.fixed = true;
                 }
             }
+            Step::Worked(n) => {
+                let work = nth(n, &world).map(|id| Work {
+                    uuid: GPU.into(),
+                    pid: world.agents[&id].pid,
+                    percent: 50,
+                    age_ms: 0,
+                });
+                world.feed(Input::Worked(work.into_iter().collect()));
+            }
             Step::Ask(container, out) => {
                 command += 1;
                 asked.insert(CommandId(command));
@@ -137,6 +152,27 @@ fn run_with(immediate: &[usize], steps: Vec<Step>) -> Result<(), TestCaseError> 
     let fixed = world.agents.iter().filter(|(_, agent)| agent.fixed).map(|(id, _)| *id);
     fixed.collect::<Vec<_>>().into_iter().for_each(|id| world.exit(id));
     world.settle();
+    if std::env::var_os("DBG").is_some() {
+        for (id, a) in &world.agents {
+            eprintln!(
+                "{id:?} c{} {:?} size {} carried {} wants {} held {} asking {:?}",
+                a.container,
+                a.phase,
+                a.size,
+                a.carried,
+                a.wants,
+                a.held,
+                a.asking.map(|x| (x.bytes, x.goes_ahead))
+            );
+        }
+        for (k, c) in &world.node.containers {
+            eprintln!(
+                "{k:?} {} goal {:?} forced {} wake {:?} reason {:?} stayed {:?} offl {} rest {}",
+                c.state, c.goal, c.forced, c.wake_began, c.reason, c.stayed, c.offloads, c.restores
+            );
+        }
+        eprintln!("now {} queue {:?} grants {:?}", world.now, world.node.queue, world.node.grants);
+    }
     for (id, agent) in &world.agents {
         let parks = ENGINES[agent.container] == "park" && agent.phase == Phase::Parked;
         prop_assert!(
@@ -243,5 +279,18 @@ fn two_that_wait_for_each_others_room_do_not_wait_for_ever_when_the_lesser_came_
     steps.extend([Step::Allocate(5, 67), Step::Detach(0, false), Step::Allocate(2, 435)]);
     steps.extend([Step::Allocate(2, 499), Step::Stopped(179), Step::Detach(0, false)]);
     steps.extend([Step::Allocate(3, 179), Step::Stopped(0), Step::Allocate(3, 320)]);
+    run(steps).unwrap();
+}
+
+#[test]
+fn one_that_is_parked_and_fits_alone_but_not_with_its_allocation_and_the_margin_comes_home() {
+    let mut steps = vec![Step::Join(2), Step::Work(0), Step::Allocate(0, 414)];
+    steps.extend([0, 0, 0].map(Step::Join));
+    steps.extend([Step::Work(1), Step::Allocate(0, 82), Step::Allocate(1, 306)]);
+    steps.extend([0, 0].map(Step::Join));
+    steps.extend([Step::Exit(2), Step::Exit(2), Step::Allocate(2, 1)]);
+    steps.extend([0, 0, 0].map(Step::Join));
+    steps.extend([Step::Work(6), Step::Allocate(6, 199), Step::Join(0), Step::Exit(2)]);
+    steps.extend([Step::Detach(0, false), Step::Work(6), Step::Allocate(6, 485)]);
     run(steps).unwrap();
 }

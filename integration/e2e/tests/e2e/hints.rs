@@ -57,3 +57,23 @@ fn who_says_that_it_is_busy_stays_until_it_is_said_to_be_idle() -> Result<()> {
     assert!(worker.verify()?);
     Ok(())
 }
+
+/// A kernel that was launched runs on and no call is in progress: NVML is the witness. Without
+/// it, the driver would refuse to lock the process, and that would be told.
+#[test]
+fn who_has_work_running_stays_until_it_is_done_whatever_is_said() -> Result<()> {
+    let world =
+        Recipe::default().config(&format!("{PATIENT}lock_timeout = \"100ms\"\n")).world()?;
+    let mut worker = Worker::start(&world, "runner", 32)?;
+    worker.call("spin 6000")?;
+    until("the work to be seen", || {
+        let row = world.cli().container("runner")?;
+        Ok(row.filter(|row| row.state == "Active" && row.reason == "gpu-busy"))
+    })?;
+    says(&world, &worker, "idle")?;
+    world.cli().wait_for_state("runner", "Offloaded")?;
+    let events = world.cli().events()?;
+    assert!(events.iter().all(|event| event.kind != "refused"), "{events:?}");
+    assert!(worker.verify()?);
+    Ok(())
+}

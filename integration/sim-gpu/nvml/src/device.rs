@@ -147,7 +147,11 @@ nvml_api! {
         gpu(device)?;
         list(Vec::new(), count, processes)
     }
-    fn nvmlDeviceGetProcessUtilization(device: Device, samples: Out<UtilizationSample>, count: Out<u32>, _after_us: u64) {
+    fn nvmlDeviceGetProcessUtilization(device: Device, samples: Out<UtilizationSample>, count: Out<u32>, after_us: u64) {
+        let gpu = gpu(device)?;
+        if gpu.info.mig {
+            return Err(NOT_SUPPORTED);
+        }
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64);
         let sample = |process: &ProcessUse| UtilizationSample {
             pid: process.pid,
@@ -157,7 +161,12 @@ nvml_api! {
             encoder: 0,
             decoder: 0,
         };
-        list(gpu(device)?.processes.iter().map(sample).collect(), count, samples)
+        // Those alone that were busy, as NVIDIA's does; what is sampled here is of this moment.
+        let busy: Vec<_> = gpu.processes.iter().filter(|p| p.busy_percent > 0).map(sample).collect();
+        if busy.is_empty() || after_us >= now {
+            return Err(NOT_FOUND);
+        }
+        list(busy, count, samples)
     }
     fn [nvmlDeviceGetPciInfo_v2 nvmlDeviceGetPciInfo_v3] (device: Device, info: Out<PciInfo>) {
         gpu(device)?;

@@ -1,0 +1,105 @@
+//! The second witness: work that runs without a call in progress.
+
+use affinode_proto::{reason::Reason, state::State, wire::Phase};
+
+use super::{
+    super::{
+        Input, ProcessId,
+        hints::Hint,
+        input::{CommandId, Request, Work},
+    },
+    world::{GPU, World, key},
+};
+
+fn work(world: &World, id: ProcessId) -> Work {
+    Work { uuid: GPU.into(), pid: world.agents[&id].pid, percent: 70, age_ms: 0 }
+}
+
+fn pass(world: &mut World, ticks: usize, work: impl Fn(&World) -> Vec<Work>) {
+    for _ in 0..ticks {
+        let work = work(world);
+        world.feed(Input::Worked(work));
+        world.tick();
+        while !world.questions.is_empty() {
+            world.answer_question();
+        }
+        for id in world.agents.keys().copied().collect::<Vec<_>>() {
+            while !world.agents[&id].inbox.is_empty() {
+                world.work(id);
+            }
+        }
+    }
+}
+
+#[test]
+fn who_works_stays_and_says_so_until_it_does_not_work_any_more() {
+    let mut world = World::new(1);
+    let id = world.running(0, 600);
+    pass(&mut world, 100, |world| vec![work(world, id)]);
+    let container = &world.node.containers[&key(0)];
+    assert_eq!((container.state, container.offloads), (State::Active, 0));
+    assert_eq!(container.reason, (Reason::GpuBusy, "process 1001, 70 %".to_owned()));
+    // Not even when it says itself that it is idle.
+    world.feed(Input::Hinted(key(0), Hint::Idle, "it".into()));
+    pass(&mut world, 3, |world| vec![work(world, id)]);
+    assert_eq!(world.state(0), State::Active);
+    pass(&mut world, 10, |_| Vec::new());
+    assert_eq!(world.agents[&id].phase, Phase::Away);
+}
+
+/// Whoever asks for it gets it: the driver's lock waits for what runs.
+#[test]
+fn a_person_may_move_who_works() {
+    let mut world = World::new(1);
+    let id = world.running(0, 600);
+    pass(&mut world, 3, |world| vec![work(world, id)]);
+    world.feed(Input::Command(CommandId(1), key(0), Request::Offload));
+    pass(&mut world, 3, |world| vec![work(world, id)]);
+    assert_eq!(world.agents[&id].phase, Phase::Away);
+}
+
+#[test]
+fn a_witness_that_falls_silent_is_not_believed_for_ever() {
+    let mut world = World::new(1);
+    let id = world.running(0, 600);
+    pass(&mut world, 3, |world| vec![work(world, id)]);
+    world.settle();
+    assert_eq!(world.agents[&id].phase, Phase::Away);
+}
+
+/// Work of others keeps nobody: on a device where it holds nothing, of another pid, of one
+/// that had this pid before.
+#[test]
+fn only_its_own_work_keeps_it() {
+    let cases: [fn(&mut Work); 3] = [
+        |work| work.uuid = "GPU-other".into(),
+        |work| work.pid += 1,
+        |work| work.age_ms = 1_000_000,
+    ];
+    for change in cases {
+        let mut world = World::new(1);
+        world.now = 900_000;
+        let id = world.running(0, 600);
+        pass(&mut world, 30, |world| {
+            let mut work = work(world, id);
+            change(&mut work);
+            vec![work]
+        });
+        assert_eq!(world.agents[&id].phase, Phase::Away);
+    }
+}
+
+#[test]
+fn who_works_is_no_victim_though_it_makes_no_call() {
+    let mut world = World::new(2);
+    let waiter = world.running(0, 600);
+    world.settle();
+    let worker = world.running(1, 600);
+    // Of a higher priority than the waiter it would be none anyway.
+    world.node.containers.get_mut(&key(1)).unwrap().policy.priority = 0;
+    world.call(waiter);
+    pass(&mut world, 300, |world| vec![work(world, worker)]);
+    assert_eq!((world.agents[&worker].phase, world.state(0)), (Phase::Open, State::Queued));
+    pass(&mut world, 300, |_| Vec::new());
+    assert_eq!(world.node.containers[&key(0)].restores, 1);
+}
