@@ -122,6 +122,8 @@ reasons! {
     EndedForRoom = "ended-for-room", "its VRAM was needed at once and it cannot be moved (restore policy immediate)";
     /// Its history makes a call likely.
     Expected = "expected", "a call is expected soon, by its history";
+    /// A connection came in while it was out.
+    Connection = "connection", "a connection came in at its network, so a call is expected soon (wake_on)";
     /// A CUDA call was made.
     Called = "called", "a CUDA call came in";
 }

@@ -21,7 +21,8 @@ use crate::core::{
     Millis, Settings, explain,
     plan::Deadlines,
     policy::{
-        Engine, KeepAlive, MAX_VRAM_MIB, Mode, OnOom, Policies, Policy, Restore, Rule, duration_ms,
+        Engine, KeepAlive, MAX_VRAM_MIB, Mode, OnOom, Policies, Policy, Restore, Rule, WakeOn,
+        duration_ms,
     },
     victims::VictimRule,
     window::Window,
@@ -76,6 +77,8 @@ pub struct PolicySection {
     pub wake_cost: Millis,
     /// Whether a container comes back ahead of a call that its history makes likely.
     pub prewake: bool,
+    /// What brings a container back: call or connection.
+    pub wake_on: WakeOn,
     /// How a container comes home when its room is taken: queue, immediate or by-annotation.
     pub restore: Restore,
     /// What becomes of an allocation that finds no memory: fail or wait.
@@ -119,6 +122,8 @@ pub struct NamespaceRule {
     pub wake_cost: Option<Millis>,
     /// Replaces whether it comes back ahead of calls.
     pub prewake: Option<bool>,
+    /// Replaces what brings it back.
+    pub wake_on: Option<WakeOn>,
     /// Replaces how a container comes home when its room is taken.
     pub restore: Option<Restore>,
     /// Replaces what becomes of an allocation that finds no memory.
@@ -201,6 +206,7 @@ impl Default for PolicySection {
             keep_alive: policy.keep_alive,
             wake_cost: policy.wake_cost_ms,
             prewake: policy.prewake,
+            wake_on: policy.wake_on,
             restore: policy.restore,
             on_oom: policy.on_oom,
             on_oom_timeout: policy.on_oom_timeout_ms,
@@ -343,6 +349,7 @@ impl Config {
                     keep_alive: self.policy.keep_alive,
                     wake_cost_ms: self.policy.wake_cost,
                     prewake: self.policy.prewake,
+                    wake_on: self.policy.wake_on,
                     restore: self.policy.restore,
                     on_oom: self.policy.on_oom,
                     on_oom_timeout_ms: self.policy.on_oom_timeout,
@@ -364,6 +371,7 @@ impl Config {
                         keep_alive: rule.keep_alive,
                         wake_cost_ms: rule.wake_cost,
                         prewake: rule.prewake,
+                        wake_on: rule.wake_on,
                         restore: rule.restore,
                         on_oom: rule.on_oom,
                         on_oom_timeout_ms: rule.on_oom_timeout,

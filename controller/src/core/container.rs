@@ -5,6 +5,7 @@ use affinode_proto::{api::control::Announcement, reason::Reason, state::State};
 
 use super::{
     CommandId, Millis,
+    connections::Knocks,
     hints::Hint,
     history::{History, PAUSE_MS, Pauses},
     input::Request,
@@ -93,6 +94,12 @@ pub struct Container {
     pub use_began: Millis,
     /// It is held until then: it came back ahead of a call that is expected.
     pub expected_until: Option<Millis>,
+    /// Why a call is expected: by its history, or because of a connection.
+    pub expected_by: Reason,
+    /// Connections that came in at its network so far, while it is out.
+    pub connections: Option<u64>,
+    /// What became of connections that came in while it was out.
+    pub knocks: Knocks,
     /// It came back ahead of a call that did not come.
     pub missed: bool,
     /// What was said of it last, and when.
@@ -153,6 +160,9 @@ impl Container {
             history: History::default(),
             use_began: now,
             expected_until: None,
+            expected_by: Reason::Expected,
+            connections: None,
+            knocks: Knocks::default(),
             missed: false,
             hint: None,
             early: 0,

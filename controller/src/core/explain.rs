@@ -93,6 +93,12 @@ const SETTINGS: &[Setting] = &[
         ruled: |r| r.prewake.is_some(),
     },
     Setting {
+        name: "wake_on",
+        annotations: &["affinode.io/wake-on"],
+        shown: |p| p.wake_on.as_str().into(),
+        ruled: |r| r.wake_on.is_some(),
+    },
+    Setting {
         name: "minimum_residency",
         annotations: &[],
         shown: |p| duration(p.minimum_residency_ms),

@@ -144,6 +144,9 @@ pub enum Input {
     Command(CommandId, Key, Request),
     /// The container is said to be idle or busy; who says so.
     Hinted(Key, Hint, String),
+    /// How many connections have come in at the network of a container that is out; `None`:
+    /// it has none of its own.
+    Connections(Key, Option<u64>),
     /// Time passed for one container: a [`Input::Tick`] that leaves the others alone.
     Due(Key),
     /// Time passed.

@@ -8,6 +8,7 @@
 //! there is one writer and no lock. The same code runs live, in tests and in
 //! simulation: time is a number that the caller passes.
 
+mod connections;
 pub mod container;
 mod crowd;
 pub mod effect;

@@ -134,6 +134,7 @@ impl Node {
             }
             Input::Command(command, key, request) => self.command(command, &key, request),
             Input::Hinted(key, hint, who) => self.hinted(&key, hint, &who),
+            Input::Connections(key, count) => self.connections(&key, count),
             Input::Due(key) => self.due(&key),
             Input::Tick => self.tick(),
         }

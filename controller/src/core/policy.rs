@@ -95,6 +95,31 @@ impl OnOom {
     }
 }
 
+/// What brings a container back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WakeOn {
+    /// A CUDA call.
+    Call,
+    /// A connection that comes in at a socket of its network already, where there is room to
+    /// spare.
+    Connection,
+}
+
+impl WakeOn {
+    const WORDS: [(&'static str, WakeOn); 2] =
+        [("call", WakeOn::Call), ("connection", WakeOn::Connection)];
+
+    /// The word for it in configuration, annotations and output.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            WakeOn::Call => "call",
+            WakeOn::Connection => "connection",
+        }
+    }
+}
+
 /// How a container comes home when its room is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -184,6 +209,8 @@ pub struct Policy {
     pub wake_cost_ms: Millis,
     /// Back ahead of a call that its history makes likely.
     pub prewake: bool,
+    /// What brings it back.
+    pub wake_on: WakeOn,
     /// How it comes home when its room is taken.
     pub restore: Restore,
     /// What becomes of an allocation that finds no memory.
@@ -217,6 +244,7 @@ impl Default for Policy {
             keep_alive: KeepAlive::Learned,
             wake_cost_ms: 34_000,
             prewake: false,
+            wake_on: WakeOn::Call,
             restore: Restore::Queue,
             on_oom: OnOom::Fail,
             on_oom_timeout_ms: 120_000,
@@ -246,6 +274,8 @@ pub struct Rule {
     pub wake_cost_ms: Option<Millis>,
     /// Replaces whether it is brought back ahead of calls.
     pub prewake: Option<bool>,
+    /// Replaces what brings it back.
+    pub wake_on: Option<WakeOn>,
     /// Replaces how it comes home when its room is taken.
     pub restore: Option<Restore>,
     /// Replaces what becomes of an allocation that finds no memory.
@@ -315,6 +345,7 @@ impl Policies {
             policy.keep_alive = rule.keep_alive.unwrap_or(policy.keep_alive);
             policy.wake_cost_ms = rule.wake_cost_ms.unwrap_or(policy.wake_cost_ms);
             policy.prewake = rule.prewake.unwrap_or(policy.prewake);
+            policy.wake_on = rule.wake_on.unwrap_or(policy.wake_on);
             policy.restore = rule.restore.unwrap_or(policy.restore);
             policy.on_oom = rule.on_oom.unwrap_or(policy.on_oom);
             policy.on_oom_timeout_ms = rule.on_oom_timeout_ms.unwrap_or(policy.on_oom_timeout_ms);
@@ -355,6 +386,7 @@ pub(super) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
         }
         "affinode.io/keep-alive" => policy.keep_alive = word(value, &KeepAlive::WORDS)?,
         "affinode.io/prewake" => policy.prewake = word(value, &BOOLS)?,
+        "affinode.io/wake-on" => policy.wake_on = word(value, &WakeOn::WORDS)?,
         LATENCY_SENSITIVE => {
             if word(value, &BOOLS)? {
                 policy.mode = Mode::Off;
@@ -370,7 +402,7 @@ pub(super) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
         }
         "affinode.io/window" => policy.window = value.parse()?,
         "affinode.io/inject" => word(value, &[("auto", ()), ("true", ()), ("false", ())])?,
-        _ => return Err("no such annotation; accepted: offload, idle-timeout, priority, keep-alive, prewake, latency-sensitive, engine, restore, on-oom, on-oom-timeout, minimum-vram-mib, window, inject".into()),
+        _ => return Err("no such annotation; accepted: offload, idle-timeout, priority, keep-alive, prewake, wake-on, latency-sensitive, engine, restore, on-oom, on-oom-timeout, minimum-vram-mib, window, inject".into()),
     }
     Ok(())
 }

@@ -41,17 +41,25 @@ impl Node {
             return;
         };
         let pause = if process_was_free { container.pause_ends(now, &mut self.pauses) } else { 0 };
-        if container.expected_until.take().is_some() {
-            container.history.prewake_hit();
-            self.prewake_hits += 1;
-            container.history.returned(pause);
-        }
         container.last_use = now;
         container.used(now);
+        container.knocks.used(now);
+        let ahead = container.expected_until.take().map(|_| container.expected_by);
+        if let Some(by) = ahead {
+            if by == Reason::Expected {
+                container.history.prewake_hit();
+            }
+            container.history.returned(pause);
+        }
         if container.goal == Goal::Leaving && !container.forced {
             container.goal = Goal::Home;
         }
-        if container.state == State::Idle {
+        let was_idle = container.state == State::Idle;
+        if let Some(by) = ahead {
+            self.prewake_hits += 1;
+            self.publish_prewake(&key, by, true);
+        }
+        if was_idle {
             self.set_state(&key, State::Active, Reason::Called, "", 0, 0);
         }
     }

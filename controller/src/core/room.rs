@@ -195,18 +195,29 @@ impl Node {
     pub(super) fn expect(&mut self, key: &Key) {
         let Some(at) = self.prewake_at(key) else { return };
         let until = self.prewake_until(key);
-        if self.now < at || self.now >= until || !self.queue.is_empty() {
+        if self.now < at || self.now >= until || !self.has_room_to_spare(key) {
             return;
         }
+        if let Some(container) = self.containers.get_mut(key) {
+            container.history.prewoken();
+        }
+        self.come_ahead(key, Reason::Expected, until);
+    }
+
+    /// Whether a container may come back without anybody's leaving or waiting for it.
+    pub(super) fn has_room_to_spare(&self, key: &Key) -> bool {
         let needs = self.container_needs(key);
-        if self.gpu_error.is_some() || !self.ledger.fits(key, &needs, &self.gpus, margin_bytes) {
-            return;
-        }
+        self.queue.is_empty()
+            && self.gpu_error.is_none()
+            && self.ledger.fits(key, &needs, &self.gpus, margin_bytes)
+    }
+
+    /// Lets a container come back ahead of a call, and stay until then if none comes.
+    pub(super) fn come_ahead(&mut self, key: &Key, why: Reason, until: Millis) {
         let Some(container) = self.containers.get_mut(key) else { return };
         container.goal = Goal::Home;
-        container.cause = Reason::Expected;
+        (container.cause, container.expected_by) = (why, why);
         container.expected_until = Some(until);
-        container.history.prewoken();
         self.prewakes += 1;
     }
 

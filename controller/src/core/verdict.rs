@@ -69,7 +69,7 @@ impl Node {
             return refuse(Reason::TooSmall);
         }
         if c.expected_until.is_some_and(|until| self.now < until) {
-            return refuse(Reason::Expected);
+            return refuse(c.expected_by);
         }
         if c.came_home.is_some_and(|t| self.now.saturating_sub(t) < c.policy.minimum_residency_ms) {
             return refuse(Reason::MinimumResidency);

@@ -48,6 +48,7 @@ impl Node {
             let pause = container.pause_ends(now, &mut self.pauses);
             container.history.returned(pause);
             container.missed = false;
+            container.knocks.used(now);
         }
         container.last_use = now;
         let forced = container.forced && container.state != State::Offloaded;
@@ -174,7 +175,7 @@ impl Node {
         let elapsed = since(container.wake_began.take());
         let restore_ms = since(container.restore_began.take());
         (container.offload_began, container.deep, container.forced) = (None, false, false);
-        if container.cause != Reason::Expected {
+        if !matches!(container.cause, Reason::Expected | Reason::Connection) {
             container.last_use = now;
         }
         container.vain_returns = 0;

@@ -22,11 +22,15 @@ impl Node {
             return;
         };
         container.goal = Goal::Leaving;
-        container.missed = container.expected_until.take().is_some();
+        let in_vain = container.expected_until.take().map(|_| container.expected_by);
+        container.missed = in_vain == Some(Reason::Expected);
         container.cause = why;
         container.forced = false;
         container.reason = (why, String::new());
         container.offload_began = Some(self.now);
+        if let Some(by) = in_vain {
+            self.publish_prewake(key, by, false);
+        }
         if self.want_of(key).is_some() {
             // It will need room for itself as well.
             self.end_want_grant(key);
@@ -142,6 +146,7 @@ impl Node {
             container.last_offload_ms = elapsed;
         }
         container.failures = 0;
+        container.connections = None;
         container.forced = false;
         let cause = container.cause;
         self.set_state(key, State::Offloaded, cause, "", bytes, elapsed);

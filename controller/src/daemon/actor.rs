@@ -97,6 +97,8 @@ pub(super) struct Actor {
     started_unix_ms: i64,
     gpus_read: Option<Instant>,
     readings: Readings,
+    /// Whose connections were counted last: not all have their turn at once.
+    pub(super) counted: Option<Key>,
     busy: Busy,
     sweep: Sweep,
     empty_since: Instant,
@@ -146,6 +148,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         started_unix_ms: unix_ms(),
         gpus_read: None,
         readings: Readings::default(),
+        counted: None,
         busy: Busy::default(),
         sweep: Sweep::new(&run_dir),
         empty_since: Instant::now(),
@@ -497,6 +500,7 @@ impl Actor {
             self.witness.ask();
         }
         self.read_hints();
+        self.read_connections();
         self.node.tell_clock(self.now(), unix_ms());
         self.feed(Input::Tick);
         self.tell_pressure();

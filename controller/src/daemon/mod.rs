@@ -6,6 +6,7 @@
 
 mod actor;
 mod api;
+mod connections;
 mod door;
 mod events;
 mod hints;

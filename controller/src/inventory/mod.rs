@@ -4,6 +4,7 @@
 
 pub mod busy;
 pub mod memory;
+pub mod network;
 pub mod nvml;
 pub mod process;
 pub mod witness;

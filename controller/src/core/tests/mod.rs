@@ -2,6 +2,7 @@
 //! ones.
 
 mod agent;
+mod connections;
 mod immediate;
 mod parked;
 mod random;

@@ -34,6 +34,8 @@ enum Step {
     Ask(usize, bool),
     /// The process uses managed memory from now on: it cannot be moved.
     Fix(usize),
+    /// So many connections have come in at the container's network.
+    Connections(usize, u64),
     /// NVML shows work of the process.
     Worked(usize),
 }
@@ -54,6 +56,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => any::<bool>().prop_map(Step::Fail),
         1 => (0_usize..8).prop_map(Step::Fix),
         1 => (0_usize..8).prop_map(Step::Worked),
+        2 => (0_usize..3, 0_u64..9).prop_map(|(n, count)| Step::Connections(n, count)),
         2 => (0_usize..3, any::<bool>()).prop_map(|(c, out)| Step::Ask(c, out)),
     ]
 }
@@ -128,6 +131,9 @@ fn run_with(immediate: &[usize], steps: Vec<Step>) -> Result<(), TestCaseError> 
                 if let Some(agent) = agent.filter(|agent| agent.phase == Phase::Open) {
                     agent.fixed = true;
                 }
+            }
+            Step::Connections(n, count) => {
+                world.feed(Input::Connections(key(n), Some(count)));
             }
             Step::Worked(n) => {
                 let work = nth(n, &world).map(|id| Work {

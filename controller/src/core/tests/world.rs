@@ -15,7 +15,7 @@ use affinode_proto::{
 use super::super::{
     Effect, GpuSample, Input, Key, Millis, Node, ProcessId, Record, Settings, Survey,
     input::{Carried, CommandId, Identity},
-    policy::{KeepAlive, Mode, OnOom, Policies, Policy, Restore},
+    policy::{KeepAlive, Mode, OnOom, Policies, Policy, Restore, WakeOn},
 };
 use super::agent::{Agent, Asking, page};
 
@@ -63,6 +63,7 @@ pub(super) fn settings() -> Settings {
         prewake,
         on_oom: OnOom::Wait,
         restore: Restore::ByAnnotation,
+        wake_on: WakeOn::Connection,
         ..Policy::default()
     };
     Settings { policies: Policies { node, ..Policies::default() }, ..Settings::default() }

@@ -21,6 +21,7 @@ mod on_oom;
 mod pods;
 mod policy;
 mod pressure;
+mod prewake;
 mod recovery;
 mod restore_policy;
 mod spec;

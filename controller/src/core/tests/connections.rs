@@ -1,0 +1,116 @@
+//! Returns because a connection came in.
+
+use affinode_proto::{reason::Reason, state::State, wire::Phase};
+
+use super::{
+    super::{
+        Input, ProcessId,
+        input::{CommandId, Request},
+    },
+    world::{World, key},
+};
+
+/// One that is out, whose connections were counted once.
+fn listening() -> (World, ProcessId) {
+    let mut world = World::new(2);
+    let id = world.running(0, 600);
+    world.settle();
+    assert_eq!(world.agents[&id].phase, Phase::Away);
+    count(&mut world, 100);
+    (world, id)
+}
+
+fn count(world: &mut World, count: u64) {
+    world.feed(Input::Connections(key(0), Some(count)));
+}
+
+/// Lets a few things happen, without time for anybody to become idle again.
+fn arrive(world: &mut World) {
+    for _ in 0..40 {
+        while !world.questions.is_empty() {
+            world.answer_question();
+        }
+        for id in world.agents.keys().copied().collect::<Vec<_>>() {
+            world.work(id);
+        }
+    }
+}
+
+/// A knock, and a while without a call. Whether it came back for it.
+fn knocks_in_vain(world: &mut World, id: ProcessId) -> bool {
+    let before = world.node.containers[&key(0)].connections.unwrap_or(0);
+    count(world, before);
+    count(world, before + 1);
+    arrive(world);
+    let came = world.agents[&id].phase == Phase::Open;
+    world.settle();
+    world.settle();
+    assert_eq!(world.agents[&id].phase, Phase::Away);
+    came
+}
+
+#[test]
+fn a_connection_brings_it_back_ahead_of_the_call() {
+    let (mut world, id) = listening();
+    count(&mut world, 100);
+    arrive(&mut world);
+    assert_eq!(world.state(0), State::Offloaded, "nothing new came in");
+    count(&mut world, 101);
+    arrive(&mut world);
+    assert_eq!(world.agents[&id].phase, Phase::Open);
+    // It waits for the call, longer than its idle timeout.
+    world.settle();
+    assert_eq!(world.node.containers[&key(0)].reason.0, Reason::Connection);
+    world.call(id);
+    world.tick();
+    assert_eq!(world.node.prewakes(), (1, 1));
+}
+
+#[test]
+fn what_knocks_in_vain_wakes_no_more_until_calls_follow_again() {
+    let (mut world, id) = listening();
+    assert_eq!(
+        [(); 6].map(|()| knocks_in_vain(&mut world, id)),
+        [true, true, true, true, false, false]
+    );
+    assert_eq!(world.node.prewakes(), (4, 0));
+    // Judged though they do not wake: with as many that were followed by a call, they do.
+    for _ in 0..6 {
+        count(&mut world, 900);
+        count(&mut world, 901);
+        world.call(id);
+        world.settle();
+        assert_eq!(world.agents[&id].phase, Phase::Away);
+        world.now += 60_000;
+    }
+    assert!(knocks_in_vain(&mut world, id));
+}
+
+#[test]
+fn nobody_leaves_for_a_connection() {
+    let (mut world, id) = listening();
+    let other = world.running(1, 600);
+    count(&mut world, 101);
+    arrive(&mut world);
+    assert_eq!((world.agents[&id].phase, world.agents[&other].phase), (Phase::Away, Phase::Open));
+}
+
+#[test]
+fn who_was_moved_out_by_hand_stays_until_it_is_called() {
+    let mut world = World::new(1);
+    let id = world.running(0, 600);
+    world.feed(Input::Command(CommandId(1), key(0), Request::Offload));
+    arrive(&mut world);
+    count(&mut world, 1);
+    count(&mut world, 2);
+    arrive(&mut world);
+    assert_eq!(world.agents[&id].phase, Phase::Away);
+}
+
+#[test]
+fn one_without_a_network_of_its_own_is_told_so_once() {
+    let (mut world, _) = listening();
+    (0..3).for_each(|_| world.feed(Input::Connections(key(0), None)));
+    let told = &world.node.containers[&key(0)].warnings;
+    assert_eq!(told.iter().filter(|line| line.contains("wake_on")).count(), 1, "{told:?}");
+}

@@ -1,0 +1,67 @@
+//! Connections that came in at the network of a process, by its own /proc/net: one small file
+//! of constant size, however many connections there are.
+
+use std::{fs, io, io::Read, os::unix::fs::MetadataExt};
+
+/// The file has less than 2 KiB.
+const MOST_BYTES: u64 = 16 << 10;
+
+/// How many TCP connections have come in at the network of a process since that was made;
+/// `None`: it uses our own network, where they may be anybody's.
+///
+/// # Errors
+/// The process is gone, or /proc is not readable.
+pub fn connections(pid: u32) -> io::Result<Option<u64>> {
+    let network = |pid: &str| fs::metadata(format!("/proc/{pid}/ns/net")).map(|file| file.ino());
+    if network(&pid.to_string())? == network("self")? {
+        return Ok(None);
+    }
+    count(pid).map(Some)
+}
+
+fn count(pid: u32) -> io::Result<u64> {
+    let mut text = String::new();
+    fs::File::open(format!("/proc/{pid}/net/snmp"))?.take(MOST_BYTES).read_to_string(&mut text)?;
+    let strange = || {
+        io::Error::new(
+            io::ErrorKind::InvalidData,
+            format!("/proc/{pid}/net/snmp is not understood"),
+        )
+    };
+    passive_opens(&text).ok_or_else(strange)
+}
+
+/// Two lines begin with `Tcp:`, of names and of values.
+fn passive_opens(text: &str) -> Option<u64> {
+    let mut lines = text.lines().filter_map(|line| line.strip_prefix("Tcp:"));
+    let (names, values) = (lines.next()?, lines.next()?);
+    let mut pairs = names.split_whitespace().zip(values.split_whitespace());
+    pairs.find(|(name, _)| *name == "PassiveOpens")?.1.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    #[test]
+    fn the_value_is_found_by_its_name() {
+        let text =
+            "Ip: Forwarding\nIp: 1\nTcp: ActiveOpens PassiveOpens\nTcp: 7 42\nUdp: A\nUdp: 1\n";
+        assert_eq!(passive_opens(text), Some(42));
+        assert_eq!(passive_opens("Tcp: PassiveOpens\n"), None);
+        assert_eq!(passive_opens(""), None);
+    }
+
+    #[test]
+    fn a_connection_is_counted_and_our_own_network_is_not_looked_at() {
+        let me = std::process::id();
+        let before = count(me).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let _client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let _served = listener.accept().unwrap();
+        assert!(count(me).unwrap() > before);
+        assert_eq!(connections(me).unwrap(), None);
+    }
+}

@@ -1,0 +1,68 @@
+//! Returns ahead of calls, because a connection came in.
+
+use std::{
+    fs::File,
+    net::{TcpListener, TcpStream},
+};
+
+use affinode_e2e::{
+    until::until,
+    worker::{USUAL, Worker},
+    world::{Recipe, World},
+};
+use anyhow::{Context, Result, anyhow};
+use nix::sched::{CloneFlags, setns};
+
+use crate::offload::EAGER;
+
+fn start(world: &World, id: &str, wake_on: &str) -> Result<Worker> {
+    let spec = Worker::spec(id, USUAL, 32).annotation("affinode.io/wake-on", wake_on);
+    let mut worker = Worker::start_as(world, spec)?;
+    worker.wait_filled()?;
+    Ok(worker)
+}
+
+/// A client and a server in the network of a container, on its loopback.
+fn connect(world: &World, id: &str) -> Result<()> {
+    let row = world.cli().container(id)?.context("it is known")?;
+    let pid = row.processes.first().context("it has a process")?.pid;
+    let network = File::open(format!("/proc/{pid}/ns/net"))?;
+    let there = std::thread::spawn(move || -> Result<()> {
+        setns(network, CloneFlags::CLONE_NEWNET)?;
+        let server = TcpListener::bind("127.0.0.1:0")?;
+        let _client = TcpStream::connect(server.local_addr()?)?;
+        server.accept()?;
+        Ok(())
+    });
+    there.join().map_err(|_| anyhow!("the thread in the container's network"))?
+}
+
+fn told(world: &World, kind: &str) -> Result<usize> {
+    let events = world.cli().events()?;
+    Ok(events.iter().filter(|e| e.kind == kind && e.reason == "connection").count())
+}
+
+/// One that is annotated comes back for a connection, and the call finds it there; its
+/// neighbour, to which somebody connected before, does not.
+#[test]
+fn a_connection_brings_back_who_asked_for_it_and_nobody_else() -> Result<()> {
+    let world = Recipe::default().config(EAGER).world()?;
+    let mut listens = start(&world, "listens", "connection")?;
+    let mut sleeps = start(&world, "sleeps", "call")?;
+    for id in ["listens", "sleeps"] {
+        world.cli().wait_for_state(id, "Offloaded")?;
+    }
+    // What was before it was looked at does not count: so until it does.
+    until("the connection to bring it back", || {
+        connect(&world, "sleeps")?;
+        connect(&world, "listens")?;
+        let row = world.cli().container("listens")?.context("it is known")?;
+        Ok((row.restores == 1 && row.reason == "connection").then_some(()))
+    })?;
+    assert!(listens.verify()?);
+    until("the call to be told", || Ok((told(&world, "prewake")? == 1).then_some(())))?;
+    let row = world.cli().container("sleeps")?.context("it is known")?;
+    assert_eq!((row.state.as_str(), row.restores), ("Offloaded", 0), "{row:?}");
+    assert!(sleeps.verify()?);
+    Ok(())
+}
