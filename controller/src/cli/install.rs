@@ -1,14 +1,15 @@
-//! `affinode install`, `uninstall`: prints what [`crate::install`] does.
+//! `affinode install`, `uninstall`, `status`: prints what [`crate::install`] does and finds.
 
 use std::{
     io::Write,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use clap::ValueEnum;
 
-use super::CliError;
-use crate::install::{self, Options, Restart, Source};
+use super::{CliError, Output};
+use crate::install::{self, FileState, HandlerState, Options, Restart, Source, Status};
 
 /// Put Affinode on this node: programs, library, and a handler in containerd's
 /// configuration. Compares the whole configuration before and after, and puts it back when
@@ -29,8 +30,29 @@ pub struct Install {
 /// it run.
 #[derive(Debug, clap::Args)]
 pub struct Uninstall {
+    /// Wait so long for the containers that run to end: 10m.
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    drain: Option<Duration>,
     #[command(flatten)]
     places: Places,
+}
+
+/// Show what is installed on this node, and whether all of it is as it was installed. Exit
+/// status 1 when it is not, or when nothing is.
+#[derive(Debug, clap::Args)]
+pub struct Show {
+    /// How to print.
+    #[arg(short, long, default_value = "table")]
+    output: Output,
+    /// containerd's socket; where distributions put it when left out.
+    #[arg(long, value_name = "SOCKET", env = "CONTAINERD_ADDRESS")]
+    containerd: Option<PathBuf>,
+    /// Where what was installed is kept.
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/affinode")]
+    state_dir: PathBuf,
+    /// Below it are bin and lib/affinode.
+    #[arg(long, value_name = "DIR", default_value = "/usr/local")]
+    prefix: PathBuf,
 }
 
 #[derive(Debug, clap::Args)]
@@ -76,6 +98,7 @@ impl Places {
             state_dir: self.state_dir,
             runtime_name,
             restart,
+            drain: Duration::ZERO,
             dry_run: self.dry_run,
         }
     }
@@ -91,8 +114,74 @@ pub fn install(out: &mut dyn Write, asked: Install) -> Result<(), CliError> {
 }
 
 pub fn uninstall(out: &mut dyn Write, asked: Uninstall) -> Result<(), CliError> {
-    let options = asked.places.options(String::new());
+    let options =
+        Options { drain: asked.drain.unwrap_or_default(), ..asked.places.options(String::new()) };
     print(out, options.dry_run, &install::uninstall(&options)?)
+}
+
+pub fn status(out: &mut dyn Write, asked: Show) -> Result<(), CliError> {
+    let Show { output, containerd, state_dir, prefix } = asked;
+    let options = Options {
+        containerd,
+        prefix,
+        state_dir,
+        runtime_name: String::new(),
+        restart: Restart::None,
+        drain: Duration::ZERO,
+        dry_run: true,
+    };
+    let Some(status) = install::status(&options)? else {
+        let folder = options.state_dir.display();
+        return Err(CliError::NotDone(format!("nothing is installed: no record in {folder}")));
+    };
+    match output {
+        Output::Json => {
+            serde_json::to_writer_pretty(&mut *out, &status)?;
+            writeln!(out)?;
+        }
+        Output::Yaml => serde_yaml_ng::to_writer(&mut *out, &status)?,
+        Output::Table | Output::Wide => print_status(out, &status)?,
+    }
+    match status.in_place {
+        true => Ok(()),
+        false => Err(CliError::NotDone("not all of it is in place".into())),
+    }
+}
+
+fn print_status(out: &mut dyn Write, status: &Status) -> Result<(), CliError> {
+    let mut rows: Vec<(String, &str)> = Vec::new();
+    for file in &status.files {
+        let state = match file.state {
+            FileState::InPlace => "as installed",
+            FileState::Changed => {
+                "changed since: run affinode install, or it is left when you uninstall"
+            }
+            FileState::Missing => "missing: run affinode install",
+        };
+        rows.push((file.path.display().to_string(), state));
+    }
+    if let Some(handler) = &status.handler {
+        let state = match handler.state {
+            HandlerState::Served => "served by containerd",
+            HandlerState::RestartNeeded => "restart containerd: it knows nothing of this yet",
+            HandlerState::NoContainerd => "no containerd runs",
+            HandlerState::Changed => "changed since: take it out by hand and install again",
+        };
+        rows.push((
+            format!("handler {} in {}", handler.name, handler.config_file.display()),
+            state,
+        ));
+    }
+    let width = rows.iter().map(|(what, _)| what.len()).max().unwrap_or(0);
+    for (what, state) in rows {
+        writeln!(out, "{what:width$}  {state}")?;
+    }
+    match status.running_shims {
+        0 => writeln!(out, "no container uses it")?,
+        1 => writeln!(out, "1 shim runs")?,
+        shims => writeln!(out, "{shims} shims run")?,
+    }
+    Ok(())
 }
 
 /// The folder above `bin`, or that of the program.

@@ -79,6 +79,7 @@ enum Command {
     Doctor(doctor::Doctor),
     Install(install::Install),
     Uninstall(install::Uninstall),
+    Status(install::Show),
     Policy(policy::Policy),
     /// Print the completion script of a shell.
     Completion {
@@ -188,6 +189,7 @@ async fn run(args: Args) -> Result<(), CliError> {
         Command::Man { folder } => return completion::man(&folder),
         Command::Install(asked) => return install::install(&mut out, asked),
         Command::Uninstall(asked) => return install::uninstall(&mut out, asked),
+        Command::Status(asked) => return install::status(&mut out, asked),
         Command::Doctor(asked) => return doctor::run(&args.run_dir, &mut out, asked).await,
         Command::Report(asked) => return report::run(&args.run_dir, &mut out, asked).await,
         other => other,
@@ -208,6 +210,7 @@ async fn run(args: Args) -> Result<(), CliError> {
         Command::Simulate(_)
         | Command::Install(_)
         | Command::Uninstall(_)
+        | Command::Status(_)
         | Command::Doctor(_)
         | Command::Completion { .. }
         | Command::Man { .. }

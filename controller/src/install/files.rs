@@ -96,6 +96,16 @@ pub struct Change {
 }
 
 impl Change {
+    /// Where it goes.
+    pub fn to(&self) -> &Path {
+        &self.to
+    }
+
+    /// Another file was there.
+    pub fn replaces(&self) -> bool {
+        self.replaces
+    }
+
     /// Puts it in place: whoever runs or has mapped the old one keeps it.
     pub fn make(&self) -> Result<(), FileError> {
         let failed = |source| FileError::Io { action: "write", path: self.to.clone(), source };

@@ -8,17 +8,20 @@
 //! ```
 //!
 //! Nothing is touched before everything has been looked at. The record names what is put
-//! where before it is, so that an installation that was killed can be taken off.
+//! where before it is, so that an installation that was killed can be taken off. A first one
+//! that fails leaves nothing behind.
 
 mod block;
 mod edit;
 mod files;
 mod node;
 mod record;
+mod status;
 
 use std::{
     fs::File,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use nix::fcntl::{Flock, FlockArg};
@@ -28,6 +31,7 @@ pub use edit::EditError;
 pub use files::{FileError, Source};
 pub use node::{NodeError, Restart};
 pub use record::RecordError;
+pub use status::{FileState, HandlerState, Status, status};
 
 use self::{edit::Edit, files::Change, node::Node, record::Record};
 
@@ -44,6 +48,8 @@ pub struct Options {
     pub runtime_name: String,
     /// How containerd takes note.
     pub restart: Restart,
+    /// How long an uninstallation waits for running containers to end.
+    pub drain: Duration,
     /// Only say what would be done.
     pub dry_run: bool,
 }
@@ -73,7 +79,10 @@ pub enum InstallError {
     #[error(transparent)]
     Record(#[from] RecordError),
     /// Containers would lose their shim.
-    #[error("{0} shims of Affinode run: end their containers first, containerd would forget them")]
+    #[error(
+        "{} of Affinode: end their containers first, containerd would lose them; --drain waits for their end",
+        if *.0 == 1 { "1 shim runs".to_owned() } else { format!("{} shims run", .0) }
+    )]
     InUse(usize),
     /// Nothing to take off.
     #[error("there is no record of an installation in {}", .0.display())]
@@ -113,24 +122,47 @@ pub fn install(options: &Options, source: &Source) -> Result<Steps, InstallError
     if options.dry_run {
         return Ok(steps);
     }
+    let fresh = older.is_none() && !changes.iter().any(Change::replaces);
     let mut record = Record::of(&options.prefix, source, older, edit.as_ref())?;
     record.write(&options.state_dir)?;
-    for change in &changes {
-        change.make()?;
-    }
-    if let Some(edit) = edit {
-        edit.make()?;
-        let settled = settle(&node, &before, &edit, &options.restart, Some(name));
-        if let Err(error) = settled {
-            edit.undo()?;
-            return Err(node.recovered(&options.restart, error).into());
+    let made = put(options, &node, &before, &changes, edit.as_ref(), restarts);
+    if made.is_err() && fresh {
+        // Nothing of ours was there before, and nothing is now.
+        for change in &changes {
+            files::remove(change.to())?;
         }
-    } else if restarts {
-        node.restart(&options.restart, Some(name))?;
+        record.remove(&options.state_dir)?;
     }
+    made?;
     record.settled = true;
     record.write(&options.state_dir)?;
     Ok(steps)
+}
+
+fn put(
+    options: &Options,
+    node: &Node,
+    before: &toml::Table,
+    changes: &[Change],
+    edit: Option<&Edit>,
+    restarts: bool,
+) -> Result<(), InstallError> {
+    let (name, restart) = (Some(options.runtime_name.as_str()), &options.restart);
+    for change in changes {
+        change.make()?;
+    }
+    match edit {
+        Some(edit) => {
+            edit.make()?;
+            if let Err(error) = settle(node, before, edit, restart, name) {
+                edit.undo()?;
+                return Err(node.recovered(restart, error).into());
+            }
+        }
+        None if restarts => node.restart(restart, name)?,
+        None => {}
+    }
+    Ok(())
 }
 
 /// The file has changed: what containerd makes of it, and whether it comes back with it.
@@ -155,7 +187,7 @@ pub fn uninstall(options: &Options) -> Result<Steps, InstallError> {
     let Some(record) = Record::read(&options.state_dir)? else {
         return Err(InstallError::NotInstalled(options.state_dir.clone()));
     };
-    match node::running_shims(&options.prefix) {
+    match node::drain(&options.prefix, options.drain) {
         0 => {}
         shims => return Err(InstallError::InUse(shims)),
     }

@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
     process::{Command, Stdio},
     thread,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime},
 };
 
 use toml::Table;
@@ -17,11 +17,14 @@ use crate::{
         containerd::{self, Absent, Daemon},
         programs::SHIM,
     },
+    inventory::process,
     report,
 };
 
 /// So long containerd is waited for after a restart.
 const BACK_WITHIN: Duration = Duration::from_secs(60);
+/// The unit of start times in /proc, on every Linux machine of this architecture.
+const TICK_MS: u64 = 10;
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 /// How containerd takes note of a new configuration. It reads it when it starts, only.
@@ -103,6 +106,16 @@ impl Node {
         added.path == self.daemon.config_file && text.contains(&added.text)
     }
 
+    /// Whether its process is younger than that moment: it has read what was written then.
+    pub fn runs_since(&self, moment: SystemTime) -> bool {
+        let up = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+        let up_ms = u64::try_from(up.tv_sec * 1_000 + up.tv_nsec / 1_000_000).unwrap_or(0);
+        let Ok(daemon) = process::identity(self.daemon.pid) else { return false };
+        let age_ms = up_ms.saturating_sub(daemon.start_ticks * TICK_MS);
+        // It cannot have started and read its file within a tick.
+        SystemTime::now() + Duration::from_millis(TICK_MS) >= moment + Duration::from_millis(age_ms)
+    }
+
     /// Restarts it, and waits until it answers; with the handler, where one is wanted.
     pub fn restart(&self, how: &Restart, handler: Option<&str>) -> Result<(), NodeError> {
         let Restart::Systemd { unit } = how else { return Ok(()) };
@@ -159,6 +172,18 @@ impl fmt::Display for Restart {
         match self {
             Restart::Systemd { unit } => write!(f, "systemctl restart {unit}"),
             Restart::None => write!(f, "restart containerd: it knows nothing of this until then"),
+        }
+    }
+}
+
+/// Waits until no shim of the installation runs any more: so many do after that time.
+pub fn drain(prefix: &Path, within: Duration) -> usize {
+    let began = Instant::now();
+    loop {
+        match running_shims(prefix) {
+            0 => return 0,
+            shims if began.elapsed() >= within => return shims,
+            _ => thread::sleep(LOOK_EVERY),
         }
     }
 }

@@ -115,6 +115,11 @@ impl Record {
         fs::remove_file(&path).map_err(|source| RecordError::Io { action: "remove", path, source })
     }
 
+    /// Every file that was installed, with the SHA-256 that it had.
+    pub fn listed(&self) -> impl Iterator<Item = (&Path, &str)> {
+        self.files.iter().map(|file| (file.path.as_path(), file.sha256.as_str()))
+    }
+
     /// Files that are as they were installed, and those that are others by now.
     pub fn files(&self) -> Result<(Vec<PathBuf>, Vec<PathBuf>), FileError> {
         let there = self.files.iter().filter(|file| file.path.exists());

@@ -147,6 +147,9 @@ fn a_node_is_installed_serves_pods_and_is_as_it_was(world: &World) -> Result<()>
     ensure!(said.contains("nothing to do"), "{said}");
     ensure!(fs::read(&place.config)? == installed);
 
+    let said = place.done("status", &[])?;
+    ensure!(said.contains("served by containerd") && !said.contains("since"), "{said}");
+
     let cri = Cri::connect(&world.containerd().socket())?;
     let pod = cri::pod("installed", &world.cgroup_parent(), world.dir());
     let id = cri.run_pod(&pod, HANDLER)?;
@@ -159,6 +162,8 @@ fn a_node_is_installed_serves_pods_and_is_as_it_was(world: &World) -> Result<()>
     ensure!(!shim.exists() && !place.file("lib/affinode").exists());
     let said = place.refused("uninstall", &[])?;
     ensure!(said.contains("no record of an installation"), "{said}");
+    let said = place.refused("status", &[])?;
+    ensure!(said.contains("nothing is installed"), "{said}");
     Ok(())
 }
 
@@ -172,6 +177,8 @@ fn what_goes_wrong_leaves_the_configuration_as_it_was() -> Result<()> {
         let said = place.refused("install", more)?;
         ensure!(said.contains(why), "{said} does not tell of {why}");
         ensure!(fs::read(&place.config)? == original, "{why}: the configuration has changed");
+        ensure!(!place.file("bin/affinode").exists(), "{why}: a file was left behind");
+        ensure!(!place.file("state/install.json").exists(), "{why}: a record was left behind");
         Ok(())
     };
     place.systemctl("echo 'the unit is masked' >&2; exit 1")?;
@@ -195,6 +202,24 @@ fn what_goes_wrong_leaves_the_configuration_as_it_was() -> Result<()> {
     ensure!(said.contains("does not understand"), "{said}");
     ensure!(fs::read(&place.config)? == broken);
     fs::write(&place.config, &original)?;
+
+    // What is not as it was installed, or not yet served, is told.
+    place.done("install", &["--restart-mode", "none"])?;
+    let status = || -> Result<String> {
+        let output = place.run("status", &[])?;
+        ensure!(output.status.code() == Some(1), "{output:?}");
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    };
+    let said = status()?;
+    ensure!(said.contains("restart containerd") && !said.contains("missing"), "{said}");
+    fs::remove_file(place.file("bin/affinode"))?;
+    fs::write(place.file("lib/affinode/libaffinode_preload.so"), "other")?;
+    fs::write(&place.config, &original)?;
+    let said = status()?;
+    ensure!(said.contains("missing: run") && said.contains("take it out by hand"), "{said}");
+    ensure!(said.matches("changed since").count() == 2, "{said}");
+    place.done("install", &["--restart-mode", "none"])?;
+    place.done("uninstall", &["--restart-mode", "none"])?;
 
     // Killed after the record was written, an installation can be taken off all the same.
     place.done("install", &["--restart-mode", "none"])?;
@@ -228,11 +253,19 @@ fn a_node_whose_containers_run_is_not_uninstalled() -> Result<()> {
         Ok((exe == Path::new(&shim)).then_some(()))
     })?;
     let said = place.refused("uninstall", &["--restart-mode", "none"])?;
+    ensure!(said.contains("1 shim runs of Affinode"), "{said}");
+    ensure!(shim.exists());
+    // Asked to wait for its end, it does.
+    let mut waiting =
+        place.command("uninstall", &["--restart-mode", "none", "--drain", "10m"])?.spawn()?;
+    until("the command to begin", || {
+        let lock = fs::File::options().write(true).open(place.file("state/install.lock"))?;
+        Ok(Flock::lock(lock, FlockArg::LockExclusiveNonblock).is_err().then_some(()))
+    })?;
+    ensure!(waiting.try_wait()?.is_none() && shim.exists(), "it did not wait");
     running.kill()?;
     running.wait()?;
-    ensure!(said.contains("1 shims of Affinode run"), "{said}");
-    ensure!(shim.exists());
-    place.done("uninstall", &["--restart-mode", "none"])?;
+    ensure!(waiting.wait()?.success());
     ensure!(!shim.exists());
     Ok(())
 }
