@@ -158,27 +158,6 @@ fn run_with(immediate: &[usize], steps: Vec<Step>) -> Result<(), TestCaseError> 
     let fixed = world.agents.iter().filter(|(_, agent)| agent.fixed).map(|(id, _)| *id);
     fixed.collect::<Vec<_>>().into_iter().for_each(|id| world.exit(id));
     world.settle();
-    if std::env::var_os("DBG").is_some() {
-        for (id, a) in &world.agents {
-            eprintln!(
-                "{id:?} c{} {:?} size {} carried {} wants {} held {} asking {:?}",
-                a.container,
-                a.phase,
-                a.size,
-                a.carried,
-                a.wants,
-                a.held,
-                a.asking.map(|x| (x.bytes, x.goes_ahead))
-            );
-        }
-        for (k, c) in &world.node.containers {
-            eprintln!(
-                "{k:?} {} goal {:?} forced {} wake {:?} reason {:?} stayed {:?} offl {} rest {}",
-                c.state, c.goal, c.forced, c.wake_began, c.reason, c.stayed, c.offloads, c.restores
-            );
-        }
-        eprintln!("now {} queue {:?} grants {:?}", world.now, world.node.queue, world.node.grants);
-    }
     for (id, agent) in &world.agents {
         let parks = ENGINES[agent.container] == "park" && agent.phase == Phase::Parked;
         prop_assert!(
