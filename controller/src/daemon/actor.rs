@@ -453,9 +453,11 @@ impl Actor {
                     .map_err(|e| {
                     format!("cannot make the socket of container {}: {e}", announcement.id)
                 })?;
+            // Its programs find the notice from their first moment on.
+            if let Err(error) = listener.tell_pressure(self.node.pressed().iter()) {
+                tracing::warn!(%key, %error, "the container cannot be told of pressure");
+            }
             self.listeners.insert(key.clone(), listener);
-            // This one does not know yet.
-            self.told_pressure = None;
         }
         self.feed(Input::Announced(Box::new(announcement), key.clone()));
         Ok(self.node.warnings(&key))
