@@ -53,7 +53,7 @@ impl Node {
             return;
         }
         self.crowd.looked = Some(self.now);
-        let newcomer = self.containers.values().any(|c| self.now - c.came < NEWCOMER_MS);
+        let newcomer = || self.containers.values().any(|c| self.now - c.came < NEWCOMER_MS);
         let mut wanted: BTreeMap<&str, u64> = BTreeMap::new();
         for (uuid, bytes) in self.processes.values().flat_map(wants) {
             let sum = wanted.entry(uuid).or_default();
@@ -63,8 +63,9 @@ impl Node {
             let wanted = wanted.get(gpu.uuid.as_str()).copied().unwrap_or(0);
             wanted > gpu.total_bytes.saturating_sub(margin_bytes(gpu.total_bytes))
         };
-        let uuids = self.gpus.iter().filter(|_| !newcomer).filter(crowded);
-        self.crowd.uuids = uuids.map(|gpu| gpu.uuid.clone()).collect();
+        let uuids: BTreeSet<String> =
+            self.gpus.iter().filter(crowded).map(|gpu| gpu.uuid.clone()).collect();
+        self.crowd.uuids = if uuids.is_empty() || newcomer() { BTreeSet::new() } else { uuids };
     }
 }
 

@@ -34,17 +34,26 @@ impl Node {
         if self.queue.is_empty() {
             return;
         }
-        let mut taken: BTreeSet<String> =
-            self.grants.values().flat_map(|g| g.uuids.iter().cloned()).collect();
+        let taken: BTreeSet<&String> = self.grants.values().flat_map(|g| &g.uuids).collect();
         // Every device is taken: nobody's turn, however many wait.
         let gpus = self.gpus.len();
-        let all_taken = |taken: &BTreeSet<String>| gpus > 0 && taken.len() >= gpus;
-        if all_taken(&taken) {
+        if gpus > 0 && taken.len() >= gpus {
             return;
         }
+        let mut taken: BTreeSet<String> = taken.into_iter().cloned().collect();
+        let all_taken = |taken: &BTreeSet<String>| gpus > 0 && taken.len() >= gpus;
         // Devices that are kept for somebody who does not fit yet, and by whom.
         let mut kept: Vec<(BTreeSet<String>, Key)> = Vec::new();
+        let known = self.gpu_error.is_none() && !self.gpus.is_empty();
         let mut order = self.turns();
+        // Of a long queue most wait for devices that are taken.
+        order.retain(|key| {
+            let waits = !self.grants.contains_key(key) && self.needs_only(key, &taken);
+            if waits {
+                self.show_waiting(key, known);
+            }
+            !waits
+        });
         order.sort_by_cached_key(|key| self.turn(key));
         for key in order {
             if all_taken(&taken) {
@@ -57,7 +66,6 @@ impl Node {
             let needs = self.needs_with(&key, want);
             let margin = self.margin_for(&key);
             let uuids: BTreeSet<String> = needs.iter().map(|n| n.uuid.clone()).collect();
-            let known = self.gpu_error.is_none() && !self.gpus.is_empty();
             let fits = known && self.ledger.fits(&key, &needs, &self.gpus, margin);
             let mut before = kept.iter().filter(|(theirs, _)| !theirs.is_disjoint(&uuids));
             let turn = uuids.is_disjoint(&taken);
@@ -74,13 +82,35 @@ impl Node {
             if known && (first || passes) {
                 self.make_room(&key, &needs, margin);
             }
-            kept.push((uuids, key.clone()));
-            let waits = |c: &&mut super::container::Container| c.state == State::Queued;
-            if let Some(container) = self.containers.get_mut(&key).filter(waits) {
-                let reason = if known { Reason::WaitingForVram } else { Reason::VramUnknown };
-                container.reason = (reason, self.gpu_error.clone().unwrap_or_default());
-            }
+            self.show_waiting(&key, known);
+            kept.push((uuids, key));
         }
+    }
+
+    fn show_waiting(&mut self, key: &Key, known: bool) {
+        let waits = |c: &&mut super::container::Container| c.state == State::Queued;
+        if let Some(container) = self.containers.get_mut(key).filter(waits) {
+            let reason = if known { Reason::WaitingForVram } else { Reason::VramUnknown };
+            container.reason = (reason, self.gpu_error.clone().unwrap_or_default());
+        }
+    }
+
+    /// Whether a container needs nothing but to come home to these devices: while they are
+    /// taken it is not its turn, and it keeps them from nobody.
+    fn needs_only(&self, key: &Key, taken: &BTreeSet<String>) -> bool {
+        if taken.is_empty() {
+            return false;
+        }
+        let mut off = false;
+        let mut needs =
+            self.processes.of(key).filter(|(_, p)| p.phase.is_off() || p.want.is_some());
+        let only = needs.all(|(_, p)| {
+            off = true;
+            let on_taken = |away: &Vec<DeviceBytes>| away.iter().all(|d| taken.contains(&d.uuid));
+            p.want.is_none()
+                && p.away.as_ref().is_some_and(|away| !away.is_empty() && on_taken(away))
+        });
+        off && only
     }
 
     /// Before the order of the queue: who is half way home, because a controller died or a

@@ -51,7 +51,8 @@ impl Node {
     /// of its priority and below, however long they have waited.
     pub(super) fn turns(&self) -> Vec<Key> {
         let order = self.queue.in_order(self.now);
-        if !order.iter().any(|key| self.is_urgent(key)) {
+        let possible = self.settings.policies.may_be_immediate();
+        if !possible || !order.iter().any(|key| self.is_urgent(key)) {
             return order;
         }
         let priority = |key: &Key| self.containers.get(key).map(|c| c.policy.priority);

@@ -134,10 +134,12 @@ pub struct DeviceBytes {
 /// Adds up needs per device.
 #[must_use]
 pub fn merge_needs<'a>(needs: impl IntoIterator<Item = &'a DeviceBytes>) -> Vec<DeviceBytes> {
-    let mut sum: std::collections::BTreeMap<&str, u64> = std::collections::BTreeMap::new();
+    let mut sums: Vec<DeviceBytes> = Vec::new();
     for need in needs {
-        let bytes = sum.entry(&need.uuid).or_default();
-        *bytes = bytes.saturating_add(need.bytes);
+        match sums.binary_search_by(|sum| sum.uuid.cmp(&need.uuid)) {
+            Ok(at) => sums[at].bytes = sums[at].bytes.saturating_add(need.bytes),
+            Err(at) => sums.insert(at, need.clone()),
+        }
     }
-    sum.into_iter().map(|(uuid, bytes)| DeviceBytes { uuid: uuid.to_owned(), bytes }).collect()
+    sums
 }

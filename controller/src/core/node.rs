@@ -11,6 +11,8 @@ use affinode_proto::{
     state::State,
     wire::message::{Action, AgentMessage, ControllerMessage, PROOF_HOLDS_MS},
 };
+use foldhash::fast::FixedState;
+use indexmap::IndexMap;
 
 use super::{
     DeviceBytes, Effect, Key, Millis, ProcessId,
@@ -76,7 +78,8 @@ pub struct Node {
     pub(super) now: Millis,
     /// Wall clock when `now` was 0, milliseconds since 1970.
     clock_ms: i64,
-    pub(super) containers: BTreeMap<Key, Container>,
+    /// In order of their keys, and found by hash: every input asks for some, many times.
+    pub(super) containers: IndexMap<Key, Container, FixedState>,
     pub(super) processes: Processes,
     pub(super) gpus: Vec<GpuSample>,
     pub(super) gpu_error: Option<String>,
@@ -205,7 +208,8 @@ impl Node {
 
     /// The processes whose pages are to be read.
     pub fn connected(&self) -> impl Iterator<Item = ProcessId> + '_ {
-        self.processes.iter().filter(|(_, p)| p.connected).map(|(id, _)| *id)
+        let all = self.processes.keys().copied();
+        all.filter(|id| self.processes.get(id).is_some_and(|p| p.connected))
     }
 
     /// Containers without a process, and their bundles.

@@ -357,6 +357,13 @@ impl Policies {
         policy
     }
 
+    /// Whether an operator lets any container come home at the cost of others.
+    #[must_use]
+    pub fn may_be_immediate(&self) -> bool {
+        let rules = self.rules.iter().filter_map(|rule| rule.restore);
+        std::iter::once(self.node.restore).chain(rules).any(|restore| restore != Restore::Queue)
+    }
+
     /// The rule for a namespace.
     #[must_use]
     pub fn rule(&self, namespace: &str) -> Option<&Rule> {

@@ -149,12 +149,12 @@ impl Node {
     /// is not in use: it stands behind whoever asks.
     pub(super) fn may_be_taken(&self, key: &Key) -> bool {
         let free = |c: &Container| {
-            let waits = self.want_of(key).is_some() && !self.grants.contains_key(key);
-            let idle = self.now.saturating_sub(c.last_use) >= FREE_MS.min(c.idle_after_ms());
+            let waits = || self.want_of(key).is_some() && !self.grants.contains_key(key);
+            let idle = || self.now.saturating_sub(c.last_use) >= FREE_MS.min(c.idle_after_ms());
             c.goal == Goal::Home
                 && matches!(c.state, State::Active | State::Idle)
                 && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
-                && (idle && self.working(key).is_none() || waits)
+                && (idle() && self.working(key).is_none() || waits())
                 && c.came_home
                     .is_none_or(|t| self.now.saturating_sub(t) >= c.policy.minimum_residency_ms)
                 && self.now >= c.not_before

@@ -36,7 +36,7 @@ impl Node {
         }
         let (policy, warnings) = resolve(&self.settings.policies, &announcement);
         let container = Container::new(announcement, policy, warnings.clone(), self.now);
-        self.containers.insert(key.clone(), container);
+        self.containers.insert_sorted(key.clone(), container);
         for text in warnings {
             self.publish(key, Event { kind: "annotation".into(), text, ..Event::default() });
         }
@@ -57,7 +57,7 @@ impl Node {
         }
         self.answer(key, Request::Offload, false, 0, 0);
         self.answer(key, Request::Restore, false, 0, 0);
-        self.containers.remove(key);
+        self.containers.shift_remove(key);
         self.recalled.retain(|(other, ..), _| other != key);
         self.recall_settled(key);
     }

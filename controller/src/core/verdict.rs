@@ -89,9 +89,9 @@ impl Node {
 
     /// Whether what it holds is not worth a move.
     pub(super) fn is_too_small(&self, key: &Key) -> bool {
-        let held: u64 = self.processes.of(key).map(|(_, p)| p.vram_bytes()).sum();
         let least = self.containers.get(key).map_or(0, |c| c.policy.minimum_vram_bytes);
-        held > 0 && held < least
+        let held = || -> u64 { self.processes.of(key).map(|(_, p)| p.vram_bytes()).sum() };
+        least > 0 && (1..least).contains(&held())
     }
 
     /// The index of a GPU in MIG mode that the process holds memory of.

@@ -163,7 +163,8 @@ impl Node {
             .want_of(key)
             .filter(|(id, want)| named == Some((*id, want.ticket)))
             .map(|(_, want)| &want.need);
-        merge_needs(self.container_needs(key).iter().chain(want))
+        let away = self.container_needs(key);
+        if want.is_some() { merge_needs(away.iter().chain(want)) } else { away }
     }
 
     /// What a device keeps free beside a grant. A return must not fail; an allocation may,

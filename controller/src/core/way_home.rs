@@ -93,6 +93,9 @@ impl Node {
             .filter(|(_, p)| p.phase.is_off())
             .flat_map(|(_, p)| self.needs(p))
             .collect();
+        if needs.is_empty() {
+            return needs;
+        }
         let mut needs = merge_needs(&needs);
         // Of some it may not be known: a device that nobody else uses has held them all before.
         let known = |uuid: &str| -> u64 {
@@ -107,7 +110,9 @@ impl Node {
         for need in &mut needs {
             if let Some(gpu) = self.gpus.iter().find(|gpu| gpu.uuid == need.uuid) {
                 let others = most_of(gpu.total_bytes).saturating_sub(held(&need.uuid));
-                need.bytes = need.bytes.min(others.max(known(&need.uuid)));
+                if need.bytes > others {
+                    need.bytes = need.bytes.min(others.max(known(&need.uuid)));
+                }
             }
         }
         needs

@@ -9,7 +9,8 @@
 //! again about a container when [`Node::due_at`] says so; while somebody waits, twice a
 //! second.
 
-mod names;
+mod decision;
+pub(super) mod names;
 mod orders;
 mod outcome;
 mod process;
@@ -24,6 +25,7 @@ use affinode_proto::{
     wire::{Hazards, Phase},
 };
 
+pub use self::decision::Decision;
 use self::{
     names::{id, key, pid, uuid},
     orders::Step,
@@ -37,7 +39,7 @@ use super::{
     stay,
 };
 use crate::core::{
-    DeviceBytes, Input, Millis, Node,
+    DeviceBytes, Input, Millis, Node, Settings,
     input::{Carried, Identity},
     ledger::margin_bytes,
 };
@@ -64,6 +66,8 @@ struct World<'a> {
     events: BinaryHeap<Reverse<(Millis, u64, Event)>>,
     sequence: u64,
     processes: Vec<Process<'a>>,
+    /// By device.
+    uuids: Vec<String>,
     inputs: VecDeque<Input>,
     machine: Machine,
     costs: Calibration,
@@ -78,6 +82,8 @@ struct World<'a> {
     meter: Meter,
     delays_ms: Vec<u32>,
     figures: Figures,
+    /// Kept where somebody asks for them.
+    decisions: Option<Vec<Decision>>,
 }
 
 /// Runs one contender over the trace.
@@ -89,6 +95,34 @@ pub fn run(
     machine: Machine,
     contender: &Contender,
 ) -> Result<Figures, SimulationError> {
+    check(trace, machine)?;
+    let Some(settings) = &contender.settings else {
+        return Ok(stay::run(trace, machine, &contender.name));
+    };
+    let mut world = World::new(trace, machine, contender, settings);
+    world.play(trace)?;
+    Ok(world.finish(contender.reloads))
+}
+
+/// What one contender decides, step by step; nothing where everybody keeps what he has.
+///
+/// # Errors
+/// As [`run`].
+pub fn decisions(
+    trace: &Trace,
+    machine: Machine,
+    contender: &Contender,
+) -> Result<Vec<Decision>, SimulationError> {
+    check(trace, machine)?;
+    let Some(settings) = &contender.settings else { return Ok(Vec::new()) };
+    let mut world = World::new(trace, machine, contender, settings);
+    world.decisions = Some(Vec::new());
+    world.play(trace)?;
+    Ok(world.decisions.unwrap_or_default())
+}
+
+/// Whether everybody fits, alone.
+fn check(trace: &Trace, machine: Machine) -> Result<(), SimulationError> {
     let largest = trace.loads.iter().map(|load| load.vram_bytes).max().unwrap_or(0);
     if largest + margin_bytes(machine.vram_bytes) > machine.vram_bytes {
         return Err(SimulationError::TooLarge {
@@ -96,46 +130,60 @@ pub fn run(
             total_bytes: machine.vram_bytes,
         });
     }
-    let Some(settings) = &contender.settings else {
-        return Ok(stay::run(trace, machine, &contender.name));
-    };
-    let costs =
-        if contender.reloads { machine.calibration.kill_and_reload() } else { machine.calibration };
-    let mut world = World {
-        node: Node::new(settings.clone()),
-        now: 0,
-        events: BinaryHeap::new(),
-        sequence: 0,
-        processes: Vec::new(),
-        inputs: VecDeque::new(),
-        machine,
-        costs,
-        foresight: contender.foresight,
-        wake_cost_ms: settings.policies.node.wake_cost_ms,
-        used_bytes: vec![0; machine.gpus],
-        resident_bytes: 0,
-        away_bytes: 0,
-        polling: false,
-        wakes: 0,
-        meter: Meter::new(trace.end_ms(), machine.vram_bytes * machine.gpus as u64),
-        delays_ms: Vec::new(),
-        figures: Figures {
-            policy: contender.name.clone(),
-            requests: trace.requests(),
-            ..Figures::default()
-        },
-    };
-    // A trace begins on a Monday, at midnight.
-    world.node.tell_clock(0, 4 * 86_400_000);
-    world.begin(trace)?;
-    while let Some(Reverse((at, _, event))) = world.events.pop() {
-        world.now = at;
-        world.take(event)?;
-    }
-    Ok(world.finish(contender.reloads))
+    Ok(())
 }
 
 impl<'a> World<'a> {
+    fn new(
+        trace: &'a Trace,
+        machine: Machine,
+        contender: &Contender,
+        settings: &Settings,
+    ) -> World<'a> {
+        let costs = if contender.reloads {
+            machine.calibration.kill_and_reload()
+        } else {
+            machine.calibration
+        };
+        World {
+            node: Node::new(settings.clone()),
+            now: 0,
+            events: BinaryHeap::new(),
+            sequence: 0,
+            processes: Vec::new(),
+            uuids: (0..machine.gpus).map(uuid).collect(),
+            inputs: VecDeque::new(),
+            machine,
+            costs,
+            foresight: contender.foresight,
+            wake_cost_ms: settings.policies.node.wake_cost_ms,
+            used_bytes: vec![0; machine.gpus],
+            resident_bytes: 0,
+            away_bytes: 0,
+            polling: false,
+            wakes: 0,
+            meter: Meter::new(trace.end_ms(), machine.vram_bytes * machine.gpus as u64),
+            delays_ms: Vec::new(),
+            figures: Figures {
+                policy: contender.name.clone(),
+                requests: trace.requests(),
+                ..Figures::default()
+            },
+            decisions: None,
+        }
+    }
+
+    fn play(&mut self, trace: &'a Trace) -> Result<(), SimulationError> {
+        // A trace begins on a Monday, at midnight.
+        self.node.tell_clock(0, 4 * 86_400_000);
+        self.begin(trace)?;
+        while let Some(Reverse((at, _, event))) = self.events.pop() {
+            self.now = at;
+            self.take(event)?;
+        }
+        Ok(())
+    }
+
     /// Everybody is away until the first call.
     fn begin(&mut self, trace: &'a Trace) -> Result<(), SimulationError> {
         let gpus = (0..self.machine.gpus).map(|gpu| self.gpu(gpu, None)).collect();

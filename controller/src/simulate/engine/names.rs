@@ -2,7 +2,7 @@
 
 use crate::core::{Key, ProcessId};
 
-pub(super) fn key(n: usize) -> Key {
+pub(in crate::simulate) fn key(n: usize) -> Key {
     match Key::parse(&format!("{n:032x}")) {
         Ok(key) => key,
         Err(text) => unreachable!("{text} is 32 hex digits"),
@@ -10,18 +10,18 @@ pub(super) fn key(n: usize) -> Key {
 }
 
 /// The number in a key that [`key`] made.
-pub(super) fn number(key: &str) -> usize {
+pub(in crate::simulate) fn number(key: &str) -> usize {
     usize::from_str_radix(key, 16).unwrap_or(0)
 }
 
-pub(super) fn uuid(gpu: usize) -> String {
+pub(in crate::simulate) fn uuid(gpu: usize) -> String {
     format!("GPU-{gpu}")
 }
 
-pub(super) fn id(n: usize) -> ProcessId {
+pub(in crate::simulate) fn id(n: usize) -> ProcessId {
     ProcessId(n as u64)
 }
 
-pub(super) fn pid(n: usize) -> u32 {
+pub(in crate::simulate) fn pid(n: usize) -> u32 {
     u32::try_from(n).unwrap_or(u32::MAX).saturating_add(1)
 }

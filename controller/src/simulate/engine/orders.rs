@@ -9,8 +9,8 @@ use affinode_proto::{
 };
 
 use super::{
-    Event, STEP_MS, World,
-    names::{id, key, number, pid, uuid},
+    Decision, Event, STEP_MS, World,
+    names::{id, number, pid},
 };
 use crate::{
     core::{Effect, GpuSample, Input, Millis, Survey},
@@ -34,7 +34,7 @@ impl World<'_> {
     pub(super) fn gpu(&self, gpu: usize, process: Option<usize>) -> GpuSample {
         let held = |n: &usize| (pid(*n), self.processes[*n].load.vram_bytes);
         GpuSample {
-            uuid: uuid(gpu),
+            uuid: self.uuids[gpu].clone(),
             total_bytes: self.machine.vram_bytes,
             used_bytes: self.used_bytes[gpu],
             processes: process.iter().filter(|n| self.processes[**n].on_device).map(held).collect(),
@@ -44,7 +44,11 @@ impl World<'_> {
 
     /// A reading of the device that answers no question.
     pub(super) fn reading(&self, n: usize) -> Input {
-        Input::Proven(key(0), u64::MAX, Ok(vec![self.gpu(n % self.machine.gpus, None)]))
+        Input::Proven(
+            self.processes[n].key.clone(),
+            u64::MAX,
+            Ok(vec![self.gpu(n % self.machine.gpus, None)]),
+        )
     }
 
     pub(super) fn carry_out(&mut self, effect: Effect) -> Result<(), SimulationError> {
@@ -66,6 +70,9 @@ impl World<'_> {
                 self.inputs.push_back(Input::Proven(asked, proof, gpus));
             }
             Effect::Publish(event) => {
+                if let Some(decisions) = &mut self.decisions {
+                    decisions.extend(Decision::of(self.now, &event));
+                }
                 self.figures.refused += u64::from(event.kind == "refused");
                 if event.to == State::Offloaded.as_str() || event.to == State::Active.as_str() {
                     let n = number(&event.key);
