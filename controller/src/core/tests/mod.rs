@@ -8,5 +8,6 @@ mod parked;
 mod random;
 mod returns;
 mod room;
+mod thrash;
 mod witness;
 mod world;

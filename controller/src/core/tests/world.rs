@@ -1,9 +1,10 @@
 //! Agents and one device, kept by the test, around a core that is the real one.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use affinode_proto::{
     api::control::Announcement,
+    reason::Reason,
     state::State,
     wire::{
         Hazards, Phase,
@@ -14,6 +15,7 @@ use affinode_proto::{
 
 use super::super::{
     Effect, GpuSample, Input, Key, Millis, Node, ProcessId, Record, Settings, Survey,
+    container::{Container, Goal},
     input::{Carried, CommandId, Identity},
     policy::{KeepAlive, Mode, OnOom, Policies, Policy, Restore, WakeOn},
 };
@@ -133,7 +135,11 @@ impl World {
     }
 
     pub(super) fn feed(&mut self, input: Input) {
-        for effect in self.node.handle(self.now, input) {
+        let leaving = self.leaving();
+        let effects = self.node.handle(self.now, input);
+        self.nobody_leaves_for_a_lesser_one(&leaving);
+        assert!(self.node.ledger.promised_bytes(GPU) <= TOTAL, "more is promised than there is");
+        for effect in effects {
             match effect {
                 Effect::Send(id, message) => {
                     if let Some(agent) = self.agents.get_mut(&id) {
@@ -154,6 +160,23 @@ impl World {
                 }
                 Effect::Drop(_) | Effect::Publish(_) => {}
             }
+        }
+    }
+
+    /// Containers that are being sent away for others, as long as nothing was touched.
+    fn leaving(&self) -> BTreeSet<Key> {
+        let pressed = |c: &Container| c.goal == Goal::Leaving && c.cause == Reason::Pressure;
+        let all = self.node.containers.iter().filter(|(_, c)| pressed(c));
+        all.map(|(key, _)| key.clone()).collect()
+    }
+
+    /// Who begins to make room makes it for somebody who waits and does not stand below it.
+    fn nobody_leaves_for_a_lesser_one(&self, before: &BTreeSet<Key>) {
+        let priority = |key: &Key| self.node.containers[key].policy.priority;
+        let waiting = self.node.queue.in_order(self.now);
+        for key in self.leaving().difference(before) {
+            let asks = |other: &&Key| *other != key && priority(other) >= priority(key);
+            assert!(waiting.iter().any(|other| asks(&other)), "{key} leaves, and for whom?");
         }
     }
 

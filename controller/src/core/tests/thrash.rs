@@ -1,0 +1,114 @@
+//! However calls come, moves are bounded.
+
+use affinode_proto::wire::message::Outcome;
+use proptest::prelude::*;
+
+use super::{
+    super::{
+        Millis, ProcessId, Settings,
+        container::Goal,
+        policy::{Policies, Policy},
+    },
+    world::{World, key, settings},
+};
+
+const RESIDENCY_MS: Millis = 5_000;
+
+/// Fewer cases than usual, each is slow, unless PROPTEST_CASES says how many.
+fn config() -> ProptestConfig {
+    let asked = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
+    let cases = asked.unwrap_or(64);
+    ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
+}
+
+/// Three containers, each of which needs the room of the others, all out.
+fn crowd() -> (World, Vec<ProcessId>) {
+    let mut world = World::new(3);
+    let running = |n| {
+        let id = world.running(n, 600);
+        world.settle();
+        id
+    };
+    let ids = (0..3).map(running).collect();
+    let usual = settings();
+    let node = Policy { minimum_residency_ms: RESIDENCY_MS, ..usual.policies.node };
+    let policies = Policies { node, ..usual.policies };
+    world.node.reconfigure(Settings { policies, ..usual });
+    (world, ids)
+}
+
+/// A tick, and all that comes of it at once.
+fn pass(world: &mut World) {
+    world.tick();
+    loop {
+        while !world.questions.is_empty() {
+            world.answer_question();
+        }
+        let busy = |(_, agent): &(_, &super::agent::Agent)| !agent.inbox.is_empty();
+        let Some(id) = world.agents.iter().find(busy).map(|(id, _)| *id) else { break };
+        world.work(id);
+    }
+}
+
+proptest! {
+    #![proptest_config(config())]
+
+    /// Whoever came home stays for its minimum residency, whoever is called whenever: so nobody
+    /// is moved more often than once in that time.
+    #[test]
+    fn a_container_is_moved_at_most_once_in_a_residency(
+        calls in proptest::collection::vec((0_usize..3, 0_usize..60), 1..40),
+    ) {
+        let (mut world, ids) = crowd();
+        let began = world.now;
+        let before: Vec<u64> = (0..3).map(|n| world.node.containers[&key(n)].restores).collect();
+        for (called, ticks) in calls {
+            world.call(ids[called]);
+            for _ in 0..=ticks {
+                let home = |world: &World, n| {
+                    let c = &world.node.containers[&key(n)];
+                    (c.goal == Goal::Home, c.came_home)
+                };
+                let were: Vec<_> = (0..3).map(|n| home(&world, n)).collect();
+                pass(&mut world);
+                for (n, (was_home, came_home)) in were.into_iter().enumerate() {
+                    let leaves = was_home && !home(&world, n).0;
+                    let came_home = came_home.filter(|t| *t >= began && leaves);
+                    let stayed_ms = came_home.map_or(RESIDENCY_MS, |t| world.now - t);
+                    prop_assert!(stayed_ms >= RESIDENCY_MS, "{n} stayed for {stayed_ms} ms");
+                }
+            }
+        }
+        for (n, before) in before.into_iter().enumerate() {
+            let restores = world.node.containers[&key(n)].restores - before;
+            prop_assert!(restores <= (world.now - began) / RESIDENCY_MS + 1, "{n}: {restores}");
+        }
+    }
+
+    /// One that fails to leave is tried again after twice the time for each time more, whoever
+    /// calls and asks for its room meanwhile.
+    #[test]
+    fn who_cannot_be_moved_is_tried_less_and_less_often(
+        calls in proptest::collection::vec((0_usize..2, 1_usize..60), 60),
+    ) {
+        let mut world = World::new(2);
+        let other = world.running(1, 600);
+        world.settle();
+        let ids = [world.running(0, 600), other];
+        let began = world.now;
+        for (called, ticks) in calls {
+            world.call(ids[called]);
+            for _ in 0..ticks {
+                world.fail = Some(Outcome::DriverError);
+                pass(&mut world);
+            }
+        }
+        let failures = world.node.containers[&key(0)].failures;
+        // The idle timeout counts as a second here, and grows to 64 of them.
+        let least_ms = |failures: u32| -> Millis {
+            (1..failures).map(|n| 1_000_u64 << n.min(6)).sum()
+        };
+        prop_assert!(failures > 0);
+        prop_assert!(least_ms(failures) <= world.now - began, "{failures} failures");
+    }
+}
