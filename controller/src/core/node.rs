@@ -83,6 +83,8 @@ pub struct Node {
     pub(super) processes: Processes,
     pub(super) gpus: Vec<GpuSample>,
     pub(super) gpu_error: Option<String>,
+    /// What has left devices since their memory was read.
+    pub(super) left: Vec<DeviceBytes>,
     pub(super) ledger: Ledger,
     pub(super) queue: Queue,
     pub(super) grants: BTreeMap<Key, Grant>,

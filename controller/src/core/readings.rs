@@ -90,6 +90,7 @@ impl Node {
 
     /// Notes the memory of devices; what processes hold stays as it was read before.
     pub(super) fn take_memory(&mut self, gpus: &[GpuSample]) {
+        self.left.retain(|left| gpus.iter().all(|gpu| gpu.uuid != left.uuid));
         for gpu in gpus {
             match self.gpus.iter_mut().find(|known| known.uuid == gpu.uuid) {
                 Some(known) => {
@@ -129,6 +130,7 @@ impl Node {
         for process in self.processes.values_mut() {
             process.vram = by_pid.remove(&process.identity.pid).unwrap_or_default();
         }
+        self.left.clear();
         self.gpus = gpus;
     }
 }

@@ -70,12 +70,13 @@ impl Node {
         }
         let failed = |call: &str| format!("{call} of process {pid} returned {cuda_error}");
         if phase == Phase::Away {
-            process.vram.clear();
+            self.left.append(&mut process.vram);
         } else if phase == Phase::Parked
             && let (Some(all), Some(gone)) = (&process.away, process.gone())
         {
             // Until NVML is read again: what was not copied is what it holds.
             process.vram = less(all, &gone);
+            self.left.extend(gone);
         } else if pending.action == Action::Restore {
             // Until NVML is read again: what it gave back it has again.
             process.vram = process.away.clone().unwrap_or_default();

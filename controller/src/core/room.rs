@@ -34,7 +34,8 @@ const GATHER_MS: Millis = 30_000;
 const LEAD_MS: Millis = 5_000;
 
 impl Node {
-    /// Sends neighbours away until `needs` fit, those counted that are leaving already.
+    /// Sends neighbours away until `needs` fit, those counted that are leaving already, or have
+    /// left since devices were read.
     pub(super) fn make_room(&mut self, key: &Key, needs: &[DeviceBytes], margin: fn(u64) -> u64) {
         let now = self.now;
         let Some(container) = self.containers.get_mut(key) else { return };
@@ -103,8 +104,10 @@ impl Node {
         let missing = |need: &DeviceBytes| {
             let gpu = self.gpus.iter().find(|gpu| gpu.uuid == need.uuid)?;
             let on_its_way = leaving.iter().flatten().filter(|held| held.uuid == need.uuid);
+            let left = self.left.iter().filter(|left| left.uuid == need.uuid);
             let ending = self.ending().filter(|held| held.uuid == need.uuid);
             let free = gpu.total_bytes.saturating_sub(gpu.used_bytes)
+                + left.map(|left| left.bytes).sum::<u64>()
                 + ending.map(|held| held.bytes).sum::<u64>()
                 + on_its_way.map(|held| held.bytes).sum::<u64>();
             let promised = self.ledger.promised_bytes(&need.uuid)

@@ -18,6 +18,8 @@ mod claims;
 pub mod contenders;
 pub mod engine;
 pub mod figures;
+#[cfg(test)]
+mod live;
 pub mod plot;
 pub mod random;
 pub mod recorded;

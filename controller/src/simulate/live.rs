@@ -1,0 +1,415 @@
+//! The same trace and seed give the same decisions live and simulated.
+//!
+//! ```text
+//!          ┌─> engine: told of use when it begins and ends, asks when something is due ─> decisions
+//!  trace ──┤                                                                           same, in order
+//!          └─> here: pages, devices and ticks at the pace of the daemon ────────────────> decisions
+//! ```
+//!
+//! Real, in both: [`Node`] and all that it decides. Real, here alone: what surrounds it live and a
+//! simulation leaves out. It learns of calls from pages that are read every half second, of VRAM
+//! from readings a second apart or when somebody leaves or comes, ticks at the pace that it asks
+//! for, and has every process hold its allocations before a return is proven.
+//!
+//! Virtual: the clock, which jumps to what is next, so nothing depends on the machine; the agents,
+//! which need the time of the calibration; the device, a sum of bytes. What is between them, the
+//! sockets, the page and the driver, is tested end to end.
+//!
+//! The engine knows of use at once, this one up to a reading later, so the same decision may stand
+//! at two times. They are never more apart than [`APART_MS`].
+
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BinaryHeap, VecDeque},
+};
+
+use affinode_proto::{
+    api::control::Announcement,
+    state::State,
+    wire::{
+        Hazards, Notes, Phase,
+        message::{Action, AgentMessage, ControllerMessage, Outcome},
+        page::PageSnapshot,
+    },
+};
+
+use super::{
+    engine::{self, Decision, names},
+    random::Random,
+    *,
+};
+use crate::core::{
+    DeviceBytes, Effect, GpuSample, Input, Millis, Node, Settings, Survey,
+    input::{Carried, Identity},
+    policy::{KeepAlive, Policies, Policy},
+    victims::VictimRule,
+};
+
+const GIB: u64 = 1 << 30;
+/// As `timing.sample_interval` is by default.
+const SAMPLE_MS: Millis = 500;
+/// What a step takes that moves no memory.
+const STEP_MS: Millis = 1;
+/// Two readings for whoever makes room to be seen idle and to be seen gone, as much again for
+/// the one who waits for it, and for whoever waits behind that one.
+const APART_MS: Millis = 6 * SAMPLE_MS;
+
+#[derive(Clone, Debug)]
+struct Agent {
+    phase: Phase,
+    bytes: u64,
+    calls: u64,
+    inflight: u64,
+    waiting: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Next {
+    Call(usize),
+    Returns(usize),
+    /// An agent is done with the order of that place.
+    Done(usize),
+}
+
+struct Live {
+    node: Node,
+    now: Millis,
+    machine: Machine,
+    service_ms: Millis,
+    agents: Vec<Agent>,
+    orders: Vec<(usize, u64, Action)>,
+    next: BinaryHeap<Reverse<(Millis, u64, Next)>>,
+    sequence: u64,
+    next_tick: Millis,
+    gpus_read: Option<Millis>,
+    inputs: VecDeque<Input>,
+    decisions: Vec<Decision>,
+}
+
+impl Live {
+    fn play(trace: &Trace, machine: Machine, settings: &Settings) -> Vec<Decision> {
+        let agent = |load: &Load| Agent {
+            phase: Phase::Away,
+            bytes: load.vram_bytes,
+            calls: 1,
+            inflight: 0,
+            waiting: 0,
+        };
+        let mut live = Live {
+            node: Node::new(settings.clone()),
+            now: 0,
+            machine,
+            service_ms: trace.loads[0].service_ms.into(),
+            agents: trace.loads.iter().map(agent).collect(),
+            orders: Vec::new(),
+            next: BinaryHeap::new(),
+            sequence: 0,
+            next_tick: 0,
+            gpus_read: None,
+            inputs: VecDeque::new(),
+            decisions: Vec::new(),
+        };
+        live.node.tell_clock(0, 4 * 86_400_000);
+        live.begin(trace);
+        let end = trace.end_ms() + 3_600_000;
+        while live.now < end {
+            match live.next.pop() {
+                Some(Reverse((at, _, next))) if at <= live.next_tick => {
+                    live.now = at;
+                    live.take(next);
+                }
+                later => {
+                    live.next.extend(later);
+                    live.now = live.next_tick;
+                    live.tick();
+                    live.next_tick = live.now + live.pause_ms();
+                }
+            }
+            live.drain();
+            // A queue or a move wants shorter ticks than were planned.
+            live.next_tick = live.next_tick.min(live.now + live.pause_ms());
+        }
+        live.decisions
+    }
+
+    /// A controller starts where an earlier one has moved everybody out.
+    fn begin(&mut self, trace: &Trace) {
+        self.inputs.push_back(Input::Gpus(Ok(self.gpus())));
+        for (n, load) in trace.loads.iter().enumerate() {
+            let (key, pid) = (names::key(n), names::pid(n));
+            let announcement = Announcement {
+                key: key.to_string(),
+                id: load.name.clone(),
+                ..Announcement::default()
+            };
+            let away = vec![DeviceBytes { uuid: names::uuid(0), bytes: load.vram_bytes }];
+            self.inputs.extend([
+                Input::Announced(Box::new(announcement), key.clone()),
+                Input::Recalled { key: key.clone(), identity: (pid, 1), away, restoring: false },
+                Input::Joined {
+                    key,
+                    process: names::id(n),
+                    identity: Identity { pid, start_ticks: 1, command: load.name.clone() },
+                    phase: Phase::Away,
+                    generation: 1,
+                    hazards: Hazards::default(),
+                    carried: Carried::default(),
+                },
+                Input::Page(names::id(n), page(&self.agents[n])),
+            ]);
+            load.arrivals_ms.iter().for_each(|at| self.at(Millis::from(*at), Next::Call(n)));
+        }
+        self.drain();
+    }
+
+    fn at(&mut self, when: Millis, next: Next) {
+        self.sequence += 1;
+        self.next.push(Reverse((when, self.sequence, next)));
+    }
+
+    fn pause_ms(&self) -> Millis {
+        self.node.tick_ms(SAMPLE_MS)
+    }
+
+    fn gpus(&self) -> Vec<GpuSample> {
+        let on_device = |a: &&Agent| a.phase != Phase::Away;
+        let held = self.agents.iter().enumerate().filter(|(_, a)| on_device(a));
+        vec![GpuSample {
+            uuid: names::uuid(0),
+            total_bytes: self.machine.vram_bytes,
+            used_bytes: self.agents.iter().filter(on_device).map(|a| a.bytes).sum(),
+            processes: held.map(|(n, a)| (names::pid(n), a.bytes)).collect(),
+            ..GpuSample::default()
+        }]
+    }
+
+    /// As the daemon does it.
+    fn tick(&mut self) {
+        for n in 0..self.agents.len() {
+            self.inputs.push_back(Input::Page(names::id(n), page(&self.agents[n])));
+        }
+        let interval_ms = if self.pause_ms() < SAMPLE_MS { 100 } else { 1_000 };
+        if self.gpus_read.is_none_or(|read| self.now - read >= interval_ms) {
+            self.gpus_read = Some(self.now);
+            self.inputs.push_back(Input::Gpus(Ok(self.gpus())));
+        }
+        self.inputs.push_back(Input::Tick);
+    }
+
+    fn take(&mut self, next: Next) {
+        match next {
+            Next::Call(n) if self.agents[n].phase == Phase::Open => self.goes_through(n),
+            Next::Call(n) => {
+                self.agents[n].waiting += 1;
+                if self.agents[n].waiting == 1 {
+                    let wake = AgentMessage::Wake { generation: 1, waiters: 1, hook: 1 };
+                    self.inputs.push_back(Input::Message(names::id(n), wake));
+                }
+            }
+            Next::Returns(n) => {
+                self.agents[n].inflight -= 1;
+                self.agents[n].calls += 1;
+            }
+            Next::Done(place) => self.done(place),
+        }
+    }
+
+    /// A kernel is launched, and its end waited for.
+    fn goes_through(&mut self, n: usize) {
+        self.agents[n].calls += 1;
+        self.agents[n].inflight += 1;
+        self.at(self.now + self.service_ms, Next::Returns(n));
+    }
+
+    fn drain(&mut self) {
+        while let Some(input) = self.inputs.pop_front() {
+            for effect in self.node.handle(self.now, input) {
+                self.carry_out(effect);
+            }
+        }
+    }
+
+    fn carry_out(&mut self, effect: Effect) {
+        match effect {
+            Effect::Send(process, ControllerMessage::Order { order, action, .. }) => {
+                self.order(process.0 as usize, order, action);
+            }
+            Effect::Survey { key, .. } => {
+                let survey = Survey { gpus: Ok(self.gpus()), room: Ok(()) };
+                self.inputs.push_back(Input::Surveyed(key, survey));
+            }
+            Effect::Prove(key, number) => {
+                self.inputs.push_back(Input::Proven(key, number, Ok(self.gpus())));
+            }
+            Effect::Publish(event) => {
+                if event.to == State::Offloaded.as_str() || event.to == State::Active.as_str() {
+                    self.inputs.push_back(Input::Gpus(Ok(self.gpus())));
+                }
+                self.decisions.extend(Decision::of(self.now, &event));
+            }
+            _ => {}
+        }
+    }
+
+    fn order(&mut self, n: usize, order: u64, action: Action) {
+        let (costs, bytes) = (self.machine.calibration, self.agents[n].bytes);
+        let others: u64 = self.gpus()[0].used_bytes;
+        let agent = &mut self.agents[n];
+        let takes_ms = match action {
+            Action::Close { .. } if agent.inflight == 0 => {
+                agent.phase = Phase::Closed;
+                STEP_MS
+            }
+            Action::Checkpoint { .. } => costs.offload_ms(bytes),
+            Action::Restore => {
+                assert!(others + bytes <= self.machine.vram_bytes, "restored without room");
+                agent.phase = Phase::Locked;
+                costs.restore_ms(bytes)
+            }
+            Action::HoldAllocations { .. } | Action::ReleaseAllocations => 0,
+            _ => STEP_MS,
+        };
+        self.orders.push((n, order, action));
+        self.at(self.now + takes_ms, Next::Done(self.orders.len() - 1));
+    }
+
+    fn done(&mut self, place: usize) {
+        let (n, order, action) = self.orders[place];
+        let agent = &mut self.agents[n];
+        let mut outcome = Outcome::Done;
+        match action {
+            Action::Close { .. } if agent.phase == Phase::Open => outcome = Outcome::Busy,
+            Action::Unlock => agent.phase = Phase::Closed,
+            Action::Lock { .. } => agent.phase = Phase::Locked,
+            Action::Checkpoint { .. } => agent.phase = Phase::Away,
+            Action::Open => agent.phase = Phase::Open,
+            _ => {}
+        }
+        let report = AgentMessage::Report {
+            order,
+            outcome,
+            phase: agent.phase,
+            cuda_error: 0,
+            elapsed_us: 0,
+            carried_bytes: 0,
+            parked_bytes: 0,
+        };
+        self.inputs.push_back(Input::Message(names::id(n), report));
+        if action == Action::Open {
+            (0..std::mem::take(&mut self.agents[n].waiting)).for_each(|_| self.goes_through(n));
+        }
+    }
+}
+
+fn page(agent: &Agent) -> PageSnapshot {
+    PageSnapshot {
+        phase: agent.phase,
+        waiters: u32::try_from(agent.waiting).unwrap(),
+        hazards: Hazards::default(),
+        generation: 1,
+        allocated_bytes: agent.bytes,
+        allocations: 1,
+        carried_bytes: 0,
+        parked_bytes: 0,
+        notes: Notes::default(),
+        calls: agent.calls,
+        polls: 0,
+        inflight: agent.inflight,
+        last_hook: 0,
+    }
+}
+
+/// Eight programs that are used for some seconds and then not for minutes.
+fn trace(seed: u64) -> Trace {
+    let mut random = Random::new(seed);
+    let load = |n: usize| {
+        let mut arrivals_ms = Vec::new();
+        let mut at = random.between(0.0, 600.0);
+        while at < 4.0 * 3600.0 {
+            for _ in 0..4 {
+                arrivals_ms.push((at * 2.0) as u32 * 500);
+                at += random.between(2.0, 6.0);
+            }
+            at += random.between(60.0, 1_500.0);
+        }
+        Load {
+            name: format!("p{n}"),
+            namespace: String::new(),
+            vram_bytes: (4 + 4 * (n as u64 % 3)) * GIB,
+            service_ms: 1_000,
+            arrivals_ms,
+        }
+    };
+    Trace { loads: (0..8).map(load).collect() }
+}
+
+/// What happened to each container, in order.
+fn by_container(decisions: &[Decision]) -> BTreeMap<&str, Vec<&Decision>> {
+    let mut by_container: BTreeMap<&str, Vec<&Decision>> = BTreeMap::new();
+    decisions.iter().for_each(|d| by_container.entry(&d.key).or_default().push(d));
+    by_container
+}
+
+/// Plays it both ways, and gives the decisions: simulated, and live.
+fn both_ways(trace: &Trace, gib: u64, settings: &Settings) -> [Vec<Decision>; 2] {
+    let vram_bytes = gib * GIB + (512 << 20);
+    let machine = Machine { gpus: 1, vram_bytes, calibration: Calibration::default() };
+    let contender = contenders::all(settings, 1).swap_remove(0);
+    let simulated = engine::decisions(trace, machine, &contender).unwrap();
+    [simulated, Live::play(trace, machine, settings)]
+}
+
+/// The same decisions for each container, for the same reasons, in the same order, and at the
+/// same times. So the order among containers is the same, too, where it was decided further apart.
+fn assert_same([simulated, live]: &[Vec<Decision>; 2]) {
+    let (simulated, live) = (by_container(simulated), by_container(live));
+    assert_eq!(simulated.len(), 8);
+    for (key, simulated) in simulated {
+        let live = &live[key];
+        for (n, (s, l)) in simulated.iter().zip(live).enumerate() {
+            let same = (&s.to, &s.reason) == (&l.to, &l.reason);
+            assert!(same && s.at_ms.abs_diff(l.at_ms) <= APART_MS, "{n}: {s:?} and live {l:?}");
+        }
+        assert_eq!(simulated.len(), live.len(), "{key}");
+    }
+}
+
+fn count(decisions: &[Decision], to: State, reason: &str) -> usize {
+    decisions.iter().filter(|d| d.to == to.as_str() && d.reason == reason).count()
+}
+
+/// Nothing is learned: a pause that is read half a second shorter changes nothing else.
+fn settings() -> Settings {
+    let node =
+        Policy { keep_alive: KeepAlive::Fixed, idle_timeout_ms: 60_000, ..Policy::default() };
+    let policies = Policies { node, ..Policies::default() };
+    Settings { policies, victims: VictimRule::Lru, ..Settings::default() }
+}
+
+#[test]
+fn with_room_for_all_the_same_leave_and_return_at_the_same_times() {
+    let both = both_ways(&trace(5), 64, &settings());
+    assert_same(&both);
+    assert!(count(&both[0], State::Closing, "idle-timeout") > 50, "{}", both[0].len());
+    assert!(count(&both[0], State::Restoring, "called") > 50, "{}", both[0].len());
+}
+
+#[test]
+fn with_room_for_some_the_same_make_room_for_the_same() {
+    let both = both_ways(&trace(6), 40, &settings());
+    assert_same(&both);
+    assert!(count(&both[0], State::Closing, "pressure") > 50, "{}", both[0].len());
+    assert!(count(&both[0], State::Queued, "called") > 50, "{}", both[0].len());
+}
+
+/// What is learned from pauses that are half a second off may put a single decision elsewhere.
+#[test]
+fn by_the_default_policy_as_many_leave_and_return() {
+    for (gib, reason) in [(64, "idle-timeout"), (40, "pressure")] {
+        let [simulated, live] = both_ways(&trace(7), gib, &Settings::default());
+        for (to, reason) in [(State::Closing, reason), (State::Restoring, "called")] {
+            let (s, l) = (count(&simulated, to, reason), count(&live, to, reason));
+            assert!(s > 50 && s.abs_diff(l) * 20 <= s, "{to} {reason}: {s}, and {l} live");
+        }
+    }
+}
