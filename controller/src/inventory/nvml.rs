@@ -93,8 +93,10 @@ impl Devices {
 fn work_of(sample: &ProcessUtilizationSample, uuid: &str, now_us: u64) -> Option<Work> {
     let shares = [sample.sm_util, sample.mem_util, sample.enc_util, sample.dec_util];
     let percent = shares.into_iter().max().filter(|most| (1..=100).contains(most))?;
+    // A clock that is not ours would make old work new for ever.
+    let is_ahead = sample.timestamp > now_us.saturating_add(RECENT_US);
     let age_us = now_us.saturating_sub(sample.timestamp);
-    let age_ms: Millis = (age_us <= RECENT_US).then_some(age_us / 1_000)?;
+    let age_ms: Millis = (age_us <= RECENT_US && !is_ahead).then_some(age_us / 1_000)?;
     Some(Work { uuid: uuid.to_owned(), pid: sample.pid, percent, age_ms })
 }
 
@@ -151,6 +153,7 @@ mod tests {
         assert_eq!(sample(0, 0, NOW), None);
         assert_eq!(sample(40, 0, NOW - 2_000_000), None);
         assert_eq!(sample(40, 0, 0), None);
+        assert_eq!(sample(40, 0, NOW + 10_000_000), None);
         assert_eq!(sample(u32::MAX, 0, NOW), None);
     }
 }
