@@ -208,7 +208,7 @@ const TABLE: [&str; 10] = [
     "POLICY", "FREED", "OF IDLE", "RESIDENT", "PEAK", "WOKE", "DELAYED", "P99 WAIT", "RESTORES",
     "REFUSED",
 ];
-const WIDE: [&str; 19] = [
+const WIDE: [&str; 20] = [
     "POLICY",
     "FREED",
     "OF IDLE",
@@ -219,6 +219,7 @@ const WIDE: [&str; 19] = [
     "HOST PEAK",
     "WOKE",
     "DELAYED",
+    "P50 ADDED",
     "P99 ADDED",
     "P50 WAIT",
     "P99 WAIT",
@@ -307,6 +308,7 @@ fn row(f: &Figures, wide: bool) -> Vec<String> {
         format::bytes(f.host_peak_bytes),
         woke,
         delayed,
+        seconds(f.latency_p50_ms),
         seconds(f.latency_p99_ms),
         seconds(f.delay_p50_ms),
         seconds(f.delay_p99_ms),
