@@ -59,8 +59,36 @@ pub struct Budgets {
     pub messages: Budget,
     /// Connections that are accepted.
     pub connections: Budget,
-    refusals: Budget,
+    /// Peers turned away that are told.
+    pub refusals: Refusals,
+}
+
+/// What is told of those who were turned away: a few, one by one, then their number.
+#[derive(Debug)]
+pub struct Refusals {
+    budget: Budget,
     untold: Mutex<u64>,
+}
+
+impl Default for Refusals {
+    fn default() -> Refusals {
+        Refusals { budget: Budget::new(REFUSALS), untold: Mutex::new(0) }
+    }
+}
+
+impl Refusals {
+    /// What to tell of one; nothing when too much was told already.
+    pub fn tell(&self, why: String) -> Option<String> {
+        let mut untold = self.untold.lock().unwrap_or_else(PoisonError::into_inner);
+        if !self.budget.try_take() {
+            *untold += 1;
+            return None;
+        }
+        match std::mem::take(&mut *untold) {
+            0 => Some(why),
+            more => Some(format!("{why} (and {more} more before it)")),
+        }
+    }
 }
 
 impl Budgets {
@@ -69,21 +97,7 @@ impl Budgets {
         Budgets {
             messages: Budget::new(MESSAGES),
             connections: Budget::new(CONNECTIONS),
-            refusals: Budget::new(REFUSALS),
-            untold: Mutex::new(0),
-        }
-    }
-
-    /// What to tell of a peer that was turned away; nothing when too much was told already.
-    pub fn refusal(&self, why: String) -> Option<String> {
-        let mut untold = self.untold.lock().unwrap_or_else(PoisonError::into_inner);
-        if !self.refusals.try_take() {
-            *untold += 1;
-            return None;
-        }
-        match std::mem::take(&mut *untold) {
-            0 => Some(why),
-            more => Some(format!("{why} (and {more} more before it)")),
+            refusals: Refusals::default(),
         }
     }
 }
@@ -112,10 +126,10 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn refusals_are_told_a_few_times_and_counted_then() {
-        let budgets = Budgets::new();
-        let told = (0..1_000).filter_map(|_| budgets.refusal("noise".into())).count();
+        let refusals = Refusals::default();
+        let told = (0..1_000).filter_map(|_| refusals.tell("noise".into())).count();
         assert_eq!(told, 8);
         tokio::time::advance(Duration::from_secs(1)).await;
-        assert_eq!(budgets.refusal("noise".into()).unwrap(), "noise (and 992 more before it)");
+        assert_eq!(refusals.tell("noise".into()).unwrap(), "noise (and 992 more before it)");
     }
 }

@@ -62,7 +62,7 @@ pub async fn serve(
             // The peer hung up before it said anything: nothing to tell.
             let silent =
                 matches!(&refusal, Refusal::Io(e) if e.kind() == io::ErrorKind::UnexpectedEof);
-            if !silent && let Some(why) = budgets.refusal(report::chain(&refusal)) {
+            if !silent && let Some(why) = budgets.refusals.tell(report::chain(&refusal)) {
                 let _ = mail.send(AgentMail::Refused { key, why }).await;
             }
             return;
@@ -171,7 +171,7 @@ async fn read(
                 }
             }
             Err(error) => {
-                if let Some(why) = budgets.refusal(error.to_string()) {
+                if let Some(why) = budgets.refusals.tell(error.to_string()) {
                     tracing::warn!(
                         process = id.0,
                         "an agent sent something else than a message and is cut off: {why}"

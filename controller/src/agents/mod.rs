@@ -31,6 +31,7 @@ use tokio::{sync::mpsc, task::AbortHandle};
 
 use crate::core::{Key, ProcessId, input::Identity};
 
+pub(crate) use budget::Refusals;
 pub use listener::Listener;
 
 /// Messages to an agent that may wait; one that does not read is cut off.

@@ -71,7 +71,7 @@ impl CallHub {
     }
 
     /// What is watched now. Nothing: nobody watches.
-    pub(super) fn watched(&self) -> Vec<Scope> {
+    pub(crate) fn watched(&self) -> Vec<Scope> {
         let now = Instant::now();
         let mut inner = self.lock();
         inner.watched.retain(|_, until| *until > now);
@@ -84,7 +84,7 @@ impl CallHub {
     }
 
     /// Adds a batch; sets its number.
-    pub(super) fn add(&self, batch: Batch) {
+    pub(crate) fn add(&self, batch: Batch) {
         {
             let mut inner = self.lock();
             inner.last += 1;

@@ -2,6 +2,7 @@
 //! order of name, then environment variables `AFFINODE_<SECTION>__<KEY>`. A later
 //! source wins, value by value. An unknown key or a bad value is named, with its source.
 
+mod kubernetes;
 mod serve;
 mod set;
 
@@ -28,7 +29,8 @@ use crate::core::{
     window::Window,
 };
 
-pub use serve::{HistorySection, HttpSection, Listen, ReportSection};
+pub use kubernetes::KubernetesSection;
+pub use serve::{Auth, HistorySection, HttpSection, Listen, ReportSection};
 pub use set::{SetError, set};
 
 /// What the file may say. Every key has a default.

@@ -9,7 +9,7 @@ use std::{
 use affinode_proto::paths;
 use serde::Deserialize;
 
-use super::{ConfigError, duration};
+use super::{ConfigError, KubernetesSection, duration};
 use crate::core::Millis;
 
 /// Where the dashboard, the HTTP API and the metrics are.
@@ -18,12 +18,31 @@ use crate::core::Millis;
 pub struct HttpSection {
     /// `auto`, `off`, `address:port` or `unix:/path`.
     pub listen: String,
-    /// A file with the token that clients must show; empty: none is asked for.
+    /// How clients prove who they are.
+    pub auth: Auth,
+    /// With `token`: a file with the token that clients must show; empty: none is asked for.
     pub token_file: String,
+    /// With `token-review`: who knows tokens.
+    pub kubernetes: KubernetesSection,
+    /// A file with the certificate to show, and those between it and its authority; empty: no TLS.
+    pub tls_cert_file: String,
+    /// A file with the key of that certificate.
+    pub tls_key_file: String,
     /// Names other than addresses and localhost that clients may call the node by.
     pub hosts: Vec<String>,
     /// Whether containers may be moved over HTTP.
     pub actions: bool,
+}
+
+/// How clients prove who they are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Auth {
+    /// They show the token of `token_file`.
+    #[default]
+    Token,
+    /// They show a token of Kubernetes, whose API server says whose it is and what they may do.
+    TokenReview,
 }
 
 /// What stays on disk.
@@ -64,7 +83,11 @@ impl Default for HttpSection {
     fn default() -> HttpSection {
         HttpSection {
             listen: "auto".into(),
+            auth: Auth::default(),
             token_file: String::new(),
+            kubernetes: KubernetesSection::default(),
+            tls_cert_file: String::new(),
+            tls_key_file: String::new(),
             hosts: Vec::new(),
             actions: true,
         }
@@ -110,16 +133,36 @@ impl HttpSection {
     }
 
     pub(super) fn check(&self) -> Result<(), ConfigError> {
+        let bad = |text: String| Err(ConfigError::Bad(text));
         let listen = self.listen(Path::new(paths::RUN_DIR)).map_err(ConfigError::Bad)?;
+        if self.tls_cert_file.is_empty() != self.tls_key_file.is_empty() {
+            return bad("http.tls_cert_file and http.tls_key_file: one needs the other".into());
+        }
+        let reviewed = self.auth == Auth::TokenReview;
         if let Listen::Tcp(address) = listen
             && !address.ip().is_loopback()
-            && self.token_file.is_empty()
         {
-            return Err(ConfigError::Bad(format!(
-                "http.listen: {address} can be reached from outside: http.token_file is needed"
-            )));
+            if !reviewed && self.token_file.is_empty() {
+                return bad(format!(
+                    "http.listen: {address} can be reached from outside: http.token_file is needed, or http.auth = \"token-review\""
+                ));
+            }
+            // A token of the cluster opens more than this node.
+            if reviewed && self.tls_cert_file.is_empty() {
+                return bad(format!(
+                    "http.listen: {address} can be reached from outside: tokens of Kubernetes must not travel in clear, http.tls_cert_file and http.tls_key_file are needed"
+                ));
+            }
         }
-        Ok(())
+        if !reviewed {
+            return Ok(());
+        }
+        if !self.token_file.is_empty() {
+            return bad(
+                "http.token_file: with http.auth = \"token-review\" the API server knows all tokens; leave one of both out".into(),
+            );
+        }
+        self.kubernetes.check()
     }
 }
 
@@ -188,6 +231,24 @@ mod tests {
         let with_token = HttpSection { token_file: "/etc/t".into(), ..http("0.0.0.0:9410") };
         assert!(with_token.check().is_ok());
         assert!(http("127.0.0.1:1").check().is_ok());
+        let reviewed = HttpSection { auth: Auth::TokenReview, ..http("0.0.0.0:9410") };
+        assert!(reviewed.check().is_err(), "nobody is named who knows tokens");
+        let kubernetes = KubernetesSection {
+            api_server: "https://10.0.0.1:6443".into(),
+            ca_file: "/etc/kubernetes/pki/ca.crt".into(),
+            token_file: "/etc/affinode/api-token".into(),
+            audiences: Vec::new(),
+        };
+        let reviewed = HttpSection { kubernetes, ..reviewed };
+        assert!(reviewed.check().unwrap_err().to_string().contains("in clear"));
+        let reviewed = HttpSection {
+            tls_cert_file: "/etc/c".into(),
+            tls_key_file: "/etc/k".into(),
+            ..reviewed
+        };
+        assert!(reviewed.check().is_ok());
+        assert!(HttpSection { tls_key_file: String::new(), ..reviewed.clone() }.check().is_err());
+        assert!(HttpSection { token_file: "/etc/t".into(), ..reviewed }.check().is_err());
     }
 
     #[test]

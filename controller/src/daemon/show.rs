@@ -34,15 +34,15 @@ impl Show {
             Arc::new(Metrics::new(history.as_ref().map_or(1, |history| history.starts())));
         let hub = Arc::new(Hub::default());
         let bound = bind(run_dir, config);
-        let dashboard = bound.as_ref().map(|(_, place, _)| place.clone()).unwrap_or_default();
+        let dashboard = bound.as_ref().map(|served| served.place.clone()).unwrap_or_default();
         let observer =
             Observer::new(door.clone(), Arc::clone(&hub), Arc::clone(&metrics), history.clone());
         let scout = Scout::new(door.clone(), Arc::clone(&calls));
-        let served = bound.map(|(socket, _, guard)| {
+        let served = bound.map(|Served { socket, papers, guard, .. }| {
             let prices = config.report.clone();
             let (hub, history) = (Arc::clone(&hub), history.clone());
             (
-                socket,
+                (socket, papers),
                 Arc::new(Site::new(
                     door,
                     Sources { hub, calls, metrics, history },
@@ -59,8 +59,8 @@ impl Show {
                 Err(error) => return tracing::error!(%error, "neither dashboard nor history run"),
             };
             runtime.block_on(async {
-                if let Some((socket, site)) = served {
-                    match Listener::new(socket) {
+                if let Some(((socket, papers), site)) = served {
+                    match Listener::new(socket, papers) {
                         Ok(listener) => drop(tokio::spawn(http::serve(listener, site))),
                         Err(error) => tracing::error!(%error, "the dashboard cannot be served"),
                     }
@@ -100,32 +100,43 @@ fn open_history(run_dir: &Path, config: &Config) -> Option<Arc<History>> {
     }
 }
 
-fn bind(run_dir: &Path, config: &Config) -> Option<(http::Bound, String, Guard)> {
-    let guard = match Guard::new(&config.http.hosts, &config.http.token_file) {
-        Ok(guard) => guard,
-        Err(error) => {
-            // Without its token it would stand open.
-            tracing::error!("no dashboard is served: {}", report::chain(&error));
-            return None;
-        }
+/// A socket, where it is, and who may come in.
+struct Served {
+    socket: http::Bound,
+    papers: Option<http::Papers>,
+    place: String,
+    guard: Guard,
+}
+
+fn bind(run_dir: &Path, config: &Config) -> Option<Served> {
+    let none = |why: String| {
+        tracing::error!("no dashboard is served: {why}");
+        None
     };
-    let bound = config.http.listen(run_dir).map(|listen| Listener::bind(&listen));
-    match bound {
-        Ok(Ok(bound)) => {
-            let (socket, place) = bound?;
-            tracing::info!("the dashboard is at {place}");
-            Some((socket, place, guard))
-        }
+    let http = &config.http;
+    let guard = match Guard::new(http) {
+        Ok(guard) => guard,
+        // Without its token it would stand open.
+        Err(error) => return none(report::chain(&error)),
+    };
+    let papers = match http.tls_cert_file.as_str() {
+        "" => None,
+        file => match http::Papers::new(file, &http.tls_key_file) {
+            Ok(papers) => Some(papers),
+            Err(error) => return none(report::chain(&error)),
+        },
+    };
+    let bound = match http.listen(run_dir).map(|listen| Listener::bind(&listen)) {
+        Ok(Ok(bound)) => bound,
         Ok(Err(error)) => {
-            tracing::error!(
-                "no dashboard is served: {}; http.listen names another place",
-                report::chain(&error)
-            );
-            None
+            return none(format!("{}; http.listen names another place", report::chain(&error)));
         }
-        Err(why) => {
-            tracing::error!("no dashboard is served: {why}");
-            None
-        }
+        Err(why) => return none(why),
+    };
+    let (socket, mut place) = bound?;
+    if papers.is_some() {
+        place = place.replacen("http://", "https://", 1);
     }
+    tracing::info!("the dashboard is at {place}");
+    Some(Served { socket, papers, place, guard })
 }

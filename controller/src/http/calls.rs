@@ -3,26 +3,20 @@
 
 use std::{sync::Arc, time::Duration};
 
-use tokio::sync::OwnedSemaphorePermit;
-
 use super::{
     Site,
-    stream::{Pipe, StreamBody, pipe},
+    stream::{Hold, Pipe, StreamBody, pipe},
 };
 use crate::calls::Scope;
 
 /// Without a batch for so long, a comment is sent: whoever is gone is noticed.
 const QUIET: Duration = Duration::from_secs(2);
 
-/// Begins a stream. The permit is held for as long as it lasts, and so is the watch.
-pub fn begin(site: &Arc<Site>, scope: Scope, permit: OwnedSemaphorePermit) -> StreamBody {
+/// Begins a stream. The watch lasts as long as it.
+pub fn begin(site: &Arc<Site>, scope: Scope, hold: Hold) -> StreamBody {
     let (out, body) = pipe();
-    let site = Arc::clone(site);
-    tokio::spawn(async move {
-        // None: the client went away, or took nothing.
-        let _ = run(&site, &scope, &out).await;
-        drop(permit);
-    });
+    let watched = Arc::clone(site);
+    hold.spawn(Arc::clone(site), async move { run(&watched, &scope, &out).await });
     body
 }
 

@@ -1,11 +1,15 @@
 //! Who may ask. A request must call the node by a name that is its own (a page of
 //! somebody else's that resolves its name to this node does not: DNS rebinding), must
-//! not come from another site's page, and must show the token where there is one.
+//! not come from another site's page, and must show a token where one is needed: the one of
+//! a file, or one that the API server of Kubernetes knows ([`super::review`]).
 
-use std::{net::IpAddr, path::PathBuf};
+use std::{net::IpAddr, path::PathBuf, sync::Arc};
 
 use hyper::{HeaderMap, header};
 use subtle::ConstantTimeEq;
+
+use super::review::Reviewer;
+use crate::config::{Auth, HttpSection};
 
 /// A token that can be guessed is none.
 const TOKEN_CHARS: usize = 16;
@@ -28,6 +32,9 @@ pub enum GuardError {
         /// The file.
         path: PathBuf,
     },
+    /// The API server that knows tokens.
+    #[error("{0}")]
+    Reviewer(String),
 }
 
 /// Why a request is refused.
@@ -39,40 +46,136 @@ pub enum Refused {
     Origin,
     /// No token, or a wrong one.
     Token,
+    /// Whose token it is, may not do that.
+    Forbidden,
+    /// The token could not be checked.
+    Review,
+    /// It is no request, or larger than any that is needed.
+    Malformed,
+    /// Others have all there is of it.
+    Busy,
+}
+
+impl Refused {
+    /// For metrics.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Refused::Host => "host",
+            Refused::Origin => "origin",
+            Refused::Token => "token",
+            Refused::Forbidden => "forbidden",
+            Refused::Review => "review",
+            Refused::Malformed => "malformed",
+            Refused::Busy => "busy",
+        }
+    }
+}
+
+/// A request that is refused, and what is said of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// Why.
+    pub kind: Refused,
+    /// For whoever asked: why, and what to do.
+    pub why: String,
+    /// For the log alone.
+    pub detail: String,
+}
+
+impl Refusal {
+    /// One of which the log knows no more.
+    #[must_use]
+    pub fn new(kind: Refused, why: impl Into<String>) -> Refusal {
+        Refusal { kind, why: why.into(), detail: String::new() }
+    }
+}
+
+/// What is asked for: `get` or `post`, and a path out of few.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Access {
+    /// The method, in lower case.
+    pub verb: &'static str,
+    /// The path, without the key of a container.
+    pub path: &'static str,
 }
 
 /// The rules.
 #[derive(Clone, Debug, Default)]
 pub struct Guard {
     hosts: Vec<String>,
-    token: Option<Vec<u8>>,
+    lock: Lock,
+}
+
+/// Who is let in.
+#[derive(Clone, Debug, Default)]
+enum Lock {
+    /// Whoever reaches it.
+    #[default]
+    Open,
+    /// Who shows this token.
+    Token(Vec<u8>),
+    /// Whom the API server of Kubernetes lets.
+    Review(Arc<Reviewer>),
+}
+
+/// Who was let in, and by what: asked again while a stream lasts.
+#[derive(Clone, Debug)]
+pub struct Admitted {
+    /// The user, where that is known.
+    pub user: Option<String>,
+    again: Option<(Arc<Reviewer>, Vec<u8>, Access)>,
+}
+
+impl Admitted {
+    /// Returns when the user may not go on, which is looked at now and then. Never where
+    /// nobody but this controller knows the token.
+    pub async fn ended(&self) -> Refusal {
+        let Some((reviewer, token, access)) = &self.again else {
+            return std::future::pending().await;
+        };
+        loop {
+            tokio::time::sleep(super::review::YES).await;
+            if let Err(refusal) = reviewer.admit(token, *access).await {
+                return refusal;
+            }
+        }
+    }
 }
 
 impl Guard {
-    /// Rules with further names, and the token in a file (none when the name is empty).
+    /// The rules of a configuration.
     ///
     /// # Errors
     /// [`GuardError`].
-    pub fn new(hosts: &[String], token_file: &str) -> Result<Guard, GuardError> {
-        let hosts = hosts.iter().map(|host| host.to_ascii_lowercase()).collect();
-        if token_file.is_empty() {
-            return Ok(Guard { hosts, token: None });
-        }
-        let path = PathBuf::from(token_file);
-        let text = std::fs::read_to_string(&path)
-            .map_err(|source| GuardError::Read { path: path.clone(), source })?;
-        let token = text.trim().as_bytes().to_vec();
-        if token.len() < TOKEN_CHARS {
-            return Err(GuardError::Short { path });
-        }
-        Ok(Guard { hosts, token: Some(token) })
+    pub fn new(section: &HttpSection) -> Result<Guard, GuardError> {
+        let hosts = section.hosts.iter().map(|host| host.to_ascii_lowercase()).collect();
+        let lock = match section.auth {
+            Auth::TokenReview => {
+                let reviewer = Reviewer::new(&section.kubernetes).map_err(GuardError::Reviewer)?;
+                Lock::Review(Arc::new(reviewer))
+            }
+            Auth::Token if section.token_file.is_empty() => Lock::Open,
+            Auth::Token => Lock::Token(secret(&section.token_file)?),
+        };
+        Ok(Guard { hosts, lock })
     }
 
     /// Name and origin of a request.
     ///
     /// # Errors
-    /// [`Refused`].
-    pub fn place(&self, headers: &HeaderMap) -> Result<(), Refused> {
+    /// [`Refusal`].
+    pub fn place(&self, headers: &HeaderMap) -> Result<(), Refusal> {
+        self.stands(headers).map_err(|kind| match kind {
+            Refused::Host => Refusal::new(
+                kind,
+                "the node is not known by this name: use its address, or add the name to http.hosts",
+            ),
+            _ => Refusal::new(kind, "asked by a page of another site"),
+        })
+    }
+
+    fn stands(&self, headers: &HeaderMap) -> Result<(), Refused> {
         let mut hosts = headers.get_all(header::HOST).iter();
         let host = hosts.next().and_then(|host| host.to_str().ok()).ok_or(Refused::Host)?;
         if hosts.next().is_some() || !self.knows(host) {
@@ -91,19 +194,32 @@ impl Guard {
         }
     }
 
-    /// The token of a request.
+    /// Whether whoever asks may have that.
     ///
     /// # Errors
-    /// [`Refused::Token`].
-    pub fn token(&self, headers: &HeaderMap) -> Result<(), Refused> {
-        let Some(token) = &self.token else {
-            return Ok(());
-        };
+    /// [`Refusal`].
+    pub async fn admit(&self, headers: &HeaderMap, access: Access) -> Result<Admitted, Refusal> {
         let shown = headers
             .get(header::AUTHORIZATION)
-            .and_then(|value| value.as_bytes().strip_prefix(b"Bearer "))
-            .ok_or(Refused::Token)?;
-        if bool::from(shown.ct_eq(token)) { Ok(()) } else { Err(Refused::Token) }
+            .and_then(|value| value.as_bytes().strip_prefix(b"Bearer "));
+        match (&self.lock, shown) {
+            (Lock::Open, _) => Ok(Admitted { user: None, again: None }),
+            (Lock::Token(token), Some(shown)) if bool::from(shown.ct_eq(token)) => {
+                Ok(Admitted { user: None, again: None })
+            }
+            (Lock::Token(_), _) => {
+                Err(Refusal::new(Refused::Token, "the token of http.token_file is needed"))
+            }
+            (Lock::Review(reviewer), Some(shown)) => {
+                let user = Some(reviewer.admit(shown, access).await?);
+                let again = Some((Arc::clone(reviewer), shown.to_vec(), access));
+                Ok(Admitted { user, again })
+            }
+            (Lock::Review(_), None) => Err(Refusal::new(
+                Refused::Token,
+                "a token that the API server of Kubernetes knows is needed; `kubectl create token` makes one for a service account",
+            )),
+        }
     }
 
     fn knows(&self, host: &str) -> bool {
@@ -112,6 +228,15 @@ impl Guard {
         let address = name.trim_start_matches('[').trim_end_matches(']');
         name == "localhost" || address.parse::<IpAddr>().is_ok() || self.hosts.contains(&name)
     }
+}
+
+/// The token in a file.
+fn secret(file: &str) -> Result<Vec<u8>, GuardError> {
+    let path = PathBuf::from(file);
+    let text = std::fs::read_to_string(&path)
+        .map_err(|source| GuardError::Read { path: path.clone(), source })?;
+    let token = text.trim().as_bytes().to_vec();
+    if token.len() < TOKEN_CHARS { Err(GuardError::Short { path }) } else { Ok(token) }
 }
 
 /// A host without its port.
@@ -136,9 +261,14 @@ mod tests {
             .collect()
     }
 
+    fn guard(hosts: &[&str], token_file: &str) -> Result<Guard, GuardError> {
+        let hosts = hosts.iter().map(|host| (*host).to_owned()).collect();
+        Guard::new(&HttpSection { hosts, token_file: token_file.into(), ..HttpSection::default() })
+    }
+
     #[test]
     fn only_names_of_the_node_are_answered() {
-        let guard = Guard::new(&["gpu-1.example".into()], "").unwrap();
+        let guard = guard(&["gpu-1.example"], "").unwrap();
         for host in [
             "127.0.0.1:9410",
             "localhost",
@@ -147,7 +277,7 @@ mod tests {
             "10.0.0.7",
             "gpu-1.example:9410",
         ] {
-            assert_eq!(guard.place(&headers(&[("host", host)])), Ok(()), "{host}");
+            assert_eq!(guard.stands(&headers(&[("host", host)])), Ok(()), "{host}");
         }
         for host in [
             "evil.example",
@@ -156,12 +286,12 @@ mod tests {
             "127.0.0.1.evil.example",
             "",
         ] {
-            assert_eq!(guard.place(&headers(&[("host", host)])), Err(Refused::Host), "{host}");
+            assert_eq!(guard.stands(&headers(&[("host", host)])), Err(Refused::Host), "{host}");
         }
-        assert_eq!(guard.place(&HeaderMap::new()), Err(Refused::Host));
+        assert_eq!(guard.stands(&HeaderMap::new()), Err(Refused::Host));
         let mut two = headers(&[("host", "localhost")]);
         two.append("host", "localhost".parse().unwrap());
-        assert_eq!(guard.place(&two), Err(Refused::Host));
+        assert_eq!(guard.stands(&two), Err(Refused::Host));
     }
 
     #[test]
@@ -170,7 +300,7 @@ mod tests {
         let place = |pairs: &[(&'static str, &str)]| {
             let mut all = headers(pairs);
             all.insert("host", "127.0.0.1:9410".parse().unwrap());
-            guard.place(&all)
+            guard.stands(&all)
         };
         assert_eq!(place(&[("origin", "http://127.0.0.1:9410")]), Ok(()));
         for origin in [
@@ -185,24 +315,29 @@ mod tests {
         assert_eq!(place(&[("sec-fetch-site", "same-origin")]), Ok(()));
     }
 
-    #[test]
-    fn the_token_must_be_the_token() {
+    #[tokio::test]
+    async fn the_token_must_be_the_token() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("token");
         std::fs::write(&file, "a-long-and-secret-token\n").unwrap();
-        let guard = Guard::new(&[], file.to_str().unwrap()).unwrap();
-        let show = |value: &str| guard.token(&headers(&[("authorization", value)]));
-        assert_eq!(show("Bearer a-long-and-secret-token"), Ok(()));
+        let file = file.to_str().unwrap();
+        let lock = guard(&[], file).unwrap();
+        let access = Access { verb: "get", path: "/metrics" };
+        let show = async |pairs: &[(&'static str, &str)]| {
+            lock.admit(&headers(pairs), access).await.map_err(|refusal| refusal.kind)
+        };
+        assert!(show(&[("authorization", "Bearer a-long-and-secret-token")]).await.is_ok());
         for wrong in [
             "Bearer a-long-and-secret-tokem",
             "Bearer ",
             "a-long-and-secret-token",
             "Basic a-long-and-secret-token",
         ] {
-            assert_eq!(show(wrong), Err(Refused::Token), "{wrong}");
+            let refused = show(&[("authorization", wrong)]).await.unwrap_err();
+            assert_eq!(refused, Refused::Token, "{wrong}");
         }
-        assert_eq!(guard.token(&HeaderMap::new()), Err(Refused::Token));
-        std::fs::write(&file, "short").unwrap();
-        assert!(matches!(Guard::new(&[], file.to_str().unwrap()), Err(GuardError::Short { .. })));
+        assert_eq!(show(&[]).await.unwrap_err(), Refused::Token);
+        std::fs::write(file, "short").unwrap();
+        assert!(matches!(guard(&[], file), Err(GuardError::Short { .. })));
     }
 }

@@ -9,36 +9,49 @@
 //! flooded, the node's containers do not notice. What is served is described in
 //! `config/openapi.yaml`.
 
+#[cfg(test)]
+mod abuse;
 mod assets;
 mod calls;
 mod guard;
 pub mod query;
 mod reply;
+mod review;
 mod routes;
 mod socket;
+#[cfg(test)]
+mod stage;
 mod stream;
 #[cfg(test)]
 mod tests;
 mod timed;
+mod tls;
 
 use std::{convert::Infallible, sync::Arc, time::Duration};
 
 use hyper::{Request, body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::sync::Semaphore;
-
-use crate::{
-    calls::CallHub, config::ReportSection, daemon::Door, history::History, metrics::Metrics,
-    observe::Hub,
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    sync::Semaphore,
 };
 
-pub use guard::{Guard, GuardError, Refused};
+use crate::{
+    agents::Refusals, calls::CallHub, config::ReportSection, daemon::Door, history::History,
+    metrics::Metrics, observe::Hub, report,
+};
+
+pub use guard::{Guard, GuardError, Refusal, Refused};
+use socket::Peer;
 pub use socket::{Bound, ListenError, Listener};
+pub use tls::{Papers, TlsError};
 
 /// Connections at a time; further ones wait in the kernel's short queue.
 const CONNECTIONS: usize = 128;
-/// Streams at a time.
+/// Streams of events at a time.
 const STREAMS: usize = 40;
+/// Streams of calls at a time. They are apart, as few need them and all need the others.
+const CALL_STREAMS: usize = 16;
 /// Moves that are asked for and not answered, at a time.
 const ACTIONS: usize = 16;
 /// Bytes of a request's head.
@@ -60,7 +73,9 @@ pub struct Site {
     report: ReportSection,
     may_act: bool,
     streams: Arc<Semaphore>,
+    call_streams: Arc<Semaphore>,
     actions: Arc<Semaphore>,
+    refusals: Refusals,
 }
 
 /// Where a site has from what it shows.
@@ -96,7 +111,22 @@ impl Site {
             report,
             may_act,
             streams: Arc::new(Semaphore::new(STREAMS)),
+            call_streams: Arc::new(Semaphore::new(CALL_STREAMS)),
             actions: Arc::new(Semaphore::new(ACTIONS)),
+            refusals: Refusals::default(),
+        }
+    }
+
+    /// Counts and tells of a request that was turned away.
+    fn refused(&self, kind: Refused, what: String) {
+        self.metrics.refused_request(kind);
+        self.note(what);
+    }
+
+    /// Tells of somebody who was turned away, in the log; of many, their number.
+    fn note(&self, what: String) {
+        if let Some(what) = self.refusals.tell(what) {
+            tracing::warn!("{what}");
         }
     }
 }
@@ -117,24 +147,43 @@ pub async fn serve(listener: Listener, site: Arc<Site>) {
                 continue;
             }
         };
-        let site = Arc::clone(&site);
+        let (site, tls) = (Arc::clone(&site), listener.papers().cloned());
         tokio::spawn(async move {
-            let peer = Arc::new(peer);
-            let service = service_fn(|request: Request<Incoming>| {
-                let (site, peer) = (Arc::clone(&site), Arc::clone(&peer));
-                async move { Ok::<_, Infallible>(routes::answer(&site, &peer, request).await) }
-            });
-            let served = http1::Builder::new()
-                .timer(TokioTimer::new())
-                .header_read_timeout(HEAD_TIME)
-                .max_buf_size(HEAD_BYTES)
-                .max_headers(64)
-                .serve_connection(TokioIo::new(timed::Timed::new(stream, STALL)), service)
-                .await;
-            if let Err(error) = served {
-                tracing::debug!(%error, %peer, "a connection ended early");
+            let stream = timed::Timed::new(stream, STALL);
+            match tls {
+                None => converse(&site, peer, stream).await,
+                Some(tls) => match tokio::time::timeout(HEAD_TIME, tls.accept(stream)).await {
+                    Ok(Ok(stream)) => converse(&site, peer, stream).await,
+                    Ok(Err(error)) => site.note(format!("{peer}: {}", report::chain(&error))),
+                    Err(_) => tracing::debug!(%peer, "a client says nothing"),
+                },
             }
             drop(permit);
         });
+    }
+}
+
+/// Answers the requests of a connection.
+async fn converse<S>(site: &Arc<Site>, peer: Peer, stream: S)
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    let peer = &peer;
+    let service = service_fn(|request: Request<Incoming>| async move {
+        Ok::<_, Infallible>(routes::answer(site, peer, request).await)
+    });
+    let served = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD_TIME)
+        .max_buf_size(HEAD_BYTES)
+        .max_headers(64)
+        .serve_connection(TokioIo::new(stream), service)
+        .await;
+    match served {
+        Err(error) if error.is_parse() => {
+            site.refused(Refused::Malformed, format!("a request of {peer}: {error}"));
+        }
+        Err(error) => tracing::debug!(%error, %peer, "a connection ended early"),
+        Ok(()) => {}
     }
 }

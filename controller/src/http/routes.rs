@@ -10,15 +10,15 @@ use hyper::{
     header::{self, HeaderValue},
 };
 
-use tokio::sync::OwnedSemaphorePermit;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::{
     Site, assets,
-    guard::Refused,
+    guard::{Access, Admitted, Refusal, Refused},
     query,
     reply::{self, Reply},
     socket::Peer,
-    stream::{self, Wish},
+    stream::{self, Hold, Wish},
 };
 use crate::{
     clock,
@@ -26,6 +26,8 @@ use crate::{
     schema,
 };
 
+/// Where containers are.
+const CONTAINERS: &str = "/api/v1/containers/";
 /// Where the node's switch is.
 const AUTO_OFFLOAD: &str = "/api/v1/auto-offload/";
 /// The body of an action; none is needed.
@@ -39,27 +41,26 @@ const DAY_MS: i64 = 24 * 3600 * 1000;
 
 /// Answers a request.
 pub async fn answer(site: &Arc<Site>, peer: &Peer, request: Request<Incoming>) -> Reply {
-    if let Err(refused) = check(site, &request) {
-        site.metrics.refused_request(refused);
-        tracing::warn!(%peer, path = %shown(request.uri().path()), "a request was refused: {refused:?}");
-        return refuse(refused);
-    }
+    let caller = match check(site, peer, &request).await {
+        Ok(caller) => caller,
+        Err(refusal) => return refuse(site, peer, &request, refusal),
+    };
     let path = request.uri().path().to_owned();
     let get = request.method() == Method::GET;
     if let Some(reply) = assets::find(&path, request.headers()) {
         return if get { reply } else { only("GET") };
     }
     match path.as_str() {
-        _ if path.starts_with("/api/v1/containers/") => container(site, peer, request, &path).await,
-        _ if path.starts_with(AUTO_OFFLOAD) => auto_offload(site, peer, request, &path).await,
+        _ if path.starts_with(CONTAINERS) => container(site, &caller, request, &path).await,
+        _ if path.starts_with(AUTO_OFFLOAD) => auto_offload(site, &caller, request, &path).await,
         "/healthz" | "/metrics" | "/api/v1/node" | "/api/v1/report" | "/api/v1/history"
         | "/api/v1/events" | "/api/v1/calls"
             if !get =>
         {
             only("GET")
         }
-        "/api/v1/events" => events(site, &request).await,
-        "/api/v1/calls" => calls(site, &request).await,
+        "/api/v1/events" => events(site, caller, &request).await,
+        "/api/v1/calls" => calls(site, caller, &request).await,
         _ => match tokio::time::timeout(ANSWER_TIME, look(site, &request, &path)).await {
             Ok(reply) => reply,
             Err(_) => {
@@ -69,32 +70,71 @@ pub async fn answer(site: &Arc<Site>, peer: &Peer, request: Request<Incoming>) -
     }
 }
 
-fn check(site: &Site, request: &Request<Incoming>) -> Result<(), Refused> {
+/// Who asks.
+struct Caller {
+    /// User and address, as far as they are known; for the events.
+    who: String,
+    admitted: Option<Admitted>,
+}
+
+/// Where a right may be had: the path without its variable part. What is not in the list
+/// needs a right that nobody has by its name.
+pub fn access(method: &Method, path: &str) -> Access {
+    const PATHS: [&str; 8] = [
+        "/metrics",
+        "/api/v1/node",
+        "/api/v1/report",
+        "/api/v1/history",
+        "/api/v1/events",
+        "/api/v1/calls",
+        "/api/v1/auto-offload/on",
+        "/api/v1/auto-offload/off",
+    ];
+    let verb = if method == Method::GET { "get" } else { "post" };
+    let action = path.strip_prefix(CONTAINERS).and_then(|rest| rest.split('/').nth(1));
+    let path = match action {
+        Some("offload") => "/api/v1/containers/offload",
+        Some("restore") => "/api/v1/containers/restore",
+        Some("pin") => "/api/v1/containers/pin",
+        Some("unpin") => "/api/v1/containers/unpin",
+        _ => PATHS.into_iter().find(|known| *known == path).unwrap_or("/api/v1/other"),
+    };
+    Access { verb, path }
+}
+
+async fn check(site: &Site, peer: &Peer, request: &Request<Incoming>) -> Result<Caller, Refusal> {
     site.guard.place(request.headers())?;
     let path = request.uri().path();
     // The page holds no secret: it asks its user for the token.
     if path == "/healthz" || (!path.starts_with("/api/") && path != "/metrics") {
-        return Ok(());
+        return Ok(Caller { who: peer.to_string(), admitted: None });
     }
-    site.guard.token(request.headers())
+    let admitted = site.guard.admit(request.headers(), access(request.method(), path)).await?;
+    let who = match &admitted.user {
+        Some(user) => format!("{user} from {peer}"),
+        None => peer.to_string(),
+    };
+    Ok(Caller { who, admitted: Some(admitted) })
 }
 
-fn refuse(refused: Refused) -> Reply {
-    match refused {
-        Refused::Host => reply::error(
-            StatusCode::MISDIRECTED_REQUEST,
-            "the node is not known by this name: use its address, or add the name to http.hosts",
-        ),
-        Refused::Origin => reply::error(StatusCode::FORBIDDEN, "asked by a page of another site"),
-        Refused::Token => {
-            let mut reply =
-                reply::error(StatusCode::UNAUTHORIZED, "the token of http.token_file is needed");
-            reply
-                .headers_mut()
-                .insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
-            reply
-        }
+fn refuse(site: &Site, peer: &Peer, request: &Request<Incoming>, refusal: Refusal) -> Reply {
+    let Refusal { kind, why, detail } = refusal;
+    let path = shown(request.uri().path());
+    let what = if detail.is_empty() { &why } else { &detail };
+    site.refused(kind, format!("{} {path} of {peer} was refused: {what}", request.method()));
+    let status = match kind {
+        Refused::Host => StatusCode::MISDIRECTED_REQUEST,
+        Refused::Origin | Refused::Forbidden => StatusCode::FORBIDDEN,
+        Refused::Token => StatusCode::UNAUTHORIZED,
+        Refused::Review | Refused::Busy => StatusCode::SERVICE_UNAVAILABLE,
+        Refused::Malformed => StatusCode::BAD_REQUEST,
+    };
+    let mut reply = reply::error(status, &why);
+    if kind == Refused::Token {
+        let bearer = HeaderValue::from_static("Bearer");
+        reply.headers_mut().insert(header::WWW_AUTHENTICATE, bearer);
     }
+    reply
 }
 
 fn only(method: &'static str) -> Reply {
@@ -177,8 +217,16 @@ async fn past(site: &Arc<Site>, query: Option<&str>, path: &str) -> Reply {
 }
 
 /// One of the streams, if one is free.
-fn stream_permit(site: &Site) -> Option<OwnedSemaphorePermit> {
-    Arc::clone(&site.streams).try_acquire_owned().ok()
+fn place_among(
+    streams: &Arc<Semaphore>,
+    site: &Site,
+    caller: &Caller,
+) -> Option<OwnedSemaphorePermit> {
+    let permit = Arc::clone(streams).try_acquire_owned().ok();
+    if permit.is_none() {
+        site.refused(Refused::Busy, format!("{} wants one stream too many", caller.who));
+    }
+    permit
 }
 
 fn too_many_streams() -> Reply {
@@ -189,7 +237,7 @@ fn too_many_streams() -> Reply {
 }
 
 /// `/api/v1/calls?container={key}`
-async fn calls(site: &Arc<Site>, request: &Request<Incoming>) -> Reply {
+async fn calls(site: &Arc<Site>, caller: Caller, request: &Request<Incoming>) -> Reply {
     let key = query::value(request.uri().query(), "container").map(Key::parse).transpose();
     let Ok(scope) = key else {
         let why = "a key is 32 hex digits; /api/v1/node lists them";
@@ -203,15 +251,15 @@ async fn calls(site: &Arc<Site>, request: &Request<Incoming>) -> Reply {
     if scope.as_ref().is_some_and(|key| known.iter().all(|c| c.key != key.as_str())) {
         return reply::error(StatusCode::NOT_FOUND, "no such container");
     }
-    let Some(permit) = stream_permit(site) else {
+    let Some(permit) = place_among(&site.call_streams, site, &caller) else {
         return too_many_streams();
     };
-    let body = super::calls::begin(site, scope, permit);
+    let body = super::calls::begin(site, scope, Hold { permit, admitted: caller.admitted });
     reply::with(StatusCode::OK, "text/event-stream", body)
 }
 
-async fn events(site: &Arc<Site>, request: &Request<Incoming>) -> Reply {
-    let Some(permit) = stream_permit(site) else {
+async fn events(site: &Arc<Site>, caller: Caller, request: &Request<Incoming>) -> Reply {
+    let Some(permit) = place_among(&site.streams, site, &caller) else {
         return too_many_streams();
     };
     let Ok(list) = site.door.list().await else {
@@ -221,7 +269,8 @@ async fn events(site: &Arc<Site>, request: &Request<Incoming>) -> Reply {
     let id = request.headers().get("last-event-id").and_then(|id| id.to_str().ok());
     let started = list.started_unix_ms;
     let wish = Wish::new(id, started, site.door.events().last(), node);
-    reply::with(StatusCode::OK, "text/event-stream", stream::begin(site, wish, started, permit))
+    let hold = Hold { permit, admitted: caller.admitted };
+    reply::with(StatusCode::OK, "text/event-stream", stream::begin(site, wish, started, hold))
 }
 
 /// What may be asked for a container.
@@ -234,7 +283,7 @@ enum Asked {
 /// `/api/v1/auto-offload/{on|off}`
 async fn auto_offload(
     site: &Arc<Site>,
-    peer: &Peer,
+    caller: &Caller,
     request: Request<Incoming>,
     path: &str,
 ) -> Reply {
@@ -243,10 +292,10 @@ async fn auto_offload(
         "off" => false,
         _ => return reply::error(StatusCode::NOT_FOUND, "there is nothing here"),
     };
-    if let Err(reply) = may_act(site, request).await {
+    if let Err(reply) = may_act(site, caller, request).await {
         return reply;
     }
-    match site.door.auto_offload(on, peer.to_string()).await {
+    match site.door.auto_offload(on, caller.who.clone()).await {
         Ok(Ok(_)) => reply::json(StatusCode::OK, &serde_json::json!({ "auto_offload": on })),
         Ok(Err(why)) => reply::error(StatusCode::INTERNAL_SERVER_ERROR, &why),
         Err(ending) => reply::error(StatusCode::SERVICE_UNAVAILABLE, &ending.to_string()),
@@ -254,7 +303,7 @@ async fn auto_offload(
 }
 
 /// Whether something may be changed by this request; its body is taken, none is needed.
-async fn may_act(site: &Site, request: Request<Incoming>) -> Result<(), Reply> {
+async fn may_act(site: &Site, caller: &Caller, request: Request<Incoming>) -> Result<(), Reply> {
     if request.method() != Method::POST {
         return Err(only("POST"));
     }
@@ -265,14 +314,22 @@ async fn may_act(site: &Site, request: Request<Incoming>) -> Result<(), Reply> {
     let body = Limited::new(request.into_body(), BODY_BYTES).collect();
     match tokio::time::timeout(BODY_TIME, body).await {
         Ok(Ok(_)) => Ok(()),
-        Ok(Err(_)) => Err(reply::error(StatusCode::PAYLOAD_TOO_LARGE, "no body is needed")),
+        Ok(Err(_)) => {
+            site.refused(Refused::Malformed, format!("{} sent a large body", caller.who));
+            Err(reply::error(StatusCode::PAYLOAD_TOO_LARGE, "no body is needed"))
+        }
         Err(_) => Err(reply::error(StatusCode::REQUEST_TIMEOUT, "the body did not come")),
     }
 }
 
 /// `/api/v1/containers/{key}/{offload|restore|pin|unpin}`
-async fn container(site: &Arc<Site>, peer: &Peer, request: Request<Incoming>, path: &str) -> Reply {
-    let mut parts = path.trim_start_matches("/api/v1/containers/").split('/');
+async fn container(
+    site: &Arc<Site>,
+    caller: &Caller,
+    request: Request<Incoming>,
+    path: &str,
+) -> Reply {
+    let mut parts = path.trim_start_matches(CONTAINERS).split('/');
     let (key, what, more) = (parts.next(), parts.next(), parts.next());
     let wanted = match (what, more) {
         (Some("offload"), None) => Asked::Move(Wanted::Offload, "offload"),
@@ -281,7 +338,7 @@ async fn container(site: &Arc<Site>, peer: &Peer, request: Request<Incoming>, pa
         (Some("unpin"), None) => Asked::Pin(false),
         _ => return reply::error(StatusCode::NOT_FOUND, "there is nothing here"),
     };
-    if let Err(reply) = may_act(site, request).await {
+    if let Err(reply) = may_act(site, caller, request).await {
         return reply;
     }
     let Ok(key) = Key::parse(key.unwrap_or_default()) else {
@@ -291,15 +348,16 @@ async fn container(site: &Arc<Site>, peer: &Peer, request: Request<Incoming>, pa
         );
     };
     let Ok(_permit) = Arc::clone(&site.actions).try_acquire_owned() else {
+        site.refused(Refused::Busy, format!("{} wants one move too many", caller.who));
         return reply::error(
             StatusCode::TOO_MANY_REQUESTS,
             "too many moves are asked for; wait for one",
         );
     };
-    act(site, peer, &key, wanted).await
+    act(site, &caller.who, &key, wanted).await
 }
 
-async fn act(site: &Site, peer: &Peer, key: &Key, asked: Asked) -> Reply {
+async fn act(site: &Site, who: &str, key: &Key, asked: Asked) -> Reply {
     let node = match site.door.list().await {
         Ok(list) => schema::Node::from(list),
         Err(ending) => return reply::error(StatusCode::SERVICE_UNAVAILABLE, &ending.to_string()),
@@ -314,12 +372,12 @@ async fn act(site: &Site, peer: &Peer, key: &Key, asked: Asked) -> Reply {
                 key: key.to_string(),
                 container: known.name,
                 reason: "requested".into(),
-                text: format!("{word} was asked for by {peer}"),
+                text: format!("{word} was asked for by {who}"),
                 ..Event::default()
             });
             site.door.act(key.to_string(), wanted).await
         }
-        Asked::Pin(pinned) => site.door.pin(key.to_string(), pinned, peer.to_string()).await,
+        Asked::Pin(pinned) => site.door.pin(key.to_string(), pinned, who.to_owned()).await,
     };
     match answer {
         Ok(response) => {

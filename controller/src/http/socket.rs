@@ -15,6 +15,7 @@ use tokio::{
     net::{TcpListener, TcpStream, UnixListener, UnixStream},
 };
 
+use super::tls::Papers;
 use crate::config::Listen;
 
 /// Why it cannot listen.
@@ -26,9 +27,15 @@ pub struct ListenError {
     source: io::Error,
 }
 
-/// A bound socket.
+/// A bound socket, and the papers to show there.
 #[derive(Debug)]
-pub enum Listener {
+pub struct Listener {
+    socket: Socket,
+    papers: Option<Papers>,
+}
+
+#[derive(Debug)]
+enum Socket {
     /// TCP.
     Tcp(TcpListener),
     /// Unix.
@@ -98,26 +105,32 @@ impl Listener {
         }
     }
 
-    /// Takes a bound socket over, inside a runtime.
+    /// Takes a bound socket over, inside a runtime. With papers it speaks TLS, on TCP.
     ///
     /// # Errors
     /// The runtime cannot watch it.
-    pub fn new(bound: Bound) -> io::Result<Listener> {
-        match bound {
-            Bound::Tcp(socket) => TcpListener::from_std(socket).map(Listener::Tcp),
-            Bound::Unix(socket) => UnixListener::from_std(socket).map(Listener::Unix),
-        }
+    pub fn new(bound: Bound, papers: Option<Papers>) -> io::Result<Listener> {
+        let socket = match bound {
+            Bound::Tcp(socket) => TcpListener::from_std(socket).map(Socket::Tcp),
+            Bound::Unix(socket) => UnixListener::from_std(socket).map(Socket::Unix),
+        };
+        Ok(Listener { socket: socket?, papers })
+    }
+
+    pub(super) fn papers(&self) -> Option<&Papers> {
+        let network = matches!(self.socket, Socket::Tcp(_));
+        self.papers.as_ref().filter(|_| network)
     }
 
     pub(super) async fn accept(&self) -> io::Result<(Stream, Peer)> {
-        match self {
-            Listener::Tcp(socket) => {
+        match &self.socket {
+            Socket::Tcp(socket) => {
                 let (stream, address) = socket.accept().await?;
                 // Each message of a stream is one write: nothing is gained by waiting.
                 stream.set_nodelay(true)?;
                 Ok((Stream::Tcp(stream), Peer::Tcp(address)))
             }
-            Listener::Unix(socket) => {
+            Socket::Unix(socket) => {
                 let (stream, _) = socket.accept().await?;
                 let uid = stream.peer_cred().ok().map(|peer| peer.uid());
                 Ok((Stream::Unix(stream), Peer::Unix(uid)))

@@ -21,7 +21,10 @@ use bytes::Bytes;
 use hyper::body::{Body, Frame};
 use tokio::sync::{OwnedSemaphorePermit, broadcast::error::RecvError, mpsc};
 
-use super::Site;
+use super::{
+    Site,
+    guard::{Admitted, Refusal},
+};
 use crate::{
     observe::{Message, Watch},
     schema,
@@ -33,6 +36,43 @@ const QUIET: Duration = Duration::from_secs(15);
 const PIPE: usize = 8;
 /// A client that takes none of them for so long is let go.
 const PATIENCE: Duration = Duration::from_secs(20);
+
+/// What a stream lasts for: its place among the streams, and the right to it.
+#[derive(Debug)]
+pub struct Hold {
+    /// One of the few places.
+    pub permit: OwnedSemaphorePermit,
+    /// Who has it.
+    pub admitted: Option<Admitted>,
+}
+
+impl Hold {
+    /// Begins to write a stream, which ends when its client goes, takes nothing, or may no
+    /// longer have it.
+    pub fn spawn(
+        self,
+        site: Arc<Site>,
+        written: impl Future<Output = Option<()>> + Send + 'static,
+    ) {
+        tokio::spawn(async move {
+            let ended = async {
+                match &self.admitted {
+                    Some(admitted) => admitted.ended().await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                // None: the client went away, or took nothing.
+                _ = written => {}
+                refusal = ended => {
+                    let Refusal { why, detail, .. } = refusal;
+                    site.note(format!("a stream ends: {}", if detail.is_empty() { why } else { detail }));
+                }
+            }
+            drop(self.permit);
+        });
+    }
+}
 
 /// The body of a stream.
 #[derive(Debug)]
@@ -95,21 +135,12 @@ impl Wish {
     }
 }
 
-/// Begins a stream. The permit is held for as long as it lasts.
-pub fn begin(
-    site: &Arc<Site>,
-    wish: Wish,
-    started_unix_ms: i64,
-    permit: OwnedSemaphorePermit,
-) -> StreamBody {
+/// Begins a stream.
+pub fn begin(site: &Arc<Site>, wish: Wish, started_unix_ms: i64, hold: Hold) -> StreamBody {
     let (pipe, body) = pipe();
     let writer =
         Writer { site: Arc::clone(site), pipe, started_unix_ms, last: wish.after, node: wish.node };
-    tokio::spawn(async move {
-        // None: the client went away, or took nothing.
-        let _ = writer.run().await;
-        drop(permit);
-    });
+    hold.spawn(Arc::clone(site), writer.run());
     body
 }
 

@@ -117,7 +117,7 @@ impl Metrics {
 
     /// A request was refused.
     pub fn refused_request(&self, refused: Refused) {
-        let reason = format!("{refused:?}").to_lowercase();
+        let reason = refused.as_str().to_owned();
         self.table.refused_requests.get_or_create(&ReasonLabels { reason }).inc();
     }
 

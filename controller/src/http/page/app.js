@@ -2,6 +2,7 @@
 import { beginCalls, watchCallsOf } from "./calls.js";
 import { addEvent } from "./feed.js";
 import { drawTimeline } from "./detail.js";
+import { put } from "./format.js";
 import { setAutoOffload } from "./actions.js";
 import { drawHeader, refreshToday } from "./header.js";
 import { actHere, pinHere, arrange, begin, chosen, drawRow, drawSpark, opened, step, tickRow, visible } from "./rows.js";
@@ -10,7 +11,9 @@ import { forget, replace, store, take } from "./store.js";
 
 const byId = (id) => document.getElementById(id);
 
-function live(yes) {
+function live(yes, refused = "") {
+  byId("link-why").hidden = !refused;
+  put(byId("link-why"), refused && `The controller does not show this: ${refused}`);
   byId("link").classList.toggle("live", yes);
   byId("link-text").textContent = yes ? "Live" : "Reconnecting";
   if (yes) refreshToday();

@@ -12,12 +12,13 @@ export async function ask(path, options = {}) {
   const headers = { ...options.headers };
   if (token()) headers.Authorization = `Bearer ${token()}`;
   const reply = await fetch(path, { ...options, headers, cache: "no-store" });
-  if (reply.status === 401) await askForToken();
+  if (reply.status === 401) await askForToken((await reply.clone().json()).error);
   return reply;
 }
 
 let asking = null;
-function askForToken() {
+function askForToken(why) {
+  document.getElementById("token-why").textContent = `${why[0].toUpperCase()}${why.slice(1)}.`;
   asking ??= new Promise((done) => {
     const dialog = document.getElementById("token");
     dialog.addEventListener("close", () => {
@@ -32,6 +33,7 @@ function askForToken() {
 
 export async function follow(path, on, until) {
   let last = null, wait_ms = 250;
+  let refused = ""; // what the controller says when it does not let us
   while (!until?.aborted) {
     const stop = new AbortController();
     until?.addEventListener("abort", () => stop.abort(), { signal: stop.signal });
@@ -44,7 +46,11 @@ export async function follow(path, on, until) {
       alive();
       const headers = last ? { "Last-Event-ID": last } : {};
       const reply = await ask(path, { headers, signal: stop.signal });
-      if (!reply.ok) throw new Error((await reply.json()).error ?? reply.statusText);
+      if (!reply.ok) {
+        refused = (await reply.json()).error ?? reply.statusText;
+        throw new Error(refused);
+      }
+      refused = "";
       wait_ms = 250;
       on.live(true);
       const text = reply.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -68,7 +74,7 @@ export async function follow(path, on, until) {
       console.debug("stream:", error.message);
     }
     clearTimeout(silence);
-    on.live(false);
+    on.live(false, refused);
     stop.abort();
     if (until?.aborted) return;
     await new Promise((done) => setTimeout(done, wait_ms));

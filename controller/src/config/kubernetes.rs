@@ -1,0 +1,88 @@
+//! `[http.kubernetes]`: the API server that knows tokens, with `http.auth = "token-review"`.
+
+use serde::Deserialize;
+
+use super::ConfigError;
+
+/// Where the API server is, and how to ask it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct KubernetesSection {
+    /// `https://host:port`.
+    pub api_server: String,
+    /// A file with the certificate authority of the API server.
+    pub ca_file: String,
+    /// A file with the token that the controller asks with; read again for each question.
+    pub token_file: String,
+    /// Whom tokens must be meant for; empty: the API server itself.
+    pub audiences: Vec<String>,
+}
+
+/// Of https.
+const PORT: u16 = 443;
+
+impl KubernetesSection {
+    /// Host and port of the API server.
+    ///
+    /// # Errors
+    /// What is accepted.
+    pub fn host_and_port(&self) -> Result<(String, u16), String> {
+        let bad = || {
+            format!(
+                "http.kubernetes.api_server: {:?}: accepted: https://host:port",
+                self.api_server
+            )
+        };
+        let rest = self.api_server.strip_prefix("https://").ok_or_else(bad)?;
+        let uri: hyper::http::uri::Authority =
+            rest.trim_end_matches('/').parse().map_err(|_| bad())?;
+        let host = uri.host().trim_start_matches('[').trim_end_matches(']');
+        if host.is_empty() || rest.contains('@') {
+            return Err(bad());
+        }
+        let port = match uri.port_u16() {
+            Some(port) => port,
+            None if uri.as_str() == uri.host() => PORT,
+            None => return Err(bad()),
+        };
+        Ok((host.to_owned(), port))
+    }
+
+    pub(super) fn check(&self) -> Result<(), ConfigError> {
+        self.host_and_port().map_err(ConfigError::Bad)?;
+        for (key, file) in [("ca_file", &self.ca_file), ("token_file", &self.token_file)] {
+            if !file.starts_with('/') {
+                return Err(ConfigError::Bad(format!(
+                    "http.kubernetes.{key}: {file:?}: accepted: /path, needed by http.auth = \"token-review\""
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(api_server: &str) -> Result<(String, u16), String> {
+        let section =
+            KubernetesSection { api_server: api_server.into(), ..KubernetesSection::default() };
+        section.host_and_port()
+    }
+
+    #[test]
+    fn the_api_server_is_a_host_behind_https() {
+        assert_eq!(at("https://10.0.0.1:6443"), Ok(("10.0.0.1".into(), 6443)));
+        assert_eq!(
+            at("https://kubernetes.default.svc/"),
+            Ok(("kubernetes.default.svc".into(), 443))
+        );
+        assert_eq!(at("https://[fd00::1]:6443"), Ok(("fd00::1".into(), 6443)));
+        for wrong in
+            ["", "http://10.0.0.1", "https://", "https://a:b@c", "https://a/b", "https://a:99999"]
+        {
+            assert!(at(wrong).is_err(), "{wrong}");
+        }
+    }
+}

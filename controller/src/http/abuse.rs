@@ -1,0 +1,148 @@
+//! What strangers and clumsy clients try: refused, bounded, counted.
+
+use std::time::Duration;
+
+use affinode_proto::api::control::Event;
+use tokio::net::UnixStream;
+
+use super::{
+    CALL_STREAMS, CONNECTIONS, STREAMS,
+    stage::{KEY, run},
+};
+use crate::calls::{Batch, ProcessCalls, RecordedCall};
+
+#[tokio::test]
+async fn strangers_are_refused_and_counted() {
+    let site = run(true, None);
+    let other = "GET /api/v1/node HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n";
+    assert!(site.raw(other).await.starts_with("HTTP/1.1 421"));
+    let path = format!("/api/v1/containers/{KEY}/offload");
+    assert_eq!(site.ask("POST", &path, "Origin: http://evil.example\r\n").await.0, 403);
+    assert_eq!(site.ask("POST", &path, "Sec-Fetch-Site: cross-site\r\n").await.0, 403);
+    for path in [
+        "/../etc/passwd",
+        "/page/../../etc/passwd",
+        "/%2e%2e/etc/passwd",
+        "/api/v1/containers/../node",
+    ] {
+        assert_eq!(site.ask("GET", path, "").await.0, 404, "{path}");
+    }
+    assert!(site.events.now(0).is_empty(), "nothing was moved");
+    let text = site.metrics_text();
+    assert!(text.contains("affinode_http_refused_requests_total{reason=\"origin\"} 2"), "{text}");
+}
+
+#[tokio::test]
+async fn what_is_too_big_is_refused() {
+    let site = run(true, None);
+    let body = "x".repeat(100_000);
+    let path = format!("/api/v1/containers/{KEY}/offload");
+    let big = format!(
+        "POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    assert!(site.raw(&big).await.starts_with("HTTP/1.1 413"));
+    let head = format!("X: {}\r\n", "y".repeat(40_000));
+    assert_eq!(site.ask("GET", "/", &head).await.0, 431);
+    let many: String = (0..200).map(|n| format!("X-{n}: 1\r\n")).collect();
+    assert_eq!(site.ask("GET", "/", &many).await.0, 431);
+    assert!(site.events.now(0).is_empty());
+}
+
+/// Opens streams until no more are had, lets them go, and waits until one is had again.
+async fn hoard(path: &str, most: usize, other: &str) {
+    let site = run(true, None);
+    let mut held = Vec::new();
+    for _ in 0..most {
+        let mut stream = site.open(path, "").await;
+        assert!(stream.begins().await, "{}", stream.seen);
+        held.push(stream);
+    }
+    let (status, why) = site.ask("GET", path, "").await;
+    assert!(status == 503 && why.contains("retry-after"), "{why}");
+    let text = site.metrics_text();
+    assert!(text.contains("affinode_http_refused_requests_total{reason=\"busy\"} 1"), "{text}");
+    // Others are still answered, and so are other streams.
+    assert_eq!(site.ask("GET", "/api/v1/node", "").await.0, 200);
+    assert!(site.open(other, "").await.begins().await, "{other}");
+    held.clear();
+    let free = async {
+        while !site.open(path, "").await.begins().await {
+            // A stream notices at its next word that its client is gone.
+            site.events.add(Event::default(), 1);
+            site.calls.add(Batch::default());
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(30), free).await.unwrap();
+}
+
+#[tokio::test]
+async fn streams_are_bounded_and_come_back_when_others_leave() {
+    hoard("/api/v1/events?watch=node", STREAMS, "/api/v1/calls").await;
+}
+
+#[tokio::test]
+async fn those_who_hoard_streams_of_calls_take_the_dashboard_from_nobody() {
+    hoard("/api/v1/calls", CALL_STREAMS, "/api/v1/events?watch=node").await;
+}
+
+#[tokio::test]
+async fn a_watcher_of_calls_that_reads_nothing_is_let_go() {
+    let site = run(true, None);
+    let mut slow = site.open("/api/v1/calls", "").await;
+    assert!(slow.begins().await);
+    assert_eq!(site.site.call_streams.available_permits(), CALL_STREAMS - 1);
+    let recorded =
+        vec![RecordedCall { name: "cuLaunchKernel".into(), ..RecordedCall::default() }; 40];
+    let process = ProcessCalls { recorded, ..ProcessCalls::default() };
+    // Nobody but the slow one is there: the clock is turned on until its patience is over.
+    tokio::time::pause();
+    for round in 0.. {
+        site.calls.add(Batch { processes: vec![process.clone(); 64], ..Batch::default() });
+        tokio::time::advance(Duration::from_millis(200)).await;
+        tokio::task::yield_now().await;
+        if site.site.call_streams.available_permits() == CALL_STREAMS {
+            break;
+        }
+        assert!(round < 2_000, "it holds its place for ever");
+    }
+}
+
+#[tokio::test]
+async fn bad_wishes_for_calls_are_refused_and_nothing_is_recorded_for_them() {
+    let site = run(true, None);
+    let ask = async |wish: &str| site.ask("GET", &format!("/api/v1/calls{wish}"), "").await.0;
+    let long = |length: usize| format!("?container={}", "a".repeat(length));
+    assert_eq!(ask("?container=").await, 400);
+    assert_eq!(ask("?container=../../etc").await, 400);
+    assert_eq!(ask(&format!("?container={}%00", &KEY[..30])).await, 400);
+    assert_eq!(ask(&format!("?container={}", KEY.to_uppercase())).await, 400);
+    assert_eq!(ask(&long(31)).await, 400);
+    assert_eq!(ask(&long(8_000)).await, 400);
+    assert_eq!(ask(&long(100_000)).await, 431);
+    assert_eq!(ask(&long(32)).await, 404, "nobody has this key");
+    assert_eq!(site.ask("POST", "/api/v1/calls", "Content-Length: 0\r\n").await.0, 405);
+    assert!(site.calls.watched().is_empty(), "nobody watches");
+    assert_eq!(site.site.call_streams.available_permits(), CALL_STREAMS);
+    let text = site.metrics_text();
+    assert!(
+        text.contains("affinode_http_refused_requests_total{reason=\"malformed\"} 1"),
+        "{text}"
+    );
+}
+
+#[tokio::test]
+async fn connections_are_bounded_and_the_next_is_served_when_one_leaves() {
+    let site = run(true, None);
+    let mut held = Vec::new();
+    for _ in 0..CONNECTIONS {
+        held.push(UnixStream::connect(site.socket()).await.unwrap());
+    }
+    let waiting = site.ask("GET", "/healthz", "");
+    tokio::pin!(waiting);
+    let early = tokio::time::timeout(Duration::from_millis(100), waiting.as_mut()).await;
+    assert!(early.is_err(), "one too many was served");
+    held.pop();
+    assert_eq!(waiting.await.0, 200);
+}

@@ -1,0 +1,297 @@
+//! The two questions to the Kubernetes API server: HTTPS with its own certificate authority,
+//! one connection each, bounded in number, size and time. Token and authority are files that
+//! others renew, so both are read at each question.
+
+use std::{io, net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::{Request, StatusCode, client::conn::http1, header};
+use hyper_util::rt::TokioIo;
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde_json::{Value, json};
+use tokio::{net::TcpStream, sync::Semaphore, task::JoinSet};
+use tokio_rustls::{
+    TlsConnector,
+    rustls::{
+        ClientConfig, RootCertStore, crypto,
+        pki_types::{CertificateDer, ServerName, pem::PemObject},
+    },
+};
+
+use super::super::guard::Access;
+use crate::config::KubernetesSection;
+
+/// Questions at a time; more wait within their own time.
+const AT_ONCE: usize = 8;
+/// Time for a question, waiting included.
+const TIME: Duration = Duration::from_secs(5);
+/// Bytes of an answer.
+const ANSWER_BYTES: usize = 64 << 10;
+/// Characters of a user's name in events and logs.
+const NAME_CHARS: usize = 256;
+
+/// Why the API server could not be asked.
+#[derive(Debug, thiserror::Error)]
+pub enum ReviewError {
+    /// A file of the configuration.
+    #[error("cannot read {path}, which http.kubernetes.{key} names")]
+    File {
+        /// The key of the configuration.
+        key: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// What is in the file is no certificate.
+    #[error("{path}, which http.kubernetes.ca_file names, has no certificate that can be used")]
+    Authority {
+        /// The file.
+        path: PathBuf,
+    },
+    /// No connection, or none that can be trusted.
+    #[error("cannot connect to {server}")]
+    Connect {
+        /// Host and port.
+        server: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The connection broke.
+    #[error("{server} did not answer a {kind}")]
+    Broken {
+        /// Host and port.
+        server: String,
+        /// What was asked.
+        kind: &'static str,
+        /// Why.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// It took too long.
+    #[error("{server} did not answer a {kind} within {} s", TIME.as_secs())]
+    Late {
+        /// Host and port.
+        server: String,
+        /// What was asked.
+        kind: &'static str,
+    },
+    /// It says no to the question itself.
+    #[error(
+        "{server} answered a {kind} with {status}: the token in http.kubernetes.token_file needs the ClusterRole system:auth-delegator"
+    )]
+    Status {
+        /// Host and port.
+        server: String,
+        /// What was asked.
+        kind: &'static str,
+        /// Its answer.
+        status: StatusCode,
+    },
+    /// It says something else.
+    #[error("{server} answered a {kind} with something that is none")]
+    Answer {
+        /// Host and port.
+        server: String,
+        /// What was asked.
+        kind: &'static str,
+        /// Why.
+        #[source]
+        source: serde_json::Error,
+    },
+}
+
+/// A user, as a TokenReview names one and a SubjectAccessReview wants one named.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
+#[serde(default)]
+pub struct User {
+    /// Its name; `user` in a SubjectAccessReview.
+    #[serde(rename(serialize = "user"))]
+    pub username: String,
+    uid: String,
+    groups: Vec<String>,
+    extra: serde_json::Map<String, Value>,
+}
+
+#[derive(Deserialize)]
+struct Review<T> {
+    status: T,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct TokenStatus {
+    authenticated: bool,
+    user: User,
+    audiences: Vec<String>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct AccessStatus {
+    allowed: bool,
+    denied: bool,
+}
+
+/// The API server.
+#[derive(Debug)]
+pub struct ApiServer {
+    host: String,
+    port: u16,
+    name: ServerName<'static>,
+    ca_file: PathBuf,
+    token_file: PathBuf,
+    audiences: Vec<String>,
+    turns: Semaphore,
+}
+
+impl ApiServer {
+    /// The server of a configuration.
+    ///
+    /// # Errors
+    /// What is accepted.
+    pub fn new(section: &KubernetesSection) -> Result<ApiServer, String> {
+        let (host, port) = section.host_and_port()?;
+        let name = match host.parse::<IpAddr>() {
+            Ok(address) => ServerName::from(address),
+            Err(_) => ServerName::try_from(host.clone())
+                .map_err(|_| format!("http.kubernetes.api_server: {host:?} is no host"))?,
+        };
+        Ok(ApiServer {
+            host,
+            port,
+            name,
+            ca_file: section.ca_file.clone().into(),
+            token_file: section.token_file.clone().into(),
+            audiences: section.audiences.clone(),
+            turns: Semaphore::new(AT_ONCE),
+        })
+    }
+
+    /// The user whose token it is; nothing when it is nobody's, or meant for others.
+    pub async fn whose(&self, token: &str) -> Result<Option<User>, ReviewError> {
+        let question = json!({
+            "apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview",
+            "spec": { "token": token, "audiences": self.audiences },
+        });
+        let path = "/apis/authentication.k8s.io/v1/tokenreviews";
+        let Review { status } = self.ask::<TokenStatus>("TokenReview", path, &question).await?;
+        // An API server that knows of audiences says which of them hold.
+        let meant = self.audiences.is_empty()
+            || status.audiences.iter().any(|held| self.audiences.contains(held));
+        let name = &status.user.username;
+        // It goes into events and logs.
+        let fit =
+            (1..=NAME_CHARS).contains(&name.chars().count()) && !name.contains(char::is_control);
+        Ok((status.authenticated && meant && fit).then_some(status.user))
+    }
+
+    /// Whether a user may do that.
+    pub async fn may(&self, user: &User, access: Access) -> Result<bool, ReviewError> {
+        let mut spec = json!(user);
+        spec["nonResourceAttributes"] = json!({ "path": access.path, "verb": access.verb });
+        let question = json!({
+            "apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview", "spec": spec,
+        });
+        let path = "/apis/authorization.k8s.io/v1/subjectaccessreviews";
+        let review = self.ask::<AccessStatus>("SubjectAccessReview", path, &question).await?;
+        Ok(review.status.allowed && !review.status.denied)
+    }
+
+    async fn ask<T: DeserializeOwned>(
+        &self,
+        kind: &'static str,
+        path: &str,
+        question: &Value,
+    ) -> Result<Review<T>, ReviewError> {
+        let asked = async {
+            // Never closed: the turn is always had, or the time is over.
+            let _turn = self.turns.acquire().await;
+            self.post(kind, path, question).await
+        };
+        let late = |_| ReviewError::Late { server: self.place(), kind };
+        let answer = tokio::time::timeout(TIME, asked).await.map_err(late)??;
+        serde_json::from_slice(&answer).map_err(|source| ReviewError::Answer {
+            server: self.place(),
+            kind,
+            source,
+        })
+    }
+
+    async fn post(
+        &self,
+        kind: &'static str,
+        path: &str,
+        question: &Value,
+    ) -> Result<Bytes, ReviewError> {
+        let token = self.read("token_file", &self.token_file).await?;
+        let token = String::from_utf8_lossy(&token);
+        let request = Request::post(path)
+            .header(header::HOST, self.place())
+            .header(header::CONTENT_TYPE, "application/json")
+            .header(header::ACCEPT, "application/json")
+            .header(header::AUTHORIZATION, format!("Bearer {}", token.trim()))
+            .body(Full::new(Bytes::from(question.to_string())));
+        let broken = |source: Box<dyn std::error::Error + Send + Sync>| ReviewError::Broken {
+            server: self.place(),
+            kind,
+            source,
+        };
+        let request = request.map_err(|e| broken(e.into()))?;
+        let stream = self.connect().await?;
+        let (mut sender, connection) =
+            http1::handshake(TokioIo::new(stream)).await.map_err(|e| broken(e.into()))?;
+        // Dropped with this question, however it ends.
+        let mut driver = JoinSet::new();
+        driver.spawn(connection);
+        let reply = sender.send_request(request).await.map_err(|e| broken(e.into()))?;
+        let status = reply.status();
+        if !status.is_success() {
+            return Err(ReviewError::Status { server: self.place(), kind, status });
+        }
+        let body = Limited::new(reply.into_body(), ANSWER_BYTES);
+        Ok(body.collect().await.map_err(broken)?.to_bytes())
+    }
+
+    async fn connect(&self) -> Result<tokio_rustls::client::TlsStream<TcpStream>, ReviewError> {
+        let pem = self.read("ca_file", &self.ca_file).await?;
+        let unusable = || ReviewError::Authority { path: self.ca_file.clone() };
+        let mut roots = RootCertStore::empty();
+        for certificate in CertificateDer::pem_slice_iter(&pem) {
+            roots.add(certificate.map_err(|_| unusable())?).map_err(|_| unusable())?;
+        }
+        if roots.is_empty() {
+            return Err(unusable());
+        }
+        let provider = Arc::new(crypto::ring::default_provider());
+        let config = ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .map_err(|_| unusable())?
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        let connect = |source| ReviewError::Connect { server: self.place(), source };
+        let stream = TcpStream::connect((self.host.as_str(), self.port)).await.map_err(connect)?;
+        TlsConnector::from(Arc::new(config))
+            .connect(self.name.clone(), stream)
+            .await
+            .map_err(connect)
+    }
+
+    async fn read(&self, key: &'static str, path: &PathBuf) -> Result<Vec<u8>, ReviewError> {
+        let fail = |source| ReviewError::File { key, path: path.clone(), source };
+        tokio::fs::read(path).await.map_err(fail)
+    }
+
+    /// Host and port, for people and the header.
+    fn place(&self) -> String {
+        match self.name {
+            ServerName::IpAddress(_) if self.host.contains(':') => {
+                format!("[{}]:{}", self.host, self.port)
+            }
+            _ => format!("{}:{}", self.host, self.port),
+        }
+    }
+}

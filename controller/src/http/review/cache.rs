@@ -1,0 +1,59 @@
+//! Answers that hold for a while, in bounded number. Pure: the time is an argument.
+
+use std::{collections::HashMap, hash::Hash, time::Duration};
+
+use tokio::time::Instant;
+
+/// Answers by question.
+#[derive(Debug)]
+pub struct Cache<K, V> {
+    most: usize,
+    answers: HashMap<K, (V, Instant)>,
+}
+
+impl<K: Clone + Eq + Hash, V: Clone> Cache<K, V> {
+    /// One that keeps at most so many.
+    pub fn new(most: usize) -> Cache<K, V> {
+        Cache { most, answers: HashMap::new() }
+    }
+
+    /// The answer, while it holds.
+    pub fn get(&self, question: &K, now: Instant) -> Option<V> {
+        let (answer, until) = self.answers.get(question)?;
+        (*until > now).then(|| answer.clone())
+    }
+
+    /// Keeps an answer. Where there is no room, the one goes that would have gone next: so a
+    /// stranger's rubbish, which holds for the shortest time, does not push out what is known.
+    pub fn keep(&mut self, question: K, answer: V, now: Instant, holds: Duration) {
+        if self.answers.len() >= self.most && !self.answers.contains_key(&question) {
+            self.answers.retain(|_, (_, until)| *until > now);
+        }
+        if self.answers.len() >= self.most && !self.answers.contains_key(&question) {
+            let next = self.answers.iter().min_by_key(|(_, (_, until))| *until);
+            if let Some(next) = next.map(|(question, _)| question.clone()) {
+                self.answers.remove(&next);
+            }
+        }
+        self.answers.insert(question, (answer, now + holds));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_holds_for_its_time_and_their_number_is_bounded() {
+        let (start, second) = (Instant::now(), Duration::from_secs(1));
+        let mut cache = Cache::new(3);
+        cache.keep("known", true, start, 60 * second);
+        assert_eq!(cache.get(&"known", start + 59 * second), Some(true));
+        assert_eq!(cache.get(&"known", start + 60 * second), None);
+        for rubbish in ["a", "b", "c", "d", "e"] {
+            cache.keep(rubbish, false, start, 10 * second);
+        }
+        assert_eq!(cache.answers.len(), 3);
+        assert_eq!(cache.get(&"known", start), Some(true), "rubbish does not push it out");
+    }
+}

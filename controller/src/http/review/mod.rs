@@ -1,0 +1,129 @@
+//! Whose token it is and what that user may do, by the Kubernetes API server: a TokenReview,
+//! then a SubjectAccessReview on the path as a non-resource URL, as kube-rbac-proxy asks.
+//!
+//! ```text
+//!  token ──well formed──> users ──unknown──> TokenReview ──┬── nobody's: refused
+//!                         [`cache`]                        v
+//!                         rights ──unknown──> SubjectAccessReview ──┬── no: forbidden
+//!                                                                   v
+//!                                                                admitted
+//! ```
+//!
+//! Answers are kept for a short time, a yes longer than a no. Where the API server cannot be
+//! asked, nobody is admitted who is not known already.
+
+mod api;
+mod cache;
+#[cfg(test)]
+pub mod fake;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use sha2::{Digest, Sha256};
+use tokio::time::Instant;
+
+use super::guard::{Access, Refusal, Refused};
+use crate::config::KubernetesSection;
+use api::{ApiServer, ReviewError, User};
+use cache::Cache;
+
+/// How long a yes holds. Whoever is deleted is out after this.
+pub const YES: Duration = Duration::from_secs(60);
+/// How long a no holds.
+const NO: Duration = Duration::from_secs(10);
+/// Tokens, and rights of users, that are remembered.
+const REMEMBERED: usize = 256;
+/// No token of Kubernetes is longer.
+const TOKEN_BYTES: usize = 8 << 10;
+
+/// Asks, and remembers for a while.
+#[derive(Debug)]
+pub struct Reviewer {
+    server: ApiServer,
+    known: Mutex<Known>,
+}
+
+#[derive(Debug)]
+struct Known {
+    /// By the hash of a token: whose it is, if anybody's.
+    users: Cache<TokenHash, Option<Arc<User>>>,
+    /// What users may do.
+    rights: Cache<(TokenHash, Access), bool>,
+}
+
+type TokenHash = [u8; 32];
+
+impl Reviewer {
+    /// Asks the API server of this configuration. Its files are read at each question.
+    ///
+    /// # Errors
+    /// What is accepted.
+    pub fn new(section: &KubernetesSection) -> Result<Reviewer, String> {
+        let known = Known { users: Cache::new(REMEMBERED), rights: Cache::new(REMEMBERED) };
+        Ok(Reviewer { server: ApiServer::new(section)?, known: Mutex::new(known) })
+    }
+
+    /// The name of the user whose token this is, if it may do that.
+    ///
+    /// # Errors
+    /// [`Refusal`].
+    pub async fn admit(&self, token: &[u8], access: Access) -> Result<String, Refusal> {
+        let nobody = || Refusal::new(Refused::Token, "the API server does not know this token");
+        let token = well_formed(token).ok_or_else(nobody)?;
+        let hash: TokenHash = Sha256::digest(token).into();
+        let cannot = |error| cannot_ask(&error);
+        let user = self.user(hash, token).await.map_err(cannot)?.ok_or_else(nobody)?;
+        if self.may(hash, &user, access).await.map_err(cannot)? {
+            return Ok(user.username.clone());
+        }
+        let Access { verb, path } = access;
+        let why = format!(
+            "{} may not {verb} {path}: a ClusterRole that has this verb and path in nonResourceURLs allows it",
+            user.username
+        );
+        Err(Refusal::new(Refused::Forbidden, why))
+    }
+
+    async fn user(&self, hash: TokenHash, token: &str) -> Result<Option<Arc<User>>, ReviewError> {
+        if let Some(known) = self.known().users.get(&hash, Instant::now()) {
+            return Ok(known);
+        }
+        let user = self.server.whose(token).await?.map(Arc::new);
+        let holds = if user.is_some() { YES } else { NO };
+        self.known().users.keep(hash, user.clone(), Instant::now(), holds);
+        Ok(user)
+    }
+
+    async fn may(&self, hash: TokenHash, user: &User, access: Access) -> Result<bool, ReviewError> {
+        let what = (hash, access);
+        if let Some(known) = self.known().rights.get(&what, Instant::now()) {
+            return Ok(known);
+        }
+        let may = self.server.may(user, access).await?;
+        let holds = if may { YES } else { NO };
+        self.known().rights.keep(what, may, Instant::now(), holds);
+        Ok(may)
+    }
+
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A token as RFC 6750 has it, of a sensible length: nothing else is worth a question.
+fn well_formed(token: &[u8]) -> Option<&str> {
+    let plain = |b: &u8| b.is_ascii_alphanumeric() || b"-._~+/=".contains(b);
+    let fine = (1..=TOKEN_BYTES).contains(&token.len()) && token.iter().all(plain);
+    std::str::from_utf8(token).ok().filter(|_| fine)
+}
+
+/// Strangers are told that it cannot be asked; why is for the log.
+fn cannot_ask(error: &ReviewError) -> Refusal {
+    let why = "tokens cannot be checked now, the controller's log says why; ask again";
+    Refusal { detail: crate::report::chain(error), ..Refusal::new(Refused::Review, why) }
+}

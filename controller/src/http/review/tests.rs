@@ -1,0 +1,241 @@
+//! The reviewer, and the site behind it, against a small API server.
+
+use std::time::Duration;
+
+use hyper::Method;
+use serde::Deserialize;
+
+use super::{
+    fake::{Fake, Mood, OWN_TOKEN},
+    *,
+};
+use crate::{
+    config::{Auth, HttpSection},
+    http::{
+        routes::access,
+        stage::{KEY, Running, run_behind},
+    },
+};
+
+const NODE: Access = Access { verb: "get", path: "/api/v1/node" };
+const OFFLOAD: Access = Access { verb: "post", path: "/api/v1/containers/offload" };
+
+async fn reviewer() -> (tempfile::TempDir, Fake, Reviewer) {
+    let folder = tempfile::tempdir().unwrap();
+    let fake = Fake::start(folder.path()).await;
+    let reviewer = Reviewer::new(&fake.section).unwrap();
+    (folder, fake, reviewer)
+}
+
+async fn kind(reviewer: &Reviewer, token: &str, access: Access) -> Result<String, Refused> {
+    reviewer.admit(token.as_bytes(), access).await.map_err(|refusal| refusal.kind)
+}
+
+#[tokio::test]
+async fn a_user_may_what_the_api_server_says() {
+    let (_folder, _fake, reviewer) = reviewer().await;
+    assert_eq!(kind(&reviewer, "annas-token", NODE).await, Ok("anna".into()));
+    assert_eq!(kind(&reviewer, "annas-token", OFFLOAD).await, Ok("anna".into()));
+    assert_eq!(kind(&reviewer, "bobs-token", NODE).await, Ok("bob".into()));
+    let no = reviewer.admit(b"bobs-token", OFFLOAD).await.unwrap_err();
+    assert_eq!(no.kind, Refused::Forbidden);
+    assert!(no.why.starts_with("bob may not post /api/v1/containers/offload"), "{}", no.why);
+    assert_eq!(kind(&reviewer, "nobodys-token", NODE).await, Err(Refused::Token));
+}
+
+#[tokio::test]
+async fn answers_are_kept_for_a_while_and_not_longer() {
+    let (_folder, fake, reviewer) = reviewer().await;
+    for _ in 0..5 {
+        kind(&reviewer, "annas-token", NODE).await.unwrap();
+        kind(&reviewer, "nobodys-token", NODE).await.unwrap_err();
+        kind(&reviewer, "bobs-token", OFFLOAD).await.unwrap_err();
+    }
+    assert_eq!(fake.asked(), (3, 2));
+    // Anna is deleted, and bob may more: both are known before the minute is over, no earlier.
+    fake.desk.users.lock().unwrap().retain(|(_, user)| *user != "anna");
+    fake.desk.rights.lock().unwrap().push(("bob", "post", "/api/v1/containers/offload"));
+    kind(&reviewer, "annas-token", NODE).await.unwrap();
+    tokio::time::pause();
+    tokio::time::advance(NO).await;
+    tokio::time::resume();
+    assert_eq!(kind(&reviewer, "bobs-token", OFFLOAD).await, Ok("bob".into()));
+    tokio::time::pause();
+    tokio::time::advance(YES).await;
+    tokio::time::resume();
+    assert_eq!(kind(&reviewer, "annas-token", NODE).await, Err(Refused::Token));
+}
+
+#[tokio::test]
+async fn without_an_answer_nobody_is_admitted_and_the_log_knows_why() {
+    let (folder, fake, reviewer) = reviewer().await;
+    for (mood, why) in [
+        (Mood::Forbidden, "403 Forbidden: the token in http.kubernetes.token_file needs"),
+        (Mood::Rubbish, "with something that is none"),
+        (Mood::Endless, "did not answer a TokenReview: length limit exceeded"),
+    ] {
+        fake.set(mood);
+        let refusal = reviewer.admit(b"annas-token", NODE).await.unwrap_err();
+        assert_eq!(refusal.kind, Refused::Review, "{mood:?}");
+        assert!(refusal.detail.contains(why), "{}", refusal.detail);
+        assert!(!refusal.why.contains("127.0.0.1"), "strangers learn nothing: {}", refusal.why);
+    }
+    fake.set(Mood::Well);
+    // The token that the controller shows is read afresh each time.
+    let token = folder.path().join("api-token");
+    std::fs::write(&token, "an old one").unwrap();
+    let refusal = reviewer.admit(b"annas-token", NODE).await.unwrap_err();
+    assert!(refusal.detail.contains("401"), "{}", refusal.detail);
+    std::fs::write(&token, OWN_TOKEN).unwrap();
+    assert_eq!(kind(&reviewer, "annas-token", NODE).await, Ok("anna".into()));
+    std::fs::remove_file(&token).unwrap();
+    let refusal = reviewer.admit(b"bobs-token", NODE).await.unwrap_err();
+    assert!(refusal.detail.contains("api-token, which http.kubernetes.token_file names"));
+}
+
+#[tokio::test]
+async fn an_api_server_of_another_authority_is_not_believed() {
+    let (folder, _fake, reviewer) = reviewer().await;
+    let other = tempfile::tempdir().unwrap();
+    fake::papers(other.path());
+    let ca = folder.path().join("ca.crt");
+    std::fs::copy(other.path().join("ca.crt"), &ca).unwrap();
+    let refusal = reviewer.admit(b"annas-token", NODE).await.unwrap_err();
+    assert_eq!(refusal.kind, Refused::Review);
+    assert!(refusal.detail.contains("certificate"), "{}", refusal.detail);
+    std::fs::write(&ca, "no certificate").unwrap();
+    let refusal = reviewer.admit(b"annas-token", NODE).await.unwrap_err();
+    assert!(refusal.detail.contains("has no certificate"), "{}", refusal.detail);
+}
+
+#[tokio::test]
+async fn questions_are_bounded_in_number_and_time_and_rubbish_is_none() {
+    let (_folder, fake, reviewer) = reviewer().await;
+    let reviewer = Arc::new(reviewer);
+    for rubbish in ["", "two words", "a\"b", "é", &"x".repeat(TOKEN_BYTES + 1)] {
+        assert_eq!(kind(&reviewer, rubbish, NODE).await, Err(Refused::Token), "{rubbish}");
+    }
+    assert_eq!(fake.asked(), (0, 0), "rubbish is not asked about");
+    fake.set(Mood::Silent);
+    let mut asking = tokio::task::JoinSet::new();
+    for n in 0..40 {
+        let reviewer = Arc::clone(&reviewer);
+        asking.spawn(async move { kind(&reviewer, &format!("token-{n}"), NODE).await });
+    }
+    let most = || fake.desk.most_at_once.load(std::sync::atomic::Ordering::SeqCst);
+    while most() < 8 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    tokio::time::pause();
+    tokio::time::advance(Duration::from_secs(5)).await;
+    let all = asking.join_all().await;
+    assert!(all.iter().all(|answer| *answer == Err(Refused::Review)), "{all:?}");
+    assert_eq!(most(), 8, "at once");
+}
+
+#[tokio::test]
+async fn a_token_that_is_meant_for_others_is_none() {
+    let (_folder, fake, _) = reviewer().await;
+    let meant = |audience: &str| {
+        let audiences = vec![audience.to_owned()];
+        Reviewer::new(&KubernetesSection { audiences, ..fake.section.clone() }).unwrap()
+    };
+    let ours = meant("https://kubernetes.default.svc");
+    assert_eq!(kind(&ours, "annas-token", NODE).await, Ok("anna".into()));
+    assert_eq!(kind(&meant("vault"), "annas-token", NODE).await, Err(Refused::Token));
+}
+
+async fn site() -> (Fake, Running) {
+    let folder = tempfile::tempdir().unwrap();
+    let fake = Fake::start(folder.path()).await;
+    let http = HttpSection {
+        auth: Auth::TokenReview,
+        kubernetes: fake.section.clone(),
+        ..HttpSection::default()
+    };
+    (fake, run_behind(folder, true, &http))
+}
+
+#[tokio::test]
+async fn the_site_tells_and_moves_for_whom_may_and_notes_the_name() {
+    let (fake, site) = site().await;
+    let anna = "Authorization: Bearer annas-token\r\n";
+    let bob = "Authorization: Bearer bobs-token\r\n";
+    let offload = format!("/api/v1/containers/{KEY}/offload");
+    assert_eq!(site.ask("GET", "/", "").await.0, 200, "the page asks for the token");
+    assert_eq!(site.ask("GET", "/healthz", "").await.0, 200);
+    let (status, why) = site.ask("GET", "/api/v1/node", "").await;
+    assert!(status == 401 && why.contains("kubectl create token"), "{why}");
+    assert_eq!(site.ask("GET", "/api/v1/node", anna).await.0, 200);
+    assert_eq!(site.ask("GET", "/api/v1/node", bob).await.0, 200);
+    let (status, why) = site.ask("POST", &offload, bob).await;
+    assert!(status == 403 && why.contains("bob may not post"), "{status} {why}");
+    assert!(site.events.now(0).is_empty(), "nothing was moved");
+    assert_eq!(site.ask("POST", &offload, anna).await.0, 200);
+    let noted = site.events.now(0);
+    assert!(noted[0].text.starts_with("offload was asked for by anna from "), "{}", noted[0].text);
+    // What is not allowed by name is not allowed, whatever may be added later.
+    assert_eq!(site.ask("GET", "/api/v1/later", anna).await.0, 403);
+    assert_eq!(site.ask("GET", "/metrics", anna).await.0, 403);
+    fake.set(Mood::Forbidden);
+    let (status, why) = site.ask("POST", "/api/v1/auto-offload/off", anna).await;
+    assert!(status == 503 && why.contains("tokens cannot be checked"), "{status} {why}");
+    let text = site.metrics_text();
+    assert!(
+        text.contains("affinode_http_refused_requests_total{reason=\"forbidden\"} 3"),
+        "{text}"
+    );
+    assert!(text.contains("affinode_http_refused_requests_total{reason=\"review\"} 1"), "{text}");
+}
+
+#[tokio::test]
+async fn a_stream_ends_when_its_user_is_gone() {
+    let (fake, site) = site().await;
+    let mut stream = site.open("/api/v1/events", "Authorization: Bearer annas-token\r\n").await;
+    assert!(stream.until("retry: 1000").await, "it begins");
+    fake.desk.users.lock().unwrap().clear();
+    tokio::time::pause();
+    tokio::time::advance(YES).await;
+    tokio::time::resume();
+    assert!(!stream.until("never said").await, "it ends");
+}
+
+/// The roles in `config/kubernetes` name what is asked for, all of it and nothing else.
+#[test]
+fn the_roles_that_are_offered_allow_what_is_asked_for() {
+    let text = include_str!("../../../../config/kubernetes/dashboard.yaml");
+    let mut allowed = Vec::new();
+    for document in serde_yaml_ng::Deserializer::from_str(text) {
+        let object = serde_json::Value::deserialize(document).unwrap();
+        for rule in object["rules"].as_array().into_iter().flatten() {
+            for url in rule["nonResourceURLs"].as_array().unwrap() {
+                allowed.push((rule["verbs"][0].clone(), url.as_str().unwrap().to_owned()));
+            }
+        }
+    }
+    let document = include_str!("../../../../config/openapi.yaml");
+    let document: serde_json::Value = serde_yaml_ng::from_str(document).unwrap();
+    let mut used = std::collections::BTreeSet::new();
+    for (path, methods) in document["paths"].as_object().unwrap() {
+        let get = methods.get("get").is_some();
+        let method = if get { Method::GET } else { Method::POST };
+        for (action, switch) in
+            [("offload", "on"), ("restore", "off"), ("pin", "on"), ("unpin", "off")]
+        {
+            let filled = path.replace("{key}", KEY).replace("{action}", action);
+            let Access { verb, path } = access(&method, &filled.replace("{switch}", switch));
+            if filled == "/healthz" {
+                continue;
+            }
+            let rule = allowed.iter().position(|(allowed, url)| {
+                *allowed == verb
+                    && match url.strip_suffix('*') {
+                        Some(start) => path.starts_with(start),
+                        None => path == url,
+                    }
+            });
+            used.insert(rule.unwrap_or_else(|| panic!("no role allows to {verb} {path}")));
+        }
+    }
+    assert_eq!(used.len(), allowed.len(), "a role allows what is never asked for");
+}

@@ -1,0 +1,171 @@
+//! The site over a Unix socket, for tests, with an actor that answers from a script.
+
+use std::{sync::Arc, time::Duration};
+
+use affinode_proto::api::control::{ActionResponse, Announcement, Container, ListResponse};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::UnixStream,
+    sync::mpsc,
+};
+
+use super::{Guard, Listener, Site, Sources, serve};
+use crate::{
+    calls::{CallHub, Scout},
+    config::{HttpSection, Listen, ReportSection},
+    daemon::{Call, Door, EventLog},
+    metrics::Metrics,
+    observe::{Hub, Observer},
+};
+
+/// The key of its one container.
+pub const KEY: &str = "0123456789abcdef0123456789abcdef";
+
+/// The site while it runs.
+pub struct Running {
+    folder: tempfile::TempDir,
+    pub events: Arc<EventLog>,
+    pub metrics: Arc<Metrics>,
+    pub calls: Arc<CallHub>,
+    pub site: Arc<Site>,
+}
+
+/// A site whose node has one container; it offloads, and does not restore.
+pub fn run(may_act: bool, token: Option<&str>) -> Running {
+    let folder = tempfile::tempdir().unwrap();
+    let token_file = folder.path().join("token");
+    if let Some(token) = token {
+        std::fs::write(&token_file, token).unwrap();
+    }
+    let file = token.map(|_| token_file.to_str().unwrap()).unwrap_or_default();
+    run_behind(folder, may_act, &HttpSection { token_file: file.into(), ..HttpSection::default() })
+}
+
+/// The same, behind the guard of a configuration.
+pub fn run_behind(folder: tempfile::TempDir, may_act: bool, http: &HttpSection) -> Running {
+    let guard = Guard::new(http).unwrap();
+    let (calls, mut asked) = mpsc::channel(64);
+    tokio::spawn(async move {
+        while let Some(call) = asked.recv().await {
+            match call {
+                Call::List(answer) => drop(answer.send(list())),
+                Call::Sights(_, answer) => drop(answer.send(Vec::new())),
+                Call::Act(_, request, answer) => {
+                    let done = request == crate::core::Request::Offload;
+                    drop(answer.send(ActionResponse {
+                        done,
+                        bytes: 7,
+                        ..ActionResponse::default()
+                    }));
+                }
+                Call::Pin(_, pinned, who, answer) => {
+                    let state = format!("{pinned} {}", !who.is_empty());
+                    let done = true;
+                    drop(answer.send(ActionResponse { done, state, ..ActionResponse::default() }));
+                }
+                Call::AutoOffload(on, _, answer) => drop(answer.send(Ok(on))),
+                _ => {}
+            }
+        }
+    });
+    let events = Arc::new(EventLog::default());
+    let door = Door::new(calls, Arc::clone(&events));
+    let (hub, metrics) = (Arc::new(Hub::default()), Arc::new(Metrics::new(1)));
+    let observer = Observer::new(door.clone(), Arc::clone(&hub), Arc::clone(&metrics), None);
+    tokio::spawn(observer.run());
+    let prices = ReportSection::default();
+    let calls = Arc::new(CallHub::default());
+    tokio::spawn(Scout::new(door.clone(), Arc::clone(&calls)).run());
+    let sources =
+        Sources { hub, calls: Arc::clone(&calls), metrics: Arc::clone(&metrics), history: None };
+    let site = Arc::new(Site::new(door, sources, guard, prices, may_act));
+    let (bound, _) = Listener::bind(&Listen::Unix(folder.path().join("s"))).unwrap().unwrap();
+    tokio::spawn(serve(Listener::new(bound, None).unwrap(), Arc::clone(&site)));
+    Running { folder, events, metrics, calls, site }
+}
+
+fn list() -> ListResponse {
+    let announcement = Announcement {
+        key: KEY.into(),
+        namespace: "ml".into(),
+        id: "one".into(),
+        ..Announcement::default()
+    };
+    ListResponse {
+        node: "n".into(),
+        started_unix_ms: 77,
+        containers: vec![Container {
+            announcement: Some(announcement).into(),
+            state: "Idle".into(),
+            ..Container::default()
+        }],
+        ..ListResponse::default()
+    }
+}
+
+impl Running {
+    pub fn socket(&self) -> std::path::PathBuf {
+        self.folder.path().join("s")
+    }
+
+    /// Sends a request as it stands and reads the answer to its end.
+    pub async fn raw(&self, request: &str) -> String {
+        let mut stream = UnixStream::connect(self.socket()).await.unwrap();
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer).await;
+        String::from_utf8_lossy(&answer).into_owned()
+    }
+
+    pub async fn ask(&self, method: &str, path: &str, headers: &str) -> (u16, String) {
+        let request = format!(
+            "{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{headers}\r\n"
+        );
+        let answer = self.raw(&request).await;
+        let status = answer.split(' ').nth(1).and_then(|word| word.parse().ok()).unwrap_or(0);
+        (status, answer)
+    }
+
+    /// What is counted.
+    pub fn metrics_text(&self) -> String {
+        self.metrics.text(&crate::schema::Node::default(), &Hub::default(), 0).unwrap()
+    }
+
+    /// Opens a stream.
+    pub async fn open(&self, path: &str, headers: &str) -> Stream {
+        let mut stream = UnixStream::connect(self.socket()).await.unwrap();
+        let request =
+            format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{headers}\r\n");
+        stream.write_all(request.as_bytes()).await.unwrap();
+        Stream { stream, seen: String::new() }
+    }
+}
+
+/// A stream, and what came of it.
+pub struct Stream {
+    pub stream: UnixStream,
+    pub seen: String,
+}
+
+impl Stream {
+    /// Reads until the text is there; false when the stream ended before.
+    pub async fn until(&mut self, wanted: &str) -> bool {
+        let reading = async {
+            while !self.seen.contains(wanted) {
+                let mut bytes = [0; 4096];
+                let count = self.stream.read(&mut bytes).await.unwrap_or(0);
+                if count == 0 {
+                    return false;
+                }
+                self.seen.push_str(&String::from_utf8_lossy(&bytes[..count]));
+            }
+            true
+        };
+        tokio::time::timeout(Duration::from_secs(20), reading).await.expect(wanted)
+    }
+
+    /// Whether it begins.
+    pub async fn begins(&mut self) -> bool {
+        self.until("\r\n\r\n").await && self.seen.starts_with("HTTP/1.1 200")
+    }
+}

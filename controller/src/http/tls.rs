@@ -1,0 +1,158 @@
+//! HTTPS, where the configuration names a certificate. The files are read at each connection,
+//! because others renew them.
+
+use std::{io, path::PathBuf, sync::Arc};
+
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio_rustls::{
+    TlsAcceptor,
+    rustls::{
+        self, ServerConfig, crypto,
+        pki_types::{CertificateDer, PrivateKeyDer, pem, pem::PemObject},
+    },
+    server::TlsStream,
+};
+
+/// Why there is no HTTPS.
+#[derive(Debug, thiserror::Error)]
+pub enum TlsError {
+    /// A file cannot be read, or is something else.
+    #[error("cannot read {path}, which http.{key} names")]
+    File {
+        /// The key of the configuration.
+        key: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: pem::Error,
+    },
+    /// They do not belong together.
+    #[error("the certificate of http.tls_cert_file and the key of http.tls_key_file are of no use")]
+    Pair(#[from] rustls::Error),
+    /// A client that speaks something else.
+    #[error("the client does not speak TLS as it should")]
+    Handshake(#[source] io::Error),
+}
+
+/// A certificate and its key, in files.
+#[derive(Clone, Debug)]
+pub struct Papers {
+    cert_file: PathBuf,
+    key_file: PathBuf,
+}
+
+impl Papers {
+    /// Papers that can be used now.
+    ///
+    /// # Errors
+    /// [`TlsError`].
+    pub fn new(cert_file: &str, key_file: &str) -> Result<Papers, TlsError> {
+        let papers = Papers { cert_file: cert_file.into(), key_file: key_file.into() };
+        papers.read()?;
+        Ok(papers)
+    }
+
+    /// A connection, encrypted.
+    ///
+    /// # Errors
+    /// [`TlsError`].
+    pub async fn accept<S>(&self, stream: S) -> Result<TlsStream<S>, TlsError>
+    where
+        S: AsyncRead + AsyncWrite + Unpin,
+    {
+        let acceptor = TlsAcceptor::from(Arc::new(self.read()?));
+        acceptor.accept(stream).await.map_err(TlsError::Handshake)
+    }
+
+    fn read(&self) -> Result<ServerConfig, TlsError> {
+        let fail = |key, path: &PathBuf| {
+            let path = path.clone();
+            move |source| TlsError::File { key, path, source }
+        };
+        let certificates = CertificateDer::pem_file_iter(&self.cert_file)
+            .and_then(Iterator::collect::<Result<Vec<_>, _>>)
+            .map_err(fail("tls_cert_file", &self.cert_file))?;
+        let key = PrivateKeyDer::from_pem_file(&self.key_file)
+            .map_err(fail("tls_key_file", &self.key_file))?;
+        Ok(ServerConfig::builder_with_provider(Arc::new(crypto::ring::default_provider()))
+            .with_safe_default_protocol_versions()?
+            .with_no_client_auth()
+            .with_single_cert(certificates, key)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt},
+        net::TcpStream,
+    };
+    use tokio_rustls::{
+        TlsConnector,
+        rustls::{ClientConfig, RootCertStore},
+    };
+
+    use super::*;
+    use crate::{
+        config::{HttpSection, Listen},
+        http::{Listener, review::fake, serve, stage::run_behind},
+    };
+
+    async fn ask(address: &str, ca: &std::path::Path) -> io::Result<String> {
+        let mut roots = RootCertStore::empty();
+        roots.add(CertificateDer::from_pem_file(ca).unwrap()).unwrap();
+        let provider = Arc::new(crypto::ring::default_provider());
+        let config = ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        let stream = TcpStream::connect(address).await?;
+        let name = "127.0.0.1".try_into().unwrap();
+        let mut stream = TlsConnector::from(Arc::new(config)).connect(name, stream).await?;
+        let request =
+            format!("GET /healthz HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n");
+        stream.write_all(request.as_bytes()).await?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await?;
+        Ok(answer)
+    }
+
+    #[tokio::test]
+    async fn the_site_speaks_tls_with_papers_as_they_are_now_and_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let papers = fake::papers(folder.path());
+        let site = run_behind(tempfile::tempdir().unwrap(), true, &HttpSection::default()).site;
+        let listen = Listen::Tcp("127.0.0.1:0".parse().unwrap());
+        let (bound, place) = Listener::bind(&listen).unwrap().unwrap();
+        tokio::spawn(serve(Listener::new(bound, Some(papers)).unwrap(), site));
+        let address = place.trim_start_matches("http://");
+        let ca = folder.path().join("ca.crt");
+        let old = std::fs::read(&ca).unwrap();
+        assert!(ask(address, &ca).await.unwrap().starts_with("HTTP/1.1 200"));
+        // Renewed: whoever trusts the new authority alone is served.
+        fake::papers(folder.path());
+        assert!(ask(address, &ca).await.unwrap().starts_with("HTTP/1.1 200"));
+        std::fs::write(&ca, old).unwrap();
+        assert!(ask(address, &ca).await.is_err(), "the old ones are not shown any more");
+        let mut plain = TcpStream::connect(address).await.unwrap();
+        plain.write_all(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n").await.unwrap();
+        let mut answer = Vec::new();
+        let _ = plain.read_to_end(&mut answer).await;
+        assert!(!answer.starts_with(b"HTTP"), "in clear");
+    }
+
+    #[test]
+    fn papers_that_are_none_are_named() {
+        let folder = tempfile::tempdir().unwrap();
+        fake::papers(folder.path());
+        let file = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+        let fail = |cert: &str, key: &str| {
+            crate::report::chain(&Papers::new(&file(cert), &file(key)).unwrap_err())
+        };
+        assert!(fail("missing", "server.key").contains("http.tls_cert_file"));
+        assert!(fail("server.crt", "ca.crt").contains("http.tls_key_file"));
+        assert!(fail("ca.crt", "server.key").contains("of no use"));
+    }
+}
