@@ -2,6 +2,8 @@
 
 use std::io::Write;
 
+use affinode_proto::api::control::Event;
+
 use super::{CliError, Output, client::Client, format};
 use crate::schema;
 
@@ -25,15 +27,42 @@ pub async fn run(
             } else if output == Output::Yaml {
                 write!(out, "---\n{}", serde_yaml_ng::to_string(&event)?)?;
             } else {
-                writeln!(out, "{}", line(&event))?;
+                writeln!(out, "{}", line(&event, output == Output::Wide))?;
             }
         }
     }
 }
 
-fn line(event: &schema::Event) -> String {
-    let mut text =
-        format!("{}  {}  ", format::clock(event.unix_ms), format::safe(&event.container));
+/// Waits for the next event after one; its number. After none: after those that are known.
+pub async fn next(client: &Client, after: Option<u64>) -> Result<u64, CliError> {
+    let number = |events: &[Event]| events.last().map(|event| event.sequence);
+    let mut last = match after {
+        Some(after) => after,
+        None => number(&client.events(0, 0).await?).unwrap_or(0),
+    };
+    loop {
+        // As many as there are are one answer.
+        last = match number(&client.events(last, 30_000).await?) {
+            Some(news) => return Ok(news),
+            None => last,
+        };
+    }
+}
+
+/// One event. Wide: with its date, number, key and the word of its reason.
+fn line(event: &schema::Event, wide: bool) -> String {
+    let container = format::safe(&event.container);
+    let mut text = format!("{}  {container}  ", format::clock(event.unix_ms));
+    if wide {
+        let or_none = |text: &str| if text.is_empty() { "-".into() } else { format::safe(text) };
+        text = format!(
+            "{} {text}{}  {}  {}  ",
+            format::date(event.unix_ms),
+            event.sequence,
+            or_none(&event.key),
+            or_none(&event.reason),
+        );
+    }
     if event.kind == "state" {
         text.push_str(&format!("{} -> {}", event.from, event.to));
         if event.bytes > 0 {
@@ -50,4 +79,27 @@ fn line(event: &schema::Event) -> String {
         text.push_str(&format!("  ({})", format::safe(&event.text)));
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wide_says_more_of_the_same() {
+        let event = schema::Event {
+            sequence: 7,
+            unix_ms: 86_400_000 * 365,
+            kind: "state".into(),
+            key: "ab".into(),
+            container: "ml/a\u{1b}".into(),
+            from: "Idle".into(),
+            to: "Closing".into(),
+            reason: "idle-timeout".into(),
+            ..schema::Event::default()
+        };
+        assert_eq!(line(&event, false), "00:00:00.000  ml/a?  Idle -> Closing");
+        let wide = "1971-01-01 00:00:00.000  ml/a?  7  ab  idle-timeout  Idle -> Closing";
+        assert_eq!(line(&event, true), wide);
+    }
 }

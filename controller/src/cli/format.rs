@@ -63,6 +63,14 @@ pub fn clock(unix_ms: i64) -> String {
     format!("{:02}:{:02}:{:02}.{:03}", ms / 3_600_000, ms / 60_000 % 60, ms / 1000 % 60, ms % 1000)
 }
 
+/// Day of an event, UTC, `YYYY-MM-DD`.
+#[must_use]
+pub fn date(unix_ms: i64) -> String {
+    let since = std::time::Duration::from_millis(unix_ms.max(0).cast_unsigned());
+    let text = humantime::format_rfc3339_seconds(std::time::UNIX_EPOCH + since).to_string();
+    text.chars().take(10).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -75,6 +83,7 @@ mod tests {
         assert_eq!([12, 4096, 3 << 29].map(amount), ["12 B", "4.0 KiB", "1.5 GiB"]);
         assert_eq!([0.0, 0.5, 340.2].map(rate), ["0", "0.5", "340"]);
         assert_eq!(clock(1_000 * 3_661 + 7), "01:01:01.007");
+        assert_eq!(date(1_700_000_000_000), "2023-11-14");
         assert_eq!(safe("a\x1b[2Jb"), "a?[2Jb");
     }
 }

@@ -2,7 +2,9 @@
 
 use std::io::Write;
 
-use super::{CliError, client::Client};
+use serde_json::json;
+
+use super::{CliError, Output, client::Client, say};
 
 /// Say that a container is idle now, so that it need not be waited for, or busy, though it
 /// calls nothing. Its own programs write the same words into /.affinode/run/hint.
@@ -12,6 +14,9 @@ pub struct Hint {
     container: String,
     /// What it is. idle holds until its next CUDA call, busy for an hour.
     is: Is,
+    /// How to print.
+    #[arg(short, long, default_value = "table")]
+    output: Output,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -25,5 +30,6 @@ enum Is {
 /// Tells the controller, and prints where the container stands then.
 pub async fn run(client: &Client, out: &mut dyn Write, asked: Hint) -> Result<(), CliError> {
     let said = client.hint(asked.container, asked.is == Is::Busy).await?;
-    Ok(writeln!(out, "{}: {}", said.state, said.reason_text)?)
+    let words = format!("{}: {}", said.state, said.reason_text);
+    say(out, asked.output, &words, &json!({ "state": said.state, "reason_text": said.reason_text }))
 }

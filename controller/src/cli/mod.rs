@@ -67,7 +67,7 @@ enum Command {
         /// Wait for more.
         #[arg(short, long, short_alias = 'w', alias = "watch")]
         follow: bool,
-        /// How to print; json is one object a line.
+        /// How to print; wide adds date, number, key and reason, json is one object a line.
         #[arg(short, long, default_value = "table")]
         output: Output,
     },
@@ -86,14 +86,17 @@ enum Command {
         /// Which one.
         shell: completion::For,
     },
-    /// Write the manual pages into a folder.
-    #[command(hide = true)]
+    /// Write the manual pages into a folder, such as /usr/local/share/man/man1.
     Man {
-        /// The folder.
+        /// The folder; it is made where it is missing.
         folder: std::path::PathBuf,
     },
     /// Make the controller read its configuration again.
-    Reload,
+    Reload {
+        /// How to print.
+        #[arg(short, long, default_value = "table")]
+        output: Output,
+    },
 }
 
 /// A container, by name, id or a prefix that only one has.
@@ -173,6 +176,20 @@ fn fail(error: &dyn std::error::Error) -> ExitCode {
     ExitCode::from(1)
 }
 
+/// Prints an answer: words for people, or an object for programs.
+fn say(
+    out: &mut dyn Write,
+    output: Output,
+    words: &str,
+    object: &impl serde::Serialize,
+) -> Result<(), CliError> {
+    match output {
+        Output::Table | Output::Wide => Ok(writeln!(out, "{words}")?),
+        Output::Json => Ok(writeln!(out, "{}", serde_json::to_string(object)?)?),
+        Output::Yaml => Ok(write!(out, "{}", serde_yaml_ng::to_string(object)?)?),
+    }
+}
+
 async fn run(args: Args) -> Result<(), CliError> {
     let mut out = std::io::stdout();
     // What needs no controller.
@@ -218,13 +235,72 @@ async fn run(args: Args) -> Result<(), CliError> {
         Command::Policy(asked) => policy::run(&client, &mut out, asked).await,
         Command::Top => top::run(client).await,
         Command::Calls(asked) => calls::run(&client, &mut out, asked).await,
-        Command::Reload => {
+        Command::Reload { output } => {
             let changed = client.reload().await?;
-            Ok(writeln!(
-                out,
-                "{}",
-                if changed { "configuration changed" } else { "nothing changed" }
-            )?)
+            let words = if changed { "configuration changed" } else { "nothing changed" };
+            say(&mut out, output, words, &serde_json::json!({ "changed": changed }))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn status(line: &str) -> Result<(), i32> {
+        let words = std::iter::once("affinode").chain(line.split_whitespace());
+        Args::try_parse_from(words).map(drop).map_err(|error| error.exit_code())
+    }
+
+    #[test]
+    fn the_command_line_holds_together() {
+        <Args as clap::CommandFactory>::command().debug_assert();
+    }
+
+    /// Whoever has learned the formats of one command knows those of all.
+    #[test]
+    fn every_command_that_prints_takes_every_format() {
+        for command in [
+            "ps",
+            "events",
+            "calls",
+            "report",
+            "doctor",
+            "simulate",
+            "policy",
+            "policy show",
+            "policy set a=1",
+            "policy unset a",
+            "policy validate f",
+            "offload x",
+            "restore x",
+            "pin x",
+            "unpin x",
+            "hint x idle",
+            "auto-offload",
+            "reload",
+        ] {
+            for format in ["table", "wide", "json", "yaml"] {
+                assert_eq!(status(&format!("{command} -o {format}")), Ok(()), "{command}");
+            }
+            assert_eq!(status(&format!("{command} -o colourful")), Err(2), "{command}");
+        }
+        for command in
+            ["ps", "calls", "report", "policy", "policy show", "policy set a=1", "simulate"]
+        {
+            assert_eq!(status(&format!("{command} --no-headers")), Ok(()), "{command}");
+        }
+        for command in ["ps", "events", "report", "policy", "policy show"] {
+            assert_eq!(status(&format!("{command} -w")), Ok(()), "{command}");
+        }
+    }
+
+    #[test]
+    fn wrong_usage_is_2_and_help_is_none() {
+        for line in ["", "fly", "offload", "hint x asleep", "report --since soon", "policy set a"] {
+            assert_eq!(status(line), Err(2), "{line:?}");
+        }
+        assert_eq!(status("--help"), Err(0));
+        assert_eq!(status("--version"), Err(0));
     }
 }

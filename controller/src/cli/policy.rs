@@ -1,18 +1,26 @@
 //! `affinode policy`: what holds for each container and why; values of the node; whether a
 //! configuration would be taken.
 
-use std::{io::Write, path::PathBuf};
+use std::{
+    io::Write,
+    path::{Path, PathBuf},
+};
 
 use affinode_proto::api::control::{PolicyChange, PolicyResponse, PolicyValue};
 
-use super::{CliError, Output, client::Client, format, table};
+use serde_json::json;
+
+use super::{CliError, Output, client::Client, events, format, say, table};
 use crate::{config::Config, core::explain::Value, report, schema};
 
 /// Show policies and where each value comes from; set the node's; validate a file.
 #[derive(Debug, clap::Args)]
+#[command(args_conflicts_with_subcommands = true)]
 pub struct Policy {
     #[command(subcommand)]
     command: Option<Command>,
+    #[command(flatten)]
+    all: Printed,
 }
 
 #[derive(Debug, clap::Subcommand)]
@@ -26,12 +34,16 @@ enum Command {
         /// As in the configuration: idle_timeout=90s mode=pressure.
         #[arg(required = true, value_name = "NAME=VALUE", value_parser = pair)]
         values: Vec<(String, String)>,
+        #[command(flatten)]
+        shape: Shape,
     },
     /// Take back values that were set.
     Unset {
         /// As in the configuration.
         #[arg(required = true, value_name = "NAME")]
         names: Vec<String>,
+        #[command(flatten)]
+        shape: Shape,
     },
     /// Say whether a configuration file is valid, and the policies that it makes. Needs no
     /// controller; drop-ins beside the file and the environment count as they do for it.
@@ -39,19 +51,36 @@ enum Command {
     Validate {
         /// The file.
         file: PathBuf,
+        #[command(flatten)]
+        shape: Shape,
     },
 }
 
-#[derive(Debug, Default, clap::Args)]
+#[derive(Debug, clap::Args)]
 struct Show {
     /// Only this one: name, id or a prefix that only one has.
     container: Option<String>,
+    #[command(flatten)]
+    printed: Printed,
+}
+
+#[derive(Clone, Copy, Debug, clap::Args)]
+struct Shape {
     /// How to print; wide names file, rule, annotation or command.
     #[arg(short, long, default_value = "table")]
-    output: Option<Output>,
+    output: Output,
     /// Leave the header line out.
     #[arg(long)]
     no_headers: bool,
+}
+
+#[derive(Clone, Copy, Debug, clap::Args)]
+struct Printed {
+    #[command(flatten)]
+    shape: Shape,
+    /// Print again whenever something happens.
+    #[arg(short, long)]
+    watch: bool,
 }
 
 fn pair(text: &str) -> Result<(String, String), String> {
@@ -66,31 +95,50 @@ fn pair(text: &str) -> Result<(String, String), String> {
 /// Runs what needs no controller; gives back what does.
 pub fn alone(asked: Policy, out: &mut dyn Write) -> Result<Option<Policy>, CliError> {
     match asked.command {
-        Some(Command::Validate { file }) => validate(&file, out).map(|()| None),
-        command => Ok(Some(Policy { command })),
+        Some(Command::Validate { file, shape }) => validate(&file, out, shape).map(|()| None),
+        command => Ok(Some(Policy { command, ..asked })),
     }
 }
 
 /// Runs what needs the controller.
 pub async fn run(client: &Client, out: &mut dyn Write, asked: Policy) -> Result<(), CliError> {
-    let changes = match asked.command.unwrap_or_else(|| Command::Show(Show::default())) {
+    let all = Command::Show(Show { container: None, printed: asked.all });
+    let (changes, shape) = match asked.command.unwrap_or(all) {
         Command::Show(asked) => return show(client, out, asked).await,
-        Command::Validate { file } => return validate(&file, out),
-        Command::Set { values } => values,
-        Command::Unset { names } => names.into_iter().map(|n| (n, String::new())).collect(),
+        Command::Validate { file, shape } => return validate(&file, out, shape),
+        Command::Set { values, shape } => (values, shape),
+        Command::Unset { names, shape } => {
+            (names.into_iter().map(|name| (name, String::new())).collect(), shape)
+        }
     };
     let change = |(name, value)| PolicyChange { name, value, ..PolicyChange::default() };
-    let values = client.set_policy(changes.into_iter().map(change).collect()).await?;
-    let rows: Vec<Vec<String>> = values.iter().map(|value| row("node", value, true)).collect();
-    Ok(table::print(out, Some(&TITLES), &rows)?)
+    let node = client.set_policy(changes.into_iter().map(change).collect()).await?;
+    print(out, PolicyResponse { node, ..PolicyResponse::default() }, shape, false)
 }
 
 const TITLES: [&str; 5] = ["CONTAINER", "VALUE OF", "IS", "FROM", "NAMELY"];
 
 async fn show(client: &Client, out: &mut dyn Write, asked: Show) -> Result<(), CliError> {
     let named = asked.container.is_some();
-    let response = client.policy(asked.container.unwrap_or_default()).await?;
-    let wide = match asked.output.unwrap_or(Output::Table) {
+    let mut last = None;
+    loop {
+        let response = client.policy(asked.container.clone().unwrap_or_default()).await?;
+        print(out, response, asked.printed.shape, named)?;
+        if !asked.printed.watch {
+            return Ok(());
+        }
+        writeln!(out)?;
+        last = Some(events::next(client, last).await?);
+    }
+}
+
+fn print(
+    out: &mut dyn Write,
+    response: PolicyResponse,
+    shape: Shape,
+    named: bool,
+) -> Result<(), CliError> {
+    let wide = match shape.output {
         Output::Json => {
             serde_json::to_writer_pretty(&mut *out, &schema::Policies::from(response))?;
             return Ok(writeln!(out)?);
@@ -101,7 +149,7 @@ async fn show(client: &Client, out: &mut dyn Write, asked: Show) -> Result<(), C
         output => output == Output::Wide,
     };
     let titles = if wide { &TITLES[..] } else { &TITLES[..4] };
-    table::print(out, (!asked.no_headers).then_some(titles), &rows(&response, named, wide))?;
+    table::print(out, (!shape.no_headers).then_some(titles), &rows(&response, named, wide))?;
     for container in &response.containers {
         for warning in &container.warnings {
             let name = format::safe(&container.container);
@@ -133,23 +181,45 @@ fn row(whose: &str, value: &PolicyValue, wide: bool) -> Vec<String> {
     cells
 }
 
-fn validate(file: &std::path::Path, out: &mut dyn Write) -> Result<(), CliError> {
+fn validate(file: &Path, out: &mut dyn Write, shape: Shape) -> Result<(), CliError> {
     if !file.exists() {
         return Err(CliError::NotDone(format!("no such file: {}", file.display())));
     }
     let config = Config::load(file).map_err(|e| CliError::NotDone(report::chain(&e)))?;
     let policies = config.settings().policies;
-    writeln!(out, "{}: valid\n", file.display())?;
-    let cells = |whose: &str, value: &Value| {
-        let (origin, detail) = value.origin.words();
-        [whose, value.name, &value.value, origin, detail].map(format::safe).to_vec()
+    let values = |values: &[Value]| -> Vec<schema::PolicyValue> {
+        let value = |value: &Value| {
+            let (origin, detail) = value.origin.words();
+            let (name, is) = (value.name.into(), value.value.clone());
+            schema::PolicyValue { name, value: is, origin: origin.into(), detail: detail.into() }
+        };
+        values.iter().map(value).collect()
     };
-    let mut rows: Vec<Vec<String>> =
-        policies.explain_node().iter().map(|value| cells("node", value)).collect();
-    for rule in &policies.rules {
-        let values = policies.explain(&rule.namespace, &Default::default());
-        let own = values.iter().filter(|v| v.origin.words().0 == "namespace");
-        rows.extend(own.map(|value| cells(&format!("namespace {}", rule.namespace), value)));
+    let node = values(&policies.explain_node());
+    let namespaces: Vec<_> = policies
+        .rules
+        .iter()
+        .map(|rule| {
+            let all = values(&policies.explain(&rule.namespace, &Default::default()));
+            let own = all.into_iter().filter(|value| value.origin == "namespace");
+            (rule.namespace.clone(), own.collect::<Vec<_>>())
+        })
+        .collect();
+    if matches!(shape.output, Output::Json | Output::Yaml) {
+        let namespaces: std::collections::BTreeMap<_, _> = namespaces.into_iter().collect();
+        let all = json!({ "valid": true, "node": node, "namespaces": namespaces });
+        return say(out, shape.output, "", &all);
     }
-    Ok(table::print(out, Some(&["POLICY OF", "VALUE OF", "IS", "FROM", "NAMELY"]), &rows)?)
+    if !shape.no_headers {
+        writeln!(out, "{}: valid\n", file.display())?;
+    }
+    let row = |whose: &str, value: &schema::PolicyValue| {
+        [whose, &value.name, &value.value, &value.origin, &value.detail].map(format::safe).to_vec()
+    };
+    let mut rows: Vec<Vec<String>> = node.iter().map(|value| row("node", value)).collect();
+    for (namespace, values) in &namespaces {
+        rows.extend(values.iter().map(|value| row(&format!("namespace {namespace}"), value)));
+    }
+    let titles = ["POLICY OF", "VALUE OF", "IS", "FROM", "NAMELY"];
+    Ok(table::print(out, (!shape.no_headers).then_some(&titles[..]), &rows)?)
 }

@@ -2,11 +2,11 @@
 
 use std::io::Write;
 
-use super::{CliError, Output, client::Client, format, table};
+use super::{CliError, Output, client::Client, events, format, table};
 use crate::schema;
 
 const TABLE: [&str; 7] = ["CONTAINER", "STATE", "FOR", "VRAM", "IN HOST RAM", "MODE", "REASON"];
-const WIDE: [&str; 16] = [
+const WIDE: [&str; 17] = [
     "CONTAINER",
     "ID",
     "STATE",
@@ -17,6 +17,7 @@ const WIDE: [&str; 16] = [
     "OFFLOADS",
     "LAST OFFLOAD",
     "LAST WAKE",
+    "P99 WAKE",
     "MODE",
     "TIMEOUT",
     "ENGINE",
@@ -32,22 +33,15 @@ pub async fn run(
     headers: bool,
     watch: bool,
 ) -> Result<(), CliError> {
-    let mut last = 0;
+    let mut last = None;
     loop {
         let node = schema::Node::from(client.list().await?);
         show(out, &node, output, headers)?;
         if !watch {
             return Ok(());
         }
-        // Events that are there already were part of the list.
-        let known = client.events(last, 0).await?;
-        last = known.last().map_or(last, |event| event.sequence);
-        let mut news = Vec::new();
-        while news.is_empty() {
-            news = client.events(last, 30_000).await?;
-        }
-        last = news.last().map_or(last, |event| event.sequence);
         writeln!(out)?;
+        last = Some(events::next(client, last).await?);
     }
 }
 
@@ -67,6 +61,11 @@ fn show(
     if headers {
         for gpu in &node.gpus {
             writeln!(out, "{}", gpu_line(gpu))?;
+        }
+        if node.host_used_bytes > 0 {
+            let all = node.host_used_bytes.saturating_add(node.host_free_bytes);
+            let (used, all) = (format::bytes(node.host_used_bytes), format::bytes(all));
+            writeln!(out, "host RAM: {used} of {all} hold what was given back")?;
         }
         if let Some(error) = &node.gpu_error {
             writeln!(out, "GPUs cannot be seen: {error}")?;
@@ -141,6 +140,7 @@ fn row(c: &schema::Container, now_ms: i64, wide: bool) -> Vec<String> {
         c.offloads.to_string(),
         moved(c.last_offload_ms, c.offloads),
         moved(c.last_wake_ms, c.restores),
+        moved(c.wake_p99_ms, c.restores),
         mode(c),
         format::duration(c.idle_timeout_ms),
         c.engine.clone(),

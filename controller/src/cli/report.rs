@@ -26,7 +26,13 @@ pub struct Report {
     /// Leave the header line out.
     #[arg(long)]
     no_headers: bool,
+    /// Print again once a minute, until interrupted.
+    #[arg(short, long)]
+    watch: bool,
 }
+
+/// Between two prints.
+const AGAIN: Duration = Duration::from_secs(60);
 
 /// What lines are summed by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -44,6 +50,8 @@ enum By {
 enum Format {
     /// Columns.
     Table,
+    /// More columns: CUDA calls, the share of its time that each held idle, prices of all.
+    Wide,
     /// Comma-separated, GPU seconds.
     Csv,
     /// JSON, as /api/v1/report.
@@ -52,8 +60,21 @@ enum Format {
     Yaml,
 }
 
-/// Asks the controller; where none runs, reads what the last one left.
+/// Prints it once, or again and again.
 pub async fn run(run_dir: &Path, out: &mut dyn Write, asked: Report) -> Result<(), CliError> {
+    loop {
+        print(run_dir, out, &asked).await?;
+        if !asked.watch {
+            return Ok(());
+        }
+        writeln!(out)?;
+        out.flush()?;
+        tokio::time::sleep(AGAIN).await;
+    }
+}
+
+/// Asks the controller; where none runs, reads what the last one left.
+async fn print(run_dir: &Path, out: &mut dyn Write, asked: &Report) -> Result<(), CliError> {
     let until_ms = clock::unix_ms();
     let back = i64::try_from(asked.since.as_millis()).unwrap_or(i64::MAX);
     let since_ms = until_ms.saturating_sub(back).max(0);
@@ -70,7 +91,8 @@ pub async fn run(run_dir: &Path, out: &mut dyn Write, asked: Report) -> Result<(
         }
         Format::Yaml => Ok(serde_yaml_ng::to_writer(out, &report)?),
         Format::Csv => csv(out, &report, !asked.no_headers),
-        Format::Table => show(out, &report, !asked.no_headers),
+        Format::Table => show(out, &report, !asked.no_headers, false),
+        Format::Wide => show(out, &report, !asked.no_headers, true),
     }
 }
 
@@ -128,7 +150,12 @@ fn name(row: &ReportRow) -> String {
     super::format::safe(&parts.join("/"))
 }
 
-fn show(out: &mut dyn Write, report: &schema::Report, headers: bool) -> Result<(), CliError> {
+fn show(
+    out: &mut dyn Write,
+    report: &schema::Report,
+    headers: bool,
+    wide: bool,
+) -> Result<(), CliError> {
     if report.rows.is_empty() {
         return Ok(writeln!(out, "no container held or gave back VRAM in this time")?);
     }
@@ -147,6 +174,14 @@ fn show(out: &mut dyn Write, report: &schema::Report, headers: bool) -> Result<(
             hours(row.returned_gpu_seconds),
             row.offloads.to_string(),
         ];
+        if wide {
+            let held = row.used_gpu_seconds + row.idle_gpu_seconds;
+            let idle = if held > 0.0 { 100.0 * row.idle_gpu_seconds / held } else { 0.0 };
+            cells.extend([format!("{idle:.0}%"), row.calls.to_string()]);
+        }
+        if priced && wide {
+            cells.extend([price(row.used_gpu_seconds), price(row.idle_gpu_seconds)]);
+        }
         if priced {
             cells.push(price(row.returned_gpu_seconds));
         }
@@ -158,13 +193,18 @@ fn show(out: &mut dyn Write, report: &schema::Report, headers: bool) -> Result<(
         idle_gpu_seconds: report.rows.iter().map(|row| row.idle_gpu_seconds).sum(),
         returned_gpu_seconds: report.rows.iter().map(|row| row.returned_gpu_seconds).sum(),
         offloads: report.rows.iter().map(|row| row.offloads).sum(),
+        calls: report.rows.iter().map(|row| row.calls).fold(0, u64::saturating_add),
         ..ReportRow::default()
     };
     rows.push(line("all".into(), &all));
-    let worth = format!("GIVEN BACK, {}", report.currency);
+    let worth = ["IN USE", "HELD IDLE", "GIVEN BACK"]
+        .map(|what| format!("{what}, {}", super::format::safe(&report.currency)));
     let mut titles = vec!["", "GPU HOURS IN USE", "HELD IDLE", "GIVEN BACK", "OFFLOADS"];
+    if wide {
+        titles.extend(["IDLE OF HELD", "CUDA CALLS"]);
+    }
     if priced {
-        titles.push(&worth);
+        titles.extend(worth.iter().skip(if wide { 0 } else { 2 }).map(String::as_str));
     }
     Ok(table::print(out, headers.then_some(&titles), &rows)?)
 }
@@ -217,6 +257,7 @@ mod tests {
             container: container.into(),
             used_gpu_seconds: 3600.0,
             returned_gpu_seconds: returned,
+            calls: 7,
             ..ReportRow::default()
         }
     }
@@ -233,10 +274,24 @@ mod tests {
     #[test]
     fn hours_and_prices_add_up() {
         let mut out = Vec::new();
-        show(&mut out, &report(), true).unwrap();
+        show(&mut out, &report(), true, false).unwrap();
         let text = String::from_utf8(out).unwrap();
         let last: Vec<&str> = text.lines().last().unwrap().split_whitespace().collect();
         assert_eq!(last, ["all", "2.00", "0.00", "3.00", "0", "6.00"], "{text}");
+    }
+
+    #[test]
+    fn wide_has_every_price_and_no_headers_has_no_titles() {
+        let mut out = Vec::new();
+        show(&mut out, &report(), true, true).unwrap();
+        let text = String::from_utf8(out).unwrap();
+        assert!(text.contains("CUDA CALLS") && text.contains("HELD IDLE, EUR"), "{text}");
+        let last: Vec<&str> = text.lines().last().unwrap().split_whitespace().collect();
+        let expected = ["all", "2.00", "0.00", "3.00", "0", "0%", "14", "4.00", "0.00", "6.00"];
+        assert_eq!(last, expected, "{text}");
+        let mut bare = Vec::new();
+        show(&mut bare, &report(), false, true).unwrap();
+        assert_eq!(String::from_utf8(bare).unwrap().lines().count(), text.lines().count() - 1);
     }
 
     #[test]

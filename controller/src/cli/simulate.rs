@@ -70,6 +70,9 @@ pub struct Simulate {
     /// How to print.
     #[arg(short, long, default_value = "table")]
     output: Print,
+    /// Leave the lines above the figures out.
+    #[arg(long)]
+    no_headers: bool,
     /// Draw resident VRAM over time into this SVG file.
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
@@ -83,6 +86,8 @@ enum Print {
     Wide,
     /// JSON.
     Json,
+    /// YAML of the same names.
+    Yaml,
 }
 
 /// Why there is no result.
@@ -109,6 +114,9 @@ pub enum SimulateError {
     /// JSON cannot be written.
     #[error("cannot write JSON")]
     Json(#[from] serde_json::Error),
+    /// YAML cannot be written.
+    #[error("cannot write YAML")]
+    Yaml(#[from] serde_yaml_ng::Error),
 }
 
 /// What a controller recorded.
@@ -241,7 +249,7 @@ fn print(
 ) -> Result<(), SimulateError> {
     let failed = |source| SimulateError::Write { path: "standard output".into(), source };
     let days = trace.end_ms() as f64 / 86_400_000.0;
-    if args.output == Print::Json {
+    if matches!(args.output, Print::Json | Print::Yaml) {
         let all = serde_json::json!({
             "processes": trace.loads.len(),
             "requests": trace.requests(),
@@ -254,8 +262,17 @@ fn print(
             "recorded": happened.map(|h| serde_json::json!({"freed": h.freed, "wakes": h.wakes})),
             "policies": figures,
         });
+        if args.output == Print::Yaml {
+            return Ok(serde_yaml_ng::to_writer(out, &all)?);
+        }
         serde_json::to_writer_pretty(&mut *out, &all)?;
         return writeln!(out).map_err(failed);
+    }
+    let wide = args.output == Print::Wide;
+    let titles: &[&str] = if wide { &WIDE } else { &TABLE };
+    let rows: Vec<Vec<String>> = figures.iter().map(|f| row(f, wide)).collect();
+    if args.no_headers {
+        return table::print(out, None, &rows).map_err(failed);
     }
     writeln!(
         out,
@@ -272,9 +289,6 @@ fn print(
         writeln!(out, "recorded: {freed:.2}% freed, {wakes} wakes; with these policies:\n")
             .map_err(failed)?;
     }
-    let wide = args.output == Print::Wide;
-    let rows: Vec<Vec<String>> = figures.iter().map(|f| row(f, wide)).collect();
-    let titles: &[&str] = if wide { &WIDE } else { &TABLE };
     table::print(out, Some(titles), &rows).map_err(failed)
 }
 

@@ -2,13 +2,18 @@
 
 use std::io::Write;
 
-use super::{CliError, Target, act, client::Client};
+use serde_json::json;
+
+use super::{CliError, Output, Target, act, client::Client, say};
 
 /// Turn offloads that nobody asks for on or off, on this node; print which it is.
 #[derive(Debug, clap::Args)]
 pub struct AutoOffload {
     /// on or off; left out: only print.
     wanted: Option<Switch>,
+    /// How to print.
+    #[arg(short, long, default_value = "table")]
+    output: Output,
 }
 
 /// Which way.
@@ -33,7 +38,8 @@ pub async fn auto_offload(
         }
         None => client.list().await?.auto_offload,
     };
-    Ok(writeln!(out, "auto-offload is {}", if on { "on" } else { "off" })?)
+    let words = format!("auto-offload is {}", if on { "on" } else { "off" });
+    say(out, asked.output, &words, &json!({ "auto_offload": on }))
 }
 
 pub async fn pin(
