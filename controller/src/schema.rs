@@ -23,6 +23,10 @@ pub struct Node {
     pub dashboard: Option<String>,
     /// Whether containers are offloaded without being asked for.
     pub auto_offload: bool,
+    /// VRAM of offloaded containers that is in host memory.
+    pub host_used_bytes: u64,
+    /// Host memory that offloads may still take, in steps of 256 MiB.
+    pub host_free_bytes: u64,
     /// Devices.
     pub gpus: Vec<Gpu>,
     /// GPU containers.
@@ -69,9 +73,11 @@ pub struct Container {
     pub restores: u64,
     pub last_offload_ms: u64,
     pub last_wake_ms: u64,
+    pub wake_p99_ms: u64,
     pub last_restore_ms: u64,
     pub mode: String,
     pub idle_timeout_ms: u64,
+    pub idle_after_ms: u64,
     pub priority: i32,
     pub pinned: bool,
     pub engine: String,
@@ -98,6 +104,9 @@ pub struct Process {
     pub last_call: String,
     pub carried_bytes: u64,
     pub parked_bytes: u64,
+    pub polls: u64,
+    pub call_cost_ps: u32,
+    pub held_us: u64,
     pub vram: Vec<DeviceBytes>,
     pub away: Vec<DeviceBytes>,
 }
@@ -166,6 +175,12 @@ impl From<control::ListResponse> for Node {
             dashboard: Some(list.dashboard).filter(|place| !place.is_empty()),
             gpu_error: Some(list.gpu_error).filter(|error| !error.is_empty()),
             auto_offload: list.auto_offload,
+            host_used_bytes: list
+                .containers
+                .iter()
+                .map(|c| c.away_bytes)
+                .fold(0, u64::saturating_add),
+            host_free_bytes: list.host_free_bytes,
             gpus: list.gpus.into_iter().map(Gpu::from).collect(),
             containers: list.containers.into_iter().map(Container::from).collect(),
         }
@@ -238,9 +253,11 @@ impl From<control::Container> for Container {
             restores: c.restores,
             last_offload_ms: c.last_offload_ms,
             last_wake_ms: c.last_wake_ms,
+            wake_p99_ms: c.wake_p99_ms,
             last_restore_ms: c.last_restore_ms,
             mode: c.mode,
             idle_timeout_ms: c.idle_timeout_ms,
+            idle_after_ms: c.idle_after_ms,
             priority: c.priority,
             pinned: c.pinned,
             parkable_share: parkable_share(&c.engine, &c.processes),
@@ -267,6 +284,9 @@ impl From<control::Process> for Process {
             last_call: p.last_call,
             carried_bytes: p.carried_bytes,
             parked_bytes: p.parked_bytes,
+            polls: p.polls,
+            call_cost_ps: p.call_cost_ps,
+            held_us: p.held_us,
             vram: p.vram.into_iter().map(DeviceBytes::from).collect(),
             away,
         }

@@ -24,6 +24,8 @@ check("the controller says the same", known.state === "Offloaded" && known.vram_
 await until("a word about it", async () => (await page.locator(".toast").count()) > 0);
 check("who asked is noted", (await page.locator(".feed li", { hasText: "request" }).count()) > 0);
 
+check("the host memory that it takes is shown with what there is", /MiB of .* [GT]iB/.test(await page.locator("#tiles").textContent()), await page.locator("#tiles div").first().textContent());
+
 // By keyboard alone.
 await page.keyboard.press("j");
 check("j goes to the first row", (await page.evaluate(() => document.activeElement.className)) === "name");
@@ -36,6 +38,8 @@ check("processes are listed", (await page.locator(".detail tbody tr").count()) =
 if (shots) await page.screenshot({ path: `${shots}/open.png` });
 await page.keyboard.press("r");
 check("r restores", Boolean(await until("first to be home", async () => ["Active", "Idle"].includes(await row("first").getAttribute("data-state")))));
+check("its row says how long the wake took, and 99 of 100", Boolean(await until("the wake", async () => /\d+ ms ?p99 \d+ ms/.test(await row("first").locator(".two").nth(1).textContent()))), await row("first").locator(".two").nth(1).textContent());
+check("and that it was offloaded once", (await row("first").locator(".two").first().textContent()).includes("1 offload"));
 await page.keyboard.press("Enter");
 check("Enter closes it", (await page.locator(".detail").count()) === 0);
 await page.keyboard.press("/");

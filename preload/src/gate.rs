@@ -214,6 +214,7 @@ fn wait(place: Place, page: &Page, entry: &Entry) {
     let class = entry.class();
     PROCESS.waiting_hook.store(entry.number(), Ordering::Relaxed);
     page.waiters.fetch_add(1, Ordering::SeqCst);
+    let began_us = sys::now_us();
     process::poke_agent();
     while holds(page, class) && place.slot().is_some() {
         let gate = page.gate.load(Ordering::SeqCst);
@@ -222,6 +223,8 @@ fn wait(place: Place, page: &Page, entry: &Entry) {
         }
     }
     if place.slot().is_some() {
+        let held_us = sys::now_us().saturating_sub(began_us);
+        page.held_us.fetch_add(held_us, Ordering::Relaxed);
         page.waiters.fetch_sub(1, Ordering::SeqCst);
     }
 }

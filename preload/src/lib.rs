@@ -16,6 +16,7 @@
 //! | --- | --- |
 //! | `exports`, `lookup`, `table` | how a call comes here, and where it goes |
 //! | `thunk`, `gate` | what happens to it on the way |
+//! | `cost` | what that adds to a call |
 //! | `process`, `page`, `hazard` | registration; the counters; what is unsafe |
 //! | `room` | allocations that wait for memory instead of failing |
 //! | `carry` | device memory that the agent moves by itself |
@@ -39,6 +40,7 @@ mod agent;
 mod calls;
 mod carry;
 mod child;
+mod cost;
 mod elf;
 mod gate;
 mod hazard;

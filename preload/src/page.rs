@@ -49,7 +49,10 @@ pub struct Page {
     pub carried_bytes: AtomicU64,
     pub parked_bytes: AtomicU64,
     pub notes: AtomicU32,
-    free3: [u8; 12],
+    /// What the hook adds to a call, in picoseconds; 0: not known.
+    pub call_cost_ps: AtomicU32,
+    /// How long callers waited at the gate, all together.
+    pub held_us: AtomicU64,
     pub ring: Ring,
     pub slots: [Slot; SLOT_COUNT],
 }
@@ -73,6 +76,8 @@ const _: () = {
     assert!(offset_of!(Page, carried_bytes) == header::CARRIED_BYTES);
     assert!(offset_of!(Page, parked_bytes) == header::PARKED_BYTES);
     assert!(offset_of!(Page, notes) == header::NOTES);
+    assert!(offset_of!(Page, call_cost_ps) == header::CALL_COST_PS);
+    assert!(offset_of!(Page, held_us) == header::HELD_US);
     assert!(offset_of!(Page, slots) == SLOTS_OFFSET);
     assert!(offset_of!(Slot, inflight) == slot::INFLIGHT);
     assert!(offset_of!(Slot, last_hook) == slot::LAST_HOOK);

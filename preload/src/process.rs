@@ -166,6 +166,23 @@ unsafe fn attach(thread: *mut Thread, page: &'static Page, token: u64) {
     sys::set_signal_mask(mask);
 }
 
+/// Runs something while the calling thread counts on another page. For the agent, whose own
+/// calls are not counted.
+pub fn with_slot<T>(scratch: &Page, run: impl FnOnce() -> T) -> T {
+    let thread = thread();
+    // SAFETY: the calling thread's own block. The slot is left before the page goes.
+    let before = unsafe { ((*thread).slot, (*thread).token) };
+    // SAFETY: as above.
+    unsafe {
+        (*thread).slot = scratch.shared_slot();
+        (*thread).token = PROCESS.token.load(Ordering::Acquire);
+    }
+    let done = run();
+    // SAFETY: as above.
+    unsafe { ((*thread).slot, (*thread).token) = before };
+    done
+}
+
 fn register() -> Option<&'static Page> {
     loop {
         match PROCESS.state.load(Ordering::Acquire) {

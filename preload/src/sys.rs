@@ -13,7 +13,7 @@ pub mod task;
 
 pub use self::memory::{
     Memory, discard, make_resident, map_aligned, map_private, memory_file, prefer_huge_pages,
-    seal_size, unmap_private, wipe_on_fork,
+    seal_size, unmap_private, wipe_on_fork, with_scratch,
 };
 
 mod number {

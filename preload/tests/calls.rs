@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use affinode_cuda_sys::hook;
 use affinode_proto::wire::calls::{ONE_IN, Reader, Record};
 use affinode_proto::wire::message::{Action, ControllerMessage};
-use affinode_proto::wire::page::PAGE_BYTES;
+use affinode_proto::wire::page::{MOST_CALL_COST_PS, PAGE_BYTES, PageSnapshot};
 use support::controller::{CLOSE, Connection, Controller};
 use support::{Build, Client};
 
@@ -60,6 +60,22 @@ impl Watched {
     fn names(&mut self) -> Vec<&'static str> {
         self.taken().iter().map(|r| hook::name(r.hook.into()).unwrap_or("?")).collect()
     }
+}
+
+#[test]
+fn what_a_call_costs_is_measured_and_no_call_of_the_application() {
+    let controller = Controller::new();
+    let path = controller.path();
+    let mut client = Client::start(Build::Glibc, "dlopen", &[("AFFINODE_SOCKET", &path)]);
+    assert_eq!(client.ask("cuInit"), 0);
+    let agent = controller.welcome();
+    let mut page = Box::new([0; PAGE_BYTES]);
+    agent.page.read_exact_at(&mut *page, 0).unwrap();
+    let snapshot = PageSnapshot::decode(&*page).unwrap();
+    assert!((1..MOST_CALL_COST_PS).contains(&snapshot.call_cost_ps), "{snapshot:?}");
+    assert!(snapshot.calls + snapshot.polls < 100, "thousands were made to measure it");
+    assert_eq!((snapshot.inflight, snapshot.held_us), (0, 0));
+    println!("a hooked call costs {} ps more", snapshot.call_cost_ps);
 }
 
 #[test]

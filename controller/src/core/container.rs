@@ -10,6 +10,7 @@ use super::{
     history::{History, PAUSE_MS, Pauses},
     input::Request,
     policy::{KeepAlive, Policy},
+    wakes::Wakes,
 };
 
 /// Whoever is called so soon after it left has left too early.
@@ -116,7 +117,9 @@ pub struct Container {
     pub last_offload_ms: Millis,
     /// Duration of the last wake: first waiting call to release.
     pub last_wake_ms: Millis,
-    /// The part of it after room was found.
+    /// The last wakes.
+    pub wakes: Wakes,
+    /// The part of the last one after room was found.
     pub last_restore_ms: Millis,
 }
 
@@ -171,6 +174,7 @@ impl Container {
             restores: 0,
             last_offload_ms: 0,
             last_wake_ms: 0,
+            wakes: Wakes::default(),
             last_restore_ms: 0,
         }
     }

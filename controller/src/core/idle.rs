@@ -75,6 +75,8 @@ mod tests {
             carried_bytes: 0,
             parked_bytes: 0,
             notes: affinode_proto::wire::Notes::default(),
+            call_cost_ps: 0,
+            held_us: 0,
             calls,
             polls,
             inflight,

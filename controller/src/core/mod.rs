@@ -39,6 +39,7 @@ mod tests;
 mod verdict;
 pub mod victims;
 pub mod view;
+pub mod wakes;
 mod wants;
 mod way_home;
 mod way_out;

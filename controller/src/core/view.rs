@@ -128,6 +128,8 @@ impl Node {
             last_offload_ms: c.last_offload_ms,
             last_wake_ms: c.last_wake_ms,
             last_restore_ms: c.last_restore_ms,
+            wake_p99_ms: c.wakes.p99_ms(),
+            idle_after_ms: c.idle_after_ms(),
             mode: c.policy.mode.as_str().to_owned(),
             engine: c.policy.engine.as_str().to_owned(),
             idle_timeout_ms: c.policy.idle_timeout_ms,
@@ -185,6 +187,9 @@ fn list_process(p: &Process) -> control::Process {
         inflight: p.page.as_ref().map_or(0, |page| page.inflight),
         waiters: p.page.as_ref().map_or(0, |page| page.waiters),
         hazards: hazard_words(p.hazards),
+        polls: p.page.as_ref().map_or(0, |page| page.polls),
+        call_cost_ps: p.page.as_ref().map_or(0, |page| page.call_cost_ps),
+        held_us: p.page.as_ref().map_or(0, |page| page.held_us),
         carried_bytes: p.carried.bytes,
         parked_bytes: p.carried.parked_bytes,
         ..control::Process::default()

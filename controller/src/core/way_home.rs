@@ -194,6 +194,7 @@ impl Node {
             container.came_home = Some(now);
             came_home = true;
             container.last_wake_ms = elapsed.max(restore_ms);
+            container.wakes.add(container.last_wake_ms);
             container.last_restore_ms = restore_ms;
             container.reason = (container.cause, String::new());
         }

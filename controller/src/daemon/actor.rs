@@ -32,7 +32,7 @@ use crate::{
     config::Config,
     core::{CommandId, Effect, Input, Key, Millis, Node, ProcessId, Request, hints::Hint},
     inventory::{
-        Finding, Inventory, Question, busy::Busy, memory::MemoryRules, process, witness::Witness,
+        Finding, Inventory, Question, busy::Busy, memory, memory::MemoryRules, process, witness::Witness,
     },
     journal::{Journal, Unclaimed},
     report, wishes,
@@ -391,6 +391,8 @@ impl Actor {
                     gpu.utilization_minute_percent = self.busy.percent(&gpu.uuid);
                 }
                 list.dashboard.clone_from(&self.dashboard);
+                list.host_free_bytes =
+                    memory::room_bytes(self.config.memory.node_reserve_mib << 20);
                 let _ = answer.send(list);
             }
             Call::Sights(keys, answer) => {

@@ -158,6 +158,15 @@ fn headroom(group: &Path) -> Option<u64> {
     Some(limit.saturating_sub(usage.saturating_sub(reclaimable)))
 }
 
+/// Host memory that offloads may still take on this node, in steps that do not move with
+/// every page that somebody takes; 0 where it cannot be read.
+#[must_use]
+pub fn room_bytes(reserve_bytes: u64) -> u64 {
+    const STEP: u64 = 256 << 20;
+    let room = available_bytes().unwrap_or(0).saturating_sub(reserve_bytes);
+    room / STEP * STEP
+}
+
 /// Host memory that can be taken without swapping.
 ///
 /// # Errors
@@ -226,6 +235,13 @@ mod tests {
         let (reason, text) = check(RULES, &[(std::process::id(), u64::MAX >> 2)]).unwrap_err();
         assert!(matches!(reason, Reason::HostMemory | Reason::CgroupMemory), "{reason} {text}");
         check(RULES, &[(std::process::id(), 0)]).unwrap();
+    }
+
+    #[test]
+    fn the_room_of_the_node_is_what_is_available_less_the_reserve() {
+        let room = room_bytes(0);
+        assert!(room > 0 && room <= available_bytes().unwrap() + (1 << 30), "{room}");
+        assert_eq!(room_bytes(u64::MAX), 0);
     }
 
     #[test]

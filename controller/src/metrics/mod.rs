@@ -50,8 +50,42 @@ struct Seen {
     labels: ContainerLabels,
     state: String,
     calls: u64,
+    hook: Hook,
     held_bytes: u64,
     away_bytes: u64,
+}
+
+/// What the hook has cost the processes that a container has now, as they claim.
+#[derive(Clone, Copy, Debug, Default)]
+struct Hook {
+    added_s: f64,
+    held_s: f64,
+}
+
+/// More than that between two looks is no figure, whatever a container says.
+const MOST_HOOK_S: f64 = 86_400.0;
+
+impl Hook {
+    #[allow(clippy::cast_precision_loss)] // Sums of approximations.
+    fn of(container: &schema::Container) -> Hook {
+        let sum = |of: &dyn Fn(&schema::Process) -> f64| container.processes.iter().map(of).sum();
+        Hook {
+            added_s: sum(&|p| {
+                p.calls.saturating_add(p.polls) as f64 * f64::from(p.call_cost_ps) / 1e12
+            }),
+            held_s: sum(&|p| p.held_us as f64 / 1e6),
+        }
+    }
+
+    /// What is more than before; nothing where a process has gone meanwhile.
+    fn since(self, before: Hook) -> Hook {
+        let more =
+            |now: f64, before: f64| Some(now - before).filter(|s| (0.0..MOST_HOOK_S).contains(s));
+        Hook {
+            added_s: more(self.added_s, before.added_s).unwrap_or(0.0),
+            held_s: more(self.held_s, before.held_s).unwrap_or(0.0),
+        }
+    }
 }
 
 impl Metrics {
@@ -98,10 +132,15 @@ impl Metrics {
             let before = known.remove(&container.key);
             let more = calls.saturating_sub(before.as_ref().map_or(0, |seen| seen.calls));
             self.table.calls.get_or_create(&labels).inc_by(more);
+            let hook = Hook::of(container);
+            let news = hook.since(before.map_or(Hook::default(), |seen| seen.hook));
+            self.table.hook_seconds.get_or_create(&labels).inc_by(news.added_s);
+            self.table.held_seconds.get_or_create(&labels).inc_by(news.held_s);
             let seen = Seen {
                 labels,
                 state: container.state.clone(),
                 calls,
+                hook,
                 held_bytes: container.vram_bytes,
                 away_bytes: container.away_bytes,
             };
@@ -175,6 +214,8 @@ impl Metrics {
             }
         }
         table.queue_depth.set(queued);
+        table.host_used.set(whole(node.host_used_bytes));
+        table.host_free.set(whole(node.host_free_bytes));
     }
 
     fn fill_container(&self, container: &schema::Container, node: &schema::Node) {
@@ -187,6 +228,10 @@ impl Metrics {
         table.processes.get_or_create(&labels).set(whole(container.processes.len() as u64));
         if let Some(share) = container.parkable_share {
             table.parkable.get_or_create(&labels).set(share);
+        }
+        let dearest = container.processes.iter().map(|p| p.call_cost_ps).max().unwrap_or(0);
+        if dearest > 0 {
+            table.call_cost.get_or_create(&labels).set(f64::from(dearest) / 1e12);
         }
         for process in &container.processes {
             for (family, devices) in [(&table.held, &process.vram), (&table.away, &process.away)] {

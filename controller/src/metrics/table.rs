@@ -43,6 +43,11 @@ pub struct Table {
     pub waiting: Family<ContainerLabels, Gauge>,
     pub processes: Family<ContainerLabels, Gauge>,
     pub calls: Family<ContainerLabels, Counter>,
+    pub hook_seconds: Family<ContainerLabels, Sum>,
+    pub held_seconds: Family<ContainerLabels, Sum>,
+    pub call_cost: Family<ContainerLabels, Share>,
+    pub host_used: Gauge,
+    pub host_free: Gauge,
     pub used_byte_seconds: Family<ContainerLabels, Sum>,
     pub idle_byte_seconds: Family<ContainerLabels, Sum>,
     pub returned_byte_seconds: Family<ContainerLabels, Sum>,
@@ -161,6 +166,36 @@ impl Table {
                 Family::default()
             ),
             calls: add!("container_cuda_calls", "CUDA calls of the container", Family::default()),
+            hook_seconds: add!(
+                "container_hook",
+                Seconds,
+                "Time that the hook added to the container's CUDA calls: their number times what one costs, as each process measures at its start in a loop",
+                Family::default()
+            ),
+            held_seconds: add!(
+                "container_held_calls",
+                Seconds,
+                "Time that CUDA calls of the container waited at its closed gate",
+                Family::default()
+            ),
+            call_cost: add!(
+                "container_hook_call_cost",
+                Seconds,
+                "What the hook adds to a CUDA call in the container's dearest process",
+                Family::default()
+            ),
+            host_used: add!(
+                "host_memory_used",
+                Bytes,
+                "VRAM of offloaded containers that is in host memory",
+                Gauge::default()
+            ),
+            host_free: add!(
+                "host_memory_free",
+                Bytes,
+                "Host memory that offloads may still take on the node",
+                Gauge::default()
+            ),
             used_byte_seconds: add!(
                 "container_used_vram_byte_seconds",
                 "VRAM held while in use, over time",
@@ -232,6 +267,7 @@ impl Table {
         self.held.clear();
         self.away.clear();
         self.parkable.clear();
+        self.call_cost.clear();
         self.idle.clear();
         self.waiting.clear();
         self.processes.clear();
@@ -250,6 +286,8 @@ impl Table {
     /// A container is gone: its series end.
     pub fn forget(&self, labels: &ContainerLabels) {
         self.calls.remove(labels);
+        self.hook_seconds.remove(labels);
+        self.held_seconds.remove(labels);
         self.used_byte_seconds.remove(labels);
         self.idle_byte_seconds.remove(labels);
         self.returned_byte_seconds.remove(labels);

@@ -11,6 +11,8 @@ fn node(state: &str, held: u64, away: u64) -> Node {
     Node {
         version: "1".into(),
         started_unix_ms: 5_000,
+        host_used_bytes: away,
+        host_free_bytes: 1 << 30,
         gpus: vec![Gpu {
             uuid: "GPU-0".into(),
             name: "H200".into(),
@@ -34,6 +36,9 @@ fn node(state: &str, held: u64, away: u64) -> Node {
             processes: vec![Process {
                 calls: held + away,
                 waiters: 1,
+                polls: 1,
+                call_cost_ps: 2_000,
+                held_us: 250_000 * held,
                 vram: on(held),
                 away: on(away),
                 ..Process::default()
@@ -123,6 +128,34 @@ fn time_with_vram_is_sorted_by_what_it_was_for() {
     assert!(text.contains("affinode_queue_wait_seconds_sum 0.1"), "{text}");
     assert!(text.contains("affinode_restore_duration_seconds_sum 0.5"), "{text}");
     assert!(text.contains("affinode_wake_latency_seconds_sum 0.7"), "{text}");
+}
+
+#[test]
+fn what_the_hook_costs_is_reckoned_and_a_lie_is_left_out() {
+    let metrics = Metrics::new(1);
+    let looks = |calls: u64, held_us: u64, at: i64| {
+        let mut node = node("Active", 0, 0);
+        let process = &mut node.containers[0].processes[0];
+        (process.calls, process.polls, process.call_cost_ps) = (calls, 500, 3_000);
+        process.held_us = held_us;
+        metrics.observe(&node, at);
+    };
+    looks(500, 2_000_000, 1_000);
+    looks(1_000_500, 2_500_000, 2_000);
+    let figures = || {
+        let text = metrics.text(&node("Active", 0, 0), &Hub::default(), 0).unwrap();
+        ["hook", "held_calls"].map(|name| {
+            let name = format!("affinode_container_{name}_seconds_total{{");
+            let line = text.lines().find(|line| line.starts_with(&name)).unwrap();
+            line.rsplit(' ').next().unwrap().parse::<f64>().unwrap()
+        })
+    };
+    let [hook, held] = figures();
+    assert!((hook - 0.003_003).abs() < 1e-9 && (held - 2.5).abs() < 1e-9, "{hook} {held}");
+    looks(u64::MAX, u64::MAX, 3_000);
+    assert_eq!(figures(), [hook, held], "nobody waits for a million years");
+    looks(0, 0, 4_000);
+    assert_eq!(figures(), [hook, held], "counters that go back");
 }
 
 #[test]

@@ -53,6 +53,8 @@ fn header(node: &Node) -> Node {
         dashboard: node.dashboard.clone(),
         gpu_error: node.gpu_error.clone(),
         auto_offload: node.auto_offload,
+        host_used_bytes: node.host_used_bytes,
+        host_free_bytes: node.host_free_bytes,
         gpus: node.gpus.clone(),
         containers: Vec::new(),
     }

@@ -312,6 +312,8 @@ fn page(agent: &Agent) -> PageSnapshot {
         carried_bytes: 0,
         parked_bytes: 0,
         notes: Notes::default(),
+        call_cost_ps: 0,
+        held_us: 0,
         calls: agent.calls,
         polls: 0,
         inflight: agent.inflight,

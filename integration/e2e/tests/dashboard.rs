@@ -59,11 +59,37 @@ fn the_api_shows_and_moves_what_the_command_shows_and_moves() -> Result<()> {
 
     let metrics = ask(&world, "GET", "/metrics")?.1;
     assert!(metrics.contains("affinode_containers{state=\"Offloaded\"} 1"), "{metrics}");
+    assert!(node(&world)?["host_used_bytes"].as_u64() > Some(0), "its content is in host memory");
     assert!(worker.verify()?, "it comes back as it was");
     until("the wake to be counted", || {
         let metrics = ask(&world, "GET", "/metrics")?.1;
         Ok(metrics.contains("affinode_wake_latency_seconds_count 1").then_some(()))
-    })
+    })?;
+    let seen = node(&world)?;
+    let container = &seen["containers"][0];
+    assert_eq!(container["wake_p99_ms"], container["last_wake_ms"], "it is the only one");
+    assert!(seen["host_free_bytes"].as_u64() > Some(0) && seen["host_used_bytes"] == 0, "{seen}");
+    what_the_hook_costs_is_told(&world)
+}
+
+/// What a call costs was measured in the process; the call that woke it waited at the gate.
+fn what_the_hook_costs_is_told(world: &World) -> Result<()> {
+    let process = until("the wait at the gate to be known", || {
+        let process = node(world)?["containers"][0]["processes"][0].clone();
+        Ok((process["held_us"].as_u64() > Some(0)).then_some(process))
+    })?;
+    let cost_ps = process["call_cost_ps"].as_u64().context("a cost")?;
+    assert!((1..1_000_000).contains(&cost_ps), "{cost_ps} ps");
+    for name in ["hook_seconds_total", "held_calls_seconds_total", "hook_call_cost_seconds"] {
+        let name = format!("affinode_container_{name}{{");
+        until(&name, || {
+            let metrics = ask(world, "GET", "/metrics")?.1;
+            let line = metrics.lines().find(|line| line.starts_with(&name));
+            let value = line.and_then(|line| line.rsplit(' ').next()?.parse::<f64>().ok());
+            Ok(value.filter(|value| *value > 0.0))
+        })?;
+    }
+    Ok(())
 }
 
 #[test]

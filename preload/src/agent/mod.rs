@@ -25,7 +25,7 @@ use self::silence::{Silence, Situation};
 use crate::page::Page;
 use crate::process::PROCESS;
 use crate::room::{Case, Want};
-use crate::{calls, carry, libc, process, sys};
+use crate::{calls, carry, cost, libc, process, sys};
 
 const LOOK: u64 = 1 << (sys::SIGURG - 1);
 
@@ -39,6 +39,9 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
     let tid = sys::gettid();
     process::become_agent(tid);
     carry::set_engine_by_annotation();
+    if let Some(page) = process::page() {
+        cost::measure(page);
+    }
     if let Some((page, file)) = process::page().zip(Owned::note(process::page_fd())) {
         Agent {
             page,

@@ -39,6 +39,15 @@ pub unsafe fn unmap_private(start: *mut u8, bytes: usize) {
     unmap(start as usize, bytes);
 }
 
+/// Runs something with zeroed memory of its own, aligned to its size (a power of two); `None`
+/// where there is none.
+pub fn with_scratch<T>(bytes: usize, run: impl FnOnce(*mut u8) -> T) -> Option<T> {
+    let reserved = map_private(2 * bytes).ok()? as usize;
+    let done = run(reserved.next_multiple_of(bytes) as *mut u8);
+    unmap(reserved, 2 * bytes);
+    Some(done)
+}
+
 /// Asks for huge pages.
 pub fn prefer_huge_pages(start: *mut u8, bytes: usize) {
     const MADV_HUGEPAGE: usize = 14;

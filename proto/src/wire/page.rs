@@ -29,6 +29,9 @@ pub const SLOT_BYTES: usize = 64;
 /// Number of slots, the shared one included.
 pub const SLOT_COUNT: usize = (PAGE_BYTES - SLOTS_OFFSET) / SLOT_BYTES;
 
+/// A microsecond: no hook takes so long for a call, whatever a page says.
+pub const MOST_CALL_COST_PS: u32 = 1_000_000;
+
 /// Header offsets in bytes.
 pub mod header {
     /// u64: [`super::PAGE_MAGIC`].
@@ -57,6 +60,10 @@ pub mod header {
     pub const PARKED_BYTES: usize = 168;
     /// u32: [`crate::wire::Notes`] bits.
     pub const NOTES: usize = 176;
+    /// u32: what the hook adds to a call, in picoseconds, measured once; 0: not known.
+    pub const CALL_COST_PS: usize = 180;
+    /// u64: how long callers have waited at the gate, all together, in microseconds.
+    pub const HELD_US: usize = 184;
 }
 
 /// Slot offsets in bytes, from the slot's start.
@@ -106,6 +113,11 @@ pub struct PageSnapshot {
     pub parked_bytes: u64,
     /// What the library could not do as the driver would have.
     pub notes: Notes,
+    /// What the hook adds to a call, in picoseconds, 0 when that is not known. The
+    /// container's claim, at most [`MOST_CALL_COST_PS`].
+    pub call_cost_ps: u32,
+    /// How long callers have waited at the gate, in microseconds. The container's claim.
+    pub held_us: u64,
     /// Calls made since the process registered, polls left out (wrapping sum).
     pub calls: u64,
     /// Poll calls made (wrapping sum).
@@ -188,6 +200,8 @@ impl PageSnapshot {
             carried_bytes: u64_at(bytes, header::CARRIED_BYTES),
             parked_bytes: u64_at(bytes, header::PARKED_BYTES),
             notes: Notes(u32_at(bytes, header::NOTES)),
+            call_cost_ps: u32_at(bytes, header::CALL_COST_PS).min(MOST_CALL_COST_PS),
+            held_us: u64_at(bytes, header::HELD_US),
             calls: 0,
             polls: 0,
             inflight: 0,
@@ -231,6 +245,15 @@ mod tests {
         }
         let got = PageSnapshot::decode(&bytes).unwrap();
         assert_eq!((got.inflight, got.calls, got.polls), (3, 30, 6));
+    }
+
+    #[test]
+    fn a_claim_of_what_a_call_costs_is_bounded() {
+        let mut bytes = page();
+        bytes[header::CALL_COST_PS..][..4].copy_from_slice(&u32::MAX.to_ne_bytes());
+        bytes[header::HELD_US..][..8].copy_from_slice(&7_u64.to_ne_bytes());
+        let got = PageSnapshot::decode(&bytes).unwrap();
+        assert_eq!((got.call_cost_ps, got.held_us), (MOST_CALL_COST_PS, 7));
     }
 
     #[test]

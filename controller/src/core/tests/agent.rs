@@ -78,6 +78,8 @@ pub(super) fn page(agent: &Agent) -> PageSnapshot {
         carried_bytes: agent.carried,
         parked_bytes: agent.parked_bytes(),
         notes: Notes::default(),
+        call_cost_ps: 0,
+        held_us: 0,
         calls: agent.calls,
         polls: 0,
         inflight: 0,

@@ -1,7 +1,7 @@
 // What opens below a row: why, the last hours, processes.
-import { bytes, clock, count, duration, el, put, svg, ticking, took } from "./format.js";
+import { bytes, clock, count, duration, el, nanoseconds, put, svg, ticking, took } from "./format.js";
 import { ask } from "./stream.js";
-import { calls, idleMs, nodeNow } from "./store.js";
+import { calls, idleMs, lastCall, nodeNow } from "./store.js";
 
 const HOURS_MS = 6 * 3600 * 1000;
 const rates = new Map(); // pid -> [calls, when, rate]
@@ -11,6 +11,12 @@ function rate(process) {
   if (!before) rates.set(process.pid, [process.calls, now, 0]);
   else if (now - before[1] > 900) rates.set(process.pid, [process.calls, now, Math.max(0, process.calls - before[0]) / ((now - before[1]) / 1000)]);
   return rates.get(process.pid)[2];
+}
+
+// What the hook adds to a call, as the processes have measured it.
+function hook(container) {
+  const most = Math.max(0, ...container.processes.map((process) => process.call_cost_ps ?? 0));
+  return most ? `, ${nanoseconds(most / 1000)} of each for the hook` : "";
 }
 
 function fact(name, value) {
@@ -30,11 +36,11 @@ export function drawDetail(node, container) {
   for (const warning of container.warnings) reason.append(el("br"), el("span", { class: "warn" }, warning));
   facts.replaceChildren(
     fact("Id", container.id), fact("Image", container.image || "–"),
-    fact("Policy", `${container.mode}, idle after ${duration(container.idle_timeout_ms)}, priority ${container.priority}`),
+    fact("Policy", `${container.mode}, idle after ${duration(container.idle_after_ms)}${container.idle_after_ms < container.idle_timeout_ms ? ` (learned; at most ${duration(container.idle_timeout_ms)})` : ""}, priority ${container.priority}`),
     fact("Offloads", String(container.offloads)), fact("Returns", String(container.restores)),
     fact("Last offload", container.offloads ? took(container.last_offload_ms) : "–"),
-    fact("Last wake", container.restores ? `${took(container.last_wake_ms)}, of which ${took(container.last_restore_ms)} moving` : "–"),
-    fact("CUDA calls", count(calls(container))), fact("Last call", el("span", { class: "last" })));
+    fact("Last wake", container.restores ? `${took(container.last_wake_ms)}, of which ${took(container.last_restore_ms)} moving; 99 of 100 within ${took(container.wake_p99_ms)}` : "–"),
+    fact("CUDA calls", `${count(calls(container))}${hook(container)}`), fact("Last call", el("span", { class: "last" })));
   tickDetail(node, container);
   const rows = container.processes.map((p) => el("tr", {},
     el("td", { class: "n" }, String(p.pid)), el("td", {}, p.command), el("td", {}, p.phase),
@@ -51,7 +57,7 @@ export function drawDetail(node, container) {
 
 // What changes with time alone: the age of the last call.
 export function tickDetail(node, container) {
-  const name = container.processes.map((process) => process.last_call).find(Boolean);
+  const name = lastCall(container);
   put(node.querySelector(".last"), name ? `${name}, ${ticking(idleMs(container))} ago` : "–");
 }
 

@@ -59,9 +59,10 @@ export function drawHeader() {
   byId("gpus").replaceChildren(...node.gpus.map(card));
   const all = [...store.containers.values()];
   const sum = (pick) => all.reduce((total, container) => total + pick(container), 0);
+  const away = sum((container) => container.away_bytes);
   const queued = all.filter((container) => container.state === "Queued").length;
   const rows = [
-    ["Given back now", bytes(sum((c) => c.away_bytes)).replace("–", "0"), "in host memory"],
+    ["Given back, in host RAM", bytes(away).replace("–", "0"), node.host_free_bytes ? `of ${bytes(away + node.host_free_bytes)}` : ""],
     ["Held idle", bytes(sum((c) => (c.state === "Idle" ? c.vram_bytes : 0))).replace("–", "0"), ""],
     ["Waiting for VRAM", String(queued), queued === 1 ? "container" : "containers"],
     ["GPU hours given back, 24 h", today ? hours(today.returned) : "–", today?.price ?? ""],

@@ -1,16 +1,16 @@
 // The list: one row per container. A row is made once and changed where it differs.
 import { action, move, pin } from "./actions.js";
 import { detail, drawDetail, drawTimeline, tickDetail } from "./detail.js";
-import { bytes, duration, el, put, svg, ticking, took } from "./format.js";
-import { idleMs, nodeNow, store } from "./store.js";
+import { bytes, count, duration, el, put, svg, ticking, took } from "./format.js";
+import { idleMs, lastCall, nodeNow, store } from "./store.js";
 
 const ORDER = ["Lost", "Queued", "Restoring", "Closing", "Offloading", "Active", "Idle", "Offloaded", "Unregistered"];
 const COLUMNS = [
-  ["Container", (c) => c.name, 1], ["State", (c) => ORDER.indexOf(c.state), 1], ["Calls/s", (c) => store.activity.get(c.key)?.at(-1) ?? 0, -1],
-  ["VRAM", (c) => c.vram_bytes, -1], ["In host RAM", (c) => c.away_bytes, -1], ["Last wake", (c) => c.last_wake_ms, -1],
+  ["Container", (c) => c.name, 1], ["State", (c) => ORDER.indexOf(c.state), 1], ["Calls", (c) => store.activity.get(c.key)?.at(-1) ?? 0, -1],
+  ["VRAM", (c) => c.vram_bytes, -1], ["In host RAM", (c) => c.away_bytes, -1], ["Wake", (c) => c.last_wake_ms, -1],
   ["Policy", (c) => c.mode, 1], ["Why", (c) => c.reason_text, 1],
 ];
-const NUMBERS = new Set(["VRAM", "In host RAM", "Last wake"]);
+const NUMBERS = new Set(["VRAM", "In host RAM", "Wake"]);
 const GROUPS = [["All", () => true], ["Active", (s) => s === "Active"], ["Idle", (s) => s === "Idle"], ["Offloaded", (s) => s === "Offloaded"],
   ["Moving", (s) => ["Closing", "Offloading", "Restoring"].includes(s)], ["Waiting", (s) => s === "Queued" || s === "Lost"]];
 
@@ -57,17 +57,20 @@ function make(key) {
   const name = el("button", { type: "button", class: "name", "aria-expanded": "false", onclick: () => toggle(key), onfocus: () => point(key) }, arrow, el("span", {}, label, space));
   const word = el("span"), since = el("small"), soon = el("div", { class: "soon", hidden: true }, el("i"));
   const state = el("div", { class: "cell state", role: "cell" }, el("span", { class: "mark", "aria-hidden": "true" }), el("div", {}, word, since, soon));
+  const called = el("small");
   const spark = svg("svg", { class: "spark", viewBox: "0 0 60 22", preserveAspectRatio: "none", role: "img" });
   spark.append(svg("path"));
   const cell = (cls) => el("div", { class: `cell ${cls}`, role: "cell" });
-  const [vram, away, wake, policy, why, act] = ["n", "n", "n", "policy", "why", "act"].map(cell);
+  const [vram, away, wake, policy, why, act] = ["n", "n two", "n two", "policy", "why", "act"].map(cell);
+  const two = (box) => box.appendChild(el("span")) && box.appendChild(el("small"));
+  const moves = two(away), p99 = two(wake);
   const button = el("button", { type: "button", class: "move", onclick: () => press(key) });
   const tack = el("button", { type: "button", class: "ghost", onclick: () => pinHere(key) });
   act.append(button, tack);
   const row = el("div", { class: "row", role: "row" }, el("div", { class: "cell", role: "cell" }, name), state,
-    el("div", { class: "cell", role: "cell" }, spark), vram, away, wake, policy, why, act);
+    el("div", { class: "cell activity", role: "cell" }, spark, called), vram, away, wake, policy, why, act);
   const item = el("div", { class: "item", "data-key": key }, row);
-  return { item, row, name, label, space, state, word, since, soon, spark, vram, away, wake, policy, why, button, tack, detail: null };
+  return { item, row, name, label, space, state, word, since, soon, spark, called, vram, away, moves, wake, p99, policy, why, button, tack, detail: null };
 }
 
 function press(key) {
@@ -86,8 +89,10 @@ export function drawRow(key) {
   if (parts.item.dataset.state !== container.state) parts.item.dataset.state = container.state;
   put(parts.word, container.state);
   put(parts.vram, bytes(container.vram_bytes));
-  put(parts.away, bytes(container.away_bytes));
-  put(parts.wake, container.restores ? took(container.last_wake_ms) : "–");
+  put(parts.away.firstChild, bytes(container.away_bytes));
+  put(parts.moves, container.offloads ? `${count(container.offloads)} ${container.offloads === 1 ? "offload" : "offloads"}` : "");
+  put(parts.wake.firstChild, container.restores ? took(container.last_wake_ms) : "–");
+  put(parts.p99, container.wake_p99_ms ? `p99 ${took(container.wake_p99_ms)}` : "");
   put(parts.policy, container.pinned ? "pinned" : container.mode === "eager" || container.mode === "pressure" ? `${container.mode}, ${duration(container.idle_timeout_ms)}` : container.mode);
   put(parts.why, container.reason_text);
   parts.why.title = container.reason_text;
@@ -105,12 +110,17 @@ export function drawRow(key) {
 export function tickRow(key) {
   const container = store.containers.get(key), parts = items.get(key);
   if (!container || !parts) return;
-  const idle = idleMs(container), left = container.idle_timeout_ms - idle;
-  const eager = container.state === "Active" && container.mode === "eager" && container.reason === "recent-calls";
-  put(parts.since, eager && idle > 1500 ? `offload in ${ticking(left)}` : `for ${ticking(nodeNow() - container.since_unix_ms)}`);
-  parts.soon.hidden = !eager;
+  const idle = idleMs(container), most = Math.max(1, container.idle_after_ms), left = most - idle;
+  // Whether it leaves then is known of one mode alone; the others look at who needs its room.
+  const counts = container.state === "Active" && container.reason === "recent-calls";
+  const what = container.mode === "eager" && !container.pinned ? "offload" : "idle";
+  put(parts.since, counts && idle > 1500 ? `${what} in ${ticking(left)}` : `for ${ticking(nodeNow() - container.since_unix_ms)}`);
+  parts.soon.hidden = !counts;
+  const last = lastCall(container);
+  put(parts.called, last ? `${last.replace(/^cu/, "")} ${ticking(idle)} ago` : "");
+  parts.called.title = last ? `${last}, ${ticking(idle)} ago` : "";
   if (parts.detail) tickDetail(parts.detail, container);
-  if (eager) parts.soon.firstChild.style.width = `${Math.min(100, 100 * idle / container.idle_timeout_ms)}%`;
+  if (counts) parts.soon.firstChild.style.width = `${Math.min(100, 100 * idle / most)}%`;
 }
 
 export function drawSpark(key) {

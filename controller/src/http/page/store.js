@@ -16,6 +16,11 @@ export function calls(container) {
   return container.processes.reduce((sum, process) => sum + process.calls, 0);
 }
 
+// The function that was called last, of the process that has called at all.
+export function lastCall(container) {
+  return container.processes.map((process) => process.last_call).find(Boolean) ?? "";
+}
+
 export function take(container) {
   store.containers.set(container.key, container);
   store.received.set(container.key, performance.now());

@@ -65,6 +65,8 @@ impl World<'_> {
             carried_bytes: 0,
             parked_bytes: 0,
             notes: Notes::default(),
+            call_cost_ps: 0,
+            held_us: 0,
             calls: p.calls,
             polls: 0,
             inflight: u64::from(p.busy_until.is_some()),
