@@ -16,7 +16,7 @@ use tokio::sync::mpsc;
 
 use super::{CliError, client::Client, format};
 use crate::schema;
-use state::{State, Step};
+use state::{State, Step, What};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -62,11 +62,11 @@ async fn live(
                 Some(Event::Key(key)) => match state.key(key) {
                     Step::End => return Ok(()),
                     Step::Stay => {}
-                    Step::Move { container, key, out } => {
+                    Step::Act { container, key, what } => {
                         state.say(format!("{container}: asked"));
                         let (client, told) = (Arc::clone(client), told.clone());
                         tokio::spawn(async move {
-                            let _ = told.send(act(&client, container, key, out).await).await;
+                            let _ = told.send(act(&client, container, key, what).await).await;
                         });
                     }
                 },
@@ -77,18 +77,23 @@ async fn live(
     }
 }
 
-async fn act(client: &Client, container: String, key: String, out: bool) -> String {
-    let answer = if out { client.offload(key).await } else { client.restore(key).await };
-    match answer {
-        Ok(said) if said.done => {
-            let word = if out { "offloaded" } else { "back" };
-            format!(
-                "{container} is {word}: {} in {}",
-                format::bytes(said.bytes),
-                format::duration(said.elapsed_ms)
-            )
+async fn act(client: &Client, container: String, key: String, what: What) -> String {
+    let answer = match what {
+        What::Offload => client.offload(key).await,
+        What::Restore => client.restore(key).await,
+        What::Pin(pinned) => client.pin(key, pinned).await,
+    };
+    let moved = |bytes, ms| format!("{} in {}", format::bytes(bytes), format::duration(ms));
+    match (answer, what) {
+        (Ok(said), What::Offload) if said.done => {
+            format!("{container} is offloaded: {}", moved(said.bytes, said.elapsed_ms))
         }
-        Ok(said) => format!("{container} stays: {}", format::safe(&said.reason_text)),
-        Err(error) => error.to_string(),
+        (Ok(said), What::Restore) if said.done => {
+            format!("{container} is back: {}", moved(said.bytes, said.elapsed_ms))
+        }
+        (Ok(said), What::Pin(true)) if said.done => format!("{container} is pinned"),
+        (Ok(said), What::Pin(false)) if said.done => format!("{container} may be offloaded again"),
+        (Ok(said), _) => format!("{container} stays: {}", format::safe(&said.reason_text)),
+        (Err(error), _) => error.to_string(),
     }
 }

@@ -11,15 +11,26 @@ pub enum Step {
     Stay,
     /// The end.
     End,
-    /// A container shall move.
-    Move {
+    /// Something is wanted of a container.
+    Act {
         /// Its name.
         container: String,
         /// Its key.
         key: String,
-        /// Out, else home.
-        out: bool,
+        /// What.
+        what: What,
     },
+}
+
+/// What may be wanted of a container.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum What {
+    /// To leave the GPU.
+    Offload,
+    /// To come back.
+    Restore,
+    /// To stay there, or to be free again.
+    Pin(bool),
 }
 
 /// What rows are sorted by.
@@ -142,8 +153,9 @@ impl State {
             KeyCode::Char('s') => self.sort = self.sort.next(),
             KeyCode::Down | KeyCode::Char('j') => self.step(1),
             KeyCode::Up | KeyCode::Char('k') => self.step(-1),
-            KeyCode::Char('o') => return self.act(true),
-            KeyCode::Char('r') => return self.act(false),
+            KeyCode::Char('o') => return self.act(|_| What::Offload),
+            KeyCode::Char('r') => return self.act(|_| What::Restore),
+            KeyCode::Char('p') => return self.act(|c| What::Pin(!c.pinned)),
             _ => {}
         }
         Step::Stay
@@ -157,9 +169,11 @@ impl State {
         }
     }
 
-    fn act(&self, out: bool) -> Step {
+    fn act(&self, what: impl FnOnce(&schema::Container) -> What) -> Step {
         match self.rows().get(self.position()) {
-            Some(c) => Step::Move { container: format::safe(&c.name), key: c.key.clone(), out },
+            Some(c) => {
+                Step::Act { container: format::safe(&c.name), key: c.key.clone(), what: what(c) }
+            }
             None => Step::Stay,
         }
     }
@@ -217,7 +231,11 @@ mod tests {
         let mut state = state();
         press(&mut state, "j");
         let step = press(&mut state, "o");
-        assert_eq!(step, Step::Move { container: "b".into(), key: "b".into(), out: true });
+        let act = |what| Step::Act { container: "b".into(), key: "b".into(), what };
+        assert_eq!(step, act(What::Offload));
+        assert_eq!(press(&mut state, "p"), act(What::Pin(true)));
+        state.node.containers[0].pinned = true;
+        assert_eq!(press(&mut state, "p"), act(What::Pin(false)));
         assert_eq!(press(&mut State::default(), "o"), Step::Stay);
     }
 }

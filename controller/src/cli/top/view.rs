@@ -37,7 +37,7 @@ pub fn draw(frame: &mut Frame<'_>, state: &State) {
     let now_ms = clock::unix_ms();
     let widths = [
         Constraint::Fill(2),
-        Constraint::Length(12),
+        Constraint::Length(18),
         Constraint::Length(8),
         Constraint::Length(10),
         Constraint::Length(11),
@@ -84,9 +84,10 @@ fn header(node: &schema::Node, width: u16) -> Vec<Line<'static>> {
 fn row(c: &schema::Container, now_ms: i64) -> Row<'static> {
     let since = u64::try_from(now_ms.saturating_sub(c.since_unix_ms)).unwrap_or(0);
     let wake = if c.restores == 0 { "-".into() } else { format!("{} ms", c.last_wake_ms) };
+    let state = if c.pinned { format!("{}, pinned", c.state) } else { c.state.clone() };
     Row::new(vec![
         Cell::from(format::safe(&c.name)),
-        Cell::from(c.state.clone()).style(Style::new().fg(colour(&c.state))),
+        Cell::from(state).style(Style::new().fg(colour(&c.state))),
         Cell::from(format::duration(since)),
         Cell::from(format::bytes(c.vram_bytes)),
         Cell::from(format::bytes(c.away_bytes)),
@@ -99,7 +100,8 @@ fn help(state: &State) -> Line<'static> {
     if state.typing {
         return Line::from(format!("/{}▏ Enter keeps, Esc clears", format::safe(&state.filter)));
     }
-    let keys = format!("q quit  o offload  r restore  s sort: {}  / filter", state.sort.word());
+    let keys =
+        format!("q quit  o offload  r restore  p pin  s sort: {}  / filter", state.sort.word());
     Line::from(vec![
         Span::styled(keys, Style::new().add_modifier(Modifier::DIM)),
         Span::raw(format!("  {}", state.message)),
