@@ -90,6 +90,21 @@ for (const scheme of ["light", "dark"]) {
   await row("first").locator(".name").click();
 }
 await page.emulateMedia({ colorScheme: "light" });
+
+// On a telephone: nothing hangs over the edge, and all of it can be reached.
+await page.setViewportSize({ width: 390, height: 844 });
+await row("first").locator(".name").click();
+await until("the detail", async () => (await page.locator(".timeline rect").count()) > 0);
+const wide = await page.evaluate(() => document.documentElement.scrollWidth);
+check("390 pixels are enough", wide === 390, `${wide}`);
+const narrow = await barriers(page);
+check("narrow: axe finds no serious barrier", narrow.length === 0, narrow.join("; "));
+if (shots) await page.screenshot({ path: `${shots}/narrow.png`, fullPage: true });
+await row("first").locator(".name").click();
+await page.setViewportSize({ width: 1280, height: 800 });
+const cut = await page.evaluate(() => [...document.querySelectorAll("#rows .act button")].filter((e) => e.getBoundingClientRect().right > document.querySelector(".table").getBoundingClientRect().right).length);
+check("1280 pixels show every button of a row", cut === 0, `${cut} cut off`);
+await page.setViewportSize({ width: 1440, height: 900 });
 await page.locator("#calls-of").focus();
 await page.locator("#calls-of").selectOption({ label: (await node()).containers.find((c) => c.id === "second").name });
 check("one container's calls are none of another's", Boolean(await until("an empty table", async () => (await functions()) === 0)));

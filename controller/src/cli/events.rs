@@ -66,11 +66,11 @@ fn line(event: &schema::Event, wide: bool) -> String {
     if event.kind == "state" {
         text.push_str(&format!("{} -> {}", event.from, event.to));
         if event.bytes > 0 {
-            text.push_str(&format!(
-                "  {} in {}",
-                format::bytes(event.bytes),
-                format::duration(event.elapsed_ms)
-            ));
+            text.push_str(&format!("  {}", format::bytes(event.bytes)));
+            // 0: nobody waited for it.
+            if event.elapsed_ms > 0 {
+                text.push_str(&format!(" in {}", format::duration(event.elapsed_ms)));
+            }
         }
     } else {
         text.push_str(&event.kind);

@@ -213,7 +213,7 @@ impl Node {
         }
         self.journal_nobody(key);
         self.set_state(key, State::Active, reason, &detail, bytes, elapsed);
-        self.answer(key, Request::Restore, true, bytes, elapsed);
+        self.answer(key, Request::Restore, true, bytes, elapsed.max(restore_ms));
         self.leave_again(key);
     }
 

@@ -32,7 +32,8 @@ use crate::{
     config::Config,
     core::{CommandId, Effect, Input, Key, Millis, Node, ProcessId, Request, hints::Hint},
     inventory::{
-        Finding, Inventory, Question, busy::Busy, memory, memory::MemoryRules, process, witness::Witness,
+        Finding, Inventory, Question, busy::Busy, memory, memory::MemoryRules, process,
+        witness::Witness,
     },
     journal::{Journal, Unclaimed},
     report, wishes,

@@ -16,7 +16,7 @@ function rate(process) {
 // What the hook adds to a call, as the processes have measured it.
 function hook(container) {
   const most = Math.max(0, ...container.processes.map((process) => process.call_cost_ps ?? 0));
-  return most ? `, ${nanoseconds(most / 1000)} of each for the hook` : "";
+  return most ? `, the hook adds ${nanoseconds(most / 1000)} to each` : "";
 }
 
 function fact(name, value) {
@@ -25,7 +25,7 @@ function fact(name, value) {
 
 export function detail() {
   const node = el("div", { class: "detail", role: "cell", "aria-colspan": 9 });
-  node.append(el("p", { class: "reason" }), el("dl", { class: "facts" }), el("div", { class: "timeline" }), el("div", { class: "processes" }));
+  node.append(el("p", { class: "reason" }), el("dl", { class: "facts" }), el("div", { class: "timeline" }), el("div", { class: "processes", role: "region", tabindex: 0, "aria-label": "Processes" }));
   return node;
 }
 

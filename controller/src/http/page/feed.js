@@ -24,7 +24,7 @@ export function addEvent(event) {
 
 function show(event) {
   const state = event.kind === "state";
-  const moved = event.bytes ? `${bytes(event.bytes)} in ${took(event.elapsed_ms)}` : "";
+  const moved = event.bytes ? `${bytes(event.bytes)}${event.elapsed_ms ? ` in ${took(event.elapsed_ms)}` : ""}` : "";
   list.prepend(el("li", {},
     el("time", { datetime: new Date(event.unix_ms).toISOString() }, clock(event.unix_ms)),
     el("span", { title: event.container }, event.container || "node"),

@@ -58,19 +58,19 @@ function make(key) {
   const word = el("span"), since = el("small"), soon = el("div", { class: "soon", hidden: true }, el("i"));
   const state = el("div", { class: "cell state", role: "cell" }, el("span", { class: "mark", "aria-hidden": "true" }), el("div", {}, word, since, soon));
   const called = el("small");
-  const spark = svg("svg", { class: "spark", viewBox: "0 0 60 22", preserveAspectRatio: "none", role: "img" });
+  const spark = svg("svg", { class: "spark", viewBox: "0 0 60 22", preserveAspectRatio: "none", role: "img", "aria-label": "Calls a second are not known yet" });
   spark.append(svg("path"));
-  const cell = (cls) => el("div", { class: `cell ${cls}`, role: "cell" });
-  const [vram, away, wake, policy, why, act] = ["n", "n two", "n two", "policy", "why", "act"].map(cell);
+  const cell = ([cls, label]) => el("div", { class: `cell ${cls}`, role: "cell", "data-label": label });
+  const [vram, away, wake, policy, why, act] = [["n", "VRAM"], ["n two", "In host RAM"], ["n two", "Wake"], ["policy two", "Policy"], ["why"], ["act"]].map(cell);
   const two = (box) => box.appendChild(el("span")) && box.appendChild(el("small"));
-  const moves = two(away), p99 = two(wake);
+  const moves = two(away), p99 = two(wake), after = two(policy);
   const button = el("button", { type: "button", class: "move", onclick: () => press(key) });
   const tack = el("button", { type: "button", class: "ghost", onclick: () => pinHere(key) });
   act.append(button, tack);
   const row = el("div", { class: "row", role: "row" }, el("div", { class: "cell", role: "cell" }, name), state,
     el("div", { class: "cell activity", role: "cell" }, spark, called), vram, away, wake, policy, why, act);
   const item = el("div", { class: "item", "data-key": key }, row);
-  return { item, row, name, label, space, state, word, since, soon, spark, called, vram, away, moves, wake, p99, policy, why, button, tack, detail: null };
+  return { item, row, name, label, space, state, word, since, soon, spark, called, vram, away, moves, wake, p99, policy, after, why, button, tack, detail: null };
 }
 
 function press(key) {
@@ -93,7 +93,9 @@ export function drawRow(key) {
   put(parts.moves, container.offloads ? `${count(container.offloads)} ${container.offloads === 1 ? "offload" : "offloads"}` : "");
   put(parts.wake.firstChild, container.restores ? took(container.last_wake_ms) : "–");
   put(parts.p99, container.wake_p99_ms ? `p99 ${took(container.wake_p99_ms)}` : "");
-  put(parts.policy, container.pinned ? "pinned" : container.mode === "eager" || container.mode === "pressure" ? `${container.mode}, ${duration(container.idle_timeout_ms)}` : container.mode);
+  const moving = !container.pinned && !["manual", "off"].includes(container.mode);
+  put(parts.policy.firstChild, container.pinned ? "pinned" : container.mode);
+  put(parts.after, moving ? `idle: ${duration(container.idle_after_ms)}` : "");
   put(parts.why, container.reason_text);
   parts.why.title = container.reason_text;
   const what = action(container);
@@ -117,8 +119,8 @@ export function tickRow(key) {
   put(parts.since, counts && idle > 1500 ? `${what} in ${ticking(left)}` : `for ${ticking(nodeNow() - container.since_unix_ms)}`);
   parts.soon.hidden = !counts;
   const last = lastCall(container);
-  put(parts.called, last ? `${last.replace(/^cu/, "")} ${ticking(idle)} ago` : "");
-  parts.called.title = last ? `${last}, ${ticking(idle)} ago` : "";
+  put(parts.called, last ? `${ticking(idle)} · ${last.replace(/^cu/, "")}` : "");
+  parts.called.title = last ? `The last call was ${last}, ${ticking(idle)} ago` : "";
   if (parts.detail) tickDetail(parts.detail, container);
   if (counts) parts.soon.firstChild.style.width = `${Math.min(100, 100 * idle / most)}%`;
 }
