@@ -165,8 +165,6 @@ pub fn main() -> ExitCode {
     };
     match runtime.block_on(run(args)) {
         Ok(()) => ExitCode::SUCCESS,
-        // The reader of a pipe went away: that is its right.
-        Err(CliError::Print(e)) if e.kind() == std::io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => fail(&error),
     }
 }
@@ -174,6 +172,29 @@ pub fn main() -> ExitCode {
 fn fail(error: &dyn std::error::Error) -> ExitCode {
     let _ = writeln!(std::io::stderr(), "affinode: {}", chain(error));
     ExitCode::from(1)
+}
+
+/// Standard output. When the reader of a pipe has gone away, which is its right, nobody wants
+/// the rest: the command ends well, whatever it writes through.
+struct Out(std::io::Stdout);
+
+impl Out {
+    fn unless_left<T>(outcome: std::io::Result<T>) -> std::io::Result<T> {
+        match outcome {
+            Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
+            outcome => outcome,
+        }
+    }
+}
+
+impl Write for Out {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        Out::unless_left(self.0.write(bytes))
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Out::unless_left(self.0.flush())
+    }
 }
 
 /// Prints an answer: words for people, or an object for programs.
@@ -191,7 +212,7 @@ fn say(
 }
 
 async fn run(args: Args) -> Result<(), CliError> {
-    let mut out = std::io::stdout();
+    let mut out = Out(std::io::stdout());
     // What needs no controller.
     let command = match args.command {
         Command::Simulate(asked) => {
