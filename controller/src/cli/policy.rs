@@ -46,7 +46,8 @@ enum Command {
         shape: Shape,
     },
     /// Say whether a configuration file is valid, and the policies that it makes. Needs no
-    /// controller; drop-ins beside the file and the environment count as they do for it.
+    /// controller; drop-ins beside the file and the environment count as they do for it. What
+    /// it would have done yesterday tells `affinode simulate --history --config FILE`.
     #[command(alias = "check")]
     Validate {
         /// The file.

@@ -15,6 +15,8 @@ use super::{
 
 /// Whoever is called so soon after it left has left too early.
 const EARLY_MS: Millis = 30_000;
+/// Whoever was made to go so often and did not cannot be moved.
+const PUSHES: u32 = 3;
 /// So often in a row may be bad luck.
 const THRASH: u32 = 2;
 /// A learned keep-alive is doubled so often at most.
@@ -52,7 +54,9 @@ pub struct Container {
     pub deep: bool,
     /// It goes although it is in use: calls do not turn it round.
     pub forced: bool,
-    /// When an offload of it last came to nothing.
+    /// How often in a row it was made to go and its calls did not end.
+    pub pushed: u32,
+    /// When it was last made to go and stayed, or could not go for a reason of its own.
     pub stayed: Option<Millis>,
     /// Why it goes out or comes home.
     pub cause: Reason,
@@ -142,6 +146,7 @@ impl Container {
             goal: Goal::Home,
             deep: false,
             forced: false,
+            pushed: 0,
             stayed: None,
             cause: Reason::NotRegistered,
             reason: (Reason::NotRegistered, String::new()),
@@ -202,10 +207,21 @@ impl Container {
         }
     }
 
-    /// An offload came to nothing.
-    pub fn turned_round(&mut self, now: Millis) {
-        self.forced = false;
-        self.stayed = Some(now);
+    /// An offload came to nothing. Calls that did not end are no reason to give it up for
+    /// immovable before it was made to go several times; what NVML does not tell is none at all.
+    pub fn has_stayed(&mut self, now: Millis, why: Reason) {
+        let forced = std::mem::take(&mut self.forced);
+        let immovable = match why {
+            Reason::Busy | Reason::Called => {
+                self.pushed += u32::from(forced);
+                self.pushed >= PUSHES
+            }
+            Reason::VramUnknown => false,
+            _ => true,
+        };
+        if immovable {
+            (self.pushed, self.stayed) = (0, Some(now));
+        }
     }
 
     /// Use begins again after a pause; what follows from it is learned.

@@ -42,7 +42,7 @@ impl Node {
             }
             (Request::Restore, State::Closing | State::Offloading) => {
                 container.goal = Goal::Home;
-                container.turned_round(self.now);
+                container.forced = false;
                 container.cause = Reason::Requested;
                 container.reason = (Reason::Requested, String::new());
                 self.answer(key, Request::Offload, false, 0, 0);

@@ -107,7 +107,7 @@ impl Node {
             container.goal = Goal::Home;
             container.cause = Reason::Called;
             container.last_use = self.now;
-            container.turned_round(self.now);
+            container.has_stayed(self.now, Reason::Called);
         }
         let first_seen = if younger || self.started_ticks == 0 { self.now } else { 0 };
         let came = before.as_ref().map_or(first_seen, |p| p.came);

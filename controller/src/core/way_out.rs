@@ -145,7 +145,7 @@ impl Node {
             container.offloads += 1;
             container.last_offload_ms = elapsed;
         }
-        container.failures = 0;
+        (container.failures, container.pushed) = (0, 0);
         container.connections = None;
         container.forced = false;
         let cause = container.cause;
@@ -176,7 +176,7 @@ impl Node {
         container.cause = reason;
         container.reason = (reason, detail.to_owned());
         container.failures += 1;
-        container.turned_round(now);
+        container.has_stayed(now, reason);
         // Tried again after the idle timeout, each time twice as long, at most an hour.
         let base = container.policy.idle_timeout_ms.clamp(1_000, 300_000);
         container.not_before = now + (base << container.failures.min(6)).min(3_600_000);

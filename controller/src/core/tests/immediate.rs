@@ -3,7 +3,7 @@
 use affinode_proto::{state::State, wire::Phase};
 
 use super::{
-    super::ProcessId,
+    super::{ProcessId, container::Goal},
     world::{World, key},
 };
 
@@ -149,4 +149,61 @@ fn it_goes_before_others_of_its_priority() {
     // The aged one stands before the one of higher priority; had it not aged:
     world.node.queue.leave(&key(2));
     assert_eq!(world.node.turns(), [key(1), key(0)]);
+}
+
+/// Calls that do not end in time now and then are no reason to end it; if they never do, they are.
+#[test]
+fn who_is_busy_is_made_to_move_several_times_before_it_is_ended() {
+    let busy = affinode_proto::wire::message::Outcome::Busy;
+    let (mut world, waiter) = asker(600);
+    let other = world.running(2, 700);
+    for _ in 0..2 {
+        world.fail = Some(busy);
+        assert!(!while_in_use(&mut world, &[other], waiter, 2), "it could not be moved");
+    }
+    assert!(while_in_use(&mut world, &[other], waiter, 20));
+    assert!(world.agents[&other].on_device() < 700);
+    assert_eq!((world.fail, world.ended.len()), (None, 0));
+
+    let (mut world, waiter) = asker(600);
+    let other = world.running(2, 700);
+    let home = (0..200).any(|_| {
+        world.fail = Some(busy);
+        while_in_use(&mut world, &[], waiter, 1)
+    });
+    assert!(home && !world.agents.contains_key(&other));
+}
+
+/// A person who wants it back does not make it one that cannot be moved.
+#[test]
+fn who_was_asked_for_while_it_left_is_not_ended() {
+    let (mut world, asker) = asker(600);
+    let other = world.running(2, 700);
+    world.call(asker);
+    while world.state(2) != State::Closing {
+        world.answer_question();
+        world.tick();
+    }
+    let command = super::super::CommandId(1);
+    let request = super::super::Request::Restore;
+    world.feed(super::super::Input::Command(command, key(2), request));
+    assert!(while_in_use(&mut world, &[other], asker, 40));
+    assert_eq!(world.ended, []);
+}
+
+#[test]
+fn a_call_before_its_gate_is_closed_does_not_turn_it_round() {
+    let (mut world, waiter) = asker(600);
+    let busy = world.running(2, 700);
+    world.call(waiter);
+    let goal = |world: &World| world.node.containers[&key(2)].goal;
+    // Nobody answers the question for host memory.
+    while goal(&world) == Goal::Home {
+        world.call(busy);
+        world.tick();
+    }
+    world.call(busy);
+    world.tick();
+    assert_eq!(goal(&world), Goal::Leaving);
+    assert!(while_in_use(&mut world, &[busy], waiter, 20));
 }
