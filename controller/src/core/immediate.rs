@@ -140,8 +140,10 @@ impl Node {
     fn can_be_moved(&self, key: &Key, since: Millis) -> bool {
         let movable =
             matches!(self.may_offload(key, true), Ok(()) | Err((Reason::CallInProgress, _)));
+        let blind = |c: &Container| c.cause == Reason::VramUnknown && self.now < c.not_before;
         movable
             && !self.has_stayed(key, since)
+            && !self.containers.get(key).is_some_and(blind)
             && self.processes.of(key).all(|(_, p)| p.ending.is_none())
     }
 
