@@ -7,12 +7,14 @@
 //! | [`alone`] | a process that is called while no controller answers brings itself back |
 //! | [`bursts`] | three on VRAM for one, and a newcomer whose allocations wait for most of it: all go on, none fails |
 //! | [`engines`] | the engines side by side: offload, wake, what stays on the device, the same contents; allocations |
+//! | [`calibration`] | decides nothing: what moves cost, as a file for `affinode simulate` |
 //! | [`cost`] | a hooked call against a direct one, a torch step with and without the library, a wake against the driver's own, a wake beside an attacker |
 //!
 //! It runs on the simulated GPU as well, less what needs torch.
 
 mod alone;
 mod bursts;
+mod calibration;
 mod cost;
 mod crashers;
 mod cycle;
@@ -20,6 +22,8 @@ mod engines;
 mod host_root;
 mod report;
 mod torch;
+
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
@@ -31,6 +35,7 @@ use crate::{
 };
 
 pub use bursts::oversubscribed;
+pub use calibration::{Calibration, measure as calibrate};
 pub use cost::wake_ms;
 pub use report::{Report, Rows};
 
@@ -84,6 +89,23 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
         world.show_logs();
     }
     Ok(report)
+}
+
+/// What moves cost with each engine: a file for each, `calibration-ENGINE.toml`, in a folder.
+///
+/// # Errors
+/// When no world can be made, or a process does not move.
+pub fn calibrations(release: &Release, gpu: Gpu, folder: &Path) -> Result<Vec<PathBuf>> {
+    let world = Recipe::default().release(release).gpu(gpu).config(CONFIG).world()?;
+    let mut files = Vec::new();
+    for engine in engines::ENGINES {
+        let measured = calibrate(&world, engine)?;
+        let name = world.cli().ps()?.gpus.first().map(|gpu| gpu.name.clone()).unwrap_or_default();
+        let file = folder.join(format!("calibration-{engine}.toml"));
+        measured.write(&file, engine, &name)?;
+        files.push(file);
+    }
+    Ok(files)
 }
 
 /// VRAM in use on the first GPU once it is what is wanted.

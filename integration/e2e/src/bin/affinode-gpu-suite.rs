@@ -1,8 +1,11 @@
 //! Runs the suite for GPU machines:
-//! `affinode-gpu-suite CONTAINERD_BIN_DIR REPORT.json [simulated] [suite|engines|hazards|chaos]...`;
+//! `affinode-gpu-suite CONTAINERD_BIN_DIR REPORT.json [simulated] [suite|engines|calibration|hazards|chaos]...`;
 //! without a part, all of them.
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
 
 use affinode_e2e::{
     chaos,
@@ -19,7 +22,7 @@ use serde_json::{Map, Value, to_value};
 const ROUNDS: u64 = 30;
 /// How often two are woken at once.
 const TURNS: usize = 10;
-const PARTS: [&str; 4] = ["suite", ENGINES, "hazards", "chaos"];
+const PARTS: [&str; 5] = ["suite", ENGINES, "calibration", "hazards", "chaos"];
 /// The part of the suite that compares engines.
 const ENGINES: &str = "engines";
 
@@ -62,6 +65,12 @@ fn run() -> Result<bool> {
         good &= !report.failed();
         if let Value::Object(fields) = to_value(&report)? {
             whole.extend(fields);
+        }
+    }
+    if wanted("calibration") {
+        let folder = file.parent().unwrap_or(Path::new("."));
+        for made in suite::calibrations(&release, gpu.clone(), folder)? {
+            say(&format!("{}: for affinode simulate --calibration", made.display()));
         }
     }
     if wanted("hazards") {

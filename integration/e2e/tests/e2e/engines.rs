@@ -4,6 +4,7 @@ use affinode_e2e::{
     cli::ContainerRow,
     container::{CLIENTS, Spec},
     gpu::Gpu,
+    suite,
     until::until,
     worker::{USUAL, Worker},
     world::{MIB, Recipe, World},
@@ -226,5 +227,29 @@ fn memory_in_use_by_a_kernel_is_not_copied() -> Result<()> {
     assert!(events.iter().any(|e| e.kind == "refused" && e.reason == "busy"), "{events:?}");
     assert_eq!(row(&world, "park")?.processes[0].parked_bytes, 64 * MIB);
     assert!(worker.verify()?);
+    Ok(())
+}
+
+/// What moves cost here becomes what they cost in a simulation.
+#[test]
+fn a_simulation_takes_the_costs_that_were_measured() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    let measured = suite::calibrate(&world, "driver")?;
+    let file = world.dir().join("calibration.toml");
+    measured.write(&file, "driver", "simulated GPU")?;
+    let simulated = world.cli().output(&[
+        "simulate",
+        "--processes=2",
+        "--days=1",
+        "--policy=static",
+        "--output=json",
+        &format!("--calibration={}", file.display()),
+    ])?;
+    let answer: serde_json::Value = serde_json::from_slice(&simulated.stdout)
+        .with_context(|| String::from_utf8_lossy(&simulated.stderr).into_owned())?;
+    let taken = &answer["calibration"];
+    for (name, value) in serde_json::to_value(measured)?.as_object().context("fields")? {
+        assert_eq!(taken[name].as_f64(), value.as_f64(), "{name} in {answer}");
+    }
     Ok(())
 }
