@@ -13,6 +13,7 @@ use affinode_proto::{
 
 use super::{
     DeviceBytes, Effect, Key, Millis, Node, ProcessId,
+    container::Goal,
     grant::{Grant, Stage},
     input::GpuSample,
     ledger::margin_bytes,
@@ -59,7 +60,9 @@ impl Node {
             if all_taken(&taken) {
                 break;
             }
-            if self.grants.contains_key(&key) {
+            // Who was just sent away for one before it asks for nobody's room any more.
+            let leaves = self.containers.get(&key).is_some_and(|c| c.goal != Goal::Home);
+            if leaves || self.grants.contains_key(&key) {
                 continue;
             }
             let want = self.want_beside_return(&key);

@@ -157,7 +157,7 @@ fn run_with(immediate: &[usize], steps: Vec<Step>) -> Result<(), TestCaseError> 
     // Whoever cannot be moved may keep others waiting for as long as it lives.
     let fixed = world.agents.iter().filter(|(_, agent)| agent.fixed).map(|(id, _)| *id);
     fixed.collect::<Vec<_>>().into_iter().for_each(|id| world.exit(id));
-    world.settle();
+    world.settle_all();
     for (id, agent) in &world.agents {
         let parks = ENGINES[agent.container] == "park" && agent.phase == Phase::Parked;
         prop_assert!(
@@ -277,5 +277,28 @@ fn one_that_is_parked_and_fits_alone_but_not_with_its_allocation_and_the_margin_
     steps.extend([0, 0, 0].map(Step::Join));
     steps.extend([Step::Work(6), Step::Allocate(6, 199), Step::Join(0), Step::Exit(2)]);
     steps.extend([Step::Detach(0, false), Step::Work(6), Step::Allocate(6, 485)]);
+    run(steps).unwrap();
+}
+
+#[test]
+fn of_two_that_wait_the_one_that_leaves_for_the_other_does_not_send_it_away_as_well() {
+    let mut steps = vec![Step::Allocate(0, 1), Step::Join(2), Step::Join(0), Step::Join(0)];
+    steps.extend([Step::Detach(0, false), Step::Join(0), Step::Work(2), Step::Join(0)]);
+    steps.extend([Step::Work(1), Step::Join(0), Step::Join(0), Step::Stopped(111)]);
+    steps.extend([Step::Allocate(2, 416), Step::Work(5), Step::Allocate(1, 366), Step::Join(0)]);
+    steps.extend([Step::Tick, Step::Exit(3), Step::Allocate(4, 108), Step::Tick]);
+    steps.extend([Step::Allocate(2, 420), Step::Tick]);
+    run(steps).unwrap();
+}
+
+/// Its neighbour has failed to leave so often that it is left alone for half a minute.
+#[test]
+fn an_allocation_is_served_when_the_back_off_of_its_neighbour_is_over() {
+    let mut steps = vec![Step::Join(2), Step::Tick, Step::Tick, Step::Tick, Step::Question];
+    steps.extend([Step::Ask(2, true), Step::Question, Step::Work(0), Step::Allocate(0, 88)]);
+    steps.extend([Step::Tick, Step::Stopped(0), Step::Tick, Step::Question, Step::Fail(false)]);
+    steps.extend([Step::Stopped(0), Step::Allocate(0, 417), Step::Tick, Step::Work(0)]);
+    steps.extend([Step::Fail(false), Step::Ask(2, true), Step::Question, Step::Join(0)]);
+    steps.extend([Step::Work(1), Step::Allocate(1, 496), Step::Work(0)]);
     run(steps).unwrap();
 }

@@ -521,25 +521,41 @@ impl World {
 
     /// Lets everything that is on its way arrive, with whoever waits calling again as agents do.
     pub(super) fn settle(&mut self) {
-        for _ in 0..400 {
-            let ids: Vec<ProcessId> = self.agents.keys().copied().collect();
-            for id in ids {
-                while self.agents.get(&id).is_some_and(|a| !a.inbox.is_empty()) {
-                    self.work(id);
-                }
-                if self.agents[&id].orphaned {
-                    self.hello(id);
-                }
-                if self.agents[&id].wants {
-                    self.call(id);
-                }
-                self.try_again(id);
+        (0..400).for_each(|_| self.pass());
+    }
+
+    /// The same until nobody waits: who failed to leave or to come home again and again is tried
+    /// again a minute later. Ends before an allocation's patience does.
+    pub(super) fn settle_all(&mut self) {
+        self.settle();
+        for _ in 0..1_200 {
+            let waits = |a: &Agent| a.wants || a.held || a.asking.is_some();
+            if self.node.queue.is_empty() && !self.agents.values().any(waits) {
+                break;
             }
-            while !self.questions.is_empty() {
-                self.answer_question();
-            }
-            self.tick();
+            self.pass();
         }
+        self.settle();
+    }
+
+    fn pass(&mut self) {
+        let ids: Vec<ProcessId> = self.agents.keys().copied().collect();
+        for id in ids {
+            while self.agents.get(&id).is_some_and(|a| !a.inbox.is_empty()) {
+                self.work(id);
+            }
+            if self.agents[&id].orphaned {
+                self.hello(id);
+            }
+            if self.agents[&id].wants {
+                self.call(id);
+            }
+            self.try_again(id);
+        }
+        while !self.questions.is_empty() {
+            self.answer_question();
+        }
+        self.tick();
     }
 
     pub(super) fn state(&self, n: usize) -> State {
