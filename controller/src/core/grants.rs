@@ -61,8 +61,11 @@ impl Node {
                 break;
             }
             // Who was just sent away for one before it asks for nobody's room any more.
-            let leaves = self.containers.get(&key).is_some_and(|c| c.goal != Goal::Home);
-            if leaves || self.grants.contains_key(&key) {
+            if self.containers.get(&key).is_some_and(|c| c.goal != Goal::Home) {
+                self.queue.leave(&key);
+                continue;
+            }
+            if self.grants.contains_key(&key) {
                 continue;
             }
             let want = self.want_beside_return(&key);

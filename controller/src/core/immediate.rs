@@ -190,11 +190,19 @@ impl Node {
         self.effects.push(Effect::End { identity, by_force: false });
     }
 
-    /// Who was to end and still holds VRAM is ended by force.
+    /// Who was to end and still holds VRAM that somebody waits for is ended by force. One that
+    /// was moved after all, or that nobody needs to end any more, lives on.
     pub(super) fn check_endings(&mut self) {
+        if self.processes.values().all(|p| p.ending.is_none()) {
+            return;
+        }
+        let waits = self.queue.in_order(self.now).iter().any(|key| self.is_urgent(key));
         for process in self.processes.values_mut() {
             let Some(ending) = &mut process.ending else { continue };
-            if !ending.by_force && self.now.saturating_sub(ending.since) >= GRACE_MS {
+            let home = self.containers.get(&process.key).is_some_and(|c| c.goal == Goal::Home);
+            if !waits || !home || process.phase.is_off() {
+                process.ending = None;
+            } else if !ending.by_force && self.now.saturating_sub(ending.since) >= GRACE_MS {
                 ending.by_force = true;
                 let identity = process.identity.clone();
                 self.effects.push(Effect::End { identity, by_force: true });

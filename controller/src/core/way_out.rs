@@ -31,11 +31,9 @@ impl Node {
         if let Some(by) = in_vain {
             self.publish_prewake(key, by, false);
         }
-        if self.want_of(key).is_some() {
-            // It will need room for itself as well.
-            self.end_want_grant(key);
-            self.queue.leave(key);
-        }
+        // One whose allocation waits will need room for all of it.
+        self.end_want_grant(key);
+        self.queue.leave(key);
         self.survey(key);
     }
 

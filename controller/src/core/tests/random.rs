@@ -302,3 +302,31 @@ fn an_allocation_is_served_when_the_back_off_of_its_neighbour_is_over() {
     steps.extend([Step::Work(1), Step::Allocate(1, 496), Step::Work(0)]);
     run(steps).unwrap();
 }
+
+#[test]
+fn who_was_to_end_and_was_moved_after_all_is_not_killed_while_it_is_away() {
+    let mut steps =
+        vec![Step::Join(0), Step::Join(0), Step::Join(0), Step::Work(2), Step::Ask(0, true)];
+    steps.extend([Step::Allocate(2, 268), Step::Question, Step::Restart(true), Step::Join(0)]);
+    steps.extend([Step::Work(2), Step::Call(2), Step::Join(0), Step::Join(0), Step::Work(3)]);
+    steps.extend([
+        Step::Allocate(0, 1),
+        Step::Allocate(3, 297),
+        Step::Exit(4),
+        Step::Allocate(0, 1),
+    ]);
+    steps.extend([Step::Join(0), Step::Join(2), Step::Tick, Step::Allocate(0, 1), Step::Exit(4)]);
+    steps.extend([Step::Tick, Step::Tick, Step::Question, Step::Work(5), Step::Allocate(5, 416)]);
+    run_with(&[0], steps).unwrap();
+}
+
+#[test]
+fn a_place_in_the_queue_ends_with_the_wait_though_a_sibling_is_half_way() {
+    let mut steps = vec![Step::Join(2), Step::Join(2), Step::Join(2), Step::Work(0), Step::Work(1)];
+    steps.extend([Step::Allocate(0, 194), Step::Allocate(0, 449), Step::Allocate(1, 358)]);
+    steps.extend([Step::Detach(0, false), Step::Detach(0, false), Step::Restart(false)]);
+    steps.extend([Step::Tick, Step::Tick, Step::Tick, Step::Question, Step::Restart(true)]);
+    steps.extend([Step::Work(2), Step::Work(2), Step::Join(0), Step::Work(1), Step::Tick]);
+    steps.extend([Step::Stopped(0), Step::Tick]);
+    run(steps).unwrap();
+}
