@@ -14,6 +14,7 @@
 use affinode_proto::{
     api::control::Event,
     reason::Reason,
+    state::State,
     wire::{Phase, message::ControllerMessage},
 };
 
@@ -76,11 +77,16 @@ impl Node {
         }
         if let Some(container) = self.containers.get_mut(&key) {
             container.last_use = now;
-            if container.goal == Goal::Leaving && !container.forced {
+            let away = container.goal == Goal::Out && container.state == State::Offloaded;
+            if away {
+                container.cause = Reason::AllocationWaits;
+            }
+            if away || container.goal == Goal::Leaving && !container.forced {
                 container.goal = Goal::Home;
             }
         }
         self.queue_want(&key);
+        self.advance(&key);
     }
 
     fn may_wait(

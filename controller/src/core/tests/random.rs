@@ -330,3 +330,33 @@ fn a_place_in_the_queue_ends_with_the_wait_though_a_sibling_is_half_way() {
     steps.extend([Step::Stopped(0), Step::Tick]);
     run(steps).unwrap();
 }
+
+#[test]
+fn an_allocation_that_waits_brings_home_whom_the_next_controller_finds_away() {
+    let mut steps = vec![Step::Stopped(417), Step::Join(1), Step::Join(0), Step::Work(1)];
+    steps.extend([
+        Step::Allocate(1, 295),
+        Step::Ask(0, true),
+        Step::Question,
+        Step::Allocate(1, 289),
+    ]);
+    steps.extend([
+        Step::Join(1),
+        Step::Allocate(0, 1),
+        Step::Others(0),
+        Step::Join(1),
+        Step::Work(1),
+    ]);
+    steps.extend([
+        Step::Work(0),
+        Step::Join(1),
+        Step::Work(1),
+        Step::Allocate(1, 1),
+        Step::Question,
+    ]);
+    steps.extend([Step::Work(3), Step::Work(1), Step::Detach(5, false), Step::Allocate(0, 1)]);
+    steps.extend([Step::Work(3), Step::Work(2), Step::Call(2), Step::Work(2), Step::Work(4)]);
+    steps.extend([Step::Work(0), Step::Detach(4, true), Step::Question, Step::Restart(false)]);
+    steps.extend([Step::Join(1), Step::Join(1)]);
+    run(steps).unwrap();
+}
