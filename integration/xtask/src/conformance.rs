@@ -96,6 +96,7 @@ fn head(release: &Release) -> Result<String> {
         date.trim(),
         version(release),
         runc.lines().next().unwrap_or("runc"),
-        kernel.trim(),
+        // What follows is the distribution's own.
+        kernel.trim().split('-').next().unwrap_or_default(),
     ))
 }
