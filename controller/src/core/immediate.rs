@@ -196,11 +196,15 @@ impl Node {
         if self.processes.values().all(|p| p.ending.is_none()) {
             return;
         }
-        let waits = self.queue.in_order(self.now).iter().any(|key| self.is_urgent(key));
+        let order = self.queue.in_order(self.now);
+        let urgent = order.iter().filter(|key| self.is_urgent(key));
+        let most = urgent.filter_map(|key| Some(self.containers.get(key)?.policy.priority)).max();
         for process in self.processes.values_mut() {
             let Some(ending) = &mut process.ending else { continue };
-            let home = self.containers.get(&process.key).is_some_and(|c| c.goal == Goal::Home);
-            if !waits || !home || process.phase.is_off() {
+            // The one who asked may have been served, and only lesser ones wait.
+            let stays = |c: &Container| c.goal == Goal::Home && Some(c.policy.priority) <= most;
+            let in_the_way = self.containers.get(&process.key).is_some_and(stays);
+            if !in_the_way || process.phase.is_off() {
                 process.ending = None;
             } else if !ending.by_force && self.now.saturating_sub(ending.since) >= GRACE_MS {
                 ending.by_force = true;
