@@ -79,16 +79,42 @@ fn of_those_that_cannot_be_moved_the_last_to_come_are_ended_and_no_more_than_nee
     assert_eq!(asked, [pids[2]]);
 }
 
-#[test]
-fn who_does_not_end_when_asked_is_killed_after_a_while() {
-    let (mut world, asker) = asker(600);
+/// The pid of one that cannot be moved and does not end when asked.
+fn stubborn(world: &mut World) -> u32 {
     let mut id = world.running(2, 700);
     while world.agents[&id].pid % 2 == 1 {
         world.exit(id);
         id = world.running(2, 700);
     }
     world.agents.get_mut(&id).unwrap().fixed = true;
-    let pid = world.agents[&id].pid;
+    world.agents[&id].pid
+}
+
+/// The asker is gone, or only one of lower priority waits by now.
+#[test]
+fn who_was_asked_to_end_is_not_killed_when_nobody_may_ask_for_it_any_more() {
+    for gone in [true, false] {
+        let (mut world, asker) = asker(600);
+        let pid = stubborn(&mut world);
+        for _ in 0..100 {
+            if world.ended.is_empty() {
+                while_in_use(&mut world, &[], asker, 1);
+            }
+        }
+        assert_eq!(world.ended, [(pid, false)]);
+        match gone {
+            true => world.exit(asker),
+            false => world.node.containers.get_mut(&key(2)).unwrap().policy.priority = 5,
+        }
+        world.settle();
+        assert_eq!(world.ended, [(pid, false)], "gone: {gone}");
+    }
+}
+
+#[test]
+fn who_does_not_end_when_asked_is_killed_after_a_while() {
+    let (mut world, asker) = asker(600);
+    let pid = stubborn(&mut world);
     let asked = world.now;
     assert!(while_in_use(&mut world, &[], asker, 200));
     assert_eq!(world.ended, [(pid, false), (pid, true)]);
