@@ -20,7 +20,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use nix::unistd::Uid;
 
-use self::outcome::{Comparison, Outcomes};
+use self::{client::Client, outcome::Comparison};
 use crate::{build, deps, say};
 
 /// Which suites, and where the table goes.
@@ -34,12 +34,6 @@ pub struct Options {
     table: Option<PathBuf>,
 }
 
-/// A suite that was made ready.
-trait Suite {
-    /// Runs it, or the tests that the expression names. `ours`: not with the stock runtime.
-    fn run(&self, ours: bool, only: Option<&str>) -> Result<Outcomes>;
-}
-
 /// Runs everything, prints the table, and fails when ours fails where the stock one passes.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
@@ -50,7 +44,7 @@ pub fn run(options: &Options) -> Result<()> {
     let release = (releases.available.iter().find(|release| release.line == Line::V2))
         .context("no containerd 2 was found, which the suite belongs to")?;
     registry::serve()?;
-    let suite = client::Client::prepare(&artifacts, release)?;
+    let suite = Client::prepare(&artifacts, release)?;
     let comparison = compare(&suite, options.run.as_deref())?;
     let title = format!("containerd's client tests, {}", version(release));
     let table = comparison.table(&title);
@@ -65,7 +59,7 @@ pub fn run(options: &Options) -> Result<()> {
     }
 }
 
-fn compare(suite: &dyn Suite, only: Option<&str>) -> Result<Comparison> {
+fn compare(suite: &Client, only: Option<&str>) -> Result<Comparison> {
     say::step("The suite with the stock runtime");
     let stock = suite.run(false, only)?;
     say::step("The suite with ours");
