@@ -47,9 +47,10 @@ impl Profile {
 }
 
 /// Cargo packages, and the binaries that they give.
-const BINARIES: [(&str, &str); 5] = [
+const BINARIES: [(&str, &str); 6] = [
     ("affinode-shim", "containerd-shim-affinode-v1"),
     ("affinode-controller", "affinode"),
+    ("affinode-cluster", "affinode-cluster"),
     ("affinode-sim-gpud", "affinode-sim-gpud"),
     ("affinode-e2e", "affinode-keeper"),
     ("affinode-e2e", "affinode-gpu-suite"),

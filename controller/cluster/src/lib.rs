@@ -1,0 +1,16 @@
+//! What Affinode runs in a Kubernetes cluster, beside the controllers of its nodes.
+//!
+//! | module | what it does |
+//! | --- | --- |
+//! | [`webhook`] | gives GPU pods the runtime class while they are created |
+//! | [`cli`] | the command `affinode-cluster` |
+//!
+//! It is a crate of its own, so that no program on the path of a container carries a Kubernetes
+//! client. Nothing here is needed for a container to run or to come home: a cluster in which all
+//! of it is gone creates pods without the runtime class, and those that have it go on.
+
+pub mod cli;
+mod report;
+pub mod webhook;
+
+pub use cli::main;

@@ -1,0 +1,117 @@
+//! What the webhook knows of the cluster: the RuntimeClass, watched, and claims, read when a pod
+//! names them.
+
+use std::{sync::Arc, time::Duration};
+
+use futures_util::StreamExt;
+use k8s_openapi::api::{
+    node::v1::RuntimeClass,
+    resource::v1::{DeviceClaim, ResourceClaim, ResourceClaimTemplate},
+};
+use kube::{
+    Api, Client,
+    runtime::{
+        WatchStreamExt,
+        reflector::{self, ObjectRef, Store},
+        watcher,
+    },
+};
+
+use super::decide::{ClaimName, Claims};
+use crate::report;
+
+/// Claims that are read for one pod; the API allows no more.
+const CLAIMS: usize = 32;
+/// Time to read all claims of a pod: the API server waits for us meanwhile.
+const TIME: Duration = Duration::from_secs(2);
+
+/// A cluster.
+#[derive(Clone)]
+pub struct Cluster {
+    client: Client,
+    name: String,
+    class: Store<RuntimeClass>,
+}
+
+impl Cluster {
+    /// A cluster whose RuntimeClass of that name is watched, for as long as the runtime runs.
+    #[must_use]
+    pub fn watch(client: Client, name: &str) -> Cluster {
+        let (class, writer) = reflector::store();
+        let only = watcher::Config::default().fields(&format!("metadata.name={name}"));
+        let events = watcher(Api::all(client.clone()), only).default_backoff();
+        tokio::spawn(reflector::reflector(writer, events).for_each(|event| async {
+            if let Err(error) = event {
+                tracing::warn!("the RuntimeClass cannot be watched: {}", report::chain(&error));
+            }
+        }));
+        Cluster { client, name: name.to_owned(), class }
+    }
+
+    /// Waits until it is known whether there is the RuntimeClass.
+    pub async fn ready(&self) {
+        // It ends with an error when the watch has ended, and so has the runtime.
+        let _ = self.class.wait_until_ready().await;
+    }
+
+    /// The RuntimeClass, as it was seen last.
+    #[must_use]
+    pub fn class(&self) -> Option<Arc<RuntimeClass>> {
+        self.class.get(&ObjectRef::new(&self.name))
+    }
+
+    /// The device classes of claims.
+    pub async fn claims(&self, namespace: &str, names: Vec<ClaimName>) -> Claims {
+        let mut claims: Claims = names.iter().map(|name| (name.clone(), None)).collect();
+        let read = async {
+            for name in names.into_iter().take(CLAIMS) {
+                match self.claim(namespace, &name).await {
+                    Ok(devices) => {
+                        claims.insert(name, Some(classes(devices)));
+                    }
+                    Err(error) => {
+                        let error = report::chain(&error);
+                        tracing::warn!("{name} of namespace {namespace} cannot be read: {error}");
+                    }
+                }
+            }
+        };
+        if tokio::time::timeout(TIME, read).await.is_err() {
+            tracing::warn!("claims of namespace {namespace} were not read within {TIME:?}");
+        }
+        claims
+    }
+
+    async fn claim(
+        &self,
+        namespace: &str,
+        name: &ClaimName,
+    ) -> Result<Option<DeviceClaim>, kube::Error> {
+        Ok(match name {
+            ClaimName::Claim(name) => {
+                let api: Api<ResourceClaim> = Api::namespaced(self.client.clone(), namespace);
+                api.get(name).await?.spec.and_then(|spec| spec.devices)
+            }
+            ClaimName::Template(name) => {
+                let api: Api<ResourceClaimTemplate> =
+                    Api::namespaced(self.client.clone(), namespace);
+                let template = api.get(name).await?.spec;
+                template.and_then(|template| template.spec).and_then(|spec| spec.devices)
+            }
+        })
+    }
+}
+
+/// The device classes that a claim can be fulfilled from. A claim with admin access watches a
+/// device that others use: it holds nothing that could be given back.
+fn classes(devices: Option<DeviceClaim>) -> Vec<String> {
+    let requests = devices.into_iter().flat_map(|devices| devices.requests).flatten();
+    requests
+        .flat_map(|request| {
+            let exactly = request.exactly.filter(|exactly| exactly.admin_access != Some(true));
+            let any = request.first_available.into_iter().flatten();
+            let any = any.map(|request| request.device_class_name);
+            any.chain(exactly.map(|exactly| exactly.device_class_name)).collect::<Vec<_>>()
+        })
+        .collect()
+}

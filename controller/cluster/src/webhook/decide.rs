@@ -1,0 +1,350 @@
+//! Whether a pod gets the runtime class, without I/O.
+//!
+//! ```text
+//!  pod ──> opted out? bound to a node? another class? ──yes──> Leave(why)
+//!            │ no
+//!            ├── asks for a GPU by resource ─────────────┐
+//!            ├── has claims ──> Ask ──answers──> a GPU ──┤
+//!            └── neither ──> Leave(NoGpu)                v
+//!                        would the API server refuse it with the class? ──yes──> Leave(why)
+//!                                                        │ no
+//!                                                        v
+//!                                                     Inject
+//! ```
+//!
+//! A pod that would have been created without us is created with us. So the class is not given
+//! where its admission would then fail: when there is no such RuntimeClass, when its node
+//! selector contradicts the pod's, when the pod brings an overhead of its own. What the class
+//! carries itself (overhead, node selector, tolerations) is not part of the patch: the API server
+//! runs its own admission, RuntimeClass among it, once more over what a webhook changed.
+//!
+//! `hostPID`, `hostNetwork`, `privileged` and the like are no reason to leave a pod: the shim
+//! hands on what it does not know, and a process moves its own state, whatever namespace it
+//! is in. What cannot be moved for such a reason is told by the node's controller.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use json_patch::{AddOperation, Patch, PatchOperation, RemoveOperation, jsonptr::PointerBuf};
+use k8s_openapi::{
+    api::{
+        core::v1::{Container, Pod, PodSpec},
+        node::v1::RuntimeClass,
+    },
+    apimachinery::pkg::api::resource::Quantity,
+};
+
+use super::rules::{self, IGNORE, INJECT, Rules};
+
+/// Annotation of the copy that a kubelet shows of a pod from its own files.
+const MIRROR: &str = "kubernetes.io/config.mirror";
+/// Label of nodes, by which older pods say that they are Windows pods.
+const OS: &str = "kubernetes.io/os";
+
+/// What becomes of a pod.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Decision {
+    /// It gets the class.
+    Inject {
+        /// What is changed in it.
+        patch: Patch,
+        /// What makes it a GPU pod: the name of a resource or of a device class.
+        because: String,
+    },
+    /// It stays as it is.
+    Leave(Left),
+    /// These claims decide: read them, and ask again.
+    Ask(BTreeSet<ClaimName>),
+}
+
+/// A claim of devices, as a pod names it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum ClaimName {
+    /// A ResourceClaim of the pod's namespace.
+    Claim(String),
+    /// A ResourceClaimTemplate of the pod's namespace.
+    Template(String),
+}
+
+impl std::fmt::Display for ClaimName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            ClaimName::Claim(name) => write!(f, "ResourceClaim {name}"),
+            ClaimName::Template(name) => write!(f, "ResourceClaimTemplate {name}"),
+        }
+    }
+}
+
+/// The device classes of claims that were read; nothing for one that could not be.
+pub type Claims = BTreeMap<ClaimName, Option<Vec<String>>>;
+
+/// Why a pod stays as it is.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Left {
+    /// The review is about something else.
+    #[error("only the creation of a pod is looked at")]
+    NotACreation,
+    /// An operator's choice.
+    #[error("its namespace is excluded")]
+    Namespace,
+    /// The pod's choice, by label.
+    #[error("the pod has the label {INJECT}={IGNORE}")]
+    Label,
+    /// The pod's choice, by annotation.
+    #[error("the pod has the annotation {INJECT}=false")]
+    Annotation,
+    /// A pod of a kubelet's own files runs already: this is only its copy.
+    #[error("it is the copy of a static pod, which runs already")]
+    Mirror,
+    /// There is no shim for it.
+    #[error("it is a Windows pod")]
+    Windows,
+    /// It has what it would get.
+    #[error("it has the runtime class already")]
+    Already,
+    /// It wants something else.
+    #[error("it chose the runtime class {0}")]
+    OtherClass(String),
+    /// Nothing to give back.
+    #[error("it asks for no GPU")]
+    NoGpu,
+    /// What it claims is not known.
+    #[error("{0} cannot be read, so whether it is a GPU is not known")]
+    Claim(ClaimName),
+    /// No scheduler looks for a node with the runtime.
+    #[error("it is bound to a node, which may not have the runtime")]
+    Bound,
+    /// It would be refused.
+    #[error("there is no RuntimeClass {0}")]
+    NoClass(String),
+    /// It would be refused.
+    #[error("its node selector {key}={pod} contradicts the runtime class, which has {class}")]
+    Selector {
+        /// The label.
+        key: String,
+        /// The pod's value.
+        pod: String,
+        /// The class's.
+        class: String,
+    },
+    /// It would be refused.
+    #[error("it has an overhead of its own")]
+    Overhead,
+}
+
+impl Left {
+    /// A word for metrics and audit logs.
+    #[must_use]
+    pub fn word(&self) -> &'static str {
+        match self {
+            Left::NotACreation => "not-a-creation",
+            Left::Namespace => "namespace-excluded",
+            Left::Label | Left::Annotation => "opted-out",
+            Left::Mirror => "mirror-pod",
+            Left::Windows => "windows",
+            Left::Already => "already",
+            Left::OtherClass(_) => "other-class",
+            Left::NoGpu => "no-gpu",
+            Left::Claim(_) => "claim-unknown",
+            Left::Bound => "bound-to-node",
+            Left::NoClass(_) => "no-class",
+            Left::Selector { .. } => "node-selector",
+            Left::Overhead => "overhead",
+        }
+    }
+
+    /// Whether who creates the pod should be told: it is a GPU pod that nobody wanted to leave.
+    #[must_use]
+    pub fn warns(&self) -> bool {
+        matches!(
+            self,
+            Left::Claim(_)
+                | Left::Bound
+                | Left::NoClass(_)
+                | Left::Selector { .. }
+                | Left::Overhead
+        )
+    }
+}
+
+/// What becomes of a pod that is created in a namespace, with the RuntimeClass as it is now.
+#[must_use]
+pub fn decide(
+    pod: &Pod,
+    namespace: &str,
+    rules: &Rules,
+    class: Option<&RuntimeClass>,
+    claims: &Claims,
+) -> Decision {
+    match judge(pod, namespace, rules, class, claims) {
+        Ok(decision) => decision,
+        Err(left) => Decision::Leave(left),
+    }
+}
+
+fn judge(
+    pod: &Pod,
+    namespace: &str,
+    rules: &Rules,
+    class: Option<&RuntimeClass>,
+    claims: &Claims,
+) -> Result<Decision, Left> {
+    let Some(spec) = &pod.spec else { return Err(Left::NoGpu) };
+    chosen(pod, spec, namespace, rules)?;
+    let because = match gpu_resource(spec, rules) {
+        Some(resource) => resource,
+        None => match gpu_claim(spec, rules, claims)? {
+            Claimed::Gpu(class) => class,
+            Claimed::Unknown(unread) => return Ok(Decision::Ask(unread)),
+        },
+    };
+    if bound(spec) {
+        return Err(Left::Bound);
+    }
+    let class = class.ok_or_else(|| Left::NoClass(rules.runtime_class.clone()))?;
+    fits(spec, class)?;
+    Ok(Decision::Inject { patch: patch(spec, &rules.runtime_class), because })
+}
+
+/// What pod and operator chose.
+fn chosen(pod: &Pod, spec: &PodSpec, namespace: &str, rules: &Rules) -> Result<(), Left> {
+    let has = |map: &Option<BTreeMap<String, String>>, key: &str, value: &str| {
+        map.as_ref().and_then(|map| map.get(key)).is_some_and(|held| held == value)
+    };
+    if rules::any(&rules.excluded_namespaces, namespace) {
+        return Err(Left::Namespace);
+    }
+    if has(&pod.metadata.labels, INJECT, IGNORE) {
+        return Err(Left::Label);
+    }
+    if has(&pod.metadata.annotations, INJECT, "false") {
+        return Err(Left::Annotation);
+    }
+    if pod.metadata.annotations.as_ref().is_some_and(|map| map.contains_key(MIRROR)) {
+        return Err(Left::Mirror);
+    }
+    let windows = spec.os.as_ref().is_some_and(|os| os.name == "windows");
+    if windows || has(&spec.node_selector, OS, "windows") {
+        return Err(Left::Windows);
+    }
+    match spec.runtime_class_name.as_deref() {
+        Some(name) if name == rules.runtime_class => Err(Left::Already),
+        Some(name) if !name.is_empty() && !rules.replaced_classes.iter().any(|r| r == name) => {
+            Err(Left::OtherClass(name.to_owned()))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Those that can ask for devices: an ephemeral container cannot, it uses what the pod has.
+fn containers(spec: &PodSpec) -> impl Iterator<Item = &Container> {
+    spec.init_containers.iter().flatten().chain(&spec.containers)
+}
+
+/// The resource by which it asks for a GPU.
+fn gpu_resource(spec: &PodSpec, rules: &Rules) -> Option<String> {
+    containers(spec)
+        .filter_map(|container| container.resources.as_ref())
+        .flat_map(|resources| resources.limits.iter().chain(&resources.requests).flatten())
+        .find(|(name, quantity)| rules::any(&rules.resources, name) && !is_zero(quantity))
+        .map(|(name, _)| name.clone())
+}
+
+/// `0`, `0.0`, `0k`: a quantity whose number has no other digit.
+fn is_zero(quantity: &Quantity) -> bool {
+    let number = quantity.0.split(['e', 'E']).next().unwrap_or_default();
+    !number.chars().any(|c| ('1'..='9').contains(&c))
+}
+
+enum Claimed {
+    Gpu(String),
+    Unknown(BTreeSet<ClaimName>),
+}
+
+/// The device class by which it claims a GPU, or the claims that have to be read first.
+fn gpu_claim(spec: &PodSpec, rules: &Rules, claims: &Claims) -> Result<Claimed, Left> {
+    let used: BTreeSet<&str> = containers(spec)
+        .filter_map(|container| container.resources.as_ref())
+        .flat_map(|resources| resources.claims.iter().flatten())
+        .map(|claim| claim.name.as_str())
+        .collect();
+    let names: BTreeSet<ClaimName> = spec
+        .resource_claims
+        .iter()
+        .flatten()
+        .filter(|claim| used.contains(claim.name.as_str()))
+        .filter_map(|claim| {
+            match (&claim.resource_claim_name, &claim.resource_claim_template_name) {
+                (Some(name), _) => Some(ClaimName::Claim(name.clone())),
+                (None, Some(name)) => Some(ClaimName::Template(name.clone())),
+                (None, None) => None,
+            }
+        })
+        .collect();
+    let classes = names.iter().filter_map(|name| claims.get(name)).flatten().flatten();
+    if let Some(class) = classes.into_iter().find(|c| rules::any(&rules.device_classes, c)) {
+        return Ok(Claimed::Gpu(class.clone()));
+    }
+    let unread: BTreeSet<ClaimName> =
+        names.iter().filter(|name| !claims.contains_key(name)).cloned().collect();
+    if !unread.is_empty() {
+        return Ok(Claimed::Unknown(unread));
+    }
+    match names.into_iter().find(|name| claims.get(name) == Some(&None)) {
+        Some(name) => Err(Left::Claim(name)),
+        None => Err(Left::NoGpu),
+    }
+}
+
+/// Whether its node is chosen already: by name, or as the controller of DaemonSets does it.
+fn bound(spec: &PodSpec) -> bool {
+    let by_field = spec
+        .affinity
+        .as_ref()
+        .and_then(|affinity| affinity.node_affinity.as_ref())
+        .and_then(|node| node.required_during_scheduling_ignored_during_execution.as_ref())
+        .is_some_and(|required| {
+            let mut fields =
+                required.node_selector_terms.iter().flat_map(|t| t.match_fields.iter().flatten());
+            fields.any(|field| field.key == "metadata.name" && field.operator == "In")
+        });
+    by_field || spec.node_name.as_ref().is_some_and(|name| !name.is_empty())
+}
+
+/// Whether the API server would still take it with the class.
+fn fits(spec: &PodSpec, class: &RuntimeClass) -> Result<(), Left> {
+    let wanted = class.scheduling.as_ref().and_then(|s| s.node_selector.as_ref());
+    for (key, value) in wanted.into_iter().flatten() {
+        let own = spec.node_selector.as_ref().and_then(|selector| selector.get(key));
+        if let Some(own) = own.filter(|own| *own != value) {
+            let (key, pod, class) = (key.clone(), own.clone(), value.clone());
+            return Err(Left::Selector { key, pod, class });
+        }
+    }
+    // The overhead of a class that is replaced was put there by the API server.
+    if has_overhead(spec) && chosen_class(spec).is_none() {
+        return Err(Left::Overhead);
+    }
+    Ok(())
+}
+
+fn has_overhead(spec: &PodSpec) -> bool {
+    spec.overhead.as_ref().is_some_and(|overhead| !overhead.is_empty())
+}
+
+fn chosen_class(spec: &PodSpec) -> Option<&str> {
+    spec.runtime_class_name.as_deref().filter(|name| !name.is_empty())
+}
+
+/// The class, and nothing of the class before it.
+fn patch(spec: &PodSpec, class: &str) -> Patch {
+    let at = |field: &str| PointerBuf::from_tokens(["spec", field]);
+    let add = AddOperation { path: at("runtimeClassName"), value: class.into() };
+    let mut operations = vec![PatchOperation::Add(add)];
+    if has_overhead(spec) {
+        operations.push(PatchOperation::Remove(RemoveOperation { path: at("overhead") }));
+    }
+    Patch(operations)
+}
+
+#[cfg(test)]
+mod tests;

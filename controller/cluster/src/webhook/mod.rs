@@ -1,0 +1,108 @@
+//! A mutating admission webhook: pods that ask for a GPU get the runtime class, so that no
+//! manifest has to name it.
+//!
+//! ```text
+//!  API server ──AdmissionReview──> [`serve`] ──> [`review`] ──> [`decide`] ──> JSON patch, or none
+//!                                     │                            │
+//!                                   [`tls`]                  [`rules`], [`cluster`]
+//! ```
+//!
+//! Decisions are pure; what they need to know is watched, or read within two seconds. Where
+//! anything is missing, a pod is created as it was written: the answer is always `allowed`, and
+//! the `failurePolicy` of the MutatingWebhookConfiguration is to be `Ignore`.
+
+pub mod cluster;
+pub mod decide;
+pub mod metrics;
+pub mod review;
+pub mod rules;
+pub mod serve;
+pub mod tls;
+
+use std::{io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+
+use clap::Args;
+use kube::Client;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_rustls::rustls::crypto;
+
+use cluster::Cluster;
+use rules::Rules;
+use serve::{Door, Source};
+use tls::{Shown, TlsError};
+
+/// How long it answers after it was told to stop: until the last API server knows that it goes.
+const FAREWELL: Duration = Duration::from_secs(5);
+
+/// How the webhook runs.
+#[derive(Args, Clone, Debug)]
+pub struct Options {
+    /// Where it listens.
+    #[arg(long, value_name = "ADDRESS", default_value = "[::]:8443", env = "AFFINODE_LISTEN")]
+    listen: SocketAddr,
+    /// The certificate that it shows, a PEM file that others may renew.
+    #[arg(long, value_name = "FILE", env = "AFFINODE_TLS_CERT_FILE")]
+    tls_cert_file: PathBuf,
+    /// The certificate's key, a PEM file.
+    #[arg(long, value_name = "FILE", env = "AFFINODE_TLS_KEY_FILE")]
+    tls_key_file: PathBuf,
+    #[command(flatten)]
+    rules: Rules,
+}
+
+/// Why it does not run.
+#[derive(Debug, thiserror::Error)]
+pub enum WebhookError {
+    /// It cannot listen.
+    #[error("cannot listen on {0}; choose another address with --listen")]
+    Listen(SocketAddr, #[source] io::Error),
+    /// No runtime, no signals: the machine is out of something.
+    #[error("cannot start")]
+    Start(#[source] io::Error),
+    /// It does not know where the API server is.
+    #[error(
+        "no API server: run in a pod whose service account token is mounted, or with KUBECONFIG"
+    )]
+    Cluster(#[source] kube::Error),
+    /// The files that were named are of no use.
+    #[error("there is no certificate to show")]
+    Papers(#[from] TlsError),
+}
+
+/// Serves until SIGTERM or SIGINT.
+///
+/// # Errors
+/// [`WebhookError`].
+pub fn run(options: &Options) -> Result<(), WebhookError> {
+    // Whoever installed one before us installed the same.
+    let _ = crypto::ring::default_provider().install_default();
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(WebhookError::Start)?
+        .block_on(serve_all(options))
+}
+
+async fn serve_all(options: &Options) -> Result<(), WebhookError> {
+    let mut term = signal(SignalKind::terminate()).map_err(WebhookError::Start)?;
+    let mut int = signal(SignalKind::interrupt()).map_err(WebhookError::Start)?;
+    let shown = Arc::new(Shown::default());
+    let (cert, key) = (options.tls_cert_file.clone(), options.tls_key_file.clone());
+    shown.show(&tls::read(&cert, &key)?)?;
+    let client = Client::try_default().await.map_err(WebhookError::Cluster)?;
+    let cluster = Cluster::watch(client, &options.rules.runtime_class);
+    let door = Door::new(options.rules.clone(), cluster, Source::Files { cert, key }, shown);
+    let listener = serve::listen(options.listen)
+        .await
+        .map_err(|error| WebhookError::Listen(options.listen, error))?;
+    tracing::info!("listening on {}", options.listen);
+    let serving = tokio::spawn(serve::serve(listener, Arc::new(door)));
+    tokio::select! {
+        _ = term.recv() => {}
+        _ = int.recv() => {}
+    }
+    tracing::info!("told to stop: answering for {FAREWELL:?} more");
+    tokio::time::sleep(FAREWELL).await;
+    serving.abort();
+    Ok(())
+}

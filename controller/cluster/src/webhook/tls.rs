@@ -1,0 +1,118 @@
+//! The certificate that is shown, which changes while connections come in.
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use tokio_rustls::rustls::{
+    self, ServerConfig, crypto,
+    pki_types::{CertificateDer, PrivateKeyDer, pem, pem::PemObject},
+};
+
+/// Why there is no certificate to show.
+#[derive(Debug, thiserror::Error)]
+pub enum TlsError {
+    /// A file cannot be read.
+    #[error("cannot read {}, which {option} names", path.display())]
+    File {
+        /// The option of the command.
+        option: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// It holds something else.
+    #[error("the {0} is no PEM file of one")]
+    Pem(&'static str, #[source] pem::Error),
+    /// They do not belong together.
+    #[error("certificate and key do not belong together")]
+    Pair(#[from] rustls::Error),
+}
+
+/// A certificate and its key, as PEM files have them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pair {
+    /// The certificate, and those between it and the authority.
+    pub cert: Vec<u8>,
+    /// Its private key.
+    pub key: Vec<u8>,
+}
+
+impl Pair {
+    /// When the certificate ends, in Unix time.
+    fn not_after(&self) -> Option<i64> {
+        let der = CertificateDer::from_pem_slice(&self.cert).ok()?;
+        let (_, certificate) = x509_parser::parse_x509_certificate(&der).ok()?;
+        Some(certificate.validity().not_after.timestamp())
+    }
+
+    fn config(&self) -> Result<ServerConfig, TlsError> {
+        let certificates = CertificateDer::pem_slice_iter(&self.cert)
+            .collect::<Result<Vec<_>, _>>()
+            .map_err(|e| TlsError::Pem("certificate", e))?;
+        let key = PrivateKeyDer::from_pem_slice(&self.key).map_err(|e| TlsError::Pem("key", e))?;
+        Ok(ServerConfig::builder_with_provider(Arc::new(crypto::ring::default_provider()))
+            .with_safe_default_protocol_versions()?
+            .with_no_client_auth()
+            .with_single_cert(certificates, key)?)
+    }
+}
+
+/// What is shown at the next connection. It is replaced whole, and what is of no use replaces nothing.
+#[derive(Debug, Default)]
+pub struct Shown(Mutex<Option<Current>>);
+
+#[derive(Debug)]
+struct Current {
+    pair: Pair,
+    config: Arc<ServerConfig>,
+    not_after_seconds: Option<i64>,
+}
+
+impl Shown {
+    /// Shows these from now on. Says whether they are others than before.
+    ///
+    /// # Errors
+    /// [`TlsError`]; those before are shown further.
+    pub fn show(&self, pair: &Pair) -> Result<bool, TlsError> {
+        let mut shown = self.lock();
+        if shown.as_ref().is_some_and(|current| current.pair == *pair) {
+            return Ok(false);
+        }
+        let config = Arc::new(pair.config()?);
+        *shown = Some(Current { pair: pair.clone(), config, not_after_seconds: pair.not_after() });
+        Ok(true)
+    }
+
+    /// What is shown, when there is something.
+    #[must_use]
+    pub fn config(&self) -> Option<Arc<ServerConfig>> {
+        self.lock().as_ref().map(|current| Arc::clone(&current.config))
+    }
+
+    /// When it ends, in Unix time.
+    #[must_use]
+    pub fn not_after_seconds(&self) -> Option<i64> {
+        self.lock().as_ref().and_then(|current| current.not_after_seconds)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Current>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Reads a pair of files.
+///
+/// # Errors
+/// [`TlsError::File`].
+pub fn read(cert: &Path, key: &Path) -> Result<Pair, TlsError> {
+    let read = |option, path: &Path| {
+        let fail = |source| TlsError::File { option, path: path.to_owned(), source };
+        std::fs::read(path).map_err(fail)
+    };
+    Ok(Pair { cert: read("--tls-cert-file", cert)?, key: read("--tls-key-file", key)? })
+}
