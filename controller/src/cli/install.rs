@@ -53,10 +53,17 @@ pub struct Show {
     /// Below it are bin and lib/affinode.
     #[arg(long, value_name = "DIR", default_value = "/usr/local")]
     prefix: PathBuf,
+    /// The node's root, where this runs in a container.
+    #[arg(long, value_name = "DIR")]
+    host_root: Option<PathBuf>,
 }
 
 #[derive(Debug, clap::Args)]
 struct Places {
+    /// The node's root, where this runs in a container: /proc/1/root with the node's pid
+    /// namespace. All other paths, but that of --from, are then the node's.
+    #[arg(long, value_name = "DIR")]
+    host_root: Option<PathBuf>,
     /// containerd's socket; where distributions put it when left out.
     #[arg(long, value_name = "SOCKET", env = "CONTAINERD_ADDRESS")]
     containerd: Option<PathBuf>,
@@ -87,12 +94,16 @@ enum RestartMode {
 }
 
 impl Places {
-    fn options(self, runtime_name: String) -> Options {
+    /// On the node from here on, where that is elsewhere.
+    fn options(self, runtime_name: String) -> Result<Options, CliError> {
+        if let Some(root) = &self.host_root {
+            install::enter(root)?;
+        }
         let restart = match self.restart_mode {
             RestartMode::Systemd => Restart::Systemd { unit: self.unit },
             RestartMode::None => Restart::None,
         };
-        Options {
+        Ok(Options {
             containerd: self.containerd,
             prefix: self.prefix,
             state_dir: self.state_dir,
@@ -100,7 +111,7 @@ impl Places {
             restart,
             drain: Duration::ZERO,
             dry_run: self.dry_run,
-        }
+        })
     }
 }
 
@@ -109,18 +120,21 @@ pub fn install(out: &mut dyn Write, asked: Install) -> Result<(), CliError> {
         Some(folder) => Source::of(folder)?,
         None => Source::of(&own_folder()?)?,
     };
-    let options = asked.places.options(asked.runtime_name);
+    let options = asked.places.options(asked.runtime_name)?;
     print(out, options.dry_run, &install::install(&options, &source)?)
 }
 
 pub fn uninstall(out: &mut dyn Write, asked: Uninstall) -> Result<(), CliError> {
     let options =
-        Options { drain: asked.drain.unwrap_or_default(), ..asked.places.options(String::new()) };
+        Options { drain: asked.drain.unwrap_or_default(), ..asked.places.options(String::new())? };
     print(out, options.dry_run, &install::uninstall(&options)?)
 }
 
 pub fn status(out: &mut dyn Write, asked: Show) -> Result<(), CliError> {
-    let Show { output, containerd, state_dir, prefix } = asked;
+    let Show { output, containerd, state_dir, prefix, host_root } = asked;
+    if let Some(root) = &host_root {
+        install::enter(root)?;
+    }
     let options = Options {
         containerd,
         prefix,

@@ -5,6 +5,7 @@ use std::{
     io::{self, Write},
     os::unix::fs::{OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use affinode_proto::paths;
@@ -15,11 +16,12 @@ use crate::doctor::{library, programs::SHIM};
 /// The command.
 const COMMAND: &str = "affinode";
 
-/// What is to be installed.
-#[derive(Clone, Debug)]
+/// What is to be installed, read whole: it may lie where the node's own files cannot be seen.
+#[derive(Clone)]
 pub struct Source {
-    programs: PathBuf,
-    library: PathBuf,
+    command: Arc<[u8]>,
+    shim: Arc<[u8]>,
+    library: Arc<[u8]>,
 }
 
 /// Why a file is not put in place or taken away.
@@ -67,29 +69,35 @@ impl Source {
             folder.join("lib/affinode"),
         ];
         let find = |file: &'static str| {
-            let holds = places.iter().find(|place| place.join(file).is_file());
-            holds.cloned().ok_or(FileError::Missing { file, folder: folder.to_owned() })
+            let found = places.iter().map(|place| place.join(file)).find(|path| path.is_file());
+            found.ok_or(FileError::Missing { file, folder: folder.to_owned() })
         };
-        find(COMMAND)?;
-        let programs = find(SHIM)?;
-        let library = find(paths::LIB_FILE)?.join(paths::LIB_FILE);
-        library::loadable(&read(&library)?)
-            .map_err(|why| FileError::Library { path: library.clone(), why })?;
-        Ok(Source { programs, library })
+        let path = find(paths::LIB_FILE)?;
+        let library = read(&path)?;
+        library::loadable(&library).map_err(|why| FileError::Library { path, why })?;
+        Ok(Source {
+            command: read(&find(COMMAND)?)?.into(),
+            shim: read(&find(SHIM)?)?.into(),
+            library: library.into(),
+        })
     }
 
     /// Each file, where it goes, and its mode.
-    pub(super) fn places(&self, prefix: &Path) -> [(PathBuf, PathBuf, u32); 3] {
-        let bin = |name: &str| (self.programs.join(name), prefix.join("bin").join(name), 0o755);
+    pub(super) fn places(&self, prefix: &Path) -> [(Arc<[u8]>, PathBuf, u32); 3] {
+        let bin =
+            |bytes: &Arc<[u8]>, name| (Arc::clone(bytes), prefix.join("bin").join(name), 0o755);
         let library = prefix.join("lib/affinode").join(paths::LIB_FILE);
-        [bin(COMMAND), bin(SHIM), (self.library.clone(), library, 0o644)]
+        [
+            bin(&self.command, COMMAND),
+            bin(&self.shim, SHIM),
+            (Arc::clone(&self.library), library, 0o644),
+        ]
     }
 }
 
 /// A file that is not there yet, or is another one.
-#[derive(Debug)]
 pub struct Change {
-    from: PathBuf,
+    content: Arc<[u8]>,
     to: PathBuf,
     mode: u32,
     replaces: bool,
@@ -112,7 +120,7 @@ impl Change {
         if let Some(folder) = self.to.parent() {
             fs::create_dir_all(folder).map_err(failed)?;
         }
-        replace(&self.to, &read(&self.from)?, Some(self.mode)).map_err(failed)
+        replace(&self.to, &self.content, Some(self.mode)).map_err(failed)
     }
 }
 
@@ -124,16 +132,15 @@ impl fmt::Display for Change {
 }
 
 /// What differs from what is there.
-pub fn plan(source: &Source, prefix: &Path) -> Result<Vec<Change>, FileError> {
+pub fn plan(source: &Source, prefix: &Path) -> Vec<Change> {
     let mut changes = Vec::new();
-    for (from, to, mode) in source.places(prefix) {
-        let wanted = read(&from)?;
+    for (content, to, mode) in source.places(prefix) {
         let there = fs::read(&to).ok();
-        if there.as_ref() != Some(&wanted) {
-            changes.push(Change { from, to, mode, replaces: there.is_some() });
+        if there.as_deref() != Some(&*content) {
+            changes.push(Change { content, to, mode, replaces: there.is_some() });
         }
     }
-    Ok(changes)
+    changes
 }
 
 /// Writes a file whole, or not at all; the mode stays what it was unless one is given.
@@ -174,10 +181,14 @@ pub fn remove(path: &Path) -> Result<(), FileError> {
     }
 }
 
-/// Its content's SHA-256, in hexadecimal.
+/// A file's SHA-256, in hexadecimal.
 pub fn digest(path: &Path) -> Result<String, FileError> {
-    let digest = Sha256::digest(read(path)?);
-    Ok(digest.iter().map(|byte| format!("{byte:02x}")).collect())
+    Ok(digest_of(&read(path)?))
+}
+
+/// A content's SHA-256, in hexadecimal.
+pub fn digest_of(content: &[u8]) -> String {
+    Sha256::digest(content).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// The file that an installer holds locked.

@@ -78,6 +78,18 @@ pub enum InstallError {
     /// The record.
     #[error(transparent)]
     Record(#[from] RecordError),
+    /// The node's root is not to be had.
+    #[error(
+        "cannot enter {}, the node's root: that takes root with CAP_SYS_CHROOT; for /proc/1/root also the node's pid namespace and CAP_SYS_PTRACE",
+        root.display()
+    )]
+    HostRoot {
+        /// As it was named.
+        root: PathBuf,
+        /// Why not.
+        #[source]
+        source: std::io::Error,
+    },
     /// Containers would lose their shim.
     #[error(
         "{} of Affinode: end their containers first, containerd would lose them; --drain waits for their end",
@@ -91,6 +103,17 @@ pub enum InstallError {
 
 /// What was done, or would be, line by line.
 pub type Steps = Vec<String>;
+
+/// Goes to the node whose root is `root`, from a container: from here on all paths of this
+/// process are the node's, and what it runs is.
+///
+/// # Errors
+/// [`InstallError::HostRoot`].
+pub fn enter(root: &Path) -> Result<(), InstallError> {
+    let failed = |source| InstallError::HostRoot { root: root.to_owned(), source };
+    std::os::unix::fs::chroot(root).map_err(failed)?;
+    std::env::set_current_dir("/").map_err(failed)
+}
 
 /// Installs.
 ///
@@ -110,7 +133,7 @@ pub fn install(options: &Options, source: &Source) -> Result<Steps, InstallError
         Some(older) => (None, !older.settled),
         None => (Some(Edit::plan(&node.config_file(), &before, name)?), true),
     };
-    let changes = files::plan(source, &options.prefix)?;
+    let changes = files::plan(source, &options.prefix);
     let mut steps: Steps = changes.iter().map(Change::to_string).collect();
     steps.extend(edit.iter().map(Edit::to_string));
     if restarts {
@@ -123,7 +146,7 @@ pub fn install(options: &Options, source: &Source) -> Result<Steps, InstallError
         return Ok(steps);
     }
     let fresh = older.is_none() && !changes.iter().any(Change::replaces);
-    let mut record = Record::of(&options.prefix, source, older, edit.as_ref())?;
+    let mut record = Record::of(&options.prefix, source, older, edit.as_ref());
     record.write(&options.state_dir)?;
     let made = put(options, &node, &before, &changes, edit.as_ref(), restarts);
     if made.is_err() && fresh {

@@ -68,10 +68,10 @@ impl Record {
         source: &Source,
         older: Option<Record>,
         edit: Option<&Edit>,
-    ) -> Result<Record, FileError> {
+    ) -> Record {
         let mut files = Vec::new();
-        for (from, path, _) in source.places(prefix) {
-            files.push(Installed { sha256: files::digest(&from)?, path });
+        for (content, path, _) in source.places(prefix) {
+            files.push(Installed { sha256: files::digest_of(&content), path });
         }
         let mut block = edit.map(|edit| edit.added.clone());
         if let Some(older) = older {
@@ -80,7 +80,7 @@ impl Record {
             files.extend(left);
             block = block.or(older.block);
         }
-        Ok(Record { version: VERSION, files, settled: false, block })
+        Record { version: VERSION, files, settled: false, block }
     }
 
     /// Reads it; `None` where nothing is installed.

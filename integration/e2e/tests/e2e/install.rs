@@ -167,6 +167,37 @@ fn a_node_is_installed_serves_pods_and_is_as_it_was(world: &World) -> Result<()>
     Ok(())
 }
 
+/// As a container of the node does it: containerd, its configuration and the place of the files
+/// cannot be seen from there.
+#[test]
+fn a_node_is_installed_from_a_container_of_it() -> Result<()> {
+    let world = Recipe::default().cri().world()?;
+    let place = Place::new(&world)?;
+    let original = fs::read(&place.config)?;
+    let root = format!("/proc/{}/root", world.keeper().pid());
+    let inside = |verb: &str, more: &[&str]| -> Result<Output> {
+        let own = place.command(verb, &[&["--host-root", &root], more].concat())?;
+        let script = format!("mount -t tmpfs none {} && exec \"$@\"", world.dir().display());
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-c", &script, "sh"]);
+        command.arg(own.get_program()).args(own.get_args());
+        Ok(command.output()?)
+    };
+    let out = inside("install", &["--restart-mode", "none"])?;
+    ensure!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    ensure!(place.file("bin/containerd-shim-affinode-v1").is_file());
+    ensure!(fs::read(&place.config)? != original);
+    let out = inside("status", &[])?;
+    ensure!(String::from_utf8_lossy(&out.stdout).contains("restart containerd"), "{out:?}");
+    let out = inside("uninstall", &["--restart-mode", "none"])?;
+    ensure!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    ensure!(fs::read(&place.config)? == original);
+    ensure!(!place.file("bin/containerd-shim-affinode-v1").exists());
+    let out = place.run("status", &["--host-root", "/nonexistent"])?;
+    ensure!(String::from_utf8_lossy(&out.stderr).contains("the node's root"), "{out:?}");
+    Ok(())
+}
+
 /// Whatever fails, containerd's file is what it was, and who reads the error knows why.
 #[test]
 fn what_goes_wrong_leaves_the_configuration_as_it_was() -> Result<()> {
