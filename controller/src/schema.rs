@@ -107,6 +107,7 @@ pub struct Process {
     pub polls: u64,
     pub call_cost_ps: u32,
     pub held_us: u64,
+    pub utilization_percent: Option<u32>,
     pub vram: Vec<DeviceBytes>,
     pub away: Vec<DeviceBytes>,
 }
@@ -287,6 +288,7 @@ impl From<control::Process> for Process {
             polls: p.polls,
             call_cost_ps: p.call_cost_ps,
             held_us: p.held_us,
+            utilization_percent: p.utilization_percent,
             vram: p.vram.into_iter().map(DeviceBytes::from).collect(),
             away,
         }

@@ -1,5 +1,6 @@
 // A headless Chromium for the tests, and what they have in common.
 import { readFileSync } from "node:fs";
+import { createServer } from "node:http";
 import { createRequire } from "node:module";
 import { chromium } from "playwright-core";
 
@@ -8,14 +9,36 @@ const executablePath = process.env.CHROMIUM ?? "/usr/bin/chromium";
 const args = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
   "--disable-component-update", "--disable-sync"];
 
-export async function open(url, options = {}) {
+// `time`: the clock of the page, milliseconds since 1970.
+export async function open(url, options = {}, time = null) {
   const browser = await chromium.launch({ executablePath, headless: true, args });
   const page = await browser.newPage({ viewport: { width: 1440, height: 900 }, ...options });
   const complaints = [];
   page.on("console", (message) => message.type() === "error" && complaints.push(message.text()));
   page.on("pageerror", (error) => complaints.push(error.message));
+  if (time) await page.clock.install({ time });
   await page.goto(url);
   return { browser, page, complaints };
+}
+
+// A stand-in for the controller: the page's own files, and answers for some paths.
+const KINDS = { html: "text/html", css: "text/css", js: "text/javascript", svg: "image/svg+xml" };
+export async function serve(folder, answers) {
+  const server = createServer((request, reply) => {
+    const path = new URL(request.url, "http://x").pathname;
+    if (answers[path]) return answers[path](request, reply);
+    const file = path === "/" ? "index.html" : path.slice(1);
+    try {
+      const body = readFileSync(`${folder}/${file}`);
+      reply.writeHead(200, { "content-type": KINDS[file.split(".").pop()] });
+      reply.end(body);
+    } catch {
+      reply.writeHead(404, { "content-type": "application/json" });
+      reply.end("{}");
+    }
+  });
+  await new Promise((done) => server.listen(0, "127.0.0.1", done));
+  return { url: `http://127.0.0.1:${server.address().port}/`, close: () => server.close() };
 }
 
 export function check(what, fine, seen = "") {

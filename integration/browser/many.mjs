@@ -2,14 +2,11 @@
 // stream of synthetic containers, a tenth of which change every second.
 //
 //   node many.mjs <folder of the page> [<folder for screenshots>]
-import { readFileSync } from "node:fs";
-import { createServer } from "node:http";
-import { check, open, until } from "./browser.mjs";
+import { check, open, serve, until } from "./browser.mjs";
 
 const [folder, shots] = process.argv.slice(2);
 const COUNT = 1000;
 const GIB = 2 ** 30;
-const KINDS = { html: "text/html", css: "text/css", js: "text/javascript", svg: "image/svg+xml" };
 const STATES = [
   ["Active", "recent-calls", "called CUDA less than the idle timeout ago"], ["Idle", "managed-memory", "uses managed memory (cuMemAllocManaged), which the driver cannot checkpoint: process 4211"],
   ["Offloaded", "idle-timeout", "made no CUDA call for the idle timeout"], ["Offloaded", "idle-timeout", "made no CUDA call for the idle timeout"],
@@ -27,16 +24,15 @@ function container(i, round) {
     reason, reason_text, vram_bytes: away ? 0 : size, away_bytes: away ? size : 0, offloads: i % 9, restores: i % 8, last_offload_ms: 800, last_wake_ms: 200 + i * 3, wake_p99_ms: i % 8 ? 260 + i * 5 : 0, last_restore_ms: 180,
     mode: i % 6 ? "eager" : "pressure", idle_timeout_ms: 300000, idle_after_ms: i % 3 ? 300000 : 92000, priority: 0, warnings: [],
     processes: [{ pid: 10000 + i, command: "python3", phase: away ? "Away" : "Open", vram_bytes: away ? 0 : size, away_bytes: away ? size : 0, calls: 1000 * i + round * (i % 900),
-      inflight: 0, waiters: 0, hazards: [], last_call: "cuLaunchKernel", polls: 0, call_cost_ps: 2400, held_us: 0, vram: away ? [] : devices, away: away ? devices : [] }],
+      inflight: 0, waiters: 0, hazards: [], last_call: "cuLaunchKernel", polls: 0, call_cost_ps: 2400, held_us: 0, utilization_percent: i % 5 ? Math.floor(50 + 45 * Math.sin(i + round / 4)) : null, vram: away ? [] : devices, away: away ? devices : [] }],
   };
 }
 const gpus = [...Array(8).keys()].map((index) => ({ index, uuid: `GPU-${index}`, name: "NVIDIA H200", simulated: false, vram_total_bytes: 140 * GIB * 8, vram_used_bytes: 90 * GIB * 8,
   vram_reclaimed_bytes: 50 * GIB * 8, vram_reserved_bytes: 0, utilization_percent: 37 + index * 5, utilization_minute_percent: 31 + index * 5 }));
 const head = { node: "gpu-node-17", version: "0.1.0", controller_pid: 7, started_unix_ms: Date.now() - 86400000, gpu_error: null, host_used_bytes: 400 * GIB, host_free_bytes: 900 * GIB, dashboard: null, gpus };
 
-const server = createServer((request, reply) => {
-  const path = new URL(request.url, "http://x").pathname;
-  if (path === "/api/v1/events") {
+const server = await serve(folder, {
+  "/api/v1/events": (request, reply) => {
     reply.writeHead(200, { "content-type": "text/event-stream" });
     const send = (name, value) => reply.write(`event: ${name}\ndata: ${JSON.stringify(value)}\n\n`);
     send("node", { ...head, containers: [...Array(COUNT).keys()].map((i) => container(i, 0)) });
@@ -45,24 +41,13 @@ const server = createServer((request, reply) => {
       round += 1;
       send("change", { node: null, containers: [...Array(COUNT / 10).keys()].map((i) => container(i * 10, round)), gone: [] });
     }, 1000);
-    return request.on("close", () => clearInterval(timer));
-  }
-  const file = path === "/" ? "index.html" : path.slice(1);
-  try {
-    const body = readFileSync(`${folder}/${file}`);
-    reply.writeHead(200, { "content-type": KINDS[file.split(".").pop()] });
-    reply.end(body);
-  } catch {
-    reply.writeHead(404, { "content-type": "application/json" });
-    reply.end("{}");
-  }
+    request.on("close", () => clearInterval(timer));
+  },
 });
-await new Promise((done) => server.listen(0, "127.0.0.1", done));
-const url = `http://127.0.0.1:${server.address().port}/`;
 
 for (const colorScheme of ["light", "dark"]) {
   const began = performance.now();
-  const { browser, page } = await open(url, { colorScheme });
+  const { browser, page } = await open(server.url, { colorScheme });
   await until("a thousand rows", async () => (await page.locator(".item").count()) === COUNT);
   check(`${colorScheme}: a thousand rows are there`, true, `${Math.round(performance.now() - began)} ms after the browser was started`);
   const ready = await page.evaluate(() => performance.getEntriesByType("paint").map((p) => `${p.name} ${Math.round(p.startTime)} ms`).join(", "));

@@ -13,7 +13,11 @@ use std::collections::HashMap;
 
 use affinode_proto::wire::{Phase, page::PageSnapshot};
 
-use super::{Key, Millis, Node, input::Work, process::Working};
+use super::{
+    Key, Millis, Node,
+    input::Work,
+    process::{Process, Working},
+};
 
 /// For so long a reading holds when no other follows it.
 const TRUST_MS: Millis = 5_000;
@@ -29,6 +33,7 @@ impl Node {
     /// before a process came is of another one that had its pid.
     pub(super) fn worked(&mut self, work: &[Work]) {
         let now = self.now;
+        self.witnessed = Some(now);
         let of_process: HashMap<(u32, &str), &Work> =
             work.iter().map(|work| ((work.pid, work.uuid.as_str()), work)).collect();
         for process in self.processes.values_mut() {
@@ -50,11 +55,20 @@ impl Node {
     /// The process whose work runs on a device although none of its calls is in progress, and
     /// its share in percent.
     pub(super) fn working(&self, key: &Key) -> Option<(u32, u32)> {
-        let recent = |w: &Working| self.now.saturating_sub(w.at) < TRUST_MS;
-        let working = |p: &super::process::Process| {
-            p.working.filter(recent).map(|w| (p.identity.pid, w.percent))
-        };
+        let working = |p: &Process| Some((p.identity.pid, self.share_of(p)?));
         self.processes.of(key).find_map(|(_, p)| working(p))
+    }
+
+    /// The share of the last moment in which a process's work ran, in percent: 0 when the
+    /// witness does not name it, nothing when there is none.
+    pub(super) fn utilization_percent(&self, process: &Process) -> Option<u32> {
+        let spoke = self.witnessed.filter(|at| self.now.saturating_sub(*at) < TRUST_MS);
+        self.share_of(process).or(spoke.map(|_| 0))
+    }
+
+    fn share_of(&self, process: &Process) -> Option<u32> {
+        let recent = |w: &Working| self.now.saturating_sub(w.at) < TRUST_MS;
+        process.working.filter(recent).map(|w| w.percent)
     }
 }
 

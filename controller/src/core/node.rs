@@ -83,6 +83,8 @@ pub struct Node {
     pub(super) processes: Processes,
     pub(super) gpus: Vec<GpuSample>,
     pub(super) gpu_error: Option<String>,
+    /// When the second witness spoke last; never: nobody knows who works.
+    pub(super) witnessed: Option<Millis>,
     /// What has left devices since their memory was read.
     pub(super) left: Vec<DeviceBytes>,
     pub(super) ledger: Ledger,

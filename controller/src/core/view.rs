@@ -135,9 +135,45 @@ impl Node {
             idle_timeout_ms: c.policy.idle_timeout_ms,
             priority: c.policy.priority,
             warnings: warnings(c, &processes),
-            processes: processes.into_iter().map(|(_, p)| list_process(p)).collect(),
+            processes: processes.into_iter().map(|(_, p)| self.list_process(p)).collect(),
             pinned: self.wishes().pinned.contains(key),
             ..control::Container::default()
+        }
+    }
+
+    fn list_process(&self, p: &Process) -> control::Process {
+        let device = |d: &DeviceBytes| control::DeviceBytes {
+            uuid: d.uuid.clone(),
+            bytes: d.bytes,
+            ..control::DeviceBytes::default()
+        };
+        control::Process {
+            pid: p.identity.pid,
+            phase: format!("{:?}", p.phase),
+            command: p.identity.command.clone(),
+            vram_bytes: p.vram_bytes(),
+            vram: p.vram.iter().map(device).collect(),
+            last_call: p
+                .page
+                .as_ref()
+                .filter(|page| page.calls > 0)
+                .map_or_else(String::new, last_call),
+            away: if p.phase.is_off() {
+                p.gone().iter().flatten().map(device).collect()
+            } else {
+                Vec::new()
+            },
+            calls: p.page.as_ref().map_or(0, |page| page.calls),
+            inflight: p.page.as_ref().map_or(0, |page| page.inflight),
+            waiters: p.page.as_ref().map_or(0, |page| page.waiters),
+            hazards: hazard_words(p.hazards),
+            polls: p.page.as_ref().map_or(0, |page| page.polls),
+            call_cost_ps: p.page.as_ref().map_or(0, |page| page.call_cost_ps),
+            held_us: p.page.as_ref().map_or(0, |page| page.held_us),
+            carried_bytes: p.carried.bytes,
+            parked_bytes: p.carried.parked_bytes,
+            utilization_percent: self.utilization_percent(p),
+            ..control::Process::default()
         }
     }
 }
@@ -159,41 +195,6 @@ pub(super) fn ipc_refused(pid: u32) -> String {
     format!(
         "process {pid} asked for an IPC handle of memory that the engine carries, which cannot be had: set affinode.io/engine to driver"
     )
-}
-
-fn list_process(p: &Process) -> control::Process {
-    let device = |d: &DeviceBytes| control::DeviceBytes {
-        uuid: d.uuid.clone(),
-        bytes: d.bytes,
-        ..control::DeviceBytes::default()
-    };
-    control::Process {
-        pid: p.identity.pid,
-        phase: format!("{:?}", p.phase),
-        command: p.identity.command.clone(),
-        vram_bytes: p.vram_bytes(),
-        vram: p.vram.iter().map(device).collect(),
-        last_call: p
-            .page
-            .as_ref()
-            .filter(|page| page.calls > 0)
-            .map_or_else(String::new, last_call),
-        away: if p.phase.is_off() {
-            p.gone().iter().flatten().map(device).collect()
-        } else {
-            Vec::new()
-        },
-        calls: p.page.as_ref().map_or(0, |page| page.calls),
-        inflight: p.page.as_ref().map_or(0, |page| page.inflight),
-        waiters: p.page.as_ref().map_or(0, |page| page.waiters),
-        hazards: hazard_words(p.hazards),
-        polls: p.page.as_ref().map_or(0, |page| page.polls),
-        call_cost_ps: p.page.as_ref().map_or(0, |page| page.call_cost_ps),
-        held_us: p.page.as_ref().map_or(0, |page| page.held_us),
-        carried_bytes: p.carried.bytes,
-        parked_bytes: p.carried.parked_bytes,
-        ..control::Process::default()
-    }
 }
 
 fn last_call(page: &PageSnapshot) -> String {

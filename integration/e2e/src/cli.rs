@@ -115,6 +115,8 @@ pub struct ProcessRow {
     pub hazards: Vec<String>,
     /// VRAM it holds.
     pub vram_bytes: u64,
+    /// Share of the last moment in which its work ran.
+    pub utilization_percent: Option<u32>,
 }
 
 /// A line of `affinode events -o json`.

@@ -291,9 +291,12 @@ impl Running {
     pub fn kill(&self, world: &World) -> Result<()> {
         let killed =
             containerd::run(world.ctr().args(["tasks", "kill", "--signal", "SIGKILL", &self.id]));
-        // It may have ended by itself just before.
-        if killed.is_err() && self.status(world)?.as_deref() == Some("RUNNING") {
-            return killed.map(|_| ());
+        if let Err(error) = killed {
+            // It may have ended by itself just before: with much VRAM that takes seconds.
+            let ends = format!("{error:#}").contains("process already finished");
+            if !ends && self.status(world)?.as_deref() == Some("RUNNING") {
+                return Err(error);
+            }
         }
         self.wait_stopped(world)
     }

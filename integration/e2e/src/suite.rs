@@ -6,8 +6,10 @@
 //! | [`crashers`] | the five calls that kill: with the library 30 of 30 return, without it the program dies |
 //! | [`alone`] | a process that is called while no controller answers brings itself back |
 //! | [`bursts`] | three on VRAM for one, and a newcomer whose allocations wait for most of it: all go on, none fails |
+//! | [`witness`] | a kernel that runs on while no call is made keeps its container where it is |
 //! | [`engines`] | the engines side by side: offload, wake, what stays on the device, the same contents; allocations |
 //! | [`calibration`] | decides nothing: what moves cost, as a file for `affinode simulate` |
+//! | [`recording`] | decides nothing: what the dashboard is told, to be looked at on another machine |
 //! | [`cost`] | a hooked call against a direct one, a torch step with and without the library, a wake against the driver's own, a wake beside an attacker |
 //!
 //! It runs on the simulated GPU as well, less what needs torch.
@@ -20,8 +22,10 @@ mod crashers;
 mod cycle;
 mod engines;
 mod host_root;
+mod recording;
 mod report;
 mod torch;
+mod witness;
 
 use std::path::{Path, PathBuf};
 
@@ -65,6 +69,7 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     report.part(&world, "crashing calls", crashers::with_and_without);
     report.part(&world, "no controller", alone::comes_back);
     report.part(&world, "more wanted than there is", bursts::oversubscribed);
+    report.part(&world, "work without calls", witness::work_without_calls);
     report.part(&world, "cost of a call", cost::calls);
     report.part(&world, "cost of watched calls", cost::watched_calls);
     report.part(&world, "cost of a wake", cost::wakes);
@@ -106,6 +111,15 @@ pub fn calibrations(release: &Release, gpu: Gpu, folder: &Path) -> Result<Vec<Pa
         files.push(file);
     }
     Ok(files)
+}
+
+/// What the dashboard of a node with three containers is told, as files in a folder.
+///
+/// # Errors
+/// When no world can be made, or a container does not start.
+pub fn record(release: &Release, gpu: Gpu, folder: &Path) -> Result<Vec<PathBuf>> {
+    let world = Recipe::default().release(release).gpu(gpu).config(CONFIG).world()?;
+    recording::record(&world, folder)
 }
 
 /// VRAM in use on the first GPU once it is what is wanted.

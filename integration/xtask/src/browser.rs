@@ -35,6 +35,9 @@ pub struct Options {
     /// A folder for screenshots.
     #[arg(long)]
     screenshots: Option<PathBuf>,
+    /// Only shows what the GPU kit's part `dashboard` recorded.
+    #[arg(long, value_name = "FILE")]
+    recorded: Option<PathBuf>,
 }
 
 /// Builds, starts three containers, and lets the browser loose on them.
@@ -47,6 +50,17 @@ pub fn run(options: &Options) -> Result<()> {
     }
     let install = ["install", "--silent", "--no-package-lock", "--no-audit", "--no-fund"];
     sh::run(Command::new("npm").args(install).current_dir(&folder))?;
+    let shots = options.screenshots.as_ref().map(std::path::absolute).transpose()?;
+    let page = workspace_dir().join("controller/src/http/page");
+    let node = |script: &str| {
+        let mut node = Command::new("node");
+        node.current_dir(&folder).arg(script);
+        node
+    };
+    if let Some(recording) = &options.recorded {
+        let recording = std::path::absolute(recording)?;
+        return sh::run(node("recorded.mjs").arg(page).arg(recording).args(shots));
+    }
     let release = deps::own()?;
     let artifacts = build::all(build::Profile::Dev)?;
     let address = free_address()?;
@@ -67,13 +81,10 @@ pub fn run(options: &Options) -> Result<()> {
             }
         }
     });
-    let shots = options.screenshots.as_ref().map(|path| path.display().to_string());
-    let page = workspace_dir().join("controller/src/http/page").display().to_string();
-    for (script, place) in [("demo.mjs", format!("http://{address}")), ("many.mjs", page)] {
+    let live = PathBuf::from(format!("http://{address}"));
+    for (script, place) in [("demo.mjs", live), ("many.mjs", page)] {
         say::step(&format!("Browser: {script}"));
-        let mut node = Command::new("node");
-        node.current_dir(&folder).arg(script).arg(place).args(&shots);
-        sh::run(&mut node)?;
+        sh::run(node(script).arg(place).args(&shots))?;
     }
     drop(ended);
     let _ = caller.join();

@@ -47,6 +47,25 @@ fn who_works_stays_and_says_so_until_it_does_not_work_any_more() {
     assert_eq!(world.agents[&id].phase, Phase::Away);
 }
 
+#[test]
+fn the_share_of_the_gpu_is_told_process_by_process_while_the_witness_speaks() {
+    let mut world = World::new(2);
+    let id = world.running(0, 300);
+    world.running(1, 300);
+    let shares = |world: &World| -> Vec<Option<u32>> {
+        let node = world.node.list(world.now, 0);
+        node.containers.iter().map(|c| c.processes[0].utilization_percent).collect()
+    };
+    assert_eq!(shares(&world), [None, None]);
+    pass(&mut world, 2, |world| vec![work(world, id)]);
+    assert_eq!(shares(&world), [Some(70), Some(0)]);
+    let told = world.now;
+    while world.now < told + 6_000 {
+        world.tick();
+    }
+    assert_eq!(shares(&world), [None, None], "what was told is old");
+}
+
 /// Whoever asks for it gets it: the driver's lock waits for what runs.
 #[test]
 fn a_person_may_move_who_works() {

@@ -45,11 +45,11 @@ export function drawDetail(node, container) {
   const rows = container.processes.map((p) => el("tr", {},
     el("td", { class: "n" }, String(p.pid)), el("td", {}, p.command), el("td", {}, p.phase),
     el("td", { class: "n" }, bytes(p.vram_bytes)), el("td", { class: "n" }, bytes(p.away_bytes)),
-    el("td", { class: "n" }, count(p.calls)), el("td", { class: "n" }, count(rate(p))),
+    el("td", { class: "n" }, Number.isFinite(p.utilization_percent) ? `${p.utilization_percent} %` : "–"), el("td", { class: "n" }, count(p.calls)), el("td", { class: "n" }, count(rate(p))),
     el("td", {}, p.last_call ? el("code", {}, p.last_call) : "–"), el("td", { class: "n" }, String(p.waiters)),
     el("td", { class: "warn" }, p.hazards.join(", "))));
-  const titles = ["Pid", "Program", "Phase", "VRAM", "In host RAM", "Calls", "Calls/s", "Last call", "Waiting", ""];
-  const right = new Set([0, 3, 4, 5, 6, 8]);
+  const titles = ["Pid", "Program", "Phase", "VRAM", "In host RAM", "GPU", "Calls", "Calls/s", "Last call", "Waiting", ""];
+  const right = new Set([0, 3, 4, 5, 6, 7, 9]);
   processes.replaceChildren(el("h3", {}, "Processes"), container.processes.length
     ? el("table", {}, el("thead", {}, el("tr", {}, ...titles.map((title, i) => el("th", { scope: "col", class: right.has(i) ? "n" : undefined }, title)))), el("tbody", {}, ...rows))
     : el("p", { class: "quiet" }, "No process of the container uses CUDA now."));

@@ -6,7 +6,7 @@ import { idleMs, lastCall, nodeNow, store } from "./store.js";
 
 const ORDER = ["Lost", "Queued", "Restoring", "Closing", "Offloading", "Active", "Idle", "Offloaded", "Unregistered"];
 const COLUMNS = [
-  ["Container", (c) => c.name, 1], ["State", (c) => ORDER.indexOf(c.state), 1], ["Calls", (c) => store.activity.get(c.key)?.at(-1) ?? 0, -1],
+  ["Container", (c) => c.name, 1], ["State", (c) => ORDER.indexOf(c.state), 1], ["Activity", (c) => store.activity.get(c.key)?.at(-1) ?? 0, -1],
   ["VRAM", (c) => c.vram_bytes, -1], ["In host RAM", (c) => c.away_bytes, -1], ["Wake", (c) => c.last_wake_ms, -1],
   ["Policy", (c) => c.mode, 1], ["Why", (c) => c.reason_text, 1],
 ];
@@ -58,8 +58,8 @@ function make(key) {
   const word = el("span"), since = el("small"), soon = el("div", { class: "soon", hidden: true }, el("i"));
   const state = el("div", { class: "cell state", role: "cell" }, el("span", { class: "mark", "aria-hidden": "true" }), el("div", {}, word, since, soon));
   const called = el("small");
-  const spark = svg("svg", { class: "spark", viewBox: "0 0 60 22", preserveAspectRatio: "none", role: "img", "aria-label": "Calls a second are not known yet" });
-  spark.append(svg("path"));
+  const spark = svg("svg", { class: "spark", viewBox: "0 0 60 22", preserveAspectRatio: "none", role: "img", "aria-label": "How busy it is, is not known yet" });
+  spark.append(svg("path", { class: "work" }), svg("path"));
   const cell = ([cls, label]) => el("div", { class: `cell ${cls}`, role: "cell", "data-label": label });
   const [vram, away, wake, policy, why, act] = [["n", "VRAM"], ["n two", "In host RAM"], ["n two", "Wake"], ["policy two", "Policy"], ["why"], ["act"]].map(cell);
   const two = (box) => box.appendChild(el("span")) && box.appendChild(el("small"));
@@ -125,13 +125,18 @@ export function tickRow(key) {
   if (counts) parts.soon.firstChild.style.width = `${Math.min(100, 100 * idle / most)}%`;
 }
 
+// Calls a second as a line, as high as the most of them; behind it the share of the GPU, of 100 %.
 export function drawSpark(key) {
-  const list = store.activity.get(key), parts = items.get(key);
+  const list = store.activity.get(key), work = store.work.get(key), parts = items.get(key);
   if (!list || !parts) return;
-  const most = Math.max(1, ...list), step = 60 / 59, from = 60 - list.length;
-  const d = list.map((rate, i) => `${i ? "L" : "M"}${((from + i) * step).toFixed(1)} ${(20.5 - 18 * rate / most).toFixed(1)}`).join("");
-  parts.spark.firstChild.setAttribute("d", d);
-  parts.spark.setAttribute("aria-label", `${Math.round(list.at(-1))} calls a second now, at most ${Math.round(most)}`);
+  const most = Math.max(1, ...list), x = (i) => ((60 - list.length + i) * 60 / 59).toFixed(1);
+  const line = list.map((rate, i) => `${i ? "L" : "M"}${x(i)} ${(20.5 - 18 * rate / most).toFixed(1)}`).join("");
+  const area = work.some(Boolean) ? `M${x(0)} 22${work.map((share, i) => `L${x(i)} ${(22 - 0.2 * (share ?? 0)).toFixed(1)}`).join("")}L${x(work.length - 1)} 22Z` : "";
+  const [behind, before] = parts.spark.children;
+  behind.setAttribute("d", area);
+  before.setAttribute("d", line);
+  const share = work.at(-1) === null ? "" : `, GPU ${work.at(-1)} % busy with it`;
+  parts.spark.setAttribute("aria-label", `${Math.round(list.at(-1))} calls a second now, at most ${Math.round(most)}${share}`);
 }
 
 export function visible() {

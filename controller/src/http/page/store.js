@@ -8,12 +8,19 @@ export const store = {
   containers: new Map(),   // key -> container
   received: new Map(),     // key -> when, on this page's clock
   activity: new Map(),     // key -> calls per second, oldest first
+  work: new Map(),         // key -> busy share of its GPUs in percent, or null, oldest first
   counted: new Map(),      // key -> [calls, when]
   offset_ms: 0,            // the node's clock minus ours
 };
 
 export function calls(container) {
   return container.processes.reduce((sum, process) => sum + process.calls, 0);
+}
+
+// How busy its work keeps GPUs, in percent; null where NVML does not tell by process.
+export function utilization(container) {
+  const known = container.processes.map((process) => process.utilization_percent).filter(Number.isFinite);
+  return known.length ? Math.min(100, known.reduce((sum, share) => sum + share, 0)) : null;
 }
 
 // The function that was called last, of the process that has called at all.
@@ -35,7 +42,7 @@ export function replace(node) {
 }
 
 export function forget(key) {
-  for (const map of [store.containers, store.received, store.activity, store.counted]) map.delete(key);
+  for (const map of [store.containers, store.received, store.activity, store.work, store.counted]) map.delete(key);
 }
 
 // How long no call was made, counted on since the node said it. While a container is in
@@ -48,16 +55,21 @@ export function nodeNow() {
   return Date.now() + store.offset_ms;
 }
 
+function add(map, key, value) {
+  const list = map.get(key) ?? [];
+  list.push(value);
+  if (list.length > SAMPLES) list.shift();
+  map.set(key, list);
+}
+
 export function sample() {
   const now = performance.now();
   for (const container of store.containers.values()) {
     const total = calls(container), before = store.counted.get(container.key);
     store.counted.set(container.key, [total, now]);
     if (!before) continue;
-    const list = store.activity.get(container.key) ?? [];
-    list.push(Math.max(0, total - before[0]) / ((now - before[1]) / 1000));
-    if (list.length > SAMPLES) list.shift();
-    store.activity.set(container.key, list);
+    add(store.activity, container.key, Math.max(0, total - before[0]) / ((now - before[1]) / 1000));
+    add(store.work, container.key, utilization(container));
   }
 }
 

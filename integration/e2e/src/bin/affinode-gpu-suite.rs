@@ -1,5 +1,5 @@
 //! Runs the suite for GPU machines:
-//! `affinode-gpu-suite CONTAINERD_BIN_DIR REPORT.json [simulated] [suite|engines|calibration|hazards|chaos]...`;
+//! `affinode-gpu-suite CONTAINERD_BIN_DIR REPORT.json [simulated] [suite|suite:WORD|engines|calibration|dashboard|hazards|chaos]...`;
 //! without a part, all of them.
 
 use std::{
@@ -22,7 +22,7 @@ use serde_json::{Map, Value, to_value};
 const ROUNDS: u64 = 30;
 /// How often two are woken at once.
 const TURNS: usize = 10;
-const PARTS: [&str; 5] = ["suite", ENGINES, "calibration", "hazards", "chaos"];
+const PARTS: [&str; 6] = ["suite", ENGINES, "calibration", "dashboard", "hazards", "chaos"];
 /// The part of the suite that compares engines.
 const ENGINES: &str = "engines";
 
@@ -47,7 +47,10 @@ fn run() -> Result<bool> {
         arguments.map(|word| word.to_string_lossy().into_owned()).collect();
     let simulated = words.iter().any(|word| word == "simulated");
     words.retain(|word| word != "simulated");
-    for word in &words {
+    // `suite:WORD`: only the parts of the suite with that in their names.
+    let narrow = |word: &str| word.strip_prefix("suite:").map(str::to_owned);
+    let mut only: Vec<String> = words.iter().filter_map(|word| narrow(word)).collect();
+    for word in words.iter().filter(|word| narrow(word).is_none()) {
         ensure!(PARTS.contains(&word.as_str()), "{word:?} is no part: {}", PARTS.join(", "));
     }
     let gpu = if simulated { Gpu::Simulated { vram_bytes: PLENTY_BYTES } } else { Gpu::Real };
@@ -57,20 +60,28 @@ fn run() -> Result<bool> {
     let mut whole = Map::new();
     let mut good = true;
     // The engines are a part of the suite, and may be asked for alone.
-    let engines = words.iter().any(|word| word == ENGINES);
-    if wanted("suite") || engines {
-        let only: &[&str] = if wanted("suite") { &[] } else { &[ENGINES] };
-        let report = suite::run(&release, gpu.clone(), only)?;
+    only.extend(words.iter().filter(|word| *word == ENGINES).cloned());
+    if wanted("suite") {
+        only.clear();
+    }
+    if wanted("suite") || !only.is_empty() {
+        let only: Vec<&str> = only.iter().map(String::as_str).collect();
+        let report = suite::run(&release, gpu.clone(), &only)?;
         print(&report.table());
         good &= !report.failed();
         if let Value::Object(fields) = to_value(&report)? {
             whole.extend(fields);
         }
     }
+    let folder = file.parent().unwrap_or(Path::new("."));
     if wanted("calibration") {
-        let folder = file.parent().unwrap_or(Path::new("."));
         for made in suite::calibrations(&release, gpu.clone(), folder)? {
             say(&format!("{}: for affinode simulate --calibration", made.display()));
+        }
+    }
+    if wanted("dashboard") {
+        for made in suite::record(&release, gpu.clone(), folder)? {
+            say(&format!("{}: for cargo xtask browser --recorded", made.display()));
         }
     }
     if wanted("hazards") {

@@ -70,6 +70,11 @@ fn who_has_work_running_stays_until_it_is_done_whatever_is_said() -> Result<()> 
         let row = world.cli().container("runner")?;
         Ok(row.filter(|row| row.state == "Active" && row.reason == "gpu-busy"))
     })?;
+    until("its share of the GPU to be told", || {
+        let row = world.cli().container("runner")?.unwrap_or_default();
+        let share = row.processes.first().and_then(|process| process.utilization_percent);
+        Ok((share > Some(0)).then_some(()))
+    })?;
     says(&world, &worker, "idle")?;
     world.cli().wait_for_state("runner", "Offloaded")?;
     let events = world.cli().events()?;

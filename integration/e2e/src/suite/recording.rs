@@ -1,0 +1,124 @@
+//! What the dashboard is told by a node with containers at work, recorded as it comes:
+//! `cargo xtask browser --recorded FILE` shows it to a browser later, on a machine that has one.
+
+use std::{
+    io::{BufRead, BufReader, Read, Write, copy},
+    os::unix::net::UnixStream,
+    path::{Path, PathBuf},
+    sync::mpsc::{self, RecvTimeoutError},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, ensure};
+use serde::Serialize;
+
+use super::{BY_ORDER, engines::ENGINE};
+use crate::{
+    gpu::Gpu,
+    worker::{USUAL, Worker},
+    world::World,
+};
+
+/// How long is recorded.
+const SECONDS: u64 = 45;
+/// No recording is longer.
+const MOST_BYTES: u64 = 8 << 20;
+/// Who is away, and who is at home without work.
+const AWAY: &str = "notebook";
+const WAITING: &str = "model-server";
+const AT_WORK: &str = "training";
+
+/// A part of the stream, and when it came.
+#[derive(Serialize)]
+struct Part {
+    ms: u64,
+    text: String,
+}
+
+/// Three containers: one trains, one is away, one is idle and stays. Writes
+/// `dashboard.jsonl`, the stream, and beside it the timeline of who trains and the node's report.
+///
+/// # Errors
+/// When a container does not start or the controller does not answer.
+pub fn record(world: &World, folder: &Path) -> Result<Vec<PathBuf>> {
+    let mib = |real| if matches!(world.gpu(), Gpu::Real) { real } else { real / 64 };
+    let start = |id: &str, mib: u64, notes: &[(&str, &str)]| -> Result<Worker> {
+        let spec = notes
+            .iter()
+            .fold(Worker::spec(id, USUAL, mib), |spec, (name, value)| spec.annotation(name, value));
+        let mut worker = Worker::start_as(world, spec)?;
+        worker.wait_filled()?;
+        Ok(worker)
+    };
+    let _away = start(AWAY, mib(24 << 10), &[(ENGINE, "fast")])?;
+    let _waiting = start(WAITING, mib(16 << 10), &[BY_ORDER])?;
+    let mut at_work = start(AT_WORK, mib(8 << 10), &[BY_ORDER])?;
+    world.cli().wait_for_state(AWAY, "Offloaded")?;
+
+    let (over, goes_on) = mpsc::channel::<()>();
+    thread::scope(|scope| {
+        let trains = scope.spawn(move || -> Result<()> {
+            // A step every so often, of which a part is work of the GPU.
+            while goes_on.recv_timeout(Duration::from_millis(40)) == Err(RecvTimeoutError::Timeout)
+            {
+                at_work.call("spin 60")?;
+                at_work.call("sync")?;
+            }
+            Ok(())
+        });
+        let recorded = stream(world, &folder.join("dashboard.jsonl"));
+        drop(over);
+        trains.join().map_err(|_| anyhow::anyhow!("the thread that trains panicked"))??;
+        recorded
+    })?;
+
+    let row = world.cli().container(AT_WORK)?.context("who trains is known")?;
+    let mut files = vec![folder.join("dashboard.jsonl")];
+    let history = format!("/api/v1/history?key={}", row.key);
+    for (what, path) in [("history", history.as_str()), ("report", "/api/v1/report")] {
+        let file = folder.join(format!("dashboard-{what}.json"));
+        copy(&mut get(world, path)?.take(MOST_BYTES), &mut std::fs::File::create(&file)?)?;
+        files.push(file);
+    }
+    Ok(files)
+}
+
+/// The stream of the node for a while, each event with its time.
+fn stream(world: &World, to: &Path) -> Result<()> {
+    let mut file =
+        std::fs::File::create(to).with_context(|| format!("cannot write {}", to.display()))?;
+    let mut reply = get(world, "/api/v1/events?watch=node")?;
+    let began = Instant::now();
+    let mut written = 0;
+    while began.elapsed().as_secs() < SECONDS {
+        let mut text = String::new();
+        while !text.ends_with("\n\n") {
+            ensure!(reply.read_line(&mut text)? > 0, "the stream ended");
+        }
+        let ms = began.elapsed().as_millis() as u64;
+        let mut line = serde_json::to_vec(&Part { ms, text })?;
+        line.push(b'\n');
+        written += line.len() as u64;
+        ensure!(written < MOST_BYTES, "more than {MOST_BYTES} bytes came");
+        file.write_all(&line)?;
+    }
+    Ok(())
+}
+
+/// The body of an answer, from the private controller's own socket. HTTP 1.0: not in chunks.
+fn get(world: &World, path: &str) -> Result<BufReader<UnixStream>> {
+    let socket = world.cli().run_dir().join("http.sock");
+    let mut stream = UnixStream::connect(&socket)
+        .with_context(|| format!("cannot connect to {}", socket.display()))?;
+    write!(stream, "GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n")?;
+    let mut reply = BufReader::new(stream);
+    let mut line = String::new();
+    reply.read_line(&mut line)?;
+    ensure!(line.contains(" 200 "), "{path}: {line}");
+    while line != "\r\n" {
+        line.clear();
+        ensure!(reply.read_line(&mut line)? > 0, "{path}: the answer has no body");
+    }
+    Ok(reply)
+}

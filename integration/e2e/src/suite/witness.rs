@@ -1,0 +1,47 @@
+//! Work that runs on while the process makes no call: NVML is the witness that it is in use.
+
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+
+use super::report::Rows;
+use crate::{
+    until::until,
+    worker::{USUAL, Worker},
+    world::World,
+};
+
+/// VRAM that the process fills, and how long its kernel runs: longer than the idle timeout.
+const WORKER_MIB: u64 = 256;
+const KERNEL_MS: u64 = 6_000;
+
+/// One kernel, launched and left alone.
+pub fn work_without_calls(world: &World, rows: &mut Rows) -> Result<()> {
+    let id = "runner";
+    let mut worker = Worker::start_as(world, Worker::spec(id, USUAL, WORKER_MIB))?;
+    worker.wait_filled()?;
+    worker.call(&format!("spin {KERNEL_MS}"))?;
+    let launched = Instant::now();
+    let percent = until("the work to be seen", || {
+        let row = world.cli().container(id)?.filter(|row| row.reason == "gpu-busy");
+        Ok(row.and_then(|row| row.processes.first()?.utilization_percent))
+    })?;
+    rows.tell("seen busy after the launch, with no call in progress", seconds(launched), "s");
+    rows.tell("share of the GPU's time", f64::from(percent), "%");
+    let row = world.cli().wait_for_state(id, "Offloaded")?;
+    let away = seconds(launched);
+    rows.want("moved out after the launch", away, "s", "not before its end", {
+        (away * 1e3) as u64 + row.last_offload_ms >= KERNEL_MS
+    });
+    let refused = world.cli().events()?;
+    let refused = refused.iter().filter(|e| e.kind == "refused" && e.container.contains(id));
+    let refused = refused.count();
+    rows.want("offloads tried in vain", refused as f64, "", "none", refused == 0);
+    rows.count("contents as before", usize::from(worker.verify()?), 1);
+    worker.running.kill(world)?;
+    worker.running.delete(world).context("the container goes")
+}
+
+fn seconds(since: Instant) -> f64 {
+    since.elapsed().as_secs_f64()
+}
