@@ -13,3 +13,11 @@ pub fn chain(error: &dyn Error) -> String {
     }
     text
 }
+
+/// What an API server answered, without what kube says around it.
+#[derive(Debug, thiserror::Error)]
+#[error("{}", match .0 {
+    kube::Error::Api(status) => format!("{} (HTTP {})", status.message, status.code),
+    error => chain(error),
+})]
+pub struct ApiError(pub kube::Error);

@@ -3,7 +3,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use futures_util::StreamExt;
+use futures_util::{FutureExt, StreamExt};
 use k8s_openapi::api::{
     node::v1::RuntimeClass,
     resource::v1::{DeviceClaim, ResourceClaim, ResourceClaimTemplate},
@@ -18,7 +18,7 @@ use kube::{
 };
 
 use super::decide::{ClaimName, Claims};
-use crate::report;
+use crate::report::{self, ApiError};
 
 /// Claims that are read for one pod; the API allows no more.
 const CLAIMS: usize = 32;
@@ -48,10 +48,10 @@ impl Cluster {
         Cluster { client, name: name.to_owned(), class }
     }
 
-    /// Waits until it is known whether there is the RuntimeClass.
-    pub async fn ready(&self) {
-        // It ends with an error when the watch has ended, and so has the runtime.
-        let _ = self.class.wait_until_ready().await;
+    /// Whether it is known if there is the RuntimeClass.
+    #[must_use]
+    pub fn is_known(&self) -> bool {
+        self.class.wait_until_ready().now_or_never().is_some_and(|known| known.is_ok())
     }
 
     /// The RuntimeClass, as it was seen last.
@@ -70,7 +70,7 @@ impl Cluster {
                         claims.insert(name, Some(classes(devices)));
                     }
                     Err(error) => {
-                        let error = report::chain(&error);
+                        let error = ApiError(error);
                         tracing::warn!("{name} of namespace {namespace} cannot be read: {error}");
                     }
                 }

@@ -4,7 +4,7 @@
 //! ```text
 //!  API server ──AdmissionReview──> [`serve`] ──> [`review`] ──> [`decide`] ──> JSON patch, or none
 //!                                     │                            │
-//!                                   [`tls`]                  [`rules`], [`cluster`]
+//!                             [`tls`], [`papers`]            [`rules`], [`cluster`]
 //! ```
 //!
 //! Decisions are pure; what they need to know is watched, or read within two seconds. Where
@@ -13,7 +13,10 @@
 
 pub mod cluster;
 pub mod decide;
+#[cfg(test)]
+mod fake;
 pub mod metrics;
+pub mod papers;
 pub mod review;
 pub mod rules;
 pub mod serve;
@@ -26,7 +29,9 @@ use kube::Client;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_rustls::rustls::crypto;
 
+use crate::report::ApiError;
 use cluster::Cluster;
+use papers::keep::{Keeper, Places};
 use rules::Rules;
 use serve::{Door, Source};
 use tls::{Shown, TlsError};
@@ -40,12 +45,15 @@ pub struct Options {
     /// Where it listens.
     #[arg(long, value_name = "ADDRESS", default_value = "[::]:8443", env = "AFFINODE_LISTEN")]
     listen: SocketAddr,
-    /// The certificate that it shows, a PEM file that others may renew.
-    #[arg(long, value_name = "FILE", env = "AFFINODE_TLS_CERT_FILE")]
-    tls_cert_file: PathBuf,
+    /// The certificate that it shows, a PEM file that others renew. Without one the webhook makes
+    /// its own, keeps it in a Secret and tells the API server its authority.
+    #[arg(long, value_name = "FILE", env = "AFFINODE_TLS_CERT_FILE", requires = "tls_key_file")]
+    tls_cert_file: Option<PathBuf>,
     /// The certificate's key, a PEM file.
-    #[arg(long, value_name = "FILE", env = "AFFINODE_TLS_KEY_FILE")]
-    tls_key_file: PathBuf,
+    #[arg(long, value_name = "FILE", env = "AFFINODE_TLS_KEY_FILE", requires = "tls_cert_file")]
+    tls_key_file: Option<PathBuf>,
+    #[command(flatten)]
+    places: Places,
     #[command(flatten)]
     rules: Rules,
 }
@@ -63,7 +71,7 @@ pub enum WebhookError {
     #[error(
         "no API server: run in a pod whose service account token is mounted, or with KUBECONFIG"
     )]
-    Cluster(#[source] kube::Error),
+    Cluster(#[source] ApiError),
     /// The files that were named are of no use.
     #[error("there is no certificate to show")]
     Papers(#[from] TlsError),
@@ -87,11 +95,21 @@ async fn serve_all(options: &Options) -> Result<(), WebhookError> {
     let mut term = signal(SignalKind::terminate()).map_err(WebhookError::Start)?;
     let mut int = signal(SignalKind::interrupt()).map_err(WebhookError::Start)?;
     let shown = Arc::new(Shown::default());
-    let (cert, key) = (options.tls_cert_file.clone(), options.tls_key_file.clone());
-    shown.show(&tls::read(&cert, &key)?)?;
-    let client = Client::try_default().await.map_err(WebhookError::Cluster)?;
+    let source = match (&options.tls_cert_file, &options.tls_key_file) {
+        (Some(cert), Some(key)) => {
+            shown.show(&tls::read(cert, key)?)?;
+            Source::Files { cert: cert.clone(), key: key.clone() }
+        }
+        _ => Source::Kept,
+    };
+    let client =
+        Client::try_default().await.map_err(|error| WebhookError::Cluster(ApiError(error)))?;
+    if matches!(source, Source::Kept) {
+        let keeper = Keeper::new(client.clone(), options.places.clone(), Arc::clone(&shown));
+        tokio::spawn(keeper.keep());
+    }
     let cluster = Cluster::watch(client, &options.rules.runtime_class);
-    let door = Door::new(options.rules.clone(), cluster, Source::Files { cert, key }, shown);
+    let door = Door::new(options.rules.clone(), cluster, source, shown);
     let listener = serve::listen(options.listen)
         .await
         .map_err(|error| WebhookError::Listen(options.listen, error))?;

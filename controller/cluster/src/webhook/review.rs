@@ -118,3 +118,27 @@ pub fn asked(decision: &Decision) -> impl Iterator<Item = &ClaimName> {
     .into_iter()
     .flatten()
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn bytes_of_any_kind_are_an_error_and_no_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            prop_assert!(Question::read(&bytes).is_err());
+        }
+
+        #[test]
+        fn brackets_without_end_are_an_error_and_no_overflow(depth in 1_usize..200_000, object: bool) {
+            let bracket = if object { "{\"a\":" } else { "[" };
+            let body = format!(
+                r#"{{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","request":{}"#,
+                bracket.repeat(depth)
+            );
+            prop_assert!(Question::read(body.as_bytes()).is_err());
+        }
+    }
+}

@@ -13,6 +13,7 @@ use hyper::{
 };
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::{
+    io::{AsyncRead, AsyncWrite},
     net::{TcpListener, TcpStream},
     sync::Semaphore,
     time::{Instant, timeout},
@@ -21,6 +22,7 @@ use tokio_rustls::TlsAcceptor;
 
 use super::{
     cluster::Cluster,
+    decide::Decision,
     metrics::{Metrics, Outcome},
     review::{Question, asked},
     rules::Rules,
@@ -36,11 +38,11 @@ const HANDSHAKE: Duration = Duration::from_secs(10);
 /// we are about to close.
 const REST: Duration = Duration::from_secs(150);
 /// Time for a question to come in whole.
-const BODY_TIME: Duration = Duration::from_secs(10);
+const BODY_TIME: Duration = Duration::from_secs(3);
 /// Bytes of a question. An object has 3 MiB at most on its way to the API server.
 const BODY_BYTES: usize = 4 << 20;
 /// Questions that are in memory at a time.
-const AT_ONCE: usize = 16;
+const AT_ONCE: usize = 32;
 /// Bytes of a request's head.
 const HEAD_BYTES: usize = 16 << 10;
 
@@ -93,7 +95,7 @@ impl Door {
     }
 
     fn is_ready(&self) -> bool {
-        self.shown.config().is_some()
+        self.shown.config().is_some() && self.cluster.is_known()
     }
 
     async fn review(&self, request: Request<Incoming>) -> Result<Bytes, (StatusCode, String)> {
@@ -125,7 +127,14 @@ impl Door {
             question.decide(&self.rules, class.as_deref(), &claims)
         };
         let outcome = Outcome::of(&decision);
-        tracing::info!(pod = question.pod(), decision = outcome.word(), "{outcome}");
+        let pod = question.pod();
+        match &decision {
+            // Most pods of a cluster are such.
+            Decision::Leave(left) if !left.warns() => {
+                tracing::debug!(pod, decision = outcome.word(), "{outcome}");
+            }
+            _ => tracing::info!(pod, decision = outcome.word(), "{outcome}"),
+        }
         self.metrics.decided(&outcome);
         question.answer(decision, &self.rules).map(Bytes::from).map_err(bad)
     }
@@ -155,7 +164,8 @@ impl Door {
             "/healthz" if get => (StatusCode::OK, TEXT, "ok\n".into()),
             "/readyz" if get && self.is_ready() => (StatusCode::OK, TEXT, "ok\n".into()),
             "/readyz" if get => {
-                (StatusCode::SERVICE_UNAVAILABLE, TEXT, "no certificate yet\n".into())
+                let text = "no certificate yet, or no answer of the API server\n";
+                (StatusCode::SERVICE_UNAVAILABLE, TEXT, text.into())
             }
             "/metrics" if get => match self.metrics.text(self.shown.not_after_seconds()) {
                 Ok(text) => {
@@ -218,6 +228,11 @@ async fn converse(stream: TcpStream, door: &Door) {
         Ok(Err(error)) => return tracing::info!(%error, "a client ended the handshake"),
         Err(_) => return tracing::debug!("a client says nothing"),
     };
+    answer_all(stream, door).await;
+}
+
+/// Answers the requests of a connection.
+async fn answer_all<S: AsyncRead + AsyncWrite + Unpin>(stream: S, door: &Door) {
     let service = service_fn(|request| async { Ok::<_, Infallible>(door.answer(request).await) });
     let served = http1::Builder::new()
         .timer(TokioTimer::new())
@@ -230,3 +245,6 @@ async fn converse(stream: TcpStream, door: &Door) {
         tracing::debug!(%error, "a connection ended early");
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -43,6 +43,12 @@ pub struct Pair {
 }
 
 impl Pair {
+    /// Whether it could be shown.
+    #[must_use]
+    pub fn is_usable(&self) -> bool {
+        self.config().is_ok()
+    }
+
     /// When the certificate ends, in Unix time.
     fn not_after(&self) -> Option<i64> {
         let der = CertificateDer::from_pem_slice(&self.cert).ok()?;
