@@ -9,11 +9,9 @@
 //! On a GPU that is wanted by more than fits, VRAM is not saved by leaving early, only moved
 //! about, and each move makes calls wait; those who need room take it from the idle anyway.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
-use affinode_proto::wire::Phase;
-
-use super::{Key, Millis, Node, ledger::margin_bytes, policy::Mode, process::Process};
+use super::{Key, Millis, Node, ledger::margin_bytes, policy::Mode, processes::wants};
 
 /// How often it is looked at.
 const LOOK_MS: Millis = 10_000;
@@ -44,7 +42,7 @@ impl Node {
     fn is_crowded(&self, key: &Key) -> bool {
         let crowd = &self.crowd.uuids;
         !crowd.is_empty()
-            && self.processes.of(key).any(|(_, p)| wants(p).any(|(uuid, _)| crowd.contains(uuid)))
+            && self.processes.of(key).any(|(_, p)| wants(p).iter().any(|w| crowd.contains(&w.uuid)))
     }
 
     /// Looks again, when the last look was long ago.
@@ -54,23 +52,13 @@ impl Node {
         }
         self.crowd.looked = Some(self.now);
         let newcomer = || self.containers.values().any(|c| self.now - c.came < NEWCOMER_MS);
-        let mut wanted: BTreeMap<&str, u64> = BTreeMap::new();
-        for (uuid, bytes) in self.processes.values().flat_map(wants) {
-            let sum = wanted.entry(uuid).or_default();
-            *sum = sum.saturating_add(bytes);
-        }
-        let crowded = |gpu: &&super::GpuSample| {
-            let wanted = wanted.get(gpu.uuid.as_str()).copied().unwrap_or(0);
-            wanted > gpu.total_bytes.saturating_sub(margin_bytes(gpu.total_bytes))
+        let processes = &mut self.processes;
+        let mut crowded = |gpu: &&super::GpuSample| {
+            let fits_bytes = gpu.total_bytes.saturating_sub(margin_bytes(gpu.total_bytes));
+            processes.wanted_bytes(&gpu.uuid) > u128::from(fits_bytes)
         };
         let uuids: BTreeSet<String> =
-            self.gpus.iter().filter(crowded).map(|gpu| gpu.uuid.clone()).collect();
+            self.gpus.iter().filter(|gpu| crowded(gpu)).map(|gpu| gpu.uuid.clone()).collect();
         self.crowd.uuids = if uuids.is_empty() || newcomer() { BTreeSet::new() } else { uuids };
     }
-}
-
-/// What a process has or had, and will want again.
-fn wants(p: &Process) -> impl Iterator<Item = (&str, u64)> {
-    let devices = if p.phase == Phase::Away { p.away.as_deref() } else { Some(p.vram.as_slice()) };
-    devices.unwrap_or_default().iter().map(|device| (device.uuid.as_str(), device.bytes))
 }

@@ -48,14 +48,22 @@ impl Node {
         let known = self.gpu_error.is_none() && !self.gpus.is_empty();
         let mut order = self.turns();
         // Of a long queue most wait for devices that are taken.
-        order.retain(|key| {
-            let waits = !self.grants.contains_key(key) && self.needs_only(key, &taken);
-            if waits {
-                self.show_waiting(key, known);
-            }
-            !waits
-        });
-        order.sort_by_cached_key(|key| self.turn(key));
+        if !taken.is_empty() {
+            order.retain(|key| {
+                let waits = !self.grants.contains_key(key) && self.needs_only(key, &taken);
+                if waits {
+                    self.show_waiting(key, known);
+                }
+                !waits
+            });
+        }
+        // Seldom is anybody half way home: then the order is as it stands.
+        let (all, queue) = (self.processes.half_way(), &self.queue);
+        let half_way: BTreeSet<Key> =
+            all.iter().filter(|key| queue.contains(key)).cloned().collect();
+        if !half_way.is_empty() {
+            order.sort_by_cached_key(|key| self.turn(key, half_way.contains(key)));
+        }
         for key in order {
             if all_taken(&taken) {
                 break;
@@ -104,9 +112,6 @@ impl Node {
     /// Whether a container needs nothing but to come home to these devices: while they are
     /// taken it is not its turn, and it keeps them from nobody.
     fn needs_only(&self, key: &Key, taken: &BTreeSet<String>) -> bool {
-        if taken.is_empty() {
-            return false;
-        }
         let mut off = false;
         let mut needs =
             self.processes.of(key).filter(|(_, p)| p.phase.is_off() || p.want.is_some());
@@ -122,15 +127,9 @@ impl Node {
     /// Before the order of the queue: who is half way home, because a controller died or a
     /// checkpoint failed in the middle, holds VRAM that it cannot give back before it is
     /// home. Were it to wait behind one that needs that VRAM, both would wait for ever.
-    fn turn(&self, key: &Key) -> u8 {
-        let (mut half_way, mut home) = (false, true);
-        for (_, p) in self.processes.of(key) {
-            half_way |= p.phase == Phase::Locked || !p.phase.is_off() && p.vram_bytes() > 0;
-            // With an allocation that waits: it can be taken away again, and does not come first.
-            home &= p.phase == Phase::Open;
-        }
+    fn turn(&self, key: &Key, half_way: bool) -> u8 {
         let fits = || self.ledger.fits(key, &self.container_needs(key), &self.gpus, margin_bytes);
-        match half_way && !home {
+        match half_way {
             true if fits() => 0,
             true => 1,
             false => 2,
@@ -139,9 +138,8 @@ impl Node {
 
     fn begin_grant(&mut self, key: &Key, uuids: BTreeSet<String>, want: Option<(ProcessId, u64)>) {
         let allocates = want.map(|(id, _)| id);
-        let others = self.processes.keys().copied().filter(|id| Some(*id) != allocates);
-        let everyone: Vec<ProcessId> =
-            if self.settings.hold { others.collect() } else { Vec::new() };
+        let mut everyone = if self.settings.hold { self.processes.ids() } else { Vec::new() };
+        everyone.retain(|id| Some(*id) != allocates);
         let mut grant = Grant::new(Stage::Holding(BTreeSet::new()), uuids, self.now);
         grant.want = want;
         self.grants.insert(key.clone(), grant);

@@ -212,7 +212,7 @@ impl Node {
 
     /// The processes whose pages are to be read.
     pub fn connected(&self) -> impl Iterator<Item = ProcessId> + '_ {
-        let all = self.processes.keys().copied();
+        let all = self.processes.ids().into_iter();
         all.filter(|id| self.processes.get(id).is_some_and(|p| p.connected))
     }
 
@@ -246,7 +246,7 @@ impl Node {
     pub(super) fn publish(&mut self, key: &Key, event: Event) {
         let name = self.containers.get(key).map(Container::display_name).unwrap_or_default();
         self.effects.push(Effect::Publish(Event {
-            key: key.to_string(),
+            key: key.as_str().to_owned(),
             container: name,
             ..event
         }));
@@ -277,9 +277,9 @@ impl Node {
             key,
             Event {
                 kind: "state".into(),
-                from: from.to_string(),
-                to: to.to_string(),
-                reason: reason.to_string(),
+                from: from.as_str().to_owned(),
+                to: to.as_str().to_owned(),
+                reason: reason.as_str().to_owned(),
                 text: text_of(reason, detail),
                 bytes,
                 elapsed_ms,

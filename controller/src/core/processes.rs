@@ -1,18 +1,67 @@
 //! The processes of the node, found by number and by container.
+//!
+//! Two things are asked of all of them so often that they are kept: what they want of each
+//! device, and which containers are half way home. Who was handed out for a change is
+//! counted again before the next answer.
 
-use std::collections::{BTreeMap, HashMap, btree_map, hash_map};
+use std::collections::{BTreeSet, HashMap, hash_map};
 
+use affinode_proto::wire::Phase;
 use foldhash::fast::FixedState;
 
-use super::{Key, ProcessId, process::Process};
+use super::{DeviceBytes, Key, ProcessId, process::Process};
 
 /// Every process, by container: a node of a thousand containers asks for the few of one
 /// container many times at every input.
 #[derive(Debug, Default)]
 pub struct Processes {
-    /// Those of a container lie beside each other, in order of number.
-    by_key: HashMap<Key, Vec<(ProcessId, Process)>, FixedState>,
-    keys: BTreeMap<ProcessId, Key>,
+    by_key: HashMap<Key, Siblings, FixedState>,
+    keys: HashMap<ProcessId, Key, FixedState>,
+    /// Containers whose processes may have changed since they were counted.
+    touched: Vec<Key>,
+    wanted: HashMap<String, u128, FixedState>,
+    half_way: BTreeSet<Key>,
+}
+
+/// The processes of one container.
+#[derive(Debug, Default)]
+struct Siblings {
+    /// Beside each other, in order of number.
+    list: Vec<(ProcessId, Process)>,
+    touched: bool,
+    /// What was counted of them.
+    wants: Vec<DeviceBytes>,
+}
+
+impl Siblings {
+    fn touch(&mut self, key: &Key, touched: &mut Vec<Key>) {
+        if !std::mem::replace(&mut self.touched, true) {
+            touched.push(key.clone());
+        }
+    }
+
+    fn wants(&self) -> impl Iterator<Item = &DeviceBytes> {
+        self.list.iter().flat_map(|(_, process)| wants(process))
+    }
+
+    /// Locked, or on a device with a closed gate. One that is all open is home.
+    fn is_half_way(&self) -> bool {
+        let (mut half_way, mut home) = (false, true);
+        for (_, p) in &self.list {
+            half_way |= p.phase == Phase::Locked || !p.phase.is_off() && p.vram_bytes() > 0;
+            // With an allocation that waits: it can be taken away again, and does not come first.
+            home &= p.phase == Phase::Open;
+        }
+        half_way && !home
+    }
+}
+
+/// What a process has or had, and will want again.
+pub(super) fn wants(p: &Process) -> &[DeviceBytes] {
+    match p.phase {
+        Phase::Away => p.away.as_deref().unwrap_or_default(),
+        _ => &p.vram,
+    }
 }
 
 impl Processes {
@@ -20,49 +69,57 @@ impl Processes {
     pub fn insert(&mut self, id: ProcessId, process: Process) {
         self.remove(&id);
         self.keys.insert(id, process.key.clone());
-        let siblings = self.by_key.entry(process.key.clone()).or_default();
-        let place = siblings.partition_point(|(other, _)| *other < id);
-        siblings.insert(place, (id, process));
+        let key = process.key.clone();
+        let siblings = self.by_key.entry(key.clone()).or_default();
+        siblings.touch(&key, &mut self.touched);
+        let place = siblings.list.partition_point(|(other, _)| *other < id);
+        siblings.list.insert(place, (id, process));
     }
 
     /// Takes a process out.
     pub fn remove(&mut self, id: &ProcessId) -> Option<Process> {
         let key = self.keys.remove(id)?;
-        let hash_map::Entry::Occupied(mut siblings) = self.by_key.entry(key) else { return None };
-        let place = siblings.get().iter().position(|(other, _)| other == id)?;
-        let (_, process) = siblings.get_mut().remove(place);
-        if siblings.get().is_empty() {
-            siblings.remove();
-        }
-        Some(process)
+        let siblings = self.by_key.get_mut(&key)?;
+        siblings.touch(&key, &mut self.touched);
+        let place = siblings.list.iter().position(|(other, _)| other == id)?;
+        Some(siblings.list.remove(place).1)
     }
 
     /// The process of that number.
     #[must_use]
     pub fn get(&self, id: &ProcessId) -> Option<&Process> {
         let siblings = self.by_key.get(self.keys.get(id)?)?;
-        siblings.iter().find(|(other, _)| other == id).map(|(_, process)| process)
+        siblings.list.iter().find(|(other, _)| other == id).map(|(_, process)| process)
     }
 
     /// The process of that number. Its key stays as it is.
     pub fn get_mut(&mut self, id: &ProcessId) -> Option<&mut Process> {
-        let siblings = self.by_key.get_mut(self.keys.get(id)?)?;
-        siblings.iter_mut().find(|(other, _)| other == id).map(|(_, process)| process)
+        let key = self.keys.get(id)?;
+        let siblings = self.by_key.get_mut(key)?;
+        siblings.touch(key, &mut self.touched);
+        siblings.list.iter_mut().find(|(other, _)| other == id).map(|(_, process)| process)
     }
 
     /// All numbers, in order.
-    pub fn keys(&self) -> btree_map::Keys<'_, ProcessId, Key> {
-        self.keys.keys()
+    #[must_use]
+    pub fn ids(&self) -> Vec<ProcessId> {
+        let mut ids: Vec<ProcessId> = self.keys.keys().copied().collect();
+        ids.sort_unstable();
+        ids
     }
 
     /// All processes, container by container.
     pub fn values(&self) -> impl Iterator<Item = &Process> {
-        self.by_key.values().flatten().map(|(_, process)| process)
+        self.by_key.values().flat_map(|siblings| &siblings.list).map(|(_, process)| process)
     }
 
     /// All processes, container by container. Their keys stay as they are.
     pub fn values_mut(&mut self) -> impl Iterator<Item = &mut Process> {
-        self.by_key.values_mut().flatten().map(|(_, process)| process)
+        for (key, siblings) in &mut self.by_key {
+            siblings.touch(key, &mut self.touched);
+        }
+        let all = self.by_key.values_mut().flat_map(|siblings| &mut siblings.list);
+        all.map(|(_, process)| process)
     }
 
     /// Numbers of a container's processes, in order.
@@ -72,7 +129,125 @@ impl Processes {
 
     /// A container's processes, in order of number.
     pub fn of(&self, key: &Key) -> impl Iterator<Item = (ProcessId, &Process)> + '_ {
-        let siblings = self.by_key.get(key).map(Vec::as_slice).unwrap_or_default();
-        siblings.iter().map(|(id, process)| (*id, process))
+        let list = self.by_key.get(key).map(|siblings| siblings.list.as_slice());
+        list.unwrap_or_default().iter().map(|(id, process)| (*id, process))
+    }
+
+    /// What all processes have or had and will want again of a device, in bytes.
+    pub fn wanted_bytes(&mut self, uuid: &str) -> u128 {
+        self.count();
+        self.wanted.get(uuid).copied().unwrap_or(0)
+    }
+
+    /// The containers that hold VRAM and are not home: somebody is locked, or behind a closed
+    /// gate.
+    pub fn half_way(&mut self) -> &BTreeSet<Key> {
+        self.count();
+        &self.half_way
+    }
+
+    fn count(&mut self) {
+        for key in std::mem::take(&mut self.touched) {
+            let hash_map::Entry::Occupied(mut entry) = self.by_key.entry(key) else { continue };
+            let siblings = entry.get_mut();
+            siblings.touched = false;
+            if !siblings.wants().eq(&siblings.wants) {
+                let wants: Vec<DeviceBytes> = siblings.wants().cloned().collect();
+                for want in std::mem::replace(&mut siblings.wants, wants) {
+                    if let Some(sum) = self.wanted.get_mut(&want.uuid) {
+                        *sum = sum.saturating_sub(want.bytes.into());
+                    }
+                }
+                for want in &siblings.wants {
+                    *self.wanted.entry(want.uuid.clone()).or_default() += u128::from(want.bytes);
+                }
+            }
+            if siblings.is_half_way() {
+                self.half_way.insert(entry.key().clone());
+            } else if !self.half_way.is_empty() {
+                self.half_way.remove(entry.key());
+            }
+            if entry.get().list.is_empty() {
+                entry.remove();
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use affinode_proto::wire::Hazards;
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::core::input::{Carried, Identity};
+
+    const PHASES: [Phase; 4] = [Phase::Open, Phase::Closed, Phase::Locked, Phase::Away];
+
+    fn key(n: u64) -> Key {
+        Key::parse(&format!("{n:032x}")).unwrap()
+    }
+
+    fn process(of: u64) -> Process {
+        Process {
+            key: key(of),
+            identity: Identity { pid: 1, start_ticks: 1, command: String::new() },
+            connected: true,
+            phase: Phase::Open,
+            generation: 1,
+            hazards: Hazards::default(),
+            pending: None,
+            holds: 0,
+            vram: Vec::new(),
+            away: None,
+            carried: Carried::default(),
+            copy_failed: false,
+            waits_for_siblings: false,
+            ignores_holds: false,
+            bad_page: None,
+            ending: None,
+            came: 0,
+            working: None,
+            want: None,
+            page: None,
+        }
+    }
+
+    fn held(device: u64, bytes: u64) -> Vec<DeviceBytes> {
+        vec![DeviceBytes { uuid: format!("GPU-{device}"), bytes }]
+    }
+
+    proptest! {
+        /// Whoever comes, goes and changes, however seldom it is asked: the counts are those
+        /// of everybody, counted anew.
+        #[test]
+        fn what_is_kept_is_what_everybody_counted_anew_comes_to(
+            steps in proptest::collection::vec((0_u8..6, 0_u64..6, 0_u64..3, 0_usize..4, 0_u64..9), 1..80),
+        ) {
+            let mut all = Processes::default();
+            for (step, n, device, phase, bytes) in steps {
+                let id = ProcessId(n);
+                match step {
+                    0 => all.insert(id, process(n / 2)),
+                    1 => drop(all.remove(&id)),
+                    2 => all.values_mut().for_each(|p| p.vram = held(device, bytes)),
+                    3 | 4 => if let Some(p) = all.get_mut(&id) {
+                        p.phase = PHASES[phase];
+                        p.away = (p.phase == Phase::Away).then(|| held(device, bytes));
+                    },
+                    _ => {
+                        for device in 0..3 {
+                            let uuid = format!("GPU-{device}");
+                            let of_device = all.values().flat_map(wants).filter(|w| w.uuid == uuid);
+                            let sum: u128 = of_device.map(|w| u128::from(w.bytes)).sum();
+                            prop_assert_eq!(all.wanted_bytes(&uuid), sum);
+                        }
+                        let lists = all.by_key.iter().filter(|(_, s)| s.is_half_way());
+                        let half_way: BTreeSet<Key> = lists.map(|(key, _)| key.clone()).collect();
+                        prop_assert_eq!(all.half_way(), &half_way);
+                    }
+                }
+            }
+        }
     }
 }

@@ -26,6 +26,8 @@ impl Waiter {
 /// The containers that wait, each at most once.
 #[derive(Debug, Default)]
 pub struct Queue {
+    /// By priority, the highest first, then by how long, then in order of arrival: the order
+    /// of turns, as long as nobody has aged past one of a higher priority.
     waiters: Vec<Waiter>,
 }
 
@@ -33,13 +35,18 @@ impl Queue {
     /// Adds a container; one that waits already keeps its place.
     pub fn enter(&mut self, key: &Key, priority: i32, now: Millis) {
         if !self.contains(key) {
-            self.waiters.push(Waiter { key: key.clone(), priority, since: now });
+            let waiter = Waiter { key: key.clone(), priority, since: now };
+            let place = (Reverse(priority), now);
+            let at = self.waiters.partition_point(|w| (Reverse(w.priority), w.since) <= place);
+            self.waiters.insert(at, waiter);
         }
     }
 
     /// Takes a container out, waiting or not.
     pub fn leave(&mut self, key: &Key) {
-        self.waiters.retain(|waiter| waiter.key != *key);
+        if let Some(at) = self.waiters.iter().position(|waiter| waiter.key == *key) {
+            self.waiters.remove(at);
+        }
     }
 
     /// Whether it waits.
@@ -63,16 +70,27 @@ impl Queue {
     /// Everybody who waits, whose turn it is first.
     #[must_use]
     pub fn in_order(&self, now: Millis) -> Vec<Key> {
+        if self.are_alike() {
+            return self.waiters.iter().map(|w| w.key.clone()).collect();
+        }
         let mut sorted: Vec<&Waiter> = self.waiters.iter().collect();
         // Stable: equal turns keep the order of arrival.
         sorted.sort_by_cached_key(|w| w.turn(now));
         sorted.into_iter().map(|w| w.key.clone()).collect()
     }
 
+    /// Whether all have the same priority: they age alike.
+    fn are_alike(&self) -> bool {
+        self.waiters.first().map(|w| w.priority) == self.waiters.last().map(|w| w.priority)
+    }
+
     /// Place in the queue, 0 for the next; `None` when it does not wait.
     #[must_use]
     pub fn position(&self, key: &Key, now: Millis) -> Option<usize> {
         let at = self.waiters.iter().position(|waiter| waiter.key == *key)?;
+        if self.are_alike() {
+            return Some(at);
+        }
         let own = self.waiters[at].turn(now);
         let before = |(n, other): &(usize, &Waiter)| (other.turn(now), *n) < (own, at);
         Some(self.waiters.iter().enumerate().filter(before).count())

@@ -20,11 +20,11 @@ impl Node {
         let Some(c) = self.containers.get(key) else {
             return refuse(Reason::NotRegistered);
         };
-        let processes: Vec<&Process> = self.processes.of(key).map(|(_, p)| p).collect();
-        if processes.is_empty() {
+        let processes = || self.processes.of(key).map(|(_, p)| p);
+        if processes().next().is_none() {
             return refuse(Reason::NotRegistered);
         }
-        for process in &processes {
+        for process in processes() {
             if let Some((_, reason)) =
                 HAZARDS.iter().find(|(bit, _)| process.hazards.contains(*bit))
             {
@@ -47,7 +47,7 @@ impl Node {
         if self.gpu_error.is_some() {
             return Err((Reason::VramUnknown, self.gpu_error.clone().unwrap_or_default()));
         }
-        if processes.iter().any(|p| p.page.as_ref().is_some_and(|page| page.inflight > 0)) {
+        if processes().any(|p| p.page.as_ref().is_some_and(|page| page.inflight > 0)) {
             return refuse(Reason::CallInProgress);
         }
         if asked {

@@ -16,7 +16,7 @@ mod outcome;
 mod process;
 
 use std::{
-    cmp::Reverse,
+    cmp::Ordering,
     collections::{BinaryHeap, VecDeque},
 };
 
@@ -51,7 +51,7 @@ const POLL_MS: Millis = 500;
 /// Something is due but nothing came of it: asked again after this.
 const AGAIN_MS: Millis = 5_000;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug)]
 enum Event {
     Arrival(u32),
     UseEnds(u32),
@@ -60,10 +60,45 @@ enum Event {
     Poll,
 }
 
+/// When it happens, and which of those of one moment was planned first.
+#[derive(Clone, Copy, Debug)]
+struct Planned {
+    at: Millis,
+    sequence: u64,
+    event: Event,
+}
+
+impl Planned {
+    fn place(&self) -> u128 {
+        u128::from(self.at) << 64 | u128::from(self.sequence)
+    }
+}
+
+impl PartialEq for Planned {
+    fn eq(&self, other: &Planned) -> bool {
+        self.place() == other.place()
+    }
+}
+
+impl Eq for Planned {}
+
+impl PartialOrd for Planned {
+    fn partial_cmp(&self, other: &Planned) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+/// The next one is the greatest.
+impl Ord for Planned {
+    fn cmp(&self, other: &Planned) -> Ordering {
+        other.place().cmp(&self.place())
+    }
+}
+
 struct World<'a> {
     node: Node,
     now: Millis,
-    events: BinaryHeap<Reverse<(Millis, u64, Event)>>,
+    events: BinaryHeap<Planned>,
     sequence: u64,
     processes: Vec<Process<'a>>,
     /// By device.
@@ -177,7 +212,7 @@ impl<'a> World<'a> {
         // A trace begins on a Monday, at midnight.
         self.node.tell_clock(0, 4 * 86_400_000);
         self.begin(trace)?;
-        while let Some(Reverse((at, _, event))) = self.events.pop() {
+        while let Some(Planned { at, event, .. }) = self.events.pop() {
             self.now = at;
             self.take(event)?;
         }
@@ -245,7 +280,7 @@ impl<'a> World<'a> {
 
     fn at(&mut self, when: Millis, event: Event) {
         self.sequence += 1;
-        self.events.push(Reverse((when, self.sequence, event)));
+        self.events.push(Planned { at: when, sequence: self.sequence, event });
     }
 
     fn take(&mut self, event: Event) -> Result<(), SimulationError> {

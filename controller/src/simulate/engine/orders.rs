@@ -20,7 +20,7 @@ use crate::{
 /// A return sooner than this after an offload is thrash.
 const THRASH_MS: Millis = 60_000;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     Close,
     Lock,
