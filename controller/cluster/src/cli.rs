@@ -1,11 +1,11 @@
 //! The command `affinode-cluster`.
 
-use std::{io, process::ExitCode};
+use std::{error::Error, io, process::ExitCode};
 
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
-use crate::{report, webhook};
+use crate::{node, report, webhook};
 
 #[derive(Parser)]
 #[command(name = "affinode-cluster", version, about = "Affinode's part in a Kubernetes cluster")]
@@ -16,6 +16,10 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Look after a GPU node: install Affinode, show its controller, tell its pods (a DaemonSet).
+    Node(Box<node::Options>),
+    /// Take Affinode off all nodes, before the rest of an installation goes (a Job).
+    Retire(node::retire::Options),
     /// Give GPU pods the runtime class while they are created (an admission webhook).
     Webhook(Box<webhook::Options>),
 }
@@ -25,9 +29,14 @@ enum Command {
 pub fn main() -> ExitCode {
     let arguments = Arguments::parse();
     log();
-    let result = match arguments.command {
-        Command::Webhook(options) => webhook::run(&options),
-    };
+    match arguments.command {
+        Command::Node(options) => exit(node::run(&options)),
+        Command::Retire(options) => exit(node::retire::run(&options)),
+        Command::Webhook(options) => exit(webhook::run(&options)),
+    }
+}
+
+fn exit<E: Error>(result: Result<(), E>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

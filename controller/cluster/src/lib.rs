@@ -2,6 +2,7 @@
 //!
 //! | module | what it does |
 //! | --- | --- |
+//! | [`node`] | looks after a GPU node: installs it, shows its controller, tells its pods |
 //! | [`webhook`] | gives GPU pods the runtime class while they are created |
 //! | [`cli`] | the command `affinode-cluster` |
 //!
@@ -10,6 +11,7 @@
 //! of it is gone creates pods without the runtime class, and those that have it go on.
 
 pub mod cli;
+pub mod node;
 mod report;
 pub mod webhook;
 

@@ -19,6 +19,9 @@ pub struct Install {
     /// The folder with the files; that of this program when left out.
     #[arg(long, value_name = "DIR")]
     from: Option<PathBuf>,
+    /// How to print: table, or json, an array of the steps.
+    #[arg(short, long, default_value = "table")]
+    output: Output,
     /// Name of the handler, which a RuntimeClass names.
     #[arg(long, value_name = "NAME", default_value = "affinode")]
     runtime_name: String,
@@ -121,7 +124,16 @@ pub fn install(out: &mut dyn Write, asked: Install) -> Result<(), CliError> {
         None => Source::of(&own_folder()?)?,
     };
     let options = asked.places.options(asked.runtime_name)?;
-    print(out, options.dry_run, &install::install(&options, &source)?)
+    let steps = install::install(&options, &source)?;
+    match asked.output {
+        // A line, for programs.
+        Output::Json => {
+            serde_json::to_writer(&mut *out, &steps)?;
+            Ok(writeln!(out)?)
+        }
+        Output::Yaml => Ok(serde_yaml_ng::to_writer(&mut *out, &steps)?),
+        Output::Table | Output::Wide => print(out, options.dry_run, &steps),
+    }
 }
 
 pub fn uninstall(out: &mut dyn Write, asked: Uninstall) -> Result<(), CliError> {
@@ -207,8 +219,10 @@ fn own_folder() -> Result<PathBuf, CliError> {
 }
 
 fn print(out: &mut dyn Write, dry_run: bool, steps: &[String]) -> Result<(), CliError> {
-    if dry_run {
-        writeln!(out, "would do:")?;
+    match (dry_run, steps.is_empty()) {
+        (_, true) => writeln!(out, "everything is in place: nothing to do")?,
+        (true, false) => writeln!(out, "would do:")?,
+        (false, false) => {}
     }
     for step in steps {
         writeln!(out, "{step}")?;

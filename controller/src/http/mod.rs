@@ -41,7 +41,8 @@ use crate::{
     metrics::Metrics, observe::Hub, report,
 };
 
-pub use guard::{Guard, GuardError, Refusal, Refused};
+pub use guard::{Access, Guard, GuardError, Refusal, Refused};
+pub use routes::{access, needs_right};
 use socket::Peer;
 pub use socket::{Bound, ListenError, Listener};
 pub use tls::{Papers, TlsError};

@@ -79,6 +79,7 @@ struct Caller {
 
 /// Where a right may be had: the path without its variable part. What is not in the list
 /// needs a right that nobody has by its name.
+#[must_use]
 pub fn access(method: &Method, path: &str) -> Access {
     const PATHS: [&str; 8] = [
         "/metrics",
@@ -102,11 +103,17 @@ pub fn access(method: &Method, path: &str) -> Access {
     Access { verb, path }
 }
 
+/// Whether a path is for those alone who may have it. The page holds no secret: it asks its user
+/// for the token.
+#[must_use]
+pub fn needs_right(path: &str) -> bool {
+    path.starts_with("/api/") || path == "/metrics"
+}
+
 async fn check(site: &Site, peer: &Peer, request: &Request<Incoming>) -> Result<Caller, Refusal> {
     site.guard.place(request.headers())?;
     let path = request.uri().path();
-    // The page holds no secret: it asks its user for the token.
-    if path == "/healthz" || (!path.starts_with("/api/") && path != "/metrics") {
+    if !needs_right(path) {
         return Ok(Caller { who: peer.to_string(), admitted: None });
     }
     let admitted = site.guard.admit(request.headers(), access(request.method(), path)).await?;

@@ -101,7 +101,7 @@ pub enum InstallError {
     NotInstalled(PathBuf),
 }
 
-/// What was done, or would be, line by line.
+/// What was done, or would be, line by line. None: everything is in place.
 pub type Steps = Vec<String>;
 
 /// Goes to the node whose root is `root`, from a container: from here on all paths of this
@@ -139,10 +139,7 @@ pub fn install(options: &Options, source: &Source) -> Result<Steps, InstallError
     if restarts {
         steps.push(options.restart.to_string());
     }
-    if steps.is_empty() {
-        return Ok(vec!["everything is in place: nothing to do".into()]);
-    }
-    if options.dry_run {
+    if steps.is_empty() || options.dry_run {
         return Ok(steps);
     }
     let fresh = older.is_none() && !changes.iter().any(Change::replaces);

@@ -189,12 +189,18 @@ pub fn drain(prefix: &Path, within: Duration) -> usize {
 }
 
 /// How many shims of the installation run. The kernel says of a file that was replaced
-/// since: ` (deleted)`.
+/// since: ` (deleted)`. The controller is the same program: without shims it ends by itself.
 pub fn running_shims(prefix: &Path) -> usize {
     let shim = prefix.join("bin").join(SHIM);
     let is_shim = |entry: io::Result<fs::DirEntry>| {
-        let exe = fs::read_link(entry.ok()?.path().join("exe")).ok()?;
-        exe.as_os_str().as_bytes().starts_with(shim.as_os_str().as_bytes()).then_some(())
+        let process = entry.ok()?.path();
+        let exe = fs::read_link(process.join("exe")).ok()?;
+        let ours = exe.as_os_str().as_bytes().starts_with(shim.as_os_str().as_bytes());
+        let is_controller = || {
+            let argv = fs::read(process.join("cmdline")).unwrap_or_default();
+            argv.split(|byte| *byte == 0).nth(1) == Some(b"controller")
+        };
+        (ours && !is_controller()).then_some(())
     };
     fs::read_dir("/proc").into_iter().flatten().filter_map(is_shim).count()
 }

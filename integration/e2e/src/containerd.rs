@@ -40,7 +40,7 @@ pub struct Containerd {
 }
 
 impl Containerd {
-    /// Writes the configuration. `env` reaches containerd, and so every shim and the controller.
+    /// Writes the configuration, without our runtime. `env` reaches containerd, and so every shim and the controller.
     ///
     /// # Errors
     /// When the folder cannot be written.
@@ -51,9 +51,7 @@ impl Containerd {
         env: BTreeMap<String, String>,
     ) -> Result<Self> {
         std::fs::write(dir.join("containerd.toml"), config(release.line, dir, store))?;
-        let drop_ins = dir.join("conf.d");
-        std::fs::create_dir_all(&drop_ins)?;
-        std::fs::write(drop_ins.join("affinode.toml"), REGISTER_V3)?;
+        std::fs::create_dir_all(dir.join("conf.d"))?;
         Ok(Self {
             release: release.clone(),
             dir: dir.to_path_buf(),
@@ -61,6 +59,20 @@ impl Containerd {
             env,
             pid: Mutex::new(None),
         })
+    }
+
+    /// Registers our runtime, as users are told to.
+    ///
+    /// # Errors
+    /// When the folder cannot be written.
+    pub fn register(&self) -> Result<()> {
+        let file = self.dir.join("containerd.toml");
+        if self.release.line == Line::V2 {
+            return Ok(std::fs::write(self.dir.join("conf.d/affinode.toml"), REGISTER_V3)?);
+        }
+        // Only the first `version` counts: the snippet is for the same file.
+        let text = std::fs::read_to_string(&file)? + &REGISTER_V2.replace("version = 2", "");
+        Ok(std::fs::write(file, text)?)
     }
 
     /// Its release.
@@ -187,8 +199,6 @@ level = "info"
     );
     match line {
         Line::V1_6 | Line::V1_7 => {
-            // Only the first `version` counts: the snippet is for the same file.
-            let register = REGISTER_V2.replace("version = 2", "");
             format!(
                 r#"version = 2
 {common}[plugins."io.containerd.internal.v1.opt"]
@@ -200,7 +210,7 @@ restrict_oom_score_adj = true
 # A handler of one's own makes containerd forget its default one.
 [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
 runtime_type = "{STOCK}"
-{register}"#
+"#
             )
         }
         Line::V2 => format!(
@@ -214,6 +224,9 @@ disable = true
 sandbox = "{pause}"
 [plugins."io.containerd.cri.v1.runtime"]
 restrict_oom_score_adj = true
+[plugins."io.containerd.cri.v1.runtime".cni]
+bin_dir = "{dir}/cni/bin"
+conf_dir = "{dir}/cni/net.d"
 "#
         ),
     }

@@ -32,6 +32,27 @@ pub use server::serve;
 /// root may be.
 pub(crate) const STORE: &str = "store";
 
+/// What of the machine a world has for itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Scope {
+    /// Its mounts.
+    #[default]
+    Mounts,
+    /// Its network as well, and the folders that a kubelet always uses: a node of a cluster.
+    Node,
+}
+
+impl Scope {
+    /// The keeper's second argument, for a node.
+    const NODE: &str = "node";
+
+    /// From the keeper's second argument.
+    #[must_use]
+    pub fn of(argument: Option<&std::ffi::OsStr>) -> Self {
+        if argument.is_some_and(|word| word == Self::NODE) { Scope::Node } else { Scope::Mounts }
+    }
+}
+
 /// What the keeper is asked to start.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Job {

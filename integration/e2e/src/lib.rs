@@ -20,7 +20,7 @@ pub mod artifacts;
 pub mod attack;
 pub mod chaos;
 pub mod cli;
-mod closure;
+pub mod closure;
 pub mod container;
 pub mod containerd;
 pub mod gpu;

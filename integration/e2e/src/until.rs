@@ -11,15 +11,27 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 ///
 /// # Errors
 /// When the probe fails, or [`PATIENCE`] is over; `what` completes "waited for …".
-pub fn until<T>(what: &str, mut probe: impl FnMut() -> Result<Option<T>>) -> Result<T> {
-    let deadline = Instant::now() + PATIENCE;
+pub fn until<T>(what: &str, probe: impl FnMut() -> Result<Option<T>>) -> Result<T> {
+    until_within(PATIENCE, what, probe)
+}
+
+/// The same, where a healthy machine may need longer than [`PATIENCE`].
+///
+/// # Errors
+/// When the probe fails, or the time is over.
+pub fn until_within<T>(
+    patience: Duration,
+    what: &str,
+    mut probe: impl FnMut() -> Result<Option<T>>,
+) -> Result<T> {
+    let deadline = Instant::now() + patience;
     loop {
         let seen = probe().with_context(|| format!("while waiting for {what}"))?;
         if let Some(found) = seen {
             return Ok(found);
         }
         if Instant::now() > deadline {
-            bail!("waited {} s in vain for {what}", PATIENCE.as_secs());
+            bail!("waited {} s in vain for {what}", patience.as_secs());
         }
         std::thread::sleep(Duration::from_millis(20));
     }

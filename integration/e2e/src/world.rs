@@ -15,7 +15,7 @@ use crate::{
     containerd::{self, Containerd},
     gpu::Gpu,
     image,
-    keeper::{Keeper, cgroup_parent},
+    keeper::{Keeper, Scope, cgroup_parent},
     processes::{self, Process},
     release::{Release, Releases},
 };
@@ -24,6 +24,9 @@ use crate::{
 pub const MIB: u64 = 1 << 20;
 /// VRAM of a simulated GPU that no test fills by accident.
 pub const PLENTY_BYTES: u64 = 4096 * MIB;
+
+/// In the folder of a node's world.
+const PREFIX: &str = "prefix";
 
 /// What a world is made of. [`Recipe::world`] makes it.
 pub struct Recipe {
@@ -34,6 +37,7 @@ pub struct Recipe {
     images: Vec<&'static str>,
     env: BTreeMap<String, String>,
     sim_options: Vec<String>,
+    scope: Scope,
 }
 
 impl Default for Recipe {
@@ -46,6 +50,7 @@ impl Default for Recipe {
             images: vec!["default"],
             env: BTreeMap::new(),
             sim_options: Vec::new(),
+            scope: Scope::default(),
         }
     }
 }
@@ -86,6 +91,14 @@ impl Recipe {
         self
     }
 
+    /// As a node of a cluster that has nothing of Affinode yet: a network of its own, a containerd
+    /// that finds our files in [`World::prefix`] once they are there.
+    #[must_use]
+    pub fn node(mut self) -> Self {
+        self.scope = Scope::Node;
+        self.cri()
+    }
+
     /// With one more variable in containerd's environment.
     #[must_use]
     pub fn env(mut self, name: &str, value: &str) -> Self {
@@ -114,24 +127,29 @@ impl Recipe {
             None => Releases::read(&artifacts)?.own()?.clone(),
         };
         let dir = new_folder()?;
-        let keeper = Keeper::start(&artifacts.bin("affinode-keeper")?, &dir)?;
+        let keeper = Keeper::start(&artifacts.bin("affinode-keeper")?, &dir, self.scope)?;
         let config = dir.join("affinode/config.toml");
         std::fs::create_dir_all(dir.join("affinode"))?;
         std::fs::write(&config, &self.config)?;
         let run_dir = dir.join("run");
 
         let mut env = self.gpu.host_env(&artifacts, &dir);
-        let path = [&artifacts.bin_dir(), &release.bin_dir]
-            .map(|folder| folder.display().to_string())
-            .join(":");
+        let (ours, libraries) = match self.scope {
+            Scope::Mounts => (artifacts.bin_dir(), artifacts.lib_dir()),
+            Scope::Node => (dir.join(PREFIX).join("bin"), dir.join(PREFIX).join("lib/affinode")),
+        };
+        let path = [&ours, &release.bin_dir].map(|folder| folder.display().to_string()).join(":");
         let inherited = std::env::var("PATH").unwrap_or_default();
         env.insert("PATH".into(), format!("{path}:{inherited}"));
         env.insert("AFFINODE_RUN_DIR".into(), run_dir.display().to_string());
-        env.insert("AFFINODE_LIB_DIR".into(), artifacts.lib_dir().display().to_string());
+        env.insert("AFFINODE_LIB_DIR".into(), libraries.display().to_string());
         env.insert("AFFINODE_CONFIG".into(), config.display().to_string());
         env.extend(self.env);
 
         let containerd = Containerd::new(&release, &dir, &dir.join(crate::keeper::STORE), env)?;
+        if self.scope == Scope::Mounts {
+            containerd.register()?;
+        }
         let world = World {
             cli: Cli::new(artifacts.bin("affinode")?, run_dir),
             artifacts,
@@ -176,6 +194,12 @@ impl World {
     #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir
+    }
+
+    /// Where Affinode is installed in the world of a node.
+    #[must_use]
+    pub fn prefix(&self) -> PathBuf {
+        self.dir.join(PREFIX)
     }
 
     /// Its containerd.

@@ -7,7 +7,7 @@ use std::{
 };
 
 use affinode_e2e::{
-    keeper::{Job, Keeper},
+    keeper::{Job, Keeper, Scope},
     until::until,
 };
 use anyhow::{Context, Result};
@@ -51,7 +51,7 @@ fn mounted_below(dir: &Path) -> Result<bool> {
 fn dropping_it_ends_everything() -> Result<()> {
     let dir = world("drop")?;
     let mark = "98761";
-    let keeper = Keeper::start(Path::new(KEEPER), &dir)?;
+    let keeper = Keeper::start(Path::new(KEEPER), &dir, Scope::default())?;
     let mut job = flee(mark);
     std::fs::create_dir(dir.join("mounted"))?;
     job.env.insert("DIR".into(), dir.join("mounted").display().to_string());

@@ -14,7 +14,7 @@ const ALLOWED: [(&str, &[&str]); 5] = [
     ("proto", &[]),
     ("preload", &["affinode-proto", "affinode-cuda-sys"]),
     ("runtime-shim", &["affinode-proto", "affinode-controller"]),
-    ("controller", &["affinode-proto", "affinode-cuda-sys"]),
+    ("controller", &["affinode-proto", "affinode-cuda-sys", "affinode-controller"]),
     ("integration", &["affinode-proto", "affinode-e2e", "affinode-sim-protocol"]),
 ];
 

@@ -14,6 +14,7 @@ mod demo;
 mod deps;
 mod fuzz;
 mod hazards;
+mod k8s;
 mod kit;
 mod load;
 mod packages;
@@ -52,6 +53,8 @@ enum Task {
     Fuzz(fuzz::Options),
     /// Play every hazard without Affinode and with it, and print what happens (needs root).
     Hazards(hazards::Options),
+    /// Install into a real cluster of one node, and show what its people see (needs root, Go).
+    K8s(k8s::Options),
     /// Fill a node, and print what its controller needs while nothing changes (needs root).
     Load(load::Options),
     /// Pack what a machine with a GPU needs to run the suite there.
@@ -71,6 +74,7 @@ fn main() -> ExitCode {
         Task::Conformance(options) => conformance::run(&options),
         Task::Fuzz(options) => fuzz::run(&options),
         Task::Hazards(options) => hazards::run(&options),
+        Task::K8s(options) => k8s::run(&options),
         Task::Load(options) => load::run(&options),
         Task::GpuKit(options) => kit::pack(&options),
         Task::Test(options) => suite::run(&options),

@@ -2,11 +2,14 @@
 
 use std::{path::PathBuf, process::ExitCode};
 
+use affinode_e2e::keeper::{self, Scope};
+
 fn main() -> ExitCode {
-    let Some(world) = std::env::args_os().nth(1).map(PathBuf::from) else {
+    let mut arguments = std::env::args_os().skip(1);
+    let Some(world) = arguments.next().map(PathBuf::from) else {
         return ExitCode::from(2);
     };
-    match affinode_e2e::keeper::serve(&world) {
+    match keeper::serve(&world, Scope::of(arguments.next().as_deref())) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             report(&error);

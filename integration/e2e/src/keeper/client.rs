@@ -2,14 +2,14 @@
 
 use std::{
     io::{BufRead, BufReader, Write},
-    path::{Path, PathBuf},
+    path::Path,
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
 use anyhow::{Context, Result, bail};
 
-use super::{Job, Reply};
+use super::{Job, Reply, Scope};
 
 /// A running keeper. Dropping it ends everything that it started.
 pub struct Keeper {
@@ -28,9 +28,10 @@ impl Keeper {
     ///
     /// # Errors
     /// When it cannot be started, or cannot make its mount namespace (needs root).
-    pub fn start(binary: &Path, dir: &Path) -> Result<Self> {
+    pub fn start(binary: &Path, dir: &Path, scope: Scope) -> Result<Self> {
         let mut child = Command::new(binary)
             .arg(dir)
+            .args((scope == Scope::Node).then_some(Scope::NODE))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -61,11 +62,14 @@ impl Keeper {
         pipes.reply().with_context(|| format!("cannot start {}", job.argv.join(" ")))
     }
 
-    /// A command that will run in the keeper's mount namespace, as a child of the caller.
+    /// A command that will run in the keeper's mounts and network, as a child of the caller.
     #[must_use]
     pub fn command(&self, program: &Path) -> Command {
         let mut command = Command::new("nsenter");
-        command.arg(format!("--mount={}", self.namespace().display())).arg("--").arg(program);
+        for (option, namespace) in [("--mount", "mnt"), ("--net", "net")] {
+            command.arg(format!("{option}=/proc/{}/ns/{namespace}", self.pid));
+        }
+        command.arg("--").arg(program);
         command
     }
 
@@ -78,10 +82,6 @@ impl Keeper {
             // An error here means that the keeper is gone already.
             let _ = child.wait();
         }
-    }
-
-    fn namespace(&self) -> PathBuf {
-        PathBuf::from(format!("/proc/{}/ns/mnt", self.pid))
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Pipes>> {

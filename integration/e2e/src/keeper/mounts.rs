@@ -9,19 +9,27 @@ use nix::{
     sched::{CloneFlags, unshare},
 };
 
-use super::STORE;
+use super::{STORE, Scope};
 
 /// Folders that containerd and runc use whatever their configuration says.
 const SHARED_STATE: [&str; 2] = ["/run/containerd", "/run/runc"];
 
-/// Enters a mount namespace whose changes stay inside.
-pub(super) fn make_private(world: &Path) -> Result<()> {
+/// Folders that a kubelet uses whatever its configuration says.
+const KUBELET_STATE: [&str; 3] = ["/var/lib/kubelet", "/var/log/pods", "/var/log/containers"];
+
+/// Enters a mount namespace whose changes stay inside; a node has a network of its own, too.
+pub(super) fn make_private(world: &Path, scope: Scope) -> Result<()> {
     unshare(CloneFlags::CLONE_NEWNS).context("cannot make a mount namespace: run as root")?;
+    let mut folders: Vec<&Path> = SHARED_STATE.iter().map(Path::new).collect();
+    if scope == Scope::Node {
+        unshare(CloneFlags::CLONE_NEWNET).context("cannot make a network namespace")?;
+        folders.extend(KUBELET_STATE.iter().map(Path::new));
+    }
     let none: Option<&str> = None;
     mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)
         .context("cannot make mounts private")?;
     let store = world.join(STORE);
-    for folder in SHARED_STATE.iter().map(Path::new).chain([store.as_path()]) {
+    for folder in folders.into_iter().chain([store.as_path()]) {
         std::fs::create_dir_all(folder)
             .with_context(|| format!("cannot make {}", folder.display()))?;
         mount(Some("tmpfs"), folder, Some("tmpfs"), MsFlags::empty(), Some("mode=0711"))

@@ -18,18 +18,18 @@ use nix::{
     unistd::setsid,
 };
 
-use super::{Job, Reply, cleanup, mounts};
+use super::{Job, Reply, Scope, cleanup, mounts};
 
 /// Serves requests from standard input until it ends, then cleans up.
 ///
 /// # Errors
 /// When the namespace cannot be made, or something could not be cleaned up.
-pub fn serve(world: &Path) -> Result<()> {
+pub fn serve(world: &Path, scope: Scope) -> Result<()> {
     // Leads its own session, so that Ctrl-C on the terminal leaves it to the
     // parent to end its work first. Fails only for a process that leads one already.
     let _ = setsid();
     prctl::set_child_subreaper(true).context("cannot become a subreaper")?;
-    mounts::make_private(world)?;
+    mounts::make_private(world, scope)?;
     let reaper = Reaper::start();
     answer(&Reply::Pid(std::process::id()))?;
     for line in std::io::stdin().lock().lines() {

@@ -298,5 +298,15 @@ fn a_node_whose_containers_run_is_not_uninstalled() -> Result<()> {
     running.wait()?;
     ensure!(waiting.wait()?.success());
     ensure!(!shim.exists());
+    // A controller that no container needs any more is the same program, and no obstacle.
+    place.done("install", &["--restart-mode", "none"])?;
+    let run_dir = place.file("run");
+    let mut controller =
+        Command::new(&shim).arg("controller").env("AFFINODE_RUN_DIR", &run_dir).spawn()?;
+    until("the controller to run", || Ok(run_dir.join("control.sock").exists().then_some(())))?;
+    place.done("uninstall", &["--restart-mode", "none"])?;
+    ensure!(!shim.exists() && controller.try_wait()?.is_none());
+    controller.kill()?;
+    controller.wait()?;
     Ok(())
 }

@@ -1,0 +1,76 @@
+{{- define "affinode.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 50 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "affinode.fullname" -}}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" }}
+{{- else }}
+{{- $name := include "affinode.name" . }}
+{{- if contains $name .Release.Name }}
+{{- .Release.Name | trunc 50 | trimSuffix "-" }}
+{{- else }}
+{{- printf "%s-%s" .Release.Name $name | trunc 50 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "affinode.selector" -}}
+app.kubernetes.io/name: {{ include "affinode.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "affinode.labels" -}}
+{{ include "affinode.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end }}
+
+{{- define "affinode.image" -}}
+{{- if .Values.image.digest -}}
+{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end }}
+{{- end }}
+
+{{- define "affinode.serviceAccount" -}}
+{{- if .Values.serviceAccount.create }}
+{{- default (printf "%s-node" (include "affinode.fullname" .)) .Values.serviceAccount.name }}
+{{- else }}
+{{- required "serviceAccount.name is needed when serviceAccount.create is false" .Values.serviceAccount.name }}
+{{- end }}
+{{- end }}
+
+{{/* How agents name this installation at their nodes. */}}
+{{- define "affinode.installation" -}}
+{{ .Release.Namespace }}/{{ .Release.Name }}
+{{- end }}
+
+{{/* Who gives GPU pods the class. */}}
+{{- define "affinode.injectBy" -}}
+{{- if ne .Values.inject.by "auto" }}
+{{- .Values.inject.by }}
+{{- else if .Capabilities.APIVersions.Has "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy" }}
+{{- "policy" }}
+{{- else }}
+{{- "webhook" }}
+{{- end }}
+{{- end }}
+
+{{- define "affinode.injectSelectors" -}}
+namespaceSelector:
+  matchExpressions:
+    - key: affinode.io/inject
+      operator: NotIn
+      values: ["ignore"]
+    - key: kubernetes.io/metadata.name
+      operator: NotIn
+      values: {{ append .Values.inject.excludedNamespaces .Release.Namespace | uniq | toJson }}
+objectSelector:
+  matchExpressions:
+    - key: affinode.io/inject
+      operator: NotIn
+      values: ["ignore"]
+{{- end }}

@@ -1,0 +1,243 @@
+//! The node below us: what `affinode` does there, from this container, and the part of the
+//! controller's configuration that the cluster chose.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    process::{Output, Stdio},
+    time::Duration,
+};
+
+use clap::Args;
+use serde::{Deserialize, de::DeserializeOwned};
+use tokio::process::Command;
+
+/// The file of ours in the controller's configuration.
+const DROP_IN: &str = "conf.d/50-cluster.toml";
+/// An installation waits for containerd for a minute.
+const TIME: Duration = Duration::from_secs(180);
+
+/// Where things are on the node.
+#[derive(Args, Clone, Debug)]
+pub struct Places {
+    /// The node's root, as this container sees it.
+    #[arg(long, value_name = "DIR", default_value = "/proc/1/root")]
+    pub host_root: PathBuf,
+    /// Below it are bin and lib/affinode.
+    #[arg(long, value_name = "DIR", default_value = "/usr/local")]
+    prefix: PathBuf,
+    /// Where is kept what was installed.
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/affinode")]
+    state_dir: PathBuf,
+    /// The controller's run directory.
+    #[arg(long, value_name = "DIR", default_value = "/run/affinode")]
+    pub run_dir: PathBuf,
+    /// The folder of the controller's config.toml.
+    #[arg(long, value_name = "DIR", default_value = "/etc/affinode")]
+    config_dir: PathBuf,
+    /// containerd's socket; where distributions put it when left out.
+    #[arg(long, value_name = "SOCKET")]
+    containerd: Option<PathBuf>,
+    /// Name of the handler, which the RuntimeClass names.
+    #[arg(long, value_name = "NAME", default_value = "affinode")]
+    runtime_name: String,
+    /// How containerd takes note: systemd, none.
+    #[arg(long, value_name = "HOW", default_value = "systemd")]
+    restart_mode: String,
+    /// containerd's unit.
+    #[arg(long, value_name = "UNIT", default_value = "containerd")]
+    unit: String,
+    /// How long running containers are waited for before Affinode is taken off.
+    #[arg(long, value_name = "TIME", default_value = "2m", value_parser = humantime::parse_duration)]
+    drain: Duration,
+    /// A file with what the cluster wants in the controllers' configuration.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+}
+
+/// What the node did not do.
+#[derive(Debug, thiserror::Error)]
+pub enum HostError {
+    /// The command cannot be run.
+    #[error("cannot run affinode, which belongs beside this program")]
+    Run(#[source] io::Error),
+    /// It takes too long.
+    #[error("affinode {0} did not end in time")]
+    Late(&'static str),
+    /// It said no.
+    #[error("{0}")]
+    Refused(String),
+    /// It says something else.
+    #[error("affinode {verb} printed something else")]
+    Answer {
+        /// What it was asked for.
+        verb: &'static str,
+        /// Why it is not understood.
+        #[source]
+        source: serde_json::Error,
+    },
+    /// The configuration.
+    #[error("cannot write {}", path.display())]
+    Config {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// How the handler stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Handler {
+    /// containerd serves it, and all files are as they were installed.
+    Served,
+    /// containerd has not been restarted since.
+    RestartNeeded,
+    /// Anything else: it is to be installed.
+    #[serde(other)]
+    Missing,
+}
+
+#[derive(Deserialize)]
+struct Status {
+    handler: Option<HandlerStatus>,
+    in_place: bool,
+}
+
+#[derive(Deserialize)]
+struct HandlerStatus {
+    state: Handler,
+}
+
+impl Places {
+    /// A path of the node, as this container sees it.
+    #[must_use]
+    pub fn on_host(&self, path: &Path) -> PathBuf {
+        self.host_root.join(path.strip_prefix("/").unwrap_or(path))
+    }
+
+    /// What would be done to install what this container brings.
+    ///
+    /// # Errors
+    /// [`HostError`].
+    pub async fn plan(&self) -> Result<Vec<String>, HostError> {
+        let output = self.installer("install", &["--dry-run", "-o", "json"], TIME).await?;
+        parse("install", &succeeded(output)?)
+    }
+
+    /// Installs it.
+    ///
+    /// # Errors
+    /// [`HostError`]; containerd's configuration is as it was then.
+    pub async fn install(&self) -> Result<Vec<String>, HostError> {
+        parse("install", &succeeded(self.installer("install", &["-o", "json"], TIME).await?)?)
+    }
+
+    /// How it stands.
+    ///
+    /// # Errors
+    /// [`HostError`].
+    pub async fn status(&self) -> Result<Handler, HostError> {
+        let output = self.run("status", &["-o", "json"], TIME).await?;
+        if output.stdout.is_empty() {
+            // Nothing is installed.
+            return Ok(Handler::Missing);
+        }
+        let status: Status = parse("status", &output.stdout)?;
+        let handler = status.handler.map_or(Handler::Missing, |handler| handler.state);
+        Ok(if handler == Handler::Served && !status.in_place { Handler::Missing } else { handler })
+    }
+
+    /// Takes all of it off; nothing that is not there is missed.
+    ///
+    /// # Errors
+    /// [`HostError`]: containers of it run, most likely.
+    pub async fn uninstall(&self) -> Result<(), HostError> {
+        let drain = humantime::format_duration(self.drain).to_string().replace(' ', "");
+        let output = self.run("status", &["-o", "json"], TIME).await?;
+        if !output.stdout.is_empty() {
+            succeeded(self.installer("uninstall", &["--drain", &drain], TIME + self.drain).await?)?;
+        }
+        let file = self.on_host(&self.config_dir.join(DROP_IN));
+        match fs::remove_file(&file) {
+            Err(source) if source.kind() != io::ErrorKind::NotFound => {
+                Err(HostError::Config { path: file, source })
+            }
+            _ => {
+                // Ours, where nobody else keeps anything in them.
+                let folders = file.ancestors().skip(1).take(2);
+                folders.for_each(|folder| drop(fs::remove_dir(folder)));
+                Ok(())
+            }
+        }
+    }
+
+    /// Puts the cluster's part of the configuration in place. Says whether it is another now.
+    ///
+    /// # Errors
+    /// [`HostError::Config`].
+    pub fn configure(&self) -> Result<bool, HostError> {
+        let Some(config) = &self.config else { return Ok(false) };
+        let file = self.on_host(&self.config_dir.join(DROP_IN));
+        let put = || {
+            let wanted = fs::read(config)?;
+            if fs::read(&file).is_ok_and(|there| there == wanted) {
+                return Ok(false);
+            }
+            let folder = file.parent().unwrap_or(&file);
+            fs::create_dir_all(folder)?;
+            let fresh = file.with_extension("toml.new");
+            fs::write(&fresh, wanted)?;
+            fs::rename(&fresh, &file)?;
+            Ok(true)
+        };
+        put().map_err(|source| HostError::Config { path: file.clone(), source })
+    }
+
+    async fn installer(
+        &self,
+        verb: &'static str,
+        more: &[&str],
+        time: Duration,
+    ) -> Result<Output, HostError> {
+        let mut arguments = vec!["--restart-mode", &self.restart_mode, "--unit", &self.unit];
+        if verb == "install" {
+            arguments.extend(["--runtime-name", &self.runtime_name]);
+        }
+        arguments.extend(more);
+        self.run(verb, &arguments, time).await
+    }
+
+    async fn run(
+        &self,
+        verb: &'static str,
+        more: &[&str],
+        time: Duration,
+    ) -> Result<Output, HostError> {
+        let program = std::env::current_exe().map_err(HostError::Run)?.with_file_name("affinode");
+        let mut command = Command::new(program);
+        command.arg(verb).arg("--host-root").arg(&self.host_root);
+        command.arg("--prefix").arg(&self.prefix).arg("--state-dir").arg(&self.state_dir);
+        if let Some(socket) = &self.containerd {
+            command.arg("--containerd").arg(socket);
+        }
+        // An installation that has begun ends, whatever becomes of us.
+        let running = command.args(more).stdin(Stdio::null()).output();
+        let output = tokio::time::timeout(time, running).await;
+        output.map_err(|_| HostError::Late(verb))?.map_err(HostError::Run)
+    }
+}
+
+fn succeeded(output: Output) -> Result<Vec<u8>, HostError> {
+    if output.status.success() {
+        return Ok(output.stdout);
+    }
+    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    Err(HostError::Refused(if said.is_empty() { output.status.to_string() } else { said }))
+}
+
+fn parse<T: DeserializeOwned>(verb: &'static str, text: &[u8]) -> Result<T, HostError> {
+    serde_json::from_slice(text).map_err(|source| HostError::Answer { verb, source })
+}

@@ -1,0 +1,185 @@
+//! Watches the node's controller, and tells its pods and the node object what happens.
+
+use std::{collections::HashMap, path::PathBuf, time::Duration};
+
+use affinode_proto::{
+    api::{
+        control::{Container, Event, EventsRequest, ListRequest, ListResponse},
+        control_ttrpc::ControlClient,
+    },
+    state::State,
+};
+use k8s_openapi::{api::core::v1::ObjectReference, jiff::Timestamp};
+use kube::{
+    Client,
+    runtime::events::{Event as PodEvent, EventType, Recorder, Reporter},
+};
+use tokio::time::Instant;
+use ttrpc::context::with_duration;
+
+use super::{
+    mark::{Mark, RECLAIMABLE, RECLAIMED},
+    tell::{Allowance, told},
+};
+use crate::report;
+
+/// Time for an answer of the controller.
+const ANSWER: Duration = Duration::from_secs(10);
+/// How long to wait for events.
+const WAIT: Duration = Duration::from_secs(5);
+/// How long a controller is left alone that does not answer.
+const REST: Duration = Duration::from_secs(5);
+/// The node's annotations are written no more often.
+const ANNOTATE_EVERY: Duration = Duration::from_secs(30);
+/// A call that waits no longer than this is not told of.
+const PATIENCE_MS: i64 = 5_000;
+
+/// Who watches.
+pub struct Watch {
+    socket: PathBuf,
+    recorder: Recorder,
+    mark: Mark,
+    allowance: Allowance,
+    /// Pods by the keys of their containers.
+    pods: HashMap<String, ObjectReference>,
+    /// Calls that wait: told of when they wait for long.
+    waiting: HashMap<String, Event>,
+    /// Nothing from before is told: who watched then has told of it.
+    last_unix_ms: i64,
+    annotated: Option<(Instant, [u64; 2])>,
+}
+
+impl Watch {
+    /// Watches the controller at that socket.
+    #[must_use]
+    pub fn new(socket: PathBuf, client: Client, mark: Mark, instance: String) -> Watch {
+        let reporter = Reporter { controller: "affinode.io/node".into(), instance: Some(instance) };
+        Watch {
+            socket,
+            recorder: Recorder::new(client, reporter),
+            mark,
+            allowance: Allowance::default(),
+            pods: HashMap::new(),
+            waiting: HashMap::new(),
+            last_unix_ms: Timestamp::now().as_millisecond(),
+            annotated: None,
+        }
+    }
+
+    /// Watches for ever. A node without GPU containers has no controller: that is no fault.
+    pub async fn run(mut self) {
+        loop {
+            if let Err(error) = self.follow().await {
+                tracing::debug!("no controller: {}", report::chain(&error));
+            }
+            tokio::time::sleep(REST).await;
+        }
+    }
+
+    async fn follow(&mut self) -> Result<(), ttrpc::Error> {
+        let address = format!("unix://{}", self.socket.display());
+        let control = ControlClient::new(ttrpc::r#async::Client::connect(&address).await?);
+        // Numbers begin anew with a controller; times go on.
+        let mut after = 0;
+        loop {
+            let request = EventsRequest {
+                after,
+                timeout_ms: u32::try_from(WAIT.as_millis()).unwrap_or(u32::MAX),
+                ..EventsRequest::default()
+            };
+            let answer = control.events(with_duration(WAIT + ANSWER), &request).await?;
+            let list = control.list(with_duration(ANSWER), &ListRequest::default()).await?;
+            self.know(&list);
+            for event in answer.events {
+                after = event.sequence;
+                if event.unix_ms > self.last_unix_ms {
+                    self.last_unix_ms = event.unix_ms;
+                    self.consider(event).await;
+                }
+            }
+            self.tell_who_waits().await;
+            self.annotate(&list).await;
+        }
+    }
+
+    /// Pods stay known until they are gone and all is told of them.
+    fn know(&mut self, list: &ListResponse) {
+        let here = |key: &String| list.containers.iter().any(|c| c.announcement.key == *key);
+        let waiting = &self.waiting;
+        self.pods.retain(|key, _| here(key) || waiting.contains_key(key));
+        for container in &list.containers {
+            let Some(a) = container.announcement.as_ref().filter(|a| !a.pod_uid.is_empty()) else {
+                continue;
+            };
+            self.pods.entry(a.key.clone()).or_insert_with(|| ObjectReference {
+                api_version: Some("v1".into()),
+                kind: Some("Pod".into()),
+                namespace: Some(a.pod_namespace.clone()),
+                name: Some(a.pod.clone()),
+                uid: Some(a.pod_uid.clone()),
+                field_path: Some(format!("spec.containers{{{}}}", a.container)),
+                ..ObjectReference::default()
+            });
+        }
+    }
+
+    async fn consider(&mut self, event: Event) {
+        if event.kind == "state" {
+            self.waiting.remove(&event.key);
+            if event.to == State::Queued.as_str() {
+                self.waiting.insert(event.key.clone(), event);
+                return;
+            }
+        }
+        self.tell(&event).await;
+    }
+
+    async fn tell_who_waits(&mut self) {
+        let long_ago = Timestamp::now().as_millisecond() - PATIENCE_MS;
+        let late = self.waiting.extract_if(|_, event| event.unix_ms < long_ago);
+        for (_, event) in late.collect::<Vec<_>>() {
+            self.tell(&event).await;
+        }
+    }
+
+    async fn tell(&mut self, event: &Event) {
+        let (Some(told), Some(pod)) = (told(event), self.pods.get(&event.key)) else { return };
+        let uid = pod.uid.as_deref().unwrap_or_default();
+        if !self.allowance.take(uid, event.unix_ms) {
+            return;
+        }
+        let event = PodEvent {
+            type_: if told.warning { EventType::Warning } else { EventType::Normal },
+            reason: told.reason.into(),
+            note: Some(told.note),
+            action: told.action.into(),
+            secondary: None,
+        };
+        if let Err(error) = self.recorder.publish(&event, pod).await {
+            tracing::warn!("an event of a pod was not published: {}", report::chain(&error));
+        }
+    }
+
+    async fn annotate(&mut self, list: &ListResponse) {
+        let values =
+            [reclaimable_bytes(list), list.gpus.iter().map(|g| g.vram_reclaimed_bytes).sum()];
+        let due = self
+            .annotated
+            .is_none_or(|(at, last)| last != values && at.elapsed() >= ANNOTATE_EVERY);
+        if !due {
+            return;
+        }
+        let [reclaimable, reclaimed] = values.map(|bytes| Some(bytes.to_string()));
+        let set = [(RECLAIMABLE, reclaimable), (RECLAIMED, reclaimed)];
+        match self.mark.annotate(&set).await {
+            Ok(()) => self.annotated = Some((Instant::now(), values)),
+            Err(error) => tracing::warn!("the node was not annotated: {}", report::chain(&error)),
+        }
+    }
+}
+
+/// What idle containers hold that nobody keeps there.
+fn reclaimable_bytes(list: &ListResponse) -> u64 {
+    let idle = |c: &&Container| c.state == State::Idle.as_str() && !c.pinned && c.mode != "off";
+    list.containers.iter().filter(idle).map(|c| c.vram_bytes).sum()
+}

@@ -1,0 +1,149 @@
+//! What the components of a cluster read: credentials, kubeconfigs, the kubelet's and CNI's
+//! configuration; and the arguments that they are started with.
+
+use std::{fs, io, os::unix::fs::symlink, path::Path};
+
+use affinode_e2e::world::World;
+use anyhow::{Context, Result};
+use rcgen::{KeyPair, PKCS_ECDSA_P256_SHA256};
+use serde_json::{Value, json};
+
+/// Who is who: a kubeconfig's file name, user, groups.
+const USERS: [(&str, &str, &str); 4] = [
+    (ADMIN, "admin", "system:masters"),
+    ("controller-manager.json", "system:kube-controller-manager", ""),
+    ("scheduler.json", "system:kube-scheduler", ""),
+    (KUBELET, "system:node:node-1", "system:nodes"),
+];
+/// The administrator's kubeconfig.
+pub const ADMIN: &str = "admin.json";
+/// The kubelet's.
+pub const KUBELET: &str = "kubelet-client.json";
+
+pub const ETCD: &str = "--data-dir=DIR/etcd --listen-client-urls=http://127.0.0.1:2379 \
+     --advertise-client-urls=http://127.0.0.1:2379 --listen-peer-urls=http://127.0.0.1:2380 \
+     --unsafe-no-fsync";
+pub const API_SERVER: &str = "--etcd-servers=http://127.0.0.1:2379 --bind-address=0.0.0.0 --secure-port=443 \
+     --advertise-address=10.97.0.1 --service-cluster-ip-range=10.96.0.0/24 --cert-dir=DIR/certs \
+     --token-auth-file=DIR/tokens.csv --authorization-mode=Node,RBAC \
+     --enable-admission-plugins=NodeRestriction --allow-privileged=true \
+     --service-account-issuer=https://kubernetes.default.svc \
+     --service-account-signing-key-file=DIR/sa.key --service-account-key-file=DIR/sa.pub \
+     --kubelet-preferred-address-types=InternalIP --enable-aggregator-routing=true --profiling=false";
+pub const CONTROLLER_MANAGER: &str = "--kubeconfig=DIR/controller-manager.json --leader-elect=false --use-service-account-credentials=true \
+     --service-account-private-key-file=DIR/sa.key --root-ca-file=DIR/certs/apiserver.crt \
+     --bind-address=127.0.0.1";
+pub const SCHEDULER: &str =
+    "--kubeconfig=DIR/scheduler.json --leader-elect=false --bind-address=127.0.0.1";
+
+/// Writes keys, tokens and kubeconfigs.
+pub fn write(dir: &Path, world: &World) -> Result<()> {
+    let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
+    fs::write(dir.join("sa.key"), key.serialize_pem())?;
+    fs::write(dir.join("sa.pub"), key.public_key_pem())?;
+    let _ = world;
+    let mut tokens = String::new();
+    for (file, user, groups) in USERS {
+        let token = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
+        let token: String =
+            token.public_key_raw().iter().take(32).map(|byte| format!("{byte:02x}")).collect();
+        tokens.push_str(&format!("{token},{user},{user},{groups}\n"));
+        // The certificate is made by the API server when it starts.
+        let config = json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "test",
+            "clusters": [{"name": "test", "cluster": {
+                "server": "https://10.96.0.1:443",
+                "certificate-authority": dir.join("certs/apiserver.crt"),
+            }}],
+            "users": [{"name": "test", "user": {"token": token}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+        });
+        fs::write(dir.join(file), config.to_string())?;
+    }
+    Ok(fs::write(dir.join("tokens.csv"), tokens)?)
+}
+
+/// A network for pods: a pair of interfaces each.
+pub fn cni(dir: &Path, plugins: &Path) -> Result<()> {
+    fs::create_dir_all(dir.join("net.d"))?;
+    symlink(plugins, dir.join("bin"))?;
+    let network = json!({
+        "cniVersion": "1.0.0", "name": "pods",
+        "plugins": [{"type": "ptp", "ipam": {
+            "type": "host-local", "dataDir": dir.join("leases"),
+            "ranges": [[{"subnet": "10.98.0.0/24"}]], "routes": [{"dst": "0.0.0.0/0"}],
+        }}],
+    });
+    Ok(fs::write(dir.join("net.d/10-pods.conflist"), network.to_string())?)
+}
+
+/// The kubelet's configuration. It leaves the machine's limits and firewall alone.
+pub fn kubelet(world: &World) -> Value {
+    let no_eviction = json!({
+        "memory.available": "0%", "nodefs.available": "0%", "nodefs.inodesFree": "0%",
+        "imagefs.available": "0%", "imagefs.inodesFree": "0%",
+    });
+    json!({
+        "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
+        "address": "10.97.0.1", "healthzBindAddress": "127.0.0.1",
+        "authentication": {"anonymous": {"enabled": true}, "webhook": {"enabled": false}},
+        "authorization": {"mode": "AlwaysAllow"},
+        "containerRuntimeEndpoint": format!("unix://{}", world.containerd().socket().display()),
+        "cgroupDriver": "cgroupfs", "cgroupRoot": format!("/{}", world.cgroup_parent()),
+        "failCgroupV1": false, "failSwapOn": false, "makeIPTablesUtilChains": false,
+        "oomScoreAdj": 0, "evictionHard": no_eviction, "imageGCHighThresholdPercent": 100,
+        "localStorageCapacityIsolation": false, "enableControllerAttachDetach": false,
+        "nodeStatusUpdateFrequency": "2s", "syncFrequency": "10s",
+    })
+}
+
+/// The folders below which the kubelet makes those of pods.
+pub fn cgroups(parent: &str) -> Result<()> {
+    let root = Path::new("/sys/fs/cgroup");
+    let hierarchies = match root.join("cgroup.controllers").exists() {
+        true => vec![root.to_owned()],
+        false => fs::read_dir(root)?
+            .flatten()
+            .map(|entry| entry.path())
+            .filter(|path| path.is_dir())
+            .collect(),
+    };
+    for hierarchy in hierarchies {
+        match fs::create_dir(hierarchy.join(parent)) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                return Err(error).with_context(|| format!("a cgroup in {}", hierarchy.display()));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// What the kubelet sets on the machine, and what it was before.
+pub struct Tunables(Vec<(&'static str, String)>);
+
+impl Tunables {
+    const KEPT: [&'static str; 6] = [
+        "/proc/sys/vm/overcommit_memory",
+        "/proc/sys/vm/panic_on_oom",
+        "/proc/sys/kernel/panic",
+        "/proc/sys/kernel/panic_on_oops",
+        "/proc/sys/kernel/keys/root_maxkeys",
+        "/proc/sys/kernel/keys/root_maxbytes",
+    ];
+
+    /// Remembers them.
+    pub fn remember() -> Self {
+        let read = |file| Some((file, fs::read_to_string(file).ok()?));
+        Self(Self::KEPT.into_iter().filter_map(read).collect())
+    }
+}
+
+impl Drop for Tunables {
+    fn drop(&mut self) {
+        for (file, value) in &self.0 {
+            // Where it may not be written, the kubelet has not written it either.
+            let _ = fs::write(file, value);
+        }
+    }
+}

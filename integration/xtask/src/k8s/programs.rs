@@ -1,0 +1,161 @@
+//! The programs of a cluster: Kubernetes and helm, built from the source that Go's module proxy
+//! has; etcd and the CNI plugins from the machine's distribution. All of it is kept in
+//! `target/affinode/cache/k8s`.
+
+use std::{
+    fmt::Write,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use affinode_e2e::artifacts::Artifacts;
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
+
+use crate::{apt, say, sh};
+
+const KUBERNETES: &str = "k8s.io/kubernetes";
+/// The release of Kubernetes.
+pub const VERSION: &str = "1.36.3";
+/// The modules that are kept in the same repository have its minor and patch number.
+const STAGING_VERSION: &str = "v0.36.3";
+const HELM: &str = "helm.sh/helm/v3";
+const HELM_VERSION: &str = "v3.22.0";
+/// What is built of Kubernetes.
+const COMPONENTS: [&str; 5] =
+    ["kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kubectl"];
+const DEVICE_PLUGIN: &str = include_str!("device_plugin.go");
+/// The test's own program.
+pub const DEVICE_PLUGIN_NAME: &str = "device-plugin";
+/// Packages of the distribution, and a file that shows that they are unpacked.
+const PACKAGES: [(&str, &str); 2] =
+    [("etcd-server", "usr/bin/etcd"), ("containernetworking-plugins", "usr/lib/cni/ptp")];
+
+/// Where the programs are.
+pub struct Programs {
+    folder: PathBuf,
+}
+
+impl Programs {
+    /// Builds and fetches what is not there yet.
+    pub fn prepare(artifacts: &Artifacts) -> Result<Self> {
+        let folder = artifacts.cache_dir().join("k8s");
+        let programs = Self { folder };
+        for (package, sign) in PACKAGES {
+            if !programs.folder.join(sign).is_file() {
+                say::step(&format!("Fetching {package}"));
+                apt::unpack_own(package, &programs.folder)
+                    .with_context(|| format!("{package} is not to be had"))?;
+            }
+        }
+        programs.build()?;
+        Ok(programs)
+    }
+
+    /// A program that was built.
+    pub fn built(&self, name: &str) -> PathBuf {
+        self.folder.join("bin").join(name)
+    }
+
+    /// etcd.
+    pub fn etcd(&self) -> PathBuf {
+        self.folder.join(PACKAGES[0].1)
+    }
+
+    /// The folder of the CNI plugins.
+    pub fn cni_dir(&self) -> PathBuf {
+        self.folder.join("usr/lib/cni")
+    }
+
+    /// One module names the release of each, so that what they share is built once.
+    fn build(&self) -> Result<()> {
+        let bin = self.folder.join("bin");
+        let wanted = self.folder.join("build/wanted");
+        let plugin = self.folder.join("build").join(DEVICE_PLUGIN_NAME);
+        let packages: Vec<String> = COMPONENTS
+            .iter()
+            .map(|name| format!("{KUBERNETES}/cmd/{name}"))
+            .chain([format!("{HELM}/cmd/helm"), format!("./{DEVICE_PLUGIN_NAME}")])
+            .collect();
+        // Built programs hold as long as all that they are built from is the same.
+        let sign = format!("{HELM_VERSION} {}\n{DEVICE_PLUGIN}", ldflags());
+        if fs::read_to_string(&wanted).is_ok_and(|known| known == sign) {
+            return Ok(());
+        }
+        if sh::find("go").is_none() {
+            bail!("go is missing: install Go 1.26 or later, Kubernetes is written in it");
+        }
+        say::step(&format!(
+            "Building Kubernetes {VERSION} and helm (once; half an hour on two cores)"
+        ));
+        for folder in [&bin, &plugin] {
+            fs::create_dir_all(folder)
+                .with_context(|| format!("cannot make {}", folder.display()))?;
+        }
+        fs::write(plugin.join("main.go"), DEVICE_PLUGIN)?;
+        let folder = self.folder.join("build");
+        fs::write(folder.join("go.mod"), module(&source(&folder)?)?)?;
+        let mut go = Command::new("nice");
+        go.args(["go", "build", "-trimpath", "-ldflags"]).arg(ldflags()).arg("-o").arg(&bin);
+        go.args(packages).current_dir(&folder);
+        go.env("CGO_ENABLED", "0").env("GOFLAGS", "-mod=mod -buildvcs=false -p=2");
+        sh::run(&mut go)?;
+        Ok(fs::write(wanted, sign)?)
+    }
+}
+
+/// Kubernetes says its version to helm, and its components compare theirs.
+fn ldflags() -> String {
+    let minor = VERSION.split('.').nth(1).unwrap_or_default();
+    let mut flags = "-s -w".to_owned();
+    for package in ["k8s.io/component-base/version", "k8s.io/client-go/pkg/version"] {
+        for (name, value) in
+            [("Version", format!("v{VERSION}")), ("Major", "1".into()), ("Minor", minor.into())]
+        {
+            let _ = write!(flags, " -X {package}.git{name}={value}");
+        }
+    }
+    // And helm compares that of charts, when there is no cluster, with that of its own.
+    for package in ["chartutil", "lint/rules"] {
+        for (name, value) in [("Major", "1"), ("Minor", minor)] {
+            let _ = write!(flags, " -X {HELM}/pkg/{package}.k8sVersion{name}={value}");
+        }
+    }
+    flags
+}
+
+/// Where Go keeps the source of Kubernetes.
+fn source(folder: &Path) -> Result<PathBuf> {
+    #[derive(Deserialize)]
+    struct Module {
+        #[serde(rename = "Dir")]
+        dir: PathBuf,
+    }
+    let mut download = Command::new("go");
+    download.args(["mod", "download", "-json", &format!("{KUBERNETES}@v{VERSION}")]);
+    // A module file from before would be asked first.
+    download.current_dir(folder).env("GO111MODULE", "on").env("GOFLAGS", "-modcacherw");
+    let told = sh::read(&mut download)?;
+    let found: Module = serde_json::from_str(&told).context("what go printed of the module")?;
+    Ok(found.dir)
+}
+
+/// A module that needs all of it. Those that Kubernetes keeps in its own repository have
+/// releases of their own, too.
+fn module(source: &Path) -> Result<String> {
+    let file = source.join("go.mod");
+    let text =
+        fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
+    let mut module = format!(
+        "module affinode.io/test\n\ngo 1.26.0\n\nrequire (\n\t{KUBERNETES} v{VERSION}\n\t{HELM} {HELM_VERSION}\n)\n\nreplace (\n"
+    );
+    let staging = text
+        .lines()
+        .filter_map(|line| line.trim().split_once(" => ./staging/").map(|(name, _)| name));
+    for name in staging {
+        let _ = writeln!(module, "\t{name} => {name} {STAGING_VERSION}");
+    }
+    module.push_str(")\n");
+    Ok(module)
+}
