@@ -87,8 +87,8 @@ fn webhook_and_policy_look_at_the_same_pods() {
     assert_eq!(webhook["objectSelector"], constraints["objectSelector"]);
     assert_eq!(policy["failurePolicy"], "Ignore");
     let text = policy["matchConditions"].to_string();
-    for resource in default("resource").split(' ') {
-        assert!(text.contains(resource.trim_end_matches('*')), "{resource}");
+    for name in [default("resource"), default("annotation")].join(" ").split(' ') {
+        assert!(text.contains(name.trim_end_matches('*')), "{name}");
     }
     let excluded = constraints["namespaceSelector"].to_string();
     for namespace in default("exclude-namespace").split(' ') {

@@ -3,7 +3,7 @@
 //! ```text
 //!  pod ──> opted out? bound to a node? another class? ──yes──> Leave(why)
 //!            │ no
-//!            ├── asks for a GPU by resource ─────────────┐
+//!            ├── asks for a GPU by resource, annotation ─┐
 //!            ├── has claims ──> Ask ──answers──> a GPU ──┤
 //!            └── neither ──> Leave(NoGpu)                v
 //!                        would the API server refuse it with the class? ──yes──> Leave(why)
@@ -47,7 +47,7 @@ pub enum Decision {
     Inject {
         /// What is changed in it.
         patch: Patch,
-        /// What makes it a GPU pod: the name of a resource or of a device class.
+        /// What makes it a GPU pod: the name of a resource, an annotation or a device class.
         because: String,
     },
     /// It stays as it is.
@@ -190,7 +190,7 @@ fn judge(
 ) -> Result<Decision, Left> {
     let Some(spec) = &pod.spec else { return Err(Left::NoGpu) };
     chosen(pod, spec, namespace, rules)?;
-    let because = match gpu_resource(spec, rules) {
+    let because = match gpu_resource(spec, rules).or_else(|| gpu_annotation(pod, rules)) {
         Some(resource) => resource,
         None => match gpu_claim(spec, rules, claims)? {
             Claimed::Gpu(class) => class,
@@ -247,6 +247,12 @@ fn gpu_resource(spec: &PodSpec, rules: &Rules) -> Option<String> {
         .flat_map(|resources| resources.limits.iter().chain(&resources.requests).flatten())
         .find(|(name, quantity)| rules::any(&rules.resources, name) && !is_zero(quantity))
         .map(|(name, _)| name.clone())
+}
+
+/// The annotation by which it asks for a part of a GPU.
+fn gpu_annotation(pod: &Pod, rules: &Rules) -> Option<String> {
+    let mut names = pod.metadata.annotations.iter().flat_map(BTreeMap::keys);
+    names.find(|name| rules::any(&rules.annotations, name)).cloned()
 }
 
 /// `0`, `0.0`, `0k`: a quantity whose number has no other digit.

@@ -33,12 +33,25 @@ pub struct Rules {
         env = "AFFINODE_DEVICE_CLASSES"
     )]
     pub device_classes: Vec<Pattern>,
+    /// An annotation that makes a GPU pod: how schedulers are told that hand out parts of a GPU
+    /// without a resource (KAI).
+    #[arg(
+        long = "annotation",
+        value_name = "NAME",
+        value_delimiter = ',',
+        default_values = ["gpu-fraction", "gpu-memory"],
+        env = "AFFINODE_ANNOTATIONS"
+    )]
+    pub annotations: Vec<Pattern>,
     /// A namespace whose pods stay as they are; a star at its end stands for anything.
     #[arg(
         long = "exclude-namespace",
         value_name = "NAME",
         value_delimiter = ',',
-        default_values = ["kube-system", "kube-public", "kube-node-lease", "gpu-operator"],
+        default_values = [
+            "kube-system", "kube-public", "kube-node-lease", "gpu-operator",
+            "kai-resource-reservation",
+        ],
         env = "AFFINODE_EXCLUDED_NAMESPACES"
     )]
     pub excluded_namespaces: Vec<Pattern>,

@@ -108,6 +108,11 @@ fn pods_of_every_kind() {
             "no-gpu",
         ),
         (
+            "a part of a GPU, as KAI is asked for one",
+            without_gpu(json!({ "metadata": { "annotations": { "gpu-fraction": "0.5" } } })),
+            "injected",
+        ),
+        (
             "another device",
             with(json!({ "spec": { "containers": gpus("example.com/fpga", "1") } })),
             "no-gpu",
