@@ -9,6 +9,7 @@
 //! | [`handler`] | how the daemon knows the runtime |
 //! | [`programs`] | shims and runc on the daemon's PATH |
 //! | [`library`] | the preload library, as the loader of a container would see it |
+//! | [`sharing`] | how Kubernetes hands out GPUs: time-slicing, KAI, DRA, MIG, HAMi |
 //! | [`places`] | run directory, configuration, controller |
 //!
 //! Each gathers facts at its edge and judges them in a function of its own, which needs
@@ -22,6 +23,7 @@ pub mod library;
 pub mod memory;
 pub mod places;
 pub mod programs;
+pub mod sharing;
 
 use std::path::{Path, PathBuf};
 
@@ -144,6 +146,7 @@ pub fn examine(asked: &Places) -> Vec<Check> {
         checks.extend(programs::judge(&programs::Facts::gather(daemon)));
     }
     checks.extend(library::judge(&library::Facts::gather(&lib_dir)));
+    checks.extend(sharing::judge(&sharing::Facts::gather(Path::new("/"))));
     let run_dir = named(paths::RUN_DIR_ENV, paths::RUN_DIR);
     checks.extend(places::judge(&places::Facts::gather(
         &asked.run_dir,

@@ -1,0 +1,228 @@
+//! Whether somebody can use the room that an idle container gives back: how Kubernetes hands out
+//! the GPUs of this node.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs::{self, File},
+    io::Read,
+    path::Path,
+};
+
+use serde::Deserialize;
+
+use super::{Check, Group};
+
+/// What the kubelet writes down of device plugins, below the root.
+const CHECKPOINT: &str = "var/lib/kubelet/device-plugins/kubelet_internal_checkpoint";
+/// More is not read: a file of a large node has some hundred KiB.
+const CHECKPOINT_BYTES: u64 = 16 << 20;
+/// The folder of NVIDIA's DRA driver.
+const DRA: &str = "var/lib/kubelet/plugins/gpu.nvidia.com";
+/// The file that HAMi mounts over `/etc/ld.so.preload` of containers.
+const HAMI: &str = "usr/local/vgpu/ld.so.preload";
+/// Where the kubelet has a folder for each pod, named after namespace, pod and uid.
+const PODS: &str = "var/log/pods";
+/// The pods by which KAI keeps GPUs that it hands out in parts.
+const KAI: &str = "kai-resource-reservation_";
+/// What devices of NVIDIA's plugin are asked for by.
+const GPU: &str = "nvidia.com/gpu";
+/// The same, for instances.
+const MIG: &str = "nvidia.com/mig-";
+/// Where the ways to share are written down.
+const EXAMPLES: &str = "config/kubernetes/sharing";
+
+/// What is seen on the node.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Facts {
+    /// Devices by resource, as plugins registered them; nothing where there is no kubelet.
+    pub devices: Option<Result<BTreeMap<String, Vec<String>>, String>>,
+    /// GPUs that KAI hands out in parts.
+    pub kai: usize,
+    /// Whether NVIDIA's DRA driver is here.
+    pub dra: bool,
+    /// Whether HAMi's library is here.
+    pub hami: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Checkpoint {
+    data: CheckpointData,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct CheckpointData {
+    registered_devices: Option<BTreeMap<String, Vec<String>>>,
+}
+
+impl Facts {
+    /// Looks below a root.
+    #[must_use]
+    pub fn gather(root: &Path) -> Facts {
+        let pods = fs::read_dir(root.join(PODS)).into_iter().flatten().flatten();
+        Facts {
+            devices: devices(&root.join(CHECKPOINT)),
+            kai: pods.filter(|pod| pod.file_name().to_string_lossy().starts_with(KAI)).count(),
+            dra: root.join(DRA).is_dir(),
+            hami: root.join(HAMI).is_file(),
+        }
+    }
+}
+
+fn devices(path: &Path) -> Option<Result<BTreeMap<String, Vec<String>>, String>> {
+    // Without a kubelet, or for others than root, there is nothing to see.
+    let file = File::open(path).ok()?;
+    let mut text = Vec::new();
+    let read = file.take(CHECKPOINT_BYTES).read_to_end(&mut text);
+    let parsed = read.map_err(|error| error.to_string()).and_then(|_| {
+        serde_json::from_slice::<Checkpoint>(&text).map_err(|error| error.to_string())
+    });
+    Some(
+        parsed
+            .map(|checkpoint| checkpoint.data.registered_devices.unwrap_or_default())
+            .map_err(|why| format!("{}: {why}", path.display())),
+    )
+}
+
+/// Judges. No check where no Kubernetes is seen.
+#[must_use]
+pub fn judge(facts: &Facts) -> Vec<Check> {
+    let mut group = Group::new("Kubernetes");
+    match &facts.devices {
+        Some(Ok(devices)) => {
+            let shared_otherwise = facts.kai > 0 || facts.hami;
+            for (resource, ids) in devices.iter().filter(|(_, ids)| !ids.is_empty()) {
+                judge_resource(&mut group, resource, ids, shared_otherwise);
+            }
+        }
+        Some(Err(why)) => {
+            let hint = "the kubelet writes this file anew when it restarts; until then how GPUs are shared is not known here";
+            group.warning("sharing", why.clone(), hint);
+        }
+        None => {}
+    }
+    if facts.kai > 0 {
+        let s = if facts.kai == 1 { "" } else { "s" };
+        group.good("KAI", format!("{} GPU{s} handed out in parts", facts.kai));
+    }
+    if facts.dra {
+        let found = "NVIDIA's DRA driver; pods that name one claim share its GPU";
+        group.good("DRA", found);
+    }
+    if facts.hami {
+        let hint = format!(
+            "containers that HAMi gives a GPU have its /etc/ld.so.preload, so they run without Affinode; CUDA_DISABLE_CONTROL=true in a container's environment leaves that file out, and HAMi's limits with it ({EXAMPLES})"
+        );
+        group.warning("HAMi", "its library is here", hint);
+    }
+    group.checks
+}
+
+fn judge_resource(group: &mut Group, resource: &str, ids: &[String], shared_otherwise: bool) {
+    if resource.starts_with(MIG) {
+        let hint = "containers on instances are left alone; nvidia-smi -mig 0 gives whole GPUs, which time-slicing shares";
+        group.warning("sharing", format!("{resource}: {} instances", ids.len()), hint);
+        return;
+    }
+    if resource != GPU && resource != "nvidia.com/gpu.shared" {
+        return;
+    }
+    // A GPU that is handed out several times has a number behind its name.
+    let gpus: BTreeSet<&str> = ids.iter().map(|id| id.split("::").next().unwrap_or(id)).collect();
+    let found = format!("{resource}: {} for {} GPUs", ids.len(), gpus.len());
+    if ids.len() > gpus.len() || shared_otherwise {
+        group.good("sharing", found);
+    } else {
+        let hint = format!(
+            "each GPU is given to one pod at a time, so nobody can use the room that it gives back: let the device plugin hand out each several times ({EXAMPLES}/time-slicing.yaml), or share by KAI or DRA"
+        );
+        group.warning("sharing", found, hint);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::Verdict, *};
+
+    fn facts(resource: &str, ids: &[&str]) -> Facts {
+        let ids = ids.iter().map(|id| (*id).to_owned()).collect();
+        Facts { devices: Some(Ok(BTreeMap::from([(resource.into(), ids)]))), ..Facts::default() }
+    }
+
+    fn verdicts(facts: &Facts) -> Vec<(&'static str, Verdict)> {
+        judge(facts).iter().map(|check| (check.name, check.verdict)).collect()
+    }
+
+    #[test]
+    fn a_machine_without_kubernetes_has_no_check() {
+        assert_eq!(verdicts(&Facts::default()), []);
+        assert_eq!(verdicts(&facts("example.com/fpga", &["a"])), []);
+        // Its plugin has gone.
+        assert_eq!(verdicts(&facts(GPU, &[])), []);
+    }
+
+    #[test]
+    fn gpus_that_are_handed_out_once_are_a_warning_and_more_often_are_none() {
+        let once = facts(GPU, &["GPU-a", "GPU-b"]);
+        assert_eq!(verdicts(&once), [("sharing", Verdict::Warning)]);
+        assert!(judge(&once)[0].hint.contains("time-slicing.yaml"));
+        let twice = facts(GPU, &["GPU-a::0", "GPU-a::1", "GPU-b::0", "GPU-b::1"]);
+        let checks = judge(&twice);
+        assert_eq!(checks[0].verdict, Verdict::Good);
+        assert_eq!(checks[0].found, "nvidia.com/gpu: 4 for 2 GPUs");
+        assert_eq!(
+            verdicts(&facts("nvidia.com/gpu.shared", &["GPU-a::0", "GPU-a::1"])),
+            [("sharing", Verdict::Good)]
+        );
+    }
+
+    #[test]
+    fn instances_and_hami_are_named_for_what_they_cannot_have() {
+        let mig = facts("nvidia.com/mig-1g.10gb", &["MIG-a", "MIG-b"]);
+        assert_eq!(verdicts(&mig), [("sharing", Verdict::Warning)]);
+        let hami = Facts { hami: true, ..facts(GPU, &["GPU-a-0", "GPU-a-1"]) };
+        assert_eq!(verdicts(&hami), [("sharing", Verdict::Good), ("HAMi", Verdict::Warning)]);
+    }
+
+    #[test]
+    fn a_gpu_that_kai_keeps_is_shared_though_its_plugin_hands_it_out_once() {
+        let kai = Facts { kai: 1, ..facts(GPU, &["GPU-a"]) };
+        assert_eq!(verdicts(&kai), [("sharing", Verdict::Good), ("KAI", Verdict::Good)]);
+        let dra = Facts { dra: true, ..Facts::default() };
+        assert_eq!(verdicts(&dra), [("DRA", Verdict::Good)]);
+    }
+
+    #[test]
+    fn what_is_on_a_node_is_found() {
+        let root = tempfile::tempdir().unwrap();
+        assert_eq!(Facts::gather(root.path()), Facts::default());
+        let write = |path: &str, text: &str| {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        write(
+            CHECKPOINT,
+            r#"{"Data":{"PodDeviceEntries":[{"PodUID":"u","ContainerName":"c","ResourceName":"nvidia.com/gpu","DeviceIDs":{"-1":["GPU-a::1"]},"AllocResp":"Cg=="}],"RegisteredDevices":{"nvidia.com/gpu":["GPU-a::0","GPU-a::1"]}},"Checksum":3251223}"#,
+        );
+        write(HAMI, "/usr/local/vgpu/libvgpu.so");
+        for folder in [
+            DRA,
+            "var/log/pods/kai-resource-reservation_gpu-reservation-1_ab",
+            "var/log/pods/ml_a_b",
+        ] {
+            fs::create_dir_all(root.path().join(folder)).unwrap();
+        }
+        let ids = vec!["GPU-a::0".to_owned(), "GPU-a::1".to_owned()];
+        let expected = Facts {
+            devices: Some(Ok(BTreeMap::from([(GPU.to_owned(), ids)]))),
+            kai: 1,
+            dra: true,
+            hami: true,
+        };
+        assert_eq!(Facts::gather(root.path()), expected);
+        write(CHECKPOINT, "half a fi");
+        assert_eq!(verdicts(&Facts::gather(root.path()))[0], ("sharing", Verdict::Warning));
+    }
+}
