@@ -19,6 +19,7 @@ mod cleanup;
 mod client;
 mod mounts;
 mod server;
+mod tunables;
 
 use std::{collections::BTreeMap, path::PathBuf};
 

@@ -19,7 +19,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use nix::unistd::Uid;
 
-use self::{files::Tunables, plane::Plane, programs::Programs};
+use self::{plane::Plane, programs::Programs};
 use crate::{build, deps, say};
 
 /// VRAM of the simulated GPU.
@@ -43,7 +43,6 @@ pub fn run(options: &Options) -> Result<()> {
     let programs = Programs::prepare(&artifacts)?;
     let release = (releases.available.iter().find(|release| release.line == Line::V2))
         .context("no containerd 2 was found: Kubernetes needs it")?;
-    let _tunables = Tunables::remember();
     let world = Recipe::default()
         .node()
         .artifacts(artifacts)

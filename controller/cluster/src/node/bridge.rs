@@ -150,8 +150,7 @@ impl Bridge {
             Ok(Ok(answer)) => answer,
             Ok(Err(error)) => {
                 tracing::debug!("no controller: {}", report::chain(&*error));
-                let why =
-                    "no controller runs on this node: it starts with the first GPU container\n";
+                let why = "no controller runs on this node, or not with the cluster's configuration: it starts with the first GPU container\n";
                 text(StatusCode::SERVICE_UNAVAILABLE, why)
             }
             Err(_) => text(StatusCode::GATEWAY_TIMEOUT, "the controller does not answer\n"),

@@ -77,7 +77,7 @@ pub enum HostError {
         source: serde_json::Error,
     },
     /// The configuration.
-    #[error("cannot write {}", path.display())]
+    #[error("cannot read or write {}", path.display())]
     Config {
         /// The file.
         path: PathBuf,
@@ -174,26 +174,32 @@ impl Places {
         }
     }
 
-    /// Puts the cluster's part of the configuration in place. Says whether it is another now.
+    /// Puts the cluster's part of the configuration in place, when it is one: a controller does
+    /// not start with a bad one. Says whether it is another now.
     ///
     /// # Errors
-    /// [`HostError::Config`].
-    pub fn configure(&self) -> Result<bool, HostError> {
+    /// [`HostError`]; what was there stays.
+    pub async fn configure(&self) -> Result<bool, HostError> {
         let Some(config) = &self.config else { return Ok(false) };
         let file = self.on_host(&self.config_dir.join(DROP_IN));
+        let fail = |path: &Path| {
+            let path = path.to_owned();
+            move |source| HostError::Config { path, source }
+        };
+        let wanted = fs::read(config).map_err(fail(config))?;
+        if fs::read(&file).is_ok_and(|there| there == wanted) {
+            return Ok(false);
+        }
+        let mut validate = affinode()?;
+        validate.args(["policy", "validate"]).arg(config);
+        succeeded(finish("policy validate", &mut validate, TIME).await?)?;
         let put = || {
-            let wanted = fs::read(config)?;
-            if fs::read(&file).is_ok_and(|there| there == wanted) {
-                return Ok(false);
-            }
-            let folder = file.parent().unwrap_or(&file);
-            fs::create_dir_all(folder)?;
+            fs::create_dir_all(file.parent().unwrap_or(&file))?;
             let fresh = file.with_extension("toml.new");
             fs::write(&fresh, wanted)?;
-            fs::rename(&fresh, &file)?;
-            Ok(true)
+            fs::rename(&fresh, &file)
         };
-        put().map_err(|source| HostError::Config { path: file.clone(), source })
+        put().map(|()| true).map_err(fail(&file))
     }
 
     async fn installer(
@@ -216,18 +222,30 @@ impl Places {
         more: &[&str],
         time: Duration,
     ) -> Result<Output, HostError> {
-        let program = std::env::current_exe().map_err(HostError::Run)?.with_file_name("affinode");
-        let mut command = Command::new(program);
+        let mut command = affinode()?;
         command.arg(verb).arg("--host-root").arg(&self.host_root);
         command.arg("--prefix").arg(&self.prefix).arg("--state-dir").arg(&self.state_dir);
         if let Some(socket) = &self.containerd {
             command.arg("--containerd").arg(socket);
         }
-        // An installation that has begun ends, whatever becomes of us.
-        let running = command.args(more).stdin(Stdio::null()).output();
-        let output = tokio::time::timeout(time, running).await;
-        output.map_err(|_| HostError::Late(verb))?.map_err(HostError::Run)
+        finish(verb, command.args(more), time).await
     }
+}
+
+/// The command, which lies beside this program.
+fn affinode() -> Result<Command, HostError> {
+    let own = std::env::current_exe().map_err(HostError::Run)?;
+    Ok(Command::new(own.with_file_name("affinode")))
+}
+
+/// Runs it. An installation that has begun ends, whatever becomes of us.
+async fn finish(
+    verb: &'static str,
+    command: &mut Command,
+    time: Duration,
+) -> Result<Output, HostError> {
+    let output = tokio::time::timeout(time, command.stdin(Stdio::null()).output()).await;
+    output.map_err(|_| HostError::Late(verb))?.map_err(HostError::Run)
 }
 
 fn succeeded(output: Output) -> Result<Vec<u8>, HostError> {

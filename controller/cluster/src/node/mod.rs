@@ -144,7 +144,7 @@ async fn serve(options: &Options) -> Result<(), NodeError> {
     let mark = Mark::new(client.clone(), &options.node_name);
     let socket = run_dir.join(affinode_proto::paths::CONTROL_SOCKET);
     let watch = Watch::new(socket, client.clone(), mark.clone(), options.pod_name.clone());
-    let agent = Agent { options, mark, served, checked: false, said: None };
+    let agent = Agent { options, mark, served, checked: false, said: None, bad_config: None };
     tokio::select! {
         bridged = bridge::serve(options.listen, bridge) => {
             return bridged.map_err(|error| NodeError::Listen(options.listen, error));
@@ -198,6 +198,8 @@ struct Agent<'a> {
     /// What is installed is what this container brings.
     checked: bool,
     said: Option<String>,
+    /// Why the configuration is not the one that the cluster wants.
+    bad_config: Option<String>,
 }
 
 impl Agent<'_> {
@@ -233,7 +235,11 @@ impl Agent<'_> {
         match self.tend(labelled).await {
             Ok(Handler::Served) => {
                 self.serve(true, labelled).await?;
-                self.say(&node, "served").await?;
+                let state = match &self.bad_config {
+                    None => "served".to_owned(),
+                    Some(why) => format!("served, with another configuration: {why}"),
+                };
+                self.say(&node, &state).await?;
                 Ok(LOOK_EVERY)
             }
             Ok(Handler::RestartNeeded) => {
@@ -256,10 +262,8 @@ impl Agent<'_> {
 
     /// Brings the node to what this container brings, and says how it stands.
     async fn tend(&mut self, labelled: bool) -> Result<Handler, Trouble> {
+        self.configure().await;
         let places = &self.options.places;
-        if places.configure()? {
-            tracing::info!("the controller's configuration was written");
-        }
         let mut handler = places.status().await?;
         if handler == Handler::Missing {
             self.checked = false;
@@ -280,6 +284,31 @@ impl Agent<'_> {
             return Err(HostError::Refused(why).into());
         }
         Ok(handler)
+    }
+
+    /// A configuration that is of no use is told of, and the one before it holds.
+    async fn configure(&mut self) {
+        let places = &self.options.places;
+        self.bad_config = match places.configure().await {
+            Ok(false) => None,
+            Ok(true) => {
+                tracing::info!("the controller's configuration was written");
+                let run_dir = places.on_host(&places.run_dir);
+                let socket = run_dir.join(affinode_proto::paths::CONTROL_SOCKET);
+                // Where there is none yet, it reads it when it starts.
+                if let Err(error) = watch::reload(&socket).await {
+                    tracing::info!("no controller has read it: {}", report::chain(&error));
+                }
+                None
+            }
+            Err(error) => {
+                let why = report::chain(&error);
+                if self.bad_config.as_ref() != Some(&why) {
+                    tracing::error!("the controller's configuration stays as it was: {why}");
+                }
+                Some(why)
+            }
+        };
     }
 
     async fn retire(

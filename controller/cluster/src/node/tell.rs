@@ -37,7 +37,7 @@ pub fn told(event: &Event) -> Option<Told> {
             (false, "GPUOffloaded", "Offload", note)
         }
         "state" if is(&event.from, State::Restoring) && !is(&event.to, State::Lost) => {
-            let note = format!("has its GPU memory again, {} after the call", time(event));
+            let note = format!("has its GPU memory again, after {}", time(event));
             (false, "GPURestored", "Restore", note)
         }
         "state" if is(&event.to, State::Queued) => {
@@ -127,7 +127,7 @@ mod tests {
         );
         assert_eq!(
             note(&state("Restoring", "Active")),
-            Some(("GPURestored", "jupyter has its GPU memory again, 1.2 s after the call".into()))
+            Some(("GPURestored", "jupyter has its GPU memory again, after 1.2 s".into()))
         );
         let (reason, text) = note(&state("Offloaded", "Queued")).unwrap();
         assert!(reason == "GPUWaiting" && text.contains("not there yet"), "{text}");

@@ -1,10 +1,14 @@
 //! Watches the node's controller, and tells its pods and the node object what happens.
 
-use std::{collections::HashMap, path::PathBuf, time::Duration};
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use affinode_proto::{
     api::{
-        control::{Container, Event, EventsRequest, ListRequest, ListResponse},
+        control::{Container, Event, EventsRequest, ListRequest, ListResponse, ReloadRequest},
         control_ttrpc::ControlClient,
     },
     state::State,
@@ -97,7 +101,7 @@ impl Watch {
                     self.consider(event).await;
                 }
             }
-            self.tell_who_waits().await;
+            self.tell_who_waits(&list).await;
             self.annotate(&list).await;
         }
     }
@@ -134,11 +138,17 @@ impl Watch {
         self.tell(&event).await;
     }
 
-    async fn tell_who_waits(&mut self) {
+    async fn tell_who_waits(&mut self, list: &ListResponse) {
         let long_ago = Timestamp::now().as_millisecond() - PATIENCE_MS;
         let late = self.waiting.extract_if(|_, event| event.unix_ms < long_ago);
-        for (_, event) in late.collect::<Vec<_>>() {
-            self.tell(&event).await;
+        for (key, mut event) in late.collect::<Vec<_>>() {
+            let waits =
+                |c: &&Container| c.announcement.key == key && c.state == State::Queued.as_str();
+            // What it waits for is known by now.
+            if let Some(container) = list.containers.iter().find(waits) {
+                event.text.clone_from(&container.reason_text);
+                self.tell(&event).await;
+            }
         }
     }
 
@@ -176,6 +186,16 @@ impl Watch {
             Err(error) => tracing::warn!("the node was not annotated: {}", report::chain(&error)),
         }
     }
+}
+
+/// Tells the controller to read its configuration again.
+///
+/// # Errors
+/// There is none, or what it reads is of no use.
+pub async fn reload(socket: &Path) -> Result<(), ttrpc::Error> {
+    let address = format!("unix://{}", socket.display());
+    let control = ControlClient::new(ttrpc::r#async::Client::connect(&address).await?);
+    control.reload(with_duration(ANSWER), &ReloadRequest::default()).await.map(|_| ())
 }
 
 /// What idle containers hold that nobody keeps there.

@@ -18,7 +18,7 @@ use nix::{
     unistd::setsid,
 };
 
-use super::{Job, Reply, Scope, cleanup, mounts};
+use super::{Job, Reply, Scope, cleanup, mounts, tunables::Tunables};
 
 /// Serves requests from standard input until it ends, then cleans up.
 ///
@@ -30,6 +30,7 @@ pub fn serve(world: &Path, scope: Scope) -> Result<()> {
     let _ = setsid();
     prctl::set_child_subreaper(true).context("cannot become a subreaper")?;
     mounts::make_private(world, scope)?;
+    let tunables = (scope == Scope::Node).then(Tunables::remember);
     let reaper = Reaper::start();
     answer(&Reply::Pid(std::process::id()))?;
     for line in std::io::stdin().lock().lines() {
@@ -48,6 +49,9 @@ pub fn serve(world: &Path, scope: Scope) -> Result<()> {
         }
     }
     cleanup::kill_descendants()?;
+    if let Some(tunables) = tunables {
+        tunables.put_back();
+    }
     mounts::unmount_below(world)?;
     cleanup::remove_cgroups(world);
     std::fs::remove_dir_all(world).with_context(|| format!("cannot remove {}", world.display()))

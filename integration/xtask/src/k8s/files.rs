@@ -37,11 +37,10 @@ pub const SCHEDULER: &str =
     "--kubeconfig=DIR/scheduler.json --leader-elect=false --bind-address=127.0.0.1";
 
 /// Writes keys, tokens and kubeconfigs.
-pub fn write(dir: &Path, world: &World) -> Result<()> {
+pub fn write(dir: &Path) -> Result<()> {
     let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
     fs::write(dir.join("sa.key"), key.serialize_pem())?;
     fs::write(dir.join("sa.pub"), key.public_key_pem())?;
-    let _ = world;
     let mut tokens = String::new();
     for (file, user, groups) in USERS {
         let token = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
@@ -117,33 +116,4 @@ pub fn cgroups(parent: &str) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// What the kubelet sets on the machine, and what it was before.
-pub struct Tunables(Vec<(&'static str, String)>);
-
-impl Tunables {
-    const KEPT: [&'static str; 6] = [
-        "/proc/sys/vm/overcommit_memory",
-        "/proc/sys/vm/panic_on_oom",
-        "/proc/sys/kernel/panic",
-        "/proc/sys/kernel/panic_on_oops",
-        "/proc/sys/kernel/keys/root_maxkeys",
-        "/proc/sys/kernel/keys/root_maxbytes",
-    ];
-
-    /// Remembers them.
-    pub fn remember() -> Self {
-        let read = |file| Some((file, fs::read_to_string(file).ok()?));
-        Self(Self::KEPT.into_iter().filter_map(read).collect())
-    }
-}
-
-impl Drop for Tunables {
-    fn drop(&mut self) {
-        for (file, value) in &self.0 {
-            // Where it may not be written, the kubelet has not written it either.
-            let _ = fs::write(file, value);
-        }
-    }
 }

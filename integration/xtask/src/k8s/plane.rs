@@ -47,7 +47,7 @@ impl<'a> Plane<'a> {
         fs::create_dir_all(&dir)?;
         let plane = Self { world, programs, dir };
         plane.network()?;
-        files::write(&plane.dir, world)?;
+        files::write(&plane.dir)?;
         files::cni(&world.dir().join("cni"), &plane.programs.cni_dir())?;
         plane.control()?;
         plane.node()?;
@@ -99,7 +99,7 @@ impl<'a> Plane<'a> {
     }
 
     /// The log of a component.
-    pub fn log(&self, name: &str) -> PathBuf {
+    fn log(&self, name: &str) -> PathBuf {
         self.dir.join(format!("{name}.log"))
     }
 
@@ -199,16 +199,16 @@ impl<'a> Plane<'a> {
     }
 
     /// A pod that asks for a GPU and runs a CUDA program on pipes in a folder of the node.
-    pub fn gpu_pod(&self, name: &str, class: Option<&str>) -> Result<Value> {
+    pub fn gpu_pod(&self, name: &str, vram_mib: u32) -> Result<Value> {
         use affinode_e2e::container::{CLIENTS, PIPES, make_pipes, piped};
         let pipes = make_pipes(self.world.dir(), name)?;
         let argv = piped(&[
             format!("{CLIENTS}/{}", affinode_e2e::worker::USUAL),
             "--mib".into(),
-            "32".into(),
+            vram_mib.to_string(),
         ]);
         let volume = |name: &str, path: &Path| json!({"name": name, "hostPath": {"path": path}});
-        let mut pod = json!({
+        Ok(json!({
             "apiVersion": "v1", "kind": "Pod",
             "metadata": {"name": name, "annotations": {"affinode.io/idle-timeout": "2s", "affinode.io/offload": "eager"}},
             "spec": {
@@ -224,10 +224,6 @@ impl<'a> Plane<'a> {
                 ],
                 "terminationGracePeriodSeconds": 0,
             },
-        });
-        if let Some(class) = class {
-            pod["spec"]["runtimeClassName"] = class.into();
-        }
-        Ok(pod)
+        }))
     }
 }

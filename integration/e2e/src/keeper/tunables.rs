@@ -1,0 +1,31 @@
+//! What a kubelet sets on the whole machine, put back when its world ends.
+
+use std::fs;
+
+/// Files, and what was in them.
+pub(super) struct Tunables(Vec<(&'static str, String)>);
+
+impl Tunables {
+    const KEPT: [&'static str; 6] = [
+        "/proc/sys/vm/overcommit_memory",
+        "/proc/sys/vm/panic_on_oom",
+        "/proc/sys/kernel/panic",
+        "/proc/sys/kernel/panic_on_oops",
+        "/proc/sys/kernel/keys/root_maxkeys",
+        "/proc/sys/kernel/keys/root_maxbytes",
+    ];
+
+    /// Remembers them.
+    pub(super) fn remember() -> Self {
+        let read = |file| Some((file, fs::read_to_string(file).ok()?));
+        Self(Self::KEPT.into_iter().filter_map(read).collect())
+    }
+
+    /// Puts them back.
+    pub(super) fn put_back(&self) {
+        for (file, value) in &self.0 {
+            // What may not be written was not written by a kubelet either.
+            let _ = fs::write(file, value);
+        }
+    }
+}

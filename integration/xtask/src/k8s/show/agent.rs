@@ -1,0 +1,107 @@
+//! What the agent may, and what it shows.
+
+use std::time::Duration;
+
+use affinode_e2e::{containerd, until::until_within};
+use anyhow::{Context, Result, ensure};
+use serde_json::json;
+
+use super::{NAMESPACE, NODE, step};
+use crate::{k8s::plane::Plane, say};
+
+/// The chart's port.
+const PORT: u16 = 9411;
+
+/// With the token of an agent: its node's own labels of ours, and no more.
+pub fn changes_its_own_alone(plane: &Plane<'_>) -> Result<()> {
+    step("An agent's token changes nothing but what is Affinode's");
+    let pods = plane.get(&["pods", "-n", NAMESPACE, "-l", "app.kubernetes.io/component=node"])?;
+    let pod = pods["items"][0]["metadata"]["name"].as_str().context("an agent's pod")?;
+    let token = containerd::run(plane.kubectl().args([
+        "-n",
+        NAMESPACE,
+        "create",
+        "token",
+        "affinode-node",
+        "--bound-object-kind=Pod",
+        &format!("--bound-object-name={pod}"),
+    ]))?;
+    plane.apply(&json!({
+        "apiVersion": "v1", "kind": "Node", "metadata": {"name": "node-2"},
+    }))?;
+    let tried = |what: &[&str]| -> Result<String> {
+        let token = format!("--token={}", token.trim());
+        let output = plane.kubectl().arg(&token).args(what).output()?;
+        let told = if output.status.success() { output.stdout } else { output.stderr };
+        Ok(String::from_utf8_lossy(&told).trim().to_owned())
+    };
+    let own = tried(&["label", "node", NODE, "affinode.io/tried=true"])?;
+    ensure!(own.contains("labeled"), "{own}");
+    for (what, why) in [
+        (["label", "node", NODE, "example.com/tried=true"], "labels of affinode.io alone"),
+        (["annotate", "node", NODE, "example.com/tried=true"], "annotations of affinode.io alone"),
+        (["label", "node", "node-2", "affinode.io/tried=true"], "its own node alone"),
+        (["taint", "node", NODE, "affinode.io/tried=true:NoSchedule"], "no node's spec"),
+    ] {
+        let said = tried(&what)?;
+        ensure!(said.contains(why), "{what:?}: {said}");
+    }
+    containerd::run(plane.kubectl().args(["label", "node", NODE, "affinode.io/tried-"]))?;
+    containerd::run(plane.kubectl().args(["delete", "node", "node-2"]))?;
+    say::note("its own node's label: yes; other labels, annotations, nodes, taints: refused");
+    Ok(())
+}
+
+/// As Prometheus would: over the pod network, with an account's token.
+pub fn shows_metrics(plane: &Plane<'_>) -> Result<()> {
+    step("Metrics, by way of the agent");
+    let pods = plane.get(&["pods", "-n", NAMESPACE, "-l", "app.kubernetes.io/component=node"])?;
+    let address = pods["items"][0]["status"]["podIP"].as_str().context("the agent's address")?;
+    let url = format!("https://{address}:{PORT}/metrics");
+    let kubectl = |words: &[&str]| containerd::run(plane.kubectl().args(words));
+    kubectl(&["create", "serviceaccount", "prometheus"])?;
+    let token = kubectl(&["create", "token", "prometheus"])?;
+    let scrape = |token: Option<&str>| -> Result<(u16, String)> {
+        let mut curl = plane.world().keeper().command("curl".as_ref());
+        curl.args(["--silent", "--insecure", "--write-out", "\n%{http_code}", &url]);
+        if let Some(token) = token {
+            curl.arg("--header").arg(format!("Authorization: Bearer {}", token.trim()));
+        }
+        let said = containerd::run(&mut curl)?;
+        let (text, code) = said.rsplit_once('\n').context("curl")?;
+        Ok((code.parse()?, text.to_owned()))
+    };
+    let (none, _) = scrape(None)?;
+    let (stranger, _) = scrape(Some(&token))?;
+    ensure!((none, stranger) == (401, 403), "without a token {none}, of a stranger {stranger}");
+    kubectl(&[
+        "create",
+        "clusterrolebinding",
+        "prometheus",
+        "--clusterrole=affinode-viewer",
+        "--serviceaccount=default:prometheus",
+    ])?;
+    // A no is remembered for ten seconds.
+    let text = until_within(Duration::from_secs(60), "the account to be let in", || {
+        let (code, text) = scrape(Some(&token))?;
+        Ok((code == 200).then_some(text))
+    })?;
+    kubectl(&["delete", "clusterrolebinding", "prometheus"])?;
+    kubectl(&["delete", "serviceaccount", "prometheus"])?;
+    let line = text
+        .lines()
+        .find(|line| {
+            line.starts_with("affinode_container_cuda_calls_total{")
+                && line.contains("pod=\"trainer\"")
+        })
+        .with_context(|| format!("no calls of the pod in {text}"))?;
+    say::note("without a token: 401; of an account that may not: 403; that may:");
+    say::note(line);
+    let node = plane.until("the node's annotation of VRAM", || {
+        let node = plane.get(&["node", NODE])?;
+        let seen = &node["metadata"]["annotations"]["affinode.io/reclaimable-vram-bytes"];
+        Ok(seen.as_str().map(str::to_owned))
+    })?;
+    say::note(&format!("annotation affinode.io/reclaimable-vram-bytes: {node}"));
+    Ok(())
+}
