@@ -17,6 +17,8 @@ const CONFIG_MAX_BYTES: u64 = 16 << 20;
 const NOTE_MAX_BYTES: u64 = 64 << 10;
 const CONFIG: &str = "config.json";
 const NOTE: &str = "affinode.json";
+/// The stock shim's folder for runc, where its options name no other.
+const RUNC_ROOT: &str = "/run/containerd/runc";
 const MEMBERS: &str = "affinode-members";
 
 /// A bundle folder.
@@ -160,6 +162,16 @@ impl Bundle {
             .collect()
     }
 
+    /// Where runc keeps the state of the container while it is not deleted.
+    #[must_use]
+    pub fn runc_state(&self, namespace: &str, id: &str) -> PathBuf {
+        // The stock shim's own copy of its options; absent where there were none.
+        let bytes = read_bounded(&self.0.join("options.json"), NOTE_MAX_BYTES).unwrap_or_default();
+        let options: Value = serde_json::from_slice(&bytes).unwrap_or_default();
+        let root = options["root"].as_str().filter(|root| !root.is_empty());
+        Path::new(root.unwrap_or(RUNC_ROOT)).join(namespace).join(id)
+    }
+
     /// The bundle of another container of this namespace.
     #[must_use]
     pub fn sibling(&self, id: &str) -> Bundle {
@@ -289,6 +301,17 @@ mod tests {
         assert_eq!(bundle.sibling("a").id(), Some("a"));
         fs::write(bundle.path().join(MEMBERS), "a\n../x\n\n..\n.\nb").unwrap();
         assert_eq!(bundle.members(), ["a", "b"]);
+    }
+
+    #[test]
+    fn the_state_of_runc_is_where_the_options_say() {
+        let (_dir, bundle) = bundle();
+        let state = || bundle.runc_state("k8s.io", "box");
+        assert_eq!(state(), Path::new("/run/containerd/runc/k8s.io/box"));
+        fs::write(bundle.path().join("options.json"), r#"{"systemd_cgroup":true}"#).unwrap();
+        assert_eq!(state(), Path::new("/run/containerd/runc/k8s.io/box"));
+        fs::write(bundle.path().join("options.json"), r#"{"root":"/run/other"}"#).unwrap();
+        assert_eq!(state(), Path::new("/run/other/k8s.io/box"));
     }
 
     #[test]

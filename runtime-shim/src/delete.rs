@@ -93,6 +93,14 @@ pub fn delete(flags: &Flags, argv: &[OsString]) -> Result<u8, DeleteError> {
         }
     }
     let status = own.wait().map_err(DeleteError::Run)?;
+    // As for the others: its processes may have been dying still.
+    if status.success() && bundle.runc_state(&flags.namespace, &flags.id).exists() {
+        let again = stock.command(argv).stdin(Stdio::null()).stdout(Stdio::null()).spawn();
+        match again {
+            Ok(mut again) => drop(process::wait(&mut again, deadline)),
+            Err(error) => warn!("cannot delete {} again: {error}", flags.id),
+        }
+    }
     Ok(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1))
 }
 
