@@ -86,6 +86,16 @@ fn a_made_up_node_is_the_same_for_the_same_seed() {
     assert_eq!(run(), run());
 }
 
+/// What has left a device nobody reads any more counts as on its way for ever.
+#[test]
+fn who_waits_for_another_device_than_the_first_is_served() {
+    let everybody: Vec<Load> = (0..12).map(|n| load(&format!("p{n}"), 4, &[n, 60 + n])).collect();
+    let trace = Trace { loads: everybody };
+    let two = Machine { gpus: 2, ..machine(9) };
+    let figures = engine::run(&trace, two, &contender("lru")).unwrap();
+    assert!(figures.restores >= 12 && figures.delay_p99_ms < 300_000, "{figures:?}");
+}
+
 #[test]
 fn files_are_read_and_bad_lines_are_named() {
     let folder = tempfile::tempdir().unwrap();

@@ -300,8 +300,10 @@ impl<'a> World<'a> {
             }
             Event::Poll => {
                 self.polling = false;
-                // Any input serves the queue; this one does nothing else.
-                self.inputs.push_back(self.reading(0));
+                // Any input serves the queue; this one reads every device, and does nothing else.
+                let gpus = (0..self.machine.gpus).map(|gpu| self.gpu(gpu, None)).collect();
+                let key = self.processes[0].key.clone();
+                self.inputs.push_back(Input::Proven(key, u64::MAX, Ok(gpus)));
             }
         }
         self.drain()?;
