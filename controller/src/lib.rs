@@ -30,6 +30,7 @@ pub mod history;
 pub mod http;
 mod install;
 pub mod inventory;
+pub mod jobs;
 pub mod journal;
 pub mod metrics;
 pub mod observe;

@@ -37,12 +37,14 @@ pub struct Listener {
 
 impl Listener {
     /// Binds the socket in the folder that the container sees, replacing an old one.
+    /// `owner`: the user whose processes alone, beside root's, may connect.
     ///
     /// # Errors
     /// The folder or socket cannot be made.
     pub fn open(
         run_dir: &Path,
         key: &Key,
+        owner: Option<u32>,
         numbers: Arc<AtomicU64>,
         mail: mpsc::Sender<AgentMail>,
     ) -> io::Result<Listener> {
@@ -65,7 +67,7 @@ impl Listener {
         Ok(Listener {
             hints: hints.ok(),
             folder,
-            task: tokio::spawn(accept(listener, key.clone(), numbers, mail)),
+            task: tokio::spawn(accept(listener, key.clone(), owner, numbers, mail)),
         })
     }
 }
@@ -99,6 +101,7 @@ impl Drop for Listener {
 async fn accept(
     listener: UnixListener,
     key: Key,
+    owner: Option<u32>,
     numbers: Arc<AtomicU64>,
     mail: mpsc::Sender<AgentMail>,
 ) {
@@ -116,6 +119,11 @@ async fn accept(
                 continue;
             }
         };
+        let stranger = |uid| uid != 0 && owner.is_some_and(|owner| owner != uid);
+        if stream.peer_cred().map_or(owner.is_some(), |peer| stranger(peer.uid())) {
+            tracing::warn!(%key, "somebody else's process was turned away");
+            continue;
+        }
         // No place: dropped, the peer sees the end of the connection and comes back later.
         let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
             continue;

@@ -16,6 +16,7 @@ mod policy;
 mod progress;
 mod ps;
 mod report;
+mod run;
 mod simulate;
 mod table;
 mod top;
@@ -75,6 +76,7 @@ enum Command {
     Top,
     Calls(calls::Calls),
     Report(report::Report),
+    Run(run::Run),
     Simulate(simulate::Simulate),
     Doctor(doctor::Doctor),
     Install(install::Install),
@@ -158,7 +160,11 @@ enum CliError {
 /// Parses the command line and runs it.
 #[must_use]
 pub fn main() -> ExitCode {
-    let args = Args::parse();
+    let args = match Args::parse() {
+        // Becomes another program: before anything runs beside it.
+        Args { run_dir, command: Command::Run(asked) } => return run::run(&run_dir, asked),
+        args => args,
+    };
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => return fail(&error),
@@ -245,7 +251,8 @@ async fn run(args: Args) -> Result<(), CliError> {
         Command::AutoOffload(asked) => wishes::auto_offload(&client, &mut out, asked).await,
         Command::Events { follow, output } => events::run(&client, &mut out, output, follow).await,
         // Done before.
-        Command::Simulate(_)
+        Command::Run(_)
+        | Command::Simulate(_)
         | Command::Install(_)
         | Command::Uninstall(_)
         | Command::Status(_)

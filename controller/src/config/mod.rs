@@ -30,7 +30,7 @@ use crate::core::{
 };
 
 pub use kubernetes::KubernetesSection;
-pub use serve::{Auth, HistorySection, HttpSection, Listen, ReportSection};
+pub use serve::{Auth, HistorySection, HttpSection, JobsSection, Listen, ReportSection};
 pub use set::{SetError, set};
 
 /// What the file may say. Every key has a default.
@@ -53,6 +53,8 @@ pub struct Config {
     pub history: HistorySection,
     /// `[report]`
     pub report: ReportSection,
+    /// `[jobs]`
+    pub jobs: JobsSection,
     /// Which file or variable the node's policy has each value from.
     #[serde(skip)]
     pub origins: BTreeMap<String, String>,

@@ -1,5 +1,5 @@
-//! The sections about what the controller shows and keeps: `[http]`, `[history]`,
-//! `[report]`.
+//! The sections about what the controller shows, keeps and takes: `[http]`, `[history]`,
+//! `[report]`, `[jobs]`.
 
 use std::{
     net::SocketAddr,
@@ -66,6 +66,16 @@ pub struct ReportSection {
     pub price_per_gpu_hour: f64,
     /// Shown behind a price.
     pub currency: String,
+}
+
+/// Programs that run under the controller without a container.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct JobsSection {
+    /// Whether `affinode run` is served; the controller then stays without containers, too.
+    pub enabled: bool,
+    /// Users beside root who may run jobs; `*`: everybody.
+    pub users: Vec<String>,
 }
 
 /// Where to listen.

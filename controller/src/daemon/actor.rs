@@ -35,6 +35,7 @@ use crate::{
         Finding, Inventory, Question, busy::Busy, memory, memory::MemoryRules, process,
         witness::Witness,
     },
+    jobs,
     journal::{Journal, Unclaimed},
     report, wishes,
 };
@@ -77,11 +78,13 @@ pub enum Call {
     Policy(String, oneshot::Sender<Result<PolicyResponse, String>>),
     /// Change values of the node's policy; an empty value takes it back. Answer: what holds.
     SetPolicy(Vec<(String, String)>, oneshot::Sender<Result<Vec<PolicyValue>, String>>),
+    /// A user wants to run a job.
+    Job(jobs::Request, jobs::User, oneshot::Sender<jobs::Reply>),
 }
 
 pub(super) struct Actor {
     pub(super) node: Node,
-    config: Config,
+    pub(super) config: Config,
     pub(super) run_dir: PathBuf,
     agents: HashMap<ProcessId, Agent>,
     pub(super) listeners: HashMap<Key, Listener>,
@@ -102,6 +105,8 @@ pub(super) struct Actor {
     pub(super) counted: Option<Key>,
     busy: Busy,
     sweep: Sweep,
+    /// Jobs, and whose they are.
+    pub(super) job_users: HashMap<Key, u32>,
     empty_since: Instant,
     /// The GPUs under pressure, as containers were told.
     pub(super) told_pressure: Option<BTreeSet<String>>,
@@ -152,6 +157,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         counted: None,
         busy: Busy::default(),
         sweep: Sweep::new(&run_dir),
+        job_users: HashMap::new(),
         empty_since: Instant::now(),
         told_pressure: None,
         dashboard: String::new(),
@@ -166,11 +172,17 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         }
     }
     actor.recall().map_err(file("cannot read", folder))?;
+    actor.recall_jobs();
     let hub = Arc::new(CallHub::default());
     let door = Door::new(calls.clone(), Arc::clone(&events));
     let show = Show::start(&run_dir, &actor.config, door, Arc::clone(&hub));
     actor.dashboard.clone_from(&show.dashboard);
     let prices = actor.config.report.clone();
+    let takes_jobs = actor.config.jobs.enabled;
+    if takes_jobs {
+        let socket = run_dir.join(jobs::SOCKET);
+        jobs::serve(&run_dir, calls.clone()).map_err(file("cannot bind", socket))?;
+    }
     let _api = api::serve(&run_dir, calls, events, hub, show.history.clone(), prices).await?;
     let mut terminate = signal(SignalKind::terminate()).map_err(DaemonError::Runtime)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(DaemonError::Runtime)?;
@@ -185,7 +197,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
             Some(call) = from_api.recv() => actor.call(call),
             () = tokio::time::sleep_until(next_tick) => {
                 actor.tick();
-                if actor.is_unused() {
+                if !takes_jobs && actor.is_unused() {
                     tracing::info!("no container for {} s: done", LINGER.as_secs());
                     break;
                 }
@@ -430,6 +442,12 @@ impl Actor {
             Call::SetPolicy(changes, answer) => {
                 let _ = answer.send(self.set_policy(&changes));
             }
+            Call::Job(request, user, answer) => {
+                let _ = answer.send(match self.job(request, &user) {
+                    Ok(granted) => granted,
+                    Err(why) => jobs::Reply::Refused(why),
+                });
+            }
         }
     }
 
@@ -447,13 +465,14 @@ impl Actor {
         sights
     }
 
-    fn announce(&mut self, announcement: Announcement) -> Result<Vec<String>, String> {
+    pub(super) fn announce(&mut self, announcement: Announcement) -> Result<Vec<String>, String> {
         let key = Key::parse(&announcement.key)
             .map_err(|k| format!("{k:?} is no key: 32 hex digits are expected"))?;
         if !self.listeners.contains_key(&key) {
+            let owner = self.job_users.get(&key).copied();
+            let (numbers, mail) = (Arc::clone(&self.numbers), self.mail.clone());
             let listener =
-                Listener::open(&self.run_dir, &key, Arc::clone(&self.numbers), self.mail.clone())
-                    .map_err(|e| {
+                Listener::open(&self.run_dir, &key, owner, numbers, mail).map_err(|e| {
                     format!("cannot make the socket of container {}: {e}", announcement.id)
                 })?;
             // Its programs find the notice from their first moment on.
@@ -526,6 +545,7 @@ impl Actor {
         {
             tracing::warn!(%key, "{error}");
         }
+        self.job_users.remove(&key);
         self.listeners.remove(&key);
         self.feed(Input::Withdrawn(key));
     }

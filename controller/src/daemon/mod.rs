@@ -10,6 +10,7 @@ mod connections;
 mod door;
 mod events;
 mod hints;
+mod jobs;
 mod log;
 mod operators;
 mod policies;

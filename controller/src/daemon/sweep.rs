@@ -1,5 +1,5 @@
 //! Containers that nobody withdrew: their shim was killed, and containerd has removed
-//! their bundle since.
+//! their bundle since; and jobs whose last process has ended.
 
 use std::{
     fs,
@@ -9,7 +9,7 @@ use std::{
 
 use affinode_proto::paths;
 
-use crate::core::Key;
+use crate::{core::Key, jobs};
 
 /// How often it is looked for them.
 const INTERVAL: Duration = Duration::from_secs(5);
@@ -49,11 +49,13 @@ impl Sweep {
 }
 
 /// A bundle that cannot be looked at may still be there; only one that is known to be
-/// missing counts.
+/// missing counts. A job has its lock for a bundle: it is gone when nobody holds that.
 fn gone<'a>(deserted: impl Iterator<Item = (&'a Key, &'a str)>) -> Vec<Key> {
     deserted
         .filter(|(_, bundle)| {
-            !bundle.is_empty() && matches!(Path::new(bundle).try_exists(), Ok(false))
+            let path = Path::new(bundle);
+            let over = path.ends_with(jobs::LOCK_FILE) && jobs::unused(path);
+            !bundle.is_empty() && (over || matches!(path.try_exists(), Ok(false)))
         })
         .map(|(key, _)| key.clone())
         .collect()

@@ -13,6 +13,7 @@ mod hazards;
 mod hints;
 mod hostile;
 mod install;
+mod jobs;
 mod libc;
 mod lifecycle;
 mod matrix;

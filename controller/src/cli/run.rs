@@ -1,0 +1,174 @@
+//! `affinode run`: a program under the controller, without a container.
+
+use std::{
+    ffi::OsString,
+    fs::File,
+    io::{BufRead, BufReader, Read, Write},
+    os::{
+        fd::{AsFd, IntoRawFd},
+        unix::{net::UnixStream, process::CommandExt},
+    },
+    path::{Path, PathBuf},
+    process::{Command, ExitCode},
+    time::Duration,
+};
+
+use affinode_proto::paths;
+use rustix::{fs::FlockOperation, io::FdFlags};
+
+use crate::{
+    jobs::{Reply, Request, SOCKET},
+    report::chain,
+};
+
+/// The largest answer.
+const MOST_BYTES: u64 = 64 << 10;
+/// How long the controller may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// As `env` and shells have it: the program cannot be run, or is not there.
+const CANNOT_RUN: u8 = 126;
+const NOT_FOUND: u8 = 127;
+
+/// Runs a program under the controller, without a container: it gives its GPU back when it is
+/// idle and gets it again at its next CUDA call. The program takes the place of this command;
+/// its exit status and its signals are its own.
+#[derive(Debug, clap::Args)]
+pub struct Run {
+    /// What the job is called; the program's name when not given.
+    #[arg(long)]
+    name: Option<String>,
+    /// Namespace whose rules hold for it (root alone chooses; others have one of their own).
+    #[arg(long)]
+    namespace: Option<String>,
+    /// As a container's: idle-timeout=2m, offload=eager. May be given again.
+    #[arg(long, value_name = "NAME=VALUE", value_parser = pair)]
+    annotation: Vec<(String, String)>,
+    /// Where the job cannot be had, say why and run the program without Affinode.
+    #[arg(long)]
+    or_unmanaged: bool,
+    /// The program and its arguments.
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    program: Vec<OsString>,
+}
+
+fn pair(text: &str) -> Result<(String, String), String> {
+    let (name, value) = text.split_once('=').ok_or("NAME=VALUE is expected")?;
+    Ok((name.to_owned(), value.to_owned()))
+}
+
+/// Why there is no job.
+#[derive(Debug, thiserror::Error)]
+enum RunError {
+    #[error(
+        "no jobs are taken at {socket}: is jobs.enabled set in the configuration, and does the \
+         controller run (systemctl start affinode-controller)?"
+    )]
+    NobodyThere {
+        socket: String,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("{0}")]
+    Refused(String),
+    #[error("the controller's answer is not understood")]
+    Answer(#[source] std::io::Error),
+    #[error("the preload library {0} is missing: install Affinode on this node")]
+    NoLibrary(PathBuf),
+    #[error("the job's lock {path} cannot be taken")]
+    Lock {
+        path: String,
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+/// Becomes the program; comes back only where that fails.
+pub fn run(run_dir: &Path, asked: Run) -> ExitCode {
+    let mut words = asked.program.iter();
+    let program = words.next().cloned().unwrap_or_default();
+    let mut command = Command::new(&program);
+    command.args(words);
+    match job(run_dir, &asked, &program) {
+        Ok(granted) => {
+            command.env(paths::AGENT_SOCKET_ENV, granted.socket);
+            command.env("LD_PRELOAD", granted.preload);
+        }
+        Err(error) if asked.or_unmanaged => say(&format!("runs unmanaged: {}", chain(&error))),
+        Err(error) => {
+            say(&chain(&error));
+            return ExitCode::FAILURE;
+        }
+    }
+    let error = command.exec();
+    say(&format!("cannot run {}: {error}", program.display()));
+    let missing = error.kind() == std::io::ErrorKind::NotFound;
+    ExitCode::from(if missing { NOT_FOUND } else { CANNOT_RUN })
+}
+
+fn say(what: &str) {
+    let _ = writeln!(std::io::stderr(), "affinode: {what}");
+}
+
+/// What the program is given.
+struct Granted {
+    socket: PathBuf,
+    preload: OsString,
+}
+
+fn job(run_dir: &Path, asked: &Run, program: &OsString) -> Result<Granted, RunError> {
+    let lib_dir = std::env::var_os(paths::LIB_DIR_ENV).unwrap_or_else(|| paths::LIB_DIR.into());
+    let library = PathBuf::from(lib_dir).join(paths::LIB_FILE);
+    if !library.is_file() {
+        return Err(RunError::NoLibrary(library));
+    }
+    let own_name = || {
+        let name = Path::new(program).file_name().unwrap_or(program).to_string_lossy();
+        let plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+        name.chars().map(|c| if plain(c) { c } else { '_' }).collect()
+    };
+    let request = Request {
+        name: asked.name.clone().unwrap_or_else(own_name),
+        namespace: asked.namespace.clone().unwrap_or_default(),
+        annotations: asked.annotation.iter().cloned().collect(),
+    };
+    let (folder, lock) = match ask(&run_dir.join(SOCKET), &request)? {
+        Reply::Granted { folder, lock, warnings } => {
+            warnings.iter().for_each(|warning| say(warning));
+            (PathBuf::from(folder), lock)
+        }
+        Reply::Refused(why) => return Err(RunError::Refused(why)),
+    };
+    hold(&lock).map_err(|source| RunError::Lock { path: lock, source })?;
+    let mut preload = library.into_os_string();
+    if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
+        preload.push(":");
+        preload.push(others);
+    }
+    Ok(Granted { socket: folder.join(paths::AGENT_SOCKET), preload })
+}
+
+fn ask(socket: &Path, request: &Request) -> Result<Reply, RunError> {
+    let mut stream = UnixStream::connect(socket)
+        .map_err(|source| RunError::NobodyThere { socket: socket.display().to_string(), source })?;
+    let mut answer = || -> std::io::Result<Reply> {
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        let mut text = serde_json::to_string(request)?;
+        text.push('\n');
+        stream.write_all(text.as_bytes())?;
+        let mut line = String::new();
+        BufReader::new((&stream).take(MOST_BYTES)).read_line(&mut line)?;
+        Ok(serde_json::from_str(&line)?)
+    };
+    answer().map_err(RunError::Answer)
+}
+
+/// Takes the job's lock and keeps it open across the exec: whoever descends from this process
+/// holds it, too, and the kernel lets it go with the last of them.
+fn hold(lock: &str) -> std::io::Result<()> {
+    let file = File::open(lock)?;
+    rustix::fs::flock(file.as_fd(), FlockOperation::LockShared)?;
+    rustix::io::fcntl_setfd(file.as_fd(), FdFlags::empty())?;
+    let _ = file.into_raw_fd();
+    Ok(())
+}

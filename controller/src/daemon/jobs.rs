@@ -1,0 +1,38 @@
+//! Jobs that users run without a container: taken, found again by the next controller.
+
+use super::actor::Actor;
+use crate::jobs::{JobFolder, MOST_JOBS, Reply, Request, User, kept, permit};
+
+impl Actor {
+    /// Takes a job, if the user may have it.
+    pub(super) fn job(&mut self, request: Request, user: &User) -> Result<Reply, String> {
+        let request = permit(request, user, &self.config.jobs.users)?;
+        if self.job_users.values().filter(|uid| **uid == user.uid).count() >= MOST_JOBS {
+            return Err(format!("user {} has {MOST_JOBS} jobs already", user.name));
+        }
+        let job = JobFolder::make(&self.run_dir, request, user)
+            .map_err(|error| format!("cannot make the job's folder: {error}"))?;
+        let warnings = self.announce_job(&job)?;
+        tracing::info!(key = %job.key(), user = user.name, "job is managed");
+        let [folder, lock] = [job.mount(), job.lock()].map(|path| path.display().to_string());
+        Ok(Reply::Granted { folder, lock, warnings })
+    }
+
+    /// The jobs that an earlier controller took. Those that have ended since are swept like all.
+    pub(super) fn recall_jobs(&mut self) {
+        let jobs = kept(&self.run_dir).unwrap_or_else(|error| {
+            tracing::error!(%error, "jobs of an earlier controller cannot be found: they run unmanaged");
+            Vec::new()
+        });
+        for job in jobs {
+            if let Err(error) = self.announce_job(&job) {
+                tracing::error!(key = %job.key(), "a job runs unmanaged: {error}");
+            }
+        }
+    }
+
+    fn announce_job(&mut self, job: &JobFolder) -> Result<Vec<String>, String> {
+        self.job_users.insert(job.key().clone(), job.uid());
+        self.announce(job.announcement())
+    }
+}

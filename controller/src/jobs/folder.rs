@@ -1,0 +1,201 @@
+//! A job's folder: a container's, with what the next controller needs to know of it.
+//!
+//! ```text
+//! containers/<key>/job.json   its announcement, for root alone
+//!                  job.lock   of its user; held by every process of the job
+//!                  mount/     root's, who writes in it; its user's group may pass: agent.sock, hint, pressure
+//! ```
+
+use std::{
+    fs::{self, File, Permissions},
+    io::{self, Read},
+    os::{
+        fd::AsFd,
+        unix::fs::{PermissionsExt, chown},
+    },
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use affinode_proto::{api::control::Announcement, paths};
+use rustix::fs::FlockOperation;
+use serde::{Deserialize, Serialize};
+
+use super::{Request, User};
+use crate::core::Key;
+
+/// In the folder: the file whose lock is the job's life.
+pub const LOCK_FILE: &str = "job.lock";
+const RECORD_FILE: &str = "job.json";
+/// So long a job may take from its announcement to its lock.
+const BIRTH: Duration = Duration::from_secs(10);
+/// The largest record that is read.
+const MOST_BYTES: u64 = 64 << 10;
+
+/// What the next controller reads.
+#[derive(Debug, Serialize, Deserialize)]
+struct Record {
+    uid: u32,
+    request: Request,
+}
+
+/// The folder of one job.
+#[derive(Debug)]
+pub struct JobFolder {
+    path: PathBuf,
+    key: Key,
+    uid: u32,
+    request: Request,
+}
+
+impl JobFolder {
+    /// Makes the folder of a job that was permitted, with a key that nobody can guess.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn make(run_dir: &Path, request: Request, user: &User) -> io::Result<JobFolder> {
+        let mut random = [0; 16];
+        File::open("/dev/urandom")?.read_exact(&mut random)?;
+        let text = format!("{:032x}", u128::from_ne_bytes(random));
+        let key = Key::parse(&text).map_err(io::Error::other)?;
+        let containers = run_dir.join(paths::CONTAINERS_DIR);
+        let job = JobFolder { path: containers.join(&text), key, uid: user.uid, request };
+        fs::create_dir_all(job.mount())?;
+        for folder in [&containers, &job.path] {
+            fs::set_permissions(folder, Permissions::from_mode(0o755))?;
+        }
+        let lock = File::create_new(job.lock())?;
+        lock.set_permissions(Permissions::from_mode(0o400))?;
+        chown(job.lock(), Some(user.uid), None)?;
+        // Never the user's own: root makes files in it by name.
+        chown(job.mount(), None, Some(user.gid))?;
+        fs::set_permissions(job.mount(), Permissions::from_mode(0o750))?;
+        let record = Record { uid: user.uid, request: job.request.clone() };
+        let fresh = job.path.join(".job.json.new");
+        fs::write(&fresh, serde_json::to_vec(&record)?)?;
+        fs::set_permissions(&fresh, Permissions::from_mode(0o600))?;
+        // The last: a folder with a record is whole.
+        fs::rename(fresh, job.path.join(RECORD_FILE))?;
+        Ok(job)
+    }
+
+    /// The job's key.
+    #[must_use]
+    pub fn key(&self) -> &Key {
+        &self.key
+    }
+
+    /// Whose it is.
+    #[must_use]
+    pub fn uid(&self) -> u32 {
+        self.uid
+    }
+
+    /// The file whose lock is its life.
+    #[must_use]
+    pub fn lock(&self) -> PathBuf {
+        self.path.join(LOCK_FILE)
+    }
+
+    /// The folder that its processes see.
+    #[must_use]
+    pub fn mount(&self) -> PathBuf {
+        self.path.join(paths::MOUNT_DIR)
+    }
+
+    /// The job as a container. Its bundle is its lock: gone when that is free.
+    #[must_use]
+    pub fn announcement(&self) -> Announcement {
+        let key = self.key.to_string();
+        Announcement {
+            id: format!("{}-{}", self.request.name, &key[..8]),
+            container: self.request.name.clone(),
+            namespace: self.request.namespace.clone(),
+            annotations: self.request.annotations.clone().into_iter().collect(),
+            bundle: self.lock().display().to_string(),
+            key,
+            ..Announcement::default()
+        }
+    }
+}
+
+/// The jobs that earlier controllers took, and folders that are none any more.
+///
+/// # Errors
+/// The folder of containers cannot be listed.
+pub fn kept(run_dir: &Path) -> io::Result<Vec<JobFolder>> {
+    let entries = match fs::read_dir(run_dir.join(paths::CONTAINERS_DIR)) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries?,
+    };
+    let mut jobs = Vec::new();
+    for entry in entries {
+        let path = entry?.path();
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let Ok(key) = Key::parse(name) else { continue };
+        match read(&path.join(RECORD_FILE)) {
+            Ok(Record { uid, request }) => jobs.push(JobFolder { path, key, uid, request }),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => tracing::warn!(%error, "a job's record is left out: {}", path.display()),
+        }
+    }
+    Ok(jobs)
+}
+
+fn read(path: &Path) -> io::Result<Record> {
+    if fs::metadata(path)?.len() > MOST_BYTES {
+        return Err(io::Error::other("too large"));
+    }
+    Ok(serde_json::from_slice(&fs::read(path)?)?)
+}
+
+/// Whether nobody holds this lock any more, and nobody is about to take it. Unknown is no.
+#[must_use]
+pub fn unused(lock: &Path) -> bool {
+    let Ok(file) = File::open(lock) else { return false };
+    let age = file.metadata().and_then(|data| data.modified()).map(|made| made.elapsed());
+    if !matches!(age, Ok(Ok(age)) if age >= BIRTH) {
+        return false;
+    }
+    rustix::fs::flock(file.as_fd(), FlockOperation::NonBlockingLockExclusive).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn job(run_dir: &Path) -> JobFolder {
+        let request =
+            Request { name: "train".into(), namespace: "jobs".into(), ..Request::default() };
+        let (uid, gid) = (rustix::process::getuid(), rustix::process::getgid());
+        let user = User { uid: uid.as_raw(), gid: gid.as_raw(), name: "somebody".into() };
+        JobFolder::make(run_dir, request, &user).unwrap()
+    }
+
+    #[test]
+    fn the_next_controller_knows_the_job_by_the_same_key_and_names() {
+        let dir = tempfile::tempdir().unwrap();
+        let job = job(dir.path());
+        fs::create_dir(dir.path().join(paths::CONTAINERS_DIR).join("0".repeat(32))).unwrap();
+        let kept = kept(dir.path()).unwrap();
+        assert_eq!(kept.len(), 1);
+        assert_eq!(kept[0].announcement(), job.announcement());
+        assert_eq!(kept[0].uid(), job.uid());
+    }
+
+    #[test]
+    fn a_job_is_over_when_its_lock_is_free_and_not_before_it_could_be_taken() {
+        let dir = tempfile::tempdir().unwrap();
+        let job = job(dir.path());
+        assert!(!unused(&job.lock()), "it was just born");
+        let made = std::time::SystemTime::now() - 2 * BIRTH;
+        let file = File::options().write(true).open(job.lock()).unwrap();
+        file.set_modified(made).unwrap();
+        let held = File::open(job.lock()).unwrap();
+        rustix::fs::flock(held.as_fd(), FlockOperation::LockShared).unwrap();
+        assert!(!unused(&job.lock()));
+        drop(held);
+        assert!(unused(&job.lock()));
+        assert!(!unused(&dir.path().join("nothing")), "what is not known is not over");
+    }
+}

@@ -1,0 +1,235 @@
+//! Jobs: programs under the controller without a container, through `affinode run`.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    os::unix::process::{CommandExt, ExitStatusExt},
+    path::{Path, PathBuf},
+    process::{Child, Command, Output, Stdio},
+};
+
+use affinode_e2e::{
+    cli::ContainerRow,
+    container::make_pipes,
+    keeper::Job,
+    until::until,
+    worker::{Answer, Lines, USUAL},
+    world::{Recipe, World},
+};
+use anyhow::{Context, Result};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use crate::offload::{EAGER, wait_gpu_empty};
+
+/// A user without any rights.
+const NOBODY: u32 = 65_534;
+
+/// A node without containers: a controller alone, as systemd starts it.
+struct Node {
+    world: World,
+    /// What users run, in a place that they all can read.
+    shared: PathBuf,
+}
+
+impl Node {
+    fn new(jobs: &str) -> Result<Node> {
+        let world = Recipe::default().config(&format!("{EAGER}\n[jobs]\n{jobs}")).world()?;
+        let shared = world.dir().join("shared");
+        fs::create_dir(&shared)?;
+        let artifacts = world.artifacts();
+        for file in [
+            artifacts.bin("affinode")?,
+            artifacts.clients_dir().join(USUAL),
+            artifacts.sim_dir().join("libcuda.so.1"),
+            artifacts.sim_dir().join("libnvidia-ml.so.1"),
+            artifacts.lib_dir().join("libaffinode_preload.so"),
+        ] {
+            fs::copy(&file, shared.join(file.file_name().context("a file")?))?;
+        }
+        let node = Node { world, shared };
+        node.start_controller()?;
+        Ok(node)
+    }
+
+    fn start_controller(&self) -> Result<i32> {
+        let world = &self.world;
+        let mut env = world.gpu().host_env(world.artifacts(), world.dir());
+        let config = world.dir().join("affinode/config.toml");
+        env.insert("AFFINODE_RUN_DIR".into(), world.cli().run_dir().display().to_string());
+        env.insert("AFFINODE_CONFIG".into(), config.display().to_string());
+        let shim = world.artifacts().bin("containerd-shim-affinode-v1")?;
+        let argv = vec![shim.display().to_string(), "controller".into()];
+        let pid =
+            world.keeper().spawn(&Job { argv, env, log: world.dir().join("controller.log") })?;
+        until("the controller to answer", || Ok(world.cli().ps().ok()))?;
+        Ok(i32::try_from(pid)?)
+    }
+
+    fn shoot_controller(&self) -> Result<()> {
+        let pid = Pid::from_raw(self.world.cli().ps()?.controller_pid);
+        kill(pid, Signal::SIGKILL)?;
+        until("its end", || Ok((!Path::new(&format!("/proc/{pid}")).exists()).then_some(())))?;
+        self.start_controller().map(drop)
+    }
+
+    /// `affinode run` with these words, as a user of the node types it.
+    fn run(&self, words: &[&str]) -> Command {
+        let mut command = self.world.host_gpu_command(&self.shared.join("affinode"));
+        command.env("LD_LIBRARY_PATH", &self.shared).env("AFFINODE_LIB_DIR", &self.shared);
+        command.arg("--run-dir").arg(self.world.cli().run_dir()).arg("run").args(words);
+        command
+    }
+
+    fn worker(&self, uid: u32, name: &str, words: &[&str]) -> Result<Worker> {
+        let folder = make_pipes(self.world.dir(), name)?;
+        let lines = Lines::open(&folder)?;
+        let pipe = |name: &str| OpenOptions::new().read(true).write(true).open(folder.join(name));
+        let program = self.shared.join(USUAL);
+        let mut command = self.run(&["--name", name]);
+        command.args(words).arg(program).args(["--mib", "64", "--seed", "7"]);
+        command.stdin(pipe("in")?).stdout(pipe("out")?).uid(uid).gid(uid);
+        command.stderr(File::create(folder.join("err.log"))?);
+        let mut worker = Worker { child: command.spawn()?, lines };
+        worker.expect("open")?;
+        worker.expect("fill")?;
+        Ok(worker)
+    }
+
+    fn job(&self, name: &str) -> Result<Option<ContainerRow>> {
+        let rows = self.world.cli().ps()?.containers;
+        Ok(rows.into_iter().find(|row| row.container == name))
+    }
+
+    fn wait_away(&self, name: &str) -> Result<ContainerRow> {
+        until(&format!("{name} to be away"), || {
+            Ok(self.job(name)?.filter(|row| row.state == "Offloaded"))
+        })
+    }
+
+    fn wait_nothing_left(&self, name: &str) -> Result<()> {
+        until("the job to be forgotten", || Ok(self.job(name)?.is_none().then_some(())))?;
+        let folders = self.world.cli().run_dir().join("containers");
+        until("its folder to go", || Ok(fs::read_dir(&folders)?.next().is_none().then_some(())))?;
+        wait_gpu_empty(&self.world)
+    }
+}
+
+/// A CUDA program that was started by `affinode run`.
+struct Worker {
+    child: Child,
+    lines: Lines,
+}
+
+impl Worker {
+    fn expect(&mut self, command: &str) -> Result<Answer> {
+        let line = self.lines.receive()?;
+        let answer: Answer = serde_json::from_str(&line).with_context(|| line.clone())?;
+        assert!(answer.command == command && answer.result == 0, "{line}");
+        Ok(answer)
+    }
+
+    fn verify(&mut self) -> Result<bool> {
+        self.lines.send("verify")?;
+        self.expect("verify")?.ok.context("verify says whether it is ok")
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+fn a_program_without_a_container_leaves_when_idle_and_wakes_with_its_memory_intact() -> Result<()> {
+    let node = Node::new("enabled = true")?;
+    let mut worker = node.worker(0, "train", &["--annotation", "idle-timeout=150ms", "--"])?;
+    let row = node.wait_away("train")?;
+    assert_eq!((row.name.as_str(), row.idle_timeout_ms), ("jobs/train", 150));
+    wait_gpu_empty(&node.world)?;
+    assert!(worker.verify()?);
+    assert_eq!(node.job("train")?.context("it is known")?.restores, 1);
+
+    // Its end, however it ends, leaves nothing: away, and with nobody who could say so.
+    node.wait_away("train")?;
+    drop(worker);
+    node.wait_nothing_left("train")
+}
+
+#[test]
+fn no_death_of_a_controller_or_of_the_first_process_loses_a_job() -> Result<()> {
+    let node = Node::new("enabled = true")?;
+    // A shell that waits for the program: its first process is not the one with the GPU.
+    let shell = ["--", "sh", "-c", "exec 3<&0; \"$@\" <&3 & wait", "sh"];
+    let mut worker = node.worker(0, "train", &shell)?;
+    let before = node.wait_away("train")?;
+    node.shoot_controller()?;
+    let after = node.wait_away("train")?;
+    assert_eq!((&before.key, &before.name), (&after.key, &after.name));
+    assert!(worker.verify()?);
+
+    worker.child.kill()?;
+    worker.child.wait()?;
+    node.wait_away("train")?;
+    node.shoot_controller()?;
+    node.wait_away("train")?;
+    assert!(worker.verify()?);
+    // It ends with its input.
+    let pid = node.job("train")?.and_then(|row| row.processes.first().map(|p| p.pid));
+    kill(Pid::from_raw(pid.context("it has a process")?), Signal::SIGKILL)?;
+    node.wait_nothing_left("train")
+}
+
+#[test]
+fn whoever_may_not_run_jobs_is_told_so_and_whoever_may_has_his_own_namespace() -> Result<()> {
+    let node = Node::new("enabled = true")?;
+    let refused = node.run(&["--", "true"]).uid(NOBODY).gid(NOBODY).output()?;
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(said(&refused).contains("jobs.users"), "{}", said(&refused));
+    let unmanaged = node
+        .run(&["--or-unmanaged", "--", "sh", "-c", "exit 7"])
+        .uid(NOBODY)
+        .gid(NOBODY)
+        .output()?;
+    assert_eq!(unmanaged.status.code(), Some(7));
+    assert!(said(&unmanaged).contains("unmanaged"), "{}", said(&unmanaged));
+
+    let config = node.world.dir().join("affinode/config.toml");
+    fs::write(&config, format!("{EAGER}\n[jobs]\nenabled = true\nusers = [\"*\"]"))?;
+    node.world.cli().run(&["reload"])?;
+    let refused =
+        node.run(&["--annotation", "priority=9", "--", "true"]).uid(NOBODY).gid(NOBODY).output()?;
+    assert!(said(&refused).contains("for root to choose"), "{}", said(&refused));
+    let mut worker = node.worker(NOBODY, "notebook", &["--"])?;
+    let row = node.wait_away("notebook")?;
+    assert!(row.namespace.starts_with("user-"), "{row:?}");
+    // What is somebody's own nobody else reaches.
+    let mount = node.world.cli().run_dir().join("containers").join(&row.key).join("mount");
+    let stranger = Command::new("ls").arg(&mount).uid(1).gid(1).stdin(Stdio::null()).output()?;
+    assert!(!stranger.status.success());
+    assert!(worker.verify()?);
+    Ok(())
+}
+
+#[test]
+fn a_job_ends_as_its_program_ends_and_where_no_jobs_are_taken_that_is_said() -> Result<()> {
+    let node = Node::new("enabled = true")?;
+    assert_eq!(node.run(&["--", "sh", "-c", "exit 7"]).status()?.code(), Some(7));
+    let killed = node.run(&["--", "sh", "-c", "kill -TERM $$"]).status()?;
+    assert_eq!(killed.signal(), Some(Signal::SIGTERM as i32));
+    let missing = node.run(&["--", "/nonexistent/program"]).output()?;
+    assert_eq!(missing.status.code(), Some(127));
+
+    let node = Node::new("enabled = false")?;
+    let refused = node.run(&["--", "true"]).output()?;
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(said(&refused).contains("jobs.enabled"), "{}", said(&refused));
+    Ok(())
+}
