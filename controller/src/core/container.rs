@@ -66,6 +66,8 @@ pub struct Container {
     pub refused: Option<Reason>,
     /// Last use.
     pub last_use: Millis,
+    /// Last use by a call.
+    pub last_called: Millis,
     /// When it last came home, if it ever left.
     pub came_home: Option<Millis>,
     /// No offload before this time, after one that failed.
@@ -152,6 +154,7 @@ impl Container {
             reason: (Reason::NotRegistered, String::new()),
             refused: None,
             last_use: now,
+            last_called: now,
             came_home: None,
             not_before: 0,
             no_return_before: 0,

@@ -41,7 +41,7 @@ impl Node {
             return;
         };
         let pause = if process_was_free { container.pause_ends(now, &mut self.pauses) } else { 0 };
-        container.last_use = now;
+        (container.last_use, container.last_called) = (now, now);
         container.used(now);
         container.knocks.used(now);
         let ahead = container.expected_until.take().map(|_| container.expected_by);

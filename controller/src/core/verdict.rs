@@ -2,7 +2,7 @@
 
 use affinode_proto::{api::control::Event, reason::Reason, state::State, wire::Hazards};
 
-use super::{Key, Node, container::Goal, node::text_of, policy::Mode, process::Process};
+use super::{Key, Millis, Node, container::Goal, node::text_of, policy::Mode, process::Process};
 
 const HAZARDS: [(Hazards, Reason); 5] = [
     (Hazards::MANAGED_MEMORY, Reason::ManagedMemory),
@@ -11,6 +11,9 @@ const HAZARDS: [(Hazards, Reason); 5] = [
     (Hazards::MPS, Reason::Mps),
     (Hazards::NO_CHECKPOINT_API, Reason::DriverTooOld),
 ];
+
+/// Who made no call for so long and whose work runs, is told to be busy with that.
+const QUIET_MS: Millis = 2_000;
 
 impl Node {
     /// Whether the container may be offloaded now. `asked`: by a person, so that
@@ -59,7 +62,11 @@ impl Node {
         if c.busy_until().is_some_and(|until| self.now < until) {
             return refuse(Reason::HintedBusy);
         }
-        if let Some((pid, percent)) = self.working(key) {
+        // Of one that calls all the time it is no news that its work runs.
+        let quiet_ms = self.now.saturating_sub(c.last_called);
+        if quiet_ms >= QUIET_MS.min(c.idle_after_ms())
+            && let Some((pid, percent)) = self.working(key)
+        {
             return Err((Reason::GpuBusy, format!("process {pid}, {percent} %")));
         }
         if self.now.saturating_sub(c.last_use) < c.idle_after_ms() {
