@@ -17,6 +17,7 @@ mod hazards;
 mod k8s;
 mod kit;
 mod load;
+mod package;
 mod packages;
 mod say;
 mod sh;
@@ -59,6 +60,8 @@ enum Task {
     Load(load::Options),
     /// Pack what a machine with a GPU needs to run the suite there.
     GpuKit(kit::Options),
+    /// Make .deb, .rpm, container image, bill of materials and checksums; --check installs them.
+    Package(package::Options),
     /// Run all tests of this machine (needs root).
     Test(suite::Options),
 }
@@ -77,6 +80,7 @@ fn main() -> ExitCode {
         Task::K8s(options) => k8s::run(&options),
         Task::Load(options) => load::run(&options),
         Task::GpuKit(options) => kit::pack(&options),
+        Task::Package(options) => package::run(&options),
         Task::Test(options) => suite::run(&options),
     };
     match result {

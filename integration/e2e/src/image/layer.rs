@@ -41,6 +41,17 @@ impl Layer {
         Ok(layer)
     }
 
+    /// Adds a folder.
+    ///
+    /// # Errors
+    /// When the path does not fit a tar.
+    pub fn folder(&mut self, path: impl AsRef<Path>, mode: u32) -> Result<()> {
+        let path = path.as_ref();
+        let mut header = header(tar::EntryType::Directory, mode);
+        let inside = path.strip_prefix("/").unwrap_or(path);
+        Ok(self.tar.append_data(&mut header, inside, std::io::empty())?)
+    }
+
     /// Adds a file with this content.
     ///
     /// # Errors
@@ -76,11 +87,6 @@ impl Layer {
     /// Only when memory is short.
     pub fn finish(self) -> Result<Vec<u8>> {
         Ok(self.tar.into_inner()?)
-    }
-
-    fn folder(&mut self, path: &str, mode: u32) -> Result<()> {
-        let mut header = header(tar::EntryType::Directory, mode);
-        Ok(self.tar.append_data(&mut header, path, std::io::empty())?)
     }
 }
 

@@ -1,9 +1,6 @@
 //! OCI archives: layers, configurations and manifests by digest, in one tar.
 
-use std::{
-    io::{BufWriter, Write},
-    path::Path,
-};
+use std::path::Path;
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
@@ -65,6 +62,15 @@ impl Archive {
     /// # Errors
     /// When the file cannot be written.
     pub fn write(self, path: &Path) -> Result<()> {
+        let bytes = self.into_bytes()?;
+        std::fs::write(path, bytes).with_context(|| format!("cannot write {}", path.display()))
+    }
+
+    /// The archive.
+    ///
+    /// # Errors
+    /// Only when memory is short.
+    pub fn into_bytes(self) -> Result<Vec<u8>> {
         let mut tar = Layer::default();
         tar.file("oci-layout", 0o644, br#"{"imageLayoutVersion":"1.0.0"}"#)?;
         for (digest, content) in &self.blobs {
@@ -72,11 +78,7 @@ impl Archive {
         }
         let index = json!({"schemaVersion": 2, "manifests": self.manifests});
         tar.file("index.json", 0o644, &serde_json::to_vec(&index)?)?;
-        let file = std::fs::File::create(path)
-            .with_context(|| format!("cannot write {}", path.display()))?;
-        let mut file = BufWriter::new(file);
-        file.write_all(&tar.finish()?)?;
-        Ok(file.flush()?)
+        tar.finish()
     }
 
     /// Adds a blob and returns its descriptor. One content is stored once.

@@ -1,0 +1,159 @@
+//! `cargo xtask package`: what a release is made of, without a registry and without a daemon.
+//!
+//! ```text
+//!  build ──> programs ──┬──> what a node's package holds ──┬──> .deb
+//!                       │                                  └──> .rpm
+//!                       └──> what the image holds ────────────> OCI archive    SBOM, SHA256SUMS
+//! ```
+//!
+//! All of it is a function of the commit: names are sorted, times are the commit's, owners are
+//! root. It is packed twice, and compared.
+
+mod build;
+mod check;
+mod deb;
+mod files;
+mod image;
+mod rpm;
+mod sbom;
+#[cfg(test)]
+mod tests;
+mod tree;
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use affinode_e2e::artifacts::{target_dir, workspace_dir};
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use sha2::{Digest, Sha256};
+
+use self::tree::Tree;
+use crate::{say, sh};
+
+/// What to pack, and where to.
+#[derive(Args)]
+pub struct Options {
+    /// The version; Cargo.toml's when left out. It may say more than that one: 0.1.0-rc.1.
+    #[arg(long)]
+    version: Option<String>,
+    /// The folder to fill.
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// Pack what `cargo xtask build` made: quick, for tries.
+    #[arg(long)]
+    dev: bool,
+    /// Install the packages in roots of their own and run the image, too (needs root).
+    #[arg(long)]
+    check: bool,
+}
+
+/// What every package says of itself.
+pub struct About {
+    /// `0.1.0` or `0.1.0-rc.1`.
+    pub version: String,
+    /// The time of everything in it, in Unix seconds.
+    pub epoch_seconds: u32,
+    /// The oldest C library that it runs with: `2.31`.
+    pub glibc: String,
+}
+
+impl About {
+    /// The version as .deb and .rpm sort it: what comes before a release has a tilde.
+    pub fn package_version(&self) -> String {
+        self.version.replacen('-', "~", 1).replace('-', ".")
+    }
+}
+
+/// Packages of one build, by file name.
+pub type Packages = BTreeMap<String, Vec<u8>>;
+
+/// Builds, packs twice, compares, writes.
+pub fn run(options: &Options) -> Result<()> {
+    let (version, epoch_seconds) = (version(options.version.as_deref())?, epoch_seconds()?);
+    let built = if options.dev { build::dev()? } else { build::release()? };
+    let about = About { version, epoch_seconds, glibc: built.glibc()? };
+    say::step("Packing, twice");
+    let bill = sbom::bill(&about, &image::libraries(&built)?)?;
+    let programs = files::Programs::of(&built)?;
+    let files = files::all(&programs, &built, &bill)?;
+    let image = image::tree(&programs, &built, &bill)?;
+    let packages = pack(&about, &files, &image, &bill)?;
+    for (name, bytes) in pack(&about, &files, &image, &bill)? {
+        if packages.get(&name) != Some(&bytes) {
+            bail!("{name} is another one when it is packed again: it is not reproducible");
+        }
+    }
+    let out = options.out.clone().unwrap_or_else(|| target_dir().join("packages"));
+    write(&out, &packages)?;
+    for (name, bytes) in &packages {
+        say::out(&format!(
+            "{:>10.1} MiB  {}",
+            bytes.len() as f64 / f64::from(1 << 20),
+            out.join(name).display()
+        ));
+    }
+    say::note(&format!("needs glibc {} or newer; affinode-cluster needs none", about.glibc));
+    if options.check { check::all(&out, &about) } else { Ok(()) }
+}
+
+fn pack(about: &About, files: &Tree, image: &Tree, bill: &[u8]) -> Result<Packages> {
+    let version = about.package_version();
+    let mut packages = Packages::new();
+    packages.insert(format!("affinode_{version}_amd64.deb"), deb::pack(about, files)?);
+    packages.insert(format!("affinode-{version}-1.x86_64.rpm"), rpm::pack(about, files)?);
+    let image = image::pack(about, image)?;
+    packages.insert(format!("affinode-{}-image.tar", about.version), image);
+    packages.insert(format!("affinode-{}.cdx.json", about.version), bill.to_vec());
+    Ok(packages)
+}
+
+/// Writes packages and their digests, and removes what an earlier run left.
+fn write(out: &Path, packages: &Packages) -> Result<()> {
+    fs::create_dir_all(out).with_context(|| format!("cannot make {}", out.display()))?;
+    for entry in fs::read_dir(out)? {
+        let path = entry?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if name.starts_with("affinode") || name == "SHA256SUMS" {
+            fs::remove_file(&path).with_context(|| format!("cannot remove {}", path.display()))?;
+        }
+    }
+    let mut sums = String::new();
+    for (name, bytes) in packages {
+        let path = out.join(name);
+        fs::write(&path, bytes).with_context(|| format!("cannot write {}", path.display()))?;
+        let digest: String = Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect();
+        sums.push_str(&format!("{digest}  {name}\n"));
+    }
+    Ok(fs::write(out.join("SHA256SUMS"), sums)?)
+}
+
+/// The version that was asked for: the programs say Cargo.toml's, so it must begin with that.
+fn version(asked: Option<&str>) -> Result<String> {
+    let own = env!("CARGO_PKG_VERSION");
+    let asked = asked.map_or(own, |asked| asked.strip_prefix('v').unwrap_or(asked));
+    let more = asked.strip_prefix(own).filter(|more| more.is_empty() || more.starts_with('-'));
+    let plain = |c: char| c.is_ascii_alphanumeric() || c == '.' || c == '-';
+    if more.is_none() || !asked.chars().all(plain) {
+        bail!("version {asked}, but the programs are {own}: set it in Cargo.toml first");
+    }
+    Ok(asked.to_owned())
+}
+
+/// When the commit was made; `SOURCE_DATE_EPOCH` where there is no git.
+fn epoch_seconds() -> Result<u32> {
+    let text = match std::env::var("SOURCE_DATE_EPOCH") {
+        Ok(text) => text,
+        Err(_) => sh::read(Command::new("git").current_dir(workspace_dir()).args([
+            "log",
+            "-1",
+            "--format=%ct",
+        ]))
+        .context("set SOURCE_DATE_EPOCH where this is no checkout")?,
+    };
+    text.trim().parse().with_context(|| format!("{:?} is no time in seconds", text.trim()))
+}

@@ -1,0 +1,8 @@
+#!/bin/sh
+# Registering the runtime may restart containerd: that is for a person to do.
+set -e
+if [ -e "${DPKG_ROOT:-}/var/lib/affinode/install.json" ]; then
+    echo "affinode: run /usr/bin/affinode install to put this version in use"
+else
+    echo "affinode: run affinode install to register the runtime with containerd"
+fi

@@ -1,0 +1,200 @@
+//! Builds what is released: programs that load NVML against an old C library, so that they run on
+//! old nodes, and the one that does not as a static program. No path of this machine is in them.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use affinode_e2e::artifacts::{target_dir, workspace_dir};
+use anyhow::{Context, Result, bail};
+
+use crate::{
+    apt::{Distribution, Suites},
+    build::{self, Profile},
+    deps, say, sh,
+};
+
+const GNU: &str = "x86_64-unknown-linux-gnu";
+const MUSL: &str = "x86_64-unknown-linux-musl";
+/// The suite whose C library is linked to: everything since 2020 has that or a newer one.
+const OLD_SUITE: &str = "bullseye";
+/// Its version: what asks for a newer one was not linked to it.
+const OLD_GLIBC: (u32, u32) = (2, 31);
+/// What linking and compiling against it needs.
+const OLD_PACKAGES: [&str; 4] = ["libc6", "libc6-dev", "libgcc-s1", "linux-libc-dev"];
+
+/// Built files.
+pub struct Built {
+    /// `affinode`.
+    pub command: PathBuf,
+    /// `containerd-shim-affinode-v1`.
+    pub shim: PathBuf,
+    /// `libaffinode_preload.so`.
+    pub library: PathBuf,
+    /// `affinode-cluster`.
+    pub cluster: PathBuf,
+}
+
+impl Built {
+    /// The newest version of the C library that a program of it asks for: `2.31`.
+    pub fn glibc(&self) -> Result<String> {
+        let (major, minor) = self.newest_glibc()?;
+        Ok(format!("{major}.{minor}"))
+    }
+
+    fn newest_glibc(&self) -> Result<(u32, u32)> {
+        let mut newest = (2, 17);
+        for program in [&self.command, &self.shim, &self.library] {
+            let needs = sh::read(Command::new("readelf").arg("--version-info").arg(program))?;
+            newest = needs.split("Name: GLIBC_").skip(1).filter_map(version).fold(newest, Ord::max);
+        }
+        Ok(newest)
+    }
+}
+
+/// `2.34  Flags: none …`
+fn version(text: &str) -> Option<(u32, u32)> {
+    let mut numbers = text.split_whitespace().next()?.split('.').map(str::parse);
+    Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
+}
+
+/// What developers run.
+pub fn dev() -> Result<Built> {
+    let artifacts = build::all(Profile::Dev)?;
+    Ok(Built {
+        command: artifacts.bin("affinode")?,
+        shim: artifacts.bin("containerd-shim-affinode-v1")?,
+        library: artifacts.lib_dir().join("libaffinode_preload.so"),
+        cluster: artifacts.bin("affinode-cluster")?,
+    })
+}
+
+/// What is released.
+pub fn release() -> Result<Built> {
+    deps::own()?;
+    let sysroot = sysroot()?;
+    say::step("Building what is released");
+    let old = sysroot.as_deref();
+    let command = ["--release", "-p", "affinode-controller", "--bin", "affinode"];
+    cargo(GNU, old, &command)?;
+    let shim = ["--release", "-p", "affinode-shim", "--bin", "containerd-shim-affinode-v1"];
+    cargo(GNU, old, &shim)?;
+    let library = ["--profile", "preload", "-p", "affinode-preload", "--lib"];
+    cargo(GNU, old, &[&library[..], &["--crate-type", "cdylib"]].concat())?;
+    add_musl()?;
+    let cluster = ["--release", "-p", "affinode-cluster", "--bin", "affinode-cluster"];
+    cargo(MUSL, None, &cluster)?;
+    let built = |target: &str, file: &str| folder().join(target).join(file);
+    let built = Built {
+        command: built(GNU, "release/affinode"),
+        shim: built(GNU, "release/containerd-shim-affinode-v1"),
+        library: built(GNU, "preload/libaffinode_preload.so"),
+        cluster: built(MUSL, "release/affinode-cluster"),
+    };
+    if old.is_some() && built.newest_glibc()? > OLD_GLIBC {
+        bail!("built against {OLD_SUITE}, and yet glibc {} is asked for", built.glibc()?);
+    }
+    Ok(built)
+}
+
+/// A folder of its own: other flags would build everything anew each time.
+fn folder() -> PathBuf {
+    target_dir().join("package")
+}
+
+/// Builds one program or library. What comes after `--` is for its linking alone.
+fn cargo(target: &str, sysroot: Option<&Path>, arguments: &[&str]) -> Result<()> {
+    let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let home = |variable: &str, folder: &str| {
+        let own = || Path::new(&std::env::var_os("HOME").unwrap_or_default()).join(folder);
+        std::env::var_os(variable).map_or_else(own, PathBuf::from)
+    };
+    let mut flags: Vec<String> = [
+        (home("CARGO_HOME", ".cargo"), "/cargo"),
+        (home("RUSTUP_HOME", ".rustup"), "/rustup"),
+        (workspace_dir(), "/affinode"),
+    ]
+    .map(|(from, to)| format!("--remap-path-prefix={}={to}", from.display()))
+    .into();
+    let mut link = Vec::new();
+    let mut command = Command::new(program);
+    if let Some(sysroot) = sysroot {
+        let root = format!("--sysroot={}", sysroot.display());
+        command.env(format!("CFLAGS_{}", target.replace('-', "_")), &root);
+        flags.push(format!("-Clink-arg={root}"));
+        // gcc looks where it is installed before it looks below that root.
+        for folder in ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"] {
+            let folder = sysroot.join(folder);
+            for option in ["-B", "-L"] {
+                link.push(format!("-Clink-arg={option}{}", folder.display()));
+            }
+        }
+    }
+    let name = target.replace('-', "_").to_uppercase();
+    command
+        .current_dir(workspace_dir())
+        .args(["rustc", "--quiet", "--locked", "--target", target])
+        .args(arguments)
+        .arg("--")
+        .args(link)
+        .env("CARGO_TARGET_DIR", folder())
+        .env(format!("CARGO_TARGET_{name}_RUSTFLAGS"), flags.join(" "))
+        .env_remove("RUSTFLAGS");
+    sh::run(&mut command)
+}
+
+fn add_musl() -> Result<()> {
+    let known =
+        sh::read(Command::new("rustc").args(["--print", "target-libdir", "--target", MUSL]));
+    if known.is_ok_and(|folder| Path::new(folder.trim()).is_dir()) {
+        return Ok(());
+    }
+    sh::run(Command::new("rustup").args(["target", "add", MUSL]))
+        .with_context(|| format!("install Rust's standard library for {MUSL}"))
+}
+
+/// A folder with the old C library, or nothing where there is no Debian to have it from.
+fn sysroot() -> Result<Option<PathBuf>> {
+    let here = Distribution::here()?;
+    if here.id != "debian" {
+        say::note("not on Debian: linked to this machine's C library");
+        return Ok(None);
+    }
+    let folder = target_dir().join("affinode/cache").join(format!("sysroot-{OLD_SUITE}"));
+    let done = folder.join("complete");
+    if done.is_file() {
+        return Ok(Some(folder));
+    }
+    say::step(&format!("Fetching the C library of {OLD_SUITE}"));
+    let suites = Suites::open(&folder.with_extension("apt"), &here.codename, &[OLD_SUITE])?;
+    for package in OLD_PACKAGES {
+        let versions = suites.versions(package)?;
+        let Some((version, _)) = versions.first() else {
+            bail!("{OLD_SUITE} has no {package}");
+        };
+        suites.unpack(package, version, &folder)?;
+    }
+    suites.remove()?;
+    stay_inside(&folder, &folder)?;
+    fs::write(done, "")?;
+    Ok(Some(folder))
+}
+
+/// Has links below a root that lead to `/…` lead to there below the root.
+fn stay_inside(root: &Path, folder: &Path) -> Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        let (path, kind) = (entry.path(), entry.file_type()?);
+        if kind.is_dir() {
+            stay_inside(root, &path)?;
+        } else if kind.is_symlink()
+            && let Ok(target) = fs::read_link(&path)?.strip_prefix("/")
+        {
+            fs::remove_file(&path)?;
+            std::os::unix::fs::symlink(root.join(target), &path)?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,161 @@
+//! Packages, put to use: installed in roots of their own by dpkg and rpm, taken off again, and
+//! the image run by a containerd of its own. Nothing of this machine changes but for `rpm`,
+//! which is installed where it is missing.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use affinode_e2e::{containerd, world::Recipe};
+use anyhow::{Context, Result, bail, ensure};
+use nix::unistd::Uid;
+
+use super::{About, image};
+use crate::{
+    build::{self, Profile},
+    deps, say, sh,
+};
+
+/// The record of `affinode install`, below a root.
+const RECORD: &str = "var/lib/affinode/install.json";
+
+/// All three.
+pub fn all(out: &Path, about: &About) -> Result<()> {
+    if !Uid::effective().is_root() {
+        bail!("installing packages needs root");
+    }
+    deps::own()?;
+    let version = about.package_version();
+    debian(&out.join(format!("affinode_{version}_amd64.deb")))?;
+    red_hat(&out.join(format!("affinode-{version}-1.x86_64.rpm")))?;
+    let root = tempfile::tempdir()?;
+    sh::read(
+        Command::new("dpkg-deb")
+            .arg("--extract")
+            .arg(out.join(format!("affinode_{version}_amd64.deb")))
+            .arg(root.path()),
+    )?;
+    containers(&out.join(format!("affinode-{}-image.tar", about.version)), root.path(), about)
+}
+
+fn debian(package: &Path) -> Result<()> {
+    say::step("Installing the .deb in a root of its own");
+    let root = tempfile::tempdir()?;
+    let root = root.path();
+    for folder in ["info", "updates", "triggers"] {
+        fs::create_dir_all(root.join("var/lib/dpkg").join(folder))?;
+    }
+    fs::write(root.join("var/lib/dpkg/status"), "")?;
+    let dpkg = |arguments: &[&str]| {
+        let mut command = Command::new("dpkg");
+        command.arg(format!("--root={}", root.display()));
+        // This root has no C library and no shell: those of the machine do.
+        command.args(["--force-depends", "--force-script-chrootless", "--log=/dev/null"]);
+        sh::read(command.args(arguments))
+    };
+    let package = package.to_string_lossy();
+    let said = dpkg(&["--install", &package])?;
+    ensure!(said.contains("run affinode install to register"), "dpkg said: {said}");
+    runs(root)?;
+    let record = root.join(RECORD);
+    fs::create_dir_all(record.parent().context("it is in a folder")?)?;
+    fs::write(&record, "{}")?;
+    let said = dpkg(&["--install", &package])?;
+    ensure!(said.contains("/usr/bin/affinode install to put this version"), "dpkg said: {said}");
+    let said = dpkg(&["--remove", "affinode"])?;
+    ensure!(said.contains("/usr/local/bin/affinode uninstall"), "dpkg said: {said}");
+    ensure!(record.is_file(), "what affinode install put in place was removed");
+    fs::remove_file(record)?;
+    left_nothing(root, &["var"])
+}
+
+fn red_hat(package: &Path) -> Result<()> {
+    say::step("Installing the .rpm in a root of its own");
+    if sh::find("rpm").is_none() {
+        sh::read(Command::new("apt-get").args([
+            "install",
+            "--yes",
+            "--no-install-recommends",
+            "rpm",
+        ]))
+        .context("rpm is missing: install it")?;
+    }
+    let root = tempfile::tempdir()?;
+    let root = root.path();
+    let rpm = |arguments: &[&str]| {
+        let mut command = Command::new("rpm");
+        // Not the folder in root's home, which Debian's rpm has.
+        command.arg("--root").arg(root).args(["--dbpath", "/var/lib/rpm"]);
+        sh::read(command.args(arguments))
+    };
+    let path = package.to_string_lossy();
+    let checked = rpm(&["--checksig", "--nosignature", &path])?;
+    ensure!(checked.trim().ends_with("OK"), "rpm said: {checked}");
+    // No C library and no shell in this root.
+    rpm(&["--install", "--nodeps", "--noscripts", &path])?;
+    let listed = rpm(&["--query", "--list", "affinode"])?;
+    for path in listed.lines() {
+        ensure!(root.join(path.trim_start_matches('/')).exists(), "{path} is not there");
+    }
+    rpm(&["--verify", "--nodeps", "affinode"])?;
+    runs(root)?;
+    rpm(&["--erase", "--noscripts", "affinode"])?;
+    left_nothing(root, &["var", "usr/bin", "usr/lib/.build-id"])
+}
+
+/// What was installed below a root runs.
+fn runs(root: &Path) -> Result<()> {
+    let said = sh::read(Command::new(root.join("usr/bin/affinode")).arg("--version"))?;
+    let expected = format!("affinode {}", env!("CARGO_PKG_VERSION"));
+    ensure!(said.trim() == expected, "affinode --version said: {said}");
+    Ok(())
+}
+
+/// No file is below a root but in these folders.
+fn left_nothing(root: &Path, but: &[&str]) -> Result<()> {
+    let mut left = BTreeSet::new();
+    let mut folders = vec![root.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder)? {
+            let path = entry?.path();
+            if but.iter().any(|but| path == root.join(but)) {
+                continue;
+            }
+            if path.symlink_metadata()?.is_dir() {
+                folders.push(path)
+            } else {
+                left.insert(path);
+            }
+        }
+    }
+    ensure!(left.is_empty(), "left behind: {left:?}");
+    Ok(())
+}
+
+/// The image's programs run, and the package's find what `affinode install` needs beside them.
+fn containers(archive: &Path, package: &Path, about: &About) -> Result<()> {
+    say::step("Running the image");
+    let world = Recipe::default().artifacts(build::all(Profile::Dev)?).world()?;
+    let (keeper, daemon) = (world.keeper(), world.containerd());
+    daemon.import(keeper, "default", archive)?;
+    let name = image::name(about);
+    for (id, program) in [("node", "affinode"), ("cluster", "affinode-cluster")] {
+        let mut ctr = daemon.ctr(keeper, "default");
+        ctr.args(["run", "--rm", "--read-only", &name, id, program]);
+        let said = containerd::run(ctr.arg("--version"))?;
+        ensure!(said.contains(env!("CARGO_PKG_VERSION")), "{program} --version said: {said}");
+    }
+    let state = tempfile::tempdir()?;
+    let mut install = Command::new(package.join("usr/bin/affinode"));
+    // The world's containerd has a handler affinode.
+    install.args(["install", "--dry-run", "--runtime-name", "packaged"]);
+    install.arg("--containerd").arg(daemon.socket());
+    install.arg("--state-dir").arg(state.path()).arg("--prefix").arg(state.path());
+    let said = sh::read(&mut install)?;
+    let copied: PathBuf = state.path().join("lib/affinode/libaffinode_preload.so");
+    ensure!(said.contains(&format!("copy {}", copied.display())), "install would: {said}");
+    Ok(())
+}

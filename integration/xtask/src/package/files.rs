@@ -1,0 +1,113 @@
+//! What a node's package holds. `affinode install` takes programs and library from here: until
+//! then, nothing of the node has changed.
+
+use std::{fs, io::Write, path::Path, process::Command};
+
+use affinode_e2e::artifacts::workspace_dir;
+use anyhow::{Context, Result};
+use flate2::{Compression, GzBuilder};
+
+use super::{build::Built, tree::Tree};
+use crate::sh;
+
+/// Where programs and library are.
+pub const HOME: &str = "/usr/lib/affinode";
+/// Shells, what `affinode completion` calls them, and where they look.
+const COMPLETIONS: [(&str, &str); 3] = [
+    ("bash", "/usr/share/bash-completion/completions/affinode"),
+    ("zsh", "/usr/share/zsh/site-functions/_affinode"),
+    ("fish", "/usr/share/fish/vendor_completions.d/affinode.fish"),
+];
+/// Folders of `config` that go along as they are.
+const SHARED: [&str; 5] =
+    ["containerd", "grafana", "kubernetes", "kubernetes/sharing", "prometheus"];
+/// What is for those who read.
+const DOCUMENTS: [(&str, &str); 5] = [
+    ("README.md", "README.md"),
+    ("ARCHITECTURE.md", "ARCHITECTURE.md"),
+    ("CHANGELOG.md", "CHANGELOG.md"),
+    ("LICENSE", "copyright"),
+    ("config/config.toml", "config.toml"),
+];
+
+/// Programs without their symbols, and the library.
+pub struct Programs {
+    /// `affinode`.
+    pub command: Vec<u8>,
+    /// `containerd-shim-affinode-v1`.
+    pub shim: Vec<u8>,
+    /// `affinode-cluster`.
+    pub cluster: Vec<u8>,
+    /// `libaffinode_preload.so`.
+    pub library: Vec<u8>,
+}
+
+impl Programs {
+    /// Reads them.
+    pub fn of(built: &Built) -> Result<Programs> {
+        Ok(Programs {
+            command: stripped(&built.command)?,
+            shim: stripped(&built.shim)?,
+            cluster: stripped(&built.cluster)?,
+            library: read(&built.library)?,
+        })
+    }
+}
+
+/// All of it.
+pub fn all(programs: &Programs, built: &Built, bill: &[u8]) -> Result<Tree> {
+    let mut tree = Tree::default();
+    for (name, program) in
+        [("affinode", &programs.command), ("containerd-shim-affinode-v1", &programs.shim)]
+    {
+        tree.program(format!("{HOME}/bin/{name}"), program.clone());
+    }
+    tree.file(format!("{HOME}/lib/libaffinode_preload.so"), programs.library.clone());
+    tree.link("/usr/bin/affinode", "../lib/affinode/bin/affinode");
+    for (shell, path) in COMPLETIONS {
+        let script = sh::read(Command::new(&built.command).args(["completion", shell]))?;
+        tree.file(path, script);
+    }
+    manuals(&mut tree, &built.command)?;
+    for (from, to) in DOCUMENTS {
+        tree.file(format!("/usr/share/doc/affinode/{to}"), read(&workspace_dir().join(from))?);
+    }
+    tree.file("/usr/share/doc/affinode/sbom.cdx.json", bill);
+    for folder in SHARED {
+        for entry in fs::read_dir(workspace_dir().join("config").join(folder))? {
+            let path = entry?.path();
+            if path.is_file() {
+                let name = path.file_name().context("a file has a name")?.to_string_lossy();
+                tree.file(format!("/usr/share/affinode/{folder}/{name}"), read(&path)?);
+            }
+        }
+    }
+    Ok(tree)
+}
+
+/// The manual pages, compressed as packages have them.
+fn manuals(tree: &mut Tree, command: &Path) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    sh::read(Command::new(command).arg("man").arg(folder.path()))?;
+    for entry in fs::read_dir(folder.path())? {
+        let path = entry?.path();
+        let name = path.file_name().context("a file has a name")?.to_string_lossy().into_owned();
+        // No name and no time in it.
+        let mut packed = GzBuilder::new().write(Vec::new(), Compression::best());
+        packed.write_all(&read(&path)?)?;
+        tree.file(format!("/usr/share/man/man1/{name}.gz"), packed.finish()?);
+    }
+    Ok(())
+}
+
+/// A program without its symbols.
+fn stripped(program: &Path) -> Result<Vec<u8>> {
+    let file = tempfile::NamedTempFile::new()?;
+    sh::run(Command::new("strip").arg("--strip-all").arg("-o").arg(file.path()).arg(program))?;
+    read(file.path())
+}
+
+/// A file, whole.
+pub fn read(path: &Path) -> Result<Vec<u8>> {
+    fs::read(path).with_context(|| format!("cannot read {}", path.display()))
+}

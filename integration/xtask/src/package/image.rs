@@ -1,0 +1,93 @@
+//! The container image: all programs, the library, and the C library that the node's programs
+//! need. No shell, no package manager, no registry.
+
+use std::{collections::BTreeSet, path::PathBuf};
+
+use affinode_e2e::{
+    artifacts::workspace_dir,
+    closure,
+    image::{Archive, Layer},
+};
+use anyhow::Result;
+use serde_json::json;
+
+use super::{
+    About,
+    build::Built,
+    files::{Programs, read},
+    tree::{Node, Tree},
+};
+
+/// Uid and gid of those that need not be root.
+const NOBODY: u32 = 65532;
+
+/// Where the chart expects them, and `affinode install` finds the one beside the other.
+const PREFIX: &str = "/usr/local";
+/// Also of the node, whose root the installer enters.
+const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+/// What the image holds.
+pub fn tree(programs: &Programs, built: &Built, bill: &[u8]) -> Result<Tree> {
+    let mut tree = Tree::default();
+    for (name, program) in [
+        ("affinode", &programs.command),
+        ("affinode-cluster", &programs.cluster),
+        ("containerd-shim-affinode-v1", &programs.shim),
+    ] {
+        tree.program(format!("{PREFIX}/bin/{name}"), program.clone());
+    }
+    let library = format!("{PREFIX}/lib/affinode/libaffinode_preload.so");
+    tree.file(library, programs.library.clone());
+    for library in libraries(built)? {
+        let content = read(&library)?;
+        tree.program(library, content);
+    }
+    let users =
+        format!("root:x:0:0:root:/:/sbin/nologin\naffinode:x:{NOBODY}:{NOBODY}::/:/sbin/nologin\n");
+    tree.file("/etc/passwd", users);
+    tree.file("/etc/group", format!("root:x:0:\naffinode:x:{NOBODY}:\n"));
+    tree.file("/usr/share/doc/affinode/copyright", read(&workspace_dir().join("LICENSE"))?);
+    tree.file("/usr/share/doc/affinode/sbom.cdx.json", bill);
+    Ok(tree)
+}
+
+/// The shared libraries of its programs, loader included.
+pub fn libraries(built: &Built) -> Result<BTreeSet<PathBuf>> {
+    let mut all = BTreeSet::new();
+    for program in [&built.command, &built.shim, &built.cluster] {
+        all.extend(closure::libraries(program)?);
+    }
+    Ok(all)
+}
+
+/// What `ctr images import` and the kubelet call it.
+pub fn name(about: &About) -> String {
+    format!("docker.io/affinode/affinode:{}", about.version)
+}
+
+/// Packs an OCI archive.
+pub fn pack(about: &About, files: &Tree) -> Result<Vec<u8>> {
+    let mut layer = Layer::default();
+    for folder in files.folders() {
+        layer.folder(folder, 0o755)?;
+    }
+    for (path, node) in files.iter() {
+        let inside = path.strip_prefix("/").unwrap_or(path);
+        match node {
+            Node::File { content, mode } => layer.file(inside, u32::from(*mode), content)?,
+            Node::Link(target) => layer.link(path, target)?,
+        }
+    }
+    let process = json!({
+        "Env": [PATH],
+        "Entrypoint": [format!("{PREFIX}/bin/affinode")],
+        "Labels": {
+            "org.opencontainers.image.title": "affinode",
+            "org.opencontainers.image.version": about.version,
+            "org.opencontainers.image.licenses": "Apache-2.0",
+        },
+    });
+    let mut archive = Archive::default();
+    archive.image(&name(about), &layer.finish()?, &process)?;
+    archive.into_bytes()
+}

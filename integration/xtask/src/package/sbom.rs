@@ -1,0 +1,160 @@
+//! The bill of materials, CycloneDX 1.5: every crate that is linked into a program of a release,
+//! with licence, checksum and what it uses, and the system's libraries that the image carries.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
+    process::Command,
+    time::{Duration, UNIX_EPOCH},
+};
+
+use affinode_e2e::artifacts::workspace_dir;
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+
+use super::About;
+use crate::sh;
+
+/// Whose dependencies are released.
+const ROOTS: [&str; 4] =
+    ["affinode-cluster", "affinode-controller", "affinode-preload", "affinode-shim"];
+
+/// The bill of a release that carries these libraries of the system.
+pub fn bill(about: &About, libraries: &BTreeSet<PathBuf>) -> Result<Vec<u8>> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut metadata = Command::new(cargo);
+    metadata.current_dir(workspace_dir()).args(["metadata", "--format-version", "1", "--locked"]);
+    metadata.args(["--filter-platform", "x86_64-unknown-linux-gnu"]);
+    let metadata: Value = serde_json::from_str(&sh::read(&mut metadata)?)?;
+    let lock = std::fs::read_to_string(workspace_dir().join("Cargo.lock"))?;
+    let mut bill = of(about, &metadata, &checksums(&lock))?;
+    for package in debian(libraries)? {
+        if let Some(components) = bill["components"].as_array_mut() {
+            components.push(package);
+        }
+    }
+    Ok(serde_json::to_vec_pretty(&bill)?)
+}
+
+/// The bill, from what cargo says.
+pub fn of(about: &About, metadata: &Value, sums: &BTreeMap<String, String>) -> Result<Value> {
+    let packages: BTreeMap<&str, &Value> = list(&metadata["packages"])
+        .filter_map(|package| Some((package["id"].as_str()?, package)))
+        .collect();
+    let uses: BTreeMap<&str, Vec<&str>> = list(&metadata["resolve"]["nodes"])
+        .filter_map(|node| Some((node["id"].as_str()?, linked(node))))
+        .collect();
+    let mut queue: Vec<&str> = packages
+        .iter()
+        .filter(|(_, package)| ROOTS.iter().any(|root| package["name"] == *root))
+        .map(|(id, _)| *id)
+        .collect();
+    let mut reached = BTreeSet::new();
+    while let Some(id) = queue.pop() {
+        if reached.insert(id) {
+            queue.extend(uses.get(id).into_iter().flatten());
+        }
+    }
+    let known = |id: &str| packages.get(id).map(|package| url(package));
+    let mut components = BTreeMap::new();
+    let mut dependencies = BTreeMap::new();
+    for id in reached {
+        let package = packages.get(id).with_context(|| format!("cargo does not describe {id}"))?;
+        let url = url(package);
+        components.insert(url.clone(), component(package, &url, sums.get(&url)));
+        let mut on: Vec<String> =
+            uses.get(id).into_iter().flatten().filter_map(|id| known(id)).collect();
+        on.sort();
+        dependencies.insert(url.clone(), json!({ "ref": url, "dependsOn": on }));
+    }
+    let made = UNIX_EPOCH + Duration::from_secs(about.epoch_seconds.into());
+    Ok(json!({
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.5",
+        "version": 1,
+        "metadata": {
+            "timestamp": humantime::format_rfc3339_seconds(made).to_string(),
+            "component": {
+                "type": "application", "bom-ref": "affinode", "name": "affinode",
+                "version": about.version, "licenses": [{ "expression": "Apache-2.0" }],
+            },
+        },
+        "components": components.into_values().collect::<Vec<_>>(),
+        "dependencies": dependencies.into_values().collect::<Vec<_>>(),
+    }))
+}
+
+/// What a crate is linked with: neither tests nor build scripts use it.
+fn linked(node: &Value) -> Vec<&str> {
+    let is_linked =
+        |dependency: &&Value| list(&dependency["dep_kinds"]).any(|kind| kind["kind"].is_null());
+    list(&node["deps"]).filter(is_linked).filter_map(|d| d["pkg"].as_str()).collect()
+}
+
+fn component(package: &Value, url: &str, sum: Option<&String>) -> Value {
+    let mut component = json!({
+        "type": "library", "bom-ref": url, "purl": url,
+        "name": package["name"], "version": package["version"],
+    });
+    if let Some(licence) = package["license"].as_str() {
+        component["licenses"] = json!([{ "expression": licence.replace('/', " OR ") }]);
+    }
+    if let Some(sum) = sum {
+        component["hashes"] = json!([{ "alg": "SHA-256", "content": sum }]);
+    }
+    if let Some(place) = package["repository"].as_str() {
+        component["externalReferences"] = json!([{ "type": "vcs", "url": place }]);
+    }
+    component
+}
+
+fn url(package: &Value) -> String {
+    let text = |key: &str| package[key].as_str().unwrap_or_default();
+    format!("pkg:cargo/{}@{}", text("name"), text("version"))
+}
+
+/// SHA-256 of each crate's archive, by its url, from Cargo.lock.
+fn checksums(lock: &str) -> BTreeMap<String, String> {
+    let entry = |entry: &str| {
+        let field = |key: &str| {
+            let line = entry.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(" = \""));
+            line.map(|rest| rest.trim_end_matches('"').to_owned())
+        };
+        let url = format!("pkg:cargo/{}@{}", field("name")?, field("version")?);
+        Some((url, field("checksum")?))
+    };
+    lock.split("[[package]]").filter_map(entry).collect()
+}
+
+/// The packages of this machine that libraries are from, where dpkg knows them.
+fn debian(libraries: &BTreeSet<PathBuf>) -> Result<Vec<Value>> {
+    let mut owners = BTreeSet::new();
+    for library in libraries {
+        // dpkg may know it by the name without the link of /lib.
+        let real = std::fs::canonicalize(library)?;
+        let names = [library.clone(), PathBuf::from("/usr").join(library.strip_prefix("/")?), real];
+        let owner = names.iter().find_map(|name| {
+            let line = sh::read(Command::new("dpkg-query").arg("--search").arg(name)).ok()?;
+            Some(line.split(": ").next()?.to_owned())
+        });
+        owners.extend(owner);
+    }
+    let describe = |owner: String| {
+        let mut query = Command::new("dpkg-query");
+        query.args(["--show", "--showformat", "${Package} ${Version} ${Architecture}", &owner]);
+        let text = sh::read(&mut query)?;
+        let mut words = text.split(' ');
+        let mut next = || words.next().unwrap_or_default();
+        let (name, version, architecture) = (next(), next(), next());
+        let url = format!("pkg:deb/debian/{name}@{version}?arch={architecture}");
+        Ok(json!({
+            "type": "library", "bom-ref": url, "purl": url, "name": name, "version": version,
+            "properties": [{ "name": "affinode:in", "value": "image" }],
+        }))
+    };
+    owners.into_iter().map(describe).collect()
+}
+
+fn list(value: &Value) -> impl Iterator<Item = &Value> {
+    value.as_array().into_iter().flatten()
+}

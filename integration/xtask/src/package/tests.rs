@@ -1,0 +1,158 @@
+//! The packing step on a small tree: the same bytes whenever and wherever, and what is in them.
+
+use std::{
+    collections::BTreeMap,
+    io::{Cursor, Read},
+    process::Command,
+};
+
+use serde_json::{Value, json};
+
+use super::*;
+
+fn about() -> About {
+    About { version: "0.1.0-rc.1".into(), epoch_seconds: 1_790_000_000, glibc: "2.31".into() }
+}
+
+fn tree() -> Tree {
+    let mut tree = Tree::default();
+    // Not in the order in which they are packed.
+    tree.link("/usr/bin/affinode", "../lib/affinode/bin/affinode");
+    tree.file("/usr/share/doc/affinode/copyright", "Apache-2.0");
+    tree.program("/usr/lib/affinode/bin/affinode", vec![7; 100_000]);
+    tree
+}
+
+fn packed() -> Packages {
+    pack(&about(), &tree(), &tree(), b"{}").unwrap()
+}
+
+#[test]
+fn packed_again_by_others_at_another_time_every_byte_is_the_same() {
+    let first = packed();
+    // Another second, another mask for new files, other folders to pack in.
+    let since = std::time::Instant::now();
+    affinode_e2e::until::until("a second", || Ok((since.elapsed().as_secs() >= 1).then_some(())))
+        .unwrap();
+    let mask = nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o077));
+    let again = packed();
+    nix::sys::stat::umask(mask);
+    assert_eq!(first.keys().collect::<Vec<_>>(), again.keys().collect::<Vec<_>>());
+    for (name, bytes) in first {
+        assert!(bytes == again[&name], "{name}");
+    }
+}
+
+#[test]
+fn the_deb_holds_the_tree_as_roots_with_the_time_of_the_commit() {
+    let packages = packed();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("affinode.deb");
+    std::fs::write(&path, &packages["affinode_0.1.0~rc.1_amd64.deb"]).unwrap();
+    let ask = |what: &str| sh::read(Command::new("dpkg-deb").arg(what).arg(&path)).unwrap();
+    let listed = ask("--contents");
+    let row = |end: &str| {
+        let found = listed.lines().find(|line| line.ends_with(end));
+        found.unwrap_or_else(|| panic!("{end} is not in {listed}"))
+    };
+    let program = row("./usr/lib/affinode/bin/affinode");
+    assert!(program.starts_with("-rwxr-xr-x root/root    100000 2026-09-21"), "{program}");
+    assert!(row("./usr/share/doc/affinode/copyright").starts_with("-rw-r--r--"));
+    assert!(row("./usr/bin/affinode -> ../lib/affinode/bin/affinode").starts_with('l'));
+    let said = ask("--info");
+    for line in ["Version: 0.1.0~rc.1", "Depends: libc6 (>= 2.31), libgcc-s1", "postinst", "prerm"]
+    {
+        assert!(said.contains(line), "{line} is not in {said}");
+    }
+}
+
+#[test]
+fn the_rpm_holds_the_tree_and_what_it_needs() {
+    let packages = packed();
+    let bytes = &packages["affinode-0.1.0~rc.1-1.x86_64.rpm"];
+    let package = ::rpm::Package::parse(&mut bytes.as_slice()).unwrap();
+    assert_eq!(package.metadata.get_version().unwrap(), "0.1.0~rc.1");
+    let entries = package.metadata.get_file_entries().unwrap();
+    let modes: BTreeMap<String, u16> = entries
+        .iter()
+        .map(|entry| (entry.path().to_string_lossy().into_owned(), entry.mode().permissions()))
+        .collect();
+    assert_eq!(modes["/usr/lib/affinode/bin/affinode"], 0o755);
+    assert_eq!(modes["/usr/share/doc/affinode/copyright"], 0o644);
+    assert!(modes.contains_key("/usr/bin/affinode") && modes.contains_key("/usr/lib/affinode"));
+    assert!(!modes.contains_key("/usr/bin"), "others' folders are not ours");
+    let needs = package.metadata.get_requires().unwrap();
+    assert!(needs.iter().any(|need| need.name == "libc.so.6(GLIBC_2.31)(64bit)"));
+}
+
+#[test]
+fn the_image_names_itself_and_each_blob_is_what_its_digest_says() {
+    let packages = packed();
+    let mut archive = tar::Archive::new(Cursor::new(&packages["affinode-0.1.0-rc.1-image.tar"]));
+    let mut files = BTreeMap::new();
+    for entry in archive.entries().unwrap() {
+        let mut entry = entry.unwrap();
+        let path = entry.path().unwrap().to_string_lossy().into_owned();
+        let mut content = Vec::new();
+        entry.read_to_end(&mut content).unwrap();
+        if let Some(digest) = path.strip_prefix("blobs/sha256/") {
+            let sum: String = Sha256::digest(&content).iter().map(|b| format!("{b:02x}")).collect();
+            assert_eq!(sum, digest);
+        }
+        files.insert(path, content);
+    }
+    let blob = |descriptor: &Value| {
+        let digest = descriptor["digest"].as_str().unwrap().replace(':', "/");
+        files[&format!("blobs/{digest}")].clone()
+    };
+    let index: Value = serde_json::from_slice(&files["index.json"]).unwrap();
+    let named = &index["manifests"][0];
+    let name = &named["annotations"]["io.containerd.image.name"];
+    assert_eq!(name, "docker.io/affinode/affinode:0.1.0-rc.1");
+    let manifest: Value = serde_json::from_slice(&blob(named)).unwrap();
+    let layer = blob(&manifest["layers"][0]);
+    let mut layer = tar::Archive::new(Cursor::new(layer));
+    let names: Vec<String> = layer
+        .entries()
+        .unwrap()
+        .map(|entry| entry.unwrap().path().unwrap().to_string_lossy().into_owned())
+        .collect();
+    assert!(names.contains(&"usr/lib/affinode/bin/affinode".to_owned()), "{names:?}");
+}
+
+#[test]
+fn the_bill_has_what_is_linked_and_not_what_tests_use() {
+    let package = |name: &str| json!({ "id": name, "name": name, "version": "1.0.0", "license": "MIT/Apache-2.0" });
+    let on = |name: &str, kind: Value| json!({ "pkg": name, "dep_kinds": [{ "kind": kind }] });
+    let packages = ["affinode-shim", "linked", "deep", "tested", "built", "stray"].map(package);
+    let metadata = json!({
+        "packages": packages,
+        "resolve": { "nodes": [
+            { "id": "affinode-shim", "deps": [
+                on("linked", Value::Null), on("tested", "dev".into()), on("built", "build".into()),
+            ] },
+            { "id": "linked", "deps": [on("deep", Value::Null)] },
+            { "id": "deep", "deps": [] },
+        ] },
+    });
+    let sums = BTreeMap::from([("pkg:cargo/deep@1.0.0".to_owned(), "ab".to_owned())]);
+    let bill = sbom::of(&about(), &metadata, &sums).unwrap();
+    let components = bill["components"].as_array().unwrap();
+    let names: Vec<&str> = components.iter().filter_map(|c| c["name"].as_str()).collect();
+    assert_eq!(names, ["affinode-shim", "deep", "linked"]);
+    assert_eq!(components[1]["hashes"][0]["content"], "ab");
+    assert_eq!(components[1]["licenses"][0]["expression"], "MIT OR Apache-2.0");
+    assert_eq!(bill["dependencies"][0]["dependsOn"], json!(["pkg:cargo/linked@1.0.0"]));
+    assert_eq!(bill["metadata"]["timestamp"], "2026-09-21T14:13:20Z");
+}
+
+#[test]
+fn a_version_that_the_programs_do_not_say_is_refused() {
+    let own = env!("CARGO_PKG_VERSION");
+    assert_eq!(version(None).unwrap(), own);
+    assert_eq!(version(Some(&format!("v{own}"))).unwrap(), own);
+    assert_eq!(version(Some(&format!("{own}-rc.1"))).unwrap(), format!("{own}-rc.1"));
+    for bad in ["9.9.9", "", "v", &format!("{own}1"), &format!("{own}-a b")] {
+        assert!(version(Some(bad)).is_err(), "{bad:?}");
+    }
+}
