@@ -214,6 +214,16 @@ fn whoever_may_not_run_jobs_is_told_so_and_whoever_may_has_his_own_namespace() -
     let mount = node.world.cli().run_dir().join("containers").join(&row.key).join("mount");
     let stranger = Command::new("ls").arg(&mount).uid(1).gid(1).stdin(Stdio::null()).output()?;
     assert!(!stranger.status.success());
+    // Of the same group, so that it may pass: it is still somebody else's process.
+    let mut stranger = node.world.host_gpu_command(&node.shared.join(USUAL));
+    stranger.env("LD_LIBRARY_PATH", &node.shared).env("AFFINODE_SOCKET", mount.join("agent.sock"));
+    stranger.env("LD_PRELOAD", node.shared.join("libaffinode_preload.so"));
+    stranger.args(["--mib", "64", "--seed", "8"]).stdin(Stdio::null()).stdout(Stdio::null());
+    assert!(stranger.uid(1).gid(NOBODY).status()?.success());
+    let log = node.world.dir().join("controller.log");
+    until("it to be turned away", || {
+        Ok(fs::read_to_string(&log)?.contains("somebody else's process").then_some(()))
+    })?;
     assert!(worker.verify()?);
     Ok(())
 }
