@@ -78,6 +78,12 @@ pub enum SimulationError {
     /// The node ordered what the driver does not survive.
     #[error("the policy restored a process without room: this is a bug, please report it")]
     Overcommitted,
+    /// Somebody waits for ever.
+    #[error(
+        "a process waits for VRAM for ever: does the policy let nobody make room (mode manual or off)? \
+         If not, this is a bug, please report it"
+    )]
+    Stuck,
 }
 
 /// The device and the host that a trace runs on.

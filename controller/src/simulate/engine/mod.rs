@@ -48,6 +48,8 @@ use crate::core::{
 const STEP_MS: Millis = 1;
 /// How often the node looks again while somebody waits.
 const POLL_MS: Millis = 500;
+/// Somebody waits and nothing else is to come: after so long nothing ever will.
+const STUCK_MS: Millis = 86_400_000;
 /// Something is due but nothing came of it: asked again after this.
 const AGAIN_MS: Millis = 5_000;
 
@@ -113,6 +115,8 @@ struct World<'a> {
     resident_bytes: u64,
     away_bytes: u64,
     polling: bool,
+    /// Since when nothing but looking again was to come.
+    quiet_since: Option<Millis>,
     wakes: u64,
     meter: Meter,
     delays_ms: Vec<u32>,
@@ -196,6 +200,7 @@ impl<'a> World<'a> {
             resident_bytes: 0,
             away_bytes: 0,
             polling: false,
+            quiet_since: None,
             wakes: 0,
             meter: Meter::new(trace.end_ms(), machine.vram_bytes * machine.gpus as u64),
             delays_ms: Vec::new(),
@@ -214,6 +219,12 @@ impl<'a> World<'a> {
         self.begin(trace)?;
         while let Some(Planned { at, event, .. }) = self.events.pop() {
             self.now = at;
+            let quiet = matches!(event, Event::Poll) && self.events.is_empty();
+            let since = if quiet { *self.quiet_since.get_or_insert(at) } else { at };
+            self.quiet_since = self.quiet_since.filter(|_| quiet);
+            if at - since > STUCK_MS {
+                return Err(SimulationError::Stuck);
+            }
             self.take(event)?;
         }
         Ok(())
