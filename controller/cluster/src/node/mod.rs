@@ -227,13 +227,23 @@ impl Agent<'_> {
     /// Looks at the node, does what is to be done, and says when to look again.
     async fn look(&mut self) -> kube::Result<Duration> {
         let node = self.mark.read().await?;
+        let ours = &self.options.installation;
+        if let Some(other) = node.annotations().get(AGENT).filter(|agent| *agent != ours) {
+            let text = format!(
+                "{other} looks after this node; if that is gone, take annotation {AGENT} off the node"
+            );
+            if self.said.replace(text.clone()).as_ref() != Some(&text) {
+                tracing::error!("{text}");
+            }
+            return Ok(LOOK_EVERY);
+        }
         let asked = node.annotations().get(RETIRE);
         let labelled = node.labels().contains_key(RUNTIME);
         if asked == Some(&self.options.installation) {
             return self.retire(&node, labelled).await;
         }
         match self.tend(labelled).await {
-            Ok(Handler::Served) => {
+            Ok(true) => {
                 self.serve(true, labelled).await?;
                 let state = match &self.bad_config {
                     None => "served".to_owned(),
@@ -242,12 +252,11 @@ impl Agent<'_> {
                 self.say(&node, &state).await?;
                 Ok(LOOK_EVERY)
             }
-            Ok(Handler::RestartNeeded) => {
+            Ok(false) => {
                 self.serve(false, labelled).await?;
                 self.say(&node, "installed: containerd serves it after its next start").await?;
                 Ok(LOOK_EVERY)
             }
-            Ok(Handler::Missing) => Ok(Duration::ZERO),
             Err(Trouble::Host(error)) => {
                 self.checked = false;
                 let why = report::chain(&error);
@@ -260,8 +269,8 @@ impl Agent<'_> {
         }
     }
 
-    /// Brings the node to what this container brings, and says how it stands.
-    async fn tend(&mut self, labelled: bool) -> Result<Handler, Trouble> {
+    /// Brings the node to what this container brings, and says whether containerd serves it.
+    async fn tend(&mut self, labelled: bool) -> Result<bool, Trouble> {
         self.configure().await;
         let places = &self.options.places;
         let mut handler = places.status().await?;
@@ -279,11 +288,14 @@ impl Agent<'_> {
             }
             self.checked = true;
         }
-        if handler == Handler::Missing {
-            let why = "what was installed is not as it was installed".to_owned();
-            return Err(HostError::Refused(why).into());
+        match handler {
+            Handler::Served => Ok(true),
+            Handler::RestartNeeded => Ok(false),
+            Handler::Missing => {
+                let why = "what was installed is not as it was installed".to_owned();
+                Err(HostError::Refused(why).into())
+            }
         }
-        Ok(handler)
     }
 
     /// A configuration that is of no use is told of, and the one before it holds.

@@ -33,6 +33,8 @@ const ANSWER: Duration = Duration::from_secs(10);
 const WAIT: Duration = Duration::from_secs(5);
 /// How long a controller is left alone that does not answer.
 const REST: Duration = Duration::from_secs(5);
+/// However much happens, it is asked for no more often.
+const PACE: Duration = Duration::from_millis(250);
 /// The node's annotations are written no more often.
 const ANNOTATE_EVERY: Duration = Duration::from_secs(30);
 /// A call that waits no longer than this is not told of.
@@ -102,6 +104,7 @@ impl Watch {
                 }
             }
             self.tell_who_waits(&list).await;
+            tokio::time::sleep(PACE).await;
             self.annotate(&list).await;
         }
     }

@@ -3,6 +3,7 @@
 mod agent;
 mod inject;
 mod pods;
+mod systemd;
 
 use std::{fs, path::PathBuf};
 
@@ -31,9 +32,11 @@ const KINDS: &str = "all,configmaps,serviceaccounts,roles,rolebindings,clusterro
 
 /// All of it.
 pub fn all(plane: &Plane<'_>) -> Result<()> {
+    // As GPU feature discovery would.
+    containerd::run(plane.kubectl().args(["label", "node", NODE, "nvidia.com/gpu.present=true"]))?;
     let before = Before::look(plane)?;
     chart_is_sound(plane)?;
-    install(plane)?;
+    install(plane, &before)?;
     agent::changes_its_own_alone(plane)?;
     inject::by_policy(plane)?;
     let pod = pods::comes_and_goes(plane)?;
@@ -44,7 +47,10 @@ pub fn all(plane: &Plane<'_>) -> Result<()> {
     inject::by_webhook(plane)?;
     uninstall_waits_for_pods(plane)?;
     pod.delete()?;
-    uninstall(plane, &before)
+    uninstall(plane)?;
+    nothing_is_left(plane, &before)?;
+    systemd::restarts(plane)?;
+    nothing_is_left(plane, &before)
 }
 
 fn step(text: &str) {
@@ -54,7 +60,7 @@ fn step(text: &str) {
 /// What the node was like before.
 struct Before {
     config: Vec<u8>,
-    labels: Value,
+    labels: Vec<String>,
     annotations: Vec<String>,
 }
 
@@ -63,7 +69,7 @@ impl Before {
         let node = plane.get(&["node", NODE])?;
         Ok(Self {
             config: fs::read(config_file(plane))?,
-            labels: node["metadata"]["labels"].clone(),
+            labels: keys(&node["metadata"]["labels"]),
             annotations: keys(&node["metadata"]["annotations"]),
         })
     }
@@ -116,11 +122,21 @@ fn chart_is_sound(plane: &Plane<'_>) -> Result<()> {
 }
 
 /// The label must not come before the runtime is served.
-fn install(plane: &Plane<'_>) -> Result<()> {
+fn install(plane: &Plane<'_>, before: &Before) -> Result<()> {
     step("helm install");
     release::load_image(plane)?;
-    containerd::run(plane.kubectl().args(["label", "node", NODE, "nvidia.com/gpu.present=true"]))?;
+    // As if another installation had the node: two would undo each other's work.
+    containerd::run(plane.kubectl().args(["annotate", "node", NODE, "affinode.io/agent=a/b"]))?;
     release::helm(plane, &["install", RELEASE, "-n", NAMESPACE])?;
+    plane.until("the agent to leave the node to another", || {
+        let log = ["-n", NAMESPACE, "logs", "daemonset/affinode-node"];
+        let said = plane.kubectl().args(log).output()?;
+        let said = String::from_utf8_lossy(&said.stdout).into_owned();
+        Ok(said.contains("a/b looks after this node").then_some(()))
+    })?;
+    ensure!(fs::read(config_file(plane))? == before.config, "it touched another's node");
+    containerd::run(plane.kubectl().args(["annotate", "node", NODE, "affinode.io/agent-"]))?;
+    say::note("a node that another installation looks after is left alone, until that is gone");
     let state = wait_state(plane, |state| state.starts_with("installed"))?;
     let node = plane.get(&["node", NODE])?;
     ensure!(node["metadata"]["labels"][LABEL].is_null(), "the label was there before the runtime");
@@ -193,14 +209,18 @@ fn uninstall_waits_for_pods(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-fn uninstall(plane: &Plane<'_>, before: &Before) -> Result<()> {
+fn uninstall(plane: &Plane<'_>) -> Result<()> {
     step("helm uninstall");
     containerd::run(plane.helm().args(["uninstall", RELEASE, "-n", NAMESPACE, "--timeout=180s"]))
-        .with_context(|| agent_log(plane))?;
-    containerd::run(plane.kubectl().args(["label", "node", NODE, "nvidia.com/gpu.present-"]))?;
+        .map(|_| ())
+        .with_context(|| agent_log(plane))
+}
+
+fn nothing_is_left(plane: &Plane<'_>, before: &Before) -> Result<()> {
     let node = plane.get(&["node", NODE])?;
     let after = &node["metadata"];
-    ensure!(after["labels"] == before.labels, "labels are left: {}", after["labels"]);
+    let labels = keys(&after["labels"]);
+    ensure!(labels == before.labels, "labels are left: {labels:?}");
     let annotations = keys(&after["annotations"]);
     let left: Vec<_> = annotations.iter().filter(|key| !before.annotations.contains(key)).collect();
     ensure!(left.is_empty(), "annotations are left: {left:?}");
