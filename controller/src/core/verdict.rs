@@ -102,7 +102,7 @@ impl Node {
     }
 
     /// The index of a GPU in MIG mode that the process holds memory of.
-    fn cut_gpu_of(&self, process: &Process) -> Option<u32> {
+    pub(super) fn cut_gpu_of(&self, process: &Process) -> Option<u32> {
         let cut = self.gpus.iter().filter(|gpu| gpu.mig);
         let holds = |uuid: &str| process.vram.iter().any(|held| held.uuid == uuid);
         cut.filter(|gpu| holds(&gpu.uuid)).map(|gpu| gpu.index).next()

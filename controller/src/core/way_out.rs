@@ -70,6 +70,10 @@ impl Node {
                 let text = format!("process {} counts allocations", p.identity.pid);
                 return Err((Reason::NoVram, text));
             }
+            // Before the survey it may not have been known on which device it is.
+            if let Some(gpu) = self.processes.of(key).find_map(|(_, p)| self.cut_gpu_of(p)) {
+                return Err((Reason::Mig, format!("GPU {gpu}")));
+            }
             let off = self.processes.of(key).any(|(_, p)| p.phase.is_off());
             if holds_vram || off { Ok(()) } else { Err((Reason::NoVram, String::new())) }
         });

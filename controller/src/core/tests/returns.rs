@@ -184,6 +184,19 @@ fn who_is_on_a_gpu_that_is_cut_stays_there() {
     assert_eq!((world.state(0), world.refused), (State::Idle, vec!["mig".to_owned()]));
 }
 
+/// No reading has shown its memory yet; the survey before the move does.
+#[test]
+fn who_has_just_come_to_a_gpu_that_is_cut_stays_there_too() {
+    let mut world = World::new(1);
+    world.mig = true;
+    let id = world.running(0, 300);
+    world.feed(Input::Command(CommandId(1), key(0), Request::Offload));
+    assert_eq!(world.questions.len(), 1, "a survey");
+    world.settle();
+    assert!(world.agents[&id].phase == Phase::Open && world.refused.contains(&"mig".to_owned()));
+    assert_eq!(world.node.containers[&key(0)].offloads, 0);
+}
+
 #[test]
 fn somebody_unmanaged_who_takes_the_room_makes_a_restore_wait() {
     let mut world = World::new(1);
