@@ -217,8 +217,11 @@ impl Node {
     }
 
     /// Containers without a process, and their bundles.
-    pub fn deserted(&self) -> impl Iterator<Item = (&Key, &str)> {
-        let used: BTreeSet<&Key> = self.processes.values().map(|p| &p.key).collect();
+    pub fn deserted(&self, lives: impl Fn(u32, u64) -> bool) -> impl Iterator<Item = (&Key, &str)> {
+        let mut used: BTreeSet<&Key> = self.processes.values().map(|p| &p.key).collect();
+        // Who is away and has not come forward yet (stopped, frozen) needs its socket to return.
+        let unseen = self.recalled.keys().filter(|(_, pid, start)| lives(*pid, *start));
+        used.extend(unseen.map(|(key, ..)| key));
         self.containers
             .iter()
             .filter(move |(key, _)| !used.contains(key))

@@ -533,7 +533,7 @@ impl Actor {
         for key in useless {
             self.carry_out(Effect::Journal(key, None));
         }
-        for key in self.sweep.gone(self.node.deserted()) {
+        for key in self.sweep.gone(self.node.deserted(process::lives)) {
             self.withdraw(key.clone());
             self.sweep.remove_folder(&key);
         }

@@ -124,6 +124,9 @@ fn the_promise_to_one_that_is_not_seen_yet_is_kept() {
     let away = vec![DeviceBytes { uuid: GPU.into(), bytes: 400 }];
     let recalled = Input::Recalled { key: key(0), identity: unseen, away, restoring: true };
     world.feed(recalled);
+    let deserted = |world: &World, lives| world.node.deserted(|_, _| lives).count();
+    assert_eq!(deserted(&world, true), 0, "it needs its socket to come forward");
+    assert_eq!(deserted(&world, false), 1);
     world.join(0);
     let id = ProcessId(world.next);
     world.work(id);
