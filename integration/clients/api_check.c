@@ -14,20 +14,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-typedef unsigned long long memory_handle;
-struct location {
-    int kind, id;
-};
-struct allocation_prop {
-    int kind, handle_types;
-    struct location location;
-    void *win32;
-    unsigned char flags[8];
-};
-struct access {
-    struct location location;
-    int flags;
-};
 struct ipc_handle {
     char bytes[64];
 };

@@ -20,18 +20,19 @@ build() { # NAME SOURCE... [FLAG...]
 
 (cd "$src" && $cc $flags -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$stub/libcuda.so.1" stub.c)
 
-build linked main_worker.c worker.c client.c load_linked.c "$stub/libcuda.so.1"
-build dlopen_dlsym main_worker.c worker.c client.c load_dlsym.c -ldl
-build ptds main_worker.c worker.c client.c load_dlsym.c -DPTDS -ldl
-build proc_address_v1 main_worker.c worker.c client.c load_proc_address.c -DVERSION=1 -ldl
-build proc_address_v2 main_worker.c worker.c client.c load_proc_address.c -DVERSION=2 -ldl
-build fork_then_use fork_then_use.c worker.c client.c load_dlsym.c -ldl
+build linked main_worker.c worker.c client.c load_linked.c "$stub/libcuda.so.1" -lpthread
+build dlopen_dlsym main_worker.c worker.c client.c load_dlsym.c -ldl -lpthread
+build ptds main_worker.c worker.c client.c load_dlsym.c -DPTDS -ldl -lpthread
+build proc_address_v1 main_worker.c worker.c client.c load_proc_address.c -DVERSION=1 -ldl -lpthread
+build proc_address_v2 main_worker.c worker.c client.c load_proc_address.c -DVERSION=2 -ldl -lpthread
+build fork_then_use fork_then_use.c worker.c client.c load_dlsym.c -ldl -lpthread
 build threads threads.c client.c load_dlsym.c -ldl -lpthread
 build crashers crashers.c client.c load_dlsym.c -ldl
 build hazards hazards.c client.c load_dlsym.c -ldl -lpthread
 build checkpoint checkpoint.c client.c -ldl
 build nvidia-smi nvidia_smi.c -ldl
 build api_check api_check.c client.c load_dlsym.c -ldl -lpthread
+build segments segments.c client.c load_dlsym.c -ldl
 build memory_check memory_check.c client.c load_dlsym.c -ldl -lpthread
 cp "$src/ctypes_worker.py" "$out/.ctypes_worker.py.new"
 chmod 755 "$out/.ctypes_worker.py.new"

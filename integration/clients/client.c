@@ -61,12 +61,6 @@ static const char PTX[] =
     "}\n";
 
 #define CHUNK_WORDS (1u << 20)
-#define TRY(call)                                                                                                     \
-    do {                                                                                                              \
-        CUresult result_ = (call);                                                                                    \
-        if (result_ != 0)                                                                                             \
-            return result_;                                                                                           \
-    } while (0)
 
 static uint32_t pattern(uint32_t seed, uint64_t index)
 {
@@ -90,13 +84,19 @@ CUresult client_open(struct client *client, int ordinal)
 
 CUresult client_fill(struct client *client, size_t mib, uint32_t seed)
 {
+    client->words = mib << 18;
+    TRY(client->cuda.mem_alloc(&client->memory, client->words * 4));
+    return client_write(client, seed);
+}
+
+CUresult client_write(struct client *client, uint32_t seed)
+{
     uint32_t *chunk = malloc(CHUNK_WORDS * sizeof *chunk);
     if (chunk == NULL)
         return 2;
     client->seed = seed;
     client->touches = 0;
-    client->words = mib << 18;
-    CUresult result = client->cuda.mem_alloc(&client->memory, client->words * 4);
+    CUresult result = 0;
     for (size_t at = 0; result == 0 && at < client->words; at += CHUNK_WORDS) {
         size_t count = client->words - at < CHUNK_WORDS ? client->words - at : CHUNK_WORDS;
         for (size_t i = 0; i < count; i++)

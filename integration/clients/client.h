@@ -11,6 +11,14 @@ struct cuda {
 };
 #undef X
 
+/* Returns what a call did not like, from a function that returns such. */
+#define TRY(call)                                                                                                     \
+    do {                                                                                                              \
+        CUresult result_ = (call);                                                                                    \
+        if (result_ != 0)                                                                                             \
+            return result_;                                                                                           \
+    } while (0)
+
 /* Fills the table. One loader is linked into each program; it says on stderr what is missing. 0: all there. */
 int cuda_load(struct cuda *cuda);
 /* A function of the driver beyond the table; the program ends with status 3 when there is none. Of load_dlsym.c. */
@@ -33,6 +41,8 @@ struct client {
 CUresult client_open(struct client *client, int device);
 /* Allocates and fills by seed. */
 CUresult client_fill(struct client *client, size_t mib, uint32_t seed);
+/* Fills by seed the words that are at memory. */
+CUresult client_write(struct client *client, uint32_t seed);
 /* Adds 1 to every word with a kernel, on the default stream; does not wait. */
 CUresult client_touch(struct client *client);
 /* Keeps the default stream busy; does not wait. */

@@ -19,6 +19,22 @@ typedef struct CUevent_st *CUevent;
 typedef struct CUmod_st *CUmodule;
 typedef struct CUfunc_st *CUfunction;
 
+/* Of the calls that manage physical memory: handle, CUmemLocation, CUmemAllocationProp, CUmemAccessDesc. */
+typedef unsigned long long memory_handle;
+struct location {
+    int kind, id;
+};
+struct allocation_prop {
+    int kind, handle_types;
+    struct location location;
+    void *win32;
+    unsigned char flags[8];
+};
+struct access {
+    struct location location;
+    int flags;
+};
+
 #define CUDA_FUNCTIONS(X)                                                                                             \
     X(init, cuInit, cuInit, "cuInit", (unsigned flags))                                                               \
     X(driver_version, cuDriverGetVersion, cuDriverGetVersion, "cuDriverGetVersion", (int *version))                   \

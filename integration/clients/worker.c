@@ -27,6 +27,8 @@
  *   exec-info       "pid", "uid", "device_name", "driver_version", "program"
  *   init            cuInit again
  *   version         cuDriverGetVersion
+ *   poll MS         from now on a thread asks every MS whether the stream and the event are done
+ *   polled          how often it has: "polls", "ok" when the answer was always yes
  *   sleep MS
  *   quit
  *
@@ -36,6 +38,7 @@
 #include "client.h"
 
 #include <poll.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -136,6 +139,37 @@ static void orphan(const char *command)
     answer(command, child < 0, 0, "\"child\":%d", (int)child);
 }
 
+static unsigned poll_ms, polls, polls_wrong;
+
+/* What an idle framework does: its context made current, a look at a stream and at an event. */
+static void *poll_for_ever(void *unused)
+{
+    for (;; sleep_ms(poll_ms)) {
+        CUresult result = client.cuda.ctx_set(client.context);
+        if (result == 0)
+            result = client.cuda.stream_query(stream);
+        if (result == 0)
+            result = client.cuda.event_query(event);
+        __atomic_fetch_add(&polls_wrong, result != 0, __ATOMIC_SEQ_CST);
+        __atomic_fetch_add(&polls, 1, __ATOMIC_SEQ_CST);
+    }
+    return unused;
+}
+
+static CUresult start_polling(unsigned ms)
+{
+    pthread_t thread;
+    poll_ms = ms;
+    return pthread_create(&thread, NULL, poll_for_ever, NULL);
+}
+
+static void polled(const char *command)
+{
+    unsigned wrong = __atomic_load_n(&polls_wrong, __ATOMIC_SEQ_CST);
+    answer(command, 0, 0, "\"polls\":%u,\"ok\":%s", __atomic_load_n(&polls, __ATOMIC_SEQ_CST),
+           wrong == 0 ? "true" : "false");
+}
+
 static void exec_info(const char *command)
 {
     char name[100] = "";
@@ -195,7 +229,11 @@ static int obey(char *line)
         TIMED(cuda->driver_version(&version));
     if (strcmp(command, "sleep") == 0)
         TIMED((sleep_ms(number), 0));
-    if (strcmp(command, "verify") == 0)
+    if (strcmp(command, "poll") == 0)
+        TIMED(start_polling(number));
+    if (strcmp(command, "polled") == 0)
+        polled(command);
+    else if (strcmp(command, "verify") == 0)
         verify(command);
     else if (strcmp(command, "meminfo") == 0)
         meminfo(command);

@@ -9,12 +9,19 @@
 //!                    sleep, start again
 //! ```
 //!
+//! A poll (`cuStreamQuery`, `cuEventQuery`) asks whether work has finished. Once the driver
+//! has locked the process, which waits for all work, or holds it away, it has: the poll is
+//! answered so, and nobody is woken for it. An idle framework polls.
+//!
 //! A call from inside a call (a callback of the driver, a signal handler) is not held:
 //! the outer one is counted, so the driver is not touched before both have ended.
 
 use core::sync::atomic::Ordering;
 
-use affinode_cuda_sys::hook::{self, Class};
+use affinode_cuda_sys::{
+    hook::{self, Class},
+    result,
+};
 use affinode_proto::wire::page::Gate;
 
 use crate::calls::{self, Call};
@@ -61,8 +68,8 @@ pub enum Way {
     Pass = 0,
     /// Call the target, then [`leave`].
     Counted = 1,
-    /// There is none.
-    Missing = 2,
+    /// Call nothing; the frame has the result.
+    Answered = 2,
 }
 
 /// A call comes in.
@@ -78,7 +85,9 @@ pub unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
         let Some(stand_in) =
             hook::name(entry.number()).map(str::as_bytes).and_then(elf::find_function)
         else {
-            return Way::Missing;
+            // There is no libcuda.
+            frame.result = result::NOT_INITIALIZED.into();
+            return Way::Answered;
         };
         frame.target = stand_in;
         return Way::Pass;
@@ -101,10 +110,25 @@ pub unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
             frame.began_ns = place.slot().map_or(0, |slot| calls::begin(page, slot));
             // Known once the gate has let it through: a first allocation waits for what the
             // controller says.
-            frame.target = carry::stand_in(real).unwrap_or(real);
+            frame.target = carry::stand_in(real).unwrap_or_else(|| {
+                if may_take_handles(entry) {
+                    carry::translate(&mut frame.arguments);
+                }
+                real
+            });
             return Way::Counted;
         }
-        wait(place, page, entry);
+        match place.slot() {
+            Some(slot) if entry.class() == Class::Poll => {
+                if page.is_finished() {
+                    slot.polls.fetch_add(1, Ordering::Relaxed);
+                    frame.result = result::SUCCESS.into();
+                    return Way::Answered;
+                }
+                page.wait_a_moment();
+            }
+            _ => wait(place, page, entry),
+        }
     }
 }
 
@@ -140,6 +164,12 @@ pub unsafe extern "C" fn leave(frame: &mut Frame) -> u32 {
     let want = want.filter(|_| !is_inside_another(frame.place));
     uncount(frame.place, class);
     room::settle(desk, want, frame.result, &mut frame.waits_until_us).into()
+}
+
+/// Whether a function that nothing stands in for may take handles of physical memory: those
+/// that bind it for several devices, and those that are not known.
+fn may_take_handles(entry: &Entry) -> bool {
+    entry.class() == Class::Peer || entry.number() == hook::UNLISTED
 }
 
 /// Whether the call that has just returned was made from inside another one, which is

@@ -158,6 +158,32 @@ impl Page {
     pub fn set_phase(&self, phase: Phase) {
         self.phase.store(phase as u32, Ordering::Release);
     }
+
+    /// Whether all work on the GPU has ended, and none can begin: from the driver's lock on,
+    /// until calls go through again. Only of meaning while the gate is closed.
+    pub fn is_finished(&self) -> bool {
+        const FINISHED: [Phase; 8] = [
+            Phase::Locked,
+            Phase::Checkpointing,
+            Phase::Away,
+            Phase::Restoring,
+            Phase::Unlocking,
+            Phase::Parking,
+            Phase::Parked,
+            Phase::Unparking,
+        ];
+        let phase = self.phase.load(Ordering::Acquire);
+        FINISHED.iter().any(|finished| *finished as u32 == phase)
+    }
+
+    /// Sleeps until the gate changes, or a moment. Nobody is told of it.
+    pub fn wait_a_moment(&self) {
+        const MOMENT_MS: u64 = 5;
+        let gate = self.gate.load(Ordering::SeqCst);
+        if gate != Gate::Open as u32 {
+            sys::futex_wait(&self.gate, gate, MOMENT_MS);
+        }
+    }
 }
 
 #[cfg(test)]

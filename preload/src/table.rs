@@ -108,7 +108,9 @@ fn find_or_add(entries: &[Entry], real: usize, number: u32, class: Class) -> Opt
             // Whoever finds the entry completes it with the same values before handing
             // out its stub: nobody waits for another to do so.
             if entry.meta.load(Ordering::Acquire) == 0 {
-                let meta = meta(number, class, class.is_thorough());
+                // What it is given may need a look, see `carry::translate`.
+                let thorough = class.is_thorough() || number == hook::UNLISTED;
+                let meta = meta(number, class, thorough);
                 entry.meta.store(meta, Ordering::Release);
             }
             return Some(index);

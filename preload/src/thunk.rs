@@ -9,7 +9,8 @@
 //!         (and nobody watches, or this call is not picked)
 //!   anything else
 //!     ──> save all argument registers ──> gate::enter ──> real function ──> gate::leave
-//!                                       ^    └── not managed: jump to the real function  │
+//!                                       ^    ├── not managed: jump to the real function  │
+//!                                       │    └── answered: its result, nothing is called  │
 //!                                       └────── no memory, waited, there is room now ────┘
 //! ```
 //!
@@ -19,7 +20,6 @@
 
 use core::arch::global_asm;
 
-use affinode_cuda_sys::result;
 use affinode_proto::wire::page::{PAGE_BYTES, header, slot};
 
 use crate::gate::{Frame, enter, leave};
@@ -168,9 +168,9 @@ global_asm!(
     ".cfi_def_cfa rsp, 8",
     "jmp r11",
     ".cfi_restore_state",
-    // 2: there is no libcuda to call.
+    // 2: nothing is to be called, the frame has the result.
     "5:",
-    "mov eax, {not_initialized}",
+    "mov eax, dword ptr [rsp + 24]",
     "leave",
     ".cfi_def_cfa rsp, 8",
     "ret",
@@ -207,7 +207,6 @@ global_asm!(
     skip = const SKIP,
     page_bytes = const PAGE_BYTES,
     frame_bytes = const size_of::<Frame>(),
-    not_initialized = const result::NOT_INITIALIZED,
 );
 
 unsafe extern "C" {

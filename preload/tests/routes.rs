@@ -5,7 +5,7 @@
 mod support;
 
 use affinode_proto::wire::message::Action;
-use support::controller::{BRING_BACK, CLOSE, Controller, OFFLOAD};
+use support::controller::{BRING_BACK, CLOSE, Controller, LOCK, OFFLOAD};
 use support::{Build, Client};
 
 const ROUTES: [&str; 6] = ["link", "dlopen", "proc1", "proc2", "next", "default"];
@@ -29,9 +29,13 @@ fn is_counted_and_held(build: Build, route: &str) {
     assert_eq!(after.polls - before.polls, 1, "{route}");
     assert_eq!(after.inflight, 0, "{route}");
 
-    let calls = ["cuCtxSynchronize", "cuStreamQuery", "cuEventQuery", "cuMemAlloc"];
-    for call in calls {
+    // Polls are answered in between: nothing runs, and nobody is woken.
+    for call in ["cuCtxSynchronize", "cuMemAlloc"] {
         agent.done(&OFFLOAD);
+        let polls = agent.page().polls;
+        assert_eq!(client.ask("cuStreamQuery"), 0, "{route}");
+        assert_eq!(client.ask("cuEventQuery"), 0, "{route}");
+        assert_eq!(agent.page().polls, polls + 2, "{route}");
         client.send(call);
         let (_, waiters, hook) = agent.wake();
         assert_eq!(waiters, 1, "{route} {call}");
@@ -40,6 +44,26 @@ fn is_counted_and_held(build: Build, route: &str) {
         agent.done(&BRING_BACK);
         assert_eq!(client.answer(), 0, "{route} {call}");
     }
+    client.finish();
+}
+
+/// Before the driver has locked the process its work may still run: the driver is asked, later.
+#[test]
+fn a_poll_waits_while_work_may_still_run_and_wakes_nobody() {
+    let controller = Controller::new();
+    let path = controller.path();
+    let mut client = Client::start(Build::Glibc, "link", &[("AFFINODE_SOCKET", &path)]);
+    assert_eq!(client.ask("cuInit"), 0);
+    let mut agent = controller.welcome();
+    agent.done(&[CLOSE]);
+    let before = agent.page();
+    client.send("cuStreamQuery");
+    // Locked, and not before, it has its answer; the driver is not asked.
+    agent.done(&[LOCK]);
+    assert_eq!(client.answer(), 0);
+    let after = agent.page();
+    assert_eq!((after.polls, after.waiters), (before.polls + 1, 0));
+    agent.done(&[Action::Unlock, Action::Open]);
     client.finish();
 }
 

@@ -7,6 +7,8 @@
 //! | [`alone`] | a process that is called while no controller answers brings itself back |
 //! | [`bursts`] | three on VRAM for one, and a newcomer whose allocations wait for most of it: all go on, none fails |
 //! | [`witness`] | a kernel that runs on while no call is made keeps its container where it is |
+//! | [`connection`] | a connection brings back who asked for that, before it is called |
+//! | [`immediate`] | restore policy `immediate`: one in use is moved, one that cannot be is ended |
 //! | [`engines`] | the engines side by side: offload, wake, what stays on the device, the same contents; allocations |
 //! | [`calibration`] | decides nothing: what moves cost, as a file for `affinode simulate` |
 //! | [`recording`] | decides nothing: what the dashboard is told, to be looked at on another machine |
@@ -17,11 +19,13 @@
 mod alone;
 mod bursts;
 mod calibration;
+mod connection;
 mod cost;
 mod crashers;
 mod cycle;
 mod engines;
 mod host_root;
+mod immediate;
 mod recording;
 mod report;
 mod torch;
@@ -40,7 +44,9 @@ use crate::{
 
 pub use bursts::oversubscribed;
 pub use calibration::{Calibration, measure as calibrate};
+pub use connection::connect;
 pub use cost::wake_ms;
+pub use immediate::{CONFIG as IMMEDIATE, takes_room as takes_room_at_once};
 pub use report::{Report, Rows};
 
 /// Idle after a second; nothing keeps a container once it is idle.
@@ -62,7 +68,7 @@ const BY_ORDER: (&str, &str) = ("affinode.io/offload", "manual");
 /// # Errors
 /// When no world can be made.
 pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
-    let world = Recipe::default().release(release).gpu(gpu).config(CONFIG).world()?;
+    let world = Recipe::default().release(release).gpu(gpu.clone()).config(CONFIG).world()?;
     let mut report = Report::new(&world, wanted);
     report.part(&world, "plain process, root", |world, rows| cycle::plain(world, "root", rows));
     report.part(&world, "plain process, uid 1000", |world, rows| cycle::plain(world, "user", rows));
@@ -70,6 +76,7 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     report.part(&world, "no controller", alone::comes_back);
     report.part(&world, "more wanted than there is", bursts::oversubscribed);
     report.part(&world, "work without calls", witness::work_without_calls);
+    report.part(&world, "a connection wakes", connection::brings_back);
     report.part(&world, "cost of a call", cost::calls);
     report.part(&world, "cost of watched calls", cost::watched_calls);
     report.part(&world, "cost of a wake", cost::wakes);
@@ -77,12 +84,21 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     report.part(&world, "engines, semantics", engines::semantics);
     report.part(&world, "engines, memory", engines::memory);
     report.part(&world, "engines, side by side", engines::side_by_side);
+    report.part(&world, "engines, mapped by itself", engines::segments);
     report.part(&world, "engines, large", engines::large);
     match torch::Torch::find(&world) {
         Ok(torch) => {
             report.part(&world, "torch, root", |_, rows| torch.cycle("root", rows));
             report.part(&world, "torch, uid 1000", |_, rows| torch.cycle("user", rows));
             report.part(&world, "engines, torch", |_, rows| torch.engines(rows));
+            report.part(&world, "engines, torch with segments that grow", |_, rows| {
+                torch.engines_with_segments(rows)
+            });
+            if torch.has_jax() {
+                report.part(&world, "engines, JAX", |_, rows| torch.engines_with_jax(rows));
+            } else {
+                report.skip("engines, JAX", "python3 has no jax that sees the GPU");
+            }
             report.part(&world, "cost of a torch step", |_, rows| torch.step_cost(rows));
         }
         Err(why) => report.skip("torch", &format!("{why:#}")),
@@ -92,6 +108,12 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     }
     if report.broke() {
         world.show_logs();
+    }
+    drop(world);
+    let part = "restore policy immediate";
+    if report.wants(part) {
+        let world = Recipe::default().release(release).gpu(gpu).config(IMMEDIATE).world()?;
+        report.part(&world, part, takes_room_at_once);
     }
     Ok(report)
 }

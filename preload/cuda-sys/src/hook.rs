@@ -144,8 +144,9 @@ pub fn base(name: &[u8]) -> &[u8] {
 
 /// Whether calls of this function go to the driver unseen: it touches no context and
 /// answers at once, and well, even while the state is away (measured one by one: of the
-/// device queries, the attributes do, and the name does not), or it is a part of the
-/// checkpoint interface itself.
+/// device queries, the attributes do, and the name does not; which context is current can
+/// be changed and asked for, also while a checkpoint or a restore is running), or it is a
+/// part of the checkpoint interface itself.
 #[must_use]
 pub fn passes(name: &[u8]) -> bool {
     let base = base(name);
@@ -158,6 +159,10 @@ pub fn passes(name: &[u8]) -> bool {
                 | b"cuGetExportTable"
                 | b"cuGetProcAddress"
                 | b"cuCtxGetCurrent"
+                | b"cuCtxSetCurrent"
+                | b"cuCtxPushCurrent"
+                | b"cuCtxPopCurrent"
+                | b"cuCtxGetDevice"
                 | b"cuDeviceGetAttribute"
         )
 }
@@ -215,6 +220,10 @@ mod tests {
             ("cuCtxEnablePeerAccess", Class::Peer),
             ("cuMemSetAccess", Class::Access),
             ("cuIpcOpenMemHandle_v2", Class::Import),
+            // Whoever opens such an event works on when this process has finished.
+            ("cuIpcGetEventHandle", Class::Import),
+            ("cuMemMap", Class::Memory),
+            ("cuMulticastBindMem", Class::Peer),
         ] {
             assert_eq!(find(name.as_bytes()).map(|f| f.1), Some(class), "{name}");
         }
@@ -236,5 +245,7 @@ mod tests {
         assert!(passes(b"cuDeviceGetAttribute"));
         assert!(!passes(b"cuDeviceGetName"), "answers 304 while the state is away");
         assert!(!passes(b"cuDeviceGetMemPool"));
+        assert!(passes(b"cuCtxSetCurrent") && passes(b"cuCtxPushCurrent_v2"));
+        assert!(!passes(b"cuCtxSynchronize") && !passes(b"cuStreamQuery"));
     }
 }

@@ -96,6 +96,22 @@ pub struct MemAllocationProp {
     pub reserved: [u8; 4],
 }
 
+/// `CUarrayMapInfo`, as far as it is looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct ArrayMapInfo {
+    /// What is mapped into which array.
+    pub resource: [u64; 7],
+    /// Map or unmap.
+    pub operation: u32,
+    /// 0: the handle is that of an allocation.
+    pub handle_type: u32,
+    /// The memory.
+    pub handle: u64,
+    /// Where in it, on which devices.
+    pub rest: [u64; 3],
+}
+
 /// `CU_MEM_ALLOCATION_TYPE_PINNED`.
 pub const ALLOCATION_PINNED: u32 = 1;
 /// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`.
@@ -141,3 +157,4 @@ const _: () = assert!(size_of::<CheckpointLockArgs>() == 64);
 const _: () = assert!(size_of::<CheckpointArgs>() == 64);
 const _: () = assert!(size_of::<MemAccessDesc>() == 12);
 const _: () = assert!(size_of::<MemAllocationProp>() == 32);
+const _: () = assert!(size_of::<ArrayMapInfo>() == 96);

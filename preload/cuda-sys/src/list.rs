@@ -17,18 +17,16 @@ macro_rules! hooked_functions {
                 cuCoredumpDeregisterStartCallback cuCoredumpGetAttribute
                 cuCoredumpGetAttributeGlobal cuCoredumpRegisterCompleteCallback
                 cuCoredumpRegisterStartCallback cuCoredumpSetAttribute cuCoredumpSetAttributeGlobal
-                cuCtxAttach cuCtxDetach cuCtxDisablePeerAccess cuCtxFromGreenCtx cuCtxGetApiVersion
-                cuCtxGetCacheConfig cuCtxGetDevResource cuCtxGetDevice cuCtxGetDevice_v2
-                cuCtxGetExecAffinity cuCtxGetFlags cuCtxGetId cuCtxGetLimit cuCtxGetSharedMemConfig
-                cuCtxGetStreamPriorityRange cuCtxPopCurrent cuCtxPopCurrent_v2 cuCtxPushCurrent
-                cuCtxPushCurrent_v2 cuCtxRecordEvent cuCtxResetPersistingL2Cache cuCtxSetCacheConfig
-                cuCtxSetCurrent cuCtxSetFlags cuCtxSetSharedMemConfig cuCtxSynchronize
-                cuCtxSynchronize_v2 cuCtxWaitEvent cuDestroyExternalMemory
-                cuDestroyExternalSemaphore cuDevResourceGenerateDesc cuDevSmResourceSplit
-                cuDevSmResourceSplitByCount cuDeviceCanAccessPeer cuDeviceComputeCapability
-                cuDeviceGet cuDeviceGetByPCIBusId cuDeviceGetCliqueCount cuDeviceGetCliqueInfo
-                cuDeviceGetCount cuDeviceGetDefaultMemPool cuDeviceGetDevResource
-                cuDeviceGetExecAffinitySupport cuDeviceGetFabricClusterUuid
+                cuCtxAttach cuCtxDetach cuCtxDisablePeerAccess cuCtxGetApiVersion
+                cuCtxGetCacheConfig cuCtxGetDevResource cuCtxGetExecAffinity cuCtxGetFlags
+                cuCtxGetId cuCtxGetLimit cuCtxGetSharedMemConfig cuCtxGetStreamPriorityRange
+                cuCtxRecordEvent cuCtxResetPersistingL2Cache cuCtxSetCacheConfig cuCtxSetFlags
+                cuCtxSetSharedMemConfig cuCtxSynchronize cuCtxSynchronize_v2 cuCtxWaitEvent
+                cuDestroyExternalMemory cuDestroyExternalSemaphore cuDevResourceGenerateDesc
+                cuDevSmResourceSplit cuDevSmResourceSplitByCount cuDeviceCanAccessPeer
+                cuDeviceComputeCapability cuDeviceGet cuDeviceGetByPCIBusId cuDeviceGetCliqueCount
+                cuDeviceGetCliqueInfo cuDeviceGetCount cuDeviceGetDefaultMemPool
+                cuDeviceGetDevResource cuDeviceGetExecAffinitySupport cuDeviceGetFabricClusterUuid
                 cuDeviceGetGraphMemAttribute cuDeviceGetHostAtomicCapabilities cuDeviceGetLuid
                 cuDeviceGetMemPool cuDeviceGetName cuDeviceGetNvSciSyncAttributes
                 cuDeviceGetP2PAtomicCapabilities cuDeviceGetP2PAttribute cuDeviceGetPCIBusId
@@ -92,55 +90,52 @@ macro_rules! hooked_functions {
                 cuGraphicsUnmapResources_ptsz cuGraphicsUnregisterResource cuGreenCtxDestroy
                 cuGreenCtxGetDevResource cuGreenCtxGetId cuGreenCtxRecordEvent
                 cuGreenCtxStreamCreate cuGreenCtxWaitEvent cuInit cuIpcCloseMemHandle
-                cuIpcGetEventHandle cuKernelGetAttribute cuKernelGetLibrary cuKernelGetName
-                cuKernelGetParamCount cuKernelGetParamInfo cuKernelSetAttribute
-                cuKernelSetCacheConfig cuLaunch cuLaunchCooperativeKernel
-                cuLaunchCooperativeKernelMultiDevice cuLaunchCooperativeKernel_ptsz cuLaunchGrid
-                cuLaunchGridAsync cuLaunchHostFunc cuLaunchHostFunc_ptsz cuLaunchHostFunc_v2
-                cuLaunchHostFunc_v2_ptsz cuLaunchKernel cuLaunchKernelEx cuLaunchKernelEx_ptsz
-                cuLaunchKernel_ptsz cuLibraryEnumerateKernels cuLibraryGetGlobal cuLibraryGetKernel
-                cuLibraryGetKernelCount cuLibraryGetUnifiedFunction cuLibraryUnload cuLinkAddData
-                cuLinkAddData_v2 cuLinkAddFile cuLinkAddFile_v2 cuLinkCreate cuLinkCreate_v2
-                cuLogicalEndpointDestroy cuLogicalEndpointExport cuLogicalEndpointGetLimits
-                cuLogicalEndpointIdRelease cuLogicalEndpointIdReserve cuLogicalEndpointQuery
-                cuLogicalEndpointUnbind cuLogsCurrent cuLogsDumpToFile cuLogsDumpToMemory
-                cuLogsRegisterCallback cuLogsUnregisterCallback cuMemAddressFree cuMemAddressReserve
-                cuMemAdvise cuMemAdvise_v2 cuMemAllocHost cuMemAllocHost_v2
-                cuMemBatchDecompressAsync cuMemBatchDecompressAsync_ptsz
-                cuMemDiscardAndPrefetchBatchAsync cuMemDiscardAndPrefetchBatchAsync_ptsz
-                cuMemDiscardBatchAsync cuMemDiscardBatchAsync_ptsz cuMemExportToShareableHandle
-                cuMemFreeAsync cuMemFreeAsync_ptsz cuMemFreeHost cuMemGetAccess
-                cuMemGetAllocationGranularity cuMemGetAllocationPropertiesFromHandle
-                cuMemGetDefaultMemPool cuMemGetInfo cuMemGetInfo_v2 cuMemGetMemPool cuMemHostAlloc
-                cuMemHostGetDevicePointer cuMemHostGetDevicePointer_v2 cuMemHostGetFlags
-                cuMemHostRegister cuMemHostRegister_v2 cuMemHostUnregister cuMemMap
-                cuMemMapArrayAsync cuMemMapArrayAsync_ptsz cuMemPoolDestroy cuMemPoolExportPointer
+                cuKernelGetAttribute cuKernelGetLibrary cuKernelGetName cuKernelGetParamCount
+                cuKernelGetParamInfo cuKernelSetAttribute cuKernelSetCacheConfig cuLaunch
+                cuLaunchCooperativeKernel cuLaunchCooperativeKernelMultiDevice
+                cuLaunchCooperativeKernel_ptsz cuLaunchGrid cuLaunchGridAsync cuLaunchHostFunc
+                cuLaunchHostFunc_ptsz cuLaunchHostFunc_v2 cuLaunchHostFunc_v2_ptsz cuLaunchKernel
+                cuLaunchKernelEx cuLaunchKernelEx_ptsz cuLaunchKernel_ptsz cuLibraryEnumerateKernels
+                cuLibraryGetGlobal cuLibraryGetKernel cuLibraryGetKernelCount
+                cuLibraryGetUnifiedFunction cuLibraryUnload cuLinkAddData cuLinkAddData_v2
+                cuLinkAddFile cuLinkAddFile_v2 cuLinkCreate cuLinkCreate_v2 cuLogicalEndpointDestroy
+                cuLogicalEndpointExport cuLogicalEndpointGetLimits cuLogicalEndpointIdRelease
+                cuLogicalEndpointIdReserve cuLogicalEndpointQuery cuLogicalEndpointUnbind
+                cuLogsCurrent cuLogsDumpToFile cuLogsDumpToMemory cuLogsRegisterCallback
+                cuLogsUnregisterCallback cuMemAddressFree cuMemAddressReserve cuMemAdvise
+                cuMemAdvise_v2 cuMemAllocHost cuMemAllocHost_v2 cuMemBatchDecompressAsync
+                cuMemBatchDecompressAsync_ptsz cuMemDiscardAndPrefetchBatchAsync
+                cuMemDiscardAndPrefetchBatchAsync_ptsz cuMemDiscardBatchAsync
+                cuMemDiscardBatchAsync_ptsz cuMemFreeAsync cuMemFreeAsync_ptsz cuMemFreeHost
+                cuMemGetAccess cuMemGetAllocationGranularity cuMemGetDefaultMemPool cuMemGetInfo
+                cuMemGetInfo_v2 cuMemGetMemPool cuMemHostAlloc cuMemHostGetDevicePointer
+                cuMemHostGetDevicePointer_v2 cuMemHostGetFlags cuMemHostRegister
+                cuMemHostRegister_v2 cuMemHostUnregister cuMemPoolDestroy cuMemPoolExportPointer
                 cuMemPoolExportToShareableHandle cuMemPoolGetAccess cuMemPoolGetAttribute
                 cuMemPoolSetAttribute cuMemPoolTrimTo cuMemPrefetchAsync cuMemPrefetchAsync_ptsz
                 cuMemPrefetchAsync_v2 cuMemPrefetchAsync_v2_ptsz cuMemPrefetchBatchAsync
                 cuMemPrefetchBatchAsync_ptsz cuMemRangeGetAttribute cuMemRangeGetAttributes
-                cuMemRelease cuMemSetMemPool cuMemUnmap cuMemcpy cuMemcpy2D cuMemcpy2DAsync
-                cuMemcpy2DAsync_v2 cuMemcpy2DAsync_v2_ptsz cuMemcpy2DUnaligned
-                cuMemcpy2DUnaligned_v2 cuMemcpy2DUnaligned_v2_ptds cuMemcpy2D_v2 cuMemcpy2D_v2_ptds
-                cuMemcpy3D cuMemcpy3DAsync cuMemcpy3DAsync_v2 cuMemcpy3DAsync_v2_ptsz
-                cuMemcpy3DBatchAsync cuMemcpy3DBatchAsync_ptsz cuMemcpy3DBatchAsync_v2
-                cuMemcpy3DBatchAsync_v2_ptsz cuMemcpy3DPeer cuMemcpy3DPeerAsync
-                cuMemcpy3DPeerAsync_ptsz cuMemcpy3DPeer_ptds cuMemcpy3DWithAttributesAsync
-                cuMemcpy3DWithAttributesAsync_ptsz cuMemcpy3D_v2 cuMemcpy3D_v2_ptds cuMemcpyAsync
-                cuMemcpyAsync_ptsz cuMemcpyAtoA cuMemcpyAtoA_v2 cuMemcpyAtoA_v2_ptds cuMemcpyAtoD
-                cuMemcpyAtoD_v2 cuMemcpyAtoD_v2_ptds cuMemcpyAtoH cuMemcpyAtoHAsync
-                cuMemcpyAtoHAsync_v2 cuMemcpyAtoHAsync_v2_ptsz cuMemcpyAtoH_v2 cuMemcpyAtoH_v2_ptds
-                cuMemcpyBatchAsync cuMemcpyBatchAsync_ptsz cuMemcpyBatchAsync_v2
-                cuMemcpyBatchAsync_v2_ptsz cuMemcpyDtoA cuMemcpyDtoA_v2 cuMemcpyDtoA_v2_ptds
-                cuMemcpyDtoD cuMemcpyDtoDAsync cuMemcpyDtoDAsync_v2 cuMemcpyDtoDAsync_v2_ptsz
-                cuMemcpyDtoD_v2 cuMemcpyDtoD_v2_ptds cuMemcpyDtoH cuMemcpyDtoHAsync
-                cuMemcpyDtoHAsync_v2 cuMemcpyDtoHAsync_v2_ptsz cuMemcpyDtoH_v2 cuMemcpyDtoH_v2_ptds
-                cuMemcpyHtoA cuMemcpyHtoAAsync cuMemcpyHtoAAsync_v2 cuMemcpyHtoAAsync_v2_ptsz
-                cuMemcpyHtoA_v2 cuMemcpyHtoA_v2_ptds cuMemcpyHtoD cuMemcpyHtoDAsync
-                cuMemcpyHtoDAsync_v2 cuMemcpyHtoDAsync_v2_ptsz cuMemcpyHtoD_v2 cuMemcpyHtoD_v2_ptds
-                cuMemcpyPeer cuMemcpyPeerAsync cuMemcpyPeerAsync_ptsz cuMemcpyPeer_ptds
-                cuMemcpyWithAttributesAsync cuMemcpyWithAttributesAsync_ptsz cuMemcpy_ptds
-                cuMemsetD16 cuMemsetD16Async cuMemsetD16Async_ptsz cuMemsetD16_v2
+                cuMemSetMemPool cuMemcpy cuMemcpy2D cuMemcpy2DAsync cuMemcpy2DAsync_v2
+                cuMemcpy2DAsync_v2_ptsz cuMemcpy2DUnaligned cuMemcpy2DUnaligned_v2
+                cuMemcpy2DUnaligned_v2_ptds cuMemcpy2D_v2 cuMemcpy2D_v2_ptds cuMemcpy3D
+                cuMemcpy3DAsync cuMemcpy3DAsync_v2 cuMemcpy3DAsync_v2_ptsz cuMemcpy3DBatchAsync
+                cuMemcpy3DBatchAsync_ptsz cuMemcpy3DBatchAsync_v2 cuMemcpy3DBatchAsync_v2_ptsz
+                cuMemcpy3DPeer cuMemcpy3DPeerAsync cuMemcpy3DPeerAsync_ptsz cuMemcpy3DPeer_ptds
+                cuMemcpy3DWithAttributesAsync cuMemcpy3DWithAttributesAsync_ptsz cuMemcpy3D_v2
+                cuMemcpy3D_v2_ptds cuMemcpyAsync cuMemcpyAsync_ptsz cuMemcpyAtoA cuMemcpyAtoA_v2
+                cuMemcpyAtoA_v2_ptds cuMemcpyAtoD cuMemcpyAtoD_v2 cuMemcpyAtoD_v2_ptds cuMemcpyAtoH
+                cuMemcpyAtoHAsync cuMemcpyAtoHAsync_v2 cuMemcpyAtoHAsync_v2_ptsz cuMemcpyAtoH_v2
+                cuMemcpyAtoH_v2_ptds cuMemcpyBatchAsync cuMemcpyBatchAsync_ptsz
+                cuMemcpyBatchAsync_v2 cuMemcpyBatchAsync_v2_ptsz cuMemcpyDtoA cuMemcpyDtoA_v2
+                cuMemcpyDtoA_v2_ptds cuMemcpyDtoD cuMemcpyDtoDAsync cuMemcpyDtoDAsync_v2
+                cuMemcpyDtoDAsync_v2_ptsz cuMemcpyDtoD_v2 cuMemcpyDtoD_v2_ptds cuMemcpyDtoH
+                cuMemcpyDtoHAsync cuMemcpyDtoHAsync_v2 cuMemcpyDtoHAsync_v2_ptsz cuMemcpyDtoH_v2
+                cuMemcpyDtoH_v2_ptds cuMemcpyHtoA cuMemcpyHtoAAsync cuMemcpyHtoAAsync_v2
+                cuMemcpyHtoAAsync_v2_ptsz cuMemcpyHtoA_v2 cuMemcpyHtoA_v2_ptds cuMemcpyHtoD
+                cuMemcpyHtoDAsync cuMemcpyHtoDAsync_v2 cuMemcpyHtoDAsync_v2_ptsz cuMemcpyHtoD_v2
+                cuMemcpyHtoD_v2_ptds cuMemcpyPeer cuMemcpyPeerAsync cuMemcpyPeerAsync_ptsz
+                cuMemcpyPeer_ptds cuMemcpyWithAttributesAsync cuMemcpyWithAttributesAsync_ptsz
+                cuMemcpy_ptds cuMemsetD16 cuMemsetD16Async cuMemsetD16Async_ptsz cuMemsetD16_v2
                 cuMemsetD16_v2_ptds cuMemsetD2D16 cuMemsetD2D16Async cuMemsetD2D16Async_ptsz
                 cuMemsetD2D16_v2 cuMemsetD2D16_v2_ptds cuMemsetD2D32 cuMemsetD2D32Async
                 cuMemsetD2D32Async_ptsz cuMemsetD2D32_v2 cuMemsetD2D32_v2_ptds cuMemsetD2D8
@@ -233,10 +228,12 @@ macro_rules! hooked_functions {
                 cuMemPoolSetAccess
             }
             Memory {
-                cuCtxDestroy cuCtxDestroy_v2 cuDevicePrimaryCtxRelease cuDevicePrimaryCtxRelease_v2
-                cuDevicePrimaryCtxReset cuDevicePrimaryCtxReset_v2 cuIpcGetMemHandle cuMemFree
-                cuMemFree_v2 cuMemGetAddressRange cuMemGetAddressRange_v2
-                cuMemGetHandleForAddressRange cuMemRetainAllocationHandle cuPointerSetAttribute
+                cuCtxDestroy cuCtxDestroy_v2 cuCtxFromGreenCtx cuDevicePrimaryCtxRelease
+                cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxReset cuDevicePrimaryCtxReset_v2
+                cuIpcGetMemHandle cuMemExportToShareableHandle cuMemFree cuMemFree_v2
+                cuMemGetAddressRange cuMemGetAddressRange_v2 cuMemGetAllocationPropertiesFromHandle
+                cuMemGetHandleForAddressRange cuMemMap cuMemMapArrayAsync cuMemMapArrayAsync_ptsz
+                cuMemRelease cuMemRetainAllocationHandle cuMemUnmap cuPointerSetAttribute
             }
             Pointer {
                 cuPointerGetAttribute cuPointerGetAttributes
@@ -246,13 +243,15 @@ macro_rules! hooked_functions {
                 cuEGLStreamConsumerConnectWithFlags cuEGLStreamConsumerDisconnect
                 cuEGLStreamConsumerReleaseFrame cuEGLStreamProducerConnect
                 cuEGLStreamProducerDisconnect cuEGLStreamProducerPresentFrame
-                cuEGLStreamProducerReturnFrame cuEventCreateFromEGLSync cuGLCtxCreate cuGLCtxCreate_v2
-                cuGLInit cuGLRegisterBufferObject cuGraphicsEGLRegisterImage cuGraphicsGLRegisterBuffer
-                cuGraphicsGLRegisterImage cuGraphicsVDPAURegisterOutputSurface
-                cuGraphicsVDPAURegisterVideoSurface cuImportExternalMemory cuImportExternalSemaphore
-                cuIpcOpenEventHandle cuIpcOpenMemHandle cuIpcOpenMemHandle_v2 cuLogicalEndpointImport
-                cuMemImportFromShareableHandle cuMemPoolImportFromShareableHandle
-                cuMemPoolImportPointer cuVDPAUCtxCreate cuVDPAUCtxCreate_v2
+                cuEGLStreamProducerReturnFrame cuEventCreateFromEGLSync cuGLCtxCreate
+                cuGLCtxCreate_v2 cuGLInit cuGLRegisterBufferObject cuGraphicsEGLRegisterImage
+                cuGraphicsGLRegisterBuffer cuGraphicsGLRegisterImage
+                cuGraphicsVDPAURegisterOutputSurface cuGraphicsVDPAURegisterVideoSurface
+                cuImportExternalMemory cuImportExternalSemaphore cuIpcGetEventHandle
+                cuIpcOpenEventHandle cuIpcOpenMemHandle cuIpcOpenMemHandle_v2
+                cuLogicalEndpointImport cuMemImportFromShareableHandle
+                cuMemPoolImportFromShareableHandle cuMemPoolImportPointer cuVDPAUCtxCreate
+                cuVDPAUCtxCreate_v2
             }
         }
     };

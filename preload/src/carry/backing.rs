@@ -7,7 +7,7 @@ use affinode_cuda_sys::{
     device_attribute, result,
 };
 
-use super::{CARRY, DEVICES, GRANULE_BYTES, driver::call};
+use super::{CARRY, DEVICES, GRANULE_BYTES, driver::call, table::Piece};
 
 /// What is known of each device: whether memory on it can be carried, and may say that
 /// others on the bus reach it.
@@ -59,51 +59,60 @@ fn property(device: i32, rdma: bool) -> MemAllocationProp {
     }
 }
 
-/// Puts physical memory behind reserved addresses.
-pub(super) fn back(address: u64, bytes: usize, device: i32) -> Result<u64, u32> {
-    let property = property(device, ability(device) == ABLE_RDMA);
+/// What memory on a device is made as, for an allocation.
+pub(super) fn property_on(device: i32) -> MemAllocationProp {
+    property(device, ability(device) == ABLE_RDMA)
+}
+
+/// Puts physical memory behind a piece's addresses: its handle.
+pub(super) fn back(piece: &Piece) -> Result<u64, u32> {
     let mut handle = 0;
-    match call!(mem_create(&raw mut handle, bytes, &raw const property, 0)) {
+    match call!(mem_create(&raw mut handle, piece.bytes as usize, &raw const piece.property, 0)) {
         result::SUCCESS => {}
         code => return Err(code),
     }
-    let mapped = call!(mem_map(address, bytes, 0, handle, 0));
+    let mapped = call!(mem_map(piece.address, piece.bytes as usize, 0, handle, 0));
     if mapped != result::SUCCESS {
         call!(mem_release(handle));
         return Err(mapped);
     }
-    match give_access(address, bytes, device) {
+    match give_access(piece) {
         result::SUCCESS => Ok(handle),
         code => {
-            unback(address, bytes, handle);
+            unback(&Piece { handle, ..*piece });
             Err(code)
         }
     }
 }
 
-/// Undoes [`back`].
-pub(super) fn unback(address: u64, bytes: usize, handle: u64) {
-    call!(mem_unmap(address, bytes));
-    call!(mem_release(handle));
+/// Undoes [`back`]. False: it is mapped still.
+pub(super) fn unback(piece: &Piece) -> bool {
+    if call!(mem_unmap(piece.address, piece.bytes as usize)) != result::SUCCESS {
+        return false;
+    }
+    call!(mem_release(piece.handle));
+    true
 }
 
 /// Gives the device itself access, and those that the application has made its peers.
-pub(super) fn give_access(address: u64, bytes: usize, device: i32) -> u32 {
-    let access = |id| MemAccessDesc {
-        location_type: LOCATION_DEVICE,
-        location_id: id,
-        flags: ACCESS_READ_WRITE,
+pub(super) fn give_access(piece: &Piece) -> u32 {
+    let device = piece.property.location_id;
+    let give = |id| {
+        let access = MemAccessDesc {
+            location_type: LOCATION_DEVICE,
+            location_id: id,
+            flags: ACCESS_READ_WRITE,
+        };
+        call!(mem_set_access(piece.address, piece.bytes as usize, &raw const access, 1))
     };
-    let own = access(device);
-    match call!(mem_set_access(address, bytes, &raw const own, 1)) {
+    match give(device) {
         result::SUCCESS => {}
         code => return code,
     }
     let peers = usize::try_from(device).ok().and_then(|device| CARRY.peers.get(device));
     let peers = peers.map_or(0, |peers| peers.load(Ordering::Acquire));
     for id in (0..DEVICES as i32).filter(|id| peers & 1 << id != 0) {
-        let peer = access(id);
-        match call!(mem_set_access(address, bytes, &raw const peer, 1)) {
+        match give(id) {
             result::SUCCESS => {}
             code => return code,
         }

@@ -7,19 +7,19 @@ use core::sync::atomic::Ordering;
 use affinode_cuda_sys::{pointer_attribute, result};
 use affinode_proto::wire::Notes;
 
-use super::backing::{back, give_access, is_able, unback};
+use super::backing::{back, give_access, is_able, property_on, unback};
 use super::contexts::{
     ctx_destroy, current_context, in_context, primary_release, primary_reset, wait_for_work,
 };
 use super::driver::call;
-use super::table::{Allocation, Place};
-use super::{CARRY, GRANULE_BYTES, count, locked};
+use super::table::{Allocation, Piece, Place};
+use super::{CARRY, GRANULE_BYTES, count, locked, tables, vmm};
 use crate::process;
 
 /// Smaller allocations are left to the driver, which puts several into one such piece.
 const LEAST_BYTES: usize = 2 << 20;
 /// The functions, old names beside new ones where both mean the same.
-pub const NAMES: [&[u8]; 17] = [
+pub const NAMES: [&[u8]; 27] = [
     b"cuMemAlloc_v2",
     b"cuMemAllocPitch_v2",
     b"cuMemFree_v2",
@@ -37,6 +37,16 @@ pub const NAMES: [&[u8]; 17] = [
     b"cuDevicePrimaryCtxRelease_v2",
     b"cuDevicePrimaryCtxRelease",
     b"cuCtxEnablePeerAccess",
+    b"cuMemCreate",
+    b"cuMemRelease",
+    b"cuMemMap",
+    b"cuMemUnmap",
+    b"cuMemSetAccess",
+    b"cuMemExportToShareableHandle",
+    b"cuMemGetAllocationPropertiesFromHandle",
+    b"cuMemMapArrayAsync",
+    b"cuMemMapArrayAsync_ptsz",
+    b"cuCtxFromGreenCtx",
 ];
 
 /// What stands in for the function of this place in [`NAMES`].
@@ -49,13 +59,23 @@ pub fn stand_in(index: usize) -> usize {
         4 => pointer_get_attribute as *const () as usize,
         5 => pointer_get_attributes as *const () as usize,
         6 => pointer_set_attribute as *const () as usize,
-        7 => mem_retain_handle as *const () as usize,
+        7 => vmm::mem_retain_handle as *const () as usize,
         8 => mem_get_handle_for_range as *const () as usize,
         9 => ipc_get_mem_handle as *const () as usize,
         10 | 11 => ctx_destroy as *const () as usize,
         12 | 13 => primary_reset as *const () as usize,
         14 | 15 => primary_release as *const () as usize,
-        _ => ctx_enable_peer_access as *const () as usize,
+        16 => ctx_enable_peer_access as *const () as usize,
+        17 => vmm::mem_create as *const () as usize,
+        18 => vmm::mem_release as *const () as usize,
+        19 => vmm::mem_map as *const () as usize,
+        20 => vmm::mem_unmap as *const () as usize,
+        21 => vmm::mem_set_access as *const () as usize,
+        22 => vmm::mem_export as *const () as usize,
+        23 => vmm::mem_get_property as *const () as usize,
+        24 => vmm::mem_map_array as *const () as usize,
+        25 => vmm::mem_map_array_ptsz as *const () as usize,
+        _ => ctx_from_green as *const () as usize,
     }
 }
 
@@ -120,21 +140,16 @@ fn allocate(asked_bytes: usize) -> Option<u64> {
     {
         return None;
     }
-    if let Ok(handle) = back(address, bytes, device) {
-        let allocation = Allocation {
-            address,
-            asked_bytes: asked_bytes as u64,
-            bytes: bytes as u64,
-            handle,
-            context,
-            device,
-            ..Allocation::default()
-        };
-        if locked(|table| table.insert(allocation)) {
+    let property = property_on(device);
+    let piece = Piece { address, bytes: bytes as u64, property, context, ..Piece::default() };
+    if let Ok(handle) = back(&piece) {
+        let piece = Piece { handle, ..piece };
+        let allocation = Allocation { piece, asked_bytes: asked_bytes as u64 };
+        if tables(|tables| tables.insert(allocation)) {
             count(bytes as i64);
             return Some(address);
         }
-        unback(address, bytes, handle);
+        unback(&piece);
     }
     call!(mem_address_free(address, bytes));
     None
@@ -144,13 +159,13 @@ unsafe extern "C" fn mem_free(address: u64) -> u32 {
     let Some(found) = locked(|table| table.at(address).copied()) else {
         return call!(mem_free(address));
     };
-    match wait_for_work(found.context) {
+    match wait_for_work(found.piece.context) {
         result::SUCCESS => {}
         code => return code,
     }
     match locked(|table| table.remove_at(address)) {
         Some(allocation) => {
-            release(&allocation);
+            release(&allocation.piece);
             result::SUCCESS
         }
         // Another thread has freed it meanwhile.
@@ -159,14 +174,13 @@ unsafe extern "C" fn mem_free(address: u64) -> u32 {
 }
 
 /// Gives back what was taken for an allocation that is in the table no more.
-pub(super) fn release(allocation: &Allocation) {
-    let bytes = allocation.bytes as usize;
-    if allocation.place != Place::Pool {
-        unback(allocation.address, bytes, allocation.handle);
+pub(super) fn release(piece: &Piece) {
+    if piece.place != Place::Pool {
+        unback(piece);
     }
-    call!(mem_address_free(allocation.address, bytes));
-    if allocation.stays == 0 {
-        count(-(allocation.bytes as i64));
+    call!(mem_address_free(piece.address, piece.bytes as usize));
+    if !piece.stays {
+        count(-(piece.bytes as i64));
     }
 }
 
@@ -177,7 +191,7 @@ unsafe extern "C" fn mem_get_address_range(base: *mut u64, bytes: *mut usize, ad
     // SAFETY: the application's own places, null where it does not want to know.
     unsafe {
         if let Some(base) = base.as_mut() {
-            *base = found.address;
+            *base = found.piece.address;
         }
         if let Some(bytes) = bytes.as_mut() {
             *bytes = found.asked_bytes as usize;
@@ -192,7 +206,7 @@ unsafe extern "C" fn mem_get_address_range(base: *mut u64, bytes: *mut usize, ad
 /// The driver must have written the attribute's value to `data` with success.
 unsafe fn correct(data: *mut c_void, attribute: u32, allocation: &Allocation) {
     let value = match attribute {
-        pointer_attribute::CONTEXT => allocation.context as u64,
+        pointer_attribute::CONTEXT => allocation.piece.context as u64,
         pointer_attribute::RANGE_SIZE => allocation.asked_bytes,
         _ => return,
     };
@@ -230,10 +244,10 @@ unsafe extern "C" fn pointer_get_attributes(
 }
 
 /// An allocation whose physical memory others than its mapping refer to now.
-fn stays(address: u64) {
+pub(super) fn stays(address: u64) {
     let found = locked(|table| {
-        let found = table.around(address)?;
-        (core::mem::replace(&mut found.stays, 1) == 0).then_some(found.bytes)
+        let piece = &mut table.around(address)?.piece;
+        (!core::mem::replace(&mut piece.stays, true)).then_some(piece.bytes)
     });
     if let Some(bytes) = found {
         count(-(bytes as i64));
@@ -242,17 +256,9 @@ fn stays(address: u64) {
 
 unsafe extern "C" fn pointer_set_attribute(value: *const c_void, attribute: u32, at: u64) -> u32 {
     let code = call!(pointer_set_attribute(value, attribute, at));
-    if code == result::SUCCESS {
-        stays(at);
-    }
-    code
-}
-
-unsafe extern "C" fn mem_retain_handle(handle: *mut u64, address: u64) -> u32 {
-    let code = call!(mem_retain_handle(handle, address));
-    if code == result::SUCCESS {
-        stays(address);
-    }
+    // Whatever the answer: who asks for this wants others on the bus to reach the memory.
+    stays(at);
+    vmm::blocks(|blocks| blocks.stay_in(at, 1));
     code
 }
 
@@ -266,17 +272,30 @@ unsafe extern "C" fn mem_get_handle_for_range(
     let code = call!(mem_get_handle_for_range(handle, address, bytes, kind, flags));
     if code == result::SUCCESS {
         stays(address);
+        vmm::blocks(|blocks| blocks.stay_in(address, bytes as u64));
     }
     code
 }
 
 unsafe extern "C" fn ipc_get_mem_handle(handle: *mut c_void, address: u64) -> u32 {
     let code = call!(ipc_get_mem_handle(handle, address));
-    if code != result::SUCCESS
-        && locked(|table| table.around(address).is_some())
+    if code == result::SUCCESS {
+        stays(address);
+        vmm::blocks(|blocks| blocks.stay_in(address, 1));
+    } else if locked(|table| table.around(address).is_some())
         && let Some(page) = process::page()
     {
         page.notes.fetch_or(Notes::IPC_REFUSED.0, Ordering::Relaxed);
+    }
+    code
+}
+
+/// Such a context ends in a way that is not seen here: from now on nothing new is carried.
+unsafe extern "C" fn ctx_from_green(context: *mut usize, green: usize) -> u32 {
+    let code = call!(ctx_from_green(context, green));
+    if code == result::SUCCESS {
+        CARRY.green.store(1, Ordering::Release);
+        CARRY.wanted.store(0, Ordering::Release);
     }
     code
 }
@@ -294,10 +313,11 @@ unsafe extern "C" fn ctx_enable_peer_access(peer: usize, flags: u32) -> u32 {
         // What the peer has already; later allocations find the bit.
         let mut next = 0;
         while let Some(found) = locked(|table| {
-            table.all().iter().find(|a| a.address >= next && a.device == other).copied()
+            let of_other = |a: &&Allocation| a.piece.property.location_id == other;
+            table.from(next).iter().find(of_other).map(|a| a.piece)
         }) {
             next = found.address + 1;
-            give_access(found.address, found.bytes as usize, other);
+            give_access(&found);
         }
     }
     code

@@ -5,7 +5,9 @@ use core::sync::atomic::{AtomicUsize, Ordering};
 use affinode_cuda_sys::result;
 
 use super::calls::release;
-use super::{CARRY, driver::call, locked, with_pool};
+use super::table::{Piece, Tables};
+use super::vmm::blocks;
+use super::{CARRY, driver::call, locked, tables, with_pool};
 
 pub(super) fn current_context() -> Option<usize> {
     let mut context = 0;
@@ -61,6 +63,7 @@ pub(super) fn in_context(context: usize, body: impl FnOnce() -> u32) -> u32 {
 /// The end of a context, which ends its allocations.
 fn ends(context: usize, end: impl FnOnce() -> u32, has_ended: impl FnOnce() -> bool) -> u32 {
     let mut ended = false;
+    let before = tables(Tables::now);
     let code = with_pool(|pool| {
         let code = end();
         ended = code == result::SUCCESS && has_ended();
@@ -72,8 +75,13 @@ fn ends(context: usize, end: impl FnOnce() -> u32, has_ended: impl FnOnce() -> b
         }
         code
     });
-    while ended && let Some(one) = locked(|table| table.remove(|a| a.context == context)) {
-        release(&one);
+    // Another thread may have made a context of the same number, and memory in it, meanwhile.
+    let of_it = |piece: &Piece| piece.context == context && piece.since < before;
+    if ended {
+        blocks(|blocks| blocks.context_ends(context, before));
+    }
+    while ended && let Some(one) = locked(|table| table.remove(|a| of_it(&a.piece))) {
+        release(&one.piece);
     }
     code
 }

@@ -3,7 +3,7 @@
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicUsize, Ordering};
 
-use affinode_cuda_sys::{MemAccessDesc, MemAllocationProp};
+use affinode_cuda_sys::{ArrayMapInfo, MemAccessDesc, MemAllocationProp};
 
 use crate::libcuda;
 
@@ -55,6 +55,8 @@ functions! {
     mem_create = "cuMemCreate" (*mut u64, usize, *const MemAllocationProp, u64);
     mem_release = "cuMemRelease" (u64);
     mem_map = "cuMemMap" (u64, usize, usize, u64, u64);
+    mem_export = "cuMemExportToShareableHandle" (*mut c_void, u64, u32, u64);
+    mem_get_property = "cuMemGetAllocationPropertiesFromHandle" (*mut MemAllocationProp, u64);
     mem_unmap = "cuMemUnmap" (u64, usize);
     mem_set_access = "cuMemSetAccess" (u64, usize, *const MemAccessDesc, usize);
     mem_retain_handle = "cuMemRetainAllocationHandle" (*mut u64, u64);
@@ -80,16 +82,26 @@ pub fn exchange_capture_mode(mode: &mut u32) {
     }
 }
 
-/// `cuMemGetHandleForAddressRange`, as of CUDA 11.7.
-pub fn mem_get_handle_for_range()
--> Option<unsafe extern "C" fn(*mut c_void, u64, usize, u32, u64) -> u32> {
-    let address = libcuda::function(b"cuMemGetHandleForAddressRange")?;
-    // SAFETY: the function's signature since it exists.
-    Some(unsafe {
-        core::mem::transmute::<usize, unsafe extern "C" fn(*mut c_void, u64, usize, u32, u64) -> u32>(
-            address,
-        )
-    })
+macro_rules! later_functions {
+    ($($(#[$doc:meta])* $name:ident = $symbol:literal ($($argument:ty),*);)*) => {$(
+        $(#[$doc])*
+        pub fn $name() -> Option<unsafe extern "C" fn($($argument),*) -> u32> {
+            let address = libcuda::function($symbol)?;
+            // SAFETY: the function of this name has had this signature since it exists.
+            Some(unsafe { core::mem::transmute::<usize, unsafe extern "C" fn($($argument),*) -> u32>(address) })
+        }
+    )*};
+}
+
+later_functions! {
+    /// As of CUDA 11.7.
+    mem_get_handle_for_range = b"cuMemGetHandleForAddressRange" (*mut c_void, u64, usize, u32, u64);
+    /// As of CUDA 11.1.
+    mem_map_array = b"cuMemMapArrayAsync" (*mut ArrayMapInfo, u32, *mut c_void);
+    /// The same, for per-thread default streams.
+    mem_map_array_ptsz = b"cuMemMapArrayAsync_ptsz" (*mut ArrayMapInfo, u32, *mut c_void);
+    /// As of CUDA 12.4.
+    ctx_from_green = b"cuCtxFromGreenCtx" (*mut usize, usize);
 }
 
 /// Calls a function of the driver, which is there: [`is_complete`] was asked before

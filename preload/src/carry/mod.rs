@@ -5,6 +5,8 @@
 //! cuMemAlloc of 2 MiB and more ──> addresses reserved, physical memory made and mapped
 //!     park:   copied to the pool ──> unmapped, released; the addresses stay reserved
 //!     unpark: made, mapped, copied back
+//!
+//! cuMemCreate ──> the same, at the addresses where the application maps it
 //! ```
 //!
 //! The application sees the same addresses and contents all along. Whatever the driver does
@@ -13,19 +15,23 @@
 //!
 //! | module | what |
 //! | --- | --- |
-//! | `calls` | what stands in for the driver's functions |
+//! | `calls` | what stands in for the driver's functions about allocations |
+//! | `vmm`, `blocks` | the same for physical memory that the application maps by itself |
 //! | `backing`, `contexts` | physical memory for addresses; contexts and their end |
-//! | `table` | the allocations |
+//! | `table`, `sorted` | what is carried |
 //! | `park`, `pool` | out and home; the host memory for it |
 //! | `driver` | the driver's functions |
 
 mod backing;
+mod blocks;
 mod calls;
 mod contexts;
 mod driver;
 mod park;
 mod pool;
+mod sorted;
 mod table;
+mod vmm;
 
 use core::cell::UnsafeCell;
 use core::ffi::CStr;
@@ -36,7 +42,8 @@ use affinode_proto::wire::Engine;
 
 pub use self::park::{is_parked, let_go_of_parked, park, tidy, unpark};
 use self::pool::Pool;
-use self::table::Table;
+use self::table::{Allocations, Tables};
+pub use self::vmm::translate;
 use crate::{libc, libcuda, process, sys};
 
 /// Physical memory comes in multiples of this. A device where it does not is left alone.
@@ -52,8 +59,12 @@ struct Carry {
     in_use: AtomicU32,
     /// 1 while new allocations are to be carried.
     wanted: AtomicU32,
+    /// 1 once a context was made of a part of a device.
+    green: AtomicU32,
     table_lock: Lock,
-    table: UnsafeCell<Table>,
+    tables: UnsafeCell<Tables>,
+    /// Held while the application's own blocks change, in the driver and here.
+    vmm_lock: Lock,
     /// Held while a context ends, and while the agent uses one beside the application.
     contexts_lock: Lock,
     /// The agent's alone, but for what [`Pool::context_ends`] changes under the lock of contexts.
@@ -64,14 +75,16 @@ struct Carry {
     anchored: [AtomicUsize; 16],
 }
 
-// SAFETY: the cells are reached through `locked` and `with_pool` alone.
+// SAFETY: the cells are reached through `tables` and `with_pool` alone.
 unsafe impl Sync for Carry {}
 
 static CARRY: Carry = Carry {
     in_use: AtomicU32::new(0),
     wanted: AtomicU32::new(0),
+    green: AtomicU32::new(0),
     table_lock: Lock::new(),
-    table: UnsafeCell::new(Table::empty()),
+    tables: UnsafeCell::new(Tables::empty()),
+    vmm_lock: Lock::new(),
     contexts_lock: Lock::new(),
     pool: UnsafeCell::new(Pool::none()),
     peers: [const { AtomicU64::new(0) }; DEVICES],
@@ -109,10 +122,15 @@ impl Lock {
     }
 }
 
-/// Runs `body` on the table. No call into the driver belongs inside.
-fn locked<R>(body: impl FnOnce(&mut Table) -> R) -> R {
-    // SAFETY: nobody else has it while the lock is held, and `body` cannot come here again.
-    CARRY.table_lock.hold(|| body(unsafe { &mut *CARRY.table.get() }))
+/// Runs `body` on the tables. No call into the driver belongs inside.
+fn tables<R>(body: impl FnOnce(&mut Tables) -> R) -> R {
+    // SAFETY: nobody else has them while the lock is held, and `body` cannot come here again.
+    CARRY.table_lock.hold(|| body(unsafe { &mut *CARRY.tables.get() }))
+}
+
+/// Runs `body` on the allocations.
+fn locked<R>(body: impl FnOnce(&mut Allocations) -> R) -> R {
+    tables(|tables| body(&mut tables.allocations))
 }
 
 /// Runs `body` on the pool, with no context ending meanwhile.
@@ -153,7 +171,8 @@ const FILE: Option<&CStr> = {
 pub fn set_engine(engine: Engine) {
     let wanted = engine != Engine::Driver
         && process::page().is_some_and(|page| page.hazards().is_empty())
-        && prepare();
+        && prepare()
+        && CARRY.green.load(Ordering::Acquire) == 0;
     CARRY.wanted.store(u32::from(wanted), Ordering::Release);
 }
 

@@ -4,7 +4,8 @@
 //! park:   room in the pool ──> copy all ──> all copied? ──> unmap, release each
 //!                                │ anything fails: nothing was unmapped
 //! unpark: make, map, begin to copy each ──> all copied? ──> done
-//!            │ no VRAM                         │ anything fails: all is unmapped and released
+//!            │ no VRAM                         │ anything fails: all is unmapped and released;
+//!            │                                 │ what cannot be unmapped is filled next time
 //!            └─────────────────────────────────┴─> again; the content is in the pool
 //! ```
 
@@ -17,8 +18,8 @@ use super::backing::{back, unback};
 use super::contexts::in_context;
 use super::driver::call;
 use super::pool::{CHUNK_BYTES, Pool};
-use super::table::{Allocation, Place};
-use super::{driver, is_in_use, locked, with_pool};
+use super::table::{Id, Piece, Place};
+use super::{driver, is_in_use, tables, with_pool};
 use crate::process;
 
 /// Most contexts whose memory is copied. A process with more cannot be parked: the controller
@@ -27,7 +28,7 @@ const MOST_CONTEXTS: usize = 16;
 
 /// Whether content is in the pool.
 pub fn is_parked() -> bool {
-    is_in_use() && locked(|table| table.all().iter().any(|a| a.place != Place::Device))
+    is_in_use() && tables(|tables| tables.next(Id::FIRST, |p| p.place != Place::Device).is_some())
 }
 
 /// Moves everything that can be carried to host memory.
@@ -37,6 +38,10 @@ pub fn is_parked() -> bool {
 pub fn park() -> Result<(), u32> {
     if !is_in_use() {
         return Ok(());
+    }
+    if is_parked() {
+        // The pool has content: it comes home first.
+        return Err(result::NOT_SUPPORTED);
     }
     relax_captures();
     with_pool(|pool| {
@@ -48,7 +53,8 @@ pub fn park() -> Result<(), u32> {
             return Err(result::OUT_OF_MEMORY);
         }
         let mut copies = Copies::new();
-        let copied = as_result(each(Allocation::leaves, |a| copy(pool, &mut copies, a, true)));
+        let copied =
+            as_result(each(Piece::leaves, |_, piece| copy(pool, &mut copies, piece, true)));
         // In any case: nothing may still be copying when the pool or the memory goes.
         let finished = copies.finish();
         pool.end();
@@ -65,54 +71,52 @@ fn relax_captures() {
     driver::exchange_capture_mode(&mut mode);
 }
 
-/// Gives each allocation that leaves its place in the pool: bytes of all, and a context.
+/// Gives each piece that leaves its place in the pool: bytes of all, and a context.
 fn assign() -> (usize, usize) {
-    locked(|table| {
-        let (mut end, mut context) = (0, 0);
-        for allocation in table.all().iter_mut().filter(|a| a.leaves()) {
-            allocation.offset = end;
-            end += allocation.bytes;
-            context = allocation.context;
+    tables(|tables| {
+        let (mut from, mut end, mut context) = (Id::FIRST, 0, 0);
+        while let Some((id, piece)) = tables.next(from, Piece::leaves) {
+            piece.offset = end;
+            end += piece.bytes;
+            context = piece.context;
+            from = id.next();
         }
         (end as usize, context)
     })
 }
 
-/// The first allocation from an address on that `which` picks. Looked up one by one, so that
-/// no lock is held during a call into the driver.
-fn next(from: u64, which: impl Fn(&Allocation) -> bool) -> Option<Allocation> {
-    locked(|table| table.all().iter().find(|a| a.address >= from && which(a)).copied())
-}
-
-fn each(which: impl Fn(&Allocation) -> bool, mut body: impl FnMut(&Allocation) -> u32) -> u32 {
-    let mut from = 0;
-    while let Some(allocation) = next(from, &which) {
-        match body(&allocation) {
-            result::SUCCESS => from = allocation.address + 1,
+/// Each piece that `which` picks. Looked up one by one, so that no lock is held during a
+/// call into the driver.
+fn each(which: impl Fn(&Piece) -> bool, mut body: impl FnMut(Id, &Piece) -> u32) -> u32 {
+    let mut from = Id::FIRST;
+    let next = |from| tables(|tables| tables.next(from, &which).map(|(id, piece)| (id, *piece)));
+    while let Some((id, piece)) = next(from) {
+        match body(id, &piece) {
+            result::SUCCESS => from = id.next(),
             code => return code,
         }
     }
     result::SUCCESS
 }
 
-fn note(address: u64, handle: u64, place: Place) {
-    locked(|table| {
-        if let Some(allocation) = table.at(address) {
-            (allocation.handle, allocation.place) = (handle, place);
+fn note(id: Id, handle: u64, place: Place) {
+    tables(|tables| {
+        if let Some(piece) = tables.piece(id) {
+            (piece.handle, piece.place) = (handle, place);
         }
     });
 }
 
-/// Begins to copy an allocation that is on the device out, or one that is mapped in.
-fn copy(pool: &mut Pool, copies: &mut Copies, allocation: &Allocation, out: bool) -> u32 {
+/// Begins to copy a piece that is on the device out, or one that is mapped in.
+fn copy(pool: &mut Pool, copies: &mut Copies, piece: &Piece, out: bool) -> u32 {
     let mut done = 0;
-    while done < allocation.bytes {
-        let offset = (allocation.offset + done) as usize;
-        let left = (allocation.bytes - done) as usize;
+    while done < piece.bytes {
+        let offset = (piece.offset + done) as usize;
+        let left = (piece.bytes - done) as usize;
         // A copy that crosses into another registration is refused.
         let bytes = left.min(CHUNK_BYTES - offset % CHUNK_BYTES);
-        let device = allocation.address + done;
-        let code = copies.on_stream(allocation.context, |stream| {
+        let device = piece.address + done;
+        let code = copies.on_stream(piece.context, |stream| {
             if out {
                 call!(copy_out(pool.ready(offset), device, bytes, stream))
             } else {
@@ -133,11 +137,10 @@ fn as_result(code: u32) -> Result<(), u32> {
 
 /// All is copied: gives the physical memory back. What cannot be unmapped stays.
 fn give_back() {
-    each(Allocation::leaves, |allocation| {
-        let bytes = allocation.bytes as usize;
-        if call!(mem_unmap(allocation.address, bytes)) == result::SUCCESS {
-            call!(mem_release(allocation.handle));
-            note(allocation.address, 0, Place::Pool);
+    each(Piece::leaves, |id, piece| {
+        if call!(mem_unmap(piece.address, piece.bytes as usize)) == result::SUCCESS {
+            call!(mem_release(piece.handle));
+            note(id, 0, Place::Pool);
         }
         result::SUCCESS
     });
@@ -146,9 +149,7 @@ fn give_back() {
 
 /// Writes to the page what is parked.
 fn tell() {
-    let bytes = locked(|table| {
-        table.all().iter().filter(|a| a.place != Place::Device).map(|a| a.bytes).sum()
-    });
+    let bytes = tables(|tables| tables.bytes(|piece| piece.place != Place::Device));
     if let Some(page) = process::page() {
         page.parked_bytes.store(bytes, Ordering::Relaxed);
     }
@@ -165,18 +166,18 @@ pub fn unpark() -> Result<(), u32> {
     relax_captures();
     with_pool(|pool| {
         let mut copies = Copies::new();
-        let begun = as_result(each(|a| a.place == Place::Pool, |a| fill(pool, &mut copies, a)));
+        let is_away = |piece: &Piece| piece.place != Place::Device;
+        let begun = as_result(each(is_away, |id, piece| fill(pool, &mut copies, id, piece)));
         // In any case: nothing may still be copied when the memory goes again.
         let finished = copies.finish();
         let copied = begun.and(finished);
         each(
-            |a| a.place == Place::Mapped,
-            |a| {
+            |piece| piece.place == Place::Mapped,
+            |id, piece| {
                 if copied.is_ok() {
-                    note(a.address, a.handle, Place::Device);
-                } else {
-                    unback(a.address, a.bytes as usize, a.handle);
-                    note(a.address, 0, Place::Pool);
+                    note(id, piece.handle, Place::Device);
+                } else if unback(piece) {
+                    note(id, 0, Place::Pool);
                 }
                 result::SUCCESS
             },
@@ -194,13 +195,16 @@ pub fn let_go_of_parked() {
     }
 }
 
-/// Puts new memory behind an allocation's addresses, and begins to fill it: the copies of
-/// one run while the next is mapped.
-fn fill(pool: &mut Pool, copies: &mut Copies, a: &Allocation) -> u32 {
-    match back(a.address, a.bytes as usize, a.device) {
+/// Puts new memory behind a piece's addresses, and begins to fill it: the copies of one run
+/// while the next is mapped.
+fn fill(pool: &mut Pool, copies: &mut Copies, id: Id, piece: &Piece) -> u32 {
+    if piece.place == Place::Mapped {
+        return copy(pool, copies, piece, false);
+    }
+    match back(piece) {
         Ok(handle) => {
-            note(a.address, handle, Place::Mapped);
-            copy(pool, copies, a, false)
+            note(id, handle, Place::Mapped);
+            copy(pool, copies, piece, false)
         }
         Err(code) => code,
     }

@@ -1,32 +1,34 @@
-//! The allocations that are carried, by address.
+//! What is carried: pieces of physical memory, each with its address and its content's place.
 
-use crate::sys;
+use affinode_cuda_sys::MemAllocationProp;
 
-/// One allocation.
+use super::blocks::Blocks;
+use super::sorted::{Keyed, Sorted};
+
+/// One piece of physical memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[repr(C)]
-pub struct Allocation {
-    /// Where it begins.
+pub struct Piece {
+    /// Where all of it is mapped; 0: it is not carried now.
     pub address: u64,
-    /// What the application asked for, in bytes.
-    pub asked_bytes: u64,
-    /// What is reserved and mapped, in bytes.
+    /// Its size, which is what is mapped.
     pub bytes: u64,
-    /// The driver's handle of the physical memory.
+    /// What it is made as, each time.
+    pub property: MemAllocationProp,
+    /// The driver's handle of it; of no meaning while it is in the pool.
     pub handle: u64,
-    /// The context that was current.
+    /// The context that was current; 0: none is known.
     pub context: usize,
-    /// Ordinal of the device.
-    pub device: i32,
-    /// 1 when it must stay: the application holds the physical memory by another way.
-    pub stays: u32,
-    /// Where it is.
+    /// It must stay: the application, or another, has hold of it in a way that we cannot move.
+    pub stays: bool,
+    /// Where its content is.
     pub place: Place,
     /// Offset of its content in the pool, while the content is there.
     pub offset: u64,
+    /// When its context was noted, counted: another of the same number may follow one that ended.
+    pub since: u64,
 }
 
-/// Where the content of an allocation is.
+/// Where the content of a piece is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Place {
@@ -39,121 +41,126 @@ pub enum Place {
     Mapped = 2,
 }
 
-impl Allocation {
+impl Piece {
+    /// Whether it can leave the device.
+    pub fn is_carried(&self) -> bool {
+        !self.stays && self.address != 0 && self.context != 0
+    }
+
     /// Whether it leaves the device when the rest does.
     pub fn leaves(&self) -> bool {
-        self.stays == 0 && self.place == Place::Device
-    }
-
-    /// Whether an address lies inside.
-    fn holds(&self, address: u64) -> bool {
-        address.wrapping_sub(self.address) < self.bytes
+        self.is_carried() && self.place == Place::Device
     }
 }
 
-/// All of them in order of address, in memory of our own. Zero is an empty one.
-#[repr(C)]
-pub struct Table {
-    first: *mut Allocation,
-    len: usize,
-    capacity: usize,
+/// What the application got from `cuMemAlloc` and its kin.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Allocation {
+    /// What backs it.
+    pub piece: Piece,
+    /// What the application asked for, in bytes.
+    pub asked_bytes: u64,
 }
 
-const FIRST_BYTES: usize = 64 * 1024;
-
-impl Table {
-    /// Without any.
-    pub const fn empty() -> Table {
-        Table { first: core::ptr::null_mut(), len: 0, capacity: 0 }
+impl Keyed for Allocation {
+    fn key(&self) -> u64 {
+        self.piece.address
     }
+}
 
-    /// All of them.
-    pub fn all(&mut self) -> &mut [Allocation] {
-        if self.first.is_null() {
-            return &mut [];
-        }
-        // SAFETY: `len` allocations were written here, in memory that is ours alone.
-        unsafe { core::slice::from_raw_parts_mut(self.first, self.len) }
-    }
+/// All of them, by address.
+pub type Allocations = Sorted<Allocation>;
 
-    fn index(&mut self, address: u64) -> Result<usize, usize> {
-        self.all().binary_search_by_key(&address, |a| a.address)
-    }
-
-    /// The one that begins at an address.
-    pub fn at(&mut self, address: u64) -> Option<&mut Allocation> {
-        let index = self.index(address).ok()?;
-        self.all().get_mut(index)
-    }
-
+impl Allocations {
     /// The one that an address lies in.
     pub fn around(&mut self, address: u64) -> Option<&mut Allocation> {
-        let index = match self.index(address) {
-            Ok(index) => index,
-            Err(after) => after.checked_sub(1)?,
-        };
-        self.all().get_mut(index).filter(|a| a.holds(address))
+        let inside = |a: &&mut Allocation| address.wrapping_sub(a.piece.address) < a.piece.bytes;
+        self.up_to(address).filter(inside)
     }
+}
 
-    /// Takes one in. False: there is no memory to note it.
-    pub fn insert(&mut self, allocation: Allocation) -> bool {
-        let Err(index) = self.index(allocation.address) else {
-            return false;
-        };
-        if self.len == self.capacity && !self.grow() {
-            return false;
+/// Names a piece. Allocations come before the application's own blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Id {
+    /// The allocation at this address.
+    Allocation(u64),
+    /// The block of this name.
+    Block(u64),
+}
+
+impl Id {
+    /// The least.
+    pub const FIRST: Id = Id::Allocation(0);
+
+    /// The next after it.
+    pub fn next(self) -> Id {
+        match self {
+            Id::Allocation(address) => Id::Allocation(address.saturating_add(1)),
+            Id::Block(name) => Id::Block(name.saturating_add(1)),
         }
-        // SAFETY: there is room for one more, and `index` is at most `len`.
-        unsafe {
-            let at = self.first.add(index);
-            core::ptr::copy(at, at.add(1), self.len - index);
-            at.write(allocation);
-        }
-        self.len += 1;
-        true
+    }
+}
+
+/// Everything that is carried. Zero is nothing.
+#[repr(C)]
+pub struct Tables {
+    /// What `cuMemAlloc` gave.
+    pub allocations: Allocations,
+    /// What `cuMemCreate` gave.
+    pub blocks: Blocks,
+    noted: u64,
+}
+
+impl Tables {
+    /// Nothing.
+    pub const fn empty() -> Tables {
+        Tables { allocations: Sorted::empty(), blocks: Blocks::empty(), noted: 0 }
     }
 
-    /// Takes out the first that `which` picks.
-    pub fn remove(&mut self, which: impl Fn(&Allocation) -> bool) -> Option<Allocation> {
-        let index = self.all().iter().position(which)?;
-        self.remove_index(index)
+    /// A moment after all that was noted before.
+    pub fn now(&mut self) -> u64 {
+        self.noted += 1;
+        self.noted
     }
 
-    /// Takes out the one that begins at an address.
-    pub fn remove_at(&mut self, address: u64) -> Option<Allocation> {
-        let index = self.index(address).ok()?;
-        self.remove_index(index)
+    /// Takes an allocation in. False: there is no memory to note it.
+    pub fn insert(&mut self, mut allocation: Allocation) -> bool {
+        allocation.piece.since = self.now();
+        self.allocations.insert(allocation)
     }
 
-    fn remove_index(&mut self, index: usize) -> Option<Allocation> {
-        let found = *self.all().get(index)?;
-        self.len -= 1;
-        // SAFETY: `index` was inside, so as many as move lie behind it.
-        unsafe {
-            let at = self.first.add(index);
-            core::ptr::copy(at.add(1), at, self.len - index);
-        }
-        Some(found)
-    }
-
-    fn grow(&mut self) -> bool {
-        let before_bytes = self.capacity * size_of::<Allocation>();
-        let bytes = (2 * before_bytes).max(FIRST_BYTES);
-        let Ok(fresh) = sys::map_private(bytes) else {
-            return false;
-        };
-        let fresh = fresh.cast::<Allocation>();
-        if !self.first.is_null() {
-            // SAFETY: `len` allocations from the old memory to the new, larger one; the old
-            // one was mapped here and is not used again.
-            unsafe {
-                core::ptr::copy_nonoverlapping(self.first, fresh, self.len);
-                sys::unmap_private(self.first.cast(), before_bytes);
+    /// The first piece from one on that `which` picks.
+    pub fn next(&mut self, from: Id, which: impl Fn(&Piece) -> bool) -> Option<(Id, &mut Piece)> {
+        let block_from = match from {
+            Id::Allocation(address) => {
+                let allocations = self.allocations.from(address);
+                if let Some(found) = allocations.iter_mut().find(|a| which(&a.piece)) {
+                    return Some((Id::Allocation(found.piece.address), &mut found.piece));
+                }
+                0
             }
+            Id::Block(name) => name,
+        };
+        let found = self.blocks.from(block_from).iter_mut().find(|b| which(&b.piece))?;
+        Some((Id::Block(found.name), &mut found.piece))
+    }
+
+    /// A piece.
+    pub fn piece(&mut self, id: Id) -> Option<&mut Piece> {
+        match id {
+            Id::Allocation(address) => Some(&mut self.allocations.at(address)?.piece),
+            Id::Block(name) => Some(&mut self.blocks.at(name)?.piece),
         }
-        self.first = fresh;
-        self.capacity = bytes / size_of::<Allocation>();
-        true
+    }
+
+    /// Bytes of all pieces that `which` picks.
+    pub fn bytes(&mut self, which: impl Fn(&Piece) -> bool) -> u64 {
+        let allocations = self.allocations.all().iter().map(|a| a.piece);
+        let sum = |pieces: &mut dyn Iterator<Item = Piece>| -> u64 {
+            pieces.filter(|piece| which(piece)).map(|piece| piece.bytes).sum()
+        };
+        let bytes = sum(&mut allocations.into_iter());
+        bytes + sum(&mut self.blocks.from(0).iter().map(|b| b.piece))
     }
 }
 
@@ -161,47 +168,53 @@ impl Table {
 mod tests {
     use super::*;
 
+    fn piece(address: u64) -> Piece {
+        Piece { address, bytes: 60, context: 1, ..Piece::default() }
+    }
+
     fn allocation(n: u64) -> Allocation {
-        Allocation { address: n * 100, asked_bytes: 50, bytes: 60, ..Allocation::default() }
+        Allocation { piece: piece(n * 100), asked_bytes: 50 }
     }
 
     #[test]
-    fn allocations_are_found_by_any_address_inside() {
-        let mut table = Table::empty();
-        assert!(table.at(0).is_none() && table.around(5).is_none());
+    fn an_allocation_is_found_by_any_address_inside() {
+        let mut table = Allocations::empty();
         for n in [5, 1, 9, 3] {
             assert!(table.insert(allocation(n)));
         }
-        assert!(!table.insert(allocation(3)), "an address has one allocation");
-        assert_eq!(table.all().iter().map(|a| a.address / 100).collect::<Vec<_>>(), [1, 3, 5, 9]);
-        assert_eq!(table.at(300), Some(&mut allocation(3)));
-        assert!(table.at(301).is_none());
         assert_eq!(table.around(359), Some(&mut allocation(3)));
         assert!(table.around(360).is_none() && table.around(99).is_none());
-        assert_eq!(table.remove_at(300), Some(allocation(3)));
+        table.remove_at(300);
         assert!(table.around(310).is_none());
-        assert_eq!(table.remove(|a| a.address > 500), Some(allocation(9)));
-        assert_eq!(table.all().len(), 2);
-    }
-
-    #[test]
-    fn it_grows_and_forgets_nothing() {
-        let mut table = Table::empty();
-        let many = 3 * (FIRST_BYTES / size_of::<Allocation>()) as u64;
-        for n in (1..=many).rev() {
-            assert!(table.insert(allocation(n)));
-        }
-        assert!((1..=many).all(|n| table.at(n * 100) == Some(&mut allocation(n))));
-        for n in 1..=many {
-            assert_eq!(table.remove_at(n * 100), Some(allocation(n)));
-        }
-        assert!(table.all().is_empty());
     }
 
     #[test]
     fn what_must_stay_does_not_leave() {
-        assert!(allocation(1).leaves());
-        assert!(!Allocation { stays: 1, ..allocation(1) }.leaves());
-        assert!(!Allocation { place: Place::Pool, ..allocation(1) }.leaves());
+        assert!(piece(1).leaves());
+        assert!(!Piece { stays: true, ..piece(1) }.leaves());
+        assert!(!Piece { place: Place::Pool, ..piece(1) }.leaves());
+        assert!(!Piece { context: 0, ..piece(1) }.leaves());
+        assert!(!piece(0).leaves());
+    }
+
+    #[test]
+    fn pieces_of_both_kinds_are_gone_through_once() {
+        let mut tables = Tables::empty();
+        let name = tables.blocks.insert(7, MemAllocationProp::default(), 60).unwrap();
+        *tables.piece(Id::Block(name)).unwrap() = piece(400);
+        for n in [2, 1] {
+            tables.allocations.insert(allocation(n));
+        }
+        let mut from = Id::FIRST;
+        let mut seen = Vec::new();
+        while let Some((id, piece)) = tables.next(from, Piece::leaves) {
+            seen.push(piece.address);
+            from = id.next();
+        }
+        assert_eq!(seen, [100, 200, 400]);
+        assert_eq!(tables.bytes(Piece::leaves), 180);
+        tables.piece(Id::Allocation(100)).unwrap().place = Place::Pool;
+        assert_eq!(tables.next(Id::FIRST, Piece::leaves).unwrap().0, Id::Allocation(200));
+        assert_eq!(tables.bytes(|piece| piece.place == Place::Pool), 60);
     }
 }

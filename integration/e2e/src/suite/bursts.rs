@@ -110,7 +110,7 @@ fn ballast(world: &World, sizes: &Sizes) -> Result<Worker> {
     let ballast = hazards::ballast(world, sizes.room_mib * MIB)?;
     until("the ballast to be seen", || {
         // The first controller sees it at its first look.
-        let Ok(node) = world.cli().ps() else { return Ok(Some(())) };
+        let Ok(node) = world.cli().ps_now() else { return Ok(Some(())) };
         let gpus = node.gpus;
         let free = |gpu: &crate::cli::GpuRow| gpu.vram_total_bytes - gpu.vram_used_bytes;
         Ok(gpus.first().filter(|gpu| free(gpu) / MIB <= sizes.room_mib).map(|_| ()))

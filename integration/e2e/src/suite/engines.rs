@@ -99,6 +99,60 @@ fn cycles(world: &World, rows: &mut Rows, engine: &str, load: &Load) -> Result<(
     worker.running.delete(world)
 }
 
+/// Memory that the program maps piece by piece: at each turn that such an allocator may take,
+/// and how fast.
+pub fn segments(world: &World, rows: &mut Rows) -> Result<()> {
+    let (size_mib, rounds) = match world.gpu() {
+        Gpu::Real => (4096, 5),
+        Gpu::Simulated { .. } => (128, 2),
+    };
+    for engine in ENGINES {
+        let id = format!("segments-{engine}");
+        let spec = Worker::segments(&id, engine, size_mib).annotation(BY_ORDER.0, BY_ORDER.1);
+        let mut worker = Worker::start_as(world, spec)?;
+        worker.wait_filled()?;
+        let (mut out, mut back) = (Vec::new(), Vec::new());
+        for _ in 0..rounds {
+            world.cli().move_out(&id)?;
+            out.push(world.cli().container(&id)?.context("it is known")?.last_offload_ms as f64);
+            back.push(worker.call("streamsync")?.elapsed_us as f64 / 1000.0);
+        }
+        let size = format!("{engine}, {:.1} GiB in pieces of 4 MiB", size_mib as f64 / 1024.0);
+        rows.tell(&format!("{size}: offload"), median(&out), "ms");
+        rows.tell(&format!("{size}: wake"), median(&back), "ms");
+        let mut good = usize::from(worker.verify()?);
+        let mut tried = 1;
+        if engine != "driver" {
+            for (change, undo) in SEGMENT_TURNS {
+                worker.call(change)?;
+                world.cli().move_out(&id)?;
+                let row = world.cli().container(&id)?.context("it is known")?;
+                let parked = row.processes.first().map_or(0, |p| p.parked_bytes);
+                rows.tell(&format!("{size}: copied, after {change}"), mib(parked), "MiB");
+                good += usize::from(worker.call(undo)?.ok == Some(true) && worker.verify()?);
+                tried += 1;
+            }
+        }
+        rows.count(&format!("{size}: contents as before"), good, tried);
+        let ended = worker.call("end")?.ok == Some(true);
+        rows.count(&format!("{size}: nothing left in use"), usize::from(ended), 1);
+        worker.running.kill(world)?;
+        worker.running.delete(world)?;
+    }
+    Ok(())
+}
+
+/// What the program does before it is moved, and after.
+const SEGMENT_TURNS: [(&str, &str); 7] = [
+    ("touch", "properties"),
+    ("swap", "swap"),
+    ("release", "retain"),
+    ("replace", "streamsync"),
+    ("readonly", "writable"),
+    ("alias", "unalias"),
+    ("export", "touch"),
+];
+
 #[derive(Deserialize)]
 struct Figure {
     what: String,

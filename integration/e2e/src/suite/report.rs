@@ -80,6 +80,11 @@ impl Report {
         }
     }
 
+    /// Whether a part is to be carried out.
+    pub(super) fn wants(&self, part: &str) -> bool {
+        self.wanted.is_empty() || self.wanted.iter().any(|word| part.contains(word.as_str()))
+    }
+
     /// Carries out a part. What it found before it failed is kept, its containers are not.
     pub(super) fn part(
         &mut self,
@@ -87,8 +92,7 @@ impl Report {
         part: &str,
         work: impl FnOnce(&World, &mut Rows) -> Result<()>,
     ) {
-        let is_wanted = |word: &String| part.contains(word.as_str());
-        if !self.wanted.is_empty() && !self.wanted.iter().any(is_wanted) {
+        if !self.wants(part) {
             return;
         }
         let mut rows = Rows::default();

@@ -72,6 +72,42 @@ fn copied_memory_comes_back_as_it_was_again_and_again() -> Result<()> {
     Ok(())
 }
 
+/// What an application maps by itself, at every turn that such an allocator may take: what is
+/// at one address, all of it, is copied; the rest goes with the driver, or stays with the context.
+#[test]
+fn memory_that_the_application_maps_by_itself_is_copied_too() -> Result<()> {
+    const PIECE_MIB: u64 = 4;
+    let world = Recipe::default().config(MANUAL).world()?;
+    for engine in ENGINES {
+        let mut worker = Worker::start_as(&world, Worker::segments(engine, engine, 64))?;
+        worker.wait_filled()?;
+        for (change, left_mib, undo) in [
+            ("touch", 0, "properties"),
+            ("swap", 0, "swap"),
+            ("release", 0, "retain"),
+            ("replace", 0, "streamsync"),
+            ("readonly", PIECE_MIB, "writable"),
+            ("alias", PIECE_MIB, "unalias"),
+            ("export", 2 * PIECE_MIB, "touch"),
+        ] {
+            assert_eq!(worker.call(change)?.ok, Some(true), "{engine}, {change}");
+            world.cli().move_out(engine)?;
+            let away = row(&world, engine)?;
+            let parked = (64 - left_mib) * MIB;
+            assert_eq!(away.processes[0].parked_bytes, parked, "{change}: {away:?}");
+            assert_eq!(worker.call(undo)?.ok, Some(true), "{engine}, {undo}");
+            assert!(worker.verify()?, "{engine}, {change}");
+        }
+        assert_eq!(worker.call("end")?.ok, Some(true), "{engine}: no more is in use than before");
+        until("nothing to be carried any more", || {
+            Ok(Some(row(&world, engine)?).filter(|row| row.processes[0].carried_bytes == 0))
+        })?;
+        worker.running.kill(&world)?;
+        worker.running.delete(&world)?;
+    }
+    Ok(())
+}
+
 /// Without being asked, and whatever the size: what is too small for a copy goes with the rest.
 #[test]
 fn the_engine_of_the_configuration_holds_and_the_annotation_comes_first() -> Result<()> {

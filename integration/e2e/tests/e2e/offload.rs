@@ -124,3 +124,29 @@ fn results_are_the_same_with_and_without_the_cycle() -> Result<()> {
     assert_eq!(checksums[0], checksums[1]);
     Ok(())
 }
+
+/// A thread asks again and again whether its stream is done, as frameworks do. That is no use
+/// of the GPU, and is answered without it.
+#[test]
+fn a_thread_that_polls_neither_keeps_its_container_nor_wakes_it() -> Result<()> {
+    let world = Recipe::default().config(EAGER).world()?;
+    for engine in ["driver", "park", "fast"] {
+        let spec = Worker::spec(engine, USUAL, 32).annotation("affinode.io/engine", engine);
+        let mut worker = Worker::start_as(&world, spec)?;
+        worker.wait_filled()?;
+        worker.call("poll 5")?;
+        world.cli().wait_for_state(engine, "Offloaded")?;
+        let before = worker.call("polled")?.polls.context("it counts")?;
+        until("a hundred polls while it is away", || {
+            let polls = worker.call("polled")?.polls.context("it counts")?;
+            Ok((polls >= before + 100).then_some(()))
+        })?;
+        let row = world.cli().container(engine)?.context("it is known")?;
+        assert_eq!((row.state.as_str(), row.restores), ("Offloaded", 0), "{row:?}");
+        assert!(worker.verify()?, "{engine}");
+        assert_eq!(worker.call("polled")?.ok, Some(true), "{engine}");
+        worker.running.kill(&world)?;
+        worker.running.delete(&world)?;
+    }
+    Ok(())
+}

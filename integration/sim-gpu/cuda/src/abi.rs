@@ -72,7 +72,7 @@ pub fn number(kind: Kind, handle: Handle) -> Outcome<u64> {
 pub type Uuid = [u8; 16];
 
 /// `CUmemLocation`
-#[derive(Clone, Copy)]
+#[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct Location {
     pub kind: u32,
@@ -80,7 +80,7 @@ pub struct Location {
 }
 
 /// `CUmemAllocationProp`
-#[derive(Clone, Copy)]
+#[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct AllocationProp {
     pub kind: u32,

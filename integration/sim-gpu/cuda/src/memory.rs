@@ -15,8 +15,8 @@ use std::sync::Arc;
 use affinode_sim_protocol::ObjectId;
 
 use crate::abi::{
-    ACCESS_READ_WRITE, CUdeviceptr, CUresult, HostAddress, ILLEGAL_ADDRESS, INVALID_VALUE,
-    NOT_SUPPORTED, Outcome,
+    ACCESS_READ_WRITE, AllocationProp, CUdeviceptr, CUresult, HostAddress, ILLEGAL_ADDRESS,
+    INVALID_VALUE, NOT_SUPPORTED, Outcome,
 };
 use crate::host::HostMemory;
 use crate::link::Granted;
@@ -35,6 +35,8 @@ struct Physical {
     handles: u32,
     mappings: u32,
     source: Source,
+    /// What `cuMemCreate` was asked for.
+    property: Option<AllocationProp>,
 }
 
 /// Who made a physical object, and how it came here.
@@ -111,9 +113,23 @@ impl Memory {
             handles: 1,
             mappings: 0,
             source,
+            property: None,
         };
         self.physical.insert(granted.object, physical);
         Ok(())
+    }
+
+    /// What a new object was asked for as.
+    pub fn made_as(&mut self, object: ObjectId, property: AllocationProp) {
+        if let Some(physical) = self.physical.get_mut(&object) {
+            physical.property = Some(property);
+        }
+    }
+
+    /// What an object that has a handle was made as.
+    pub fn property(&self, object: ObjectId) -> Outcome<AllocationProp> {
+        let physical = self.physical.get(&object).filter(|physical| physical.handles > 0);
+        physical.and_then(|physical| physical.property).ok_or(INVALID_VALUE)
     }
 
     /// Whether an object was made by this process.

@@ -32,7 +32,9 @@ cuda_api! {
             return Err(INVALID_VALUE);
         }
         let granted = d.link.obtain(&Request::Allocate { gpu, bytes: bytes as u64 }, None)?;
-        d.memory().add(&granted, Source::Own)?;
+        let mut memory = d.memory();
+        memory.add(&granted, Source::Own)?;
+        memory.made_as(granted.object, prop.get().ok_or(INVALID_VALUE)?);
         handle.set(granted.object)
     }
     Work 10020 fn cuMemRelease(handle: ObjectId) |d, _z| {
@@ -44,6 +46,9 @@ cuda_api! {
         let object = memory.describe(address as CUdeviceptr).ok_or(INVALID_VALUE)?.object;
         memory.retain(object)?;
         handle.set(object)
+    }
+    Instant 10020 fn cuMemGetAllocationPropertiesFromHandle(prop: Out<AllocationProp>, handle: ObjectId) |d, _z| {
+        prop.set(d.memory().property(handle)?)
     }
     Work 10020 fn cuMemMap(address: CUdeviceptr, bytes: usize, offset: usize, handle: ObjectId, flags: u64) |d, _z| {
         if flags != 0 {

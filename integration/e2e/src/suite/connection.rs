@@ -1,0 +1,53 @@
+//! A return ahead of the call, because a connection came in.
+
+use std::{
+    fs::File,
+    net::{TcpListener, TcpStream},
+};
+
+use anyhow::{Context, Result, anyhow};
+use nix::sched::{CloneFlags, setns};
+
+use super::report::Rows;
+use crate::{
+    until::until,
+    worker::{USUAL, Worker},
+    world::World,
+};
+
+/// A client and a server in the network of a container, on its loopback.
+///
+/// # Errors
+/// When it has no process, or its network cannot be entered.
+pub fn connect(world: &World, id: &str) -> Result<()> {
+    let row = world.cli().container(id)?.context("it is known")?;
+    let pid = row.processes.first().context("it has a process")?.pid;
+    let network = File::open(format!("/proc/{pid}/ns/net"))?;
+    let there = std::thread::spawn(move || -> Result<()> {
+        setns(network, CloneFlags::CLONE_NEWNET)?;
+        let server = TcpListener::bind("127.0.0.1:0")?;
+        let _client = TcpStream::connect(server.local_addr()?)?;
+        server.accept()?;
+        Ok(())
+    });
+    there.join().map_err(|_| anyhow!("the thread in the container's network"))?
+}
+
+/// Away, connected to, and back before it is called.
+pub fn brings_back(world: &World, rows: &mut Rows) -> Result<()> {
+    let id = "listens";
+    let spec = Worker::spec(id, USUAL, 256).annotation("affinode.io/wake-on", "connection");
+    let mut worker = Worker::start_as(world, spec)?;
+    worker.wait_filled()?;
+    world.cli().wait_for_state(id, "Offloaded")?;
+    // What was before it was looked at does not count: so until it does.
+    until("the connection to bring it back", || {
+        connect(world, id)?;
+        let row = world.cli().container(id)?.context("it is known")?;
+        Ok((row.restores == 1 && row.reason == "connection").then_some(()))
+    })?;
+    rows.count("back before a call", 1, 1);
+    rows.count("contents as before", usize::from(worker.verify()?), 1);
+    worker.running.kill(world)?;
+    worker.running.delete(world)
+}

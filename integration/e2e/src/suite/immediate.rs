@@ -1,0 +1,81 @@
+//! Restore policy `immediate`: whoever is called does not wait for those that are in use.
+
+use anyhow::{Context, Result};
+
+use super::report::Rows;
+use crate::{
+    gpu::Gpu,
+    hazards,
+    until::until,
+    worker::{USUAL, Worker},
+    world::{MIB, World},
+};
+
+/// An hour without a call makes idle: whoever leaves was made to.
+pub const CONFIG: &str = r#"
+[policy]
+mode = "pressure"
+idle_timeout = "1h"
+keep_alive = "fixed"
+minimum_residency = "1ms"
+restore = "by-annotation"
+[timing]
+sample_interval = "50ms"
+"#;
+
+/// What the scene leaves itself of the device, and what each of its two fills of that: more
+/// than half.
+fn sizes(world: &World) -> (u64, u64) {
+    match world.gpu() {
+        Gpu::Real => (8192, 4096),
+        Gpu::Simulated { .. } => (160, 80),
+    }
+}
+
+/// One that works all the time is moved for it, and goes on; one that cannot be moved is ended.
+pub fn takes_room(world: &World, rows: &mut Rows) -> Result<()> {
+    let (room_mib, each_mib) = sizes(world);
+    let _ballast = hazards::ballast(world, room_mib * MIB)?;
+    let spec =
+        Worker::spec("asker", USUAL, each_mib).annotation("affinode.io/restore", "immediate");
+    let mut asker = Worker::start_as(world, spec)?;
+    asker.wait_filled()?;
+
+    let away = |world: &World| world.cli().move_out("asker");
+    away(world)?;
+    let mut spec = Worker::spec("busy", USUAL, each_mib);
+    spec.argv.extend(["--period-ms".into(), "20".into()]);
+    let mut busy = Worker::start_as(world, spec)?;
+    busy.wait_filled()?;
+    busy.expect("period")?;
+    rows.count("who is called is back, contents as before", usize::from(asker.verify()?), 1);
+    let row = world.cli().container("busy")?.context("it is known")?;
+    rows.count("who was in use was moved, not ended", usize::from(row.offloads == 1), 1);
+    let asked = world.cli().container("asker")?.context("it is known")?;
+    rows.tell("the wake took", asked.last_wake_ms as f64, "ms");
+    away(world)?;
+    until("the busy one to be back", || {
+        let row = world.cli().container("busy")?;
+        Ok(row.filter(|row| row.state == "Active" && row.restores == 1))
+    })?;
+    // What it wrote while it was here lies unread in the pipe.
+    while busy.has_answer()? {
+        busy.expect("period")?;
+    }
+    busy.expect("period")?;
+    rows.count("it goes on when there is room again", 1, 1);
+    busy.running.kill(world)?;
+    busy.running.delete(world)?;
+
+    let mut fixed = Worker::start(world, "fixed", each_mib)?;
+    // The driver cannot checkpoint managed memory: only its end gives its room.
+    fixed.call("managed")?;
+    rows.count("who is called is back, contents as before", usize::from(asker.verify()?), 1);
+    fixed.running.wait_stopped(world)?;
+    let events = world.cli().events()?;
+    let ended: Vec<_> = events.iter().filter(|event| event.kind == "ended").collect();
+    let right = matches!(ended.as_slice(), [event] if event.container.contains("fixed"));
+    rows.count("who could not be moved was ended, and nobody else", usize::from(right), 1);
+    asker.running.kill(world)?;
+    asker.running.delete(world)
+}
