@@ -262,13 +262,14 @@ pub fn display_name(a: &Announcement) -> String {
     const SHORT: usize = 12;
     let generated = a.id.len() == 64 && a.id.bytes().all(|b| b.is_ascii_hexdigit());
     if !a.pod.is_empty() {
-        format!("{}/{}/{}", a.pod_namespace, a.pod, a.container)
-    } else if !a.container.is_empty() {
-        format!("{}/{}", a.namespace, a.container)
-    } else if generated {
-        format!("{}/{}", a.namespace, &a.id[..SHORT])
+        [&a.pod_namespace, "/", &a.pod, "/", &a.container].concat()
     } else {
-        format!("{}/{}", a.namespace, a.id)
+        let name = match (a.container.as_str(), generated) {
+            ("", true) => &a.id[..SHORT],
+            ("", false) => &a.id,
+            (name, _) => name,
+        };
+        [&a.namespace, "/", name].concat()
     }
 }
 

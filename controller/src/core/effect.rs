@@ -1,9 +1,13 @@
 //! What the node wants done.
 
-use affinode_proto::{api::control::Event, wire::message::ControllerMessage};
+use affinode_proto::{
+    api::control::Event, reason::Reason, state::State, wire::message::ControllerMessage,
+};
 use serde::{Deserialize, Serialize};
 
-use super::{Answer, CommandId, DeviceBytes, Key, ProcessId, input::Identity};
+use super::{
+    Answer, CommandId, DeviceBytes, Key, Millis, ProcessId, input::Identity, node::text_of,
+};
 
 /// A process in the journal.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -23,6 +27,44 @@ pub struct Record {
     pub step: String,
     /// Every process of the container that is away, or about to be.
     pub processes: Vec<RecordedProcess>,
+}
+
+/// A container is in another state from now on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Change {
+    /// Which.
+    pub key: Key,
+    /// Its name for people.
+    pub container: String,
+    /// Until now.
+    pub from: State,
+    /// From now on.
+    pub to: State,
+    /// Why.
+    pub reason: Reason,
+    /// More about that, if there is more.
+    pub detail: String,
+    /// VRAM that was moved, in bytes, where some was.
+    pub bytes: u64,
+    /// How long that took.
+    pub elapsed_ms: Millis,
+}
+
+impl From<Change> for Event {
+    fn from(change: Change) -> Event {
+        Event {
+            kind: "state".into(),
+            key: change.key.to_string(),
+            container: change.container,
+            from: change.from.to_string(),
+            to: change.to.to_string(),
+            reason: change.reason.to_string(),
+            text: text_of(change.reason, &change.detail),
+            bytes: change.bytes,
+            elapsed_ms: change.elapsed_ms,
+            ..Event::default()
+        }
+    }
 }
 
 /// Something to do, in the order given.
@@ -52,6 +94,8 @@ pub enum Effect {
     },
     /// Answer a request.
     Answer(CommandId, Answer),
+    /// Publish that a container is in another state.
+    Changed(Change),
     /// Publish (the sequence number is set by the publisher).
-    Publish(Event),
+    Publish(Box<Event>),
 }

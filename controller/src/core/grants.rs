@@ -35,18 +35,20 @@ impl Node {
         if self.queue.is_empty() {
             return;
         }
-        let taken: BTreeSet<&String> = self.grants.values().flat_map(|g| &g.uuids).collect();
         // Every device is taken: nobody's turn, however many wait.
-        let gpus = self.gpus.len();
-        if gpus > 0 && taken.len() >= gpus {
+        let granted = |uuid: &String| self.grants.values().any(|g| g.uuids.contains(uuid));
+        if !self.gpus.is_empty() && self.gpus.iter().all(|gpu| granted(&gpu.uuid)) {
             return;
         }
-        let mut taken: BTreeSet<String> = taken.into_iter().cloned().collect();
+        let mut taken: BTreeSet<String> =
+            self.grants.values().flat_map(|g| &g.uuids).cloned().collect();
+        let gpus = self.gpus.len();
         let all_taken = |taken: &BTreeSet<String>| gpus > 0 && taken.len() >= gpus;
         // Devices that are kept for somebody who does not fit yet, and by whom.
         let mut kept: Vec<(BTreeSet<String>, Key)> = Vec::new();
         let known = self.gpu_error.is_none() && !self.gpus.is_empty();
-        let mut order = self.turns();
+        let mut order = std::mem::take(&mut self.turns);
+        self.turns_into(&mut order);
         // Of a long queue most wait for devices that are taken.
         if !taken.is_empty() {
             order.retain(|key| {
@@ -64,7 +66,7 @@ impl Node {
         if !half_way.is_empty() {
             order.sort_by_cached_key(|key| self.turn(key, half_way.contains(key)));
         }
-        for key in order {
+        for key in order.drain(..) {
             if all_taken(&taken) {
                 break;
             }
@@ -80,7 +82,7 @@ impl Node {
             let needs = self.needs_with(&key, want);
             let margin = self.margin_for(&key);
             let uuids: BTreeSet<String> = needs.iter().map(|n| n.uuid.clone()).collect();
-            let fits = known && self.ledger.fits(&key, &needs, &self.gpus, margin);
+            let fits = known && self.fits(&key, &needs, margin);
             let mut before = kept.iter().filter(|(theirs, _)| !theirs.is_disjoint(&uuids));
             let turn = uuids.is_disjoint(&taken);
             let first = turn && before.clone().next().is_none();
@@ -99,6 +101,7 @@ impl Node {
             self.show_waiting(&key, known);
             kept.push((uuids, key));
         }
+        self.turns = order;
     }
 
     fn show_waiting(&mut self, key: &Key, known: bool) {
@@ -128,12 +131,17 @@ impl Node {
     /// checkpoint failed in the middle, holds VRAM that it cannot give back before it is
     /// home. Were it to wait behind one that needs that VRAM, both would wait for ever.
     fn turn(&self, key: &Key, half_way: bool) -> u8 {
-        let fits = || self.ledger.fits(key, &self.container_needs(key), &self.gpus, margin_bytes);
+        let fits = || self.fits(key, &self.container_needs(key), margin_bytes);
         match half_way {
             true if fits() => 0,
             true => 1,
             false => 2,
         }
+    }
+
+    /// Whether what a container needs fits beside the promises made to others.
+    pub(super) fn fits(&self, key: &Key, needs: &[DeviceBytes], margin: fn(u64) -> u64) -> bool {
+        self.ledger.fits(key, needs, |uuid| self.held_bytes(key, uuid), &self.gpus, margin)
     }
 
     fn begin_grant(&mut self, key: &Key, uuids: BTreeSet<String>, want: Option<(ProcessId, u64)>) {
@@ -317,7 +325,7 @@ impl Node {
         let margin = self.margin_for(key);
         let covers = self.processes.of(key).filter(|(_, p)| p.phase.is_off());
         let covers: BTreeSet<ProcessId> = covers.map(|(id, _)| id).collect();
-        let fits = self.gpu_error.is_none() && self.ledger.fits(key, &needs, &self.gpus, margin);
+        let fits = self.gpu_error.is_none() && self.fits(key, &needs, margin);
         let home = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
         let Some(grant) = self.grants.get_mut(key) else { return };
         if fits && !grant.doubted && needs.iter().all(|need| grant.uuids.contains(&need.uuid)) {

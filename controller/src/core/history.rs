@@ -12,6 +12,8 @@
 //! prewake:     pauses after an offload that agree within a quarter: back before the shortest
 //! ```
 
+use std::sync::LazyLock;
+
 use super::Millis;
 
 /// Bins to an octave.
@@ -50,16 +52,10 @@ struct Counts {
 }
 
 /// Pauses by the pace before them.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Pauses {
-    counts: Vec<Option<Box<Counts>>>,
+    counts: [Option<Box<Counts>>; PACES],
     seen: u32,
-}
-
-impl Default for Pauses {
-    fn default() -> Pauses {
-        Pauses { counts: vec![None; PACES], seen: 0 }
-    }
 }
 
 impl Pauses {
@@ -156,12 +152,12 @@ impl History {
         let wake_s = wish.wake_cost_ms as f32 / 1000.0 * (1.0 + RETURN_S * calls_per_s);
         let mut longer: f32 = weights.iter().sum();
         let (mut held, mut best) = (0.0, (f32::INFINITY, PAUSE_MS));
-        for (bin, weight) in weights.iter().enumerate() {
-            let end = end_of(bin);
+        let Ends { s, ms } = &*ENDS;
+        for ((weight, end), at) in weights.iter().zip(s).zip(ms) {
             held += weight * end * 0.92;
             longer -= weight;
             let cost = held + longer * (end + wake_s);
-            let at = (end * 1000.0) as Millis;
+            let at = *at;
             if at > wish.at_most_ms {
                 break;
             }
@@ -177,9 +173,8 @@ impl History {
     pub fn expected_return_ms(&self, idle_ms: Millis, node: &Pauses) -> Millis {
         let idle = idle_ms as f32 / 1000.0;
         let (mut sum, mut weight) = (0.0, 0.0);
-        for (bin, count) in self.weights(node).iter().enumerate() {
-            let end = end_of(bin);
-            if end > idle {
+        for (count, end) in self.weights(node).iter().zip(&ENDS.s) {
+            if *end > idle {
                 weight += count;
                 sum += count * (end - idle);
             }
@@ -226,13 +221,16 @@ fn bin_of(pause_ms: Millis) -> usize {
     (bin.max(0.0) as usize).min(BINS - 1)
 }
 
-/// The longest pause of a bin, in seconds.
-fn end_of(bin: usize) -> f32 {
-    ENDS[bin]
+/// The longest pause of each bin.
+struct Ends {
+    s: Bins,
+    ms: [Millis; BINS],
 }
 
-static ENDS: std::sync::LazyLock<Bins> =
-    std::sync::LazyLock::new(|| std::array::from_fn(|bin| (bin as f32 / PER_OCTAVE).exp2()));
+static ENDS: LazyLock<Ends> = LazyLock::new(|| {
+    let s: Bins = std::array::from_fn(|bin| (bin as f32 / PER_OCTAVE).exp2());
+    Ends { s, ms: s.map(|end| (end * 1000.0) as Millis) }
+});
 
 #[cfg(test)]
 mod tests {

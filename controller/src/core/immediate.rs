@@ -47,22 +47,21 @@ impl Node {
         self.containers.get(key).is_some_and(urgent) && !self.container_needs(key).is_empty()
     }
 
-    /// Everybody who waits, whose turn it is first. One that is urgent goes before the others
+    /// Adds everybody who waits, whose turn it is first. One that is urgent goes before the others
     /// of its priority and below, however long they have waited.
-    pub(super) fn turns(&self) -> Vec<Key> {
-        let order = self.queue.in_order(self.now);
+    pub(super) fn turns_into(&self, turns: &mut Vec<Key>) {
+        self.queue.order_into(self.now, turns);
         let possible = self.settings.policies.may_be_immediate();
-        if !possible || !order.iter().any(|key| self.is_urgent(key)) {
-            return order;
+        if !possible || !turns.iter().any(|key| self.is_urgent(key)) {
+            return;
         }
         let priority = |key: &Key| self.containers.get(key).map(|c| c.policy.priority);
-        let mut turns: Vec<Key> = Vec::with_capacity(order.len());
+        let order = std::mem::take(turns);
         for key in order {
             let behind = |other: &Key| !self.is_urgent(other) && priority(other) <= priority(&key);
             let place = turns.iter().position(|other| self.is_urgent(&key) && behind(other));
             turns.insert(place.unwrap_or(turns.len()), key);
         }
-        turns
     }
 
     /// Takes what is missing for an urgent container from neighbours that are in use, beside

@@ -14,12 +14,14 @@ pub struct Ledger {
 
 impl Ledger {
     /// Whether `needs` fit beside the promises made to others, each device keeping
-    /// `margin(total)` bytes free. A device that is not in `gpus` has no room.
+    /// `margin(total)` bytes free. A device that is not in `gpus` has no room. `held(uuid)`: what
+    /// the container has there already, in bytes.
     #[must_use]
     pub fn fits(
         &self,
         key: &Key,
         needs: &[DeviceBytes],
+        held: impl Fn(&str) -> u64,
         gpus: &[GpuSample],
         margin: fn(u64) -> u64,
     ) -> bool {
@@ -35,7 +37,8 @@ impl Ledger {
                 let free = gpu.total_bytes.saturating_sub(gpu.used_bytes);
                 let margin = margin(gpu.total_bytes);
                 // Who had nearly all of a device returns to what it had, or never would.
-                let fills = need.bytes > gpu.total_bytes.saturating_sub(margin);
+                let had = need.bytes.saturating_add(held(&need.uuid));
+                let fills = had > gpu.total_bytes.saturating_sub(margin);
                 let margin = if fills { 0 } else { margin };
                 need.bytes.saturating_add(others).saturating_add(margin) <= free
             })
@@ -85,23 +88,36 @@ mod tests {
         GpuSample { uuid: "GPU-0".into(), total_bytes, used_bytes, ..GpuSample::default() }
     }
 
+    fn nothing(_: &str) -> u64 {
+        0
+    }
+
     fn need(bytes: u64) -> Vec<DeviceBytes> {
         vec![DeviceBytes { uuid: "GPU-0".into(), bytes }]
     }
 
     #[test]
     fn an_unknown_device_has_no_room() {
-        assert!(!Ledger::default().fits(&key(1), &need(1), &[], margin_bytes));
+        assert!(!Ledger::default().fits(&key(1), &need(1), nothing, &[], margin_bytes));
     }
 
     #[test]
     fn ones_own_promise_does_not_stand_in_the_way() {
         let mut ledger = Ledger::default();
         ledger.promise(&key(1), need(900));
-        assert!(ledger.fits(&key(1), &need(900), &[gpu(1000, 0)], margin_bytes));
-        assert!(!ledger.fits(&key(2), &need(900), &[gpu(1000, 0)], margin_bytes));
+        assert!(ledger.fits(&key(1), &need(900), nothing, &[gpu(1000, 0)], margin_bytes));
+        assert!(!ledger.fits(&key(2), &need(900), nothing, &[gpu(1000, 0)], margin_bytes));
         ledger.release(&key(1));
-        assert!(ledger.fits(&key(2), &need(900), &[gpu(1000, 0)], margin_bytes));
+        assert!(ledger.fits(&key(2), &need(900), nothing, &[gpu(1000, 0)], margin_bytes));
+    }
+
+    #[test]
+    fn who_had_nearly_all_of_a_device_returns_to_it_also_where_a_part_of_it_never_left() {
+        let ledger = Ledger::default();
+        let fits =
+            |held: u64| ledger.fits(&key(1), &need(740), |_| held, &[gpu(1000, 250)], margin_bytes);
+        assert!(fits(250));
+        assert!(!fits(0), "of others: then there is no room for what the driver takes beside");
     }
 
     proptest! {
@@ -112,7 +128,8 @@ mod tests {
             let used = total / 4;
             for (who, bytes, take) in asks {
                 if take {
-                    if ledger.fits(&key(who), &need(bytes), &[gpu(total, used)], margin_bytes) {
+                    let gpus = [gpu(total, used)];
+                    if ledger.fits(&key(who), &need(bytes), nothing, &gpus, margin_bytes) {
                         ledger.promise(&key(who), need(bytes));
                     }
                 } else {

@@ -46,7 +46,7 @@ mod way_out;
 pub mod window;
 pub mod wishes;
 
-pub use effect::{Effect, Record, RecordedProcess};
+pub use effect::{Change, Effect, Record, RecordedProcess};
 pub use input::{Answer, CommandId, GpuSample, Input, Request, Survey};
 pub use node::{Node, Settings};
 

@@ -15,7 +15,7 @@ use foldhash::fast::FixedState;
 use indexmap::IndexMap;
 
 use super::{
-    DeviceBytes, Effect, Key, Millis, ProcessId,
+    Change, DeviceBytes, Effect, Key, Millis, ProcessId,
     container::{Container, Goal},
     grant::Grant,
     history::Pauses,
@@ -89,6 +89,8 @@ pub struct Node {
     pub(super) left: Vec<DeviceBytes>,
     pub(super) ledger: Ledger,
     pub(super) queue: Queue,
+    /// Empty; its room is used again for who waits, in order of turns.
+    pub(super) turns: Vec<Key>,
     pub(super) grants: BTreeMap<Key, Grant>,
     pub(super) hold_orders: BTreeMap<u64, (Key, ProcessId)>,
     pub(super) recalled: BTreeMap<(Key, u32, u64), Recalled>,
@@ -113,6 +115,18 @@ impl Node {
     /// Takes one input and says what is to be done, in order.
     #[must_use]
     pub fn handle(&mut self, now: Millis, input: Input) -> Vec<Effect> {
+        self.decide(now, input);
+        std::mem::take(&mut self.effects)
+    }
+
+    /// Takes one input and adds what is to be done, in order: for one who feeds millions, and
+    /// has a place for effects already.
+    pub fn handle_into(&mut self, now: Millis, input: Input, effects: &mut Vec<Effect>) {
+        self.decide(now, input);
+        effects.append(&mut self.effects);
+    }
+
+    fn decide(&mut self, now: Millis, input: Input) {
         let silent_ms = now.saturating_sub(self.now);
         self.now = self.now.max(now);
         if silent_ms > PROOF_HOLDS_MS {
@@ -148,7 +162,6 @@ impl Node {
         if may_serve {
             self.serve_queue();
         }
-        std::mem::take(&mut self.effects)
     }
 
     /// Tells the wall clock at a moment of the node's: windows are times of the week.
@@ -248,11 +261,8 @@ impl Node {
 
     pub(super) fn publish(&mut self, key: &Key, event: Event) {
         let name = self.containers.get(key).map(Container::display_name).unwrap_or_default();
-        self.effects.push(Effect::Publish(Event {
-            key: key.as_str().to_owned(),
-            container: name,
-            ..event
-        }));
+        let event = Event { key: key.as_str().to_owned(), container: name, ..event };
+        self.effects.push(Effect::Publish(Box::new(event)));
     }
 
     /// Shows a new state, with why. The same state again only renews the reason.
@@ -276,19 +286,16 @@ impl Node {
         }
         container.state = to;
         container.since = now;
-        self.publish(
-            key,
-            Event {
-                kind: "state".into(),
-                from: from.as_str().to_owned(),
-                to: to.as_str().to_owned(),
-                reason: reason.as_str().to_owned(),
-                text: text_of(reason, detail),
-                bytes,
-                elapsed_ms,
-                ..Event::default()
-            },
-        );
+        self.effects.push(Effect::Changed(Change {
+            key: key.clone(),
+            container: container.display_name(),
+            from,
+            to,
+            reason,
+            detail: detail.to_owned(),
+            bytes,
+            elapsed_ms,
+        }));
     }
 
     fn message(&mut self, id: ProcessId, message: AgentMessage) {

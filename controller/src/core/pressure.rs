@@ -39,7 +39,7 @@ impl Node {
             };
             let reason = Reason::WaitingForVram.to_string();
             let event = Event { kind: "pressure".into(), reason, text, ..Event::default() };
-            self.effects.push(super::Effect::Publish(event));
+            self.effects.push(super::Effect::Publish(Box::new(event)));
         }
     }
 

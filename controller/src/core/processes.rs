@@ -4,10 +4,11 @@
 //! device, and which containers are half way home. Who was handed out for a change is
 //! counted again before the next answer.
 
-use std::collections::{BTreeSet, HashMap, hash_map};
+use std::collections::{BTreeSet, HashMap};
 
 use affinode_proto::wire::Phase;
 use foldhash::fast::FixedState;
+use indexmap::{IndexMap, map};
 
 use super::{DeviceBytes, Key, ProcessId, process::Process};
 
@@ -15,8 +16,9 @@ use super::{DeviceBytes, Key, ProcessId, process::Process};
 /// container many times at every input.
 #[derive(Debug, Default)]
 pub struct Processes {
-    by_key: HashMap<Key, Siblings, FixedState>,
-    keys: HashMap<ProcessId, Key, FixedState>,
+    by_key: IndexMap<Key, Siblings, FixedState>,
+    /// Which of them a process is among.
+    places: HashMap<ProcessId, usize, FixedState>,
     /// Containers whose processes may have changed since they were counted.
     touched: Vec<Key>,
     wanted: HashMap<String, u128, FixedState>,
@@ -68,9 +70,10 @@ impl Processes {
     /// Takes a process in, in place of one of the same number.
     pub fn insert(&mut self, id: ProcessId, process: Process) {
         self.remove(&id);
-        self.keys.insert(id, process.key.clone());
         let key = process.key.clone();
-        let siblings = self.by_key.entry(key.clone()).or_default();
+        let entry = self.by_key.entry(key.clone());
+        self.places.insert(id, entry.index());
+        let siblings = entry.or_default();
         siblings.touch(&key, &mut self.touched);
         let place = siblings.list.partition_point(|(other, _)| *other < id);
         siblings.list.insert(place, (id, process));
@@ -78,9 +81,8 @@ impl Processes {
 
     /// Takes a process out.
     pub fn remove(&mut self, id: &ProcessId) -> Option<Process> {
-        let key = self.keys.remove(id)?;
-        let siblings = self.by_key.get_mut(&key)?;
-        siblings.touch(&key, &mut self.touched);
+        let (key, siblings) = self.by_key.get_index_mut(self.places.remove(id)?)?;
+        siblings.touch(key, &mut self.touched);
         let place = siblings.list.iter().position(|(other, _)| other == id)?;
         Some(siblings.list.remove(place).1)
     }
@@ -88,22 +90,28 @@ impl Processes {
     /// The process of that number.
     #[must_use]
     pub fn get(&self, id: &ProcessId) -> Option<&Process> {
-        let siblings = self.by_key.get(self.keys.get(id)?)?;
+        let (_, siblings) = self.by_key.get_index(*self.places.get(id)?)?;
         siblings.list.iter().find(|(other, _)| other == id).map(|(_, process)| process)
     }
 
     /// The process of that number. Its key stays as it is.
     pub fn get_mut(&mut self, id: &ProcessId) -> Option<&mut Process> {
-        let key = self.keys.get(id)?;
-        let siblings = self.by_key.get_mut(key)?;
+        let (key, siblings) = self.by_key.get_index_mut(*self.places.get(id)?)?;
         siblings.touch(key, &mut self.touched);
+        siblings.list.iter_mut().find(|(other, _)| other == id).map(|(_, process)| process)
+    }
+
+    /// The process of that number, for a change that nothing is counted of: neither its phase
+    /// nor its VRAM. Pages are most of what comes.
+    pub fn get_mut_uncounted(&mut self, id: &ProcessId) -> Option<&mut Process> {
+        let (_, siblings) = self.by_key.get_index_mut(*self.places.get(id)?)?;
         siblings.list.iter_mut().find(|(other, _)| other == id).map(|(_, process)| process)
     }
 
     /// All numbers, in order.
     #[must_use]
     pub fn ids(&self) -> Vec<ProcessId> {
-        let mut ids: Vec<ProcessId> = self.keys.keys().copied().collect();
+        let mut ids: Vec<ProcessId> = self.places.keys().copied().collect();
         ids.sort_unstable();
         ids
     }
@@ -148,7 +156,7 @@ impl Processes {
 
     fn count(&mut self) {
         for key in std::mem::take(&mut self.touched) {
-            let hash_map::Entry::Occupied(mut entry) = self.by_key.entry(key) else { continue };
+            let map::Entry::Occupied(mut entry) = self.by_key.entry(key) else { continue };
             let siblings = entry.get_mut();
             siblings.touched = false;
             if !siblings.wants().eq(&siblings.wants) {
@@ -168,7 +176,12 @@ impl Processes {
                 self.half_way.remove(entry.key());
             }
             if entry.get().list.is_empty() {
-                entry.remove();
+                let place = entry.index();
+                entry.swap_remove();
+                // The last one stands there now.
+                for (id, _) in self.by_key.get_index(place).iter().flat_map(|(_, s)| &s.list) {
+                    self.places.insert(*id, place);
+                }
             }
         }
     }
@@ -236,6 +249,9 @@ mod tests {
                         p.away = (p.phase == Phase::Away).then(|| held(device, bytes));
                     },
                     _ => {
+                        for id in all.ids() {
+                            prop_assert_eq!(all.get(&id).map(|p| p.key.clone()), Some(key(id.0 / 2)));
+                        }
                         for device in 0..3 {
                             let uuid = format!("GPU-{device}");
                             let of_device = all.values().flat_map(wants).filter(|w| w.uuid == uuid);

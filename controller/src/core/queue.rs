@@ -1,58 +1,75 @@
 //! Who waits for VRAM: first come first served within a priority; waiting raises
 //! the priority by one for each [`AGING_MS`], so nobody waits forever.
 
-use std::cmp::Reverse;
+use std::{
+    cmp::Reverse,
+    collections::{HashMap, VecDeque},
+};
+
+use foldhash::fast::FixedState;
 
 use super::{Key, Millis};
 
 /// How long a waiter waits for one step of priority, in milliseconds.
 pub const AGING_MS: Millis = 10_000;
 
+/// The highest priority first, then who has waited longest, then who came first: the order of
+/// turns, as long as nobody has aged past one of a higher priority. No two are alike.
+type Place = (Reverse<i32>, Millis, u64);
+
 #[derive(Clone, Debug)]
 struct Waiter {
     key: Key,
-    priority: i32,
-    since: Millis,
+    place: Place,
 }
 
 impl Waiter {
     /// The least comes first: the highest priority, as it has aged, then the longest wait.
     fn turn(&self, now: Millis) -> (Reverse<i64>, Millis) {
-        let aged = i64::try_from(now.saturating_sub(self.since) / AGING_MS).unwrap_or(i64::MAX);
-        (Reverse(i64::from(self.priority).saturating_add(aged)), self.since)
+        let (Reverse(priority), since, _) = self.place;
+        let aged = i64::try_from(now.saturating_sub(since) / AGING_MS).unwrap_or(i64::MAX);
+        (Reverse(i64::from(priority).saturating_add(aged)), since)
     }
 }
 
 /// The containers that wait, each at most once.
 #[derive(Debug, Default)]
 pub struct Queue {
-    /// By priority, the highest first, then by how long, then in order of arrival: the order
-    /// of turns, as long as nobody has aged past one of a higher priority.
-    waiters: Vec<Waiter>,
+    /// In order of their places.
+    waiters: VecDeque<Waiter>,
+    places: HashMap<Key, Place, FixedState>,
+    arrivals: u64,
 }
 
 impl Queue {
     /// Adds a container; one that waits already keeps its place.
     pub fn enter(&mut self, key: &Key, priority: i32, now: Millis) {
         if !self.contains(key) {
-            let waiter = Waiter { key: key.clone(), priority, since: now };
-            let place = (Reverse(priority), now);
-            let at = self.waiters.partition_point(|w| (Reverse(w.priority), w.since) <= place);
-            self.waiters.insert(at, waiter);
+            self.arrivals += 1;
+            let place = (Reverse(priority), now, self.arrivals);
+            let at = self.waiters.partition_point(|waiter| waiter.place < place);
+            self.waiters.insert(at, Waiter { key: key.clone(), place });
+            self.places.insert(key.clone(), place);
         }
     }
 
     /// Takes a container out, waiting or not.
     pub fn leave(&mut self, key: &Key) {
-        if let Some(at) = self.waiters.iter().position(|waiter| waiter.key == *key) {
+        if let Some(at) = self.find(key) {
             self.waiters.remove(at);
+            self.places.remove(key);
         }
     }
 
     /// Whether it waits.
     #[must_use]
     pub fn contains(&self, key: &Key) -> bool {
-        self.waiters.iter().any(|waiter| waiter.key == *key)
+        self.places.contains_key(key)
+    }
+
+    fn find(&self, key: &Key) -> Option<usize> {
+        let place = self.places.get(key)?;
+        self.waiters.binary_search_by_key(place, |waiter| waiter.place).ok()
     }
 
     /// How many wait.
@@ -70,24 +87,31 @@ impl Queue {
     /// Everybody who waits, whose turn it is first.
     #[must_use]
     pub fn in_order(&self, now: Millis) -> Vec<Key> {
+        let mut order = Vec::new();
+        self.order_into(now, &mut order);
+        order
+    }
+
+    /// Adds everybody who waits, whose turn it is first.
+    pub fn order_into(&self, now: Millis, order: &mut Vec<Key>) {
         if self.are_alike() {
-            return self.waiters.iter().map(|w| w.key.clone()).collect();
+            return order.extend(self.waiters.iter().map(|w| w.key.clone()));
         }
         let mut sorted: Vec<&Waiter> = self.waiters.iter().collect();
         // Stable: equal turns keep the order of arrival.
         sorted.sort_by_cached_key(|w| w.turn(now));
-        sorted.into_iter().map(|w| w.key.clone()).collect()
+        order.extend(sorted.into_iter().map(|w| w.key.clone()));
     }
 
     /// Whether all have the same priority: they age alike.
     fn are_alike(&self) -> bool {
-        self.waiters.first().map(|w| w.priority) == self.waiters.last().map(|w| w.priority)
+        self.waiters.front().map(|w| w.place.0) == self.waiters.back().map(|w| w.place.0)
     }
 
     /// Place in the queue, 0 for the next; `None` when it does not wait.
     #[must_use]
     pub fn position(&self, key: &Key, now: Millis) -> Option<usize> {
-        let at = self.waiters.iter().position(|waiter| waiter.key == *key)?;
+        let at = self.find(key)?;
         if self.are_alike() {
             return Some(at);
         }

@@ -17,7 +17,7 @@ use super::{
 impl Node {
     pub(super) fn page(&mut self, id: ProcessId, page: PageSnapshot) {
         let now = self.now;
-        let Some(process) = self.processes.get_mut(&id) else {
+        let Some(process) = self.processes.get_mut_uncounted(&id) else {
             return;
         };
         let moved = idle::moved(process.page.as_ref(), &page);
@@ -27,16 +27,17 @@ impl Node {
         let news = ipc_refused(&page) && !process.page.as_ref().is_some_and(ipc_refused);
         process.carried.bytes = page.carried_bytes;
         process.page = Some(page);
+        if !moved && !news {
+            return;
+        }
+        let key = process.key.clone();
         if news {
-            let (key, text) = (process.key.clone(), ipc_refused_text(process.identity.pid));
+            let text = ipc_refused_text(process.identity.pid);
             self.publish(&key, Event { kind: "process".into(), text, ..Event::default() });
         }
         if !moved {
             return;
         }
-        let Some(key) = self.processes.get(&id).map(|p| p.key.clone()) else {
-            return;
-        };
         let Some(container) = self.containers.get_mut(&key) else {
             return;
         };

@@ -50,7 +50,7 @@ impl Node {
         let lies = phase.is_off() && process.away.is_none() && !was_off;
         let phase = if lies { Phase::Open } else { phase };
         let came_from_parked = process.phase == Phase::Parked;
-        let gone = process.gone();
+        let gone = if came_from_parked { process.gone() } else { None };
         process.phase = phase;
         process.carried = match was_off || process.away.is_some() {
             true => carried,

@@ -69,6 +69,9 @@ impl Node {
             std::mem::take(&mut container.commands).into_iter().partition(|(_, r)| *r == which);
         container.commands = others;
         let asked: Vec<(CommandId, Request)> = asked;
+        if asked.is_empty() {
+            return;
+        }
         let (reason, detail) = container.reason.clone();
         let response = ActionResponse {
             done,

@@ -210,9 +210,7 @@ impl Node {
     /// Whether a container may come back without anybody's leaving or waiting for it.
     pub(super) fn has_room_to_spare(&self, key: &Key) -> bool {
         let needs = self.container_needs(key);
-        self.queue.is_empty()
-            && self.gpu_error.is_none()
-            && self.ledger.fits(key, &needs, &self.gpus, margin_bytes)
+        self.queue.is_empty() && self.gpu_error.is_none() && self.fits(key, &needs, margin_bytes)
     }
 
     /// Lets a container come back ahead of a call, and stay until then if none comes.

@@ -146,10 +146,7 @@ impl Node {
         let called = self.containers.get(key).is_some_and(|c| c.wake_began.is_some());
         let together = merge_needs(away.iter().chain([&want.need]));
         // What a copy left on the device is there beside it.
-        let held = |uuid: &str| -> u64 {
-            let devices = self.processes.of(key).flat_map(|(_, p)| &p.vram);
-            devices.filter(|held| held.uuid == uuid).map(|held| held.bytes).sum()
-        };
+        let held = |uuid: &str| self.held_bytes(key, uuid);
         let fits = |need: &DeviceBytes| {
             let gpu = self.gpus.iter().find(|gpu| gpu.uuid == need.uuid);
             let room = |gpu: &super::GpuSample| gpu.total_bytes - margin_bytes(gpu.total_bytes);

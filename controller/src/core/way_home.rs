@@ -93,29 +93,29 @@ impl Node {
             .filter(|(_, p)| p.phase.is_off())
             .flat_map(|(_, p)| self.needs(p))
             .collect();
-        if needs.is_empty() {
-            return needs;
-        }
-        let mut needs = merge_needs(&needs);
+        let mut needs = if needs.len() > 1 { merge_needs(&needs) } else { needs };
         // Of some it may not be known: a device that nobody else uses has held them all before.
         let known = |uuid: &str| -> u64 {
             let of_key = self.processes.of(key).filter(|(_, p)| p.phase.is_off());
             let devices = of_key.filter_map(|(_, p)| p.gone()).flatten();
             devices.filter(|need| need.uuid == uuid).map(|need| need.bytes).sum()
         };
-        let held = |uuid: &str| -> u64 {
-            let devices = self.processes.of(key).flat_map(|(_, p)| &p.vram);
-            devices.filter(|held| held.uuid == uuid).map(|held| held.bytes).sum()
-        };
         for need in &mut needs {
             if let Some(gpu) = self.gpus.iter().find(|gpu| gpu.uuid == need.uuid) {
-                let others = most_of(gpu.total_bytes).saturating_sub(held(&need.uuid));
+                let others =
+                    most_of(gpu.total_bytes).saturating_sub(self.held_bytes(key, &need.uuid));
                 if need.bytes > others {
                     need.bytes = need.bytes.min(others.max(known(&need.uuid)));
                 }
             }
         }
         needs
+    }
+
+    /// What a container has on a device now, in bytes.
+    pub(super) fn held_bytes(&self, key: &Key, uuid: &str) -> u64 {
+        let devices = self.processes.of(key).flat_map(|(_, p)| &p.vram);
+        devices.filter(|held| held.uuid == uuid).map(|held| held.bytes).sum()
     }
 
     pub(super) fn advance_home(&mut self, key: &Key, positions: &[Position]) {

@@ -291,7 +291,8 @@ impl Actor {
                     let _ = waiter.send(answer);
                 }
             }
-            Effect::Publish(event) => self.publish(event),
+            Effect::Changed(change) => self.publish(change.into()),
+            Effect::Publish(event) => self.publish(*event),
             Effect::End { identity, by_force } => {
                 if let Err(error) = process::end(&identity, by_force) {
                     tracing::error!(pid = identity.pid, %error, "the process cannot be ended");

@@ -241,11 +241,11 @@ impl Live {
             Effect::Prove(key, number) => {
                 self.inputs.push_back(Input::Proven(key, number, Ok(self.gpus())));
             }
-            Effect::Publish(event) => {
-                if event.to == State::Offloaded.as_str() || event.to == State::Active.as_str() {
+            Effect::Changed(change) => {
+                if matches!(change.to, State::Offloaded | State::Active) {
                     self.inputs.push_back(Input::Gpus(Ok(self.gpus())));
                 }
-                self.decisions.extend(Decision::of(self.now, &event));
+                self.decisions.extend(Decision::of(self.now, &change));
             }
             _ => {}
         }

@@ -360,3 +360,15 @@ fn an_allocation_that_waits_brings_home_whom_the_next_controller_finds_away() {
     steps.extend([Step::Join(1), Step::Join(1)]);
     run(steps).unwrap();
 }
+
+/// A part of what it had never left: with the margin beside the rest, it would wait for ever.
+#[test]
+fn one_that_had_nearly_all_of_a_device_and_is_parked_comes_home() {
+    let mut steps = vec![Step::Join(0), Step::Join(2), Step::Join(2), Step::Work(2)];
+    steps.extend([Step::Allocate(2, 380), Step::Join(2), Step::Tick, Step::Tick, Step::Tick]);
+    steps.extend([Step::Join(0), Step::Allocate(2, 485), Step::Allocate(2, 56), Step::Question]);
+    steps.extend([Step::Question, Step::Work(3), Step::Join(0), Step::Allocate(2, 60)]);
+    steps.extend([Step::Join(0), Step::Work(2), Step::Restart(false), Step::Exit(0)]);
+    steps.extend([Step::Exit(0), Step::Call(0)]);
+    run_with(&[2], steps).unwrap();
+}

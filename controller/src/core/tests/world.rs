@@ -158,7 +158,7 @@ impl World {
                 Effect::Publish(event) if event.kind == "refused" => {
                     self.refused.push(event.reason);
                 }
-                Effect::Drop(_) | Effect::Publish(_) => {}
+                Effect::Drop(_) | Effect::Changed(_) | Effect::Publish(_) => {}
             }
         }
     }

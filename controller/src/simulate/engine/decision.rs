@@ -1,8 +1,8 @@
 //! What the node decided, and when.
 
-use affinode_proto::{api::control::Event, state::State};
+use affinode_proto::state::State;
 
-use crate::core::Millis;
+use crate::core::{Change, Millis};
 
 /// A step of a container on its way out or home.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -18,18 +18,17 @@ pub struct Decision {
 }
 
 impl Decision {
-    /// The decision that an event tells, if it tells one. That somebody is shown idle, or in use
+    /// The decision behind a change, if there is one. That somebody is shown idle, or in use
     /// again, is none: nothing moves.
     #[must_use]
-    pub fn of(at_ms: Millis, event: &Event) -> Option<Decision> {
-        let word = |state: State| event.to == state.as_str();
-        let from_idle = event.from == State::Idle.as_str();
-        let shown = word(State::Idle) || word(State::Active) && from_idle;
-        (event.kind == "state" && !shown).then(|| Decision {
+    pub fn of(at_ms: Millis, change: &Change) -> Option<Decision> {
+        let shown =
+            matches!((change.from, change.to), (_, State::Idle) | (State::Idle, State::Active));
+        (!shown).then(|| Decision {
             at_ms,
-            key: event.key.clone(),
-            to: event.to.clone(),
-            reason: event.reason.clone(),
+            key: change.key.to_string(),
+            to: change.to.to_string(),
+            reason: change.reason.to_string(),
         })
     }
 }

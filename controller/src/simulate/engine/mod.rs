@@ -9,16 +9,14 @@
 //! again about a container when [`Node::due_at`] says so; while somebody waits, twice a
 //! second.
 
+mod agenda;
 mod decision;
 pub(super) mod names;
 mod orders;
 mod outcome;
 mod process;
 
-use std::{
-    cmp::Ordering,
-    collections::{BinaryHeap, VecDeque},
-};
+use std::collections::VecDeque;
 
 use affinode_proto::{
     api::control::Announcement,
@@ -27,6 +25,7 @@ use affinode_proto::{
 
 pub use self::decision::Decision;
 use self::{
+    agenda::Agenda,
     names::{id, key, pid, uuid},
     orders::Step,
     process::Process,
@@ -39,7 +38,7 @@ use super::{
     stay,
 };
 use crate::core::{
-    DeviceBytes, Input, Millis, Node, Settings,
+    DeviceBytes, Effect, Input, Millis, Node, Settings,
     input::{Carried, Identity},
     ledger::margin_bytes,
 };
@@ -62,50 +61,17 @@ enum Event {
     Poll,
 }
 
-/// When it happens, and which of those of one moment was planned first.
-#[derive(Clone, Copy, Debug)]
-struct Planned {
-    at: Millis,
-    sequence: u64,
-    event: Event,
-}
-
-impl Planned {
-    fn place(&self) -> u128 {
-        u128::from(self.at) << 64 | u128::from(self.sequence)
-    }
-}
-
-impl PartialEq for Planned {
-    fn eq(&self, other: &Planned) -> bool {
-        self.place() == other.place()
-    }
-}
-
-impl Eq for Planned {}
-
-impl PartialOrd for Planned {
-    fn partial_cmp(&self, other: &Planned) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-/// The next one is the greatest.
-impl Ord for Planned {
-    fn cmp(&self, other: &Planned) -> Ordering {
-        other.place().cmp(&self.place())
-    }
-}
-
 struct World<'a> {
     node: Node,
     now: Millis,
-    events: BinaryHeap<Planned>,
-    sequence: u64,
+    agenda: Agenda,
     processes: Vec<Process<'a>>,
     /// By device.
     uuids: Vec<String>,
+    /// What the node is told when everything before it is carried out.
     inputs: VecDeque<Input>,
+    /// Empty; its room is used again.
+    effects: Vec<Effect>,
     machine: Machine,
     costs: Calibration,
     foresight: Foresight,
@@ -187,11 +153,11 @@ impl<'a> World<'a> {
         World {
             node: Node::new(settings.clone()),
             now: 0,
-            events: BinaryHeap::new(),
-            sequence: 0,
+            agenda: Agenda::default(),
             processes: Vec::new(),
             uuids: (0..machine.gpus).map(uuid).collect(),
             inputs: VecDeque::new(),
+            effects: Vec::new(),
             machine,
             costs,
             foresight: contender.foresight,
@@ -217,9 +183,9 @@ impl<'a> World<'a> {
         // A trace begins on a Monday, at midnight.
         self.node.tell_clock(0, 4 * 86_400_000);
         self.begin(trace)?;
-        while let Some(Planned { at, event, .. }) = self.events.pop() {
+        while let Some((at, event)) = self.agenda.next() {
             self.now = at;
-            let quiet = matches!(event, Event::Poll) && self.events.is_empty();
+            let quiet = matches!(event, Event::Poll) && self.agenda.is_empty();
             let since = if quiet { *self.quiet_since.get_or_insert(at) } else { at };
             self.quiet_since = self.quiet_since.filter(|_| quiet);
             if at - since > STUCK_MS {
@@ -290,21 +256,19 @@ impl<'a> World<'a> {
     }
 
     fn at(&mut self, when: Millis, event: Event) {
-        self.sequence += 1;
-        self.events.push(Planned { at: when, sequence: self.sequence, event });
+        self.agenda.plan(when, event);
     }
 
     fn take(&mut self, event: Event) -> Result<(), SimulationError> {
         match event {
-            Event::Arrival(n) => self.called(n as usize),
-            Event::UseEnds(n) => self.use_ends(n as usize),
-            Event::Done(n, step) => self.done(n as usize, step),
+            Event::Arrival(n) => self.called(n as usize)?,
+            Event::UseEnds(n) => self.use_ends(n as usize)?,
+            Event::Done(n, step) => self.done(n as usize, step)?,
             Event::Due(n) => {
                 let n = n as usize;
                 if self.processes[n].due == Some(self.now) {
                     self.processes[n].due = None;
-                    let due = Input::Due(self.processes[n].key.clone());
-                    self.inputs.push_back(due);
+                    self.tell(Input::Due(self.processes[n].key.clone()))?;
                     self.drain()?;
                     self.plan_due(n, AGAIN_MS);
                 }
@@ -314,7 +278,7 @@ impl<'a> World<'a> {
                 // Any input serves the queue; this one reads every device, and does nothing else.
                 let gpus = (0..self.machine.gpus).map(|gpu| self.gpu(gpu, None)).collect();
                 let key = self.processes[0].key.clone();
-                self.inputs.push_back(Input::Proven(key, u64::MAX, Ok(gpus)));
+                self.tell(Input::Proven(key, u64::MAX, Ok(gpus)))?;
             }
         }
         self.drain()?;
@@ -348,12 +312,20 @@ impl<'a> World<'a> {
 
     fn drain(&mut self) -> Result<(), SimulationError> {
         while let Some(input) = self.inputs.pop_front() {
-            for effect in self.node.handle(self.now, input) {
-                self.carry_out(effect)?;
-            }
-            let waiting = self.node.waiting();
-            self.meter.set(self.now, self.resident_bytes, waiting);
+            self.tell(input)?;
         }
+        Ok(())
+    }
+
+    fn tell(&mut self, input: Input) -> Result<(), SimulationError> {
+        let mut effects = std::mem::take(&mut self.effects);
+        self.node.handle_into(self.now, input, &mut effects);
+        for effect in effects.drain(..) {
+            self.carry_out(effect)?;
+        }
+        self.effects = effects;
+        let waiting = self.node.waiting();
+        self.meter.set(self.now, self.resident_bytes, waiting);
         Ok(())
     }
 }

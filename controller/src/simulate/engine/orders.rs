@@ -70,12 +70,14 @@ impl World<'_> {
                 self.inputs.push_back(Input::Proven(asked, proof, gpus));
             }
             Effect::Publish(event) => {
-                if let Some(decisions) = &mut self.decisions {
-                    decisions.extend(Decision::of(self.now, &event));
-                }
                 self.figures.refused += u64::from(event.kind == "refused");
-                if event.to == State::Offloaded.as_str() || event.to == State::Active.as_str() {
-                    let n = number(&event.key);
+            }
+            Effect::Changed(change) => {
+                if let Some(decisions) = &mut self.decisions {
+                    decisions.extend(Decision::of(self.now, &change));
+                }
+                if matches!(change.to, State::Offloaded | State::Active) {
+                    let n = number(change.key.as_str());
                     let reading = self.reading(n);
                     self.inputs.push_back(reading);
                     self.plan_due(n, STEP_MS);
@@ -139,7 +141,7 @@ impl World<'_> {
         }
     }
 
-    pub(super) fn done(&mut self, n: usize, step: Step) {
+    pub(super) fn done(&mut self, n: usize, step: Step) -> Result<(), SimulationError> {
         let (now, p) = (self.now, &mut self.processes[n]);
         let mut outcome = Outcome::Done;
         match step {
@@ -168,14 +170,17 @@ impl World<'_> {
             carried_bytes,
             parked_bytes,
         };
-        self.inputs.push_back(Input::Message(id(n), report));
-        if step == Step::Open && !self.processes[n].waiting.is_empty() {
-            let p = &mut self.processes[n];
-            p.lived.delayed += p.waiting.len() as u64;
-            let now = u32::try_from(now).unwrap_or(u32::MAX);
-            self.delays_ms.extend(p.waiting.iter().map(|since| now.saturating_sub(*since)));
-            self.use_begins(n);
-            self.processes[n].waiting.clear();
+        let report = Input::Message(id(n), report);
+        if step != Step::Open || self.processes[n].waiting.is_empty() {
+            return self.tell(report);
         }
+        let p = &mut self.processes[n];
+        p.lived.delayed += p.waiting.len() as u64;
+        let now = u32::try_from(now).unwrap_or(u32::MAX);
+        self.delays_ms.extend(p.waiting.iter().map(|since| now.saturating_sub(*since)));
+        let page = self.use_begins(n);
+        self.processes[n].waiting.clear();
+        self.tell(report)?;
+        self.tell(page)
     }
 }

@@ -10,7 +10,7 @@ use affinode_proto::wire::{Hazards, Notes, Phase, message::AgentMessage, page::P
 use super::{Event, World, names::id};
 use crate::{
     core::{CommandId, Input, Key, Millis, Request, history::PAUSE_MS},
-    simulate::{contenders::Foresight, figures::Lived, trace::Load},
+    simulate::{SimulationError, contenders::Foresight, figures::Lived, trace::Load},
 };
 
 pub(super) struct Process<'a> {
@@ -74,28 +74,30 @@ impl World<'_> {
         }
     }
 
-    pub(super) fn called(&mut self, n: usize) {
+    pub(super) fn called(&mut self, n: usize) -> Result<(), SimulationError> {
         let now = self.now;
         let p = &mut self.processes[n];
         if p.busy_until.is_some() || p.next_call() != Some(now) {
-            return; // Taken by the use in progress.
+            return Ok(()); // Taken by the use in progress.
         }
         if p.phase == Phase::Open {
-            self.use_begins(n);
-            return;
+            let page = self.use_begins(n);
+            return self.tell(page);
         }
         p.next += 1;
         p.waiting.push(u32::try_from(now).unwrap_or(u32::MAX));
-        if p.waiting.len() == 1 {
+        let first = p.waiting.len() == 1;
+        self.arrival(n);
+        if first {
             self.wakes += 1;
             let wake = AgentMessage::Wake { generation: 1, waiters: 1, hook: 1 };
-            self.inputs.push_back(Input::Message(id(n), wake));
+            self.tell(Input::Message(id(n), wake))?;
         }
-        self.arrival(n);
+        Ok(())
     }
 
-    /// Calls that follow each other without a pause are one use.
-    pub(super) fn use_begins(&mut self, n: usize) {
+    /// Calls that follow each other without a pause are one use. Gives what its page shows.
+    pub(super) fn use_begins(&mut self, n: usize) -> Input {
         let now = self.now;
         let p = &mut self.processes[n];
         let service = Millis::from(p.load.service_ms);
@@ -108,12 +110,11 @@ impl World<'_> {
         p.busy_until = Some(until);
         p.calls += 1;
         p.used_ms += until - now;
-        let page = Input::Page(id(n), self.page(n));
-        self.inputs.push_back(page);
         self.at(until, Event::UseEnds(n as u32));
+        Input::Page(id(n), self.page(n))
     }
 
-    pub(super) fn use_ends(&mut self, n: usize) {
+    pub(super) fn use_ends(&mut self, n: usize) -> Result<(), SimulationError> {
         let now = self.now;
         let p = &mut self.processes[n];
         p.busy_until = None;
@@ -122,13 +123,13 @@ impl World<'_> {
         if self.foresight != Foresight::None {
             self.node.foresee(&key, Some(next.unwrap_or(Millis::MAX)));
         }
-        let page = Input::Page(id(n), self.page(n));
-        self.inputs.push_back(page);
+        self.arrival(n);
+        self.tell(Input::Page(id(n), self.page(n)))?;
         let bytes = self.processes[n].load.vram_bytes;
         let worth = self.wake_cost_ms + self.costs.offload_ms(bytes) + self.costs.restore_ms(bytes);
         if self.foresight == Foresight::Pauses && next.is_none_or(|at| at > now + worth) {
-            self.inputs.push_back(Input::Command(CommandId(0), key, Request::Offload));
+            self.tell(Input::Command(CommandId(0), key, Request::Offload))?;
         }
-        self.arrival(n);
+        Ok(())
     }
 }
