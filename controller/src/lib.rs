@@ -34,7 +34,7 @@ pub mod jobs;
 pub mod journal;
 pub mod metrics;
 pub mod observe;
-mod report;
+pub mod report;
 pub mod schema;
 pub mod simulate;
 mod sys;

@@ -4,8 +4,10 @@
 //! cgroup, starts `controller` and ends: so the controller is nobody's child and
 //! dies with no pod.
 
+use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -61,12 +63,7 @@ pub enum LaunchError {
 impl Launcher {
     /// This binary, for this installation.
     pub fn new(paths: Paths) -> Launcher {
-        // The file may have been replaced since: then run what this process is.
-        let program = std::env::current_exe()
-            .ok()
-            .filter(|path| path.is_file())
-            .unwrap_or_else(|| PathBuf::from("/proc/self/exe"));
-        Launcher { paths, program }
+        Launcher { paths, program: installed(std::env::current_exe().ok()) }
     }
 
     /// A connection to the controller, which is started if there is none. Of many
@@ -137,12 +134,42 @@ impl Launcher {
     }
 }
 
+/// The program of this name that is installed now: the kernel says ` (deleted)` of a file that
+/// another version has replaced. Where none is, what this process is.
+fn installed(exe: Option<PathBuf>) -> PathBuf {
+    let plain = |path: PathBuf| {
+        let bytes = path.as_os_str().as_bytes();
+        let bytes = bytes.strip_suffix(b" (deleted)").unwrap_or(bytes);
+        PathBuf::from(OsStr::from_bytes(bytes))
+    };
+    exe.map(plain).filter(|path| path.is_file()).unwrap_or_else(|| PathBuf::from("/proc/self/exe"))
+}
+
 /// The action `launch`: leaves the pod and starts the controller.
 pub fn launch() -> Result<(), LaunchError> {
     // Fails only where a session was made already.
     let _ = rustix::process::setsid();
     // Best effort: where it fails, the controller lives where the shim does.
     let _ = cgroup::make_and_join(CGROUP, std::process::id());
-    let program = std::env::current_exe().unwrap_or_else(|_| PathBuf::from("/proc/self/exe"));
+    let program = installed(std::env::current_exe().ok());
     Command::new(program).arg("controller").spawn().map(drop).map_err(LaunchError::Spawn)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn a_controller_is_of_the_version_that_is_installed_now() {
+        let folder = tempfile::tempdir().unwrap();
+        let program = folder.path().join("shim");
+        let replaced = || Some(folder.path().join("shim (deleted)"));
+        assert_eq!(installed(replaced()), Path::new("/proc/self/exe"));
+        std::fs::write(&program, "").unwrap();
+        assert_eq!(installed(replaced()), program);
+        assert_eq!(installed(Some(program.clone())), program);
+        assert_eq!(installed(None), Path::new("/proc/self/exe"));
+    }
 }

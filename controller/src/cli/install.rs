@@ -80,9 +80,10 @@ struct Places {
     /// How containerd takes note of its configuration.
     #[arg(long, value_name = "HOW", default_value = "systemd")]
     restart_mode: RestartMode,
-    /// containerd's unit.
-    #[arg(long, value_name = "UNIT", default_value = "containerd")]
-    unit: String,
+    /// containerd's unit; that of k3s or rke2 where containerd is theirs, else containerd, when
+    /// left out.
+    #[arg(long, value_name = "UNIT")]
+    unit: Option<String>,
     /// Only print what would be done.
     #[arg(long)]
     dry_run: bool,

@@ -82,6 +82,15 @@ impl Daemon {
         dump(self.pid, &self.argv)
     }
 
+    /// What its program makes of another file.
+    ///
+    /// # Errors
+    /// Why it cannot be had, for people.
+    pub fn dump_of(&self, file: &Path) -> Result<toml::Table, String> {
+        let name = self.argv.first().cloned().unwrap_or_default();
+        dump(self.pid, &[name, "--config".into(), file.into()])
+    }
+
     /// A variable of its environment.
     #[must_use]
     pub fn variable(&self, name: &str) -> Option<OsString> {

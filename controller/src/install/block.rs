@@ -1,6 +1,6 @@
 //! What is added to containerd's configuration, as text and as what containerd makes of it.
 
-use std::fmt::Write;
+use std::{fmt::Write, path::Path};
 
 use toml::{Table, Value};
 
@@ -13,6 +13,9 @@ const BEGIN: &str =
 const END: &str = "# <<< affinode\n";
 /// Annotations that must reach the shim.
 const ANNOTATIONS: &str = "affinode.io/*";
+/// The stock runtime's type: containerd 2.0 to 2.3 ask no other about its features, and pods of
+/// others have neither user namespaces nor recursive read-only mounts.
+const STOCK_TYPE: &str = "io.containerd.runc.v2";
 /// Keys of a handler that are ours, whatever the handler that is copied says.
 const OWN: [&str; 4] = ["runtime_type", "runtime_path", "pod_annotations", "container_annotations"];
 
@@ -44,8 +47,14 @@ pub enum BlockError {
 }
 
 /// The block for a file of this version, next to `own`, what the file itself says. The
-/// handler is a copy of `nvidia`, or of the default one, as our shim.
-pub fn text(dump: &Table, own: &Table, version: i64, name: &str) -> Result<String, BlockError> {
+/// handler is a copy of `nvidia`, or of the default one, as our shim, which is the file `shim`.
+pub fn text(
+    dump: &Table,
+    own: &Table,
+    version: i64,
+    name: &str,
+    shim: &Path,
+) -> Result<String, BlockError> {
     let plugin = match version {
         2 => PLUGINS[0],
         3.. => PLUGINS[1],
@@ -58,7 +67,15 @@ pub fn text(dump: &Table, own: &Table, version: i64, name: &str) -> Result<Strin
     }
     let default = cri.get("default_runtime_name").and_then(Value::as_str).unwrap_or("runc");
     let model = ["nvidia", default].into_iter().find_map(|n| handlers.get(n)?.as_table());
-    let mut blocks = vec![(name.to_owned(), like(model))];
+    let mut handler = like(model);
+    if version > 2 {
+        handler.insert("runtime_type".into(), STOCK_TYPE.into());
+        handler.insert("runtime_path".into(), shim.display().to_string().into());
+    } else {
+        // Some of containerd 1.x pass over the path, and pods would run without us.
+        handler.insert("runtime_type".into(), RUNTIME_TYPE.into());
+    }
+    let mut blocks = vec![(name.to_owned(), handler)];
     // containerd 1.x forgets its own handlers when a file names one.
     let named = cri_of(own, PLUGINS[0]).and_then(|cri| cri.get("runtimes"));
     if version == 2 && named.is_none() {
@@ -81,7 +98,12 @@ pub fn text(dump: &Table, own: &Table, version: i64, name: &str) -> Result<Strin
     Ok(text)
 }
 
-/// Our handler, like another one.
+/// The block in what was added.
+pub fn in_text(text: &str) -> &str {
+    text.find(BEGIN).map_or(text, |begin| &text[begin..])
+}
+
+/// Our handler, like another one: all but what runs it.
 fn like(model: Option<&Table>) -> Table {
     let mut handler = Table::new();
     for (key, value) in model.into_iter().flatten() {
@@ -89,7 +111,6 @@ fn like(model: Option<&Table>) -> Table {
             handler.insert(key.clone(), without_defaults(value));
         }
     }
-    handler.insert("runtime_type".into(), RUNTIME_TYPE.into());
     for key in ["pod_annotations", "container_annotations"] {
         let theirs = model.and_then(|model| model.get(key)?.as_array().cloned());
         let mut passed = theirs.unwrap_or_default();
@@ -124,6 +145,11 @@ pub fn cri(config: &Table) -> Option<&Table> {
     PLUGINS.iter().find_map(|plugin| cri_of(config, plugin))
 }
 
+/// Whether a configuration has a handler of that name.
+pub fn has_handler(config: &Table, name: &str) -> bool {
+    cri(config).and_then(|cri| cri.get("runtimes")?.get(name)).is_some()
+}
+
 fn cri_of<'a>(config: &'a Table, plugin: &str) -> Option<&'a Table> {
     config.get("plugins")?.get(plugin)?.get("containerd")?.as_table()
 }
@@ -134,7 +160,12 @@ fn cri_of<'a>(config: &'a Table, plugin: &str) -> Option<&'a Table> {
 /// The first place, beside the handler, where they differ.
 pub fn only_handler_differs(before: &Table, after: &Table, name: &str) -> Result<(), String> {
     let without = |config: &Table| {
-        let mut config = Value::Table(config.clone());
+        let mut config = config.clone();
+        // containerd 1.x tells them in any order.
+        if let Some(Value::Array(imports)) = config.get_mut("imports") {
+            imports.sort_by(|one, other| one.as_str().cmp(&other.as_str()));
+        }
+        let mut config = Value::Table(config);
         for plugin in PLUGINS {
             let handlers = ["plugins", plugin, "containerd", "runtimes"]
                 .iter()
@@ -177,6 +208,8 @@ SystemdCgroup = true
 Root = ""
 "#;
 
+    const SHIM: &str = "/opt/bin/containerd-shim-affinode-v1";
+
     fn table(text: &str) -> Table {
         text.parse().unwrap()
     }
@@ -191,7 +224,7 @@ pod_annotations = ["nvidia.com/*"]
 BinaryName = "/usr/bin/nvidia-container-runtime"
 "#;
         let dump = table(&format!("{V2}{nvidia}"));
-        let text = text(&dump, &dump, 2, "affinode").unwrap();
+        let text = text(&dump, &dump, 2, "affinode", SHIM.as_ref()).unwrap();
         let after = table(&format!("{V2}{nvidia}{text}"));
         let ours = cri(&after).unwrap()["runtimes"]["affinode"].clone();
         assert_eq!(ours["runtime_type"].as_str(), Some(RUNTIME_TYPE));
@@ -202,10 +235,22 @@ BinaryName = "/usr/bin/nvidia-container-runtime"
         assert_eq!(only_handler_differs(&dump, &after, "affinode"), Ok(()));
     }
 
+    /// Asked about its features, our shim says what the stock one says.
+    #[test]
+    fn containerd_2_asks_our_shim_what_it_can_do() {
+        let dump = V2.replace("version = 2", "version = 3").replace(PLUGINS[0], PLUGINS[1]);
+        let text = text(&table(&dump), &table(&dump), 3, "affinode", SHIM.as_ref()).unwrap();
+        let after = table(&format!("{dump}{text}"));
+        let ours = &cri(&after).unwrap()["runtimes"]["affinode"];
+        assert_eq!(ours["runtime_type"].as_str(), Some(STOCK_TYPE));
+        assert_eq!(ours["runtime_path"].as_str(), Some(SHIM));
+        assert_eq!(ours["options"]["SystemdCgroup"].as_bool(), Some(true));
+    }
+
     #[test]
     fn a_file_that_names_no_handler_gets_those_that_it_would_lose() {
         let dump = table(V2);
-        let text = text(&dump, &table("version = 2"), 2, "affinode").unwrap();
+        let text = text(&dump, &table("version = 2"), 2, "affinode", SHIM.as_ref()).unwrap();
         let after = table(&text);
         let handlers = cri(&after).unwrap()["runtimes"].as_table().unwrap();
         assert_eq!(handlers["runc"]["runtime_type"].as_str(), Some("io.containerd.runc.v2"));
@@ -215,10 +260,13 @@ BinaryName = "/usr/bin/nvidia-container-runtime"
     #[test]
     fn what_cannot_be_registered_is_refused() {
         let dump = table(V2);
-        assert!(matches!(text(&dump, &dump, 1, "affinode"), Err(BlockError::Version(1))));
-        assert!(matches!(text(&dump, &dump, 2, "runc"), Err(BlockError::Taken(_))));
+        assert!(matches!(
+            text(&dump, &dump, 1, "affinode", SHIM.as_ref()),
+            Err(BlockError::Version(1))
+        ));
+        assert!(matches!(text(&dump, &dump, 2, "runc", SHIM.as_ref()), Err(BlockError::Taken(_))));
         let bare = table("version = 3");
-        assert!(matches!(text(&bare, &bare, 3, "affinode"), Err(BlockError::NoCri)));
+        assert!(matches!(text(&bare, &bare, 3, "affinode", SHIM.as_ref()), Err(BlockError::NoCri)));
     }
 
     #[test]

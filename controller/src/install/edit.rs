@@ -1,5 +1,5 @@
-//! The edit of containerd's file: a block at its end, so that all else stays as it is, byte
-//! for byte.
+//! The edit of containerd's file, or of the one that it is made from: a block at its end, so that
+//! all else stays as it is, byte for byte.
 
 use std::{
     fmt, fs, io,
@@ -9,7 +9,10 @@ use std::{
 use serde::{Deserialize, Serialize};
 use toml::Table;
 
-use super::{block, files};
+use super::{block, files, target::Target};
+
+/// What a template of k3s and rke2 begins with that adds to theirs.
+const BASE: &str = "{{ template \"base\" . }}";
 
 /// What was added, and to which file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,13 +35,14 @@ pub struct Edit {
     pub added: Added,
     before: Option<String>,
     after: Option<String>,
+    adds: bool,
 }
 
 /// Why it cannot be edited.
 #[derive(Debug, thiserror::Error)]
 pub enum EditError {
     /// The file.
-    #[error("cannot {action} {}", path.display())]
+    #[error("cannot {action} {}{}", path.display(), super::advice(source, super::BY_HAND))]
     Io {
         /// What was tried.
         action: &'static str,
@@ -71,41 +75,49 @@ pub enum EditError {
 }
 
 impl Edit {
-    /// Adds a handler to the file of a containerd whose whole configuration is `dump`.
-    pub fn plan(path: &Path, dump: &Table, name: &str) -> Result<Edit, EditError> {
+    /// Adds a handler, the file `shim`. `root` is what containerd's own file says, `dump` its whole
+    /// configuration.
+    pub fn plan(
+        target: &Target,
+        root: &Table,
+        dump: &Table,
+        name: &str,
+        shim: &Path,
+    ) -> Result<Edit, EditError> {
+        let path = target.path();
         let before = read(path)?;
-        let own: Table = before
-            .as_deref()
-            .unwrap_or_default()
-            .parse()
-            .map_err(|source| EditError::Toml { path: path.to_owned(), source })?;
         let version = |table: &Table| table.get("version").and_then(toml::Value::as_integer);
-        // A file without a version is of the first one.
-        let version = match before {
-            Some(_) => version(&own).unwrap_or(1),
-            None => version(dump).unwrap_or(2),
+        // A file without a version is of the first one; where there is none, containerd says.
+        let version = match (target, &before) {
+            (Target::Root(_), None) => version(dump).unwrap_or(2),
+            _ => version(root).unwrap_or(1),
         };
-        let mut text = block::text(dump, &own, version, name)?;
-        match &before {
-            None => text = format!("version = {version}\n\n{text}"),
-            Some(before) if before.ends_with('\n') => text.insert(0, '\n'),
-            Some(_) => text.insert_str(0, "\n\n"),
+        let mut text = block::text(dump, root, version, name, shim)?;
+        match (target, &before) {
+            (Target::Template(_), None) => text = format!("{BASE}\n\n{text}"),
+            (_, None) => text = format!("version = {version}\n\n{text}"),
+            (_, Some(before)) if before.ends_with('\n') => text.insert(0, '\n'),
+            (_, Some(_)) => text.insert_str(0, "\n\n"),
         }
         let after = format!("{}{text}", before.as_deref().unwrap_or_default());
         let (path, runtime_name) = (path.to_owned(), name.to_owned());
         let added = Added { path, runtime_name, text, created: before.is_none() };
-        Ok(Edit { added, before, after: Some(after) })
+        Ok(Edit { added, before, after: Some(after), adds: true })
     }
 
     /// Takes out what was added; `None` when the handler is not there.
     pub fn removal(added: &Added) -> Result<Option<Edit>, EditError> {
         let Some(before) = read(&added.path)? else { return Ok(None) };
         let Some((head, tail)) = before.split_once(&added.text) else {
-            let own: Table = before
-                .parse()
-                .map_err(|source| EditError::Toml { path: added.path.clone(), source })?;
-            let handlers = block::cri(&own).and_then(|cri| cri.get("runtimes"));
-            if handlers.is_none_or(|handlers| handlers.get(&added.runtime_name).is_none()) {
+            let named = match before.parse::<Table>() {
+                Ok(own) => block::has_handler(&own, &added.runtime_name),
+                // A template is none.
+                Err(_) if added.path.extension().is_some_and(|e| e == "tmpl") => {
+                    before.contains(&format!("runtimes.\"{}\"", added.runtime_name))
+                }
+                Err(source) => return Err(EditError::Toml { path: added.path.clone(), source }),
+            };
+            if !named {
                 // It was never written, or somebody took it out.
                 return Ok(None);
             }
@@ -116,7 +128,13 @@ impl Edit {
         };
         let rest = format!("{head}{tail}");
         let after = (!(added.created && rest.is_empty())).then_some(rest);
-        Ok(Some(Edit { added: added.clone(), before: Some(before), after }))
+        Ok(Some(Edit { added: added.clone(), before: Some(before), after, adds: false }))
+    }
+
+    /// What containerd's own file will say, which says `root` now and is made from the edited one.
+    pub fn preview(&self, root: &str) -> String {
+        let block = block::in_text(&self.added.text);
+        if self.adds { format!("{root}\n{block}") } else { root.replace(block, "") }
     }
 
     /// Name of the handler.
@@ -138,7 +156,12 @@ impl Edit {
         let path = &self.added.path;
         let failed = |action| move |source| EditError::Io { action, path: path.clone(), source };
         match text {
-            Some(text) => files::replace(path, text.as_bytes(), None).map_err(failed("write")),
+            Some(text) => {
+                if let Some(folder) = path.parent() {
+                    fs::create_dir_all(folder).map_err(failed("write"))?;
+                }
+                files::replace(path, text.as_bytes(), None).map_err(failed("write"))
+            }
             None => match fs::remove_file(path) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
                     Err(failed("remove")(error))
@@ -159,9 +182,11 @@ fn read(path: &Path) -> Result<Option<String>, EditError> {
 
 impl fmt::Display for Edit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let longer = self.after.as_ref().map_or(0, String::len)
-            > self.before.as_ref().map_or(0, String::len);
-        let (verb, sign) = if longer { ("edit", '+') } else { ("restore", '-') };
+        let (verb, sign) = match (self.adds, &self.before) {
+            (true, None) => ("make", '+'),
+            (true, Some(_)) => ("edit", '+'),
+            (false, _) => ("restore", '-'),
+        };
         write!(f, "{verb} {}", self.added.path.display())?;
         for line in self.added.text.lines().filter(|line| !line.is_empty()) {
             write!(f, "\n  {sign} {line}")?;
@@ -174,6 +199,13 @@ impl fmt::Display for Edit {
 mod tests {
     use super::*;
 
+    /// As of a distribution's containerd.
+    fn plan(path: &Path, dump: &Table) -> Result<Edit, EditError> {
+        let root = read(path)?.unwrap_or_default().parse();
+        let root = root.map_err(|source| EditError::Toml { path: path.to_owned(), source })?;
+        Edit::plan(&Target::Root(path.to_owned()), &root, dump, "affinode", path)
+    }
+
     const DUMP: &str = "version = 3\n[plugins.\"io.containerd.cri.v1.runtime\".containerd]\n";
 
     /// Whatever the file looks like, and whatever is added behind the block later, all else stays.
@@ -184,7 +216,7 @@ mod tests {
         let dump: Table = DUMP.parse().unwrap();
         for text in ["version = 3", "version = 3\n", "# a comment\nversion = 3\n\n\n"] {
             fs::write(&path, text).unwrap();
-            let edit = Edit::plan(&path, &dump, "affinode").unwrap();
+            let edit = plan(&path, &dump).unwrap();
             edit.make().unwrap();
             let with: Table = fs::read_to_string(&path).unwrap().parse().unwrap();
             assert!(block::cri(&with).unwrap()["runtimes"].get("affinode").is_some());
@@ -201,7 +233,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("config.toml");
         let dump: Table = DUMP.parse().unwrap();
-        let edit = Edit::plan(&path, &dump, "affinode").unwrap();
+        let edit = plan(&path, &dump).unwrap();
         edit.make().unwrap();
         let text = fs::read_to_string(&path).unwrap();
         assert!(text.starts_with("version = 3\n"));
@@ -212,6 +244,35 @@ mod tests {
         assert!(!path.exists());
         assert!(Edit::removal(&edit.added).unwrap().is_none());
         fs::write(&path, "version = ").unwrap();
-        assert!(matches!(Edit::plan(&path, &dump, "affinode"), Err(EditError::Toml { .. })));
+        assert!(matches!(Edit::removal(&edit.added), Err(EditError::Toml { .. })));
+    }
+
+    /// Of k3s and rke2: what stands in it is for them.
+    #[test]
+    fn a_template_is_added_to_and_comes_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let target = Target::Template(folder.path().join("config-v3.toml.tmpl"));
+        let dump: Table = DUMP.parse().unwrap();
+        let edit = Edit::plan(&target, &dump, &dump, "affinode", folder.path()).unwrap();
+        edit.make().unwrap();
+        let text = fs::read_to_string(target.path()).unwrap();
+        assert!(text.starts_with(BASE), "{text}");
+        // What containerd will be started with is the one with the block, and the other way.
+        let rendered = text.replace(BASE, DUMP);
+        let with: Table = edit.preview(DUMP).parse().unwrap();
+        assert_eq!(with, rendered.parse::<Table>().unwrap());
+        let removal = Edit::removal(&edit.added).unwrap().unwrap();
+        let without: Table = removal.preview(&rendered).parse().unwrap();
+        assert_eq!(without, DUMP.parse::<Table>().unwrap());
+        removal.make().unwrap();
+        assert!(!target.path().exists());
+        fs::write(target.path(), "{{ template \"base\" . }}\n# ours").unwrap();
+        let edit = Edit::plan(&target, &dump, &dump, "affinode", folder.path()).unwrap();
+        edit.make().unwrap();
+        let text = fs::read_to_string(target.path()).unwrap();
+        fs::write(target.path(), text.replace("affinode.io/*", "*")).unwrap();
+        assert!(matches!(Edit::removal(&edit.added), Err(EditError::Changed { .. })));
+        edit.undo().unwrap();
+        assert!(Edit::removal(&edit.added).unwrap().is_none());
     }
 }

@@ -44,7 +44,7 @@ pub enum FileError {
         why: String,
     },
     /// A step failed.
-    #[error("cannot {action} {}", path.display())]
+    #[error("cannot {action} {}{}", path.display(), super::advice(source, super::ANOTHER_PLACE))]
     Io {
         /// What was tried.
         action: &'static str,
@@ -143,15 +143,31 @@ pub fn plan(source: &Source, prefix: &Path) -> Vec<Change> {
     changes
 }
 
-/// Writes a file whole, or not at all; the mode stays what it was unless one is given.
-pub fn replace(path: &Path, bytes: &[u8], mode: Option<u32>) -> io::Result<()> {
+/// Where a file leads to, and where it is written before it takes its place.
+fn places_of(path: &Path) -> (PathBuf, PathBuf) {
     // A link stays one: what it leads to is replaced.
     let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-    let there = fs::metadata(&path).map(|file| file.permissions().mode() & 0o7777);
-    let mode = mode.or(there.ok()).unwrap_or(0o644);
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(".affinode-new");
     let fresh = path.with_file_name(name);
+    (path, fresh)
+}
+
+/// Removes what an installer left that was killed while it wrote this file.
+pub fn tidy(path: &Path) -> Result<(), FileError> {
+    remove_left(&places_of(path).1)
+}
+
+/// Removes a file that was left; where there is none, a file system that is read-only is no matter.
+pub fn remove_left(path: &Path) -> Result<(), FileError> {
+    if fs::symlink_metadata(path).is_ok() { remove(path) } else { Ok(()) }
+}
+
+/// Writes a file whole, or not at all; the mode stays what it was unless one is given.
+pub fn replace(path: &Path, bytes: &[u8], mode: Option<u32>) -> io::Result<()> {
+    let (path, fresh) = places_of(path);
+    let there = fs::metadata(&path).map(|file| file.permissions().mode() & 0o7777);
+    let mode = mode.or(there.ok()).unwrap_or(0o644);
     let write = || {
         let mut file =
             fs::File::options().create(true).write(true).truncate(true).mode(mode).open(&fresh)?;
@@ -171,13 +187,23 @@ pub fn remove(path: &Path) -> Result<(), FileError> {
         Err(source) if source.kind() != io::ErrorKind::NotFound => {
             Err(FileError::Io { action: "remove", path: path.to_owned(), source })
         }
-        _ => {
-            // The library's folder is ours; others are not empty.
-            if let Some(folder) = path.parent().filter(|folder| folder.ends_with("affinode")) {
-                let _ = fs::remove_dir(folder);
-            }
-            Ok(())
-        }
+        _ => Ok(()),
+    }
+}
+
+/// The folders that are to be made for this one to be there, the outermost first.
+pub fn missing_folders(folder: &Path) -> Vec<PathBuf> {
+    let there = |folder: &&Path| folder.as_os_str().is_empty() || folder.exists();
+    let mut missing: Vec<_> =
+        folder.ancestors().take_while(|f| !there(f)).map(Path::to_owned).collect();
+    missing.reverse();
+    missing
+}
+
+/// Removes folders that were made so, where nobody keeps anything in them.
+pub fn remove_folders(made: &[PathBuf]) {
+    for folder in made.iter().rev() {
+        let _ = fs::remove_dir(folder);
     }
 }
 
@@ -189,16 +215,6 @@ pub fn digest(path: &Path) -> Result<String, FileError> {
 /// A content's SHA-256, in hexadecimal.
 pub fn digest_of(content: &[u8]) -> String {
     Sha256::digest(content).iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-/// The file that an installer holds locked.
-pub fn open_lock(folder: &Path) -> Result<fs::File, FileError> {
-    let path = folder.join("install.lock");
-    let open = || {
-        fs::create_dir_all(folder)?;
-        fs::File::options().create(true).truncate(false).write(true).mode(0o600).open(&path)
-    };
-    open().map_err(|source| FileError::Io { action: "open", path: path.clone(), source })
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, FileError> {

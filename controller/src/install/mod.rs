@@ -14,17 +14,17 @@
 mod block;
 mod edit;
 mod files;
+mod imports;
+mod lock;
 mod node;
 mod record;
 mod status;
+mod target;
 
 use std::{
-    fs::File,
     path::{Path, PathBuf},
     time::Duration,
 };
-
-use nix::fcntl::{Flock, FlockArg};
 
 pub use block::BlockError;
 pub use edit::EditError;
@@ -33,7 +33,11 @@ pub use node::{NodeError, Restart};
 pub use record::RecordError;
 pub use status::{FileState, HandlerState, Status, status};
 
-use self::{edit::Edit, files::Change, node::Node, record::Record};
+use self::{edit::Edit, files::Change, lock::Lock, node::Node, record::Record};
+use crate::{doctor::programs::SHIM, inventory::process};
+
+/// Below the folder of the record: what containerd's file would be, for containerd to read.
+const SCRATCH: &str = "containerd-check.toml";
 
 /// What to do, and where.
 #[derive(Clone, Debug)]
@@ -53,6 +57,24 @@ pub struct Options {
     /// Only say what would be done.
     pub dry_run: bool,
 }
+
+/// What to do about a file that cannot be written, in words that follow its name.
+fn advice(error: &std::io::Error, elsewhere: &str) -> String {
+    match error.kind() {
+        std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {
+            format!(" (make room there, or {elsewhere})")
+        }
+        std::io::ErrorKind::ReadOnlyFilesystem => {
+            format!(" (mount its file system writable, or {elsewhere})")
+        }
+        _ => String::new(),
+    }
+}
+
+/// The other place for what is ours.
+const ANOTHER_PLACE: &str = "name another place with --prefix or --state-dir";
+/// The other way for what is containerd's.
+const BY_HAND: &str = "add the handler by hand: config/containerd";
 
 /// Why it was not done. Unless it says so, nothing has changed.
 #[derive(Debug, thiserror::Error)]
@@ -124,78 +146,145 @@ pub fn install(options: &Options, source: &Source) -> Result<Steps, InstallError
     if name.is_empty() || !name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_".contains(&b)) {
         return Err(InstallError::Name(name.clone()));
     }
-    let _lock = lock(&options.state_dir, options.dry_run)?;
+    let mut lock = lock(options)?;
     let node = Node::find(options.containerd.as_deref())?;
-    let before = node.dump()?;
     let older = Record::read(&options.state_dir)?;
+    if lock.is_some() {
+        heal(options, older.as_ref(), &node)?;
+    }
+    let before = node.dump()?;
+    let restart = node.way(&options.restart);
     let (edit, restarts) = match older.as_ref().filter(|older| node.has_block(older)) {
         // Ours is there already: a new version has the same handler.
         Some(older) => (None, !older.settled),
-        None => (Some(Edit::plan(&node.config_file(), &before, name)?), true),
+        None => {
+            let shim = options.prefix.join("bin").join(SHIM);
+            let target = node.target();
+            (Some(Edit::plan(&target, &node.own(&target), &before, name, &shim)?), true)
+        }
     };
     let changes = files::plan(source, &options.prefix);
+    let replaces_shim =
+        changes.iter().any(|change| change.replaces() && change.to().ends_with(SHIM));
+    let controllers = node::old_controllers(&options.prefix, replaces_shim);
     let mut steps: Steps = changes.iter().map(Change::to_string).collect();
     steps.extend(edit.iter().map(Edit::to_string));
     if restarts {
-        steps.push(options.restart.to_string());
+        steps.push(restart.to_string());
     }
-    if steps.is_empty() || options.dry_run {
-        return Ok(steps);
-    }
+    steps.extend(controllers.iter().map(|controller| {
+        format!(
+            "end the controller of the earlier version, process {}: a shim starts the new one",
+            controller.pid
+        )
+    }));
+    let Some(lock) = lock.as_mut().filter(|_| !steps.is_empty()) else { return Ok(steps) };
     let fresh = older.is_none() && !changes.iter().any(Change::replaces);
-    let mut record = Record::of(&options.prefix, source, older, edit.as_ref());
+    let targets = edit.iter().map(|edit| edit.added.path.as_path());
+    for folder in changes.iter().map(Change::to).chain(targets).filter_map(Path::parent) {
+        let made = files::missing_folders(folder);
+        lock.made.extend(
+            made.into_iter().filter(|folder| !lock.made.contains(folder)).collect::<Vec<_>>(),
+        );
+    }
+    let mut record = Record::of(&options.prefix, source, older, edit.as_ref(), &lock.made);
     record.write(&options.state_dir)?;
-    let made = put(options, &node, &before, &changes, edit.as_ref(), restarts);
+    let change = Effect { node: &node, before: &before, restart: &restart, options };
+    let made = put(&change, &changes, edit.as_ref(), restarts);
     if made.is_err() && fresh {
         // Nothing of ours was there before, and nothing is now.
         for change in &changes {
             files::remove(change.to())?;
         }
+        files::remove_folders(&record.folders);
         record.remove(&options.state_dir)?;
     }
     made?;
     record.settled = true;
     record.write(&options.state_dir)?;
+    for controller in &controllers {
+        // One that cannot be ended goes on: doctor tells of it.
+        let _ = process::end(controller, false);
+    }
     Ok(steps)
 }
 
+/// What an installer left that was killed at its work: files half written; a handler that
+/// containerd may not have been restarted with, and that nobody has compared. And a handler in a
+/// file whose place another has taken since.
+fn heal(options: &Options, older: Option<&Record>, node: &Node) -> Result<(), InstallError> {
+    tidy(options, older)?;
+    files::tidy(node.target().path())?;
+    let stale = older.filter(|older| !older.settled || !node.has_block(older));
+    match stale.and_then(|older| older.block.as_ref()) {
+        Some(added) => Edit::removal(added)?.map_or(Ok(()), |edit| Ok(edit.make()?)),
+        None => Ok(()),
+    }
+}
+
+fn tidy(options: &Options, record: Option<&Record>) -> Result<(), FileError> {
+    let listed = record.into_iter().flat_map(Record::listed).map(|(path, _)| path.to_owned());
+    let added = record.and_then(|record| record.block.as_ref()).map(|added| added.path.clone());
+    files::remove_left(&options.state_dir.join(SCRATCH))?;
+    let own = Record::file(&options.state_dir);
+    listed.chain(added).chain([own]).try_for_each(|path| files::tidy(&path))
+}
+
+/// What a change of the configuration is carried out and judged by.
+struct Effect<'a> {
+    node: &'a Node,
+    before: &'a toml::Table,
+    restart: &'a Restart,
+    options: &'a Options,
+}
+
 fn put(
-    options: &Options,
-    node: &Node,
-    before: &toml::Table,
+    effect: &Effect<'_>,
     changes: &[Change],
     edit: Option<&Edit>,
     restarts: bool,
 ) -> Result<(), InstallError> {
-    let (name, restart) = (Some(options.runtime_name.as_str()), &options.restart);
+    let name = Some(effect.options.runtime_name.as_str());
     for change in changes {
         change.make()?;
     }
     match edit {
-        Some(edit) => {
-            edit.make()?;
-            if let Err(error) = settle(node, before, edit, restart, name) {
-                edit.undo()?;
-                return Err(node.recovered(restart, error).into());
-            }
-        }
-        None if restarts => node.restart(restart, name)?,
-        None => {}
+        Some(edit) => effect.edit(edit, name),
+        None if restarts => Ok(effect.node.restart(effect.restart, name)?),
+        None => Ok(()),
     }
-    Ok(())
 }
 
-/// The file has changed: what containerd makes of it, and whether it comes back with it.
-fn settle(
-    node: &Node,
-    before: &toml::Table,
-    edit: &Edit,
-    restart: &Restart,
-    ours: Option<&str>,
-) -> Result<(), NodeError> {
-    block::only_handler_differs(before, &node.dump()?, edit.runtime_name())
-        .map_err(NodeError::Differs)?;
-    node.restart(restart, ours)
+impl Effect<'_> {
+    /// Edits the file, or leaves it as it was.
+    fn edit(&self, edit: &Edit, ours: Option<&str>) -> Result<(), InstallError> {
+        edit.make()?;
+        if let Err(error) = self.settle(edit, ours) {
+            edit.undo()?;
+            return Err(self.node.recovered(self.restart, error).into());
+        }
+        Ok(())
+    }
+
+    /// The file has changed: what containerd makes of it, and whether it comes back with it.
+    fn settle(&self, edit: &Edit, ours: Option<&str>) -> Result<(), NodeError> {
+        let differing =
+            |after| block::only_handler_differs(self.before, after, edit.runtime_name());
+        let after = self.node.dump_after(edit, &self.options.state_dir.join(SCRATCH))?;
+        differing(&after).map_err(NodeError::Differs)?;
+        if let Some(name) = ours.filter(|name| !block::has_handler(&after, name)) {
+            let path = edit.added.path.clone();
+            return Err(NodeError::Covered { name: name.into(), path });
+        }
+        self.node.restart(self.restart, ours)?;
+        // What is written at its start was only foreseen until now.
+        match self.restart {
+            Restart::Systemd { .. } => {
+                differing(&self.node.again()?.dump()?).map_err(NodeError::Rendered)
+            }
+            Restart::None => Ok(()),
+        }
+    }
 }
 
 /// Takes off what [`install`] put there.
@@ -203,8 +292,11 @@ fn settle(
 /// # Errors
 /// [`InstallError`].
 pub fn uninstall(options: &Options) -> Result<Steps, InstallError> {
-    let _lock = lock(&options.state_dir, options.dry_run)?;
+    let mut lock = lock(options)?;
     let Some(record) = Record::read(&options.state_dir)? else {
+        if lock.is_some() {
+            tidy(options, None)?;
+        }
         return Err(InstallError::NotInstalled(options.state_dir.clone()));
     };
     match node::drain(&options.prefix, options.drain) {
@@ -215,38 +307,33 @@ pub fn uninstall(options: &Options) -> Result<Steps, InstallError> {
         Some(block) => Edit::removal(block)?,
         None => None,
     };
+    let node = Node::find(options.containerd.as_deref());
+    let restart = node.as_ref().map_or(options.restart.clone(), |node| node.way(&options.restart));
     let mut steps: Steps = edit.iter().map(Edit::to_string).collect();
     if edit.is_some() {
-        steps.push(options.restart.to_string());
+        steps.push(restart.to_string());
     }
     let (ours, changed) = record.files()?;
     steps.extend(ours.iter().map(|path| format!("remove {}", path.display())));
     steps.extend(changed.iter().map(|path| format!("leave {}: it was changed", path.display())));
-    if options.dry_run {
-        return Ok(steps);
-    }
+    let Some(lock) = &mut lock else { return Ok(steps) };
+    tidy(options, Some(&record))?;
     if let Some(edit) = edit {
-        let node = Node::find(options.containerd.as_deref())?;
+        let node = node?;
         let before = node.dump()?;
-        edit.make()?;
-        if let Err(error) = settle(&node, &before, &edit, &options.restart, None) {
-            edit.undo()?;
-            return Err(node.recovered(&options.restart, error).into());
-        }
+        let effect = Effect { node: &node, before: &before, restart: &restart, options };
+        effect.edit(&edit, None)?;
     }
     for path in &ours {
         files::remove(path)?;
     }
+    files::remove_folders(&record.folders);
     record.remove(&options.state_dir)?;
+    lock.made.splice(..0, record.folders);
     Ok(steps)
 }
 
-/// Held by the one installer of a node.
-fn lock(state_dir: &Path, dry_run: bool) -> Result<Option<Flock<File>>, InstallError> {
-    if dry_run {
-        return Ok(None);
-    }
-    let file = files::open_lock(state_dir)?;
-    let held = Flock::lock(file, FlockArg::LockExclusiveNonblock);
-    held.map(Some).map_err(|_| InstallError::Busy)
+/// Who only looks takes none.
+fn lock(options: &Options) -> Result<Option<Lock>, InstallError> {
+    if options.dry_run { Ok(None) } else { Lock::take(&options.state_dir).map(Some) }
 }

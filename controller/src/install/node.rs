@@ -9,10 +9,11 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use toml::Table;
+use toml::{Table, Value};
 
-use super::{block, record::Record};
+use super::{block, edit::Edit, imports, record::Record, target::Target};
 use crate::{
+    core::input::Identity,
     doctor::{
         containerd::{self, Absent, Daemon},
         programs::SHIM,
@@ -23,6 +24,10 @@ use crate::{
 
 /// So long containerd is waited for after a restart.
 const BACK_WITHIN: Duration = Duration::from_secs(60);
+/// What containerd's unit is called.
+const UNIT: &str = "containerd";
+/// Units that run a containerd of their own.
+const RANCHER: [&str; 4] = ["k3s", "k3s-agent", "rke2-server", "rke2-agent"];
 /// The unit of start times in /proc, on every Linux machine of this architecture.
 const TICK_MS: u64 = 10;
 const LOOK_EVERY: Duration = Duration::from_millis(200);
@@ -32,8 +37,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(200);
 pub enum Restart {
     /// By systemd, which leaves running shims alone.
     Systemd {
-        /// The unit.
-        unit: String,
+        /// The unit; k3s' or rke2's where containerd is theirs, else `containerd`.
+        unit: Option<String>,
     },
     /// Somebody else restarts it.
     None,
@@ -46,13 +51,31 @@ pub enum NodeError {
     #[error("no containerd: start it, or name its socket with --containerd")]
     Absent(#[from] Absent),
     /// Its configuration cannot be had.
-    #[error("containerd does not understand its configuration: {0}")]
+    #[error(
+        "containerd does not understand its configuration, and nothing was changed: put right what it says, it would not start with it either. It says: {0}"
+    )]
     Config(String),
     /// The new configuration does more than it should.
     #[error("with the handler {0} would change too: nothing was changed")]
     Differs(String),
+    /// The new configuration does less than it should.
+    #[error(
+        "handler {name} in {} does not reach containerd: a file that it imports takes the place of the section. Nothing was changed: put the handler into that file by hand (config/containerd)",
+        path.display()
+    )]
+    Covered {
+        /// The handler.
+        name: String,
+        /// The file that was edited.
+        path: PathBuf,
+    },
+    /// What it was made from at its start does more than it should.
+    #[error("started with it, containerd has another {0}, too: it was put back")]
+    Rendered(String),
     /// systemctl could not be run, or said no.
-    #[error("systemctl restart {unit}: {why}")]
+    #[error(
+        "systemctl restart {unit} failed, and containerd's configuration was put back: journalctl --unit {unit} says more. {why}"
+    )]
     Restart {
         /// The unit.
         unit: String,
@@ -60,7 +83,10 @@ pub enum NodeError {
         why: String,
     },
     /// It does not answer.
-    #[error("containerd did not come back within {} s: {why}", BACK_WITHIN.as_secs())]
+    #[error(
+        "containerd did not come back within {} s, and its configuration was put back: {why}",
+        BACK_WITHIN.as_secs()
+    )]
     Gone {
         /// What was seen last.
         why: String,
@@ -89,13 +115,88 @@ impl Node {
         Ok(Node { daemon: containerd::find(socket)? })
     }
 
+    /// The one that serves the same socket by now.
+    pub fn again(&self) -> Result<Node, NodeError> {
+        Node::find(Some(&self.daemon.socket))
+    }
+
     /// The file that it reads first.
     pub fn config_file(&self) -> PathBuf {
         self.daemon.config_file.clone()
     }
 
+    /// The file that the handler goes into, or is in.
+    pub fn target(&self) -> Target {
+        Target::of(&self.config_file(), &self.root(), &self.imported())
+    }
+
+    /// What that file says by itself; of one that is imported or made from a template, what the
+    /// file says that it belongs to.
+    pub fn own(&self, target: &Target) -> Table {
+        match target {
+            Target::Root(path) => fs::read_to_string(path).unwrap_or_default().parse(),
+            Target::DropIn(_) | Target::Template(_) => return self.root(),
+        }
+        .unwrap_or_default()
+    }
+
+    /// The files that it reads, in that order.
+    fn imported(&self) -> Vec<PathBuf> {
+        imports::of(&self.config_file()).files
+    }
+
+    /// What the file says that it reads first. One that cannot be read says nothing: containerd
+    /// tells why when it is asked.
+    pub fn root(&self) -> Table {
+        self.root_text().parse().unwrap_or_default()
+    }
+
+    fn root_text(&self) -> String {
+        fs::read_to_string(self.config_file()).unwrap_or_default()
+    }
+
+    /// All that its files will say after an edit. What is made at the next start only is tried in
+    /// `scratch`, a file that is removed again.
+    pub fn dump_after(&self, edit: &Edit, scratch: &Path) -> Result<Table, NodeError> {
+        if !matches!(self.target(), Target::Template(_)) {
+            return self.dump();
+        }
+        let written = fs::write(scratch, edit.preview(&self.root_text()));
+        let dumped = match written {
+            Ok(()) => self.daemon.dump_of(scratch),
+            Err(error) => Err(format!("{}: {error}", scratch.display())),
+        };
+        let _ = fs::remove_file(scratch);
+        let mut dumped = dumped.map_err(NodeError::Config)?;
+        // containerd 1.x names the file itself among those that it imports.
+        let file = self.config_file().display().to_string();
+        for import in dumped.get_mut("imports").and_then(Value::as_array_mut).into_iter().flatten()
+        {
+            if import.as_str().is_some_and(|import| Path::new(import) == scratch) {
+                *import = file.clone().into();
+            }
+        }
+        Ok(dumped)
+    }
+
+    /// The way to restart it, with the unit's name.
+    pub fn way(&self, how: &Restart) -> Restart {
+        match how {
+            Restart::Systemd { unit: None } => {
+                let cgroups = fs::read_to_string(format!("/proc/{}/cgroup", self.daemon.pid));
+                let unit = unit_of(&cgroups.unwrap_or_default());
+                Restart::Systemd { unit: Some(unit.unwrap_or(UNIT).to_owned()) }
+            }
+            named => named.clone(),
+        }
+    }
+
     /// All that its files say by now.
     pub fn dump(&self) -> Result<Table, NodeError> {
+        if let Some((import, by)) = imports::of(&self.config_file()).missing {
+            let (import, by) = (import.display(), by.display());
+            return Err(NodeError::Config(format!("{by} imports {import}, which is not there")));
+        }
         self.daemon.dump().map_err(NodeError::Config)
     }
 
@@ -103,7 +204,9 @@ impl Node {
     pub fn has_block(&self, record: &Record) -> bool {
         let Some(added) = &record.block else { return false };
         let text = fs::read_to_string(&added.path).unwrap_or_default();
-        added.path == self.daemon.config_file && text.contains(&added.text)
+        let (file, imported) = (self.config_file(), self.imported());
+        let read = Target::is_read_by(&added.path, &file, &self.root(), &imported);
+        read && text.contains(&added.text)
     }
 
     /// Whether its process is younger than that moment: it has read what was written then.
@@ -119,7 +222,8 @@ impl Node {
     /// Restarts it, and waits until it answers; with the handler, where one is wanted.
     pub fn restart(&self, how: &Restart, handler: Option<&str>) -> Result<(), NodeError> {
         let Restart::Systemd { unit } = how else { return Ok(()) };
-        let failed = |why| NodeError::Restart { unit: unit.clone(), why };
+        let unit = unit.as_deref().unwrap_or(UNIT);
+        let failed = |why: String| NodeError::Restart { unit: unit.to_owned(), why };
         let output =
             Command::new("systemctl").args(["restart", unit]).stdin(Stdio::null()).output();
         let output = output.map_err(|error| failed(report::chain(&error)))?;
@@ -155,7 +259,11 @@ impl Node {
 
     /// After the old file was put back: containerd must run with it.
     pub fn recovered(&self, how: &Restart, failed: NodeError) -> NodeError {
-        if !matches!(failed, NodeError::Restart { .. } | NodeError::Gone { .. }) {
+        let ran = matches!(
+            failed,
+            NodeError::Restart { .. } | NodeError::Gone { .. } | NodeError::Rendered(_)
+        );
+        if !ran {
             return failed;
         }
         match self.restart(how, None) {
@@ -170,10 +278,20 @@ impl Node {
 impl fmt::Display for Restart {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Restart::Systemd { unit } => write!(f, "systemctl restart {unit}"),
+            Restart::Systemd { unit } => {
+                write!(f, "systemctl restart {}", unit.as_deref().unwrap_or(UNIT))
+            }
             Restart::None => write!(f, "restart containerd: it knows nothing of this until then"),
         }
     }
+}
+
+/// The unit of k3s or rke2 that a process is of, by its /proc/PID/cgroup.
+fn unit_of(cgroups: &str) -> Option<&'static str> {
+    let segments = || cgroups.lines().flat_map(|line| line.split('/'));
+    RANCHER
+        .into_iter()
+        .find(|unit| segments().any(|segment| segment.strip_suffix(".service") == Some(unit)))
 }
 
 /// Waits until no shim of the installation runs any more: so many do after that time.
@@ -188,19 +306,52 @@ pub fn drain(prefix: &Path, within: Duration) -> usize {
     }
 }
 
-/// How many shims of the installation run. The kernel says of a file that was replaced
-/// since: ` (deleted)`. The controller is the same program: without shims it ends by itself.
+/// How many shims of the installation run. The controller is the same program: without shims
+/// it ends by itself.
 pub fn running_shims(prefix: &Path) -> usize {
+    programs(prefix).iter().filter(|program| !program.is_controller).count()
+}
+
+/// Controllers that run another file than the one that is installed, or will once it is
+/// `replaced`.
+pub fn old_controllers(prefix: &Path, replaced: bool) -> Vec<Identity> {
+    let old = |program: &Program| program.is_controller && (replaced || program.replaced);
+    let found = programs(prefix).into_iter().filter(old);
+    found.filter_map(|program| process::identity(program.pid).ok()).collect()
+}
+
+/// A process that runs the installed shim, or one that it has replaced.
+struct Program {
+    pid: u32,
+    is_controller: bool,
+    /// The kernel says of a file that was replaced since: ` (deleted)`.
+    replaced: bool,
+}
+
+fn programs(prefix: &Path) -> Vec<Program> {
     let shim = prefix.join("bin").join(SHIM);
-    let is_shim = |entry: io::Result<fs::DirEntry>| {
-        let process = entry.ok()?.path();
-        let exe = fs::read_link(process.join("exe")).ok()?;
-        let ours = exe.as_os_str().as_bytes().starts_with(shim.as_os_str().as_bytes());
-        let is_controller = || {
-            let argv = fs::read(process.join("cmdline")).unwrap_or_default();
-            argv.split(|byte| *byte == 0).nth(1) == Some(b"controller")
-        };
-        (ours && !is_controller()).then_some(())
+    let look = |entry: io::Result<fs::DirEntry>| {
+        let entry = entry.ok()?;
+        let pid = entry.file_name().to_str()?.parse().ok()?;
+        let exe = fs::read_link(entry.path().join("exe")).ok()?;
+        let behind = exe.as_os_str().as_bytes().strip_prefix(shim.as_os_str().as_bytes())?;
+        let argv = fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        let is_controller = argv.split(|byte| *byte == 0).nth(1) == Some(b"controller");
+        Some(Program { pid, is_controller, replaced: !behind.is_empty() })
     };
-    fs::read_dir("/proc").into_iter().flatten().filter_map(is_shim).count()
+    fs::read_dir("/proc").into_iter().flatten().filter_map(look).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_unit_of_k3s_and_rke2_is_found() {
+        let v1 = "12:pids:/system.slice/k3s.service\n1:name=systemd:/system.slice/k3s.service\n";
+        assert_eq!(unit_of(v1), Some("k3s"));
+        assert_eq!(unit_of("0::/system.slice/rke2-agent.service/containerd\n"), Some("rke2-agent"));
+        assert_eq!(unit_of("0::/system.slice/containerd.service\n"), None);
+        assert_eq!(unit_of("0::/user.slice/my-k3s.service\n"), None);
+    }
 }

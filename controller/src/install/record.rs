@@ -16,12 +16,20 @@ use super::{
 const FILE: &str = "install.json";
 const VERSION: u32 = 1;
 
+/// Whether something is installed.
+pub fn exists(folder: &Path) -> bool {
+    folder.join(FILE).exists()
+}
+
 /// What was put where.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Record {
     version: u32,
     files: Vec<Installed>,
+    /// Folders that were made for them, each after the one that it is in.
+    #[serde(default)]
+    pub folders: Vec<PathBuf>,
     /// containerd has taken note of it.
     pub settled: bool,
     /// What was added to containerd's configuration.
@@ -39,7 +47,7 @@ struct Installed {
 #[derive(Debug, thiserror::Error)]
 pub enum RecordError {
     /// The file.
-    #[error("cannot {action} {}", path.display())]
+    #[error("cannot {action} {}{}", path.display(), super::advice(source, super::ANOTHER_PLACE))]
     Io {
         /// What was tried.
         action: &'static str,
@@ -68,19 +76,24 @@ impl Record {
         source: &Source,
         older: Option<Record>,
         edit: Option<&Edit>,
+        made: &[PathBuf],
     ) -> Record {
         let mut files = Vec::new();
         for (content, path, _) in source.places(prefix) {
             files.push(Installed { sha256: files::digest_of(&content), path });
         }
         let mut block = edit.map(|edit| edit.added.clone());
+        let mut folders = made.to_vec();
+        // containerd knows a handler that stays as it is.
+        let settled = edit.is_none() && older.as_ref().is_some_and(|older| older.settled);
         if let Some(older) = older {
             let elsewhere = |old: &Installed| files.iter().all(|file| file.path != old.path);
             let (left, _): (Vec<_>, Vec<_>) = older.files.into_iter().partition(elsewhere);
             files.extend(left);
             block = block.or(older.block);
+            folders.splice(..0, older.folders);
         }
-        Record { version: VERSION, files, settled: false, block }
+        Record { version: VERSION, files, folders, settled, block }
     }
 
     /// Reads it; `None` where nothing is installed.
@@ -113,6 +126,11 @@ impl Record {
     pub fn remove(&self, folder: &Path) -> Result<(), RecordError> {
         let path = folder.join(FILE);
         fs::remove_file(&path).map_err(|source| RecordError::Io { action: "remove", path, source })
+    }
+
+    /// The record's own file.
+    pub fn file(folder: &Path) -> PathBuf {
+        folder.join(FILE)
     }
 
     /// Every file that was installed, with the SHA-256 that it had.

@@ -1,0 +1,92 @@
+//! The files that containerd's file imports. One that is named and not there keeps containerd 2
+//! from starting, and its `config dump` says nothing of it.
+
+use std::{
+    collections::VecDeque,
+    fs,
+    path::{Path, PathBuf},
+};
+
+use toml::{Table, Value};
+
+/// Nobody has so many; a ring of them ends by itself.
+const MOST: usize = 1_000;
+
+/// What is read.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Imports {
+    /// Each file after those whose place it takes, the first being containerd's own.
+    pub files: Vec<PathBuf>,
+    /// The first file that is named and not there, and the one that names it.
+    pub missing: Option<(PathBuf, PathBuf)>,
+}
+
+/// Follows the imports of a file.
+pub fn of(root: &Path) -> Imports {
+    let mut found = Imports::default();
+    let mut left = VecDeque::from([root.to_owned()]);
+    while let Some(file) = left.pop_front().filter(|_| found.files.len() < MOST) {
+        if found.files.contains(&file) {
+            continue;
+        }
+        for import in imports(&file) {
+            match import.to_string_lossy().contains(['*', '?', '[']) {
+                true => left.extend(matching(&import)),
+                false if import.exists() => left.push_back(import),
+                false => found.missing = found.missing.or_else(|| Some((import, file.clone()))),
+            }
+        }
+        found.files.push(file);
+    }
+    found
+}
+
+/// What a file imports, from its own folder where it says no other.
+fn imports(file: &Path) -> Vec<PathBuf> {
+    let text = fs::read_to_string(file).unwrap_or_default();
+    let said = text.parse::<Table>().unwrap_or_default();
+    let imports = said.get("imports").and_then(Value::as_array).into_iter().flatten();
+    let folder = file.parent().unwrap_or(Path::new("/"));
+    imports.filter_map(Value::as_str).map(|import| folder.join(import)).collect()
+}
+
+/// The files of a pattern with one star in its last part: others are not followed.
+fn matching(pattern: &Path) -> Vec<PathBuf> {
+    let name = pattern.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let (Some(folder), Some((head, tail))) = (pattern.parent(), name.split_once('*')) else {
+        return Vec::new();
+    };
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let files = entries.map(|entry| entry.path());
+    let fits = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        name.len() >= head.len() + tail.len() && name.starts_with(head) && name.ends_with(tail)
+    };
+    let mut files: Vec<_> = files.filter(fits).collect();
+    files.sort();
+    files
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_is_named_and_not_there_is_found_wherever_it_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let [root, imported] = ["config.toml", "1.toml"].map(|name| folder.path().join(name));
+        let import =
+            |file: &Path, what: &str| fs::write(file, format!("imports = [{what}]")).unwrap();
+        let missing = |file: &Path| of(file).missing;
+        import(&root, "\"*.toml\", \"/nonexistent/*.toml\"");
+        assert_eq!(missing(&root), None, "a pattern may match nothing");
+        import(&imported, "\"config.toml\", \"other.conf\"");
+        assert_eq!(of(&root).files, [&root, &imported].map(PathBuf::clone));
+        let named = Some((folder.path().join("other.conf"), imported.clone()));
+        assert_eq!(missing(&root), named);
+        import(&root, "\"1.toml\"");
+        assert_eq!(missing(&root), named);
+        import(&imported, "\"config.toml\"");
+        assert_eq!(missing(&root), None, "in a ring");
+    }
+}

@@ -1,0 +1,90 @@
+//! Held by the one installer of a node. Where nothing is installed when it is let go, nothing is
+//! left of it.
+
+use std::{
+    fs::{self, File},
+    io,
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
+    path::{Path, PathBuf},
+};
+
+use nix::{
+    errno::Errno,
+    fcntl::{Flock, FlockArg},
+};
+
+use super::{
+    InstallError,
+    files::{self, FileError},
+    record,
+};
+
+const FILE: &str = "install.lock";
+
+/// The lock of a folder of records.
+pub struct Lock {
+    folder: PathBuf,
+    /// Folders that were made for it, the outermost first.
+    pub made: Vec<PathBuf>,
+    _held: Flock<File>,
+}
+
+impl Lock {
+    /// Takes it.
+    pub fn take(folder: &Path) -> Result<Lock, InstallError> {
+        let made = files::missing_folders(folder);
+        let path = folder.join(FILE);
+        let failed = |source| FileError::Io { action: "open", path: path.clone(), source };
+        loop {
+            let file = open(folder, &path).map_err(failed)?;
+            let held = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+                Ok(held) => held,
+                Err((_, Errno::EWOULDBLOCK)) => return Err(InstallError::Busy),
+                Err((_, errno)) => return Err(failed(errno.into()).into()),
+            };
+            // The one before may have removed the file that was opened.
+            let inode = |data: fs::Metadata| (data.dev(), data.ino());
+            if fs::metadata(&path).ok().map(inode) == held.metadata().ok().map(inode) {
+                return Ok(Lock { folder: folder.to_owned(), made, _held: held });
+            }
+        }
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        if record::exists(&self.folder) {
+            return;
+        }
+        // Held still, so nobody else is at it. What cannot be removed is no harm.
+        let _ = fs::remove_file(self.folder.join(FILE));
+        let _ = fs::remove_dir(&self.folder);
+        files::remove_folders(&self.made);
+    }
+}
+
+fn open(folder: &Path, path: &Path) -> io::Result<File> {
+    fs::create_dir_all(folder)?;
+    File::options().create(true).truncate(false).write(true).mode(0o600).open(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_holds_it_and_nothing_is_left_of_it() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = root.path().join("lib/affinode");
+        let held = Lock::take(&folder).unwrap();
+        assert!(matches!(Lock::take(&folder), Err(InstallError::Busy)));
+        assert!(folder.join(FILE).exists(), "who was refused must not remove it");
+        drop(held);
+        assert!(!root.path().join("lib").exists());
+        // With a record it stays, and so does what was there before.
+        fs::create_dir_all(&folder).unwrap();
+        fs::write(folder.join("other"), "").unwrap();
+        drop(Lock::take(&folder).unwrap());
+        assert!(folder.join("other").exists() && !folder.join(FILE).exists());
+    }
+}
