@@ -5,7 +5,7 @@ use std::{error::Error, io, process::ExitCode};
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
-use crate::{node, report, webhook};
+use crate::{fleet, node, report, webhook};
 
 #[derive(Parser)]
 #[command(name = "affinode-cluster", version, about = "Affinode's part in a Kubernetes cluster")]
@@ -20,6 +20,8 @@ enum Command {
     Node(Box<node::Options>),
     /// Take Affinode off all nodes, before the rest of an installation goes (a Job).
     Retire(node::retire::Options),
+    /// Show all nodes on one page, and the way to each (a Deployment).
+    Fleet(Box<fleet::Options>),
     /// Give GPU pods the runtime class while they are created (an admission webhook).
     Webhook(Box<webhook::Options>),
 }
@@ -32,6 +34,7 @@ pub fn main() -> ExitCode {
     match arguments.command {
         Command::Node(options) => exit(node::run(&options)),
         Command::Retire(options) => exit(node::retire::run(&options)),
+        Command::Fleet(options) => exit(fleet::run(&options)),
         Command::Webhook(options) => exit(webhook::run(&options)),
     }
 }

@@ -3,6 +3,8 @@
 //! | module | what it does |
 //! | --- | --- |
 //! | [`node`] | looks after a GPU node: installs it, shows its controller, tells its pods |
+//! | [`fleet`] | shows all nodes on one page, and the way to each |
+//! | [`https`] | the door of all three |
 //! | [`webhook`] | gives GPU pods the runtime class while they are created |
 //! | [`cli`] | the command `affinode-cluster` |
 //!
@@ -11,8 +13,11 @@
 //! of it is gone creates pods without the runtime class, and those that have it go on.
 
 pub mod cli;
+pub mod fleet;
+pub mod https;
 pub mod node;
 mod report;
+mod service;
 pub mod webhook;
 
 pub use cli::main;

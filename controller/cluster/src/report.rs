@@ -1,18 +1,6 @@
-//! How an error is told at the edge: the whole chain, once.
+//! How an error is told at the edge: as the controller tells them, and those of API servers.
 
-use std::{error::Error, fmt::Write as _};
-
-/// `what: because: because`.
-#[must_use]
-pub fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(source) = next {
-        let _ = write!(text, ": {source}");
-        next = source.source();
-    }
-    text
-}
+pub use affinode_controller::report::chain;
 
 /// What an API server answered, without what kube says around it.
 #[derive(Debug, thiserror::Error)]

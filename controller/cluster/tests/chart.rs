@@ -28,7 +28,8 @@ fn part<'a>(text: &'a str, from: &str, to: &str) -> &'a str {
 
 #[test]
 fn every_option_that_the_chart_gives_is_one_of_the_program() {
-    for (file, command) in [("daemonset", "node"), ("uninstall", "retire"), ("webhook", "webhook")]
+    for (file, command) in
+        [("daemonset", "node"), ("fleet", "fleet"), ("uninstall", "retire"), ("webhook", "webhook")]
     {
         let (help, text) = (help(command), template(file));
         let given =
@@ -82,4 +83,27 @@ fn who_looks_and_who_moves_may_the_same_with_the_chart_and_without() {
     for urls in theirs.lines().filter(|line| line.contains("nonResourceURLs")) {
         assert!(ours.contains(urls), "{urls}");
     }
+}
+
+#[test]
+fn the_page_of_all_nodes_has_no_right_to_change_anything() {
+    let fleet = template("fleet");
+    let mut rights: Vec<&str> = Vec::new();
+    for line in fleet.lines().map(str::trim) {
+        let names = ["resources: [", "- nonResourceURLs: [", "verbs: ["];
+        rights.extend(names.iter().filter_map(|name| line.strip_prefix(name)));
+    }
+    let expected = [
+        r#""endpointslices"]"#,
+        r#""list", "watch"]"#,
+        r#""nodes"]"#,
+        r#""list", "watch"]"#,
+        r#""tokenreviews"]"#,
+        r#""create"]"#,
+        r#""subjectaccessreviews"]"#,
+        r#""create"]"#,
+        r#""/affinode/v1/node"]"#,
+        r#""get"]"#,
+    ];
+    assert_eq!(rights, expected);
 }

@@ -37,6 +37,7 @@ files! {
     "/rows.js": SCRIPT, "rows.js";
     "/store.js": SCRIPT, "store.js";
     "/stream.js": SCRIPT, "stream.js";
+    "/theme.js": SCRIPT, "theme.js";
 }
 
 /// One tag for all files: a new version of the controller is a new page.
@@ -50,6 +51,7 @@ static TAG: LazyLock<String> = LazyLock::new(|| {
 });
 
 /// The file of a path, if there is one.
+#[must_use]
 pub fn find(path: &str, headers: &HeaderMap) -> Option<Reply> {
     let (_, kind, text) = FILES.iter().find(|(known, ..)| *known == path)?;
     let known =

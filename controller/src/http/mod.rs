@@ -11,11 +11,11 @@
 
 #[cfg(test)]
 mod abuse;
-mod assets;
+pub mod assets;
 mod calls;
 mod guard;
 pub mod query;
-mod reply;
+pub mod reply;
 mod review;
 mod routes;
 mod socket;

@@ -77,28 +77,34 @@ struct Caller {
     admitted: Option<Admitted>,
 }
 
-/// Where a right may be had: the path without its variable part. What is not in the list
-/// needs a right that nobody has by its name.
+/// Where a right may be had: the path without its variable part, below /affinode in place of
+/// /api, because every user of a cluster may get /api/* (ClusterRole system:discovery). What is
+/// not in the list needs a right that nobody has by its name.
 #[must_use]
 pub fn access(method: &Method, path: &str) -> Access {
-    const PATHS: [&str; 8] = [
-        "/metrics",
-        "/api/v1/node",
-        "/api/v1/report",
-        "/api/v1/history",
-        "/api/v1/events",
-        "/api/v1/calls",
-        "/api/v1/auto-offload/on",
-        "/api/v1/auto-offload/off",
+    const RIGHTS: [&str; 7] = [
+        "/affinode/v1/node",
+        "/affinode/v1/report",
+        "/affinode/v1/history",
+        "/affinode/v1/events",
+        "/affinode/v1/calls",
+        "/affinode/v1/auto-offload/on",
+        "/affinode/v1/auto-offload/off",
     ];
     let verb = if method == Method::GET { "get" } else { "post" };
     let action = path.strip_prefix(CONTAINERS).and_then(|rest| rest.split('/').nth(1));
     let path = match action {
-        Some("offload") => "/api/v1/containers/offload",
-        Some("restore") => "/api/v1/containers/restore",
-        Some("pin") => "/api/v1/containers/pin",
-        Some("unpin") => "/api/v1/containers/unpin",
-        _ => PATHS.into_iter().find(|known| *known == path).unwrap_or("/api/v1/other"),
+        Some("offload") => "/affinode/v1/containers/offload",
+        Some("restore") => "/affinode/v1/containers/restore",
+        Some("pin") => "/affinode/v1/containers/pin",
+        Some("unpin") => "/affinode/v1/containers/unpin",
+        // As every exporter has it, and every role for Prometheus.
+        _ if path == "/metrics" => "/metrics",
+        _ => {
+            let below = path.strip_prefix("/api");
+            let known = |right: &&str| below.is_some() && right.strip_prefix("/affinode") == below;
+            RIGHTS.into_iter().find(known).unwrap_or("/affinode/v1/other")
+        }
     };
     Access { verb, path }
 }

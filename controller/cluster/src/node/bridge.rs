@@ -9,9 +9,6 @@
 //! ```
 
 use std::{
-    convert::Infallible,
-    io,
-    net::SocketAddr,
     path::PathBuf,
     pin::Pin,
     sync::{
@@ -22,38 +19,35 @@ use std::{
     time::Duration,
 };
 
-use affinode_controller::http::{Guard, Refusal, Refused, access, needs_right};
-use http_body_util::{BodyExt, Full, combinators::BoxBody};
+use affinode_controller::http::{
+    Guard, Refusal, access, needs_right,
+    reply::{self, Reply},
+};
+use http_body_util::{BodyExt, combinators::UnsyncBoxBody};
 use hyper::{
     Method, Request, Response, StatusCode,
     body::{Body, Bytes, Frame, Incoming},
     client::conn::http1 as client,
     header::{self, HeaderValue},
-    server::conn::http1,
-    service::service_fn,
 };
-use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::{
-    io::{AsyncRead, AsyncWrite},
-    net::{TcpListener, TcpStream, UnixStream},
-    sync::Semaphore,
-    task::JoinSet,
-    time::timeout,
+use hyper_util::rt::TokioIo;
+use tokio::{net::UnixStream, task::JoinSet, time::timeout};
+use tokio_rustls::rustls::ServerConfig;
+
+use crate::{
+    https::{Limits, Site, rights, tls::Shown},
+    report,
 };
-use tokio_rustls::TlsAcceptor;
 
-use crate::{report, webhook::tls::Shown};
-
-/// Connections at a time.
-const CONNECTIONS: usize = 128;
 /// Time for a handshake, for the head of a request, and for the beginning of an answer; moves of
 /// containers take longer.
 const TIME: Duration = Duration::from_secs(20);
 const MOVE: Duration = Duration::from_secs(620);
-/// Bytes of a request's head.
-const HEAD_BYTES: usize = 16 << 10;
 
-type Answer = Response<BoxBody<Bytes, hyper::Error>>;
+type Answer = Response<UnsyncBoxBody<Bytes, hyper::Error>>;
+
+/// Says that there is no controller, as is right where no GPU container has been.
+pub const NO_CONTROLLER: &str = "affinode-controller";
 
 /// The door.
 pub struct Bridge {
@@ -67,64 +61,25 @@ pub struct Bridge {
     pub served: Arc<AtomicBool>,
 }
 
-/// Answers until the runtime ends.
-///
-/// # Errors
-/// When the address is in use, or none of this pod's.
-pub async fn serve(address: SocketAddr, bridge: Bridge) -> io::Result<()> {
-    let listener = TcpListener::bind(address).await?;
-    let (bridge, connections) = (Arc::new(bridge), Arc::new(Semaphore::new(CONNECTIONS)));
-    loop {
-        let Ok(permit) = Arc::clone(&connections).acquire_owned().await else { return Ok(()) };
-        let stream = match listener.accept().await {
-            Ok((stream, _)) => stream,
-            Err(error) => {
-                tracing::warn!(%error, "a connection cannot be accepted");
-                tokio::time::sleep(Duration::from_millis(200)).await;
-                continue;
-            }
-        };
-        let bridge = Arc::clone(&bridge);
-        tokio::spawn(async move {
-            converse(stream, &bridge).await;
-            drop(permit);
-        });
+impl Site for Bridge {
+    type Body = UnsyncBoxBody<Bytes, hyper::Error>;
+    const LIMITS: Limits = Limits { connections: 128, handshake: TIME, head: TIME };
+
+    fn papers(&self) -> Option<Arc<ServerConfig>> {
+        self.shown.config()
     }
-}
 
-async fn converse(stream: TcpStream, bridge: &Bridge) {
-    let Some(config) = bridge.shown.config() else { return };
-    let Ok(Ok(stream)) = timeout(TIME, TlsAcceptor::from(config).accept(stream)).await else {
-        return;
-    };
-    talk(stream, bridge).await;
-}
-
-async fn talk(stream: impl AsyncRead + AsyncWrite + Unpin, bridge: &Bridge) {
-    let service = service_fn(|request| async { Ok::<_, Infallible>(bridge.answer(request).await) });
-    let served = http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(TIME)
-        .max_buf_size(HEAD_BYTES)
-        .max_headers(64)
-        .serve_connection(TokioIo::new(stream), service)
-        .await;
-    if let Err(error) = served {
-        tracing::debug!(%error, "a connection ended early");
-    }
-}
-
-impl Bridge {
     async fn answer(&self, request: Request<Incoming>) -> Answer {
         let path = request.uri().path();
         match path {
             // Of this program, not of the controller: there is none where no container needs it.
-            "/healthz" => return text(StatusCode::OK, "ok\n"),
+            "/healthz" => return own(reply::text(StatusCode::OK, "ok\n")),
             "/readyz" if self.served.load(Ordering::Relaxed) => {
-                return text(StatusCode::OK, "ok\n");
+                return own(reply::text(StatusCode::OK, "ok\n"));
             }
             "/readyz" => {
-                return text(StatusCode::SERVICE_UNAVAILABLE, "the runtime is not served\n");
+                let why = "the runtime is not served\n";
+                return own(reply::text(StatusCode::SERVICE_UNAVAILABLE, why));
             }
             _ => {}
         }
@@ -150,13 +105,19 @@ impl Bridge {
             Ok(Ok(answer)) => answer,
             Ok(Err(error)) => {
                 tracing::debug!("no controller: {}", report::chain(&*error));
-                let why = "no controller runs on this node, or not with the cluster's configuration: it starts with the first GPU container\n";
-                text(StatusCode::SERVICE_UNAVAILABLE, why)
+                let why = "no controller runs on this node, or not with the cluster's configuration: it starts with the first GPU container";
+                let mut absent = own(reply::error(StatusCode::SERVICE_UNAVAILABLE, why));
+                absent.headers_mut().insert(NO_CONTROLLER, HeaderValue::from_static("none"));
+                absent
             }
-            Err(_) => text(StatusCode::GATEWAY_TIMEOUT, "the controller does not answer\n"),
+            Err(_) => {
+                own(reply::error(StatusCode::GATEWAY_TIMEOUT, "the controller does not answer"))
+            }
         }
     }
+}
 
+impl Bridge {
     async fn forward(
         &self,
         mut request: Request<Incoming>,
@@ -174,7 +135,7 @@ impl Bridge {
         driver.spawn(connection);
         let (parts, body) = sender.send_request(request).await?.into_parts();
         let body = Bridged { body, ended, _sender: sender, _driver: driver };
-        Ok(Response::from_parts(parts, body.boxed()))
+        Ok(Response::from_parts(parts, body.boxed_unsync()))
     }
 }
 
@@ -212,28 +173,12 @@ impl Body for Bridged {
 }
 
 fn refused(refusal: &Refusal) -> Answer {
-    let status = match refusal.kind {
-        Refused::Host => StatusCode::MISDIRECTED_REQUEST,
-        Refused::Token => StatusCode::UNAUTHORIZED,
-        Refused::Review | Refused::Busy => StatusCode::SERVICE_UNAVAILABLE,
-        Refused::Malformed => StatusCode::BAD_REQUEST,
-        Refused::Origin | Refused::Forbidden => StatusCode::FORBIDDEN,
-    };
     tracing::debug!("refused: {} {}", refusal.why, refusal.detail);
-    let mut answer = text(status, format!("{}\n", refusal.why));
-    if refusal.kind == Refused::Token {
-        answer.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
-    }
-    answer
+    own(rights::refused(refusal))
 }
 
-fn text(status: StatusCode, text: impl Into<Bytes>) -> Answer {
-    let body = Full::new(text.into()).map_err(|never| match never {}).boxed();
-    let mut answer = Response::new(body);
-    *answer.status_mut() = status;
-    let kind = HeaderValue::from_static("text/plain; charset=utf-8");
-    answer.headers_mut().insert(header::CONTENT_TYPE, kind);
-    answer
+fn own(reply: Reply) -> Answer {
+    reply.map(|body| body.map_err(|never| match never {}).boxed_unsync())
 }
 
 #[cfg(test)]

@@ -44,9 +44,10 @@ pub struct Places {
     /// How containerd takes note: systemd, none.
     #[arg(long, value_name = "HOW", default_value = "systemd")]
     restart_mode: String,
-    /// containerd's unit.
-    #[arg(long, value_name = "UNIT", default_value = "containerd")]
-    unit: String,
+    /// containerd's unit; that of k3s or rke2 where containerd is theirs, else containerd, when
+    /// left out.
+    #[arg(long, value_name = "UNIT")]
+    unit: Option<String>,
     /// How long running containers are waited for before Affinode is taken off.
     #[arg(long, value_name = "TIME", default_value = "2m", value_parser = humantime::parse_duration)]
     drain: Duration,
@@ -208,7 +209,10 @@ impl Places {
         more: &[&str],
         time: Duration,
     ) -> Result<Output, HostError> {
-        let mut arguments = vec!["--restart-mode", &self.restart_mode, "--unit", &self.unit];
+        let mut arguments = vec!["--restart-mode", &self.restart_mode];
+        if let Some(unit) = &self.unit {
+            arguments.extend(["--unit", unit]);
+        }
         if verb == "install" {
             arguments.extend(["--runtime-name", &self.runtime_name]);
         }

@@ -21,8 +21,10 @@ pub const RETIRE: &str = "affinode.io/retire";
 pub const RECLAIMABLE: &str = "affinode.io/reclaimable-vram-bytes";
 /// VRAM that offloaded containers have given back, in bytes.
 pub const RECLAIMED: &str = "affinode.io/reclaimed-vram-bytes";
+/// The certificate that the node's agent shows: its SHA-256, 64 hex digits.
+pub const CERTIFICATE: &str = "affinode.io/certificate-sha256";
 /// All annotations of ours.
-pub const ANNOTATIONS: [&str; 5] = [AGENT, STATE, RETIRE, RECLAIMABLE, RECLAIMED];
+pub const ANNOTATIONS: [&str; 6] = [AGENT, STATE, RETIRE, RECLAIMABLE, RECLAIMED, CERTIFICATE];
 
 /// The word of [`STATE`] when nothing of Affinode is left on the node.
 pub const RETIRED: &str = "retired";

@@ -14,14 +14,16 @@
 mod bridge;
 pub mod host;
 pub mod mark;
+mod pods;
 pub mod retire;
+mod stand;
 pub mod tell;
 mod watch;
 
+pub use bridge::NO_CONTROLLER;
+
 use std::{
-    io,
     net::SocketAddr,
-    path::PathBuf,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -29,11 +31,7 @@ use std::{
     time::Duration,
 };
 
-use affinode_controller::{
-    config::{Auth, HttpSection, KubernetesSection},
-    http::{Guard, GuardError},
-};
-use clap::Args;
+use clap::{ArgAction, Args};
 use futures_util::StreamExt;
 use k8s_openapi::api::core::v1::Node;
 use kube::{
@@ -41,28 +39,24 @@ use kube::{
     core::PartialObjectMeta,
     runtime::{WatchStreamExt, watcher},
 };
-use tokio::{
-    signal::unix::{SignalKind, signal},
-    sync::Notify,
-};
+use tokio::sync::Notify;
 
 use self::{
     bridge::Bridge,
     host::{Handler, HostError, Places},
-    mark::{AGENT, Mark, NOT_RETIRED, RETIRE, RETIRED, RUNTIME, STATE},
+    mark::{AGENT, CERTIFICATE, Mark, NOT_RETIRED, RETIRE, RETIRED, RUNTIME, STATE},
     watch::Watch,
 };
 use crate::{
+    https::{self, rights, tls},
     report,
-    webhook::tls::{self, Pair, Shown, TlsError},
+    service::{self, ServiceError, Told},
 };
 
 /// How often the node is looked at.
 const LOOK_EVERY: Duration = Duration::from_secs(15);
 /// How long a node is left alone that could not be installed: an attempt may restart containerd.
 const LEAVE_ALONE: Duration = Duration::from_secs(120);
-/// What a pod has of its service account.
-const ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 
 /// How the agent runs.
 #[derive(Args, Clone, Debug)]
@@ -82,119 +76,58 @@ pub struct Options {
     /// A name, other than addresses, that clients call it by.
     #[arg(long = "host", value_name = "NAME", value_delimiter = ',')]
     hosts: Vec<String>,
-    /// A PEM file with its certificate; one is made for this run when left out.
-    #[arg(long, value_name = "FILE", requires = "tls_key_file")]
-    tls_cert_file: Option<PathBuf>,
-    /// A PEM file with the certificate's key.
-    #[arg(long, value_name = "FILE", requires = "tls_cert_file")]
-    tls_key_file: Option<PathBuf>,
+    #[command(flatten)]
+    papers: tls::Files,
+    /// Whether pods say in a condition and a label where their GPU memory is.
+    #[arg(long, value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
+    pod_state: bool,
     #[command(flatten)]
     places: Places,
-}
-
-/// Why it does not run.
-#[derive(Debug, thiserror::Error)]
-pub enum NodeError {
-    /// No runtime, no signals: the machine is out of something.
-    #[error("cannot start")]
-    Start(#[source] io::Error),
-    /// It does not know where the API server is.
-    #[error("no API server: run in a pod whose service account token is mounted")]
-    Cluster(#[source] kube::Error),
-    /// Nobody could be let in.
-    #[error("nobody can be asked whose a token is")]
-    Guard(#[source] GuardError),
-    /// There is no certificate.
-    #[error("there is no certificate to show")]
-    Papers(#[from] TlsError),
-    /// None can be made.
-    #[error("a certificate cannot be made")]
-    Make(#[from] rcgen::Error),
-    /// It cannot listen.
-    #[error("cannot listen on {0}; choose another address with --listen")]
-    Listen(SocketAddr, #[source] io::Error),
 }
 
 /// Looks after the node until SIGTERM or SIGINT.
 ///
 /// # Errors
-/// [`NodeError`].
-pub fn run(options: &Options) -> Result<(), NodeError> {
-    // Whoever installed one before us installed the same.
-    let _ = tokio_rustls::rustls::crypto::ring::default_provider().install_default();
-    tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .map_err(NodeError::Start)?
-        .block_on(serve(options))
+/// [`ServiceError`].
+pub fn run(options: &Options) -> Result<(), ServiceError> {
+    service::run(|told| serve(options, told))
 }
 
-async fn serve(options: &Options) -> Result<(), NodeError> {
-    let mut term = signal(SignalKind::terminate()).map_err(NodeError::Start)?;
-    let mut int = signal(SignalKind::interrupt()).map_err(NodeError::Start)?;
-    let client = Client::try_default().await.map_err(NodeError::Cluster)?;
+async fn serve(options: &Options, mut told: Told) -> Result<(), ServiceError> {
+    let client = service::client().await?;
     let served = Arc::new(AtomicBool::new(false));
     let run_dir = options.places.on_host(&options.places.run_dir);
+    let names = [std::slice::from_ref(&options.node_name), &options.hosts[..]].concat();
+    let shown = options.papers.shown(&names)?;
+    let certificate = shown.fingerprint();
     let bridge = Bridge {
-        guard: guard(options)?,
+        guard: rights::by_review(&options.hosts).map_err(ServiceError::Guard)?,
         socket: run_dir.join("http.sock"),
-        shown: papers(options)?,
+        shown,
         served: Arc::clone(&served),
     };
     let mark = Mark::new(client.clone(), &options.node_name);
     let socket = run_dir.join(affinode_proto::paths::CONTROL_SOCKET);
-    let watch = Watch::new(socket, client.clone(), mark.clone(), options.pod_name.clone());
-    let agent = Agent { options, mark, served, checked: false, said: None, bad_config: None };
+    let (mine, pod_state) = (options.pod_name.clone(), options.pod_state);
+    let watch = Watch::new(socket, client.clone(), mark.clone(), mine, pod_state);
+    let agent =
+        Agent { options, mark, served, certificate, checked: false, said: None, bad_config: None };
+    let listener = service::listen(options.listen).await?;
     tokio::select! {
-        bridged = bridge::serve(options.listen, bridge) => {
-            return bridged.map_err(|error| NodeError::Listen(options.listen, error));
-        }
+        () = https::serve(listener, Arc::new(bridge)) => {}
         () = watch.run() => {}
         () = agent.run(client) => {}
-        _ = term.recv() => {}
-        _ = int.recv() => {}
+        () = told.wait() => {}
     }
     Ok(())
-}
-
-fn guard(options: &Options) -> Result<Guard, NodeError> {
-    let variable = |name: &str| std::env::var(name).unwrap_or_default();
-    let (host, port) = (variable("KUBERNETES_SERVICE_HOST"), variable("KUBERNETES_SERVICE_PORT"));
-    let host = if host.contains(':') { format!("[{host}]") } else { host };
-    Guard::new(&HttpSection {
-        auth: Auth::TokenReview,
-        hosts: options.hosts.clone(),
-        kubernetes: KubernetesSection {
-            api_server: format!("https://{host}:{port}"),
-            ca_file: format!("{ACCOUNT}/ca.crt"),
-            token_file: format!("{ACCOUNT}/token"),
-            audiences: Vec::new(),
-        },
-        ..HttpSection::default()
-    })
-    .map_err(NodeError::Guard)
-}
-
-fn papers(options: &Options) -> Result<Arc<Shown>, NodeError> {
-    let pair = match (&options.tls_cert_file, &options.tls_key_file) {
-        (Some(cert), Some(key)) => tls::read(cert, key)?,
-        _ => {
-            let mut names = vec![options.node_name.clone(), "localhost".into()];
-            names.extend(options.hosts.iter().cloned());
-            let made = rcgen::generate_simple_self_signed(names)?;
-            let (cert, key) = (made.cert.pem().into(), made.signing_key.serialize_pem().into());
-            Pair { cert, key }
-        }
-    };
-    let shown = Shown::default();
-    shown.show(&pair)?;
-    Ok(Arc::new(shown))
 }
 
 struct Agent<'a> {
     options: &'a Options,
     mark: Mark,
     served: Arc<AtomicBool>,
+    /// What the bridge shows.
+    certificate: Option<String>,
     /// What is installed is what this container brings.
     checked: bool,
     said: Option<String>,
@@ -361,7 +294,8 @@ impl Agent<'_> {
     async fn say(&mut self, node: &PartialObjectMeta<Node>, state: &str) -> kube::Result<()> {
         let there = node.annotations();
         let known = there.get(STATE).is_some_and(|known| known == state)
-            && there.get(AGENT) == Some(&self.options.installation);
+            && there.get(AGENT) == Some(&self.options.installation)
+            && there.get(CERTIFICATE) == self.certificate.as_ref();
         if known {
             return Ok(());
         }
@@ -369,7 +303,12 @@ impl Agent<'_> {
             tracing::info!("state: {state}");
         }
         let agent = Some(self.options.installation.clone());
-        self.mark.annotate(&[(STATE, Some(state.to_owned())), (AGENT, agent)]).await
+        let said = [
+            (STATE, Some(state.to_owned())),
+            (AGENT, agent),
+            (CERTIFICATE, self.certificate.clone()),
+        ];
+        self.mark.annotate(&said).await
     }
 }
 

@@ -2,7 +2,7 @@
 //! runs first.
 //!
 //! ```text
-//!  nodes of ours ──wish──> agents take it off ──all did──> agents' DaemonSet goes ──> annotations go
+//!  nodes of ours ──wish──> agents take it off ──all did──> agents' DaemonSet goes ──> pods' labels, nodes' annotations go
 //!                              │ one could not, or the time is over
 //!                              └──> wishes are taken back: agents install again, exit 1
 //! ```
@@ -20,10 +20,16 @@ use kube::{
 };
 use tokio::time::Instant;
 
-use super::mark::{AGENT, ANNOTATIONS, Mark, NOT_RETIRED, RETIRE, RETIRED, STATE};
+use super::{
+    mark::{AGENT, ANNOTATIONS, Mark, NOT_RETIRED, RETIRE, RETIRED, STATE},
+    pods,
+    stand::LABEL,
+};
 use crate::report;
 
 const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Pods that are asked for at a time.
+const PAGE: u32 = 100;
 /// Nodes that are named in an error.
 const NAMED: usize = 10;
 
@@ -103,6 +109,7 @@ async fn retire(options: &Options) -> Result<(), RetireError> {
     }
     tracing::info!("nothing of Affinode is left on the nodes");
     agents_gone(&client, options, deadline).await?;
+    clear_pods(&client, &names).await?;
     let none = ANNOTATIONS.map(|name| (name, None));
     for name in &names {
         Mark::new(client.clone(), name).annotate(&none).await?;
@@ -145,6 +152,30 @@ async fn all_retired(
             return Err(RetireError::Nodes(told.collect()));
         }
         tokio::time::sleep(LOOK_EVERY).await;
+    }
+}
+
+/// Pods that have ended stay in the cluster for a while: they keep nothing of ours.
+async fn clear_pods(client: &Client, nodes: &[String]) -> Result<(), RetireError> {
+    let pods: Api<Pod> = Api::all(client.clone());
+    let mut page = ListParams::default().labels(LABEL).limit(PAGE);
+    loop {
+        let found = pods.list(&page).await?;
+        page.continue_token = found.metadata.continue_.clone().filter(|token| !token.is_empty());
+        for pod in found {
+            let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_ref());
+            if !node.is_some_and(|node| nodes.contains(node)) {
+                continue;
+            }
+            let patch = pods::clear(&pod.uid().unwrap_or_default());
+            let (namespace, name) = (pod.namespace().unwrap_or_default(), pod.name_any());
+            if let Err(why) = pods::write(client, &namespace, &name, patch).await {
+                tracing::warn!("pod {namespace}/{name} keeps label {LABEL}: {why}");
+            }
+        }
+        if page.continue_token.is_none() {
+            return Ok(());
+        }
     }
 }
 

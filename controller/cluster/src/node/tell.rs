@@ -60,7 +60,8 @@ fn time(event: &Event) -> String {
     format!("{:.1} s", event.elapsed_ms as f64 / 1000.0)
 }
 
-fn size(bytes: u64) -> String {
+/// Bytes for people.
+pub fn size(bytes: u64) -> String {
     match bytes as f64 / f64::from(1 << 20) {
         mib if mib < 1024.0 => format!("{mib:.0} MiB"),
         mib => format!("{:.1} GiB", mib / 1024.0),

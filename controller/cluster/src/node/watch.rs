@@ -23,6 +23,7 @@ use ttrpc::context::with_duration;
 
 use super::{
     mark::{Mark, RECLAIMABLE, RECLAIMED},
+    pods::Pods,
     tell::{Allowance, told},
 };
 use crate::report;
@@ -45,6 +46,8 @@ pub struct Watch {
     socket: PathBuf,
     recorder: Recorder,
     mark: Mark,
+    /// Nothing where pods are told by events alone.
+    told: Option<Pods>,
     allowance: Allowance,
     /// Pods by the keys of their containers.
     pods: HashMap<String, ObjectReference>,
@@ -58,12 +61,19 @@ pub struct Watch {
 impl Watch {
     /// Watches the controller at that socket.
     #[must_use]
-    pub fn new(socket: PathBuf, client: Client, mark: Mark, instance: String) -> Watch {
+    pub fn new(
+        socket: PathBuf,
+        client: Client,
+        mark: Mark,
+        instance: String,
+        pod_state: bool,
+    ) -> Watch {
         let reporter = Reporter { controller: "affinode.io/node".into(), instance: Some(instance) };
         Watch {
             socket,
-            recorder: Recorder::new(client, reporter),
+            recorder: Recorder::new(client.clone(), reporter),
             mark,
+            told: pod_state.then(|| Pods::new(client)),
             allowance: Allowance::default(),
             pods: HashMap::new(),
             waiting: HashMap::new(),
@@ -104,6 +114,9 @@ impl Watch {
                 }
             }
             self.tell_who_waits(&list).await;
+            if let Some(pods) = &mut self.told {
+                pods.show(&list).await;
+            }
             tokio::time::sleep(PACE).await;
             self.annotate(&list).await;
         }

@@ -4,7 +4,7 @@
 //! ```text
 //!  API server ──AdmissionReview──> [`serve`] ──> [`review`] ──> [`decide`] ──> JSON patch, or none
 //!                                     │                            │
-//!                             [`tls`], [`papers`]            [`rules`], [`cluster`]
+//!                             [`papers`]                   [`rules`], [`cluster`]
 //! ```
 //!
 //! Decisions are pure; what they need to know is watched, or read within two seconds. Where
@@ -20,21 +20,22 @@ pub mod papers;
 pub mod review;
 pub mod rules;
 pub mod serve;
-pub mod tls;
 
-use std::{io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use clap::Args;
-use kube::Client;
-use tokio::signal::unix::{SignalKind, signal};
-use tokio_rustls::rustls::crypto;
 
-use crate::report::ApiError;
+use crate::{
+    https::{
+        self,
+        tls::{self, Shown},
+    },
+    service::{self, ServiceError, Told},
+};
 use cluster::Cluster;
 use papers::keep::{Keeper, Places};
 use rules::Rules;
 use serve::{Door, Source};
-use tls::{Shown, TlsError};
 
 /// How long it answers after it was told to stop: until the last API server knows that it goes.
 const FAREWELL: Duration = Duration::from_secs(5);
@@ -58,42 +59,15 @@ pub struct Options {
     rules: Rules,
 }
 
-/// Why it does not run.
-#[derive(Debug, thiserror::Error)]
-pub enum WebhookError {
-    /// It cannot listen.
-    #[error("cannot listen on {0}; choose another address with --listen")]
-    Listen(SocketAddr, #[source] io::Error),
-    /// No runtime, no signals: the machine is out of something.
-    #[error("cannot start")]
-    Start(#[source] io::Error),
-    /// It does not know where the API server is.
-    #[error(
-        "no API server: run in a pod whose service account token is mounted, or with KUBECONFIG"
-    )]
-    Cluster(#[source] ApiError),
-    /// The files that were named are of no use.
-    #[error("there is no certificate to show")]
-    Papers(#[from] TlsError),
-}
-
 /// Serves until SIGTERM or SIGINT.
 ///
 /// # Errors
-/// [`WebhookError`].
-pub fn run(options: &Options) -> Result<(), WebhookError> {
-    // Whoever installed one before us installed the same.
-    let _ = crypto::ring::default_provider().install_default();
-    tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .map_err(WebhookError::Start)?
-        .block_on(serve_all(options))
+/// [`ServiceError`].
+pub fn run(options: &Options) -> Result<(), ServiceError> {
+    service::run(|told| serve_all(options, told))
 }
 
-async fn serve_all(options: &Options) -> Result<(), WebhookError> {
-    let mut term = signal(SignalKind::terminate()).map_err(WebhookError::Start)?;
-    let mut int = signal(SignalKind::interrupt()).map_err(WebhookError::Start)?;
+async fn serve_all(options: &Options, mut told: Told) -> Result<(), ServiceError> {
     let shown = Arc::new(Shown::default());
     let source = match (&options.tls_cert_file, &options.tls_key_file) {
         (Some(cert), Some(key)) => {
@@ -102,23 +76,17 @@ async fn serve_all(options: &Options) -> Result<(), WebhookError> {
         }
         _ => Source::Kept,
     };
-    let client =
-        Client::try_default().await.map_err(|error| WebhookError::Cluster(ApiError(error)))?;
+    let client = service::client().await?;
     if matches!(source, Source::Kept) {
         let keeper = Keeper::new(client.clone(), options.places.clone(), Arc::clone(&shown));
         tokio::spawn(keeper.keep());
     }
     let cluster = Cluster::watch(client, &options.rules.runtime_class);
     let door = Door::new(options.rules.clone(), cluster, source, shown);
-    let listener = serve::listen(options.listen)
-        .await
-        .map_err(|error| WebhookError::Listen(options.listen, error))?;
+    let listener = service::listen(options.listen).await?;
     tracing::info!("listening on {}", options.listen);
-    let serving = tokio::spawn(serve::serve(listener, Arc::new(door)));
-    tokio::select! {
-        _ = term.recv() => {}
-        _ = int.recv() => {}
-    }
+    let serving = tokio::spawn(https::serve(listener, Arc::new(door)));
+    told.wait().await;
     tracing::info!("told to stop: answering for {FAREWELL:?} more");
     tokio::time::sleep(FAREWELL).await;
     serving.abort();

@@ -1,24 +1,19 @@
 //! The webhook's door: HTTPS, bounded in connections, bytes and time. Whoever reaches the address
 //! may ask; an answer says nothing that the asker did not bring, but for the name of the class.
 
-use std::{convert::Infallible, io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+use std::{io, path::PathBuf, sync::Arc, time::Duration};
 
 use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
 use hyper::{
     Method, Request, Response, StatusCode,
     body::{Bytes, Incoming},
     header::{CONTENT_TYPE, HeaderValue},
-    server::conn::http1,
-    service::service_fn,
 };
-use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::{
-    io::{AsyncRead, AsyncWrite},
-    net::{TcpListener, TcpStream},
     sync::Semaphore,
     time::{Instant, timeout},
 };
-use tokio_rustls::TlsAcceptor;
+use tokio_rustls::rustls::ServerConfig;
 
 use super::{
     cluster::Cluster,
@@ -26,25 +21,21 @@ use super::{
     metrics::{Metrics, Outcome},
     review::{Question, asked},
     rules::Rules,
-    tls::{self, Shown},
 };
-use crate::report;
+use crate::{
+    https::{
+        Limits, Site,
+        tls::{self, Shown},
+    },
+    report,
+};
 
-/// Connections at a time; an API server keeps a few of them.
-const CONNECTIONS: usize = 256;
-/// Time for a handshake.
-const HANDSHAKE: Duration = Duration::from_secs(10);
-/// How long a connection may rest. API servers close theirs after 90 s: they never meet one that
-/// we are about to close.
-const REST: Duration = Duration::from_secs(150);
 /// Time for a question to come in whole.
 const BODY_TIME: Duration = Duration::from_secs(3);
 /// Bytes of a question. An object has 3 MiB at most on its way to the API server.
 const BODY_BYTES: usize = 4 << 20;
 /// Questions that are in memory at a time.
 const AT_ONCE: usize = 32;
-/// Bytes of a request's head.
-const HEAD_BYTES: usize = 16 << 10;
 
 /// Where the certificate is from.
 #[derive(Clone, Debug)]
@@ -85,7 +76,7 @@ impl Door {
 
     /// Reads the files, where the certificate is in files. What is of no use is told, and the one
     /// before it is shown: a file may be half written.
-    pub fn refresh(&self) {
+    fn refresh(&self) {
         let Source::Files { cert, key } = &self.source else { return };
         match tls::read(cert, key).and_then(|pair| self.shown.show(&pair)) {
             Ok(true) => tracing::info!("a certificate is shown from {}", cert.display()),
@@ -138,6 +129,27 @@ impl Door {
         self.metrics.decided(&outcome);
         question.answer(decision, &self.rules).map(Bytes::from).map_err(bad)
     }
+}
+
+impl Site for Door {
+    type Body = Full<Bytes>;
+    // An API server keeps a few connections, and closes those that rest after 90 s: it never
+    // meets one that we are about to close.
+    const LIMITS: Limits = Limits {
+        connections: 256,
+        handshake: Duration::from_secs(10),
+        head: Duration::from_secs(150),
+    };
+
+    fn papers(&self) -> Option<Arc<ServerConfig>> {
+        self.refresh();
+        self.shown.config()
+    }
+
+    fn parted(&self, error: &io::Error) {
+        // An API server that does not trust the certificate says so here.
+        tracing::info!(%error, "a client ended the handshake");
+    }
 
     async fn answer(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
         const JSON: &str = "application/json";
@@ -184,65 +196,6 @@ impl Door {
         *response.status_mut() = status;
         response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
         response
-    }
-}
-
-/// Listens.
-///
-/// # Errors
-/// When the address is in use, or none of this machine's.
-pub async fn listen(address: SocketAddr) -> io::Result<TcpListener> {
-    TcpListener::bind(address).await
-}
-
-/// Answers until the runtime ends.
-pub async fn serve(listener: TcpListener, door: Arc<Door>) {
-    let connections = Arc::new(Semaphore::new(CONNECTIONS));
-    loop {
-        let Ok(permit) = Arc::clone(&connections).acquire_owned().await else {
-            return;
-        };
-        let stream = match listener.accept().await {
-            Ok((stream, _)) => stream,
-            Err(error) => {
-                // Descriptors ran out, most likely: they come back when others leave.
-                tracing::warn!(%error, "a connection cannot be accepted");
-                tokio::time::sleep(Duration::from_millis(200)).await;
-                continue;
-            }
-        };
-        door.refresh();
-        let door = Arc::clone(&door);
-        tokio::spawn(async move {
-            converse(stream, &door).await;
-            drop(permit);
-        });
-    }
-}
-
-async fn converse(stream: TcpStream, door: &Door) {
-    let Some(config) = door.shown.config() else { return };
-    let stream = match timeout(HANDSHAKE, TlsAcceptor::from(config).accept(stream)).await {
-        Ok(Ok(stream)) => stream,
-        // An API server that does not trust the certificate says so here.
-        Ok(Err(error)) => return tracing::info!(%error, "a client ended the handshake"),
-        Err(_) => return tracing::debug!("a client says nothing"),
-    };
-    answer_all(stream, door).await;
-}
-
-/// Answers the requests of a connection.
-async fn answer_all<S: AsyncRead + AsyncWrite + Unpin>(stream: S, door: &Door) {
-    let service = service_fn(|request| async { Ok::<_, Infallible>(door.answer(request).await) });
-    let served = http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(REST)
-        .max_buf_size(HEAD_BYTES)
-        .max_headers(64)
-        .serve_connection(TokioIo::new(stream), service)
-        .await;
-    if let Err(error) = served {
-        tracing::debug!(%error, "a connection ended early");
     }
 }
 

@@ -29,12 +29,12 @@ function confirm(title, text, yes) {
 export async function pin(container) {
   const verb = container.pinned ? "unpin" : "pin";
   const done = container.pinned ? "may be offloaded again" : "stays on the GPU";
-  await change(`/api/v1/containers/${container.key}/${verb}`, `${container.name} ${done}`, container.name);
+  await change(`api/v1/containers/${container.key}/${verb}`, `${container.name} ${done}`, container.name);
 }
 
 export async function setAutoOffload(on) {
   if (!on && !await confirm("Turn auto-offload off?", "Nothing gives its VRAM back by itself from then on, on this node, until it is turned on again.", "Turn off")) return;
-  await change(`/api/v1/auto-offload/${on ? "on" : "off"}`, `Auto-offload is ${on ? "on" : "off"}`, "Auto-offload");
+  await change(`api/v1/auto-offload/${on ? "on" : "off"}`, `Auto-offload is ${on ? "on" : "off"}`, "Auto-offload");
 }
 
 async function change(path, done, name) {
@@ -55,7 +55,7 @@ export async function move(container, verb) {
     if (!sure) return;
   }
   try {
-    const reply = await ask(`/api/v1/containers/${container.key}/${verb}`, { method: "POST" });
+    const reply = await ask(`api/v1/containers/${container.key}/${verb}`, { method: "POST" });
     const said = await reply.json();
     if (!reply.ok) return toast(`${container.name} was not ${verb}ed: ${said.error ?? said.reason_text}`.replace("restoreed", "restored"), true);
     const moved = said.bytes ? `: ${bytes(said.bytes)} in ${took(said.elapsed_ms)}` : "";

@@ -8,6 +8,7 @@ import { drawHeader, refreshToday } from "./header.js";
 import { actHere, pinHere, arrange, begin, chosen, drawRow, drawSpark, opened, step, tickRow, visible } from "./rows.js";
 import { follow } from "./stream.js";
 import { forget, replace, store, take } from "./store.js";
+import "./theme.js";
 
 const byId = (id) => document.getElementById(id);
 
@@ -37,7 +38,7 @@ function draw(keys) {
 
 begin();
 beginCalls();
-follow("/api/v1/events?watch=node", {
+follow("api/v1/events?watch=node", {
   live,
   node(node) {
     replace(node);
@@ -67,21 +68,8 @@ setInterval(() => {
   }
 }, 1000);
 
-// Light, dark, or as the system has it.
-const THEMES = ["system", "light", "dark"];
-const system = matchMedia("(prefers-color-scheme: dark)");
-let theme = localStorage.getItem("theme") ?? "system";
-function dress() {
-  document.documentElement.dataset.theme = theme === "system" ? (system.matches ? "dark" : "light") : theme;
-  byId("theme").textContent = `Theme: ${theme}`;
-}
-byId("theme").addEventListener("click", () => {
-  theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
-  localStorage.setItem("theme", theme);
-  dress();
-});
-system.addEventListener("change", dress);
-dress();
+// Below a fleet's page, this is one node of many.
+byId("fleet").hidden = !location.pathname.startsWith("/nodes/");
 
 byId("auto").addEventListener("click", (event) => setAutoOffload(event.currentTarget.getAttribute("aria-checked") !== "true"));
 

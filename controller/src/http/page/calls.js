@@ -32,7 +32,7 @@ function watch(yes) {
   if (!yes) return;
   stop = new AbortController();
   const { key } = scope();
-  follow(`/api/v1/calls${key ? `?container=${key}` : ""}`, { live: (yes, refused) => refused && put(byId("calls-note"), refused), calls: take }, stop.signal);
+  follow(`api/v1/calls${key ? `?container=${key}` : ""}`, { live: (yes, refused) => refused && put(byId("calls-note"), refused), calls: take }, stop.signal);
   draw();
 }
 

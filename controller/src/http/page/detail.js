@@ -63,7 +63,7 @@ export function tickDetail(node, container) {
 
 export async function drawTimeline(node, container) {
   const box = node.children[2], now = nodeNow(), since = now - HOURS_MS;
-  const reply = await ask(`/api/v1/history?key=${container.key}&since_ms=${Math.floor(since)}`);
+  const reply = await ask(`api/v1/history?key=${container.key}&since_ms=${Math.floor(since)}`);
   if (!reply.ok) return box.replaceChildren(el("p", { class: "quiet" }, "No history is kept."));
   const { spans } = await reply.json();
   // Young containers fill the width too: from their first span, at least ten minutes.

@@ -87,7 +87,7 @@ function hours(seconds) {
 // What the last day gave back comes from the history, once a minute.
 export async function refreshToday() {
   try {
-    const reply = await ask("/api/v1/report");
+    const reply = await ask("api/v1/report");
     if (!reply.ok) return;
     const report = await reply.json();
     const returned = report.rows.reduce((sum, row) => sum + row.returned_gpu_seconds, 0);

@@ -1,5 +1,5 @@
 //! Whose token it is and what that user may do, by the Kubernetes API server: a TokenReview,
-//! then a SubjectAccessReview on the path as a non-resource URL, as kube-rbac-proxy asks.
+//! then a SubjectAccessReview on a non-resource URL, as kube-rbac-proxy asks.
 //!
 //! ```text
 //!  token ──well formed──> users ──unknown──> TokenReview ──┬── nobody's: refused

@@ -17,8 +17,8 @@ use crate::{
     },
 };
 
-const NODE: Access = Access { verb: "get", path: "/api/v1/node" };
-const OFFLOAD: Access = Access { verb: "post", path: "/api/v1/containers/offload" };
+const NODE: Access = Access { verb: "get", path: "/affinode/v1/node" };
+const OFFLOAD: Access = Access { verb: "post", path: "/affinode/v1/containers/offload" };
 
 async fn reviewer() -> (tempfile::TempDir, Fake, Reviewer) {
     let folder = tempfile::tempdir().unwrap();
@@ -39,7 +39,7 @@ async fn a_user_may_what_the_api_server_says() {
     assert_eq!(kind(&reviewer, "bobs-token", NODE).await, Ok("bob".into()));
     let no = reviewer.admit(b"bobs-token", OFFLOAD).await.unwrap_err();
     assert_eq!(no.kind, Refused::Forbidden);
-    assert!(no.why.starts_with("bob may not post /api/v1/containers/offload"), "{}", no.why);
+    assert!(no.why.starts_with("bob may not post /affinode/v1/containers/offload"), "{}", no.why);
     assert_eq!(kind(&reviewer, "nobodys-token", NODE).await, Err(Refused::Token));
 }
 
@@ -54,7 +54,7 @@ async fn answers_are_kept_for_a_while_and_not_longer() {
     assert_eq!(fake.asked(), (3, 2));
     // Anna is deleted, and bob may more: both are known before the minute is over, no earlier.
     fake.desk.users.lock().unwrap().retain(|(_, user)| *user != "anna");
-    fake.desk.rights.lock().unwrap().push(("bob", "post", "/api/v1/containers/offload"));
+    fake.desk.rights.lock().unwrap().push(("bob", "post", "/affinode/v1/containers/offload"));
     kind(&reviewer, "annas-token", NODE).await.unwrap();
     tokio::time::pause();
     tokio::time::advance(NO).await;
@@ -200,6 +200,30 @@ async fn a_stream_ends_when_its_user_is_gone() {
     assert!(!stream.until("never said").await, "it ends");
 }
 
+/// What Kubernetes lets every user of a cluster get, and some of it those that it does not know:
+/// ClusterRoles system:discovery and system:public-info-viewer.
+const EVERYBODYS: [&str; 11] = [
+    "/api",
+    "/api/*",
+    "/apis",
+    "/apis/*",
+    "/healthz",
+    "/livez",
+    "/openapi",
+    "/openapi/*",
+    "/readyz",
+    "/version",
+    "/version/",
+];
+
+/// Whether a rule's path is for this one, as Kubernetes looks at it.
+fn fits(rule: &str, path: &str) -> bool {
+    match rule.strip_suffix('*') {
+        Some(start) => path.starts_with(start),
+        None => path == rule,
+    }
+}
+
 /// The roles in `config/kubernetes` name what is asked for, all of it and nothing else.
 #[test]
 fn the_roles_that_are_offered_allow_what_is_asked_for() {
@@ -227,13 +251,9 @@ fn the_roles_that_are_offered_allow_what_is_asked_for() {
             if filled == "/healthz" {
                 continue;
             }
-            let rule = allowed.iter().position(|(allowed, url)| {
-                *allowed == verb
-                    && match url.strip_suffix('*') {
-                        Some(start) => path.starts_with(start),
-                        None => path == url,
-                    }
-            });
+            assert!(!EVERYBODYS.iter().any(|rule| fits(rule, path)), "{path} is everybody's");
+            let rule =
+                allowed.iter().position(|(allowed, url)| *allowed == verb && fits(url, path));
             used.insert(rule.unwrap_or_else(|| panic!("no role allows to {verb} {path}")));
         }
     }

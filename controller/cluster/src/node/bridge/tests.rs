@@ -5,6 +5,7 @@ use tokio::{
 };
 
 use super::*;
+use crate::https::answer_all;
 
 const TOKEN: &str = "a-long-and-secret-token";
 
@@ -54,7 +55,7 @@ async fn ask(stage: &Stage, path: &str, headers: &[&str]) -> String {
     near.write_all(format!("{request}\r\n").as_bytes()).await.unwrap();
     let mut answer = String::new();
     let read = async { near.read_to_string(&mut answer).await.unwrap() };
-    tokio::join!(talk(far, &stage.bridge), read);
+    tokio::join!(answer_all(far, &stage.bridge), read);
     answer
 }
 
@@ -91,6 +92,8 @@ async fn who_may_not_is_turned_away_before_the_controller_hears_of_it() {
         let answer = ask(&stage, path, &headers).await;
         assert!(answer.starts_with(&format!("HTTP/1.1 {status}")), "{path} {headers:?}: {answer}");
         assert!(!answer.contains("host: localhost"), "{answer}");
+        // The page shows these words, and asks for a token where one is needed.
+        assert!(answer.contains("\r\n\r\n{\"error\":\""), "{answer}");
     }
 }
 
@@ -107,4 +110,7 @@ async fn ready_is_who_serves_the_runtime_with_a_controller_or_without() {
     stage.bridge.served.store(true, Ordering::Relaxed);
     assert_eq!(status("/readyz").await, "200");
     assert_eq!(status("/metrics").await, "503", "there is no controller");
+    let bearer = format!("authorization: Bearer {TOKEN}");
+    let answer = ask(&stage, "/api/v1/node", &["host: 10.0.0.7", &bearer]).await;
+    assert!(answer.contains("affinode-controller: none\r\n"), "{answer}");
 }

@@ -12,7 +12,7 @@ use tokio_rustls::rustls::pki_types::{CertificateDer, pem::PemObject};
 use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 
 use super::plan::{AUTHORITY_USE, Stored};
-use crate::webhook::tls::Pair;
+use crate::https::tls::Pair;
 
 /// How long an authority is good for. It is trusted for this webhook alone.
 const AUTHORITY_TIME: Duration = Duration::days(5 * 365);

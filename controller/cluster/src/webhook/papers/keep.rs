@@ -18,8 +18,8 @@ use super::{
     plan::{Step, next},
 };
 use crate::{
+    https::tls::{Shown, TlsError},
     report::{self, ApiError},
-    webhook::tls::{Shown, TlsError},
 };
 
 /// How often everything is looked at. It is two small reads.

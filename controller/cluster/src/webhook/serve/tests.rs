@@ -1,12 +1,14 @@
-use std::path::Path;
+use std::{convert::Infallible, net::SocketAddr, path::Path};
 
 use clap::Parser;
 use futures_util::stream;
 use http_body_util::StreamBody;
 use hyper::{body::Frame, client::conn::http1::handshake};
+use hyper_util::rt::TokioIo;
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use serde_json::{Value, json};
 use tempfile::TempDir;
+use tokio::net::TcpStream;
 use tokio_rustls::{
     TlsConnector,
     rustls::{
@@ -16,7 +18,10 @@ use tokio_rustls::{
 };
 
 use super::*;
-use crate::webhook::fake::Fake;
+use crate::{
+    https::{answer_all, listen, serve},
+    webhook::fake::Fake,
+};
 
 #[derive(Parser)]
 struct Line {
@@ -322,7 +327,7 @@ async fn who_sends_a_review_by_halves_is_let_go_and_others_have_their_turn() {
     let connect = async || {
         let (near, far) = tokio::io::duplex(1 << 16);
         let door = Arc::clone(&door);
-        tokio::spawn(async move { answer_all(far, &door).await });
+        tokio::spawn(async move { answer_all(far, &*door).await });
         let (sender, connection) = handshake(TokioIo::new(near)).await.unwrap();
         tokio::spawn(connection);
         sender

@@ -6,6 +6,8 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
+use clap::Args;
+use sha2::{Digest, Sha256};
 use tokio_rustls::rustls::{
     self, ServerConfig, crypto,
     pki_types::{CertificateDer, PrivateKeyDer, pem, pem::PemObject},
@@ -31,6 +33,41 @@ pub enum TlsError {
     /// They do not belong together.
     #[error("certificate and key do not belong together")]
     Pair(#[from] rustls::Error),
+    /// None can be made.
+    #[error("a certificate cannot be made")]
+    Make(#[from] rcgen::Error),
+}
+
+/// Where the certificate is from.
+#[derive(Args, Clone, Debug)]
+pub struct Files {
+    /// A PEM file with the certificate; one is made for this run when left out.
+    #[arg(long, value_name = "FILE", requires = "tls_key_file")]
+    tls_cert_file: Option<PathBuf>,
+    /// A PEM file with the certificate's key.
+    #[arg(long, value_name = "FILE", requires = "tls_cert_file")]
+    tls_key_file: Option<PathBuf>,
+}
+
+impl Files {
+    /// Shows what is in the files, or one that is made now, for these names and this machine.
+    ///
+    /// # Errors
+    /// [`TlsError`].
+    pub fn shown(&self, names: &[String]) -> Result<Arc<Shown>, TlsError> {
+        let pair = match (&self.tls_cert_file, &self.tls_key_file) {
+            (Some(cert), Some(key)) => read(cert, key)?,
+            _ => {
+                let names = [names, &["localhost".to_owned()]].concat();
+                let made = rcgen::generate_simple_self_signed(names)?;
+                let (cert, key) = (made.cert.pem().into(), made.signing_key.serialize_pem().into());
+                Pair { cert, key }
+            }
+        };
+        let shown = Shown::default();
+        shown.show(&pair)?;
+        Ok(Arc::new(shown))
+    }
 }
 
 /// A certificate and its key, as PEM files have them.
@@ -104,6 +141,13 @@ impl Shown {
     #[must_use]
     pub fn not_after_seconds(&self) -> Option<i64> {
         self.lock().as_ref().and_then(|current| current.not_after_seconds)
+    }
+
+    /// SHA-256 of what is shown, in hex digits.
+    #[must_use]
+    pub fn fingerprint(&self) -> Option<String> {
+        let der = CertificateDer::from_pem_slice(&self.lock().as_ref()?.pair.cert).ok()?;
+        Some(Sha256::digest(&der).iter().map(|byte| format!("{byte:02x}")).collect())
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Current>> {
