@@ -130,5 +130,8 @@ fn clients(artifacts: &Artifacts) -> Result<()> {
             .args(["-ldl", "-pthread"]);
         sh::run(&mut gcc)?;
     }
-    place(&own.join("torch_worker.py"), &target.join("torch_worker.py"))
+    for program in ["torch_worker.py", "jax_worker.py"] {
+        place(&own.join(program), &target.join(program))?;
+    }
+    Ok(())
 }

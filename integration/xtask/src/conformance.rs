@@ -9,32 +9,54 @@
 //! alone and with both: some of these tests look at the whole machine.
 
 mod client;
+mod critest;
 mod go;
 mod outcome;
+mod page;
 mod registry;
 
 use std::path::PathBuf;
 
-use affinode_e2e::release::{Line, Release};
+use affinode_e2e::{
+    artifacts::Artifacts,
+    release::{Line, Release},
+};
 use anyhow::{Context, Result, bail};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use nix::unistd::Uid;
 
-use self::{client::Client, outcome::Comparison};
+use self::{
+    client::Client,
+    critest::Critest,
+    outcome::{Comparison, Outcomes},
+};
 use crate::{build, deps, say};
 
-/// Which suites, and where the table goes.
+/// Which suites, and where the tables go.
 #[derive(Args)]
 pub struct Options {
-    /// Only tests whose name this regular expression matches, as of Go's -test.run.
-    #[arg(long, value_name = "REGEX")]
+    /// Only this suite.
+    #[arg(long)]
+    suite: Option<Suite>,
+    /// Only tests whose name this regular expression matches, as of Go's -test.run or Ginkgo's
+    /// -ginkgo.focus.
+    #[arg(long, value_name = "REGEX", requires = "suite")]
     run: Option<String>,
-    /// Write the table here as well, with date and versions.
+    /// Write the tables here as well, with date and versions; those of other suites stay.
     #[arg(long, value_name = "FILE")]
     table: Option<PathBuf>,
 }
 
-/// Runs everything, prints the table, and fails when ours fails where the stock one passes.
+/// A suite of others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Suite {
+    /// containerd's own client tests.
+    Client,
+    /// critest, the validation of CRI.
+    Critest,
+}
+
+/// Runs everything, prints the tables, and fails when ours fails where the stock one passes.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
         bail!("the suites start containerd and containers: run as root");
@@ -42,55 +64,67 @@ pub fn run(options: &Options) -> Result<()> {
     let releases = deps::all()?;
     let artifacts = build::all(build::Profile::Dev)?;
     let release = (releases.available.iter().find(|release| release.line == Line::V2))
-        .context("no containerd 2 was found, which the suite belongs to")?;
-    registry::serve()?;
-    let suite = Client::prepare(&artifacts, release)?;
-    let comparison = compare(&suite, options.run.as_deref())?;
-    let title = format!("containerd's client tests, {}", version(release));
-    let table = comparison.table(&title);
-    say::out(&table);
-    if let Some(file) = &options.table {
-        let page = format!("{}\n{table}", head(release)?);
-        std::fs::write(file, page).with_context(|| format!("cannot write {}", file.display()))?;
+        .context("no containerd 2 was found, which the suites belong to")?;
+    let mut worse = 0;
+    for suite in Suite::value_variants() {
+        if options.suite.is_none_or(|only| only == *suite) {
+            let comparison = suite.compare(&artifacts, release, options.run.as_deref())?;
+            let table = comparison.table(&suite.title(), &page::machine(release)?);
+            say::out(&table);
+            if let Some(file) = &options.table {
+                page::put(file, &table)?;
+            }
+            worse += comparison.regressions().count();
+        }
     }
-    match comparison.regressions().count() {
+    match worse {
         0 => Ok(()),
         worse => bail!("{worse} tests pass with the stock runtime and not with ours"),
     }
 }
 
-fn compare(suite: &Client, only: Option<&str>) -> Result<Comparison> {
+impl Suite {
+    fn title(self) -> String {
+        match self {
+            Suite::Client => "containerd's client tests".into(),
+            Suite::Critest => format!("critest {}", critest::VERSION),
+        }
+    }
+
+    fn compare(
+        self,
+        artifacts: &Artifacts,
+        release: &Release,
+        only: Option<&str>,
+    ) -> Result<Comparison> {
+        match self {
+            Suite::Client => {
+                registry::serve(None)?;
+                let suite = Client::prepare(artifacts, release)?;
+                compare(&|ours, only| suite.run(ours, only), &|name| format!("^{name}$"), only)
+            }
+            Suite::Critest => {
+                let suite = Critest::prepare(artifacts, release)?;
+                compare(&|ours, only| suite.run(ours, only), &critest::alone, only)
+            }
+        }
+    }
+}
+
+/// Runs a suite with both; `alone` gives the expression for one test.
+fn compare(
+    run: &dyn Fn(bool, Option<&str>) -> Result<Outcomes>,
+    alone: &dyn Fn(&str) -> String,
+    only: Option<&str>,
+) -> Result<Comparison> {
     say::step("The suite with the stock runtime");
-    let stock = suite.run(false, only)?;
+    let stock = run(false, only)?;
     say::step("The suite with ours");
-    let mut comparison = Comparison::new(stock, suite.run(true, only)?);
+    let mut comparison = Comparison::new(stock, run(true, only)?);
     for name in comparison.differing() {
         say::note(&format!("again, alone: {name}"));
-        let only = format!("^{name}$");
-        comparison.again(&suite.run(false, Some(&only))?, &suite.run(true, Some(&only))?);
+        let only = alone(&name);
+        comparison.again(&run(false, Some(&only))?, &run(true, Some(&only))?);
     }
     Ok(comparison)
-}
-
-fn version(release: &Release) -> String {
-    format!("containerd {}", release.version)
-}
-
-fn head(release: &Release) -> Result<String> {
-    let read = |program: &str, argument: &str| {
-        crate::sh::read(std::process::Command::new(program).arg(argument))
-    };
-    let runc = read("runc", "--version")?;
-    let (date, kernel) = (read("date", "--iso-8601")?, read("uname", "--kernel-release")?);
-    Ok(format!(
-        "# Conformance\n\n\
-         Printed by `cargo xtask conformance`: suites of others, run with the stock runtime\n\
-         (`io.containerd.runc.v2`) and with ours (`io.containerd.affinode.v1`) on one machine.\n\n\
-         {}: {}, {}, Linux {}.\n",
-        date.trim(),
-        version(release),
-        runc.lines().next().unwrap_or("runc"),
-        // What follows is the distribution's own.
-        kernel.trim().split('-').next().unwrap_or_default(),
-    ))
 }

@@ -4,16 +4,19 @@
 //! handed out by a small device plugin; all else is what clusters run. It stays out of CI: the
 //! first run builds Kubernetes and helm.
 
+mod crds;
 mod files;
 mod plane;
 mod programs;
 mod release;
 mod show;
 
+use std::path::Path;
+
 use affinode_e2e::{
     gpu::Gpu,
     release::Line,
-    world::{MIB, Recipe},
+    world::{MIB, Recipe, World},
 };
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -31,6 +34,11 @@ pub struct Options {
     /// Leave the cluster as it is when all was shown, or when something failed, until Enter.
     #[arg(long)]
     keep: bool,
+}
+
+/// Gives pods of a world a network, by the plugins of this folder.
+pub fn pods(world: &World, plugins: &Path) -> Result<()> {
+    files::cni(&world.dir().join("cni"), plugins)
 }
 
 /// Builds, starts, shows, checks, cleans up.

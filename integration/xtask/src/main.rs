@@ -17,6 +17,7 @@ mod hazards;
 mod k8s;
 mod kit;
 mod load;
+mod matrix;
 mod package;
 mod packages;
 mod say;
@@ -48,7 +49,8 @@ enum Task {
     Bench(bench::Options),
     /// Kill at random, and show that nothing is lost, stuck, corrupted or left (needs root).
     Chaos(chaos::Options),
-    /// Run containerd's own client tests with the stock runtime and with ours (needs root, Go).
+    /// Run containerd's own client tests and critest with the stock runtime and with ours (needs
+    /// root, Go).
     Conformance(conformance::Options),
     /// Search for inputs that break a reader, guided by coverage (needs g++).
     Fuzz(fuzz::Options),
@@ -58,6 +60,9 @@ enum Task {
     K8s(k8s::Options),
     /// Fill a node, and print what its controller needs while nothing changes (needs root).
     Load(load::Options),
+    /// Install, use, upgrade and uninstall on each containerd, also when things go wrong (needs
+    /// root, Go).
+    Matrix(matrix::Options),
     /// Pack what a machine with a GPU needs to run the suite there.
     GpuKit(kit::Options),
     /// Make .deb, .rpm, container image, bill of materials and checksums; --check installs them.
@@ -79,6 +84,7 @@ fn main() -> ExitCode {
         Task::Hazards(options) => hazards::run(&options),
         Task::K8s(options) => k8s::run(&options),
         Task::Load(options) => load::run(&options),
+        Task::Matrix(options) => matrix::run(&options),
         Task::GpuKit(options) => kit::pack(&options),
         Task::Package(options) => package::run(&options),
         Task::Test(options) => suite::run(&options),

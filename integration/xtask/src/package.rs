@@ -27,7 +27,7 @@ use std::{
     process::Command,
 };
 
-use affinode_e2e::artifacts::{target_dir, workspace_dir};
+use affinode_e2e::artifacts::{Artifacts, target_dir, workspace_dir};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use sha2::{Digest, Sha256};
@@ -99,6 +99,15 @@ pub fn run(options: &Options) -> Result<()> {
     }
     say::note(&format!("needs glibc {} or newer; affinode-cluster needs none", about.glibc));
     if options.check { check::all(&out, &about) } else { Ok(()) }
+}
+
+/// The image of a build, for tests; its name is the one that it is released by.
+pub fn image_of(artifacts: &Artifacts) -> Result<Vec<u8>> {
+    let built = build::of(artifacts)?;
+    let (version, epoch_seconds) = (version(None)?, epoch_seconds()?);
+    let about = About { version, epoch_seconds, glibc: built.glibc()? };
+    let bill = sbom::bill(&about, &image::libraries(&built)?)?;
+    image::pack(&about, &image::tree(&files::Programs::of(&built)?, &built, &bill)?)
 }
 
 fn pack(about: &About, files: &Tree, image: &Tree, bill: &[u8]) -> Result<Packages> {

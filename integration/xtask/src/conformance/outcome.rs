@@ -2,6 +2,9 @@
 
 use std::{collections::BTreeMap, fmt::Write};
 
+use anyhow::{Context, Result};
+use serde::Deserialize;
+
 /// How a test ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
@@ -31,6 +34,38 @@ impl Outcomes {
             Some((rest.split_whitespace().next()?.to_owned(), outcome))
         });
         Self(ended.collect())
+    }
+
+    /// What a suite of Ginkgo wrote with `-ginkgo.json-report`. One that was left out has not ended.
+    pub fn of_ginkgo(report: &str) -> Result<Self> {
+        #[derive(Deserialize)]
+        #[serde(rename_all = "PascalCase")]
+        struct Suite {
+            spec_reports: Option<Vec<Spec>>,
+        }
+        #[derive(Deserialize)]
+        #[serde(rename_all = "PascalCase")]
+        struct Spec {
+            container_hierarchy_texts: Option<Vec<String>>,
+            leaf_node_type: String,
+            leaf_node_text: String,
+            state: String,
+            num_attempts: u32,
+        }
+        let suites: Vec<Suite> = serde_json::from_str(report).context("Ginkgo's report")?;
+        let specs = suites.into_iter().filter_map(|suite| suite.spec_reports).flatten();
+        let tests = specs.filter(|spec| spec.leaf_node_type == "It" && spec.num_attempts > 0);
+        let ended = tests.map(|spec| {
+            let mut words = spec.container_hierarchy_texts.unwrap_or_default();
+            words.push(spec.leaf_node_text);
+            let outcome = match spec.state.as_str() {
+                "passed" => Outcome::Pass,
+                "skipped" | "pending" => Outcome::Skip,
+                _ => Outcome::Fail,
+            };
+            (words.join(" "), outcome)
+        });
+        Ok(Self(ended.collect()))
     }
 
     /// How many there are.
@@ -83,8 +118,9 @@ impl Comparison {
     }
 
     /// For people.
-    pub fn table(&self, title: &str) -> String {
-        let mut text = format!("## {title}\n\n| | stock | ours |\n| --- | ---: | ---: |\n");
+    pub fn table(&self, title: &str, machine: &str) -> String {
+        let mut text =
+            format!("## {title}\n\n{machine}\n\n| | stock | ours |\n| --- | ---: | ---: |\n");
         for (word, outcome) in
             [("pass", Outcome::Pass), ("fail", Outcome::Fail), ("skip", Outcome::Skip)]
         {
@@ -125,6 +161,28 @@ mod tests {
     }
 
     #[test]
+    fn of_ginkgos_report_tests_that_ran_are_counted() {
+        let spec = |kind: &str, text: &str, state: &str, attempts: u32| {
+            serde_json::json!({
+                "ContainerHierarchyTexts": ["[k8s.io] Pod", "should"], "LeafNodeType": kind,
+                "LeafNodeText": text, "State": state, "NumAttempts": attempts,
+            })
+        };
+        let report = serde_json::json!([{"SpecReports": [
+            spec("BeforeSuite", "", "passed", 1), spec("It", "start", "passed", 1),
+            spec("It", "stop", "panicked", 1), spec("It", "label", "skipped", 1),
+            spec("It", "left out", "skipped", 0),
+        ]}]);
+        let outcomes = Outcomes::of_ginkgo(&report.to_string()).unwrap();
+        let named = |name: &str| outcomes.0.get(&format!("[k8s.io] Pod should {name}")).copied();
+        assert_eq!(named("start"), Some(Outcome::Pass));
+        assert_eq!(named("stop"), Some(Outcome::Fail));
+        assert_eq!(named("label"), Some(Outcome::Skip));
+        assert_eq!(outcomes.len(), 3);
+        assert!(Outcomes::of_ginkgo("").is_err());
+    }
+
+    #[test]
     fn one_that_fails_or_is_missing_with_ours_alone_is_a_regression() {
         let stock = Outcomes::parse(STOCK);
         let failing = Outcomes::parse("--- FAIL: TestA (0.1s)\n--- FAIL: TestB (0.1s)\n");
@@ -141,6 +199,6 @@ mod tests {
     fn one_that_fails_with_both_is_none() {
         let comparison = Comparison::new(Outcomes::parse(STOCK), Outcomes::parse(STOCK));
         assert_eq!((comparison.regressions().count(), comparison.differing().len()), (0, 0));
-        assert!(comparison.table("x").contains("Fail with both: TestB."));
+        assert!(comparison.table("x", "y").contains("Fail with both: TestB."));
     }
 }

@@ -1,6 +1,12 @@
 //! A registry on loopback with the images that suites ask for, made of the machine's busybox.
 
-use std::{convert::Infallible, path::Path, process::Command, sync::Arc};
+use std::{
+    convert::Infallible,
+    fs::File,
+    path::Path,
+    process::Command,
+    sync::{OnceLock, mpsc},
+};
 
 use affinode_e2e::image::{Archive, Layer};
 use anyhow::{Context, Result};
@@ -11,32 +17,136 @@ use hyper::{
     service::service_fn,
 };
 use hyper_util::rt::TokioIo;
-use serde_json::json;
-use tokio::net::TcpListener;
+use nix::sched::{CloneFlags, setns};
+use serde_json::{Value, json};
+use tokio::{
+    net::TcpListener,
+    runtime::{self, Runtime},
+};
 
 use crate::sh;
 
 const BUSYBOX: &str = "/bin/busybox";
 const OCTETS: &str = "application/octet-stream";
 
-/// Where it listens: a suite has the names of its images built in.
+/// Where it listens: suites have the names of their images built in.
 pub const ADDRESS: &str = "127.0.0.1:5055";
 
-/// Makes the images and serves them from a thread of its own, until the program ends.
-pub fn serve() -> Result<()> {
-    let images = Arc::new(images()?);
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let listener = runtime
-        .block_on(TcpListener::bind(ADDRESS))
-        .with_context(|| format!("cannot listen on {ADDRESS}, where the suite pulls from"))?;
-    std::thread::spawn(move || runtime.block_on(accept(&listener, &images)));
-    Ok(())
+/// Serves the images from a thread of its own until the program ends: on the machine's loopback, or
+/// on that of another network.
+pub fn serve(network: Option<File>) -> Result<()> {
+    images()?;
+    let (told, ready) = mpsc::channel();
+    std::thread::spawn(move || {
+        let listening = || -> Result<(Runtime, TcpListener)> {
+            if let Some(network) = network {
+                // Of this thread alone.
+                setns(network, CloneFlags::CLONE_NEWNET)?;
+            }
+            let runtime = runtime::Builder::new_current_thread().enable_all().build()?;
+            let listener = runtime.block_on(TcpListener::bind(ADDRESS))?;
+            Ok((runtime, listener))
+        };
+        match listening() {
+            Ok((runtime, listener)) => {
+                let _ = told.send(Ok(()));
+                runtime.block_on(accept(&listener));
+            }
+            Err(error) => drop(told.send(Err(error))),
+        }
+    });
+    ready.recv()?.with_context(|| format!("cannot listen on {ADDRESS}, where suites pull from"))
 }
 
-/// Names that suites use. All of them are the same image.
-const NAMES: [&str; 2] = ["alpine:3.14.0", "busybox:1.36"];
+/// The SHA-256 of an image's manifest, in hex.
+pub fn digest(name: &str) -> Result<String> {
+    let digest = images()?.named(name).and_then(|digest| digest.strip_prefix("sha256:"));
+    digest.map(ToOwned::to_owned).with_context(|| format!("there is no image {name}"))
+}
 
-fn images() -> Result<Archive> {
+/// The one that is asked for by its digest.
+pub const DIGESTED: &str = "k8s-staging-cri-tools/test-image-digest:latest";
+/// Names that suites use, of images that start a shell. Those of one repository are the same image.
+const NAMES: [&str; 14] = [
+    "alpine:3.14.0",
+    "busybox:1.36",
+    "e2e-test-images/busybox:1.29-2",
+    "pause:3.9",
+    "k8s-staging-cri-tools/test-image-latest:latest",
+    "k8s-staging-cri-tools/test-image-tag:test",
+    "k8s-staging-cri-tools/test-image-tag:all",
+    DIGESTED,
+    "k8s-staging-cri-tools/test-image-1:latest",
+    "k8s-staging-cri-tools/test-image-2:latest",
+    "k8s-staging-cri-tools/test-image-3:latest",
+    "k8s-staging-cri-tools/test-image-tags:1",
+    "k8s-staging-cri-tools/test-image-tags:2",
+    "k8s-staging-cri-tools/test-image-tags:3",
+];
+/// Those that run as somebody, and as whom.
+const USERS: [(&str, &str); 5] = [
+    ("test-image-user-uid", "1002"),
+    ("test-image-user-username", "www-data"),
+    ("test-image-user-uid-group", "1003:1003"),
+    ("test-image-user-username-group", "www-data:www-data"),
+    ("test-image-predefined-group", "1000"),
+];
+/// Those that serve a page, and where.
+const SERVERS: [(&str, &str); 3] = [
+    ("e2e-test-images/nginx:1.14-2", "80"),
+    ("e2e-test-images/httpd:2.4.39-4", "80"),
+    ("k8s-staging-cri-tools/hostnet-nginx-amd64:latest", "12003"),
+];
+/// What serves it. Tests look for nginx's name, for its first process's, and for its file.
+const NGINX: &[u8] = b"#!/bin/sh
+echo $$ > /var/run/nginx.pid
+httpd -f -p \"$2\" -h /srv
+";
+/// The machine's busybox has none.
+const PGREP: &[u8] = b"#!/bin/sh
+for process in /proc/[0-9]*; do
+    [ \"$(cat $process/comm 2> /dev/null)\" = \"$1\" ] && echo ${process#/proc/}
+done
+";
+const PASSWD: &str = "root:x:0:0:root:/root:/bin/sh\nwww-data:x:33:33:www-data:/var/www:/bin/false\n\
+    default-user:x:1000:1000::/home:/bin/sh\nnobody:x:65534:65534:nobody:/home:/bin/false\n";
+const GROUP: &str = "root:x:0:\nwww-data:x:33:\ndefault-user:x:1000:\n\
+    group-defined-in-image:x:50000:default-user\nnobody:x:65534:\n";
+
+/// The images, made once.
+fn images() -> Result<&'static Archive> {
+    static IMAGES: OnceLock<Archive> = OnceLock::new();
+    if let Some(made) = IMAGES.get() {
+        return Ok(made);
+    }
+    let made = make()?;
+    Ok(IMAGES.get_or_init(|| made))
+}
+
+fn make() -> Result<Archive> {
+    let layer = layer()?;
+    let mut images = Archive::default();
+    let mut add = |name: &str, more: &[(&str, Value)]| {
+        let (repository, _) = name.split_once(':').unwrap_or((name, ""));
+        let mut process =
+            json!({"Env": ["PATH=/bin"], "Cmd": ["sh"], "Labels": {"repository": repository}});
+        more.iter().for_each(|(field, value)| process[*field] = value.clone());
+        images.image(name, &layer, &process)
+    };
+    for name in NAMES {
+        add(name, &[])?;
+    }
+    for (name, user) in USERS {
+        add(&format!("k8s-staging-cri-tools/{name}:latest"), &[("User", json!(user))])?;
+    }
+    for (name, port) in SERVERS {
+        add(name, &[("Cmd", json!(["/bin/nginx", "master process", port]))])?;
+    }
+    Ok(images)
+}
+
+/// What all of them are made of.
+fn layer() -> Result<Vec<u8>> {
     if !Path::new(BUSYBOX).exists() {
         let mut install = Command::new("apt-get");
         install.args(["install", "--yes", "--no-install-recommends", "busybox-static"]);
@@ -44,27 +154,31 @@ fn images() -> Result<Archive> {
     }
     let busybox = Path::new(BUSYBOX);
     let mut layer = Layer::base()?;
+    // These take the place of the usual ones.
+    layer.file("etc/passwd", 0o644, PASSWD.as_bytes())?;
+    layer.file("etc/group", 0o644, GROUP.as_bytes())?;
+    layer.folder("home", 0o777)?;
+    layer.folder("var/run", 0o755)?;
+    layer.file("srv/index.html", 0o644, b"It works.\n")?;
+    layer.file("bin/nginx", 0o755, NGINX)?;
+    layer.file("bin/pgrep", 0o755, PGREP)?;
     layer.copy(busybox, busybox)?;
+    // One test hides it: as a link it would hide all of them.
+    layer.copy(busybox, Path::new("/bin/ls"))?;
     for applet in sh::read(Command::new(busybox).arg("--list"))?.lines() {
-        if applet != "busybox" {
+        if !["busybox", "ls", "pgrep"].contains(&applet) {
             layer.link(&Path::new("/bin").join(applet), busybox)?;
         }
     }
-    let layer = layer.finish()?;
-    let process = json!({"Env": ["PATH=/bin"], "Cmd": ["sh"]});
-    let mut images = Archive::default();
-    for name in NAMES {
-        images.image(name, &layer, &process)?;
-    }
-    Ok(images)
+    layer.finish()
 }
 
-async fn accept(listener: &TcpListener, images: &Arc<Archive>) {
+async fn accept(listener: &TcpListener) {
+    let Ok(images) = images() else { return };
     while let Ok((stream, _)) = listener.accept().await {
-        let images = Arc::clone(images);
         tokio::spawn(async move {
             let answer = service_fn(|request| {
-                let answer = answer(&images, &request);
+                let answer = answer(images, &request);
                 async move { Ok::<_, Infallible>(answer) }
             });
             // A client that went away is its own affair.
@@ -75,21 +189,19 @@ async fn accept(listener: &TcpListener, images: &Arc<Archive>) {
 
 /// The reading half of the OCI distribution protocol: manifests and blobs, whole.
 fn answer(images: &Archive, request: &Request<Incoming>) -> Response<Full<Bytes>> {
-    let path = request.uri().path();
-    let parts: Vec<&str> = path.trim_start_matches("/v2/").split('/').collect();
-    let found = match parts.as_slice() {
-        [""] => Some((OCTETS, String::new(), Bytes::new())),
-        [name, "manifests", tag] if !tag.starts_with("sha256:") => images
-            .named(&format!("{name}:{tag}"))
-            .and_then(|digest| Some((Archive::MANIFEST, digest, blob(images, digest)?)))
-            .map(|(kind, digest, body)| (kind, digest.to_owned(), body)),
-        [_, "manifests", digest] => {
-            blob(images, digest).map(|body| (Archive::MANIFEST, (*digest).to_owned(), body))
-        }
-        [_, "blobs", digest] => {
-            blob(images, digest).map(|body| (OCTETS, (*digest).to_owned(), body))
-        }
-        _ => None,
+    let path = request.uri().path().trim_start_matches("/v2/");
+    let split = |word: &str| path.split_once(word);
+    let found = if path.is_empty() {
+        Some((OCTETS, String::new(), Bytes::new()))
+    } else if let Some((name, tag)) = split("/manifests/") {
+        let digest =
+            if tag.contains(':') { Some(tag) } else { images.named(&format!("{name}:{tag}")) };
+        digest
+            .and_then(|digest| Some((Archive::MANIFEST, digest.to_owned(), blob(images, digest)?)))
+    } else if let Some((_, digest)) = split("/blobs/") {
+        blob(images, digest).map(|body| (OCTETS, digest.to_owned(), body))
+    } else {
+        None
     };
     let Some((kind, digest, body)) = found else {
         let mut missing = Response::default();

@@ -2,21 +2,13 @@
 
 use std::{fs, path::PathBuf};
 
-use affinode_e2e::{
-    artifacts::{Artifacts, workspace_dir},
-    closure, containerd,
-    image::{Archive, Layer},
-};
+use affinode_e2e::{artifacts::workspace_dir, containerd};
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
 use super::plane::Plane;
+use crate::package;
 
-const REPOSITORY: &str = "localhost/affinode/affinode";
-const TAG: &str = "test";
-/// What is in the image.
-const PROGRAMS: [&str; 3] = ["affinode", "affinode-cluster", "containerd-shim-affinode-v1"];
-const LIBRARY: &str = "libaffinode_preload.so";
 /// Where it is installed.
 pub const NAMESPACE: &str = "affinode-system";
 /// Under which name.
@@ -27,32 +19,13 @@ pub fn chart() -> PathBuf {
     workspace_dir().join("config/helm/affinode")
 }
 
-/// Makes the image and brings it to the node.
+/// Makes the image as it is released, of programs of this build, and brings it to the node.
 pub fn load_image(plane: &Plane<'_>) -> Result<()> {
     let world = plane.world();
-    let mut images = Archive::default();
-    let environment = json!({"Env": ["PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"]});
-    images.image(&format!("{REPOSITORY}:{TAG}"), &layer(world.artifacts())?, &environment)?;
     let archive = world.dir().join("affinode-image.tar");
-    images.write(&archive)?;
+    fs::write(&archive, package::image_of(world.artifacts())?)?;
     world.containerd().import(world.keeper(), "k8s.io", &archive)?;
     fs::remove_file(&archive).context("the image's archive")
-}
-
-fn layer(artifacts: &Artifacts) -> Result<Vec<u8>> {
-    let mut layer = Layer::base()?;
-    let mut libraries = std::collections::BTreeSet::new();
-    for name in PROGRAMS {
-        let program = artifacts.bin(name)?;
-        libraries.extend(closure::libraries(&program)?);
-        layer.copy(&program, &PathBuf::from("/usr/local/bin").join(name))?;
-    }
-    for library in &libraries {
-        layer.copy(library, library)?;
-    }
-    let library = artifacts.lib_dir().join(LIBRARY);
-    layer.copy(&library, &PathBuf::from("/usr/local/lib/affinode").join(LIBRARY))?;
-    layer.finish()
 }
 
 /// What an operator of this cluster would write into a values file. The places are the world's;
@@ -60,7 +33,8 @@ fn layer(artifacts: &Artifacts) -> Result<Vec<u8>> {
 pub fn values(plane: &Plane<'_>) -> Value {
     let world = plane.world();
     json!({
-        "image": {"repository": REPOSITORY, "tag": TAG, "pullPolicy": "Never"},
+        // Its name is the chart's default.
+        "image": {"pullPolicy": "Never"},
         "policy": {"mode": "eager", "idle_timeout": "2s"},
         "node": {
             "restart": "none",
@@ -75,6 +49,7 @@ pub fn values(plane: &Plane<'_>) -> Value {
         },
         // Of the two, one would wait: there is one node.
         "inject": {"webhook": {"replicas": 1}},
+        "fleet": {"enabled": true},
         "dashboards": {"enabled": true},
     })
 }

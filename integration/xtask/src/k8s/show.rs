@@ -1,6 +1,7 @@
 //! What is shown, step by step; each fails when it is not seen.
 
 mod agent;
+mod fleet;
 mod inject;
 mod pods;
 mod systemd;
@@ -13,6 +14,7 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use super::{
+    crds,
     plane::{NODE, Plane},
     release::{self, NAMESPACE, RELEASE},
 };
@@ -20,6 +22,10 @@ use crate::say;
 
 /// The label of a node that serves the runtime.
 const LABEL: &str = "affinode.io/runtime";
+/// The label of a pod that says where its GPU memory is.
+const GPU_STATE: &str = "affinode.io/gpu-state";
+/// And its condition.
+const RESIDENT: &str = "affinode.io/GpuResident";
 /// Where an agent says how its node stands.
 const STATE: &str = "affinode.io/state";
 /// VRAM of a pod that fits anywhere.
@@ -28,7 +34,13 @@ const SMALL_MIB: u32 = 32;
 const KINDS: &str = "all,configmaps,serviceaccounts,roles,rolebindings,clusterroles,\
     clusterrolebindings,runtimeclasses,mutatingwebhookconfigurations,\
     mutatingadmissionpolicies,mutatingadmissionpolicybindings,secrets,\
-    validatingadmissionpolicies,validatingadmissionpolicybindings";
+    validatingadmissionpolicies,validatingadmissionpolicybindings,\
+    poddisruptionbudgets,networkpolicies";
+/// Everything that can be turned on, with the webhook in place of the policy, which is the default.
+const ALL_ON: &str = "inject.by=webhook,fleet.enabled=true,fleet.replicas=2,fleet.tlsSecret=papers,\
+    fleet.hosts={fleet.example},node.tlsSecret=papers,networkPolicy.enabled=true,\
+    serviceMonitor.enabled=true,serviceMonitor.labels.release=prometheus,alertRules.enabled=true,\
+    dashboards.enabled=true,serviceAccount.name=agents,image.tag=x";
 
 /// All of it.
 pub fn all(plane: &Plane<'_>) -> Result<()> {
@@ -41,13 +53,16 @@ pub fn all(plane: &Plane<'_>) -> Result<()> {
     inject::by_policy(plane)?;
     let pod = pods::comes_and_goes(plane)?;
     agent::shows_metrics(plane)?;
+    fleet::shows_nodes(plane)?;
     pods::who_waits_is_told(plane)?;
     pods::who_stays_is_told(plane)?;
     a_bad_policy_is_not_taken(plane)?;
     inject::by_webhook(plane)?;
     uninstall_waits_for_pods(plane)?;
     pod.delete()?;
+    let ended = pods::ended_long_ago(plane)?;
     uninstall(plane)?;
+    ended.says_nothing()?;
     nothing_is_left(plane, &before)?;
     systemd::restarts(plane)?;
     nothing_is_left(plane, &before)
@@ -102,23 +117,48 @@ fn chart_is_sound(plane: &Plane<'_>) -> Result<()> {
         plane,
         &["install", RELEASE, "-n", NAMESPACE, "--create-namespace", "--dry-run=server"],
     )?;
-    let rendered = release::helm(
-        plane,
-        &[
-            "template",
-            RELEASE,
-            "-n",
-            NAMESPACE,
-            "--api-versions=admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy",
-        ],
-    )?;
-    let file = plane.world().dir().join("rendered.yaml");
-    fs::write(&file, rendered)?;
     containerd::run(plane.kubectl().args(["create", "namespace", NAMESPACE]))?;
-    let dry = ["apply", "--dry-run=server", "--validate=strict", "-f"];
-    let said = containerd::run(plane.kubectl().args(dry).arg(&file))?;
-    say::note(&format!("the API server takes {} objects", said.lines().count()));
+    for definition in crds::all() {
+        plane.apply(&definition)?;
+    }
+    let established = ["wait", "--for=condition=Established", "crd", "--all", "--timeout=60s"];
+    containerd::run(plane.kubectl().args(established))?;
+    let every = format!("--set={ALL_ON}");
+    let taken = [is_taken(plane, &[])?, is_taken(plane, &[&every])?];
+    let kinds = taken.concat();
+    for kind in ["servicemonitor", "prometheusrule", "poddisruptionbudget", "networkpolicy"] {
+        ensure!(kinds.iter().any(|object| object.starts_with(kind)), "no {kind}: {kinds:?}");
+    }
+    containerd::run(plane.kubectl().args(["delete", "crd", "--all"]))?;
+    let [usual, all] = taken.map(|objects| objects.len());
+    say::note(&format!("the API server takes {usual} objects, and {all} with all that can be on"));
     Ok(())
+}
+
+/// The objects of the chart that the API server would take as they are, by kind and name.
+fn is_taken(plane: &Plane<'_>, set: &[&str]) -> Result<Vec<String>> {
+    let served = ["ValidatingAdmissionPolicy", "MutatingAdmissionPolicy"]
+        .map(|kind| format!("--api-versions=admissionregistration.k8s.io/v1/{kind}"));
+    let mut words = vec!["template", RELEASE, "-n", NAMESPACE];
+    words.extend(served.iter().map(String::as_str));
+    words.extend(set);
+    let file = plane.world().dir().join("rendered.yaml");
+    fs::write(&file, release::helm(plane, &words)?)?;
+    let dry = ["apply", "--dry-run=server", "--validate=strict", "-o", "name", "-f"];
+    let said = containerd::run(plane.kubectl().args(dry).arg(&file))?;
+    Ok(said.lines().map(str::to_owned).collect())
+}
+
+/// An answer by HTTPS, over the pod network, with an account's token.
+fn fetch(plane: &Plane<'_>, url: &str, token: Option<&str>) -> Result<(u16, String)> {
+    let mut curl = plane.world().keeper().command("curl".as_ref());
+    curl.args(["--silent", "--insecure", "--write-out", "\n%{http_code}", url]);
+    if let Some(token) = token {
+        curl.arg("--header").arg(format!("Authorization: Bearer {}", token.trim()));
+    }
+    let said = containerd::run(&mut curl)?;
+    let (text, code) = said.rsplit_once('\n').context("curl")?;
+    Ok((code.parse()?, text.to_owned()))
 }
 
 /// The label must not come before the runtime is served.

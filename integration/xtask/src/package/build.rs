@@ -7,7 +7,7 @@ use std::{
     process::Command,
 };
 
-use affinode_e2e::artifacts::{target_dir, workspace_dir};
+use affinode_e2e::artifacts::{Artifacts, target_dir, workspace_dir};
 use anyhow::{Context, Result, bail};
 
 use crate::{
@@ -62,7 +62,11 @@ fn version(text: &str) -> Option<(u32, u32)> {
 
 /// What developers run.
 pub fn dev() -> Result<Built> {
-    let artifacts = build::all(Profile::Dev)?;
+    of(&build::all(Profile::Dev)?)
+}
+
+/// What was built already.
+pub fn of(artifacts: &Artifacts) -> Result<Built> {
     Ok(Built {
         command: artifacts.bin("affinode")?,
         shim: artifacts.bin("containerd-shim-affinode-v1")?,

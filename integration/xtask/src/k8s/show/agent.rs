@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use affinode_e2e::{containerd, until::until_within};
+use affinode_e2e::{containerd, image, until::until_within};
 use anyhow::{Context, Result, ensure};
-use serde_json::json;
+use serde_json::{Value, json};
 
-use super::{NAMESPACE, NODE, step};
+use super::{GPU_STATE, NAMESPACE, NODE, RESIDENT, fetch, step};
 use crate::{k8s::plane::Plane, say};
 
 /// The chart's port.
@@ -46,9 +46,63 @@ pub fn changes_its_own_alone(plane: &Plane<'_>) -> Result<()> {
         let said = tried(&what)?;
         ensure!(said.contains(why), "{what:?}: {said}");
     }
+    pods_of_its_node_alone(plane, token.trim())?;
     containerd::run(plane.kubectl().args(["label", "node", NODE, "affinode.io/tried-"]))?;
     containerd::run(plane.kubectl().args(["delete", "node", "node-2"]))?;
     say::note("its own node's label: yes; other labels, annotations, nodes, taints: refused");
+    say::note("its own pods' label and condition: yes; all else of them, pods elsewhere: refused");
+    Ok(())
+}
+
+/// Of those, a label and a condition.
+fn pods_of_its_node_alone(plane: &Plane<'_>, token: &str) -> Result<()> {
+    let pod = |name: &str, node: &str| {
+        plane.apply(&json!({
+            "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name},
+            "spec": {"nodeName": node, "terminationGracePeriodSeconds": 0, "containers": [{
+                "name": "main", "image": image::PLAIN, "imagePullPolicy": "Never",
+                "command": ["sleep", "infinity"],
+            }]},
+        }))
+    };
+    pod("here", NODE)?;
+    pod("there", "node-2")?;
+    plane.until("a pod to run", || {
+        let pod = plane.get(&["pod", "here"])?;
+        Ok((pod["status"]["phase"] == "Running").then_some(()))
+    })?;
+    let tried = |path: &str, patch: Value| -> Result<String> {
+        let mut curl = plane.world().keeper().command("curl".as_ref());
+        curl.args(["--silent", "--insecure", "--request", "PATCH"]);
+        curl.args(["--header", "Content-Type: application/strategic-merge-patch+json"]);
+        curl.arg("--header").arg(format!("Authorization: Bearer {token}"));
+        curl.arg("--data").arg(patch.to_string());
+        let pods = "https://10.96.0.1/api/v1/namespaces/default/pods";
+        let answer: Value =
+            serde_json::from_str(&containerd::run(curl.arg(format!("{pods}/{path}")))?)?;
+        Ok(answer["message"].as_str().unwrap_or("taken").to_owned())
+    };
+    let condition =
+        |kind: &str| json!({"status": {"conditions": [{"type": kind, "status": "False"}]}});
+    let label = |name: &str| json!({"metadata": {"labels": {name: "Active"}}});
+    for (path, patch, said) in [
+        ("here/status", condition(RESIDENT), "taken"),
+        ("here/status", label(GPU_STATE), "taken"),
+        ("here/status", condition("Ready"), "conditions Affinode changes"),
+        ("here/status", label("app"), "labels Affinode changes"),
+        ("here/status", json!({"status": {"phase": "Failed"}}), "status Affinode changes"),
+        ("here/status", json!({"status": {"podIP": "10.98.0.250"}}), "status Affinode changes"),
+        ("here/status", json!({"metadata": {"annotations": {"a": "b"}}}), "annotations"),
+        ("there/status", label(GPU_STATE), "its own node alone"),
+        ("here", label(GPU_STATE), "forbidden"),
+    ] {
+        let answer = tried(path, patch.clone())?;
+        ensure!(answer.contains(said), "{path} {patch}: {answer}");
+    }
+    for name in ["here", "there"] {
+        let delete = ["delete", "pod", name, "--grace-period=0", "--force"];
+        containerd::run(plane.kubectl().args(delete))?;
+    }
     Ok(())
 }
 
@@ -61,16 +115,7 @@ pub fn shows_metrics(plane: &Plane<'_>) -> Result<()> {
     let kubectl = |words: &[&str]| containerd::run(plane.kubectl().args(words));
     kubectl(&["create", "serviceaccount", "prometheus"])?;
     let token = kubectl(&["create", "token", "prometheus"])?;
-    let scrape = |token: Option<&str>| -> Result<(u16, String)> {
-        let mut curl = plane.world().keeper().command("curl".as_ref());
-        curl.args(["--silent", "--insecure", "--write-out", "\n%{http_code}", &url]);
-        if let Some(token) = token {
-            curl.arg("--header").arg(format!("Authorization: Bearer {}", token.trim()));
-        }
-        let said = containerd::run(&mut curl)?;
-        let (text, code) = said.rsplit_once('\n').context("curl")?;
-        Ok((code.parse()?, text.to_owned()))
-    };
+    let scrape = |token: Option<&str>| fetch(plane, &url, token);
     let (none, _) = scrape(None)?;
     let (stranger, _) = scrape(Some(&token))?;
     ensure!((none, stranger) == (401, 403), "without a token {none}, of a stranger {stranger}");

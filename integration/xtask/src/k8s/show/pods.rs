@@ -1,12 +1,14 @@
 //! Pods with a CUDA program: they leave, come home, wait, stay, and are told.
 
-use affinode_e2e::{containerd, worker::Lines};
+use affinode_e2e::{containerd, image, worker::Lines};
 use anyhow::{Context, Result, ensure};
-use serde_json::Value;
+use serde_json::{Value, json};
 
-use super::{LABEL, SMALL_MIB, agent_log, step};
+use super::{GPU_STATE, LABEL, RESIDENT, SMALL_MIB, agent_log, step};
 use crate::{k8s::plane::Plane, say};
 
+/// One that has ended.
+const ENDED: &str = "ended";
 /// Of two such pods one fits on the GPU.
 const LARGE_MIB: u32 = 600;
 
@@ -16,6 +18,10 @@ pub fn comes_and_goes<'a>(plane: &'a Plane<'a>) -> Result<Pod<'a>> {
     let mut pod = Pod::start(plane, "trainer", &plane.gpu_pod("trainer", SMALL_MIB)?)?;
     say::note("it runs as a pod of the class, with its overhead and node selector");
     pod.is_moved_out()?;
+    let message = pod.stands(&["Offloaded"], "False", "IdleTimeout")?;
+    say::note(&format!(
+        "kubectl get pods -L {GPU_STATE} says Offloaded; {RESIDENT}=False: {message}"
+    ));
     step("kubectl exec: its program is called");
     pod.call()?;
     pod.is_back()?;
@@ -35,9 +41,12 @@ pub fn who_waits_is_told(plane: &Plane<'_>) -> Result<()> {
     say::note("the second has the GPU and keeps it; the first is called");
     first.call()?;
     first.tells("GPUWaiting")?;
+    let message = first.stands(&["Queued"], "False", "")?;
+    say::note(&format!("label Queued: {message}"));
     say::note("the second is deleted");
     second.delete()?;
     first.is_back()?;
+    first.stands(&["Active", "Idle"], "True", "")?;
     first.delete()
 }
 
@@ -49,6 +58,43 @@ pub fn who_stays_is_told(plane: &Plane<'_>) -> Result<()> {
     let tight = Pod::start(plane, "tight", &tight)?;
     tight.tells("GPUOffloadRefused")?;
     tight.delete()
+}
+
+/// A pod that ended while no agent looked still says how it stood.
+pub fn ended_long_ago<'a>(plane: &'a Plane<'a>) -> Result<Ended<'a>> {
+    plane.apply(&json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": ENDED},
+        "spec": {"restartPolicy": "Never", "containers": [{
+            "name": "main", "image": image::PLAIN, "imagePullPolicy": "Never", "command": ["true"],
+        }]},
+    }))?;
+    plane.until("a pod to end", || {
+        let pod = plane.get(&["pod", ENDED])?;
+        Ok((pod["status"]["phase"] == "Succeeded").then_some(()))
+    })?;
+    let said = json!({
+        "metadata": {"labels": {GPU_STATE: "Active"}},
+        "status": {"conditions": [{"type": RESIDENT, "status": "True"}]},
+    });
+    let patch = ["patch", "pod", ENDED, "--subresource=status", "--patch"];
+    containerd::run(plane.kubectl().args(patch).arg(said.to_string()))?;
+    Ok(Ended(plane))
+}
+
+/// A pod that has ended.
+pub struct Ended<'a>(&'a Plane<'a>);
+
+impl Ended<'_> {
+    /// Ours is taken off it, and nothing else.
+    pub fn says_nothing(self) -> Result<()> {
+        let pod = self.0.get(&["pod", ENDED])?;
+        ensure!(pod["metadata"]["labels"][GPU_STATE].is_null(), "{}", pod["metadata"]["labels"]);
+        let conditions = pod["status"]["conditions"].to_string();
+        ensure!(!conditions.contains(RESIDENT), "{conditions}");
+        ensure!(conditions.contains("PodScheduled"), "{conditions}");
+        say::note("a pod that has ended has no label and no condition of it either");
+        containerd::run(self.0.kubectl().args(["delete", "pod", ENDED])).map(|_| ())
+    }
 }
 
 /// A pod with a CUDA program.
@@ -108,6 +154,26 @@ impl<'a> Pod<'a> {
         self.receive("verify")?;
         say::note("contents of its GPU memory: as before");
         self.tells("GPURestored")
+    }
+
+    /// What its object says, in the label and the condition, at some time from now on.
+    fn stands(&self, states: &[&str], resident: &str, reason: &str) -> Result<String> {
+        self.plane
+            .until(&format!("label {GPU_STATE}={}", states.join(" or ")), || {
+                let pod = self.plane.get(&["pod", self.name])?;
+                let conditions = pod["status"]["conditions"].as_array().cloned();
+                let ours = |c: &&Value| c["type"] == RESIDENT;
+                let conditions = conditions.unwrap_or_default();
+                let Some(condition) = conditions.iter().find(ours) else { return Ok(None) };
+                let fits =
+                    states.iter().any(|state| pod["metadata"]["labels"][GPU_STATE] == *state)
+                        && condition["status"] == resident
+                        && (reason.is_empty() || condition["reason"] == reason);
+                Ok(condition["message"].as_str().filter(|_| fits).map(str::to_owned))
+            })
+            .with_context(|| {
+                format!("{}{}", agent_log(self.plane), describe(self.plane, self.name))
+            })
     }
 
     fn event(&self, reason: &str) -> Result<String> {

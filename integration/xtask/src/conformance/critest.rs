@@ -1,0 +1,162 @@
+//! critest, the validation suite of the container runtime interface: it speaks to a containerd as
+//! a kubelet does, and names the runtime handler of each pod.
+//!
+//! Each run has a world of its own: a containerd, a network with pods in it, and on its loopback
+//! the registry that stands for the two that the suite pulls from.
+
+use std::{
+    fs,
+    fs::File,
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+};
+
+use affinode_e2e::{
+    artifacts::Artifacts,
+    containerd,
+    release::Release,
+    world::{Recipe, World},
+};
+use anyhow::{Context, Result};
+use nix::sys::signal::Signal;
+
+use super::{go, outcome::Outcomes, registry};
+use crate::{apt, k8s, say};
+
+const MODULE: &str = "sigs.k8s.io/cri-tools";
+/// The release of the suite.
+pub const VERSION: &str = "1.36.0";
+/// Where it has the names of its images.
+const IMAGES: &str = "pkg/validate/consts.go";
+/// One of them it pulls by what it is: a stand-in is another.
+const DIGESTED: &str = "test-image-digest@sha256:";
+/// Their registries.
+const REGISTRIES: [&str; 3] = ["registry.k8s.io", "k8s.gcr.io", "gcr.io"];
+const PLUGINS: &str = "containernetworking-plugins";
+
+/// The suite, built.
+pub struct Critest {
+    program: PathBuf,
+    plugins: PathBuf,
+    artifacts: Artifacts,
+    release: Release,
+    log_dir: PathBuf,
+}
+
+impl Critest {
+    /// Builds it, and fetches the plugins that give pods a network.
+    pub fn prepare(artifacts: &Artifacts, release: &Release) -> Result<Self> {
+        let cache = artifacts.cache_dir().join("conformance/critest");
+        let source = go::source(&cache, MODULE, &format!("v{VERSION}"))?;
+        let digest = registry::digest(registry::DIGESTED)?;
+        let list = source.join(IMAGES);
+        let names = with_digest(&fs::read_to_string(&list)?, &digest)
+            .with_context(|| format!("{} names no image by its digest", list.display()))?;
+        fs::write(&list, names).with_context(|| format!("cannot write {}", list.display()))?;
+        let program = cache.join(format!("critest-{VERSION}-{}.test", &digest[..12]));
+        go::build_tests(&source.join("cmd/critest"), &program)?;
+        let plugins = cache.join("usr/lib/cni");
+        if !plugins.is_dir() {
+            say::step(&format!("Fetching {PLUGINS}"));
+            apt::unpack_own(PLUGINS, &cache)?;
+        }
+        Ok(Self {
+            program,
+            plugins,
+            artifacts: artifacts.clone(),
+            release: release.clone(),
+            log_dir: cache,
+        })
+    }
+
+    /// Runs it, or the tests whose names the expression matches. `ours`: not with the stock
+    /// runtime.
+    pub fn run(&self, ours: bool, only: Option<&str>) -> Result<Outcomes> {
+        let (name, handler) = if ours { ("ours", "affinode") } else { ("stock", "runc") };
+        let world = self.world()?;
+        let report = self.log_dir.join(format!("{name}.json"));
+        let mut command = world.keeper().command(&self.program);
+        command.arg(format!("-runtime-endpoint=unix://{}", world.containerd().socket().display()));
+        command.arg(format!("-runtime-handler={handler}"));
+        // The same order for both.
+        command.args(["-ginkgo.seed=1", "-ginkgo.no-color", "-test.timeout=60m"]);
+        command.arg(format!("-ginkgo.json-report={}", report.display()));
+        command.args(only.map(|only| format!("-ginkgo.focus={only}")));
+        let output =
+            command.output().with_context(|| format!("cannot run {}", self.program.display()))?;
+        let log = self.log_dir.join(format!("{name}.log"));
+        fs::write(&log, [output.stdout.as_slice(), &output.stderr].concat())?;
+        fs::copy(world.containerd().log(), self.log_dir.join(format!("{name}-containerd.log")))?;
+        let text = fs::read_to_string(&report)
+            .with_context(|| format!("no test ran: see {}", log.display()))?;
+        let outcomes = Outcomes::of_ginkgo(&text)?;
+        say::note(&format!("{} tests, all of it in {}", outcomes.len(), log.display()));
+        Ok(outcomes)
+    }
+
+    fn world(&self) -> Result<World> {
+        let recipe = Recipe::default().node().artifacts(self.artifacts.clone());
+        let world = recipe.release(&self.release).world()?;
+        containerd::run(world.keeper().command(Path::new("ip")).args(["link", "set", "lo", "up"]))
+            .context("the world's network; `ip` is of the package iproute2")?;
+        let network = format!("/proc/{}/ns/net", world.keeper().pid());
+        registry::serve(Some(File::open(network)?))?;
+        k8s::pods(&world, &self.plugins)?;
+        // What a node has once Affinode is installed.
+        fs::create_dir_all(world.prefix().join("lib"))?;
+        symlink(self.artifacts.bin_dir(), world.prefix().join("bin"))?;
+        symlink(self.artifacts.lib_dir(), world.prefix().join("lib/affinode"))?;
+        mirror(world.dir())?;
+        world.containerd().stop(Signal::SIGTERM)?;
+        world.containerd().register()?;
+        world.start_containerd()?;
+        Ok(world)
+    }
+}
+
+/// The expression for one test.
+pub fn alone(name: &str) -> String {
+    let special = |c: char| c.is_ascii_punctuation();
+    let escaped: String =
+        name.chars().flat_map(|c| special(c).then_some('\\').into_iter().chain([c])).collect();
+    escaped + "$"
+}
+
+/// Everything that comes from the suite's registries comes from ours.
+fn mirror(dir: &Path) -> Result<()> {
+    let hosts = dir.join("hosts");
+    for name in REGISTRIES {
+        fs::create_dir_all(hosts.join(name))?;
+        let address = registry::ADDRESS;
+        let text = format!(
+            "server = \"http://{address}\"\n[host.\"http://{address}\"]\ncapabilities = [\"pull\", \"resolve\"]\n"
+        );
+        fs::write(hosts.join(name).join("hosts.toml"), text)?;
+    }
+    let config = format!(
+        "version = 3\n[plugins.\"io.containerd.cri.v1.images\".registry]\nconfig_path = \"{}\"\n",
+        hosts.display()
+    );
+    Ok(fs::write(dir.join("conf.d/registry.toml"), config)?)
+}
+
+/// The suite's list with another digest. Windows' image has a longer name and comes later.
+fn with_digest(list: &str, digest: &str) -> Option<String> {
+    let (before, after) = list.split_once(DIGESTED)?;
+    let (_, rest) = after.split_once('"')?;
+    Some(format!("{before}{DIGESTED}{digest}\"{rest}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_digest_is_another_and_the_rest_stays() {
+        let list = "a = r + \"test-image-digest@sha256:00ff\"\nb = r + \"win-test-image-digest@sha256:11\"\n";
+        let changed = with_digest(list, "aa").unwrap();
+        assert_eq!(changed, list.replace("00ff", "aa"));
+        assert_eq!(with_digest(&changed, "aa").unwrap(), changed);
+        assert!(with_digest("", "aa").is_none());
+    }
+}

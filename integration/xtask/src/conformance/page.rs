@@ -1,0 +1,68 @@
+//! The page that keeps the tables.
+
+use std::{fs, path::Path, process::Command};
+
+use affinode_e2e::release::Release;
+use anyhow::{Context, Result};
+
+use crate::sh;
+
+const HEAD: &str = "# Conformance
+
+Printed by `cargo xtask conformance`: suites of others, run with the stock runtime
+(`io.containerd.runc.v2`) and with ours on one machine: by its name, `io.containerd.affinode.v1`, and
+in critest as the handler that `affinode install` makes.
+";
+
+/// When, and what it ran on.
+pub fn machine(release: &Release) -> Result<String> {
+    let read = |program: &str, argument: &str| sh::read(Command::new(program).arg(argument));
+    let runc = read("runc", "--version")?;
+    let (date, kernel) = (read("date", "--iso-8601")?, read("uname", "--kernel-release")?);
+    Ok(format!(
+        "{}: containerd {}, {}, Linux {}.",
+        date.trim(),
+        release.version,
+        runc.lines().next().unwrap_or("runc"),
+        // What follows is the distribution's own.
+        kernel.trim().split('-').next().unwrap_or_default(),
+    ))
+}
+
+/// Puts a table onto the page, in place of an older one of the same suite.
+pub fn put(file: &Path, table: &str) -> Result<()> {
+    let page = if file.exists() { fs::read_to_string(file)? } else { String::new() };
+    fs::write(file, with(&page, table)).with_context(|| format!("cannot write {}", file.display()))
+}
+
+fn with(page: &str, table: &str) -> String {
+    const SECTION: &str = "\n## ";
+    // A suite goes by the words of its title; a number is its version.
+    let name = |section: &str| -> String {
+        let title = section.trim_start_matches("## ").lines().next().unwrap_or_default();
+        title.split(' ').filter(|word| !word.starts_with(|c: char| c.is_ascii_digit())).collect()
+    };
+    let mut sections: Vec<String> =
+        page.split(SECTION).skip(1).map(|section| section.trim().to_owned()).collect();
+    let table = table.trim().trim_start_matches("## ").to_owned();
+    match sections.iter_mut().find(|section| name(section) == name(&table)) {
+        Some(older) => *older = table,
+        None => sections.push(table),
+    }
+    let sections = sections.iter().map(|section| format!("{SECTION}{section}\n"));
+    HEAD.to_owned() + &sections.collect::<String>()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_table_takes_the_place_of_the_older_one_of_its_suite() {
+        let page = with("", "## critest 1.0\n\nold\n");
+        let page = with(&page, "## other tests\n\nthese\n");
+        let page = with(&page, "## critest 2.0\n\nnew\n");
+        let tables = page.strip_prefix(HEAD).unwrap();
+        assert_eq!(tables, "\n## critest 2.0\n\nnew\n\n## other tests\n\nthese\n");
+    }
+}

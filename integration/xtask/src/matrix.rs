@@ -1,0 +1,83 @@
+//! `cargo xtask matrix`: an installation's whole life, on each containerd.
+//!
+//! ```text
+//!  Debian's archive ─── 1.6, 1.7, 2.1 ──┐
+//!  Go's module proxy ── newest 2.x ─────┴─> a node of its own for each ──> steps ──> table
+//! ```
+//!
+//! Behind them the faults of an installation, each on a node of its own. A step passes when what it promises was seen: what it saw stands in its cell. The GPU is the
+//! simulated one. The programs are installed into the node's own folders, containerd is restarted
+//! by a stand-in for systemctl. It stays out of CI: the first run builds a containerd.
+
+mod course;
+mod newest;
+mod table;
+
+use std::path::PathBuf;
+
+use affinode_e2e::{faults, installed, release::Release, world::Recipe};
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use nix::unistd::Uid;
+
+use self::table::{Column, Table};
+use crate::{build, deps, say};
+
+/// Which of them, and how to print.
+#[derive(Args)]
+pub struct Options {
+    /// Print JSON instead of a table.
+    #[arg(long)]
+    json: bool,
+    /// Only the releases whose version begins so: 1.7.
+    #[arg(long, value_name = "VERSION")]
+    containerd: Option<String>,
+    /// Write the table here as well, with date and versions.
+    #[arg(long, value_name = "FILE")]
+    table: Option<PathBuf>,
+}
+
+/// Runs all of it, prints the table, and fails when a step did.
+pub fn run(options: &Options) -> Result<()> {
+    if !Uid::effective().is_root() {
+        bail!("nodes start containerd and containers: run as root");
+    }
+    let known = deps::all()?;
+    if let Some((line, reason)) = known.unavailable.iter().next() {
+        bail!("no containerd {line} ({reason}): the table would lack a column");
+    }
+    let artifacts = build::all(build::Profile::Dev)?;
+    let upgrade = tempfile::tempdir()?;
+    installed::another_build(&artifacts, upgrade.path())?;
+    let mut releases = known.available;
+    releases.push(newest::release(&artifacts)?);
+    let wanted = |release: &Release| {
+        let only = options.containerd.as_deref().unwrap_or_default();
+        release.version.trim_start_matches('v').starts_with(only)
+    };
+    releases.retain(wanted);
+    ensure!(!releases.is_empty(), "no containerd here has such a version");
+    let mut table = Table::here()?;
+    for release in &releases {
+        say::step(&format!("containerd {}", release.version));
+        let mut column = Column::new(&release.version);
+        course::run(&mut column, release, &artifacts, upgrade.path());
+        for (name, fault) in faults::ALL {
+            let recipe = Recipe::default().node().artifacts(artifacts.clone()).release(release);
+            column.step(name, || recipe.world().and_then(|world| fault(&world)));
+        }
+        table.columns.push(column);
+    }
+    match options.json {
+        true => say::out(&serde_json::to_string_pretty(&table)?),
+        false => say::out(&table.to_string()),
+    }
+    if let Some(file) = &options.table {
+        std::fs::write(file, table.page())
+            .with_context(|| format!("cannot write {}", file.display()))?;
+    }
+    match table.failures() {
+        0 => Ok(()),
+        failed => bail!("{failed} cells of the table failed"),
+    }
+}

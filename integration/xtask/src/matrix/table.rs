@@ -1,0 +1,164 @@
+//! What was seen, as a table for people and as JSON.
+
+use std::{
+    fmt::{self, Write},
+    process::Command,
+    time::Instant,
+};
+
+use anyhow::{Result, bail};
+use serde::Serialize;
+
+use crate::{say, sh};
+
+/// All of it.
+#[derive(Serialize)]
+pub struct Table {
+    /// The day, as 2026-01-31.
+    date: String,
+    runc: String,
+    kernel: String,
+    /// One for each containerd.
+    pub columns: Vec<Column>,
+}
+
+/// A containerd.
+#[derive(Serialize)]
+pub struct Column {
+    containerd: String,
+    cells: Vec<Cell>,
+}
+
+/// A step on it.
+#[derive(Serialize)]
+struct Cell {
+    step: String,
+    outcome: Outcome,
+    /// What was seen, or what failed.
+    seen: String,
+    elapsed_ms: u64,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum Outcome {
+    Passed,
+    Failed,
+    /// An earlier step failed that it builds on.
+    NotTried,
+}
+
+impl Column {
+    /// Without a cell yet.
+    pub fn new(containerd: &str) -> Self {
+        let containerd = containerd.trim_start_matches('v').to_owned();
+        Self { containerd, cells: Vec::new() }
+    }
+
+    /// Tries a step: what it says is what was seen.
+    pub fn step(&mut self, step: &str, work: impl FnOnce() -> Result<String>) -> bool {
+        let began = Instant::now();
+        let (outcome, seen) = match work() {
+            Ok(seen) => (Outcome::Passed, seen),
+            Err(error) => (Outcome::Failed, format!("{error:#}")),
+        };
+        let elapsed_ms = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);
+        say::note(&format!("{} {step}: {seen}", outcome.sign()));
+        self.cells.push(Cell { step: step.into(), outcome, seen, elapsed_ms });
+        outcome == Outcome::Passed
+    }
+
+    /// A step that was tried before.
+    pub fn failed(&mut self, step: &str, error: &anyhow::Error) {
+        self.step(step, || bail!("{error:#}"));
+    }
+
+    /// A step that an earlier one stands in the way of.
+    pub fn not_tried(&mut self, step: &str) {
+        let (outcome, seen) = (Outcome::NotTried, "a step before it failed".to_owned());
+        self.cells.push(Cell { step: step.into(), outcome, seen, elapsed_ms: 0 });
+    }
+}
+
+impl Outcome {
+    fn sign(self) -> &'static str {
+        match self {
+            Outcome::Passed => "ok",
+            Outcome::Failed => "FAILED",
+            Outcome::NotTried => "not tried",
+        }
+    }
+}
+
+impl Table {
+    /// Without a column yet.
+    pub fn here() -> Result<Self> {
+        let read = |program: &str, argument: &str| sh::read(Command::new(program).arg(argument));
+        let runc = read("runc", "--version")?;
+        let kernel = read("uname", "--kernel-release")?;
+        Ok(Self {
+            date: read("date", "--iso-8601")?.trim().to_owned(),
+            runc: runc.lines().next().unwrap_or("runc").to_owned(),
+            // What follows is the distribution's own.
+            kernel: kernel.trim().split('-').next().unwrap_or_default().to_owned(),
+            columns: Vec::new(),
+        })
+    }
+
+    /// Cells that are not as they should be.
+    pub fn failures(&self) -> usize {
+        let cells = self.columns.iter().flat_map(|column| &column.cells);
+        cells.filter(|cell| cell.outcome != Outcome::Passed).count()
+    }
+
+    /// For integration/matrix.md.
+    pub fn page(&self) -> String {
+        format!(
+            "# Matrix\n\n\
+             Printed by `cargo xtask matrix`: an installation's life on each containerd, with the\n\
+             simulated GPU and a stand-in for systemctl. What a cell says was seen.\n\n\
+             {}: {}, Linux {}.\n\n{self}",
+            self.date, self.runc, self.kernel
+        )
+    }
+}
+
+impl fmt::Display for Table {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut line = String::from("| |");
+        for column in &self.columns {
+            let _ = write!(line, " {} |", column.containerd);
+        }
+        writeln!(f, "{line}\n|---{}", "|---".repeat(self.columns.len()) + "|")?;
+        let mut steps: Vec<&str> = Vec::new();
+        for cell in self.columns.iter().flat_map(|column| &column.cells) {
+            if !steps.contains(&cell.step.as_str()) {
+                steps.push(&cell.step);
+            }
+        }
+        for step in &steps {
+            write!(f, "| {step} |")?;
+            for column in &self.columns {
+                let cell = column.cells.iter().find(|cell| cell.step == *step);
+                write!(f, " {} |", cell.map_or("-", |cell| cell.outcome.sign()))?;
+            }
+            writeln!(f)?;
+        }
+        writeln!(f)?;
+        for column in &self.columns {
+            writeln!(f, "containerd {}:\n", column.containerd)?;
+            for cell in &column.cells {
+                let seconds = cell.elapsed_ms as f64 / 1000.0;
+                writeln!(
+                    f,
+                    "- {} ({}, {seconds:.1} s): {}",
+                    cell.step,
+                    cell.outcome.sign(),
+                    cell.seen.replace('\n', " / ")
+                )?;
+            }
+            writeln!(f)?;
+        }
+        Ok(())
+    }
+}
