@@ -28,11 +28,33 @@ pub const STOCK: &str = "io.containerd.runc.v2";
 
 /// The snippets that users are told to install, so that they are what is tested.
 const REGISTER_V2: &str = include_str!("../../../config/containerd/affinode-v2.toml");
+/// Our shim, and where the snippet for containerd 2 has it.
+const SHIM: &str = "containerd-shim-affinode-v1";
+const INSTALLED: &str = "/usr/local/bin/containerd-shim-affinode-v1";
 const REGISTER_V3: &str = include_str!("../../../config/containerd/affinode-v3.toml");
+
+/// Who writes containerd's configuration.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Layout {
+    /// A distribution, once.
+    #[default]
+    Usual,
+    /// k3s or rke2, at each start, in their folders: from a template of the user's where there is
+    /// one, whose `{{ template "base" . }}` is what they would write without.
+    Rancher {
+        /// Whether that imports a folder beside it, as newer ones do with containerd 2.
+        imports: bool,
+    },
+}
+
+/// In their folder of data.
+const RANCHER: &str = "agent/etc/containerd";
+const BASE: &str = "{{ template \"base\" . }}";
 
 /// A containerd in a world's folder.
 pub struct Containerd {
     release: Release,
+    layout: Layout,
     dir: PathBuf,
     store: PathBuf,
     env: BTreeMap<String, String>,
@@ -49,16 +71,51 @@ impl Containerd {
         dir: &Path,
         store: &Path,
         env: BTreeMap<String, String>,
+        layout: Layout,
     ) -> Result<Self> {
-        std::fs::write(dir.join("containerd.toml"), config(release.line, dir, store))?;
-        std::fs::create_dir_all(dir.join("conf.d"))?;
-        Ok(Self {
+        let containerd = Self {
             release: release.clone(),
+            layout,
             dir: dir.to_path_buf(),
             store: store.to_path_buf(),
             env,
             pid: Mutex::new(None),
-        })
+        };
+        let folder = match layout {
+            Layout::Usual => dir.join("conf.d"),
+            Layout::Rancher { .. } => dir.join(RANCHER),
+        };
+        std::fs::create_dir_all(folder)?;
+        std::fs::write(containerd.config_file(), containerd.base())?;
+        Ok(containerd)
+    }
+
+    /// The configuration, as whoever starts it writes it.
+    fn base(&self) -> String {
+        let imports = match self.layout {
+            Layout::Usual => Some(self.dir.join("conf.d")),
+            Layout::Rancher { imports: true } => {
+                Some(self.dir.join(RANCHER).join("config-v3.toml.d"))
+            }
+            Layout::Rancher { imports: false } => None,
+        };
+        config(self.release.line, &self.dir, &self.store, imports.as_deref())
+    }
+
+    /// What k3s and rke2 do before they start it.
+    fn render(&self) -> Result<()> {
+        if self.layout == Layout::Usual {
+            return Ok(());
+        }
+        let newest: &[&str] = match self.release.line {
+            Line::V2 => &["config-v3.toml.tmpl", "config.toml.tmpl"],
+            Line::V1_6 | Line::V1_7 => &["config.toml.tmpl"],
+        };
+        let folder = self.dir.join(RANCHER);
+        let template =
+            newest.iter().find_map(|name| std::fs::read_to_string(folder.join(name)).ok());
+        let template = template.unwrap_or_else(|| BASE.into());
+        Ok(std::fs::write(self.config_file(), template.replace(BASE, &self.base()))?)
     }
 
     /// Registers our runtime, as users are told to.
@@ -66,9 +123,15 @@ impl Containerd {
     /// # Errors
     /// When the folder cannot be written.
     pub fn register(&self) -> Result<()> {
-        let file = self.dir.join("containerd.toml");
+        let file = self.config_file();
         if self.release.line == Line::V2 {
-            return Ok(std::fs::write(self.dir.join("conf.d/affinode.toml"), REGISTER_V3)?);
+            let path = self.env.get("PATH").context("containerd has no PATH")?;
+            let shim = std::env::split_paths(path)
+                .map(|folder| folder.join(SHIM))
+                .find(|shim| shim.exists())
+                .context("our shim is on no PATH of containerd's")?;
+            let text = REGISTER_V3.replace(INSTALLED, &shim.to_string_lossy());
+            return Ok(std::fs::write(self.dir.join("conf.d/affinode.toml"), text)?);
         }
         // Only the first `version` counts: the snippet is for the same file.
         let text = std::fs::read_to_string(&file)? + &REGISTER_V2.replace("version = 2", "");
@@ -79,6 +142,21 @@ impl Containerd {
     #[must_use]
     pub fn release(&self) -> &Release {
         &self.release
+    }
+
+    /// The file that it is started with.
+    #[must_use]
+    pub fn config_file(&self) -> PathBuf {
+        match self.layout {
+            Layout::Usual => self.dir.join("containerd.toml"),
+            Layout::Rancher { .. } => self.dir.join(RANCHER).join("config.toml"),
+        }
+    }
+
+    /// Its process, while it runs.
+    #[must_use]
+    pub fn pid(&self) -> Option<Pid> {
+        self.pid.lock().ok().and_then(|pid| *pid)
     }
 
     /// Its gRPC socket, which also serves CRI.
@@ -104,10 +182,11 @@ impl Containerd {
     /// # Errors
     /// When it ends, or does not answer.
     pub fn start(&self, keeper: &Keeper) -> Result<()> {
+        self.render()?;
         let argv = vec![
             self.release.bin_dir.join("containerd").to_string_lossy().into_owned(),
             "--config".into(),
-            self.dir.join("containerd.toml").to_string_lossy().into_owned(),
+            self.config_file().to_string_lossy().into_owned(),
         ];
         let pid = keeper.spawn(&Job { argv, env: self.env.clone(), log: self.log() })?;
         let pid = Pid::from_raw(i32::try_from(pid)?);
@@ -184,7 +263,9 @@ pub fn gone(pid: Pid) -> bool {
     kill(pid, None) == Err(Errno::ESRCH)
 }
 
-fn config(line: Line, dir: &Path, store: &Path) -> String {
+fn config(line: Line, dir: &Path, store: &Path, imports: Option<&Path>) -> String {
+    let imports = imports.map(|folder| format!("imports = [\"{}/*.toml\"]\n", folder.display()));
+    let imports = imports.unwrap_or_default();
     let dir = dir.display();
     let store = store.display();
     let pause = image::PAUSE;
@@ -215,8 +296,7 @@ runtime_type = "{STOCK}"
         }
         Line::V2 => format!(
             r#"version = 3
-imports = ["{dir}/conf.d/*.toml"]
-{common}[plugins."io.containerd.internal.v1.opt"]
+{imports}{common}[plugins."io.containerd.internal.v1.opt"]
 path = "{store}/opt"
 [plugins."io.containerd.nri.v1.nri"]
 disable = true

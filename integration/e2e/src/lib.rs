@@ -9,6 +9,9 @@
 //! | [`gpu`] | the simulated GPU, or the machine's own |
 //! | [`image`] | images made from the machine's own files |
 //! | [`container`], [`worker`] | containers, and the CUDA program that tests talk to |
+//! | [`cri`] | pods, as a kubelet runs them |
+//! | [`installed`] | an installation of a world's own, by `affinode install` |
+//! | [`faults`], [`snapshot`] | what goes wrong meanwhile, and a node's files byte for byte |
 //! | [`cli`] | the `affinode` command |
 //! | [`chaos`] | random kills at random steps, and what must hold after each round |
 //! | [`hazards`] | one small program per hazard, without Affinode and with it |
@@ -23,13 +26,17 @@ pub mod cli;
 pub mod closure;
 pub mod container;
 pub mod containerd;
+pub mod cri;
+pub mod faults;
 pub mod gpu;
 pub mod hazards;
 pub mod image;
+pub mod installed;
 pub mod keeper;
 mod logs;
 pub mod processes;
 pub mod release;
+pub mod snapshot;
 pub mod suite;
 pub mod until;
 pub mod worker;

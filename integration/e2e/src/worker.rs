@@ -126,6 +126,8 @@ pub struct Answer {
     pub device_name: Option<String>,
     /// Free VRAM.
     pub free_bytes: Option<u64>,
+    /// How often a thread has polled.
+    pub polls: Option<u32>,
     /// Of a forked child.
     pub child_result: Option<i32>,
 }
@@ -159,6 +161,13 @@ impl Worker {
         let seed: u32 =
             id.bytes().fold(1, |sum, byte| sum.wrapping_mul(31).wrapping_add(byte.into()));
         Spec::gpu(id, &[&program, "--mib", &mib.to_string(), "--seed", &seed.to_string()])
+    }
+
+    /// A container of the program that maps its memory piece by piece, moved by an engine.
+    #[must_use]
+    pub fn segments(id: &str, engine: &str, mib: u64) -> Spec {
+        Spec::gpu(id, &[&format!("{CLIENTS}/segments"), "--mib", &mib.to_string()])
+            .annotation("affinode.io/engine", engine)
     }
 
     /// Starts a container whose program talks in lines; waits for nothing.

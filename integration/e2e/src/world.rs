@@ -12,7 +12,7 @@ use crate::{
     artifacts::Artifacts,
     cli::Cli,
     container::Running,
-    containerd::{self, Containerd},
+    containerd::{self, Containerd, Layout},
     gpu::Gpu,
     image,
     keeper::{Keeper, Scope, cgroup_parent},
@@ -38,6 +38,7 @@ pub struct Recipe {
     env: BTreeMap<String, String>,
     sim_options: Vec<String>,
     scope: Scope,
+    layout: Layout,
 }
 
 impl Default for Recipe {
@@ -51,6 +52,7 @@ impl Default for Recipe {
             env: BTreeMap::new(),
             sim_options: Vec::new(),
             scope: Scope::default(),
+            layout: Layout::default(),
         }
     }
 }
@@ -97,6 +99,13 @@ impl Recipe {
     pub fn node(mut self) -> Self {
         self.scope = Scope::Node;
         self.cri()
+    }
+
+    /// As a node of k3s or rke2, which write containerd's configuration at each start.
+    #[must_use]
+    pub fn rancher(mut self, imports: bool) -> Self {
+        self.layout = Layout::Rancher { imports };
+        self.node()
     }
 
     /// With one more variable in containerd's environment.
@@ -146,7 +155,8 @@ impl Recipe {
         env.insert("AFFINODE_CONFIG".into(), config.display().to_string());
         env.extend(self.env);
 
-        let containerd = Containerd::new(&release, &dir, &dir.join(crate::keeper::STORE), env)?;
+        let containerd =
+            Containerd::new(&release, &dir, &dir.join(crate::keeper::STORE), env, self.layout)?;
         if self.scope == Scope::Mounts {
             containerd.register()?;
         }

@@ -3,16 +3,14 @@
 use std::collections::HashMap;
 
 use affinode_e2e::{
-    container::{CLIENTS, PIPES, make_pipes, piped},
+    cri::{self, Cri},
     image,
     until::until,
-    worker::{Lines, USUAL},
     world::{Recipe, World},
 };
 use anyhow::{Context, Result};
 
 use crate::{
-    cri::{self, ContainerConfig, Cri, KeyValue, Mount},
     matrix::on_every_containerd,
     offload::{EAGER, wait_gpu_empty},
 };
@@ -22,26 +20,6 @@ on_every_containerd!(
     two_gpu_containers_of_a_pod_go_and_come_back,
 );
 
-fn mount(host: &std::path::Path, inside: &std::path::Path, readonly: bool) -> Mount {
-    Mount {
-        container_path: inside.display().to_string(),
-        host_path: host.display().to_string(),
-        readonly,
-    }
-}
-
-fn gpu_container(world: &World, name: &str) -> Result<(ContainerConfig, Lines)> {
-    let parts = world.gpu().container_parts(world.artifacts(), world.dir())?;
-    let pipes = make_pipes(world.dir(), name)?;
-    let argv = piped(&[format!("{CLIENTS}/{USUAL}"), "--mib".into(), "32".into()]);
-    let mut config = cri::container(name, image::PLAIN, &argv);
-    config.envs = parts.env.into_iter().map(|(key, value)| KeyValue { key, value }).collect();
-    config.mounts = parts.mounts.iter().map(|(host, inside)| mount(host, inside, true)).collect();
-    config.mounts.push(mount(&world.artifacts().clients_dir(), CLIENTS.as_ref(), true));
-    config.mounts.push(mount(&pipes, PIPES.as_ref(), false));
-    Ok((config, Lines::open(&pipes)?))
-}
-
 fn two_gpu_containers_of_a_pod_go_and_come_back(world: &World) -> Result<()> {
     let cri = Cri::connect(&world.containerd().socket())?;
     let mut pod = cri::pod("trainer", &world.cgroup_parent(), world.dir());
@@ -50,7 +28,7 @@ fn two_gpu_containers_of_a_pod_go_and_come_back(world: &World) -> Result<()> {
     let mut ids = Vec::new();
     let mut lines = Vec::new();
     for name in ["first", "second"] {
-        let (config, pipes) = gpu_container(world, name)?;
+        let (config, pipes) = cri::gpu_container(world, name, 32)?;
         ids.push(cri.run_container(&pod_id, &config, &pod)?);
         lines.push(pipes);
     }

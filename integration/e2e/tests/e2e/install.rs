@@ -3,14 +3,16 @@
 
 use std::{
     fs,
-    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::{Command, Output},
-    thread,
 };
 
 use affinode_e2e::{
+    cri::{self, Cri},
+    installed::{self, Installation},
+    release::Line,
     until::until,
+    worker::Worker,
     world::{Recipe, World},
 };
 use anyhow::{Context, Result, ensure};
@@ -20,8 +22,8 @@ use nix::{
 };
 
 use crate::{
-    cri::{self, Cri},
-    matrix::on_every_containerd,
+    matrix::{self, on_every_containerd},
+    offload::MANUAL,
 };
 
 on_every_containerd!(
@@ -31,121 +33,28 @@ on_every_containerd!(
 
 const HANDLER: &str = "test-idle";
 
-/// An installation of a world's own.
-struct Place<'a> {
-    world: &'a World,
-    folder: PathBuf,
-    config: PathBuf,
-}
-
-impl<'a> Place<'a> {
-    fn new(world: &'a World) -> Result<Place<'a>> {
-        let folder = world.dir().join("installed");
-        fs::create_dir_all(folder.join("tools"))?;
-        let config = world.dir().join("containerd.toml");
-        Ok(Place { world, folder, config })
-    }
-
-    fn command(&self, verb: &str, more: &[&str]) -> Result<Command> {
-        let mut command = Command::new(self.world.artifacts().bin("affinode")?);
-        command.arg(verb).arg("--containerd").arg(self.world.containerd().socket());
-        command.arg("--state-dir").arg(self.folder.join("state"));
-        let usual = [
-            ("--prefix", self.folder.as_path()),
-            ("--from", self.world.artifacts().root()),
-            ("--runtime-name", Path::new(HANDLER)),
-        ];
-        let known = if verb == "install" { 3 } else { 1 };
-        for (option, value) in usual.into_iter().take(known) {
-            if !more.contains(&option) {
-                command.arg(option).arg(value);
-            }
-        }
-        let path = std::env::var("PATH").unwrap_or_default();
-        let tools = self.folder.join("tools");
-        command.env("PATH", format!("{}:{path}", tools.display()));
-        command.args(more);
-        Ok(command)
-    }
-
-    fn run(&self, verb: &str, more: &[&str]) -> Result<Output> {
-        Ok(self.command(verb, more)?.output()?)
-    }
-
-    fn done(&self, verb: &str, more: &[&str]) -> Result<String> {
-        let output = self.run(verb, more)?;
-        let said = String::from_utf8_lossy(&output.stdout).into_owned();
-        ensure!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
-        Ok(said)
-    }
-
-    fn refused(&self, verb: &str, more: &[&str]) -> Result<String> {
-        let output = self.run(verb, more)?;
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        ensure!(output.status.code() == Some(1), "{:?}: {said}", output.status);
-        Ok(said)
-    }
-
-    fn file(&self, name: &str) -> PathBuf {
-        self.folder.join(name)
-    }
-
-    /// A systemctl that says so, and does this.
-    fn systemctl(&self, script: &str) -> Result<()> {
-        let tool = self.file("tools/systemctl");
-        let text = format!("#!/bin/sh\n[ \"$*\" = 'restart containerd' ] || exit 64\n{script}\n");
-        fs::write(&tool, text)?;
-        Ok(fs::set_permissions(&tool, fs::Permissions::from_mode(0o755))?)
-    }
-}
-
-/// Runs it while a systemctl asks for restarts, as systemd would carry them out.
-fn with_restarts<T>(
-    place: &Place<'_>,
-    restarts: usize,
-    work: impl FnOnce() -> Result<T> + Send,
-) -> Result<T>
-where
-    T: Send,
-{
-    let (asked, done) = (place.file("asked"), place.file("done"));
-    let wait = format!(
-        ": > {}; while [ ! -e {} ]; do sleep 0.05; done; rm {}",
-        asked.display(),
-        done.display(),
-        done.display()
-    );
-    place.systemctl(&wait)?;
-    thread::scope(|scope| {
-        let worker = scope.spawn(work);
-        for _ in 0..restarts {
-            until("systemctl to be asked", || Ok(asked.exists().then_some(())))?;
-            place.world.containerd().stop(Signal::SIGTERM)?;
-            place.world.start_containerd()?;
-            fs::remove_file(&asked)?;
-            fs::write(&done, "")?;
-        }
-        worker.join().map_err(|_| anyhow::anyhow!("the command's thread panicked"))?
-    })
+fn place(world: &World) -> Result<Installation<'_>> {
+    Installation::new(world, &world.dir().join("installed"), HANDLER)
 }
 
 fn a_node_is_installed_serves_pods_and_is_as_it_was(world: &World) -> Result<()> {
-    let place = Place::new(world)?;
-    let original = fs::read(&place.config)?;
-    let unchanged = || Ok::<_, anyhow::Error>(fs::read(&place.config)? == original);
-    let shim = place.file("bin/containerd-shim-affinode-v1");
+    let place = place(world)?;
+    let original = fs::read(place.config())?;
+    let unchanged = || Ok::<_, anyhow::Error>(fs::read(place.config())? == original);
+    let shim = place.shim();
 
     let said = place.done("install", &["--dry-run"])?;
     ensure!(said.contains("runtimes.\"test-idle\"]") && said.contains("systemctl"), "{said}");
     ensure!(unchanged()? && !shim.exists(), "a dry run changed something");
 
-    with_restarts(&place, 1, || place.done("install", &[]))?;
+    let (_, restarts) = place.restarted(|| place.done("install", &[]))?;
+    ensure!(restarts == 1, "{restarts} restarts");
     ensure!(shim.is_file() && place.file("lib/affinode/libaffinode_preload.so").is_file());
-    let installed = fs::read(&place.config)?;
+    let installed = fs::read(place.config())?;
     ensure!(installed.starts_with(&original) && installed != original);
     let said = place.done("install", &["--restart-mode", "none"])?;
     ensure!(said.contains("nothing to do"), "{said}");
-    ensure!(fs::read(&place.config)? == installed);
+    ensure!(fs::read(place.config())? == installed);
 
     let said = place.done("status", &[])?;
     ensure!(said.contains("served by containerd") && !said.contains("since"), "{said}");
@@ -157,13 +66,58 @@ fn a_node_is_installed_serves_pods_and_is_as_it_was(world: &World) -> Result<()>
 
     let said = place.done("uninstall", &["--dry-run"])?;
     ensure!(said.contains("restore") && shim.exists(), "{said}");
-    with_restarts(&place, 1, || place.done("uninstall", &[]))?;
+    place.restarted(|| place.done("uninstall", &[]))?;
     ensure!(unchanged()?, "the configuration is not as it was");
-    ensure!(!shim.exists() && !place.file("lib/affinode").exists());
+    let left = [place.file(""), place.state("")].into_iter().filter(|folder| folder.exists());
+    ensure!(left.count() == 0, "folders are left");
     let said = place.refused("uninstall", &[])?;
     ensure!(said.contains("no record of an installation"), "{said}");
     let said = place.refused("status", &[])?;
     ensure!(said.contains("nothing is installed"), "{said}");
+    Ok(())
+}
+
+/// NVIDIA's toolkit adds such a file: with containerd 1.x it takes the place of the whole section.
+#[test]
+fn a_file_that_covers_the_section_gets_the_handler() -> Result<()> {
+    for line in [Line::V1_6, Line::V1_7] {
+        let Some(world) = matrix::world(line, Recipe::default().node())? else { continue };
+        let place = Installation::new(&world, &world.prefix(), HANDLER)?;
+        let folder = world.dir().join("conf.d");
+        let covering = folder.join("99-nvidia.toml");
+        let text = fs::read_to_string(place.config())?;
+        let section = text.find("[plugins.\"io.containerd.grpc.v1.cri\"]").context("a section")?;
+        fs::write(&covering, format!("version = 2\n{}", &text[section..]))?;
+        let import = format!("version = 2\nimports = [\"{}/*.toml\"]\n", folder.display());
+        fs::write(place.config(), text.replacen("version = 2\n", &import, 1))?;
+        let before = (fs::read(place.config())?, fs::read(&covering)?);
+        let restart = || {
+            world.containerd().stop(Signal::SIGTERM)?;
+            world.start_containerd()
+        };
+        restart()?;
+        let (said, _) = place.restarted(|| place.done("install", &[]))?;
+        ensure!(said.contains("99-nvidia.toml"), "{said}");
+        let said = place.done("status", &[])?;
+        ensure!(said.contains("served by containerd"), "{said}");
+        let cri = Cri::connect(&world.containerd().socket())?;
+        for handler in [HANDLER, "runc"] {
+            let pod = cri::pod(handler, &world.cgroup_parent(), world.dir());
+            let id = cri.run_pod(&pod, handler)?;
+            cri.remove_pod(&id)?;
+        }
+        // That file goes: the handler follows to where the section is then.
+        fs::remove_file(&covering)?;
+        restart()?;
+        let (said, _) = place.restarted(|| place.done("install", &[]))?;
+        ensure!(said.contains("containerd.toml") && !said.contains("99-nvidia"), "{said}");
+        fs::write(&covering, &before.1)?;
+        restart()?;
+        place.restarted(|| place.done("install", &[]))?;
+        ensure!(fs::read(place.config())? == before.0, "the handler is left where nobody reads it");
+        place.restarted(|| place.done("uninstall", &[]))?;
+        ensure!((fs::read(place.config())?, fs::read(&covering)?) == before, "not as it was");
+    }
     Ok(())
 }
 
@@ -172,8 +126,8 @@ fn a_node_is_installed_serves_pods_and_is_as_it_was(world: &World) -> Result<()>
 #[test]
 fn a_node_is_installed_from_a_container_of_it() -> Result<()> {
     let world = Recipe::default().cri().world()?;
-    let place = Place::new(&world)?;
-    let original = fs::read(&place.config)?;
+    let place = place(&world)?;
+    let original = fs::read(place.config())?;
     let root = format!("/proc/{}/root", world.keeper().pid());
     let inside = |verb: &str, more: &[&str]| -> Result<Output> {
         let own = place.command(verb, &[&["--host-root", &root], more].concat())?;
@@ -185,14 +139,14 @@ fn a_node_is_installed_from_a_container_of_it() -> Result<()> {
     };
     let out = inside("install", &["--restart-mode", "none"])?;
     ensure!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
-    ensure!(place.file("bin/containerd-shim-affinode-v1").is_file());
-    ensure!(fs::read(&place.config)? != original);
+    ensure!(place.shim().is_file());
+    ensure!(fs::read(place.config())? != original);
     let out = inside("status", &[])?;
     ensure!(String::from_utf8_lossy(&out.stdout).contains("restart containerd"), "{out:?}");
     let out = inside("uninstall", &["--restart-mode", "none"])?;
     ensure!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
-    ensure!(fs::read(&place.config)? == original);
-    ensure!(!place.file("bin/containerd-shim-affinode-v1").exists());
+    ensure!(fs::read(place.config())? == original);
+    ensure!(!place.shim().exists());
     let out = place.run("status", &["--host-root", "/nonexistent"])?;
     ensure!(String::from_utf8_lossy(&out.stderr).contains("the node's root"), "{out:?}");
     Ok(())
@@ -202,14 +156,14 @@ fn a_node_is_installed_from_a_container_of_it() -> Result<()> {
 #[test]
 fn what_goes_wrong_leaves_the_configuration_as_it_was() -> Result<()> {
     let world = Recipe::default().cri().world()?;
-    let place = Place::new(&world)?;
-    let original = fs::read(&place.config)?;
+    let place = place(&world)?;
+    let original = fs::read(place.config())?;
     let refused = |more: &[&str], why: &str| -> Result<()> {
         let said = place.refused("install", more)?;
         ensure!(said.contains(why), "{said} does not tell of {why}");
-        ensure!(fs::read(&place.config)? == original, "{why}: the configuration has changed");
+        ensure!(fs::read(place.config())? == original, "{why}: the configuration has changed");
         ensure!(!place.file("bin/affinode").exists(), "{why}: a file was left behind");
-        ensure!(!place.file("state/install.json").exists(), "{why}: a record was left behind");
+        ensure!(!place.state("install.json").exists(), "{why}: a record was left behind");
         Ok(())
     };
     place.systemctl("echo 'the unit is masked' >&2; exit 1")?;
@@ -219,7 +173,8 @@ fn what_goes_wrong_leaves_the_configuration_as_it_was() -> Result<()> {
     refused(&["--from", "/nonexistent"], "cargo xtask build")?;
     refused(&["--prefix", "/proc/affinode"], "/proc/affinode")?;
 
-    let lock = fs::File::options().write(true).open(place.file("state/install.lock"))?;
+    fs::create_dir_all(place.state(""))?;
+    let lock = fs::File::create(place.state("install.lock"))?;
     let held = Flock::lock(lock, FlockArg::LockExclusiveNonblock)
         .map_err(|(_, errno)| errno)
         .context("nobody else holds it")?;
@@ -228,11 +183,11 @@ fn what_goes_wrong_leaves_the_configuration_as_it_was() -> Result<()> {
 
     // A file that containerd would not read again is not edited on top.
     let broken = [original.as_slice(), b"\nimports = 3\n[plugins\n"].concat();
-    fs::write(&place.config, &broken)?;
+    fs::write(place.config(), &broken)?;
     let said = place.refused("install", &["--restart-mode", "none"])?;
     ensure!(said.contains("does not understand"), "{said}");
-    ensure!(fs::read(&place.config)? == broken);
-    fs::write(&place.config, &original)?;
+    ensure!(fs::read(place.config())? == broken);
+    fs::write(place.config(), &original)?;
 
     // What is not as it was installed, or not yet served, is told.
     place.done("install", &["--restart-mode", "none"])?;
@@ -245,7 +200,7 @@ fn what_goes_wrong_leaves_the_configuration_as_it_was() -> Result<()> {
     ensure!(said.contains("restart containerd") && !said.contains("missing"), "{said}");
     fs::remove_file(place.file("bin/affinode"))?;
     fs::write(place.file("lib/affinode/libaffinode_preload.so"), "other")?;
-    fs::write(&place.config, &original)?;
+    fs::write(place.config(), &original)?;
     let said = status()?;
     ensure!(said.contains("missing: run") && said.contains("take it out by hand"), "{said}");
     ensure!(said.matches("changed since").count() == 2, "{said}");
@@ -255,15 +210,15 @@ fn what_goes_wrong_leaves_the_configuration_as_it_was() -> Result<()> {
     // Killed after the record was written, an installation can be taken off all the same.
     place.done("install", &["--restart-mode", "none"])?;
     fs::remove_file(place.file("bin/affinode"))?;
-    fs::write(&place.config, &original)?;
+    fs::write(place.config(), &original)?;
     place.done("uninstall", &["--restart-mode", "none"])?;
-    ensure!(fs::read(&place.config)? == original);
-    ensure!(!place.file("bin/containerd-shim-affinode-v1").exists());
+    ensure!(fs::read(place.config())? == original);
+    ensure!(!place.shim().exists());
 
     // What somebody changed since is left to them.
     place.done("install", &["--restart-mode", "none"])?;
-    let text = fs::read_to_string(&place.config)?;
-    fs::write(&place.config, text.replace("affinode.io/*", "*"))?;
+    let text = fs::read_to_string(place.config())?;
+    fs::write(place.config(), text.replace("affinode.io/*", "*"))?;
     let said = place.refused("uninstall", &["--restart-mode", "none"])?;
     ensure!(said.contains("by hand"), "{said}");
     Ok(())
@@ -273,9 +228,9 @@ fn what_goes_wrong_leaves_the_configuration_as_it_was() -> Result<()> {
 #[test]
 fn a_node_whose_containers_run_is_not_uninstalled() -> Result<()> {
     let world = Recipe::default().cri().world()?;
-    let place = Place::new(&world)?;
+    let place = place(&world)?;
     place.done("install", &["--restart-mode", "none"])?;
-    let shim = place.file("bin/containerd-shim-affinode-v1");
+    let shim = place.shim();
     // As good as one: the installed file runs, waiting for its options.
     let mut running =
         Command::new(&shim).arg("-info").stdin(std::process::Stdio::piped()).spawn()?;
@@ -290,7 +245,8 @@ fn a_node_whose_containers_run_is_not_uninstalled() -> Result<()> {
     let mut waiting =
         place.command("uninstall", &["--restart-mode", "none", "--drain", "10m"])?.spawn()?;
     until("the command to begin", || {
-        let lock = fs::File::options().write(true).open(place.file("state/install.lock"))?;
+        fs::create_dir_all(place.state(""))?;
+        let lock = fs::File::create(place.state("install.lock"))?;
         Ok(Flock::lock(lock, FlockArg::LockExclusiveNonblock).is_err().then_some(()))
     })?;
     ensure!(waiting.try_wait()?.is_none() && shim.exists(), "it did not wait");
@@ -308,5 +264,39 @@ fn a_node_whose_containers_run_is_not_uninstalled() -> Result<()> {
     ensure!(!shim.exists() && controller.try_wait()?.is_none());
     controller.kill()?;
     controller.wait()?;
+    Ok(())
+}
+
+/// Containers go on with the shim and library that they have; the controller is the new one.
+#[test]
+fn an_upgrade_below_a_running_container_takes_the_controller_along() -> Result<()> {
+    let world = Recipe::default().node().config(MANUAL).world()?;
+    let place = Installation::new(&world, &world.prefix(), HANDLER)?;
+    place.done("install", &["--restart-mode", "none"])?;
+    let mut worker = Worker::start(&world, "worker", 64)?;
+    world.cli().move_out("worker")?;
+    let runs = || -> Result<Option<(i32, PathBuf)>> {
+        let Some(controller) = world.controller()? else { return Ok(None) };
+        let exe = fs::read_link(format!("/proc/{}/exe", controller.pid));
+        Ok(exe.ok().map(|exe| (controller.pid.as_raw(), exe)))
+    };
+    let (old, exe) = runs()?.context("no controller")?;
+    ensure!(exe == place.shim(), "{exe:?}");
+    let build = tempfile::tempdir()?;
+    installed::another_build(world.artifacts(), build.path())?;
+    let from = build.path().display().to_string();
+    let more = ["--restart-mode", "none", "--from", from.as_str()];
+    let said = place.done("install", &more)?;
+    ensure!(said.contains("end the controller") && !said.contains("restart"), "{said}");
+    // Started by the shim of before, it is of the version that is installed now.
+    until("the new controller", || {
+        let now = runs()?;
+        Ok(now.filter(|(pid, exe)| *pid != old && *exe == place.shim()))
+    })?;
+    ensure!(worker.verify()?, "its memory is not as it was");
+    world.cli().move_out("worker")?;
+    ensure!(worker.verify()?, "its memory is not as it was");
+    let said = place.done("install", &more)?;
+    ensure!(said.contains("nothing to do"), "{said}");
     Ok(())
 }

@@ -5,9 +5,9 @@
 
 mod calls;
 mod chaos;
-mod cri;
 mod doctor;
 mod engines;
+mod faults;
 mod gpu_pods;
 mod hazards;
 mod hints;
@@ -23,6 +23,7 @@ mod pods;
 mod policy;
 mod pressure;
 mod prewake;
+mod rancher;
 mod recovery;
 mod restore_policy;
 mod spec;

@@ -1,6 +1,7 @@
 //! Pods through CRI, as kubelet runs them with a RuntimeClass.
 
 use affinode_e2e::{
+    cri::{self, Cri},
     image,
     until::until,
     world::{Recipe, World},
@@ -8,11 +9,7 @@ use affinode_e2e::{
 use anyhow::Result;
 use nix::sys::signal::Signal;
 
-use crate::{
-    cri::{self, Cri},
-    lifecycle::nothing_is_left,
-    matrix::on_every_containerd,
-};
+use crate::{lifecycle::nothing_is_left, matrix::on_every_containerd};
 
 on_every_containerd!(
     Recipe::default().cri();

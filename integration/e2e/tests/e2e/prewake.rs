@@ -1,17 +1,12 @@
 //! Returns ahead of calls, because a connection came in.
 
-use std::{
-    fs::File,
-    net::{TcpListener, TcpStream},
-};
-
 use affinode_e2e::{
+    suite::connect,
     until::until,
     worker::{USUAL, Worker},
     world::{Recipe, World},
 };
-use anyhow::{Context, Result, anyhow};
-use nix::sched::{CloneFlags, setns};
+use anyhow::{Context, Result};
 
 use crate::offload::EAGER;
 
@@ -20,21 +15,6 @@ fn start(world: &World, id: &str, wake_on: &str) -> Result<Worker> {
     let mut worker = Worker::start_as(world, spec)?;
     worker.wait_filled()?;
     Ok(worker)
-}
-
-/// A client and a server in the network of a container, on its loopback.
-fn connect(world: &World, id: &str) -> Result<()> {
-    let row = world.cli().container(id)?.context("it is known")?;
-    let pid = row.processes.first().context("it has a process")?.pid;
-    let network = File::open(format!("/proc/{pid}/ns/net"))?;
-    let there = std::thread::spawn(move || -> Result<()> {
-        setns(network, CloneFlags::CLONE_NEWNET)?;
-        let server = TcpListener::bind("127.0.0.1:0")?;
-        let _client = TcpStream::connect(server.local_addr()?)?;
-        server.accept()?;
-        Ok(())
-    });
-    there.join().map_err(|_| anyhow!("the thread in the container's network"))?
 }
 
 fn told(world: &World, kind: &str) -> Result<usize> {

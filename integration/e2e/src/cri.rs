@@ -1,9 +1,13 @@
-//! The part of CRI that kubelet uses to run a pod: messages with the field
-//! numbers of `runtime.v1`, and a client over containerd's socket.
+//! The part of CRI that kubelet uses to run a pod: a client over containerd's socket, pods,
+//! and GPU containers that talk in lines.
 
-use std::{collections::HashMap, path::Path};
+mod messages;
 
-use affinode_e2e::until::until;
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+};
+
 use anyhow::{Context, Result};
 use prost::Message;
 use tokio::runtime::Runtime;
@@ -15,185 +19,14 @@ use tonic::{
 };
 use tonic_prost::ProstCodec;
 
-/// `NamespaceMode.NODE`: the host's network, so that no CNI plugin is needed.
-const NODE: i32 = 2;
-/// `ContainerState.CONTAINER_EXITED`.
-pub const EXITED: i32 = 2;
-
-/// A pod.
-#[derive(Clone, PartialEq, Message)]
-pub struct PodConfig {
-    #[prost(message, optional, tag = "1")]
-    pub metadata: Option<PodMetadata>,
-    #[prost(string, tag = "3")]
-    pub log_directory: String,
-    #[prost(map = "string, string", tag = "7")]
-    pub annotations: HashMap<String, String>,
-    #[prost(message, optional, tag = "8")]
-    pub linux: Option<LinuxPod>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub struct PodMetadata {
-    #[prost(string, tag = "1")]
-    pub name: String,
-    #[prost(string, tag = "2")]
-    pub uid: String,
-    #[prost(string, tag = "3")]
-    pub namespace: String,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub struct LinuxPod {
-    #[prost(string, tag = "1")]
-    pub cgroup_parent: String,
-    #[prost(message, optional, tag = "2")]
-    pub security_context: Option<PodSecurity>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub struct PodSecurity {
-    #[prost(message, optional, tag = "1")]
-    pub namespaces: Option<Namespaces>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub struct Namespaces {
-    #[prost(int32, tag = "1")]
-    pub network: i32,
-}
-
-/// A container of a pod.
-#[derive(Clone, PartialEq, Message)]
-pub struct ContainerConfig {
-    #[prost(message, optional, tag = "1")]
-    pub metadata: Option<ContainerMetadata>,
-    #[prost(message, optional, tag = "2")]
-    pub image: Option<ImageSpec>,
-    #[prost(string, repeated, tag = "3")]
-    pub command: Vec<String>,
-    #[prost(message, repeated, tag = "6")]
-    pub envs: Vec<KeyValue>,
-    #[prost(message, repeated, tag = "7")]
-    pub mounts: Vec<Mount>,
-    #[prost(map = "string, string", tag = "10")]
-    pub annotations: HashMap<String, String>,
-    #[prost(string, tag = "11")]
-    pub log_path: String,
-    #[prost(message, optional, tag = "15")]
-    pub linux: Option<LinuxContainer>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub struct ContainerMetadata {
-    #[prost(string, tag = "1")]
-    pub name: String,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub struct ImageSpec {
-    #[prost(string, tag = "1")]
-    pub image: String,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub struct KeyValue {
-    #[prost(string, tag = "1")]
-    pub key: String,
-    #[prost(string, tag = "2")]
-    pub value: String,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub struct Mount {
-    #[prost(string, tag = "1")]
-    pub container_path: String,
-    #[prost(string, tag = "2")]
-    pub host_path: String,
-    #[prost(bool, tag = "3")]
-    pub readonly: bool,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub struct LinuxContainer {
-    #[prost(message, optional, tag = "2")]
-    pub security_context: Option<ContainerSecurity>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub struct ContainerSecurity {
-    #[prost(message, optional, tag = "3")]
-    pub namespaces: Option<Namespaces>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct RunPodSandboxRequest {
-    #[prost(message, optional, tag = "1")]
-    config: Option<PodConfig>,
-    #[prost(string, tag = "2")]
-    runtime_handler: String,
-}
-
-/// Several requests and answers are one id in field 1.
-#[derive(Clone, PartialEq, Message)]
-struct Id {
-    #[prost(string, tag = "1")]
-    id: String,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct CreateContainerRequest {
-    #[prost(string, tag = "1")]
-    pod_sandbox_id: String,
-    #[prost(message, optional, tag = "2")]
-    config: Option<ContainerConfig>,
-    #[prost(message, optional, tag = "3")]
-    sandbox_config: Option<PodConfig>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct StopContainerRequest {
-    #[prost(string, tag = "1")]
-    container_id: String,
-    #[prost(int64, tag = "2")]
-    timeout: i64,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct ExecSyncRequest {
-    #[prost(string, tag = "1")]
-    container_id: String,
-    #[prost(string, repeated, tag = "2")]
-    cmd: Vec<String>,
-    #[prost(int64, tag = "3")]
-    timeout: i64,
-}
-
-/// What a program that was run in a container left.
-#[derive(Clone, PartialEq, Message)]
-pub struct ExecSyncResponse {
-    #[prost(bytes = "vec", tag = "1")]
-    pub stdout: Vec<u8>,
-    #[prost(bytes = "vec", tag = "2")]
-    pub stderr: Vec<u8>,
-    #[prost(int32, tag = "3")]
-    pub exit_code: i32,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct ContainerStatusResponse {
-    #[prost(message, optional, tag = "1")]
-    status: Option<ContainerStatus>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct ContainerStatus {
-    #[prost(int32, tag = "3")]
-    state: i32,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct Nothing {}
+pub use self::messages::*;
+use crate::{
+    container::{CLIENTS, PIPES, make_pipes, piped},
+    image,
+    until::until,
+    worker::{Lines, USUAL},
+    world::World,
+};
 
 /// A client of containerd's CRI service.
 pub struct Cri {
@@ -203,6 +36,9 @@ pub struct Cri {
 
 impl Cri {
     /// Connects, and waits until CRI serves: it begins to a moment after containerd.
+    ///
+    /// # Errors
+    /// When CRI fails.
     pub fn connect(socket: &Path) -> Result<Self> {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
@@ -224,6 +60,9 @@ impl Cri {
     }
 
     /// Runs a sandbox with a runtime handler, as kubelet does for a RuntimeClass.
+    ///
+    /// # Errors
+    /// When CRI fails.
     pub fn run_pod(&self, config: &PodConfig, handler: &str) -> Result<String> {
         let request =
             RunPodSandboxRequest { config: Some(config.clone()), runtime_handler: handler.into() };
@@ -232,6 +71,9 @@ impl Cri {
     }
 
     /// Creates and starts a container.
+    ///
+    /// # Errors
+    /// When CRI fails.
     pub fn run_container(
         &self,
         pod_id: &str,
@@ -249,6 +91,9 @@ impl Cri {
     }
 
     /// Runs a program in a container.
+    ///
+    /// # Errors
+    /// When CRI fails.
     pub fn exec(&self, container_id: &str, cmd: &[&str]) -> Result<ExecSyncResponse> {
         let cmd = cmd.iter().map(|&word| word.to_owned()).collect();
         self.call(
@@ -258,6 +103,9 @@ impl Cri {
     }
 
     /// The state of a container.
+    ///
+    /// # Errors
+    /// When CRI fails.
     pub fn state(&self, container_id: &str) -> Result<i32> {
         let answer: ContainerStatusResponse =
             self.call("ContainerStatus", Id { id: container_id.into() })?;
@@ -265,6 +113,9 @@ impl Cri {
     }
 
     /// Stops and removes a container.
+    ///
+    /// # Errors
+    /// When CRI fails.
     pub fn remove_container(&self, container_id: &str) -> Result<()> {
         let stop = StopContainerRequest { container_id: container_id.into(), timeout: 0 };
         let Nothing {} = self.call("StopContainer", stop)?;
@@ -273,6 +124,9 @@ impl Cri {
     }
 
     /// Stops and removes a pod with all that is in it.
+    ///
+    /// # Errors
+    /// When CRI fails.
     pub fn remove_pod(&self, pod_id: &str) -> Result<()> {
         let Nothing {} = self.call("StopPodSandbox", Id { id: pod_id.into() })?;
         let Nothing {} = self.call("RemovePodSandbox", Id { id: pod_id.into() })?;
@@ -325,4 +179,26 @@ pub fn container(name: &str, image: &str, command: &[String]) -> ContainerConfig
         }),
         ..ContainerConfig::default()
     }
+}
+
+/// A container with the world's GPU that runs the usual CUDA program with so much VRAM, and the
+/// program's lines.
+///
+/// # Errors
+/// When the pipes cannot be made.
+pub fn gpu_container(world: &World, name: &str, mib: u64) -> Result<(ContainerConfig, Lines)> {
+    let parts = world.gpu().container_parts(world.artifacts(), world.dir())?;
+    let pipes = make_pipes(world.dir(), name)?;
+    let argv = piped(&[format!("{CLIENTS}/{USUAL}"), "--mib".into(), mib.to_string()]);
+    let mut config = container(name, image::PLAIN, &argv);
+    config.envs = parts.env.into_iter().map(|(key, value)| KeyValue { key, value }).collect();
+    let mount = |(host, inside): (PathBuf, PathBuf), readonly| Mount {
+        container_path: inside.display().to_string(),
+        host_path: host.display().to_string(),
+        readonly,
+    };
+    config.mounts = parts.mounts.into_iter().map(|places| mount(places, true)).collect();
+    config.mounts.push(mount((world.artifacts().clients_dir(), CLIENTS.into()), true));
+    config.mounts.push(mount((pipes.clone(), PIPES.into()), false));
+    Ok((config, Lines::open(&pipes)?))
 }

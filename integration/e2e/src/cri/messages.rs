@@ -1,0 +1,186 @@
+//! The messages of `runtime.v1` that are used here, with its field numbers.
+#![expect(missing_docs, reason = "the fields are CRI's, where they are explained")]
+
+use std::collections::HashMap;
+
+use prost::Message;
+
+/// `NamespaceMode.NODE`: the host's network, so that no CNI plugin is needed.
+pub(super) const NODE: i32 = 2;
+/// `ContainerState.CONTAINER_EXITED`.
+pub const EXITED: i32 = 2;
+
+/// A pod.
+#[derive(Clone, PartialEq, Message)]
+pub struct PodConfig {
+    #[prost(message, optional, tag = "1")]
+    pub metadata: Option<PodMetadata>,
+    #[prost(string, tag = "3")]
+    pub log_directory: String,
+    #[prost(map = "string, string", tag = "7")]
+    pub annotations: HashMap<String, String>,
+    #[prost(message, optional, tag = "8")]
+    pub linux: Option<LinuxPod>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct PodMetadata {
+    #[prost(string, tag = "1")]
+    pub name: String,
+    #[prost(string, tag = "2")]
+    pub uid: String,
+    #[prost(string, tag = "3")]
+    pub namespace: String,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct LinuxPod {
+    #[prost(string, tag = "1")]
+    pub cgroup_parent: String,
+    #[prost(message, optional, tag = "2")]
+    pub security_context: Option<PodSecurity>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct PodSecurity {
+    #[prost(message, optional, tag = "1")]
+    pub namespaces: Option<Namespaces>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct Namespaces {
+    #[prost(int32, tag = "1")]
+    pub network: i32,
+}
+
+/// A container of a pod.
+#[derive(Clone, PartialEq, Message)]
+pub struct ContainerConfig {
+    #[prost(message, optional, tag = "1")]
+    pub metadata: Option<ContainerMetadata>,
+    #[prost(message, optional, tag = "2")]
+    pub image: Option<ImageSpec>,
+    #[prost(string, repeated, tag = "3")]
+    pub command: Vec<String>,
+    #[prost(message, repeated, tag = "6")]
+    pub envs: Vec<KeyValue>,
+    #[prost(message, repeated, tag = "7")]
+    pub mounts: Vec<Mount>,
+    #[prost(map = "string, string", tag = "10")]
+    pub annotations: HashMap<String, String>,
+    #[prost(string, tag = "11")]
+    pub log_path: String,
+    #[prost(message, optional, tag = "15")]
+    pub linux: Option<LinuxContainer>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct ContainerMetadata {
+    #[prost(string, tag = "1")]
+    pub name: String,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct ImageSpec {
+    #[prost(string, tag = "1")]
+    pub image: String,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct KeyValue {
+    #[prost(string, tag = "1")]
+    pub key: String,
+    #[prost(string, tag = "2")]
+    pub value: String,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct Mount {
+    #[prost(string, tag = "1")]
+    pub container_path: String,
+    #[prost(string, tag = "2")]
+    pub host_path: String,
+    #[prost(bool, tag = "3")]
+    pub readonly: bool,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct LinuxContainer {
+    #[prost(message, optional, tag = "2")]
+    pub security_context: Option<ContainerSecurity>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct ContainerSecurity {
+    #[prost(message, optional, tag = "3")]
+    pub namespaces: Option<Namespaces>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct RunPodSandboxRequest {
+    #[prost(message, optional, tag = "1")]
+    pub(super) config: Option<PodConfig>,
+    #[prost(string, tag = "2")]
+    pub(super) runtime_handler: String,
+}
+
+/// Several requests and answers are one id in field 1.
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct Id {
+    #[prost(string, tag = "1")]
+    pub(super) id: String,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct CreateContainerRequest {
+    #[prost(string, tag = "1")]
+    pub(super) pod_sandbox_id: String,
+    #[prost(message, optional, tag = "2")]
+    pub(super) config: Option<ContainerConfig>,
+    #[prost(message, optional, tag = "3")]
+    pub(super) sandbox_config: Option<PodConfig>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct StopContainerRequest {
+    #[prost(string, tag = "1")]
+    pub(super) container_id: String,
+    #[prost(int64, tag = "2")]
+    pub(super) timeout: i64,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct ExecSyncRequest {
+    #[prost(string, tag = "1")]
+    pub(super) container_id: String,
+    #[prost(string, repeated, tag = "2")]
+    pub(super) cmd: Vec<String>,
+    #[prost(int64, tag = "3")]
+    pub(super) timeout: i64,
+}
+
+/// What a program that was run in a container left.
+#[derive(Clone, PartialEq, Message)]
+pub struct ExecSyncResponse {
+    #[prost(bytes = "vec", tag = "1")]
+    pub stdout: Vec<u8>,
+    #[prost(bytes = "vec", tag = "2")]
+    pub stderr: Vec<u8>,
+    #[prost(int32, tag = "3")]
+    pub exit_code: i32,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct ContainerStatusResponse {
+    #[prost(message, optional, tag = "1")]
+    pub(super) status: Option<ContainerStatus>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct ContainerStatus {
+    #[prost(int32, tag = "3")]
+    pub(super) state: i32,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct Nothing {}

@@ -1,0 +1,253 @@
+//! What goes wrong while a node is installed: each fault is made, and afterwards the node is as it
+//! was or properly installed, containerd serves, and the error says what to do.
+
+mod killed;
+
+use std::{fs, os::unix::fs::PermissionsExt, process::Command};
+
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::Signal;
+
+use crate::{cri::Cri, installed::Installation, snapshot::Snapshot, world::World};
+
+/// A fault, on a node that nothing is installed on: what was seen.
+pub type Fault = fn(&World) -> Result<String>;
+
+/// Each of them, by name.
+pub const ALL: [(&str, Fault); 6] = [
+    ("containerd fails to restart", restart_fails),
+    ("full disk", full_disk),
+    ("read-only /etc", read_only),
+    ("broken import", broken_import),
+    ("a second installer", second_installer),
+    ("kill -9 at every step", killed_at_every_step),
+];
+
+const HANDLER: &str = "affinode";
+
+/// The node as it was before, to be compared with.
+struct Scene<'a> {
+    world: &'a World,
+    installation: Installation<'a>,
+    before: Snapshot,
+}
+
+impl<'a> Scene<'a> {
+    fn new(world: &'a World) -> Result<Self> {
+        let installation = Installation::new(world, &world.prefix(), HANDLER)?;
+        Ok(Self { world, installation, before: Snapshot::of(world.dir())? })
+    }
+
+    /// Nothing of it is left, and containerd serves.
+    fn is_as_before(&self) -> Result<()> {
+        self.before.same_as(&Snapshot::of(self.world.dir())?)?;
+        Cri::connect(&self.world.containerd().socket()).map(|_| ())
+    }
+
+    /// Runs an installation with these mounts, which nobody else sees: what it says, and the
+    /// files that it leaves in `looked_at`.
+    fn with_mounts(&self, mounts: &str, looked_at: &str, more: &[&str]) -> Result<String> {
+        let own = self.installation.command("install", more)?;
+        let script = format!(
+            "set -e; mount --make-rprivate /; {mounts}; set +e; \"$@\"; code=$?; \
+             find {looked_at} -mindepth 1 >&2; exit $code"
+        );
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-c", &script, "sh"]);
+        command.arg(own.get_program()).args(own.get_args());
+        for (name, value) in own.get_envs() {
+            command.env(name, value.unwrap_or_default());
+        }
+        let output = command.output()?;
+        let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+        ensure!(output.status.code() == Some(1), "{:?}: {said}", output.status);
+        ensure!(said.lines().count() == 1, "something is left, or said twice: {said}");
+        Ok(said)
+    }
+}
+
+/// It must tell of this.
+fn tells(said: &str, of: &[&str]) -> Result<()> {
+    of.iter().try_for_each(|word| {
+        ensure!(said.contains(word), "{said} does not tell of {word}");
+        Ok(())
+    })
+}
+
+/// With the new configuration containerd does not come up; with the old one it does.
+fn restart_fails(world: &World) -> Result<String> {
+    let scene = Scene::new(world)?;
+    let installation = &scene.installation;
+    let restart = |asked| {
+        if asked == 0 {
+            world.containerd().stop(Signal::SIGTERM)?;
+            return Ok(false);
+        }
+        world.start_containerd()?;
+        Ok(true)
+    };
+    let (said, restarts) = installation.served(|| installation.refused("install", &[]), restart)?;
+    ensure!(restarts == 2, "{restarts} restarts");
+    scene.is_as_before()?;
+    tells(&said, &["systemctl restart containerd", "journalctl"])?;
+    Ok(format!("put back, containerd up again: {}", said.trim()))
+}
+
+fn full_disk(world: &World) -> Result<String> {
+    let scene = Scene::new(world)?;
+    let prefix = world.prefix();
+    let place = prefix.display();
+    let mounts = format!("mkdir -p {place}; mount -t tmpfs -o size=256k none {place}");
+    let said = scene.with_mounts(&mounts, &place.to_string(), &["--restart-mode", "none"])?;
+    tells(&said, &["No space left", "--prefix"])?;
+    // Of the mount point.
+    fs::remove_dir(&prefix)?;
+    scene.is_as_before()?;
+    let state = scene.installation.state("");
+    let place = state.display();
+    let fill = format!("head -c 1M /dev/zero > {place}/full 2>/dev/null || :");
+    let mounts = format!("mkdir -p {place}; mount -t tmpfs -o size=64k none {place}; {fill}");
+    let looked_at = format!("{place} -name 'install*'");
+    let also = scene.with_mounts(&mounts, &looked_at, &["--restart-mode", "none"]);
+    fs::remove_dir(&state)?;
+    scene.is_as_before()?;
+    tells(&also?, &["No space left", "--state-dir"])?;
+    Ok(said)
+}
+
+/// As on systems whose /etc, or all of whose /usr, is read-only.
+fn read_only(world: &World) -> Result<String> {
+    let scene = Scene::new(world)?;
+    let (prefix, state) = (world.prefix(), scene.installation.state(""));
+    let (dir, own) = (world.dir().display(), [prefix, state]);
+    for folder in &own {
+        fs::create_dir_all(folder)?;
+    }
+    let writable: Vec<String> =
+        own.iter().map(|f| format!("mount --bind {0} {0}", f.display())).collect();
+    let sealed = format!("mount --bind {dir} {dir}; {{}}mount -o remount,bind,ro {dir}");
+    let mounts = sealed.replace("{}", &format!("{}; ", writable.join("; ")));
+    let looked_at = format!("{} {}", own[0].display(), own[1].display());
+    let said = scene.with_mounts(&mounts, &looked_at, &["--restart-mode", "none"])?;
+    tells(&said, &["containerd.toml", "Read-only file system", "config/containerd"])?;
+    own.iter().try_for_each(fs::remove_dir)?;
+    scene.is_as_before()?;
+    let all = sealed.replace("{}", "");
+    let also = scene.with_mounts(&all, &format!("{dir}/prefix*"), &["--restart-mode", "none"]);
+    scene.is_as_before()?;
+    tells(&format!("{also:?}"), &["Read-only file system", "--state-dir"])?;
+    Ok(said)
+}
+
+/// Somebody has broken the configuration since containerd was started with it.
+fn broken_import(world: &World) -> Result<String> {
+    let config = world.containerd().config_file();
+    let original = fs::read_to_string(&config)?;
+    let broken = world.dir().join("broken.toml");
+    fs::write(&broken, "[plugins\n")?;
+    let mut said = String::new();
+    for import in ["/nonexistent/import.toml", &broken.display().to_string()] {
+        let mut lines: Vec<&str> = original.lines().filter(|l| !l.starts_with("imports")).collect();
+        let line = format!("imports = [\"{import}\"]");
+        lines.insert(1, &line);
+        fs::write(&config, lines.join("\n"))?;
+        let scene = Scene::new(world)?;
+        for verb in ["install", "status"] {
+            let output = scene.installation.run(verb, &[])?;
+            ensure!(output.status.code() == Some(1), "{verb} of {import}: {:?}", output.status);
+        }
+        said = scene.installation.refused("install", &["--restart-mode", "none"])?;
+        tells(&said, &["does not understand its configuration", "nothing was changed"])?;
+        scene.is_as_before()?;
+    }
+    fs::remove_file(&broken)?;
+    fs::write(&config, original)?;
+    Ok(said.trim().to_owned())
+}
+
+/// While the first waits for containerd.
+fn second_installer(world: &World) -> Result<String> {
+    let scene = Scene::new(world)?;
+    let installation = &scene.installation;
+    let mut said = Vec::new();
+    let restart = |_| {
+        for verb in ["install", "uninstall"] {
+            said.push(installation.refused(verb, &["--restart-mode", "none"])?);
+        }
+        world.containerd().stop(Signal::SIGTERM)?;
+        world.start_containerd()?;
+        Ok(true)
+    };
+    let (_, restarts) = installation.served(|| installation.done("install", &[]), restart)?;
+    ensure!(restarts == 1, "{restarts} restarts");
+    for said in &said {
+        tells(said, &["another affinode install or uninstall is at work"])?;
+    }
+    installation.done("status", &[])?;
+    installation.restarted(|| installation.done("uninstall", &[]))?;
+    scene.is_as_before()?;
+    let said = said.first().context("nobody was refused")?;
+    Ok(format!("refused while the first goes on to its end: {}", said.trim()))
+}
+
+/// With small programs, for time: what an installer does with them is the same.
+fn killed_at_every_step(world: &World) -> Result<String> {
+    let scene = Scene::new(world)?;
+    let artifacts = world.artifacts();
+    let from = tempfile_dir(world)?;
+    for name in ["affinode", crate::installed::SHIM] {
+        fs::write(from.join(name), "#!/bin/sh\n")?;
+        fs::set_permissions(from.join(name), fs::Permissions::from_mode(0o755))?;
+    }
+    let library = affinode_proto::paths::LIB_FILE;
+    fs::copy(artifacts.lib_dir().join(library), from.join(library))?;
+    let from = from.display().to_string();
+    let install = ["--restart-mode", "none", "--from", from.as_str()];
+    let done = |verb: &str| {
+        let more = if verb == "install" { &install[..] } else { &install[..2] };
+        scene.installation.done(verb, more)
+    };
+    let gone = || -> Result<()> {
+        match scene.installation.state("install.json").exists() {
+            true => done("uninstall")?,
+            false => scene.installation.refused("uninstall", &install[..2])?,
+        };
+        scene.before.same_as(&Snapshot::of(world.dir())?)
+    };
+    let installed = || -> Result<()> {
+        done("install")?;
+        let missing = crate::installed::FILES.iter().find(|f| !scene.installation.file(f).exists());
+        ensure!(missing.is_none(), "{missing:?} is missing");
+        let config = fs::read_to_string(scene.installation.config())?;
+        ensure!(config.matches("# >>> affinode").count() == 1, "{config}");
+        Ok(())
+    };
+    let mut steps = Vec::new();
+    for verb in ["install", "uninstall"] {
+        let mut at = 0;
+        loop {
+            if verb == "uninstall" {
+                done("install")?;
+            }
+            let more = if verb == "install" { &install[..] } else { &install[..2] };
+            let command = scene.installation.command(verb, more)?;
+            at += 1;
+            let Some(step) = killed::before_step(&command, at)? else { break };
+            // Healed by the one, then by the other, in turns.
+            let healed = if at % 2 == 0 { installed().and_then(|()| gone()) } else { gone() };
+            healed.with_context(|| format!("{verb} was killed before its step {at}, {step}"))?;
+        }
+        gone()?;
+        steps.push(format!("{} of {verb}", at - 1));
+    }
+    fs::remove_dir_all(&from)?;
+    scene.is_as_before()?;
+    Ok(format!("healed by the next install or uninstall after each of {}", steps.join(", ")))
+}
+
+fn tempfile_dir(world: &World) -> Result<std::path::PathBuf> {
+    // Below a folder that is no part of the node.
+    let folder = world.dir().join("io/small");
+    fs::create_dir_all(&folder)?;
+    Ok(folder)
+}

@@ -1,0 +1,86 @@
+//! Kills a program before the n-th step in which it changes a file or starts another program: it
+//! is traced, so that no step is missed and none is met by luck.
+
+use std::{
+    io::Write,
+    process::{Command, Stdio},
+};
+
+use anyhow::{Context, Result, bail};
+use nix::{
+    libc,
+    sys::{
+        ptrace::{self, Options},
+        signal::{Signal, kill},
+        wait::{WaitStatus, waitpid},
+    },
+    unistd::Pid,
+};
+
+/// System calls by which it changes something, or lets another do so.
+const STEPS: [(i64, &str); 10] = [
+    (libc::SYS_mkdir, "mkdir"),
+    (libc::SYS_rmdir, "rmdir"),
+    (libc::SYS_rename, "rename"),
+    (libc::SYS_unlink, "unlink"),
+    (libc::SYS_fsync, "fsync"),
+    (libc::SYS_clone, "clone"),
+    (libc::SYS_clone3, "clone3"),
+    (libc::SYS_vfork, "vfork"),
+    (libc::SYS_wait4, "wait4"),
+    (libc::SYS_openat, "open to write"),
+];
+
+/// Runs a command and kills it before its n-th step: which one that is; `None` where it ends
+/// before.
+pub(super) fn before_step(command: &Command, n: usize) -> Result<Option<&'static str>> {
+    // It begins when it is traced.
+    let mut traced = Command::new("sh");
+    traced.args(["-c", "read -r go; exec \"$@\" </dev/null", "sh"]);
+    traced.arg(command.get_program()).args(command.get_args());
+    for (name, value) in command.get_envs() {
+        traced.env(name, value.unwrap_or_default());
+    }
+    traced.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut child = traced.spawn()?;
+    let pid = Pid::from_raw(i32::try_from(child.id())?);
+    ptrace::seize(pid, Options::PTRACE_O_TRACESYSGOOD | Options::PTRACE_O_EXITKILL)
+        .context("cannot trace: that takes root")?;
+    ptrace::interrupt(pid)?;
+    waitpid(pid, None)?;
+    ptrace::syscall(pid, None)?;
+    child.stdin.take().context("no input")?.write_all(b"go\n")?;
+    let mut seen = 0;
+    loop {
+        match waitpid(pid, None)? {
+            WaitStatus::PtraceSyscall(_) => {
+                if let Some(step) = step(pid)? {
+                    seen += 1;
+                    if seen == n {
+                        kill(pid, Signal::SIGKILL)?;
+                        while !matches!(waitpid(pid, None)?, WaitStatus::Signaled(..)) {}
+                        return Ok(Some(step));
+                    }
+                }
+                ptrace::syscall(pid, None)?;
+            }
+            WaitStatus::Stopped(_, signal) => ptrace::syscall(pid, signal)?,
+            WaitStatus::PtraceEvent(..) => ptrace::syscall(pid, None)?,
+            WaitStatus::Exited(_, 0) => return Ok(None),
+            ended => bail!("{command:?} ended by itself: {ended:?}"),
+        }
+    }
+}
+
+/// Whether it is about to begin a step.
+fn step(pid: Pid) -> Result<Option<&'static str>> {
+    let registers = ptrace::getregs(pid)?;
+    // What a call returns is not there yet when it begins.
+    if registers.rax.cast_signed() != -i64::from(libc::ENOSYS) {
+        return Ok(None);
+    }
+    let call = registers.orig_rax.cast_signed();
+    let writes = registers.rdx.cast_signed() & i64::from(libc::O_CREAT) != 0;
+    let step = STEPS.iter().find(|(number, _)| *number == call);
+    Ok(step.filter(|_| call != libc::SYS_openat || writes).map(|(_, name)| *name))
+}

@@ -1,0 +1,206 @@
+//! An installation of a world's own, made and taken off by the command `affinode`. Where it
+//! restarts containerd, a `systemctl` in its PATH asks us to, and waits.
+
+use std::{
+    fs,
+    io::Write,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+    thread,
+    time::Duration,
+};
+
+use affinode_proto::paths::LIB_FILE;
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::Signal;
+
+use crate::{artifacts::Artifacts, world::World};
+
+/// How the programs of an installation are called.
+pub const SHIM: &str = "containerd-shim-affinode-v1";
+/// What is installed, below its prefix.
+pub const FILES: [&str; 3] =
+    ["bin/affinode", "bin/containerd-shim-affinode-v1", "lib/affinode/libaffinode_preload.so"];
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+
+/// Where it is, or will be.
+pub struct Installation<'a> {
+    world: &'a World,
+    prefix: PathBuf,
+    state_dir: PathBuf,
+    tools: PathBuf,
+    handler: String,
+}
+
+impl<'a> Installation<'a> {
+    /// Below `prefix`, with a handler of that name. Nothing is installed yet.
+    ///
+    /// # Errors
+    /// When the world's folder cannot be written.
+    pub fn new(world: &'a World, prefix: &Path, handler: &str) -> Result<Self> {
+        let tools = world.dir().join("tools");
+        fs::create_dir_all(&tools)?;
+        let state_dir = world.dir().join("state-affinode");
+        Ok(Self { world, prefix: prefix.to_owned(), state_dir, tools, handler: handler.into() })
+    }
+
+    /// A file of it.
+    #[must_use]
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.prefix.join(name)
+    }
+
+    /// The installed shim.
+    #[must_use]
+    pub fn shim(&self) -> PathBuf {
+        self.file("bin").join(SHIM)
+    }
+
+    /// A file of its record's folder.
+    #[must_use]
+    pub fn state(&self, name: &str) -> PathBuf {
+        self.state_dir.join(name)
+    }
+
+    /// containerd's file.
+    #[must_use]
+    pub fn config(&self) -> PathBuf {
+        self.world.containerd().config_file()
+    }
+
+    /// `affinode install`, `uninstall` or `status` on it; `more` wins over what it would say
+    /// itself.
+    ///
+    /// # Errors
+    /// When the command was not built.
+    pub fn command(&self, verb: &str, more: &[&str]) -> Result<Command> {
+        let mut command = Command::new(self.world.artifacts().bin("affinode")?);
+        command.arg(verb);
+        let socket = self.world.containerd().socket();
+        let usual = [
+            ("--containerd", socket.as_path()),
+            ("--state-dir", &self.state_dir),
+            ("--prefix", &self.prefix),
+            ("--from", self.world.artifacts().root()),
+            ("--runtime-name", Path::new(&self.handler)),
+        ];
+        let known = if verb == "install" { 5 } else { 3 };
+        for (option, value) in usual.into_iter().take(known) {
+            if !more.contains(&option) {
+                command.arg(option).arg(value);
+            }
+        }
+        let path = std::env::var("PATH").unwrap_or_default();
+        command.env("PATH", format!("{}:{path}", self.tools.display()));
+        command.args(more);
+        Ok(command)
+    }
+
+    /// Runs it, however it ends.
+    ///
+    /// # Errors
+    /// When it cannot be run.
+    pub fn run(&self, verb: &str, more: &[&str]) -> Result<Output> {
+        Ok(self.command(verb, more)?.output()?)
+    }
+
+    /// Runs it and demands success: what it printed.
+    ///
+    /// # Errors
+    /// When it fails.
+    pub fn done(&self, verb: &str, more: &[&str]) -> Result<String> {
+        let output = self.run(verb, more)?;
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        ensure!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+        Ok(said)
+    }
+
+    /// Runs it and demands exit status 1: what it says is wrong.
+    ///
+    /// # Errors
+    /// When it ends otherwise.
+    pub fn refused(&self, verb: &str, more: &[&str]) -> Result<String> {
+        let output = self.run(verb, more)?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        ensure!(output.status.code() == Some(1), "{:?}: {said}", output.status);
+        Ok(said)
+    }
+
+    /// A `systemctl restart` that does this.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn systemctl(&self, script: &str) -> Result<()> {
+        let tool = self.tools.join("systemctl");
+        let text = format!("#!/bin/sh\n[ \"$*\" = 'restart containerd' ] || exit 64\n{script}\n");
+        fs::write(&tool, text)?;
+        Ok(fs::set_permissions(&tool, fs::Permissions::from_mode(0o755))?)
+    }
+
+    /// Runs it while `systemctl` asks for restarts and gets them, as systemd would carry them
+    /// out: what it returns, and how often containerd was restarted.
+    ///
+    /// # Errors
+    /// When it fails, or containerd does not come back.
+    pub fn restarted<T: Send>(
+        &self,
+        work: impl FnOnce() -> Result<T> + Send,
+    ) -> Result<(T, usize)> {
+        self.served(work, |_| {
+            self.world.containerd().stop(Signal::SIGTERM)?;
+            self.world.start_containerd()?;
+            Ok(true)
+        })
+    }
+
+    /// The same, where `restart` is told how many were asked for before, and says whether it
+    /// went well.
+    ///
+    /// # Errors
+    /// When either of them fails.
+    pub fn served<T: Send>(
+        &self,
+        work: impl FnOnce() -> Result<T> + Send,
+        mut restart: impl FnMut(usize) -> Result<bool>,
+    ) -> Result<(T, usize)> {
+        let (asked, done) = (self.tools.join("asked"), self.tools.join("done"));
+        let (a, d) = (asked.display(), done.display());
+        // Whoever asked and was killed is answered, too: that answer is nobody's.
+        self.systemctl(&format!(
+            "rm -f {d}; : > {a}; while [ ! -e {d} ]; do sleep 0.02; done; code=$(cat {d}); rm {d}; exit $code"
+        ))?;
+        let mut restarts = 0;
+        let result = thread::scope(|scope| {
+            let worker = scope.spawn(work);
+            while !worker.is_finished() {
+                if asked.exists() {
+                    fs::remove_file(&asked)?;
+                    let code = if restart(restarts)? { "0" } else { "1" };
+                    restarts += 1;
+                    let fresh = done.with_extension("new");
+                    fs::write(&fresh, code)?;
+                    fs::rename(fresh, &done)?;
+                }
+                thread::sleep(LOOK_EVERY);
+            }
+            worker.join().map_err(|_| anyhow::anyhow!("the command's thread panicked"))?
+        });
+        Ok((result?, restarts))
+    }
+}
+
+/// Fills a folder with another build of the same version, as far as files can tell: each of the
+/// programs and the library has bytes behind its end, which no loader reads.
+///
+/// # Errors
+/// When a file is missing, or cannot be copied.
+pub fn another_build(artifacts: &Artifacts, folder: &Path) -> Result<()> {
+    let library = artifacts.lib_dir().join(LIB_FILE);
+    for path in [artifacts.bin("affinode")?, artifacts.bin(SHIM)?, library] {
+        let copy = folder.join(path.file_name().context("a file has a name")?);
+        fs::copy(&path, &copy).with_context(|| format!("cannot copy {}", path.display()))?;
+        fs::File::options().append(true).open(copy)?.write_all(b"\nanother build\n")?;
+    }
+    Ok(())
+}

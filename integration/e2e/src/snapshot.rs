@@ -1,0 +1,90 @@
+//! The files of a node, byte for byte.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    os::unix::fs::{FileTypeExt, PermissionsExt},
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, Result, bail};
+use sha2::{Digest, Sha256};
+
+/// What containerd, containers and this program keep in a world's folder: not the node's files.
+const RUNTIME: [&str; 8] = ["images.tar", "io", "pods", "run", "sim", "state", "store", "tools"];
+
+/// Every file and folder, with its mode and content.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Snapshot(BTreeMap<PathBuf, String>);
+
+impl Snapshot {
+    /// Looks at a world's folder. Logs and sockets are no files of the node either.
+    ///
+    /// # Errors
+    /// When a file cannot be read.
+    pub fn of(dir: &Path) -> Result<Self> {
+        let mut seen = BTreeMap::new();
+        let mut folders = vec![dir.to_owned()];
+        while let Some(folder) = folders.pop() {
+            let entries = fs::read_dir(&folder)
+                .with_context(|| format!("cannot read {}", folder.display()))?;
+            for entry in entries {
+                let path = entry?.path();
+                let name = path.strip_prefix(dir)?.to_owned();
+                let data = fs::symlink_metadata(&path)?;
+                let log = path.extension().is_some_and(|extension| extension == "log");
+                let passing = RUNTIME.iter().any(|runtime| name == Path::new(runtime));
+                if log || passing || data.file_type().is_socket() {
+                    continue;
+                }
+                let content = if data.is_dir() {
+                    folders.push(path);
+                    "folder".to_owned()
+                } else if data.is_symlink() {
+                    format!("link to {}", fs::read_link(&path)?.display())
+                } else {
+                    digest(&path)?
+                };
+                seen.insert(name, format!("{:o} {content}", data.permissions().mode()));
+            }
+        }
+        Ok(Self(seen))
+    }
+
+    /// How many files and folders.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Demands that nothing differs.
+    ///
+    /// # Errors
+    /// What differs.
+    pub fn same_as(&self, after: &Snapshot) -> Result<()> {
+        let names = self.0.keys().chain(after.0.keys());
+        let mut differing: Vec<String> = names
+            .filter(|name| self.0.get(*name) != after.0.get(*name))
+            .map(|name| match (self.0.contains_key(name), after.0.contains_key(name)) {
+                (true, false) => format!("{} is gone", name.display()),
+                (false, true) => format!("{} is left", name.display()),
+                _ => format!("{} has changed", name.display()),
+            })
+            .collect();
+        differing.sort();
+        differing.dedup();
+        match differing.is_empty() {
+            true => Ok(()),
+            false => bail!("the node's files differ: {}", differing.join(", ")),
+        }
+    }
+}
+
+/// A file's SHA-256, in hexadecimal.
+///
+/// # Errors
+/// When it cannot be read.
+pub fn digest(path: &Path) -> Result<String> {
+    let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    Ok(Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect())
+}

@@ -1,0 +1,56 @@
+//! Each fault of an installation, with the machine's own containerd. `cargo xtask matrix` has them
+//! on all.
+
+use affinode_e2e::{
+    faults,
+    release::Line,
+    world::{Recipe, World},
+};
+use anyhow::{Context, Result};
+
+use crate::matrix;
+
+fn fault(name: &str) -> Result<()> {
+    with(name, Recipe::default().node().world()?)
+}
+
+fn with(name: &str, world: World) -> Result<()> {
+    let fault = faults::ALL.iter().find(|(known, _)| *known == name);
+    let (_, fault) = fault.with_context(|| format!("no fault {name}"))?;
+    fault(&world).map(drop).inspect_err(|_| world.show_logs())
+}
+
+#[test]
+fn containerd_that_fails_to_restart_has_its_old_configuration() -> Result<()> {
+    fault("containerd fails to restart")
+}
+
+#[test]
+fn a_full_disk_leaves_nothing_behind() -> Result<()> {
+    fault("full disk")
+}
+
+#[test]
+fn what_is_read_only_is_named() -> Result<()> {
+    fault("read-only /etc")
+}
+
+#[test]
+fn a_broken_import_is_not_built_upon() -> Result<()> {
+    fault("broken import")?;
+    // containerd 2 tells of it only when it does not start.
+    match matrix::world(Line::V2, Recipe::default().node())? {
+        Some(world) => with("broken import", world),
+        None => Ok(()),
+    }
+}
+
+#[test]
+fn a_second_installer_is_refused() -> Result<()> {
+    fault("a second installer")
+}
+
+#[test]
+fn an_installer_that_is_killed_at_any_step_is_healed_by_the_next() -> Result<()> {
+    fault("kill -9 at every step")
+}
