@@ -293,5 +293,5 @@ fn controller_is_back(stage: &Stage) -> Result<()> {
     if stage.cast.iter().all(|actor| actor.doomed) {
         return Ok(());
     }
-    until("a controller to answer", || Ok(stage.world.cli().ps().ok())).map(|_| ())
+    until("a controller to answer", || Ok(stage.world.cli().ps_now().ok())).map(|_| ())
 }

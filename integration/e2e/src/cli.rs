@@ -159,8 +159,11 @@ pub struct ActionRow {
     pub elapsed_ms: u64,
 }
 
+const PS: [&str; 3] = ["ps", "-o", "json"];
 /// Exit status of `timeout` when it had to end the command.
 const TIMED_OUT: i32 = 124;
+/// What the command says when no controller listens: on a busy machine one may be about to.
+const NOBODY: &str = "no controller answers";
 /// Refusals that pass by themselves: a call is in the way, or the process is about to register.
 const PASSING: [&str; 4] = ["call-in-progress", "busy", "woken-meanwhile", "not-registered"];
 
@@ -201,12 +204,21 @@ impl Cli {
         Ok(output)
     }
 
-    /// Runs it and demands success.
+    /// Runs it and demands success, from a controller that is about to start as well.
     ///
     /// # Errors
-    /// When it fails.
+    /// When it fails, or no controller comes.
     pub fn run(&self, arguments: &[&str]) -> Result<String> {
-        let output = self.output(arguments)?;
+        let listens = |output: &Output| {
+            output.status.success() || !String::from_utf8_lossy(&output.stderr).contains(NOBODY)
+        };
+        let output = until("a controller to answer", || {
+            self.output(arguments).map(|output| Some(output).filter(listens))
+        })?;
+        Self::demand(arguments, &output)
+    }
+
+    fn demand(arguments: &[&str], output: &Output) -> Result<String> {
         if !output.status.success() {
             bail!(
                 "affinode {}: {}: {}",
@@ -218,13 +230,24 @@ impl Cli {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
-    /// What the controller knows.
+    /// What the controller knows; waits for one that is about to start.
     ///
     /// # Errors
-    /// When there is no controller, or its answer cannot be read.
+    /// When no controller comes, or its answer cannot be read.
     pub fn ps(&self) -> Result<Node> {
-        let text = self.run(&["ps", "-o", "json"])?;
-        serde_json::from_str(&text).with_context(|| format!("`affinode ps -o json` said: {text}"))
+        Self::node(&self.run(&PS)?)
+    }
+
+    /// The same of a controller that is there now.
+    ///
+    /// # Errors
+    /// When there is none, or its answer cannot be read.
+    pub fn ps_now(&self) -> Result<Node> {
+        Self::node(&Self::demand(&PS, &self.output(&PS)?)?)
+    }
+
+    fn node(text: &str) -> Result<Node> {
+        serde_json::from_str(text).with_context(|| format!("`affinode ps -o json` said: {text}"))
     }
 
     /// A container by containerd's id, if the controller knows it.

@@ -170,7 +170,7 @@ fn clear(world: &World) -> Result<()> {
         Ok(listed.trim().is_empty().then_some(()))
     })?;
     until("the controller to forget them", || {
-        let node = world.cli().ps().ok();
+        let node = world.cli().ps_now().ok();
         let none = |node: crate::cli::Node| {
             node.containers.is_empty()
                 && node.gpus.iter().all(|gpu| gpu.vram_used_bytes < QUIET_BYTES)

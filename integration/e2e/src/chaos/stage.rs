@@ -215,7 +215,7 @@ impl Stage {
         let mut last = String::new();
         let asked = Instant::now();
         until("everybody to be away", || {
-            let Ok(node) = self.world.cli().ps() else {
+            let Ok(node) = self.world.cli().ps_now() else {
                 // With no container there is no controller; else it is about to come back.
                 return Ok((self.cast.is_empty()).then_some(()));
             };

@@ -100,6 +100,6 @@ pub fn next_controller(world: &World) -> Result<()> {
     kill(old, Signal::SIGKILL)?;
     let old = old.as_raw();
     until("the next controller", || {
-        Ok(world.cli().ps().ok().filter(|node| node.controller_pid != old).map(|_| ()))
+        Ok(world.cli().ps_now().ok().filter(|node| node.controller_pid != old).map(|_| ()))
     })
 }

@@ -178,7 +178,7 @@ fn a_container_runs_when_the_configuration_is_bad() -> Result<()> {
     let world = Recipe::default().config("[policy]\nmode = \"sometimes\"\n").world()?;
     let mut worker = Worker::start(&world, "runs", 32)?;
     assert!(worker.verify()?);
-    assert!(world.cli().ps().is_err());
+    assert!(world.cli().ps_now().is_err());
     worker.running.kill(&world)?;
     worker.running.delete(&world)
 }

@@ -63,7 +63,7 @@ impl Node {
         let argv = vec![shim.display().to_string(), "controller".into()];
         let pid =
             world.keeper().spawn(&Job { argv, env, log: world.dir().join("controller.log") })?;
-        until("the controller to answer", || Ok(world.cli().ps().ok()))?;
+        until("the controller to answer", || Ok(world.cli().ps_now().ok()))?;
         Ok(i32::try_from(pid)?)
     }
 

@@ -22,7 +22,7 @@ pub fn shoot_controller(world: &World) -> Result<()> {
         Ok(now.filter(|now| now.pid != controller.pid))
     })?;
     // It answers, and knows what the dead one knew.
-    until("the new controller to answer", || Ok(world.cli().ps().ok())).map(|_| ())
+    until("the new controller to answer", || Ok(world.cli().ps_now().ok())).map(|_| ())
 }
 
 #[test]
