@@ -137,10 +137,13 @@ impl Answer {
 /// The address of the real `dlsym`, kept for the exported one; 0 before it is known.
 pub static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
 
-/// Finds the real `dlsym`: the first one that another object defines. 0 if none does,
-/// which is how a program with a weak reference would have found it.
+/// Finds the real `dlsym`: the first one that an object behind us defines. One before us may be
+/// another library that hooks it and comes to ours. 0 if there is none, which is how a program
+/// with a weak reference would have found it.
 pub extern "C" fn find_dlsym() -> usize {
-    let found = elf::find_function(b"dlsym").unwrap_or(0);
+    let found = next_after(find_dlsym as *const () as usize, b"dlsym")
+        .or_else(|| elf::find_function(b"dlsym"))
+        .unwrap_or(0);
     REAL_DLSYM.store(found, Ordering::Release);
     found
 }

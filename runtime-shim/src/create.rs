@@ -51,6 +51,14 @@ pub enum NotManaged {
     /// The image has something else in the file's place.
     #[error("{file} of the image is {0}, not a file", file = preload::FILE)]
     NotAFile(&'static str),
+    /// A list of the host's cannot be read.
+    #[error("cannot read {path:?}, which is mounted over {file}", file = preload::FILE)]
+    HostFile {
+        /// On the host.
+        path: std::path::PathBuf,
+        /// Why.
+        source: preload::HostFileError,
+    },
     /// Mount points cannot be made.
     #[error("the root filesystem is mounted read-only, so mount points cannot be added to it")]
     ReadOnly,
@@ -128,10 +136,19 @@ fn edit(
     if !rootfs.writable() {
         return Err(NotManaged::ReadOnly);
     }
-    let merged = match rootfs.find(preload::FILE, preload::MAX_BYTES)? {
-        Found::Missing => preload::merge(None),
-        Found::Regular(own) => preload::merge(Some(&own)),
-        Found::Other(kind) => return Err(NotManaged::NotAFile(kind)),
+    // A second Create finds our own file there.
+    let list = spec::take_file_mount(spec, preload::FILE)
+        .filter(|path| *path != folder.preload() || path.exists());
+    let merged = match list {
+        Some(path) => match preload::read_host(&path) {
+            Ok(theirs) => preload::follow(&theirs),
+            Err(source) => return Err(NotManaged::HostFile { path, source }),
+        },
+        None => match rootfs.find(preload::FILE, preload::MAX_BYTES)? {
+            Found::Missing => preload::merge(None),
+            Found::Regular(own) => preload::merge(Some(&own)),
+            Found::Other(kind) => return Err(NotManaged::NotAFile(kind)),
+        },
     };
     spec::add_mounts(spec, &mounts(paths, folder))?;
     folder.make(&merged).map_err(NotManaged::Folder)?;

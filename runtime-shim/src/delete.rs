@@ -28,6 +28,8 @@ use crate::stock::{Stock, StockError};
 const BUDGET: Duration = Duration::from_millis(4000);
 /// How long a proxy may take to say that it lives.
 const PATIENCE: Duration = Duration::from_millis(500);
+/// Between two tries of a clean-up.
+const PAUSE: Duration = Duration::from_millis(20);
 /// How long a killed stock shim may take to end.
 const END: Duration = Duration::from_secs(1);
 
@@ -68,7 +70,7 @@ pub fn delete(flags: &Flags, argv: &[OsString]) -> Result<u8, DeleteError> {
         .collect();
     let children: Vec<(&String, Child)> = orphans
         .iter()
-        .filter_map(|id| Some((id, delete_orphan(&stock, flags, &bundle, id)?)))
+        .filter_map(|id| Some((id, delete_one(&stock, flags, &bundle, id)?)))
         .collect();
     // containerd ends this process when its patience does: first things first.
     let _ = process::wait(&mut own, deadline);
@@ -79,26 +81,15 @@ pub fn delete(flags: &Flags, argv: &[OsString]) -> Result<u8, DeleteError> {
     for (id, mut child) in children {
         if !process::wait(&mut child, deadline).unwrap_or(false) {
             warn!(id, "container of the dead shim's group could not be deleted in time");
-            continue;
-        }
-        // The stock shim reports no failure of runc, which fails while a process is still
-        // dying in the cgroup. Deleting what is gone is no work, so it is done twice.
-        if let Some(mut again) = delete_orphan(&stock, flags, &bundle, id) {
-            let _ = process::wait(&mut again, deadline);
-        }
-    }
-    for path in made {
-        if let Err(error) = fs::remove_dir_all(&path) {
-            warn!("cannot remove {}: {error}", path.display());
         }
     }
     let status = own.wait().map_err(DeleteError::Run)?;
-    // As for the others: its processes may have been dying still.
-    if status.success() && bundle.runc_state(&flags.namespace, &flags.id).exists() {
-        let again = stock.command(argv).stdin(Stdio::null()).stdout(Stdio::null()).spawn();
-        match again {
-            Ok(mut again) => drop(process::wait(&mut again, deadline)),
-            Err(error) => warn!("cannot delete {} again: {error}", flags.id),
+    let own = status.success().then_some(&flags.id);
+    let ids = own.into_iter().chain(&orphans).collect();
+    delete_what_is_left(&stock, flags, &bundle, ids, deadline);
+    for path in made {
+        if let Err(error) = fs::remove_dir_all(&path) {
+            warn!("cannot remove {}: {error}", path.display());
         }
     }
     Ok(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1))
@@ -148,7 +139,34 @@ fn end_dead_group(bundle: &Bundle, note: &Note) -> BTreeSet<String> {
         .collect()
 }
 
-fn delete_orphan(stock: &Stock, flags: &Flags, bundle: &Bundle, id: &str) -> Option<Child> {
+/// The stock shim reports no failure of runc, which fails while a process is still dying in the
+/// cgroup: it is asked again until runc's state is gone.
+fn delete_what_is_left(
+    stock: &Stock,
+    flags: &Flags,
+    bundle: &Bundle,
+    mut ids: Vec<&String>,
+    deadline: Instant,
+) {
+    loop {
+        ids.retain(|id| bundle.runc_state(&flags.namespace, id).exists());
+        if ids.is_empty() {
+            return;
+        }
+        if Instant::now() >= deadline {
+            warn!("runc could not delete {ids:?} in time");
+            return;
+        }
+        std::thread::sleep(PAUSE);
+        for id in &ids {
+            if let Some(mut again) = delete_one(stock, flags, bundle, id) {
+                let _ = process::wait(&mut again, deadline);
+            }
+        }
+    }
+}
+
+fn delete_one(stock: &Stock, flags: &Flags, bundle: &Bundle, id: &str) -> Option<Child> {
     let path = bundle.sibling(id).path().to_owned();
     let argv: [OsString; 11] = [
         "-namespace".into(),

@@ -1,14 +1,33 @@
-//! The merged `/etc/ld.so.preload`: our line, then what the image had.
+//! The merged `/etc/ld.so.preload`: our line, then what the image had; or what a mount of the
+//! container puts there, then our line.
 //!
 //! glibc reads names separated by blanks, colons and newlines, and comments from
 //! `#` to the end of a line. musl and static programs do not read the file.
 
+use std::io::Read;
+use std::path::Path;
+
 use affinode_proto::paths::CONTAINER_LIB;
+use rustix::fs::{Mode, OFlags};
 
 /// The file in an image.
 pub const FILE: &str = "/etc/ld.so.preload";
 /// Bound on what an image's own file may hold.
 pub const MAX_BYTES: u64 = 64 << 10;
+
+/// A file of the host that is mounted over [`FILE`] and cannot be merged with.
+#[derive(Debug, thiserror::Error)]
+pub enum HostFileError {
+    /// A folder, a device, a pipe.
+    #[error("it is not a file")]
+    NotAFile,
+    /// Longer than any loader's list.
+    #[error("it is larger than {MAX_BYTES} bytes")]
+    TooLarge,
+    /// It cannot be read.
+    #[error(transparent)]
+    Io(#[from] std::io::Error),
+}
 
 /// Our line first, so that our `dlsym` is found before another's; the image's own
 /// bytes after it, as they are.
@@ -19,6 +38,41 @@ pub fn merge(own: Option<&[u8]>) -> Vec<u8> {
         return own.to_vec();
     }
     [CONTAINER_LIB.as_bytes(), b"\n", own].concat()
+}
+
+/// What the host has mounted there, then our line: a library that a node's owner preloads to
+/// limit VRAM (HAMi's) stands between the program and us, as it would between the program and
+/// the driver.
+#[must_use]
+pub fn follow(theirs: &[u8]) -> Vec<u8> {
+    if names(theirs).any(|name| name == CONTAINER_LIB.as_bytes()) {
+        return theirs.to_vec();
+    }
+    [theirs, b"\n", CONTAINER_LIB.as_bytes(), b"\n"].concat()
+}
+
+/// The content of the host's file that would be mounted, which runc would show as well.
+///
+/// # Errors
+/// When it is no file, too large, or cannot be read.
+pub fn read_host(path: &Path) -> Result<Vec<u8>, HostFileError> {
+    // Looked at before it is opened: opening a device or a pipe may do something, or wait.
+    if !std::fs::metadata(path)?.is_file() {
+        return Err(HostFileError::NotAFile);
+    }
+    let file = std::fs::File::from(
+        rustix::fs::open(path, OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC, Mode::empty())
+            .map_err(std::io::Error::from)?,
+    );
+    if !file.metadata()?.is_file() {
+        return Err(HostFileError::NotAFile);
+    }
+    let mut bytes = Vec::new();
+    file.take(MAX_BYTES + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > MAX_BYTES {
+        return Err(HostFileError::TooLarge);
+    }
+    Ok(bytes)
 }
 
 fn names(file: &[u8]) -> impl Iterator<Item = &[u8]> {
@@ -54,6 +108,36 @@ mod tests {
         for own in [format!("/a.so:{LINE}\n"), LINE.to_owned(), format!("/a {LINE} /b")] {
             assert_eq!(merge(Some(own.as_bytes())), own.as_bytes());
         }
+    }
+
+    #[test]
+    fn what_is_mounted_there_comes_before_ours() {
+        for (theirs, wanted) in [
+            ("", format!("\n{LINE}\n")),
+            ("/usr/local/vgpu/libvgpu.so", format!("/usr/local/vgpu/libvgpu.so\n{LINE}\n")),
+            ("/a.so\n", format!("/a.so\n\n{LINE}\n")),
+            ("/a.so # why", format!("/a.so # why\n{LINE}\n")),
+        ] {
+            let merged = follow(theirs.as_bytes());
+            assert_eq!(merged, wanted.as_bytes());
+            assert_eq!(follow(&merged), merged, "twice is once");
+        }
+    }
+
+    #[test]
+    fn only_a_file_of_a_bounded_size_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("file");
+        std::fs::write(&file, "/a.so").unwrap();
+        assert_eq!(read_host(&file).unwrap(), b"/a.so");
+        assert!(matches!(read_host(dir.path()), Err(HostFileError::NotAFile)));
+        assert!(matches!(read_host(Path::new("/dev/zero")), Err(HostFileError::NotAFile)));
+        assert!(matches!(read_host(&dir.path().join("none")), Err(HostFileError::Io(_))));
+        let bytes = usize::try_from(MAX_BYTES).unwrap();
+        std::fs::write(&file, vec![b'x'; bytes]).unwrap();
+        assert_eq!(read_host(&file).unwrap().len(), bytes);
+        std::fs::write(&file, vec![b'x'; bytes + 1]).unwrap();
+        assert!(matches!(read_host(&file), Err(HostFileError::TooLarge)));
     }
 
     proptest! {

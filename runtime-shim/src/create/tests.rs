@@ -108,6 +108,34 @@ fn a_gpu_container_is_edited_and_announced() {
     assert_eq!(world.read(), edited);
 }
 
+/// As HAMi's device plugin has it: its library stays between the program and ours.
+#[test]
+fn a_list_that_the_host_mounts_comes_before_ours() {
+    let world = world(&gpu());
+    fs::write(world.dir.path().join("image/etc/ld.so.preload"), "/hidden.so\n").unwrap();
+    let list = world.dir.path().join("list");
+    fs::write(&list, "/usr/local/vgpu/libvgpu.so").unwrap();
+    let mut spec = gpu();
+    let mount = json!({"destination": "/etc/ld.so.preload", "type": "bind", "source": list, "options": ["rbind", "ro"]});
+    spec["mounts"].as_array_mut().unwrap().push(mount);
+    world.write(&spec.to_string());
+    let prepared = world.prepare();
+    assert!(prepared.container.is_some());
+    let merged = || fs::read_to_string(world.preload()).unwrap();
+    assert_eq!(merged(), format!("/usr/local/vgpu/libvgpu.so\n{CONTAINER_LIB}\n"));
+    let edited = world.read();
+    assert!(
+        !edited.contains(list.to_str().unwrap()) && edited.matches("ld.so.preload\"").count() == 2
+    );
+    assert_eq!(world.prepare(), prepared, "a second Create");
+    assert_eq!((world.read(), merged().lines().count()), (edited, 2));
+
+    fs::remove_file(world.preload()).unwrap();
+    world.write(&spec.to_string());
+    fs::remove_file(&list).unwrap();
+    world.assert_untouched("the list is gone");
+}
+
 #[test]
 fn a_container_without_a_gpu_keeps_its_bytes() {
     // Blanks and order that a re-encoding would not keep.

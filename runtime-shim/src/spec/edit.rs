@@ -65,6 +65,25 @@ pub fn add_mounts(spec: &mut Value, mounts: &[BindMount]) -> Result<(), EditErro
     Ok(())
 }
 
+/// Takes out the one read-only bind mount over exactly this file, and says what it would have
+/// shown: a path of the host. Any other mount there stays, and [`add_mounts`] refuses.
+pub fn take_file_mount(spec: &mut Value, file: &str) -> Option<PathBuf> {
+    let list = spec.get_mut("mounts")?.as_array_mut()?;
+    let is_over = |mount: &Value| {
+        mount.get("destination").and_then(Value::as_str).is_some_and(|path| clean(path) == file)
+    };
+    let mut over = list.iter().enumerate().filter(|(_, mount)| is_over(mount));
+    let (Some((index, mount)), None) = (over.next(), over.next()) else { return None };
+    let options = mount.get("options").and_then(Value::as_array);
+    let has = |word: &str| options.is_some_and(|words| words.iter().any(|said| said == word));
+    let source = PathBuf::from(mount.get("source")?.as_str()?);
+    if !(has("bind") || has("rbind")) || !has("ro") || !source.is_absolute() {
+        return None;
+    }
+    list.remove(index);
+    Some(source)
+}
+
 /// True if something mounted at `volume` is at, above or below `destination`.
 /// The root is always above, and is the rootfs.
 fn covers(volume: &str, destination: &str) -> bool {
@@ -154,6 +173,35 @@ mod tests {
             if covered {
                 assert_eq!(spec, before, "{volume}: unchanged");
             }
+        }
+    }
+
+    #[test]
+    fn a_file_that_the_host_mounts_read_only_is_taken_and_nothing_else() {
+        let over = |options: Value, source: &str| {
+            let file = "/etc/./ld.so.preload";
+            json!({"destination": file, "type": "bind", "source": source, "options": options})
+        };
+        let proc = json!({"destination": "/proc", "type": "proc", "source": "proc"});
+        let plain = over(json!(["rbind", "rprivate", "ro"]), "/host/list");
+        let mut spec = json!({"mounts": [proc, plain]});
+        let taken = take_file_mount(&mut spec, "/etc/ld.so.preload");
+        assert_eq!(taken, Some(PathBuf::from("/host/list")));
+        assert_eq!(spec, json!({"mounts": [proc]}));
+        for mounts in [
+            json!([over(json!(["rbind"]), "/host/list")]),
+            json!([over(json!(["rbind", "rw"]), "/host/list")]),
+            json!([over(json!(["ro"]), "/host/list")]),
+            json!([over(json!(["bind", "ro"]), "list")]),
+            json!([plain, plain]),
+            json!([proc]),
+            json!([1, {"destination": 1}]),
+            json!({}),
+        ] {
+            let before = json!({"mounts": mounts});
+            let mut spec = before.clone();
+            assert_eq!(take_file_mount(&mut spec, "/etc/ld.so.preload"), None, "{before}");
+            assert_eq!(spec, before);
         }
     }
 

@@ -3,6 +3,7 @@
 //!
 //! `cargo xtask test --e2e` builds all of it first.
 
+mod beside;
 mod calls;
 mod chaos;
 mod doctor;
