@@ -259,6 +259,14 @@ impl Cli {
         Ok(rows.into_iter().find(|row| row.id == id))
     }
 
+    /// The same of one that the controller knows, or is about to be told of.
+    ///
+    /// # Errors
+    /// As [`Cli::ps`], or when it stays unknown.
+    pub fn known(&self, id: &str) -> Result<ContainerRow> {
+        until(&format!("{id} to be known"), || self.container(id))
+    }
+
     /// What happened since the controller started, oldest first.
     ///
     /// # Errors

@@ -112,7 +112,29 @@ fn full_disk(world: &World) -> Result<String> {
     fs::remove_dir(&state)?;
     scene.is_as_before()?;
     tells(&also?, &["No space left", "--state-dir"])?;
+    full_configuration(&scene)?;
     Ok(said)
+}
+
+/// There is room for our own files, and none beside containerd's.
+fn full_configuration(scene: &Scene) -> Result<()> {
+    let own = [scene.world.prefix(), scene.installation.state("")];
+    own.iter().try_for_each(fs::create_dir_all)?;
+    let dir = scene.world.dir().display();
+    let binds = own.iter().zip(["prefix", "state"]).fold(String::new(), |all, (folder, name)| {
+        format!("{all} mkdir /mnt/{name}; mount --bind /mnt/{name} {};", folder.display())
+    });
+    let mounts = format!(
+        "mount -t tmpfs none /mnt; mkdir /mnt/full; mount -t tmpfs -o size=64k none /mnt/full; \
+         mkdir /mnt/full/upper /mnt/full/work; \
+         mount -t overlay -o lowerdir={dir},upperdir=/mnt/full/upper,workdir=/mnt/full/work none {dir}; \
+         {binds} head -c 1M /dev/zero > /mnt/full/filled 2>/dev/null || :"
+    );
+    let looked_at = format!("{} {}", own[0].display(), own[1].display());
+    let said = scene.with_mounts(&mounts, &looked_at, &["--restart-mode", "none"]);
+    own.iter().try_for_each(fs::remove_dir)?;
+    scene.is_as_before()?;
+    tells(&said?, &["No space left", "containerd.toml"])
 }
 
 /// As on systems whose /etc, or all of whose /usr, is read-only.

@@ -115,7 +115,7 @@ pub fn refused(world: &World, id: &str, reason: &str) -> Result<String> {
     })?;
     let said = offload_once(world, id)?;
     ensure!(!said.done && said.reason == reason, "expected a refusal for {reason}, got {said:?}");
-    let shown = world.cli().container(id)?.context("it is known")?;
+    let shown = world.cli().known(id)?;
     ensure!(shown.away_bytes == 0, "it was moved: {shown:?}");
     let told = |name: &str| -> Result<bool> {
         let events = world.cli().events()?;

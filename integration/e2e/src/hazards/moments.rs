@@ -68,6 +68,7 @@ fn running_kernel(world: &World) -> Result<Found> {
     bare.kill(world)?;
 
     let mut worker = Worker::start(world, "kernel", 16)?;
+    world.cli().wait_for_state("kernel", "Active")?;
     worker.call("spin 8000")?;
     let said = offload_once(world, "kernel")?;
     ensure!(!said.done && said.reason == "busy", "{said:?}");

@@ -87,7 +87,7 @@ fn moves(world: &World, engine: &str, name: &str, mib: u64) -> Result<(Took, Too
     let (mut out, mut back) = (Vec::new(), Vec::new());
     for round in 0..=ROUNDS {
         world.cli().move_out(&id)?;
-        let row = world.cli().container(&id)?.context("it is known")?;
+        let row = world.cli().known(&id)?;
         let wake_ms = worker.call("streamsync")?.elapsed_us as f64 / 1000.0;
         if round > 0 {
             out.push(row.last_offload_ms as f64);

@@ -20,7 +20,7 @@ use crate::{
 /// # Errors
 /// When it has no process, or its network cannot be entered.
 pub fn connect(world: &World, id: &str) -> Result<()> {
-    let row = world.cli().container(id)?.context("it is known")?;
+    let row = world.cli().known(id)?;
     let pid = row.processes.first().context("it has a process")?.pid;
     let network = File::open(format!("/proc/{pid}/ns/net"))?;
     let there = std::thread::spawn(move || -> Result<()> {
@@ -43,7 +43,7 @@ pub fn brings_back(world: &World, rows: &mut Rows) -> Result<()> {
     // What was before it was looked at does not count: so until it does.
     until("the connection to bring it back", || {
         connect(world, id)?;
-        let row = world.cli().container(id)?.context("it is known")?;
+        let row = world.cli().known(id)?;
         Ok((row.restores == 1 && row.reason == "connection").then_some(()))
     })?;
     rows.count("back before a call", 1, 1);

@@ -30,7 +30,7 @@ pub fn plain(world: &World, who: &str, rows: &mut Rows) -> Result<()> {
     rows.tell("runs as uid", f64::from(info.uid.context("it says its uid")?), "");
     rows.count("cuDeviceGetName while away", usize::from(info.result == 0), 1);
     let good = worker.verify()?;
-    let row = world.cli().container(&id)?.context("it is known")?;
+    let row = world.cli().known(&id)?;
     rows.tell("came back in", row.last_wake_ms as f64, "ms");
     rows.count("contents as before", usize::from(good), 1);
     world.cli().wait_for_state(&id, "Offloaded")?;

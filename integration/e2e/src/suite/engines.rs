@@ -71,7 +71,7 @@ fn cycles(world: &World, rows: &mut Rows, engine: &str, load: &Load) -> Result<(
     let (mut out, mut back, mut away) = (Vec::new(), Vec::new(), 0);
     for _ in 0..load.rounds {
         world.cli().move_out(&id)?;
-        out.push(world.cli().container(&id)?.context("it is known")?.last_offload_ms as f64);
+        out.push(world.cli().known(&id)?.last_offload_ms as f64);
         away = vram_used(world, |used| used < load.bytes() / 2 + EMPTY_BYTES)?;
         back.push(worker.call("streamsync")?.elapsed_us as f64 / 1000.0);
     }
@@ -88,7 +88,7 @@ fn cycles(world: &World, rows: &mut Rows, engine: &str, load: &Load) -> Result<(
         rows.want(&what, mib(away), "MiB", "a few MiB", away <= EMPTY_BYTES);
     }
     if engine != "driver" {
-        let row = world.cli().container(&id)?.context("it is known")?;
+        let row = world.cli().known(&id)?;
         let share = row.processes.first().map_or(0, |p| p.carried_bytes) as f64;
         let share = share / load.bytes() as f64 * 100.0;
         rows.want(&format!("{size}: share parked"), share, "%", "all of it", share >= 99.9);
@@ -114,7 +114,7 @@ pub fn segments(world: &World, rows: &mut Rows) -> Result<()> {
         let (mut out, mut back) = (Vec::new(), Vec::new());
         for _ in 0..rounds {
             world.cli().move_out(&id)?;
-            out.push(world.cli().container(&id)?.context("it is known")?.last_offload_ms as f64);
+            out.push(world.cli().known(&id)?.last_offload_ms as f64);
             back.push(worker.call("streamsync")?.elapsed_us as f64 / 1000.0);
         }
         let size = format!("{engine}, {:.1} GiB in pieces of 4 MiB", size_mib as f64 / 1024.0);
@@ -126,7 +126,7 @@ pub fn segments(world: &World, rows: &mut Rows) -> Result<()> {
             for (change, undo) in SEGMENT_TURNS {
                 worker.call(change)?;
                 world.cli().move_out(&id)?;
-                let row = world.cli().container(&id)?.context("it is known")?;
+                let row = world.cli().known(&id)?;
                 let parked = row.processes.first().map_or(0, |p| p.parked_bytes);
                 rows.tell(&format!("{size}: copied, after {change}"), mib(parked), "MiB");
                 good += usize::from(worker.call(undo)?.ok == Some(true) && worker.verify()?);

@@ -1,6 +1,6 @@
 //! Restore policy `immediate`: whoever is called does not wait for those that are in use.
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
 use super::report::Rows;
 use crate::{
@@ -49,9 +49,9 @@ pub fn takes_room(world: &World, rows: &mut Rows) -> Result<()> {
     busy.wait_filled()?;
     busy.expect("period")?;
     rows.count("who is called is back, contents as before", usize::from(asker.verify()?), 1);
-    let row = world.cli().container("busy")?.context("it is known")?;
+    let row = world.cli().known("busy")?;
     rows.count("who was in use was moved, not ended", usize::from(row.offloads == 1), 1);
-    let asked = world.cli().container("asker")?.context("it is known")?;
+    let asked = world.cli().known("asker")?;
     rows.tell("the wake took", asked.last_wake_ms as f64, "ms");
     away(world)?;
     until("the busy one to be back", || {

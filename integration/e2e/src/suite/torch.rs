@@ -124,7 +124,7 @@ impl<'w> Torch<'w> {
             }
             digests.push(step(&mut worker, STEPS)?.digest);
             if away {
-                let row = world.cli().container(&id)?.context("it is known")?;
+                let row = world.cli().known(&id)?;
                 rows.tell("came back in", row.last_wake_ms as f64, "ms");
                 world.cli().wait_for_state(&id, "Offloaded")?;
                 rows.count("ends by itself while away", usize::from(worker.ends(world)?), 1);
@@ -184,7 +184,7 @@ impl<'w> Torch<'w> {
                 left = used;
                 worker.send("sync")?;
                 let sync_ms = answer(worker)?.sync_ms;
-                let row = self.world.cli().container(&row.id)?.context("it is known")?;
+                let row = self.world.cli().known(&row.id)?;
                 back.push(if flavour.is_restless { row.last_wake_ms as f64 } else { sync_ms });
                 Ok(())
             })?;
@@ -237,7 +237,7 @@ impl<'w> Torch<'w> {
         for _ in 0..ROUNDS {
             if moves {
                 world.cli().move_out(id)?;
-                let row = world.cli().container(id)?.context("it is known")?;
+                let row = world.cli().known(id)?;
                 let used = match flavour.is_restless {
                     true => 0,
                     false => vram_used(world, |used| used < HELD_GIB << 29)?,
@@ -250,7 +250,7 @@ impl<'w> Torch<'w> {
             worker.send("check")?;
             let same = usize::from(answer(&mut worker)?.digest == before);
             rows.count(&format!("{engine}: ballast as it was"), same, 1);
-            let row = world.cli().container(id)?.context("it is known")?;
+            let row = world.cli().known(id)?;
             let share = row.parkable_share.unwrap_or(0.0) * 100.0;
             rows.tell(&format!("{engine}: copied, of its VRAM with the context"), share, "%");
             if engine != "driver" {

@@ -33,7 +33,7 @@ fn both_do_their_work(world: &World, spec: Spec) -> Result<()> {
     worker.call("alloc 8")?;
     worker.call("free")?;
     assert!(worker.verify()?);
-    let row = world.cli().container(&id)?.context("it is known")?;
+    let row = world.cli().known(&id)?;
     assert!(row.restores > 0, "{row:?}");
     worker.running.kill(world)?;
     worker.running.delete(world)

@@ -31,7 +31,7 @@ fn worker(world: &World, engine: &str, mib: u64) -> Result<Worker> {
 }
 
 fn row(world: &World, id: &str) -> Result<ContainerRow> {
-    world.cli().container(id)?.context("it is known")
+    world.cli().known(id)
 }
 
 /// Waits until NVML shows as little as the engine leaves.
@@ -255,9 +255,10 @@ fn memory_in_use_by_a_kernel_is_not_copied() -> Result<()> {
     let config = MANUAL.replace("[timing]", "[timing]\nlock_timeout = \"200ms\"");
     let world = Recipe::default().config(&config).world()?;
     let mut worker = worker(&world, "park", 64)?;
-    worker.call("spin 2000")?;
+    world.cli().wait_for_state("park", "Active")?;
+    // Far longer than the way to the first try, which fails; the command tries until it is done.
+    worker.call("spin 8000")?;
     worker.call("touch")?;
-    // The command tries until it is done.
     world.cli().move_out("park")?;
     let events = world.cli().events()?;
     assert!(events.iter().any(|e| e.kind == "refused" && e.reason == "busy"), "{events:?}");

@@ -49,7 +49,7 @@ fn two_gpu_containers_of_a_pod_go_and_come_back(world: &World) -> Result<()> {
         assert!(line.contains(&format!("\"command\":\"{command}\",\"result\":0")), "{line}");
     }
     // The other one stays away.
-    let first = world.cli().container(&ids[0])?.context("it is known")?;
+    let first = world.cli().known(&ids[0])?;
     assert_eq!((first.state.as_str(), first.restores), ("Offloaded", 0), "{first:?}");
     for id in &ids {
         cri.remove_container(id)?;

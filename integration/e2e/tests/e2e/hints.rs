@@ -65,7 +65,9 @@ fn who_has_work_running_stays_until_it_is_done_whatever_is_said() -> Result<()> 
     let world =
         Recipe::default().config(&format!("{PATIENT}lock_timeout = \"100ms\"\n")).world()?;
     let mut worker = Worker::start(&world, "runner", 32)?;
-    worker.call("spin 6000")?;
+    world.cli().wait_for_state("runner", "Active")?;
+    // Far longer than the two looks that follow.
+    worker.call("spin 12000")?;
     until("the work to be seen", || {
         let row = world.cli().container("runner")?;
         Ok(row.filter(|row| row.state == "Active" && row.reason == "gpu-busy"))

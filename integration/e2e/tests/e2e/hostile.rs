@@ -18,7 +18,7 @@ use crate::offload::{EAGER, MANUAL};
 fn garbage_on_the_agent_socket_harms_nobody() -> Result<()> {
     let world = Recipe::default().config(EAGER).world()?;
     let mut worker = Worker::start(&world, "good", 32)?;
-    let key = world.cli().container("good")?.context("it is known")?.key;
+    let key = world.cli().known("good")?.key;
     let socket = world.cli().run_dir().join("containers").join(key).join("mount/agent.sock");
     for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 4096], &[0; 128], b"x"] {
         let mut stream = UnixStream::connect(&socket)?;
@@ -94,7 +94,7 @@ fn an_attack_with_everything_costs_little_and_harms_nobody_else() -> Result<()> 
         assert!(open < 3 * 512 + 100, "{open} descriptors");
         assert!(resident < 100 * MIB, "{resident} bytes");
     }
-    let row = world.cli().container("bad")?.context("it is known")?;
+    let row = world.cli().known("bad")?;
     assert!(row.processes.len() <= 1, "one process, whatever it says: {row:?}");
     bad.running.kill(&world)?;
     bad.running.delete(&world)?;

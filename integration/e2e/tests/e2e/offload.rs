@@ -61,11 +61,11 @@ fn goes_when_idle_and_comes_back_when_called(world: &World) -> Result<()> {
     assert_eq!(row.offloads, 1);
     // Not one byte is left, of the context neither.
     wait_gpu_empty(world)?;
-    let row = world.cli().container("worker")?.context("it is known")?;
+    let row = world.cli().known("worker")?;
     assert_eq!(row.vram_bytes, 0, "{row:?}");
 
     assert!(worker.verify()?);
-    let row = world.cli().container("worker")?.context("it is known")?;
+    let row = world.cli().known("worker")?;
     assert_eq!(row.restores, 1, "{row:?}");
 
     // And again: what changed in between is kept as well.
@@ -141,7 +141,7 @@ fn a_thread_that_polls_neither_keeps_its_container_nor_wakes_it() -> Result<()> 
             let polls = worker.call("polled")?.polls.context("it counts")?;
             Ok((polls >= before + 100).then_some(()))
         })?;
-        let row = world.cli().container(engine)?.context("it is known")?;
+        let row = world.cli().known(engine)?;
         assert_eq!((row.state.as_str(), row.restores), ("Offloaded", 0), "{row:?}");
         assert!(worker.verify()?, "{engine}");
         assert_eq!(worker.call("polled")?.ok, Some(true), "{engine}");

@@ -26,7 +26,7 @@ fn what_is_not_to_be_moved_stays_and_says_why() -> Result<()> {
             let row = world.cli().container(mode)?;
             Ok(row.filter(|row| row.state == "Idle" && row.reason == reason))
         })?;
-        let row = world.cli().container(mode)?.context("it is known")?;
+        let row = world.cli().known(mode)?;
         assert_eq!(row.offloads, 0, "{row:?}");
     }
     Ok(())
@@ -40,7 +40,7 @@ fn an_operator_moves_it_out_and_back() -> Result<()> {
     wait_gpu_empty(&world)?;
     world.cli().run(&["restore", "asked"])?;
     wait_vram_used(&world, |used| used > 0)?;
-    let row = world.cli().container("asked")?.context("it is known")?;
+    let row = world.cli().known("asked")?;
     assert_eq!((row.offloads, row.restores), (1, 1));
     assert!(worker.verify()?);
     Ok(())
@@ -85,7 +85,7 @@ fn with_the_library_turned_off_the_program_runs_unmanaged() -> Result<()> {
     let mut worker = Worker::start_as(&world, spec)?;
     worker.wait_filled()?;
     assert!(worker.verify()?);
-    let row = world.cli().container("alone")?.context("it was announced")?;
+    let row = world.cli().known("alone")?;
     assert!(row.processes.is_empty(), "{row:?}");
     let output = world.cli().output(&["offload", "alone"])?;
     assert_eq!(output.status.code(), Some(1));

@@ -6,7 +6,7 @@ use affinode_e2e::{
     worker::{USUAL, Worker},
     world::{Recipe, World},
 };
-use anyhow::{Context, Result};
+use anyhow::Result;
 
 use crate::offload::EAGER;
 
@@ -36,12 +36,12 @@ fn a_connection_brings_back_who_asked_for_it_and_nobody_else() -> Result<()> {
     until("the connection to bring it back", || {
         connect(&world, "sleeps")?;
         connect(&world, "listens")?;
-        let row = world.cli().container("listens")?.context("it is known")?;
+        let row = world.cli().known("listens")?;
         Ok((row.restores == 1 && row.reason == "connection").then_some(()))
     })?;
     assert!(listens.verify()?);
     until("the call to be told", || Ok((told(&world, "prewake")? == 1).then_some(())))?;
-    let row = world.cli().container("sleeps")?.context("it is known")?;
+    let row = world.cli().known("sleeps")?;
     assert_eq!((row.state.as_str(), row.restores), ("Offloaded", 0), "{row:?}");
     assert!(sleeps.verify()?);
     Ok(())

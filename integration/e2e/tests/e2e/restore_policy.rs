@@ -62,7 +62,7 @@ fn an_annotation_alone_ends_nobody() -> Result<()> {
     let spec = Worker::spec("asker", USUAL, 32).annotation("affinode.io/restore", "immediate");
     let mut asker = Worker::start_as(&world, spec)?;
     asker.wait_filled()?;
-    let row = world.cli().container("asker")?.context("it is known")?;
+    let row = world.cli().known("asker")?;
     assert!(row.warnings.iter().any(|line| line.contains("by-annotation")), "{row:?}");
     let shown = world.cli().run(&["policy", "show", "asker", "--no-headers"])?;
     let value = shown.lines().find(|line| line.contains(" restore ")).context("it is shown")?;

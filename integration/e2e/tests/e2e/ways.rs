@@ -5,7 +5,7 @@ use affinode_e2e::{
     worker::Worker,
     world::Recipe,
 };
-use anyhow::{Context, Result};
+use anyhow::Result;
 
 use crate::offload::{EAGER, wait_gpu_empty};
 
@@ -23,7 +23,7 @@ fn cycle(spec: Spec, first: &[&str]) -> Result<()> {
     worker.call("touch")?;
     worker.call("sync")?;
     assert!(worker.verify()?);
-    let row = world.cli().container(&id)?.context("it is known")?;
+    let row = world.cli().known(&id)?;
     assert!(row.restores > 0, "{row:?}");
     Ok(())
 }
