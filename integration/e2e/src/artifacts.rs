@@ -81,6 +81,12 @@ impl Artifacts {
         self.root.join("cache")
     }
 
+    /// The folder of a runc that maps the users of mounts, where `cargo xtask deps` built one.
+    #[must_use]
+    pub fn own_users_runc_dir(&self) -> PathBuf {
+        self.cache_dir().join("runc")
+    }
+
     /// A binary that must be there.
     ///
     /// # Errors

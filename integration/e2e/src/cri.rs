@@ -28,6 +28,9 @@ use crate::{
     world::World,
 };
 
+/// The users of the host that are those of a pod with a user namespace.
+pub const OWN_USERS: IdMapping = IdMapping { host_id: 655_360, container_id: 0, length: 65_536 };
+
 /// A client of containerd's CRI service.
 pub struct Cri {
     runtime: Runtime,
@@ -57,6 +60,16 @@ impl Cri {
         })
         .with_context(|| format!("{last:?}"))?;
         Ok(cri)
+    }
+
+    /// What containerd says that pods of a runtime handler may have: a kubelet runs no others.
+    ///
+    /// # Errors
+    /// When CRI fails, or knows no such handler.
+    pub fn features(&self, handler: &str) -> Result<Features> {
+        let answer: StatusResponse = self.call("Status", Nothing {})?;
+        let found = answer.runtime_handlers.iter().find(|known| known.name == handler);
+        found.and_then(|known| known.features).context("CRI has no such handler")
     }
 
     /// Runs a sandbox with a runtime handler, as kubelet does for a RuntimeClass.
@@ -160,8 +173,31 @@ pub fn pod(name: &str, cgroup_parent: &str, logs: &Path) -> PodConfig {
         annotations: HashMap::new(),
         linux: Some(LinuxPod {
             cgroup_parent: format!("/{cgroup_parent}"),
-            security_context: Some(PodSecurity { namespaces: Some(Namespaces { network: NODE }) }),
+            security_context: Some(PodSecurity { namespaces: Some(host_network()) }),
         }),
+    }
+}
+
+fn host_network() -> Namespaces {
+    Namespaces { network: NODE, userns_options: None }
+}
+
+/// Puts a pod and a container of it into users of their own, as a kubelet does for a pod that
+/// says `hostUsers: false`, and so into a network of their own.
+pub fn of_own_users(pod: &mut PodConfig, container: &mut ContainerConfig) {
+    let ids = vec![OWN_USERS];
+    let users = UserNamespace { uids: ids.clone(), gids: ids.clone() };
+    let namespaces = Namespaces { network: POD, userns_options: Some(users) };
+    for mount in &mut container.mounts {
+        mount.uid_mappings.clone_from(&ids);
+        mount.gid_mappings.clone_from(&ids);
+    }
+    if let Some(linux) = &mut container.linux {
+        let namespaces = Some(namespaces.clone());
+        linux.security_context = Some(ContainerSecurity { namespaces });
+    }
+    if let Some(linux) = &mut pod.linux {
+        linux.security_context = Some(PodSecurity { namespaces: Some(namespaces) });
     }
 }
 
@@ -173,9 +209,7 @@ pub fn container(name: &str, image: &str, command: &[String]) -> ContainerConfig
         command: command.to_vec(),
         log_path: format!("{name}.log"),
         linux: Some(LinuxContainer {
-            security_context: Some(ContainerSecurity {
-                namespaces: Some(Namespaces { network: NODE }),
-            }),
+            security_context: Some(ContainerSecurity { namespaces: Some(host_network()) }),
         }),
         ..ContainerConfig::default()
     }
@@ -196,6 +230,7 @@ pub fn gpu_container(world: &World, name: &str, mib: u64) -> Result<(ContainerCo
         container_path: inside.display().to_string(),
         host_path: host.display().to_string(),
         readonly,
+        ..Mount::default()
     };
     config.mounts = parts.mounts.into_iter().map(|places| mount(places, true)).collect();
     config.mounts.push(mount((world.artifacts().clients_dir(), CLIENTS.into()), true));

@@ -39,6 +39,8 @@ pub struct Recipe {
     sim_options: Vec<String>,
     scope: Scope,
     layout: Layout,
+    own_users: bool,
+    name: Option<String>,
 }
 
 impl Default for Recipe {
@@ -53,6 +55,8 @@ impl Default for Recipe {
             sim_options: Vec::new(),
             scope: Scope::default(),
             layout: Layout::default(),
+            own_users: false,
+            name: None,
         }
     }
 }
@@ -108,6 +112,20 @@ impl Recipe {
         self.node()
     }
 
+    /// With the runc that `cargo xtask deps` built: it can give pods users of their own.
+    #[must_use]
+    pub fn own_users(mut self) -> Self {
+        self.own_users = true;
+        self
+    }
+
+    /// In a folder with this name at its end, instead of a number.
+    #[must_use]
+    pub fn named(mut self, name: &str) -> Self {
+        self.name = Some(name.into());
+        self
+    }
+
     /// With one more variable in containerd's environment.
     #[must_use]
     pub fn env(mut self, name: &str, value: &str) -> Self {
@@ -135,7 +153,7 @@ impl Recipe {
             Some(release) => release,
             None => Releases::read(&artifacts)?.own()?.clone(),
         };
-        let dir = new_folder()?;
+        let dir = new_folder(self.name.as_deref())?;
         let keeper = Keeper::start(&artifacts.bin("affinode-keeper")?, &dir, self.scope)?;
         let config = dir.join("affinode/config.toml");
         std::fs::create_dir_all(dir.join("affinode"))?;
@@ -147,9 +165,11 @@ impl Recipe {
             Scope::Mounts => (artifacts.bin_dir(), artifacts.lib_dir()),
             Scope::Node => (dir.join(PREFIX).join("bin"), dir.join(PREFIX).join("lib/affinode")),
         };
-        let path = [&ours, &release.bin_dir].map(|folder| folder.display().to_string()).join(":");
+        let runc = self.own_users.then(|| artifacts.own_users_runc_dir());
+        let folders = [Some(ours), runc, Some(release.bin_dir.clone())];
+        let path = folders.into_iter().flatten().map(|folder| format!("{}:", folder.display()));
         let inherited = std::env::var("PATH").unwrap_or_default();
-        env.insert("PATH".into(), format!("{path}:{inherited}"));
+        env.insert("PATH".into(), path.chain([inherited]).collect());
         env.insert("AFFINODE_RUN_DIR".into(), run_dir.display().to_string());
         env.insert("AFFINODE_LIB_DIR".into(), libraries.display().to_string());
         env.insert("AFFINODE_CONFIG".into(), config.display().to_string());
@@ -281,6 +301,14 @@ impl World {
         Ok(found.into_iter().find(is_controller))
     }
 
+    /// Processes of the world whose command lines hold `part`.
+    ///
+    /// # Errors
+    /// When /proc cannot be read.
+    pub fn processes(&self, part: &str) -> Result<Vec<Process>> {
+        processes::named(part, self.keeper.pid())
+    }
+
     /// Kills and removes all containers of containerd's namespace `default`.
     ///
     /// # Errors
@@ -334,10 +362,11 @@ fn is_controller(process: &Process) -> bool {
 }
 
 /// A folder with a short name: socket paths hold 107 bytes.
-fn new_folder() -> Result<PathBuf> {
+fn new_folder(name: Option<&str>) -> Result<PathBuf> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
-    let number = NEXT.fetch_add(1, Ordering::Relaxed);
-    let dir = std::env::temp_dir().join(format!("afn-{:x}-{number:x}", std::process::id()));
+    let number = || format!("{:x}", NEXT.fetch_add(1, Ordering::Relaxed));
+    let name = name.map_or_else(number, str::to_owned);
+    let dir = std::env::temp_dir().join(format!("afn-{:x}-{name}", std::process::id()));
     std::fs::create_dir(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
     // Containers run as other users and reach into it.
     std::fs::set_permissions(&dir, std::os::unix::fs::PermissionsExt::from_mode(0o755))?;

@@ -17,7 +17,7 @@ use anyhow::{Context, Result};
 
 use crate::{
     apt::{self, Distribution, Suites},
-    packages, say, sh,
+    packages, runc, say, sh,
 };
 
 /// Debian's suites that are searched for the lines of containerd.
@@ -35,6 +35,7 @@ pub fn all() -> Result<Releases> {
     let artifacts = Artifacts::at(target_dir().join("affinode"));
     let cache = artifacts.cache_dir();
     fs::create_dir_all(&cache).with_context(|| format!("cannot make {}", cache.display()))?;
+    runc::build(&artifacts)?;
     if let Ok(known) = Releases::read(&artifacts)
         && complete(&known)
     {

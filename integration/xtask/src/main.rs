@@ -20,6 +20,7 @@ mod load;
 mod matrix;
 mod package;
 mod packages;
+mod runc;
 mod say;
 mod sh;
 mod suite;

@@ -7,6 +7,8 @@ use prost::Message;
 
 /// `NamespaceMode.NODE`: the host's network, so that no CNI plugin is needed.
 pub(super) const NODE: i32 = 2;
+/// `NamespaceMode.POD`.
+pub(super) const POD: i32 = 0;
 /// `ContainerState.CONTAINER_EXITED`.
 pub const EXITED: i32 = 2;
 
@@ -51,6 +53,27 @@ pub struct PodSecurity {
 pub struct Namespaces {
     #[prost(int32, tag = "1")]
     pub network: i32,
+    #[prost(message, optional, tag = "5")]
+    pub userns_options: Option<UserNamespace>,
+}
+
+/// Its `mode` is 0, `POD`, which is not sent.
+#[derive(Clone, PartialEq, Message)]
+pub struct UserNamespace {
+    #[prost(message, repeated, tag = "2")]
+    pub uids: Vec<IdMapping>,
+    #[prost(message, repeated, tag = "3")]
+    pub gids: Vec<IdMapping>,
+}
+
+#[derive(Clone, Copy, PartialEq, Message)]
+pub struct IdMapping {
+    #[prost(uint32, tag = "1")]
+    pub host_id: u32,
+    #[prost(uint32, tag = "2")]
+    pub container_id: u32,
+    #[prost(uint32, tag = "3")]
+    pub length: u32,
 }
 
 /// A container of a pod.
@@ -102,6 +125,10 @@ pub struct Mount {
     pub host_path: String,
     #[prost(bool, tag = "3")]
     pub readonly: bool,
+    #[prost(message, repeated, tag = "6")]
+    pub uid_mappings: Vec<IdMapping>,
+    #[prost(message, repeated, tag = "7")]
+    pub gid_mappings: Vec<IdMapping>,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -180,6 +207,30 @@ pub(super) struct ContainerStatusResponse {
 pub(super) struct ContainerStatus {
     #[prost(int32, tag = "3")]
     pub(super) state: i32,
+}
+
+/// What CRI says of itself.
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct StatusResponse {
+    #[prost(message, repeated, tag = "3")]
+    pub(super) runtime_handlers: Vec<RuntimeHandler>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct RuntimeHandler {
+    #[prost(string, tag = "1")]
+    pub(super) name: String,
+    #[prost(message, optional, tag = "2")]
+    pub(super) features: Option<Features>,
+}
+
+/// What pods of a runtime handler may have.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub struct Features {
+    #[prost(bool, tag = "1")]
+    pub recursive_read_only_mounts: bool,
+    #[prost(bool, tag = "2")]
+    pub user_namespaces: bool,
 }
 
 #[derive(Clone, PartialEq, Message)]

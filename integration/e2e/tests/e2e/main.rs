@@ -28,6 +28,7 @@ mod rancher;
 mod recovery;
 mod restore_policy;
 mod spec;
+mod user_namespaces;
 mod ways;
 
 /// Says why a case has nothing to show on this machine.

@@ -1,0 +1,37 @@
+//! A runc that maps the users of mounts (1.2 and later), which pods with a user namespace need:
+//! that of the distribution may be older. Built from the source that Go's module proxy has.
+
+use std::{fs, process::Command};
+
+use affinode_e2e::artifacts::Artifacts;
+use anyhow::{Context, Result};
+
+use crate::{say, sh};
+
+const MODULE: &str = "github.com/opencontainers/runc";
+/// The newest release when this was last looked at.
+const VERSION: &str = "1.4.3";
+
+/// Builds it, unless that was done before. Without Go there is none, which is said.
+pub fn build(artifacts: &Artifacts) -> Result<()> {
+    let bin = artifacts.own_users_runc_dir();
+    let program = bin.join("runc");
+    let known = Command::new(&program).arg("--version").output();
+    if known.is_ok_and(|said| String::from_utf8_lossy(&said.stdout).contains(VERSION)) {
+        return Ok(());
+    }
+    if sh::find("go").is_none() {
+        say::note("no runc for user namespaces: Go is missing, which it is written in");
+        return Ok(());
+    }
+    say::step(&format!("Building runc {VERSION} (once; a minute)"));
+    fs::create_dir_all(&bin).with_context(|| format!("cannot make {}", bin.display()))?;
+    let module = format!("module affinode.io/test\n\ngo 1.26.0\n\nrequire {MODULE} v{VERSION}\n");
+    fs::write(bin.join("go.mod"), module)?;
+    let mut go = Command::new("nice");
+    go.args(["go", "build", "-trimpath", "-ldflags"]);
+    go.arg(format!("-s -w -X main.version={VERSION}")).arg("-o").arg(&program).arg(MODULE);
+    // It enters namespaces in C. Without libseccomp it has no filters, which no test asks for.
+    go.current_dir(&bin).env("CGO_ENABLED", "1");
+    sh::run(go.env("GOFLAGS", "-mod=mod -modcacherw -buildvcs=false -p=2"))
+}
