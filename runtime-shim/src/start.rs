@@ -170,6 +170,7 @@ impl Daemon<'_> {
             crate::log::open_pipe(self.bundle.path()).map_or_else(|_| Stdio::null(), Stdio::from);
         let version = self.version.to_string();
         let (listen, upstream) = (self.listen.to_string(), self.upstream.to_string());
+        // By its path: rke2 ends what its unit runs by the name of containerd when it stops.
         let mut command = Command::new(std::env::current_exe().map_err(StartError::Spawn)?);
         command.args(["-namespace", &self.flags.namespace, "-id", &self.flags.id]);
         command.args(["-address", &self.flags.address, "-listen", &listen]);

@@ -191,6 +191,7 @@ fn print_status(out: &mut dyn Write, status: &Status) -> Result<(), CliError> {
         let state = match handler.state {
             HandlerState::Served => "served by containerd",
             HandlerState::RestartNeeded => "restart containerd: it knows nothing of this yet",
+            HandlerState::NotRead => "containerd does not read that file: run affinode install",
             HandlerState::NoContainerd => "no containerd runs",
             HandlerState::Changed => "changed since: take it out by hand and install again",
         };

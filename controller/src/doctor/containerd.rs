@@ -16,12 +16,13 @@ use std::{
 use super::{Check, Group};
 use crate::report;
 
-/// Where distributions put the socket.
+/// Where distributions put the socket. Kubernetes' own come first: the machine's, beside one of
+/// them, is Docker's, which needs no handler.
 const SOCKETS: [&str; 4] = [
-    "/run/containerd/containerd.sock",
     "/run/k3s/containerd/containerd.sock",
     "/run/k0s/containerd.sock",
     "/var/snap/microk8s/common/run/containerd.sock",
+    "/run/containerd/containerd.sock",
 ];
 /// What it reads when its command line names no file.
 const CONFIG_FILE: &str = "/etc/containerd/config.toml";
@@ -112,8 +113,11 @@ impl Daemon {
 /// # Errors
 /// [`Absent`].
 pub fn find(socket: Option<&Path>) -> Result<Daemon, Absent> {
-    let known = || SOCKETS.iter().map(PathBuf::from).find(|path| path.exists());
-    let socket = socket.map(Path::to_owned).or_else(known).unwrap_or_else(|| SOCKETS[0].into());
+    let known = || {
+        let last = SOCKETS.last().map(PathBuf::from).unwrap_or_default();
+        first(&SOCKETS.map(PathBuf::from)).unwrap_or(last)
+    };
+    let socket = socket.map_or_else(known, Path::to_owned);
     if !socket.exists() {
         return Err(Absent::NoSocket(socket));
     }
@@ -122,6 +126,13 @@ pub fn find(socket: Option<&Path>) -> Result<Daemon, Absent> {
     let peer = rustix::net::sockopt::socket_peercred(&stream).map_err(|e| silent(e.into()))?;
     let pid = peer.pid.as_raw_nonzero().get().cast_unsigned();
     look(&socket, pid).map_err(|source| Absent::Hidden { socket, source })
+}
+
+/// The first that answers, or else that is there: who is stopped leaves its socket.
+fn first(sockets: &[PathBuf]) -> Option<PathBuf> {
+    let answers = |path: &&PathBuf| UnixStream::connect(path).is_ok();
+    let there = |path: &&PathBuf| path.exists();
+    sockets.iter().find(answers).or_else(|| sockets.iter().find(there)).cloned()
 }
 
 fn look(socket: &Path, pid: u32) -> std::io::Result<Daemon> {
@@ -281,6 +292,33 @@ mod tests {
         assert!(matches!(find(Some(&socket)), Err(Absent::Silent { .. })));
         let judged = judge(&find(Some(&socket)));
         assert_eq!(judged[0].verdict, Verdict::Bad);
+    }
+
+    #[test]
+    fn of_several_sockets_the_first_that_answers_is_taken() {
+        let folder = tempfile::tempdir().unwrap();
+        let [stopped, k3s, docker] = ["a", "b", "c"].map(|name| folder.path().join(name));
+        let all = [stopped.clone(), k3s.clone(), docker.clone()];
+        assert_eq!(first(&all), None);
+        let bind = |path: &Path| std::os::unix::net::UnixListener::bind(path).unwrap();
+        drop(bind(&stopped));
+        assert_eq!(first(&all), Some(stopped));
+        let _docker = bind(&docker);
+        assert_eq!(first(&all), Some(docker));
+        let _k3s = bind(&k3s);
+        assert_eq!(first(&all), Some(k3s));
+    }
+
+    /// k3s is kubectl, containerd and more in one file, and looks at its name.
+    #[test]
+    fn a_program_is_run_under_the_name_of_its_process() {
+        let mut bash = Command::new("bash").arg("-c").arg("read").stdin(Stdio::piped()).spawn();
+        let bash = bash.as_mut().unwrap();
+        let argv = ["containerd", "-c", "/a"].map(OsString::from);
+        let said = run(bash.id(), &argv, &["-c".into(), "echo $0".into()]);
+        bash.kill().unwrap();
+        bash.wait().unwrap();
+        assert_eq!(said.unwrap(), "containerd\n");
     }
 
     #[test]

@@ -68,7 +68,10 @@ pub fn text(
     let default = cri.get("default_runtime_name").and_then(Value::as_str).unwrap_or("runc");
     let model = ["nvidia", default].into_iter().find_map(|n| handlers.get(n)?.as_table());
     let mut handler = like(model);
-    if version > 2 {
+    // containerd 2 says its configuration in version 3 and later, whatever its file is written in.
+    let is_new =
+        dump.get("version").and_then(Value::as_integer).unwrap_or(version).max(version) > 2;
+    if is_new {
         handler.insert("runtime_type".into(), STOCK_TYPE.into());
         handler.insert("runtime_path".into(), shim.display().to_string().into());
     } else {
@@ -245,6 +248,11 @@ BinaryName = "/usr/bin/nvidia-container-runtime"
         assert_eq!(ours["runtime_type"].as_str(), Some(STOCK_TYPE));
         assert_eq!(ours["runtime_path"].as_str(), Some(SHIM));
         assert_eq!(ours["options"]["SystemdCgroup"].as_bool(), Some(true));
+        // The same where its file is of the time before.
+        let text = super::text(&table(&dump), &table(V2), 2, "affinode", SHIM.as_ref()).unwrap();
+        let after = table(&text);
+        let ours = &cri(&after).unwrap()["runtimes"]["affinode"];
+        assert_eq!(ours["runtime_path"].as_str(), Some(SHIM));
     }
 
     #[test]

@@ -26,8 +26,9 @@ use crate::{
 const BACK_WITHIN: Duration = Duration::from_secs(60);
 /// What containerd's unit is called.
 const UNIT: &str = "containerd";
-/// Units that run a containerd of their own.
-const RANCHER: [&str; 4] = ["k3s", "k3s-agent", "rke2-server", "rke2-agent"];
+/// What the units are called that run a containerd of their own, by themselves or before a dash:
+/// k3s' installer names them as it is told, `k3s-NAME`.
+const RANCHER: [&str; 2] = ["k3s", "rke2"];
 /// The unit of start times in /proc, on every Linux machine of this architecture.
 const TICK_MS: u64 = 10;
 const LOOK_EVERY: Duration = Duration::from_millis(200);
@@ -184,8 +185,8 @@ impl Node {
         match how {
             Restart::Systemd { unit: None } => {
                 let cgroups = fs::read_to_string(format!("/proc/{}/cgroup", self.daemon.pid));
-                let unit = unit_of(&cgroups.unwrap_or_default());
-                Restart::Systemd { unit: Some(unit.unwrap_or(UNIT).to_owned()) }
+                let cgroups = cgroups.unwrap_or_default();
+                Restart::Systemd { unit: Some(unit_of(&cgroups).unwrap_or(UNIT).to_owned()) }
             }
             named => named.clone(),
         }
@@ -287,11 +288,10 @@ impl fmt::Display for Restart {
 }
 
 /// The unit of k3s or rke2 that a process is of, by its /proc/PID/cgroup.
-fn unit_of(cgroups: &str) -> Option<&'static str> {
-    let segments = || cgroups.lines().flat_map(|line| line.split('/'));
-    RANCHER
-        .into_iter()
-        .find(|unit| segments().any(|segment| segment.strip_suffix(".service") == Some(unit)))
+fn unit_of(cgroups: &str) -> Option<&str> {
+    let segments = cgroups.lines().flat_map(|line| line.split('/'));
+    let theirs = |unit: &&str| RANCHER.contains(&unit.split('-').next().unwrap_or_default());
+    segments.filter_map(|segment| segment.strip_suffix(".service")).find(theirs)
 }
 
 /// Waits until no shim of the installation runs any more: so many do after that time.
@@ -351,7 +351,9 @@ mod tests {
         let v1 = "12:pids:/system.slice/k3s.service\n1:name=systemd:/system.slice/k3s.service\n";
         assert_eq!(unit_of(v1), Some("k3s"));
         assert_eq!(unit_of("0::/system.slice/rke2-agent.service/containerd\n"), Some("rke2-agent"));
+        assert_eq!(unit_of("0::/system.slice/k3s-lab.service\n"), Some("k3s-lab"));
         assert_eq!(unit_of("0::/system.slice/containerd.service\n"), None);
+        assert_eq!(unit_of("0::/system.slice/k3sup.service\n"), None);
         assert_eq!(unit_of("0::/user.slice/my-k3s.service\n"), None);
     }
 }

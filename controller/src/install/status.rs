@@ -59,6 +59,8 @@ pub enum HandlerState {
     Served,
     /// It is in the file, and containerd has not been restarted since the file was written.
     RestartNeeded,
+    /// It is in the file, and containerd's configuration does not come from that file any more.
+    NotRead,
     /// It is in the file, and no containerd runs.
     NoContainerd,
     /// The file has it no more, or not as it was written.
@@ -85,9 +87,8 @@ pub fn status(options: &Options) -> Result<Option<Status>, InstallError> {
         let state = match Node::find(options.containerd.as_deref()) {
             _ if !text.contains(&added.text) => HandlerState::Changed,
             Err(_) => HandlerState::NoContainerd,
-            Ok(node) if node.has_block(&record) && node.runs_since(written(&added.path)) => {
-                HandlerState::Served
-            }
+            Ok(node) if !node.has_block(&record) => HandlerState::NotRead,
+            Ok(node) if node.runs_since(written(&added.path)) => HandlerState::Served,
             Ok(_) => HandlerState::RestartNeeded,
         };
         let (name, config_file) = (added.runtime_name.clone(), added.path.clone());

@@ -3,7 +3,7 @@
 //! | who starts containerd | file |
 //! | --- | --- |
 //! | a distribution, or you | the one that containerd was started with; with 1.x the last one that it imports and that says something of CRI |
-//! | k3s, rke2, which write that one anew at each start | one in the folder `config-v3.toml.d` that it imports, else the template that it is made from |
+//! | k3s, rke2, which write that one anew at each start | one in the folder `config-v3.toml.d` that it imports as newer ones do, else the template that it is made from |
 //!
 //! Up to containerd 1.7 a file that is imported takes the place of the whole section that it names
 //! a key of (NVIDIA's toolkit adds such files): what stands elsewhere does not count, and what we
@@ -62,11 +62,19 @@ impl Target {
         Target::Template(if newest { newer } else { older })
     }
 
-    /// Whether a handler in this file reaches a containerd with that one. k3s and rke2 may have
-    /// learned to import a folder since it was added to a template.
+    /// Whether a handler in this file reaches a containerd with that one. A template of k3s and
+    /// rke2 does also where they have learned to import a folder since; a file of the folder does
+    /// no more where an older k3s, or somebody's template, imports none.
     pub fn is_read_by(path: &Path, file: &Path, own: &Table, imported: &[PathBuf]) -> bool {
-        let beside = || file.parent().is_some_and(|folder| path.starts_with(folder));
-        Target::of(file, own, imported).path() == path || file.ends_with(RENDERED) && beside()
+        if Target::of(file, own, imported).path() == path {
+            return true;
+        }
+        let folder = file.parent().unwrap_or(Path::new("/"));
+        let newer = folder.join(TEMPLATE_V3);
+        let version = own.get("version").and_then(Value::as_integer).unwrap_or(1);
+        let template = path == newer && version >= 3
+            || path == folder.join(TEMPLATE) && (version < 3 || !newer.exists());
+        file.ends_with(RENDERED) && template
     }
 
     /// The file.
@@ -131,7 +139,13 @@ mod tests {
         fs::write(folder.join(TEMPLATE_V3), "").unwrap();
         assert_eq!(of(&file, "version = 3"), newer);
         let own = import.parse().unwrap();
-        assert!(Target::is_read_by(&folder.join(TEMPLATE_V3), &file, &own, &[]));
+        let read = |path: &Path, own: &Table| Target::is_read_by(path, &file, own, &[]);
+        let (drop_in, newer) = (folder.join(FOLDER_V3).join(DROP_IN), folder.join(TEMPLATE_V3));
+        let [importing, plain, old] =
+            [import.as_str(), "version = 3", "version = 2"].map(|own| own.parse().unwrap());
+        assert!(read(&drop_in, &importing) && !read(&drop_in, &plain));
+        assert!(read(&newer, &importing) && read(&newer, &plain) && !read(&newer, &old));
+        assert!(!read(&folder.join(TEMPLATE), &plain) && read(&folder.join(TEMPLATE), &old));
         assert!(!Target::is_read_by(Path::new("/etc/x.toml"), &file, &own, &[]));
         let usual = Path::new("/etc/containerd/config.toml");
         assert!(!Target::is_read_by(Path::new("/etc/containerd/x.toml"), usual, &own, &[]));

@@ -17,6 +17,7 @@ use nix::{
 use crate::{
     image,
     keeper::{Job, Keeper},
+    rancher::{self, Rancher},
     release::{Line, Release},
     until::until,
 };
@@ -39,17 +40,12 @@ pub enum Layout {
     /// A distribution, once.
     #[default]
     Usual,
-    /// k3s or rke2, at each start, in their folders: from a template of the user's where there is
-    /// one, whose `{{ template "base" . }}` is what they would write without.
+    /// k3s or rke2, at each start.
     Rancher {
-        /// Whether that imports a folder beside it, as newer ones do with containerd 2.
+        /// Whether it imports a folder beside it, as newer ones do with containerd 2.
         imports: bool,
     },
 }
-
-/// In their folder of data.
-const RANCHER: &str = "agent/etc/containerd";
-const BASE: &str = "{{ template \"base\" . }}";
 
 /// A containerd in a world's folder.
 pub struct Containerd {
@@ -81,41 +77,19 @@ impl Containerd {
             env,
             pid: Mutex::new(None),
         };
-        let folder = match layout {
-            Layout::Usual => dir.join("conf.d"),
-            Layout::Rancher { .. } => dir.join(RANCHER),
-        };
-        std::fs::create_dir_all(folder)?;
-        std::fs::write(containerd.config_file(), containerd.base())?;
+        match containerd.rancher() {
+            Some(rancher) => rancher.prepare()?,
+            None => {
+                std::fs::create_dir_all(dir.join("conf.d"))?;
+                std::fs::write(containerd.config_file(), config(release.line, dir, store))?;
+            }
+        }
         Ok(containerd)
     }
 
-    /// The configuration, as whoever starts it writes it.
-    fn base(&self) -> String {
-        let imports = match self.layout {
-            Layout::Usual => Some(self.dir.join("conf.d")),
-            Layout::Rancher { imports: true } => {
-                Some(self.dir.join(RANCHER).join("config-v3.toml.d"))
-            }
-            Layout::Rancher { imports: false } => None,
-        };
-        config(self.release.line, &self.dir, &self.store, imports.as_deref())
-    }
-
-    /// What k3s and rke2 do before they start it.
-    fn render(&self) -> Result<()> {
-        if self.layout == Layout::Usual {
-            return Ok(());
-        }
-        let newest: &[&str] = match self.release.line {
-            Line::V2 => &["config-v3.toml.tmpl", "config.toml.tmpl"],
-            Line::V1_6 | Line::V1_7 => &["config.toml.tmpl"],
-        };
-        let folder = self.dir.join(RANCHER);
-        let template =
-            newest.iter().find_map(|name| std::fs::read_to_string(folder.join(name)).ok());
-        let template = template.unwrap_or_else(|| BASE.into());
-        Ok(std::fs::write(self.config_file(), template.replace(BASE, &self.base()))?)
+    fn rancher(&self) -> Option<Rancher<'_>> {
+        let Layout::Rancher { imports } = self.layout else { return None };
+        Some(Rancher { line: self.release.line, imports, dir: &self.dir, store: &self.store })
     }
 
     /// Registers our runtime, as users are told to.
@@ -147,10 +121,16 @@ impl Containerd {
     /// The file that it is started with.
     #[must_use]
     pub fn config_file(&self) -> PathBuf {
-        match self.layout {
-            Layout::Usual => self.dir.join("containerd.toml"),
-            Layout::Rancher { .. } => self.dir.join(RANCHER).join("config.toml"),
+        match self.rancher() {
+            Some(rancher) => rancher.config_file(),
+            None => self.dir.join("containerd.toml"),
         }
+    }
+
+    /// The unit that it would be of.
+    #[must_use]
+    pub fn unit(&self) -> &'static str {
+        self.rancher().map_or("containerd", |_| rancher::UNIT)
     }
 
     /// Its process, while it runs.
@@ -182,12 +162,17 @@ impl Containerd {
     /// # Errors
     /// When it ends, or does not answer.
     pub fn start(&self, keeper: &Keeper) -> Result<()> {
-        self.render()?;
-        let argv = vec![
-            self.release.bin_dir.join("containerd").to_string_lossy().into_owned(),
-            "--config".into(),
-            self.config_file().to_string_lossy().into_owned(),
-        ];
+        let argv = match self.rancher() {
+            Some(rancher) => {
+                rancher.render()?;
+                rancher.argv()?
+            }
+            None => vec![
+                self.release.bin_dir.join("containerd").to_string_lossy().into_owned(),
+                "--config".into(),
+                self.config_file().to_string_lossy().into_owned(),
+            ],
+        };
         let pid = keeper.spawn(&Job { argv, env: self.env.clone(), log: self.log() })?;
         let pid = Pid::from_raw(i32::try_from(pid)?);
         *self.pid.lock().map_err(|_| anyhow::anyhow!("a test panicked"))? = Some(pid);
@@ -211,6 +196,20 @@ impl Containerd {
         let pid = taken.context("containerd is not running")?;
         kill(pid, signal).context("cannot signal containerd")?;
         until("containerd to end", || Ok(gone(pid).then_some(())))
+    }
+
+    /// Ends it as its unit does.
+    ///
+    /// # Errors
+    /// As [`Containerd::stop`], and when the unit would end more than it.
+    pub fn stop_unit(&self) -> Result<()> {
+        match self.rancher() {
+            Some(rancher) => {
+                self.stop(Signal::SIGKILL)?;
+                rancher.stopped()
+            }
+            None => self.stop(Signal::SIGTERM),
+        }
     }
 
     /// Imports the archive of handmade images into a namespace.
@@ -263,9 +262,7 @@ pub fn gone(pid: Pid) -> bool {
     kill(pid, None) == Err(Errno::ESRCH)
 }
 
-fn config(line: Line, dir: &Path, store: &Path, imports: Option<&Path>) -> String {
-    let imports = imports.map(|folder| format!("imports = [\"{}/*.toml\"]\n", folder.display()));
-    let imports = imports.unwrap_or_default();
+fn config(line: Line, dir: &Path, store: &Path) -> String {
     let dir = dir.display();
     let store = store.display();
     let pause = image::PAUSE;
@@ -296,7 +293,8 @@ runtime_type = "{STOCK}"
         }
         Line::V2 => format!(
             r#"version = 3
-{imports}{common}[plugins."io.containerd.internal.v1.opt"]
+imports = ["{dir}/conf.d/*.toml"]
+{common}[plugins."io.containerd.internal.v1.opt"]
 path = "{store}/opt"
 [plugins."io.containerd.nri.v1.nri"]
 disable = true

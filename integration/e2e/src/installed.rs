@@ -13,7 +13,6 @@ use std::{
 
 use affinode_proto::paths::LIB_FILE;
 use anyhow::{Context, Result, ensure};
-use nix::sys::signal::Signal;
 
 use crate::{artifacts::Artifacts, world::World};
 
@@ -133,7 +132,8 @@ impl<'a> Installation<'a> {
     /// When it cannot be written.
     pub fn systemctl(&self, script: &str) -> Result<()> {
         let tool = self.tools.join("systemctl");
-        let text = format!("#!/bin/sh\n[ \"$*\" = 'restart containerd' ] || exit 64\n{script}\n");
+        let unit = self.world.containerd().unit();
+        let text = format!("#!/bin/sh\n[ \"$*\" = 'restart {unit}' ] || exit 64\n{script}\n");
         fs::write(&tool, text)?;
         Ok(fs::set_permissions(&tool, fs::Permissions::from_mode(0o755))?)
     }
@@ -148,8 +148,7 @@ impl<'a> Installation<'a> {
         work: impl FnOnce() -> Result<T> + Send,
     ) -> Result<(T, usize)> {
         self.served(work, |_| {
-            self.world.containerd().stop(Signal::SIGTERM)?;
-            self.world.start_containerd()?;
+            self.world.restart_containerd()?;
             Ok(true)
         })
     }

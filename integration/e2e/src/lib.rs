@@ -35,6 +35,7 @@ pub mod installed;
 pub mod keeper;
 mod logs;
 pub mod processes;
+pub mod rancher;
 pub mod release;
 pub mod snapshot;
 pub mod suite;

@@ -339,6 +339,15 @@ impl World {
         crate::logs::show(&self.dir);
     }
 
+    /// Restarts containerd as its unit does.
+    ///
+    /// # Errors
+    /// When it does not end or come up, or when the unit would end more than it.
+    pub fn restart_containerd(&self) -> Result<()> {
+        self.containerd.stop_unit()?;
+        self.start_containerd()
+    }
+
     /// Starts containerd again after [`Containerd::stop`].
     ///
     /// # Errors

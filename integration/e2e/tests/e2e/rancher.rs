@@ -5,27 +5,29 @@ use std::{collections::BTreeMap, fs, path::Path};
 
 use affinode_e2e::{
     cri::{self, Cri},
-    installed::Installation,
+    image,
+    installed::{Installation, another_build},
+    processes::Process,
     release::Line,
+    until::until,
     world::{Recipe, World},
 };
-use anyhow::{Result, ensure};
-use nix::sys::signal::Signal;
+use anyhow::{Context, Result, ensure};
 
-use crate::matrix::{self, on_every_containerd};
+use crate::{
+    matrix::{self, on_every_containerd},
+    offload::{EAGER, wait_gpu_empty},
+};
 
 on_every_containerd!(
-    Recipe::default().rancher(true);
+    Recipe::default().rancher(true).config(EAGER);
     the_handler_outlives_every_new_configuration,
+    a_container_that_is_away_outlives_restart_and_upgrade,
 );
 
 const HANDLER: &str = "test-idle";
-
-/// As k3s and rke2 do, it writes the configuration anew.
-fn restart(world: &World) -> Result<()> {
-    world.containerd().stop(Signal::SIGTERM)?;
-    world.start_containerd()
-}
+const NEWER: &str = "config-v3.toml.tmpl";
+const THEIRS: &str = "# theirs\n{{ template \"base\" . }}\n";
 
 /// Newer ones import a folder; older ones, and all with containerd 1.x, have templates alone.
 #[test]
@@ -35,10 +37,53 @@ fn the_handler_is_in_a_template_where_no_folder_is_imported() -> Result<()> {
     };
     the_handler_outlives_every_new_configuration(&world)?;
     // Another's template stays what it is.
-    let file = world.containerd().config_file().with_file_name("config-v3.toml.tmpl");
-    fs::write(&file, "# theirs\n{{ template \"base\" . }}\n")?;
-    restart(&world)?;
+    fs::write(world.containerd().config_file().with_file_name(NEWER), THEIRS)?;
+    world.restart_containerd()?;
     the_handler_outlives_every_new_configuration(&world)
+}
+
+/// Who has a template of the time before containerd 2 has a file of that time made from it, which
+/// imports another folder.
+#[test]
+fn a_template_of_an_older_release_gets_the_handler() -> Result<()> {
+    let Some(world) = matrix::world(Line::V2, Recipe::default().rancher(true))? else {
+        return Ok(());
+    };
+    fs::write(world.containerd().config_file().with_file_name("config.toml.tmpl"), THEIRS)?;
+    world.restart_containerd()?;
+    the_handler_outlives_every_new_configuration(&world)?;
+    let place = Installation::new(&world, &world.prefix(), HANDLER)?;
+    let said = place.done("install", &["--dry-run"])?;
+    // Only so containerd 2 asks our shim what it can do.
+    ensure!(said.contains("config.toml.tmpl") && said.contains("runtime_path"), "{said}");
+    Ok(())
+}
+
+/// An older k3s, or a whole template of somebody's, imports no folder.
+#[test]
+fn a_folder_that_is_not_imported_any_more_is_told_and_left() -> Result<()> {
+    let Some(world) = matrix::world(Line::V2, Recipe::default().rancher(true))? else {
+        return Ok(());
+    };
+    let place = Installation::new(&world, &world.prefix(), HANDLER)?;
+    let config = world.containerd().config_file();
+    let (said, _) = place.restarted(|| place.done("install", &[]))?;
+    ensure!(said.contains("config-v3.toml.d/affinode.toml"), "{said}");
+    let text = fs::read_to_string(&config)?;
+    let import = text.lines().find(|line| line.starts_with("imports")).context("no import")?;
+    fs::write(config.with_file_name(NEWER), text.replace(import, ""))?;
+    world.restart_containerd()?;
+    let said = place.run("status", &[])?;
+    let said = String::from_utf8_lossy(&said.stdout).into_owned();
+    ensure!(said.contains("does not read that file"), "{said}");
+    let (said, restarts) = place.restarted(|| place.done("install", &[]))?;
+    ensure!(said.contains(NEWER) && restarts == 1, "{restarts} restarts: {said}");
+    let said = place.done("status", &[])?;
+    ensure!(said.contains("served by containerd"), "{said}");
+    place.restarted(|| place.done("uninstall", &[]))?;
+    ensure!(fs::read_to_string(config.with_file_name(NEWER))? == text.replace(import, ""));
+    ensure!(!config.with_file_name("config-v3.toml.d").exists(), "a folder is left");
+    Ok(())
 }
 
 fn the_handler_outlives_every_new_configuration(world: &World) -> Result<()> {
@@ -46,26 +91,68 @@ fn the_handler_outlives_every_new_configuration(world: &World) -> Result<()> {
     let config = world.containerd().config_file();
     let folder = config.parent().unwrap_or(Path::new("/"));
     let before = files(folder)?;
-    let said = place.done("install", &["--dry-run"])?;
-    ensure!(said.contains("config-v3.toml.d/affinode.toml") || said.contains(".tmpl"), "{said}");
+    let plan = place.done("install", &["--dry-run"])?;
+    ensure!(plan.contains("config-v3.toml.d/affinode.toml") || plan.contains(".tmpl"), "{plan}");
+    // They find NVIDIA's runtime by themselves, and ours is a copy of that.
+    ensure!(plan.contains("nvidia-container-runtime"), "{plan}");
     ensure!(files(folder)? == before, "a dry run changed something");
     let (_, restarts) = place.restarted(|| place.done("install", &[]))?;
     ensure!(restarts == 1, "{restarts} restarts");
     let said = place.done("install", &[])?;
     ensure!(said.contains("nothing to do"), "{said}");
-    // Somebody else restarts them.
-    restart(world)?;
-    let said = place.done("status", &[])?;
-    ensure!(said.contains("served by containerd"), "{said}");
     let cri = Cri::connect(&world.containerd().socket())?;
     let pod = cri::pod("installed", &world.cgroup_parent(), world.dir());
-    for handler in [HANDLER, "runc"] {
+    let forever = ["/bin/sleep", "infinity"].map(str::to_owned);
+    let sleeper = cri::container("sleeper", image::PLAIN, &forever);
+    for handler in ["runc", HANDLER] {
         let id = cri.run_pod(&pod, handler)?;
+        let container = cri.run_container(&id, &sleeper, &pod)?;
+        // Somebody else restarts them.
+        world.restart_containerd()?;
+        let cri = Cri::connect(&world.containerd().socket())?;
+        ensure!(cri.exec(&container, &["/bin/echo", "still"])?.stdout == b"still\n");
         cri.remove_pod(&id)?;
     }
+    let said = place.done("status", &[])?;
+    ensure!(said.contains("served by containerd"), "{said}");
     let (_, restarts) = place.restarted(|| place.done("uninstall", &[]))?;
     ensure!(restarts == 1, "{restarts} restarts");
     ensure!(files(folder)? == before, "its folder is not as it was: {:?}", fs::read_dir(folder)?);
+    Ok(())
+}
+
+fn a_container_that_is_away_outlives_restart_and_upgrade(world: &World) -> Result<()> {
+    let place = Installation::new(world, &world.prefix(), HANDLER)?;
+    place.restarted(|| place.done("install", &[]))?;
+    let cri = Cri::connect(&world.containerd().socket())?;
+    let pod = cri::pod("away", &world.cgroup_parent(), world.dir());
+    let pod_id = cri.run_pod(&pod, HANDLER)?;
+    let (config, mut lines) = cri::gpu_container(world, "worker", 32)?;
+    let id = cri.run_container(&pod_id, &config, &pod)?;
+    world.cli().wait_for_state(&id, "Offloaded")?;
+    wait_gpu_empty(world)?;
+    world.restart_containerd()?;
+    let newer = world.dir().join("newer");
+    fs::create_dir(&newer)?;
+    another_build(world.artifacts(), &newer)?;
+    let from = newer.display().to_string();
+    let (_, restarts) = place.restarted(|| place.done("install", &["--from", &from]))?;
+    ensure!(restarts == 0, "an upgrade asked for {restarts} restarts");
+    until("a controller of the new build", || {
+        let controller = world.controller()?;
+        let exe = |process: Process| fs::read_link(format!("/proc/{}/exe", process.pid)).ok();
+        Ok((controller.and_then(exe) == Some(place.shim())).then_some(()))
+    })?;
+    world.cli().wait_for_state(&id, "Offloaded")?;
+    lines.send("verify")?;
+    for command in ["open", "fill", "verify"] {
+        let line = lines.receive()?;
+        ensure!(line.contains(&format!("\"command\":\"{command}\",\"result\":0")), "{line}");
+    }
+    let cri = Cri::connect(&world.containerd().socket())?;
+    cri.remove_pod(&pod_id)?;
+    place.restarted(|| place.done("uninstall", &["--drain", "1m"]))?;
+    ensure!(!place.shim().exists(), "the shim is left");
     Ok(())
 }
 

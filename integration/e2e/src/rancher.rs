@@ -1,0 +1,185 @@
+//! What k3s and rke2 do around their containerd, as far as an installation meets it. Their sources
+//! were read for it; they themselves do not run here.
+//!
+//! ```text
+//! start: a template of the user's, or theirs ──> config.toml ──> containerd -c config.toml …, in their unit's cgroup
+//! stop:  they end, and the kernel kills containerd ──> rke2 ends what its unit still runs by the name of containerd
+//! ```
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, Result, bail};
+
+use crate::{image, keeper::cgroup_parent, release::Line};
+
+/// Their unit's name: k3s' installer gives it the one that it is told.
+pub const UNIT: &str = "k3s-lab";
+/// In their folder of data.
+const FOLDER: &str = "agent/etc/containerd";
+const BASE: &str = "{{ template \"base\" . }}";
+/// Their templates, the first that is there being read, and the version of the file that is made.
+const TEMPLATES: [(&str, u8); 2] = [("config-v3.toml.tmpl", 3), ("config.toml.tmpl", 2)];
+/// What they take for NVIDIA's runtime; here it is runc.
+const NVIDIA: &str = "nvidia-container-runtime";
+
+/// k3s or rke2 of a world.
+pub struct Rancher<'a> {
+    /// Of their containerd.
+    pub line: Line,
+    /// Whether what they write imports a folder beside it, as newer ones do with containerd 2.
+    pub imports: bool,
+    /// The world's folder.
+    pub dir: &'a Path,
+    /// containerd's.
+    pub store: &'a Path,
+}
+
+impl Rancher<'_> {
+    fn folder(&self) -> PathBuf {
+        self.dir.join(FOLDER)
+    }
+
+    /// The file that they write for containerd.
+    pub fn config_file(&self) -> PathBuf {
+        self.folder().join("config.toml")
+    }
+
+    /// What is there before they start for the first time.
+    pub fn prepare(&self) -> Result<()> {
+        fs::create_dir_all(self.folder())?;
+        let folders = std::env::var_os("PATH").unwrap_or_default();
+        let runc = std::env::split_paths(&folders)
+            .chain(["/usr/sbin".into()])
+            .map(|folder| folder.join("runc"))
+            .find(|runc| runc.exists());
+        Ok(std::os::unix::fs::symlink(runc.context("no runc")?, self.dir.join(NVIDIA))?)
+    }
+
+    /// Writes containerd's file, as at each start.
+    pub fn render(&self) -> Result<()> {
+        // With containerd 1.x they know of the older one alone.
+        let known = if self.line == Line::V2 { &TEMPLATES[..] } else { &TEMPLATES[1..] };
+        let there = known.iter().find_map(|(name, version)| {
+            Some((fs::read_to_string(self.folder().join(name)).ok()?, *version))
+        });
+        let (template, version) = there.unwrap_or_else(|| (BASE.into(), known[0].1));
+        Ok(fs::write(self.config_file(), template.replace(BASE, &self.base(version)))?)
+    }
+
+    /// Their own template, filled in.
+    fn base(&self, version: u8) -> String {
+        let [dir, store, folder] =
+            [self.dir, self.store, &self.folder()].map(|path| path.display().to_string());
+        let imports = match (self.imports && self.line == Line::V2, version) {
+            (false, _) => String::new(),
+            (true, 2) => format!("imports = [\"{folder}/config.toml.d/*.toml\"]\n"),
+            (true, _) => format!("imports = [\"{folder}/config-v3.toml.d/*.toml\"]\n"),
+        };
+        let cri = "io.containerd.grpc.v1.cri";
+        let sandbox = image::PAUSE;
+        // In version 2 all of CRI is one table.
+        let (runtime, open, images) = match version {
+            2 => (cri, format!("sandbox_image = \"{sandbox}\""), String::new()),
+            _ => {
+                let (runtime, images) =
+                    ("io.containerd.cri.v1.runtime", "io.containerd.cri.v1.images");
+                let pinned =
+                    format!("[plugins.'{images}'.pinned_images]\nsandbox = \"{sandbox}\"\n");
+                (runtime, format!("[plugins.'{runtime}']"), pinned)
+            }
+        };
+        format!(
+            r#"# Written anew at each start.
+version = {version}
+{imports}root = "{store}/containerd"
+state = "{dir}/state"
+[grpc]
+address = "{dir}/containerd.sock"
+[debug]
+level = "info"
+[plugins.'io.containerd.internal.v1.opt']
+path = "{store}/opt"
+[plugins.'io.containerd.nri.v1.nri']
+disable = true
+[plugins.'{cri}']
+stream_server_address = "127.0.0.1"
+stream_server_port = "10010"
+{open}
+enable_selinux = false
+enable_unprivileged_ports = true
+enable_unprivileged_icmp = true
+restrict_oom_score_adj = true
+[plugins.'{runtime}'.cni]
+bin_dir = "{dir}/cni/bin"
+conf_dir = "{dir}/cni/net.d"
+{images}[plugins.'{runtime}'.containerd.runtimes.runc]
+runtime_type = "io.containerd.runc.v2"
+[plugins.'{runtime}'.containerd.runtimes.runc.options]
+SystemdCgroup = false
+[plugins.'{runtime}'.containerd.runtimes.'nvidia']
+runtime_type = "io.containerd.runc.v2"
+[plugins.'{runtime}'.containerd.runtimes.'nvidia'.options]
+BinaryName = "{dir}/{NVIDIA}"
+SystemdCgroup = false
+"#
+        )
+    }
+
+    /// How they start it: found in PATH, in the cgroup of their unit.
+    pub fn argv(&self) -> Result<Vec<String>> {
+        let unit = self.cgroup();
+        fs::create_dir_all(&unit).with_context(|| format!("cannot make {}", unit.display()))?;
+        let [procs, config] =
+            [unit.join("cgroup.procs"), self.config_file()].map(|path| path.display().to_string());
+        let [dir, store] = [self.dir, self.store].map(|path| path.display().to_string());
+        let enter = "echo $$ > \"$0\" && exec \"$@\"";
+        let mut argv =
+            ["sh", "-c", enter, &procs, "containerd", "-c", &config].map(str::to_owned).to_vec();
+        argv.extend(["-a".into(), format!("{dir}/containerd.sock")]);
+        argv.extend(["--state".into(), format!("{dir}/state")]);
+        argv.extend(["--root".into(), format!("{store}/containerd")]);
+        Ok(argv)
+    }
+
+    fn cgroup(&self) -> PathBuf {
+        let named = PathBuf::from("/sys/fs/cgroup/systemd");
+        let root = if named.is_dir() { named } else { "/sys/fs/cgroup".into() };
+        root.join(cgroup_parent(self.dir)).join(format!("{UNIT}.service"))
+    }
+
+    /// When rke2's unit has stopped it ends what is left in its cgroup and is listed with its
+    /// process id before the word containerd or kubelet: no shim must look so.
+    pub fn stopped(&self) -> Result<()> {
+        let pids = fs::read_to_string(self.cgroup().join("cgroup.procs"))?;
+        for pid in pids.lines() {
+            // One that has ended meanwhile is no matter.
+            let Ok(raw) = fs::read(format!("/proc/{pid}/cmdline")) else { continue };
+            let line = format!("{pid} {}", String::from_utf8_lossy(&raw).replace('\0', " "));
+            if ["containerd", "kubelet"].iter().any(|word| is_listed(&line, word)) {
+                bail!("rke2 would end a process that is not containerd: {line}");
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A number, a blank, and the word.
+fn is_listed(line: &str, word: &str) -> bool {
+    let digit = |at: usize| line[..at].ends_with(|last: char| last.is_ascii_digit());
+    line.match_indices(&format!(" {word}")).any(|(at, _)| digit(at))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_listed;
+
+    #[test]
+    fn what_is_started_by_its_name_alone_is_listed() {
+        assert!(is_listed("7 containerd -c /a", "containerd"));
+        assert!(is_listed("7 containerd-shim-x -id 1", "containerd"));
+        assert!(!is_listed("7 /usr/bin/containerd-shim-x -id a containerd", "containerd"));
+    }
+}
