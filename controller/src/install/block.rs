@@ -92,7 +92,8 @@ pub fn text(
         let options = handler.remove("options");
         let _ = writeln!(text, "[{place}]");
         text.push_str(&toml::to_string(&handler).map_err(copy)?);
-        if let Some(Value::Table(options)) = options.filter(|o| !is_default(o)) {
+        // Of the others even what says nothing: without it containerd 1.x tells another configuration.
+        if let Some(Value::Table(options)) = options {
             let _ = writeln!(text, "[{place}.options]");
             text.push_str(&toml::to_string(&options).map_err(copy)?);
         }
@@ -263,6 +264,16 @@ BinaryName = "/usr/bin/nvidia-container-runtime"
         let handlers = cri(&after).unwrap()["runtimes"].as_table().unwrap();
         assert_eq!(handlers["runc"]["runtime_type"].as_str(), Some("io.containerd.runc.v2"));
         assert_eq!(handlers["affinode"]["options"]["SystemdCgroup"].as_bool(), Some(true));
+    }
+
+    /// Debian's file names none, and its containerd tells all options of runc, each empty.
+    #[test]
+    fn a_handler_that_it_would_lose_keeps_options_that_say_nothing() {
+        let dump = table(&V2.replace("= true", "= false"));
+        let text = text(&dump, &table("version = 2"), 2, "affinode", SHIM.as_ref()).unwrap();
+        let (before, after) = (cri(&dump).unwrap(), table(&text));
+        assert_eq!(cri(&after).unwrap()["runtimes"]["runc"], before["runtimes"]["runc"]);
+        assert!(cri(&after).unwrap()["runtimes"]["affinode"].get("options").is_none());
     }
 
     #[test]
