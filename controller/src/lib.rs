@@ -37,6 +37,7 @@ pub mod observe;
 pub mod report;
 pub mod schema;
 pub mod simulate;
+pub mod sockets;
 mod sys;
 pub mod wishes;
 

@@ -1,7 +1,11 @@
 //! The one place of this crate with unsafe code.
 #![allow(unsafe_code)]
 
-use std::{io, os::fd::OwnedFd};
+use std::{
+    io,
+    os::fd::{FromRawFd, OwnedFd},
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 use tokio::io::{Interest, unix::AsyncFd};
 
@@ -13,6 +17,22 @@ pub fn watch_readable(descriptor: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     // SAFETY: an `OwnedFd` names one open description for as long as it lives; `AsyncFd`
     // owns it, hands out no way to replace it, and takes it off the poll set before the drop.
     Ok(unsafe { AsyncFd::register_with_interest(descriptor, Interest::READABLE) }?)
+}
+
+/// The descriptors that systemd kept for this process, with their names; nothing when they were
+/// asked for before.
+///
+/// # Errors
+/// What systemd says of them makes no sense.
+pub fn handed_over() -> io::Result<Vec<(String, OwnedFd)>> {
+    static TAKEN: AtomicBool = AtomicBool::new(false);
+    if TAKEN.swap(true, Ordering::Relaxed) {
+        return Ok(Vec::new());
+    }
+    let descriptors = sd_notify::listen_fds_with_names()?;
+    // SAFETY: systemd says by LISTEN_PID that it opened these for this very process; they were
+    // just seen to be open, nothing else here knows of them, and they are taken once.
+    Ok(descriptors.map(|(fd, name)| (name, unsafe { OwnedFd::from_raw_fd(fd) })).collect())
 }
 
 /// Whether the kernel wipes marked memory in a forked child (MADV_WIPEONFORK).

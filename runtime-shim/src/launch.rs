@@ -152,7 +152,12 @@ pub fn launch() -> Result<(), LaunchError> {
     // Best effort: where it fails, the controller lives where the shim does.
     let _ = cgroup::make_and_join(CGROUP, std::process::id());
     let program = installed(std::env::current_exe().ok());
-    Command::new(program).arg("controller").spawn().map(drop).map_err(LaunchError::Spawn)
+    let mut controller = Command::new(program);
+    // It is containerd's unit that has this from systemd; the controller belongs to none.
+    for name in ["NOTIFY_SOCKET", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"] {
+        controller.env_remove(name);
+    }
+    controller.arg("controller").spawn().map(drop).map_err(LaunchError::Spawn)
 }
 
 #[cfg(test)]

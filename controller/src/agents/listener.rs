@@ -2,10 +2,7 @@
 
 use std::{
     fs, io,
-    os::{
-        fd::AsRawFd,
-        unix::{fs::PermissionsExt, net},
-    },
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -22,7 +19,10 @@ use tokio::{
 };
 
 use super::{AgentMail, budget::Budgets, connection, hint_pipe::HintPipe};
-use crate::core::{Key, ProcessId};
+use crate::{
+    core::{Key, ProcessId},
+    sockets::Sockets,
+};
 
 /// Connections of one container at a time, those without a Hello included.
 pub(super) const MAX_CONNECTIONS: usize = 512;
@@ -36,12 +36,14 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Binds the socket in the folder that the container sees, replacing an old one.
+    /// Listens at the socket in the folder that the container sees, replacing an old one that
+    /// nobody kept.
     /// `owner`: the user whose processes alone, beside root's, may connect.
     ///
     /// # Errors
     /// The folder or socket cannot be made.
     pub fn open(
+        sockets: &mut Sockets,
         run_dir: &Path,
         key: &Key,
         owner: Option<u32>,
@@ -50,18 +52,7 @@ impl Listener {
     ) -> io::Result<Listener> {
         let folder = run_dir.join(paths::CONTAINERS_DIR).join(key.as_str()).join(paths::MOUNT_DIR);
         fs::create_dir_all(&folder)?;
-        let socket = folder.join(paths::AGENT_SOCKET);
-        match fs::remove_file(&socket) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-            _ => {}
-        }
-        // By way of the folder's descriptor: a socket address holds 107 bytes, a run directory more.
-        let opened = fs::File::open(&folder)?;
-        let address = format!("/proc/self/fd/{}/{}", opened.as_raw_fd(), paths::AGENT_SOCKET);
-        let listener = net::UnixListener::bind(address)?;
-        fs::set_permissions(&socket, fs::Permissions::from_mode(0o666))?;
-        listener.set_nonblocking(true)?;
-        let listener = UnixListener::from_std(listener)?;
+        let listener = UnixListener::from_std(sockets.listen(&Self::socket(key), 0o666)?)?;
         let hints = HintPipe::make(&folder.join(paths::HINT_PIPE))
             .inspect_err(|error| tracing::warn!(%key, %error, "the container cannot give hints"));
         Ok(Listener {
@@ -73,6 +64,13 @@ impl Listener {
 }
 
 impl Listener {
+    /// Its socket below the run directory.
+    #[must_use]
+    pub fn socket(key: &Key) -> String {
+        let (containers, mount) = (paths::CONTAINERS_DIR, paths::MOUNT_DIR);
+        format!("{containers}/{key}/{mount}/{}", paths::AGENT_SOCKET)
+    }
+
     /// Lets the container read on which GPUs somebody waits for VRAM: a line for each.
     ///
     /// # Errors

@@ -19,6 +19,7 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use tokio::sync::mpsc;
 
 use super::*;
+use crate::sockets::Sockets;
 
 fn page() -> OwnedFd {
     let fd = rustix::fs::memfd_create("page", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
@@ -193,8 +194,15 @@ async fn the_listener_replaces_a_stale_socket_and_lets_everybody_connect() {
     let (sender, mut mail) = mpsc::channel(8);
     let numbers = Arc::new(std::sync::atomic::AtomicU64::new(1));
     for _ in 0..2 {
-        let listener =
-            Listener::open(&deep, &key, None, Arc::clone(&numbers), sender.clone()).unwrap();
+        let listener = Listener::open(
+            &mut Sockets::take(&deep),
+            &deep,
+            &key,
+            None,
+            Arc::clone(&numbers),
+            sender.clone(),
+        )
+        .unwrap();
         let folder = deep.join("containers").join(key.as_str()).join("mount");
         let opened = File::open(&folder).unwrap();
         let address =
@@ -212,8 +220,15 @@ async fn a_container_has_so_many_connections_and_gets_them_back() {
     let key = Key::parse(&"0".repeat(32)).unwrap();
     let (sender, mut mail) = mpsc::channel(8);
     let numbers = Arc::new(std::sync::atomic::AtomicU64::new(1));
-    let _listener =
-        Listener::open(run_dir.path(), &key, None, Arc::clone(&numbers), sender).unwrap();
+    let _listener = Listener::open(
+        &mut Sockets::take(run_dir.path()),
+        run_dir.path(),
+        &key,
+        None,
+        Arc::clone(&numbers),
+        sender,
+    )
+    .unwrap();
     let socket = run_dir.path().join("containers").join(key.as_str()).join("mount/agent.sock");
     // They say nothing; those beyond the number see the end of their connection.
     let connect = || tokio::net::UnixStream::connect(&socket);

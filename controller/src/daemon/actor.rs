@@ -37,7 +37,9 @@ use crate::{
     },
     jobs,
     journal::{Journal, Unclaimed},
-    report, wishes,
+    report,
+    sockets::{self, Sockets},
+    wishes,
 };
 
 /// Mail that may wait for the actor; senders wait then, each on its own socket.
@@ -86,6 +88,7 @@ pub(super) struct Actor {
     pub(super) node: Node,
     pub(super) config: Config,
     pub(super) run_dir: PathBuf,
+    sockets: Sockets,
     agents: HashMap<ProcessId, Agent>,
     pub(super) listeners: HashMap<Key, Listener>,
     numbers: Arc<AtomicU64>,
@@ -113,7 +116,8 @@ pub(super) struct Actor {
     dashboard: String,
 }
 
-/// Serves until a signal, or until no container was left for a while.
+/// Serves until a signal or, where nobody supervises it and no jobs are taken, until no container
+/// was left for a while.
 pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), DaemonError> {
     let file = |what, path: PathBuf| move |source| DaemonError::File { what, path, source };
     let folder = run_dir.join(paths::JOURNAL_DIR);
@@ -139,6 +143,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         node: Node::new(config.settings()),
         config,
         run_dir: run_dir.clone(),
+        sockets: Sockets::take(&run_dir),
         agents: HashMap::new(),
         listeners: HashMap::new(),
         numbers: Arc::new(AtomicU64::new(1)),
@@ -179,14 +184,19 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     actor.dashboard.clone_from(&show.dashboard);
     let prices = actor.config.report.clone();
     let takes_jobs = actor.config.jobs.enabled;
+    let stays = takes_jobs || sockets::supervised();
     if takes_jobs {
         let socket = run_dir.join(jobs::SOCKET);
-        jobs::serve(&run_dir, calls.clone()).map_err(file("cannot bind", socket))?;
+        let listener = actor.sockets.listen(jobs::SOCKET, 0o666);
+        let served = listener.and_then(|listener| jobs::serve(listener, calls.clone()));
+        served.map_err(file("cannot bind", socket))?;
     }
-    let _api = api::serve(&run_dir, calls, events, hub, show.history.clone(), prices).await?;
+    let (sockets, history) = (&mut actor.sockets, show.history.clone());
+    let _api = api::serve(sockets, &run_dir, calls, events, hub, history, prices).await?;
     let mut terminate = signal(SignalKind::terminate()).map_err(DaemonError::Runtime)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(DaemonError::Runtime)?;
     tracing::info!(run_dir = %run_dir.display(), version = env!("CARGO_PKG_VERSION"), "controller is ready");
+    sockets::tell_ready("serves this node");
     let mut next_tick = tokio::time::Instant::now();
     loop {
         tokio::select! {
@@ -197,7 +207,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
             Some(call) = from_api.recv() => actor.call(call),
             () = tokio::time::sleep_until(next_tick) => {
                 actor.tick();
-                if !takes_jobs && actor.is_unused() {
+                if !stays && actor.is_unused() {
                     tracing::info!("no container for {} s: done", LINGER.as_secs());
                     break;
                 }
@@ -473,9 +483,10 @@ impl Actor {
             let owner = self.job_users.get(&key).copied();
             let (numbers, mail) = (Arc::clone(&self.numbers), self.mail.clone());
             let listener =
-                Listener::open(&self.run_dir, &key, owner, numbers, mail).map_err(|e| {
-                    format!("cannot make the socket of container {}: {e}", announcement.id)
-                })?;
+                Listener::open(&mut self.sockets, &self.run_dir, &key, owner, numbers, mail)
+                    .map_err(|e| {
+                        format!("cannot make the socket of container {}: {e}", announcement.id)
+                    })?;
             // Its programs find the notice from their first moment on.
             if let Err(error) = listener.tell_pressure(self.node.pressed().iter()) {
                 tracing::warn!(%key, %error, "the container cannot be told of pressure");
@@ -534,9 +545,12 @@ impl Actor {
         for key in useless {
             self.carry_out(Effect::Journal(key, None));
         }
-        for key in self.sweep.gone(self.node.deserted(process::lives)) {
-            self.withdraw(key.clone());
-            self.sweep.remove_folder(&key);
+        if let Some(gone) = self.sweep.gone(self.node.deserted(process::lives)) {
+            for key in gone {
+                self.withdraw(key.clone());
+                self.sweep.remove_folder(&key);
+            }
+            self.sockets.tidy();
         }
     }
 
@@ -548,6 +562,7 @@ impl Actor {
         }
         self.job_users.remove(&key);
         self.listeners.remove(&key);
+        self.sockets.forget(&Listener::socket(&key));
         self.feed(Input::Withdrawn(key));
     }
 }

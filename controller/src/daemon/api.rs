@@ -1,6 +1,6 @@
 //! The control API on `<run dir>/control.sock`: translates calls for the actor.
 
-use std::{fs, io, os::unix::net, path::Path, sync::Arc, time::Duration};
+use std::{path::Path, sync::Arc, time::Duration};
 
 use affinode_proto::{
     api::{
@@ -17,7 +17,6 @@ use affinode_proto::{
     paths,
 };
 use async_trait::async_trait;
-use nix::sys::stat::{Mode, umask};
 use tokio::{
     net::UnixListener,
     sync::{mpsc, oneshot},
@@ -31,6 +30,7 @@ use crate::{
     core::{Request, hints::Hint},
     history::{History, StoreError},
     report, schema,
+    sockets::Sockets,
 };
 
 /// The longest that a reader of events may wait.
@@ -50,8 +50,9 @@ struct Api {
     prices: ReportSection,
 }
 
-/// Binds the socket, for root alone, and serves.
+/// Listens at the socket, for root alone, and serves.
 pub(super) async fn serve(
+    sockets: &mut Sockets,
     run_dir: &Path,
     calls: mpsc::Sender<Call>,
     events: Arc<EventLog>,
@@ -60,7 +61,8 @@ pub(super) async fn serve(
     prices: ReportSection,
 ) -> Result<Server, DaemonError> {
     let path = run_dir.join(paths::CONTROL_SOCKET);
-    let listener = bind(&path).map_err(|source| DaemonError::File {
+    let bound = sockets.listen(paths::CONTROL_SOCKET, 0o600).and_then(UnixListener::from_std);
+    let listener = bound.map_err(|source| DaemonError::File {
         what: "cannot bind",
         path: path.clone(),
         source,
@@ -69,19 +71,6 @@ pub(super) async fn serve(
     let mut server = Server::new().add_listener(Listener::from(listener)).register_service(service);
     server.start().await.map_err(|source| DaemonError::Serve { path, source })?;
     Ok(server)
-}
-
-fn bind(path: &Path) -> io::Result<UnixListener> {
-    match fs::remove_file(path) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-        _ => {}
-    }
-    let before = umask(Mode::from_bits_truncate(0o177));
-    let bound = net::UnixListener::bind(path);
-    umask(before);
-    let listener = bound?;
-    listener.set_nonblocking(true)?;
-    UnixListener::from_std(listener)
 }
 
 fn failed(code: ttrpc::Code, text: impl Into<String>) -> ttrpc::Error {

@@ -2,7 +2,8 @@
 //!
 //! Startup: lock, configuration, journal, control socket; then one task drives the
 //! core ([`actor`]). Death at any moment is fine: shims start the next one and announce
-//! their containers again, agents connect again and say where they stand.
+//! their containers again, agents connect again and say where they stand. A unit of systemd's
+//! waits for the lock, where a shim's controller holds it.
 
 mod actor;
 mod api;
@@ -35,7 +36,7 @@ use affinode_proto::paths;
 
 use crate::{
     config::{Config, ConfigError},
-    report,
+    report, sockets,
 };
 
 /// Exit status for a bad configuration, as `sysexits.h` has it for bad usage.
@@ -116,8 +117,9 @@ fn raise_descriptors() {
     }
 }
 
-/// The lock of the node, or nothing when another controller holds it. Held until the
-/// process ends, however it ends.
+/// The lock of the node, or nothing when another controller holds it; whoever is supervised
+/// waits for its turn instead, and can be ended meanwhile. Held until the process ends, however it
+/// ends.
 fn lock(run_dir: &Path) -> Result<Option<nix::fcntl::Flock<File>>, DaemonError> {
     let path = run_dir.join(paths::CONTROLLER_LOCK);
     let fail = |what, path: &Path| {
@@ -136,6 +138,13 @@ fn lock(run_dir: &Path) -> Result<Option<nix::fcntl::Flock<File>>, DaemonError> 
         .map_err(fail("cannot open", &path))?;
     match nix::fcntl::Flock::lock(file, nix::fcntl::FlockArg::LockExclusiveNonblock) {
         Ok(lock) => Ok(Some(lock)),
+        Err((file, nix::errno::Errno::EWOULDBLOCK)) if sockets::supervised() => {
+            tracing::info!("another controller serves {}: this one is the next", run_dir.display());
+            sockets::tell_ready("another controller serves this node: waits for its end");
+            nix::fcntl::Flock::lock(file, nix::fcntl::FlockArg::LockExclusive)
+                .map(Some)
+                .map_err(|(_, errno)| fail("cannot lock", &path)(errno.into()))
+        }
         Err((_, nix::errno::Errno::EWOULDBLOCK)) => Ok(None),
         Err((_, errno)) => Err(fail("cannot lock", &path)(errno.into())),
     }

@@ -29,12 +29,15 @@ impl Sweep {
 
     /// Which of `deserted` (containers without processes, and their bundles) are gone;
     /// nothing when it is not time to look.
-    pub fn gone<'a>(&mut self, deserted: impl Iterator<Item = (&'a Key, &'a str)>) -> Vec<Key> {
+    pub fn gone<'a>(
+        &mut self,
+        deserted: impl Iterator<Item = (&'a Key, &'a str)>,
+    ) -> Option<Vec<Key>> {
         if self.last.elapsed() < INTERVAL {
-            return Vec::new();
+            return None;
         }
         self.last = Instant::now();
-        gone(deserted)
+        Some(gone(deserted))
     }
 
     /// Removes what is left of a container in the run directory.

@@ -1,13 +1,7 @@
 //! The socket that takes jobs: a line of JSON in, a line out. Everybody may knock; who it is
 //! the kernel says.
 
-use std::{
-    io,
-    os::unix::{fs::PermissionsExt, net},
-    path::Path,
-    sync::Arc,
-    time::Duration,
-};
+use std::{io, os::unix::net, sync::Arc, time::Duration};
 
 use tokio::{
     io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader},
@@ -30,16 +24,11 @@ const AT_A_TIME: usize = 16;
 /// Takes jobs until the task is aborted.
 ///
 /// # Errors
-/// The socket cannot be made.
-pub fn serve(run_dir: &Path, calls: mpsc::Sender<Call>) -> io::Result<tokio::task::AbortHandle> {
-    let path = run_dir.join(SOCKET);
-    match std::fs::remove_file(&path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
-    let listener = net::UnixListener::bind(&path)?;
-    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666))?;
-    listener.set_nonblocking(true)?;
+/// The runtime cannot watch the socket.
+pub fn serve(
+    listener: net::UnixListener,
+    calls: mpsc::Sender<Call>,
+) -> io::Result<tokio::task::AbortHandle> {
     let listener = UnixListener::from_std(listener)?;
     Ok(tokio::spawn(accept(listener, calls)).abort_handle())
 }

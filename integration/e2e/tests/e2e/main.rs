@@ -28,6 +28,7 @@ mod rancher;
 mod recovery;
 mod restore_policy;
 mod spec;
+mod unit;
 mod user_namespaces;
 mod ways;
 
