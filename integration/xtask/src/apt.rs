@@ -76,21 +76,11 @@ pub fn unpack_own(package: &str, target: &Path) -> Result<()> {
 impl Suites {
     /// Fetches the indexes of `suites` from the mirror that serves `codename` to this machine.
     pub fn open(folder: &Path, codename: &str, suites: &[&str]) -> Result<Self> {
-        let source = machine_sources()?
-            .into_iter()
-            .find(|source| source.suites.iter().any(|suite| suite == codename))
-            .with_context(|| {
-                format!("no entry for {codename} in /etc/apt/sources.list or sources.list.d")
-            })?;
+        let source = serving(codename)?;
         for sub in ["lists/partial", "cache/archives/partial"] {
             std::fs::create_dir_all(folder.join(sub))?;
         }
-        let signed_by =
-            source.signed_by.map(|key| format!("[signed-by={key}] ")).unwrap_or_default();
-        let text: String = suites
-            .iter()
-            .map(|suite| format!("deb {signed_by}{} {suite} main\n", source.uri))
-            .collect();
+        let text: String = suites.iter().map(|suite| source.line(suite) + "\n").collect();
         std::fs::write(folder.join("sources.list"), text)?;
         let opened = Self { folder: folder.to_path_buf() };
         sh::read(opened.apt("apt-get").arg("update"))
@@ -149,6 +139,28 @@ impl Suites {
             "-oAPT::Update::Error-Mode=any".into(),
         ]);
         command
+    }
+}
+
+/// A line of sources.list for the suite that the machine itself is of.
+pub fn source_line(codename: &str) -> Result<String> {
+    Ok(serving(codename)?.line(codename))
+}
+
+/// What serves that suite to this machine.
+fn serving(codename: &str) -> Result<Source> {
+    machine_sources()?
+        .into_iter()
+        .find(|source| source.suites.iter().any(|suite| suite == codename))
+        .with_context(|| {
+            format!("no entry for {codename} in /etc/apt/sources.list or sources.list.d")
+        })
+}
+
+impl Source {
+    fn line(&self, suite: &str) -> String {
+        let signed = self.signed_by.as_ref().map(|key| format!("[signed-by={key}] "));
+        format!("deb {}{} {suite} main", signed.unwrap_or_default(), self.uri)
     }
 }
 

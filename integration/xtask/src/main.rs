@@ -24,6 +24,7 @@ mod runc;
 mod say;
 mod sh;
 mod suite;
+mod systemd;
 
 #[derive(Parser)]
 #[command(name = "cargo xtask", about = "Build, test and show Affinode")]
@@ -68,6 +69,9 @@ enum Task {
     GpuKit(kit::Options),
     /// Make .deb, .rpm, container image, bill of materials and checksums; --check installs them.
     Package(package::Options),
+    /// Boot a real systemd, and show installation, the controller's unit, systemd-run and Slurm
+    /// (needs root, Debian).
+    Systemd(systemd::Options),
     /// Run all tests of this machine (needs root).
     Test(suite::Options),
 }
@@ -88,6 +92,7 @@ fn main() -> ExitCode {
         Task::Matrix(options) => matrix::run(&options),
         Task::GpuKit(options) => kit::pack(&options),
         Task::Package(options) => package::run(&options),
+        Task::Systemd(options) => systemd::run(&options),
         Task::Test(options) => suite::run(&options),
     };
     match result {

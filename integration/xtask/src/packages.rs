@@ -19,10 +19,15 @@ const NEEDED: [(&str, &str); 8] = [
     ("/usr/include/stdio.h", "libc6-dev"),
 ];
 
-/// Installs with apt what is missing. Does nothing when nothing is.
+/// Installs with apt what is missing of what every command needs.
 pub fn install_missing() -> Result<()> {
+    install(&NEEDED)
+}
+
+/// Installs with apt what is missing of signs and packages. Does nothing when nothing is.
+pub fn install(needed: &[(&str, &str)]) -> Result<()> {
     let missing: Vec<&str> =
-        NEEDED.iter().filter(|(sign, _)| !is_there(sign)).map(|(_, package)| *package).collect();
+        needed.iter().filter(|(sign, _)| !is_there(sign)).map(|(_, package)| *package).collect();
     if missing.is_empty() {
         return Ok(());
     }

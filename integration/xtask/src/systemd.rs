@@ -1,0 +1,84 @@
+//! `cargo xtask systemd`: a real systemd, containerd's unit, the controller's unit, jobs by
+//! systemd-run and by Slurm, on a node of its own.
+//!
+//! ```text
+//! Debian's archive ──> tree ──copy──> node: systemd is process 1, own pid, mount, uts, ipc, network
+//!                                     and cgroup namespaces, loopback alone, simulated GPU
+//!                                       ──> steps ──> table ──> switched off, nothing is left
+//! ```
+//!
+//! A step passes when what it promises was seen: what it saw stands in its row. It stays out of
+//! CI: the first run fetches a Debian.
+
+mod controller;
+mod install;
+mod node;
+mod program;
+mod rows;
+mod slurm;
+mod tree;
+mod units;
+
+use anyhow::{Result, bail};
+use clap::Args;
+use nix::unistd::Uid;
+
+use self::{
+    controller::Controller, install::Install, node::Node, rows::Rows, slurm::Slurm, units::Units,
+};
+use crate::{build, deps, say};
+
+/// How to print what was seen.
+#[derive(Args)]
+pub struct Options {
+    /// Print JSON instead of a table.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs all of it, prints the table, and fails when a step did.
+pub fn run(options: &Options) -> Result<()> {
+    if !Uid::effective().is_root() {
+        bail!("a node has namespaces and cgroups of its own: run as root");
+    }
+    deps::own()?;
+    let artifacts = build::all(build::Profile::Dev)?;
+    let base = tree::base(&artifacts)?;
+    say::step("Booting a node");
+    let node = Node::boot(&artifacts, &base)?;
+    let mut rows = Rows::new(node.sh("systemctl --version | head -1; uname --kernel-release")?);
+    if let Err(error) = all(&node, &mut rows) {
+        say::note(&format!("{error:#}"));
+        say::note(&node.log());
+    }
+    rows.part("the node's end", &[("`systemctl poweroff`", end)], &mut Some(node));
+    match options.json {
+        true => say::out(&serde_json::to_string_pretty(&rows)?),
+        false => say::out(&rows.to_string()),
+    }
+    match rows.failures() {
+        0 => Ok(()),
+        failed => bail!("{failed} steps failed"),
+    }
+}
+
+/// All parts; what a part needs of one before it must have held.
+fn all(node: &Node, rows: &mut Rows) -> Result<()> {
+    let holds = |held: bool, part: &str| match held {
+        true => Ok(()),
+        false => bail!("a step of {part} failed; the node's log:"),
+    };
+    let mut install = Install::new(node)?;
+    holds(rows.part("containerd's unit", &install::steps(), &mut install), "the installation")?;
+    let mut controller = Controller::new(node)?;
+    let held = rows.part("the controller's unit", &controller::steps(), &mut controller);
+    holds(held, "the controller's unit")?;
+    let mut units = Units::new(node)?;
+    holds(rows.part("`systemd-run`", &units::steps(), &mut units), "systemd-run")?;
+    let mut slurm = Slurm::new(node)?;
+    holds(rows.part("Slurm", &slurm::steps(), &mut slurm), "Slurm")
+}
+
+fn end(node: &mut Option<Node>) -> Result<String> {
+    node.take().map_or_else(|| Ok(String::new()), Node::end)
+}

@@ -1,0 +1,266 @@
+//! The controller as a unit: what its death, its restart and its end do to who is away.
+
+use std::{fs, time::Instant};
+
+use affinode_e2e::until::until;
+use anyhow::{Context, Result, ensure};
+
+use super::{
+    install::{INSTALL, ctr_run},
+    node::Node,
+    program::Program,
+    rows::Step,
+    units::gone,
+};
+
+/// The steps, in order.
+pub fn steps<'a>() -> [Step<Controller<'a>>; 11] {
+    [
+        ("`systemctl enable --now affinode-controller`", enable),
+        ("`kill -9`, a job is away", kill_with_job),
+        ("the same, without the descriptor store", kill_without_store),
+        ("`affinode run` while there is no controller", run_meanwhile),
+        ("`kill -9`, a container is away, too", kill_with_both),
+        ("`systemctl restart`, both are away", restart),
+        ("`systemctl stop`, both are away", stop),
+        ("`systemctl start`, while a shim's controller serves", start),
+        ("that one ends", shims_ends),
+        ("both end, their sockets leave the store", end),
+        ("`uninstall`, then it dies", uninstalled),
+    ]
+}
+/// Its unit.
+pub const UNIT: &str = "affinode-controller";
+/// How often it is killed for a row.
+const KILLS: usize = 3;
+/// Sockets of the controller's own.
+const OWN_SOCKETS: usize = 2;
+
+/// A node with the unit, a container, and a job that is a unit itself.
+pub struct Controller<'a> {
+    node: &'a Node,
+    container: Program,
+    job: Program,
+}
+
+impl<'a> Controller<'a> {
+    /// On a node where Affinode is installed.
+    pub fn new(node: &'a Node) -> Result<Self> {
+        let prepare = |name| Program::prepare(node, name);
+        Ok(Self { node, container: prepare("box")?, job: prepare("serve")? })
+    }
+
+    fn both_go_out(&self) -> Result<()> {
+        for name in [self.container.name, self.job.name] {
+            self.node.move_out(name)?;
+        }
+        self.node.wait_gpu_empty()
+    }
+
+    fn both_verify(&mut self) -> Result<()> {
+        self.container.verify()?;
+        self.job.verify()
+    }
+
+    /// Waits until another controller than that serves.
+    fn another_than(&self, old: i32) -> Result<i32> {
+        until("another controller", || {
+            let pid = self.node.cli().ps_now().map(|node| node.controller_pid).ok();
+            Ok(pid.filter(|pid| *pid != old))
+        })
+    }
+}
+
+/// A job in a transient unit of systemd's, with a limit of memory.
+pub fn systemd_run(program: &Program, memory_max: &str) -> String {
+    let name = program.name;
+    format!(
+        "systemd-run --quiet --unit {name} --property MemoryMax={memory_max} \
+         affinode run --name {name} -- {}",
+        program.command()
+    )
+}
+
+/// The process of the controller that serves, and of the unit.
+fn serving(node: &Node) -> Result<(i32, i32)> {
+    let unit = node.property(UNIT, "MainPID")?;
+    Ok((node.cli().ps()?.controller_pid, unit.parse()?))
+}
+
+/// Demands that the unit's controller serves: its process.
+fn unit_serves(node: &Node) -> Result<i32> {
+    until("the unit's controller to serve", || {
+        let (serving, unit) = serving(node)?;
+        Ok((serving == unit).then_some(unit))
+    })
+}
+
+fn enable(controller: &mut Controller<'_>) -> Result<String> {
+    let node = controller.node;
+    node.sh(&format!("systemctl enable --now {UNIT}"))?;
+    let said = node.sh(&format!("systemctl is-active {UNIT}; systemctl is-enabled {UNIT}"))?;
+    ensure!(said == "active\nenabled", "{said}");
+    let (serving, unit) = serving(node)?;
+    ensure!(serving == unit, "process {serving} serves, the unit's is {unit}");
+    node.sh(&systemd_run(&controller.job, "2G"))?;
+    controller.job.wait_filled()?;
+    Ok("active, enabled, its process serves".into())
+}
+
+/// Kills the controller while one is away, and calls that one, a few times: how long it waited.
+fn killed(node: &Node, program: &mut Program) -> Result<String> {
+    let mut waited = Vec::new();
+    for _ in 0..KILLS {
+        node.move_out(program.name)?;
+        let old = unit_serves(node)?;
+        node.sh(&format!("kill -9 {old}"))?;
+        let called = Instant::now();
+        program.verify()?;
+        waited.push(called.elapsed().as_millis().to_string());
+        ensure!(unit_serves(node)? != old, "process {old} was not killed");
+    }
+    let waited = waited.join(", ");
+    Ok(format!(
+        "called at once, every word as it was, after {waited} ms; the unit's next controller serves"
+    ))
+}
+
+fn kill_with_job(controller: &mut Controller<'_>) -> Result<String> {
+    killed(controller.node, &mut controller.job)
+}
+
+fn kill_without_store(controller: &mut Controller<'_>) -> Result<String> {
+    let node = controller.node;
+    let folder = format!("/etc/systemd/system/{UNIT}.service.d");
+    fs::create_dir_all(node.file(&folder))?;
+    let drop_in = node.file(&folder).join("no-store.conf");
+    fs::write(&drop_in, "[Service]\nFileDescriptorStoreMax=0\n")?;
+    let again =
+        format!("systemctl stop {UNIT} && systemctl daemon-reload && systemctl start {UNIT}");
+    node.sh(&again)?;
+    let stored = node.property(UNIT, "NFileDescriptorStore")?;
+    ensure!(stored == "0", "{stored} descriptors are stored");
+    let seen = killed(node, &mut controller.job)?;
+    let old = unit_serves(node)?;
+    let output = node.output(&format!("kill -9 {old} && affinode run -- true"))?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    let said = said.split(':').take(2).collect::<Vec<_>>().join(":");
+    unit_serves(node)?;
+    fs::remove_dir_all(node.file(&folder))?;
+    node.sh(&again)?;
+    stored_are(node, OWN_SOCKETS + 1)?;
+    Ok(format!("{seen}; a job that begins meanwhile: {:?} {said}", output.status.code()))
+}
+
+/// Waits until so many sockets are in the store.
+fn stored_are(node: &Node, number: usize) -> Result<()> {
+    let mut stored = String::new();
+    until(&format!("{number} sockets in the store"), || {
+        stored = node.property(UNIT, "NFileDescriptorStore")?;
+        Ok((stored == number.to_string()).then_some(()))
+    })
+    .with_context(|| format!("there are {stored}"))
+}
+
+fn run_meanwhile(controller: &mut Controller<'_>) -> Result<String> {
+    let node = controller.node;
+    let mut late = Program::prepare(node, "late")?;
+    let old = unit_serves(node)?;
+    let unit = format!("kill -9 {old} && {}", systemd_run(&late, "2G"));
+    node.sh(&unit)?;
+    late.wait_filled()?;
+    node.move_out(late.name)?;
+    late.verify()?;
+    node.sh("systemctl stop late")?;
+    Ok("it waited for the next controller, and is managed by it".into())
+}
+
+fn kill_with_both(controller: &mut Controller<'_>) -> Result<String> {
+    let node = controller.node;
+    node.sh(&ctr_run(&controller.container))?;
+    controller.container.wait_filled()?;
+    node.move_out(controller.job.name)?;
+    let seen = killed(node, &mut controller.container)?;
+    node.wait_for(controller.job.name, "Offloaded")?;
+    controller.job.verify()?;
+    Ok(format!("{seen}; the job that was away is so still, and as it was"))
+}
+
+fn restart(controller: &mut Controller<'_>) -> Result<String> {
+    controller.both_go_out()?;
+    let node = controller.node;
+    let old = unit_serves(node)?;
+    node.sh(&format!("systemctl restart {UNIT}"))?;
+    controller.another_than(old)?;
+    ensure!(unit_serves(node)? != old, "it was not restarted");
+    for name in [controller.container.name, controller.job.name] {
+        node.wait_for(name, "Offloaded")?;
+    }
+    controller.both_verify()?;
+    Ok("both are away still, and as they were; the unit's controller serves".into())
+}
+
+fn stop(controller: &mut Controller<'_>) -> Result<String> {
+    controller.both_go_out()?;
+    let node = controller.node;
+    let old = unit_serves(node)?;
+    node.sh(&format!("systemctl stop {UNIT}"))?;
+    controller.another_than(old)?;
+    let state = node.property(UNIT, "ActiveState")?;
+    ensure!(state == "inactive", "the unit is {state}");
+    for name in [controller.container.name, controller.job.name] {
+        node.wait_for(name, "Offloaded")?;
+    }
+    controller.both_verify()?;
+    Ok("the shim has started its own; both are away there, too, and as they were".into())
+}
+
+fn start(controller: &mut Controller<'_>) -> Result<String> {
+    let node = controller.node;
+    let (old, _) = serving(node)?;
+    node.sh(&format!("systemctl start {UNIT}"))?;
+    controller.both_go_out()?;
+    controller.both_verify()?;
+    ensure!(serving(node)?.0 == old, "another controller serves");
+    let (status, restarts) =
+        (node.property(UNIT, "StatusText")?, node.property(UNIT, "NRestarts")?);
+    ensure!(status.contains("waits for its end") && restarts == "0", "{status:?}, {restarts}");
+    Ok(status)
+}
+
+fn shims_ends(controller: &mut Controller<'_>) -> Result<String> {
+    controller.both_go_out()?;
+    let node = controller.node;
+    let (old, _) = serving(node)?;
+    node.sh(&format!("kill -9 {old}"))?;
+    unit_serves(node)?;
+    controller.both_verify()?;
+    Ok("the unit's controller serves, both are as they were".into())
+}
+
+fn end(controller: &mut Controller<'_>) -> Result<String> {
+    let (node, name, job) = (controller.node, controller.container.name, controller.job.name);
+    stored_are(node, OWN_SOCKETS + 2)?;
+    node.sh(&format!(
+        "systemctl stop {job}; ctr tasks delete --force {name}; ctr containers delete {name}"
+    ))?;
+    gone(node, job)?;
+    stored_are(node, OWN_SOCKETS)?;
+    Ok(format!("{} sockets were in the store, {OWN_SOCKETS} are", OWN_SOCKETS + 2))
+}
+
+fn uninstalled(controller: &mut Controller<'_>) -> Result<String> {
+    let node = controller.node;
+    node.sh("affinode uninstall")?;
+    let old = unit_serves(node)?;
+    node.sh(&format!("kill -9 {old}"))?;
+    until("systemd to give up", || {
+        Ok((node.property(UNIT, "ActiveState")? == "inactive").then_some(()))
+    })?;
+    let met = node.property(UNIT, "ConditionResult")?;
+    ensure!(met == "no", "the unit is inactive for another reason");
+    node.sh(INSTALL)?;
+    node.sh(&format!("systemctl start {UNIT}"))?;
+    unit_serves(node)?;
+    Ok("the unit is inactive, nothing is tried again; installed and started, it serves".into())
+}

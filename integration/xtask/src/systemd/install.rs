@@ -1,0 +1,189 @@
+//! An installation that restarts containerd through systemd, and takes it back.
+
+use affinode_e2e::snapshot::Snapshot;
+use anyhow::{Context, Result, ensure};
+
+use super::{
+    node::Node,
+    program::{MIB, Program},
+    rows::Step,
+};
+
+/// The steps, in order.
+pub fn steps<'a>() -> [Step<Install<'a>>; 9] {
+    [
+        ("systemd has booted", booted),
+        ("`install --restart-mode systemd`", install),
+        ("GPU container through ctr: offload", offload),
+        ("`systemctl restart containerd` while it is away", restart_containerd),
+        ("`uninstall`, the container runs", uninstall_is_refused),
+        ("`uninstall`", uninstall),
+        ("containerd's unit does not start with the handler", rolled_back),
+        ("containerd's unit fails once", rolled_back_once),
+        ("`install` again", reinstall),
+    ]
+}
+/// Installs the built files.
+pub const INSTALL: &str = "/opt/affinode/bin/affinode install --from /opt/affinode \
+                       --restart-mode systemd";
+/// A drop-in that keeps containerd from starting.
+const DROP_IN: &str = "/etc/systemd/system/containerd.service.d/fault.conf";
+/// Whether the handler is in containerd's file.
+const HAS_HANDLER: &str = "grep -q affinode /etc/containerd/config.toml";
+
+/// A node, and how its files were before.
+pub struct Install<'a> {
+    node: &'a Node,
+    before: Vec<Snapshot>,
+    program: Option<Program>,
+}
+
+impl<'a> Install<'a> {
+    /// On a node that has nothing of Affinode.
+    pub fn new(node: &'a Node) -> Result<Self> {
+        Ok(Self { node, before: files(node)?, program: None })
+    }
+
+    fn same_as_before(&self) -> Result<usize> {
+        let now = files(self.node)?;
+        self.before.iter().zip(&now).try_for_each(|(before, now)| before.same_as(now))?;
+        Ok(now.iter().map(Snapshot::count).sum())
+    }
+
+    /// Who runs containerd now.
+    fn containerd(&self) -> Result<String> {
+        self.node.property("containerd", "MainPID")
+    }
+
+    fn program(&mut self) -> Result<&mut Program> {
+        self.program.as_mut().context("no program was started")
+    }
+}
+
+/// All that an installation may write.
+fn files(node: &Node) -> Result<Vec<Snapshot>> {
+    ["/etc", "/usr/local"].iter().map(|folder| Snapshot::of(&node.file(folder))).collect()
+}
+
+/// The command that runs a GPU container with a program in it.
+pub fn ctr_run(program: &Program) -> String {
+    let mounts: String = [
+        ("/run/affinode-sim", "ro"),
+        ("/opt/affinode/clients", "ro"),
+        ("/usr/lib/x86_64-linux-gnu/libcuda.so.1", "ro"),
+        ("/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1", "ro"),
+        ("/srv/io", "rw"),
+    ]
+    .iter()
+    .map(|(path, how)| format!("--mount type=bind,src={path},dst={path},options=rbind:{how} "))
+    .collect();
+    format!(
+        "ctr run --detach --null-io --runtime io.containerd.affinode.v1 \
+         --env NVIDIA_VISIBLE_DEVICES=all {mounts} localhost/affinode/plain:1 {} {}",
+        program.name,
+        program.command()
+    )
+}
+
+fn booted(install: &mut Install<'_>) -> Result<String> {
+    let node = install.node;
+    let comm = node.sh("cat /proc/1/comm; systemctl is-active containerd")?;
+    ensure!(comm == "systemd\nactive", "{comm}");
+    let networks = node.sh("ls /sys/class/net")?;
+    ensure!(networks == "lo", "networks: {networks}");
+    let versions = node.sh("systemctl --version | head -1; containerd --version")?;
+    node.sh("ctr image import /srv/images.tar && rm /srv/images.tar")?;
+    Ok(format!("{versions}; containerd's unit is active; network: {networks}"))
+}
+
+fn done(install: &Install<'_>) -> Result<()> {
+    let before = install.containerd()?;
+    install.node.sh(INSTALL)?;
+    ensure!(install.containerd()? != before, "containerd was not restarted");
+    let status = install.node.sh("affinode status")?;
+    ensure!(status.contains("served by containerd"), "{status}");
+    let active = install.node.sh("systemctl is-active containerd")?;
+    ensure!(active == "active", "containerd's unit is {active}");
+    Ok(())
+}
+
+fn install(install: &mut Install<'_>) -> Result<String> {
+    done(install)?;
+    Ok("systemd runs another containerd; status: served by containerd".into())
+}
+
+fn offload(install: &mut Install<'_>) -> Result<String> {
+    let node = install.node;
+    let mut program = Program::prepare(node, "ctr")?;
+    node.sh(&ctr_run(&program))?;
+    program.wait_filled()?;
+    let row = node.move_out(program.name)?;
+    node.wait_gpu_empty()?;
+    install.program = Some(program);
+    ensure!(row.away_bytes >= MIB << 20, "{row:?}");
+    Ok(format!("{} is {}; NVML shows 0 in use", row.name, row.state))
+}
+
+fn restart_containerd(install: &mut Install<'_>) -> Result<String> {
+    let (node, before) = (install.node, install.containerd()?);
+    node.sh("systemctl restart containerd")?;
+    ensure!(install.containerd()? != before, "containerd was not restarted");
+    let name = install.program()?.name;
+    let tasks = node.sh("ctr tasks ls")?;
+    ensure!(tasks.contains("RUNNING"), "{tasks}");
+    node.wait_for(name, "Offloaded")?;
+    install.program()?.verify()?;
+    Ok("it runs, and is away; called, it finds every word as it was".into())
+}
+
+fn uninstall_is_refused(install: &mut Install<'_>) -> Result<String> {
+    let output = install.node.output("affinode uninstall")?;
+    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    ensure!(output.status.code() == Some(1) && said.contains("1 shim runs"), "{said}");
+    install.program()?.verify()?;
+    Ok(said)
+}
+
+fn uninstall(install: &mut Install<'_>) -> Result<String> {
+    let name = install.program.take().context("no program was started")?.name;
+    let node = install.node;
+    node.sh(&format!("ctr tasks delete --force {name}; ctr containers delete {name}"))?;
+    let before = install.containerd()?;
+    node.sh("affinode uninstall --drain 1m")?;
+    ensure!(install.containerd()? != before, "containerd was not restarted");
+    Ok(format!("{} files and folders byte for byte as before", install.same_as_before()?))
+}
+
+/// Installs where that cannot go well, by a drop-in that runs `check` before containerd.
+fn refused(install: &Install<'_>, check: &str) -> Result<String> {
+    let node = install.node;
+    let file = node.file(DROP_IN);
+    std::fs::create_dir_all(file.parent().context("a folder")?)?;
+    std::fs::write(&file, format!("[Service]\nExecStartPre=/bin/sh -c '{check}'\n"))?;
+    node.sh("systemctl daemon-reload")?;
+    let output = node.output(INSTALL)?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure!(output.status.code() == Some(1), "it went well: {said}");
+    std::fs::remove_dir_all(file.parent().context("a folder")?)?;
+    node.sh("systemctl daemon-reload")?;
+    let active = node.output("systemctl is-active containerd")?;
+    ensure!(active.status.success(), "containerd does not run");
+    node.sh("ctr version")?;
+    let count = install.same_as_before()?;
+    let said = said.lines().next().unwrap_or_default().trim_start_matches("affinode: ");
+    let said = said.split(':').next().unwrap_or_default();
+    Ok(format!("{said}; it is active, {count} files and folders as before"))
+}
+
+fn rolled_back(install: &mut Install<'_>) -> Result<String> {
+    refused(install, &format!("! {HAS_HANDLER}"))
+}
+
+fn rolled_back_once(install: &mut Install<'_>) -> Result<String> {
+    refused(install, "test -e /run/failed-once || ! : >/run/failed-once")
+}
+
+fn reinstall(install: &mut Install<'_>) -> Result<String> {
+    done(install)?;
+    Ok("served by containerd".into())
+}

@@ -1,0 +1,227 @@
+//! A node of its own: systemd as process 1, in namespaces and cgroups of its own, with no
+//! network but loopback. A keeper owns it: however the command ends, nothing of it is left.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+    time::Duration,
+};
+
+use affinode_e2e::{
+    artifacts::{Artifacts, workspace_dir},
+    cli::{Cli, ContainerRow},
+    image,
+    keeper::{Job, Keeper, Scope, cgroup_folders, cgroup_parent},
+    until::{until, until_within},
+};
+use anyhow::{Context, Result, bail, ensure};
+
+use super::tree;
+use crate::sh;
+
+/// How long a node may take to boot.
+const BOOT: Duration = Duration::from_secs(180);
+/// Longer than any command on the node needs, in seconds.
+const LIMIT: &str = "180";
+/// The user of the node that is not root.
+pub const USER: &str = "alice";
+
+const FILES: [(&str, &str); 7] = [
+    ("etc/systemd/system/affinode-sim-gpu.service", include_str!("files/affinode-sim-gpu.service")),
+    ("etc/affinode/config.toml", include_str!("files/config.toml")),
+    ("etc/slurm/slurm.conf", include_str!("files/slurm.conf")),
+    ("etc/slurm/gres.conf", include_str!("files/gres.conf")),
+    ("etc/slurm/cgroup.conf", include_str!("files/cgroup.conf")),
+    ("etc/hosts", "127.0.0.1 localhost node\n"),
+    ("etc/hostname", "node\n"),
+];
+
+/// A node that runs.
+pub struct Node {
+    keeper: Keeper,
+    dir: PathBuf,
+    pid: u32,
+    cli: Cli,
+}
+
+impl Node {
+    /// Boots one from a copy of `base`, and waits until systemd says that all of it runs.
+    pub fn boot(artifacts: &Artifacts, base: &Path) -> Result<Self> {
+        let dir = std::env::temp_dir().join(format!("afn-systemd-{}", std::process::id()));
+        fs::create_dir(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
+        let keeper = Keeper::start(&artifacts.bin("affinode-keeper")?, &dir, Scope::Mounts)?;
+        let root = dir.join("root");
+        tree::copy(base, &root)?;
+        furnish(&root, artifacts)?;
+        let boot = dir.join("boot.sh");
+        fs::write(&boot, include_str!("files/boot.sh"))?;
+        let word = |path: &Path| path.display().to_string();
+        let argv = vec![
+            "sh".into(),
+            word(&boot),
+            word(&root),
+            cgroup_parent(&dir),
+            word(artifacts.root()),
+        ];
+        let log = dir.join("boot.log");
+        let booting = keeper.spawn(&Job { argv, env: BTreeMap::new(), log: log.clone() })?;
+        let said = || fs::read_to_string(&log).unwrap_or_default();
+        let pid = until_within(BOOT, "process 1 of the node", || {
+            ensure!(Path::new(&format!("/proc/{booting}")).exists(), "it ended: {}", said());
+            Ok(first_process(booting))
+        })?;
+        let run_dir = PathBuf::from(format!("/proc/{pid}/root/run/affinode"));
+        let node = Self { keeper, dir, pid, cli: Cli::new(artifacts.bin("affinode")?, run_dir) };
+        let mut state = String::new();
+        until_within(BOOT, "systemd to have booted", || {
+            let output = node.output("systemctl is-system-running")?;
+            state = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+            Ok(["running", "degraded"].contains(&state.as_str()).then_some(()))
+        })
+        .with_context(|| format!("it is {state}; {}", said()))?;
+        if state == "degraded" {
+            bail!("units failed: {}", node.sh("systemctl --failed --no-legend --plain")?);
+        }
+        Ok(node)
+    }
+
+    /// A file of the node, seen from here.
+    pub fn file(&self, path: &str) -> PathBuf {
+        self.dir.join("root").join(path.trim_start_matches('/'))
+    }
+
+    /// The command `affinode` on its controller.
+    pub fn cli(&self) -> &Cli {
+        &self.cli
+    }
+
+    /// A container or job by its name.
+    pub fn row(&self, name: &str) -> Result<Option<ContainerRow>> {
+        let rows = self.cli.ps()?.containers;
+        Ok(rows.into_iter().find(|row| [&row.container, &row.id].contains(&&name.to_owned())))
+    }
+
+    /// Waits until one is in that state.
+    pub fn wait_for(&self, name: &str, state: &str) -> Result<ContainerRow> {
+        let mut last = None;
+        until(&format!("{name} to be {state}"), || {
+            last = self.row(name).ok().flatten();
+            Ok(last.clone().filter(|row| row.state == state))
+        })
+        .with_context(|| format!("{last:?}"))
+    }
+
+    /// Moves one out.
+    pub fn move_out(&self, name: &str) -> Result<ContainerRow> {
+        let id = until(&format!("{name} to be known"), || Ok(self.row(name)?.map(|row| row.id)))?;
+        self.cli.move_out(&id)?;
+        self.wait_for(name, "Offloaded")
+    }
+
+    /// Waits until nothing of the simulated GPU is in use.
+    pub fn wait_gpu_empty(&self) -> Result<()> {
+        until("the GPU to be empty", || {
+            let gpus = self.cli.ps()?.gpus;
+            Ok((!gpus.is_empty() && gpus.iter().all(|gpu| gpu.vram_used_bytes == 0)).then_some(()))
+        })
+    }
+
+    /// Runs a shell script on the node: how it ended, and what it said.
+    pub fn output(&self, script: &str) -> Result<Output> {
+        let mut command = Command::new("timeout");
+        command.args([LIMIT, "nsenter", "--target", &self.pid.to_string(), "--mount", "--uts"]);
+        command.args(["--ipc", "--net", "--pid", "--cgroup", "--root", "--wd", "--"]);
+        command.args(["sh", "-c", script]).env_clear();
+        command.env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin");
+        Ok(command.output()?)
+    }
+
+    /// The same, and demands success: its standard output.
+    pub fn sh(&self, script: &str) -> Result<String> {
+        let output = self.output(script)?;
+        let said = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+        let error = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "{script}: {}: {said} {}", output.status, error.trim());
+        Ok(said)
+    }
+
+    /// A property of a unit, as systemd tells it.
+    pub fn property(&self, unit: &str, name: &str) -> Result<String> {
+        self.sh(&format!("systemctl show --value --property {name} {unit}"))
+    }
+
+    /// Switches it off, and demands that nothing of it is left.
+    pub fn end(self) -> Result<String> {
+        // The connection to systemd may break before it has answered.
+        let _ = self.output("systemctl poweroff");
+        let process = PathBuf::from(format!("/proc/{}", self.pid));
+        until_within(BOOT, "the node to switch itself off", || {
+            Ok((!process.exists()).then_some(()))
+        })?;
+        let dir = self.dir.clone();
+        drop(self);
+        let mounts = fs::read_to_string("/proc/self/mountinfo")?;
+        ensure!(!mounts.contains(&*dir.to_string_lossy()), "a mount is left");
+        ensure!(cgroup_folders(&dir).is_empty(), "left: {:?}", cgroup_folders(&dir));
+        ensure!(!dir.exists(), "{} is left", dir.display());
+        Ok("it switched itself off; no process, cgroup, mount or file is left".into())
+    }
+
+    /// What its programs logged, for a step that failed.
+    pub fn log(&self) -> String {
+        let script = "journalctl --no-pager --lines 60 --output short-precise; \
+                      tail --lines 30 /run/affinode/controller.log";
+        let output = self.output(script);
+        output.map_or_else(
+            |error| error.to_string(),
+            |output| String::from_utf8_lossy(&output.stdout).into_owned(),
+        )
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        self.keeper.end();
+    }
+}
+
+/// The child that is the first process of a pid namespace of its own.
+fn first_process(parent: u32) -> Option<u32> {
+    let children = fs::read_to_string(format!("/proc/{parent}/task/{parent}/children")).ok()?;
+    children.split_whitespace().filter_map(|pid| pid.parse().ok()).find(|pid: &u32| {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+        let line = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+        line.is_some_and(|pids| pids.split_whitespace().count() > 1 && pids.ends_with("\t1"))
+    })
+}
+
+/// What is on a GPU node before Affinode: a driver, a configuration, users, images to run.
+fn furnish(root: &Path, artifacts: &Artifacts) -> Result<()> {
+    let put = |path: &str, text: &str| -> Result<PathBuf> {
+        let path = root.join(path);
+        fs::create_dir_all(path.parent().context("a file has a folder")?)?;
+        fs::write(&path, text).with_context(|| path.display().to_string())?;
+        Ok(path)
+    };
+    for (path, text) in FILES {
+        put(path, text)?;
+    }
+    let init = put("sbin/affinode-node-init", include_str!("files/init.sh"))?;
+    fs::set_permissions(init, fs::Permissions::from_mode(0o755))?;
+    let unit = workspace_dir().join("config/systemd/affinode-controller.service");
+    put("etc/systemd/system/affinode-controller.service", &fs::read_to_string(unit)?)?;
+    for library in ["libcuda.so.1", "libnvidia-ml.so.1"] {
+        let inside = root.join("usr/lib/x86_64-linux-gnu").join(library);
+        fs::copy(artifacts.sim_dir().join(library), inside)?;
+    }
+    for folder in ["slurmctld", "slurmd"] {
+        fs::create_dir_all(root.join("var/lib/slurm").join(folder))?;
+    }
+    let inside = |words: &[&str]| sh::read(Command::new("chroot").arg(root).args(words));
+    inside(&["/usr/sbin/useradd", "--create-home", USER])?;
+    inside(&["systemctl", "enable", "affinode-sim-gpu"])?;
+    image::write_usual(&root.join("srv/images.tar"))
+}

@@ -1,0 +1,51 @@
+//! The node's root: Debian's packages, unpacked once and copied for each run.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use affinode_e2e::artifacts::Artifacts;
+use anyhow::{Context, Result, bail};
+
+use crate::{apt, packages, say, sh};
+
+/// What makes and boots the tree.
+const TOOLS: [(&str, &str); 2] =
+    [("mmdebstrap", "mmdebstrap"), ("systemd-nspawn", "systemd-container")];
+/// What is in it beside the essential packages.
+const PACKAGES: &str = "systemd,systemd-sysv,dbus,iproute2,containerd,runc,kmod,munge,\
+                        slurmctld,slurmd,slurm-client";
+/// In the tree, the last to be written: what it was made of.
+const MADE: &str = "etc/affinode-node";
+
+/// The tree, made when it is not there.
+pub fn base(artifacts: &Artifacts) -> Result<PathBuf> {
+    packages::install(&TOOLS)?;
+    let here = apt::Distribution::here()?;
+    if here.id != "debian" {
+        bail!("the node is made of Debian's packages, and this machine is {}", here.id);
+    }
+    let tree = artifacts.cache_dir().join("systemd-node");
+    let wanted = format!("{} {PACKAGES}\n", here.codename);
+    if fs::read_to_string(tree.join(MADE)).is_ok_and(|made| made == wanted) {
+        return Ok(tree);
+    }
+    say::step("Making a Debian tree with systemd, containerd and Slurm");
+    if tree.exists() {
+        fs::remove_dir_all(&tree)?;
+    }
+    fs::create_dir_all(artifacts.cache_dir())?;
+    let mut command = Command::new("mmdebstrap");
+    command.args(["--mode=root", "--variant=minbase", "--include", PACKAGES]);
+    command.arg(&here.codename).arg(&tree).arg(apt::source_line(&here.codename)?);
+    sh::read(&mut command).context("cannot make the node's tree")?;
+    fs::write(tree.join(MADE), wanted)?;
+    Ok(tree)
+}
+
+/// A copy of it that a node may change.
+pub fn copy(tree: &Path, to: &Path) -> Result<()> {
+    sh::read(Command::new("cp").args(["--archive", "--reflink=auto"]).arg(tree).arg(to)).map(drop)
+}

@@ -1,0 +1,96 @@
+//! Jobs as transient units: `systemd-run -p MemoryMax=... affinode run -- program`.
+
+use anyhow::{Context, Result, ensure};
+
+use affinode_e2e::until::until;
+
+use super::{
+    controller::systemd_run,
+    node::Node,
+    program::{MIB, Program},
+    rows::Step,
+};
+
+/// The steps, in order.
+pub fn steps<'a>() -> [Step<Units<'a>>; 4] {
+    [
+        ("offload, its memory is its unit's", offload),
+        ("wake", wake),
+        ("`systemctl stop` of the unit while it is away", stop),
+        ("a limit without room", no_room),
+    ]
+}
+
+/// A node, and a program in a unit.
+pub struct Units<'a> {
+    node: &'a Node,
+    program: Program,
+    at_home_bytes: u64,
+}
+
+impl<'a> Units<'a> {
+    /// On a node whose controller takes jobs.
+    pub fn new(node: &'a Node) -> Result<Self> {
+        Ok(Self { node, program: Program::prepare(node, "train")?, at_home_bytes: 0 })
+    }
+
+    fn memory(&self) -> Result<u64> {
+        Ok(self.node.property(self.program.name, "MemoryCurrent")?.parse()?)
+    }
+}
+
+fn offload(units: &mut Units<'_>) -> Result<String> {
+    let (node, name) = (units.node, units.program.name);
+    node.sh(&systemd_run(&units.program, "2G"))?;
+    units.program.wait_filled()?;
+    units.at_home_bytes = units.memory()?;
+    let row = node.move_out(name)?;
+    node.wait_gpu_empty()?;
+    let limit = node.property(name, "MemoryMax")?;
+    ensure!(limit == (2_u64 << 30).to_string(), "its limit is {limit}");
+    let more = units.memory()?.saturating_sub(units.at_home_bytes);
+    ensure!(more >= MIB << 20, "the unit's memory grew by {more} bytes only");
+    Ok(format!("{} is {}; {} MiB more of the unit's 2 GiB in use", row.name, row.state, more >> 20))
+}
+
+fn wake(units: &mut Units<'_>) -> Result<String> {
+    units.program.verify()?;
+    let row = units.node.row(units.program.name)?.context("it is not known any more")?;
+    ensure!(row.restores == 1, "{row:?}");
+    Ok("every word as it was".into())
+}
+
+fn stop(units: &mut Units<'_>) -> Result<String> {
+    let (node, name) = (units.node, units.program.name);
+    node.move_out(name)?;
+    node.sh(&format!("systemctl stop {name}"))?;
+    gone(node, name)?;
+    Ok("forgotten; no VRAM, process or folder of it is left".into())
+}
+
+/// Waits until nothing of a job is left.
+pub fn gone(node: &Node, name: &str) -> Result<()> {
+    until(&format!("{name} to be forgotten"), || Ok(node.row(name)?.is_none().then_some(())))?;
+    until("its folder to go", || {
+        let left = node.sh("ls /run/affinode/containers")?;
+        Ok(left.is_empty().then_some(()))
+    })?;
+    node.wait_gpu_empty()
+}
+
+fn no_room(units: &mut Units<'_>) -> Result<String> {
+    let node = units.node;
+    let mut program = Program::prepare(node, "tight")?;
+    node.sh(&systemd_run(&program, "600M"))?;
+    program.wait_filled()?;
+    let id = until("the job to be known", || Ok(node.row("tight")?.map(|row| row.id)))?;
+    let answer = node.cli().offload(&id)?;
+    ensure!(!answer.done && answer.reason == "cgroup-memory", "{answer:?}");
+    let output = node.output("affinode offload tight")?;
+    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    ensure!(said.contains("tight.service has "), "{said}");
+    program.verify()?;
+    node.sh("systemctl stop tight")?;
+    gone(node, "tight")?;
+    Ok(said)
+}
