@@ -47,7 +47,8 @@ pub struct Show {
     /// How to print.
     #[arg(short, long, default_value = "table")]
     output: Output,
-    /// containerd's socket; where distributions put it when left out.
+    /// containerd's socket; when left out, where it was at the installation, or where
+    /// distributions put it.
     #[arg(long, value_name = "SOCKET", env = "CONTAINERD_ADDRESS")]
     containerd: Option<PathBuf>,
     /// Where what was installed is kept.
@@ -67,7 +68,8 @@ struct Places {
     /// namespace. All other paths, but that of --from, are then the node's.
     #[arg(long, value_name = "DIR")]
     host_root: Option<PathBuf>,
-    /// containerd's socket; where distributions put it when left out.
+    /// containerd's socket; when left out, where it was at the installation, or where
+    /// distributions put it.
     #[arg(long, value_name = "SOCKET", env = "CONTAINERD_ADDRESS")]
     containerd: Option<PathBuf>,
     /// Below it are bin and lib/affinode. Elsewhere than here, containerd needs them in

@@ -42,7 +42,8 @@ const SCRATCH: &str = "containerd-check.toml";
 /// What to do, and where.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// containerd's socket; where distributions put it when `None`.
+    /// containerd's socket; where it was at the installation, or where distributions put it, when
+    /// `None`.
     pub containerd: Option<PathBuf>,
     /// Below it are `bin` and `lib/affinode`.
     pub prefix: PathBuf,
@@ -56,6 +57,14 @@ pub struct Options {
     pub drain: Duration,
     /// Only say what would be done.
     pub dry_run: bool,
+}
+
+impl Options {
+    /// The socket that was named, or that of the containerd that the installation is for: while it
+    /// does not answer, another one of the machine is not the one.
+    fn socket<'a>(&'a self, record: Option<&'a Record>) -> Option<&'a Path> {
+        self.containerd.as_deref().or_else(|| record?.containerd.as_deref())
+    }
 }
 
 /// What to do about a file that cannot be written, in words that follow its name.
@@ -147,8 +156,8 @@ pub fn install(options: &Options, source: &Source) -> Result<Steps, InstallError
         return Err(InstallError::Name(name.clone()));
     }
     let mut lock = lock(options)?;
-    let node = Node::find(options.containerd.as_deref())?;
     let older = Record::read(&options.state_dir)?;
+    let node = Node::find(options.socket(older.as_ref()))?;
     if lock.is_some() {
         heal(options, older.as_ref(), &node)?;
     }
@@ -188,6 +197,7 @@ pub fn install(options: &Options, source: &Source) -> Result<Steps, InstallError
         );
     }
     let mut record = Record::of(&options.prefix, source, older, edit.as_ref(), &lock.made);
+    record.containerd = Some(node.socket().to_owned());
     record.write(&options.state_dir)?;
     let change = Effect { node: &node, before: &before, restart: &restart, options };
     let made = put(&change, &changes, edit.as_ref(), restarts);
@@ -307,7 +317,7 @@ pub fn uninstall(options: &Options) -> Result<Steps, InstallError> {
         Some(block) => Edit::removal(block)?,
         None => None,
     };
-    let node = Node::find(options.containerd.as_deref());
+    let node = Node::find(options.socket(Some(&record)));
     let restart = node.as_ref().map_or(options.restart.clone(), |node| node.way(&options.restart));
     let mut steps: Steps = edit.iter().map(Edit::to_string).collect();
     if edit.is_some() {

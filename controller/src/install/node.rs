@@ -121,6 +121,11 @@ impl Node {
         Node::find(Some(&self.daemon.socket))
     }
 
+    /// Its socket.
+    pub fn socket(&self) -> &Path {
+        &self.daemon.socket
+    }
+
     /// The file that it reads first.
     pub fn config_file(&self) -> PathBuf {
         self.daemon.config_file.clone()

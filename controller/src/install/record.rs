@@ -32,6 +32,9 @@ pub struct Record {
     pub folders: Vec<PathBuf>,
     /// containerd has taken note of it.
     pub settled: bool,
+    /// That containerd's socket.
+    #[serde(default)]
+    pub containerd: Option<PathBuf>,
     /// What was added to containerd's configuration.
     pub block: Option<Added>,
 }
@@ -86,6 +89,7 @@ impl Record {
         let mut folders = made.to_vec();
         // containerd knows a handler that stays as it is.
         let settled = edit.is_none() && older.as_ref().is_some_and(|older| older.settled);
+        let containerd = older.as_ref().and_then(|older| older.containerd.clone());
         if let Some(older) = older {
             let elsewhere = |old: &Installed| files.iter().all(|file| file.path != old.path);
             let (left, _): (Vec<_>, Vec<_>) = older.files.into_iter().partition(elsewhere);
@@ -93,7 +97,7 @@ impl Record {
             block = block.or(older.block);
             folders.splice(..0, older.folders);
         }
-        Record { version: VERSION, files, folders, settled, block }
+        Record { version: VERSION, files, folders, settled, containerd, block }
     }
 
     /// Reads it; `None` where nothing is installed.

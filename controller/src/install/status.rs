@@ -84,7 +84,7 @@ pub fn status(options: &Options) -> Result<Option<Status>, InstallError> {
     }
     let handler = record.block.as_ref().map(|added| {
         let text = fs::read_to_string(&added.path).unwrap_or_default();
-        let state = match Node::find(options.containerd.as_deref()) {
+        let state = match Node::find(options.socket(Some(&record))) {
             _ if !text.contains(&added.text) => HandlerState::Changed,
             Err(_) => HandlerState::NoContainerd,
             Ok(node) if !node.has_block(&record) => HandlerState::NotRead,

@@ -121,14 +121,18 @@ fn full_configuration(scene: &Scene) -> Result<()> {
     let own = [scene.world.prefix(), scene.installation.state("")];
     own.iter().try_for_each(fs::create_dir_all)?;
     let dir = scene.world.dir().display();
+    // Through the overlay nobody is reached.
+    let socket = scene.world.containerd().socket();
+    let socket = socket.display();
     let binds = own.iter().zip(["prefix", "state"]).fold(String::new(), |all, (folder, name)| {
         format!("{all} mkdir /mnt/{name}; mount --bind /mnt/{name} {};", folder.display())
     });
     let mounts = format!(
-        "mount -t tmpfs none /mnt; mkdir /mnt/full; mount -t tmpfs -o size=64k none /mnt/full; \
+        "mount -t tmpfs none /mnt; : > /mnt/socket; mount --bind {socket} /mnt/socket; \
+         mkdir /mnt/full; mount -t tmpfs -o size=64k none /mnt/full; \
          mkdir /mnt/full/upper /mnt/full/work; \
          mount -t overlay -o lowerdir={dir},upperdir=/mnt/full/upper,workdir=/mnt/full/work none {dir}; \
-         {binds} head -c 1M /dev/zero > /mnt/full/filled 2>/dev/null || :"
+         mount --bind /mnt/socket {socket}; {binds} head -c 1M /dev/zero > /mnt/full/filled 2>/dev/null || :"
     );
     let looked_at = format!("{} {}", own[0].display(), own[1].display());
     let said = scene.with_mounts(&mounts, &looked_at, &["--restart-mode", "none"]);
