@@ -141,9 +141,7 @@ pub static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
 /// another library that hooks it and comes to ours. 0 if there is none, which is how a program
 /// with a weak reference would have found it.
 pub extern "C" fn find_dlsym() -> usize {
-    let found = next_after(find_dlsym as *const () as usize, b"dlsym")
-        .or_else(|| elf::find_function(b"dlsym"))
-        .unwrap_or(0);
+    let found = next_after(find_dlsym as *const () as usize, b"dlsym").unwrap_or(0);
     REAL_DLSYM.store(found, Ordering::Release);
     found
 }

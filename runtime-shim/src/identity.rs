@@ -8,6 +8,9 @@ use crate::paths::container_key;
 use crate::spec;
 
 const OWN_PREFIX: &str = "affinode.io/";
+/// Bounds on what a pod may annotate: there are a third as many annotations, and none is as long.
+const MAX_ANNOTATIONS: usize = 48;
+const MAX_ANNOTATION_BYTES: usize = 512;
 
 /// The announcement of a container that is being created.
 #[must_use]
@@ -32,14 +35,20 @@ pub fn announcement(namespace: &str, request: &CreateTaskRequest, spec: &Value) 
         pod_uid: cri("sandbox-uid"),
         container,
         image: cri("image-name"),
-        annotations: spec::annotations(spec)
-            .filter(|(name, _)| name.starts_with(OWN_PREFIX))
-            .map(|(name, value)| (name.to_owned(), value.to_owned()))
-            .collect(),
+        annotations: own_annotations(spec).take(MAX_ANNOTATIONS).collect(),
         cgroups_path: spec::cgroups_path(spec).unwrap_or_default().to_owned(),
         bundle: request.bundle.clone(),
         ..Announcement::default()
     }
+}
+
+/// Each of ours that is not longer than any that means something, in the spec's order.
+fn own_annotations(spec: &Value) -> impl Iterator<Item = (String, String)> {
+    spec::annotations(spec)
+        .filter(|(name, value)| {
+            name.starts_with(OWN_PREFIX) && name.len() + value.len() <= MAX_ANNOTATION_BYTES
+        })
+        .map(|(name, value)| (name.to_owned(), value.to_owned()))
 }
 
 #[cfg(test)]
@@ -53,6 +62,17 @@ mod tests {
         request.id = "abc".to_owned();
         request.bundle = "/b".to_owned();
         request
+    }
+
+    #[test]
+    fn a_pod_annotates_so_much_and_no_more() {
+        let long = "x".repeat(MAX_ANNOTATION_BYTES);
+        let many = (0..100).map(|n| (format!("affinode.io/{n:03}"), json!("v")));
+        let mut annotations: serde_json::Map<String, Value> = many.collect();
+        annotations.insert("affinode.io/000-long".to_owned(), json!(long));
+        let got = announcement("ns", &request(), &json!({"annotations": annotations})).annotations;
+        assert_eq!(got.len(), MAX_ANNOTATIONS);
+        assert!(got.contains_key("affinode.io/000") && !got.contains_key("affinode.io/000-long"));
     }
 
     #[test]

@@ -5,22 +5,41 @@
 //! `#` to the end of a line. musl and static programs do not read the file.
 
 use std::io::Read;
+use std::os::fd::AsRawFd;
 use std::path::Path;
 
 use affinode_proto::paths::CONTAINER_LIB;
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{FileType, Mode, OFlags};
 
 /// The file in an image.
 pub const FILE: &str = "/etc/ld.so.preload";
 /// Bound on what an image's own file may hold.
 pub const MAX_BYTES: u64 = 64 << 10;
 
-/// A file of the host that is mounted over [`FILE`] and cannot be merged with.
+/// File systems of a node's own files. Of others a look may wait for somebody's server, or do
+/// something (/proc).
+const FILE_SYSTEMS: [u64; 7] = [
+    0xef53,      // ext2, ext3, ext4
+    0x5846_5342, // xfs
+    0x9123_683e, // btrfs
+    0x2fc1_2fc1, // zfs
+    0x794c_7630, // overlay
+    0x7371_7368, // squashfs
+    0x0102_1994, // tmpfs
+];
+
+/// A file of the host that is mounted over [`FILE`] and is not merged with.
 #[derive(Debug, thiserror::Error)]
 pub enum HostFileError {
     /// A folder, a device, a pipe.
     #[error("it is not a file")]
     NotAFile,
+    /// Somebody keeps it to himself: what is merged can be read by all of the container.
+    #[error("not everybody may read it; chmod o+r it, or leave the container to run unmanaged")]
+    Private,
+    /// Of the network, of a user's own server, of the kernel.
+    #[error("it is on a file system of kind {0:#x}; only files on local disks are merged")]
+    FileSystem(u64),
     /// Longer than any loader's list.
     #[error("it is larger than {MAX_BYTES} bytes")]
     TooLarge,
@@ -51,22 +70,29 @@ pub fn follow(theirs: &[u8]) -> Vec<u8> {
     [theirs, b"\n", CONTAINER_LIB.as_bytes(), b"\n"].concat()
 }
 
-/// The content of the host's file that would be mounted, which runc would show as well.
+/// The content of the host's file that would be mounted. A pod may name any: the shim, root on
+/// the host, must show no more of it than everybody sees.
 ///
 /// # Errors
-/// When it is no file, too large, or cannot be read.
+/// When it is no plain, public file of a local disk, too large, or cannot be read.
 pub fn read_host(path: &Path) -> Result<Vec<u8>, HostFileError> {
     // Looked at before it is opened: opening a device or a pipe may do something, or wait.
-    if !std::fs::metadata(path)?.is_file() {
+    let found = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
+        .map_err(std::io::Error::from)?;
+    let stat = rustix::fs::fstat(&found).map_err(std::io::Error::from)?;
+    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
         return Err(HostFileError::NotAFile);
     }
-    let file = std::fs::File::from(
-        rustix::fs::open(path, OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC, Mode::empty())
-            .map_err(std::io::Error::from)?,
-    );
-    if !file.metadata()?.is_file() {
-        return Err(HostFileError::NotAFile);
+    if !Mode::from_raw_mode(stat.st_mode).contains(Mode::ROTH) {
+        return Err(HostFileError::Private);
     }
+    let kind = rustix::fs::fstatfs(&found).map_err(std::io::Error::from)?.f_type;
+    let kind = kind.cast_unsigned();
+    if !FILE_SYSTEMS.contains(&kind) {
+        return Err(HostFileError::FileSystem(kind));
+    }
+    // The very file that was looked at, not whatever has its name by now.
+    let file = std::fs::File::open(format!("/proc/self/fd/{}", found.as_raw_fd()))?;
     let mut bytes = Vec::new();
     file.take(MAX_BYTES + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > MAX_BYTES {
@@ -84,6 +110,8 @@ fn names(file: &[u8]) -> impl Iterator<Item = &[u8]> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use proptest::prelude::*;
 
     use super::*;
@@ -125,19 +153,26 @@ mod tests {
     }
 
     #[test]
-    fn only_a_file_of_a_bounded_size_is_read() {
+    fn only_a_public_file_of_a_local_disk_and_a_bounded_size_is_read() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("file");
         std::fs::write(&file, "/a.so").unwrap();
         assert_eq!(read_host(&file).unwrap(), b"/a.so");
         assert!(matches!(read_host(dir.path()), Err(HostFileError::NotAFile)));
         assert!(matches!(read_host(Path::new("/dev/zero")), Err(HostFileError::NotAFile)));
+        let pipe = dir.path().join("pipe");
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, FileType::Fifo, Mode::from(0o666), 0).unwrap();
+        assert!(matches!(read_host(&pipe), Err(HostFileError::NotAFile)), "and it does not wait");
+        let kernel = Path::new("/proc/version");
+        assert!(matches!(read_host(kernel), Err(HostFileError::FileSystem(0x9fa0))));
         assert!(matches!(read_host(&dir.path().join("none")), Err(HostFileError::Io(_))));
         let bytes = usize::try_from(MAX_BYTES).unwrap();
         std::fs::write(&file, vec![b'x'; bytes]).unwrap();
         assert_eq!(read_host(&file).unwrap().len(), bytes);
         std::fs::write(&file, vec![b'x'; bytes + 1]).unwrap();
         assert!(matches!(read_host(&file), Err(HostFileError::TooLarge)));
+        std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o640)).unwrap();
+        assert!(matches!(read_host(&file), Err(HostFileError::Private)), "though we are root");
     }
 
     proptest! {

@@ -77,7 +77,7 @@ pub fn take_file_mount(spec: &mut Value, file: &str) -> Option<PathBuf> {
     let options = mount.get("options").and_then(Value::as_array);
     let has = |word: &str| options.is_some_and(|words| words.iter().any(|said| said == word));
     let source = PathBuf::from(mount.get("source")?.as_str()?);
-    if !(has("bind") || has("rbind")) || !has("ro") || !source.is_absolute() {
+    if !(has("bind") || has("rbind")) || !(has("ro") || has("rro")) || !source.is_absolute() {
         return None;
     }
     list.remove(index);
@@ -185,6 +185,8 @@ mod tests {
         let proc = json!({"destination": "/proc", "type": "proc", "source": "proc"});
         let plain = over(json!(["rbind", "rprivate", "ro"]), "/host/list");
         let mut spec = json!({"mounts": [proc, plain]});
+        let mut recursively = json!({"mounts": [over(json!(["rbind", "rro"]), "/host/list")]});
+        assert!(take_file_mount(&mut recursively, "/etc/ld.so.preload").is_some());
         let taken = take_file_mount(&mut spec, "/etc/ld.so.preload");
         assert_eq!(taken, Some(PathBuf::from("/host/list")));
         assert_eq!(spec, json!({"mounts": [proc]}));
