@@ -123,13 +123,14 @@ impl State {
     }
 
     async fn remove(&mut self, key: &str) {
-        if self.containers.remove(key).is_some() && self.watch.is_some() {
-            let withdrawn = key.to_owned();
-            if let Err(error) = self.call(move |caller| caller.withdraw(&withdrawn)).await {
+        let Some(Announcement { generation, .. }) = self.containers.remove(key) else { return };
+        if self.watch.is_some() {
+            let gone = key.to_owned();
+            if let Err(error) = self.call(move |caller| caller.withdraw(&gone, generation)).await {
                 warn!(key, "cannot withdraw the container: {}", report(&error));
             }
         }
-        if let Err(error) = self.launcher.paths.container(key).remove() {
+        if let Err(error) = self.launcher.paths.container(key).remove(Some(generation)) {
             warn!(key, "cannot remove the container's folder: {error}");
         }
         if self.containers.is_empty() {
@@ -206,9 +207,11 @@ pub fn withdraw(paths: &Paths, key: &str) {
     if !folder.exists() {
         return;
     }
+    let generation = folder.generation();
     // Without a controller there is nobody to tell.
-    let _ = Caller::control(&paths.control_socket()).and_then(|mut caller| caller.withdraw(key));
-    if let Err(error) = folder.remove() {
+    let _ = Caller::control(&paths.control_socket())
+        .and_then(|mut caller| caller.withdraw(key, generation.unwrap_or(0)));
+    if let Err(error) = folder.remove(generation) {
         warn!(key, "cannot remove the container's folder: {error}");
     }
 }

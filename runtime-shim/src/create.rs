@@ -30,6 +30,9 @@ use crate::report;
 use crate::rootfs::{Found, Rootfs, RootfsError};
 use crate::spec::{self, BindMount, EditError};
 
+/// No engine's name is longer.
+const ENGINE_MAX_BYTES: usize = 16;
+
 /// What goes on with a Create.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Prepared {
@@ -108,23 +111,34 @@ fn manage(
     if !decision.manage {
         return None;
     }
-    let announcement = identity::announcement(namespace, request, spec);
+    let mut announcement = identity::announcement(namespace, request, spec);
+    announcement.generation = generation();
     let folder = paths.container(&announcement.key);
-    match edit(paths, &folder, request, bundle, spec) {
+    match edit(paths, &folder, &announcement, request, bundle, spec) {
         Ok(()) => {
             info!(id, key = announcement.key, "container is managed");
             Some(announcement)
         }
         Err(error) => {
             warn!(id, "container runs unmanaged: {}", report(&error));
+            if let Err(error) = folder.remove(Some(announcement.generation)) {
+                warn!(id, "cannot remove the container's folder: {error}");
+            }
             None
         }
     }
 }
 
+/// Another one for each container, also of the same id.
+fn generation() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    now.ok().and_then(|now| u64::try_from(now.as_nanos()).ok()).unwrap_or(1)
+}
+
 fn edit(
     paths: &Paths,
     folder: &ContainerDir,
+    announcement: &Announcement,
     request: &CreateTaskRequest,
     bundle: &Bundle,
     spec: &mut Value,
@@ -136,7 +150,7 @@ fn edit(
     if !rootfs.writable() {
         return Err(NotManaged::ReadOnly);
     }
-    // A second Create finds our own file there.
+    // Our own file of an earlier Create, if it is gone: begun again from the image.
     let list = spec::take_file_mount(spec, preload::FILE)
         .filter(|path| *path != folder.preload() || path.exists());
     let merged = match list {
@@ -151,8 +165,9 @@ fn edit(
         },
     };
     spec::add_mounts(spec, &mounts(paths, folder))?;
-    folder.make(&merged).map_err(NotManaged::Folder)?;
-    if let Some((_, word)) = spec::annotations(spec).find(|(name, _)| *name == ENGINE_ANNOTATION) {
+    folder.make(announcement.generation, &merged).map_err(NotManaged::Folder)?;
+    let engine = spec::annotations(spec).find(|(name, _)| *name == ENGINE_ANNOTATION);
+    if let Some((_, word)) = engine.filter(|(_, word)| word.len() <= ENGINE_MAX_BYTES) {
         folder.write_engine(word).map_err(NotManaged::Folder)?;
     }
     bundle.write_spec(spec)?;

@@ -28,7 +28,7 @@ use crate::stock::{Stock, StockError};
 const BUDGET: Duration = Duration::from_millis(4000);
 /// How long a proxy may take to say that it lives.
 const PATIENCE: Duration = Duration::from_millis(500);
-/// Between two tries of a clean-up.
+/// Between the first two tries of a clean-up; twice as long each time.
 const PAUSE: Duration = Duration::from_millis(20);
 /// How long a killed stock shim may take to end.
 const END: Duration = Duration::from_secs(1);
@@ -148,16 +148,21 @@ fn delete_what_is_left(
     mut ids: Vec<&String>,
     deadline: Instant,
 ) {
+    let mut pause = PAUSE;
     loop {
         ids.retain(|id| bundle.runc_state(&flags.namespace, id).exists());
         if ids.is_empty() {
             return;
         }
         if Instant::now() >= deadline {
-            warn!("runc could not delete {ids:?} in time");
+            warn!(
+                "runc could not delete {ids:?} in time; `runc --root DIR delete --force ID` does, with the folder above /{}",
+                flags.namespace
+            );
             return;
         }
-        std::thread::sleep(PAUSE);
+        std::thread::sleep(pause);
+        pause *= 2;
         for id in &ids {
             if let Some(mut again) = delete_one(stock, flags, bundle, id) {
                 let _ = process::wait(&mut again, deadline);

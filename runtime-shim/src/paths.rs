@@ -1,6 +1,6 @@
 //! Where this installation keeps things on the host.
 
-use std::fs::{self, Permissions};
+use std::fs::{self, File, Permissions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -9,6 +9,9 @@ use affinode_proto::paths as names;
 use sha2::{Digest, Sha256};
 
 use crate::address::hex;
+
+/// In a container's folder: its generation.
+const GENERATION_FILE: &str = "generation";
 
 /// The folders of an installation, from the environment or their defaults.
 #[derive(Clone, Debug)]
@@ -64,16 +67,20 @@ impl Paths {
 
 impl ContainerDir {
     /// Makes the folder and the one that is mounted, and writes the merged
-    /// `/etc/ld.so.preload`.
-    pub fn make(&self, preload: &[u8]) -> io::Result<()> {
-        if let Some(containers) = self.0.parent() {
-            if let Some(run_dir) = containers.parent() {
-                make_dir(run_dir)?;
-            }
-            make_dir(containers)?;
+    /// `/etc/ld.so.preload`. What an earlier container of this id has left goes.
+    pub fn make(&self, generation: u64, preload: &[u8]) -> io::Result<()> {
+        let containers = self.0.parent().unwrap_or(Path::new("/"));
+        if let Some(run_dir) = containers.parent() {
+            make_dir(run_dir)?;
         }
+        make_dir(containers)?;
+        let _lock = self.lock()?;
+        self.clear()?;
         make_dir(&self.0)?;
+        // Containers come in by mounts alone. On the host only root may reach their sockets.
+        fs::set_permissions(&self.0, Permissions::from_mode(0o700))?;
         make_dir(&self.mount())?;
+        fs::write(self.0.join(GENERATION_FILE), generation.to_string())?;
         let (path, fresh) = (self.preload(), self.0.join(".ld.so.preload.new"));
         fs::write(&fresh, preload)?;
         fs::set_permissions(&fresh, Permissions::from_mode(0o644))?;
@@ -105,8 +112,30 @@ impl ContainerDir {
         self.0.is_dir()
     }
 
-    /// Removes the folder. Gone already is as good.
-    pub fn remove(&self) -> io::Result<()> {
+    /// Which of the containers that had this id the folder belongs to.
+    #[must_use]
+    pub fn generation(&self) -> Option<u64> {
+        fs::read_to_string(self.0.join(GENERATION_FILE)).ok()?.parse().ok()
+    }
+
+    /// Removes the folder, if it belongs to this container: the next one of the same id may have
+    /// come already. Gone already is as good.
+    pub fn remove(&self, generation: Option<u64>) -> io::Result<()> {
+        if !self.exists() {
+            return Ok(());
+        }
+        let _lock = self.lock()?;
+        if self.generation() == generation { self.clear() } else { Ok(()) }
+    }
+
+    /// Held while a folder is made or removed: neither is done by one call.
+    fn lock(&self) -> io::Result<File> {
+        let containers = File::open(self.0.parent().unwrap_or(Path::new("/")))?;
+        containers.lock()?;
+        Ok(containers)
+    }
+
+    fn clear(&self) -> io::Result<()> {
         match fs::remove_dir_all(&self.0) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
             other => other,
@@ -148,19 +177,25 @@ mod tests {
     }
 
     #[test]
-    fn a_containers_folder_is_readable_for_every_user() {
+    fn a_container_may_read_what_is_mounted_and_nobody_else_comes_near() {
         let dir = tempfile::tempdir().unwrap();
         let paths = Paths { run_dir: dir.path().join("a/run"), lib_dir: PathBuf::new() };
         let container = paths.container("00");
-        container.make(b"line\n").unwrap();
-        container.make(b"again\n").unwrap();
+        container.make(1, b"line\n").unwrap();
+        fs::write(container.mount().join("agent.sock"), "of the first").unwrap();
+        container.make(2, b"again\n").unwrap();
+        assert_eq!(fs::read_dir(container.mount()).unwrap().count(), 0, "begun anew");
         assert_eq!(fs::read(container.preload()).unwrap(), b"again\n");
-        for path in [paths.run_dir.clone(), container.mount(), container.0.clone()] {
-            let mode = fs::metadata(&path).unwrap().permissions().mode();
-            assert_eq!(mode & 0o777, 0o755, "{}", path.display());
+        let (run, inside, folder) = (&paths.run_dir, &container.mount(), &container.0);
+        for (path, expected) in [(run, 0o755), (inside, 0o755), (folder, 0o700)] {
+            let mode = fs::metadata(path).unwrap().permissions().mode();
+            assert_eq!(mode & 0o777, expected, "{}", path.display());
         }
-        container.remove().unwrap();
-        container.remove().unwrap();
+        // The first one's end comes late.
+        container.remove(Some(1)).unwrap();
+        assert!(container.exists());
+        container.remove(Some(2)).unwrap();
+        container.remove(Some(2)).unwrap();
         assert!(!container.exists());
     }
 }

@@ -81,9 +81,10 @@ impl Caller {
     }
 
     /// Tells the controller that a container is gone.
-    pub fn withdraw(&mut self, key: &str) -> Result<(), RpcError> {
+    pub fn withdraw(&mut self, key: &str, generation: u64) -> Result<(), RpcError> {
         let mut request = WithdrawRequest::new();
         request.key = key.to_owned();
+        request.generation = generation;
         self.call("Withdraw", &request).map(|_: WithdrawResponse| ())
     }
 

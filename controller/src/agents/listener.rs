@@ -52,6 +52,10 @@ impl Listener {
     ) -> io::Result<Listener> {
         let folder = run_dir.join(paths::CONTAINERS_DIR).join(key.as_str()).join(paths::MOUNT_DIR);
         fs::create_dir_all(&folder)?;
+        if let (None, Some(place)) = (owner, folder.parent()) {
+            // A container comes in by mounts alone: on the host nobody but root reaches its socket.
+            fs::set_permissions(place, fs::Permissions::from_mode(0o700))?;
+        }
         let listener = UnixListener::from_std(sockets.listen(&Self::socket(key), 0o666)?)?;
         let hints = HintPipe::make(&folder.join(paths::HINT_PIPE))
             .inspect_err(|error| tracing::warn!(%key, %error, "the container cannot give hints"));

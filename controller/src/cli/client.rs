@@ -7,8 +7,8 @@ use affinode_proto::{
         control::{
             ActionResponse, CallsRequest, Event, EventsRequest, HintRequest, HintResponse,
             HistoryRequest, ListRequest, ListResponse, OffloadRequest, PinRequest, PolicyChange,
-            PolicyRequest, PolicyResponse, PolicyValue, ReloadRequest, ReportRequest,
-            RestoreRequest, SetAutoOffloadRequest, SetPolicyRequest,
+            PolicyRequest, PolicyResponse, PolicyValue, ReloadRequest, ReloadResponse,
+            ReportRequest, RestoreRequest, SetAutoOffloadRequest, SetPolicyRequest,
         },
         control_ttrpc::ControlClient,
     },
@@ -148,13 +148,9 @@ impl Client {
     }
 
     /// Makes it read its configuration.
-    pub async fn reload(&self) -> Result<bool, CliError> {
-        Ok(self
-            .control
-            .reload(context(QUICK), &ReloadRequest::default())
-            .await
-            .map_err(|e| self.error(e))?
-            .changed)
+    pub async fn reload(&self) -> Result<ReloadResponse, CliError> {
+        let asked = ReloadRequest::default();
+        self.control.reload(context(QUICK), &asked).await.map_err(|e| self.error(e))
     }
 }
 

@@ -264,9 +264,21 @@ async fn run(args: Args) -> Result<(), CliError> {
         Command::Top => top::run(client).await,
         Command::Calls(asked) => calls::run(&client, &mut out, asked).await,
         Command::Reload { output } => {
-            let changed = client.reload().await?;
-            let words = if changed { "configuration changed" } else { "nothing changed" };
-            say(&mut out, output, words, &serde_json::json!({ "changed": changed }))
+            let said = client.reload().await?;
+            let (changed, waits) = (said.changed, &said.waits);
+            let mut words =
+                if changed { "configuration changed" } else { "nothing changed" }.to_owned();
+            if !waits.is_empty() {
+                let waits = waits.join(", ");
+                let how = "end its process, and the next one starts at once";
+                words += &format!("; holds from the controller's next start: {waits} ({how})");
+            }
+            say(
+                &mut out,
+                output,
+                &words,
+                &serde_json::json!({ "changed": changed, "waits": waits }),
+            )
         }
     }
 }

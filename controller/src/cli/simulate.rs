@@ -13,7 +13,8 @@ use crate::{
     config::{Config, ConfigError},
     history::Span,
     simulate::{
-        Calibration, Figures, Machine, SimulationError, Trace, compare, contenders, plot,
+        Calibration, Contender, Figures, Machine, SimulationError, Trace, compare, contenders,
+        plot,
         recorded::{self, Happened},
         synthetic,
         trace::Assumed,
@@ -195,9 +196,7 @@ pub fn run(
         None => Config::default(),
     };
     let mut contenders = contenders::all(&config.settings(), args.seed);
-    contenders.retain(|c| {
-        args.policy.is_empty() || args.policy.iter().any(|name| c.name.starts_with(name))
-    });
+    chosen(&mut contenders, &args.policy)?;
     let machine = Machine { gpus, vram_bytes, calibration };
     let figures = compare(&trace, machine, &contenders)?;
     if let Some(path) = &args.plot {
@@ -205,6 +204,19 @@ pub fn run(
     }
     let happened = recorded.map(|known| recorded::happened(&known.spans));
     print(args, out, &trace, machine, &figures, happened)
+}
+
+/// Those whose names begin with one of these words; all without a word.
+fn chosen(contenders: &mut Vec<Contender>, words: &[String]) -> Result<(), SimulateError> {
+    let names: Vec<&str> = contenders.iter().map(|c| c.name.as_str()).collect();
+    if let Some(word) = words.iter().find(|word| !names.iter().any(|n| n.starts_with(*word))) {
+        let names = names.join(", ");
+        return Err(SimulateError::Argument(format!(
+            "no policy begins with {word:?}: there are {names}"
+        )));
+    }
+    contenders.retain(|c| words.is_empty() || words.iter().any(|word| c.name.starts_with(word)));
+    Ok(())
 }
 
 fn write(path: &Path, text: &str) -> Result<(), SimulateError> {

@@ -3,6 +3,7 @@
 //! source wins, value by value. An unknown key or a bad value is named, with its source.
 
 mod kubernetes;
+mod live;
 mod serve;
 mod set;
 
@@ -30,6 +31,7 @@ use crate::core::{
 };
 
 pub use kubernetes::KubernetesSection;
+pub use live::Taken;
 pub use serve::{Auth, HistorySection, HttpSection, JobsSection, Listen, ReportSection};
 pub use set::{SetError, set};
 

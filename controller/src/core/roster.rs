@@ -42,6 +42,14 @@ impl Node {
         }
     }
 
+    /// Whether what is said of this generation is about another container than the one that is
+    /// known: ids are given again. 0 stands for whichever there is.
+    #[must_use]
+    pub fn is_of_another(&self, key: &Key, generation: u64) -> bool {
+        let known = self.containers.get(key).map_or(0, |known| known.announcement.generation);
+        known != 0 && generation != 0 && known != generation
+    }
+
     pub(super) fn withdrawn(&mut self, key: &Key) {
         for process in self.members(key) {
             self.processes.remove(&process);
@@ -210,6 +218,25 @@ impl Node {
             }
         } else {
             self.advance(&key);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::{Input, Settings};
+
+    #[test]
+    fn ids_are_given_again_and_what_is_said_of_the_one_before_is_known_for_it() {
+        let mut node = Node::new(Settings::default());
+        let key = Key::parse(&"0".repeat(32)).unwrap();
+        assert!(!node.is_of_another(&key, 1), "nobody is known");
+        for (known, said, of_another) in [(7, 7, false), (7, 8, true), (7, 0, false), (0, 8, false)]
+        {
+            let announcement = Announcement { generation: known, ..Announcement::default() };
+            let _ = node.handle(0, Input::Announced(Box::new(announcement), key.clone()));
+            assert_eq!(node.is_of_another(&key, said), of_another, "{known}, {said}");
         }
     }
 }

@@ -29,7 +29,7 @@ use crate::{
     agents::{Agent, AgentMail, Listener},
     calls::{CallHub, Sight},
     clock::{monotonic_ms, unix_ms},
-    config::Config,
+    config::{Config, Taken},
     core::{CommandId, Effect, Input, Key, Millis, Node, ProcessId, Request, hints::Hint},
     inventory::{
         Finding, Inventory, Question, busy::Busy, memory, memory::MemoryRules, process,
@@ -58,7 +58,7 @@ pub enum Call {
     /// A container exists. Answer: annotations that were not understood.
     Announce(Box<Announcement>, oneshot::Sender<Result<Vec<String>, String>>),
     /// A container is gone.
-    Withdraw(String),
+    Withdraw(String, u64),
     /// Everything.
     List(oneshot::Sender<ListResponse>),
     /// The connected processes of these containers, or all.
@@ -73,7 +73,7 @@ pub enum Call {
     /// that is a change, or why it cannot be kept.
     AutoOffload(bool, String, oneshot::Sender<Result<bool, String>>),
     /// Read the configuration again. Answer: whether something changed.
-    Reload(oneshot::Sender<Result<bool, String>>),
+    Reload(oneshot::Sender<Result<Taken, String>>),
     /// The container that is named is said to be idle or busy; who says so.
     Hint(String, Hint, String, oneshot::Sender<Result<HintResponse, String>>),
     /// The policy of all containers, or of the one that is named.
@@ -398,8 +398,10 @@ impl Actor {
             Call::Announce(announcement, answer) => {
                 let _ = answer.send(self.announce(*announcement));
             }
-            Call::Withdraw(key) => {
-                if let Ok(key) = Key::parse(&key) {
+            Call::Withdraw(key, generation) => {
+                let Ok(key) = Key::parse(&key) else { return };
+                // The next container of that id may be here already.
+                if !self.node.is_of_another(&key, generation) {
                     self.withdraw(key);
                 }
             }
@@ -479,6 +481,10 @@ impl Actor {
     pub(super) fn announce(&mut self, announcement: Announcement) -> Result<Vec<String>, String> {
         let key = Key::parse(&announcement.key)
             .map_err(|k| format!("{k:?} is no key: 32 hex digits are expected"))?;
+        if self.node.is_of_another(&key, announcement.generation) {
+            // The one of that id before is gone, and its shim has not come to say so.
+            self.withdraw(key.clone());
+        }
         if !self.listeners.contains_key(&key) {
             let owner = self.job_users.get(&key).copied();
             let (numbers, mail) = (Arc::clone(&self.numbers), self.mail.clone());
@@ -497,14 +503,13 @@ impl Actor {
         Ok(self.node.warnings(&key))
     }
 
-    pub(super) fn reload(&mut self) -> Result<bool, String> {
-        let config = Config::load(&Config::path()).map_err(|e| report::chain(&e))?;
-        let changed = config != self.config;
-        if changed {
-            self.node.reconfigure(config.settings());
-            self.config = config;
+    pub(super) fn reload(&mut self) -> Result<Taken, String> {
+        let read = Config::load(&Config::path()).map_err(|e| report::chain(&e))?;
+        let taken = self.config.take(read);
+        if taken.changed {
+            self.node.reconfigure(self.config.settings());
         }
-        Ok(changed)
+        Ok(taken)
     }
 
     fn read_page(&mut self, id: ProcessId) {

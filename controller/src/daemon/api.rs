@@ -123,7 +123,7 @@ impl Control for Api {
         request: WithdrawRequest,
     ) -> ttrpc::Result<WithdrawResponse> {
         let ending = |_| failed(ttrpc::Code::UNAVAILABLE, "the controller is ending");
-        self.calls.send(Call::Withdraw(request.key)).await.map_err(ending)?;
+        self.calls.send(Call::Withdraw(request.key, request.generation)).await.map_err(ending)?;
         Ok(WithdrawResponse::default())
     }
 
@@ -190,11 +190,12 @@ impl Control for Api {
     }
 
     async fn reload(&self, _: &TtrpcContext, _: ReloadRequest) -> ttrpc::Result<ReloadResponse> {
-        let changed = self
+        let taken = self
             .ask(Call::Reload)
             .await?
             .map_err(|why| failed(ttrpc::Code::FAILED_PRECONDITION, why))?;
-        Ok(ReloadResponse { changed, ..ReloadResponse::default() })
+        let waits = taken.waits.iter().map(ToString::to_string).collect();
+        Ok(ReloadResponse { changed: taken.changed, waits, ..ReloadResponse::default() })
     }
 
     async fn hint(&self, _: &TtrpcContext, request: HintRequest) -> ttrpc::Result<HintResponse> {

@@ -1,9 +1,9 @@
-//! Where the log goes: standard error, or systemd's journal.
-
-use std::io;
+//! Where the log goes: standard error, or systemd's journal. Where a shim has started the
+//! controller, standard error is `controller.log` in the run directory ([`super::log_file`]).
 
 use tracing_subscriber::{EnvFilter, layer::SubscriberExt, util::SubscriberInitExt};
 
+use super::log_file::Output;
 use crate::config::{LogFormat, LogSection};
 
 /// Begins to log. Where there is no journal to write to, lines go to standard error.
@@ -33,12 +33,12 @@ type Lines = tracing_subscriber::fmt::SubscriberBuilder<
     tracing_subscriber::fmt::format::DefaultFields,
     tracing_subscriber::fmt::format::Format,
     EnvFilter,
-    fn() -> io::Stderr,
+    Output,
 >;
 
 fn lines(filter: EnvFilter) -> Lines {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(io::stderr as fn() -> io::Stderr)
+        .with_writer(Output::standard_error())
         .with_ansi(false)
 }

@@ -13,6 +13,7 @@ mod events;
 mod hints;
 mod jobs;
 mod log;
+mod log_file;
 mod operators;
 mod policies;
 mod readings;
@@ -127,7 +128,7 @@ fn lock(run_dir: &Path) -> Result<Option<nix::fcntl::Flock<File>>, DaemonError> 
         move |source| DaemonError::File { what, path, source }
     };
     fs::create_dir_all(run_dir).map_err(fail("cannot make", run_dir))?;
-    // Containers reach their sockets by bind mounts; nobody but root walks in here.
+    // Users come through to the folders of their own jobs; those of containers are for root.
     fs::set_permissions(run_dir, fs::Permissions::from_mode(0o711))
         .map_err(fail("cannot set the mode of", run_dir))?;
     let file = File::options()

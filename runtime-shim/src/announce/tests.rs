@@ -166,7 +166,7 @@ async fn containers_are_announced_again_after_the_controllers_death() {
     assert_eq!(words, ["announce a", "announce b"]);
     assert_eq!(node.launches(), 0, "it was there");
 
-    fs::create_dir_all(node.path("run/containers/a/mount")).unwrap();
+    node.launcher().paths.container("a").make(container("a").generation, b"").unwrap();
     announcer.remove("a".to_owned());
     assert_eq!(fake.answer(1).await, ["withdraw"]);
     until(|| !node.path("run/containers/a").exists()).await;
@@ -178,6 +178,22 @@ async fn containers_are_announced_again_after_the_controllers_death() {
     assert_eq!(words, ["announce b"], "only what lives");
     announcer.remove("b".to_owned());
     drop(announcer);
+}
+
+/// Its shim is slow to tell of the first one's end.
+#[tokio::test]
+async fn the_next_container_of_an_id_keeps_its_folder() {
+    let node = Node::new();
+    let mut fake = node.serve();
+    let announcer = Announcer::spawn(node.launcher());
+    announcer.add(container("a"));
+    assert_eq!(fake.answer(1).await, ["announce a"]);
+    let next = container("a").generation + 1;
+    node.launcher().paths.container("a").make(next, b"").unwrap();
+    announcer.remove("a".to_owned());
+    assert_eq!(fake.answer(1).await, ["withdraw"]);
+    announcer.finish(Duration::from_secs(60)).await;
+    assert_eq!(node.launcher().paths.container("a").generation(), Some(next));
 }
 
 #[tokio::test]

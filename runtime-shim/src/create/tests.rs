@@ -49,8 +49,13 @@ impl World {
         fs::read_to_string(self.config()).unwrap()
     }
 
+    /// With the generation, which never repeats, taken out.
     fn prepare(&self) -> Prepared {
-        prepare(&self.paths, "ns", &self.request)
+        let mut prepared = prepare(&self.paths, "ns", &self.request);
+        if let Some(container) = &mut prepared.container {
+            assert_ne!(std::mem::take(&mut container.generation), 0);
+        }
+        prepared
     }
 
     fn preload(&self) -> PathBuf {

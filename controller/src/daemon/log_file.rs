@@ -1,0 +1,96 @@
+//! Standard error, where a shim has pointed it at a file: kept short. The file is renamed when it
+//! is full, and begun anew; the one before that goes.
+
+use std::{
+    fs::{File, OpenOptions},
+    io::{self, Write},
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use tracing_subscriber::fmt::MakeWriter;
+
+/// A file this long is renamed. Two lie in /run, which is memory.
+const MAX_BYTES: u64 = 4 << 20;
+
+/// Where lines go.
+#[derive(Clone, Debug)]
+pub struct Output(Arc<Mutex<Sink>>);
+
+#[derive(Debug)]
+struct Sink {
+    file: Option<PathBuf>,
+    bytes: u64,
+}
+
+impl Output {
+    /// Standard error as it is now: a file of a known name, or anything else.
+    #[must_use]
+    pub fn standard_error() -> Output {
+        let name = std::fs::read_link("/proc/self/fd/2").ok();
+        let same = |path: &PathBuf| -> Option<u64> {
+            let (open, named) = (rustix::fs::fstat(io::stderr()).ok()?, path.metadata().ok()?);
+            let regular =
+                named.is_file() && (open.st_dev, open.st_ino) == (named.dev(), named.ino());
+            regular.then_some(named.len())
+        };
+        let bytes = name.as_ref().and_then(same);
+        let file = name.filter(|_| bytes.is_some());
+        Output(Arc::new(Mutex::new(Sink { file, bytes: bytes.unwrap_or(0) })))
+    }
+}
+
+impl<'a> MakeWriter<'a> for Output {
+    type Writer = Output;
+
+    fn make_writer(&'a self) -> Output {
+        self.clone()
+    }
+}
+
+impl Write for Output {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        let mut sink = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(file) = sink.file.clone().filter(|_| sink.bytes >= MAX_BYTES) {
+            // Without a new file the old one goes on.
+            sink.bytes = 0;
+            if let Ok(fresh) = turn(&file) {
+                let _ = rustix::stdio::dup2_stderr(&fresh);
+            }
+        }
+        let written = io::stderr().write(line)?;
+        sink.bytes += written as u64;
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        io::stderr().flush()
+    }
+}
+
+/// Makes room for the next file of that name.
+fn turn(path: &Path) -> io::Result<File> {
+    let mut before = path.as_os_str().to_owned();
+    before.push(".1");
+    std::fs::rename(path, before)?;
+    OpenOptions::new().create(true).append(true).mode(0o640).open(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_many_files_two_stay() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("controller.log");
+        std::fs::write(&path, "first").unwrap();
+        for words in ["second", "third"] {
+            turn(&path).unwrap().write_all(words.as_bytes()).unwrap();
+        }
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "third");
+        assert_eq!(std::fs::read_to_string(dir.path().join("controller.log.1")).unwrap(), "second");
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 2);
+    }
+}
