@@ -109,6 +109,7 @@ fn a_watched_process_goes_out_comes_back_and_is_watched_by_the_next_controller()
 fn a_container_that_is_not_there_is_an_error_that_says_what_to_do() -> Result<()> {
     let world = Recipe::default().config(MANUAL).world()?;
     let _worker = Worker::start(&world, "worker", 32)?;
+    world.cli().known("worker")?;
     let output = world.cli().output(&["calls", "nobody", "--once"])?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{said}");

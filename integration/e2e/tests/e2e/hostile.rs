@@ -1,6 +1,6 @@
 //! What comes from a container is hostile: garbage harms nobody else.
 
-use std::{io::Write, os::unix::net::UnixStream};
+use std::{io::Write, os::unix::net::UnixStream, path::Path, process::Command};
 
 use affinode_e2e::{
     attack,
@@ -169,6 +169,27 @@ fn the_control_socket_is_for_root_alone() -> Result<()> {
     let socket = world.cli().run_dir().join("control.sock");
     let mode = std::fs::metadata(&socket)?.permissions().mode();
     assert_eq!(mode & 0o077, 0, "{mode:o}");
+    Ok(())
+}
+
+/// A container's socket and its pipe are for it alone: other users of the host do not reach them,
+/// though they may come to the folders of their own jobs.
+#[test]
+fn other_users_of_the_host_do_not_reach_a_containers_socket() -> Result<()> {
+    use std::os::unix::process::CommandExt;
+    let world = Recipe::default().config(MANUAL).world()?;
+    let _worker = Worker::start(&world, "good", 32)?;
+    let folders = world.cli().run_dir().join("containers");
+    let inside = folders.join(world.cli().known("good")?.key).join("mount");
+    let exists = |user: u32, path: &Path| {
+        let status = Command::new("test").arg("-e").arg(path).uid(user).gid(user).status();
+        status.map(|status| status.success())
+    };
+    assert!(exists(65534, &folders)?, "who has a job comes through");
+    for name in ["agent.sock", "hint", "pressure"] {
+        assert!(exists(0, &inside.join(name))?, "{name}");
+        assert!(!exists(65534, &inside.join(name))?, "{name}");
+    }
     Ok(())
 }
 

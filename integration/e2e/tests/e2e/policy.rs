@@ -167,6 +167,7 @@ fn a_policy_is_set_shown_and_taken_back() -> Result<()> {
 fn a_reload_with_an_invalid_file_changes_nothing() -> Result<()> {
     let world = Recipe::default().config(MANUAL).world()?;
     let mut worker = Worker::start(&world, "steady", 32)?;
+    world.cli().known("steady")?;
     let file = world.dir().join("affinode/config.toml");
     let text = std::fs::read_to_string(&file)?;
     std::fs::write(&file, format!("{text}\n[policy.colour]\nred = 1\n"))?;

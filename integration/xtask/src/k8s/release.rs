@@ -34,7 +34,7 @@ pub fn values(plane: &Plane<'_>) -> Value {
     let world = plane.world();
     json!({
         // Its name is the chart's default.
-        "image": {"pullPolicy": "Never"},
+        "image": {"repository": "affinode/affinode", "pullPolicy": "Never"},
         "policy": {"mode": "eager", "idle_timeout": "2s"},
         "node": {
             "restart": "none",

@@ -19,8 +19,8 @@ const COMPLETIONS: [(&str, &str); 3] = [
     ("fish", "/usr/share/fish/vendor_completions.d/affinode.fish"),
 ];
 /// Folders of `config` that go along as they are.
-const SHARED: [&str; 5] =
-    ["containerd", "grafana", "kubernetes", "kubernetes/sharing", "prometheus"];
+const SHARED: [&str; 7] =
+    ["containerd", "grafana", "kubernetes", "kubernetes/sharing", "prometheus", "slurm", "systemd"];
 /// What is for those who read.
 const DOCUMENTS: [(&str, &str); 5] = [
     ("README.md", "README.md"),
