@@ -111,9 +111,10 @@ pub fn judge(facts: &Facts) -> Vec<Check> {
         group.good("DRA", found);
     }
     if facts.hami {
-        let found =
-            "its library is here: containers load it in front of Affinode's, its limits hold";
-        group.good("HAMi", found);
+        let hint = format!(
+            "containers load it in front of Affinode's, so its limits hold; tried with a library of its kind, not with HAMi itself. With virtual device memory they stay on the GPU ({EXAMPLES})"
+        );
+        group.warning("HAMi", "its library is here", hint);
     }
     group.checks
 }
@@ -181,7 +182,7 @@ mod tests {
         let mig = facts("nvidia.com/mig-1g.10gb", &["MIG-a", "MIG-b"]);
         assert_eq!(verdicts(&mig), [("sharing", Verdict::Warning)]);
         let hami = Facts { hami: true, ..facts(GPU, &["GPU-a-0", "GPU-a-1"]) };
-        assert_eq!(verdicts(&hami), [("sharing", Verdict::Good), ("HAMi", Verdict::Good)]);
+        assert_eq!(verdicts(&hami), [("sharing", Verdict::Good), ("HAMi", Verdict::Warning)]);
     }
 
     #[test]
