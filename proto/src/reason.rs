@@ -83,7 +83,7 @@ reasons! {
     /// The memory cgroup has no room for the VRAM.
     CgroupMemory = "cgroup-memory", "the container's memory limit has no room for its VRAM: raise the limit by the VRAM plus 1 GiB";
     /// The node has no free host RAM for it.
-    HostMemory = "host-memory", "the node has too little free host memory for its VRAM";
+    HostMemory = "host-memory", "the node has too little free host memory for its VRAM (memory.node_reserve_mib is kept)";
     /// A cgroup freezer holds the container.
     Frozen = "frozen", "the container is paused or stopped";
     /// An allocation found no memory and waits for room.

@@ -33,7 +33,7 @@ pub struct Caller {
 #[derive(Debug, thiserror::Error)]
 pub enum RpcError {
     /// The socket could not be reached, broke, or was silent for too long.
-    #[error("no answer from the socket")]
+    #[error("no answer from the controller or the stock shim")]
     Io(#[from] io::Error),
     /// What came is not ttrpc.
     #[error("what answers does not speak ttrpc")]

@@ -20,7 +20,7 @@ use crate::{
 #[derive(Debug, thiserror::Error)]
 pub enum ServiceError {
     /// No runtime, no signals: the machine is out of something.
-    #[error("cannot start")]
+    #[error("cannot start threads; is a limit of processes or memory reached?")]
     Start(#[source] io::Error),
     /// It does not know where the API server is.
     #[error(
@@ -28,7 +28,7 @@ pub enum ServiceError {
     )]
     Cluster(#[source] ApiError),
     /// Nobody could be let in.
-    #[error("nobody can be asked whose a token is")]
+    #[error("cannot set up the questions whose a token is (TokenReview)")]
     Guard(#[source] GuardError),
     /// There is no certificate, or the files that were named are of no use.
     #[error("there is no certificate to show")]

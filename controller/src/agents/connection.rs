@@ -31,9 +31,9 @@ const RATE: u32 = 200;
 enum Refusal {
     #[error("no Hello within {} s", HELLO.as_secs())]
     Late,
-    #[error("connection")]
+    #[error("cannot read what the agent says")]
     Io(#[from] io::Error),
-    #[error("first message")]
+    #[error("the agent's first message is malformed")]
     Frame(#[from] FrameError),
     #[error("the first message is no Hello")]
     NoHello,
@@ -41,7 +41,7 @@ enum Refusal {
         "library of version {0}, this controller speaks {WIRE_VERSION}: restart the container to manage it again"
     )]
     Version(u32),
-    #[error("papers")]
+    #[error("cannot tell which process has connected")]
     Papers(#[from] papers::PaperError),
 }
 

@@ -123,7 +123,7 @@ pub enum InstallError {
     },
     /// Containers would lose their shim.
     #[error(
-        "{} of Affinode: end their containers first, containerd would lose them; --drain waits for their end",
+        "{} of Affinode: end their containers first (`affinode ps`, `crictl pods`), containerd would lose them; --drain 10m waits for their end",
         if *.0 == 1 { "1 shim runs".to_owned() } else { format!("{} shims run", .0) }
     )]
     InUse(usize),

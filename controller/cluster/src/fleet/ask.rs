@@ -47,7 +47,7 @@ pub enum AskError {
     #[error("{0} does not show the certificate of the node's agent")]
     Tls(SocketAddr, #[source] io::Error),
     /// The cryptography.
-    #[error("TLS cannot be had")]
+    #[error("cannot set up TLS")]
     Crypto(#[from] rustls::Error),
     /// What came is no answer.
     #[error("{0} does not answer as it should")]
@@ -56,7 +56,7 @@ pub enum AskError {
     #[error("{0} does not answer within {1:?}")]
     Time(SocketAddr, Duration),
     /// The question cannot be written.
-    #[error("the question is none")]
+    #[error("cannot write the request")]
     Question(#[from] hyper::http::Error),
 }
 

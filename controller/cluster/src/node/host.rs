@@ -69,7 +69,7 @@ pub enum HostError {
     #[error("{0}")]
     Refused(String),
     /// It says something else.
-    #[error("affinode {verb} printed something else")]
+    #[error("affinode {verb} did not answer in JSON: are the agent and the programs of one image?")]
     Answer {
         /// What it was asked for.
         verb: &'static str,

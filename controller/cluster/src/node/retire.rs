@@ -54,10 +54,10 @@ pub struct Options {
 #[derive(Debug, thiserror::Error)]
 pub enum RetireError {
     /// No runtime: the machine is out of something.
-    #[error("cannot start")]
+    #[error("cannot start threads; is a limit of processes or memory reached?")]
     Start(#[source] std::io::Error),
     /// The API server.
-    #[error("the API server")]
+    #[error("cannot take the nodes' agents away at the API server")]
     Cluster(#[from] kube::Error),
     /// Nodes that did not.
     #[error(
@@ -66,7 +66,9 @@ pub enum RetireError {
     )]
     Nodes(Vec<String>),
     /// The agents' pods do not end.
-    #[error("the agents' pods did not end in time")]
+    #[error(
+        "the agents' pods did not end in time: `kubectl get pods --all-namespaces -l app.kubernetes.io/component=node` shows them; end them, and try again"
+    )]
     Pods,
 }
 
