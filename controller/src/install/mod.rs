@@ -127,6 +127,12 @@ pub enum InstallError {
         if *.0 == 1 { "1 shim runs".to_owned() } else { format!("{} shims run", .0) }
     )]
     InUse(usize),
+    /// Jobs would be alone.
+    #[error(
+        "{} of `affinode run`: end them first, one that is away may not come home without Affinode; --drain waits for their end",
+        if *.0 == 1 { "1 job runs".to_owned() } else { format!("{} jobs run", .0) }
+    )]
+    Jobs(usize),
     /// Nothing to take off.
     #[error("there is no record of an installation in {}", .0.display())]
     NotInstalled(PathBuf),
@@ -310,8 +316,9 @@ pub fn uninstall(options: &Options) -> Result<Steps, InstallError> {
         return Err(InstallError::NotInstalled(options.state_dir.clone()));
     };
     match node::drain(&options.prefix, options.drain) {
-        0 => {}
-        shims => return Err(InstallError::InUse(shims)),
+        (0, 0) => {}
+        (0, jobs) => return Err(InstallError::Jobs(jobs)),
+        (shims, _) => return Err(InstallError::InUse(shims)),
     }
     let edit = match &record.block {
         Some(block) => Edit::removal(block)?,

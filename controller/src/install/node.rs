@@ -14,12 +14,13 @@ use toml::{Table, Value};
 use super::{block, edit::Edit, imports, record::Record, target::Target};
 use crate::{
     core::input::Identity,
+    daemon,
     doctor::{
         containerd::{self, Absent, Daemon},
         programs::SHIM,
     },
     inventory::process,
-    report,
+    jobs, report,
 };
 
 /// So long containerd is waited for after a restart.
@@ -299,13 +300,12 @@ fn unit_of(cgroups: &str) -> Option<&str> {
     segments.filter_map(|segment| segment.strip_suffix(".service")).find(theirs)
 }
 
-/// Waits until no shim of the installation runs any more: so many do after that time.
-pub fn drain(prefix: &Path, within: Duration) -> usize {
+/// Waits until no shim of the installation and no job runs any more: so many do after that time.
+pub fn drain(prefix: &Path, within: Duration) -> (usize, usize) {
     let began = Instant::now();
     loop {
-        match running_shims(prefix) {
-            0 => return 0,
-            shims if began.elapsed() >= within => return shims,
+        match (running_shims(prefix), jobs::running(&daemon::run_dir())) {
+            left if left == (0, 0) || began.elapsed() >= within => return left,
             _ => thread::sleep(LOOK_EVERY),
         }
     }

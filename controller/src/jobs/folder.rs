@@ -149,6 +149,13 @@ fn read(path: &Path) -> io::Result<Record> {
     Ok(serde_json::from_slice(&fs::read(path)?)?)
 }
 
+/// How many jobs run, or may: of one that cannot be looked at it is not known that it has ended.
+#[must_use]
+pub fn running(run_dir: &Path) -> usize {
+    let jobs = kept(run_dir).unwrap_or_default();
+    jobs.iter().filter(|job| !unused(&job.lock())).count()
+}
+
 /// Whether nobody holds this lock any more, and nobody is about to take it. Unknown is no.
 #[must_use]
 pub fn unused(lock: &Path) -> bool {
@@ -194,8 +201,10 @@ mod tests {
         let held = File::open(job.lock()).unwrap();
         rustix::fs::flock(held.as_fd(), FlockOperation::LockShared).unwrap();
         assert!(!unused(&job.lock()));
+        assert_eq!(running(dir.path()), 1);
         drop(held);
         assert!(unused(&job.lock()));
+        assert_eq!(running(dir.path()), 0);
         assert!(!unused(&dir.path().join("nothing")), "what is not known is not over");
     }
 }

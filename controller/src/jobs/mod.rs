@@ -22,7 +22,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-pub use folder::{JobFolder, LOCK_FILE, kept, unused};
+pub use folder::{JobFolder, LOCK_FILE, kept, running, unused};
 pub use socket::{SOCKET, serve};
 
 /// Jobs of one user at a time.

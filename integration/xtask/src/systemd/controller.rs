@@ -205,7 +205,9 @@ fn stop(controller: &mut Controller<'_>) -> Result<String> {
     let node = controller.node;
     let old = unit_serves(node)?;
     node.sh(&format!("systemctl stop {UNIT}"))?;
-    controller.another_than(old)?;
+    let new = controller.another_than(old)?;
+    let told = format!("tr '\\0' '\\n' </proc/{new}/environ");
+    ensure!(!node.sh(&told)?.contains("NOTIFY_SOCKET="), "it has containerd's way to systemd");
     let state = node.property(UNIT, "ActiveState")?;
     ensure!(state == "inactive", "the unit is {state}");
     for name in [controller.container.name, controller.job.name] {

@@ -12,9 +12,10 @@ use super::{
 };
 
 /// The steps, in order.
-pub fn steps<'a>() -> [Step<Units<'a>>; 4] {
+pub fn steps<'a>() -> [Step<Units<'a>>; 5] {
     [
         ("offload, its memory is its unit's", offload),
+        ("`uninstall` while it is away", uninstall_is_refused),
         ("wake", wake),
         ("`systemctl stop` of the unit while it is away", stop),
         ("a limit without room", no_room),
@@ -51,6 +52,13 @@ fn offload(units: &mut Units<'_>) -> Result<String> {
     let more = units.memory()?.saturating_sub(units.at_home_bytes);
     ensure!(more >= MIB << 20, "the unit's memory grew by {more} bytes only");
     Ok(format!("{} is {}; {} MiB more of the unit's 2 GiB in use", row.name, row.state, more >> 20))
+}
+
+fn uninstall_is_refused(units: &mut Units<'_>) -> Result<String> {
+    let output = units.node.output("affinode uninstall")?;
+    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    ensure!(output.status.code() == Some(1) && said.contains("1 job runs"), "{said}");
+    Ok(said)
 }
 
 fn wake(units: &mut Units<'_>) -> Result<String> {
