@@ -1,4 +1,4 @@
-//! `cargo xtask k8s`: a real cluster of one node, on a network of its own.
+//! `cargo xtask k8s`: a real cluster, on a network of its own.
 //!
 //! It shows what an operator and a user of a cluster do and see. The GPU is the simulated one,
 //! handed out by a small device plugin; all else is what clusters run. It stays out of CI: the
@@ -6,6 +6,7 @@
 
 mod crds;
 mod files;
+mod node;
 mod plane;
 mod programs;
 mod release;
@@ -25,7 +26,7 @@ use nix::unistd::Uid;
 use self::{plane::Plane, programs::Programs};
 use crate::{build, deps, say};
 
-/// VRAM of the simulated GPU.
+/// VRAM of a node's simulated GPU.
 const VRAM_BYTES: u64 = 1024 * MIB;
 
 /// What to do beside the checks.
@@ -34,11 +35,14 @@ pub struct Options {
     /// Leave the cluster as it is when all was shown, or when something failed, until Enter.
     #[arg(long)]
     keep: bool,
+    /// So many nodes.
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=9))]
+    nodes: u8,
 }
 
 /// Gives pods of a world a network, by the plugins of this folder.
 pub fn pods(world: &World, plugins: &Path) -> Result<()> {
-    files::cni(&world.dir().join("cni"), plugins)
+    files::cni(&world.dir().join("cni"), plugins, "10.98.0.0/24")
 }
 
 /// Builds, starts, shows, checks, cleans up.
@@ -51,21 +55,31 @@ pub fn run(options: &Options) -> Result<()> {
     let programs = Programs::prepare(&artifacts)?;
     let release = (releases.available.iter().find(|release| release.line == Line::V2))
         .context("no containerd 2 was found: Kubernetes needs it")?;
-    let world = Recipe::default()
-        .node()
-        .artifacts(artifacts)
-        .release(release)
-        .gpu(Gpu::Simulated { vram_bytes: VRAM_BYTES })
-        .world()?;
-    let shown = Plane::start(&world, programs).and_then(|plane| {
-        say::note(&format!("Kubernetes {}, containerd {}", programs::VERSION, release.version));
+    let world = |number| {
+        Recipe::default()
+            .node()
+            .named(&node::name(number))
+            .artifacts(artifacts.clone())
+            .release(release)
+            .gpu(Gpu::Simulated { vram_bytes: VRAM_BYTES })
+            .world()
+    };
+    let worlds: Vec<World> = (1..=options.nodes).map(world).collect::<Result<_>>()?;
+    let shown = Plane::start(&worlds, programs).and_then(|plane| {
+        say::note(&format!(
+            "Kubernetes {}, containerd {}, {} nodes",
+            programs::VERSION,
+            release.version,
+            options.nodes
+        ));
         show::all(&plane)
     });
     if let Err(error) = &shown {
         say::error(error);
     }
     if options.keep {
-        say::note(&format!("all of it is in {}; Enter ends it", world.dir().display()));
+        let dirs: Vec<_> = worlds.iter().map(|world| world.dir().display().to_string()).collect();
+        say::note(&format!("all of it is in {}; Enter ends it", dirs.join(", ")));
         std::io::stdin().read_line(&mut String::new())?;
     }
     shown

@@ -151,16 +151,20 @@ impl Places {
         Ok(if handler == Handler::Served && !status.in_place { Handler::Missing } else { handler })
     }
 
+    /// Waits until it could be taken off, and changes nothing.
+    ///
+    /// # Errors
+    /// [`HostError`]: containers of it run, most likely.
+    pub async fn may_go(&self) -> Result<(), HostError> {
+        self.take_off(&["--dry-run"]).await
+    }
+
     /// Takes all of it off; nothing that is not there is missed.
     ///
     /// # Errors
     /// [`HostError`]: containers of it run, most likely.
     pub async fn uninstall(&self) -> Result<(), HostError> {
-        let drain = humantime::format_duration(self.drain).to_string().replace(' ', "");
-        let output = self.run("status", &["-o", "json"], TIME).await?;
-        if !output.stdout.is_empty() {
-            succeeded(self.installer("uninstall", &["--drain", &drain], TIME + self.drain).await?)?;
-        }
+        self.take_off(&[]).await?;
         let file = self.on_host(&self.config_dir.join(DROP_IN));
         match fs::remove_file(&file) {
             Err(source) if source.kind() != io::ErrorKind::NotFound => {
@@ -173,6 +177,17 @@ impl Places {
                 Ok(())
             }
         }
+    }
+
+    /// Where there is something.
+    async fn take_off(&self, more: &[&str]) -> Result<(), HostError> {
+        let output = self.run("status", &["-o", "json"], TIME).await?;
+        if output.stdout.is_empty() {
+            return Ok(());
+        }
+        let drain = humantime::format_duration(self.drain).to_string().replace(' ', "");
+        let arguments = [&["--drain", &drain], more].concat();
+        succeeded(self.installer("uninstall", &arguments, TIME + self.drain).await?).map(drop)
     }
 
     /// Puts the cluster's part of the configuration in place, when it is one: a controller does

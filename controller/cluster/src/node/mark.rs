@@ -15,7 +15,8 @@ pub const RUNTIME: &str = "affinode.io/runtime";
 pub const AGENT: &str = "affinode.io/agent";
 /// How the node stands, for people and for the uninstaller.
 pub const STATE: &str = "affinode.io/state";
-/// The uninstaller asks for the node back: `namespace/name` of its installation.
+/// The uninstaller asks for the node back: first with [`may_go`], whether it may have it, then with
+/// [`must_go`].
 pub const RETIRE: &str = "affinode.io/retire";
 /// VRAM in use by containers that could be moved out now, in bytes.
 pub const RECLAIMABLE: &str = "affinode.io/reclaimable-vram-bytes";
@@ -26,10 +27,24 @@ pub const CERTIFICATE: &str = "affinode.io/certificate-sha256";
 /// All annotations of ours.
 pub const ANNOTATIONS: [&str; 6] = [AGENT, STATE, RETIRE, RECLAIMABLE, RECLAIMED, CERTIFICATE];
 
+/// The word of [`STATE`] when it may be taken off: no container of it runs.
+pub const READY: &str = "ready to be taken off";
 /// The word of [`STATE`] when nothing of Affinode is left on the node.
 pub const RETIRED: &str = "retired";
 /// How [`STATE`] begins when it cannot be taken off.
 pub const NOT_RETIRED: &str = "cannot be taken off: ";
+
+/// The word of [`RETIRE`] that asks agents of an installation whether it may be taken off.
+#[must_use]
+pub fn may_go(installation: &str) -> String {
+    installation.to_owned()
+}
+
+/// The word of [`RETIRE`] that asks them to take it off.
+#[must_use]
+pub fn must_go(installation: &str) -> String {
+    format!("{installation} now")
+}
 
 /// A node object.
 #[derive(Clone)]

@@ -5,7 +5,8 @@
 //!                    ┌── as it should be ──> label on ──┐
 //!  look ──status──> ─┤                                  ├── after a while, or a change of the node
 //!    ^               └── not so ──> label off ──> install ──┘
-//!    │ retire: label off ──> uninstall (waits for running containers) ──> state "retired", or why not
+//!    │ retire: label off ──> wait for running containers ──> state "ready to be taken off", or why not
+//!    │ retire now: uninstall ──> state "retired", or why not
 //! ```
 //!
 //! The label comes last and goes first: while the node is touched, no pod is sent to it. A node
@@ -44,7 +45,7 @@ use tokio::sync::Notify;
 use self::{
     bridge::Bridge,
     host::{Handler, HostError, Places},
-    mark::{AGENT, CERTIFICATE, Mark, NOT_RETIRED, RETIRE, RETIRED, RUNTIME, STATE},
+    mark::{AGENT, CERTIFICATE, Mark, NOT_RETIRED, READY, RETIRE, RETIRED, RUNTIME, STATE},
     watch::Watch,
 };
 use crate::{
@@ -172,8 +173,11 @@ impl Agent<'_> {
         }
         let asked = node.annotations().get(RETIRE);
         let labelled = node.labels().contains_key(RUNTIME);
-        if asked == Some(&self.options.installation) {
-            return self.retire(&node, labelled).await;
+        if asked == Some(&mark::may_go(ours)) {
+            return self.retire(&node, READY, labelled).await;
+        }
+        if asked == Some(&mark::must_go(ours)) {
+            return self.retire(&node, RETIRED, labelled).await;
         }
         match self.tend(labelled).await {
             Ok(true) => {
@@ -256,22 +260,31 @@ impl Agent<'_> {
         };
     }
 
+    /// `wanted`: [`READY`] to be taken off, or [`RETIRED`].
     async fn retire(
         &mut self,
         node: &PartialObjectMeta<Node>,
+        wanted: &str,
         labelled: bool,
     ) -> kube::Result<Duration> {
-        if node.annotations().get(STATE).is_some_and(|state| state == RETIRED) {
+        if node.annotations().get(STATE).is_some_and(|state| state == wanted) {
             return Ok(LOOK_EVERY);
         }
-        tracing::info!("asked to take Affinode off this node");
         self.checked = false;
         self.serve(false, labelled).await?;
-        match self.options.places.uninstall().await {
-            Ok(()) => {
-                tracing::info!("nothing of Affinode is left on the node");
-                self.say(node, RETIRED).await?;
+        let places = &self.options.places;
+        let did = match wanted {
+            RETIRED => {
+                tracing::info!("asked to take Affinode off this node");
+                places.uninstall().await
             }
+            _ => {
+                tracing::info!("asked whether Affinode may be taken off this node");
+                places.may_go().await
+            }
+        };
+        match did {
+            Ok(()) => self.say(node, wanted).await?,
             Err(error) => {
                 let why = report::chain(&error);
                 tracing::warn!("it cannot be taken off: {why}");

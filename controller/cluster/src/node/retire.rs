@@ -2,9 +2,9 @@
 //! runs first.
 //!
 //! ```text
-//!  nodes of ours ──wish──> agents take it off ──all did──> agents' DaemonSet goes ──> pods' labels, nodes' annotations go
-//!                              │ one could not, or the time is over
-//!                              └──> wishes are taken back: agents install again, exit 1
+//!  nodes of ours ──may it go?──> no container runs ──on all──> agents take it off ──all did──> agents' DaemonSet goes
+//!                                   │ on one some do, or the time is over  │ one could not          └──> pods' labels, nodes' annotations go
+//!                                   └──> wishes are taken back, exit 1     └──> the same; agents install again
 //! ```
 
 use std::time::Duration;
@@ -21,7 +21,7 @@ use kube::{
 use tokio::time::Instant;
 
 use super::{
-    mark::{AGENT, ANNOTATIONS, Mark, NOT_RETIRED, RETIRE, RETIRED, STATE},
+    mark::{AGENT, ANNOTATIONS, Mark, NOT_RETIRED, READY, RETIRE, RETIRED, STATE, may_go, must_go},
     pods,
     stand::LABEL,
 };
@@ -96,11 +96,11 @@ async fn retire(options: &Options) -> Result<(), RetireError> {
         let wish = [
             // What it said when it was asked before is over.
             (STATE, Some("asked to be taken off".to_owned())),
-            (RETIRE, Some(options.installation.clone())),
+            (RETIRE, Some(may_go(&options.installation))),
         ];
         Mark::new(client.clone(), name).annotate(&wish).await?;
     }
-    if let Err(error) = all_retired(&client, options, deadline).await {
+    if let Err(error) = taken_off(&client, options, &names, deadline).await {
         for name in &names {
             let taken_back = Mark::new(client.clone(), name).annotate(&[(RETIRE, None)]).await;
             if let Err(error) = taken_back {
@@ -132,7 +132,24 @@ async fn ours(
     Ok(nodes.into_iter().filter(is_ours).collect())
 }
 
-async fn all_retired(
+/// Nothing is touched on any node before all have said that they may be.
+async fn taken_off(
+    client: &Client,
+    options: &Options,
+    names: &[String],
+    deadline: Instant,
+) -> Result<(), RetireError> {
+    all_say(READY, client, options, deadline).await?;
+    tracing::info!("no container runs: it is taken off all of them");
+    for name in names {
+        let wish = [(RETIRE, Some(must_go(&options.installation)))];
+        Mark::new(client.clone(), name).annotate(&wish).await?;
+    }
+    all_say(RETIRED, client, options, deadline).await
+}
+
+async fn all_say(
+    word: &str,
     client: &Client,
     options: &Options,
     deadline: Instant,
@@ -141,7 +158,7 @@ async fn all_retired(
         let mut left = Vec::new();
         for node in ours(client, options).await? {
             let state = node.annotations().get(STATE).map_or("unknown", String::as_str);
-            if state != RETIRED {
+            if state != word {
                 left.push((node.name_any(), state.to_owned()));
             }
         }

@@ -3,22 +3,20 @@
 
 use std::{fs, io, os::unix::fs::symlink, path::Path};
 
-use affinode_e2e::world::World;
 use anyhow::{Context, Result};
 use rcgen::{KeyPair, PKCS_ECDSA_P256_SHA256};
 use serde_json::{Value, json};
 
+use super::node::Node;
+
 /// Who is who: a kubeconfig's file name, user, groups.
-const USERS: [(&str, &str, &str); 4] = [
+const USERS: [(&str, &str, &str); 3] = [
     (ADMIN, "admin", "system:masters"),
     ("controller-manager.json", "system:kube-controller-manager", ""),
     ("scheduler.json", "system:kube-scheduler", ""),
-    (KUBELET, "system:node:node-1", "system:nodes"),
 ];
 /// The administrator's kubeconfig.
 pub const ADMIN: &str = "admin.json";
-/// The kubelet's.
-pub const KUBELET: &str = "kubelet-client.json";
 
 pub const ETCD: &str = "--data-dir=DIR/etcd --listen-client-urls=http://127.0.0.1:2379 \
      --advertise-client-urls=http://127.0.0.1:2379 --listen-peer-urls=http://127.0.0.1:2380 \
@@ -36,13 +34,22 @@ pub const CONTROLLER_MANAGER: &str = "--kubeconfig=DIR/controller-manager.json -
 pub const SCHEDULER: &str =
     "--kubeconfig=DIR/scheduler.json --leader-elect=false --bind-address=127.0.0.1";
 
+/// The kubeconfig of a node's kubelet.
+pub fn of_kubelet(node: &str) -> String {
+    format!("kubelet-of-{node}.json")
+}
+
 /// Writes keys, tokens and kubeconfigs.
-pub fn write(dir: &Path) -> Result<()> {
+pub fn write(dir: &Path, nodes: &[Node<'_>]) -> Result<()> {
     let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
     fs::write(dir.join("sa.key"), key.serialize_pem())?;
     fs::write(dir.join("sa.pub"), key.public_key_pem())?;
     let mut tokens = String::new();
-    for (file, user, groups) in USERS {
+    let kubelet = |node: &Node<'_>| {
+        (of_kubelet(&node.name), format!("system:node:{}", node.name), "system:nodes")
+    };
+    let others = USERS.map(|(file, user, groups)| (file.to_owned(), user.to_owned(), groups));
+    for (file, user, groups) in others.into_iter().chain(nodes.iter().map(kubelet)) {
         let token = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
         let token: String =
             token.public_key_raw().iter().take(32).map(|byte| format!("{byte:02x}")).collect();
@@ -63,28 +70,29 @@ pub fn write(dir: &Path) -> Result<()> {
 }
 
 /// A network for pods: a pair of interfaces each.
-pub fn cni(dir: &Path, plugins: &Path) -> Result<()> {
+pub fn cni(dir: &Path, plugins: &Path, subnet: &str) -> Result<()> {
     fs::create_dir_all(dir.join("net.d"))?;
     symlink(plugins, dir.join("bin"))?;
     let network = json!({
         "cniVersion": "1.0.0", "name": "pods",
         "plugins": [{"type": "ptp", "ipam": {
             "type": "host-local", "dataDir": dir.join("leases"),
-            "ranges": [[{"subnet": "10.98.0.0/24"}]], "routes": [{"dst": "0.0.0.0/0"}],
+            "ranges": [[{"subnet": subnet}]], "routes": [{"dst": "0.0.0.0/0"}],
         }}],
     });
     Ok(fs::write(dir.join("net.d/10-pods.conflist"), network.to_string())?)
 }
 
 /// The kubelet's configuration. It leaves the machine's limits and firewall alone.
-pub fn kubelet(world: &World) -> Value {
+pub fn kubelet(node: &Node<'_>) -> Value {
+    let world = node.world;
     let no_eviction = json!({
         "memory.available": "0%", "nodefs.available": "0%", "nodefs.inodesFree": "0%",
         "imagefs.available": "0%", "imagefs.inodesFree": "0%",
     });
     json!({
         "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
-        "address": "10.97.0.1", "healthzBindAddress": "127.0.0.1",
+        "address": node.address(), "healthzBindAddress": "127.0.0.1",
         "authentication": {"anonymous": {"enabled": true}, "webhook": {"enabled": false}},
         "authorization": {"mode": "AlwaysAllow"},
         "containerRuntimeEndpoint": format!("unix://{}", world.containerd().socket().display()),

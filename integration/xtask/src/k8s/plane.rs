@@ -1,63 +1,77 @@
-//! A control plane and one node in a world: every component on the world's own network, where
-//! the API server has the address of its service itself, so that no proxy of services is needed.
+//! A control plane on the first of its nodes. Each node is a world with a network of its own; they
+//! are joined by a bridge, where the API server has the address of its service itself, so that no
+//! proxy of services is needed.
 //!
 //! ```text
+//!  node-1 10.97.0.1                                              node-2 10.97.0.2, …
 //!  etcd <── kube-apiserver <── controller-manager, scheduler
 //!              ^   10.96.0.1:443
-//!              └── kubelet ──CRI──> containerd (the world's) ──CNI: ptp──> pods 10.98.0.0/24
+//!              ├── kubelet ──CRI──> containerd                    kubelet ──CRI──> containerd
+//!              │                       └─CNI: ptp─> pods 10.98.1.0/24     └──> pods 10.98.2.0/24
+//!              └────────────────────────── bridge ───────────────────┘
 //! ```
 
-use std::{
-    collections::BTreeMap,
-    fs,
-    path::{Path, PathBuf},
-    process::Command,
-    time::Duration,
-};
+use std::{fs, path::PathBuf, process::Command, time::Duration};
 
-use affinode_e2e::{containerd, image, keeper::Job, until::until_within, world::World};
+use affinode_e2e::{containerd, until::until_within, world::World};
 use anyhow::{Context, Result};
-use serde_json::{Value, json};
+use serde_json::Value;
 
-use super::{
-    files,
-    programs::{DEVICE_PLUGIN_NAME, Programs},
-};
+use super::{files, node::Node, programs::Programs};
 use crate::say;
 
 /// How long a control plane may take on a machine that has other work.
 pub const PATIENCE: Duration = Duration::from_secs(300);
-/// The node's name.
+/// The name of the first node, where the control plane is.
 pub const NODE: &str = "node-1";
-/// What pods ask for, and how many of it there are.
-pub const RESOURCE: &str = "nvidia.com/gpu";
-const DEVICES: u32 = 4;
 
-/// A cluster of one node.
+/// A cluster.
 pub struct Plane<'a> {
-    world: &'a World,
+    nodes: Vec<Node<'a>>,
     programs: Programs,
     dir: PathBuf,
 }
 
 impl<'a> Plane<'a> {
-    /// Starts it and waits until the node is ready and has GPUs.
-    pub fn start(world: &'a World, programs: Programs) -> Result<Self> {
-        let dir = world.dir().join("k8s");
+    /// Starts it and waits until all nodes are ready and have GPUs.
+    pub fn start(worlds: &'a [World], programs: Programs) -> Result<Self> {
+        let nodes: Vec<Node<'_>> =
+            (1u8..).zip(worlds).map(|(at, world)| Node::new(at, world)).collect();
+        let dir = nodes.first().context("a cluster has a node")?.world.dir().join("k8s");
         fs::create_dir_all(&dir)?;
-        let plane = Self { world, programs, dir };
+        let plane = Self { nodes, programs, dir };
         plane.network()?;
-        files::write(&plane.dir)?;
-        files::cni(&world.dir().join("cni"), &plane.programs.cni_dir())?;
+        files::write(&plane.dir, &plane.nodes)?;
         plane.control()?;
-        plane.node()?;
-        plane.gpus()?;
+        for node in &plane.nodes {
+            node.start(&plane)?;
+        }
         Ok(plane)
     }
 
-    /// The world's folder, and what runs there.
-    pub fn world(&self) -> &World {
-        self.world
+    /// All nodes.
+    pub fn nodes(&self) -> &[Node<'a>] {
+        &self.nodes
+    }
+
+    /// The first.
+    pub fn first(&self) -> &Node<'a> {
+        &self.nodes[0]
+    }
+
+    /// The world of the first.
+    pub fn world(&self) -> &'a World {
+        self.first().world
+    }
+
+    /// The programs of all nodes.
+    pub fn programs(&self) -> &Programs {
+        &self.programs
+    }
+
+    /// Where the control plane keeps its files.
+    pub fn dir(&self) -> &PathBuf {
+        &self.dir
     }
 
     /// kubectl, as an administrator.
@@ -75,7 +89,7 @@ impl<'a> Plane<'a> {
     }
 
     fn client(&self, program: &str) -> Command {
-        let mut command = self.world.keeper().command(&self.programs.built(program));
+        let mut command = self.world().keeper().command(&self.programs.built(program));
         command.env("KUBECONFIG", self.dir.join(files::ADMIN)).env("HOME", &self.dir);
         command
     }
@@ -98,32 +112,24 @@ impl<'a> Plane<'a> {
         until_within(PATIENCE, what, probe)
     }
 
-    /// The log of a component.
-    fn log(&self, name: &str) -> PathBuf {
-        self.dir.join(format!("{name}.log"))
-    }
-
+    /// Each node routes to the pods of all others.
     fn network(&self) -> Result<()> {
-        for line in [
-            "link set lo up",
-            "address add 10.96.0.1/32 dev lo",
-            "link add node0 type veth peer name node1",
-            "address add 10.97.0.1/24 dev node0",
-            "link set node0 up",
-            "link set node1 up",
-        ] {
-            let mut ip = self.world.keeper().command(Path::new("ip"));
-            containerd::run(ip.args(line.split(' ')))
-                .context("the world's network; `ip` is of the package iproute2")?;
+        let bridge =
+            ["link add nodes type bridge", "link set nodes up", "address add 10.96.0.1/32 dev lo"];
+        self.first().ip(&bridge)?;
+        self.first().ip(&["address add 10.97.0.1/24 dev nodes"])?;
+        for node in &self.nodes {
+            node.ip(&["link set lo up"])?;
+            if node.name != NODE {
+                node.join(self.first())?;
+            }
+        }
+        for node in &self.nodes {
+            for other in self.nodes.iter().filter(|other| other.name != node.name) {
+                node.ip(&[&format!("route add {} via {}", other.pods(), other.address())])?;
+            }
         }
         Ok(())
-    }
-
-    fn spawn(&self, name: &str, program: &Path, arguments: &[String]) -> Result<()> {
-        let argv = [program.display().to_string()].into_iter().chain(arguments.iter().cloned());
-        let env = BTreeMap::from([("HOME".into(), self.dir.display().to_string())]);
-        let job = Job { argv: argv.collect(), env, log: self.log(name) };
-        self.world.keeper().spawn(&job).map(|_| ())
     }
 
     fn control(&self) -> Result<()> {
@@ -132,98 +138,16 @@ impl<'a> Plane<'a> {
         let words = |lines: &str| -> Vec<String> {
             lines.split_whitespace().map(|word| word.replace("DIR", &dir.to_string())).collect()
         };
-        self.spawn("etcd", &self.programs.etcd(), &words(files::ETCD))?;
-        self.spawn("apiserver", &self.programs.built("kube-apiserver"), &words(files::API_SERVER))?;
+        let node = self.first();
+        node.spawn("etcd", &self.programs.etcd(), &words(files::ETCD))?;
+        node.spawn("apiserver", &self.programs.built("kube-apiserver"), &words(files::API_SERVER))?;
         self.until("the API server to be ready", || {
             let said = self.kubectl().args(["get", "--raw", "/readyz"]).output()?;
             Ok(said.status.success().then_some(()))
         })
-        .with_context(|| format!("its log: {}", self.log("apiserver").display()))?;
+        .with_context(|| format!("its log: {}", node.log("apiserver").display()))?;
         let manager = self.programs.built("kube-controller-manager");
-        self.spawn("controller-manager", &manager, &words(files::CONTROLLER_MANAGER))?;
-        self.spawn("scheduler", &self.programs.built("kube-scheduler"), &words(files::SCHEDULER))
-    }
-
-    fn node(&self) -> Result<()> {
-        say::step("Starting the kubelet");
-        files::cgroups(&self.world.cgroup_parent())?;
-        let config = self.dir.join("kubelet.json");
-        fs::write(&config, files::kubelet(self.world).to_string())?;
-        self.spawn(
-            "kubelet",
-            &self.programs.built("kubelet"),
-            &[
-                format!("--config={}", config.display()),
-                format!("--kubeconfig={}", self.dir.join(files::KUBELET).display()),
-                format!("--hostname-override={NODE}"),
-                "--node-ip=10.97.0.1".into(),
-            ],
-        )?;
-        self.until("the node to be ready", || {
-            let node = self.kubectl().args(["get", "node", NODE, "-o", "json"]).output()?;
-            let node: Value = serde_json::from_slice(&node.stdout).unwrap_or_default();
-            let conditions = node["status"]["conditions"].as_array().cloned().unwrap_or_default();
-            let ready = |c: &Value| c["type"] == "Ready" && c["status"] == "True";
-            let open = node["spec"]["taints"].is_null();
-            Ok((open && conditions.iter().any(ready)).then_some(()))
-        })
-        .with_context(|| format!("its log: {}", self.log("kubelet").display()))?;
-        self.until("namespaces to be complete", || {
-            let account = self.kubectl().args(["get", "serviceaccount", "default"]).output()?;
-            Ok(account.status.success().then_some(()))
-        })
-    }
-
-    /// A container gets of a device what NVIDIA's toolkit would add.
-    fn gpus(&self) -> Result<()> {
-        let parts = self.world.gpu().container_parts(self.world.artifacts(), self.world.dir())?;
-        let mounts: Vec<Value> = (parts.mounts.iter())
-            .map(|(host, inside)| {
-                json!({"host_path": host, "container_path": inside, "read_only": true})
-            })
-            .collect();
-        let config = json!({
-            "Resource": RESOURCE, "Devices": DEVICES,
-            "Response": {"envs": parts.env, "mounts": mounts},
-        });
-        let file = self.dir.join("device-plugin.json");
-        fs::write(&file, config.to_string())?;
-        let plugin = self.programs.built(DEVICE_PLUGIN_NAME);
-        self.spawn(DEVICE_PLUGIN_NAME, &plugin, &[file.display().to_string()])?;
-        self.until("the node to have GPUs", || {
-            let node = self.get(&["node", NODE])?;
-            Ok((node["status"]["allocatable"][RESOURCE] == DEVICES.to_string().as_str())
-                .then_some(()))
-        })
-        .with_context(|| format!("its log: {}", self.log(DEVICE_PLUGIN_NAME).display()))
-    }
-
-    /// A pod that asks for a GPU and runs a CUDA program on pipes in a folder of the node.
-    pub fn gpu_pod(&self, name: &str, vram_mib: u32) -> Result<Value> {
-        use affinode_e2e::container::{CLIENTS, PIPES, make_pipes, piped};
-        let pipes = make_pipes(self.world.dir(), name)?;
-        let argv = piped(&[
-            format!("{CLIENTS}/{}", affinode_e2e::worker::USUAL),
-            "--mib".into(),
-            vram_mib.to_string(),
-        ]);
-        let volume = |name: &str, path: &Path| json!({"name": name, "hostPath": {"path": path}});
-        Ok(json!({
-            "apiVersion": "v1", "kind": "Pod",
-            "metadata": {"name": name, "annotations": {"affinode.io/idle-timeout": "2s", "affinode.io/offload": "eager"}},
-            "spec": {
-                "containers": [{
-                    "name": "main", "image": image::PLAIN, "imagePullPolicy": "Never", "command": argv,
-                    "resources": {"limits": {RESOURCE: "1"}},
-                    "volumeMounts": [
-                        {"name": "clients", "mountPath": CLIENTS}, {"name": "pipes", "mountPath": PIPES},
-                    ],
-                }],
-                "volumes": [
-                    volume("clients", &self.world.artifacts().clients_dir()), volume("pipes", &pipes),
-                ],
-                "terminationGracePeriodSeconds": 0,
-            },
-        }))
+        node.spawn("controller-manager", &manager, &words(files::CONTROLLER_MANAGER))?;
+        node.spawn("scheduler", &self.programs.built("kube-scheduler"), &words(files::SCHEDULER))
     }
 }

@@ -1,12 +1,18 @@
 //! Affinode as the cluster gets it: an image with its programs, and the chart.
 
-use std::{fs, path::PathBuf};
+use std::{fs, os::unix::fs::symlink, path::PathBuf};
 
-use affinode_e2e::{artifacts::workspace_dir, containerd};
+use affinode_e2e::{
+    artifacts::{Artifacts, workspace_dir},
+    containerd,
+};
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
-use super::plane::Plane;
+use super::{
+    node::HOME,
+    plane::{NODE, Plane},
+};
 use crate::package;
 
 /// Where it is installed.
@@ -14,49 +20,66 @@ pub const NAMESPACE: &str = "affinode-system";
 /// Under which name.
 pub const RELEASE: &str = "affinode";
 
+/// A link to a node's root, in its folder.
+const ROOT: &str = "root";
+
 /// The chart's folder.
 pub fn chart() -> PathBuf {
     workspace_dir().join("config/helm/affinode")
 }
 
-/// Makes the image as it is released, of programs of this build, and brings it to the node.
-pub fn load_image(plane: &Plane<'_>) -> Result<()> {
-    let world = plane.world();
-    let archive = world.dir().join("affinode-image.tar");
-    fs::write(&archive, package::image_of(world.artifacts())?)?;
-    world.containerd().import(world.keeper(), "k8s.io", &archive)?;
+/// Makes the image as it is released, of the programs of a build, and brings it to all nodes.
+pub fn load_image(plane: &Plane<'_>, artifacts: &Artifacts) -> Result<()> {
+    let archive = plane.world().dir().join("affinode-image.tar");
+    fs::write(&archive, package::image_of(artifacts)?)?;
+    for node in plane.nodes() {
+        node.world.containerd().import(node.world.keeper(), "k8s.io", &archive)?;
+    }
     fs::remove_file(&archive).context("the image's archive")
 }
 
-/// What an operator of this cluster would write into a values file. The places are the world's;
-/// this node has no systemd.
-pub fn values(plane: &Plane<'_>) -> Value {
-    let world = plane.world();
-    json!({
+/// The way to the root of each node, as a container of it has it: a link in the node's folder.
+/// Folders differ in the node's name alone, which an agent's environment has.
+fn host_root(plane: &Plane<'_>) -> Result<String> {
+    for node in plane.nodes() {
+        let link = node.world.dir().join(ROOT);
+        if !link.exists() {
+            // The first process of a node is its world's keeper.
+            symlink(format!("/proc/{}/root", node.world.keeper().pid()), link)?;
+        }
+    }
+    let folder = plane.world().dir().display().to_string();
+    let common = folder.strip_suffix(NODE).context("a node's folder has its name")?;
+    Ok(format!("/proc/{}/root{common}$(NODE_NAME)/{ROOT}", std::process::id()))
+}
+
+/// What an operator of this cluster would write into a values file; these nodes have no systemd.
+fn values(plane: &Plane<'_>) -> Result<Value> {
+    let place = |below: &str| format!("{HOME}/{below}");
+    Ok(json!({
         // Its name is the chart's default.
         "image": {"repository": "affinode/affinode", "pullPolicy": "Never"},
         "policy": {"mode": "eager", "idle_timeout": "2s"},
         "node": {
             "restart": "none",
-            // The first process of this node is the world's keeper.
-            "hostRoot": format!("/proc/{}/root", world.keeper().pid()),
-            "containerdSocket": world.containerd().socket(),
-            "prefix": world.prefix(),
-            "stateDir": world.dir().join("state-affinode"),
-            "runDir": world.dir().join("run"),
-            "configDir": world.dir().join("affinode"),
+            "hostRoot": host_root(plane)?,
+            "containerdSocket": place("containerd.sock"),
+            "prefix": place("prefix"),
+            "stateDir": place("state-affinode"),
+            "runDir": place("run"),
+            "configDir": place("affinode"),
             "drain": "2s",
         },
-        // Of the two, one would wait: there is one node.
-        "inject": {"webhook": {"replicas": 1}},
+        // On a cluster of one node the second would wait.
+        "inject": {"webhook": {"replicas": plane.nodes().len().min(2)}},
         "fleet": {"enabled": true},
         "dashboards": {"enabled": true},
-    })
+    }))
 }
 
 /// Runs helm with the chart and its values.
 pub fn helm(plane: &Plane<'_>, words: &[&str]) -> Result<String> {
     let file = plane.world().dir().join("values.json");
-    fs::write(&file, values(plane).to_string())?;
+    fs::write(&file, values(plane)?.to_string())?;
     containerd::run(plane.helm().args(words).arg(chart()).arg("--values").arg(file))
 }

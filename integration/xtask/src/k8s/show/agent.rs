@@ -6,7 +6,7 @@ use affinode_e2e::{containerd, image, until::until_within};
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 
-use super::{GPU_STATE, NAMESPACE, NODE, RESIDENT, fetch, step};
+use super::{GPU_STATE, NAMESPACE, NODE, RESIDENT, agent_pod, fetch, step};
 use crate::{k8s::plane::Plane, say};
 
 /// The chart's port.
@@ -15,8 +15,8 @@ const PORT: u16 = 9411;
 /// With the token of an agent: its node's own labels of ours, and no more.
 pub fn changes_its_own_alone(plane: &Plane<'_>) -> Result<()> {
     step("An agent's token changes nothing but what is Affinode's");
-    let pods = plane.get(&["pods", "-n", NAMESPACE, "-l", "app.kubernetes.io/component=node"])?;
-    let pod = pods["items"][0]["metadata"]["name"].as_str().context("an agent's pod")?;
+    let pod = agent_pod(plane, plane.first())?;
+    let pod = pod["metadata"]["name"].as_str().context("an agent's pod")?;
     let token = containerd::run(plane.kubectl().args([
         "-n",
         NAMESPACE,
@@ -27,7 +27,7 @@ pub fn changes_its_own_alone(plane: &Plane<'_>) -> Result<()> {
         &format!("--bound-object-name={pod}"),
     ]))?;
     plane.apply(&json!({
-        "apiVersion": "v1", "kind": "Node", "metadata": {"name": "node-2"},
+        "apiVersion": "v1", "kind": "Node", "metadata": {"name": "nowhere"},
     }))?;
     let tried = |what: &[&str]| -> Result<String> {
         let token = format!("--token={}", token.trim());
@@ -40,7 +40,7 @@ pub fn changes_its_own_alone(plane: &Plane<'_>) -> Result<()> {
     for (what, why) in [
         (["label", "node", NODE, "example.com/tried=true"], "labels of affinode.io alone"),
         (["annotate", "node", NODE, "example.com/tried=true"], "annotations of affinode.io alone"),
-        (["label", "node", "node-2", "affinode.io/tried=true"], "its own node alone"),
+        (["label", "node", "nowhere", "affinode.io/tried=true"], "its own node alone"),
         (["taint", "node", NODE, "affinode.io/tried=true:NoSchedule"], "no node's spec"),
     ] {
         let said = tried(&what)?;
@@ -48,7 +48,7 @@ pub fn changes_its_own_alone(plane: &Plane<'_>) -> Result<()> {
     }
     pods_of_its_node_alone(plane, token.trim())?;
     containerd::run(plane.kubectl().args(["label", "node", NODE, "affinode.io/tried-"]))?;
-    containerd::run(plane.kubectl().args(["delete", "node", "node-2"]))?;
+    containerd::run(plane.kubectl().args(["delete", "node", "nowhere"]))?;
     say::note("its own node's label: yes; other labels, annotations, nodes, taints: refused");
     say::note("its own pods' label and condition: yes; all else of them, pods elsewhere: refused");
     Ok(())
@@ -66,7 +66,7 @@ fn pods_of_its_node_alone(plane: &Plane<'_>, token: &str) -> Result<()> {
         }))
     };
     pod("here", NODE)?;
-    pod("there", "node-2")?;
+    pod("there", "nowhere")?;
     plane.until("a pod to run", || {
         let pod = plane.get(&["pod", "here"])?;
         Ok((pod["status"]["phase"] == "Running").then_some(()))
@@ -109,8 +109,8 @@ fn pods_of_its_node_alone(plane: &Plane<'_>, token: &str) -> Result<()> {
 /// As Prometheus would: over the pod network, with an account's token.
 pub fn shows_metrics(plane: &Plane<'_>) -> Result<()> {
     step("Metrics, by way of the agent");
-    let pods = plane.get(&["pods", "-n", NAMESPACE, "-l", "app.kubernetes.io/component=node"])?;
-    let address = pods["items"][0]["status"]["podIP"].as_str().context("the agent's address")?;
+    let pod = agent_pod(plane, plane.first())?;
+    let address = pod["status"]["podIP"].as_str().context("the agent's address")?;
     let url = format!("https://{address}:{PORT}/metrics");
     let kubectl = |words: &[&str]| containerd::run(plane.kubectl().args(words));
     kubectl(&["create", "serviceaccount", "prometheus"])?;
@@ -127,10 +127,12 @@ pub fn shows_metrics(plane: &Plane<'_>) -> Result<()> {
         "--serviceaccount=default:prometheus",
     ])?;
     // A no is remembered for ten seconds.
+    let mut last = (0, String::new());
     let text = until_within(Duration::from_secs(60), "the account to be let in", || {
-        let (code, text) = scrape(Some(&token))?;
-        Ok((code == 200).then_some(text))
-    })?;
+        last = scrape(Some(&token))?;
+        Ok((last.0 == 200).then(|| last.1.clone()))
+    });
+    let text = text.with_context(|| format!("{} {}", last.0, last.1))?;
     kubectl(&["delete", "clusterrolebinding", "prometheus"])?;
     kubectl(&["delete", "serviceaccount", "prometheus"])?;
     let line = text

@@ -50,7 +50,7 @@ fn pods_get_the_class(plane: &Plane<'_>, name: &str) -> Result<()> {
         let made = containerd::run(plane.kubectl().args(dry).arg(file))?;
         Ok(serde_json::from_str::<Value>(&made)?["spec"].take())
     };
-    let asks = plane.gpu_pod(name, SMALL_MIB)?;
+    let asks = plane.first().gpu_pod(name, SMALL_MIB)?;
     // An API server begins to call a webhook, or to apply a policy, a moment after it was made.
     let spec = plane.until("a GPU pod to get the class", || {
         let spec = class(&asks)?;

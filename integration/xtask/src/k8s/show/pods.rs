@@ -1,11 +1,14 @@
 //! Pods with a CUDA program: they leave, come home, wait, stay, and are told.
 
-use affinode_e2e::{containerd, image, worker::Lines};
+use affinode_e2e::{cli::ContainerRow, containerd, image, worker::Lines};
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 
 use super::{GPU_STATE, LABEL, RESIDENT, SMALL_MIB, agent_log, step};
-use crate::{k8s::plane::Plane, say};
+use crate::{
+    k8s::{node::Node, plane::Plane},
+    say,
+};
 
 /// One that has ended.
 const ENDED: &str = "ended";
@@ -13,9 +16,9 @@ const ENDED: &str = "ended";
 const LARGE_MIB: u32 = 600;
 
 /// A pod that names no class is moved out, and is called by `kubectl exec`.
-pub fn comes_and_goes<'a>(plane: &'a Plane<'a>) -> Result<Pod<'a>> {
-    step("A GPU pod whose manifest names no class is idle");
-    let mut pod = Pod::start(plane, "trainer", &plane.gpu_pod("trainer", SMALL_MIB)?)?;
+pub fn comes_and_goes<'a>(plane: &'a Plane<'a>, node: &'a Node<'a>, name: &str) -> Result<Pod<'a>> {
+    step(&format!("A GPU pod of {} whose manifest names no class is idle", node.name));
+    let mut pod = Pod::start(plane, node, name, &node.gpu_pod(name, SMALL_MIB)?)?;
     say::note("it runs as a pod of the class, with its overhead and node selector");
     pod.is_moved_out()?;
     let message = pod.stands(&["Offloaded"], "False", "IdleTimeout")?;
@@ -31,11 +34,12 @@ pub fn comes_and_goes<'a>(plane: &'a Plane<'a>) -> Result<Pod<'a>> {
 /// A call that finds no room waits for it.
 pub fn who_waits_is_told(plane: &Plane<'_>) -> Result<()> {
     step("Two pods that together want more VRAM than there is");
-    let mut first = Pod::start(plane, "first", &plane.gpu_pod("first", LARGE_MIB)?)?;
+    let node = plane.first();
+    let mut first = Pod::start(plane, node, "first", &node.gpu_pod("first", LARGE_MIB)?)?;
     first.is_moved_out()?;
-    let mut second = plane.gpu_pod("second", LARGE_MIB)?;
+    let mut second = node.gpu_pod("second", LARGE_MIB)?;
     second["metadata"]["annotations"]["affinode.io/offload"] = "off".into();
-    let mut second = Pod::start(plane, "second", &second)?;
+    let mut second = Pod::start(plane, node, "second", &second)?;
     second.receive("open")?;
     second.receive("fill")?;
     say::note("the second has the GPU and keeps it; the first is called");
@@ -53,9 +57,10 @@ pub fn who_waits_is_told(plane: &Plane<'_>) -> Result<()> {
 /// A pod that cannot be moved stays, and says why.
 pub fn who_stays_is_told(plane: &Plane<'_>) -> Result<()> {
     step("A pod whose memory limit has no room for its VRAM");
-    let mut tight = plane.gpu_pod("tight", SMALL_MIB)?;
+    let node = plane.first();
+    let mut tight = node.gpu_pod("tight", SMALL_MIB)?;
     tight["spec"]["containers"][0]["resources"]["limits"]["memory"] = "256Mi".into();
-    let tight = Pod::start(plane, "tight", &tight)?;
+    let tight = Pod::start(plane, node, "tight", &tight)?;
     tight.tells("GPUOffloadRefused")?;
     tight.delete()
 }
@@ -100,14 +105,15 @@ impl Ended<'_> {
 /// A pod with a CUDA program.
 pub struct Pod<'a> {
     plane: &'a Plane<'a>,
-    name: &'static str,
+    node: &'a Node<'a>,
+    name: String,
     lines: Lines,
 }
 
 impl<'a> Pod<'a> {
-    fn start(plane: &'a Plane<'a>, name: &'static str, pod: &Value) -> Result<Self> {
+    fn start(plane: &'a Plane<'a>, node: &'a Node<'a>, name: &str, pod: &Value) -> Result<Self> {
         plane.apply(pod)?;
-        let lines = Lines::open(&plane.world().dir().join("io").join(name))?;
+        let lines = Lines::open(&node.world.dir().join("io").join(name))?;
         let pod = plane
             .until(&format!("pod {name} to run"), || {
                 let pod = plane.get(&["pod", name])?;
@@ -117,7 +123,8 @@ impl<'a> Pod<'a> {
         ensure!(pod["spec"]["runtimeClassName"] == "affinode", "{}", pod["spec"]);
         ensure!(pod["spec"]["overhead"]["memory"] == "16Mi", "{}", pod["spec"]["overhead"]);
         ensure!(pod["spec"]["nodeSelector"][LABEL] == "true", "{}", pod["spec"]["nodeSelector"]);
-        Ok(Self { plane, name, lines })
+        ensure!(pod["spec"]["nodeName"] == *node.name, "{}", pod["spec"]["nodeName"]);
+        Ok(Self { plane, node, name: name.into(), lines })
     }
 
     fn receive(&mut self, command: &str) -> Result<()> {
@@ -144,9 +151,29 @@ impl<'a> Pod<'a> {
         let pipe = affinode_e2e::container::PIPES;
         let script = format!("echo verify > {pipe}/in");
         containerd::run(
-            self.plane.kubectl().args(["exec", self.name, "--", "/bin/sh", "-c", &script]),
+            self.plane.kubectl().args(["exec", &self.name, "--", "/bin/sh", "-c", &script]),
         )
         .map(|_| ())
+    }
+
+    /// Its memory leaves by itself once it has been idle. Its node is asked: an agent may be away,
+    /// too.
+    pub fn is_away(&self) -> Result<()> {
+        self.plane.until(&format!("the memory of {} to be away", self.name), || {
+            let known = self.node.world.cli().ps()?.containers;
+            let away = |c: &ContainerRow| c.pod == self.name && c.state == "Offloaded";
+            Ok(known.iter().any(away).then_some(()))
+        })
+    }
+
+    /// It is called, and answers with what it had; it is the container that it was.
+    pub fn comes_back(&mut self) -> Result<()> {
+        self.call()?;
+        self.receive("verify")?;
+        let pod = self.plane.get(&["pod", &self.name])?;
+        let restarts = &pod["status"]["containerStatuses"][0]["restartCount"];
+        ensure!(*restarts == 0, "{} was restarted {restarts} times", self.name);
+        Ok(())
     }
 
     /// The call is answered, and its pod is told.
@@ -160,7 +187,7 @@ impl<'a> Pod<'a> {
     fn stands(&self, states: &[&str], resident: &str, reason: &str) -> Result<String> {
         self.plane
             .until(&format!("label {GPU_STATE}={}", states.join(" or ")), || {
-                let pod = self.plane.get(&["pod", self.name])?;
+                let pod = self.plane.get(&["pod", &self.name])?;
                 let conditions = pod["status"]["conditions"].as_array().cloned();
                 let ours = |c: &&Value| c["type"] == RESIDENT;
                 let conditions = conditions.unwrap_or_default();
@@ -172,7 +199,7 @@ impl<'a> Pod<'a> {
                 Ok(condition["message"].as_str().filter(|_| fits).map(str::to_owned))
             })
             .with_context(|| {
-                format!("{}{}", agent_log(self.plane), describe(self.plane, self.name))
+                format!("{}{}", agent_log(self.plane), describe(self.plane, &self.name))
             })
     }
 
@@ -188,7 +215,7 @@ impl<'a> Pod<'a> {
 
     /// Ends it.
     pub fn delete(self) -> Result<()> {
-        containerd::run(self.plane.kubectl().args(["delete", "pod", self.name])).map(|_| ())
+        containerd::run(self.plane.kubectl().args(["delete", "pod", &self.name])).map(|_| ())
     }
 }
 

@@ -1,0 +1,209 @@
+//! A node of the cluster: a world with a kubelet and GPUs.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+};
+
+use affinode_e2e::{containerd, image, keeper::Job, world::World};
+use anyhow::{Context, Result};
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+
+use super::{files, plane::Plane, programs::DEVICE_PLUGIN_NAME};
+use crate::say;
+
+/// What pods ask for, and how many of it a node has.
+pub const RESOURCE: &str = "nvidia.com/gpu";
+const DEVICES: u32 = 4;
+
+/// Where a node's folder is on the node itself: on all the same, in what each has for itself.
+pub const HOME: &str = "/run/containerd/node";
+
+/// A node. Its world's folder ends in its name.
+pub struct Node<'a> {
+    /// In the cluster.
+    pub name: String,
+    /// From 1.
+    number: u8,
+    /// Where it is.
+    pub world: &'a World,
+}
+
+impl<'a> Node<'a> {
+    /// The one with that number.
+    pub fn new(number: u8, world: &'a World) -> Self {
+        Self { name: name(number), number, world }
+    }
+
+    /// Its address.
+    pub fn address(&self) -> String {
+        format!("10.97.0.{}", self.number)
+    }
+
+    /// The addresses of its pods.
+    pub fn pods(&self) -> String {
+        format!("10.98.{}.0/24", self.number)
+    }
+
+    /// The file that its containerd is started with.
+    pub fn config_file(&self) -> PathBuf {
+        self.world.containerd().config_file()
+    }
+
+    /// As systemd would restart it.
+    pub fn restart_containerd(&self) -> Result<()> {
+        self.world.containerd().stop(Signal::SIGTERM)?;
+        self.world.start_containerd()
+    }
+
+    /// `ip` with each line, in its network.
+    pub fn ip(&self, lines: &[&str]) -> Result<()> {
+        for line in lines {
+            let mut ip = self.world.keeper().command(Path::new("ip"));
+            containerd::run(ip.args(line.split(' ')))
+                .context("the node's network; `ip` is of the package iproute2")?;
+        }
+        Ok(())
+    }
+
+    /// Joins it to the bridge of the first.
+    pub fn join(&self, first: &Node<'_>) -> Result<()> {
+        let (port, keeper) = (format!("to-{}", self.name), self.world.keeper().pid());
+        first.ip(&[
+            &format!("link add {port} type veth peer name nodes netns {keeper}"),
+            &format!("link set {port} master nodes up"),
+        ])?;
+        self.ip(&[
+            &format!("address add {}/24 dev nodes", self.address()),
+            "link set nodes up",
+            "route add 10.96.0.0/24 via 10.97.0.1",
+        ])
+    }
+
+    /// Starts its kubelet, and waits until it is ready and has GPUs.
+    pub fn start(&self, plane: &Plane<'_>) -> Result<()> {
+        say::step(&format!("Starting the kubelet of {}", self.name));
+        self.home()?;
+        files::cni(&self.world.dir().join("cni"), &plane.programs().cni_dir(), &self.pods())?;
+        self.kubelet(plane)?;
+        self.gpus(plane)
+    }
+
+    fn home(&self) -> Result<()> {
+        let world = self.world;
+        containerd::run(world.keeper().command("mkdir".as_ref()).arg(HOME))?;
+        let mut mount = world.keeper().command("mount".as_ref());
+        containerd::run(mount.arg("--bind").arg(world.dir()).arg(HOME)).map(|_| ())
+    }
+
+    /// The log of a component.
+    pub fn log(&self, name: &str) -> PathBuf {
+        self.world.dir().join(format!("{name}.log"))
+    }
+
+    /// Starts a component on it.
+    pub fn spawn(&self, name: &str, program: &Path, arguments: &[String]) -> Result<()> {
+        let argv = [program.display().to_string()].into_iter().chain(arguments.iter().cloned());
+        let env = BTreeMap::from([("HOME".into(), self.world.dir().display().to_string())]);
+        let job = Job { argv: argv.collect(), env, log: self.log(name) };
+        self.world.keeper().spawn(&job).map(|_| ())
+    }
+
+    fn kubelet(&self, plane: &Plane<'_>) -> Result<()> {
+        files::cgroups(&self.world.cgroup_parent())?;
+        let config = self.world.dir().join("kubelet.json");
+        fs::write(&config, files::kubelet(self).to_string())?;
+        self.spawn(
+            "kubelet",
+            &plane.programs().built("kubelet"),
+            &[
+                format!("--config={}", config.display()),
+                format!(
+                    "--kubeconfig={}",
+                    plane.dir().join(files::of_kubelet(&self.name)).display()
+                ),
+                format!("--hostname-override={}", self.name),
+                format!("--node-ip={}", self.address()),
+            ],
+        )?;
+        plane
+            .until("the node to be ready", || {
+                let node =
+                    plane.kubectl().args(["get", "node", &self.name, "-o", "json"]).output()?;
+                let node: Value = serde_json::from_slice(&node.stdout).unwrap_or_default();
+                let conditions =
+                    node["status"]["conditions"].as_array().cloned().unwrap_or_default();
+                let ready = |c: &Value| c["type"] == "Ready" && c["status"] == "True";
+                let open = node["spec"]["taints"].is_null();
+                Ok((open && conditions.iter().any(ready)).then_some(()))
+            })
+            .with_context(|| format!("its log: {}", self.log("kubelet").display()))?;
+        plane.until("namespaces to be complete", || {
+            let account = plane.kubectl().args(["get", "serviceaccount", "default"]).output()?;
+            Ok(account.status.success().then_some(()))
+        })
+    }
+
+    /// A container gets of a device what NVIDIA's toolkit would add.
+    fn gpus(&self, plane: &Plane<'_>) -> Result<()> {
+        let world = self.world;
+        let parts = world.gpu().container_parts(world.artifacts(), world.dir())?;
+        let mounts: Vec<Value> = (parts.mounts.iter())
+            .map(|(host, inside)| {
+                json!({"host_path": host, "container_path": inside, "read_only": true})
+            })
+            .collect();
+        let config = json!({
+            "Resource": RESOURCE, "Devices": DEVICES,
+            "Response": {"envs": parts.env, "mounts": mounts},
+        });
+        let file = world.dir().join("device-plugin.json");
+        fs::write(&file, config.to_string())?;
+        let plugin = plane.programs().built(DEVICE_PLUGIN_NAME);
+        self.spawn(DEVICE_PLUGIN_NAME, &plugin, &[file.display().to_string()])?;
+        plane
+            .until("the node to have GPUs", || {
+                let node = plane.get(&["node", &self.name])?;
+                Ok((node["status"]["allocatable"][RESOURCE] == DEVICES.to_string().as_str())
+                    .then_some(()))
+            })
+            .with_context(|| format!("its log: {}", self.log(DEVICE_PLUGIN_NAME).display()))
+    }
+
+    /// A pod for this node that asks for a GPU and runs a CUDA program on pipes in a folder of it.
+    pub fn gpu_pod(&self, name: &str, vram_mib: u32) -> Result<Value> {
+        use affinode_e2e::container::{CLIENTS, PIPES, make_pipes, piped};
+        let pipes = make_pipes(self.world.dir(), name)?;
+        let argv = piped(&[
+            format!("{CLIENTS}/{}", affinode_e2e::worker::USUAL),
+            "--mib".into(),
+            vram_mib.to_string(),
+        ]);
+        let volume = |name: &str, path: &Path| json!({"name": name, "hostPath": {"path": path}});
+        Ok(json!({
+            "apiVersion": "v1", "kind": "Pod",
+            "metadata": {"name": name, "annotations": {"affinode.io/idle-timeout": "2s", "affinode.io/offload": "eager"}},
+            "spec": {
+                "nodeSelector": {"kubernetes.io/hostname": self.name},
+                "containers": [{
+                    "name": "main", "image": image::PLAIN, "imagePullPolicy": "Never", "command": argv,
+                    "resources": {"limits": {RESOURCE: "1"}},
+                    "volumeMounts": [
+                        {"name": "clients", "mountPath": CLIENTS}, {"name": "pipes", "mountPath": PIPES},
+                    ],
+                }],
+                "volumes": [
+                    volume("clients", &self.world.artifacts().clients_dir()), volume("pipes", &pipes),
+                ],
+                "terminationGracePeriodSeconds": 0,
+            },
+        }))
+    }
+}
+
+/// The name of the node with that number, from 1.
+pub fn name(number: u8) -> String {
+    format!("node-{number}")
+}
