@@ -38,8 +38,15 @@ pub fn load_image(plane: &Plane<'_>, artifacts: &Artifacts) -> Result<()> {
     fs::remove_file(&archive).context("the image's archive")
 }
 
+/// A place in each node's folder, as agents say it. Folders differ in the node's name alone, which
+/// an agent's environment has.
+fn of_each(plane: &Plane<'_>, below: &str) -> Result<String> {
+    let folder = plane.world().dir().display().to_string();
+    let common = folder.strip_suffix(NODE).context("a node's folder has its name")?;
+    Ok(format!("{common}$(NODE_NAME)/{below}"))
+}
+
 /// The way to the root of each node, as a container of it has it: a link in the node's folder.
-/// Folders differ in the node's name alone, which an agent's environment has.
 fn host_root(plane: &Plane<'_>) -> Result<String> {
     for node in plane.nodes() {
         let link = node.world.dir().join(ROOT);
@@ -48,9 +55,7 @@ fn host_root(plane: &Plane<'_>) -> Result<String> {
             symlink(format!("/proc/{}/root", node.world.keeper().pid()), link)?;
         }
     }
-    let folder = plane.world().dir().display().to_string();
-    let common = folder.strip_suffix(NODE).context("a node's folder has its name")?;
-    Ok(format!("/proc/{}/root{common}$(NODE_NAME)/{ROOT}", std::process::id()))
+    Ok(format!("/proc/{}/root{}", std::process::id(), of_each(plane, ROOT)?))
 }
 
 /// What an operator of this cluster would write into a values file; these nodes have no systemd.
@@ -64,7 +69,8 @@ fn values(plane: &Plane<'_>) -> Result<Value> {
             "restart": "none",
             "hostRoot": host_root(plane)?,
             "containerdSocket": place("containerd.sock"),
-            "prefix": place("prefix"),
+            // The nodes see each other's processes: shims are told apart by where their file is.
+            "prefix": of_each(plane, "prefix")?,
             "stateDir": place("state-affinode"),
             "runDir": place("run"),
             "configDir": place("affinode"),
