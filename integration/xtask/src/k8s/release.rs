@@ -62,7 +62,7 @@ fn host_root(plane: &Plane<'_>) -> Result<String> {
 fn values(plane: &Plane<'_>) -> Result<Value> {
     let place = |below: &str| format!("{HOME}/{below}");
     Ok(json!({
-        // Its name is the chart's default.
+        // The name that the archive gives it.
         "image": {"repository": "affinode/affinode", "pullPolicy": "Never"},
         "policy": {"mode": "eager", "idle_timeout": "2s"},
         "node": {
