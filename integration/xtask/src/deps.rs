@@ -35,7 +35,7 @@ pub fn all() -> Result<Releases> {
     let artifacts = Artifacts::at(target_dir().join("affinode"));
     let cache = artifacts.cache_dir();
     fs::create_dir_all(&cache).with_context(|| format!("cannot make {}", cache.display()))?;
-    runc::build(&artifacts)?;
+    runc::prepare(&artifacts);
     if let Ok(known) = Releases::read(&artifacts)
         && complete(&known)
     {
