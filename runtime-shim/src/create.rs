@@ -153,19 +153,18 @@ fn edit(
     // Our own file of an earlier Create, if it is gone: begun again from the image.
     let list = spec::take_file_mount(spec, preload::FILE)
         .filter(|path| *path != folder.preload() || path.exists());
-    let merged = match list {
-        Some(path) => match preload::read_host(&path) {
-            Ok(theirs) => preload::follow(&theirs),
-            Err(source) => return Err(NotManaged::HostFile { path, source }),
-        },
+    let theirs = match list {
+        Some(path) => {
+            preload::read_host(&path).map_err(|source| NotManaged::HostFile { path, source })?
+        }
         None => match rootfs.find(preload::FILE, preload::MAX_BYTES)? {
-            Found::Missing => preload::merge(None),
-            Found::Regular(own) => preload::merge(Some(&own)),
+            Found::Missing => Vec::new(),
+            Found::Regular(own) => own,
             Found::Other(kind) => return Err(NotManaged::NotAFile(kind)),
         },
     };
     spec::add_mounts(spec, &mounts(paths, folder))?;
-    folder.make(announcement.generation, &merged).map_err(NotManaged::Folder)?;
+    folder.make(announcement.generation, &preload::merge(&theirs)).map_err(NotManaged::Folder)?;
     let engine = spec::annotations(spec).find(|(name, _)| *name == ENGINE_ANNOTATION);
     if let Some((_, word)) = engine.filter(|(_, word)| word.len() <= ENGINE_MAX_BYTES) {
         folder.write_engine(word).map_err(NotManaged::Folder)?;

@@ -1,5 +1,5 @@
-//! The merged `/etc/ld.so.preload`: our line, then what the image had; or what a mount of the
-//! container puts there, then our line.
+//! The merged `/etc/ld.so.preload`: what the image has, or what a mount of the container puts
+//! there, then our line.
 //!
 //! glibc reads names separated by blanks, colons and newlines, and comments from
 //! `#` to the end of a line. musl and static programs do not read the file.
@@ -48,26 +48,16 @@ pub enum HostFileError {
     Io(#[from] std::io::Error),
 }
 
-/// Our line first, so that our `dlsym` is found before another's; the image's own
-/// bytes after it, as they are.
+/// What is there already, of the image or of the node, then our line. A library before us that
+/// hooks the driver (HAMi's) stands between the program and us, as it would between the program
+/// and the driver; behind us it would reach the driver past the gate.
 #[must_use]
-pub fn merge(own: Option<&[u8]>) -> Vec<u8> {
-    let own = own.unwrap_or_default();
-    if names(own).any(|name| name == CONTAINER_LIB.as_bytes()) {
-        return own.to_vec();
-    }
-    [CONTAINER_LIB.as_bytes(), b"\n", own].concat()
-}
-
-/// What the host has mounted there, then our line: a library that a node's owner preloads to
-/// limit VRAM (HAMi's) stands between the program and us, as it would between the program and
-/// the driver.
-#[must_use]
-pub fn follow(theirs: &[u8]) -> Vec<u8> {
+pub fn merge(theirs: &[u8]) -> Vec<u8> {
     if names(theirs).any(|name| name == CONTAINER_LIB.as_bytes()) {
         return theirs.to_vec();
     }
-    [theirs, b"\n", CONTAINER_LIB.as_bytes(), b"\n"].concat()
+    let end: &[u8] = if matches!(theirs, [] | [.., b'\n']) { b"" } else { b"\n" };
+    [theirs, end, CONTAINER_LIB.as_bytes(), b"\n"].concat()
 }
 
 /// The content of the host's file that would be mounted. A pod may name any: the shim, root on
@@ -119,36 +109,22 @@ mod tests {
     const LINE: &str = "/.affinode/lib/libaffinode_preload.so";
 
     #[test]
-    fn our_line_comes_first() {
-        for (own, wanted) in [
-            (None, format!("{LINE}\n")),
-            (Some(""), format!("{LINE}\n")),
-            (Some("/lib/a.so"), format!("{LINE}\n/lib/a.so")),
-            (Some("/a.so:/b.so # why\n"), format!("{LINE}\n/a.so:/b.so # why\n")),
-            (Some("# /.affinode/lib/libaffinode_preload.so\n"), format!("{LINE}\n# {LINE}\n")),
+    fn our_line_comes_last() {
+        for (theirs, wanted) in [
+            ("", format!("{LINE}\n")),
+            ("/lib/a.so", format!("/lib/a.so\n{LINE}\n")),
+            ("/a.so:/b.so # why\n", format!("/a.so:/b.so # why\n{LINE}\n")),
+            ("/a.so # why", format!("/a.so # why\n{LINE}\n")),
+            ("# /.affinode/lib/libaffinode_preload.so\n", format!("# {LINE}\n{LINE}\n")),
         ] {
-            assert_eq!(merge(own.map(str::as_bytes)), wanted.as_bytes());
+            assert_eq!(merge(theirs.as_bytes()), wanted.as_bytes());
         }
     }
 
     #[test]
     fn an_image_that_has_the_line_keeps_its_file() {
         for own in [format!("/a.so:{LINE}\n"), LINE.to_owned(), format!("/a {LINE} /b")] {
-            assert_eq!(merge(Some(own.as_bytes())), own.as_bytes());
-        }
-    }
-
-    #[test]
-    fn what_is_mounted_there_comes_before_ours() {
-        for (theirs, wanted) in [
-            ("", format!("\n{LINE}\n")),
-            ("/usr/local/vgpu/libvgpu.so", format!("/usr/local/vgpu/libvgpu.so\n{LINE}\n")),
-            ("/a.so\n", format!("/a.so\n\n{LINE}\n")),
-            ("/a.so # why", format!("/a.so # why\n{LINE}\n")),
-        ] {
-            let merged = follow(theirs.as_bytes());
-            assert_eq!(merged, wanted.as_bytes());
-            assert_eq!(follow(&merged), merged, "twice is once");
+            assert_eq!(merge(own.as_bytes()), own.as_bytes());
         }
     }
 
@@ -178,10 +154,10 @@ mod tests {
     proptest! {
         #[test]
         fn whatever_the_image_has_stays(own: Vec<u8>) {
-            let merged = merge(Some(&own));
-            prop_assert!(merged.ends_with(&own));
+            let merged = merge(&own);
+            prop_assert!(merged.starts_with(&own));
             prop_assert!(names(&merged).any(|name| name == LINE.as_bytes()));
-            prop_assert_eq!(merge(Some(&merged)), merged.clone());
+            prop_assert_eq!(merge(&merged), merged.clone());
             let others: Vec<_> = names(&own).filter(|name| *name != LINE.as_bytes()).collect();
             let kept: Vec<_> = names(&merged).filter(|name| *name != LINE.as_bytes()).collect();
             prop_assert_eq!(others, kept);

@@ -185,7 +185,7 @@ fn a_gpu_container_gets_the_library_and_is_announced() {
         |id: &str, path: &str| node.ok(&format!("task exec --exec-id {id} gpu {BOX} cat {path}"));
     assert_eq!(
         cat("e1", "/etc/ld.so.preload"),
-        "/.affinode/lib/libaffinode_preload.so\n/own.so\n",
+        "/own.so\n/.affinode/lib/libaffinode_preload.so\n",
         "an exec sees it too"
     );
     assert_eq!(cat("e2", "/.affinode/lib/libaffinode_preload.so"), "not a library");

@@ -139,11 +139,12 @@ fn job(run_dir: &Path, asked: &Run, program: &OsString) -> Result<Granted, RunEr
         Reply::Refused(why) => return Err(RunError::Refused(why)),
     };
     hold(&lock).map_err(|source| RunError::Lock { path: lock, source })?;
-    let mut preload = library.into_os_string();
-    if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
+    // Ours is the last: one behind it that hooks the driver would reach it past the gate.
+    let mut preload = std::env::var_os("LD_PRELOAD").unwrap_or_default();
+    if !preload.is_empty() {
         preload.push(":");
-        preload.push(others);
     }
+    preload.push(library);
     Ok(Granted { socket: folder.join(paths::AGENT_SOCKET), preload })
 }
 

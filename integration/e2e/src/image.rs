@@ -86,16 +86,21 @@ pub fn write_usual(archive: &Path) -> Result<()> {
 /// The layer, made once per process: reading the machine's files is the slow part.
 fn shared_layer() -> Result<&'static [u8]> {
     static LAYER: OnceLock<Result<Vec<u8>, String>> = OnceLock::new();
-    let made = LAYER.get_or_init(|| make_layer().map_err(|error| format!("{error:#}")));
+    let make = || usual_layer().and_then(Layer::finish).map_err(|error| format!("{error:#}"));
+    let made = LAYER.get_or_init(make);
     made.as_deref().map_err(|error| anyhow!("{error}"))
 }
 
-fn make_layer() -> Result<Vec<u8>> {
+/// What the usual images hold, for one that holds more.
+///
+/// # Errors
+/// When a file of the machine cannot be read.
+pub fn usual_layer() -> Result<Layer> {
     let mut layer = Layer::base()?;
     for file in files()? {
         layer.copy(&file, &file)?;
     }
-    layer.finish()
+    Ok(layer)
 }
 
 /// Tools, Python's modules, and every library that one of them needs.

@@ -106,7 +106,7 @@ fn a_gpu_container_is_edited_and_announced() {
         ]
     );
     let merged = fs::read_to_string(world.preload()).unwrap();
-    assert_eq!(merged, format!("{CONTAINER_LIB}\n/own.so\n"));
+    assert_eq!(merged, format!("/own.so\n{CONTAINER_LIB}\n"));
 
     let edited = world.read();
     assert_eq!(world.prepare(), prepared, "a second Create");

@@ -4,14 +4,20 @@ use std::{fs, path::Path};
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},
+    image::usual_layer,
     worker::Worker,
     world::{Recipe, World},
 };
 use anyhow::{Context, Result};
 
-use crate::offload::{EAGER, wait_gpu_empty};
+use crate::{
+    libc::import,
+    offload::{EAGER, wait_gpu_empty},
+};
 
 const OUT_OF_MEMORY: i32 = 2;
+/// An image with a list of its own.
+const LIMITED: &str = "localhost/affinode/limited:1";
 /// What each program holds, and what the other library lets it hold.
 const HELD_MIB: u64 = 32;
 const LIMIT_MIB: &str = "48";
@@ -48,6 +54,21 @@ fn a_library_that_the_host_preloads() -> Result<()> {
     for program in ["linked", "dlopen_dlsym", "proc_address_v1", "proc_address_v2"] {
         let mut spec = limited(program);
         spec.mounts.push((list.clone(), Path::new("/etc/ld.so.preload").into()));
+        both_do_their_work(&world, spec).with_context(|| program.to_owned())?;
+    }
+    Ok(())
+}
+
+/// The image's own list names it.
+#[test]
+fn a_library_that_the_image_preloads() -> Result<()> {
+    let world = Recipe::default().config(EAGER).world()?;
+    let mut layer = usual_layer()?;
+    let list = format!("{CLIENTS}/limiter.so");
+    layer.file("etc/ld.so.preload", 0o644, list.as_bytes())?;
+    import(&world, LIMITED, &layer.finish()?)?;
+    for program in ["linked", "dlopen_dlsym", "proc_address_v2"] {
+        let spec = limited(program).image(LIMITED);
         both_do_their_work(&world, spec).with_context(|| program.to_owned())?;
     }
     Ok(())

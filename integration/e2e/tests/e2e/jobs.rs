@@ -83,11 +83,22 @@ impl Node {
     }
 
     fn worker(&self, uid: u32, name: &str, words: &[&str]) -> Result<Worker> {
+        self.worker_with(uid, name, words, &[])
+    }
+
+    fn worker_with(
+        &self,
+        uid: u32,
+        name: &str,
+        words: &[&str],
+        env: &[(&str, &str)],
+    ) -> Result<Worker> {
         let folder = make_pipes(self.world.dir(), name)?;
         let lines = Lines::open(&folder)?;
         let pipe = |name: &str| OpenOptions::new().read(true).write(true).open(folder.join(name));
         let program = self.shared.join(USUAL);
         let mut command = self.run(&["--name", name]);
+        command.envs(env.iter().copied());
         command.args(words).arg(program).args(["--mib", "64", "--seed", "7"]);
         command.stdin(pipe("in")?).stdout(pipe("out")?).uid(uid).gid(uid);
         command.stderr(File::create(folder.join("err.log"))?);
@@ -161,6 +172,27 @@ fn a_program_without_a_container_leaves_when_idle_and_wakes_with_its_memory_inta
     node.wait_away("train")?;
     drop(worker);
     node.wait_nothing_left("train")
+}
+
+/// What a job preloads by itself does its work, and its calls do not get past ours.
+#[test]
+fn a_library_that_a_job_preloads_is_held_with_it() -> Result<()> {
+    let node = Node::new("enabled = true")?;
+    let limiter = node.shared.join("limiter.so");
+    fs::copy(node.world.artifacts().clients_dir().join("limiter.so"), &limiter)?;
+    let limiter = limiter.display().to_string();
+    let env = [("LD_PRELOAD", limiter.as_str()), ("LIMIT_MIB", "80")];
+    let mut worker = node.worker_with(0, "limited", &["--"], &env)?;
+    node.wait_away("limited")?;
+    worker.lines.send("alloc 8")?;
+    let line = worker.lines.receive()?;
+    assert!(line.contains("\"result\":0"), "it waited for the return: {line}");
+    worker.lines.send("alloc 32")?;
+    let line = worker.lines.receive()?;
+    assert!(line.contains("\"result\":2"), "the other library's limit: {line}");
+    assert!(worker.verify()?);
+    assert!(node.job("limited")?.context("it is known")?.restores > 0);
+    Ok(())
 }
 
 #[test]

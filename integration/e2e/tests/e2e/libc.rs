@@ -15,7 +15,8 @@ use serde_json::json;
 const OLD: &str = "localhost/affinode/old-glibc:1";
 const MUSL: &str = "localhost/affinode/musl:1";
 
-fn import(world: &World, name: &str, layer: &[u8]) -> Result<()> {
+/// An image of one layer.
+pub fn import(world: &World, name: &str, layer: &[u8]) -> Result<()> {
     let mut archive = Archive::default();
     archive.image(name, layer, &json!({"Env": ["PATH=/usr/bin:/bin"]}))?;
     let file = world.dir().join("other.tar");
