@@ -28,8 +28,9 @@ use crate::stock::{Stock, StockError};
 const BUDGET: Duration = Duration::from_millis(4000);
 /// How long a proxy may take to say that it lives.
 const PATIENCE: Duration = Duration::from_millis(500);
-/// Between the first two tries of a clean-up; twice as long each time.
+/// Between the first two tries of a clean-up; twice as long each time, up to the second.
 const PAUSE: Duration = Duration::from_millis(20);
+const PAUSE_MAX: Duration = Duration::from_millis(200);
 /// How long a killed stock shim may take to end.
 const END: Duration = Duration::from_secs(1);
 
@@ -162,7 +163,7 @@ fn delete_what_is_left(
             return;
         }
         std::thread::sleep(pause);
-        pause *= 2;
+        pause = (pause * 2).min(PAUSE_MAX);
         for id in &ids {
             if let Some(mut again) = delete_one(stock, flags, bundle, id) {
                 let _ = process::wait(&mut again, deadline);

@@ -76,6 +76,11 @@ impl ContainerDir {
         make_dir(containers)?;
         let _lock = self.lock()?;
         self.clear()?;
+        // A full disk leaves nothing half made.
+        self.fill(generation, preload).inspect_err(|_| drop(self.clear()))
+    }
+
+    fn fill(&self, generation: u64, preload: &[u8]) -> io::Result<()> {
         make_dir(&self.0)?;
         // Containers come in by mounts alone. On the host only root may reach their sockets.
         fs::set_permissions(&self.0, Permissions::from_mode(0o700))?;

@@ -133,11 +133,13 @@ mod tests {
     use super::*;
 
     fn script(text: &str) -> (tempfile::TempDir, Stock) {
-        use std::os::unix::fs::PermissionsExt;
         let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join(NAME);
-        std::fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let (written, path) = (dir.path().join("text"), dir.path().join(NAME));
+        std::fs::write(&written, format!("#!/bin/sh\n{text}\n")).unwrap();
+        // By another process: a child of another test, just forked, would hold a file of ours open
+        // for writing, and the kernel runs no such file (ETXTBSY).
+        let mut install = Command::new("install");
+        assert!(install.args(["-m", "755"]).arg(written).arg(&path).status().unwrap().success());
         (dir, Stock(path))
     }
 
