@@ -88,11 +88,11 @@ pub(super) struct Actor {
     pub(super) node: Node,
     pub(super) config: Config,
     pub(super) run_dir: PathBuf,
-    sockets: Sockets,
+    pub(super) sockets: Sockets,
     agents: HashMap<ProcessId, Agent>,
     pub(super) listeners: HashMap<Key, Listener>,
-    numbers: Arc<AtomicU64>,
-    mail: mpsc::Sender<AgentMail>,
+    pub(super) numbers: Arc<AtomicU64>,
+    pub(super) mail: mpsc::Sender<AgentMail>,
     inventory: Inventory,
     witness: Witness,
     witness_asked: Option<Instant>,
@@ -107,7 +107,7 @@ pub(super) struct Actor {
     /// Whose connections were counted last: not all have their turn at once.
     pub(super) counted: Option<Key>,
     busy: Busy,
-    sweep: Sweep,
+    pub(super) sweep: Sweep,
     /// Jobs, and whose they are.
     pub(super) job_users: HashMap<Key, u32>,
     empty_since: Instant,
@@ -398,13 +398,7 @@ impl Actor {
             Call::Announce(announcement, answer) => {
                 let _ = answer.send(self.announce(*announcement));
             }
-            Call::Withdraw(key, generation) => {
-                let Ok(key) = Key::parse(&key) else { return };
-                // The next container of that id may be here already.
-                if !self.node.is_of_another(&key, generation) {
-                    self.withdraw(key);
-                }
-            }
+            Call::Withdraw(key, generation) => self.withdrawn(&key, generation),
             Call::List(answer) => {
                 let mut list = self.node.list(self.now(), unix_ms());
                 list.node = nix::unistd::gethostname()
@@ -478,40 +472,6 @@ impl Actor {
         sights
     }
 
-    pub(super) fn announce(&mut self, announcement: Announcement) -> Result<Vec<String>, String> {
-        let key = Key::parse(&announcement.key)
-            .map_err(|k| format!("{k:?} is no key: 32 hex digits are expected"))?;
-        if self.node.is_of_another(&key, announcement.generation) {
-            // The one of that id before is gone, and its shim has not come to say so.
-            self.withdraw(key.clone());
-        }
-        if !self.listeners.contains_key(&key) {
-            let owner = self.job_users.get(&key).copied();
-            let (numbers, mail) = (Arc::clone(&self.numbers), self.mail.clone());
-            let listener =
-                Listener::open(&mut self.sockets, &self.run_dir, &key, owner, numbers, mail)
-                    .map_err(|e| {
-                        format!("cannot make the socket of container {}: {e}", announcement.id)
-                    })?;
-            // Its programs find the notice from their first moment on.
-            if let Err(error) = listener.tell_pressure(self.node.pressed().iter()) {
-                tracing::warn!(%key, %error, "the container cannot be told of pressure");
-            }
-            self.listeners.insert(key.clone(), listener);
-        }
-        self.feed(Input::Announced(Box::new(announcement), key.clone()));
-        Ok(self.node.warnings(&key))
-    }
-
-    pub(super) fn reload(&mut self) -> Result<Taken, String> {
-        let read = Config::load(&Config::path()).map_err(|e| report::chain(&e))?;
-        let taken = self.config.take(read);
-        if taken.changed {
-            self.node.reconfigure(self.config.settings());
-        }
-        Ok(taken)
-    }
-
     fn read_page(&mut self, id: ProcessId) {
         let mut buffer = [0; PAGE_BYTES];
         let Some(agent) = self.agents.get(&id) else {
@@ -550,24 +510,6 @@ impl Actor {
         for key in useless {
             self.carry_out(Effect::Journal(key, None));
         }
-        if let Some(gone) = self.sweep.gone(self.node.deserted(process::lives)) {
-            for key in gone {
-                self.withdraw(key.clone());
-                self.sweep.remove_folder(&key);
-            }
-            self.sockets.tidy();
-        }
-    }
-
-    fn withdraw(&mut self, key: Key) {
-        if self.node.pin(&key, false)
-            && let Err(error) = self.keep_wishes()
-        {
-            tracing::warn!(%key, "{error}");
-        }
-        self.job_users.remove(&key);
-        self.listeners.remove(&key);
-        self.sockets.forget(&Listener::socket(&key));
-        self.feed(Input::Withdrawn(key));
+        self.withdraw_the_gone();
     }
 }

@@ -41,6 +41,15 @@ impl Output {
     }
 }
 
+impl Sink {
+    /// The file that is to be renamed before the next line: once, each time it is full.
+    fn full(&mut self) -> Option<PathBuf> {
+        let file = self.file.clone().filter(|_| self.bytes >= MAX_BYTES)?;
+        self.bytes = 0;
+        Some(file)
+    }
+}
+
 impl<'a> MakeWriter<'a> for Output {
     type Writer = Output;
 
@@ -52,12 +61,11 @@ impl<'a> MakeWriter<'a> for Output {
 impl Write for Output {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let mut sink = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(file) = sink.file.clone().filter(|_| sink.bytes >= MAX_BYTES) {
-            // Without a new file the old one goes on.
-            sink.bytes = 0;
-            if let Ok(fresh) = turn(&file) {
-                let _ = rustix::stdio::dup2_stderr(&fresh);
-            }
+        // Without a new file the old one goes on.
+        if let Some(file) = sink.full()
+            && let Ok(fresh) = turn(&file)
+        {
+            let _ = rustix::stdio::dup2_stderr(&fresh);
         }
         let written = io::stderr().write(line)?;
         sink.bytes += written as u64;
@@ -80,6 +88,15 @@ fn turn(path: &Path) -> io::Result<File> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_file_that_is_full_is_renamed_once_and_a_terminal_never() {
+        let mut file = Sink { file: Some("/log".into()), bytes: MAX_BYTES - 1 };
+        assert_eq!(file.full(), None);
+        file.bytes += 1;
+        assert_eq!((file.full(), file.full()), (Some("/log".into()), None));
+        assert_eq!(Sink { file: None, bytes: MAX_BYTES }.full(), None);
+    }
 
     #[test]
     fn of_many_files_two_stay() {

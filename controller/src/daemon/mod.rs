@@ -8,6 +8,7 @@
 mod actor;
 mod api;
 mod connections;
+mod containers;
 mod door;
 mod events;
 mod hints;

@@ -4,11 +4,21 @@ use affinode_proto::api::control::{PolicyResponse, PolicyValue};
 
 use super::actor::Actor;
 use crate::{
-    config::{self, Config},
+    config::{self, Config, Taken},
     report,
 };
 
 impl Actor {
+    /// Reads the configuration again.
+    pub(super) fn reload(&mut self) -> Result<Taken, String> {
+        let read = Config::load(&Config::path()).map_err(|e| report::chain(&e))?;
+        let taken = self.config.take(read);
+        if taken.changed {
+            self.node.reconfigure(self.config.settings());
+        }
+        Ok(taken)
+    }
+
     /// The policy of all containers, or of the one that is named.
     pub(super) fn policy(&self, name: &str) -> Result<PolicyResponse, String> {
         if name.is_empty() {
