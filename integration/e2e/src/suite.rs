@@ -10,6 +10,9 @@
 //! | [`connection`] | a connection brings back who asked for that, before it is called |
 //! | [`immediate`] | restore policy `immediate`: one in use is moved, one that cannot be is ended |
 //! | [`engines`] | the engines side by side: offload, wake, what stays on the device, the same contents; allocations |
+//! | [`programs`] | programs of transformers, CUDA graphs, CuPy, Triton, streams, two processes: the same results with each engine; in a part of its own |
+//! | [`steps`] | the time of steps with an engine and with the stock runtime; in a part of its own |
+//! | [`jax`] | JAX by each engine, and what it calls while it is idle |
 //! | [`calibration`] | decides nothing: what moves cost, as a file for `affinode simulate` |
 //! | [`recording`] | decides nothing: what the dashboard is told, to be looked at on another machine |
 //! | [`cost`] | a hooked call against a direct one, a torch step with and without the library, a wake against the driver's own, a wake beside an attacker |
@@ -26,9 +29,14 @@ mod cycle;
 mod engines;
 mod host_root;
 mod immediate;
+mod jax;
+mod programs;
+mod python;
 mod recording;
 mod report;
+mod steps;
 mod torch;
+mod turns;
 mod witness;
 
 use std::path::{Path, PathBuf};
@@ -86,29 +94,11 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     report.part(&world, "engines, side by side", engines::side_by_side);
     report.part(&world, "engines, mapped by itself", engines::segments);
     report.part(&world, "engines, large", engines::large);
-    match torch::Torch::find(&world) {
-        Ok(torch) => {
-            report.part(&world, "torch, root", |_, rows| torch.cycle("root", rows));
-            report.part(&world, "torch, uid 1000", |_, rows| torch.cycle("user", rows));
-            report.part(&world, "engines, torch", |_, rows| torch.engines(rows));
-            report.part(&world, "engines, torch with segments that grow", |_, rows| {
-                torch.engines_with_segments(rows)
-            });
-            if torch.has_jax() {
-                report.part(&world, "engines, JAX", |_, rows| torch.engines_with_jax(rows));
-            } else {
-                report.skip("engines, JAX", "python3 has no jax that sees the GPU");
-            }
-            report.part(&world, "cost of a torch step", |_, rows| torch.step_cost(rows));
-        }
+    match python::Python::find(&world) {
+        Ok(python) => with_python(&mut report, &python),
         Err(why) => report.skip("torch", &format!("{why:#}")),
     }
-    if let Some(gpu) = world.cli().ps()?.gpus.first() {
-        report.name_gpu(&gpu.name);
-    }
-    if report.broke() {
-        world.show_logs();
-    }
+    finish(&world, &mut report)?;
     drop(world);
     let part = "restore policy immediate";
     if report.wants(part) {
@@ -116,6 +106,64 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
         report.part(&world, part, takes_room_at_once);
     }
     Ok(report)
+}
+
+/// What needs the machine's torch, and its JAX.
+fn with_python(report: &mut Report, python: &python::Python) {
+    let world = python.world;
+    report.part(world, "torch, root", |_, rows| torch::cycle(python, "root", rows));
+    report.part(world, "torch, uid 1000", |_, rows| torch::cycle(python, "user", rows));
+    report.part(world, "engines, torch", |_, rows| torch::ENGINES.side_by_side(python, rows));
+    report.part(world, "engines, torch with segments that grow", |_, rows| {
+        torch::SEGMENTS.side_by_side(python, rows)
+    });
+    let (engines, idle) = ("engines, JAX", "calls of an idle JAX");
+    if python.has_jax() {
+        report.part(world, engines, |_, rows| jax::ENGINES.side_by_side(python, rows));
+        report.part(world, idle, |_, rows| jax::calls_while_idle(python, rows));
+    } else {
+        report.skip(engines, "python3 has no jax that sees the GPU");
+    }
+    report.part(world, "cost of a torch step", |_, rows| torch::step_cost(python, rows));
+}
+
+/// Programs of many kinds, moved by each engine: transformers, CUDA graphs, CuPy, Triton.
+///
+/// # Errors
+/// When no world can be made.
+pub fn programs(release: &Release, gpu: Gpu) -> Result<Report> {
+    alone_with(release, gpu, programs::all)
+}
+
+/// The time of steps with an engine and with the stock runtime.
+///
+/// # Errors
+/// When no world can be made.
+pub fn steps(release: &Release, gpu: Gpu) -> Result<Report> {
+    alone_with(release, gpu, steps::all)
+}
+
+/// A report of its own, from a world of its own.
+fn alone_with(
+    release: &Release,
+    gpu: Gpu,
+    parts: impl FnOnce(&World, &mut Report),
+) -> Result<Report> {
+    let world = Recipe::default().release(release).gpu(gpu).config(CONFIG).world()?;
+    let mut report = Report::new(&world, &[]);
+    parts(&world, &mut report);
+    finish(&world, &mut report)?;
+    Ok(report)
+}
+
+fn finish(world: &World, report: &mut Report) -> Result<()> {
+    if let Some(gpu) = world.cli().ps()?.gpus.first() {
+        report.name_gpu(&gpu.name);
+    }
+    if report.broke() {
+        world.show_logs();
+    }
+    Ok(())
 }
 
 /// What moves cost with each engine: a file for each, `calibration-ENGINE.toml`, in a folder.

@@ -130,8 +130,12 @@ fn clients(artifacts: &Artifacts) -> Result<()> {
             .args(["-ldl", "-pthread"]);
         sh::run(&mut gcc)?;
     }
-    for program in ["torch_worker.py", "jax_worker.py"] {
-        place(&own.join(program), &target.join(program))?;
+    // One may be imported by another: all of them travel.
+    for entry in fs::read_dir(&own)? {
+        let program = entry?.path();
+        if program.extension().is_some_and(|ending| ending == "py") {
+            place(&program, &target.join(program.file_name().context("a file has a name")?))?;
+        }
     }
     Ok(())
 }

@@ -1,5 +1,5 @@
 //! Runs the suite for GPU machines:
-//! `affinode-gpu-suite CONTAINERD_BIN_DIR REPORT.json [simulated] [suite|suite:WORD|engines|calibration|dashboard|hazards|chaos]...`;
+//! `affinode-gpu-suite CONTAINERD_BIN_DIR REPORT.json [simulated] [suite|suite:WORD|engines|programs|steps|calibration|dashboard|hazards|chaos]...`;
 //! without a part, all of them.
 
 use std::{
@@ -22,9 +22,13 @@ use serde_json::{Map, Value, to_value};
 const ROUNDS: u64 = 30;
 /// How often two are woken at once.
 const TURNS: usize = 10;
-const PARTS: [&str; 6] = ["suite", ENGINES, "calibration", "dashboard", "hazards", "chaos"];
+const PARTS: [&str; 8] =
+    ["suite", ENGINES, "programs", "steps", "calibration", "dashboard", "hazards", "chaos"];
 /// The part of the suite that compares engines.
 const ENGINES: &str = "engines";
+
+/// A part with a report of its own.
+type MakeReport = fn(&Release, Gpu) -> Result<suite::Report>;
 
 fn main() -> ExitCode {
     match run() {
@@ -72,6 +76,13 @@ fn run() -> Result<bool> {
         if let Value::Object(fields) = to_value(&report)? {
             whole.extend(fields);
         }
+    }
+    let more: [(&str, MakeReport); 2] = [("programs", suite::programs), ("steps", suite::steps)];
+    for (part, make) in more.into_iter().filter(|(part, _)| wanted(part)) {
+        let report = make(&release, gpu.clone())?;
+        print(&report.table());
+        good &= !report.failed();
+        whole.insert(part.into(), to_value(&report)?);
     }
     let folder = file.parent().unwrap_or(Path::new("."));
     if wanted("calibration") {

@@ -1,11 +1,23 @@
 //! What the suite found: rows of a table, and the same as JSON.
 
-use std::fmt::Write;
+use std::fmt::{self, Write};
 
 use anyhow::Result;
 use serde::Serialize;
 
 use crate::world::World;
+
+/// A part of the suite needs what is not installed here; why that is so.
+#[derive(Debug)]
+pub struct NotHere(pub String);
+
+impl fmt::Display for NotHere {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(to, "not here: {}", self.0)
+    }
+}
+
+impl std::error::Error for NotHere {}
 
 /// One finding.
 #[derive(Debug, Serialize)]
@@ -43,6 +55,12 @@ impl Rows {
         missed
             .map(|(what, value, unit, goal, _)| format!("{what}: {value} {unit}, not {goal}"))
             .collect()
+    }
+
+    /// The figures alone.
+    #[cfg(test)]
+    pub(super) fn values(&self) -> impl Iterator<Item = f64> {
+        self.rows.iter().map(|row| row.1)
     }
 
     /// So many of so many.
@@ -101,7 +119,8 @@ impl Report {
             self.rows.push(Row { part: part.into(), what, value, unit, goal, met });
         }
         if let Err(error) = outcome.and_then(|()| world.remove_containers()) {
-            self.errors.push((part.into(), format!("{error:#}")));
+            let list = if error.is::<NotHere>() { &mut self.skipped } else { &mut self.errors };
+            list.push((part.into(), format!("{error:#}")));
             // Whatever is left would be in the way of the next part.
             let _ = world.remove_containers();
         }

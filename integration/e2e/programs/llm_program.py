@@ -1,0 +1,91 @@
+"""A language model of transformers for programs.py, with random weights: nothing is loaded."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+import torch  # noqa: E402
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402  (after the variable)
+
+from torch_programs import DEVICE, TorchProgram, data  # noqa: E402
+
+# Nearly 3 GiB.
+CONFIG = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+# The conversation: so many at once, and what they begin with.
+BATCH = 8
+PROMPT = 64
+# Tokens of a step, and of an answer that transformers generates by itself.
+TOKENS = 4
+ANSWER = 12
+# What is measured: so many conversations, and what they have said. 10 ms and more of work for a large GPU.
+MEASURED_BATCH = 1024
+MEASURED_CONTEXT = 320
+
+
+class Llm(TorchProgram):
+    """Greedy decoding: a conversation whose cache stays, and answers to one prompt."""
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        config = LlamaConfig(**CONFIG)
+        torch.set_default_dtype(torch.bfloat16)
+        with DEVICE:
+            self.model = LlamaForCausalLM(config).eval()
+        self.prompt = torch.randint(1, config.vocab_size, (BATCH, PROMPT), device=DEVICE)
+        self.cache = DynamicCache()
+        self.tokens = [self.prompt]
+        self.logits = None
+        self.decode()
+        self.load = None
+
+    @torch.inference_mode()
+    def ask(self, tokens, cache):
+        """The logits that follow."""
+        out = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1]
+
+    def decode(self):
+        self.logits = self.ask(self.tokens[-1], self.cache)
+        self.tokens.append(self.logits.argmax(-1, keepdim=True))
+
+    def step(self):
+        for _ in range(TOKENS):
+            self.decode()
+
+    def results(self):
+        answer = self.model.generate(
+            self.prompt,
+            attention_mask=torch.ones_like(self.prompt),
+            do_sample=False,
+            max_new_tokens=ANSWER,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        return (data(t) for t in (*self.tokens, self.logits, answer.sequences, *answer.logits))
+
+    def measured(self):
+        """One token for each of many conversations, of always the same length."""
+        if self.load is None:
+            config = self.model.config
+            cache = DynamicCache()
+            heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+            for layer in range(config.num_hidden_layers):
+                shape = (MEASURED_BATCH, heads, MEASURED_CONTEXT, size)
+                cache.update(torch.randn(shape, device=DEVICE), torch.randn(shape, device=DEVICE), layer)
+            self.load = cache, torch.ones(MEASURED_BATCH, 1, dtype=torch.long, device=DEVICE)
+        cache, token = self.load
+
+        def one():
+            self.ask(token, cache).argmax(-1)
+            cache.crop(-1)
+
+        return one

@@ -1,0 +1,140 @@
+"""Programs of torch for programs.py: a training loop, the same as a CUDA graph, and many streams."""
+
+import torch
+
+DEVICE = torch.device("cuda")
+WIDTH = 2048
+# So many that a step is 10 ms and more of work for a large GPU: launches hide behind it.
+BATCH = 4096
+LAYERS = 6
+# Words of a GiB.
+GIB = (1 << 30) // 8
+
+
+def data(tensor):
+    """The bytes of a tensor of any type."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+
+
+class TorchProgram:
+    """What all programs with torch's allocator have in common."""
+
+    def __init__(self, seed):
+        # Some calls have no such algorithm and none is needed: they are told on stderr.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.manual_seed(seed)
+        self.held = []
+
+    def measured(self):
+        """One step of `bench`."""
+        return self.step
+
+    def hold(self, gib):
+        for _ in range(gib):
+            self.held.append(torch.randint(2**62, (GIB,), device=DEVICE))
+        torch.cuda.synchronize()
+
+    def check(self):
+        # Wraps around, the same way each time; weighted, so that no two words may swap.
+        weights = torch.arange(1, GIB + 1, device=DEVICE)
+        sums = [int((tensor * weights).sum()) for tensor in self.held]
+        del weights
+        torch.cuda.empty_cache()
+        return sums
+
+    def held_bytes(self):
+        return torch.cuda.memory_reserved()
+
+    def sync(self):
+        torch.cuda.synchronize()
+
+
+class Training(TorchProgram):
+    """A small model and AdamW."""
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        layers = []
+        for _ in range(LAYERS):
+            layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU(), torch.nn.LayerNorm(WIDTH)]
+        self.model = torch.nn.Sequential(*layers).to(DEVICE)
+        # Capturable: its counter of steps is on the device, as a graph needs it.
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, capturable=True)
+        self.batch = torch.randn(BATCH, WIDTH, device=DEVICE)
+
+    def train(self):
+        loss = (self.model(self.batch) - self.batch).square().mean()
+        loss.backward()
+        self.optimizer.step()
+
+    def step(self):
+        self.optimizer.zero_grad(set_to_none=True)
+        self.train()
+
+    def results(self):
+        return (data(parameter) for parameter in self.model.parameters())
+
+
+class Graph(Training):
+    """The same step, captured once and replayed over batches that are copied in."""
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.batches = [torch.randn_like(self.batch) for _ in range(4)]
+        self.turn = 0
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                super().step()
+        torch.cuda.current_stream().wait_stream(aside)
+        self.graph = torch.cuda.CUDAGraph()
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.cuda.graph(self.graph):
+            self.train()
+
+    def step(self):
+        self.batch.copy_(self.batches[self.turn % len(self.batches)])
+        self.turn += 1
+        self.graph.replay()
+
+
+class Streams(TorchProgram):
+    """Four streams that work beside each other and look at their neighbour's result once a step; copies from
+    and to pinned memory."""
+
+    COUNT = 4
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        numbers = range(self.COUNT)
+        self.streams = [torch.cuda.Stream() for _ in numbers]
+        self.made = [torch.cuda.Event() for _ in numbers]
+        self.seen = [torch.cuda.Event() for _ in numbers]
+        self.inputs = [torch.randn(WIDTH, WIDTH).pin_memory() for _ in numbers]
+        self.outputs = [torch.empty(WIDTH, WIDTH).pin_memory() for _ in numbers]
+        self.weights = [torch.randn(WIDTH, WIDTH, device=DEVICE) / WIDTH**0.5 for _ in numbers]
+        self.arrived = [torch.zeros(WIDTH, WIDTH, device=DEVICE) for _ in numbers]
+        self.own = [torch.zeros_like(tensor) for tensor in self.arrived]
+        self.mixed = [torch.zeros_like(tensor) for tensor in self.arrived]
+        self.sync()
+
+    def step(self):
+        for n, stream in enumerate(self.streams):
+            with torch.cuda.stream(stream):
+                # Whoever is next has seen what was here before.
+                stream.wait_event(self.seen[(n + 1) % self.COUNT])
+                self.arrived[n].copy_(self.inputs[n], non_blocking=True)
+                torch.addmm(self.arrived[n], self.mixed[n], self.weights[n], out=self.own[n])
+                self.own[n].tanh_()
+                self.made[n].record(stream)
+        for n, stream in enumerate(self.streams):
+            with torch.cuda.stream(stream):
+                stream.wait_event(self.made[n - 1])
+                torch.add(self.own[n], self.own[n - 1], alpha=0.5, out=self.mixed[n])
+                self.seen[n].record(stream)
+                self.outputs[n].copy_(self.mixed[n], non_blocking=True)
+
+    def results(self):
+        self.sync()
+        return (data(tensor) for tensor in self.outputs + self.own)

@@ -1,0 +1,127 @@
+//! JAX: moved by each engine, and what it calls while nobody asks it for anything.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result};
+use serde::Deserialize;
+
+use super::{
+    BY_ORDER,
+    python::{Python, step},
+    report::Rows,
+    turns::{Flavour, STEPS},
+};
+use crate::worker::Worker;
+
+const JAX: &[&str] = &["jax_worker.py"];
+/// What it takes at its start, of the whole device.
+const SHARE: (&str, &str) = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.2");
+/// It, moved by each engine.
+pub const ENGINES: Flavour =
+    Flavour { settings: &[SHARE], is_restless: true, ..Flavour::large("jax", JAX) };
+/// How long it is watched: its calls come every five seconds.
+const SECONDS: &str = "12";
+
+/// `affinode calls -o json`: what is read of a line.
+#[derive(Deserialize)]
+struct Batch {
+    processes: Vec<Process>,
+}
+
+#[derive(Deserialize)]
+struct Process {
+    calls: u64,
+    one_in: u32,
+    dropped: u64,
+    functions: Vec<Function>,
+    recorded: Vec<Call>,
+}
+
+#[derive(Deserialize)]
+struct Function {
+    name: String,
+    calls: u64,
+}
+
+#[derive(Deserialize)]
+struct Call {
+    name: String,
+    thread: u32,
+}
+
+/// What was called of one function.
+#[derive(Default)]
+struct Seen {
+    calls: u64,
+    /// Readings, five a second, in which there were some.
+    moments: u64,
+    threads: Vec<u32>,
+}
+
+/// Trains, then sits idle: every call by name.
+pub fn calls_while_idle(python: &Python, rows: &mut Rows) -> Result<()> {
+    let world = python.world;
+    let id = "jax-idle";
+    let spec = python.spec(id, "root", JAX)?.annotation(BY_ORDER.0, BY_ORDER.1);
+    let mut worker = Worker::start_as(world, spec.env(SHARE.0, SHARE.1))?;
+    worker.expect("ready")?;
+    step(&mut worker, STEPS)?;
+    let text = world.cli().run(&["calls", id, "--once", SECONDS, "-o", "json"])?;
+    tell(&text, rows)?;
+    worker.running.kill(world)?;
+    worker.running.delete(world)
+}
+
+fn tell(text: &str, rows: &mut Rows) -> Result<()> {
+    let (mut all, mut dropped, mut one_in) = (0, 0, 0);
+    let mut functions: BTreeMap<String, Seen> = BTreeMap::new();
+    for line in text.lines() {
+        let batch: Batch = serde_json::from_str(line).context("affinode calls")?;
+        for process in batch.processes {
+            all += process.calls;
+            dropped += process.dropped;
+            one_in = one_in.max(process.one_in);
+            for function in process.functions {
+                let seen = functions.entry(function.name).or_default();
+                seen.calls += function.calls;
+                seen.moments += 1;
+            }
+            for call in process.recorded {
+                let threads = &mut functions.entry(call.name).or_default().threads;
+                if !threads.contains(&call.thread) {
+                    threads.push(call.thread);
+                }
+            }
+        }
+    }
+    rows.tell(&format!("calls in {SECONDS} s"), all as f64, "");
+    rows.tell("of them recorded: one in", f64::from(one_in), "");
+    rows.tell("of them lost", dropped as f64, "");
+    for (name, seen) in functions {
+        rows.tell(&name, seen.calls as f64, "calls");
+        rows.tell(&format!("{name}: at so many moments"), seen.moments as f64, "");
+        rows.tell(&format!("{name}: from so many threads"), seen.threads.len() as f64, "");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_are_summed_by_name() {
+        let line = |calls: u64| {
+            format!(
+                r#"{{"processes":[{{"calls":{calls},"one_in":1,"dropped":0,
+                "functions":[{{"name":"cuStreamQuery","calls":{calls}}}],
+                "recorded":[{{"name":"cuStreamQuery","thread":7}}]}}]}}"#
+            )
+            .replace('\n', "")
+        };
+        let mut rows = Rows::default();
+        tell(&format!("{}\n{}\n", line(22), line(44)), &mut rows).unwrap();
+        let figures: Vec<f64> = rows.values().collect();
+        assert_eq!(figures, [66.0, 1.0, 0.0, 66.0, 2.0, 1.0]);
+    }
+}

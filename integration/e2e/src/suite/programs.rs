@@ -1,0 +1,31 @@
+//! Programs of many kinds, each moved by each engine: the same results as without being away.
+
+use super::{Report, World, python::Python, turns::Flavour};
+
+/// The program that runs all of them.
+const PROGRAM: &str = "programs.py";
+/// What they are called in the report, and how they are moved.
+const PROGRAMS: [(&str, Flavour); 6] = [
+    (
+        "transformers, a language model",
+        // It has nearly 3 GiB of weights already.
+        Flavour { held_gib: 1, ..Flavour::small("llm", &[PROGRAM, "llm"]) },
+    ),
+    ("CUDA graph", Flavour::small("graph", &[PROGRAM, "graph"])),
+    ("CuPy", Flavour::small("cupy", &[PROGRAM, "cupy"])),
+    ("Triton", Flavour::small("triton", &[PROGRAM, "triton"])),
+    ("four streams", Flavour::small("streams", &[PROGRAM, "streams"])),
+    ("two processes", Flavour { processes: 2, ..Flavour::small("pair", &[PROGRAM, "pair"]) }),
+];
+
+/// All of them, each a part of the report.
+pub fn all(world: &World, report: &mut Report) {
+    match Python::find(world) {
+        Ok(python) => {
+            for (part, flavour) in &PROGRAMS {
+                report.part(world, part, |_, rows| flavour.side_by_side(&python, rows));
+            }
+        }
+        Err(why) => report.skip("programs", &format!("{why:#}")),
+    }
+}

@@ -1,0 +1,148 @@
+//! A Python with torch, as the machine has it installed; and what its programs answer.
+
+use std::{
+    path::PathBuf,
+    process::{Command, Stdio},
+};
+
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
+
+use super::host_root;
+use crate::{
+    container::{CLIENTS, Spec},
+    gpu::Gpu,
+    worker::Worker,
+    world::World,
+};
+
+/// Environment that a Python and its GPU libraries may need.
+const ENVIRONMENT: [&str; 5] =
+    ["PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "NCCL_NVLS_ENABLE"];
+
+/// The Python, and a root filesystem that has it.
+pub struct Python<'w> {
+    /// Where its containers run.
+    pub world: &'w World,
+    path: PathBuf,
+    root: PathBuf,
+}
+
+/// An answer of one of the programs: what is asked for is there.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+pub struct Answer {
+    command: String,
+    result: i32,
+    /// Why not.
+    why: String,
+    /// Over what was asked for.
+    pub digest: String,
+    /// The median step.
+    pub step_ms: f64,
+    /// The fastest.
+    pub best_ms: f64,
+    /// How long a wait for the device took.
+    pub sync_ms: f64,
+    /// All that the program's allocators have of the device.
+    pub held_bytes: Option<u64>,
+}
+
+impl<'w> Python<'w> {
+    /// Finds it.
+    ///
+    /// # Errors
+    /// When the machine has none, or the GPU is not a real one.
+    pub fn find(world: &'w World) -> Result<Self> {
+        if !matches!(world.gpu(), Gpu::Real) {
+            bail!("the simulated GPU runs no torch");
+        }
+        let probe = "import sys, torch; assert torch.cuda.is_available(); print(sys.executable)";
+        let output = Command::new("python3").args(["-c", probe]).output().context("no python3")?;
+        if !output.status.success() {
+            bail!("python3 has no torch that sees the GPU");
+        }
+        let path = String::from_utf8(output.stdout)?.trim().into();
+        Ok(Self { world, path, root: host_root::mount(world)? })
+    }
+
+    /// A container of one of the programs in [`CLIENTS`], with its arguments.
+    ///
+    /// # Errors
+    /// When the mount table cannot be read.
+    pub fn spec(&self, id: &str, who: &str, program: &[&str]) -> Result<Spec> {
+        let (name, arguments) = program.split_first().context("a program has a name")?;
+        let (path, script) = (self.path.to_string_lossy(), format!("{CLIENTS}/{name}"));
+        let argv: Vec<&str> = [&*path, "-u", &script].iter().chain(arguments).copied().collect();
+        let mut spec = Spec::gpu(id, &argv);
+        spec.rootfs = Some(self.root.clone());
+        spec.mounts = host_root::other_mounts(self.world)?;
+        for name in ENVIRONMENT {
+            if let Ok(value) = std::env::var(name) {
+                spec = spec.env(name, &value);
+            }
+        }
+        // Caches of the machine's users are not for this one.
+        spec = spec.env("HOME", "/tmp").env("TORCHINDUCTOR_CACHE_DIR", "/tmp/inductor");
+        Ok(if who == "root" { spec } else { spec.flags(&["--user", "1000:1000"]) })
+    }
+
+    /// Whether it has JAX.
+    pub fn has_jax(&self) -> bool {
+        let probe = ["-c", "import jax; assert jax.default_backend() == 'gpu'"];
+        let mut command = Command::new(&self.path);
+        command.args(probe).env("XLA_PYTHON_CLIENT_PREALLOCATE", "false");
+        command.output().is_ok_and(|out| out.status.success())
+    }
+
+    /// Waits for a program's first line: why it is absent, if it is.
+    ///
+    /// # Errors
+    /// When it says something else, or could begin outside a container.
+    pub fn greet(&self, worker: &mut Worker, program: &[&str]) -> Result<Option<String>> {
+        let first = read(worker)?;
+        match (first.command.as_str(), first.result) {
+            ("ready", 0) => Ok(None),
+            ("absent", _) if self.has(program)? => {
+                bail!("{program:?} begins on the machine, but not in a container: {}", first.why)
+            }
+            ("absent", _) => Ok(Some(first.why)),
+            (command, result) => bail!("{program:?} began with {command}: {result} {}", first.why),
+        }
+    }
+
+    /// Whether a program begins outside a container. Its input has ended: so does it, then.
+    fn has(&self, program: &[&str]) -> Result<bool> {
+        let (name, arguments) = program.split_first().context("a program has a name")?;
+        let script = self.world.artifacts().clients_dir().join(name);
+        let mut command = Command::new(&self.path);
+        command.arg(script).args(arguments).stdin(Stdio::null());
+        Ok(command.output().context("no python3")?.status.success())
+    }
+}
+
+/// Has a program make so many steps.
+///
+/// # Errors
+/// When it fails.
+pub fn step(worker: &mut Worker, count: u32) -> Result<Answer> {
+    ask(worker, &format!("step {count}"))
+}
+
+/// Has a program do something.
+///
+/// # Errors
+/// When it fails.
+pub fn ask(worker: &mut Worker, command: &str) -> Result<Answer> {
+    worker.send(command)?;
+    let answer = read(worker).with_context(|| format!("asked: {command}"))?;
+    if answer.result != 0 {
+        bail!("{}: {command}: {}", worker.running.id, answer.why);
+    }
+    Ok(answer)
+}
+
+fn read(worker: &mut Worker) -> Result<Answer> {
+    let line = worker.receive_line()?;
+    serde_json::from_str(&line).with_context(|| format!("{} said: {line}", worker.running.id))
+}

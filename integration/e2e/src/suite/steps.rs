@@ -1,0 +1,165 @@
+//! What the library costs a program that works: the time of its steps with an engine and
+//! with the stock runtime.
+//!
+//! Starts of one program differ from each other, and so do moments of one host. So several
+//! of each side are there at once and measured in turn, again and again; what counts of a start is its
+//! fastest step. How far the starts of the stock runtime are from each other, looked at
+//! in the same way, is the noise: what is less than that was not measured.
+
+use anyhow::Result;
+
+use super::{
+    BY_ORDER, Report, World,
+    engines::ENGINE,
+    median,
+    python::{Python, ask},
+    report::{NotHere, Rows},
+};
+use crate::{containerd::STOCK, worker::Worker};
+
+/// What they are called in the report, and their arguments.
+const PROGRAMS: [(&str, &[&str]); 3] = [
+    ("steps, training", &["programs.py", "training"]),
+    ("steps, decoding", &["programs.py", "llm"]),
+    ("steps, graph replay", &["programs.py", "graph"]),
+];
+/// The engine of our side: it stands in for the driver's allocations, too.
+const ENGINE_ON: &str = "fast";
+/// Containers of each side.
+const STARTS: usize = 4;
+/// How often each of them is measured.
+const ROUNDS: usize = 3;
+/// More than this is too much, where the noise is not greater.
+const GOAL_PERCENT: f64 = 1.0;
+
+/// A container, and its fastest steps so far.
+struct Start {
+    worker: Worker,
+    best_ms: f64,
+    median_ms: f64,
+}
+
+/// All programs, each a part of the report.
+pub fn all(world: &World, report: &mut Report) {
+    match Python::find(world) {
+        Ok(python) => {
+            for (part, program) in PROGRAMS {
+                report.part(world, part, |_, rows| compare(&python, program, rows));
+            }
+        }
+        Err(why) => report.skip("steps", &format!("{why:#}")),
+    }
+}
+
+fn compare(python: &Python, program: &[&str], rows: &mut Rows) -> Result<()> {
+    let (mut stock, mut ours) = (Vec::new(), Vec::new());
+    for n in 0..STARTS {
+        stock.push(start(python, program, &format!("steps-stock-{n}"), true)?);
+        ours.push(start(python, program, &format!("steps-ours-{n}"), false)?);
+    }
+    for start in stock.iter_mut().chain(&mut ours) {
+        if let Some(why) = python.greet(&mut start.worker, program)? {
+            return Err(NotHere(why).into());
+        }
+    }
+    for round in 0..ROUNDS {
+        for n in 0..STARTS {
+            let mut pair = [&mut stock[n], &mut ours[n]];
+            // Nobody is always the second.
+            pair.rotate_left((round + n) % 2);
+            pair.into_iter().try_for_each(measure)?;
+        }
+    }
+    let best = |side: &[Start]| side.iter().map(|start| start.best_ms).collect::<Vec<_>>();
+    let (without, with) = (best(&stock), best(&ours));
+    compared(rows, "fastest step", fastest, &without, &with, true);
+    compared(rows, "middle of the starts' fastest steps", median, &without, &with, false);
+    let medians = |side: &[Start]| side.iter().map(|start| start.median_ms).collect::<Vec<_>>();
+    let (without, with) = (medians(&stock), medians(&ours));
+    compared(rows, "middle of the starts' median steps", median, &without, &with, false);
+
+    // What was measured is a program that can be moved, and it is as fast after that.
+    if let Some(moved) = ours.first_mut() {
+        python.world.cli().move_out(&moved.worker.running.id)?;
+        let step = ask(&mut moved.worker, "bench")?;
+        rows.tell("the same start: fastest step before it was away", moved.best_ms, "ms");
+        rows.tell("the same start: fastest step after its return", step.best_ms, "ms");
+    }
+    for start in stock.iter().chain(&ours) {
+        start.worker.running.kill(python.world)?;
+        start.worker.running.delete(python.world)?;
+    }
+    Ok(())
+}
+
+fn start(python: &Python, program: &[&str], id: &str, stock: bool) -> Result<Start> {
+    let spec = python.spec(id, "root", program)?.annotation(BY_ORDER.0, BY_ORDER.1);
+    let spec = if stock { spec.runtime(STOCK) } else { spec.annotation(ENGINE, ENGINE_ON) };
+    let worker = Worker::start_as(python.world, spec)?;
+    Ok(Start { worker, best_ms: f64::INFINITY, median_ms: f64::INFINITY })
+}
+
+fn measure(start: &mut Start) -> Result<()> {
+    let step = ask(&mut start.worker, "bench")?;
+    start.best_ms = start.best_ms.min(step.best_ms);
+    start.median_ms = start.median_ms.min(step.step_ms);
+    Ok(())
+}
+
+/// One measure of the starts of both sides, and of the stock ones against each other.
+fn compared(
+    rows: &mut Rows,
+    what: &str,
+    measure: impl Fn(&[f64]) -> f64,
+    without: &[f64],
+    with: &[f64],
+    decides: bool,
+) {
+    let (stock, ours) = (measure(without), measure(with));
+    let more = (ours / stock - 1.0) * 100.0;
+    let noise = noise(without, &measure);
+    rows.tell(&format!("{what}, stock runtime"), stock, "ms");
+    rows.tell(&format!("{what}, with the library"), ours, "ms");
+    rows.tell(&format!("{what}, stock against stock: up to"), noise, "%");
+    let title = format!("{what}: more by");
+    if decides {
+        let goal = format!("within {GOAL_PERCENT} % or the noise");
+        rows.want(&title, more, "%", &goal, more <= GOAL_PERCENT.max(noise));
+    } else {
+        rows.tell(&title, more, "%");
+    }
+}
+
+/// The largest difference, in percent, between two halves of the same starts.
+fn noise(starts: &[f64], measure: impl Fn(&[f64]) -> f64) -> f64 {
+    let mut most: f64 = 0.0;
+    for halves in 0..1_u32 << starts.len() {
+        if halves.count_ones() as usize * 2 != starts.len() {
+            continue;
+        }
+        let half = |wanted: u32| {
+            let of = starts.iter().enumerate().filter(|(n, _)| halves >> n & 1 == wanted);
+            measure(&of.map(|(_, &ms)| ms).collect::<Vec<_>>())
+        };
+        most = most.max((half(0) / half(1) - 1.0) * 100.0);
+    }
+    most
+}
+
+fn fastest(starts: &[f64]) -> f64 {
+    starts.iter().copied().fold(f64::INFINITY, f64::min)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn noise_is_the_largest_difference_between_halves() {
+        let noise_of = |starts: &[f64]| noise(starts, fastest).round();
+        assert_eq!(noise_of(&[10.0, 10.0, 10.0, 10.0]), 0.0);
+        // 10 and 11 in one half, 12 and 13 in the other.
+        assert_eq!(noise_of(&[12.0, 10.0, 13.0, 11.0]), 20.0);
+        assert_eq!(noise(&[10.0, 12.0, 10.0, 12.0], median).round(), 20.0);
+    }
+}

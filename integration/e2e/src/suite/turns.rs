@@ -1,0 +1,197 @@
+//! A program that works in turns and is away after each, with each engine: the same
+//! results as without being away.
+
+use std::time::Instant;
+
+use anyhow::Result;
+
+use super::{
+    BY_ORDER,
+    cycle::mib,
+    engines::{ENGINE, ENGINES},
+    median,
+    python::{Python, ask, step},
+    report::{NotHere, Rows},
+    vram_used,
+};
+use crate::{cli::ContainerRow, container::Spec, worker::Worker};
+
+/// Steps of a turn.
+pub(super) const STEPS: u32 = 5;
+/// The one that is never away.
+const STILL: &str = "off";
+/// Where a process may be while its container is away.
+const AWAY: [&str; 2] = ["Away", "Parked"];
+
+/// A program, and how it is moved.
+pub struct Flavour {
+    /// What its containers are called.
+    pub name: &'static str,
+    /// The program among the clients, and its arguments.
+    pub program: &'static [&'static str],
+    /// Environment: how its memory is made.
+    pub settings: &'static [(&'static str, &'static str)],
+    /// Cycles with each engine.
+    pub rounds: usize,
+    /// What it holds beside what it works on.
+    pub held_gib: u64,
+    /// Processes with memory on the device.
+    pub processes: usize,
+    /// It calls by itself all the time: it may be on its way home before anybody looks.
+    pub is_restless: bool,
+    /// One container at a time: what is left on the device is its own. Otherwise all are
+    /// started at once, which is quicker.
+    pub is_alone: bool,
+}
+
+impl Flavour {
+    /// So large that what is beside the copy does not show; takes minutes.
+    pub const fn large(name: &'static str, program: &'static [&'static str]) -> Self {
+        Self {
+            name,
+            program,
+            settings: &[],
+            rounds: 5,
+            held_gib: 23,
+            processes: 1,
+            is_restless: false,
+            is_alone: true,
+        }
+    }
+
+    /// Just large enough to be moved as others are; takes seconds.
+    pub const fn small(name: &'static str, program: &'static [&'static str]) -> Self {
+        Self { rounds: 2, held_gib: 3, is_alone: false, ..Self::large(name, program) }
+    }
+
+    /// Its container that is moved by an engine.
+    fn spec(&self, python: &Python, engine: &str) -> Result<Spec> {
+        let id = format!("{}-{engine}", self.name);
+        let spec = python.spec(&id, "root", self.program)?.annotation(BY_ORDER.0, BY_ORDER.1);
+        let set = |spec: Spec, (name, value): &(&str, &str)| spec.env(name, value);
+        let spec = self.settings.iter().fold(spec, set);
+        Ok(if engine == STILL { spec } else { spec.annotation(ENGINE, engine) })
+    }
+
+    /// With each engine, and without being away.
+    ///
+    /// # Errors
+    /// When a container or a move fails; [`NotHere`] when the machine lacks what it needs.
+    pub fn side_by_side(&self, python: &Python, rows: &mut Rows) -> Result<()> {
+        let began = Instant::now();
+        let lanes = [STILL].into_iter().chain(ENGINES);
+        let start = |engine| Worker::start_as(python.world, self.spec(python, engine)?);
+        let mut ahead = Vec::new();
+        if !self.is_alone {
+            ahead = lanes.clone().map(start).collect::<Result<Vec<_>>>()?;
+        }
+        let mut ahead = ahead.into_iter();
+        let (mut still, mut wakes) = (String::new(), Vec::new());
+        for engine in lanes {
+            let mut worker = ahead.next().map_or_else(|| start(engine), Ok)?;
+            if let Some(why) = python.greet(&mut worker, self.program)? {
+                return Err(NotHere(why).into());
+            }
+            let lane = self.turns(python, engine, &mut worker, rows)?;
+            worker.running.kill(python.world)?;
+            worker.running.delete(python.world)?;
+            if engine == STILL {
+                still = lane.digest;
+                continue;
+            }
+            let (out, back) = (median(&lane.out), median(&lane.back));
+            rows.tell(&format!("{engine}: offload"), out, "ms");
+            rows.tell(&format!("{engine}: wake, as the caller feels it"), back, "ms");
+            if let Some(left) = lane.left {
+                rows.tell(&format!("{engine}: device in use, away"), mib(left), "MiB");
+            }
+            let same = usize::from(lane.digest == still);
+            rows.count(&format!("{engine}: results as without being away"), same, 1);
+            wakes.push((out, back));
+        }
+        if let [driver, _, fast] = wakes[..] {
+            rows.tell("fast against driver: offload", driver.0 / fast.0.max(0.001), "times");
+            rows.tell("fast against driver: wake", driver.1 / fast.1.max(0.001), "times");
+        }
+        rows.tell("took", began.elapsed().as_secs_f64(), "s");
+        Ok(())
+    }
+
+    /// The turns of one container.
+    fn turns(
+        &self,
+        python: &Python,
+        engine: &str,
+        worker: &mut Worker,
+        rows: &mut Rows,
+    ) -> Result<Lane> {
+        let cli = python.world.cli();
+        let id = &worker.running.id.clone();
+        let mut lane = Lane::default();
+        step(worker, STEPS)?;
+        if engine == STILL {
+            for _ in 0..self.rounds {
+                step(worker, STEPS)?;
+            }
+            lane.digest = step(worker, STEPS)?.digest;
+            return Ok(lane);
+        }
+        ask(worker, &format!("hold {}", self.held_gib))?;
+        let before = ask(worker, "check")?.digest;
+        let mut together = 0;
+        for _ in 0..self.rounds {
+            cli.move_out(id)?;
+            let row = cli.known(id)?;
+            lane.out.push(row.last_offload_ms as f64);
+            if !self.is_restless {
+                let away = row.processes.iter().filter(|p| AWAY.contains(&&*p.phase)).count();
+                together += usize::from(away == self.processes && row.processes.len() == away);
+            }
+            if self.is_alone && !self.is_restless {
+                lane.left = Some(vram_used(python.world, |used| used < self.held_gib << 29)?);
+            }
+            let sync_ms = ask(worker, "sync")?.sync_ms;
+            let row = cli.known(id)?;
+            lane.back.push(if self.is_restless { row.last_wake_ms as f64 } else { sync_ms });
+            step(worker, STEPS)?;
+        }
+        if self.processes > 1 {
+            rows.count(&format!("{engine}: all processes away together"), together, self.rounds);
+        }
+        let check = ask(worker, "check")?;
+        let same = usize::from(check.digest == before);
+        rows.count(&format!("{engine}: ballast as it was"), same, 1);
+        copied(engine, &cli.known(id)?, check.held_bytes, rows);
+        lane.digest = step(worker, STEPS)?.digest;
+        Ok(lane)
+    }
+}
+
+/// What one container did.
+#[derive(Default)]
+struct Lane {
+    /// Over its results in the end.
+    digest: String,
+    /// Moves out and returns, in milliseconds.
+    out: Vec<f64>,
+    back: Vec<f64>,
+    /// In use on the device while it was away.
+    left: Option<u64>,
+}
+
+/// How much was copied at the speed of the bus. A small program's context is a large part of
+/// what it has on the device: there it counts what the allocators have, if that is known.
+fn copied(engine: &str, row: &ContainerRow, held_bytes: Option<u64>, rows: &mut Rows) {
+    let whole = row.parkable_share.unwrap_or(0.0) * 100.0;
+    rows.tell(&format!("{engine}: copied, of its VRAM with the context"), whole, "%");
+    if engine == "driver" {
+        return;
+    }
+    let share = held_bytes.map_or(whole, |held| {
+        let carried: u64 = row.processes.iter().map(|p| p.carried_bytes).sum();
+        (carried as f64 / held.max(1) as f64 * 100.0).min(100.0)
+    });
+    // The rest is the context, and what is too small to be worth it.
+    let what = format!("{engine}: at wire speed");
+    rows.want(&what, share, "%", "at least 95%", share >= 95.0);
+}
