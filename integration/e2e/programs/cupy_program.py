@@ -46,7 +46,7 @@ class Cupy:
         for _ in range(gib):
             key = cupy.uint64(1000 * self.seed + len(self.held))
             self.held.append(shuffle(cupy.arange(GIB, dtype=cupy.uint64), key))
-        cupy.get_default_memory_pool().free_all_blocks()
+        self.tidy()
         self.sync()
 
     def check(self):
@@ -54,8 +54,11 @@ class Cupy:
         weights = cupy.arange(1, GIB + 1, dtype=cupy.uint64)
         sums = [int((words * weights).sum()) for words in self.held]
         del weights
-        cupy.get_default_memory_pool().free_all_blocks()
+        self.tidy()
         return sums
+
+    def tidy(self):
+        cupy.get_default_memory_pool().free_all_blocks()
 
     def held_bytes(self):
         return cupy.get_default_memory_pool().total_bytes()

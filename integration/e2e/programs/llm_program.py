@@ -45,7 +45,6 @@ class Llm(TorchProgram):
         self.tokens = [self.prompt]
         self.logits = None
         self.decode()
-        self.load = None
 
     @torch.inference_mode()
     def ask(self, tokens, cache):
@@ -74,15 +73,15 @@ class Llm(TorchProgram):
 
     def measured(self):
         """One token for each of many conversations, of always the same length."""
-        if self.load is None:
-            config = self.model.config
-            cache = DynamicCache()
-            heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
-            for layer in range(config.num_hidden_layers):
-                shape = (MEASURED_BATCH, heads, MEASURED_CONTEXT, size)
-                cache.update(torch.randn(shape, device=DEVICE), torch.randn(shape, device=DEVICE), layer)
-            self.load = cache, torch.ones(MEASURED_BATCH, 1, dtype=torch.long, device=DEVICE)
-        cache, token = self.load
+        config = self.model.config
+        heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+        # With room for the token that is taken back: later blocks are of the same size, and are used again.
+        shape = (MEASURED_BATCH, heads, MEASURED_CONTEXT + 1, size)
+        cache = DynamicCache()
+        for layer in range(config.num_hidden_layers):
+            cache.update(torch.randn(shape, device=DEVICE), torch.randn(shape, device=DEVICE), layer)
+        cache.crop(-1)
+        token = torch.ones(MEASURED_BATCH, 1, dtype=torch.long, device=DEVICE)
 
         def one():
             self.ask(token, cache).argmax(-1)

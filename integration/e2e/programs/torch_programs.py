@@ -39,8 +39,12 @@ class TorchProgram:
         weights = torch.arange(1, GIB + 1, device=DEVICE)
         sums = [int((tensor * weights).sum()) for tensor in self.held]
         del weights
-        torch.cuda.empty_cache()
+        self.tidy()
         return sums
+
+    def tidy(self):
+        """Gives back what is not in use."""
+        torch.cuda.empty_cache()
 
     def held_bytes(self):
         return torch.cuda.memory_reserved()

@@ -22,7 +22,7 @@ const SIM_SOCKET_ENV: &str = "AFFINODE_SIM_SOCKET";
 /// Where containers see the simulated driver's socket.
 const SIM_FOLDER: &str = "/run/affinode-sim";
 /// Where containers see the driver's libraries: a folder that glibc searches by itself.
-const CONTAINER_LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
+pub(crate) const CONTAINER_LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 /// And where they put the driver's tool.
 const CONTAINER_TOOL: &str = "/usr/bin/nvidia-smi";
 /// The driver's libraries that compute needs: what the container toolkit mounts for `compute,utility`.

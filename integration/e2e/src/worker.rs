@@ -5,7 +5,7 @@ use std::{
     io::{Read, Write},
     os::fd::AsFd,
     path::Path,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail};
@@ -224,6 +224,15 @@ impl Worker {
     /// When none comes.
     pub fn receive_line(&mut self) -> Result<String> {
         self.lines.receive().with_context(|| format!("from {}", self.running.id))
+    }
+
+    /// Reads the first line of a program that takes long to begin.
+    ///
+    /// # Errors
+    /// When none comes.
+    pub fn receive_first_line(&mut self, patience: Duration) -> Result<String> {
+        let line = self.lines.receive_before(Instant::now() + patience)?;
+        line.with_context(|| format!("{} did not begin", self.running.id))
     }
 
     /// Sends a command and does not wait.

@@ -1,6 +1,7 @@
 //! Programs of many kinds, each moved by each engine: the same results as without being away.
 
 use super::{Report, World, python::Python, turns::Flavour};
+use crate::gpu::CONTAINER_LIBRARIES;
 
 /// The program that runs all of them.
 const PROGRAM: &str = "programs.py";
@@ -13,7 +14,14 @@ const PROGRAMS: [(&str, Flavour); 6] = [
     ),
     ("CUDA graph", Flavour::small("graph", &[PROGRAM, "graph"])),
     ("CuPy", Flavour::small("cupy", &[PROGRAM, "cupy"])),
-    ("Triton", Flavour::small("triton", &[PROGRAM, "triton"])),
+    (
+        "Triton",
+        Flavour {
+            // It looks for the driver in the loader's cache, which is the machine's.
+            settings: &[("TRITON_LIBCUDA_PATH", CONTAINER_LIBRARIES)],
+            ..Flavour::small("triton", &[PROGRAM, "triton"])
+        },
+    ),
     ("four streams", Flavour::small("streams", &[PROGRAM, "streams"])),
     ("two processes", Flavour { processes: 2, ..Flavour::small("pair", &[PROGRAM, "pair"]) }),
 ];

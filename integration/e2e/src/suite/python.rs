@@ -3,6 +3,7 @@
 use std::{
     path::PathBuf,
     process::{Command, Stdio},
+    time::Duration,
 };
 
 use anyhow::{Context, Result, bail};
@@ -19,6 +20,9 @@ use crate::{
 /// Environment that a Python and its GPU libraries may need.
 const ENVIRONMENT: [&str; 5] =
     ["PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "NCCL_NVLS_ENABLE"];
+
+/// A machine that has just started reads libraries slowly.
+const IMPORTS: Duration = Duration::from_secs(180);
 
 /// The Python, and a root filesystem that has it.
 pub struct Python<'w> {
@@ -100,7 +104,7 @@ impl<'w> Python<'w> {
     /// # Errors
     /// When it says something else, or could begin outside a container.
     pub fn greet(&self, worker: &mut Worker, program: &[&str]) -> Result<Option<String>> {
-        let first = read(worker)?;
+        let first = parse(worker.receive_first_line(IMPORTS)?)?;
         match (first.command.as_str(), first.result) {
             ("ready", 0) => Ok(None),
             ("absent", _) if self.has(program)? => {
@@ -117,6 +121,7 @@ impl<'w> Python<'w> {
         let script = self.world.artifacts().clients_dir().join(name);
         let mut command = Command::new(&self.path);
         command.arg(script).args(arguments).stdin(Stdio::null());
+        command.env("PYTHONDONTWRITEBYTECODE", "1");
         Ok(command.output().context("no python3")?.status.success())
     }
 }
@@ -135,14 +140,13 @@ pub fn step(worker: &mut Worker, count: u32) -> Result<Answer> {
 /// When it fails.
 pub fn ask(worker: &mut Worker, command: &str) -> Result<Answer> {
     worker.send(command)?;
-    let answer = read(worker).with_context(|| format!("asked: {command}"))?;
+    let answer = parse(worker.receive_line()?).with_context(|| format!("asked: {command}"))?;
     if answer.result != 0 {
         bail!("{}: {command}: {}", worker.running.id, answer.why);
     }
     Ok(answer)
 }
 
-fn read(worker: &mut Worker) -> Result<Answer> {
-    let line = worker.receive_line()?;
-    serde_json::from_str(&line).with_context(|| format!("{} said: {line}", worker.running.id))
+fn parse(line: String) -> Result<Answer> {
+    serde_json::from_str(&line).context(line)
 }

@@ -48,6 +48,11 @@ impl Rows {
         self.rows.push((what.into(), value, unit, goal.into(), met));
     }
 
+    /// Others behind these.
+    pub(super) fn append(&mut self, mut others: Rows) {
+        self.rows.append(&mut others.rows);
+    }
+
     /// What missed its goal.
     #[must_use]
     pub fn missed(&self) -> Vec<String> {

@@ -73,17 +73,17 @@ fn compare(python: &Python, program: &[&str], rows: &mut Rows) -> Result<()> {
     let best = |side: &[Start]| side.iter().map(|start| start.best_ms).collect::<Vec<_>>();
     let (without, with) = (best(&stock), best(&ours));
     compared(rows, "fastest step", fastest, &without, &with, true);
-    compared(rows, "middle of the starts' fastest steps", median, &without, &with, false);
+    compared(rows, "middle fastest step", median, &without, &with, false);
     let medians = |side: &[Start]| side.iter().map(|start| start.median_ms).collect::<Vec<_>>();
     let (without, with) = (medians(&stock), medians(&ours));
-    compared(rows, "middle of the starts' median steps", median, &without, &with, false);
+    compared(rows, "middle median step", median, &without, &with, false);
 
     // What was measured is a program that can be moved, and it is as fast after that.
     if let Some(moved) = ours.first_mut() {
         python.world.cli().move_out(&moved.worker.running.id)?;
         let step = ask(&mut moved.worker, "bench")?;
-        rows.tell("the same start: fastest step before it was away", moved.best_ms, "ms");
-        rows.tell("the same start: fastest step after its return", step.best_ms, "ms");
+        rows.tell("one start: fastest step before it was away", moved.best_ms, "ms");
+        rows.tell("one start: fastest step after its return", step.best_ms, "ms");
     }
     for start in stock.iter().chain(&ours) {
         start.worker.running.kill(python.world)?;
@@ -120,7 +120,7 @@ fn compared(
     let noise = noise(without, &measure);
     rows.tell(&format!("{what}, stock runtime"), stock, "ms");
     rows.tell(&format!("{what}, with the library"), ours, "ms");
-    rows.tell(&format!("{what}, stock against stock: up to"), noise, "%");
+    rows.tell(&format!("{what}, stock against stock"), noise, "%");
     let title = format!("{what}: more by");
     if decides {
         let goal = format!("within {GOAL_PERCENT} % or the noise");

@@ -1,9 +1,9 @@
 //! A program that works in turns and is away after each, with each engine: the same
 //! results as without being away.
 
-use std::time::Instant;
+use std::{any::Any, thread, time::Instant};
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 
 use super::{
     BY_ORDER,
@@ -14,7 +14,7 @@ use super::{
     report::{NotHere, Rows},
     vram_used,
 };
-use crate::{cli::ContainerRow, container::Spec, worker::Worker};
+use crate::{container::Spec, worker::Worker};
 
 /// Steps of a turn.
 pub(super) const STEPS: u32 = 5;
@@ -39,8 +39,8 @@ pub struct Flavour {
     pub processes: usize,
     /// It calls by itself all the time: it may be on its way home before anybody looks.
     pub is_restless: bool,
-    /// One container at a time: what is left on the device is its own. Otherwise all are
-    /// started at once, which is quicker.
+    /// One container at a time: its times and what is left on the device are its own. Otherwise
+    /// all are there at once and move beside each other, which is quicker.
     pub is_alone: bool,
 }
 
@@ -79,37 +79,42 @@ impl Flavour {
     /// When a container or a move fails; [`NotHere`] when the machine lacks what it needs.
     pub fn side_by_side(&self, python: &Python, rows: &mut Rows) -> Result<()> {
         let began = Instant::now();
-        let lanes = [STILL].into_iter().chain(ENGINES);
-        let start = |engine| Worker::start_as(python.world, self.spec(python, engine)?);
-        let mut ahead = Vec::new();
-        if !self.is_alone {
-            ahead = lanes.clone().map(start).collect::<Result<Vec<_>>>()?;
-        }
-        let mut ahead = ahead.into_iter();
-        let (mut still, mut wakes) = (String::new(), Vec::new());
-        for engine in lanes {
-            let mut worker = ahead.next().map_or_else(|| start(engine), Ok)?;
-            if let Some(why) = python.greet(&mut worker, self.program)? {
-                return Err(NotHere(why).into());
+        let engines = [STILL].into_iter().chain(ENGINES);
+        let lane = |engine| self.lane(python, engine);
+        let mut lanes: Vec<Finished> = Vec::new();
+        if self.is_alone {
+            for engine in engines {
+                lanes.push(lane(engine));
+                if lanes.last().is_some_and(|lane| lane.1.is_err()) {
+                    break;
+                }
             }
-            let lane = self.turns(python, engine, &mut worker, rows)?;
-            worker.running.kill(python.world)?;
-            worker.running.delete(python.world)?;
+        } else {
+            lanes = thread::scope(|scope| {
+                let lanes: Vec<_> = engines.map(|e| scope.spawn(move || lane(e))).collect();
+                lanes.into_iter().map(|lane| lane.join().unwrap_or_else(panicked)).collect()
+            });
+        }
+        let felt = if self.is_alone { "as the caller feels it" } else { "beside the others" };
+        let (mut still, mut wakes) = (String::new(), Vec::new());
+        for (found, lane) in lanes {
+            rows.append(found);
+            let Lane { engine, digest, out, back, left } = lane?;
             if engine == STILL {
-                still = lane.digest;
+                still = digest;
                 continue;
             }
-            let (out, back) = (median(&lane.out), median(&lane.back));
+            let (out, back) = (median(&out), median(&back));
             rows.tell(&format!("{engine}: offload"), out, "ms");
-            rows.tell(&format!("{engine}: wake, as the caller feels it"), back, "ms");
-            if let Some(left) = lane.left {
+            rows.tell(&format!("{engine}: wake, {felt}"), back, "ms");
+            if let Some(left) = left {
                 rows.tell(&format!("{engine}: device in use, away"), mib(left), "MiB");
             }
-            let same = usize::from(lane.digest == still);
+            let same = usize::from(digest == still);
             rows.count(&format!("{engine}: results as without being away"), same, 1);
             wakes.push((out, back));
         }
-        if let [driver, _, fast] = wakes[..] {
+        if let ([driver, _, fast], true) = (&wakes[..], self.is_alone) {
             rows.tell("fast against driver: offload", driver.0 / fast.0.max(0.001), "times");
             rows.tell("fast against driver: wake", driver.1 / fast.1.max(0.001), "times");
         }
@@ -117,17 +122,33 @@ impl Flavour {
         Ok(())
     }
 
+    /// One container from its start to its end.
+    fn lane(&self, python: &Python, engine: &'static str) -> Finished {
+        let mut rows = Rows::default();
+        let outcome = (|| {
+            let mut worker = Worker::start_as(python.world, self.spec(python, engine)?)?;
+            if let Some(why) = python.greet(&mut worker, self.program)? {
+                return Err(NotHere(why).into());
+            }
+            let lane = self.turns(python, engine, &mut worker, &mut rows)?;
+            worker.running.kill(python.world)?;
+            worker.running.delete(python.world)?;
+            Ok(lane)
+        })();
+        (rows, outcome)
+    }
+
     /// The turns of one container.
     fn turns(
         &self,
         python: &Python,
-        engine: &str,
+        engine: &'static str,
         worker: &mut Worker,
         rows: &mut Rows,
     ) -> Result<Lane> {
         let cli = python.world.cli();
         let id = &worker.running.id.clone();
-        let mut lane = Lane::default();
+        let mut lane = Lane { engine, ..Lane::default() };
         step(worker, STEPS)?;
         if engine == STILL {
             for _ in 0..self.rounds {
@@ -137,12 +158,13 @@ impl Flavour {
             return Ok(lane);
         }
         ask(worker, &format!("hold {}", self.held_gib))?;
-        let before = ask(worker, "check")?.digest;
-        let mut together = 0;
+        let before = ask(worker, "check")?;
+        let (mut together, mut parked) = (0, Vec::new());
         for _ in 0..self.rounds {
             cli.move_out(id)?;
             let row = cli.known(id)?;
             lane.out.push(row.last_offload_ms as f64);
+            parked.push(row.processes.iter().map(|p| p.parked_bytes).sum::<u64>());
             if !self.is_restless {
                 let away = row.processes.iter().filter(|p| AWAY.contains(&&*p.phase)).count();
                 together += usize::from(away == self.processes && row.processes.len() == away);
@@ -158,18 +180,36 @@ impl Flavour {
         if self.processes > 1 {
             rows.count(&format!("{engine}: all processes away together"), together, self.rounds);
         }
-        let check = ask(worker, "check")?;
-        let same = usize::from(check.digest == before);
+        let same = usize::from(ask(worker, "check")?.digest == before.digest);
         rows.count(&format!("{engine}: ballast as it was"), same, 1);
-        copied(engine, &cli.known(id)?, check.held_bytes, rows);
+        let whole = cli.known(id)?.parkable_share.unwrap_or(0.0) * 100.0;
+        rows.tell(&format!("{engine}: copied, of its VRAM with the context"), whole, "%");
+        if engine != "driver" {
+            // A small program's context is a large part of what it has on the device: there
+            // it counts what its allocators had at the first move, if that is known.
+            let own = before.held_bytes.zip(parked.first());
+            let share = own.map(|(held, &parked)| parked as f64 / held.max(1) as f64 * 100.0);
+            let share = share.map_or(whole, |share| share.min(100.0));
+            // The rest is the context, and what is too small to be worth it.
+            let what = format!("{engine}: at wire speed");
+            rows.want(&what, share, "%", "at least 95%", share >= 95.0);
+        }
         lane.digest = step(worker, STEPS)?.digest;
         Ok(lane)
     }
 }
 
+/// What was found of one container, and how it went.
+type Finished = (Rows, Result<Lane>);
+
+fn panicked(_: Box<dyn Any + Send>) -> Finished {
+    (Rows::default(), Err(anyhow!("its thread panicked")))
+}
+
 /// What one container did.
 #[derive(Default)]
 struct Lane {
+    engine: &'static str,
     /// Over its results in the end.
     digest: String,
     /// Moves out and returns, in milliseconds.
@@ -177,21 +217,4 @@ struct Lane {
     back: Vec<f64>,
     /// In use on the device while it was away.
     left: Option<u64>,
-}
-
-/// How much was copied at the speed of the bus. A small program's context is a large part of
-/// what it has on the device: there it counts what the allocators have, if that is known.
-fn copied(engine: &str, row: &ContainerRow, held_bytes: Option<u64>, rows: &mut Rows) {
-    let whole = row.parkable_share.unwrap_or(0.0) * 100.0;
-    rows.tell(&format!("{engine}: copied, of its VRAM with the context"), whole, "%");
-    if engine == "driver" {
-        return;
-    }
-    let share = held_bytes.map_or(whole, |held| {
-        let carried: u64 = row.processes.iter().map(|p| p.carried_bytes).sum();
-        (carried as f64 / held.max(1) as f64 * 100.0).min(100.0)
-    });
-    // The rest is the context, and what is too small to be worth it.
-    let what = format!("{engine}: at wire speed");
-    rows.want(&what, share, "%", "at least 95%", share >= 95.0);
 }
