@@ -98,7 +98,7 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
         Ok(python) => with_python(&mut report, &python),
         Err(why) => report.skip("torch", &format!("{why:#}")),
     }
-    finish(&world, &mut report)?;
+    finish(&world, &mut report);
     drop(world);
     let part = "restore policy immediate";
     if report.wants(part) {
@@ -152,18 +152,19 @@ fn alone_with(
     let world = Recipe::default().release(release).gpu(gpu).config(CONFIG).world()?;
     let mut report = Report::new(&world, &[]);
     parts(&world, &mut report);
-    finish(&world, &mut report)?;
+    finish(&world, &mut report);
     Ok(report)
 }
 
-fn finish(world: &World, report: &mut Report) -> Result<()> {
-    if let Some(gpu) = world.cli().ps()?.gpus.first() {
+fn finish(world: &World, report: &mut Report) {
+    // Where nothing could be carried out there was never a controller.
+    let node = world.cli().ps_now().unwrap_or_default();
+    if let Some(gpu) = node.gpus.first() {
         report.name_gpu(&gpu.name);
     }
     if report.broke() {
         world.show_logs();
     }
-    Ok(())
 }
 
 /// What moves cost with each engine: a file for each, `calibration-ENGINE.toml`, in a folder.

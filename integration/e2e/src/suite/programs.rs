@@ -37,3 +37,17 @@ pub fn all(world: &World, report: &mut Report) {
         Err(why) => report.skip("programs", &format!("{why:#}")),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_program_knows_all_kinds() {
+        let source = include_str!("../../programs/programs.py");
+        for (part, flavour) in PROGRAMS {
+            assert_eq!((flavour.program.len(), flavour.program[0]), (2, PROGRAM), "{part}");
+            assert!(source.contains(&format!("    {:?}: (", flavour.program[1])), "{part}");
+        }
+    }
+}

@@ -6,6 +6,8 @@
 //! fastest step. How far the starts of the stock runtime are from each other, looked at
 //! in the same way, is the noise: what is less than that was not measured.
 
+use std::time::Instant;
+
 use anyhow::Result;
 
 use super::{
@@ -52,6 +54,7 @@ pub fn all(world: &World, report: &mut Report) {
 }
 
 fn compare(python: &Python, program: &[&str], rows: &mut Rows) -> Result<()> {
+    let began = Instant::now();
     let (mut stock, mut ours) = (Vec::new(), Vec::new());
     for n in 0..STARTS {
         stock.push(start(python, program, &format!("steps-stock-{n}"), true)?);
@@ -89,6 +92,7 @@ fn compare(python: &Python, program: &[&str], rows: &mut Rows) -> Result<()> {
         start.worker.running.kill(python.world)?;
         start.worker.running.delete(python.world)?;
     }
+    rows.tell("took", began.elapsed().as_secs_f64(), "s");
     Ok(())
 }
 
@@ -153,6 +157,15 @@ fn fastest(starts: &[f64]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_program_knows_all_kinds() {
+        let source = include_str!("../../programs/programs.py");
+        for (part, program) in PROGRAMS {
+            assert_eq!((program.len(), program[0]), (2, "programs.py"), "{part}");
+            assert!(source.contains(&format!("    {:?}: (", program[1])), "{part}");
+        }
+    }
 
     #[test]
     fn noise_is_the_largest_difference_between_halves() {
