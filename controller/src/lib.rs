@@ -5,6 +5,7 @@
 //! | [`core`] | every decision, without I/O |
 //! | [`agents`] | sockets of containers, connections of processes, their papers |
 //! | [`inventory`] | what NVML, cgroups and /proc say |
+//! | [`vault`] | the processes that fill the memory of who comes home |
 //! | [`journal`], [`wishes`] | what was written before a destructive step, what operators chose |
 //! | [`daemon`] | the task that drives the core and carries out its effects; the control API |
 //! | [`observe`] | the task that watches the node for people: changes, metrics, history |
@@ -16,7 +17,7 @@
 //! | [`cli`] | the command `affinode` |
 //!
 //! The crate never touches the CUDA driver: each process moves itself, told by the
-//! controller. It holds no state that it cannot rebuild from shims, agents and journal.
+//! controller, and vaults are processes of their own. It holds no state that it cannot rebuild from shims, agents and journal.
 
 pub mod agents;
 pub mod calls;
@@ -39,6 +40,7 @@ pub mod schema;
 pub mod simulate;
 pub mod sockets;
 mod sys;
+pub mod vault;
 pub mod wishes;
 
 pub use daemon::run;

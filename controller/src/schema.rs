@@ -47,6 +47,11 @@ pub struct Gpu {
     pub vram_reserved_bytes: u64,
     pub utilization_percent: u32,
     pub utilization_minute_percent: u32,
+    pub vault_pid: u32,
+    pub vault_vram_bytes: u64,
+    pub vault_fills: u64,
+    pub vault_holds: u32,
+    pub vault_pending: u32,
 }
 
 /// A container.
@@ -226,6 +231,11 @@ impl From<control::Gpu> for Gpu {
             vram_reserved_bytes: gpu.vram_reserved_bytes,
             utilization_percent: gpu.utilization_percent,
             utilization_minute_percent: gpu.utilization_minute_percent,
+            vault_pid: gpu.vault_pid,
+            vault_vram_bytes: gpu.vault_vram_bytes,
+            vault_fills: gpu.vault_fills,
+            vault_holds: gpu.vault_holds,
+            vault_pending: gpu.vault_pending,
         }
     }
 }

@@ -47,6 +47,7 @@ mod hazard;
 mod libc;
 mod libcuda;
 mod lookup;
+mod owned;
 mod page;
 mod process;
 mod room;

@@ -18,7 +18,7 @@ use affinode_proto::wire::page::{Gate, PAGE_BYTES};
 
 use crate::page::{Page, Slot};
 use crate::room::Desk;
-use crate::{agent, hazard, libc, sys};
+use crate::{agent, hazard, libc, owned, sys};
 
 const NEW: u32 = 0;
 const BUSY: u32 = 1;
@@ -226,7 +226,7 @@ fn children_start_anew() -> bool {
 /// Makes the page and starts the agent.
 fn make() -> Option<()> {
     static LAST_TOKEN: AtomicU64 = AtomicU64::new(0);
-    agent::link::close_inherited();
+    owned::close_inherited();
     let fd = sys::lift(sys::memory_file(c"affinode-page", PAGE_BYTES).ok()?);
     let Ok(at) = sys::map_aligned(fd, PAGE_BYTES) else {
         sys::close(fd);

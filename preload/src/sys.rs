@@ -12,8 +12,8 @@ mod memory;
 pub mod task;
 
 pub use self::memory::{
-    Memory, discard, make_resident, map_aligned, map_private, memory_file, prefer_huge_pages,
-    seal_size, unmap_private, wipe_on_fork, with_scratch,
+    Memory, discard, make_resident, map_aligned, map_over, map_private, memory_file,
+    prefer_huge_pages, seal_size, unmap_private, wipe_on_fork, with_scratch,
 };
 
 mod number {
@@ -33,7 +33,7 @@ mod number {
     pub const SOCKET: usize = 41;
     pub const CONNECT: usize = 42;
     pub const SENDMSG: usize = 46;
-    pub const RECVFROM: usize = 45;
+    pub const RECVMSG: usize = 47;
     pub const CLONE: usize = 56;
     pub const EXECVE: usize = 59;
     pub const WAIT4: usize = 61;
@@ -324,11 +324,48 @@ pub fn send(fd: i32, bytes: &[u8], descriptor: Option<i32>) -> Result<usize, Err
     plain(number::SENDMSG, [fd as usize, at, DONTWAIT_NOSIGNAL, 0, 0, 0])
 }
 
-/// Receives bytes from a socket without blocking; 0 at the end of the stream.
-pub fn receive(fd: i32, buffer: &mut [u8]) -> Result<usize, Errno> {
-    const MSG_DONTWAIT: usize = 0x40;
-    let at = buffer.as_mut_ptr() as usize;
-    plain(number::RECVFROM, [fd as usize, at, buffer.len(), MSG_DONTWAIT, 0, 0])
+/// A descriptor that was received. Closed when nobody takes it.
+#[derive(Debug)]
+pub struct Descriptor(i32);
+
+impl Descriptor {
+    /// Its number.
+    pub fn number(&self) -> i32 {
+        self.0
+    }
+
+    /// Whoever takes it closes it.
+    pub fn take(self) -> i32 {
+        let number = self.0;
+        core::mem::forget(self);
+        number
+    }
+}
+
+impl Drop for Descriptor {
+    fn drop(&mut self) {
+        close(self.0);
+    }
+}
+
+/// Receives bytes from a socket without blocking, and a descriptor if one came along; 0 at
+/// the end of the stream. Of several descriptors the kernel gives the first alone.
+pub fn receive(fd: i32, buffer: &mut [u8]) -> Result<(usize, Option<Descriptor>), Errno> {
+    const DONTWAIT_CLOEXEC: usize = 0x40 | 0x4000_0000;
+    const SOL_SOCKET_RIGHTS: u64 = 1 | 1 << 32;
+    const ONE_DESCRIPTOR: u64 = 20;
+    let part = [buffer.as_mut_ptr() as usize, buffer.len()];
+    let mut control = [0_u64; 3];
+    let mut message = [0_usize; 7];
+    message[2] = part.as_ptr() as usize;
+    message[3] = 1;
+    message[4] = control.as_mut_ptr() as usize;
+    // No room for a second one, which 24 bytes would have.
+    message[5] = ONE_DESCRIPTOR as usize;
+    let at = message.as_mut_ptr() as usize;
+    let bytes = plain(number::RECVMSG, [fd as usize, at, DONTWAIT_CLOEXEC, 0, 0, 0])?;
+    let came = control[0] == ONE_DESCRIPTOR && control[1] == SOL_SOCKET_RIGHTS;
+    Ok((bytes, came.then(|| Descriptor(lift(control[2] as u32 as i32)))))
 }
 
 /// The node-wide lock of a folder that several containers see.

@@ -64,16 +64,17 @@ pub const RUNTIME: &str = "io.containerd.affinode.v1";
 /// The name of the binary, as containerd derives it from [`RUNTIME`].
 pub const BINARY: &str = "containerd-shim-affinode-v1";
 
-/// Runs the command in `args` (the program's name first). `controller` is called
-/// for the action of that name, with the program's name and what follows it.
-pub fn run(
-    args: impl Iterator<Item = OsString>,
-    controller: fn(Vec<OsString>) -> ExitCode,
-) -> ExitCode {
+/// A program that this binary carries along: what it is called by, and its main function, which
+/// gets the program's name and what follows.
+pub type Embedded = (&'static str, fn(Vec<OsString>) -> ExitCode);
+
+/// Runs the command in `args` (the program's name first).
+pub fn run(args: impl Iterator<Item = OsString>, embedded: &[Embedded]) -> ExitCode {
     let mut args: Vec<OsString> = args.collect();
-    if args.get(1).is_some_and(|first| first == "controller") {
+    let named = |(name, _): &&Embedded| args.get(1).is_some_and(|first| first == name);
+    if let Some((_, main)) = embedded.iter().find(named) {
         args.remove(1);
-        return controller(args);
+        return main(args);
     }
     if args.get(1).is_some_and(|first| first == "launch") {
         return finish(launch::launch().map_err(Box::from));

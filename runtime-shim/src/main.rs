@@ -1,13 +1,17 @@
-//! `containerd-shim-affinode-v1`: parses, runs, exits. The controller of a node
-//! is named in this file alone.
+//! `containerd-shim-affinode-v1`: parses, runs, exits. The controller of a node, and its vaults,
+//! are named in this file alone.
 
 use std::ffi::OsString;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    affinode_shim::run(std::env::args_os(), controller)
+    affinode_shim::run(std::env::args_os(), &[("controller", controller), ("vault", vault)])
 }
 
 fn controller(args: Vec<OsString>) -> ExitCode {
     affinode_controller::run(args.into_iter().skip(1))
+}
+
+fn vault(args: Vec<OsString>) -> ExitCode {
+    affinode_vault::main(args.into_iter().skip(1))
 }

@@ -1,12 +1,21 @@
 //! One connection, from its Hello to its end.
 
-use std::{io, mem::MaybeUninit, os::fd::OwnedFd, sync::Arc, time::Duration};
+use std::{
+    io,
+    mem::MaybeUninit,
+    os::fd::{AsFd, OwnedFd},
+    sync::Arc,
+    time::Duration,
+};
 
 use affinode_proto::wire::{
     WIRE_VERSION,
     message::{AgentMessage, ControllerMessage, FRAME_BYTES, FrameError},
 };
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt, Interest},
     net::{UnixStream, unix::OwnedReadHalf, unix::OwnedWriteHalf},
@@ -14,7 +23,7 @@ use tokio::{
     time::{Instant, timeout},
 };
 
-use super::{Agent, AgentMail, OUTBOX, budget::Budgets, papers};
+use super::{Agent, AgentMail, OUTBOX, Outgoing, budget::Budgets, papers};
 use crate::{
     core::{Key, ProcessId},
     report, sys,
@@ -183,10 +192,33 @@ async fn read(
     }
 }
 
-async fn write(mut to: OwnedWriteHalf, mut outgoing: mpsc::Receiver<ControllerMessage>) {
-    while let Some(message) = outgoing.recv().await {
-        if !matches!(timeout(WRITE, to.write_all(&message.encode())).await, Ok(Ok(()))) {
+async fn write(mut to: OwnedWriteHalf, mut outgoing: mpsc::Receiver<Outgoing>) {
+    while let Some(Outgoing { message, descriptor }) = outgoing.recv().await {
+        let frame = message.encode();
+        let sending = async {
+            let sent = match &descriptor {
+                Some(descriptor) => send_with(&to, &frame, descriptor).await?,
+                None => 0,
+            };
+            to.write_all(frame.get(sent..).unwrap_or_default()).await
+        };
+        if !matches!(timeout(WRITE, sending).await, Ok(Ok(()))) {
             return;
         }
     }
+}
+
+/// Sends a descriptor with the first bytes: how many those were.
+async fn send_with(to: &OwnedWriteHalf, frame: &[u8], descriptor: &OwnedFd) -> io::Result<usize> {
+    let stream: &UnixStream = to.as_ref();
+    stream
+        .async_io(Interest::WRITABLE, || {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            let descriptors = [descriptor.as_fd()];
+            control.push(SendAncillaryMessage::ScmRights(&descriptors));
+            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+            Ok(rustix::net::sendmsg(stream, &[io::IoSlice::new(frame)], &mut control, flags)?)
+        })
+        .await
 }

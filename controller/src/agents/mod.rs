@@ -20,7 +20,11 @@ mod papers;
 #[cfg(test)]
 mod tests;
 
-use std::{fs::File, os::unix::fs::FileExt, sync::Arc};
+use std::{
+    fs::File,
+    os::{fd::OwnedFd, unix::fs::FileExt},
+    sync::Arc,
+};
 
 use affinode_proto::wire::{
     Abilities,
@@ -68,10 +72,23 @@ pub enum AgentMail {
     },
 }
 
+/// A message, and a descriptor that goes along.
+#[derive(Debug)]
+pub struct Outgoing {
+    message: ControllerMessage,
+    descriptor: Option<OwnedFd>,
+}
+
+impl From<ControllerMessage> for Outgoing {
+    fn from(message: ControllerMessage) -> Outgoing {
+        Outgoing { message, descriptor: None }
+    }
+}
+
 /// A connected process.
 #[derive(Debug)]
 pub struct Agent {
-    outbox: Option<mpsc::Sender<ControllerMessage>>,
+    outbox: Option<mpsc::Sender<Outgoing>>,
     page: Arc<File>,
     abilities: Abilities,
     /// What its `CLOCK_MONOTONIC` shows more than ours.
@@ -98,7 +115,22 @@ impl Agent {
             // 0 would be no time at all.
             *decided_ms = decided_ms.saturating_add_signed(self.clock_ahead_ms).max(1);
         }
-        let sent = self.outbox.as_ref().is_some_and(|outbox| outbox.try_send(message).is_ok());
+        self.queue(message.into())
+    }
+
+    /// Whether its library knows what to do with a way to a vault.
+    #[must_use]
+    pub fn uses_vault(&self) -> bool {
+        self.abilities.contains(Abilities::USES_VAULT)
+    }
+
+    /// Queues a way to a vault.
+    pub fn send_vault(&mut self, socket: OwnedFd) -> bool {
+        self.queue(Outgoing { message: ControllerMessage::Vault, descriptor: Some(socket) })
+    }
+
+    fn queue(&mut self, outgoing: Outgoing) -> bool {
+        let sent = self.outbox.as_ref().is_some_and(|outbox| outbox.try_send(outgoing).is_ok());
         if !sent {
             self.outbox = None;
         }
@@ -108,7 +140,7 @@ impl Agent {
     /// Its page, and the way to it if its library can record calls: for those who watch,
     /// without keeping the connection open.
     #[must_use]
-    pub fn sight(&self) -> (Arc<File>, Option<mpsc::WeakSender<ControllerMessage>>) {
+    pub fn sight(&self) -> (Arc<File>, Option<mpsc::WeakSender<Outgoing>>) {
         let records = self.abilities.contains(Abilities::RECORDS_CALLS);
         let outbox = self.outbox.as_ref().filter(|_| records).map(mpsc::Sender::downgrade);
         (Arc::clone(&self.page), outbox)

@@ -14,6 +14,7 @@ use super::{
     tally::{Tally, one_in},
 };
 use crate::{
+    agents::Outgoing,
     clock,
     core::{Key, ProcessId},
     daemon::{Door, Ending},
@@ -43,7 +44,7 @@ pub struct Sight {
     /// Its page.
     pub page: Arc<File>,
     /// The way to its agent, if its library can record calls.
-    pub outbox: Option<mpsc::WeakSender<ControllerMessage>>,
+    pub outbox: Option<mpsc::WeakSender<Outgoing>>,
 }
 
 struct Watched {
@@ -186,13 +187,13 @@ impl Watched {
 fn tell(sight: &Sight, message: ControllerMessage) -> bool {
     let outbox = sight.outbox.as_ref().and_then(mpsc::WeakSender::upgrade);
     outbox.is_some_and(|outbox| {
-        outbox.capacity() == outbox.max_capacity() && outbox.try_send(message).is_ok()
+        outbox.capacity() == outbox.max_capacity() && outbox.try_send(message.into()).is_ok()
     })
 }
 
 fn stop(watched: &Watched) {
     if let Some(outbox) = watched.sight.outbox.as_ref().and_then(mpsc::WeakSender::upgrade) {
-        let _ = outbox.try_send(ControllerMessage::Watch { one_in: 0, read: 0 });
+        let _ = outbox.try_send(ControllerMessage::Watch { one_in: 0, read: 0 }.into());
     }
 }
 

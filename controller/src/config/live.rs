@@ -26,7 +26,7 @@ impl Config {
             )* };
         }
         keep!(
-            "memory" memory, "nvml" nvml, "log" log, "http" http, "history" history,
+            "memory" memory, "nvml" nvml, "vault" vault, "log" log, "http" http, "history" history,
             "report" report, "jobs.enabled" jobs.enabled
         );
         let changed = *self != read;

@@ -47,6 +47,8 @@ pub struct Config {
     pub memory: MemorySection,
     /// `[nvml]`
     pub nvml: NvmlSection,
+    /// `[vault]`
+    pub vault: VaultSection,
     /// `[log]`
     pub log: LogSection,
     /// `[http]`
@@ -179,6 +181,16 @@ pub struct NvmlSection {
     pub library: String,
 }
 
+/// Processes that fill the memory of who comes home.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct VaultSection {
+    /// Whether there are any.
+    pub enabled: bool,
+    /// The driver's library: name or path.
+    pub library: String,
+}
+
 /// The log.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -240,6 +252,12 @@ impl Default for MemorySection {
 impl Default for NvmlSection {
     fn default() -> NvmlSection {
         NvmlSection { library: "libnvidia-ml.so.1".into() }
+    }
+}
+
+impl Default for VaultSection {
+    fn default() -> VaultSection {
+        VaultSection { enabled: true, library: "libcuda.so.1".into() }
     }
 }
 

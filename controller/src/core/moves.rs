@@ -9,10 +9,10 @@
 //! Whether it goes is decided in `verdict.rs`; the two ways are in `way_out.rs` and
 //! `way_home.rs`, the ends of orders in `reports.rs`.
 
-use affinode_proto::{reason::Reason, state::State};
+use affinode_proto::{reason::Reason, state::State, wire::Notes};
 
 use super::{
-    Effect, Key, Node, Record, RecordedProcess,
+    Effect, Key, Node, ProcessId, Record, RecordedProcess,
     container::Goal,
     plan::{Moves, Position},
     policy::Engine,
@@ -87,6 +87,18 @@ impl Node {
         }
     }
 
+    /// The GPU that a process leaves to be copied first and checkpointed then, and what it has
+    /// there, in bytes. `None`: it goes another way, or has memory on several.
+    #[must_use]
+    pub fn leaves_for_a_vault(&self, id: ProcessId) -> Option<(String, u64)> {
+        let process = self.processes.get(&id)?;
+        let both = self.moves(&process.key)(process) == Moves::Both;
+        match process.away.as_deref() {
+            Some([on]) if both => Some((on.uuid.clone(), on.bytes)),
+            _ => None,
+        }
+    }
+
     /// Does the next thing for a container, if there is one.
     pub(super) fn advance(&mut self, key: &Key) {
         let Some(container) = self.containers.get(key) else {
@@ -115,7 +127,13 @@ fn moves_of(process: &Process, engine: Engine) -> Moves {
     let all = process.away.as_ref().unwrap_or(&process.vram).iter().map(|d| d.bytes).sum::<u64>();
     let left = all.saturating_sub(carried);
     match engine {
-        _ if carried == 0 || process.copy_failed => Moves::Checkpoint,
+        _ if carried == 0 => Moves::Checkpoint,
+        // Memory of a vault's making is copied, whatever else is to be: no restore follows a
+        // checkpoint of it.
+        _ if process.page.as_ref().is_some_and(|page| page.notes.contains(Notes::IMPORTED)) => {
+            Moves::Both
+        }
+        _ if process.copy_failed => Moves::Checkpoint,
         Engine::Driver => Moves::Checkpoint,
         Engine::Park if left <= carried.saturating_add(CONTEXT_BYTES) => Moves::Park,
         Engine::Park | Engine::Fast | Engine::Auto => Moves::Both,

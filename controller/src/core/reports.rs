@@ -92,6 +92,12 @@ impl Node {
                 process.hazards.0 |= Hazards::NO_CHECKPOINT_API.0;
                 self.fail_offload(&key, Reason::DriverTooOld, "");
             }
+            (_, Outcome::Imported) => {
+                let detail = format!(
+                    "process {pid} has memory of a vault's making, which only the engines fast and park move"
+                );
+                self.fail_offload(&key, Reason::DriverError, &detail);
+            }
             (Action::Close { .. }, _) => {
                 self.fail_offload(&key, Reason::Busy, &format!("process {pid}"))
             }

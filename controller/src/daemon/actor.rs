@@ -39,6 +39,7 @@ use crate::{
     journal::{Journal, Unclaimed},
     report,
     sockets::{self, Sockets},
+    vault::Vaults,
     wishes,
 };
 
@@ -89,7 +90,8 @@ pub(super) struct Actor {
     pub(super) config: Config,
     pub(super) run_dir: PathBuf,
     pub(super) sockets: Sockets,
-    agents: HashMap<ProcessId, Agent>,
+    pub(super) agents: HashMap<ProcessId, Agent>,
+    pub(super) vaults: Vaults,
     pub(super) listeners: HashMap<Key, Listener>,
     pub(super) numbers: Arc<AtomicU64>,
     pub(super) mail: mpsc::Sender<AgentMail>,
@@ -124,6 +126,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     let journal = Journal::open(&folder).map_err(file("cannot make", folder.clone()))?;
     let (mail, mut from_agents) = mpsc::channel(INBOX);
     let (found, mut findings) = mpsc::unbounded_channel();
+    let (of_vaults, mut from_vaults) = mpsc::unbounded_channel();
     let rules = MemoryRules {
         overhead_bytes: config.memory.driver_overhead_mib << 20,
         node_reserve_bytes: config.memory.node_reserve_mib << 20,
@@ -141,6 +144,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     let (calls, mut from_api) = mpsc::channel(64);
     let mut actor = Actor {
         node: Node::new(config.settings()),
+        vaults: Vaults::new(config.vault.clone(), of_vaults),
         config,
         run_dir: run_dir.clone(),
         sockets: Sockets::take(&run_dir),
@@ -213,6 +217,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
                 }
                 next_tick = tokio::time::Instant::now() + actor.pause();
             }
+            Some(mail) = from_vaults.recv() => actor.vault_said(mail),
             Some(mail) = from_agents.recv() => actor.mail(mail),
         }
         // A queue or a move wants shorter ticks than were planned.
@@ -276,6 +281,7 @@ impl Actor {
     fn carry_out(&mut self, effect: Effect) {
         match effect {
             Effect::Send(id, message) => {
+                self.before_order(id, &message);
                 if let Some(agent) = self.agents.get_mut(&id) {
                     agent.send(message);
                 }
@@ -342,6 +348,7 @@ impl Actor {
         }
         if let Finding::Gpus(Ok(gpus)) = &finding {
             self.busy.note(self.now(), gpus);
+            self.vaults.seen(gpus);
         }
         self.feed(match finding {
             Finding::Gpus(gpus) => Input::Gpus(gpus),
@@ -409,6 +416,7 @@ impl Actor {
                 list.started_unix_ms = self.started_unix_ms;
                 for gpu in &mut list.gpus {
                     gpu.utilization_minute_percent = self.busy.percent(&gpu.uuid);
+                    self.vaults.show(gpu);
                 }
                 list.dashboard.clone_from(&self.dashboard);
                 list.host_free_bytes =
@@ -505,6 +513,7 @@ impl Actor {
         self.node.tell_clock(self.now(), unix_ms());
         self.feed(Input::Tick);
         self.tell_pressure();
+        self.keep_vaults();
         let useless =
             self.unclaimed.useless(|key| self.listeners.contains_key(key), process::lives);
         for key in useless {

@@ -20,6 +20,7 @@ mod policies;
 mod readings;
 mod show;
 mod sweep;
+mod vaults;
 
 use std::{
     ffi::OsString,

@@ -32,6 +32,7 @@ pub struct Table {
     pub gpu_used: Family<GpuLabels, Gauge>,
     pub gpu_returned: Family<GpuLabels, Gauge>,
     pub gpu_reserved: Family<GpuLabels, Gauge>,
+    pub gpu_vault: Family<GpuLabels, Gauge>,
     pub gpu_busy: Family<GpuLabels, Share>,
     pub gpu_busy_minute: Family<GpuLabels, Share>,
     pub gpu_pressure: Family<GpuLabels, Share>,
@@ -113,6 +114,12 @@ impl Table {
                 "gpu_vram_returned",
                 Bytes,
                 "VRAM that offloaded containers gave back",
+                Family::default()
+            ),
+            gpu_vault: add!(
+                "gpu_memory_vault",
+                Bytes,
+                "VRAM that the vault holds itself, which fills the memory of who comes home",
                 Family::default()
             ),
             gpu_reserved: add!(
@@ -257,7 +264,13 @@ impl Table {
 
     /// Empties what is filled at each scrape.
     pub fn clear_gauges(&self) {
-        for family in [&self.gpu_total, &self.gpu_used, &self.gpu_returned, &self.gpu_reserved] {
+        for family in [
+            &self.gpu_total,
+            &self.gpu_used,
+            &self.gpu_returned,
+            &self.gpu_reserved,
+            &self.gpu_vault,
+        ] {
             family.clear();
         }
         for family in [&self.gpu_busy, &self.gpu_busy_minute, &self.gpu_pressure] {

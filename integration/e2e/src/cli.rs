@@ -45,6 +45,16 @@ pub struct GpuRow {
     pub vram_reclaimed_bytes: u64,
     /// Whether NVML is the simulated one.
     pub simulated: bool,
+    /// Pid of its vault; 0: there is none.
+    pub vault_pid: i32,
+    /// Processes that its vaults have filled.
+    pub vault_fills: u64,
+    /// Processes whose memory it holds.
+    pub vault_holds: u32,
+    /// Processes whose memory it is getting hold of.
+    pub vault_pending: u32,
+    /// VRAM that it holds itself.
+    pub vault_vram_bytes: u64,
 }
 
 /// A container.

@@ -193,7 +193,16 @@ pub fn record(release: &Release, gpu: Gpu, folder: &Path) -> Result<Vec<PathBuf>
     recording::record(&world, folder)
 }
 
-/// VRAM in use on the first GPU once it is what is wanted.
+/// Waits until the vault has got hold of the memory of whoever was moved out, or has let go of
+/// that of whoever came home, as it has where a container stays for some seconds.
+fn wait_held(world: &World) -> Result<()> {
+    until("the vault", || {
+        let gpus = world.cli().ps()?.gpus;
+        Ok(gpus.iter().all(|gpu| gpu.vault_pending == 0).then_some(()))
+    })
+}
+
+/// VRAM in use on the first GPU, beside the vault's, once it is what is wanted.
 fn vram_used(world: &World, wanted: impl Fn(u64) -> bool) -> Result<u64> {
     let mut last = 0;
     until("the VRAM in use to change", || {
@@ -203,6 +212,8 @@ fn vram_used(world: &World, wanted: impl Fn(u64) -> bool) -> Result<u64> {
                 world.cli().ps()?.gpus.first().map_or(0, |gpu| gpu.vram_used_bytes)
             }
         };
+        let vault = world.cli().ps()?.gpus.first().map_or(0, |gpu| gpu.vault_vram_bytes);
+        last = last.saturating_sub(vault);
         Ok(wanted(last).then_some(last))
     })
     .with_context(|| format!("{last} bytes are in use"))

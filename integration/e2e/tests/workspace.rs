@@ -13,8 +13,11 @@ use serde_json::Value;
 const ALLOWED: [(&str, &[&str]); 5] = [
     ("proto", &[]),
     ("preload", &["affinode-proto", "affinode-cuda-sys"]),
-    ("runtime-shim", &["affinode-proto", "affinode-controller"]),
-    ("controller", &["affinode-proto", "affinode-cuda-sys", "affinode-controller"]),
+    ("runtime-shim", &["affinode-proto", "affinode-controller", "affinode-vault"]),
+    (
+        "controller",
+        &["affinode-proto", "affinode-cuda-sys", "affinode-controller", "affinode-vault"],
+    ),
     ("integration", &["affinode-proto", "affinode-e2e", "affinode-sim-protocol"]),
 ];
 

@@ -132,8 +132,12 @@ impl Host for Own {
         carry::is_parked()
     }
 
-    fn let_go_of_parked(&mut self) {
-        carry::let_go_of_parked();
+    fn let_go_of_parked(&mut self, vram_bytes: u64) {
+        carry::let_go_of_parked(vram_bytes);
+    }
+
+    fn holds_imported(&mut self) -> bool {
+        carry::holds_imported()
     }
 
     fn begin_return(&mut self, vram_bytes: u64) -> bool {

@@ -1,89 +1,17 @@
 //! The agent's connection to the controller.
-//!
-//! The descriptors live in the application's table: they are moved to high numbers, and
-//! before each use it is made sure that the number still means our file. A number that
-//! does not is forgotten, never closed.
 
 use core::ffi::{CStr, c_char, c_void};
-use core::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
 use affinode_proto::paths::{AGENT_SOCKET_ENV, CONTAINER_AGENT_SOCKET};
 use affinode_proto::wire::message::{AgentMessage, ControllerMessage, FRAME_BYTES};
 
-use crate::libc;
-use crate::sys::{self, Identity};
+use crate::owned::{self, Owned};
+use crate::{libc, sys};
 
 const FIRST_BACKOFF_MS: u64 = 100;
 const LONGEST_BACKOFF_MS: u64 = 5_000;
 /// How long a Welcome is waited for.
 const WELCOME_WITHIN_US: u64 = 5_000_000;
-
-/// A descriptor and what it meant when it was made.
-#[derive(Clone, Copy)]
-pub struct Owned {
-    fd: i32,
-    identity: Identity,
-}
-
-impl Owned {
-    /// Notes what a descriptor means.
-    pub fn note(fd: i32) -> Option<Owned> {
-        sys::identity(fd).map(|identity| Owned { fd, identity })
-    }
-
-    /// The descriptor, if its number still means the same.
-    pub fn get(&self) -> Option<i32> {
-        (sys::identity(self.fd) == Some(self.identity)).then_some(self.fd)
-    }
-
-    fn close(self) {
-        if let Some(fd) = self.get() {
-            sys::close(fd);
-        }
-    }
-}
-
-/// The connection last made in this process or, in a forked child, by its parent.
-static LAST_SOCKET: Record = Record::none();
-/// The same for the page's file.
-static LAST_PAGE: Record = Record::none();
-
-struct Record {
-    fd: AtomicI32,
-    device: AtomicU64,
-    inode: AtomicU64,
-}
-
-impl Record {
-    const fn none() -> Record {
-        Record { fd: AtomicI32::new(-1), device: AtomicU64::new(0), inode: AtomicU64::new(0) }
-    }
-
-    fn set(&self, owned: Owned) {
-        self.device.store(owned.identity.device, Ordering::Relaxed);
-        self.inode.store(owned.identity.inode, Ordering::Relaxed);
-        self.fd.store(owned.fd, Ordering::Release);
-    }
-
-    fn take(&self) -> Option<Owned> {
-        let fd = self.fd.swap(-1, Ordering::Acquire);
-        let identity = Identity {
-            device: self.device.load(Ordering::Relaxed),
-            inode: self.inode.load(Ordering::Relaxed),
-        };
-        (fd >= 0).then_some(Owned { fd, identity })
-    }
-}
-
-/// Closes what a forked child has inherited from its parent's registration: the
-/// controller must see the parent's connection end with the parent.
-pub fn close_inherited() {
-    for record in [&LAST_SOCKET, &LAST_PAGE] {
-        if let Some(owned) = record.take() {
-            owned.close();
-        }
-    }
-}
 
 /// The value of the variable that names another socket, null when it is not set. Asked
 /// on the application's thread, as it may change its environment right afterwards.
@@ -106,14 +34,16 @@ pub struct Link {
     backoff_ms: u64,
     frame: [u8; FRAME_BYTES],
     received: usize,
+    /// Came with the frame that is being received.
+    descriptor: Option<sys::Descriptor>,
 }
 
 /// What the controller has to say.
 pub enum Heard {
     /// Nothing more for now.
     Nothing,
-    /// A message.
-    Message(ControllerMessage),
+    /// A message, and what came along.
+    Message(ControllerMessage, Option<sys::Descriptor>),
     /// The connection is gone, or was dropped because of what came.
     Lost,
 }
@@ -121,7 +51,7 @@ pub enum Heard {
 impl Link {
     /// A link that has not tried yet. `named` is what [`named_socket`] gave.
     pub fn new(named: *const c_void, tid: u32, page_file: Owned) -> Link {
-        LAST_PAGE.set(page_file);
+        owned::PAGE.set(page_file);
         let path = if named.is_null() {
             CONTAINER_AGENT_SOCKET.as_bytes()
         } else {
@@ -139,6 +69,7 @@ impl Link {
             backoff_ms: FIRST_BACKOFF_MS,
             frame: [0; FRAME_BYTES],
             received: 0,
+            descriptor: None,
         };
         for (to, from) in link.path.iter_mut().zip(path) {
             *to = *from;
@@ -186,8 +117,8 @@ impl Link {
             return false;
         };
         self.socket = Some(socket);
-        LAST_SOCKET.set(socket);
-        self.received = 0;
+        owned::SOCKET.set(socket);
+        (self.received, self.descriptor) = (0, None);
         self.due_us = now_us + WELCOME_WITHIN_US;
         let Some(page_fd) = self.page_file.get() else {
             return false;
@@ -234,7 +165,10 @@ impl Link {
                 return Heard::Lost;
             };
             match sys::receive(fd, rest) {
-                Ok(bytes) if bytes > 0 => self.received += bytes,
+                Ok((bytes, descriptor)) if bytes > 0 => {
+                    self.received += bytes;
+                    self.descriptor = descriptor.or(self.descriptor.take());
+                }
                 Err(sys::EAGAIN | sys::EINTR) => return Heard::Nothing,
                 _ => {
                     self.lose(now_us);
@@ -243,8 +177,9 @@ impl Link {
             }
         }
         self.received = 0;
+        let descriptor = self.descriptor.take();
         if let Ok(message) = ControllerMessage::decode(&self.frame) {
-            Heard::Message(message)
+            Heard::Message(message, descriptor)
         } else {
             self.lose(now_us);
             Heard::Lost

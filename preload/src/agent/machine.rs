@@ -81,8 +81,12 @@ pub trait Host {
     fn unpark(&mut self) -> Result<(), u32>;
     /// Whether anything is parked.
     fn is_parked(&mut self) -> bool;
-    /// Takes the host memory that it is parked in out of the driver's hands.
-    fn let_go_of_parked(&mut self);
+    /// Takes the host memory that it is parked in out of the driver's hands; a vault may get
+    /// it into its own. `vram_bytes`: all that the process holds on its device when it is home.
+    fn let_go_of_parked(&mut self, vram_bytes: u64);
+    /// Whether it has hold of device memory that another process has made: the driver would
+    /// checkpoint it, and then not restore it.
+    fn holds_imported(&mut self) -> bool;
     /// Whether so many bytes are proven free on the devices, and no other process that
     /// comes back by itself takes them before [`Host::end_return`].
     fn begin_return(&mut self, vram_bytes: u64) -> bool;
@@ -162,6 +166,9 @@ impl Machine {
             Action::Checkpoint { vram_bytes } => {
                 if !host.is_eligible() {
                     return (Outcome::Unsupported, 0);
+                }
+                if host.holds_imported() {
+                    return (Outcome::Imported, 0);
                 }
                 self.vram_bytes = vram_bytes;
                 self.checkpoint(host)
@@ -288,7 +295,7 @@ impl Machine {
         if self.phase == Phase::Parked {
             // Nothing runs on the GPU: it was waited for, and the gate is closed.
             const LOCK_MS: u32 = 5_000;
-            host.let_go_of_parked();
+            host.let_go_of_parked(self.vram_bytes);
             let call = DriverCall::Lock(LOCK_MS);
             match self.step(host, call, Phase::Locking, Phase::Locked) {
                 (Outcome::Done, _) => {}

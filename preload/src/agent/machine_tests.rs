@@ -19,6 +19,8 @@ struct Fake {
     parked: bool,
     /// The driver has no hold of the host memory.
     let_go: bool,
+    /// Memory of another's making that is not parked.
+    imported: bool,
     /// What the next copy fails with.
     copy_fails: Option<u32>,
 }
@@ -41,6 +43,7 @@ impl Fake {
             carries: false,
             parked: false,
             let_go: false,
+            imported: false,
             copy_fails: None,
         }
     }
@@ -111,9 +114,12 @@ impl Host for Fake {
     fn is_parked(&mut self) -> bool {
         self.parked
     }
-    fn let_go_of_parked(&mut self) {
+    fn let_go_of_parked(&mut self, _: u64) {
         assert_eq!(self.state, process_state::RUNNING);
         self.let_go = true;
+    }
+    fn holds_imported(&mut self) -> bool {
+        self.imported
     }
     fn begin_return(&mut self, _: u64) -> bool {
         self.room

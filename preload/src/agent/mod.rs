@@ -19,13 +19,17 @@ use affinode_proto::wire::page::Gate;
 use affinode_proto::wire::{Abilities, Hazards, Phase, WIRE_VERSION};
 
 use self::host::Own;
-use self::link::{Heard, Link, Owned};
+use self::link::{Heard, Link};
 use self::machine::Machine;
 use self::silence::{Silence, Situation};
+use crate::owned::Owned;
 use crate::page::Page;
 use crate::process::PROCESS;
 use crate::room::{Case, Want};
 use crate::{calls, carry, cost, libc, process, sys};
+
+/// What this library can do.
+const ABILITIES: Abilities = Abilities(Abilities::RECORDS_CALLS.0 | Abilities::USES_VAULT.0);
 
 const LOOK: u64 = 1 << (sys::SIGURG - 1);
 
@@ -137,8 +141,8 @@ impl Agent {
 
     fn listen(&mut self) -> Managed {
         loop {
-            let message = match self.link.receive(sys::now_us()) {
-                Heard::Message(message) => message,
+            let (message, descriptor) = match self.link.receive(sys::now_us()) {
+                Heard::Message(message, descriptor) => (message, descriptor),
                 Heard::Nothing | Heard::Lost => return Managed::Still,
             };
             match message {
@@ -166,6 +170,7 @@ impl Agent {
                 ControllerMessage::WakeAck { .. } => self.heard = true,
                 ControllerMessage::Room { ticket, granted } => PROCESS.desk.answer(ticket, granted),
                 ControllerMessage::Watch { one_in, read } => calls::watch(self.page, one_in, read),
+                ControllerMessage::Vault => carry::vault::meet(descriptor),
                 ControllerMessage::Order { order, action, decided_ms } => {
                     // A hazard that came up is known before the answer.
                     self.tell_hazards();
@@ -313,7 +318,7 @@ fn hello(page: &Page, phase: Phase) -> AgentMessage {
         generation: page.generation.load(Ordering::SeqCst),
         driver_version: host::driver_version(),
         hazards: page.hazards(),
-        abilities: Abilities::RECORDS_CALLS,
+        abilities: ABILITIES,
         carried_bytes: page.carried_bytes.load(Ordering::Relaxed),
         parked_bytes: page.parked_bytes.load(Ordering::Relaxed),
     }

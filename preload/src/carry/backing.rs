@@ -71,13 +71,18 @@ pub(super) fn back(piece: &Piece) -> Result<u64, u32> {
         result::SUCCESS => {}
         code => return Err(code),
     }
+    map(piece, handle).map(|()| handle)
+}
+
+/// Puts physical memory that is there behind a piece's addresses; releases it where that fails.
+pub(super) fn map(piece: &Piece, handle: u64) -> Result<(), u32> {
     let mapped = call!(mem_map(piece.address, piece.bytes as usize, 0, handle, 0));
     if mapped != result::SUCCESS {
         call!(mem_release(handle));
         return Err(mapped);
     }
     match give_access(piece) {
-        result::SUCCESS => Ok(handle),
+        result::SUCCESS => Ok(()),
         code => {
             unback(&Piece { handle, ..*piece });
             Err(code)

@@ -56,6 +56,8 @@ functions! {
     mem_release = "cuMemRelease" (u64);
     mem_map = "cuMemMap" (u64, usize, usize, u64, u64);
     mem_export = "cuMemExportToShareableHandle" (*mut c_void, u64, u32, u64);
+    mem_import = "cuMemImportFromShareableHandle" (*mut u64, usize, u32);
+    device_get_uuid = "cuDeviceGetUuid" (*mut [u8; 16], i32);
     mem_get_property = "cuMemGetAllocationPropertiesFromHandle" (*mut MemAllocationProp, u64);
     mem_unmap = "cuMemUnmap" (u64, usize);
     mem_set_access = "cuMemSetAccess" (u64, usize, *const MemAccessDesc, usize);

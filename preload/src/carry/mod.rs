@@ -20,6 +20,7 @@
 //! | `backing`, `contexts` | physical memory for addresses; contexts and their end |
 //! | `table`, `sorted` | what is carried |
 //! | `park`, `pool` | out and home; the host memory for it |
+//! | `vault` | home through a process that fills the memory while the driver restores the rest |
 //! | `driver` | the driver's functions |
 
 mod backing;
@@ -31,6 +32,7 @@ mod park;
 mod pool;
 mod sorted;
 mod table;
+pub mod vault;
 mod vmm;
 
 use core::cell::UnsafeCell;
@@ -40,7 +42,7 @@ use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use affinode_proto::paths::CONTAINER_ENGINE_FILE;
 use affinode_proto::wire::Engine;
 
-pub use self::park::{is_parked, let_go_of_parked, park, tidy, unpark};
+pub use self::park::{holds_imported, is_parked, let_go_of_parked, park, tidy, unpark};
 use self::pool::Pool;
 use self::table::{Allocations, Tables};
 pub use self::vmm::translate;

@@ -13,13 +13,14 @@ use core::ffi::c_void;
 use core::sync::atomic::Ordering;
 
 use affinode_cuda_sys::result;
+use affinode_proto::wire::Notes;
 
 use super::backing::{back, unback};
 use super::contexts::in_context;
 use super::driver::call;
 use super::pool::{CHUNK_BYTES, Pool};
 use super::table::{Id, Piece, Place};
-use super::{driver, is_in_use, tables, with_pool};
+use super::{driver, is_in_use, tables, vault, with_pool};
 use crate::process;
 
 /// Most contexts whose memory is copied. A process with more cannot be parked: the controller
@@ -87,7 +88,7 @@ fn assign() -> (usize, usize) {
 
 /// Each piece that `which` picks. Looked up one by one, so that no lock is held during a
 /// call into the driver.
-fn each(which: impl Fn(&Piece) -> bool, mut body: impl FnMut(Id, &Piece) -> u32) -> u32 {
+pub(super) fn each(which: impl Fn(&Piece) -> bool, mut body: impl FnMut(Id, &Piece) -> u32) -> u32 {
     let mut from = Id::FIRST;
     let next = |from| tables(|tables| tables.next(from, &which).map(|(id, piece)| (id, *piece)));
     while let Some((id, piece)) = next(from) {
@@ -99,12 +100,18 @@ fn each(which: impl Fn(&Piece) -> bool, mut body: impl FnMut(Id, &Piece) -> u32)
     result::SUCCESS
 }
 
-fn note(id: Id, handle: u64, place: Place) {
+pub(super) fn note(id: Id, handle: u64, place: Place) {
     tables(|tables| {
         if let Some(piece) = tables.piece(id) {
             (piece.handle, piece.place) = (handle, place);
         }
     });
+}
+
+/// Whether anything on the device is of a vault's making.
+pub fn holds_imported() -> bool {
+    let is_imported = |piece: &Piece| piece.imported && piece.place != Place::Pool;
+    is_in_use() && tables(|tables| tables.next(Id::FIRST, is_imported).is_some())
 }
 
 /// Begins to copy a piece that is on the device out, or one that is mapped in.
@@ -147,11 +154,17 @@ fn give_back() {
     tell();
 }
 
-/// Writes to the page what is parked.
+/// Writes to the page what is parked, and whether a vault has made any of the rest.
 fn tell() {
     let bytes = tables(|tables| tables.bytes(|piece| piece.place != Place::Device));
+    let imported = holds_imported();
     if let Some(page) = process::page() {
         page.parked_bytes.store(bytes, Ordering::Relaxed);
+        if imported {
+            page.notes.fetch_or(Notes::IMPORTED.0, Ordering::Relaxed);
+        } else {
+            page.notes.fetch_and(!Notes::IMPORTED.0, Ordering::Relaxed);
+        }
     }
 }
 
@@ -164,6 +177,10 @@ pub fn unpark() -> Result<(), u32> {
         return Ok(());
     }
     relax_captures();
+    if vault::take() {
+        tell();
+        return Ok(());
+    }
     with_pool(|pool| {
         let mut copies = Copies::new();
         let is_away = |piece: &Piece| piece.place != Place::Device;
@@ -188,10 +205,14 @@ pub fn unpark() -> Result<(), u32> {
 }
 
 /// Before a checkpoint, which would take the longer for every byte of host memory that the
-/// driver has hold of, as would the restore. The return takes hold of it beside its copies.
-pub fn let_go_of_parked() {
+/// driver has hold of, as would the restore. The return takes hold of it beside its copies, or
+/// a vault does before.
+pub fn let_go_of_parked(vram_bytes: u64) {
     if is_parked() {
-        with_pool(Pool::unregister_all);
+        with_pool(|pool| {
+            pool.unregister_all();
+            vault::offer(pool, vram_bytes);
+        });
     }
 }
 
@@ -204,6 +225,7 @@ fn fill(pool: &mut Pool, copies: &mut Copies, id: Id, piece: &Piece) -> u32 {
     match back(piece) {
         Ok(handle) => {
             note(id, handle, Place::Mapped);
+            tables(|tables| tables.piece(id).map(|piece| piece.imported = false));
             copy(pool, copies, piece, false)
         }
         Err(code) => code,

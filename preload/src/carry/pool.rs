@@ -7,6 +7,9 @@
 //!
 //! Several threads bring pages in, because one alone is slower than the bus; the agent
 //! registers the chunks with the driver in order and copies behind.
+//!
+//! Where there is a vault it is a file in memory, so that the vault can read it as well; the
+//! process has hold of it all the same, and its container is charged for it.
 
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -15,6 +18,7 @@ use affinode_cuda_sys::result;
 
 use super::contexts::in_context;
 use super::driver::call;
+use crate::owned::{self, Owned};
 use crate::{libc, sys};
 
 /// What is registered at a time, and the most that one copy moves.
@@ -64,6 +68,8 @@ pub struct Pool {
     bytes: usize,
     /// The context that chunks are registered in.
     context: usize,
+    /// 1: it is a file in memory, [`owned::POOL`].
+    of_file: usize,
     registered: Chunks,
 }
 
@@ -72,6 +78,7 @@ pub struct Pool {
 struct Filling {
     start: AtomicUsize,
     bytes: AtomicUsize,
+    of_file: AtomicUsize,
     next: AtomicUsize,
     resident: Chunks,
     /// Changes with every chunk that has become resident.
@@ -82,6 +89,7 @@ struct Filling {
 static FILLING: Filling = Filling {
     start: AtomicUsize::new(0),
     bytes: AtomicUsize::new(0),
+    of_file: AtomicUsize::new(0),
     next: AtomicUsize::new(0),
     resident: Chunks::none(),
     progress: AtomicU32::new(0),
@@ -89,9 +97,10 @@ static FILLING: Filling = Filling {
 };
 
 impl Filling {
-    fn begin(&self, start: usize, bytes: usize) {
+    fn begin(&self, start: usize, bytes: usize, of_file: usize) {
         self.start.store(start, Ordering::Relaxed);
         self.bytes.store(bytes, Ordering::Relaxed);
+        self.of_file.store(of_file, Ordering::Relaxed);
         self.next.store(0, Ordering::Release);
         let missing =
             (0..bytes.div_ceil(CHUNK_BYTES)).filter(|chunk| !self.resident.has(*chunk)).count();
@@ -112,8 +121,9 @@ impl Filling {
         }
         if !self.resident.has(chunk) {
             let at = self.start.load(Ordering::Relaxed) + chunk * CHUNK_BYTES;
+            let of_file = self.of_file.load(Ordering::Relaxed) == 1;
             // SAFETY: a chunk of the pool, which holds nothing while it is being filled.
-            unsafe { sys::make_resident(at as *mut u8, bytes) };
+            unsafe { sys::make_resident(at as *mut u8, bytes, of_file) };
             self.resident.set(chunk, true);
         }
         self.progress.fetch_add(1, Ordering::AcqRel);
@@ -165,7 +175,7 @@ unsafe extern "C" fn help(_: *mut c_void) -> *mut c_void {
 impl Pool {
     /// None.
     pub const fn none() -> Pool {
-        Pool { start: 0, bytes: 0, context: 0, registered: Chunks::none() }
+        Pool { start: 0, bytes: 0, context: 0, of_file: 0, registered: Chunks::none() }
     }
 
     /// Begins to make room for `bytes`; [`Self::ready`] waits for each chunk, and
@@ -174,17 +184,25 @@ impl Pool {
     /// Nothing may be in the pool. `context` is one that lives.
     pub fn begin(&mut self, bytes: usize, context: usize) -> bool {
         let bytes = bytes.next_multiple_of(HUGE_PAGE_BYTES);
-        if bytes > MOST_CHUNKS * CHUNK_BYTES || (self.bytes < bytes && !self.replace(bytes)) {
+        let shared = owned::VAULT.get().is_some();
+        let fits = self.bytes >= bytes && (self.of_file == 1 || !shared);
+        if bytes > MOST_CHUNKS * CHUNK_BYTES || (!fits && !self.replace(bytes, shared)) {
             return false;
         }
         if self.context == 0 {
             self.context = context;
         }
-        FILLING.begin(self.start, bytes);
+        FILLING.begin(self.start, bytes, self.of_file);
         true
     }
 
-    fn replace(&mut self, bytes: usize) -> bool {
+    /// Its file and size, if it is one.
+    pub fn file(&self) -> Option<(i32, usize)> {
+        let fd = owned::POOL.get().filter(|_| self.of_file == 1)?;
+        Some((fd, self.bytes))
+    }
+
+    fn replace(&mut self, bytes: usize, shared: bool) -> bool {
         let Ok(mapped) = sys::map_private(bytes + HUGE_PAGE_BYTES) else {
             return false;
         };
@@ -199,9 +217,30 @@ impl Pool {
             // SAFETY: mapped here, and nothing is in the pool.
             unsafe { sys::unmap_private(self.start as *mut u8, self.bytes) };
         }
+        owned::POOL.close();
         self.start = (mapped as usize).next_multiple_of(HUGE_PAGE_BYTES);
         self.bytes = bytes;
+        self.of_file = usize::from(shared && self.make_file());
         sys::prefer_huge_pages(self.start as *mut u8, bytes);
+        true
+    }
+
+    /// A file of a size that nobody changes any more, in the place of the memory just mapped.
+    fn make_file(&self) -> bool {
+        let Ok(fd) = sys::memory_file(c"affinode-parked", self.bytes) else {
+            return false;
+        };
+        let fd = sys::lift(fd);
+        let Some(owned) = Owned::note(fd).filter(|_| sys::seal_size(fd).is_ok()) else {
+            sys::close(fd);
+            return false;
+        };
+        // SAFETY: just mapped, and nobody knows it yet.
+        if !unsafe { sys::map_over(self.start as *mut u8, self.bytes, fd) } {
+            sys::close(fd);
+            return false;
+        }
+        owned::POOL.set(owned);
         true
     }
 
@@ -281,7 +320,8 @@ impl Pool {
         if self.unregister(chunk) {
             // SAFETY: a chunk of the pool, in which nothing is.
             unsafe {
-                sys::discard(self.at(chunk * CHUNK_BYTES).cast(), chunk_bytes(self.bytes, chunk));
+                let at = self.at(chunk * CHUNK_BYTES).cast();
+                sys::discard(at, chunk_bytes(self.bytes, chunk), self.of_file == 1);
             }
         }
         FILLING.resident.set(chunk, false);
@@ -298,14 +338,14 @@ mod tests {
         const CHUNKS: usize = 3;
         let bytes = 2 * CHUNK_BYTES + HUGE_PAGE_BYTES;
         let at = sys::map_private(bytes).unwrap();
-        FILLING.begin(at as usize, bytes);
+        FILLING.begin(at as usize, bytes, 0);
         (0..CHUNKS).for_each(|chunk| FILLING.wait(chunk));
         FILLING.end();
         assert_eq!(FILLING.helpers.load(Ordering::Acquire), 0);
         // SAFETY: mapped above, with that size.
         unsafe {
             at.add(bytes - 1).write(7);
-            sys::discard(at.add(bytes - HUGE_PAGE_BYTES), HUGE_PAGE_BYTES);
+            sys::discard(at.add(bytes - HUGE_PAGE_BYTES), HUGE_PAGE_BYTES, false);
             assert_eq!(at.add(bytes - 1).read(), 0);
             sys::unmap_private(at, bytes);
         }

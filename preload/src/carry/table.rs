@@ -20,6 +20,9 @@ pub struct Piece {
     pub context: usize,
     /// It must stay: the application, or another, has hold of it in a way that we cannot move.
     pub stays: bool,
+    /// Its physical memory was made by a vault: the driver brings a process that has hold of
+    /// such memory at its checkpoint back no more.
+    pub imported: bool,
     /// Where its content is.
     pub place: Place,
     /// Offset of its content in the pool, while the content is there.

@@ -48,6 +48,23 @@ pub fn with_scratch<T>(bytes: usize, run: impl FnOnce(*mut u8) -> T) -> Option<T
     Some(done)
 }
 
+/// Puts a file, shared, in the place of a part of what [`map_private`] made; a forked child has
+/// neither. False: the part is as it was.
+///
+/// # Safety
+/// Nothing may refer to that part.
+pub unsafe fn map_over(start: *mut u8, bytes: usize, fd: i32) -> bool {
+    const PROT_READ_WRITE: usize = 1 | 2;
+    const MAP_SHARED_FIXED: usize = 1 | 0x10;
+    const MADV_DONTFORK: usize = 10;
+    let at = start as usize;
+    let args = [at, bytes, PROT_READ_WRITE, MAP_SHARED_FIXED, fd as usize, 0];
+    // SAFETY: the caller vouches for the range, which is ours.
+    let mapped = unsafe { call(number::MMAP, args) };
+    // SAFETY: changes no content.
+    mapped.is_ok() && unsafe { call(number::MADVISE, [at, bytes, MADV_DONTFORK, 0, 0, 0]) }.is_ok()
+}
+
 /// Asks for huge pages.
 pub fn prefer_huge_pages(start: *mut u8, bytes: usize) {
     const MADV_HUGEPAGE: usize = 14;
@@ -55,14 +72,19 @@ pub fn prefer_huge_pages(start: *mut u8, bytes: usize) {
     let _ = unsafe { call(number::MADVISE, [start as usize, bytes, MADV_HUGEPAGE, 0, 0, 0]) };
 }
 
-/// Brings the pages of fresh memory in.
+/// Brings the pages of fresh memory in; those of a file as huge ones, where that is not
+/// forbidden: `shmem_enabled` keeps it from getting them by itself on most machines.
 ///
 /// # Safety
-/// The range must be mapped, and hold nothing: where the kernel is older than 5.14, zeroes
-/// are written.
-pub unsafe fn make_resident(start: *mut u8, bytes: usize) {
+/// The range must be mapped, begin and end with a huge page, and hold nothing: where the kernel is
+/// older than 5.14, zeroes are written.
+pub unsafe fn make_resident(start: *mut u8, bytes: usize, of_file: bool) {
     const MADV_POPULATE_WRITE: usize = 23;
     const PAGE_BYTES: usize = 4096;
+    if of_file {
+        // SAFETY: as above.
+        unsafe { make_huge(start, bytes) };
+    }
     // SAFETY: changes no content.
     let done =
         unsafe { call(number::MADVISE, [start as usize, bytes, MADV_POPULATE_WRITE, 0, 0, 0]) };
@@ -74,14 +96,37 @@ pub unsafe fn make_resident(start: *mut u8, bytes: usize) {
     }
 }
 
+/// # Safety
+/// As of [`make_resident`].
+unsafe fn make_huge(start: *mut u8, bytes: usize) {
+    const MADV_COLLAPSE: usize = 25;
+    const HUGE_PAGE_BYTES: usize = 2 << 20;
+    for offset in (0..bytes).step_by(HUGE_PAGE_BYTES) {
+        let page_bytes = HUGE_PAGE_BYTES.min(bytes - offset);
+        // SAFETY: inside the range, which the caller vouches for. The kernel collapses only what
+        // has a page already.
+        let done = unsafe {
+            let page = start.add(offset);
+            page.write_volatile(0);
+            call(number::MADVISE, [page as usize, page_bytes, MADV_COLLAPSE, 0, 0, 0])
+        };
+        if done.is_err() {
+            // Linux before 6.1, or denied: small pages are as right.
+            return;
+        }
+    }
+}
+
 /// Gives pages back; the range is there and zero.
 ///
 /// # Safety
 /// The content must not be needed.
-pub unsafe fn discard(start: *mut u8, bytes: usize) {
+pub unsafe fn discard(start: *mut u8, bytes: usize, of_file: bool) {
     const MADV_DONTNEED: usize = 4;
+    const MADV_REMOVE: usize = 9;
+    let advice = if of_file { MADV_REMOVE } else { MADV_DONTNEED };
     // SAFETY: the caller vouches for the content.
-    let _ = unsafe { call(number::MADVISE, [start as usize, bytes, MADV_DONTNEED, 0, 0, 0]) };
+    let _ = unsafe { call(number::MADVISE, [start as usize, bytes, advice, 0, 0, 0]) };
 }
 
 /// Makes an empty memory file of `bytes` bytes that can be sealed.

@@ -46,6 +46,9 @@ wire_enum! {
         /// It takes VRAM and came later than [`PROOF_HOLDS_MS`] after it was decided on;
         /// nothing was done.
         Late = 5,
+        /// A checkpoint, of a process that has hold of memory of a vault's making: the driver
+        /// would not bring it back. Nothing was done. Only where there was a vault.
+        Imported = 6,
     }
 }
 
@@ -223,6 +226,9 @@ pub enum ControllerMessage {
         /// Records below this number are read: their places are free.
         read: u64,
     },
+    /// A socket to a vault comes along, for the checkpoint that follows and the return from it.
+    /// Only sent to a library that has [`Abilities::USES_VAULT`].
+    Vault,
 }
 
 impl AgentMessage {
@@ -358,6 +364,7 @@ impl ControllerMessage {
                 Writer::new(108).u64(ticket).u32(u32::from(granted))
             }
             ControllerMessage::Watch { one_in, read } => Writer::new(109).u32(one_in).u64(read),
+            ControllerMessage::Vault => Writer::new(110),
         }
         .frame
     }
@@ -398,6 +405,7 @@ impl ControllerMessage {
             104 => Ok(ControllerMessage::WakeAck { generation: r.u64(), position: r.u32() }),
             108 => Ok(ControllerMessage::Room { ticket: r.u64(), granted: r.u32() != 0 }),
             109 => Ok(ControllerMessage::Watch { one_in: r.u32(), read: r.u64() }),
+            110 => Ok(ControllerMessage::Vault),
             other => Err(FrameError::Kind(other)),
         }
     }
@@ -464,6 +472,7 @@ mod tests {
             ControllerMessage::WakeAck { generation: 1, position: 2 },
             ControllerMessage::Room { ticket: 3, granted: true },
             ControllerMessage::Watch { one_in: 64, read: 1 << 40 },
+            ControllerMessage::Vault,
         ]) {
             assert_eq!(ControllerMessage::decode(&message.encode()), Ok(message));
         }

@@ -2,6 +2,7 @@
 //!
 //! Two channels: a page of counters that the library writes and the controller
 //! reads ([`page`], with a ring of calls in it, [`calls`]), and a stream of fixed-size frames ([`message`]).
+//! A third, to a vault, comes and goes ([`vault`]).
 //! The container owns its end of both, so the controller believes neither:
 //! it reads the page with `pread` (a truncated or swapped file is an error, not a
 //! signal), and decodes every frame with checks.
@@ -10,6 +11,7 @@ pub mod calls;
 mod frame;
 pub mod message;
 pub mod page;
+pub mod vault;
 
 /// The version of both channels. A peer of another version is refused with a
 /// reason, and its application runs on unmanaged.
@@ -53,6 +55,8 @@ pub struct Abilities(pub u32);
 impl Abilities {
     /// It records calls on request ([`calls`]).
     pub const RECORDS_CALLS: Abilities = Abilities(1);
+    /// It hands parked memory to a vault ([`vault`]), and takes it from there.
+    pub const USES_VAULT: Abilities = Abilities(1 << 1);
 
     /// Whether any bit of `other` is set.
     #[must_use]
@@ -159,6 +163,9 @@ pub struct Notes(pub u32);
 impl Notes {
     /// `cuIpcGetMemHandle` was asked about memory that the agent carries, and failed.
     pub const IPC_REFUSED: Notes = Notes(1);
+    /// It has memory of a vault's making: a checkpoint without a copy before is refused. Goes
+    /// when that memory goes.
+    pub const IMPORTED: Notes = Notes(1 << 1);
 
     /// Whether any bit of `other` is set.
     #[must_use]

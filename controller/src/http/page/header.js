@@ -16,10 +16,11 @@ function parts(gpu) {
       }
     }
   }
-  const other = Math.max(0, gpu.vram_used_bytes - used - idle);
+  const other = Math.max(0, gpu.vram_used_bytes - used - idle - gpu.vault_vram_bytes);
   const free = Math.max(0, gpu.vram_total_bytes - gpu.vram_used_bytes - gpu.vram_reserved_bytes);
   return [
     ["used", "in use", used], ["idle", "held idle", idle], ["other", "others", other],
+    ["vault", "vault", gpu.vault_vram_bytes],
     ["reserved", "promised", gpu.vram_reserved_bytes], ["free", "free", free],
   ];
 }

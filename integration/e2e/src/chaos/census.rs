@@ -7,7 +7,7 @@ use std::{
 
 use anyhow::{Context, Result};
 
-use super::actor::Actor;
+use super::{actor::Actor, fault::VAULT};
 use crate::{keeper::cgroup_folders, processes, world::World};
 
 /// Descriptors that a controller may have beyond those it had first: a reader that comes
@@ -49,12 +49,16 @@ impl Census {
         let descriptors = descriptors(controller.pid.as_raw());
         let of = |part: &str| descriptors.iter().filter(|target| target.contains(part)).count();
         counts.insert("pages in the controller", of("/memfd:"));
-        counts.insert("pidfds in the controller", of("pidfd"));
+        // A vault comes and goes as it is needed: at most one, with a pidfd and three more.
+        let vaults = world.processes(VAULT)?.len();
+        counts.insert("vaults too many", vaults.saturating_sub(1));
+        counts.insert("pidfds in the controller", of("pidfd").saturating_sub(vaults));
+        let controller_descriptors = descriptors.len().saturating_sub(4 * vaults);
         let known = world.cli().ps()?;
         counts.insert("containers in `affinode ps`", known.containers.len());
         let managed = known.containers.iter().map(|row| row.processes.len()).sum();
         counts.insert("processes in `affinode ps`", managed);
-        Ok(Self { counts, controller_descriptors: descriptors.len(), strangers })
+        Ok(Self { counts, controller_descriptors, strangers })
     }
 
     /// What is otherwise than it was; empty when nothing is.
@@ -96,6 +100,7 @@ fn count_processes(
             "affinode-sim-gpud" => "simulated GPUs",
             "containerd-shim-runc-v2" => "stock shims",
             "containerd-shim-affinode-v1" if command.ends_with(" controller") => "controllers",
+            VAULT => continue,
             "containerd-shim-affinode-v1" => "shims",
             _ if contained.contains(&process.pid.as_raw()) => "processes of containers",
             _ if scenery.contains(&process.pid.as_raw()) => "scenery",

@@ -30,6 +30,8 @@ pub enum Undo {
     StartContainerd,
 }
 
+/// What a vault is called.
+pub(super) const VAULT: &str = "affinode-vault";
 /// How a runc that works is waited for.
 const RUNC_PATIENCE: Duration = Duration::from_millis(200);
 
@@ -56,6 +58,21 @@ pub fn strike(
             if let Some(controller) = world.controller()? {
                 send(controller.pid, Signal::SIGSTOP);
                 undo.push(Undo::Continue(controller.pid));
+            }
+        }
+        Fault::KillVault | Fault::StopVault | Fault::KillVaultAndController => {
+            for vault in world.processes(VAULT)? {
+                if strike.fault == Fault::StopVault {
+                    send(vault.pid, Signal::SIGSTOP);
+                    undo.push(Undo::Continue(vault.pid));
+                } else {
+                    send(vault.pid, Signal::SIGKILL);
+                }
+            }
+            if strike.fault == Fault::KillVaultAndController
+                && let Some(controller) = world.controller()?
+            {
+                send(controller.pid, Signal::SIGKILL);
             }
         }
         Fault::KillContainerd | Fault::EndContainerd => {

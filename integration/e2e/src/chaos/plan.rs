@@ -40,6 +40,12 @@ pub enum Fault {
     KillController,
     /// SIGSTOP of the controller for a while.
     StopController,
+    /// SIGKILL of the vault.
+    KillVault,
+    /// SIGSTOP of the vault for a while.
+    StopVault,
+    /// SIGKILL of the vault and of the controller, at once.
+    KillVaultAndController,
     /// SIGKILL of containerd, and its return.
     KillContainerd,
     /// SIGTERM of containerd, and its return.
@@ -70,9 +76,12 @@ pub enum Fault {
 
 impl Fault {
     /// Every fault, and how often it is drawn against the others.
-    pub const ALL: [(Fault, u32); 15] = [
+    pub const ALL: [(Fault, u32); 18] = [
         (Fault::KillController, 16),
         (Fault::StopController, 6),
+        (Fault::KillVault, 8),
+        (Fault::StopVault, 4),
+        (Fault::KillVaultAndController, 4),
         (Fault::KillContainerd, 4),
         (Fault::EndContainerd, 2),
         (Fault::KillStockShim, 3),
@@ -94,6 +103,9 @@ impl Fault {
         match self {
             Fault::KillController => "kill controller",
             Fault::StopController => "stop controller",
+            Fault::KillVault => "kill vault",
+            Fault::StopVault => "stop vault",
+            Fault::KillVaultAndController => "kill vault and controller",
             Fault::KillContainerd => "kill containerd",
             Fault::EndContainerd => "end containerd",
             Fault::KillStockShim => "kill stock shim",

@@ -18,6 +18,7 @@ use super::{
     watch::Watch,
 };
 use crate::{
+    cli::GpuRow,
     gpu::Gpu,
     hazards::ballast,
     until::{PATIENCE, until},
@@ -236,7 +237,9 @@ impl Stage {
                     let _ = self.world.cli().output(&["offload", &row.id, "-o", "json"])?;
                 }
             }
-            let used = node.gpus.first().map_or(0, |gpu| gpu.vram_used_bytes);
+            // What the vault has of its own is there as long as it is.
+            let used = |gpu: &GpuRow| gpu.vram_used_bytes.saturating_sub(gpu.vault_vram_bytes);
+            let used = node.gpus.first().map_or(0, used);
             // What a copy leaves there.
             let processes = node.containers.iter().flat_map(|row| &row.processes);
             let parked = processes.filter(|process| process.phase == "Parked");

@@ -12,7 +12,7 @@ use super::{
     median,
     python::{Python, ask, step},
     report::{NotHere, Rows},
-    vram_used,
+    vram_used, wait_held,
 };
 use crate::{container::Spec, worker::Worker};
 
@@ -161,6 +161,9 @@ impl Flavour {
         let before = ask(worker, "check")?;
         let (mut together, mut parked) = (0, Vec::new());
         for _ in 0..self.rounds {
+            if !self.is_restless {
+                wait_held(python.world)?;
+            }
             cli.move_out(id)?;
             let row = cli.known(id)?;
             lane.out.push(row.last_offload_ms as f64);
@@ -171,6 +174,9 @@ impl Flavour {
             }
             if self.is_alone && !self.is_restless {
                 lane.left = Some(vram_used(python.world, |used| used < self.held_gib << 29)?);
+            }
+            if !self.is_restless {
+                wait_held(python.world)?;
             }
             let sync_ms = ask(worker, "sync")?.sync_ms;
             let row = cli.known(id)?;

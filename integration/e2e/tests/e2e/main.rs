@@ -30,6 +30,7 @@ mod restore_policy;
 mod spec;
 mod unit;
 mod user_namespaces;
+mod vault;
 mod ways;
 
 /// Says why a case has nothing to show on this machine.

@@ -19,6 +19,7 @@ pub struct NoRoom;
 struct Object {
     gpu: usize,
     bytes: u64,
+    maker: ClientId,
     holders: BTreeSet<ClientId>,
 }
 
@@ -129,7 +130,8 @@ impl Ledger {
         }
         let id = self.next_object;
         self.next_object += 1;
-        self.objects.insert(id, Object { gpu, bytes, holders: BTreeSet::from([client]) });
+        self.objects
+            .insert(id, Object { gpu, bytes, maker: client, holders: BTreeSet::from([client]) });
         Ok(id)
     }
 
@@ -146,11 +148,13 @@ impl Ledger {
         self.objects.get(&id).is_some_and(|object| object.holders.contains(&client))
     }
 
-    /// Whether a client has memory in common with another one.
+    /// Whether a client has memory in common with another one, or of another's making, also
+    /// where that one has let go of it (measured with 580).
     pub fn shares(&self, client: ClientId) -> bool {
-        self.objects
-            .values()
-            .any(|object| object.holders.len() > 1 && object.holders.contains(&client))
+        self.objects.values().any(|object| {
+            let alone = object.holders.len() == 1 && object.maker == client;
+            !alone && object.holders.contains(&client)
+        })
     }
 
     /// A client gets hold of an object that exists.
@@ -233,8 +237,12 @@ impl Ledger {
             }
         }
         for (id, gpu, bytes) in &saved.objects {
-            let object =
-                Object { gpu: place(*gpu), bytes: *bytes, holders: BTreeSet::from([client]) };
+            let object = Object {
+                gpu: place(*gpu),
+                bytes: *bytes,
+                maker: client,
+                holders: BTreeSet::from([client]),
+            };
             self.objects.insert(*id, object);
         }
         let contexts = saved.contexts.iter().map(|(gpu, count)| (place(*gpu), *count)).collect();

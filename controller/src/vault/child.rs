@@ -1,0 +1,101 @@
+//! A vault's process: this program again, with the controller on its standard input.
+
+use std::{
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    process::Stdio,
+};
+
+use affinode_proto::wire::vault::VaultReport;
+use affinode_vault::{LIBRARY_ENV, socket};
+use tokio::{
+    io::{AsyncBufReadExt, BufReader},
+    process::{self, Command},
+    task::AbortHandle,
+};
+
+use crate::sys;
+
+/// Ends the process when it is dropped.
+#[derive(Debug)]
+pub struct Child {
+    socket: OwnedFd,
+    ear: Option<AbortHandle>,
+    process: Option<process::Child>,
+}
+
+impl Child {
+    /// Starts one. `tell` gets what it says, then `None` when it has ended, until it answers that
+    /// nobody wants to know.
+    ///
+    /// # Errors
+    /// It cannot be started.
+    pub fn start(
+        library: &str,
+        uuid: &str,
+        ours: OwnedFd,
+        theirs: OwnedFd,
+        tell: impl Fn(Option<VaultReport>) -> bool + Send + 'static,
+    ) -> io::Result<Child> {
+        let mut command = Command::new("/proc/self/exe");
+        command
+            .arg0("affinode-vault")
+            .args(["vault", uuid])
+            .env(LIBRARY_ENV, library)
+            // The driver need not look at the others.
+            .env("CUDA_VISIBLE_DEVICES", uuid)
+            .stdin(Stdio::from(theirs))
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true);
+        let mut process = command.spawn()?;
+        if let Some(said) = process.stderr.take() {
+            tokio::spawn(async move {
+                let mut lines = BufReader::new(said).lines();
+                while let Ok(Some(line)) = lines.next_line().await {
+                    tracing::info!("vault: {line}");
+                }
+            });
+        }
+        let heard = sys::watch_readable(ours.try_clone()?)?;
+        let ear = tokio::spawn(async move {
+            while let Ok(mut ready) = heard.readable().await {
+                match ready.try_io(|socket| socket::receive(socket.get_ref())) {
+                    Ok(Ok((frame, _))) => match VaultReport::decode(&frame) {
+                        Ok(report) if tell(Some(report)) => {}
+                        _ => break,
+                    },
+                    Ok(Err(_)) => break,
+                    // Nothing was there after all.
+                    Err(_) => {}
+                }
+            }
+            tell(None);
+        });
+        Ok(Child { socket: ours, ear: Some(ear.abort_handle()), process: Some(process) })
+    }
+
+    /// A socket without a process.
+    #[cfg(test)]
+    pub fn of_test(socket: OwnedFd) -> Child {
+        Child { socket, ear: None, process: None }
+    }
+
+    /// Its pid; 0 when it has ended.
+    pub fn pid(&self) -> u32 {
+        self.process.as_ref().and_then(process::Child::id).unwrap_or(0)
+    }
+
+    /// The controller's end.
+    pub fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        if let Some(ear) = &self.ear {
+            ear.abort();
+        }
+    }
+}

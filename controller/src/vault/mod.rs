@@ -1,0 +1,335 @@
+//! The vaults of this node, one for each GPU from which somebody is away: processes that fill the
+//! memory of who comes home while the driver restores the rest (crate `affinode-vault`).
+//!
+//! ```text
+//! none ──a process is about to leave──> started ──Ready──> serves ──nobody is away for a while,
+//!   ^                                      │                       or somebody waits for VRAM──┐
+//!   └────────────── it ends (left alone for some minutes) ◄────────────────────────────────────┘
+//! ```
+//!
+//! Nothing depends on one: a process that has none, or whose vault has ended, comes home by itself.
+
+mod child;
+
+use std::{
+    collections::{HashMap, HashSet},
+    os::fd::OwnedFd,
+    time::{Duration, Instant},
+};
+
+use affinode_proto::{
+    api::control,
+    wire::vault::{VaultOrder, VaultReport},
+};
+use affinode_vault::socket;
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use tokio::sync::mpsc;
+
+use self::child::Child;
+use crate::{
+    config::VaultSection,
+    core::{GpuSample, ProcessId},
+};
+
+/// Nobody away for so long: it ends.
+const LINGER: Duration = Duration::from_secs(30);
+/// One that could not serve is not started again within this.
+const AGAIN: Duration = Duration::from_secs(300);
+
+/// What a vault says, or that it has ended.
+#[derive(Debug)]
+pub struct VaultMail {
+    uuid: String,
+    number: u64,
+    said: Option<VaultReport>,
+}
+
+/// All of them.
+#[derive(Debug)]
+pub struct Vaults {
+    config: VaultSection,
+    of: HashMap<String, Vault>,
+    members: HashMap<ProcessId, Member>,
+    failed: HashMap<String, Instant>,
+    fills: HashMap<String, u64>,
+    started: u64,
+    mail: mpsc::UnboundedSender<VaultMail>,
+}
+
+#[derive(Debug)]
+struct Vault {
+    number: u64,
+    child: Child,
+    is_ready: bool,
+    idle_since: Instant,
+    /// By NVML.
+    vram_bytes: u64,
+    /// It lets go of memory of those that are home.
+    lets_go: bool,
+}
+
+/// A process that has a way to a vault.
+#[derive(Debug)]
+struct Member {
+    uuid: String,
+    is_held: bool,
+}
+
+impl Vaults {
+    /// None yet.
+    #[must_use]
+    pub fn new(config: VaultSection, mail: mpsc::UnboundedSender<VaultMail>) -> Vaults {
+        Vaults {
+            config,
+            of: HashMap::new(),
+            members: HashMap::new(),
+            failed: HashMap::new(),
+            fills: HashMap::new(),
+            started: 0,
+            mail,
+        }
+    }
+
+    /// A way to the vault of a GPU for a process that is about to leave it, which had so much
+    /// there at most. Starts the vault if there is none; the process need not wait for it.
+    pub fn attach(&mut self, process: ProcessId, uuid: &str, most_bytes: u64) -> Option<OwnedFd> {
+        let failed = self.failed.get(uuid).is_some_and(|at| at.elapsed() < AGAIN);
+        if !self.config.enabled || failed {
+            return None;
+        }
+        if !self.of.contains_key(uuid) {
+            self.start(uuid)?;
+        }
+        let (ours, theirs) = pair()?;
+        let order = VaultOrder::Attach { process: process.0, most_bytes };
+        self.tell(uuid, order, Some(&ours))?;
+        self.members.insert(process, Member { uuid: uuid.to_owned(), is_held: false });
+        Some(theirs)
+    }
+
+    /// A process is told to come home: its vault fills its memory, if it holds it.
+    pub fn fill(&mut self, process: ProcessId) {
+        if let Some(member) = self.members.get(&process).filter(|member| member.is_held) {
+            let uuid = member.uuid.clone();
+            self.tell(&uuid, VaultOrder::Fill { process: process.0 }, None);
+        }
+    }
+
+    /// Somebody waits for VRAM on these GPUs: what their vaults have is given back.
+    pub fn make_room<'a>(&mut self, uuids: impl IntoIterator<Item = &'a String>) {
+        for uuid in uuids {
+            if self.of.contains_key(uuid) {
+                tracing::info!(gpu = uuid, "the vault ends: somebody waits for its VRAM");
+                self.end(uuid);
+            }
+        }
+    }
+
+    /// Devices were read.
+    pub fn seen(&mut self, gpus: &[GpuSample]) {
+        for gpu in gpus {
+            if let Some(vault) = self.of.get_mut(&gpu.uuid) {
+                let own = gpu.processes.iter().find(|(pid, _)| *pid == vault.child.pid());
+                vault.vram_bytes = own.map_or(0, |(_, bytes)| *bytes);
+            }
+        }
+    }
+
+    /// Writes to a device of a list what there is to know.
+    pub fn show(&self, gpu: &mut control::Gpu) {
+        let here = self.members.values().filter(|member| member.uuid == gpu.uuid);
+        let (held, pending): (Vec<_>, Vec<_>) = here.partition(|member| member.is_held);
+        gpu.vault_holds = u32::try_from(held.len()).unwrap_or(u32::MAX);
+        gpu.vault_pending = u32::try_from(pending.len()).unwrap_or(u32::MAX);
+        gpu.vault_fills = self.fills.get(&gpu.uuid).copied().unwrap_or(0);
+        if let Some(vault) = self.of.get(&gpu.uuid) {
+            gpu.vault_pid = vault.child.pid();
+            gpu.vault_vram_bytes = vault.vram_bytes;
+            gpu.vault_pending += u32::from(vault.lets_go);
+        }
+    }
+
+    /// Ends those that nobody has needed for a while.
+    pub fn tick(&mut self) {
+        let used: HashSet<&String> = self.members.values().map(|member| &member.uuid).collect();
+        let mut over = Vec::new();
+        for (uuid, vault) in &mut self.of {
+            if used.contains(uuid) {
+                vault.idle_since = Instant::now();
+            } else if vault.idle_since.elapsed() >= LINGER {
+                over.push(uuid.clone());
+            }
+        }
+        over.iter().for_each(|uuid| self.end(uuid));
+    }
+
+    /// Takes in what one has said.
+    pub fn heard(&mut self, mail: VaultMail) {
+        let VaultMail { uuid, number, said } = mail;
+        let Some(vault) = self.of.get_mut(&uuid).filter(|vault| vault.number == number) else {
+            return;
+        };
+        match said {
+            Some(VaultReport::Ready) => {
+                vault.is_ready = true;
+                tracing::info!(gpu = uuid, "a vault serves");
+            }
+            Some(VaultReport::Held { process, bytes }) => {
+                tracing::debug!(process, bytes, "held by the vault");
+                if let Some(member) = self.members.get_mut(&ProcessId(process)) {
+                    member.is_held = true;
+                }
+            }
+            Some(VaultReport::Filled { process, bytes, elapsed_us }) => {
+                tracing::info!(process, bytes, elapsed_us, "filled by the vault");
+                *self.fills.entry(uuid).or_default() += 1;
+            }
+            Some(VaultReport::Left { process }) => {
+                vault.lets_go = true;
+                self.members.remove(&ProcessId(process));
+            }
+            Some(VaultReport::LetGo) => vault.lets_go = false,
+            None => {
+                if !vault.is_ready {
+                    tracing::warn!(gpu = uuid, "no vault: processes come home without one");
+                    self.failed.insert(uuid.clone(), Instant::now());
+                }
+                self.end(&uuid);
+            }
+        }
+    }
+
+    fn start(&mut self, uuid: &str) -> Option<()> {
+        self.started += 1;
+        let number = self.started;
+        let (mail, of) = (self.mail.clone(), uuid.to_owned());
+        let tell = move |said| mail.send(VaultMail { uuid: of.clone(), number, said }).is_ok();
+        let (ours, theirs) = pair()?;
+        match Child::start(&self.config.library, uuid, ours, theirs, tell) {
+            Ok(child) => {
+                let vault = Vault {
+                    number,
+                    child,
+                    is_ready: false,
+                    idle_since: Instant::now(),
+                    vram_bytes: 0,
+                    lets_go: false,
+                };
+                self.of.insert(uuid.to_owned(), vault);
+                Some(())
+            }
+            Err(error) => {
+                tracing::warn!(gpu = uuid, %error, "no vault can be started");
+                self.failed.insert(uuid.to_owned(), Instant::now());
+                None
+            }
+        }
+    }
+
+    /// Whoever does not listen is of no use any more.
+    fn tell(&mut self, uuid: &str, order: VaultOrder, along: Option<&OwnedFd>) -> Option<()> {
+        let vault = self.of.get(uuid)?;
+        if let Err(error) = socket::send(vault.child.socket(), &order.encode(), along) {
+            tracing::warn!(gpu = uuid, %error, "the vault does not listen, and is ended");
+            self.end(uuid);
+            return None;
+        }
+        Some(())
+    }
+
+    fn end(&mut self, uuid: &str) {
+        self.of.remove(uuid);
+        self.members.retain(|_, member| member.uuid != uuid);
+    }
+}
+
+/// Two ends of a socket that keeps packets apart.
+fn pair() -> Option<(OwnedFd, OwnedFd)> {
+    let made = rustix::net::socketpair(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        SocketFlags::CLOEXEC,
+        None,
+    );
+    made.inspect_err(|error| tracing::warn!(%error, "no socket for a vault")).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use affinode_proto::wire::message::FRAME_BYTES;
+
+    use super::*;
+
+    const GPU: &str = "GPU-1";
+
+    fn vaults() -> (Vaults, mpsc::UnboundedReceiver<VaultMail>) {
+        let (mail, from) = mpsc::unbounded_channel();
+        (Vaults::new(VaultSection::default(), mail), from)
+    }
+
+    /// A vault whose other end is ours.
+    fn with_vault(vaults: &mut Vaults) -> OwnedFd {
+        let (ours, theirs) = pair().unwrap();
+        let child = Child::of_test(ours);
+        let idle_since = Instant::now();
+        vaults.of.insert(
+            GPU.into(),
+            Vault { number: 1, child, is_ready: true, idle_since, vram_bytes: 0, lets_go: false },
+        );
+        theirs
+    }
+
+    fn said(number: u64, said: VaultReport) -> VaultMail {
+        VaultMail { uuid: GPU.into(), number, said: Some(said) }
+    }
+
+    fn order(vault: &OwnedFd) -> Option<VaultOrder> {
+        let (frame, _): ([u8; FRAME_BYTES], _) = socket::receive(vault).ok()?;
+        VaultOrder::decode(&frame).ok()
+    }
+
+    #[tokio::test]
+    async fn who_is_held_is_filled_and_nobody_else() {
+        let (mut vaults, _from) = vaults();
+        let vault = with_vault(&mut vaults);
+        let process = ProcessId(7);
+        assert!(vaults.attach(process, GPU, 100).is_some());
+        assert_eq!(order(&vault), Some(VaultOrder::Attach { process: 7, most_bytes: 100 }));
+        vaults.fill(process);
+        assert_eq!(order(&vault), None, "its memory is not registered yet");
+        vaults.heard(said(9, VaultReport::Held { process: 7, bytes: 100 }));
+        vaults.fill(process);
+        assert_eq!(order(&vault), None, "another vault's word");
+        vaults.heard(said(1, VaultReport::Held { process: 7, bytes: 100 }));
+        vaults.fill(process);
+        assert_eq!(order(&vault), Some(VaultOrder::Fill { process: 7 }));
+        vaults.heard(said(1, VaultReport::Left { process: 7 }));
+        vaults.fill(process);
+        assert_eq!(order(&vault), None, "it hung up");
+    }
+
+    #[tokio::test]
+    async fn room_is_made_by_ending_it_and_one_that_failed_is_left_alone() {
+        let (mut vaults, _from) = vaults();
+        let vault = with_vault(&mut vaults);
+        assert!(vaults.attach(ProcessId(7), GPU, 100).is_some());
+        vaults.make_room(&["GPU-2".to_owned()]);
+        assert!(vaults.of.contains_key(GPU));
+        vaults.make_room(&[GPU.to_owned()]);
+        assert!(vaults.of.is_empty() && vaults.members.is_empty());
+        assert!(order(&vault).is_some() && order(&vault).is_none(), "its socket is closed");
+
+        let _vault = with_vault(&mut vaults);
+        vaults.of.get_mut(GPU).unwrap().is_ready = false;
+        vaults.heard(VaultMail { uuid: GPU.into(), number: 1, said: None });
+        assert!(vaults.attach(ProcessId(8), GPU, 100).is_none());
+    }
+
+    #[tokio::test]
+    async fn where_it_is_turned_off_there_is_none() {
+        let (mut vaults, _from) = vaults();
+        let _vault = with_vault(&mut vaults);
+        vaults.config.enabled = false;
+        assert!(vaults.attach(ProcessId(7), GPU, 100).is_none());
+    }
+}

@@ -1,0 +1,299 @@
+//! One process that is away, or about to be.
+
+use std::{
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    rc::Rc,
+    time::Instant,
+};
+
+use affinode_proto::wire::{
+    message::FrameError,
+    vault::{FromVault, MOST_PIECES, Piece, ToVault, VaultReport},
+};
+
+use crate::{
+    cuda::{Block, Copies, Cuda, CudaError},
+    region::{CHUNK_BYTES, Region, RegionError},
+    socket,
+};
+
+/// Left to the driver, beside what it is known to need, until it has restored the process: a
+/// restore without room loses it.
+const MARGIN_BYTES: u64 = 1 << 30;
+
+/// Why a process is hung up on.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// It hung up.
+    #[error("the process hung up")]
+    HungUp,
+    /// Its socket.
+    #[error("its socket failed")]
+    Io(#[source] io::Error),
+    /// What it said.
+    #[error("it sent no message")]
+    Frame(#[from] FrameError),
+    /// Not at this time.
+    #[error("it sent a message that does not fit what it said before")]
+    Order,
+    /// Pieces or bytes beyond what the controller knows of it, or of another device.
+    #[error("it says to have parked {bytes} bytes in {pieces} pieces, of at most {most_bytes}")]
+    Claim {
+        /// What it says.
+        bytes: u64,
+        /// What it says.
+        pieces: u32,
+        /// What it can have.
+        most_bytes: u64,
+    },
+    /// Its file.
+    #[error("its memory file is refused")]
+    Region(#[from] RegionError),
+    /// The driver.
+    #[error("the driver refused")]
+    Cuda(#[from] CudaError),
+    /// It is to be filled and has not told everything, or not all is registered.
+    #[error("it is not held yet")]
+    NotHeld,
+}
+
+/// What a step came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// There is more to do at once.
+    More,
+    /// Something on the device has to end first.
+    Soon,
+    /// Nothing to do before something is heard.
+    Nothing,
+}
+
+#[derive(Debug)]
+enum State {
+    /// Nothing was told yet.
+    New,
+    /// So many more pieces follow.
+    Listing(u32),
+    Registering,
+    Held,
+    Filling {
+        since: Instant,
+    },
+    Filled,
+}
+
+/// A process. Fields are dropped in this order: copies before what they copy.
+#[derive(Debug)]
+pub struct Client {
+    process: u64,
+    most_bytes: u64,
+    state: State,
+    copies: Option<Copies>,
+    blocks: Vec<Block>,
+    /// How many of them were handed over.
+    shared: usize,
+    region: Option<Region>,
+    pieces: Vec<Piece>,
+    rest_bytes: u64,
+    restored: bool,
+    cuda: Rc<Cuda>,
+    socket: OwnedFd,
+}
+
+impl Client {
+    /// Nothing is known yet but who it is and what it can have parked.
+    pub fn new(cuda: &Rc<Cuda>, socket: OwnedFd, process: u64, most_bytes: u64) -> Client {
+        Client {
+            process,
+            most_bytes,
+            state: State::New,
+            copies: None,
+            blocks: Vec::new(),
+            shared: 0,
+            region: None,
+            pieces: Vec::new(),
+            rest_bytes: 0,
+            restored: false,
+            cuda: Rc::clone(cuda),
+            socket,
+        }
+    }
+
+    /// The controller's number.
+    pub fn process(&self) -> u64 {
+        self.process
+    }
+
+    /// Where it is heard.
+    pub fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// Whether somebody waits for this one.
+    pub fn is_urgent(&self) -> bool {
+        matches!(self.state, State::Filling { .. })
+    }
+
+    /// Takes in what it has said.
+    ///
+    /// # Errors
+    /// [`ClientError`]: it is to be hung up on.
+    pub fn hear(&mut self) -> Result<(), ClientError> {
+        loop {
+            let (frame, descriptor) = match socket::receive(&self.socket) {
+                Ok(received) => received,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                    return Err(ClientError::HungUp);
+                }
+                Err(error) => return Err(ClientError::Io(error)),
+            };
+            match (ToVault::decode(&frame)?, descriptor, &self.state) {
+                (ToVault::Parked { bytes, rest_bytes, pieces, uuid }, Some(file), State::New) => {
+                    let fits = bytes <= self.most_bytes
+                        && (1..=MOST_PIECES).contains(&(pieces as usize))
+                        && uuid == self.cuda.uuid();
+                    if !fits {
+                        let most_bytes = self.most_bytes;
+                        return Err(ClientError::Claim { bytes, pieces, most_bytes });
+                    }
+                    self.region = Some(Region::map(&self.cuda, &file, bytes)?);
+                    self.rest_bytes = rest_bytes;
+                    self.state = State::Listing(pieces);
+                }
+                (ToVault::Pieces { many, words }, None, State::Listing(missing)) => {
+                    let missing = missing.checked_sub(many).ok_or(ClientError::Order)?;
+                    for word in words.iter().take(many as usize) {
+                        self.pieces.push(Piece::from_word(*word).ok_or(ClientError::Order)?);
+                    }
+                    self.listed(missing)?;
+                }
+                (ToVault::Restored, None, _) => self.restored = true,
+                _ => return Err(ClientError::Order),
+            }
+        }
+    }
+
+    fn listed(&mut self, missing: u32) -> Result<(), ClientError> {
+        self.state = State::Listing(missing);
+        if missing > 0 {
+            return Ok(());
+        }
+        let sum: u64 = self.pieces.iter().map(|piece| piece.bytes).sum();
+        if self.region.as_ref().map(|region| region.bytes() as u64) != Some(sum) {
+            return Err(ClientError::Order);
+        }
+        self.state = State::Registering;
+        Ok(())
+    }
+
+    /// Its room is granted.
+    ///
+    /// # Errors
+    /// [`ClientError`]: it is to be hung up on, and brings itself home.
+    pub fn fill(&mut self) -> Result<(), ClientError> {
+        if !matches!(self.state, State::Held) {
+            return Err(ClientError::NotHeld);
+        }
+        self.copies = Some(Copies::begin(&self.cuda)?);
+        self.state = State::Filling { since: Instant::now() };
+        self.tell(FromVault::Begin, None).map(drop)
+    }
+
+    /// Does the next thing, and says what there is to report.
+    ///
+    /// # Errors
+    /// [`ClientError`]: it is to be hung up on.
+    pub fn step(&mut self) -> Result<(Step, Option<VaultReport>), ClientError> {
+        match (&self.state, &mut self.region) {
+            (State::Registering, Some(region)) => {
+                if region.register_next()? {
+                    return Ok((Step::More, None));
+                }
+                let (process, bytes) = (self.process, region.bytes() as u64);
+                self.state = State::Held;
+                Ok((Step::Nothing, Some(VaultReport::Held { process, bytes })))
+            }
+            (State::Filling { since }, Some(_)) => {
+                let since = *since;
+                self.fill_next(since)
+            }
+            _ => Ok((Step::Nothing, None)),
+        }
+    }
+
+    fn fill_next(&mut self, since: Instant) -> Result<(Step, Option<VaultReport>), ClientError> {
+        let told = self.share_next()?;
+        let index = self.blocks.len();
+        if let Some(piece) = self.pieces.get(index).copied() {
+            let kept = if self.restored { 0 } else { self.rest_bytes.saturating_add(MARGIN_BYTES) };
+            let has_room = self.cuda.free_bytes()? >= piece.bytes.saturating_add(kept);
+            if !has_room && !self.restored {
+                return Ok((Step::Soon, None));
+            }
+            self.blocks.push(Block::make(&self.cuda, piece.bytes, piece.rdma)?);
+            self.copy(index)?;
+            return Ok((Step::More, None));
+        }
+        let copied = self.copies.as_ref().map_or(Ok(true), Copies::are_done)?;
+        if !copied || self.shared < self.pieces.len() {
+            return Ok((if told { Step::More } else { Step::Soon }, None));
+        }
+        if !self.tell(FromVault::Filled, None)? {
+            return Ok((Step::Soon, None));
+        }
+        self.state = State::Filled;
+        let bytes = self.pieces.iter().map(|piece| piece.bytes).sum();
+        let elapsed_us = u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX);
+        let report = VaultReport::Filled { process: self.process, bytes, elapsed_us };
+        Ok((Step::Nothing, Some(report)))
+    }
+
+    /// Begins to fill the block just made.
+    fn copy(&mut self, index: usize) -> Result<(), ClientError> {
+        let (Some(region), Some(copies)) = (&self.region, &mut self.copies) else {
+            return Err(ClientError::NotHeld);
+        };
+        let before: u64 = self.pieces.iter().take(index).map(|piece| piece.bytes).sum();
+        let Some(block) = self.blocks.get(index) else {
+            return Err(ClientError::NotHeld);
+        };
+        let bytes = self.pieces.get(index).map_or(0, |piece| piece.bytes) as usize;
+        let mut done = 0;
+        while done < bytes {
+            let offset = before as usize + done;
+            // A copy that crosses into another registration is refused.
+            let part = (bytes - done).min(CHUNK_BYTES - offset % CHUNK_BYTES);
+            copies.copy(region.at(offset).cast_const(), part, block, done)?;
+            done += part;
+        }
+        Ok(())
+    }
+
+    /// Hands the next block over. False: there is none, or the process has to read first.
+    fn share_next(&mut self) -> Result<bool, ClientError> {
+        let Some(block) = self.blocks.get(self.shared) else {
+            return Ok(false);
+        };
+        let handle = block.share()?;
+        let index = u32::try_from(self.shared).map_err(|_| ClientError::Order)?;
+        let told = self.tell(FromVault::Block { index }, Some(&handle))?;
+        self.shared += usize::from(told);
+        Ok(told)
+    }
+
+    /// What is left of it once it is gone, to be let go of piece by piece.
+    pub fn into_region(self) -> Option<Region> {
+        self.region
+    }
+
+    /// False: it has to read first.
+    fn tell(&self, message: FromVault, descriptor: Option<&OwnedFd>) -> Result<bool, ClientError> {
+        match socket::send(&self.socket, &message.encode(), descriptor) {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
+            Err(error) => Err(ClientError::Io(error)),
+        }
+    }
+}

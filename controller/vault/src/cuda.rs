@@ -1,0 +1,328 @@
+//! The driver's functions that a vault takes, on one device.
+
+use std::{
+    ffi::c_void,
+    os::fd::{FromRawFd, OwnedFd},
+    rc::Rc,
+};
+
+use affinode_cuda_sys::{
+    ACCESS_READ_WRITE, ALLOCATION_PINNED, LOCATION_DEVICE, MemAccessDesc, MemAllocationProp,
+    device_attribute, result,
+};
+use libloading::Library;
+
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
+const POSIX_DESCRIPTOR: u32 = 1;
+
+/// What the driver did not do.
+#[derive(Debug, thiserror::Error)]
+pub enum CudaError {
+    /// The library, or a function of it.
+    #[error("cannot load the driver's library {library}")]
+    Library {
+        /// Which.
+        library: String,
+        /// Why.
+        #[source]
+        source: libloading::Error,
+    },
+    /// A call.
+    #[error("{call} answered {code}")]
+    Call {
+        /// Its name.
+        call: &'static str,
+        /// `CUresult`.
+        code: u32,
+    },
+    /// The device is not there.
+    #[error("no device has the UUID {0}")]
+    NoDevice(String),
+}
+
+impl CudaError {
+    /// Whether there was no memory for it now.
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self, CudaError::Call { code: result::OUT_OF_MEMORY, .. })
+    }
+}
+
+macro_rules! functions {
+    ($($name:ident = $symbol:literal ($($argument:ty),*);)*) => {
+        /// Their addresses; the library stays loaded for as long.
+        #[derive(Debug)]
+        struct Functions {
+            $($name: unsafe extern "C" fn($($argument),*) -> u32,)*
+            _library: Library,
+        }
+
+        impl Functions {
+            fn load(name: &str) -> Result<Functions, libloading::Error> {
+                // SAFETY: the driver's library; what it does when it is loaded is what it does in
+                // every CUDA program.
+                let library = unsafe { Library::new(name)? };
+                Ok(Functions {
+                    // SAFETY: the functions of these names have these signatures since they exist.
+                    $($name: unsafe { *library.get($symbol)? },)*
+                    _library: library,
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    init = b"cuInit\0" (u32);
+    device_count = b"cuDeviceGetCount\0" (*mut i32);
+    device_get = b"cuDeviceGet\0" (*mut i32, i32);
+    device_uuid = b"cuDeviceGetUuid\0" (*mut [u8; 16], i32);
+    device_attribute = b"cuDeviceGetAttribute\0" (*mut i32, i32, i32);
+    primary_retain = b"cuDevicePrimaryCtxRetain\0" (*mut usize, i32);
+    ctx_set_current = b"cuCtxSetCurrent\0" (usize);
+    mem_get_info = b"cuMemGetInfo_v2\0" (*mut usize, *mut usize);
+    mem_create = b"cuMemCreate\0" (*mut u64, usize, *const MemAllocationProp, u64);
+    mem_release = b"cuMemRelease\0" (u64);
+    mem_address_reserve = b"cuMemAddressReserve\0" (*mut u64, usize, usize, u64, u64);
+    mem_address_free = b"cuMemAddressFree\0" (u64, usize);
+    mem_map = b"cuMemMap\0" (u64, usize, usize, u64, u64);
+    mem_unmap = b"cuMemUnmap\0" (u64, usize);
+    mem_set_access = b"cuMemSetAccess\0" (u64, usize, *const MemAccessDesc, usize);
+    mem_export = b"cuMemExportToShareableHandle\0" (*mut i32, u64, u32, u64);
+    host_register = b"cuMemHostRegister_v2\0" (*mut c_void, usize, u32);
+    host_unregister = b"cuMemHostUnregister\0" (*mut c_void);
+    copy_in = b"cuMemcpyHtoDAsync_v2\0" (u64, *const c_void, usize, *mut c_void);
+    stream_create = b"cuStreamCreate\0" (*mut *mut c_void, u32);
+    stream_query = b"cuStreamQuery\0" (*mut c_void);
+    stream_synchronize = b"cuStreamSynchronize\0" (*mut c_void);
+    stream_destroy = b"cuStreamDestroy_v2\0" (*mut c_void);
+}
+
+macro_rules! call {
+    ($functions:expr, $name:ident($($argument:expr),*)) => {
+        // SAFETY: the arguments are numbers, or point to locals of the types that it expects.
+        match unsafe { ($functions.$name)($($argument),*) } {
+            result::SUCCESS => Ok(()),
+            code => Err(CudaError::Call { call: stringify!($name), code }),
+        }
+    };
+}
+
+/// A context on one device, current on this thread, which is the only one that uses it.
+#[derive(Debug)]
+pub struct Cuda {
+    functions: Functions,
+    ordinal: i32,
+    uuid: [u8; 16],
+    rdma: bool,
+}
+
+impl Cuda {
+    /// Makes the context. `uuid` is as NVML writes it.
+    ///
+    /// # Errors
+    /// [`CudaError`]
+    pub fn open(library: &str, uuid: &str) -> Result<Rc<Cuda>, CudaError> {
+        let functions = Functions::load(library)
+            .map_err(|source| CudaError::Library { library: library.to_owned(), source })?;
+        call!(functions, init(0))?;
+        let mut count = 0;
+        call!(functions, device_count(&raw mut count))?;
+        for ordinal in 0..count {
+            let (mut device, mut raw, mut rdma) = (0, [0; 16], 0);
+            call!(functions, device_get(&raw mut device, ordinal))?;
+            call!(functions, device_uuid(&raw mut raw, device))?;
+            if !names(uuid, &raw) {
+                continue;
+            }
+            let attribute = device_attribute::RDMA_WITH_VIRTUAL_MEMORY;
+            let _ = call!(functions, device_attribute(&raw mut rdma, attribute, device));
+            let mut context = 0;
+            call!(functions, primary_retain(&raw mut context, device))?;
+            call!(functions, ctx_set_current(context))?;
+            return Ok(Rc::new(Cuda { functions, ordinal: device, uuid: raw, rdma: rdma == 1 }));
+        }
+        Err(CudaError::NoDevice(uuid.to_owned()))
+    }
+
+    /// The device's UUID.
+    pub fn uuid(&self) -> [u8; 16] {
+        self.uuid
+    }
+
+    /// Device memory that nobody has, in bytes.
+    ///
+    /// # Errors
+    /// [`CudaError`]
+    pub fn free_bytes(&self) -> Result<u64, CudaError> {
+        let (mut free, mut total) = (0, 0);
+        call!(self.functions, mem_get_info(&raw mut free, &raw mut total))?;
+        Ok(free as u64)
+    }
+
+    /// Gets hold of host memory, so that the device copies at the speed of the bus.
+    ///
+    /// # Errors
+    /// [`CudaError`]
+    pub fn register(&self, start: *mut c_void, bytes: usize) -> Result<(), CudaError> {
+        const PORTABLE: u32 = 1;
+        call!(self.functions, host_register(start, bytes, PORTABLE))
+    }
+
+    /// Lets go of what [`Self::register`] got hold of.
+    ///
+    /// # Errors
+    /// [`CudaError`]
+    pub fn unregister(&self, start: *mut c_void) -> Result<(), CudaError> {
+        call!(self.functions, host_unregister(start))
+    }
+}
+
+/// Whether a UUID of NVML's means this one.
+fn names(uuid: &str, raw: &[u8; 16]) -> bool {
+    let digits = uuid.trim_start_matches("GPU-").bytes().filter(|digit| *digit != b'-');
+    digits.eq(raw.iter().flat_map(|byte| format!("{byte:02x}").into_bytes()))
+}
+
+/// Device memory that is being filled. Gone from this process when it is dropped; whoever has
+/// imported it keeps it.
+#[derive(Debug)]
+pub struct Block {
+    cuda: Rc<Cuda>,
+    handle: u64,
+    address: u64,
+    bytes: usize,
+}
+
+impl Block {
+    /// Makes and maps one.
+    ///
+    /// # Errors
+    /// [`CudaError`]; there is none then.
+    pub fn make(cuda: &Rc<Cuda>, bytes: u64, rdma: bool) -> Result<Block, CudaError> {
+        let property = MemAllocationProp {
+            kind: ALLOCATION_PINNED,
+            handle_types: POSIX_DESCRIPTOR,
+            location_type: LOCATION_DEVICE,
+            location_id: cuda.ordinal,
+            gpu_direct_rdma: u8::from(rdma && cuda.rdma),
+            ..MemAllocationProp::default()
+        };
+        let size = bytes as usize;
+        let mut block = Block { cuda: Rc::clone(cuda), handle: 0, address: 0, bytes: 0 };
+        let functions = &cuda.functions;
+        call!(functions, mem_create(&raw mut block.handle, size, &raw const property, 0))?;
+        call!(functions, mem_address_reserve(&raw mut block.address, size, 0, 0, 0))?;
+        call!(functions, mem_map(block.address, size, 0, block.handle, 0))?;
+        // From here on there is something to unmap.
+        block.bytes = size;
+        let access = MemAccessDesc {
+            location_type: LOCATION_DEVICE,
+            location_id: cuda.ordinal,
+            flags: ACCESS_READ_WRITE,
+        };
+        call!(functions, mem_set_access(block.address, size, &raw const access, 1))?;
+        Ok(block)
+    }
+
+    /// What another process imports it by.
+    ///
+    /// # Errors
+    /// [`CudaError`]
+    pub fn share(&self) -> Result<OwnedFd, CudaError> {
+        let mut fd = -1;
+        call!(self.cuda.functions, mem_export(&raw mut fd, self.handle, POSIX_DESCRIPTOR, 0))?;
+        // SAFETY: the driver has just made it, for us.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        let functions = &self.cuda.functions;
+        // What cannot be undone ends with the process.
+        if self.bytes > 0 {
+            let _ = call!(functions, mem_unmap(self.address, self.bytes));
+        }
+        if self.address != 0 && self.bytes > 0 {
+            let _ = call!(functions, mem_address_free(self.address, self.bytes));
+        }
+        if self.handle != 0 {
+            let _ = call!(functions, mem_release(self.handle));
+        }
+    }
+}
+
+/// Copies in progress, of one process.
+#[derive(Debug)]
+pub struct Copies {
+    cuda: Rc<Cuda>,
+    stream: *mut c_void,
+}
+
+impl Copies {
+    /// None yet.
+    ///
+    /// # Errors
+    /// [`CudaError`]
+    pub fn begin(cuda: &Rc<Cuda>) -> Result<Copies, CudaError> {
+        const NON_BLOCKING: u32 = 1;
+        let mut stream = std::ptr::null_mut();
+        call!(cuda.functions, stream_create(&raw mut stream, NON_BLOCKING))?;
+        Ok(Copies { cuda: Rc::clone(cuda), stream })
+    }
+
+    /// Begins one, from host memory that must live, registered, until [`Self::are_done`] or the
+    /// drop of this; `offset` is the place in the block.
+    ///
+    /// # Errors
+    /// [`CudaError`]
+    pub fn copy(
+        &mut self,
+        from: *const c_void,
+        bytes: usize,
+        to: &Block,
+        offset: usize,
+    ) -> Result<(), CudaError> {
+        let address = to.address + offset as u64;
+        call!(self.cuda.functions, copy_in(address, from, bytes, self.stream))
+    }
+
+    /// Whether all have ended.
+    ///
+    /// # Errors
+    /// [`CudaError`]: one has failed.
+    pub fn are_done(&self) -> Result<bool, CudaError> {
+        match call!(self.cuda.functions, stream_query(self.stream)) {
+            Ok(()) => Ok(true),
+            Err(CudaError::Call { code: result::NOT_READY, .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl Drop for Copies {
+    fn drop(&mut self) {
+        // Nothing may still be copied when its memory goes.
+        let _ = call!(self.cuda.functions, stream_synchronize(self.stream));
+        let _ = call!(self.cuda.functions, stream_destroy(self.stream));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_uuid_is_told_from_another() {
+        let raw: [u8; 16] = std::array::from_fn(|n| n as u8 * 16 + 1);
+        let text = "GPU-01112131-4151-6171-8191-a1b1c1d1e1f1";
+        assert!(names(text, &raw));
+        assert!(!names(&text.replace("f1", "f2"), &raw) && !names("GPU-", &raw));
+    }
+
+    #[test]
+    fn a_library_that_is_not_there_is_named() {
+        let error = Cuda::open("/nonexistent/libcuda.so.1", "GPU-1").unwrap_err();
+        assert!(error.to_string().contains("/nonexistent/libcuda.so.1"), "{error}");
+    }
+}

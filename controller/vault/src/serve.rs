@@ -1,0 +1,201 @@
+//! The loop: hears the controller and the agents, and does a little of what there is to do. Who is
+//! waited for comes first.
+
+use std::{
+    io,
+    os::fd::{AsFd, OwnedFd},
+    rc::Rc,
+};
+
+use affinode_proto::wire::{
+    message::FrameError,
+    vault::{VaultOrder, VaultReport},
+};
+use rustix::event::{PollFd, PollFlags, Timespec};
+
+use crate::{
+    client::{Client, ClientError, Step},
+    cuda::{Cuda, CudaError},
+    region::Region,
+    socket,
+};
+
+/// How often the device is asked whether copies have ended.
+const SOON_NS: i64 = 500_000;
+
+/// Why a vault ended.
+#[derive(Debug, thiserror::Error)]
+pub enum VaultError {
+    /// No context.
+    #[error("no context on the GPU {uuid}")]
+    Cuda {
+        /// Which.
+        uuid: String,
+        /// Why.
+        #[source]
+        source: CudaError,
+    },
+    /// The controller's socket.
+    #[error("the controller cannot be heard")]
+    Io(#[from] io::Error),
+    /// What came on it.
+    #[error("the controller said something else than an order")]
+    Frame(#[from] FrameError),
+}
+
+/// Serves until the controller hangs up. `uuid` is the GPU's, as NVML writes it.
+///
+/// # Errors
+/// [`VaultError`]
+pub fn run(controller: &OwnedFd, library: &str, uuid: &str) -> Result<(), VaultError> {
+    let cuda = Cuda::open(library, uuid)
+        .map_err(|source| VaultError::Cuda { uuid: uuid.to_owned(), source })?;
+    socket::send(controller, &VaultReport::Ready.encode(), None)?;
+    tracing::info!(gpu = uuid, "vault is ready");
+    let mut vault = Vault { controller, cuda, clients: Vec::new(), leaving: Vec::new() };
+    let mut step = Step::Nothing;
+    loop {
+        vault.wait(step)?;
+        if !vault.hear_controller()? {
+            return Ok(());
+        }
+        vault.hear_clients();
+        step = vault.work();
+    }
+}
+
+struct Vault<'a> {
+    controller: &'a OwnedFd,
+    cuda: Rc<Cuda>,
+    clients: Vec<Client>,
+    /// Of those that are gone, while nobody is waited for: the driver does one thing at a time.
+    leaving: Vec<Region>,
+}
+
+impl Vault<'_> {
+    fn wait(&self, step: Step) -> Result<(), VaultError> {
+        let own = [self.controller.as_fd()];
+        let sockets = own.into_iter().chain(self.clients.iter().map(Client::socket));
+        let mut polled: Vec<PollFd<'_>> =
+            sockets.map(|socket| PollFd::from_borrowed_fd(socket, PollFlags::IN)).collect();
+        let at_most = match step {
+            Step::More => Some(Timespec { tv_sec: 0, tv_nsec: 0 }),
+            Step::Soon => Some(Timespec { tv_sec: 0, tv_nsec: SOON_NS }),
+            Step::Nothing => None,
+        };
+        match rustix::event::poll(&mut polled, at_most.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(errno) => Err(io::Error::from(errno).into()),
+        }
+    }
+
+    /// False: it has hung up.
+    fn hear_controller(&mut self) -> Result<bool, VaultError> {
+        loop {
+            let (frame, descriptor) = match socket::receive(self.controller) {
+                Ok(received) => received,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(true),
+                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(false),
+                Err(error) => return Err(error.into()),
+            };
+            match VaultOrder::decode(&frame)? {
+                VaultOrder::Attach { process, most_bytes } => {
+                    self.end(|client| client.process() == process);
+                    if let Some(socket) = descriptor {
+                        self.clients.push(Client::new(&self.cuda, socket, process, most_bytes));
+                    }
+                }
+                VaultOrder::Fill { process } => {
+                    // What it has said already counts.
+                    self.hear_clients();
+                    self.each(|client| match client.process() == process {
+                        true => client.fill(),
+                        false => Ok(()),
+                    });
+                }
+            }
+        }
+    }
+
+    fn hear_clients(&mut self) {
+        self.each(Client::hear);
+    }
+
+    /// Does something with each; who makes it impossible is hung up on.
+    fn each(&mut self, mut body: impl FnMut(&mut Client) -> Result<(), ClientError>) {
+        let mut over = Vec::new();
+        for client in &mut self.clients {
+            if let Err(error) = body(client) {
+                note(client.process(), &error);
+                over.push(client.process());
+            }
+        }
+        self.end(|client| over.contains(&client.process()));
+    }
+
+    fn end(&mut self, which: impl Fn(&Client) -> bool) {
+        for client in self.clients.extract_if(.., |client| which(client)).collect::<Vec<_>>() {
+            let process = client.process();
+            self.leaving.extend(client.into_region());
+            self.report(VaultReport::Left { process });
+        }
+        if self.leaving.is_empty() {
+            self.report(VaultReport::LetGo);
+        }
+    }
+
+    /// A little for everybody who is waited for; else one thing for one of the others.
+    fn work(&mut self) -> Step {
+        let urgent = self.clients.iter().any(Client::is_urgent);
+        let (mut most, mut over, mut reports) = (Step::Nothing, Vec::new(), Vec::new());
+        for client in self.clients.iter_mut().filter(|client| client.is_urgent() == urgent) {
+            match client.step() {
+                Ok((step, report)) => {
+                    reports.extend(report);
+                    most = match (most, step) {
+                        (Step::More, _) | (_, Step::More) => Step::More,
+                        (Step::Soon, _) | (_, Step::Soon) => Step::Soon,
+                        _ => Step::Nothing,
+                    };
+                    if !urgent && step == Step::More {
+                        break;
+                    }
+                }
+                Err(error) => {
+                    note(client.process(), &error);
+                    over.push(client.process());
+                }
+            }
+        }
+        for report in reports {
+            self.report(report);
+        }
+        self.end(|client| over.contains(&client.process()));
+        if most == Step::Nothing
+            && let Some(region) = self.leaving.last_mut()
+        {
+            if !region.unregister_last() {
+                self.leaving.pop();
+                if self.leaving.is_empty() {
+                    self.report(VaultReport::LetGo);
+                }
+            }
+            return Step::More;
+        }
+        // Those that were not urgent have their turn when nobody is any more.
+        if urgent && most == Step::Nothing { Step::More } else { most }
+    }
+
+    /// A controller that does not listen hangs up before long.
+    fn report(&self, report: VaultReport) {
+        let _ = socket::send(self.controller, &report.encode(), None);
+    }
+}
+
+fn note(process: u64, error: &ClientError) {
+    if matches!(error, ClientError::HungUp) {
+        return;
+    }
+    let text = crate::chain(error);
+    tracing::warn!(process, "a process is left to bring itself home: {text}");
+}

@@ -1,0 +1,60 @@
+//! Frames, one a packet, with a descriptor at most.
+
+use std::{
+    io::{self, IoSlice, IoSliceMut},
+    mem::MaybeUninit,
+    os::fd::{AsFd, OwnedFd},
+};
+
+use affinode_proto::wire::message::FRAME_BYTES;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
+
+/// A frame, and what came along.
+pub type Received = ([u8; FRAME_BYTES], Option<OwnedFd>);
+
+/// The next packet, without waiting for one.
+///
+/// # Errors
+/// `WouldBlock`: there is none. Anything else: there will be none, or it was no frame.
+pub fn receive(socket: impl AsFd) -> io::Result<Received> {
+    let mut frame = [0; FRAME_BYTES];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+    let mut parts = [IoSliceMut::new(&mut frame)];
+    let bytes = rustix::net::recvmsg(socket, &mut parts, &mut control, flags)?.bytes;
+    let mut descriptor = None;
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(mut fds) = message {
+            descriptor = fds.next();
+        }
+    }
+    match bytes {
+        FRAME_BYTES => Ok((frame, descriptor)),
+        0 => Err(io::ErrorKind::UnexpectedEof.into()),
+        _ => Err(io::ErrorKind::InvalidData.into()),
+    }
+}
+
+/// Sends a packet, without waiting.
+///
+/// # Errors
+/// It does not fit, or nobody is there.
+pub fn send(
+    socket: impl AsFd,
+    frame: &[u8; FRAME_BYTES],
+    descriptor: Option<&OwnedFd>,
+) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = descriptor.map(|fd| [fd.as_fd()]);
+    if let Some(fds) = &fds {
+        control.push(SendAncillaryMessage::ScmRights(fds));
+    }
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    rustix::net::sendmsg(socket, &[IoSlice::new(frame)], &mut control, flags)?;
+    Ok(())
+}

@@ -1,0 +1,188 @@
+//! Home through a vault: another process makes and fills the memory while the driver restores
+//! this one's context; here it is only imported and mapped.
+//!
+//! ```text
+//! offer: parked, about to be checkpointed ──> the pool's file and the list of pieces, to the vault
+//! take:  restored ──> Begin? ──> each Block: import, map ──> Filled ──> on the device
+//!                        │ anything else, or too late
+//!                        └──> what came is unmapped and released, the vault hung up on: the pool
+//!                             has the content all along, and it is copied from there
+//! ```
+//!
+//! One socket serves one absence. Nothing here is needed for a return: whoever has no vault
+//! copies by itself.
+
+use affinode_cuda_sys::{LOCATION_DEVICE, MemAllocationProp, result};
+use affinode_proto::wire::message::FRAME_BYTES;
+use affinode_proto::wire::vault::{
+    FromVault, LEAST_MEAN_BYTES, MOST_PIECES, PIECES_A_FRAME, Piece as Wire, ToVault,
+};
+
+use super::backing::{is_able, map, unback};
+use super::driver::call;
+use super::park::{each, note};
+use super::pool::Pool;
+use super::table::{Id, Piece, Place};
+use super::tables;
+use crate::owned::{self, Owned};
+use crate::sys::{self, Descriptor, task};
+
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
+const POSIX_DESCRIPTOR: u32 = 1;
+/// A vault that fills began while the driver restored: its word is there already.
+const BEGIN_WITHIN_MS: u64 = 200;
+/// How long the next block is waited for.
+const BLOCK_WITHIN_MS: u64 = 2_000;
+/// The slowest bus that is worth waiting for.
+const BYTES_A_MS: u64 = 2_000_000;
+
+/// The controller has sent a way to a vault.
+pub fn meet(socket: Option<Descriptor>) {
+    owned::VAULT.close();
+    if let Some(socket) = socket {
+        match Owned::note(socket.number()) {
+            Some(owned) => {
+                socket.take();
+                owned::VAULT.set(owned);
+            }
+            None => drop(socket),
+        }
+    }
+}
+
+/// Hands what is parked over, where a vault can bring it home faster. Otherwise it is hung up on.
+pub fn offer(pool: &Pool, vram_bytes: u64) {
+    if owned::VAULT.get().is_some_and(|vault| send_all(vault, pool, vram_bytes).is_none()) {
+        owned::VAULT.close();
+    }
+}
+
+fn send_all(vault: i32, pool: &Pool, vram_bytes: u64) -> Option<()> {
+    let (file, _) = pool.file()?;
+    let (pieces, bytes, device) = summary()?;
+    let mut uuid = [0; 16];
+    (call!(device_get_uuid(&raw mut uuid, device)) == result::SUCCESS).then_some(())?;
+    let rest_bytes = vram_bytes.saturating_sub(bytes);
+    let parked = ToVault::Parked { bytes, rest_bytes, pieces, uuid };
+    sys::send(vault, &parked.encode(), Some(file)).ok()?;
+    let (mut many, mut words) = (0, [0; PIECES_A_FRAME]);
+    let mut next = Id::FIRST;
+    while let Some((id, piece)) = tables(|tables| tables.next(next, is_off).map(|(id, p)| (id, *p)))
+    {
+        next = id.next();
+        if many == PIECES_A_FRAME {
+            sys::send(vault, &frame(many, words), None).ok()?;
+            many = 0;
+        }
+        let rdma = piece.property.gpu_direct_rdma == 1;
+        *words.get_mut(many)? = Wire { bytes: piece.bytes, rdma }.word()?;
+        many += 1;
+    }
+    sys::send(vault, &frame(many, words), None).ok().map(drop)
+}
+
+fn frame(many: usize, words: [u32; PIECES_A_FRAME]) -> [u8; FRAME_BYTES] {
+    ToVault::Pieces { many: many as u32, words }.encode()
+}
+
+fn is_off(piece: &Piece) -> bool {
+    piece.place == Place::Pool
+}
+
+/// Number, bytes and device of what is parked, if a vault can make such memory: all of it in the
+/// pool one behind the other, on one device, not too small, and nothing special.
+fn summary() -> Option<(u32, u64, i32)> {
+    let (mut next, mut many, mut end) = (Id::FIRST, 0_u32, 0);
+    let mut device = None;
+    let away = |piece: &Piece| piece.place != Place::Device;
+    while let Some((id, piece)) = tables(|tables| tables.next(next, away).map(|(id, p)| (id, *p))) {
+        next = id.next();
+        let property = piece.property;
+        let plain = MemAllocationProp {
+            location_id: property.location_id,
+            gpu_direct_rdma: property.gpu_direct_rdma,
+            handle_types: property.handle_types & POSIX_DESCRIPTOR,
+            ..MemAllocationProp::default()
+        };
+        let kind = MemAllocationProp { kind: 0, location_type: 0, ..property };
+        let fits = piece.place == Place::Pool
+            && piece.offset == end
+            && kind == plain
+            && property.location_type == LOCATION_DEVICE
+            && device.is_none_or(|known| known == property.location_id)
+            && is_able(property.location_id);
+        if !fits {
+            return None;
+        }
+        device = Some(property.location_id);
+        many += 1;
+        end += piece.bytes;
+    }
+    let large = end / u64::from(many.max(1)) >= LEAST_MEAN_BYTES;
+    (large && many as usize <= MOST_PIECES).then_some((many, end, device?))
+}
+
+/// Takes everything home from the vault. False: nothing came, and everything is parked as before.
+pub fn take() -> bool {
+    let Some(vault) = owned::VAULT.get() else {
+        return false;
+    };
+    let all = take_all(vault).is_some();
+    owned::VAULT.close();
+    let mapped = |piece: &Piece| piece.place == Place::Mapped;
+    each(mapped, |id, piece| {
+        if all {
+            note(id, piece.handle, Place::Device);
+        } else if unback(piece) {
+            note(id, 0, Place::Pool);
+        }
+        result::SUCCESS
+    });
+    all
+}
+
+fn take_all(vault: i32) -> Option<()> {
+    sys::send(vault, &ToVault::Restored.encode(), None).ok()?;
+    let FromVault::Begin = receive(vault, BEGIN_WITHIN_MS)?.0 else {
+        return None;
+    };
+    let (mut next, mut index, mut bytes) = (Id::FIRST, 0, 0);
+    loop {
+        let piece = tables(|tables| tables.next(next, is_off).map(|(id, piece)| (id, *piece)));
+        let within_ms = if piece.is_some() { BLOCK_WITHIN_MS } else { bytes / BYTES_A_MS };
+        match (receive(vault, BLOCK_WITHIN_MS + within_ms)?, piece) {
+            ((FromVault::Block { index: which }, Some(handle)), Some((id, piece)))
+                if which == index =>
+            {
+                import(id, &piece, &handle)?;
+                (next, index, bytes) = (id.next(), index + 1, bytes + piece.bytes);
+            }
+            ((FromVault::Filled, None), None) => return Some(()),
+            _ => return None,
+        }
+    }
+}
+
+fn receive(vault: i32, within_ms: u64) -> Option<(FromVault, Option<Descriptor>)> {
+    if !task::wait_readable(vault, within_ms) {
+        return None;
+    }
+    let mut frame = [0; FRAME_BYTES];
+    match sys::receive(vault, &mut frame) {
+        Ok((bytes, descriptor)) if bytes == frame.len() => {
+            FromVault::decode(&frame).ok().map(|message| (message, descriptor))
+        }
+        _ => None,
+    }
+}
+
+fn import(id: Id, piece: &Piece, shared: &Descriptor) -> Option<()> {
+    let mut handle = 0;
+    let number = usize::try_from(shared.number()).ok()?;
+    let code = call!(mem_import(&raw mut handle, number, POSIX_DESCRIPTOR));
+    if code != result::SUCCESS || map(piece, handle).is_err() {
+        return None;
+    }
+    note(id, handle, Place::Mapped);
+    tables(|tables| tables.piece(id).map(|piece| piece.imported = true))
+}
