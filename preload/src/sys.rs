@@ -32,6 +32,7 @@ mod number {
     pub const GETPID: usize = 39;
     pub const SOCKET: usize = 41;
     pub const CONNECT: usize = 42;
+    pub const SHUTDOWN: usize = 48;
     pub const SENDMSG: usize = 46;
     pub const RECVMSG: usize = 47;
     pub const CLONE: usize = 56;
@@ -366,6 +367,12 @@ pub fn receive(fd: i32, buffer: &mut [u8]) -> Result<(usize, Option<Descriptor>)
     let bytes = plain(number::RECVMSG, [fd as usize, at, DONTWAIT_CLOEXEC, 0, 0, 0])?;
     let came = control[0] == ONE_DESCRIPTOR && control[1] == SOL_SOCKET_RIGHTS;
     Ok((bytes, came.then(|| Descriptor(lift(control[2] as u32 as i32)))))
+}
+
+/// Ends a connection for whoever has a descriptor of it.
+pub fn shut_down(fd: i32) {
+    const SHUT_RDWR: usize = 2;
+    let _ = plain(number::SHUTDOWN, [fd as usize, SHUT_RDWR, 0, 0, 0, 0]);
 }
 
 /// The node-wide lock of a folder that several containers see.

@@ -87,6 +87,18 @@ impl Node {
         }
     }
 
+    /// Whether VRAM is promised to somebody now, in a grant of any state.
+    #[must_use]
+    pub fn has_grants(&self) -> bool {
+        !self.grants.is_empty()
+    }
+
+    /// Whether nobody waits for VRAM, and none is promised.
+    #[must_use]
+    pub fn is_calm(&self) -> bool {
+        !self.has_grants() && self.queue.in_order(self.now).is_empty()
+    }
+
     /// The GPU that a process leaves to be copied first and checkpointed then, and what it has
     /// there, in bytes. `None`: it goes another way, or has memory on several.
     #[must_use]
@@ -94,7 +106,7 @@ impl Node {
         let process = self.processes.get(&id)?;
         let both = self.moves(&process.key)(process) == Moves::Both;
         match process.away.as_deref() {
-            Some([on]) if both => Some((on.uuid.clone(), on.bytes)),
+            Some([on]) if both => Some((on.uuid.clone(), on.bytes.min(process.carried.bytes))),
             _ => None,
         }
     }

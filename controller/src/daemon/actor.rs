@@ -92,10 +92,12 @@ pub(super) struct Actor {
     pub(super) sockets: Sockets,
     pub(super) agents: HashMap<ProcessId, Agent>,
     pub(super) vaults: Vaults,
+    /// Proofs of room that wait for a vault.
+    pub(super) proofs: Vec<(Key, u64)>,
     pub(super) listeners: HashMap<Key, Listener>,
     pub(super) numbers: Arc<AtomicU64>,
     pub(super) mail: mpsc::Sender<AgentMail>,
-    inventory: Inventory,
+    pub(super) inventory: Inventory,
     witness: Witness,
     witness_asked: Option<Instant>,
     journal: Journal,
@@ -145,6 +147,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     let mut actor = Actor {
         node: Node::new(config.settings()),
         vaults: Vaults::new(config.vault.clone(), of_vaults),
+        proofs: Vec::new(),
         config,
         run_dir: run_dir.clone(),
         sockets: Sockets::take(&run_dir),
@@ -282,8 +285,8 @@ impl Actor {
         match effect {
             Effect::Send(id, message) => {
                 self.before_order(id, &message);
-                if let Some(agent) = self.agents.get_mut(&id) {
-                    agent.send(message);
+                if self.agents.get_mut(&id).is_some_and(|agent| agent.send(message)) {
+                    self.after_order(id, &message);
                 }
             }
             Effect::Drop(id) => {
@@ -301,7 +304,7 @@ impl Actor {
             Effect::Survey { key, processes } => {
                 self.inventory.ask(Question::Survey(key, processes))
             }
-            Effect::Prove(key, number) => self.inventory.ask(Question::Prove(key, number)),
+            Effect::Prove(key, number) => self.prove(key, number),
             Effect::Answer(command, answer) => {
                 if let Some(waiter) = self.commands.remove(&command) {
                     let _ = waiter.send(answer);

@@ -44,6 +44,8 @@ impl Child {
             .env(LIBRARY_ENV, library)
             // The driver need not look at the others.
             .env("CUDA_VISIBLE_DEVICES", uuid)
+            // Not through an MPS server, whose other clients it would not be told of.
+            .env("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")
             .stdin(Stdio::from(theirs))
             .stdout(Stdio::null())
             .stderr(Stdio::piped())

@@ -35,6 +35,10 @@ use crate::{
 const LINGER: Duration = Duration::from_secs(30);
 /// One that could not serve is not started again within this.
 const AGAIN: Duration = Duration::from_secs(300);
+/// A fill that takes longer is over, whether that was heard or not.
+const FILLS: Duration = Duration::from_secs(20);
+/// A start that takes longer fails: proofs of room wait for it.
+const STARTS: Duration = Duration::from_secs(10);
 
 /// What a vault says, or that it has ended.
 #[derive(Debug)]
@@ -53,6 +57,7 @@ pub struct Vaults {
     failed: HashMap<String, Instant>,
     fills: HashMap<String, u64>,
     started: u64,
+    held: bool,
     mail: mpsc::UnboundedSender<VaultMail>,
 }
 
@@ -66,6 +71,9 @@ struct Vault {
     vram_bytes: u64,
     /// It lets go of memory of those that are home.
     lets_go: bool,
+    /// Whom it was told to fill last, and when, until it has.
+    filling: Option<(ProcessId, Instant)>,
+    started: Instant,
 }
 
 /// A process that has a way to a vault.
@@ -86,6 +94,7 @@ impl Vaults {
             failed: HashMap::new(),
             fills: HashMap::new(),
             started: 0,
+            held: false,
             mail,
         }
     }
@@ -101,6 +110,9 @@ impl Vaults {
             self.start(uuid)?;
         }
         let (ours, theirs) = pair()?;
+        if self.held {
+            self.tell(uuid, VaultOrder::Hold { on: true }, None)?;
+        }
         let order = VaultOrder::Attach { process: process.0, most_bytes };
         self.tell(uuid, order, Some(&ours))?;
         self.members.insert(process, Member { uuid: uuid.to_owned(), is_held: false });
@@ -111,14 +123,43 @@ impl Vaults {
     pub fn fill(&mut self, process: ProcessId) {
         if let Some(member) = self.members.get(&process).filter(|member| member.is_held) {
             let uuid = member.uuid.clone();
-            self.tell(&uuid, VaultOrder::Fill { process: process.0 }, None);
+            let told = self.tell(&uuid, VaultOrder::Fill { process: process.0 }, None);
+            if let (Some(()), Some(vault)) = (told, self.of.get_mut(&uuid)) {
+                vault.filling = Some((process, Instant::now()));
+            }
         }
     }
 
-    /// Somebody waits for VRAM on these GPUs: what their vaults have is given back.
+    /// Whether a GPU has one that serves.
+    #[must_use]
+    pub fn has_ready(&self, uuid: &str) -> bool {
+        self.of.get(uuid).is_some_and(|vault| vault.is_ready)
+    }
+
+    /// Whether one is on its way to its context: what is free now is not free for long.
+    #[must_use]
+    pub fn is_starting(&self) -> bool {
+        self.of.values().any(|vault| !vault.is_ready)
+    }
+
+    /// Somebody's room is being proven or taken, or it is over: nothing else of a vault's may
+    /// take VRAM meanwhile.
+    pub fn hold(&mut self, on: bool) {
+        if self.held == on {
+            return;
+        }
+        self.held = on;
+        for uuid in self.of.keys().cloned().collect::<Vec<_>>() {
+            self.tell(&uuid, VaultOrder::Hold { on }, None);
+        }
+    }
+
+    /// Somebody waits for VRAM on these GPUs: what their vaults have is given back, unless one
+    /// brings somebody home just now.
     pub fn make_room<'a>(&mut self, uuids: impl IntoIterator<Item = &'a String>) {
         for uuid in uuids {
-            if self.of.contains_key(uuid) {
+            let fills = |vault: &Vault| vault.filling.is_some_and(|(_, at)| at.elapsed() < FILLS);
+            if self.of.get(uuid).is_some_and(|vault| !fills(vault)) {
                 tracing::info!(gpu = uuid, "the vault ends: somebody waits for its VRAM");
                 self.end(uuid);
             }
@@ -149,8 +190,16 @@ impl Vaults {
         }
     }
 
-    /// Ends those that nobody has needed for a while.
+    /// Ends those that nobody has needed for a while, or that do not get ready.
     pub fn tick(&mut self) {
+        let stuck = |vault: &Vault| !vault.is_ready && vault.started.elapsed() >= STARTS;
+        let stuck: Vec<String> =
+            self.of.iter().filter(|(_, v)| stuck(v)).map(|(uuid, _)| uuid.clone()).collect();
+        for uuid in stuck {
+            tracing::warn!(gpu = uuid, "the vault does not get ready, and is ended");
+            self.failed.insert(uuid.clone(), Instant::now());
+            self.end(&uuid);
+        }
         let used: HashSet<&String> = self.members.values().map(|member| &member.uuid).collect();
         let mut over = Vec::new();
         for (uuid, vault) in &mut self.of {
@@ -176,21 +225,28 @@ impl Vaults {
             }
             Some(VaultReport::Held { process, bytes }) => {
                 tracing::debug!(process, bytes, "held by the vault");
-                if let Some(member) = self.members.get_mut(&ProcessId(process)) {
+                let member = self.members.get_mut(&ProcessId(process));
+                if let Some(member) = member.filter(|member| member.uuid == uuid) {
                     member.is_held = true;
                 }
             }
             Some(VaultReport::Filled { process, bytes, elapsed_us }) => {
                 tracing::info!(process, bytes, elapsed_us, "filled by the vault");
+                vault.filling = None;
                 *self.fills.entry(uuid).or_default() += 1;
             }
             Some(VaultReport::Left { process }) => {
                 vault.lets_go = true;
-                self.members.remove(&ProcessId(process));
+                vault.filling = vault.filling.filter(|(filled, _)| filled.0 != process);
+                if self.members.get(&ProcessId(process)).is_some_and(|member| member.uuid == uuid) {
+                    self.members.remove(&ProcessId(process));
+                }
             }
             Some(VaultReport::LetGo) => vault.lets_go = false,
             None => {
-                if !vault.is_ready {
+                if vault.is_ready {
+                    tracing::warn!(gpu = uuid, "the vault has ended");
+                } else {
                     tracing::warn!(gpu = uuid, "no vault: processes come home without one");
                     self.failed.insert(uuid.clone(), Instant::now());
                 }
@@ -214,6 +270,8 @@ impl Vaults {
                     idle_since: Instant::now(),
                     vram_bytes: 0,
                     lets_go: false,
+                    filling: None,
+                    started: Instant::now(),
                 };
                 self.of.insert(uuid.to_owned(), vault);
                 Some(())
@@ -274,7 +332,16 @@ mod tests {
         let idle_since = Instant::now();
         vaults.of.insert(
             GPU.into(),
-            Vault { number: 1, child, is_ready: true, idle_since, vram_bytes: 0, lets_go: false },
+            Vault {
+                number: 1,
+                child,
+                is_ready: true,
+                idle_since,
+                vram_bytes: 0,
+                lets_go: false,
+                filling: None,
+                started: idle_since,
+            },
         );
         theirs
     }

@@ -4,7 +4,7 @@ use std::{
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     rc::Rc,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use affinode_proto::wire::{
@@ -14,13 +14,20 @@ use affinode_proto::wire::{
 
 use crate::{
     cuda::{Block, Copies, Cuda, CudaError},
-    region::{CHUNK_BYTES, Region, RegionError},
+    region::{Region, RegionError},
     socket,
 };
 
 /// Left to the driver, beside what it is known to need, until it has restored the process: a
 /// restore without room loses it.
 const MARGIN_BYTES: u64 = 1 << 30;
+
+/// Frames that are read from one process before others have their turn.
+const FRAMES_AT_ONCE: usize = 64;
+/// How long a fill may take beside its copies, and who is filled may take to hang up.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// The slowest bus that is waited for.
+const BYTES_A_SECOND: u64 = 1 << 30;
 
 /// Why a process is hung up on.
 #[derive(Debug, thiserror::Error)]
@@ -56,6 +63,21 @@ pub enum ClientError {
     /// It is to be filled and has not told everything, or not all is registered.
     #[error("it is not held yet")]
     NotHeld,
+    /// It does not take what is there for it, or there is no room.
+    #[error("it was not filled, or did not hang up then, in time")]
+    Late,
+}
+
+impl ClientError {
+    /// Whether the context may be of no use any more.
+    pub fn is_fatal(&self) -> bool {
+        match self {
+            ClientError::Cuda(error) | ClientError::Region(RegionError::Cuda(error)) => {
+                !error.is_passing()
+            }
+            _ => false,
+        }
+    }
 }
 
 /// What a step came to.
@@ -65,6 +87,8 @@ pub enum Step {
     More,
     /// Something on the device has to end first.
     Soon,
+    /// Something else has to happen in time.
+    Later,
     /// Nothing to do before something is heard.
     Nothing,
 }
@@ -80,7 +104,9 @@ enum State {
     Filling {
         since: Instant,
     },
-    Filled,
+    Filled {
+        at: Instant,
+    },
 }
 
 /// A process. Fields are dropped in this order: copies before what they copy.
@@ -91,11 +117,16 @@ pub struct Client {
     state: State,
     copies: Option<Copies>,
     blocks: Vec<Block>,
+    /// Where in the region the next one begins.
+    offset: usize,
     /// How many of them were handed over.
     shared: usize,
     region: Option<Region>,
     pieces: Vec<Piece>,
     rest_bytes: u64,
+    /// The controller has granted its room.
+    granted: bool,
+    restoring: bool,
     restored: bool,
     cuda: Rc<Cuda>,
     socket: OwnedFd,
@@ -110,10 +141,13 @@ impl Client {
             state: State::New,
             copies: None,
             blocks: Vec::new(),
+            offset: 0,
             shared: 0,
             region: None,
             pieces: Vec::new(),
             rest_bytes: 0,
+            granted: false,
+            restoring: false,
             restored: false,
             cuda: Rc::clone(cuda),
             socket,
@@ -135,12 +169,17 @@ impl Client {
         matches!(self.state, State::Filling { .. })
     }
 
-    /// Takes in what it has said.
+    /// Whether its memory is being registered, which takes a little VRAM.
+    pub fn is_registering(&self) -> bool {
+        matches!(self.state, State::Registering)
+    }
+
+    /// Takes in what it has said, or a part of it.
     ///
     /// # Errors
     /// [`ClientError`]: it is to be hung up on.
     pub fn hear(&mut self) -> Result<(), ClientError> {
-        loop {
+        for _ in 0..FRAMES_AT_ONCE {
             let (frame, descriptor) = match socket::receive(&self.socket) {
                 Ok(received) => received,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
@@ -164,15 +203,25 @@ impl Client {
                 }
                 (ToVault::Pieces { many, words }, None, State::Listing(missing)) => {
                     let missing = missing.checked_sub(many).ok_or(ClientError::Order)?;
+                    if many == 0 {
+                        return Err(ClientError::Order);
+                    }
                     for word in words.iter().take(many as usize) {
                         self.pieces.push(Piece::from_word(*word).ok_or(ClientError::Order)?);
                     }
                     self.listed(missing)?;
                 }
-                (ToVault::Restored, None, _) => self.restored = true,
+                (ToVault::Restoring, None, _) if !self.restoring => {
+                    self.restoring = true;
+                    self.begin()?;
+                }
+                (ToVault::Restored, None, _) if self.restoring && !self.restored => {
+                    self.restored = true;
+                }
                 _ => return Err(ClientError::Order),
             }
         }
+        Ok(())
     }
 
     fn listed(&mut self, missing: u32) -> Result<(), ClientError> {
@@ -192,7 +241,17 @@ impl Client {
     ///
     /// # Errors
     /// [`ClientError`]: it is to be hung up on, and brings itself home.
-    pub fn fill(&mut self) -> Result<(), ClientError> {
+    pub fn grant(&mut self) -> Result<(), ClientError> {
+        self.granted = true;
+        self.begin()
+    }
+
+    /// Begins to fill once the room is granted and the process restores: neither alone is enough,
+    /// as the one may be late, and the other come from anybody.
+    fn begin(&mut self) -> Result<(), ClientError> {
+        if !(self.granted && self.restoring) {
+            return Ok(());
+        }
         if !matches!(self.state, State::Held) {
             return Err(ClientError::NotHeld);
         }
@@ -215,10 +274,16 @@ impl Client {
                 self.state = State::Held;
                 Ok((Step::Nothing, Some(VaultReport::Held { process, bytes })))
             }
-            (State::Filling { since }, Some(_)) => {
+            (State::Filling { since }, Some(region)) => {
                 let since = *since;
+                let copying = Duration::from_secs(region.bytes() as u64 / BYTES_A_SECOND);
+                if since.elapsed() > PATIENCE + copying {
+                    return Err(ClientError::Late);
+                }
                 self.fill_next(since)
             }
+            (State::Filled { at }, _) if at.elapsed() > PATIENCE => Err(ClientError::Late),
+            (State::Filled { .. }, _) => Ok((Step::Later, None)),
             _ => Ok((Step::Nothing, None)),
         }
     }
@@ -236,18 +301,17 @@ impl Client {
             self.copy(index)?;
             return Ok((Step::More, None));
         }
-        let copied = self.copies.as_ref().map_or(Ok(true), Copies::are_done)?;
-        if !copied || self.shared < self.pieces.len() {
+        if self.shared < self.pieces.len() {
             return Ok((if told { Step::More } else { Step::Soon }, None));
         }
         if !self.tell(FromVault::Filled, None)? {
             return Ok((Step::Soon, None));
         }
-        self.state = State::Filled;
+        self.state = State::Filled { at: Instant::now() };
         let bytes = self.pieces.iter().map(|piece| piece.bytes).sum();
         let elapsed_us = u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX);
         let report = VaultReport::Filled { process: self.process, bytes, elapsed_us };
-        Ok((Step::Nothing, Some(report)))
+        Ok((Step::Later, Some(report)))
     }
 
     /// Begins to fill the block just made.
@@ -255,27 +319,25 @@ impl Client {
         let (Some(region), Some(copies)) = (&self.region, &mut self.copies) else {
             return Err(ClientError::NotHeld);
         };
-        let before: u64 = self.pieces.iter().take(index).map(|piece| piece.bytes).sum();
-        let Some(block) = self.blocks.get(index) else {
+        let (Some(block), Some(piece)) = (self.blocks.get(index), self.pieces.get(index)) else {
             return Err(ClientError::NotHeld);
         };
-        let bytes = self.pieces.get(index).map_or(0, |piece| piece.bytes) as usize;
-        let mut done = 0;
-        while done < bytes {
-            let offset = before as usize + done;
-            // A copy that crosses into another registration is refused.
-            let part = (bytes - done).min(CHUNK_BYTES - offset % CHUNK_BYTES);
-            copies.copy(region.at(offset).cast_const(), part, block, done)?;
-            done += part;
-        }
+        let bytes = piece.bytes as usize;
+        region.fill(self.offset, block, bytes, copies)?;
+        self.offset += bytes;
         Ok(())
     }
 
-    /// Hands the next block over. False: there is none, or the process has to read first.
+    /// Hands the next block over: one that is filled, so that nobody sees what was there before,
+    /// and not before the process reads, because a handle on its way keeps the memory. False:
+    /// there is none, or the process has to read first.
     fn share_next(&mut self) -> Result<bool, ClientError> {
-        let Some(block) = self.blocks.get(self.shared) else {
+        let Some(block) = self.blocks.get(self.shared).filter(|_| self.restored) else {
             return Ok(false);
         };
+        if !block.is_filled()? {
+            return Ok(false);
+        }
         let handle = block.share()?;
         let index = u32::try_from(self.shared).map_err(|_| ClientError::Order)?;
         let told = self.tell(FromVault::Block { index }, Some(&handle))?;

@@ -15,6 +15,9 @@ use libloading::Library;
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
 const POSIX_DESCRIPTOR: u32 = 1;
 
+/// `CU_DEVICE_ATTRIBUTE_COMPUTE_MODE`.
+const COMPUTE_MODE: i32 = 20;
+
 /// What the driver did not do.
 #[derive(Debug, thiserror::Error)]
 pub enum CudaError {
@@ -38,12 +41,19 @@ pub enum CudaError {
     /// The device is not there.
     #[error("no device has the UUID {0}")]
     NoDevice(String),
+    /// Whoever has left could not come back beside a vault.
+    #[error("the GPU takes one process at a time (compute mode {0})")]
+    Exclusive(i32),
 }
 
 impl CudaError {
-    /// Whether there was no memory for it now.
-    pub fn is_out_of_memory(&self) -> bool {
-        matches!(self, CudaError::Call { code: result::OUT_OF_MEMORY, .. })
+    /// Whether the next one may fare better: there was no memory, or a container's own memory was
+    /// refused. After anything else the context may be of no use any more.
+    pub fn is_passing(&self) -> bool {
+        const ALREADY_REGISTERED: u32 = 712;
+        const PASSING: [u32; 3] =
+            [result::OUT_OF_MEMORY, result::INVALID_VALUE, ALREADY_REGISTERED];
+        matches!(self, CudaError::Call { code, .. } if PASSING.contains(code))
     }
 }
 
@@ -92,7 +102,10 @@ functions! {
     host_unregister = b"cuMemHostUnregister\0" (*mut c_void);
     copy_in = b"cuMemcpyHtoDAsync_v2\0" (u64, *const c_void, usize, *mut c_void);
     stream_create = b"cuStreamCreate\0" (*mut *mut c_void, u32);
-    stream_query = b"cuStreamQuery\0" (*mut c_void);
+    event_create = b"cuEventCreate\0" (*mut *mut c_void, u32);
+    event_record = b"cuEventRecord\0" (*mut c_void, *mut c_void);
+    event_query = b"cuEventQuery\0" (*mut c_void);
+    event_destroy = b"cuEventDestroy_v2\0" (*mut c_void);
     stream_synchronize = b"cuStreamSynchronize\0" (*mut c_void);
     stream_destroy = b"cuStreamDestroy_v2\0" (*mut c_void);
 }
@@ -134,6 +147,11 @@ impl Cuda {
             if !names(uuid, &raw) {
                 continue;
             }
+            let mut mode = 0;
+            call!(functions, device_attribute(&raw mut mode, COMPUTE_MODE, device))?;
+            if mode != 0 {
+                return Err(CudaError::Exclusive(mode));
+            }
             let attribute = device_attribute::RDMA_WITH_VIRTUAL_MEMORY;
             let _ = call!(functions, device_attribute(&raw mut rdma, attribute, device));
             let mut context = 0;
@@ -161,9 +179,12 @@ impl Cuda {
 
     /// Gets hold of host memory, so that the device copies at the speed of the bus.
     ///
+    /// # Safety
+    /// The range must be mapped, and stay so until [`Self::unregister`].
+    ///
     /// # Errors
     /// [`CudaError`]
-    pub fn register(&self, start: *mut c_void, bytes: usize) -> Result<(), CudaError> {
+    pub unsafe fn register(&self, start: *mut c_void, bytes: usize) -> Result<(), CudaError> {
         const PORTABLE: u32 = 1;
         call!(self.functions, host_register(start, bytes, PORTABLE))
     }
@@ -191,6 +212,8 @@ pub struct Block {
     handle: u64,
     address: u64,
     bytes: usize,
+    /// Happens when it is filled.
+    filled: *mut c_void,
 }
 
 impl Block {
@@ -207,9 +230,17 @@ impl Block {
             gpu_direct_rdma: u8::from(rdma && cuda.rdma),
             ..MemAllocationProp::default()
         };
+        const WITHOUT_TIMING: u32 = 2;
         let size = bytes as usize;
-        let mut block = Block { cuda: Rc::clone(cuda), handle: 0, address: 0, bytes: 0 };
+        let mut block = Block {
+            cuda: Rc::clone(cuda),
+            handle: 0,
+            address: 0,
+            bytes: 0,
+            filled: std::ptr::null_mut(),
+        };
         let functions = &cuda.functions;
+        call!(functions, event_create(&raw mut block.filled, WITHOUT_TIMING))?;
         call!(functions, mem_create(&raw mut block.handle, size, &raw const property, 0))?;
         call!(functions, mem_address_reserve(&raw mut block.address, size, 0, 0, 0))?;
         call!(functions, mem_map(block.address, size, 0, block.handle, 0))?;
@@ -222,6 +253,18 @@ impl Block {
         };
         call!(functions, mem_set_access(block.address, size, &raw const access, 1))?;
         Ok(block)
+    }
+
+    /// Whether its copies have ended.
+    ///
+    /// # Errors
+    /// [`CudaError`]: one has failed.
+    pub fn is_filled(&self) -> Result<bool, CudaError> {
+        match call!(self.cuda.functions, event_query(self.filled)) {
+            Ok(()) => Ok(true),
+            Err(CudaError::Call { code: result::NOT_READY, .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 
     /// What another process imports it by.
@@ -240,6 +283,9 @@ impl Drop for Block {
     fn drop(&mut self) {
         let functions = &self.cuda.functions;
         // What cannot be undone ends with the process.
+        if !self.filled.is_null() {
+            let _ = call!(functions, event_destroy(self.filled));
+        }
         if self.bytes > 0 {
             let _ = call!(functions, mem_unmap(self.address, self.bytes));
         }
@@ -271,12 +317,14 @@ impl Copies {
         Ok(Copies { cuda: Rc::clone(cuda), stream })
     }
 
-    /// Begins one, from host memory that must live, registered, until [`Self::are_done`] or the
-    /// drop of this; `offset` is the place in the block.
+    /// Begins one, into a place in a block.
+    ///
+    /// # Safety
+    /// `from` must be registered and stay so until the drop of this, as must the block.
     ///
     /// # Errors
     /// [`CudaError`]
-    pub fn copy(
+    pub unsafe fn copy(
         &mut self,
         from: *const c_void,
         bytes: usize,
@@ -287,16 +335,12 @@ impl Copies {
         call!(self.cuda.functions, copy_in(address, from, bytes, self.stream))
     }
 
-    /// Whether all have ended.
+    /// All of a block's have begun: [`Block::is_filled`] tells of their end.
     ///
     /// # Errors
-    /// [`CudaError`]: one has failed.
-    pub fn are_done(&self) -> Result<bool, CudaError> {
-        match call!(self.cuda.functions, stream_query(self.stream)) {
-            Ok(()) => Ok(true),
-            Err(CudaError::Call { code: result::NOT_READY, .. }) => Ok(false),
-            Err(error) => Err(error),
-        }
+    /// [`CudaError`]
+    pub fn all_of(&mut self, block: &Block) -> Result<(), CudaError> {
+        call!(self.cuda.functions, event_record(block.filled, self.stream))
     }
 }
 

@@ -7,12 +7,13 @@ use rustix::{
     mm::{MapFlags, ProtFlags},
 };
 
-use crate::cuda::{Cuda, CudaError};
+use crate::cuda::{Block, Copies, Cuda, CudaError};
 
 /// So much is registered at a time, and copied: a few milliseconds.
-pub const CHUNK_BYTES: usize = 128 << 20;
+const CHUNK_BYTES: usize = 128 << 20;
+const PAGE_BYTES: usize = 4096;
 
-/// Why a file is not mapped.
+/// Why a file is not mapped, or not registered.
 #[derive(Debug, thiserror::Error)]
 pub enum RegionError {
     /// The system's word.
@@ -29,6 +30,12 @@ pub enum RegionError {
         /// What it should.
         wanted: u64,
     },
+    /// Whoever registers pages that are not there makes them, and pays for them.
+    #[error("pages of the memory file are missing")]
+    Missing,
+    /// The driver.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
 }
 
 /// The mapping. The memory is the process's, and its container's to pay.
@@ -46,17 +53,13 @@ impl Region {
     /// # Errors
     /// [`RegionError`]
     pub fn map(cuda: &Rc<Cuda>, file: &OwnedFd, bytes: u64) -> Result<Region, RegionError> {
-        const BLOCK_BYTES: u64 = 512;
         let io = io::Error::from;
         let seals = rustix::fs::fcntl_get_seals(file).map_err(io)?;
-        if !seals.contains(SealFlags::SHRINK) {
+        if !seals.contains(SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL) {
             return Err(RegionError::NotSealed);
         }
         let stat = rustix::fs::fstat(file).map_err(io)?;
-        let size = u64::try_from(stat.st_size).unwrap_or(0);
-        // Pages that are missing would be made, and paid for, by whoever registers them.
-        let there = u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(BLOCK_BYTES);
-        let has = size.min(there);
+        let has = u64::try_from(stat.st_size).unwrap_or(0);
         if has < bytes || bytes == 0 {
             return Err(RegionError::TooSmall { has, wanted: bytes });
         }
@@ -81,43 +84,84 @@ impl Region {
         self.bytes
     }
 
-    /// The address of an offset.
-    pub fn at(&self, offset: usize) -> *mut c_void {
+    fn at(&self, offset: usize) -> *mut c_void {
         self.start.as_ptr().wrapping_byte_add(offset)
     }
 
     /// Registers the next chunk. False: all are.
     ///
     /// # Errors
-    /// [`CudaError`]
-    pub fn register_next(&mut self) -> Result<bool, CudaError> {
+    /// [`RegionError`]
+    pub fn register_next(&mut self) -> Result<bool, RegionError> {
         let bytes = CHUNK_BYTES.min(self.bytes - self.registered);
         if bytes == 0 {
             return Ok(false);
         }
-        self.cuda.register(self.at(self.registered), bytes)?;
+        if !self.is_there(self.registered, bytes)? {
+            return Err(RegionError::Missing);
+        }
+        // SAFETY: mapped until the drop, which unregisters it before.
+        unsafe { self.cuda.register(self.at(self.registered), bytes)? };
         self.registered += bytes;
         Ok(true)
     }
-}
 
-impl Region {
+    /// Whether a part has all its pages.
+    fn is_there(&self, offset: usize, bytes: usize) -> io::Result<bool> {
+        let mut pages = vec![0_u8; bytes.div_ceil(PAGE_BYTES)];
+        // SAFETY: a part of the mapping; a byte for each of its pages.
+        let done = unsafe { libc::mincore(self.at(offset), bytes, pages.as_mut_ptr()) };
+        match done {
+            0 => Ok(pages.iter().all(|page| page & 1 == 1)),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// Begins to fill a block from an offset on.
+    ///
+    /// # Errors
+    /// [`CudaError`]
+    pub fn fill(
+        &self,
+        offset: usize,
+        block: &Block,
+        bytes: usize,
+        copies: &mut Copies,
+    ) -> Result<(), CudaError> {
+        let mut done = 0;
+        while done < bytes {
+            let from = offset + done;
+            // A copy that crosses into another registration is refused.
+            let part = (bytes - done).min(CHUNK_BYTES - from % CHUNK_BYTES);
+            // SAFETY: all of it is registered; whoever has this drops the copies first.
+            unsafe { copies.copy(self.at(from).cast_const(), part, block, done)? };
+            done += part;
+        }
+        copies.all_of(block)
+    }
+
     /// Lets go of the last chunk that is registered. False: none is.
-    pub fn unregister_last(&mut self) -> bool {
+    ///
+    /// # Errors
+    /// [`CudaError`]: the driver may have hold of it still. The process should end.
+    pub fn unregister_last(&mut self) -> Result<bool, CudaError> {
         if self.registered == 0 {
-            return false;
+            return Ok(false);
         }
         let offset = (self.registered - 1) / CHUNK_BYTES * CHUNK_BYTES;
+        self.cuda.unregister(self.at(offset))?;
         self.registered = offset;
-        // What cannot be let go of ends with the process.
-        let _ = self.cuda.unregister(self.at(offset));
-        true
+        Ok(true)
     }
 }
 
 impl Drop for Region {
     fn drop(&mut self) {
-        while self.unregister_last() {}
+        while matches!(self.unregister_last(), Ok(true)) {}
+        if self.registered > 0 {
+            // At these addresses another's memory would be taken for what the driver knows there.
+            return;
+        }
         // SAFETY: mapped by this, and no copy of it is in progress: those are dropped before.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr(), self.bytes) };
     }

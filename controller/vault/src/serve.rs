@@ -41,6 +41,9 @@ pub enum VaultError {
     /// What came on it.
     #[error("the controller said something else than an order")]
     Frame(#[from] FrameError),
+    /// The driver refused in a way that does not pass.
+    #[error("the context is of no use any more")]
+    Broken(#[source] Box<dyn std::error::Error>),
 }
 
 /// Serves until the controller hangs up. `uuid` is the GPU's, as NVML writes it.
@@ -52,15 +55,16 @@ pub fn run(controller: &OwnedFd, library: &str, uuid: &str) -> Result<(), VaultE
         .map_err(|source| VaultError::Cuda { uuid: uuid.to_owned(), source })?;
     socket::send(controller, &VaultReport::Ready.encode(), None)?;
     tracing::info!(gpu = uuid, "vault is ready");
-    let mut vault = Vault { controller, cuda, clients: Vec::new(), leaving: Vec::new() };
+    let mut vault =
+        Vault { controller, cuda, clients: Vec::new(), leaving: Vec::new(), held: false };
     let mut step = Step::Nothing;
     loop {
         vault.wait(step)?;
         if !vault.hear_controller()? {
             return Ok(());
         }
-        vault.hear_clients();
-        step = vault.work();
+        vault.hear_clients()?;
+        step = vault.work()?;
     }
 }
 
@@ -70,6 +74,8 @@ struct Vault<'a> {
     clients: Vec<Client>,
     /// Of those that are gone, while nobody is waited for: the driver does one thing at a time.
     leaving: Vec<Region>,
+    /// Nothing that takes VRAM may begin.
+    held: bool,
 }
 
 impl Vault<'_> {
@@ -81,6 +87,7 @@ impl Vault<'_> {
         let at_most = match step {
             Step::More => Some(Timespec { tv_sec: 0, tv_nsec: 0 }),
             Step::Soon => Some(Timespec { tv_sec: 0, tv_nsec: SOON_NS }),
+            Step::Later => Some(Timespec { tv_sec: 1, tv_nsec: 0 }),
             Step::Nothing => None,
         };
         match rustix::event::poll(&mut polled, at_most.as_ref()) {
@@ -100,61 +107,78 @@ impl Vault<'_> {
             };
             match VaultOrder::decode(&frame)? {
                 VaultOrder::Attach { process, most_bytes } => {
-                    self.end(|client| client.process() == process);
+                    // The controller knows already that the old one is over.
+                    let old = |client: &Client| client.process() == process;
+                    let old: Vec<Client> =
+                        self.clients.extract_if(.., |client| old(client)).collect();
+                    self.leaving.extend(old.into_iter().filter_map(Client::into_region));
                     if let Some(socket) = descriptor {
                         self.clients.push(Client::new(&self.cuda, socket, process, most_bytes));
                     }
                 }
                 VaultOrder::Fill { process } => {
                     // What it has said already counts.
-                    self.hear_clients();
+                    self.hear_clients()?;
                     self.each(|client| match client.process() == process {
-                        true => client.fill(),
+                        true => client.grant(),
                         false => Ok(()),
-                    });
+                    })?;
                 }
+                VaultOrder::Hold { on } => self.held = on,
             }
         }
     }
 
-    fn hear_clients(&mut self) {
-        self.each(Client::hear);
+    fn hear_clients(&mut self) -> Result<(), VaultError> {
+        self.each(Client::hear)
     }
 
     /// Does something with each; who makes it impossible is hung up on.
-    fn each(&mut self, mut body: impl FnMut(&mut Client) -> Result<(), ClientError>) {
+    fn each(
+        &mut self,
+        mut body: impl FnMut(&mut Client) -> Result<(), ClientError>,
+    ) -> Result<(), VaultError> {
         let mut over = Vec::new();
         for client in &mut self.clients {
             if let Err(error) = body(client) {
                 note(client.process(), &error);
                 over.push(client.process());
+                pass(error)?;
             }
         }
         self.end(|client| over.contains(&client.process()));
+        Ok(())
     }
 
     fn end(&mut self, which: impl Fn(&Client) -> bool) {
-        for client in self.clients.extract_if(.., |client| which(client)).collect::<Vec<_>>() {
+        let ended: Vec<Client> = self.clients.extract_if(.., |client| which(client)).collect();
+        let some = !ended.is_empty();
+        for client in ended {
             let process = client.process();
             self.leaving.extend(client.into_region());
             self.report(VaultReport::Left { process });
         }
-        if self.leaving.is_empty() {
+        if some && self.leaving.is_empty() {
             self.report(VaultReport::LetGo);
         }
     }
 
     /// A little for everybody who is waited for; else one thing for one of the others.
-    fn work(&mut self) -> Step {
+    fn work(&mut self) -> Result<Step, VaultError> {
         let urgent = self.clients.iter().any(Client::is_urgent);
+        let held = self.held;
         let (mut most, mut over, mut reports) = (Step::Nothing, Vec::new(), Vec::new());
         for client in self.clients.iter_mut().filter(|client| client.is_urgent() == urgent) {
+            if held && client.is_registering() {
+                continue;
+            }
             match client.step() {
                 Ok((step, report)) => {
                     reports.extend(report);
                     most = match (most, step) {
                         (Step::More, _) | (_, Step::More) => Step::More,
                         (Step::Soon, _) | (_, Step::Soon) => Step::Soon,
+                        (Step::Later, _) | (_, Step::Later) => Step::Later,
                         _ => Step::Nothing,
                     };
                     if !urgent && step == Step::More {
@@ -164,6 +188,7 @@ impl Vault<'_> {
                 Err(error) => {
                     note(client.process(), &error);
                     over.push(client.process());
+                    pass(error)?;
                 }
             }
         }
@@ -171,25 +196,31 @@ impl Vault<'_> {
             self.report(report);
         }
         self.end(|client| over.contains(&client.process()));
-        if most == Step::Nothing
-            && let Some(region) = self.leaving.last_mut()
-        {
-            if !region.unregister_last() {
+        let free = !urgent && most != Step::More;
+        if free && let Some(region) = self.leaving.last_mut() {
+            let more = region.unregister_last();
+            if !more.map_err(|error| VaultError::Broken(error.into()))? {
                 self.leaving.pop();
                 if self.leaving.is_empty() {
                     self.report(VaultReport::LetGo);
                 }
             }
-            return Step::More;
+            return Ok(Step::More);
         }
         // Those that were not urgent have their turn when nobody is any more.
-        if urgent && most == Step::Nothing { Step::More } else { most }
+        let over = urgent && matches!(most, Step::Nothing | Step::Later);
+        Ok(if over { Step::More } else { most })
     }
 
     /// A controller that does not listen hangs up before long.
     fn report(&self, report: VaultReport) {
         let _ = socket::send(self.controller, &report.encode(), None);
     }
+}
+
+/// An error of one process is no reason to end, unless the next would fare no better.
+fn pass(error: ClientError) -> Result<(), VaultError> {
+    if error.is_fatal() { Err(VaultError::Broken(error.into())) } else { Ok(()) }
 }
 
 fn note(process: u64, error: &ClientError) {

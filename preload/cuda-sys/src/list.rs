@@ -168,8 +168,8 @@ macro_rules! hooked_functions {
                 cuStreamGetCtx_ptsz cuStreamGetCtx_v2 cuStreamGetCtx_v2_ptsz cuStreamGetDevResource
                 cuStreamGetDevResource_ptsz cuStreamGetDevice cuStreamGetDevice_ptsz
                 cuStreamGetFlags cuStreamGetFlags_ptsz cuStreamGetGreenCtx cuStreamGetId
-                cuStreamGetId_ptsz cuStreamGetPriority cuStreamGetPriority_ptsz cuStreamIsCapturing
-                cuStreamIsCapturing_ptsz cuStreamSetAttribute cuStreamSetAttribute_ptsz
+                cuStreamGetId_ptsz cuStreamGetPriority cuStreamGetPriority_ptsz
+                cuStreamSetAttribute cuStreamSetAttribute_ptsz
                 cuStreamSynchronize cuStreamSynchronize_ptsz cuStreamUpdateCaptureDependencies
                 cuStreamUpdateCaptureDependencies_ptsz cuStreamUpdateCaptureDependencies_v2
                 cuStreamUpdateCaptureDependencies_v2_ptsz cuStreamWaitEvent cuStreamWaitEvent_ptsz

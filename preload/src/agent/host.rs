@@ -136,6 +136,14 @@ impl Host for Own {
         carry::let_go_of_parked(vram_bytes);
     }
 
+    fn announce_restore(&mut self) {
+        carry::vault::announce();
+    }
+
+    fn leave_vault(&mut self) {
+        carry::vault::hang_up();
+    }
+
     fn holds_imported(&mut self) -> bool {
         carry::holds_imported()
     }

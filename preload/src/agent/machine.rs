@@ -84,6 +84,10 @@ pub trait Host {
     /// Takes the host memory that it is parked in out of the driver's hands; a vault may get
     /// it into its own. `vram_bytes`: all that the process holds on its device when it is home.
     fn let_go_of_parked(&mut self, vram_bytes: u64);
+    /// Tells a vault that the driver restores the process from now on.
+    fn announce_restore(&mut self);
+    /// Leaves the vault, if there is a way to one.
+    fn leave_vault(&mut self);
     /// Whether it has hold of device memory that another process has made: the driver would
     /// checkpoint it, and then not restore it.
     fn holds_imported(&mut self) -> bool;
@@ -173,7 +177,13 @@ impl Machine {
                 self.vram_bytes = vram_bytes;
                 self.checkpoint(host)
             }
-            Action::Restore => self.restore(host),
+            Action::Restore => {
+                let ended = self.restore(host);
+                if ended.0 != Outcome::Done {
+                    host.leave_vault();
+                }
+                ended
+            }
             Action::Unlock => self.unlock(host),
             Action::HoldAllocations { deadline_ms } => self.hold_allocations(host, deadline_ms),
             Action::ReleaseAllocations => {
@@ -200,6 +210,8 @@ impl Machine {
     }
 
     fn go_home(&mut self, host: &mut impl Host) -> bool {
+        // What a vault has made for this process would look like somebody else's.
+        host.leave_vault();
         self.release_allocations(host);
         self.observe(host);
         loop {
@@ -226,6 +238,7 @@ impl Machine {
     }
 
     fn open(&mut self, host: &mut impl Host) {
+        host.leave_vault();
         self.enter(host, Phase::Open);
         host.set_gate(if self.allocations_held { Gate::AllocationsHeld } else { Gate::Open });
     }
@@ -313,6 +326,7 @@ impl Machine {
     fn restore(&mut self, host: &mut impl Host) -> Ended {
         if self.phase == Phase::Away {
             let call = DriverCall::Restore;
+            host.announce_restore();
             let ended = self.step(host, call, Phase::Restoring, Phase::Locked);
             if ended.0 != Outcome::Done || !host.is_parked() {
                 return ended;

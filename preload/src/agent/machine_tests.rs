@@ -21,6 +21,8 @@ struct Fake {
     let_go: bool,
     /// Memory of another's making that is not parked.
     imported: bool,
+    /// A vault fills.
+    with_vault: bool,
     /// What the next copy fails with.
     copy_fails: Option<u32>,
 }
@@ -44,6 +46,7 @@ impl Fake {
             parked: false,
             let_go: false,
             imported: false,
+            with_vault: false,
             copy_fails: None,
         }
     }
@@ -117,6 +120,13 @@ impl Host for Fake {
     fn let_go_of_parked(&mut self, _: u64) {
         assert_eq!(self.state, process_state::RUNNING);
         self.let_go = true;
+    }
+    fn announce_restore(&mut self) {
+        assert_eq!(self.state, process_state::CHECKPOINTED);
+        self.with_vault = true;
+    }
+    fn leave_vault(&mut self) {
+        self.with_vault = false;
     }
     fn holds_imported(&mut self) -> bool {
         self.imported

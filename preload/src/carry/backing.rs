@@ -92,11 +92,17 @@ pub(super) fn map(piece: &Piece, handle: u64) -> Result<(), u32> {
 
 /// Undoes [`back`]. False: it is mapped still.
 pub(super) fn unback(piece: &Piece) -> bool {
-    if call!(mem_unmap(piece.address, piece.bytes as usize)) != result::SUCCESS {
-        return false;
+    let unmapped = call!(mem_unmap(piece.address, piece.bytes as usize)) == result::SUCCESS;
+    let released = unmapped && call!(mem_release(piece.handle)) == result::SUCCESS;
+    if piece.imported && !released {
+        strays();
     }
-    call!(mem_release(piece.handle));
-    true
+    unmapped
+}
+
+/// Memory of a vault's making may be held from now on by something that nothing here knows of.
+pub(super) fn strays() {
+    CARRY.strayed.store(1, Ordering::Release);
 }
 
 /// Gives the device itself access, and those that the application has made its peers.

@@ -87,6 +87,8 @@ pub enum Released {
     Lives,
     /// It was the last hold: the driver is to release this handle.
     Last(u64),
+    /// The same, and memory of a vault's making may be held elsewhere.
+    Strays(u64),
 }
 
 /// All of them. Zero is none.
@@ -166,11 +168,12 @@ impl Blocks {
     /// Forgets a block that nobody has hold of any more.
     fn bury(&mut self, name: u64) -> Released {
         let dead = |block: &&mut Block| block.references == 0 && block.mappings == 0;
-        match self.blocks.at(name).filter(dead).map(|block| block.piece.handle) {
-            Some(handle) => {
+        match self.blocks.at(name).filter(dead).map(|block| block.piece) {
+            Some(piece) => {
                 self.change(name, |block| block.piece.address = 0);
                 self.blocks.remove_at(name);
-                Released::Last(handle)
+                let strays = piece.may_stray();
+                if strays { Released::Strays(piece.handle) } else { Released::Last(piece.handle) }
             }
             None => Released::Lives,
         }

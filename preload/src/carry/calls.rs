@@ -7,7 +7,7 @@ use core::sync::atomic::Ordering;
 use affinode_cuda_sys::{pointer_attribute, result};
 use affinode_proto::wire::Notes;
 
-use super::backing::{back, give_access, is_able, property_on, unback};
+use super::backing::{back, give_access, is_able, property_on, strays, unback};
 use super::contexts::{
     ctx_destroy, current_context, in_context, primary_release, primary_reset, wait_for_work,
 };
@@ -175,6 +175,9 @@ unsafe extern "C" fn mem_free(address: u64) -> u32 {
 
 /// Gives back what was taken for an allocation that is in the table no more.
 pub(super) fn release(piece: &Piece) {
+    if piece.may_stray() {
+        strays();
+    }
     if piece.place != Place::Pool {
         unback(piece);
     }

@@ -63,6 +63,8 @@ struct Carry {
     wanted: AtomicU32,
     /// 1 once a context was made of a part of a device.
     green: AtomicU32,
+    /// 1 once memory of a vault's making may be held by something that is not in the tables.
+    strayed: AtomicU32,
     table_lock: Lock,
     tables: UnsafeCell<Tables>,
     /// Held while the application's own blocks change, in the driver and here.
@@ -84,6 +86,7 @@ static CARRY: Carry = Carry {
     in_use: AtomicU32::new(0),
     wanted: AtomicU32::new(0),
     green: AtomicU32::new(0),
+    strayed: AtomicU32::new(0),
     table_lock: Lock::new(),
     tables: UnsafeCell::new(Tables::empty()),
     vmm_lock: Lock::new(),

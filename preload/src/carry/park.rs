@@ -20,7 +20,7 @@ use super::contexts::in_context;
 use super::driver::call;
 use super::pool::{CHUNK_BYTES, Pool};
 use super::table::{Id, Piece, Place};
-use super::{driver, is_in_use, tables, vault, with_pool};
+use super::{CARRY, driver, is_in_use, tables, vault, with_pool};
 use crate::process;
 
 /// Most contexts whose memory is copied. A process with more cannot be parked: the controller
@@ -111,7 +111,9 @@ pub(super) fn note(id: Id, handle: u64, place: Place) {
 /// Whether anything on the device is of a vault's making.
 pub fn holds_imported() -> bool {
     let is_imported = |piece: &Piece| piece.imported && piece.place != Place::Pool;
-    is_in_use() && tables(|tables| tables.next(Id::FIRST, is_imported).is_some())
+    is_in_use()
+        && (CARRY.strayed.load(Ordering::Acquire) == 1
+            || tables(|tables| tables.next(Id::FIRST, is_imported).is_some()))
 }
 
 /// Begins to copy a piece that is on the device out, or one that is mapped in.
@@ -145,8 +147,7 @@ fn as_result(code: u32) -> Result<(), u32> {
 /// All is copied: gives the physical memory back. What cannot be unmapped stays.
 fn give_back() {
     each(Piece::leaves, |id, piece| {
-        if call!(mem_unmap(piece.address, piece.bytes as usize)) == result::SUCCESS {
-            call!(mem_release(piece.handle));
+        if unback(piece) {
             note(id, 0, Place::Pool);
         }
         result::SUCCESS

@@ -214,34 +214,41 @@ impl Pool {
         self.registered.clear();
         FILLING.resident.clear();
         if self.start != 0 {
-            // SAFETY: mapped here, and nothing is in the pool.
+            // SAFETY: mapped here, and nothing is in the pool. A file's pages would live on with
+            // a descriptor in a forked child.
+            unsafe { sys::discard(self.start as *mut u8, self.bytes, self.of_file == 1) };
+            // SAFETY: as above.
             unsafe { sys::unmap_private(self.start as *mut u8, self.bytes) };
         }
         owned::POOL.close();
         self.start = (mapped as usize).next_multiple_of(HUGE_PAGE_BYTES);
         self.bytes = bytes;
-        self.of_file = usize::from(shared && self.make_file());
+        self.of_file = 0;
+        if shared && let Some(file) = self.make_file() {
+            // SAFETY: just mapped, and nobody knows it yet.
+            if !unsafe { sys::map_over(self.start as *mut u8, bytes, file) } {
+                // What is there now is not known: none of it is used.
+                owned::POOL.close();
+                // SAFETY: as above.
+                unsafe { sys::unmap_private(mapped, bytes + HUGE_PAGE_BYTES) };
+                (self.start, self.bytes) = (0, 0);
+                return false;
+            }
+            self.of_file = 1;
+        }
         sys::prefer_huge_pages(self.start as *mut u8, bytes);
         true
     }
 
-    /// A file of a size that nobody changes any more, in the place of the memory just mapped.
-    fn make_file(&self) -> bool {
-        let Ok(fd) = sys::memory_file(c"affinode-parked", self.bytes) else {
-            return false;
-        };
-        let fd = sys::lift(fd);
-        let Some(owned) = Owned::note(fd).filter(|_| sys::seal_size(fd).is_ok()) else {
-            sys::close(fd);
-            return false;
-        };
-        // SAFETY: just mapped, and nobody knows it yet.
-        if !unsafe { sys::map_over(self.start as *mut u8, self.bytes, fd) } {
-            sys::close(fd);
-            return false;
+    /// A file for the memory, of a size that nobody changes any more.
+    fn make_file(&self) -> Option<i32> {
+        let fd = sys::lift(sys::memory_file(c"affinode-parked", self.bytes).ok()?);
+        let owned = Owned::note(fd).filter(|_| sys::seal_size(fd).is_ok());
+        match owned {
+            Some(owned) => owned::POOL.set(owned),
+            None => sys::close(fd),
         }
-        owned::POOL.set(owned);
-        true
+        owned.map(|_| fd)
     }
 
     fn chunks(&self) -> usize {

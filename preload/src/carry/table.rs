@@ -50,6 +50,12 @@ impl Piece {
         !self.stays && self.address != 0 && self.context != 0
     }
 
+    /// Whether its memory, once it is not known here any more, may still be held: it is of a
+    /// vault's making, and was made to stay by a call that takes a hold of its own.
+    pub fn may_stray(&self) -> bool {
+        self.imported && self.stays && self.place != Place::Pool
+    }
+
     /// Whether it leaves the device when the rest does.
     pub fn leaves(&self) -> bool {
         self.is_carried() && self.place == Place::Device

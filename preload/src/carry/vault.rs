@@ -3,6 +3,7 @@
 //!
 //! ```text
 //! offer: parked, about to be checkpointed ──> the pool's file and the list of pieces, to the vault
+//! announce: about to be restored, so that the vault begins
 //! take:  restored ──> Begin? ──> each Block: import, map ──> Filled ──> on the device
 //!                        │ anything else, or too late
 //!                        └──> what came is unmapped and released, the vault hung up on: the pool
@@ -38,7 +39,7 @@ const BYTES_A_MS: u64 = 2_000_000;
 
 /// The controller has sent a way to a vault.
 pub fn meet(socket: Option<Descriptor>) {
-    owned::VAULT.close();
+    hang_up();
     if let Some(socket) = socket {
         match Owned::note(socket.number()) {
             Some(owned) => {
@@ -50,39 +51,55 @@ pub fn meet(socket: Option<Descriptor>) {
     }
 }
 
+/// Leaves the vault, which lets go of everything then. What was on its way here is let go of,
+/// too: a shareable handle keeps its memory for as long as it is anywhere.
+pub fn hang_up() {
+    if let Some(vault) = owned::VAULT.get() {
+        // A forked child may have the socket as well.
+        sys::shut_down(vault);
+        while receive(0).is_some() {}
+    }
+    owned::VAULT.close();
+}
+
 /// Hands what is parked over, where a vault can bring it home faster. Otherwise it is hung up on.
 pub fn offer(pool: &Pool, vram_bytes: u64) {
-    if owned::VAULT.get().is_some_and(|vault| send_all(vault, pool, vram_bytes).is_none()) {
-        owned::VAULT.close();
+    if owned::VAULT.get().is_some() && send_all(pool, vram_bytes).is_none() {
+        hang_up();
     }
 }
 
-fn send_all(vault: i32, pool: &Pool, vram_bytes: u64) -> Option<()> {
+/// The driver restores the process from now on.
+pub fn announce() {
+    send(ToVault::Restoring, None);
+}
+
+/// Each time it is made sure anew that the number means our socket.
+fn send(message: ToVault, descriptor: Option<i32>) -> Option<()> {
+    sys::send(owned::VAULT.get()?, &message.encode(), descriptor).ok().map(drop)
+}
+
+fn send_all(pool: &Pool, vram_bytes: u64) -> Option<()> {
     let (file, _) = pool.file()?;
     let (pieces, bytes, device) = summary()?;
     let mut uuid = [0; 16];
     (call!(device_get_uuid(&raw mut uuid, device)) == result::SUCCESS).then_some(())?;
     let rest_bytes = vram_bytes.saturating_sub(bytes);
-    let parked = ToVault::Parked { bytes, rest_bytes, pieces, uuid };
-    sys::send(vault, &parked.encode(), Some(file)).ok()?;
+    send(ToVault::Parked { bytes, rest_bytes, pieces, uuid }, Some(file))?;
     let (mut many, mut words) = (0, [0; PIECES_A_FRAME]);
     let mut next = Id::FIRST;
     while let Some((id, piece)) = tables(|tables| tables.next(next, is_off).map(|(id, p)| (id, *p)))
     {
         next = id.next();
         if many == PIECES_A_FRAME {
-            sys::send(vault, &frame(many, words), None).ok()?;
+            send(ToVault::Pieces { many: many as u32, words }, None)?;
             many = 0;
         }
         let rdma = piece.property.gpu_direct_rdma == 1;
         *words.get_mut(many)? = Wire { bytes: piece.bytes, rdma }.word()?;
         many += 1;
     }
-    sys::send(vault, &frame(many, words), None).ok().map(drop)
-}
-
-fn frame(many: usize, words: [u32; PIECES_A_FRAME]) -> [u8; FRAME_BYTES] {
-    ToVault::Pieces { many: many as u32, words }.encode()
+    send(ToVault::Pieces { many: many as u32, words }, None)
 }
 
 fn is_off(piece: &Piece) -> bool {
@@ -124,11 +141,11 @@ fn summary() -> Option<(u32, u64, i32)> {
 
 /// Takes everything home from the vault. False: nothing came, and everything is parked as before.
 pub fn take() -> bool {
-    let Some(vault) = owned::VAULT.get() else {
+    if owned::VAULT.get().is_none() {
         return false;
-    };
-    let all = take_all(vault).is_some();
-    owned::VAULT.close();
+    }
+    let all = take_all().is_some();
+    hang_up();
     let mapped = |piece: &Piece| piece.place == Place::Mapped;
     each(mapped, |id, piece| {
         if all {
@@ -141,21 +158,21 @@ pub fn take() -> bool {
     all
 }
 
-fn take_all(vault: i32) -> Option<()> {
-    sys::send(vault, &ToVault::Restored.encode(), None).ok()?;
-    let FromVault::Begin = receive(vault, BEGIN_WITHIN_MS)?.0 else {
+fn take_all() -> Option<()> {
+    send(ToVault::Restored, None)?;
+    let FromVault::Begin = receive(BEGIN_WITHIN_MS)?.0 else {
         return None;
     };
-    let (mut next, mut index, mut bytes) = (Id::FIRST, 0, 0);
+    let (mut next, mut index) = (Id::FIRST, 0);
     loop {
         let piece = tables(|tables| tables.next(next, is_off).map(|(id, piece)| (id, *piece)));
-        let within_ms = if piece.is_some() { BLOCK_WITHIN_MS } else { bytes / BYTES_A_MS };
-        match (receive(vault, BLOCK_WITHIN_MS + within_ms)?, piece) {
+        let bytes = piece.map_or(0, |(_, piece)| piece.bytes);
+        match (receive(BLOCK_WITHIN_MS + bytes / BYTES_A_MS)?, piece) {
             ((FromVault::Block { index: which }, Some(handle)), Some((id, piece)))
                 if which == index =>
             {
                 import(id, &piece, &handle)?;
-                (next, index, bytes) = (id.next(), index + 1, bytes + piece.bytes);
+                (next, index) = (id.next(), index + 1);
             }
             ((FromVault::Filled, None), None) => return Some(()),
             _ => return None,
@@ -163,12 +180,12 @@ fn take_all(vault: i32) -> Option<()> {
     }
 }
 
-fn receive(vault: i32, within_ms: u64) -> Option<(FromVault, Option<Descriptor>)> {
-    if !task::wait_readable(vault, within_ms) {
+fn receive(within_ms: u64) -> Option<(FromVault, Option<Descriptor>)> {
+    if !task::wait_readable(owned::VAULT.get()?, within_ms) {
         return None;
     }
     let mut frame = [0; FRAME_BYTES];
-    match sys::receive(vault, &mut frame) {
+    match sys::receive(owned::VAULT.get()?, &mut frame) {
         Ok((bytes, descriptor)) if bytes == frame.len() => {
             FromVault::decode(&frame).ok().map(|message| (message, descriptor))
         }

@@ -8,7 +8,7 @@ use affinode_cuda_sys::{
     ALLOCATION_PINNED, ArrayMapInfo, LOCATION_DEVICE, MemAccessDesc, MemAllocationProp, result,
 };
 
-use super::backing::is_able;
+use super::backing::{is_able, strays};
 use super::blocks::{Blocks, Handle, Here, Released, is_name};
 use super::contexts::current_context;
 use super::driver::call;
@@ -93,6 +93,10 @@ fn let_go(released: Released) -> u32 {
     match released {
         Released::Lives => result::SUCCESS,
         Released::Last(handle) => call!(mem_release(handle)),
+        Released::Strays(handle) => {
+            strays();
+            call!(mem_release(handle))
+        }
     }
 }
 

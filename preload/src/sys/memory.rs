@@ -49,7 +49,7 @@ pub fn with_scratch<T>(bytes: usize, run: impl FnOnce(*mut u8) -> T) -> Option<T
 }
 
 /// Puts a file, shared, in the place of a part of what [`map_private`] made; a forked child has
-/// neither. False: the part is as it was.
+/// neither. False: what is there now is not known.
 ///
 /// # Safety
 /// Nothing may refer to that part.

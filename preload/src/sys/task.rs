@@ -3,7 +3,7 @@
 use core::arch::asm;
 use core::ffi::{CStr, c_char, c_void};
 
-use super::{CLOEXEC, EINTR, Errno, call, number, plain};
+use super::{CLOEXEC, EINTR, Errno, call, now_us, number, plain};
 
 /// The main function of a task made by [`spawn`].
 pub type TaskMain = unsafe extern "C" fn(*mut c_void) -> i32;
@@ -89,8 +89,14 @@ pub fn wait_readable(fd: i32, timeout_ms: u64) -> bool {
     const POLLIN: u64 = 1;
     // struct pollfd: the descriptor, then two 16-bit sets of events.
     let mut poll = u64::from(fd as u32) | POLLIN << 32;
-    let timeout_ms = timeout_ms.min(i32::MAX as u64) as usize;
-    plain(number::POLL, [&raw mut poll as usize, 1, timeout_ms, 0, 0, 0]).is_ok_and(|n| n > 0)
+    let end_us = now_us().saturating_add(timeout_ms.saturating_mul(1_000));
+    loop {
+        let left_ms = end_us.saturating_sub(now_us()).div_ceil(1_000).min(i32::MAX as u64) as usize;
+        match plain(number::POLL, [&raw mut poll as usize, 1, left_ms, 0, 0, 0]) {
+            Err(EINTR) if left_ms > 0 => {}
+            answer => return answer.is_ok_and(|n| n > 0),
+        }
+    }
 }
 
 /// Reads bytes; 0 at the end.

@@ -7,9 +7,10 @@
 //!   Parked + memory file, Pieces ... ──────>  <─────── Attach + the agent's socket
 //!                                            registers ──── Held ──────────>
 //!   (away)                                   <───────────── Fill ───────────  with the order to restore
-//!                        <────────── Begin    makes, copies
-//!                        <── Block + descriptor, one for each piece
+//!   Restoring ──────────────────────────────>
+//!                        <────────── Begin    has heard both: makes, copies
 //!   Restored ───────────────────────────────>  may use the room that was left for the driver
+//!                        <── Block + descriptor, one for each piece that is filled
 //!                        <────────── Filled ──── Filled ──────────────────>
 //!   hangs up ───────────────────────────────>  lets go of everything ── Left ──>
 //! ```
@@ -77,6 +78,8 @@ pub enum ToVault {
         /// See [`Piece::word`].
         words: [u32; PIECES_A_FRAME],
     },
+    /// The driver is about to restore the rest: the room for all of it is this process's now.
+    Restoring,
     /// The driver has restored the rest.
     Restored,
 }
@@ -86,7 +89,7 @@ pub enum ToVault {
 pub enum FromVault {
     /// The memory is being made and filled.
     Begin,
-    /// The next piece; its shareable handle comes along. Not filled yet.
+    /// The next piece, filled; its shareable handle comes along.
     Block {
         /// Which, from 0.
         index: u32,
@@ -105,10 +108,16 @@ pub enum VaultOrder {
         /// Most that it can have parked.
         most_bytes: u64,
     },
-    /// Its room is granted and proven: fill.
+    /// Its room is granted and proven: fill, once it says that it restores.
     Fill {
         /// Which.
         process: u64,
+    },
+    /// Somebody's room is being proven or taken: nothing that takes VRAM may begin meanwhile, but
+    /// what [`VaultOrder::Fill`] orders.
+    Hold {
+        /// Or it is over.
+        on: bool,
     },
 }
 
@@ -153,7 +162,8 @@ impl ToVault {
             ToVault::Pieces { many, words } => {
                 words.iter().fold(Writer::new(202).u32(many), |writer, word| writer.u32(*word))
             }
-            ToVault::Restored => Writer::new(203),
+            ToVault::Restoring => Writer::new(203),
+            ToVault::Restored => Writer::new(204),
         }
         .frame
     }
@@ -178,7 +188,8 @@ impl ToVault {
                 }
                 Ok(ToVault::Pieces { many, words: core::array::from_fn(|_| r.u32()) })
             }
-            203 => Ok(ToVault::Restored),
+            203 => Ok(ToVault::Restoring),
+            204 => Ok(ToVault::Restored),
             other => Err(FrameError::Kind(other)),
         }
     }
@@ -220,6 +231,7 @@ impl VaultOrder {
                 Writer::new(221).u64(process).u64(most_bytes)
             }
             VaultOrder::Fill { process } => Writer::new(222).u64(process),
+            VaultOrder::Hold { on } => Writer::new(223).u32(u32::from(on)),
         }
         .frame
     }
@@ -233,6 +245,7 @@ impl VaultOrder {
         match kind {
             221 => Ok(VaultOrder::Attach { process: r.u64(), most_bytes: r.u64() }),
             222 => Ok(VaultOrder::Fill { process: r.u64() }),
+            223 => Ok(VaultOrder::Hold { on: r.u32() != 0 }),
             other => Err(FrameError::Kind(other)),
         }
     }
@@ -281,15 +294,17 @@ mod tests {
     fn frames_come_out_as_they_went_in() {
         let parked = ToVault::Parked { bytes: 7, rest_bytes: 8, pieces: 9, uuid: [3; 16] };
         let pieces = ToVault::Pieces { many: 28, words: core::array::from_fn(|n| n as u32 + 1) };
-        for message in [parked, pieces, ToVault::Restored] {
+        for message in [parked, pieces, ToVault::Restoring, ToVault::Restored] {
             assert_eq!(ToVault::decode(&message.encode()), Ok(message));
         }
         for message in [FromVault::Begin, FromVault::Block { index: 5 }, FromVault::Filled] {
             assert_eq!(FromVault::decode(&message.encode()), Ok(message));
         }
-        for order in
-            [VaultOrder::Attach { process: 1, most_bytes: 2 }, VaultOrder::Fill { process: 3 }]
-        {
+        for order in [
+            VaultOrder::Attach { process: 1, most_bytes: 2 },
+            VaultOrder::Fill { process: 3 },
+            VaultOrder::Hold { on: true },
+        ] {
             assert_eq!(VaultOrder::decode(&order.encode()), Ok(order));
         }
         for report in [

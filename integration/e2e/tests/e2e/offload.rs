@@ -39,11 +39,13 @@ on_every_containerd!(
 
 const WORKER_MIB: u64 = 256;
 
-/// Waits until NVML shows the controller so much VRAM in use on the node's GPU.
+/// Waits until NVML shows the controller so much VRAM in use on the node's GPU, beside what a
+/// vault has of its own.
 pub fn wait_vram_used(world: &World, wanted: impl Fn(u64) -> bool) -> Result<u64> {
     let mut last = None;
     until("the VRAM in use to change", || {
-        last = world.cli().ps()?.gpus.first().map(|gpu| gpu.vram_used_bytes);
+        let gpus = world.cli().ps()?.gpus;
+        last = gpus.first().map(|gpu| gpu.vram_used_bytes.saturating_sub(gpu.vault_vram_bytes));
         Ok(last.filter(|used| wanted(*used)))
     })
     .with_context(|| format!("in use were {last:?}"))
