@@ -47,22 +47,42 @@ pub struct Region {
     registered: usize,
 }
 
+/// Whether a file is what it has to be.
+fn check(file: &OwnedFd, bytes: u64) -> Result<(), RegionError> {
+    let io = io::Error::from;
+    let seals = rustix::fs::fcntl_get_seals(file).map_err(io)?;
+    if !seals.contains(SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL) {
+        return Err(RegionError::NotSealed);
+    }
+    let stat = rustix::fs::fstat(file).map_err(io)?;
+    let has = u64::try_from(stat.st_size).unwrap_or(0);
+    if has < bytes || bytes == 0 {
+        return Err(RegionError::TooSmall { has, wanted: bytes });
+    }
+    Ok(())
+}
+
+/// Whether a range has all its pages.
+///
+/// # Safety
+/// It must be mapped.
+unsafe fn is_there(start: *mut c_void, bytes: usize) -> io::Result<bool> {
+    let mut pages = vec![0_u8; bytes.div_ceil(PAGE_BYTES)];
+    // SAFETY: the caller vouches for the range; a byte for each of its pages.
+    let done = unsafe { libc::mincore(start, bytes, pages.as_mut_ptr()) };
+    match done {
+        0 => Ok(pages.iter().all(|page| page & 1 == 1)),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 impl Region {
     /// Maps the first `bytes` of a file.
     ///
     /// # Errors
     /// [`RegionError`]
     pub fn map(cuda: &Rc<Cuda>, file: &OwnedFd, bytes: u64) -> Result<Region, RegionError> {
-        let io = io::Error::from;
-        let seals = rustix::fs::fcntl_get_seals(file).map_err(io)?;
-        if !seals.contains(SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL) {
-            return Err(RegionError::NotSealed);
-        }
-        let stat = rustix::fs::fstat(file).map_err(io)?;
-        let has = u64::try_from(stat.st_size).unwrap_or(0);
-        if has < bytes || bytes == 0 {
-            return Err(RegionError::TooSmall { has, wanted: bytes });
-        }
+        check(file, bytes)?;
         let length = usize::try_from(bytes).map_err(io::Error::other)?;
         // SAFETY: a new mapping at a place that the kernel chooses.
         let start = unsafe {
@@ -75,7 +95,7 @@ impl Region {
                 0,
             )
         };
-        let start = NonNull::new(start.map_err(io)?).ok_or(RegionError::NotSealed)?;
+        let start = NonNull::new(start.map_err(io::Error::from)?).ok_or(RegionError::NotSealed)?;
         Ok(Region { cuda: Rc::clone(cuda), start, bytes: length, registered: 0 })
     }
 
@@ -97,24 +117,14 @@ impl Region {
         if bytes == 0 {
             return Ok(false);
         }
-        if !self.is_there(self.registered, bytes)? {
+        // SAFETY: a part of the mapping.
+        if !unsafe { is_there(self.at(self.registered), bytes)? } {
             return Err(RegionError::Missing);
         }
         // SAFETY: mapped until the drop, which unregisters it before.
         unsafe { self.cuda.register(self.at(self.registered), bytes)? };
         self.registered += bytes;
         Ok(true)
-    }
-
-    /// Whether a part has all its pages.
-    fn is_there(&self, offset: usize, bytes: usize) -> io::Result<bool> {
-        let mut pages = vec![0_u8; bytes.div_ceil(PAGE_BYTES)];
-        // SAFETY: a part of the mapping; a byte for each of its pages.
-        let done = unsafe { libc::mincore(self.at(offset), bytes, pages.as_mut_ptr()) };
-        match done {
-            0 => Ok(pages.iter().all(|page| page & 1 == 1)),
-            _ => Err(io::Error::last_os_error()),
-        }
     }
 
     /// Begins to fill a block from an offset on.
@@ -164,5 +174,63 @@ impl Drop for Region {
         }
         // SAFETY: mapped by this, and no copy of it is in progress: those are dropped before.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr(), self.bytes) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs::File, os::unix::fs::FileExt};
+
+    use rustix::fs::MemfdFlags;
+
+    use super::*;
+
+    const BYTES: u64 = 1 << 20;
+
+    fn file(seals: SealFlags) -> OwnedFd {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = rustix::fs::memfd_create("parked", flags).unwrap();
+        rustix::fs::ftruncate(&file, BYTES).unwrap();
+        rustix::fs::fcntl_add_seals(&file, seals).unwrap();
+        file
+    }
+
+    #[test]
+    fn a_file_that_could_shrink_or_is_none_of_memory_is_refused() {
+        let all = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+        assert!(check(&file(all), BYTES).is_ok());
+        for missing in [SealFlags::SHRINK, SealFlags::GROW, SealFlags::SEAL] {
+            let refused = check(&file(all.difference(missing)), BYTES);
+            assert!(matches!(refused, Err(RegionError::NotSealed)), "{refused:?}");
+        }
+        let refused = check(&file(all), BYTES + 1);
+        assert!(matches!(refused, Err(RegionError::TooSmall { has: BYTES, .. })), "{refused:?}");
+        assert!(check(&file(all), 0).is_err());
+        let disk = OwnedFd::from(File::open("/proc/self/exe").unwrap());
+        assert!(matches!(check(&disk, 1), Err(RegionError::Io(_))));
+    }
+
+    #[test]
+    fn a_hole_is_seen_before_it_is_paid_for() {
+        let memory = file(SealFlags::SHRINK);
+        let written = File::from(memory.try_clone().unwrap());
+        let there = |memory: &OwnedFd| {
+            let (read, shared) = (ProtFlags::READ, MapFlags::SHARED);
+            // SAFETY: a new mapping, of the file's size, taken back below.
+            unsafe {
+                let at =
+                    rustix::mm::mmap(std::ptr::null_mut(), BYTES as usize, read, shared, memory, 0)
+                        .unwrap();
+                let all = is_there(at, BYTES as usize).unwrap();
+                rustix::mm::munmap(at, BYTES as usize).unwrap();
+                all
+            }
+        };
+        assert!(!there(&memory), "nothing was written");
+        written.write_all_at(&vec![1; BYTES as usize], 0).unwrap();
+        assert!(there(&memory));
+        let flags = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&memory, flags, BYTES / 2, 4096).unwrap();
+        assert!(!there(&memory));
     }
 }

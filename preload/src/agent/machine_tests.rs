@@ -407,6 +407,38 @@ fn a_checkpoint_of_the_rest_that_fails_leaves_the_memory_parked() {
 }
 
 #[test]
+fn a_vault_hears_of_a_restore_before_the_driver_does_and_is_left_when_it_fails() {
+    let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK, CHECKPOINT]);
+    host.copy_fails = Some(result::OUT_OF_MEMORY);
+    assert_eq!(machine.carry_out(&mut host, Action::Restore).0, Outcome::DriverError);
+    assert!(!host.with_vault, "what it has made would be in the way of the next try");
+
+    let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK, CHECKPOINT]);
+    assert_eq!(machine.carry_out(&mut host, Action::Restore), (Outcome::Done, 0));
+    assert!(host.with_vault);
+    assert_eq!(machine.carry_out(&mut host, Action::Open), (Outcome::Done, 0));
+    assert!(!host.with_vault, "nothing of a vault's is needed while it runs");
+
+    let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK, CHECKPOINT]);
+    host.with_vault = true;
+    host.room = false;
+    assert!(!machine.bring_back(&mut host));
+    assert!(!host.with_vault, "it would hold the room that is looked for");
+}
+
+#[test]
+fn memory_of_another_s_making_keeps_a_process_from_its_checkpoint() {
+    for orders in [&[CLOSE, LOCK][..], &[CLOSE, LOCK, PARK]] {
+        let (mut host, mut machine) = carrying(orders);
+        host.imported = true;
+        let calls = host.calls.len();
+        let before = machine.phase();
+        assert_eq!(machine.carry_out(&mut host, CHECKPOINT), (Outcome::Imported, 0));
+        assert_eq!((machine.phase(), host.calls.len()), (before, calls), "nothing was done");
+    }
+}
+
+#[test]
 fn parking_nothing_is_no_error_and_a_checkpoint_may_follow() {
     let mut host = Fake::new();
     let mut machine = running(&mut host);

@@ -5,6 +5,7 @@ use affinode_proto::wire::{
     calls::{RECORDS, Reader},
     message::{AgentMessage, ControllerMessage, FRAME_BYTES},
     page::{PAGE_BYTES, PAGE_MAGIC, PageSnapshot, SLOT_COUNT, header},
+    vault::ToVault,
 };
 
 /// Scribbles on a page: two bytes say where, eight what. The same bytes as a page of their
@@ -46,6 +47,9 @@ pub fn messages(data: &[u8]) {
     frame[..taken].copy_from_slice(&data[..taken]);
     if let Ok(message) = AgentMessage::decode(&frame) {
         assert_eq!(AgentMessage::decode(&message.encode()), Ok(message));
+    }
+    if let Ok(message) = ToVault::decode(&frame) {
+        assert_eq!(ToVault::decode(&message.encode()), Ok(message));
     }
     if let Ok(message) = ControllerMessage::decode(&frame) {
         assert_eq!(ControllerMessage::decode(&message.encode()), Ok(message));
