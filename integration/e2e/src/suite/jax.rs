@@ -17,8 +17,7 @@ const JAX: &[&str] = &["jax_worker.py"];
 /// What it takes at its start, of the whole device.
 const SHARE: (&str, &str) = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.2");
 /// It, moved by each engine.
-pub const ENGINES: Flavour =
-    Flavour { settings: &[SHARE], is_restless: true, ..Flavour::large("jax", JAX) };
+pub const ENGINES: Flavour = Flavour { settings: &[SHARE], ..Flavour::large("jax", JAX) };
 /// How long it is watched: its calls come every five seconds.
 const SECONDS: &str = "12";
 

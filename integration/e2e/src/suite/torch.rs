@@ -20,6 +20,7 @@ pub const ENGINES: Flavour = Flavour::large("torch", TORCH);
 /// The same with the allocator that maps its memory by itself.
 pub const SEGMENTS: Flavour = Flavour {
     settings: &[("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")],
+    rounds: 3,
     ..Flavour::large("segments", TORCH)
 };
 

@@ -37,8 +37,6 @@ pub struct Flavour {
     pub held_gib: u64,
     /// Processes with memory on the device.
     pub processes: usize,
-    /// It calls by itself all the time: it may be on its way home before anybody looks.
-    pub is_restless: bool,
     /// One container at a time: its times and what is left on the device are its own. Otherwise
     /// all are there at once and move beside each other, which is quicker.
     pub is_alone: bool,
@@ -47,16 +45,7 @@ pub struct Flavour {
 impl Flavour {
     /// So large that what is beside the copy does not show; takes minutes.
     pub const fn large(name: &'static str, program: &'static [&'static str]) -> Self {
-        Self {
-            name,
-            program,
-            settings: &[],
-            rounds: 5,
-            held_gib: 23,
-            processes: 1,
-            is_restless: false,
-            is_alone: true,
-        }
+        Self { name, program, settings: &[], rounds: 5, held_gib: 23, processes: 1, is_alone: true }
     }
 
     /// Just large enough to be moved as others are; takes seconds.
@@ -161,26 +150,18 @@ impl Flavour {
         let before = ask(worker, "check")?;
         let (mut together, mut parked) = (0, Vec::new());
         for _ in 0..self.rounds {
-            if !self.is_restless {
-                wait_held(python.world)?;
-            }
+            wait_held(python.world)?;
             cli.move_out(id)?;
             let row = cli.known(id)?;
             lane.out.push(row.last_offload_ms as f64);
             parked.push(row.processes.iter().map(|p| p.parked_bytes).sum::<u64>());
-            if !self.is_restless {
-                let away = row.processes.iter().filter(|p| AWAY.contains(&&*p.phase)).count();
-                together += usize::from(away == self.processes && row.processes.len() == away);
-            }
-            if self.is_alone && !self.is_restless {
+            let away = row.processes.iter().filter(|p| AWAY.contains(&&*p.phase)).count();
+            together += usize::from(away == self.processes && row.processes.len() == away);
+            if self.is_alone {
                 lane.left = Some(vram_used(python.world, |used| used < self.held_gib << 29)?);
             }
-            if !self.is_restless {
-                wait_held(python.world)?;
-            }
-            let sync_ms = ask(worker, "sync")?.sync_ms;
-            let row = cli.known(id)?;
-            lane.back.push(if self.is_restless { row.last_wake_ms as f64 } else { sync_ms });
+            wait_held(python.world)?;
+            lane.back.push(ask(worker, "sync")?.sync_ms);
             step(worker, STEPS)?;
         }
         if self.processes > 1 {
