@@ -97,7 +97,7 @@ pub enum Step {
 enum State {
     /// Nothing was told yet.
     New,
-    /// So many more pieces follow.
+    /// So many more pieces follow; or all are there, and it is not away yet.
     Listing(u32),
     Registering,
     Held,
@@ -211,6 +211,7 @@ impl Client {
                     }
                     self.listed(missing)?;
                 }
+                (ToVault::Away, None, State::Listing(0)) => self.state = State::Registering,
                 (ToVault::Restoring, None, _) if !self.restoring => {
                     self.restoring = true;
                     self.begin()?;
@@ -233,7 +234,6 @@ impl Client {
         if self.region.as_ref().map(|region| region.bytes() as u64) != Some(sum) {
             return Err(ClientError::Order);
         }
-        self.state = State::Registering;
         Ok(())
     }
 

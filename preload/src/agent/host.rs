@@ -136,8 +136,12 @@ impl Host for Own {
         carry::let_go_of_parked(vram_bytes);
     }
 
+    fn announce_away(&mut self) {
+        carry::vault::announce_away();
+    }
+
     fn announce_restore(&mut self) {
-        carry::vault::announce();
+        carry::vault::announce_restore();
     }
 
     fn leave_vault(&mut self) {

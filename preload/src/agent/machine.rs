@@ -84,6 +84,8 @@ pub trait Host {
     /// Takes the host memory that it is parked in out of the driver's hands; a vault may get
     /// it into its own. `vram_bytes`: all that the process holds on its device when it is home.
     fn let_go_of_parked(&mut self, vram_bytes: u64);
+    /// Tells a vault that the driver has taken the rest of the process off the device.
+    fn announce_away(&mut self);
     /// Tells a vault that the driver restores the process from now on.
     fn announce_restore(&mut self);
     /// Leaves the vault, if there is a way to one.
@@ -317,6 +319,9 @@ impl Machine {
         }
         let call = DriverCall::Checkpoint;
         let ended = self.step(host, call, Phase::Checkpointing, Phase::Away);
+        if self.phase == Phase::Away {
+            host.announce_away();
+        }
         if self.phase == Phase::Locked && host.is_parked() {
             self.unlock(host);
         }

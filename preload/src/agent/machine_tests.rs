@@ -121,6 +121,9 @@ impl Host for Fake {
         assert_eq!(self.state, process_state::RUNNING);
         self.let_go = true;
     }
+    fn announce_away(&mut self) {
+        assert_eq!(self.state, process_state::CHECKPOINTED);
+    }
     fn announce_restore(&mut self) {
         assert_eq!(self.state, process_state::CHECKPOINTED);
         self.with_vault = true;

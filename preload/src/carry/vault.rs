@@ -69,8 +69,13 @@ pub fn offer(pool: &Pool, vram_bytes: u64) {
     }
 }
 
+/// The driver has taken the rest.
+pub fn announce_away() {
+    send(ToVault::Away, None);
+}
+
 /// The driver restores the process from now on.
-pub fn announce() {
+pub fn announce_restore() {
     send(ToVault::Restoring, None);
 }
 

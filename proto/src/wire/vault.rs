@@ -5,8 +5,8 @@
 //! ```text
 //! agent                                     vault                          controller
 //!   Parked + memory file, Pieces ... ──────>  <─────── Attach + the agent's socket
-//!                                            registers ──── Held ──────────>
-//!   (away)                                   <───────────── Fill ───────────  with the order to restore
+//!   Away ───────────────────────────────────> registers ──── Held ──────────>
+//!                                            <───────────── Fill ───────────  with the order to restore
 //!   Restoring ──────────────────────────────>
 //!                        <────────── Begin    has heard both: makes, copies
 //!   Restored ───────────────────────────────>  may use the room that was left for the driver
@@ -78,6 +78,9 @@ pub enum ToVault {
         /// See [`Piece::word`].
         words: [u32; PIECES_A_FRAME],
     },
+    /// The driver has taken the rest off the device: its memory may be registered now, which
+    /// would have slowed the driver down.
+    Away,
     /// The driver is about to restore the rest: the room for all of it is this process's now.
     Restoring,
     /// The driver has restored the rest.
@@ -162,8 +165,9 @@ impl ToVault {
             ToVault::Pieces { many, words } => {
                 words.iter().fold(Writer::new(202).u32(many), |writer, word| writer.u32(*word))
             }
-            ToVault::Restoring => Writer::new(203),
-            ToVault::Restored => Writer::new(204),
+            ToVault::Away => Writer::new(203),
+            ToVault::Restoring => Writer::new(204),
+            ToVault::Restored => Writer::new(205),
         }
         .frame
     }
@@ -188,8 +192,9 @@ impl ToVault {
                 }
                 Ok(ToVault::Pieces { many, words: core::array::from_fn(|_| r.u32()) })
             }
-            203 => Ok(ToVault::Restoring),
-            204 => Ok(ToVault::Restored),
+            203 => Ok(ToVault::Away),
+            204 => Ok(ToVault::Restoring),
+            205 => Ok(ToVault::Restored),
             other => Err(FrameError::Kind(other)),
         }
     }
@@ -294,7 +299,7 @@ mod tests {
     fn frames_come_out_as_they_went_in() {
         let parked = ToVault::Parked { bytes: 7, rest_bytes: 8, pieces: 9, uuid: [3; 16] };
         let pieces = ToVault::Pieces { many: 28, words: core::array::from_fn(|n| n as u32 + 1) };
-        for message in [parked, pieces, ToVault::Restoring, ToVault::Restored] {
+        for message in [parked, pieces, ToVault::Away, ToVault::Restoring, ToVault::Restored] {
             assert_eq!(ToVault::decode(&message.encode()), Ok(message));
         }
         for message in [FromVault::Begin, FromVault::Block { index: 5 }, FromVault::Filled] {
