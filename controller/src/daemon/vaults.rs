@@ -12,9 +12,8 @@ use crate::{
 impl Actor {
     /// An order is about to be sent to a process.
     pub(super) fn before_order(&mut self, id: ProcessId, message: &ControllerMessage) {
-        match message {
-            ControllerMessage::Order { action: Action::Park { .. }, .. } => self.show_vault(id),
-            _ => {}
+        if matches!(message, ControllerMessage::Order { action: Action::Park { .. }, .. }) {
+            self.show_vault(id);
         }
     }
 

@@ -38,7 +38,7 @@ const AGAIN: Duration = Duration::from_secs(300);
 /// A fill that takes longer is over, whether that was heard or not.
 const FILLS: Duration = Duration::from_secs(20);
 /// A start that takes longer fails: proofs of room wait for it.
-const STARTS: Duration = Duration::from_secs(10);
+const STARTS: Duration = Duration::from_secs(5);
 
 /// What a vault says, or that it has ended.
 #[derive(Debug)]

@@ -213,6 +213,10 @@ impl Client {
                 }
                 (ToVault::Away, None, State::Listing(0)) => self.state = State::Registering,
                 (ToVault::Restoring, None, _) if !self.restoring => {
+                    // Who comes home before its memory is ready need not wait to learn it.
+                    if !matches!(self.state, State::Held) {
+                        return Err(ClientError::NotHeld);
+                    }
                     self.restoring = true;
                     self.begin()?;
                 }

@@ -30,8 +30,9 @@ use crate::sys::{self, Descriptor, task};
 
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
 const POSIX_DESCRIPTOR: u32 = 1;
-/// A vault that fills began while the driver restored: its word is there already.
-const BEGIN_WITHIN_MS: u64 = 200;
+/// A vault that fills began while the driver restored, and one that does not has hung up: its
+/// word is there already, unless it is stopped.
+const BEGIN_WITHIN_MS: u64 = 500;
 /// How long the next block is waited for.
 const BLOCK_WITHIN_MS: u64 = 2_000;
 /// The slowest bus that is worth waiting for.

@@ -6,7 +6,7 @@ use affinode_e2e::{
     worker::{USUAL, Worker},
     world::{MIB, Recipe, World},
 };
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -40,23 +40,39 @@ fn move_out(world: &World, id: &str) -> Result<i32> {
     })
 }
 
+/// Out and home until the vault was in time.
+fn filled_once(world: &World, worker: &mut Worker) -> Result<()> {
+    let before = gpu(world)?.vault_fills;
+    for _ in 0..4 {
+        move_out(world, "worker")?;
+        assert!(worker.verify()?);
+        if gpu(world)?.vault_fills > before {
+            return Ok(());
+        }
+    }
+    bail!("in four rounds the vault has filled nobody")
+}
+
 #[test]
 fn a_process_comes_home_through_the_vault_again_and_again() -> Result<()> {
     let world = Recipe::default().config(&config()).world()?;
     let mut worker = worker(&world, "worker")?;
-    for round in 1..=3 {
+    // A vault that gets no turn for half a second is not waited for.
+    for round in 1..=12 {
         move_out(&world, "worker")?;
         // The vault's own context is what is in use.
         wait_gpu_empty(&world)?;
         assert!(gpu(&world)?.vault_vram_bytes > 0);
         worker.call("touch")?;
         assert!(worker.verify()?, "round {round}");
-        assert_eq!(gpu(&world)?.vault_fills, round);
         let row = world.cli().known("worker")?;
         assert!(row.vram_bytes >= WORKER_MIB * MIB, "{row:?}");
         assert_eq!(row.processes[0].carried_bytes, WORKER_MIB * MIB, "it can leave again");
+        if gpu(&world)?.vault_fills == 3 {
+            return Ok(());
+        }
     }
-    Ok(())
+    bail!("in 12 rounds the vault has filled it {} times", gpu(&world)?.vault_fills)
 }
 
 #[test]
@@ -72,10 +88,7 @@ fn a_process_whose_vault_was_killed_comes_home_by_itself() -> Result<()> {
         assert_eq!(gpu(&world)?.vault_fills, 0);
     }
     // And the next one serves.
-    move_out(&world, "worker")?;
-    assert!(worker.verify()?);
-    assert_eq!(gpu(&world)?.vault_fills, 1);
-    Ok(())
+    filled_once(&world, &mut worker)
 }
 
 #[test]
@@ -97,9 +110,7 @@ fn a_process_whose_vault_is_stopped_comes_home_by_itself() -> Result<()> {
 fn memory_of_a_vaults_making_is_copied_out_whatever_the_engine_is_now() -> Result<()> {
     let world = Recipe::default().config(&config()).world()?;
     let mut worker = worker(&world, "worker")?;
-    move_out(&world, "worker")?;
-    assert!(worker.verify()?);
-    assert_eq!(gpu(&world)?.vault_fills, 1);
+    filled_once(&world, &mut worker)?;
     // The next controller does not know who made it; the page says so.
     let controller = world.controller()?.context("no controller")?;
     kill(controller.pid, Signal::SIGKILL)?;
