@@ -3,7 +3,7 @@
 //!
 //! It sleeps until one signal is pending, which it has blocked: the socket raises it for
 //! anything to read, callers raise it for a look at the page. Its descriptors are a
-//! socket and the page's file, no more.
+//! socket and the page's file, and where there is a vault the way to it and the pool's file.
 
 mod host;
 pub mod link;
