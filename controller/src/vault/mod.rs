@@ -393,6 +393,36 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn nothing_takes_vram_beside_a_proof() {
+        let (mut vaults, _from) = vaults();
+        let vault = with_vault(&mut vaults);
+        vaults.of.get_mut(GPU).unwrap().is_ready = false;
+        assert!(vaults.is_starting() && !vaults.has_ready(GPU), "a proof waits for this one");
+        vaults.heard(said(1, VaultReport::Ready));
+        assert!(!vaults.is_starting() && vaults.has_ready(GPU));
+        vaults.hold(true);
+        vaults.hold(true);
+        assert_eq!(order(&vault), Some(VaultOrder::Hold { on: true }));
+        assert_eq!(order(&vault), None, "it knows");
+        vaults.hold(false);
+        assert_eq!(order(&vault), Some(VaultOrder::Hold { on: false }));
+    }
+
+    #[tokio::test]
+    async fn one_that_brings_somebody_home_is_left_to_do_so() {
+        let (mut vaults, _from) = vaults();
+        let _vault = with_vault(&mut vaults);
+        assert!(vaults.attach(ProcessId(7), GPU, 100).is_some());
+        vaults.heard(said(1, VaultReport::Held { process: 7, bytes: 100 }));
+        vaults.fill(ProcessId(7));
+        vaults.make_room(&[GPU.to_owned()]);
+        assert!(vaults.of.contains_key(GPU));
+        vaults.heard(said(1, VaultReport::Filled { process: 7, bytes: 100, elapsed_us: 1 }));
+        vaults.make_room(&[GPU.to_owned()]);
+        assert!(vaults.of.is_empty());
+    }
+
+    #[tokio::test]
     async fn where_it_is_turned_off_there_is_none() {
         let (mut vaults, _from) = vaults();
         let _vault = with_vault(&mut vaults);

@@ -25,6 +25,7 @@ mod say;
 mod sh;
 mod suite;
 mod systemd;
+mod tried;
 
 #[derive(Parser)]
 #[command(name = "cargo xtask", about = "Build, test and show Affinode")]

@@ -387,6 +387,21 @@ mod tests {
         assert!(!blocks.at(name).unwrap().piece.stays);
     }
 
+    /// A hold that another call has taken outlives the name and the mapping.
+    #[test]
+    fn memory_of_a_vaults_making_that_had_to_stay_is_not_forgotten() {
+        for (imported, stays) in [(true, true), (true, false), (false, true)] {
+            let (mut blocks, name) = carried();
+            blocks.at(name).unwrap().piece.imported = imported;
+            if stays {
+                blocks.stay(name);
+            }
+            assert_eq!(blocks.release(name), Released::Lives);
+            let last = if imported && stays { Released::Strays(5) } else { Released::Last(5) };
+            assert_eq!(blocks.unmap(8 * MIB, 2 * MIB), Some(last));
+        }
+    }
+
     #[test]
     fn the_end_of_a_context_leaves_its_blocks_to_the_driver() {
         let (mut blocks, _) = carried();

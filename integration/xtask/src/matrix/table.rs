@@ -3,13 +3,12 @@
 use std::{
     fmt::{self, Write},
     process::Command,
-    time::Instant,
 };
 
 use anyhow::{Result, bail};
 use serde::Serialize;
 
-use crate::{say, sh};
+use crate::{sh, tried::Tried};
 
 /// All of it.
 #[derive(Serialize)]
@@ -33,19 +32,8 @@ pub struct Column {
 #[derive(Serialize)]
 struct Cell {
     step: String,
-    outcome: Outcome,
-    /// What was seen, or what failed.
-    seen: String,
-    elapsed_ms: u64,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-enum Outcome {
-    Passed,
-    Failed,
-    /// An earlier step failed that it builds on.
-    NotTried,
+    #[serde(flatten)]
+    tried: Tried,
 }
 
 impl Column {
@@ -57,15 +45,10 @@ impl Column {
 
     /// Tries a step: what it says is what was seen.
     pub fn step(&mut self, step: &str, work: impl FnOnce() -> Result<String>) -> bool {
-        let began = Instant::now();
-        let (outcome, seen) = match work() {
-            Ok(seen) => (Outcome::Passed, seen),
-            Err(error) => (Outcome::Failed, format!("{error:#}")),
-        };
-        let elapsed_ms = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);
-        say::note(&format!("{} {step}: {seen}", outcome.sign()));
-        self.cells.push(Cell { step: step.into(), outcome, seen, elapsed_ms });
-        outcome == Outcome::Passed
+        let tried = Tried::step(step, work);
+        let passed = tried.passed();
+        self.cells.push(Cell { step: step.into(), tried });
+        passed
     }
 
     /// A step that was tried before.
@@ -75,18 +58,7 @@ impl Column {
 
     /// A step that an earlier one stands in the way of.
     pub fn not_tried(&mut self, step: &str) {
-        let (outcome, seen) = (Outcome::NotTried, "a step before it failed".to_owned());
-        self.cells.push(Cell { step: step.into(), outcome, seen, elapsed_ms: 0 });
-    }
-}
-
-impl Outcome {
-    fn sign(self) -> &'static str {
-        match self {
-            Outcome::Passed => "ok",
-            Outcome::Failed => "FAILED",
-            Outcome::NotTried => "not tried",
-        }
+        self.cells.push(Cell { step: step.into(), tried: Tried::not_tried() });
     }
 }
 
@@ -108,7 +80,7 @@ impl Table {
     /// Cells that are not as they should be.
     pub fn failures(&self) -> usize {
         let cells = self.columns.iter().flat_map(|column| &column.cells);
-        cells.filter(|cell| cell.outcome != Outcome::Passed).count()
+        cells.filter(|cell| !cell.tried.passed()).count()
     }
 
     /// For integration/matrix.md.
@@ -140,7 +112,7 @@ impl fmt::Display for Table {
             write!(f, "| {step} |")?;
             for column in &self.columns {
                 let cell = column.cells.iter().find(|cell| cell.step == *step);
-                write!(f, " {} |", cell.map_or("-", |cell| cell.outcome.sign()))?;
+                write!(f, " {} |", cell.map_or("-", |cell| cell.tried.sign()))?;
             }
             writeln!(f)?;
         }
@@ -148,14 +120,9 @@ impl fmt::Display for Table {
         for column in &self.columns {
             writeln!(f, "containerd {}:\n", column.containerd)?;
             for cell in &column.cells {
-                let seconds = cell.elapsed_ms as f64 / 1000.0;
-                writeln!(
-                    f,
-                    "- {} ({}, {seconds:.1} s): {}",
-                    cell.step,
-                    cell.outcome.sign(),
-                    cell.seen.replace('\n', " / ")
-                )?;
+                let (step, tried) = (&cell.step, &cell.tried);
+                let (sign, seconds) = (tried.sign(), tried.seconds());
+                writeln!(f, "- {step} ({sign}, {seconds:.1} s): {}", tried.seen())?;
             }
             writeln!(f)?;
         }

@@ -1,11 +1,11 @@
 //! What was seen, step by step, as a table for people and as JSON.
 
-use std::{fmt, time::Instant};
+use std::fmt;
 
 use anyhow::Result;
 use serde::Serialize;
 
-use crate::say;
+use crate::{say, tried::Tried};
 
 /// A step: its name, and what it does; it returns what was seen.
 pub type Step<T> = (&'static str, fn(&mut T) -> Result<String>);
@@ -22,29 +22,8 @@ pub struct Rows {
 struct Row {
     part: &'static str,
     step: &'static str,
-    outcome: Outcome,
-    /// What was seen, or what failed.
-    seen: String,
-    elapsed_ms: u128,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-enum Outcome {
-    Passed,
-    Failed,
-    /// An earlier step failed that it builds on.
-    NotTried,
-}
-
-impl Outcome {
-    fn sign(self) -> &'static str {
-        match self {
-            Outcome::Passed => "ok",
-            Outcome::Failed => "FAILED",
-            Outcome::NotTried => "not tried",
-        }
-    }
+    #[serde(flatten)]
+    tried: Tried,
 }
 
 impl Rows {
@@ -58,23 +37,19 @@ impl Rows {
         say::step(part);
         let mut holds = true;
         for (step, work) in steps {
-            let began = Instant::now();
-            let (outcome, seen) = match holds.then(|| work(state)) {
-                None => (Outcome::NotTried, "a step before it failed".to_owned()),
-                Some(Ok(seen)) => (Outcome::Passed, seen),
-                Some(Err(error)) => (Outcome::Failed, format!("{error:#}")),
+            let tried = match holds {
+                true => Tried::step(step, || work(state)),
+                false => Tried::not_tried(),
             };
-            holds = outcome == Outcome::Passed;
-            say::note(&format!("{} {step}: {seen}", outcome.sign()));
-            let elapsed_ms = began.elapsed().as_millis();
-            self.rows.push(Row { part, step, outcome, seen, elapsed_ms });
+            holds = tried.passed();
+            self.rows.push(Row { part, step, tried });
         }
         holds
     }
 
     /// Rows that are not as they should be.
     pub fn failures(&self) -> usize {
-        self.rows.iter().filter(|row| row.outcome != Outcome::Passed).count()
+        self.rows.iter().filter(|row| !row.tried.passed()).count()
     }
 }
 
@@ -83,9 +58,10 @@ impl fmt::Display for Rows {
         writeln!(f, "{}\n", self.node)?;
         writeln!(f, "| | step | | s | seen |\n|---|---|---|---|---|")?;
         for row in &self.rows {
-            let (sign, seconds) = (row.outcome.sign(), row.elapsed_ms as f64 / 1000.0);
-            let seen = row.seen.trim().replace('\n', " / ").replace('|', "\\|");
-            writeln!(f, "| {} | {} | {sign} | {seconds:.1} | {seen} |", row.part, row.step)?;
+            let Row { part, step, tried } = row;
+            let (sign, seconds) = (tried.sign(), tried.seconds());
+            let seen = tried.seen().replace('|', "\\|");
+            writeln!(f, "| {part} | {step} | {sign} | {seconds:.1} | {seen} |")?;
         }
         Ok(())
     }
