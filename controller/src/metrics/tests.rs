@@ -20,6 +20,7 @@ fn node(state: &str, held: u64, away: u64) -> Node {
             vram_used_bytes: 4,
             vram_reclaimed_bytes: 2,
             vram_reserved_bytes: 1,
+            vault_vram_bytes: 1,
             utilization_percent: 50,
             utilization_minute_percent: 40,
             ..Gpu::default()
