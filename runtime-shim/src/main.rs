@@ -13,5 +13,8 @@ fn controller(args: Vec<OsString>) -> ExitCode {
 }
 
 fn vault(args: Vec<OsString>) -> ExitCode {
-    affinode_vault::main(args.into_iter().skip(1))
+    match affinode_vault::main(args.into_iter().skip(1)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => affinode_shim::fail(&affinode_shim::report(&error)),
+    }
 }

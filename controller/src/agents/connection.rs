@@ -1,21 +1,13 @@
 //! One connection, from its Hello to its end.
 
-use std::{
-    io,
-    mem::MaybeUninit,
-    os::fd::{AsFd, OwnedFd},
-    sync::Arc,
-    time::Duration,
-};
+use std::{io, mem::MaybeUninit, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use affinode_proto::wire::{
     WIRE_VERSION,
     message::{AgentMessage, ControllerMessage, FRAME_BYTES, FrameError},
 };
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags,
-};
+use affinode_vault::socket;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt, Interest},
     net::{UnixStream, unix::OwnedReadHalf, unix::OwnedWriteHalf},
@@ -196,29 +188,16 @@ async fn write(mut to: OwnedWriteHalf, mut outgoing: mpsc::Receiver<Outgoing>) {
     while let Some(Outgoing { message, descriptor }) = outgoing.recv().await {
         let frame = message.encode();
         let sending = async {
-            let sent = match &descriptor {
-                Some(descriptor) => send_with(&to, &frame, descriptor).await?,
-                None => 0,
-            };
+            let mut sent = 0;
+            if descriptor.is_some() {
+                let stream: &UnixStream = to.as_ref();
+                let first = || socket::send(stream, &frame, descriptor.as_ref());
+                sent = stream.async_io(Interest::WRITABLE, first).await?;
+            }
             to.write_all(frame.get(sent..).unwrap_or_default()).await
         };
         if !matches!(timeout(WRITE, sending).await, Ok(Ok(()))) {
             return;
         }
     }
-}
-
-/// Sends a descriptor with the first bytes: how many those were.
-async fn send_with(to: &OwnedWriteHalf, frame: &[u8], descriptor: &OwnedFd) -> io::Result<usize> {
-    let stream: &UnixStream = to.as_ref();
-    stream
-        .async_io(Interest::WRITABLE, || {
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-            let mut control = SendAncillaryBuffer::new(&mut space);
-            let descriptors = [descriptor.as_fd()];
-            control.push(SendAncillaryMessage::ScmRights(&descriptors));
-            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-            Ok(rustix::net::sendmsg(stream, &[io::IoSlice::new(frame)], &mut control, flags)?)
-        })
-        .await
 }

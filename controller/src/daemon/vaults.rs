@@ -32,7 +32,7 @@ impl Actor {
     }
 
     fn ask_for_proofs(&mut self) {
-        if !self.vaults.is_starting() {
+        if !self.vaults.is_moving() {
             for (key, number) in self.proofs.drain(..) {
                 self.inventory.ask(Question::Prove(key, number));
             }

@@ -83,6 +83,28 @@ impl Child {
         Child { socket, ear: None, process: None }
     }
 
+    /// Gives a test's a process.
+    #[cfg(test)]
+    pub fn of_process(&mut self, process: process::Child) {
+        self.process = Some(process);
+    }
+
+    /// Asks for its end, at once.
+    pub fn kill(&mut self) {
+        if let Some(ear) = self.ear.take() {
+            ear.abort();
+        }
+        if let Some(process) = &mut self.process {
+            // An error: it has ended.
+            let _ = process.start_kill();
+        }
+    }
+
+    /// Whether it has ended, and has nothing any more.
+    pub fn has_ended(&mut self) -> bool {
+        self.process.as_mut().is_none_or(|process| !matches!(process.try_wait(), Ok(None)))
+    }
+
     /// Its pid; 0 when it has ended.
     pub fn pid(&self) -> u32 {
         self.process.as_ref().and_then(process::Child::id).unwrap_or(0)
@@ -91,13 +113,5 @@ impl Child {
     /// The controller's end.
     pub fn socket(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
-    }
-}
-
-impl Drop for Child {
-    fn drop(&mut self) {
-        if let Some(ear) = &self.ear {
-            ear.abort();
-        }
     }
 }

@@ -39,6 +39,8 @@ const AGAIN: Duration = Duration::from_secs(300);
 const FILLS: Duration = Duration::from_secs(20);
 /// A start that takes longer fails: proofs of room wait for it.
 const STARTS: Duration = Duration::from_secs(5);
+/// An end that takes longer is waited for no more.
+const ENDS: Duration = Duration::from_secs(5);
 
 /// What a vault says, or that it has ended.
 #[derive(Debug)]
@@ -56,6 +58,8 @@ pub struct Vaults {
     members: HashMap<ProcessId, Member>,
     failed: HashMap<String, Instant>,
     fills: HashMap<String, u64>,
+    /// Those that were ended, until they have: the driver may still be giving them memory.
+    ending: Vec<(Instant, Child)>,
     started: u64,
     held: bool,
     mail: mpsc::UnboundedSender<VaultMail>,
@@ -93,6 +97,7 @@ impl Vaults {
             members: HashMap::new(),
             failed: HashMap::new(),
             fills: HashMap::new(),
+            ending: Vec::new(),
             started: 0,
             held: false,
             mail,
@@ -136,10 +141,12 @@ impl Vaults {
         self.of.get(uuid).is_some_and(|vault| vault.is_ready)
     }
 
-    /// Whether one is on its way to its context: what is free now is not free for long.
-    #[must_use]
-    pub fn is_starting(&self) -> bool {
-        self.of.values().any(|vault| !vault.is_ready)
+    /// Whether one is on its way to its context, or to its end: what is free now may not be free
+    /// in a moment. Of one that the driver does not let end nothing more is to be feared after
+    /// a while.
+    pub fn is_moving(&mut self) -> bool {
+        self.ending.retain_mut(|(since, child)| since.elapsed() < ENDS && !child.has_ended());
+        !self.ending.is_empty() || self.of.values().any(|vault| !vault.is_ready)
     }
 
     /// Somebody's room is being proven or taken, or it is over: nothing else of a vault's may
@@ -296,7 +303,10 @@ impl Vaults {
     }
 
     fn end(&mut self, uuid: &str) {
-        self.of.remove(uuid);
+        if let Some(mut vault) = self.of.remove(uuid) {
+            vault.child.kill();
+            self.ending.push((Instant::now(), vault.child));
+        }
         self.members.retain(|_, member| member.uuid != uuid);
     }
 }
@@ -315,6 +325,7 @@ fn pair() -> Option<(OwnedFd, OwnedFd)> {
 #[cfg(test)]
 mod tests {
     use affinode_proto::wire::message::FRAME_BYTES;
+    use tokio::process::Command;
 
     use super::*;
 
@@ -384,7 +395,7 @@ mod tests {
         assert!(vaults.of.contains_key(GPU));
         vaults.make_room(&[GPU.to_owned()]);
         assert!(vaults.of.is_empty() && vaults.members.is_empty());
-        assert!(order(&vault).is_some() && order(&vault).is_none(), "its socket is closed");
+        assert!(order(&vault).is_some() && order(&vault).is_none(), "nothing more is told");
 
         let _vault = with_vault(&mut vaults);
         vaults.of.get_mut(GPU).unwrap().is_ready = false;
@@ -397,15 +408,28 @@ mod tests {
         let (mut vaults, _from) = vaults();
         let vault = with_vault(&mut vaults);
         vaults.of.get_mut(GPU).unwrap().is_ready = false;
-        assert!(vaults.is_starting() && !vaults.has_ready(GPU), "a proof waits for this one");
+        assert!(vaults.is_moving() && !vaults.has_ready(GPU), "a proof waits for this one");
         vaults.heard(said(1, VaultReport::Ready));
-        assert!(!vaults.is_starting() && vaults.has_ready(GPU));
+        assert!(!vaults.is_moving() && vaults.has_ready(GPU));
         vaults.hold(true);
         vaults.hold(true);
         assert_eq!(order(&vault), Some(VaultOrder::Hold { on: true }));
         assert_eq!(order(&vault), None, "it knows");
         vaults.hold(false);
         assert_eq!(order(&vault), Some(VaultOrder::Hold { on: false }));
+    }
+
+    #[tokio::test]
+    async fn one_that_ends_is_waited_for_until_it_has() {
+        let (mut vaults, _from) = vaults();
+        let _vault = with_vault(&mut vaults);
+        let sleeper = Command::new("sleep").arg("600").spawn().unwrap();
+        vaults.of.get_mut(GPU).unwrap().child.of_process(sleeper);
+        vaults.end(GPU);
+        while vaults.is_moving() {
+            tokio::task::yield_now().await;
+        }
+        assert!(vaults.ending.is_empty());
     }
 
     #[tokio::test]

@@ -1,4 +1,14 @@
 //! One process that is away, or about to be.
+//!
+//! ```text
+//! New ──Parked, Pieces──> Listing ──Away──> Registering ──all are──> Held
+//!                                                                     │ Fill and Restoring, whichever
+//!                                                                     v is second
+//!                  gone <──hangs up── Filled <──all handed over── Filling
+//! ```
+//!
+//! From everywhere: whoever says what does not fit, is too slow, or is refused by the driver is hung up
+//! on, and brings itself home.
 
 use std::{
     io,
@@ -13,9 +23,8 @@ use affinode_proto::wire::{
 };
 
 use crate::{
-    cuda::{Block, Copies, Cuda, CudaError},
-    region::{Region, RegionError},
     socket,
+    sys::{Block, Copies, Cuda, CudaError, Region, RegionError},
 };
 
 /// Left to the driver, beside what it is known to need, until it has restored the process: a
@@ -357,7 +366,7 @@ impl Client {
     /// False: it has to read first.
     fn tell(&self, message: FromVault, descriptor: Option<&OwnedFd>) -> Result<bool, ClientError> {
         match socket::send(&self.socket, &message.encode(), descriptor) {
-            Ok(()) => Ok(true),
+            Ok(_) => Ok(true),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
             Err(error) => Err(ClientError::Io(error)),
         }

@@ -4,11 +4,12 @@
 //! restored process goes through meanwhile. This process has a context of its own: it makes the
 //! memory of who comes home, copies the content into it and hands it over, all beside that restore.
 //!
-//! ```text
-//! agent ──memory file, list of pieces──> [registering] ──> [held] ──Fill──> [filling] ──> [filled]
-//!                                             │              │                 │             │
-//!                                             └──────────────┴──── either side hangs up ─────┴──> gone
-//! ```
+//! | module | what |
+//! | --- | --- |
+//! | `serve` | the loop: who has a turn |
+//! | `client` | one process, from its memory file to the end of its fill |
+//! | `socket` | frames with a descriptor |
+//! | `sys` | the driver, and files in memory |
 //!
 //! It owns nothing that anybody needs: the content is in a memory file of the process it belongs
 //! to, which copies it by itself where there is no vault. So it may die at any moment, and it is
@@ -19,22 +20,22 @@
 //! device copies it.
 
 mod client;
-#[allow(unsafe_code)] // the driver's functions
-mod cuda;
-#[allow(unsafe_code)] // maps files
-mod region;
 mod serve;
 pub mod socket;
+mod sys;
 
-pub use serve::{VaultError, run};
+pub use serve::VaultError;
 
-use std::{ffi::OsString, io, os::fd::AsFd, process::ExitCode};
+use std::{ffi::OsString, io, os::fd::AsFd};
 
 /// The environment variable that names the driver's library.
 pub const LIBRARY_ENV: &str = "AFFINODE_VAULT_LIBRARY";
 
-/// The command `vault UUID`: the controller is on standard input.
-pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
+/// The command `vault UUID`: the controller is on standard input. Serves until it hangs up.
+///
+/// # Errors
+/// [`VaultError`]
+pub fn main(args: impl Iterator<Item = OsString>) -> Result<(), VaultError> {
     let _ = tracing_subscriber::fmt()
         .with_writer(io::stderr)
         .with_ansi(false)
@@ -45,27 +46,6 @@ pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
     let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
     let library = std::env::var(LIBRARY_ENV).unwrap_or_else(|_| "libcuda.so.1".into());
     let uuid = args.last().unwrap_or_default().to_string_lossy().into_owned();
-    let served = io::stdin()
-        .as_fd()
-        .try_clone_to_owned()
-        .map_err(VaultError::from)
-        .and_then(|controller| run(&controller, &library, &uuid));
-    match served {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            tracing::error!("{}", chain(&error));
-            ExitCode::FAILURE
-        }
-    }
-}
-
-/// An error with its causes.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(next) = cause {
-        text = format!("{text}: {next}");
-        cause = next.source();
-    }
-    text
+    let controller = io::stdin().as_fd().try_clone_to_owned()?;
+    serve::run(&controller, &library, &uuid)
 }

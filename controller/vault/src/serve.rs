@@ -15,9 +15,8 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 
 use crate::{
     client::{Client, ClientError, Step},
-    cuda::{Cuda, CudaError},
-    region::Region,
     socket,
+    sys::{Cuda, CudaError, Region},
 };
 
 /// How often the device is asked whether copies have ended.
@@ -51,6 +50,9 @@ pub enum VaultError {
 /// # Errors
 /// [`VaultError`]
 pub fn run(controller: &OwnedFd, library: &str, uuid: &str) -> Result<(), VaultError> {
+    if hung_up(controller)? {
+        return Ok(());
+    }
     let cuda = Cuda::open(library, uuid)
         .map_err(|source| VaultError::Cuda { uuid: uuid.to_owned(), source })?;
     socket::send(controller, &VaultReport::Ready.encode(), None)?;
@@ -66,6 +68,13 @@ pub fn run(controller: &OwnedFd, library: &str, uuid: &str) -> Result<(), VaultE
         vault.hear_clients()?;
         step = vault.work()?;
     }
+}
+
+/// Whether the controller has ended before this process asked to end with it.
+fn hung_up(controller: &OwnedFd) -> io::Result<bool> {
+    let mut polled = [PollFd::new(controller, PollFlags::empty())];
+    rustix::event::poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))?;
+    Ok(polled[0].revents().contains(PollFlags::HUP))
 }
 
 struct Vault<'a> {
@@ -227,6 +236,6 @@ fn note(process: u64, error: &ClientError) {
     if matches!(error, ClientError::HungUp) {
         return;
     }
-    let text = crate::chain(error);
-    tracing::warn!(process, "a process is left to bring itself home: {text}");
+    let error: &dyn std::error::Error = error;
+    tracing::warn!(process, error, "a process is left to bring itself home");
 }

@@ -39,7 +39,7 @@ pub fn receive(socket: impl AsFd) -> io::Result<Received> {
     }
 }
 
-/// Sends a packet, without waiting.
+/// Sends a packet, without waiting; on a stream perhaps not all of it: how many bytes.
 ///
 /// # Errors
 /// It does not fit, or nobody is there.
@@ -47,7 +47,7 @@ pub fn send(
     socket: impl AsFd,
     frame: &[u8; FRAME_BYTES],
     descriptor: Option<&OwnedFd>,
-) -> io::Result<()> {
+) -> io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let fds = descriptor.map(|fd| [fd.as_fd()]);
@@ -55,6 +55,5 @@ pub fn send(
         control.push(SendAncillaryMessage::ScmRights(fds));
     }
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-    rustix::net::sendmsg(socket, &[IoSlice::new(frame)], &mut control, flags)?;
-    Ok(())
+    Ok(rustix::net::sendmsg(socket, &[IoSlice::new(frame)], &mut control, flags)?)
 }

@@ -78,7 +78,9 @@ pub(super) fn back(piece: &Piece) -> Result<u64, u32> {
 pub(super) fn map(piece: &Piece, handle: u64) -> Result<(), u32> {
     let mapped = call!(mem_map(piece.address, piece.bytes as usize, 0, handle, 0));
     if mapped != result::SUCCESS {
-        call!(mem_release(handle));
+        if call!(mem_release(handle)) != result::SUCCESS && piece.imported {
+            strays();
+        }
         return Err(mapped);
     }
     match give_access(piece) {

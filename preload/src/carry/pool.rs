@@ -196,10 +196,9 @@ impl Pool {
         true
     }
 
-    /// Its file and size, if it is one.
-    pub fn file(&self) -> Option<(i32, usize)> {
-        let fd = owned::POOL.get().filter(|_| self.of_file == 1)?;
-        Some((fd, self.bytes))
+    /// Its file, if it is one.
+    pub fn file(&self) -> Option<i32> {
+        owned::POOL.get().filter(|_| self.of_file == 1)
     }
 
     fn replace(&mut self, bytes: usize, shared: bool) -> bool {

@@ -3,7 +3,8 @@
 //!
 //! ```text
 //! offer: parked, about to be checkpointed ──> the pool's file and the list of pieces, to the vault
-//! announce: about to be restored, so that the vault begins
+//! announce: it is away, and the vault may register the pool; it is about to be restored, and the
+//!        vault begins
 //! take:  restored ──> Begin? ──> each Block: import, map ──> Filled ──> on the device
 //!                        │ anything else, or too late
 //!                        └──> what came is unmapped and released, the vault hung up on: the pool
@@ -86,7 +87,7 @@ fn send(message: ToVault, descriptor: Option<i32>) -> Option<()> {
 }
 
 fn send_all(pool: &Pool, vram_bytes: u64) -> Option<()> {
-    let (file, _) = pool.file()?;
+    let file = pool.file()?;
     let (pieces, bytes, device) = summary()?;
     let mut uuid = [0; 16];
     (call!(device_get_uuid(&raw mut uuid, device)) == result::SUCCESS).then_some(())?;
@@ -203,9 +204,11 @@ fn import(id: Id, piece: &Piece, shared: &Descriptor) -> Option<()> {
     let mut handle = 0;
     let number = usize::try_from(shared.number()).ok()?;
     let code = call!(mem_import(&raw mut handle, number, POSIX_DESCRIPTOR));
-    if code != result::SUCCESS || map(piece, handle).is_err() {
+    let piece = Piece { imported: true, ..*piece };
+    if code != result::SUCCESS || map(&piece, handle).is_err() {
         return None;
     }
+    tables(|tables| tables.piece(id).map(|known| known.imported = true))?;
     note(id, handle, Place::Mapped);
-    tables(|tables| tables.piece(id).map(|piece| piece.imported = true))
+    Some(())
 }

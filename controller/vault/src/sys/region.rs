@@ -7,7 +7,7 @@ use rustix::{
     mm::{MapFlags, ProtFlags},
 };
 
-use crate::cuda::{Block, Copies, Cuda, CudaError};
+use super::cuda::{Block, Copies, Cuda, CudaError};
 
 /// So much is registered at a time, and copied: a few milliseconds.
 const CHUNK_BYTES: usize = 128 << 20;

@@ -210,8 +210,10 @@ fn names(uuid: &str, raw: &[u8; 16]) -> bool {
 pub struct Block {
     cuda: Rc<Cuda>,
     handle: u64,
+    /// Reserved, of this size; 0: not yet.
     address: u64,
     bytes: usize,
+    is_mapped: bool,
     /// Happens when it is filled.
     filled: *mut c_void,
 }
@@ -236,7 +238,8 @@ impl Block {
             cuda: Rc::clone(cuda),
             handle: 0,
             address: 0,
-            bytes: 0,
+            bytes: size,
+            is_mapped: false,
             filled: std::ptr::null_mut(),
         };
         let functions = &cuda.functions;
@@ -244,8 +247,7 @@ impl Block {
         call!(functions, mem_create(&raw mut block.handle, size, &raw const property, 0))?;
         call!(functions, mem_address_reserve(&raw mut block.address, size, 0, 0, 0))?;
         call!(functions, mem_map(block.address, size, 0, block.handle, 0))?;
-        // From here on there is something to unmap.
-        block.bytes = size;
+        block.is_mapped = true;
         let access = MemAccessDesc {
             location_type: LOCATION_DEVICE,
             location_id: cuda.ordinal,
@@ -286,10 +288,10 @@ impl Drop for Block {
         if !self.filled.is_null() {
             let _ = call!(functions, event_destroy(self.filled));
         }
-        if self.bytes > 0 {
+        if self.is_mapped {
             let _ = call!(functions, mem_unmap(self.address, self.bytes));
         }
-        if self.address != 0 && self.bytes > 0 {
+        if self.address != 0 {
             let _ = call!(functions, mem_address_free(self.address, self.bytes));
         }
         if self.handle != 0 {
