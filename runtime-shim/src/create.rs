@@ -14,8 +14,10 @@
 
 use std::path::Path;
 
+use affinode_controller::config::Config;
+use affinode_controller::core::node::policy_of;
 use affinode_proto::api::control::Announcement;
-use affinode_proto::paths::{CONTAINER_LIB_DIR, CONTAINER_RUN_DIR, ENGINE_ANNOTATION};
+use affinode_proto::paths::{CONTAINER_LIB_DIR, CONTAINER_RUN_DIR};
 use containerd_shim_protos::api::CreateTaskRequest;
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
 use serde_json::Value;
@@ -29,9 +31,6 @@ use crate::preload;
 use crate::report;
 use crate::rootfs::{Found, Rootfs, RootfsError};
 use crate::spec::{self, BindMount, EditError};
-
-/// No engine's name is longer.
-const ENGINE_MAX_BYTES: usize = 16;
 
 /// What goes on with a Create.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -165,12 +164,19 @@ fn edit(
     };
     spec::add_mounts(spec, &mounts(paths, folder))?;
     folder.make(announcement.generation, &preload::merge(&theirs)).map_err(NotManaged::Folder)?;
-    let engine = spec::annotations(spec).find(|(name, _)| *name == ENGINE_ANNOTATION);
-    if let Some((_, word)) = engine.filter(|(_, word)| word.len() <= ENGINE_MAX_BYTES) {
-        folder.write_engine(word).map_err(NotManaged::Folder)?;
-    }
+    folder.write_engine(engine(paths, announcement)).map_err(NotManaged::Folder)?;
     bundle.write_spec(spec)?;
     Ok(())
+}
+
+/// The engine that the controller will name: what looks for the driver's functions before it has
+/// said so gets them as this one needs them.
+fn engine(paths: &Paths, announcement: &Announcement) -> &'static str {
+    let config = Config::load(&paths.config).unwrap_or_else(|error| {
+        warn!("{}: its engine is the default's: {}", announcement.id, report(&error));
+        Config::default()
+    });
+    policy_of(&config.settings().policies, announcement).0.engine.as_str()
 }
 
 fn mounts(paths: &Paths, folder: &ContainerDir) -> [BindMount; 3] {

@@ -20,6 +20,8 @@ pub struct Paths {
     pub run_dir: PathBuf,
     /// The preload library's folder.
     pub lib_dir: PathBuf,
+    /// The node's configuration.
+    pub config: PathBuf,
 }
 
 /// A container's folder below the run directory.
@@ -38,6 +40,7 @@ impl Paths {
         Paths {
             run_dir: read(names::RUN_DIR_ENV, names::RUN_DIR),
             lib_dir: read(names::LIB_DIR_ENV, names::LIB_DIR),
+            config: read(names::CONFIG_ENV, names::CONFIG_FILE),
         }
     }
 
@@ -184,7 +187,11 @@ mod tests {
     #[test]
     fn a_container_may_read_what_is_mounted_and_nobody_else_comes_near() {
         let dir = tempfile::tempdir().unwrap();
-        let paths = Paths { run_dir: dir.path().join("a/run"), lib_dir: PathBuf::new() };
+        let paths = Paths {
+            run_dir: dir.path().join("a/run"),
+            lib_dir: PathBuf::new(),
+            config: PathBuf::new(),
+        };
         let container = paths.container("00");
         container.make(1, b"line\n").unwrap();
         fs::write(container.mount().join("agent.sock"), "of the first").unwrap();

@@ -184,7 +184,7 @@ impl Node {
     pub fn reconfigure(&mut self, settings: Settings) {
         self.settings = settings;
         for container in self.containers.values_mut() {
-            let (policy, warnings) = resolve(&self.settings.policies, &container.announcement);
+            let (policy, warnings) = policy_of(&self.settings.policies, &container.announcement);
             container.policy = policy;
             container.warnings = warnings;
         }
@@ -357,7 +357,10 @@ pub fn text_of(reason: Reason, detail: &str) -> String {
     }
 }
 
-pub(super) fn resolve(
+/// The policy of a container that is announced so, and a warning for each annotation that was
+/// not understood.
+#[must_use]
+pub fn policy_of(
     policies: &Policies,
     announcement: &Announcement,
 ) -> (super::policy::Policy, Vec<String>) {

@@ -11,7 +11,7 @@ use super::{
     Effect, Key, Node, ProcessId,
     container::{Container, Goal},
     input::{Carried, Identity, Request},
-    node::resolve,
+    node::policy_of,
     process::Process,
 };
 
@@ -30,11 +30,11 @@ impl Node {
     pub(super) fn announced(&mut self, announcement: Announcement, key: &Key) {
         if let Some(known) = self.containers.get_mut(key) {
             known.announcement = announcement;
-            let (policy, warnings) = resolve(&self.settings.policies, &known.announcement);
+            let (policy, warnings) = policy_of(&self.settings.policies, &known.announcement);
             (known.policy, known.warnings) = (policy, warnings);
             return;
         }
-        let (policy, warnings) = resolve(&self.settings.policies, &announcement);
+        let (policy, warnings) = policy_of(&self.settings.policies, &announcement);
         let container = Container::new(announcement, policy, warnings.clone(), self.now);
         self.containers.insert_sorted(key.clone(), container);
         for text in warnings {

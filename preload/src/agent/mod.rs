@@ -42,7 +42,7 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
     sys::set_thread_name(c"affinode-agent");
     let tid = sys::gettid();
     process::become_agent(tid);
-    carry::set_engine_by_annotation();
+    carry::set_engine_by_file();
     if let Some(page) = process::page() {
         cost::measure(page);
     }

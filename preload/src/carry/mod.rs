@@ -144,8 +144,8 @@ fn with_pool<R>(body: impl FnOnce(&mut Pool) -> R) -> R {
     CARRY.contexts_lock.hold(|| body(unsafe { &mut *CARRY.pool.get() }))
 }
 
-/// What the container's annotation asks for, for as long as no controller has said anything.
-pub fn set_engine_by_annotation() {
+/// What the shim has left in the container, for as long as no controller has said anything.
+pub fn set_engine_by_file() {
     let mut buffer = [0; 16];
     let engine = FILE.and_then(|file| sys::read_file(file, &mut buffer)).and_then(Engine::parse);
     if let Some(engine) = engine {

@@ -33,7 +33,11 @@ impl Node {
 
     fn launcher(&self) -> Launcher {
         Launcher {
-            paths: Paths { run_dir: self.path("run"), lib_dir: self.path("lib") },
+            paths: Paths {
+                run_dir: self.path("run"),
+                lib_dir: self.path("lib"),
+                config: self.path("config.toml"),
+            },
             program: self.path("program"),
         }
     }

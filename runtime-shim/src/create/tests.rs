@@ -1,7 +1,7 @@
 use std::fs;
 use std::path::PathBuf;
 
-use affinode_proto::paths::{CONTAINER_LIB, LIB_FILE};
+use affinode_proto::paths::{CONTAINER_LIB, ENGINE_FILE, LIB_FILE};
 use containerd_shim_protos::types::mount::Mount;
 use serde_json::json;
 
@@ -20,7 +20,11 @@ fn world(spec: &Value) -> World {
     for name in ["bundle", "image/etc", "lib"] {
         fs::create_dir_all(dir.path().join(name)).unwrap();
     }
-    let paths = Paths { run_dir: dir.path().join("run"), lib_dir: dir.path().join("lib") };
+    let paths = Paths {
+        run_dir: dir.path().join("run"),
+        lib_dir: dir.path().join("lib"),
+        config: dir.path().join("affinode.toml"),
+    };
     fs::write(paths.lib_dir.join(LIB_FILE), "ELF").unwrap();
     let mut request = CreateTaskRequest::new();
     request.id = "box".to_owned();
@@ -111,6 +115,33 @@ fn a_gpu_container_is_edited_and_announced() {
     let edited = world.read();
     assert_eq!(world.prepare(), prepared, "a second Create");
     assert_eq!(world.read(), edited);
+}
+
+/// What looks for the driver's functions does not wait for a controller.
+#[test]
+fn the_engine_is_left_in_the_container() {
+    let mut spec = gpu();
+    let mut world = world(&spec);
+    let engine = |world: &World| {
+        let container = world.prepare().container.unwrap();
+        let folder = world.paths.container(&container.key);
+        fs::read_to_string(folder.mount().join(ENGINE_FILE)).unwrap()
+    };
+    assert_eq!(engine(&world), "driver");
+    let text =
+        "[policy]\nengine = \"auto\"\n[[policy.namespace]]\nname = \"ns\"\nengine = \"park\"\n";
+    fs::write(&world.paths.config, text).unwrap();
+    assert_eq!(engine(&world), "park", "of the namespace");
+    spec["annotations"]["affinode.io/engine"] = json!("fast");
+    world.write(&spec.to_string());
+    assert_eq!(engine(&world), "fast", "of the annotation");
+    spec["annotations"]["affinode.io/engine"] = json!("f".repeat(400));
+    world.write(&spec.to_string());
+    assert_eq!(engine(&world), "park", "that means nothing");
+    fs::write(&world.paths.config, "engine = 7").unwrap();
+    assert_eq!(engine(&world), "driver", "the container is managed all the same");
+    world.paths.config = "/nonexistent".into();
+    assert_eq!(engine(&world), "driver");
 }
 
 /// As HAMi's device plugin has it: its library stays between the program and ours.

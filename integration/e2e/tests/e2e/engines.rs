@@ -135,9 +135,8 @@ fn carried_memory_is_as_the_drivers_own() -> Result<()> {
     {
         let path = format!("{CLIENTS}/{program}");
         let argv: Vec<&str> = [path.as_str()].iter().chain(arguments).copied().collect();
-        // By annotation: it holds from the first call, also when the controller is slow to start.
-        let spec = Spec::gpu(&program.replace('_', "-"), &argv);
-        let output = spec.annotation("affinode.io/engine", "park").run(&world)?;
+        // It holds from the first call, also when the controller is slow to start.
+        let output = Spec::gpu(&program.replace('_', "-"), &argv).run(&world)?;
         let wrong: Vec<&str> =
             output.lines().filter(|line| line.contains("\"ok\":false")).collect();
         assert!(wrong.is_empty(), "{program}: {wrong:#?}");
