@@ -141,8 +141,8 @@ fn moves_of(process: &Process, engine: Engine) -> Moves {
     match engine {
         _ if carried == 0 => Moves::Checkpoint,
         // Memory of a vault's making is copied, whatever else is to be: no restore follows a
-        // checkpoint of it.
-        _ if process.page.as_ref().is_some_and(|page| page.notes.contains(Notes::IMPORTED)) => {
+        // checkpoint of it. One whose page was not read yet may have some.
+        _ if process.page.as_ref().is_none_or(|page| page.notes.contains(Notes::IMPORTED)) => {
             Moves::Both
         }
         _ if process.copy_failed => Moves::Checkpoint,

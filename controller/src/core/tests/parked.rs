@@ -5,7 +5,10 @@ use affinode_proto::{
     wire::{Phase, message::Outcome},
 };
 
-use super::world::{ENGINES, World, key};
+use super::{
+    super::plan::Moves,
+    world::{ENGINES, World, key},
+};
 
 /// A container whose engine parks goes out and home; what NVML shows stays consistent.
 #[test]
@@ -61,6 +64,23 @@ fn memory_that_cannot_be_copied_leaves_through_the_driver() {
         let shown = list.containers.iter().find(|c| c.state == "Offloaded").unwrap();
         assert!(shown.warnings[0].contains("could not be copied"), "{:?}", shown.warnings);
     }
+}
+
+/// Memory of a vault's making may be among it, after whose checkpoint there is no restore.
+#[test]
+fn carried_memory_is_copied_by_whoever_has_not_read_the_page_yet() {
+    let mut world = World::new(3);
+    let id = world.running(0, 600);
+    let moves = |world: &World| {
+        let process = world.node.processes.get(&id).unwrap();
+        world.node.moves(&key(0))(process)
+    };
+    assert_eq!(moves(&world), Moves::Checkpoint, "there is none");
+    world.agents.get_mut(&id).unwrap().carried = 450;
+    world.hello(id);
+    assert_eq!(moves(&world), Moves::Both);
+    world.tick();
+    assert_eq!(moves(&world), Moves::Checkpoint, "the page says that there is none");
 }
 
 /// A controller that died while the driver's half was done and the copy was not.
