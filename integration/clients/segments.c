@@ -14,8 +14,7 @@
  *   export          a descriptor of the fourth piece, closed at once
  *   properties      of the second piece: "ok" when they are what it was made with
  *   replace         the last piece unmapped and released, a new one in its place, filled as it was
- *   end             everything unmapped and released: "ok" when as much is free as before, but for what the driver
- *                   keeps for itself
+ *   end             everything unmapped and released: "missing_bytes" are free no more that were before
  *   quit
  */
 #include "client.h"
@@ -44,8 +43,6 @@ MORE_FUNCTIONS(F)
 #undef F
 
 #define MOST 4096
-/* What a driver may keep of its own: for streams that were made, host memory that it has hold of. */
-#define DRIVERS_OWN ((size_t)32 << 20)
 
 static struct client client;
 static memory_handle handles[MOST];
@@ -179,13 +176,14 @@ static CUresult replace(void)
     return 0;
 }
 
-static CUresult end(int *ok)
+static CUresult end(size_t *missing)
 {
     TRY(client.cuda.ctx_sync());
     TRY(cuMemUnmap(client.memory, pieces * piece_bytes));
     TRY(release());
     TRY(cuMemAddressFree(client.memory, pieces * piece_bytes));
-    *ok = free_bytes() + DRIVERS_OWN > free_before;
+    size_t free_now = free_bytes();
+    *missing = free_now < free_before ? free_before - free_now : 0;
     return 0;
 }
 
@@ -201,6 +199,7 @@ static CUresult verify(int *ok)
 static int obey(const char *command)
 {
     int ok = 1;
+    size_t missing = 0;
     CUresult result = -1;
     uint64_t start = now_us();
     if (strcmp(command, "quit") == 0)
@@ -232,8 +231,8 @@ static int obey(const char *command)
     else if (strcmp(command, "replace") == 0)
         result = replace();
     else if (strcmp(command, "end") == 0)
-        result = end(&ok);
-    answer(command, result, now_us() - start, "\"ok\":%s", ok ? "true" : "false");
+        result = end(&missing);
+    answer(command, result, now_us() - start, "\"ok\":%s,\"missing_bytes\":%zu", ok ? "true" : "false", missing);
     return 1;
 }
 

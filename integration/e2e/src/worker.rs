@@ -126,6 +126,8 @@ pub struct Answer {
     pub device_name: Option<String>,
     /// Free VRAM.
     pub free_bytes: Option<u64>,
+    /// VRAM that was free at the start and is not at the end.
+    pub missing_bytes: Option<u64>,
     /// How often a thread has polled.
     pub polls: Option<u32>,
     /// Of a forked child.
@@ -186,6 +188,19 @@ impl Worker {
     /// When the pipes cannot be opened.
     pub fn attach(spec: &Spec, pipes: &Path) -> Result<Self> {
         Ok(Self { running: spec.running(), lines: Lines::open(pipes)? })
+    }
+
+    /// Ends a program of [`Worker::segments`] well: whether all VRAM that it had is free again, but
+    /// for what the driver keeps of its own (streams that were made, host memory that it has hold of)
+    /// and what a vault has got meanwhile.
+    ///
+    /// # Errors
+    /// It does not answer.
+    pub fn ends_with_nothing_left(&mut self, world: &World) -> Result<bool> {
+        const DRIVERS_OWN_BYTES: u64 = 32 << 20;
+        let missing = self.call("end")?.missing_bytes.context("no count of bytes")?;
+        let vaults: u64 = world.cli().ps()?.gpus.iter().map(|gpu| gpu.vault_vram_bytes).sum();
+        Ok(missing <= DRIVERS_OWN_BYTES + vaults)
     }
 
     /// Reads the lines that `worker.c` begins with.

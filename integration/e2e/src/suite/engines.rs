@@ -149,7 +149,7 @@ pub fn segments(world: &World, rows: &mut Rows) -> Result<()> {
             }
         }
         rows.count(&format!("{size}: contents as before"), good, tried);
-        let ended = worker.call("end")?.ok == Some(true);
+        let ended = worker.ends_with_nothing_left(world)?;
         rows.count(&format!("{size}: nothing left in use"), usize::from(ended), 1);
         worker.running.kill(world)?;
         worker.running.delete(world)?;

@@ -98,7 +98,7 @@ fn memory_that_the_application_maps_by_itself_is_copied_too() -> Result<()> {
             assert_eq!(worker.call(undo)?.ok, Some(true), "{engine}, {undo}");
             assert!(worker.verify()?, "{engine}, {change}");
         }
-        assert_eq!(worker.call("end")?.ok, Some(true), "{engine}: no more is in use than before");
+        assert!(worker.ends_with_nothing_left(&world)?, "{engine}: more is in use than before");
         until("nothing to be carried any more", || {
             Ok(Some(row(&world, engine)?).filter(|row| row.processes[0].carried_bytes == 0))
         })?;
