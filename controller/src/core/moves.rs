@@ -141,13 +141,20 @@ fn moves_of(process: &Process, engine: Engine) -> Moves {
     match engine {
         _ if carried == 0 => Moves::Checkpoint,
         // Memory of a vault's making is copied, whatever else is to be: no restore follows a
-        // checkpoint of it. One whose page was not read yet may have some.
-        _ if process.page.as_ref().is_none_or(|page| page.notes.contains(Notes::IMPORTED)) => {
-            Moves::Both
-        }
+        // checkpoint of it.
+        _ if may_be_imported(process) => Moves::Both,
         _ if process.copy_failed => Moves::Checkpoint,
         Engine::Driver => Moves::Checkpoint,
         Engine::Park if left <= carried.saturating_add(CONTEXT_BYTES) => Moves::Park,
         Engine::Park | Engine::Fast | Engine::Auto => Moves::Both,
+    }
+}
+
+/// Whether a process may have memory of a vault's making on its device. Its page says so; of one
+/// whose page was not read yet, what is copied already is not.
+fn may_be_imported(process: &Process) -> bool {
+    match &process.page {
+        Some(page) => page.notes.contains(Notes::IMPORTED),
+        None => !process.phase.is_off(),
     }
 }

@@ -81,6 +81,14 @@ fn carried_memory_is_copied_by_whoever_has_not_read_the_page_yet() {
     assert_eq!(moves(&world), Moves::Both);
     world.tick();
     assert_eq!(moves(&world), Moves::Checkpoint, "the page says that there is none");
+
+    let parked = world.running(2, 100);
+    world.settle();
+    assert_eq!(world.agents[&parked].phase, Phase::Parked);
+    world.restart(false);
+    let (_, process) = world.node.processes.of(&key(2)).next().unwrap();
+    assert!(process.page.is_none());
+    assert_eq!(world.node.moves(&key(2))(process), Moves::Park, "it is copied already");
 }
 
 /// A controller that died while the driver's half was done and the copy was not.
