@@ -1,8 +1,9 @@
 /* An application that maps its memory by itself, as allocators with growing segments do.
  *
- *   segments [--mib N] [--seed S] [--piece-mib P]
+ *   segments [--mib N] [--seed S] [--piece-mib P] [--handle-types T]
  *
- * N MiB (default 64) at one run of addresses, in pieces of P MiB (default 4), filled by seed (default 1).
+ * N MiB (default 64) at one run of addresses, in pieces of P MiB (default 4), filled by seed (default 1), made to be
+ * exported as T (default 1, a descriptor; 0: not at all).
  * Then it obeys commands on stdin, each answered by a line of JSON as in worker.c:
  *
  *   verify, touch, streamsync     as there
@@ -47,13 +48,15 @@ MORE_FUNCTIONS(F)
 static struct client client;
 static memory_handle handles[MOST];
 static size_t piece_bytes, pieces, free_before;
+static unsigned int handle_types = 1;
 static CUdeviceptr second_place;
 
 static struct allocation_prop device_memory(void)
 {
     struct allocation_prop prop;
     memset(&prop, 0, sizeof prop);
-    prop.kind = prop.handle_types = prop.location.kind = 1;
+    prop.kind = prop.location.kind = 1;
+    prop.handle_types = handle_types;
     prop.location.id = client.device;
     return prop;
 }
@@ -248,6 +251,8 @@ int main(int argc, char **argv)
             seed = (uint32_t)strtoul(argv[i + 1], NULL, 10);
         else if (strcmp(argv[i], "--piece-mib") == 0)
             piece_bytes = strtoul(argv[i + 1], NULL, 10) << 20;
+        else if (strcmp(argv[i], "--handle-types") == 0)
+            handle_types = (unsigned int)strtoul(argv[i + 1], NULL, 10);
     }
     if (cuda_load(&client.cuda) != 0)
         return 3;

@@ -168,8 +168,15 @@ impl Worker {
     /// A container of the program that maps its memory piece by piece, moved by an engine.
     #[must_use]
     pub fn segments(id: &str, engine: &str, mib: u64) -> Spec {
-        Spec::gpu(id, &[&format!("{CLIENTS}/segments"), "--mib", &mib.to_string()])
-            .annotation("affinode.io/engine", engine)
+        Worker::pieces(id, engine, mib, &[])
+    }
+
+    /// The same, with more arguments.
+    #[must_use]
+    pub fn pieces(id: &str, engine: &str, mib: u64, more: &[&str]) -> Spec {
+        let (program, mib) = (format!("{CLIENTS}/segments"), mib.to_string());
+        let argv = [&[&*program, "--mib", &*mib], more].concat();
+        Spec::gpu(id, &argv).annotation("affinode.io/engine", engine)
     }
 
     /// Starts a container whose program talks in lines; waits for nothing.

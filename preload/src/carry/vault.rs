@@ -114,7 +114,8 @@ fn is_off(piece: &Piece) -> bool {
 }
 
 /// Number, bytes and device of what is parked, if a vault can make such memory: all of it in the
-/// pool one behind the other, on one device, not too small, and nothing special.
+/// pool one behind the other, on one device, not too small, and nothing special. Least of all
+/// something that the application may export: the driver does not export what was imported.
 fn summary() -> Option<(u32, u64, i32)> {
     let (mut next, mut many, mut end) = (Id::FIRST, 0_u32, 0);
     let mut device = None;
@@ -125,7 +126,6 @@ fn summary() -> Option<(u32, u64, i32)> {
         let plain = MemAllocationProp {
             location_id: property.location_id,
             gpu_direct_rdma: property.gpu_direct_rdma,
-            handle_types: property.handle_types & POSIX_DESCRIPTOR,
             ..MemAllocationProp::default()
         };
         let kind = MemAllocationProp { kind: 0, location_type: 0, ..property };

@@ -194,7 +194,21 @@ pub(super) unsafe extern "C" fn mem_get_property(
     property: *mut MemAllocationProp,
     given: u64,
 ) -> u32 {
-    one_at_a_time(|| with_handle(given, |handle, _| call!(mem_get_property(property, handle))))
+    one_at_a_time(|| {
+        let made_as = blocks(|blocks| {
+            let piece = blocks.at(given).filter(|block| block.piece.imported)?.piece;
+            Some(piece.property)
+        });
+        with_handle(given, |handle, _| match made_as {
+            // The driver would tell what a vault has made.
+            Some(known) if !property.is_null() => {
+                // SAFETY: the application's own place for it.
+                unsafe { property.write(known) };
+                result::SUCCESS
+            }
+            _ => call!(mem_get_property(property, handle)),
+        })
+    })
 }
 
 pub(super) unsafe extern "C" fn mem_map_array(

@@ -124,6 +124,37 @@ fn memory_of_a_vaults_making_is_copied_out_whatever_the_engine_is_now() -> Resul
     Ok(())
 }
 
+/// What was imported is not exported again: who may want to is brought home without a vault.
+#[test]
+fn memory_that_the_application_maps_by_itself_stays_what_it_was() -> Result<()> {
+    const PIECE: [&str; 3] = ["--piece-mib", "16", "--handle-types"];
+    let world = Recipe::default().config(&config()).world()?;
+    let own = |id: &str, handle_types: &str| {
+        let arguments = [&PIECE[..], &[handle_types]].concat();
+        let mut worker =
+            Worker::start_as(&world, Worker::pieces(id, "fast", WORKER_MIB, &arguments))?;
+        worker.wait_filled()?;
+        anyhow::Ok(worker)
+    };
+    let mut plain = own("worker", "0")?;
+    filled_once(&world, &mut plain)?;
+    assert_eq!(plain.call("properties")?.ok, Some(true));
+    let fills = gpu(&world)?.vault_fills;
+
+    let mut shared = own("shared", "1")?;
+    for _ in 0..2 {
+        world.cli().move_out("shared")?;
+        assert_eq!(world.cli().known("shared")?.processes[0].parked_bytes, WORKER_MIB * MIB);
+        assert_eq!(shared.call("properties")?.ok, Some(true));
+        assert!(shared.verify()?);
+    }
+    assert_eq!(gpu(&world)?.vault_fills, fills);
+    let exported = shared.call("export")?;
+    assert_eq!(exported.result, 0, "{exported:?}");
+    assert!(plain.verify()? && shared.verify()?);
+    Ok(())
+}
+
 #[test]
 fn the_vault_gives_its_room_to_who_waits_for_it() -> Result<()> {
     let world = Recipe::default().config(&config()).world()?;

@@ -80,6 +80,10 @@ cuda_api! {
         if kind != HANDLE_POSIX_FD {
             return Err(NOT_SUPPORTED);
         }
+        // Measured: what was imported is not exported again.
+        if !d.memory().owns(handle) {
+            return Err(INVALID_VALUE);
+        }
         match d.link.ask(&Request::Export { object: handle }, None)? {
             (Reply::Done, Some(fd)) => shareable.set(fd.into_raw_fd()),
             _ => Err(UNKNOWN),
