@@ -4,6 +4,7 @@
 
 mod kubernetes;
 mod live;
+mod sections;
 mod serve;
 mod set;
 
@@ -32,6 +33,9 @@ use crate::core::{
 
 pub use kubernetes::KubernetesSection;
 pub use live::Taken;
+pub use sections::{
+    LogFormat, LogSection, MemorySection, NvmlSection, TimingSection, VaultSection,
+};
 pub use serve::{Auth, HistorySection, HttpSection, JobsSection, Listen, ReportSection};
 pub use set::{SetError, set};
 
@@ -148,71 +152,6 @@ pub struct NamespaceRule {
     pub window: Option<Window>,
 }
 
-/// Intervals and deadlines.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct TimingSection {
-    /// How often counters are read.
-    #[serde(deserialize_with = "duration")]
-    pub sample_interval: Millis,
-    /// How long calls in progress are waited for when a gate closes.
-    #[serde(deserialize_with = "duration")]
-    pub close_deadline: Millis,
-    /// How long the driver may wait for work on the GPU when it locks a process.
-    #[serde(deserialize_with = "duration")]
-    pub lock_timeout: Millis,
-}
-
-/// Host memory.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct MemorySection {
-    /// What the driver needs beside the VRAM of a process, in MiB (measured: 530 MiB).
-    pub driver_overhead_mib: u64,
-    /// What stays free on the node after an offload, in MiB.
-    pub node_reserve_mib: u64,
-}
-
-/// Where NVML is.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct NvmlSection {
-    /// Library name or path.
-    pub library: String,
-}
-
-/// Processes that fill the memory of who comes home.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct VaultSection {
-    /// Whether there are any.
-    pub enabled: bool,
-    /// The driver's library: name or path.
-    pub library: String,
-}
-
-/// The log.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct LogSection {
-    /// A tracing filter: error, warn, info, debug, or per module.
-    pub level: String,
-    /// text, json or journald.
-    pub format: LogFormat,
-}
-
-/// How log lines look.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum LogFormat {
-    /// For people.
-    Text,
-    /// One JSON object a line.
-    Json,
-    /// The journal of systemd, with a field for each value.
-    Journald,
-}
-
 impl Default for PolicySection {
     fn default() -> PolicySection {
         let policy = Policy::default();
@@ -234,36 +173,6 @@ impl Default for PolicySection {
             victims: VictimRule::default(),
             namespace: Vec::new(),
         }
-    }
-}
-
-impl Default for TimingSection {
-    fn default() -> TimingSection {
-        TimingSection { sample_interval: 500, close_deadline: 1_000, lock_timeout: 5_000 }
-    }
-}
-
-impl Default for MemorySection {
-    fn default() -> MemorySection {
-        MemorySection { driver_overhead_mib: 1024, node_reserve_mib: 1024 }
-    }
-}
-
-impl Default for NvmlSection {
-    fn default() -> NvmlSection {
-        NvmlSection { library: "libnvidia-ml.so.1".into() }
-    }
-}
-
-impl Default for VaultSection {
-    fn default() -> VaultSection {
-        VaultSection { enabled: true, library: "libcuda.so.1".into() }
-    }
-}
-
-impl Default for LogSection {
-    fn default() -> LogSection {
-        LogSection { level: "info".into(), format: LogFormat::Text }
     }
 }
 

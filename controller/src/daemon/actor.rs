@@ -9,10 +9,7 @@ use std::{
 };
 
 use affinode_proto::{
-    api::control::{
-        ActionResponse, Announcement, Event, HintResponse, ListResponse, PolicyResponse,
-        PolicyValue,
-    },
+    api::control::{ActionResponse, Event},
     paths,
     state::State,
     wire::{message::AgentMessage, page::PAGE_BYTES},
@@ -23,14 +20,15 @@ use tokio::{
 };
 
 use super::{
-    DaemonError, Door, api, events::EventLog, readings::Readings, show::Show, sweep::Sweep,
+    DaemonError, Door, api, call::Call, events::EventLog, readings::Readings, show::Show,
+    sweep::Sweep,
 };
 use crate::{
     agents::{Agent, AgentMail, Listener},
     calls::{CallHub, Sight},
     clock::{monotonic_ms, unix_ms},
-    config::{Config, Taken},
-    core::{CommandId, Effect, Input, Key, Millis, Node, ProcessId, Request, hints::Hint},
+    config::Config,
+    core::{CommandId, Effect, Input, Key, Millis, Node, ProcessId},
     inventory::{
         Finding, Inventory, Question, busy::Busy, memory, memory::MemoryRules, process,
         witness::Witness,
@@ -52,38 +50,6 @@ const GPU_INTERVAL: Duration = Duration::from_secs(1);
 
 /// What runs on devices is asked for as often as counters are read, but not more often.
 const WITNESS_INTERVAL: Duration = Duration::from_millis(250);
-
-/// What the API asks the actor.
-#[derive(Debug)]
-pub enum Call {
-    /// A container exists. Answer: annotations that were not understood.
-    Announce(Box<Announcement>, oneshot::Sender<Result<Vec<String>, String>>),
-    /// A container is gone.
-    Withdraw(String, u64),
-    /// Everything.
-    List(oneshot::Sender<ListResponse>),
-    /// The connected processes of these containers, or all.
-    Sights(Option<Vec<Key>>, oneshot::Sender<Vec<Sight>>),
-    /// The container that is named, or what to do instead.
-    Find(String, oneshot::Sender<Result<Key, String>>),
-    /// Offload or restore the container that is named.
-    Act(String, Request, oneshot::Sender<ActionResponse>),
-    /// Keep the container that is named on the GPU, or no longer; who asked.
-    Pin(String, bool, String, oneshot::Sender<ActionResponse>),
-    /// Whether anything is offloaded without being asked for; who asked. Answer: whether
-    /// that is a change, or why it cannot be kept.
-    AutoOffload(bool, String, oneshot::Sender<Result<bool, String>>),
-    /// Read the configuration again. Answer: whether something changed.
-    Reload(oneshot::Sender<Result<Taken, String>>),
-    /// The container that is named is said to be idle or busy; who says so.
-    Hint(String, Hint, String, oneshot::Sender<Result<HintResponse, String>>),
-    /// The policy of all containers, or of the one that is named.
-    Policy(String, oneshot::Sender<Result<PolicyResponse, String>>),
-    /// Change values of the node's policy; an empty value takes it back. Answer: what holds.
-    SetPolicy(Vec<(String, String)>, oneshot::Sender<Result<Vec<PolicyValue>, String>>),
-    /// A user wants to run a job.
-    Job(jobs::Request, jobs::User, oneshot::Sender<jobs::Reply>),
-}
 
 pub(super) struct Actor {
     pub(super) node: Node,

@@ -23,7 +23,7 @@ use tokio::{
 };
 use ttrpc::r#async::{Server, TtrpcContext, transport::Listener};
 
-use super::{DaemonError, actor::Call, events::EventLog};
+use super::{DaemonError, call::Call, events::EventLog};
 use crate::{
     calls::{Batch, CallHub},
     config::ReportSection,

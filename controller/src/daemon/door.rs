@@ -6,7 +6,7 @@ use std::sync::Arc;
 use affinode_proto::api::control::{ActionResponse, Event, ListResponse};
 use tokio::sync::{mpsc, oneshot};
 
-use super::{actor::Call, events::EventLog};
+use super::{call::Call, events::EventLog};
 use crate::{
     calls::Sight,
     core::{Key, Request},

@@ -7,6 +7,7 @@
 
 mod actor;
 mod api;
+mod call;
 mod connections;
 mod containers;
 mod door;
@@ -31,7 +32,7 @@ use std::{
     process::ExitCode,
 };
 
-pub use actor::Call;
+pub use call::Call;
 pub use door::{Door, Ending};
 pub use events::EventLog;
 

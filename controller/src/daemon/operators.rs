@@ -8,7 +8,7 @@ use affinode_proto::{
 };
 use tokio::sync::oneshot;
 
-use super::actor::{Actor, Call};
+use super::{actor::Actor, call::Call};
 use crate::{
     clock::unix_ms,
     core::{Request, container::display_name},
