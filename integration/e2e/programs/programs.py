@@ -26,6 +26,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 KINDS = {
     "training": ("torch_programs", "Training"),
     "graph": ("torch_programs", "Graph"),
+    "cudnn": ("torch_programs", "Convolutions"),
     "streams": ("torch_programs", "Streams"),
     "llm": ("llm_program", "Llm"),
     "cupy": ("cupy_program", "Cupy"),

@@ -1,4 +1,4 @@
-"""Programs of torch for programs.py: a training loop, the same as a CUDA graph, and many streams."""
+"""Programs of torch for programs.py: training loops, one of them as a CUDA graph as well, and many streams."""
 
 import torch
 
@@ -101,6 +101,38 @@ class Graph(Training):
         self.batch.copy_(self.batches[self.turn % len(self.batches)])
         self.turn += 1
         self.graph.replay()
+
+
+class Convolutions(TorchProgram):
+    """A convolutional network with running statistics and AdamW: what cuDNN computes."""
+
+    IMAGES = 128
+    SIDE = 64
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        if not torch.backends.cudnn.is_available():
+            raise RuntimeError("torch has no cuDNN")
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False
+        layers, channels = [], 3
+        for wider in (64, 128, 256):
+            convolution = torch.nn.Conv2d(channels, wider, 3, stride=2, padding=1)
+            layers += [convolution, torch.nn.BatchNorm2d(wider), torch.nn.ReLU()]
+            channels = wider
+        self.model = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.LazyLinear(10)).to(DEVICE)
+        self.images = torch.randn(self.IMAGES, 3, self.SIDE, self.SIDE, device=DEVICE)
+        self.labels = torch.randint(10, (self.IMAGES,), device=DEVICE)
+        self.model(self.images)  # The last layer learns its width.
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+
+    def step(self):
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.nn.functional.cross_entropy(self.model(self.images), self.labels).backward()
+        self.optimizer.step()
+
+    def results(self):
+        return (data(tensor) for tensor in self.model.state_dict().values())
 
 
 class Streams(TorchProgram):

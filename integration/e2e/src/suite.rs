@@ -27,6 +27,7 @@ mod cost;
 mod crashers;
 mod cycle;
 mod engines;
+mod goals;
 mod host_root;
 mod immediate;
 mod jax;
@@ -99,6 +100,7 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
         Err(why) => report.skip("torch", &format!("{why:#}")),
     }
     finish(&world, &mut report);
+    report.judge();
     drop(world);
     let part = "restore policy immediate";
     if report.wants(part) {

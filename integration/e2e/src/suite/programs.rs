@@ -6,12 +6,13 @@ use crate::gpu::CONTAINER_LIBRARIES;
 /// The program that runs all of them.
 const PROGRAM: &str = "programs.py";
 /// What they are called in the report, and how they are moved.
-const PROGRAMS: [(&str, Flavour); 6] = [
+const PROGRAMS: [(&str, Flavour); 7] = [
     (
         "transformers, a language model",
         // It has nearly 3 GiB of weights already.
         Flavour { held_gib: 1, ..Flavour::small("llm", &[PROGRAM, "llm"]) },
     ),
+    ("cuDNN, training with AdamW", Flavour::small("cudnn", &[PROGRAM, "cudnn"])),
     ("CUDA graph", Flavour::small("graph", &[PROGRAM, "graph"])),
     ("CuPy", Flavour::small("cupy", &[PROGRAM, "cupy"])),
     (

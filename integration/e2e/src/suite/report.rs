@@ -5,6 +5,7 @@ use std::fmt::{self, Write};
 use anyhow::Result;
 use serde::Serialize;
 
+use super::goals::{self, Goal};
 use crate::world::World;
 
 /// A part of the suite needs what is not installed here; why that is so.
@@ -74,6 +75,12 @@ impl Rows {
     }
 }
 
+/// Where figures are looked up.
+pub trait Found {
+    /// One of them, by its part, what it is, and its unit.
+    fn value(&self, part: &str, what: &str, unit: &str) -> Option<f64>;
+}
+
 /// Everything that the suite found.
 #[derive(Debug, Serialize)]
 pub struct Report {
@@ -87,6 +94,14 @@ pub struct Report {
     skipped: Vec<(String, String)>,
     #[serde(skip)]
     wanted: Vec<String>,
+}
+
+impl Found for Report {
+    fn value(&self, part: &str, what: &str, unit: &str) -> Option<f64> {
+        let is =
+            |row: &&Row| (row.part.as_str(), row.what.as_str(), row.unit) == (part, what, unit);
+        self.rows.iter().find(is).map(|row| row.value)
+    }
 }
 
 impl Report {
@@ -134,6 +149,16 @@ impl Report {
     /// Notes that a part cannot be carried out here.
     pub(super) fn skip(&mut self, part: &str, why: &str) {
         self.skipped.push((part.into(), why.into()));
+    }
+
+    /// Says how far the goals were reached, on the GPU that they are set for.
+    pub(super) fn judge(&mut self) {
+        if self.gpu != "real" || !self.gpu_name.contains("H200") {
+            return;
+        }
+        for Goal { what, value, unit, goal, met } in goals::judge(self) {
+            self.rows.push(Row { part: "goals".into(), what, value, unit, goal, met });
+        }
     }
 
     /// Names the GPU.
