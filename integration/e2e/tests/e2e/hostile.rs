@@ -131,7 +131,7 @@ fn a_container_sees_nothing_but_its_own_socket() -> Result<()> {
 
     // The shell's own words: the image has little else.
     let look = r#"for path in /.affinode/* /.affinode/*/* /.affinode/run/.[!.]*; do echo "$path"; done
-        for path in /.affinode/run/x /.affinode/run/pressure /.affinode/lib/x /etc/ld.so.preload; do
+        for path in /.affinode/run/x /.affinode/run/engine /.affinode/run/pressure /.affinode/lib/x /etc/ld.so.preload; do
             (: >> "$path") 2>/dev/null && echo "can write $path"
         done
         for path in /run/affinode/* /.affinode/run/../../run/affinode/*; do [ -e "$path" ] && echo "$path"; done
@@ -139,7 +139,7 @@ fn a_container_sees_nothing_but_its_own_socket() -> Result<()> {
         while read -r line; do case "$line" in *control.sock*) echo "$line";; esac; done < /proc/net/unix"#;
     let said = Spec::gpu("look", &["/bin/sh", "-c", look]).run(&world)?;
     let wanted = "/.affinode/lib\n/.affinode/run\n/.affinode/lib/libaffinode_preload.so\n\
-        /.affinode/run/agent.sock\n/.affinode/run/hint\n/.affinode/run/pressure\n\
+        /.affinode/run/agent.sock\n/.affinode/run/engine\n/.affinode/run/hint\n/.affinode/run/pressure\n\
         /.affinode/run/.[!.]*\nmount /.affinode/lib\nmount /.affinode/run\n";
     assert_eq!(said, wanted);
     assert!(managed.verify()?);
