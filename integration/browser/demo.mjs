@@ -22,6 +22,7 @@ await row("first").getByRole("button", { name: "Offload first" }).or(row("first"
 check("a click offloads", Boolean(await state("first", "Offloaded")));
 const known = (await node()).containers.find((container) => container.id === "first");
 check("the controller says the same", known.state === "Offloaded" && known.vram_bytes === 0, `${known.away_bytes} bytes in host memory`);
+check("what the vault has of the GPU is shown", Boolean(await until("the vault", async () => (await page.locator(".s-vault").count()) > 0)), await page.locator(".gpu").first().textContent());
 await until("a word about it", async () => (await page.locator(".toast").count()) > 0);
 check("who asked is noted", (await page.locator(".feed li", { hasText: "request" }).count()) > 0);
 
@@ -39,7 +40,7 @@ check("processes are listed", (await page.locator(".detail tbody tr").count()) =
 if (shots) await page.screenshot({ path: `${shots}/open.png` });
 await page.keyboard.press("r");
 check("r restores", Boolean(await until("first to be home", async () => ["Active", "Idle"].includes(await row("first").getAttribute("data-state")))));
-check("its row says how long the wake took, and 99 of 100", Boolean(await until("the wake", async () => /\d+ ms ?p99 \d+ ms/.test(await row("first").locator(".two").nth(1).textContent()))), await row("first").locator(".two").nth(1).textContent());
+check("its row says how long the wake took, and 99 of 100", Boolean(await until("the wake", async () => /\d m?s ?p99 [\d.]+ m?s/.test(await row("first").locator(".two").nth(1).textContent()))), await row("first").locator(".two").nth(1).textContent());
 check("and that it was offloaded once", (await row("first").locator(".two").first().textContent()).includes("1 offload"));
 await page.keyboard.press("Enter");
 check("Enter closes it", (await page.locator(".detail").count()) === 0);

@@ -25,6 +25,7 @@ const CONFIG: &str = r#"
 mode = "manual"
 idle_timeout = "1s"
 minimum_residency = "1ms"
+engine = "fast"
 [timing]
 sample_interval = "100ms"
 "#;
@@ -43,7 +44,9 @@ pub struct Options {
 /// Builds, starts three containers, and lets the browser loose on them.
 pub fn run(options: &Options) -> Result<()> {
     let folder = workspace_dir().join("integration/browser");
-    for tool in ["node", "npm"] {
+    // As browser.mjs looks for it.
+    let chromium = std::env::var("CHROMIUM").unwrap_or_else(|_| "/usr/bin/chromium".into());
+    for tool in ["node", "npm", &chromium] {
         if sh::read(Command::new(tool).arg("--version")).is_err() {
             bail!("{tool} is missing: apt-get install nodejs npm chromium");
         }
