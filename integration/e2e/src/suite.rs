@@ -10,7 +10,7 @@
 //! | [`connection`] | a connection brings back who asked for that, before it is called |
 //! | [`immediate`] | restore policy `immediate`: one in use is moved, one that cannot be is ended |
 //! | [`engines`] | the engines side by side: offload, wake, what stays on the device, the same contents; allocations |
-//! | [`mod@programs`] | programs of transformers, CUDA graphs, CuPy, Triton, streams, two processes: the same results with each engine; in a part of its own |
+//! | [`mod@programs`] | programs of transformers, cuDNN, CUDA graphs, CuPy, Triton, streams, two processes: the same results with each engine; in a part of its own |
 //! | [`mod@steps`] | the time of steps with an engine and with the stock runtime; in a part of its own |
 //! | [`jax`] | JAX by each engine, and what it calls while it is idle |
 //! | [`calibration`] | decides nothing: what moves cost, as a file for `affinode simulate` |
@@ -129,7 +129,7 @@ fn with_python(report: &mut Report, python: &python::Python) {
     report.part(world, "cost of a torch step", |_, rows| torch::step_cost(python, rows));
 }
 
-/// Programs of many kinds, moved by each engine: transformers, CUDA graphs, CuPy, Triton.
+/// Programs of many kinds, moved by each engine: transformers, cuDNN, CUDA graphs, CuPy, Triton.
 ///
 /// # Errors
 /// When no world can be made.

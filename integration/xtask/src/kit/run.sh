@@ -5,7 +5,7 @@
 #   run.sh [REPORT.json [suite|suite:WORD|engines|programs|steps|calibration|dashboard|hazards|chaos]...]
 #
 # suite: what only a real driver can decide; suite:WORD: its parts with that in their names.
-# programs: transformers, CUDA graphs, CuPy, Triton, streams, two processes, where python3 has them, moved by each engine.
+# programs: transformers, cuDNN, CUDA graphs, CuPy, Triton, streams, two processes, where python3 has them, moved by each engine.
 # steps: the time of steps with an engine and without Affinode. calibration: what moves cost, as files beside the report that
 # `affinode simulate --calibration` reads. dashboard: what its page is told for a while, to be shown by
 # `cargo xtask browser --recorded`. hazards: each with and without Affinode. chaos: thirty rounds of
