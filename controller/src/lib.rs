@@ -43,4 +43,5 @@ mod sys;
 pub mod vault;
 pub mod wishes;
 
+pub use config::engine_of;
 pub use daemon::run;

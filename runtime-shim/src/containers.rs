@@ -15,13 +15,14 @@ use crate::create::{self, Prepared};
 use crate::launch::Launcher;
 use crate::paths::{Paths, container_key};
 use crate::proxy::Tasks;
-use crate::report;
+use crate::{EngineOf, report};
 
 /// The containers of a group.
 #[derive(Debug)]
 pub struct Containers {
     paths: Paths,
     namespace: String,
+    engine_of: EngineOf,
     announcer: Announcer,
     /// Where the daemon works: the bundle of the container that brought it up.
     home: Bundle,
@@ -31,11 +32,12 @@ pub struct Containers {
 impl Containers {
     /// None yet. Needs a runtime, for the task that talks to the controller.
     #[must_use]
-    pub fn new(namespace: &str) -> Containers {
+    pub fn new(namespace: &str, engine_of: EngineOf) -> Containers {
         let paths = Paths::from_env();
         Containers {
             announcer: Announcer::spawn(Launcher::new(paths.clone())),
             namespace: namespace.to_owned(),
+            engine_of,
             paths,
             home: Bundle::new(std::env::current_dir().unwrap_or_default()),
             members: RefCell::default(),
@@ -64,8 +66,8 @@ impl Tasks for Containers {
         let (paths, namespace) = (self.paths.clone(), self.namespace.clone());
         self.members.borrow_mut().insert(request.id.clone());
         self.note_members();
-        let request = request.clone();
-        let prepare = move || create::prepare(&paths, &namespace, &request);
+        let (request, engine_of) = (request.clone(), self.engine_of);
+        let prepare = move || create::prepare(&paths, &namespace, &request, engine_of);
         let Prepared { options, container } = tokio::task::spawn_blocking(prepare)
             .await
             .inspect_err(|error| warn!("container runs unmanaged: {error}"))

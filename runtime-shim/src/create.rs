@@ -14,8 +14,6 @@
 
 use std::path::Path;
 
-use affinode_controller::config::Config;
-use affinode_controller::core::node::policy_of;
 use affinode_proto::api::control::Announcement;
 use affinode_proto::paths::{CONTAINER_LIB_DIR, CONTAINER_RUN_DIR};
 use containerd_shim_protos::api::CreateTaskRequest;
@@ -28,9 +26,9 @@ use crate::identity;
 use crate::options;
 use crate::paths::{ContainerDir, Paths};
 use crate::preload;
-use crate::report;
 use crate::rootfs::{Found, Rootfs, RootfsError};
 use crate::spec::{self, BindMount, EditError};
+use crate::{EngineOf, report};
 
 /// What goes on with a Create.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -77,7 +75,12 @@ pub enum NotManaged {
 
 /// Prepares a container for its creation. Blocks on files.
 #[must_use]
-pub fn prepare(paths: &Paths, namespace: &str, request: &CreateTaskRequest) -> Prepared {
+pub fn prepare(
+    paths: &Paths,
+    namespace: &str,
+    request: &CreateTaskRequest,
+    engine_of: EngineOf,
+) -> Prepared {
     let id = request.id.as_str();
     let bundle = Bundle::new(&request.bundle);
     let mut spec = match bundle.read_spec() {
@@ -91,7 +94,8 @@ pub fn prepare(paths: &Paths, namespace: &str, request: &CreateTaskRequest) -> P
     let options = options::translate(request.options.as_ref(), cgroups_path)
         .inspect_err(|error| warn!(id, "options are passed on as they are: {}", report(error)))
         .unwrap_or_default();
-    let container = spec.as_mut().and_then(|spec| manage(paths, namespace, request, &bundle, spec));
+    let container =
+        spec.as_mut().and_then(|spec| manage(paths, namespace, request, &bundle, spec, engine_of));
     Prepared { options, container }
 }
 
@@ -101,6 +105,7 @@ fn manage(
     request: &CreateTaskRequest,
     bundle: &Bundle,
     spec: &mut Value,
+    engine_of: EngineOf,
 ) -> Option<Announcement> {
     let id = request.id.as_str();
     let decision = spec::decide(spec);
@@ -113,7 +118,8 @@ fn manage(
     let mut announcement = identity::announcement(namespace, request, spec);
     announcement.generation = generation();
     let folder = paths.container(&announcement.key);
-    match edit(paths, &folder, &announcement, request, bundle, spec) {
+    let engine = engine_of(&paths.config, &announcement);
+    match edit(paths, &folder, &announcement, engine, request, bundle, spec) {
         Ok(()) => {
             info!(id, key = announcement.key, "container is managed");
             Some(announcement)
@@ -138,6 +144,7 @@ fn edit(
     paths: &Paths,
     folder: &ContainerDir,
     announcement: &Announcement,
+    engine: &str,
     request: &CreateTaskRequest,
     bundle: &Bundle,
     spec: &mut Value,
@@ -164,19 +171,11 @@ fn edit(
     };
     spec::add_mounts(spec, &mounts(paths, folder))?;
     folder.make(announcement.generation, &preload::merge(&theirs)).map_err(NotManaged::Folder)?;
-    folder.write_engine(engine(paths, announcement)).map_err(NotManaged::Folder)?;
+    // What looks for the driver's functions before the controller has named the engine gets them
+    // as that one needs them.
+    folder.write_engine(engine).map_err(NotManaged::Folder)?;
     bundle.write_spec(spec)?;
     Ok(())
-}
-
-/// The engine that the controller will name: what looks for the driver's functions before it has
-/// said so gets them as this one needs them.
-fn engine(paths: &Paths, announcement: &Announcement) -> &'static str {
-    let config = Config::load(&paths.config).unwrap_or_else(|error| {
-        warn!("{}: its engine is the default's: {}", announcement.id, report(&error));
-        Config::default()
-    });
-    policy_of(&config.settings().policies, announcement).0.engine.as_str()
 }
 
 fn mounts(paths: &Paths, folder: &ContainerDir) -> [BindMount; 3] {

@@ -55,8 +55,10 @@ pub mod stock;
 
 use std::ffi::OsString;
 use std::io::Write;
+use std::path::Path;
 use std::process::ExitCode;
 
+use affinode_proto::api::control::Announcement;
 use cli::{Action, Invocation};
 
 /// The name under which containerd knows this runtime.
@@ -68,8 +70,15 @@ pub const BINARY: &str = "containerd-shim-affinode-v1";
 /// gets the program's name and what follows.
 pub type Embedded = (&'static str, fn(Vec<OsString>) -> ExitCode);
 
+/// Tells the engine of a container that is announced so, from the node's configuration.
+pub type EngineOf = fn(&Path, &Announcement) -> &'static str;
+
 /// Runs the command in `args` (the program's name first).
-pub fn run(args: impl Iterator<Item = OsString>, embedded: &[Embedded]) -> ExitCode {
+pub fn run(
+    args: impl Iterator<Item = OsString>,
+    embedded: &[Embedded],
+    engine_of: EngineOf,
+) -> ExitCode {
     let mut args: Vec<OsString> = args.collect();
     let named = |(name, _): &&Embedded| args.get(1).is_some_and(|first| first == name);
     if let Some((_, main)) = embedded.iter().find(named) {
@@ -96,7 +105,7 @@ pub fn run(args: impl Iterator<Item = OsString>, embedded: &[Embedded]) -> ExitC
             Ok(code) => ExitCode::from(code),
             Err(error) => fail(&report(&error)),
         },
-        Action::Serve => serve::main(flags),
+        Action::Serve => serve::main(flags, engine_of),
     }
 }
 

@@ -5,7 +5,11 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    affinode_shim::run(std::env::args_os(), &[("controller", controller), ("vault", vault)])
+    affinode_shim::run(
+        std::env::args_os(),
+        &[("controller", controller), ("vault", vault)],
+        affinode_controller::engine_of,
+    )
 }
 
 fn controller(args: Vec<OsString>) -> ExitCode {

@@ -29,8 +29,8 @@ use crate::frame::read_header;
 use crate::peer::{Identity, QUESTION};
 use crate::process::start_ticks;
 use crate::proxy;
-use crate::report;
 use crate::rpc::{Caller, RpcError};
+use crate::{EngineOf, report};
 
 /// How long clients get the stock shim's last words.
 const DRAIN: Duration = Duration::from_secs(1);
@@ -69,7 +69,7 @@ struct Joined {
 }
 
 /// The action `serve`.
-pub fn main(flags: &Flags) -> ExitCode {
+pub fn main(flags: &Flags, engine_of: EngineOf) -> ExitCode {
     let level = if flags.debug { LevelFilter::DEBUG } else { LevelFilter::INFO };
     crate::log::init(level);
     // A session of its own: what ends `start`'s process group does not end us.
@@ -81,7 +81,7 @@ pub fn main(flags: &Flags) -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    match begin(joined, flags) {
+    match begin(joined, flags, engine_of) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             warn!("{}", report(&error));
@@ -112,7 +112,7 @@ fn join(flags: &Flags) -> Result<Joined, ServeError> {
     Ok(Joined { listen, upstream, identity, listener, watch })
 }
 
-fn begin(joined: Joined, flags: &Flags) -> Result<(), ServeError> {
+fn begin(joined: Joined, flags: &Flags, engine_of: EngineOf) -> Result<(), ServeError> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .max_blocking_threads(4)
@@ -127,15 +127,20 @@ fn begin(joined: Joined, flags: &Flags) -> Result<(), ServeError> {
         let null = std::fs::File::options().read(true).write(true).open("/dev/null")?;
         rustix::stdio::dup2_stdin(&null).map_err(io::Error::from)?;
         rustix::stdio::dup2_stdout(&null).map_err(io::Error::from)?;
-        serve(joined, flags, signals).await
+        serve(joined, Containers::new(&flags.namespace, engine_of), flags, signals).await
     })
 }
 
-async fn serve(joined: Joined, flags: &Flags, mut signals: Signals) -> Result<(), ServeError> {
+async fn serve(
+    joined: Joined,
+    containers: Containers,
+    flags: &Flags,
+    mut signals: Signals,
+) -> Result<(), ServeError> {
     let Joined { listen, upstream, identity, listener, watch } = joined;
     let listener = UnixListener::from_std(listener)?;
     let mut watch = UnixStream::from_std(watch)?;
-    let containers = Rc::new(Containers::new(&flags.namespace));
+    let containers = Rc::new(containers);
     let mut clients = JoinSet::new();
     info!(
         namespace = flags.namespace,

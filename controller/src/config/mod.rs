@@ -2,6 +2,7 @@
 //! order of name, then environment variables `AFFINODE_<SECTION>__<KEY>`. A later
 //! source wins, value by value. An unknown key or a bad value is named, with its source.
 
+mod engine;
 mod kubernetes;
 mod live;
 mod sections;
@@ -31,6 +32,7 @@ use crate::core::{
     window::Window,
 };
 
+pub use engine::engine_of;
 pub use kubernetes::KubernetesSection;
 pub use live::Taken;
 pub use sections::{

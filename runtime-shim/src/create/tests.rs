@@ -8,6 +8,15 @@ use serde_json::json;
 use super::*;
 use crate::paths::container_key;
 
+const ENGINE: &str = "park";
+
+/// As the controller answers.
+fn engine_of(config: &Path, container: &Announcement) -> &'static str {
+    assert_eq!(config.file_name().unwrap(), "affinode.toml");
+    assert_eq!((container.id.as_str(), container.namespace.as_str()), ("box", "ns"));
+    ENGINE
+}
+
 /// A bundle, a rootfs of one folder, and an installation.
 struct World {
     dir: tempfile::TempDir,
@@ -55,7 +64,7 @@ impl World {
 
     /// With the generation, which never repeats, taken out.
     fn prepare(&self) -> Prepared {
-        let mut prepared = prepare(&self.paths, "ns", &self.request);
+        let mut prepared = prepare(&self.paths, "ns", &self.request, engine_of);
         if let Some(container) = &mut prepared.container {
             assert_ne!(std::mem::take(&mut container.generation), 0);
         }
@@ -120,28 +129,10 @@ fn a_gpu_container_is_edited_and_announced() {
 /// What looks for the driver's functions does not wait for a controller.
 #[test]
 fn the_engine_is_left_in_the_container() {
-    let mut spec = gpu();
-    let mut world = world(&spec);
-    let engine = |world: &World| {
-        let container = world.prepare().container.unwrap();
-        let folder = world.paths.container(&container.key);
-        fs::read_to_string(folder.mount().join(ENGINE_FILE)).unwrap()
-    };
-    assert_eq!(engine(&world), "driver");
-    let text =
-        "[policy]\nengine = \"auto\"\n[[policy.namespace]]\nname = \"ns\"\nengine = \"park\"\n";
-    fs::write(&world.paths.config, text).unwrap();
-    assert_eq!(engine(&world), "park", "of the namespace");
-    spec["annotations"]["affinode.io/engine"] = json!("fast");
-    world.write(&spec.to_string());
-    assert_eq!(engine(&world), "fast", "of the annotation");
-    spec["annotations"]["affinode.io/engine"] = json!("f".repeat(400));
-    world.write(&spec.to_string());
-    assert_eq!(engine(&world), "park", "that means nothing");
-    fs::write(&world.paths.config, "engine = 7").unwrap();
-    assert_eq!(engine(&world), "driver", "the container is managed all the same");
-    world.paths.config = "/nonexistent".into();
-    assert_eq!(engine(&world), "driver");
+    let world = world(&gpu());
+    let container = world.prepare().container.unwrap();
+    let folder = world.paths.container(&container.key).mount();
+    assert_eq!(fs::read_to_string(folder.join(ENGINE_FILE)).unwrap(), ENGINE);
 }
 
 /// As HAMi's device plugin has it: its library stays between the program and ours.

@@ -1,0 +1,45 @@
+//! The engine of a container, for who is not the controller.
+
+use std::path::Path;
+
+use affinode_proto::api::control::Announcement;
+
+use super::Config;
+use crate::core::node::policy_of;
+
+/// The engine that the controller will name for a container that is announced so. A configuration
+/// that cannot be read is the default.
+#[must_use]
+pub fn engine_of(file: &Path, announcement: &Announcement) -> &'static str {
+    let config = Config::load(file).unwrap_or_else(|error| {
+        let error: &dyn std::error::Error = &error;
+        tracing::warn!(id = announcement.id, error, "its engine is the default's");
+        Config::default()
+    });
+    policy_of(&config.settings().policies, announcement).0.engine.as_str()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn annotation_namespace_and_node_in_this_order() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("config.toml");
+        let mut container = Announcement { namespace: "ns".into(), ..Announcement::default() };
+        assert_eq!(engine_of(&file, &container), "driver", "there is no file");
+        std::fs::write(&file, "[policy]\nengine = \"auto\"\n").unwrap();
+        assert_eq!(engine_of(&file, &container), "auto");
+        let namespace = "[[policy.namespace]]\nname = \"ns\"\nengine = \"park\"\n";
+        std::fs::write(&file, namespace).unwrap();
+        assert_eq!(engine_of(&file, &container), "park");
+        let annotation = |word: &str| [("affinode.io/engine".to_owned(), word.to_owned())].into();
+        container.annotations = annotation("fast");
+        assert_eq!(engine_of(&file, &container), "fast");
+        container.annotations = annotation(&"f".repeat(400));
+        assert_eq!(engine_of(&file, &container), "park", "that means nothing");
+        std::fs::write(&file, "engine = 7").unwrap();
+        assert_eq!(engine_of(&file, &container), "driver", "it is managed all the same");
+    }
+}
