@@ -15,6 +15,9 @@
 
 #define SOCKET "/.affinode/run/agent.sock"
 #define TALKERS 16
+/* Several: who dials all the time lets one of them starve for minutes. */
+#define HOLDERS 12
+#define HELD_BY_EACH 75
 
 static unsigned char hello[4096], message[4096];
 static size_t hello_bytes, message_bytes, page_bytes;
@@ -96,8 +99,8 @@ static void *noise(void *argument)
 /* Holds every place that is left, and says nothing. */
 static void *hold(void *argument)
 {
-    static int held[900];
-    for (size_t next = 0;; next = (next + 1) % 900) {
+    int held[HELD_BY_EACH] = {0};
+    for (size_t next = 0;; next = (next + 1) % HELD_BY_EACH) {
         if (held[next] > 0)
             close(held[next]);
         held[next] = dial();
@@ -116,7 +119,8 @@ int main(int count, char **arguments)
     for (uintptr_t number = 0; number < TALKERS; number++)
         pthread_create(&thread, NULL, talk, (void *)number);
     pthread_create(&thread, NULL, noise, NULL);
-    pthread_create(&thread, NULL, hold, NULL);
+    for (int number = 0; number < HOLDERS; number++)
+        pthread_create(&thread, NULL, hold, NULL);
     puts("ready");
     fflush(stdout);
     for (;;)
