@@ -37,7 +37,9 @@ pub struct Page {
     version: AtomicU32,
     slot_count: AtomicU32,
     pub phase: AtomicU32,
-    free0: [u8; 44],
+    free0: [u8; 4],
+    pub kept_bytes: AtomicU64,
+    free3: [u8; 32],
     pub gate: AtomicU32,
     /// Beside the gate: one comparison sees both.
     pub one_in: AtomicU32,
@@ -65,6 +67,7 @@ const _: () = {
     assert!(offset_of!(Page, version) == header::VERSION);
     assert!(offset_of!(Page, slot_count) == header::SLOT_COUNT);
     assert!(offset_of!(Page, phase) == header::PHASE);
+    assert!(offset_of!(Page, kept_bytes) == header::KEPT_BYTES);
     assert!(offset_of!(Page, gate) == header::GATE);
     assert!(offset_of!(Page, waiters) == header::WAITERS);
     assert!(offset_of!(Page, hazards) == header::HAZARDS);

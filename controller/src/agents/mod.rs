@@ -28,7 +28,7 @@ use std::{
 
 use affinode_proto::wire::{
     Abilities,
-    message::{AgentMessage, ControllerMessage},
+    message::{Action, AgentMessage, ControllerMessage},
     page::{PAGE_BYTES, PageError, PageSnapshot},
 };
 use tokio::{sync::mpsc, task::AbortHandle};
@@ -111,9 +111,12 @@ pub enum PageReadError {
 impl Agent {
     /// Queues a message. `false`: the agent does not read; the connection is over.
     pub fn send(&mut self, mut message: ControllerMessage) -> bool {
-        if let ControllerMessage::Order { decided_ms, .. } = &mut message {
+        if let ControllerMessage::Order { action, decided_ms, .. } = &mut message {
             // 0 would be no time at all.
             *decided_ms = decided_ms.saturating_add_signed(self.clock_ahead_ms).max(1);
+            if let Action::Park { keep, .. } = action {
+                *keep &= self.abilities.contains(Abilities::KEEPS_COPY);
+            }
         }
         self.queue(message.into())
     }

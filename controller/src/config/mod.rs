@@ -102,6 +102,8 @@ pub struct PolicySection {
     pub on_oom_timeout: Millis,
     /// How memory leaves the device: driver, park, fast, auto.
     pub engine: Engine,
+    /// Whether the copy in host memory is kept after a return.
+    pub keep_copy: bool,
     /// Who holds less VRAM is not worth a move, in MiB.
     pub minimum_vram_mib: u64,
     /// When idle containers leave by themselves: always, or times of the week in UTC.
@@ -147,6 +149,8 @@ pub struct NamespaceRule {
     pub on_oom_timeout: Option<Millis>,
     /// Replaces the node's engine.
     pub engine: Option<Engine>,
+    /// Replaces whether the copy in host memory is kept after a return.
+    pub keep_copy: Option<bool>,
     /// Replaces what is not worth a move.
     pub minimum_vram_mib: Option<u64>,
     /// Replaces when idle containers leave by themselves.
@@ -170,6 +174,7 @@ impl Default for PolicySection {
             on_oom: policy.on_oom,
             on_oom_timeout: policy.on_oom_timeout_ms,
             engine: policy.engine,
+            keep_copy: policy.keep_copy,
             minimum_vram_mib: policy.minimum_vram_bytes >> 20,
             window: policy.window,
             victims: VictimRule::default(),
@@ -289,6 +294,7 @@ impl Config {
                     on_oom: self.policy.on_oom,
                     on_oom_timeout_ms: self.policy.on_oom_timeout,
                     engine: self.policy.engine,
+                    keep_copy: self.policy.keep_copy,
                     minimum_vram_bytes: self.policy.minimum_vram_mib << 20,
                     window: self.policy.window.clone(),
                 },
@@ -311,6 +317,7 @@ impl Config {
                         on_oom: rule.on_oom,
                         on_oom_timeout_ms: rule.on_oom_timeout,
                         engine: rule.engine,
+                        keep_copy: rule.keep_copy,
                         minimum_vram_bytes: rule.minimum_vram_mib.map(|mib| mib << 20),
                         window: rule.window.clone(),
                     })

@@ -135,6 +135,12 @@ const SETTINGS: &[Setting] = &[
         ruled: |r| r.engine.is_some(),
     },
     Setting {
+        name: "keep_copy",
+        annotations: &["affinode.io/keep-copy"],
+        shown: |p| p.keep_copy.to_string(),
+        ruled: |r| r.keep_copy.is_some(),
+    },
+    Setting {
         name: "minimum_vram_mib",
         annotations: &["affinode.io/minimum-vram-mib"],
         shown: |p| (p.minimum_vram_bytes >> 20).to_string(),

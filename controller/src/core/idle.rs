@@ -91,6 +91,7 @@ mod tests {
             notes: affinode_proto::wire::Notes::default(),
             call_cost_ps: 0,
             held_us: 0,
+            kept_bytes: 0,
             calls,
             polls,
             inflight,

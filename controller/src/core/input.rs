@@ -76,6 +76,8 @@ pub struct Carried {
     pub bytes: u64,
     /// What of it is in host memory, in bytes.
     pub parked_bytes: u64,
+    /// What the last move out did not have to copy, in bytes.
+    pub unchanged_bytes: u64,
 }
 
 /// What was found out about a container before a step that depends on it.

@@ -310,9 +310,10 @@ impl Node {
                 cuda_error,
                 carried_bytes: bytes,
                 parked_bytes,
+                unchanged_bytes,
                 ..
             } => {
-                let carried = Carried { bytes, parked_bytes };
+                let carried = Carried { bytes, parked_bytes, unchanged_bytes };
                 self.report(id, order, outcome, phase, cuda_error, carried);
             }
             AgentMessage::Want { ticket, bytes, uuid, attempts } => {

@@ -103,6 +103,15 @@ impl Process {
         self.vram.iter().map(|d| d.bytes).sum()
     }
 
+    /// Host memory that it will take when it leaves, in bytes, beside what the driver takes: what
+    /// it keeps there for that is its container's already.
+    #[must_use]
+    pub fn host_need_bytes(&self) -> u64 {
+        let kept = self.page.as_ref().map_or(0, |page| page.kept_bytes);
+        let kept = if self.phase.is_off() { 0 } else { kept.min(self.carried.bytes) };
+        self.vram_bytes().saturating_sub(kept)
+    }
+
     /// VRAM that it gave back and will need again; `None` when that is not known. Of a
     /// process that is parked it is what was copied: the rest never left.
     #[must_use]

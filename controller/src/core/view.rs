@@ -170,6 +170,8 @@ impl Node {
             polls: p.page.as_ref().map_or(0, |page| page.polls),
             call_cost_ps: p.page.as_ref().map_or(0, |page| page.call_cost_ps),
             held_us: p.page.as_ref().map_or(0, |page| page.held_us),
+            kept_bytes: p.page.as_ref().map_or(0, |page| page.kept_bytes),
+            unchanged_bytes: p.carried.unchanged_bytes,
             carried_bytes: p.carried.bytes,
             parked_bytes: p.carried.parked_bytes,
             utilization_percent: self.utilization_percent(p),

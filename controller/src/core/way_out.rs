@@ -39,7 +39,7 @@ impl Node {
 
     pub(super) fn survey(&mut self, key: &Key) {
         let processes =
-            self.processes.of(key).map(|(_, p)| (p.identity.pid, p.vram_bytes())).collect();
+            self.processes.of(key).map(|(_, p)| (p.identity.pid, p.host_need_bytes())).collect();
         if let Some(container) = self.containers.get_mut(key).filter(|c| !c.surveying) {
             container.surveying = true;
             self.effects.push(Effect::Survey { key: key.clone(), processes });
@@ -109,11 +109,12 @@ impl Node {
             process.away = Some(process.vram.clone());
         }
         let vram_bytes = process.away.iter().flatten().map(|d| d.bytes).max().unwrap_or(0);
+        let keep = self.containers.get(key).is_some_and(|c| c.policy.keep_copy);
         self.journal(key, CHECKPOINT);
         self.order(
             id,
             match step {
-                Step::Park => Action::Park { vram_bytes },
+                Step::Park => Action::Park { vram_bytes, keep },
                 Step::Checkpoint => Action::Checkpoint { vram_bytes },
             },
         );

@@ -28,7 +28,7 @@ use crate::{
     calls::{CallHub, Sight},
     clock::{monotonic_ms, unix_ms},
     config::Config,
-    core::{CommandId, Effect, Input, Key, Millis, Node, ProcessId},
+    core::{CommandId, Effect, Input, Key, Millis, Node, ProcessId, input::Carried},
     inventory::{
         Finding, Inventory, Question, busy::Busy, memory, memory::MemoryRules, process,
         witness::Witness,
@@ -350,7 +350,7 @@ impl Actor {
                     phase,
                     generation,
                     hazards,
-                    carried: crate::core::input::Carried { bytes: carried_bytes, parked_bytes },
+                    carried: Carried { bytes: carried_bytes, parked_bytes, unchanged_bytes: 0 },
                 });
             }
             AgentMail::Message(id, message) => self.feed(Input::Message(id, message)),

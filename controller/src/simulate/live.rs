@@ -293,6 +293,7 @@ impl Live {
             elapsed_us: 0,
             carried_bytes: 0,
             parked_bytes: 0,
+            unchanged_bytes: 0,
         };
         self.inputs.push_back(Input::Message(names::id(n), report));
         if action == Action::Open {
@@ -314,6 +315,7 @@ fn page(agent: &Agent) -> PageSnapshot {
         notes: Notes::default(),
         call_cost_ps: 0,
         held_us: 0,
+        kept_bytes: 0,
         calls: agent.calls,
         polls: 0,
         inflight: agent.inflight,

@@ -121,6 +121,10 @@ pub struct ProcessRow {
     pub carried_bytes: u64,
     /// What of it is copied now.
     pub parked_bytes: u64,
+    /// Host memory that it keeps while it is home.
+    pub kept_bytes: u64,
+    /// What the last move out did not copy again.
+    pub unchanged_bytes: u64,
     /// What makes it unsafe to move.
     pub hazards: Vec<String>,
     /// VRAM it holds.

@@ -120,8 +120,8 @@ impl Host for Own {
         (code == 0).then_some(state)
     }
 
-    fn park(&mut self) -> Result<(), u32> {
-        carry::park()
+    fn park(&mut self, keep: bool) -> Result<(), u32> {
+        carry::park(keep)
     }
 
     fn unpark(&mut self) -> Result<(), u32> {

@@ -75,8 +75,8 @@ pub trait Host {
     /// The driver's word on the state of the process, if it has one.
     fn state(&mut self) -> Option<u32>;
     /// Copies what can be carried to host memory, and gives the device memory back. On an
-    /// error, the driver's code, everything is as it was.
-    fn park(&mut self) -> Result<(), u32>;
+    /// error, the driver's code, everything is as it was. `keep`: the copy stays after the return.
+    fn park(&mut self, keep: bool) -> Result<(), u32>;
     /// Brings it back. On an error, the driver's code, it is parked as before.
     fn unpark(&mut self) -> Result<(), u32>;
     /// Whether anything is parked.
@@ -162,12 +162,12 @@ impl Machine {
                 let call = DriverCall::Lock(timeout_ms.max(1));
                 self.step(host, call, Phase::Locking, Phase::Locked)
             }
-            Action::Park { vram_bytes } => {
+            Action::Park { vram_bytes, keep } => {
                 if !host.is_eligible() {
                     return (Outcome::Unsupported, 0);
                 }
                 self.vram_bytes = vram_bytes;
-                self.park(host)
+                self.park(host, keep)
             }
             Action::Checkpoint { vram_bytes } => {
                 if !host.is_eligible() {
@@ -280,13 +280,13 @@ impl Machine {
 
     /// The lock has waited for the GPU, and the gate lets no new work in: locked or not,
     /// nothing changes the memory. Copies need the process unlocked.
-    fn park(&mut self, host: &mut impl Host) -> Ended {
+    fn park(&mut self, host: &mut impl Host, keep: bool) -> Ended {
         match self.unlock(host) {
             (Outcome::Done, _) => {}
             ended => return ended,
         }
         self.enter(host, Phase::Parking);
-        match host.park() {
+        match host.park(keep) {
             Ok(()) => {
                 self.enter(host, Phase::Parked);
                 (Outcome::Done, 0)

@@ -98,7 +98,7 @@ impl Host for Fake {
     fn state(&mut self) -> Option<u32> {
         Some(self.state)
     }
-    fn park(&mut self) -> Result<(), u32> {
+    fn park(&mut self, _keep: bool) -> Result<(), u32> {
         assert_eq!((self.gate, self.state), (Gate::Closed, process_state::RUNNING));
         if let Some(code) = self.copy_fails.take() {
             return Err(code);
@@ -341,7 +341,7 @@ fn a_process_that_ends_while_away_is_let_go() {
     assert_eq!(host.returns_ended, 1);
 }
 
-const PARK: Action = Action::Park { vram_bytes: 1 << 30 };
+const PARK: Action = Action::Park { vram_bytes: 1 << 30, keep: true };
 
 /// A process with memory that can be carried, after these orders.
 fn carrying(orders: &[Action]) -> (Fake, Machine) {

@@ -29,7 +29,8 @@ use crate::room::{Case, Want};
 use crate::{calls, carry, cost, libc, process, sys};
 
 /// What this library can do.
-const ABILITIES: Abilities = Abilities(Abilities::RECORDS_CALLS.0 | Abilities::USES_VAULT.0);
+const ABILITIES: Abilities =
+    Abilities(Abilities::RECORDS_CALLS.0 | Abilities::USES_VAULT.0 | Abilities::KEEPS_COPY.0);
 
 const LOOK: u64 = 1 << (sys::SIGURG - 1);
 
@@ -191,6 +192,7 @@ impl Agent {
                         elapsed_us: now_us.saturating_sub(start_us),
                         carried_bytes: self.page.carried_bytes.load(Ordering::Relaxed),
                         parked_bytes: self.page.parked_bytes.load(Ordering::Relaxed),
+                        unchanged_bytes: carry::unchanged_bytes(),
                     };
                     self.link.send(now_us, &report);
                 }
@@ -275,6 +277,8 @@ impl Agent {
     /// piece, with an ear for orders.
     fn tidy(&mut self) {
         const PAUSE_US: u64 = 2_000_000;
+        // While something is kept: the application may need the host memory.
+        const LOOK_US: u64 = 250_000;
         if self.machine.phase() != Phase::Open {
             self.tidy_us = None;
             return;
@@ -283,7 +287,11 @@ impl Agent {
         match self.tidy_us {
             None => self.tidy_us = Some(now_us + PAUSE_US),
             Some(due_us) if now_us >= due_us => {
-                self.tidy_us = Some(if carry::tidy() { now_us } else { u64::MAX });
+                self.tidy_us = Some(match carry::tidy() {
+                    carry::Tidied::Part => now_us,
+                    carry::Tidied::Kept => now_us + LOOK_US,
+                    carry::Tidied::All => u64::MAX,
+                });
             }
             Some(_) => {}
         }

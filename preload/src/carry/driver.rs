@@ -1,6 +1,6 @@
 //! The driver's functions that carrying memory takes, looked up once each.
 
-use core::ffi::c_void;
+use core::ffi::{c_char, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering};
 
 use affinode_cuda_sys::{ArrayMapInfo, MemAccessDesc, MemAllocationProp};
@@ -71,6 +71,10 @@ functions! {
     stream_create = "cuStreamCreate" (*mut *mut c_void, u32);
     stream_synchronize = "cuStreamSynchronize" (*mut c_void);
     stream_destroy = "cuStreamDestroy_v2" (*mut c_void);
+    module_load_data = "cuModuleLoadData" (*mut usize, *const c_void);
+    module_get_function = "cuModuleGetFunction" (*mut usize, usize, *const c_char);
+    module_unload = "cuModuleUnload" (usize);
+    launch_kernel = "cuLaunchKernel" (usize, u32, u32, u32, u32, u32, u32, u32, *mut c_void, *mut *mut c_void, *mut *mut c_void);
 }
 
 /// `cuThreadExchangeStreamCaptureMode`, which is not needed where it is missing.

@@ -20,6 +20,7 @@
 //! | `backing`, `contexts` | physical memory for addresses; contexts and their end |
 //! | `table`, `sorted` | what is carried |
 //! | `park`, `pool` | out and home; the host memory for it |
+//! | `digest`, `shortage` | what of it has not changed by the next time; whether it can be kept |
 //! | `vault` | home through a process that fills the memory while the driver restores the rest |
 //! | `driver` | the driver's functions |
 
@@ -27,9 +28,11 @@ mod backing;
 mod blocks;
 mod calls;
 mod contexts;
+mod digest;
 mod driver;
 mod park;
 mod pool;
+mod shortage;
 mod sorted;
 mod table;
 pub mod vault;
@@ -44,6 +47,7 @@ use affinode_proto::wire::Engine;
 
 pub use self::park::{holds_imported, is_parked, let_go_of_parked, park, tidy, unpark};
 use self::pool::Pool;
+pub use self::pool::Tidied;
 use self::table::{Allocations, Tables};
 pub use self::vmm::translate;
 use crate::{libc, libcuda, process, sys};
@@ -75,6 +79,8 @@ struct Carry {
     pool: UnsafeCell<Pool>,
     /// Devices that may reach the memory of each device, beside itself, as a bit set.
     peers: [AtomicU64; DEVICES],
+    /// What the last move out did not have to copy.
+    unchanged_bytes: AtomicU64,
     /// Contexts in which something small stays allocated.
     anchored: [AtomicUsize; 16],
 }
@@ -93,6 +99,7 @@ static CARRY: Carry = Carry {
     contexts_lock: Lock::new(),
     pool: UnsafeCell::new(Pool::none()),
     peers: [const { AtomicU64::new(0) }; DEVICES],
+    unchanged_bytes: AtomicU64::new(0),
     anchored: [const { AtomicUsize::new(0) }; 16],
 };
 
@@ -215,6 +222,11 @@ pub fn stand_in(real: usize) -> Option<usize> {
         return None;
     }
     REAL.iter().position(|known| known.load(Ordering::Relaxed) == real).map(calls::stand_in)
+}
+
+/// What the last move out did not have to copy, in bytes.
+pub fn unchanged_bytes() -> u64 {
+    CARRY.unchanged_bytes.load(Ordering::Relaxed)
 }
 
 /// Changes the bytes that the page says are carried.

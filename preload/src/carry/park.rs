@@ -1,8 +1,9 @@
 //! Out and home, by the agent, with the gate closed and no work on the GPU.
 //!
 //! ```text
-//! park:   room in the pool ──> copy all ──> all copied? ──> unmap, release each
-//!                                │ anything fails: nothing was unmapped
+//! park:   room in the pool ──> copy all that it does not hold already ──> all copied?
+//!                                │                                          └──> unmap, release
+//!                                │ anything fails: nothing was unmapped              each
 //! unpark: make, map, begin to copy each ──> all copied? ──> done
 //!            │ no VRAM                         │ anything fails: all is unmapped and released;
 //!            │                                 │ what cannot be unmapped is filled next time
@@ -17,10 +18,11 @@ use affinode_proto::wire::Notes;
 
 use super::backing::{back, unback};
 use super::contexts::in_context;
+use super::digest::{self, Digests};
 use super::driver::call;
-use super::pool::{CHUNK_BYTES, Pool};
+use super::pool::{CHUNK_BYTES, Pool, Tidied};
 use super::table::{Id, Piece, Place};
-use super::{CARRY, driver, is_in_use, tables, vault, with_pool};
+use super::{CARRY, driver, is_in_use, shortage, tables, vault, with_pool};
 use crate::process;
 
 /// Most contexts whose memory is copied. A process with more cannot be parked: the controller
@@ -32,11 +34,12 @@ pub fn is_parked() -> bool {
     is_in_use() && tables(|tables| tables.next(Id::FIRST, |p| p.place != Place::Device).is_some())
 }
 
-/// Moves everything that can be carried to host memory.
+/// Moves everything that can be carried to host memory. `keep`: the copy is to be kept after the
+/// return, and what the last one holds unchanged is not copied again.
 ///
 /// # Errors
 /// The driver's code. Everything is on the device as it was.
-pub fn park() -> Result<(), u32> {
+pub fn park(keep: bool) -> Result<(), u32> {
     if !is_in_use() {
         return Ok(());
     }
@@ -53,13 +56,21 @@ pub fn park() -> Result<(), u32> {
         if !pool.begin(bytes, context) {
             return Err(result::OUT_OF_MEMORY);
         }
-        let mut copies = Copies::new();
-        let copied =
-            as_result(each(Piece::leaves, |_, piece| copy(pool, &mut copies, piece, true)));
+        pool.set_keeps(keep);
+        let found = if keep { digest::of_leaving(bytes) } else { None };
+        let mut out = Out { pool, copies: Copies::new(), found, unchanged_bytes: 0 };
+        let copied = as_result(each(Piece::leaves, |_, piece| out.copy(piece)));
+        let Out { pool, copies, found, unchanged_bytes } = out;
         // In any case: nothing may still be copying when the pool or the memory goes.
         let finished = copies.finish();
         pool.end();
         copied.and(finished)?;
+        if let Some(found) = found {
+            pool.learn(found);
+        }
+        CARRY.unchanged_bytes.store(unchanged_bytes, Ordering::Relaxed);
+        // What is in use is not kept.
+        tell_kept(0);
         give_back();
         Ok(())
     })
@@ -116,8 +127,42 @@ pub fn holds_imported() -> bool {
             || tables(|tables| tables.next(Id::FIRST, is_imported).is_some()))
 }
 
-/// Begins to copy a piece that is on the device out, or one that is mapped in.
-fn copy(pool: &mut Pool, copies: &mut Copies, piece: &Piece, out: bool) -> u32 {
+/// Copies out in progress.
+struct Out<'a> {
+    pool: &'a mut Pool,
+    copies: Copies,
+    found: Option<Digests>,
+    unchanged_bytes: u64,
+}
+
+impl Out<'_> {
+    /// Begins to copy what the pool does not hold of a piece.
+    fn copy(&mut self, piece: &Piece) -> u32 {
+        let mut done = 0;
+        while done < piece.bytes {
+            let offset = (piece.offset + done) as usize;
+            let left = (piece.bytes - done) as usize;
+            let (unchanged, bytes) = self.pool.unchanged(offset, left, self.found.as_ref());
+            if unchanged {
+                self.unchanged_bytes += bytes as u64;
+            } else {
+                self.pool.forget(offset, bytes);
+                let device = piece.address + done;
+                let code = self.copies.on_stream(piece.context, |stream| {
+                    call!(copy_out(self.pool.ready(offset), device, bytes, stream))
+                });
+                if code != result::SUCCESS {
+                    return code;
+                }
+            }
+            done += bytes as u64;
+        }
+        result::SUCCESS
+    }
+}
+
+/// Begins to copy a piece that is mapped in.
+fn copy_in(pool: &mut Pool, copies: &mut Copies, piece: &Piece) -> u32 {
     let mut done = 0;
     while done < piece.bytes {
         let offset = (piece.offset + done) as usize;
@@ -126,11 +171,7 @@ fn copy(pool: &mut Pool, copies: &mut Copies, piece: &Piece, out: bool) -> u32 {
         let bytes = left.min(CHUNK_BYTES - offset % CHUNK_BYTES);
         let device = piece.address + done;
         let code = copies.on_stream(piece.context, |stream| {
-            if out {
-                call!(copy_out(pool.ready(offset), device, bytes, stream))
-            } else {
-                call!(copy_in(device, pool.held(offset).cast_const(), bytes, stream))
-            }
+            call!(copy_in(device, pool.held(offset).cast_const(), bytes, stream))
         });
         if code != result::SUCCESS {
             return code;
@@ -178,10 +219,17 @@ pub fn unpark() -> Result<(), u32> {
         return Ok(());
     }
     relax_captures();
-    if vault::take() {
+    let returned = if vault::take() {
         tell();
-        return Ok(());
-    }
+        Ok(())
+    } else {
+        copy_home()
+    };
+    tell_kept(with_pool(|pool| pool.kept_bytes()));
+    returned
+}
+
+fn copy_home() -> Result<(), u32> {
     with_pool(|pool| {
         let mut copies = Copies::new();
         let is_away = |piece: &Piece| piece.place != Place::Device;
@@ -221,22 +269,33 @@ pub fn let_go_of_parked(vram_bytes: u64) {
 /// while the next is mapped.
 fn fill(pool: &mut Pool, copies: &mut Copies, id: Id, piece: &Piece) -> u32 {
     if piece.place == Place::Mapped {
-        return copy(pool, copies, piece, false);
+        return copy_in(pool, copies, piece);
     }
     match back(piece) {
         Ok(handle) => {
             note(id, handle, Place::Mapped);
             tables(|tables| tables.piece(id).map(|piece| piece.imported = false));
-            copy(pool, copies, piece, false)
+            copy_in(pool, copies, piece)
         }
         Err(code) => code,
     }
 }
 
-/// Gives a part of the unused pool back to the system, beside the running application.
-/// False: there is no more to give.
-pub fn tidy() -> bool {
-    is_in_use() && !is_parked() && with_pool(Pool::shrink)
+/// Gives a part of the unused pool back to the system, beside the running application, unless it
+/// is kept and there is host memory enough.
+pub fn tidy() -> Tidied {
+    if !is_in_use() || is_parked() {
+        return Tidied::All;
+    }
+    let (tidied, kept_bytes) = with_pool(|pool| (pool.tidy(shortage::is_near), pool.kept_bytes()));
+    tell_kept(kept_bytes);
+    tidied
+}
+
+fn tell_kept(bytes: u64) {
+    if let Some(page) = process::page() {
+        page.kept_bytes.store(bytes, Ordering::Relaxed);
+    }
 }
 
 /// Copies in progress: a stream per context, made for this.

@@ -8,6 +8,9 @@
 //! Several threads bring pages in, because one alone is slower than the bus; the agent
 //! registers the chunks with the driver in order and copies behind.
 //!
+//! What is kept after a return is told by its digests: what has not changed by the next time is
+//! not copied again.
+//!
 //! Where there is a vault it is a file in memory, so that the vault can read it as well; the
 //! process has hold of it all the same, and its container is charged for it.
 
@@ -17,6 +20,7 @@ use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use affinode_cuda_sys::result;
 
 use super::contexts::in_context;
+use super::digest::{Digest, Digests, SLOT_BYTES};
 use super::driver::call;
 use crate::owned::{self, Owned};
 use crate::{libc, sys};
@@ -70,7 +74,22 @@ pub struct Pool {
     context: usize,
     /// 1: it is a file in memory, [`owned::POOL`].
     of_file: usize,
+    /// 1: nothing is given back after a return, as far as host memory allows.
+    keeps: usize,
     registered: Chunks,
+    /// What each slot holds, as far as that is known.
+    known: Digests,
+}
+
+/// What becomes of host memory that nothing is parked in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tidied {
+    /// There is no more to give back.
+    All,
+    /// There is.
+    Part,
+    /// It is kept for the next time.
+    Kept,
 }
 
 /// What the helpers do. Not the pool's own, which a forked child finds zeroed: no helper
@@ -175,7 +194,15 @@ unsafe extern "C" fn help(_: *mut c_void) -> *mut c_void {
 impl Pool {
     /// None.
     pub const fn none() -> Pool {
-        Pool { start: 0, bytes: 0, context: 0, of_file: 0, registered: Chunks::none() }
+        Pool {
+            start: 0,
+            bytes: 0,
+            context: 0,
+            of_file: 0,
+            keeps: 0,
+            registered: Chunks::none(),
+            known: Digests::none(),
+        }
     }
 
     /// Begins to make room for `bytes`; [`Self::ready`] waits for each chunk, and
@@ -211,6 +238,7 @@ impl Pool {
         }
         self.unregister_all();
         self.registered.clear();
+        self.known = Digests::none();
         FILLING.resident.clear();
         if self.start != 0 {
             // SAFETY: mapped here, and nothing is in the pool. A file's pages would live on with
@@ -317,12 +345,64 @@ impl Pool {
         }
     }
 
-    /// Gives a part of an unused pool back to the system. False: there is no more to give.
-    pub fn shrink(&mut self) -> bool {
+    /// Whether it is kept after the return.
+    pub fn set_keeps(&mut self, keeps: bool) {
+        self.keeps = usize::from(keeps);
+    }
+
+    /// How many bytes from an offset on are, or are not, what the pool holds there: all of them
+    /// the same way, in one chunk, at most `most`.
+    pub fn unchanged(&self, offset: usize, most: usize, found: Option<&Digests>) -> (bool, usize) {
+        let most = most.min(CHUNK_BYTES - offset % CHUNK_BYTES);
+        let Some(found) = found else { return (false, most) };
+        let first = offset / SLOT_BYTES;
+        let same = |slot: usize| {
+            let found = found.all().get(slot).filter(|digest| **digest != Digest::UNKNOWN);
+            found.is_some() && found == self.known.all().get(slot)
+        };
+        let is_same = same(first);
+        let slots = (first..first + most.div_ceil(SLOT_BYTES)).take_while(|s| same(*s) == is_same);
+        (is_same, most.min(slots.count() * SLOT_BYTES))
+    }
+
+    /// Something is about to be copied there.
+    pub fn forget(&mut self, offset: usize, bytes: usize) {
+        let first = offset / SLOT_BYTES;
+        let slots = self.known.all_mut().get_mut(first..);
+        let slots = slots.into_iter().flatten().take(bytes.div_ceil(SLOT_BYTES));
+        slots.for_each(|slot| *slot = Digest::UNKNOWN);
+    }
+
+    /// All that was found is there now.
+    pub fn learn(&mut self, found: Digests) {
+        self.known = found;
+    }
+
+    /// The host memory that is kept while nothing is in it.
+    pub fn kept_bytes(&self) -> u64 {
+        let resident = (0..self.chunks()).filter(|chunk| FILLING.resident.has(*chunk));
+        resident.map(|chunk| chunk_bytes(self.bytes, chunk) as u64).sum()
+    }
+
+    /// Gives a part of an unused pool back to the system, or to the driver's hands less of what
+    /// is kept. `short`: host memory is, so nothing is kept any more.
+    pub fn tidy(&mut self, short: impl FnOnce() -> bool) -> Tidied {
+        if self.keeps == 1 && !short() {
+            return match (0..self.chunks()).find(|chunk| self.registered.has(*chunk)) {
+                Some(chunk) if self.unregister(chunk) => Tidied::Part,
+                _ => Tidied::Kept,
+            };
+        }
+        self.keeps = 0;
+        if self.shrink() { Tidied::Part } else { Tidied::All }
+    }
+
+    fn shrink(&mut self) -> bool {
         let resident = |chunk: &usize| FILLING.resident.has(*chunk);
         let Some(chunk) = (KEPT_CHUNKS..self.chunks()).rev().find(resident) else {
             return false;
         };
+        self.forget(chunk * CHUNK_BYTES, CHUNK_BYTES);
         if self.unregister(chunk) {
             // SAFETY: a chunk of the pool, in which nothing is.
             unsafe {

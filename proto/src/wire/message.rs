@@ -72,6 +72,9 @@ pub enum Action {
     Park {
         /// The most VRAM held on one device, for a later return without a controller.
         vram_bytes: u64,
+        /// Whether the copy is kept after the return, so that what has not changed by the next
+        /// time is not copied again. Only of a library that has [`Abilities::KEEPS_COPY`].
+        keep: bool,
     },
     /// Locked → Away: `cuCheckpointProcessCheckpoint`. Parked → Away: lock, then the same.
     Checkpoint {
@@ -144,6 +147,8 @@ pub enum AgentMessage {
         carried_bytes: u64,
         /// Bytes of it that are parked in host memory now.
         parked_bytes: u64,
+        /// Bytes that the last Park found in host memory already and did not copy.
+        unchanged_bytes: u64,
     },
     /// The set of hazards grew.
     Notice {
@@ -267,6 +272,7 @@ impl AgentMessage {
                 elapsed_us,
                 carried_bytes,
                 parked_bytes,
+                unchanged_bytes,
             } => Writer::new(3)
                 .u64(order)
                 .u32(outcome as u32)
@@ -274,7 +280,8 @@ impl AgentMessage {
                 .u32(cuda_error)
                 .u64(elapsed_us)
                 .u64(carried_bytes)
-                .u64(parked_bytes),
+                .u64(parked_bytes)
+                .u64(unchanged_bytes),
             AgentMessage::Notice { hazards } => Writer::new(4).u32(hazards.0),
             AgentMessage::Want { ticket, bytes, uuid, attempts } => {
                 Writer::new(8).u64(ticket).u64(bytes).bytes(&uuid).u32(attempts)
@@ -317,6 +324,7 @@ impl AgentMessage {
                     elapsed_us: r.u64(),
                     carried_bytes: r.u64(),
                     parked_bytes: r.u64(),
+                    unchanged_bytes: r.u64(),
                 })
             }
             4 => Ok(AgentMessage::Notice { hazards: Hazards(r.u32()) }),
@@ -353,7 +361,8 @@ impl ControllerMessage {
                     Action::Unlock => (6, 0),
                     Action::HoldAllocations { deadline_ms } => (7, u64::from(deadline_ms)),
                     Action::ReleaseAllocations => (8, 0),
-                    Action::Park { vram_bytes } => (9, vram_bytes),
+                    Action::Park { vram_bytes, keep: false } => (9, vram_bytes),
+                    Action::Park { vram_bytes, keep: true } => (10, vram_bytes),
                 };
                 Writer::new(103).u64(order).u32(code).u64(value).u64(decided_ms)
             }
@@ -397,7 +406,7 @@ impl ControllerMessage {
                     6 => Action::Unlock,
                     7 => Action::HoldAllocations { deadline_ms: ms },
                     8 => Action::ReleaseAllocations,
-                    9 => Action::Park { vram_bytes: value },
+                    9 | 10 => Action::Park { vram_bytes: value, keep: code == 10 },
                     other => return Err(FrameError::Value("action", other)),
                 };
                 Ok(ControllerMessage::Order { order, action, decided_ms: r.u64() })
@@ -439,6 +448,7 @@ mod tests {
                 elapsed_us: 12,
                 carried_bytes: 14,
                 parked_bytes: 13,
+                unchanged_bytes: 12,
             },
             AgentMessage::Notice { hazards: Hazards::MANAGED_MEMORY },
             AgentMessage::Want { ticket: 3, bytes: 1 << 40, uuid: [7; 16], attempts: 2 },
@@ -455,7 +465,8 @@ mod tests {
             Action::Unlock,
             Action::HoldAllocations { deadline_ms: 1 },
             Action::ReleaseAllocations,
-            Action::Park { vram_bytes: 1 },
+            Action::Park { vram_bytes: 1, keep: false },
+            Action::Park { vram_bytes: 1, keep: true },
         ];
         let orders = actions.map(|action| ControllerMessage::Order {
             order: 8,

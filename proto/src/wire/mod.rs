@@ -57,6 +57,8 @@ impl Abilities {
     pub const RECORDS_CALLS: Abilities = Abilities(1);
     /// It hands parked memory to a vault ([`vault`]), and takes it from there.
     pub const USES_VAULT: Abilities = Abilities(1 << 1);
+    /// It can keep its copy after a return, and tell what has not changed since.
+    pub const KEEPS_COPY: Abilities = Abilities(1 << 2);
 
     /// Whether any bit of `other` is set.
     #[must_use]

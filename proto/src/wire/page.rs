@@ -42,6 +42,8 @@ pub mod header {
     pub const SLOT_COUNT: usize = 12;
     /// u32: [`crate::wire::Phase`].
     pub const PHASE: usize = 16;
+    /// u64: bytes of host memory that are kept for the next time while nothing is parked.
+    pub const KEPT_BYTES: usize = 24;
     /// u32: a [`super::Gate`] value; the futex word that held callers sleep on. On its own line.
     pub const GATE: usize = 64;
     /// u32: callers that wait at the gate now.
@@ -118,6 +120,8 @@ pub struct PageSnapshot {
     pub call_cost_ps: u32,
     /// How long callers have waited at the gate, in microseconds. The container's claim.
     pub held_us: u64,
+    /// Host memory that is kept for the next time, in bytes. The container's claim.
+    pub kept_bytes: u64,
     /// Calls made since the process registered, polls left out (wrapping sum).
     pub calls: u64,
     /// Poll calls made (wrapping sum).
@@ -202,6 +206,7 @@ impl PageSnapshot {
             notes: Notes(u32_at(bytes, header::NOTES)),
             call_cost_ps: u32_at(bytes, header::CALL_COST_PS).min(MOST_CALL_COST_PS),
             held_us: u64_at(bytes, header::HELD_US),
+            kept_bytes: u64_at(bytes, header::KEPT_BYTES),
             calls: 0,
             polls: 0,
             inflight: 0,

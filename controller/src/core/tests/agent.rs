@@ -80,6 +80,7 @@ pub(super) fn page(agent: &Agent) -> PageSnapshot {
         notes: Notes::default(),
         call_cost_ps: 0,
         held_us: 0,
+        kept_bytes: 0,
         calls: agent.calls,
         polls: 0,
         inflight: 0,

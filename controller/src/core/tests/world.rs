@@ -308,7 +308,11 @@ impl World {
             phase: agent.phase,
             generation: agent.generation,
             hazards: Hazards::default(),
-            carried: Carried { bytes: agent.carried, parked_bytes: agent.parked_bytes() },
+            carried: Carried {
+                bytes: agent.carried,
+                parked_bytes: agent.parked_bytes(),
+                unchanged_bytes: 0,
+            },
         };
         self.feed(input);
     }
@@ -427,6 +431,7 @@ impl World {
                 elapsed_us: 1,
                 carried_bytes,
                 parked_bytes,
+                unchanged_bytes: 0,
             },
         ));
     }

@@ -169,6 +169,7 @@ impl World<'_> {
             elapsed_us: 0,
             carried_bytes,
             parked_bytes,
+            unchanged_bytes: 0,
         };
         let report = Input::Message(id(n), report);
         if step != Step::Open || self.processes[n].waiting.is_empty() {

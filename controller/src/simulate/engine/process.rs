@@ -67,6 +67,7 @@ impl World<'_> {
             notes: Notes::default(),
             call_cost_ps: 0,
             held_us: 0,
+            kept_bytes: 0,
             calls: p.calls,
             polls: 0,
             inflight: u64::from(p.busy_until.is_some()),

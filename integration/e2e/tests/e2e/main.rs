@@ -15,6 +15,7 @@ mod hints;
 mod hostile;
 mod install;
 mod jobs;
+mod keep_copy;
 mod libc;
 mod lifecycle;
 mod matrix;

@@ -133,7 +133,11 @@ impl World {
             phase: phase(bytes)?,
             generation: bytes.arbitrary()?,
             hazards: Hazards(bytes.arbitrary()?),
-            carried: Carried { bytes: bytes.arbitrary()?, parked_bytes: bytes.arbitrary()? },
+            carried: Carried {
+                bytes: bytes.arbitrary()?,
+                parked_bytes: bytes.arbitrary()?,
+                unchanged_bytes: bytes.arbitrary()?,
+            },
         });
         Ok(())
     }
@@ -173,6 +177,7 @@ impl World {
             notes: Notes::default(),
             call_cost_ps: 0,
             held_us: 0,
+            kept_bytes: 0,
             calls: self.calls,
             polls: 0,
             inflight: 0,
@@ -226,6 +231,7 @@ impl World {
                 elapsed_us: 1,
                 carried_bytes: 0,
                 parked_bytes: 0,
+                unchanged_bytes: 0,
             },
         ));
     }
@@ -281,6 +287,7 @@ fn report(bytes: &mut Unstructured<'_>) -> Result<AgentMessage> {
         elapsed_us: bytes.arbitrary()?,
         carried_bytes: bytes.arbitrary()?,
         parked_bytes: bytes.arbitrary()?,
+        unchanged_bytes: bytes.arbitrary()?,
     })
 }
 
@@ -297,6 +304,7 @@ fn page(bytes: &mut Unstructured<'_>) -> Result<PageSnapshot> {
         notes: Notes(bytes.arbitrary()?),
         call_cost_ps: bytes.arbitrary()?,
         held_us: bytes.arbitrary()?,
+        kept_bytes: bytes.arbitrary()?,
         calls: bytes.arbitrary()?,
         polls: bytes.arbitrary()?,
         inflight: bytes.arbitrary()?,

@@ -5,12 +5,14 @@
 //! | `fill_u32` | `u64 pointer, u64 count, u32 value` | sets every word |
 //! | `add_u32` | `u64 pointer, u64 count, u32 increment` | adds to every word |
 //! | `spin_ms` | `u32 milliseconds` | keeps the stream busy |
+//! | `affinode_digest` | `u64 table, u32 many` | see [`crate::digest`] |
 //!
 //! Kernels of these names for a real GPU do the same in any launch configuration.
 
 use std::time::Duration;
 
 use crate::abi::{HostAddress, ILLEGAL_ADDRESS, INVALID_VALUE, NOT_FOUND, Outcome, pointer};
+use crate::digest;
 use crate::driver::Driver;
 use crate::pieces::each_word;
 
@@ -20,6 +22,7 @@ pub enum Kernel {
     FillU32,
     AddU32,
     SpinMs,
+    Digest,
 }
 
 /// A kernel with its arguments, ready to run.
@@ -28,6 +31,7 @@ pub enum Call {
     Fill { pointer: u64, count: u64, value: u32 },
     Add { pointer: u64, count: u64, increment: u32 },
     Spin { ms: u32 },
+    Digest { table: u64, many: u32 },
 }
 
 /// Where the arguments of a launch are.
@@ -46,6 +50,7 @@ impl Kernel {
             "fill_u32" => Ok(Self::FillU32),
             "add_u32" => Ok(Self::AddU32),
             "spin_ms" => Ok(Self::SpinMs),
+            "affinode_digest" => Ok(Self::Digest),
             _ => Err(NOT_FOUND),
         }
     }
@@ -64,6 +69,9 @@ impl Kernel {
                 increment: arguments.read(2, 16)?,
             },
             Self::SpinMs => Call::Spin { ms: arguments.read(0, 0)? },
+            Self::Digest => {
+                Call::Digest { table: arguments.read(0, 0)?, many: arguments.read(1, 8)? }
+            }
         })
     }
 }
@@ -101,6 +109,7 @@ impl Call {
                 });
             }
             Self::Spin { ms } => std::thread::sleep(Duration::from_millis(ms.into())),
+            Self::Digest { table, many } => digest::run(driver, table, many)?,
         }
         Ok(())
     }

@@ -44,6 +44,7 @@ mod abi;
 mod api;
 mod contexts;
 mod control;
+mod digest;
 mod driver;
 mod gate;
 mod host;

@@ -1,0 +1,106 @@
+//! `keep_copy`: the copy in host memory stays after a return, and what has not changed by the
+//! next time is not copied again.
+
+use affinode_e2e::{
+    cli::ProcessRow,
+    until::until,
+    worker::{USUAL, Worker},
+    world::{MIB, Recipe, World},
+};
+use anyhow::Result;
+
+use crate::offload::MANUAL;
+
+const ENGINES: [&str; 2] = ["park", "fast"];
+const WORKER_MIB: u64 = 96;
+const MORE_MIB: u64 = 64;
+
+fn start(world: &World, id: &str, engine: &str, keep: &str) -> Result<Worker> {
+    let spec = Worker::spec(id, USUAL, WORKER_MIB)
+        .annotation("affinode.io/engine", engine)
+        .annotation("affinode.io/keep-copy", keep);
+    let mut worker = Worker::start_as(world, spec)?;
+    worker.wait_filled()?;
+    Ok(worker)
+}
+
+fn process(world: &World, id: &str) -> Result<ProcessRow> {
+    Ok(world.cli().known(id)?.processes.remove(0))
+}
+
+/// Moves it out and home: MiB that were parked, and MiB that were not copied for that.
+fn cycle(world: &World, id: &str, worker: &mut Worker) -> Result<(u64, u64)> {
+    world.cli().move_out(id)?;
+    let away = process(world, id)?;
+    worker.call("streamsync")?;
+    world.cli().wait_for_state(id, "Active")?;
+    Ok((away.parked_bytes / MIB, away.unchanged_bytes / MIB))
+}
+
+#[test]
+fn only_what_has_changed_is_copied_again() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    let all = WORKER_MIB + MORE_MIB;
+    for engine in ENGINES {
+        let mut worker = start(&world, engine, engine, "true")?;
+        worker.call(&format!("alloc {MORE_MIB}"))?;
+        assert_eq!(cycle(&world, engine, &mut worker)?, (all, 0), "nothing is known at first");
+        until("the copy to be kept", || {
+            Ok((process(&world, engine)?.kept_bytes >= all * MIB).then_some(()))
+        })?;
+        assert_eq!(cycle(&world, engine, &mut worker)?, (all, all), "{engine}");
+        for round in 0..2 {
+            worker.call("touch")?;
+            let (_, unchanged) = cycle(&world, engine, &mut worker)?;
+            assert_eq!(unchanged, MORE_MIB, "{engine}, round {round}");
+            assert!(worker.verify()?, "{engine}: what has changed was copied, round {round}");
+        }
+        assert_eq!(cycle(&world, engine, &mut worker)?, (all, all), "{engine}: changed by nobody");
+        worker.call("free")?;
+        // The rest may have another place in the pool now: that is copied, once.
+        assert_eq!(cycle(&world, engine, &mut worker)?.0, WORKER_MIB, "{engine}");
+        assert!(worker.verify()?, "{engine}: after a part was freed");
+        let again = cycle(&world, engine, &mut worker)?;
+        assert_eq!(again, (WORKER_MIB, WORKER_MIB), "{engine}: after a part was freed");
+        assert!(worker.verify()?, "{engine}: after a part was freed, again");
+        worker.running.kill(&world)?;
+        worker.running.delete(&world)?;
+    }
+    Ok(())
+}
+
+/// By default everything is copied each time, and after a larger pool had to be made.
+#[test]
+fn without_a_copy_that_is_kept_everything_is_copied_each_time() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    let mut worker = start(&world, "none", "fast", "false")?;
+    for _ in 0..2 {
+        assert_eq!(cycle(&world, "none", &mut worker)?, (WORKER_MIB, 0));
+    }
+    let mut grows = start(&world, "grows", "fast", "true")?;
+    cycle(&world, "grows", &mut grows)?;
+    grows.call(&format!("alloc {MORE_MIB}"))?;
+    let all = WORKER_MIB + MORE_MIB;
+    assert_eq!(cycle(&world, "grows", &mut grows)?, (all, 0), "a new pool holds nothing");
+    assert_eq!(cycle(&world, "grows", &mut grows)?, (all, all));
+    assert!(worker.verify()? && grows.verify()?);
+    Ok(())
+}
+
+/// The memory that a copy is kept in is the container's already when the next move needs it.
+#[test]
+fn a_limit_that_has_room_for_one_copy_has_room_for_the_kept_one() -> Result<()> {
+    const LIMIT_MIB: u64 = WORKER_MIB + 1024 + 160;
+    let world = Recipe::default().config(MANUAL).world()?;
+    let spec = Worker::spec("tight", USUAL, WORKER_MIB)
+        .annotation("affinode.io/engine", "fast")
+        .flags(&["--memory-limit", &(LIMIT_MIB * MIB).to_string()]);
+    let mut worker = Worker::start_as(&world, spec)?;
+    worker.wait_filled()?;
+    for round in 0..3 {
+        let (parked, _) = cycle(&world, "tight", &mut worker)?;
+        assert_eq!(parked, WORKER_MIB, "round {round}");
+        assert!(worker.verify()?, "round {round}");
+    }
+    Ok(())
+}

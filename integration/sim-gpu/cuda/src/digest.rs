@@ -1,0 +1,115 @@
+//! What the preload library's kernel `affinode_digest` does: the address of 2 MiB in each entry of
+//! a table is replaced by their digest. The device's way of it is `preload/src/carry/digest.ptx`.
+
+use crate::abi::{ILLEGAL_ADDRESS, Outcome};
+use crate::driver::Driver;
+use crate::pieces::each_word;
+
+const SLOT_BYTES: usize = 2 << 20;
+const THREADS: usize = 256;
+
+/// Runs it on a table of so many entries.
+pub fn run(driver: &Driver, table: u64, many: u32) -> Outcome {
+    let entries = many as usize * 2;
+    let pieces = driver.memory().device(table, entries * 8)?;
+    let mut words = Vec::with_capacity(entries);
+    each_word::<8>(&pieces, |word| {
+        words.push(u64::from_ne_bytes(word));
+        word
+    });
+    for entry in words.chunks_exact_mut(2).filter(|entry| entry[0] != 0) {
+        let mut digest = Digest::new();
+        let pieces = driver.memory().device(entry[0], SLOT_BYTES)?;
+        each_word::<8>(&pieces, |word| {
+            digest.take(u64::from_ne_bytes(word));
+            word
+        });
+        entry.copy_from_slice(&digest.end());
+    }
+    let mut words = words.into_iter();
+    each_word::<8>(&pieces, |word| words.next().map_or(word, u64::to_ne_bytes));
+    if words.next().is_some() { Err(ILLEGAL_ADDRESS) } else { Ok(()) }
+}
+
+/// The 256 threads of one block.
+struct Digest {
+    threads: Vec<[u64; 2]>,
+    words: usize,
+}
+
+impl Digest {
+    fn new() -> Self {
+        let first = |thread: u64| {
+            [thread.wrapping_mul(0x9E37_79B9_7F4A_7C15), thread.wrapping_mul(0xC2B2_AE3D_27D4_EB4F)]
+        };
+        Self { threads: (1..=THREADS as u64).map(first).collect(), words: 0 }
+    }
+
+    /// The next word: two for each thread in turn.
+    fn take(&mut self, word: u64) {
+        let thread = self.words / 2 % THREADS;
+        self.words += 1;
+        if let Some([a, b]) = self.threads.get_mut(thread) {
+            *a = (*a ^ word).rotate_left(27).wrapping_mul(0x9FB2_1C65_1E98_DF25);
+            *b = b.wrapping_add(word).rotate_left(31).wrapping_mul(0xD6E8_FEB8_6659_FD93);
+        }
+    }
+
+    fn end(self) -> [u64; 2] {
+        let sum = |sum: [u64; 2], [a, b]: &[u64; 2]| {
+            [sum[0].wrapping_add(mix(*a)), sum[1].wrapping_add(mix(*b))]
+        };
+        self.threads.iter().fold([0; 2], sum)
+    }
+}
+
+fn mix(mut word: u64) -> u64 {
+    word ^= word >> 33;
+    word = word.wrapping_mul(0xFF51_AFD7_ED55_8CCD);
+    word ^= word >> 33;
+    word = word.wrapping_mul(0xC4CE_B9FE_1A85_EC53);
+    word ^ word >> 33
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(words: impl Iterator<Item = u64>) -> [u64; 2] {
+        let mut digest = Digest::new();
+        words.for_each(|word| digest.take(word));
+        assert_eq!(digest.words * 8, SLOT_BYTES);
+        digest.end()
+    }
+
+    /// The figures are an H200's, of the kernel in `digest.ptx`.
+    #[test]
+    fn it_is_the_device_s() {
+        const WORDS: usize = SLOT_BYTES / 8;
+        assert_eq!(
+            of(core::iter::repeat_n(0, WORDS)),
+            [0x2c03_037c_855a_b103, 0x74ac_1433_d8a6_fede]
+        );
+    }
+
+    #[test]
+    fn one_bit_and_two_words_that_change_places_are_told() {
+        const WORDS: u64 = SLOT_BYTES as u64 / 8;
+        let whole = of(0..WORDS);
+        for bit in [0, 31, 63] {
+            for at in [0, 511, 512, WORDS - 1] {
+                assert_ne!(of((0..WORDS).map(|n| if n == at { n ^ 1 << bit } else { n })), whole);
+            }
+        }
+        let swapped = |one: u64, other: u64| {
+            of((0..WORDS).map(|n| match n {
+                n if n == one => other,
+                n if n == other => one,
+                n => n,
+            }))
+        };
+        for (one, other) in [(0, 1), (0, 2), (0, 512), (5, WORDS - 1)] {
+            assert_ne!(swapped(one, other), whole);
+        }
+    }
+}
