@@ -40,7 +40,7 @@ impl Digest {
     pub const UNKNOWN: Digest = Digest { low: 0, high: 0 };
 
     /// Where the device is to find the memory.
-    fn of_address(address: u64) -> Digest {
+    pub(super) fn of_address(address: u64) -> Digest {
         Digest { low: address, high: 0 }
     }
 }

@@ -19,7 +19,7 @@
 //! | `vmm`, `blocks` | the same for physical memory that the application maps by itself |
 //! | `backing`, `contexts` | physical memory for addresses; contexts and their end |
 //! | `table`, `sorted` | what is carried |
-//! | `park`, `pool` | out and home; the host memory for it |
+//! | `park`, `pool`, `filling` | out and home; the host memory for it, and its pages |
 //! | `digest`, `shortage` | what of it has not changed by the next time; whether it can be kept |
 //! | `vault` | home through a process that fills the memory while the driver restores the rest |
 //! | `driver` | the driver's functions |
@@ -30,6 +30,7 @@ mod calls;
 mod contexts;
 mod digest;
 mod driver;
+mod filling;
 mod park;
 mod pool;
 mod shortage;

@@ -15,55 +15,19 @@
 //! process has hold of it all the same, and its container is charged for it.
 
 use core::ffi::c_void;
-use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use affinode_cuda_sys::result;
 
 use super::contexts::in_context;
 use super::digest::{Digest, Digests, SLOT_BYTES};
 use super::driver::call;
+use super::filling::{CHUNK_BYTES, Chunks, FILLING, MOST_CHUNKS, chunk_bytes};
 use crate::owned::{self, Owned};
-use crate::{libc, sys};
+use crate::sys;
 
-/// What is registered at a time, and the most that one copy moves.
-pub const CHUNK_BYTES: usize = 128 << 20;
 /// So much is kept for the next time; the rest is given back once the process runs again.
 const KEPT_CHUNKS: usize = 8;
 const HUGE_PAGE_BYTES: usize = 2 << 20;
-const MOST_CHUNKS: usize = 64 * WORDS;
-const WORDS: usize = 256;
-const MOST_HELPERS: usize = 16;
-
-/// A set of chunks.
-struct Chunks([AtomicU64; WORDS]);
-
-impl Chunks {
-    const fn none() -> Chunks {
-        Chunks([const { AtomicU64::new(0) }; WORDS])
-    }
-
-    fn word(&self, chunk: usize) -> Option<&AtomicU64> {
-        self.0.get(chunk / 64)
-    }
-
-    fn has(&self, chunk: usize) -> bool {
-        self.word(chunk).is_some_and(|w| w.load(Ordering::Acquire) & 1 << (chunk % 64) != 0)
-    }
-
-    fn set(&self, chunk: usize, on: bool) {
-        let bit = 1 << (chunk % 64);
-        let Some(word) = self.word(chunk) else { return };
-        if on {
-            word.fetch_or(bit, Ordering::AcqRel)
-        } else {
-            word.fetch_and(!bit, Ordering::AcqRel)
-        };
-    }
-
-    fn clear(&self) {
-        self.0.iter().for_each(|word| word.store(0, Ordering::Release));
-    }
-}
 
 /// The memory. Zero is none.
 #[repr(C)]
@@ -90,105 +54,6 @@ pub enum Tidied {
     Part,
     /// It is kept for the next time.
     Kept,
-}
-
-/// What the helpers do. Not the pool's own, which a forked child finds zeroed: no helper
-/// lives in the child.
-struct Filling {
-    start: AtomicUsize,
-    bytes: AtomicUsize,
-    of_file: AtomicUsize,
-    next: AtomicUsize,
-    resident: Chunks,
-    /// Changes with every chunk that has become resident.
-    progress: AtomicU32,
-    helpers: AtomicU32,
-}
-
-static FILLING: Filling = Filling {
-    start: AtomicUsize::new(0),
-    bytes: AtomicUsize::new(0),
-    of_file: AtomicUsize::new(0),
-    next: AtomicUsize::new(0),
-    resident: Chunks::none(),
-    progress: AtomicU32::new(0),
-    helpers: AtomicU32::new(0),
-};
-
-impl Filling {
-    fn begin(&self, start: usize, bytes: usize, of_file: usize) {
-        self.start.store(start, Ordering::Relaxed);
-        self.bytes.store(bytes, Ordering::Relaxed);
-        self.of_file.store(of_file, Ordering::Relaxed);
-        self.next.store(0, Ordering::Release);
-        let missing =
-            (0..bytes.div_ceil(CHUNK_BYTES)).filter(|chunk| !self.resident.has(*chunk)).count();
-        for _ in 0..missing.min(MOST_HELPERS).min(sys::processors()) {
-            self.helpers.fetch_add(1, Ordering::AcqRel);
-            if !libc::start_thread(help, core::ptr::null_mut()) {
-                self.helpers.fetch_sub(1, Ordering::AcqRel);
-            }
-        }
-    }
-
-    /// Makes the next chunk resident; false when there is none left to begin.
-    fn fill_next(&self) -> bool {
-        let chunk = self.next.fetch_add(1, Ordering::AcqRel);
-        let bytes = chunk_bytes(self.bytes.load(Ordering::Relaxed), chunk);
-        if bytes == 0 {
-            return false;
-        }
-        if !self.resident.has(chunk) {
-            let at = self.start.load(Ordering::Relaxed) + chunk * CHUNK_BYTES;
-            let of_file = self.of_file.load(Ordering::Relaxed) == 1;
-            // SAFETY: a chunk of the pool, which holds nothing while it is being filled.
-            unsafe { sys::make_resident(at as *mut u8, bytes, of_file) };
-            self.resident.set(chunk, true);
-        }
-        self.progress.fetch_add(1, Ordering::AcqRel);
-        sys::futex_wake_all(&self.progress);
-        true
-    }
-
-    fn wait(&self, chunk: usize) {
-        loop {
-            let seen = self.progress.load(Ordering::Acquire);
-            if self.resident.has(chunk) {
-                return;
-            }
-            if self.helpers.load(Ordering::Acquire) == 0 {
-                // Nobody helps: what is registered or copied becomes resident by that.
-                if !self.fill_next() {
-                    self.resident.set(chunk, true);
-                }
-            } else {
-                sys::futex_wait(&self.progress, seen, 10);
-            }
-        }
-    }
-
-    /// Waits until no helper touches the pool any more.
-    fn end(&self) {
-        self.next.store(MOST_CHUNKS, Ordering::Release);
-        while self.helpers.load(Ordering::Acquire) > 0 {
-            let seen = self.progress.load(Ordering::Acquire);
-            sys::futex_wait(&self.progress, seen, 1);
-        }
-    }
-}
-
-/// The size of a chunk of so many bytes: the last one is shorter.
-fn chunk_bytes(bytes: usize, chunk: usize) -> usize {
-    bytes.saturating_sub(chunk.saturating_mul(CHUNK_BYTES)).min(CHUNK_BYTES)
-}
-
-unsafe extern "C" fn help(_: *mut c_void) -> *mut c_void {
-    sys::set_thread_name(c"affinode-pool");
-    while FILLING.fill_next() {}
-    FILLING.helpers.fetch_sub(1, Ordering::AcqRel);
-    FILLING.progress.fetch_add(1, Ordering::AcqRel);
-    sys::futex_wake_all(&FILLING.progress);
-    core::ptr::null_mut()
 }
 
 impl Pool {
@@ -234,7 +99,7 @@ impl Pool {
         };
         if self.start == 0 {
             // The first of this process: helpers of the one that forked it are not here.
-            FILLING.helpers.store(0, Ordering::Release);
+            FILLING.begins_in_this_process();
         }
         self.unregister_all();
         self.registered.clear();
@@ -417,32 +282,73 @@ impl Pool {
 
 #[cfg(test)]
 mod tests {
+    use super::super::filling::tests::SHARED;
     use super::*;
 
-    #[test]
-    fn chunks_are_filled_by_helpers_and_by_whoever_waits() {
-        const CHUNKS: usize = 3;
-        let bytes = 2 * CHUNK_BYTES + HUGE_PAGE_BYTES;
-        let at = sys::map_private(bytes).unwrap();
-        FILLING.begin(at as usize, bytes, 0);
-        (0..CHUNKS).for_each(|chunk| FILLING.wait(chunk));
-        FILLING.end();
-        assert_eq!(FILLING.helpers.load(Ordering::Acquire), 0);
-        // SAFETY: mapped above, with that size.
-        unsafe {
-            at.add(bytes - 1).write(7);
-            sys::discard(at.add(bytes - HUGE_PAGE_BYTES), HUGE_PAGE_BYTES, false);
-            assert_eq!(at.add(bytes - 1).read(), 0);
-            sys::unmap_private(at, bytes);
+    /// Of a pool of ten chunks, all of which are said to be resident.
+    fn kept() -> Pool {
+        const CHUNKS: usize = 10;
+        let bytes = CHUNKS * CHUNK_BYTES;
+        let start = sys::map_private(bytes).unwrap() as usize;
+        (0..CHUNKS).for_each(|chunk| FILLING.resident.set(chunk, true));
+        let mut pool = Pool { start, bytes, ..Pool::none() };
+        pool.set_keeps(true);
+        pool.learn(digests(bytes / SLOT_BYTES));
+        pool
+    }
+
+    /// Each its own.
+    fn digests(many: usize) -> Digests {
+        let mut digests = Digests::unknown(many).unwrap();
+        for (n, digest) in digests.all_mut().iter_mut().enumerate() {
+            *digest = Digest::of_address(1 + n as u64);
         }
+        digests
     }
 
     #[test]
-    fn a_set_of_chunks() {
-        let chunks = Chunks::none();
-        chunks.set(70, true);
-        assert!(chunks.has(70) && !chunks.has(69) && !chunks.has(MOST_CHUNKS + 70));
-        chunks.set(70, false);
-        assert!(!chunks.has(70));
+    fn what_is_kept_goes_when_host_memory_is_short_and_is_not_known_any_more() {
+        let _own = SHARED.lock();
+        let mut pool = kept();
+        assert_eq!(pool.tidy(|| false), Tidied::Kept);
+        assert_eq!(pool.kept_bytes(), 10 * CHUNK_BYTES as u64);
+        for left in [9, KEPT_CHUNKS] {
+            assert_eq!(pool.tidy(|| true), Tidied::Part);
+            assert_eq!(pool.kept_bytes(), (left * CHUNK_BYTES) as u64);
+        }
+        assert_eq!(pool.tidy(|| false), Tidied::All, "not kept any more, though there is memory");
+        let found = digests(pool.bytes / SLOT_BYTES);
+        let gone = KEPT_CHUNKS * CHUNK_BYTES;
+        assert_eq!(pool.unchanged(gone, SLOT_BYTES, Some(&found)), (false, SLOT_BYTES));
+        assert_eq!(pool.unchanged(gone - SLOT_BYTES, gone, Some(&found)), (true, SLOT_BYTES));
+        // SAFETY: mapped in `kept`, with that size.
+        unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
+        FILLING.resident.clear();
+    }
+
+    #[test]
+    fn runs_end_where_something_has_changed_and_with_the_chunk() {
+        let _own = SHARED.lock();
+        let mut pool = kept();
+        let mut found = digests(pool.bytes / SLOT_BYTES);
+        let run = |pool: &Pool, slot: usize, found: Option<&Digests>| {
+            let (same, bytes) = pool.unchanged(slot * SLOT_BYTES, pool.bytes, found);
+            (same, bytes / SLOT_BYTES)
+        };
+        const IN_CHUNK: usize = CHUNK_BYTES / SLOT_BYTES;
+        assert_eq!(run(&pool, 1, Some(&found)), (true, IN_CHUNK - 1));
+        assert_eq!(run(&pool, 1, None), (false, IN_CHUNK - 1));
+        found.all_mut()[5] = Digest::of_address(0xbad);
+        assert_eq!(run(&pool, 0, Some(&found)), (true, 5));
+        assert_eq!(run(&pool, 5, Some(&found)), (false, 1));
+        pool.forget(6 * SLOT_BYTES, 2 * SLOT_BYTES);
+        assert_eq!(run(&pool, 5, Some(&found)), (false, 3));
+        assert_eq!(run(&pool, 8, Some(&found)), (true, IN_CHUNK - 8));
+        // What neither side knows is not the same.
+        found.all_mut()[6] = Digest::UNKNOWN;
+        assert_eq!(run(&pool, 6, Some(&found)), (false, 2));
+        // SAFETY: as above.
+        unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
+        FILLING.resident.clear();
     }
 }

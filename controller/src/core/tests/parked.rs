@@ -91,6 +91,24 @@ fn carried_memory_is_copied_by_whoever_has_not_read_the_page_yet() {
     assert_eq!(world.node.moves(&key(2))(process), Moves::Park, "it is copied already");
 }
 
+/// It is its container's already; of a claim on more than can be copied nothing is believed.
+#[test]
+fn what_is_kept_needs_no_host_memory_again() {
+    let mut world = World::new(3);
+    let id = world.running(2, 600);
+    world.tick();
+    let mut process = world.node.processes.get(&id).unwrap().clone();
+    process.carried.bytes = 450;
+    let mut need = |kept_bytes, phase| {
+        process.page.as_mut().unwrap().kept_bytes = kept_bytes;
+        process.phase = phase;
+        process.host_need_bytes()
+    };
+    assert_eq!((need(0, Phase::Open), need(100, Phase::Open)), (600, 500));
+    assert_eq!(need(u64::MAX, Phase::Locked), 150);
+    assert_eq!(need(100, Phase::Parked), 600, "what is in use is not kept");
+}
+
 /// A controller that died while the driver's half was done and the copy was not.
 #[test]
 fn who_is_locked_with_parked_memory_comes_home_without_any_record() {

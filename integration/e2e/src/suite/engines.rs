@@ -23,6 +23,16 @@ use crate::{
 pub const ENGINES: [&str; 3] = ["driver", "park", "fast"];
 /// The annotation that names one.
 pub const ENGINE: &str = "affinode.io/engine";
+/// `fast`, of a container that keeps its copy.
+pub const KEPT: &str = "kept";
+
+/// A container of an engine, or of [`KEPT`].
+pub fn moved_by(spec: Spec, engine: &str) -> Spec {
+    match engine {
+        KEPT => spec.annotation(ENGINE, "fast").annotation("affinode.io/keep-copy", "true"),
+        engine => spec.annotation(ENGINE, engine),
+    }
+}
 
 /// How large a process is, and how often it is moved.
 struct Load {
@@ -54,16 +64,14 @@ pub fn large(world: &World, rows: &mut Rows) -> Result<()> {
         Gpu::Real => Load { filled_mib: 4096, more: 14, rounds: 5 },
         Gpu::Simulated { .. } => Load { filled_mib: 256, more: 5, rounds: 2 },
     };
-    ["park", "fast"].iter().try_for_each(|engine| cycles(world, rows, engine, &load))
+    ["park", "fast", KEPT].iter().try_for_each(|engine| cycles(world, rows, engine, &load))
 }
 
 fn cycles(world: &World, rows: &mut Rows, engine: &str, load: &Load) -> Result<()> {
     let size = format!("{engine}, {:.1} GiB", load.bytes() as f64 / (1 << 30) as f64);
     let id = format!("engine-{engine}");
-    let spec = Worker::spec(&id, USUAL, load.filled_mib)
-        .annotation(BY_ORDER.0, BY_ORDER.1)
-        .annotation(ENGINE, engine);
-    let mut worker = Worker::start_as(world, spec)?;
+    let spec = Worker::spec(&id, USUAL, load.filled_mib).annotation(BY_ORDER.0, BY_ORDER.1);
+    let mut worker = Worker::start_as(world, moved_by(spec, engine))?;
     worker.wait_filled()?;
     for _ in 0..load.more {
         worker.call(&format!("alloc {}", load.filled_mib))?;
@@ -79,13 +87,21 @@ fn cycles(world: &World, rows: &mut Rows, engine: &str, load: &Load) -> Result<(
         back.push(worker.call("streamsync")?.elapsed_us as f64 / 1000.0);
     }
     let rate = |ms: f64| load.bytes() as f64 / ms.max(0.001) / 1e6;
+    if engine == KEPT {
+        let row = world.cli().known(&id)?;
+        let share = row.processes.first().map_or(0, |p| p.unchanged_bytes) as f64;
+        let share = share / load.bytes() as f64 * 100.0;
+        rows.want(&format!("{size}: not copied again"), share, "%", "all of it", share >= 99.9);
+    }
     if engine == "fast" {
         let fills = fills(world)?.saturating_sub(filled);
         rows.tell(&format!("{size}: wakes through the vault"), fills as f64, "");
     }
     rows.tell(&format!("{size}: first offload"), out[0], "ms");
-    rows.tell(&format!("{size}: offload"), median(&out), "ms");
-    rows.tell(&format!("{size}: offload"), rate(median(&out)), "GB/s");
+    // Of what is kept, the first tells nothing.
+    let out = median(&out[usize::from(engine == KEPT)..]);
+    rows.tell(&format!("{size}: offload"), out, "ms");
+    rows.tell(&format!("{size}: offload"), rate(out), "GB/s");
     rows.tell(&format!("{size}: wake"), median(&back), "ms");
     rows.tell(&format!("{size}: wake"), rate(median(&back)), "GB/s");
     let what = format!("{size}: device in use, away");

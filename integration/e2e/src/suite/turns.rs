@@ -8,7 +8,7 @@ use anyhow::{Result, anyhow};
 use super::{
     BY_ORDER,
     cycle::mib,
-    engines::{ENGINE, ENGINES},
+    engines::{ENGINES, KEPT, moved_by},
     median,
     python::{Python, ask, step},
     report::{NotHere, Rows},
@@ -59,7 +59,7 @@ impl Flavour {
         let spec = python.spec(&id, "root", self.program)?.annotation(BY_ORDER.0, BY_ORDER.1);
         let set = |spec: Spec, (name, value): &(&str, &str)| spec.env(name, value);
         let spec = self.settings.iter().fold(spec, set);
-        Ok(if engine == STILL { spec } else { spec.annotation(ENGINE, engine) })
+        Ok(if engine == STILL { spec } else { moved_by(spec, engine) })
     }
 
     /// With each engine, and without being away.
@@ -68,7 +68,7 @@ impl Flavour {
     /// When a container or a move fails; [`NotHere`] when the machine lacks what it needs.
     pub fn side_by_side(&self, python: &Python, rows: &mut Rows) -> Result<()> {
         let began = Instant::now();
-        let engines = [STILL].into_iter().chain(ENGINES);
+        let engines = [STILL].into_iter().chain(ENGINES).chain([KEPT]);
         let lane = |engine| self.lane(python, engine);
         let mut lanes: Vec<Finished> = Vec::new();
         if self.is_alone {
@@ -93,7 +93,11 @@ impl Flavour {
                 still = digest;
                 continue;
             }
-            let (out, back) = (median(&out), median(&back));
+            let (first, again) = out.split_at(usize::from(engine == KEPT));
+            for first in first {
+                rows.tell(&format!("{engine}: first offload"), *first, "ms");
+            }
+            let (out, back) = (median(again), median(&back));
             rows.tell(&format!("{engine}: offload"), out, "ms");
             rows.tell(&format!("{engine}: wake, {felt}"), back, "ms");
             if let Some(left) = left {
@@ -103,7 +107,8 @@ impl Flavour {
             rows.count(&format!("{engine}: results as without being away"), same, 1);
             wakes.push((out, back));
         }
-        if let ([driver, _, fast], true) = (&wakes[..], self.is_alone) {
+        if let ([driver, _, fast, kept], true) = (&wakes[..], self.is_alone) {
+            rows.tell("kept against fast: offload", kept.0 / fast.0.max(0.001) * 100.0, "%");
             rows.tell("fast against driver: offload", driver.0 / fast.0.max(0.001), "times");
             rows.tell("fast against driver: wake", driver.1 / fast.1.max(0.001), "times");
         }
@@ -148,13 +153,14 @@ impl Flavour {
         }
         ask(worker, &format!("hold {}", self.held_gib))?;
         let before = ask(worker, "check")?;
-        let (mut together, mut parked) = (0, Vec::new());
+        let (mut together, mut parked, mut unchanged) = (0, Vec::new(), 0);
         for _ in 0..self.rounds {
             wait_held(python.world)?;
             cli.move_out(id)?;
             let row = cli.known(id)?;
             lane.out.push(row.last_offload_ms as f64);
             parked.push(row.processes.iter().map(|p| p.parked_bytes).sum::<u64>());
+            unchanged = row.processes.iter().map(|p| p.unchanged_bytes).sum::<u64>();
             let away = row.processes.iter().filter(|p| AWAY.contains(&&*p.phase)).count();
             together += usize::from(away == self.processes && row.processes.len() == away);
             if self.is_alone {
@@ -180,6 +186,11 @@ impl Flavour {
             // The rest is the context, and what is too small to be worth it.
             let what = format!("{engine}: at wire speed");
             rows.want(&what, share, "%", "at least 95%", share >= 95.0);
+        }
+        if engine == KEPT {
+            let share = unchanged as f64 / parked.last().map_or(1, |all| *all.max(&1)) as f64;
+            let what = format!("{engine}: not copied again, the last time");
+            rows.tell(&what, share * 100.0, "%");
         }
         lane.digest = step(worker, STEPS)?.digest;
         Ok(lane)

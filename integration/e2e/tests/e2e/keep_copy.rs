@@ -86,21 +86,3 @@ fn without_a_copy_that_is_kept_everything_is_copied_each_time() -> Result<()> {
     assert!(worker.verify()? && grows.verify()?);
     Ok(())
 }
-
-/// The memory that a copy is kept in is the container's already when the next move needs it.
-#[test]
-fn a_limit_that_has_room_for_one_copy_has_room_for_the_kept_one() -> Result<()> {
-    const LIMIT_MIB: u64 = WORKER_MIB + 1024 + 160;
-    let world = Recipe::default().config(MANUAL).world()?;
-    let spec = Worker::spec("tight", USUAL, WORKER_MIB)
-        .annotation("affinode.io/engine", "fast")
-        .flags(&["--memory-limit", &(LIMIT_MIB * MIB).to_string()]);
-    let mut worker = Worker::start_as(&world, spec)?;
-    worker.wait_filled()?;
-    for round in 0..3 {
-        let (parked, _) = cycle(&world, "tight", &mut worker)?;
-        assert_eq!(parked, WORKER_MIB, "round {round}");
-        assert!(worker.verify()?, "round {round}");
-    }
-    Ok(())
-}

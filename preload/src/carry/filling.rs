@@ -1,0 +1,195 @@
+//! Bringing the pool's chunks in, by helper threads: one alone is slower than the bus.
+
+use core::ffi::c_void;
+use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+
+use crate::{libc, sys};
+
+/// What is registered at a time, and the most that one copy moves.
+pub const CHUNK_BYTES: usize = 128 << 20;
+/// Most chunks of a pool.
+pub const MOST_CHUNKS: usize = 64 * WORDS;
+const WORDS: usize = 256;
+const MOST_HELPERS: usize = 16;
+
+/// A set of chunks.
+pub struct Chunks([AtomicU64; WORDS]);
+
+impl Chunks {
+    /// None.
+    pub const fn none() -> Chunks {
+        Chunks([const { AtomicU64::new(0) }; WORDS])
+    }
+
+    fn word(&self, chunk: usize) -> Option<&AtomicU64> {
+        self.0.get(chunk / 64)
+    }
+
+    /// Whether a chunk is in it.
+    pub fn has(&self, chunk: usize) -> bool {
+        self.word(chunk).is_some_and(|w| w.load(Ordering::Acquire) & 1 << (chunk % 64) != 0)
+    }
+
+    /// Takes a chunk in, or out.
+    pub fn set(&self, chunk: usize, on: bool) {
+        let bit = 1 << (chunk % 64);
+        let Some(word) = self.word(chunk) else { return };
+        if on {
+            word.fetch_or(bit, Ordering::AcqRel)
+        } else {
+            word.fetch_and(!bit, Ordering::AcqRel)
+        };
+    }
+
+    /// Takes all out.
+    pub fn clear(&self) {
+        self.0.iter().for_each(|word| word.store(0, Ordering::Release));
+    }
+}
+
+/// What the helpers do. Not the pool's own, which a forked child finds zeroed: no helper
+/// lives in the child.
+pub struct Filling {
+    start: AtomicUsize,
+    bytes: AtomicUsize,
+    of_file: AtomicUsize,
+    next: AtomicUsize,
+    /// Chunks that are in.
+    pub resident: Chunks,
+    /// Changes with every chunk that has become resident.
+    progress: AtomicU32,
+    helpers: AtomicU32,
+}
+
+/// Of this process's pool.
+pub static FILLING: Filling = Filling {
+    start: AtomicUsize::new(0),
+    bytes: AtomicUsize::new(0),
+    of_file: AtomicUsize::new(0),
+    next: AtomicUsize::new(0),
+    resident: Chunks::none(),
+    progress: AtomicU32::new(0),
+    helpers: AtomicU32::new(0),
+};
+
+impl Filling {
+    /// The first pool of this process: helpers of the one that forked it are not here.
+    pub fn begins_in_this_process(&self) {
+        self.helpers.store(0, Ordering::Release);
+    }
+
+    /// Begins to bring in what is missing of a pool; [`Self::end`] must follow.
+    pub fn begin(&self, start: usize, bytes: usize, of_file: usize) {
+        self.start.store(start, Ordering::Relaxed);
+        self.bytes.store(bytes, Ordering::Relaxed);
+        self.of_file.store(of_file, Ordering::Relaxed);
+        self.next.store(0, Ordering::Release);
+        let missing =
+            (0..bytes.div_ceil(CHUNK_BYTES)).filter(|chunk| !self.resident.has(*chunk)).count();
+        for _ in 0..missing.min(MOST_HELPERS).min(sys::processors()) {
+            self.helpers.fetch_add(1, Ordering::AcqRel);
+            if !libc::start_thread(help, core::ptr::null_mut()) {
+                self.helpers.fetch_sub(1, Ordering::AcqRel);
+            }
+        }
+    }
+
+    /// Makes the next chunk resident; false when there is none left to begin.
+    fn fill_next(&self) -> bool {
+        let chunk = self.next.fetch_add(1, Ordering::AcqRel);
+        let bytes = chunk_bytes(self.bytes.load(Ordering::Relaxed), chunk);
+        if bytes == 0 {
+            return false;
+        }
+        if !self.resident.has(chunk) {
+            let at = self.start.load(Ordering::Relaxed) + chunk * CHUNK_BYTES;
+            let of_file = self.of_file.load(Ordering::Relaxed) == 1;
+            // SAFETY: a chunk of the pool, which holds nothing while it is being filled.
+            unsafe { sys::make_resident(at as *mut u8, bytes, of_file) };
+            self.resident.set(chunk, true);
+        }
+        self.progress.fetch_add(1, Ordering::AcqRel);
+        sys::futex_wake_all(&self.progress);
+        true
+    }
+
+    /// Until a chunk is in.
+    pub fn wait(&self, chunk: usize) {
+        loop {
+            let seen = self.progress.load(Ordering::Acquire);
+            if self.resident.has(chunk) {
+                return;
+            }
+            if self.helpers.load(Ordering::Acquire) == 0 {
+                // Nobody helps: what is registered or copied becomes resident by that.
+                if !self.fill_next() {
+                    self.resident.set(chunk, true);
+                }
+            } else {
+                sys::futex_wait(&self.progress, seen, 10);
+            }
+        }
+    }
+
+    /// Waits until no helper touches the pool any more.
+    pub fn end(&self) {
+        self.next.store(MOST_CHUNKS, Ordering::Release);
+        while self.helpers.load(Ordering::Acquire) > 0 {
+            let seen = self.progress.load(Ordering::Acquire);
+            sys::futex_wait(&self.progress, seen, 1);
+        }
+    }
+}
+
+/// The size of a chunk of so many bytes: the last one is shorter.
+pub fn chunk_bytes(bytes: usize, chunk: usize) -> usize {
+    bytes.saturating_sub(chunk.saturating_mul(CHUNK_BYTES)).min(CHUNK_BYTES)
+}
+
+unsafe extern "C" fn help(_: *mut c_void) -> *mut c_void {
+    sys::set_thread_name(c"affinode-pool");
+    while FILLING.fill_next() {}
+    FILLING.helpers.fetch_sub(1, Ordering::AcqRel);
+    FILLING.progress.fetch_add(1, Ordering::AcqRel);
+    sys::futex_wake_all(&FILLING.progress);
+    core::ptr::null_mut()
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+
+    const HUGE_PAGE_BYTES: usize = 2 << 20;
+
+    /// Who works with [`FILLING`], of which a process has one.
+    pub static SHARED: std::sync::Mutex<()> = std::sync::Mutex::new(());
+
+    #[test]
+    fn chunks_are_filled_by_helpers_and_by_whoever_waits() {
+        const CHUNKS: usize = 3;
+        let _own = SHARED.lock();
+        let bytes = 2 * CHUNK_BYTES + HUGE_PAGE_BYTES;
+        let at = sys::map_private(bytes).unwrap();
+        FILLING.begin(at as usize, bytes, 0);
+        (0..CHUNKS).for_each(|chunk| FILLING.wait(chunk));
+        FILLING.end();
+        assert_eq!(FILLING.helpers.load(Ordering::Acquire), 0);
+        // SAFETY: mapped above, with that size.
+        unsafe {
+            at.add(bytes - 1).write(7);
+            sys::discard(at.add(bytes - HUGE_PAGE_BYTES), HUGE_PAGE_BYTES, false);
+            assert_eq!(at.add(bytes - 1).read(), 0);
+            sys::unmap_private(at, bytes);
+        }
+        FILLING.resident.clear();
+    }
+
+    #[test]
+    fn a_set_of_chunks() {
+        let chunks = Chunks::none();
+        chunks.set(70, true);
+        assert!(chunks.has(70) && !chunks.has(69) && !chunks.has(MOST_CHUNKS + 70));
+        chunks.set(70, false);
+        assert!(!chunks.has(70));
+    }
+}
