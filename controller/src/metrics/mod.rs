@@ -227,6 +227,8 @@ impl Metrics {
         let waiting: u64 = container.processes.iter().map(|p| u64::from(p.waiters)).sum();
         table.waiting.get_or_create(&labels).set(whole(waiting));
         table.processes.get_or_create(&labels).set(whole(container.processes.len() as u64));
+        let kept: u64 = container.processes.iter().map(|p| p.kept_bytes).sum();
+        table.kept.get_or_create(&labels).set(whole(kept));
         if let Some(share) = container.parkable_share {
             table.parkable.get_or_create(&labels).set(share);
         }

@@ -40,6 +40,7 @@ pub struct Table {
     pub held: Family<DeviceLabels, Gauge>,
     pub away: Family<DeviceLabels, Gauge>,
     pub parkable: Family<ContainerLabels, Share>,
+    pub kept: Family<ContainerLabels, Gauge>,
     pub idle: Family<ContainerLabels, Share>,
     pub waiting: Family<ContainerLabels, Gauge>,
     pub processes: Family<ContainerLabels, Gauge>,
@@ -149,6 +150,12 @@ impl Table {
                 "container_host_memory",
                 Bytes,
                 "VRAM of the container that is in host memory",
+                Family::default()
+            ),
+            kept: add!(
+                "container_host_memory_kept",
+                Bytes,
+                "Host memory that the container keeps for its next offload while its VRAM is on the device",
                 Family::default()
             ),
             parkable: add!(
@@ -280,6 +287,7 @@ impl Table {
         self.held.clear();
         self.away.clear();
         self.parkable.clear();
+        self.kept.clear();
         self.call_cost.clear();
         self.idle.clear();
         self.waiting.clear();

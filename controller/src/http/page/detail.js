@@ -19,6 +19,19 @@ function hook(container) {
   return most ? `, the hook adds ${nanoseconds(most / 1000)} to each` : "";
 }
 
+const sum = (container, name) => container.processes.reduce((all, process) => all + (process[name] ?? 0), 0);
+
+function unchanged(container) {
+  const known = sum(container, "unchanged_bytes");
+  return known ? `; ${bytes(known)} were unchanged, not copied` : "";
+}
+
+// The part of host memory that a copy for the next time holds while the container is home.
+function kept(container) {
+  const now = sum(container, "kept_bytes");
+  return now ? [fact("Kept in host RAM", bytes(now))] : [];
+}
+
 function fact(name, value) {
   return el("div", {}, el("dt", {}, name), el("dd", {}, value));
 }
@@ -38,8 +51,9 @@ export function drawDetail(node, container) {
     fact("Id", container.id), fact("Image", container.image || "–"),
     fact("Policy", `${container.mode}, idle after ${duration(container.idle_after_ms)}${container.idle_after_ms < container.idle_timeout_ms ? ` (learned; at most ${duration(container.idle_timeout_ms)})` : ""}, priority ${container.priority}`),
     fact("Offloads", String(container.offloads)), fact("Returns", String(container.restores)),
-    fact("Last offload", container.offloads ? took(container.last_offload_ms) : "–"),
+    fact("Last offload", container.offloads ? `${took(container.last_offload_ms)}${unchanged(container)}` : "–"),
     fact("Last wake", container.restores ? `${took(container.last_wake_ms)}, of which ${took(container.last_restore_ms)} moving; 99 of 100 within ${took(container.wake_p99_ms)}` : "–"),
+    ...kept(container),
     fact("CUDA calls", `${count(calls(container))}${hook(container)}`), fact("Last call", el("span", { class: "last" })));
   tickDetail(node, container);
   const rows = container.processes.map((p) => el("tr", {},

@@ -64,8 +64,8 @@ pub enum Verdict {
 }
 
 impl Actor {
-    /// Starts a container of so many processes with an engine, and waits until each has filled
-    /// its memory.
+    /// Starts a container of so many processes with an engine, which keeps its copies or does not,
+    /// and waits until each has filled its memory.
     ///
     /// # Errors
     /// When it does not start, or CUDA fails.
@@ -74,7 +74,7 @@ impl Actor {
         id: &str,
         processes: usize,
         mib: u64,
-        engine: &str,
+        (engine, keep_copy): (&str, &str),
     ) -> Result<Self> {
         let suffixes: Vec<String> = (0..processes).map(|n| n.to_string()).collect();
         let pairs: Vec<&str> = suffixes.iter().map(String::as_str).chain([EXEC]).collect();
@@ -87,7 +87,9 @@ impl Actor {
         // `wait` is what a signal interrupts at once.
         script.push_str("while :; do wait; sleep 3600 & done\n");
         let spec = Spec::gpu(id, &["/bin/sh", "-c", &script]);
-        let mut spec = spec.annotation("affinode.io/engine", engine);
+        let mut spec = spec
+            .annotation("affinode.io/engine", engine)
+            .annotation("affinode.io/keep-copy", keep_copy);
         let mount = format!("type=bind,src={},dst={PIPES},options=rbind:rw", pipes.display());
         spec = spec.flags(&["--mount", &mount]);
         let running = spec.start(world)?;

@@ -49,7 +49,8 @@ const REAL_ROOM_BYTES: u64 = 4_096 * MIB;
 /// What a real driver may keep beyond that of moved processes.
 const DRIVER_BYTES: u64 = 64 * MIB;
 /// Whoever is started has the next of these, whatever its role.
-const ENGINES: [&str; 3] = ["driver", "park", "fast"];
+const ENGINES: [(&str, &str); 5] =
+    [("driver", "false"), ("park", "false"), ("fast", "false"), ("park", "true"), ("fast", "true")];
 /// What must happen after a round happens in this time, and mostly in far less.
 const SETTLED: Duration = Duration::from_secs(20);
 
