@@ -145,6 +145,10 @@ fn memory_that_the_application_maps_by_itself_stays_what_it_was() -> Result<()> 
     for _ in 0..2 {
         world.cli().move_out("shared")?;
         assert_eq!(world.cli().known("shared")?.processes[0].parked_bytes, WORKER_MIB * MIB);
+        // A vault that would take it has it by now.
+        until("nobody to be on the way to the vault", || {
+            Ok((gpu(&world)?.vault_pending == 0).then_some(()))
+        })?;
         assert_eq!(shared.call("properties")?.ok, Some(true));
         assert!(shared.verify()?);
     }
