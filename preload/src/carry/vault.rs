@@ -208,7 +208,14 @@ fn import(id: Id, piece: &Piece, shared: &Descriptor) -> Option<()> {
     if code != result::SUCCESS || map(&piece, handle).is_err() {
         return None;
     }
-    tables(|tables| tables.piece(id).map(|known| known.imported = true))?;
-    note(id, handle, Place::Mapped);
-    Some(())
+    let noted = tables(|tables| {
+        tables.piece(id).map(|known| {
+            (known.handle, known.place, known.imported) = (handle, Place::Mapped, true);
+        })
+    });
+    if noted.is_none() {
+        // Nobody would undo it.
+        unback(&Piece { handle, ..piece });
+    }
+    noted
 }
