@@ -135,6 +135,12 @@ impl Vaults {
         }
     }
 
+    /// Their processes, those included that are about to end.
+    pub fn pids(&self) -> impl Iterator<Item = u32> {
+        let ending = self.ending.iter().map(|(_, child)| child);
+        self.of.values().map(|vault| &vault.child).chain(ending).map(Child::pid)
+    }
+
     /// Whether a GPU has one that serves.
     #[must_use]
     pub fn has_ready(&self, uuid: &str) -> bool {
