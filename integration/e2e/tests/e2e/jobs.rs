@@ -190,6 +190,19 @@ fn the_engine_of_a_job_holds_from_its_first_allocation_on() -> Result<()> {
     Ok(())
 }
 
+/// They share a cgroup, and neither takes the other for a process of its own that has not registered.
+#[test]
+fn jobs_of_one_session_leave_beside_each_other() -> Result<()> {
+    let node = Node::new("enabled = true")?;
+    let mut workers = [node.worker(0, "one", &["--"])?, node.worker(0, "two", &["--"])?];
+    for (worker, name) in workers.iter_mut().zip(["one", "two"]) {
+        node.wait_away(name)?;
+        assert!(worker.verify()?);
+        node.wait_away(name)?;
+    }
+    Ok(())
+}
+
 /// What a job preloads by itself does its work, and its calls do not get past ours.
 #[test]
 fn a_library_that_a_job_preloads_is_held_with_it() -> Result<()> {
