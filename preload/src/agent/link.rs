@@ -222,7 +222,10 @@ mod tests {
         assert_eq!(beside(None).as_deref(), Some(c"/.affinode/run/engine"));
         assert_eq!(beside(Some(c"/run/x/agent.sock")).as_deref(), Some(c"/run/x/engine"));
         assert_eq!(beside(Some(c"agent.sock")), None);
-        let long = std::ffi::CString::new(format!("/{}/s", "x".repeat(PATH_BYTES - 9))).unwrap();
-        assert_eq!(beside(Some(&long)), None);
+        for (folder_bytes, fits) in [(PATH_BYTES - 9, true), (PATH_BYTES - 8, false)] {
+            let socket = format!("/{}/s", "x".repeat(folder_bytes));
+            let socket = std::ffi::CString::new(socket).unwrap();
+            assert_eq!(beside(Some(&socket)).is_some(), fits);
+        }
     }
 }
