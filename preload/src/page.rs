@@ -6,7 +6,7 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use affinode_proto::wire::page::{
     Gate, PAGE_BYTES, PAGE_MAGIC, SLOT_BYTES, SLOT_COUNT, SLOTS_OFFSET, header, slot,
 };
-use affinode_proto::wire::{Hazards, Phase, WIRE_VERSION, calls};
+use affinode_proto::wire::{Hazards, Notes, Phase, WIRE_VERSION, calls};
 
 use crate::calls::{Pick, Ring};
 use crate::sys;
@@ -50,7 +50,7 @@ pub struct Page {
     free2: [u8; 16],
     pub carried_bytes: AtomicU64,
     pub parked_bytes: AtomicU64,
-    pub notes: AtomicU32,
+    notes: AtomicU32,
     /// What the hook adds to a call, in picoseconds; 0: not known.
     pub call_cost_ps: AtomicU32,
     /// How long callers waited at the gate, all together.
@@ -147,6 +147,15 @@ impl Page {
     pub fn add_hazards(&self, hazards: Hazards) -> bool {
         let before = self.hazards.fetch_or(hazards.0, Ordering::SeqCst);
         before & hazards.0 != hazards.0
+    }
+
+    /// Writes whether something is so.
+    pub fn note(&self, what: Notes, is_so: bool) {
+        if is_so {
+            self.notes.fetch_or(what.0, Ordering::Relaxed);
+        } else {
+            self.notes.fetch_and(!what.0, Ordering::Relaxed);
+        }
     }
 
     /// Sets the gate, and wakes those who wait when it opens further.

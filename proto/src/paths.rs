@@ -28,7 +28,7 @@ pub const CONTAINERS_DIR: &str = "containers";
 pub const MOUNT_DIR: &str = "mount";
 /// In the mounted folder: the socket on which the controller accepts this container's agents.
 pub const AGENT_SOCKET: &str = "agent.sock";
-/// In the mounted folder: the word of the engine, for processes that look for the driver's
+/// In the mounted folder, beside the socket: the word of the engine, for processes that look for the driver's
 /// functions before a controller has had its say.
 pub const ENGINE_FILE: &str = "engine";
 /// In the mounted folder: a pipe that takes the words `idle` and `busy` from the container.
@@ -46,8 +46,6 @@ pub const CONTAINER_RUN_DIR: &str = "/.affinode/run";
 pub const CONTAINER_LIB: &str = "/.affinode/lib/libaffinode_preload.so";
 /// In the container: the socket that the agent connects to.
 pub const CONTAINER_AGENT_SOCKET: &str = "/.affinode/run/agent.sock";
-/// In the container: [`ENGINE_FILE`].
-pub const CONTAINER_ENGINE_FILE: &str = "/.affinode/run/engine";
 /// Environment variable that names another agent socket, for processes without a container.
 pub const AGENT_SOCKET_ENV: &str = "AFFINODE_SOCKET";
 /// Environment variable that turns the preload library off when it is `1`.

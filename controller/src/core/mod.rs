@@ -45,6 +45,7 @@ mod way_home;
 mod way_out;
 pub mod window;
 pub mod wishes;
+mod words;
 
 pub use effect::{Change, Effect, Record, RecordedProcess};
 pub use input::{Answer, CommandId, GpuSample, Input, Request, Survey};

@@ -100,13 +100,17 @@ impl Node {
     }
 
     /// The GPU that a process leaves to be copied first and checkpointed then, and what it has
-    /// there, in bytes. `None`: it goes another way, or has memory on several.
+    /// there, in bytes. `None`: it goes another way, has memory on several, or has found the last
+    /// time that no vault can bring it home.
     #[must_use]
     pub fn leaves_for_a_vault(&self, id: ProcessId) -> Option<(String, u64)> {
         let process = self.processes.get(&id)?;
         let both = self.moves(&process.key)(process) == Moves::Both;
+        let vain = process.page.as_ref().is_some_and(|page| page.notes.contains(Notes::NO_VAULT));
         match process.away.as_deref() {
-            Some([on]) if both => Some((on.uuid.clone(), on.bytes.min(process.carried.bytes))),
+            Some([on]) if both && !vain => {
+                Some((on.uuid.clone(), on.bytes.min(process.carried.bytes)))
+            }
             _ => None,
         }
     }

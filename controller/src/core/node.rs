@@ -229,6 +229,11 @@ impl Node {
         all.filter(|id| self.processes.get(id).is_some_and(|p| p.connected))
     }
 
+    /// All managed processes.
+    pub fn pids(&self) -> impl Iterator<Item = u32> {
+        self.processes.values().map(|process| process.identity.pid)
+    }
+
     /// Containers without a process, and their bundles.
     pub fn deserted(&self, lives: impl Fn(u32, u64) -> bool) -> impl Iterator<Item = (&Key, &str)> {
         let mut used: BTreeSet<&Key> = self.processes.values().map(|p| &p.key).collect();

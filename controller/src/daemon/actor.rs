@@ -268,7 +268,8 @@ impl Actor {
                 }
             }
             Effect::Survey { key, processes } => {
-                self.inventory.ask(Question::Survey(key, processes))
+                let known = self.node.pids().chain(self.vaults.pids()).collect();
+                self.inventory.ask(Question::Survey { key, processes, known })
             }
             Effect::Prove(key, number) => self.prove(key, number),
             Effect::Answer(command, answer) => {

@@ -1,7 +1,10 @@
 //! Jobs that users run without a container: taken, found again by the next controller.
 
 use super::actor::Actor;
-use crate::jobs::{JobFolder, MOST_JOBS, Reply, Request, User, kept, permit};
+use crate::{
+    core::node::policy_of,
+    jobs::{JobFolder, MOST_JOBS, Reply, Request, User, kept, permit},
+};
 
 impl Actor {
     /// Takes a job, if the user may have it.
@@ -33,6 +36,12 @@ impl Actor {
 
     fn announce_job(&mut self, job: &JobFolder) -> Result<Vec<String>, String> {
         self.job_users.insert(job.key().clone(), job.uid());
-        self.announce(job.announcement())
+        let announcement = job.announcement();
+        let (policy, _) = policy_of(&self.config.settings().policies, &announcement);
+        if let Err(error) = job.write_engine(policy.engine.as_str()) {
+            // What it allocates before it is greeted is left to the driver.
+            tracing::warn!(key = %job.key(), %error, "the job cannot be told its engine");
+        }
+        self.announce(announcement)
     }
 }

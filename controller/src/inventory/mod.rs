@@ -23,8 +23,15 @@ pub enum Question {
     Gpus,
     /// Memory of every device, for a restore of this container; the number comes back.
     Prove(Key, u64),
-    /// Devices and host memory, for an offload of this container.
-    Survey(Key, Vec<(u32, u64)>),
+    /// Devices and host memory, for an offload of a container.
+    Survey {
+        /// Which.
+        key: Key,
+        /// Its processes, and what each has.
+        processes: Vec<(u32, u64)>,
+        /// Everybody on a device who is managed, and vaults: they may share its cgroup.
+        known: Vec<u32>,
+    },
 }
 
 /// An answer.
@@ -77,9 +84,9 @@ fn answer(nvml: &mut nvml::Devices, rules: MemoryRules, question: Question) -> F
     match question {
         Question::Gpus => Finding::Gpus(nvml.read(true)),
         Question::Prove(key, number) => Finding::Proven(key, number, nvml.read(false)),
-        Question::Survey(key, processes) => {
+        Question::Survey { key, processes, known } => {
             let gpus = nvml.read(true);
-            let room = survey_room(rules, &processes, gpus.as_deref().unwrap_or_default());
+            let room = survey_room(rules, &processes, &known, gpus.as_deref().unwrap_or_default());
             Finding::Surveyed(key, Survey { gpus, room })
         }
     }
@@ -88,12 +95,13 @@ fn answer(nvml: &mut nvml::Devices, rules: MemoryRules, question: Question) -> F
 fn survey_room(
     rules: MemoryRules,
     processes: &[(u32, u64)],
+    known: &[u32],
     gpus: &[GpuSample],
 ) -> Result<(), (Reason, String)> {
     let ours: Vec<u32> = processes.iter().map(|(pid, _)| *pid).collect();
     let on_gpu: Vec<u32> =
         gpus.iter().flat_map(|gpu| gpu.processes.iter().map(|(pid, _)| *pid)).collect();
-    if let Some(stranger) = process::stranger(&ours, &on_gpu) {
+    if let Some(stranger) = process::stranger(&ours, known, &on_gpu) {
         return Err((Reason::UnmanagedProcess, format!("process {stranger}")));
     }
     // What NVML says now counts more than what was known when the question was asked.

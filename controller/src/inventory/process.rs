@@ -76,14 +76,15 @@ pub fn cgroups(pid: u32) -> io::Result<String> {
     fs::read_to_string(format!("/proc/{pid}/cgroup"))
 }
 
-/// A process on a GPU that is in a cgroup of `ours`, but not one of them.
+/// A process on a GPU that is in a cgroup of `ours`, but not one of them, and not known either.
 #[must_use]
-pub fn stranger(ours: &[u32], on_gpu: &[u32]) -> Option<u32> {
+pub fn stranger(ours: &[u32], known: &[u32], on_gpu: &[u32]) -> Option<u32> {
     let groups: HashSet<String> = ours.iter().filter_map(|pid| cgroups(*pid).ok()).collect();
     on_gpu
         .iter()
         .copied()
-        .find(|pid| !ours.contains(pid) && cgroups(*pid).is_ok_and(|group| groups.contains(&group)))
+        .filter(|pid| !ours.contains(pid) && !known.contains(pid))
+        .find(|pid| cgroups(*pid).is_ok_and(|group| groups.contains(&group)))
 }
 
 struct Stat {
@@ -134,7 +135,7 @@ mod tests {
         let me = std::process::id();
         let identity = identity(me).unwrap();
         assert!(identity.start_ticks > 0 && !is_stopped(me));
-        assert_eq!(stranger(&[me], &[me]), None);
+        assert_eq!(stranger(&[me], &[], &[me]), None);
     }
 
     #[test]
@@ -150,9 +151,11 @@ mod tests {
     }
 
     #[test]
-    fn a_child_in_the_same_cgroup_is_a_stranger() {
+    fn a_child_in_the_same_cgroup_is_a_stranger_unless_it_is_known() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
-        assert_eq!(stranger(&[std::process::id()], &[child.id()]), Some(child.id()));
+        let (me, it) = (std::process::id(), child.id());
+        assert_eq!(stranger(&[me], &[], &[it]), Some(it));
+        assert_eq!(stranger(&[me], &[it], &[it]), None);
         child.kill().unwrap();
         child.wait().unwrap();
     }

@@ -3,7 +3,7 @@
 //! ```text
 //! containers/<key>/job.json   its announcement, for root alone
 //!                  job.lock   of its user; held by every process of the job
-//!                  mount/     root's, who writes in it; its user's group may pass: agent.sock, hint, pressure
+//!                  mount/     root's, who writes in it; its user's group may pass: agent.sock, engine, hint, pressure
 //! ```
 
 use std::{
@@ -101,6 +101,17 @@ impl JobFolder {
     #[must_use]
     pub fn mount(&self) -> PathBuf {
         self.path.join(paths::MOUNT_DIR)
+    }
+
+    /// Leaves the word of an engine for the job's processes, as the shim does for a container's.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn write_engine(&self, word: &str) -> io::Result<()> {
+        let fresh = self.mount().join(format!(".{}", paths::ENGINE_FILE));
+        fs::write(&fresh, word)?;
+        fs::set_permissions(&fresh, Permissions::from_mode(0o644))?;
+        fs::rename(fresh, self.mount().join(paths::ENGINE_FILE))
     }
 
     /// The job as a container. Its bundle is its lock: gone when that is free.

@@ -135,6 +135,12 @@ impl Vaults {
         }
     }
 
+    /// Their processes, those included that are about to end.
+    pub fn pids(&self) -> impl Iterator<Item = u32> {
+        let ending = self.ending.iter().map(|(_, child)| child);
+        self.of.values().map(|vault| &vault.child).chain(ending).map(Child::pid)
+    }
+
     /// Whether a GPU has one that serves.
     #[must_use]
     pub fn has_ready(&self, uuid: &str) -> bool {
@@ -424,12 +430,15 @@ mod tests {
         let (mut vaults, _from) = vaults();
         let _vault = with_vault(&mut vaults);
         let sleeper = Command::new("sleep").arg("600").spawn().unwrap();
+        let place = format!("/proc/{}", sleeper.id().unwrap());
         vaults.of.get_mut(GPU).unwrap().child.of_process(sleeper);
         vaults.end(GPU);
+        assert_eq!(vaults.ending.len(), 1);
         while vaults.is_moving() {
             tokio::task::yield_now().await;
         }
         assert!(vaults.ending.is_empty());
+        assert!(!std::path::Path::new(&place).exists(), "not given up: it has ended");
     }
 
     #[tokio::test]

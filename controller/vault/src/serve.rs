@@ -239,3 +239,24 @@ fn note(process: u64, error: &ClientError) {
     let error: &dyn std::error::Error = error;
     tracing::warn!(process, error, "a process is left to bring itself home");
 }
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType};
+
+    use super::*;
+
+    const NO_LIBRARY: &str = "/nonexistent/libcuda.so.1";
+
+    #[test]
+    fn one_that_comes_too_late_ends_without_a_context() {
+        let flags = SocketFlags::CLOEXEC;
+        let (ours, theirs) =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+                .unwrap();
+        let said = run(&ours, NO_LIBRARY, "GPU-1");
+        assert!(matches!(said, Err(VaultError::Cuda { .. })), "who is waited for tries: {said:?}");
+        drop(theirs);
+        run(&ours, NO_LIBRARY, "GPU-1").unwrap();
+    }
+}

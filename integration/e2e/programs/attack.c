@@ -4,6 +4,7 @@
  * any other message, in hex, and the size of a page. Says "ready", goes on for ever. */
 #define _GNU_SOURCE
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,12 +16,14 @@
 
 #define SOCKET "/.affinode/run/agent.sock"
 #define TALKERS 16
-/* Several: who dials all the time lets one of them starve for minutes. */
+/* Before anybody else dials: 512 are accepted at once, then 50 a second, in order of a backlog of
+ * thousands. Who hangs up as noise does fills that for more than a minute with what is over. */
 #define HOLDERS 12
 #define HELD_BY_EACH 75
 
 static unsigned char hello[4096], message[4096];
 static size_t hello_bytes, message_bytes, page_bytes;
+static atomic_int holding;
 
 static size_t from_hex(const char *text, unsigned char *to)
 {
@@ -96,13 +99,18 @@ static void *noise(void *argument)
     return argument;
 }
 
-/* Holds every place that is left, and says nothing. */
+/* Holds every place there is, and says nothing; takes another where it is cut off, no sooner. */
 static void *hold(void *argument)
 {
-    int held[HELD_BY_EACH] = {0};
+    int held[HELD_BY_EACH];
+    char told[256];
+    for (size_t next = 0; next < HELD_BY_EACH; next++)
+        held[next] = dial();
+    atomic_fetch_add(&holding, 1);
     for (size_t next = 0;; next = (next + 1) % HELD_BY_EACH) {
-        if (held[next] > 0)
-            close(held[next]);
+        while (recv(held[next], told, sizeof told, 0) > 0)
+            continue;
+        close(held[next]);
         held[next] = dial();
     }
     return argument;
@@ -116,11 +124,13 @@ int main(int count, char **arguments)
     message_bytes = from_hex(arguments[2], message);
     page_bytes = strtoul(arguments[3], NULL, 10);
     pthread_t thread;
+    for (int number = 0; number < HOLDERS; number++)
+        pthread_create(&thread, NULL, hold, NULL);
+    while (atomic_load(&holding) < HOLDERS)
+        usleep(1000);
     for (uintptr_t number = 0; number < TALKERS; number++)
         pthread_create(&thread, NULL, talk, (void *)number);
     pthread_create(&thread, NULL, noise, NULL);
-    for (int number = 0; number < HOLDERS; number++)
-        pthread_create(&thread, NULL, hold, NULL);
     puts("ready");
     fflush(stdout);
     for (;;)

@@ -2,7 +2,7 @@
 
 use core::ffi::{CStr, c_char, c_void};
 
-use affinode_proto::paths::{AGENT_SOCKET_ENV, CONTAINER_AGENT_SOCKET};
+use affinode_proto::paths::{AGENT_SOCKET_ENV, CONTAINER_AGENT_SOCKET, ENGINE_FILE};
 use affinode_proto::wire::message::{AgentMessage, ControllerMessage, FRAME_BYTES};
 
 use crate::owned::{self, Owned};
@@ -21,9 +21,35 @@ pub fn named_socket() -> *mut c_void {
     value.map_or(core::ptr::null_mut(), |v| v.as_ptr().cast_mut().cast())
 }
 
+/// The socket that the agent connects to. `named` is what [`named_socket`] gave.
+fn socket_path<'a>(named: *const c_void) -> &'a [u8] {
+    if named.is_null() {
+        CONTAINER_AGENT_SOCKET.as_bytes()
+    } else {
+        // SAFETY: a string of the environment, which libc never frees.
+        unsafe { CStr::from_ptr(named.cast::<c_char>()) }.to_bytes()
+    }
+}
+
+/// The file beside that socket which has the word of the engine.
+pub fn engine_file(named: *const c_void, buffer: &mut [u8; PATH_BYTES]) -> Option<&CStr> {
+    let socket = socket_path(named);
+    let slash = socket.iter().rposition(|byte| *byte == b'/')?;
+    let path = socket.iter().take(slash + 1).chain(ENGINE_FILE.as_bytes()).chain(&[0]);
+    *buffer = [0; PATH_BYTES];
+    for (to, from) in buffer.iter_mut().zip(path) {
+        *to = *from;
+    }
+    // One that is too long has no end.
+    CStr::from_bytes_until_nul(buffer).ok()
+}
+
+/// The longest path of a socket, with its end.
+pub const PATH_BYTES: usize = 108;
+
 /// A connection, or the wait for one.
 pub struct Link {
-    path: [u8; 108],
+    path: [u8; PATH_BYTES],
     path_bytes: usize,
     tid: u32,
     page_file: Owned,
@@ -52,14 +78,9 @@ impl Link {
     /// A link that has not tried yet. `named` is what [`named_socket`] gave.
     pub fn new(named: *const c_void, tid: u32, page_file: Owned) -> Link {
         owned::PAGE.set(page_file);
-        let path = if named.is_null() {
-            CONTAINER_AGENT_SOCKET.as_bytes()
-        } else {
-            // SAFETY: a string of the environment, which libc never frees.
-            unsafe { CStr::from_ptr(named.cast::<c_char>()) }.to_bytes()
-        };
+        let path = socket_path(named);
         let mut link = Link {
-            path: [0; 108],
+            path: [0; PATH_BYTES],
             path_bytes: path.len(),
             tid,
             page_file,
@@ -183,6 +204,28 @@ impl Link {
         } else {
             self.lose(now_us);
             Heard::Lost
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_engines_word_lies_beside_the_socket() {
+        let mut buffer = [1; PATH_BYTES];
+        let mut beside = |socket: Option<&CStr>| {
+            let named = socket.map_or(core::ptr::null(), |socket| socket.as_ptr().cast());
+            engine_file(named, &mut buffer).map(CStr::to_owned)
+        };
+        assert_eq!(beside(None).as_deref(), Some(c"/.affinode/run/engine"));
+        assert_eq!(beside(Some(c"/run/x/agent.sock")).as_deref(), Some(c"/run/x/engine"));
+        assert_eq!(beside(Some(c"agent.sock")), None);
+        for (folder_bytes, fits) in [(PATH_BYTES - 9, true), (PATH_BYTES - 8, false)] {
+            let socket = format!("/{}/s", "x".repeat(folder_bytes));
+            let socket = std::ffi::CString::new(socket).unwrap();
+            assert_eq!(beside(Some(&socket)).is_some(), fits);
         }
     }
 }

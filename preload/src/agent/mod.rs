@@ -43,7 +43,10 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
     sys::set_thread_name(c"affinode-agent");
     let tid = sys::gettid();
     process::become_agent(tid);
-    carry::set_engine_by_file();
+    let mut path = [0; link::PATH_BYTES];
+    if let Some(file) = link::engine_file(named_socket, &mut path) {
+        carry::set_engine_by_file(file);
+    }
     if let Some(page) = process::page() {
         cost::measure(page);
     }

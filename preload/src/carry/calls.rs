@@ -288,7 +288,7 @@ unsafe extern "C" fn ipc_get_mem_handle(handle: *mut c_void, address: u64) -> u3
     } else if locked(|table| table.around(address).is_some())
         && let Some(page) = process::page()
     {
-        page.notes.fetch_or(Notes::IPC_REFUSED.0, Ordering::Relaxed);
+        page.note(Notes::IPC_REFUSED, true);
     }
     code
 }

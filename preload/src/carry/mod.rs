@@ -43,7 +43,6 @@ use core::cell::UnsafeCell;
 use core::ffi::CStr;
 use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
-use affinode_proto::paths::CONTAINER_ENGINE_FILE;
 use affinode_proto::wire::Engine;
 
 pub use self::park::{holds_imported, is_parked, let_go_of_parked, park, tidy, unpark};
@@ -152,32 +151,13 @@ fn with_pool<R>(body: impl FnOnce(&mut Pool) -> R) -> R {
     CARRY.contexts_lock.hold(|| body(unsafe { &mut *CARRY.pool.get() }))
 }
 
-/// What the shim has left in the container, for as long as no controller has said anything.
-pub fn set_engine_by_file() {
+/// What shim or controller have left, for as long as no controller has said anything.
+pub fn set_engine_by_file(file: &CStr) {
     let mut buffer = [0; 16];
-    let engine = FILE.and_then(|file| sys::read_file(file, &mut buffer)).and_then(Engine::parse);
-    if let Some(engine) = engine {
+    if let Some(engine) = sys::read_file(file, &mut buffer).and_then(Engine::parse) {
         set_engine(engine);
     }
 }
-
-/// [`CONTAINER_ENGINE_FILE`], as system calls take it.
-const FILE: Option<&CStr> = {
-    const BYTES: usize = CONTAINER_ENGINE_FILE.len() + 1;
-    const TEXT: [u8; BYTES] = {
-        let mut text = [0; BYTES];
-        let (mut at, from) = (0, CONTAINER_ENGINE_FILE.as_bytes());
-        while at < from.len() {
-            text[at] = from[at];
-            at += 1;
-        }
-        text
-    };
-    match CStr::from_bytes_with_nul(&TEXT) {
-        Ok(path) => Some(path),
-        Err(_) => None,
-    }
-};
 
 /// The controller says how memory shall leave the device. What is allocated already stays
 /// what it is.

@@ -203,11 +203,7 @@ fn tell() {
     let imported = holds_imported();
     if let Some(page) = process::page() {
         page.parked_bytes.store(bytes, Ordering::Relaxed);
-        if imported {
-            page.notes.fetch_or(Notes::IMPORTED.0, Ordering::Relaxed);
-        } else {
-            page.notes.fetch_and(!Notes::IMPORTED.0, Ordering::Relaxed);
-        }
+        page.note(Notes::IMPORTED, imported);
     }
 }
 

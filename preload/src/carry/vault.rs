@@ -15,6 +15,7 @@
 //! copies by itself.
 
 use affinode_cuda_sys::{LOCATION_DEVICE, MemAllocationProp, result};
+use affinode_proto::wire::Notes;
 use affinode_proto::wire::message::FRAME_BYTES;
 use affinode_proto::wire::vault::{
     FromVault, LEAST_MEAN_BYTES, MOST_PIECES, PIECES_A_FRAME, Piece as Wire, ToVault,
@@ -27,6 +28,7 @@ use super::pool::Pool;
 use super::table::{Id, Piece, Place};
 use super::tables;
 use crate::owned::{self, Owned};
+use crate::process;
 use crate::sys::{self, Descriptor, task};
 
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
@@ -64,9 +66,15 @@ pub fn hang_up() {
     owned::VAULT.close();
 }
 
-/// Hands what is parked over, where a vault can bring it home faster. Otherwise it is hung up on.
+/// Hands what is parked over, where a vault can bring it home faster. Otherwise it is hung up on,
+/// and the page says that the next one would not be of use.
 pub fn offer(pool: &Pool, vram_bytes: u64) {
-    if owned::VAULT.get().is_some() && send_all(pool, vram_bytes).is_none() {
+    let summary = summary();
+    if let Some(page) = process::page() {
+        page.note(Notes::NO_VAULT, summary.is_none());
+    }
+    let offered = summary.and_then(|summary| send_all(pool, summary, vram_bytes));
+    if offered.is_none() {
         hang_up();
     }
 }
@@ -86,9 +94,9 @@ fn send(message: ToVault, descriptor: Option<i32>) -> Option<()> {
     sys::send(owned::VAULT.get()?, &message.encode(), descriptor).ok().map(drop)
 }
 
-fn send_all(pool: &Pool, vram_bytes: u64) -> Option<()> {
+fn send_all(pool: &Pool, (pieces, bytes, device): Summary, vram_bytes: u64) -> Option<()> {
+    owned::VAULT.get()?;
     let file = pool.file()?;
-    let (pieces, bytes, device) = summary()?;
     let mut uuid = [0; 16];
     (call!(device_get_uuid(&raw mut uuid, device)) == result::SUCCESS).then_some(())?;
     let rest_bytes = vram_bytes.saturating_sub(bytes);
@@ -113,10 +121,13 @@ fn is_off(piece: &Piece) -> bool {
     piece.place == Place::Pool
 }
 
-/// Number, bytes and device of what is parked, if a vault can make such memory: all of it in the
+/// Number, bytes and device of what is parked.
+type Summary = (u32, u64, i32);
+
+/// That, if a vault can make such memory: all of it in the
 /// pool one behind the other, on one device, not too small, and nothing special. Least of all
 /// something that the application may export: the driver does not export what was imported.
-fn summary() -> Option<(u32, u64, i32)> {
+fn summary() -> Option<Summary> {
     let (mut next, mut many, mut end) = (Id::FIRST, 0_u32, 0);
     let mut device = None;
     let away = |piece: &Piece| piece.place != Place::Device;
@@ -208,7 +219,14 @@ fn import(id: Id, piece: &Piece, shared: &Descriptor) -> Option<()> {
     if code != result::SUCCESS || map(&piece, handle).is_err() {
         return None;
     }
-    tables(|tables| tables.piece(id).map(|known| known.imported = true))?;
-    note(id, handle, Place::Mapped);
-    Some(())
+    let noted = tables(|tables| {
+        tables.piece(id).map(|known| {
+            (known.handle, known.place, known.imported) = (handle, Place::Mapped, true);
+        })
+    });
+    if noted.is_none() {
+        // Nobody would undo it.
+        unback(&Piece { handle, ..piece });
+    }
+    noted
 }

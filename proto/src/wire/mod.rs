@@ -168,6 +168,9 @@ impl Notes {
     /// It has memory of a vault's making: a checkpoint without a copy before is refused. Goes
     /// when that memory goes.
     pub const IMPORTED: Notes = Notes(1 << 1);
+    /// When it was copied out last, no vault could have brought it home: what it has is not of
+    /// that kind. Goes when that has changed.
+    pub const NO_VAULT: Notes = Notes(1 << 2);
 
     /// Whether any bit of `other` is set.
     #[must_use]

@@ -28,6 +28,8 @@ pub(super) struct Agent {
     pub(super) held: bool,
     /// It uses managed memory: it cannot be moved.
     pub(super) fixed: bool,
+    /// What its page says beside.
+    pub(super) notes: Notes,
     /// The allocation that waits for room, outside the driver.
     pub(super) asking: Option<Asking>,
     pub(super) tickets: u64,
@@ -77,7 +79,7 @@ pub(super) fn page(agent: &Agent) -> PageSnapshot {
         allocations: 1,
         carried_bytes: agent.carried,
         parked_bytes: agent.parked_bytes(),
-        notes: Notes::default(),
+        notes: agent.notes,
         call_cost_ps: 0,
         held_us: 0,
         kept_bytes: 0,

@@ -2,12 +2,12 @@
 
 use affinode_proto::{
     state::State,
-    wire::{Phase, message::Outcome},
+    wire::{Notes, Phase, message::Outcome},
 };
 
 use super::{
     super::plan::Moves,
-    world::{ENGINES, World, key},
+    world::{ENGINES, GPU, World, key},
 };
 
 /// A container whose engine parks goes out and home; what NVML shows stays consistent.
@@ -107,6 +107,19 @@ fn what_is_kept_needs_no_host_memory_again() {
     assert_eq!((need(0, Phase::Open), need(100, Phase::Open)), (600, 500));
     assert_eq!(need(u64::MAX, Phase::Locked), 150);
     assert_eq!(need(100, Phase::Parked), 600, "what is in use is not kept");
+}
+
+#[test]
+fn who_has_found_that_no_vault_serves_leaves_for_none() {
+    let mut world = World::new(3);
+    let id = world.running(1, 600);
+    world.settle();
+    assert_eq!(world.node.leaves_for_a_vault(id), Some((GPU.to_owned(), 450)));
+    for (notes, serves) in [(Notes::NO_VAULT, false), (Notes::IPC_REFUSED, true)] {
+        world.agents.get_mut(&id).unwrap().notes = notes;
+        world.tick();
+        assert_eq!(world.node.leaves_for_a_vault(id).is_some(), serves, "{notes:?}");
+    }
 }
 
 /// A controller that died while the driver's half was done and the copy was not.

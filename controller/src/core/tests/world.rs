@@ -7,7 +7,7 @@ use affinode_proto::{
     reason::Reason,
     state::State,
     wire::{
-        Hazards, Phase,
+        Hazards, Notes, Phase,
         message::{Action, AgentMessage, ControllerMessage, Outcome, PROOF_HOLDS_MS},
         page::PageSnapshot,
     },
@@ -221,6 +221,7 @@ impl World {
             wants: false,
             held: false,
             fixed: false,
+            notes: Notes::default(),
             asking: None,
             tickets: 0,
             held_here: false,

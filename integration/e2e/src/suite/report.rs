@@ -5,7 +5,7 @@ use std::fmt::{self, Write};
 use anyhow::Result;
 use serde::Serialize;
 
-use super::goals::{self, Goal};
+use super::goals;
 use crate::world::World;
 
 /// A part of the suite needs what is not installed here; why that is so.
@@ -75,12 +75,6 @@ impl Rows {
     }
 }
 
-/// Where figures are looked up.
-pub trait Found {
-    /// One of them, by its part, what it is, and its unit.
-    fn value(&self, part: &str, what: &str, unit: &str) -> Option<f64>;
-}
-
 /// Everything that the suite found.
 #[derive(Debug, Serialize)]
 pub struct Report {
@@ -94,14 +88,6 @@ pub struct Report {
     skipped: Vec<(String, String)>,
     #[serde(skip)]
     wanted: Vec<String>,
-}
-
-impl Found for Report {
-    fn value(&self, part: &str, what: &str, unit: &str) -> Option<f64> {
-        let is =
-            |row: &&Row| (row.part.as_str(), row.what.as_str(), row.unit) == (part, what, unit);
-        self.rows.iter().find(is).map(|row| row.value)
-    }
 }
 
 impl Report {
@@ -135,14 +121,18 @@ impl Report {
         }
         let mut rows = Rows::default();
         let outcome = work(world, &mut rows);
-        for (what, value, unit, goal, met) in rows.rows {
-            self.rows.push(Row { part: part.into(), what, value, unit, goal, met });
-        }
+        self.add(part, rows);
         if let Err(error) = outcome.and_then(|()| world.remove_containers()) {
             let list = if error.is::<NotHere>() { &mut self.skipped } else { &mut self.errors };
             list.push((part.into(), format!("{error:#}")));
             // Whatever is left would be in the way of the next part.
             let _ = world.remove_containers();
+        }
+    }
+
+    fn add(&mut self, part: &str, rows: Rows) {
+        for (what, value, unit, goal, met) in rows.rows {
+            self.rows.push(Row { part: part.into(), what, value, unit, goal, met });
         }
     }
 
@@ -156,9 +146,13 @@ impl Report {
         if self.gpu != "real" || !self.gpu_name.contains("H200") {
             return;
         }
-        for Goal { what, value, unit, goal, met } in goals::judge(self) {
-            self.rows.push(Row { part: "goals".into(), what, value, unit, goal, met });
-        }
+        let value = |part: &str, what: &str, unit: &str| {
+            let is = |row: &&Row| (&*row.part, &*row.what, row.unit) == (part, what, unit);
+            self.rows.iter().find(is).map(|row| row.value)
+        };
+        let mut goals = Rows::default();
+        goals::judge(value, &mut goals);
+        self.add("goals", goals);
     }
 
     /// Names the GPU.

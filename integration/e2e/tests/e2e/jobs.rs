@@ -13,7 +13,7 @@ use affinode_e2e::{
     keeper::Job,
     until::until,
     worker::{Answer, Lines, USUAL},
-    world::{Recipe, World},
+    world::{MIB, Recipe, World},
 };
 use anyhow::{Context, Result};
 use nix::{
@@ -172,6 +172,35 @@ fn a_program_without_a_container_leaves_when_idle_and_wakes_with_its_memory_inta
     node.wait_away("train")?;
     drop(worker);
     node.wait_nothing_left("train")
+}
+
+/// Also where no controller is there to greet it: the first has left the word beside the socket.
+#[test]
+fn the_engine_of_a_job_holds_from_its_first_allocation_on() -> Result<()> {
+    let node = Node::new("enabled = true")?;
+    let controller = node.world.cli().ps()?.controller_pid;
+    let script = format!("kill -9 {controller}; exec \"$0\" \"$@\"");
+    let words = ["--annotation", "engine=fast", "--", "/bin/sh", "-c", &script];
+    let mut worker = node.worker(0, "early", &words)?;
+    node.start_controller()?;
+    // The vault, which may be in the same cgroup as the job, is no stranger that keeps it there.
+    let away = node.wait_away("early")?;
+    assert_eq!(away.processes[0].carried_bytes, 64 * MIB, "{away:?}");
+    assert!(worker.verify()?);
+    Ok(())
+}
+
+/// They share a cgroup, and neither takes the other for a process of its own that has not registered.
+#[test]
+fn jobs_of_one_session_leave_beside_each_other() -> Result<()> {
+    let node = Node::new("enabled = true")?;
+    let mut workers = [node.worker(0, "one", &["--"])?, node.worker(0, "two", &["--"])?];
+    for (worker, name) in workers.iter_mut().zip(["one", "two"]) {
+        node.wait_away(name)?;
+        assert!(worker.verify()?);
+        node.wait_away(name)?;
+    }
+    Ok(())
 }
 
 /// What a job preloads by itself does its work, and its calls do not get past ours.

@@ -124,27 +124,50 @@ fn memory_of_a_vaults_making_is_copied_out_whatever_the_engine_is_now() -> Resul
     Ok(())
 }
 
+/// A process whose memory is such that no vault can make it says so after the first time.
+#[test]
+fn no_vault_is_started_again_for_who_has_no_use_for_it() -> Result<()> {
+    let world = Recipe::default().config(&config()).world()?;
+    let mut shared = pieces(&world, "shared", "1")?;
+    world.cli().move_out("shared")?;
+    let vault = gpu(&world)?.vault_pid;
+    assert_ne!(vault, 0, "nobody knew");
+    assert!(shared.verify()?);
+    kill(Pid::from_raw(vault), Signal::SIGKILL)?;
+    until("the vault to be gone", || Ok((gpu(&world)?.vault_pid == 0).then_some(())))?;
+    world.cli().move_out("shared")?;
+    assert_eq!(gpu(&world)?.vault_pid, 0);
+    assert!(shared.verify()?);
+    // Who has is served.
+    let mut plain = pieces(&world, "worker", "0")?;
+    filled_once(&world, &mut plain)
+}
+
+/// A program that maps its memory by itself, made to be exported in these ways.
+fn pieces(world: &World, id: &str, handle_types: &str) -> Result<Worker> {
+    let arguments = ["--piece-mib", "16", "--handle-types", handle_types];
+    let mut worker = Worker::start_as(world, Worker::pieces(id, "fast", WORKER_MIB, &arguments))?;
+    worker.wait_filled()?;
+    Ok(worker)
+}
+
 /// What was imported is not exported again: who may want to is brought home without a vault.
 #[test]
 fn memory_that_the_application_maps_by_itself_stays_what_it_was() -> Result<()> {
-    const PIECE: [&str; 3] = ["--piece-mib", "16", "--handle-types"];
     let world = Recipe::default().config(&config()).world()?;
-    let own = |id: &str, handle_types: &str| {
-        let arguments = [&PIECE[..], &[handle_types]].concat();
-        let mut worker =
-            Worker::start_as(&world, Worker::pieces(id, "fast", WORKER_MIB, &arguments))?;
-        worker.wait_filled()?;
-        anyhow::Ok(worker)
-    };
-    let mut plain = own("worker", "0")?;
+    let mut plain = pieces(&world, "worker", "0")?;
     filled_once(&world, &mut plain)?;
     assert_eq!(plain.call("properties")?.ok, Some(true));
     let fills = gpu(&world)?.vault_fills;
 
-    let mut shared = own("shared", "1")?;
+    let mut shared = pieces(&world, "shared", "1")?;
     for _ in 0..2 {
         world.cli().move_out("shared")?;
         assert_eq!(world.cli().known("shared")?.processes[0].parked_bytes, WORKER_MIB * MIB);
+        // A vault that would take it has it by now.
+        until("nobody to be on the way to the vault", || {
+            Ok((gpu(&world)?.vault_pending == 0).then_some(()))
+        })?;
         assert_eq!(shared.call("properties")?.ok, Some(true));
         assert!(shared.verify()?);
     }
