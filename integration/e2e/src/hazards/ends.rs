@@ -42,7 +42,7 @@ pub fn cases() -> Vec<Case> {
 }
 
 fn play(world: &World, end: End, queued: bool) -> Result<Found> {
-    let mut actor = Actor::start(world, ID, 1, 64, "driver")?;
+    let mut actor = Actor::start(world, ID, 1, 64, ("driver", "false"))?;
     world.cli().move_out(ID)?;
     let mut taker = None;
     if queued {

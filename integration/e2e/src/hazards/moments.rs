@@ -139,7 +139,7 @@ fn fork(world: &World) -> Result<Found> {
 }
 
 fn starts(world: &World) -> Result<Found> {
-    let mut actor = Actor::start(world, "starts", 1, 16, "driver")?;
+    let mut actor = Actor::start(world, "starts", 1, 16, ("driver", "false"))?;
     let asked = Offload::begin(world, "starts")?;
     actor.exec(world)?;
     well(&actor.settle_guest(world, Instant::now() + PATIENCE))?;
