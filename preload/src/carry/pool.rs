@@ -27,6 +27,7 @@ use crate::sys;
 
 /// So much is kept for the next time; the rest is given back once the process runs again.
 const KEPT_CHUNKS: usize = 8;
+const MOST_BYTES: usize = MOST_CHUNKS * CHUNK_BYTES;
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// The memory. Zero is none.
@@ -56,6 +57,15 @@ pub enum Tidied {
     Kept,
 }
 
+/// Addresses for an eighth more, so that a process that grows a little keeps what it has here;
+/// none for a small one, of which a whole chunk more would be much.
+fn with_room_to_grow(bytes: usize) -> usize {
+    if bytes < KEPT_CHUNKS * CHUNK_BYTES {
+        return bytes;
+    }
+    (bytes + bytes / 8).next_multiple_of(CHUNK_BYTES).min(MOST_BYTES)
+}
+
 impl Pool {
     /// None.
     pub const fn none() -> Pool {
@@ -78,12 +88,14 @@ impl Pool {
         let bytes = bytes.next_multiple_of(HUGE_PAGE_BYTES);
         let shared = owned::VAULT.get().is_some();
         let fits = self.bytes >= bytes && (self.of_file == 1 || !shared);
-        if bytes > MOST_CHUNKS * CHUNK_BYTES || (!fits && !self.replace(bytes, shared)) {
+        if bytes > MOST_BYTES || (!fits && !self.replace(with_room_to_grow(bytes), shared)) {
             return false;
         }
         if self.context == 0 {
             self.context = context;
         }
+        // A chunk is registered as a whole.
+        let bytes = bytes.next_multiple_of(CHUNK_BYTES).min(self.bytes);
         FILLING.begin(self.start, bytes, self.of_file);
         true
     }
@@ -324,6 +336,15 @@ mod tests {
         // SAFETY: mapped in `kept`, with that size.
         unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
         FILLING.resident.clear();
+    }
+
+    #[test]
+    fn a_large_pool_has_room_to_grow_in_whole_chunks() {
+        let least = KEPT_CHUNKS * CHUNK_BYTES;
+        assert_eq!(with_room_to_grow(least - SLOT_BYTES), least - SLOT_BYTES);
+        assert_eq!(with_room_to_grow(least), least + CHUNK_BYTES);
+        assert_eq!(with_room_to_grow(least + SLOT_BYTES), least + 2 * CHUNK_BYTES);
+        assert_eq!(with_room_to_grow(MOST_BYTES), MOST_BYTES);
     }
 
     #[test]

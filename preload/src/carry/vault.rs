@@ -14,6 +14,8 @@
 //! One socket serves one absence. Nothing here is needed for a return: whoever has no vault
 //! copies by itself.
 
+use core::sync::atomic::{AtomicU32, Ordering};
+
 use affinode_cuda_sys::{LOCATION_DEVICE, MemAllocationProp, result};
 use affinode_proto::wire::Notes;
 use affinode_proto::wire::message::FRAME_BYTES;
@@ -41,6 +43,9 @@ const BLOCK_WITHIN_MS: u64 = 2_000;
 /// The slowest bus that is worth waiting for.
 const BYTES_A_MS: u64 = 2_000_000;
 
+/// 1: what is parked was handed over on the socket that there is.
+static OFFERED: AtomicU32 = AtomicU32::new(0);
+
 /// The controller has sent a way to a vault.
 pub fn meet(socket: Option<Descriptor>) {
     hang_up();
@@ -64,6 +69,7 @@ pub fn hang_up() {
         while receive(0).is_some() {}
     }
     owned::VAULT.close();
+    OFFERED.store(0, Ordering::Relaxed);
 }
 
 /// Hands what is parked over, where a vault can bring it home faster. Otherwise it is hung up on,
@@ -74,8 +80,9 @@ pub fn offer(pool: &Pool, vram_bytes: u64) {
         page.note(Notes::NO_VAULT, summary.is_none());
     }
     let offered = summary.and_then(|summary| send_all(pool, summary, vram_bytes));
-    if offered.is_none() {
-        hang_up();
+    match offered {
+        Some(()) => OFFERED.store(1, Ordering::Relaxed),
+        None => hang_up(),
     }
 }
 
@@ -159,7 +166,9 @@ fn summary() -> Option<Summary> {
 
 /// Takes everything home from the vault. False: nothing came, and everything is parked as before.
 pub fn take() -> bool {
-    if owned::VAULT.get().is_none() {
+    if OFFERED.load(Ordering::Relaxed) == 0 {
+        // Who turns round before its checkpoint has handed nothing over.
+        hang_up();
         return false;
     }
     let all = take_all().is_some();
@@ -229,4 +238,23 @@ fn import(id: Id, piece: &Piece, shared: &Descriptor) -> Option<()> {
         unback(&Piece { handle, ..piece });
     }
     noted
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::fd::IntoRawFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn who_has_handed_nothing_over_does_not_ask_for_it() {
+        let (mut vault, own) = UnixStream::pair().unwrap();
+        owned::VAULT.set(Owned::note(own.into_raw_fd()).unwrap());
+        assert!(!take());
+        let mut said = Vec::new();
+        vault.read_to_end(&mut said).unwrap();
+        assert!(said.is_empty() && owned::VAULT.get().is_none(), "hung up on, without a word");
+    }
 }
