@@ -5,6 +5,7 @@ use affinode_proto::wire::{Hazards, Phase, message::Action, page::PageSnapshot};
 use super::{
     DeviceBytes, Key, Millis,
     input::{Carried, Identity},
+    plan::Moves,
 };
 
 /// An order that was sent and not reported on.
@@ -103,12 +104,13 @@ impl Process {
         self.vram.iter().map(|d| d.bytes).sum()
     }
 
-    /// Host memory that it will take when it leaves, in bytes, beside what the driver takes: what
-    /// it keeps there for that is its container's already.
+    /// Host memory that it will take when it leaves so, in bytes, beside what the driver takes: what
+    /// it keeps there for a copy is its container's already.
     #[must_use]
-    pub fn host_need_bytes(&self) -> u64 {
+    pub fn host_need_bytes(&self, moves: Moves) -> u64 {
         let kept = self.page.as_ref().map_or(0, |page| page.kept_bytes);
-        let kept = if self.phase.is_off() { 0 } else { kept.min(self.carried.bytes) };
+        let copied = moves != Moves::Checkpoint && !self.phase.is_off();
+        let kept = if copied { kept.min(self.carried.bytes) } else { 0 };
         self.vram_bytes().saturating_sub(kept)
     }
 

@@ -38,8 +38,9 @@ impl Node {
     }
 
     pub(super) fn survey(&mut self, key: &Key) {
-        let processes =
-            self.processes.of(key).map(|(_, p)| (p.identity.pid, p.host_need_bytes())).collect();
+        let moves = self.moves(key);
+        let need = |p: &Process| (p.identity.pid, p.host_need_bytes(moves(p)));
+        let processes = self.processes.of(key).map(|(_, p)| need(p)).collect();
         if let Some(container) = self.containers.get_mut(key).filter(|c| !c.surveying) {
             container.surveying = true;
             self.effects.push(Effect::Survey { key: key.clone(), processes });

@@ -31,6 +31,9 @@ pub const SLOT_COUNT: usize = (PAGE_BYTES - SLOTS_OFFSET) / SLOT_BYTES;
 
 /// A microsecond: no hook takes so long for a call, whatever a page says.
 pub const MOST_CALL_COST_PS: u32 = 1_000_000;
+/// A pebibyte: no process keeps so much, whatever its page says; and some thousand of them can be
+/// added up.
+pub const MOST_KEPT_BYTES: u64 = 1 << 50;
 
 /// Header offsets in bytes.
 pub mod header {
@@ -120,7 +123,8 @@ pub struct PageSnapshot {
     pub call_cost_ps: u32,
     /// How long callers have waited at the gate, in microseconds. The container's claim.
     pub held_us: u64,
-    /// Host memory that is kept for the next time, in bytes. The container's claim.
+    /// Host memory that is kept for the next time, in bytes. The container's claim, at most
+    /// [`MOST_KEPT_BYTES`].
     pub kept_bytes: u64,
     /// Calls made since the process registered, polls left out (wrapping sum).
     pub calls: u64,
@@ -206,7 +210,7 @@ impl PageSnapshot {
             notes: Notes(u32_at(bytes, header::NOTES)),
             call_cost_ps: u32_at(bytes, header::CALL_COST_PS).min(MOST_CALL_COST_PS),
             held_us: u64_at(bytes, header::HELD_US),
-            kept_bytes: u64_at(bytes, header::KEPT_BYTES),
+            kept_bytes: u64_at(bytes, header::KEPT_BYTES).min(MOST_KEPT_BYTES),
             calls: 0,
             polls: 0,
             inflight: 0,
@@ -257,8 +261,10 @@ mod tests {
         let mut bytes = page();
         bytes[header::CALL_COST_PS..][..4].copy_from_slice(&u32::MAX.to_ne_bytes());
         bytes[header::HELD_US..][..8].copy_from_slice(&7_u64.to_ne_bytes());
+        bytes[header::KEPT_BYTES..][..8].copy_from_slice(&u64::MAX.to_ne_bytes());
         let got = PageSnapshot::decode(&bytes).unwrap();
         assert_eq!((got.call_cost_ps, got.held_us), (MOST_CALL_COST_PS, 7));
+        assert_eq!(got.kept_bytes, MOST_KEPT_BYTES);
     }
 
     #[test]

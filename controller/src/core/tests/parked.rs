@@ -99,14 +99,16 @@ fn what_is_kept_needs_no_host_memory_again() {
     world.tick();
     let mut process = world.node.processes.get(&id).unwrap().clone();
     process.carried.bytes = 450;
-    let mut need = |kept_bytes, phase| {
+    let mut need = |kept_bytes, phase, moves| {
         process.page.as_mut().unwrap().kept_bytes = kept_bytes;
         process.phase = phase;
-        process.host_need_bytes()
+        process.host_need_bytes(moves)
     };
-    assert_eq!((need(0, Phase::Open), need(100, Phase::Open)), (600, 500));
-    assert_eq!(need(u64::MAX, Phase::Locked), 150);
-    assert_eq!(need(100, Phase::Parked), 600, "what is in use is not kept");
+    assert_eq!(need(0, Phase::Open, Moves::Park), 600);
+    assert_eq!(need(100, Phase::Open, Moves::Both), 500);
+    assert_eq!(need(u64::MAX, Phase::Locked, Moves::Park), 150);
+    assert_eq!(need(100, Phase::Parked, Moves::Both), 600, "what is in use is not kept");
+    assert_eq!(need(100, Phase::Open, Moves::Checkpoint), 600, "the driver has no use for it");
 }
 
 #[test]
