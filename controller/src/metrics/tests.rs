@@ -40,6 +40,7 @@ fn node(state: &str, held: u64, away: u64) -> Node {
                 polls: 1,
                 call_cost_ps: 2_000,
                 held_us: 250_000 * held,
+                kept_bytes: 1,
                 vram: on(held),
                 away: on(away),
                 ..Process::default()

@@ -18,7 +18,7 @@
 //! | `calls` | what stands in for the driver's functions about allocations |
 //! | `vmm`, `blocks` | the same for physical memory that the application maps by itself |
 //! | `backing`, `contexts` | physical memory for addresses; contexts and their end |
-//! | `table`, `sorted` | what is carried |
+//! | `table`, `sorted`, `order` | what is carried; by age |
 //! | `park`, `pool`, `filling` | out and home; the host memory for it, and its pages |
 //! | `digest`, `shortage` | what of it has not changed by the next time; whether it can be kept |
 //! | `vault` | home through a process that fills the memory while the driver restores the rest |
@@ -31,6 +31,7 @@ mod contexts;
 mod digest;
 mod driver;
 mod filling;
+mod order;
 mod park;
 mod pool;
 mod shortage;

@@ -21,6 +21,7 @@ use super::contexts::in_context;
 use super::digest::{self, Digests};
 use super::driver::call;
 use super::filling::CHUNK_BYTES;
+use super::order::Order;
 use super::pool::{Pool, Tidied};
 use super::table::{Id, Piece, Place};
 use super::{CARRY, driver, is_in_use, shortage, tables, vault, with_pool};
@@ -50,7 +51,9 @@ pub fn park(keep: bool) -> Result<(), u32> {
     }
     relax_captures();
     with_pool(|pool| {
-        let (bytes, context) = assign();
+        let Some((bytes, context)) = assign() else {
+            return Err(result::OUT_OF_MEMORY);
+        };
         if bytes == 0 {
             return Ok(());
         }
@@ -84,17 +87,19 @@ fn relax_captures() {
     driver::exchange_capture_mode(&mut mode);
 }
 
-/// Gives each piece that leaves its place in the pool: bytes of all, and a context.
-fn assign() -> (usize, usize) {
+/// Gives each piece that leaves its place in the pool: bytes of all, and a context. `None`: there
+/// is no memory to tell their order.
+fn assign() -> Option<(usize, usize)> {
     tables(|tables| {
-        let (mut from, mut end, mut context) = (Id::FIRST, 0, 0);
-        while let Some((id, piece)) = tables.next(from, Piece::leaves) {
+        let mut order = Order::within(tables, Piece::leaves)?;
+        let (mut place, mut end, mut context) = (0, 0, 0);
+        while let Some(piece) = order.id(place).and_then(|id| tables.piece(id)) {
             piece.offset = end;
             end += piece.bytes;
             context = piece.context;
-            from = id.next();
+            place += 1;
         }
-        (end as usize, context)
+        Some((end as usize, context))
     })
 }
 

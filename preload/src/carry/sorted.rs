@@ -99,6 +99,16 @@ impl<T: Keyed> Sorted<T> {
         Some(found)
     }
 
+    /// Gives the memory back: an empty list.
+    pub fn discard(&mut self) {
+        if !self.first.is_null() {
+            let bytes = self.capacity * size_of::<T>();
+            // SAFETY: mapped in `grow` with that size, up to whole pages, and not used again.
+            unsafe { sys::unmap_private(self.first.cast(), bytes) };
+        }
+        *self = Sorted::empty();
+    }
+
     fn grow(&mut self) -> bool {
         let before_bytes = self.capacity * size_of::<T>();
         let bytes = (2 * before_bytes).max(FIRST_BYTES);

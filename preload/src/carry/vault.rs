@@ -25,6 +25,7 @@ use affinode_proto::wire::vault::{
 
 use super::backing::{is_able, map, unback};
 use super::driver::call;
+use super::order::Order;
 use super::park::{each, note};
 use super::pool::Pool;
 use super::table::{Id, Piece, Place};
@@ -109,10 +110,9 @@ fn send_all(pool: &Pool, (pieces, bytes, device): Summary, vram_bytes: u64) -> O
     let rest_bytes = vram_bytes.saturating_sub(bytes);
     send(ToVault::Parked { bytes, rest_bytes, pieces, uuid }, Some(file))?;
     let (mut many, mut words) = (0, [0; PIECES_A_FRAME]);
-    let mut next = Id::FIRST;
-    while let Some((id, piece)) = tables(|tables| tables.next(next, is_off).map(|(id, p)| (id, *p)))
-    {
-        next = id.next();
+    let mut order = Order::of(is_off)?;
+    for place in 0.. {
+        let Some((_, piece)) = order.piece(place) else { break };
         if many == PIECES_A_FRAME {
             send(ToVault::Pieces { many: many as u32, words }, None)?;
             many = 0;
@@ -135,11 +135,10 @@ type Summary = (u32, u64, i32);
 /// pool one behind the other, on one device, not too small, and nothing special. Least of all
 /// something that the application may export: the driver does not export what was imported.
 fn summary() -> Option<Summary> {
-    let (mut next, mut many, mut end) = (Id::FIRST, 0_u32, 0);
+    let (mut many, mut end) = (0_u32, 0);
     let mut device = None;
-    let away = |piece: &Piece| piece.place != Place::Device;
-    while let Some((id, piece)) = tables(|tables| tables.next(next, away).map(|(id, p)| (id, *p))) {
-        next = id.next();
+    let mut order = Order::of(|piece| piece.place != Place::Device)?;
+    while let Some((_, piece)) = order.piece(many as usize) {
         let property = piece.property;
         let plain = MemAllocationProp {
             location_id: property.location_id,
@@ -190,16 +189,17 @@ fn take_all() -> Option<()> {
     let FromVault::Begin = receive(BEGIN_WITHIN_MS)?.0 else {
         return None;
     };
-    let (mut next, mut index) = (Id::FIRST, 0);
+    let mut order = Order::of(is_off)?;
+    let mut index = 0;
     loop {
-        let piece = tables(|tables| tables.next(next, is_off).map(|(id, piece)| (id, *piece)));
+        let piece = order.piece(index as usize);
         let bytes = piece.map_or(0, |(_, piece)| piece.bytes);
         match (receive(BLOCK_WITHIN_MS + bytes / BYTES_A_MS)?, piece) {
             ((FromVault::Block { index: which }, Some(handle)), Some((id, piece)))
                 if which == index =>
             {
                 import(id, &piece, &handle)?;
-                (next, index) = (id.next(), index + 1);
+                index += 1;
             }
             ((FromVault::Filled, None), None) => return Some(()),
             _ => return None,

@@ -57,12 +57,9 @@ fn only_what_has_changed_is_copied_again() -> Result<()> {
         }
         assert_eq!(cycle(&world, engine, &mut worker)?, (all, all), "{engine}: changed by nobody");
         worker.call("free")?;
-        // The rest may have another place in the pool now: that is copied, once.
-        assert_eq!(cycle(&world, engine, &mut worker)?.0, WORKER_MIB, "{engine}");
+        // Whatever the addresses: the older keeps its place in the pool.
+        assert_eq!(cycle(&world, engine, &mut worker)?, (WORKER_MIB, WORKER_MIB), "{engine}");
         assert!(worker.verify()?, "{engine}: after a part was freed");
-        let again = cycle(&world, engine, &mut worker)?;
-        assert_eq!(again, (WORKER_MIB, WORKER_MIB), "{engine}: after a part was freed");
-        assert!(worker.verify()?, "{engine}: after a part was freed, again");
         worker.running.kill(&world)?;
         worker.running.delete(&world)?;
     }
