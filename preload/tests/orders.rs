@@ -30,7 +30,9 @@ fn the_hello_says_who_and_where() {
             generation: 0,
             driver_version: 12080,
             hazards: Hazards(0),
-            abilities: Abilities(Abilities::RECORDS_CALLS.0 | Abilities::USES_VAULT.0),
+            abilities: Abilities(
+                Abilities::RECORDS_CALLS.0 | Abilities::USES_VAULT.0 | Abilities::KEEPS_COPY.0,
+            ),
             carried_bytes: 0,
             parked_bytes: 0,
         }

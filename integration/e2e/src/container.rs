@@ -16,6 +16,9 @@ use crate::{containerd, image, until::until, world::World};
 
 /// Where the client programs are in a container.
 pub const CLIENTS: &str = "/opt/clients";
+/// Flags of a container that sees its cgroup, as those of Kubernetes and nerdctl do; `ctr`'s do not.
+pub const SEES_ITS_CGROUP: [&str; 2] =
+    ["--mount", "type=cgroup,src=cgroup,dst=/sys/fs/cgroup,options=ro"];
 /// Where the pipes are in a container.
 pub const PIPES: &str = "/io";
 

@@ -14,7 +14,7 @@ use super::{
     vram_used, wait_held,
 };
 use crate::{
-    container::{CLIENTS, Spec},
+    container::{CLIENTS, SEES_ITS_CGROUP, Spec},
     containerd::STOCK,
     gpu::Gpu,
     worker::{USUAL, Worker},
@@ -31,7 +31,10 @@ pub const KEPT: &str = "kept";
 /// A container of an engine, or of [`KEPT`].
 pub fn moved_by(spec: Spec, engine: &str) -> Spec {
     match engine {
-        KEPT => spec.annotation(ENGINE, "fast").annotation("affinode.io/keep-copy", "true"),
+        KEPT => {
+            let spec = spec.annotation(ENGINE, "fast").annotation("affinode.io/keep-copy", "true");
+            spec.flags(&SEES_ITS_CGROUP)
+        }
         engine => spec.annotation(ENGINE, engine),
     }
 }

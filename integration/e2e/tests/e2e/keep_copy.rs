@@ -3,6 +3,7 @@
 
 use affinode_e2e::{
     cli::ProcessRow,
+    container::SEES_ITS_CGROUP,
     until::until,
     worker::{USUAL, Worker},
     world::{MIB, Recipe, World},
@@ -81,5 +82,34 @@ fn without_a_copy_that_is_kept_everything_is_copied_each_time() -> Result<()> {
     assert_eq!(cycle(&world, "grows", &mut grows)?, (all, 0), "a new pool holds nothing");
     assert_eq!(cycle(&world, "grows", &mut grows)?, (all, all));
     assert!(worker.verify()? && grows.verify()?);
+    Ok(())
+}
+
+/// Some seconds after a return, whoever sees that its memory limit is far has kept all; who sees
+/// no limit, and none that is not there, has kept the least.
+#[test]
+fn what_is_kept_stays_where_the_limit_is_seen_to_be_far() -> Result<()> {
+    const LARGE_MIB: u64 = 1152;
+    const LEAST_MIB: u64 = 1024;
+    let world = Recipe::default().config(MANUAL).world()?;
+    let spec = |id| {
+        Worker::spec(id, USUAL, LARGE_MIB)
+            .annotation("affinode.io/engine", "park")
+            .annotation("affinode.io/keep-copy", "true")
+    };
+    let mut sees = Worker::start_as(&world, spec("sees").flags(&SEES_ITS_CGROUP))?;
+    sees.wait_filled()?;
+    cycle(&world, "sees", &mut sees)?;
+    let mut blind = Worker::start_as(&world, spec("blind"))?;
+    blind.wait_filled()?;
+    cycle(&world, "blind", &mut blind)?;
+    // The other one has looked before.
+    until("what is kept to be given back", || {
+        let kept = process(&world, "blind")?.kept_bytes;
+        Ok((0 < kept && kept <= LEAST_MIB * MIB).then_some(()))
+    })?;
+    assert_eq!(cycle(&world, "sees", &mut sees)?, (LARGE_MIB, LARGE_MIB));
+    assert_eq!(cycle(&world, "blind", &mut blind)?, (LARGE_MIB, LEAST_MIB));
+    assert!(sees.verify()? && blind.verify()?);
     Ok(())
 }
