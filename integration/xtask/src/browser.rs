@@ -26,6 +26,7 @@ mode = "manual"
 idle_timeout = "1s"
 minimum_residency = "1ms"
 engine = "fast"
+keep_copy = true
 [timing]
 sample_interval = "100ms"
 "#;
