@@ -50,6 +50,7 @@ mod number {
     pub const CLOCK_GETTIME: usize = 228;
     pub const TGKILL: usize = 234;
     pub const PIPE2: usize = 293;
+    pub const PRLIMIT64: usize = 302;
     pub const MEMFD_CREATE: usize = 319;
     pub const MEMBARRIER: usize = 324;
     pub const CLOSE_RANGE: usize = 436;
@@ -215,6 +216,15 @@ pub fn processors() -> usize {
         return 1;
     }
     mask.iter().map(|word| word.count_ones() as usize).sum::<usize>().max(1)
+}
+
+/// The limit of the stack, which libc gives its threads, in bytes; 0 where it is not told.
+pub fn stack_limit_bytes() -> usize {
+    const RLIMIT_STACK: usize = 3;
+    let mut limits = [0_usize; 2];
+    let args = [0, RLIMIT_STACK, 0, limits.as_mut_ptr() as usize, 0, 0];
+    let [soft, _] = if plain(number::PRLIMIT64, args).is_ok() { limits } else { [0; 2] };
+    soft
 }
 
 /// The first bytes of a file, as many as fit.

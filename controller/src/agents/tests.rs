@@ -32,6 +32,10 @@ fn page() -> OwnedFd {
 }
 
 fn hello(version: u32) -> [u8; FRAME_BYTES] {
+    hello_with(version, Abilities::default())
+}
+
+fn hello_with(version: u32, abilities: Abilities) -> [u8; FRAME_BYTES] {
     AgentMessage::Hello {
         version,
         pid_in_namespace: 1,
@@ -39,7 +43,7 @@ fn hello(version: u32) -> [u8; FRAME_BYTES] {
         generation: 0,
         driver_version: 13_000,
         hazards: Hazards::default(),
-        abilities: Abilities::default(),
+        abilities,
         carried_bytes: 0,
         parked_bytes: 0,
     }
@@ -93,6 +97,24 @@ async fn a_process_with_good_papers_joins_and_is_named_by_the_kernel() {
     assert!(agent.send(order));
     let answer = tokio::task::spawn_blocking(move || refusal(&mut bench.peer)).await.unwrap();
     assert_eq!(answer, order);
+}
+
+#[tokio::test]
+async fn a_library_that_cannot_keep_its_copy_is_not_asked_to() {
+    for (abilities, keep) in [(Abilities::USES_VAULT, false), (Abilities::KEEPS_COPY, true)] {
+        let mut bench = bench();
+        send_with(&bench.peer, &hello_with(WIRE_VERSION, abilities), &[page().as_fd()]);
+        let Some(AgentMail::Joined { mut agent, .. }) = bench.mail.recv().await else {
+            panic!("not joined")
+        };
+        let park = |keep| {
+            let action = Action::Park { vram_bytes: 7, keep };
+            ControllerMessage::Order { order: 1, action, decided_ms: 9 }
+        };
+        assert!(agent.send(park(true)));
+        let answer = tokio::task::spawn_blocking(move || refusal(&mut bench.peer)).await.unwrap();
+        assert_eq!(answer, park(keep));
+    }
 }
 
 #[tokio::test]

@@ -24,6 +24,8 @@ use crate::sys;
 /// What one digest is of.
 pub const SLOT_BYTES: usize = 2 << 20;
 const THREADS: u32 = 256;
+/// The driver compiles the kernel on the thread that loads it: not on one with a small stack.
+const LEAST_STACK_BYTES: usize = 1 << 20;
 const NAME: *const c_char = c"affinode_digest".as_ptr();
 const IMAGE: &str = concat!(include_str!("digest.ptx"), "\0");
 
@@ -95,6 +97,9 @@ impl Drop for Digests {
 /// Digests of everything that leaves, each at its slot of a pool of so many bytes. What the device
 /// makes none of is not known.
 pub fn of_leaving(bytes: usize) -> Option<Digests> {
+    if sys::stack_limit_bytes() < LEAST_STACK_BYTES {
+        return None;
+    }
     let odd = |piece: &Piece| piece.leaves() && !piece.bytes.is_multiple_of(SLOT_BYTES as u64);
     if tables(|tables| tables.next(Id::FIRST, odd).is_some()) {
         return None;
