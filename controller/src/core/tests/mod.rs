@@ -4,6 +4,7 @@
 mod agent;
 mod connections;
 mod immediate;
+mod orders;
 mod parked;
 mod random;
 mod returns;

@@ -8,13 +8,13 @@ use affinode_proto::{
     state::State,
     wire::{
         Hazards, Notes, Phase,
-        message::{Action, AgentMessage, ControllerMessage, Outcome, PROOF_HOLDS_MS},
+        message::{AgentMessage, ControllerMessage, Outcome},
         page::PageSnapshot,
     },
 };
 
 use super::super::{
-    Effect, GpuSample, Input, Key, Millis, Node, ProcessId, Record, Settings, Survey,
+    Effect, GpuSample, Input, Key, Millis, Node, ProcessId, Record, Settings,
     container::{Container, Goal},
     input::{Carried, CommandId, Identity},
     policy::{KeepAlive, Mode, OnOom, Policies, Policy, Restore, WakeOn},
@@ -331,123 +331,6 @@ impl World {
                 return;
             }
             self.feed(Input::Message(id, AgentMessage::Wake { generation, waiters: 1, hook: 1 }));
-        }
-    }
-
-    /// The agent looks at its oldest message.
-    pub(super) fn work(&mut self, id: ProcessId) {
-        let used = self.used();
-        let Some(agent) = self.agents.get_mut(&id) else { return };
-        let (order, action, decided_ms) = match agent.inbox.pop_front() {
-            Some(ControllerMessage::Order { order, action, decided_ms }) => {
-                (order, action, decided_ms)
-            }
-            Some(ControllerMessage::Welcome { .. }) => {
-                agent.welcomed = true;
-                agent.held = agent.held_here;
-                if let Some(asking) = &mut agent.asking {
-                    asking.goes_ahead = false;
-                }
-                return self.ask(id);
-            }
-            Some(ControllerMessage::Room { ticket, granted }) if ticket == agent.tickets => {
-                match &mut agent.asking {
-                    Some(asking) if granted => asking.goes_ahead = true,
-                    Some(_) => self.end_ask(id, false),
-                    None => {}
-                }
-                return self.try_again(id);
-            }
-            _ => return,
-        };
-        let mut outcome = Outcome::Done;
-        let late = action == Action::Restore
-            && decided_ms > 0
-            && self.now.saturating_sub(decided_ms) > PROOF_HOLDS_MS;
-        let was = agent.phase;
-        let (fits, to) = match action {
-            Action::Close { .. } => (was == Phase::Open, Phase::Closed),
-            Action::Open => (was == Phase::Closed, Phase::Open),
-            Action::Lock { .. } => (was == Phase::Closed, Phase::Locked),
-            Action::Park { .. } => (was == Phase::Locked, Phase::Parked),
-            Action::Checkpoint { .. } => {
-                (matches!(was, Phase::Locked | Phase::Parked), Phase::Away)
-            }
-            Action::Restore if agent.parked => (was.is_off(), Phase::Closed),
-            Action::Restore => (was == Phase::Away, Phase::Locked),
-            Action::Unlock if agent.parked => (was == Phase::Locked, Phase::Parked),
-            Action::Unlock => (was == Phase::Locked, Phase::Closed),
-            Action::HoldAllocations { .. } | Action::ReleaseAllocations => (true, was),
-        };
-        assert!(fits, "{action:?} does not fit {was:?}");
-        let failing = matches!(
-            action,
-            Action::Close { .. }
-                | Action::Lock { .. }
-                | Action::Park { .. }
-                | Action::Checkpoint { .. }
-        ) || (action == Action::Restore && agent.parked);
-        if !late && was == Phase::Away && action == Action::Restore {
-            assert!(used + agent.size <= TOTAL, "restored without room: the process would be lost");
-        }
-        if late {
-            outcome = Outcome::Late;
-        } else if let Some(fail) = self.fail.take_if(|_| failing) {
-            outcome = fail;
-            agent.phase = match action {
-                // The agent has unlocked it before.
-                Action::Park { .. } => Phase::Closed,
-                Action::Restore => Phase::Parked,
-                _ => was,
-            };
-        } else {
-            match action {
-                Action::Park { .. } => agent.parked = true,
-                Action::Restore => agent.parked = false,
-                _ => {}
-            }
-            agent.phase = to;
-            match action {
-                Action::Close { .. } => agent.generation += 1,
-                Action::Open => agent.wants = false, // Its caller went through.
-                Action::HoldAllocations { .. } => (agent.held, agent.held_here) = (true, true),
-                Action::ReleaseAllocations => (agent.held, agent.held_here) = (false, false),
-                _ => {}
-            }
-        }
-        if agent.orphaned {
-            self.hello(id); // Nobody is there for the report; the Hello says it all.
-            return;
-        }
-        let (phase, carried_bytes) = (agent.phase, agent.carried);
-        let parked_bytes = agent.parked_bytes();
-        let cuda_error = if outcome == Outcome::Done { 0 } else { 304 };
-        self.feed(Input::Message(
-            id,
-            AgentMessage::Report {
-                order,
-                outcome,
-                phase,
-                cuda_error,
-                elapsed_us: 1,
-                carried_bytes,
-                parked_bytes,
-                unchanged_bytes: 0,
-            },
-        ));
-    }
-
-    pub(super) fn answer_question(&mut self) {
-        match self.questions.pop_front() {
-            Some(Effect::Survey { key, .. }) => {
-                let survey = Survey { gpus: Ok(self.gpus()), room: Ok(()) };
-                self.feed(Input::Surveyed(key, survey));
-            }
-            Some(Effect::Prove(key, number)) => {
-                let gpus = Ok(self.gpus());
-                self.feed(Input::Proven(key, number, gpus));
-            }
-            _ => {}
         }
     }
 

@@ -1,0 +1,71 @@
+use super::*;
+use proptest::prelude::*;
+
+#[test]
+fn messages_come_back_as_sent() {
+    for message in [
+        AgentMessage::Hello {
+            version: 1,
+            pid_in_namespace: 7,
+            phase: Phase::Away,
+            generation: 3,
+            driver_version: 13_000,
+            hazards: Hazards(5),
+            abilities: Abilities::RECORDS_CALLS,
+            carried_bytes: 1 << 41,
+            parked_bytes: 1 << 40,
+        },
+        AgentMessage::Wake { generation: 9, waiters: 2, hook: 4 },
+        AgentMessage::Report {
+            order: 1,
+            outcome: Outcome::DriverError,
+            phase: Phase::Locked,
+            cuda_error: 304,
+            elapsed_us: 12,
+            carried_bytes: 14,
+            parked_bytes: 13,
+            unchanged_bytes: 12,
+        },
+        AgentMessage::Notice { hazards: Hazards::MANAGED_MEMORY },
+        AgentMessage::Want { ticket: 3, bytes: 1 << 40, uuid: [7; 16], attempts: 2 },
+        AgentMessage::WantOver { ticket: 3, served: true },
+    ] {
+        assert_eq!(AgentMessage::decode(&message.encode()), Ok(message));
+    }
+    let actions = [
+        Action::Close { deadline_ms: 50 },
+        Action::Open,
+        Action::Lock { timeout_ms: 100 },
+        Action::Checkpoint { vram_bytes: u64::MAX },
+        Action::Restore,
+        Action::Unlock,
+        Action::HoldAllocations { deadline_ms: 1 },
+        Action::ReleaseAllocations,
+        Action::Park { vram_bytes: 1, keep: false },
+        Action::Park { vram_bytes: 1, keep: true },
+    ];
+    let orders =
+        actions.map(|action| ControllerMessage::Order { order: 8, action, decided_ms: 1 << 40 });
+    for message in orders.into_iter().chain([
+        ControllerMessage::Welcome { process: 1, wait_for_room_ms: 60_000, engine: Engine::Fast },
+        ControllerMessage::Refuse { version: 1, retry: true },
+        ControllerMessage::WakeAck { generation: 1, position: 2 },
+        ControllerMessage::Room { ticket: 3, granted: true },
+        ControllerMessage::Watch { one_in: 64, read: 1 << 40 },
+        ControllerMessage::Vault,
+    ]) {
+        assert_eq!(ControllerMessage::decode(&message.encode()), Ok(message));
+    }
+}
+
+proptest! {
+    #[test]
+    fn noise_is_decoded_without_panic(noise in proptest::collection::vec(any::<u8>(), FRAME_BYTES), kind in 0_u32..110) {
+        let mut frame = [0; FRAME_BYTES];
+        frame.copy_from_slice(&noise);
+        frame[..4].copy_from_slice(&FRAME_MAGIC.to_le_bytes());
+        frame[4..8].copy_from_slice(&kind.to_le_bytes());
+        let _ = AgentMessage::decode(&frame);
+        let _ = ControllerMessage::decode(&frame);
+    }
+}
