@@ -140,7 +140,7 @@ mod tests {
     #[test]
     fn a_record_is_useless_once_nobody_of_it_lives_and_nobody_announced_it() {
         let key = |n: u8| Key::parse(&format!("{n:032x}")).unwrap();
-        let process = |pid| RecordedProcess { pid, start_ticks: 1, away: Vec::new() };
+        let process = |pid| RecordedProcess { pid, start_ticks: 1, away: Vec::new(), to: None };
         let record = |pid| Record { step: "checkpoint".into(), processes: vec![process(pid)] };
         let mut unclaimed = Unclaimed::default();
         (1..=3).for_each(|n| unclaimed.add(key(n), &record(n.into())));
@@ -161,6 +161,7 @@ mod tests {
                 pid: 7,
                 start_ticks: 9,
                 away: vec![DeviceBytes { uuid: "GPU-1".into(), bytes: 5 }],
+                to: Some("GPU-2".into()),
             }],
         };
         journal.write(&key, &record).unwrap();

@@ -243,6 +243,16 @@ pub fn exists(path: &CStr) -> bool {
     plain(number::ACCESS, [path.as_ptr() as usize, 0, 0, 0, 0, 0]).is_ok()
 }
 
+/// Whether a file can be opened to read and write, here and now.
+pub fn can_open(path: &CStr) -> bool {
+    const RDWR_NONBLOCK_CLOEXEC: usize = 2 | 0x800 | 0x8_0000;
+    let opened = plain(number::OPEN, [path.as_ptr() as usize, RDWR_NONBLOCK_CLOEXEC, 0, 0, 0, 0]);
+    opened.is_ok_and(|fd| {
+        close(fd as i32);
+        true
+    })
+}
+
 fn fcntl(fd: i32, command: usize, argument: usize) -> Result<usize, Errno> {
     plain(number::FCNTL, [fd as usize, command, argument, 0, 0, 0])
 }

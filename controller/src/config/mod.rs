@@ -104,6 +104,8 @@ pub struct PolicySection {
     pub engine: Engine,
     /// Whether the copy in host memory is kept after a return.
     pub keep_copy: bool,
+    /// Whether a container may come back on another GPU of the same kind when its own is full.
+    pub other_gpu: bool,
     /// Who holds less VRAM is not worth a move, in MiB.
     pub minimum_vram_mib: u64,
     /// When idle containers leave by themselves: always, or times of the week in UTC.
@@ -151,6 +153,8 @@ pub struct NamespaceRule {
     pub engine: Option<Engine>,
     /// Replaces whether the copy in host memory is kept after a return.
     pub keep_copy: Option<bool>,
+    /// Replaces whether it may come back on another GPU.
+    pub other_gpu: Option<bool>,
     /// Replaces what is not worth a move.
     pub minimum_vram_mib: Option<u64>,
     /// Replaces when idle containers leave by themselves.
@@ -175,6 +179,7 @@ impl Default for PolicySection {
             on_oom_timeout: policy.on_oom_timeout_ms,
             engine: policy.engine,
             keep_copy: policy.keep_copy,
+            other_gpu: policy.other_gpu,
             minimum_vram_mib: policy.minimum_vram_bytes >> 20,
             window: policy.window,
             victims: VictimRule::default(),
@@ -295,6 +300,7 @@ impl Config {
                     on_oom_timeout_ms: self.policy.on_oom_timeout,
                     engine: self.policy.engine,
                     keep_copy: self.policy.keep_copy,
+                    other_gpu: self.policy.other_gpu,
                     minimum_vram_bytes: self.policy.minimum_vram_mib << 20,
                     window: self.policy.window.clone(),
                 },
@@ -318,6 +324,7 @@ impl Config {
                         on_oom_timeout_ms: rule.on_oom_timeout,
                         engine: rule.engine,
                         keep_copy: rule.keep_copy,
+                        other_gpu: rule.other_gpu,
                         minimum_vram_bytes: rule.minimum_vram_mib.map(|mib| mib << 20),
                         window: rule.window.clone(),
                     })

@@ -18,6 +18,9 @@ pub struct RecordedProcess {
     pub start_ticks: u64,
     /// VRAM that it held when it was moved out, and needs to come back.
     pub away: Vec<DeviceBytes>,
+    /// UUID of the GPU that it may be restored on just now, if that is another than it left.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub to: Option<String>,
 }
 
 /// What is written before a destructive step.

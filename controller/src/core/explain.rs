@@ -141,6 +141,12 @@ const SETTINGS: &[Setting] = &[
         ruled: |r| r.keep_copy.is_some(),
     },
     Setting {
+        name: "other_gpu",
+        annotations: &["affinode.io/other-gpu"],
+        shown: |p| p.other_gpu.to_string(),
+        ruled: |r| r.other_gpu.is_some(),
+    },
+    Setting {
         name: "minimum_vram_mib",
         annotations: &["affinode.io/minimum-vram-mib"],
         shown: |p| (p.minimum_vram_bytes >> 20).to_string(),

@@ -19,6 +19,7 @@ use super::{
     ledger::margin_bytes,
     merge_needs,
     node::Recalled,
+    process::placed,
 };
 
 /// Allocations of others are held at most so long beyond what the copy should take.
@@ -88,6 +89,17 @@ impl Node {
             let first = turn && before.clone().next().is_none();
             let passes = turn && before.all(|(_, head)| self.may_pass(&key, head));
             if fits && (first || passes) {
+                self.ledger.promise(&key, needs);
+                self.begin_grant(&key, uuids.clone(), want);
+                taken.extend(uuids);
+                continue;
+            }
+            let theirs = |uuid: &str| {
+                taken.contains(uuid) || kept.iter().any(|(theirs, _)| theirs.contains(uuid))
+            };
+            if known && turn && self.goes_elsewhere(&key, margin, theirs) {
+                let needs = self.needs_with(&key, want);
+                let uuids: BTreeSet<String> = needs.iter().map(|n| n.uuid.clone()).collect();
                 self.ledger.promise(&key, needs);
                 self.begin_grant(&key, uuids.clone(), want);
                 taken.extend(uuids);
@@ -270,7 +282,9 @@ impl Node {
 
     fn recalled_needs(&self, key: &Key) -> Vec<DeviceBytes> {
         let of_key = self.recalled.iter().filter(|((other, ..), r)| other == key && r.restoring);
-        merge_needs(of_key.flat_map(|(_, r)| &r.away))
+        let needs: Vec<DeviceBytes> =
+            of_key.flat_map(|(_, r)| placed(&r.away, r.to.as_deref())).collect();
+        merge_needs(&needs)
     }
 
     /// A process came forward, or never will: where it stands is known now, and a return
@@ -352,6 +366,7 @@ impl Node {
     pub(super) fn abort_grant(&mut self, key: &Key) {
         self.end_grant(key);
         self.ledger.release(key);
+        self.stays_where_it_was(key);
     }
 
     /// Ends a grant, whatever became of it: others may allocate again.

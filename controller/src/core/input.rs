@@ -33,6 +33,8 @@ pub struct GpuSample {
     pub uuid: String,
     /// Product name.
     pub name: String,
+    /// Number of its device file, where the driver tells.
+    pub minor: Option<u32>,
     /// Cut into MIG instances.
     pub mig: bool,
     /// VRAM in bytes.
@@ -139,6 +141,8 @@ pub enum Input {
         identity: (u32, u64),
         /// VRAM that it will need.
         away: Vec<DeviceBytes>,
+        /// The GPU that it may be restored on, if not where it was.
+        to: Option<String>,
         /// Whether it was told to take that VRAM, and may be doing so now.
         restoring: bool,
     },

@@ -12,6 +12,7 @@ mod connections;
 pub mod container;
 mod crowd;
 pub mod effect;
+mod elsewhere;
 pub mod explain;
 pub mod grant;
 mod grants;

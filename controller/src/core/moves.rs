@@ -31,7 +31,8 @@ impl Node {
     pub(super) fn journal(&mut self, key: &Key, step: &str) {
         let known = self.processes.of(key).filter_map(|(_, p)| {
             let (pid, start_ticks) = (p.identity.pid, p.identity.start_ticks);
-            p.away.clone().map(|away| RecordedProcess { pid, start_ticks, away })
+            let to = p.to.clone().filter(|_| step == RESTORE);
+            p.away.clone().map(|away| RecordedProcess { pid, start_ticks, away, to })
         });
         let processes = known.chain(self.recalled_of(key)).collect();
         let step = if self.is_restoring_unseen(key) { RESTORE } else { step };
@@ -54,6 +55,7 @@ impl Node {
             pid: *pid,
             start_ticks: *start_ticks,
             away: recalled.away.clone(),
+            to: recalled.to.clone(),
         })
     }
 

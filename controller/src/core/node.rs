@@ -65,6 +65,8 @@ impl Default for Settings {
 #[derive(Debug, Default)]
 pub(super) struct Recalled {
     pub(super) away: Vec<DeviceBytes>,
+    /// Where it may be restored, if not where it was.
+    pub(super) to: Option<String>,
     pub(super) restoring: bool,
 }
 
@@ -150,8 +152,8 @@ impl Node {
             Input::Worked(work) => self.worked(&work),
             Input::Surveyed(key, survey) => self.surveyed(&key, survey),
             Input::Proven(key, number, gpus) => self.proven(&key, number, gpus),
-            Input::Recalled { key, identity, away, restoring } => {
-                self.recall(key, identity, Recalled { away, restoring });
+            Input::Recalled { key, identity, away, to, restoring } => {
+                self.recall(key, identity, Recalled { away, to, restoring });
             }
             Input::Command(command, key, request) => self.command(command, &key, request),
             Input::Hinted(key, hint, who) => self.hinted(&key, hint, &who),

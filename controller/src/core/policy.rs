@@ -36,6 +36,8 @@ pub struct Policy {
     pub engine: Engine,
     /// Whether its copy in host memory is kept after a return.
     pub keep_copy: bool,
+    /// Whether it may come back on another GPU when its own is full.
+    pub other_gpu: bool,
     /// Who holds less is not worth a move.
     pub minimum_vram_bytes: u64,
     /// When it leaves by itself.
@@ -67,6 +69,7 @@ impl Default for Policy {
             on_oom_timeout_ms: 120_000,
             engine: Engine::Driver,
             keep_copy: false,
+            other_gpu: false,
             minimum_vram_bytes: 0,
             window: Window::default(),
         }
@@ -104,6 +107,8 @@ pub struct Rule {
     pub engine: Option<Engine>,
     /// Replaces whether its copy in host memory is kept after a return.
     pub keep_copy: Option<bool>,
+    /// Replaces whether it may come back on another GPU.
+    pub other_gpu: Option<bool>,
     /// Replaces what is not worth a move.
     pub minimum_vram_bytes: Option<u64>,
     /// Replaces when it leaves by itself.
@@ -171,6 +176,7 @@ impl Policies {
             policy.on_oom_timeout_ms = rule.on_oom_timeout_ms.unwrap_or(policy.on_oom_timeout_ms);
             policy.engine = rule.engine.unwrap_or(policy.engine);
             policy.keep_copy = rule.keep_copy.unwrap_or(policy.keep_copy);
+            policy.other_gpu = rule.other_gpu.unwrap_or(policy.other_gpu);
             policy.minimum_vram_bytes =
                 rule.minimum_vram_bytes.unwrap_or(policy.minimum_vram_bytes);
             policy.window = rule.window.clone().unwrap_or(policy.window);
@@ -222,6 +228,7 @@ pub(super) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
         }
         "affinode.io/engine" => policy.engine = word(value, &Engine::WORDS)?,
         "affinode.io/keep-copy" => policy.keep_copy = word(value, &BOOLS)?,
+        "affinode.io/other-gpu" => policy.other_gpu = word(value, &BOOLS)?,
         "affinode.io/restore" => policy.restore = restore(policy.restore, value)?,
         "affinode.io/on-oom" => policy.on_oom = word(value, &OnOom::WORDS)?,
         "affinode.io/on-oom-timeout" => policy.on_oom_timeout_ms = duration_ms(value)?,
@@ -231,7 +238,7 @@ pub(super) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
         }
         "affinode.io/window" => policy.window = value.parse()?,
         "affinode.io/inject" => word(value, &[("auto", ()), ("true", ()), ("false", ())])?,
-        _ => return Err("no such annotation; accepted: offload, idle-timeout, priority, keep-alive, prewake, wake-on, latency-sensitive, engine, keep-copy, restore, on-oom, on-oom-timeout, minimum-vram-mib, window, inject".into()),
+        _ => return Err("no such annotation; accepted: offload, idle-timeout, priority, keep-alive, prewake, wake-on, latency-sensitive, engine, keep-copy, other-gpu, restore, on-oom, on-oom-timeout, minimum-vram-mib, window, inject".into()),
     }
     Ok(())
 }

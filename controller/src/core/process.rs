@@ -75,6 +75,10 @@ pub struct Process {
     pub vram: Vec<DeviceBytes>,
     /// VRAM that it had when it left; `None` when that is not known.
     pub away: Option<Vec<DeviceBytes>>,
+    /// The GPU that was promised to it in place of the one that it left.
+    pub to: Option<String>,
+    /// It could not come back on another GPU. For good.
+    pub bound: bool,
     /// What its agent can copy, and has copied.
     pub carried: Carried,
     /// Its agent could not copy: it leaves through the driver's checkpoint from then on.
@@ -120,9 +124,21 @@ impl Process {
     pub fn gone(&self) -> Option<Vec<DeviceBytes>> {
         let away = self.away.as_ref()?;
         if self.phase != Phase::Parked {
-            return Some(away.clone());
+            return Some(placed(away, self.to.as_deref()));
         }
         Some(part_of(away, self.carried.parked_bytes))
+    }
+
+    /// Whether it is on its way to another GPU than it left.
+    #[must_use]
+    pub fn is_moving(&self) -> bool {
+        self.pending.is_some_and(|pending| matches!(pending.action, Action::RestoreOn { .. }))
+    }
+
+    /// It has arrived where it was to be, or another controller had sent it there.
+    pub fn has_moved(&mut self, to: Option<String>) {
+        self.away = self.away.take().map(|away| placed(&away, to.as_deref()));
+        self.to = None;
     }
 
     /// VRAM that goes when its agent copies, and nothing more.
@@ -136,6 +152,15 @@ impl Process {
     pub fn away_bytes(&self) -> u64 {
         self.gone().iter().flatten().map(|d| d.bytes).sum()
     }
+}
+
+/// The same on another GPU, if there is one.
+pub(super) fn placed(all: &[DeviceBytes], to: Option<&str>) -> Vec<DeviceBytes> {
+    let mut all = all.to_vec();
+    if let Some(to) = to {
+        all.iter_mut().for_each(|device| to.clone_into(&mut device.uuid));
+    }
+    all
 }
 
 /// So many bytes of all. An agent knows no device by its UUID: several have their shares.

@@ -213,6 +213,8 @@ mod tests {
             holds: 0,
             vram: Vec::new(),
             away: None,
+            to: None,
+            bound: false,
             carried: Carried::default(),
             copy_failed: false,
             waits_for_siblings: false,

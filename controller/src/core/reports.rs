@@ -44,7 +44,14 @@ impl Node {
         let Some(pending) = process.pending.filter(|pending| pending.order == order) else {
             return;
         };
+        let moving = process.is_moving();
         process.pending = None;
+        let to = process.to.take_if(|_| moving);
+        if moving && phase != Phase::Away {
+            process.has_moved(to);
+        } else if moving && outcome != Outcome::Late {
+            process.bound = true;
+        }
         // Parked memory of one that came forward in the middle shows when it is unlocked.
         let was_off = process.phase.is_off() || process.carried.parked_bytes > 0;
         let lies = phase.is_off() && process.away.is_none() && !was_off;
@@ -77,7 +84,7 @@ impl Node {
             // Until NVML is read again: what was not copied is what it holds.
             process.vram = less(all, &gone);
             self.left.extend(gone);
-        } else if pending.action == Action::Restore {
+        } else if pending.action.is_return() {
             // Until NVML is read again: what it gave back it has again.
             process.vram = process.away.clone().unwrap_or_default();
             if came_from_parked {
@@ -88,6 +95,16 @@ impl Node {
             (_, Outcome::Done | Outcome::WrongPhase) => {}
             // It, or this controller, was stopped for a while: all is proven anew.
             (_, Outcome::Late) => self.abort_grant(&key),
+            // It waits for its own GPU: nothing says that it would not come back there.
+            (Action::RestoreOn { .. }, _) if phase == Phase::Away => {
+                self.abort_grant(&key);
+                let why = match outcome {
+                    Outcome::Unreachable => "it does not reach every GPU of the node".to_owned(),
+                    _ => failed("cuCheckpointProcessRestore"),
+                };
+                let text = format!("process {pid} cannot come back on another GPU: {why}");
+                self.publish(&key, Event { kind: "process".into(), text, ..Event::default() });
+            }
             (_, Outcome::Unsupported) => {
                 process.hazards.0 |= Hazards::NO_CHECKPOINT_API.0;
                 self.fail_offload(&key, Reason::DriverTooOld, "");
@@ -134,7 +151,7 @@ impl Node {
                     &failed("cuCheckpointProcessCheckpoint"),
                 );
             }
-            (Action::Restore, _) if phase == Phase::Parked => {
+            (action, _) if action.is_return() && phase == Phase::Parked => {
                 self.unpark_failed(&key, &failed("mapping the memory"));
             }
             (Action::Restore, _) if phase == Phase::Away => {

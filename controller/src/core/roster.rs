@@ -12,7 +12,7 @@ use super::{
     container::{Container, Goal},
     input::{Carried, Identity, Request},
     node::policy_of,
-    process::Process,
+    process::{Process, placed},
 };
 
 /// What is wrong with a process that says so.
@@ -97,7 +97,14 @@ impl Node {
         };
         let before = known.and_then(|old| self.processes.remove(&old));
         let recalled = self.recalled.remove(&(key.clone(), identity.pid, identity.start_ticks));
-        let away = before.as_ref().and_then(|p| p.away.clone()).or(recalled.map(|r| r.away));
+        let (left, to) = match (&before, recalled) {
+            (Some(p), _) if p.away.is_some() => (p.away.clone(), p.to.clone()),
+            (_, Some(recalled)) => (Some(recalled.away), recalled.to),
+            _ => (None, None),
+        };
+        // Who is not away any more has arrived where it was sent.
+        let to = to.filter(|_| phase != Phase::Away);
+        let away = left.map(|left| placed(&left, to.as_deref()));
         // Nobody moved it: a claim on room that nobody ever proved it to have had.
         let younger = self.started_ticks > 0 && identity.start_ticks >= self.started_ticks;
         let off = phase.is_off() || carried.parked_bytes > 0;
@@ -136,6 +143,8 @@ impl Node {
                 vram: before.as_ref().map(|p| p.vram.clone()).unwrap_or_default(),
                 away,
                 carried,
+                to: None,
+                bound: before.as_ref().is_some_and(|p| p.bound),
                 copy_failed: before.as_ref().is_some_and(|p| p.copy_failed),
                 waits_for_siblings: false,
                 ignores_holds: before.as_ref().is_some_and(|p| p.ignores_holds),
@@ -181,6 +190,8 @@ impl Node {
             return;
         };
         process.connected = false;
+        // Who was on its way to another GPU may be there.
+        process.to = process.to.take().filter(|_| process.is_moving());
         process.pending = None;
         let key = process.key.clone();
         self.end_want(id);

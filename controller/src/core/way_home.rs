@@ -3,10 +3,7 @@
 use affinode_proto::{
     reason::Reason,
     state::State,
-    wire::{
-        Phase,
-        message::{Action, ControllerMessage},
-    },
+    wire::{Phase, message::ControllerMessage},
 };
 
 use super::{
@@ -141,7 +138,7 @@ impl Node {
                 }
                 self.set_state(key, State::Restoring, self.cause(key), "", 0, 0);
                 self.journal(key, RESTORE);
-                self.order(process, Action::Restore);
+                self.order_return(key, process);
             } else if !self.grants.contains_key(key) {
                 self.enqueue(key);
             }

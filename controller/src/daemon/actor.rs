@@ -232,6 +232,7 @@ impl Actor {
                         key: key.clone(),
                         identity,
                         away: process.away,
+                        to: process.to,
                         restoring,
                     });
                 }

@@ -106,6 +106,7 @@ fn read_device(nvml: &Nvml, index: u32, whole: bool) -> Result<GpuSample, NvmlEr
     let mut sample = GpuSample {
         index,
         uuid: device.uuid()?,
+        minor: device.minor_number().ok(),
         // A device that cannot be cut answers that it does not know the question.
         mig: device.mig_mode().is_ok_and(|mode| mode.current != 0),
         total_bytes: memory.total,

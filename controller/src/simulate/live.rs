@@ -145,7 +145,13 @@ impl Live {
             let away = vec![DeviceBytes { uuid: names::uuid(0), bytes: load.vram_bytes }];
             self.inputs.extend([
                 Input::Announced(Box::new(announcement), key.clone()),
-                Input::Recalled { key: key.clone(), identity: (pid, 1), away, restoring: false },
+                Input::Recalled {
+                    key: key.clone(),
+                    identity: (pid, 1),
+                    away,
+                    to: None,
+                    restoring: false,
+                },
                 Input::Joined {
                     key,
                     process: names::id(n),

@@ -60,6 +60,30 @@ pub struct CheckpointArgs {
     pub reserved: [u64; 8],
 }
 
+/// `CUcheckpointGpuPair`: a GPU, and the one that stands for it after a restore.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct GpuPair {
+    /// UUID of the one at the checkpoint.
+    pub old: [u8; 16],
+    /// UUID of the one at the restore.
+    pub new: [u8; 16],
+}
+
+/// `CUcheckpointRestoreArgs`, as of CUDA 13.0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct CheckpointRestoreArgs {
+    /// Every GPU of the node.
+    pub pairs: *const GpuPair,
+    /// How many.
+    pub many: u32,
+    /// Zero.
+    pub reserved0: [u32; 11],
+    /// Zero.
+    pub reserved1: u64,
+}
+
 /// `CUmemAccessDesc`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
@@ -142,6 +166,8 @@ pub const POINTER_ATTRIBUTE_DEVICE_ORDINAL: u32 = 9;
 pub type CheckpointLockFn = unsafe extern "C" fn(i32, *mut CheckpointLockArgs) -> u32;
 /// `cuCheckpointProcessCheckpoint`, `…Restore`, `…Unlock`.
 pub type CheckpointFn = unsafe extern "C" fn(i32, *mut CheckpointArgs) -> u32;
+/// `cuCheckpointProcessRestore`, onto other GPUs.
+pub type CheckpointRestoreFn = unsafe extern "C" fn(i32, *mut CheckpointRestoreArgs) -> u32;
 /// `cuCheckpointProcessGetState`.
 pub type CheckpointGetStateFn = unsafe extern "C" fn(i32, *mut u32) -> u32;
 /// `cuDriverGetVersion`.
@@ -155,6 +181,7 @@ pub type PointerGetAttributeFn = unsafe extern "C" fn(*mut core::ffi::c_void, u3
 
 const _: () = assert!(size_of::<CheckpointLockArgs>() == 64);
 const _: () = assert!(size_of::<CheckpointArgs>() == 64);
+const _: () = assert!(size_of::<CheckpointRestoreArgs>() == 64);
 const _: () = assert!(size_of::<MemAccessDesc>() == 12);
 const _: () = assert!(size_of::<MemAllocationProp>() == 32);
 const _: () = assert!(size_of::<ArrayMapInfo>() == 96);

@@ -5,11 +5,12 @@ use core::sync::atomic::Ordering;
 
 use affinode_cuda_sys::{
     CheckpointArgs, CheckpointFn, CheckpointGetStateFn, CheckpointLockArgs, CheckpointLockFn,
-    DriverGetVersionFn,
+    CheckpointRestoreArgs, CheckpointRestoreFn, DriverGetVersionFn,
 };
 use affinode_proto::wire::Phase;
 use affinode_proto::wire::page::Gate;
 
+use super::gpus::{self, Gpus};
 use super::machine::{Calls, DriverCall, Host};
 use super::vram;
 use crate::page::Page;
@@ -19,6 +20,8 @@ use crate::{carry, libcuda, lookup, process, sys};
 pub struct Own {
     /// Its page.
     pub page: &'static Page,
+    /// Those of the node.
+    pub gpus: Gpus,
     /// Held while it comes back without a controller.
     pub turn: Option<sys::FolderLock>,
 }
@@ -85,25 +88,41 @@ impl Host for Own {
     }
 
     fn call(&mut self, call: DriverCall) -> Option<u32> {
-        let (name, lock_timeout_ms): (&[u8], _) = match call {
-            DriverCall::Lock(timeout_ms) => (b"cuCheckpointProcessLock", Some(timeout_ms)),
-            DriverCall::Checkpoint => (b"cuCheckpointProcessCheckpoint", None),
-            DriverCall::Restore => (b"cuCheckpointProcessRestore", None),
-            DriverCall::Unlock => (b"cuCheckpointProcessUnlock", None),
+        let name: &[u8] = match call {
+            DriverCall::Lock(_) => b"cuCheckpointProcessLock",
+            DriverCall::Checkpoint => b"cuCheckpointProcessCheckpoint",
+            DriverCall::Restore | DriverCall::RestoreOn(..) => b"cuCheckpointProcessRestore",
+            DriverCall::Unlock => b"cuCheckpointProcessUnlock",
         };
         let function = libcuda::function(name)?;
-        // SAFETY: the signatures of these functions since they exist (570); the gate is
-        // closed and drained, so no other thread is inside the driver.
+        // SAFETY: the signatures of these functions since they exist (570), and with pairs as of
+        // the version that was asked for; the gate is closed and drained, so no other thread is
+        // inside the driver.
         let code = unsafe {
-            if let Some(timeout_ms) = lock_timeout_ms {
-                let mut arguments =
-                    CheckpointLockArgs { timeout_ms, ..CheckpointLockArgs::default() };
-                let lock: CheckpointLockFn = core::mem::transmute(function);
-                lock(own_pid(), &raw mut arguments)
-            } else {
-                let mut arguments = CheckpointArgs::default();
-                let step: CheckpointFn = core::mem::transmute(function);
-                step(own_pid(), &raw mut arguments)
+            match call {
+                DriverCall::Lock(timeout_ms) => {
+                    let mut arguments =
+                        CheckpointLockArgs { timeout_ms, ..CheckpointLockArgs::default() };
+                    let lock: CheckpointLockFn = core::mem::transmute(function);
+                    lock(own_pid(), &raw mut arguments)
+                }
+                DriverCall::RestoreOn(from, to) => {
+                    let pairs = self.gpus.exchanged(from, to)?;
+                    let all = pairs.all();
+                    let mut arguments = CheckpointRestoreArgs {
+                        pairs: all.as_ptr(),
+                        many: all.len() as u32,
+                        reserved0: [0; 11],
+                        reserved1: 0,
+                    };
+                    let restore: CheckpointRestoreFn = core::mem::transmute(function);
+                    restore(own_pid(), &raw mut arguments)
+                }
+                DriverCall::Checkpoint | DriverCall::Restore | DriverCall::Unlock => {
+                    let mut arguments = CheckpointArgs::default();
+                    let step: CheckpointFn = core::mem::transmute(function);
+                    step(own_pid(), &raw mut arguments)
+                }
             }
         };
         Some(code)
@@ -150,6 +169,10 @@ impl Host for Own {
 
     fn holds_imported(&mut self) -> bool {
         carry::holds_imported()
+    }
+
+    fn can_move(&mut self, from: u8, to: u8) -> bool {
+        gpus::driver_can() && self.gpus.exchanged(from, to).is_some() && self.gpus.are_reachable()
     }
 
     fn begin_return(&mut self, vram_bytes: u64) -> bool {

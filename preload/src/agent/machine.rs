@@ -45,6 +45,8 @@ pub enum DriverCall {
     Checkpoint,
     /// And back.
     Restore,
+    /// And back, with these two of the listed GPUs in each other's place.
+    RestoreOn(u8, u8),
     /// Run on.
     Unlock,
 }
@@ -93,6 +95,8 @@ pub trait Host {
     /// Whether it has hold of device memory that another process has made: the driver would
     /// checkpoint it, and then not restore it.
     fn holds_imported(&mut self) -> bool;
+    /// Whether it can come back with these two of the listed GPUs in each other's place.
+    fn can_move(&mut self, from: u8, to: u8) -> bool;
     /// Whether so many bytes are proven free on the devices, and no other process that
     /// comes back by itself takes them before [`Host::end_return`].
     fn begin_return(&mut self, vram_bytes: u64) -> bool;
@@ -133,7 +137,7 @@ impl Machine {
     /// controller was stopped in between.
     pub fn obey(&mut self, host: &mut impl Host, action: Action, decided_ms: u64) -> Ended {
         let age_ms = (host.now_us() / 1_000).saturating_sub(decided_ms);
-        if action == Action::Restore && decided_ms > 0 && age_ms > PROOF_HOLDS_MS {
+        if action.is_return() && decided_ms > 0 && age_ms > PROOF_HOLDS_MS {
             return (Outcome::Late, 0);
         }
         self.carry_out(host, action)
@@ -180,11 +184,19 @@ impl Machine {
                 self.checkpoint(host)
             }
             Action::Restore => {
-                let ended = self.restore(host);
+                let ended = self.restore(host, DriverCall::Restore);
                 if ended.0 != Outcome::Done {
                     host.leave_vault();
                 }
                 ended
+            }
+            Action::RestoreOn { from, to } => {
+                // It would fill memory of the GPU where the process was.
+                host.leave_vault();
+                if !host.can_move(from, to) {
+                    return (Outcome::Unreachable, 0);
+                }
+                self.restore(host, DriverCall::RestoreOn(from, to))
             }
             Action::Unlock => self.unlock(host),
             Action::HoldAllocations { deadline_ms } => self.hold_allocations(host, deadline_ms),
@@ -328,10 +340,11 @@ impl Machine {
         ended
     }
 
-    fn restore(&mut self, host: &mut impl Host) -> Ended {
+    fn restore(&mut self, host: &mut impl Host, call: DriverCall) -> Ended {
         if self.phase == Phase::Away {
-            let call = DriverCall::Restore;
-            host.announce_restore();
+            if call == DriverCall::Restore {
+                host.announce_restore();
+            }
             let ended = self.step(host, call, Phase::Restoring, Phase::Locked);
             if ended.0 != Outcome::Done || !host.is_parked() {
                 return ended;
@@ -407,6 +420,7 @@ fn admits(phase: Phase, action: Action) -> bool {
         Action::Unlock | Action::Park { .. } => phase == Phase::Locked,
         Action::Checkpoint { .. } => matches!(phase, Phase::Locked | Phase::Parked),
         Action::Restore => phase.is_off(),
+        Action::RestoreOn { .. } => phase == Phase::Away,
     }
 }
 

@@ -89,7 +89,9 @@ impl Host for Fake {
             return Some(code);
         }
         self.state = match call {
-            DriverCall::Lock(_) | DriverCall::Restore => process_state::LOCKED,
+            DriverCall::Lock(_) | DriverCall::Restore | DriverCall::RestoreOn(..) => {
+                process_state::LOCKED
+            }
             DriverCall::Checkpoint => process_state::CHECKPOINTED,
             DriverCall::Unlock => process_state::RUNNING,
         };
@@ -133,6 +135,9 @@ impl Host for Fake {
     }
     fn holds_imported(&mut self) -> bool {
         self.imported
+    }
+    fn can_move(&mut self, _: u8, to: u8) -> bool {
+        to < 2
     }
     fn begin_return(&mut self, _: u64) -> bool {
         self.room
@@ -427,6 +432,38 @@ fn a_vault_hears_of_a_restore_before_the_driver_does_and_is_left_when_it_fails()
     host.room = false;
     assert!(!machine.bring_back(&mut host));
     assert!(!host.with_vault, "it would hold the room that is looked for");
+}
+
+#[test]
+fn a_process_comes_back_on_another_gpu_without_a_vault_if_it_can() {
+    let (there, nowhere) =
+        (Action::RestoreOn { from: 0, to: 1 }, Action::RestoreOn { from: 0, to: 9 });
+    let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK, CHECKPOINT]);
+    host.with_vault = true;
+    let calls = host.calls.len();
+    assert_eq!(machine.carry_out(&mut host, nowhere), (Outcome::Unreachable, 0));
+    assert_eq!((machine.phase(), host.calls.len()), (Phase::Away, calls), "nothing was done");
+    assert!(!host.with_vault, "it holds room that the next try wants");
+
+    host.with_vault = true;
+    host.now_us = 60_000_000;
+    assert_eq!(machine.obey(&mut host, there, 1), (Outcome::Late, 0));
+    assert_eq!(machine.obey(&mut host, there, 60_000), (Outcome::Done, 0));
+    assert!(!host.with_vault, "it would fill memory of the GPU before");
+    assert_eq!(host.calls[calls..], [DriverCall::RestoreOn(0, 1), DriverCall::Unlock]);
+    assert_eq!((machine.phase(), host.parked), (Phase::Closed, false));
+}
+
+#[test]
+fn only_who_is_away_changes_its_gpu() {
+    let there = Action::RestoreOn { from: 0, to: 1 };
+    let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK]);
+    assert_eq!(machine.carry_out(&mut host, there).0, Outcome::WrongPhase, "its context stays");
+    assert_eq!(machine.carry_out(&mut host, CHECKPOINT).0, Outcome::Done);
+    host.fails = Some((DriverCall::RestoreOn(0, 1), 1));
+    assert_eq!(machine.carry_out(&mut host, there), (Outcome::DriverError, 1));
+    assert_eq!(machine.phase(), Phase::Away);
+    assert_eq!(machine.carry_out(&mut host, Action::Restore), (Outcome::Done, 0), "where it was");
 }
 
 #[test]

@@ -5,6 +5,7 @@
 //! anything to read, callers raise it for a look at the page. Its descriptors are a
 //! socket and the page's file, and where there is a vault the way to it and the pool's file.
 
+mod gpus;
 mod host;
 pub mod link;
 mod machine;
@@ -16,8 +17,9 @@ use core::sync::atomic::Ordering;
 
 use affinode_proto::wire::message::{Action, AgentMessage, ControllerMessage, WAKE_REPEAT_MS};
 use affinode_proto::wire::page::Gate;
-use affinode_proto::wire::{Abilities, Hazards, Phase, WIRE_VERSION};
+use affinode_proto::wire::{Abilities, Hazards, Notes, Phase, WIRE_VERSION};
 
+use self::gpus::Gpus;
 use self::host::Own;
 use self::link::{Heard, Link};
 use self::machine::Machine;
@@ -49,11 +51,12 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
     }
     if let Some(page) = process::page() {
         cost::measure(page);
+        page.note(Notes::MOVABLE, gpus::driver_can());
     }
     if let Some((page, file)) = process::page().zip(Owned::note(process::page_fd())) {
         Agent {
             page,
-            own: Own { page, turn: None },
+            own: Own { page, gpus: Gpus::none(), turn: None },
             machine: Machine::new(),
             link: Link::new(named_socket, tid, file),
             silence: Silence::new(sys::now_us()),
@@ -175,6 +178,9 @@ impl Agent {
                 ControllerMessage::Room { ticket, granted } => PROCESS.desk.answer(ticket, granted),
                 ControllerMessage::Watch { one_in, read } => calls::watch(self.page, one_in, read),
                 ControllerMessage::Vault => carry::vault::meet(descriptor),
+                ControllerMessage::Gpus { first, total, gpus } => {
+                    self.own.gpus.take(first, total, &gpus);
+                }
                 ControllerMessage::Order { order, action, decided_ms } => {
                     // A hazard that came up is known before the answer.
                     self.tell_hazards();

@@ -49,6 +49,9 @@ wire_enum! {
         /// A checkpoint, of a process that has hold of memory of a vault's making: the driver
         /// would not bring it back. Nothing was done. Only where there was a vault.
         Imported = 6,
+        /// A return onto another GPU, of a process that cannot reach every GPU of the node, or
+        /// whose driver knows no such return. Nothing was done.
+        Unreachable = 7,
     }
 }
 
@@ -86,6 +89,16 @@ pub enum Action {
     /// later than [`PROOF_HOLDS_MS`] after the order was decided on; of the driver's restore
     /// that is what the life of the process depends on.
     Restore,
+    /// Away, then as [`Action::Restore`]: where the process had memory on one GPU, it has it on
+    /// another of the same kind from then on, and the other way round. Both are places in the
+    /// list of the [`ControllerMessage::Gpus`] before. Only of a process whose page says
+    /// [`super::Notes::MOVABLE`].
+    RestoreOn {
+        /// Where it was.
+        from: u8,
+        /// Where it is to be.
+        to: u8,
+    },
     /// Locked → Closed: `cuCheckpointProcessUnlock`.
     Unlock,
     /// Hold calls that may take VRAM, and wait for those in progress; phase stays Open.
@@ -95,6 +108,28 @@ pub enum Action {
     },
     /// End of [`Action::HoldAllocations`].
     ReleaseAllocations,
+}
+
+impl Action {
+    /// Whether it takes VRAM that was promised to the process.
+    #[must_use]
+    pub const fn is_return(self) -> bool {
+        matches!(self, Action::Restore | Action::RestoreOn { .. })
+    }
+}
+
+/// Most GPUs of a node among which processes change places.
+pub const MOST_GPUS: usize = 32;
+/// GPUs in one [`ControllerMessage::Gpus`].
+pub const GPUS_A_FRAME: usize = 5;
+
+/// A GPU of the node.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Gpu {
+    /// As the driver has it.
+    pub uuid: [u8; 16],
+    /// Its device file is `/dev/nvidia` and this number.
+    pub minor: u32,
 }
 
 /// From the agent.
@@ -234,6 +269,16 @@ pub enum ControllerMessage {
     /// A socket to a vault comes along, for the checkpoint that follows and the return from it.
     /// Only sent to a library that has [`Abilities::USES_VAULT`].
     Vault,
+    /// GPUs of the node, at most [`MOST_GPUS`]: what an [`Action::RestoreOn`] that follows means by
+    /// its numbers. As many messages as it takes.
+    Gpus {
+        /// Place of the first one here.
+        first: u8,
+        /// How many there are on the node.
+        total: u8,
+        /// They; those beyond `total` mean nothing.
+        gpus: [Gpu; GPUS_A_FRAME],
+    },
 }
 
 impl AgentMessage {
@@ -363,6 +408,7 @@ impl ControllerMessage {
                     Action::ReleaseAllocations => (8, 0),
                     Action::Park { vram_bytes, keep: false } => (9, vram_bytes),
                     Action::Park { vram_bytes, keep: true } => (10, vram_bytes),
+                    Action::RestoreOn { from, to } => (11, u64::from(from) | u64::from(to) << 8),
                 };
                 Writer::new(103).u64(order).u32(code).u64(value).u64(decided_ms)
             }
@@ -374,6 +420,11 @@ impl ControllerMessage {
             }
             ControllerMessage::Watch { one_in, read } => Writer::new(109).u32(one_in).u64(read),
             ControllerMessage::Vault => Writer::new(110),
+            ControllerMessage::Gpus { first, total, gpus } => gpus
+                .iter()
+                .fold(Writer::new(111).u32(u32::from(first)).u32(u32::from(total)), |w, gpu| {
+                    w.bytes(&gpu.uuid).u32(gpu.minor)
+                }),
         }
         .frame
     }
@@ -407,6 +458,7 @@ impl ControllerMessage {
                     7 => Action::HoldAllocations { deadline_ms: ms },
                     8 => Action::ReleaseAllocations,
                     9 | 10 => Action::Park { vram_bytes: value, keep: code == 10 },
+                    11 => Action::RestoreOn { from: value as u8, to: (value >> 8) as u8 },
                     other => return Err(FrameError::Value("action", other)),
                 };
                 Ok(ControllerMessage::Order { order, action, decided_ms: r.u64() })
@@ -415,6 +467,18 @@ impl ControllerMessage {
             108 => Ok(ControllerMessage::Room { ticket: r.u64(), granted: r.u32() != 0 }),
             109 => Ok(ControllerMessage::Watch { one_in: r.u32(), read: r.u64() }),
             110 => Ok(ControllerMessage::Vault),
+            111 => {
+                let mut number = |name| {
+                    let number = r.u32();
+                    u8::try_from(number)
+                        .ok()
+                        .filter(|n| usize::from(*n) <= MOST_GPUS)
+                        .ok_or(FrameError::Value(name, number))
+                };
+                let (first, total) = (number("first")?, number("total")?);
+                let gpus = [(); GPUS_A_FRAME].map(|()| Gpu { uuid: r.bytes(), minor: r.u32() });
+                Ok(ControllerMessage::Gpus { first, total, gpus })
+            }
             other => Err(FrameError::Kind(other)),
         }
     }

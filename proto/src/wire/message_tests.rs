@@ -43,6 +43,7 @@ fn messages_come_back_as_sent() {
         Action::ReleaseAllocations,
         Action::Park { vram_bytes: 1, keep: false },
         Action::Park { vram_bytes: 1, keep: true },
+        Action::RestoreOn { from: 7, to: 31 },
     ];
     let orders =
         actions.map(|action| ControllerMessage::Order { order: 8, action, decided_ms: 1 << 40 });
@@ -53,6 +54,11 @@ fn messages_come_back_as_sent() {
         ControllerMessage::Room { ticket: 3, granted: true },
         ControllerMessage::Watch { one_in: 64, read: 1 << 40 },
         ControllerMessage::Vault,
+        ControllerMessage::Gpus {
+            first: 5,
+            total: 32,
+            gpus: [1, 2, 3, 4, 5].map(|n| Gpu { uuid: [n; 16], minor: u32::from(n) << 20 }),
+        },
     ]) {
         assert_eq!(ControllerMessage::decode(&message.encode()), Ok(message));
     }
@@ -60,7 +66,7 @@ fn messages_come_back_as_sent() {
 
 proptest! {
     #[test]
-    fn noise_is_decoded_without_panic(noise in proptest::collection::vec(any::<u8>(), FRAME_BYTES), kind in 0_u32..110) {
+    fn noise_is_decoded_without_panic(noise in proptest::collection::vec(any::<u8>(), FRAME_BYTES), kind in 0_u32..113) {
         let mut frame = [0; FRAME_BYTES];
         frame.copy_from_slice(&noise);
         frame[..4].copy_from_slice(&FRAME_MAGIC.to_le_bytes());

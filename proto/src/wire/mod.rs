@@ -157,8 +157,7 @@ impl Engine {
     }
 }
 
-/// What the library could not do as the driver would have, as a bit set. No harm to the
-/// process; somebody may want another engine for it.
+/// What is to be known of how the process can be moved, as a bit set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Notes(pub u32);
 
@@ -171,6 +170,8 @@ impl Notes {
     /// When it was copied out last, no vault could have brought it home: what it has is not of
     /// that kind. Goes when that has changed.
     pub const NO_VAULT: Notes = Notes(1 << 2);
+    /// Its library and its driver can bring it back on another GPU.
+    pub const MOVABLE: Notes = Notes(1 << 3);
 
     /// Whether any bit of `other` is set.
     #[must_use]

@@ -10,6 +10,8 @@ use super::{super::ProcessId, world::ENGINES};
 pub(super) struct Agent {
     pub(super) container: usize,
     pub(super) pid: u32,
+    /// The device that it has its memory on, or left.
+    pub(super) gpu: usize,
     pub(super) phase: Phase,
     /// VRAM that it holds when it is on the device.
     pub(super) size: u64,

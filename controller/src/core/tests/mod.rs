@@ -3,6 +3,7 @@
 
 mod agent;
 mod connections;
+mod elsewhere;
 mod immediate;
 mod orders;
 mod parked;

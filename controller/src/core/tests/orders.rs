@@ -11,7 +11,7 @@ use super::world::{TOTAL, World};
 impl World {
     /// The agent looks at its oldest message.
     pub(super) fn work(&mut self, id: ProcessId) {
-        let used = self.used();
+        let used = [0, 1].map(|gpu| self.used_on(gpu));
         let Some(agent) = self.agents.get_mut(&id) else { return };
         let (order, action, decided_ms) = match agent.inbox.pop_front() {
             Some(ControllerMessage::Order { order, action, decided_ms }) => {
@@ -36,7 +36,7 @@ impl World {
             _ => return,
         };
         let mut outcome = Outcome::Done;
-        let late = action == Action::Restore
+        let late = action.is_return()
             && decided_ms > 0
             && self.now.saturating_sub(decided_ms) > PROOF_HOLDS_MS;
         let was = agent.phase;
@@ -47,6 +47,11 @@ impl World {
             Action::Park { .. } => (was == Phase::Locked, Phase::Parked),
             Action::Checkpoint { .. } => {
                 (matches!(was, Phase::Locked | Phase::Parked), Phase::Away)
+            }
+            Action::RestoreOn { from, to } => {
+                assert_eq!((usize::from(from), usize::from(to)), (agent.gpu, 1 - agent.gpu));
+                let to = if agent.parked { Phase::Closed } else { Phase::Locked };
+                (was == Phase::Away, to)
             }
             Action::Restore if agent.parked => (was.is_off(), Phase::Closed),
             Action::Restore => (was == Phase::Away, Phase::Locked),
@@ -61,9 +66,12 @@ impl World {
                 | Action::Lock { .. }
                 | Action::Park { .. }
                 | Action::Checkpoint { .. }
+                | Action::RestoreOn { .. }
         ) || (action == Action::Restore && agent.parked);
-        if !late && was == Phase::Away && action == Action::Restore {
-            assert!(used + agent.size <= TOTAL, "restored without room: the process would be lost");
+        let moves = matches!(action, Action::RestoreOn { .. });
+        if !late && was == Phase::Away && action.is_return() {
+            let there = used[if moves { 1 - agent.gpu } else { agent.gpu }];
+            assert!(there + agent.size <= TOTAL, "restored without room: it would be lost");
         }
         if late {
             outcome = Outcome::Late;
@@ -73,12 +81,22 @@ impl World {
                 // The agent has unlocked it before.
                 Action::Park { .. } => Phase::Closed,
                 Action::Restore => Phase::Parked,
+                // Its context is there, its memory found no room.
+                Action::RestoreOn { .. } if agent.parked && fail == Outcome::DriverError => {
+                    agent.gpu = 1 - agent.gpu;
+                    Phase::Parked
+                }
+                Action::RestoreOn { .. } => {
+                    outcome = Outcome::Unreachable;
+                    Phase::Away
+                }
                 _ => was,
             };
         } else {
             match action {
                 Action::Park { .. } => agent.parked = true,
                 Action::Restore => agent.parked = false,
+                Action::RestoreOn { .. } => (agent.parked, agent.gpu) = (false, 1 - agent.gpu),
                 _ => {}
             }
             agent.phase = to;

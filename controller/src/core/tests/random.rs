@@ -75,7 +75,10 @@ fn run(steps: Vec<Step>) -> Result<(), TestCaseError> {
 
 /// With some containers of restore policy `immediate`.
 fn run_with(immediate: &[usize], steps: Vec<Step>) -> Result<(), TestCaseError> {
-    let mut world = World::new(3);
+    run_in(World::new(3), immediate, steps)
+}
+
+fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(), TestCaseError> {
     world.immediate = immediate.to_vec();
     (0..3).for_each(|n| world.announce(n));
     let mut command = 0;
@@ -209,6 +212,18 @@ proptest! {
         steps in proptest::collection::vec(step(), 1..200),
     ) {
         run_with(&immediate, steps)?;
+    }
+}
+
+proptest! {
+    #![proptest_config(config())]
+
+    /// The same where processes change places between two devices.
+    #[test]
+    fn nobody_is_lost_or_stuck_between_two_gpus(steps in proptest::collection::vec(step(), 1..200)) {
+        let mut world = World::new(3);
+        world.two_gpus = true;
+        run_in(world, &[], steps)?;
     }
 }
 

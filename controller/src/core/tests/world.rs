@@ -22,7 +22,7 @@ use super::super::{
 use super::agent::{Agent, Asking, page};
 
 pub(super) const GPU: &str = "GPU-07070707-0707-0707-0707-070707070707";
-const UUID: [u8; 16] = [7; 16];
+const OTHER_GPU: &str = "GPU-08080808-0808-0808-0808-080808080808";
 pub(super) const TOTAL: u64 = 1_000;
 /// Of the containers.
 pub(super) const ENGINES: [&str; 3] = ["driver", "fast", "park"];
@@ -32,7 +32,9 @@ pub(super) struct World {
     pub(super) containers: usize,
     pub(super) now: Millis,
     pub(super) agents: BTreeMap<ProcessId, Agent>,
-    /// Bytes of somebody who is not managed.
+    /// There is a second device of the same kind; processes are on the one and the other.
+    pub(super) two_gpus: bool,
+    /// Bytes of somebody who is not managed, on the first device.
     pub(super) others: u64,
     pub(super) questions: VecDeque<Effect>,
     pub(super) journal: BTreeMap<Key, Record>,
@@ -66,6 +68,7 @@ pub(super) fn settings() -> Settings {
         on_oom: OnOom::Wait,
         restore: Restore::ByAnnotation,
         wake_on: WakeOn::Connection,
+        other_gpu: true,
         ..Policy::default()
     };
     Settings { policies: Policies { node, ..Policies::default() }, ..Settings::default() }
@@ -78,6 +81,7 @@ impl World {
             containers,
             now: 0,
             agents: BTreeMap::new(),
+            two_gpus: false,
             others: 0,
             questions: VecDeque::new(),
             journal: BTreeMap::new(),
@@ -111,8 +115,15 @@ impl World {
         self.feed(Input::Announced(Box::new(announcement), key(n)));
     }
 
+    /// Of the first device.
     pub(super) fn used(&self) -> u64 {
-        self.others + self.agents.values().map(Agent::on_device).sum::<u64>()
+        self.used_on(0)
+    }
+
+    pub(super) fn used_on(&self, gpu: usize) -> u64 {
+        let there = self.agents.values().filter(|agent| agent.gpu == gpu);
+        let others = if gpu == 0 { self.others } else { 0 };
+        others + there.map(Agent::on_device).sum::<u64>()
     }
 
     /// Somebody who is not managed has so many bytes from now on, if there is room for them.
@@ -123,22 +134,31 @@ impl World {
     }
 
     pub(super) fn gpus(&self) -> Vec<GpuSample> {
-        let on_device = self.agents.values().filter(|a| a.on_device() > 0);
-        vec![GpuSample {
-            uuid: GPU.into(),
-            mig: self.mig,
-            total_bytes: TOTAL,
-            used_bytes: self.used(),
-            processes: on_device.map(|a| (a.pid, a.on_device())).collect(),
-            ..GpuSample::default()
-        }]
+        let uuids = [GPU, OTHER_GPU].into_iter().take(1 + usize::from(self.two_gpus));
+        let sample = |(gpu, uuid): (usize, &str)| {
+            let there = self.agents.values().filter(|a| a.on_device() > 0 && a.gpu == gpu);
+            GpuSample {
+                uuid: uuid.into(),
+                name: "GPU of the test".into(),
+                minor: u32::try_from(gpu).ok(),
+                mig: self.mig,
+                total_bytes: TOTAL,
+                used_bytes: self.used_on(gpu),
+                processes: there.map(|a| (a.pid, a.on_device())).collect(),
+                ..GpuSample::default()
+            }
+        };
+        uuids.enumerate().map(sample).collect()
     }
 
     pub(super) fn feed(&mut self, input: Input) {
         let leaving = self.leaving();
         let effects = self.node.handle(self.now, input);
         self.nobody_leaves_for_a_lesser_one(&leaving);
-        assert!(self.node.ledger.promised_bytes(GPU) <= TOTAL, "more is promised than there is");
+        for uuid in [GPU, OTHER_GPU] {
+            let promised = self.node.ledger.promised_bytes(uuid);
+            assert!(promised <= TOTAL, "more is promised of {uuid} than there is");
+        }
         for effect in effects {
             match effect {
                 Effect::Send(id, message) => {
@@ -209,6 +229,7 @@ impl World {
         let agent = Agent {
             container,
             pid,
+            gpu: usize::from(self.two_gpus && self.next.is_multiple_of(2)),
             phase: Phase::Open,
             size: 0,
             carried: 0,
@@ -221,7 +242,7 @@ impl World {
             wants: false,
             held: false,
             fixed: false,
-            notes: Notes::default(),
+            notes: if self.two_gpus { Notes::MOVABLE } else { Notes::default() },
             asking: None,
             tickets: 0,
             held_here: false,
@@ -232,9 +253,13 @@ impl World {
         self.hello(id);
     }
 
+    fn room_of(&self, id: ProcessId) -> u64 {
+        self.agents.get(&id).map_or(0, |agent| TOTAL.saturating_sub(self.used_on(agent.gpu)))
+    }
+
     /// A process allocates, where it may. Without room it waits for it.
     pub(super) fn allocate(&mut self, id: ProcessId, bytes: u64) {
-        let room = TOTAL.saturating_sub(self.used());
+        let room = self.room_of(id);
         let Some(agent) = self.agents.get_mut(&id) else { return };
         if agent.phase != Phase::Open || !agent.welcomed || agent.held || agent.asking.is_some() {
             return;
@@ -252,13 +277,13 @@ impl World {
     pub(super) fn ask(&mut self, id: ProcessId) {
         let agent = &self.agents[&id];
         let Some(Asking { bytes, attempts, .. }) = agent.asking else { return };
-        let (ticket, uuid) = (agent.tickets, UUID);
+        let (ticket, uuid) = (agent.tickets, [[7; 16], [8; 16]][agent.gpu]);
         self.feed(Input::Message(id, AgentMessage::Want { ticket, bytes, uuid, attempts }));
     }
 
     /// An allocation that was told to go ahead does, through the gate.
     pub(super) fn try_again(&mut self, id: ProcessId) {
-        let room = TOTAL.saturating_sub(self.used());
+        let room = self.room_of(id);
         let Some(agent) = self.agents.get_mut(&id) else { return };
         let Some(asking) = agent.asking.filter(|asking| asking.goes_ahead) else { return };
         if agent.phase != Phase::Open {
@@ -394,6 +419,7 @@ impl World {
                     key: key.clone(),
                     identity,
                     away: process.away,
+                    to: process.to,
                     restoring,
                 });
             }
@@ -427,7 +453,8 @@ impl World {
         self.settle();
     }
 
-    fn pass(&mut self) {
+    /// Lets what is on its way now arrive.
+    pub(super) fn pass(&mut self) {
         let ids: Vec<ProcessId> = self.agents.keys().copied().collect();
         for id in ids {
             while self.agents.get(&id).is_some_and(|a| !a.inbox.is_empty()) {

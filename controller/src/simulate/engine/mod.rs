@@ -216,6 +216,7 @@ impl<'a> World<'a> {
                 key: key.clone(),
                 identity,
                 away,
+                to: None,
                 restoring: false,
             });
             let identity = Identity { pid: pid(n), start_ticks: 1, command: load.name.clone() };

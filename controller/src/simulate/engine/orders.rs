@@ -117,8 +117,11 @@ impl World<'_> {
             }
             Action::Unlock => (Step::Unlock, STEP_MS),
             Action::Open => (Step::Open, STEP_MS),
-            // Its processes carry nothing.
-            Action::Park { .. } | Action::HoldAllocations { .. } | Action::ReleaseAllocations => {
+            // Its processes carry nothing, and stay with their GPUs.
+            Action::Park { .. }
+            | Action::RestoreOn { .. }
+            | Action::HoldAllocations { .. }
+            | Action::ReleaseAllocations => {
                 return Ok(());
             }
         };

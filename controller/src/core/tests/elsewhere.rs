@@ -1,0 +1,138 @@
+//! Returns onto another GPU, where the own one is full.
+
+use affinode_proto::{
+    state::State,
+    wire::{Notes, Phase, message::Outcome},
+};
+
+use super::{
+    super::{Input, ProcessId, Request, input::CommandId},
+    world::{World, key},
+};
+
+/// Two GPUs; a process of 600 is away from the first one, where 600 are in use by another.
+fn crowded(container: usize) -> (World, ProcessId) {
+    let mut world = World::new(3);
+    world.two_gpus = true;
+    // The first number is odd: on the first one.
+    let id = world.running(container, 600);
+    assert_eq!(world.agents[&id].gpu, 0);
+    world.feed(Input::Command(CommandId(1), key(container), Request::Offload));
+    world.settle();
+    assert_eq!(world.state(container), State::Offloaded);
+    world.take_unmanaged(600);
+    world.tick();
+    (world, id)
+}
+
+/// It is called, and is home before it is idle again.
+fn comes_home(world: &mut World, id: ProcessId) {
+    world.call(id);
+    for _ in 0..1_000 {
+        if world.agents[&id].phase == Phase::Open {
+            return;
+        }
+        world.pass();
+    }
+    panic!("{id:?} does not come home");
+}
+
+#[test]
+fn who_finds_its_gpu_full_comes_back_on_the_other() {
+    for container in [0, 1] {
+        let (mut world, id) = crowded(container);
+        comes_home(&mut world, id);
+        assert_eq!(world.agents[&id].gpu, 1, "{container}");
+        assert_eq!((world.used_on(0), world.used_on(1)), (600, 600));
+        // It lives there now, and comes back there.
+        world.settle_all();
+        assert_eq!(world.agents[&id].phase, Phase::Away);
+        world.take_unmanaged(0);
+        comes_home(&mut world, id);
+        assert_eq!((world.used_on(0), world.used_on(1)), (0, 600));
+    }
+}
+
+#[test]
+fn who_finds_room_on_its_own_stays_there() {
+    let (mut world, id) = crowded(0);
+    world.others = 300;
+    world.tick();
+    comes_home(&mut world, id);
+    assert_eq!(world.agents[&id].gpu, 0);
+}
+
+#[test]
+fn who_may_not_or_cannot_waits_for_its_own() {
+    for reason in ["policy", "library", "mig", "room", "parked"] {
+        let (mut world, id) = crowded(if reason == "parked" { 2 } else { 0 });
+        match reason {
+            "policy" => {
+                world.node.containers[&key(0)].policy.other_gpu = false;
+            }
+            "library" => world.agents.get_mut(&id).unwrap().notes = Notes::default(),
+            "room" => {
+                let other = world.running(1, 500);
+                let other = world.agents.get_mut(&other).unwrap();
+                assert_eq!(other.gpu, 1);
+                other.fixed = true;
+            }
+            "mig" => world.mig = true,
+            _ => assert_eq!(world.agents[&id].phase, Phase::Parked),
+        }
+        world.tick();
+        world.call(id);
+        for _ in 0..20 {
+            world.tick();
+            while !world.questions.is_empty() {
+                world.answer_question();
+            }
+            world.work(id);
+        }
+        assert!(world.agents[&id].phase.is_off(), "{reason}");
+        world.take_unmanaged(0);
+        comes_home(&mut world, id);
+        assert_eq!(world.agents[&id].gpu, 0, "{reason}");
+    }
+}
+
+/// A try that fails is not made again; nothing else becomes of it.
+#[test]
+fn who_could_not_come_back_there_waits_for_its_own() {
+    for fail in [Outcome::Busy, Outcome::DriverError] {
+        let (mut world, id) = crowded(0);
+        world.fail = Some(fail);
+        world.call(id);
+        world.settle();
+        assert!(world.fail.is_none(), "nobody tried");
+        assert_eq!((world.agents[&id].phase, world.agents[&id].gpu), (Phase::Away, 0));
+        assert_eq!(world.state(0), State::Queued);
+        world.take_unmanaged(0);
+        comes_home(&mut world, id);
+        assert_eq!(world.agents[&id].gpu, 0);
+    }
+}
+
+/// The controller dies after its order, before and after the agent has carried it out: the next
+/// one proves room where the process is, not where it was.
+#[test]
+fn the_next_controller_knows_where_a_process_was_sent() {
+    for carried_out in [false, true] {
+        let (mut world, id) = crowded(0);
+        world.call(id);
+        while !world.journal.values().any(|record| record.processes.iter().any(|p| p.to.is_some()))
+        {
+            world.tick();
+            world.answer_question();
+        }
+        if carried_out {
+            world.work(id);
+            while world.agents[&id].phase == Phase::Away {
+                world.work(id);
+            }
+        }
+        world.restart(!carried_out);
+        comes_home(&mut world, id);
+        assert_eq!(world.agents[&id].gpu, 1, "{carried_out}");
+    }
+}

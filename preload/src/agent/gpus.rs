@@ -1,0 +1,168 @@
+//! The GPUs of the node, as the controller lists them, and which stands for which when the
+//! process comes back on another one.
+//!
+//! The driver wants every GPU of the node named, each as old and as new one (seen with 580),
+//! and opens their device files in this process. A container that was given fewer stays where
+//! it is: nothing is tried whose failure nobody has seen.
+
+use core::ffi::CStr;
+
+use affinode_cuda_sys::GpuPair;
+use affinode_proto::wire::message::{GPUS_A_FRAME, Gpu, MOST_GPUS};
+
+use super::host;
+use crate::sys;
+
+/// The first driver (of CUDA 13.0) whose restore takes pairs of GPUs.
+const LEAST_DRIVER: u32 = 13_000;
+
+/// A list, or the part of it that has come.
+#[derive(Clone, Copy)]
+pub struct Gpus {
+    total: usize,
+    come: usize,
+    known: [Gpu; MOST_GPUS],
+}
+
+/// Each GPU of a list with the one that stands for it.
+pub struct Pairs {
+    many: usize,
+    pairs: [GpuPair; MOST_GPUS],
+}
+
+impl Pairs {
+    /// Those that count.
+    pub fn all(&self) -> &[GpuPair] {
+        self.pairs.get(..self.many).unwrap_or_default()
+    }
+}
+
+impl Gpus {
+    /// None have been listed.
+    pub const fn none() -> Gpus {
+        Gpus { total: 0, come: 0, known: [Gpu { uuid: [0; 16], minor: 0 }; MOST_GPUS] }
+    }
+
+    /// Takes the next part of a list. One that begins replaces what is known.
+    pub fn take(&mut self, first: u8, total: u8, part: &[Gpu; GPUS_A_FRAME]) {
+        let (first, total) = (usize::from(first), usize::from(total));
+        if first == 0 {
+            *self = Gpus { total, ..Gpus::none() };
+        }
+        if first != self.come || total != self.total {
+            *self = Gpus::none();
+            return;
+        }
+        let places = self.known.iter_mut().take(total).skip(first);
+        for (to, gpu) in places.zip(part) {
+            *to = *gpu;
+            self.come += 1;
+        }
+    }
+
+    fn all(&self) -> &[Gpu] {
+        self.known.get(..self.come).filter(|all| all.len() == self.total).unwrap_or_default()
+    }
+
+    /// The two change places, every other stands for itself. `None`: there are no such two, or
+    /// the list is not whole.
+    pub fn exchanged(&self, from: u8, to: u8) -> Option<Pairs> {
+        let all = self.all();
+        let (from, to) = (usize::from(from), usize::from(to));
+        let (one, other) = (all.get(from)?, all.get(to).filter(|_| from != to)?);
+        let mut pairs = Pairs { many: all.len(), pairs: [GpuPair::default(); MOST_GPUS] };
+        for (index, (pair, gpu)) in pairs.pairs.iter_mut().zip(all).enumerate() {
+            let new = match index {
+                _ if index == from => other,
+                _ if index == to => one,
+                _ => gpu,
+            };
+            *pair = GpuPair { old: gpu.uuid, new: new.uuid };
+        }
+        Some(pairs)
+    }
+
+    /// Whether this process can open the device file of each.
+    pub fn are_reachable(&self) -> bool {
+        self.all().iter().all(|gpu| {
+            let mut path = [0; 32];
+            device_file(gpu.minor, &mut path).is_some_and(sys::can_open)
+        })
+    }
+}
+
+/// Whether the driver can bring a process back on another GPU.
+pub fn driver_can() -> bool {
+    host::driver_version() >= LEAST_DRIVER
+}
+
+fn device_file(minor: u32, buffer: &mut [u8; 32]) -> Option<&CStr> {
+    let mut digits = [0_u8; 10];
+    let (mut rest, mut begin) = (minor, digits.len());
+    loop {
+        begin -= 1;
+        *digits.get_mut(begin)? = b'0' + (rest % 10) as u8;
+        rest /= 10;
+        if rest == 0 {
+            break;
+        }
+    }
+    let path = b"/dev/nvidia".iter().chain(digits.get(begin..)?).chain(&[0]);
+    for (to, from) in buffer.iter_mut().zip(path) {
+        *to = *from;
+    }
+    CStr::from_bytes_until_nul(buffer).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpu(n: u8) -> Gpu {
+        Gpu { uuid: [n; 16], minor: u32::from(n) }
+    }
+
+    fn part(first: u8) -> [Gpu; GPUS_A_FRAME] {
+        [0, 1, 2, 3, 4].map(|n| gpu(first + n))
+    }
+
+    #[test]
+    fn two_change_places_and_all_are_named() {
+        let mut gpus = Gpus::none();
+        assert!(gpus.exchanged(0, 1).is_none());
+        gpus.take(0, 7, &part(0));
+        assert!(gpus.exchanged(0, 1).is_none(), "a part is missing");
+        gpus.take(5, 7, &part(5));
+        let pairs = gpus.exchanged(6, 1).unwrap();
+        let pairs: Vec<_> = pairs.all().iter().map(|p| (p.old[0], p.new[0])).collect();
+        assert_eq!(pairs, [(0, 0), (1, 6), (2, 2), (3, 3), (4, 4), (5, 5), (6, 1)]);
+        for (from, to) in [(0, 7), (7, 0), (3, 3), (255, 0)] {
+            assert!(gpus.exchanged(from, to).is_none(), "{from}, {to}");
+        }
+    }
+
+    #[test]
+    fn a_list_that_is_not_in_order_is_none() {
+        let mut gpus = Gpus::none();
+        gpus.take(0, 12, &part(0));
+        gpus.take(10, 12, &part(10));
+        gpus.take(5, 12, &part(5));
+        assert!(gpus.exchanged(0, 1).is_none());
+        gpus.take(0, 12, &part(0));
+        gpus.take(5, 11, &part(5));
+        assert!(gpus.exchanged(0, 1).is_none(), "of another length");
+        gpus.take(0, 2, &part(0));
+        assert_eq!(gpus.exchanged(0, 1).unwrap().all().len(), 2);
+        gpus.take(0, 255, &part(0));
+        (1..51).for_each(|n| gpus.take(n * 5, 255, &part(0)));
+        assert!(gpus.exchanged(0, 1).is_none(), "more than there is room for");
+    }
+
+    #[test]
+    fn device_files_have_their_numbers() {
+        let name = |minor| device_file(minor, &mut [0; 32]).unwrap().to_owned();
+        assert_eq!(name(0).as_c_str(), c"/dev/nvidia0");
+        assert_eq!(name(10).as_c_str(), c"/dev/nvidia10");
+        assert_eq!(name(u32::MAX).as_c_str(), c"/dev/nvidia4294967295");
+    }
+}
