@@ -155,6 +155,8 @@ pub struct EventRow {
     pub bytes: u64,
     /// How long it took.
     pub elapsed_ms: u64,
+    /// For people.
+    pub text: String,
 }
 
 /// `affinode offload -o json`.

@@ -21,6 +21,7 @@ mod lifecycle;
 mod matrix;
 mod offload;
 mod on_oom;
+mod other_gpu;
 mod pods;
 mod policy;
 mod pressure;
