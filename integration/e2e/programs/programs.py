@@ -32,6 +32,9 @@ KINDS = {
     "cupy": ("cupy_program", "Cupy"),
     "triton": ("triton_program", "Triton"),
     "pair": ("pair_program", "Pair"),
+    "sharing": ("shared_programs", "Sharing"),
+    "ranks": ("shared_programs", "Ranks"),
+    "peers": ("shared_programs", "Peers"),
 }
 WARM_UP = 5
 MEASURED = 30

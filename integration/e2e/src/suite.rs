@@ -11,6 +11,7 @@
 //! | [`immediate`] | restore policy `immediate`: one in use is moved, one that cannot be is ended |
 //! | [`engines`] | the engines side by side: offload, wake, what stays on the device, the same contents; allocations |
 //! | [`mod@programs`] | programs of transformers, cuDNN, CUDA graphs, CuPy, Triton, streams, two processes: the same results with each engine; in a part of its own |
+//! | [`mod@gpus`] | returns onto another GPU, and programs that share memory between processes or GPUs; in a part of its own |
 //! | [`mod@steps`] | the time of steps with an engine and with the stock runtime; in a part of its own |
 //! | [`jax`] | JAX by each engine, and what it calls while it is idle |
 //! | [`calibration`] | decides nothing: what moves cost, as a file for `affinode simulate` |
@@ -28,6 +29,7 @@ mod crashers;
 mod cycle;
 mod engines;
 mod goals;
+mod gpus;
 mod host_root;
 mod immediate;
 mod jax;
@@ -135,6 +137,14 @@ fn with_python(report: &mut Report, python: &python::Python) {
 /// When no world can be made.
 pub fn programs(release: &Release, gpu: Gpu) -> Result<Report> {
     alone_with(release, gpu, programs::all)
+}
+
+/// What takes two GPUs of a kind: returns onto the other one, programs that share memory.
+///
+/// # Errors
+/// When no world can be made.
+pub fn gpus(release: &Release, gpu: Gpu) -> Result<Report> {
+    alone_with(release, gpu, gpus::all)
 }
 
 /// The time of steps with an engine and with the stock runtime.

@@ -1,5 +1,5 @@
 //! Runs the suite for GPU machines:
-//! `affinode-gpu-suite CONTAINERD_BIN_DIR REPORT.json [simulated] [suite|suite:WORD|engines|programs|steps|calibration|dashboard|hazards|chaos]...`;
+//! `affinode-gpu-suite CONTAINERD_BIN_DIR REPORT.json [simulated] [suite|suite:WORD|engines|programs|gpus|steps|calibration|dashboard|hazards|chaos]...`;
 //! without a part, all of them.
 
 use std::{
@@ -22,8 +22,8 @@ use serde_json::{Map, Value, to_value};
 const ROUNDS: u64 = 30;
 /// How often two are woken at once.
 const TURNS: usize = 10;
-const PARTS: [&str; 8] =
-    ["suite", ENGINES, "programs", "steps", "calibration", "dashboard", "hazards", "chaos"];
+const PARTS: [&str; 9] =
+    ["suite", ENGINES, "programs", "gpus", "steps", "calibration", "dashboard", "hazards", "chaos"];
 /// The part of the suite that compares engines.
 const ENGINES: &str = "engines";
 
@@ -77,7 +77,8 @@ fn run() -> Result<bool> {
             whole.extend(fields);
         }
     }
-    let more: [(&str, MakeReport); 2] = [("programs", suite::programs), ("steps", suite::steps)];
+    let more: [(&str, MakeReport); 3] =
+        [("programs", suite::programs), ("gpus", suite::gpus), ("steps", suite::steps)];
     for (part, make) in more.into_iter().filter(|(part, _)| wanted(part)) {
         let report = make(&release, gpu.clone())?;
         print(&report.table());

@@ -1,0 +1,115 @@
+"""Two processes of one container for programs.py that have memory in common: by legacy IPC, and by NCCL."""
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+PATIENCE_S = 120
+NUMBERS = 8 << 20
+
+
+class Together:
+    """This process and another, which serves what is asked through a queue."""
+
+    def begin(self, serve, *arguments):
+        spawn = mp.get_context("spawn")
+        self.commands, self.answers = spawn.Queue(), spawn.Queue()
+        everything = (*arguments, self.commands, self.answers)
+        self.other = spawn.Process(target=serve, args=everything, daemon=True)
+        self.other.start()
+
+    def hear(self):
+        return self.answers.get(timeout=PATIENCE_S)
+
+    def sync(self):
+        torch.cuda.synchronize()
+
+
+def adds(commands, answers):
+    """Has a tensor of its own that the first process reads, and adds what that one has to another."""
+    first, second = commands.get(timeout=PATIENCE_S)
+    own = torch.zeros(NUMBERS, device="cuda")
+    answers.put(own)
+    while commands.get() == "step":
+        second.add_(first, alpha=2)
+        own.copy_(second).sub_(first)
+        torch.cuda.synchronize()
+        answers.put("done")
+
+
+class Sharing(Together):
+    """torch.multiprocessing: tensors of one process that the other reads and writes, and the other way round."""
+
+    def __init__(self, seed):
+        self.begin(adds)
+        self.first = torch.arange(NUMBERS, device="cuda", dtype=torch.float32) + seed
+        self.second = torch.zeros(NUMBERS, device="cuda")
+        self.commands.put((self.first, self.second))
+        self.theirs = self.hear()
+
+    def step(self):
+        self.first.mul_(0.5).add_(1)
+        torch.cuda.synchronize()
+        self.commands.put("step")
+        self.hear()
+
+    def results(self):
+        return [tensor.cpu().numpy().tobytes() for tensor in (self.first, self.second, self.theirs)]
+
+
+def join(rank, place):
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{place}", rank=rank, world_size=2)
+    return torch.arange(NUMBERS, device="cuda", dtype=torch.float32) * (rank + 1)
+
+
+def reduce(tensor):
+    tensor.mul_(0.25).add_(1)
+    dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+
+
+def serves(place, commands, answers):
+    tensor = join(1, place)
+    while commands.get() == "step":
+        reduce(tensor)
+        answers.put(float(tensor.sum()))
+
+
+class Ranks(Together):
+    """NCCL: two processes, each on a GPU of its own, whose sums both have."""
+
+    def __init__(self, seed):
+        place = f"/tmp/affinode-ranks-{os.getpid()}-{seed}"
+        self.begin(serves, place)
+        self.tensor = join(0, place)
+        self.theirs = 0.0
+
+    def step(self):
+        self.commands.put("step")
+        reduce(self.tensor)
+        self.theirs = self.hear()
+
+    def results(self):
+        return [self.tensor.cpu().numpy().tobytes(), repr(self.theirs).encode()]
+
+
+class Peers:
+    """One process with tensors on both GPUs, which copies from the one to the other."""
+
+    def __init__(self, seed):
+        self.near = torch.arange(NUMBERS, device="cuda:0", dtype=torch.float32) + seed
+        self.far = torch.zeros(NUMBERS, device="cuda:1")
+
+    def step(self):
+        self.far.add_(self.near.to("cuda:1"))
+        self.near.copy_(self.far * 0.5)
+
+    def sync(self):
+        torch.cuda.synchronize(0)
+        torch.cuda.synchronize(1)
+
+    def results(self):
+        return [tensor.cpu().numpy().tobytes() for tensor in (self.near, self.far)]

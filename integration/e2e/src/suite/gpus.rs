@@ -1,0 +1,294 @@
+//! What takes two GPUs of a kind: returns onto the other one when the own one is full, and
+//! programs that share memory, which stay where they are and go on as without us.
+
+use anyhow::{Result, ensure};
+
+use super::{
+    BY_ORDER, Report, World,
+    engines::ENGINE,
+    median,
+    python::{Python, ask, step},
+    report::{NotHere, Rows},
+    wait_held,
+};
+use crate::{
+    container::Spec,
+    containerd::STOCK,
+    until::until,
+    worker::{USUAL, Worker},
+    world::MIB,
+};
+
+/// How often a program changes its GPU.
+const HOPS: usize = 4;
+/// Less than every program here needs.
+const LEFT_MIB: u64 = 2048;
+const PLAIN_MIB: u64 = 4096;
+/// What torch holds beside what it works on.
+const HELD_GIB: u64 = 23;
+const STEPS: u32 = 3;
+
+/// Programs that share memory.
+struct Sharing {
+    part: &'static str,
+    kind: &'static str,
+    settings: &'static [(&'static str, &'static str)],
+    /// Why it stays on its GPUs; none: it is moved.
+    stays: Option<&'static [&'static str]>,
+}
+
+const SHARED: Option<&[&str]> = Some(&["shared-memory"]);
+/// What both ranks need where there is no network but the loopback, and little shared memory.
+const LOCAL: [(&str, &str); 2] = [("NCCL_SOCKET_IFNAME", "lo"), ("NCCL_MAX_NCHANNELS", "4")];
+
+const SHARING: [Sharing; 5] = [
+    Sharing { part: "torch.multiprocessing", kind: "sharing", settings: &[], stays: SHARED },
+    Sharing {
+        part: "NCCL",
+        kind: "ranks",
+        settings: &[],
+        stays: Some(&["shared-memory", "peer-access"]),
+    },
+    Sharing {
+        part: "NCCL, legacy IPC",
+        kind: "ranks",
+        settings: &[("NCCL_CUMEM_ENABLE", "0"), ("NCCL_CUMEM_HOST_ENABLE", "0")],
+        stays: Some(&["shared-memory", "peer-access"]),
+    },
+    Sharing {
+        part: "NCCL through host memory",
+        kind: "ranks",
+        settings: &[
+            ("NCCL_P2P_DISABLE", "1"),
+            ("NCCL_CUMEM_ENABLE", "0"),
+            ("NCCL_CUMEM_HOST_ENABLE", "0"),
+        ],
+        stays: None,
+    },
+    Sharing {
+        part: "copies between peers",
+        kind: "peers",
+        settings: &[],
+        stays: Some(&["peer-access"]),
+    },
+];
+
+/// All of it, where there are two GPUs.
+pub fn all(world: &World, report: &mut Report) {
+    let plain = "another GPU, plain process";
+    match world.cli().ps_now().map(|node| node.gpus) {
+        // Nobody has asked for the controller yet: a first container brings it up.
+        Ok(gpus) if gpus.len() == 1 => return report.skip(plain, "one GPU"),
+        _ => report.part(world, plain, plain_hops),
+    }
+    match Python::find(world) {
+        Ok(python) => {
+            report.part(world, "another GPU, torch", |_, rows| torch_hops(&python, rows));
+            for sharing in &SHARING {
+                report.part(world, sharing.part, |_, rows| sharing.beside_stock(&python, rows));
+            }
+        }
+        Err(why) => report.skip("programs on two GPUs", &format!("{why:#}")),
+    }
+}
+
+fn plain_hops(world: &World, rows: &mut Rows) -> Result<()> {
+    for engine in ["driver", "fast"] {
+        let id = format!("hops-{engine}");
+        let spec = movable(Worker::spec(&id, USUAL, PLAIN_MIB), engine);
+        let mut worker = Worker::start_as(world, spec)?;
+        worker.wait_filled()?;
+        if world.cli().ps()?.gpus.len() != 2 {
+            return Err(NotHere("takes two GPUs".into()).into());
+        }
+        let mut back = Vec::new();
+        let mut good = 0;
+        let mut hops = Hops::new(world, &id);
+        for _ in 0..HOPS {
+            hops.leave()?;
+            back.push(worker.call("streamsync")?.elapsed_us as f64 / 1000.0);
+            hops.arrived()?;
+            // Its kernels, its new memory and its old: all there.
+            worker.call("touch")?;
+            worker.call("alloc 64")?;
+            worker.call("free")?;
+            good += usize::from(worker.verify()?);
+        }
+        rows.count(&format!("{engine}: contents as before, on the other GPU"), good, HOPS);
+        rows.tell(&format!("{engine}, 4 GiB: wake on the other GPU"), median(&back), "ms");
+        hops.end()?;
+        worker.running.kill(world)?;
+        worker.running.delete(world)?;
+    }
+    Ok(())
+}
+
+/// A training loop that changes its GPU after each turn, against one that stays.
+fn torch_hops(python: &Python, rows: &mut Rows) -> Result<()> {
+    const TORCH: &[&str] = &["torch_worker.py"];
+    let world = python.world;
+    let mut digests = Vec::new();
+    for engine in ["off", "driver", "fast"] {
+        let id = format!("torch-hops-{engine}");
+        let mut worker =
+            Worker::start_as(world, movable(python.spec(&id, "root", TORCH)?, engine))?;
+        worker.expect("ready")?;
+        ask(&mut worker, &format!("hold {HELD_GIB}"))?;
+        let before = ask(&mut worker, "check")?.digest;
+        let mut hops = Hops::new(world, &id);
+        let mut back = Vec::new();
+        for _ in 0..HOPS {
+            if engine != "off" {
+                hops.leave()?;
+                back.push(ask(&mut worker, "sync")?.sync_ms);
+                hops.arrived()?;
+            }
+            step(&mut worker, STEPS)?;
+        }
+        let held = usize::from(ask(&mut worker, "check")?.digest == before);
+        rows.count(&format!("{engine}: ballast as it was"), held, 1);
+        digests.push(step(&mut worker, STEPS)?.digest);
+        if engine != "off" {
+            let what = format!("{engine}: wake on the other GPU, as the caller feels it");
+            rows.tell(&what, median(&back), "ms");
+            let same = usize::from(digests.last() == digests.first());
+            rows.count(&format!("{engine}: weights as without being away"), same, 1);
+        }
+        hops.end()?;
+        worker.running.kill(world)?;
+        worker.running.delete(world)?;
+    }
+    Ok(())
+}
+
+fn movable(spec: Spec, engine: &str) -> Spec {
+    let spec = spec.annotation(BY_ORDER.0, BY_ORDER.1).annotation("affinode.io/other-gpu", "true");
+    if engine == "off" { spec } else { spec.annotation(ENGINE, engine) }
+}
+
+/// A container that is sent from one GPU to the other.
+struct Hops<'w> {
+    world: &'w World,
+    id: &'w str,
+    /// Where it is.
+    on: usize,
+    /// What fills its GPU while it is away.
+    filler: Option<Worker>,
+    fillers: usize,
+}
+
+impl<'w> Hops<'w> {
+    fn new(world: &'w World, id: &'w str) -> Self {
+        Hops { world, id, on: 0, filler: None, fillers: 0 }
+    }
+
+    /// Moves it out and fills the GPU that it was on; the other one is empty.
+    fn leave(&mut self) -> Result<()> {
+        self.end()?;
+        wait_held(self.world)?;
+        self.world.cli().move_out(self.id)?;
+        let name = format!("filler-{}-{}", self.id, self.fillers);
+        self.fillers += 1;
+        let (key, value) = BY_ORDER;
+        let spec = Worker::spec(&name, USUAL, 64).annotation(key, value);
+        let spec = spec.env("CUDA_VISIBLE_DEVICES", &self.on.to_string());
+        let mut filler = Worker::start_as(self.world, spec)?;
+        filler.wait_filled()?;
+        let (total, used) = self.memory(self.on)?;
+        filler.call(&format!("alloc {}", (total - used) / MIB - LEFT_MIB))?;
+        until("the GPU to be full", || {
+            let (total, used) = self.memory(self.on)?;
+            Ok((total - used < 2 * LEFT_MIB * MIB).then_some(()))
+        })?;
+        self.filler = Some(filler);
+        Ok(())
+    }
+
+    fn memory(&self, gpu: usize) -> Result<(u64, u64)> {
+        let gpus = self.world.cli().ps_now()?.gpus;
+        Ok((gpus[gpu].vram_total_bytes, gpus[gpu].vram_used_bytes))
+    }
+
+    /// It is called, and must be on the other GPU now.
+    fn arrived(&mut self) -> Result<()> {
+        self.on = 1 - self.on;
+        self.world.cli().wait_for_state(self.id, "Active")?;
+        until("it to be seen on the other GPU", || {
+            let (_, used) = self.memory(self.on)?;
+            Ok((used > LEFT_MIB * MIB).then_some(()))
+        })
+    }
+
+    fn end(&mut self) -> Result<()> {
+        if let Some(filler) = self.filler.take() {
+            filler.running.kill(self.world)?;
+            filler.running.delete(self.world)?;
+        }
+        Ok(())
+    }
+}
+
+impl Sharing {
+    /// With each engine, and with the stock runtime: the same results.
+    fn beside_stock(&self, python: &Python, rows: &mut Rows) -> Result<()> {
+        let world = python.world;
+        let mut first = String::new();
+        for engine in [STOCK, "driver", "fast"] {
+            let program = ["programs.py", self.kind];
+            let name = if engine == STOCK { "stock" } else { engine };
+            let id = format!("{}-{name}", self.part.replace([' ', ',', '.'], "-"));
+            let mut spec = python.spec(&id, "root", &program)?.annotation(BY_ORDER.0, BY_ORDER.1);
+            for (name, value) in LOCAL.iter().chain(self.settings) {
+                spec = spec.env(name, value);
+            }
+            let spec =
+                if engine == STOCK { spec.runtime(STOCK) } else { spec.annotation(ENGINE, engine) };
+            let mut worker = Worker::start_as(world, spec)?;
+            if let Some(why) = python.greet(&mut worker, &program)? {
+                return Err(NotHere(why).into());
+            }
+            step(&mut worker, STEPS)?;
+            match self.stays {
+                _ if engine == STOCK => {}
+                Some(reasons) => {
+                    let said = world.cli().offload(&id)?;
+                    let known = reasons.contains(&&*said.reason);
+                    ensure!(!said.done && known, "{reasons:?} was expected, not {said:?}");
+                    rows.count(&format!("{engine}: stays, and says why"), 1, 1);
+                }
+                None => {
+                    for _ in 0..2 {
+                        world.cli().move_out(&id)?;
+                        step(&mut worker, 1)?;
+                        world.cli().wait_for_state(&id, "Active")?;
+                    }
+                    rows.count(&format!("{engine}: moved out and back"), 2, 2);
+                }
+            }
+            let more = if self.stays.is_none() && engine != STOCK { STEPS - 2 } else { STEPS };
+            let digest = step(&mut worker, more)?.digest;
+            if engine == STOCK {
+                first = digest;
+            } else {
+                let what = format!("{engine}: results as with the stock runtime");
+                rows.count(&what, usize::from(digest == first), 1);
+            }
+            worker.running.kill(world)?;
+            worker.running.delete(world)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_program_knows_all_kinds() {
+        let source = include_str!("../../programs/programs.py");
+        for Sharing { part, kind, .. } in SHARING {
+            assert!(source.contains(&format!("    {kind:?}: (")), "{part}");
+        }
+    }
+}
