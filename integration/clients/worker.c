@@ -18,7 +18,7 @@
  *   record          cuEventRecord of that event
  *   streamcreate    cuStreamCreate
  *   meminfo         cuMemGetInfo: "free_bytes", "total_bytes"
- *   alloc N         N MiB more; free: the last of them
+ *   alloc N [V]     N MiB more, every word of them V (default: one that is not 0; verify samples them); free: the last
  *   spin MS         a kernel of so long, do not wait
  *   managed         1 MiB of managed memory
  *   peer            peer access from this device's context to the other device's
@@ -51,6 +51,8 @@ static struct client client;
 static CUstream stream;
 static CUevent event;
 static CUdeviceptr allocations[MAX_ALLOCATIONS];
+static size_t allocation_words[MAX_ALLOCATIONS];
+static uint32_t allocation_values[MAX_ALLOCATIONS];
 static int allocation_count;
 static const char *program;
 
@@ -62,13 +64,32 @@ static const char *program;
         return 1;                                                                                                     \
     } while (0)
 
-static CUresult alloc_more(size_t mib)
+static CUresult alloc_more(size_t mib, const char *value)
 {
-    if (allocation_count == MAX_ALLOCATIONS)
+    int index = allocation_count;
+    if (index == MAX_ALLOCATIONS)
         return 2;
-    CUresult result = client.cuda.mem_alloc(&allocations[allocation_count], mib << 20);
-    allocation_count += result == 0;
-    return result;
+    TRY(client.cuda.mem_alloc(&allocations[index], mib << 20));
+    allocation_count++;
+    allocation_words[index] = mib << 18;
+    allocation_values[index] = value ? (uint32_t)strtoul(value, NULL, 10) : 0x5eed0000u + (uint32_t)index;
+    void *parameters[] = {&allocations[index], &allocation_words[index], &allocation_values[index]};
+    return client.cuda.launch(client.fill, 128, 1, 1, 256, 1, 1, 0, NULL, parameters, NULL);
+}
+
+/* How many of some words of each, in every half MiB, are not what they should be. */
+static CUresult verify_more(uint64_t *wrong)
+{
+    enum { EVERY_WORDS = 1 << 17, SOME_WORDS = 1024 };
+    static uint32_t words[SOME_WORDS];
+    for (int index = 0; index < allocation_count; index++)
+        for (size_t part = 0; part < allocation_words[index] / EVERY_WORDS; part++) {
+            size_t at = part * EVERY_WORDS + part * 7 * SOME_WORDS % (EVERY_WORDS - SOME_WORDS);
+            TRY(client.cuda.copy_out(words, allocations[index] + at * 4, sizeof words));
+            for (int i = 0; i < SOME_WORDS; i++)
+                *wrong += words[i] != allocation_values[index];
+        }
+    return 0;
 }
 
 static CUresult free_last(void)
@@ -96,6 +117,8 @@ static void verify(const char *command)
 {
     uint64_t wrong = 0, checksum = 0, start = now_us();
     CUresult result = client_verify(&client, &wrong, &checksum);
+    if (result == 0)
+        result = verify_more(&wrong);
     answer(command, result, now_us() - start, "\"ok\":%s,\"wrong\":%llu,\"checksum\":\"%016llx\",\"touches\":%u",
            result == 0 && wrong == 0 ? "true" : "false", (unsigned long long)wrong, (unsigned long long)checksum,
            client.touches);
@@ -214,7 +237,7 @@ static int obey(char *line)
     if (strcmp(command, "streamcreate") == 0)
         TIMED(cuda->stream_create(&another, 0));
     if (strcmp(command, "alloc") == 0)
-        TIMED(alloc_more(number));
+        TIMED(alloc_more(number, strtok_r(NULL, " \t\r\n", &save)));
     if (strcmp(command, "free") == 0)
         TIMED(free_last());
     if (strcmp(command, "spin") == 0)

@@ -80,6 +80,8 @@ pub struct Carried {
     pub parked_bytes: u64,
     /// What the last move out did not have to copy, in bytes.
     pub unchanged_bytes: u64,
+    /// What it did not store, because it is all zero.
+    pub zero_bytes: u64,
 }
 
 /// What was found out about a container before a step that depends on it.

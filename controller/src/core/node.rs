@@ -318,9 +318,10 @@ impl Node {
                 carried_bytes: bytes,
                 parked_bytes,
                 unchanged_bytes,
+                zero_bytes,
                 ..
             } => {
-                let carried = Carried { bytes, parked_bytes, unchanged_bytes };
+                let carried = Carried { bytes, parked_bytes, unchanged_bytes, zero_bytes };
                 self.report(id, order, outcome, phase, cuda_error, carried);
             }
             AgentMessage::Want { ticket, bytes, uuid, attempts } => {

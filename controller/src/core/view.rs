@@ -172,6 +172,7 @@ impl Node {
             held_us: p.page.as_ref().map_or(0, |page| page.held_us),
             kept_bytes: p.page.as_ref().map_or(0, |page| page.kept_bytes),
             unchanged_bytes: p.carried.unchanged_bytes,
+            zero_bytes: p.carried.zero_bytes,
             carried_bytes: p.carried.bytes,
             parked_bytes: p.carried.parked_bytes,
             utilization_percent: self.utilization_percent(p),

@@ -352,7 +352,12 @@ impl Actor {
                     phase,
                     generation,
                     hazards,
-                    carried: Carried { bytes: carried_bytes, parked_bytes, unchanged_bytes: 0 },
+                    carried: Carried {
+                        bytes: carried_bytes,
+                        parked_bytes,
+                        unchanged_bytes: 0,
+                        zero_bytes: 0,
+                    },
                 });
             }
             AgentMail::Message(id, message) => self.feed(Input::Message(id, message)),

@@ -300,6 +300,7 @@ impl Live {
             carried_bytes: 0,
             parked_bytes: 0,
             unchanged_bytes: 0,
+            zero_bytes: 0,
         };
         self.inputs.push_back(Input::Message(names::id(n), report));
         if action == Action::Open {

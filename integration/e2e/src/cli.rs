@@ -125,6 +125,8 @@ pub struct ProcessRow {
     pub kept_bytes: u64,
     /// What the last move out did not copy again.
     pub unchanged_bytes: u64,
+    /// What the last move out did not store, because it is all zero.
+    pub zero_bytes: u64,
     /// What makes it unsafe to move.
     pub hazards: Vec<String>,
     /// VRAM it holds.

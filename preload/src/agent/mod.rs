@@ -202,6 +202,7 @@ impl Agent {
                         carried_bytes: self.page.carried_bytes.load(Ordering::Relaxed),
                         parked_bytes: self.page.parked_bytes.load(Ordering::Relaxed),
                         unchanged_bytes: carry::unchanged_bytes(),
+                        zero_bytes: carry::zero_bytes(),
                     };
                     self.link.send(now_us, &report);
                 }

@@ -40,6 +40,10 @@ pub struct Digest {
 impl Digest {
     /// None is known.
     pub const UNKNOWN: Digest = Digest { low: 0, high: 0 };
+    /// Of memory that is all zero, and of no other.
+    pub const ZERO: Digest = Digest { low: 0, high: u64::MAX };
+    /// Instead of [`Self::ZERO`] where nothing is stored: see `zeros`.
+    pub const LEFT_OUT: Digest = Digest { low: 0, high: u64::MAX - 1 };
 
     /// Where the device is to find the memory.
     pub(super) fn of_address(address: u64) -> Digest {

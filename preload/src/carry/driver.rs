@@ -68,6 +68,7 @@ functions! {
     host_unregister = "cuMemHostUnregister" (*mut c_void);
     copy_out = "cuMemcpyDtoHAsync_v2" (*mut c_void, u64, usize, *mut c_void);
     copy_in = "cuMemcpyHtoDAsync_v2" (u64, *const c_void, usize, *mut c_void);
+    clear = "cuMemsetD8Async" (u64, u8, usize, *mut c_void);
     stream_create = "cuStreamCreate" (*mut *mut c_void, u32);
     stream_synchronize = "cuStreamSynchronize" (*mut c_void);
     stream_destroy = "cuStreamDestroy_v2" (*mut c_void);

@@ -56,6 +56,8 @@ pub struct Filling {
     next: AtomicUsize,
     /// Chunks that are in.
     pub resident: Chunks,
+    /// Chunks in which nothing will be stored.
+    pub empty: Chunks,
     /// Changes with every chunk that has become resident.
     progress: AtomicU32,
     helpers: AtomicU32,
@@ -68,6 +70,7 @@ pub static FILLING: Filling = Filling {
     of_file: AtomicUsize::new(0),
     next: AtomicUsize::new(0),
     resident: Chunks::none(),
+    empty: Chunks::none(),
     progress: AtomicU32::new(0),
     helpers: AtomicU32::new(0),
 };
@@ -83,6 +86,7 @@ impl Filling {
         self.start.store(start, Ordering::Relaxed);
         self.bytes.store(bytes, Ordering::Relaxed);
         self.of_file.store(of_file, Ordering::Relaxed);
+        self.empty.clear();
         self.next.store(0, Ordering::Release);
         let missing =
             (0..bytes.div_ceil(CHUNK_BYTES)).filter(|chunk| !self.resident.has(*chunk)).count();
@@ -101,7 +105,7 @@ impl Filling {
         if bytes == 0 {
             return false;
         }
-        if !self.resident.has(chunk) {
+        if !self.resident.has(chunk) && !self.empty.has(chunk) {
             let at = self.start.load(Ordering::Relaxed) + chunk * CHUNK_BYTES;
             let of_file = self.of_file.load(Ordering::Relaxed) == 1;
             // SAFETY: a chunk of the pool, which holds nothing while it is being filled.

@@ -21,6 +21,7 @@
 //! | `table`, `sorted`, `order` | what is carried; by age |
 //! | `park`, `pool`, `filling` | out and home; the host memory for it, and its pages |
 //! | `digest`, `shortage` | what of it has not changed by the next time; whether it can be kept |
+//! | `zeros` | what of it need not be stored at all |
 //! | `vault` | home through a process that fills the memory while the driver restores the rest |
 //! | `driver` | the driver's functions |
 
@@ -39,6 +40,7 @@ mod sorted;
 mod table;
 pub mod vault;
 mod vmm;
+mod zeros;
 
 use core::cell::UnsafeCell;
 use core::ffi::CStr;
@@ -82,6 +84,8 @@ struct Carry {
     peers: [AtomicU64; DEVICES],
     /// What the last move out did not have to copy.
     unchanged_bytes: AtomicU64,
+    /// What it left out, because it is all zero.
+    zero_bytes: AtomicU64,
     /// Contexts in which something small stays allocated.
     anchored: [AtomicUsize; 16],
 }
@@ -101,6 +105,7 @@ static CARRY: Carry = Carry {
     pool: UnsafeCell::new(Pool::none()),
     peers: [const { AtomicU64::new(0) }; DEVICES],
     unchanged_bytes: AtomicU64::new(0),
+    zero_bytes: AtomicU64::new(0),
     anchored: [const { AtomicUsize::new(0) }; 16],
 };
 
@@ -204,6 +209,11 @@ pub fn stand_in(real: usize) -> Option<usize> {
         return None;
     }
     REAL.iter().position(|known| known.load(Ordering::Relaxed) == real).map(calls::stand_in)
+}
+
+/// What the last move out did not store, because it is all zero, in bytes.
+pub fn zero_bytes() -> u64 {
+    CARRY.zero_bytes.load(Ordering::Relaxed)
 }
 
 /// What the last move out did not have to copy, in bytes.

@@ -1,7 +1,7 @@
 //! Out and home, by the agent, with the gate closed and no work on the GPU.
 //!
 //! ```text
-//! park:   room in the pool ──> copy all that it does not hold already ──> all copied?
+//! park:   room in the pool ──> copy all that it does not hold already, and is not zero ──> all copied?
 //!                                │                                          └──> unmap, release
 //!                                │ anything fails: nothing was unmapped              each
 //! unpark: make, map, begin to copy each ──> all copied? ──> done
@@ -20,9 +20,8 @@ use super::backing::{back, unback};
 use super::contexts::in_context;
 use super::digest::{self, Digests};
 use super::driver::call;
-use super::filling::CHUNK_BYTES;
 use super::order::Order;
-use super::pool::{Pool, Tidied};
+use super::pool::{Pool, Stored, Tidied};
 use super::table::{Id, Piece, Place};
 use super::{CARRY, driver, is_in_use, shortage, tables, vault, with_pool};
 use crate::process;
@@ -61,7 +60,8 @@ pub fn park(keep: bool) -> Result<(), u32> {
             return Err(result::OUT_OF_MEMORY);
         }
         pool.set_keeps(keep);
-        let found = if keep { digest::of_leaving(bytes) } else { None };
+        let mut found = digest::of_leaving(bytes);
+        let zero_bytes = found.as_mut().map_or(0, |found| pool.leave_out(found));
         let mut out = Out { pool, copies: Copies::new(), found, unchanged_bytes: 0 };
         let copied = as_result(each(Piece::leaves, |_, piece| out.copy(piece)));
         let Out { pool, copies, found, unchanged_bytes } = out;
@@ -73,6 +73,7 @@ pub fn park(keep: bool) -> Result<(), u32> {
             pool.learn(found);
         }
         CARRY.unchanged_bytes.store(unchanged_bytes, Ordering::Relaxed);
+        CARRY.zero_bytes.store(zero_bytes, Ordering::Relaxed);
         // What is in use is not kept.
         tell_kept(0);
         give_back();
@@ -148,17 +149,19 @@ impl Out<'_> {
         while done < piece.bytes {
             let offset = (piece.offset + done) as usize;
             let left = (piece.bytes - done) as usize;
-            let (unchanged, bytes) = self.pool.unchanged(offset, left, self.found.as_ref());
-            if unchanged {
-                self.unchanged_bytes += bytes as u64;
-            } else {
-                self.pool.forget(offset, bytes);
-                let device = piece.address + done;
-                let code = self.copies.on_stream(piece.context, |stream| {
-                    call!(copy_out(self.pool.ready(offset), device, bytes, stream))
-                });
-                if code != result::SUCCESS {
-                    return code;
+            let (stored, bytes) = self.pool.stored(offset, left, self.found.as_ref());
+            match stored {
+                Stored::Nowhere => {}
+                Stored::Already => self.unchanged_bytes += bytes as u64,
+                Stored::Anew => {
+                    self.pool.forget(offset, bytes);
+                    let device = piece.address + done;
+                    let code = self.copies.on_stream(piece.context, |stream| {
+                        call!(copy_out(self.pool.ready(offset), device, bytes, stream))
+                    });
+                    if code != result::SUCCESS {
+                        return code;
+                    }
                 }
             }
             done += bytes as u64;
@@ -173,11 +176,12 @@ fn copy_in(pool: &mut Pool, copies: &mut Copies, piece: &Piece) -> u32 {
     while done < piece.bytes {
         let offset = (piece.offset + done) as usize;
         let left = (piece.bytes - done) as usize;
-        // A copy that crosses into another registration is refused.
-        let bytes = left.min(CHUNK_BYTES - offset % CHUNK_BYTES);
+        // A copy that crosses into another registration is refused: not beyond the chunk.
+        let (is_zero, bytes) = pool.left_out(offset, left);
         let device = piece.address + done;
-        let code = copies.on_stream(piece.context, |stream| {
-            call!(copy_in(device, pool.held(offset).cast_const(), bytes, stream))
+        let code = copies.on_stream(piece.context, |stream| match is_zero {
+            true => call!(clear(device, 0, bytes, stream)),
+            false => call!(copy_in(device, pool.held(offset).cast_const(), bytes, stream)),
         });
         if code != result::SUCCESS {
             return code;

@@ -8,7 +8,7 @@
 //! Several threads bring pages in, because one alone is slower than the bus; the agent
 //! registers the chunks with the driver in order and copies behind.
 //!
-//! What is kept after a return is told by its digests: what has not changed by the next time is
+//! What is all zero is not stored (`zeros`). What is kept after a return is told by its digests: what has not changed by the next time is
 //! not copied again.
 //!
 //! Where there is a vault it is a file in memory, so that the vault can read it as well; the
@@ -22,6 +22,7 @@ use super::contexts::in_context;
 use super::digest::{Digest, Digests, SLOT_BYTES};
 use super::driver::call;
 use super::filling::{CHUNK_BYTES, Chunks, FILLING, MOST_CHUNKS, chunk_bytes};
+use super::zeros;
 use crate::owned::{self, Owned};
 use crate::sys;
 
@@ -44,6 +45,17 @@ pub struct Pool {
     registered: Chunks,
     /// What each slot holds, as far as that is known.
     known: Digests,
+}
+
+/// Where content is when everything has left the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stored {
+    /// In the pool, once it is copied.
+    Anew,
+    /// In the pool as it was.
+    Already,
+    /// Nowhere: it is all zero.
+    Nowhere,
 }
 
 /// What becomes of host memory that nothing is parked in.
@@ -227,19 +239,40 @@ impl Pool {
         self.keeps = usize::from(keeps);
     }
 
-    /// How many bytes from an offset on are, or are not, what the pool holds there: all of them
-    /// the same way, in one chunk, at most `most`.
-    pub fn unchanged(&self, offset: usize, most: usize, found: Option<&Digests>) -> (bool, usize) {
+    /// What becomes of how many bytes from an offset on: of all of them the same, in one chunk, at
+    /// most `most`.
+    pub fn stored(&self, offset: usize, most: usize, found: Option<&Digests>) -> (Stored, usize) {
         let most = most.min(CHUNK_BYTES - offset % CHUNK_BYTES);
-        let Some(found) = found else { return (false, most) };
+        let Some(found) = found else { return (Stored::Anew, most) };
         let first = offset / SLOT_BYTES;
-        let same = |slot: usize| {
-            let found = found.all().get(slot).filter(|digest| **digest != Digest::UNKNOWN);
-            found.is_some() && found == self.known.all().get(slot)
+        let of_slot = |slot: usize| match found.all().get(slot) {
+            Some(&Digest::LEFT_OUT) => Stored::Nowhere,
+            Some(digest) if *digest != Digest::UNKNOWN && self.keeps == 1 => {
+                let same = self.known.all().get(slot) == Some(digest);
+                if same { Stored::Already } else { Stored::Anew }
+            }
+            _ => Stored::Anew,
         };
-        let is_same = same(first);
-        let slots = (first..first + most.div_ceil(SLOT_BYTES)).take_while(|s| same(*s) == is_same);
-        (is_same, most.min(slots.count() * SLOT_BYTES))
+        let all = of_slot(first);
+        let slots = (first..first + most.div_ceil(SLOT_BYTES)).take_while(|s| of_slot(*s) == all);
+        (all, most.min(slots.count() * SLOT_BYTES))
+    }
+
+    /// Marks what need not be stored in a pool that is being filled: so many bytes.
+    pub fn leave_out(&self, found: &mut Digests) -> u64 {
+        let bytes = zeros::leave_out(found.all_mut(), owned::VAULT.get().is_some());
+        zeros::empty_chunks(found.all()).for_each(|chunk| FILLING.empty.set(chunk, true));
+        bytes as u64
+    }
+
+    /// Whether something is not in the pool that was left out of it.
+    pub fn leaves_out(&self) -> bool {
+        self.known.all().contains(&Digest::LEFT_OUT)
+    }
+
+    /// How many bytes from an offset on were left out, or were not.
+    pub fn left_out(&self, offset: usize, most: usize) -> (bool, usize) {
+        zeros::run_at(self.known.all(), offset, most)
     }
 
     /// Something is about to be copied there.
@@ -250,9 +283,15 @@ impl Pool {
         slots.for_each(|slot| *slot = Digest::UNKNOWN);
     }
 
-    /// All that was found is there now.
+    /// All that was found is there now, but for what was left out; chunks of that alone hold
+    /// nothing.
     pub fn learn(&mut self, found: Digests) {
         self.known = found;
+        for chunk in 0..self.chunks() {
+            if FILLING.empty.has(chunk) && FILLING.resident.has(chunk) {
+                self.discard(chunk);
+            }
+        }
     }
 
     /// The host memory that is kept while nothing is in it.
@@ -280,6 +319,12 @@ impl Pool {
             return false;
         };
         self.forget(chunk * CHUNK_BYTES, CHUNK_BYTES);
+        self.discard(chunk);
+        true
+    }
+
+    /// Gives a chunk's pages back. Nothing may be in it.
+    fn discard(&mut self, chunk: usize) {
         if self.unregister(chunk) {
             // SAFETY: a chunk of the pool, in which nothing is.
             unsafe {
@@ -288,7 +333,6 @@ impl Pool {
             }
         }
         FILLING.resident.set(chunk, false);
-        true
     }
 }
 
@@ -331,11 +375,39 @@ mod tests {
         assert_eq!(pool.tidy(|| false), Tidied::All, "not kept any more, though there is memory");
         let found = digests(pool.bytes / SLOT_BYTES);
         let gone = KEPT_CHUNKS * CHUNK_BYTES;
-        assert_eq!(pool.unchanged(gone, SLOT_BYTES, Some(&found)), (false, SLOT_BYTES));
-        assert_eq!(pool.unchanged(gone - SLOT_BYTES, gone, Some(&found)), (true, SLOT_BYTES));
+        pool.set_keeps(true);
+        let stored = |offset| pool.stored(offset, SLOT_BYTES, Some(&found));
+        assert_eq!(stored(gone), (Stored::Anew, SLOT_BYTES));
+        assert_eq!(stored(gone - SLOT_BYTES), (Stored::Already, SLOT_BYTES));
         // SAFETY: mapped in `kept`, with that size.
         unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
         FILLING.resident.clear();
+    }
+
+    #[test]
+    fn what_is_left_out_is_not_in_the_pool_and_its_chunks_are_given_back() {
+        let _own = SHARED.lock();
+        let mut pool = kept();
+        let mut found = digests(pool.bytes / SLOT_BYTES);
+        const IN_CHUNK: usize = CHUNK_BYTES / SLOT_BYTES;
+        found.all_mut()[IN_CHUNK - 9..2 * IN_CHUNK].fill(Digest::ZERO);
+        FILLING.empty.clear();
+        assert_eq!(pool.leave_out(&mut found), (9 + IN_CHUNK as u64) * SLOT_BYTES as u64);
+        assert!(FILLING.empty.has(1) && !FILLING.empty.has(0) && !pool.leaves_out());
+        let at = (IN_CHUNK - 9) * SLOT_BYTES;
+        assert_eq!(pool.stored(at, pool.bytes, Some(&found)), (Stored::Nowhere, 9 * SLOT_BYTES));
+        pool.learn(found);
+        assert!(pool.leaves_out());
+        assert_eq!(pool.kept_bytes(), 9 * CHUNK_BYTES as u64);
+        assert_eq!(pool.left_out(at, pool.bytes), (true, 9 * SLOT_BYTES));
+        assert_eq!(pool.left_out(0, pool.bytes), (false, at));
+        // The next time it is copied as a whole.
+        pool.forget(0, pool.bytes);
+        assert!(!pool.leaves_out());
+        // SAFETY: as above.
+        unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
+        FILLING.resident.clear();
+        FILLING.empty.clear();
     }
 
     #[test]
@@ -353,8 +425,8 @@ mod tests {
         let mut pool = kept();
         let mut found = digests(pool.bytes / SLOT_BYTES);
         let run = |pool: &Pool, slot: usize, found: Option<&Digests>| {
-            let (same, bytes) = pool.unchanged(slot * SLOT_BYTES, pool.bytes, found);
-            (same, bytes / SLOT_BYTES)
+            let (stored, bytes) = pool.stored(slot * SLOT_BYTES, pool.bytes, found);
+            (stored == Stored::Already, bytes / SLOT_BYTES)
         };
         const IN_CHUNK: usize = CHUNK_BYTES / SLOT_BYTES;
         assert_eq!(run(&pool, 1, Some(&found)), (true, IN_CHUNK - 1));
@@ -368,6 +440,8 @@ mod tests {
         // What neither side knows is not the same.
         found.all_mut()[6] = Digest::UNKNOWN;
         assert_eq!(run(&pool, 6, Some(&found)), (false, 2));
+        pool.set_keeps(false);
+        assert_eq!(run(&pool, 0, Some(&found)), (false, IN_CHUNK), "nothing is kept");
         // SAFETY: as above.
         unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
         FILLING.resident.clear();

@@ -76,7 +76,8 @@ pub fn hang_up() {
 /// Hands what is parked over, where a vault can bring it home faster. Otherwise it is hung up on,
 /// and the page says that the next one would not be of use.
 pub fn offer(pool: &Pool, vram_bytes: u64) {
-    let summary = summary();
+    // What was left out of the pool no vault knows.
+    let summary = if pool.leaves_out() { None } else { summary() };
     if let Some(page) = process::page() {
         page.note(Notes::NO_VAULT, summary.is_none());
     }

@@ -184,6 +184,8 @@ pub enum AgentMessage {
         parked_bytes: u64,
         /// Bytes that the last Park found in host memory already and did not copy.
         unchanged_bytes: u64,
+        /// Bytes that it did not store, because they are all zero.
+        zero_bytes: u64,
     },
     /// The set of hazards grew.
     Notice {
@@ -318,6 +320,7 @@ impl AgentMessage {
                 carried_bytes,
                 parked_bytes,
                 unchanged_bytes,
+                zero_bytes,
             } => Writer::new(3)
                 .u64(order)
                 .u32(outcome as u32)
@@ -326,7 +329,8 @@ impl AgentMessage {
                 .u64(elapsed_us)
                 .u64(carried_bytes)
                 .u64(parked_bytes)
-                .u64(unchanged_bytes),
+                .u64(unchanged_bytes)
+                .u64(zero_bytes),
             AgentMessage::Notice { hazards } => Writer::new(4).u32(hazards.0),
             AgentMessage::Want { ticket, bytes, uuid, attempts } => {
                 Writer::new(8).u64(ticket).u64(bytes).bytes(&uuid).u32(attempts)
@@ -370,6 +374,7 @@ impl AgentMessage {
                     carried_bytes: r.u64(),
                     parked_bytes: r.u64(),
                     unchanged_bytes: r.u64(),
+                    zero_bytes: r.u64(),
                 })
             }
             4 => Ok(AgentMessage::Notice { hazards: Hazards(r.u32()) }),

@@ -25,6 +25,7 @@ fn messages_come_back_as_sent() {
             carried_bytes: 14,
             parked_bytes: 13,
             unchanged_bytes: 12,
+            zero_bytes: 11,
         },
         AgentMessage::Notice { hazards: Hazards::MANAGED_MEMORY },
         AgentMessage::Want { ticket: 3, bytes: 1 << 40, uuid: [7; 16], attempts: 2 },

@@ -126,6 +126,7 @@ impl World {
                 carried_bytes,
                 parked_bytes,
                 unchanged_bytes: 0,
+                zero_bytes: 0,
             },
         ));
     }

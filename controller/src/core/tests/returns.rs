@@ -341,6 +341,7 @@ fn a_controller_that_was_stopped_does_not_trust_what_it_proved_before() {
         carried_bytes,
         parked_bytes,
         unchanged_bytes: 0,
+        zero_bytes: 0,
     };
     world.feed(Input::Message(id, report));
     world.settle();

@@ -338,6 +338,7 @@ impl World {
                 bytes: agent.carried,
                 parked_bytes: agent.parked_bytes(),
                 unchanged_bytes: 0,
+                zero_bytes: 0,
             },
         };
         self.feed(input);

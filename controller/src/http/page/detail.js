@@ -21,9 +21,10 @@ function hook(container) {
 
 const sum = (container, name) => container.processes.reduce((all, process) => all + (process[name] ?? 0), 0);
 
-function unchanged(container) {
-  const known = sum(container, "unchanged_bytes");
-  return known ? `; ${bytes(known)} were unchanged, not copied` : "";
+// What the last move out did not have to copy.
+function spared(container) {
+  const [same, zero] = [sum(container, "unchanged_bytes"), sum(container, "zero_bytes")];
+  return (same ? `; ${bytes(same)} were unchanged, not copied` : "") + (zero ? `; ${bytes(zero)} were all zero, not stored` : "");
 }
 
 // The part of host memory that a copy for the next time holds while the container is home.
@@ -51,7 +52,7 @@ export function drawDetail(node, container) {
     fact("Id", container.id), fact("Image", container.image || "–"),
     fact("Policy", `${container.mode}, idle after ${duration(container.idle_after_ms)}${container.idle_after_ms < container.idle_timeout_ms ? ` (learned; at most ${duration(container.idle_timeout_ms)})` : ""}, priority ${container.priority}`),
     fact("Offloads", String(container.offloads)), fact("Returns", String(container.restores)),
-    fact("Last offload", container.offloads ? `${took(container.last_offload_ms)}${unchanged(container)}` : "–"),
+    fact("Last offload", container.offloads ? `${took(container.last_offload_ms)}${spared(container)}` : "–"),
     fact("Last wake", container.restores ? `${took(container.last_wake_ms)}, of which ${took(container.last_restore_ms)} moving; 99 of 100 within ${took(container.wake_p99_ms)}` : "–"),
     ...kept(container),
     fact("CUDA calls", `${count(calls(container))}${hook(container)}`), fact("Last call", el("span", { class: "last" })));

@@ -173,6 +173,7 @@ impl World<'_> {
             carried_bytes,
             parked_bytes,
             unchanged_bytes: 0,
+            zero_bytes: 0,
         };
         let report = Input::Message(id(n), report);
         if step != Step::Open || self.processes[n].waiting.is_empty() {

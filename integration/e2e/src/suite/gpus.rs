@@ -39,7 +39,8 @@ struct Sharing {
 
 const SHARED: Option<&[&str]> = Some(&["shared-memory"]);
 /// What both ranks need where there is no network but the loopback, and little shared memory.
-const LOCAL: [(&str, &str); 2] = [("NCCL_SOCKET_IFNAME", "lo"), ("NCCL_MAX_NCHANNELS", "4")];
+const LOCAL: [(&str, &str); 3] =
+    [("NCCL_SOCKET_IFNAME", "lo"), ("NCCL_MAX_NCHANNELS", "2"), ("NCCL_BUFFSIZE", "1048576")];
 
 const SHARING: [Sharing; 5] = [
     Sharing { part: "torch.multiprocessing", kind: "sharing", settings: &[], stays: SHARED },
@@ -236,7 +237,7 @@ impl Sharing {
         for engine in [STOCK, "driver", "fast"] {
             let program = ["programs.py", self.kind];
             let name = if engine == STOCK { "stock" } else { engine };
-            let id = format!("{}-{name}", self.part.replace([' ', ',', '.'], "-"));
+            let id = format!("{}-{name}", self.part.replace(", ", "-").replace([' ', '.'], "-"));
             let mut spec = python.spec(&id, "root", &program)?.annotation(BY_ORDER.0, BY_ORDER.1);
             for (name, value) in LOCAL.iter().chain(self.settings) {
                 spec = spec.env(name, value);

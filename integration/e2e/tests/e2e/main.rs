@@ -34,6 +34,7 @@ mod unit;
 mod user_namespaces;
 mod vault;
 mod ways;
+mod zeros;
 
 /// Says why a case has nothing to show on this machine.
 #[expect(clippy::print_stdout, reason = "cargo test shows it with the test's name")]

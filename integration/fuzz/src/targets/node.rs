@@ -137,6 +137,7 @@ impl World {
                 bytes: bytes.arbitrary()?,
                 parked_bytes: bytes.arbitrary()?,
                 unchanged_bytes: bytes.arbitrary()?,
+                zero_bytes: bytes.arbitrary()?,
             },
         });
         Ok(())
@@ -232,6 +233,7 @@ impl World {
                 carried_bytes: 0,
                 parked_bytes: 0,
                 unchanged_bytes: 0,
+                zero_bytes: 0,
             },
         ));
     }
@@ -288,6 +290,7 @@ fn report(bytes: &mut Unstructured<'_>) -> Result<AgentMessage> {
         carried_bytes: bytes.arbitrary()?,
         parked_bytes: bytes.arbitrary()?,
         unchanged_bytes: bytes.arbitrary()?,
+        zero_bytes: bytes.arbitrary()?,
     })
 }
 

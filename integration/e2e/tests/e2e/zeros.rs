@@ -1,0 +1,103 @@
+//! Memory that is all zero is not stored while its process is away, and is zero after the return.
+
+use std::fs;
+
+use affinode_e2e::{
+    cli::ProcessRow,
+    container::SEES_ITS_CGROUP,
+    worker::{USUAL, Worker},
+    world::{MIB, Recipe, World},
+};
+use anyhow::{Context, Result};
+
+use crate::offload::MANUAL;
+
+const FILLED_MIB: u64 = 32;
+const ZERO_MIB: u64 = 384;
+const MORE_MIB: u64 = 64;
+
+fn start(world: &World, engine: &str, keep: &str) -> Result<Worker> {
+    let id = format!("{engine}-{keep}");
+    let spec = Worker::spec(&id, USUAL, FILLED_MIB)
+        .annotation("affinode.io/engine", engine)
+        .annotation("affinode.io/keep-copy", keep)
+        .flags(&SEES_ITS_CGROUP);
+    let mut worker = Worker::start_as(world, spec)?;
+    worker.wait_filled()?;
+    Ok(worker)
+}
+
+/// Moves it out and home, and looks at its contents: how it was while it was away, and the MiB
+/// of it that were resident in host memory.
+fn cycle(world: &World, worker: &mut Worker) -> Result<(ProcessRow, u64)> {
+    let id = worker.running.id.clone();
+    world.cli().move_out(&id)?;
+    let away = world.cli().known(&id)?.processes.remove(0);
+    let resident = resident_mib(away.pid)?;
+    assert!(worker.verify()?, "{id}: contents as before");
+    world.cli().wait_for_state(&id, "Active")?;
+    Ok((away, resident))
+}
+
+fn resident_mib(pid: i32) -> Result<u64> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let kib = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let kib = kib.context("a process has a size")?.trim().trim_end_matches(" kB");
+    Ok(kib.parse::<u64>()? / 1024)
+}
+
+#[test]
+fn what_nobody_has_written_takes_no_host_memory_and_comes_back_as_zeros() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    for (engine, keep) in [("park", "false"), ("fast", "true")] {
+        let mut worker = start(&world, engine, keep)?;
+        worker.call(&format!("alloc {ZERO_MIB} 0"))?;
+        worker.call(&format!("alloc {MORE_MIB}"))?;
+        for round in 0..2 {
+            let (away, resident) = cycle(&world, &mut worker)?;
+            let said = (away.parked_bytes / MIB, away.zero_bytes / MIB);
+            let all = FILLED_MIB + ZERO_MIB + MORE_MIB;
+            assert_eq!(said, (all, ZERO_MIB), "{engine}, {keep}, round {round}");
+            assert!(resident < all * 2 / 3, "{engine}, {keep}: {resident} MiB, round {round}");
+            worker.call("touch")?;
+        }
+        // Zeros where something else was, in the pool too; and something else where zeros were.
+        for (value, zeros) in
+            [(" 0", ZERO_MIB + MORE_MIB), ("", ZERO_MIB), (" 0", ZERO_MIB + MORE_MIB)]
+        {
+            worker.call("free")?;
+            worker.call(&format!("alloc {MORE_MIB}{value}"))?;
+            let (away, _) = cycle(&world, &mut worker)?;
+            assert_eq!(away.zero_bytes / MIB, zeros, "{engine}, {keep}");
+        }
+        // The rest of it is written to: all of it is copied now.
+        worker.call("free")?;
+        worker.call("free")?;
+        worker.call(&format!("alloc {ZERO_MIB}"))?;
+        assert_eq!(cycle(&world, &mut worker)?.0.zero_bytes, 0, "{engine}, {keep}");
+        worker.running.kill(&world)?;
+        worker.running.delete(&world)?;
+    }
+    Ok(())
+}
+
+/// A vault saves more than a few zeros would: they are stored then, and it is used.
+#[test]
+fn a_few_zeros_do_not_keep_the_vault_from_its_work() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    let fills = || -> Result<u64> { Ok(world.cli().ps()?.gpus[0].vault_fills) };
+    let mut worker = start(&world, "fast", "false")?;
+    worker.call("alloc 96")?;
+    worker.call(&format!("alloc {MORE_MIB} 0"))?;
+    // The first makes the vault, and may be too early for it.
+    cycle(&world, &mut worker)?;
+    let before = fills()?;
+    let (away, _) = cycle(&world, &mut worker)?;
+    assert_eq!((away.zero_bytes, fills()? - before), (0, 1));
+    // Most of it is zero now: it leaves them out, and comes home by itself.
+    worker.call(&format!("alloc {ZERO_MIB} 0"))?;
+    let before = fills()?;
+    let (away, _) = cycle(&world, &mut worker)?;
+    assert_eq!((away.zero_bytes / MIB, fills()? - before), (ZERO_MIB + MORE_MIB, 0));
+    Ok(())
+}
