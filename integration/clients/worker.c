@@ -19,6 +19,7 @@
  *   streamcreate    cuStreamCreate
  *   meminfo         cuMemGetInfo: "free_bytes", "total_bytes"
  *   alloc N [V]     N MiB more, every word of them V (default: one that is not 0; verify samples them); free: the last
+ *   set N V         every word of the Nth of them, counted from 0, is V from now on
  *   spin MS         a kernel of so long, do not wait
  *   managed         1 MiB of managed memory
  *   peer            peer access from this device's context to the other device's
@@ -64,6 +65,15 @@ static const char *program;
         return 1;                                                                                                     \
     } while (0)
 
+static CUresult set_all(unsigned index, const char *value)
+{
+    if (value == NULL || index >= (unsigned)allocation_count)
+        return 1;
+    allocation_values[index] = (uint32_t)strtoul(value, NULL, 10);
+    void *parameters[] = {&allocations[index], &allocation_words[index], &allocation_values[index]};
+    return client.cuda.launch(client.fill, 128, 1, 1, 256, 1, 1, 0, NULL, parameters, NULL);
+}
+
 static CUresult alloc_more(size_t mib, const char *value)
 {
     int index = allocation_count;
@@ -72,9 +82,9 @@ static CUresult alloc_more(size_t mib, const char *value)
     TRY(client.cuda.mem_alloc(&allocations[index], mib << 20));
     allocation_count++;
     allocation_words[index] = mib << 18;
-    allocation_values[index] = value ? (uint32_t)strtoul(value, NULL, 10) : 0x5eed0000u + (uint32_t)index;
-    void *parameters[] = {&allocations[index], &allocation_words[index], &allocation_values[index]};
-    return client.cuda.launch(client.fill, 128, 1, 1, 256, 1, 1, 0, NULL, parameters, NULL);
+    char usual[16];
+    snprintf(usual, sizeof usual, "%u", 0x5eed0000u + (unsigned)index);
+    return set_all((unsigned)index, value ? value : usual);
 }
 
 /* How many of some words of each, in every half MiB, are not what they should be. */
@@ -238,6 +248,8 @@ static int obey(char *line)
         TIMED(cuda->stream_create(&another, 0));
     if (strcmp(command, "alloc") == 0)
         TIMED(alloc_more(number, strtok_r(NULL, " \t\r\n", &save)));
+    if (strcmp(command, "set") == 0)
+        TIMED(set_all(number, strtok_r(NULL, " \t\r\n", &save)));
     if (strcmp(command, "free") == 0)
         TIMED(free_last());
     if (strcmp(command, "spin") == 0)

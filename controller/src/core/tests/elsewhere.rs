@@ -113,25 +113,39 @@ fn who_could_not_come_back_there_waits_for_its_own() {
     }
 }
 
-/// The controller dies after its order, before and after the agent has carried it out: the next
-/// one proves room where the process is, not where it was.
+/// The controller dies after its order, before and after the agent has carried it out, and where
+/// memory that was copied did not find its room there: the next one proves room where the process
+/// is, not where it was.
 #[test]
 fn the_next_controller_knows_where_a_process_was_sent() {
-    for carried_out in [false, true] {
-        let (mut world, id) = crowded(0);
+    for (container, carried_out, fails) in [(0, false, false), (0, true, false), (1, false, true)] {
+        let (mut world, id) = crowded(container);
         world.call(id);
-        while !world.journal.values().any(|record| record.processes.iter().any(|p| p.to.is_some()))
-        {
-            world.tick();
-            world.answer_question();
-        }
-        if carried_out {
-            world.work(id);
-            while world.agents[&id].phase == Phase::Away {
-                world.work(id);
+        let sent = |world: &World| {
+            let mut recorded = world.journal.values().flat_map(|record| &record.processes);
+            recorded.any(|process| process.to.is_some())
+        };
+        for _ in 0..100 {
+            if !sent(&world) {
+                world.tick();
+                world.answer_question();
             }
         }
+        assert!(sent(&world), "it is not written where");
+        if carried_out {
+            for _ in 0..100 {
+                if world.agents[&id].phase == Phase::Away {
+                    world.work(id);
+                }
+            }
+        }
+        world.fail = fails.then_some(Outcome::DriverError);
         world.restart(!carried_out);
+        if fails {
+            world.work(id);
+            let agent = &world.agents[&id];
+            assert_eq!((agent.phase, agent.gpu), (Phase::Parked, 1));
+        }
         comes_home(&mut world, id);
         assert_eq!(world.agents[&id].gpu, 1, "{carried_out}");
     }
