@@ -157,7 +157,7 @@ fn nonsense_is_refused_and_harms_nobody() {
         (Request::Import, None, code::INVALID_VALUE),
         (Request::Import, Some(&file), code::INVALID_VALUE),
         (Request::Import, Some(&pipe), code::INVALID_VALUE),
-        (Request::IpcOpen { token: String::from("guess") }, None, code::INVALID_HANDLE),
+        (Request::IpcOpen { token: String::from("guess") }, None, code::INVALID_VALUE),
         (Request::Memory { gpu: 3 }, None, code::INVALID_DEVICE),
     ] {
         assert_eq!(ask_with(&process, &request, fd).0, Reply::Error(expected), "{request:?}");

@@ -246,9 +246,10 @@ const KNOWN: [&str; 2] = ["copy beyond the end", "done"];
 
 /// Calls about carried memory answer as those about the driver's own, one by one.
 pub fn semantics(world: &World, rows: &mut Rows) -> Result<()> {
-    for (program, arguments) in
-        [("memory_check", &[][..]), ("api_check", &["memory", "pointers", "streams", "vmm"])]
-    {
+    for (program, arguments) in [
+        ("memory_check", &[][..]),
+        ("api_check", &["memory", "pointers", "streams", "vmm", "share", "ipc"]),
+    ] {
         let check = |id: &str, runtime: Option<&str>| -> Result<Vec<Check>> {
             let path = format!("{CLIENTS}/{program}");
             let argv: Vec<&str> = [path.as_str()].iter().chain(arguments).copied().collect();

@@ -133,9 +133,10 @@ fn the_engine_of_the_configuration_holds_and_the_annotation_comes_first() -> Res
 #[test]
 fn carried_memory_is_as_the_drivers_own() -> Result<()> {
     let world = Recipe::default().config(&config("park")).world()?;
-    for (program, arguments) in
-        [("memory_check", &[][..]), ("api_check", &["memory", "pointers", "streams", "vmm"])]
-    {
+    for (program, arguments) in [
+        ("memory_check", &[][..]),
+        ("api_check", &["memory", "pointers", "streams", "vmm", "share", "ipc"]),
+    ] {
         let path = format!("{CLIENTS}/{program}");
         let argv: Vec<&str> = [path.as_str()].iter().chain(arguments).copied().collect();
         // It holds from the first call, also when the controller is slow to start.

@@ -228,7 +228,7 @@ impl Driver {
     /// `cuIpcOpenMemHandle`.
     pub fn ipc_open(&self, client: ClientId, token: &str) -> Answer {
         let mut state = self.state();
-        let object = *state.tokens.get(token).ok_or(code::INVALID_HANDLE)?;
+        let object = *state.tokens.get(token).ok_or(code::INVALID_VALUE)?;
         state.open(client, object)
     }
 

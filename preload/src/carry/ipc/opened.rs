@@ -278,6 +278,41 @@ mod tests {
         assert!(table.around(260).is_none());
     }
 
+    /// Somebody has the name that the handle names, and answers: what is made of it.
+    fn answered(make: impl Fn(&Handle) -> Answer, with_memory: bool) -> Option<Answer> {
+        let mut socket = [0; 16];
+        datagram::random(&mut socket).unwrap();
+        let handle = Handle { socket, word: [3; 16], proof: 77, address: 1 << 40, since: 5 };
+        let server = datagram::bind(&handle.socket_name(), sys::gettid(), sys::SIGURG).unwrap();
+        let answer = make(&handle).encode();
+        let thread = std::thread::spawn(move || {
+            assert!(task::wait_readable(server.number(), 60_000));
+            let mut frame = [0; FRAME_BYTES];
+            let (length, way) = sys::receive(server.number(), &mut frame).unwrap();
+            let asked = Ask { word: [3; 16], address: 1 << 40, since: 5 };
+            assert_eq!((length, Ask::decode(&frame)), (FRAME_BYTES, Ok(asked)));
+            let memory = with_memory.then(|| server.number());
+            sys::send(way.unwrap().number(), &answer, memory).unwrap();
+        });
+        let answer = ask(&handle).map(|(answer, _)| answer);
+        thread.join().unwrap();
+        answer
+    }
+
+    #[test]
+    fn only_who_has_made_the_handle_is_believed() {
+        const UNIT: u64 = GRANULE_BYTES as u64;
+        let good = |handle: &Handle| Answer { proof: handle.proof, bytes: UNIT, asked_bytes: 9 };
+        assert_eq!(answered(good, true).map(|answer| answer.bytes), Some(UNIT));
+        assert_eq!(answered(good, false), None, "no memory");
+        assert_eq!(answered(|h| Answer { proof: 78, ..good(h) }, true), None, "the name alone");
+        for bytes in [0, UNIT + 1, UNIT / 2] {
+            assert_eq!(answered(|h| Answer { bytes, ..good(h) }, true), None, "{bytes}");
+        }
+        assert_eq!(answered(|h| Answer { asked_bytes: UNIT + 1, ..good(h) }, true), None);
+        assert_eq!(ask(&Handle::default()).map(|(answer, _)| answer), None, "nobody there");
+    }
+
     /// Integers in registers, the 64 bytes as eight words on the stack: as many as the thunk passes on.
     #[test]
     fn a_handle_is_passed_as_c_passes_it() {
