@@ -129,13 +129,12 @@ pub(super) fn give_access(piece: &Piece) -> u32 {
     result::SUCCESS
 }
 
-/// The same for memory of another process, opened on a device: that one must reach it, and the
-/// others where they can.
-pub(super) fn give_access_to_opened(piece: &Piece, device: i32) -> u32 {
-    let code = give(piece, device);
+/// The same for memory of another process, which may lie on another device than the one that it
+/// is opened on: the peers of that one reach it where they can.
+pub(super) fn give_access_to_opened(piece: &Piece) -> u32 {
+    let code = give(piece, piece.property.location_id);
     if code == result::SUCCESS {
-        let others = core::iter::once(piece.property.location_id).chain(peers_of(piece));
-        for id in others.filter(|id| *id != device) {
+        for id in peers_of(piece) {
             give(piece, id);
         }
     }

@@ -1,11 +1,11 @@
 //! Memory of other processes that was opened here.
 
 use affinode_cuda_sys::hook::Function;
-use affinode_cuda_sys::{POSIX_DESCRIPTOR, result};
+use affinode_cuda_sys::{MemAllocationProp, POSIX_DESCRIPTOR, result};
 use affinode_proto::wire::ipc::{Answer, Ask, HANDLE_BYTES, Handle};
 use affinode_proto::wire::message::FRAME_BYTES;
 
-use super::super::backing::{give_access_to_opened, property_on};
+use super::super::backing::give_access_to_opened;
 use super::super::calls::release;
 use super::super::contexts::{current_context, wait_for_work};
 use super::super::driver::call;
@@ -147,51 +147,37 @@ fn keep(opened: &Opened) -> Result<u64, u32> {
     known.ok_or(result::OUT_OF_MEMORY)
 }
 
+fn done(code: u32) -> Result<(), u32> {
+    if code == result::SUCCESS { Ok(()) } else { Err(code) }
+}
+
+/// Fetches the memory, and maps it for the device of the current context.
 fn import(handle: &Handle, context: usize) -> Result<Opened, u32> {
-    let in_order = |code| if code == result::SUCCESS { Ok(()) } else { Err(code) };
     let mut device = -1;
-    in_order(call!(ctx_get_device(&raw mut device)))?;
+    done(call!(ctx_get_device(&raw mut device)))?;
     let (answer, shared) = ask(handle).ok_or(result::INVALID_VALUE)?;
     let number = usize::try_from(shared.number()).map_err(|_| result::INVALID_VALUE)?;
     let mut memory = 0;
-    in_order(call!(mem_import(&raw mut memory, number, POSIX_DESCRIPTOR)))?;
-    let mut property = property_on(device);
-    let mut told = property;
-    if call!(mem_get_property(&raw mut told, memory)) == result::SUCCESS {
-        property = told;
-    }
-    let bytes = answer.bytes as usize;
-    let mut address = 0;
-    let mapped =
-        in_order(call!(mem_address_reserve(&raw mut address, bytes, 0, 0, 0))).and_then(|()| {
-            in_order(call!(mem_map(address, bytes, 0, memory, 0))).inspect_err(|_| {
-                call!(mem_address_free(address, bytes));
-            })
-        });
-    if let Err(code) = mapped {
+    done(call!(mem_import(&raw mut memory, number, POSIX_DESCRIPTOR)))?;
+    let property = MemAllocationProp { location_id: device, ..MemAllocationProp::default() };
+    let mut piece =
+        Piece { bytes: answer.bytes, property, context, stays: true, ..Piece::default() };
+    piece.handle = memory;
+    let piece = map_anywhere(piece).inspect_err(|_| {
         call!(mem_release(memory));
-        return Err(code);
-    }
-    let bytes = answer.bytes;
-    let piece = Piece {
-        address,
-        bytes,
-        property,
-        handle: memory,
-        context,
-        stays: true,
-        ..Piece::default()
-    };
-    match give_access_to_opened(&piece, device) {
-        result::SUCCESS => {
-            let allocation = Allocation { piece, asked_bytes: answer.asked_bytes };
-            Ok(Opened { allocation, handle: *handle, times: 1 })
-        }
-        code => {
-            release(&piece);
-            Err(code)
-        }
-    }
+    })?;
+    done(give_access_to_opened(&piece)).inspect_err(|_| release(&piece))?;
+    let allocation = Allocation { piece, asked_bytes: answer.asked_bytes };
+    Ok(Opened { allocation, handle: *handle, times: 1 })
+}
+
+fn map_anywhere(piece: Piece) -> Result<Piece, u32> {
+    let (mut address, bytes) = (0, piece.bytes as usize);
+    done(call!(mem_address_reserve(&raw mut address, bytes, 0, 0, 0)))?;
+    done(call!(mem_map(address, bytes, 0, piece.handle, 0))).inspect_err(|_| {
+        call!(mem_address_free(address, bytes));
+    })?;
+    Ok(Piece { address, ..piece })
 }
 
 /// Asks the exporter for the memory.
