@@ -1,7 +1,9 @@
 /* Memory shared with another process by legacy IPC, on command.
  *
- *   ipc [--mib N] [--seed S]
+ *   ipc [--mib N] [--seed S] [--by-name V]
  *
+ * With --by-name it asks cuGetProcAddress for cuIpcOpenMemHandle of CUDA version V, as the runtime does, else dlsym for
+ * cuIpcOpenMemHandle_v2.
  * With --mib it allocates so much and fills it by seed; without, it has none until it opens some. Commands on stdin,
  * each answered by a line of JSON; result is the CUresult, or what the command's own steps come to:
  *
@@ -293,17 +295,26 @@ int main(int argc, char **argv)
 {
     size_t mib = 0;
     uint32_t seed = 1;
+    int version = 0;
     for (int i = 1; i + 1 < argc; i += 2) {
         if (strcmp(argv[i], "--mib") == 0)
             mib = strtoul(argv[i + 1], NULL, 10);
         else if (strcmp(argv[i], "--seed") == 0)
             seed = (uint32_t)strtoul(argv[i + 1], NULL, 10);
+        else if (strcmp(argv[i], "--by-name") == 0)
+            version = atoi(argv[i + 1]);
     }
     if (cuda_load(&client.cuda) != 0)
         return 3;
-#define F(name, parameters) *(void **)&name = cuda_function(#name);
+    /* One name alone: who asks by both gets the same. */
+#define F(name, parameters)                                                                                           \
+    if (!version || strcmp(#name, "cuIpcOpenMemHandle_v2") != 0)                                                      \
+        *(void **)&name = cuda_function(#name);
     MORE_FUNCTIONS(F)
 #undef F
+    CUresult (*by_name)(const char *, void *, int, uint64_t, int *) = cuda_function("cuGetProcAddress_v2");
+    if (version && by_name("cuIpcOpenMemHandle", &cuIpcOpenMemHandle_v2, version, 0, NULL) != 0)
+        return 3;
     CUresult result = client_open(&client, 0);
     answer("open", result, 0, "\"pid\":%d", (int)getpid());
     if (result == 0 && mib > 0)

@@ -33,10 +33,11 @@ fn exporter(world: &World, id: &str, engine: &str) -> Result<Worker> {
     Ok(worker)
 }
 
-/// Has none, and is in the network namespace of another one, as containers of one pod are.
+/// Has none, and is in the network namespace of another one, as containers of one pod are. It
+/// comes to the driver as CUDA's runtime does.
 fn importer(world: &World, id: &str, engine: &str, beside: &Worker) -> Result<Worker> {
     let network = format!("network:/proc/{}/ns/net", beside.running.pid(world)?);
-    let spec = program(id, engine, &[]).flags(&["--with-ns", &network]);
+    let spec = program(id, engine, &["--by-name", "11000"]).flags(&["--with-ns", &network]);
     let mut worker = Worker::start_as(world, spec)?;
     worker.wait_filled()?;
     Ok(worker)
