@@ -376,20 +376,36 @@ static void share_parent(int socket)
 
 static void ipc_child(int socket)
 {
-    struct ipc_handle handle;
-    CUdeviceptr a = 0;
+    struct ipc_handle handle, other;
+    CUdeviceptr a = 0, b = 0;
+    size_t bytes = 0;
+    void *context = NULL;
     char go = 0;
     client_open(&client, 0);
     hear(socket, &handle, sizeof handle);
     check("open", cuIpcOpenMemHandle_v2(&a, handle, 1), 0, word_at(a + 8) == 0x05050505);
     check("change it", cuMemsetD8_v2(a, 6, 16), 0, cuda->ctx_sync() == 0);
+    check("open it again", cuIpcOpenMemHandle_v2(&b, handle, 1), 0, b == a);
+    check("its range", cuMemGetAddressRange_v2(&b, &bytes, a + 4096), 0, b == a && bytes == BYTES);
+    check("its context", cuPointerGetAttribute(&context, 1, a + 4096), 0, context != NULL);
+    check("a handle of what was opened", cuIpcGetMemHandle(&other, a), 1, 1);
+    check("free what was opened", cuda->mem_free(a), 1, 1);
+    check("close inside", cuIpcCloseMemHandle(a + 4096), 1, 1);
+    check("close one of two", cuIpcCloseMemHandle(a), 0, word_at(a) == 0x06060606);
     check("close", cuIpcCloseMemHandle(a), 0, 1);
+    check("close once more", cuIpcCloseMemHandle(a), 1, 1);
+    check("open and close again", cuIpcOpenMemHandle_v2(&a, handle, 1), 0, cuIpcCloseMemHandle(a) == 0);
+    memset(&other, 0x5a, sizeof other);
+    check("open garbage", cuIpcOpenMemHandle_v2(&a, other, 1), 1, 1);
+    cuda->mem_alloc(&a, BYTES);
+    check("close what is one's own", cuIpcCloseMemHandle(a), 1, 1);
+    cuda->mem_free(a);
     say(socket, &go, 1);
 }
 
 static void ipc_parent(int socket)
 {
-    struct ipc_handle handle;
+    struct ipc_handle handle, inside;
     CUdeviceptr a = 0, other = 0;
     char go = 0;
     client_open(&client, 0);
@@ -397,6 +413,7 @@ static void ipc_parent(int socket)
     cuMemsetD8_v2(a, 5, BYTES);
     cuda->ctx_sync();
     check("handle", cuIpcGetMemHandle(&handle, a), 0, 1);
+    check("the same from inside", cuIpcGetMemHandle(&inside, a + 4096), 0, memcmp(&inside, &handle, sizeof handle) == 0);
     check("own handle cannot be opened", cuIpcOpenMemHandle_v2(&other, handle, 1), 201, 1);
     say(socket, &handle, sizeof handle);
     hear(socket, &go, 1);

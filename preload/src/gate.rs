@@ -110,7 +110,7 @@ pub unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
             frame.began_ns = place.slot().map_or(0, |slot| calls::begin(page, slot));
             // Known once the gate has let it through: a first allocation waits for what the
             // controller says.
-            frame.target = carry::stand_in(real).unwrap_or_else(|| {
+            frame.target = carry::stand_in(entry.number(), real).unwrap_or_else(|| {
                 if may_take_handles(entry) {
                     carry::translate(&mut frame.arguments);
                 }

@@ -40,6 +40,8 @@ pub static PAGE: Record = Record::none();
 pub static VAULT: Record = Record::none();
 /// The file of the pool.
 pub static POOL: Record = Record::none();
+/// Where others ask for memory of this process.
+pub static SHARING: Record = Record::none();
 
 /// Where a descriptor is noted, so that a forked child knows of it.
 pub struct Record {
@@ -88,5 +90,5 @@ impl Record {
 /// Closes what a forked child has inherited from its parent's registration: the
 /// controller must see the parent's connection end with the parent.
 pub fn close_inherited() {
-    [&SOCKET, &PAGE, &VAULT, &POOL].into_iter().for_each(Record::close);
+    [&SOCKET, &PAGE, &VAULT, &POOL, &SHARING].into_iter().for_each(Record::close);
 }

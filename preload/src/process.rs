@@ -285,11 +285,15 @@ pub fn become_agent(tid: u32) {
     PROCESS.agent_tid.store(tid, Ordering::SeqCst);
 }
 
+/// The agent's thread id, once it runs.
+pub fn agent_tid() -> Option<u32> {
+    Some(PROCESS.agent_tid.load(Ordering::SeqCst)).filter(|tid| *tid != 0)
+}
+
 /// Lets the agent look at once. It never ends and has the signal blocked, so the signal
 /// does nothing but wake it; its default action is to be ignored.
 pub fn poke_agent() {
-    let tid = PROCESS.agent_tid.load(Ordering::SeqCst);
-    if tid != 0 {
+    if let Some(tid) = agent_tid() {
         let _ = sys::signal_thread(tid, sys::SIGURG);
     }
 }

@@ -8,6 +8,7 @@ use core::sync::atomic::AtomicU32;
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 compile_error!("the call numbers below are those of Linux on x86_64");
 
+pub mod datagram;
 mod memory;
 pub mod task;
 
@@ -32,9 +33,11 @@ mod number {
     pub const GETPID: usize = 39;
     pub const SOCKET: usize = 41;
     pub const CONNECT: usize = 42;
-    pub const SHUTDOWN: usize = 48;
     pub const SENDMSG: usize = 46;
     pub const RECVMSG: usize = 47;
+    pub const SHUTDOWN: usize = 48;
+    pub const BIND: usize = 49;
+    pub const SOCKETPAIR: usize = 53;
     pub const CLONE: usize = 56;
     pub const EXECVE: usize = 59;
     pub const WAIT4: usize = 61;
@@ -51,6 +54,7 @@ mod number {
     pub const TGKILL: usize = 234;
     pub const PIPE2: usize = 293;
     pub const PRLIMIT64: usize = 302;
+    pub const GETRANDOM: usize = 318;
     pub const MEMFD_CREATE: usize = 319;
     pub const MEMBARRIER: usize = 324;
     pub const CLOSE_RANGE: usize = 436;
@@ -345,7 +349,7 @@ pub fn send(fd: i32, bytes: &[u8], descriptor: Option<i32>) -> Result<usize, Err
     plain(number::SENDMSG, [fd as usize, at, DONTWAIT_NOSIGNAL, 0, 0, 0])
 }
 
-/// A descriptor that was received. Closed when nobody takes it.
+/// A descriptor that was received or made for a moment. Closed when nobody takes it.
 #[derive(Debug)]
 pub struct Descriptor(i32);
 

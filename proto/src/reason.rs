@@ -72,8 +72,8 @@ reasons! {
     ManagedMemory = "managed-memory", "uses managed memory (cuMemAllocManaged), which the driver cannot checkpoint";
     /// Peer access was enabled.
     PeerAccess = "peer-access", "uses peer access between GPUs, which does not survive a checkpoint";
-    /// Legacy IPC was opened, or memory was imported from another process.
-    SharedMemory = "shared-memory", "shares GPU memory with another process (IPC or imported handles)";
+    /// Memory was handed out to another process or taken from one, by legacy IPC or a shareable handle.
+    SharedMemory = "shared-memory", "shares GPU memory with another process (IPC, exported or imported handles)";
     /// Runs under MPS.
     Mps = "mps", "runs under MPS, which the driver cannot checkpoint";
     /// On a GPU that is cut into MIG instances.

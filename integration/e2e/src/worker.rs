@@ -132,6 +132,8 @@ pub struct Answer {
     pub polls: Option<u32>,
     /// Of a forked child.
     pub child_result: Option<i32>,
+    /// Of legacy IPC, in hex.
+    pub handle: Option<String>,
 }
 
 /// A container that runs the CUDA program `worker.c`, and its pipes.

@@ -173,6 +173,29 @@ fn managed_memory_cannot_be_checkpointed_but_is_unharmed() {
     worker.expect_intact();
 }
 
+/// As with the driver's own memory, so with what was exported as a descriptor.
+#[test]
+fn who_has_shared_memory_comes_back_with_a_copy_and_nobody_says_so() {
+    let node = Node::start(&[]);
+    let mut giver = node.client("ipc", &["--mib", "8", "--seed", "3"]);
+    assert_eq!(giver.answer("fill")["result"], 0);
+    let handle = giver.ask("handle 0")["handle"].as_str().unwrap().to_owned();
+    let mut taker = node.client("ipc", &[]);
+    taker.expect(&format!("open {handle} 8 3"), 0);
+    let used = node.used_bytes(0);
+    assert_eq!(node.checkpoint(giver.pid(), &["lock", "checkpoint", "restore", "unlock"]), [0; 4]);
+    assert_eq!(node.used_bytes(0), used + 8 * MIB);
+    giver.expect("touch", 0);
+    giver.expect_intact();
+    taker.expect_intact();
+    // Who has taken it is lost.
+    assert_eq!(node.checkpoint(taker.pid(), &["lock", "checkpoint", "restore"]), [0, 0, 1]);
+    giver.expect("free", 0);
+    giver.kill();
+    taker.kill();
+    node.wait_used(0, 0);
+}
+
 #[test]
 fn peer_access_makes_the_restore_fail_for_good() {
     let node = Node::start(&["--gpus", "2"]);

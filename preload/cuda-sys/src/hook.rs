@@ -18,7 +18,8 @@ pub enum Class {
     Access = 5,
     /// `cuMemPoolSetAccess`: as [`Class::Access`], for a pool.
     PoolAccess = 6,
-    /// Success means memory is shared with another process or another API.
+    /// Success means memory is shared with another process or another API, or may be from now
+    /// on: of an exporter the driver restores a copy, apart from what the importer has.
     Import = 7,
     /// Held and counted as [`Class::Work`]; what it does depends on whether the memory is
     /// the driver's or carried by the library.
@@ -225,6 +226,13 @@ mod tests {
             ("cuIpcOpenMemHandle_v2", Class::Import),
             // Whoever opens such an event works on when this process has finished.
             ("cuIpcGetEventHandle", Class::Import),
+            // Each hands out what others come to the memory by.
+            ("cuIpcGetMemHandle", Class::Import),
+            ("cuMemExportToShareableHandle", Class::Import),
+            ("cuMemGetHandleForAddressRange", Class::Import),
+            ("cuMemPoolExportPointer", Class::Import),
+            ("cuMemPoolExportToShareableHandle", Class::Import),
+            ("cuIpcCloseMemHandle", Class::Memory),
             ("cuMemMap", Class::Memory),
             ("cuMulticastBindMem", Class::Peer),
         ] {

@@ -22,6 +22,8 @@ pub mod result {
     pub const NOT_INITIALIZED: u32 = 3;
     /// `CUDA_ERROR_DEINITIALIZED`: the process is ending, and the driver has gone before.
     pub const DEINITIALIZED: u32 = 4;
+    /// There is no context, or it is not one for this.
+    pub const INVALID_CONTEXT: u32 = 201;
     /// Lock: work was still running at the end of the timeout.
     pub const NOT_READY: u32 = 600;
     /// Checkpoint: the process uses something that cannot be checkpointed.
@@ -138,6 +140,8 @@ pub struct ArrayMapInfo {
 
 /// `CU_MEM_ALLOCATION_TYPE_PINNED`.
 pub const ALLOCATION_PINNED: u32 = 1;
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
+pub const POSIX_DESCRIPTOR: u32 = 1;
 /// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`.
 pub const ACCESS_READ_WRITE: u32 = 3;
 
@@ -145,6 +149,8 @@ pub const ACCESS_READ_WRITE: u32 = 3;
 pub mod device_attribute {
     /// Physical memory and addresses can be had apart.
     pub const VIRTUAL_MEMORY_MANAGEMENT: i32 = 102;
+    /// Memory made so can be exported as a descriptor.
+    pub const POSIX_DESCRIPTORS: i32 = 103;
     /// Memory made so can be reached by other devices on the bus.
     pub const RDMA_WITH_VIRTUAL_MEMORY: i32 = 110;
 }
@@ -155,6 +161,8 @@ pub mod pointer_attribute {
     pub const CONTEXT: u32 = 1;
     /// The size of the allocation.
     pub const RANGE_SIZE: u32 = 12;
+    /// Whether `cuIpcGetMemHandle` shares it.
+    pub const LEGACY_IPC: u32 = 13;
 }
 
 /// `CU_MEM_LOCATION_TYPE_DEVICE`.

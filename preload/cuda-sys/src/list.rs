@@ -89,7 +89,7 @@ macro_rules! hooked_functions {
                 cuGraphicsSubResourceGetMappedArray cuGraphicsUnmapResources
                 cuGraphicsUnmapResources_ptsz cuGraphicsUnregisterResource cuGreenCtxDestroy
                 cuGreenCtxGetDevResource cuGreenCtxGetId cuGreenCtxRecordEvent
-                cuGreenCtxStreamCreate cuGreenCtxWaitEvent cuInit cuIpcCloseMemHandle
+                cuGreenCtxStreamCreate cuGreenCtxWaitEvent cuInit
                 cuKernelGetAttribute cuKernelGetLibrary cuKernelGetName cuKernelGetParamCount
                 cuKernelGetParamInfo cuKernelSetAttribute cuKernelSetCacheConfig cuLaunch
                 cuLaunchCooperativeKernel cuLaunchCooperativeKernelMultiDevice
@@ -110,8 +110,8 @@ macro_rules! hooked_functions {
                 cuMemGetAccess cuMemGetAllocationGranularity cuMemGetDefaultMemPool cuMemGetInfo
                 cuMemGetInfo_v2 cuMemGetMemPool cuMemHostAlloc cuMemHostGetDevicePointer
                 cuMemHostGetDevicePointer_v2 cuMemHostGetFlags cuMemHostRegister
-                cuMemHostRegister_v2 cuMemHostUnregister cuMemPoolDestroy cuMemPoolExportPointer
-                cuMemPoolExportToShareableHandle cuMemPoolGetAccess cuMemPoolGetAttribute
+                cuMemHostRegister_v2 cuMemHostUnregister cuMemPoolDestroy
+                cuMemPoolGetAccess cuMemPoolGetAttribute
                 cuMemPoolSetAttribute cuMemPoolTrimTo cuMemPrefetchAsync cuMemPrefetchAsync_ptsz
                 cuMemPrefetchAsync_v2 cuMemPrefetchAsync_v2_ptsz cuMemPrefetchBatchAsync
                 cuMemPrefetchBatchAsync_ptsz cuMemRangeGetAttribute cuMemRangeGetAttributes
@@ -230,10 +230,9 @@ macro_rules! hooked_functions {
             Memory {
                 cuCtxDestroy cuCtxDestroy_v2 cuCtxFromGreenCtx cuDevicePrimaryCtxRelease
                 cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxReset cuDevicePrimaryCtxReset_v2
-                cuIpcGetMemHandle cuMemExportToShareableHandle cuMemFree cuMemFree_v2
-                cuMemGetAddressRange cuMemGetAddressRange_v2 cuMemGetAllocationPropertiesFromHandle
-                cuMemGetHandleForAddressRange cuMemMap cuMemMapArrayAsync cuMemMapArrayAsync_ptsz
-                cuMemRelease cuMemRetainAllocationHandle cuMemUnmap cuPointerSetAttribute
+                cuIpcCloseMemHandle cuMemFree cuMemFree_v2 cuMemGetAddressRange
+                cuMemGetAddressRange_v2 cuMemGetAllocationPropertiesFromHandle cuMemMap
+                cuMemMapArrayAsync cuMemMapArrayAsync_ptsz cuMemRelease cuMemRetainAllocationHandle cuMemUnmap cuPointerSetAttribute
             }
             Pointer {
                 cuPointerGetAttribute cuPointerGetAttributes
@@ -248,8 +247,10 @@ macro_rules! hooked_functions {
                 cuGraphicsGLRegisterBuffer cuGraphicsGLRegisterImage
                 cuGraphicsVDPAURegisterOutputSurface cuGraphicsVDPAURegisterVideoSurface
                 cuImportExternalMemory cuImportExternalSemaphore cuIpcGetEventHandle
-                cuIpcOpenEventHandle cuIpcOpenMemHandle cuIpcOpenMemHandle_v2
-                cuLogicalEndpointImport cuMemImportFromShareableHandle
+                cuIpcGetMemHandle cuIpcOpenEventHandle cuIpcOpenMemHandle cuIpcOpenMemHandle_v2
+                cuLogicalEndpointImport cuMemExportToShareableHandle
+                cuMemGetHandleForAddressRange cuMemImportFromShareableHandle
+                cuMemPoolExportPointer cuMemPoolExportToShareableHandle
                 cuMemPoolImportFromShareableHandle cuMemPoolImportPointer cuVDPAUCtxCreate
                 cuVDPAUCtxCreate_v2
             }

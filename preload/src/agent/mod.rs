@@ -3,7 +3,8 @@
 //!
 //! It sleeps until one signal is pending, which it has blocked: the socket raises it for
 //! anything to read, callers raise it for a look at the page. Its descriptors are a
-//! socket and the page's file, and where there is a vault the way to it and the pool's file.
+//! socket and the page's file, where there is a vault the way to it and the pool's file, and the
+//! socket of those that open memory of the process, once it has handed any out.
 
 mod gpus;
 mod host;
@@ -66,6 +67,7 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
             wake_sent: None,
             want_sent: None,
             tidy_us: None,
+            more_asked: false,
         }
         .run();
         PROCESS.desk.set_wait_ms(0);
@@ -74,6 +76,8 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
         page.set_gate(Gate::Open);
     }
     loop {
+        // Managed or not, others may open what it has handed out.
+        while carry::answer() {}
         sys::wait_signal(LOOK, 3_600_000);
     }
 }
@@ -95,6 +99,8 @@ struct Agent {
     want_sent: Option<(u64, u32)>,
     /// When host memory that is not needed any more is given back, if there may be any.
     tidy_us: Option<u64>,
+    /// Others may have asked for memory of the process and were not answered yet.
+    more_asked: bool,
 }
 
 /// Why allocations are held.
@@ -139,6 +145,8 @@ impl Agent {
             self.tell();
             self.look_after();
             self.tidy();
+            // While a call of the application's would go through, ours may.
+            self.more_asked = self.machine.phase() == Phase::Open && carry::answer();
             sys::wait_signal(LOOK, self.patience_ms());
         }
         while !self.machine.bring_back(&mut self.own) {
@@ -312,6 +320,9 @@ impl Agent {
     }
 
     fn patience_ms(&self) -> u64 {
+        if self.more_asked {
+            return 0;
+        }
         let now_us = sys::now_us();
         let tidy_ms = self.tidy_us.map_or(u64::MAX, |due| due.saturating_sub(now_us) / 1_000);
         let link_ms = self.link.patience_ms(now_us).min(tidy_ms);

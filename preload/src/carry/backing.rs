@@ -4,25 +4,28 @@ use core::sync::atomic::{AtomicU32, Ordering};
 
 use affinode_cuda_sys::{
     ACCESS_READ_WRITE, ALLOCATION_PINNED, LOCATION_DEVICE, MemAccessDesc, MemAllocationProp,
-    device_attribute, result,
+    POSIX_DESCRIPTOR, device_attribute, result,
 };
 
 use super::{CARRY, DEVICES, GRANULE_BYTES, driver::call, table::Piece};
 
-/// What is known of each device: whether memory on it can be carried, and may say that
-/// others on the bus reach it.
-static ABLE: [AtomicU32; DEVICES] = [const { AtomicU32::new(UNKNOWN) }; DEVICES];
-const UNKNOWN: u32 = 0;
-const NOT_ABLE: u32 = 1;
-const ABLE_PLAIN: u32 = 2;
-const ABLE_RDMA: u32 = 3;
+/// What is known of each device.
+static ABILITIES: [AtomicU32; DEVICES] = [const { AtomicU32::new(0) }; DEVICES];
+/// It was asked.
+const KNOWN: u32 = 1;
+/// Memory on it can be carried.
+const ABLE: u32 = 1 << 1;
+/// It may say that others on the bus reach it.
+const RDMA: u32 = 1 << 2;
+/// It can be exported.
+const SHARES: u32 = 1 << 3;
 
 fn ability(device: i32) -> u32 {
-    let Some(known) = usize::try_from(device).ok().and_then(|device| ABLE.get(device)) else {
-        return NOT_ABLE;
+    let Some(known) = usize::try_from(device).ok().and_then(|device| ABILITIES.get(device)) else {
+        return KNOWN;
     };
     match known.load(Ordering::Relaxed) {
-        UNKNOWN => {}
+        0 => {}
         answer => return answer,
     }
     let has = |attribute| {
@@ -31,37 +34,41 @@ fn ability(device: i32) -> u32 {
         code == result::SUCCESS && value == 1
     };
     let mut granule = 0;
-    let property = property(device, false);
+    let property = property(device, 0);
     let asked = call!(mem_get_granularity(&raw mut granule, &raw const property, 0));
     let fits = asked == result::SUCCESS && granule > 0 && GRANULE_BYTES.is_multiple_of(granule);
-    let answer = if !fits || !has(device_attribute::VIRTUAL_MEMORY_MANAGEMENT) {
-        NOT_ABLE
-    } else if has(device_attribute::RDMA_WITH_VIRTUAL_MEMORY) {
-        ABLE_RDMA
-    } else {
-        ABLE_PLAIN
-    };
+    let mut answer = KNOWN;
+    if fits && has(device_attribute::VIRTUAL_MEMORY_MANAGEMENT) {
+        answer |= ABLE;
+        for (attribute, ability) in [
+            (device_attribute::RDMA_WITH_VIRTUAL_MEMORY, RDMA),
+            (device_attribute::POSIX_DESCRIPTORS, SHARES),
+        ] {
+            answer |= if has(attribute) { ability } else { 0 };
+        }
+    }
     known.store(answer, Ordering::Relaxed);
     answer
 }
 
 pub(super) fn is_able(device: i32) -> bool {
-    ability(device) != NOT_ABLE
+    ability(device) & ABLE != 0
 }
 
-fn property(device: i32, rdma: bool) -> MemAllocationProp {
+fn property(device: i32, abilities: u32) -> MemAllocationProp {
     MemAllocationProp {
         kind: ALLOCATION_PINNED,
+        handle_types: if abilities & SHARES != 0 { POSIX_DESCRIPTOR } else { 0 },
         location_type: LOCATION_DEVICE,
         location_id: device,
-        gpu_direct_rdma: u8::from(rdma),
+        gpu_direct_rdma: u8::from(abilities & RDMA != 0),
         ..MemAllocationProp::default()
     }
 }
 
 /// What memory on a device is made as, for an allocation.
 pub(super) fn property_on(device: i32) -> MemAllocationProp {
-    property(device, ability(device) == ABLE_RDMA)
+    property(device, ability(device))
 }
 
 /// Puts physical memory behind a piece's addresses: its handle.
@@ -109,26 +116,44 @@ pub(super) fn strays() {
 
 /// Gives the device itself access, and those that the application has made its peers.
 pub(super) fn give_access(piece: &Piece) -> u32 {
-    let device = piece.property.location_id;
-    let give = |id| {
-        let access = MemAccessDesc {
-            location_type: LOCATION_DEVICE,
-            location_id: id,
-            flags: ACCESS_READ_WRITE,
-        };
-        call!(mem_set_access(piece.address, piece.bytes as usize, &raw const access, 1))
-    };
-    match give(device) {
+    match give(piece, piece.property.location_id) {
         result::SUCCESS => {}
         code => return code,
     }
-    let peers = usize::try_from(device).ok().and_then(|device| CARRY.peers.get(device));
-    let peers = peers.map_or(0, |peers| peers.load(Ordering::Acquire));
-    for id in (0..DEVICES as i32).filter(|id| peers & 1 << id != 0) {
-        match give(id) {
+    for id in peers_of(piece) {
+        match give(piece, id) {
             result::SUCCESS => {}
             code => return code,
         }
     }
     result::SUCCESS
+}
+
+/// The same for memory of another process, which may lie on another device than the one that it
+/// is opened on: the peers of that one reach it where they can.
+pub(super) fn give_access_to_opened(piece: &Piece) -> u32 {
+    let code = give(piece, piece.property.location_id);
+    if code == result::SUCCESS {
+        for id in peers_of(piece) {
+            give(piece, id);
+        }
+    }
+    code
+}
+
+fn give(piece: &Piece, device: i32) -> u32 {
+    let access = MemAccessDesc {
+        location_type: LOCATION_DEVICE,
+        location_id: device,
+        flags: ACCESS_READ_WRITE,
+    };
+    call!(mem_set_access(piece.address, piece.bytes as usize, &raw const access, 1))
+}
+
+/// The devices that the application has made peers of a piece's.
+fn peers_of(piece: &Piece) -> impl Iterator<Item = i32> {
+    let device = usize::try_from(piece.property.location_id).ok();
+    let peers = device.and_then(|device| CARRY.peers.get(device));
+    let peers = peers.map_or(0, |peers| peers.load(Ordering::Acquire));
+    (0..DEVICES as i32).filter(move |id| peers & 1 << id != 0)
 }

@@ -5,7 +5,6 @@ use core::ffi::c_void;
 use core::sync::atomic::Ordering;
 
 use affinode_cuda_sys::{pointer_attribute, result};
-use affinode_proto::wire::Notes;
 
 use super::backing::{back, give_access, is_able, property_on, strays, unback};
 use super::contexts::{
@@ -13,13 +12,12 @@ use super::contexts::{
 };
 use super::driver::call;
 use super::table::{Allocation, Piece, Place};
-use super::{CARRY, GRANULE_BYTES, count, locked, tables, vmm};
-use crate::process;
+use super::{CARRY, GRANULE_BYTES, count, ipc, locked, tables, vmm};
 
 /// Smaller allocations are left to the driver, which puts several into one such piece.
 const LEAST_BYTES: usize = 2 << 20;
 /// The functions, old names beside new ones where both mean the same.
-pub const NAMES: [&[u8]; 27] = [
+pub const NAMES: [&[u8]; 30] = [
     b"cuMemAlloc_v2",
     b"cuMemAllocPitch_v2",
     b"cuMemFree_v2",
@@ -30,6 +28,9 @@ pub const NAMES: [&[u8]; 27] = [
     b"cuMemRetainAllocationHandle",
     b"cuMemGetHandleForAddressRange",
     b"cuIpcGetMemHandle",
+    b"cuIpcOpenMemHandle_v2",
+    b"cuIpcOpenMemHandle",
+    b"cuIpcCloseMemHandle",
     b"cuCtxDestroy_v2",
     b"cuCtxDestroy",
     b"cuDevicePrimaryCtxReset_v2",
@@ -61,20 +62,23 @@ pub fn stand_in(index: usize) -> usize {
         6 => pointer_set_attribute as *const () as usize,
         7 => vmm::mem_retain_handle as *const () as usize,
         8 => mem_get_handle_for_range as *const () as usize,
-        9 => ipc_get_mem_handle as *const () as usize,
-        10 | 11 => ctx_destroy as *const () as usize,
-        12 | 13 => primary_reset as *const () as usize,
-        14 | 15 => primary_release as *const () as usize,
-        16 => ctx_enable_peer_access as *const () as usize,
-        17 => vmm::mem_create as *const () as usize,
-        18 => vmm::mem_release as *const () as usize,
-        19 => vmm::mem_map as *const () as usize,
-        20 => vmm::mem_unmap as *const () as usize,
-        21 => vmm::mem_set_access as *const () as usize,
-        22 => vmm::mem_export as *const () as usize,
-        23 => vmm::mem_get_property as *const () as usize,
-        24 => vmm::mem_map_array as *const () as usize,
-        25 => vmm::mem_map_array_ptsz as *const () as usize,
+        9 => ipc::ipc_get_mem_handle as *const () as usize,
+        10 => ipc::ipc_open_mem_handle_v2 as *const () as usize,
+        11 => ipc::ipc_open_mem_handle as *const () as usize,
+        12 => ipc::ipc_close_mem_handle as *const () as usize,
+        13 | 14 => ctx_destroy as *const () as usize,
+        15 | 16 => primary_reset as *const () as usize,
+        17 | 18 => primary_release as *const () as usize,
+        19 => ctx_enable_peer_access as *const () as usize,
+        20 => vmm::mem_create as *const () as usize,
+        21 => vmm::mem_release as *const () as usize,
+        22 => vmm::mem_map as *const () as usize,
+        23 => vmm::mem_unmap as *const () as usize,
+        24 => vmm::mem_set_access as *const () as usize,
+        25 => vmm::mem_export as *const () as usize,
+        26 => vmm::mem_get_property as *const () as usize,
+        27 => vmm::mem_map_array as *const () as usize,
+        28 => vmm::mem_map_array_ptsz as *const () as usize,
         _ => ctx_from_green as *const () as usize,
     }
 }
@@ -157,6 +161,9 @@ fn allocate(asked_bytes: usize) -> Option<u64> {
 
 unsafe extern "C" fn mem_free(address: u64) -> u32 {
     let Some(found) = locked(|table| table.at(address).copied()) else {
+        if tables(|tables| tables.opened.around(address).is_some()) {
+            return result::INVALID_VALUE;
+        }
         return call!(mem_free(address));
     };
     match wait_for_work(found.piece.context) {
@@ -187,8 +194,16 @@ pub(super) fn release(piece: &Piece) {
     }
 }
 
+/// What an address lies in: carried memory, or what was opened.
+fn known_at(address: u64) -> Option<Allocation> {
+    tables(|tables| {
+        let carried = tables.allocations.around(address).copied();
+        carried.or_else(|| tables.opened.around(address).map(|opened| opened.allocation))
+    })
+}
+
 unsafe extern "C" fn mem_get_address_range(base: *mut u64, bytes: *mut usize, address: u64) -> u32 {
-    let Some(found) = locked(|table| table.around(address).copied()) else {
+    let Some(found) = known_at(address) else {
         return call!(mem_get_address_range(base, bytes, address));
     };
     // SAFETY: the application's own places, null where it does not want to know.
@@ -211,16 +226,20 @@ unsafe fn correct(data: *mut c_void, attribute: u32, allocation: &Allocation) {
     let value = match attribute {
         pointer_attribute::CONTEXT => allocation.piece.context as u64,
         pointer_attribute::RANGE_SIZE => allocation.asked_bytes,
+        pointer_attribute::LEGACY_IPC if ipc::is_shareable(&allocation.piece) => {
+            // SAFETY: it is a byte, or begins with the one that counts.
+            return unsafe { data.cast::<u8>().write(1) };
+        }
         _ => return,
     };
-    // SAFETY: both attributes are as large as a pointer.
+    // SAFETY: these two are as large as a pointer.
     unsafe { data.cast::<u64>().write(value) };
 }
 
 unsafe extern "C" fn pointer_get_attribute(data: *mut c_void, attribute: u32, at: u64) -> u32 {
     let code = call!(pointer_get_attribute(data, attribute, at));
     if code == result::SUCCESS
-        && let Some(found) = locked(|table| table.around(at).copied())
+        && let Some(found) = known_at(at)
     {
         // SAFETY: just written by the driver.
         unsafe { correct(data, attribute, &found) };
@@ -236,7 +255,7 @@ unsafe extern "C" fn pointer_get_attributes(
 ) -> u32 {
     let code = call!(pointer_get_attributes(many, attributes, data, at));
     if code == result::SUCCESS
-        && let Some(found) = locked(|table| table.around(at).copied())
+        && let Some(found) = known_at(at)
     {
         for index in 0..many as usize {
             // SAFETY: the driver has read `many` of both and written each value.
@@ -276,19 +295,6 @@ unsafe extern "C" fn mem_get_handle_for_range(
     if code == result::SUCCESS {
         stays(address);
         vmm::blocks(|blocks| blocks.stay_in(address, bytes as u64));
-    }
-    code
-}
-
-unsafe extern "C" fn ipc_get_mem_handle(handle: *mut c_void, address: u64) -> u32 {
-    let code = call!(ipc_get_mem_handle(handle, address));
-    if code == result::SUCCESS {
-        stays(address);
-        vmm::blocks(|blocks| blocks.stay_in(address, 1));
-    } else if locked(|table| table.around(address).is_some())
-        && let Some(page) = process::page()
-    {
-        page.note(Notes::IPC_REFUSED, true);
     }
     code
 }

@@ -83,6 +83,10 @@ fn ends(context: usize, end: impl FnOnce() -> u32, has_ended: impl FnOnce() -> b
     while ended && let Some(one) = locked(|table| table.remove(|a| of_it(&a.piece))) {
         release(&one.piece);
     }
+    let opened = || tables(|tables| tables.opened.remove(|o| of_it(&o.allocation.piece)));
+    while ended && let Some(one) = opened() {
+        release(&one.allocation.piece);
+    }
     code
 }
 

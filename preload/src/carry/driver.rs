@@ -5,6 +5,7 @@ use core::sync::atomic::{AtomicUsize, Ordering};
 
 use affinode_cuda_sys::{ArrayMapInfo, MemAccessDesc, MemAllocationProp};
 
+use super::ipc::ByValue;
 use crate::libcuda;
 
 macro_rules! functions {
@@ -64,6 +65,7 @@ functions! {
     mem_retain_handle = "cuMemRetainAllocationHandle" (*mut u64, u64);
     pointer_set_attribute = "cuPointerSetAttribute" (*const c_void, u32, u64);
     ipc_get_mem_handle = "cuIpcGetMemHandle" (*mut c_void, u64);
+    ipc_close_mem_handle = "cuIpcCloseMemHandle" (u64);
     host_register = "cuMemHostRegister_v2" (*mut c_void, usize, u32);
     host_unregister = "cuMemHostUnregister" (*mut c_void);
     copy_out = "cuMemcpyDtoHAsync_v2" (*mut c_void, u64, usize, *mut c_void);
@@ -107,6 +109,10 @@ later_functions! {
     mem_map_array = b"cuMemMapArrayAsync" (*mut ArrayMapInfo, u32, *mut c_void);
     /// The same, for per-thread default streams.
     mem_map_array_ptsz = b"cuMemMapArrayAsync_ptsz" (*mut ArrayMapInfo, u32, *mut c_void);
+    /// As of CUDA 11.0; another as the old name.
+    ipc_open_mem_handle_v2 = b"cuIpcOpenMemHandle_v2" (*mut u64, ByValue, u32);
+    /// The same before.
+    ipc_open_mem_handle = b"cuIpcOpenMemHandle" (*mut u64, ByValue, u32);
     /// As of CUDA 12.4.
     ctx_from_green = b"cuCtxFromGreenCtx" (*mut usize, usize);
 }

@@ -23,6 +23,7 @@
 //! | `digest`, `shortage` | what of it has not changed by the next time; whether it can be kept |
 //! | `zeros` | what of it need not be stored at all |
 //! | `vault` | home through a process that fills the memory while the driver restores the rest |
+//! | `ipc` | legacy IPC, which the driver does not have for such memory |
 //! | `driver` | the driver's functions |
 
 mod backing;
@@ -32,6 +33,7 @@ mod contexts;
 mod digest;
 mod driver;
 mod filling;
+mod ipc;
 mod order;
 mod park;
 mod pool;
@@ -48,6 +50,7 @@ use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use affinode_proto::wire::Engine;
 
+pub use self::ipc::answer;
 pub use self::park::{holds_imported, is_parked, let_go_of_parked, park, tidy, unpark};
 use self::pool::Pool;
 pub use self::pool::Tidied;
@@ -76,6 +79,8 @@ struct Carry {
     tables: UnsafeCell<Tables>,
     /// Held while the application's own blocks change, in the driver and here.
     vmm_lock: Lock,
+    /// Held while it is made sure that others reach this process.
+    reach_lock: Lock,
     /// Held while a context ends, and while the agent uses one beside the application.
     contexts_lock: Lock,
     /// The agent's alone, but for what [`Pool::context_ends`] changes under the lock of contexts.
@@ -101,6 +106,7 @@ static CARRY: Carry = Carry {
     table_lock: Lock::new(),
     tables: UnsafeCell::new(Tables::empty()),
     vmm_lock: Lock::new(),
+    reach_lock: Lock::new(),
     contexts_lock: Lock::new(),
     pool: UnsafeCell::new(Pool::none()),
     peers: [const { AtomicU64::new(0) }; DEVICES],
@@ -175,7 +181,8 @@ pub fn set_engine(engine: Engine) {
     CARRY.wanted.store(u32::from(wanted), Ordering::Release);
 }
 
-/// Finds all that is needed; false when something is missing.
+/// Finds all that is needed; false when something is missing. May be called by several threads at
+/// once.
 fn prepare() -> bool {
     if CARRY.in_use.load(Ordering::Acquire) == 1 {
         return true;
@@ -203,9 +210,12 @@ pub fn is_in_use() -> bool {
     CARRY.in_use.load(Ordering::Acquire) == 1
 }
 
-/// What is to be called in place of a driver's function, if anything is.
-pub fn stand_in(real: usize) -> Option<usize> {
-    if !is_in_use() || real == 0 {
+/// What is to be called in place of a driver's function, if anything is. `number`: the hook's.
+pub fn stand_in(number: u32, real: usize) -> Option<usize> {
+    if !is_in_use() {
+        return ipc::opening(number, real);
+    }
+    if real == 0 {
         return None;
     }
     REAL.iter().position(|known| known.load(Ordering::Relaxed) == real).map(calls::stand_in)

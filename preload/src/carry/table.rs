@@ -3,6 +3,7 @@
 use affinode_cuda_sys::MemAllocationProp;
 
 use super::blocks::Blocks;
+use super::ipc::{Identity, OpenedOnes};
 use super::sorted::{Keyed, Sorted};
 
 /// One piece of physical memory.
@@ -117,13 +118,23 @@ pub struct Tables {
     pub allocations: Allocations,
     /// What `cuMemCreate` gave.
     pub blocks: Blocks,
+    /// What `cuIpcOpenMemHandle` gave of other processes' memory. It is not carried.
+    pub opened: OpenedOnes,
+    /// Who this process is to those that open its memory.
+    pub identity: Identity,
     noted: u64,
 }
 
 impl Tables {
     /// Nothing.
     pub const fn empty() -> Tables {
-        Tables { allocations: Sorted::empty(), blocks: Blocks::empty(), noted: 0 }
+        Tables {
+            allocations: Sorted::empty(),
+            blocks: Blocks::empty(),
+            opened: Sorted::empty(),
+            identity: Identity::none(),
+            noted: 0,
+        }
     }
 
     /// A moment after all that was noted before.

@@ -16,7 +16,7 @@
 
 use core::sync::atomic::{AtomicU32, Ordering};
 
-use affinode_cuda_sys::{LOCATION_DEVICE, MemAllocationProp, result};
+use affinode_cuda_sys::{LOCATION_DEVICE, MemAllocationProp, POSIX_DESCRIPTOR, result};
 use affinode_proto::wire::Notes;
 use affinode_proto::wire::message::FRAME_BYTES;
 use affinode_proto::wire::vault::{
@@ -34,8 +34,6 @@ use crate::owned::{self, Owned};
 use crate::process;
 use crate::sys::{self, Descriptor, task};
 
-/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
-const POSIX_DESCRIPTOR: u32 = 1;
 /// A vault that fills began while the driver restored, and one that does not has hung up: its
 /// word is there already, unless it is stopped.
 const BEGIN_WITHIN_MS: u64 = 500;
@@ -134,19 +132,24 @@ type Summary = (u32, u64, i32);
 
 /// That, if a vault can make such memory: all of it in the
 /// pool one behind the other, on one device, not too small, and nothing special. Least of all
-/// something that the application may export: the driver does not export what was imported.
+/// something that the application may export: the driver does not export what was imported. What
+/// it has not made itself can be exported by our choice alone, and stays at home once it was.
 fn summary() -> Option<Summary> {
     let (mut many, mut end) = (0_u32, 0);
     let mut device = None;
     let mut order = Order::of(|piece| piece.place != Place::Device)?;
-    while let Some((_, piece)) = order.piece(many as usize) {
+    while let Some((id, piece)) = order.piece(many as usize) {
         let property = piece.property;
         let plain = MemAllocationProp {
             location_id: property.location_id,
             gpu_direct_rdma: property.gpu_direct_rdma,
             ..MemAllocationProp::default()
         };
-        let kind = MemAllocationProp { kind: 0, location_type: 0, ..property };
+        let handle_types = match id {
+            Id::Allocation(_) => 0,
+            Id::Block(_) => property.handle_types,
+        };
+        let kind = MemAllocationProp { kind: 0, location_type: 0, handle_types, ..property };
         let fits = piece.place == Place::Pool
             && piece.offset == end
             && kind == plain

@@ -2,13 +2,15 @@
 //!
 //! Two channels: a page of counters that the library writes and the controller
 //! reads ([`page`], with a ring of calls in it, [`calls`]), and a stream of fixed-size frames ([`message`]).
-//! A third, to a vault, comes and goes ([`vault`]).
+//! A third, to a vault, comes and goes ([`vault`]). And processes that share memory talk to each
+//! other ([`ipc`]).
 //! The container owns its end of both, so the controller believes neither:
 //! it reads the page with `pread` (a truncated or swapped file is an error, not a
 //! signal), and decodes every frame with checks.
 
 pub mod calls;
 mod frame;
+pub mod ipc;
 pub mod message;
 pub mod page;
 pub mod vault;
@@ -27,7 +29,8 @@ impl Hazards {
     pub const MANAGED_MEMORY: Hazards = Hazards(1);
     /// `cuCtxEnablePeerAccess` succeeded, or access to memory was given to another device.
     pub const PEER_ACCESS: Hazards = Hazards(1 << 1);
-    /// A legacy IPC handle was opened, or a shareable handle was imported.
+    /// Memory was handed out to another process or taken from one: by legacy IPC, or by a shareable
+    /// handle.
     pub const SHARED_MEMORY: Hazards = Hazards(1 << 2);
     /// The process talks to an MPS server.
     pub const MPS: Hazards = Hazards(1 << 3);

@@ -14,7 +14,7 @@ const KINDS: [(&str, &str, Option<&str>); 6] = [
     ("managed memory", "managed", Some("managed-memory")),
     ("peer access between GPUs", "peer", Some("peer-access")),
     ("legacy IPC, imported", "ipc-import", Some("shared-memory")),
-    ("legacy IPC, exported only", "ipc-export", None),
+    ("legacy IPC, exported only", "ipc-export", Some("shared-memory")),
     ("pinned host memory", "pinned", None),
     ("cuMemAllocAsync", "async", None),
 ];

@@ -176,6 +176,10 @@ pub fn segments(world: &World, rows: &mut Rows) -> Result<()> {
                 tried += 1;
             }
         }
+        worker.call("export")?;
+        let said = world.cli().offload(&id)?;
+        let stays = !said.done && said.reason == "shared-memory";
+        rows.count(&format!("{size}: stays once it has exported"), usize::from(stays), 1);
         rows.count(&format!("{size}: contents as before"), good, tried);
         let ended = worker.ends_with_nothing_left(world)?;
         rows.count(&format!("{size}: nothing left in use"), usize::from(ended), 1);
@@ -186,14 +190,13 @@ pub fn segments(world: &World, rows: &mut Rows) -> Result<()> {
 }
 
 /// What the program does before it is moved, and after.
-const SEGMENT_TURNS: [(&str, &str); 7] = [
+const SEGMENT_TURNS: [(&str, &str); 6] = [
     ("touch", "properties"),
     ("swap", "swap"),
     ("release", "retain"),
     ("replace", "streamsync"),
     ("readonly", "writable"),
     ("alias", "unalias"),
-    ("export", "touch"),
 ];
 
 #[derive(Deserialize)]
@@ -243,9 +246,10 @@ const KNOWN: [&str; 2] = ["copy beyond the end", "done"];
 
 /// Calls about carried memory answer as those about the driver's own, one by one.
 pub fn semantics(world: &World, rows: &mut Rows) -> Result<()> {
-    for (program, arguments) in
-        [("memory_check", &[][..]), ("api_check", &["memory", "pointers", "streams", "vmm"])]
-    {
+    for (program, arguments) in [
+        ("memory_check", &[][..]),
+        ("api_check", &["memory", "pointers", "streams", "vmm", "share", "ipc"]),
+    ] {
         let check = |id: &str, runtime: Option<&str>| -> Result<Vec<Check>> {
             let path = format!("{CLIENTS}/{program}");
             let argv: Vec<&str> = [path.as_str()].iter().chain(arguments).copied().collect();

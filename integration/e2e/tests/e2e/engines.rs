@@ -88,7 +88,6 @@ fn memory_that_the_application_maps_by_itself_is_copied_too() -> Result<()> {
             ("replace", 0, "streamsync"),
             ("readonly", PIECE_MIB, "writable"),
             ("alias", PIECE_MIB, "unalias"),
-            ("export", 2 * PIECE_MIB, "touch"),
         ] {
             assert_eq!(worker.call(change)?.ok, Some(true), "{engine}, {change}");
             world.cli().move_out(engine)?;
@@ -98,6 +97,10 @@ fn memory_that_the_application_maps_by_itself_is_copied_too() -> Result<()> {
             assert_eq!(worker.call(undo)?.ok, Some(true), "{engine}, {undo}");
             assert!(worker.verify()?, "{engine}, {change}");
         }
+        assert_eq!(worker.call("export")?.ok, Some(true), "{engine}");
+        let said = world.cli().offload(engine)?;
+        assert_eq!((said.done, said.reason.as_str()), (false, "shared-memory"), "{said:?}");
+        assert!(worker.verify()?, "{engine}, exported");
         assert!(worker.ends_with_nothing_left(&world)?, "{engine}: more is in use than before");
         until("nothing to be carried any more", || {
             Ok(Some(row(&world, engine)?).filter(|row| row.processes[0].carried_bytes == 0))
@@ -130,9 +133,10 @@ fn the_engine_of_the_configuration_holds_and_the_annotation_comes_first() -> Res
 #[test]
 fn carried_memory_is_as_the_drivers_own() -> Result<()> {
     let world = Recipe::default().config(&config("park")).world()?;
-    for (program, arguments) in
-        [("memory_check", &[][..]), ("api_check", &["memory", "pointers", "streams", "vmm"])]
-    {
+    for (program, arguments) in [
+        ("memory_check", &[][..]),
+        ("api_check", &["memory", "pointers", "streams", "vmm", "share", "ipc"]),
+    ] {
         let path = format!("{CLIENTS}/{program}");
         let argv: Vec<&str> = [path.as_str()].iter().chain(arguments).copied().collect();
         // It holds from the first call, also when the controller is slow to start.

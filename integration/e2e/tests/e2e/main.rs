@@ -14,6 +14,7 @@ mod hazards;
 mod hints;
 mod hostile;
 mod install;
+mod ipc;
 mod jobs;
 mod keep_copy;
 mod libc;

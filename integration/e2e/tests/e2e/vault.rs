@@ -13,6 +13,7 @@ use nix::{
 };
 
 use crate::{
+    ipc,
     offload::{MANUAL, wait_gpu_empty},
     recovery::shoot_controller,
 };
@@ -176,6 +177,22 @@ fn memory_that_the_application_maps_by_itself_stays_what_it_was() -> Result<()> 
     assert_eq!(exported.result, 0, "{exported:?}");
     assert!(plain.verify()? && shared.verify()?);
     Ok(())
+}
+
+/// What the driver does not export again has no handle either; what is allocated later has.
+#[test]
+fn legacy_ipc_is_refused_for_what_a_vault_has_made() -> Result<()> {
+    let world = Recipe::default().config(&config()).world()?;
+    let mut worker = Worker::start_as(&world, ipc::giver("worker", WORKER_MIB))?;
+    worker.wait_filled()?;
+    filled_once(&world, &mut worker)?;
+    assert_eq!(worker.ask("handle 0")?.result, 1);
+    until("the command to say what to do", || {
+        let row = world.cli().known("worker")?;
+        Ok(row.warnings.iter().any(|text| text.contains("IPC")).then_some(()))
+    })?;
+    // It goes on as before.
+    filled_once(&world, &mut worker)
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use affinode_proto::wire::{
     WIRE_VERSION,
     calls::{RECORDS, Reader},
+    ipc::{Answer, Ask, HANDLE_BYTES, Handle},
     message::{AgentMessage, ControllerMessage, FRAME_BYTES},
     page::{PAGE_BYTES, PAGE_MAGIC, PageSnapshot, SLOT_COUNT, header},
     vault::ToVault,
@@ -47,6 +48,17 @@ pub fn messages(data: &[u8]) {
     frame[..taken].copy_from_slice(&data[..taken]);
     if let Ok(message) = AgentMessage::decode(&frame) {
         assert_eq!(AgentMessage::decode(&message.encode()), Ok(message));
+    }
+    if let Ok(message) = Ask::decode(&frame) {
+        assert_eq!(Ask::decode(&message.encode()), Ok(message));
+    }
+    if let Ok(message) = Answer::decode(&frame) {
+        assert_eq!(Answer::decode(&message.encode()), Ok(message));
+    }
+    if let Some(bytes) = frame.first_chunk::<HANDLE_BYTES>()
+        && let Some(handle) = Handle::decode(bytes)
+    {
+        assert_eq!(handle.encode(), *bytes);
     }
     if let Ok(message) = ToVault::decode(&frame) {
         assert_eq!(ToVault::decode(&message.encode()), Ok(message));

@@ -69,6 +69,8 @@ struct Mapping {
     origin: Origin,
     context: u64,
     access: u32,
+    /// How often it was opened, where it is memory of another process.
+    times: u32,
     /// The address range, where it is not one of `cuMemAddressReserve`.
     _pages: Option<Pages>,
 }
@@ -122,7 +124,7 @@ impl Memory {
     /// What a new object was asked for as.
     pub fn made_as(&mut self, object: ObjectId, property: AllocationProp) {
         if let Some(physical) = self.physical.get_mut(&object) {
-            physical.property = Some(property);
+            physical.property.get_or_insert(property);
         }
     }
 
@@ -180,8 +182,16 @@ impl Memory {
         physical.handles -= 1;
         physical.mappings += 1;
         let access = ACCESS_READ_WRITE;
-        let mapping =
-            Mapping { bytes, object, offset: 0, origin, context, access, _pages: Some(pages) };
+        let mapping = Mapping {
+            bytes,
+            object,
+            offset: 0,
+            origin,
+            context,
+            access,
+            times: 1,
+            _pages: Some(pages),
+        };
         self.mappings.insert(address, mapping);
         Ok(address)
     }
@@ -192,6 +202,27 @@ impl Memory {
             .get(&address)
             .filter(|mapping| mapping.origin == origin)
             .ok_or(INVALID_VALUE)?;
+        Ok(self.unmap_at(address))
+    }
+
+    /// Where an object is that was opened in this context already; it is open once more now.
+    pub fn opened_again(&mut self, object: ObjectId, context: u64) -> Option<CUdeviceptr> {
+        let same = |mapping: &Mapping| {
+            (mapping.object, mapping.context, mapping.origin) == (object, context, Origin::Ipc)
+        };
+        let (address, mapping) = self.mappings.iter_mut().find(|(_, mapping)| same(mapping))?;
+        mapping.times += 1;
+        Some(*address)
+    }
+
+    /// Closes once what was opened here. The object, when it is to be freed.
+    pub fn close(&mut self, address: CUdeviceptr) -> Outcome<Option<ObjectId>> {
+        let opened = self.mappings.get_mut(&address).filter(|m| m.origin == Origin::Ipc);
+        let opened = opened.ok_or(INVALID_VALUE)?;
+        opened.times -= 1;
+        if opened.times > 0 {
+            return Ok(None);
+        }
         Ok(self.unmap_at(address))
     }
 
@@ -267,6 +298,7 @@ impl Memory {
             origin: Origin::Vmm,
             context: 0,
             access: 0,
+            times: 1,
             _pages: None,
         };
         self.mappings.insert(address, mapping);

@@ -4,7 +4,7 @@
 //!            Lock                Save                 Restore
 //!  Running ───────> Locked ───────────────> Away ───────────────> Locked ──Unlock──> Running
 //!     ^  600: busy     │ 801: managed         │ 2: no VRAM
-//!     └────────────────┘ memory, stays        │ 1, 801: shared with another GPU or process
+//!     └────────────────┘ memory, stays        │ 1, 801: of another GPU or process
 //!           Unlock                            v
 //!                                            Lost (reads as CHECKPOINTED; every restore 304)
 //! ```
@@ -98,9 +98,9 @@ fn save(driver: &Driver, process: &Process, stage: &mut Stage) -> Result<(), i32
         return Err(code::ILLEGAL_STATE);
     }
     let started = Instant::now();
-    let (bytes, shared) = {
+    let (bytes, has_of_others) = {
         let state = driver.state();
-        (state.ledger.holdings(process.id).bytes(), state.ledger.shares(process.id))
+        (state.ledger.holdings(process.id).bytes(), state.ledger.has_of_others(process.id))
     };
     let cost = driver.config.checkpoint_cost(bytes);
     let extra_bytes = driver.config.checkpoint_extra_bytes();
@@ -121,7 +121,7 @@ fn save(driver: &Driver, process: &Process, stage: &mut Stage) -> Result<(), i32
     }
     drop(state);
     let restore_code = match report.restore_code {
-        0 if shared => code::NOT_SUPPORTED,
+        0 if has_of_others => code::NOT_SUPPORTED,
         own => own,
     };
     *stage = Stage::Away { saved, restore_code };
@@ -168,7 +168,10 @@ fn refill(
         let memory =
             memory::create("affinode-sim-vram", *bytes).map_err(|_| code::OUT_OF_MEMORY)?;
         let memory = Arc::new(memory);
-        driver.state().memories.insert(*object, Arc::clone(&memory));
+        let mut state = driver.state();
+        let meant = state.ledger.meant(process.id, *object);
+        state.memories.insert(meant, Arc::clone(&memory));
+        drop(state);
         check(order(process, &Order::Map { object: *object }, Some(&memory))?)?;
     }
     check(order(process, &Order::Resume { gpu_map }, None)?)

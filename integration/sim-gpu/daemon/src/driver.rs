@@ -171,8 +171,8 @@ impl Driver {
         if !state.ledger.holds(client, object) {
             return Err(code::INVALID_VALUE);
         }
-        if state.ledger.release(client, object) {
-            state.bury(object);
+        if let Some(gone) = state.ledger.release(client, object) {
+            state.bury(gone);
         }
         Ok((Reply::Done, None))
     }
@@ -186,6 +186,7 @@ impl Driver {
         if state.ledger.export_count() >= MAX_EXPORTS {
             return Err(code::OUT_OF_MEMORY);
         }
+        let object = state.ledger.meant(client, object);
         state.ledger.export(inode, object);
         Ok(())
     }
@@ -211,6 +212,7 @@ impl Driver {
         if !state.ledger.holds(client, object) {
             return Err(code::INVALID_VALUE);
         }
+        let object = state.ledger.meant(client, object);
         if let Some((token, _)) = state.tokens.iter().find(|(_, named)| **named == object) {
             return Ok((Reply::Token(token.clone()), None));
         }
@@ -228,7 +230,7 @@ impl Driver {
     /// `cuIpcOpenMemHandle`.
     pub fn ipc_open(&self, client: ClientId, token: &str) -> Answer {
         let mut state = self.state();
-        let object = *state.tokens.get(token).ok_or(code::INVALID_HANDLE)?;
+        let object = *state.tokens.get(token).ok_or(code::INVALID_VALUE)?;
         state.open(client, object)
     }
 

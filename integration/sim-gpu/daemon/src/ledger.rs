@@ -48,6 +48,9 @@ pub struct Ledger {
     objects: BTreeMap<ObjectId, Object>,
     /// Open exported descriptors, by inode.
     exports: BTreeMap<u64, ObjectId>,
+    /// What a client means by a name that others keep for what it has shared before its checkpoint:
+    /// it came back with a copy of its own (measured with 580).
+    copies: BTreeMap<(ClientId, ObjectId), ObjectId>,
     next_object: ObjectId,
 }
 
@@ -60,6 +63,7 @@ impl Ledger {
             contexts: BTreeMap::new(),
             objects: BTreeMap::new(),
             exports: BTreeMap::new(),
+            copies: BTreeMap::new(),
             next_object: 1,
         }
     }
@@ -135,26 +139,31 @@ impl Ledger {
         Ok(id)
     }
 
-    /// A client lets go of an object. True when the object is gone.
-    pub fn release(&mut self, client: ClientId, id: ObjectId) -> bool {
+    /// The object that a client means by a name.
+    pub fn meant(&self, client: ClientId, id: ObjectId) -> ObjectId {
+        self.copies.get(&(client, id)).copied().unwrap_or(id)
+    }
+
+    /// A client lets go of an object, which is gone then, if it is told.
+    pub fn release(&mut self, client: ClientId, id: ObjectId) -> Option<ObjectId> {
+        let id = self.copies.remove(&(client, id)).unwrap_or(id);
         if let Some(object) = self.objects.get_mut(&id) {
             object.holders.remove(&client);
         }
-        self.bury(id)
+        self.bury(id).then_some(id)
     }
 
     /// Whether a client holds an object.
     pub fn holds(&self, client: ClientId, id: ObjectId) -> bool {
+        let id = self.meant(client, id);
         self.objects.get(&id).is_some_and(|object| object.holders.contains(&client))
     }
 
-    /// Whether a client has memory in common with another one, or of another's making, also
-    /// where that one has let go of it (measured with 580).
-    pub fn shares(&self, client: ClientId) -> bool {
-        self.objects.values().any(|object| {
-            let alone = object.holders.len() == 1 && object.maker == client;
-            !alone && object.holders.contains(&client)
-        })
+    /// Whether a client has memory of another's making, also where that one has let go of it
+    /// (measured with 580).
+    pub fn has_of_others(&self, client: ClientId) -> bool {
+        let of_another = |object: &Object| object.maker != client;
+        self.objects.values().any(|object| of_another(object) && object.holders.contains(&client))
     }
 
     /// A client gets hold of an object that exists.
@@ -192,9 +201,15 @@ impl Ledger {
             .objects
             .iter()
             .filter(mine)
-            .map(|(id, object)| (*id, object.gpu, object.bytes))
+            .map(|(id, object)| (self.name(client, *id), object.gpu, object.bytes))
             .collect();
         Saved { objects, contexts: self.contexts.get(&client).cloned().unwrap_or_default() }
+    }
+
+    /// What a client calls an object.
+    fn name(&self, client: ClientId, id: ObjectId) -> ObjectId {
+        let copy = self.copies.iter().find(|((of, _), copy)| *of == client && **copy == id);
+        copy.map_or(id, |((_, name), _)| *name)
     }
 
     /// Takes a client off the GPUs. What it held, and the objects that are gone.
@@ -202,13 +217,14 @@ impl Ledger {
         let saved = self.holdings(client);
         self.contexts.remove(&client);
         let mut gone = Vec::new();
-        for (id, _, _) in &saved.objects {
-            if let Some(object) = self.objects.get_mut(id) {
+        for (name, _, _) in &saved.objects {
+            let id = self.copies.remove(&(client, *name)).unwrap_or(*name);
+            if let Some(object) = self.objects.get_mut(&id) {
                 object.holders.remove(&client);
                 // An exported descriptor alone does not keep checkpointed memory on the GPU.
                 if object.holders.is_empty() {
-                    self.objects.remove(id);
-                    gone.push(*id);
+                    self.objects.remove(&id);
+                    gone.push(id);
                 }
             }
         }
@@ -243,7 +259,15 @@ impl Ledger {
                 maker: client,
                 holders: BTreeSet::from([client]),
             };
-            self.objects.insert(*id, object);
+            if self.objects.contains_key(id) {
+                // Others have it still, and go on without this client.
+                let copy = self.next_object;
+                self.next_object += 1;
+                self.copies.insert((client, *id), copy);
+                self.objects.insert(copy, object);
+            } else {
+                self.objects.insert(*id, object);
+            }
         }
         let contexts = saved.contexts.iter().map(|(gpu, count)| (place(*gpu), *count)).collect();
         self.contexts.insert(client, contexts);
@@ -253,6 +277,7 @@ impl Ledger {
     /// A client is gone. The objects that went with it.
     pub fn remove(&mut self, client: ClientId) -> Vec<ObjectId> {
         self.contexts.remove(&client);
+        self.copies.retain(|(of, _), _| *of != client);
         for object in self.objects.values_mut() {
             object.holders.remove(&client);
         }
@@ -296,7 +321,7 @@ mod tests {
         );
         assert!(ledger.remove(A).is_empty());
         assert_eq!((ledger.used_bytes(0), ledger.client_bytes(B, 0)), (50, 50));
-        assert!(!ledger.release(B, id));
+        assert_eq!(ledger.release(B, id), None);
         assert_eq!(ledger.close_export(7), Some(id));
         assert_eq!(ledger.used_bytes(0), 0);
     }
@@ -314,7 +339,27 @@ mod tests {
         assert_eq!(ledger.used_bytes(0), 60);
         ledger.readmit(A, &saved, &[1, 0]).unwrap();
         assert_eq!((ledger.used_bytes(0), ledger.used_bytes(1)), (60, 80));
-        assert!(ledger.release(B, other));
+        assert_eq!(ledger.release(B, other), Some(other));
+    }
+
+    #[test]
+    fn who_has_shared_something_comes_back_with_a_copy() {
+        let mut ledger = Ledger::new(vec![100], 10);
+        let id = ledger.allocate(A, 0, 40).unwrap();
+        ledger.hold(B, id).unwrap();
+        assert!(!ledger.has_of_others(A) && ledger.has_of_others(B));
+        for round in 0..2 {
+            let (saved, gone) = ledger.evict(A);
+            assert_eq!((gone.len(), ledger.used_bytes(0)), (round, 40));
+            ledger.readmit(A, &saved, &[0]).unwrap();
+            assert_eq!(ledger.used_bytes(0), 80, "round {round}");
+        }
+        let copy = ledger.meant(A, id);
+        assert_ne!(copy, id);
+        assert!(ledger.holds(A, id) && ledger.holds(B, id) && ledger.meant(B, id) == id);
+        assert_eq!(ledger.release(A, id), Some(copy));
+        assert!(!ledger.holds(A, id) && ledger.used_bytes(0) == 40);
+        assert_eq!(ledger.release(B, id), Some(id));
     }
 
     proptest! {

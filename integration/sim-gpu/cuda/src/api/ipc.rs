@@ -6,6 +6,9 @@ use crate::abi::{CUdeviceptr, INVALID_CONTEXT, INVALID_VALUE, IpcMemHandle, Out,
 use crate::api::cuda_api;
 use crate::memory::{Origin, Source};
 
+/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`
+const LAZY_ENABLE_PEER_ACCESS: u32 = 1;
+
 cuda_api! {
     Work 4010 fn cuIpcGetMemHandle(handle: Out<IpcMemHandle>, address: CUdeviceptr) |d, _z| {
         let found = d.memory().describe(address).filter(|found| found.origin == Origin::Alloc).ok_or(INVALID_VALUE)?;
@@ -18,8 +21,11 @@ cuda_api! {
         }
         handle.set(IpcMemHandle(bytes))
     }
-    Work 11000 fn cuIpcOpenMemHandle_v2(address: Out<CUdeviceptr>, handle: IpcMemHandle, _flags: u32) |d, _z| {
+    Work 11000 fn cuIpcOpenMemHandle_v2(address: Out<CUdeviceptr>, handle: IpcMemHandle, flags: u32) |d, _z| {
         let current = d.current()?;
+        if flags != LAZY_ENABLE_PEER_ACCESS {
+            return Err(INVALID_VALUE);
+        }
         let text = handle.0.split(|byte| *byte == 0).next().unwrap_or_default();
         let token = std::str::from_utf8(text).map_err(|_| INVALID_VALUE)?.to_owned();
         let granted = d.link.obtain(&Request::IpcOpen { token }, None)?;
@@ -28,12 +34,15 @@ cuda_api! {
             // The process that made the handle cannot open it.
             return Err(INVALID_CONTEXT);
         }
+        if let Some(known) = memory.opened_again(granted.object, current.context) {
+            return address.set(known);
+        }
         memory.add(&granted, Source::LegacyIpc)?;
         address.set(memory.place(granted.object, granted.bytes as usize, current.context, Origin::Ipc)?)
     }
     Work 4010 fn cuIpcCloseMemHandle(address: CUdeviceptr) |d, _z| {
         d.streams.wait_idle(None, None);
-        let freed = d.memory().remove(address, Origin::Ipc)?;
+        let freed = d.memory().close(address)?;
         freed.map_or(Ok(()), |object| d.link.tell(&Request::Free { object }))
     }
 }

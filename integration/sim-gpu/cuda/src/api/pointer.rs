@@ -7,6 +7,7 @@ use crate::api::cuda_api;
 use crate::contexts::context_handle;
 use crate::driver::Driver;
 use crate::host::HostKind;
+use crate::memory::Origin;
 
 cuda_api! {
     Instant 4000 fn cuPointerGetAttribute(data: Out<c_void>, attribute: i32, address: CUdeviceptr) |d, _z| {
@@ -72,7 +73,7 @@ impl Fact {
                 10 => Self::Byte(1),
                 11 => Self::Long(found.base),
                 12 => Self::Long(found.bytes),
-                13 => Self::Byte(1),
+                13 => Self::Byte(u8::from(found.origin == Origin::Alloc)),
                 _ => return Err(INVALID_VALUE),
             }));
         }

@@ -6,9 +6,9 @@ use std::os::fd::{BorrowedFd, IntoRawFd};
 use affinode_sim_protocol::{ObjectId, Reply, Request};
 
 use crate::abi::{
-    ACCESS_READ_WRITE, ALLOCATION_PINNED, AccessDesc, AllocationProp, CUdeviceptr, HANDLE_POSIX_FD,
-    HostAddress, INVALID_DEVICE, INVALID_VALUE, In, LOCATION_DEVICE, Location, NOT_SUPPORTED, Out,
-    Outcome, UNKNOWN,
+    ACCESS_READ_WRITE, ALLOCATION_PINNED, AccessDesc, AllocationProp, CUdevice, CUdeviceptr,
+    HANDLE_POSIX_FD, HostAddress, INVALID_DEVICE, INVALID_VALUE, In, LOCATION_DEVICE, Location,
+    NOT_SUPPORTED, Out, Outcome, UNKNOWN,
 };
 use crate::api::cuda_api;
 use crate::driver::Driver;
@@ -100,8 +100,21 @@ cuda_api! {
         // SAFETY: the application lends its descriptor for this call; a number that is none makes sendmsg fail.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
         let granted = d.link.obtain(&Request::Import, Some(fd))?;
-        d.memory().add(&granted, Source::Shared)?;
+        let mut memory = d.memory();
+        memory.add(&granted, Source::Shared)?;
+        memory.made_as(granted.object, exported_from(d.ordinal(granted.gpu)));
         handle.set(granted.object)
+    }
+}
+
+/// What is told of memory that came as a descriptor.
+fn exported_from(device: CUdevice) -> AllocationProp {
+    AllocationProp {
+        kind: ALLOCATION_PINNED,
+        requested_handle_types: HANDLE_POSIX_FD,
+        location: Location { kind: LOCATION_DEVICE, id: device },
+        win32_meta_data: 0,
+        flags: [0; 8],
     }
 }
 

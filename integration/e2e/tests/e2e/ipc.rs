@@ -1,0 +1,230 @@
+//! Legacy IPC for memory that the library carries: processes open each other's, whatever engine
+//! moves them, and all of them stay on the device.
+
+use affinode_e2e::{
+    container::{CLIENTS, Spec},
+    until::until,
+    worker::Worker,
+    world::{MIB, Recipe, World},
+};
+use anyhow::{Context, Result};
+
+use crate::offload::MANUAL;
+
+const SHARED_MIB: u64 = 16;
+const SEED: u32 = 7;
+
+fn program(id: &str, engine: &str, arguments: &[&str]) -> Spec {
+    let program = format!("{CLIENTS}/ipc");
+    Spec::gpu(id, &[&[&*program], arguments].concat()).annotation("affinode.io/engine", engine)
+}
+
+/// Has so much memory, by the engine of the configuration.
+pub fn giver(id: &str, mib: u64) -> Spec {
+    Spec::gpu(id, &[&format!("{CLIENTS}/ipc"), "--mib", &mib.to_string()])
+}
+
+/// Has memory, which is filled.
+fn exporter(world: &World, id: &str, engine: &str) -> Result<Worker> {
+    let (mib, seed) = (SHARED_MIB.to_string(), SEED.to_string());
+    let spec = program(id, engine, &["--mib", &mib, "--seed", &seed]);
+    let mut worker = Worker::start_as(world, spec)?;
+    worker.wait_filled()?;
+    Ok(worker)
+}
+
+/// Has none, and is in the network namespace of another one, as containers of one pod are. It
+/// comes to the driver as CUDA's runtime does.
+fn importer(world: &World, id: &str, engine: &str, beside: &Worker) -> Result<Worker> {
+    let network = format!("network:/proc/{}/ns/net", beside.running.pid(world)?);
+    let spec = program(id, engine, &["--by-name", "11000"]).flags(&["--with-ns", &network]);
+    let mut worker = Worker::start_as(world, spec)?;
+    worker.wait_filled()?;
+    Ok(worker)
+}
+
+fn handle(worker: &mut Worker) -> Result<String> {
+    worker.call("handle 0")?.handle.context("no handle")
+}
+
+fn open(worker: &mut Worker, handle: &str) -> Result<(i32, bool)> {
+    let answer = worker.ask(&format!("open {handle} {SHARED_MIB} {SEED}"))?;
+    Ok((answer.result, answer.ok == Some(true)))
+}
+
+fn result(worker: &mut Worker, command: &str) -> Result<i32> {
+    Ok(worker.ask(command)?.result)
+}
+
+fn free_bytes(worker: &mut Worker) -> Result<u64> {
+    worker.call("meminfo")?.free_bytes.context("no count of bytes")
+}
+
+/// Sees it refused for what it shares.
+fn stays(world: &World, id: &str) -> Result<()> {
+    until(&format!("{id} to be registered"), || {
+        let row = world.cli().container(id)?;
+        Ok(row.filter(|row| !row.processes.is_empty()))
+    })?;
+    let said = world.cli().offload(id)?;
+    assert_eq!((said.done, said.reason.as_str()), (false, "shared-memory"), "{id}: {said:?}");
+    Ok(())
+}
+
+fn remove(world: &World, worker: &Worker) -> Result<()> {
+    worker.running.kill(world)?;
+    worker.running.delete(world)
+}
+
+/// As with the driver's own memory (engine `driver`), which is the first to show what is right.
+#[test]
+fn memory_is_shared_whoever_carries_it() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    for (out, back) in
+        [("driver", "driver"), ("fast", "driver"), ("park", "fast"), ("driver", "fast")]
+    {
+        let mut giver = exporter(&world, "giver", out)?;
+        let mut taker = importer(&world, "taker", back, &giver)?;
+        let carried = if out == "driver" { 0 } else { SHARED_MIB * MIB };
+        until("the engine to hold", || {
+            let row = world.cli().known("giver")?;
+            Ok(row.processes.first().filter(|row| row.carried_bytes == carried).map(drop))
+        })?;
+        assert_eq!(giver.call("capable")?.ok, Some(true), "{out}: it says so");
+        let shared = handle(&mut giver)?;
+        assert_eq!(handle(&mut giver)?, shared, "{out}: the same each time");
+        let inside = giver.call(&format!("handle {}", 3 * MIB + 5))?.handle;
+        assert_eq!(inside.as_deref(), Some(&*shared), "{out}: from anywhere inside");
+        until("what is shared not to count as carried", || {
+            let row = world.cli().known("giver")?;
+            Ok(row.processes.first().filter(|row| row.carried_bytes == 0).map(drop))
+        })?;
+        assert_eq!(open(&mut giver, &shared)?.0, 201, "{out}: nobody opens what is its own");
+
+        let free = free_bytes(&mut taker)?;
+        for time in 0..2 {
+            assert_eq!(open(&mut taker, &shared)?, (0, true), "{out}, {back}, {time}");
+        }
+        assert!(free - free_bytes(&mut taker)? < MIB, "{out}, {back}: it takes no other memory");
+        assert!(taker.verify()? && taker.call("facts")?.ok == Some(true), "{out}, {back}");
+        taker.call("touch")?;
+        taker.call("sync")?;
+        giver.call("touched")?;
+        assert!(giver.verify()?, "{out}, {back}: what one writes the other reads");
+        giver.call("touch")?;
+        giver.call("sync")?;
+        taker.call("touched")?;
+        assert!(taker.verify()?, "{out}, {back}: and the other way round");
+
+        for command in ["handle 0", "free", "inner"] {
+            assert_eq!(result(&mut taker, command)?, 1, "{out}, {back}: {command} of it");
+        }
+        assert_eq!(result(&mut giver, "close")?, 1, "{out}: closed by who has not opened it");
+        stays(&world, "giver")?;
+        stays(&world, "taker")?;
+        taker.call("close")?;
+        assert!(taker.verify()?, "{out}, {back}: it was opened twice");
+        assert_eq!(taker.call("busyclose")?.ok, Some(true), "{out}, {back}: work is waited for");
+        assert_eq!(result(&mut taker, "close")?, 1, "{out}, {back}: closed once too often");
+        assert!(result(&mut taker, "verify")? != 0, "{out}, {back}: it is there still");
+        giver.call("free")?;
+        assert!(
+            free_bytes(&mut taker)? >= free + (SHARED_MIB - 1) * MIB,
+            "{out}, {back}: left over"
+        );
+        assert_eq!(open(&mut taker, &shared)?.0, 1, "{out}, {back}: freed");
+        remove(&world, &taker)?;
+        remove(&world, &giver)?;
+    }
+    Ok(())
+}
+
+/// Without memory that is carried, a handle of ours is known as well; one that is none of ours is
+/// the driver's to refuse.
+#[test]
+fn what_is_no_handle_opens_nothing() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    let mut giver = exporter(&world, "giver", "fast")?;
+    let mut taker = importer(&world, "taker", "driver", &giver)?;
+    let shared = handle(&mut giver)?;
+    for flags in [0, 2, 3] {
+        assert_eq!(result(&mut taker, &format!("flags {shared} {flags}"))?, 1, "{flags}");
+    }
+    // Each part of it counts: whose it is, the word, who answers, which memory.
+    for at in (0..64).step_by(5).chain([8, 24, 40, 48, 56]) {
+        let (before, after) = (&shared[..2 * at], &shared[2 * at + 2..]);
+        let byte = u8::from_str_radix(&shared[2 * at..2 * at + 2], 16)? ^ 0x10;
+        let other = format!("{before}{byte:02x}{after}");
+        assert_eq!(open(&mut taker, &other)?.0, 1, "byte {at}");
+    }
+    assert_eq!(open(&mut taker, &shared)?, (0, true));
+    assert!(taker.verify()?);
+
+    // Another network namespace: nobody is there by that name.
+    let mut stranger = Worker::start_as(&world, program("stranger", "fast", &[]))?;
+    stranger.wait_filled()?;
+    assert_eq!(open(&mut stranger, &shared)?.0, 1);
+    Ok(())
+}
+
+/// What others in the network namespace can do to an exporter keeps nobody from its memory, and
+/// gets them none of it.
+#[test]
+fn garbage_on_an_exporters_socket_harms_nobody() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    let mut giver = exporter(&world, "giver", "fast")?;
+    let mut taker = importer(&world, "taker", "fast", &giver)?;
+    let mut bad = importer(&world, "bad", "driver", &giver)?;
+    let shared = handle(&mut giver)?;
+    let descriptors = |worker: &Worker| -> Result<usize> {
+        Ok(affinode_e2e::processes::descriptors(worker.running.pid(&world)?)?.len())
+    };
+    let before = descriptors(&giver)?;
+    bad.send(&format!("attack {shared}"))?;
+    assert_eq!(open(&mut taker, &shared)?, (0, true), "beside it");
+    assert_eq!(bad.expect("attack")?.ok, Some(true));
+    taker.call("close")?;
+    assert_eq!(open(&mut taker, &shared)?, (0, true), "after it");
+    assert!(taker.verify()? && giver.verify()?);
+    until("all descriptors to be closed again", || {
+        Ok((descriptors(&giver)? == before).then_some(()))
+    })?;
+    stays(&world, "giver")
+}
+
+/// Whoever dies, the other goes on with the memory; its name alone is gone.
+#[test]
+fn what_was_opened_outlives_who_has_made_it() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    let mut giver = exporter(&world, "giver", "fast")?;
+    // Keeps the network namespace.
+    let mut other = importer(&world, "other", "fast", &giver)?;
+    let mut taker = importer(&world, "taker", "driver", &other)?;
+    let shared = handle(&mut giver)?;
+    assert_eq!(result(&mut giver, "fork")?, 3, "a child has no driver, and takes nothing along");
+    assert_eq!(open(&mut taker, &shared)?, (0, true));
+    remove(&world, &giver)?;
+    assert!(taker.verify()?);
+    assert_eq!(open(&mut other, &shared)?.0, 1, "nobody is there to ask");
+    stays(&world, "taker")?;
+    taker.call("close")?;
+    Ok(())
+}
+
+/// A context takes what was opened in it with it, and nothing else.
+#[test]
+fn the_end_of_a_context_closes_what_was_opened_in_it() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    let mut giver = exporter(&world, "giver", "fast")?;
+    let mut taker = importer(&world, "taker", "driver", &giver)?;
+    let shared = handle(&mut giver)?;
+    for round in 0..3 {
+        assert_eq!(open(&mut taker, &shared)?, (0, true), "round {round}");
+        assert!(taker.verify()?, "round {round}");
+        taker.call("reset")?;
+    }
+    let free = free_bytes(&mut taker)?;
+    giver.call("free")?;
+    assert!(free_bytes(&mut taker)? >= free + (SHARED_MIB - 1) * MIB, "something holds it still");
+    Ok(())
+}

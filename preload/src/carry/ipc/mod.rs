@@ -1,0 +1,30 @@
+//! Legacy IPC (`cuIpcGetMemHandle` and its kin) for carried memory, which the driver does not share
+//! so. The handle is one of ours, and the memory passes as a shareable descriptor of the driver's.
+//!
+//! ```text
+//! exporter                                          importer
+//!   cuIpcGetMemHandle: names itself, the     64 bytes
+//!   allocation, a word ────────────────────────────────> cuIpcOpenMemHandle
+//!   agent: the word is right, the memory     <── Ask ──  sends it to the named socket
+//!   is there: exports it  ── Answer + descriptor ──────> imports, reserves, maps: an address
+//! ```
+//!
+//! Who exports has a hazard from then on and stays on the device, so its agent can always answer.
+//! The importer may be moved by any engine, by the driver too: what it has opened is no memory of
+//! its own, and keeps it on the device as well.
+
+mod export;
+mod opened;
+
+pub use self::export::{Identity, answer, ipc_get_mem_handle};
+pub use self::opened::{ByValue, OpenedOnes, ipc_close_mem_handle, opening};
+pub(super) use self::opened::{ipc_open_mem_handle, ipc_open_mem_handle_v2};
+
+use super::table::{Piece, Place};
+
+/// Whether legacy IPC works for memory of ours: the driver exports it.
+pub(super) fn is_shareable(piece: &Piece) -> bool {
+    let exportable = piece.property.handle_types & affinode_cuda_sys::POSIX_DESCRIPTOR != 0;
+    // The driver does not export again what was imported.
+    exportable && !piece.imported && piece.place == Place::Device
+}

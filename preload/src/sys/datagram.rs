@@ -1,0 +1,124 @@
+//! Datagrams by an abstract name, and the ways of their answers.
+
+use super::{CLOEXEC, Descriptor, Errno, lift, notify, number, plain};
+
+const AF_UNIX: u16 = 1;
+const DATAGRAM: usize = 2;
+const SEQPACKET: usize = 5;
+const NONBLOCK: usize = 0x800;
+
+/// A `struct sockaddr_un` of an abstract name, and how much of it counts.
+struct Address {
+    bytes: [u8; 110],
+    length: usize,
+}
+
+impl Address {
+    fn of(name: &[u8]) -> Option<Address> {
+        // The family, and the zero that makes it abstract.
+        const BEFORE: usize = 3;
+        let mut bytes = [0; 110];
+        let length = BEFORE + name.len();
+        bytes.first_chunk_mut().map(|family| *family = AF_UNIX.to_ne_bytes())?;
+        bytes.get_mut(BEFORE..length)?.copy_from_slice(name);
+        Some(Address { bytes, length })
+    }
+}
+
+/// A socket that has the name, or sends to who has it (the call of this number).
+fn named(name: &[u8], call: usize) -> Result<Descriptor, Errno> {
+    const ENAMETOOLONG: Errno = Errno(36);
+    let address = Address::of(name).ok_or(ENAMETOOLONG)?;
+    let kind = DATAGRAM | NONBLOCK | CLOEXEC;
+    let socket = plain(number::SOCKET, [usize::from(AF_UNIX), kind, 0, 0, 0, 0])?;
+    let socket = Descriptor(lift(socket as i32));
+    let at = address.bytes.as_ptr() as usize;
+    plain(call, [socket.number() as usize, at, address.length, 0, 0, 0])?;
+    Ok(socket)
+}
+
+/// A socket of this name, that tells `tid` of what comes by making `signal` pending.
+pub fn bind(name: &[u8], tid: u32, signal: u64) -> Result<Descriptor, Errno> {
+    let socket = named(name, number::BIND)?;
+    notify(socket.number(), tid, signal)?;
+    Ok(socket)
+}
+
+/// A socket that sends to this name.
+pub fn connect(name: &[u8]) -> Result<Descriptor, Errno> {
+    named(name, number::CONNECT)
+}
+
+/// Two ends that keep messages apart; none of them blocks.
+pub fn pair() -> Result<[Descriptor; 2], Errno> {
+    let mut ends = [-1_i32; 2];
+    let kind = SEQPACKET | NONBLOCK | CLOEXEC;
+    let at = ends.as_mut_ptr() as usize;
+    plain(number::SOCKETPAIR, [usize::from(AF_UNIX), kind, 0, at, 0, 0])?;
+    Ok(ends.map(|end| Descriptor(lift(end))))
+}
+
+/// A descriptor that somebody else has made for us.
+pub fn made(fd: i32) -> Option<Descriptor> {
+    (fd >= 0).then_some(Descriptor(fd))
+}
+
+/// Random bytes, all of them or an error.
+pub fn random(bytes: &mut [u8]) -> Result<(), Errno> {
+    const EIO: Errno = Errno(5);
+    // So few are never given in part.
+    let args = [bytes.as_mut_ptr() as usize, bytes.len(), 0, 0, 0, 0];
+    let given = plain(number::GETRANDOM, args)?;
+    if given == bytes.len() { Ok(()) } else { Err(EIO) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sys;
+
+    fn name() -> [u8; 16] {
+        let mut name = [0; 16];
+        random(&mut name).unwrap();
+        name
+    }
+
+    #[test]
+    fn a_datagram_comes_with_the_way_of_its_answer() {
+        let name = name();
+        assert!(connect(&name).is_err(), "nobody has the name");
+        let socket = bind(&name, sys::gettid(), sys::SIGURG).unwrap();
+        assert!(bind(&name, sys::gettid(), sys::SIGURG).is_err(), "one has it");
+        let [own, theirs] = pair().unwrap();
+        let to = connect(&name).unwrap();
+        assert_eq!(sys::send(to.number(), b"hello", Some(theirs.number())), Ok(5));
+        drop((to, theirs));
+
+        let mut bytes = [0; 9];
+        let (length, way) = sys::receive(socket.number(), &mut bytes).unwrap();
+        assert_eq!(&bytes[..length], b"hello");
+        assert_eq!(sys::send(way.unwrap().number(), b"yes", None), Ok(3));
+        assert_eq!(sys::receive(own.number(), &mut bytes).unwrap().0, 3);
+        assert_eq!(sys::receive(own.number(), &mut bytes).unwrap().0, 0, "the way was closed");
+        assert_eq!(sys::receive(socket.number(), &mut bytes).err(), Some(sys::EAGAIN));
+    }
+
+    #[test]
+    fn who_is_not_answered_learns_of_it() {
+        let name = name();
+        let socket = bind(&name, sys::gettid(), sys::SIGURG).unwrap();
+        let [own, theirs] = pair().unwrap();
+        let to = connect(&name).unwrap();
+        sys::send(to.number(), b"hello", Some(theirs.number())).unwrap();
+        drop((to, theirs));
+        assert_eq!(sys::receive(own.number(), &mut [0]).err(), Some(sys::EAGAIN));
+        drop(socket);
+        assert_eq!(sys::receive(own.number(), &mut [0]).unwrap().0, 0);
+    }
+
+    #[test]
+    fn names_that_are_too_long_are_refused_and_random_bytes_differ() {
+        assert!(Address::of(&[b'x'; 107]).is_some() && Address::of(&[b'x'; 108]).is_none());
+        assert_ne!(name(), name());
+    }
+}
