@@ -11,7 +11,7 @@
 //! | [`immediate`] | restore policy `immediate`: one in use is moved, one that cannot be is ended |
 //! | [`engines`] | the engines side by side: offload, wake, what stays on the device, the same contents; allocations |
 //! | [`mod@programs`] | programs of transformers, cuDNN, CUDA graphs, CuPy, Triton, streams, two processes: the same results with each engine; in a part of its own |
-//! | [`mod@gpus`] | returns onto another GPU, and programs that share memory between processes or GPUs; in a part of its own |
+//! | [`mod@gpus`] | returns onto another GPU, and programs that share memory between processes or GPUs |
 //! | [`mod@steps`] | the time of steps with an engine and with the stock runtime; in a part of its own |
 //! | [`jax`] | JAX by each engine, and what it calls while it is idle |
 //! | [`calibration`] | decides nothing: what moves cost, as a file for `affinode simulate` |
@@ -98,8 +98,14 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     report.part(&world, "engines, mapped by itself", engines::segments);
     report.part(&world, "engines, large", engines::large);
     match python::Python::find(&world) {
-        Ok(python) => with_python(&mut report, &python),
-        Err(why) => report.skip("torch", &format!("{why:#}")),
+        Ok(python) => {
+            with_python(&mut report, &python);
+            gpus::all(&world, Some(&python), &mut report);
+        }
+        Err(why) => {
+            report.skip("torch", &format!("{why:#}"));
+            gpus::all(&world, None, &mut report);
+        }
     }
     finish(&world, &mut report);
     report.judge();
@@ -137,14 +143,6 @@ fn with_python(report: &mut Report, python: &python::Python) {
 /// When no world can be made.
 pub fn programs(release: &Release, gpu: Gpu) -> Result<Report> {
     alone_with(release, gpu, programs::all)
-}
-
-/// What takes two GPUs of a kind: returns onto the other one, programs that share memory.
-///
-/// # Errors
-/// When no world can be made.
-pub fn gpus(release: &Release, gpu: Gpu) -> Result<Report> {
-    alone_with(release, gpu, gpus::all)
 }
 
 /// The time of steps with an engine and with the stock runtime.

@@ -1,6 +1,8 @@
 //! What takes two GPUs of a kind: returns onto the other one when the own one is full, and
 //! programs that share memory, which stay where they are and go on as without us.
 
+use std::path::Path;
+
 use anyhow::{Result, ensure};
 
 use super::{
@@ -38,26 +40,28 @@ struct Sharing {
 }
 
 const SHARED: Option<&[&str]> = Some(&["shared-memory"]);
-/// What both ranks need where there is no network but the loopback, and little shared memory.
-const LOCAL: [(&str, &str); 3] =
-    [("NCCL_SOCKET_IFNAME", "lo"), ("NCCL_MAX_NCHANNELS", "2"), ("NCCL_BUFFSIZE", "1048576")];
+/// What both ranks need where there is no network but the loopback.
+const LOCAL: [(&str, &str); 1] = [("NCCL_SOCKET_IFNAME", "lo")];
+/// `ctr`'s containers have 64 MiB.
+const SHARED_MEMORY: [&str; 2] =
+    ["--mount", "type=tmpfs,src=shm,dst=/dev/shm,options=mode=1777:size=1g"];
 
 const SHARING: [Sharing; 5] = [
-    Sharing { part: "torch.multiprocessing", kind: "sharing", settings: &[], stays: SHARED },
+    Sharing { part: "gpus, torch.multiprocessing", kind: "sharing", settings: &[], stays: SHARED },
     Sharing {
-        part: "NCCL",
+        part: "gpus, NCCL",
         kind: "ranks",
         settings: &[],
         stays: Some(&["shared-memory", "peer-access"]),
     },
     Sharing {
-        part: "NCCL, legacy IPC",
+        part: "gpus, NCCL, legacy IPC",
         kind: "ranks",
         settings: &[("NCCL_CUMEM_ENABLE", "0"), ("NCCL_CUMEM_HOST_ENABLE", "0")],
         stays: Some(&["shared-memory", "peer-access"]),
     },
     Sharing {
-        part: "NCCL through host memory",
+        part: "gpus, NCCL through host memory",
         kind: "ranks",
         settings: &[
             ("NCCL_P2P_DISABLE", "1"),
@@ -67,30 +71,36 @@ const SHARING: [Sharing; 5] = [
         stays: None,
     },
     Sharing {
-        part: "copies between peers",
+        part: "gpus, copies between peers",
         kind: "peers",
         settings: &[],
         stays: Some(&["peer-access"]),
     },
 ];
 
+const PLAIN: &str = "gpus, another one, plain process";
+const TORCH: &str = "gpus, another one, torch";
+
 /// All of it, where there are two GPUs.
-pub fn all(world: &World, report: &mut Report) {
-    let plain = "another GPU, plain process";
-    match world.cli().ps_now().map(|node| node.gpus) {
-        // Nobody has asked for the controller yet: a first container brings it up.
-        Ok(gpus) if gpus.len() == 1 => return report.skip(plain, "one GPU"),
-        _ => report.part(world, plain, plain_hops),
+pub fn all(world: &World, python: Option<&Python>, report: &mut Report) {
+    let parts = SHARING.iter().map(|sharing| sharing.part).chain([PLAIN, TORCH]);
+    if !parts.into_iter().any(|part| report.wants(part)) {
+        return;
     }
-    match Python::find(world) {
-        Ok(python) => {
-            report.part(world, "another GPU, torch", |_, rows| torch_hops(&python, rows));
-            for sharing in &SHARING {
-                report.part(world, sharing.part, |_, rows| sharing.beside_stock(&python, rows));
-            }
-        }
-        Err(why) => report.skip("programs on two GPUs", &format!("{why:#}")),
+    match real_gpus() {
+        0 | 1 => return report.skip("gpus", "takes two GPUs"),
+        _ => report.part(world, PLAIN, plain_hops),
     }
+    let Some(python) = python else { return };
+    report.part(world, TORCH, |_, rows| torch_hops(python, rows));
+    for sharing in &SHARING {
+        report.part(world, sharing.part, |_, rows| sharing.beside_stock(python, rows));
+    }
+}
+
+/// How many GPUs the machine has.
+fn real_gpus() -> usize {
+    (0..).take_while(|n| Path::new(&format!("/dev/nvidia{n}")).exists()).count()
 }
 
 fn plain_hops(world: &World, rows: &mut Rows) -> Result<()> {
@@ -99,9 +109,6 @@ fn plain_hops(world: &World, rows: &mut Rows) -> Result<()> {
         let spec = movable(Worker::spec(&id, USUAL, PLAIN_MIB), engine);
         let mut worker = Worker::start_as(world, spec)?;
         worker.wait_filled()?;
-        if world.cli().ps()?.gpus.len() != 2 {
-            return Err(NotHere("takes two GPUs".into()).into());
-        }
         let mut back = Vec::new();
         let mut good = 0;
         let mut hops = Hops::new(world, &id);
@@ -126,13 +133,13 @@ fn plain_hops(world: &World, rows: &mut Rows) -> Result<()> {
 
 /// A training loop that changes its GPU after each turn, against one that stays.
 fn torch_hops(python: &Python, rows: &mut Rows) -> Result<()> {
-    const TORCH: &[&str] = &["torch_worker.py"];
+    const PROGRAM: &[&str] = &["torch_worker.py"];
     let world = python.world;
     let mut digests = Vec::new();
     for engine in ["off", "driver", "fast"] {
         let id = format!("torch-hops-{engine}");
         let mut worker =
-            Worker::start_as(world, movable(python.spec(&id, "root", TORCH)?, engine))?;
+            Worker::start_as(world, movable(python.spec(&id, "root", PROGRAM)?, engine))?;
         worker.expect("ready")?;
         ask(&mut worker, &format!("hold {HELD_GIB}"))?;
         let before = ask(&mut worker, "check")?.digest;
@@ -239,6 +246,7 @@ impl Sharing {
             let name = if engine == STOCK { "stock" } else { engine };
             let id = format!("{}-{name}", self.part.replace(", ", "-").replace([' ', '.'], "-"));
             let mut spec = python.spec(&id, "root", &program)?.annotation(BY_ORDER.0, BY_ORDER.1);
+            spec = spec.flags(&SHARED_MEMORY);
             for (name, value) in LOCAL.iter().chain(self.settings) {
                 spec = spec.env(name, value);
             }
