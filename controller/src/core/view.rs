@@ -196,7 +196,7 @@ fn warnings(c: &Container, processes: &[(ProcessId, &Process)]) -> Vec<String> {
 /// What to do about memory that cannot be shared.
 pub(super) fn ipc_refused(pid: u32) -> String {
     format!(
-        "process {pid} asked for an IPC handle of memory that the engine carries, which cannot be had: set affinode.io/engine to driver"
+        "process {pid} asked for an IPC handle of memory that a vault has brought home, which cannot be had: set affinode.io/engine to park or driver"
     )
 }
 

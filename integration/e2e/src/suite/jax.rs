@@ -16,8 +16,10 @@ use crate::worker::Worker;
 const JAX: &[&str] = &["jax_worker.py"];
 /// What it takes at its start, of the whole device.
 const SHARE: (&str, &str) = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.2");
+/// Where it sees several it makes them peers.
+const ONE_GPU: (&str, &str) = ("CUDA_VISIBLE_DEVICES", "0");
 /// It, moved by each engine.
-pub const ENGINES: Flavour = Flavour { settings: &[SHARE], ..Flavour::large("jax", JAX) };
+pub const ENGINES: Flavour = Flavour { settings: &[SHARE, ONE_GPU], ..Flavour::large("jax", JAX) };
 /// How long it is watched: its calls come every five seconds.
 const SECONDS: &str = "12";
 
