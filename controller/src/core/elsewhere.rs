@@ -71,8 +71,13 @@ impl Node {
         seats.all(|seat| seat == Some(first.as_str())).then_some(first)
     }
 
-    /// The order to come home: to its GPU, or to the one that was promised in its place.
+    /// The order to come home: to its GPU, or to the one that was promised in its place. Where it
+    /// cannot be sent there any more, its own has not the room: all is promised and proven anew.
     pub(super) fn order_return(&mut self, key: &Key, id: ProcessId) {
+        if self.processes.get(&id).is_none_or(|process| process.to.is_none()) {
+            self.order(id, Action::Restore);
+            return;
+        }
         let exchange = self.processes.get(&id).and_then(|process| {
             let place = |uuid: &str| {
                 let at = self.gpus.iter().position(|gpu| gpu.uuid == uuid)?;
@@ -82,7 +87,8 @@ impl Node {
             Some((place(from)?, place(to)?, from.to_owned(), to.to_owned()))
         });
         let Some((from, to, was, will)) = exchange else {
-            self.order(id, Action::Restore);
+            self.abort_grant(key);
+            self.enqueue(key);
             return;
         };
         let total = self.gpus.len() as u8;

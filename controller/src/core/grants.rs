@@ -366,11 +366,11 @@ impl Node {
     pub(super) fn abort_grant(&mut self, key: &Key) {
         self.end_grant(key);
         self.ledger.release(key);
-        self.stays_where_it_was(key);
     }
 
     /// Ends a grant, whatever became of it: others may allocate again.
     pub(super) fn end_grant(&mut self, key: &Key) {
+        self.stays_where_it_was(key);
         let Some(mut grant) = self.grants.remove(key) else {
             return;
         };

@@ -150,3 +150,22 @@ fn the_next_controller_knows_where_a_process_was_sent() {
         assert_eq!(world.agents[&id].gpu, 1, "{carried_out}");
     }
 }
+
+/// Between the promise and the order it turns out that it cannot be sent there after all: room was
+/// proven on the other one alone, so it is not ordered to come home to its own.
+#[test]
+fn who_cannot_be_sent_where_room_was_proven_is_not_sent_where_none_was() {
+    let (mut world, id) = crowded(0);
+    world.call(id);
+    assert!(world.node.processes.get(&id).unwrap().to.is_some());
+    world.agents.get_mut(&id).unwrap().notes = Notes::default();
+    world.tick();
+    for _ in 0..20 {
+        world.pass();
+    }
+    assert_eq!((world.agents[&id].phase, world.agents[&id].gpu), (Phase::Away, 0));
+    assert!(world.node.processes.get(&id).unwrap().to.is_none());
+    world.take_unmanaged(0);
+    comes_home(&mut world, id);
+    assert_eq!(world.agents[&id].gpu, 0);
+}
