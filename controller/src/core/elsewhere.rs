@@ -18,7 +18,10 @@ use affinode_proto::{
     },
 };
 
-use super::{DeviceBytes, Effect, Key, Node, ProcessId, input::GpuSample, process::Process};
+use super::{
+    DeviceBytes, Effect, Key, Node, ProcessId, input::GpuSample, moves::CHECKPOINT,
+    process::Process,
+};
 
 impl Node {
     /// Chooses another GPU for a container that does not fit on its own, none of those that are
@@ -83,11 +86,14 @@ impl Node {
                 let at = self.gpus.iter().position(|gpu| gpu.uuid == uuid)?;
                 u8::try_from(at).ok()
             };
-            let (from, to) = (seat_of(process)?, process.to.as_deref()?);
+            // In the list that is sent each has its place.
+            let listed = self.gpus.len() <= MOST_GPUS && self.gpus.iter().all(can_be_named);
+            let (from, to) = (seat_of(process).filter(|_| listed)?, process.to.as_deref()?);
             Some((place(from)?, place(to)?, from.to_owned(), to.to_owned()))
         });
         let Some((from, to, was, will)) = exchange else {
             self.abort_grant(key);
+            self.journal(key, CHECKPOINT);
             self.enqueue(key);
             return;
         };
@@ -106,10 +112,12 @@ impl Node {
         self.publish(key, Event { kind: "process".into(), text, ..Event::default() });
     }
 
-    /// The promise of another GPU is over. Who is on the way there goes on.
+    /// The promise of another GPU is over. Who is on the way there goes on; where somebody is whose
+    /// connection broke meanwhile it says when it comes forward.
     pub(super) fn stays_where_it_was(&mut self, key: &Key) {
         for id in self.members(key) {
             if let Some(process) = self.processes.get_mut(&id)
+                && process.connected
                 && !process.is_moving()
             {
                 process.to = None;

@@ -97,7 +97,7 @@ impl Node {
             let theirs = |uuid: &str| {
                 taken.contains(uuid) || kept.iter().any(|(theirs, _)| theirs.contains(uuid))
             };
-            if known && turn && self.goes_elsewhere(&key, margin, theirs) {
+            if known && turn && !fits && self.goes_elsewhere(&key, margin, theirs) {
                 let needs = self.needs_with(&key, want);
                 let uuids: BTreeSet<String> = needs.iter().map(|n| n.uuid.clone()).collect();
                 self.ledger.promise(&key, needs);

@@ -77,7 +77,7 @@ pub struct Process {
     pub away: Option<Vec<DeviceBytes>>,
     /// The GPU that was promised to it in place of the one that it left.
     pub to: Option<String>,
-    /// It could not come back on another GPU. For good.
+    /// It could not come back on another GPU, and is not asked to by this controller again.
     pub bound: bool,
     /// What its agent can copy, and has copied.
     pub carried: Carried,

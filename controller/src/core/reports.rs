@@ -13,6 +13,7 @@ use super::{
     DeviceBytes, Key, Millis, Node, ProcessId,
     container::{Container, Goal},
     input::Carried,
+    moves::CHECKPOINT,
     roster::NEVER_MOVED,
 };
 
@@ -47,9 +48,11 @@ impl Node {
         let moving = process.is_moving();
         process.pending = None;
         let to = process.to.take_if(|_| moving);
-        if moving && phase != Phase::Away {
+        // Of one that was late nothing was done, wherever it is now.
+        let tried = !matches!(outcome, Outcome::Late | Outcome::WrongPhase);
+        if moving && tried && phase != Phase::Away {
             process.has_moved(to);
-        } else if moving && outcome != Outcome::Late {
+        } else if moving && tried {
             process.bound = true;
         }
         // Parked memory of one that came forward in the middle shows when it is unlocked.
@@ -98,8 +101,12 @@ impl Node {
             // It waits for its own GPU: nothing says that it would not come back there.
             (Action::RestoreOn { .. }, _) if phase == Phase::Away => {
                 self.abort_grant(&key);
+                self.journal(&key, CHECKPOINT);
                 let why = match outcome {
-                    Outcome::Unreachable => "it does not reach every GPU of the node".to_owned(),
+                    Outcome::Unreachable => {
+                        "it does not reach every GPU of the node, or its driver is too old"
+                            .to_owned()
+                    }
                     _ => failed("cuCheckpointProcessRestore"),
                 };
                 let text = format!("process {pid} cannot come back on another GPU: {why}");

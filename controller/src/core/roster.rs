@@ -98,7 +98,10 @@ impl Node {
         let before = known.and_then(|old| self.processes.remove(&old));
         let recalled = self.recalled.remove(&(key.clone(), identity.pid, identity.start_ticks));
         let (left, to) = match (&before, recalled) {
-            (Some(p), _) if p.away.is_some() => (p.away.clone(), p.to.clone()),
+            (Some(p), _) if p.away.is_some() => {
+                let sent = p.is_moving() || !p.connected;
+                (p.away.clone(), p.to.clone().filter(|_| sent))
+            }
             (_, Some(recalled)) => (Some(recalled.away), recalled.to),
             _ => (None, None),
         };

@@ -70,6 +70,10 @@ impl Gpus {
         let all = self.all();
         let (from, to) = (usize::from(from), usize::from(to));
         let (one, other) = (all.get(from)?, all.get(to).filter(|_| from != to)?);
+        let twice = |(n, gpu): (usize, &Gpu)| all.iter().skip(n + 1).any(|g| g.uuid == gpu.uuid);
+        if all.iter().any(|gpu| gpu.uuid == [0; 16]) || all.iter().enumerate().any(twice) {
+            return None;
+        }
         let mut pairs = Pairs { many: all.len(), pairs: [GpuPair::default(); MOST_GPUS] };
         for (index, (pair, gpu)) in pairs.pairs.iter_mut().zip(all).enumerate() {
             let new = match index {
@@ -119,7 +123,7 @@ mod tests {
     use super::*;
 
     fn gpu(n: u8) -> Gpu {
-        Gpu { uuid: [n; 16], minor: u32::from(n) }
+        Gpu { uuid: [n + 1; 16], minor: u32::from(n) }
     }
 
     fn part(first: u8) -> [Gpu; GPUS_A_FRAME] {
@@ -134,7 +138,7 @@ mod tests {
         assert!(gpus.exchanged(0, 1).is_none(), "a part is missing");
         gpus.take(5, 7, &part(5));
         let pairs = gpus.exchanged(6, 1).unwrap();
-        let pairs: Vec<_> = pairs.all().iter().map(|p| (p.old[0], p.new[0])).collect();
+        let pairs: Vec<_> = pairs.all().iter().map(|p| (p.old[0] - 1, p.new[0] - 1)).collect();
         assert_eq!(pairs, [(0, 0), (1, 6), (2, 2), (3, 3), (4, 4), (5, 5), (6, 1)]);
         for (from, to) in [(0, 7), (7, 0), (3, 3), (255, 0)] {
             assert!(gpus.exchanged(from, to).is_none(), "{from}, {to}");
@@ -153,6 +157,13 @@ mod tests {
         assert!(gpus.exchanged(0, 1).is_none(), "of another length");
         gpus.take(0, 2, &part(0));
         assert_eq!(gpus.exchanged(0, 1).unwrap().all().len(), 2);
+        for bad in [[0; 16], gpu(0).uuid] {
+            let mut gpus = Gpus::none();
+            let mut part = part(0);
+            part[3].uuid = bad;
+            gpus.take(0, 4, &part);
+            assert!(gpus.exchanged(1, 2).is_none(), "{bad:?} is none, or another");
+        }
         gpus.take(0, 255, &part(0));
         (1..51).for_each(|n| gpus.take(n * 5, 255, &part(0)));
         assert!(gpus.exchanged(0, 1).is_none(), "more than there is room for");

@@ -53,6 +53,8 @@ pub fn park(keep: bool) -> Result<(), u32> {
         let Some((bytes, context)) = assign() else {
             return Err(result::OUT_OF_MEMORY);
         };
+        CARRY.unchanged_bytes.store(0, Ordering::Relaxed);
+        CARRY.zero_bytes.store(0, Ordering::Relaxed);
         if bytes == 0 {
             return Ok(());
         }
@@ -69,9 +71,8 @@ pub fn park(keep: bool) -> Result<(), u32> {
         let finished = copies.finish();
         pool.end();
         copied.and(finished)?;
-        if let Some(found) = found {
-            pool.learn(found);
-        }
+        // Without digests nothing is known any more, beyond what was copied either.
+        pool.learn(found.unwrap_or(Digests::none()));
         CARRY.unchanged_bytes.store(unchanged_bytes, Ordering::Relaxed);
         CARRY.zero_bytes.store(zero_bytes, Ordering::Relaxed);
         // What is in use is not kept.

@@ -42,6 +42,8 @@ pub struct Pool {
     of_file: usize,
     /// 1: nothing is given back after a return, as far as host memory allows.
     keeps: usize,
+    /// 1: so much was left out of it that a vault is not missed.
+    sparse: usize,
     registered: Chunks,
     /// What each slot holds, as far as that is known.
     known: Digests,
@@ -87,6 +89,7 @@ impl Pool {
             context: 0,
             of_file: 0,
             keeps: 0,
+            sparse: 0,
             registered: Chunks::none(),
             known: Digests::none(),
         }
@@ -106,6 +109,7 @@ impl Pool {
         if self.context == 0 {
             self.context = context;
         }
+        self.sparse = 0;
         // A chunk is registered as a whole.
         let bytes = bytes.next_multiple_of(CHUNK_BYTES).min(self.bytes);
         FILLING.begin(self.start, bytes, self.of_file);
@@ -259,10 +263,16 @@ impl Pool {
     }
 
     /// Marks what need not be stored in a pool that is being filled: so many bytes.
-    pub fn leave_out(&self, found: &mut Digests) -> u64 {
+    pub fn leave_out(&mut self, found: &mut Digests) -> u64 {
         let bytes = zeros::leave_out(found.all_mut(), owned::VAULT.get().is_some());
+        self.sparse = usize::from(zeros::is_worth_a_vault(bytes, found.all().len()));
         zeros::empty_chunks(found.all()).for_each(|chunk| FILLING.empty.set(chunk, true));
         bytes as u64
+    }
+
+    /// Whether so much was left out that a vault would not be of use the next time either.
+    pub fn is_sparse(&self) -> bool {
+        self.sparse == 1
     }
 
     /// Whether something is not in the pool that was left out of it.

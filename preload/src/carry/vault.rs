@@ -74,12 +74,14 @@ pub fn hang_up() {
 /// Hands what is parked over, where a vault can bring it home faster. Otherwise it is hung up on,
 /// and the page says that the next one would not be of use.
 pub fn offer(pool: &Pool, vram_bytes: u64) {
-    // What was left out of the pool no vault knows.
-    let summary = if pool.leaves_out() { None } else { summary() };
+    let summary = summary();
     if let Some(page) = process::page() {
-        page.note(Notes::NO_VAULT, summary.is_none());
+        page.note(Notes::NO_VAULT, summary.is_none() || pool.is_sparse());
     }
-    let offered = summary.and_then(|summary| send_all(pool, summary, vram_bytes));
+    // What was left out of the pool no vault knows.
+    let offered = summary
+        .filter(|_| !pool.leaves_out())
+        .and_then(|summary| send_all(pool, summary, vram_bytes));
     match offered {
         Some(()) => OFFERED.store(1, Ordering::Relaxed),
         None => hang_up(),

@@ -27,8 +27,7 @@ pub fn leave_out(found: &mut [Digest], with_vault: bool) -> usize {
         (zeros, at) = (zeros + end - begin, end);
     }
     let bytes = zeros * SLOT_BYTES;
-    let is_worth_it = bytes >= WORTH_BYTES || 2 * zeros >= found.len();
-    if bytes == 0 || (with_vault && !is_worth_it) {
+    if bytes == 0 || (with_vault && !is_worth_a_vault(bytes, found.len())) {
         return 0;
     }
     at = 0;
@@ -38,6 +37,11 @@ pub fn leave_out(found: &mut [Digest], with_vault: bool) -> usize {
         run.for_each(|slot| *slot = Digest::LEFT_OUT);
     }
     bytes
+}
+
+/// Whether it is better to leave so much out of so many slots than to go home through a vault.
+pub fn is_worth_a_vault(bytes: usize, slots: usize) -> bool {
+    bytes >= WORTH_BYTES || (bytes > 0 && 2 * bytes / SLOT_BYTES >= slots)
 }
 
 /// The next run of zeros that is long enough, from a slot on. What is marked already is none.

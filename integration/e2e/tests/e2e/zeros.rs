@@ -103,5 +103,11 @@ fn a_vault_brings_home_who_leaves_nothing_out() -> Result<()> {
     let before = fills()?;
     let (away, _) = cycle(&world, &mut worker)?;
     assert_eq!((away.zero_bytes / MIB, fills()? - before), (64, 0), "half of it");
+    // And when it has more to store again, the vault is there again, at the latest the time after.
+    worker.call("set 1 7")?;
+    let before = fills()?;
+    cycle(&world, &mut worker)?;
+    cycle(&world, &mut worker)?;
+    assert!(fills()? > before, "a few zeros keep the vault away for ever");
     Ok(())
 }
