@@ -49,6 +49,27 @@ pub fn connect(name: &[u8]) -> Result<Descriptor, Errno> {
     named(name, number::CONNECT)
 }
 
+/// Copies the next datagram, which stays: its length, of what there is room for.
+pub fn peek(fd: i32, buffer: &mut [u8]) -> Result<usize, Errno> {
+    const PEEK_DONTWAIT: usize = 2 | 0x40;
+    take(fd, buffer, PEEK_DONTWAIT)
+}
+
+/// Drops the next datagram and what came along.
+pub fn discard(fd: i32) {
+    const DONTWAIT: usize = 0x40;
+    let _ = take(fd, &mut [], DONTWAIT);
+}
+
+/// Without room for descriptors.
+fn take(fd: i32, buffer: &mut [u8], flags: usize) -> Result<usize, Errno> {
+    let part = [buffer.as_mut_ptr() as usize, buffer.len()];
+    let mut message = [0_usize; 7];
+    message[2] = part.as_ptr() as usize;
+    message[3] = 1;
+    plain(number::RECVMSG, [fd as usize, message.as_mut_ptr() as usize, flags, 0, 0, 0])
+}
+
 /// Two ends that keep messages apart; none of them blocks.
 pub fn pair() -> Result<[Descriptor; 2], Errno> {
     let mut ends = [-1_i32; 2];
@@ -114,6 +135,23 @@ mod tests {
         assert_eq!(sys::receive(own.number(), &mut [0]).err(), Some(sys::EAGAIN));
         drop(socket);
         assert_eq!(sys::receive(own.number(), &mut [0]).unwrap().0, 0);
+    }
+
+    #[test]
+    fn what_is_looked_at_stays_and_what_is_dropped_is_closed_unopened() {
+        let name = name();
+        let socket = bind(&name, sys::gettid(), sys::SIGURG).unwrap();
+        let [own, theirs] = pair().unwrap();
+        let to = connect(&name).unwrap();
+        sys::send(to.number(), b"hello", Some(theirs.number())).unwrap();
+        drop(theirs);
+        let mut bytes = [0; 9];
+        assert_eq!(peek(socket.number(), &mut bytes), Ok(5));
+        assert_eq!(&bytes[..5], b"hello");
+        assert_eq!(sys::receive(own.number(), &mut [0]).err(), Some(sys::EAGAIN), "still there");
+        discard(socket.number());
+        assert_eq!(sys::receive(own.number(), &mut [0]).unwrap().0, 0, "closed");
+        assert_eq!(peek(socket.number(), &mut bytes).err(), Some(sys::EAGAIN));
     }
 
     #[test]

@@ -107,24 +107,28 @@ pub fn answer() -> bool {
         let Some(socket) = owned::SHARING.get() else {
             return false;
         };
-        match sys::receive(socket, &mut frame) {
-            Ok((FRAME_BYTES, Some(way))) => {
-                let ask = frame.first_chunk().and_then(|frame| Ask::decode(frame).ok());
-                // Who gets no answer sees that the way was closed.
-                let _ = ask.and_then(|ask| serve(&ask, &way));
+        let Ok(length) = datagram::peek(socket, &mut frame) else {
+            return false;
+        };
+        let ask = frame.first_chunk().filter(|_| length == FRAME_BYTES);
+        let identity = tables(|tables| tables.identity);
+        let knows = |ask: &Ask| identity.is_made && is_same(&identity.word, &ask.word);
+        match ask.and_then(|frame| Ask::decode(frame).ok()).filter(knows) {
+            Some(ask) => {
+                if let Ok((_, Some(way))) = sys::receive(socket, &mut frame) {
+                    // Who gets no answer sees that the way was closed.
+                    let _ = serve(&ask, &identity, &way);
+                }
             }
-            Ok(_) => {}
-            Err(_) => return false,
+            // With what came along, unopened: it takes the kernel as long to close a file as
+            // who has made it likes.
+            None => datagram::discard(socket),
         }
     }
     true
 }
 
-fn serve(ask: &Ask, way: &Descriptor) -> Option<()> {
-    let identity = tables(|tables| tables.identity);
-    if !identity.is_made || !is_same(&identity.word, &ask.word) {
-        return None;
-    }
+fn serve(ask: &Ask, identity: &Identity, way: &Descriptor) -> Option<()> {
     let find = || {
         let found = locked(|table| table.at(ask.address).copied())?;
         (found.piece.since == ask.since && is_shareable(&found.piece)).then_some(found)
