@@ -192,9 +192,10 @@ impl Node {
         let Some(process) = self.processes.get_mut(&id) else {
             return;
         };
-        process.connected = false;
         // Who was on its way to another GPU may be there.
-        process.to = process.to.take().filter(|_| process.is_moving());
+        let sent = process.is_moving() || !process.connected;
+        process.to = process.to.take().filter(|_| sent);
+        process.connected = false;
         process.pending = None;
         let key = process.key.clone();
         self.end_want(id);

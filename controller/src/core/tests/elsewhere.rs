@@ -2,12 +2,15 @@
 
 use affinode_proto::{
     state::State,
-    wire::{Notes, Phase, message::Outcome},
+    wire::{
+        Notes, Phase,
+        message::{Action, AgentMessage, ControllerMessage, Outcome},
+    },
 };
 
 use super::{
     super::{Input, ProcessId, Request, input::CommandId},
-    world::{World, key},
+    world::{GPU, World, key},
 };
 
 /// Two GPUs; a process of 600 is away from the first one, where 600 are in use by another.
@@ -168,4 +171,56 @@ fn who_cannot_be_sent_where_room_was_proven_is_not_sent_where_none_was() {
     world.take_unmanaged(0);
     comes_home(&mut world, id);
     assert_eq!(world.agents[&id].gpu, 0);
+}
+
+/// Two GPUs; a process of container 1 has its order to come back on the other one. Its number.
+fn sent() -> (World, ProcessId, u64) {
+    let (mut world, id) = crowded(1);
+    world.call(id);
+    world.answer_question();
+    let order =
+        world.agents.get_mut(&id).unwrap().inbox.drain(..).find_map(|message| match message {
+            ControllerMessage::Order { order, action: Action::RestoreOn { .. }, .. } => Some(order),
+            _ => None,
+        });
+    (world, id, order.expect("it was sent"))
+}
+
+fn needs_room_on(world: &World, id: ProcessId) -> String {
+    world.node.processes.get(&id).unwrap().gone().unwrap().remove(0).uuid
+}
+
+/// It had come back by itself, as far as its context, when it read the order.
+#[test]
+fn an_order_that_was_late_moves_nobody() {
+    for outcome in [Outcome::Late, Outcome::WrongPhase] {
+        let (mut world, id, order) = sent();
+        let report = AgentMessage::Report {
+            order,
+            outcome,
+            phase: Phase::Parked,
+            cuda_error: 0,
+            elapsed_us: 1,
+            carried_bytes: 450,
+            parked_bytes: 450,
+            unchanged_bytes: 0,
+            zero_bytes: 0,
+        };
+        world.feed(Input::Message(id, report));
+        assert_eq!(needs_room_on(&world, id), GPU, "{outcome:?}");
+    }
+}
+
+/// Its connection broke while it was on its way, and its grant ended before it came forward.
+#[test]
+fn where_somebody_was_sent_is_known_when_it_comes_forward() {
+    let (mut world, id, _) = sent();
+    world.feed(Input::Detached(id));
+    world.node.abort_grant(&key(1));
+    let agent = world.agents.get_mut(&id).unwrap();
+    (agent.phase, agent.gpu) = (Phase::Parked, 1);
+    let id = world.reconnect(id, false);
+    assert_ne!(needs_room_on(&world, id), GPU);
+    comes_home(&mut world, id);
+    assert_eq!(world.agents[&id].gpu, 1);
 }
