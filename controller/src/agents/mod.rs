@@ -114,8 +114,9 @@ impl Agent {
         if let ControllerMessage::Order { action, decided_ms, .. } = &mut message {
             // 0 would be no time at all.
             *decided_ms = decided_ms.saturating_add_signed(self.clock_ahead_ms).max(1);
-            if let Action::Park { keep, .. } = action {
+            if let Action::Park { keep, then_checkpoint, .. } = action {
                 *keep &= self.abilities.contains(Abilities::KEEPS_COPY);
+                *then_checkpoint &= self.abilities.contains(Abilities::PREPARES);
             }
         }
         self.queue(message.into())

@@ -100,20 +100,24 @@ async fn a_process_with_good_papers_joins_and_is_named_by_the_kernel() {
 }
 
 #[tokio::test]
-async fn a_library_that_cannot_keep_its_copy_is_not_asked_to() {
-    for (abilities, keep) in [(Abilities::USES_VAULT, false), (Abilities::KEEPS_COPY, true)] {
+async fn a_library_is_not_asked_for_what_it_does_not_know() {
+    for (abilities, keep, then_checkpoint) in [
+        (Abilities::USES_VAULT, false, false),
+        (Abilities::KEEPS_COPY, true, false),
+        (Abilities::PREPARES, false, true),
+    ] {
         let mut bench = bench();
         send_with(&bench.peer, &hello_with(WIRE_VERSION, abilities), &[page().as_fd()]);
         let Some(AgentMail::Joined { mut agent, .. }) = bench.mail.recv().await else {
             panic!("not joined")
         };
-        let park = |keep| {
-            let action = Action::Park { vram_bytes: 7, keep };
+        let park = |keep, then_checkpoint| {
+            let action = Action::Park { vram_bytes: 7, keep, then_checkpoint };
             ControllerMessage::Order { order: 1, action, decided_ms: 9 }
         };
-        assert!(agent.send(park(true)));
+        assert!(agent.send(park(true, true)));
         let answer = tokio::task::spawn_blocking(move || refusal(&mut bench.peer)).await.unwrap();
-        assert_eq!(answer, park(keep));
+        assert_eq!(answer, park(keep, then_checkpoint));
     }
 }
 

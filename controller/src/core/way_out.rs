@@ -11,7 +11,7 @@ use super::{
     container::Goal,
     input::{Request, Survey},
     moves::CHECKPOINT,
-    plan::{self, Out, Position, Step},
+    plan::{self, Moves, Out, Position, Step},
     process::Process,
 };
 
@@ -111,11 +111,13 @@ impl Node {
         }
         let vram_bytes = process.away.iter().flatten().map(|d| d.bytes).max().unwrap_or(0);
         let keep = self.containers.get(key).is_some_and(|c| c.policy.keep_copy);
+        let moves = self.moves(key);
+        let then_checkpoint = self.processes.get(&id).is_some_and(|p| moves(p) == Moves::Both);
         self.journal(key, CHECKPOINT);
         self.order(
             id,
             match step {
-                Step::Park => Action::Park { vram_bytes, keep },
+                Step::Park => Action::Park { vram_bytes, keep, then_checkpoint },
                 Step::Checkpoint => Action::Checkpoint { vram_bytes },
             },
         );

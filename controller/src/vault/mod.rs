@@ -243,6 +243,12 @@ impl Vaults {
                     member.is_held = true;
                 }
             }
+            Some(VaultReport::Prepared { process, bytes }) => {
+                tracing::debug!(process, bytes, "prepared by the vault");
+            }
+            Some(VaultReport::Copied { process, bytes, elapsed_us }) => {
+                tracing::info!(process, bytes, elapsed_us, "copied out by the vault");
+            }
             Some(VaultReport::Filled { process, bytes, elapsed_us }) => {
                 tracing::info!(process, bytes, elapsed_us, "filled by the vault");
                 vault.filling = None;

@@ -166,7 +166,7 @@ impl Machine {
                 let call = DriverCall::Lock(timeout_ms.max(1));
                 self.step(host, call, Phase::Locking, Phase::Locked)
             }
-            Action::Park { vram_bytes, keep } => {
+            Action::Park { vram_bytes, keep, then_checkpoint: _ } => {
                 if !host.is_eligible() {
                     return (Outcome::Unsupported, 0);
                 }

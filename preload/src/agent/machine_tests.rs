@@ -346,7 +346,7 @@ fn a_process_that_ends_while_away_is_let_go() {
     assert_eq!(host.returns_ended, 1);
 }
 
-const PARK: Action = Action::Park { vram_bytes: 1 << 30, keep: true };
+const PARK: Action = Action::Park { vram_bytes: 1 << 30, keep: true, then_checkpoint: false };
 
 /// A process with memory that can be carried, after these orders.
 fn carrying(orders: &[Action]) -> (Fake, Machine) {

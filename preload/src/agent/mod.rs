@@ -186,6 +186,7 @@ impl Agent {
                 ControllerMessage::Room { ticket, granted } => PROCESS.desk.answer(ticket, granted),
                 ControllerMessage::Watch { one_in, read } => calls::watch(self.page, one_in, read),
                 ControllerMessage::Vault => carry::vault::meet(descriptor),
+                ControllerMessage::Prepare { .. } => {}
                 ControllerMessage::Gpus { first, total, gpus } => {
                     self.own.gpus.take(first, total, &gpus);
                 }

@@ -16,6 +16,7 @@
 //!                    <──────────────────────  Watch, again and again: record calls into the page
 //! ```
 
+pub use super::action::Action;
 pub use super::frame::{FRAME_BYTES, FRAME_MAGIC, FrameError};
 use super::frame::{Reader, Writer};
 use super::{Abilities, Engine, Hazards, Phase, wire_enum};
@@ -52,69 +53,6 @@ wire_enum! {
         /// A return onto another GPU, of a process that cannot reach every GPU of the node, or
         /// whose driver knows no such return. Nothing was done.
         Unreachable = 7,
-    }
-}
-
-/// What the agent is told to do with its own process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Action {
-    /// Open → Closed: hold new calls, wait for calls in progress. Past the deadline: Busy, open again.
-    Close {
-        /// How long calls in progress are waited for.
-        deadline_ms: u32,
-    },
-    /// Closed → Open: let callers go on.
-    Open,
-    /// Closed → Locked: `cuCheckpointProcessLock`.
-    Lock {
-        /// Passed to the driver.
-        timeout_ms: u32,
-    },
-    /// Locked → Parked: unlock, then copy what can be carried to host memory and give the
-    /// device memory back. On an error nothing was given back, and the phase is Closed.
-    Park {
-        /// The most VRAM held on one device, for a later return without a controller.
-        vram_bytes: u64,
-        /// Whether the copy is kept after the return, so that what has not changed by the next
-        /// time is not copied again. Only of a library that has [`Abilities::KEEPS_COPY`].
-        keep: bool,
-    },
-    /// Locked → Away: `cuCheckpointProcessCheckpoint`. Parked → Away: lock, then the same.
-    Checkpoint {
-        /// The most VRAM held on one device, for a later return without a controller.
-        vram_bytes: u64,
-    },
-    /// Away → Locked: `cuCheckpointProcessRestore`; with parked memory Away → Closed: unlock,
-    /// then bring it back. Parked → Closed. Only with VRAM reserved and proven free, and not
-    /// later than [`PROOF_HOLDS_MS`] after the order was decided on; of the driver's restore
-    /// that is what the life of the process depends on.
-    Restore,
-    /// Away, then as [`Action::Restore`]: where the process had memory on one GPU, it has it on
-    /// another of the same kind from then on, and the other way round. Both are places in the
-    /// list of the [`ControllerMessage::Gpus`] before. Only of a process whose page says
-    /// [`super::Notes::MOVABLE`].
-    RestoreOn {
-        /// Where it was.
-        from: u8,
-        /// Where it is to be.
-        to: u8,
-    },
-    /// Locked → Closed: `cuCheckpointProcessUnlock`.
-    Unlock,
-    /// Hold calls that may take VRAM, and wait for those in progress; phase stays Open.
-    HoldAllocations {
-        /// How long such calls in progress are waited for. Past it: Busy, not held.
-        deadline_ms: u32,
-    },
-    /// End of [`Action::HoldAllocations`].
-    ReleaseAllocations,
-}
-
-impl Action {
-    /// Whether it takes VRAM that was promised to the process.
-    #[must_use]
-    pub const fn is_return(self) -> bool {
-        matches!(self, Action::Restore | Action::RestoreOn { .. })
     }
 }
 
@@ -271,6 +209,13 @@ pub enum ControllerMessage {
     /// A socket to a vault comes along, for the checkpoint that follows and the return from it.
     /// Only sent to a library that has [`Abilities::USES_VAULT`].
     Vault,
+    /// Have host memory ready for what can be copied, and registered by the vault that was shown;
+    /// or no longer. Ends with the connection. Only sent to a library that has
+    /// [`Abilities::PREPARES`].
+    Prepare {
+        /// Or no longer.
+        on: bool,
+    },
     /// GPUs of the node, at most [`MOST_GPUS`]: what an [`Action::RestoreOn`] that follows means by
     /// its numbers. As many messages as it takes.
     Gpus {
@@ -402,19 +347,7 @@ impl ControllerMessage {
                 Writer::new(102).u32(version).u32(u32::from(retry))
             }
             ControllerMessage::Order { order, action, decided_ms } => {
-                let (code, value) = match action {
-                    Action::Close { deadline_ms } => (1, u64::from(deadline_ms)),
-                    Action::Open => (2, 0),
-                    Action::Lock { timeout_ms } => (3, u64::from(timeout_ms)),
-                    Action::Checkpoint { vram_bytes } => (4, vram_bytes),
-                    Action::Restore => (5, 0),
-                    Action::Unlock => (6, 0),
-                    Action::HoldAllocations { deadline_ms } => (7, u64::from(deadline_ms)),
-                    Action::ReleaseAllocations => (8, 0),
-                    Action::Park { vram_bytes, keep: false } => (9, vram_bytes),
-                    Action::Park { vram_bytes, keep: true } => (10, vram_bytes),
-                    Action::RestoreOn { from, to } => (11, u64::from(from) | u64::from(to) << 8),
-                };
+                let (code, value) = action.code();
                 Writer::new(103).u64(order).u32(code).u64(value).u64(decided_ms)
             }
             ControllerMessage::WakeAck { generation, position } => {
@@ -425,6 +358,7 @@ impl ControllerMessage {
             }
             ControllerMessage::Watch { one_in, read } => Writer::new(109).u32(one_in).u64(read),
             ControllerMessage::Vault => Writer::new(110),
+            ControllerMessage::Prepare { on } => Writer::new(112).u32(u32::from(on)),
             ControllerMessage::Gpus { first, total, gpus } => gpus
                 .iter()
                 .fold(Writer::new(111).u32(u32::from(first)).u32(u32::from(total)), |w, gpu| {
@@ -451,27 +385,15 @@ impl ControllerMessage {
                 let order = r.u64();
                 let code = r.u32();
                 let value = r.u64();
-                // The milliseconds of an order fit 32 bits; more is the longest that fits.
-                let ms = if value > u64::from(u32::MAX) { u32::MAX } else { value as u32 };
-                let action = match code {
-                    1 => Action::Close { deadline_ms: ms },
-                    2 => Action::Open,
-                    3 => Action::Lock { timeout_ms: ms },
-                    4 => Action::Checkpoint { vram_bytes: value },
-                    5 => Action::Restore,
-                    6 => Action::Unlock,
-                    7 => Action::HoldAllocations { deadline_ms: ms },
-                    8 => Action::ReleaseAllocations,
-                    9 | 10 => Action::Park { vram_bytes: value, keep: code == 10 },
-                    11 => Action::RestoreOn { from: value as u8, to: (value >> 8) as u8 },
-                    other => return Err(FrameError::Value("action", other)),
-                };
+                let action =
+                    Action::from_code(code, value).ok_or(FrameError::Value("action", code))?;
                 Ok(ControllerMessage::Order { order, action, decided_ms: r.u64() })
             }
             104 => Ok(ControllerMessage::WakeAck { generation: r.u64(), position: r.u32() }),
             108 => Ok(ControllerMessage::Room { ticket: r.u64(), granted: r.u32() != 0 }),
             109 => Ok(ControllerMessage::Watch { one_in: r.u32(), read: r.u64() }),
             110 => Ok(ControllerMessage::Vault),
+            112 => Ok(ControllerMessage::Prepare { on: r.u32() != 0 }),
             111 => {
                 let mut number = |name| {
                     let number = r.u32();

@@ -42,8 +42,10 @@ fn messages_come_back_as_sent() {
         Action::Unlock,
         Action::HoldAllocations { deadline_ms: 1 },
         Action::ReleaseAllocations,
-        Action::Park { vram_bytes: 1, keep: false },
-        Action::Park { vram_bytes: 1, keep: true },
+        Action::Park { vram_bytes: 1, keep: false, then_checkpoint: false },
+        Action::Park { vram_bytes: 1, keep: true, then_checkpoint: false },
+        Action::Park { vram_bytes: 1, keep: false, then_checkpoint: true },
+        Action::Park { vram_bytes: 1, keep: true, then_checkpoint: true },
         Action::RestoreOn { from: 7, to: 31 },
     ];
     let orders =
@@ -55,6 +57,7 @@ fn messages_come_back_as_sent() {
         ControllerMessage::Room { ticket: 3, granted: true },
         ControllerMessage::Watch { one_in: 64, read: 1 << 40 },
         ControllerMessage::Vault,
+        ControllerMessage::Prepare { on: true },
         ControllerMessage::Gpus {
             first: 5,
             total: 32,

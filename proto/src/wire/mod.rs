@@ -8,6 +8,7 @@
 //! it reads the page with `pread` (a truncated or swapped file is an error, not a
 //! signal), and decodes every frame with checks.
 
+mod action;
 pub mod calls;
 mod frame;
 pub mod ipc;
@@ -62,6 +63,8 @@ impl Abilities {
     pub const USES_VAULT: Abilities = Abilities(1 << 1);
     /// It can keep its copy after a return, and tell what has not changed since.
     pub const KEEPS_COPY: Abilities = Abilities(1 << 2);
+    /// It has host memory made ready before it leaves, and lets a vault copy beside its checkpoint.
+    pub const PREPARES: Abilities = Abilities(1 << 3);
 
     /// Whether any bit of `other` is set.
     #[must_use]

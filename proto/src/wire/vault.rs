@@ -15,7 +15,20 @@
 //!   hangs up ───────────────────────────────>  lets go of everything ── Left ──>
 //! ```
 //!
-//! Whoever hangs up ends it: the content is in the process's own memory all along.
+//! Where it was prepared, the vault has registered the memory before, and copies out as well:
+//!
+//! ```text
+//!   Prepared + memory file ─────────────────>  registers ──── Prepared ──────>
+//!                        <────────── Ready
+//!   Parked, Pieces ... ─────────────────────>
+//!   Take + descriptor, one for each piece ──>  imports, copies each
+//!   (unmaps, is checkpointed)
+//!                        <────────── Copied ─── Copied ──────────────────>
+//!   Away ───────────────────────────────────>  and on as above
+//! ```
+//!
+//! Whoever hangs up ends it: the content is in the process's own memory all along, or, before
+//! Copied, in the device memory that it has descriptors of.
 
 use super::frame::{FRAME_BYTES, FrameError, Reader, Writer};
 
@@ -60,7 +73,18 @@ impl Piece {
 /// From an agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ToVault {
-    /// Its content is in the memory file that comes along: so many pieces one behind the other.
+    /// The memory file that comes along is to be registered: nothing is in it yet.
+    Prepared {
+        /// Of it, that will be used.
+        bytes: u64,
+        /// Of the device, as `cuDeviceGetUuid` has it.
+        uuid: [u8; 16],
+    },
+    /// The memory of the next piece, in the order of the list, comes along: it is to be copied to
+    /// the piece's place in the file.
+    Take,
+    /// Its content is in the memory file that comes along, or that was prepared; or will be, of
+    /// what is to be taken: so many pieces one behind the other.
     Parked {
         /// Of all pieces.
         bytes: u64,
@@ -99,6 +123,10 @@ pub enum FromVault {
     },
     /// All of them are filled.
     Filled,
+    /// The file is registered: the vault can copy out.
+    Ready,
+    /// All of them are in the file.
+    Copied,
 }
 
 /// From the controller.
@@ -136,6 +164,22 @@ pub enum VaultReport {
         /// How much.
         bytes: u64,
     },
+    /// A process that is home has its host memory registered.
+    Prepared {
+        /// Which.
+        process: u64,
+        /// How much.
+        bytes: u64,
+    },
+    /// Copied out of the device.
+    Copied {
+        /// Which.
+        process: u64,
+        /// How much.
+        bytes: u64,
+        /// From its first piece on, in microseconds.
+        elapsed_us: u64,
+    },
     /// Filled.
     Filled {
         /// Which.
@@ -168,6 +212,8 @@ impl ToVault {
             ToVault::Away => Writer::new(203),
             ToVault::Restoring => Writer::new(204),
             ToVault::Restored => Writer::new(205),
+            ToVault::Prepared { bytes, uuid } => Writer::new(206).u64(bytes).bytes(&uuid),
+            ToVault::Take => Writer::new(207),
         }
         .frame
     }
@@ -195,6 +241,8 @@ impl ToVault {
             203 => Ok(ToVault::Away),
             204 => Ok(ToVault::Restoring),
             205 => Ok(ToVault::Restored),
+            206 => Ok(ToVault::Prepared { bytes: r.u64(), uuid: r.bytes() }),
+            207 => Ok(ToVault::Take),
             other => Err(FrameError::Kind(other)),
         }
     }
@@ -208,6 +256,8 @@ impl FromVault {
             FromVault::Begin => Writer::new(211),
             FromVault::Block { index } => Writer::new(212).u32(index),
             FromVault::Filled => Writer::new(213),
+            FromVault::Ready => Writer::new(214),
+            FromVault::Copied => Writer::new(215),
         }
         .frame
     }
@@ -222,6 +272,8 @@ impl FromVault {
             211 => Ok(FromVault::Begin),
             212 => Ok(FromVault::Block { index: r.u32() }),
             213 => Ok(FromVault::Filled),
+            214 => Ok(FromVault::Ready),
+            215 => Ok(FromVault::Copied),
             other => Err(FrameError::Kind(other)),
         }
     }
@@ -268,6 +320,10 @@ impl VaultReport {
             }
             VaultReport::Left { process } => Writer::new(234).u64(process),
             VaultReport::LetGo => Writer::new(235),
+            VaultReport::Prepared { process, bytes } => Writer::new(236).u64(process).u64(bytes),
+            VaultReport::Copied { process, bytes, elapsed_us } => {
+                Writer::new(237).u64(process).u64(bytes).u64(elapsed_us)
+            }
         }
         .frame
     }
@@ -286,6 +342,10 @@ impl VaultReport {
             }
             234 => Ok(VaultReport::Left { process: r.u64() }),
             235 => Ok(VaultReport::LetGo),
+            236 => Ok(VaultReport::Prepared { process: r.u64(), bytes: r.u64() }),
+            237 => {
+                Ok(VaultReport::Copied { process: r.u64(), bytes: r.u64(), elapsed_us: r.u64() })
+            }
             other => Err(FrameError::Kind(other)),
         }
     }
@@ -299,10 +359,25 @@ mod tests {
     fn frames_come_out_as_they_went_in() {
         let parked = ToVault::Parked { bytes: 7, rest_bytes: 8, pieces: 9, uuid: [3; 16] };
         let pieces = ToVault::Pieces { many: 28, words: core::array::from_fn(|n| n as u32 + 1) };
-        for message in [parked, pieces, ToVault::Away, ToVault::Restoring, ToVault::Restored] {
+        let prepared = ToVault::Prepared { bytes: 7, uuid: [3; 16] };
+        for message in [
+            parked,
+            pieces,
+            prepared,
+            ToVault::Take,
+            ToVault::Away,
+            ToVault::Restoring,
+            ToVault::Restored,
+        ] {
             assert_eq!(ToVault::decode(&message.encode()), Ok(message));
         }
-        for message in [FromVault::Begin, FromVault::Block { index: 5 }, FromVault::Filled] {
+        for message in [
+            FromVault::Begin,
+            FromVault::Block { index: 5 },
+            FromVault::Filled,
+            FromVault::Ready,
+            FromVault::Copied,
+        ] {
             assert_eq!(FromVault::decode(&message.encode()), Ok(message));
         }
         for order in [
@@ -318,6 +393,8 @@ mod tests {
             VaultReport::Filled { process: 1, bytes: 2, elapsed_us: 3 },
             VaultReport::Left { process: 4 },
             VaultReport::LetGo,
+            VaultReport::Prepared { process: 1, bytes: 2 },
+            VaultReport::Copied { process: 1, bytes: 2, elapsed_us: 3 },
         ] {
             assert_eq!(VaultReport::decode(&report.encode()), Ok(report));
         }
