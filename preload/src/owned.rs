@@ -7,7 +7,7 @@ use core::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use crate::sys::{self, Identity};
 
 /// A descriptor and what it meant when it was made.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Owned {
     fd: i32,
     identity: Identity,

@@ -73,6 +73,7 @@ const CLOEXEC: usize = 0x8_0000;
 pub const ESRCH: Errno = Errno(3);
 pub const EINTR: Errno = Errno(4);
 pub const EAGAIN: Errno = Errno(11);
+pub const ETOOMANYREFS: Errno = Errno(109);
 
 /// One system call.
 ///
@@ -225,10 +226,20 @@ pub fn processors() -> usize {
 /// The limit of the stack, which libc gives its threads, in bytes; 0 where it is not told.
 pub fn stack_limit_bytes() -> usize {
     const RLIMIT_STACK: usize = 3;
+    limit(RLIMIT_STACK)
+}
+
+fn limit(resource: usize) -> usize {
     let mut limits = [0_usize; 2];
-    let args = [0, RLIMIT_STACK, 0, limits.as_mut_ptr() as usize, 0, 0];
+    let args = [0, resource, 0, limits.as_mut_ptr() as usize, 0, 0];
     let [soft, _] = if plain(number::PRLIMIT64, args).is_ok() { limits } else { [0; 2] };
     soft
+}
+
+/// How many descriptors the process may have.
+pub fn descriptor_limit() -> usize {
+    const RLIMIT_NOFILE: usize = 7;
+    limit(RLIMIT_NOFILE)
 }
 
 /// The first bytes of a file, as many as fit.
@@ -357,6 +368,11 @@ impl Descriptor {
     /// Its number.
     pub fn number(&self) -> i32 {
         self.0
+    }
+
+    /// The same file at a high number, out of the application's way.
+    pub fn lifted(self) -> Descriptor {
+        Descriptor(lift(self.take()))
     }
 
     /// Whoever takes it closes it.

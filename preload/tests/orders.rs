@@ -31,7 +31,10 @@ fn the_hello_says_who_and_where() {
             driver_version: 12080,
             hazards: Hazards(0),
             abilities: Abilities(
-                Abilities::RECORDS_CALLS.0 | Abilities::USES_VAULT.0 | Abilities::KEEPS_COPY.0,
+                Abilities::RECORDS_CALLS.0
+                    | Abilities::USES_VAULT.0
+                    | Abilities::KEEPS_COPY.0
+                    | Abilities::PREPARES.0,
             ),
             carried_bytes: 0,
             parked_bytes: 0,

@@ -2,10 +2,13 @@
 //!
 //! ```text
 //! New ──Parked, Pieces──> Listing ──Away──> Registering ──all are──> Held
-//!                                                                     │ Fill and Restoring, whichever
-//!                                                                     v is second
-//!                  gone <──hangs up── Filled <──all handed over── Filling
+//!  │                        ^    ^                                    │ Fill and Restoring, whichever
+//!  │ Prepared               │    │ all copied                         v is second
+//!  v                        │    └── Taking <──Take── (Listing) ... Filling ──> Filled ──hangs up──> gone
+//! Prepared ──Parked, Pieces─┘
 //! ```
+//!
+//! The memory of one that is prepared is registered as soon as nobody is waited for, from then on.
 //!
 //! From everywhere: whoever says what does not fit, is too slow, or is refused by the driver is hung up
 //! on, and brings itself home.
@@ -24,7 +27,8 @@ use affinode_proto::wire::{
 
 use crate::{
     socket,
-    sys::{Block, Copies, Cuda, CudaError, Region, RegionError},
+    sys::{Block, Copies, Cuda, CudaError, Region, RegionError, Way},
+    taking::Taking,
 };
 
 /// Left to the driver, beside what it is known to need, until it has restored the process: a
@@ -69,6 +73,9 @@ pub enum ClientError {
     /// The driver.
     #[error("the driver refused")]
     Cuda(#[from] CudaError),
+    /// What it has handed over.
+    #[error("what it handed over cannot be copied out")]
+    HandedOver(#[source] CudaError),
     /// It is to be filled and has not told everything, or not all is registered.
     #[error("it is not held yet")]
     NotHeld,
@@ -106,8 +113,12 @@ pub enum Step {
 enum State {
     /// Nothing was told yet.
     New,
+    /// Its file is known, and it is home.
+    Prepared,
     /// So many more pieces follow; or all are there, and it is not away yet.
     Listing(u32),
+    /// It hands its pieces over, to be copied out.
+    Taking(Taking),
     Registering,
     Held,
     Filling {
@@ -131,6 +142,12 @@ pub struct Client {
     /// How many of them were handed over.
     shared: usize,
     region: Option<Region>,
+    /// The region was told of before anything was in it.
+    prepared: bool,
+    /// All of the region is registered.
+    registered: bool,
+    /// What the pieces come to.
+    parked_bytes: u64,
     pieces: Vec<Piece>,
     rest_bytes: u64,
     /// The controller has granted its room.
@@ -153,6 +170,9 @@ impl Client {
             offset: 0,
             shared: 0,
             region: None,
+            prepared: false,
+            registered: false,
+            parked_bytes: 0,
             pieces: Vec::new(),
             rest_bytes: 0,
             granted: false,
@@ -175,12 +195,12 @@ impl Client {
 
     /// Whether somebody waits for this one.
     pub fn is_urgent(&self) -> bool {
-        matches!(self.state, State::Filling { .. })
+        matches!(self.state, State::Filling { .. } | State::Taking(_))
     }
 
     /// Whether its memory is being registered, which takes a little VRAM.
     pub fn is_registering(&self) -> bool {
-        matches!(self.state, State::Registering)
+        matches!(self.state, State::Registering) || (self.prepared && !self.registered)
     }
 
     /// Takes in what it has said, or a part of it.
@@ -197,19 +217,34 @@ impl Client {
                 }
                 Err(error) => return Err(ClientError::Io(error)),
             };
-            match (ToVault::decode(&frame)?, descriptor, &self.state) {
-                (ToVault::Parked { bytes, rest_bytes, pieces, uuid }, Some(file), State::New) => {
-                    let fits = bytes <= self.most_bytes
-                        && (1..=MOST_PIECES).contains(&(pieces as usize))
-                        && uuid == self.cuda.uuid();
-                    if !fits {
-                        let most_bytes = self.most_bytes;
-                        return Err(ClientError::Claim { bytes, pieces, most_bytes });
-                    }
+            match (ToVault::decode(&frame)?, descriptor, &mut self.state) {
+                (ToVault::Prepared { bytes, uuid }, Some(file), State::New) => {
+                    self.check(bytes, 1, uuid)?;
                     self.region = Some(Region::map(&self.cuda, &file, bytes)?);
-                    self.rest_bytes = rest_bytes;
+                    self.prepared = true;
+                    self.state = State::Prepared;
+                }
+                (
+                    ToVault::Parked { bytes, rest_bytes, pieces, uuid },
+                    file,
+                    State::New | State::Prepared,
+                ) => {
+                    self.check(bytes, pieces, uuid)?;
+                    match (&self.region, file) {
+                        (None, Some(file)) => {
+                            self.region = Some(Region::map(&self.cuda, &file, bytes)?);
+                        }
+                        (Some(region), None) if bytes <= region.bytes() as u64 => {}
+                        _ => return Err(ClientError::Order),
+                    }
+                    (self.rest_bytes, self.parked_bytes) = (rest_bytes, bytes);
                     self.state = State::Listing(pieces);
                 }
+                (ToVault::Take, Some(shared), State::Listing(0)) if self.registered => {
+                    self.state = State::Taking(Taking::begin(&self.cuda)?);
+                    self.take(&shared)?;
+                }
+                (ToVault::Take, Some(shared), State::Taking(_)) => self.take(&shared)?,
                 (ToVault::Pieces { many, words }, None, State::Listing(missing)) => {
                     let missing = missing.checked_sub(many).ok_or(ClientError::Order)?;
                     if many == 0 {
@@ -238,16 +273,31 @@ impl Client {
         Ok(())
     }
 
+    fn check(&self, bytes: u64, pieces: u32, uuid: [u8; 16]) -> Result<(), ClientError> {
+        let most_bytes = self.most_bytes;
+        let fits = bytes <= most_bytes
+            && (1..=MOST_PIECES).contains(&(pieces as usize))
+            && uuid == self.cuda.uuid();
+        if fits { Ok(()) } else { Err(ClientError::Claim { bytes, pieces, most_bytes }) }
+    }
+
+    /// Begins to copy the next piece out. What it hands over may be anything: that the driver
+    /// refuses it says nothing about the context.
+    fn take(&mut self, shared: &OwnedFd) -> Result<(), ClientError> {
+        let (State::Taking(taking), Some(region)) = (&mut self.state, &self.region) else {
+            return Err(ClientError::Order);
+        };
+        let piece = self.pieces.get(taking.many()).ok_or(ClientError::Order)?;
+        taking.take(&self.cuda, region, shared, piece.bytes).map_err(ClientError::HandedOver)
+    }
+
     fn listed(&mut self, missing: u32) -> Result<(), ClientError> {
         self.state = State::Listing(missing);
         if missing > 0 {
             return Ok(());
         }
         let sum: u64 = self.pieces.iter().map(|piece| piece.bytes).sum();
-        if self.region.as_ref().map(|region| region.bytes() as u64) != Some(sum) {
-            return Err(ClientError::Order);
-        }
-        Ok(())
+        if sum == self.parked_bytes { Ok(()) } else { Err(ClientError::Order) }
     }
 
     /// Its room is granted.
@@ -279,11 +329,28 @@ impl Client {
     /// [`ClientError`]: it is to be hung up on.
     pub fn step(&mut self) -> Result<(Step, Option<VaultReport>), ClientError> {
         match (&self.state, &mut self.region) {
+            (State::Taking(_), _) => self.take_next(),
+            (State::Prepared | State::Listing(_), Some(region))
+                if self.prepared && !self.registered =>
+            {
+                if region.register_next()? {
+                    return Ok((Step::More, None));
+                }
+                self.registered = true;
+                if !matches!(self.state, State::Prepared) {
+                    // It did not wait for this, and copies by itself.
+                    return Ok((Step::Nothing, None));
+                }
+                let (process, bytes) = (self.process, region.bytes() as u64);
+                self.tell(FromVault::Ready, None)?;
+                Ok((Step::Nothing, Some(VaultReport::Prepared { process, bytes })))
+            }
             (State::Registering, Some(region)) => {
                 if region.register_next()? {
                     return Ok((Step::More, None));
                 }
-                let (process, bytes) = (self.process, region.bytes() as u64);
+                self.registered = true;
+                let (process, bytes) = (self.process, self.parked_bytes);
                 self.state = State::Held;
                 Ok((Step::Nothing, Some(VaultReport::Held { process, bytes })))
             }
@@ -299,6 +366,28 @@ impl Client {
             (State::Filled { .. }, _) => Ok((Step::Later, None)),
             _ => Ok((Step::Nothing, None)),
         }
+    }
+
+    fn take_next(&mut self) -> Result<(Step, Option<VaultReport>), ClientError> {
+        let State::Taking(taking) = &self.state else {
+            return Err(ClientError::Order);
+        };
+        let elapsed = taking.since().elapsed();
+        if elapsed > PATIENCE + Duration::from_secs(self.parked_bytes / BYTES_A_SECOND) {
+            return Err(ClientError::Late);
+        }
+        let all = taking.many() == self.pieces.len();
+        if !(all && taking.is_over().map_err(ClientError::HandedOver)?) {
+            return Ok((Step::Soon, None));
+        }
+        if !self.tell(FromVault::Copied, None)? {
+            return Ok((Step::Soon, None));
+        }
+        // The memory goes once nobody has hold of it: not later than that the process may know.
+        self.state = State::Listing(0);
+        let (process, bytes) = (self.process, self.parked_bytes);
+        let elapsed_us = u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX);
+        Ok((Step::More, Some(VaultReport::Copied { process, bytes, elapsed_us })))
     }
 
     fn fill_next(&mut self, since: Instant) -> Result<(Step, Option<VaultReport>), ClientError> {
@@ -336,7 +425,7 @@ impl Client {
             return Err(ClientError::NotHeld);
         };
         let bytes = piece.bytes as usize;
-        region.fill(self.offset, block, bytes, copies)?;
+        region.copy(Way::In, self.offset, block, bytes, copies)?;
         self.offset += bytes;
         Ok(())
     }
@@ -348,7 +437,7 @@ impl Client {
         let Some(block) = self.blocks.get(self.shared).filter(|_| self.restored) else {
             return Ok(false);
         };
-        if !block.is_filled()? {
+        if !block.is_copied()? {
             return Ok(false);
         }
         let handle = block.share()?;

@@ -3,16 +3,19 @@
 //! The driver restores a context at its own pace, a third of a second and more, and no call of the
 //! restored process goes through meanwhile. This process has a context of its own: it makes the
 //! memory of who comes home, copies the content into it and hands it over, all beside that restore.
+//! Where it was told ahead who will leave, it copies that one's memory out, beside its checkpoint.
 //!
 //! | module | what |
 //! | --- | --- |
 //! | `serve` | the loop: who has a turn |
 //! | `client` | one process, from its memory file to the end of its fill |
+//! | `taking` | what one process has handed over to be copied out |
 //! | `socket` | frames with a descriptor |
 //! | `sys` | the driver, and files in memory |
 //!
 //! It owns nothing that anybody needs: the content is in a memory file of the process it belongs
-//! to, which copies it by itself where there is no vault. So it may die at any moment, and it is
+//! to, or still in device memory that the process has descriptors of, and the process copies it by
+//! itself where there is no vault. So it may die at any moment, and it is
 //! ended whenever its VRAM (a context) is wanted.
 //!
 //! What agents send is hostile until proven: sizes are bounded by what the controller knows of the
@@ -23,6 +26,7 @@ mod client;
 mod serve;
 pub mod socket;
 mod sys;
+mod taking;
 
 pub use serve::VaultError;
 

@@ -139,8 +139,16 @@ impl Host for Own {
         (code == 0).then_some(state)
     }
 
-    fn park(&mut self, keep: bool) -> Result<(), u32> {
-        carry::park(keep)
+    fn park(&mut self, keep: bool, handed: Option<u64>) -> Result<(), u32> {
+        carry::park(keep, handed)
+    }
+
+    fn settle(&mut self) -> bool {
+        carry::settle()
+    }
+
+    fn handed_bytes(&mut self) -> u64 {
+        carry::handed_bytes()
     }
 
     fn unpark(&mut self) -> Result<(), u32> {

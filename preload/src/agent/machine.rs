@@ -21,6 +21,10 @@
 //! A process that ends while it is away (its driver answers "deinitialized") is Open.
 //! Between two of them the phase says so (Closing, Locking, …). After each call into
 //! the driver its own word decides where the process is, whatever the call returned.
+//!
+//! Where a checkpoint follows, a vault may copy beside it what a Park has handed over; it is waited
+//! for behind the checkpoint. Where it does not, the process is Away with its memory on the device,
+//! and takes that back when it returns.
 
 use affinode_cuda_sys::{process_state, result};
 use affinode_proto::wire::Phase;
@@ -78,7 +82,13 @@ pub trait Host {
     fn state(&mut self) -> Option<u32>;
     /// Copies what can be carried to host memory, and gives the device memory back. On an
     /// error, the driver's code, everything is as it was. `keep`: the copy stays after the return.
-    fn park(&mut self, keep: bool) -> Result<(), u32>;
+    /// `handed`: a checkpoint follows, of so many bytes in all, and a vault may copy beside it.
+    fn park(&mut self, keep: bool, handed: Option<u64>) -> Result<(), u32>;
+    /// Waits until a vault has copied what it was handed, if anything. False: it has not, and
+    /// will not; the content is on the device.
+    fn settle(&mut self) -> bool;
+    /// Bytes of what was handed over and is not copied: they are on the device still.
+    fn handed_bytes(&mut self) -> u64;
     /// Brings it back. On an error, the driver's code, it is parked as before.
     fn unpark(&mut self) -> Result<(), u32>;
     /// Whether anything is parked.
@@ -166,12 +176,12 @@ impl Machine {
                 let call = DriverCall::Lock(timeout_ms.max(1));
                 self.step(host, call, Phase::Locking, Phase::Locked)
             }
-            Action::Park { vram_bytes, keep, then_checkpoint: _ } => {
+            Action::Park { vram_bytes, keep, then_checkpoint } => {
                 if !host.is_eligible() {
                     return (Outcome::Unsupported, 0);
                 }
                 self.vram_bytes = vram_bytes;
-                self.park(host, keep)
+                self.park(host, keep, then_checkpoint.then_some(vram_bytes))
             }
             Action::Checkpoint { vram_bytes } => {
                 if !host.is_eligible() {
@@ -193,7 +203,7 @@ impl Machine {
             Action::RestoreOn { from, to } => {
                 // It would fill memory of the GPU where the process was.
                 host.leave_vault();
-                if !host.can_move(from, to) {
+                if host.handed_bytes() > 0 || !host.can_move(from, to) {
                     return (Outcome::Unreachable, 0);
                 }
                 self.restore(host, DriverCall::RestoreOn(from, to))
@@ -235,15 +245,18 @@ impl Machine {
                 Phase::Locked => Action::Unlock,
                 // Without room the restore would fail, and the process would be lost. One that
                 // is parked would only wait, but may not take what another was promised.
-                Phase::Away | Phase::Parked if host.begin_return(self.vram_bytes) => {
-                    Action::Restore
-                }
+                Phase::Away | Phase::Parked if self.has_room(host) => Action::Restore,
                 _ => return false,
             };
             if self.carry_out(host, action).0 != Outcome::Done {
                 return self.phase == Phase::Open;
             }
         }
+    }
+
+    fn has_room(&self, host: &mut impl Host) -> bool {
+        let on_device = host.handed_bytes();
+        host.begin_return(self.vram_bytes.saturating_sub(on_device))
     }
 
     fn enter(&mut self, host: &mut impl Host, phase: Phase) {
@@ -292,13 +305,13 @@ impl Machine {
 
     /// The lock has waited for the GPU, and the gate lets no new work in: locked or not,
     /// nothing changes the memory. Copies need the process unlocked.
-    fn park(&mut self, host: &mut impl Host, keep: bool) -> Ended {
+    fn park(&mut self, host: &mut impl Host, keep: bool, handed: Option<u64>) -> Ended {
         match self.unlock(host) {
             (Outcome::Done, _) => {}
             ended => return ended,
         }
         self.enter(host, Phase::Parking);
-        match host.park(keep) {
+        match host.park(keep, handed) {
             Ok(()) => {
                 self.enter(host, Phase::Parked);
                 (Outcome::Done, 0)
@@ -332,6 +345,9 @@ impl Machine {
         let call = DriverCall::Checkpoint;
         let ended = self.step(host, call, Phase::Checkpointing, Phase::Away);
         if self.phase == Phase::Away {
+            if !host.settle() {
+                return (Outcome::NotCopied, 0);
+            }
             host.announce_away();
         }
         if self.phase == Phase::Locked && host.is_parked() {

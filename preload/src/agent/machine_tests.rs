@@ -1,5 +1,8 @@
 use super::*;
 
+#[path = "machine_handed_tests.rs"]
+mod handed;
+
 /// A process in which everything works, until told otherwise.
 struct Fake {
     gate: Gate,
@@ -23,6 +26,13 @@ struct Fake {
     imported: bool,
     /// A vault fills.
     with_vault: bool,
+    /// So many bytes are handed to a vault at a park, while it says that it copies.
+    hands: u64,
+    handed: u64,
+    /// A vault was told that the process is away.
+    announced: bool,
+    /// Room that was asked for without a controller.
+    asked_room: u64,
     /// What the next copy fails with.
     copy_fails: Option<u32>,
 }
@@ -47,6 +57,10 @@ impl Fake {
             let_go: false,
             imported: false,
             with_vault: false,
+            hands: 0,
+            handed: 0,
+            announced: false,
+            asked_room: 0,
             copy_fails: None,
         }
     }
@@ -100,12 +114,13 @@ impl Host for Fake {
     fn state(&mut self) -> Option<u32> {
         Some(self.state)
     }
-    fn park(&mut self, _keep: bool) -> Result<(), u32> {
+    fn park(&mut self, _keep: bool, handed: Option<u64>) -> Result<(), u32> {
         assert_eq!((self.gate, self.state), (Gate::Closed, process_state::RUNNING));
         if let Some(code) = self.copy_fails.take() {
             return Err(code);
         }
         self.parked = self.carries;
+        self.handed = if handed.is_some() { self.hands } else { 0 };
         Ok(())
     }
     fn unpark(&mut self) -> Result<(), u32> {
@@ -113,8 +128,18 @@ impl Host for Fake {
         if let Some(code) = self.copy_fails.take() {
             return Err(code);
         }
-        self.parked = false;
+        (self.parked, self.handed) = (false, 0);
         Ok(())
+    }
+    fn settle(&mut self) -> bool {
+        assert_eq!(self.state, process_state::CHECKPOINTED, "beside the checkpoint");
+        if self.with_vault {
+            self.handed = 0;
+        }
+        self.handed == 0
+    }
+    fn handed_bytes(&mut self) -> u64 {
+        self.handed
     }
     fn is_parked(&mut self) -> bool {
         self.parked
@@ -124,6 +149,7 @@ impl Host for Fake {
         self.let_go = true;
     }
     fn announce_away(&mut self) {
+        self.announced = true;
         assert_eq!(self.state, process_state::CHECKPOINTED);
     }
     fn announce_restore(&mut self) {
@@ -139,7 +165,8 @@ impl Host for Fake {
     fn can_move(&mut self, _: u8, to: u8) -> bool {
         to < 2
     }
-    fn begin_return(&mut self, _: u64) -> bool {
+    fn begin_return(&mut self, vram_bytes: u64) -> bool {
+        self.asked_room = vram_bytes;
         self.room
     }
     fn end_return(&mut self) {

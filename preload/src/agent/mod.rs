@@ -32,8 +32,12 @@ use crate::room::{Case, Want};
 use crate::{calls, carry, cost, libc, process, sys};
 
 /// What this library can do.
-const ABILITIES: Abilities =
-    Abilities(Abilities::RECORDS_CALLS.0 | Abilities::USES_VAULT.0 | Abilities::KEEPS_COPY.0);
+const ABILITIES: Abilities = Abilities(
+    Abilities::RECORDS_CALLS.0
+        | Abilities::USES_VAULT.0
+        | Abilities::KEEPS_COPY.0
+        | Abilities::PREPARES.0,
+);
 
 const LOOK: u64 = 1 << (sys::SIGURG - 1);
 
@@ -186,7 +190,13 @@ impl Agent {
                 ControllerMessage::Room { ticket, granted } => PROCESS.desk.answer(ticket, granted),
                 ControllerMessage::Watch { one_in, read } => calls::watch(self.page, one_in, read),
                 ControllerMessage::Vault => carry::vault::meet(descriptor),
-                ControllerMessage::Prepare { .. } => {}
+                ControllerMessage::Prepare { on } => {
+                    // Who leaves is past it.
+                    if self.machine.phase() == Phase::Open {
+                        carry::prepare(on);
+                        self.tidy_us = Some(sys::now_us());
+                    }
+                }
                 ControllerMessage::Gpus { first, total, gpus } => {
                     self.own.gpus.take(first, total, &gpus);
                 }
@@ -298,6 +308,8 @@ impl Agent {
         const PAUSE_US: u64 = 2_000_000;
         // While something is kept: the application may need the host memory.
         const LOOK_US: u64 = 250_000;
+        // While pages are being brought in.
+        const SOON_US: u64 = 20_000;
         if self.machine.phase() != Phase::Open {
             self.tidy_us = None;
             return;
@@ -306,10 +318,13 @@ impl Agent {
         match self.tidy_us {
             None => self.tidy_us = Some(now_us + PAUSE_US),
             Some(due_us) if now_us >= due_us => {
-                self.tidy_us = Some(match carry::tidy() {
-                    carry::Tidied::Part => now_us,
-                    carry::Tidied::Kept => now_us + LOOK_US,
-                    carry::Tidied::All => u64::MAX,
+                self.tidy_us = Some(match carry::go_on_preparing() {
+                    true => now_us + SOON_US,
+                    false => match carry::tidy() {
+                        carry::Tidied::Part => now_us,
+                        carry::Tidied::Kept => now_us + LOOK_US,
+                        carry::Tidied::All => u64::MAX,
+                    },
                 });
             }
             Some(_) => {}

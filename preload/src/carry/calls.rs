@@ -13,6 +13,7 @@ use super::contexts::{
 use super::driver::call;
 use super::table::{Allocation, Piece, Place};
 use super::{CARRY, GRANULE_BYTES, count, ipc, locked, tables, vmm};
+use crate::owned::Owned;
 
 /// Smaller allocations are left to the driver, which puts several into one such piece.
 const LEAST_BYTES: usize = 2 << 20;
@@ -185,8 +186,12 @@ pub(super) fn release(piece: &Piece) {
     if piece.may_stray() {
         strays();
     }
-    if piece.place != Place::Pool {
-        unback(piece);
+    match piece.place {
+        Place::Pool => {}
+        Place::Handed => piece.shared.into_iter().for_each(Owned::close),
+        Place::Device | Place::Mapped => {
+            unback(piece);
+        }
     }
     call!(mem_address_free(piece.address, piece.bytes as usize));
     if !piece.stays {

@@ -103,6 +103,8 @@ macro_rules! later_functions {
 }
 
 later_functions! {
+    /// As of CUDA 3.2.
+    copy_across = b"cuMemcpyDtoDAsync_v2" (u64, u64, usize, *mut c_void);
     /// As of CUDA 11.7.
     mem_get_handle_for_range = b"cuMemGetHandleForAddressRange" (*mut c_void, u64, usize, u32, u64);
     /// As of CUDA 11.1.

@@ -81,7 +81,12 @@ impl Filling {
         self.helpers.store(0, Ordering::Release);
     }
 
-    /// Begins to bring in what is missing of a pool; [`Self::end`] must follow.
+    /// Whether helpers are at work.
+    pub fn is_busy(&self) -> bool {
+        self.helpers.load(Ordering::Acquire) > 0
+    }
+
+    /// Begins to bring in what is missing of a pool. [`Self::end`] comes before and after.
     pub fn begin(&self, start: usize, bytes: usize, of_file: usize) {
         self.start.store(start, Ordering::Relaxed);
         self.bytes.store(bytes, Ordering::Relaxed);

@@ -23,9 +23,11 @@
 //! | `digest`, `shortage` | what of it has not changed by the next time; whether it can be kept |
 //! | `zeros` | what of it need not be stored at all |
 //! | `vault` | home through a process that fills the memory while the driver restores the rest |
+//! | `ahead`, `handed` | host memory that is ready before; out through that process |
 //! | `ipc` | legacy IPC, which the driver does not have for such memory |
 //! | `driver` | the driver's functions |
 
+mod ahead;
 mod backing;
 mod blocks;
 mod calls;
@@ -33,6 +35,7 @@ mod contexts;
 mod digest;
 mod driver;
 mod filling;
+mod handed;
 mod ipc;
 mod order;
 mod park;
@@ -50,6 +53,9 @@ use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use affinode_proto::wire::Engine;
 
+use self::ahead::Ahead;
+pub use self::ahead::{go_on as go_on_preparing, prepare};
+pub use self::handed::{bytes as handed_bytes, settle};
 pub use self::ipc::answer;
 pub use self::park::{holds_imported, is_parked, let_go_of_parked, park, tidy, unpark};
 use self::pool::Pool;
@@ -91,6 +97,8 @@ struct Carry {
     unchanged_bytes: AtomicU64,
     /// What it left out, because it is all zero.
     zero_bytes: AtomicU64,
+    /// How far host memory is prepared, and how much.
+    ahead: Ahead,
     /// Contexts in which something small stays allocated.
     anchored: [AtomicUsize; 16],
 }
@@ -112,6 +120,7 @@ static CARRY: Carry = Carry {
     peers: [const { AtomicU64::new(0) }; DEVICES],
     unchanged_bytes: AtomicU64::new(0),
     zero_bytes: AtomicU64::new(0),
+    ahead: Ahead::none(),
     anchored: [const { AtomicUsize::new(0) }; 16],
 };
 
@@ -176,14 +185,14 @@ pub fn set_engine_by_file(file: &CStr) {
 pub fn set_engine(engine: Engine) {
     let wanted = engine != Engine::Driver
         && process::page().is_some_and(|page| page.hazards().is_empty())
-        && prepare()
+        && find_all()
         && CARRY.green.load(Ordering::Acquire) == 0;
     CARRY.wanted.store(u32::from(wanted), Ordering::Release);
 }
 
 /// Finds all that is needed; false when something is missing. May be called by several threads at
 /// once.
-fn prepare() -> bool {
+fn find_all() -> bool {
     if CARRY.in_use.load(Ordering::Acquire) == 1 {
         return true;
     }

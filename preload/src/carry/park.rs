@@ -23,7 +23,7 @@ use super::driver::call;
 use super::order::Order;
 use super::pool::{Pool, Stored, Tidied};
 use super::table::{Id, Piece, Place};
-use super::{CARRY, driver, is_in_use, shortage, tables, vault, with_pool};
+use super::{CARRY, ahead, driver, handed, is_in_use, shortage, tables, vault, with_pool};
 use crate::process;
 
 /// Most contexts whose memory is copied. A process with more cannot be parked: the controller
@@ -36,11 +36,12 @@ pub fn is_parked() -> bool {
 }
 
 /// Moves everything that can be carried to host memory. `keep`: the copy is to be kept after the
-/// return, and what the last one holds unchanged is not copied again.
+/// return, and what the last one holds unchanged is not copied again. `handed`: a checkpoint
+/// follows, of a process that has so many bytes on the device, beside which a vault may copy.
 ///
 /// # Errors
 /// The driver's code. Everything is on the device as it was.
-pub fn park(keep: bool) -> Result<(), u32> {
+pub fn park(keep: bool, handed: Option<u64>) -> Result<(), u32> {
     if !is_in_use() {
         return Ok(());
     }
@@ -50,6 +51,7 @@ pub fn park(keep: bool) -> Result<(), u32> {
     }
     relax_captures();
     with_pool(|pool| {
+        ahead::stop(pool);
         let Some((bytes, context)) = assign() else {
             return Err(result::OUT_OF_MEMORY);
         };
@@ -64,6 +66,22 @@ pub fn park(keep: bool) -> Result<(), u32> {
         pool.set_keeps(keep);
         let mut found = digest::of_leaving(bytes);
         let zero_bytes = found.as_mut().map_or(0, |found| pool.leave_out(found));
+        if let Some(vram_bytes) = handed
+            && zero_bytes == 0
+            && is_new(pool, found.as_ref(), bytes as u64)
+            && ahead::is_ready(bytes as u64)
+            && handed::hand_over(pool, vram_bytes)?
+        {
+            pool.end();
+            // Where the vault does not copy it, the pool is not used again.
+            pool.learn(found.unwrap_or(Digests::none()));
+            tell_kept(0);
+            tell();
+            return Ok(());
+        }
+        if pool.is_tainted() && !pool.begin(bytes, context) {
+            return Err(result::OUT_OF_MEMORY);
+        }
         let mut out = Out { pool, copies: Copies::new(), found, unchanged_bytes: 0 };
         let copied = as_result(each(Piece::leaves, |_, piece| out.copy(piece)));
         let Out { pool, copies, found, unchanged_bytes } = out;
@@ -82,6 +100,11 @@ pub fn park(keep: bool) -> Result<(), u32> {
     })
 }
 
+/// Whether most of it is not in the pool yet.
+fn is_new(pool: &Pool, found: Option<&Digests>, bytes: u64) -> bool {
+    found.is_none_or(|found| pool.unchanged(found) < bytes / 2)
+}
+
 /// The agent may do what would break another thread's capture of a stream.
 fn relax_captures() {
     const RELAXED: u32 = 2;
@@ -91,7 +114,7 @@ fn relax_captures() {
 
 /// Gives each piece that leaves its place in the pool: bytes of all, and a context. `None`: there
 /// is no memory to tell their order.
-fn assign() -> Option<(usize, usize)> {
+pub(super) fn assign() -> Option<(usize, usize)> {
     tables(|tables| {
         let mut order = Order::within(tables, Piece::leaves)?;
         let (mut place, mut end, mut context) = (0, 0, 0);
@@ -129,7 +152,8 @@ pub(super) fn note(id: Id, handle: u64, place: Place) {
 
 /// Whether anything on the device is of a vault's making.
 pub fn holds_imported() -> bool {
-    let is_imported = |piece: &Piece| piece.imported && piece.place != Place::Pool;
+    let on_device = |piece: &Piece| matches!(piece.place, Place::Device | Place::Mapped);
+    let is_imported = |piece: &Piece| piece.imported && on_device(piece);
     is_in_use()
         && (CARRY.strayed.load(Ordering::Acquire) == 1
             || tables(|tables| tables.next(Id::FIRST, is_imported).is_some()))
@@ -192,7 +216,7 @@ fn copy_in(pool: &mut Pool, copies: &mut Copies, piece: &Piece) -> u32 {
     result::SUCCESS
 }
 
-fn as_result(code: u32) -> Result<(), u32> {
+pub(super) fn as_result(code: u32) -> Result<(), u32> {
     if code == result::SUCCESS { Ok(()) } else { Err(code) }
 }
 
@@ -208,7 +232,7 @@ fn give_back() {
 }
 
 /// Writes to the page what is parked, and whether a vault has made any of the rest.
-fn tell() {
+pub(super) fn tell() {
     let bytes = tables(|tables| tables.bytes(|piece| piece.place != Place::Device));
     let imported = holds_imported();
     if let Some(page) = process::page() {
@@ -226,6 +250,7 @@ pub fn unpark() -> Result<(), u32> {
         return Ok(());
     }
     relax_captures();
+    handed::bring_back()?;
     let returned = if vault::take() {
         tell();
         Ok(())
@@ -267,7 +292,9 @@ pub fn let_go_of_parked(vram_bytes: u64) {
     if is_parked() {
         with_pool(|pool| {
             pool.unregister_all();
-            vault::offer(pool, vram_bytes);
+            if handed::bytes() == 0 {
+                vault::offer(pool, vram_bytes);
+            }
         });
     }
 }
@@ -294,12 +321,13 @@ pub fn tidy() -> Tidied {
     if !is_in_use() || is_parked() {
         return Tidied::All;
     }
-    let (tidied, kept_bytes) = with_pool(|pool| (pool.tidy(shortage::is_near), pool.kept_bytes()));
+    let (tidied, kept_bytes) =
+        with_pool(|pool| (pool.tidy(ahead::is_on(), shortage::is_near), pool.kept_bytes()));
     tell_kept(kept_bytes);
     tidied
 }
 
-fn tell_kept(bytes: u64) {
+pub(super) fn tell_kept(bytes: u64) {
     if let Some(page) = process::page() {
         page.kept_bytes.store(bytes, Ordering::Relaxed);
     }

@@ -18,6 +18,7 @@ use core::ffi::c_void;
 
 use affinode_cuda_sys::result;
 
+use super::ahead;
 use super::contexts::in_context;
 use super::digest::{Digest, Digests, SLOT_BYTES};
 use super::driver::call;
@@ -44,6 +45,8 @@ pub struct Pool {
     keeps: usize,
     /// 1: so much was left out of it that a vault is not missed.
     sparse: usize,
+    /// 1: a vault may be writing to it still: it is replaced before it is used again.
+    tainted: usize,
     registered: Chunks,
     /// What each slot holds, as far as that is known.
     known: Digests,
@@ -90,6 +93,7 @@ impl Pool {
             of_file: 0,
             keeps: 0,
             sparse: 0,
+            tainted: 0,
             registered: Chunks::none(),
             known: Digests::none(),
         }
@@ -102,7 +106,8 @@ impl Pool {
     pub fn begin(&mut self, bytes: usize, context: usize) -> bool {
         let bytes = bytes.next_multiple_of(HUGE_PAGE_BYTES);
         let shared = owned::VAULT.get().is_some();
-        let fits = self.bytes >= bytes && (self.of_file == 1 || !shared);
+        FILLING.end();
+        let fits = self.tainted == 0 && self.bytes >= bytes && (self.of_file == 1 || !shared);
         if bytes > MOST_BYTES || (!fits && !self.replace(with_room_to_grow(bytes), shared)) {
             return false;
         }
@@ -114,6 +119,22 @@ impl Pool {
         let bytes = bytes.next_multiple_of(CHUNK_BYTES).min(self.bytes);
         FILLING.begin(self.start, bytes, self.of_file);
         true
+    }
+
+    /// Whether the first `bytes` of it have their pages.
+    pub fn is_resident(&self, bytes: usize) -> bool {
+        bytes <= self.bytes
+            && (0..bytes.div_ceil(CHUNK_BYTES)).all(|chunk| FILLING.resident.has(chunk))
+    }
+
+    /// Whether it is to be replaced before it is used again.
+    pub fn is_tainted(&self) -> bool {
+        self.tainted == 1
+    }
+
+    /// A vault was told to write to it, and has not said that it has.
+    pub fn taint(&mut self) {
+        self.tainted = 1;
     }
 
     /// Its file, if it is one.
@@ -132,6 +153,7 @@ impl Pool {
         self.unregister_all();
         self.registered.clear();
         self.known = Digests::none();
+        self.tainted = 0;
         FILLING.resident.clear();
         if self.start != 0 {
             // SAFETY: mapped here, and nothing is in the pool. A file's pages would live on with
@@ -293,6 +315,14 @@ impl Pool {
         slots.for_each(|slot| *slot = Digest::UNKNOWN);
     }
 
+    /// How many bytes of what was found are in it already.
+    pub fn unchanged(&self, found: &Digests) -> u64 {
+        let known = self.known.all().iter().zip(found.all());
+        let same = known.filter(|(known, found)| known == found && **known != Digest::UNKNOWN);
+        let slots = if self.keeps == 1 { same.count() } else { 0 };
+        (slots * SLOT_BYTES) as u64
+    }
+
     /// All that was found is there now, but for what was left out; chunks of that alone hold
     /// nothing.
     pub fn learn(&mut self, found: Digests) {
@@ -311,9 +341,10 @@ impl Pool {
     }
 
     /// Gives a part of an unused pool back to the system, or to the driver's hands less of what
-    /// is kept. `short`: host memory is, so nothing is kept any more.
-    pub fn tidy(&mut self, short: impl FnOnce() -> bool) -> Tidied {
-        if self.keeps == 1 && !short() {
+    /// is kept. `prepared`: it is there for the next time. `short`: host memory is, so nothing is
+    /// kept any more.
+    pub fn tidy(&mut self, prepared: bool, short: impl FnOnce() -> bool) -> Tidied {
+        if (self.keeps == 1 || prepared) && self.tainted == 0 && !short() {
             return match (0..self.chunks()).find(|chunk| self.registered.has(*chunk)) {
                 Some(chunk) if self.unregister(chunk) => Tidied::Part,
                 _ => Tidied::Kept,
@@ -335,6 +366,7 @@ impl Pool {
 
     /// Gives a chunk's pages back. Nothing may be in it.
     fn discard(&mut self, chunk: usize) {
+        ahead::is_spoilt();
         if self.unregister(chunk) {
             // SAFETY: a chunk of the pool, in which nothing is.
             unsafe {
@@ -376,13 +408,17 @@ mod tests {
     fn what_is_kept_goes_when_host_memory_is_short_and_is_not_known_any_more() {
         let _own = SHARED.lock();
         let mut pool = kept();
-        assert_eq!(pool.tidy(|| false), Tidied::Kept);
+        assert_eq!(pool.tidy(false, || false), Tidied::Kept);
         assert_eq!(pool.kept_bytes(), 10 * CHUNK_BYTES as u64);
         for left in [9, KEPT_CHUNKS] {
-            assert_eq!(pool.tidy(|| true), Tidied::Part);
+            assert_eq!(pool.tidy(false, || true), Tidied::Part);
             assert_eq!(pool.kept_bytes(), (left * CHUNK_BYTES) as u64);
         }
-        assert_eq!(pool.tidy(|| false), Tidied::All, "not kept any more, though there is memory");
+        assert_eq!(
+            pool.tidy(false, || false),
+            Tidied::All,
+            "not kept any more, though there is memory"
+        );
         let found = digests(pool.bytes / SLOT_BYTES);
         let gone = KEPT_CHUNKS * CHUNK_BYTES;
         pool.set_keeps(true);

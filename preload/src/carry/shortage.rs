@@ -13,8 +13,14 @@ const LEAST_BYTES: u64 = 1 << 30;
 
 /// Whether it is.
 pub fn is_near() -> bool {
-    node().is_none_or(|(room, all)| room < all / 8)
-        || group().is_none_or(|(room, limit)| room < (limit / 8).max(LEAST_BYTES))
+    would_be_near(0)
+}
+
+/// Whether it is once so much more is taken.
+pub fn would_be_near(bytes: u64) -> bool {
+    let left = |room: u64| room.saturating_sub(bytes);
+    node().is_none_or(|(room, all)| left(room) < all / 8)
+        || group().is_none_or(|(room, limit)| left(room) < (limit / 8).max(LEAST_BYTES))
 }
 
 /// Available and all memory of the node, in bytes.

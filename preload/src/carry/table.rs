@@ -5,6 +5,7 @@ use affinode_cuda_sys::MemAllocationProp;
 use super::blocks::Blocks;
 use super::ipc::{Identity, OpenedOnes};
 use super::sorted::{Keyed, Sorted};
+use crate::owned::Owned;
 
 /// One piece of physical memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,6 +29,8 @@ pub struct Piece {
     pub place: Place,
     /// Offset of its content in the pool, while the content is there.
     pub offset: u64,
+    /// What its memory is imported by, while its content is in nothing else.
+    pub shared: Option<Owned>,
     /// When its context was noted, counted: another of the same number may follow one that ended.
     pub since: u64,
 }
@@ -43,6 +46,8 @@ pub enum Place {
     Pool = 1,
     /// In the pool; physical memory is mapped again, and not filled yet.
     Mapped = 2,
+    /// In device memory that is mapped nowhere here: a vault copies it to the pool.
+    Handed = 3,
 }
 
 impl Piece {
@@ -54,7 +59,7 @@ impl Piece {
     /// Whether its memory, once it is not known here any more, may still be held: it is of a
     /// vault's making, and was made to stay by a call that takes a hold of its own.
     pub fn may_stray(&self) -> bool {
-        self.imported && self.stays && self.place != Place::Pool
+        self.imported && self.stays && matches!(self.place, Place::Device | Place::Mapped)
     }
 
     /// Whether it leaves the device when the rest does.

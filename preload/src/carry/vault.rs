@@ -23,6 +23,7 @@ use affinode_proto::wire::vault::{
     FromVault, LEAST_MEAN_BYTES, MOST_PIECES, PIECES_A_FRAME, Piece as Wire, ToVault,
 };
 
+use super::ahead;
 use super::backing::{is_able, map, unback};
 use super::driver::call;
 use super::order::Order;
@@ -69,19 +70,20 @@ pub fn hang_up() {
     }
     owned::VAULT.close();
     OFFERED.store(0, Ordering::Relaxed);
+    ahead::is_over();
 }
 
 /// Hands what is parked over, where a vault can bring it home faster. Otherwise it is hung up on,
 /// and the page says that the next one would not be of use.
 pub fn offer(pool: &Pool, vram_bytes: u64) {
-    let summary = summary();
+    let summary = summary(Place::Pool);
     if let Some(page) = process::page() {
         page.note(Notes::NO_VAULT, summary.is_none() || pool.is_sparse());
     }
     // What was left out of the pool no vault knows.
     let offered = summary
         .filter(|_| !pool.leaves_out())
-        .and_then(|summary| send_all(pool, summary, vram_bytes));
+        .and_then(|summary| tell_parked(pool, summary, is_off, vram_bytes));
     match offered {
         Some(()) => OFFERED.store(1, Ordering::Relaxed),
         None => hang_up(),
@@ -98,20 +100,66 @@ pub fn announce_restore() {
     send(ToVault::Restoring, None);
 }
 
+/// Whether the vault can copy out, as far as it has said.
+pub(super) fn has_said_ready() -> bool {
+    matches!(receive(0), Some((FromVault::Ready, None)))
+}
+
+/// Hands the next piece over, and waits for room on the way.
+pub(super) fn send_piece(shared: i32) -> Option<()> {
+    const PAUSE_US: u64 = 200;
+    let end_us = sys::now_us() + BLOCK_WITHIN_MS * 1_000;
+    loop {
+        match sys::send(owned::VAULT.get()?, &ToVault::Take.encode(), Some(shared)) {
+            Ok(_) => return Some(()),
+            Err(sys::EAGAIN | sys::ETOOMANYREFS) if sys::now_us() < end_us => {
+                sys::sleep_us(PAUSE_US);
+            }
+            Err(_) => return None,
+        }
+    }
+}
+
+/// Waits until all of what was handed over is copied. False: that will not be.
+pub(super) fn has_copied(bytes: u64) -> bool {
+    let copied = receive(BLOCK_WITHIN_MS + bytes / BYTES_A_MS);
+    let copied = matches!(copied, Some((FromVault::Copied, None)));
+    OFFERED.store(u32::from(copied), Ordering::Relaxed);
+    copied
+}
+
 /// Each time it is made sure anew that the number means our socket.
 fn send(message: ToVault, descriptor: Option<i32>) -> Option<()> {
     sys::send(owned::VAULT.get()?, &message.encode(), descriptor).ok().map(drop)
 }
 
-fn send_all(pool: &Pool, (pieces, bytes, device): Summary, vram_bytes: u64) -> Option<()> {
+/// Has the vault register the pool, in which nothing is yet.
+pub(super) fn tell_ahead(pool: &Pool, bytes: u64) -> Option<()> {
+    let (.., device) = summary(Place::Device)?;
+    send(ToVault::Prepared { bytes, uuid: uuid_of(device)? }, Some(pool.file()?))
+}
+
+fn uuid_of(device: i32) -> Option<[u8; 16]> {
+    let mut uuid = [0; 16];
+    (call!(device_get_uuid(&raw mut uuid, device)) == result::SUCCESS).then_some(uuid)
+}
+
+/// Lists the pieces that `which` picks: in the pool, or about to be.
+pub(super) fn tell_parked(
+    pool: &Pool,
+    (pieces, bytes, device): Summary,
+    which: fn(&Piece) -> bool,
+    vram_bytes: u64,
+) -> Option<()> {
     owned::VAULT.get()?;
     let file = pool.file()?;
-    let mut uuid = [0; 16];
-    (call!(device_get_uuid(&raw mut uuid, device)) == result::SUCCESS).then_some(())?;
+    let uuid = uuid_of(device)?;
     let rest_bytes = vram_bytes.saturating_sub(bytes);
-    send(ToVault::Parked { bytes, rest_bytes, pieces, uuid }, Some(file))?;
+    // What was prepared it has already.
+    let file = Some(file).filter(|_| !ahead::is_told());
+    send(ToVault::Parked { bytes, rest_bytes, pieces, uuid }, file)?;
     let (mut many, mut words) = (0, [0; PIECES_A_FRAME]);
-    let mut order = Order::of(is_off)?;
+    let mut order = Order::of(which)?;
     for place in 0.. {
         let Some((_, piece)) = order.piece(place) else { break };
         if many == PIECES_A_FRAME {
@@ -130,16 +178,20 @@ fn is_off(piece: &Piece) -> bool {
 }
 
 /// Number, bytes and device of what is parked.
-type Summary = (u32, u64, i32);
+pub(super) type Summary = (u32, u64, i32);
 
 /// That, if a vault can make such memory: all of it in the
 /// pool one behind the other, on one device, not too small, and nothing special. Least of all
 /// something that the application may export: the driver does not export what was imported. What
 /// it has not made itself can be exported by our choice alone, and stays at home once it was.
-fn summary() -> Option<Summary> {
+pub(super) fn summary(place: Place) -> Option<Summary> {
     let (mut many, mut end) = (0_u32, 0);
     let mut device = None;
-    let mut order = Order::of(|piece| piece.place != Place::Device)?;
+    let mut order = match place {
+        // What stays at home is not asked about.
+        Place::Device => Order::of(Piece::leaves)?,
+        _ => Order::of(|piece| piece.place != Place::Device)?,
+    };
     while let Some((id, piece)) = order.piece(many as usize) {
         let property = piece.property;
         let plain = MemAllocationProp {
@@ -152,7 +204,7 @@ fn summary() -> Option<Summary> {
             Id::Block(_) => property.handle_types,
         };
         let kind = MemAllocationProp { kind: 0, location_type: 0, handle_types, ..property };
-        let fits = piece.place == Place::Pool
+        let fits = piece.place == place
             && piece.offset == end
             && kind == plain
             && property.location_type == LOCATION_DEVICE
@@ -192,9 +244,14 @@ pub fn take() -> bool {
 
 fn take_all() -> Option<()> {
     send(ToVault::Restored, None)?;
-    let FromVault::Begin = receive(BEGIN_WITHIN_MS)?.0 else {
-        return None;
-    };
+    loop {
+        match receive(BEGIN_WITHIN_MS)?.0 {
+            FromVault::Begin => break,
+            // Later than it was of use.
+            FromVault::Ready => {}
+            _ => return None,
+        }
+    }
     let mut order = Order::of(is_off)?;
     let mut index = 0;
     loop {

@@ -53,6 +53,10 @@ wire_enum! {
         /// A return onto another GPU, of a process that cannot reach every GPU of the node, or
         /// whose driver knows no such return. Nothing was done.
         Unreachable = 7,
+        /// A checkpoint, of a process that a vault was to copy beside it, and did not: it is Away,
+        /// but all of what it can carry is on the device still, kept by the process alone. A return
+        /// needs room for the rest only.
+        NotCopied = 8,
     }
 }
 

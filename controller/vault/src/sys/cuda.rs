@@ -2,7 +2,7 @@
 
 use std::{
     ffi::c_void,
-    os::fd::{FromRawFd, OwnedFd},
+    os::fd::{AsRawFd, FromRawFd, OwnedFd},
     rc::Rc,
 };
 
@@ -98,9 +98,11 @@ functions! {
     mem_unmap = b"cuMemUnmap\0" (u64, usize);
     mem_set_access = b"cuMemSetAccess\0" (u64, usize, *const MemAccessDesc, usize);
     mem_export = b"cuMemExportToShareableHandle\0" (*mut i32, u64, u32, u64);
+    mem_import = b"cuMemImportFromShareableHandle\0" (*mut u64, *mut c_void, u32);
     host_register = b"cuMemHostRegister_v2\0" (*mut c_void, usize, u32);
     host_unregister = b"cuMemHostUnregister\0" (*mut c_void);
     copy_in = b"cuMemcpyHtoDAsync_v2\0" (u64, *const c_void, usize, *mut c_void);
+    copy_out = b"cuMemcpyDtoHAsync_v2\0" (*mut c_void, u64, usize, *mut c_void);
     stream_create = b"cuStreamCreate\0" (*mut *mut c_void, u32);
     event_create = b"cuEventCreate\0" (*mut *mut c_void, u32);
     event_record = b"cuEventRecord\0" (*mut c_void, *mut c_void);
@@ -204,8 +206,8 @@ fn names(uuid: &str, raw: &[u8; 16]) -> bool {
     digits.eq(raw.iter().flat_map(|byte| format!("{byte:02x}").into_bytes()))
 }
 
-/// Device memory that is being filled. Gone from this process when it is dropped; whoever has
-/// imported it keeps it.
+/// Device memory that is being filled, or copied out. Gone from this process when it is dropped;
+/// whoever has imported it, or made it, keeps it.
 #[derive(Debug)]
 pub struct Block {
     cuda: Rc<Cuda>,
@@ -214,7 +216,7 @@ pub struct Block {
     address: u64,
     bytes: usize,
     is_mapped: bool,
-    /// Happens when it is filled.
+    /// Happens when its copies have ended.
     filled: *mut c_void,
 }
 
@@ -232,36 +234,52 @@ impl Block {
             gpu_direct_rdma: u8::from(rdma && cuda.rdma),
             ..MemAllocationProp::default()
         };
-        const WITHOUT_TIMING: u32 = 2;
-        let size = bytes as usize;
-        let mut block = Block {
-            cuda: Rc::clone(cuda),
-            handle: 0,
-            address: 0,
-            bytes: size,
-            is_mapped: false,
-            filled: std::ptr::null_mut(),
-        };
+        let mut block = Block::nowhere(cuda, bytes)?;
         let functions = &cuda.functions;
-        call!(functions, event_create(&raw mut block.filled, WITHOUT_TIMING))?;
-        call!(functions, mem_create(&raw mut block.handle, size, &raw const property, 0))?;
-        call!(functions, mem_address_reserve(&raw mut block.address, size, 0, 0, 0))?;
-        call!(functions, mem_map(block.address, size, 0, block.handle, 0))?;
-        block.is_mapped = true;
+        call!(functions, mem_create(&raw mut block.handle, block.bytes, &raw const property, 0))?;
+        block.map()?;
+        Ok(block)
+    }
+
+    /// Maps what another process has made, of this size.
+    ///
+    /// # Errors
+    /// [`CudaError`]; nothing is mapped then, and the memory is the other's alone.
+    pub fn import(cuda: &Rc<Cuda>, shared: &OwnedFd, bytes: u64) -> Result<Block, CudaError> {
+        let mut block = Block::nowhere(cuda, bytes)?;
+        // The driver takes the number in the place of a pointer.
+        let number = std::ptr::without_provenance_mut(shared.as_raw_fd() as usize);
+        call!(cuda.functions, mem_import(&raw mut block.handle, number, POSIX_DESCRIPTOR))?;
+        block.map()?;
+        Ok(block)
+    }
+
+    fn nowhere(cuda: &Rc<Cuda>, bytes: u64) -> Result<Block, CudaError> {
+        const WITHOUT_TIMING: u32 = 2;
+        let mut filled = std::ptr::null_mut();
+        call!(cuda.functions, event_create(&raw mut filled, WITHOUT_TIMING))?;
+        let (cuda, bytes) = (Rc::clone(cuda), bytes as usize);
+        Ok(Block { cuda, handle: 0, address: 0, bytes, is_mapped: false, filled })
+    }
+
+    fn map(&mut self) -> Result<(), CudaError> {
+        let functions = &self.cuda.functions;
+        call!(functions, mem_address_reserve(&raw mut self.address, self.bytes, 0, 0, 0))?;
+        call!(functions, mem_map(self.address, self.bytes, 0, self.handle, 0))?;
+        self.is_mapped = true;
         let access = MemAccessDesc {
             location_type: LOCATION_DEVICE,
-            location_id: cuda.ordinal,
+            location_id: self.cuda.ordinal,
             flags: ACCESS_READ_WRITE,
         };
-        call!(functions, mem_set_access(block.address, size, &raw const access, 1))?;
-        Ok(block)
+        call!(functions, mem_set_access(self.address, self.bytes, &raw const access, 1))
     }
 
     /// Whether its copies have ended.
     ///
     /// # Errors
     /// [`CudaError`]: one has failed.
-    pub fn is_filled(&self) -> Result<bool, CudaError> {
+    pub fn is_copied(&self) -> Result<bool, CudaError> {
         match call!(self.cuda.functions, event_query(self.filled)) {
             Ok(()) => Ok(true),
             Err(CudaError::Call { code: result::NOT_READY, .. }) => Ok(false),
@@ -322,11 +340,11 @@ impl Copies {
     /// Begins one, into a place in a block.
     ///
     /// # Safety
-    /// `from` must be registered and stay so until the drop of this, as must the block.
+    /// The host memory must be registered and stay so until the drop of this, as must the block.
     ///
     /// # Errors
     /// [`CudaError`]
-    pub unsafe fn copy(
+    pub unsafe fn copy_in(
         &mut self,
         from: *const c_void,
         bytes: usize,
@@ -337,7 +355,25 @@ impl Copies {
         call!(self.cuda.functions, copy_in(address, from, bytes, self.stream))
     }
 
-    /// All of a block's have begun: [`Block::is_filled`] tells of their end.
+    /// Begins one, out of a place in a block.
+    ///
+    /// # Safety
+    /// As for [`Self::copy_in`].
+    ///
+    /// # Errors
+    /// [`CudaError`]
+    pub unsafe fn copy_out(
+        &mut self,
+        to: *mut c_void,
+        bytes: usize,
+        from: &Block,
+        offset: usize,
+    ) -> Result<(), CudaError> {
+        let address = from.address + offset as u64;
+        call!(self.cuda.functions, copy_out(to, address, bytes, self.stream))
+    }
+
+    /// All of a block's have begun: [`Block::is_copied`] tells of their end.
     ///
     /// # Errors
     /// [`CudaError`]

@@ -5,4 +5,4 @@ mod cuda;
 mod region;
 
 pub use cuda::{Block, Copies, Cuda, CudaError};
-pub use region::{Region, RegionError};
+pub use region::{Region, RegionError, Way};

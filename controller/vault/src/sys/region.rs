@@ -38,6 +38,15 @@ pub enum RegionError {
     Cuda(#[from] CudaError),
 }
 
+/// Which way a copy goes.
+#[derive(Clone, Copy, Debug)]
+pub enum Way {
+    /// To the device.
+    In,
+    /// Off it.
+    Out,
+}
+
 /// The mapping. The memory is the process's, and its container's to pay.
 #[derive(Debug)]
 pub struct Region {
@@ -127,12 +136,13 @@ impl Region {
         Ok(true)
     }
 
-    /// Begins to fill a block from an offset on.
+    /// Begins to copy between a block and as much from an offset on.
     ///
     /// # Errors
     /// [`CudaError`]
-    pub fn fill(
+    pub fn copy(
         &self,
+        way: Way,
         offset: usize,
         block: &Block,
         bytes: usize,
@@ -143,8 +153,14 @@ impl Region {
             let from = offset + done;
             // A copy that crosses into another registration is refused.
             let part = (bytes - done).min(CHUNK_BYTES - from % CHUNK_BYTES);
+            let at = self.at(from);
             // SAFETY: all of it is registered; whoever has this drops the copies first.
-            unsafe { copies.copy(self.at(from).cast_const(), part, block, done)? };
+            unsafe {
+                match way {
+                    Way::In => copies.copy_in(at.cast_const(), part, block, done)?,
+                    Way::Out => copies.copy_out(at, part, block, done)?,
+                }
+            }
             done += part;
         }
         copies.all_of(block)

@@ -11,7 +11,7 @@ use super::super::contexts::{current_context, wait_for_work};
 use super::super::driver::call;
 use super::super::sorted::{Keyed, Sorted};
 use super::super::table::{Allocation, Piece};
-use super::super::{GRANULE_BYTES, locked, prepare, tables};
+use super::super::{GRANULE_BYTES, find_all, locked, tables};
 use crate::libcuda;
 use crate::sys::{self, Descriptor, datagram, task};
 
@@ -110,7 +110,7 @@ unsafe fn open(at: *mut u64, handle: &Handle, flags: u32) -> u32 {
     if at.is_null() || flags != LAZY_ENABLE_PEER_ACCESS {
         return result::INVALID_VALUE;
     }
-    if !prepare() {
+    if !find_all() {
         return result::NOT_SUPPORTED;
     }
     let Some(context) = current_context().filter(|context| *context != 0) else {

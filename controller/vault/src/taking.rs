@@ -1,0 +1,64 @@
+//! What a process has handed over to be copied out, while it is checkpointed.
+
+use std::{os::fd::OwnedFd, rc::Rc, time::Instant};
+
+use crate::sys::{Block, Copies, Cuda, CudaError, Region, Way};
+
+/// The pieces that have come so far. Fields are dropped in this order: copies before what they
+/// copy.
+#[derive(Debug)]
+pub struct Taking {
+    copies: Copies,
+    blocks: Vec<Block>,
+    /// Where in the region the next one begins.
+    offset: usize,
+    since: Instant,
+}
+
+impl Taking {
+    /// None yet.
+    ///
+    /// # Errors
+    /// [`CudaError`]
+    pub fn begin(cuda: &Rc<Cuda>) -> Result<Taking, CudaError> {
+        let copies = Copies::begin(cuda)?;
+        Ok(Taking { copies, blocks: Vec::new(), offset: 0, since: Instant::now() })
+    }
+
+    /// Begins to copy the next one into the region, which must have room for it.
+    ///
+    /// # Errors
+    /// [`CudaError`]
+    pub fn take(
+        &mut self,
+        cuda: &Rc<Cuda>,
+        region: &Region,
+        shared: &OwnedFd,
+        bytes: u64,
+    ) -> Result<(), CudaError> {
+        let block = Block::import(cuda, shared, bytes)?;
+        let copied = region.copy(Way::Out, self.offset, &block, bytes as usize, &mut self.copies);
+        // Also where one has failed: others of it may have begun.
+        self.blocks.push(block);
+        self.offset += bytes as usize;
+        copied
+    }
+
+    /// How many have come.
+    pub fn many(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// When the first came.
+    pub fn since(&self) -> Instant {
+        self.since
+    }
+
+    /// Whether all that have come are in the region.
+    ///
+    /// # Errors
+    /// [`CudaError`]: a copy has failed.
+    pub fn is_over(&self) -> Result<bool, CudaError> {
+        self.blocks.last().map_or(Ok(true), Block::is_copied)
+    }
+}

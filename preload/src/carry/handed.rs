@@ -1,0 +1,197 @@
+//! Out through a vault: the process hands its memory over and is checkpointed, while the vault
+//! copies the content to the pool that it has registered before.
+//!
+//! ```text
+//! Device ──copied to new memory, where it cannot be exported──> exported, sent, unmapped, released
+//!   ^                                                                      │
+//!   │                                                                      v
+//!   └── imported by our descriptor, mapped ──anything else── Handed ──the vault says that all is
+//!                                                                     copied──> Pool
+//! ```
+//!
+//! Until the vault has said so, the content is in device memory that a descriptor of this process
+//! keeps: neither the vault's death nor the controller's loses it. A pool that the vault may still be
+//! writing to is not used again.
+
+use affinode_cuda_sys::{POSIX_DESCRIPTOR, result};
+
+use super::backing::{back, map, unback};
+use super::contexts::in_context;
+use super::driver::{self, call};
+use super::order::Order;
+use super::park::{as_result, each, note, tell};
+use super::pool::Pool;
+use super::table::{Id, Piece, Place};
+use super::{is_in_use, tables, vault, with_pool};
+use crate::owned::Owned;
+use crate::sys::{self, Descriptor, datagram};
+
+/// Bytes of content that is in such memory alone.
+pub fn bytes() -> u64 {
+    if is_in_use() { tables(|tables| tables.bytes(is_handed)) } else { 0 }
+}
+
+fn is_handed(piece: &Piece) -> bool {
+    piece.place == Place::Handed
+}
+
+/// Hands everything over that leaves. False: everything is on the device as before.
+///
+/// # Errors
+/// The driver's code: some of it is handed over still, and the vault is left.
+pub fn hand_over(pool: &mut Pool, vram_bytes: u64) -> Result<bool, u32> {
+    if hand_all(pool, vram_bytes).is_some() {
+        return Ok(true);
+    }
+    vault::hang_up();
+    pool.taint();
+    take_back().map(|()| false)
+}
+
+fn hand_all(pool: &Pool, vram_bytes: u64) -> Option<()> {
+    let mut order = Order::of(Piece::leaves)?;
+    let summary = vault::summary(Place::Device)?;
+    let many = summary.0 as usize;
+    // They are in the application's table until the vault is done.
+    (many <= sys::descriptor_limit() / 4).then_some(())?;
+    vault::tell_parked(pool, summary, Piece::leaves, vram_bytes)?;
+    for place in 0..many {
+        let (id, piece) = order.piece(place)?;
+        hand(id, &piece)?;
+    }
+    Some(())
+}
+
+fn hand(id: Id, piece: &Piece) -> Option<()> {
+    let exportable =
+        !piece.imported && piece.property.handle_types & POSIX_DESCRIPTOR == POSIX_DESCRIPTOR;
+    let handed = if exportable { piece.handle } else { copy(piece)? };
+    let sent = export(handed).and_then(|shared| {
+        let owned = Owned::note(shared.number())?;
+        vault::send_piece(shared.number())?;
+        Some((shared, owned))
+    });
+    let gone = sent.is_some() && unback(piece);
+    if !exportable {
+        // From here on the descriptor alone keeps it.
+        call!(mem_release(handed));
+    }
+    let (shared, owned) = sent.filter(|_| gone)?;
+    shared.take();
+    tables(|tables| {
+        let piece = tables.piece(id)?;
+        (piece.shared, piece.place) = (Some(owned), Place::Handed);
+        Some(())
+    })
+}
+
+fn export(handle: u64) -> Option<Descriptor> {
+    let mut fd = -1_i32;
+    let code = call!(mem_export((&raw mut fd).cast(), handle, POSIX_DESCRIPTOR, 0));
+    datagram::made(fd).filter(|_| code == result::SUCCESS).map(Descriptor::lifted)
+}
+
+/// Copies a piece to new memory that can be exported, on the device: what the driver does not let
+/// us export is of a vault's making, or of the application's own. The new memory's handle.
+fn copy(piece: &Piece) -> Option<u64> {
+    let bytes = piece.bytes as usize;
+    let mut property = piece.property;
+    property.handle_types |= POSIX_DESCRIPTOR;
+    let mut aside = Piece { property, address: 0, imported: false, ..*piece };
+    let code = call!(mem_address_reserve(&raw mut aside.address, bytes, 0, 0, 0));
+    (code == result::SUCCESS).then_some(())?;
+    let made = back(&aside).ok();
+    let copied = made.filter(|_| copy_across(aside.address, piece) == result::SUCCESS);
+    if let Some(handle) = made {
+        call!(mem_unmap(aside.address, bytes));
+        if copied.is_none() {
+            call!(mem_release(handle));
+        }
+    }
+    call!(mem_address_free(aside.address, bytes));
+    copied
+}
+
+fn copy_across(to: u64, piece: &Piece) -> u32 {
+    const NON_BLOCKING: u32 = 1;
+    let Some(copy) = driver::copy_across() else {
+        return result::NOT_SUPPORTED;
+    };
+    in_context(piece.context, || {
+        let mut stream = core::ptr::null_mut();
+        match call!(stream_create(&raw mut stream, NON_BLOCKING)) {
+            result::SUCCESS => {}
+            code => return code,
+        }
+        // SAFETY: both are mapped, of this size, and nobody else uses either now.
+        let begun = unsafe { copy(to, piece.address, piece.bytes as usize, stream) };
+        let ended = call!(stream_synchronize(stream));
+        call!(stream_destroy(stream));
+        if begun == result::SUCCESS { ended } else { begun }
+    })
+}
+
+/// Waits until the vault has copied everything. False: it has not, and will not.
+pub fn settle() -> bool {
+    let bytes = bytes();
+    if bytes == 0 {
+        return true;
+    }
+    if !vault::has_copied(bytes) {
+        leave();
+        return false;
+    }
+    each(is_handed, |id, piece| {
+        piece.shared.into_iter().for_each(Owned::close);
+        put(id, 0, Place::Pool);
+        result::SUCCESS
+    });
+    tell();
+    true
+}
+
+/// Does without the vault.
+fn leave() {
+    vault::hang_up();
+    with_pool(Pool::taint);
+}
+
+/// Brings home what was handed over and not copied.
+///
+/// # Errors
+/// The driver's code. Nothing is lost: it can be tried again.
+pub fn bring_back() -> Result<(), u32> {
+    if bytes() == 0 {
+        return Ok(());
+    }
+    leave();
+    take_back()
+}
+
+fn take_back() -> Result<(), u32> {
+    let code = each(is_handed, |id, piece| {
+        let Some(shared) = piece.shared.and_then(|shared| shared.get()) else {
+            return result::INVALID_VALUE;
+        };
+        let mut handle = 0;
+        match call!(mem_import(&raw mut handle, shared as usize, POSIX_DESCRIPTOR)) {
+            result::SUCCESS => {}
+            code => return code,
+        }
+        // As if a vault had made it: of no checkpoint with it is known that it comes back.
+        if let Err(code) = map(&Piece { imported: true, ..*piece }, handle) {
+            return code;
+        }
+        sys::close(shared);
+        put(id, handle, Place::Device);
+        tables(|tables| tables.piece(id).map(|piece| piece.imported = true));
+        result::SUCCESS
+    });
+    tell();
+    as_result(code)
+}
+
+fn put(id: Id, handle: u64, place: Place) {
+    note(id, handle, place);
+    tables(|tables| tables.piece(id).map(|piece| piece.shared = None));
+}
