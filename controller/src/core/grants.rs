@@ -89,9 +89,7 @@ impl Node {
             let first = turn && before.clone().next().is_none();
             let passes = turn && before.all(|(_, head)| self.may_pass(&key, head));
             if fits && (first || passes) {
-                self.ledger.promise(&key, needs);
-                self.begin_grant(&key, uuids.clone(), want);
-                taken.extend(uuids);
+                taken.extend(self.promise(&key, needs, want));
                 continue;
             }
             let theirs = |uuid: &str| {
@@ -99,10 +97,7 @@ impl Node {
             };
             if known && turn && !fits && self.goes_elsewhere(&key, margin, theirs) {
                 let needs = self.needs_with(&key, want);
-                let uuids: BTreeSet<String> = needs.iter().map(|n| n.uuid.clone()).collect();
-                self.ledger.promise(&key, needs);
-                self.begin_grant(&key, uuids.clone(), want);
-                taken.extend(uuids);
+                taken.extend(self.promise(&key, needs, want));
                 continue;
             }
             // Who may pass those before it may not wait for them either: it may be the only one
@@ -154,6 +149,19 @@ impl Node {
     /// Whether what a container needs fits beside the promises made to others.
     pub(super) fn fits(&self, key: &Key, needs: &[DeviceBytes], margin: fn(u64) -> u64) -> bool {
         self.ledger.fits(key, needs, |uuid| self.held_bytes(key, uuid), &self.gpus, margin)
+    }
+
+    /// Promises room, and begins to prove it: the devices that it is on.
+    fn promise(
+        &mut self,
+        key: &Key,
+        needs: Vec<DeviceBytes>,
+        want: Option<(ProcessId, u64)>,
+    ) -> BTreeSet<String> {
+        let uuids: BTreeSet<String> = needs.iter().map(|n| n.uuid.clone()).collect();
+        self.ledger.promise(key, needs);
+        self.begin_grant(key, uuids.clone(), want);
+        uuids
     }
 
     fn begin_grant(&mut self, key: &Key, uuids: BTreeSet<String>, want: Option<(ProcessId, u64)>) {

@@ -78,6 +78,13 @@ impl Spec {
         self
     }
 
+    /// A worker that makes a call every 20 ms, and counts as in use however slow the machine is.
+    #[must_use]
+    pub fn busy(mut self) -> Self {
+        self.argv.extend(["--period-ms".into(), "20".into()]);
+        self.annotation("affinode.io/idle-timeout", "1h")
+    }
+
     /// With one more annotation.
     #[must_use]
     pub fn annotation(mut self, name: &str, value: &str) -> Self {

@@ -66,12 +66,7 @@ fn without_the_annotation_an_allocation_fails_at_once() -> Result<()> {
 #[test]
 fn what_can_never_fit_fails_at_once_and_what_finds_no_room_fails_in_time() -> Result<()> {
     let world = world()?;
-    let busy = waiting("busy", 300);
-    let mut busy = {
-        let mut spec = busy;
-        spec.argv.extend(["--period-ms".into(), "20".into()]);
-        start(&world, spec)?
-    };
+    let mut busy = start(&world, waiting("busy", 300).busy())?;
     let spec = waiting("short", 64).annotation("affinode.io/on-oom-timeout", "1s");
     let mut short = start(&world, spec)?;
     assert_eq!(short.ask("alloc 600")?.result, OUT_OF_MEMORY);
@@ -90,9 +85,7 @@ fn what_can_never_fit_fails_at_once_and_what_finds_no_room_fails_in_time() -> Re
 #[test]
 fn who_waits_says_so_and_can_be_ended() -> Result<()> {
     let world = world()?;
-    let mut spec = Worker::spec("busy", USUAL, 300);
-    spec.argv.extend(["--period-ms".into(), "20".into()]);
-    let busy = start(&world, spec)?;
+    let busy = start(&world, Worker::spec("busy", USUAL, 300).busy())?;
     let mut waiter = start(&world, waiting("waiter", 64))?;
     waiter.send("alloc 300")?;
     until("the reason of who waits", || {
@@ -126,9 +119,7 @@ fn two_that_each_need_the_others_room_take_turns() -> Result<()> {
 #[test]
 fn a_restart_of_the_controller_does_not_end_the_wait() -> Result<()> {
     let world = world()?;
-    let mut spec = Worker::spec("busy", USUAL, 300);
-    spec.argv.extend(["--period-ms".into(), "20".into()]);
-    let busy = start(&world, spec)?;
+    let busy = start(&world, Worker::spec("busy", USUAL, 300).busy())?;
     let mut waiter = start(&world, waiting("waiter", 64))?;
     waiter.send("alloc 300")?;
     let waits = |world: &World| -> Result<_> {

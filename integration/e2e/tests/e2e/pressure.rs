@@ -40,11 +40,8 @@ fn a_return_waits_for_room() -> Result<()> {
     let world = small_world(EAGER)?;
     let mut alpha = Worker::start(&world, "alpha", EACH_MIB)?;
     world.cli().wait_for_state("alpha", "Offloaded")?;
-    let mut busy = Worker::start_as(&world, {
-        let mut spec = Worker::spec("busy", "dlopen_dlsym", EACH_MIB);
-        spec.argv.extend(["--period-ms".into(), "20".into()]);
-        spec
-    })?;
+    let spec = Worker::spec("busy", "dlopen_dlsym", EACH_MIB).busy();
+    let mut busy = Worker::start_as(&world, spec)?;
     busy.wait_filled()?;
     alpha.send("verify")?;
     let row = world.cli().wait_for_state("alpha", "Queued")?;

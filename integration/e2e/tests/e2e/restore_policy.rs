@@ -15,9 +15,7 @@ fn world(mib: u64) -> Result<World> {
 
 /// It works every 20 ms, and says each time how that went.
 fn busy(world: &World) -> Result<Worker> {
-    let mut spec = Worker::spec("busy", USUAL, 80);
-    spec.argv.extend(["--period-ms".into(), "20".into()]);
-    let mut busy = Worker::start_as(world, spec)?;
+    let mut busy = Worker::start_as(world, Worker::spec("busy", USUAL, 80).busy())?;
     busy.wait_filled()?;
     Ok(busy)
 }
