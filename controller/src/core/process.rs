@@ -129,6 +129,15 @@ impl Process {
         Some(part_of(away, self.carried.parked_bytes))
     }
 
+    /// Of what it needs for its return, all that it can carry is on the device still: it needs the
+    /// rest alone, and there.
+    pub fn keeps_what_it_carries(&mut self) {
+        let rest = |all: &Vec<DeviceBytes>| less(all, &part_of(all, self.carried.bytes));
+        self.away = self.away.as_ref().map(rest);
+        self.vram = rest(&self.vram);
+        self.bound = true;
+    }
+
     /// Whether it is on its way to another GPU than it left.
     #[must_use]
     pub fn is_moving(&self) -> bool {
@@ -161,6 +170,14 @@ pub(super) fn placed(all: &[DeviceBytes], to: Option<&str>) -> Vec<DeviceBytes> 
         all.iter_mut().for_each(|device| to.clone_into(&mut device.uuid));
     }
     all
+}
+
+/// What is left of all without what is gone.
+pub(super) fn less(all: &[DeviceBytes], gone: &[DeviceBytes]) -> Vec<DeviceBytes> {
+    let gone_from = |uuid: &str| gone.iter().find(|g| g.uuid == uuid).map_or(0, |g| g.bytes);
+    all.iter()
+        .map(|d| DeviceBytes { bytes: d.bytes.saturating_sub(gone_from(&d.uuid)), ..d.clone() })
+        .collect()
 }
 
 /// So many bytes of all. An agent knows no device by its UUID: several have their shares.

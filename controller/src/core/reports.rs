@@ -10,10 +10,11 @@ use affinode_proto::{
 };
 
 use super::{
-    DeviceBytes, Key, Millis, Node, ProcessId,
+    Key, Millis, Node, ProcessId,
     container::{Container, Goal},
     input::Carried,
     moves::CHECKPOINT,
+    process::less,
     roster::NEVER_MOVED,
 };
 
@@ -72,6 +73,9 @@ impl Node {
         let left = matches!(pending.action, Action::Park { .. } | Action::Checkpoint { .. });
         if left && !phase.is_off() {
             process.away = None;
+        }
+        if outcome == Outcome::NotCopied && phase == Phase::Away {
+            process.keeps_what_it_carries();
         }
         if lies {
             self.bad_page(id, NEVER_MOVED.into());
@@ -143,6 +147,12 @@ impl Node {
                 let detail = failed("copying the memory");
                 self.fail_offload(&key, Reason::DriverError, &detail);
             }
+            (_, Outcome::NotCopied) => {
+                // The next controller is to know how little it needs.
+                self.journal(&key, CHECKPOINT);
+                let detail = format!("no vault has copied process {pid}, which was prepared");
+                self.fail_offload(&key, Reason::DriverError, &detail);
+            }
             (Action::Checkpoint { .. }, _) if cuda_error == CUDA_ERROR_NOT_SUPPORTED => {
                 process.hazards.0 |= Hazards::MANAGED_MEMORY.0;
                 self.fail_offload(
@@ -197,11 +207,4 @@ impl Node {
             container.reason = (Reason::AgentSilent, format!("process {pid}"));
         }
     }
-}
-
-fn less(all: &[DeviceBytes], gone: &[DeviceBytes]) -> Vec<DeviceBytes> {
-    let gone_from = |uuid: &str| gone.iter().find(|g| g.uuid == uuid).map_or(0, |g| g.bytes);
-    all.iter()
-        .map(|d| DeviceBytes { bytes: d.bytes.saturating_sub(gone_from(&d.uuid)), ..d.clone() })
-        .collect()
 }

@@ -51,6 +51,10 @@ pub struct GpuRow {
     pub vault_fills: u64,
     /// Processes whose memory it holds.
     pub vault_holds: u32,
+    /// Processes that it has copied out.
+    pub vault_copies: u64,
+    /// Processes that are home, and whose host memory is ready for the next time.
+    pub vault_prepared: u32,
     /// Processes whose memory it is getting hold of.
     pub vault_pending: u32,
     /// VRAM that it holds itself.

@@ -212,6 +212,15 @@ fn wait_held(world: &World) -> Result<()> {
     })
 }
 
+/// Until the host memory of so many processes is ready for their next offload.
+fn wait_prepared(world: &World, many: usize) -> Result<()> {
+    until("host memory that is ready", || {
+        let gpus = world.cli().ps()?.gpus;
+        let prepared: u32 = gpus.iter().map(|gpu| gpu.vault_prepared).sum();
+        Ok((prepared as usize >= many).then_some(()))
+    })
+}
+
 /// VRAM in use on the first GPU, beside the vault's, once it is what is wanted.
 fn vram_used(world: &World, wanted: impl Fn(u64) -> bool) -> Result<u64> {
     let mut last = 0;

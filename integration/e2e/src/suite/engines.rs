@@ -11,7 +11,7 @@ use super::{
     cycle::{EMPTY_BYTES, mib},
     median,
     report::Rows,
-    vram_used, wait_held,
+    vram_used, wait_held, wait_prepared,
 };
 use crate::{
     container::{CLIENTS, SEES_ITS_CGROUP, Spec},
@@ -28,15 +28,27 @@ pub const ENGINE: &str = "affinode.io/engine";
 /// `fast`, of a container that keeps its copy.
 pub const KEPT: &str = "kept";
 
-/// A container of an engine, or of [`KEPT`].
+/// `fast`, of a container whose host memory is made ready while it is idle.
+pub const PREPARED: &str = "prepared";
+
+/// A container of an engine, or of [`KEPT`] or [`PREPARED`].
 pub fn moved_by(spec: Spec, engine: &str) -> Spec {
     match engine {
         KEPT => {
             let spec = spec.annotation(ENGINE, "fast").annotation("affinode.io/keep-copy", "true");
             spec.flags(&SEES_ITS_CGROUP)
         }
+        PREPARED => prepared(spec),
         engine => spec.annotation(ENGINE, engine),
     }
+}
+
+/// A container of [`PREPARED`], soon after its last call.
+pub fn prepared(spec: Spec) -> Spec {
+    spec.annotation(ENGINE, "fast")
+        .annotation("affinode.io/prepare", "true")
+        .annotation("affinode.io/idle-timeout", "1s")
+        .flags(&SEES_ITS_CGROUP)
 }
 
 /// The device wipes what was released, and copies the slower meanwhile: bare programs found 60 GiB
@@ -73,7 +85,9 @@ pub fn large(world: &World, rows: &mut Rows) -> Result<()> {
         Gpu::Real => Load { filled_mib: 4096, more: 14, rounds: 5 },
         Gpu::Simulated { .. } => Load { filled_mib: 256, more: 5, rounds: 2 },
     };
-    ["park", "fast", KEPT].iter().try_for_each(|engine| cycles(world, rows, engine, &load))
+    ["park", "fast", KEPT, PREPARED]
+        .iter()
+        .try_for_each(|engine| cycles(world, rows, engine, &load))
 }
 
 fn cycles(world: &World, rows: &mut Rows, engine: &str, load: &Load) -> Result<()> {
@@ -87,8 +101,12 @@ fn cycles(world: &World, rows: &mut Rows, engine: &str, load: &Load) -> Result<(
     }
     let (mut out, mut back, mut away) = (Vec::new(), Vec::new(), 0);
     let filled = fills(world)?;
+    let copied = copies(world)?;
     for _ in 0..load.rounds {
         wait_held(world)?;
+        if engine == PREPARED {
+            wait_prepared(world, 1)?;
+        }
         world.cli().move_out(&id)?;
         out.push(world.cli().known(&id)?.last_offload_ms as f64);
         away = vram_used(world, |used| used < load.bytes() / 2 + EMPTY_BYTES)?;
@@ -108,6 +126,10 @@ fn cycles(world: &World, rows: &mut Rows, engine: &str, load: &Load) -> Result<(
     if engine == "fast" {
         let fills = fills(world)?.saturating_sub(filled);
         rows.tell(&format!("{size}: wakes through the vault"), fills as f64, "");
+    }
+    if engine == PREPARED {
+        let copies = copies(world)?.saturating_sub(copied) as usize;
+        rows.count(&format!("{size}: copied out by the vault"), copies, load.rounds);
     }
     rows.tell(&format!("{size}: first offload"), out[0], "ms");
     // Of what is kept, the first tells nothing.
@@ -139,6 +161,11 @@ fn cycles(world: &World, rows: &mut Rows, engine: &str, load: &Load) -> Result<(
 /// Returns through vaults so far.
 fn fills(world: &World) -> Result<u64> {
     Ok(world.cli().ps()?.gpus.iter().map(|gpu| gpu.vault_fills).sum())
+}
+
+/// Moves out through vaults so far.
+pub fn copies(world: &World) -> Result<u64> {
+    Ok(world.cli().ps()?.gpus.iter().map(|gpu| gpu.vault_copies).sum())
 }
 
 /// Memory that the program maps piece by piece: at each turn that such an allocator may take,

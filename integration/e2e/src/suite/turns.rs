@@ -8,11 +8,11 @@ use anyhow::{Result, anyhow};
 use super::{
     BY_ORDER,
     cycle::mib,
-    engines::{ENGINES, KEPT, moved_by},
+    engines::{ENGINES, KEPT, PREPARED, copies, moved_by},
     median,
     python::{Python, ask, step},
     report::{NotHere, Rows},
-    vram_used, wait_held,
+    vram_used, wait_held, wait_prepared,
 };
 use crate::{container::Spec, worker::Worker};
 
@@ -68,7 +68,7 @@ impl Flavour {
     /// When a container or a move fails; [`NotHere`] when the machine lacks what it needs.
     pub fn side_by_side(&self, python: &Python, rows: &mut Rows) -> Result<()> {
         let began = Instant::now();
-        let engines = [STILL].into_iter().chain(ENGINES).chain([KEPT]);
+        let engines = [STILL].into_iter().chain(ENGINES).chain([KEPT, PREPARED]);
         let lane = |engine| self.lane(python, engine);
         let mut lanes: Vec<Finished> = Vec::new();
         if self.is_alone {
@@ -107,7 +107,11 @@ impl Flavour {
             rows.count(&format!("{engine}: results as without being away"), same, 1);
             wakes.push((out, back));
         }
-        if let ([driver, _, fast, kept], true) = (&wakes[..], self.is_alone) {
+        if let ([driver, _, fast, kept, prepared], true) = (&wakes[..], self.is_alone) {
+            let times = driver.0 / prepared.0.max(0.001);
+            rows.tell("prepared against driver: offload", times, "times");
+            let times = driver.1 / prepared.1.max(0.001);
+            rows.tell("prepared against driver: wake", times, "times");
             rows.tell("kept against fast: offload", kept.0 / fast.0.max(0.001) * 100.0, "%");
             rows.tell("fast against driver: offload", driver.0 / fast.0.max(0.001), "times");
             rows.tell("fast against driver: wake", driver.1 / fast.1.max(0.001), "times");
@@ -154,8 +158,12 @@ impl Flavour {
         ask(worker, &format!("hold {}", self.held_gib))?;
         let before = ask(worker, "check")?;
         let (mut together, mut parked, mut unchanged) = (0, Vec::new(), 0);
+        let copied = copies(python.world)?;
         for _ in 0..self.rounds {
             wait_held(python.world)?;
+            if engine == PREPARED {
+                wait_prepared(python.world, self.processes)?;
+            }
             cli.move_out(id)?;
             let row = cli.known(id)?;
             lane.out.push(row.last_offload_ms as f64);
@@ -186,6 +194,11 @@ impl Flavour {
             // The rest is the context, and what is too small to be worth it.
             let what = format!("{engine}: at wire speed");
             rows.want(&what, share, "%", "at least 95%", share >= 95.0);
+        }
+        if engine == PREPARED {
+            let copies = copies(python.world)?.saturating_sub(copied) as usize;
+            let what = format!("{engine}: copied out by the vault");
+            rows.count(&what, copies, self.rounds * self.processes);
         }
         if engine == KEPT {
             let share = unchanged as f64 / parked.last().map_or(1, |all| *all.max(&1)) as f64;

@@ -25,6 +25,7 @@ mod on_oom;
 mod other_gpu;
 mod pods;
 mod policy;
+mod prepare;
 mod pressure;
 mod prewake;
 mod rancher;

@@ -1,0 +1,183 @@
+//! `prepare`: host memory is ready before a container leaves, and the vault copies it out beside
+//! the driver's checkpoint.
+
+use affinode_e2e::{
+    cli::GpuRow,
+    container::Spec,
+    suite::engines::prepared,
+    until::until,
+    worker::{USUAL, Worker},
+    world::{MIB, Recipe, World},
+};
+use anyhow::{Context, Result};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use crate::{
+    offload::{MANUAL, wait_gpu_empty},
+    recovery::shoot_controller,
+};
+
+const WORKER_MIB: u64 = 320;
+
+fn world() -> Result<World> {
+    Recipe::default().config(MANUAL).world()
+}
+
+fn gpu(world: &World) -> Result<GpuRow> {
+    world.cli().ps()?.gpus.into_iter().next().context("no GPU")
+}
+
+/// A worker whose idleness lasts long enough to be prepared, and not longer.
+fn start(world: &World, spec: Spec) -> Result<Worker> {
+    let mut worker = Worker::start_as(world, prepared(spec))?;
+    worker.wait_filled()?;
+    Ok(worker)
+}
+
+fn plain(world: &World) -> Result<Worker> {
+    start(world, Worker::spec("worker", USUAL, WORKER_MIB))
+}
+
+/// Until its host memory is ready: the vault's pid.
+fn wait_prepared(world: &World) -> Result<Pid> {
+    until("host memory that is ready", || {
+        let gpu = gpu(world)?;
+        Ok((gpu.vault_prepared == 1).then_some(Pid::from_raw(gpu.vault_pid)))
+    })
+}
+
+/// What `affinode ps` says of its process.
+fn phase(world: &World) -> Result<String> {
+    Ok(world.cli().known("worker")?.processes.remove(0).phase)
+}
+
+#[test]
+fn a_prepared_process_leaves_through_the_vault_again_and_again() -> Result<()> {
+    let world = world()?;
+    let mut worker = plain(&world)?;
+    for round in 1..=4 {
+        wait_prepared(&world)?;
+        let row = world.cli().known("worker")?.processes.remove(0);
+        assert!(row.kept_bytes >= WORKER_MIB * MIB, "its host memory shows: {row:?}");
+        world.cli().move_out("worker")?;
+        assert_eq!(gpu(&world)?.vault_copies, round, "not copied by itself");
+        let row = world.cli().known("worker")?.processes.remove(0);
+        assert_eq!(row.parked_bytes, WORKER_MIB * MIB);
+        wait_gpu_empty(&world)?;
+        worker.call("touch")?;
+        assert!(worker.verify()?, "round {round}");
+    }
+    Ok(())
+}
+
+/// What it has made for itself the driver does not let us export: it is copied on the device first.
+#[test]
+fn memory_that_cannot_be_exported_leaves_through_the_vault_too() -> Result<()> {
+    let world = world()?;
+    let spec = Worker::pieces("worker", "fast", WORKER_MIB, &["--piece-mib", "16"]);
+    let mut worker = start(&world, spec)?;
+    for round in 1..=3 {
+        wait_prepared(&world)?;
+        world.cli().move_out("worker")?;
+        assert_eq!(gpu(&world)?.vault_copies, round, "not copied by itself");
+        worker.call("touch")?;
+        assert!(worker.verify()?, "round {round}");
+    }
+    assert!(worker.ends_with_nothing_left(&world)?);
+    Ok(())
+}
+
+#[test]
+fn a_call_ends_the_preparation_and_the_next_idleness_begins_another() -> Result<()> {
+    let world = world()?;
+    let mut worker = plain(&world)?;
+    wait_prepared(&world)?;
+    // In use for longer than an idle timeout, call by call.
+    until("the preparation to end", || {
+        worker.call("streamsync")?;
+        Ok((gpu(&world)?.vault_prepared == 0).then_some(()))
+    })?;
+    wait_prepared(&world)?;
+    world.cli().move_out("worker")?;
+    assert!(worker.verify()?);
+    assert_eq!(gpu(&world)?.vault_copies, 1);
+    Ok(())
+}
+
+#[test]
+fn a_prepared_process_whose_vault_was_killed_leaves_by_itself() -> Result<()> {
+    let world = world()?;
+    let mut worker = plain(&world)?;
+    let vault = wait_prepared(&world)?;
+    kill(vault, Signal::SIGKILL)?;
+    until("the vault to be gone", || Ok((gpu(&world)?.vault_pid != vault.as_raw()).then_some(())))?;
+    world.cli().move_out("worker")?;
+    wait_gpu_empty(&world)?;
+    assert!(worker.verify()?);
+    assert_eq!(gpu(&world)?.vault_copies, 0);
+    // And the next time through the next one.
+    wait_prepared(&world)?;
+    world.cli().move_out("worker")?;
+    assert!(worker.verify()?);
+    assert_eq!(gpu(&world)?.vault_copies, 1);
+    Ok(())
+}
+
+/// Its content is nowhere but in device memory that it has descriptors of, while it is checkpointed.
+#[test]
+fn what_a_stopped_vault_was_handed_comes_home() -> Result<()> {
+    let world = world()?;
+    let mut worker = plain(&world)?;
+    let vault = wait_prepared(&world)?;
+    kill(vault, Signal::SIGSTOP)?;
+    let said = world.cli().offload("worker")?;
+    assert!(!said.done, "nobody copied it: {said:?}");
+    assert!(worker.verify()?);
+    let row = world.cli().known("worker")?;
+    assert!(row.vram_bytes >= WORKER_MIB * MIB, "{row:?}");
+    kill(vault, Signal::SIGCONT)?;
+    // What it was handed it lets go of, and nothing of it is there twice.
+    until("the vault to let go", || {
+        let used = gpu(&world)?.vram_used_bytes;
+        Ok((used < 2 * WORKER_MIB * MIB).then_some(()))
+    })?;
+    worker.call("touch")?;
+    assert!(worker.verify()?);
+    Ok(())
+}
+
+#[test]
+fn what_a_vault_was_handed_that_is_killed_comes_home() -> Result<()> {
+    let world = world()?;
+    let mut worker = plain(&world)?;
+    let vault = wait_prepared(&world)?;
+    kill(vault, Signal::SIGSTOP)?;
+    let mut asked = world.cli().command(&["offload", "worker"]).spawn()?;
+    until("the process to be checkpointed", || {
+        Ok((phase(&world)? == "Checkpointing").then_some(()))
+    })?;
+    kill(vault, Signal::SIGKILL)?;
+    assert!(!asked.wait()?.success(), "nobody copied it");
+    assert!(worker.verify()?);
+    Ok(())
+}
+
+#[test]
+fn what_was_handed_over_when_the_controller_died_comes_home() -> Result<()> {
+    let world = world()?;
+    let mut worker = plain(&world)?;
+    let vault = wait_prepared(&world)?;
+    kill(vault, Signal::SIGSTOP)?;
+    let mut asked = world.cli().command(&["offload", "worker"]).spawn()?;
+    until("the process to be checkpointed", || {
+        Ok((phase(&world)? == "Checkpointing").then_some(()))
+    })?;
+    shoot_controller(&world)?;
+    asked.wait()?;
+    worker.call("touch")?;
+    assert!(worker.verify()?);
+    Ok(())
+}
