@@ -52,6 +52,8 @@ pub struct Gpu {
     pub vault_fills: u64,
     pub vault_holds: u32,
     pub vault_pending: u32,
+    pub vault_prepared: u32,
+    pub vault_copies: u64,
 }
 
 /// A container.
@@ -239,6 +241,8 @@ impl From<control::Gpu> for Gpu {
             vault_fills: gpu.vault_fills,
             vault_holds: gpu.vault_holds,
             vault_pending: gpu.vault_pending,
+            vault_prepared: gpu.vault_prepared,
+            vault_copies: gpu.vault_copies,
         }
     }
 }

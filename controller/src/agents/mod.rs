@@ -128,6 +128,12 @@ impl Agent {
         self.abilities.contains(Abilities::USES_VAULT)
     }
 
+    /// Whether its library can make host memory ready before it leaves.
+    #[must_use]
+    pub fn prepares(&self) -> bool {
+        self.abilities.contains(Abilities::PREPARES)
+    }
+
     /// Queues a way to a vault.
     pub fn send_vault(&mut self, socket: OwnedFd) -> bool {
         self.queue(Outgoing { message: ControllerMessage::Vault, descriptor: Some(socket) })

@@ -104,6 +104,8 @@ pub struct PolicySection {
     pub engine: Engine,
     /// Whether the copy in host memory is kept after a return.
     pub keep_copy: bool,
+    /// Whether host memory is made ready while a container is idle, before it leaves.
+    pub prepare: bool,
     /// Whether a container may come back on another GPU of the same kind when its own is full.
     pub other_gpu: bool,
     /// Who holds less VRAM is not worth a move, in MiB.
@@ -153,6 +155,8 @@ pub struct NamespaceRule {
     pub engine: Option<Engine>,
     /// Replaces whether the copy in host memory is kept after a return.
     pub keep_copy: Option<bool>,
+    /// Replaces whether host memory is made ready before it leaves.
+    pub prepare: Option<bool>,
     /// Replaces whether it may come back on another GPU.
     pub other_gpu: Option<bool>,
     /// Replaces what is not worth a move.
@@ -179,6 +183,7 @@ impl Default for PolicySection {
             on_oom_timeout: policy.on_oom_timeout_ms,
             engine: policy.engine,
             keep_copy: policy.keep_copy,
+            prepare: policy.prepare,
             other_gpu: policy.other_gpu,
             minimum_vram_mib: policy.minimum_vram_bytes >> 20,
             window: policy.window,
@@ -300,6 +305,7 @@ impl Config {
                     on_oom_timeout_ms: self.policy.on_oom_timeout,
                     engine: self.policy.engine,
                     keep_copy: self.policy.keep_copy,
+                    prepare: self.policy.prepare,
                     other_gpu: self.policy.other_gpu,
                     minimum_vram_bytes: self.policy.minimum_vram_mib << 20,
                     window: self.policy.window.clone(),
@@ -324,6 +330,7 @@ impl Config {
                         on_oom_timeout_ms: rule.on_oom_timeout,
                         engine: rule.engine,
                         keep_copy: rule.keep_copy,
+                        prepare: rule.prepare,
                         other_gpu: rule.other_gpu,
                         minimum_vram_bytes: rule.minimum_vram_mib.map(|mib| mib << 20),
                         window: rule.window.clone(),
@@ -417,10 +424,12 @@ mod tests {
 
     #[test]
     fn values_and_rules_are_read() {
-        let config = load("[policy]\nmode = \"pressure\"\nidle_timeout = \"90s\"\n[[policy.namespace]]\nname = \"ml\"\nidle_timeout = \"1h\"\n").unwrap();
+        let config = load("[policy]\nmode = \"pressure\"\nidle_timeout = \"90s\"\nprepare = true\n[[policy.namespace]]\nname = \"ml\"\nidle_timeout = \"1h\"\nprepare = false\n").unwrap();
         let settings = config.settings();
         assert_eq!(settings.policies.node.idle_timeout_ms, 90_000);
         assert_eq!(settings.policies.rules[0].idle_timeout_ms, Some(3_600_000));
+        let prepare = |of: &str| settings.policies.before_annotations(of).prepare;
+        assert_eq!((prepare("ml"), prepare("other")), (false, true));
     }
 
     #[test]

@@ -88,6 +88,14 @@ pub enum Effect {
     },
     /// Read devices now; answer with [`super::Input::Proven`] of the same number.
     Prove(Key, u64),
+    /// Have a process make host memory ready for its leaving, where a vault can copy it out; or no
+    /// longer.
+    Prepare {
+        /// Which.
+        process: ProcessId,
+        /// Or no longer.
+        on: bool,
+    },
     /// End a process, if it is still the one that is meant: ask it to, or kill it.
     End {
         /// Which.

@@ -141,6 +141,12 @@ const SETTINGS: &[Setting] = &[
         ruled: |r| r.keep_copy.is_some(),
     },
     Setting {
+        name: "prepare",
+        annotations: &["affinode.io/prepare"],
+        shown: |p| p.prepare.to_string(),
+        ruled: |r| r.prepare.is_some(),
+    },
+    Setting {
         name: "other_gpu",
         annotations: &["affinode.io/other-gpu"],
         shown: |p| p.other_gpu.to_string(),

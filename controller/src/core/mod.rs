@@ -26,6 +26,7 @@ mod moves;
 pub mod node;
 pub mod plan;
 pub mod policy;
+mod prepare;
 pub mod pressure;
 pub mod process;
 pub mod processes;

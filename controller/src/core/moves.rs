@@ -12,7 +12,7 @@
 use affinode_proto::{reason::Reason, state::State, wire::Notes};
 
 use super::{
-    Effect, Key, Node, ProcessId, Record, RecordedProcess,
+    DeviceBytes, Effect, Key, Node, ProcessId, Record, RecordedProcess,
     container::Goal,
     plan::{Moves, Position},
     policy::Engine,
@@ -107,12 +107,19 @@ impl Node {
     #[must_use]
     pub fn leaves_for_a_vault(&self, id: ProcessId) -> Option<(String, u64)> {
         let process = self.processes.get(&id)?;
+        self.for_a_vault(process, process.away.as_deref()?)
+    }
+
+    /// The same for memory that a process has, or had when it left.
+    pub(super) fn for_a_vault(
+        &self,
+        process: &Process,
+        held: &[DeviceBytes],
+    ) -> Option<(String, u64)> {
         let both = self.moves(&process.key)(process) == Moves::Both;
         let vain = process.page.as_ref().is_some_and(|page| page.notes.contains(Notes::NO_VAULT));
-        match process.away.as_deref() {
-            Some([on]) if both && !vain => {
-                Some((on.uuid.clone(), on.bytes.min(process.carried.bytes)))
-            }
+        match held {
+            [on] if both && !vain => Some((on.uuid.clone(), on.bytes.min(process.carried.bytes))),
             _ => None,
         }
     }

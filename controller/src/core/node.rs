@@ -41,6 +41,8 @@ pub struct Settings {
     pub hold_ms: u32,
     /// Most CUDA processes of one container.
     pub max_processes: usize,
+    /// Whose agent copies less is not worth a preparation, in bytes.
+    pub prepare_least_bytes: u64,
     /// Who makes room for a waiter.
     pub victims: VictimRule,
     /// Whether processes hold their allocations while another is restored. A simulation
@@ -55,6 +57,7 @@ impl Default for Settings {
             deadlines: Deadlines { close_ms: 1_000, lock_ms: 5_000 },
             hold_ms: 500,
             max_processes: 256,
+            prepare_least_bytes: 256 << 20,
             victims: VictimRule::Expected,
             hold: true,
         }
@@ -350,6 +353,7 @@ impl Node {
         self.check_overdue(key);
         self.check_want(key);
         self.consider(key);
+        self.look_at_preparation(key);
         self.expect(key);
         self.advance(key);
         self.settle_requests(key);

@@ -36,6 +36,8 @@ pub struct Policy {
     pub engine: Engine,
     /// Whether its copy in host memory is kept after a return.
     pub keep_copy: bool,
+    /// Whether host memory is made ready while it is idle, before it leaves.
+    pub prepare: bool,
     /// Whether it may come back on another GPU when its own is full.
     pub other_gpu: bool,
     /// Who holds less is not worth a move.
@@ -69,6 +71,7 @@ impl Default for Policy {
             on_oom_timeout_ms: 120_000,
             engine: Engine::Driver,
             keep_copy: false,
+            prepare: false,
             other_gpu: false,
             minimum_vram_bytes: 0,
             window: Window::default(),
@@ -107,6 +110,8 @@ pub struct Rule {
     pub engine: Option<Engine>,
     /// Replaces whether its copy in host memory is kept after a return.
     pub keep_copy: Option<bool>,
+    /// Replaces whether host memory is made ready before it leaves.
+    pub prepare: Option<bool>,
     /// Replaces whether it may come back on another GPU.
     pub other_gpu: Option<bool>,
     /// Replaces what is not worth a move.
@@ -176,6 +181,7 @@ impl Policies {
             policy.on_oom_timeout_ms = rule.on_oom_timeout_ms.unwrap_or(policy.on_oom_timeout_ms);
             policy.engine = rule.engine.unwrap_or(policy.engine);
             policy.keep_copy = rule.keep_copy.unwrap_or(policy.keep_copy);
+            policy.prepare = rule.prepare.unwrap_or(policy.prepare);
             policy.other_gpu = rule.other_gpu.unwrap_or(policy.other_gpu);
             policy.minimum_vram_bytes =
                 rule.minimum_vram_bytes.unwrap_or(policy.minimum_vram_bytes);
@@ -228,6 +234,7 @@ pub(super) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
         }
         "affinode.io/engine" => policy.engine = word(value, &Engine::WORDS)?,
         "affinode.io/keep-copy" => policy.keep_copy = word(value, &BOOLS)?,
+        "affinode.io/prepare" => policy.prepare = word(value, &BOOLS)?,
         "affinode.io/other-gpu" => policy.other_gpu = word(value, &BOOLS)?,
         "affinode.io/restore" => policy.restore = restore(policy.restore, value)?,
         "affinode.io/on-oom" => policy.on_oom = word(value, &OnOom::WORDS)?,
@@ -238,7 +245,7 @@ pub(super) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
         }
         "affinode.io/window" => policy.window = value.parse()?,
         "affinode.io/inject" => word(value, &[("auto", ()), ("true", ()), ("false", ())])?,
-        _ => return Err("no such annotation; accepted: offload, idle-timeout, priority, keep-alive, prewake, wake-on, latency-sensitive, engine, keep-copy, other-gpu, restore, on-oom, on-oom-timeout, minimum-vram-mib, window, inject".into()),
+        _ => return Err("no such annotation; accepted: offload, idle-timeout, priority, keep-alive, prewake, wake-on, latency-sensitive, engine, keep-copy, prepare, other-gpu, restore, on-oom, on-oom-timeout, minimum-vram-mib, window, inject".into()),
     }
     Ok(())
 }
@@ -303,6 +310,14 @@ mod tests {
             (Mode::Manual, 90_000, 5)
         );
         assert_eq!(policies.resolve("other", &annotations(&[])).0, Policy::default());
+    }
+
+    #[test]
+    fn who_wants_to_be_prepared_says_so() {
+        let prepare = |value| Policies::default().resolve("x", &annotations(&[("prepare", value)]));
+        assert!(prepare("true").0.prepare && prepare("true").1.is_empty());
+        let (policy, warnings) = prepare("often");
+        assert!(!policy.prepare && warnings[0].contains("accepted: true, false"), "{warnings:?}");
     }
 
     #[test]

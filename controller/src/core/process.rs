@@ -83,6 +83,10 @@ pub struct Process {
     pub carried: Carried,
     /// Its agent could not copy: it leaves through the driver's checkpoint from then on.
     pub copy_failed: bool,
+    /// It was told to make host memory ready for its leaving.
+    pub prepared: bool,
+    /// Since when its container was idle when it was told so last.
+    pub prepared_in: Option<Millis>,
     /// It holds its allocations until the rest of its container is back.
     pub waits_for_siblings: bool,
     /// Why its page is not believed any more, if it is not. For good.

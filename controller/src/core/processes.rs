@@ -217,6 +217,8 @@ mod tests {
             bound: false,
             carried: Carried::default(),
             copy_failed: false,
+            prepared: false,
+            prepared_in: None,
             waits_for_siblings: false,
             ignores_holds: false,
             bad_page: None,

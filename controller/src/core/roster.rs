@@ -149,6 +149,8 @@ impl Node {
                 to: None,
                 bound: before.as_ref().is_some_and(|p| p.bound),
                 copy_failed: before.as_ref().is_some_and(|p| p.copy_failed),
+                prepared: false,
+                prepared_in: before.as_ref().and_then(|p| p.prepared_in),
                 waits_for_siblings: false,
                 ignores_holds: before.as_ref().is_some_and(|p| p.ignores_holds),
                 bad_page: before.as_ref().and_then(|p| p.bad_page.clone()),
@@ -195,7 +197,7 @@ impl Node {
         // Who was on its way to another GPU may be there.
         let sent = process.is_moving() || !process.connected;
         process.to = process.to.take().filter(|_| sent);
-        process.connected = false;
+        (process.connected, process.prepared) = (false, false);
         process.pending = None;
         let key = process.key.clone();
         self.end_want(id);

@@ -198,7 +198,8 @@ impl Node {
         let (reason, detail) = container.reason.clone();
         for id in self.members(key) {
             if let Some(process) = self.processes.get_mut(&id) {
-                process.away = None;
+                // What was prepared it has used.
+                process.prepared &= process.away.take().is_none();
                 process.came = if came_home { now } else { process.came };
             }
         }

@@ -187,6 +187,7 @@ impl Node {
         let base = container.policy.idle_timeout_ms.clamp(1_000, 300_000);
         container.not_before = now + (base << container.failures.min(6)).min(3_600_000);
         container.offload_began = None;
+        self.preparation_failed(key);
         self.publish_refusal(key, reason, detail);
         self.answer(key, Request::Offload, false, 0, 0);
         self.advance(key);

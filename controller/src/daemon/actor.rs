@@ -25,7 +25,7 @@ use super::{
 };
 use crate::{
     agents::{Agent, AgentMail, Listener},
-    calls::{CallHub, Sight},
+    calls::CallHub,
     clock::{monotonic_ms, unix_ms},
     config::Config,
     core::{CommandId, Effect, Input, Key, Millis, Node, ProcessId, input::Carried},
@@ -280,6 +280,7 @@ impl Actor {
             }
             Effect::Changed(change) => self.publish(change.into()),
             Effect::Publish(event) => self.publish(*event),
+            Effect::Prepare { process, on } => self.prepare(process, on),
             Effect::End { identity, by_force } => {
                 if let Err(error) = process::end(&identity, by_force) {
                     tracing::error!(pid = identity.pid, %error, "the process cannot be ended");
@@ -440,20 +441,6 @@ impl Actor {
                 });
             }
         }
-    }
-
-    fn sights(&self, keys: Option<&[Key]>) -> Vec<Sight> {
-        let wanted = |key: &Key| keys.is_none_or(|keys| keys.contains(key));
-        let mut sights = Vec::new();
-        for (id, key, identity, container) in self.node.callers(wanted) {
-            if let Some(agent) = self.agents.get(&id) {
-                let (page, outbox) = agent.sight();
-                let (pid, command) = (identity.pid, identity.command.clone());
-                let key = key.clone();
-                sights.push(Sight { id, key, container, pid, command, page, outbox });
-            }
-        }
-        sights
     }
 
     fn read_page(&mut self, id: ProcessId) {

@@ -20,6 +20,7 @@ mod operators;
 mod policies;
 mod readings;
 mod show;
+mod sights;
 mod sweep;
 mod vaults;
 

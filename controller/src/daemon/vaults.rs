@@ -4,9 +4,9 @@ use affinode_proto::wire::message::{Action, ControllerMessage};
 
 use super::actor::Actor;
 use crate::{
-    core::{Key, ProcessId},
+    core::{Key, Node, ProcessId},
     inventory::Question,
-    vault::VaultMail,
+    vault::{VaultMail, Vaults},
 };
 
 impl Actor {
@@ -44,13 +44,31 @@ impl Actor {
         let Some(agent) = self.agents.get_mut(&id).filter(|agent| agent.uses_vault()) else {
             return;
         };
-        // What a new one takes would be missing where somebody's room is being proven.
-        let calm = self.node.is_calm();
         if let Some((uuid, most_bytes)) = self.node.leaves_for_a_vault(id)
-            && (calm || self.vaults.has_ready(&uuid))
+            && !self.vaults.was_shown(id, &uuid)
+            && may_have_one(&self.node, &self.vaults, &uuid)
             && let Some(socket) = self.vaults.attach(id, &uuid, most_bytes)
         {
             agent.send_vault(socket);
+        }
+    }
+
+    /// A process is to make host memory ready, which its GPU's vault gets hold of; or no longer.
+    /// Where no vault is to be had nothing is made ready: it would be of no use.
+    pub(super) fn prepare(&mut self, id: ProcessId, on: bool) {
+        let Some(agent) = self.agents.get_mut(&id).filter(|agent| agent.prepares()) else {
+            return;
+        };
+        if !on {
+            self.vaults.unprepare(id);
+            agent.send(ControllerMessage::Prepare { on });
+        } else if agent.uses_vault()
+            && let Some((uuid, most_bytes)) = self.node.may_prepare(id)
+            && may_have_one(&self.node, &self.vaults, &uuid)
+            && let Some(socket) = self.vaults.prepare(id, &uuid, most_bytes)
+        {
+            agent.send_vault(socket);
+            agent.send(ControllerMessage::Prepare { on });
         }
     }
 
@@ -61,11 +79,17 @@ impl Actor {
 
     /// Vaults give their room to who waits for some, and end when nobody is away.
     pub(super) fn keep_vaults(&mut self) {
-        self.vaults.make_room(self.node.pressed());
+        self.vaults.make_room(self.node.pressed(), |process| self.node.is_leaving(process));
         self.vaults.tick();
         self.ask_for_proofs();
         if self.proofs.is_empty() && !self.node.has_grants() {
             self.vaults.hold(false);
         }
     }
+}
+
+/// Whether a GPU may have a vault now: what a new one takes would be missing where somebody's room
+/// is being proven.
+fn may_have_one(node: &Node, vaults: &Vaults, uuid: &str) -> bool {
+    node.is_calm() || vaults.has_ready(uuid)
 }

@@ -7,9 +7,14 @@
 //!   └────────────── it ends (left alone for some minutes) ◄────────────────────────────────────┘
 //! ```
 //!
+//! Who is prepared (`policy.prepare`) is shown its vault while it is at home, and keeps that way to
+//! it when it leaves.
+//!
 //! Nothing depends on one: a process that has none, or whose vault has ended, comes home by itself.
 
 mod child;
+#[cfg(test)]
+mod tests;
 
 use std::{
     collections::{HashMap, HashSet},
@@ -58,6 +63,7 @@ pub struct Vaults {
     members: HashMap<ProcessId, Member>,
     failed: HashMap<String, Instant>,
     fills: HashMap<String, u64>,
+    copies: HashMap<String, u64>,
     /// Those that were ended, until they have: the driver may still be giving them memory.
     ending: Vec<(Instant, Child)>,
     started: u64,
@@ -85,6 +91,10 @@ struct Vault {
 struct Member {
     uuid: String,
     is_held: bool,
+    /// It was shown the way while it was at home, and has not left since.
+    is_ahead: bool,
+    /// Its memory is registered before it leaves, and is not full yet.
+    is_prepared: bool,
 }
 
 impl Vaults {
@@ -97,6 +107,7 @@ impl Vaults {
             members: HashMap::new(),
             failed: HashMap::new(),
             fills: HashMap::new(),
+            copies: HashMap::new(),
             ending: Vec::new(),
             started: 0,
             held: false,
@@ -120,8 +131,33 @@ impl Vaults {
         }
         let order = VaultOrder::Attach { process: process.0, most_bytes };
         self.tell(uuid, order, Some(&ours))?;
-        self.members.insert(process, Member { uuid: uuid.to_owned(), is_held: false });
+        let member =
+            Member { uuid: uuid.to_owned(), is_held: false, is_ahead: false, is_prepared: false };
+        self.members.insert(process, member);
         Some(theirs)
+    }
+
+    /// The same for a process that stays for now, and whose memory is to be registered before it
+    /// leaves.
+    pub fn prepare(&mut self, process: ProcessId, uuid: &str, most_bytes: u64) -> Option<OwnedFd> {
+        let socket = self.attach(process, uuid, most_bytes)?;
+        if let Some(member) = self.members.get_mut(&process) {
+            member.is_ahead = true;
+        }
+        Some(socket)
+    }
+
+    /// A process at home was told that it needs no preparation any more. What its vault says of it
+    /// until it hangs up does not count.
+    pub fn unprepare(&mut self, process: ProcessId) {
+        self.members.remove(&process);
+    }
+
+    /// A process leaves its GPU. Whether it has been shown that one's vault ahead: another way
+    /// would make it forget what is prepared.
+    pub fn was_shown(&mut self, process: ProcessId, uuid: &str) -> bool {
+        let member = self.members.get_mut(&process).filter(|member| member.uuid == uuid);
+        member.is_some_and(|member| std::mem::take(&mut member.is_ahead))
     }
 
     /// A process is told to come home: its vault fills its memory, if it holds it.
@@ -168,11 +204,17 @@ impl Vaults {
     }
 
     /// Somebody waits for VRAM on these GPUs: what their vaults have is given back, unless one
-    /// brings somebody home just now.
-    pub fn make_room<'a>(&mut self, uuids: impl IntoIterator<Item = &'a String>) {
+    /// brings somebody home just now, or copies who leaves: that is the room, and sooner so.
+    pub fn make_room<'a>(
+        &mut self,
+        uuids: impl IntoIterator<Item = &'a String>,
+        leaves: impl Fn(ProcessId) -> bool,
+    ) {
         for uuid in uuids {
             let fills = |vault: &Vault| vault.filling.is_some_and(|(_, at)| at.elapsed() < FILLS);
-            if self.of.get(uuid).is_some_and(|vault| !fills(vault)) {
+            let copies =
+                self.members.iter().any(|(p, m)| m.uuid == *uuid && m.is_prepared && leaves(*p));
+            if self.of.get(uuid).is_some_and(|vault| !fills(vault) && !copies) {
                 tracing::info!(gpu = uuid, "the vault ends: somebody waits for its VRAM");
                 self.end(uuid);
             }
@@ -192,10 +234,14 @@ impl Vaults {
     /// Writes to a device of a list what there is to know.
     pub fn show(&self, gpu: &mut control::Gpu) {
         let here = self.members.values().filter(|member| member.uuid == gpu.uuid);
-        let (held, pending): (Vec<_>, Vec<_>) = here.partition(|member| member.is_held);
+        let (held, rest): (Vec<_>, Vec<_>) = here.partition(|member| member.is_held);
+        let ready = |member: &&Member| member.is_ahead && member.is_prepared;
+        let (prepared, pending): (Vec<_>, Vec<_>) = rest.into_iter().partition(ready);
         gpu.vault_holds = u32::try_from(held.len()).unwrap_or(u32::MAX);
+        gpu.vault_prepared = u32::try_from(prepared.len()).unwrap_or(u32::MAX);
         gpu.vault_pending = u32::try_from(pending.len()).unwrap_or(u32::MAX);
         gpu.vault_fills = self.fills.get(&gpu.uuid).copied().unwrap_or(0);
+        gpu.vault_copies = self.copies.get(&gpu.uuid).copied().unwrap_or(0);
         if let Some(vault) = self.of.get(&gpu.uuid) {
             gpu.vault_pid = vault.child.pid();
             gpu.vault_vram_bytes = vault.vram_bytes;
@@ -238,16 +284,22 @@ impl Vaults {
             }
             Some(VaultReport::Held { process, bytes }) => {
                 tracing::debug!(process, bytes, "held by the vault");
-                let member = self.members.get_mut(&ProcessId(process));
-                if let Some(member) = member.filter(|member| member.uuid == uuid) {
-                    member.is_held = true;
+                if let Some(member) = self.member(process, &uuid) {
+                    (member.is_held, member.is_prepared) = (true, false);
                 }
             }
             Some(VaultReport::Prepared { process, bytes }) => {
                 tracing::debug!(process, bytes, "prepared by the vault");
+                if let Some(member) = self.member(process, &uuid) {
+                    member.is_prepared = true;
+                }
             }
             Some(VaultReport::Copied { process, bytes, elapsed_us }) => {
                 tracing::info!(process, bytes, elapsed_us, "copied out by the vault");
+                if let Some(member) = self.member(process, &uuid) {
+                    member.is_prepared = false;
+                }
+                *self.copies.entry(uuid).or_default() += 1;
             }
             Some(VaultReport::Filled { process, bytes, elapsed_us }) => {
                 tracing::info!(process, bytes, elapsed_us, "filled by the vault");
@@ -257,7 +309,7 @@ impl Vaults {
             Some(VaultReport::Left { process }) => {
                 vault.lets_go = true;
                 vault.filling = vault.filling.filter(|(filled, _)| filled.0 != process);
-                if self.members.get(&ProcessId(process)).is_some_and(|member| member.uuid == uuid) {
+                if self.member(process, &uuid).is_some() {
                     self.members.remove(&ProcessId(process));
                 }
             }
@@ -272,6 +324,11 @@ impl Vaults {
                 self.end(&uuid);
             }
         }
+    }
+
+    /// A process as the vault of a GPU names it.
+    fn member(&mut self, process: u64, uuid: &str) -> Option<&mut Member> {
+        self.members.get_mut(&ProcessId(process)).filter(|member| member.uuid == uuid)
     }
 
     fn start(&mut self, uuid: &str) -> Option<()> {
@@ -332,140 +389,4 @@ fn pair() -> Option<(OwnedFd, OwnedFd)> {
         None,
     );
     made.inspect_err(|error| tracing::warn!(%error, "no socket for a vault")).ok()
-}
-
-#[cfg(test)]
-mod tests {
-    use affinode_proto::wire::message::FRAME_BYTES;
-    use tokio::process::Command;
-
-    use super::*;
-
-    const GPU: &str = "GPU-1";
-
-    fn vaults() -> (Vaults, mpsc::UnboundedReceiver<VaultMail>) {
-        let (mail, from) = mpsc::unbounded_channel();
-        (Vaults::new(VaultSection::default(), mail), from)
-    }
-
-    /// A vault whose other end is ours.
-    fn with_vault(vaults: &mut Vaults) -> OwnedFd {
-        let (ours, theirs) = pair().unwrap();
-        let child = Child::of_test(ours);
-        let idle_since = Instant::now();
-        vaults.of.insert(
-            GPU.into(),
-            Vault {
-                number: 1,
-                child,
-                is_ready: true,
-                idle_since,
-                vram_bytes: 0,
-                lets_go: false,
-                filling: None,
-                started: idle_since,
-            },
-        );
-        theirs
-    }
-
-    fn said(number: u64, said: VaultReport) -> VaultMail {
-        VaultMail { uuid: GPU.into(), number, said: Some(said) }
-    }
-
-    fn order(vault: &OwnedFd) -> Option<VaultOrder> {
-        let (frame, _): ([u8; FRAME_BYTES], _) = socket::receive(vault).ok()?;
-        VaultOrder::decode(&frame).ok()
-    }
-
-    #[tokio::test]
-    async fn who_is_held_is_filled_and_nobody_else() {
-        let (mut vaults, _from) = vaults();
-        let vault = with_vault(&mut vaults);
-        let process = ProcessId(7);
-        assert!(vaults.attach(process, GPU, 100).is_some());
-        assert_eq!(order(&vault), Some(VaultOrder::Attach { process: 7, most_bytes: 100 }));
-        vaults.fill(process);
-        assert_eq!(order(&vault), None, "its memory is not registered yet");
-        vaults.heard(said(9, VaultReport::Held { process: 7, bytes: 100 }));
-        vaults.fill(process);
-        assert_eq!(order(&vault), None, "another vault's word");
-        vaults.heard(said(1, VaultReport::Held { process: 7, bytes: 100 }));
-        vaults.fill(process);
-        assert_eq!(order(&vault), Some(VaultOrder::Fill { process: 7 }));
-        vaults.heard(said(1, VaultReport::Left { process: 7 }));
-        vaults.fill(process);
-        assert_eq!(order(&vault), None, "it hung up");
-    }
-
-    #[tokio::test]
-    async fn room_is_made_by_ending_it_and_one_that_failed_is_left_alone() {
-        let (mut vaults, _from) = vaults();
-        let vault = with_vault(&mut vaults);
-        assert!(vaults.attach(ProcessId(7), GPU, 100).is_some());
-        vaults.make_room(&["GPU-2".to_owned()]);
-        assert!(vaults.of.contains_key(GPU));
-        vaults.make_room(&[GPU.to_owned()]);
-        assert!(vaults.of.is_empty() && vaults.members.is_empty());
-        assert!(order(&vault).is_some() && order(&vault).is_none(), "nothing more is told");
-
-        let _vault = with_vault(&mut vaults);
-        vaults.of.get_mut(GPU).unwrap().is_ready = false;
-        vaults.heard(VaultMail { uuid: GPU.into(), number: 1, said: None });
-        assert!(vaults.attach(ProcessId(8), GPU, 100).is_none());
-    }
-
-    #[tokio::test]
-    async fn nothing_takes_vram_beside_a_proof() {
-        let (mut vaults, _from) = vaults();
-        let vault = with_vault(&mut vaults);
-        vaults.of.get_mut(GPU).unwrap().is_ready = false;
-        assert!(vaults.is_moving() && !vaults.has_ready(GPU), "a proof waits for this one");
-        vaults.heard(said(1, VaultReport::Ready));
-        assert!(!vaults.is_moving() && vaults.has_ready(GPU));
-        vaults.hold(true);
-        vaults.hold(true);
-        assert_eq!(order(&vault), Some(VaultOrder::Hold { on: true }));
-        assert_eq!(order(&vault), None, "it knows");
-        vaults.hold(false);
-        assert_eq!(order(&vault), Some(VaultOrder::Hold { on: false }));
-    }
-
-    #[tokio::test]
-    async fn one_that_ends_is_waited_for_until_it_has() {
-        let (mut vaults, _from) = vaults();
-        let _vault = with_vault(&mut vaults);
-        let sleeper = Command::new("sleep").arg("600").spawn().unwrap();
-        let place = format!("/proc/{}", sleeper.id().unwrap());
-        vaults.of.get_mut(GPU).unwrap().child.of_process(sleeper);
-        vaults.end(GPU);
-        assert_eq!(vaults.ending.len(), 1);
-        while vaults.is_moving() {
-            tokio::task::yield_now().await;
-        }
-        assert!(vaults.ending.is_empty());
-        assert!(!std::path::Path::new(&place).exists(), "not given up: it has ended");
-    }
-
-    #[tokio::test]
-    async fn one_that_brings_somebody_home_is_left_to_do_so() {
-        let (mut vaults, _from) = vaults();
-        let _vault = with_vault(&mut vaults);
-        assert!(vaults.attach(ProcessId(7), GPU, 100).is_some());
-        vaults.heard(said(1, VaultReport::Held { process: 7, bytes: 100 }));
-        vaults.fill(ProcessId(7));
-        vaults.make_room(&[GPU.to_owned()]);
-        assert!(vaults.of.contains_key(GPU));
-        vaults.heard(said(1, VaultReport::Filled { process: 7, bytes: 100, elapsed_us: 1 }));
-        vaults.make_room(&[GPU.to_owned()]);
-        assert!(vaults.of.is_empty());
-    }
-
-    #[tokio::test]
-    async fn where_it_is_turned_off_there_is_none() {
-        let (mut vaults, _from) = vaults();
-        let _vault = with_vault(&mut vaults);
-        vaults.config.enabled = false;
-        assert!(vaults.attach(ProcessId(7), GPU, 100).is_none());
-    }
 }

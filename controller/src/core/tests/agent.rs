@@ -30,6 +30,10 @@ pub(super) struct Agent {
     pub(super) held: bool,
     /// It uses managed memory: it cannot be moved.
     pub(super) fixed: bool,
+    /// It was told to make host memory ready, and has not used that.
+    pub(super) prepared: bool,
+    /// What of host memory it has ready or has kept, in bytes.
+    pub(super) kept: u64,
     /// What its page says beside.
     pub(super) notes: Notes,
     /// The allocation that waits for room, outside the driver.
@@ -84,7 +88,7 @@ pub(super) fn page(agent: &Agent) -> PageSnapshot {
         notes: agent.notes,
         call_cost_ps: 0,
         held_us: 0,
-        kept_bytes: 0,
+        kept_bytes: agent.kept,
         calls: agent.calls,
         polls: 0,
         inflight: 0,

@@ -7,6 +7,7 @@ mod elsewhere;
 mod immediate;
 mod orders;
 mod parked;
+mod prepare;
 mod random;
 mod returns;
 mod room;

@@ -94,7 +94,7 @@ impl World {
             };
         } else {
             match action {
-                Action::Park { .. } => agent.parked = true,
+                Action::Park { .. } => (agent.parked, agent.prepared) = (true, false),
                 Action::Restore => agent.parked = false,
                 Action::RestoreOn { .. } => (agent.parked, agent.gpu) = (false, 1 - agent.gpu),
                 _ => {}

@@ -200,8 +200,13 @@ proptest! {
     /// order that does not fit, and at the end nobody waits, nobody is stuck half way, and
     /// nobody's allocations are held.
     #[test]
-    fn nobody_is_lost_or_stuck(steps in proptest::collection::vec(step(), 1..200)) {
-        run(steps)?;
+    fn nobody_is_lost_or_stuck(
+        prepare in any::<bool>(),
+        steps in proptest::collection::vec(step(), 1..200),
+    ) {
+        let mut world = World::new(3);
+        world.prepare = prepare;
+        run_in(world, &[], steps)?;
     }
 
     /// The same where returns need not wait for neighbours to become idle, and where the end
@@ -218,11 +223,14 @@ proptest! {
 proptest! {
     #![proptest_config(config())]
 
-    /// The same where processes change places between two devices.
+    /// The same where processes change places between two devices, and are prepared sometimes.
     #[test]
-    fn nobody_is_lost_or_stuck_between_two_gpus(steps in proptest::collection::vec(step(), 1..200)) {
+    fn nobody_is_lost_or_stuck_between_two_gpus(
+        prepare in any::<bool>(),
+        steps in proptest::collection::vec(step(), 1..200),
+    ) {
         let mut world = World::new(3);
-        world.two_gpus = true;
+        (world.two_gpus, world.prepare) = (true, prepare);
         run_in(world, &[], steps)?;
     }
 }

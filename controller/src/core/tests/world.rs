@@ -24,6 +24,8 @@ use super::agent::{Agent, Asking, page};
 pub(super) const GPU: &str = "GPU-07070707-0707-0707-0707-070707070707";
 const OTHER_GPU: &str = "GPU-08080808-0808-0808-0808-080808080808";
 pub(super) const TOTAL: u64 = 1_000;
+/// Whose agent copies less is not prepared.
+pub(super) const LEAST: u64 = 100;
 /// Of the containers.
 pub(super) const ENGINES: [&str; 3] = ["driver", "fast", "park"];
 
@@ -46,6 +48,10 @@ pub(super) struct World {
     pub(super) mig: bool,
     /// Containers of restore policy `immediate`.
     pub(super) immediate: Vec<usize>,
+    /// Containers are prepared for their leaving.
+    pub(super) prepare: bool,
+    /// Who was told to make memory ready, or that it is over.
+    pub(super) prepared: Vec<(ProcessId, bool)>,
     /// Processes that were told to end, and whether by force.
     pub(super) ended: Vec<(u32, bool)>,
     /// The next checkpoint or close fails.
@@ -71,7 +77,8 @@ pub(super) fn settings() -> Settings {
         other_gpu: true,
         ..Policy::default()
     };
-    Settings { policies: Policies { node, ..Policies::default() }, ..Settings::default() }
+    let policies = Policies { node, ..Policies::default() };
+    Settings { policies, prepare_least_bytes: LEAST, ..Settings::default() }
 }
 
 impl World {
@@ -90,6 +97,8 @@ impl World {
             refused: Vec::new(),
             mig: false,
             immediate: Vec::new(),
+            prepare: false,
+            prepared: Vec::new(),
             ended: Vec::new(),
             fail: None,
         };
@@ -104,6 +113,7 @@ impl World {
             annotations: [
                 ("affinode.io/priority".to_owned(), (n % 2).to_string()),
                 ("affinode.io/engine".to_owned(), ENGINES[n].to_owned()),
+                ("affinode.io/prepare".to_owned(), self.prepare.to_string()),
                 (
                     "affinode.io/restore".to_owned(),
                     if self.immediate.contains(&n) { "immediate" } else { "queue" }.to_owned(),
@@ -174,6 +184,7 @@ impl World {
                 }
                 Effect::Answer(command, answer) => self.answers.push((command, answer.done)),
                 Effect::Survey { .. } | Effect::Prove(..) => self.questions.push_back(effect),
+                Effect::Prepare { process, on } => self.told_to_prepare(process, on),
                 Effect::End { identity, by_force } => self.told_to_end(identity.pid, by_force),
                 Effect::Publish(event) if event.kind == "refused" => {
                     self.refused.push(event.reason);
@@ -242,6 +253,8 @@ impl World {
             wants: false,
             held: false,
             fixed: false,
+            prepared: false,
+            kept: 0,
             notes: if self.two_gpus { Notes::MOVABLE } else { Notes::default() },
             asking: None,
             tickets: 0,
@@ -385,7 +398,7 @@ impl World {
         let Some(agent) = self.agents.get_mut(&id) else { return };
         agent.inbox.retain(|message| matches!(message, ControllerMessage::Order { .. }));
         agent.inbox.truncate(usize::from(busy));
-        agent.orphaned = true;
+        (agent.orphaned, agent.prepared) = (true, false);
     }
 
     /// The connection breaks, and the agent makes another when it is not busy.

@@ -1,0 +1,123 @@
+//! Host memory that is made ready before a container leaves (`policy.prepare`).
+//!
+//! ```text
+//!                ┌──in use, policy off, it may not leave any more: told so──┐
+//!                v                                                          │
+//! not prepared ──idle for half its time, home, not on any way: told──> prepared ──leaves──> home again
+//!      ^  ^                                                                 │                   │
+//!      │  └─────────────an offload failed: told so; its connection broke────┘                   │
+//!      └────────────────────────────────────────────────────────────────────────────────────────┘
+//! ```
+//!
+//! It takes memory of the container and the node, so it happens once for each time that the
+//! container is idle, whatever becomes of it. Nothing waits for it: an offload comes when it comes.
+
+use affinode_proto::{reason::Reason, state::State, wire::Phase};
+
+use super::{
+    Effect, Key, Millis, Node, ProcessId,
+    container::{Container, Goal},
+    plan::Moves,
+    policy::Engine,
+    process::Process,
+};
+
+/// Who has not left by then is not about to, whatever it says.
+const LEAVES_MS: Millis = 20_000;
+
+impl Container {
+    /// Since when it is idle, if it is: no two idlenesses have the same number.
+    fn quiet_since(&self) -> Millis {
+        self.last_use.max(self.came_home.unwrap_or(0))
+    }
+}
+
+impl Node {
+    /// Tells processes of a container to make host memory ready, or that it is not needed.
+    pub(super) fn look_at_preparation(&mut self, key: &Key) {
+        let Some(c) = self.containers.get(key) else { return };
+        let prepared = |(_, p): (ProcessId, &Process)| p.prepared;
+        if !c.policy.prepare && !self.processes.of(key).any(prepared) {
+            return;
+        }
+        // On its way everything stays as it is.
+        if c.goal != Goal::Home || !matches!(c.state, State::Active | State::Idle) {
+            return;
+        }
+        let idleness = c.quiet_since();
+        let waited = self.now.saturating_sub(idleness) >= c.idle_after_ms() / 2;
+        let stays = self.stays_prepared(key, c);
+        let begins = stays && waited && self.may_begin(key);
+        let moves = self.moves(key);
+        for id in self.members(key) {
+            let begins = begins && self.may_prepare(id).is_some();
+            let Some(process) = self.processes.get_mut_uncounted(&id) else { continue };
+            let same = process.prepared_in == Some(idleness);
+            if process.prepared && !(stays && same && moves(process) == Moves::Both) {
+                self.end_preparation(id);
+            } else if begins && !same {
+                (process.prepared, process.prepared_in) = (true, Some(idleness));
+                self.effects.push(Effect::Prepare { process: id, on: true });
+            }
+        }
+    }
+
+    /// Whether nothing speaks against it for good. What may be over in a moment (devices that
+    /// cannot be read) takes nothing back.
+    fn stays_prepared(&self, key: &Key, c: &Container) -> bool {
+        let copies = matches!(c.policy.engine, Engine::Fast | Engine::Auto);
+        let verdict = self.may_offload(key, true);
+        let passing = |reason| {
+            matches!(reason, Reason::VramUnknown | Reason::AgentSilent | Reason::CallInProgress)
+        };
+        c.policy.prepare && copies && verdict.map_or_else(|(reason, _)| passing(reason), |()| true)
+    }
+
+    /// Whether it is home, quiet and worth a move.
+    fn may_begin(&self, key: &Key) -> bool {
+        let still = |p: &Process| p.connected && p.phase == Phase::Open && p.pending.is_none();
+        self.may_offload(key, true).is_ok()
+            && self.processes.of(key).all(|(_, p)| still(p))
+            && self.want_of(key).is_none()
+            && !self.is_too_small(key)
+    }
+
+    /// It is over for a process that is home, and it is told so.
+    pub(super) fn end_preparation(&mut self, id: ProcessId) {
+        let process = self.processes.get_mut_uncounted(&id).filter(|p| p.prepared);
+        if let Some(process) = process {
+            process.prepared = false;
+            self.effects.push(Effect::Prepare { process: id, on: false });
+        }
+    }
+
+    /// An offload of the container came to nothing. Who has left already has used what was
+    /// prepared, and is told nothing.
+    pub(super) fn preparation_failed(&mut self, key: &Key) {
+        let here = |(_, p): &(ProcessId, &Process)| p.away.is_none();
+        let here: Vec<ProcessId> = self.processes.of(key).filter(here).map(|(id, _)| id).collect();
+        here.into_iter().for_each(|id| self.end_preparation(id));
+    }
+
+    /// The GPU that a process is on whose memory a vault can copy out, and what it has there, in
+    /// bytes. `None`: it would leave another way, has memory on several GPUs, holds too little,
+    /// or has found at its last move that no vault can bring it home.
+    #[must_use]
+    pub fn may_prepare(&self, id: ProcessId) -> Option<(String, u64)> {
+        let process = self.processes.get(&id).filter(|p| p.page.is_some())?;
+        let (uuid, bytes) = self.for_a_vault(process, &process.vram)?;
+        (bytes >= self.settings.prepare_least_bytes).then_some((uuid, bytes))
+    }
+
+    /// Whether a process is about to make room, and has not made it yet.
+    #[must_use]
+    pub fn is_leaving(&self, id: ProcessId) -> bool {
+        let leaves = |p: &Process| {
+            let container = self.containers.get(&p.key).filter(|c| c.goal != Goal::Home);
+            let began = container.and_then(|c| c.offload_began);
+            let soon = began.is_some_and(|began| self.now.saturating_sub(began) < LEAVES_MS);
+            soon && p.phase != Phase::Away
+        };
+        self.processes.get(&id).is_some_and(leaves)
+    }
+}

@@ -1,0 +1,314 @@
+//! Containers whose host memory is made ready before they leave.
+
+use affinode_proto::{
+    reason::Reason,
+    state::State,
+    wire::{Notes, Phase, message::Outcome},
+};
+
+use super::{
+    super::{
+        Effect, GpuSample, Input, Millis, ProcessId, Survey,
+        hints::Hint,
+        input::{CommandId, Request},
+        policy::{Engine, KeepAlive, Mode, Policy},
+    },
+    world::{ENGINES, GPU, LEAST, World, key},
+};
+
+/// The container whose engine is `fast`.
+const FAST: usize = 1;
+const TIMEOUT_MS: Millis = 1_200;
+
+impl World {
+    /// Only who is home and is not prepared is told to, only who is that it is over.
+    pub(super) fn told_to_prepare(&mut self, id: ProcessId, on: bool) {
+        let agent = self.agents.get_mut(&id).expect("it lives");
+        assert_eq!(ENGINES[agent.container], "fast");
+        assert!(agent.phase == Phase::Open || !on && !agent.phase.is_off(), "{:?}", agent.phase);
+        assert_ne!(std::mem::replace(&mut agent.prepared, on), on, "it knows");
+        self.prepared.push((id, on));
+    }
+}
+
+fn policy(world: &mut World, n: usize) -> &mut Policy {
+    &mut world.node.containers.get_mut(&key(n)).unwrap().policy
+}
+
+/// A process of a container that stays until somebody says otherwise.
+fn staying(world: &mut World, n: usize, bytes: u64) -> ProcessId {
+    let id = world.running(n, bytes);
+    let policy = policy(world, n);
+    (policy.mode, policy.prepare) = (Mode::Manual, true);
+    (policy.idle_timeout_ms, policy.keep_alive) = (TIMEOUT_MS, KeepAlive::Fixed);
+    id
+}
+
+/// One that is prepared.
+fn prepared(world: &mut World) -> ProcessId {
+    let id = staying(world, FAST, 600);
+    rest(world);
+    assert_eq!(world.prepared, [(id, true)]);
+    world.prepared.clear();
+    id
+}
+
+/// Several times the idle timeout passes.
+fn rest(world: &mut World) {
+    (0..60).for_each(|_| world.tick());
+}
+
+fn ask(world: &mut World, request: Request) {
+    world.feed(Input::Command(CommandId(1), key(FAST), request));
+}
+
+#[test]
+fn it_is_told_once_at_half_the_idle_timeout_in_every_mode() {
+    for mode in [Mode::Manual, Mode::Pressure, Mode::Eager, Mode::Auto] {
+        for engine in [Engine::Fast, Engine::Auto] {
+            let mut world = World::new(3);
+            let id = staying(&mut world, FAST, 600);
+            (policy(&mut world, FAST).mode, policy(&mut world, FAST).engine) = (mode, engine);
+            world.tick();
+            let called = world.node.containers[&key(FAST)].last_use;
+            assert_eq!(called, world.now);
+            while world.prepared.is_empty() {
+                world.tick();
+            }
+            assert_eq!((world.now - called, world.state(FAST)), (TIMEOUT_MS / 2, State::Active));
+            rest(&mut world);
+            assert_eq!(world.prepared, [(id, true)], "{mode:?}");
+        }
+    }
+}
+
+/// What is learned to be its time counts, and a hint that there is nothing to wait for.
+#[test]
+fn who_would_leave_sooner_is_prepared_sooner() {
+    let mut world = World::new(3);
+    let id = staying(&mut world, FAST, 600);
+    (0..3).for_each(|_| world.tick());
+    world.feed(Input::Hinted(key(FAST), Hint::Idle, "it".into()));
+    assert_eq!(world.prepared, [(id, true)]);
+}
+
+#[test]
+fn nobody_is_prepared_who_would_leave_another_way_or_not_at_all() {
+    type Change = fn(&mut World, ProcessId);
+    let cases: [(&str, Change); 9] = [
+        ("without the policy", |world, _| policy(world, FAST).prepare = false),
+        ("driver", |world, _| policy(world, FAST).engine = Engine::Driver),
+        ("park", |world, _| policy(world, FAST).engine = Engine::Park),
+        ("off", |world, _| policy(world, FAST).mode = Mode::Off),
+        ("pinned", |world, _| assert!(world.node.pin(&key(FAST), true))),
+        ("too small", |world, _| policy(world, FAST).minimum_vram_bytes = 601),
+        ("hazard", |world, id| world.agents.get_mut(&id).unwrap().fixed = true),
+        ("no vault", |world, id| world.agents.get_mut(&id).unwrap().notes = Notes::NO_VAULT),
+        ("too little to copy", |world, id| world.agents.get_mut(&id).unwrap().carried = LEAST - 1),
+    ];
+    for (name, change) in cases {
+        let mut world = World::new(3);
+        let id = staying(&mut world, FAST, 600);
+        change(&mut world, id);
+        rest(&mut world);
+        assert_eq!(world.prepared, [], "{name}");
+    }
+    let mut world = World::new(3);
+    let id = staying(&mut world, FAST, 600);
+    world.agents.get_mut(&id).unwrap().carried = LEAST;
+    rest(&mut world);
+    assert_eq!(world.prepared, [(id, true)]);
+}
+
+#[test]
+fn nobody_is_prepared_whose_memory_is_on_two_gpus() {
+    for (second, told) in [(0, true), (200, false)] {
+        let mut world = World::new(3);
+        let id = staying(&mut world, FAST, 600);
+        let pid = world.agents[&id].pid;
+        world.tick();
+        for _ in 0..60 {
+            world.now += 60;
+            let mut gpus = world.gpus();
+            let processes = if second > 0 { vec![(pid, second)] } else { Vec::new() };
+            gpus.push(GpuSample { uuid: "GPU-2".into(), processes, ..gpus[0].clone() });
+            world.feed(Input::Gpus(Ok(gpus)));
+            world.feed(Input::Tick);
+        }
+        assert_eq!(!world.prepared.is_empty(), told);
+    }
+}
+
+#[test]
+fn a_call_ends_it_and_the_next_idleness_has_its_own() {
+    let mut world = World::new(3);
+    let id = prepared(&mut world);
+    world.call(id);
+    world.tick();
+    assert_eq!(world.prepared, [(id, false)]);
+    rest(&mut world);
+    assert_eq!(world.prepared, [(id, false), (id, true)]);
+}
+
+#[test]
+fn it_ends_with_the_policy_and_with_what_speaks_against_a_move() {
+    let changes: [fn(&mut World, ProcessId); 4] = [
+        |world, _| policy(world, FAST).prepare = false,
+        |world, _| policy(world, FAST).mode = Mode::Off,
+        |world, _| policy(world, FAST).engine = Engine::Driver,
+        |world, id| world.agents.get_mut(&id).unwrap().fixed = true,
+    ];
+    for change in changes {
+        let mut world = World::new(3);
+        let id = prepared(&mut world);
+        let before = policy(&mut world, FAST).clone();
+        change(&mut world, id);
+        world.tick();
+        assert_eq!(world.prepared, [(id, false)]);
+        *policy(&mut world, FAST) = before;
+        rest(&mut world);
+        assert_eq!(world.prepared.len(), 1, "once for each idleness");
+    }
+}
+
+#[test]
+fn devices_that_cannot_be_read_for_a_moment_take_nothing_back() {
+    let mut world = World::new(3);
+    prepared(&mut world);
+    world.feed(Input::Gpus(Err("busy".into())));
+    world.feed(Input::Tick);
+    world.feed(Input::Gpus(Ok(Vec::new())));
+    world.feed(Input::Tick);
+    rest(&mut world);
+    assert_eq!(world.prepared, []);
+
+    let mut world = World::new(3);
+    staying(&mut world, FAST, 600);
+    world.tick();
+    world.now += TIMEOUT_MS;
+    world.feed(Input::Gpus(Err("busy".into())));
+    world.feed(Input::Tick);
+    assert_eq!(world.prepared, [], "it may not be moved just now");
+    world.tick();
+    assert_eq!(world.prepared.len(), 1);
+}
+
+#[test]
+fn an_offload_that_finds_no_host_memory_ends_it() {
+    let mut world = World::new(3);
+    let id = prepared(&mut world);
+    ask(&mut world, Request::Offload);
+    assert_eq!(world.prepared, [], "it leaves");
+    let room = Err((Reason::HostMemory, String::new()));
+    world.feed(Input::Surveyed(key(FAST), Survey { gpus: Ok(world.gpus()), room }));
+    assert_eq!((world.state(FAST), &world.prepared[..]), (State::Idle, &[(id, false)][..]));
+    rest(&mut world);
+    assert_eq!(world.prepared.len(), 1, "once for each idleness");
+}
+
+#[test]
+fn an_offload_whose_copy_fails_ends_it_and_one_that_a_call_turns_round_too() {
+    for fails in [true, false] {
+        let mut world = World::new(3);
+        let id = prepared(&mut world);
+        ask(&mut world, Request::Offload);
+        while world.agents[&id].phase != Phase::Locked {
+            world.tick();
+            world.answer_question();
+            world.work(id);
+        }
+        assert_eq!(world.prepared, [], "it leaves");
+        if fails {
+            world.fail = Some(Outcome::DriverError);
+            world.answer_question();
+            world.work(id);
+            assert_eq!(world.agents[&id].phase, Phase::Closed);
+        } else {
+            world.call(id);
+        }
+        (0..4).for_each(|_| world.pass());
+        assert_eq!(
+            (world.agents[&id].phase, &world.prepared[..]),
+            (Phase::Open, &[(id, false)][..])
+        );
+    }
+}
+
+#[test]
+fn it_lasts_until_it_is_home_again_and_the_next_idleness_has_its_own() {
+    let mut world = World::new(3);
+    let id = prepared(&mut world);
+    ask(&mut world, Request::Offload);
+    world.settle();
+    assert_eq!((world.state(FAST), world.prepared.len()), (State::Offloaded, 0));
+    world.call(id);
+    for _ in 0..10 {
+        world.answer_question();
+        world.work(id);
+    }
+    assert_eq!((world.state(FAST), world.agents[&id].phase), (State::Active, Phase::Open));
+    assert!(!world.node.processes.get(&id).unwrap().prepared);
+    assert_eq!(world.prepared, []);
+    rest(&mut world);
+    assert_eq!(world.prepared, [(id, true)]);
+}
+
+#[test]
+fn it_ends_with_the_connection() {
+    let mut world = World::new(3);
+    let id = prepared(&mut world);
+    world.feed(Input::Detached(id));
+    assert!(!world.node.processes.get(&id).unwrap().prepared);
+    let id = world.reconnect(id, false);
+    while !world.agents[&id].inbox.is_empty() {
+        world.work(id);
+    }
+    rest(&mut world);
+    assert_eq!(world.prepared, [], "once for each idleness");
+    world.call(id);
+    rest(&mut world);
+    assert_eq!(world.prepared, [(id, true)]);
+}
+
+/// Whether the copy is kept after a return has nothing to do with it.
+#[test]
+fn what_is_ready_is_not_asked_for_a_second_time() {
+    for (kept, need) in [(0, 600), (450, 150)] {
+        let mut world = World::new(3);
+        let id = prepared(&mut world);
+        assert!(!policy(&mut world, FAST).keep_copy);
+        world.agents.get_mut(&id).unwrap().kept = kept;
+        world.tick();
+        ask(&mut world, Request::Offload);
+        while world.agents[&id].phase != Phase::Locked {
+            let Some(Effect::Survey { processes, .. }) = world.questions.front() else { panic!() };
+            assert_eq!(processes[..], [(world.agents[&id].pid, need)]);
+            world.answer_question();
+            (0..2).for_each(|_| world.work(id));
+        }
+        let Some(Effect::Survey { processes, .. }) = world.questions.front() else { panic!() };
+        assert_eq!(processes[0].1, need, "the second look");
+    }
+}
+
+#[test]
+fn who_leaves_is_told_apart_from_who_has_left_and_who_never_does() {
+    let mut world = World::new(3);
+    let id = prepared(&mut world);
+    assert_eq!(world.node.may_prepare(id), Some((GPU.to_owned(), 450)));
+    assert!(!world.node.is_leaving(id));
+    ask(&mut world, Request::Offload);
+    assert!(world.node.is_leaving(id));
+    world.answer_question();
+    world.now += 19_000;
+    world.feed(Input::Page(id, super::agent::page(&world.agents[&id])));
+    assert!(world.node.is_leaving(id));
+    world.now += 1_000;
+    world.feed(Input::Page(id, super::agent::page(&world.agents[&id])));
+    assert!(!world.node.is_leaving(id), "nobody waits for it any longer");
+    world.settle();
+    ask(&mut world, Request::Offload);
+    world.settle();
+    assert_eq!(world.agents[&id].phase, Phase::Away);
+    assert!(!world.node.is_leaving(id));
+}
