@@ -57,7 +57,7 @@ impl Default for Settings {
             deadlines: Deadlines { close_ms: 1_000, lock_ms: 5_000 },
             hold_ms: 500,
             max_processes: 256,
-            prepare_least_bytes: 256 << 20,
+            prepare_least_bytes: 16 << 20,
             victims: VictimRule::Expected,
             hold: true,
         }

@@ -63,19 +63,30 @@ pub enum Verdict {
     Corrupted(String),
 }
 
+/// How a container leaves.
+#[derive(Clone, Copy, Debug)]
+pub struct Way {
+    /// Its engine.
+    pub engine: &'static str,
+    /// It keeps its copies.
+    pub keeps: bool,
+    /// It is prepared.
+    pub prepares: bool,
+}
+
+impl Way {
+    /// The fast engine, and nothing else.
+    pub const FAST: Way = Way { engine: "fast", keeps: false, prepares: false };
+    /// The driver's own.
+    pub const DRIVER: Way = Way { engine: "driver", ..Way::FAST };
+}
+
 impl Actor {
-    /// Starts a container of so many processes with an engine, which keeps its copies or does not,
-    /// and waits until each has filled its memory.
+    /// Starts a container of so many processes, and waits until each has filled its memory.
     ///
     /// # Errors
     /// When it does not start, or CUDA fails.
-    pub fn start(
-        world: &World,
-        id: &str,
-        processes: usize,
-        mib: u64,
-        (engine, keep_copy): (&str, &str),
-    ) -> Result<Self> {
+    pub fn start(world: &World, id: &str, processes: usize, mib: u64, way: Way) -> Result<Self> {
         let suffixes: Vec<String> = (0..processes).map(|n| n.to_string()).collect();
         let pairs: Vec<&str> = suffixes.iter().map(String::as_str).chain([EXEC]).collect();
         let pipes = make_pipe_pairs(world.dir(), id, &pairs)?;
@@ -87,9 +98,11 @@ impl Actor {
         // `wait` is what a signal interrupts at once.
         script.push_str("while :; do wait; sleep 3600 & done\n");
         let spec = Spec::gpu(id, &["/bin/sh", "-c", &script]);
+        // Who is prepared is idle for long enough to be.
+        let spec = if way.prepares { spec.prepared() } else { spec };
         let mut spec = spec
-            .annotation("affinode.io/engine", engine)
-            .annotation("affinode.io/keep-copy", keep_copy);
+            .annotation("affinode.io/engine", way.engine)
+            .annotation("affinode.io/keep-copy", if way.keeps { "true" } else { "false" });
         let mount = format!("type=bind,src={},dst={PIPES},options=rbind:rw", pipes.display());
         spec = spec.flags(&["--mount", &mount]);
         let running = spec.start(world)?;

@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 
 use super::{
-    actor::{Actor, Verdict},
+    actor::{Actor, Verdict, Way},
     census::Census,
     fault,
     plan::CAST,
@@ -49,8 +49,14 @@ const REAL_ROOM_BYTES: u64 = 4_096 * MIB;
 /// What a real driver may keep beyond that of moved processes.
 const DRIVER_BYTES: u64 = 64 * MIB;
 /// Whoever is started has the next of these, whatever its role.
-const ENGINES: [(&str, &str); 5] =
-    [("driver", "false"), ("park", "false"), ("fast", "false"), ("park", "true"), ("fast", "true")];
+const WAYS: [Way; 6] = [
+    Way::DRIVER,
+    Way { engine: "park", ..Way::FAST },
+    Way::FAST,
+    Way { engine: "park", keeps: true, ..Way::FAST },
+    Way { keeps: true, ..Way::FAST },
+    Way { prepares: true, ..Way::FAST },
+];
 /// What must happen after a round happens in this time, and mostly in far less.
 const SETTLED: Duration = Duration::from_secs(20);
 
@@ -144,8 +150,8 @@ impl Stage {
         let id = format!("c{role}-{}", self.started);
         let processes = CAST.get(role).copied().unwrap_or(1);
         let turn = usize::try_from(self.started).unwrap_or(0);
-        let engine = ENGINES[(role + turn) % ENGINES.len()];
-        Actor::start(&self.world, &id, processes, self.mib(), engine)
+        let way = WAYS[(role + turn) % WAYS.len()];
+        Actor::start(&self.world, &id, processes, self.mib(), way)
             .with_context(|| format!("cannot start {id}"))
     }
 

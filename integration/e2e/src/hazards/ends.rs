@@ -5,7 +5,7 @@ use nix::sys::signal::{Signal, kill};
 
 use super::{Case, Found, hands::ballast, host::set_limit, moments::all_intact};
 use crate::{
-    chaos::actor::{Actor, has_ended},
+    chaos::actor::{Actor, Way, has_ended},
     containerd,
     keeper::cgroup_folders,
     until::until,
@@ -42,7 +42,7 @@ pub fn cases() -> Vec<Case> {
 }
 
 fn play(world: &World, end: End, queued: bool) -> Result<Found> {
-    let mut actor = Actor::start(world, ID, 1, 64, ("driver", "false"))?;
+    let mut actor = Actor::start(world, ID, 1, 64, Way::DRIVER)?;
     world.cli().move_out(ID)?;
     let mut taker = None;
     if queued {

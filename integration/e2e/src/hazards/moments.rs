@@ -11,7 +11,7 @@ use super::{
     host::next_controller,
 };
 use crate::{
-    chaos::actor::{Actor, Verdict},
+    chaos::actor::{Actor, Verdict, Way},
     until::{PATIENCE, until},
     worker::Worker,
     world::{MIB, World},
@@ -139,7 +139,7 @@ fn fork(world: &World) -> Result<Found> {
 }
 
 fn starts(world: &World) -> Result<Found> {
-    let mut actor = Actor::start(world, "starts", 1, 16, ("driver", "false"))?;
+    let mut actor = Actor::start(world, "starts", 1, 16, Way::DRIVER)?;
     let asked = Offload::begin(world, "starts")?;
     actor.exec(world)?;
     well(&actor.settle_guest(world, Instant::now() + PATIENCE))?;
@@ -149,7 +149,7 @@ fn starts(world: &World) -> Result<Found> {
 }
 
 fn dies(world: &World) -> Result<Found> {
-    let mut actor = Actor::start(world, "dies", 2, 16, ("driver", "false"))?;
+    let mut actor = Actor::start(world, "dies", 2, 16, Way::DRIVER)?;
     let asked = Offload::begin(world, "dies")?;
     actor.processes[1].doomed = true;
     kill(actor.processes[1].pid, Signal::SIGKILL)?;
@@ -159,7 +159,7 @@ fn dies(world: &World) -> Result<Found> {
 }
 
 fn exec(world: &World) -> Result<Found> {
-    let mut actor = Actor::start(world, "exec", 1, 16, ("driver", "false"))?;
+    let mut actor = Actor::start(world, "exec", 1, 16, Way::DRIVER)?;
     world.cli().move_out("exec")?;
     actor.exec(world)?;
     well(&actor.settle_guest(world, Instant::now() + PATIENCE))?;
@@ -168,7 +168,7 @@ fn exec(world: &World) -> Result<Found> {
 }
 
 fn together(world: &World) -> Result<Found> {
-    let mut actor = Actor::start(world, "together", 3, 16, ("driver", "false"))?;
+    let mut actor = Actor::start(world, "together", 3, 16, Way::DRIVER)?;
     world.cli().move_out("together")?;
     let row = world.cli().wait_for_state("together", "Offloaded")?;
     ensure!(row.processes.iter().all(|p| p.phase == "Away"), "not all are away: {row:?}");

@@ -38,17 +38,9 @@ pub fn moved_by(spec: Spec, engine: &str) -> Spec {
             let spec = spec.annotation(ENGINE, "fast").annotation("affinode.io/keep-copy", "true");
             spec.flags(&SEES_ITS_CGROUP)
         }
-        PREPARED => prepared(spec),
+        PREPARED => spec.prepared(),
         engine => spec.annotation(ENGINE, engine),
     }
-}
-
-/// A container of [`PREPARED`], soon after its last call.
-pub fn prepared(spec: Spec) -> Spec {
-    spec.annotation(ENGINE, "fast")
-        .annotation("affinode.io/prepare", "true")
-        .annotation("affinode.io/idle-timeout", "1s")
-        .flags(&SEES_ITS_CGROUP)
 }
 
 /// The device wipes what was released, and copies the slower meanwhile: bare programs found 60 GiB

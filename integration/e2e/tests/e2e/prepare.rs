@@ -4,7 +4,6 @@
 use affinode_e2e::{
     cli::GpuRow,
     container::Spec,
-    suite::engines::prepared,
     until::until,
     worker::{USUAL, Worker},
     world::{MIB, Recipe, World},
@@ -32,7 +31,7 @@ fn gpu(world: &World) -> Result<GpuRow> {
 
 /// A worker whose idleness lasts long enough to be prepared, and not longer.
 fn start(world: &World, spec: Spec) -> Result<Worker> {
-    let mut worker = Worker::start_as(world, prepared(spec))?;
+    let mut worker = Worker::start_as(world, spec.prepared())?;
     worker.wait_filled()?;
     Ok(worker)
 }
@@ -49,6 +48,13 @@ fn wait_prepared(world: &World) -> Result<Pid> {
     })
 }
 
+/// Until the vault has said to have copied so many out.
+fn wait_copied(world: &World, copies: u64) -> Result<()> {
+    until(&format!("{copies} copies of the vault's"), || {
+        Ok((gpu(world)?.vault_copies == copies).then_some(()))
+    })
+}
+
 /// What `affinode ps` says of its process.
 fn phase(world: &World) -> Result<String> {
     Ok(world.cli().known("worker")?.processes.remove(0).phase)
@@ -60,10 +66,12 @@ fn a_prepared_process_leaves_through_the_vault_again_and_again() -> Result<()> {
     let mut worker = plain(&world)?;
     for round in 1..=4 {
         wait_prepared(&world)?;
-        let row = world.cli().known("worker")?.processes.remove(0);
-        assert!(row.kept_bytes >= WORKER_MIB * MIB, "its host memory shows: {row:?}");
+        until("its host memory to show", || {
+            let kept_bytes = world.cli().known("worker")?.processes.remove(0).kept_bytes;
+            Ok((kept_bytes >= WORKER_MIB * MIB).then_some(()))
+        })?;
         world.cli().move_out("worker")?;
-        assert_eq!(gpu(&world)?.vault_copies, round, "not copied by itself");
+        wait_copied(&world, round)?;
         let row = world.cli().known("worker")?.processes.remove(0);
         assert_eq!(row.parked_bytes, WORKER_MIB * MIB);
         wait_gpu_empty(&world)?;
@@ -77,12 +85,13 @@ fn a_prepared_process_leaves_through_the_vault_again_and_again() -> Result<()> {
 #[test]
 fn memory_that_cannot_be_exported_leaves_through_the_vault_too() -> Result<()> {
     let world = world()?;
-    let spec = Worker::pieces("worker", "fast", WORKER_MIB, &["--piece-mib", "16"]);
+    let spec =
+        Worker::pieces("worker", "fast", WORKER_MIB, &["--piece-mib", "16", "--handle-types", "0"]);
     let mut worker = start(&world, spec)?;
     for round in 1..=3 {
         wait_prepared(&world)?;
         world.cli().move_out("worker")?;
-        assert_eq!(gpu(&world)?.vault_copies, round, "not copied by itself");
+        wait_copied(&world, round)?;
         worker.call("touch")?;
         assert!(worker.verify()?, "round {round}");
     }
@@ -103,7 +112,7 @@ fn a_call_ends_the_preparation_and_the_next_idleness_begins_another() -> Result<
     wait_prepared(&world)?;
     world.cli().move_out("worker")?;
     assert!(worker.verify()?);
-    assert_eq!(gpu(&world)?.vault_copies, 1);
+    wait_copied(&world, 1)?;
     Ok(())
 }
 
@@ -122,7 +131,7 @@ fn a_prepared_process_whose_vault_was_killed_leaves_by_itself() -> Result<()> {
     wait_prepared(&world)?;
     world.cli().move_out("worker")?;
     assert!(worker.verify()?);
-    assert_eq!(gpu(&world)?.vault_copies, 1);
+    wait_copied(&world, 1)?;
     Ok(())
 }
 
@@ -156,9 +165,7 @@ fn what_a_vault_was_handed_that_is_killed_comes_home() -> Result<()> {
     let vault = wait_prepared(&world)?;
     kill(vault, Signal::SIGSTOP)?;
     let mut asked = world.cli().command(&["offload", "worker"]).spawn()?;
-    until("the process to be checkpointed", || {
-        Ok((phase(&world)? == "Checkpointing").then_some(()))
-    })?;
+    until("it to be handed over", || Ok((phase(&world)? == "Parked").then_some(())))?;
     kill(vault, Signal::SIGKILL)?;
     assert!(!asked.wait()?.success(), "nobody copied it");
     assert!(worker.verify()?);
@@ -172,9 +179,7 @@ fn what_was_handed_over_when_the_controller_died_comes_home() -> Result<()> {
     let vault = wait_prepared(&world)?;
     kill(vault, Signal::SIGSTOP)?;
     let mut asked = world.cli().command(&["offload", "worker"]).spawn()?;
-    until("the process to be checkpointed", || {
-        Ok((phase(&world)? == "Checkpointing").then_some(()))
-    })?;
+    until("it to be handed over", || Ok((phase(&world)? == "Parked").then_some(())))?;
     shoot_controller(&world)?;
     asked.wait()?;
     worker.call("touch")?;
