@@ -380,11 +380,11 @@ impl Client {
         if !(all && taking.is_over().map_err(ClientError::HandedOver)?) {
             return Ok((Step::Soon, None));
         }
-        if !self.tell(FromVault::Copied, None)? {
-            return Ok((Step::Soon, None));
-        }
-        // The memory goes once nobody has hold of it: not later than that the process may know.
+        // The memory goes with the last hold of it: this one's is gone when the process hears.
         self.state = State::Listing(0);
+        if !self.tell(FromVault::Copied, None)? {
+            return Err(ClientError::Late);
+        }
         let (process, bytes) = (self.process, self.parked_bytes);
         let elapsed_us = u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX);
         Ok((Step::More, Some(VaultReport::Copied { process, bytes, elapsed_us })))

@@ -6,9 +6,11 @@
 //! | start to exit | `ctr run --rm` of `/bin/true`, stock shim and ours in turn, medians |
 //! | memory | resident set of all shims of one running container, stock and ours |
 //! | wake | time that a waiting call took beyond the driver's own restore and unlock |
+//! | engines | the same programs moved by the driver and by ours, and the goals (`--engines`, or where there is a GPU) |
 
 mod calls;
 mod containers;
+mod engines;
 mod stats;
 mod wake;
 
@@ -32,6 +34,10 @@ pub struct Options {
     /// How often each container is run.
     #[arg(long, default_value_t = 20)]
     rounds: usize,
+    /// Also the engines side by side, with the table of goals: minutes. Without it only where there
+    /// is a GPU.
+    #[arg(long)]
+    engines: bool,
 }
 
 /// One figure, with and without Affinode.
@@ -68,7 +74,12 @@ pub fn run(options: &Options) -> Result<()> {
     figures.extend(containers::measure(&recipe().world()?, options.rounds)?);
     say::step("Wake");
     figures.extend(wake::measure(&recipe().world()?)?);
-    print(&figures, options.json)
+    print(&figures, options.json)?;
+    if !options.json && (options.engines || Gpu::real_is_there()) {
+        say::step("Engines");
+        engines::measure(&artifacts, &release)?;
+    }
+    Ok(())
 }
 
 fn print(figures: &[Figure], json: bool) -> Result<()> {

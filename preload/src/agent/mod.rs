@@ -140,8 +140,11 @@ impl Agent {
             }
             let managed = self.listen();
             if !self.link.is_welcomed() {
-                // Who watched is gone.
+                // Who watched is gone, as is who had host memory made ready, with the vault.
                 calls::watch(self.page, 0, 0);
+                if self.machine.phase() == Phase::Open {
+                    carry::end_preparation();
+                }
             }
             if managed == Managed::NoMore {
                 break;

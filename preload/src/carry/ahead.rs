@@ -11,11 +11,14 @@
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+use affinode_proto::wire::Notes;
+
 use super::filling::FILLING;
 use super::park::{assign, is_parked, tell_kept};
 use super::pool::Pool;
+use super::table::Place;
 use super::{CARRY, is_in_use, shortage, vault, with_pool};
-use crate::owned;
+use crate::{owned, process};
 
 const NOTHING: u32 = 0;
 const FILLING_PAGES: u32 = 1;
@@ -57,6 +60,13 @@ pub fn prepare(on: bool) {
     }
 }
 
+/// No longer, if at all.
+pub fn end_preparation() {
+    if is_on() {
+        prepare(false);
+    }
+}
+
 fn begin() -> Option<()> {
     owned::VAULT.get()?;
     if is_parked() {
@@ -64,6 +74,9 @@ fn begin() -> Option<()> {
     }
     let bytes = with_pool(|pool| {
         let (bytes, context) = assign().filter(|(bytes, _)| *bytes > 0)?;
+        let of_use = vault::summary(Place::Device).is_some();
+        process::page()?.note(Notes::NO_VAULT, !of_use);
+        of_use.then_some(())?;
         let missing = (bytes as u64).saturating_sub(pool.kept_bytes());
         (!shortage::would_be_near(missing) && pool.begin(bytes, context)).then_some(bytes)
     })?;

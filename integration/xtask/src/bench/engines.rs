@@ -1,0 +1,31 @@
+//! The engines side by side, and their goals, as the suite for GPU machines prints them.
+
+use std::process::Command;
+
+use affinode_e2e::{
+    artifacts::{ARTIFACTS_ENV, Artifacts, target_dir},
+    gpu::Gpu,
+    release::Release,
+};
+use anyhow::Result;
+
+use crate::say;
+
+/// Runs them on the machine's GPU, or else on the simulated one, whose figures are those of this
+/// machine's memory and of nothing else.
+pub fn measure(artifacts: &Artifacts, release: &Release) -> Result<()> {
+    let file = target_dir().join("bench-engines.json");
+    let mut suite = Command::new(artifacts.bin("affinode-gpu-suite")?);
+    suite.env(ARTIFACTS_ENV, artifacts.root()).arg(&release.bin_dir).arg(&file);
+    if !Gpu::real_is_there() {
+        say::out("The GPU is simulated: what is shown is that it works, not how fast.");
+        suite.arg("simulated");
+    }
+    // What a goal misses is in the table, and no failure of the bench.
+    let ended = suite.arg("engines").status()?;
+    if !ended.success() {
+        say::out("A goal was missed, or a part failed: see above.");
+    }
+    say::out(&format!("{}: the same as JSON", file.display()));
+    Ok(())
+}
