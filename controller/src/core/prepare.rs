@@ -73,12 +73,11 @@ impl Node {
         c.policy.prepare && copies && verdict.map_or_else(|(reason, _)| passing(reason), |()| true)
     }
 
-    /// Whether it is home, quiet and worth a move.
+    /// Whether it is home, quiet and worth a move. (Who waits for an allocation is not idle.)
     fn may_begin(&self, key: &Key) -> bool {
         let still = |p: &Process| p.connected && p.phase == Phase::Open && p.pending.is_none();
         self.may_offload(key, true).is_ok()
             && self.processes.of(key).all(|(_, p)| still(p))
-            && self.want_of(key).is_none()
             && !self.is_too_small(key)
     }
 

@@ -95,10 +95,19 @@ fn who_would_leave_sooner_is_prepared_sooner() {
 #[test]
 fn nobody_is_prepared_who_would_leave_another_way_or_not_at_all() {
     type Change = fn(&mut World, ProcessId);
-    let cases: [(&str, Change); 9] = [
+    let cases: [(&str, Change); 11] = [
         ("without the policy", |world, _| policy(world, FAST).prepare = false),
         ("driver", |world, _| policy(world, FAST).engine = Engine::Driver),
         ("park", |world, _| policy(world, FAST).engine = Engine::Park),
+        ("park, with memory of a vault's making", |world, id| {
+            policy(world, FAST).engine = Engine::Park;
+            world.agents.get_mut(&id).unwrap().notes = Notes::IMPORTED;
+        }),
+        ("an allocation waits", |world, id| {
+            world.running(2, 200);
+            policy(world, 2).mode = Mode::Manual;
+            world.allocate(id, 300);
+        }),
         ("off", |world, _| policy(world, FAST).mode = Mode::Off),
         ("pinned", |world, _| assert!(world.node.pin(&key(FAST), true))),
         ("too small", |world, _| policy(world, FAST).minimum_vram_bytes = 601),
@@ -137,6 +146,44 @@ fn nobody_is_prepared_whose_memory_is_on_two_gpus() {
         }
         assert_eq!(!world.prepared.is_empty(), told);
     }
+}
+
+#[test]
+fn nobody_is_prepared_on_any_way() {
+    // It leaves at once.
+    let mut world = World::new(3);
+    staying(&mut world, FAST, 600);
+    policy(&mut world, FAST).mode = Mode::Eager;
+    (0..3).for_each(|_| world.tick());
+    world.feed(Input::Hinted(key(FAST), Hint::Idle, "it".into()));
+    assert_eq!(world.questions.len(), 1);
+    world.settle();
+    assert_eq!((world.state(FAST), &world.prepared[..]), (State::Offloaded, &[][..]));
+
+    // What is decided meanwhile is looked at when it is home.
+    let mut world = World::new(3);
+    let id = prepared(&mut world);
+    ask(&mut world, Request::Offload);
+    policy(&mut world, FAST).prepare = false;
+    world.tick();
+    assert_eq!(world.prepared, []);
+    world.call(id);
+    world.tick();
+    assert_eq!(world.prepared, [(id, false)]);
+
+    // One of its processes is still behind its gate.
+    let mut world = World::new(3);
+    let first = staying(&mut world, FAST, 300);
+    let second = world.running(FAST, 300);
+    world.agents.get_mut(&second).unwrap().phase = Phase::Closed;
+    world.hello(second);
+    rest(&mut world);
+    assert_eq!(world.prepared, []);
+    while !world.agents[&second].inbox.is_empty() {
+        world.work(second);
+    }
+    world.tick();
+    assert_eq!(world.prepared, [(first, true), (second, true)]);
 }
 
 #[test]
@@ -311,4 +358,20 @@ fn who_leaves_is_told_apart_from_who_has_left_and_who_never_does() {
     world.settle();
     assert_eq!(world.agents[&id].phase, Phase::Away);
     assert!(!world.node.is_leaving(id));
+}
+
+#[test]
+fn of_two_that_leave_one_after_the_other_the_first_has_left() {
+    let mut world = World::new(3);
+    let first = staying(&mut world, FAST, 300);
+    let second = world.running(FAST, 300);
+    world.tick();
+    ask(&mut world, Request::Offload);
+    while world.agents[&first].phase != Phase::Away {
+        world.tick();
+        world.answer_question();
+        [first, second].into_iter().for_each(|id| world.work(id));
+    }
+    assert_eq!(world.agents[&second].phase, Phase::Locked);
+    assert_eq!([first, second].map(|id| world.node.is_leaving(id)), [false, true]);
 }
