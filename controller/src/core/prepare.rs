@@ -98,13 +98,16 @@ impl Node {
         here.into_iter().for_each(|id| self.end_preparation(id));
     }
 
-    /// The GPU that a process is on whose memory a vault can copy out, and what it has there, in
+    /// The GPU that a process is on whose memory a vault can copy out, and what it can carry, in
     /// bytes. `None`: it would leave another way, has memory on several GPUs, holds too little,
     /// or has found at its last move that no vault can bring it home.
     #[must_use]
     pub fn may_prepare(&self, id: ProcessId) -> Option<(String, u64)> {
         let process = self.processes.get(&id).filter(|p| p.page.is_some())?;
-        let (uuid, bytes) = self.for_a_vault(process, &process.vram)?;
+        let (uuid, _) = self.for_a_vault(process, &process.vram)?;
+        // What NVML said last may be older than its last allocations.
+        let total = self.gpus.iter().find(|gpu| gpu.uuid == uuid)?.total_bytes;
+        let bytes = process.carried.bytes.min(total);
         (bytes >= self.settings.prepare_least_bytes).then_some((uuid, bytes))
     }
 

@@ -108,6 +108,12 @@ impl Node {
         };
         if process.phase != Phase::Parked || process.away.is_none() {
             process.away = Some(process.vram.clone());
+            // It has at least what it can carry, whatever NVML counts to a vault just then.
+            if let Some([all]) = process.away.as_deref_mut() {
+                let total = self.gpus.iter().find(|gpu| gpu.uuid == all.uuid);
+                let carried = process.carried.bytes.min(total.map_or(0, |gpu| gpu.total_bytes));
+                all.bytes = all.bytes.max(carried);
+            }
         }
         let vram_bytes = process.away.iter().flatten().map(|d| d.bytes).max().unwrap_or(0);
         let keep = self.containers.get(key).is_some_and(|c| c.policy.keep_copy);
@@ -166,6 +172,12 @@ impl Node {
             (container.goal, container.cause) = (Goal::Home, cause);
             self.advance(key);
         }
+    }
+
+    /// VRAM that a process will need again, in bytes.
+    #[must_use]
+    pub fn away_bytes_of(&self, id: ProcessId) -> u64 {
+        self.processes.get(&id).map_or(0, Process::away_bytes)
     }
 
     pub(super) fn away_bytes(&self, key: &Key) -> u64 {

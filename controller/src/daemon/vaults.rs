@@ -20,7 +20,7 @@ impl Actor {
     /// It was sent.
     pub(super) fn after_order(&mut self, id: ProcessId, message: &ControllerMessage) {
         if matches!(message, ControllerMessage::Order { action: Action::Restore, .. }) {
-            self.vaults.fill(id);
+            self.vaults.fill(id, self.node.away_bytes_of(id));
         }
     }
 

@@ -160,11 +160,12 @@ impl Vaults {
         member.is_some_and(|member| std::mem::take(&mut member.is_ahead))
     }
 
-    /// A process is told to come home: its vault fills its memory, if it holds it.
-    pub fn fill(&mut self, process: ProcessId) {
+    /// A process is told to come home, with so much room: its vault fills its memory, if it holds
+    /// it.
+    pub fn fill(&mut self, process: ProcessId, most_bytes: u64) {
         if let Some(member) = self.members.get(&process).filter(|member| member.is_held) {
             let uuid = member.uuid.clone();
-            let told = self.tell(&uuid, VaultOrder::Fill { process: process.0 }, None);
+            let told = self.tell(&uuid, VaultOrder::Fill { process: process.0, most_bytes }, None);
             if let (Some(()), Some(vault)) = (told, self.of.get_mut(&uuid)) {
                 vault.filling = Some((process, Instant::now()));
             }

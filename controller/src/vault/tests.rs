@@ -49,16 +49,16 @@ async fn who_is_held_is_filled_and_nobody_else() {
     let process = ProcessId(7);
     assert!(vaults.attach(process, GPU, 100).is_some());
     assert_eq!(order(&vault), Some(VaultOrder::Attach { process: 7, most_bytes: 100 }));
-    vaults.fill(process);
+    vaults.fill(process, 100);
     assert_eq!(order(&vault), None, "its memory is not registered yet");
     vaults.heard(said(9, VaultReport::Held { process: 7, bytes: 100 }));
-    vaults.fill(process);
+    vaults.fill(process, 100);
     assert_eq!(order(&vault), None, "another vault's word");
     vaults.heard(said(1, VaultReport::Held { process: 7, bytes: 100 }));
-    vaults.fill(process);
-    assert_eq!(order(&vault), Some(VaultOrder::Fill { process: 7 }));
+    vaults.fill(process, 100);
+    assert_eq!(order(&vault), Some(VaultOrder::Fill { process: 7, most_bytes: 100 }));
     vaults.heard(said(1, VaultReport::Left { process: 7 }));
-    vaults.fill(process);
+    vaults.fill(process, 100);
     assert_eq!(order(&vault), None, "it hung up");
 }
 
@@ -117,7 +117,7 @@ async fn one_that_brings_somebody_home_is_left_to_do_so() {
     let _vault = with_vault(&mut vaults);
     assert!(vaults.attach(ProcessId(7), GPU, 100).is_some());
     vaults.heard(said(1, VaultReport::Held { process: 7, bytes: 100 }));
-    vaults.fill(ProcessId(7));
+    vaults.fill(ProcessId(7), 100);
     vaults.make_room(&[GPU.to_owned()], |_| false);
     assert!(vaults.of.contains_key(GPU));
     vaults.heard(said(1, VaultReport::Filled { process: 7, bytes: 100, elapsed_us: 1 }));

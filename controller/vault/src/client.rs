@@ -300,11 +300,15 @@ impl Client {
         if sum == self.parked_bytes { Ok(()) } else { Err(ClientError::Order) }
     }
 
-    /// Its room is granted.
+    /// So much room is granted.
     ///
     /// # Errors
     /// [`ClientError`]: it is to be hung up on, and brings itself home.
-    pub fn grant(&mut self) -> Result<(), ClientError> {
+    pub fn grant(&mut self, most_bytes: u64) -> Result<(), ClientError> {
+        if self.parked_bytes > most_bytes {
+            let (bytes, pieces) = (self.parked_bytes, self.pieces.len() as u32);
+            return Err(ClientError::Claim { bytes, pieces, most_bytes });
+        }
         self.granted = true;
         self.begin()
     }

@@ -125,11 +125,11 @@ impl Vault<'_> {
                         self.clients.push(Client::new(&self.cuda, socket, process, most_bytes));
                     }
                 }
-                VaultOrder::Fill { process } => {
+                VaultOrder::Fill { process, most_bytes } => {
                     // What it has said already counts.
                     self.hear_clients()?;
                     self.each(|client| match client.process() == process {
-                        true => client.grant(),
+                        true => client.grant(most_bytes),
                         false => Ok(()),
                     })?;
                 }

@@ -53,7 +53,7 @@ pub fn prepare(on: bool) {
         return;
     }
     if !on {
-        FILLING.end();
+        with_pool(Pool::end);
         vault::hang_up();
     } else if CARRY.ahead.is(NOTHING) && begin().is_none() {
         vault::hang_up();

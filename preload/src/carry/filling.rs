@@ -170,6 +170,11 @@ pub mod tests {
 
     const HUGE_PAGE_BYTES: usize = 2 << 20;
 
+    /// As a child finds it that was forked while helpers were at work.
+    pub fn forked() {
+        FILLING.helpers.store(3, Ordering::Release);
+    }
+
     /// Who works with [`FILLING`], of which a process has one.
     pub static SHARED: std::sync::Mutex<()> = std::sync::Mutex::new(());
 

@@ -40,6 +40,8 @@ fn is_handed(piece: &Piece) -> bool {
 /// # Errors
 /// The driver's code: some of it is handed over still, and the vault is left.
 pub fn hand_over(pool: &mut Pool, vram_bytes: u64) -> Result<bool, u32> {
+    // All of its pages are there.
+    pool.end();
     if hand_all(pool, vram_bytes).is_some() {
         return Ok(true);
     }

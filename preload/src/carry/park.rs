@@ -66,13 +66,13 @@ pub fn park(keep: bool, handed: Option<u64>) -> Result<(), u32> {
         pool.set_keeps(keep);
         let mut found = digest::of_leaving(bytes);
         let zero_bytes = found.as_mut().map_or(0, |found| pool.leave_out(found));
+        let handed = handed.filter(|_| {
+            let all_new = zero_bytes == 0 && is_new(pool, found.as_ref(), bytes as u64);
+            all_new && ahead::is_ready(bytes as u64)
+        });
         if let Some(vram_bytes) = handed
-            && zero_bytes == 0
-            && is_new(pool, found.as_ref(), bytes as u64)
-            && ahead::is_ready(bytes as u64)
             && handed::hand_over(pool, vram_bytes)?
         {
-            pool.end();
             // Where the vault does not copy it, the pool is not used again.
             pool.learn(found.unwrap_or(Digests::none()));
             tell_kept(0);

@@ -143,6 +143,8 @@ pub enum VaultOrder {
     Fill {
         /// Which.
         process: u64,
+        /// The room. Who says to have parked more is left to bring itself home.
+        most_bytes: u64,
     },
     /// Somebody's room is being proven or taken: nothing that takes VRAM may begin meanwhile, but
     /// what [`VaultOrder::Fill`] orders.
@@ -287,7 +289,9 @@ impl VaultOrder {
             VaultOrder::Attach { process, most_bytes } => {
                 Writer::new(221).u64(process).u64(most_bytes)
             }
-            VaultOrder::Fill { process } => Writer::new(222).u64(process),
+            VaultOrder::Fill { process, most_bytes } => {
+                Writer::new(222).u64(process).u64(most_bytes)
+            }
             VaultOrder::Hold { on } => Writer::new(223).u32(u32::from(on)),
         }
         .frame
@@ -301,7 +305,7 @@ impl VaultOrder {
         let (kind, mut r) = Reader::open(frame)?;
         match kind {
             221 => Ok(VaultOrder::Attach { process: r.u64(), most_bytes: r.u64() }),
-            222 => Ok(VaultOrder::Fill { process: r.u64() }),
+            222 => Ok(VaultOrder::Fill { process: r.u64(), most_bytes: r.u64() }),
             223 => Ok(VaultOrder::Hold { on: r.u32() != 0 }),
             other => Err(FrameError::Kind(other)),
         }
@@ -382,7 +386,7 @@ mod tests {
         }
         for order in [
             VaultOrder::Attach { process: 1, most_bytes: 2 },
-            VaultOrder::Fill { process: 3 },
+            VaultOrder::Fill { process: 3, most_bytes: 4 },
             VaultOrder::Hold { on: true },
         ] {
             assert_eq!(VaultOrder::decode(&order.encode()), Ok(order));

@@ -58,6 +58,21 @@ fn rest(world: &mut World) {
     (0..60).for_each(|_| world.tick());
 }
 
+/// NVML may not know yet what was allocated last, or count it to a vault.
+#[test]
+fn what_a_process_can_carry_counts_whatever_nvml_has_seen_of_it() {
+    let mut world = World::new(3);
+    let id = staying(&mut world, FAST, 600);
+    rest(&mut world);
+    let process = world.node.processes.get_mut(&id).unwrap();
+    let carried = process.carried.bytes;
+    process.vram[0].bytes = carried / 2;
+    assert_eq!(world.node.may_prepare(id), Some((GPU.into(), carried)));
+    world.node.processes.get_mut(&id).unwrap().carried.bytes = u64::MAX;
+    let total = world.node.gpus[0].total_bytes;
+    assert_eq!(world.node.may_prepare(id), Some((GPU.into(), total)), "whatever it claims");
+}
+
 fn ask(world: &mut World, request: Request) {
     world.feed(Input::Command(CommandId(1), key(FAST), request));
 }

@@ -1,0 +1,125 @@
+use super::super::filling::tests::{SHARED, forked};
+use super::*;
+
+/// Of a pool of ten chunks, all of which are said to be resident.
+fn kept() -> Pool {
+    const CHUNKS: usize = 10;
+    let bytes = CHUNKS * CHUNK_BYTES;
+    let start = sys::map_private(bytes).unwrap() as usize;
+    (0..CHUNKS).for_each(|chunk| FILLING.resident.set(chunk, true));
+    let mut pool = Pool { start, bytes, ..Pool::none() };
+    pool.set_keeps(true);
+    pool.learn(digests(bytes / SLOT_BYTES));
+    pool
+}
+
+/// Each its own.
+fn digests(many: usize) -> Digests {
+    let mut digests = Digests::unknown(many).unwrap();
+    for (n, digest) in digests.all_mut().iter_mut().enumerate() {
+        *digest = Digest::of_address(1 + n as u64);
+    }
+    digests
+}
+
+#[test]
+fn what_is_kept_goes_when_host_memory_is_short_and_is_not_known_any_more() {
+    let _own = SHARED.lock();
+    let mut pool = kept();
+    assert_eq!(pool.tidy(false, || false), Tidied::Kept);
+    assert_eq!(pool.kept_bytes(), 10 * CHUNK_BYTES as u64);
+    for left in [9, KEPT_CHUNKS] {
+        assert_eq!(pool.tidy(false, || true), Tidied::Part);
+        assert_eq!(pool.kept_bytes(), (left * CHUNK_BYTES) as u64);
+    }
+    assert_eq!(
+        pool.tidy(false, || false),
+        Tidied::All,
+        "not kept any more, though there is memory"
+    );
+    let found = digests(pool.bytes / SLOT_BYTES);
+    let gone = KEPT_CHUNKS * CHUNK_BYTES;
+    pool.set_keeps(true);
+    let stored = |offset| pool.stored(offset, SLOT_BYTES, Some(&found));
+    assert_eq!(stored(gone), (Stored::Anew, SLOT_BYTES));
+    assert_eq!(stored(gone - SLOT_BYTES), (Stored::Already, SLOT_BYTES));
+    // SAFETY: mapped in `kept`, with that size.
+    unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
+    FILLING.resident.clear();
+}
+
+#[test]
+fn a_forked_child_waits_for_no_helper_of_its_parent() {
+    let _own = SHARED.lock();
+    forked();
+    let mut pool = Pool::none();
+    pool.end();
+    assert!(pool.begin(HUGE_PAGE_BYTES, 1));
+    pool.end();
+    // SAFETY: mapped by the pool, with an eighth more at most.
+    unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
+    FILLING.resident.clear();
+}
+
+#[test]
+fn what_is_left_out_is_not_in_the_pool_and_its_chunks_are_given_back() {
+    let _own = SHARED.lock();
+    let mut pool = kept();
+    let mut found = digests(pool.bytes / SLOT_BYTES);
+    const IN_CHUNK: usize = CHUNK_BYTES / SLOT_BYTES;
+    found.all_mut()[IN_CHUNK - 9..2 * IN_CHUNK].fill(Digest::ZERO);
+    FILLING.empty.clear();
+    assert_eq!(pool.leave_out(&mut found), (9 + IN_CHUNK as u64) * SLOT_BYTES as u64);
+    assert!(FILLING.empty.has(1) && !FILLING.empty.has(0) && !pool.leaves_out());
+    let at = (IN_CHUNK - 9) * SLOT_BYTES;
+    assert_eq!(pool.stored(at, pool.bytes, Some(&found)), (Stored::Nowhere, 9 * SLOT_BYTES));
+    pool.learn(found);
+    assert!(pool.leaves_out());
+    assert_eq!(pool.kept_bytes(), 9 * CHUNK_BYTES as u64);
+    assert_eq!(pool.left_out(at, pool.bytes), (true, 9 * SLOT_BYTES));
+    assert_eq!(pool.left_out(0, pool.bytes), (false, at));
+    // The next time it is copied as a whole.
+    pool.forget(0, pool.bytes);
+    assert!(!pool.leaves_out());
+    // SAFETY: as above.
+    unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
+    FILLING.resident.clear();
+    FILLING.empty.clear();
+}
+
+#[test]
+fn a_large_pool_has_room_to_grow_in_whole_chunks() {
+    let least = KEPT_CHUNKS * CHUNK_BYTES;
+    assert_eq!(with_room_to_grow(least - SLOT_BYTES), least - SLOT_BYTES);
+    assert_eq!(with_room_to_grow(least), least + CHUNK_BYTES);
+    assert_eq!(with_room_to_grow(least + SLOT_BYTES), least + 2 * CHUNK_BYTES);
+    assert_eq!(with_room_to_grow(MOST_BYTES), MOST_BYTES);
+}
+
+#[test]
+fn runs_end_where_something_has_changed_and_with_the_chunk() {
+    let _own = SHARED.lock();
+    let mut pool = kept();
+    let mut found = digests(pool.bytes / SLOT_BYTES);
+    let run = |pool: &Pool, slot: usize, found: Option<&Digests>| {
+        let (stored, bytes) = pool.stored(slot * SLOT_BYTES, pool.bytes, found);
+        (stored == Stored::Already, bytes / SLOT_BYTES)
+    };
+    const IN_CHUNK: usize = CHUNK_BYTES / SLOT_BYTES;
+    assert_eq!(run(&pool, 1, Some(&found)), (true, IN_CHUNK - 1));
+    assert_eq!(run(&pool, 1, None), (false, IN_CHUNK - 1));
+    found.all_mut()[5] = Digest::of_address(0xbad);
+    assert_eq!(run(&pool, 0, Some(&found)), (true, 5));
+    assert_eq!(run(&pool, 5, Some(&found)), (false, 1));
+    pool.forget(6 * SLOT_BYTES, 2 * SLOT_BYTES);
+    assert_eq!(run(&pool, 5, Some(&found)), (false, 3));
+    assert_eq!(run(&pool, 8, Some(&found)), (true, IN_CHUNK - 8));
+    // What neither side knows is not the same.
+    found.all_mut()[6] = Digest::UNKNOWN;
+    assert_eq!(run(&pool, 6, Some(&found)), (false, 2));
+    pool.set_keeps(false);
+    assert_eq!(run(&pool, 0, Some(&found)), (false, IN_CHUNK), "nothing is kept");
+    // SAFETY: as above.
+    unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
+    FILLING.resident.clear();
+}
