@@ -47,6 +47,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 use crate::{
+    cli::Node,
     gpu::{self, Gpu},
     release::Release,
     until::until,
@@ -96,6 +97,7 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     report.part(&world, "engines, memory", engines::memory);
     report.part(&world, "engines, side by side", engines::side_by_side);
     report.part(&world, "engines, mapped by itself", engines::segments);
+    report.part(&world, "engines, prepared", engines::prepared);
     report.part(&world, "engines, large", engines::large);
     match python::Python::find(&world) {
         Ok(python) => {
@@ -124,7 +126,7 @@ fn with_python(report: &mut Report, python: &python::Python) {
     report.part(world, "torch, root", |_, rows| torch::cycle(python, "root", rows));
     report.part(world, "torch, uid 1000", |_, rows| torch::cycle(python, "user", rows));
     report.part(world, "engines, torch", |_, rows| torch::ENGINES.side_by_side(python, rows));
-    report.part(world, "engines, torch with segments that grow", |_, rows| {
+    report.part(world, "engines, growing segments of torch", |_, rows| {
         torch::SEGMENTS.side_by_side(python, rows)
     });
     let (engines, idle) = ("engines, JAX", "calls of an idle JAX");
@@ -214,11 +216,13 @@ fn wait_held(world: &World) -> Result<()> {
 
 /// Until the host memory of so many processes is ready for their next offload.
 fn wait_prepared(world: &World, many: usize) -> Result<()> {
+    let mut last = Node::default();
     until("host memory that is ready", || {
-        let gpus = world.cli().ps()?.gpus;
-        let prepared: u32 = gpus.iter().map(|gpu| gpu.vault_prepared).sum();
+        last = world.cli().ps()?;
+        let prepared: u32 = last.gpus.iter().map(|gpu| gpu.vault_prepared).sum();
         Ok((prepared as usize >= many).then_some(()))
     })
+    .with_context(|| format!("{:?}, {:?}", last.gpus, last.containers))
 }
 
 /// VRAM in use on the first GPU, beside the vault's, once it is what is wanted.

@@ -10,6 +10,7 @@ use core::ffi::CStr;
 use crate::sys;
 
 const LEAST_BYTES: u64 = 1 << 30;
+const PATH_BYTES: usize = 512;
 
 /// Whether it is.
 pub fn is_near() -> bool {
@@ -34,18 +35,28 @@ fn node() -> Option<(u64, u64)> {
 /// What the container's limit leaves, and the limit, in bytes. Files that are only cached leave
 /// when their room is needed.
 fn group() -> Option<(u64, u64)> {
-    const UNIFIED: [&CStr; 3] = [
-        c"/sys/fs/cgroup/memory.max",
-        c"/sys/fs/cgroup/memory.current",
-        c"/sys/fs/cgroup/memory.stat",
-    ];
+    const UNIFIED: [&[u8]; 3] = [b"memory.max", b"memory.current", b"memory.stat"];
     const FIRST: [&CStr; 3] = [
         c"/sys/fs/cgroup/memory/memory.limit_in_bytes",
         c"/sys/fs/cgroup/memory/memory.usage_in_bytes",
         c"/sys/fs/cgroup/memory/memory.stat",
     ];
-    let unified = sys::exists(UNIFIED[0]);
-    let [limit, usage, stat] = if unified { UNIFIED } else { FIRST };
+    let mut own = [0; 1024];
+    let own = sys::read_file(c"/proc/self/cgroup", &mut own).and_then(path_of).unwrap_or(b"/");
+    let mut paths = [const { [0; PATH_BYTES] }; 3];
+    let [first, second, third] = &mut paths;
+    // Who sees the groups of the whole node finds its own among them.
+    let folder = if exists(own, UNIFIED[0]) { own } else { b"/" };
+    let unified = exists(folder, UNIFIED[0]);
+    let [limit, usage, stat] = if unified {
+        [
+            path(folder, UNIFIED[0], first)?,
+            path(folder, UNIFIED[1], second)?,
+            path(folder, UNIFIED[2], third)?,
+        ]
+    } else {
+        FIRST
+    };
     let mut text = [0; 64];
     let limit = limit_of(sys::read_file(limit, &mut text)?)?;
     let usage = number(sys::read_file(usage, &mut text)?.trim_ascii())?;
@@ -54,6 +65,24 @@ fn group() -> Option<(u64, u64)> {
     let name: &[u8] = if unified { b"inactive_file" } else { b"total_inactive_file" };
     let cached = field(text, name).unwrap_or(0);
     Some((limit.saturating_sub(usage.saturating_sub(cached)), limit))
+}
+
+/// The own group's path, of `/proc/self/cgroup` where there is one hierarchy.
+fn path_of(text: &[u8]) -> Option<&[u8]> {
+    text.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(b"0::"))
+}
+
+fn exists(group: &[u8], name: &[u8]) -> bool {
+    path(group, name, &mut [0; PATH_BYTES]).is_some_and(sys::exists)
+}
+
+/// The path of a group's file.
+fn path<'a>(group: &[u8], name: &[u8], place: &'a mut [u8; PATH_BYTES]) -> Option<&'a CStr> {
+    let parts = [b"/sys/fs/cgroup", group, b"/", name, b"\0"];
+    let whole = place.get_mut(..parts.iter().map(|part| part.len()).sum())?;
+    let bytes = parts.iter().flat_map(|part| part.iter());
+    whole.iter_mut().zip(bytes).for_each(|(to, from)| *to = *from);
+    CStr::from_bytes_with_nul(whole).ok()
 }
 
 /// `max` is no limit, as are the numbers that version 1 has for it: what counts then is the node.
@@ -100,6 +129,17 @@ mod tests {
         }
         assert_eq!(limit_of(b"1024\n"), Some(1024));
         assert_eq!(limit_of(b"\n"), None);
+    }
+
+    #[test]
+    fn the_own_group_is_found_where_all_are_seen() {
+        assert_eq!(path_of(b"0::/kubepods/pod1/a\n"), Some(&b"/kubepods/pod1/a"[..]));
+        assert_eq!(path_of(b"1:name=x:/\n0::/b\n"), Some(&b"/b"[..]));
+        assert_eq!(path_of(b"9:memory:/a\n"), None);
+        let mut place = [0; PATH_BYTES];
+        let found = path(b"/a/b", b"memory.max", &mut place);
+        assert_eq!(found, Some(c"/sys/fs/cgroup/a/b/memory.max"));
+        assert_eq!(path(&[b'a'; PATH_BYTES], b"memory.max", &mut place), None, "too long");
     }
 
     #[test]

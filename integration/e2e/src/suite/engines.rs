@@ -82,6 +82,15 @@ pub fn large(world: &World, rows: &mut Rows) -> Result<()> {
         .try_for_each(|engine| cycles(world, rows, engine, &load))
 }
 
+/// One whose host memory is ready, of a size between.
+pub fn prepared(world: &World, rows: &mut Rows) -> Result<()> {
+    let load = match world.gpu() {
+        Gpu::Real => Load { filled_mib: 4096, more: 1, rounds: 5 },
+        Gpu::Simulated { .. } => Load { filled_mib: 64, more: 1, rounds: 3 },
+    };
+    cycles(world, rows, PREPARED, &load)
+}
+
 fn cycles(world: &World, rows: &mut Rows, engine: &str, load: &Load) -> Result<()> {
     let size = format!("{engine}, {:.1} GiB", load.bytes() as f64 / (1 << 30) as f64);
     let id = format!("engine-{engine}");
