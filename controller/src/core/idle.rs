@@ -42,7 +42,9 @@ impl Node {
             let seen = seen.filter_map(|held| of_process.get(&(pid, held.uuid.as_str())));
             let working = seen
                 .map(|work| Working { at: now.saturating_sub(work.age_ms), percent: work.percent });
-            let here = process.phase == Phase::Open;
+            // Of one that is prepared nothing ran when that began, new work takes a call, and what
+            // a vault does to register its memory is shown as its work (seen on an H200).
+            let here = process.phase == Phase::Open && !process.prepared;
             process.working = working.filter(|w| here && w.at >= process.came).max_by_key(|w| w.at);
             if let Some(Working { at, .. }) = process.working
                 && let Some(container) = self.containers.get_mut(&process.key)

@@ -10,7 +10,7 @@ use super::{
     super::{
         Effect, GpuSample, Input, Millis, ProcessId, Survey,
         hints::Hint,
-        input::{CommandId, Request},
+        input::{CommandId, Request, Work},
         policy::{Engine, KeepAlive, Mode, Policy},
     },
     world::{ENGINES, GPU, LEAST, World, key},
@@ -71,6 +71,20 @@ fn what_a_process_can_carry_counts_whatever_nvml_has_seen_of_it() {
     world.node.processes.get_mut(&id).unwrap().carried.bytes = u64::MAX;
     let total = world.node.gpus[0].total_bytes;
     assert_eq!(world.node.may_prepare(id), Some((GPU.into(), total)), "whatever it claims");
+}
+
+/// A vault that registers its memory looks like work of its own.
+#[test]
+fn what_nvml_shows_of_the_preparation_is_no_use_of_the_gpu() {
+    let mut world = World::new(3);
+    let id = prepared(&mut world);
+    for _ in 0..20 {
+        let pid = world.agents[&id].pid;
+        let work = Work { uuid: GPU.into(), pid, percent: 2, age_ms: 0 };
+        world.feed(Input::Worked(vec![work]));
+        world.tick();
+    }
+    assert_eq!((world.prepared.len(), world.state(FAST)), (0, State::Idle));
 }
 
 fn ask(world: &mut World, request: Request) {

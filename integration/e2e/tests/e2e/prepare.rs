@@ -1,6 +1,8 @@
 //! `prepare`: host memory is ready before a container leaves, and the vault copies it out beside
 //! the driver's checkpoint.
 
+use std::process::Child;
+
 use affinode_e2e::{
     cli::GpuRow,
     container::Spec,
@@ -55,9 +57,12 @@ fn wait_copied(world: &World, copies: u64) -> Result<()> {
     })
 }
 
-/// What `affinode ps` says of its process.
-fn phase(world: &World) -> Result<String> {
-    Ok(world.cli().known("worker")?.processes.remove(0).phase)
+/// Until its process has handed everything over, or that is over already.
+fn wait_handed(world: &World, asked: &mut Child) -> Result<()> {
+    until("it to be handed over", || {
+        let parked = world.cli().known("worker")?.processes.remove(0).phase == "Parked";
+        Ok((parked || asked.try_wait()?.is_some()).then_some(()))
+    })
 }
 
 #[test]
@@ -165,7 +170,7 @@ fn what_a_vault_was_handed_that_is_killed_comes_home() -> Result<()> {
     let vault = wait_prepared(&world)?;
     kill(vault, Signal::SIGSTOP)?;
     let mut asked = world.cli().command(&["offload", "worker"]).spawn()?;
-    until("it to be handed over", || Ok((phase(&world)? == "Parked").then_some(())))?;
+    wait_handed(&world, &mut asked)?;
     kill(vault, Signal::SIGKILL)?;
     assert!(!asked.wait()?.success(), "nobody copied it");
     assert!(worker.verify()?);
@@ -179,7 +184,7 @@ fn what_was_handed_over_when_the_controller_died_comes_home() -> Result<()> {
     let vault = wait_prepared(&world)?;
     kill(vault, Signal::SIGSTOP)?;
     let mut asked = world.cli().command(&["offload", "worker"]).spawn()?;
-    until("it to be handed over", || Ok((phase(&world)? == "Parked").then_some(())))?;
+    wait_handed(&world, &mut asked)?;
     shoot_controller(&world)?;
     asked.wait()?;
     worker.call("touch")?;
