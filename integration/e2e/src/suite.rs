@@ -42,7 +42,10 @@ mod torch;
 mod turns;
 mod witness;
 
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use anyhow::{Context, Result};
 
@@ -50,7 +53,7 @@ use crate::{
     cli::Node,
     gpu::{self, Gpu},
     release::Release,
-    until::until,
+    until::{until, until_within},
     world::{Recipe, World},
 };
 
@@ -217,7 +220,7 @@ fn wait_held(world: &World) -> Result<()> {
 /// Until the host memory of so many processes is ready for their next offload.
 fn wait_prepared(world: &World, many: usize) -> Result<()> {
     let mut last = Node::default();
-    until("host memory that is ready", || {
+    until_within(Duration::from_secs(30), "host memory that is ready", || {
         last = world.cli().ps()?;
         let prepared: u32 = last.gpus.iter().map(|gpu| gpu.vault_prepared).sum();
         Ok((prepared as usize >= many).then_some(()))

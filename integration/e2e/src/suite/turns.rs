@@ -159,11 +159,11 @@ impl Flavour {
         let before = ask(worker, "check")?;
         let (mut together, mut parked, mut unchanged) = (0, Vec::new(), 0);
         let copied = copies(python.world)?;
+        // What may be exported is not prepared.
+        let mut prepares = engine == PREPARED;
         for _ in 0..self.rounds {
             wait_held(python.world)?;
-            if engine == PREPARED {
-                wait_prepared(python.world, self.processes)?;
-            }
+            prepares = prepares && wait_prepared(python.world, self.processes).is_ok();
             cli.move_out(id)?;
             let row = cli.known(id)?;
             lane.out.push(row.last_offload_ms as f64);
@@ -197,8 +197,7 @@ impl Flavour {
         }
         if engine == PREPARED {
             let copies = copies(python.world)?.saturating_sub(copied) as usize;
-            let what = format!("{engine}: copied out by the vault");
-            rows.count(&what, copies, self.rounds * self.processes);
+            rows.tell(&format!("{engine}: copied out by the vault"), copies as f64, "times");
         }
         if engine == KEPT {
             let share = unchanged as f64 / parked.last().map_or(1, |all| *all.max(&1)) as f64;
