@@ -19,11 +19,13 @@ use super::{
     ledger::margin_bytes,
     merge_needs,
     node::Recalled,
-    process::placed,
+    process::{Process, placed},
 };
 
 /// Allocations of others are held at most so long beyond what the copy should take.
 const HOLD_LIMIT_MS: Millis = 10_000;
+/// A Park that takes longer has copied nothing on the device since: its agent stops before.
+const HANDS_OVER_MS: Millis = 10_000;
 /// Who is known not to hold is waited for no longer; others answer within a millisecond.
 const SHORT_PATIENCE_MS: Millis = 100;
 /// Slowest restore that is expected, in bytes per millisecond (about 1 GB/s).
@@ -34,6 +36,11 @@ impl Node {
     /// A waiter that does not fit keeps later ones off its devices.
     pub(super) fn serve_queue(&mut self) {
         if self.queue.is_empty() {
+            return;
+        }
+        // Who hands its memory over copies a piece of it on the device: what is free now may not
+        // be free in a moment.
+        if self.processes.values().any(|process| self.hands_over(process)) {
             return;
         }
         // Every device is taken: nobody's turn, however many wait.
@@ -149,6 +156,13 @@ impl Node {
     /// Whether what a container needs fits beside the promises made to others.
     pub(super) fn fits(&self, key: &Key, needs: &[DeviceBytes], margin: fn(u64) -> u64) -> bool {
         self.ledger.fits(key, needs, |uuid| self.held_bytes(key, uuid), &self.gpus, margin)
+    }
+
+    fn hands_over(&self, process: &Process) -> bool {
+        process.pending.is_some_and(|pending| {
+            let hands = matches!(pending.action, Action::Park { then_checkpoint: true, .. });
+            hands && self.now.saturating_sub(pending.since) < HANDS_OVER_MS
+        })
     }
 
     /// Promises room, and begins to prove it: the devices that it is on.

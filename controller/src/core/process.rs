@@ -81,6 +81,8 @@ pub struct Process {
     pub bound: bool,
     /// What its agent can copy, and has copied.
     pub carried: Carried,
+    /// It is away, and a vault has not copied what it can carry, which is on the device.
+    pub keeps_carried: bool,
     /// Its agent could not copy: it leaves through the driver's checkpoint from then on.
     pub copy_failed: bool,
     /// It was told to make host memory ready for its leaving.
@@ -127,19 +129,20 @@ impl Process {
     #[must_use]
     pub fn gone(&self) -> Option<Vec<DeviceBytes>> {
         let away = self.away.as_ref()?;
+        if self.keeps_carried {
+            return Some(less(away, &part_of(away, self.carried.bytes)));
+        }
         if self.phase != Phase::Parked {
             return Some(placed(away, self.to.as_deref()));
         }
         Some(part_of(away, self.carried.parked_bytes))
     }
 
-    /// Of what it needs for its return, all that it can carry is on the device still: it needs the
-    /// rest alone, and there.
+    /// It is away, but all that it can carry is on the device still: what is gone, and needed for its
+    /// return, is the rest, and there.
     pub fn keeps_what_it_carries(&mut self) {
-        let rest = |all: &Vec<DeviceBytes>| less(all, &part_of(all, self.carried.bytes));
-        self.away = self.away.as_ref().map(rest);
-        self.vram = rest(&self.vram);
-        self.bound = true;
+        self.vram = less(&self.vram, &part_of(&self.vram, self.carried.bytes));
+        (self.keeps_carried, self.bound) = (true, true);
     }
 
     /// Whether it is on its way to another GPU than it left.

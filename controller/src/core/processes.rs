@@ -216,6 +216,7 @@ mod tests {
             to: None,
             bound: false,
             carried: Carried::default(),
+            keeps_carried: false,
             copy_failed: false,
             prepared: false,
             prepared_in: None,

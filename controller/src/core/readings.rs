@@ -6,7 +6,7 @@ use affinode_proto::{
     api::control::Event,
     reason::Reason,
     state::State,
-    wire::{Notes, page::PageSnapshot},
+    wire::{Notes, Phase, page::PageSnapshot},
 };
 
 use super::{
@@ -26,6 +26,8 @@ impl Node {
         let ipc_refused = |page: &PageSnapshot| page.notes.contains(Notes::IPC_REFUSED);
         let news = ipc_refused(&page) && !process.page.as_ref().is_some_and(ipc_refused);
         process.carried.bytes = page.carried_bytes;
+        // An earlier controller may have died before it heard that.
+        process.keeps_carried = process.phase == Phase::Away && page.notes.contains(Notes::HANDED);
         process.page = Some(page);
         if !moved && !news {
             return;

@@ -74,6 +74,7 @@ impl Node {
         if left && !phase.is_off() {
             process.away = None;
         }
+        process.keeps_carried &= phase == Phase::Away;
         if outcome == Outcome::NotCopied && phase == Phase::Away {
             process.keeps_what_it_carries();
         }
@@ -148,8 +149,6 @@ impl Node {
                 self.fail_offload(&key, Reason::DriverError, &detail);
             }
             (_, Outcome::NotCopied) => {
-                // The next controller is to know how little it needs.
-                self.journal(&key, CHECKPOINT);
                 let detail = format!("no vault has copied process {pid}, which was prepared");
                 self.fail_offload(&key, Reason::DriverError, &detail);
             }

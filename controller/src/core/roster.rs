@@ -148,6 +148,7 @@ impl Node {
                 carried,
                 to: None,
                 bound: before.as_ref().is_some_and(|p| p.bound),
+                keeps_carried: false,
                 copy_failed: before.as_ref().is_some_and(|p| p.copy_failed),
                 prepared: false,
                 prepared_in: before.as_ref().and_then(|p| p.prepared_in),

@@ -118,7 +118,9 @@ impl Node {
         let vram_bytes = process.away.iter().flatten().map(|d| d.bytes).max().unwrap_or(0);
         let keep = self.containers.get(key).is_some_and(|c| c.policy.keep_copy);
         let moves = self.moves(key);
-        let then_checkpoint = self.processes.get(&id).is_some_and(|p| moves(p) == Moves::Both);
+        // Nobody's room is being proven or taken beside it.
+        let then_checkpoint = self.grants.is_empty()
+            && self.processes.get(&id).is_some_and(|p| moves(p) == Moves::Both);
         self.journal(key, CHECKPOINT);
         self.order(
             id,

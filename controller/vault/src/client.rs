@@ -39,6 +39,8 @@ const MARGIN_BYTES: u64 = 1 << 30;
 const FRAMES_AT_ONCE: usize = 64;
 /// How long a fill may take beside its copies, and who is filled may take to hang up.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// How long the next piece may take that is handed over.
+const BETWEEN: Duration = Duration::from_secs(2);
 /// The slowest bus that is waited for.
 const BYTES_A_SECOND: u64 = 1 << 30;
 
@@ -196,6 +198,11 @@ impl Client {
     /// Whether somebody waits for this one.
     pub fn is_urgent(&self) -> bool {
         matches!(self.state, State::Filling { .. } | State::Taking(_))
+    }
+
+    /// Whether it waits to come home.
+    pub fn is_filling(&self) -> bool {
+        matches!(self.state, State::Filling { .. })
     }
 
     /// Whether its memory is being registered, which takes a little VRAM.
@@ -381,6 +388,9 @@ impl Client {
             return Err(ClientError::Late);
         }
         let all = taking.many() == self.pieces.len();
+        if !all && taking.last().elapsed() > BETWEEN {
+            return Err(ClientError::Late);
+        }
         if !(all && taking.is_over().map_err(ClientError::HandedOver)?) {
             return Ok((Step::Soon, None));
         }

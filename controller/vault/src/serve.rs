@@ -205,7 +205,8 @@ impl Vault<'_> {
             self.report(report);
         }
         self.end(|client| over.contains(&client.process()));
-        let free = !urgent && most != Step::More;
+        // Host memory that is kept from those who want it back waits for those alone who come home.
+        let free = !self.clients.iter().any(Client::is_filling) && most != Step::More;
         if free && let Some(region) = self.leaving.last_mut() {
             let more = region.unregister_last();
             if !more.map_err(|error| VaultError::Broken(error.into()))? {

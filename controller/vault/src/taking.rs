@@ -13,6 +13,8 @@ pub struct Taking {
     /// Where in the region the next one begins.
     offset: usize,
     since: Instant,
+    /// When the last one came.
+    last: Instant,
 }
 
 impl Taking {
@@ -22,7 +24,8 @@ impl Taking {
     /// [`CudaError`]
     pub fn begin(cuda: &Rc<Cuda>) -> Result<Taking, CudaError> {
         let copies = Copies::begin(cuda)?;
-        Ok(Taking { copies, blocks: Vec::new(), offset: 0, since: Instant::now() })
+        let since = Instant::now();
+        Ok(Taking { copies, blocks: Vec::new(), offset: 0, since, last: since })
     }
 
     /// Begins to copy the next one into the region, which must have room for it.
@@ -41,6 +44,7 @@ impl Taking {
         // Also where one has failed: others of it may have begun.
         self.blocks.push(block);
         self.offset += bytes as usize;
+        self.last = Instant::now();
         copied
     }
 
@@ -52,6 +56,11 @@ impl Taking {
     /// When the first came.
     pub fn since(&self) -> Instant {
         self.since
+    }
+
+    /// When the last came.
+    pub fn last(&self) -> Instant {
+        self.last
     }
 
     /// Whether all that have come are in the region.

@@ -29,6 +29,19 @@ pub struct Own {
 /// The library's folder: every container of the node has the same one.
 const FOLDER: &CStr = c"/.affinode/lib";
 
+/// The folder's lock, for which others that leave are waited for, but nobody who comes back.
+fn soon_locked() -> Option<sys::FolderLock> {
+    const WITHIN_US: u64 = 500_000;
+    const PAUSE_US: u64 = 1_000;
+    let end_us = sys::now_us() + WITHIN_US;
+    loop {
+        match sys::lock_folder(FOLDER) {
+            None if sys::now_us() < end_us => sys::sleep_us(PAUSE_US),
+            taken => return taken,
+        }
+    }
+}
+
 fn own_pid() -> i32 {
     sys::getpid() as i32
 }
@@ -140,7 +153,9 @@ impl Host for Own {
     }
 
     fn park(&mut self, keep: bool, handed: Option<u64>) -> Result<(), u32> {
-        carry::park(keep, handed)
+        // Who comes back without a controller takes no device memory beside what that copies there.
+        let turn = handed.and_then(|_| soon_locked());
+        carry::park(keep, handed.filter(|_| turn.is_some()))
     }
 
     fn settle(&mut self) -> bool {

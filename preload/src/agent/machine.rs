@@ -147,10 +147,16 @@ impl Machine {
     /// controller was stopped in between.
     pub fn obey(&mut self, host: &mut impl Host, action: Action, decided_ms: u64) -> Ended {
         let age_ms = (host.now_us() / 1_000).saturating_sub(decided_ms);
-        if action.is_return() && decided_ms > 0 && age_ms > PROOF_HOLDS_MS {
-            return (Outcome::Late, 0);
+        let late = decided_ms > 0 && age_ms > PROOF_HOLDS_MS;
+        match action {
+            _ if late && action.is_return() => (Outcome::Late, 0),
+            // Others may be promised by now what is copied on the device meanwhile.
+            Action::Park { vram_bytes, keep, .. } if late => {
+                let action = Action::Park { vram_bytes, keep, then_checkpoint: false };
+                self.carry_out(host, action)
+            }
+            action => self.carry_out(host, action),
         }
-        self.carry_out(host, action)
     }
 
     /// Carries out an order, all of it, before it returns.

@@ -91,6 +91,10 @@ pub fn go_on() -> bool {
         return false;
     }
     if FILLING.is_busy() {
+        // The application may have taken what was free at the beginning.
+        if shortage::is_near() {
+            FILLING.stop();
+        }
         return true;
     }
     let bytes = CARRY.ahead.bytes.load(Ordering::Relaxed);

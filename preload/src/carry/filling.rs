@@ -86,6 +86,11 @@ impl Filling {
         self.helpers.load(Ordering::Acquire) > 0
     }
 
+    /// Has the helpers stop, each after its chunk.
+    pub fn stop(&self) {
+        self.next.store(MOST_CHUNKS, Ordering::Release);
+    }
+
     /// Begins to bring in what is missing of a pool. [`Self::end`] comes before and after.
     pub fn begin(&self, start: usize, bytes: usize, of_file: usize) {
         self.start.store(start, Ordering::Relaxed);
@@ -142,7 +147,7 @@ impl Filling {
 
     /// Waits until no helper touches the pool any more.
     pub fn end(&self) {
-        self.next.store(MOST_CHUNKS, Ordering::Release);
+        self.stop();
         while self.helpers.load(Ordering::Acquire) > 0 {
             let seen = self.progress.load(Ordering::Acquire);
             sys::futex_wait(&self.progress, seen, 1);

@@ -26,6 +26,9 @@ use super::{is_in_use, tables, vault, with_pool};
 use crate::owned::Owned;
 use crate::sys::{self, Descriptor, datagram};
 
+/// How long a vault may take to read what it is handed.
+const WITHIN_US: u64 = 4_000_000;
+
 /// Bytes of content that is in such memory alone.
 pub fn bytes() -> u64 {
     if is_in_use() { tables(|tables| tables.bytes(is_handed)) } else { 0 }
@@ -57,20 +60,23 @@ fn hand_all(pool: &Pool, vram_bytes: u64) -> Option<()> {
     // They are in the application's table until the vault is done.
     (many <= sys::descriptor_limit() / 4).then_some(())?;
     vault::tell_parked(pool, summary, Piece::leaves, vram_bytes)?;
+    // The controller has nobody else take device memory for a little longer.
+    let end_us = sys::now_us() + WITHIN_US;
     for place in 0..many {
         let (id, piece) = order.piece(place)?;
-        hand(id, &piece)?;
+        hand(id, &piece, end_us)?;
     }
     Some(())
 }
 
-fn hand(id: Id, piece: &Piece) -> Option<()> {
+fn hand(id: Id, piece: &Piece, end_us: u64) -> Option<()> {
+    (sys::now_us() < end_us).then_some(())?;
     let exportable =
         !piece.imported && piece.property.handle_types & POSIX_DESCRIPTOR == POSIX_DESCRIPTOR;
     let handed = if exportable { piece.handle } else { copy(piece)? };
     let sent = export(handed).and_then(|shared| {
         let owned = Owned::note(shared.number())?;
-        vault::send_piece(shared.number())?;
+        vault::send_piece(shared.number(), end_us)?;
         Some((shared, owned))
     });
     let gone = sent.is_some() && unback(piece);

@@ -233,11 +233,13 @@ fn give_back() {
 
 /// Writes to the page what is parked, and whether a vault has made any of the rest.
 pub(super) fn tell() {
-    let bytes = tables(|tables| tables.bytes(|piece| piece.place != Place::Device));
+    let in_pool = |piece: &Piece| matches!(piece.place, Place::Pool | Place::Mapped);
+    let bytes = tables(|tables| tables.bytes(in_pool));
     let imported = holds_imported();
     if let Some(page) = process::page() {
         page.parked_bytes.store(bytes, Ordering::Relaxed);
         page.note(Notes::IMPORTED, imported);
+        page.note(Notes::HANDED, handed::bytes() > 0);
     }
 }
 

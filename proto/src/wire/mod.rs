@@ -176,6 +176,9 @@ impl Notes {
     /// When it was copied out last, no vault could have brought it home: what it has is not of
     /// that kind. Goes when that has changed.
     pub const NO_VAULT: Notes = Notes(1 << 2);
+    /// What it has handed to a vault is not copied: it is on the device, whatever its phase. Goes
+    /// when it is copied, or taken back.
+    pub const HANDED: Notes = Notes(1 << 4);
     /// Its library and its driver can bring it back on another GPU.
     pub const MOVABLE: Notes = Notes(1 << 3);
 

@@ -3,16 +3,22 @@
 use affinode_proto::{
     reason::Reason,
     state::State,
-    wire::{Notes, Phase, message::Outcome},
+    wire::{
+        Notes, Phase,
+        message::{Action, Outcome},
+        page::PageSnapshot,
+    },
 };
 
 use super::{
     super::{
         Effect, GpuSample, Input, Millis, ProcessId, Survey,
+        grant::{Grant, Stage},
         hints::Hint,
         input::{CommandId, Request, Work},
         policy::{Engine, KeepAlive, Mode, Policy},
     },
+    agent::page,
     world::{ENGINES, GPU, LEAST, World, key},
 };
 
@@ -85,6 +91,61 @@ fn what_nvml_shows_of_the_preparation_is_no_use_of_the_gpu() {
         world.tick();
     }
     assert_eq!((world.prepared.len(), world.state(FAST)), (0, State::Idle));
+}
+
+/// Until it has the order to copy: whether a vault may do so beside the checkpoint.
+fn until_park(world: &mut World, id: ProcessId) -> bool {
+    for _ in 0..100 {
+        let pending = world.node.processes.get(&id).and_then(|p| p.pending);
+        if let Some(Action::Park { then_checkpoint, .. }) = pending.map(|pending| pending.action) {
+            return then_checkpoint;
+        }
+        if world.questions.is_empty() { world.work(id) } else { world.answer_question() }
+    }
+    panic!("it does not leave");
+}
+
+/// It copies on the device, piece by piece, what cannot be exported.
+#[test]
+fn nobody_is_promised_room_while_somebody_hands_its_memory_over() {
+    let mut world = World::new(3);
+    let waiter = world.running(0, 100);
+    world.settle_all();
+    let id = staying(&mut world, FAST, 100);
+    ask(&mut world, Request::Offload);
+    assert!(until_park(&mut world, id));
+    world.call(waiter);
+    world.tick();
+    assert!(world.node.grants.is_empty() && world.state(0) == State::Queued);
+    world.work(id);
+    world.tick();
+    assert!(!world.node.grants.is_empty(), "it has reported");
+}
+
+#[test]
+fn nobody_hands_its_memory_over_while_room_is_promised() {
+    let mut world = World::new(3);
+    let id = staying(&mut world, FAST, 100);
+    ask(&mut world, Request::Offload);
+    let grant = Grant::new(Stage::Granted, [GPU.to_owned()].into(), world.now);
+    world.node.grants.insert(key(0), grant);
+    assert!(!until_park(&mut world, id));
+}
+
+#[test]
+fn who_is_away_with_its_memory_on_the_device_needs_the_rest_alone() {
+    let mut world = World::new(3);
+    let id = staying(&mut world, FAST, 600);
+    ask(&mut world, Request::Offload);
+    world.settle_all();
+    assert_eq!(world.agents[&id].phase, Phase::Away);
+    let process = |world: &World| world.node.processes.get(&id).unwrap().clone();
+    let (all, carried) = (process(&world).away_bytes(), process(&world).carried.bytes);
+    for (notes, needs) in [(Notes::HANDED, all - carried), (Notes::default(), all)] {
+        let page = PageSnapshot { notes, ..page(&world.agents[&id]) };
+        world.feed(Input::Page(id, page));
+        assert_eq!(process(&world).away_bytes(), needs);
+    }
 }
 
 fn ask(world: &mut World, request: Request) {
