@@ -31,7 +31,7 @@ const FOLDER: &CStr = c"/.affinode/lib";
 
 /// The folder's lock, for which others that leave are waited for, but nobody who comes back.
 fn soon_locked() -> Option<sys::FolderLock> {
-    const WITHIN_US: u64 = 500_000;
+    const WITHIN_US: u64 = 1_000_000;
     const PAUSE_US: u64 = 1_000;
     let end_us = sys::now_us() + WITHIN_US;
     loop {
@@ -154,6 +154,7 @@ impl Host for Own {
 
     fn park(&mut self, keep: bool, handed: Option<u64>) -> Result<(), u32> {
         // Who comes back without a controller takes no device memory beside what that copies there.
+        let handed = handed.filter(|_| carry::is_prepared());
         let turn = handed.and_then(|_| soon_locked());
         carry::park(keep, handed.filter(|_| turn.is_some()))
     }

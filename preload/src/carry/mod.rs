@@ -54,7 +54,7 @@ use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use affinode_proto::wire::Engine;
 
 use self::ahead::Ahead;
-pub use self::ahead::{end_preparation, go_on as go_on_preparing, prepare};
+pub use self::ahead::{end_preparation, go_on as go_on_preparing, is_told as is_prepared, prepare};
 pub use self::handed::{bytes as handed_bytes, settle};
 pub use self::ipc::answer;
 pub use self::park::{holds_imported, is_parked, let_go_of_parked, park, tidy, unpark};
