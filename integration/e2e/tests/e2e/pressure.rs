@@ -44,8 +44,11 @@ fn a_return_waits_for_room() -> Result<()> {
     let mut busy = Worker::start_as(&world, spec)?;
     busy.wait_filled()?;
     alpha.send("verify")?;
-    let row = world.cli().wait_for_state("alpha", "Queued")?;
-    assert_eq!(row.reason, "waiting-for-vram");
+    // While the room is only being proven its reason is still the call.
+    until("alpha to wait for room", || {
+        let row = world.cli().container("alpha")?;
+        Ok(row.filter(|row| row.state == "Queued" && row.reason == "waiting-for-vram"))
+    })?;
     assert!(!alpha.has_answer()?);
     // Who holds the room can read that somebody waits for it.
     let read = ["/bin/cat", "/.affinode/run/pressure"];
