@@ -38,11 +38,6 @@ impl Node {
         if self.queue.is_empty() {
             return;
         }
-        // Who hands its memory over copies a piece of it on the device: what is free now may not
-        // be free in a moment.
-        if self.processes.values().any(|process| self.hands_over(process)) {
-            return;
-        }
         // Every device is taken: nobody's turn, however many wait.
         let granted = |uuid: &String| self.grants.values().any(|g| g.uuids.contains(uuid));
         if !self.gpus.is_empty() && self.gpus.iter().all(|gpu| granted(&gpu.uuid)) {
@@ -50,6 +45,10 @@ impl Node {
         }
         let mut taken: BTreeSet<String> =
             self.grants.values().flat_map(|g| &g.uuids).cloned().collect();
+        // Who hands its memory over copies a piece of it on the device: what is free there now may
+        // not be free in a moment.
+        let handing = self.processes.values().filter(|process| self.hands_over(process));
+        taken.extend(handing.flat_map(|p| p.away.iter().flatten()).map(|on| on.uuid.clone()));
         let gpus = self.gpus.len();
         let all_taken = |taken: &BTreeSet<String>| gpus > 0 && taken.len() >= gpus;
         // Devices that are kept for somebody who does not fit yet, and by whom.

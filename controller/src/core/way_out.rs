@@ -120,7 +120,7 @@ impl Node {
         let moves = self.moves(key);
         // Nobody's room is being proven or taken beside it.
         let then_checkpoint = self.grants.is_empty()
-            && self.processes.get(&id).is_some_and(|p| moves(p) == Moves::Both);
+            && self.processes.get(&id).is_some_and(|p| p.prepared && moves(p) == Moves::Both);
         self.journal(key, CHECKPOINT);
         self.order(
             id,

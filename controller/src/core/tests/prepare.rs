@@ -111,7 +111,7 @@ fn nobody_is_promised_room_while_somebody_hands_its_memory_over() {
     let mut world = World::new(3);
     let waiter = world.running(0, 100);
     world.settle_all();
-    let id = staying(&mut world, FAST, 100);
+    let id = prepared(&mut world);
     ask(&mut world, Request::Offload);
     assert!(until_park(&mut world, id));
     world.call(waiter);
@@ -125,7 +125,7 @@ fn nobody_is_promised_room_while_somebody_hands_its_memory_over() {
 #[test]
 fn nobody_hands_its_memory_over_while_room_is_promised() {
     let mut world = World::new(3);
-    let id = staying(&mut world, FAST, 100);
+    let id = prepared(&mut world);
     ask(&mut world, Request::Offload);
     let grant = Grant::new(Stage::Granted, [GPU.to_owned()].into(), world.now);
     world.node.grants.insert(key(0), grant);

@@ -1,0 +1,145 @@
+//! Memory that the agent carries: out, home, and what fails on the way.
+
+use super::*;
+
+const PARK: Action = Action::Park { vram_bytes: 1 << 30, keep: true, then_checkpoint: false };
+
+/// A process with memory that can be carried, after these orders.
+fn carrying(orders: &[Action]) -> (Fake, Machine) {
+    let mut host = Fake::new();
+    host.carries = true;
+    let mut machine = running(&mut host);
+    for action in orders {
+        assert_eq!(machine.carry_out(&mut host, *action), (Outcome::Done, 0), "{action:?}");
+    }
+    (host, machine)
+}
+
+#[test]
+fn parked_memory_comes_back_from_both_depths() {
+    for orders in [&[CLOSE, LOCK, PARK][..], &[CLOSE, LOCK, PARK, CHECKPOINT]] {
+        let (mut host, mut machine) = carrying(orders);
+        let deep = orders.len() == 4;
+        let phase = if deep { Phase::Away } else { Phase::Parked };
+        assert_eq!((machine.phase(), host.gate, host.parked), (phase, Gate::Closed, true));
+        assert_eq!(host.let_go, deep, "registered memory makes a checkpoint slow");
+        for action in [Action::Restore, Action::Open] {
+            assert_eq!(machine.carry_out(&mut host, action), (Outcome::Done, 0));
+        }
+        assert_eq!((machine.phase(), host.gate, host.parked), (Phase::Open, Gate::Open, false));
+        assert_eq!(host.state, process_state::RUNNING);
+    }
+}
+
+#[test]
+fn a_copy_out_that_fails_leaves_the_process_closed_and_whole() {
+    let (mut host, mut machine) = carrying(&[CLOSE, LOCK]);
+    host.copy_fails = Some(999);
+    assert_eq!(machine.carry_out(&mut host, PARK), (Outcome::DriverError, 999));
+    assert_eq!((machine.phase(), host.parked), (Phase::Closed, false));
+    assert_eq!(machine.carry_out(&mut host, Action::Open).0, Outcome::Done);
+}
+
+#[test]
+fn a_return_without_room_leaves_the_memory_parked_and_is_tried_again() {
+    for orders in [&[CLOSE, LOCK, PARK][..], &[CLOSE, LOCK, PARK, CHECKPOINT]] {
+        let (mut host, mut machine) = carrying(orders);
+        host.copy_fails = Some(result::OUT_OF_MEMORY);
+        let ended = machine.carry_out(&mut host, Action::Restore);
+        assert_eq!(ended, (Outcome::DriverError, result::OUT_OF_MEMORY));
+        assert_eq!((machine.phase(), host.gate, host.parked), (Phase::Parked, Gate::Closed, true));
+        assert_eq!(machine.carry_out(&mut host, Action::Open).0, Outcome::WrongPhase);
+        host.room = false;
+        assert!(!machine.bring_back(&mut host), "the room may be promised to another");
+        host.room = true;
+        assert!(machine.bring_back(&mut host), "also without a controller");
+        assert_eq!((machine.phase(), host.parked), (Phase::Open, false));
+    }
+}
+
+#[test]
+fn a_checkpoint_of_the_rest_that_fails_leaves_the_memory_parked() {
+    for failing in [DriverCall::Lock(5_000), DriverCall::Checkpoint] {
+        let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK]);
+        host.fails = Some((failing, 801));
+        assert_eq!(machine.carry_out(&mut host, CHECKPOINT), (Outcome::DriverError, 801));
+        let state = (machine.phase(), host.state);
+        assert_eq!(state, (Phase::Parked, process_state::RUNNING), "{failing:?}");
+        host.fails = None;
+        assert!(machine.bring_back(&mut host));
+    }
+}
+
+#[test]
+fn a_vault_hears_of_a_restore_before_the_driver_does_and_is_left_when_it_fails() {
+    let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK, CHECKPOINT]);
+    host.copy_fails = Some(result::OUT_OF_MEMORY);
+    assert_eq!(machine.carry_out(&mut host, Action::Restore).0, Outcome::DriverError);
+    assert!(!host.with_vault, "what it has made would be in the way of the next try");
+
+    let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK, CHECKPOINT]);
+    assert_eq!(machine.carry_out(&mut host, Action::Restore), (Outcome::Done, 0));
+    assert!(host.with_vault);
+    assert_eq!(machine.carry_out(&mut host, Action::Open), (Outcome::Done, 0));
+    assert!(!host.with_vault, "nothing of a vault's is needed while it runs");
+
+    let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK, CHECKPOINT]);
+    host.with_vault = true;
+    host.room = false;
+    assert!(!machine.bring_back(&mut host));
+    assert!(!host.with_vault, "it would hold the room that is looked for");
+}
+
+#[test]
+fn a_process_comes_back_on_another_gpu_without_a_vault_if_it_can() {
+    let (there, nowhere) =
+        (Action::RestoreOn { from: 0, to: 1 }, Action::RestoreOn { from: 0, to: 9 });
+    let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK, CHECKPOINT]);
+    host.with_vault = true;
+    let calls = host.calls.len();
+    assert_eq!(machine.carry_out(&mut host, nowhere), (Outcome::Unreachable, 0));
+    assert_eq!((machine.phase(), host.calls.len()), (Phase::Away, calls), "nothing was done");
+    assert!(!host.with_vault, "it holds room that the next try wants");
+
+    host.with_vault = true;
+    host.now_us = 60_000_000;
+    assert_eq!(machine.obey(&mut host, there, 1), (Outcome::Late, 0));
+    assert_eq!(machine.obey(&mut host, there, 60_000), (Outcome::Done, 0));
+    assert!(!host.with_vault, "it would fill memory of the GPU before");
+    assert_eq!(host.calls[calls..], [DriverCall::RestoreOn(0, 1), DriverCall::Unlock]);
+    assert_eq!((machine.phase(), host.parked), (Phase::Closed, false));
+}
+
+#[test]
+fn only_who_is_away_changes_its_gpu() {
+    let there = Action::RestoreOn { from: 0, to: 1 };
+    let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK]);
+    assert_eq!(machine.carry_out(&mut host, there).0, Outcome::WrongPhase, "its context stays");
+    assert_eq!(machine.carry_out(&mut host, CHECKPOINT).0, Outcome::Done);
+    host.fails = Some((DriverCall::RestoreOn(0, 1), 1));
+    assert_eq!(machine.carry_out(&mut host, there), (Outcome::DriverError, 1));
+    assert_eq!(machine.phase(), Phase::Away);
+    assert_eq!(machine.carry_out(&mut host, Action::Restore), (Outcome::Done, 0), "where it was");
+}
+
+#[test]
+fn memory_of_another_s_making_keeps_a_process_from_its_checkpoint() {
+    for orders in [&[CLOSE, LOCK][..], &[CLOSE, LOCK, PARK]] {
+        let (mut host, mut machine) = carrying(orders);
+        host.imported = true;
+        let calls = host.calls.len();
+        let before = machine.phase();
+        assert_eq!(machine.carry_out(&mut host, CHECKPOINT), (Outcome::Imported, 0));
+        assert_eq!((machine.phase(), host.calls.len()), (before, calls), "nothing was done");
+    }
+}
+
+#[test]
+fn parking_nothing_is_no_error_and_a_checkpoint_may_follow() {
+    let mut host = Fake::new();
+    let mut machine = running(&mut host);
+    for action in [CLOSE, LOCK, PARK, CHECKPOINT, Action::Restore, Action::Unlock, Action::Open] {
+        assert_eq!(machine.carry_out(&mut host, action), (Outcome::Done, 0), "{action:?}");
+    }
+    assert_eq!(machine.phase(), Phase::Open);
+}
