@@ -42,8 +42,9 @@ dir = "off"
 "#;
 /// A move of the simulated driver takes so long, in milliseconds: time to be struck in.
 const MOVE_MS: &str = "30";
-/// Room for the largest container and one more process, not for the whole cast.
-const SIMULATED_BYTES: u64 = 160 * MIB;
+/// Room for the largest container (three processes of 36 MiB) where all others are parked and
+/// keep their contexts (four of 16 MiB, and the vault's), not for the whole cast.
+const SIMULATED_BYTES: u64 = 192 * MIB;
 /// The same on a GPU whose contexts have half a GiB.
 const REAL_ROOM_BYTES: u64 = 4_096 * MIB;
 /// What a real driver may keep beyond that of moved processes.
