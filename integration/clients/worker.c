@@ -22,6 +22,7 @@
  *   set N V         every word of the Nth of them, counted from 0, is V from now on
  *   spin MS         a kernel of so long, do not wait
  *   managed         1 MiB of managed memory
+ *   stray           one bit of host memory that its content is parked in is changed
  *   peer            peer access from this device's context to the other device's
  *   fork            a child that makes a CUDA call and exits: "child_result", "child_status"
  *   orphan          a child that does nothing and outlives this program by up to a minute: "child"
@@ -107,6 +108,22 @@ static CUresult free_last(void)
     if (allocation_count == 0)
         return 1;
     return client.cuda.mem_free(allocations[--allocation_count]);
+}
+
+/* As a stray pointer of the program's own would. */
+static CUresult stray(void)
+{
+    char line[512], *at = NULL;
+    FILE *maps = fopen("/proc/self/maps", "r");
+    while (maps != NULL && at == NULL && fgets(line, sizeof line, maps) != NULL)
+        if (strstr(line, "affinode-parked") != NULL)
+            at = (char *)strtoul(line, NULL, 16);
+    if (maps != NULL)
+        fclose(maps);
+    if (at == NULL)
+        return 1;
+    at[4096] ^= 1;
+    return 0;
 }
 
 static CUresult peer_access(void)
@@ -254,6 +271,8 @@ static int obey(char *line)
         TIMED(free_last());
     if (strcmp(command, "spin") == 0)
         TIMED(client_spin(&client, number));
+    if (strcmp(command, "stray") == 0)
+        TIMED(stray());
     if (strcmp(command, "managed") == 0)
         TIMED(cuda->mem_managed(&managed, 1 << 20, 1));
     if (strcmp(command, "peer") == 0)

@@ -106,6 +106,11 @@ pub unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
             return Way::Pass;
         };
         frame.place = place;
+        if page.is_damaged() {
+            room::abandon(&PROCESS.desk, frame.waits_until_us);
+            frame.result = result::ECC_UNCORRECTABLE.into();
+            return Way::Answered;
+        }
         if try_enter(place, page, entry) {
             frame.began_ns = place.slot().map_or(0, |slot| calls::begin(page, slot));
             // Known once the gate has let it through: a first allocation waits for what the

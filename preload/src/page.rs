@@ -166,6 +166,11 @@ impl Page {
         }
     }
 
+    /// Whether calls are to fail: memory is not what it was.
+    pub fn is_damaged(&self) -> bool {
+        self.gate.load(Ordering::SeqCst) == Gate::Damaged as u32
+    }
+
     /// Tells readers of the page where the process is.
     pub fn set_phase(&self, phase: Phase) {
         self.phase.store(phase as u32, Ordering::Release);

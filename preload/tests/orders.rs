@@ -34,7 +34,8 @@ fn the_hello_says_who_and_where() {
                 Abilities::RECORDS_CALLS.0
                     | Abilities::USES_VAULT.0
                     | Abilities::KEEPS_COPY.0
-                    | Abilities::PREPARES.0,
+                    | Abilities::PREPARES.0
+                    | Abilities::CHECKS.0,
             ),
             carried_bytes: 0,
             parked_bytes: 0,

@@ -76,6 +76,8 @@ reasons! {
     SharedMemory = "shared-memory", "shares GPU memory with another process (IPC, exported or imported handles)";
     /// Runs under MPS.
     Mps = "mps", "runs under MPS, which the driver cannot checkpoint";
+    /// Its memory did not come back as it had left.
+    DamagedMemory = "damaged-memory", "its memory did not come back as it had left, so its CUDA calls fail (CUDA_ERROR_ECC_UNCORRECTABLE): start it anew";
     /// On a GPU that is cut into MIG instances.
     Mig = "mig", "runs on a GPU that is cut into MIG instances, whose memory cannot be proven free one by one";
     /// Driver or libcuda has no checkpoint API.

@@ -114,9 +114,10 @@ impl Agent {
         if let ControllerMessage::Order { action, decided_ms, .. } = &mut message {
             // 0 would be no time at all.
             *decided_ms = decided_ms.saturating_add_signed(self.clock_ahead_ms).max(1);
-            if let Action::Park { keep, then_checkpoint, .. } = action {
-                *keep &= self.abilities.contains(Abilities::KEEPS_COPY);
-                *then_checkpoint &= self.abilities.contains(Abilities::PREPARES);
+            if let Action::Park { how, .. } = action {
+                how.keep &= self.abilities.contains(Abilities::KEEPS_COPY);
+                how.then_checkpoint &= self.abilities.contains(Abilities::PREPARES);
+                how.check &= self.abilities.contains(Abilities::CHECKS);
             }
         }
         self.queue(message.into())

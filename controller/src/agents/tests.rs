@@ -12,7 +12,7 @@ use std::{
 
 use affinode_proto::wire::{
     Abilities, Hazards, Phase, WIRE_VERSION,
-    message::{Action, AgentMessage, ControllerMessage, FRAME_BYTES},
+    message::{Action, AgentMessage, ControllerMessage, FRAME_BYTES, How},
     page::{PAGE_BYTES, PAGE_MAGIC, SLOT_COUNT, header},
 };
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
@@ -101,23 +101,25 @@ async fn a_process_with_good_papers_joins_and_is_named_by_the_kernel() {
 
 #[tokio::test]
 async fn a_library_is_not_asked_for_what_it_does_not_know() {
-    for (abilities, keep, then_checkpoint) in [
-        (Abilities::USES_VAULT, false, false),
-        (Abilities::KEEPS_COPY, true, false),
-        (Abilities::PREPARES, false, true),
+    let none = How::default();
+    for (abilities, known) in [
+        (Abilities::USES_VAULT, none),
+        (Abilities::KEEPS_COPY, How { keep: true, ..none }),
+        (Abilities::PREPARES, How { then_checkpoint: true, ..none }),
+        (Abilities::CHECKS, How { check: true, ..none }),
     ] {
         let mut bench = bench();
         send_with(&bench.peer, &hello_with(WIRE_VERSION, abilities), &[page().as_fd()]);
         let Some(AgentMail::Joined { mut agent, .. }) = bench.mail.recv().await else {
             panic!("not joined")
         };
-        let park = |keep, then_checkpoint| {
-            let action = Action::Park { vram_bytes: 7, keep, then_checkpoint };
+        let park = |how| {
+            let action = Action::Park { vram_bytes: 7, how };
             ControllerMessage::Order { order: 1, action, decided_ms: 9 }
         };
-        assert!(agent.send(park(true, true)));
+        assert!(agent.send(park(How { keep: true, then_checkpoint: true, check: true })));
         let answer = tokio::task::spawn_blocking(move || refusal(&mut bench.peer)).await.unwrap();
-        assert_eq!(answer, park(keep, then_checkpoint));
+        assert_eq!(answer, park(known));
     }
 }
 

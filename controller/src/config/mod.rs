@@ -104,6 +104,8 @@ pub struct PolicySection {
     pub engine: Engine,
     /// Whether the copy in host memory is kept after a return.
     pub keep_copy: bool,
+    /// Whether a return looks whether memory that was copied has come home as it left.
+    pub checksum: bool,
     /// Whether host memory is made ready while a container is idle, before it leaves.
     pub prepare: bool,
     /// Whether a container may come back on another GPU of the same kind when its own is full.
@@ -155,6 +157,8 @@ pub struct NamespaceRule {
     pub engine: Option<Engine>,
     /// Replaces whether the copy in host memory is kept after a return.
     pub keep_copy: Option<bool>,
+    /// Replaces whether a return looks whether memory has come home as it left.
+    pub checksum: Option<bool>,
     /// Replaces whether host memory is made ready before it leaves.
     pub prepare: Option<bool>,
     /// Replaces whether it may come back on another GPU.
@@ -183,6 +187,7 @@ impl Default for PolicySection {
             on_oom_timeout: policy.on_oom_timeout_ms,
             engine: policy.engine,
             keep_copy: policy.keep_copy,
+            checksum: policy.checksum,
             prepare: policy.prepare,
             other_gpu: policy.other_gpu,
             minimum_vram_mib: policy.minimum_vram_bytes >> 20,
@@ -305,6 +310,7 @@ impl Config {
                     on_oom_timeout_ms: self.policy.on_oom_timeout,
                     engine: self.policy.engine,
                     keep_copy: self.policy.keep_copy,
+                    checksum: self.policy.checksum,
                     prepare: self.policy.prepare,
                     other_gpu: self.policy.other_gpu,
                     minimum_vram_bytes: self.policy.minimum_vram_mib << 20,
@@ -330,6 +336,7 @@ impl Config {
                         on_oom_timeout_ms: rule.on_oom_timeout,
                         engine: rule.engine,
                         keep_copy: rule.keep_copy,
+                        checksum: rule.checksum,
                         prepare: rule.prepare,
                         other_gpu: rule.other_gpu,
                         minimum_vram_bytes: rule.minimum_vram_mib.map(|mib| mib << 20),

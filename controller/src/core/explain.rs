@@ -141,6 +141,12 @@ const SETTINGS: &[Setting] = &[
         ruled: |r| r.keep_copy.is_some(),
     },
     Setting {
+        name: "checksum",
+        annotations: &["affinode.io/checksum"],
+        shown: |p| p.checksum.to_string(),
+        ruled: |r| r.checksum.is_some(),
+    },
+    Setting {
         name: "prepare",
         annotations: &["affinode.io/prepare"],
         shown: |p| p.prepare.to_string(),

@@ -159,7 +159,7 @@ impl Node {
 
     fn hands_over(&self, process: &Process) -> bool {
         process.pending.is_some_and(|pending| {
-            let hands = matches!(pending.action, Action::Park { then_checkpoint: true, .. });
+            let hands = matches!(pending.action, Action::Park { how, .. } if how.then_checkpoint);
             hands && self.now.saturating_sub(pending.since) < HANDS_OVER_MS
         })
     }

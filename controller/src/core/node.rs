@@ -331,11 +331,7 @@ impl Node {
                 self.wanted(id, ticket, bytes, &uuid, attempts);
             }
             AgentMessage::WantOver { ticket, served } => self.want_over(id, ticket, served),
-            AgentMessage::Notice { hazards } => {
-                if let Some(process) = self.processes.get_mut(&id) {
-                    process.hazards.0 |= hazards.0;
-                }
-            }
+            AgentMessage::Notice { hazards } => self.learn_hazards(id, hazards),
         }
     }
 

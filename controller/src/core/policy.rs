@@ -36,6 +36,8 @@ pub struct Policy {
     pub engine: Engine,
     /// Whether its copy in host memory is kept after a return.
     pub keep_copy: bool,
+    /// Whether a return looks whether memory that was copied has come home as it left.
+    pub checksum: bool,
     /// Whether host memory is made ready while it is idle, before it leaves.
     pub prepare: bool,
     /// Whether it may come back on another GPU when its own is full.
@@ -71,6 +73,7 @@ impl Default for Policy {
             on_oom_timeout_ms: 120_000,
             engine: Engine::Driver,
             keep_copy: false,
+            checksum: false,
             prepare: false,
             other_gpu: false,
             minimum_vram_bytes: 0,
@@ -110,6 +113,8 @@ pub struct Rule {
     pub engine: Option<Engine>,
     /// Replaces whether its copy in host memory is kept after a return.
     pub keep_copy: Option<bool>,
+    /// Replaces whether a return looks whether memory has come home as it left.
+    pub checksum: Option<bool>,
     /// Replaces whether host memory is made ready before it leaves.
     pub prepare: Option<bool>,
     /// Replaces whether it may come back on another GPU.
@@ -181,6 +186,7 @@ impl Policies {
             policy.on_oom_timeout_ms = rule.on_oom_timeout_ms.unwrap_or(policy.on_oom_timeout_ms);
             policy.engine = rule.engine.unwrap_or(policy.engine);
             policy.keep_copy = rule.keep_copy.unwrap_or(policy.keep_copy);
+            policy.checksum = rule.checksum.unwrap_or(policy.checksum);
             policy.prepare = rule.prepare.unwrap_or(policy.prepare);
             policy.other_gpu = rule.other_gpu.unwrap_or(policy.other_gpu);
             policy.minimum_vram_bytes =
@@ -234,6 +240,7 @@ pub(super) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
         }
         "affinode.io/engine" => policy.engine = word(value, &Engine::WORDS)?,
         "affinode.io/keep-copy" => policy.keep_copy = word(value, &BOOLS)?,
+        "affinode.io/checksum" => policy.checksum = word(value, &BOOLS)?,
         "affinode.io/prepare" => policy.prepare = word(value, &BOOLS)?,
         "affinode.io/other-gpu" => policy.other_gpu = word(value, &BOOLS)?,
         "affinode.io/restore" => policy.restore = restore(policy.restore, value)?,
@@ -245,7 +252,7 @@ pub(super) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
         }
         "affinode.io/window" => policy.window = value.parse()?,
         "affinode.io/inject" => word(value, &[("auto", ()), ("true", ()), ("false", ())])?,
-        _ => return Err("no such annotation; accepted: offload, idle-timeout, priority, keep-alive, prewake, wake-on, latency-sensitive, engine, keep-copy, prepare, other-gpu, restore, on-oom, on-oom-timeout, minimum-vram-mib, window, inject".into()),
+        _ => return Err("no such annotation; accepted: offload, idle-timeout, priority, keep-alive, prewake, wake-on, latency-sensitive, engine, keep-copy, checksum, prepare, other-gpu, restore, on-oom, on-oom-timeout, minimum-vram-mib, window, inject".into()),
     }
     Ok(())
 }

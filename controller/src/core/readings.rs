@@ -6,23 +6,38 @@ use affinode_proto::{
     api::control::Event,
     reason::Reason,
     state::State,
-    wire::{Notes, Phase, page::PageSnapshot},
+    wire::{Hazards, Notes, Phase, page::PageSnapshot},
 };
 
 use super::{
-    DeviceBytes, Key, Node, ProcessId, container::Goal, idle, input::GpuSample,
-    view::ipc_refused as ipc_refused_text,
+    DeviceBytes, Key, Node, ProcessId,
+    container::Goal,
+    idle,
+    input::GpuSample,
+    view::{damaged_text, ipc_refused as ipc_refused_text},
 };
 
 impl Node {
+    /// A process says what makes it unsafe to move, for as long as it lives.
+    pub(super) fn learn_hazards(&mut self, id: ProcessId, hazards: Hazards) {
+        let Some(process) = self.processes.get_mut_uncounted(&id) else { return };
+        let is_damaged = |hazards: Hazards| hazards.contains(Hazards::DAMAGED_MEMORY);
+        let is_news = is_damaged(hazards) && !is_damaged(process.hazards);
+        process.hazards.0 |= hazards.0;
+        if is_news {
+            let (key, text) = (process.key.clone(), damaged_text(process.identity.pid));
+            self.publish(&key, Event { kind: "process".into(), text, ..Event::default() });
+        }
+    }
+
     pub(super) fn page(&mut self, id: ProcessId, page: PageSnapshot) {
+        self.learn_hazards(id, page.hazards);
         let now = self.now;
         let Some(process) = self.processes.get_mut_uncounted(&id) else {
             return;
         };
         let moved = idle::moved(process.page.as_ref(), &page);
         let process_was_free = process.page.as_ref().is_some_and(|older| older.inflight == 0);
-        process.hazards.0 |= page.hazards.0;
         let ipc_refused = |page: &PageSnapshot| page.notes.contains(Notes::IPC_REFUSED);
         let news = ipc_refused(&page) && !process.page.as_ref().is_some_and(ipc_refused);
         process.carried.bytes = page.carried_bytes;

@@ -4,7 +4,8 @@ use affinode_proto::{api::control::Event, reason::Reason, state::State, wire::Ha
 
 use super::{Key, Millis, Node, container::Goal, node::text_of, policy::Mode, process::Process};
 
-const HAZARDS: [(Hazards, Reason); 5] = [
+const HAZARDS: [(Hazards, Reason); 6] = [
+    (Hazards::DAMAGED_MEMORY, Reason::DamagedMemory),
     (Hazards::MANAGED_MEMORY, Reason::ManagedMemory),
     (Hazards::PEER_ACCESS, Reason::PeerAccess),
     (Hazards::SHARED_MEMORY, Reason::SharedMemory),

@@ -190,13 +190,23 @@ fn warnings(c: &Container, processes: &[(ProcessId, &Process)]) -> Vec<String> {
         let pid = p.identity.pid;
         format!("the memory of process {pid} could not be copied: it leaves through the driver's checkpoint")
     });
-    c.warnings.iter().cloned().chain(refused).chain(slow).collect()
+    let is_damaged = |p: &Process| p.hazards.contains(Hazards::DAMAGED_MEMORY);
+    let damaged = processes.iter().filter(|(_, p)| is_damaged(p));
+    let damaged = damaged.map(|(_, p)| damaged_text(p.identity.pid));
+    c.warnings.iter().cloned().chain(damaged).chain(refused).chain(slow).collect()
 }
 
 /// What to do about memory that cannot be shared.
 pub(super) fn ipc_refused(pid: u32) -> String {
     format!(
         "process {pid} asked for an IPC handle of memory that a vault has brought home, which cannot be had: set affinode.io/engine to park or driver"
+    )
+}
+
+/// What to do about memory that is not what it was.
+pub(super) fn damaged_text(pid: u32) -> String {
+    format!(
+        "the memory of process {pid} did not come back as it had left: a stray write of its own, or host memory or a bus that fail. Its CUDA calls fail from now on; start it anew"
     )
 }
 
@@ -211,6 +221,7 @@ fn hazard_words(hazards: Hazards) -> Vec<String> {
         (Hazards::SHARED_MEMORY, "shared-memory"),
         (Hazards::MPS, "mps"),
         (Hazards::NO_CHECKPOINT_API, "driver-too-old"),
+        (Hazards::DAMAGED_MEMORY, "damaged-memory"),
     ]
     .into_iter()
     .filter(|(bit, _)| hazards.contains(*bit))

@@ -3,7 +3,10 @@
 use affinode_proto::{
     reason::Reason,
     state::State,
-    wire::{Phase, message::Action},
+    wire::{
+        Phase,
+        message::{Action, How},
+    },
 };
 
 use super::{
@@ -12,6 +15,7 @@ use super::{
     input::{Request, Survey},
     moves::CHECKPOINT,
     plan::{self, Moves, Out, Position, Step},
+    policy::Policy,
     process::Process,
 };
 
@@ -116,7 +120,10 @@ impl Node {
             }
         }
         let vram_bytes = process.away.iter().flatten().map(|d| d.bytes).max().unwrap_or(0);
-        let keep = self.containers.get(key).is_some_and(|c| c.policy.keep_copy);
+        let asked = |which: fn(&Policy) -> bool| {
+            self.containers.get(key).is_some_and(|container| which(&container.policy))
+        };
+        let (keep, check) = (asked(|policy| policy.keep_copy), asked(|policy| policy.checksum));
         let moves = self.moves(key);
         // Nobody's room is being proven or taken beside it.
         let then_checkpoint = self.grants.is_empty()
@@ -125,7 +132,10 @@ impl Node {
         self.order(
             id,
             match step {
-                Step::Park => Action::Park { vram_bytes, keep, then_checkpoint },
+                Step::Park => {
+                    let how = How { keep, then_checkpoint, check };
+                    Action::Park { vram_bytes, how }
+                }
                 Step::Checkpoint => Action::Checkpoint { vram_bytes },
             },
         );

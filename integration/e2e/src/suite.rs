@@ -101,6 +101,7 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     report.part(&world, "engines, side by side", engines::side_by_side);
     report.part(&world, "engines, mapped by itself", engines::segments);
     report.part(&world, "engines, prepared", engines::prepared);
+    report.part(&world, "engines, checked", engines::checked);
     report.part(&world, "engines, large", engines::large);
     match python::Python::find(&world) {
         Ok(python) => {

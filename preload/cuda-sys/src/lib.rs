@@ -22,6 +22,8 @@ pub mod result {
     pub const NOT_INITIALIZED: u32 = 3;
     /// `CUDA_ERROR_DEINITIALIZED`: the process is ending, and the driver has gone before.
     pub const DEINITIALIZED: u32 = 4;
+    /// `CUDA_ERROR_ECC_UNCORRECTABLE`: device memory is not what was written there.
+    pub const ECC_UNCORRECTABLE: u32 = 214;
     /// There is no context, or it is not one for this.
     pub const INVALID_CONTEXT: u32 = 201;
     /// Lock: work was still running at the end of the timeout.

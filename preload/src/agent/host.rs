@@ -7,8 +7,9 @@ use affinode_cuda_sys::{
     CheckpointArgs, CheckpointFn, CheckpointGetStateFn, CheckpointLockArgs, CheckpointLockFn,
     CheckpointRestoreArgs, CheckpointRestoreFn, DriverGetVersionFn,
 };
-use affinode_proto::wire::Phase;
+use affinode_proto::wire::message::How;
 use affinode_proto::wire::page::Gate;
+use affinode_proto::wire::{Hazards, Phase};
 
 use super::gpus::{self, Gpus};
 use super::machine::{Calls, DriverCall, Host};
@@ -61,7 +62,9 @@ pub fn driver_version() -> u32 {
 
 impl Host for Own {
     fn set_gate(&mut self, gate: Gate) {
-        self.page.set_gate(gate);
+        let damaged = self.page.hazards().contains(Hazards::DAMAGED_MEMORY);
+        let opens = gate != Gate::Closed;
+        self.page.set_gate(if opens && damaged { Gate::Damaged } else { gate });
     }
 
     fn set_phase(&mut self, phase: Phase) {
@@ -152,11 +155,11 @@ impl Host for Own {
         (code == 0).then_some(state)
     }
 
-    fn park(&mut self, keep: bool, handed: Option<u64>) -> Result<(), u32> {
+    fn park(&mut self, how: How, vram_bytes: u64) -> Result<(), u32> {
         // Who comes back without a controller takes no device memory beside what that copies there.
-        let handed = handed.filter(|_| carry::is_prepared());
-        let turn = handed.and_then(|_| soon_locked());
-        carry::park(keep, handed.filter(|_| turn.is_some()))
+        let hands_over = how.then_checkpoint && carry::is_prepared();
+        let turn = hands_over.then(soon_locked).flatten();
+        carry::park(how.keep, how.check, turn.as_ref().map(|_| vram_bytes))
     }
 
     fn settle(&mut self) -> bool {

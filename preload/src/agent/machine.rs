@@ -28,7 +28,7 @@
 
 use affinode_cuda_sys::{process_state, result};
 use affinode_proto::wire::Phase;
-use affinode_proto::wire::message::{Action, Outcome, PROOF_HOLDS_MS};
+use affinode_proto::wire::message::{Action, How, Outcome, PROOF_HOLDS_MS};
 use affinode_proto::wire::page::Gate;
 
 /// Which counts are waited for.
@@ -81,9 +81,9 @@ pub trait Host {
     /// The driver's word on the state of the process, if it has one.
     fn state(&mut self) -> Option<u32>;
     /// Copies what can be carried to host memory, and gives the device memory back. On an
-    /// error, the driver's code, everything is as it was. `keep`: the copy stays after the return.
-    /// `handed`: a checkpoint follows, of so many bytes in all, and a vault may copy beside it.
-    fn park(&mut self, keep: bool, handed: Option<u64>) -> Result<(), u32>;
+    /// error, the driver's code, everything is as it was. `vram_bytes`: all that the process holds
+    /// on its device; where a checkpoint follows, a vault may copy beside it.
+    fn park(&mut self, how: How, vram_bytes: u64) -> Result<(), u32>;
     /// Waits until a vault has copied what it was handed, if anything. False: it has not, and
     /// will not; the content is on the device.
     fn settle(&mut self) -> bool;
@@ -151,9 +151,9 @@ impl Machine {
         match action {
             _ if late && action.is_return() => (Outcome::Late, 0),
             // Others may be promised by now what is copied on the device meanwhile.
-            Action::Park { vram_bytes, keep, .. } if late => {
-                let action = Action::Park { vram_bytes, keep, then_checkpoint: false };
-                self.carry_out(host, action)
+            Action::Park { vram_bytes, how } if late => {
+                let how = How { then_checkpoint: false, ..how };
+                self.carry_out(host, Action::Park { vram_bytes, how })
             }
             action => self.carry_out(host, action),
         }
@@ -182,12 +182,12 @@ impl Machine {
                 let call = DriverCall::Lock(timeout_ms.max(1));
                 self.step(host, call, Phase::Locking, Phase::Locked)
             }
-            Action::Park { vram_bytes, keep, then_checkpoint } => {
+            Action::Park { vram_bytes, how } => {
                 if !host.is_eligible() {
                     return (Outcome::Unsupported, 0);
                 }
                 self.vram_bytes = vram_bytes;
-                self.park(host, keep, then_checkpoint.then_some(vram_bytes))
+                self.park(host, how)
             }
             Action::Checkpoint { vram_bytes } => {
                 if !host.is_eligible() {
@@ -311,13 +311,13 @@ impl Machine {
 
     /// The lock has waited for the GPU, and the gate lets no new work in: locked or not,
     /// nothing changes the memory. Copies need the process unlocked.
-    fn park(&mut self, host: &mut impl Host, keep: bool, handed: Option<u64>) -> Ended {
+    fn park(&mut self, host: &mut impl Host, how: How) -> Ended {
         match self.unlock(host) {
             (Outcome::Done, _) => {}
             ended => return ended,
         }
         self.enter(host, Phase::Parking);
-        match host.park(keep, handed) {
+        match host.park(how, self.vram_bytes) {
             Ok(()) => {
                 self.enter(host, Phase::Parked);
                 (Outcome::Done, 0)

@@ -4,7 +4,10 @@ use super::*;
 
 const ALL_BYTES: u64 = 1 << 30;
 const HANDED_BYTES: u64 = 3 << 28;
-const PARK: Action = Action::Park { vram_bytes: ALL_BYTES, keep: false, then_checkpoint: true };
+const PARK: Action = Action::Park {
+    vram_bytes: ALL_BYTES,
+    how: How { keep: false, then_checkpoint: true, check: false },
+};
 
 /// After a Park that has handed something over.
 fn handed(vault_copies: bool) -> (Fake, Machine) {

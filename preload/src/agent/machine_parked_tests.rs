@@ -2,7 +2,10 @@
 
 use super::*;
 
-const PARK: Action = Action::Park { vram_bytes: 1 << 30, keep: true, then_checkpoint: false };
+const PARK: Action = Action::Park {
+    vram_bytes: 1 << 30,
+    how: How { keep: true, then_checkpoint: false, check: false },
+};
 
 /// A process with memory that can be carried, after these orders.
 fn carrying(orders: &[Action]) -> (Fake, Machine) {

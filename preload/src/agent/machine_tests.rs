@@ -116,13 +116,13 @@ impl Host for Fake {
     fn state(&mut self) -> Option<u32> {
         Some(self.state)
     }
-    fn park(&mut self, _keep: bool, handed: Option<u64>) -> Result<(), u32> {
+    fn park(&mut self, how: How, _vram_bytes: u64) -> Result<(), u32> {
         assert_eq!((self.gate, self.state), (Gate::Closed, process_state::RUNNING));
         if let Some(code) = self.copy_fails.take() {
             return Err(code);
         }
         self.parked = self.carries;
-        self.handed = if handed.is_some() { self.hands } else { 0 };
+        self.handed = if how.then_checkpoint { self.hands } else { 0 };
         Ok(())
     }
     fn unpark(&mut self) -> Result<(), u32> {

@@ -36,7 +36,8 @@ const ABILITIES: Abilities = Abilities(
     Abilities::RECORDS_CALLS.0
         | Abilities::USES_VAULT.0
         | Abilities::KEEPS_COPY.0
-        | Abilities::PREPARES.0,
+        | Abilities::PREPARES.0
+        | Abilities::CHECKS.0,
 );
 
 const LOOK: u64 = 1 << (sys::SIGURG - 1);

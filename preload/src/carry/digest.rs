@@ -98,29 +98,29 @@ impl Drop for Digests {
     }
 }
 
-/// Digests of everything that leaves, each at its slot of a pool of so many bytes. What the device
-/// makes none of is not known.
-pub fn of_leaving(bytes: usize) -> Option<Digests> {
+/// Digests of the pieces that `which` picks on the device, each at its slot of a pool of so many
+/// bytes. What the device makes none of is not known.
+pub fn of(bytes: usize, which: fn(&Piece) -> bool) -> Option<Digests> {
     if sys::stack_limit_bytes() < LEAST_STACK_BYTES {
         return None;
     }
-    let odd = |piece: &Piece| piece.leaves() && !piece.bytes.is_multiple_of(SLOT_BYTES as u64);
+    let odd = |piece: &Piece| which(piece) && !piece.bytes.is_multiple_of(SLOT_BYTES as u64);
     if tables(|tables| tables.next(Id::FIRST, odd).is_some()) {
         return None;
     }
     let mut found = Digests::unknown(bytes / SLOT_BYTES)?;
     let mut context = 0;
-    while let Some(next) = context_after(context) {
+    while let Some(next) = context_after(context, which) {
         context = next;
-        of_context(context, found.all_mut())?;
+        of_context(context, which, found.all_mut())?;
     }
     Some(found)
 }
 
-/// The next context that something leaves.
-fn context_after(context: usize) -> Option<usize> {
+/// The next context that something of it is in.
+fn context_after(context: usize, which: fn(&Piece) -> bool) -> Option<usize> {
     let (mut from, mut least) = (Id::FIRST, None);
-    let later = |piece: &Piece| piece.leaves() && piece.context > context;
+    let later = |piece: &Piece| which(piece) && piece.context > context;
     tables(|tables| {
         while let Some((id, piece)) = tables.next(from, later) {
             from = id.next();
@@ -130,14 +130,14 @@ fn context_after(context: usize) -> Option<usize> {
     least
 }
 
-fn of_context(context: usize, found: &mut [Digest]) -> Option<()> {
+fn of_context(context: usize, which: fn(&Piece) -> bool, found: &mut [Digest]) -> Option<()> {
     let mut work = Digests::unknown(found.len())?;
     let mut device = -1;
     (in_context(context, || call!(ctx_get_device(&raw mut device))) == result::SUCCESS)
         .then_some(())?;
     // Of memory elsewhere it is not known whether a kernel of this context can read it.
     let here = |piece: &Piece| {
-        piece.leaves() && piece.context == context && piece.property.location_id == device
+        which(piece) && piece.context == context && piece.property.location_id == device
     };
     tables(|tables| {
         let mut from = Id::FIRST;

@@ -22,6 +22,7 @@
 //! | `park`, `pool`, `filling` | out and home; the host memory for it, and its pages |
 //! | `digest`, `shortage` | what of it has not changed by the next time; whether it can be kept |
 //! | `zeros` | what of it need not be stored at all |
+//! | `check` | whether it has come home as it left |
 //! | `vault` | home through a process that fills the memory while the driver restores the rest |
 //! | `ahead`, `handed` | host memory that is ready before; out through that process |
 //! | `ipc` | legacy IPC, which the driver does not have for such memory |
@@ -31,6 +32,7 @@ mod ahead;
 mod backing;
 mod blocks;
 mod calls;
+mod check;
 mod contexts;
 mod digest;
 mod driver;
@@ -97,6 +99,8 @@ struct Carry {
     unchanged_bytes: AtomicU64,
     /// What it left out, because it is all zero.
     zero_bytes: AtomicU64,
+    /// 1: a return looks whether everything is as it was.
+    checks: AtomicU32,
     /// How far host memory is prepared, and how much.
     ahead: Ahead,
     /// Contexts in which something small stays allocated.
@@ -120,6 +124,7 @@ static CARRY: Carry = Carry {
     peers: [const { AtomicU64::new(0) }; DEVICES],
     unchanged_bytes: AtomicU64::new(0),
     zero_bytes: AtomicU64::new(0),
+    checks: AtomicU32::new(0),
     ahead: Ahead::none(),
     anchored: [const { AtomicUsize::new(0) }; 16],
 };

@@ -23,7 +23,7 @@ use super::driver::call;
 use super::order::Order;
 use super::pool::{Pool, Stored, Tidied};
 use super::table::{Id, Piece, Place};
-use super::{CARRY, ahead, driver, handed, is_in_use, shortage, tables, vault, with_pool};
+use super::{CARRY, ahead, check, driver, handed, is_in_use, shortage, tables, vault, with_pool};
 use crate::process;
 
 /// Most contexts whose memory is copied. A process with more cannot be parked: the controller
@@ -38,10 +38,11 @@ pub fn is_parked() -> bool {
 /// Moves everything that can be carried to host memory. `keep`: the copy is to be kept after the
 /// return, and what the last one holds unchanged is not copied again. `handed`: a checkpoint
 /// follows, of a process that has so many bytes on the device, beside which a vault may copy.
+/// `check`: the return looks whether everything has come home.
 ///
 /// # Errors
 /// The driver's code. Everything is on the device as it was.
-pub fn park(keep: bool, handed: Option<u64>) -> Result<(), u32> {
+pub fn park(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32> {
     if !is_in_use() {
         return Ok(());
     }
@@ -50,6 +51,7 @@ pub fn park(keep: bool, handed: Option<u64>) -> Result<(), u32> {
         return Err(result::NOT_SUPPORTED);
     }
     relax_captures();
+    check::set(check);
     with_pool(|pool| {
         ahead::stop(pool);
         let Some((bytes, context)) = assign() else {
@@ -64,7 +66,7 @@ pub fn park(keep: bool, handed: Option<u64>) -> Result<(), u32> {
             return Err(result::OUT_OF_MEMORY);
         }
         pool.set_keeps(keep);
-        let mut found = digest::of_leaving(bytes);
+        let mut found = digest::of(bytes, Piece::leaves);
         let zero_bytes = found.as_mut().map_or(0, |found| pool.leave_out(found));
         let handed = handed.filter(|_| {
             let all_new = zero_bytes == 0 && is_new(pool, found.as_ref(), bytes as u64);
@@ -116,7 +118,12 @@ fn relax_captures() {
 /// is no memory to tell their order.
 pub(super) fn assign() -> Option<(usize, usize)> {
     tables(|tables| {
-        let mut order = Order::within(tables, Piece::leaves)?;
+        let mut from = Id::FIRST;
+        while let Some((id, piece)) = tables.next(from, |_| true) {
+            from = id.next();
+            piece.has_left = piece.leaves();
+        }
+        let mut order = Order::within(tables, |piece| piece.has_left)?;
         let (mut place, mut end, mut context) = (0, 0, 0);
         while let Some(piece) = order.id(place).and_then(|id| tables.piece(id)) {
             piece.offset = end;
@@ -196,7 +203,7 @@ impl Out<'_> {
 }
 
 /// Begins to copy a piece that is mapped in.
-fn copy_in(pool: &mut Pool, copies: &mut Copies, piece: &Piece) -> u32 {
+pub(super) fn copy_in(pool: &mut Pool, copies: &mut Copies, piece: &Piece) -> u32 {
     let mut done = 0;
     while done < piece.bytes {
         let offset = (piece.offset + done) as usize;
@@ -260,7 +267,9 @@ pub fn unpark() -> Result<(), u32> {
         copy_home()
     };
     tell_kept(with_pool(|pool| pool.kept_bytes()));
-    returned
+    returned?;
+    check::look();
+    Ok(())
 }
 
 fn copy_home() -> Result<(), u32> {
@@ -336,13 +345,13 @@ pub(super) fn tell_kept(bytes: u64) {
 }
 
 /// Copies in progress: a stream per context, made for this.
-struct Copies {
+pub(super) struct Copies {
     streams: [(usize, *mut c_void); MOST_CONTEXTS],
     many: usize,
 }
 
 impl Copies {
-    fn new() -> Copies {
+    pub(super) fn new() -> Copies {
         Copies { streams: [(0, core::ptr::null_mut()); MOST_CONTEXTS], many: 0 }
     }
 
@@ -368,7 +377,7 @@ impl Copies {
     }
 
     /// Waits for all of them.
-    fn finish(self) -> Result<(), u32> {
+    pub(super) fn finish(self) -> Result<(), u32> {
         let mut ended = Ok(());
         for (context, stream) in self.streams.into_iter().take(self.many) {
             let code = in_context(context, || {

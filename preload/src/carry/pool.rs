@@ -300,6 +300,11 @@ impl Pool {
         self.sparse == 1
     }
 
+    /// What each slot holds, as far as that is known.
+    pub fn known(&self) -> &[Digest] {
+        self.known.all()
+    }
+
     /// Whether something is not in the pool that was left out of it.
     pub fn leaves_out(&self) -> bool {
         self.known.all().contains(&Digest::LEFT_OUT)

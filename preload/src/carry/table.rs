@@ -27,6 +27,8 @@ pub struct Piece {
     pub imported: bool,
     /// Where its content is.
     pub place: Place,
+    /// It was among what left the last time.
+    pub has_left: bool,
     /// Offset of its content in the pool, while the content is there.
     pub offset: u64,
     /// What its memory is imported by, while its content is in nothing else.

@@ -1,6 +1,32 @@
 //! What the agent is told to do with its own process, and its place in an order's frame: a code and
 //! a value.
 
+/// How memory is parked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct How {
+    /// The copy is kept after the return, so that what has not changed by the next time is not
+    /// copied again. Only of a library that has [`super::Abilities::KEEPS_COPY`].
+    pub keep: bool,
+    /// A checkpoint is to follow, beside which a vault may copy: the process is Parked then before
+    /// all of it has left the device. Only of a library that has [`super::Abilities::PREPARES`].
+    pub then_checkpoint: bool,
+    /// The return looks whether everything is as it was. Only of a library that has
+    /// [`super::Abilities::CHECKS`].
+    pub check: bool,
+}
+
+/// Each in its own way: earlier libraries know the first two, and those after them four.
+const WAYS_TO_PARK: [(u32, How); 8] = [
+    (9, How { keep: false, then_checkpoint: false, check: false }),
+    (10, How { keep: true, then_checkpoint: false, check: false }),
+    (12, How { keep: false, then_checkpoint: true, check: false }),
+    (13, How { keep: true, then_checkpoint: true, check: false }),
+    (14, How { keep: false, then_checkpoint: false, check: true }),
+    (15, How { keep: true, then_checkpoint: false, check: true }),
+    (16, How { keep: false, then_checkpoint: true, check: true }),
+    (17, How { keep: true, then_checkpoint: true, check: true }),
+];
+
 /// What the agent is told to do with its own process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
@@ -21,13 +47,8 @@ pub enum Action {
     Park {
         /// The most VRAM held on one device, for a later return without a controller.
         vram_bytes: u64,
-        /// Whether the copy is kept after the return, so that what has not changed by the next
-        /// time is not copied again. Only of a library that has [`super::Abilities::KEEPS_COPY`].
-        keep: bool,
-        /// Whether a checkpoint is to follow, beside which a vault may copy: the process is Parked
-        /// then before all of it has left the device. Only of a library that has
-        /// [`super::Abilities::PREPARES`].
-        then_checkpoint: bool,
+        /// How.
+        how: How,
     },
     /// Locked → Away: `cuCheckpointProcessCheckpoint`. Parked → Away: lock, then the same. What a
     /// vault copies beside it is waited for; where it does not, the process comes home again.
@@ -79,13 +100,8 @@ impl Action {
             Action::Unlock => (6, 0),
             Action::HoldAllocations { deadline_ms } => (7, u64::from(deadline_ms)),
             Action::ReleaseAllocations => (8, 0),
-            Action::Park { vram_bytes, keep, then_checkpoint } => {
-                let code = match (keep, then_checkpoint) {
-                    (false, false) => 9,
-                    (true, false) => 10,
-                    (false, true) => 12,
-                    (true, true) => 13,
-                };
+            Action::Park { vram_bytes, how } => {
+                let code = WAYS_TO_PARK.iter().find(|way| way.1 == how).map_or(9, |way| way.0);
                 (code, vram_bytes)
             }
             Action::RestoreOn { from, to } => (11, u64::from(from) | u64::from(to) << 8),
@@ -96,8 +112,6 @@ impl Action {
     pub(super) fn from_code(code: u32, value: u64) -> Option<Action> {
         // Milliseconds fit 32 bits; more is the longest that fits.
         let ms = u32::try_from(value).unwrap_or(u32::MAX);
-        let park =
-            |keep, then_checkpoint| Action::Park { vram_bytes: value, keep, then_checkpoint };
         Some(match code {
             1 => Action::Close { deadline_ms: ms },
             2 => Action::Open,
@@ -107,12 +121,11 @@ impl Action {
             6 => Action::Unlock,
             7 => Action::HoldAllocations { deadline_ms: ms },
             8 => Action::ReleaseAllocations,
-            9 => park(false, false),
-            10 => park(true, false),
             11 => Action::RestoreOn { from: value as u8, to: (value >> 8) as u8 },
-            12 => park(false, true),
-            13 => park(true, true),
-            _ => return None,
+            _ => {
+                let (_, how) = *WAYS_TO_PARK.iter().find(|way| way.0 == code)?;
+                Action::Park { vram_bytes: value, how }
+            }
         })
     }
 }

@@ -16,7 +16,7 @@
 //!                    <──────────────────────  Watch, again and again: record calls into the page
 //! ```
 
-pub use super::action::Action;
+pub use super::action::{Action, How};
 pub use super::frame::{FRAME_BYTES, FRAME_MAGIC, FrameError};
 use super::frame::{Reader, Writer};
 use super::{Abilities, Engine, Hazards, Phase, wire_enum};

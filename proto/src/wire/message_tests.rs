@@ -42,15 +42,16 @@ fn messages_come_back_as_sent() {
         Action::Unlock,
         Action::HoldAllocations { deadline_ms: 1 },
         Action::ReleaseAllocations,
-        Action::Park { vram_bytes: 1, keep: false, then_checkpoint: false },
-        Action::Park { vram_bytes: 1, keep: true, then_checkpoint: false },
-        Action::Park { vram_bytes: 1, keep: false, then_checkpoint: true },
-        Action::Park { vram_bytes: 1, keep: true, then_checkpoint: true },
         Action::RestoreOn { from: 7, to: 31 },
     ];
+    let parks = (0..8_u8).map(|bits| {
+        let [keep, then_checkpoint, check] = [1, 2, 4].map(|bit| bits & bit != 0);
+        Action::Park { vram_bytes: 1, how: How { keep, then_checkpoint, check } }
+    });
+    let orders = actions.into_iter().chain(parks);
     let orders =
-        actions.map(|action| ControllerMessage::Order { order: 8, action, decided_ms: 1 << 40 });
-    for message in orders.into_iter().chain([
+        orders.map(|action| ControllerMessage::Order { order: 8, action, decided_ms: 1 << 40 });
+    for message in orders.chain([
         ControllerMessage::Welcome { process: 1, wait_for_room_ms: 60_000, engine: Engine::Fast },
         ControllerMessage::Refuse { version: 1, retry: true },
         ControllerMessage::WakeAck { generation: 1, position: 2 },

@@ -37,6 +37,8 @@ impl Hazards {
     pub const MPS: Hazards = Hazards(1 << 3);
     /// libcuda has no checkpoint entry points.
     pub const NO_CHECKPOINT_API: Hazards = Hazards(1 << 4);
+    /// Its memory did not come back as it had left: its calls are answered with an error.
+    pub const DAMAGED_MEMORY: Hazards = Hazards(1 << 5);
 
     /// Whether any bit of `other` is set.
     #[must_use]
@@ -65,6 +67,8 @@ impl Abilities {
     pub const KEEPS_COPY: Abilities = Abilities(1 << 2);
     /// It has host memory made ready before it leaves, and lets a vault copy beside its checkpoint.
     pub const PREPARES: Abilities = Abilities(1 << 3);
+    /// It looks whether its memory has come home as it left.
+    pub const CHECKS: Abilities = Abilities(1 << 4);
 
     /// Whether any bit of `other` is set.
     #[must_use]

@@ -94,6 +94,8 @@ super::wire_enum! {
         Closed = 1,
         /// Calls that may take VRAM wait, others go through.
         AllocationsHeld = 2,
+        /// Calls are answered with an error: the process's memory is not what it was.
+        Damaged = 3,
     }
 }
 

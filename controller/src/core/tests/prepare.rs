@@ -97,8 +97,8 @@ fn what_nvml_shows_of_the_preparation_is_no_use_of_the_gpu() {
 fn until_park(world: &mut World, id: ProcessId) -> bool {
     for _ in 0..100 {
         let pending = world.node.processes.get(&id).and_then(|p| p.pending);
-        if let Some(Action::Park { then_checkpoint, .. }) = pending.map(|pending| pending.action) {
-            return then_checkpoint;
+        if let Some(Action::Park { how, .. }) = pending.map(|pending| pending.action) {
+            return how.then_checkpoint;
         }
         if world.questions.is_empty() { world.work(id) } else { world.answer_question() }
     }

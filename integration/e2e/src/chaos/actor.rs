@@ -102,6 +102,7 @@ impl Actor {
         let spec = if way.prepares { spec.prepared() } else { spec };
         let mut spec = spec
             .annotation("affinode.io/engine", way.engine)
+            .annotation("affinode.io/checksum", "true")
             .annotation("affinode.io/keep-copy", if way.keeps { "true" } else { "false" });
         let mount = format!("type=bind,src={},dst={PIPES},options=rbind:rw", pipes.display());
         spec = spec.flags(&["--mount", &mount]);

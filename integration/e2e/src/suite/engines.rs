@@ -31,7 +31,10 @@ pub const KEPT: &str = "kept";
 /// `fast`, of a container whose host memory is made ready while it is idle.
 pub const PREPARED: &str = "prepared";
 
-/// A container of an engine, or of [`KEPT`] or [`PREPARED`].
+/// `fast`, of a container that looks whether its memory has come home as it left.
+pub const CHECKED: &str = "checked";
+
+/// A container of an engine, or of [`KEPT`], [`PREPARED`] or [`CHECKED`].
 pub fn moved_by(spec: Spec, engine: &str) -> Spec {
     match engine {
         KEPT => {
@@ -39,6 +42,7 @@ pub fn moved_by(spec: Spec, engine: &str) -> Spec {
             spec.flags(&SEES_ITS_CGROUP)
         }
         PREPARED => spec.prepared(),
+        CHECKED => spec.annotation(ENGINE, "fast").annotation("affinode.io/checksum", "true"),
         engine => spec.annotation(ENGINE, engine),
     }
 }
@@ -82,13 +86,33 @@ pub fn large(world: &World, rows: &mut Rows) -> Result<()> {
         .try_for_each(|engine| cycles(world, rows, engine, &load))
 }
 
-/// One whose host memory is ready, of a size between.
-pub fn prepared(world: &World, rows: &mut Rows) -> Result<()> {
-    let load = match world.gpu() {
+/// A size between.
+fn medium(world: &World) -> Load {
+    match world.gpu() {
         Gpu::Real => Load { filled_mib: 4096, more: 1, rounds: 5 },
         Gpu::Simulated { .. } => Load { filled_mib: 64, more: 1, rounds: 3 },
-    };
-    cycles(world, rows, PREPARED, &load)
+    }
+}
+
+/// One whose host memory is ready.
+pub fn prepared(world: &World, rows: &mut Rows) -> Result<()> {
+    cycles(world, rows, PREPARED, &medium(world))
+}
+
+/// What a look at what has come home costs, and what becomes of what is wrong there.
+pub fn checked(world: &World, rows: &mut Rows) -> Result<()> {
+    let load = medium(world);
+    ["fast", CHECKED].iter().try_for_each(|engine| cycles(world, rows, engine, &load))?;
+    let spec = Worker::spec("stray", USUAL, 1024).annotation(BY_ORDER.0, BY_ORDER.1);
+    let mut worker = Worker::start_as(world, moved_by(spec, CHECKED))?;
+    worker.wait_filled()?;
+    world.cli().move_out("stray")?;
+    worker.call("stray")?;
+    let result = worker.ask("sync")?.result;
+    let what = "overwritten in host memory: every call fails";
+    rows.want(what, f64::from(result), "", "214, uncorrectable ECC", result == 214);
+    worker.running.kill(world)?;
+    worker.running.delete(world)
 }
 
 fn cycles(world: &World, rows: &mut Rows, engine: &str, load: &Load) -> Result<()> {

@@ -6,6 +6,7 @@
 mod beside;
 mod calls;
 mod chaos;
+mod checksum;
 mod doctor;
 mod engines;
 mod faults;

@@ -3,6 +3,9 @@
 //! A synchronous copy is done when the call returns. An asynchronous one of pageable host
 //! memory takes its source at the call, and waits when the host is the target, as on a real GPU.
 
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use crate::abi::{CUdeviceptr, Handle, HostAddress, ILLEGAL_ADDRESS, INVALID_VALUE, Outcome};
 use crate::api::cuda_api;
 use crate::contexts::Default0;
@@ -30,7 +33,8 @@ cuda_api! {
     }
     Work 3020 fn [cuMemcpyHtoDAsync_v2 cuMemcpyHtoDAsync_v2_ptsz] (to: CUdeviceptr, from: HostAddress, bytes: usize, stream: Handle) |d, zero| {
         device_or_managed(d, to, bytes)?;
-        copy_any_async(d, to, from as u64, bytes, stream, zero)
+        copy_any_async(d, to, from as u64, bytes, stream, zero)?;
+        if is_spoilt(bytes) { fill(d, to, WRONG, WRONG.len(), stream, zero) } else { Ok(()) }
     }
     Work 3020 fn [cuMemcpyDtoHAsync_v2 cuMemcpyDtoHAsync_v2_ptsz] (to: HostAddress, from: CUdeviceptr, bytes: usize, stream: Handle) |d, zero| {
         device_or_managed(d, from, bytes)?;
@@ -135,6 +139,20 @@ fn queue(
         Ok(())
     };
     driver.streams.submit(stream, Box::new(copy))
+}
+
+/// What a copy that goes wrong leaves in its first byte.
+const WRONG: [u8; 1] = [0xb5];
+
+/// Whether this is the large copy to the device that is to go wrong: `AFFINODE_SIM_SPOIL_COPY`
+/// counts them, from 1.
+fn is_spoilt(bytes: usize) -> bool {
+    const LARGE_BYTES: usize = 1 << 20;
+    static WHICH: LazyLock<u64> = LazyLock::new(|| {
+        std::env::var("AFFINODE_SIM_SPOIL_COPY").map_or(0, |which| which.parse().unwrap_or(0))
+    });
+    static SEEN: AtomicU64 = AtomicU64::new(0);
+    bytes >= LARGE_BYTES && *WHICH != 0 && SEEN.fetch_add(1, Ordering::Relaxed) + 1 == *WHICH
 }
 
 fn fill<const W: usize>(

@@ -1,0 +1,104 @@
+//! `checksum`: a return looks whether memory has come home as it left.
+
+use affinode_e2e::{
+    until::until,
+    worker::{USUAL, Worker},
+    world::{Recipe, World},
+};
+use anyhow::Result;
+
+use crate::offload::MANUAL;
+
+/// `CUDA_ERROR_ECC_UNCORRECTABLE`.
+const ECC_UNCORRECTABLE: i32 = 214;
+const WORKER_MIB: u64 = 96;
+const NO_VAULT: &str = "[vault]\nenabled = false\n";
+
+fn start(world: &World, id: &str, engine: &str, checksum: &str, spoilt: &str) -> Result<Worker> {
+    let spec = Worker::spec(id, USUAL, WORKER_MIB)
+        .annotation("affinode.io/engine", engine)
+        .annotation("affinode.io/checksum", checksum)
+        .env("AFFINODE_SIM_SPOIL_COPY", spoilt);
+    let mut worker = Worker::start_as(world, spec)?;
+    worker.wait_filled()?;
+    Ok(worker)
+}
+
+/// Who is checked gets an error for each call, and is told of; who is not goes on with what is wrong.
+#[test]
+fn what_was_overwritten_in_host_memory_is_never_computed_with() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    let mut checked = start(&world, "checked", "fast", "true", "")?;
+    let mut trusting = start(&world, "trusting", "fast", "false", "")?;
+    for worker in [&mut checked, &mut trusting] {
+        let id = worker.running.id.clone();
+        world.cli().move_out(&id)?;
+        assert_eq!(worker.call("stray")?.result, 0, "{id}");
+    }
+    for command in ["sync", "verify", "touch"] {
+        assert_eq!(checked.ask(command)?.result, ECC_UNCORRECTABLE, "{command}");
+    }
+    let row = until("the damage to be told", || {
+        let row = world.cli().container("checked")?;
+        Ok(row.filter(|row| row.processes.iter().any(|p| p.hazards == ["damaged-memory"])))
+    })?;
+    assert!(row.warnings.iter().any(|line| line.contains("start it anew")), "{row:?}");
+    let events = world.cli().events()?;
+    assert_eq!(events.iter().filter(|event| event.kind == "process").count(), 1, "{events:?}");
+    let said = world.cli().offload("checked")?;
+    assert_eq!((said.done, said.reason.as_str()), (false, "damaged-memory"), "{said:?}");
+
+    assert!(!trusting.verify()?, "the overwritten byte is content of its own");
+    assert!(checked.ends(&world)?, "it can end by itself");
+    trusting.running.kill(&world)?;
+    Ok(())
+}
+
+/// The first large copy to the device is one of the return: the program computes its content there.
+#[test]
+fn a_copy_that_went_wrong_is_made_once_more() -> Result<()> {
+    let world = Recipe::default().config(&[MANUAL, NO_VAULT].concat()).world()?;
+    for engine in ["park", "fast"] {
+        let mut checked = start(&world, engine, engine, "true", "1")?;
+        for _ in 0..2 {
+            world.cli().move_out(engine)?;
+            assert!(checked.verify()?, "{engine}");
+        }
+        let row = world.cli().known(engine)?;
+        assert!(row.processes.iter().all(|process| process.hazards.is_empty()), "{row:?}");
+
+        let id = format!("{engine}-trusting");
+        let mut trusting = start(&world, &id, engine, "false", "1")?;
+        world.cli().move_out(&id)?;
+        assert!(!trusting.verify()?, "{engine}: nothing was wrong to begin with");
+        for worker in [checked, trusting] {
+            worker.running.kill(&world)?;
+            worker.running.delete(&world)?;
+        }
+    }
+    Ok(())
+}
+
+/// With what is kept, left out and changed in between.
+#[test]
+fn what_came_home_as_it_left_is_said_to_be_so() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    for engine in ["park", "fast"] {
+        let spec = Worker::spec(engine, USUAL, WORKER_MIB)
+            .annotation("affinode.io/engine", engine)
+            .annotation("affinode.io/keep-copy", "true")
+            .annotation("affinode.io/checksum", "true");
+        let mut worker = Worker::start_as(&world, spec)?;
+        worker.wait_filled()?;
+        for step in ["alloc 64 0", "touch", "set 0 7", "free", "sync"] {
+            worker.call(step)?;
+            world.cli().move_out(engine)?;
+            assert!(worker.verify()?, "{engine} after {step}");
+        }
+        let row = world.cli().known(engine)?;
+        assert!(row.processes.iter().all(|process| process.hazards.is_empty()), "{row:?}");
+        worker.running.kill(&world)?;
+        worker.running.delete(&world)?;
+    }
+    Ok(())
+}
