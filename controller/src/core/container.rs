@@ -6,6 +6,7 @@ use affinode_proto::{api::control::Announcement, reason::Reason, state::State};
 use super::{
     CommandId, Millis,
     connections::Knocks,
+    depth::Costs,
     hints::Hint,
     history::{History, PAUSE_MS, Pauses},
     input::Request,
@@ -52,6 +53,10 @@ pub struct Container {
     pub goal: Goal,
     /// What a copy leaves on the device goes as well: somebody needs the room.
     pub deep: bool,
+    /// Of the engine `auto`: its context stays in the absence that has begun.
+    pub shallow: bool,
+    /// What its absences have cost.
+    pub costs: Costs,
     /// It goes although it is in use: calls do not turn it round.
     pub forced: bool,
     /// How often in a row it was made to go and its calls did not end.
@@ -147,6 +152,8 @@ impl Container {
             came: now,
             goal: Goal::Home,
             deep: false,
+            shallow: false,
+            costs: Costs::default(),
             forced: false,
             pushed: 0,
             stayed: None,

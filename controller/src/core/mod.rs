@@ -11,6 +11,7 @@
 mod connections;
 pub mod container;
 mod crowd;
+mod depth;
 pub mod effect;
 mod elsewhere;
 pub mod explain;

@@ -81,7 +81,10 @@ impl Node {
     /// What takes the processes of a container off their devices.
     pub(super) fn moves(&self, key: &Key) -> impl Fn(&Process) -> Moves + use<> {
         let container = self.containers.get(key);
-        let engine = container.map_or(Engine::Driver, |c| c.policy.engine);
+        let engine = match container {
+            Some(container) if container.shallow => Engine::Park,
+            container => container.map_or(Engine::Driver, |c| c.policy.engine),
+        };
         let deep = container.is_some_and(|c| c.deep);
         move |process| match moves_of(process, engine) {
             Moves::Park if deep => Moves::Both,
@@ -146,19 +149,21 @@ impl Node {
 
 /// What takes a process off its device. Of one that parks, more may be left than a context
 /// and small things: memory that cannot be copied goes with the driver's checkpoint then.
-fn moves_of(process: &Process, engine: Engine) -> Moves {
+pub(super) fn moves_of(process: &Process, engine: Engine) -> Moves {
     const CONTEXT_BYTES: u64 = 1 << 30;
     let carried = process.carried.bytes;
     let all = process.away.as_ref().unwrap_or(&process.vram).iter().map(|d| d.bytes).sum::<u64>();
     let left = all.saturating_sub(carried);
     match engine {
         _ if carried == 0 => Moves::Checkpoint,
+        Engine::Park if !process.copy_failed && left <= carried.saturating_add(CONTEXT_BYTES) => {
+            Moves::Park
+        }
         // Memory of a vault's making is copied, whatever else is to be: no restore follows a
         // checkpoint of it.
         _ if may_be_imported(process) => Moves::Both,
         _ if process.copy_failed => Moves::Checkpoint,
         Engine::Driver => Moves::Checkpoint,
-        Engine::Park if left <= carried.saturating_add(CONTEXT_BYTES) => Moves::Park,
         Engine::Park | Engine::Fast | Engine::Auto => Moves::Both,
     }
 }

@@ -103,6 +103,9 @@ pub struct Node {
     pub(super) pauses: Pauses,
     pub(super) crowd: super::crowd::Crowd,
     pub(super) pressed: BTreeSet<String>,
+    /// Of absences in which a context stayed, the share in which it had to go after
+    /// all, of 1024.
+    pub(super) pushed: u32,
     pub(super) prewakes: u64,
     pub(super) prewake_hits: u64,
     next_order: u64,

@@ -16,6 +16,7 @@ use super::{
     moves::CHECKPOINT,
     process::less,
     roster::NEVER_MOVED,
+    verdict,
 };
 
 /// Beyond its own deadline an order is late after this, and the offload is given up.
@@ -118,8 +119,12 @@ impl Node {
                 self.publish(&key, Event { kind: "process".into(), text, ..Event::default() });
             }
             (_, Outcome::Unsupported) => {
-                process.hazards.0 |= Hazards::NO_CHECKPOINT_API.0;
-                self.fail_offload(&key, Reason::DriverTooOld, "");
+                // What it did on the way out it has told before this.
+                let reason = verdict::of_hazards(process.hazards).unwrap_or_else(|| {
+                    process.hazards.0 |= Hazards::NO_CHECKPOINT_API.0;
+                    Reason::DriverTooOld
+                });
+                self.fail_offload(&key, reason, &format!("process {pid}"));
             }
             (_, Outcome::Imported) => {
                 let detail = format!(

@@ -75,8 +75,10 @@ impl Node {
     /// Sends a neighbour away for others, `deep`: with what a copy leaves on the device.
     pub(super) fn send_away(&mut self, victim: &Key, deep: bool) {
         let deeper = self.may_go_deeper(victim);
+        let was_shallow = self.containers.get(victim).is_some_and(|c| c.shallow);
         self.leave(victim, Reason::Pressure);
         let Some(container) = self.containers.get_mut(victim) else { return };
+        container.shallow = deeper && was_shallow;
         container.deep = deep || deeper;
         if deeper {
             // It is out already: no offload of its own.

@@ -13,6 +13,11 @@ const HAZARDS: [(Hazards, Reason); 6] = [
     (Hazards::NO_CHECKPOINT_API, Reason::DriverTooOld),
 ];
 
+/// What speaks against a move of a process with these, if anything.
+pub(super) fn of_hazards(hazards: Hazards) -> Option<Reason> {
+    HAZARDS.iter().find(|(bit, _)| hazards.contains(*bit)).map(|(_, reason)| *reason)
+}
+
 /// Who made no call for so long and whose work runs, is told to be busy with that.
 const QUIET_MS: Millis = 2_000;
 
@@ -29,10 +34,8 @@ impl Node {
             return refuse(Reason::NotRegistered);
         }
         for process in processes() {
-            if let Some((_, reason)) =
-                HAZARDS.iter().find(|(bit, _)| process.hazards.contains(*bit))
-            {
-                return Err((*reason, format!("process {}", process.identity.pid)));
+            if let Some(reason) = of_hazards(process.hazards) {
+                return Err((reason, format!("process {}", process.identity.pid)));
             }
             if let Some(gpu) = self.cut_gpu_of(process) {
                 return Err((Reason::Mig, format!("GPU {gpu}")));

@@ -167,6 +167,7 @@ impl Node {
             return;
         };
         if matches!(container.state, State::Active | State::Idle | State::Unregistered) {
+            container.shallow = false;
             self.serve_want(key);
             return;
         }
@@ -176,7 +177,7 @@ impl Node {
         let since = |began: Option<Millis>| began.map_or(0, |began| now.saturating_sub(began));
         let elapsed = since(container.wake_began.take());
         let restore_ms = since(container.restore_began.take());
-        (container.offload_began, container.deep, container.forced) = (None, false, false);
+        (container.offload_began, container.forced) = (None, false);
         if !matches!(container.cause, Reason::Expected | Reason::Connection) {
             container.last_use = now;
         }
@@ -195,6 +196,11 @@ impl Node {
             container.last_restore_ms = restore_ms;
             container.reason = (container.cause, String::new());
         }
+        if came_home {
+            self.learn_cost(key);
+        }
+        let Some(container) = self.containers.get_mut(key) else { return };
+        (container.deep, container.shallow) = (false, false);
         let (reason, detail) = container.reason.clone();
         for id in self.members(key) {
             if let Some(process) = self.processes.get_mut(&id) {

@@ -3,6 +3,7 @@
 
 mod agent;
 mod connections;
+mod depth;
 mod elsewhere;
 mod immediate;
 mod orders;

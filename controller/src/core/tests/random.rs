@@ -162,7 +162,9 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
     fixed.collect::<Vec<_>>().into_iter().for_each(|id| world.exit(id));
     world.settle_all();
     for (id, agent) in &world.agents {
-        let parks = ENGINES[agent.container] == "park" && agent.phase == Phase::Parked;
+        let shallow = world.node.containers[&key(agent.container)].shallow;
+        let parks = ENGINES[agent.container] == "park" || shallow;
+        let parks = parks && agent.phase == Phase::Parked;
         prop_assert!(
             parks || matches!(agent.phase, Phase::Open | Phase::Away),
             "{id:?} is left in {:?}",
@@ -202,9 +204,10 @@ proptest! {
     #[test]
     fn nobody_is_lost_or_stuck(
         prepare in any::<bool>(),
+        auto in any::<bool>(),
         steps in proptest::collection::vec(step(), 1..200),
     ) {
-        let mut world = World::new(3);
+        let mut world = World::new(3).with_auto(auto);
         world.prepare = prepare;
         run_in(world, &[], steps)?;
     }
@@ -227,9 +230,10 @@ proptest! {
     #[test]
     fn nobody_is_lost_or_stuck_between_two_gpus(
         prepare in any::<bool>(),
+        auto in any::<bool>(),
         steps in proptest::collection::vec(step(), 1..200),
     ) {
-        let mut world = World::new(3);
+        let mut world = World::new(3).with_auto(auto);
         (world.two_gpus, world.prepare) = (true, prepare);
         run_in(world, &[], steps)?;
     }

@@ -179,6 +179,26 @@ fn a_process_that_cannot_be_moved_is_told_of_once() {
     assert_eq!(world.state(0), State::Idle);
 }
 
+/// Its agent refuses the lock, and has told before why.
+#[test]
+fn what_a_process_does_on_its_way_out_is_the_reason_that_it_stays() {
+    let known = [Hazards::MANAGED_MEMORY, Hazards::default()].map(|hazards| {
+        let mut world = World::new(1);
+        let id = world.running(0, 300);
+        while world.agents[&id].phase != Phase::Closed {
+            world.tick();
+            world.answer_question();
+            world.work(id);
+        }
+        world.feed(Input::Message(id, AgentMessage::Notice { hazards }));
+        world.fail = Some(Outcome::Unsupported);
+        world.settle();
+        assert_eq!(world.fail, None, "the lock was refused");
+        world.node.list(world.now, 0).containers[0].processes[0].hazards.clone()
+    });
+    assert_eq!(known, [["managed-memory"], ["driver-too-old"]]);
+}
+
 #[test]
 fn who_is_on_a_gpu_that_is_cut_stays_there() {
     let mut world = World::new(1);

@@ -50,6 +50,8 @@ pub(super) struct World {
     pub(super) immediate: Vec<usize>,
     /// Containers are prepared for their leaving.
     pub(super) prepare: bool,
+    /// The engine of who has `fast` else is `auto`.
+    pub(super) auto: bool,
     /// Who was told to make memory ready, or that it is over.
     pub(super) prepared: Vec<(ProcessId, bool)>,
     /// Processes that were told to end, and whether by force.
@@ -98,6 +100,7 @@ impl World {
             mig: false,
             immediate: Vec::new(),
             prepare: false,
+            auto: false,
             prepared: Vec::new(),
             ended: Vec::new(),
             fail: None,
@@ -112,7 +115,7 @@ impl World {
             id: format!("c{n}"),
             annotations: [
                 ("affinode.io/priority".to_owned(), (n % 2).to_string()),
-                ("affinode.io/engine".to_owned(), ENGINES[n].to_owned()),
+                ("affinode.io/engine".to_owned(), self.engine(n).to_owned()),
                 ("affinode.io/prepare".to_owned(), self.prepare.to_string()),
                 (
                     "affinode.io/restore".to_owned(),
@@ -123,6 +126,17 @@ impl World {
             ..Announcement::default()
         };
         self.feed(Input::Announced(Box::new(announcement), key(n)));
+    }
+
+    fn engine(&self, n: usize) -> &'static str {
+        if self.auto && ENGINES[n] == "fast" { "auto" } else { ENGINES[n] }
+    }
+
+    /// The same world, where that is so.
+    pub(super) fn with_auto(mut self, auto: bool) -> World {
+        self.auto = auto;
+        (0..self.containers).for_each(|n| self.announce(n));
+        self
     }
 
     /// Of the first device.

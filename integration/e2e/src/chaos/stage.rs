@@ -50,8 +50,9 @@ const REAL_ROOM_BYTES: u64 = 4_096 * MIB;
 /// What a real driver may keep beyond that of moved processes.
 const DRIVER_BYTES: u64 = 64 * MIB;
 /// Whoever is started has the next of these, whatever its role.
-const WAYS: [Way; 6] = [
+const WAYS: [Way; 7] = [
     Way::DRIVER,
+    Way { engine: "auto", ..Way::FAST },
     Way { engine: "park", ..Way::FAST },
     Way::FAST,
     Way { engine: "park", keeps: true, ..Way::FAST },

@@ -74,6 +74,23 @@ fn copied_memory_comes_back_as_it_was_again_and_again() -> Result<()> {
 
 /// What an application maps by itself, at every turn that such an allocator may take: what is
 /// at one address, all of it, is copied; the rest goes with the driver, or stays with the context.
+/// Whatever it chooses then: each of the two ways is tried before.
+#[test]
+fn an_engine_that_chooses_tries_both_ways() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    let mut worker = worker(&world, "auto", WORKER_MIB)?;
+    for phase in ["Away", "Parked"] {
+        world.cli().move_out("auto")?;
+        assert_eq!(row(&world, "auto")?.processes[0].phase, phase);
+        assert!(worker.verify()?, "after it was {phase}");
+    }
+    for _ in 0..2 {
+        world.cli().move_out("auto")?;
+        assert!(worker.verify()?);
+    }
+    Ok(())
+}
+
 #[test]
 fn memory_that_the_application_maps_by_itself_is_copied_too() -> Result<()> {
     const PIECE_MIB: u64 = 4;

@@ -1,0 +1,102 @@
+//! The engine `auto`: all of it goes, or the context stays.
+
+use affinode_proto::{
+    state::State,
+    wire::{Notes, Phase},
+};
+
+use super::{
+    super::{Input, ProcessId, Request, depth::Cost, input::CommandId, policy::Mode},
+    world::{World, key},
+};
+
+/// Of engine `auto` in the worlds here.
+const AUTO: usize = 1;
+
+/// A process of it that leaves when it is told to, or for others.
+fn auto() -> World {
+    let mut world = World::new(3).with_auto(true);
+    let policy = &mut world.node.containers.get_mut(&key(AUTO)).unwrap().policy;
+    (policy.mode, policy.priority) = (Mode::Pressure, 0);
+    world
+}
+
+/// Leaves, as somebody has asked: where it is then.
+fn leave(world: &mut World, id: ProcessId) -> Phase {
+    world.tick();
+    world.feed(Input::Command(CommandId(1), key(AUTO), Request::Offload));
+    world.settle();
+    assert_eq!(world.state(AUTO), State::Offloaded);
+    world.agents[&id].phase
+}
+
+fn come_home(world: &mut World, id: ProcessId) {
+    world.call(id);
+    for _ in 0..20 {
+        world.answer_question();
+        world.work(id);
+    }
+    assert_eq!(world.state(AUTO), State::Active);
+}
+
+/// So much slower without its context.
+fn costs(world: &mut World, deep_ms: u64, shallow_ms: u64) {
+    let cost = |home_ms| Some(Cost { out_ms: home_ms, home_ms });
+    let costs = &mut world.node.containers.get_mut(&key(AUTO)).unwrap().costs;
+    (costs.deep, costs.shallow) = (cost(deep_ms), cost(shallow_ms));
+}
+
+#[test]
+fn both_ways_are_tried_and_the_worthier_one_is_taken() {
+    let mut world = auto();
+    let id = world.running(AUTO, 400);
+    for (deep_ms, shallow_ms, later) in [(500, 50, Phase::Parked), (500, 490, Phase::Away)] {
+        world.node.containers.get_mut(&key(AUTO)).unwrap().costs = Default::default();
+        assert_eq!(leave(&mut world, id), Phase::Away, "all of it first");
+        come_home(&mut world, id);
+        // As a vault has brought it home.
+        world.agents.get_mut(&id).unwrap().notes = Notes::IMPORTED;
+        assert_eq!(leave(&mut world, id), Phase::Parked, "then the other way");
+        assert_eq!(world.used(), 100);
+        come_home(&mut world, id);
+        costs(&mut world, deep_ms, shallow_ms);
+        assert_eq!(leave(&mut world, id), later);
+        come_home(&mut world, id);
+    }
+}
+
+#[test]
+fn a_context_goes_where_it_is_too_large_and_for_whoever_needs_its_room() {
+    let mut world = auto();
+    let large = world.running(AUTO, 600);
+    costs(&mut world, 500, 50);
+    assert_eq!(leave(&mut world, large), Phase::Away, "more than an eighth of the GPU would stay");
+
+    let mut world = auto();
+    let id = world.running(AUTO, 400);
+    costs(&mut world, 500, 50);
+    assert_eq!(leave(&mut world, id), Phase::Parked);
+    let big = world.running(0, 500);
+    world.allocate(big, 450);
+    world.settle();
+    assert_eq!((world.agents[&big].size, world.agents[&id].phase), (950, Phase::Away));
+    assert_eq!(world.node.containers[&key(AUTO)].offloads, 1, "it is one absence");
+    world.exit(big);
+    assert_eq!(world.node.pushed, 0);
+    come_home(&mut world, id);
+    assert!(world.node.pushed > 0, "it is remembered");
+    // What so few absences cost others is not worth a small saving any more.
+    world.node.pushed = 512;
+    assert_eq!(leave(&mut world, id), Phase::Away);
+}
+
+#[test]
+fn who_is_sent_away_for_others_takes_its_context_along() {
+    let mut world = auto();
+    let id = world.running(AUTO, 400);
+    costs(&mut world, 500, 50);
+    let big = world.running(0, 500);
+    world.allocate(big, 150);
+    world.settle();
+    assert_eq!((world.agents[&big].size, world.agents[&id].phase), (650, Phase::Away));
+}
