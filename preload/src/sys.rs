@@ -46,6 +46,7 @@ mod number {
     pub const FLOCK: usize = 73;
     pub const FTRUNCATE: usize = 77;
     pub const RT_SIGTIMEDWAIT: usize = 128;
+    pub const SCHED_SETAFFINITY: usize = 203;
     pub const SCHED_GETAFFINITY: usize = 204;
     pub const PRCTL: usize = 157;
     pub const GETTID: usize = 186;
@@ -213,14 +214,27 @@ pub fn barrier() -> Result<(), Errno> {
     plain(number::MEMBARRIER, [PRIVATE_EXPEDITED, 0, 0, 0, 0, 0]).map(drop)
 }
 
+/// Processors, one bit for each.
+pub type CpuSet = [u64; 128];
+
+/// The processors that the calling thread may run on.
+pub fn processors_allowed() -> Option<CpuSet> {
+    let mut set: CpuSet = [0; 128];
+    let args = [0, size_of_val(&set), set.as_mut_ptr() as usize, 0, 0, 0];
+    plain(number::SCHED_GETAFFINITY, args).ok().map(|_| set)
+}
+
 /// How many processors the calling thread may run on; at least one.
 pub fn processors() -> usize {
-    let mut mask = [0_u64; 128];
-    let args = [0, size_of_val(&mask), mask.as_mut_ptr() as usize, 0, 0, 0];
-    if plain(number::SCHED_GETAFFINITY, args).is_err() {
-        return 1;
-    }
-    mask.iter().map(|word| word.count_ones() as usize).sum::<usize>().max(1)
+    let allowed = processors_allowed().unwrap_or([0; 128]);
+    allowed.iter().map(|word| word.count_ones() as usize).sum::<usize>().max(1)
+}
+
+/// The calling thread runs on these alone from now on. False: it may on none of them, and stays as
+/// it is.
+pub fn run_on(set: &CpuSet) -> bool {
+    let args = [0, size_of_val(set), set.as_ptr() as usize, 0, 0, 0];
+    plain(number::SCHED_SETAFFINITY, args).is_ok()
 }
 
 /// The limit of the stack, which libc gives its threads, in bytes; 0 where it is not told.

@@ -155,6 +155,8 @@ pub mod device_attribute {
     pub const POSIX_DESCRIPTORS: i32 = 103;
     /// Memory made so can be reached by other devices on the bus.
     pub const RDMA_WITH_VIRTUAL_MEMORY: i32 = 110;
+    /// The node of host memory that is closest; -1: there is but one, or it is not known.
+    pub const HOST_NUMA_ID: i32 = 134;
 }
 
 /// Values of `CUpointer_attribute`.

@@ -1,8 +1,9 @@
 //! Bringing the pool's chunks in, by helper threads: one alone is slower than the bus.
 
 use core::ffi::c_void;
-use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
+use super::near;
 use crate::{libc, sys};
 
 /// What is registered at a time, and the most that one copy moves.
@@ -53,6 +54,8 @@ pub struct Filling {
     start: AtomicUsize,
     bytes: AtomicUsize,
     of_file: AtomicUsize,
+    /// Where helpers run; less than 0: anywhere.
+    node: AtomicI32,
     next: AtomicUsize,
     /// Chunks that are in.
     pub resident: Chunks,
@@ -68,6 +71,7 @@ pub static FILLING: Filling = Filling {
     start: AtomicUsize::new(0),
     bytes: AtomicUsize::new(0),
     of_file: AtomicUsize::new(0),
+    node: AtomicI32::new(near::ANYWHERE),
     next: AtomicUsize::new(0),
     resident: Chunks::none(),
     empty: Chunks::none(),
@@ -91,11 +95,13 @@ impl Filling {
         self.next.store(MOST_CHUNKS, Ordering::Release);
     }
 
-    /// Begins to bring in what is missing of a pool. [`Self::end`] comes before and after.
-    pub fn begin(&self, start: usize, bytes: usize, of_file: usize) {
+    /// Begins to bring in what is missing of a pool, from a node of the host's memory.
+    /// [`Self::end`] comes before and after.
+    pub fn begin(&self, start: usize, bytes: usize, of_file: usize, node: i32) {
         self.start.store(start, Ordering::Relaxed);
         self.bytes.store(bytes, Ordering::Relaxed);
         self.of_file.store(of_file, Ordering::Relaxed);
+        self.node.store(node, Ordering::Relaxed);
         self.empty.clear();
         self.next.store(0, Ordering::Release);
         let missing =
@@ -162,6 +168,7 @@ pub fn chunk_bytes(bytes: usize, chunk: usize) -> usize {
 
 unsafe extern "C" fn help(_: *mut c_void) -> *mut c_void {
     sys::set_thread_name(c"affinode-pool");
+    near::stay(FILLING.node.load(Ordering::Relaxed));
     while FILLING.fill_next() {}
     FILLING.helpers.fetch_sub(1, Ordering::AcqRel);
     FILLING.progress.fetch_add(1, Ordering::AcqRel);
@@ -189,7 +196,7 @@ pub mod tests {
         let _own = SHARED.lock();
         let bytes = 2 * CHUNK_BYTES + HUGE_PAGE_BYTES;
         let at = sys::map_private(bytes).unwrap();
-        FILLING.begin(at as usize, bytes, 0);
+        FILLING.begin(at as usize, bytes, 0, 0);
         (0..CHUNKS).for_each(|chunk| FILLING.wait(chunk));
         FILLING.end();
         assert_eq!(FILLING.helpers.load(Ordering::Acquire), 0);

@@ -20,6 +20,7 @@
 //! | `backing`, `contexts` | physical memory for addresses; contexts and their end |
 //! | `table`, `sorted`, `order` | what is carried; by age |
 //! | `park`, `pool`, `filling` | out and home; the host memory for it, and its pages |
+//! | `near` | processors near the GPU, from whose memory it is taken |
 //! | `digest`, `shortage` | what of it has not changed by the next time; whether it can be kept |
 //! | `zeros` | what of it need not be stored at all |
 //! | `check` | whether it has come home as it left |
@@ -39,6 +40,7 @@ mod driver;
 mod filling;
 mod handed;
 mod ipc;
+mod near;
 mod order;
 mod park;
 mod pool;

@@ -23,7 +23,7 @@ use super::contexts::in_context;
 use super::digest::{Digest, Digests, SLOT_BYTES};
 use super::driver::call;
 use super::filling::{CHUNK_BYTES, Chunks, FILLING, MOST_CHUNKS, chunk_bytes};
-use super::zeros;
+use super::{near, zeros};
 use crate::owned::{self, Owned};
 use crate::sys;
 
@@ -117,7 +117,7 @@ impl Pool {
         self.sparse = 0;
         // A chunk is registered as a whole.
         let bytes = bytes.next_multiple_of(CHUNK_BYTES).min(self.bytes);
-        FILLING.begin(self.start, bytes, self.of_file);
+        FILLING.begin(self.start, bytes, self.of_file, near::node_of(context));
         true
     }
 
