@@ -151,3 +151,19 @@ pub fn is_spoilt() {
         vault::hang_up();
     }
 }
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+
+    /// A vault was told of so much.
+    pub fn told(bytes: u64) {
+        CARRY.ahead.bytes.store(bytes, Ordering::Relaxed);
+        CARRY.ahead.set(TOLD);
+    }
+
+    /// Nobody was told of anything.
+    pub fn told_nothing() {
+        CARRY.ahead.set(NOTHING);
+    }
+}

@@ -203,3 +203,7 @@ fn put(id: Id, handle: u64, place: Place) {
     note(id, handle, place);
     tables(|tables| tables.piece(id).map(|piece| piece.shared = None));
 }
+
+#[cfg(test)]
+#[path = "handed_tests.rs"]
+mod tests;

@@ -37,6 +37,8 @@ mod check;
 mod contexts;
 mod digest;
 mod driver;
+#[cfg(test)]
+pub mod fake_driver;
 mod filling;
 mod handed;
 mod ipc;

@@ -1,3 +1,7 @@
+use std::io::Read;
+use std::os::fd::IntoRawFd;
+use std::os::unix::net::UnixStream;
+
 use super::super::filling::tests::{SHARED, forked};
 use super::*;
 
@@ -122,4 +126,50 @@ fn runs_end_where_something_has_changed_and_with_the_chunk() {
     // SAFETY: as above.
     unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
     FILLING.resident.clear();
+}
+
+/// A vault may be writing to what was tainted, for as long as it has the file.
+#[test]
+fn what_is_tainted_is_not_kept_and_not_used_again() {
+    let _own = SHARED.lock();
+    let mut pool = kept();
+    pool.taint();
+    assert_eq!(pool.tidy(true, || false), Tidied::Part, "kept by nobody, prepared for nobody");
+    let (start, bytes) = (pool.start, pool.bytes);
+    assert!(pool.begin(HUGE_PAGE_BYTES, 1));
+    pool.end();
+    assert!(pool.start != start && pool.bytes < bytes && !pool.is_tainted());
+    assert!(pool.known().is_empty(), "nothing of it is known");
+    let fresh = pool.start;
+    assert!(pool.begin(HUGE_PAGE_BYTES, 1));
+    pool.end();
+    assert_eq!(pool.start, fresh, "it is used again");
+    // SAFETY: mapped by the pool, with an eighth more at most.
+    unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
+    FILLING.resident.clear();
+}
+
+#[test]
+fn a_vault_is_left_before_pages_that_it_has_registered_are_given_back() {
+    let _own = SHARED.lock();
+    let discards: fn(&mut Pool) = |pool| assert_eq!(pool.tidy(true, || true), Tidied::Part);
+    let replaces: fn(&mut Pool) = |pool| {
+        pool.taint();
+        assert!(pool.begin(HUGE_PAGE_BYTES, 1));
+        pool.end();
+    };
+    for gives_back in [discards, replaces] {
+        let mut pool = kept();
+        let (vault, ours) = UnixStream::pair().unwrap();
+        owned::VAULT.set(Owned::note(ours.into_raw_fd()).unwrap());
+        ahead::tests::told(pool.bytes as u64);
+        gives_back(&mut pool);
+        assert!(owned::VAULT.get().is_none());
+        assert_eq!((&vault).read(&mut [0]).unwrap(), 0, "hung up on");
+        ahead::tests::told_nothing();
+        owned::POOL.close();
+        // SAFETY: as above.
+        unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
+        FILLING.resident.clear();
+    }
 }

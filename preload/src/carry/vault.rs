@@ -320,10 +320,12 @@ mod tests {
     use std::os::fd::IntoRawFd;
     use std::os::unix::net::UnixStream;
 
+    use super::super::filling::tests::SHARED;
     use super::*;
 
     #[test]
     fn who_has_handed_nothing_over_does_not_ask_for_it() {
+        let _own = SHARED.lock();
         let (mut vault, own) = UnixStream::pair().unwrap();
         owned::VAULT.set(Owned::note(own.into_raw_fd()).unwrap());
         assert!(!take());

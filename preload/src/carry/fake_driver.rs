@@ -1,0 +1,248 @@
+//! A driver for unit tests: physical memory, addresses and descriptors of it, counted one by one.
+//!
+//! It holds to what was measured of the real one: what was imported is not exported, nor what was not
+//! made for it. Any of its functions can be told to fail.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::fd::{BorrowedFd, IntoRawFd};
+use std::os::unix::fs::FileExt;
+use std::sync::Mutex;
+
+use affinode_cuda_sys::{MemAccessDesc, MemAllocationProp, POSIX_DESCRIPTOR, result};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+
+/// The context that everything is of.
+pub const CONTEXT: usize = 0x77;
+/// A device that no other test asks about.
+pub const DEVICE: i32 = 61;
+const GRANULE_BYTES: usize = 2 << 20;
+const FILE: &str = "affinode-fake-memory";
+
+/// What is held of the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Held {
+    /// Handles of physical memory.
+    pub handles: usize,
+    /// Mappings of it.
+    pub mappings: usize,
+    /// Ranges of reserved addresses.
+    pub ranges: usize,
+    /// Descriptors of it that this process has.
+    pub descriptors: usize,
+    /// Streams.
+    pub streams: usize,
+}
+
+#[derive(Clone, Copy)]
+struct Handle {
+    object: u64,
+    exportable: bool,
+}
+
+#[derive(Default)]
+struct Device {
+    next: u64,
+    handles: BTreeMap<u64, Handle>,
+    /// Objects, by address.
+    mappings: BTreeMap<u64, u64>,
+    ranges: BTreeMap<u64, usize>,
+    /// What the memory of each object holds.
+    contents: BTreeMap<u64, u64>,
+    streams: usize,
+    /// Functions, and how often each does well before it fails once.
+    fails: Vec<(&'static str, usize)>,
+}
+
+static DEVICE_STATE: Mutex<Option<Device>> = Mutex::new(None);
+
+/// The driver, as long as this lives. One test at a time.
+pub struct Fake(());
+
+impl Fake {
+    /// With nothing on the device.
+    pub fn new() -> Fake {
+        *DEVICE_STATE.lock().unwrap() = Some(Device::default());
+        Fake(())
+    }
+
+    /// A function fails once, after it has done well so often.
+    pub fn fail(&self, name: &'static str, after: usize) {
+        device(|device| device.fails.push((name, after)));
+    }
+
+    /// Whether that has not happened yet.
+    pub fn is_still_to_fail(&self) -> bool {
+        device(|device| !device.fails.is_empty())
+    }
+
+    /// What is held now.
+    pub fn held(&self) -> Held {
+        let numbers = std::fs::read_dir("/proc/self/fd").unwrap();
+        let of_memory = numbers.filter(|entry| {
+            let link = std::fs::read_link(entry.as_ref().unwrap().path());
+            link.is_ok_and(|link| link.to_string_lossy().contains(FILE))
+        });
+        let descriptors = of_memory.count();
+        device(|device| Held {
+            handles: device.handles.len(),
+            mappings: device.mappings.len(),
+            ranges: device.ranges.len(),
+            descriptors,
+            streams: device.streams,
+        })
+    }
+
+    /// Writes what is mapped at an address.
+    pub fn write(&self, address: u64, content: u64) {
+        device(|device| {
+            let object = device.mappings[&address];
+            device.contents.insert(object, content);
+        });
+    }
+
+    /// What is mapped at an address holds.
+    pub fn read(&self, address: u64) -> Option<u64> {
+        device(|device| device.contents.get(device.mappings.get(&address)?).copied())
+    }
+}
+
+impl Drop for Fake {
+    fn drop(&mut self) {
+        *DEVICE_STATE.lock().unwrap() = None;
+    }
+}
+
+fn device<R>(body: impl FnOnce(&mut Device) -> R) -> R {
+    body(DEVICE_STATE.lock().unwrap().as_mut().unwrap())
+}
+
+impl Device {
+    fn name(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    fn may(&mut self, name: &'static str) -> Result<(), u32> {
+        let Some(place) = self.fails.iter().position(|(which, _)| *which == name) else {
+            return Ok(());
+        };
+        match &mut self.fails[place].1 {
+            0 => {
+                self.fails.remove(place);
+                Err(result::OUT_OF_MEMORY)
+            }
+            after => {
+                *after -= 1;
+                Ok(())
+            }
+        }
+    }
+}
+
+macro_rules! functions {
+    ($($symbol:literal $name:ident($($argument:ident: $type:ty),*) $body:expr;)*) => {
+        $(unsafe extern "C" fn $name($($argument: $type),*) -> u32 {
+            let mut state = DEVICE_STATE.lock().unwrap();
+            let Some(device) = state.as_mut() else { return result::NOT_INITIALIZED };
+            let body: fn(&mut Device, $($type),*) -> Option<()> = $body;
+            match device.may($symbol) {
+                Ok(()) if body(device, $($argument),*).is_some() => result::SUCCESS,
+                Ok(()) => result::INVALID_VALUE,
+                Err(code) => code,
+            }
+        })*
+
+        /// The address of one of its functions, while there is one.
+        pub fn function(name: &[u8]) -> Option<usize> {
+            DEVICE_STATE.lock().ok()?.as_ref()?;
+            $(if name == $symbol.as_bytes() {
+                return Some($name as *const () as usize);
+            })*
+            None
+        }
+    };
+}
+
+/// Answers.
+fn set<T>(place: *mut T, value: T) -> Option<()> {
+    // SAFETY: what is tested passes a place for the answer.
+    unsafe { place.write(value) };
+    Some(())
+}
+
+functions! {
+    "cuCtxGetCurrent" ctx_get_current(context: *mut usize) |_, context| set(context, CONTEXT);
+    "cuDeviceGetUuid" device_get_uuid(uuid: *mut [u8; 16], _device: i32) |_, uuid, _| set(uuid, [7; 16]);
+    "cuDeviceGetAttribute" device_get_attribute(value: *mut i32, _which: i32, _device: i32) |_, value, _, _| {
+        set(value, 1)
+    };
+    "cuMemGetAllocationGranularity" mem_get_granularity(
+        bytes: *mut usize, _property: *const MemAllocationProp, _option: u32
+    ) |_, bytes, _, _| set(bytes, GRANULE_BYTES);
+    "cuMemAddressReserve" mem_address_reserve(
+        address: *mut u64, bytes: usize, _align: usize, _hint: u64, _flags: u64
+    ) |device, address, bytes, _, _, _| {
+        let at = device.name() << 40;
+        device.ranges.insert(at, bytes);
+        set(address, at)
+    };
+    "cuMemAddressFree" mem_address_free(address: u64, bytes: usize) |device, address, bytes| {
+        let is_free = !device.mappings.contains_key(&address);
+        (is_free && device.ranges.remove(&address) == Some(bytes)).then_some(())
+    };
+    "cuMemCreate" mem_create(
+        handle: *mut u64, _bytes: usize, property: *const MemAllocationProp, _flags: u64
+    ) |device, handle, _, property, _| {
+        // SAFETY: what is tested passes one.
+        let exportable = unsafe { property.read() }.handle_types & POSIX_DESCRIPTOR != 0;
+        let (name, object) = (device.name(), device.name());
+        device.handles.insert(name, Handle { object, exportable });
+        set(handle, name)
+    };
+    "cuMemRelease" mem_release(handle: u64) |device, handle| device.handles.remove(&handle).map(drop);
+    "cuMemMap" mem_map(address: u64, bytes: usize, _offset: usize, handle: u64, _flags: u64) |device, address, bytes, _, handle, _| {
+        let object = device.handles.get(&handle)?.object;
+        let is_free = !device.mappings.contains_key(&address);
+        (is_free && device.ranges.get(&address) == Some(&bytes)).then_some(())?;
+        device.mappings.insert(address, object);
+        Some(())
+    };
+    "cuMemUnmap" mem_unmap(address: u64, _bytes: usize) |device, address, _| device.mappings.remove(&address).map(drop);
+    "cuMemSetAccess" mem_set_access(
+        address: u64, _bytes: usize, _access: *const MemAccessDesc, _many: usize
+    ) |device, address, _, _, _| device.mappings.contains_key(&address).then_some(());
+    "cuMemExportToShareableHandle" mem_export(
+        shareable: *mut core::ffi::c_void, handle: u64, _kind: u32, _flags: u64
+    ) |device, shareable, handle, _, _| {
+        let handle = device.handles.get(&handle).filter(|handle| handle.exportable)?;
+        let file = File::from(memfd_create(FILE, MFdFlags::MFD_CLOEXEC).ok()?);
+        file.write_all_at(&handle.object.to_ne_bytes(), 0).ok()?;
+        set(shareable.cast(), file.into_raw_fd())
+    };
+    "cuMemImportFromShareableHandle" mem_import(handle: *mut u64, shareable: usize, _kind: u32) |device, handle, shareable, _| {
+        // SAFETY: what is tested lends it; a number that is none cannot be read.
+        let file = unsafe { BorrowedFd::borrow_raw(shareable as i32) };
+        let file = File::from(file.try_clone_to_owned().ok()?);
+        let mut object = [0; 8];
+        file.read_exact_at(&mut object, 0).ok()?;
+        let name = device.name();
+        let object = u64::from_ne_bytes(object);
+        device.handles.insert(name, Handle { object, exportable: false });
+        set(handle, name)
+    };
+    "cuMemcpyDtoDAsync_v2" copy_across(to: u64, from: u64, _bytes: usize, _stream: *mut core::ffi::c_void) |device, to, from, _, _| {
+        let content = *device.contents.get(device.mappings.get(&from)?)?;
+        device.contents.insert(*device.mappings.get(&to)?, content);
+        Some(())
+    };
+    "cuStreamCreate" stream_create(stream: *mut *mut core::ffi::c_void, _flags: u32) |device, stream, _| {
+        device.streams += 1;
+        set(stream, core::ptr::null_mut())
+    };
+    "cuStreamSynchronize" stream_synchronize(_stream: *mut core::ffi::c_void) |_, _| Some(());
+    "cuStreamDestroy_v2" stream_destroy(_stream: *mut core::ffi::c_void) |device, _| {
+        device.streams -= 1;
+        Some(())
+    };
+}
