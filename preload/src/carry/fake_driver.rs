@@ -4,20 +4,20 @@
 //! made for it. Any of its functions can be told to fail.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::os::fd::{BorrowedFd, IntoRawFd};
-use std::os::unix::fs::FileExt;
+use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd};
 use std::sync::Mutex;
 
 use affinode_cuda_sys::{MemAccessDesc, MemAllocationProp, POSIX_DESCRIPTOR, result};
-use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::fcntl::OFlag;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::stat::fstat;
+use nix::unistd::pipe2;
 
 /// The context that everything is of.
 pub const CONTEXT: usize = 0x77;
 /// A device that no other test asks about.
 pub const DEVICE: i32 = 61;
 const GRANULE_BYTES: usize = 2 << 20;
-const FILE: &str = "affinode-fake-memory";
 
 /// What is held of the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,7 +28,7 @@ pub struct Held {
     pub mappings: usize,
     /// Ranges of reserved addresses.
     pub ranges: usize,
-    /// Descriptors of it that this process has.
+    /// What descriptors are of, wherever they are.
     pub descriptors: usize,
     /// Streams.
     pub streams: usize,
@@ -40,6 +40,20 @@ struct Handle {
     exportable: bool,
 }
 
+/// A descriptor is one end of a pipe: the other sees when nobody has it any more.
+struct Export {
+    object: u64,
+    inode: u64,
+    other: OwnedFd,
+}
+
+impl Export {
+    fn is_held(&self) -> bool {
+        let mut polled = [PollFd::new(self.other.as_fd(), PollFlags::empty())];
+        poll(&mut polled, PollTimeout::ZERO).unwrap() == 0
+    }
+}
+
 #[derive(Default)]
 struct Device {
     next: u64,
@@ -49,6 +63,7 @@ struct Device {
     ranges: BTreeMap<u64, usize>,
     /// What the memory of each object holds.
     contents: BTreeMap<u64, u64>,
+    exports: Vec<Export>,
     streams: usize,
     /// Functions, and how often each does well before it fails once.
     fails: Vec<(&'static str, usize)>,
@@ -78,19 +93,18 @@ impl Fake {
 
     /// What is held now.
     pub fn held(&self) -> Held {
-        let numbers = std::fs::read_dir("/proc/self/fd").unwrap();
-        let of_memory = numbers.filter(|entry| {
-            let link = std::fs::read_link(entry.as_ref().unwrap().path());
-            link.is_ok_and(|link| link.to_string_lossy().contains(FILE))
-        });
-        let descriptors = of_memory.count();
         device(|device| Held {
             handles: device.handles.len(),
             mappings: device.mappings.len(),
             ranges: device.ranges.len(),
-            descriptors,
+            descriptors: device.exports.iter().filter(|export| export.is_held()).count(),
             streams: device.streams,
         })
+    }
+
+    /// Whether a descriptor is one of its memory.
+    pub fn has_exported(&self, descriptor: BorrowedFd<'_>) -> bool {
+        device(|device| device.exported(descriptor)).is_some()
     }
 
     /// Writes what is mapped at an address.
@@ -118,6 +132,11 @@ fn device<R>(body: impl FnOnce(&mut Device) -> R) -> R {
 }
 
 impl Device {
+    fn exported(&self, descriptor: BorrowedFd<'_>) -> Option<u64> {
+        let inode = fstat(descriptor).ok()?.st_ino;
+        self.exports.iter().find(|export| export.inode == inode).map(|export| export.object)
+    }
+
     fn name(&mut self) -> u64 {
         self.next += 1;
         self.next
@@ -216,18 +235,15 @@ functions! {
         shareable: *mut core::ffi::c_void, handle: u64, _kind: u32, _flags: u64
     ) |device, shareable, handle, _, _| {
         let handle = device.handles.get(&handle).filter(|handle| handle.exportable)?;
-        let file = File::from(memfd_create(FILE, MFdFlags::MFD_CLOEXEC).ok()?);
-        file.write_all_at(&handle.object.to_ne_bytes(), 0).ok()?;
-        set(shareable.cast(), file.into_raw_fd())
+        let (other, shared) = pipe2(OFlag::O_CLOEXEC).ok()?;
+        let inode = fstat(&shared).ok()?.st_ino;
+        device.exports.push(Export { object: handle.object, inode, other });
+        set(shareable.cast(), shared.into_raw_fd())
     };
     "cuMemImportFromShareableHandle" mem_import(handle: *mut u64, shareable: usize, _kind: u32) |device, handle, shareable, _| {
-        // SAFETY: what is tested lends it; a number that is none cannot be read.
-        let file = unsafe { BorrowedFd::borrow_raw(shareable as i32) };
-        let file = File::from(file.try_clone_to_owned().ok()?);
-        let mut object = [0; 8];
-        file.read_exact_at(&mut object, 0).ok()?;
+        // SAFETY: what is tested lends it; a number that is none is of no file.
+        let object = device.exported(unsafe { BorrowedFd::borrow_raw(shareable as i32) })?;
         let name = device.name();
-        let object = u64::from_ne_bytes(object);
         device.handles.insert(name, Handle { object, exportable: false });
         set(handle, name)
     };
