@@ -50,6 +50,13 @@ fn wait_prepared(world: &World) -> Result<Pid> {
     })
 }
 
+/// Until neither the process nor the vault has hold of the memory: a context is what the vault has.
+fn wait_nowhere_on_the_device(world: &World) -> Result<()> {
+    until("the memory to be let go of", || {
+        Ok((gpu(world)?.vram_used_bytes < WORKER_MIB * MIB).then_some(()))
+    })
+}
+
 /// Moves it out and home until vaults have copied so many more out: one at a time on a machine, so
 /// now and then it copies by itself beside other tests. The contents are as before each time.
 fn leaves_through_the_vault(world: &World, worker: &mut Worker, more: u64) -> Result<()> {
@@ -57,6 +64,7 @@ fn leaves_through_the_vault(world: &World, worker: &mut Worker, more: u64) -> Re
     for _ in 0..12 {
         wait_prepared(world)?;
         world.cli().move_out("worker")?;
+        wait_nowhere_on_the_device(world)?;
         worker.call("touch")?;
         assert!(worker.verify()?);
         if gpu(world)?.vault_copies >= wanted {
