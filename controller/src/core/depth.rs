@@ -76,7 +76,10 @@ impl Node {
 
     fn keeps_context(&self, key: &Key) -> bool {
         let Some(container) = self.containers.get(key) else { return false };
+        // Who has left its context here comes back nowhere else.
+        let moves_on = container.policy.other_gpu && self.gpus.len() > 1;
         container.policy.engine == Engine::Auto
+            && !moves_on
             && container.costs.keeps_context(self.pushed)
             && self.queue.is_empty()
             && self.processes.of(key).all(|(_, p)| moves::moves_of(p, Engine::Park) == Moves::Park)

@@ -73,6 +73,12 @@ fn a_context_goes_where_it_is_too_large_and_for_whoever_needs_its_room() {
     assert_eq!(leave(&mut world, large), Phase::Away, "more than an eighth of the GPU would stay");
 
     let mut world = auto();
+    world.two_gpus = true;
+    let id = world.running(AUTO, 400);
+    costs(&mut world, 500, 50);
+    assert_eq!(leave(&mut world, id), Phase::Away, "it may come back on the other one");
+
+    let mut world = auto();
     let id = world.running(AUTO, 400);
     costs(&mut world, 500, 50);
     assert_eq!(leave(&mut world, id), Phase::Parked);

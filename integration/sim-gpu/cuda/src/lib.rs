@@ -10,6 +10,8 @@
 //!   memory), peer access, pinned memory.
 //! - The checkpoint calls with their states and what goes wrong with them; see [`gate`].
 //! - `cuGetProcAddress` of both signatures, per-thread default stream variants (`_ptds`, `_ptsz`).
+//! - A bus that fails: of the asynchronous copies of 1 MiB and more to the device, the one whose number is
+//!   in `AFFINODE_SIM_SPOIL_COPY` leaves something else there, without an error.
 //!
 //! # What is not
 //!
