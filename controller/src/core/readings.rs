@@ -26,7 +26,8 @@ impl Node {
         process.hazards.0 |= hazards.0;
         if is_news {
             let (key, text) = (process.key.clone(), damaged_text(process.identity.pid));
-            self.publish(&key, Event { kind: "process".into(), text, ..Event::default() });
+            let reason = Reason::DamagedMemory.to_string();
+            self.publish(&key, Event { kind: "damaged".into(), reason, text, ..Event::default() });
         }
     }
 

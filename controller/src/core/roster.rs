@@ -12,6 +12,7 @@ use super::{
     container::{Container, Goal},
     input::{Carried, Identity, Request},
     node::policy_of,
+    policy::Engine,
     process::{Process, placed},
 };
 
@@ -120,6 +121,8 @@ impl Node {
             // The first process; or, after a controller died, the first that came back.
             container.last_use = self.now;
             container.goal = if phase.is_off() { Goal::Out } else { Goal::Home };
+            // As an earlier controller has chosen.
+            container.shallow = phase == Phase::Parked && container.policy.engine == Engine::Auto;
         } else if phase == Phase::Open && container.goal != Goal::Home {
             // A process that just started to use CUDA: the container is in use.
             container.goal = Goal::Home;

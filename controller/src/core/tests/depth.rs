@@ -97,6 +97,19 @@ fn a_context_goes_where_it_is_too_large_and_for_whoever_needs_its_room() {
 }
 
 #[test]
+fn a_context_that_stays_is_left_in_peace_by_the_next_controller() {
+    let mut world = auto();
+    let id = world.running(AUTO, 400);
+    costs(&mut world, 500, 50);
+    assert_eq!(leave(&mut world, id), Phase::Parked);
+    world.restart(false);
+    world.settle();
+    let id = *world.agents.keys().next().unwrap();
+    assert_eq!((world.state(AUTO), world.agents[&id].phase), (State::Offloaded, Phase::Parked));
+    come_home(&mut world, id);
+}
+
+#[test]
 fn who_is_sent_away_for_others_takes_its_context_along() {
     let mut world = auto();
     let id = world.running(AUTO, 400);

@@ -44,7 +44,7 @@ fn what_was_overwritten_in_host_memory_is_never_computed_with() -> Result<()> {
     })?;
     assert!(row.warnings.iter().any(|line| line.contains("start it anew")), "{row:?}");
     let events = world.cli().events()?;
-    assert_eq!(events.iter().filter(|event| event.kind == "process").count(), 1, "{events:?}");
+    assert_eq!(events.iter().filter(|event| event.kind == "damaged").count(), 1, "{events:?}");
     let said = world.cli().offload("checked")?;
     assert_eq!((said.done, said.reason.as_str()), (false, "damaged-memory"), "{said:?}");
 
