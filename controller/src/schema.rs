@@ -176,6 +176,13 @@ pub struct Event {
     pub elapsed_ms: u64,
 }
 
+/// What of a container is in host memory: all that is away, but for zeros that are not stored.
+fn stored_bytes(c: &control::Container) -> u64 {
+    let away = c.processes.iter().filter(|p| !p.away.is_empty());
+    let left_out = away.map(|p| p.zero_bytes.min(p.parked_bytes)).fold(0, u64::saturating_add);
+    c.away_bytes.saturating_sub(left_out)
+}
+
 impl From<control::ListResponse> for Node {
     fn from(list: control::ListResponse) -> Node {
         Node {
@@ -189,7 +196,7 @@ impl From<control::ListResponse> for Node {
             host_used_bytes: list
                 .containers
                 .iter()
-                .map(|c| c.away_bytes)
+                .map(stored_bytes)
                 .fold(0, u64::saturating_add),
             host_free_bytes: list.host_free_bytes,
             gpus: list.gpus.into_iter().map(Gpu::from).collect(),

@@ -23,6 +23,8 @@ pub struct Cli {
 pub struct Node {
     /// The controller's process id.
     pub controller_pid: i32,
+    /// Host memory that holds what was given back.
+    pub host_used_bytes: u64,
     /// The node's GPUs.
     pub gpus: Vec<GpuRow>,
     /// The node's GPU containers.

@@ -60,7 +60,9 @@ export function drawHeader() {
   byId("gpus").replaceChildren(...node.gpus.map(card));
   const all = [...store.containers.values()];
   const sum = (pick) => all.reduce((total, container) => total + pick(container), 0);
-  const away = sum((container) => container.away_bytes);
+  // Zeros are given back, and are nowhere.
+  const zeros = (container) => container.processes.reduce((all, p) => all + (p.away.length ? Math.min(p.zero_bytes || 0, p.parked_bytes || 0) : 0), 0);
+  const away = sum((container) => Math.max(0, container.away_bytes - zeros(container)));
   const queued = all.filter((container) => container.state === "Queued").length;
   const rows = [
     ["Given back, in host RAM", bytes(away).replace("–", "0"), node.host_free_bytes ? `of ${bytes(away + node.host_free_bytes)}` : ""],

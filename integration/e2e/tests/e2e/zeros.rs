@@ -33,7 +33,10 @@ fn start(world: &World, engine: &str, keep: &str) -> Result<Worker> {
 fn cycle(world: &World, worker: &mut Worker) -> Result<(ProcessRow, u64)> {
     let id = worker.running.id.clone();
     world.cli().move_out(&id)?;
-    let away = world.cli().known(&id)?.processes.remove(0);
+    let node = world.cli().ps()?;
+    let mut row = node.containers.into_iter().find(|row| row.id == id).context("it is known")?;
+    let away = row.processes.remove(0);
+    assert_eq!(node.host_used_bytes, row.away_bytes - away.zero_bytes, "{away:?}");
     let resident = resident_mib(away.pid)?;
     // Who could go home through a vault does.
     until("the vault", || {
