@@ -193,11 +193,7 @@ impl From<control::ListResponse> for Node {
             dashboard: Some(list.dashboard).filter(|place| !place.is_empty()),
             gpu_error: Some(list.gpu_error).filter(|error| !error.is_empty()),
             auto_offload: list.auto_offload,
-            host_used_bytes: list
-                .containers
-                .iter()
-                .map(stored_bytes)
-                .fold(0, u64::saturating_add),
+            host_used_bytes: list.containers.iter().map(stored_bytes).fold(0, u64::saturating_add),
             host_free_bytes: list.host_free_bytes,
             gpus: list.gpus.into_iter().map(Gpu::from).collect(),
             containers: list.containers.into_iter().map(Container::from).collect(),

@@ -41,24 +41,35 @@ pub(super) fn look() {
 
 /// Whether what has come home is what left, as far as that is known.
 fn is_intact() -> bool {
-    with_pool(|pool| match wrong(pool) {
-        None => true,
-        Some(slots) => {
+    with_pool(|pool| match compare(pool) {
+        Found::Same | Found::Unknown => true,
+        Found::Other(slots) => {
             copy_again(pool, slots.all());
-            wrong(pool).is_none()
+            // What cannot be looked at any more was wrong when it was seen last.
+            matches!(compare(pool), Found::Same)
         }
     })
+}
+
+/// What has come home.
+enum Found {
+    /// As it left, where that is known.
+    Same,
+    /// The device makes no digests of it now.
+    Unknown,
+    /// Other than it was in the slots that have a digest here.
+    Other(Digests),
 }
 
 fn has_returned(piece: &Piece) -> bool {
     piece.has_left && piece.place == Place::Device
 }
 
-/// What is other than it was, slot by slot: all others are not known.
-fn wrong(pool: &Pool) -> Option<Digests> {
+fn compare(pool: &Pool) -> Found {
     let known = pool.known();
-    // Of what the device makes no digests of, none was known when it left either.
-    let mut found = digest::of(known.len() * SLOT_BYTES, has_returned)?;
+    let Some(mut found) = digest::of(known.len() * SLOT_BYTES, has_returned) else {
+        return Found::Unknown;
+    };
     let mut any = false;
     for (known, found) in known.iter().zip(found.all_mut()) {
         if is_other(*known, *found) {
@@ -67,7 +78,7 @@ fn wrong(pool: &Pool) -> Option<Digests> {
             *found = Digest::UNKNOWN;
         }
     }
-    any.then_some(found)
+    if any { Found::Other(found) } else { Found::Same }
 }
 
 /// Whether both are known, and of different content.
