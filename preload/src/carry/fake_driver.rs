@@ -7,7 +7,9 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd};
 use std::sync::Mutex;
 
-use affinode_cuda_sys::{MemAccessDesc, MemAllocationProp, POSIX_DESCRIPTOR, result};
+use affinode_cuda_sys::{
+    MemAccessDesc, MemAllocationProp, POSIX_DESCRIPTOR, device_attribute, result,
+};
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::stat::fstat;
@@ -192,9 +194,11 @@ fn set<T>(place: *mut T, value: T) -> Option<()> {
 
 functions! {
     "cuCtxGetCurrent" ctx_get_current(context: *mut usize) |_, context| set(context, CONTEXT);
+    "cuCtxGetDevice" ctx_get_device(device: *mut i32) |_, device| set(device, DEVICE);
     "cuDeviceGetUuid" device_get_uuid(uuid: *mut [u8; 16], _device: i32) |_, uuid, _| set(uuid, [7; 16]);
-    "cuDeviceGetAttribute" device_get_attribute(value: *mut i32, _which: i32, _device: i32) |_, value, _, _| {
-        set(value, 1)
+    "cuDeviceGetAttribute" device_get_attribute(value: *mut i32, which: i32, _device: i32) |_, value, which, _| {
+        // Its host memory is on the first node; all else it has.
+        set(value, i32::from(which != device_attribute::HOST_NUMA_ID))
     };
     "cuMemGetAllocationGranularity" mem_get_granularity(
         bytes: *mut usize, _property: *const MemAllocationProp, _option: u32

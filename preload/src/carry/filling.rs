@@ -1,9 +1,10 @@
 //! Bringing the pool's chunks in, by helper threads: one alone is slower than the bus.
 
 use core::ffi::c_void;
-use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use super::near;
+use crate::sys::CpuSet;
 use crate::{libc, sys};
 
 /// What is registered at a time, and the most that one copy moves.
@@ -54,8 +55,8 @@ pub struct Filling {
     start: AtomicUsize,
     bytes: AtomicUsize,
     of_file: AtomicUsize,
-    /// Where helpers run; less than 0: anywhere.
-    node: AtomicI32,
+    /// Processors where helpers run; none: anywhere.
+    near: [AtomicU64; 128],
     next: AtomicUsize,
     /// Chunks that are in.
     pub resident: Chunks,
@@ -71,7 +72,7 @@ pub static FILLING: Filling = Filling {
     start: AtomicUsize::new(0),
     bytes: AtomicUsize::new(0),
     of_file: AtomicUsize::new(0),
-    node: AtomicI32::new(near::ANYWHERE),
+    near: [const { AtomicU64::new(0) }; 128],
     next: AtomicUsize::new(0),
     resident: Chunks::none(),
     empty: Chunks::none(),
@@ -85,6 +86,11 @@ impl Filling {
         self.helpers.store(0, Ordering::Release);
     }
 
+    /// Where helpers run.
+    pub fn near(&self) -> CpuSet {
+        core::array::from_fn(|n| self.near.get(n).map_or(0, |word| word.load(Ordering::Relaxed)))
+    }
+
     /// Whether helpers are at work.
     pub fn is_busy(&self) -> bool {
         self.helpers.load(Ordering::Acquire) > 0
@@ -95,13 +101,14 @@ impl Filling {
         self.next.store(MOST_CHUNKS, Ordering::Release);
     }
 
-    /// Begins to bring in what is missing of a pool, from a node of the host's memory.
+    /// Begins to bring in what is missing of a pool, on these processors if any are named.
     /// [`Self::end`] comes before and after.
-    pub fn begin(&self, start: usize, bytes: usize, of_file: usize, node: i32) {
+    pub fn begin(&self, start: usize, bytes: usize, of_file: usize, near: Option<CpuSet>) {
         self.start.store(start, Ordering::Relaxed);
         self.bytes.store(bytes, Ordering::Relaxed);
         self.of_file.store(of_file, Ordering::Relaxed);
-        self.node.store(node, Ordering::Relaxed);
+        let near = near.unwrap_or([0; 128]);
+        self.near.iter().zip(near).for_each(|(word, near)| word.store(near, Ordering::Relaxed));
         self.empty.clear();
         self.next.store(0, Ordering::Release);
         let missing =
@@ -168,7 +175,7 @@ pub fn chunk_bytes(bytes: usize, chunk: usize) -> usize {
 
 unsafe extern "C" fn help(_: *mut c_void) -> *mut c_void {
     sys::set_thread_name(c"affinode-pool");
-    near::stay(FILLING.node.load(Ordering::Relaxed));
+    near::stay(&FILLING.near());
     while FILLING.fill_next() {}
     FILLING.helpers.fetch_sub(1, Ordering::AcqRel);
     FILLING.progress.fetch_add(1, Ordering::AcqRel);
@@ -196,7 +203,7 @@ pub mod tests {
         let _own = SHARED.lock();
         let bytes = 2 * CHUNK_BYTES + HUGE_PAGE_BYTES;
         let at = sys::map_private(bytes).unwrap();
-        FILLING.begin(at as usize, bytes, 0, 0);
+        FILLING.begin(at as usize, bytes, 0, None);
         (0..CHUNKS).for_each(|chunk| FILLING.wait(chunk));
         FILLING.end();
         assert_eq!(FILLING.helpers.load(Ordering::Acquire), 0);
@@ -208,6 +215,25 @@ pub mod tests {
             sys::unmap_private(at, bytes);
         }
         FILLING.resident.clear();
+    }
+
+    #[test]
+    fn a_helper_runs_where_it_is_told_to() {
+        let _own = SHARED.lock();
+        let allowed = sys::processors_allowed().unwrap();
+        let last = (0..8192).rfind(|n| allowed[n / 64] & 1 << (n % 64) != 0).unwrap();
+        let mut one = [0; 128];
+        one[last / 64] = 1 << (last % 64);
+        FILLING.begin(0, 0, 0, Some(one));
+        FILLING.helpers.fetch_add(1, Ordering::AcqRel);
+        std::thread::spawn(move || {
+            // SAFETY: there is nothing to fill.
+            unsafe { help(core::ptr::null_mut()) };
+            assert_eq!(sys::processors_allowed(), Some(one));
+        })
+        .join()
+        .unwrap();
+        FILLING.end();
     }
 
     #[test]

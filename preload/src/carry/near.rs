@@ -9,32 +9,29 @@ use super::contexts::in_context;
 use super::driver::call;
 use crate::sys::{self, CpuSet};
 
-/// No node is nearer than others, or it is not known.
-pub const ANYWHERE: i32 = -1;
 /// Two nodes of 4096 processors that alternate would not fit; their memory is anywhere then.
 const MOST_BYTES: usize = 4096;
 
-/// The node nearest to the device of a context.
-pub fn node_of(context: usize) -> i32 {
-    let (mut device, mut node) = (0, ANYWHERE);
+/// The processors nearest to the device of a context. `None`: none is nearer, or it is not known.
+pub fn processors(context: usize) -> Option<CpuSet> {
+    let (mut device, mut node) = (0, -1);
     let code = in_context(context, || call!(ctx_get_device(&raw mut device)));
-    let attribute = device_attribute::HOST_NUMA_ID;
-    if code != result::SUCCESS
-        || call!(device_get_attribute(&raw mut node, attribute, device)) != result::SUCCESS
-    {
-        return ANYWHERE;
-    }
-    node
+    (code == result::SUCCESS).then_some(())?;
+    let code = call!(device_get_attribute(&raw mut node, device_attribute::HOST_NUMA_ID, device));
+    (code == result::SUCCESS).then_some(())?;
+    processors_of(node)
 }
 
-/// The calling thread runs near from now on, as far as it is let.
-pub fn stay(node: i32) {
-    if let Some(near) = processors_of(node) {
-        sys::run_on(&near);
-    }
+/// The calling thread runs there alone from now on, if it may at all: never where the process was
+/// not let before.
+pub fn stay(near: &CpuSet) {
+    let mut both = sys::processors_allowed().unwrap_or([0; 128]);
+    both.iter_mut().zip(near).for_each(|(allowed, near)| *allowed &= near);
+    // Of none it stays where it is.
+    sys::run_on(&both);
 }
 
-fn processors_of(node: i32) -> Option<CpuSet> {
+pub(super) fn processors_of(node: i32) -> Option<CpuSet> {
     let mut path = *b"/sys/devices/system/node/node\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0";
     let start = path.iter().position(|byte| *byte == 0)?;
     let number = u32::try_from(node).ok().filter(|node| *node < 1_000)?;
@@ -96,6 +93,8 @@ mod tests {
             assert_eq!(sys::processors_allowed(), Some(everywhere));
             assert!(sys::run_on(&one));
             assert_eq!((sys::processors(), sys::processors_allowed()), (1, Some(one)));
+            stay(&everywhere);
+            assert_eq!(sys::processors_allowed(), Some(one), "where it was not let before");
         })
         .join()
         .unwrap();
@@ -108,7 +107,7 @@ mod tests {
             let list = std::fs::read(format!("/sys/devices/system/node/node{node}/cpulist"));
             assert_eq!(processors_of(node), list.ok().and_then(|list| parse(&list)), "{node}");
         }
-        assert_eq!(processors_of(ANYWHERE), None);
+        assert_eq!(processors_of(-1), None);
         assert_eq!(processors_of(1_000), None);
     }
 }

@@ -117,7 +117,7 @@ impl Pool {
         self.sparse = 0;
         // A chunk is registered as a whole.
         let bytes = bytes.next_multiple_of(CHUNK_BYTES).min(self.bytes);
-        FILLING.begin(self.start, bytes, self.of_file, near::node_of(context));
+        FILLING.begin(self.start, bytes, self.of_file, near::processors(context));
         true
     }
 

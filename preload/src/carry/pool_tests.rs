@@ -2,6 +2,7 @@ use std::io::Read;
 use std::os::fd::IntoRawFd;
 use std::os::unix::net::UnixStream;
 
+use super::super::fake_driver::{CONTEXT, Fake};
 use super::super::filling::tests::{SHARED, forked};
 use super::*;
 
@@ -124,6 +125,19 @@ fn runs_end_where_something_has_changed_and_with_the_chunk() {
     pool.set_keeps(false);
     assert_eq!(run(&pool, 0, Some(&found)), (false, IN_CHUNK), "nothing is kept");
     // SAFETY: as above.
+    unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
+    FILLING.resident.clear();
+}
+
+#[test]
+fn its_pages_are_brought_in_near_the_device() {
+    let _own = SHARED.lock();
+    let _driver = Fake::new();
+    let mut pool = Pool::none();
+    assert!(pool.begin(HUGE_PAGE_BYTES, CONTEXT));
+    pool.end();
+    assert_eq!(FILLING.near(), near::processors_of(0).unwrap_or([0; 128]));
+    // SAFETY: mapped by the pool.
     unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
     FILLING.resident.clear();
 }
