@@ -9,7 +9,7 @@
 //! Contexts that stay take an eighth of a GPU at most, and none stays while anybody waits. Who needs
 //! the room gets it in any case (`room`), only later.
 
-use affinode_proto::{reason::Reason, wire::Phase};
+use affinode_proto::wire::Phase;
 
 use super::{
     DeviceBytes, Key, Millis, Node, container::Container, merge_needs, moves, plan::Moves,
@@ -67,8 +67,8 @@ impl Costs {
 
 impl Node {
     /// A container is about to leave: whether its context stays.
-    pub(super) fn choose_depth(&mut self, key: &Key, why: Reason) {
-        let stays = why != Reason::Pressure && self.keeps_context(key);
+    pub(super) fn choose_depth(&mut self, key: &Key) {
+        let stays = self.keeps_context(key);
         if let Some(container) = self.containers.get_mut(key) {
             container.shallow = stays;
         }
@@ -86,13 +86,18 @@ impl Node {
             && self.have_room_for_contexts(key)
     }
 
-    /// Whether what the parked have on their GPUs, and this one would, is an eighth of each at
-    /// most.
+    /// Whether what the parked have on their GPUs, or will have in a moment, and this one would, is
+    /// an eighth of each at most.
     fn have_room_for_contexts(&self, key: &Key) -> bool {
-        let own = self.processes.of(key).map(|(_, p)| p.remaining());
-        let parked = self.processes.values().filter(|p| p.phase == Phase::Parked);
-        let parked = parked.map(|p| p.vram.clone());
-        let all: Vec<DeviceBytes> = own.chain(parked).flatten().collect();
+        let stays = |p: &Process| match p.phase {
+            Phase::Parked => p.vram.clone(),
+            // Its own, and those on their way.
+            _ if p.key == *key || self.containers.get(&p.key).is_some_and(|c| c.shallow) => {
+                p.remaining()
+            }
+            _ => Vec::new(),
+        };
+        let all: Vec<DeviceBytes> = self.processes.values().flat_map(stays).collect();
         merge_needs(&all).iter().all(|kept| {
             let gpu = self.gpus.iter().find(|gpu| gpu.uuid == kept.uuid);
             gpu.is_some_and(|gpu| kept.bytes <= gpu.total_bytes / 8)

@@ -78,9 +78,10 @@ impl Node {
         let was_shallow = self.containers.get(victim).is_some_and(|c| c.shallow);
         self.leave(victim, Reason::Pressure);
         let Some(container) = self.containers.get_mut(victim) else { return };
-        container.shallow = deeper && was_shallow;
         container.deep = deep || deeper;
         if deeper {
+            // It is the same absence.
+            container.shallow = was_shallow;
             // It is out already: no offload of its own.
             container.offload_began = None;
             self.queue.leave(victim);

@@ -38,7 +38,7 @@ impl Node {
         // One whose allocation waits will need room for all of it.
         self.end_want_grant(key);
         self.queue.leave(key);
-        self.choose_depth(key, why);
+        self.choose_depth(key);
         self.survey(key);
     }
 

@@ -6,12 +6,26 @@ use affinode_proto::{
 };
 
 use super::{
-    super::{Input, ProcessId, Request, depth::Cost, input::CommandId, policy::Mode},
+    super::{
+        Input, ProcessId, Request,
+        depth::Cost,
+        input::CommandId,
+        policy::{Engine, Mode},
+    },
     world::{World, key},
 };
 
 /// Of engine `auto` in the worlds here.
 const AUTO: usize = 1;
+
+impl World {
+    /// The same world, where that is so.
+    pub(super) fn with_auto(mut self, auto: bool) -> World {
+        self.auto = auto;
+        (0..self.containers).for_each(|n| self.announce(n));
+        self
+    }
+}
 
 /// A process of it that leaves when it is told to, or for others.
 fn auto() -> World {
@@ -37,6 +51,7 @@ fn come_home(world: &mut World, id: ProcessId) {
         world.work(id);
     }
     assert_eq!(world.state(AUTO), State::Active);
+    assert!(!world.node.containers[&key(AUTO)].shallow, "it is all here");
 }
 
 /// So much slower without its context.
@@ -44,6 +59,15 @@ fn costs(world: &mut World, deep_ms: u64, shallow_ms: u64) {
     let cost = |home_ms| Some(Cost { out_ms: home_ms, home_ms });
     let costs = &mut world.node.containers.get_mut(&key(AUTO)).unwrap().costs;
     (costs.deep, costs.shallow) = (cost(deep_ms), cost(shallow_ms));
+}
+
+/// It has left, and its context has stayed.
+fn parked() -> (World, ProcessId) {
+    let mut world = auto();
+    let id = world.running(AUTO, 400);
+    costs(&mut world, 500, 50);
+    assert_eq!(leave(&mut world, id), Phase::Parked);
+    (world, id)
 }
 
 #[test]
@@ -78,10 +102,7 @@ fn a_context_goes_where_it_is_too_large_and_for_whoever_needs_its_room() {
     costs(&mut world, 500, 50);
     assert_eq!(leave(&mut world, id), Phase::Away, "it may come back on the other one");
 
-    let mut world = auto();
-    let id = world.running(AUTO, 400);
-    costs(&mut world, 500, 50);
-    assert_eq!(leave(&mut world, id), Phase::Parked);
+    let (mut world, id) = parked();
     let big = world.running(0, 500);
     world.allocate(big, 450);
     world.settle();
@@ -89,7 +110,9 @@ fn a_context_goes_where_it_is_too_large_and_for_whoever_needs_its_room() {
     assert_eq!(world.node.containers[&key(AUTO)].offloads, 1, "it is one absence");
     world.exit(big);
     assert_eq!(world.node.pushed, 0);
+    let known = world.node.containers[&key(AUTO)].costs;
     come_home(&mut world, id);
+    assert_eq!(world.node.containers[&key(AUTO)].costs, known, "it was neither way");
     assert!(world.node.pushed > 0, "it is remembered");
     // What so few absences cost others is not worth a small saving any more.
     world.node.pushed = 512;
@@ -97,11 +120,53 @@ fn a_context_goes_where_it_is_too_large_and_for_whoever_needs_its_room() {
 }
 
 #[test]
-fn a_context_that_stays_is_left_in_peace_by_the_next_controller() {
+fn no_context_stays_where_somebody_waits_or_where_it_could_not_leave_alone() {
+    let mut world = auto();
+    world.running(AUTO, 200);
+    costs(&mut world, 500, 50);
+    world.node.containers.get_mut(&key(AUTO)).unwrap().policy.mode = Mode::Manual;
+    let waits = world.running(2, 200);
+    while world.agents[&waits].phase != Phase::Parked {
+        world.pass();
+    }
+    world.take_unmanaged(700);
+    world.call(waits);
+    world.settle();
+    assert_eq!(world.state(2), State::Queued);
+    world.feed(Input::Command(CommandId(1), key(AUTO), Request::Offload));
+    assert!(!world.node.containers[&key(AUTO)].shallow);
+
     let mut world = auto();
     let id = world.running(AUTO, 400);
     costs(&mut world, 500, 50);
-    assert_eq!(leave(&mut world, id), Phase::Parked);
+    world.tick();
+    world.node.processes.get_mut(&id).unwrap().copy_failed = true;
+    assert_eq!(leave(&mut world, id), Phase::Away);
+    assert!(!world.node.containers[&key(AUTO)].shallow);
+}
+
+#[test]
+fn those_on_their_way_count_among_the_contexts_that_stay() {
+    const OTHER: usize = 2;
+    let mut world = auto();
+    let ids = [AUTO, OTHER].map(|n| world.running(n, 400));
+    let (one, other) = (key(AUTO), key(OTHER));
+    costs(&mut world, 500, 50);
+    let known = world.node.containers[&one].costs;
+    let container = world.node.containers.get_mut(&other).unwrap();
+    (container.costs, container.policy.engine) = (known, Engine::Auto);
+    container.policy.mode = Mode::Pressure;
+    world.tick();
+    for (n, key) in [(1, one), (2, other)] {
+        world.feed(Input::Command(CommandId(n), key, Request::Offload));
+    }
+    world.settle();
+    assert_eq!(ids.map(|id| world.agents[&id].phase), [Phase::Parked, Phase::Away]);
+}
+
+#[test]
+fn a_context_that_stays_is_left_in_peace_by_the_next_controller() {
+    let (mut world, _) = parked();
     world.restart(false);
     world.settle();
     let id = *world.agents.keys().next().unwrap();

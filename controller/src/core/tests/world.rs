@@ -65,14 +65,13 @@ pub(super) fn key(n: usize) -> Key {
 }
 
 pub(super) fn settings() -> Settings {
-    // With everything that is learned, too.
-    let (keep_alive, prewake) = (KeepAlive::Learned, true);
     let node = Policy {
         mode: Mode::Eager,
         idle_timeout_ms: 100,
         minimum_residency_ms: 0,
-        keep_alive,
-        prewake,
+        // With everything that is learned, too.
+        keep_alive: KeepAlive::Learned,
+        prewake: true,
         on_oom: OnOom::Wait,
         restore: Restore::ByAnnotation,
         wake_on: WakeOn::Connection,
@@ -110,12 +109,16 @@ impl World {
     }
 
     pub(super) fn announce(&mut self, n: usize) {
+        let auto = self.auto && n == 1;
         let announcement = Announcement {
             key: key(n).to_string(),
             id: format!("c{n}"),
             annotations: [
                 ("affinode.io/priority".to_owned(), (n % 2).to_string()),
-                ("affinode.io/engine".to_owned(), self.engine(n).to_owned()),
+                (
+                    "affinode.io/engine".to_owned(),
+                    if auto { "auto" } else { ENGINES[n] }.to_owned(),
+                ),
                 ("affinode.io/prepare".to_owned(), self.prepare.to_string()),
                 (
                     "affinode.io/restore".to_owned(),
@@ -126,17 +129,6 @@ impl World {
             ..Announcement::default()
         };
         self.feed(Input::Announced(Box::new(announcement), key(n)));
-    }
-
-    fn engine(&self, n: usize) -> &'static str {
-        if self.auto && ENGINES[n] == "fast" { "auto" } else { ENGINES[n] }
-    }
-
-    /// The same world, where that is so.
-    pub(super) fn with_auto(mut self, auto: bool) -> World {
-        self.auto = auto;
-        (0..self.containers).for_each(|n| self.announce(n));
-        self
     }
 
     /// Of the first device.
