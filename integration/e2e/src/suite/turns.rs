@@ -197,7 +197,11 @@ impl Flavour {
         }
         if engine == PREPARED {
             let copies = copies(python.world)?.saturating_sub(copied) as usize;
-            rows.tell(&format!("{engine}: copied out by the vault"), copies as f64, "times");
+            let what = format!("{engine}: copied out by the vault");
+            match prepares {
+                true => rows.count(&what, copies, self.rounds * self.processes),
+                false => rows.tell(&what, copies as f64, "times"),
+            }
         }
         if engine == KEPT {
             let share = unchanged as f64 / parked.last().map_or(1, |all| *all.max(&1)) as f64;
