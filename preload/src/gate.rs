@@ -7,6 +7,7 @@
 //!          Closed ─> inflight -= 1            every inflight 0? ──> nobody is inside,
 //!                    waiters += 1, poke                             nobody can come in
 //!                    sleep, start again
+//!          Damaged ─> answered: memory is not what it was, nothing reaches the driver
 //! ```
 //!
 //! A poll (`cuStreamQuery`, `cuEventQuery`) asks whether work has finished. Once the driver
