@@ -129,7 +129,7 @@ impl Vaults {
         if self.held {
             self.tell(uuid, VaultOrder::Hold { on: true }, None)?;
         }
-        let order = VaultOrder::Attach { process: process.0, most_bytes };
+        let order = VaultOrder::Attach { process: process.0, most_bytes, domain: 0 };
         self.tell(uuid, order, Some(&ours))?;
         let member =
             Member { uuid: uuid.to_owned(), is_held: false, is_ahead: false, is_prepared: false };
@@ -315,6 +315,9 @@ impl Vaults {
                 }
             }
             Some(VaultReport::LetGo) => vault.lets_go = false,
+            Some(VaultReport::Shared { process, bytes, stored_bytes }) => {
+                tracing::debug!(process, bytes, stored_bytes, "held together with others");
+            }
             None => {
                 if vault.is_ready {
                     tracing::warn!(gpu = uuid, "the vault has ended");

@@ -48,7 +48,7 @@ async fn who_is_held_is_filled_and_nobody_else() {
     let vault = with_vault(&mut vaults);
     let process = ProcessId(7);
     assert!(vaults.attach(process, GPU, 100).is_some());
-    assert_eq!(order(&vault), Some(VaultOrder::Attach { process: 7, most_bytes: 100 }));
+    assert_eq!(order(&vault), Some(VaultOrder::Attach { process: 7, most_bytes: 100, domain: 0 }));
     vaults.fill(process, 100);
     assert_eq!(order(&vault), None, "its memory is not registered yet");
     vaults.heard(said(9, VaultReport::Held { process: 7, bytes: 100 }));
@@ -145,7 +145,7 @@ async fn who_is_prepared_is_counted_so_while_it_is_at_home() {
     let (mut vaults, _from) = vaults();
     let vault = with_vault(&mut vaults);
     assert!(vaults.prepare(ProcessId(7), GPU, 100).is_some());
-    assert_eq!(order(&vault), Some(VaultOrder::Attach { process: 7, most_bytes: 100 }));
+    assert_eq!(order(&vault), Some(VaultOrder::Attach { process: 7, most_bytes: 100, domain: 0 }));
     assert_eq!(shown(&vaults), (0, 1, 0, 0), "it is getting hold of it");
     vaults.heard(said(9, VaultReport::Prepared { process: 7, bytes: 100 }));
     assert_eq!(shown(&vaults), (0, 1, 0, 0), "another vault's word");

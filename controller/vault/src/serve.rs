@@ -115,7 +115,7 @@ impl Vault<'_> {
                 Err(error) => return Err(error.into()),
             };
             match VaultOrder::decode(&frame)? {
-                VaultOrder::Attach { process, most_bytes } => {
+                VaultOrder::Attach { process, most_bytes, domain: _ } => {
                     // The controller knows already that the old one is over.
                     let old = |client: &Client| client.process() == process;
                     let old: Vec<Client> =

@@ -69,6 +69,9 @@ impl Abilities {
     pub const PREPARES: Abilities = Abilities(1 << 3);
     /// It looks whether its memory has come home as it left.
     pub const CHECKS: Abilities = Abilities(1 << 4);
+    /// Holds what it has in common with others once, with them, while it is away
+    /// ([`vault::FromVault::Same`]).
+    pub const DEDUPS: Abilities = Abilities(1 << 5);
 
     /// Whether any bit of `other` is set.
     #[must_use]

@@ -27,6 +27,15 @@
 //!   Away ───────────────────────────────────>  and on as above
 //! ```
 //!
+//! What another process of the same tenant holds as well (`dedup`) it offers to both, to hold once,
+//! while they are away:
+//!
+//! ```text
+//!                        <────────── Same + a sealed file, for a chunk of the memory file
+//!   compares, maps it there instead, frees the chunk
+//!   Mapped ─────────────────────────────────>  fills from the sealed file ── Shared ─>
+//! ```
+//!
 //! Whoever hangs up ends it: the content is in the process's own memory all along, or, before
 //! Copied, in the device memory that it has descriptors of.
 
@@ -39,6 +48,8 @@ pub const MOST_PIECES: usize = 4096;
 pub const LEAST_MEAN_BYTES: u64 = 8 << 20;
 /// Pieces are multiples of this.
 pub const UNIT_BYTES: u64 = 2 << 20;
+/// What a memory file is registered in, and what [`FromVault::Same`] counts in.
+pub const CHUNK_BYTES: u64 = 128 << 20;
 /// Pieces in one [`ToVault::Pieces`].
 pub const PIECES_A_FRAME: usize = 28;
 
@@ -109,6 +120,13 @@ pub enum ToVault {
     Restoring,
     /// The driver has restored the rest.
     Restored,
+    /// What became of [`FromVault::Same`].
+    Mapped {
+        /// Which chunk.
+        chunk: u32,
+        /// The sealed file is in its place, and nothing in the memory file any more.
+        taken: bool,
+    },
 }
 
 /// To an agent.
@@ -127,6 +145,12 @@ pub enum FromVault {
     Ready,
     /// All of them are in the file.
     Copied,
+    /// The file that comes along, which nobody can write to, holds what a chunk of the memory file
+    /// holds.
+    Same {
+        /// Which: of [`CHUNK_BYTES`], from 0.
+        chunk: u32,
+    },
 }
 
 /// From the controller.
@@ -138,6 +162,8 @@ pub enum VaultOrder {
         process: u64,
         /// Most that it can have parked.
         most_bytes: u64,
+        /// What others of the same number hold as well may be held once; 0: nothing may.
+        domain: u64,
     },
     /// Its room is granted and proven: fill, once it says that it restores.
     Fill {
@@ -198,6 +224,15 @@ pub enum VaultReport {
     },
     /// The driver has let go of all that it had of those that left.
     LetGo,
+    /// So much of a process's content is held in sealed files, together with others.
+    Shared {
+        /// Which.
+        process: u64,
+        /// Of it.
+        bytes: u64,
+        /// Of all such files of this vault.
+        stored_bytes: u64,
+    },
 }
 
 impl ToVault {
@@ -216,6 +251,7 @@ impl ToVault {
             ToVault::Restored => Writer::new(205),
             ToVault::Prepared { bytes, uuid } => Writer::new(206).u64(bytes).bytes(&uuid),
             ToVault::Take => Writer::new(207),
+            ToVault::Mapped { chunk, taken } => Writer::new(208).u32(chunk).u32(u32::from(taken)),
         }
         .frame
     }
@@ -245,6 +281,7 @@ impl ToVault {
             205 => Ok(ToVault::Restored),
             206 => Ok(ToVault::Prepared { bytes: r.u64(), uuid: r.bytes() }),
             207 => Ok(ToVault::Take),
+            208 => Ok(ToVault::Mapped { chunk: r.u32(), taken: r.u32() != 0 }),
             other => Err(FrameError::Kind(other)),
         }
     }
@@ -260,6 +297,7 @@ impl FromVault {
             FromVault::Filled => Writer::new(213),
             FromVault::Ready => Writer::new(214),
             FromVault::Copied => Writer::new(215),
+            FromVault::Same { chunk } => Writer::new(216).u32(chunk),
         }
         .frame
     }
@@ -276,6 +314,7 @@ impl FromVault {
             213 => Ok(FromVault::Filled),
             214 => Ok(FromVault::Ready),
             215 => Ok(FromVault::Copied),
+            216 => Ok(FromVault::Same { chunk: r.u32() }),
             other => Err(FrameError::Kind(other)),
         }
     }
@@ -286,8 +325,8 @@ impl VaultOrder {
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_BYTES] {
         match *self {
-            VaultOrder::Attach { process, most_bytes } => {
-                Writer::new(221).u64(process).u64(most_bytes)
+            VaultOrder::Attach { process, most_bytes, domain } => {
+                Writer::new(221).u64(process).u64(most_bytes).u64(domain)
             }
             VaultOrder::Fill { process, most_bytes } => {
                 Writer::new(222).u64(process).u64(most_bytes)
@@ -304,7 +343,10 @@ impl VaultOrder {
     pub fn decode(frame: &[u8; FRAME_BYTES]) -> Result<VaultOrder, FrameError> {
         let (kind, mut r) = Reader::open(frame)?;
         match kind {
-            221 => Ok(VaultOrder::Attach { process: r.u64(), most_bytes: r.u64() }),
+            221 => {
+                let (process, most_bytes, domain) = (r.u64(), r.u64(), r.u64());
+                Ok(VaultOrder::Attach { process, most_bytes, domain })
+            }
             222 => Ok(VaultOrder::Fill { process: r.u64(), most_bytes: r.u64() }),
             223 => Ok(VaultOrder::Hold { on: r.u32() != 0 }),
             other => Err(FrameError::Kind(other)),
@@ -328,6 +370,9 @@ impl VaultReport {
             VaultReport::Copied { process, bytes, elapsed_us } => {
                 Writer::new(237).u64(process).u64(bytes).u64(elapsed_us)
             }
+            VaultReport::Shared { process, bytes, stored_bytes } => {
+                Writer::new(238).u64(process).u64(bytes).u64(stored_bytes)
+            }
         }
         .frame
     }
@@ -349,6 +394,10 @@ impl VaultReport {
             236 => Ok(VaultReport::Prepared { process: r.u64(), bytes: r.u64() }),
             237 => {
                 Ok(VaultReport::Copied { process: r.u64(), bytes: r.u64(), elapsed_us: r.u64() })
+            }
+            238 => {
+                let (process, bytes, stored_bytes) = (r.u64(), r.u64(), r.u64());
+                Ok(VaultReport::Shared { process, bytes, stored_bytes })
             }
             other => Err(FrameError::Kind(other)),
         }
@@ -372,6 +421,7 @@ mod tests {
             ToVault::Away,
             ToVault::Restoring,
             ToVault::Restored,
+            ToVault::Mapped { chunk: 6, taken: true },
         ] {
             assert_eq!(ToVault::decode(&message.encode()), Ok(message));
         }
@@ -381,11 +431,12 @@ mod tests {
             FromVault::Filled,
             FromVault::Ready,
             FromVault::Copied,
+            FromVault::Same { chunk: 4 },
         ] {
             assert_eq!(FromVault::decode(&message.encode()), Ok(message));
         }
         for order in [
-            VaultOrder::Attach { process: 1, most_bytes: 2 },
+            VaultOrder::Attach { process: 1, most_bytes: 2, domain: 3 },
             VaultOrder::Fill { process: 3, most_bytes: 4 },
             VaultOrder::Hold { on: true },
         ] {
@@ -399,6 +450,7 @@ mod tests {
             VaultReport::LetGo,
             VaultReport::Prepared { process: 1, bytes: 2 },
             VaultReport::Copied { process: 1, bytes: 2, elapsed_us: 3 },
+            VaultReport::Shared { process: 1, bytes: 2, stored_bytes: 3 },
         ] {
             assert_eq!(VaultReport::decode(&report.encode()), Ok(report));
         }
