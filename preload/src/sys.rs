@@ -13,8 +13,9 @@ mod memory;
 pub mod task;
 
 pub use self::memory::{
-    Memory, discard, make_resident, map_aligned, map_over, map_private, memory_file,
-    prefer_huge_pages, seal_size, unmap_private, wipe_on_fork, with_scratch,
+    Memory, discard, holds_same, make_resident, map_aligned, map_over, map_private,
+    map_sealed_over, memory_file, prefer_huge_pages, punch, seal_size, unmap_private, wipe_on_fork,
+    with_scratch,
 };
 
 mod number {
@@ -53,6 +54,7 @@ mod number {
     pub const FUTEX: usize = 202;
     pub const CLOCK_GETTIME: usize = 228;
     pub const TGKILL: usize = 234;
+    pub const FALLOCATE: usize = 285;
     pub const PIPE2: usize = 293;
     pub const PRLIMIT64: usize = 302;
     pub const GETRANDOM: usize = 318;
@@ -341,7 +343,7 @@ pub fn connect(path: &[u8], tid: u32, signal: u64) -> Result<i32, Errno> {
 }
 
 /// Asks for `signal` on thread `tid` whenever `fd` becomes readable or is hung up.
-fn notify(fd: i32, tid: u32, signal: u64) -> Result<usize, Errno> {
+pub fn notify(fd: i32, tid: u32, signal: u64) -> Result<usize, Errno> {
     const F_SETFL: usize = 4;
     const F_SETSIG: usize = 10;
     const F_SETOWN_EX: usize = 15;

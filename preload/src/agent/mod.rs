@@ -37,7 +37,8 @@ const ABILITIES: Abilities = Abilities(
         | Abilities::USES_VAULT.0
         | Abilities::KEEPS_COPY.0
         | Abilities::PREPARES.0
-        | Abilities::CHECKS.0,
+        | Abilities::CHECKS.0
+        | Abilities::DEDUPS.0,
 );
 
 const LOOK: u64 = 1 << (sys::SIGURG - 1);
@@ -104,7 +105,8 @@ struct Agent {
     want_sent: Option<(u64, u32)>,
     /// When host memory that is not needed any more is given back, if there may be any.
     tidy_us: Option<u64>,
-    /// Others may have asked for memory of the process and were not answered yet.
+    /// Others may have asked for memory of the process, or its vault for something, and were not
+    /// answered yet.
     more_asked: bool,
 }
 
@@ -154,7 +156,11 @@ impl Agent {
             self.look_after();
             self.tidy();
             // While a call of the application's would go through, ours may.
-            self.more_asked = self.machine.phase() == Phase::Open && carry::answer();
+            self.more_asked = match self.machine.phase() {
+                Phase::Open => carry::answer(),
+                Phase::Away => carry::vault::hear(),
+                _ => false,
+            };
             sys::wait_signal(LOOK, self.patience_ms());
         }
         while !self.machine.bring_back(&mut self.own) {

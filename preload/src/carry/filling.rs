@@ -8,7 +8,7 @@ use crate::sys::CpuSet;
 use crate::{libc, sys};
 
 /// What is registered at a time, and the most that one copy moves.
-pub const CHUNK_BYTES: usize = 128 << 20;
+pub const CHUNK_BYTES: usize = affinode_proto::wire::vault::CHUNK_BYTES as usize;
 /// Most chunks of a pool.
 pub const MOST_CHUNKS: usize = 64 * WORDS;
 const WORDS: usize = 256;

@@ -12,7 +12,10 @@
 //! not copied again.
 //!
 //! Where there is a vault it is a file in memory, so that the vault can read it as well; the
-//! process has hold of it all the same, and its container is charged for it.
+//! process has hold of it all the same, and its container is charged for it. Chunks that others
+//! hold as well may then lie in files that they have in common (`dedup`).
+
+mod dedup;
 
 use core::ffi::c_void;
 
@@ -48,6 +51,8 @@ pub struct Pool {
     /// 1: a vault may be writing to it still: it is replaced before it is used again.
     tainted: usize,
     registered: Chunks,
+    /// In whose place a sealed file is, which others have hold of as well.
+    shared: Chunks,
     /// What each slot holds, as far as that is known.
     known: Digests,
 }
@@ -95,6 +100,7 @@ impl Pool {
             sparse: 0,
             tainted: 0,
             registered: Chunks::none(),
+            shared: Chunks::none(),
             known: Digests::none(),
         }
     }
@@ -107,6 +113,7 @@ impl Pool {
         let bytes = bytes.next_multiple_of(HUGE_PAGE_BYTES);
         let shared = owned::VAULT.get().is_some();
         self.end();
+        while self.unshare_next() {}
         let fits = self.tainted == 0 && self.bytes >= bytes && (self.of_file == 1 || !shared);
         if bytes > MOST_BYTES || (!fits && !self.replace(with_room_to_grow(bytes), shared)) {
             return false;
@@ -152,7 +159,9 @@ impl Pool {
         }
         ahead::is_spoilt();
         self.unregister_all();
+        while self.unshare_next() {}
         self.registered.clear();
+        self.shared.clear();
         self.known = Digests::none();
         self.tainted = 0;
         FILLING.resident.clear();
@@ -169,7 +178,7 @@ impl Pool {
         self.of_file = 0;
         if shared && let Some(file) = self.make_file() {
             // SAFETY: just mapped, and nobody knows it yet.
-            if !unsafe { sys::map_over(self.start as *mut u8, bytes, file) } {
+            if !unsafe { sys::map_over(self.start as *mut u8, bytes, file, 0) } {
                 // What is there now is not known: none of it is used.
                 owned::POOL.close();
                 // SAFETY: as above.
@@ -231,9 +240,11 @@ impl Pool {
     /// Without registration the copy is slower, and as right.
     fn register(&mut self, chunk: usize) {
         const PORTABLE: u32 = 1;
+        const READ_ONLY: u32 = 8;
         let at = self.at(chunk * CHUNK_BYTES);
         let bytes = chunk_bytes(self.bytes, chunk);
-        let code = in_context(self.context, || call!(host_register(at, bytes, PORTABLE)));
+        let flags = if self.shared.has(chunk) { PORTABLE | READ_ONLY } else { PORTABLE };
+        let code = in_context(self.context, || call!(host_register(at, bytes, flags)));
         self.registered.set(chunk, code == result::SUCCESS);
     }
 
@@ -352,6 +363,9 @@ impl Pool {
     /// is kept. `prepared`: it is there for the next time. `short`: host memory is, so nothing is
     /// kept any more.
     pub fn tidy(&mut self, prepared: bool, short: impl FnOnce() -> bool) -> Tidied {
+        if self.unshare_next() {
+            return Tidied::Part;
+        }
         if (self.keeps == 1 || prepared) && self.tainted == 0 && !short() {
             return match (0..self.chunks()).find(|chunk| self.registered.has(*chunk)) {
                 Some(chunk) if self.unregister(chunk) => Tidied::Part,

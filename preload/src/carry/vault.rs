@@ -30,7 +30,7 @@ use super::order::Order;
 use super::park::{each, note};
 use super::pool::Pool;
 use super::table::{Id, Piece, Place};
-use super::tables;
+use super::{tables, with_pool};
 use crate::owned::{self, Owned};
 use crate::process;
 use crate::sys::{self, Descriptor, task};
@@ -80,9 +80,9 @@ pub fn offer(pool: &Pool, vram_bytes: u64) {
     if let Some(page) = process::page() {
         page.note(Notes::NO_VAULT, summary.is_none() || pool.is_sparse());
     }
-    // What was left out of the pool no vault knows.
+    // What was left out of the pool, or is not in its file, no vault knows.
     let offered = summary
-        .filter(|_| !pool.leaves_out())
+        .filter(|_| !pool.leaves_out() && !pool.is_shared())
         .and_then(|summary| tell_parked(pool, summary, is_off, vram_bytes));
     match offered {
         Some(()) => OFFERED.store(1, Ordering::Relaxed),
@@ -90,9 +90,34 @@ pub fn offer(pool: &Pool, vram_bytes: u64) {
     }
 }
 
-/// The driver has taken the rest.
+/// The driver has taken the rest. What the vault says while the process is away its agent hears
+/// at once.
 pub fn announce_away() {
+    if let Some(vault) = owned::VAULT.get() {
+        let _ = sys::notify(vault, sys::gettid(), sys::SIGURG);
+    }
     send(ToVault::Away, None);
+}
+
+/// Does the next thing that the vault asks for while the process is away. True: there may be more.
+pub fn hear() -> bool {
+    let Some((message, file)) = receive(0) else {
+        return false;
+    };
+    let is_called = || process::page().is_some_and(|page| page.waiters.load(Ordering::SeqCst) > 0);
+    match (message, file) {
+        (FromVault::Same { chunk }, Some(file)) => {
+            let taken = with_pool(|pool| pool.share(chunk as usize, file.number(), is_called));
+            if send(ToVault::Mapped { chunk, taken }, None).is_none() {
+                // It does not know where the content is.
+                hang_up();
+            }
+        }
+        // Later than it was of use.
+        (FromVault::Ready, None) => {}
+        _ => hang_up(),
+    }
+    true
 }
 
 /// The driver restores the process from now on.

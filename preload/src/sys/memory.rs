@@ -48,17 +48,34 @@ pub fn with_scratch<T>(bytes: usize, run: impl FnOnce(*mut u8) -> T) -> Option<T
     Some(done)
 }
 
-/// Puts a file, shared, in the place of a part of what [`map_private`] made; a forked child has
-/// neither. False: what is there now is not known.
+/// Puts a part of a file, shared, in the place of a part of what [`map_private`] made; a forked
+/// child has neither. False: what is there now is not known.
 ///
 /// # Safety
 /// Nothing may refer to that part.
-pub unsafe fn map_over(start: *mut u8, bytes: usize, fd: i32) -> bool {
+pub unsafe fn map_over(start: *mut u8, bytes: usize, fd: i32, offset: usize) -> bool {
     const PROT_READ_WRITE: usize = 1 | 2;
+    // SAFETY: the caller's word.
+    unsafe { put_over(start, bytes, PROT_READ_WRITE, fd, offset) }
+}
+
+/// The same with the beginning of a file that nobody can write to, to be read alone.
+///
+/// # Safety
+/// Nobody may write to that part from now on.
+pub unsafe fn map_sealed_over(start: *mut u8, bytes: usize, fd: i32) -> bool {
+    const PROT_READ: usize = 1;
+    // SAFETY: the caller's word.
+    unsafe { put_over(start, bytes, PROT_READ, fd, 0) }
+}
+
+/// # Safety
+/// As of [`map_over`].
+unsafe fn put_over(start: *mut u8, bytes: usize, access: usize, fd: i32, offset: usize) -> bool {
     const MAP_SHARED_FIXED: usize = 1 | 0x10;
     const MADV_DONTFORK: usize = 10;
     let at = start as usize;
-    let args = [at, bytes, PROT_READ_WRITE, MAP_SHARED_FIXED, fd as usize, 0];
+    let args = [at, bytes, access, MAP_SHARED_FIXED, fd as usize, offset];
     // SAFETY: the caller vouches for the range, which is ours.
     let mapped = unsafe { call(number::MMAP, args) };
     // SAFETY: changes no content.
@@ -146,6 +163,62 @@ pub fn seal_size(fd: i32) -> Result<(), Errno> {
     const F_ADD_SEALS: usize = 1033;
     const SEAL_SHRINK_GROW: usize = 1 | 2 | 4;
     fcntl(fd, F_ADD_SEALS, SEAL_SHRINK_GROW).map(drop)
+}
+
+/// Whether a memory file has `bytes` bytes that nobody can change any more, and they are those at
+/// an address. `stop` is asked now and then: no, then.
+///
+/// # Safety
+/// So many bytes must be mapped there.
+pub unsafe fn holds_same(fd: i32, at: *const u8, bytes: usize, stop: impl Fn() -> bool) -> bool {
+    const PART_BYTES: usize = 4 << 20;
+    const PROT_READ: usize = 1;
+    const MAP_SHARED: usize = 1;
+    if !is_sealed(fd, bytes) {
+        return false;
+    }
+    let args = [0, bytes, PROT_READ, MAP_SHARED, fd as usize, 0];
+    let Ok(sealed) = plain(number::MMAP, args) else {
+        return false;
+    };
+    let mut parts = (0..bytes).step_by(PART_BYTES);
+    let same = parts.all(|offset| {
+        let part = PART_BYTES.min(bytes - offset);
+        // SAFETY: inside what was just mapped, of a file that does not shrink, and inside what the
+        // caller vouches for; nobody writes to either.
+        let (one, other) = unsafe {
+            let one = (sealed as *const u8).add(offset);
+            (
+                core::slice::from_raw_parts(one, part),
+                core::slice::from_raw_parts(at.add(offset), part),
+            )
+        };
+        !stop() && one == other
+    });
+    unmap(sealed, bytes);
+    same
+}
+
+/// Whether neither size nor content can change, and it is that large.
+fn is_sealed(fd: i32, bytes: usize) -> bool {
+    const F_GET_SEALS: usize = 1034;
+    const SHRINK_GROW: usize = 2 | 4;
+    const WRITE: usize = 8;
+    const FUTURE_WRITE: usize = 16;
+    // At the seventh word of struct stat, which is 144 bytes long, is st_size.
+    let mut stat = [0_u64; 18];
+    let args = [fd as usize, stat.as_mut_ptr() as usize, 0, 0, 0, 0];
+    fcntl(fd, F_GET_SEALS, 0).is_ok_and(|seals| {
+        seals & SHRINK_GROW == SHRINK_GROW && seals & (WRITE | FUTURE_WRITE) != 0
+    }) && plain(number::FSTAT, args).is_ok()
+        && stat[6] >= bytes as u64
+}
+
+/// Gives a part of a memory file back, mapped or not. False: it is there still.
+pub fn punch(fd: i32, offset: usize, bytes: usize) -> bool {
+    const KEEP_SIZE_PUNCH_HOLE: usize = 1 | 2;
+    let args = [fd as usize, KEEP_SIZE_PUNCH_HOLE, offset, bytes, 0, 0];
+    plain(number::FALLOCATE, args).is_ok()
 }
 
 /// Maps `bytes` of a file, shared, at a multiple of `bytes` (a power of two).

@@ -10,7 +10,7 @@ use rustix::{
 use super::cuda::{Block, Copies, Cuda, CudaError};
 
 /// So much is registered at a time, and copied: a few milliseconds.
-const CHUNK_BYTES: usize = 128 << 20;
+pub const CHUNK_BYTES: usize = affinode_proto::wire::vault::CHUNK_BYTES as usize;
 const PAGE_BYTES: usize = 4096;
 
 /// Why a file is not mapped, or not registered.

@@ -1,0 +1,204 @@
+//! Chunks whose content other processes of the same tenant hold as well: one file for all of them,
+//! sealed, in the place of each one's own.
+//!
+//! ```text
+//! own ──the vault shows a sealed file; byte by byte the same──> shared ──home, or about to be used──> own, empty
+//! ```
+//!
+//! The file is mapped here, so that neither the vault's death nor the others' takes it away. It is
+//! the vault that made it, from what both have; that it is the same is looked at here once more,
+//! because what was in its place is gone then.
+
+use super::{CHUNK_BYTES, FILLING, Pool, chunk_bytes};
+use crate::sys;
+
+impl Pool {
+    /// Puts a sealed file in the place of a chunk that has content, if that is the same. False: it
+    /// is as it was, also because of `stop`.
+    pub fn share(&mut self, chunk: usize, sealed: i32, stop: impl Fn() -> bool) -> bool {
+        let offset = chunk.saturating_mul(CHUNK_BYTES);
+        let fits = chunk_bytes(self.bytes, chunk) == CHUNK_BYTES
+            && self.tainted == 0
+            && !self.registered.has(chunk)
+            && !self.shared.has(chunk);
+        let Some(file) = self.file().filter(|_| fits) else {
+            return false;
+        };
+        let at = self.chunk_at(chunk);
+        // SAFETY: a chunk of the pool, which only the agent, here, writes to.
+        if !unsafe { sys::holds_same(sealed, at, CHUNK_BYTES, stop) } {
+            return false;
+        }
+        // SAFETY: as above; nothing is copied to it until it is its own again.
+        let mapped = unsafe { sys::map_sealed_over(at, CHUNK_BYTES, sealed) };
+        if !mapped || !sys::punch(file, offset, CHUNK_BYTES) {
+            self.put_own(chunk, file);
+            return false;
+        }
+        self.shared.set(chunk, true);
+        true
+    }
+
+    /// Whether content is in files that others have hold of.
+    pub fn is_shared(&self) -> bool {
+        self.first_shared().is_some()
+    }
+
+    fn first_shared(&self) -> Option<usize> {
+        (0..self.chunks()).find(|chunk| self.shared.has(*chunk))
+    }
+
+    /// Makes a chunk of an unused pool its own again. False: there is none, or it cannot be, and the
+    /// pool is to be replaced.
+    pub(super) fn unshare_next(&mut self) -> bool {
+        let Some(chunk) = self.first_shared() else {
+            return false;
+        };
+        let Some(file) = self.file().filter(|_| self.unregister(chunk)) else {
+            self.taint();
+            return false;
+        };
+        self.put_own(chunk, file);
+        self.shared.set(chunk, false);
+        self.forget(chunk * CHUNK_BYTES, CHUNK_BYTES);
+        FILLING.resident.set(chunk, false);
+        true
+    }
+
+    /// Puts the pool's file in its place. That cannot fail for long: without it what was in the
+    /// chunk would be lost.
+    fn put_own(&self, chunk: usize, file: i32) {
+        const PAUSE_US: u64 = 10_000;
+        let offset = chunk * CHUNK_BYTES;
+        // SAFETY: a chunk of the pool, of the same content as the file there, or of none.
+        while !unsafe { sys::map_over(self.chunk_at(chunk), CHUNK_BYTES, file, offset) } {
+            sys::sleep_us(PAUSE_US);
+        }
+    }
+
+    fn chunk_at(&self, chunk: usize) -> *mut u8 {
+        self.at(chunk * CHUNK_BYTES).cast::<u8>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::Write;
+    use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+    use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+    use nix::sys::stat::fstat;
+
+    use super::super::super::fake_driver::{CONTEXT, Fake};
+    use super::super::super::filling::tests::SHARED;
+    use super::*;
+    use crate::owned;
+
+    const BYTES: usize = 2 * CHUNK_BYTES + (2 << 20);
+
+    /// Two chunks and a piece of one, in a file.
+    fn of_file() -> Pool {
+        let mut pool = Pool::none();
+        assert!(pool.replace(BYTES, true) && pool.file().is_some());
+        pool.context = CONTEXT;
+        pool
+    }
+
+    fn end(pool: &Pool) {
+        // SAFETY: mapped in `of_file`, with that size.
+        unsafe { sys::unmap_private(pool.start as *mut u8, BYTES) };
+        owned::POOL.close();
+        FILLING.resident.clear();
+    }
+
+    /// All the same byte, but for the last.
+    fn write(pool: &Pool, chunk: usize, byte: u8, last: u8) {
+        // SAFETY: a chunk of the pool, that is its own.
+        unsafe {
+            pool.chunk_at(chunk).write_bytes(byte, CHUNK_BYTES);
+            pool.chunk_at(chunk).add(CHUNK_BYTES - 1).write(last);
+        }
+    }
+
+    fn read(pool: &Pool, chunk: usize) -> (u8, u8) {
+        // SAFETY: a chunk of the pool.
+        unsafe { (pool.chunk_at(chunk).read(), pool.chunk_at(chunk).add(CHUNK_BYTES - 1).read()) }
+    }
+
+    /// A file with the content of a chunk, and these seals.
+    fn sealed(pool: &Pool, chunk: usize, seals: &[SealFlag]) -> OwnedFd {
+        let fd = sys::memory_file(c"sealed", CHUNK_BYTES).unwrap();
+        // SAFETY: just made.
+        let mut file = unsafe { File::from_raw_fd(fd) };
+        // SAFETY: a chunk of the pool, which nobody writes to meanwhile.
+        let content = unsafe { core::slice::from_raw_parts(pool.chunk_at(chunk), CHUNK_BYTES) };
+        file.write_all(content).unwrap();
+        let seals = seals.iter().copied().collect::<SealFlag>();
+        fcntl(&file, FcntlArg::F_ADD_SEALS(seals)).unwrap();
+        file.into()
+    }
+
+    fn share(pool: &mut Pool, chunk: usize, file: &OwnedFd) -> bool {
+        pool.share(chunk, file.as_raw_fd(), || false)
+    }
+
+    /// How many bytes of memory the pool's file has.
+    fn has_bytes(pool: &Pool) -> usize {
+        // SAFETY: open as long as the pool.
+        let file = unsafe { BorrowedFd::borrow_raw(pool.file().unwrap()) };
+        fstat(file).unwrap().st_blocks as usize * 512
+    }
+
+    const SHRINK: SealFlag = SealFlag::F_SEAL_SHRINK;
+    const GROW: SealFlag = SealFlag::F_SEAL_GROW;
+    const FUTURE_WRITE: SealFlag = SealFlag::from_bits_retain(16);
+
+    #[test]
+    fn what_others_hold_as_well_is_held_once_until_the_pool_is_used_again() {
+        let _own = SHARED.lock();
+        let _fake = Fake::new();
+        let mut pool = of_file();
+        write(&pool, 0, 7, 8);
+        write(&pool, 1, 9, 9);
+        let common = sealed(&pool, 1, &[SHRINK, GROW, FUTURE_WRITE]);
+        assert_eq!(has_bytes(&pool), 2 * CHUNK_BYTES);
+        assert!(!pool.is_shared());
+        assert!(share(&mut pool, 1, &common));
+        drop(common);
+        assert_eq!((read(&pool, 0), read(&pool, 1)), ((7, 8), (9, 9)));
+        assert_eq!(has_bytes(&pool), CHUNK_BYTES, "its own is given back");
+        assert!(pool.is_shared());
+        FILLING.resident.set(1, true);
+        assert!(pool.unshare_next() && !pool.unshare_next());
+        assert!(!pool.is_shared() && !FILLING.resident.has(1), "its pages are to be brought in");
+        write(&pool, 1, 5, 6);
+        assert_eq!((read(&pool, 1), has_bytes(&pool)), ((5, 6), 2 * CHUNK_BYTES));
+        end(&pool);
+    }
+
+    #[test]
+    fn only_what_is_the_same_for_good_takes_the_place_of_a_chunk() {
+        let _own = SHARED.lock();
+        let mut pool = of_file();
+        write(&pool, 0, 7, 8);
+        write(&pool, 1, 7, 9);
+        let same = sealed(&pool, 0, &[SHRINK, GROW, FUTURE_WRITE]);
+        let other = sealed(&pool, 1, &[SHRINK, GROW, FUTURE_WRITE]);
+        let writable = sealed(&pool, 0, &[SHRINK, GROW]);
+        let shrinks = sealed(&pool, 0, &[GROW, FUTURE_WRITE]);
+        for (refused, why) in [(&other, "the last byte"), (&writable, "seal"), (&shrinks, "seal")] {
+            assert!(!share(&mut pool, 0, refused), "{why}");
+        }
+        assert!(!pool.share(0, same.as_raw_fd(), || true), "somebody calls");
+        assert!(!share(&mut pool, 2, &same), "not a whole chunk");
+        assert!(!share(&mut pool, usize::MAX, &same) && !share(&mut pool, 3, &same));
+        pool.taint();
+        assert!(!share(&mut pool, 0, &same));
+        pool.tainted = 0;
+        assert_eq!((read(&pool, 0), has_bytes(&pool)), ((7, 8), 2 * CHUNK_BYTES), "as it was");
+        assert!(share(&mut pool, 0, &same), "this one fits");
+        assert!(!share(&mut pool, 0, &same), "once");
+        end(&pool);
+    }
+}
