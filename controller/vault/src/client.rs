@@ -13,6 +13,8 @@
 //! From everywhere: whoever says what does not fit, is too slow, or is refused by the driver is hung up
 //! on, and brings itself home.
 
+mod sharing;
+
 use std::{
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -25,6 +27,7 @@ use affinode_proto::wire::{
     vault::{FromVault, MOST_PIECES, Piece, ToVault, VaultReport},
 };
 
+use self::sharing::Sharing;
 use crate::{
     socket,
     sys::{Block, Copies, Cuda, CudaError, Region, RegionError, Way},
@@ -152,6 +155,7 @@ pub struct Client {
     parked_bytes: u64,
     pieces: Vec<Piece>,
     rest_bytes: u64,
+    sharing: Sharing,
     /// The controller has granted its room.
     granted: bool,
     restoring: bool,
@@ -161,8 +165,14 @@ pub struct Client {
 }
 
 impl Client {
-    /// Nothing is known yet but who it is and what it can have parked.
-    pub fn new(cuda: &Rc<Cuda>, socket: OwnedFd, process: u64, most_bytes: u64) -> Client {
+    /// Nothing is known yet but who it is, what it can have parked and with whom it may share.
+    pub fn new(
+        cuda: &Rc<Cuda>,
+        socket: OwnedFd,
+        process: u64,
+        most_bytes: u64,
+        domain: u64,
+    ) -> Client {
         Client {
             process,
             most_bytes,
@@ -177,6 +187,7 @@ impl Client {
             parked_bytes: 0,
             pieces: Vec::new(),
             rest_bytes: 0,
+            sharing: Sharing::of(domain),
             granted: false,
             restoring: false,
             restored: false,
@@ -227,7 +238,7 @@ impl Client {
             match (ToVault::decode(&frame)?, descriptor, &mut self.state) {
                 (ToVault::Prepared { bytes, uuid }, Some(file), State::New) => {
                     self.check(bytes, 1, uuid)?;
-                    self.region = Some(Region::map(&self.cuda, &file, bytes)?);
+                    self.region = Some(Region::map(&self.cuda, file, bytes)?);
                     self.prepared = true;
                     self.state = State::Prepared;
                 }
@@ -239,7 +250,7 @@ impl Client {
                     self.check(bytes, pieces, uuid)?;
                     match (&self.region, file) {
                         (None, Some(file)) => {
-                            self.region = Some(Region::map(&self.cuda, &file, bytes)?);
+                            self.region = Some(Region::map(&self.cuda, file, bytes)?);
                         }
                         (Some(region), None) if bytes <= region.bytes() as u64 => {}
                         _ => return Err(ClientError::Order),
@@ -269,10 +280,14 @@ impl Client {
                         return Err(ClientError::NotHeld);
                     }
                     self.restoring = true;
+                    self.sharing.close();
                     self.begin()?;
                 }
                 (ToVault::Restored, None, _) if self.restoring && !self.restored => {
                     self.restored = true;
+                }
+                (ToVault::Mapped { chunk, taken }, None, State::Held) => {
+                    self.mapped(chunk as usize, taken)?;
                 }
                 _ => return Err(ClientError::Order),
             }
@@ -317,6 +332,7 @@ impl Client {
             return Err(ClientError::Claim { bytes, pieces, most_bytes });
         }
         self.granted = true;
+        self.sharing.close();
         self.begin()
     }
 
@@ -363,6 +379,7 @@ impl Client {
                 self.registered = true;
                 let (process, bytes) = (self.process, self.parked_bytes);
                 self.state = State::Held;
+                self.sharing.open();
                 Ok((Step::Nothing, Some(VaultReport::Held { process, bytes })))
             }
             (State::Filling { since }, Some(region)) => {

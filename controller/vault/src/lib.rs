@@ -23,6 +23,7 @@
 //! device copies it.
 
 mod client;
+mod dedup;
 mod serve;
 pub mod socket;
 mod sys;

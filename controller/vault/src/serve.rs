@@ -15,9 +15,13 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 
 use crate::{
     client::{Client, ClientError, Step},
+    dedup::Dedup,
     socket,
     sys::{Cuda, CudaError, Region},
 };
+
+/// No process has this number.
+const NOBODY: u64 = 0;
 
 /// How often the device is asked whether copies have ended.
 const SOON_NS: i64 = 500_000;
@@ -57,8 +61,14 @@ pub fn run(controller: &OwnedFd, library: &str, uuid: &str) -> Result<(), VaultE
         .map_err(|source| VaultError::Cuda { uuid: uuid.to_owned(), source })?;
     socket::send(controller, &VaultReport::Ready.encode(), None)?;
     tracing::info!(gpu = uuid, "vault is ready");
-    let mut vault =
-        Vault { controller, cuda, clients: Vec::new(), leaving: Vec::new(), held: false };
+    let mut vault = Vault {
+        controller,
+        cuda,
+        clients: Vec::new(),
+        leaving: Vec::new(),
+        dedup: Dedup::new(),
+        held: false,
+    };
     let mut step = Step::Nothing;
     loop {
         vault.wait(step)?;
@@ -67,6 +77,7 @@ pub fn run(controller: &OwnedFd, library: &str, uuid: &str) -> Result<(), VaultE
         }
         vault.hear_clients()?;
         step = vault.work()?;
+        vault.tell_shared();
     }
 }
 
@@ -83,6 +94,7 @@ struct Vault<'a> {
     clients: Vec<Client>,
     /// Of those that are gone, while nobody is waited for: the driver does one thing at a time.
     leaving: Vec<Region>,
+    dedup: Dedup,
     /// Nothing that takes VRAM may begin.
     held: bool,
 }
@@ -115,14 +127,16 @@ impl Vault<'_> {
                 Err(error) => return Err(error.into()),
             };
             match VaultOrder::decode(&frame)? {
-                VaultOrder::Attach { process, most_bytes, domain: _ } => {
+                VaultOrder::Attach { process, most_bytes, domain } => {
                     // The controller knows already that the old one is over.
                     let old = |client: &Client| client.process() == process;
                     let old: Vec<Client> =
                         self.clients.extract_if(.., |client| old(client)).collect();
+                    self.dedup.forget(process);
                     self.leaving.extend(old.into_iter().filter_map(Client::into_region));
                     if let Some(socket) = descriptor {
-                        self.clients.push(Client::new(&self.cuda, socket, process, most_bytes));
+                        let cuda = &self.cuda;
+                        self.clients.push(Client::new(cuda, socket, process, most_bytes, domain));
                     }
                 }
                 VaultOrder::Fill { process, most_bytes } => {
@@ -165,10 +179,25 @@ impl Vault<'_> {
         for client in ended {
             let process = client.process();
             self.leaving.extend(client.into_region());
+            self.dedup.forget(process);
             self.report(VaultReport::Left { process });
         }
         if some && self.leaving.is_empty() {
             self.report(VaultReport::LetGo);
+        }
+    }
+
+    /// Tells how much is held once, where that has changed.
+    fn tell_shared(&mut self) {
+        let (stored_bytes, changed) = self.dedup.report();
+        let of = |client: &mut Client| client.shared_bytes().map(|bytes| (client.process(), bytes));
+        let told: Vec<(u64, u64)> = self.clients.iter_mut().filter_map(of).collect();
+        for (process, bytes) in &told {
+            let (process, bytes) = (*process, *bytes);
+            self.report(VaultReport::Shared { process, bytes, stored_bytes });
+        }
+        if changed && told.is_empty() {
+            self.report(VaultReport::Shared { process: NOBODY, bytes: 0, stored_bytes });
         }
     }
 
@@ -216,6 +245,13 @@ impl Vault<'_> {
                 }
             }
             return Ok(Step::More);
+        }
+        let busy = urgent || self.held || self.clients.iter().any(Client::is_registering);
+        if !busy && matches!(most, Step::Nothing | Step::Later) {
+            let did = self.dedup.step(&self.cuda, &mut self.clients);
+            if did.map_err(|error| VaultError::Broken(error.into()))? {
+                return Ok(Step::More);
+            }
         }
         // Those that were not urgent have their turn when nobody is any more.
         let over = urgent && matches!(most, Step::Nothing | Step::Later);

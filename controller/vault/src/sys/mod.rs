@@ -3,6 +3,23 @@
 
 mod cuda;
 mod region;
+mod segment;
 
 pub use cuda::{Block, Copies, Cuda, CudaError};
-pub use region::{Region, RegionError, Way};
+pub use region::{CHUNK_BYTES, Region, RegionError, Way};
+pub use segment::{Draft, Segment};
+
+use std::{io, os::fd::AsFd};
+
+/// Fills `to` with what a file has from an offset on.
+fn read_exact_at(file: impl AsFd, offset: usize, to: &mut [u8]) -> io::Result<()> {
+    let (mut done, all) = (0, to.len());
+    while done < all {
+        let left = to.get_mut(done..).unwrap_or_default();
+        match rustix::io::pread(&file, left, (offset + done) as u64)? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            bytes => done += bytes,
+        }
+    }
+    Ok(())
+}

@@ -1,13 +1,17 @@
-//! A process's memory file, mapped and registered. No byte of it is read or written here.
+//! A process's memory file, mapped and registered. No byte of the mapping is read or written here:
+//! what is read is read from the file, where a hole costs nothing.
 
-use std::{ffi::c_void, io, os::fd::OwnedFd, ptr::NonNull, rc::Rc};
+use std::{collections::BTreeMap, ffi::c_void, io, os::fd::OwnedFd, ptr::NonNull, rc::Rc};
 
 use rustix::{
     fs::SealFlags,
     mm::{MapFlags, ProtFlags},
 };
 
-use super::cuda::{Block, Copies, Cuda, CudaError};
+use super::{
+    cuda::{Block, Copies, Cuda, CudaError},
+    segment::Segment,
+};
 
 /// So much is registered at a time, and copied: a few milliseconds.
 pub const CHUNK_BYTES: usize = affinode_proto::wire::vault::CHUNK_BYTES as usize;
@@ -33,6 +37,9 @@ pub enum RegionError {
     /// Whoever registers pages that are not there makes them, and pays for them.
     #[error("pages of the memory file are missing")]
     Missing,
+    /// It has not let go of what it says to have in common with others.
+    #[error("a chunk that is held elsewhere is in the memory file still")]
+    NotGivenUp,
     /// The driver.
     #[error(transparent)]
     Cuda(#[from] CudaError),
@@ -51,9 +58,12 @@ pub enum Way {
 #[derive(Debug)]
 pub struct Region {
     cuda: Rc<Cuda>,
+    file: OwnedFd,
     start: NonNull<c_void>,
     bytes: usize,
     registered: usize,
+    /// Chunks whose content is held together with others', by their number.
+    elsewhere: BTreeMap<usize, Rc<Segment>>,
 }
 
 /// Whether a file is what it has to be.
@@ -69,6 +79,16 @@ fn check(file: &OwnedFd, bytes: u64) -> Result<(), RegionError> {
         return Err(RegionError::TooSmall { has, wanted: bytes });
     }
     Ok(())
+}
+
+/// Whether a file has no page of a chunk.
+fn is_hole(file: &OwnedFd, offset: usize) -> io::Result<bool> {
+    use rustix::{fs::SeekFrom, io::Errno};
+    match rustix::fs::seek(file, SeekFrom::Data(offset as u64)) {
+        Ok(data) => Ok(data >= (offset + CHUNK_BYTES) as u64),
+        Err(Errno::NXIO) => Ok(true),
+        Err(errno) => Err(errno.into()),
+    }
 }
 
 /// Whether a range has all its pages.
@@ -90,8 +110,8 @@ impl Region {
     ///
     /// # Errors
     /// [`RegionError`]
-    pub fn map(cuda: &Rc<Cuda>, file: &OwnedFd, bytes: u64) -> Result<Region, RegionError> {
-        check(file, bytes)?;
+    pub fn map(cuda: &Rc<Cuda>, file: OwnedFd, bytes: u64) -> Result<Region, RegionError> {
+        check(&file, bytes)?;
         let length = usize::try_from(bytes).map_err(io::Error::other)?;
         // SAFETY: a new mapping at a place that the kernel chooses.
         let start = unsafe {
@@ -100,12 +120,46 @@ impl Region {
                 length,
                 ProtFlags::READ | ProtFlags::WRITE,
                 MapFlags::SHARED,
-                file,
+                &file,
                 0,
             )
         };
         let start = NonNull::new(start.map_err(io::Error::from)?).ok_or(RegionError::NotSealed)?;
-        Ok(Region { cuda: Rc::clone(cuda), start, bytes: length, registered: 0 })
+        let cuda = Rc::clone(cuda);
+        Ok(Region { cuda, file, start, bytes: length, registered: 0, elsewhere: BTreeMap::new() })
+    }
+
+    /// Reads what the file has from an offset on; holes are zeros, and stay holes.
+    ///
+    /// # Errors
+    /// The system's word.
+    pub fn read(&self, offset: usize, to: &mut [u8]) -> io::Result<()> {
+        super::read_exact_at(&self.file, offset, to)
+    }
+
+    /// A chunk's content is in a segment from now on, and not in the file any more.
+    ///
+    /// # Errors
+    /// [`RegionError`]: the process is to be hung up on.
+    pub fn put_elsewhere(&mut self, chunk: usize, segment: Rc<Segment>) -> Result<(), RegionError> {
+        let offset = chunk.saturating_mul(CHUNK_BYTES);
+        let whole = offset.checked_add(CHUNK_BYTES).is_some_and(|end| end <= self.registered);
+        if !whole || self.elsewhere.contains_key(&chunk) || !is_hole(&self.file, offset)? {
+            return Err(RegionError::NotGivenUp);
+        }
+        self.cuda.unregister(self.at(offset))?;
+        self.elsewhere.insert(chunk, segment);
+        Ok(())
+    }
+
+    /// How many bytes are in segments.
+    pub fn elsewhere_bytes(&self) -> usize {
+        self.elsewhere.len() * CHUNK_BYTES
+    }
+
+    /// Whether a chunk is.
+    pub fn is_elsewhere(&self, chunk: usize) -> bool {
+        self.elsewhere.contains_key(&chunk)
     }
 
     /// Its size.
@@ -153,8 +207,11 @@ impl Region {
             let from = offset + done;
             // A copy that crosses into another registration is refused.
             let part = (bytes - done).min(CHUNK_BYTES - from % CHUNK_BYTES);
-            let at = self.at(from);
-            // SAFETY: all of it is registered; whoever has this drops the copies first.
+            let at = match self.elsewhere.get(&(from / CHUNK_BYTES)) {
+                Some(segment) => segment.at(from % CHUNK_BYTES),
+                None => self.at(from),
+            };
+            // SAFETY: all of it is registered, there or as a segment; whoever has this drops the copies first.
             unsafe {
                 match way {
                     Way::In => copies.copy_in(at.cast_const(), part, block, done)?,
@@ -175,6 +232,10 @@ impl Region {
             return Ok(false);
         }
         let offset = (self.registered - 1) / CHUNK_BYTES * CHUNK_BYTES;
+        if self.elsewhere.remove(&(offset / CHUNK_BYTES)).is_some() {
+            self.registered = offset;
+            return Ok(true);
+        }
         self.cuda.unregister(self.at(offset))?;
         self.registered = offset;
         Ok(true)

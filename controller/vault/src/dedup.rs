@@ -1,0 +1,206 @@
+//! Finds what processes have in common, and makes a segment of it.
+//!
+//! ```text
+//! chunk ──print──> of a segment's? ──the same, byte by byte──> offered
+//!                  of another's?   ──the same, byte by byte, written to a draft──> segment, offered to both
+//!                  of nobody's     ──> remembered
+//! ```
+//!
+//! A print is made of samples, with keys that nobody else knows: it says where it is worth to
+//! compare, nothing more. Each is looked at only beside others of its domain, and sees a segment only
+//! where it has all of it already.
+
+use std::{
+    collections::{HashMap, hash_map::RandomState},
+    hash::{BuildHasher, Hasher},
+    io,
+    rc::{Rc, Weak},
+};
+
+use crate::{
+    client::Client,
+    sys::{CHUNK_BYTES, Cuda, Draft, RegionError, Segment},
+};
+
+/// So much is compared at a time: some milliseconds, in which nobody is heard.
+const PART_BYTES: usize = 8 << 20;
+const SAMPLES: usize = 64;
+const SAMPLE_BYTES: usize = 4096;
+/// Segments are no container's to pay: of host memory at most one part in so many.
+const MOST_OF_MEMORY: u64 = 4;
+
+/// Domain and print.
+type Key = (u64, u64);
+
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    process: u64,
+    chunk: usize,
+}
+
+/// A comparison in progress.
+#[derive(Debug)]
+struct Job {
+    key: Key,
+    place: Place,
+    done: usize,
+    with: With,
+}
+
+#[derive(Debug)]
+enum With {
+    Segment(Rc<Segment>),
+    /// Another's chunk, and what is the same so far.
+    Chunk(Place, Draft),
+}
+
+/// What is known of all.
+#[derive(Debug)]
+pub struct Dedup {
+    keys: RandomState,
+    seen: HashMap<Key, Place>,
+    segments: HashMap<Key, Weak<Segment>>,
+    most_bytes: u64,
+    job: Option<Job>,
+    told_bytes: u64,
+}
+
+impl Dedup {
+    /// Nothing.
+    pub fn new() -> Dedup {
+        let system = rustix::system::sysinfo();
+        let memory_bytes = system.totalram.saturating_mul(u64::from(system.mem_unit));
+        Dedup {
+            keys: RandomState::new(),
+            seen: HashMap::new(),
+            segments: HashMap::new(),
+            most_bytes: memory_bytes / MOST_OF_MEMORY,
+            job: None,
+            told_bytes: 0,
+        }
+    }
+
+    /// A process has left.
+    pub fn forget(&mut self, process: u64) {
+        self.seen.retain(|_, place| place.process != process);
+    }
+
+    /// What all segments come to.
+    fn stored_bytes(&self) -> u64 {
+        let live = self.segments.values().filter(|segment| segment.strong_count() > 0);
+        (live.count() * CHUNK_BYTES) as u64
+    }
+
+    /// What all segments come to, and whether that was not reported.
+    pub fn report(&mut self) -> (u64, bool) {
+        let stored_bytes = self.stored_bytes();
+        let told_bytes = std::mem::replace(&mut self.told_bytes, stored_bytes);
+        (stored_bytes, told_bytes != stored_bytes)
+    }
+
+    /// Does a little. False: there is nothing to do.
+    ///
+    /// # Errors
+    /// [`RegionError`]: the driver refused in a way that may not pass.
+    pub fn step(&mut self, cuda: &Rc<Cuda>, clients: &mut [Client]) -> Result<bool, RegionError> {
+        let Some(mut job) = self.job.take() else {
+            return Ok(self.look(clients));
+        };
+        // Who has left, or cannot be read, has nothing in common.
+        if !matches!(job.compare(clients), Ok(true)) {
+            return Ok(true);
+        }
+        if job.done < CHUNK_BYTES {
+            self.job = Some(job);
+            return Ok(true);
+        }
+        let (segment, first) = match job.with {
+            With::Segment(segment) => (segment, None),
+            With::Chunk(first, draft) => match draft.finish(cuda) {
+                Ok(segment) => (Rc::new(segment), Some(first)),
+                Err(RegionError::Cuda(error)) if !error.is_passing() => return Err(error.into()),
+                Err(_) => return Ok(true),
+            },
+        };
+        self.segments.retain(|_, segment| segment.strong_count() > 0);
+        self.segments.insert(job.key, Rc::downgrade(&segment));
+        for place in [Some(job.place), first].into_iter().flatten() {
+            if let Some(client) = find(clients, place) {
+                client.offer(place.chunk, &segment);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Looks at the next chunk that nobody has looked at.
+    fn look(&mut self, clients: &mut [Client]) -> bool {
+        let mut all = clients.iter_mut();
+        let Some((client, chunk)) =
+            all.find_map(|client| Some(client.next_chunk()).flatten().map(|chunk| (client, chunk)))
+        else {
+            return false;
+        };
+        let place = Place { process: client.process(), chunk };
+        let Ok(print) = self.print(client, chunk) else {
+            return true;
+        };
+        let key = (client.domain(), print);
+        let of_another = self.seen.get(&key).copied().filter(|seen| seen.process != place.process);
+        let with = if let Some(segment) = self.segments.get(&key).and_then(Weak::upgrade) {
+            Some(With::Segment(segment))
+        } else if let Some(seen) = of_another.filter(|seen| find(clients, *seen).is_some())
+            && self.stored_bytes() + (CHUNK_BYTES as u64) <= self.most_bytes
+            && let Ok(draft) = Draft::begin()
+        {
+            Some(With::Chunk(seen, draft))
+        } else {
+            self.seen.insert(key, place);
+            None
+        };
+        self.job = with.map(|with| Job { key, place, done: 0, with });
+        true
+    }
+
+    fn print(&self, client: &Client, chunk: usize) -> io::Result<u64> {
+        let mut hasher = self.keys.build_hasher();
+        let mut sample = [0; SAMPLE_BYTES];
+        for n in 0..SAMPLES {
+            client.read(chunk * CHUNK_BYTES + n * (CHUNK_BYTES / SAMPLES), &mut sample)?;
+            hasher.write(&sample);
+        }
+        Ok(hasher.finish())
+    }
+}
+
+impl Job {
+    /// Whether the next part is the same, too.
+    fn compare(&mut self, clients: &mut [Client]) -> io::Result<bool> {
+        let part_bytes = PART_BYTES.min(CHUNK_BYTES - self.done);
+        let mut parts = [vec![0; part_bytes], vec![0; part_bytes]];
+        let [one, other] = &mut parts;
+        read(clients, self.place, self.done, one)?;
+        match &mut self.with {
+            With::Segment(segment) => segment.read(self.done, other)?,
+            With::Chunk(place, _) => read(clients, *place, self.done, other)?,
+        }
+        if one != other {
+            return Ok(false);
+        }
+        if let With::Chunk(_, draft) = &mut self.with {
+            draft.write(one)?;
+        }
+        self.done += part_bytes;
+        Ok(true)
+    }
+}
+
+/// Whoever is there still, and may be offered something in that place.
+fn find(clients: &mut [Client], place: Place) -> Option<&mut Client> {
+    let mut all = clients.iter_mut();
+    all.find(|client| client.process() == place.process && client.may_offer(place.chunk))
+}
+
+fn read(clients: &mut [Client], place: Place, offset: usize, to: &mut [u8]) -> io::Result<()> {
+    let client = find(clients, place).ok_or(io::ErrorKind::NotFound)?;
+    client.read(place.chunk * CHUNK_BYTES + offset, to)
+}

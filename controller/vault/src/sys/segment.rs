@@ -1,0 +1,169 @@
+//! Content that several processes have in common: a chunk in a memory file of the node's, sealed, so
+//! that none of them can change it for the others.
+//!
+//! ```text
+//! Draft ──all is written──> sealed, registered: Segment ──the last who has it is gone──> let go of
+//! ```
+
+use std::{
+    ffi::c_void,
+    io,
+    os::fd::{AsFd, OwnedFd},
+    ptr::NonNull,
+    rc::Rc,
+};
+
+use rustix::{
+    fs::{MemfdFlags, SealFlags},
+    mm::{MapFlags, ProtFlags},
+};
+
+use super::{
+    cuda::Cuda,
+    region::{CHUNK_BYTES, RegionError},
+};
+
+/// `F_SEAL_FUTURE_WRITE`: only what is mapped already can be written to.
+const FUTURE_WRITE: SealFlags = SealFlags::from_bits_retain(16);
+
+/// The file, mapped here so that the device may copy from it. Nobody else can write to it, and
+/// here nobody does.
+#[derive(Debug)]
+struct Mapped {
+    file: OwnedFd,
+    start: NonNull<c_void>,
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: mapped by this, with that size, and not registered any more.
+        let _ = unsafe { rustix::mm::munmap(self.start.as_ptr(), CHUNK_BYTES) };
+    }
+}
+
+/// One that is being written.
+#[derive(Debug)]
+pub struct Draft {
+    mapped: Mapped,
+    written: usize,
+}
+
+impl Draft {
+    /// Without content yet.
+    ///
+    /// # Errors
+    /// The system's word.
+    pub fn begin() -> io::Result<Draft> {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = rustix::fs::memfd_create("affinode-shared", flags)?;
+        rustix::fs::ftruncate(&file, CHUNK_BYTES as u64)?;
+        // SAFETY: a new mapping at a place that the kernel chooses.
+        let start = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                CHUNK_BYTES,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                &file,
+                0,
+            )
+        };
+        let start = NonNull::new(start?).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Draft { mapped: Mapped { file, start }, written: 0 })
+    }
+
+    /// Writes the next part, on huge pages where those may be had.
+    ///
+    /// # Errors
+    /// The system's word.
+    pub fn write(&mut self, part: &[u8]) -> io::Result<()> {
+        const COLLAPSE: i32 = 25;
+        let at = self.mapped.start.as_ptr().wrapping_byte_add(self.written);
+        let mut left = part;
+        while !left.is_empty() {
+            let done = rustix::io::pwrite(&self.mapped.file, left, self.written as u64)?;
+            self.written += done;
+            left = left.get(done..).unwrap_or_default();
+        }
+        // SAFETY: changes no content of what is mapped. Small pages are as right.
+        let _ = unsafe { libc::madvise(at, part.len(), COLLAPSE) };
+        Ok(())
+    }
+
+    /// Nobody changes it any more, and the device may copy from it.
+    ///
+    /// # Errors
+    /// [`RegionError`]
+    pub fn finish(self, cuda: &Rc<Cuda>) -> Result<Segment, RegionError> {
+        if self.written != CHUNK_BYTES {
+            return Err(RegionError::Missing);
+        }
+        let seals = SealFlags::SHRINK | SealFlags::GROW | FUTURE_WRITE | SealFlags::SEAL;
+        rustix::fs::fcntl_add_seals(&self.mapped.file, seals).map_err(io::Error::from)?;
+        // SAFETY: mapped until the drop, which unregisters it before.
+        unsafe { cuda.register(self.mapped.start.as_ptr(), CHUNK_BYTES)? };
+        Ok(Segment { cuda: Rc::clone(cuda), mapped: Some(self.mapped) })
+    }
+}
+
+/// One that is there for all who have it.
+#[derive(Debug)]
+pub struct Segment {
+    cuda: Rc<Cuda>,
+    /// Always, but at the end.
+    mapped: Option<Mapped>,
+}
+
+impl Segment {
+    /// Its file.
+    pub fn file(&self) -> Option<&OwnedFd> {
+        self.mapped.as_ref().map(|mapped| &mapped.file)
+    }
+
+    /// Reads from an offset on.
+    ///
+    /// # Errors
+    /// The system's word.
+    pub fn read(&self, offset: usize, to: &mut [u8]) -> io::Result<()> {
+        let file = self.file().ok_or(io::ErrorKind::NotFound)?;
+        super::read_exact_at(file.as_fd(), offset, to)
+    }
+
+    /// Where an offset is mapped.
+    pub fn at(&self, offset: usize) -> *mut c_void {
+        let start = self.mapped.as_ref().map_or(std::ptr::null_mut(), |m| m.start.as_ptr());
+        start.wrapping_byte_add(offset)
+    }
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        let start = self.at(0);
+        if self.cuda.unregister(start).is_err() {
+            // At these addresses another's memory would be taken for what the driver knows there.
+            std::mem::forget(self.mapped.take());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_sealed_is_changed_by_nobody() {
+        let mut draft = Draft::begin().unwrap();
+        draft.write(&[7; 4096]).unwrap();
+        assert_eq!(draft.written, 4096);
+        let seals = SealFlags::SHRINK | SealFlags::GROW | FUTURE_WRITE | SealFlags::SEAL;
+        rustix::fs::fcntl_add_seals(&draft.mapped.file, seals).unwrap();
+        assert!(draft.write(&[8; 4096]).is_err(), "not by a write");
+        let (access, shared) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
+        // SAFETY: a new mapping, if there were one.
+        let mapped = unsafe {
+            rustix::mm::mmap(std::ptr::null_mut(), 4096, access, shared, &draft.mapped.file, 0)
+        };
+        assert!(mapped.is_err(), "nor by a mapping");
+        assert!(rustix::fs::ftruncate(&draft.mapped.file, 0).is_err(), "nor by its size");
+    }
+}
