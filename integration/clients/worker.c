@@ -230,6 +230,15 @@ static void exec_info(const char *command)
            (int)getpid(), (int)getuid(), name, version, program);
 }
 
+/* Another byte at an offset of the memory. */
+static CUresult poke(size_t offset)
+{
+    unsigned char byte = 0;
+    CUresult result = client.cuda.copy_out(&byte, client.memory + offset, 1);
+    byte ^= 1;
+    return result != 0 ? result : client.cuda.copy_in(client.memory + offset, &byte, 1);
+}
+
 /* 0: the program is to end. */
 static int obey(char *line)
 {
@@ -271,6 +280,8 @@ static int obey(char *line)
         TIMED(free_last());
     if (strcmp(command, "spin") == 0)
         TIMED(client_spin(&client, number));
+    if (strcmp(command, "poke") == 0)
+        TIMED(poke(number));
     if (strcmp(command, "stray") == 0)
         TIMED(stray());
     if (strcmp(command, "managed") == 0)

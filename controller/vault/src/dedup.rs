@@ -3,7 +3,7 @@
 //! ```text
 //! chunk ──print──> of a segment's? ──the same, byte by byte──> offered
 //!                  of another's?   ──the same, byte by byte, written to a draft──> segment, offered to both
-//!                  of nobody's     ──> remembered
+//!                  of nobody's, or not the same ──> remembered
 //! ```
 //!
 //! A print is made of samples, with keys that nobody else knows: it says where it is worth to
@@ -108,6 +108,8 @@ impl Dedup {
         };
         // Who has left, or cannot be read, has nothing in common.
         if !matches!(job.compare(clients), Ok(true)) {
+            // The next one may have, with this one.
+            self.seen.insert(job.key, job.place);
             return Ok(true);
         }
         if job.done < CHUNK_BYTES {

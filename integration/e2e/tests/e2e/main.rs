@@ -7,6 +7,7 @@ mod beside;
 mod calls;
 mod chaos;
 mod checksum;
+mod dedup;
 mod doctor;
 mod engines;
 mod faults;

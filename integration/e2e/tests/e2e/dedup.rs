@@ -1,0 +1,192 @@
+//! `dedup`: what containers of a namespace hold as well is held once while they are away.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    os::unix::fs::{FileExt, MetadataExt},
+};
+
+use affinode_e2e::{
+    cli::GpuRow,
+    container::{CLIENTS, Spec},
+    until::until,
+    worker::{USUAL, Worker},
+    world::{MIB, Recipe, World},
+};
+use anyhow::{Context, Result};
+use nix::{
+    errno::Errno,
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use crate::{offload::MANUAL, recovery::shoot_controller};
+
+/// Two chunks of 128 MiB, and a part of one, which is never held together.
+const WORKER_MIB: u64 = 288;
+const SHARED_MIB: u64 = 256;
+const CHUNK_MIB: u64 = 128;
+
+fn world() -> Result<World> {
+    Recipe::default().config(MANUAL).world()
+}
+
+fn spec(id: &str, seed: u32, dedup: &str) -> Spec {
+    let program = format!("{CLIENTS}/{USUAL}");
+    let (mib, seed) = (WORKER_MIB.to_string(), seed.to_string());
+    Spec::gpu(id, &[&program, "--mib", &mib, "--seed", &seed])
+        .annotation("affinode.io/engine", "fast")
+        .annotation("affinode.io/dedup", dedup)
+}
+
+fn start(world: &World, spec: Spec) -> Result<Worker> {
+    let mut worker = Worker::start_as(world, spec)?;
+    worker.wait_filled()?;
+    Ok(worker)
+}
+
+/// Two of the same content, which may hold it once.
+fn twins(world: &World) -> Result<[Worker; 2]> {
+    Ok([start(world, spec("one", 7, "true"))?, start(world, spec("other", 7, "true"))?])
+}
+
+fn gpu(world: &World) -> Result<GpuRow> {
+    world.cli().ps()?.gpus.into_iter().next().context("no GPU")
+}
+
+fn pid(world: &World, id: &str) -> Result<i32> {
+    Ok(world.cli().known(id)?.processes.first().context("no process")?.pid)
+}
+
+/// The sealed files that a process has mapped: their inodes.
+fn mapped(pid: i32) -> Result<BTreeSet<String>> {
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?;
+    let sealed = maps.lines().filter(|line| line.contains("memfd:affinode-shared"));
+    Ok(sealed.filter_map(|line| line.split_whitespace().nth(4)).map(str::to_owned).collect())
+}
+
+/// What the memory file of a process has of its own, in bytes.
+fn own_bytes(pid: i32) -> Result<u64> {
+    for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
+        let path = entry?.path();
+        if fs::read_link(&path)?.to_string_lossy().contains("memfd:affinode-parked") {
+            return Ok(fs::metadata(&path)?.blocks() * 512);
+        }
+    }
+    Ok(0)
+}
+
+/// Moves them out and waits until they hold all that they can together.
+fn wait_together(world: &World, ids: &[&str]) -> Result<()> {
+    for id in ids {
+        if world.cli().known(id)?.state != "Offloaded" {
+            world.cli().move_out(id)?;
+        }
+    }
+    until("them to hold it once", || {
+        let mut inodes = BTreeSet::new();
+        for id in ids {
+            let pid = pid(world, id)?;
+            let sealed = mapped(pid)?;
+            if sealed.len() as u64 * CHUNK_MIB != SHARED_MIB || own_bytes(pid)? > CHUNK_MIB * MIB {
+                return Ok(None);
+            }
+            inodes.extend(sealed);
+        }
+        Ok((inodes.len() as u64 * CHUNK_MIB == SHARED_MIB).then_some(()))
+    })
+}
+
+#[test]
+fn two_containers_hold_the_same_content_once_and_come_home_with_their_own() -> Result<()> {
+    let world = world()?;
+    let [mut one, mut other] = twins(&world)?;
+    // This one has nothing to do with it, with the same content.
+    let mut third = start(&world, spec("third", 7, "false"))?;
+    world.cli().move_out("third")?;
+    for round in 0..2 {
+        wait_together(&world, &["one", "other"])?;
+        assert_eq!(mapped(pid(&world, "third")?)?.len(), 0);
+        // What the one makes of it is no business of the other.
+        one.call("touch")?;
+        assert!(one.verify()?, "round {round}");
+        let inodes = mapped(pid(&world, "other")?)?;
+        assert_eq!(inodes.len() as u64 * CHUNK_MIB, SHARED_MIB, "it is away still");
+        other.call("touch")?;
+        assert!(other.verify()? && one.verify()?, "round {round}");
+    }
+    assert!(third.verify()?);
+    Ok(())
+}
+
+#[test]
+fn a_third_one_joins_and_whoever_is_killed_takes_nothing_along() -> Result<()> {
+    let world = world()?;
+    let [one, mut other] = twins(&world)?;
+    wait_together(&world, &["one", "other"])?;
+    let mut third = start(&world, spec("third", 7, "true"))?;
+    wait_together(&world, &["one", "other", "third"])?;
+    one.running.kill(&world)?;
+    assert!(other.verify()? && third.verify()?);
+    Ok(())
+}
+
+#[test]
+fn what_differs_in_a_byte_is_not_held_together() -> Result<()> {
+    let world = world()?;
+    let [mut one, mut other] = twins(&world)?;
+    // Behind every sample that is looked at first.
+    let mut odd = start(&world, spec("odd", 7, "true"))?;
+    odd.call(&format!("poke {}", CHUNK_MIB * MIB - 1))?;
+    world.cli().move_out("odd")?;
+    wait_together(&world, &["one", "other"])?;
+    until("the second chunk of the odd one to be held with the others", || {
+        Ok((mapped(pid(&world, "odd")?)?.len() == 1).then_some(()))
+    })?;
+    assert!(one.verify()? && other.verify()?);
+    assert!(!odd.verify()?, "its byte is as it has written it");
+    Ok(())
+}
+
+/// Whoever dies beside it: nobody needs the vault or the controller for what is held together.
+#[test]
+fn vault_and_controller_die_and_everybody_has_its_content() -> Result<()> {
+    let world = world()?;
+    let [mut one, mut other] = twins(&world)?;
+    for controller_too in [false, true, false] {
+        wait_together(&world, &["one", "other"])?;
+        let vault = gpu(&world)?.vault_pid;
+        if controller_too {
+            shoot_controller(&world)?;
+        } else {
+            kill(Pid::from_raw(vault), Signal::SIGKILL)?;
+        }
+        until("the vault to be gone", || Ok((gpu(&world)?.vault_pid != vault).then_some(())))?;
+        for worker in [&mut one, &mut other] {
+            worker.call("touch")?;
+            assert!(worker.verify()?);
+        }
+    }
+    Ok(())
+}
+
+/// Nobody can write to what others have as well, not even the process itself.
+#[test]
+fn a_sealed_file_is_read_alone() -> Result<()> {
+    let world = world()?;
+    let [mut one, mut other] = twins(&world)?;
+    wait_together(&world, &["one", "other"])?;
+    let pid = pid(&world, "one")?;
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?;
+    for line in maps.lines().filter(|line| line.contains("memfd:affinode-shared")) {
+        assert_eq!(line.split_whitespace().nth(1), Some("r--s"), "{line}");
+        let range = line.split_whitespace().next().context("no range")?;
+        // As root, by another way: the seal holds for everybody.
+        let file =
+            fs::OpenOptions::new().write(true).open(format!("/proc/{pid}/map_files/{range}"))?;
+        let refused = file.write_at(&[1], 0).map_err(|error| error.raw_os_error());
+        assert_eq!(refused, Err(Some(Errno::EPERM as i32)));
+    }
+    assert!(one.verify()? && other.verify()?);
+    Ok(())
+}
