@@ -33,7 +33,7 @@ use tokio::sync::mpsc;
 use self::child::Child;
 use crate::{
     config::VaultSection,
-    core::{GpuSample, ProcessId},
+    core::{Domain, GpuSample, ProcessId},
 };
 
 /// Nobody away for so long: it ends.
@@ -64,6 +64,9 @@ pub struct Vaults {
     failed: HashMap<String, Instant>,
     fills: HashMap<String, u64>,
     copies: HashMap<String, u64>,
+    /// The numbers of who may share, from 1: none is ever another's. As many as there were
+    /// namespaces.
+    domains: HashMap<Domain, u64>,
     /// Those that were ended, until they have: the driver may still be giving them memory.
     ending: Vec<(Instant, Child)>,
     started: u64,
@@ -108,6 +111,7 @@ impl Vaults {
             failed: HashMap::new(),
             fills: HashMap::new(),
             copies: HashMap::new(),
+            domains: HashMap::new(),
             ending: Vec::new(),
             started: 0,
             held: false,
@@ -116,8 +120,15 @@ impl Vaults {
     }
 
     /// A way to the vault of a GPU for a process that is about to leave it, which had so much
-    /// there at most. Starts the vault if there is none; the process need not wait for it.
-    pub fn attach(&mut self, process: ProcessId, uuid: &str, most_bytes: u64) -> Option<OwnedFd> {
+    /// there at most, and may hold what it has in common with others of its domain once with
+    /// them, if it has one. Starts the vault if there is none; the process need not wait for it.
+    pub fn attach(
+        &mut self,
+        process: ProcessId,
+        uuid: &str,
+        most_bytes: u64,
+        domain: Option<Domain>,
+    ) -> Option<OwnedFd> {
         let failed = self.failed.get(uuid).is_some_and(|at| at.elapsed() < AGAIN);
         if !self.config.enabled || failed {
             return None;
@@ -129,7 +140,8 @@ impl Vaults {
         if self.held {
             self.tell(uuid, VaultOrder::Hold { on: true }, None)?;
         }
-        let order = VaultOrder::Attach { process: process.0, most_bytes, domain: 0 };
+        let domain = self.number_of(domain);
+        let order = VaultOrder::Attach { process: process.0, most_bytes, domain };
         self.tell(uuid, order, Some(&ours))?;
         let member =
             Member { uuid: uuid.to_owned(), is_held: false, is_ahead: false, is_prepared: false };
@@ -139,8 +151,14 @@ impl Vaults {
 
     /// The same for a process that stays for now, and whose memory is to be registered before it
     /// leaves.
-    pub fn prepare(&mut self, process: ProcessId, uuid: &str, most_bytes: u64) -> Option<OwnedFd> {
-        let socket = self.attach(process, uuid, most_bytes)?;
+    pub fn prepare(
+        &mut self,
+        process: ProcessId,
+        uuid: &str,
+        most_bytes: u64,
+        domain: Option<Domain>,
+    ) -> Option<OwnedFd> {
+        let socket = self.attach(process, uuid, most_bytes, domain)?;
         if let Some(member) = self.members.get_mut(&process) {
             member.is_ahead = true;
         }
@@ -328,6 +346,12 @@ impl Vaults {
                 self.end(&uuid);
             }
         }
+    }
+
+    /// What vaults know a domain by; 0: none.
+    fn number_of(&mut self, domain: Option<Domain>) -> u64 {
+        let next = self.domains.len() as u64 + 1;
+        domain.map_or(0, |domain| *self.domains.entry(domain).or_insert(next))
     }
 
     /// A process as the vault of a GPU names it.
