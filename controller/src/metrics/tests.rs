@@ -21,6 +21,8 @@ fn node(state: &str, held: u64, away: u64) -> Node {
             vram_reclaimed_bytes: 2,
             vram_reserved_bytes: 1,
             vault_vram_bytes: 1,
+            vault_shared_bytes: 4,
+            vault_stored_bytes: 2,
             utilization_percent: 50,
             utilization_minute_percent: 40,
             ..Gpu::default()

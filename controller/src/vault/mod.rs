@@ -86,6 +86,8 @@ struct Vault {
     lets_go: bool,
     /// Whom it was told to fill last, and when, until it has.
     filling: Option<(ProcessId, Instant)>,
+    /// Files that hold what several have in common.
+    stored_bytes: u64,
     started: Instant,
 }
 
@@ -98,6 +100,8 @@ struct Member {
     is_ahead: bool,
     /// Its memory is registered before it leaves, and is not full yet.
     is_prepared: bool,
+    /// What of it is in such files.
+    shared_bytes: u64,
 }
 
 impl Vaults {
@@ -143,8 +147,13 @@ impl Vaults {
         let domain = self.number_of(domain);
         let order = VaultOrder::Attach { process: process.0, most_bytes, domain };
         self.tell(uuid, order, Some(&ours))?;
-        let member =
-            Member { uuid: uuid.to_owned(), is_held: false, is_ahead: false, is_prepared: false };
+        let member = Member {
+            uuid: uuid.to_owned(),
+            is_held: false,
+            is_ahead: false,
+            is_prepared: false,
+            shared_bytes: 0,
+        };
         self.members.insert(process, member);
         Some(theirs)
     }
@@ -252,6 +261,7 @@ impl Vaults {
 
     /// Writes to a device of a list what there is to know.
     pub fn show(&self, gpu: &mut control::Gpu) {
+        gpu.vault_shared_bytes = self.shared_bytes(&gpu.uuid);
         let here = self.members.values().filter(|member| member.uuid == gpu.uuid);
         let (held, rest): (Vec<_>, Vec<_>) = here.partition(|member| member.is_held);
         let ready = |member: &&Member| member.is_ahead && member.is_prepared;
@@ -264,6 +274,7 @@ impl Vaults {
         if let Some(vault) = self.of.get(&gpu.uuid) {
             gpu.vault_pid = vault.child.pid();
             gpu.vault_vram_bytes = vault.vram_bytes;
+            gpu.vault_stored_bytes = vault.stored_bytes;
             gpu.vault_pending += u32::from(vault.lets_go);
         }
     }
@@ -331,10 +342,20 @@ impl Vaults {
                 if self.member(process, &uuid).is_some() {
                     self.members.remove(&ProcessId(process));
                 }
+                // A file of which nobody has anything any more is gone.
+                if self.shared_bytes(&uuid) == 0
+                    && let Some(vault) = self.of.get_mut(&uuid)
+                {
+                    vault.stored_bytes = 0;
+                }
             }
             Some(VaultReport::LetGo) => vault.lets_go = false,
             Some(VaultReport::Shared { process, bytes, stored_bytes }) => {
                 tracing::debug!(process, bytes, stored_bytes, "held together with others");
+                vault.stored_bytes = stored_bytes;
+                if let Some(member) = self.member(process, &uuid) {
+                    member.shared_bytes = bytes;
+                }
             }
             None => {
                 if vault.is_ready {
@@ -352,6 +373,12 @@ impl Vaults {
     fn number_of(&mut self, domain: Option<Domain>) -> u64 {
         let next = self.domains.len() as u64 + 1;
         domain.map_or(0, |domain| *self.domains.entry(domain).or_insert(next))
+    }
+
+    /// What processes of a GPU hold together with others.
+    fn shared_bytes(&self, uuid: &str) -> u64 {
+        let here = self.members.values().filter(|member| member.uuid == uuid);
+        here.map(|member| member.shared_bytes).fold(0, u64::saturating_add)
     }
 
     /// A process as the vault of a GPU names it.
@@ -375,6 +402,7 @@ impl Vaults {
                     vram_bytes: 0,
                     lets_go: false,
                     filling: None,
+                    stored_bytes: 0,
                     started: Instant::now(),
                 };
                 self.of.insert(uuid.to_owned(), vault);

@@ -27,6 +27,7 @@ fn with_vault(vaults: &mut Vaults) -> OwnedFd {
             vram_bytes: 0,
             lets_go: false,
             filling: None,
+            stored_bytes: 0,
             started: idle_since,
         },
     );
@@ -197,6 +198,44 @@ async fn who_is_prepared_is_counted_so_while_it_is_at_home() {
     vaults.heard(said(1, VaultReport::Left { process: 7 }));
     vaults.heard(said(1, VaultReport::LetGo));
     assert_eq!(shown(&vaults), (0, 0, 0, 1));
+}
+
+#[tokio::test]
+async fn what_is_held_together_is_shown_until_its_processes_have_left() {
+    let (mut vaults, _from) = vaults();
+    let _vault = with_vault(&mut vaults);
+    let shown = |vaults: &Vaults, uuid: &str| {
+        let mut gpu = control::Gpu { uuid: uuid.into(), ..control::Gpu::default() };
+        vaults.show(&mut gpu);
+        (gpu.vault_shared_bytes, gpu.vault_stored_bytes)
+    };
+    for process in [7, 8] {
+        assert!(vaults.attach(ProcessId(process), GPU, 100, of_namespace("ml")).is_some());
+    }
+    let shared =
+        |process, bytes, stored_bytes| VaultReport::Shared { process, bytes, stored_bytes };
+    vaults.heard(said(1, shared(7, 30, 30)));
+    vaults.heard(said(1, shared(8, 30, 30)));
+    assert_eq!(shown(&vaults, GPU), (60, 30));
+    vaults.heard(said(9, shared(8, 90, 90)));
+    assert_eq!(shown(&vaults, GPU), (60, 30), "another vault's word");
+    assert_eq!(shown(&vaults, "GPU-2"), (0, 0));
+    vaults.heard(said(1, shared(7, 50, 40)));
+    assert_eq!(shown(&vaults, GPU), (80, 40), "the latest word counts");
+    vaults.heard(said(1, VaultReport::Left { process: 7 }));
+    assert_eq!(shown(&vaults, GPU), (30, 40));
+    vaults.heard(said(1, shared(7, 50, 35)));
+    assert_eq!(shown(&vaults, GPU), (30, 35), "it has left, and what is stored is still news");
+    vaults.heard(said(1, VaultReport::Left { process: 8 }));
+    assert_eq!(shown(&vaults, GPU), (0, 0));
+
+    assert!(vaults.attach(ProcessId(7), GPU, 100, of_namespace("ml")).is_some());
+    vaults.heard(said(1, shared(7, 50, 40)));
+    assert_eq!(shown(&vaults, GPU), (50, 40));
+    vaults.heard(VaultMail { uuid: GPU.into(), number: 1, said: None });
+    assert_eq!(shown(&vaults, GPU), (0, 0), "that vault has ended");
+    let _vault = with_vault(&mut vaults);
+    assert_eq!(shown(&vaults, GPU), (0, 0), "the next begins anew");
 }
 
 #[tokio::test]
