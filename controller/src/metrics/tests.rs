@@ -117,6 +117,22 @@ fn every_metric_is_moved() {
     }
 }
 
+/// A family that nothing fills is not in the text at all.
+#[test]
+fn what_is_held_together_has_figures_until_its_device_is_gone() {
+    let (metrics, hub) = lived();
+    let figures = |node: &Node| {
+        let text = metrics.text(node, &hub, 0).unwrap();
+        ["shared", "stored"].map(|name| {
+            let name = format!("affinode_gpu_host_memory_{name}_bytes{{");
+            let line = text.lines().find(|line| line.starts_with(&name))?;
+            line.rsplit(' ').next().map(str::to_owned)
+        })
+    };
+    assert_eq!(figures(&node("Offloaded", 0, 9)), ["4", "2"].map(|n| Some(n.to_owned())));
+    assert_eq!(figures(&Node::default()), [None, None]);
+}
+
 #[test]
 fn time_with_vram_is_sorted_by_what_it_was_for() {
     let (metrics, hub) = lived();
