@@ -1,6 +1,8 @@
 //! The JSON of `affinode -o json` and of the HTTP API: stable names, bytes and
 //! milliseconds as numbers. `config/openapi.yaml` describes it for clients.
 
+mod host;
+
 use affinode_proto::api::control;
 use serde::Serialize;
 
@@ -23,7 +25,7 @@ pub struct Node {
     pub dashboard: Option<String>,
     /// Whether containers are offloaded without being asked for.
     pub auto_offload: bool,
-    /// VRAM of offloaded containers that is in host memory.
+    /// VRAM of offloaded containers that is in host memory; what they hold together counts once.
     pub host_used_bytes: u64,
     /// Host memory that offloads may still take, in steps of 256 MiB.
     pub host_free_bytes: u64,
@@ -54,6 +56,8 @@ pub struct Gpu {
     pub vault_pending: u32,
     pub vault_prepared: u32,
     pub vault_copies: u64,
+    pub vault_shared_bytes: u64,
+    pub vault_stored_bytes: u64,
 }
 
 /// A container.
@@ -176,16 +180,10 @@ pub struct Event {
     pub elapsed_ms: u64,
 }
 
-/// What of a container is in host memory: all that is away, but for zeros that are not stored.
-fn stored_bytes(c: &control::Container) -> u64 {
-    let away = c.processes.iter().filter(|p| !p.away.is_empty());
-    let left_out = away.map(|p| p.zero_bytes.min(p.parked_bytes)).fold(0, u64::saturating_add);
-    c.away_bytes.saturating_sub(left_out)
-}
-
 impl From<control::ListResponse> for Node {
     fn from(list: control::ListResponse) -> Node {
         Node {
+            host_used_bytes: host::used_bytes(&list),
             node: list.node,
             version: list.version,
             controller_pid: list.controller_pid,
@@ -193,7 +191,6 @@ impl From<control::ListResponse> for Node {
             dashboard: Some(list.dashboard).filter(|place| !place.is_empty()),
             gpu_error: Some(list.gpu_error).filter(|error| !error.is_empty()),
             auto_offload: list.auto_offload,
-            host_used_bytes: list.containers.iter().map(stored_bytes).fold(0, u64::saturating_add),
             host_free_bytes: list.host_free_bytes,
             gpus: list.gpus.into_iter().map(Gpu::from).collect(),
             containers: list.containers.into_iter().map(Container::from).collect(),
@@ -246,6 +243,8 @@ impl From<control::Gpu> for Gpu {
             vault_pending: gpu.vault_pending,
             vault_prepared: gpu.vault_prepared,
             vault_copies: gpu.vault_copies,
+            vault_shared_bytes: gpu.vault_shared_bytes,
+            vault_stored_bytes: gpu.vault_stored_bytes,
         }
     }
 }

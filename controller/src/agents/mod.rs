@@ -135,6 +135,12 @@ impl Agent {
         self.abilities.contains(Abilities::PREPARES)
     }
 
+    /// Whether its library can hold once, with others, what they have in common.
+    #[must_use]
+    pub fn dedups(&self) -> bool {
+        self.abilities.contains(Abilities::DEDUPS)
+    }
+
     /// Queues a way to a vault.
     pub fn send_vault(&mut self, socket: OwnedFd) -> bool {
         self.queue(Outgoing { message: ControllerMessage::Vault, descriptor: Some(socket) })

@@ -113,6 +113,7 @@ async fn a_library_is_not_asked_for_what_it_does_not_know() {
         let Some(AgentMail::Joined { mut agent, .. }) = bench.mail.recv().await else {
             panic!("not joined")
         };
+        assert!(!agent.dedups(), "{abilities:?}");
         let park = |how| {
             let action = Action::Park { vram_bytes: 7, how };
             ControllerMessage::Order { order: 1, action, decided_ms: 9 }
@@ -121,6 +122,16 @@ async fn a_library_is_not_asked_for_what_it_does_not_know() {
         let answer = tokio::task::spawn_blocking(move || refusal(&mut bench.peer)).await.unwrap();
         assert_eq!(answer, park(known));
     }
+}
+
+#[tokio::test]
+async fn a_library_that_can_hold_things_once_says_so() {
+    let mut bench = bench();
+    send_with(&bench.peer, &hello_with(WIRE_VERSION, Abilities::DEDUPS), &[page().as_fd()]);
+    let Some(AgentMail::Joined { agent, .. }) = bench.mail.recv().await else {
+        panic!("not joined")
+    };
+    assert!(agent.dedups());
 }
 
 #[tokio::test]

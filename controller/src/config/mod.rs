@@ -106,6 +106,8 @@ pub struct PolicySection {
     pub keep_copy: bool,
     /// Whether a return looks whether memory that was copied has come home as it left.
     pub checksum: bool,
+    /// Whether what containers of a namespace have in common is held once while they are away.
+    pub dedup: bool,
     /// Whether host memory is made ready while a container is idle, before it leaves.
     pub prepare: bool,
     /// Whether a container may come back on another GPU of the same kind when its own is full.
@@ -159,6 +161,8 @@ pub struct NamespaceRule {
     pub keep_copy: Option<bool>,
     /// Replaces whether a return looks whether memory has come home as it left.
     pub checksum: Option<bool>,
+    /// Replaces whether what they have in common is held once while they are away.
+    pub dedup: Option<bool>,
     /// Replaces whether host memory is made ready before it leaves.
     pub prepare: Option<bool>,
     /// Replaces whether it may come back on another GPU.
@@ -188,6 +192,7 @@ impl Default for PolicySection {
             engine: policy.engine,
             keep_copy: policy.keep_copy,
             checksum: policy.checksum,
+            dedup: policy.dedup,
             prepare: policy.prepare,
             other_gpu: policy.other_gpu,
             minimum_vram_mib: policy.minimum_vram_bytes >> 20,
@@ -311,6 +316,7 @@ impl Config {
                     engine: self.policy.engine,
                     keep_copy: self.policy.keep_copy,
                     checksum: self.policy.checksum,
+                    dedup: self.policy.dedup,
                     prepare: self.policy.prepare,
                     other_gpu: self.policy.other_gpu,
                     minimum_vram_bytes: self.policy.minimum_vram_mib << 20,
@@ -337,6 +343,7 @@ impl Config {
                         engine: rule.engine,
                         keep_copy: rule.keep_copy,
                         checksum: rule.checksum,
+                        dedup: rule.dedup,
                         prepare: rule.prepare,
                         other_gpu: rule.other_gpu,
                         minimum_vram_bytes: rule.minimum_vram_mib.map(|mib| mib << 20),
@@ -431,12 +438,14 @@ mod tests {
 
     #[test]
     fn values_and_rules_are_read() {
-        let config = load("[policy]\nmode = \"pressure\"\nidle_timeout = \"90s\"\nprepare = true\n[[policy.namespace]]\nname = \"ml\"\nidle_timeout = \"1h\"\nprepare = false\n").unwrap();
+        let config = load("[policy]\nmode = \"pressure\"\nidle_timeout = \"90s\"\nprepare = true\ndedup = true\n[[policy.namespace]]\nname = \"ml\"\nidle_timeout = \"1h\"\nprepare = false\ndedup = false\n").unwrap();
         let settings = config.settings();
         assert_eq!(settings.policies.node.idle_timeout_ms, 90_000);
         assert_eq!(settings.policies.rules[0].idle_timeout_ms, Some(3_600_000));
         let prepare = |of: &str| settings.policies.before_annotations(of).prepare;
         assert_eq!((prepare("ml"), prepare("other")), (false, true));
+        let dedup = |of: &str| settings.policies.before_annotations(of).dedup;
+        assert_eq!((dedup("ml"), dedup("other")), (false, true));
     }
 
     #[test]

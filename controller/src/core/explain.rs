@@ -147,6 +147,12 @@ const SETTINGS: &[Setting] = &[
         ruled: |r| r.checksum.is_some(),
     },
     Setting {
+        name: "dedup",
+        annotations: &["affinode.io/dedup"],
+        shown: |p| p.dedup.to_string(),
+        ruled: |r| r.dedup.is_some(),
+    },
+    Setting {
         name: "prepare",
         annotations: &["affinode.io/prepare"],
         shown: |p| p.prepare.to_string(),
@@ -297,6 +303,7 @@ mod tests {
                 namespace: "ml".into(),
                 mode: Some(Mode::Eager),
                 on_oom: Some(OnOom::Wait),
+                dedup: Some(true),
                 ..Rule::default()
             }],
         };
@@ -311,6 +318,7 @@ mod tests {
         let annotation = Origin::Annotation("affinode.io/offload=manual".into());
         assert_eq!(of(&values, "mode"), ("manual".into(), annotation));
         assert_eq!(of(&values, "on_oom"), ("wait".into(), Origin::Namespace("ml".into())));
+        assert_eq!(of(&values, "dedup"), ("true".into(), Origin::Namespace("ml".into())));
         assert_eq!(of(&values, "priority"), ("3".into(), Origin::Node("/a.toml".into())));
         // A bad annotation changes nothing.
         assert_eq!(of(&values, "idle_timeout"), ("5m".into(), Origin::Default));

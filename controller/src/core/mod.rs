@@ -12,6 +12,7 @@ mod connections;
 pub mod container;
 mod crowd;
 mod depth;
+mod domain;
 pub mod effect;
 mod elsewhere;
 pub mod explain;
@@ -50,6 +51,7 @@ pub mod window;
 pub mod wishes;
 mod words;
 
+pub use domain::Domain;
 pub use effect::{Change, Effect, Record, RecordedProcess};
 pub use input::{Answer, CommandId, GpuSample, Input, Request, Survey};
 pub use node::{Node, Settings};

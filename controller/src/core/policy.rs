@@ -38,6 +38,8 @@ pub struct Policy {
     pub keep_copy: bool,
     /// Whether a return looks whether memory that was copied has come home as it left.
     pub checksum: bool,
+    /// Whether what others of its namespace hold as well is held once, with them, while it is away.
+    pub dedup: bool,
     /// Whether host memory is made ready while it is idle, before it leaves.
     pub prepare: bool,
     /// Whether it may come back on another GPU when its own is full.
@@ -74,6 +76,7 @@ impl Default for Policy {
             engine: Engine::Driver,
             keep_copy: false,
             checksum: false,
+            dedup: false,
             prepare: false,
             other_gpu: false,
             minimum_vram_bytes: 0,
@@ -115,6 +118,8 @@ pub struct Rule {
     pub keep_copy: Option<bool>,
     /// Replaces whether a return looks whether memory has come home as it left.
     pub checksum: Option<bool>,
+    /// Replaces whether what others of its namespace hold as well is held once.
+    pub dedup: Option<bool>,
     /// Replaces whether host memory is made ready before it leaves.
     pub prepare: Option<bool>,
     /// Replaces whether it may come back on another GPU.
@@ -187,6 +192,7 @@ impl Policies {
             policy.engine = rule.engine.unwrap_or(policy.engine);
             policy.keep_copy = rule.keep_copy.unwrap_or(policy.keep_copy);
             policy.checksum = rule.checksum.unwrap_or(policy.checksum);
+            policy.dedup = rule.dedup.unwrap_or(policy.dedup);
             policy.prepare = rule.prepare.unwrap_or(policy.prepare);
             policy.other_gpu = rule.other_gpu.unwrap_or(policy.other_gpu);
             policy.minimum_vram_bytes =
@@ -241,6 +247,7 @@ pub(super) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
         "affinode.io/engine" => policy.engine = word(value, &Engine::WORDS)?,
         "affinode.io/keep-copy" => policy.keep_copy = word(value, &BOOLS)?,
         "affinode.io/checksum" => policy.checksum = word(value, &BOOLS)?,
+        "affinode.io/dedup" => policy.dedup = word(value, &BOOLS)?,
         "affinode.io/prepare" => policy.prepare = word(value, &BOOLS)?,
         "affinode.io/other-gpu" => policy.other_gpu = word(value, &BOOLS)?,
         "affinode.io/restore" => policy.restore = restore(policy.restore, value)?,
@@ -252,7 +259,7 @@ pub(super) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
         }
         "affinode.io/window" => policy.window = value.parse()?,
         "affinode.io/inject" => word(value, &[("auto", ()), ("true", ()), ("false", ())])?,
-        _ => return Err("no such annotation; accepted: offload, idle-timeout, priority, keep-alive, prewake, wake-on, latency-sensitive, engine, keep-copy, checksum, prepare, other-gpu, restore, on-oom, on-oom-timeout, minimum-vram-mib, window, inject".into()),
+        _ => return Err("no such annotation; accepted: offload, idle-timeout, priority, keep-alive, prewake, wake-on, latency-sensitive, engine, keep-copy, checksum, dedup, prepare, other-gpu, restore, on-oom, on-oom-timeout, minimum-vram-mib, window, inject".into()),
     }
     Ok(())
 }
@@ -325,6 +332,25 @@ mod tests {
         assert!(prepare("true").0.prepare && prepare("true").1.is_empty());
         let (policy, warnings) = prepare("often");
         assert!(!policy.prepare && warnings[0].contains("accepted: true, false"), "{warnings:?}");
+    }
+
+    #[test]
+    fn what_is_held_once_is_a_choice_of_node_namespace_and_container() {
+        let policies = Policies {
+            rules: vec![Rule { namespace: "ml".into(), dedup: Some(true), ..Rule::default() }],
+            ..Policies::default()
+        };
+        let dedup = |namespace, says: &[(&str, &str)]| {
+            let (policy, warnings) = policies.resolve(namespace, &annotations(says));
+            (policy.dedup, warnings.len())
+        };
+        assert_eq!(dedup("x", &[]), (false, 0));
+        assert_eq!(dedup("x", &[("dedup", "true")]), (true, 0));
+        assert_eq!(dedup("ml", &[]), (true, 0));
+        assert_eq!(dedup("ml", &[("dedup", "false")]), (false, 0));
+        assert_eq!(dedup("ml", &[("dedup", "1")]), (true, 1));
+        let (_, warnings) = policies.resolve("x", &annotations(&[("colour", "red")]));
+        assert!(warnings[0].contains("dedup"), "it is named among those accepted: {warnings:?}");
     }
 
     #[test]

@@ -1,10 +1,13 @@
 //! Where the node's orders touch its vaults.
 
+use std::collections::HashMap;
+
 use affinode_proto::wire::message::{Action, ControllerMessage};
 
 use super::actor::Actor;
 use crate::{
-    core::{Key, Node, ProcessId},
+    agents::Agent,
+    core::{Domain, Key, Node, ProcessId},
     inventory::Question,
     vault::{VaultMail, Vaults},
 };
@@ -44,10 +47,11 @@ impl Actor {
         let Some(agent) = self.agents.get_mut(&id).filter(|agent| agent.uses_vault()) else {
             return;
         };
+        let domain = domain_of(agent, &self.node, &self.job_users, id);
         if let Some((uuid, most_bytes)) = self.node.leaves_for_a_vault(id)
             && !self.vaults.was_shown(id, &uuid)
             && may_have_one(&self.node, &self.vaults, &uuid)
-            && let Some(socket) = self.vaults.attach(id, &uuid, most_bytes)
+            && let Some(socket) = self.vaults.attach(id, &uuid, most_bytes, domain)
         {
             agent.send_vault(socket);
         }
@@ -59,13 +63,14 @@ impl Actor {
         let Some(agent) = self.agents.get_mut(&id).filter(|agent| agent.prepares()) else {
             return;
         };
+        let domain = domain_of(agent, &self.node, &self.job_users, id);
         if !on {
             self.vaults.unprepare(id);
             agent.send(ControllerMessage::Prepare { on });
         } else if agent.uses_vault()
             && let Some((uuid, most_bytes)) = self.node.may_prepare(id)
             && may_have_one(&self.node, &self.vaults, &uuid)
-            && let Some(socket) = self.vaults.prepare(id, &uuid, most_bytes)
+            && let Some(socket) = self.vaults.prepare(id, &uuid, most_bytes, domain)
         {
             agent.send_vault(socket);
             agent.send(ControllerMessage::Prepare { on });
@@ -86,6 +91,17 @@ impl Actor {
             self.vaults.hold(false);
         }
     }
+}
+
+/// Whom a process may hold memory together with, if its library can.
+fn domain_of(
+    agent: &Agent,
+    node: &Node,
+    job_users: &HashMap<Key, u32>,
+    id: ProcessId,
+) -> Option<Domain> {
+    let user = |key: &Key| job_users.get(key).copied();
+    agent.dedups().then(|| node.domain_of(id, user)).flatten()
 }
 
 /// Whether a GPU may have a vault now: what a new one takes would be missing where somebody's room

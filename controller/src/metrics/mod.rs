@@ -198,6 +198,8 @@ impl Metrics {
             table.gpu_returned.get_or_create(&labels).set(whole(gpu.vram_reclaimed_bytes));
             table.gpu_reserved.get_or_create(&labels).set(whole(gpu.vram_reserved_bytes));
             table.gpu_vault.get_or_create(&labels).set(whole(gpu.vault_vram_bytes));
+            table.gpu_shared.get_or_create(&labels).set(whole(gpu.vault_shared_bytes));
+            table.gpu_stored.get_or_create(&labels).set(whole(gpu.vault_stored_bytes));
             table.gpu_busy.get_or_create(&labels).set(f64::from(gpu.utilization_percent) / 100.0);
             let minute = f64::from(gpu.utilization_minute_percent) / 100.0;
             table.gpu_busy_minute.get_or_create(&labels).set(minute);

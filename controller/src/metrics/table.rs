@@ -33,6 +33,8 @@ pub struct Table {
     pub gpu_returned: Family<GpuLabels, Gauge>,
     pub gpu_reserved: Family<GpuLabels, Gauge>,
     pub gpu_vault: Family<GpuLabels, Gauge>,
+    pub gpu_shared: Family<GpuLabels, Gauge>,
+    pub gpu_stored: Family<GpuLabels, Gauge>,
     pub gpu_busy: Family<GpuLabels, Share>,
     pub gpu_busy_minute: Family<GpuLabels, Share>,
     pub gpu_pressure: Family<GpuLabels, Share>,
@@ -123,6 +125,18 @@ impl Table {
                 "VRAM that the vault holds itself, which fills the memory of who comes home",
                 Family::default()
             ),
+            gpu_shared: add!(
+                "gpu_host_memory_shared",
+                Bytes,
+                "What processes that are away from the device hold once with others of their namespace, over all of them",
+                Family::default()
+            ),
+            gpu_stored: add!(
+                "gpu_host_memory_stored",
+                Bytes,
+                "The files in host memory that hold it once",
+                Family::default()
+            ),
             gpu_reserved: add!(
                 "gpu_vram_reserved",
                 Bytes,
@@ -201,7 +215,7 @@ impl Table {
             host_used: add!(
                 "host_memory_used",
                 Bytes,
-                "VRAM of offloaded containers that is in host memory",
+                "VRAM of offloaded containers that is in host memory; what they hold together counts once",
                 Gauge::default()
             ),
             host_free: add!(
@@ -277,6 +291,8 @@ impl Table {
             &self.gpu_returned,
             &self.gpu_reserved,
             &self.gpu_vault,
+            &self.gpu_shared,
+            &self.gpu_stored,
         ] {
             family.clear();
         }

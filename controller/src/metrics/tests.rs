@@ -21,6 +21,8 @@ fn node(state: &str, held: u64, away: u64) -> Node {
             vram_reclaimed_bytes: 2,
             vram_reserved_bytes: 1,
             vault_vram_bytes: 1,
+            vault_shared_bytes: 4,
+            vault_stored_bytes: 2,
             utilization_percent: 50,
             utilization_minute_percent: 40,
             ..Gpu::default()
@@ -113,6 +115,22 @@ fn every_metric_is_moved() {
         });
         assert!(moved, "nothing moves {name}:\n{text}");
     }
+}
+
+/// A family that nothing fills is not in the text at all.
+#[test]
+fn what_is_held_together_has_figures_until_its_device_is_gone() {
+    let (metrics, hub) = lived();
+    let figures = |node: &Node| {
+        let text = metrics.text(node, &hub, 0).unwrap();
+        ["shared", "stored"].map(|name| {
+            let name = format!("affinode_gpu_host_memory_{name}_bytes{{");
+            let line = text.lines().find(|line| line.starts_with(&name))?;
+            line.rsplit(' ').next().map(str::to_owned)
+        })
+    };
+    assert_eq!(figures(&node("Offloaded", 0, 9)), ["4", "2"].map(|n| Some(n.to_owned())));
+    assert_eq!(figures(&Node::default()), [None, None]);
 }
 
 #[test]

@@ -33,7 +33,7 @@ use tokio::sync::mpsc;
 use self::child::Child;
 use crate::{
     config::VaultSection,
-    core::{GpuSample, ProcessId},
+    core::{Domain, GpuSample, ProcessId},
 };
 
 /// Nobody away for so long: it ends.
@@ -64,6 +64,9 @@ pub struct Vaults {
     failed: HashMap<String, Instant>,
     fills: HashMap<String, u64>,
     copies: HashMap<String, u64>,
+    /// The numbers of who may share, from 1: none is ever another's. As many as there were
+    /// namespaces.
+    domains: HashMap<Domain, u64>,
     /// Those that were ended, until they have: the driver may still be giving them memory.
     ending: Vec<(Instant, Child)>,
     started: u64,
@@ -83,6 +86,8 @@ struct Vault {
     lets_go: bool,
     /// Whom it was told to fill last, and when, until it has.
     filling: Option<(ProcessId, Instant)>,
+    /// Files that hold what several have in common.
+    stored_bytes: u64,
     started: Instant,
 }
 
@@ -95,6 +100,8 @@ struct Member {
     is_ahead: bool,
     /// Its memory is registered before it leaves, and is not full yet.
     is_prepared: bool,
+    /// What of it is in such files.
+    shared_bytes: u64,
 }
 
 impl Vaults {
@@ -108,6 +115,7 @@ impl Vaults {
             failed: HashMap::new(),
             fills: HashMap::new(),
             copies: HashMap::new(),
+            domains: HashMap::new(),
             ending: Vec::new(),
             started: 0,
             held: false,
@@ -116,8 +124,15 @@ impl Vaults {
     }
 
     /// A way to the vault of a GPU for a process that is about to leave it, which had so much
-    /// there at most. Starts the vault if there is none; the process need not wait for it.
-    pub fn attach(&mut self, process: ProcessId, uuid: &str, most_bytes: u64) -> Option<OwnedFd> {
+    /// there at most, and may hold what it has in common with others of its domain once with
+    /// them, if it has one. Starts the vault if there is none; the process need not wait for it.
+    pub fn attach(
+        &mut self,
+        process: ProcessId,
+        uuid: &str,
+        most_bytes: u64,
+        domain: Option<Domain>,
+    ) -> Option<OwnedFd> {
         let failed = self.failed.get(uuid).is_some_and(|at| at.elapsed() < AGAIN);
         if !self.config.enabled || failed {
             return None;
@@ -129,18 +144,30 @@ impl Vaults {
         if self.held {
             self.tell(uuid, VaultOrder::Hold { on: true }, None)?;
         }
-        let order = VaultOrder::Attach { process: process.0, most_bytes, domain: 0 };
+        let domain = self.number_of(domain);
+        let order = VaultOrder::Attach { process: process.0, most_bytes, domain };
         self.tell(uuid, order, Some(&ours))?;
-        let member =
-            Member { uuid: uuid.to_owned(), is_held: false, is_ahead: false, is_prepared: false };
+        let member = Member {
+            uuid: uuid.to_owned(),
+            is_held: false,
+            is_ahead: false,
+            is_prepared: false,
+            shared_bytes: 0,
+        };
         self.members.insert(process, member);
         Some(theirs)
     }
 
     /// The same for a process that stays for now, and whose memory is to be registered before it
     /// leaves.
-    pub fn prepare(&mut self, process: ProcessId, uuid: &str, most_bytes: u64) -> Option<OwnedFd> {
-        let socket = self.attach(process, uuid, most_bytes)?;
+    pub fn prepare(
+        &mut self,
+        process: ProcessId,
+        uuid: &str,
+        most_bytes: u64,
+        domain: Option<Domain>,
+    ) -> Option<OwnedFd> {
+        let socket = self.attach(process, uuid, most_bytes, domain)?;
         if let Some(member) = self.members.get_mut(&process) {
             member.is_ahead = true;
         }
@@ -234,6 +261,7 @@ impl Vaults {
 
     /// Writes to a device of a list what there is to know.
     pub fn show(&self, gpu: &mut control::Gpu) {
+        gpu.vault_shared_bytes = self.shared_bytes(&gpu.uuid);
         let here = self.members.values().filter(|member| member.uuid == gpu.uuid);
         let (held, rest): (Vec<_>, Vec<_>) = here.partition(|member| member.is_held);
         let ready = |member: &&Member| member.is_ahead && member.is_prepared;
@@ -246,6 +274,7 @@ impl Vaults {
         if let Some(vault) = self.of.get(&gpu.uuid) {
             gpu.vault_pid = vault.child.pid();
             gpu.vault_vram_bytes = vault.vram_bytes;
+            gpu.vault_stored_bytes = vault.stored_bytes;
             gpu.vault_pending += u32::from(vault.lets_go);
         }
     }
@@ -313,10 +342,20 @@ impl Vaults {
                 if self.member(process, &uuid).is_some() {
                     self.members.remove(&ProcessId(process));
                 }
+                // A file of which nobody has anything any more is gone.
+                if self.shared_bytes(&uuid) == 0
+                    && let Some(vault) = self.of.get_mut(&uuid)
+                {
+                    vault.stored_bytes = 0;
+                }
             }
             Some(VaultReport::LetGo) => vault.lets_go = false,
             Some(VaultReport::Shared { process, bytes, stored_bytes }) => {
                 tracing::debug!(process, bytes, stored_bytes, "held together with others");
+                vault.stored_bytes = stored_bytes;
+                if let Some(member) = self.member(process, &uuid) {
+                    member.shared_bytes = bytes;
+                }
             }
             None => {
                 if vault.is_ready {
@@ -328,6 +367,18 @@ impl Vaults {
                 self.end(&uuid);
             }
         }
+    }
+
+    /// What vaults know a domain by; 0: none.
+    fn number_of(&mut self, domain: Option<Domain>) -> u64 {
+        let next = self.domains.len() as u64 + 1;
+        domain.map_or(0, |domain| *self.domains.entry(domain).or_insert(next))
+    }
+
+    /// What processes of a GPU hold together with others.
+    fn shared_bytes(&self, uuid: &str) -> u64 {
+        let here = self.members.values().filter(|member| member.uuid == uuid);
+        here.map(|member| member.shared_bytes).fold(0, u64::saturating_add)
     }
 
     /// A process as the vault of a GPU names it.
@@ -351,6 +402,7 @@ impl Vaults {
                     vram_bytes: 0,
                     lets_go: false,
                     filling: None,
+                    stored_bytes: 0,
                     started: Instant::now(),
                 };
                 self.of.insert(uuid.to_owned(), vault);

@@ -27,6 +27,7 @@ fn with_vault(vaults: &mut Vaults) -> OwnedFd {
             vram_bytes: 0,
             lets_go: false,
             filling: None,
+            stored_bytes: 0,
             started: idle_since,
         },
     );
@@ -47,7 +48,7 @@ async fn who_is_held_is_filled_and_nobody_else() {
     let (mut vaults, _from) = vaults();
     let vault = with_vault(&mut vaults);
     let process = ProcessId(7);
-    assert!(vaults.attach(process, GPU, 100).is_some());
+    assert!(vaults.attach(process, GPU, 100, None).is_some());
     assert_eq!(order(&vault), Some(VaultOrder::Attach { process: 7, most_bytes: 100, domain: 0 }));
     vaults.fill(process, 100);
     assert_eq!(order(&vault), None, "its memory is not registered yet");
@@ -62,11 +63,46 @@ async fn who_is_held_is_filled_and_nobody_else() {
     assert_eq!(order(&vault), None, "it hung up");
 }
 
+fn of_namespace(pod: &str) -> Option<Domain> {
+    Some(Domain::Containers { containerd: "k8s.io".into(), pod: pod.into() })
+}
+
+#[tokio::test]
+async fn who_may_share_has_the_number_of_its_domain() {
+    let (mut vaults, _from) = vaults();
+    let vault = with_vault(&mut vaults);
+    let mut number = |process, domain, ahead| {
+        let process = ProcessId(process);
+        let way = if ahead {
+            vaults.prepare(process, GPU, 100, domain)
+        } else {
+            vaults.attach(process, GPU, 100, domain)
+        };
+        assert!(way.is_some());
+        match order(&vault) {
+            Some(VaultOrder::Attach { domain, .. }) => domain,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(number(1, None, false), 0);
+    assert_eq!(number(2, of_namespace("ml"), false), 1);
+    assert_eq!(number(3, of_namespace("web"), true), 2);
+    assert_eq!(number(4, of_namespace("ml"), true), 1);
+    let jobs = |uid| Some(Domain::Jobs { uid, namespace: "ml".into() });
+    assert_eq!((number(5, jobs(0), false), number(6, jobs(1), false)), (3, 4));
+    // Whoever has left meanwhile: its number is nobody else's.
+    vaults.heard(said(1, VaultReport::Left { process: 3 }));
+    vaults.heard(VaultMail { uuid: GPU.into(), number: 1, said: None });
+    let vault = with_vault(&mut vaults);
+    assert!(vaults.attach(ProcessId(7), GPU, 100, of_namespace("new")).is_some());
+    assert_eq!(order(&vault), Some(VaultOrder::Attach { process: 7, most_bytes: 100, domain: 5 }));
+}
+
 #[tokio::test]
 async fn room_is_made_by_ending_it_and_one_that_failed_is_left_alone() {
     let (mut vaults, _from) = vaults();
     let vault = with_vault(&mut vaults);
-    assert!(vaults.attach(ProcessId(7), GPU, 100).is_some());
+    assert!(vaults.attach(ProcessId(7), GPU, 100, None).is_some());
     vaults.make_room(&["GPU-2".to_owned()], |_| false);
     assert!(vaults.of.contains_key(GPU));
     vaults.make_room(&[GPU.to_owned()], |_| false);
@@ -76,7 +112,7 @@ async fn room_is_made_by_ending_it_and_one_that_failed_is_left_alone() {
     let _vault = with_vault(&mut vaults);
     vaults.of.get_mut(GPU).unwrap().is_ready = false;
     vaults.heard(VaultMail { uuid: GPU.into(), number: 1, said: None });
-    assert!(vaults.attach(ProcessId(8), GPU, 100).is_none());
+    assert!(vaults.attach(ProcessId(8), GPU, 100, None).is_none());
 }
 
 #[tokio::test]
@@ -115,7 +151,7 @@ async fn one_that_ends_is_waited_for_until_it_has() {
 async fn one_that_brings_somebody_home_is_left_to_do_so() {
     let (mut vaults, _from) = vaults();
     let _vault = with_vault(&mut vaults);
-    assert!(vaults.attach(ProcessId(7), GPU, 100).is_some());
+    assert!(vaults.attach(ProcessId(7), GPU, 100, None).is_some());
     vaults.heard(said(1, VaultReport::Held { process: 7, bytes: 100 }));
     vaults.fill(ProcessId(7), 100);
     vaults.make_room(&[GPU.to_owned()], |_| false);
@@ -130,7 +166,7 @@ async fn where_it_is_turned_off_there_is_none() {
     let (mut vaults, _from) = vaults();
     let _vault = with_vault(&mut vaults);
     vaults.config.enabled = false;
-    assert!(vaults.attach(ProcessId(7), GPU, 100).is_none());
+    assert!(vaults.attach(ProcessId(7), GPU, 100, None).is_none());
 }
 
 /// What is shown of the GPU: prepared, pending, held, copies.
@@ -144,7 +180,7 @@ fn shown(vaults: &Vaults) -> (u32, u32, u32, u64) {
 async fn who_is_prepared_is_counted_so_while_it_is_at_home() {
     let (mut vaults, _from) = vaults();
     let vault = with_vault(&mut vaults);
-    assert!(vaults.prepare(ProcessId(7), GPU, 100).is_some());
+    assert!(vaults.prepare(ProcessId(7), GPU, 100, None).is_some());
     assert_eq!(order(&vault), Some(VaultOrder::Attach { process: 7, most_bytes: 100, domain: 0 }));
     assert_eq!(shown(&vaults), (0, 1, 0, 0), "it is getting hold of it");
     vaults.heard(said(9, VaultReport::Prepared { process: 7, bytes: 100 }));
@@ -165,29 +201,67 @@ async fn who_is_prepared_is_counted_so_while_it_is_at_home() {
 }
 
 #[tokio::test]
+async fn what_is_held_together_is_shown_until_its_processes_have_left() {
+    let (mut vaults, _from) = vaults();
+    let _vault = with_vault(&mut vaults);
+    let shown = |vaults: &Vaults, uuid: &str| {
+        let mut gpu = control::Gpu { uuid: uuid.into(), ..control::Gpu::default() };
+        vaults.show(&mut gpu);
+        (gpu.vault_shared_bytes, gpu.vault_stored_bytes)
+    };
+    for process in [7, 8] {
+        assert!(vaults.attach(ProcessId(process), GPU, 100, of_namespace("ml")).is_some());
+    }
+    let shared =
+        |process, bytes, stored_bytes| VaultReport::Shared { process, bytes, stored_bytes };
+    vaults.heard(said(1, shared(7, 30, 30)));
+    vaults.heard(said(1, shared(8, 30, 30)));
+    assert_eq!(shown(&vaults, GPU), (60, 30));
+    vaults.heard(said(9, shared(8, 90, 90)));
+    assert_eq!(shown(&vaults, GPU), (60, 30), "another vault's word");
+    assert_eq!(shown(&vaults, "GPU-2"), (0, 0));
+    vaults.heard(said(1, shared(7, 50, 40)));
+    assert_eq!(shown(&vaults, GPU), (80, 40), "the latest word counts");
+    vaults.heard(said(1, VaultReport::Left { process: 7 }));
+    assert_eq!(shown(&vaults, GPU), (30, 40));
+    vaults.heard(said(1, shared(7, 50, 35)));
+    assert_eq!(shown(&vaults, GPU), (30, 35), "it has left, and what is stored is still news");
+    vaults.heard(said(1, VaultReport::Left { process: 8 }));
+    assert_eq!(shown(&vaults, GPU), (0, 0));
+
+    assert!(vaults.attach(ProcessId(7), GPU, 100, of_namespace("ml")).is_some());
+    vaults.heard(said(1, shared(7, 50, 40)));
+    assert_eq!(shown(&vaults, GPU), (50, 40));
+    vaults.heard(VaultMail { uuid: GPU.into(), number: 1, said: None });
+    assert_eq!(shown(&vaults, GPU), (0, 0), "that vault has ended");
+    let _vault = with_vault(&mut vaults);
+    assert_eq!(shown(&vaults, GPU), (0, 0), "the next begins anew");
+}
+
+#[tokio::test]
 async fn who_was_shown_its_vault_ahead_is_shown_none_when_it_leaves() {
     let (mut vaults, _from) = vaults();
     let _vault = with_vault(&mut vaults);
     let process = ProcessId(7);
     assert!(!vaults.was_shown(process, GPU));
-    assert!(vaults.prepare(process, GPU, 100).is_some());
+    assert!(vaults.prepare(process, GPU, 100, None).is_some());
     assert!(!vaults.was_shown(process, "GPU-2"), "it leaves another GPU");
     assert!(vaults.was_shown(process, GPU));
     assert!(!vaults.was_shown(process, GPU), "that was for one way out");
-    assert!(vaults.attach(process, GPU, 100).is_some());
+    assert!(vaults.attach(process, GPU, 100, None).is_some());
     assert!(!vaults.was_shown(process, GPU), "and this for another");
 
-    assert!(vaults.prepare(process, GPU, 100).is_some());
+    assert!(vaults.prepare(process, GPU, 100, None).is_some());
     vaults.unprepare(process);
     vaults.heard(said(1, VaultReport::Prepared { process: 7, bytes: 100 }));
     assert_eq!(shown(&vaults), (0, 0, 0, 0));
     assert!(!vaults.was_shown(process, GPU), "it was told that it is over");
 
-    assert!(vaults.prepare(process, GPU, 100).is_some());
+    assert!(vaults.prepare(process, GPU, 100, None).is_some());
     vaults.heard(VaultMail { uuid: GPU.into(), number: 1, said: None });
     let _vault = with_vault(&mut vaults);
     assert!(!vaults.was_shown(process, GPU), "that vault has ended");
-    assert!(vaults.attach(process, GPU, 100).is_some());
+    assert!(vaults.attach(process, GPU, 100, None).is_some());
 }
 
 #[tokio::test]
@@ -195,7 +269,7 @@ async fn one_that_copies_who_leaves_is_left_to_do_so() {
     let (mut vaults, _from) = vaults();
     let _vault = with_vault(&mut vaults);
     let (seven, room) = (|process| process == ProcessId(7), [GPU.to_owned()]);
-    assert!(vaults.prepare(ProcessId(7), GPU, 100).is_some());
+    assert!(vaults.prepare(ProcessId(7), GPU, 100, None).is_some());
     vaults.heard(said(1, VaultReport::Prepared { process: 7, bytes: 100 }));
     vaults.make_room(&room, seven);
     assert!(vaults.was_shown(ProcessId(7), GPU));
@@ -207,7 +281,7 @@ async fn one_that_copies_who_leaves_is_left_to_do_so() {
 
     for (says, leaves) in [(true, false), (false, true)] {
         let _vault = with_vault(&mut vaults);
-        assert!(vaults.prepare(ProcessId(7), GPU, 100).is_some());
+        assert!(vaults.prepare(ProcessId(7), GPU, 100, None).is_some());
         if says {
             vaults.heard(said(1, VaultReport::Prepared { process: 7, bytes: 100 }));
         }

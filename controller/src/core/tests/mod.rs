@@ -4,6 +4,7 @@
 mod agent;
 mod connections;
 mod depth;
+mod domain;
 mod elsewhere;
 mod immediate;
 mod orders;

@@ -39,6 +39,9 @@ function card(gpu) {
     if (!size && !["used", "free", "away"].includes(name)) continue;
     legend.append(el("span", {}, el("i", { class: `s-${name}` }), el("b", {}, bytes(size).replace("–", "0")), ` ${word}`));
   }
+  if (gpu.vault_shared_bytes) {
+    legend.append(el("span", {}, el("b", {}, bytes(gpu.vault_shared_bytes)), " held once, in ", el("b", {}, bytes(gpu.vault_stored_bytes).replace("–", "0"))));
+  }
   return el("article", { class: "gpu", "aria-label": `GPU ${gpu.index}` },
     el("div", { class: "title" },
       el("b", {}, `GPU ${gpu.index}`), el("span", { class: "quiet" }, gpu.name.replace(/\s*\(?[Ss]imulated\)?/, "") || gpu.name),
@@ -62,7 +65,10 @@ export function drawHeader() {
   const sum = (pick) => all.reduce((total, container) => total + pick(container), 0);
   // Zeros are given back, and are nowhere.
   const zeros = (container) => container.processes.reduce((all, p) => all + (p.away.length ? Math.min(p.zero_bytes || 0, p.parked_bytes || 0) : 0), 0);
-  const away = sum((container) => Math.max(0, container.away_bytes - zeros(container)));
+  // What several hold together is there once.
+  const vaults = (pick) => node.gpus.reduce((all, gpu) => all + (pick(gpu) || 0), 0);
+  const each = sum((container) => Math.max(0, container.away_bytes - zeros(container)));
+  const away = Math.max(0, each - vaults((gpu) => gpu.vault_shared_bytes)) + vaults((gpu) => gpu.vault_stored_bytes);
   const queued = all.filter((container) => container.state === "Queued").length;
   const rows = [
     ["Given back, in host RAM", bytes(away).replace("–", "0"), node.host_free_bytes ? `of ${bytes(away + node.host_free_bytes)}` : ""],

@@ -1,0 +1,28 @@
+//! Whom a process may hold memory together with.
+
+use super::{
+    super::{Domain, ProcessId},
+    world::{World, key},
+};
+
+#[test]
+fn only_who_is_told_to_shares_and_a_job_with_those_of_its_user() {
+    let mut world = World::new(3);
+    let id = world.running(1, 600);
+    let container = world.node.containers.get_mut(&key(1)).unwrap();
+    container.announcement.namespace = "k8s.io".into();
+    container.announcement.pod_namespace = "ml".into();
+    let domain = |world: &World, id, user| {
+        world.node.domain_of(id, |of| {
+            assert_eq!(*of, key(1));
+            user
+        })
+    };
+    assert_eq!(domain(&world, id, None), None, "its policy does not have it");
+    world.node.containers.get_mut(&key(1)).unwrap().policy.dedup = true;
+    let (containerd, pod) = ("k8s.io".to_owned(), "ml".to_owned());
+    assert_eq!(domain(&world, id, None), Some(Domain::Containers { containerd, pod }));
+    let namespace = "k8s.io".to_owned();
+    assert_eq!(domain(&world, id, Some(1000)), Some(Domain::Jobs { uid: 1000, namespace }));
+    assert_eq!(domain(&world, ProcessId(u64::MAX), None), None, "nobody knows it");
+}
