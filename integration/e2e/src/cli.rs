@@ -53,6 +53,10 @@ pub struct GpuRow {
     pub vault_fills: u64,
     /// Processes whose memory it holds.
     pub vault_holds: u32,
+    /// What processes hold once with others, over all of them.
+    pub vault_shared_bytes: u64,
+    /// The files that hold it.
+    pub vault_stored_bytes: u64,
     /// Processes that it has copied out.
     pub vault_copies: u64,
     /// Processes that are home, and whose host memory is ready for the next time.

@@ -94,6 +94,11 @@ fn wait_together(world: &World, ids: &[&str]) -> Result<()> {
             inodes.extend(sealed);
         }
         Ok((inodes.len() as u64 * CHUNK_MIB == SHARED_MIB).then_some(()))
+    })?;
+    until("that to be shown", || {
+        let gpu = gpu(world)?;
+        let stored = gpu.vault_stored_bytes == SHARED_MIB * MIB;
+        Ok((stored && gpu.vault_shared_bytes >= ids.len() as u64 * SHARED_MIB * MIB).then_some(()))
     })
 }
 

@@ -1,0 +1,77 @@
+//! Two containers of the same content: how much host memory holds it while both are away, how long
+//! until it is held once, and that each comes home with its own, as fast as without.
+
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+
+use super::{BY_ORDER, engines::ENGINE, median, report::Rows, wait_held};
+use crate::{
+    cli::GpuRow,
+    container::{CLIENTS, Spec},
+    gpu::Gpu,
+    until::until,
+    worker::{USUAL, Worker},
+    world::{MIB, World},
+};
+
+const IDS: [&str; 2] = ["one", "other"];
+
+/// Two of the same model.
+pub fn held_once(world: &World, rows: &mut Rows) -> Result<()> {
+    let (mib, rounds) = match world.gpu() {
+        Gpu::Real => (4096, 5),
+        Gpu::Simulated { .. } => (256, 2),
+    };
+    let start = |id: &&str| -> Result<Worker> {
+        let program = format!("{CLIENTS}/{USUAL}");
+        let spec = Spec::gpu(id, &[&program, "--mib", &mib.to_string(), "--seed", "7"])
+            .annotation(BY_ORDER.0, BY_ORDER.1)
+            .annotation(ENGINE, "fast")
+            .annotation("affinode.io/dedup", "true");
+        let mut worker = Worker::start_as(world, spec)?;
+        worker.wait_filled()?;
+        Ok(worker)
+    };
+    let mut workers = IDS.iter().map(start).collect::<Result<Vec<_>>>()?;
+    let (mut after, mut back) = (Vec::new(), Vec::new());
+    let mut stored_bytes = 0;
+    let filled = gpu(world)?.vault_fills;
+    for _ in 0..rounds {
+        for id in IDS {
+            world.cli().move_out(id)?;
+        }
+        let away = Instant::now();
+        stored_bytes = until("both to hold it together", || {
+            let gpu = gpu(world)?;
+            let all = gpu.vault_shared_bytes == IDS.len() as u64 * mib * MIB;
+            Ok(all.then_some(gpu.vault_stored_bytes))
+        })?;
+        after.push(away.elapsed().as_secs_f64() * 1000.0);
+        for worker in &mut workers {
+            wait_held(world)?;
+            back.push(worker.call("streamsync")?.elapsed_us as f64 / 1000.0);
+        }
+    }
+    let size = format!("two of {:.1} GiB", mib as f64 / 1024.0);
+    let share = stored_bytes as f64 / (mib * MIB) as f64 * 100.0;
+    let once = (share - 100.0).abs() < 0.1;
+    rows.want(&format!("{size}: host memory, of one's"), share, "%", "once", once);
+    rows.tell(&format!("{size}: held once after"), median(&after), "ms");
+    rows.tell(&format!("{size}: wake"), median(&back), "ms");
+    rows.tell(&format!("{size}: wake"), (mib * MIB) as f64 / median(&back) / 1e6, "GB/s");
+    let filled = gpu(world)?.vault_fills - filled;
+    rows.tell(&format!("{size}: wakes through the vault"), filled as f64, "");
+    let mut good = 0;
+    for mut worker in workers {
+        good += usize::from(worker.verify()?);
+        worker.running.kill(world)?;
+        worker.running.delete(world)?;
+    }
+    rows.count(&format!("{size}: contents as before"), good, IDS.len());
+    Ok(())
+}
+
+fn gpu(world: &World) -> Result<GpuRow> {
+    world.cli().ps()?.gpus.into_iter().next().context("no GPU")
+}
