@@ -62,6 +62,8 @@ pub struct Dedup {
     segments: HashMap<Key, Weak<Segment>>,
     most_bytes: u64,
     job: Option<Job>,
+    /// What is compared; kept, because fresh memory takes longer than to compare it.
+    parts: [Vec<u8>; 2],
     told_bytes: u64,
 }
 
@@ -76,6 +78,7 @@ impl Dedup {
             segments: HashMap::new(),
             most_bytes: memory_bytes / MOST_OF_MEMORY,
             job: None,
+            parts: [Vec::new(), Vec::new()],
             told_bytes: 0,
         }
     }
@@ -104,10 +107,14 @@ impl Dedup {
     /// [`RegionError`]: the driver refused in a way that may not pass.
     pub fn step(&mut self, cuda: &Rc<Cuda>, clients: &mut [Client]) -> Result<bool, RegionError> {
         let Some(mut job) = self.job.take() else {
-            return Ok(self.look(clients));
+            let looked = self.look(clients);
+            if !looked {
+                self.parts = [Vec::new(), Vec::new()];
+            }
+            return Ok(looked);
         };
         // Who has left, or cannot be read, has nothing in common.
-        if !matches!(job.compare(clients), Ok(true)) {
+        if !matches!(job.compare(clients, &mut self.parts), Ok(true)) {
             // The next one may have, with this one.
             self.seen.insert(job.key, job.place);
             return Ok(true);
@@ -176,10 +183,11 @@ impl Dedup {
 
 impl Job {
     /// Whether the next part is the same, too.
-    fn compare(&mut self, clients: &mut [Client]) -> io::Result<bool> {
+    fn compare(&mut self, clients: &mut [Client], parts: &mut [Vec<u8>; 2]) -> io::Result<bool> {
         let part_bytes = PART_BYTES.min(CHUNK_BYTES - self.done);
-        let mut parts = [vec![0; part_bytes], vec![0; part_bytes]];
-        let [one, other] = &mut parts;
+        let [one, other] = parts;
+        one.resize(part_bytes, 0);
+        other.resize(part_bytes, 0);
         read(clients, self.place, self.done, one)?;
         match &mut self.with {
             With::Segment(segment) => segment.read(self.done, other)?,

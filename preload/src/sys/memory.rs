@@ -173,11 +173,11 @@ pub fn seal_size(fd: i32) -> Result<(), Errno> {
 pub unsafe fn holds_same(fd: i32, at: *const u8, bytes: usize, stop: impl Fn() -> bool) -> bool {
     const PART_BYTES: usize = 4 << 20;
     const PROT_READ: usize = 1;
-    const MAP_SHARED: usize = 1;
+    const MAP_SHARED_POPULATE: usize = 1 | 0x8000;
     if !is_sealed(fd, bytes) {
         return false;
     }
-    let args = [0, bytes, PROT_READ, MAP_SHARED, fd as usize, 0];
+    let args = [0, bytes, PROT_READ, MAP_SHARED_POPULATE, fd as usize, 0];
     let Ok(sealed) = plain(number::MMAP, args) else {
         return false;
     };
