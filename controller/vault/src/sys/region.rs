@@ -288,6 +288,21 @@ mod tests {
     }
 
     #[test]
+    fn a_chunk_with_a_page_anywhere_was_not_given_up() {
+        let flags = MemfdFlags::CLOEXEC;
+        let memory = rustix::fs::memfd_create("parked", flags).unwrap();
+        rustix::fs::ftruncate(&memory, 3 * CHUNK_BYTES as u64).unwrap();
+        let file = File::from(memory.try_clone().unwrap());
+        let given_up = || [0, 1, 2].map(|n| is_hole(&memory, n * CHUNK_BYTES).unwrap());
+        assert_eq!(given_up(), [true; 3]);
+        file.write_all_at(&[1], 2 * CHUNK_BYTES as u64 - 1).unwrap();
+        assert_eq!(given_up(), [true, false, true]);
+        file.write_all_at(&[1], 2 * CHUNK_BYTES as u64).unwrap();
+        assert_eq!(given_up(), [true, false, false]);
+        assert!(is_hole(&memory, 9 * CHUNK_BYTES).unwrap(), "there is none");
+    }
+
+    #[test]
     fn a_hole_is_seen_before_it_is_paid_for() {
         let memory = file(SealFlags::SHRINK);
         let written = File::from(memory.try_clone().unwrap());

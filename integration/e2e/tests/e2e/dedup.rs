@@ -8,7 +8,7 @@ use std::{
 
 use affinode_e2e::{
     cli::GpuRow,
-    container::{CLIENTS, Spec},
+    container::{CLIENTS, SEES_ITS_CGROUP, Spec},
     until::until,
     worker::{USUAL, Worker},
     world::{MIB, Recipe, World},
@@ -150,6 +150,66 @@ fn what_differs_in_a_byte_is_not_held_together() -> Result<()> {
     })?;
     assert!(one.verify()? && other.verify()?);
     assert!(!odd.verify()?, "its byte is as it has written it");
+    Ok(())
+}
+
+/// What it has kept, had made ready, or has looked at, is as without.
+#[test]
+fn beside_copies_that_are_kept_or_made_ready_and_digests() -> Result<()> {
+    let world = world()?;
+    let kept = spec("one", 7, "true")
+        .annotation("affinode.io/keep-copy", "true")
+        .annotation("affinode.io/checksum", "true")
+        .flags(&SEES_ITS_CGROUP);
+    let mut one = start(&world, kept)?;
+    let ready = spec("other", 7, "true").prepared().annotation("affinode.io/checksum", "true");
+    let mut other = start(&world, ready)?;
+    for round in 0..3 {
+        until(
+            "host memory that is ready",
+            || Ok((gpu(&world)?.vault_prepared == 1).then_some(())),
+        )?;
+        wait_together(&world, &["one", "other"])?;
+        // It differs in the end from what is kept and from what was held together.
+        for worker in [&mut one, &mut other] {
+            assert!(worker.verify()?, "round {round}");
+            worker.call("touch")?;
+        }
+    }
+    assert!(one.verify()? && other.verify()?);
+    Ok(())
+}
+
+/// Wherever it is caught: a fault comes as soon as they are away, or once a part is together.
+#[test]
+fn faults_beside_it_cost_nobody_a_byte() -> Result<()> {
+    let world = world()?;
+    let [mut one, mut other] = twins(&world)?;
+    for round in 0..9 {
+        for id in ["one", "other"] {
+            world.cli().move_out(id)?;
+        }
+        if round % 2 == 1 {
+            until("a part to be held together", || {
+                let some = !mapped(pid(&world, "one")?)?.is_empty();
+                Ok((some || gpu(&world)?.vault_pid == 0).then_some(()))
+            })?;
+        }
+        let vault = gpu(&world)?.vault_pid;
+        match round % 3 {
+            _ if vault == 0 => {}
+            0 => kill(Pid::from_raw(vault), Signal::SIGKILL)?,
+            1 => kill(Pid::from_raw(vault), Signal::SIGSTOP)?,
+            _ => shoot_controller(&world)?,
+        }
+        for worker in [&mut one, &mut other] {
+            worker.call("touch")?;
+            assert!(worker.verify()?, "round {round}");
+        }
+        if round % 3 == 1 && vault != 0 {
+            let _ = kill(Pid::from_raw(vault), Signal::SIGKILL);
+        }
+    }
     Ok(())
 }
 
