@@ -106,12 +106,21 @@ fn wait_together(world: &World, ids: &[&str]) -> Result<()> {
 fn two_containers_hold_the_same_content_once_and_come_home_with_their_own() -> Result<()> {
     let world = world()?;
     let [mut one, mut other] = twins(&world)?;
-    // This one has nothing to do with it, with the same content.
-    let mut third = start(&world, spec("third", 7, "false"))?;
-    world.cli().move_out("third")?;
+    // These have nothing to do with it, with the same content.
+    let elsewhere = "io.kubernetes.cri.sandbox-namespace";
+    let mut strangers = [
+        start(&world, spec("third", 7, "false"))?,
+        start(&world, spec("fourth", 7, "true").annotation(elsewhere, "ml"))?,
+    ];
+    for id in ["third", "fourth"] {
+        world.cli().move_out(id)?;
+    }
+    assert_eq!(world.cli().known("fourth")?.pod_namespace, "ml");
     for round in 0..2 {
         wait_together(&world, &["one", "other"])?;
-        assert_eq!(mapped(pid(&world, "third")?)?.len(), 0);
+        for id in ["third", "fourth"] {
+            assert_eq!(mapped(pid(&world, id)?)?.len(), 0, "{id}");
+        }
         // What the one makes of it is no business of the other.
         one.call("touch")?;
         assert!(one.verify()?, "round {round}");
@@ -120,7 +129,9 @@ fn two_containers_hold_the_same_content_once_and_come_home_with_their_own() -> R
         other.call("touch")?;
         assert!(other.verify()? && one.verify()?, "round {round}");
     }
-    assert!(third.verify()?);
+    for stranger in &mut strangers {
+        assert!(stranger.verify()?);
+    }
     Ok(())
 }
 
