@@ -258,7 +258,11 @@ struct Figure {
     value: f64,
 }
 
-/// Allocations of carried memory against the driver's own, and how fast a pinned copy is.
+/// Starts of each side: of one that the system places badly, everything takes half as long again.
+const STARTS: usize = 4;
+
+/// Allocations of carried memory against the driver's own, and how fast a pinned copy is: the best
+/// of some starts in turn.
 pub fn memory(world: &World, rows: &mut Rows) -> Result<()> {
     let measure = |id: &str, runtime: Option<&str>| -> Result<Vec<Figure>> {
         let mut spec = Spec::gpu(id, &[&format!("{CLIENTS}/memory_cost")])
@@ -270,8 +274,11 @@ pub fn memory(world: &World, rows: &mut Rows) -> Result<()> {
         let text = spec.run(world)?;
         text.lines().map(|line| serde_json::from_str(line).context("memory_cost")).collect()
     };
-    let direct = measure("direct", Some(STOCK))?;
-    let carried = measure("carried", None)?;
+    let (mut direct, mut carried) = (measure("direct", Some(STOCK))?, measure("carried", None)?);
+    for _ in 1..STARTS {
+        better(&mut direct, measure("direct", Some(STOCK))?);
+        better(&mut carried, measure("carried", None)?);
+    }
     for (direct, carried) in direct.iter().zip(&carried) {
         let what = &direct.what;
         ensure!(*what == carried.what, "{what} beside {}", carried.what);
@@ -283,6 +290,14 @@ pub fn memory(world: &World, rows: &mut Rows) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Keeps the better of each: durations are the shorter, rates the higher.
+fn better(kept: &mut [Figure], more: Vec<Figure>) {
+    for (kept, more) in kept.iter_mut().zip(more) {
+        let pick = if kept.what.ends_with("MiB") { f64::min } else { f64::max };
+        kept.value = pick(kept.value, more.value);
+    }
 }
 
 /// A line of the programs that check calls.
