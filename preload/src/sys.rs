@@ -13,9 +13,8 @@ mod memory;
 pub mod task;
 
 pub use self::memory::{
-    Memory, discard, holds_same, make_resident, map_aligned, map_over, map_private,
-    map_sealed_over, memory_file, prefer_huge_pages, punch, seal_size, unmap_private, wipe_on_fork,
-    with_scratch,
+    Memory, Place, Sealed, discard, make_resident, map_aligned, map_over, map_private, memory_file,
+    prefer_huge_pages, punch, seal_size, unmap_private, wipe_on_fork, with_scratch,
 };
 
 mod number {
@@ -28,6 +27,8 @@ mod number {
     pub const MUNMAP: usize = 11;
     pub const RT_SIGPROCMASK: usize = 14;
     pub const ACCESS: usize = 21;
+    pub const MREMAP: usize = 25;
+    pub const MINCORE: usize = 27;
     pub const MADVISE: usize = 28;
     pub const DUP2: usize = 33;
     pub const NANOSLEEP: usize = 35;

@@ -247,7 +247,7 @@ pub(super) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
         "affinode.io/engine" => policy.engine = word(value, &Engine::WORDS)?,
         "affinode.io/keep-copy" => policy.keep_copy = word(value, &BOOLS)?,
         "affinode.io/checksum" => policy.checksum = word(value, &BOOLS)?,
-        "affinode.io/dedup" => policy.dedup = word(value, &BOOLS)?,
+        "affinode.io/dedup" => policy.dedup = dedup(policy.dedup, value)?,
         "affinode.io/prepare" => policy.prepare = word(value, &BOOLS)?,
         "affinode.io/other-gpu" => policy.other_gpu = word(value, &BOOLS)?,
         "affinode.io/restore" => policy.restore = restore(policy.restore, value)?,
@@ -270,6 +270,16 @@ fn restore(operators: Restore, value: &str) -> Result<Restore, String> {
         Restore::Immediate if operators == Restore::Queue => Err(
             "accepted here: queue; an operator lets containers choose immediate by policy.restore = \"by-annotation\"".into(),
         ),
+        chosen => Ok(chosen),
+    }
+}
+
+/// What is shared is the node's to pay, so it is for its operator to allow.
+fn dedup(operators: bool, value: &str) -> Result<bool, String> {
+    match word(value, &BOOLS)? {
+        true if !operators => {
+            Err("accepted here: false; an operator turns it on, by policy.dedup".into())
+        }
         chosen => Ok(chosen),
     }
 }
@@ -345,8 +355,9 @@ mod tests {
             (policy.dedup, warnings.len())
         };
         assert_eq!(dedup("x", &[]), (false, 0));
-        assert_eq!(dedup("x", &[("dedup", "true")]), (true, 0));
+        assert_eq!(dedup("x", &[("dedup", "true")]), (false, 1), "not for a container to say");
         assert_eq!(dedup("ml", &[]), (true, 0));
+        assert_eq!(dedup("ml", &[("dedup", "true")]), (true, 0));
         assert_eq!(dedup("ml", &[("dedup", "false")]), (false, 0));
         assert_eq!(dedup("ml", &[("dedup", "1")]), (true, 1));
         let (_, warnings) = policies.resolve("x", &annotations(&[("colour", "red")]));

@@ -332,7 +332,7 @@ impl Client {
             return Err(ClientError::Claim { bytes, pieces, most_bytes });
         }
         self.granted = true;
-        self.sharing.close();
+        self.sharing.end();
         self.begin()
     }
 
@@ -347,7 +347,7 @@ impl Client {
         }
         self.copies = Some(Copies::begin(&self.cuda)?);
         self.state = State::Filling { since: Instant::now() };
-        self.tell(FromVault::Begin, None).map(drop)
+        if self.tell(FromVault::Begin, None)? { Ok(()) } else { Err(ClientError::Late) }
     }
 
     /// Does the next thing, and says what there is to report.

@@ -19,6 +19,7 @@ use std::{
 
 use crate::{
     client::Client,
+    memory::Memory,
     sys::{CHUNK_BYTES, Cuda, Draft, RegionError, Segment},
 };
 
@@ -26,8 +27,10 @@ use crate::{
 const PART_BYTES: usize = 8 << 20;
 const SAMPLES: usize = 64;
 const SAMPLE_BYTES: usize = 4096;
-/// Segments are no container's to pay: of host memory at most one part in so many.
+/// Segments are no container's to pay: of host memory at most one part in so many for each vault,
 const MOST_OF_MEMORY: u64 = 4;
+/// and where so much stays free, whoever has the rest.
+const LEAST_FREE: u64 = 8;
 
 /// Domain and print.
 type Key = (u64, u64);
@@ -54,13 +57,23 @@ enum With {
     Chunk(Place, Draft),
 }
 
+/// What there was to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Looked {
+    /// Something.
+    AtOne,
+    /// Nothing before somebody answers.
+    Waits,
+    /// Nothing.
+    AtNone,
+}
+
 /// What is known of all.
 #[derive(Debug)]
 pub struct Dedup {
     keys: RandomState,
     seen: HashMap<Key, Place>,
     segments: HashMap<Key, Weak<Segment>>,
-    most_bytes: u64,
     job: Option<Job>,
     /// What is compared; kept, because fresh memory takes longer than to compare it.
     parts: [Vec<u8>; 2],
@@ -70,13 +83,10 @@ pub struct Dedup {
 impl Dedup {
     /// Nothing.
     pub fn new() -> Dedup {
-        let system = rustix::system::sysinfo();
-        let memory_bytes = system.totalram.saturating_mul(u64::from(system.mem_unit));
         Dedup {
             keys: RandomState::new(),
             seen: HashMap::new(),
             segments: HashMap::new(),
-            most_bytes: memory_bytes / MOST_OF_MEMORY,
             job: None,
             parts: [Vec::new(), Vec::new()],
             told_bytes: 0,
@@ -86,6 +96,9 @@ impl Dedup {
     /// A process has left.
     pub fn forget(&mut self, process: u64) {
         self.seen.retain(|_, place| place.process != process);
+        let of = |place: &Place| place.process == process;
+        let is_first = |with: &With| matches!(with, With::Chunk(place, _) if of(place));
+        self.job = self.job.take().filter(|job| !of(&job.place) && !is_first(&job.with));
     }
 
     /// What all segments come to.
@@ -101,14 +114,14 @@ impl Dedup {
         (stored_bytes, told_bytes != stored_bytes)
     }
 
-    /// Does a little. False: there is nothing to do.
+    /// Does a little.
     ///
     /// # Errors
     /// [`RegionError`]: the driver refused in a way that may not pass.
-    pub fn step(&mut self, cuda: &Rc<Cuda>, clients: &mut [Client]) -> Result<bool, RegionError> {
+    pub fn step(&mut self, cuda: &Rc<Cuda>, clients: &mut [Client]) -> Result<Looked, RegionError> {
         let Some(mut job) = self.job.take() else {
             let looked = self.look(clients);
-            if !looked {
+            if looked != Looked::AtOne {
                 self.parts = [Vec::new(), Vec::new()];
             }
             return Ok(looked);
@@ -117,18 +130,18 @@ impl Dedup {
         if !matches!(job.compare(clients, &mut self.parts), Ok(true)) {
             // The next one may have, with this one.
             self.seen.insert(job.key, job.place);
-            return Ok(true);
+            return Ok(Looked::AtOne);
         }
         if job.done < CHUNK_BYTES {
             self.job = Some(job);
-            return Ok(true);
+            return Ok(Looked::AtOne);
         }
         let (segment, first) = match job.with {
             With::Segment(segment) => (segment, None),
             With::Chunk(first, draft) => match draft.finish(cuda) {
                 Ok(segment) => (Rc::new(segment), Some(first)),
                 Err(RegionError::Cuda(error)) if !error.is_passing() => return Err(error.into()),
-                Err(_) => return Ok(true),
+                Err(_) => return Ok(Looked::AtOne),
             },
         };
         self.segments.retain(|_, segment| segment.strong_count() > 0);
@@ -138,36 +151,65 @@ impl Dedup {
                 client.offer(place.chunk, &segment);
             }
         }
-        Ok(true)
+        Ok(Looked::AtOne)
     }
 
     /// Looks at the next chunk that nobody has looked at.
-    fn look(&mut self, clients: &mut [Client]) -> bool {
-        let mut all = clients.iter_mut();
-        let Some((client, chunk)) =
-            all.find_map(|client| Some(client.next_chunk()).flatten().map(|chunk| (client, chunk)))
-        else {
-            return false;
-        };
-        let place = Place { process: client.process(), chunk };
-        let Ok(print) = self.print(client, chunk) else {
-            return true;
+    fn look(&mut self, clients: &mut [Client]) -> Looked {
+        let mut waits = false;
+        for client in clients.iter_mut() {
+            waits |= client.is_asked();
+        }
+        let next = |client: &Client| client.next_chunk().map(|chunk| (client.process(), chunk));
+        for (process, chunk) in clients.iter().filter_map(next).collect::<Vec<_>>() {
+            let place = Place { process, chunk };
+            match self.look_at(clients, place) {
+                Some(with) => {
+                    self.job = with;
+                    return Looked::AtOne;
+                }
+                // Another one has to answer first.
+                None => waits = true,
+            }
+        }
+        if waits { Looked::Waits } else { Looked::AtNone }
+    }
+
+    /// Whom a chunk is to be compared with, if there is anybody. `None`: not yet.
+    fn look_at(&mut self, clients: &mut [Client], place: Place) -> Option<Option<Job>> {
+        let client = clients.iter_mut().find(|client| client.process() == place.process)?;
+        let print = self.print(client, place.chunk).ok().filter(|_| client.may_offer(place.chunk));
+        let Some(print) = print else {
+            client.has_looked();
+            return Some(None);
         };
         let key = (client.domain(), print);
         let of_another = self.seen.get(&key).copied().filter(|seen| seen.process != place.process);
-        let with = if let Some(segment) = self.segments.get(&key).and_then(Weak::upgrade) {
-            Some(With::Segment(segment))
-        } else if let Some(seen) = of_another.filter(|seen| find(clients, *seen).is_some())
-            && self.stored_bytes() + (CHUNK_BYTES as u64) <= self.most_bytes
-            && let Ok(draft) = Draft::begin()
-        {
-            Some(With::Chunk(seen, draft))
-        } else {
-            self.seen.insert(key, place);
-            None
+        let other =
+            of_another.and_then(|seen| find(clients, seen).map(|other| (seen, other.has_room())));
+        let known = self.segments.get(&key).and_then(Weak::upgrade);
+        let with = match (known, other) {
+            (Some(segment), _) => Some(With::Segment(segment)),
+            (None, Some((_, false))) => return None,
+            (None, Some((seen, true))) if self.has_memory() => {
+                Draft::begin().ok().map(|draft| With::Chunk(seen, draft))
+            }
+            _ => None,
         };
-        self.job = with.map(|with| Job { key, place, done: 0, with });
-        true
+        if let Some(client) = find(clients, place) {
+            client.has_looked();
+        }
+        if with.is_none() {
+            self.seen.insert(key, place);
+        }
+        Some(with.map(|with| Job { key, place, done: 0, with }))
+    }
+
+    /// Whether there may be one more.
+    fn has_memory(&self) -> bool {
+        let (one, memory) = (CHUNK_BYTES as u64, Memory::now());
+        self.stored_bytes() + one <= memory.total_bytes / MOST_OF_MEMORY
+            && memory.free_bytes >= one + memory.total_bytes / LEAST_FREE
     }
 
     fn print(&self, client: &Client, chunk: usize) -> io::Result<u64> {

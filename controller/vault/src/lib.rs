@@ -24,6 +24,7 @@
 
 mod client;
 mod dedup;
+mod memory;
 mod serve;
 pub mod socket;
 mod sys;

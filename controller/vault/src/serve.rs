@@ -15,7 +15,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 
 use crate::{
     client::{Client, ClientError, Step},
-    dedup::Dedup,
+    dedup::{Dedup, Looked},
     socket,
     sys::{Cuda, CudaError, Region},
 };
@@ -248,9 +248,16 @@ impl Vault<'_> {
         }
         let busy = urgent || self.held || self.clients.iter().any(Client::is_registering);
         if !busy && matches!(most, Step::Nothing | Step::Later) {
+            for client in &mut self.clients {
+                if client.let_go_next().map_err(|error| VaultError::Broken(error.into()))? {
+                    return Ok(Step::More);
+                }
+            }
             let did = self.dedup.step(&self.cuda, &mut self.clients);
-            if did.map_err(|error| VaultError::Broken(error.into()))? {
-                return Ok(Step::More);
+            match did.map_err(|error| VaultError::Broken(error.into()))? {
+                Looked::AtOne => return Ok(Step::More),
+                Looked::Waits => return Ok(Step::Later),
+                Looked::AtNone => {}
             }
         }
         // Those that were not urgent have their turn when nobody is any more.

@@ -71,6 +71,9 @@ const CONFIG: &str = r#"
 mode = "eager"
 idle_timeout = "1s"
 minimum_residency = "1ms"
+[[policy.namespace]]
+name = "together"
+dedup = true
 [timing]
 sample_interval = "100ms"
 "#;

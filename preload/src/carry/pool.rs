@@ -161,17 +161,22 @@ impl Pool {
         self.unregister_all();
         while self.unshare_next() {}
         self.registered.clear();
-        self.shared.clear();
         self.known = Digests::none();
         self.tainted = 0;
         FILLING.resident.clear();
         if self.start != 0 {
-            // SAFETY: mapped here, and nothing is in the pool. A file's pages would live on with
-            // a descriptor in a forked child.
-            unsafe { sys::discard(self.start as *mut u8, self.bytes, self.of_file == 1) };
+            // A file's pages would live on with a descriptor in a forked child.
+            let own = |chunk: &usize| !self.shared.has(*chunk);
+            for chunk in (0..self.chunks()).filter(own) {
+                let (at, bytes) =
+                    (self.at(chunk * CHUNK_BYTES).cast(), chunk_bytes(self.bytes, chunk));
+                // SAFETY: mapped here, and nothing is in the pool.
+                unsafe { sys::discard(at, bytes, self.of_file == 1) };
+            }
             // SAFETY: as above.
             unsafe { sys::unmap_private(self.start as *mut u8, self.bytes) };
         }
+        self.shared.clear();
         owned::POOL.close();
         self.start = (mapped as usize).next_multiple_of(HUGE_PAGE_BYTES);
         self.bytes = bytes;

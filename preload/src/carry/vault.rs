@@ -99,15 +99,22 @@ pub fn announce_away() {
     send(ToVault::Away, None);
 }
 
+/// Whether somebody waits for the process, or the controller has something to say.
+fn is_wanted() -> bool {
+    process::page().is_some_and(|page| page.waiters.load(Ordering::SeqCst) > 0)
+        || owned::SOCKET.get().is_some_and(|socket| task::wait_readable(socket, 0))
+}
+
 /// Does the next thing that the vault asks for while the process is away. True: there may be more.
 pub fn hear() -> bool {
     let Some((message, file)) = receive(0) else {
         return false;
     };
-    let is_called = || process::page().is_some_and(|page| page.waiters.load(Ordering::SeqCst) > 0);
     match (message, file) {
-        (FromVault::Same { chunk }, Some(file)) => {
-            let taken = with_pool(|pool| pool.share(chunk as usize, file.number(), is_called));
+        (FromVault::Same { chunk }, file) => {
+            let taken = file.is_some_and(|file| {
+                with_pool(|pool| pool.share(chunk as usize, file.number(), is_wanted))
+            });
             if send(ToVault::Mapped { chunk, taken }, None).is_none() {
                 // It does not know where the content is.
                 hang_up();

@@ -55,31 +55,19 @@ pub fn with_scratch<T>(bytes: usize, run: impl FnOnce(*mut u8) -> T) -> Option<T
 /// Nothing may refer to that part.
 pub unsafe fn map_over(start: *mut u8, bytes: usize, fd: i32, offset: usize) -> bool {
     const PROT_READ_WRITE: usize = 1 | 2;
-    // SAFETY: the caller's word.
-    unsafe { put_over(start, bytes, PROT_READ_WRITE, fd, offset) }
-}
-
-/// The same with the beginning of a file that nobody can write to, to be read alone.
-///
-/// # Safety
-/// Nobody may write to that part from now on.
-pub unsafe fn map_sealed_over(start: *mut u8, bytes: usize, fd: i32) -> bool {
-    const PROT_READ: usize = 1;
-    // SAFETY: the caller's word.
-    unsafe { put_over(start, bytes, PROT_READ, fd, 0) }
-}
-
-/// # Safety
-/// As of [`map_over`].
-unsafe fn put_over(start: *mut u8, bytes: usize, access: usize, fd: i32, offset: usize) -> bool {
     const MAP_SHARED_FIXED: usize = 1 | 0x10;
-    const MADV_DONTFORK: usize = 10;
     let at = start as usize;
-    let args = [at, bytes, access, MAP_SHARED_FIXED, fd as usize, offset];
+    let args = [at, bytes, PROT_READ_WRITE, MAP_SHARED_FIXED, fd as usize, offset];
     // SAFETY: the caller vouches for the range, which is ours.
     let mapped = unsafe { call(number::MMAP, args) };
-    // SAFETY: changes no content.
-    mapped.is_ok() && unsafe { call(number::MADVISE, [at, bytes, MADV_DONTFORK, 0, 0, 0]) }.is_ok()
+    mapped.is_ok() && is_kept_from_children(at, bytes)
+}
+
+/// Keeps a mapping of ours from being there in forked children.
+fn is_kept_from_children(at: usize, bytes: usize) -> bool {
+    const MADV_DONTFORK: usize = 10;
+    // SAFETY: changes no content here; called for mappings of ours alone.
+    unsafe { call(number::MADVISE, [at, bytes, MADV_DONTFORK, 0, 0, 0]) }.is_ok()
 }
 
 /// Asks for huge pages.
@@ -165,39 +153,97 @@ pub fn seal_size(fd: i32) -> Result<(), Errno> {
     fcntl(fd, F_ADD_SEALS, SEAL_SHRINK_GROW).map(drop)
 }
 
-/// Whether a memory file has `bytes` bytes that nobody can change any more, and they are those at
-/// an address. `stop` is asked now and then: no, then.
-///
-/// # Safety
-/// So many bytes must be mapped there: whole pages, from the beginning of one on.
-pub unsafe fn holds_same(fd: i32, at: *const u8, bytes: usize, stop: impl Fn() -> bool) -> bool {
-    const PART_BYTES: usize = 4 << 20;
-    const WORD_BYTES: usize = size_of::<u64>();
-    const PROT_READ: usize = 1;
-    const MAP_SHARED_POPULATE: usize = 1 | 0x8000;
-    if !is_sealed(fd, bytes) {
-        return false;
+/// A memory file that nobody can change any more, mapped to be read; a forked child has it not.
+pub struct Sealed {
+    at: usize,
+    bytes: usize,
+}
+
+/// What is in a place that a mapping was to be moved to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// That mapping.
+    Taken,
+    /// What was there before.
+    AsBefore,
+    /// Not all of what was there before.
+    Broken,
+}
+
+impl Sealed {
+    /// Maps the first `bytes` of it. `None`: it could change, or has fewer.
+    pub fn map(fd: i32, bytes: usize) -> Option<Sealed> {
+        const PROT_READ: usize = 1;
+        const MAP_SHARED_POPULATE: usize = 1 | 0x8000;
+        if !is_sealed(fd, bytes) {
+            return None;
+        }
+        let args = [0, bytes, PROT_READ, MAP_SHARED_POPULATE, fd as usize, 0];
+        let sealed = Sealed { at: plain(number::MMAP, args).ok()?, bytes };
+        is_kept_from_children(sealed.at, bytes).then_some(sealed)
     }
-    let args = [0, bytes, PROT_READ, MAP_SHARED_POPULATE, fd as usize, 0];
-    let Ok(sealed) = plain(number::MMAP, args) else {
-        return false;
-    };
-    let mut parts = (0..bytes).step_by(PART_BYTES);
-    let same = parts.all(|offset| {
-        let words = PART_BYTES.min(bytes - offset) / WORD_BYTES;
-        // SAFETY: inside what was just mapped, of a file that does not shrink, and inside what the
-        // caller vouches for; both begin with a page, and nobody writes to either.
-        let (one, other) = unsafe {
-            let (one, other) = ((sealed as *const u8).add(offset), at.add(offset));
-            (
-                core::slice::from_raw_parts(one.cast::<u64>(), words),
-                core::slice::from_raw_parts(other.cast::<u64>(), words),
-            )
-        };
-        !stop() && are_same(one, other)
-    });
-    unmap(sealed, bytes);
-    same
+
+    /// Whether as much from an address on is the same. `stop` is asked now and then: no, then.
+    ///
+    /// # Safety
+    /// So many bytes must be mapped there: whole pages, from the beginning of one on.
+    pub unsafe fn is_same(&self, at: *const u8, stop: impl Fn() -> bool) -> bool {
+        const PART_BYTES: usize = 4 << 20;
+        const WORD_BYTES: usize = size_of::<u64>();
+        let mut parts = (0..self.bytes).step_by(PART_BYTES);
+        parts.all(|offset| {
+            let words = PART_BYTES.min(self.bytes - offset) / WORD_BYTES;
+            // SAFETY: inside this mapping, of a file that does not shrink, and inside what the
+            // caller vouches for; both begin with a page, and nobody writes to either.
+            let (one, other) = unsafe {
+                let (one, other) = ((self.at as *const u8).add(offset), at.add(offset));
+                (
+                    core::slice::from_raw_parts(one.cast::<u64>(), words),
+                    core::slice::from_raw_parts(other.cast::<u64>(), words),
+                )
+            };
+            !stop() && are_same(one, other)
+        })
+    }
+
+    /// Moves the mapping over a part of what [`map_private`] made: what was looked at, whatever the
+    /// descriptor means by now.
+    ///
+    /// # Safety
+    /// Nobody may write to that part from now on.
+    pub unsafe fn take_place(self, start: *mut u8) -> Place {
+        const MAYMOVE_FIXED: usize = 1 | 2;
+        let args = [self.at, self.bytes, self.bytes, MAYMOVE_FIXED, start as usize, 0];
+        // SAFETY: the caller vouches for the range, which is ours, as is this mapping.
+        let moved = unsafe { call(number::MREMAP, args) };
+        if moved.is_ok() {
+            // It is not where it was.
+            core::mem::forget(self);
+            Place::Taken
+        } else if is_mapped(start as usize, self.bytes) {
+            Place::AsBefore
+        } else {
+            Place::Broken
+        }
+    }
+}
+
+impl Drop for Sealed {
+    fn drop(&mut self) {
+        unmap(self.at, self.bytes);
+    }
+}
+
+/// Whether all of a range is mapped.
+fn is_mapped(at: usize, bytes: usize) -> bool {
+    const PAGE_BYTES: usize = 4096;
+    let mut pages = [0_u8; 4096];
+    let part_bytes = pages.len() * PAGE_BYTES;
+    (0..bytes).step_by(part_bytes).all(|offset| {
+        let bytes = part_bytes.min(bytes - offset);
+        let args = [at + offset, bytes, pages.as_mut_ptr() as usize, 0, 0, 0];
+        plain(number::MINCORE, args).is_ok()
+    })
 }
 
 /// Without a `memcmp`: there is no libc, and the one of the compiler's goes byte by byte.
@@ -288,6 +334,33 @@ impl Drop for Memory {
 mod tests {
     use super::super::{identity, lift};
     use super::*;
+
+    #[test]
+    fn a_mapping_that_cannot_be_moved_leaves_what_was_there() {
+        const BYTES: usize = 8192;
+        const F_ADD_SEALS: usize = 1033;
+        const SHRINK_GROW_FUTURE_WRITE: usize = 2 | 4 | 16;
+        let fd = lift(memory_file(c"test", BYTES).unwrap());
+        fcntl(fd, F_ADD_SEALS, SHRINK_GROW_FUTURE_WRITE).unwrap();
+        let at = map_private(BYTES).unwrap();
+        // SAFETY: just mapped, of this size; nobody else knows it.
+        unsafe {
+            at.write(7);
+            let [first, second] = [(); 2].map(|()| Sealed::map(fd, BYTES).unwrap());
+            assert!(!first.is_same(at, || false));
+            let own = first.at as *mut u8;
+            assert_eq!(first.take_place(own), Place::AsBefore, "it is there already");
+            assert_eq!(at.read(), 7);
+            at.write(0);
+            assert!(second.is_same(at, || false) && !second.is_same(at, || true));
+            assert_eq!(second.take_place(at), Place::Taken);
+            assert_eq!(at.read(), 0);
+        }
+        assert!(Sealed::map(fd, BYTES + 4096).is_none(), "it has fewer bytes");
+        unmap(at as usize, BYTES);
+        assert!(!is_mapped(at as usize, BYTES));
+        close(fd);
+    }
 
     #[test]
     fn a_memory_file_is_mapped_aligned_and_sealed() {

@@ -2,18 +2,28 @@
 //!
 //! ```text
 //! chunk:  not looked at ──> looked at ──Same──> offered ──Mapped──> elsewhere
-//!                                                  └──not taken──> looked at
+//!                                                  │  └──not taken──> looked at
+//!                                                  └──no answer in time──> nothing more is offered
 //! ```
 
-use std::{collections::BTreeMap, io, rc::Rc};
+use std::{
+    collections::BTreeMap,
+    io,
+    os::fd::AsRawFd,
+    rc::Rc,
+    time::{Duration, Instant},
+};
 
 use affinode_proto::wire::vault::FromVault;
+use rustix::fs::{Mode, OFlags};
 
 use super::{Client, ClientError};
-use crate::sys::{CHUNK_BYTES, Region, Segment};
+use crate::sys::{CHUNK_BYTES, CudaError, Region, Segment};
 
-/// A process that does not answer is offered no more.
+/// A process that has not answered so many is offered no more yet.
 const MOST_OFFERED: usize = 2;
+/// One that is stopped does not answer, and keeps others from what they have in common with it.
+const ANSWERS: Duration = Duration::from_secs(5);
 
 /// How far that is for one process.
 #[derive(Debug, Default)]
@@ -24,7 +34,7 @@ pub struct Sharing {
     open: bool,
     /// The first chunk that was not looked at.
     next: usize,
-    offered: BTreeMap<usize, Rc<Segment>>,
+    offered: BTreeMap<usize, (Instant, Rc<Segment>)>,
     told_bytes: usize,
 }
 
@@ -34,49 +44,51 @@ impl Sharing {
         Sharing { domain, ..Sharing::default() }
     }
 
-    /// Who may have something in common with it.
-    pub fn domain(&self) -> u64 {
-        self.domain
-    }
-
     /// It is away, and all of its memory is held.
     pub fn open(&mut self) {
         self.open = self.domain != 0;
     }
 
-    /// It comes home. What it has not answered it does not answer any more.
+    /// It is to come home: it is offered nothing more, and may answer still.
+    pub fn end(&mut self) {
+        self.open = false;
+    }
+
+    /// It comes home: of what it has not answered it answers nothing any more.
     pub fn close(&mut self) {
         self.open = false;
         self.offered.clear();
     }
 
-    /// Whether it may be offered something for a chunk.
-    pub fn may_offer(&self, chunk: usize) -> bool {
+    /// Ends it if it does not answer.
+    fn expire(&mut self) {
+        self.open &= self.offered.values().all(|(since, _)| since.elapsed() < ANSWERS);
+    }
+
+    /// Whether it may be offered something for a chunk, now or soon.
+    fn may_offer(&self, chunk: usize) -> bool {
         self.open && !self.offered.contains_key(&chunk)
     }
 
-    /// The next chunk of so many to look at.
-    pub fn next(&mut self, chunks: usize) -> Option<usize> {
-        let waits = self.offered.len() >= MOST_OFFERED;
-        if !self.open || waits || self.next >= chunks {
-            return None;
-        }
-        self.next += 1;
-        Some(self.next - 1)
+    fn has_room(&self) -> bool {
+        self.offered.len() < MOST_OFFERED
     }
 
-    /// It was told of a segment.
-    pub fn offer(&mut self, chunk: usize, segment: Rc<Segment>) {
-        self.offered.insert(chunk, segment);
+    /// The next chunk of so many to look at, unless it is to answer first.
+    fn next(&self, chunks: usize) -> Option<usize> {
+        (self.open && self.has_room() && self.next < chunks).then_some(self.next)
     }
 
-    /// It has answered.
-    pub fn answered(&mut self, chunk: usize) -> Option<Rc<Segment>> {
-        self.offered.remove(&chunk)
+    fn offer(&mut self, chunk: usize, segment: Rc<Segment>) {
+        self.offered.insert(chunk, (Instant::now(), segment));
+    }
+
+    fn answered(&mut self, chunk: usize) -> Option<Rc<Segment>> {
+        self.offered.remove(&chunk).map(|(_, segment)| segment)
     }
 
     /// How much is elsewhere, if that was not reported.
-    pub fn report(&mut self, elsewhere_bytes: usize) -> Option<u64> {
+    fn report(&mut self, elsewhere_bytes: usize) -> Option<u64> {
         let told = std::mem::replace(&mut self.told_bytes, elsewhere_bytes);
         (told != elsewhere_bytes).then_some(elsewhere_bytes as u64)
     }
@@ -94,19 +106,43 @@ impl Client {
 
     /// With whom it may share.
     pub fn domain(&self) -> u64 {
-        self.sharing.domain()
+        self.sharing.domain
+    }
+
+    /// Ends it for one that does not answer. Whether it is still to.
+    pub fn is_asked(&mut self) -> bool {
+        self.sharing.expire();
+        self.sharing.open && !self.sharing.offered.is_empty()
     }
 
     /// The next chunk of what it holds alone that was not looked at.
-    pub fn next_chunk(&mut self) -> Option<usize> {
+    pub fn next_chunk(&self) -> Option<usize> {
         let chunks = usize::try_from(self.parked_bytes).unwrap_or(0) / CHUNK_BYTES;
         self.sharing.next(chunks)
     }
 
-    /// Whether it may be offered a segment for a chunk.
+    /// That one was.
+    pub fn has_looked(&mut self) {
+        self.sharing.next += 1;
+    }
+
+    /// Whether it may be offered a segment for a chunk, now or soon.
     pub fn may_offer(&self, chunk: usize) -> bool {
         let held_alone = |region: &Region| !region.is_elsewhere(chunk);
         self.sharing.may_offer(chunk) && self.region.as_ref().is_some_and(held_alone)
+    }
+
+    /// Whether it need not answer anything first.
+    pub fn has_room(&self) -> bool {
+        self.sharing.has_room()
+    }
+
+    /// Lets go of what it has given up for a segment. False: there is nothing of that.
+    ///
+    /// # Errors
+    /// [`CudaError`]: the context is of no use any more.
+    pub fn let_go_next(&mut self) -> Result<bool, CudaError> {
+        self.region.as_mut().map_or(Ok(false), Region::let_go_next)
     }
 
     /// Reads what it has parked.
@@ -122,7 +158,14 @@ impl Client {
     /// waited for.
     pub fn offer(&mut self, chunk: usize, segment: &Rc<Segment>) {
         let Ok(index) = u32::try_from(chunk) else { return };
-        if matches!(self.tell(FromVault::Same { chunk: index }, segment.file()), Ok(true)) {
+        // Opened anew, so that what they have of it is to be read alone and each has its own.
+        let own = segment.file().and_then(|file| {
+            let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+            rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).ok()
+        });
+        if let Some(own) = own
+            && matches!(self.tell(FromVault::Same { chunk: index }, Some(&own)), Ok(true))
+        {
             self.sharing.offer(chunk, Rc::clone(segment));
         }
     }
@@ -138,17 +181,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_who_is_away_and_of_a_domain_is_looked_at_each_chunk_once() {
+    fn only_who_is_away_and_of_a_domain_is_looked_at() {
         let mut none = Sharing::of(0);
         none.open();
         assert!(none.next(3).is_none() && !none.may_offer(0));
         let mut sharing = Sharing::of(7);
         assert!(sharing.next(2).is_none() && !sharing.may_offer(0), "not away yet");
         sharing.open();
-        assert_eq!([sharing.next(2), sharing.next(2), sharing.next(2)], [Some(0), Some(1), None]);
-        assert!(sharing.may_offer(1));
-        sharing.close();
-        assert!(!sharing.may_offer(1) && sharing.next(9).is_none());
+        assert!(sharing.next(2) == Some(0) && sharing.may_offer(1));
+        sharing.next = 2;
+        assert_eq!(sharing.next(2), None, "all were");
+        sharing.end();
+        assert!(sharing.next(9).is_none() && !sharing.may_offer(1), "it is to come home");
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! A process's memory file, mapped and registered. No byte of the mapping is read or written here:
-//! what is read is read from the file, where a hole costs nothing.
+//! what is read is read from the file, where a hole costs nothing. No call on the file waits for a
+//! lock that its container could keep (`lseek` and `fallocate` do).
 
 use std::{collections::BTreeMap, ffi::c_void, io, os::fd::OwnedFd, ptr::NonNull, rc::Rc};
 
@@ -64,6 +65,8 @@ pub struct Region {
     registered: usize,
     /// Chunks whose content is held together with others', by their number.
     elsewhere: BTreeMap<usize, Rc<Segment>>,
+    /// Those of them whose own memory is registered still.
+    given_up: Vec<usize>,
 }
 
 /// Whether a file is what it has to be.
@@ -81,28 +84,32 @@ fn check(file: &OwnedFd, bytes: u64) -> Result<(), RegionError> {
     Ok(())
 }
 
-/// Whether a file has no page of a chunk.
-fn is_hole(file: &OwnedFd, offset: usize) -> io::Result<bool> {
-    use rustix::{fs::SeekFrom, io::Errno};
-    match rustix::fs::seek(file, SeekFrom::Data(offset as u64)) {
-        Ok(data) => Ok(data >= (offset + CHUNK_BYTES) as u64),
-        Err(Errno::NXIO) => Ok(true),
-        Err(errno) => Err(errno.into()),
-    }
+/// What of a range has pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Pages {
+    All,
+    Some,
+    None,
 }
 
-/// Whether a range has all its pages.
+/// How much of a range is there, by a call that waits for no lock of its file: a container could
+/// keep that.
 ///
 /// # Safety
 /// It must be mapped.
-unsafe fn is_there(start: *mut c_void, bytes: usize) -> io::Result<bool> {
+unsafe fn pages(start: *mut c_void, bytes: usize) -> io::Result<Pages> {
     let mut pages = vec![0_u8; bytes.div_ceil(PAGE_BYTES)];
     // SAFETY: the caller vouches for the range; a byte for each of its pages.
     let done = unsafe { libc::mincore(start, bytes, pages.as_mut_ptr()) };
-    match done {
-        0 => Ok(pages.iter().all(|page| page & 1 == 1)),
-        _ => Err(io::Error::last_os_error()),
+    if done != 0 {
+        return Err(io::Error::last_os_error());
     }
+    let there = pages.iter().filter(|page| **page & 1 == 1).count();
+    Ok(match there {
+        0 => Pages::None,
+        some if some == pages.len() => Pages::All,
+        _ => Pages::Some,
+    })
 }
 
 impl Region {
@@ -126,7 +133,8 @@ impl Region {
         };
         let start = NonNull::new(start.map_err(io::Error::from)?).ok_or(RegionError::NotSealed)?;
         let cuda = Rc::clone(cuda);
-        Ok(Region { cuda, file, start, bytes: length, registered: 0, elsewhere: BTreeMap::new() })
+        let (elsewhere, given_up) = (BTreeMap::new(), Vec::new());
+        Ok(Region { cuda, file, start, bytes: length, registered: 0, elsewhere, given_up })
     }
 
     /// Reads what the file has from an offset on; holes are zeros, and stay holes.
@@ -144,12 +152,27 @@ impl Region {
     pub fn put_elsewhere(&mut self, chunk: usize, segment: Rc<Segment>) -> Result<(), RegionError> {
         let offset = chunk.saturating_mul(CHUNK_BYTES);
         let whole = offset.checked_add(CHUNK_BYTES).is_some_and(|end| end <= self.registered);
-        if !whole || self.elsewhere.contains_key(&chunk) || !is_hole(&self.file, offset)? {
+        let again = self.elsewhere.contains_key(&chunk);
+        // SAFETY: a part of the mapping, as was just looked at.
+        if !whole || again || unsafe { pages(self.at(offset), CHUNK_BYTES)? } != Pages::None {
             return Err(RegionError::NotGivenUp);
         }
-        self.cuda.unregister(self.at(offset))?;
         self.elsewhere.insert(chunk, segment);
+        self.given_up.push(chunk);
         Ok(())
+    }
+
+    /// Lets go of the memory that a chunk had before it was elsewhere. False: of all already.
+    ///
+    /// # Errors
+    /// [`CudaError`]: the driver may have hold of it still. The process should end.
+    pub fn let_go_next(&mut self) -> Result<bool, CudaError> {
+        let Some(chunk) = self.given_up.last().copied() else {
+            return Ok(false);
+        };
+        self.cuda.unregister(self.at(chunk * CHUNK_BYTES))?;
+        self.given_up.pop();
+        Ok(true)
     }
 
     /// How many bytes are in segments.
@@ -181,7 +204,7 @@ impl Region {
             return Ok(false);
         }
         // SAFETY: a part of the mapping.
-        if !unsafe { is_there(self.at(self.registered), bytes)? } {
+        if unsafe { pages(self.at(self.registered), bytes)? } != Pages::All {
             return Err(RegionError::Missing);
         }
         // SAFETY: mapped until the drop, which unregisters it before.
@@ -215,6 +238,11 @@ impl Region {
             unsafe {
                 match way {
                     Way::In => copies.copy_in(at.cast_const(), part, block, done)?,
+                    // Never into what others have as well.
+                    Way::Out if !self.elsewhere.is_empty() => {
+                        let code = affinode_cuda_sys::result::NOT_SUPPORTED;
+                        return Err(CudaError::Call { call: "copy_out", code });
+                    }
                     Way::Out => copies.copy_out(at, part, block, done)?,
                 }
             }
@@ -228,6 +256,9 @@ impl Region {
     /// # Errors
     /// [`CudaError`]: the driver may have hold of it still. The process should end.
     pub fn unregister_last(&mut self) -> Result<bool, CudaError> {
+        if self.let_go_next()? {
+            return Ok(true);
+        }
         if self.registered == 0 {
             return Ok(false);
         }
@@ -288,21 +319,6 @@ mod tests {
     }
 
     #[test]
-    fn a_chunk_with_a_page_anywhere_was_not_given_up() {
-        let flags = MemfdFlags::CLOEXEC;
-        let memory = rustix::fs::memfd_create("parked", flags).unwrap();
-        rustix::fs::ftruncate(&memory, 3 * CHUNK_BYTES as u64).unwrap();
-        let file = File::from(memory.try_clone().unwrap());
-        let given_up = || [0, 1, 2].map(|n| is_hole(&memory, n * CHUNK_BYTES).unwrap());
-        assert_eq!(given_up(), [true; 3]);
-        file.write_all_at(&[1], 2 * CHUNK_BYTES as u64 - 1).unwrap();
-        assert_eq!(given_up(), [true, false, true]);
-        file.write_all_at(&[1], 2 * CHUNK_BYTES as u64).unwrap();
-        assert_eq!(given_up(), [true, false, false]);
-        assert!(is_hole(&memory, 9 * CHUNK_BYTES).unwrap(), "there is none");
-    }
-
-    #[test]
     fn a_hole_is_seen_before_it_is_paid_for() {
         let memory = file(SealFlags::SHRINK);
         let written = File::from(memory.try_clone().unwrap());
@@ -313,16 +329,24 @@ mod tests {
                 let at =
                     rustix::mm::mmap(std::ptr::null_mut(), BYTES as usize, read, shared, memory, 0)
                         .unwrap();
-                let all = is_there(at, BYTES as usize).unwrap();
+                let found = pages(at, BYTES as usize).unwrap();
                 rustix::mm::munmap(at, BYTES as usize).unwrap();
-                all
+                found
             }
         };
-        assert!(!there(&memory), "nothing was written");
+        assert_eq!(there(&memory), Pages::None, "nothing was written");
         written.write_all_at(&vec![1; BYTES as usize], 0).unwrap();
-        assert!(there(&memory));
-        let flags = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
-        rustix::fs::fallocate(&memory, flags, BYTES / 2, 4096).unwrap();
-        assert!(!there(&memory));
+        assert_eq!(there(&memory), Pages::All);
+        let punch = |offset, bytes| {
+            use rustix::fs::FallocateFlags;
+            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            rustix::fs::fallocate(&memory, flags, offset, bytes).unwrap();
+        };
+        punch(BYTES / 2, 4096);
+        assert_eq!(there(&memory), Pages::Some);
+        punch(0, BYTES - 4096);
+        assert_eq!(there(&memory), Pages::Some, "the last page alone");
+        punch(0, BYTES);
+        assert_eq!(there(&memory), Pages::None);
     }
 }

@@ -15,6 +15,8 @@ use crate::{
     world::{MIB, World},
 };
 
+/// For which the suite's configuration has it on.
+const NAMESPACE: &str = "together";
 const IDS: [&str; 2] = ["one", "other"];
 
 /// Two of the same model.
@@ -28,7 +30,7 @@ pub fn held_once(world: &World, rows: &mut Rows) -> Result<()> {
         let spec = Spec::gpu(id, &[&program, "--mib", &mib.to_string(), "--seed", "7"])
             .annotation(BY_ORDER.0, BY_ORDER.1)
             .annotation(ENGINE, "fast")
-            .annotation("affinode.io/dedup", "true");
+            .annotation("io.kubernetes.cri.sandbox-namespace", NAMESPACE);
         let mut worker = Worker::start_as(world, spec)?;
         worker.wait_filled()?;
         Ok(worker)

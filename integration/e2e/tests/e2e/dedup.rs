@@ -28,7 +28,7 @@ const SHARED_MIB: u64 = 256;
 const CHUNK_MIB: u64 = 128;
 
 fn world() -> Result<World> {
-    Recipe::default().config(MANUAL).world()
+    Recipe::default().config(&MANUAL.replace("[timing]", "dedup = true\n[timing]")).world()
 }
 
 fn spec(id: &str, seed: u32, dedup: &str) -> Spec {

@@ -10,33 +10,39 @@
 //! because what was in its place is gone then.
 
 use super::{CHUNK_BYTES, FILLING, Pool, chunk_bytes};
-use crate::sys;
+use crate::sys::{self, Place, Sealed};
 
 impl Pool {
-    /// Puts a sealed file in the place of a chunk that has content, if that is the same. False: it
-    /// is as it was, also because of `stop`.
+    /// Puts a sealed file in the place of a chunk that has content, if that is the same, and frees
+    /// what was there. False: that was not done, also because of `stop`; the content is as it was.
     pub fn share(&mut self, chunk: usize, sealed: i32, stop: impl Fn() -> bool) -> bool {
-        let offset = chunk.saturating_mul(CHUNK_BYTES);
         let fits = chunk_bytes(self.bytes, chunk) == CHUNK_BYTES
             && self.tainted == 0
             && !self.registered.has(chunk)
             && !self.shared.has(chunk);
-        let Some(file) = self.file().filter(|_| fits) else {
+        if self.file().is_none() || !fits {
             return false;
-        };
+        }
         let at = self.chunk_at(chunk);
         // SAFETY: a chunk of the pool, which only the agent, here, writes to.
-        if !unsafe { sys::holds_same(sealed, at, CHUNK_BYTES, stop) } {
+        let same = |sealed: &Sealed| unsafe { sealed.is_same(at, stop) };
+        let Some(sealed) = Sealed::map(sealed, CHUNK_BYTES).filter(same) else {
             return false;
-        }
+        };
         // SAFETY: as above; nothing is copied to it until it is its own again.
-        let mapped = unsafe { sys::map_sealed_over(at, CHUNK_BYTES, sealed) };
-        if !mapped || !sys::punch(file, offset, CHUNK_BYTES) {
-            self.put_own(chunk, file);
-            return false;
+        match unsafe { sealed.take_place(at) } {
+            Place::Taken => {}
+            Place::AsBefore => return false,
+            Place::Broken => {
+                self.mend(chunk);
+                return false;
+            }
         }
         self.shared.set(chunk, true);
-        true
+        // What it had of its own is not there for the next time.
+        FILLING.resident.set(chunk, false);
+        // Meanwhile the number may have come to mean another file.
+        self.file().is_some_and(|file| sys::punch(file, chunk * CHUNK_BYTES, CHUNK_BYTES))
     }
 
     /// Whether content is in files that others have hold of.
@@ -54,24 +60,33 @@ impl Pool {
         let Some(chunk) = self.first_shared() else {
             return false;
         };
-        let Some(file) = self.file().filter(|_| self.unregister(chunk)) else {
+        if !self.unregister(chunk) || !self.is_put_back(chunk) {
             self.taint();
             return false;
-        };
-        self.put_own(chunk, file);
+        }
         self.shared.set(chunk, false);
         self.forget(chunk * CHUNK_BYTES, CHUNK_BYTES);
-        FILLING.resident.set(chunk, false);
         true
     }
 
-    /// Puts the pool's file in its place. That cannot fail for long: without it what was in the
-    /// chunk would be lost.
-    fn put_own(&self, chunk: usize, file: i32) {
+    /// Puts a part of the pool's file where it belongs.
+    fn is_put_back(&self, chunk: usize) -> bool {
+        let at = self.chunk_at(chunk);
+        let put_back = self.file().is_some_and(|file| {
+            // SAFETY: a chunk of the pool, in which nothing is, or which is not mapped.
+            unsafe { sys::map_over(at, CHUNK_BYTES, file, chunk * CHUNK_BYTES) }
+        });
+        if put_back {
+            sys::prefer_huge_pages(at, CHUNK_BYTES);
+        }
+        put_back
+    }
+
+    /// The kernel has taken a chunk away and had no memory for what was to come in its place. The
+    /// content is in the file alone now, and has to be mapped: nothing goes on without it.
+    fn mend(&self, chunk: usize) {
         const PAUSE_US: u64 = 10_000;
-        let offset = chunk * CHUNK_BYTES;
-        // SAFETY: a chunk of the pool, of the same content as the file there, or of none.
-        while !unsafe { sys::map_over(self.chunk_at(chunk), CHUNK_BYTES, file, offset) } {
+        while !self.is_put_back(chunk) {
             sys::sleep_us(PAUSE_US);
         }
     }
@@ -164,12 +179,13 @@ mod tests {
         let common = sealed(&pool, 1, &[SHRINK, GROW, FUTURE_WRITE]);
         assert_eq!(has_bytes(&pool), 2 * CHUNK_BYTES);
         assert!(!pool.is_shared());
+        (0..2).for_each(|chunk| FILLING.resident.set(chunk, true));
         assert!(share(&mut pool, 1, &common));
         drop(common);
         assert_eq!((read(&pool, 0), read(&pool, 1)), ((7, 8), (9, 9)));
         assert_eq!(has_bytes(&pool), CHUNK_BYTES, "its own is given back");
         assert!(pool.is_shared());
-        FILLING.resident.set(1, true);
+        assert_eq!(pool.kept_bytes(), CHUNK_BYTES as u64, "of host memory that it can count on");
         assert!(pool.unshare_next() && !pool.unshare_next());
         assert!(!pool.is_shared() && !FILLING.resident.has(1), "its pages are to be brought in");
         write(&pool, 1, 5, 6);
