@@ -171,6 +171,24 @@ fn what_is_handed_over_is_held_by_descriptors_alone_until_it_is_copied() {
     }
 }
 
+/// Its file has holes where that content was, from which a vault would fill zeros.
+#[test]
+fn what_is_held_together_with_others_is_offered_to_no_other_vault() {
+    for shared in [false, true] {
+        let world = World::new(PIECES, Exportable);
+        assert_eq!(world.hand_over(), Ok(true));
+        world.says(FromVault::Copied);
+        assert!(settle());
+        world.hears();
+        with_pool(|pool| {
+            pool.say_shared(0, shared);
+            vault::offer(pool, PIECES as u64 * PIECE_BYTES);
+            pool.say_shared(0, false);
+        });
+        assert_eq!(owned::VAULT.get().is_none(), shared, "hung up on, or told");
+    }
+}
+
 /// It says something else, says nothing and is gone, or was gone before.
 #[test]
 fn what_the_vault_has_not_said_to_be_copied_comes_home_from_the_device() {

@@ -97,6 +97,14 @@ impl Pool {
 }
 
 #[cfg(test)]
+impl Pool {
+    /// As if a chunk were shared.
+    pub fn say_shared(&self, chunk: usize, shared: bool) {
+        self.shared.set(chunk, shared);
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use std::fs::File;
     use std::io::Write;
@@ -191,6 +199,33 @@ mod tests {
         write(&pool, 1, 5, 6);
         assert_eq!((read(&pool, 1), has_bytes(&pool)), ((5, 6), 2 * CHUNK_BYTES));
         end(&pool);
+    }
+
+    /// Also for a process that leaves again before it was tidied, and where a chunk cannot be made
+    /// its own again.
+    #[test]
+    fn a_pool_is_all_its_own_before_anything_is_written_to_it() {
+        let _own = SHARED.lock();
+        let _fake = Fake::new();
+        for file_is_gone in [false, true] {
+            let mut pool = of_file();
+            write(&pool, 0, 7, 8);
+            let common = sealed(&pool, 0, &[SHRINK, GROW, FUTURE_WRITE]);
+            assert!(share(&mut pool, 0, &common));
+            if file_is_gone {
+                owned::POOL.close();
+            }
+            assert!(pool.begin(BYTES, CONTEXT));
+            (0..pool.chunks()).for_each(|chunk| {
+                pool.ready(chunk * CHUNK_BYTES);
+            });
+            pool.end();
+            assert!(!pool.is_shared() && !pool.is_tainted());
+            assert_eq!(pool.kept_bytes(), pool.bytes as u64, "its pages are its own");
+            write(&pool, 0, 5, 6);
+            assert_eq!(read(&pool, 0), (5, 6));
+            end(&pool);
+        }
     }
 
     #[test]
