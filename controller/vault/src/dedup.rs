@@ -18,10 +18,45 @@ use std::{
 };
 
 use crate::{
-    client::Client,
     memory::Memory,
-    sys::{CHUNK_BYTES, Cuda, Draft, RegionError, Segment},
+    sys::{CHUNK_BYTES, Draft, RegionError},
 };
+
+/// Content that is held once.
+pub trait Content {
+    /// Reads from an offset on.
+    ///
+    /// # Errors
+    /// The system's word.
+    fn read(&self, offset: usize, to: &mut [u8]) -> io::Result<()>;
+}
+
+/// A process that may have something in common with others.
+pub trait Holder {
+    /// What that is held in.
+    type Segment: Content;
+    /// Who it is.
+    fn process(&self) -> u64;
+    /// With whom it may share.
+    fn domain(&self) -> u64;
+    /// The next chunk of what it holds alone that was not looked at.
+    fn next_chunk(&self) -> Option<usize>;
+    /// That one was.
+    fn has_looked(&mut self);
+    /// Whether it may be offered a segment for a chunk, now or soon.
+    fn may_offer(&self, chunk: usize) -> bool;
+    /// Whether it need not answer anything first.
+    fn has_room(&self) -> bool;
+    /// Whether it is to answer something; one that does not in time is asked no more.
+    fn is_asked(&mut self) -> bool;
+    /// Reads what it has parked.
+    ///
+    /// # Errors
+    /// The system's word.
+    fn read(&self, offset: usize, to: &mut [u8]) -> io::Result<()>;
+    /// Offers it a segment that holds what a chunk of its own does.
+    fn offer(&mut self, chunk: usize, segment: &Rc<Self::Segment>);
+}
 
 /// So much is compared at a time: some milliseconds, in which nobody is heard.
 const PART_BYTES: usize = 8 << 20;
@@ -43,16 +78,16 @@ struct Place {
 
 /// A comparison in progress.
 #[derive(Debug)]
-struct Job {
+struct Job<S> {
     key: Key,
     place: Place,
     done: usize,
-    with: With,
+    with: With<S>,
 }
 
 #[derive(Debug)]
-enum With {
-    Segment(Rc<Segment>),
+enum With<S> {
+    Segment(Rc<S>),
     /// Another's chunk, and what is the same so far.
     Chunk(Place, Draft),
 }
@@ -70,19 +105,19 @@ pub enum Looked {
 
 /// What is known of all.
 #[derive(Debug)]
-pub struct Dedup {
+pub struct Dedup<S> {
     keys: RandomState,
     seen: HashMap<Key, Place>,
-    segments: HashMap<Key, Weak<Segment>>,
-    job: Option<Job>,
+    segments: HashMap<Key, Weak<S>>,
+    job: Option<Job<S>>,
     /// What is compared; kept, because fresh memory takes longer than to compare it.
     parts: [Vec<u8>; 2],
     told_bytes: u64,
 }
 
-impl Dedup {
+impl<S: Content> Dedup<S> {
     /// Nothing.
-    pub fn new() -> Dedup {
+    pub fn new() -> Self {
         Dedup {
             keys: RandomState::new(),
             seen: HashMap::new(),
@@ -97,7 +132,7 @@ impl Dedup {
     pub fn forget(&mut self, process: u64) {
         self.seen.retain(|_, place| place.process != process);
         let of = |place: &Place| place.process == process;
-        let is_first = |with: &With| matches!(with, With::Chunk(place, _) if of(place));
+        let is_first = |with: &With<S>| matches!(with, With::Chunk(place, _) if of(place));
         self.job = self.job.take().filter(|job| !of(&job.place) && !is_first(&job.with));
     }
 
@@ -114,11 +149,15 @@ impl Dedup {
         (stored_bytes, told_bytes != stored_bytes)
     }
 
-    /// Does a little.
+    /// Does a little. `finish` makes a segment of what was written.
     ///
     /// # Errors
     /// [`RegionError`]: the driver refused in a way that may not pass.
-    pub fn step(&mut self, cuda: &Rc<Cuda>, clients: &mut [Client]) -> Result<Looked, RegionError> {
+    pub fn step<H: Holder<Segment = S>>(
+        &mut self,
+        clients: &mut [H],
+        finish: impl FnOnce(Draft) -> Result<S, RegionError>,
+    ) -> Result<Looked, RegionError> {
         let Some(mut job) = self.job.take() else {
             let looked = self.look(clients);
             if looked != Looked::AtOne {
@@ -138,7 +177,7 @@ impl Dedup {
         }
         let (segment, first) = match job.with {
             With::Segment(segment) => (segment, None),
-            With::Chunk(first, draft) => match draft.finish(cuda) {
+            With::Chunk(first, draft) => match finish(draft) {
                 Ok(segment) => (Rc::new(segment), Some(first)),
                 Err(RegionError::Cuda(error)) if !error.is_passing() => return Err(error.into()),
                 Err(_) => return Ok(Looked::AtOne),
@@ -155,12 +194,12 @@ impl Dedup {
     }
 
     /// Looks at the next chunk that nobody has looked at.
-    fn look(&mut self, clients: &mut [Client]) -> Looked {
+    fn look<H: Holder<Segment = S>>(&mut self, clients: &mut [H]) -> Looked {
         let mut waits = false;
         for client in clients.iter_mut() {
             waits |= client.is_asked();
         }
-        let next = |client: &Client| client.next_chunk().map(|chunk| (client.process(), chunk));
+        let next = |client: &H| client.next_chunk().map(|chunk| (client.process(), chunk));
         for (process, chunk) in clients.iter().filter_map(next).collect::<Vec<_>>() {
             let place = Place { process, chunk };
             match self.look_at(clients, place) {
@@ -176,7 +215,11 @@ impl Dedup {
     }
 
     /// Whom a chunk is to be compared with, if there is anybody. `None`: not yet.
-    fn look_at(&mut self, clients: &mut [Client], place: Place) -> Option<Option<Job>> {
+    fn look_at<H: Holder<Segment = S>>(
+        &mut self,
+        clients: &mut [H],
+        place: Place,
+    ) -> Option<Option<Job<S>>> {
         let client = clients.iter_mut().find(|client| client.process() == place.process)?;
         let print = self.print(client, place.chunk).ok().filter(|_| client.may_offer(place.chunk));
         let Some(print) = print else {
@@ -212,7 +255,7 @@ impl Dedup {
             && memory.free_bytes >= one + memory.total_bytes / LEAST_FREE
     }
 
-    fn print(&self, client: &Client, chunk: usize) -> io::Result<u64> {
+    fn print(&self, client: &impl Holder, chunk: usize) -> io::Result<u64> {
         let mut hasher = self.keys.build_hasher();
         let mut sample = [0; SAMPLE_BYTES];
         for n in 0..SAMPLES {
@@ -223,9 +266,13 @@ impl Dedup {
     }
 }
 
-impl Job {
+impl<S: Content> Job<S> {
     /// Whether the next part is the same, too.
-    fn compare(&mut self, clients: &mut [Client], parts: &mut [Vec<u8>; 2]) -> io::Result<bool> {
+    fn compare(
+        &mut self,
+        clients: &mut [impl Holder],
+        parts: &mut [Vec<u8>; 2],
+    ) -> io::Result<bool> {
         let part_bytes = PART_BYTES.min(CHUNK_BYTES - self.done);
         let [one, other] = parts;
         one.resize(part_bytes, 0);
@@ -247,12 +294,166 @@ impl Job {
 }
 
 /// Whoever is there still, and may be offered something in that place.
-fn find(clients: &mut [Client], place: Place) -> Option<&mut Client> {
+fn find<H: Holder>(clients: &mut [H], place: Place) -> Option<&mut H> {
     let mut all = clients.iter_mut();
     all.find(|client| client.process() == place.process && client.may_offer(place.chunk))
 }
 
-fn read(clients: &mut [Client], place: Place, offset: usize, to: &mut [u8]) -> io::Result<()> {
+fn read(clients: &mut [impl Holder], place: Place, offset: usize, to: &mut [u8]) -> io::Result<()> {
     let client = find(clients, place).ok_or(io::ErrorKind::NotFound)?;
     client.read(place.chunk * CHUNK_BYTES + offset, to)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a chunk of a process has: a word for each page, and other ones from a byte on.
+    #[derive(Clone, Copy)]
+    struct Chunk {
+        seed: u8,
+        other_from: usize,
+    }
+
+    const SAME: Chunk = Chunk { seed: 7, other_from: CHUNK_BYTES };
+    /// Behind every sample.
+    const ODD: Chunk = Chunk { seed: 7, other_from: CHUNK_BYTES - 1 };
+
+    impl Content for Chunk {
+        fn read(&self, offset: usize, to: &mut [u8]) -> io::Result<()> {
+            to.fill(self.seed);
+            let from = self.other_from.saturating_sub(offset).min(to.len());
+            to[from..].fill(self.seed + 1);
+            Ok(())
+        }
+    }
+
+    struct Process {
+        number: u64,
+        domain: u64,
+        chunks: Vec<Chunk>,
+        looked: usize,
+        room: usize,
+        offered: Vec<(usize, Rc<Draft>)>,
+    }
+
+    impl Content for Draft {
+        fn read(&self, _: usize, to: &mut [u8]) -> io::Result<()> {
+            // What is in it was equal to what others have: of these tests' chunks, the same byte.
+            to.fill(SAME.seed);
+            Ok(())
+        }
+    }
+
+    impl Holder for Process {
+        type Segment = Draft;
+        fn process(&self) -> u64 {
+            self.number
+        }
+        fn domain(&self) -> u64 {
+            self.domain
+        }
+        fn next_chunk(&self) -> Option<usize> {
+            (self.looked < self.chunks.len() && self.has_room()).then_some(self.looked)
+        }
+        fn has_looked(&mut self) {
+            self.looked += 1;
+        }
+        fn may_offer(&self, chunk: usize) -> bool {
+            self.offered.iter().all(|offered| offered.0 != chunk)
+        }
+        fn has_room(&self) -> bool {
+            self.room > 0
+        }
+        fn is_asked(&mut self) -> bool {
+            false
+        }
+        fn read(&self, offset: usize, to: &mut [u8]) -> io::Result<()> {
+            self.chunks[offset / CHUNK_BYTES].read(offset % CHUNK_BYTES, to)
+        }
+        fn offer(&mut self, chunk: usize, segment: &Rc<Draft>) {
+            self.room -= 1;
+            self.offered.push((chunk, Rc::clone(segment)));
+        }
+    }
+
+    fn process(number: u64, domain: u64, chunks: &[Chunk]) -> Process {
+        let chunks = chunks.to_vec();
+        Process { number, domain, chunks, looked: 0, room: 9, offered: Vec::new() }
+    }
+
+    /// Until there is nothing to do: what that is because of, and which chunks each was offered.
+    fn run(dedup: &mut Dedup<Draft>, all: &mut [Process]) -> (Looked, Vec<Vec<usize>>) {
+        loop {
+            match dedup.step(all, Ok).unwrap() {
+                Looked::AtOne => {}
+                looked => {
+                    let of = |one: &Process| one.offered.iter().map(|offer| offer.0).collect();
+                    return (looked, all.iter().map(of).collect());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn only_what_is_the_same_to_the_last_byte_is_offered_and_only_within_a_domain() {
+        let mut dedup = Dedup::new();
+        let mut all = [
+            process(1, 5, &[ODD, SAME]),
+            process(2, 5, &[SAME]),
+            process(3, 6, &[SAME]),
+            process(4, 6, &[ODD]),
+        ];
+        let (looked, offered) = run(&mut dedup, &mut all);
+        assert_eq!(looked, Looked::AtNone);
+        assert_eq!(offered, [vec![1], vec![0], vec![], vec![]]);
+        assert_eq!(dedup.report(), (CHUNK_BYTES as u64, true));
+        assert_eq!(dedup.report(), (CHUNK_BYTES as u64, false));
+        assert_eq!(all[0].offered[0].1.written(), CHUNK_BYTES);
+        all.iter_mut().for_each(|one| one.offered.clear());
+        assert_eq!(dedup.report(), (0, true), "the last who had it is gone");
+    }
+
+    #[test]
+    fn a_third_one_gets_what_there_is_and_one_that_differs_does_not() {
+        let mut dedup = Dedup::new();
+        let mut two = vec![process(1, 5, &[SAME]), process(2, 5, &[SAME])];
+        run(&mut dedup, &mut two);
+        two.extend([process(3, 5, &[SAME]), process(4, 5, &[ODD])]);
+        let (_, offered) = run(&mut dedup, &mut two);
+        assert_eq!(offered, [vec![0], vec![0], vec![0], vec![]]);
+        assert_eq!(dedup.report().0, CHUNK_BYTES as u64);
+    }
+
+    #[test]
+    fn who_has_to_answer_first_is_waited_for_and_who_has_left_is_not() {
+        let mut dedup = Dedup::new();
+        let mut all = vec![process(1, 5, &[SAME]), process(2, 5, &[SAME])];
+        // It is looked at, and is to answer then.
+        dedup.step(&mut all[..1], Ok).unwrap();
+        all[0].room = 0;
+        let (looked, offered) = run(&mut dedup, &mut all);
+        assert_eq!((looked, offered), (Looked::Waits, vec![vec![], vec![]]));
+        assert_eq!(all[1].looked, 0, "it has its turn");
+        all.remove(0);
+        dedup.forget(1);
+        assert_eq!(run(&mut dedup, &mut all).0, Looked::AtNone);
+        assert!(all[0].offered.is_empty());
+    }
+
+    #[test]
+    fn a_comparison_ends_with_who_leaves_in_the_middle() {
+        let mut dedup = Dedup::new();
+        let mut all = vec![process(1, 5, &[SAME]), process(2, 5, &[SAME])];
+        for _ in 0..4 {
+            dedup.step(&mut all, Ok).unwrap();
+        }
+        assert!(dedup.job.is_some());
+        dedup.forget(1);
+        assert!(dedup.job.is_none());
+        // Another one of that number has something else.
+        all[0] = process(1, 5, &[ODD]);
+        let (_, offered) = run(&mut dedup, &mut all);
+        assert_eq!(offered, [Vec::<usize>::new(), vec![]]);
+    }
 }

@@ -17,7 +17,7 @@ use crate::{
     client::{Client, ClientError, Step},
     dedup::{Dedup, Looked},
     socket,
-    sys::{Cuda, CudaError, Region},
+    sys::{Cuda, CudaError, Draft, Region, Segment},
 };
 
 /// No process has this number.
@@ -94,7 +94,7 @@ struct Vault<'a> {
     clients: Vec<Client>,
     /// Of those that are gone, while nobody is waited for: the driver does one thing at a time.
     leaving: Vec<Region>,
-    dedup: Dedup,
+    dedup: Dedup<Segment>,
     /// Nothing that takes VRAM may begin.
     held: bool,
 }
@@ -253,7 +253,8 @@ impl Vault<'_> {
                     return Ok(Step::More);
                 }
             }
-            let did = self.dedup.step(&self.cuda, &mut self.clients);
+            let finish = |draft: Draft| draft.finish(&self.cuda);
+            let did = self.dedup.step(&mut self.clients, finish);
             match did.map_err(|error| VaultError::Broken(error.into()))? {
                 Looked::AtOne => return Ok(Step::More),
                 Looked::Waits => return Ok(Step::Later),

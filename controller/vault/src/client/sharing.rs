@@ -18,7 +18,10 @@ use affinode_proto::wire::vault::FromVault;
 use rustix::fs::{Mode, OFlags};
 
 use super::{Client, ClientError};
-use crate::sys::{CHUNK_BYTES, CudaError, Region, Segment};
+use crate::{
+    dedup::Holder,
+    sys::{CHUNK_BYTES, CudaError, Region, Segment},
+};
 
 /// A process that has not answered so many is offered no more yet.
 const MOST_OFFERED: usize = 2;
@@ -104,39 +107,6 @@ impl Client {
         }
     }
 
-    /// With whom it may share.
-    pub fn domain(&self) -> u64 {
-        self.sharing.domain
-    }
-
-    /// Ends it for one that does not answer. Whether it is still to.
-    pub fn is_asked(&mut self) -> bool {
-        self.sharing.expire();
-        self.sharing.open && !self.sharing.offered.is_empty()
-    }
-
-    /// The next chunk of what it holds alone that was not looked at.
-    pub fn next_chunk(&self) -> Option<usize> {
-        let chunks = usize::try_from(self.parked_bytes).unwrap_or(0) / CHUNK_BYTES;
-        self.sharing.next(chunks)
-    }
-
-    /// That one was.
-    pub fn has_looked(&mut self) {
-        self.sharing.next += 1;
-    }
-
-    /// Whether it may be offered a segment for a chunk, now or soon.
-    pub fn may_offer(&self, chunk: usize) -> bool {
-        let held_alone = |region: &Region| !region.is_elsewhere(chunk);
-        self.sharing.may_offer(chunk) && self.region.as_ref().is_some_and(held_alone)
-    }
-
-    /// Whether it need not answer anything first.
-    pub fn has_room(&self) -> bool {
-        self.sharing.has_room()
-    }
-
     /// Lets go of what it has given up for a segment. False: there is nothing of that.
     ///
     /// # Errors
@@ -145,18 +115,52 @@ impl Client {
         self.region.as_mut().map_or(Ok(false), Region::let_go_next)
     }
 
-    /// Reads what it has parked.
-    ///
-    /// # Errors
-    /// The system's word.
-    pub fn read(&self, offset: usize, to: &mut [u8]) -> io::Result<()> {
+    /// How much of it is in segments, if that has changed.
+    pub fn shared_bytes(&mut self) -> Option<u64> {
+        self.sharing.report(self.region.as_ref().map_or(0, Region::elsewhere_bytes))
+    }
+}
+
+impl Holder for Client {
+    type Segment = Segment;
+
+    fn process(&self) -> u64 {
+        self.process
+    }
+
+    fn domain(&self) -> u64 {
+        self.sharing.domain
+    }
+
+    fn is_asked(&mut self) -> bool {
+        self.sharing.expire();
+        self.sharing.open && !self.sharing.offered.is_empty()
+    }
+
+    fn next_chunk(&self) -> Option<usize> {
+        let chunks = usize::try_from(self.parked_bytes).unwrap_or(0) / CHUNK_BYTES;
+        self.sharing.next(chunks)
+    }
+
+    fn has_looked(&mut self) {
+        self.sharing.next += 1;
+    }
+
+    fn may_offer(&self, chunk: usize) -> bool {
+        let held_alone = |region: &Region| !region.is_elsewhere(chunk);
+        self.sharing.may_offer(chunk) && self.region.as_ref().is_some_and(held_alone)
+    }
+
+    fn has_room(&self) -> bool {
+        self.sharing.has_room()
+    }
+
+    fn read(&self, offset: usize, to: &mut [u8]) -> io::Result<()> {
         let region = self.region.as_ref().ok_or(io::ErrorKind::NotFound)?;
         region.read(offset, to)
     }
 
-    /// Offers it a segment that holds what a chunk of its own does. Who does not read is not
-    /// waited for.
-    pub fn offer(&mut self, chunk: usize, segment: &Rc<Segment>) {
+    fn offer(&mut self, chunk: usize, segment: &Rc<Segment>) {
         let Ok(index) = u32::try_from(chunk) else { return };
         // Opened anew, so that what they have of it is to be read alone and each has its own.
         let own = segment.file().and_then(|file| {
@@ -168,11 +172,6 @@ impl Client {
         {
             self.sharing.offer(chunk, Rc::clone(segment));
         }
-    }
-
-    /// How much of it is in segments, if that has changed.
-    pub fn shared_bytes(&mut self) -> Option<u64> {
-        self.sharing.report(self.region.as_ref().map_or(0, Region::elsewhere_bytes))
     }
 }
 
