@@ -426,6 +426,15 @@ mod tests {
     }
 
     #[test]
+    fn one_that_differs_is_in_nobodys_way_and_nobody_shares_with_itself() {
+        let mut dedup = Dedup::new();
+        let alone = process(1, 5, &[ODD, ODD]);
+        let mut all = [alone, process(2, 5, &[SAME]), process(3, 5, &[SAME])];
+        let (_, offered) = run(&mut dedup, &mut all);
+        assert_eq!(offered, [vec![], vec![0], vec![0]]);
+    }
+
+    #[test]
     fn who_has_to_answer_first_is_waited_for_and_who_has_left_is_not() {
         let mut dedup = Dedup::new();
         let mut all = vec![process(1, 5, &[SAME]), process(2, 5, &[SAME])];
