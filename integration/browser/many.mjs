@@ -28,7 +28,8 @@ function container(i, round) {
   };
 }
 const gpus = [...Array(8).keys()].map((index) => ({ index, uuid: `GPU-${index}`, name: "NVIDIA H200", simulated: false, vram_total_bytes: 140 * GIB * 8, vram_used_bytes: 90 * GIB * 8,
-  vram_reclaimed_bytes: 50 * GIB * 8, vram_reserved_bytes: 0, utilization_percent: 37 + index * 5, utilization_minute_percent: 31 + index * 5 }));
+  vram_reclaimed_bytes: 50 * GIB * 8, vram_reserved_bytes: 0, utilization_percent: 37 + index * 5, utilization_minute_percent: 31 + index * 5,
+  vault_shared_bytes: index === 0 ? 48 * GIB : 0, vault_stored_bytes: index === 0 ? 24 * GIB : 0 }));
 const head = { node: "gpu-node-17", version: "0.1.0", controller_pid: 7, started_unix_ms: Date.now() - 86400000, gpu_error: null, host_used_bytes: 400 * GIB, host_free_bytes: 900 * GIB, dashboard: null, gpus };
 
 const server = await serve(folder, {

@@ -39,9 +39,6 @@ function card(gpu) {
     if (!size && !["used", "free", "away"].includes(name)) continue;
     legend.append(el("span", {}, el("i", { class: `s-${name}` }), el("b", {}, bytes(size).replace("–", "0")), ` ${word}`));
   }
-  if (gpu.vault_shared_bytes) {
-    legend.append(el("span", {}, el("b", {}, bytes(gpu.vault_shared_bytes)), " held once, in ", el("b", {}, bytes(gpu.vault_stored_bytes).replace("–", "0"))));
-  }
   return el("article", { class: "gpu", "aria-label": `GPU ${gpu.index}` },
     el("div", { class: "title" },
       el("b", {}, `GPU ${gpu.index}`), el("span", { class: "quiet" }, gpu.name.replace(/\s*\(?[Ss]imulated\)?/, "") || gpu.name),
@@ -68,10 +65,13 @@ export function drawHeader() {
   // What several hold together is there once.
   const vaults = (pick) => node.gpus.reduce((all, gpu) => all + (pick(gpu) || 0), 0);
   const each = sum((container) => Math.max(0, container.away_bytes - zeros(container)));
-  const away = Math.max(0, each - vaults((gpu) => gpu.vault_shared_bytes)) + vaults((gpu) => gpu.vault_stored_bytes);
+  const stored = vaults((gpu) => gpu.vault_stored_bytes);
+  const away = Math.max(0, each - vaults((gpu) => gpu.vault_shared_bytes)) + stored;
+  const saved = Math.max(0, vaults((gpu) => gpu.vault_shared_bytes) - stored);
   const queued = all.filter((container) => container.state === "Queued").length;
   const rows = [
     ["Given back, in host RAM", bytes(away).replace("–", "0"), node.host_free_bytes ? `of ${bytes(away + node.host_free_bytes)}` : ""],
+    ...(saved ? [["Saved by dedup", bytes(saved), ""]] : []),
     ["Held idle", bytes(sum((c) => (c.state === "Idle" ? c.vram_bytes : 0))).replace("–", "0"), ""],
     ["Waiting for VRAM", String(queued), queued === 1 ? "container" : "containers"],
     ["GPU hours given back, 24 h", today ? hours(today.returned) : "–", today?.price ?? ""],
