@@ -30,7 +30,10 @@ impl Memory {
         group.ancestors().take_while(|above| *above != root).fold(self, |least, above| {
             // "max" is no number.
             let Some(limit) = read(above, "memory.max") else { return least };
+            // Copies of files that nobody uses go before anybody is killed.
+            let unused = fs::read_to_string(above.join("memory.stat")).unwrap_or_default();
             let used = read(above, "memory.current").unwrap_or(limit);
+            let used = used.saturating_sub(inactive_file_bytes(&unused));
             Memory {
                 total_bytes: least.total_bytes.min(limit),
                 free_bytes: least.free_bytes.min(limit.saturating_sub(used)),
@@ -48,6 +51,11 @@ fn of_meminfo(name: &str) -> u64 {
 fn value(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
     line.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
+}
+
+fn inactive_file_bytes(stat: &str) -> u64 {
+    let bytes = stat.lines().find_map(|line| line.strip_prefix("inactive_file "));
+    bytes.and_then(|bytes| bytes.trim().parse().ok()).unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -80,6 +88,8 @@ mod tests {
         within(90, 0);
         set("a/memory.current", "20\n");
         within(90, 70);
+        set("a/memory.stat", "anon 3\ninactive_file 5\nactive_file 9\n");
+        within(90, 75);
         set("a/b/memory.max", "50\n");
         set("a/b/memory.current", "60\n");
         within(50, 0);
