@@ -35,7 +35,8 @@ fn the_hello_says_who_and_where() {
                     | Abilities::USES_VAULT.0
                     | Abilities::KEEPS_COPY.0
                     | Abilities::PREPARES.0
-                    | Abilities::CHECKS.0,
+                    | Abilities::CHECKS.0
+                    | Abilities::DEDUPS.0,
             ),
             carried_bytes: 0,
             parked_bytes: 0,
