@@ -28,7 +28,6 @@ mod number {
     pub const RT_SIGPROCMASK: usize = 14;
     pub const ACCESS: usize = 21;
     pub const MREMAP: usize = 25;
-    pub const MINCORE: usize = 27;
     pub const MADVISE: usize = 28;
     pub const DUP2: usize = 33;
     pub const NANOSLEEP: usize = 35;

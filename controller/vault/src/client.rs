@@ -30,7 +30,7 @@ use affinode_proto::wire::{
 use self::sharing::Sharing;
 use crate::{
     socket,
-    sys::{Block, Copies, Cuda, CudaError, Region, RegionError, Way},
+    sys::{Block, Copies, Cuda, CudaError, Region, RegionError, Segment, Way},
     taking::Taking,
 };
 
@@ -155,7 +155,7 @@ pub struct Client {
     parked_bytes: u64,
     pieces: Vec<Piece>,
     rest_bytes: u64,
-    sharing: Sharing,
+    sharing: Sharing<Segment>,
     /// The controller has granted its room.
     granted: bool,
     restoring: bool,

@@ -18,6 +18,7 @@ use std::{
 };
 
 use crate::{
+    client::Step,
     memory::Memory,
     sys::{CHUNK_BYTES, Draft, RegionError},
 };
@@ -92,17 +93,6 @@ enum With<S> {
     Chunk(Place, Draft),
 }
 
-/// What there was to do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Looked {
-    /// Something.
-    AtOne,
-    /// Nothing before somebody answers.
-    Waits,
-    /// Nothing.
-    AtNone,
-}
-
 /// What is known of all.
 #[derive(Debug)]
 pub struct Dedup<S> {
@@ -149,7 +139,7 @@ impl<S: Content> Dedup<S> {
         (stored_bytes, told_bytes != stored_bytes)
     }
 
-    /// Does a little. `finish` makes a segment of what was written.
+    /// Does a little; `Later`: somebody is to answer first. `finish` makes a segment of what was written.
     ///
     /// # Errors
     /// [`RegionError`]: the driver refused in a way that may not pass.
@@ -157,10 +147,10 @@ impl<S: Content> Dedup<S> {
         &mut self,
         clients: &mut [H],
         finish: impl FnOnce(Draft) -> Result<S, RegionError>,
-    ) -> Result<Looked, RegionError> {
+    ) -> Result<Step, RegionError> {
         let Some(mut job) = self.job.take() else {
             let looked = self.look(clients);
-            if looked != Looked::AtOne {
+            if looked != Step::More {
                 self.parts = [Vec::new(), Vec::new()];
             }
             return Ok(looked);
@@ -169,18 +159,18 @@ impl<S: Content> Dedup<S> {
         if !matches!(job.compare(clients, &mut self.parts), Ok(true)) {
             // The next one may have, with this one.
             self.seen.insert(job.key, job.place);
-            return Ok(Looked::AtOne);
+            return Ok(Step::More);
         }
         if job.done < CHUNK_BYTES {
             self.job = Some(job);
-            return Ok(Looked::AtOne);
+            return Ok(Step::More);
         }
         let (segment, first) = match job.with {
             With::Segment(segment) => (segment, None),
             With::Chunk(first, draft) => match finish(draft) {
                 Ok(segment) => (Rc::new(segment), Some(first)),
                 Err(RegionError::Cuda(error)) if !error.is_passing() => return Err(error.into()),
-                Err(_) => return Ok(Looked::AtOne),
+                Err(_) => return Ok(Step::More),
             },
         };
         self.segments.retain(|_, segment| segment.strong_count() > 0);
@@ -190,41 +180,36 @@ impl<S: Content> Dedup<S> {
                 client.offer(place.chunk, &segment);
             }
         }
-        Ok(Looked::AtOne)
+        Ok(Step::More)
     }
 
     /// Looks at the next chunk that nobody has looked at.
-    fn look<H: Holder<Segment = S>>(&mut self, clients: &mut [H]) -> Looked {
+    fn look<H: Holder<Segment = S>>(&mut self, clients: &mut [H]) -> Step {
         let mut waits = false;
         for client in clients.iter_mut() {
             waits |= client.is_asked();
         }
         let next = |client: &H| client.next_chunk().map(|chunk| (client.process(), chunk));
         for (process, chunk) in clients.iter().filter_map(next).collect::<Vec<_>>() {
-            let place = Place { process, chunk };
-            match self.look_at(clients, place) {
-                Some(with) => {
-                    self.job = with;
-                    return Looked::AtOne;
-                }
-                // Another one has to answer first.
-                None => waits = true,
+            if self.look_at(clients, Place { process, chunk }) {
+                return Step::More;
             }
+            // Another one has to answer first.
+            waits = true;
         }
-        if waits { Looked::Waits } else { Looked::AtNone }
+        if waits { Step::Later } else { Step::Nothing }
     }
 
-    /// Whom a chunk is to be compared with, if there is anybody. `None`: not yet.
-    fn look_at<H: Holder<Segment = S>>(
-        &mut self,
-        clients: &mut [H],
-        place: Place,
-    ) -> Option<Option<Job<S>>> {
-        let client = clients.iter_mut().find(|client| client.process() == place.process)?;
+    /// Finds whom a chunk is to be compared with, if there is anybody. False: not yet.
+    fn look_at<H: Holder<Segment = S>>(&mut self, clients: &mut [H], place: Place) -> bool {
+        let mut all = clients.iter_mut();
+        let Some(client) = all.find(|client| client.process() == place.process) else {
+            return false;
+        };
         let print = self.print(client, place.chunk).ok().filter(|_| client.may_offer(place.chunk));
         let Some(print) = print else {
             client.has_looked();
-            return Some(None);
+            return true;
         };
         let key = (client.domain(), print);
         let of_another = self.seen.get(&key).copied().filter(|seen| seen.process != place.process);
@@ -233,7 +218,7 @@ impl<S: Content> Dedup<S> {
         let known = self.segments.get(&key).and_then(Weak::upgrade);
         let with = match (known, other) {
             (Some(segment), _) => Some(With::Segment(segment)),
-            (None, Some((_, false))) => return None,
+            (None, Some((_, false))) => return false,
             (None, Some((seen, true))) if self.has_memory() => {
                 Draft::begin().ok().map(|draft| With::Chunk(seen, draft))
             }
@@ -245,7 +230,8 @@ impl<S: Content> Dedup<S> {
         if with.is_none() {
             self.seen.insert(key, place);
         }
-        Some(with.map(|with| Job { key, place, done: 0, with }))
+        self.job = with.map(|with| Job { key, place, done: 0, with });
+        true
     }
 
     /// Whether there may be one more.
@@ -383,10 +369,10 @@ mod tests {
     }
 
     /// Until there is nothing to do: what that is because of, and which chunks each was offered.
-    fn run(dedup: &mut Dedup<Draft>, all: &mut [Process]) -> (Looked, Vec<Vec<usize>>) {
+    fn run(dedup: &mut Dedup<Draft>, all: &mut [Process]) -> (Step, Vec<Vec<usize>>) {
         loop {
             match dedup.step(all, Ok).unwrap() {
-                Looked::AtOne => {}
+                Step::More => {}
                 looked => {
                     let of = |one: &Process| one.offered.iter().map(|offer| offer.0).collect();
                     return (looked, all.iter().map(of).collect());
@@ -405,7 +391,7 @@ mod tests {
             process(4, 6, &[ODD]),
         ];
         let (looked, offered) = run(&mut dedup, &mut all);
-        assert_eq!(looked, Looked::AtNone);
+        assert_eq!(looked, Step::Nothing);
         assert_eq!(offered, [vec![1], vec![0], vec![], vec![]]);
         assert_eq!(dedup.report(), (CHUNK_BYTES as u64, true));
         assert_eq!(dedup.report(), (CHUNK_BYTES as u64, false));
@@ -442,11 +428,11 @@ mod tests {
         dedup.step(&mut all[..1], Ok).unwrap();
         all[0].room = 0;
         let (looked, offered) = run(&mut dedup, &mut all);
-        assert_eq!((looked, offered), (Looked::Waits, vec![vec![], vec![]]));
+        assert_eq!((looked, offered), (Step::Later, vec![vec![], vec![]]));
         assert_eq!(all[1].looked, 0, "it has its turn");
         all.remove(0);
         dedup.forget(1);
-        assert_eq!(run(&mut dedup, &mut all).0, Looked::AtNone);
+        assert_eq!(run(&mut dedup, &mut all).0, Step::Nothing);
         assert!(all[0].offered.is_empty());
     }
 

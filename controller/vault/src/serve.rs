@@ -15,7 +15,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 
 use crate::{
     client::{Client, ClientError, Step},
-    dedup::{Dedup, Looked},
+    dedup::Dedup,
     socket,
     sys::{Cuda, CudaError, Draft, Region, Segment},
 };
@@ -254,11 +254,10 @@ impl Vault<'_> {
                 }
             }
             let finish = |draft: Draft| draft.finish(&self.cuda);
-            let did = self.dedup.step(&mut self.clients, finish);
-            match did.map_err(|error| VaultError::Broken(error.into()))? {
-                Looked::AtOne => return Ok(Step::More),
-                Looked::Waits => return Ok(Step::Later),
-                Looked::AtNone => {}
+            let step = self.dedup.step(&mut self.clients, finish);
+            let step = step.map_err(|error| VaultError::Broken(error.into()))?;
+            if step != Step::Nothing {
+                return Ok(step);
             }
         }
         // Those that were not urgent have their turn when nobody is any more.

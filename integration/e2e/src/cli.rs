@@ -278,6 +278,14 @@ impl Cli {
         serde_json::from_str(text).with_context(|| format!("`affinode ps -o json` said: {text}"))
     }
 
+    /// The first GPU.
+    ///
+    /// # Errors
+    /// As [`Cli::ps`]; also when there is none.
+    pub fn gpu(&self) -> Result<GpuRow> {
+        self.ps()?.gpus.into_iter().next().context("no GPU")
+    }
+
     /// A container by containerd's id, if the controller knows it.
     ///
     /// # Errors

@@ -220,7 +220,8 @@ impl Sealed {
             // It is not where it was.
             core::mem::forget(self);
             Place::Taken
-        } else if is_mapped(start as usize, self.bytes) {
+        } else if is_kept_from_children(start as usize, self.bytes) {
+            // What holds already for all of it; the kernel refuses where a part is not mapped.
             Place::AsBefore
         } else {
             Place::Broken
@@ -232,18 +233,6 @@ impl Drop for Sealed {
     fn drop(&mut self) {
         unmap(self.at, self.bytes);
     }
-}
-
-/// Whether all of a range is mapped.
-fn is_mapped(at: usize, bytes: usize) -> bool {
-    const PAGE_BYTES: usize = 4096;
-    let mut pages = [0_u8; 4096];
-    let part_bytes = pages.len() * PAGE_BYTES;
-    (0..bytes).step_by(part_bytes).all(|offset| {
-        let bytes = part_bytes.min(bytes - offset);
-        let args = [at + offset, bytes, pages.as_mut_ptr() as usize, 0, 0, 0];
-        plain(number::MINCORE, args).is_ok()
-    })
 }
 
 /// Without a `memcmp`: there is no libc, and the one of the compiler's goes byte by byte.
@@ -357,8 +346,9 @@ mod tests {
             assert_eq!(at.read(), 0);
         }
         assert!(Sealed::map(fd, BYTES + 4096).is_none(), "it has fewer bytes");
-        unmap(at as usize, BYTES);
-        assert!(!is_mapped(at as usize, BYTES));
+        unmap(at as usize + BYTES / 2, BYTES / 2);
+        assert!(!is_kept_from_children(at as usize, BYTES), "a part is not mapped");
+        unmap(at as usize, BYTES / 2);
         close(fd);
     }
 

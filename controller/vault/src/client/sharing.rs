@@ -9,13 +9,11 @@
 use std::{
     collections::BTreeMap,
     io,
-    os::fd::AsRawFd,
     rc::Rc,
     time::{Duration, Instant},
 };
 
 use affinode_proto::wire::vault::FromVault;
-use rustix::fs::{Mode, OFlags};
 
 use super::{Client, ClientError};
 use crate::{
@@ -29,22 +27,22 @@ const MOST_OFFERED: usize = 2;
 const ANSWERS: Duration = Duration::from_secs(5);
 
 /// How far that is for one process.
-#[derive(Debug, Default)]
-pub struct Sharing {
+#[derive(Debug)]
+pub struct Sharing<S> {
     /// Who may have something in common; 0: this one with nobody.
     domain: u64,
     /// Whether it may be offered anything now.
     open: bool,
     /// The first chunk that was not looked at.
     next: usize,
-    offered: BTreeMap<usize, (Instant, Rc<Segment>)>,
+    offered: BTreeMap<usize, (Instant, Rc<S>)>,
     told_bytes: usize,
 }
 
-impl Sharing {
+impl<S> Sharing<S> {
     /// Nothing was looked at yet.
-    pub fn of(domain: u64) -> Sharing {
-        Sharing { domain, ..Sharing::default() }
+    pub fn of(domain: u64) -> Self {
+        Sharing { domain, open: false, next: 0, offered: BTreeMap::new(), told_bytes: 0 }
     }
 
     /// It is away, and all of its memory is held.
@@ -64,8 +62,8 @@ impl Sharing {
     }
 
     /// Ends it if it does not answer.
-    fn expire(&mut self) {
-        self.open &= self.offered.values().all(|(since, _)| since.elapsed() < ANSWERS);
+    fn expire(&mut self, now: Instant) {
+        self.open &= self.offered.values().all(|(since, _)| now - *since < ANSWERS);
     }
 
     /// Whether it may be offered something for a chunk, now or soon.
@@ -82,11 +80,11 @@ impl Sharing {
         (self.open && self.has_room() && self.next < chunks).then_some(self.next)
     }
 
-    fn offer(&mut self, chunk: usize, segment: Rc<Segment>) {
+    fn offer(&mut self, chunk: usize, segment: Rc<S>) {
         self.offered.insert(chunk, (Instant::now(), segment));
     }
 
-    fn answered(&mut self, chunk: usize) -> Option<Rc<Segment>> {
+    fn answered(&mut self, chunk: usize) -> Option<Rc<S>> {
         self.offered.remove(&chunk).map(|(_, segment)| segment)
     }
 
@@ -133,7 +131,7 @@ impl Holder for Client {
     }
 
     fn is_asked(&mut self) -> bool {
-        self.sharing.expire();
+        self.sharing.expire(Instant::now());
         self.sharing.open && !self.sharing.offered.is_empty()
     }
 
@@ -162,12 +160,7 @@ impl Holder for Client {
 
     fn offer(&mut self, chunk: usize, segment: &Rc<Segment>) {
         let Ok(index) = u32::try_from(chunk) else { return };
-        // Opened anew, so that what they have of it is to be read alone and each has its own.
-        let own = segment.file().and_then(|file| {
-            let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-            rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).ok()
-        });
-        if let Some(own) = own
+        if let Ok(own) = segment.to_read()
             && matches!(self.tell(FromVault::Same { chunk: index }, Some(&own)), Ok(true))
         {
             self.sharing.offer(chunk, Rc::clone(segment));
@@ -181,10 +174,10 @@ mod tests {
 
     #[test]
     fn only_who_is_away_and_of_a_domain_is_looked_at() {
-        let mut none = Sharing::of(0);
+        let mut none = Sharing::<u8>::of(0);
         none.open();
         assert!(none.next(3).is_none() && !none.may_offer(0));
-        let mut sharing = Sharing::of(7);
+        let mut sharing = Sharing::<u8>::of(7);
         assert!(sharing.next(2).is_none() && !sharing.may_offer(0), "not away yet");
         sharing.open();
         assert!(sharing.next(2) == Some(0) && sharing.may_offer(1));
@@ -195,8 +188,38 @@ mod tests {
     }
 
     #[test]
-    fn what_was_reported_is_not_again() {
+    fn who_is_asked_twice_is_to_answer_first_and_in_time() {
         let mut sharing = Sharing::of(7);
+        sharing.open();
+        sharing.offer(3, Rc::new(1));
+        assert!(sharing.next(9) == Some(0) && !sharing.may_offer(3));
+        sharing.offer(4, Rc::new(2));
+        assert!(sharing.next(9).is_none() && !sharing.has_room());
+        assert_eq!([sharing.answered(5), sharing.answered(4)], [None, Some(Rc::new(2))]);
+        assert!(sharing.next(9).is_some() && sharing.may_offer(4));
+        let now = Instant::now();
+        sharing.expire(now);
+        assert!(sharing.next(9).is_some());
+        sharing.expire(now + ANSWERS);
+        assert!(sharing.next(9).is_none(), "it is asked no more");
+    }
+
+    /// The order to come home and an answer may cross; what it says first it answers no more.
+    #[test]
+    fn who_is_to_come_home_may_answer_until_it_does() {
+        let mut sharing = Sharing::of(7);
+        sharing.open();
+        sharing.offer(3, Rc::new(1));
+        sharing.offer(4, Rc::new(2));
+        sharing.end();
+        assert_eq!(sharing.answered(3), Some(Rc::new(1)));
+        sharing.close();
+        assert_eq!(sharing.answered(4), None);
+    }
+
+    #[test]
+    fn what_was_reported_is_not_again() {
+        let mut sharing = Sharing::<u8>::of(7);
         assert_eq!(sharing.report(0), None);
         assert_eq!([sharing.report(5), sharing.report(5)], [Some(5), None]);
         assert_eq!(sharing.report(0), Some(0));

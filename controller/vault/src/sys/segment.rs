@@ -8,13 +8,14 @@
 use std::{
     ffi::c_void,
     io,
-    os::fd::{AsFd, OwnedFd},
+    mem::ManuallyDrop,
+    os::fd::{AsRawFd, OwnedFd},
     ptr::NonNull,
     rc::Rc,
 };
 
 use rustix::{
-    fs::{MemfdFlags, SealFlags},
+    fs::{MemfdFlags, Mode, OFlags, SealFlags},
     mm::{MapFlags, ProtFlags},
 };
 
@@ -33,6 +34,20 @@ const FUTURE_WRITE: SealFlags = SealFlags::from_bits_retain(16);
 struct Mapped {
     file: OwnedFd,
     start: NonNull<c_void>,
+}
+
+impl Mapped {
+    /// From now on nobody changes its content or its size.
+    fn seal(&self) -> io::Result<()> {
+        let seals = SealFlags::SHRINK | SealFlags::GROW | FUTURE_WRITE | SealFlags::SEAL;
+        Ok(rustix::fs::fcntl_add_seals(&self.file, seals)?)
+    }
+
+    /// Opened anew, so that whoever gets it can read alone and has a description of its own.
+    fn to_read(&self) -> io::Result<OwnedFd> {
+        let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+        Ok(rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
+    }
 }
 
 impl Drop for Mapped {
@@ -102,11 +117,10 @@ impl Draft {
         if self.written != CHUNK_BYTES {
             return Err(RegionError::Missing);
         }
-        let seals = SealFlags::SHRINK | SealFlags::GROW | FUTURE_WRITE | SealFlags::SEAL;
-        rustix::fs::fcntl_add_seals(&self.mapped.file, seals).map_err(io::Error::from)?;
+        self.mapped.seal()?;
         // SAFETY: mapped until the drop, which unregisters it before.
         unsafe { cuda.register(self.mapped.start.as_ptr(), CHUNK_BYTES)? };
-        Ok(Segment { cuda: Rc::clone(cuda), mapped: Some(self.mapped) })
+        Ok(Segment { cuda: Rc::clone(cuda), mapped: ManuallyDrop::new(self.mapped) })
     }
 }
 
@@ -114,36 +128,37 @@ impl Draft {
 #[derive(Debug)]
 pub struct Segment {
     cuda: Rc<Cuda>,
-    /// Always, but at the end.
-    mapped: Option<Mapped>,
+    /// Let go of only once the driver has.
+    mapped: ManuallyDrop<Mapped>,
 }
 
 impl Segment {
-    /// Its file.
-    pub fn file(&self) -> Option<&OwnedFd> {
-        self.mapped.as_ref().map(|mapped| &mapped.file)
+    /// Its file, for somebody to read.
+    ///
+    /// # Errors
+    /// The system's word.
+    pub fn to_read(&self) -> io::Result<OwnedFd> {
+        self.mapped.to_read()
     }
 
     /// Where an offset is mapped.
     pub fn at(&self, offset: usize) -> *mut c_void {
-        let start = self.mapped.as_ref().map_or(std::ptr::null_mut(), |m| m.start.as_ptr());
-        start.wrapping_byte_add(offset)
+        self.mapped.start.as_ptr().wrapping_byte_add(offset)
     }
 }
 
 impl Content for Segment {
     fn read(&self, offset: usize, to: &mut [u8]) -> io::Result<()> {
-        let file = self.file().ok_or(io::ErrorKind::NotFound)?;
-        super::read_exact_at(file.as_fd(), offset, to)
+        super::read_exact_at(&self.mapped.file, offset, to)
     }
 }
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        let start = self.at(0);
-        if self.cuda.unregister(start).is_err() {
-            // At these addresses another's memory would be taken for what the driver knows there.
-            std::mem::forget(self.mapped.take());
+        // Otherwise another's memory would be taken for what the driver knows at these addresses.
+        if self.cuda.unregister(self.at(0)).is_ok() {
+            // SAFETY: this once, and nobody uses it any more.
+            unsafe { ManuallyDrop::drop(&mut self.mapped) };
         }
     }
 }
@@ -157,8 +172,10 @@ mod tests {
         let mut draft = Draft::begin().unwrap();
         draft.write(&[7; 4096]).unwrap();
         assert_eq!(draft.written, 4096);
-        let seals = SealFlags::SHRINK | SealFlags::GROW | FUTURE_WRITE | SealFlags::SEAL;
-        rustix::fs::fcntl_add_seals(&draft.mapped.file, seals).unwrap();
+        let given = draft.mapped.to_read().unwrap();
+        let flags = rustix::fs::fcntl_getfl(&given).unwrap();
+        assert_eq!(flags & OFlags::RWMODE, OFlags::RDONLY);
+        draft.mapped.seal().unwrap();
         assert!(draft.write(&[8; 4096]).is_err(), "not by a write");
         let (access, shared) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
         // SAFETY: a new mapping, if there were one.

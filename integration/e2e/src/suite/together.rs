@@ -1,13 +1,12 @@
 //! Two containers of the same content: how much host memory holds it while both are away, how long
-//! until it is held once, and that each comes home with its own, as fast as without.
+//! until it is held once, and how fast each comes home with its own.
 
 use std::time::Instant;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
 use super::{BY_ORDER, engines::ENGINE, median, report::Rows, wait_held};
 use crate::{
-    cli::GpuRow,
     container::{CLIENTS, Spec},
     gpu::Gpu,
     until::until,
@@ -38,14 +37,14 @@ pub fn held_once(world: &World, rows: &mut Rows) -> Result<()> {
     let mut workers = IDS.iter().map(start).collect::<Result<Vec<_>>>()?;
     let (mut after, mut back) = (Vec::new(), Vec::new());
     let mut stored_bytes = 0;
-    let filled = gpu(world)?.vault_fills;
+    let filled = world.cli().gpu()?.vault_fills;
     for _ in 0..rounds {
         for id in IDS {
             world.cli().move_out(id)?;
         }
         let away = Instant::now();
         stored_bytes = until("both to hold it together", || {
-            let gpu = gpu(world)?;
+            let gpu = world.cli().gpu()?;
             let all = gpu.vault_shared_bytes == IDS.len() as u64 * mib * MIB;
             Ok(all.then_some(gpu.vault_stored_bytes))
         })?;
@@ -62,7 +61,7 @@ pub fn held_once(world: &World, rows: &mut Rows) -> Result<()> {
     rows.tell(&format!("{size}: held once after"), median(&after), "ms");
     rows.tell(&format!("{size}: wake"), median(&back), "ms");
     rows.tell(&format!("{size}: wake"), (mib * MIB) as f64 / median(&back) / 1e6, "GB/s");
-    let filled = gpu(world)?.vault_fills - filled;
+    let filled = world.cli().gpu()?.vault_fills - filled;
     rows.tell(&format!("{size}: wakes through the vault"), filled as f64, "");
     let mut good = 0;
     for mut worker in workers {
@@ -72,8 +71,4 @@ pub fn held_once(world: &World, rows: &mut Rows) -> Result<()> {
     }
     rows.count(&format!("{size}: contents as before"), good, IDS.len());
     Ok(())
-}
-
-fn gpu(world: &World) -> Result<GpuRow> {
-    world.cli().ps()?.gpus.into_iter().next().context("no GPU")
 }

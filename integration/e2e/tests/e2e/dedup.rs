@@ -7,7 +7,6 @@ use std::{
 };
 
 use affinode_e2e::{
-    cli::GpuRow,
     container::{CLIENTS, SEES_ITS_CGROUP, Spec},
     until::until,
     worker::{USUAL, Worker},
@@ -48,10 +47,6 @@ fn start(world: &World, spec: Spec) -> Result<Worker> {
 /// Two of the same content, which may hold it once.
 fn twins(world: &World) -> Result<[Worker; 2]> {
     Ok([start(world, spec("one", 7, "true"))?, start(world, spec("other", 7, "true"))?])
-}
-
-fn gpu(world: &World) -> Result<GpuRow> {
-    world.cli().ps()?.gpus.into_iter().next().context("no GPU")
 }
 
 fn pid(world: &World, id: &str) -> Result<i32> {
@@ -96,9 +91,17 @@ fn wait_together(world: &World, ids: &[&str]) -> Result<()> {
         Ok((inodes.len() as u64 * CHUNK_MIB == SHARED_MIB).then_some(()))
     })?;
     until("that to be shown", || {
-        let gpu = gpu(world)?;
+        let gpu = world.cli().gpu()?;
         let stored = gpu.vault_stored_bytes == SHARED_MIB * MIB;
         Ok((stored && gpu.vault_shared_bytes >= ids.len() as u64 * SHARED_MIB * MIB).then_some(()))
+    })
+}
+
+/// A controller that has just begun has seen no GPU yet.
+fn wait_gone(world: &World, vault: i32) -> Result<()> {
+    until("the vault to be gone", || {
+        let gpus = world.cli().ps()?.gpus;
+        Ok(gpus.first().is_some_and(|gpu| gpu.vault_pid != vault).then_some(()))
     })
 }
 
@@ -176,10 +179,9 @@ fn beside_copies_that_are_kept_or_made_ready_and_digests() -> Result<()> {
     let ready = spec("other", 7, "true").prepared().annotation("affinode.io/checksum", "true");
     let mut other = start(&world, ready)?;
     for round in 0..3 {
-        until(
-            "host memory that is ready",
-            || Ok((gpu(&world)?.vault_prepared == 1).then_some(())),
-        )?;
+        until("host memory that is ready", || {
+            Ok((world.cli().gpu()?.vault_prepared == 1).then_some(()))
+        })?;
         wait_together(&world, &["one", "other"])?;
         // It differs in the end from what is kept and from what was held together.
         for worker in [&mut one, &mut other] {
@@ -200,26 +202,25 @@ fn faults_beside_it_cost_nobody_a_byte() -> Result<()> {
         for id in ["one", "other"] {
             world.cli().move_out(id)?;
         }
-        if round % 2 == 1 {
-            until("a part to be held together", || {
-                let some = !mapped(pid(&world, "one")?)?.is_empty();
-                Ok((some || gpu(&world)?.vault_pid == 0).then_some(()))
-            })?;
-        }
-        let vault = gpu(&world)?.vault_pid;
+        // One that serves: what dies on its way to that is not started again for a while.
+        until("a vault that holds it, or a part that is held together", || {
+            let held = world.cli().gpu()?.vault_holds > 0;
+            let together = !mapped(pid(&world, "one")?)?.is_empty();
+            Ok((if round % 2 == 0 { held } else { together }).then_some(()))
+        })?;
+        let vault = Pid::from_raw(world.cli().gpu()?.vault_pid);
         match round % 3 {
-            _ if vault == 0 => {}
-            0 => kill(Pid::from_raw(vault), Signal::SIGKILL)?,
-            1 => kill(Pid::from_raw(vault), Signal::SIGSTOP)?,
+            0 => kill(vault, Signal::SIGKILL)?,
+            1 => kill(vault, Signal::SIGSTOP)?,
             _ => shoot_controller(&world)?,
         }
         for worker in [&mut one, &mut other] {
             worker.call("touch")?;
             assert!(worker.verify()?, "round {round}");
         }
-        if round % 3 == 1 && vault != 0 {
-            let _ = kill(Pid::from_raw(vault), Signal::SIGKILL);
-        }
+        // It may have been ended already.
+        let _ = kill(vault, Signal::SIGKILL);
+        wait_gone(&world, vault.as_raw())?;
     }
     Ok(())
 }
@@ -231,13 +232,13 @@ fn vault_and_controller_die_and_everybody_has_its_content() -> Result<()> {
     let [mut one, mut other] = twins(&world)?;
     for controller_too in [false, true, false] {
         wait_together(&world, &["one", "other"])?;
-        let vault = gpu(&world)?.vault_pid;
+        let vault = world.cli().gpu()?.vault_pid;
         if controller_too {
             shoot_controller(&world)?;
         } else {
             kill(Pid::from_raw(vault), Signal::SIGKILL)?;
         }
-        until("the vault to be gone", || Ok((gpu(&world)?.vault_pid != vault).then_some(())))?;
+        wait_gone(&world, vault)?;
         for worker in [&mut one, &mut other] {
             worker.call("touch")?;
             assert!(worker.verify()?);

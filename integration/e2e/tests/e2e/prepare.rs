@@ -4,13 +4,12 @@
 use std::process::Child;
 
 use affinode_e2e::{
-    cli::GpuRow,
     container::Spec,
     until::until,
     worker::{USUAL, Worker},
     world::{MIB, Recipe, World},
 };
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -27,10 +26,6 @@ fn world() -> Result<World> {
     Recipe::default().config(MANUAL).world()
 }
 
-fn gpu(world: &World) -> Result<GpuRow> {
-    world.cli().ps()?.gpus.into_iter().next().context("no GPU")
-}
-
 /// A worker whose idleness lasts long enough to be prepared, and not longer.
 fn start(world: &World, spec: Spec) -> Result<Worker> {
     let mut worker = Worker::start_as(world, spec.prepared())?;
@@ -45,7 +40,7 @@ fn plain(world: &World) -> Result<Worker> {
 /// Until its host memory is ready: the vault's pid.
 fn wait_prepared(world: &World) -> Result<Pid> {
     until("host memory that is ready", || {
-        let gpu = gpu(world)?;
+        let gpu = world.cli().gpu()?;
         Ok((gpu.vault_prepared == 1).then_some(Pid::from_raw(gpu.vault_pid)))
     })
 }
@@ -53,21 +48,21 @@ fn wait_prepared(world: &World) -> Result<Pid> {
 /// Until neither the process nor the vault has hold of the memory: a context is what the vault has.
 fn wait_nowhere_on_the_device(world: &World) -> Result<()> {
     until("the memory to be let go of", || {
-        Ok((gpu(world)?.vram_used_bytes < WORKER_MIB * MIB).then_some(()))
+        Ok((world.cli().gpu()?.vram_used_bytes < WORKER_MIB * MIB).then_some(()))
     })
 }
 
 /// Moves it out and home until vaults have copied so many more out: one at a time on a machine, so
 /// now and then it copies by itself beside other tests. The contents are as before each time.
 fn leaves_through_the_vault(world: &World, worker: &mut Worker, more: u64) -> Result<()> {
-    let wanted = gpu(world)?.vault_copies + more;
+    let wanted = world.cli().gpu()?.vault_copies + more;
     for _ in 0..12 {
         wait_prepared(world)?;
         world.cli().move_out("worker")?;
         wait_nowhere_on_the_device(world)?;
         worker.call("touch")?;
         assert!(worker.verify()?);
-        if gpu(world)?.vault_copies >= wanted {
+        if world.cli().gpu()?.vault_copies >= wanted {
             return Ok(());
         }
     }
@@ -119,7 +114,7 @@ fn a_call_ends_the_preparation_and_the_next_idleness_begins_another() -> Result<
     // In use for longer than an idle timeout, call by call.
     until("the preparation to end", || {
         worker.call("streamsync")?;
-        Ok((gpu(&world)?.vault_prepared == 0).then_some(()))
+        Ok((world.cli().gpu()?.vault_prepared == 0).then_some(()))
     })?;
     leaves_through_the_vault(&world, &mut worker, 1)
 }
@@ -130,11 +125,13 @@ fn a_prepared_process_whose_vault_was_killed_leaves_by_itself() -> Result<()> {
     let mut worker = plain(&world)?;
     let vault = wait_prepared(&world)?;
     kill(vault, Signal::SIGKILL)?;
-    until("the vault to be gone", || Ok((gpu(&world)?.vault_pid != vault.as_raw()).then_some(())))?;
+    until("the vault to be gone", || {
+        Ok((world.cli().gpu()?.vault_pid != vault.as_raw()).then_some(()))
+    })?;
     world.cli().move_out("worker")?;
     wait_gpu_empty(&world)?;
     assert!(worker.verify()?);
-    assert_eq!(gpu(&world)?.vault_copies, 0);
+    assert_eq!(world.cli().gpu()?.vault_copies, 0);
     // And the next time through the next one.
     leaves_through_the_vault(&world, &mut worker, 1)
 }
@@ -174,7 +171,7 @@ fn what_a_stopped_vault_was_handed_comes_home() -> Result<()> {
     kill(vault, Signal::SIGCONT)?;
     // What it was handed it lets go of, and nothing of it is there twice.
     until("the vault to let go", || {
-        let used = gpu(&world)?.vram_used_bytes;
+        let used = world.cli().gpu()?.vram_used_bytes;
         Ok((used < 2 * WORKER_MIB * MIB).then_some(()))
     })?;
     worker.call("touch")?;

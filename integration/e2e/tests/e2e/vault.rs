@@ -1,12 +1,11 @@
 //! Home through the vault: who it fills, and what becomes of those whose vault is gone.
 
 use affinode_e2e::{
-    cli::GpuRow,
     until::until,
     worker::{USUAL, Worker},
     world::{MIB, Recipe, World},
 };
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -24,26 +23,22 @@ fn config() -> String {
     MANUAL.replace("[policy]", "[vault]\nenabled = true\n[policy]\nengine = \"fast\"")
 }
 
-fn gpu(world: &World) -> Result<GpuRow> {
-    world.cli().ps()?.gpus.into_iter().next().context("no GPU")
-}
-
 /// Moves it out, and waits until a vault holds its memory.
 fn move_out(world: &World, id: &str) -> Result<i32> {
     world.cli().move_out(id)?;
     until("a vault that holds its memory", || {
-        let gpu = gpu(world)?;
+        let gpu = world.cli().gpu()?;
         Ok((gpu.vault_pid != 0 && gpu.vault_holds > 0).then_some(gpu.vault_pid))
     })
 }
 
 /// Out and home until the vault was in time.
 fn filled_once(world: &World, worker: &mut Worker) -> Result<()> {
-    let before = gpu(world)?.vault_fills;
+    let before = world.cli().gpu()?.vault_fills;
     for _ in 0..4 {
         move_out(world, "worker")?;
         assert!(worker.verify()?);
-        if gpu(world)?.vault_fills > before {
+        if world.cli().gpu()?.vault_fills > before {
             return Ok(());
         }
     }
@@ -59,17 +54,17 @@ fn a_process_comes_home_through_the_vault_again_and_again() -> Result<()> {
         move_out(&world, "worker")?;
         // The vault's own context is what is in use.
         wait_gpu_empty(&world)?;
-        assert!(gpu(&world)?.vault_vram_bytes > 0);
+        assert!(world.cli().gpu()?.vault_vram_bytes > 0);
         worker.call("touch")?;
         assert!(worker.verify()?, "round {round}");
         let row = world.cli().known("worker")?;
         assert!(row.vram_bytes >= WORKER_MIB * MIB, "{row:?}");
         assert_eq!(row.processes[0].carried_bytes, WORKER_MIB * MIB, "it can leave again");
-        if gpu(&world)?.vault_fills == 3 {
+        if world.cli().gpu()?.vault_fills == 3 {
             return Ok(());
         }
     }
-    bail!("in 12 rounds the vault has filled it {} times", gpu(&world)?.vault_fills)
+    bail!("in 12 rounds the vault has filled it {} times", world.cli().gpu()?.vault_fills)
 }
 
 #[test]
@@ -79,10 +74,13 @@ fn a_process_whose_vault_was_killed_comes_home_by_itself() -> Result<()> {
     for _ in 0..2 {
         let vault = move_out(&world, "worker")?;
         kill(Pid::from_raw(vault), Signal::SIGKILL)?;
-        until("the vault to be gone", || Ok((gpu(&world)?.vault_pid != vault).then_some(())))?;
+        until(
+            "the vault to be gone",
+            || Ok((world.cli().gpu()?.vault_pid != vault).then_some(())),
+        )?;
         worker.call("touch")?;
         assert!(worker.verify()?);
-        assert_eq!(gpu(&world)?.vault_fills, 0);
+        assert_eq!(world.cli().gpu()?.vault_fills, 0);
     }
     // And the next one serves.
     filled_once(&world, &mut worker)
@@ -99,7 +97,7 @@ fn a_process_whose_vault_is_stopped_comes_home_by_itself() -> Result<()> {
     kill(vault, Signal::SIGCONT)?;
     // It finds out that nobody waits for it any more, and takes nothing.
     let after = until("the vault to let go", || {
-        Ok(Some(gpu(&world)?).filter(|gpu| gpu.vault_pending == 0 && gpu.vault_holds == 0))
+        Ok(Some(world.cli().gpu()?).filter(|gpu| gpu.vault_pending == 0 && gpu.vault_holds == 0))
     })?;
     assert_eq!(after.vault_fills, 0);
     assert!(after.vram_used_bytes < 2 * WORKER_MIB * MIB, "{after:?}");
@@ -131,13 +129,13 @@ fn no_vault_is_started_again_for_who_has_no_use_for_it() -> Result<()> {
     let world = Recipe::default().config(&config()).world()?;
     let mut shared = pieces(&world, "shared", "1")?;
     world.cli().move_out("shared")?;
-    let vault = gpu(&world)?.vault_pid;
+    let vault = world.cli().gpu()?.vault_pid;
     assert_ne!(vault, 0, "nobody knew");
     assert!(shared.verify()?);
     kill(Pid::from_raw(vault), Signal::SIGKILL)?;
-    until("the vault to be gone", || Ok((gpu(&world)?.vault_pid == 0).then_some(())))?;
+    until("the vault to be gone", || Ok((world.cli().gpu()?.vault_pid == 0).then_some(())))?;
     world.cli().move_out("shared")?;
-    assert_eq!(gpu(&world)?.vault_pid, 0);
+    assert_eq!(world.cli().gpu()?.vault_pid, 0);
     assert!(shared.verify()?);
     // Who has is served.
     let mut plain = pieces(&world, "worker", "0")?;
@@ -159,7 +157,7 @@ fn memory_that_the_application_maps_by_itself_stays_what_it_was() -> Result<()> 
     let mut plain = pieces(&world, "worker", "0")?;
     filled_once(&world, &mut plain)?;
     assert_eq!(plain.call("properties")?.ok, Some(true));
-    let fills = gpu(&world)?.vault_fills;
+    let fills = world.cli().gpu()?.vault_fills;
 
     let mut shared = pieces(&world, "shared", "1")?;
     for _ in 0..2 {
@@ -167,12 +165,12 @@ fn memory_that_the_application_maps_by_itself_stays_what_it_was() -> Result<()> 
         assert_eq!(world.cli().known("shared")?.processes[0].parked_bytes, WORKER_MIB * MIB);
         // A vault that would take it has it by now.
         until("nobody to be on the way to the vault", || {
-            Ok((gpu(&world)?.vault_pending == 0).then_some(()))
+            Ok((world.cli().gpu()?.vault_pending == 0).then_some(()))
         })?;
         assert_eq!(shared.call("properties")?.ok, Some(true));
         assert!(shared.verify()?);
     }
-    assert_eq!(gpu(&world)?.vault_fills, fills);
+    assert_eq!(world.cli().gpu()?.vault_fills, fills);
     let exported = shared.call("export")?;
     assert_eq!(exported.result, 0, "{exported:?}");
     assert!(plain.verify()? && shared.verify()?);
@@ -200,14 +198,14 @@ fn the_vault_gives_its_room_to_who_waits_for_it() -> Result<()> {
     let world = Recipe::default().config(&config()).world()?;
     let mut worker = Worker::start(&world, "worker", WORKER_MIB)?;
     let vault = move_out(&world, "worker")?;
-    let total = gpu(&world)?.vram_total_bytes / MIB;
+    let total = world.cli().gpu()?.vram_total_bytes / MIB;
     // All of the device but this one's own context.
     let spec = Worker::spec("other", USUAL, total - 24)
         .annotation("affinode.io/engine", "driver")
         .annotation("affinode.io/on-oom", "wait");
     let mut other = Worker::start_as(&world, spec)?;
     other.wait_filled()?;
-    assert_ne!(gpu(&world)?.vault_pid, vault);
+    assert_ne!(world.cli().gpu()?.vault_pid, vault);
     other.running.kill(&world)?;
     other.running.delete(&world)?;
     assert!(worker.verify()?);
