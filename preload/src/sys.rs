@@ -9,6 +9,7 @@ use core::sync::atomic::AtomicU32;
 compile_error!("the call numbers below are those of Linux on x86_64");
 
 pub mod datagram;
+pub mod folder;
 mod memory;
 pub mod task;
 
@@ -52,6 +53,7 @@ mod number {
     pub const PRCTL: usize = 157;
     pub const GETTID: usize = 186;
     pub const FUTEX: usize = 202;
+    pub const GETDENTS64: usize = 217;
     pub const CLOCK_GETTIME: usize = 228;
     pub const TGKILL: usize = 234;
     pub const FALLOCATE: usize = 285;

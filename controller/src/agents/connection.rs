@@ -167,6 +167,9 @@ async fn read(
         budgets.messages.take().await;
         match AgentMessage::decode(&frame) {
             Ok(message) => {
+                if let AgentMessage::Report { order, outcome, elapsed_us, .. } = message {
+                    tracing::debug!(process = id.0, order, ?outcome, elapsed_us, "carried out");
+                }
                 if mail.send(AgentMail::Message(id, message)).await.is_err() {
                     return;
                 }

@@ -111,7 +111,8 @@ pub enum PageReadError {
 impl Agent {
     /// Queues a message. `false`: the agent does not read; the connection is over.
     pub fn send(&mut self, mut message: ControllerMessage) -> bool {
-        if let ControllerMessage::Order { action, decided_ms, .. } = &mut message {
+        if let ControllerMessage::Order { order, action, decided_ms } = &mut message {
+            tracing::debug!(order, ?action, "ordered");
             // 0 would be no time at all.
             *decided_ms = decided_ms.saturating_add_signed(self.clock_ahead_ms).max(1);
             if let Action::Park { how, .. } = action {

@@ -5,6 +5,7 @@ use std::{
     io,
     os::fd::{AsFd, OwnedFd},
     rc::Rc,
+    time::{Duration, Instant},
 };
 
 use affinode_proto::wire::{
@@ -25,6 +26,9 @@ const NOBODY: u64 = 0;
 
 /// How often the device is asked whether copies have ended.
 const SOON_NS: i64 = 500_000;
+
+/// By then 60 GiB that were released are wiped.
+const WIPED_AFTER: Duration = Duration::from_millis(200);
 
 /// Why a vault ended.
 #[derive(Debug, thiserror::Error)]
@@ -67,6 +71,7 @@ pub fn run(controller: &OwnedFd, library: &str, uuid: &str) -> Result<(), VaultE
         clients: Vec::new(),
         leaving: Vec::new(),
         dedup: Dedup::new(),
+        wiping: None,
         held: false,
     };
     let mut step = Step::Nothing;
@@ -95,6 +100,8 @@ struct Vault<'a> {
     /// Of those that are gone, while nobody is waited for: the driver does one thing at a time.
     leaving: Vec<Region>,
     dedup: Dedup<Segment>,
+    /// When the last of them had left, until what it released is taken note of.
+    wiping: Option<Instant>,
     /// Nothing that takes VRAM may begin.
     held: bool,
 }
@@ -108,6 +115,9 @@ impl Vault<'_> {
         let at_most = match step {
             Step::More => Some(Timespec { tv_sec: 0, tv_nsec: 0 }),
             Step::Soon => Some(Timespec { tv_sec: 0, tv_nsec: SOON_NS }),
+            Step::Later | Step::Nothing if self.wiping.is_some() && !self.held => {
+                Some(Timespec { tv_sec: 0, tv_nsec: WIPED_AFTER.subsec_nanos().into() })
+            }
             Step::Later => Some(Timespec { tv_sec: 1, tv_nsec: 0 }),
             Step::Nothing => None,
         };
@@ -231,6 +241,9 @@ impl Vault<'_> {
             }
         }
         for report in reports {
+            if matches!(report, VaultReport::Held { .. }) {
+                self.wiping = Some(Instant::now());
+            }
             self.report(report);
         }
         self.end(|client| over.contains(&client.process()));
@@ -258,6 +271,9 @@ impl Vault<'_> {
             let step = step.map_err(|error| VaultError::Broken(error.into()))?;
             if step != Step::Nothing {
                 return Ok(step);
+            }
+            if self.wiping.take_if(|since| since.elapsed() >= WIPED_AFTER).is_some() {
+                self.cuda.take_note();
             }
         }
         // Those that were not urgent have their turn when nobody is any more.

@@ -3,12 +3,18 @@
  *   pair N    cuMemAlloc and cuMemFree of N MiB, the median of many pairs, in microseconds
  *   copy      pinned host memory to the device and back, in bytes per second
  *
+ * Or, as "memory_cost large N", how fast N MiB of as much pinned host memory come to the device:
+ *
+ *   large     in bytes per second, the median of some
+ *
  * Run it with and without the preload library: the difference is the library's. */
 #include "client.h"
 
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
 
 #define PAIRS 101
 #define COPY_BYTES ((size_t)1 << 30)
@@ -61,12 +67,49 @@ static int copies(struct cuda *cuda)
     return 0;
 }
 
-int main(void)
+/* As much host memory as there is to copy, on huge pages where they are to be had. */
+static int large(struct cuda *cuda, size_t mib)
+{
+    enum { PIECE = 128 << 20 };
+    CUresult (*pin)(void *, size_t, unsigned) = cuda_function("cuMemHostRegister_v2");
+    CUresult (*copy_in)(CUdeviceptr, const void *, size_t, CUstream) = cuda_function("cuMemcpyHtoDAsync_v2");
+    size_t bytes = mib << 20;
+    uint64_t took[COPIES];
+    CUdeviceptr device;
+    char *host = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (bytes % PIECE != 0 || host == MAP_FAILED)
+        return 1;
+    madvise(host, bytes, MADV_HUGEPAGE);
+    for (size_t done = 0; done < bytes; done += 4096)
+        host[done] = 1;
+    for (size_t done = 0; done < bytes; done += PIECE)
+        if (pin(host + done, PIECE, 0) != 0)
+            return 1;
+    if (cuda->mem_alloc(&device, bytes) != 0)
+        return 1;
+    for (int i = -1; i < COPIES; i++) {
+        uint64_t start = now_us();
+        for (size_t done = 0; done < bytes; done += PIECE)
+            if (copy_in(device + done, host + done, PIECE, NULL) != 0)
+                return 1;
+        if (cuda->ctx_sync() != 0)
+            return 1;
+        if (i >= 0)
+            took[i] = now_us() - start;
+    }
+    qsort(took, COPIES, sizeof took[0], compare);
+    printf("{\"what\":\"large\",\"value\":%.0f}\n", (double)bytes * 1e6 / (double)(took[COPIES / 2] + 1));
+    return 0;
+}
+
+int main(int argc, char **argv)
 {
     static struct client client;
     static const size_t sizes[] = {2, 16, 128, 1024};
     if (cuda_load(&client.cuda) != 0 || client_open(&client, 0) != 0)
         return 1;
+    if (argc == 3 && strcmp(argv[1], "large") == 0)
+        return large(&client.cuda, strtoull(argv[2], NULL, 10)) == 0 ? 0 : 4;
     for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++)
         if (pairs(&client.cuda, sizes[i]) != 0)
             return 2;

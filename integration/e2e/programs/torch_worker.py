@@ -1,8 +1,8 @@
-"""Trains a small model on command, deterministically.
+"""Trains a small model on command, deterministically; as "torch_worker.py inference" it uses one.
 
 Commands on stdin, one JSON object per line on stdout:
 
-    step N     N training steps: "digest" over all parameters afterwards
+    step N     N training steps: "digest" over all parameters afterwards; or N passes: over the last
     bench      of 300 steps after 100 to warm up the median and the fastest: "step_ms", "best_ms"
     hold N     N GiB more, filled at random
     check      "digest" over that
@@ -44,7 +44,13 @@ def main():
         loss.backward()
         optimizer.step()
 
-    step()
+    @torch.inference_mode()
+    def infer():
+        nonlocal batch
+        batch = model(batch)
+
+    infers = sys.argv[1:] == ["inference"]
+    (infer if infers else step)()
     held = []
     torch.cuda.synchronize()
     say(command="ready", result=0, pid=os.getpid())
@@ -52,10 +58,10 @@ def main():
         words = line.split()
         if words[0] == "step":
             for _ in range(int(words[1])):
-                step()
+                (infer if infers else step)()
             digest = hashlib.sha256()
-            for parameter in model.parameters():
-                digest.update(parameter.detach().cpu().numpy().tobytes())
+            for result in [batch] if infers else model.parameters():
+                digest.update(result.detach().cpu().numpy().tobytes())
             say(command="step", result=0, digest=digest.hexdigest())
         elif words[0] == "bench":
             times = []

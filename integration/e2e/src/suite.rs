@@ -76,6 +76,8 @@ name = "together"
 dedup = true
 [timing]
 sample_interval = "100ms"
+[log]
+level = "info,affinode_controller::agents=debug"
 "#;
 /// Annotation of a container that moves by order alone.
 const BY_ORDER: (&str, &str) = ("affinode.io/offload", "manual");
@@ -135,6 +137,9 @@ fn with_python(report: &mut Report, python: &python::Python) {
     report.part(world, "torch, root", |_, rows| torch::cycle(python, "root", rows));
     report.part(world, "torch, uid 1000", |_, rows| torch::cycle(python, "user", rows));
     report.part(world, "engines, torch", |_, rows| torch::ENGINES.side_by_side(python, rows));
+    report.part(world, "engines, torch inference", |_, rows| {
+        torch::INFERENCE.side_by_side(python, rows)
+    });
     report.part(world, "engines, growing segments of torch", |_, rows| {
         torch::SEGMENTS.side_by_side(python, rows)
     });
@@ -185,6 +190,8 @@ fn finish(world: &World, report: &mut Report) {
     }
     if report.broke() {
         world.show_logs();
+    } else {
+        world.keep_logs();
     }
 }
 

@@ -339,6 +339,11 @@ impl World {
         crate::logs::show(&self.dir);
     }
 
+    /// Keeps them where `AFFINODE_E2E_KEEP_LOGS` names a folder.
+    pub fn keep_logs(&self) {
+        crate::logs::all(&self.dir).for_each(|log| crate::logs::keep(&self.dir, &log));
+    }
+
     /// Restarts containerd as its unit does.
     ///
     /// # Errors

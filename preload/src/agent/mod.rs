@@ -73,6 +73,7 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
             wake_sent: None,
             want_sent: None,
             tidy_us: None,
+            released: carry::Released::Not,
             more_asked: false,
         }
         .run();
@@ -105,6 +106,8 @@ struct Agent {
     want_sent: Option<(u64, u32)>,
     /// When host memory that is not needed any more is given back, if there may be any.
     tidy_us: Option<u64>,
+    /// Device memory that was given back.
+    released: carry::Released,
     /// Others may have asked for memory of the process, or its vault for something, and were not
     /// answered yet.
     more_asked: bool,
@@ -155,6 +158,7 @@ impl Agent {
             self.tell();
             self.look_after();
             self.tidy();
+            self.take_note();
             // While a call of the application's would go through, ours may.
             self.more_asked = match self.machine.phase() {
                 Phase::Open => carry::answer(),
@@ -341,6 +345,14 @@ impl Agent {
         }
     }
 
+    fn take_note(&mut self) {
+        let parked = self.machine.phase() == Phase::Parked && self.waiters() == 0;
+        let held = self.machine.allocations_held();
+        if self.released.is_due(sys::now_us(), parked, held) {
+            carry::take_note();
+        }
+    }
+
     fn waiters(&self) -> u32 {
         self.page.waiters.load(Ordering::SeqCst)
     }
@@ -351,7 +363,8 @@ impl Agent {
         }
         let now_us = sys::now_us();
         let tidy_ms = self.tidy_us.map_or(u64::MAX, |due| due.saturating_sub(now_us) / 1_000);
-        let link_ms = self.link.patience_ms(now_us).min(tidy_ms);
+        let note_ms = self.released.patience_ms(now_us);
+        let link_ms = self.link.patience_ms(now_us).min(tidy_ms).min(note_ms);
         if self.machine.phase() == Phase::Open && !self.machine.allocations_held() {
             link_ms
         } else {

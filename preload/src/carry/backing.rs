@@ -7,7 +7,7 @@ use affinode_cuda_sys::{
     POSIX_DESCRIPTOR, device_attribute, result,
 };
 
-use super::{CARRY, DEVICES, GRANULE_BYTES, driver::call, table::Piece};
+use super::{CARRY, DEVICES, GRANULE_BYTES, bus, driver::call, table::Piece};
 
 /// What is known of each device.
 static ABILITIES: [AtomicU32; DEVICES] = [const { AtomicU32::new(0) }; DEVICES];
@@ -40,11 +40,11 @@ fn ability(device: i32) -> u32 {
     let mut answer = KNOWN;
     if fits && has(device_attribute::VIRTUAL_MEMORY_MANAGEMENT) {
         answer |= ABLE;
-        for (attribute, ability) in [
-            (device_attribute::RDMA_WITH_VIRTUAL_MEMORY, RDMA),
-            (device_attribute::POSIX_DESCRIPTORS, SHARES),
-        ] {
-            answer |= if has(attribute) { ability } else { 0 };
+        if has(device_attribute::POSIX_DESCRIPTORS) {
+            answer |= SHARES;
+        }
+        if has(device_attribute::RDMA_WITH_VIRTUAL_MEMORY) && bus::has_others() {
+            answer |= RDMA;
         }
     }
     known.store(answer, Ordering::Relaxed);

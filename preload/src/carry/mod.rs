@@ -18,8 +18,10 @@
 //! | `calls` | what stands in for the driver's functions about allocations |
 //! | `vmm`, `blocks` | the same for physical memory that the application maps by itself |
 //! | `backing`, `contexts` | physical memory for addresses; contexts and their end |
+//! | `bus` | whether others could be let at such memory |
 //! | `table`, `sorted`, `order` | what is carried; by age |
 //! | `park`, `pool`, `filling` | out and home; the host memory for it, and its pages |
+//! | `released` | device memory that was given back |
 //! | `near` | processors near the GPU, from whose memory it is taken |
 //! | `digest`, `shortage` | what of it has not changed by the next time; whether it can be kept |
 //! | `zeros` | what of it need not be stored at all |
@@ -32,6 +34,7 @@
 mod ahead;
 mod backing;
 mod blocks;
+mod bus;
 mod calls;
 mod check;
 mod contexts;
@@ -46,6 +49,7 @@ mod near;
 mod order;
 mod park;
 mod pool;
+mod released;
 mod shortage;
 mod sorted;
 mod table;
@@ -66,6 +70,7 @@ pub use self::ipc::answer;
 pub use self::park::{holds_imported, is_parked, let_go_of_parked, park, tidy, unpark};
 use self::pool::Pool;
 pub use self::pool::Tidied;
+pub use self::released::{Released, take_note};
 use self::table::{Allocations, Tables};
 pub use self::vmm::translate;
 use crate::{libc, libcuda, process, sys};

@@ -179,6 +179,31 @@ impl Cuda {
         Ok(free as u64)
     }
 
+    /// Asks for a little device memory and gives it back: with the next request, whoever makes it, the
+    /// driver takes note of what was wiped since, 13 to 20 ms for 60 GiB (H200, 580.159).
+    pub fn take_note(&self) {
+        const LITTLE_BYTES: usize = 2 << 20;
+        let (mut handle, property) = (0, self.property(false));
+        let made = call!(
+            self.functions,
+            mem_create(&raw mut handle, LITTLE_BYTES, &raw const property, 0)
+        );
+        if made.is_ok() {
+            let _ = call!(self.functions, mem_release(handle));
+        }
+    }
+
+    fn property(&self, rdma: bool) -> MemAllocationProp {
+        MemAllocationProp {
+            kind: ALLOCATION_PINNED,
+            handle_types: POSIX_DESCRIPTOR,
+            location_type: LOCATION_DEVICE,
+            location_id: self.ordinal,
+            gpu_direct_rdma: u8::from(rdma && self.rdma),
+            ..MemAllocationProp::default()
+        }
+    }
+
     /// Gets hold of host memory, so that the device copies at the speed of the bus.
     ///
     /// # Safety
@@ -226,14 +251,7 @@ impl Block {
     /// # Errors
     /// [`CudaError`]; there is none then.
     pub fn make(cuda: &Rc<Cuda>, bytes: u64, rdma: bool) -> Result<Block, CudaError> {
-        let property = MemAllocationProp {
-            kind: ALLOCATION_PINNED,
-            handle_types: POSIX_DESCRIPTOR,
-            location_type: LOCATION_DEVICE,
-            location_id: cuda.ordinal,
-            gpu_direct_rdma: u8::from(rdma && cuda.rdma),
-            ..MemAllocationProp::default()
-        };
+        let property = cuda.property(rdma);
         let mut block = Block::nowhere(cuda, bytes)?;
         let functions = &cuda.functions;
         call!(functions, mem_create(&raw mut block.handle, block.bytes, &raw const property, 0))?;

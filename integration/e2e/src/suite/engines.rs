@@ -81,6 +81,13 @@ pub fn large(world: &World, rows: &mut Rows) -> Result<()> {
         Gpu::Real => Load { filled_mib: 4096, more: 14, rounds: 5 },
         Gpu::Simulated { .. } => Load { filled_mib: 256, more: 5, rounds: 2 },
     };
+    let mib = (load.bytes() / MIB).to_string();
+    let bare = Spec::gpu("bare", &[&format!("{CLIENTS}/memory_cost"), "large", &mib]);
+    let text = bare.annotation(BY_ORDER.0, BY_ORDER.1).runtime(STOCK).run(world)?;
+    let bare: Figure = serde_json::from_str(&text).context("memory_cost large")?;
+    let size = format!("a bare program, {:.1} GiB", load.bytes() as f64 / (1 << 30) as f64);
+    rows.tell(&format!("{size}: pinned copy in"), load.bytes() as f64 * 1e3 / bare.value, "ms");
+    rows.tell(&format!("{size}: pinned copy in"), bare.value / 1e9, "GB/s");
     ["park", "fast", KEPT, PREPARED]
         .iter()
         .try_for_each(|engine| cycles(world, rows, engine, &load))

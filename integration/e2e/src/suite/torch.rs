@@ -5,6 +5,7 @@ use anyhow::Result;
 use super::{
     BY_ORDER,
     cycle::{EMPTY_BYTES, mib},
+    engines::KEPT,
     median,
     python::{Answer, Python, ask, step},
     report::Rows,
@@ -17,6 +18,9 @@ use crate::{containerd::STOCK, worker::Worker, world::MIB};
 const TORCH: &[&str] = &["torch_worker.py"];
 /// It, moved by each engine.
 pub const ENGINES: Flavour = Flavour::large("torch", TORCH);
+/// One whose memory does not change but for what a pass takes.
+pub const INFERENCE: Flavour =
+    Flavour { engines: &[KEPT], ..Flavour::large("inference", &["torch_worker.py", "inference"]) };
 /// The same with the allocator that maps its memory by itself.
 pub const SEGMENTS: Flavour = Flavour {
     settings: &[("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")],

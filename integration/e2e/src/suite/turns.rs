@@ -8,7 +8,7 @@ use anyhow::{Result, anyhow};
 use super::{
     BY_ORDER,
     cycle::mib,
-    engines::{ENGINES, KEPT, PREPARED, copies, moved_by},
+    engines::{KEPT, PREPARED, copies, moved_by},
     median,
     python::{Python, ask, step},
     report::{NotHere, Rows},
@@ -31,6 +31,8 @@ pub struct Flavour {
     pub program: &'static [&'static str],
     /// Environment: how its memory is made.
     pub settings: &'static [(&'static str, &'static str)],
+    /// By what it is moved.
+    pub engines: &'static [&'static str],
     /// Cycles with each engine.
     pub rounds: usize,
     /// What it holds beside what it works on.
@@ -45,7 +47,16 @@ pub struct Flavour {
 impl Flavour {
     /// So large that what is beside the copy does not show; takes minutes.
     pub const fn large(name: &'static str, program: &'static [&'static str]) -> Self {
-        Self { name, program, settings: &[], rounds: 5, held_gib: 23, processes: 1, is_alone: true }
+        Self {
+            name,
+            program,
+            settings: &[],
+            engines: &["driver", "park", "fast", KEPT, PREPARED],
+            rounds: 5,
+            held_gib: 23,
+            processes: 1,
+            is_alone: true,
+        }
     }
 
     /// Just large enough to be moved as others are; takes seconds.
@@ -68,7 +79,7 @@ impl Flavour {
     /// When a container or a move fails; [`NotHere`] when the machine lacks what it needs.
     pub fn side_by_side(&self, python: &Python, rows: &mut Rows) -> Result<()> {
         let began = Instant::now();
-        let engines = [STILL].into_iter().chain(ENGINES).chain([KEPT, PREPARED]);
+        let engines = [STILL].into_iter().chain(self.engines.iter().copied());
         let lane = |engine| self.lane(python, engine);
         let mut lanes: Vec<Finished> = Vec::new();
         if self.is_alone {

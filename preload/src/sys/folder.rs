@@ -1,0 +1,61 @@
+//! What is in a folder.
+
+use core::ffi::CStr;
+
+use super::{CLOEXEC, close, number, plain};
+
+/// Before a name: inode, offset, length of the entry, type.
+const HEAD_BYTES: usize = 19;
+const LENGTH_AT: core::ops::Range<usize> = 16..18;
+
+/// Whether `which` is true of a name in a folder; `None` where it cannot be read.
+pub fn has(path: &CStr, which: impl Fn(&[u8]) -> bool) -> Option<bool> {
+    const O_DIRECTORY_CLOEXEC: usize = 0o200_000 | CLOEXEC;
+    let args = [path.as_ptr() as usize, O_DIRECTORY_CLOEXEC, 0, 0, 0, 0];
+    let fd = plain(number::OPEN, args).ok()?;
+    let mut buffer = [0_u8; 2048];
+    let found = loop {
+        let args = [fd, buffer.as_mut_ptr() as usize, buffer.len(), 0, 0, 0];
+        match plain(number::GETDENTS64, args) {
+            Ok(0) => break Some(false),
+            Ok(bytes) if buffer.get(..bytes).is_some_and(|all| names(all).any(&which)) => {
+                break Some(true);
+            }
+            Ok(_) => {}
+            Err(_) => break None,
+        }
+    };
+    close(fd as i32);
+    found
+}
+
+/// The names in a buffer of entries.
+fn names(mut entries: &[u8]) -> impl Iterator<Item = &[u8]> {
+    core::iter::from_fn(move || {
+        let length = entries.get(LENGTH_AT)?.try_into().ok().map(u16::from_ne_bytes)?;
+        let entry = entries.get(..usize::from(length))?;
+        entries = entries.get(usize::from(length)..)?;
+        entry.get(HEAD_BYTES..)?.split(|byte| *byte == 0).next()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_found_however_many_there_are() {
+        let dir = std::env::temp_dir().join(format!("affinode-folder-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        for n in 0..300 {
+            std::fs::write(dir.join(format!("name-{n}")), "").unwrap();
+        }
+        let path = std::ffi::CString::new(dir.to_str().unwrap()).unwrap();
+        for n in 0..300 {
+            assert_eq!(has(&path, |name| name == format!("name-{n}").as_bytes()), Some(true));
+        }
+        assert_eq!(has(&path, |name| name == b"name-300" || name.is_empty()), Some(false));
+        std::fs::remove_dir_all(&dir).unwrap();
+        assert_eq!(has(&path, |_| true), None);
+    }
+}
