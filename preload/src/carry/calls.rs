@@ -12,7 +12,7 @@ use super::contexts::{
 };
 use super::driver::call;
 use super::table::{Allocation, Piece, Place};
-use super::{CARRY, GRANULE_BYTES, count, ipc, locked, tables, vmm};
+use super::{CARRY, GRANULE_BYTES, addresses, count, ipc, locked, tables, vmm};
 use crate::owned::Owned;
 
 /// Smaller allocations are left to the driver, which puts several into one such piece.
@@ -139,12 +139,7 @@ fn allocate(asked_bytes: usize) -> Option<u64> {
         return None;
     }
     let bytes = asked_bytes.checked_next_multiple_of(GRANULE_BYTES)?;
-    let mut address = 0;
-    if !is_able(device)
-        || call!(mem_address_reserve(&raw mut address, bytes, 0, 0, 0)) != result::SUCCESS
-    {
-        return None;
-    }
+    let address = is_able(device).then(|| addresses::reserve(bytes)).flatten()?;
     let property = property_on(device);
     let piece = Piece { address, bytes: bytes as u64, property, context, ..Piece::default() };
     if let Ok(handle) = back(&piece) {
@@ -156,6 +151,7 @@ fn allocate(asked_bytes: usize) -> Option<u64> {
         }
         unback(&piece);
     }
+    // Whether anything is mapped there is not known.
     call!(mem_address_free(address, bytes));
     None
 }
@@ -186,14 +182,19 @@ pub(super) fn release(piece: &Piece) {
     if piece.may_stray() {
         strays();
     }
-    match piece.place {
-        Place::Pool => {}
-        Place::Handed => piece.shared.into_iter().for_each(Owned::close),
-        Place::Device | Place::Mapped => {
-            unback(piece);
+    let unmapped = match piece.place {
+        Place::Pool => true,
+        Place::Handed => {
+            piece.shared.into_iter().for_each(Owned::close);
+            true
         }
+        Place::Device | Place::Mapped => unback(piece),
+    };
+    if unmapped {
+        addresses::free(piece.address, piece.bytes);
+    } else {
+        call!(mem_address_free(piece.address, piece.bytes as usize));
     }
-    call!(mem_address_free(piece.address, piece.bytes as usize));
     if !piece.stays {
         count(-(piece.bytes as i64));
     }

@@ -18,6 +18,7 @@
 //! | `calls` | what stands in for the driver's functions about allocations |
 //! | `vmm`, `blocks` | the same for physical memory that the application maps by itself |
 //! | `backing`, `contexts` | physical memory for addresses; contexts and their end |
+//! | `addresses` | of what was freed |
 //! | `bus` | whether others could be let at such memory |
 //! | `table`, `sorted`, `order` | what is carried; by age |
 //! | `park`, `pool`, `filling` | out and home; the host memory for it, and its pages |
@@ -31,6 +32,7 @@
 //! | `ipc` | legacy IPC, which the driver does not have for such memory |
 //! | `driver` | the driver's functions |
 
+mod addresses;
 mod ahead;
 mod backing;
 mod blocks;

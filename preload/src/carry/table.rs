@@ -2,6 +2,7 @@
 
 use affinode_cuda_sys::MemAllocationProp;
 
+use super::addresses::Addresses;
 use super::blocks::Blocks;
 use super::ipc::{Identity, OpenedOnes};
 use super::sorted::{Keyed, Sorted};
@@ -129,6 +130,8 @@ pub struct Tables {
     pub opened: OpenedOnes,
     /// Who this process is to those that open its memory.
     pub identity: Identity,
+    /// What was freed.
+    pub addresses: Addresses,
     noted: u64,
 }
 
@@ -140,6 +143,7 @@ impl Tables {
             blocks: Blocks::empty(),
             opened: Sorted::empty(),
             identity: Identity::none(),
+            addresses: Addresses::none(),
             noted: 0,
         }
     }
