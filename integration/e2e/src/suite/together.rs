@@ -4,6 +4,10 @@
 use std::time::Instant;
 
 use anyhow::Result;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 
 use super::{BY_ORDER, engines::ENGINE, median, report::Rows, wait_held};
 use crate::{
@@ -38,17 +42,22 @@ pub fn held_once(world: &World, rows: &mut Rows) -> Result<()> {
     let (mut after, mut back) = (Vec::new(), Vec::new());
     let mut stored_bytes = 0;
     let filled = world.cli().gpu()?.vault_fills;
-    for _ in 0..rounds {
+    let leave = || -> Result<(u64, f64)> {
         for id in IDS {
             world.cli().move_out(id)?;
         }
         let away = Instant::now();
-        stored_bytes = until("both to hold it together", || {
+        let stored_bytes = until("both to hold it together", || {
             let gpu = world.cli().gpu()?;
             let all = gpu.vault_shared_bytes == IDS.len() as u64 * mib * MIB;
             Ok(all.then_some(gpu.vault_stored_bytes))
         })?;
-        after.push(away.elapsed().as_secs_f64() * 1000.0);
+        Ok((stored_bytes, away.elapsed().as_secs_f64() * 1000.0))
+    };
+    for _ in 0..rounds {
+        let (bytes, ms) = leave()?;
+        stored_bytes = bytes;
+        after.push(ms);
         for worker in &mut workers {
             wait_held(world)?;
             back.push(worker.call("streamsync")?.elapsed_us as f64 / 1000.0);
@@ -63,6 +72,14 @@ pub fn held_once(world: &World, rows: &mut Rows) -> Result<()> {
     rows.tell(&format!("{size}: wake"), (mib * MIB) as f64 / median(&back) / 1e6, "GB/s");
     let filled = world.cli().gpu()?.vault_fills - filled;
     rows.tell(&format!("{size}: wakes through the vault"), filled as f64, "");
+    // What they have in common is in the hands of each: without the vault they bring it home.
+    leave()?;
+    kill(Pid::from_raw(world.cli().gpu()?.vault_pid), Signal::SIGKILL)?;
+    let mut alone = Vec::new();
+    for worker in &mut workers {
+        alone.push(worker.call("streamsync")?.elapsed_us as f64 / 1000.0);
+    }
+    rows.tell(&format!("{size}: wake, the vault killed"), median(&alone), "ms");
     let mut good = 0;
     for mut worker in workers {
         good += usize::from(worker.verify()?);
