@@ -108,6 +108,7 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     report.part(&world, "engines, mapped by itself", engines::segments);
     report.part(&world, "engines, prepared", engines::prepared);
     report.part(&world, "engines, checked", engines::checked);
+    report.part(&world, "engines, chosen", engines::chosen);
     report.part(&world, "engines, held once", together::held_once);
     report.part(&world, "engines, large", engines::large);
     match python::Python::find(&world) {

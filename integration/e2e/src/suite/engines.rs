@@ -106,6 +106,50 @@ pub fn prepared(world: &World, rows: &mut Rows) -> Result<()> {
     cycles(world, rows, PREPARED, &medium(world))
 }
 
+/// Absences of the engine that measures both ways first.
+const MEASURED: usize = 2;
+
+/// What the engine `auto` chooses, and what the return costs then.
+pub fn chosen(world: &World, rows: &mut Rows) -> Result<()> {
+    let (small_mib, large) = match world.gpu() {
+        Gpu::Real => (1024, Some(Load { filled_mib: 4096, more: 7, rounds: 2 })),
+        // There the time of a copy says nothing.
+        Gpu::Simulated { .. } => (64, None),
+    };
+    let small = Load { filled_mib: small_mib, more: 0, rounds: 3 };
+    for (load, phase) in [(Some(small), "Parked"), (large, "Away")] {
+        let Some(load) = load else { continue };
+        let size = format!("{:.1} GiB", load.bytes() as f64 / (1 << 30) as f64);
+        let spec = Worker::spec("chooses", USUAL, load.filled_mib);
+        let spec = spec.annotation(BY_ORDER.0, BY_ORDER.1).annotation(ENGINE, "auto");
+        let mut worker = Worker::start_as(world, spec)?;
+        worker.wait_filled()?;
+        for _ in 0..load.more {
+            worker.call(&format!("alloc {}", load.filled_mib))?;
+        }
+        let (mut back, mut chosen) = (Vec::new(), 0);
+        for round in 0..MEASURED + load.rounds {
+            wait_held(world)?;
+            world.cli().move_out("chooses")?;
+            let row = world.cli().known("chooses")?;
+            let is_chosen = row.processes.iter().all(|process| process.phase == phase);
+            wait_held(world)?;
+            back.push(worker.call("streamsync")?.elapsed_us as f64 / 1000.0);
+            chosen += usize::from(round >= MEASURED && is_chosen);
+        }
+        rows.tell(&format!("{size}: wake, nothing stayed"), back[0], "ms");
+        rows.tell(&format!("{size}: wake, the context stayed"), back[1], "ms");
+        let way = if phase == "Parked" { "it stays" } else { "it goes" };
+        rows.count(&format!("{size}: from then on {way}"), chosen, load.rounds);
+        rows.tell(&format!("{size}: wake from then on"), median(&back[MEASURED..]), "ms");
+        let good = worker.verify()?;
+        rows.count(&format!("{size}: contents as before"), usize::from(good), 1);
+        worker.running.kill(world)?;
+        worker.running.delete(world)?;
+    }
+    Ok(())
+}
+
 /// What a look at what has come home costs, and what becomes of what is wrong there.
 pub fn checked(world: &World, rows: &mut Rows) -> Result<()> {
     let load = medium(world);

@@ -32,6 +32,7 @@ mod pressure;
 mod prewake;
 mod rancher;
 mod recovery;
+mod released;
 mod restore_policy;
 mod spec;
 mod unit;

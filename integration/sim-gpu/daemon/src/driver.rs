@@ -271,6 +271,7 @@ impl Driver {
             GpuSnapshot {
                 info,
                 used_bytes: state.ledger.used_bytes(gpu),
+                unnoted_bytes: state.ledger.unnoted_bytes(gpu),
                 busy_percent,
                 processes: uses,
             }

@@ -51,6 +51,8 @@ pub struct Ledger {
     /// What a client means by a name that others keep for what it has shared before its checkpoint:
     /// it came back with a copy of its own (measured with 580).
     copies: BTreeMap<(ClientId, ObjectId), ObjectId>,
+    /// Of each GPU what was let go of since anybody last asked for memory there.
+    unnoted: Vec<u64>,
     next_object: ObjectId,
 }
 
@@ -58,6 +60,7 @@ impl Ledger {
     /// Empty GPUs.
     pub fn new(capacities: Vec<u64>, context_bytes: u64) -> Self {
         Self {
+            unnoted: vec![0; capacities.len()],
             capacities,
             context_bytes,
             contexts: BTreeMap::new(),
@@ -71,6 +74,12 @@ impl Ledger {
     /// How many objects there are.
     pub fn object_count(&self) -> usize {
         self.objects.len()
+    }
+
+    /// What was let go of since anybody last asked for memory of a GPU: the driver takes note of
+    /// it, and the next who asks waits for that (13 to 20 ms for 60 GiB; measured with 580).
+    pub fn unnoted_bytes(&self, gpu: usize) -> u64 {
+        self.unnoted.get(gpu).copied().unwrap_or(0)
     }
 
     /// VRAM of a GPU that is in use.
@@ -129,6 +138,9 @@ impl Ledger {
         gpu: usize,
         bytes: u64,
     ) -> Result<ObjectId, NoRoom> {
+        if let Some(unnoted) = self.unnoted.get_mut(gpu) {
+            *unnoted = 0;
+        }
         if self.free_bytes(gpu) < bytes {
             return Err(NoRoom);
         }
@@ -223,7 +235,7 @@ impl Ledger {
                 object.holders.remove(&client);
                 // An exported descriptor alone does not keep checkpointed memory on the GPU.
                 if object.holders.is_empty() {
-                    self.objects.remove(&id);
+                    self.erase(id);
                     gone.push(id);
                 }
             }
@@ -295,8 +307,15 @@ impl Ledger {
         if held || self.exports.values().any(|exported| *exported == id) {
             return false;
         }
-        self.objects.remove(&id);
+        self.erase(id);
         true
+    }
+
+    fn erase(&mut self, id: ObjectId) {
+        let Some(object) = self.objects.remove(&id) else { return };
+        if let Some(unnoted) = self.unnoted.get_mut(object.gpu) {
+            *unnoted += object.bytes;
+        }
     }
 }
 
@@ -334,9 +353,10 @@ mod tests {
         ledger.allocate(A, 0, 30).unwrap();
         let (saved, gone) = ledger.evict(A);
         assert_eq!((gone.len(), ledger.used_bytes(0)), (2, 0));
+        assert_eq!((ledger.unnoted_bytes(0), ledger.unnoted_bytes(1)), (70, 0));
         let other = ledger.allocate(B, 0, 60).unwrap();
         assert_eq!(ledger.readmit(A, &saved, &[0, 1]), Err(NoRoom));
-        assert_eq!(ledger.used_bytes(0), 60);
+        assert_eq!((ledger.used_bytes(0), ledger.unnoted_bytes(0)), (60, 0));
         ledger.readmit(A, &saved, &[1, 0]).unwrap();
         assert_eq!((ledger.used_bytes(0), ledger.used_bytes(1)), (60, 80));
         assert_eq!(ledger.release(B, other), Some(other));

@@ -257,6 +257,8 @@ pub struct GpuSnapshot {
     pub info: GpuInfo,
     /// By all processes.
     pub used_bytes: u64,
+    /// What was let go of since anybody last asked for memory of it; not of NVML.
+    pub unnoted_bytes: u64,
     /// Share of the last sample period in which a kernel ran.
     pub busy_percent: u32,
     /// Those that hold VRAM.

@@ -11,7 +11,7 @@ use super::super::contexts::{current_context, wait_for_work};
 use super::super::driver::call;
 use super::super::sorted::{Keyed, Sorted};
 use super::super::table::{Allocation, Piece};
-use super::super::{GRANULE_BYTES, find_all, locked, tables};
+use super::super::{GRANULE_BYTES, addresses, find_all, locked, tables};
 use crate::libcuda;
 use crate::sys::{self, Descriptor, datagram, task};
 
@@ -172,11 +172,10 @@ fn import(handle: &Handle, context: usize) -> Result<Opened, u32> {
 }
 
 fn map_anywhere(piece: Piece) -> Result<Piece, u32> {
-    let (mut address, bytes) = (0, piece.bytes as usize);
-    done(call!(mem_address_reserve(&raw mut address, bytes, 0, 0, 0)))?;
-    done(call!(mem_map(address, bytes, 0, piece.handle, 0))).inspect_err(|_| {
-        call!(mem_address_free(address, bytes));
-    })?;
+    let bytes = piece.bytes as usize;
+    let address = addresses::reserve(bytes).ok_or(result::OUT_OF_MEMORY)?;
+    done(call!(mem_map(address, bytes, 0, piece.handle, 0)))
+        .inspect_err(|_| addresses::free(address, piece.bytes))?;
     Ok(Piece { address, ..piece })
 }
 
