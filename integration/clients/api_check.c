@@ -185,6 +185,15 @@ static void stream_checks(void)
     check("synchronise again", cuda->stream_sync(two), 0, word_at(a) == 5);
     check("free in the stream", cuMemFreeAsync(a, two), 0, 1);
     check("all done", cuda->ctx_sync(), 0, 1);
+    spin = 200;
+    check("alloc outside of streams", cuda->mem_alloc(&a, BYTES), 0, 1);
+    check("set it", cuMemsetD32Async(a, 6, BYTES / 4, two), 0, 1);
+    check("spin beside it", cuda->launch(client.spin, 1, 1, 1, 1, 1, 1, 0, two, parameters, NULL), 0, 1);
+    check("free it in the stream", cuMemFreeAsync(a, two), 0, 1);
+    check("that does not wait", cuda->stream_query(two), 600, 1);
+    check("free it twice", cuMemFreeAsync(a, two), 1, 1);
+    check("free it as usual", cuda->mem_free(a), 1, 1);
+    check("wait", cuda->stream_sync(two), 0, 1);
     cuStreamDestroy_v2(two);
 }
 

@@ -164,6 +164,10 @@ pub unsafe extern "C" fn leave(frame: &mut Frame) -> u32 {
             process::poke_agent();
         }
     }
+    if frame.result as u32 == result::OUT_OF_MEMORY && class == Class::Alloc && carry::make_room() {
+        uncount(frame.place, class);
+        return 1;
+    }
     let desk = &PROCESS.desk;
     // SAFETY: the arguments of a call of this function; they are as the caller gave them.
     let want = unsafe { room::wanted(desk, entry, frame.result, &frame.arguments) };

@@ -55,7 +55,9 @@ pub unsafe fn of_call(class: Class, arguments: &[u64; 6]) -> Hazards {
         // so a call is about another one.
         // SAFETY: as above.
         Class::PoolAccess => unsafe { peer_access(b as *const MemAccessDesc, c, None) },
-        Class::Work | Class::Poll | Class::Alloc | Class::Memory | Class::Pointer => NONE,
+        Class::Work | Class::Poll | Class::Alloc | Class::Memory | Class::Pointer | Class::Sync => {
+            NONE
+        }
     }
 }
 

@@ -6,7 +6,7 @@
 //! which entries are only ever added, without a lock: a thread that is stopped in the
 //! middle, or a fork, leaves nothing half done.
 
-use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use affinode_cuda_sys::hook::{self, Class};
 use affinode_proto::wire::page::slot;
@@ -68,6 +68,14 @@ impl Entry {
         Class::from_u8((self.meta.load(Ordering::Relaxed) >> 56) as u8)
     }
 
+    /// Puts a call that waits on the thorough path.
+    fn see_wait(&self) {
+        // Before it is complete it has no class, and whoever completes it comes here after.
+        if (self.meta.load(Ordering::SeqCst) >> 56) as u8 == Class::Sync as u8 {
+            self.meta.fetch_or(THOROUGH_BIT, Ordering::SeqCst);
+        }
+    }
+
     /// The real function, looked up by `find` when it is not known yet.
     pub fn resolve(&self, find: impl FnOnce(&[u8]) -> Option<usize>) -> Option<usize> {
         let known = self.real.load(Ordering::Acquire);
@@ -76,7 +84,8 @@ impl Entry {
         }
         let real = find(hook::name(self.number())?.as_bytes())?;
         self.real.store(real, Ordering::Release);
-        if !self.class().is_thorough() {
+        // Nobody could find it later, when waits are to be seen.
+        if !self.class().is_thorough() && self.class() != Class::Sync {
             self.meta.fetch_and(!THOROUGH_BIT, Ordering::Release);
         }
         Some(real)
@@ -88,6 +97,16 @@ pub const POOL: usize = 1024;
 
 /// The pool, in the order of its stubs.
 pub static ENTRIES: [Entry; POOL] = [const { Entry::empty() }; POOL];
+
+/// Set once calls of [`Class::Sync`] are to be seen.
+static SEES_WAITS: AtomicBool = AtomicBool::new(false);
+
+/// From now on calls that wait for work take the thorough path. Before, they cost nothing.
+pub fn see_waits() {
+    if !SEES_WAITS.load(Ordering::Relaxed) && !SEES_WAITS.swap(true, Ordering::SeqCst) {
+        ENTRIES.iter().for_each(Entry::see_wait);
+    }
+}
 
 /// The index of the pool's entry for a real function; `None` when the pool is full.
 pub fn index_of(real: usize, number: u32, class: Class) -> Option<usize> {
@@ -111,7 +130,10 @@ fn find_or_add(entries: &[Entry], real: usize, number: u32, class: Class) -> Opt
                 // What it is given may need a look, see `carry::translate`.
                 let thorough = class.is_thorough() || number == hook::UNLISTED;
                 let meta = meta(number, class, thorough);
-                entry.meta.store(meta, Ordering::Release);
+                entry.meta.store(meta, Ordering::SeqCst);
+                if SEES_WAITS.load(Ordering::SeqCst) {
+                    entry.see_wait();
+                }
             }
             return Some(index);
         }
@@ -139,13 +161,31 @@ mod tests {
 
     #[test]
     fn an_exported_entry_is_resolved_once_and_then_takes_the_fast_path() {
-        let number = hook::find(b"cuCtxSynchronize").unwrap().0;
+        let number = hook::find(b"cuStreamWaitEvent").unwrap().0;
         let entry = Entry::exported(number, Class::Work);
         assert_eq!(entry.resolve(|_| None), None);
         assert_ne!(entry.meta.load(Ordering::Relaxed) & THOROUGH_BIT, 0);
-        let found = entry.resolve(|name| (name == b"cuCtxSynchronize").then_some(77));
+        let found = entry.resolve(|name| (name == b"cuStreamWaitEvent").then_some(77));
         assert_eq!(found, Some(77));
         assert_eq!(entry.meta.load(Ordering::Relaxed) & THOROUGH_BIT, 0);
         assert_eq!(entry.resolve(|_| None), Some(77));
+    }
+
+    #[test]
+    fn calls_that_wait_are_seen_once_they_are_to_be() {
+        let entries: Vec<Entry> = (0..4).map(|_| Entry::empty()).collect();
+        let add = |real, class| {
+            let index = find_or_add(&entries, real, 5, class).unwrap();
+            &entries[index]
+        };
+        let is_seen = |entry: &Entry| entry.meta.load(Ordering::Relaxed) & THOROUGH_BIT != 0;
+        let (before, work) = (add(16, Class::Sync), add(32, Class::Work));
+        assert!(SEES_WAITS.load(Ordering::Relaxed) || !is_seen(before));
+        see_waits();
+        entries.iter().for_each(Entry::see_wait);
+        assert!(is_seen(before) && !is_seen(work) && is_seen(add(48, Class::Sync)));
+        let exported = Entry::exported(hook::find(b"cuCtxSynchronize").unwrap().0, Class::Sync);
+        assert_eq!(exported.resolve(|_| Some(77)), Some(77));
+        assert!(is_seen(&exported));
     }
 }

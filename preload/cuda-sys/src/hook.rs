@@ -27,6 +27,9 @@ pub enum Class {
     /// Answers at once even while the state is away, and passes: unless the library carries
     /// memory, which has no attributes while it is parked. Then as [`Class::Poll`].
     Pointer = 9,
+    /// As [`Class::Work`]. Memory that was freed in a stream is given back after it, so calls are
+    /// looked at once there may be such memory of the library's.
+    Sync = 10,
 }
 
 impl Class {
@@ -43,6 +46,7 @@ impl Class {
             7 => Class::Import,
             8 => Class::Memory,
             9 => Class::Pointer,
+            10 => Class::Sync,
             _ => Class::Work,
         }
     }
@@ -51,13 +55,13 @@ impl Class {
     /// held as well while allocations are held.
     #[must_use]
     pub const fn is_special(self) -> bool {
-        !matches!(self, Class::Work | Class::Poll | Class::Memory | Class::Pointer)
+        !matches!(self, Class::Work | Class::Poll | Class::Memory | Class::Pointer | Class::Sync)
     }
 
     /// Whether calls need more than to be counted, which puts them on the thorough path.
     #[must_use]
     pub const fn is_thorough(self) -> bool {
-        !matches!(self, Class::Work | Class::Poll)
+        !matches!(self, Class::Work | Class::Poll | Class::Sync)
     }
 }
 
@@ -214,7 +218,8 @@ mod tests {
     #[test]
     fn the_list_knows_the_calls_that_matter() {
         for (name, class) in [
-            ("cuCtxSynchronize", Class::Work),
+            ("cuCtxSynchronize", Class::Sync),
+            ("cuMemFreeAsync_ptsz", Class::Memory),
             ("cuLaunchKernel_ptsz", Class::Work),
             ("cuStreamQuery", Class::Poll),
             ("cuEventQuery", Class::Poll),

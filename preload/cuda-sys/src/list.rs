@@ -21,7 +21,7 @@ macro_rules! hooked_functions {
                 cuCtxGetCacheConfig cuCtxGetDevResource cuCtxGetExecAffinity cuCtxGetFlags
                 cuCtxGetId cuCtxGetLimit cuCtxGetSharedMemConfig cuCtxGetStreamPriorityRange
                 cuCtxRecordEvent cuCtxResetPersistingL2Cache cuCtxSetCacheConfig cuCtxSetFlags
-                cuCtxSetSharedMemConfig cuCtxSynchronize cuCtxSynchronize_v2 cuCtxWaitEvent
+                cuCtxSetSharedMemConfig cuCtxWaitEvent
                 cuDestroyExternalMemory cuDestroyExternalSemaphore cuDevResourceGenerateDesc
                 cuDevSmResourceSplit cuDevSmResourceSplitByCount cuDeviceCanAccessPeer
                 cuDeviceComputeCapability cuDeviceGet cuDeviceGetByPCIBusId cuDeviceGetCliqueCount
@@ -37,7 +37,7 @@ macro_rules! hooked_functions {
                 cuDeviceTotalMem cuDeviceTotalMem_v2 cuDeviceUnregisterAsyncNotification
                 cuEventCreate cuEventDestroy cuEventDestroy_v2 cuEventElapsedTime
                 cuEventElapsedTime_v2 cuEventRecord cuEventRecordWithFlags
-                cuEventRecordWithFlags_ptsz cuEventRecord_ptsz cuEventSynchronize
+                cuEventRecordWithFlags_ptsz cuEventRecord_ptsz
                 cuExternalMemoryGetMappedBuffer cuExternalMemoryGetMappedMipmappedArray
                 cuFlushGPUDirectRDMAWrites cuFuncGetAttribute cuFuncGetModule cuFuncGetName
                 cuFuncGetParamCount cuFuncGetParamInfo cuFuncIsLoaded cuFuncSetAttribute
@@ -106,7 +106,7 @@ macro_rules! hooked_functions {
                 cuMemAdvise_v2 cuMemAllocHost cuMemAllocHost_v2 cuMemBatchDecompressAsync
                 cuMemBatchDecompressAsync_ptsz cuMemDiscardAndPrefetchBatchAsync
                 cuMemDiscardAndPrefetchBatchAsync_ptsz cuMemDiscardBatchAsync
-                cuMemDiscardBatchAsync_ptsz cuMemFreeAsync cuMemFreeAsync_ptsz cuMemFreeHost
+                cuMemDiscardBatchAsync_ptsz cuMemFreeHost
                 cuMemGetAccess cuMemGetAllocationGranularity cuMemGetDefaultMemPool cuMemGetInfo
                 cuMemGetInfo_v2 cuMemGetMemPool cuMemHostAlloc cuMemHostGetDevicePointer
                 cuMemHostGetDevicePointer_v2 cuMemHostGetFlags cuMemHostRegister
@@ -170,7 +170,7 @@ macro_rules! hooked_functions {
                 cuStreamGetFlags cuStreamGetFlags_ptsz cuStreamGetGreenCtx cuStreamGetId
                 cuStreamGetId_ptsz cuStreamGetPriority cuStreamGetPriority_ptsz
                 cuStreamSetAttribute cuStreamSetAttribute_ptsz
-                cuStreamSynchronize cuStreamSynchronize_ptsz cuStreamUpdateCaptureDependencies
+                cuStreamUpdateCaptureDependencies
                 cuStreamUpdateCaptureDependencies_ptsz cuStreamUpdateCaptureDependencies_v2
                 cuStreamUpdateCaptureDependencies_v2_ptsz cuStreamWaitEvent cuStreamWaitEvent_ptsz
                 cuStreamWaitValue32 cuStreamWaitValue32_ptsz cuStreamWaitValue32_v2
@@ -198,6 +198,10 @@ macro_rules! hooked_functions {
             }
             Poll {
                 cuEventQuery cuStreamQuery cuStreamQuery_ptsz
+            }
+            Sync {
+                cuCtxSynchronize cuCtxSynchronize_v2 cuEventSynchronize cuStreamSynchronize
+                cuStreamSynchronize_ptsz
             }
             Alloc {
                 cuArray3DCreate cuArray3DCreate_v2 cuArrayCreate cuArrayCreate_v2 cuCtxCreate
@@ -230,7 +234,7 @@ macro_rules! hooked_functions {
             Memory {
                 cuCtxDestroy cuCtxDestroy_v2 cuCtxFromGreenCtx cuDevicePrimaryCtxRelease
                 cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxReset cuDevicePrimaryCtxReset_v2
-                cuIpcCloseMemHandle cuMemFree cuMemFree_v2 cuMemGetAddressRange
+                cuIpcCloseMemHandle cuMemFree cuMemFreeAsync cuMemFreeAsync_ptsz cuMemFree_v2 cuMemGetAddressRange
                 cuMemGetAddressRange_v2 cuMemGetAllocationPropertiesFromHandle cuMemMap
                 cuMemMapArrayAsync cuMemMapArrayAsync_ptsz cuMemRelease cuMemRetainAllocationHandle cuMemUnmap cuPointerSetAttribute
             }

@@ -1,5 +1,4 @@
-//! What stands in for the driver's functions. Each has its function's signature, is called
-//! while the call is counted, and passes on whatever is not about carried memory.
+//! What stands in for the driver's functions about allocations and addresses.
 
 use core::ffi::c_void;
 use core::sync::atomic::Ordering;
@@ -7,84 +6,15 @@ use core::sync::atomic::Ordering;
 use affinode_cuda_sys::{pointer_attribute, result};
 
 use super::backing::{back, give_access, is_able, property_on, strays, unback};
-use super::contexts::{
-    ctx_destroy, current_context, in_context, primary_release, primary_reset, wait_for_work,
-};
+use super::contexts::{current_context, in_context, wait_for_work};
 use super::driver::call;
 use super::table::{Allocation, Piece, Place};
-use super::{CARRY, GRANULE_BYTES, addresses, count, ipc, locked, tables, vmm};
+use super::{CARRY, GRANULE_BYTES, addresses, count, ipc, locked, pools, tables, vmm};
 use crate::owned::Owned;
 
 /// Smaller allocations are left to the driver, which puts several into one such piece.
 const LEAST_BYTES: usize = 2 << 20;
-/// The functions, old names beside new ones where both mean the same.
-pub const NAMES: [&[u8]; 30] = [
-    b"cuMemAlloc_v2",
-    b"cuMemAllocPitch_v2",
-    b"cuMemFree_v2",
-    b"cuMemGetAddressRange_v2",
-    b"cuPointerGetAttribute",
-    b"cuPointerGetAttributes",
-    b"cuPointerSetAttribute",
-    b"cuMemRetainAllocationHandle",
-    b"cuMemGetHandleForAddressRange",
-    b"cuIpcGetMemHandle",
-    b"cuIpcOpenMemHandle_v2",
-    b"cuIpcOpenMemHandle",
-    b"cuIpcCloseMemHandle",
-    b"cuCtxDestroy_v2",
-    b"cuCtxDestroy",
-    b"cuDevicePrimaryCtxReset_v2",
-    b"cuDevicePrimaryCtxReset",
-    b"cuDevicePrimaryCtxRelease_v2",
-    b"cuDevicePrimaryCtxRelease",
-    b"cuCtxEnablePeerAccess",
-    b"cuMemCreate",
-    b"cuMemRelease",
-    b"cuMemMap",
-    b"cuMemUnmap",
-    b"cuMemSetAccess",
-    b"cuMemExportToShareableHandle",
-    b"cuMemGetAllocationPropertiesFromHandle",
-    b"cuMemMapArrayAsync",
-    b"cuMemMapArrayAsync_ptsz",
-    b"cuCtxFromGreenCtx",
-];
-
-/// What stands in for the function of this place in [`NAMES`].
-pub fn stand_in(index: usize) -> usize {
-    match index {
-        0 => mem_alloc as *const () as usize,
-        1 => mem_alloc_pitch as *const () as usize,
-        2 => mem_free as *const () as usize,
-        3 => mem_get_address_range as *const () as usize,
-        4 => pointer_get_attribute as *const () as usize,
-        5 => pointer_get_attributes as *const () as usize,
-        6 => pointer_set_attribute as *const () as usize,
-        7 => vmm::mem_retain_handle as *const () as usize,
-        8 => mem_get_handle_for_range as *const () as usize,
-        9 => ipc::ipc_get_mem_handle as *const () as usize,
-        10 => ipc::ipc_open_mem_handle_v2 as *const () as usize,
-        11 => ipc::ipc_open_mem_handle as *const () as usize,
-        12 => ipc::ipc_close_mem_handle as *const () as usize,
-        13 | 14 => ctx_destroy as *const () as usize,
-        15 | 16 => primary_reset as *const () as usize,
-        17 | 18 => primary_release as *const () as usize,
-        19 => ctx_enable_peer_access as *const () as usize,
-        20 => vmm::mem_create as *const () as usize,
-        21 => vmm::mem_release as *const () as usize,
-        22 => vmm::mem_map as *const () as usize,
-        23 => vmm::mem_unmap as *const () as usize,
-        24 => vmm::mem_set_access as *const () as usize,
-        25 => vmm::mem_export as *const () as usize,
-        26 => vmm::mem_get_property as *const () as usize,
-        27 => vmm::mem_map_array as *const () as usize,
-        28 => vmm::mem_map_array_ptsz as *const () as usize,
-        _ => ctx_from_green as *const () as usize,
-    }
-}
-
-unsafe extern "C" fn mem_alloc(address: *mut u64, bytes: usize) -> u32 {
+pub unsafe extern "C" fn mem_alloc(address: *mut u64, bytes: usize) -> u32 {
     if !address.is_null()
         && let Some(carried) = allocate(bytes)
     {
@@ -95,7 +25,7 @@ unsafe extern "C" fn mem_alloc(address: *mut u64, bytes: usize) -> u32 {
     call!(mem_alloc(address, bytes))
 }
 
-unsafe extern "C" fn mem_alloc_pitch(
+pub unsafe extern "C" fn mem_alloc_pitch(
     address: *mut u64,
     pitch: *mut usize,
     width: usize,
@@ -142,9 +72,11 @@ fn allocate(asked_bytes: usize) -> Option<u64> {
     let address = is_able(device).then(|| addresses::reserve(bytes)).flatten()?;
     let property = property_on(device);
     let piece = Piece { address, bytes: bytes as u64, property, context, ..Piece::default() };
-    if let Ok(handle) = back(&piece) {
+    pools::settle();
+    if let Ok(handle) = back_with_room(&piece) {
         let piece = Piece { handle, ..piece };
-        let allocation = Allocation { piece, asked_bytes: asked_bytes as u64 };
+        let asked_bytes = asked_bytes as u64;
+        let allocation = Allocation { piece, asked_bytes, ..Allocation::default() };
         if tables(|tables| tables.insert(allocation)) {
             count(bytes as i64);
             return Some(address);
@@ -156,7 +88,17 @@ fn allocate(asked_bytes: usize) -> Option<u64> {
     None
 }
 
-unsafe extern "C" fn mem_free(address: u64) -> u32 {
+/// The same as [`back`]; where memory is short, what nobody uses makes room.
+fn back_with_room(piece: &Piece) -> Result<u64, u32> {
+    loop {
+        match back(piece) {
+            Err(result::OUT_OF_MEMORY) if pools::make_room() => {}
+            backed => return backed,
+        }
+    }
+}
+
+pub unsafe extern "C" fn mem_free(address: u64) -> u32 {
     let Some(found) = locked(|table| table.at(address).copied()) else {
         if tables(|tables| tables.opened.around(address).is_some()) {
             return result::INVALID_VALUE;
@@ -170,6 +112,7 @@ unsafe extern "C" fn mem_free(address: u64) -> u32 {
     match locked(|table| table.remove_at(address)) {
         Some(allocation) => {
             release(&allocation.piece);
+            pools::settle();
             result::SUCCESS
         }
         // Another thread has freed it meanwhile.
@@ -208,7 +151,11 @@ fn known_at(address: u64) -> Option<Allocation> {
     })
 }
 
-unsafe extern "C" fn mem_get_address_range(base: *mut u64, bytes: *mut usize, address: u64) -> u32 {
+pub unsafe extern "C" fn mem_get_address_range(
+    base: *mut u64,
+    bytes: *mut usize,
+    address: u64,
+) -> u32 {
     let Some(found) = known_at(address) else {
         return call!(mem_get_address_range(base, bytes, address));
     };
@@ -242,7 +189,7 @@ unsafe fn correct(data: *mut c_void, attribute: u32, allocation: &Allocation) {
     unsafe { data.cast::<u64>().write(value) };
 }
 
-unsafe extern "C" fn pointer_get_attribute(data: *mut c_void, attribute: u32, at: u64) -> u32 {
+pub unsafe extern "C" fn pointer_get_attribute(data: *mut c_void, attribute: u32, at: u64) -> u32 {
     let code = call!(pointer_get_attribute(data, attribute, at));
     if code == result::SUCCESS
         && let Some(found) = known_at(at)
@@ -253,7 +200,7 @@ unsafe extern "C" fn pointer_get_attribute(data: *mut c_void, attribute: u32, at
     code
 }
 
-unsafe extern "C" fn pointer_get_attributes(
+pub unsafe extern "C" fn pointer_get_attributes(
     many: u32,
     attributes: *const u32,
     data: *const *mut c_void,
@@ -282,7 +229,11 @@ pub(super) fn stays(address: u64) {
     }
 }
 
-unsafe extern "C" fn pointer_set_attribute(value: *const c_void, attribute: u32, at: u64) -> u32 {
+pub unsafe extern "C" fn pointer_set_attribute(
+    value: *const c_void,
+    attribute: u32,
+    at: u64,
+) -> u32 {
     let code = call!(pointer_set_attribute(value, attribute, at));
     // Whatever the answer: who asks for this wants others on the bus to reach the memory.
     stays(at);
@@ -290,7 +241,7 @@ unsafe extern "C" fn pointer_set_attribute(value: *const c_void, attribute: u32,
     code
 }
 
-unsafe extern "C" fn mem_get_handle_for_range(
+pub unsafe extern "C" fn mem_get_handle_for_range(
     handle: *mut c_void,
     address: u64,
     bytes: usize,
@@ -306,7 +257,7 @@ unsafe extern "C" fn mem_get_handle_for_range(
 }
 
 /// Such a context ends in a way that is not seen here: from now on nothing new is carried.
-unsafe extern "C" fn ctx_from_green(context: *mut usize, green: usize) -> u32 {
+pub unsafe extern "C" fn ctx_from_green(context: *mut usize, green: usize) -> u32 {
     let code = call!(ctx_from_green(context, green));
     if code == result::SUCCESS {
         CARRY.green.store(1, Ordering::Release);
@@ -315,7 +266,7 @@ unsafe extern "C" fn ctx_from_green(context: *mut usize, green: usize) -> u32 {
     code
 }
 
-unsafe extern "C" fn ctx_enable_peer_access(peer: usize, flags: u32) -> u32 {
+pub unsafe extern "C" fn ctx_enable_peer_access(peer: usize, flags: u32) -> u32 {
     let code = call!(ctx_enable_peer_access(peer, flags));
     let (mut own, mut other) = (-1, -1);
     if code == result::SUCCESS

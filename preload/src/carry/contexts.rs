@@ -7,7 +7,7 @@ use affinode_cuda_sys::result;
 use super::calls::release;
 use super::table::{Piece, Tables};
 use super::vmm::blocks;
-use super::{CARRY, driver::call, locked, tables, with_pool};
+use super::{CARRY, driver::call, locked, pools, tables, with_pool};
 
 pub(super) fn current_context() -> Option<usize> {
     let mut context = 0;
@@ -65,15 +65,19 @@ fn ends(context: usize, end: impl FnOnce() -> u32, has_ended: impl FnOnce() -> b
     let mut ended = false;
     let before = tables(Tables::now);
     let code = with_pool(|pool| {
-        let code = end();
-        ended = code == result::SUCCESS && has_ended();
-        if ended {
-            pool.context_ends(context);
-            for place in &CARRY.anchored {
-                let _ = place.compare_exchange(context, 0, Ordering::Relaxed, Ordering::Relaxed);
+        CARRY.unused_lock.hold(|| {
+            let code = end();
+            ended = code == result::SUCCESS && has_ended();
+            if ended {
+                pool.context_ends(context);
+                pools::context_ends(context, before);
+                let order = Ordering::Relaxed;
+                for place in &CARRY.anchored {
+                    let _ = place.compare_exchange(context, 0, order, order);
+                }
             }
-        }
-        code
+            code
+        })
     });
     // Another thread may have made a context of the same number, and memory in it, meanwhile.
     let of_it = |piece: &Piece| piece.context == context && piece.since < before;

@@ -9,7 +9,7 @@ use super::ipc::ByValue;
 use crate::libcuda;
 
 macro_rules! functions {
-    ($($name:ident = $symbol:literal ($($argument:ty),*);)*) => {
+    ($(#[$doc:meta])* $are_all_there:ident; $($name:ident = $symbol:literal ($($argument:ty),*);)*) => {
         $(
             #[doc = concat!("`", $symbol, "`, if libcuda has it.")]
             pub fn $name() -> Option<unsafe extern "C" fn($($argument),*) -> u32> {
@@ -24,14 +24,16 @@ macro_rules! functions {
             }
         )*
 
-        /// Whether libcuda has all of them.
-        pub fn is_complete() -> bool {
+        $(#[$doc])*
+        pub fn $are_all_there() -> bool {
             $($name().is_some())&&*
         }
     };
 }
 
 functions! {
+    /// Whether libcuda has all that carrying memory takes.
+    is_complete;
     mem_alloc = "cuMemAlloc_v2" (*mut u64, usize);
     mem_alloc_pitch = "cuMemAllocPitch_v2" (*mut u64, *mut usize, usize, usize, u32);
     mem_free = "cuMemFree_v2" (u64);
@@ -80,14 +82,26 @@ functions! {
     launch_kernel = "cuLaunchKernel" (usize, u32, u32, u32, u32, u32, u32, u32, *mut c_void, *mut *mut c_void, *mut *mut c_void);
 }
 
+functions! {
+    /// Whether libcuda has all that memory in the order of streams takes: as of CUDA 12.0.
+    has_streams;
+    event_create = "cuEventCreate" (*mut usize, u32);
+    event_destroy = "cuEventDestroy_v2" (usize);
+    event_record = "cuEventRecord" (usize, *mut c_void);
+    event_query = "cuEventQuery" (usize);
+    event_synchronize = "cuEventSynchronize" (usize);
+    exchange_mode = "cuThreadExchangeStreamCaptureMode" (*mut u32);
+    mem_free_async = "cuMemFreeAsync" (u64, *mut c_void);
+    stream_get_context = "cuStreamGetCtx" (*mut c_void, *mut usize);
+    stream_get_id = "cuStreamGetId" (*mut c_void, *mut u64);
+    stream_is_capturing = "cuStreamIsCapturing" (*mut c_void, *mut u32);
+}
+
 /// `cuThreadExchangeStreamCaptureMode`, which is not needed where it is missing.
 pub fn exchange_capture_mode(mode: &mut u32) {
-    if let Some(address) = libcuda::function(b"cuThreadExchangeStreamCaptureMode") {
+    if let Some(exchange) = exchange_mode() {
         // SAFETY: the function's signature since it exists.
-        unsafe {
-            let exchange: unsafe extern "C" fn(*mut u32) -> u32 = core::mem::transmute(address);
-            let _ = exchange(mode);
-        }
+        let _ = unsafe { exchange(mode) };
     }
 }
 
@@ -115,6 +129,10 @@ later_functions! {
     ipc_open_mem_handle_v2 = b"cuIpcOpenMemHandle_v2" (*mut u64, ByValue, u32);
     /// The same before.
     ipc_open_mem_handle = b"cuIpcOpenMemHandle" (*mut u64, ByValue, u32);
+    /// As of CUDA 11.2, for per-thread default streams.
+    mem_free_async_ptsz = b"cuMemFreeAsync_ptsz" (u64, *mut c_void);
+    /// As of CUDA 13.0.
+    ctx_synchronize_v2 = b"cuCtxSynchronize_v2" (usize);
     /// As of CUDA 12.4.
     ctx_from_green = b"cuCtxFromGreenCtx" (*mut usize, usize);
 }

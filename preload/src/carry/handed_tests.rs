@@ -75,7 +75,11 @@ impl World {
             Imported => piece.imported = true,
         }
         self.fake.write(piece.address, content);
-        assert!(tables(|tables| tables.insert(Allocation { piece, asked_bytes: bytes })));
+        assert!(tables(|tables| tables.insert(Allocation {
+            piece,
+            asked_bytes: bytes,
+            ..Allocation::default()
+        })));
     }
 
     fn hand_over(&self) -> Result<bool, u32> {

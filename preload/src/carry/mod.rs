@@ -15,7 +15,8 @@
 //!
 //! | module | what |
 //! | --- | --- |
-//! | `calls` | what stands in for the driver's functions about allocations |
+//! | `stand_ins`, `calls` | what stands in for the driver's functions; those about allocations |
+//! | `pools` | memory in the order of streams |
 //! | `vmm`, `blocks` | the same for physical memory that the application maps by itself |
 //! | `backing`, `contexts` | physical memory for addresses; contexts and their end |
 //! | `addresses` | of what was freed |
@@ -52,8 +53,10 @@ mod order;
 mod park;
 mod pool;
 mod released;
+mod pools;
 mod shortage;
 mod sorted;
+mod stand_ins;
 mod table;
 pub mod vault;
 mod vmm;
@@ -63,6 +66,7 @@ use core::cell::UnsafeCell;
 use core::ffi::CStr;
 use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
+use affinode_cuda_sys::hook;
 use affinode_proto::wire::Engine;
 
 use self::ahead::Ahead;
@@ -73,6 +77,8 @@ pub use self::park::{holds_imported, is_parked, let_go_of_parked, park, tidy, un
 use self::pool::Pool;
 pub use self::pool::Tidied;
 pub use self::released::{Released, take_note};
+pub use self::pools::make_room;
+use self::stand_ins::FUNCTIONS;
 use self::table::{Allocations, Tables};
 pub use self::vmm::translate;
 use crate::{libc, libcuda, process, sys};
@@ -100,6 +106,10 @@ struct Carry {
     vmm_lock: Lock,
     /// Held while it is made sure that others reach this process.
     reach_lock: Lock,
+    /// Held while it is looked at what memory nobody uses any more, and while that goes.
+    unused_lock: Lock,
+    /// 1 while there may be such that was not looked at.
+    unsettled: AtomicU32,
     /// Held while a context ends, and while the agent uses one beside the application.
     contexts_lock: Lock,
     /// The agent's alone, but for what [`Pool::context_ends`] changes under the lock of contexts.
@@ -130,6 +140,8 @@ static CARRY: Carry = Carry {
     tables: UnsafeCell::new(Tables::empty()),
     vmm_lock: Lock::new(),
     reach_lock: Lock::new(),
+    unused_lock: Lock::new(),
+    unsettled: AtomicU32::new(0),
     contexts_lock: Lock::new(),
     pool: UnsafeCell::new(Pool::none()),
     peers: [const { AtomicU64::new(0) }; DEVICES],
@@ -217,18 +229,16 @@ fn find_all() -> bool {
     if wiped.is_err() || !driver::is_complete() {
         return false;
     }
-    for (index, name) in calls::NAMES.iter().enumerate() {
-        if let Some(real) = REAL.get(index) {
-            real.store(libcuda::function(name).unwrap_or(0), Ordering::Relaxed);
-        }
+    for (function, real) in FUNCTIONS.iter().zip(&REAL) {
+        let found = hook::name(*function as u32 + 1).map(str::as_bytes).and_then(libcuda::function);
+        real.store(found.unwrap_or(0), Ordering::Relaxed);
     }
     CARRY.in_use.store(1, Ordering::Release);
     true
 }
 
-/// The driver's functions that something stands in for, in the order of [`calls::NAMES`].
-static REAL: [AtomicUsize; calls::NAMES.len()] =
-    [const { AtomicUsize::new(0) }; calls::NAMES.len()];
+/// The driver's functions that something stands in for, in the order of [`FUNCTIONS`].
+static REAL: [AtomicUsize; FUNCTIONS.len()] = [const { AtomicUsize::new(0) }; FUNCTIONS.len()];
 
 /// Whether memory is carried in this process, or was.
 pub fn is_in_use() -> bool {
@@ -243,7 +253,8 @@ pub fn stand_in(number: u32, real: usize) -> Option<usize> {
     if real == 0 {
         return None;
     }
-    REAL.iter().position(|known| known.load(Ordering::Relaxed) == real).map(calls::stand_in)
+    let index = REAL.iter().position(|known| known.load(Ordering::Relaxed) == real)?;
+    FUNCTIONS.get(index).copied().and_then(stand_ins::stand_in)
 }
 
 /// What the last move out did not store, because it is all zero, in bytes.

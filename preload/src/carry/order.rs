@@ -98,7 +98,7 @@ mod tests {
             })
             .collect();
         for address in [500, 900, 300, 700] {
-            tables.insert(Allocation { piece: piece(address), asked_bytes: 50 });
+            tables.insert(Allocation { piece: piece(address), ..Allocation::default() });
         }
         tables.piece(Id::Allocation(900)).unwrap().stays = true;
         let blocks = [Id::Block(blocks[0]), Id::Block(blocks[1])];

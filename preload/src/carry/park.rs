@@ -23,7 +23,9 @@ use super::driver::call;
 use super::order::Order;
 use super::pool::{Pool, Stored, Tidied};
 use super::table::{Id, Piece, Place};
-use super::{CARRY, ahead, check, driver, handed, is_in_use, shortage, tables, vault, with_pool};
+use super::{
+    CARRY, ahead, check, driver, handed, is_in_use, pools, shortage, tables, vault, with_pool,
+};
 use crate::process;
 
 /// Most contexts whose memory is copied. A process with more cannot be parked: the controller
@@ -51,6 +53,7 @@ pub fn park(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32> {
         return Err(result::NOT_SUPPORTED);
     }
     relax_captures();
+    pools::clear();
     check::set(check);
     with_pool(|pool| {
         ahead::stop(pool);
@@ -163,7 +166,9 @@ pub fn holds_imported() -> bool {
     let is_imported = |piece: &Piece| piece.imported && on_device(piece);
     is_in_use()
         && (CARRY.strayed.load(Ordering::Acquire) == 1
-            || tables(|tables| tables.next(Id::FIRST, is_imported).is_some()))
+            || tables(|tables| {
+                tables.next(Id::FIRST, is_imported).is_some() || tables.cache.holds_imported()
+            }))
 }
 
 /// Copies out in progress.

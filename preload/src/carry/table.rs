@@ -5,6 +5,7 @@ use affinode_cuda_sys::MemAllocationProp;
 use super::addresses::Addresses;
 use super::blocks::Blocks;
 use super::ipc::{Identity, OpenedOnes};
+use super::pools::{Cache, Mark};
 use super::sorted::{Keyed, Sorted};
 use crate::owned::Owned;
 
@@ -78,6 +79,8 @@ pub struct Allocation {
     pub piece: Piece,
     /// What the application asked for, in bytes.
     pub asked_bytes: u64,
+    /// An event of ours, once it was freed in a stream.
+    pub mark: Mark,
 }
 
 impl Keyed for Allocation {
@@ -132,6 +135,8 @@ pub struct Tables {
     pub identity: Identity,
     /// What was freed.
     pub addresses: Addresses,
+    /// What nobody uses any more.
+    pub cache: Cache,
     noted: u64,
 }
 
@@ -144,6 +149,7 @@ impl Tables {
             opened: Sorted::empty(),
             identity: Identity::none(),
             addresses: Addresses::none(),
+            cache: Cache::empty(),
             noted: 0,
         }
     }
@@ -204,7 +210,7 @@ mod tests {
     }
 
     fn allocation(n: u64) -> Allocation {
-        Allocation { piece: piece(n * 100), asked_bytes: 50 }
+        Allocation { piece: piece(n * 100), asked_bytes: 50, ..Allocation::default() }
     }
 
     #[test]

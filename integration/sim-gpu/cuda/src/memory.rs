@@ -69,6 +69,8 @@ struct Mapping {
     origin: Origin,
     context: u64,
     access: u32,
+    /// It was freed in a stream, whose work has not come so far.
+    freed: bool,
     /// How often it was opened, where it is memory of another process.
     times: u32,
     /// The address range, where it is not one of `cuMemAddressReserve`.
@@ -189,6 +191,7 @@ impl Memory {
             origin,
             context,
             access,
+            freed: false,
             times: 1,
             _pages: Some(pages),
         };
@@ -203,6 +206,13 @@ impl Memory {
             .filter(|mapping| mapping.origin == origin)
             .ok_or(INVALID_VALUE)?;
         Ok(self.unmap_at(address))
+    }
+
+    /// The application frees an allocation in a stream: from now on it has it no more.
+    pub fn free_later(&mut self, address: CUdeviceptr) -> Outcome {
+        let freed = |mapping: &&mut Mapping| mapping.origin == Origin::Alloc && !mapping.freed;
+        self.mappings.get_mut(&address).filter(freed).ok_or(INVALID_VALUE)?.freed = true;
+        Ok(())
     }
 
     /// Where an object is that was opened in this context already; it is open once more now.
@@ -298,6 +308,7 @@ impl Memory {
             origin: Origin::Vmm,
             context: 0,
             access: 0,
+            freed: false,
             times: 1,
             _pages: None,
         };

@@ -133,7 +133,7 @@ fn serve(ask: &Ask, identity: &Identity, way: &Descriptor) -> Option<()> {
         let found = locked(|table| table.at(ask.address).copied())?;
         (found.piece.since == ask.since && is_shareable(&found.piece)).then_some(found)
     };
-    let Allocation { piece, asked_bytes } = find()?;
+    let Allocation { piece, asked_bytes, .. } = find()?;
     let mut memory = 0;
     if call!(mem_retain_handle(&raw mut memory, piece.address)) != result::SUCCESS {
         return None;

@@ -167,7 +167,7 @@ fn import(handle: &Handle, context: usize) -> Result<Opened, u32> {
         call!(mem_release(memory));
     })?;
     done(give_access_to_opened(&piece)).inspect_err(|_| release(&piece))?;
-    let allocation = Allocation { piece, asked_bytes: answer.asked_bytes };
+    let allocation = Allocation { piece, asked_bytes: answer.asked_bytes, ..Allocation::default() };
     Ok(Opened { allocation, handle: *handle, times: 1 })
 }
 
@@ -244,7 +244,8 @@ mod tests {
     fn opened(n: u64, context: usize) -> Opened {
         let piece = Piece { address: n * 100, bytes: 60, context, stays: true, ..Piece::default() };
         let handle = Handle { address: n, ..Handle::default() };
-        Opened { allocation: Allocation { piece, asked_bytes: 50 }, handle, times: 1 }
+        let allocation = Allocation { piece, asked_bytes: 50, ..Allocation::default() };
+        Opened { allocation, handle, times: 1 }
     }
 
     #[test]

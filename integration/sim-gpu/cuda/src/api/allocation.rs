@@ -30,9 +30,7 @@ cuda_api! {
     }
     Work 11020 fn [cuMemFreeAsync cuMemFreeAsync_ptsz] (address: CUdeviceptr, stream: Handle) |d, zero| {
         let stream = d.stream(stream, zero)?;
-        if d.memory().describe(address).is_none_or(|found| found.base != address || found.origin != Origin::Alloc) {
-            return Err(INVALID_VALUE);
-        }
+        d.memory().free_later(address)?;
         d.streams.submit(stream, Box::new(move || free(d, address))).map(drop)
     }
     Work 6000 fn cuMemAllocManaged(address: Out<CUdeviceptr>, bytes: usize, _flags: u32) |d, _z| {

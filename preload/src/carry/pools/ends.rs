@@ -1,0 +1,167 @@
+//! When work has ended, and what is done then: the effects of what [`super::cache`] decides.
+//!
+//! One thread at a time looks at events and ends them. An event is recorded by the call that frees, in
+//! the stream that it names: at any other time that stream may be another thread's to capture.
+
+use core::sync::atomic::Ordering;
+
+use affinode_cuda_sys::result;
+
+use super::super::backing::{strays, unback};
+use super::super::contexts::in_context;
+use super::super::driver::{self, call};
+use super::super::{CARRY, is_in_use, tables};
+use super::cache::{Busy, Mark, Unused};
+use super::stream::Stream;
+use crate::sys;
+
+/// Runs `body` so that what it asks harms no capture, of this thread or another.
+pub fn relaxed<R>(body: impl FnOnce() -> R) -> R {
+    const RELAXED: u32 = 2;
+    let mut mode = RELAXED;
+    driver::exchange_capture_mode(&mut mode);
+    let result = body();
+    driver::exchange_capture_mode(&mut mode);
+    result
+}
+
+/// Marks what a stream has to do by now, by an event that may be there already.
+pub fn mark(stream: Stream, before: Mark) -> Option<Mark> {
+    let context = stream.context()?;
+    let mut mark = before;
+    if before.event == 0 || before.context != context {
+        const NO_TIMES: u32 = 2;
+        let mut event = 0;
+        let code = relaxed(|| {
+            CARRY.unused_lock.hold(|| forget(before));
+            in_context(context, || call!(event_create(&raw mut event, NO_TIMES)))
+        });
+        if code != result::SUCCESS {
+            return None;
+        }
+        mark = Mark { event, context };
+    }
+    if call!(event_record(mark.event, stream.0)) != result::SUCCESS {
+        CARRY.unused_lock.hold(|| forget(mark));
+        return None;
+    }
+    Some(mark)
+}
+
+/// Ends an event. The lock is held.
+fn forget(mark: Mark) {
+    if mark.event != 0 {
+        in_context(mark.context, || call!(event_destroy(mark.event)));
+    }
+}
+
+fn has_happened(mark: Mark) -> bool {
+    mark.event == 0
+        || in_context(mark.context, || call!(event_query(mark.event))) == result::SUCCESS
+}
+
+/// Waits for the mark of what cannot even be noted, and gives it back.
+pub fn give_back_after(one: &Unused) {
+    relaxed(|| {
+        in_context(one.mark.context, || call!(event_synchronize(one.mark.event)));
+        CARRY.unused_lock.hold(|| give_back(one));
+    });
+}
+
+/// Gives memory back that nobody uses. The lock is held.
+fn give_back(one: &Unused) {
+    if one.piece.may_stray() {
+        strays();
+    }
+    unback(&one.piece);
+    call!(mem_address_free(one.piece.address, one.piece.bytes as usize));
+    forget(one.mark);
+}
+
+/// Learns what has ended. The lock is held.
+fn look() {
+    let mut busy = Busy::default();
+    let mut from = 0;
+    while let Some(one) = tables(|tables| tables.cache.waiting(from, &busy)) {
+        from = one.since + 1;
+        if has_happened(one.mark) {
+            tables(|tables| tables.cache.has_ended(one.since));
+        } else {
+            busy.add(one.stream);
+        }
+    }
+}
+
+/// Something was freed: calls look again.
+pub fn unsettle() {
+    CARRY.unsettled.store(1, Ordering::Release);
+}
+
+/// Gives back what is to be given back, where something was freed since, or still waits.
+pub fn settle() {
+    if CARRY.unsettled.load(Ordering::Relaxed) == 0 {
+        return;
+    }
+    relaxed(|| {
+        CARRY.unused_lock.hold(|| {
+            CARRY.unsettled.store(0, Ordering::Release);
+            look();
+            while let Some(one) = tables(|tables| tables.cache.take_ended()) {
+                give_back(&one);
+            }
+            if tables(|tables| tables.cache.waits()) {
+                unsettle();
+            }
+        });
+    });
+}
+
+/// Device memory was short: gives back all that nobody uses any more, or else the first for whose
+/// work it can wait. True: it is worth another try.
+pub fn make_room() -> bool {
+    /// Work that takes longer may wait for this thread.
+    const MOST_US: u64 = 10_000_000;
+    const BETWEEN_US: u64 = 500;
+    if !is_in_use() {
+        return false;
+    }
+    let until_us = sys::now_us() + MOST_US;
+    loop {
+        let (given, waits) = relaxed(|| {
+            CARRY.unused_lock.hold(|| {
+                look();
+                let mut given = false;
+                while let Some(one) = tables(|tables| tables.cache.take_ended()) {
+                    give_back(&one);
+                    given = true;
+                }
+                (given, tables(|tables| tables.cache.waits()))
+            })
+        });
+        if given || !waits || sys::now_us() > until_us {
+            return given;
+        }
+        sys::sleep_us(BETWEEN_US);
+    }
+}
+
+/// Everything has ended, and no call is in the driver: gives all of it back.
+pub fn clear() {
+    CARRY.unused_lock.hold(|| {
+        while let Some(one) = tables(|tables| tables.cache.take_any()) {
+            give_back(&one);
+        }
+    });
+}
+
+/// What ended with a context that was noted before a moment. The lock is held.
+pub fn context_ends(context: usize, before: u64) {
+    tables(|tables| {
+        tables.cache.context_ends(context, before);
+        let marks = tables.allocations.all().iter_mut().map(|allocation| &mut allocation.mark);
+        marks.filter(|mark| mark.context == context).for_each(|mark| *mark = Mark::default());
+    });
+    while let Some(one) = tables(|tables| tables.cache.take_of_context(context, before)) {
+        give_back(&one);
+    }
+}

@@ -1,0 +1,48 @@
+//! A stream as a call names it.
+
+use core::ffi::c_void;
+
+use affinode_cuda_sys::result;
+
+use super::super::contexts::current_context;
+use super::super::driver::call;
+
+/// What a call was given as its stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stream(pub *mut c_void);
+
+const NONE: usize = 0;
+const LEGACY: usize = 1;
+const PER_THREAD: usize = 2;
+
+impl Stream {
+    /// The same for a function of per-thread default streams, where no stream means the thread's.
+    pub fn per_thread(handle: *mut c_void) -> Stream {
+        let is_default = handle as usize == NONE;
+        Stream(if is_default { PER_THREAD as *mut c_void } else { handle })
+    }
+
+    /// Whether calls on it go into a graph instead of to the device, or it cannot be told.
+    pub fn is_capturing(self) -> bool {
+        let mut status = 1;
+        let code = call!(stream_is_capturing(self.0, &raw mut status));
+        code != result::SUCCESS || status != 0
+    }
+
+    /// Its context.
+    pub fn context(self) -> Option<usize> {
+        if matches!(self.0 as usize, NONE | LEGACY | PER_THREAD) {
+            return current_context().filter(|context| *context != 0);
+        }
+        let mut context = 0;
+        let code = call!(stream_get_context(self.0, &raw mut context));
+        (code == result::SUCCESS && context != 0).then_some(context)
+    }
+
+    /// What no other stream of the process has ever been called, or will be: its handle may be
+    /// another's after its end.
+    pub fn id(self) -> Option<u64> {
+        let mut id = 0;
+        (call!(stream_get_id(self.0, &raw mut id)) == result::SUCCESS).then_some(id)
+    }
+}
