@@ -33,6 +33,7 @@ build checkpoint checkpoint.c client.c -ldl
 build nvidia-smi nvidia_smi.c -ldl
 build api_check api_check.c client.c load_dlsym.c -ldl -lpthread
 build segments segments.c client.c load_dlsym.c -ldl
+build pools pools.c client.c load_dlsym.c -ldl
 build ipc ipc.c client.c load_dlsym.c -ldl
 build limiter.so limiter.c -shared -fPIC -fvisibility=hidden -ldl -lpthread
 build memory_check memory_check.c client.c load_dlsym.c -ldl -lpthread

@@ -6,7 +6,7 @@
 //! which entries are only ever added, without a lock: a thread that is stopped in the
 //! middle, or a fork, leaves nothing half done.
 
-use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
 use affinode_cuda_sys::hook::{self, Class};
 use affinode_proto::wire::page::slot;
@@ -68,6 +68,16 @@ impl Entry {
         Class::from_u8((self.meta.load(Ordering::Relaxed) >> 56) as u8)
     }
 
+    /// Notes an exported call that waits. False: there is no place for it.
+    fn is_noted(&'static self) -> bool {
+        let own = core::ptr::from_ref(self).cast_mut();
+        EXPORTED_WAITS.iter().any(|place| {
+            let (order, none) = (Ordering::SeqCst, core::ptr::null_mut());
+            let owner = place.compare_exchange(none, own, order, order);
+            owner.is_ok() || owner == Err(own)
+        })
+    }
+
     /// Puts a call that waits on the thorough path.
     fn see_wait(&self) {
         // Before it is complete it has no class, and whoever completes it comes here after.
@@ -77,16 +87,19 @@ impl Entry {
     }
 
     /// The real function, looked up by `find` when it is not known yet.
-    pub fn resolve(&self, find: impl FnOnce(&[u8]) -> Option<usize>) -> Option<usize> {
+    pub fn resolve(&'static self, find: impl FnOnce(&[u8]) -> Option<usize>) -> Option<usize> {
         let known = self.real.load(Ordering::Acquire);
         if known != 0 {
             return Some(known);
         }
         let real = find(hook::name(self.number())?.as_bytes())?;
         self.real.store(real, Ordering::Release);
-        // Nobody could find it later, when waits are to be seen.
-        if !self.class().is_thorough() && self.class() != Class::Sync {
-            self.meta.fetch_and(!THOROUGH_BIT, Ordering::Release);
+        // A call that waits is to be found later, when it is to be seen.
+        if !self.class().is_thorough() && (self.class() != Class::Sync || self.is_noted()) {
+            self.meta.fetch_and(!THOROUGH_BIT, Ordering::SeqCst);
+            if SEES_WAITS.load(Ordering::SeqCst) {
+                self.see_wait();
+            }
         }
         Some(real)
     }
@@ -101,10 +114,19 @@ pub static ENTRIES: [Entry; POOL] = [const { Entry::empty() }; POOL];
 /// Set once calls of [`Class::Sync`] are to be seen.
 static SEES_WAITS: AtomicBool = AtomicBool::new(false);
 
+/// Exported entries of such calls.
+static EXPORTED_WAITS: [AtomicPtr<Entry>; 8] = [const { AtomicPtr::new(core::ptr::null_mut()) }; 8];
+
 /// From now on calls that wait for work take the thorough path. Before, they cost nothing.
 pub fn see_waits() {
     if !SEES_WAITS.load(Ordering::Relaxed) && !SEES_WAITS.swap(true, Ordering::SeqCst) {
         ENTRIES.iter().for_each(Entry::see_wait);
+        for place in &EXPORTED_WAITS {
+            // SAFETY: null, or what `is_noted` wrote, which lives for ever.
+            if let Some(entry) = unsafe { place.load(Ordering::SeqCst).as_ref() } {
+                entry.see_wait();
+            }
+        }
     }
 }
 
@@ -162,7 +184,7 @@ mod tests {
     #[test]
     fn an_exported_entry_is_resolved_once_and_then_takes_the_fast_path() {
         let number = hook::find(b"cuStreamWaitEvent").unwrap().0;
-        let entry = Entry::exported(number, Class::Work);
+        let entry: &Entry = Box::leak(Box::new(Entry::exported(number, Class::Work)));
         assert_eq!(entry.resolve(|_| None), None);
         assert_ne!(entry.meta.load(Ordering::Relaxed) & THOROUGH_BIT, 0);
         let found = entry.resolve(|name| (name == b"cuStreamWaitEvent").then_some(77));
@@ -184,8 +206,21 @@ mod tests {
         see_waits();
         entries.iter().for_each(Entry::see_wait);
         assert!(is_seen(before) && !is_seen(work) && is_seen(add(48, Class::Sync)));
-        let exported = Entry::exported(hook::find(b"cuCtxSynchronize").unwrap().0, Class::Sync);
+    }
+
+    #[test]
+    fn an_exported_call_that_waits_is_seen_too() {
+        let number = hook::find(b"cuCtxSynchronize").unwrap().0;
+        let exported: &Entry = Box::leak(Box::new(Entry::exported(number, Class::Sync)));
+        let is_seen = || exported.meta.load(Ordering::Relaxed) & THOROUGH_BIT != 0;
         assert_eq!(exported.resolve(|_| Some(77)), Some(77));
-        assert!(is_seen(&exported));
+        assert!(SEES_WAITS.load(Ordering::Relaxed) || !is_seen(), "nothing is to be seen yet");
+        see_waits();
+        // Another test may have been first, whose look is not over.
+        EXPORTED_WAITS.iter().for_each(|place| {
+            // SAFETY: as in `see_waits`.
+            unsafe { place.load(Ordering::SeqCst).as_ref() }.into_iter().for_each(Entry::see_wait);
+        });
+        assert!(is_seen());
     }
 }

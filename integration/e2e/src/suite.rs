@@ -106,6 +106,7 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     report.part(&world, "engines, memory", engines::memory);
     report.part(&world, "engines, side by side", engines::side_by_side);
     report.part(&world, "engines, mapped by itself", engines::segments);
+    report.part(&world, "engines, pools", engines::pools);
     report.part(&world, "engines, prepared", engines::prepared);
     report.part(&world, "engines, checked", engines::checked);
     report.part(&world, "engines, chosen", engines::chosen);
@@ -144,6 +145,8 @@ fn with_python(report: &mut Report, python: &python::Python) {
     report.part(world, "engines, growing segments of torch", |_, rows| {
         torch::SEGMENTS.side_by_side(python, rows)
     });
+    report
+        .part(world, "engines, pools of torch", |_, rows| torch::POOLS.side_by_side(python, rows));
     let (engines, idle) = ("engines, JAX", "calls of an idle JAX");
     if python.has_jax() {
         report.part(world, engines, |_, rows| jax::ENGINES.side_by_side(python, rows));

@@ -116,6 +116,8 @@ pub struct Answer {
     pub elapsed_us: u64,
     /// Whether every word was right.
     pub ok: Option<bool>,
+    /// Where in the program something was not as it should be.
+    pub line: Option<u32>,
     /// Over all words.
     pub checksum: Option<String>,
     /// Of the program.
@@ -180,6 +182,27 @@ impl Worker {
         let argv = [&[&*program, "--mib", &*mib], more].concat();
         Spec::gpu(id, &argv).annotation("affinode.io/engine", engine)
     }
+
+    /// A container of the program whose memory comes in the order of streams, moved by an engine.
+    #[must_use]
+    pub fn pools(id: &str, engine: &str, mib: u64) -> Spec {
+        let (program, mib) = (format!("{CLIENTS}/pools"), mib.to_string());
+        Spec::gpu(id, &[&program, "--mib", &mib]).annotation("affinode.io/engine", engine)
+    }
+
+    /// What that program does between two moves, each with a word on whether all was well.
+    pub const POOL_TURNS: [&str; 10] = [
+        "touch",
+        "churn",
+        "swap",
+        "twice",
+        "attributes",
+        "threshold",
+        "early",
+        "capture",
+        "full",
+        "hold",
+    ];
 
     /// Starts a container whose program talks in lines; waits for nothing.
     ///

@@ -124,6 +124,44 @@ pub struct MemAllocationProp {
     pub reserved: [u8; 4],
 }
 
+/// `CUmemPoolProps`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct MemPoolProps {
+    /// [`ALLOCATION_PINNED`].
+    pub kind: u32,
+    /// Kinds of handles that it can be exported as.
+    pub handle_types: u32,
+    /// [`LOCATION_DEVICE`] or another kind of place.
+    pub location_type: u32,
+    /// Device ordinal where the kind is a device.
+    pub location_id: i32,
+    /// Zero.
+    pub windows: u64,
+    /// Its greatest size in bytes; 0: the driver's choice.
+    pub most_bytes: u64,
+    /// 0.
+    pub usage: u16,
+    /// Zero.
+    pub reserved: [u8; 54],
+}
+
+/// Values of `CUmemPool_attribute`.
+pub mod pool_attribute {
+    /// Memory of another stream may be had once its work has ended.
+    pub const REUSE_OPPORTUNISTIC: u32 = 2;
+    /// Bytes that are kept when work is waited for.
+    pub const RELEASE_THRESHOLD: u32 = 4;
+    /// Bytes of physical memory.
+    pub const RESERVED: u32 = 5;
+    /// The most of it.
+    pub const RESERVED_HIGH: u32 = 6;
+    /// Bytes in use.
+    pub const USED: u32 = 7;
+    /// The most of it.
+    pub const USED_HIGH: u32 = 8;
+}
+
 /// `CUarrayMapInfo`, as far as it is looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
@@ -163,10 +201,14 @@ pub mod device_attribute {
 pub mod pointer_attribute {
     /// The context that the memory was allocated in.
     pub const CONTEXT: u32 = 1;
+    /// Whether `cuIpcGetMemHandle` shares it.
+    pub const LEGACY_IPC: u32 = 10;
     /// The size of the allocation.
     pub const RANGE_SIZE: u32 = 12;
-    /// Whether `cuIpcGetMemHandle` shares it.
-    pub const LEGACY_IPC: u32 = 13;
+    /// What it can be exported as.
+    pub const HANDLE_TYPES: u32 = 14;
+    /// The pool that it came from; 0: none.
+    pub const POOL: u32 = 17;
 }
 
 /// `CU_MEM_LOCATION_TYPE_DEVICE`.
@@ -197,3 +239,4 @@ const _: () = assert!(size_of::<CheckpointRestoreArgs>() == 64);
 const _: () = assert!(size_of::<MemAccessDesc>() == 12);
 const _: () = assert!(size_of::<MemAllocationProp>() == 32);
 const _: () = assert!(size_of::<ArrayMapInfo>() == 96);
+const _: () = assert!(size_of::<MemPoolProps>() == 88);

@@ -110,9 +110,8 @@ macro_rules! hooked_functions {
                 cuMemGetAccess cuMemGetAllocationGranularity cuMemGetDefaultMemPool cuMemGetInfo
                 cuMemGetInfo_v2 cuMemGetMemPool cuMemHostAlloc cuMemHostGetDevicePointer
                 cuMemHostGetDevicePointer_v2 cuMemHostGetFlags cuMemHostRegister
-                cuMemHostRegister_v2 cuMemHostUnregister cuMemPoolDestroy
-                cuMemPoolGetAccess cuMemPoolGetAttribute
-                cuMemPoolSetAttribute cuMemPoolTrimTo cuMemPrefetchAsync cuMemPrefetchAsync_ptsz
+                cuMemHostRegister_v2 cuMemHostUnregister cuMemPoolGetAccess
+                cuMemPrefetchAsync cuMemPrefetchAsync_ptsz
                 cuMemPrefetchAsync_v2 cuMemPrefetchAsync_v2_ptsz cuMemPrefetchBatchAsync
                 cuMemPrefetchBatchAsync_ptsz cuMemRangeGetAttribute cuMemRangeGetAttributes
                 cuMemSetMemPool cuMemcpy cuMemcpy2D cuMemcpy2DAsync cuMemcpy2DAsync_v2
@@ -234,9 +233,12 @@ macro_rules! hooked_functions {
             Memory {
                 cuCtxDestroy cuCtxDestroy_v2 cuCtxFromGreenCtx cuDevicePrimaryCtxRelease
                 cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxReset cuDevicePrimaryCtxReset_v2
-                cuIpcCloseMemHandle cuMemFree cuMemFreeAsync cuMemFreeAsync_ptsz cuMemFree_v2 cuMemGetAddressRange
-                cuMemGetAddressRange_v2 cuMemGetAllocationPropertiesFromHandle cuMemMap
-                cuMemMapArrayAsync cuMemMapArrayAsync_ptsz cuMemRelease cuMemRetainAllocationHandle cuMemUnmap cuPointerSetAttribute
+                cuIpcCloseMemHandle cuMemFree cuMemFreeAsync cuMemFreeAsync_ptsz cuMemFree_v2
+                cuMemGetAddressRange cuMemGetAddressRange_v2 cuMemGetAllocationPropertiesFromHandle
+                cuMemMap
+                cuMemMapArrayAsync cuMemMapArrayAsync_ptsz cuMemPoolDestroy cuMemPoolGetAttribute
+                cuMemPoolSetAttribute cuMemPoolTrimTo cuMemRelease cuMemRetainAllocationHandle
+                cuMemUnmap cuPointerSetAttribute
             }
             Pointer {
                 cuPointerGetAttribute cuPointerGetAttributes

@@ -3,7 +3,7 @@
 use core::ffi::c_void;
 use core::sync::atomic::Ordering;
 
-use affinode_cuda_sys::{pointer_attribute, result};
+use affinode_cuda_sys::{MemAllocationProp, pointer_attribute, result};
 
 use super::backing::{back, give_access, is_able, property_on, strays, unback};
 use super::contexts::{current_context, in_context, wait_for_work};
@@ -13,7 +13,7 @@ use super::{CARRY, GRANULE_BYTES, addresses, count, ipc, locked, pools, tables, 
 use crate::owned::Owned;
 
 /// Smaller allocations are left to the driver, which puts several into one such piece.
-const LEAST_BYTES: usize = 2 << 20;
+pub(super) const LEAST_BYTES: usize = 2 << 20;
 pub unsafe extern "C" fn mem_alloc(address: *mut u64, bytes: usize) -> u32 {
     if !address.is_null()
         && let Some(carried) = allocate(bytes)
@@ -68,24 +68,42 @@ fn allocate(asked_bytes: usize) -> Option<u64> {
     if call!(ctx_get_device(&raw mut device)) != result::SUCCESS {
         return None;
     }
+    if !is_able(device) {
+        return None;
+    }
+    pools::settle(false);
+    let piece = make(asked_bytes, property_on(device), context)?;
+    let asked_bytes = asked_bytes as u64;
+    let allocation = Allocation { piece, asked_bytes, ..Allocation::default() };
+    if tables(|tables| tables.insert(allocation)) {
+        count(piece.bytes as i64);
+        return Some(piece.address);
+    }
+    unmake(&piece);
+    None
+}
+
+/// Addresses with physical memory behind them.
+pub(super) fn make(
+    asked_bytes: usize,
+    property: MemAllocationProp,
+    context: usize,
+) -> Option<Piece> {
     let bytes = asked_bytes.checked_next_multiple_of(GRANULE_BYTES)?;
-    let address = is_able(device).then(|| addresses::reserve(bytes)).flatten()?;
-    let property = property_on(device);
+    let address = addresses::reserve(bytes)?;
     let piece = Piece { address, bytes: bytes as u64, property, context, ..Piece::default() };
-    pools::settle();
     if let Ok(handle) = back_with_room(&piece) {
-        let piece = Piece { handle, ..piece };
-        let asked_bytes = asked_bytes as u64;
-        let allocation = Allocation { piece, asked_bytes, ..Allocation::default() };
-        if tables(|tables| tables.insert(allocation)) {
-            count(bytes as i64);
-            return Some(address);
-        }
-        unback(&piece);
+        return Some(Piece { handle, ..piece });
     }
     // Whether anything is mapped there is not known.
     call!(mem_address_free(address, bytes));
     None
+}
+
+/// Undoes [`make`].
+pub(super) fn unmake(piece: &Piece) {
+    unback(piece);
+    call!(mem_address_free(piece.address, piece.bytes as usize));
 }
 
 /// The same as [`back`]; where memory is short, what nobody uses makes room.
@@ -111,8 +129,12 @@ pub unsafe extern "C" fn mem_free(address: u64) -> u32 {
     }
     match locked(|table| table.remove_at(address)) {
         Some(allocation) => {
-            release(&allocation.piece);
-            pools::settle();
+            if allocation.pool == 0 {
+                release(&allocation.piece);
+            } else {
+                pools::free_at_once(&allocation);
+            }
+            pools::settle(true);
             result::SUCCESS
         }
         // Another thread has freed it meanwhile.
@@ -176,16 +198,21 @@ pub unsafe extern "C" fn mem_get_address_range(
 /// # Safety
 /// The driver must have written the attribute's value to `data` with success.
 unsafe fn correct(data: *mut c_void, attribute: u32, allocation: &Allocation) {
+    let pooled = allocation.pool != 0;
+    let first_byte = |value| {
+        // SAFETY: it is a byte, or begins with the one that counts.
+        unsafe { data.cast::<u8>().write(value) };
+    };
     let value = match attribute {
+        pointer_attribute::CONTEXT if pooled => 0,
         pointer_attribute::CONTEXT => allocation.piece.context as u64,
         pointer_attribute::RANGE_SIZE => allocation.asked_bytes,
-        pointer_attribute::LEGACY_IPC if ipc::is_shareable(&allocation.piece) => {
-            // SAFETY: it is a byte, or begins with the one that counts.
-            return unsafe { data.cast::<u8>().write(1) };
-        }
+        pointer_attribute::POOL if pooled => pools::handle_of(allocation) as u64,
+        pointer_attribute::LEGACY_IPC if ipc::is_shareable(allocation) => return first_byte(1),
+        pointer_attribute::HANDLE_TYPES if pooled => return first_byte(0),
         _ => return,
     };
-    // SAFETY: these two are as large as a pointer.
+    // SAFETY: each of these is as large as a pointer.
     unsafe { data.cast::<u64>().write(value) };
 }
 

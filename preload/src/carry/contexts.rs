@@ -85,6 +85,7 @@ fn ends(context: usize, end: impl FnOnce() -> u32, has_ended: impl FnOnce() -> b
         blocks(|blocks| blocks.context_ends(context, before));
     }
     while ended && let Some(one) = locked(|table| table.remove(|a| of_it(&a.piece))) {
+        pools::ends(&one);
         release(&one.piece);
     }
     let opened = || tables(|tables| tables.opened.remove(|o| of_it(&o.allocation.piece)));

@@ -3,7 +3,7 @@
 use core::ffi::{c_char, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering};
 
-use affinode_cuda_sys::{ArrayMapInfo, MemAccessDesc, MemAllocationProp};
+use affinode_cuda_sys::{ArrayMapInfo, MemAccessDesc, MemAllocationProp, MemPoolProps};
 
 use super::ipc::ByValue;
 use crate::libcuda;
@@ -83,15 +83,25 @@ functions! {
 }
 
 functions! {
-    /// Whether libcuda has all that memory in the order of streams takes: as of CUDA 12.0.
-    has_streams;
+    /// Whether libcuda has all that memory in the order of streams takes, as of CUDA 12.0.
+    has_pools;
     event_create = "cuEventCreate" (*mut usize, u32);
     event_destroy = "cuEventDestroy_v2" (usize);
     event_record = "cuEventRecord" (usize, *mut c_void);
     event_query = "cuEventQuery" (usize);
     event_synchronize = "cuEventSynchronize" (usize);
     exchange_mode = "cuThreadExchangeStreamCaptureMode" (*mut u32);
+    mem_alloc_async = "cuMemAllocAsync" (*mut u64, usize, *mut c_void);
+    mem_alloc_from_pool = "cuMemAllocFromPoolAsync" (*mut u64, usize, usize, *mut c_void);
     mem_free_async = "cuMemFreeAsync" (u64, *mut c_void);
+    device_get_pool = "cuDeviceGetMemPool" (*mut usize, i32);
+    device_get_default_pool = "cuDeviceGetDefaultMemPool" (*mut usize, i32);
+    pool_create = "cuMemPoolCreate" (*mut usize, *const MemPoolProps);
+    pool_destroy = "cuMemPoolDestroy" (usize);
+    pool_get_attribute = "cuMemPoolGetAttribute" (usize, u32, *mut c_void);
+    pool_set_attribute = "cuMemPoolSetAttribute" (usize, u32, *mut c_void);
+    pool_set_access = "cuMemPoolSetAccess" (usize, *const MemAccessDesc, usize);
+    pool_trim_to = "cuMemPoolTrimTo" (usize, usize);
     stream_get_context = "cuStreamGetCtx" (*mut c_void, *mut usize);
     stream_get_id = "cuStreamGetId" (*mut c_void, *mut u64);
     stream_is_capturing = "cuStreamIsCapturing" (*mut c_void, *mut u32);
@@ -129,6 +139,10 @@ later_functions! {
     ipc_open_mem_handle_v2 = b"cuIpcOpenMemHandle_v2" (*mut u64, ByValue, u32);
     /// The same before.
     ipc_open_mem_handle = b"cuIpcOpenMemHandle" (*mut u64, ByValue, u32);
+    /// As of CUDA 11.2, for per-thread default streams.
+    mem_alloc_async_ptsz = b"cuMemAllocAsync_ptsz" (*mut u64, usize, *mut c_void);
+    /// The same, from a pool that is named.
+    mem_alloc_from_pool_ptsz = b"cuMemAllocFromPoolAsync_ptsz" (*mut u64, usize, usize, *mut c_void);
     /// As of CUDA 11.2, for per-thread default streams.
     mem_free_async_ptsz = b"cuMemFreeAsync_ptsz" (u64, *mut c_void);
     /// As of CUDA 13.0.

@@ -54,6 +54,16 @@ stand_ins! {
     cuCtxFromGreenCtx calls::ctx_from_green;
     cuMemFreeAsync pools::mem_free_async;
     cuMemFreeAsync_ptsz pools::mem_free_async_ptsz;
+    cuMemAllocAsync pools::mem_alloc_async;
+    cuMemAllocAsync_ptsz pools::mem_alloc_async_ptsz;
+    cuMemAllocFromPoolAsync pools::mem_alloc_from_pool;
+    cuMemAllocFromPoolAsync_ptsz pools::mem_alloc_from_pool_ptsz;
+    cuMemPoolCreate pools::pool_create;
+    cuMemPoolDestroy pools::pool_destroy;
+    cuMemPoolGetAttribute pools::pool_get_attribute;
+    cuMemPoolSetAttribute pools::pool_set_attribute;
+    cuMemPoolSetAccess pools::pool_set_access;
+    cuMemPoolTrimTo pools::pool_trim_to;
     cuStreamSynchronize pools::stream_synchronize;
     cuStreamSynchronize_ptsz pools::stream_synchronize_ptsz;
     cuEventSynchronize pools::event_synchronize;

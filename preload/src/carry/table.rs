@@ -79,6 +79,8 @@ pub struct Allocation {
     pub piece: Piece,
     /// What the application asked for, in bytes.
     pub asked_bytes: u64,
+    /// The number of the pool that it came from; 0: none.
+    pub pool: u64,
     /// An event of ours, once it was freed in a stream.
     pub mark: Mark,
 }

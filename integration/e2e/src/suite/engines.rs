@@ -293,6 +293,56 @@ pub fn segments(world: &World, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
+/// Memory in the order of streams: at each turn that a program may take, how fast it is moved, and what a
+/// piece costs that is held; the driver's own first.
+pub fn pools(world: &World, rows: &mut Rows) -> Result<()> {
+    let size_mib = match world.gpu() {
+        Gpu::Real => 4096,
+        Gpu::Simulated { .. } => 128,
+    };
+    for engine in ["none"].into_iter().chain(ENGINES) {
+        let id = format!("pools-{engine}");
+        let is_moved = engine != "none";
+        let mut spec = Worker::pools(&id, engine, size_mib).annotation(BY_ORDER.0, BY_ORDER.1);
+        if !is_moved {
+            spec = Worker::pools(&id, "driver", size_mib).runtime(STOCK);
+        }
+        let mut worker = Worker::start_as(world, spec)?;
+        worker.wait_filled()?;
+        let what = format!("{engine}, {:.1} GiB of pools", size_mib as f64 / 1024.0);
+        let pairs_us = worker.call("cost")?.elapsed_us as f64 / 10_000.0;
+        rows.tell(&format!("{what}: alloc and free of a held piece"), pairs_us, "us");
+        let mut good = 0;
+        for turn in Worker::POOL_TURNS {
+            let answer = worker.call(turn)?;
+            if answer.ok != Some(true) {
+                let line = f64::from(answer.line.unwrap_or(0));
+                rows.tell(&format!("{what}: {turn}, not as expected in line"), line, "of pools.c");
+            }
+            if is_moved {
+                world.cli().move_out(&id)?;
+                let row = world.cli().known(&id)?;
+                let parked = row.processes.first().map_or(0, |p| p.parked_bytes);
+                rows.tell(&format!("{what}: copied, after {turn}"), mib(parked), "MiB");
+                wait_held(world)?;
+                let back_us = worker.call("streamsync")?.elapsed_us as f64;
+                rows.tell(&format!("{what}: offload"), row.last_offload_ms as f64, "ms");
+                rows.tell(&format!("{what}: wake"), back_us / 1000.0, "ms");
+            }
+            good += usize::from(answer.ok == Some(true) && worker.verify()?);
+        }
+        rows.count(&format!("{what}: as expected"), good, Worker::POOL_TURNS.len());
+        worker.call("drop")?;
+        if is_moved {
+            let ended = worker.ends_with_nothing_left(world)?;
+            rows.count(&format!("{what}: nothing left in use"), usize::from(ended), 1);
+        }
+        worker.running.kill(world)?;
+        worker.running.delete(world)?;
+    }
+    Ok(())
+}
+
 /// What the program does before it is moved, and after.
 const SEGMENT_TURNS: [(&str, &str); 6] = [
     ("touch", "properties"),

@@ -27,6 +27,12 @@ pub const SEGMENTS: Flavour = Flavour {
     rounds: 3,
     ..Flavour::large("segments", TORCH)
 };
+/// The same with the allocator that takes its memory in the order of streams.
+pub const POOLS: Flavour = Flavour {
+    settings: &[("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")],
+    rounds: 3,
+    ..Flavour::large("pools", TORCH)
+};
 
 /// Trains, goes idle, is away, trains on; and the same without being away.
 pub fn cycle(python: &Python, who: &str, rows: &mut Rows) -> Result<()> {

@@ -3,6 +3,7 @@
 use affinode_e2e::{
     cli::ContainerRow,
     container::{CLIENTS, Spec},
+    containerd::STOCK,
     gpu::Gpu,
     suite,
     until::until,
@@ -118,6 +119,44 @@ fn memory_that_the_application_maps_by_itself_is_copied_too() -> Result<()> {
         let said = world.cli().offload(engine)?;
         assert_eq!((said.done, said.reason.as_str()), (false, "shared-memory"), "{said:?}");
         assert!(worker.verify()?, "{engine}, exported");
+        assert!(worker.ends_with_nothing_left(&world)?, "{engine}: more is in use than before");
+        until("nothing to be carried any more", || {
+            Ok(Some(row(&world, engine)?).filter(|row| row.processes[0].carried_bytes == 0))
+        })?;
+        worker.running.kill(&world)?;
+        worker.running.delete(&world)?;
+    }
+    Ok(())
+}
+
+/// The same of a pool, at every turn; what is unused is neither copied nor in the way.
+#[test]
+fn memory_in_the_order_of_streams_is_copied_too() -> Result<()> {
+    const ALL_MIB: u64 = 64;
+    let world = Recipe::default().config(MANUAL).world()?;
+    // The program is right about the driver itself.
+    let mut bare = Worker::start_as(&world, Worker::pools("bare", "park", ALL_MIB).runtime(STOCK))?;
+    bare.wait_filled()?;
+    for turn in Worker::POOL_TURNS {
+        let answer = bare.call(turn)?;
+        assert_eq!(answer.ok, Some(true), "bare: {answer:?}");
+        assert!(bare.verify()?, "bare, {turn}");
+    }
+    bare.running.kill(&world)?;
+    bare.running.delete(&world)?;
+    for engine in ENGINES {
+        let mut worker = Worker::start_as(&world, Worker::pools(engine, engine, ALL_MIB))?;
+        worker.wait_filled()?;
+        for turn in Worker::POOL_TURNS {
+            let answer = worker.call(turn)?;
+            assert_eq!(answer.ok, Some(true), "{engine}: {answer:?}");
+            world.cli().move_out(engine)?;
+            wait_gone(&world, engine)?;
+            let away = row(&world, engine)?;
+            assert_eq!(away.processes[0].parked_bytes, ALL_MIB * MIB, "{turn}: {away:?}");
+            assert!(worker.verify()?, "{engine}, {turn}");
+        }
+        assert_eq!(worker.call("drop")?.ok, Some(true), "{engine}");
         assert!(worker.ends_with_nothing_left(&world)?, "{engine}: more is in use than before");
         until("nothing to be carried any more", || {
             Ok(Some(row(&world, engine)?).filter(|row| row.processes[0].carried_bytes == 0))

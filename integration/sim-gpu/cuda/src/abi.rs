@@ -33,6 +33,8 @@ pub const PEER_ACCESS_NOT_ENABLED: CUresult = 705;
 pub const HOST_MEMORY_ALREADY_REGISTERED: CUresult = 712;
 pub const HOST_MEMORY_NOT_REGISTERED: CUresult = 713;
 pub const NOT_SUPPORTED: CUresult = 801;
+pub const STREAM_CAPTURE_UNSUPPORTED: CUresult = 900;
+pub const STREAM_CAPTURE_INVALIDATED: CUresult = 901;
 pub const UNKNOWN: CUresult = 999;
 
 /// What the functions return inside, before it becomes a `CUresult`.
@@ -52,6 +54,8 @@ pub enum Kind {
     Event = 3,
     Module = 4,
     Function = 5,
+    Pool = 6,
+    Graph = 7,
 }
 
 /// A handle that is no valid address and says what it names, so that a mix-up is noticed.
@@ -88,6 +92,19 @@ pub struct AllocationProp {
     pub location: Location,
     pub win32_meta_data: usize,
     pub flags: [u8; 8],
+}
+
+/// `CUmemPoolProps`
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct PoolProps {
+    pub kind: u32,
+    pub handle_types: u32,
+    pub location: Location,
+    pub win32_security: usize,
+    pub most_bytes: usize,
+    pub usage: u16,
+    pub reserved: [u8; 54],
 }
 
 /// `CUmemAccessDesc`
@@ -150,6 +167,7 @@ mod tests {
     fn structures_have_the_sizes_of_the_header() {
         assert_eq!(size_of::<AllocationProp>(), 32);
         assert_eq!(size_of::<AccessDesc>(), 12);
+        assert_eq!(size_of::<PoolProps>(), 88);
         assert_eq!(size_of::<LaunchConfig>(), 56);
     }
 }

@@ -197,6 +197,11 @@ impl Driver {
             contexts.contexts.remove(&id).ok_or(INVALID_CONTEXT)?
         };
         self.streams.destroy_context(id);
+        let of_pools = self.memory().of_pools(id);
+        for address in of_pools {
+            self.pool_takes_back(address)?;
+        }
+        self.trim_pools()?;
         let freed = self.memory().remove_context(id);
         for object in freed {
             self.link.tell(&Request::Free { object })?;

@@ -17,6 +17,7 @@ use crate::gate::Gate;
 use crate::link::Link;
 use crate::memory::Memory;
 use crate::modules::Modules;
+use crate::pools::Pools;
 use crate::stats::Stats;
 use crate::streams::Streams;
 
@@ -36,6 +37,7 @@ pub struct Driver {
     contexts: Mutex<Contexts>,
     memory: Mutex<Memory>,
     modules: Mutex<Modules>,
+    pools: Mutex<Pools>,
 }
 
 static DRIVER: OnceLock<&'static Driver> = OnceLock::new();
@@ -83,6 +85,7 @@ pub fn init() -> Outcome<&'static Driver> {
         contexts: Mutex::default(),
         memory: Mutex::default(),
         modules: Mutex::default(),
+        pools: Mutex::default(),
     }));
     let control_fd = control::start(driver)?;
     remember(link_fd, control_fd);
@@ -174,6 +177,11 @@ impl Driver {
     /// Allocations and mappings.
     pub fn memory(&self) -> MutexGuard<'_, Memory> {
         guard(&self.memory)
+    }
+
+    /// Memory pools.
+    pub fn pools(&self) -> MutexGuard<'_, Pools> {
+        guard(&self.pools)
     }
 
     /// Modules and functions.

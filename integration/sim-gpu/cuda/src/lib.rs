@@ -56,5 +56,6 @@ mod memory;
 mod modules;
 mod pages;
 mod pieces;
+mod pools;
 mod stats;
 mod streams;

@@ -55,6 +55,8 @@ pub enum Source {
 pub enum Origin {
     /// `cuMemAlloc` and its kin.
     Alloc,
+    /// `cuMemAllocAsync` and its kin.
+    Pool,
     /// `cuMemMap`
     Vmm,
     /// `cuIpcOpenMemHandle`
@@ -136,6 +138,18 @@ impl Memory {
         physical.and_then(|physical| physical.property).ok_or(INVALID_VALUE)
     }
 
+    /// What an object can be exported as.
+    pub fn handle_types(&self, object: ObjectId) -> u32 {
+        let property = self.physical.get(&object).and_then(|physical| physical.property);
+        property.map_or(0, |property| property.requested_handle_types)
+    }
+
+    /// Whether others on the bus reach an object; `cuMemAlloc` has asked nobody.
+    pub fn is_reached_by_others(&self, object: ObjectId) -> bool {
+        let property = self.physical.get(&object).and_then(|physical| physical.property);
+        property.is_some_and(|property| property.flags[1] != 0)
+    }
+
     /// Whether an object was made by this process.
     pub fn owns(&self, object: ObjectId) -> bool {
         self.physical.get(&object).is_some_and(|physical| physical.source == Source::Own)
@@ -209,10 +223,13 @@ impl Memory {
     }
 
     /// The application frees an allocation in a stream: from now on it has it no more.
-    pub fn free_later(&mut self, address: CUdeviceptr) -> Outcome {
-        let freed = |mapping: &&mut Mapping| mapping.origin == Origin::Alloc && !mapping.freed;
-        self.mappings.get_mut(&address).filter(freed).ok_or(INVALID_VALUE)?.freed = true;
-        Ok(())
+    pub fn free_later(&mut self, address: CUdeviceptr) -> Outcome<Origin> {
+        let has = |mapping: &&mut Mapping| {
+            matches!(mapping.origin, Origin::Alloc | Origin::Pool) && !mapping.freed
+        };
+        let mapping = self.mappings.get_mut(&address).filter(has).ok_or(INVALID_VALUE)?;
+        mapping.freed = true;
+        Ok(mapping.origin)
     }
 
     /// Where an object is that was opened in this context already; it is open once more now.
@@ -241,6 +258,13 @@ impl Memory {
         let physical = self.physical.get_mut(&mapping.object)?;
         physical.mappings -= 1;
         self.bury(mapping.object).then_some(mapping.object)
+    }
+
+    /// Addresses of what pools have given to a context.
+    pub fn of_pools(&self, context: u64) -> Vec<u64> {
+        let owned =
+            |mapping: &Mapping| (mapping.context, mapping.origin) == (context, Origin::Pool);
+        self.mappings.iter().filter(|(_, m)| owned(m)).map(|(address, _)| *address).collect()
     }
 
     /// Takes away everything that a context owned. The objects that are to be freed.

@@ -10,7 +10,10 @@ use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use crate::abi::{CUresult, INVALID_HANDLE, OUT_OF_MEMORY, Outcome};
+use crate::abi::{
+    CUresult, INVALID_HANDLE, INVALID_VALUE, OUT_OF_MEMORY, Outcome, STREAM_CAPTURE_INVALIDATED,
+    STREAM_CAPTURE_UNSUPPORTED,
+};
 use crate::control::spawn_quiet;
 use crate::driver::Driver;
 use crate::gate::wait_until;
@@ -31,6 +34,16 @@ struct Stream {
     queue: VecDeque<(Vec<Mark>, Op)>,
     worker: bool,
     closing: bool,
+    capture: Option<Capture>,
+}
+
+/// Its calls go into a graph.
+#[derive(Debug, Clone, Copy)]
+struct Capture {
+    /// No thread may do what could wait.
+    is_global: bool,
+    /// A call has broken it.
+    spoilt: bool,
 }
 
 /// How a stream stands to the legacy default stream of its context.
@@ -117,9 +130,52 @@ impl Streams {
             queue,
             worker: false,
             closing: false,
+            capture: None,
         };
         state.streams.insert(id, stream);
         id
+    }
+
+    /// Calls on a stream go into a graph from now on.
+    pub fn begin_capture(&self, id: StreamId, is_global: bool) -> Outcome {
+        let mut state = self.lock();
+        let stream = state.streams.get_mut(&id).ok_or(INVALID_HANDLE)?;
+        stream.capture = Some(Capture { is_global, spoilt: false });
+        Ok(())
+    }
+
+    /// The end of that. An error: something has broken it.
+    pub fn end_capture(&self, id: StreamId) -> Outcome {
+        let mut state = self.lock();
+        let stream = state.streams.get_mut(&id).ok_or(INVALID_HANDLE)?;
+        let capture = stream.capture.take().ok_or(INVALID_VALUE)?;
+        if capture.spoilt { Err(STREAM_CAPTURE_INVALIDATED) } else { Ok(()) }
+    }
+
+    /// Whether calls on a stream go into a graph.
+    pub fn is_capturing(&self, id: StreamId) -> bool {
+        self.lock().streams.get(&id).is_some_and(|stream| stream.capture.is_some())
+    }
+
+    /// A call that breaks the capture of its stream.
+    pub fn spoils_own(&self, id: StreamId) -> Outcome {
+        self.spoil(|of, _| of == id)
+    }
+
+    /// A call that breaks every capture that lets no thread do it, unless this one is `relaxed`.
+    pub fn spoils_global(&self, relaxed: bool) -> Outcome {
+        self.spoil(|_, capture| capture.is_global && !relaxed)
+    }
+
+    fn spoil(&self, which: impl Fn(StreamId, &Capture) -> bool) -> Outcome {
+        let mut result = Ok(());
+        for (id, stream) in &mut self.lock().streams {
+            if let Some(capture) = stream.capture.as_mut().filter(|capture| which(*id, capture)) {
+                capture.spoilt = true;
+                result = Err(STREAM_CAPTURE_UNSUPPORTED);
+            }
+        }
+        result
     }
 
     /// Lets a stream end once its work is done.

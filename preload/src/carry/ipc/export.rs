@@ -56,7 +56,7 @@ pub unsafe extern "C" fn ipc_get_mem_handle(handle: *mut [u8; HANDLE_BYTES], add
         return result::INVALID_VALUE;
     }
     let ours = locked(|table| table.around(address).copied());
-    if let Some(allocation) = ours.filter(|ours| is_shareable(&ours.piece))
+    if let Some(allocation) = ours.filter(is_shareable)
         && !handle.is_null()
         && let Some(identity) = be_reachable()
     {
@@ -69,7 +69,7 @@ pub unsafe extern "C" fn ipc_get_mem_handle(handle: *mut [u8; HANDLE_BYTES], add
     if code == result::SUCCESS {
         stays(address);
         vmm::blocks(|blocks| blocks.stay_in(address, 1));
-    } else if ours.is_some()
+    } else if ours.is_some_and(|ours| ours.pool == 0)
         && let Some(page) = process::page()
     {
         page.note(Notes::IPC_REFUSED, true);
@@ -131,7 +131,7 @@ pub fn answer() -> bool {
 fn serve(ask: &Ask, identity: &Identity, way: &Descriptor) -> Option<()> {
     let find = || {
         let found = locked(|table| table.at(ask.address).copied())?;
-        (found.piece.since == ask.since && is_shareable(&found.piece)).then_some(found)
+        (found.piece.since == ask.since && is_shareable(&found)).then_some(found)
     };
     let Allocation { piece, asked_bytes, .. } = find()?;
     let mut memory = 0;

@@ -20,11 +20,13 @@ pub use self::export::{Identity, answer, ipc_get_mem_handle};
 pub use self::opened::{ByValue, OpenedOnes, ipc_close_mem_handle, opening};
 pub(super) use self::opened::{ipc_open_mem_handle, ipc_open_mem_handle_v2};
 
-use super::table::{Piece, Place};
+use super::table::{Allocation, Place};
 
 /// Whether legacy IPC works for memory of ours: the driver exports it.
-pub(super) fn is_shareable(piece: &Piece) -> bool {
+pub(super) fn is_shareable(allocation: &Allocation) -> bool {
+    let piece = &allocation.piece;
     let exportable = piece.property.handle_types & affinode_cuda_sys::POSIX_DESCRIPTOR != 0;
     // The driver does not export again what was imported.
-    exportable && !piece.imported && piece.place == Place::Device
+    // And of a pool nothing is shared so.
+    exportable && allocation.pool == 0 && !piece.imported && piece.place == Place::Device
 }

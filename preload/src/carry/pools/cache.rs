@@ -1,12 +1,18 @@
-//! Memory that the application has freed in a stream: what waits for which work, and what is next
-//! to be given back. No driver in here.
+//! Memory that the application has freed in a stream, and the pools that it is of: what of it an
+//! allocation may have, what waits for which work, what is next to be given back. No driver in here.
 //!
 //! ```text
-//! freed ──> waits ── its mark has happened ──> ended ──> given back
+//!            cuMemAllocAsync                     cuMemFreeAsync
+//!    ┌────── of the same stream, or ended ──────┐    │
+//!    v                                          │    v
+//! in use (table of allocations) ───────────> unused: waits ── its mark has happened ──> ended
+//!                                               │                                         │
+//!                                               └── context ends, all is cleared ──> given back
+//!                                                              above the pool's threshold ┘
 //! ```
 
 use super::super::sorted::{Keyed, Sorted};
-use super::super::table::Piece;
+use super::super::table::{Allocation, Piece};
 
 /// A point in a stream's work.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -24,6 +30,8 @@ pub struct Unused {
     pub since: u64,
     /// The memory.
     pub piece: Piece,
+    /// The number of its pool; 0: it is of none, and goes as soon as it may.
+    pub pool: u64,
     /// Id of the stream that it was freed in.
     pub stream: u64,
     /// Its place among that stream's work.
@@ -35,6 +43,74 @@ pub struct Unused {
 impl Keyed for Unused {
     fn key(&self) -> u64 {
         self.since
+    }
+}
+
+/// A pool whose allocations are carried.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Pool {
+    /// What the application calls it.
+    pub handle: usize,
+    /// Ours. Another pool of the same handle may follow it.
+    pub number: u64,
+    /// Where its memory is.
+    pub device: i32,
+    /// New allocations are the driver's.
+    pub left: bool,
+    /// What is in use, as asked for.
+    pub used: Level,
+    /// Physical memory.
+    pub reserved: Level,
+}
+
+impl Keyed for Pool {
+    fn key(&self) -> u64 {
+        self.handle as u64
+    }
+}
+
+/// Bytes, and the most of them that there have been.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Level {
+    /// Now.
+    pub bytes: u64,
+    /// The most.
+    pub high: u64,
+}
+
+impl Level {
+    fn rise(&mut self, bytes: u64) {
+        self.bytes += bytes;
+        self.high = self.high.max(self.bytes);
+    }
+
+    fn fall(&mut self, bytes: u64) {
+        self.bytes = self.bytes.saturating_sub(bytes);
+    }
+}
+
+/// What an allocation is looked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Want {
+    /// The number of its pool.
+    pub pool: u64,
+    /// Id of its stream.
+    pub stream: u64,
+    /// The stream's context: nobody says that ids of two are not the same.
+    pub context: usize,
+    /// In whole granules.
+    pub bytes: u64,
+    /// It may have what other streams have used, once they do not any more.
+    pub of_others: bool,
+}
+
+impl Want {
+    /// How well something fits: less is better.
+    fn fit(&self, one: &Unused) -> Option<(bool, u64)> {
+        let is_own = (one.stream, one.mark.context) == (self.stream, self.context);
+        let may = one.pool == self.pool && (is_own || (one.ended && self.of_others));
+        let too_much = one.piece.bytes.checked_sub(self.bytes)?;
+        (may && too_much <= one.piece.bytes / 4).then_some((!is_own, too_much))
     }
 }
 
@@ -59,21 +135,117 @@ impl Busy {
     }
 }
 
-/// All of them, in the order in which they were freed. Zero is none.
+/// All of them, what is unused in the order in which it was freed. Zero is none.
 #[repr(C)]
 pub struct Cache {
     unused: Sorted<Unused>,
+    pools: Sorted<Pool>,
 }
 
 impl Cache {
     /// None.
     pub const fn empty() -> Cache {
-        Cache { unused: Sorted::empty() }
+        Cache { unused: Sorted::empty(), pools: Sorted::empty() }
     }
 
-    /// Takes one in. False: there is no memory to note it.
-    pub fn put(&mut self, unused: Unused) -> bool {
-        self.unused.insert(unused)
+    /// The pool of a handle.
+    pub fn pool(&mut self, handle: usize) -> Option<Pool> {
+        self.pools.at(handle as u64).copied()
+    }
+
+    /// The pools from a handle on.
+    pub fn pool_from(&mut self, handle: usize) -> Option<Pool> {
+        self.pools.from(handle as u64).first().copied()
+    }
+
+    /// Allocations of a pool are carried from now on; of one of that handle before they are not.
+    /// False: there is no memory to note it.
+    pub fn add_pool(&mut self, pool: Pool) -> bool {
+        self.remove_pool(pool.handle);
+        self.pools.insert(pool)
+    }
+
+    /// Allocations of a pool are not carried any more.
+    pub fn remove_pool(&mut self, handle: usize) -> Option<Pool> {
+        self.pools.remove_at(handle as u64)
+    }
+
+    /// New allocations of a pool are the driver's from now on: its number.
+    pub fn leave(&mut self, handle: usize) -> Option<u64> {
+        let pool = self.pools.at(handle as u64)?;
+        pool.left = true;
+        Some(pool.number)
+    }
+
+    /// The most that a pool has had is what it has now.
+    pub fn forget_highs(&mut self, handle: usize, of: impl Fn(&mut Pool) -> &mut Level) {
+        if let Some(pool) = self.pools.at(handle as u64) {
+            let level = of(pool);
+            level.high = level.bytes;
+        }
+    }
+
+    fn numbered(&mut self, number: u64) -> Option<&mut Pool> {
+        self.pools.all().iter_mut().find(|pool| number != 0 && pool.number == number)
+    }
+
+    /// What the application calls the pool of a number; 0: it is no more.
+    pub fn handle_of(&mut self, number: u64) -> usize {
+        self.numbered(number).map_or(0, |pool| pool.handle)
+    }
+
+    /// A new piece of a pool is in use.
+    pub fn made(&mut self, allocation: &Allocation) {
+        if let Some(pool) = self.numbered(allocation.pool) {
+            pool.used.rise(allocation.asked_bytes);
+            pool.reserved.rise(allocation.piece.bytes);
+        }
+    }
+
+    /// Something of a pool that is in use ends, its memory as well.
+    pub fn ends(&mut self, allocation: &Allocation) {
+        if let Some(pool) = self.numbered(allocation.pool) {
+            pool.used.fall(allocation.asked_bytes);
+            pool.reserved.fall(allocation.piece.bytes);
+        }
+    }
+
+    /// Takes in what was in use until now. False: there is no memory to note it.
+    pub fn put(&mut self, allocation: &Allocation, unused: Unused) -> bool {
+        if !self.unused.insert(unused) {
+            self.ends(allocation);
+            return false;
+        }
+        match self.numbered(unused.pool) {
+            Some(pool) => pool.used.fall(allocation.asked_bytes),
+            None => self.ends(allocation),
+        }
+        true
+    }
+
+    /// Takes out what fits an allocation best, for so many bytes that were asked for.
+    pub fn take(&mut self, want: &Want, asked_bytes: u64) -> Option<Unused> {
+        let mut best: Option<((bool, u64), u64)> = None;
+        // What was freed last is what a loop allocates next.
+        for one in self.unused.all().iter().rev() {
+            let Some(fit) = want.fit(one) else { continue };
+            if best.is_none_or(|best| fit < best.0) {
+                best = Some((fit, one.since));
+            }
+            if fit == (false, 0) {
+                break;
+            }
+        }
+        let taken = self.unused.remove_at(best?.1)?;
+        if let Some(pool) = self.numbered(taken.pool) {
+            pool.used.rise(asked_bytes);
+        }
+        Some(taken)
+    }
+
+    /// Whether a pool has anything unused.
+    pub fn has_of(&mut self, number: u64) -> bool {
+        self.unused.all().iter().any(|one| one.pool == number)
     }
 
     /// The first from a moment on that waits for a stream that is not known to be busy: of a busy
@@ -88,6 +260,11 @@ impl Cache {
         self.waiting(0, &Busy::default()).is_some()
     }
 
+    /// Whether there is any.
+    pub fn is_empty(&mut self) -> bool {
+        self.unused.all().is_empty()
+    }
+
     /// Nobody uses it any more, unless it has been taken out meanwhile.
     pub fn has_ended(&mut self, since: u64) {
         if let Some(one) = self.unused.at(since) {
@@ -97,12 +274,26 @@ impl Cache {
 
     /// Takes out the oldest that nobody uses any more.
     pub fn take_ended(&mut self) -> Option<Unused> {
-        self.unused.remove(|one| one.ended)
+        self.take_out(|one| one.ended)
+    }
+
+    /// The same, of those that are of no pool, or of one that is no more.
+    pub fn take_loose(&mut self) -> Option<Unused> {
+        let pools = &mut self.pools;
+        let numbers = pools.all();
+        let loose = |one: &Unused| one.ended && !numbers.iter().any(|p| p.number == one.pool);
+        self.unused.remove(loose)
+    }
+
+    /// The same, of a pool that has more physical memory than it is to keep.
+    pub fn take_surplus(&mut self, number: u64, keep_bytes: u64) -> Option<Unused> {
+        self.numbered(number).filter(|pool| pool.reserved.bytes > keep_bytes)?;
+        self.take_out(|one| one.ended && one.pool == number)
     }
 
     /// Takes out the oldest, whatever it waits for.
     pub fn take_any(&mut self) -> Option<Unused> {
-        self.unused.remove(|_| true)
+        self.take_out(|_| true)
     }
 
     /// A context has ended, and with it all work in it before that moment, and its events.
@@ -116,73 +307,24 @@ impl Cache {
 
     /// Takes out the oldest of a context that has ended at that moment.
     pub fn take_of_context(&mut self, context: usize, before: u64) -> Option<Unused> {
-        self.unused.remove(|one| one.piece.context == context && one.since < before)
+        self.take_out(|one| one.piece.context == context && one.since < before)
     }
 
     /// Whether any is of a vault's making.
     pub fn holds_imported(&mut self) -> bool {
         self.unused.all().iter().any(|one| one.piece.imported)
     }
+
+    /// Out for good: the pool has so much less.
+    fn take_out(&mut self, which: impl Fn(&Unused) -> bool) -> Option<Unused> {
+        let taken = self.unused.remove(which)?;
+        if let Some(pool) = self.numbered(taken.pool) {
+            pool.reserved.fall(taken.piece.bytes);
+        }
+        Some(taken)
+    }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn one(since: u64, stream: u64) -> Unused {
-        let piece = Piece { address: since << 21, bytes: 2 << 20, context: 7, ..Piece::default() };
-        let mark = Mark { event: since as usize, context: 7 };
-        Unused { since, piece, stream, mark, ended: false }
-    }
-
-    fn cache() -> Cache {
-        let mut cache = Cache::empty();
-        for (since, stream) in [(1, 10), (2, 20), (3, 10), (4, 20)] {
-            assert!(cache.put(one(since, stream)));
-        }
-        cache
-    }
-
-    #[test]
-    fn nothing_of_a_busy_stream_is_asked_about() {
-        let mut cache = cache();
-        let mut busy = Busy::default();
-        assert_eq!(cache.waiting(0, &busy), Some(one(1, 10)));
-        busy.add(10);
-        assert_eq!(cache.waiting(2, &busy), Some(one(2, 20)));
-        assert_eq!(cache.waiting(3, &busy), Some(one(4, 20)));
-        busy.add(20);
-        assert_eq!(cache.waiting(0, &busy), None);
-    }
-
-    #[test]
-    fn what_has_ended_goes_first_freed_first() {
-        let mut cache = cache();
-        assert_eq!(cache.take_ended(), None);
-        cache.has_ended(3);
-        cache.has_ended(2);
-        cache.has_ended(9);
-        let mut taken = || cache.take_ended().map(|one| one.since);
-        assert_eq!([taken(), taken(), taken()], [Some(2), Some(3), None]);
-        assert!(cache.waits());
-        assert_eq!([cache.take_any(), cache.take_any()], [Some(one(1, 10)), Some(one(4, 20))]);
-        assert!(cache.take_any().is_none() && !cache.waits());
-    }
-
-    #[test]
-    fn a_context_ends_its_own_and_the_work_in_it() {
-        let mut cache = cache();
-        let other = Mark { event: 9, context: 8 };
-        let elsewhere = Unused { mark: other, ..one(5, 10) };
-        let of_other = Unused { piece: Piece { context: 8, ..Piece::default() }, ..one(6, 10) };
-        assert!(cache.put(elsewhere) && cache.put(of_other) && cache.put(one(8, 10)));
-        cache.context_ends(7, 8);
-        assert_eq!(cache.waiting(0, &Busy::default()).map(|one| one.since), Some(5));
-        let mut taken = || cache.take_of_context(7, 8).map(|one| (one.since, one.mark.event));
-        for expected in [(1, 0), (2, 0), (3, 0), (4, 0), (5, 9)] {
-            assert_eq!(taken(), Some(expected));
-        }
-        assert_eq!(taken(), None, "a later one is another context's of the same number");
-        assert_eq!(cache.take_ended().map(|one| one.since), Some(6));
-    }
-}
+#[path = "cache_tests.rs"]
+mod tests;

@@ -5,13 +5,14 @@
 
 use core::sync::atomic::Ordering;
 
-use affinode_cuda_sys::result;
+use affinode_cuda_sys::{pool_attribute, result};
 
-use super::super::backing::{strays, unback};
+use super::super::backing::strays;
+use super::super::calls::unmake;
 use super::super::contexts::in_context;
 use super::super::driver::{self, call};
 use super::super::{CARRY, is_in_use, tables};
-use super::cache::{Busy, Mark, Unused};
+use super::cache::{Busy, Mark, Pool, Unused};
 use super::stream::Stream;
 use crate::sys;
 
@@ -73,8 +74,7 @@ fn give_back(one: &Unused) {
     if one.piece.may_stray() {
         strays();
     }
-    unback(&one.piece);
-    call!(mem_address_free(one.piece.address, one.piece.bytes as usize));
+    unmake(&one.piece);
     forget(one.mark);
 }
 
@@ -92,13 +92,57 @@ fn look() {
     }
 }
 
+/// Gives back what is of no pool, and with `pools` what is more than each is to keep: whether there is
+/// more to be done at the next wait. The lock is held.
+fn give_back_surplus(pools: bool) -> bool {
+    while let Some(one) = tables(|tables| tables.cache.take_loose()) {
+        give_back(&one);
+    }
+    let mut from = 0;
+    while pools && let Some(pool) = tables(|tables| tables.cache.pool_from(from)) {
+        from = pool.handle + 1;
+        if tables(|tables| tables.cache.has_of(pool.number)) {
+            let threshold = attribute(pool.handle, pool_attribute::RELEASE_THRESHOLD);
+            trim(&pool, threshold.unwrap_or(0));
+        }
+    }
+    tables(|tables| tables.cache.waits() || (!pools && !tables.cache.is_empty()))
+}
+
+/// Gives back what a pool has beyond some bytes, with what the driver has for it. The lock is held.
+fn trim(pool: &Pool, keep_bytes: u64) {
+    let drivers = attribute(pool.handle, pool_attribute::RESERVED).unwrap_or(0);
+    let keep = keep_bytes.saturating_sub(drivers);
+    while let Some(one) = tables(|tables| tables.cache.take_surplus(pool.number, keep)) {
+        give_back(&one);
+    }
+}
+
+/// What the driver says of a pool.
+pub fn attribute(pool: usize, which: u32) -> Option<u64> {
+    let mut value = 0_u64;
+    let code = call!(pool_get_attribute(pool, which, (&raw mut value).cast()));
+    (code == result::SUCCESS).then_some(value)
+}
+
+/// Gives back what a pool has beyond some bytes and nobody uses any more.
+pub fn trim_to(pool: &Pool, keep_bytes: u64) {
+    relaxed(|| {
+        CARRY.unused_lock.hold(|| {
+            look();
+            trim(pool, keep_bytes);
+        });
+    });
+}
+
 /// Something was freed: calls look again.
 pub fn unsettle() {
     CARRY.unsettled.store(1, Ordering::Release);
 }
 
-/// Gives back what is to be given back, where something was freed since, or still waits.
-pub fn settle() {
+/// Gives back what is to be given back, where something was freed since, or still waits: of pools
+/// once work was `waited` for, as the driver does.
+pub fn settle(waited: bool) {
     if CARRY.unsettled.load(Ordering::Relaxed) == 0 {
         return;
     }
@@ -106,10 +150,7 @@ pub fn settle() {
         CARRY.unused_lock.hold(|| {
             CARRY.unsettled.store(0, Ordering::Release);
             look();
-            while let Some(one) = tables(|tables| tables.cache.take_ended()) {
-                give_back(&one);
-            }
-            if tables(|tables| tables.cache.waits()) {
+            if give_back_surplus(waited) {
                 unsettle();
             }
         });

@@ -1,30 +1,205 @@
-//! Memory that is freed in the order of a stream (`cuMemFreeAsync`).
+//! Memory in the order of streams: `cuMemAllocAsync`, the pools that it is of, and `cuMemFreeAsync`,
+//! which takes what came from `cuMemAlloc` as well.
 //!
 //! ```text
-//! allocated ── cuMemFreeAsync: an event in that stream ──> waits ──> ended ──> given back
-//!    in the table of allocations                             in the cache
+//! cuMemAllocAsync ─┬─ a piece that was freed in the same stream, or that nobody uses any more
+//!                  ├─ else a new one: addresses, physical memory, mapped
+//!                  └─ else, and while the stream is captured, and below 2 MiB: the driver's pool
+//! cuMemFreeAsync ──── an event in that stream; unused from now on
+//! a wait for work, cuMemPoolTrimTo ── gone, what has ended and is above the pool's threshold
+//! memory is short ──────────────────── gone, all that has ended; else waited for
+//! on the way out, with its context ── gone
 //! ```
 //!
-//! It is nobody's from the call on, and its physical memory goes once the event has happened: looked at
-//! by the next call that allocates, frees or waits, when memory is short, and before it would be
-//! moved. While a stream is being captured its calls are the driver's.
+//! The driver has the pool itself, with its settings, and the small allocations; what it says of the
+//! pool's size has ours added. Carried are pools of one device that nobody can export and whose size has no
+//! limit, until another device is given access to one. A thread's default stream is left to the driver: it
+//! has no name of its own that is known to stay. What the driver may do and we do not: one stream
+//! has memory of another before that one's work has ended, which it then makes wait.
+//!
+//! | module | what |
+//! | --- | --- |
+//! | `cache` | what is unused, and of which pool; no driver in it |
+//! | `ends` | when work has ended, and what is given back then |
+//! | `known` | the functions about pools |
+//! | `stream` | a stream as a call names it |
 
 mod cache;
 mod ends;
+mod known;
 mod stream;
 
 use core::ffi::c_void;
+use core::sync::atomic::Ordering;
 
-use affinode_cuda_sys::result;
+use affinode_cuda_sys::{MemAllocationProp, pool_attribute, result};
 
-use self::cache::Unused;
 pub use self::cache::{Cache, Mark};
+use self::cache::{Unused, Want};
+use self::ends::{attribute, give_back_after, mark, relaxed, unsettle};
 pub use self::ends::{clear, context_ends, make_room, settle};
-use self::ends::{give_back_after, mark, unsettle};
+use self::known::with_carried;
+pub use self::known::{
+    pool_create, pool_destroy, pool_get_attribute, pool_set_access, pool_set_attribute,
+    pool_trim_to,
+};
 use self::stream::Stream;
+use super::backing::{is_able, property_on};
+use super::calls::{LEAST_BYTES, make, unmake};
+use super::contexts::current_context;
 use super::driver::call;
-use super::{count, locked, tables};
+use super::table::{Allocation, Piece, Tables};
+use super::{CARRY, GRANULE_BYTES, count, locked, tables};
 use crate::table;
+
+pub unsafe extern "C" fn mem_alloc_async(
+    address: *mut u64,
+    bytes: usize,
+    stream: *mut c_void,
+) -> u32 {
+    let ours = || allocate(bytes, None, Stream(stream));
+    let driver = || call!(mem_alloc_async(address, bytes, stream));
+    // SAFETY: the application's own place for it.
+    unsafe { serve(address, ours, driver) }
+}
+
+pub unsafe extern "C" fn mem_alloc_async_ptsz(
+    address: *mut u64,
+    bytes: usize,
+    stream: *mut c_void,
+) -> u32 {
+    let ours = || allocate(bytes, None, Stream::per_thread(stream));
+    let driver = || call!(mem_alloc_async_ptsz(address, bytes, stream));
+    // SAFETY: as above.
+    unsafe { serve(address, ours, driver) }
+}
+
+pub unsafe extern "C" fn mem_alloc_from_pool(
+    address: *mut u64,
+    bytes: usize,
+    pool: usize,
+    stream: *mut c_void,
+) -> u32 {
+    let ours = || allocate(bytes, Some(pool), Stream(stream));
+    let driver = || call!(mem_alloc_from_pool(address, bytes, pool, stream));
+    // SAFETY: as above.
+    unsafe { serve(address, ours, driver) }
+}
+
+pub unsafe extern "C" fn mem_alloc_from_pool_ptsz(
+    address: *mut u64,
+    bytes: usize,
+    pool: usize,
+    stream: *mut c_void,
+) -> u32 {
+    let ours = || allocate(bytes, Some(pool), Stream::per_thread(stream));
+    let driver = || call!(mem_alloc_from_pool_ptsz(address, bytes, pool, stream));
+    // SAFETY: as above.
+    unsafe { serve(address, ours, driver) }
+}
+
+/// Writes where our memory is, or else has the driver do it.
+///
+/// # Safety
+/// `address` must be null, or a place for an address.
+unsafe fn serve(
+    address: *mut u64,
+    ours: impl FnOnce() -> Option<u64>,
+    driver: impl FnOnce() -> u32,
+) -> u32 {
+    if !address.is_null()
+        && let Some(carried) = ours()
+    {
+        // SAFETY: as the function demands.
+        unsafe { address.write(carried) };
+        return result::SUCCESS;
+    }
+    driver()
+}
+
+/// Memory of a pool, the device's where none is named. `None`: the driver is to decide.
+fn allocate(asked_bytes: usize, pool: Option<usize>, stream: Stream) -> Option<u64> {
+    if asked_bytes < LEAST_BYTES
+        || CARRY.wanted.load(Ordering::Acquire) == 0
+        || stream.is_capturing()
+    {
+        return None;
+    }
+    let context = current_context().filter(|own| *own != 0 && stream.context() == Some(*own))?;
+    let mut device = -1;
+    if call!(ctx_get_device(&raw mut device)) != result::SUCCESS || !is_able(device) {
+        return None;
+    }
+    let pool = pool.or_else(|| {
+        let mut pool = 0;
+        (call!(device_get_pool(&raw mut pool, device)) == result::SUCCESS).then_some(pool)
+    })?;
+    let want = Want {
+        pool: 0,
+        stream: stream.id()?,
+        context,
+        bytes: asked_bytes.checked_next_multiple_of(GRANULE_BYTES)? as u64,
+        of_others: false,
+    };
+    let asked = Allocation {
+        piece: Piece { context, ..Piece::default() },
+        asked_bytes: asked_bytes as u64,
+        ..Allocation::default()
+    };
+    let (number, taken) = with_carried(pool, device, |tables, number| {
+        (number, reuse(tables, &Want { pool: number, ..want }, asked))
+    })?;
+    let (want, asked) = (Want { pool: number, ..want }, Allocation { pool: number, ..asked });
+    let taken = taken.or_else(|| reuse_of_others(pool, want, asked));
+    let Allocation { piece, .. } = taken.or_else(|| make_anew(device, asked))?;
+    count(piece.bytes as i64);
+    Some(piece.address)
+}
+
+/// Gives an allocation what is unused and fits.
+fn reuse(tables: &mut Tables, want: &Want, asked: Allocation) -> Option<Allocation> {
+    let unused = tables.cache.take(want, asked.asked_bytes)?;
+    let Piece { address, bytes, property, handle, imported, .. } = unused.piece;
+    let context = asked.piece.context;
+    let piece = Piece { address, bytes, property, handle, context, imported, ..Piece::default() };
+    let allocation = Allocation { piece, pool: want.pool, mark: unused.mark, ..asked };
+    if tables.insert(allocation) {
+        return Some(allocation);
+    }
+    tables.cache.put(&allocation, unused);
+    None
+}
+
+/// The same, of what other streams do not use any more, where the application lets them.
+fn reuse_of_others(pool: usize, want: Want, asked: Allocation) -> Option<Allocation> {
+    let may = tables(|tables| tables.cache.has_of(want.pool))
+        && attribute(pool, pool_attribute::REUSE_OPPORTUNISTIC).is_some_and(|may| may != 0);
+    if !may {
+        return None;
+    }
+    settle(false);
+    tables(|tables| reuse(tables, &Want { of_others: true, ..want }, asked))
+}
+
+/// Gives an allocation new memory.
+fn make_anew(device: i32, asked: Allocation) -> Option<Allocation> {
+    // The driver lets nobody else on the bus reach memory of a pool.
+    let property = MemAllocationProp { gpu_direct_rdma: 0, ..property_on(device) };
+    let (bytes, context) = (asked.asked_bytes as usize, asked.piece.context);
+    let piece = relaxed(|| make(bytes, property, context))?;
+    let allocation = Allocation { piece, ..asked };
+    let noted = tables(|tables| {
+        let noted = tables.insert(allocation);
+        if noted {
+            tables.cache.made(&allocation);
+        }
+        noted
+    });
+    if !noted {
+        unmake(&piece);
+    }
+    noted.then_some(allocation)
+}
 
 pub unsafe extern "C" fn mem_free_async(address: u64, stream: *mut c_void) -> u32 {
     free(address, Stream(stream)).unwrap_or_else(|| call!(mem_free_async(address, stream)))
@@ -43,35 +218,61 @@ fn free(address: u64, stream: Stream) -> Option<u32> {
     // Nobody else frees it from here on.
     let mut allocation = locked(|table| table.remove_at(address))?;
     let marked = mark(stream, allocation.mark);
-    let mark = marked.unwrap_or_default();
+    allocation.mark = marked.unwrap_or_default();
     if marked.is_none() {
+        // No event, so there is but to wait; or the stream is none.
         match call!(stream_synchronize(stream.0)) {
             result::SUCCESS => {}
             code => {
-                allocation.mark = mark;
                 tables(|tables| tables.insert(allocation));
                 return Some(code);
             }
         }
     }
-    let piece = allocation.piece;
-    if !piece.stays {
-        count(-(piece.bytes as i64));
+    if !allocation.piece.stays {
+        count(-(allocation.piece.bytes as i64));
     }
+    take_back(&allocation, marked.map(|_| stream.id().unwrap_or(u64::MAX)));
+    if allocation.pool == 0 {
+        settle(false);
+    }
+    Some(result::SUCCESS)
+}
+
+/// Takes in what has just left the table: for as long as its mark in the stream of that id has not
+/// happened, or at once.
+fn take_back(allocation: &Allocation, after: Option<u64>) {
+    let Allocation { piece, mark, .. } = *allocation;
+    // What others have hold of is not given to anybody else.
+    let pool = if piece.stays { 0 } else { allocation.pool };
+    let (stream, ended) = (after.unwrap_or(u64::MAX), after.is_none());
     table::see_waits();
-    let stream = stream.id().unwrap_or(u64::MAX);
-    let noted = tables(|tables| {
-        let since = tables.now();
-        let ended = marked.is_none();
-        let unused = Unused { since, piece, stream, mark, ended };
-        (!tables.cache.put(unused)).then_some(unused)
+    let refused = tables(|tables| {
+        let unused = Unused { since: tables.now(), piece, pool, stream, mark, ended };
+        (!tables.cache.put(allocation, unused)).then_some(unused)
     });
-    match noted {
+    match refused {
         Some(unused) => give_back_after(&unused),
         None => unsettle(),
     }
-    settle();
-    Some(result::SUCCESS)
+}
+
+/// The same for what came from a pool and was freed by a call that has waited for all work.
+pub fn free_at_once(allocation: &Allocation) {
+    if !allocation.piece.stays {
+        count(-(allocation.piece.bytes as i64));
+    }
+    take_back(allocation, None);
+}
+
+/// The application's name of the pool that an allocation came from; 0: it is no more.
+pub fn handle_of(allocation: &Allocation) -> usize {
+    tables(|tables| tables.cache.handle_of(allocation.pool))
+}
+
+/// An allocation ends with its context.
+pub fn ends(allocation: &Allocation) {
+    tables(|tables| tables.cache.ends(allocation));
 }
 
 pub unsafe extern "C" fn stream_synchronize(stream: *mut c_void) -> u32 {
@@ -94,9 +295,10 @@ pub unsafe extern "C" fn ctx_synchronize_v2(context: usize) -> u32 {
     waited(call!(ctx_synchronize_v2(context)))
 }
 
+/// The driver gives unused memory back when work has been waited for.
 fn waited(code: u32) -> u32 {
     if code == result::SUCCESS {
-        settle();
+        settle(true);
     }
     code
 }

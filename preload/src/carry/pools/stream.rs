@@ -39,9 +39,15 @@ impl Stream {
         (code == result::SUCCESS && context != 0).then_some(context)
     }
 
-    /// What no other stream of the process has ever been called, or will be: its handle may be
-    /// another's after its end.
+    /// What no other stream of its context has ever been called, or will be: its handle may be
+    /// another's after its end. A thread's default stream has none that is known to be its own.
     pub fn id(self) -> Option<u64> {
+        const OF_LEGACY: u64 = 1 << 63;
+        match self.0 as usize {
+            NONE | LEGACY => return Some(OF_LEGACY),
+            PER_THREAD => return None,
+            _ => {}
+        }
         let mut id = 0;
         (call!(stream_get_id(self.0, &raw mut id)) == result::SUCCESS).then_some(id)
     }

@@ -2,7 +2,7 @@
 
 use affinode_sim_protocol::Request;
 
-use crate::abi::{CUdeviceptr, Handle, HostAddress, INVALID_VALUE, Out, Outcome, UNKNOWN};
+use crate::abi::{CUdeviceptr, HostAddress, INVALID_VALUE, Out, Outcome, UNKNOWN};
 use crate::api::cuda_api;
 use crate::driver::Driver;
 use crate::host::HostKind;
@@ -16,10 +16,6 @@ cuda_api! {
         address.set(allocate(d, row.checked_mul(height).ok_or(INVALID_VALUE)?)?)?;
         pitch.set(row)
     }
-    Work 11020 fn [cuMemAllocAsync cuMemAllocAsync_ptsz] (address: Out<CUdeviceptr>, bytes: usize, stream: Handle) |d, zero| {
-        d.stream(stream, zero)?;
-        address.set(allocate(d, bytes)?)
-    }
     Work 3020 fn cuMemFree_v2(address: CUdeviceptr) |d, _z| {
         if address == 0 {
             return Ok(());
@@ -27,11 +23,6 @@ cuda_api! {
         // Work in flight may still use it.
         d.streams.wait_idle(None, None);
         free(d, address)
-    }
-    Work 11020 fn [cuMemFreeAsync cuMemFreeAsync_ptsz] (address: CUdeviceptr, stream: Handle) |d, zero| {
-        let stream = d.stream(stream, zero)?;
-        d.memory().free_later(address)?;
-        d.streams.submit(stream, Box::new(move || free(d, address))).map(drop)
     }
     Work 6000 fn cuMemAllocManaged(address: Out<CUdeviceptr>, bytes: usize, _flags: u32) |d, _z| {
         d.current()?;
@@ -91,16 +82,21 @@ fn allocate(driver: &Driver, bytes: usize) -> Outcome<CUdeviceptr> {
     }
     let size = bytes.checked_next_multiple_of(PAGE_BYTES).ok_or(crate::abi::OUT_OF_MEMORY)? as u64;
     let gpu = driver.gpu(current.device)?;
-    let granted = driver.link.obtain(&Request::Allocate { gpu, bytes: size }, None)?;
+    let granted = driver.obtain(gpu, size)?;
     let mut memory = driver.memory();
     memory.add(&granted, Source::Own)?;
     memory.place(granted.object, bytes, current.context, Origin::Alloc)
 }
 
-fn free(driver: &Driver, address: CUdeviceptr) -> Outcome {
+/// Frees what no work uses any more.
+pub fn free(driver: &Driver, address: CUdeviceptr) -> Outcome {
     let mut memory = driver.memory();
     if memory.host.remove(address as HostAddress, &[HostKind::Managed]).is_ok() {
         return Ok(());
+    }
+    if memory.describe(address).is_some_and(|found| found.origin == Origin::Pool) {
+        drop(memory);
+        return driver.pool_takes_back(address);
     }
     let freed = memory.remove(address, Origin::Alloc)?;
     drop(memory);

@@ -76,7 +76,8 @@ cuda_api! {
     }
     Sync 2000 fn cuCtxSynchronize() |d, _z| {
         d.streams.wait_idle(Some(d.current()?.context), None);
-        d.streams.check()
+        d.streams.check()?;
+        d.trim_pools()
     }
     Work 4000 fn cuCtxEnablePeerAccess(peer: Handle, flags: u32) |d, _z| {
         let from = d.current()?;

@@ -20,6 +20,7 @@ mod event;
 mod ipc;
 mod module;
 mod pointer;
+mod pool;
 mod stream;
 mod vmm;
 
@@ -57,6 +58,7 @@ pub fn symbols() -> impl Iterator<Item = &'static Symbol> {
         ipc::SYMBOLS,
         module::SYMBOLS,
         pointer::SYMBOLS,
+        pool::SYMBOLS,
         stream::SYMBOLS,
         vmm::SYMBOLS,
     ];

@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use crate::abi::{CUdeviceptr, HostAddress, INVALID_VALUE, In, Out, Outcome};
+use crate::abi::{ACCESS_READ_WRITE, CUdeviceptr, HostAddress, INVALID_VALUE, In, Out, Outcome};
 use crate::api::cuda_api;
 use crate::contexts::context_handle;
 use crate::driver::Driver;
@@ -52,7 +52,8 @@ impl Fact {
     fn zero(attribute: i32) -> Self {
         match attribute {
             2 | 6 | 9 => Self::Word(0),
-            8 | 10 | 13 => Self::Byte(0),
+            16 => Self::Word(0),
+            8 | 10 | 13 | 15 => Self::Byte(0),
             _ => Self::Long(0),
         }
     }
@@ -63,6 +64,7 @@ impl Fact {
         let memory = driver.memory();
         if let Some(found) = memory.describe(address) {
             return Ok(Some(match attribute {
+                1 if matches!(found.origin, Origin::Pool | Origin::Vmm) => Self::Long(0),
                 1 => Self::Long(context_handle(found.context) as u64),
                 2 => Self::Word(DEVICE),
                 3 => Self::Long(address),
@@ -70,10 +72,17 @@ impl Fact {
                 7 => Self::Long(found.object),
                 8 => Self::Byte(0),
                 9 => Self::Word(driver.ordinal(found.gpu) as u32),
-                10 => Self::Byte(1),
+                10 => Self::Byte(u8::from(found.origin == Origin::Alloc)),
                 11 => Self::Long(found.base),
                 12 => Self::Long(found.bytes),
-                13 => Self::Byte(u8::from(found.origin == Origin::Alloc)),
+                13 => Self::Byte(1),
+                14 => Self::Long(memory.handle_types(found.object).into()),
+                15 => Self::Byte(u8::from(memory.is_reached_by_others(found.object))),
+                16 => Self::Word(ACCESS_READ_WRITE),
+                17 => {
+                    drop(memory);
+                    Self::Long(driver.pools().of(found.base) as u64)
+                }
                 _ => return Err(INVALID_VALUE),
             }));
         }

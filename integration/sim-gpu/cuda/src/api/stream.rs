@@ -1,5 +1,6 @@
 //! Streams.
 
+use std::cell::Cell;
 use std::ffi::c_void;
 
 use crate::abi::{
@@ -12,6 +13,17 @@ use crate::driver::Driver;
 use crate::streams::StreamKind;
 
 const NON_BLOCKING: u32 = 1;
+const GLOBAL: u32 = 0;
+const RELAXED: u32 = 2;
+
+thread_local! {
+    static MODE: Cell<u32> = const { Cell::new(GLOBAL) };
+}
+
+/// Whether this thread may do what could wait beside a capture.
+pub fn is_relaxed() -> bool {
+    MODE.get() == RELAXED
+}
 
 cuda_api! {
     Work 2000 fn cuStreamCreate(stream: Out<Handle>, flags: u32) |d, _z| { create(d, stream, flags) }
@@ -19,10 +31,13 @@ cuda_api! {
     Work 4000 fn cuStreamDestroy_v2(stream: Handle) |d, _z| { d.streams.destroy(number(Kind::Stream, stream)?) }
     Sync 2000 fn [cuStreamSynchronize cuStreamSynchronize_ptsz] (stream: Handle) |d, zero| {
         let stream = d.stream(stream, zero)?;
-        d.streams.wait(d.streams.last(stream)?)
+        d.streams.spoils_own(stream)?;
+        d.streams.wait(d.streams.last(stream)?)?;
+        d.trim_pools()
     }
     Sync 2000 fn [cuStreamQuery cuStreamQuery_ptsz] (stream: Handle) |d, zero| {
         let stream = d.stream(stream, zero)?;
+        d.streams.spoils_own(stream)?;
         if d.streams.is_done(d.streams.last(stream)?) { d.streams.check() } else { Err(NOT_READY) }
     }
     Work 3020 fn [cuStreamWaitEvent cuStreamWaitEvent_ptsz] (stream: Handle, event: Handle, _flags: u32) |d, zero| {
@@ -44,8 +59,20 @@ cuda_api! {
         id.set(d.stream(stream, zero)?)
     }
     Instant 10000 fn [cuStreamIsCapturing cuStreamIsCapturing_ptsz] (stream: Handle, capturing: Out<i32>) |d, zero| {
-        d.stream(stream, zero)?;
-        capturing.set(0)
+        let stream = d.stream(stream, zero)?;
+        capturing.set(i32::from(d.streams.is_capturing(stream)))
+    }
+    Work 10010 fn [cuStreamBeginCapture_v2 cuStreamBeginCapture_v2_ptsz] (stream: Handle, mode: u32) |d, zero| {
+        d.streams.begin_capture(d.stream(stream, zero)?, mode == GLOBAL)
+    }
+    Work 10000 fn [cuStreamEndCapture cuStreamEndCapture_ptsz] (stream: Handle, graph: Out<Handle>) |d, zero| {
+        let stream = d.stream(stream, zero)?;
+        d.streams.end_capture(stream)?;
+        graph.set(handle(Kind::Graph, stream))
+    }
+    Work 10010 fn cuThreadExchangeStreamCaptureMode(mode: Out<u32>) |_d, _z| {
+        let given = mode.get().ok_or(INVALID_VALUE)?;
+        mode.set(MODE.replace(given))
     }
     Work 10000 fn [cuLaunchHostFunc cuLaunchHostFunc_ptsz] (stream: Handle, function: HostFunction, data: HostAddress) |d, zero| {
         let function = function.ok_or(INVALID_VALUE)?;

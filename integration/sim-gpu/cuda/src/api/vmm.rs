@@ -11,6 +11,7 @@ use crate::abi::{
     NOT_SUPPORTED, Out, Outcome, UNKNOWN,
 };
 use crate::api::cuda_api;
+use crate::api::stream::is_relaxed;
 use crate::driver::Driver;
 use crate::memory::{GRANULARITY, Source};
 
@@ -31,7 +32,8 @@ cuda_api! {
         if flags != 0 || bytes == 0 || !bytes.is_multiple_of(GRANULARITY) {
             return Err(INVALID_VALUE);
         }
-        let granted = d.link.obtain(&Request::Allocate { gpu, bytes: bytes as u64 }, None)?;
+        d.streams.spoils_global(is_relaxed())?;
+        let granted = d.obtain(gpu, bytes as u64)?;
         let mut memory = d.memory();
         memory.add(&granted, Source::Own)?;
         memory.made_as(granted.object, prop.get().ok_or(INVALID_VALUE)?);
@@ -58,6 +60,7 @@ cuda_api! {
     }
     Work 10020 fn cuMemUnmap(address: CUdeviceptr, bytes: usize) |d, _z| {
         // Not even for work that uses it: the caller has to wait, as with the real one.
+        d.streams.spoils_global(is_relaxed())?;
         let freed = d.memory().unmap(address, bytes)?;
         freed.into_iter().try_for_each(|object| d.link.tell(&Request::Free { object }))
     }

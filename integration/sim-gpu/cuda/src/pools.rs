@@ -1,0 +1,253 @@
+//! Memory pools: of stream-ordered allocations, with memory that is kept between them.
+//!
+//! ```text
+//! cuMemAllocAsync ──> in use ──cuMemFreeAsync──> after the stream's work: held ──> in use again
+//!                                                   a wait, above the threshold ──> freed
+//! ```
+
+use std::collections::BTreeMap;
+
+use affinode_sim_protocol::{ObjectId, Request};
+
+use crate::abi::{
+    CUdevice, CUdeviceptr, Handle, INVALID_VALUE, Kind, OUT_OF_MEMORY, Outcome, handle, number,
+};
+use crate::contexts::Current;
+use crate::driver::Driver;
+use crate::link::Granted;
+use crate::memory::{Origin, Source};
+use crate::pages::PAGE_BYTES;
+
+/// One pool.
+#[derive(Debug, Default)]
+pub struct Pool {
+    pub device: CUdevice,
+    /// Whether memory is reused by event order, once it is over, and by making streams wait.
+    pub reuse: [i32; 3],
+    pub threshold: u64,
+    pub used: Level,
+    pub reserved: Level,
+    is_default: bool,
+    held: Vec<(ObjectId, u64)>,
+}
+
+/// Bytes, and the most of them.
+#[derive(Debug, Default)]
+pub struct Level {
+    pub bytes: u64,
+    pub high: u64,
+}
+
+impl Level {
+    fn rise(&mut self, bytes: u64) {
+        self.bytes += bytes;
+        self.high = self.high.max(self.bytes);
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Allocation {
+    pool: u64,
+    asked: u64,
+    bytes: u64,
+    is_freed: bool,
+}
+
+/// All of them.
+#[derive(Debug, Default)]
+pub struct Pools {
+    pools: BTreeMap<u64, Pool>,
+    default: BTreeMap<CUdevice, u64>,
+    current: BTreeMap<CUdevice, u64>,
+    allocations: BTreeMap<CUdeviceptr, Allocation>,
+    made: u64,
+}
+
+impl Pools {
+    /// A new pool.
+    pub fn create(&mut self, device: CUdevice) -> Handle {
+        self.made += 1;
+        self.pools.insert(self.made, Pool { device, reuse: [1; 3], ..Pool::default() });
+        handle(Kind::Pool, self.made)
+    }
+
+    /// A device's own.
+    pub fn default_of(&mut self, device: CUdevice) -> Handle {
+        if let Some(known) = self.default.get(&device) {
+            return handle(Kind::Pool, *known);
+        }
+        let made = self.create(device);
+        self.default.insert(device, self.made);
+        if let Some(pool) = self.pools.get_mut(&self.made) {
+            pool.is_default = true;
+        }
+        made
+    }
+
+    /// What `cuMemAllocAsync` takes for a device.
+    pub fn current_of(&mut self, device: CUdevice) -> Handle {
+        match self.current.get(&device).filter(|pool| self.pools.contains_key(pool)) {
+            Some(current) => handle(Kind::Pool, *current),
+            None => self.default_of(device),
+        }
+    }
+
+    /// Changes that.
+    pub fn set_current(&mut self, device: CUdevice, pool: Handle) -> Outcome {
+        if self.get(pool)?.device != device {
+            return Err(INVALID_VALUE);
+        }
+        self.current.insert(device, number(Kind::Pool, pool)?);
+        Ok(())
+    }
+
+    /// The pool of a handle.
+    pub fn get(&mut self, pool: Handle) -> Outcome<&mut Pool> {
+        self.pools.get_mut(&number(Kind::Pool, pool)?).ok_or(INVALID_VALUE)
+    }
+
+    /// Ends a pool; what is in use lives on.
+    fn remove(&mut self, pool: Handle) -> Outcome<Vec<ObjectId>> {
+        if self.get(pool)?.is_default {
+            return Err(INVALID_VALUE);
+        }
+        let removed = self.pools.remove(&number(Kind::Pool, pool)?);
+        Ok(removed.into_iter().flat_map(|pool| pool.held).map(|(object, _)| object).collect())
+    }
+
+    /// The pool that an allocation is of; 0: none.
+    pub fn of(&self, address: CUdeviceptr) -> Handle {
+        self.allocations.get(&address).map_or(0, |of| handle(Kind::Pool, of.pool))
+    }
+
+    /// The application has it no more.
+    pub fn is_freed(&mut self, address: CUdeviceptr) {
+        if let Some(of) = self.allocations.get_mut(&address)
+            && !std::mem::replace(&mut of.is_freed, true)
+            && let Some(pool) = self.pools.get_mut(&of.pool)
+        {
+            pool.used.bytes -= of.asked;
+        }
+    }
+
+    /// Takes out what a pool has beyond some bytes.
+    fn surplus(&mut self, pool: u64, keep: u64) -> Vec<ObjectId> {
+        let mut freed = Vec::new();
+        if let Some(pool) = self.pools.get_mut(&pool) {
+            while pool.reserved.bytes > keep
+                && let Some((object, bytes)) = pool.held.pop()
+            {
+                pool.reserved.bytes -= bytes;
+                freed.push(object);
+            }
+        }
+        freed
+    }
+}
+
+impl Driver {
+    /// Physical memory; where it is short, pools give back what they hold.
+    pub fn obtain(&self, gpu: usize, bytes: u64) -> Outcome<Granted> {
+        let obtain = || self.link.obtain(&Request::Allocate { gpu, bytes }, None);
+        match obtain() {
+            Err(OUT_OF_MEMORY) => {
+                self.trim_all(|_| 0)?;
+                obtain()
+            }
+            other => other,
+        }
+    }
+
+    fn release(&self, objects: Vec<ObjectId>) -> Outcome {
+        objects.into_iter().try_for_each(|object| {
+            let last = self.memory().drop_handle(object)?;
+            if last { self.link.tell(&Request::Free { object }) } else { Ok(()) }
+        })
+    }
+
+    fn trim_all(&self, keep: impl Fn(&Pool) -> u64) -> Outcome {
+        let keeps: Vec<_> = self.pools().pools.iter().map(|(pool, of)| (*pool, keep(of))).collect();
+        keeps.into_iter().try_for_each(|(pool, keep)| {
+            let surplus = self.pools().surplus(pool, keep);
+            self.release(surplus)
+        })
+    }
+
+    /// Work has been waited for: what is above the thresholds goes.
+    pub fn trim_pools(&self) -> Outcome {
+        self.trim_all(|pool| pool.threshold)
+    }
+
+    /// `cuMemPoolTrimTo`
+    pub fn trim_pool(&self, pool: Handle, keep: u64) -> Outcome {
+        self.pools().get(pool)?;
+        let surplus = self.pools().surplus(number(Kind::Pool, pool)?, keep);
+        self.release(surplus)
+    }
+
+    /// `cuMemPoolDestroy`
+    pub fn destroy_pool(&self, pool: Handle) -> Outcome {
+        let held = self.pools().remove(pool)?;
+        self.release(held)
+    }
+
+    /// Memory of a pool.
+    pub fn pool_allocate(
+        &self,
+        pool: Handle,
+        asked: usize,
+        current: Current,
+    ) -> Outcome<CUdeviceptr> {
+        let bytes = asked.checked_next_multiple_of(PAGE_BYTES).ok_or(OUT_OF_MEMORY)? as u64;
+        if asked == 0 {
+            return Err(INVALID_VALUE);
+        }
+        let device = self.pools().get(pool)?.device;
+        let held = {
+            let mut pools = self.pools();
+            let pool = pools.get(pool)?;
+            let fits = pool.held.iter().position(|(_, size)| *size == bytes);
+            fits.map(|place| pool.held.remove(place).0)
+        };
+        let object = match held {
+            Some(object) => object,
+            None => {
+                let granted = self.obtain(self.gpu(device)?, bytes)?;
+                self.memory().add(&granted, Source::Own)?;
+                self.pools().get(pool)?.reserved.rise(bytes);
+                granted.object
+            }
+        };
+        let address = self.memory().place(object, asked, current.context, Origin::Pool)?;
+        let mut pools = self.pools();
+        pools.get(pool)?.used.rise(asked as u64);
+        let pool = number(Kind::Pool, pool)?;
+        let asked = asked as u64;
+        pools.allocations.insert(address, Allocation { pool, asked, bytes, is_freed: false });
+        Ok(address)
+    }
+
+    /// No work uses an allocation any more: its memory is held, or goes with a pool that is gone.
+    pub fn pool_takes_back(&self, address: CUdeviceptr) -> Outcome {
+        let object = {
+            let mut memory = self.memory();
+            let object = memory.describe(address).ok_or(INVALID_VALUE)?.object;
+            memory.retain(object)?;
+            memory.remove(address, Origin::Pool)?;
+            object
+        };
+        let goes = {
+            let mut pools = self.pools();
+            pools.is_freed(address);
+            let of = pools.allocations.remove(&address).ok_or(INVALID_VALUE)?;
+            match pools.pools.get_mut(&of.pool) {
+                Some(pool) => {
+                    pool.held.push((object, of.bytes));
+                    None
+                }
+                None => Some(object),
+            }
+        };
+        self.release(goes.into_iter().collect())
+    }
+}
