@@ -164,7 +164,10 @@ pub unsafe extern "C" fn leave(frame: &mut Frame) -> u32 {
             process::poke_agent();
         }
     }
-    if frame.result as u32 == result::OUT_OF_MEMORY && class == Class::Alloc && carry::make_room() {
+    if frame.result as u32 == result::OUT_OF_MEMORY
+        && room::may_be_repeated(entry)
+        && carry::make_room()
+    {
         uncount(frame.place, class);
         return 1;
     }

@@ -190,6 +190,13 @@ impl Desk {
 /// Only a guard, as for callers at the gate.
 const LOOK_AGAIN_MS: u64 = 1_000;
 
+/// Whether a call of this function that found no memory has done nothing, and may be made again. Not a
+/// graph's launch: nobody says that none of its work has begun.
+pub fn may_be_repeated(entry: &Entry) -> bool {
+    let name = hook::name(entry.number()).map_or(&[][..], str::as_bytes);
+    entry.class() == Class::Alloc && hook::base(name) != b"cuGraphLaunch"
+}
+
 /// What a call that has just failed wants, if it may wait for it. To be asked while the
 /// call is still counted: it asks the driver for the device.
 ///
@@ -352,6 +359,20 @@ mod tests {
         let late = desk(1);
         assert!(!settle(&late, Some(WANT), OOM, &mut 0));
         assert_eq!(late.case(), None);
+    }
+
+    #[test]
+    fn what_may_have_begun_is_not_repeated() {
+        for (name, class, may) in [
+            (&b"cuMemAlloc_v2"[..], Class::Alloc, true),
+            (b"cuArrayCreate_v2", Class::Alloc, true),
+            (b"cuGraphLaunch_ptsz", Class::Alloc, false),
+            (b"cuLaunchKernel", Class::Work, false),
+        ] {
+            let (number, listed) = hook::find(name).unwrap();
+            assert_eq!(listed, class);
+            assert_eq!(may_be_repeated(&Entry::exported(number, class)), may);
+        }
     }
 
     #[test]
