@@ -83,7 +83,8 @@ mod tests {
         let property: MemAllocationProp = property_on(DEVICE);
         let piece = Piece { address: 1 << 40, bytes: 1 << 21, property, ..Piece::default() };
         let piece = Piece { context: CONTEXT, place: Place::Pool, ..piece };
-        assert!(tables(|tables| tables.insert(Allocation { piece, asked_bytes: 1 << 21 })));
+        let allocation = Allocation { piece, ..Allocation::default() };
+        assert!(tables(|tables| tables.insert(allocation)));
         fake.fail("cuMemCreate", 1);
         let before = fake.held();
         take_note();
