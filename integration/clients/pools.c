@@ -15,6 +15,7 @@
  *   threshold       what unused memory stays, and what goes at which call
  *   early           a stream does not get what another may still use
  *   capture         beside a stream that is captured
+ *   outlive         memory of a context that ends is there for another
  *   full            nearly the whole GPU freed and held by a pool is there for others
  *   hold            unused memory is held from now on, as much as is in use; drop: the end of that
  *   cost            10,000 times a piece allocated and freed that is held: "elapsed_us"
@@ -58,6 +59,8 @@ typedef struct CUpool_st *pool_handle;
     F(cuStreamDestroy_v2, (CUstream stream))                                                                          \
     F(cuStreamBeginCapture_v2, (CUstream stream, int mode))                                                           \
     F(cuStreamEndCapture, (CUstream stream, void **graph))                                                            \
+    F(cuCtxCreate_v2, (CUcontext * context, unsigned flags, CUdevice device))                                         \
+    F(cuCtxDestroy_v2, (CUcontext context))                                                                           \
     F(cuIpcGetMemHandle, (struct ipc_handle * handle, CUdeviceptr address))
 
 #define F(name, parameters) static CUresult(*name) parameters;
@@ -339,6 +342,33 @@ static CUresult capture(void)
     return cuStreamDestroy_v2(captured);
 }
 
+static CUresult outlive(void)
+{
+    CUdeviceptr kept[2] = {0, 0}, freed = 0;
+    uint32_t word = 0;
+    CUcontext other;
+    CUstream stream;
+    TRY(cuCtxCreate_v2(&other, 0, client.device));
+    TRY(client.cuda.stream_create(&stream, 1));
+    for (int i = 0; i < 2; i++) {
+        TRY(cuMemAllocAsync(&kept[i], piece_bytes, stream));
+        TRY(cuMemsetD32Async(kept[i], 7, piece_bytes / 4, stream));
+    }
+    TRY(cuMemAllocAsync(&freed, piece_bytes, stream));
+    TRY(cuMemFreeAsync(freed, stream));
+    TRY(client.cuda.stream_sync(stream));
+    TRY(cuCtxDestroy_v2(other));
+    TRY(client.cuda.ctx_set(client.context));
+    for (int i = 0; i < 2; i++) {
+        TRY(client.cuda.copy_out(&word, kept[i] + piece_bytes / 2, sizeof word));
+        HOLDS(word == 7);
+    }
+    TRY(cuMemFreeAsync(kept[0], streams[0]));
+    TRY(client.cuda.mem_free(kept[1]));
+    HOLDS(cuMemFreeAsync(kept[1], streams[0]) == 1);
+    return client.cuda.ctx_sync();
+}
+
 /* As much as fits, at most so many pieces. */
 static CUresult fill_up(CUdeviceptr *at, size_t *many, size_t bytes)
 {
@@ -440,6 +470,8 @@ static int obey(const char *command)
         result = early();
     else if (strcmp(command, "capture") == 0)
         result = capture();
+    else if (strcmp(command, "outlive") == 0)
+        result = outlive();
     else if (strcmp(command, "full") == 0)
         result = full();
     else if (strcmp(command, "hold") == 0)

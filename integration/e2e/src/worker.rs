@@ -191,7 +191,7 @@ impl Worker {
     }
 
     /// What that program does between two moves, each with a word on whether all was well.
-    pub const POOL_TURNS: [&str; 10] = [
+    pub const POOL_TURNS: [&str; 11] = [
         "touch",
         "churn",
         "swap",
@@ -200,6 +200,7 @@ impl Worker {
         "threshold",
         "early",
         "capture",
+        "outlive",
         "full",
         "hold",
     ];

@@ -69,6 +69,14 @@ impl Rows {
         self.rows.iter().map(|row| row.1)
     }
 
+    /// What is known already, for who does not see the end.
+    #[expect(clippy::print_stderr, reason = "what is being done now")]
+    fn say(&self, part: &str) {
+        for (what, value, unit, ..) in &self.rows {
+            eprintln!("{part}: {what}: {value:.3} {unit}");
+        }
+    }
+
     /// So many of so many.
     pub fn count(&mut self, what: &str, good: usize, of: usize) {
         self.want(what, good as f64, "", &format!("{of} of {of}"), good == of);
@@ -121,6 +129,7 @@ impl Report {
         }
         let mut rows = Rows::default();
         let outcome = work(world, &mut rows);
+        rows.say(part);
         self.add(part, rows);
         if let Err(error) = outcome.and_then(|()| world.remove_containers()) {
             let list = if error.is::<NotHere>() { &mut self.skipped } else { &mut self.errors };

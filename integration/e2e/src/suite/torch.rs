@@ -30,7 +30,8 @@ pub const SEGMENTS: Flavour = Flavour {
 /// The same with the allocator that takes its memory in the order of streams.
 pub const POOLS: Flavour = Flavour {
     settings: &[("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")],
-    rounds: 3,
+    engines: &["driver", "fast"],
+    rounds: 2,
     ..Flavour::large("pools", TORCH)
 };
 

@@ -197,8 +197,8 @@ impl Driver {
             contexts.contexts.remove(&id).ok_or(INVALID_CONTEXT)?
         };
         self.streams.destroy_context(id);
-        let of_pools = self.memory().of_pools(id);
-        for address in of_pools {
+        let freed = self.memory().outlive(id);
+        for address in freed {
             self.pool_takes_back(address)?;
         }
         self.trim_pools()?;

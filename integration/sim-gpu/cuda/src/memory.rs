@@ -260,11 +260,17 @@ impl Memory {
         self.bury(mapping.object).then_some(mapping.object)
     }
 
-    /// Addresses of what pools have given to a context.
-    pub fn of_pools(&self, context: u64) -> Vec<u64> {
-        let owned =
-            |mapping: &Mapping| (mapping.context, mapping.origin) == (context, Origin::Pool);
-        self.mappings.iter().filter(|(_, m)| owned(m)).map(|(address, _)| *address).collect()
+    /// What pools have given to a context outlives it (measured with 580), unless it was freed:
+    /// addresses of that.
+    pub fn outlive(&mut self, context: u64) -> Vec<u64> {
+        let mut freed = Vec::new();
+        for (address, mapping) in &mut self.mappings {
+            if (mapping.context, mapping.origin) == (context, Origin::Pool) {
+                mapping.context = 0;
+                freed.extend(mapping.freed.then_some(*address));
+            }
+        }
+        freed
     }
 
     /// Takes away everything that a context owned. The objects that are to be freed.

@@ -203,7 +203,7 @@ impl Cache {
     }
 
     /// Something of a pool that is in use ends, its memory as well.
-    pub fn ends(&mut self, allocation: &Allocation) {
+    fn ends(&mut self, allocation: &Allocation) {
         if let Some(pool) = self.numbered(allocation.pool) {
             pool.used.fall(allocation.asked_bytes);
             pool.reserved.fall(allocation.piece.bytes);

@@ -8,7 +8,7 @@
 //! cuMemFreeAsync ──── an event in that stream; unused from now on
 //! a wait for work, cuMemPoolTrimTo ── gone, what has ended and is above the pool's threshold
 //! memory is short ──────────────────── gone, all that has ended; else waited for
-//! on the way out, with its context ── gone
+//! on the way out ───────────────────── gone, all that is unused; so with its context
 //! ```
 //!
 //! The driver has the pool itself, with its settings, and the small allocations; what it says of the
@@ -268,11 +268,6 @@ pub fn free_at_once(allocation: &Allocation) {
 /// The application's name of the pool that an allocation came from; 0: it is no more.
 pub fn handle_of(allocation: &Allocation) -> usize {
     tables(|tables| tables.cache.handle_of(allocation.pool))
-}
-
-/// An allocation ends with its context.
-pub fn ends(allocation: &Allocation) {
-    tables(|tables| tables.cache.ends(allocation));
 }
 
 pub unsafe extern "C" fn stream_synchronize(stream: *mut c_void) -> u32 {
