@@ -229,6 +229,12 @@ impl Driver {
 
     /// No work uses an allocation any more: its memory is held, or goes with a pool that is gone.
     pub fn pool_takes_back(&self, address: CUdeviceptr) -> Outcome {
+        // First: as soon as nothing is mapped there, the address may be the next allocation's.
+        let of = {
+            let mut pools = self.pools();
+            pools.is_freed(address);
+            pools.allocations.remove(&address).ok_or(INVALID_VALUE)?
+        };
         let object = {
             let mut memory = self.memory();
             let object = memory.describe(address).ok_or(INVALID_VALUE)?.object;
@@ -236,17 +242,12 @@ impl Driver {
             memory.remove(address, Origin::Pool)?;
             object
         };
-        let goes = {
-            let mut pools = self.pools();
-            pools.is_freed(address);
-            let of = pools.allocations.remove(&address).ok_or(INVALID_VALUE)?;
-            match pools.pools.get_mut(&of.pool) {
-                Some(pool) => {
-                    pool.held.push((object, of.bytes));
-                    None
-                }
-                None => Some(object),
+        let goes = match self.pools().pools.get_mut(&of.pool) {
+            Some(pool) => {
+                pool.held.push((object, of.bytes));
+                None
             }
+            None => Some(object),
         };
         self.release(goes.into_iter().collect())
     }
