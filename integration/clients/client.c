@@ -4,6 +4,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -142,6 +143,16 @@ CUresult client_verify(struct client *client, uint64_t *wrong, uint64_t *checksu
     }
     free(chunk);
     return result;
+}
+
+void client_listen(int (*obey)(char *command))
+{
+    static char line[512];
+    while (fgets(line, sizeof line, stdin) != NULL) {
+        line[strcspn(line, "\r\n")] = 0;
+        if (!obey(line))
+            break;
+    }
 }
 
 uint64_t now_us(void)

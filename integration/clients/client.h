@@ -43,6 +43,8 @@ CUresult client_open(struct client *client, int device);
 CUresult client_fill(struct client *client, size_t mib, uint32_t seed);
 /* Fills by seed the words that are at memory. */
 CUresult client_write(struct client *client, uint32_t seed);
+/* Obeys each line of stdin, until it is told not to (0) or there is none. */
+void client_listen(int (*obey)(char *command));
 /* Adds 1 to every word with a kernel, on the default stream; does not wait. */
 CUresult client_touch(struct client *client);
 /* Keeps the default stream busy; does not wait. */

@@ -23,6 +23,7 @@
  *   fork                 a child that makes a CUDA call and exits: its result
  *   attack HEX           asks the socket that the handle names for what it must not give, and floods it; "ok": it gave
  *                        nothing but what the handle is good for
+ *   reached              "ok": others on the bus may reach the memory (GPUDirect RDMA)
  *   meminfo              "free_bytes"
  *   quit
  */
@@ -133,6 +134,14 @@ static CUresult capable(int *ok)
 {
     unsigned is = 0;
     TRY(cuPointerGetAttribute(&is, 13, client.memory + 4096));
+    *ok = is == 1;
+    return 0;
+}
+
+static CUresult reached(int *ok)
+{
+    unsigned char is = 0;
+    TRY(cuPointerGetAttribute(&is, 15, client.memory));
     *ok = is == 1;
     return 0;
 }
@@ -277,6 +286,8 @@ static int obey(char *command)
         result = close_while_busy(&ok);
     else if (strcmp(command, "capable") == 0)
         result = capable(&ok);
+    else if (strcmp(command, "reached") == 0)
+        result = reached(&ok);
     else if (strcmp(command, "free") == 0)
         result = client.cuda.mem_free(client.memory);
     else if (strcmp(command, "reset") == 0)
@@ -322,11 +333,6 @@ int main(int argc, char **argv)
     answer("fill", result, 0, "\"mib\":%zu", mib);
     if (result != 0)
         return 4;
-    static char line[512];
-    while (fgets(line, sizeof line, stdin) != NULL) {
-        line[strcspn(line, "\r\n")] = 0;
-        if (!obey(line))
-            break;
-    }
+    client_listen(obey);
     return 0;
 }

@@ -447,7 +447,7 @@ static CUresult end(size_t *missing)
 }
 
 /* 0: the program is to end. */
-static int obey(const char *command)
+static int obey(char *command)
 {
     size_t missing = 0;
     CUresult result = -1;
@@ -516,11 +516,6 @@ int main(int argc, char **argv)
     answer("fill", result, 0, "\"mib\":%zu", mib);
     if (result != 0)
         return 4;
-    static char line[256];
-    while (fgets(line, sizeof line, stdin) != NULL) {
-        line[strcspn(line, "\r\n")] = 0;
-        if (!obey(line))
-            break;
-    }
+    client_listen(obey);
     return 0;
 }

@@ -199,7 +199,7 @@ static CUresult verify(int *ok)
 }
 
 /* 0: the program is to end. */
-static int obey(const char *command)
+static int obey(char *command)
 {
     int ok = 1;
     size_t missing = 0;
@@ -268,11 +268,6 @@ int main(int argc, char **argv)
     answer("fill", result, 0, "\"mib\":%zu", mib);
     if (result != 0)
         return 4;
-    static char line[256];
-    while (fgets(line, sizeof line, stdin) != NULL) {
-        line[strcspn(line, "\r\n")] = 0;
-        if (!obey(line))
-            break;
-    }
+    client_listen(obey);
     return 0;
 }

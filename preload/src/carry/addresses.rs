@@ -17,7 +17,7 @@ struct Range {
     bytes: u64,
 }
 
-/// What is kept. Zero is nothing.
+/// What is kept, until a context ends: what that does to reservations nobody says. Zero is nothing.
 #[repr(C)]
 pub struct Addresses {
     kept: [Range; MOST],
@@ -33,6 +33,10 @@ impl Addresses {
     fn take(&mut self, bytes: u64) -> Option<u64> {
         let found = self.kept.iter_mut().find(|range| range.bytes == bytes)?;
         Some(core::mem::take(found).address)
+    }
+
+    fn take_any(&mut self) -> Option<Range> {
+        self.kept.iter_mut().find(|range| range.bytes > 0).map(core::mem::take)
     }
 
     /// What is kept no more instead.
@@ -64,9 +68,33 @@ pub fn free(address: u64, bytes: u64) {
     }
 }
 
+/// Keeps none of them any more.
+pub fn let_go() {
+    while let Some(range) = tables(|tables| tables.addresses.take_any()) {
+        call!(mem_address_free(range.address, range.bytes as usize));
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use super::super::{fake_driver::Fake, filling::tests::SHARED};
     use super::*;
+
+    #[test]
+    fn the_driver_is_asked_once_for_what_is_freed_and_taken_again() {
+        let _own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let fake = Fake::new();
+        let bytes = 4 << 20;
+        let first = reserve(bytes).unwrap();
+        free(first, bytes as u64);
+        assert_eq!((reserve(bytes), fake.held().ranges), (Some(first), 1));
+        let second = reserve(bytes).unwrap();
+        assert_ne!(second, first);
+        [first, second].into_iter().for_each(|address| free(address, bytes as u64));
+        assert_eq!(fake.held().ranges, 2, "kept");
+        let_go();
+        assert_eq!(fake.held().ranges, 0);
+    }
 
     fn range(n: u64) -> Range {
         Range { address: n << 30, bytes: 2 << 20 }

@@ -7,7 +7,7 @@ use affinode_cuda_sys::result;
 use super::calls::release;
 use super::table::{Allocations, Piece, Tables};
 use super::vmm::blocks;
-use super::{CARRY, count, driver::call, locked, pools, tables, with_pool};
+use super::{CARRY, addresses, count, driver::call, locked, pools, tables, with_pool};
 
 pub(super) fn current_context() -> Option<usize> {
     let mut context = 0;
@@ -95,6 +95,9 @@ fn ends(context: usize, end: impl FnOnce() -> u32, has_ended: impl FnOnce() -> b
     let opened = || tables(|tables| tables.opened.remove(|o| of_it(&o.allocation.piece)));
     while ended && let Some(one) = opened() {
         release(&one.allocation.piece);
+    }
+    if ended {
+        addresses::let_go();
     }
     code
 }

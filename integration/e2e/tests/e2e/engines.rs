@@ -119,10 +119,36 @@ fn memory_that_the_application_maps_by_itself_is_copied_too() -> Result<()> {
         let said = world.cli().offload(engine)?;
         assert_eq!((said.done, said.reason.as_str()), (false, "shared-memory"), "{said:?}");
         assert!(worker.verify()?, "{engine}, exported");
-        assert!(worker.ends_with_nothing_left(&world)?, "{engine}: more is in use than before");
-        until("nothing to be carried any more", || {
-            Ok(Some(row(&world, engine)?).filter(|row| row.processes[0].carried_bytes == 0))
+        ends_clean(&world, worker)?;
+    }
+    Ok(())
+}
+
+/// Ends, of a program that frees everything: nothing of it is in use, or carried.
+fn ends_clean(world: &World, mut worker: Worker) -> Result<()> {
+    let id = worker.running.id.clone();
+    assert!(worker.ends_with_nothing_left(world)?, "{id}: more is in use than before");
+    until("nothing to be carried any more", || {
+        Ok(Some(row(world, &id)?).filter(|row| row.processes[0].carried_bytes == 0))
+    })?;
+    worker.running.kill(world)?;
+    worker.running.delete(world)
+}
+
+/// Memory that others on the bus may reach costs more: it is made so where there are others.
+#[test]
+fn others_reach_memory_in_a_container_that_has_other_devices_alone() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    let card = ["--mount", "type=bind,src=/dev/null,dst=/dev/card,options=bind"];
+    for (id, flags, reached) in [("alone", &[][..], false), ("beside", &card[..], true)] {
+        let argv = [&*format!("{CLIENTS}/ipc"), "--mib", "8"];
+        let spec = Spec::gpu(id, &argv).annotation("affinode.io/engine", "park").flags(flags);
+        let mut worker = Worker::start_as(&world, spec)?;
+        worker.wait_filled()?;
+        until("the engine to hold", || {
+            Ok(Some(row(&world, id)?).filter(|row| row.processes[0].carried_bytes == 8 * MIB))
         })?;
+        assert_eq!(worker.call("reached")?.ok, Some(reached), "{id}");
         worker.running.kill(&world)?;
         worker.running.delete(&world)?;
     }
@@ -157,12 +183,7 @@ fn memory_in_the_order_of_streams_is_copied_too() -> Result<()> {
             assert!(worker.verify()?, "{engine}, {turn}");
         }
         assert_eq!(worker.call("drop")?.ok, Some(true), "{engine}");
-        assert!(worker.ends_with_nothing_left(&world)?, "{engine}: more is in use than before");
-        until("nothing to be carried any more", || {
-            Ok(Some(row(&world, engine)?).filter(|row| row.processes[0].carried_bytes == 0))
-        })?;
-        worker.running.kill(&world)?;
-        worker.running.delete(&world)?;
+        ends_clean(&world, worker)?;
     }
     Ok(())
 }

@@ -107,6 +107,7 @@ fn attribute_of(driver: &Driver, attribute: i32, device: CUdevice) -> Outcome<i3
         91 => 1,              // host pointers for registered memory
         97 => 232_448,        // opt-in shared memory per block
         102 | 103 => 1,       // VMM, POSIX descriptors
+        110 => 1,             // VMM that others on the bus may reach
         115 => 1,             // memory pools
         _ if (0..=512).contains(&attribute) => 0,
         _ => return Err(INVALID_VALUE),
