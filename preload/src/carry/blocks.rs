@@ -122,8 +122,13 @@ impl Blocks {
     }
 
     /// Those from a name on.
-    pub fn from(&mut self, name: u64) -> &mut [Block] {
+    pub fn from(&self, name: u64) -> impl Iterator<Item = &Block> {
         self.blocks.from(name)
+    }
+
+    /// The first from a name on that `which` picks.
+    pub fn find_from(&mut self, name: u64, which: impl Fn(&Block) -> bool) -> Option<&mut Block> {
+        self.blocks.find_from(name, which)
     }
 
     /// Changes a block, and the sum of what is carried with it.
@@ -210,7 +215,7 @@ impl Blocks {
         if let Some(inside) = self.around(address).filter(|_| address < end) {
             return Some(inside);
         }
-        self.mappings.from(address).first().copied().filter(|mapping| mapping.address < end)
+        self.mappings.from(address).next().copied().filter(|mapping| mapping.address < end)
     }
 
     /// A part of a block has been mapped.
@@ -229,7 +234,7 @@ impl Blocks {
     /// to do for one mapping.
     pub fn unmap(&mut self, address: u64, bytes: u64) -> Option<Released> {
         let end = address.saturating_add(bytes);
-        let first = self.mappings.from(address).first().copied();
+        let first = self.mappings.from(address).next().copied();
         let mapping = first.filter(|mapping| mapping.address < end)?;
         self.mappings.remove_at(mapping.address);
         self.change(mapping.block, |block| {
@@ -286,7 +291,7 @@ impl Blocks {
 
     fn name_from(&mut self, name: u64, context: usize, before: u64) -> Option<u64> {
         let of_it = |piece: &Piece| piece.context == context && piece.since < before;
-        self.blocks.from(name).iter().find(|block| of_it(&block.piece)).map(|block| block.name)
+        self.blocks.from(name).find(|block| of_it(&block.piece)).map(|block| block.name)
     }
 }
 

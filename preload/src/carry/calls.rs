@@ -307,7 +307,7 @@ pub unsafe extern "C" fn ctx_enable_peer_access(peer: usize, flags: u32) -> u32 
         let mut next = 0;
         while let Some(found) = locked(|table| {
             let of_other = |a: &&Allocation| a.piece.property.location_id == other;
-            table.from(next).iter().find(of_other).map(|a| a.piece)
+            table.from(next).find(of_other).map(|a| a.piece)
         }) {
             next = found.address + 1;
             give_access(&found);

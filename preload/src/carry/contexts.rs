@@ -106,7 +106,7 @@ fn ends(context: usize, end: impl FnOnce() -> u32, has_ended: impl FnOnce() -> b
 /// 580.159), and stays where it is, as there is nothing left to copy it in. Of the next such that is
 /// carried: how much.
 fn outlives(table: &mut Allocations, of_it: impl Fn(&Piece) -> bool) -> Option<u64> {
-    let mut pooled = table.all().iter_mut().filter(|a| a.pool != 0);
+    let mut pooled = table.iter_mut().filter(|a| a.pool != 0);
     let piece = &mut pooled.find(|a| of_it(&a.piece))?.piece;
     piece.context = 0;
     Some(if core::mem::replace(&mut piece.stays, true) { 0 } else { piece.bytes })

@@ -109,7 +109,7 @@ impl World {
     }
 
     fn pieces(&self) -> Vec<Piece> {
-        locked(|allocations| allocations.all().iter().map(|one| one.piece).collect())
+        locked(|allocations| allocations.iter().map(|one| one.piece).collect())
     }
 
     fn places(&self) -> Vec<Place> {

@@ -21,7 +21,7 @@
 //! | `backing`, `contexts` | physical memory for addresses; contexts and their end |
 //! | `addresses` | of what was freed |
 //! | `bus` | whether others could be let at such memory |
-//! | `table`, `sorted`, `order` | what is carried; by age |
+//! | `table`, `sorted`, `list`, `order` | what is carried, by key; by age |
 //! | `park`, `pool`, `filling` | out and home; the host memory for it, and its pages |
 //! | `released` | device memory that was given back |
 //! | `near` | processors near the GPU, from whose memory it is taken |
@@ -48,6 +48,7 @@ pub mod fake_driver;
 mod filling;
 mod handed;
 mod ipc;
+mod list;
 mod near;
 mod order;
 mod park;

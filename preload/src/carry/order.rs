@@ -40,7 +40,7 @@ impl Order {
 
     fn among(tables: &mut Tables, which: impl Fn(&Piece) -> bool, most: usize) -> Option<Order> {
         let mut order = Order(Sorted::empty());
-        let by_age = tables.allocations.all().iter().filter(|a| which(&a.piece)).count() <= most;
+        let by_age = tables.allocations.iter().filter(|a| which(&a.piece)).count() <= most;
         let (mut from, mut number) = (Id::FIRST, 0);
         while let Some((id, piece)) = tables.next(from, &which) {
             (from, number) = (id.next(), number + 1);
@@ -58,7 +58,7 @@ impl Order {
 
     /// The name at a place.
     pub fn id(&mut self, place: usize) -> Option<Id> {
-        self.0.all().get(place).map(|entry| entry.id)
+        self.0.nth(place).map(|entry| entry.id)
     }
 
     /// What is at a place; `None` at the end, or where it is not known any more.

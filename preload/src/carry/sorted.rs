@@ -1,6 +1,7 @@
-//! A list in order of its keys, in memory of our own.
+//! What is in order of its keys, in groups of a page each: one that comes or goes moves no more
+//! than a group, however many there are.
 
-use crate::sys;
+use super::list::{List, PAGE_BYTES};
 
 /// What has a key.
 pub trait Keyed: Copy {
@@ -8,130 +9,177 @@ pub trait Keyed: Copy {
     fn key(&self) -> u64;
 }
 
-/// The list. Zero is an empty one.
+/// All of them. Zero is none.
 #[repr(C)]
 pub struct Sorted<T> {
-    first: *mut T,
-    len: usize,
-    capacity: usize,
+    /// In order, none of them empty.
+    groups: List<List<T>>,
+    /// The last that became empty, for the next.
+    spare: List<T>,
 }
 
-const FIRST_BYTES: usize = 64 * 1024;
-
 impl<T: Keyed> Sorted<T> {
+    const MOST_IN_GROUP: usize = PAGE_BYTES / size_of::<T>();
+
     /// Without any.
     pub const fn empty() -> Sorted<T> {
-        Sorted { first: core::ptr::null_mut(), len: 0, capacity: 0 }
+        const { assert!(Self::MOST_IN_GROUP > 1, "a group that can be split") };
+        Sorted { groups: List::empty(), spare: List::empty() }
     }
 
     /// All of them.
-    pub fn all(&mut self) -> &mut [T] {
-        if self.first.is_null() {
-            return &mut [];
-        }
-        // SAFETY: `len` of them were written here, in memory that is ours alone.
-        unsafe { core::slice::from_raw_parts_mut(self.first, self.len) }
+    pub fn iter(&self) -> impl DoubleEndedIterator<Item = &T> {
+        self.groups.all().iter().flat_map(|group| group.all())
     }
 
-    fn index(&mut self, key: u64) -> Result<usize, usize> {
-        self.all().binary_search_by_key(&key, T::key)
+    /// All of them.
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        self.groups.all_mut().iter_mut().flat_map(|group| group.all_mut())
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.groups.all().is_empty()
+    }
+
+    /// The one at a place in the order.
+    pub fn nth(&self, mut place: usize) -> Option<&T> {
+        for group in self.groups.all() {
+            let ones = group.all();
+            match ones.get(place) {
+                Some(found) => return Some(found),
+                None => place -= ones.len(),
+            }
+        }
+        None
+    }
+
+    /// The group where a key is, or would be.
+    fn group(&self, key: u64) -> usize {
+        let begins_before =
+            |group: &List<T>| group.all().first().is_some_and(|one| one.key() <= key);
+        self.groups.all().partition_point(begins_before).saturating_sub(1)
+    }
+
+    /// Where a key is, in its group; or where it would be.
+    fn place(&self, key: u64) -> (usize, Result<usize, usize>) {
+        let group = self.group(key);
+        let ones = self.groups.all().get(group).map_or(&[][..], List::all);
+        (group, ones.binary_search_by_key(&key, T::key))
+    }
+
+    fn get_mut(&mut self, group: usize, place: usize) -> Option<&mut T> {
+        self.groups.all_mut().get_mut(group)?.all_mut().get_mut(place)
     }
 
     /// The one with a key.
     pub fn at(&mut self, key: u64) -> Option<&mut T> {
-        let index = self.index(key).ok()?;
-        self.all().get_mut(index)
+        let (group, place) = self.place(key);
+        self.get_mut(group, place.ok()?)
     }
 
     /// The one with the key, or else the last before it.
     pub fn up_to(&mut self, key: u64) -> Option<&mut T> {
-        let index = match self.index(key) {
-            Ok(index) => index,
-            Err(after) => after.checked_sub(1)?,
-        };
-        self.all().get_mut(index)
+        let (group, place) = self.place(key);
+        let place = place.or_else(|after| after.checked_sub(1).ok_or(())).ok()?;
+        self.get_mut(group, place)
     }
 
     /// Those from a key on.
-    pub fn from(&mut self, key: u64) -> &mut [T] {
-        let (Ok(index) | Err(index)) = self.index(key);
-        self.all().get_mut(index..).unwrap_or_default()
+    pub fn from(&self, key: u64) -> impl Iterator<Item = &T> {
+        let groups = self.groups.all().get(self.group(key)..).unwrap_or_default();
+        groups.iter().flat_map(List::all).skip_while(move |one| one.key() < key)
+    }
+
+    /// The first from a key on that `which` picks.
+    pub fn find_from(&mut self, key: u64, which: impl Fn(&T) -> bool) -> Option<&mut T> {
+        let group = self.group(key);
+        let groups = self.groups.all_mut().get_mut(group..).unwrap_or_default();
+        let mut from_there = groups.iter_mut().flat_map(List::all_mut);
+        from_there.find(|one| one.key() >= key && which(one))
     }
 
     /// Takes one in. False: its key is there, or there is no memory to note it.
     pub fn insert(&mut self, one: T) -> bool {
-        let Err(index) = self.index(one.key()) else {
+        let (mut group, Err(mut place)) = self.place(one.key()) else {
             return false;
         };
-        if self.len == self.capacity && !self.grow() {
+        let many = self.groups.all().get(group).map(|group| group.all().len());
+        if many.is_none_or(|many| many >= Self::MOST_IN_GROUP) {
+            let keeps = match many {
+                // What comes in order leaves full groups behind.
+                Some(many) if place == many => many,
+                Some(many) => many / 2,
+                None => 0,
+            };
+            if !self.begin_group(group, keeps) {
+                return false;
+            }
+            if many.is_some() && place >= keeps {
+                (group, place) = (group + 1, place - keeps);
+            }
+        }
+        match self.groups.all_mut().get_mut(group) {
+            Some(group) => group.insert(place, one).is_ok(),
+            None => false,
+        }
+    }
+
+    /// Makes a group for one more: after another, of which it takes those from a place on; or the first.
+    fn begin_group(&mut self, after: usize, keeps: usize) -> bool {
+        let mut fresh = core::mem::replace(&mut self.spare, List::empty());
+        // All that can fail comes before anything moves.
+        let has_room = fresh.has_room() && self.groups.has_room();
+        let moved = has_room
+            && match self.groups.all_mut().get_mut(after) {
+                Some(before) => before.split_into(keeps, &mut fresh),
+                None => true,
+            };
+        if !moved {
+            self.spare = fresh;
             return false;
         }
-        // SAFETY: there is room for one more, and `index` is at most `len`.
-        unsafe {
-            let at = self.first.add(index);
-            core::ptr::copy(at, at.add(1), self.len - index);
-            at.write(one);
-        }
-        self.len += 1;
-        true
+        let place = if self.is_empty() { 0 } else { after + 1 };
+        self.groups.insert(place, fresh).is_ok()
     }
 
     /// Takes out the first that `which` picks.
     pub fn remove(&mut self, which: impl Fn(&T) -> bool) -> Option<T> {
-        let index = self.all().iter().position(which)?;
-        self.remove_index(index)
+        let mut groups = self.groups.all().iter().enumerate();
+        let (group, place) =
+            groups.find_map(|(group, ones)| Some((group, ones.all().iter().position(&which)?)))?;
+        self.take_out(group, place)
     }
 
     /// Takes out the one with a key.
     pub fn remove_at(&mut self, key: u64) -> Option<T> {
-        let index = self.index(key).ok()?;
-        self.remove_index(index)
+        let (group, place) = self.place(key);
+        self.take_out(group, place.ok()?)
     }
 
-    fn remove_index(&mut self, index: usize) -> Option<T> {
-        let found = *self.all().get(index)?;
-        self.len -= 1;
-        // SAFETY: `index` was inside, so as many as move lie behind it.
-        unsafe {
-            let at = self.first.add(index);
-            core::ptr::copy(at.add(1), at, self.len - index);
+    fn take_out(&mut self, group: usize, place: usize) -> Option<T> {
+        let ones = self.groups.all_mut().get_mut(group)?;
+        let found = ones.remove(place)?;
+        if ones.all().is_empty()
+            && let Some(empty) = self.groups.remove(group)
+        {
+            core::mem::replace(&mut self.spare, empty).discard();
         }
         Some(found)
     }
 
-    /// Gives the memory back: an empty list.
+    /// Gives the memory back: none of them is left.
     pub fn discard(&mut self) {
-        if !self.first.is_null() {
-            let bytes = self.capacity * size_of::<T>();
-            // SAFETY: mapped in `grow` with that size, up to whole pages, and not used again.
-            unsafe { sys::unmap_private(self.first.cast(), bytes) };
-        }
-        *self = Sorted::empty();
-    }
-
-    fn grow(&mut self) -> bool {
-        let before_bytes = self.capacity * size_of::<T>();
-        let bytes = (2 * before_bytes).max(FIRST_BYTES);
-        let Ok(fresh) = sys::map_private(bytes) else {
-            return false;
-        };
-        let fresh = fresh.cast::<T>();
-        if !self.first.is_null() {
-            // SAFETY: `len` of them from the old memory to the new, larger one; the old one
-            // was mapped here and is not used again.
-            unsafe {
-                core::ptr::copy_nonoverlapping(self.first, fresh, self.len);
-                sys::unmap_private(self.first.cast(), before_bytes);
-            }
-        }
-        self.first = fresh;
-        self.capacity = bytes / size_of::<T>();
-        true
+        self.groups.all_mut().iter_mut().for_each(List::discard);
+        self.groups.discard();
+        self.spare.discard();
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
 
     impl Keyed for u64 {
@@ -140,37 +188,88 @@ mod tests {
         }
     }
 
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    struct Large(u64, [u64; 100]);
+
+    impl Keyed for Large {
+        fn key(&self) -> u64 {
+            self.0
+        }
+    }
+
+    fn all(sorted: &Sorted<u64>) -> Vec<u64> {
+        sorted.iter().copied().collect()
+    }
+
     #[test]
     fn they_are_found_by_key_and_in_order() {
         let mut sorted = Sorted::empty();
-        assert!(sorted.at(0).is_none() && sorted.up_to(5).is_none() && sorted.from(0).is_empty());
+        assert!(sorted.at(0).is_none() && sorted.up_to(5).is_none() && sorted.is_empty());
+        assert_eq!((sorted.from(0).next(), sorted.nth(0)), (None, None));
         for n in [5, 1, 9, 3] {
             assert!(sorted.insert(n));
         }
         assert!(!sorted.insert(3), "a key is there once");
-        assert_eq!(sorted.all(), [1, 3, 5, 9]);
+        assert_eq!(all(&sorted), [1, 3, 5, 9]);
         assert_eq!(sorted.at(3), Some(&mut 3));
+        assert_eq!(sorted.nth(2), Some(&5));
         assert_eq!(sorted.at(4), None);
         assert_eq!(sorted.up_to(4), Some(&mut 3));
         assert_eq!(sorted.up_to(0), None);
-        assert_eq!(sorted.from(4), [5, 9]);
-        assert!(sorted.from(10).is_empty());
+        assert!(sorted.from(4).eq(&[5, 9]));
+        assert_eq!(sorted.find_from(4, |n| *n != 5), Some(&mut 9));
+        assert!(sorted.from(10).next().is_none());
         assert_eq!(sorted.remove_at(3), Some(3));
         assert_eq!(sorted.remove(|n| *n > 5), Some(9));
-        assert_eq!(sorted.all(), [1, 5]);
+        assert_eq!(all(&sorted), [1, 5]);
+    }
+
+    /// Few to a group, so that groups begin and end all the time.
+    #[test]
+    fn it_is_as_a_tree_whatever_comes_and_goes() {
+        let mut seed = 1_u64;
+        let mut random = |below: u64| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (seed >> 33) % below
+        };
+        let (mut sorted, mut tree) = (Sorted::empty(), BTreeMap::new());
+        let wanted = [300, 20, 200, 0];
+        for step in 0..20_000 {
+            let key = random(400);
+            let one = Large(key, [step; 100]);
+            let grows = tree.len() < wanted[step as usize / 5_000];
+            if grows == (random(4) > 0) {
+                let is_new = !tree.contains_key(&key);
+                assert_eq!(sorted.insert(one), is_new);
+                tree.entry(key).or_insert(one);
+            } else {
+                assert_eq!(sorted.remove_at(key), tree.remove(&key));
+            }
+            let (key, place) = (random(400), random(400) as usize);
+            let (before, from) = (tree.range(..=key).next_back(), tree.range(key..).next());
+            assert_eq!(sorted.at(key).copied(), tree.get(&key).copied());
+            assert_eq!(sorted.up_to(key).copied(), before.map(|(_, one)| *one));
+            assert_eq!(sorted.from(key).next().copied(), from.map(|(_, one)| *one));
+            assert_eq!(sorted.find_from(key, |_| true).copied(), from.map(|(_, one)| *one));
+            assert_eq!(sorted.nth(place), tree.values().nth(place));
+            assert_eq!(sorted.is_empty(), tree.is_empty());
+            if step % 100 == 0 {
+                assert!(sorted.iter().eq(tree.values()));
+                assert!(sorted.iter().rev().eq(tree.values().rev()));
+                assert!(sorted.iter_mut().map(|one| *one).eq(tree.values().copied()));
+            }
+        }
+        sorted.discard();
+        assert!(sorted.is_empty());
     }
 
     #[test]
-    fn it_grows_and_forgets_nothing() {
+    fn what_comes_in_order_fills_its_groups() {
         let mut sorted = Sorted::empty();
-        let many = 3 * (FIRST_BYTES / size_of::<u64>()) as u64;
-        for n in (1..=many).rev() {
-            assert!(sorted.insert(n));
-        }
-        assert!((1..=many).all(|n| sorted.at(n) == Some(&mut { n })));
-        for n in 1..=many {
-            assert_eq!(sorted.remove_at(n), Some(n));
-        }
-        assert!(sorted.all().is_empty());
+        let many = 10 * Sorted::<u64>::MOST_IN_GROUP as u64;
+        assert!((0..many).all(|n| sorted.insert(n)));
+        assert_eq!(sorted.groups.all().len(), 10);
+        assert!((0..many).all(|n| sorted.nth(n as usize) == Some(&n)));
+        sorted.discard();
     }
 }

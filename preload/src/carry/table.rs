@@ -172,15 +172,15 @@ impl Tables {
     pub fn next(&mut self, from: Id, which: impl Fn(&Piece) -> bool) -> Option<(Id, &mut Piece)> {
         let block_from = match from {
             Id::Allocation(address) => {
-                let allocations = self.allocations.from(address);
-                if let Some(found) = allocations.iter_mut().find(|a| which(&a.piece)) {
+                let found = self.allocations.find_from(address, |a| which(&a.piece));
+                if let Some(found) = found {
                     return Some((Id::Allocation(found.piece.address), &mut found.piece));
                 }
                 0
             }
             Id::Block(name) => name,
         };
-        let found = self.blocks.from(block_from).iter_mut().find(|b| which(&b.piece))?;
+        let found = self.blocks.find_from(block_from, |b| which(&b.piece))?;
         Some((Id::Block(found.name), &mut found.piece))
     }
 
@@ -194,12 +194,12 @@ impl Tables {
 
     /// Bytes of all pieces that `which` picks.
     pub fn bytes(&mut self, which: impl Fn(&Piece) -> bool) -> u64 {
-        let allocations = self.allocations.all().iter().map(|a| a.piece);
+        let allocations = self.allocations.iter().map(|a| a.piece);
         let sum = |pieces: &mut dyn Iterator<Item = Piece>| -> u64 {
             pieces.filter(|piece| which(piece)).map(|piece| piece.bytes).sum()
         };
-        let bytes = sum(&mut allocations.into_iter());
-        bytes + sum(&mut self.blocks.from(0).iter().map(|b| b.piece))
+        let bytes = sum(&mut { allocations });
+        bytes + sum(&mut self.blocks.from(0).map(|b| b.piece))
     }
 }
 

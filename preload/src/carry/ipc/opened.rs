@@ -51,7 +51,7 @@ impl OpenedOnes {
         let same = |opened: &&mut Opened| {
             opened.handle == *handle && opened.allocation.piece.context == context
         };
-        let known = self.all().iter_mut().find(same)?;
+        let known = self.iter_mut().find(same)?;
         known.times += 1;
         Some(known.allocation.piece.address)
     }

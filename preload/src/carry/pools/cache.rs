@@ -155,7 +155,7 @@ impl Cache {
 
     /// The pools from a handle on.
     pub fn pool_from(&mut self, handle: usize) -> Option<Pool> {
-        self.pools.from(handle as u64).first().copied()
+        self.pools.from(handle as u64).next().copied()
     }
 
     /// Allocations of a pool are carried from now on; of one of that handle before they are not.
@@ -186,7 +186,7 @@ impl Cache {
     }
 
     fn numbered(&mut self, number: u64) -> Option<&mut Pool> {
-        self.pools.all().iter_mut().find(|pool| number != 0 && pool.number == number)
+        self.pools.iter_mut().find(|pool| number != 0 && pool.number == number)
     }
 
     /// What the application calls the pool of a number; 0: it is no more.
@@ -227,7 +227,7 @@ impl Cache {
     pub fn take(&mut self, want: &Want, asked_bytes: u64) -> Option<Unused> {
         let mut best: Option<((bool, u64), u64)> = None;
         // What was freed last is what a loop allocates next.
-        for one in self.unused.all().iter().rev() {
+        for one in self.unused.iter().rev() {
             let Some(fit) = want.fit(one) else { continue };
             if best.is_none_or(|best| fit < best.0) {
                 best = Some((fit, one.since));
@@ -245,14 +245,14 @@ impl Cache {
 
     /// Whether a pool has anything unused.
     pub fn has_of(&mut self, number: u64) -> bool {
-        self.unused.all().iter().any(|one| one.pool == number)
+        self.unused.iter().any(|one| one.pool == number)
     }
 
     /// The first from a moment on that waits for a stream that is not known to be busy: of a busy
     /// one no later work has ended either.
     pub fn waiting(&mut self, from: u64, busy: &Busy) -> Option<Unused> {
         let waits = |one: &&Unused| !one.ended && !busy.has(one.stream);
-        self.unused.from(from).iter().find(waits).copied()
+        self.unused.from(from).find(waits).copied()
     }
 
     /// Whether any waits.
@@ -262,7 +262,7 @@ impl Cache {
 
     /// Whether there is any.
     pub fn is_empty(&mut self) -> bool {
-        self.unused.all().is_empty()
+        self.unused.is_empty()
     }
 
     /// Nobody uses it any more, unless it has been taken out meanwhile.
@@ -279,9 +279,8 @@ impl Cache {
 
     /// The same, of those that are of no pool, or of one that is no more.
     pub fn take_loose(&mut self) -> Option<Unused> {
-        let pools = &mut self.pools;
-        let numbers = pools.all();
-        let loose = |one: &Unused| one.ended && !numbers.iter().any(|p| p.number == one.pool);
+        let pools = &self.pools;
+        let loose = |one: &Unused| one.ended && !pools.iter().any(|p| p.number == one.pool);
         self.unused.remove(loose)
     }
 
@@ -298,7 +297,7 @@ impl Cache {
 
     /// A context has ended, and with it all work in it before that moment, and its events.
     pub fn context_ends(&mut self, context: usize, before: u64) {
-        for one in self.unused.all().iter_mut().filter(|one| one.since < before) {
+        for one in self.unused.iter_mut().filter(|one| one.since < before) {
             if one.mark.context == context {
                 (one.mark, one.ended) = (Mark::default(), true);
             }
@@ -312,7 +311,7 @@ impl Cache {
 
     /// Whether any is of a vault's making.
     pub fn holds_imported(&mut self) -> bool {
-        self.unused.all().iter().any(|one| one.piece.imported)
+        self.unused.iter().any(|one| one.piece.imported)
     }
 
     /// Out for good: the pool has so much less.

@@ -199,7 +199,7 @@ pub fn clear() {
 pub fn context_ends(context: usize, before: u64) {
     tables(|tables| {
         tables.cache.context_ends(context, before);
-        let marks = tables.allocations.all().iter_mut().map(|allocation| &mut allocation.mark);
+        let marks = tables.allocations.iter_mut().map(|allocation| &mut allocation.mark);
         marks.filter(|mark| mark.context == context).for_each(|mark| *mark = Mark::default());
     });
     while let Some(one) = tables(|tables| tables.cache.take_of_context(context, before)) {

@@ -157,7 +157,7 @@ pub unsafe extern "C" fn pool_set_access(
     };
     let mut next = 0;
     while let Some(piece) = locked(|table| {
-        let of_it = table.from(next).iter().find(|allocation| allocation.pool == number);
+        let of_it = table.from(next).find(|allocation| allocation.pool == number);
         of_it.map(|allocation| allocation.piece)
     }) {
         next = piece.address + 1;
