@@ -404,6 +404,7 @@ static CUresult full(void)
             TRY(allocate(&address, bytes * (many / 2), turn - 1));
             TRY(cuMemFreeAsync(address, streams[turn - 1]));
         }
+        TRY(client.cuda.ctx_sync());
         TRY(cuMemPoolTrimTo(pools[1], 0));
     }
     TRY(keep(1, 0));

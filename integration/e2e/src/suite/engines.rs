@@ -363,14 +363,16 @@ struct Figure {
     value: f64,
 }
 
-/// Starts of each side: of one that the system places badly, everything takes half as long again.
-const STARTS: usize = 4;
+/// Starts of each side, in turn: one is slow or fast as a whole.
+const STARTS: usize = 7;
 
-/// Allocations of carried memory against the driver's own, and how fast a pinned copy is: the best
-/// of some starts in turn.
+/// Allocations of carried memory against the driver's own, the median of some starts; and how fast a
+/// pinned copy is.
 pub fn memory(world: &World, rows: &mut Rows) -> Result<()> {
-    let measure = |id: &str, runtime: Option<&str>| -> Result<Vec<Figure>> {
-        let mut spec = Spec::gpu(id, &[&format!("{CLIENTS}/memory_cost")])
+    let measure = |what: &[&str], runtime: Option<&str>| -> Result<Vec<Figure>> {
+        let program = format!("{CLIENTS}/memory_cost");
+        let argv: Vec<&str> = [program.as_str()].iter().chain(what).copied().collect();
+        let mut spec = Spec::gpu("memory", &argv)
             .annotation(BY_ORDER.0, BY_ORDER.1)
             .annotation(ENGINE, "park");
         if let Some(runtime) = runtime {
@@ -379,30 +381,21 @@ pub fn memory(world: &World, rows: &mut Rows) -> Result<()> {
         let text = spec.run(world)?;
         text.lines().map(|line| serde_json::from_str(line).context("memory_cost")).collect()
     };
-    let (mut direct, mut carried) = (measure("direct", Some(STOCK))?, measure("carried", None)?);
-    for _ in 1..STARTS {
-        better(&mut direct, measure("direct", Some(STOCK))?);
-        better(&mut carried, measure("carried", None)?);
+    let (mut direct, mut carried) = (Vec::new(), Vec::new());
+    for _ in 0..STARTS {
+        direct.push(measure(&[], Some(STOCK))?);
+        carried.push(measure(&[], None)?);
     }
-    for (direct, carried) in direct.iter().zip(&carried) {
-        let what = &direct.what;
-        ensure!(*what == carried.what, "{what} beside {}", carried.what);
-        if what.ends_with("MiB") {
-            rows.tell(&format!("alloc and free of {what}, driver"), direct.value, "us");
-            rows.tell(&format!("alloc and free of {what}, carried"), carried.value, "us");
-        } else {
-            rows.tell(&format!("pinned copy {what}"), direct.value / 1e9, "GB/s");
+    for (index, Figure { what, .. }) in direct[0].iter().enumerate() {
+        for (side, starts) in [("driver", &direct), ("carried", &carried)] {
+            let took_us: Vec<f64> = starts.iter().map(|figures| figures[index].value).collect();
+            rows.tell(&format!("alloc and free of {what}, {side}"), median(&took_us), "us");
         }
     }
-    Ok(())
-}
-
-/// Keeps the better of each: durations are the shorter, rates the higher.
-fn better(kept: &mut [Figure], more: Vec<Figure>) {
-    for (kept, more) in kept.iter_mut().zip(more) {
-        let pick = if kept.what.ends_with("MiB") { f64::min } else { f64::max };
-        kept.value = pick(kept.value, more.value);
+    for figure in measure(&["copy"], Some(STOCK))? {
+        rows.tell(&format!("pinned copy {}", figure.what), figure.value / 1e9, "GB/s");
     }
+    Ok(())
 }
 
 /// A line of the programs that check calls.

@@ -54,11 +54,10 @@ pub fn judge(value: impl Fn(&str, &str, &str) -> Option<f64>, rows: &mut Rows) {
     let small = |engine: &str| value(SMALL, &format!("{engine}, 1.0 GiB: wake"), "ms");
     let of_driver = share(small("fast"), small("driver"));
     want("1 GiB: wake, of the driver's", of_driver, "%", AtMost(100.0));
-    for mib in ["2", "16", "128", "1024"] {
-        let pair =
-            |whose: &str| value(MEMORY, &format!("alloc and free of {mib} MiB, {whose}"), "us");
+    for size in ["2 MiB", "16 MiB", "128 MiB", "1024 MiB", "2 MiB beside 500 more"] {
+        let pair = |whose: &str| value(MEMORY, &format!("alloc and free of {size}, {whose}"), "us");
         let of_own = share(pair("carried"), pair("driver"));
-        let what = format!("{mib} MiB: alloc and free, of the driver's");
+        let what = format!("{size}: alloc and free, of the driver's");
         want(&what, of_own, "%", AtMost(100.0));
     }
 }
