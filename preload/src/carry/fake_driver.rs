@@ -3,12 +3,12 @@
 //! It holds to what was measured of the real one: what was imported is not exported, nor what was not
 //! made for it. Any of its functions can be told to fail.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd};
 use std::sync::Mutex;
 
 use affinode_cuda_sys::{
-    MemAccessDesc, MemAllocationProp, POSIX_DESCRIPTOR, device_attribute, result,
+    MemAccessDesc, MemAllocationProp, MemPoolProps, POSIX_DESCRIPTOR, device_attribute, result,
 };
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -17,6 +17,8 @@ use nix::unistd::pipe2;
 
 /// The context that everything is of.
 pub const CONTEXT: usize = 0x77;
+/// The pool that a device has from the beginning.
+pub const DEFAULT_POOL: usize = 0x900;
 /// A device that no other test asks about.
 pub const DEVICE: i32 = 61;
 const GRANULE_BYTES: usize = 2 << 20;
@@ -67,6 +69,11 @@ struct Device {
     contents: BTreeMap<u64, u64>,
     exports: Vec<Export>,
     streams: usize,
+    events: BTreeSet<usize>,
+    /// Pools that were made.
+    pools: BTreeSet<usize>,
+    /// What was allocated in its own pools.
+    pooled: usize,
     /// Functions, and how often each does well before it fails once.
     fails: Vec<(&'static str, usize)>,
 }
@@ -107,6 +114,16 @@ impl Fake {
     /// Whether a descriptor is one of its memory.
     pub fn has_exported(&self, descriptor: BorrowedFd<'_>) -> bool {
         device(|device| device.exported(descriptor)).is_some()
+    }
+
+    /// How much was allocated in the driver's own pools.
+    pub fn pooled(&self) -> usize {
+        device(|device| device.pooled)
+    }
+
+    /// How many pools were made and are there.
+    pub fn pools(&self) -> usize {
+        device(|device| device.pools.len())
     }
 
     /// Writes what is mapped at an address.
@@ -265,4 +282,47 @@ functions! {
         device.streams -= 1;
         Some(())
     };
+    "cuCtxDestroy_v2" ctx_destroy(_context: usize) |_, _| Some(());
+    "cuThreadExchangeStreamCaptureMode" exchange_mode(_mode: *mut u32) |_, _| Some(());
+    "cuEventCreate" event_create(event: *mut usize, _flags: u32) |device, event, _| {
+        let name = device.name() as usize;
+        device.events.insert(name);
+        set(event, name)
+    };
+    "cuEventDestroy_v2" event_destroy(event: usize) |device, event| device.events.remove(&event).then_some(());
+    "cuEventRecord" event_record(event: usize, _stream: *mut core::ffi::c_void) |device, event, _| device.events.contains(&event).then_some(());
+    "cuEventQuery" event_query(event: usize) |device, event| device.events.contains(&event).then_some(());
+    "cuEventSynchronize" event_synchronize(event: usize) |device, event| device.events.contains(&event).then_some(());
+    "cuMemAllocAsync" mem_alloc_async(address: *mut u64, _bytes: usize, _stream: *mut core::ffi::c_void) |device, address, _, _| {
+        device.pooled += 1;
+        set(address, device.name() << 40)
+    };
+    "cuMemAllocFromPoolAsync" mem_alloc_from_pool(
+        address: *mut u64, _bytes: usize, _pool: usize, _stream: *mut core::ffi::c_void
+    ) |device, address, _, _, _| {
+        device.pooled += 1;
+        set(address, device.name() << 40)
+    };
+    "cuMemFreeAsync" mem_free_async(_address: u64, _stream: *mut core::ffi::c_void) |device, _, _| {
+        device.pooled = device.pooled.checked_sub(1)?;
+        Some(())
+    };
+    "cuDeviceGetMemPool" device_get_pool(pool: *mut usize, _device: i32) |_, pool, _| set(pool, DEFAULT_POOL);
+    "cuDeviceGetDefaultMemPool" device_get_default_pool(pool: *mut usize, _device: i32) |_, pool, _| set(pool, DEFAULT_POOL);
+    "cuMemPoolCreate" pool_create(pool: *mut usize, _props: *const MemPoolProps) |device, pool, _| {
+        let name = device.name() as usize;
+        device.pools.insert(name);
+        set(pool, name)
+    };
+    "cuMemPoolDestroy" pool_destroy(pool: usize) |device, pool| device.pools.remove(&pool).then_some(());
+    "cuMemPoolGetAttribute" pool_get_attribute(pool: usize, _which: u32, value: *mut core::ffi::c_void) |device, pool, _, value| {
+        (pool == DEFAULT_POOL || device.pools.contains(&pool)).then_some(())?;
+        set(value.cast::<u64>(), 0)
+    };
+    "cuMemPoolSetAttribute" pool_set_attribute(_pool: usize, _which: u32, _value: *mut core::ffi::c_void) |_, _, _, _| Some(());
+    "cuMemPoolSetAccess" pool_set_access(_pool: usize, _access: *const MemAccessDesc, _many: usize) |_, _, _, _| Some(());
+    "cuMemPoolTrimTo" pool_trim_to(_pool: usize, _bytes: usize) |_, _, _| Some(());
+    "cuStreamGetCtx" stream_get_context(_stream: *mut core::ffi::c_void, context: *mut usize) |_, _, context| set(context, CONTEXT);
+    "cuStreamGetId" stream_get_id(stream: *mut core::ffi::c_void, id: *mut u64) |_, stream, id| set(id, stream as u64);
+    "cuStreamIsCapturing" stream_is_capturing(_stream: *mut core::ffi::c_void, status: *mut u32) |_, _, status| set(status, 0);
 }

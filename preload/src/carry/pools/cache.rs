@@ -170,11 +170,15 @@ impl Cache {
         self.pools.remove_at(handle as u64)
     }
 
-    /// New allocations of a pool are the driver's from now on: its number.
-    pub fn leave(&mut self, handle: usize) -> Option<u64> {
-        let pool = self.pools.at(handle as u64)?;
-        pool.left = true;
-        Some(pool.number)
+    /// New allocations of a pool are the driver's from now on, also where none was carried yet and it
+    /// has no number but the one that it is given: its number. `None`: there is no memory to note it.
+    pub fn leave(&mut self, handle: usize, number: u64) -> Option<u64> {
+        if let Some(pool) = self.pools.at(handle as u64) {
+            pool.left = true;
+            return Some(pool.number);
+        }
+        let pool = Pool { handle, number, left: true, ..Pool::default() };
+        self.pools.insert(pool).then_some(number)
     }
 
     /// The most that a pool has had is what it has now.

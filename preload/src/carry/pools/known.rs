@@ -152,7 +152,13 @@ pub unsafe extern "C" fn pool_set_access(
     if code != result::SUCCESS {
         return code;
     }
-    let Some(number) = tables(|tables| tables.cache.leave(handle)) else {
+    let number = tables(|tables| {
+        let number = tables.now();
+        tables.cache.leave(handle, number)
+    });
+    let Some(number) = number else {
+        // It cannot be told from others any more.
+        CARRY.wanted.store(0, Ordering::Release);
         return code;
     };
     let mut next = 0;

@@ -297,3 +297,7 @@ fn waited(code: u32) -> u32 {
     }
     code
 }
+
+#[cfg(test)]
+#[path = "mod_tests.rs"]
+mod tests;

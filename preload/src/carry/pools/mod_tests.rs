@@ -1,0 +1,76 @@
+use std::sync::MutexGuard;
+
+use affinode_cuda_sys::{ACCESS_READ_WRITE, LOCATION_DEVICE, MemAccessDesc};
+
+use super::super::fake_driver::{DEFAULT_POOL, DEVICE, Fake};
+use super::super::filling::tests::SHARED;
+use super::*;
+
+const BYTES: usize = 4 << 20;
+
+/// A device all of whose memory is to be carried, while this lives.
+struct Carried {
+    fake: Fake,
+    _own: MutexGuard<'static, ()>,
+}
+
+impl Carried {
+    fn new() -> Carried {
+        let own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        CARRY.wanted.store(1, Ordering::Release);
+        Carried { fake: Fake::new(), _own: own }
+    }
+
+    fn allocate(&self) -> u64 {
+        let mut address = 0;
+        // SAFETY: a place of the test's.
+        let code = unsafe { mem_alloc_async(&raw mut address, BYTES, stream()) };
+        assert_eq!(code, result::SUCCESS);
+        address
+    }
+}
+
+impl Drop for Carried {
+    fn drop(&mut self) {
+        clear();
+        while let Some(left) = locked(|table| table.remove(|_| true)) {
+            unmake(&left.piece);
+        }
+        CARRY.wanted.store(0, Ordering::Release);
+        tables(|tables| tables.cache.remove_pool(DEFAULT_POOL));
+    }
+}
+
+fn stream() -> *mut c_void {
+    core::ptr::without_provenance_mut(0x50)
+}
+
+#[test]
+fn memory_of_the_devices_pool_is_carried() {
+    let carried = Carried::new();
+    let address = carried.allocate();
+    assert_eq!((carried.fake.held().mappings, carried.fake.pooled()), (1, 0));
+    // SAFETY: no arguments but numbers.
+    assert_eq!(unsafe { mem_free_async(address, stream()) }, result::SUCCESS);
+    assert_eq!(carried.allocate(), address, "its stream has it again");
+    // SAFETY: as above.
+    assert_eq!(unsafe { mem_free_async(address, stream()) }, result::SUCCESS);
+    settle(true);
+    assert_eq!(carried.fake.held().mappings, 0);
+}
+
+/// Programs on several devices set that first of all.
+#[test]
+fn what_others_are_given_access_to_before_its_first_allocation_is_the_drivers() {
+    let carried = Carried::new();
+    let other = MemAccessDesc {
+        location_type: LOCATION_DEVICE,
+        location_id: DEVICE + 1,
+        flags: ACCESS_READ_WRITE,
+    };
+    // SAFETY: a place of the test's.
+    let code = unsafe { pool_set_access(DEFAULT_POOL, &raw const other, 1) };
+    assert_eq!(code, result::SUCCESS);
+    carried.allocate();
+    assert_eq!((carried.fake.held().mappings, carried.fake.pooled()), (0, 1));
+}
