@@ -72,9 +72,12 @@ pub unsafe extern "C" fn pool_create(handle: *mut usize, props: *const MemPoolPr
 
 /// Its memory that is in use lives on, and goes when it is freed.
 pub unsafe extern "C" fn pool_destroy(handle: usize) -> u32 {
-    // Before: another of the same handle may be made as soon as this one is gone.
-    let known = tables(|tables| tables.cache.remove_pool(handle));
-    let code = call!(pool_destroy(handle));
+    // Who gives back what is unused asks the driver about each pool.
+    let (known, code) = CARRY.unused_lock.hold(|| {
+        // Before: another of the same handle may be made as soon as this one is gone.
+        let known = tables(|tables| tables.cache.remove_pool(handle));
+        (known, call!(pool_destroy(handle)))
+    });
     match known {
         Some(pool) if code != result::SUCCESS => {
             tables(|tables| tables.cache.add_pool(pool));

@@ -1,12 +1,17 @@
+use core::time::Duration;
 use std::sync::MutexGuard;
+use std::thread;
 
-use affinode_cuda_sys::{ACCESS_READ_WRITE, LOCATION_DEVICE, MemAccessDesc};
+use affinode_cuda_sys::{
+    ACCESS_READ_WRITE, ALLOCATION_PINNED, LOCATION_DEVICE, MemAccessDesc, MemPoolProps,
+};
 
 use super::super::fake_driver::{DEFAULT_POOL, DEVICE, Fake};
 use super::super::filling::tests::SHARED;
 use super::*;
 
 const BYTES: usize = 4 << 20;
+const MOMENT: Duration = Duration::from_millis(100);
 
 /// A device all of whose memory is to be carried, while this lives.
 struct Carried {
@@ -27,6 +32,24 @@ impl Carried {
         let code = unsafe { mem_alloc_async(&raw mut address, BYTES, stream()) };
         assert_eq!(code, result::SUCCESS);
         address
+    }
+
+    fn pool(&self) -> usize {
+        let props = MemPoolProps {
+            kind: ALLOCATION_PINNED,
+            handle_types: 0,
+            location_type: LOCATION_DEVICE,
+            location_id: DEVICE,
+            windows: 0,
+            most_bytes: 0,
+            usage: 0,
+            reserved: [0; 54],
+        };
+        let mut pool = 0;
+        // SAFETY: places of the test's.
+        let code = unsafe { pool_create(&raw mut pool, &raw const props) };
+        assert_eq!(code, result::SUCCESS);
+        pool
     }
 }
 
@@ -73,4 +96,19 @@ fn what_others_are_given_access_to_before_its_first_allocation_is_the_drivers() 
     assert_eq!(code, result::SUCCESS);
     carried.allocate();
     assert_eq!((carried.fake.held().mappings, carried.fake.pooled()), (0, 1));
+}
+
+/// Who looks asks the driver about each pool, also those of other threads.
+#[test]
+fn no_pool_ends_while_pools_are_looked_at() {
+    let carried = Carried::new();
+    let pool = carried.pool();
+    let ends = CARRY.unused_lock.hold(|| {
+        // SAFETY: no arguments but numbers.
+        let ends = thread::spawn(move || unsafe { pool_destroy(pool) });
+        thread::sleep(MOMENT);
+        (ends, carried.fake.pools())
+    });
+    assert_eq!((ends.0.join().unwrap(), ends.1), (result::SUCCESS, 1));
+    assert_eq!(carried.fake.pools(), 0);
 }
