@@ -308,9 +308,10 @@ impl Cache {
         }
     }
 
-    /// Takes out the oldest of a context that has ended at that moment.
+    /// Takes out the oldest of a context that has ended at that moment. Not what waits for work of
+    /// another one, which may use it still.
     pub fn take_of_context(&mut self, context: usize, before: u64) -> Option<Unused> {
-        self.take_out(|one| one.piece.context == context && one.since < before)
+        self.take_out(|one| one.ended && one.piece.context == context && one.since < before)
     }
 
     /// Whether any is of a vault's making.
