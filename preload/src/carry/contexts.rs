@@ -64,10 +64,11 @@ pub(super) fn in_context(context: usize, body: impl FnOnce() -> u32) -> u32 {
 
 /// The end of a context, which ends its allocations.
 fn ends(context: usize, end: impl FnOnce() -> u32, has_ended: impl FnOnce() -> bool) -> u32 {
-    let mut ended = false;
-    let before = tables(Tables::now);
+    let (mut ended, mut before) = (false, 0);
     let code = with_pool(|pool| {
         CARRY.unused_lock.hold(|| {
+            // Not earlier: another thread that has hold of it may have been let through first.
+            before = tables(Tables::now);
             let code = end();
             ended = code == result::SUCCESS && has_ended();
             if ended {

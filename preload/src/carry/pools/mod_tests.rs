@@ -6,7 +6,7 @@ use affinode_cuda_sys::{
     ACCESS_READ_WRITE, ALLOCATION_PINNED, LOCATION_DEVICE, MemAccessDesc, MemPoolProps,
 };
 
-use super::super::fake_driver::{DEFAULT_POOL, DEVICE, Fake};
+use super::super::fake_driver::{CONTEXT, DEFAULT_POOL, DEVICE, Fake};
 use super::super::filling::tests::SHARED;
 use super::*;
 
@@ -111,4 +111,23 @@ fn no_pool_ends_while_pools_are_looked_at() {
     });
     assert_eq!((ends.0.join().unwrap(), ends.1), (result::SUCCESS, 1));
     assert_eq!(carried.fake.pools(), 0);
+}
+
+/// Two threads end their hold of a context: what one has allocated while the other waited for its
+/// turn ends with it.
+#[test]
+fn a_context_ends_all_that_was_made_in_it_until_then() {
+    let carried = Carried::new();
+    let ends = CARRY.contexts_lock.hold(|| {
+        // SAFETY: no arguments but numbers.
+        let ends = thread::spawn(|| unsafe { super::super::contexts::ctx_destroy(CONTEXT) });
+        thread::sleep(MOMENT);
+        let mut address = 0;
+        // SAFETY: a place of the test's.
+        let code = unsafe { super::super::calls::mem_alloc(&raw mut address, BYTES) };
+        (ends, code)
+    });
+    assert_eq!((ends.0.join().unwrap(), ends.1), (result::SUCCESS, result::SUCCESS));
+    assert_eq!(carried.fake.held().mappings, 0);
+    assert!(tables(|tables| tables.allocations.is_empty()));
 }
