@@ -168,19 +168,39 @@ impl Lock {
 
     fn hold<R>(&self, body: impl FnOnce() -> R) -> R {
         let mask = sys::set_signal_mask(!libc::internal_signals());
-        let free =
-            self.0.compare_exchange(Lock::FREE, Lock::HELD, Ordering::Acquire, Ordering::Relaxed);
-        if free.is_err() {
+        if !self.is_taken() {
             while self.0.swap(Lock::AWAITED, Ordering::Acquire) != Lock::FREE {
                 sys::futex_wait(&self.0, Lock::AWAITED, 100);
             }
         }
         let result = body();
+        self.let_go();
+        sys::set_signal_mask(mask);
+        result
+    }
+
+    /// The same, unless somebody holds it.
+    fn hold_if_free<R>(&self, body: impl FnOnce() -> R) -> Option<R> {
+        let mask = sys::set_signal_mask(!libc::internal_signals());
+        let result = self.is_taken().then(|| {
+            let result = body();
+            self.let_go();
+            result
+        });
+        sys::set_signal_mask(mask);
+        result
+    }
+
+    /// Takes it where it is free.
+    fn is_taken(&self) -> bool {
+        let (free, held) = (Lock::FREE, Lock::HELD);
+        self.0.compare_exchange(free, held, Ordering::Acquire, Ordering::Relaxed).is_ok()
+    }
+
+    fn let_go(&self) {
         if self.0.swap(Lock::FREE, Ordering::Release) == Lock::AWAITED {
             sys::futex_wake_all(&self.0);
         }
-        sys::set_signal_mask(mask);
-        result
     }
 }
 

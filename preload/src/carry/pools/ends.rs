@@ -34,7 +34,9 @@ pub fn mark(stream: Stream, before: Mark) -> Option<Mark> {
         const NO_TIMES: u32 = 2;
         let mut event = 0;
         let code = relaxed(|| {
-            CARRY.unused_lock.hold(|| forget(before));
+            if before.event != 0 {
+                CARRY.unused_lock.hold(|| forget(before));
+            }
             in_context(context, || call!(event_create(&raw mut event, NO_TIMES)))
         });
         if code != result::SUCCESS {
@@ -141,13 +143,14 @@ pub fn unsettle() {
 }
 
 /// Gives back what is to be given back, where something was freed since, or still waits: of pools
-/// once work was `waited` for, as the driver does.
+/// once work was `waited` for, as the driver does. While another thread is at it, the next call does:
+/// that thread may end a context, whose work may want for what this one does.
 pub fn settle(waited: bool) {
     if CARRY.unsettled.load(Ordering::Relaxed) == 0 {
         return;
     }
     relaxed(|| {
-        CARRY.unused_lock.hold(|| {
+        CARRY.unused_lock.hold_if_free(|| {
             CARRY.unsettled.store(0, Ordering::Release);
             look();
             if give_back_surplus(waited) {

@@ -113,6 +113,23 @@ fn no_pool_ends_while_pools_are_looked_at() {
     assert_eq!(carried.fake.pools(), 0);
 }
 
+/// A context takes as long to end as its work, which may want for what another thread does.
+#[test]
+fn who_waits_for_work_does_not_wait_for_a_context_that_ends() {
+    let _carried = Carried::new();
+    let (tell, told) = std::sync::mpsc::channel();
+    let told = CARRY.unused_lock.hold(|| {
+        unsettle();
+        thread::spawn(move || {
+            settle(true);
+            let _ = tell.send(());
+        });
+        told.recv_timeout(50 * MOMENT)
+    });
+    assert!(told.is_ok());
+    assert_eq!(CARRY.unsettled.load(Ordering::Relaxed), 1, "the next does it");
+}
+
 /// Two threads end their hold of a context: what one has allocated while the other waited for its
 /// turn ends with it.
 #[test]
