@@ -114,23 +114,29 @@ impl Want {
     }
 }
 
-/// Streams that were found to be busy.
+/// No stream's id, as a thread's default stream has none: what was freed in such is of any number of them.
+pub const NO_STREAM: u64 = u64::MAX;
+
+/// Streams that were found to be busy, each with its context.
 #[derive(Default)]
 pub struct Busy {
-    streams: [u64; 8],
+    streams: [(u64, usize); 8],
     many: usize,
 }
 
 impl Busy {
     /// One more. Of those for which there is no room each piece is asked about.
-    pub fn add(&mut self, stream: u64) {
-        if let Some(place) = self.streams.get_mut(self.many) {
-            *place = stream;
+    pub fn add(&mut self, of: &Unused) {
+        if of.stream != NO_STREAM
+            && let Some(place) = self.streams.get_mut(self.many)
+        {
+            *place = (of.stream, of.mark.context);
             self.many += 1;
         }
     }
 
-    fn has(&self, stream: u64) -> bool {
+    fn has(&self, of: &Unused) -> bool {
+        let stream = (of.stream, of.mark.context);
         self.streams.iter().take(self.many).any(|busy| *busy == stream)
     }
 }
@@ -255,7 +261,7 @@ impl Cache {
     /// The first from a moment on that waits for a stream that is not known to be busy: of a busy
     /// one no later work has ended either.
     pub fn waiting(&mut self, from: u64, busy: &Busy) -> Option<Unused> {
-        let waits = |one: &&Unused| !one.ended && !busy.has(one.stream);
+        let waits = |one: &&Unused| !one.ended && !busy.has(one);
         self.unused.from(from).find(waits).copied()
     }
 

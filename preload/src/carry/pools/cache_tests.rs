@@ -75,12 +75,27 @@ fn nothing_of_a_busy_stream_is_asked_about() {
     let since = |one: Option<Unused>| one.map(|one| one.since);
     let mut busy = Busy::default();
     assert_eq!(since(cache.waiting(0, &busy)), Some(1));
-    busy.add(10);
+    busy.add(&cache.waiting(1, &busy).unwrap());
     assert_eq!(since(cache.waiting(2, &busy)), Some(2));
     assert_eq!(since(cache.waiting(3, &busy)), Some(4));
-    busy.add(20);
+    busy.add(&cache.waiting(2, &busy).unwrap());
     assert_eq!(since(cache.waiting(0, &busy)), None);
     assert!(cache.waits());
+}
+
+/// Of two contexts a stream may have the same id, and the default streams of threads have none.
+#[test]
+fn a_busy_stream_says_nothing_about_others() {
+    let mut cache = cache(&[(2, 10), (2, NO_STREAM), (2, NO_STREAM)]);
+    let of = allocation(50 << 30, 2 * MIB);
+    let mark = Mark { event: 9, context: 8 };
+    assert!(cache.put(&of, Unused { mark, ..unused(9, 10, &of) }));
+    let (mut busy, mut from, mut asked) = (Busy::default(), 0, Vec::new());
+    while let Some(one) = cache.waiting(from, &busy) {
+        (from, _) = (one.since + 1, asked.push(one.since));
+        busy.add(&one);
+    }
+    assert_eq!(asked, [1, 2, 3, 9]);
 }
 
 #[test]
@@ -246,7 +261,7 @@ fn no_piece_is_lost_or_given_out_twice_or_before_its_work_has_ended() {
                             *told = true;
                             cache.has_ended(one.since);
                         } else {
-                            busy.add(one.stream);
+                            busy.add(&one);
                         }
                     }
                 }

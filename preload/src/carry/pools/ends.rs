@@ -89,7 +89,7 @@ fn look() {
         if has_happened(one.mark) {
             tables(|tables| tables.cache.has_ended(one.since));
         } else {
-            busy.add(one.stream);
+            busy.add(&one);
         }
     }
 }

@@ -35,7 +35,7 @@ use core::sync::atomic::Ordering;
 use affinode_cuda_sys::{MemAllocationProp, pool_attribute, result};
 
 pub use self::cache::{Cache, Mark};
-use self::cache::{Unused, Want};
+use self::cache::{NO_STREAM, Unused, Want};
 use self::ends::{attribute, give_back_after, mark, relaxed, unsettle};
 pub use self::ends::{clear, context_ends, make_room, settle};
 use self::known::with_carried;
@@ -232,7 +232,7 @@ fn free(address: u64, stream: Stream) -> Option<u32> {
     if !allocation.piece.stays {
         count(-(allocation.piece.bytes as i64));
     }
-    take_back(&allocation, marked.map(|_| stream.id().unwrap_or(u64::MAX)));
+    take_back(&allocation, marked.map(|_| stream.id().unwrap_or(NO_STREAM)));
     if allocation.pool == 0 {
         settle(false);
     }
@@ -245,7 +245,7 @@ fn take_back(allocation: &Allocation, after: Option<u64>) {
     let Allocation { piece, mark, .. } = *allocation;
     // What others have hold of is not given to anybody else.
     let pool = if piece.stays { 0 } else { allocation.pool };
-    let (stream, ended) = (after.unwrap_or(u64::MAX), after.is_none());
+    let (stream, ended) = (after.unwrap_or(NO_STREAM), after.is_none());
     table::see_waits();
     let refused = tables(|tables| {
         let unused = Unused { since: tables.now(), piece, pool, stream, mark, ended };
