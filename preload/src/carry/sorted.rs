@@ -105,7 +105,13 @@ impl<T: Keyed> Sorted<T> {
             return false;
         };
         let many = self.groups.all().get(group).map(|group| group.all().len());
-        if many.is_none_or(|many| many >= Self::MOST_IN_GROUP) {
+        let next = self.groups.all().get(group + 1).map(|group| group.all().len());
+        if many == Some(place)
+            && place >= Self::MOST_IN_GROUP
+            && next.is_some_and(|next| next < Self::MOST_IN_GROUP)
+        {
+            (group, place) = (group + 1, 0);
+        } else if many.is_none_or(|many| many >= Self::MOST_IN_GROUP) {
             let keeps = match many {
                 // What comes in order leaves full groups behind.
                 Some(many) if place == many => many,
@@ -261,6 +267,21 @@ mod tests {
         }
         sorted.discard();
         assert!(sorted.is_empty());
+    }
+
+    /// So that what was taken out for a moment is not lost where there is no memory for a group.
+    #[test]
+    fn what_was_taken_out_fits_in_again_without_another_group() {
+        let mut sorted = Sorted::empty();
+        let many = 3 * Sorted::<u64>::MOST_IN_GROUP as u64;
+        assert!((0..many).all(|n| sorted.insert(n)));
+        for n in 0..many {
+            assert_eq!(sorted.remove_at(n), Some(n));
+            assert!(sorted.insert(n));
+            assert_eq!(sorted.groups.all().len(), 3, "{n}");
+        }
+        assert!((0..many).all(|n| sorted.nth(n as usize) == Some(&n)));
+        sorted.discard();
     }
 
     #[test]
