@@ -171,6 +171,16 @@ impl Cache {
         self.pools.insert(pool)
     }
 
+    /// The same, unless it is known already: another thread may have been first.
+    pub fn learn_pool(&mut self, pool: Pool) -> bool {
+        self.pools.at(pool.handle as u64).is_some() || self.pools.insert(pool)
+    }
+
+    /// Whether new allocations of a pool are carried still.
+    pub fn carries(&mut self, number: u64) -> bool {
+        self.numbered(number).is_some_and(|pool| !pool.left)
+    }
+
     /// Allocations of a pool are not carried any more.
     pub fn remove_pool(&mut self, handle: usize) -> Option<Pool> {
         self.pools.remove_at(handle as u64)
@@ -235,6 +245,9 @@ impl Cache {
 
     /// Takes out what fits an allocation best, for so many bytes that were asked for.
     pub fn take(&mut self, want: &Want, asked_bytes: u64) -> Option<Unused> {
+        if !self.carries(want.pool) {
+            return None;
+        }
         let mut best: Option<((bool, u64), u64)> = None;
         // What was freed last is what a loop allocates next.
         for one in self.unused.iter().rev() {

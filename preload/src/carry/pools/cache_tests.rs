@@ -83,6 +83,20 @@ fn nothing_of_a_busy_stream_is_asked_about() {
     assert!(cache.waits());
 }
 
+#[test]
+fn a_pool_is_learnt_once_and_gives_nothing_out_once_it_is_the_drivers() {
+    let mut cache = cache(&[(8, 1), (8, 1)]);
+    assert!(cache.learn_pool(Pool { number: 8, ..POOL }), "another thread was first");
+    assert_eq!(cache.pool(POOL.handle).map(|pool| pool.number), Some(POOL.number));
+    assert!(cache.carries(POOL.number) && !cache.carries(8));
+    assert_eq!(take(&mut cache, want(8, 1, true)), Some(2));
+    assert_eq!(cache.leave(POOL.handle, 9), Some(POOL.number));
+    assert!(!cache.carries(POOL.number));
+    assert_eq!(take(&mut cache, want(8, 1, true)), None);
+    assert_eq!(cache.leave(90, 9), Some(9));
+    assert!(cache.learn_pool(Pool { handle: 90, number: 10, ..POOL }) && !cache.carries(9));
+}
+
 /// Of two contexts a stream may have the same id, and the default streams of threads have none.
 #[test]
 fn a_busy_stream_says_nothing_about_others() {

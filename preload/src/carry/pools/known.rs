@@ -44,7 +44,7 @@ fn learn(handle: usize, device: i32) -> bool {
     driver::has_pools()
         && tables(|tables| {
             let number = tables.now();
-            tables.cache.add_pool(Pool { handle, number, device, ..Pool::default() })
+            tables.cache.learn_pool(Pool { handle, number, device, ..Pool::default() })
         })
 }
 
@@ -65,6 +65,7 @@ pub unsafe extern "C" fn pool_create(handle: *mut usize, props: *const MemPoolPr
         && (props.most_bytes, props.usage) == (0, 0)
         && props.reserved == [0; 54];
     if is_plain && CARRY.wanted.load(Ordering::Acquire) == 1 {
+        tables(|tables| tables.cache.remove_pool(made));
         learn(made, props.location_id);
     }
     code

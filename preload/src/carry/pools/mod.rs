@@ -189,7 +189,8 @@ fn make_anew(device: i32, asked: Allocation) -> Option<Allocation> {
     let piece = relaxed(|| make(bytes, property, context))?;
     let allocation = Allocation { piece, ..asked };
     let noted = tables(|tables| {
-        let noted = tables.insert(allocation);
+        // Another thread may have given other devices access to the pool meanwhile.
+        let noted = tables.cache.carries(allocation.pool) && tables.insert(allocation);
         if noted {
             tables.cache.made(&allocation);
         }
