@@ -72,6 +72,8 @@ struct Device {
     events: BTreeSet<usize>,
     /// Pools that were made.
     pools: BTreeSet<usize>,
+    /// Other contexts that were made current.
+    pushed: Vec<usize>,
     /// What was allocated in its own pools.
     pooled: usize,
     /// Functions, and how often each does well before it fails once.
@@ -119,6 +121,11 @@ impl Fake {
     /// How much was allocated in the driver's own pools.
     pub fn pooled(&self) -> usize {
         device(|device| device.pooled)
+    }
+
+    /// The other contexts that were made current by now.
+    pub fn pushed(&self) -> Vec<usize> {
+        device(|device| device.pushed.clone())
     }
 
     /// How many pools were made and are there.
@@ -282,6 +289,11 @@ functions! {
         device.streams -= 1;
         Some(())
     };
+    "cuCtxPushCurrent_v2" ctx_push_current(context: usize) |device, context| {
+        device.pushed.push(context);
+        Some(())
+    };
+    "cuCtxPopCurrent_v2" ctx_pop_current(context: *mut usize) |_, context| set(context, CONTEXT);
     "cuCtxDestroy_v2" ctx_destroy(_context: usize) |_, _| Some(());
     "cuThreadExchangeStreamCaptureMode" exchange_mode(_mode: *mut u32) |_, _| Some(());
     "cuEventCreate" event_create(event: *mut usize, _flags: u32) |device, event, _| {

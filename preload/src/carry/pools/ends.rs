@@ -26,19 +26,15 @@ pub fn relaxed<R>(body: impl FnOnce() -> R) -> R {
     result
 }
 
-/// Marks what a stream has to do by now, by an event that may be there already.
+/// Marks what a stream has to do by now, by an event of its context that may be there already.
 pub fn mark(stream: Stream, before: Mark) -> Option<Mark> {
     let context = stream.context()?;
     let mut mark = before;
-    if before.event == 0 || before.context != context {
+    if before.event == 0 {
         const NO_TIMES: u32 = 2;
         let mut event = 0;
-        let code = relaxed(|| {
-            if before.event != 0 {
-                CARRY.unused_lock.hold(|| forget(before));
-            }
-            in_context(context, || call!(event_create(&raw mut event, NO_TIMES)))
-        });
+        let code =
+            relaxed(|| in_context(context, || call!(event_create(&raw mut event, NO_TIMES))));
         if code != result::SUCCESS {
             return None;
         }
@@ -52,7 +48,7 @@ pub fn mark(stream: Stream, before: Mark) -> Option<Mark> {
 }
 
 /// Ends an event. The lock is held.
-fn forget(mark: Mark) {
+pub fn forget(mark: Mark) {
     if mark.event != 0 {
         in_context(mark.context, || call!(event_destroy(mark.event)));
     }

@@ -36,7 +36,7 @@ use affinode_cuda_sys::{MemAllocationProp, pool_attribute, result};
 
 pub use self::cache::{Cache, Mark};
 use self::cache::{NO_STREAM, Unused, Want};
-use self::ends::{attribute, give_back_after, mark, relaxed, unsettle};
+use self::ends::{attribute, forget, give_back_after, mark, relaxed, unsettle};
 pub use self::ends::{clear, context_ends, make_room, settle};
 use self::known::with_carried;
 pub use self::known::{
@@ -211,13 +211,31 @@ pub unsafe extern "C" fn mem_free_async_ptsz(address: u64, stream: *mut c_void) 
     freed.unwrap_or_else(|| call!(mem_free_async_ptsz(address, stream)))
 }
 
+/// Takes out of the table what is freed in a stream of a context: nobody else frees it from here on. Its
+/// mark is of that context, or ends: outside the table nobody would tell that its context has ended.
+fn take_out(address: u64, context: Option<usize>) -> Option<Allocation> {
+    let is_own = |mark: Mark| mark.event == 0 || Some(mark.context) == context;
+    let taken = locked(|table| {
+        let mark = table.at(address)?.mark;
+        Some(if is_own(mark) { table.remove_at(address) } else { None })
+    })?;
+    taken.or_else(|| {
+        relaxed(|| {
+            CARRY.unused_lock.hold(|| {
+                let mut allocation = locked(|table| table.remove_at(address))?;
+                forget(core::mem::take(&mut allocation.mark));
+                Some(allocation)
+            })
+        })
+    })
+}
+
 /// Frees what is carried once the work before in a stream has ended. `None`: it is the driver's.
 fn free(address: u64, stream: Stream) -> Option<u32> {
     if stream.is_capturing() {
         return None;
     }
-    // Nobody else frees it from here on.
-    let mut allocation = locked(|table| table.remove_at(address))?;
+    let mut allocation = take_out(address, stream.context())?;
     let marked = mark(stream, allocation.mark);
     allocation.mark = marked.unwrap_or_default();
     if marked.is_none() {

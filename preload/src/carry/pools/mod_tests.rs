@@ -148,3 +148,23 @@ fn a_context_ends_all_that_was_made_in_it_until_then() {
     assert_eq!(carried.fake.held().mappings, 0);
     assert!(tables(|tables| tables.allocations.is_empty()));
 }
+
+/// The memory came from work in another context, which ends meanwhile: nothing is done in it any more.
+#[test]
+fn what_is_freed_while_the_context_of_its_mark_ends_does_not_use_it() {
+    const OTHER: usize = CONTEXT + 1;
+    let carried = Carried::new();
+    let address = carried.allocate();
+    let mark = Mark { event: 5, context: OTHER };
+    locked(|table| table.at(address).unwrap().mark = mark);
+    let frees = CARRY.unused_lock.hold(|| {
+        // SAFETY: no arguments but numbers.
+        let frees = thread::spawn(move || unsafe { mem_free_async(address, stream()) });
+        thread::sleep(MOMENT);
+        let now = tables(Tables::now);
+        context_ends(OTHER, now);
+        frees
+    });
+    assert_eq!(frees.join().unwrap(), result::SUCCESS);
+    assert_eq!(carried.fake.pushed(), []);
+}
