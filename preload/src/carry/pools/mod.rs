@@ -243,7 +243,7 @@ fn free(address: u64, stream: Stream) -> Option<u32> {
         match call!(stream_synchronize(stream.0)) {
             result::SUCCESS => {}
             code => {
-                tables(|tables| tables.insert(allocation));
+                locked(|table| table.insert(allocation));
                 return Some(code);
             }
         }

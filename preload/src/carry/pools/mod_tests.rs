@@ -168,3 +168,17 @@ fn what_is_freed_while_the_context_of_its_mark_ends_does_not_use_it() {
     assert_eq!(frees.join().unwrap(), result::SUCCESS);
     assert_eq!(carried.fake.pushed(), []);
 }
+
+/// By when it was noted others know it, and whether it went with a context.
+#[test]
+fn what_could_not_be_freed_is_as_it_was() {
+    let carried = Carried::new();
+    let address = carried.allocate();
+    let before = locked(|table| table.at(address).copied());
+    for function in ["cuEventCreate", "cuStreamSynchronize"] {
+        carried.fake.fail(function, 0);
+    }
+    // SAFETY: no arguments but numbers.
+    assert_ne!(unsafe { mem_free_async(address, stream()) }, result::SUCCESS);
+    assert_eq!(locked(|table| table.at(address).copied()), before);
+}
