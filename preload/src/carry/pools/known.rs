@@ -173,7 +173,8 @@ pub unsafe extern "C" fn pool_set_access(
         next = piece.address + 1;
         stays(piece.address);
         let given = call!(mem_set_access(piece.address, piece.bytes as usize, access, many));
-        if given != result::SUCCESS {
+        // What another thread has freed meanwhile needs none.
+        if given != result::SUCCESS && locked(|table| table.at(piece.address).is_some()) {
             return given;
         }
     }
