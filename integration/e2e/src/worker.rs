@@ -187,7 +187,10 @@ impl Worker {
     #[must_use]
     pub fn pools(id: &str, engine: &str, mib: u64) -> Spec {
         let (program, mib) = (format!("{CLIENTS}/pools"), mib.to_string());
-        Spec::gpu(id, &[&program, "--mib", &mib]).annotation("affinode.io/engine", engine)
+        // Beside a capture: what is the driver's own may be refused, on a real GPU.
+        let may_refuse = if engine == "driver" { "1" } else { "0" };
+        Spec::gpu(id, &[&program, "--mib", &mib, "--may-refuse", may_refuse])
+            .annotation("affinode.io/engine", engine)
     }
 
     /// What that program does between two moves, each with a word on whether all was well.
