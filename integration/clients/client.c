@@ -157,9 +157,14 @@ void client_listen(int (*obey)(char *command))
 
 uint64_t now_us(void)
 {
+    return now_ns() / 1000;
+}
+
+uint64_t now_ns(void)
+{
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
+    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
 }
 
 void sleep_ms(unsigned ms)

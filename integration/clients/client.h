@@ -52,8 +52,9 @@ CUresult client_spin(struct client *client, unsigned ms);
 /* Reads everything back: the number of wrong words, and a checksum of all. */
 CUresult client_verify(struct client *client, uint64_t *wrong, uint64_t *checksum);
 
-/* CLOCK_MONOTONIC in microseconds. */
+/* CLOCK_MONOTONIC in microseconds, in nanoseconds. */
 uint64_t now_us(void);
+uint64_t now_ns(void);
 /* Sleeps, over signals too. */
 void sleep_ms(unsigned ms);
 /* One line of JSON: command, result, elapsed_us and what more says, printed at once. */

@@ -19,19 +19,11 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <time.h>
 
 #define PAIRS 101
 #define COPY_BYTES ((size_t)1 << 30)
 #define COPIES 5
 #define MORE 500
-
-static uint64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
-}
 
 static int compare(const void *a, const void *b)
 {

@@ -386,6 +386,12 @@ pub fn memory(world: &World, rows: &mut Rows) -> Result<()> {
         direct.push(measure(&[], Some(STOCK))?);
         carried.push(measure(&[], None)?);
     }
+    let names = |figures: &[Figure]| -> Vec<String> {
+        figures.iter().map(|figure| figure.what.clone()).collect()
+    };
+    for figures in direct.iter().chain(&carried) {
+        ensure!(names(figures) == names(&direct[0]), "starts of memory_cost say different things");
+    }
     for (index, Figure { what, .. }) in direct[0].iter().enumerate() {
         for (side, starts) in [("driver", &direct), ("carried", &carried)] {
             let took_us: Vec<f64> = starts.iter().map(|figures| figures[index].value).collect();
