@@ -38,13 +38,13 @@ impl<T> List<T> {
     }
 
     /// Makes sure that one more fits. False: there is no memory.
-    pub fn has_room(&mut self) -> bool {
+    pub fn reserve_one(&mut self) -> bool {
         self.len < self.capacity || self.grow()
     }
 
     /// Puts one before the one at a place, or at the end. It comes back where there is no memory.
     pub fn insert(&mut self, place: usize, one: T) -> Result<(), T> {
-        if place > self.len || !self.has_room() {
+        if place > self.len || !self.reserve_one() {
             return Err(one);
         }
         // SAFETY: there is room for one more, and `place` is at most `len`.

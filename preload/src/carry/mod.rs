@@ -168,7 +168,7 @@ impl Lock {
 
     fn hold<R>(&self, body: impl FnOnce() -> R) -> R {
         let mask = sys::set_signal_mask(!libc::internal_signals());
-        if !self.is_taken() {
+        if !self.try_take() {
             while self.0.swap(Lock::AWAITED, Ordering::Acquire) != Lock::FREE {
                 sys::futex_wait(&self.0, Lock::AWAITED, 100);
             }
@@ -182,7 +182,7 @@ impl Lock {
     /// The same, unless somebody holds it.
     fn hold_if_free<R>(&self, body: impl FnOnce() -> R) -> Option<R> {
         let mask = sys::set_signal_mask(!libc::internal_signals());
-        let result = self.is_taken().then(|| {
+        let result = self.try_take().then(|| {
             let result = body();
             self.let_go();
             result
@@ -192,9 +192,15 @@ impl Lock {
     }
 
     /// Takes it where it is free.
-    fn is_taken(&self) -> bool {
+    fn try_take(&self) -> bool {
         let (free, held) = (Lock::FREE, Lock::HELD);
         self.0.compare_exchange(free, held, Ordering::Acquire, Ordering::Relaxed).is_ok()
+    }
+
+    /// Whether somebody waits for it.
+    #[cfg(test)]
+    fn is_awaited(&self) -> bool {
+        self.0.load(Ordering::Relaxed) == Lock::AWAITED
     }
 
     fn let_go(&self) {

@@ -135,7 +135,7 @@ impl<T: Keyed> Sorted<T> {
     fn begin_group(&mut self, after: usize, keeps: usize) -> bool {
         let mut fresh = core::mem::replace(&mut self.spare, List::empty());
         // All that can fail comes before anything moves.
-        let has_room = fresh.has_room() && self.groups.has_room();
+        let has_room = fresh.reserve_one() && self.groups.reserve_one();
         let moved = has_room
             && match self.groups.all_mut().get_mut(after) {
                 Some(before) => before.split_into(keeps, &mut fresh),

@@ -194,12 +194,9 @@ impl Tables {
 
     /// Bytes of all pieces that `which` picks.
     pub fn bytes(&mut self, which: impl Fn(&Piece) -> bool) -> u64 {
-        let allocations = self.allocations.iter().map(|a| a.piece);
-        let sum = |pieces: &mut dyn Iterator<Item = Piece>| -> u64 {
-            pieces.filter(|piece| which(piece)).map(|piece| piece.bytes).sum()
-        };
-        let bytes = sum(&mut { allocations });
-        bytes + sum(&mut self.blocks.from(0).map(|b| b.piece))
+        let allocations = self.allocations.iter().map(|allocation| &allocation.piece);
+        let pieces = allocations.chain(self.blocks.from(0).map(|block| &block.piece));
+        pieces.filter(|piece| which(piece)).map(|piece| piece.bytes).sum()
     }
 }
 

@@ -1,17 +1,19 @@
 use core::time::Duration;
 use std::sync::MutexGuard;
-use std::thread;
+use std::thread::{self, JoinHandle};
 
 use affinode_cuda_sys::{
     ACCESS_READ_WRITE, ALLOCATION_PINNED, LOCATION_DEVICE, MemAccessDesc, MemPoolProps,
 };
 
+use super::super::Lock;
 use super::super::fake_driver::{CONTEXT, DEFAULT_POOL, DEVICE, Fake};
 use super::super::filling::tests::SHARED;
 use super::*;
 
 const BYTES: usize = 4 << 20;
-const MOMENT: Duration = Duration::from_millis(100);
+/// What does not come within it is taken not to come.
+const LONG: Duration = Duration::from_secs(5);
 
 /// A device all of whose memory is to be carried, while this lives.
 struct Carried {
@@ -68,6 +70,13 @@ fn stream() -> *mut c_void {
     core::ptr::without_provenance_mut(0x50)
 }
 
+/// Waits until a thread waits for a lock that this one holds, or is past it.
+fn until_it_waits<R>(thread: &JoinHandle<R>, lock: &Lock) {
+    while !lock.is_awaited() && !thread.is_finished() {
+        thread::yield_now();
+    }
+}
+
 #[test]
 fn memory_of_the_devices_pool_is_carried() {
     let carried = Carried::new();
@@ -106,7 +115,7 @@ fn no_pool_ends_while_pools_are_looked_at() {
     let ends = CARRY.unused_lock.hold(|| {
         // SAFETY: no arguments but numbers.
         let ends = thread::spawn(move || unsafe { pool_destroy(pool) });
-        thread::sleep(MOMENT);
+        until_it_waits(&ends, &CARRY.unused_lock);
         (ends, carried.fake.pools())
     });
     assert_eq!((ends.0.join().unwrap(), ends.1), (result::SUCCESS, 1));
@@ -124,7 +133,7 @@ fn who_waits_for_work_does_not_wait_for_a_context_that_ends() {
             settle(true);
             let _ = tell.send(());
         });
-        told.recv_timeout(50 * MOMENT)
+        told.recv_timeout(LONG)
     });
     assert!(told.is_ok());
     assert_eq!(CARRY.unsettled.load(Ordering::Relaxed), 1, "the next does it");
@@ -138,7 +147,7 @@ fn a_context_ends_all_that_was_made_in_it_until_then() {
     let ends = CARRY.contexts_lock.hold(|| {
         // SAFETY: no arguments but numbers.
         let ends = thread::spawn(|| unsafe { super::super::contexts::ctx_destroy(CONTEXT) });
-        thread::sleep(MOMENT);
+        until_it_waits(&ends, &CARRY.contexts_lock);
         let mut address = 0;
         // SAFETY: a place of the test's.
         let code = unsafe { super::super::calls::mem_alloc(&raw mut address, BYTES) };
@@ -146,6 +155,7 @@ fn a_context_ends_all_that_was_made_in_it_until_then() {
     });
     assert_eq!((ends.0.join().unwrap(), ends.1), (result::SUCCESS, result::SUCCESS));
     assert_eq!(carried.fake.held().mappings, 0);
+    assert_eq!(carried.fake.held().ranges, 0, "no address is kept either");
     assert!(tables(|tables| tables.allocations.is_empty()));
 }
 
@@ -160,7 +170,7 @@ fn what_is_freed_while_the_context_of_its_mark_ends_does_not_use_it() {
     let frees = CARRY.unused_lock.hold(|| {
         // SAFETY: no arguments but numbers.
         let frees = thread::spawn(move || unsafe { mem_free_async(address, stream()) });
-        thread::sleep(MOMENT);
+        until_it_waits(&frees, &CARRY.unused_lock);
         let now = tables(Tables::now);
         context_ends(OTHER, now);
         frees
