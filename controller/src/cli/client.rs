@@ -42,7 +42,7 @@ impl Client {
 
     fn error(&self, source: ttrpc::Error) -> CliError {
         match source {
-            ttrpc::Error::RpcStatus(_) => CliError::Refused(source),
+            ttrpc::Error::RpcStatus(status) => CliError::Refused(status.message),
             _ => CliError::NoController { socket: self.socket.clone(), source },
         }
     }
@@ -156,4 +156,21 @@ impl Client {
 
 fn context(wait: std::time::Duration) -> Context {
     with_duration(wait)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn what_the_controller_says_is_told_as_it_says_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join(paths::CONTROL_SOCKET);
+        let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        let client = Client::connect(folder.path()).await.unwrap();
+        drop(listener);
+        let said = ttrpc::get_status(ttrpc::Code::NOT_FOUND, "no container is named \"x\"");
+        let told = crate::report::chain(&client.error(ttrpc::Error::RpcStatus(said)));
+        assert_eq!(told, "the controller refused: no container is named \"x\"");
+    }
 }

@@ -1,4 +1,4 @@
-//! `affinode completion` and the hidden `affinode man`.
+//! `affinode completion` and `affinode man`.
 
 use std::{io::Write, path::Path};
 
@@ -32,8 +32,9 @@ pub fn completion(out: &mut dyn Write, shell: For) -> Result<(), CliError> {
 
 /// Writes a manual page for the command and each of its subcommands into a folder.
 pub fn man(folder: &Path) -> Result<(), CliError> {
-    std::fs::create_dir_all(folder)?;
-    Ok(clap_mangen::generate_to(Args::command(), folder)?)
+    std::fs::create_dir_all(folder)
+        .and_then(|()| clap_mangen::generate_to(Args::command(), folder))
+        .map_err(|source| CliError::Manual { folder: folder.display().to_string(), source })
 }
 
 #[cfg(test)]

@@ -118,7 +118,7 @@ enum Output {
     Table,
     /// More columns.
     Wide,
-    /// JSON, documented in openapi.yaml, stable.
+    /// JSON of stable names; openapi.yaml has those that the HTTP API serves, too.
     Json,
     /// YAML of the same names.
     Yaml,
@@ -128,21 +128,27 @@ enum Output {
 #[derive(Debug, thiserror::Error)]
 enum CliError {
     #[error(
-        "no controller answers on {socket}. One runs while a GPU container of runtime affinode does; is --run-dir right, and are you root?"
+        "no controller answers on {socket}. One runs while a GPU container of runtime affinode does; is --run-dir right, and are you root? `affinode doctor` says more"
     )]
     NoController {
         socket: String,
         #[source]
         source: ttrpc::Error,
     },
-    #[error("the controller refused")]
-    Refused(#[source] ttrpc::Error),
+    #[error("the controller refused: {0}")]
+    Refused(String),
     #[error("{0}")]
     NotDone(String),
     #[error(transparent)]
     Simulate(#[from] simulate::SimulateError),
     #[error("cannot print")]
     Print(#[from] std::io::Error),
+    #[error("cannot write manual pages into {folder}")]
+    Manual {
+        folder: String,
+        #[source]
+        source: std::io::Error,
+    },
     #[error("cannot write JSON")]
     Json(#[from] serde_json::Error),
     #[error("cannot write YAML")]

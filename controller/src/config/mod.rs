@@ -8,6 +8,7 @@ mod live;
 mod sections;
 mod serve;
 mod set;
+mod wrong;
 
 use std::{
     collections::BTreeMap,
@@ -266,10 +267,8 @@ impl Config {
     }
 
     fn extract(figment: &Figment) -> Result<Config, ConfigError> {
-        let mut config: Config = figment.extract().map_err(|e| {
-            let all: Vec<String> = e.into_iter().map(|e| e.to_string()).collect();
-            ConfigError::Bad(all.join("; "))
-        })?;
+        let mut config: Config =
+            figment.extract().map_err(|error| ConfigError::Bad(wrong::tell(error)))?;
         config.origins = explain::names()
             .filter_map(|name| Some((name.to_owned(), origin(figment, name)?)))
             .collect();
@@ -478,5 +477,22 @@ mod tests {
             let error = load(text).unwrap_err().to_string();
             assert!(error.contains(named), "{error}");
         }
+    }
+
+    #[test]
+    fn key_file_and_what_is_accepted_are_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("config.toml");
+        std::fs::create_dir(folder.path().join("conf.d")).unwrap();
+        let drop_in = folder.path().join("conf.d/10.toml");
+        std::fs::write(&file, "[policy]\nmode = \"often\"\n").unwrap();
+        let told = || Config::load(&file).unwrap_err().to_string();
+        let at = |file: &Path| format!("in {}: ", file.display());
+        let words = "\"often\"; accepted: auto, eager, pressure, manual, off";
+        assert_eq!(told(), format!("configuration: policy.mode {}{words}", at(&file)));
+        std::fs::write(&file, "").unwrap();
+        std::fs::write(&drop_in, "[log]\ncolour = true\n").unwrap();
+        let words = "there is no such key; accepted: level, format";
+        assert_eq!(told(), format!("configuration: log.colour {}{words}", at(&drop_in)));
     }
 }

@@ -1,0 +1,36 @@
+//! What is wrong with a key or value, for people: where it is, what it is, what is accepted.
+
+use figment::{Error, Metadata, Source, error::Kind};
+
+/// `policy.mode in /etc/affinode/config.toml: "often"; accepted: auto, eager, …`.
+pub(super) fn tell(error: Error) -> String {
+    let all: Vec<String> = error.into_iter().map(|error| one(&error)).collect();
+    all.join("; ")
+}
+
+fn one(error: &Error) -> String {
+    let at = [Some(error.path.join(".")), error.metadata.as_ref().and_then(place)];
+    let at: Vec<String> = at.into_iter().flatten().filter(|part| !part.is_empty()).collect();
+    let what = what(&error.kind);
+    if at.is_empty() { what } else { format!("{}: {what}", at.join(" in ")) }
+}
+
+fn place(metadata: &Metadata) -> Option<String> {
+    match &metadata.source {
+        Some(Source::File(path)) => Some(path.display().to_string()),
+        _ if metadata.name.contains("nvironment") => Some("the environment".into()),
+        _ => None,
+    }
+}
+
+fn what(kind: &Kind) -> String {
+    match kind {
+        Kind::UnknownField(_, accepted) => {
+            format!("there is no such key; accepted: {}", accepted.join(", "))
+        }
+        Kind::UnknownVariant(found, accepted) => {
+            format!("{found:?}; accepted: {}", accepted.join(", "))
+        }
+        kind => kind.to_string().trim_end().to_owned(),
+    }
+}
