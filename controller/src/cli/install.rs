@@ -29,11 +29,11 @@ pub struct Install {
     places: Places,
 }
 
-/// Take Affinode off this node again: what was added, no more. Refused while containers of
-/// it run.
+/// Take Affinode off this node again: what was added, no more. Refused while containers or
+/// jobs of it run.
 #[derive(Debug, clap::Args)]
 pub struct Uninstall {
-    /// Wait so long for the containers that run to end: 10m.
+    /// Wait so long for the containers and jobs that run to end: 10m.
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     drain: Option<Duration>,
     #[command(flatten)]

@@ -166,7 +166,15 @@ pub fn run(
         seed: args.seed,
     };
     let trace = match (&args.trace, &recorded) {
-        (_, Some(known)) => recorded::trace(&known.spans, known.since_ms, assumed)?,
+        (_, Some(known)) => match recorded::trace(&known.spans, known.since_ms, assumed) {
+            Err(SimulationError::Empty) => {
+                return Err(SimulateError::Argument(
+                    "nobody used a GPU in that time, by what is recorded: --since looks further back"
+                        .into(),
+                ));
+            }
+            trace => trace?,
+        },
         (Some(path), None) => Trace::read(path, assumed)?,
         (None, None) => synthetic::make(synthetic::Plan {
             processes: args.processes.min(100_000),

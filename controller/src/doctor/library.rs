@@ -92,7 +92,11 @@ pub fn judge(facts: &Facts) -> Vec<Check> {
     let mut group = Group::new("programs");
     let path = facts.path.display();
     if let Err(why) = &facts.fault {
-        let hint = format!("install {} of the same release in {}", paths::LIB_FILE, folder(facts));
+        let hint = format!(
+            "run affinode install, or put {} of the same release into {}",
+            paths::LIB_FILE,
+            folder(facts)
+        );
         group.bad("library", format!("{path}: {why}"), hint);
     } else if facts.no_exec {
         let hint = format!(

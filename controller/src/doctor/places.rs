@@ -122,7 +122,7 @@ pub fn controller(said: &Result<Option<(u32, String)>, String>) -> Check {
         ),
         Ok(None) => group.good(name, "does not run: the first GPU container starts it"),
         Err(why) => {
-            let hint = "the log of containerd, which has the controller's lines, says more";
+            let hint = "controller.log in the run directory says more; the journal where systemd runs it";
             group.bad(name, format!("does not answer: {why}"), hint);
         }
     }

@@ -63,7 +63,7 @@ pub fn judge(facts: &Facts) -> Vec<Check> {
     let mut group = Group::new("programs");
     match &facts.shim {
         None => {
-            let hint = "install it in a folder of containerd's PATH, often /usr/local/bin";
+            let hint = "run affinode install, or put it into a folder of containerd's PATH, often /usr/local/bin";
             group.bad("shim", format!("{SHIM} is not on containerd's PATH"), hint);
         }
         Some((path, Ok(version))) if version == own => {

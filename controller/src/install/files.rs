@@ -28,7 +28,7 @@ pub struct Source {
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
     /// Something is missing.
-    #[error("{file} is not in {}: give the folder that `cargo xtask build` made with --from", folder.display())]
+    #[error("{file} is not in {}: name with --from the folder that `cargo xtask build` made, or that of a package", folder.display())]
     Missing {
         /// Its name.
         file: &'static str,

@@ -134,7 +134,7 @@ pub enum InstallError {
     )]
     Jobs(usize),
     /// Nothing to take off.
-    #[error("there is no record of an installation in {}", .0.display())]
+    #[error("there is no record of an installation in {}: nothing is installed, or --state-dir was another then", .0.display())]
     NotInstalled(PathBuf),
 }
 
