@@ -59,7 +59,7 @@ enum Task {
     Fuzz(fuzz::Options),
     /// Play every hazard without Affinode and with it, and print what happens (needs root).
     Hazards(hazards::Options),
-    /// Install into a real cluster of one node, and show what its people see (needs root, Go).
+    /// Install into a real cluster of two nodes, and show what its people see (needs root, Go).
     K8s(k8s::Options),
     /// Fill a node, and print what its controller needs while nothing changes (needs root).
     Load(load::Options),
