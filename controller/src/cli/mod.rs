@@ -30,7 +30,12 @@ use crate::report::chain;
 
 /// Sees and moves the GPU state of containers on this node.
 #[derive(Debug, Parser)]
-#[command(name = "affinode", version, arg_required_else_help = true)]
+#[command(
+    name = "affinode",
+    version,
+    arg_required_else_help = true,
+    after_help = "Exit status: 0 done, 1 failed or refused, 2 wrong usage; of run, the program's own."
+)]
 struct Args {
     /// Run directory of the controller.
     #[arg(long, global = true, value_name = "DIR", env = affinode_proto::paths::RUN_DIR_ENV, default_value = affinode_proto::paths::RUN_DIR)]

@@ -28,7 +28,10 @@ pub enum BlockError {
     )]
     Version(i64),
     /// Nobody could name the handler.
-    #[error("CRI is not configured in this containerd: ctr and nerdctl need no handler")]
+    #[error(
+        "CRI is not configured in this containerd (disabled_plugins?), so there is no place for a handler, and nothing was changed. ctr, nerdctl and affinode run need none: {}",
+        super::NO_HANDLER
+    )]
     NoCri,
     /// It is somebody's.
     #[error(

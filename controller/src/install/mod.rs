@@ -85,6 +85,9 @@ const ANOTHER_PLACE: &str = "name another place with --prefix or --state-dir";
 /// The other way for what is containerd's.
 const BY_HAND: &str = "add the handler by hand: config/containerd";
 
+/// What does without a handler.
+const NO_HANDLER: &str = "copy affinode and containerd-shim-affinode-v1 to /usr/local/bin, libaffinode_preload.so to /usr/local/lib/affinode";
+
 /// Why it was not done. Unless it says so, nothing has changed.
 #[derive(Debug, thiserror::Error)]
 pub enum InstallError {

@@ -50,7 +50,10 @@ pub enum Restart {
 #[derive(Debug, thiserror::Error)]
 pub enum NodeError {
     /// None answers.
-    #[error("no containerd: start it, or name its socket with --containerd")]
+    #[error(
+        "no containerd: start it, or name its socket with --containerd; affinode run needs none: {}",
+        super::NO_HANDLER
+    )]
     Absent(#[from] Absent),
     /// Its configuration cannot be had.
     #[error(

@@ -32,7 +32,7 @@ const CONTAINERD: [&str; 3] = ["containerd", "ctr", "containerd-shim-runc-v2"];
 /// Where to.
 #[derive(Args)]
 pub struct Options {
-    /// The folder to make.
+    /// The folder to make; target/gpu-kit when left out. On the machine with the GPU: its run.sh.
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
 }

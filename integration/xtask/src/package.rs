@@ -41,7 +41,7 @@ pub struct Options {
     /// The version; Cargo.toml's when left out. It may say more than that one: 0.1.0-rc.1.
     #[arg(long)]
     version: Option<String>,
-    /// The folder to fill.
+    /// The folder to fill; target/packages when left out.
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// Pack what `cargo xtask build` made: quick, for tries.
