@@ -68,7 +68,10 @@ pub enum SimulationError {
     #[error("the trace holds no request")]
     Empty,
     /// A process alone is larger than the device.
-    #[error("a process of {process_bytes} bytes never fits into {total_bytes} bytes of VRAM")]
+    #[error(
+        "a process of {process_bytes} bytes never fits into {total_bytes} bytes of VRAM: --vram \
+         gives more, --process-vram is for those whose trace does not tell"
+    )]
     TooLarge {
         /// Its size.
         process_bytes: u64,
