@@ -24,6 +24,12 @@ use crate::{
 /// Runs the policies over a trace in virtual time, by the code that runs live, beside
 /// what other policies would have done. Needs no controller and no GPU.
 #[derive(Debug, Args)]
+#[command(after_help = "\
+FREED is VRAM-time given back between the first and the last call of each process, OF IDLE the
+same of the time without a call in progress, RESIDENT and PEAK what stayed on the GPU. WOKE is the
+share of requests that found their process out, DELAYED with those that came while it was on its
+way; P99 WAIT is how long they waited. REFUSED are offloads that were, or requests that found no
+room. The policy `configured` is that of --config; the last two know the future.")]
 pub struct Simulate {
     /// Trace: CSV, gz or not. The header tells the format: ServeGen windows, Azure LLM
     /// requests, telemetry (time,process,busy,vram_bytes) or requests (time,process).

@@ -22,8 +22,11 @@ const COMPLETIONS: [(&str, &str); 3] = [
 const SHARED: [&str; 7] =
     ["containerd", "grafana", "kubernetes", "kubernetes/sharing", "prometheus", "slurm", "systemd"];
 /// What is for those who read.
-const DOCUMENTS: [(&str, &str); 5] = [
+const DOCUMENTS: [(&str, &str); 7] = [
     ("README.md", "README.md"),
+    // What it leads to.
+    ("integration/figures.md", "integration/figures.md"),
+    ("config/dashboard.png", "config/dashboard.png"),
     ("ARCHITECTURE.md", "ARCHITECTURE.md"),
     ("CHANGELOG.md", "CHANGELOG.md"),
     ("LICENSE", "copyright"),
