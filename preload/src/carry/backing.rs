@@ -83,7 +83,14 @@ pub(super) fn back(piece: &Piece) -> Result<u64, u32> {
 
 /// Puts physical memory that is there behind a piece's addresses; releases it where that fails.
 pub(super) fn map(piece: &Piece, handle: u64) -> Result<(), u32> {
-    let mapped = call!(mem_map(piece.address, piece.bytes as usize, 0, handle, 0));
+    let bytes = piece.bytes as usize;
+    let try_once = || call!(mem_map(piece.address, bytes, 0, handle, 0));
+    let mapped = match try_once() {
+        result::SUCCESS => result::SUCCESS,
+        // What could not be unmapped when this failed the last time.
+        _ if call!(mem_unmap(piece.address, bytes)) == result::SUCCESS => try_once(),
+        code => code,
+    };
     if mapped != result::SUCCESS {
         if call!(mem_release(handle)) != result::SUCCESS && piece.imported {
             strays();
@@ -93,7 +100,10 @@ pub(super) fn map(piece: &Piece, handle: u64) -> Result<(), u32> {
     match give_access(piece) {
         result::SUCCESS => Ok(()),
         code => {
-            unback(&Piece { handle, ..*piece });
+            if !unback(&Piece { handle, ..*piece }) {
+                // It goes with its mapping, of which nobody else knows.
+                call!(mem_release(handle));
+            }
             Err(code)
         }
     }

@@ -68,6 +68,8 @@ struct Device {
     /// What the memory of each object holds.
     contents: BTreeMap<u64, u64>,
     exports: Vec<Export>,
+    /// Where host memory is registered.
+    registered: BTreeSet<usize>,
     streams: usize,
     events: BTreeSet<usize>,
     /// Pools that were made.
@@ -121,6 +123,11 @@ impl Fake {
     /// How much was allocated in the driver's own pools.
     pub fn pooled(&self) -> usize {
         device(|device| device.pooled)
+    }
+
+    /// Where host memory is registered.
+    pub fn registered(&self) -> Vec<usize> {
+        device(|device| device.registered.iter().copied().collect())
     }
 
     /// The other contexts that were made current by now.
@@ -277,6 +284,25 @@ functions! {
     };
     "cuMemcpyDtoDAsync_v2" copy_across(to: u64, from: u64, _bytes: usize, _stream: *mut core::ffi::c_void) |device, to, from, _, _| {
         let content = *device.contents.get(device.mappings.get(&from)?)?;
+        device.contents.insert(*device.mappings.get(&to)?, content);
+        Some(())
+    };
+    "cuMemHostRegister_v2" host_register(start: *mut core::ffi::c_void, _bytes: usize, _flags: u32) |device, start, _, _| {
+        device.registered.insert(start as usize).then_some(())
+    };
+    "cuMemHostUnregister" host_unregister(start: *mut core::ffi::c_void) |device, start| {
+        device.registered.remove(&(start as usize)).then_some(())
+    };
+    "cuMemcpyDtoHAsync_v2" copy_out(
+        to: *mut core::ffi::c_void, from: u64, _bytes: usize, _stream: *mut core::ffi::c_void
+    ) |device, to, from, _, _| {
+        set(to.cast(), *device.contents.get(device.mappings.get(&from)?)?)
+    };
+    "cuMemcpyHtoDAsync_v2" copy_in(
+        to: u64, from: *const core::ffi::c_void, _bytes: usize, _stream: *mut core::ffi::c_void
+    ) |device, to, from, _, _| {
+        // SAFETY: what is tested passes memory with more than a word.
+        let content = unsafe { from.cast::<u64>().read() };
         device.contents.insert(*device.mappings.get(&to)?, content);
         Some(())
     };

@@ -395,3 +395,7 @@ impl Copies {
         ended
     }
 }
+
+#[cfg(test)]
+#[path = "park_tests.rs"]
+mod tests;
