@@ -56,6 +56,7 @@ mod number {
     pub const GETDENTS64: usize = 217;
     pub const CLOCK_GETTIME: usize = 228;
     pub const TGKILL: usize = 234;
+    pub const READLINKAT: usize = 267;
     pub const FALLOCATE: usize = 285;
     pub const PIPE2: usize = 293;
     pub const PRLIMIT64: usize = 302;

@@ -72,8 +72,9 @@ reasons! {
     ManagedMemory = "managed-memory", "uses managed memory (cuMemAllocManaged), which the driver cannot checkpoint";
     /// Peer access was enabled.
     PeerAccess = "peer-access", "uses peer access between GPUs, which does not survive a checkpoint";
-    /// Memory was handed out to another process or taken from one, by legacy IPC or a shareable handle.
-    SharedMemory = "shared-memory", "shares GPU memory with another process (IPC, exported or imported handles)";
+    /// Memory was handed out to another process or taken from one, by legacy IPC or a shareable handle;
+    /// or another device may reach it by itself.
+    SharedMemory = "shared-memory", "shares GPU memory with another process or device (IPC, exported or imported handles, GPUDirect)";
     /// Runs under MPS.
     Mps = "mps", "runs under MPS, which the driver cannot checkpoint";
     /// Its memory did not come back as it had left.

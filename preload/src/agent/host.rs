@@ -100,6 +100,9 @@ impl Host for Own {
     }
 
     fn is_eligible(&mut self) -> bool {
+        if carry::is_reached() {
+            self.page.add_hazards(Hazards::SHARED_MEMORY);
+        }
         self.page.hazards().is_empty() && lookup::is_tight()
     }
 

@@ -6,9 +6,10 @@
 
 use core::ffi::CStr;
 
-use crate::sys::folder;
+use crate::sys::{self, folder};
 
 const DEVICES: &CStr = c"/dev";
+const DESCRIPTORS: &CStr = c"/proc/self/fd";
 
 /// In every container.
 const USUAL: [&[u8]; 18] = [
@@ -28,6 +29,30 @@ const OF_GPU: [&[u8]; 6] = [
 /// Whether there is any other device, or it cannot be told.
 pub fn has_others() -> bool {
     folder::has(DEVICES, |name| !is_known(name)).unwrap_or(true)
+}
+
+/// Whether another device may reach memory of this process by now, without a call of the driver's
+/// that would say so: it is open here, and the kernel gives it what addresses of the GPU stand for
+/// (`nvidia_p2p_get_pages`). What it writes no gate holds and no lock waits for, and it goes on to
+/// the memory that was there when it asked.
+pub fn is_reached() -> bool {
+    has_others() && is_reached_by(DESCRIPTORS, has_peer_memory())
+}
+
+fn is_reached_by(descriptors: &CStr, peer_memory: bool) -> bool {
+    let reaches = |device: &[u8]| {
+        device.starts_with(b"/dev/gdrdrv")
+            || device.starts_with(b"/dev/nvidia-fs")
+            || (peer_memory && device.starts_with(b"/dev/infiniband/uverbs"))
+    };
+    folder::has_link(descriptors, reaches).unwrap_or(true)
+}
+
+/// Whether network cards take an address of the GPU for one of memory (`ibv_reg_mr`), or it cannot
+/// be told. Without that they take descriptors of the driver's alone, which it is asked for.
+fn has_peer_memory() -> bool {
+    const MODULES: [&CStr; 2] = [c"/sys/module/nvidia_peermem", c"/sys/module/nv_peer_mem"];
+    !sys::exists(c"/sys/module") || MODULES.into_iter().any(sys::exists)
 }
 
 fn is_known(name: &[u8]) -> bool {
@@ -52,5 +77,28 @@ mod tests {
         for name in ["infiniband", "gdrdrv", "nvidia-fs0", "nvidia", "ajantv20", "nvme0", "vfio"] {
             assert!(!is_known(name.as_bytes()), "{name}");
         }
+    }
+
+    #[test]
+    fn who_has_a_device_open_that_reaches_the_gpu_by_itself_is_reached() {
+        let dir = std::env::temp_dir().join(format!("affinode-open-{}", std::process::id()));
+        let path = std::ffi::CString::new(dir.to_str().unwrap()).unwrap();
+        assert!(is_reached_by(&path, false), "it cannot be told");
+        for (device, alone, with_peers) in [
+            ("/dev/nvidia0", false, false),
+            ("socket:[7]", false, false),
+            ("/dev/infiniband/rdma_cm", false, false),
+            ("/dev/infiniband/uverbs3", false, true),
+            ("/dev/gdrdrv", true, true),
+            ("/dev/nvidia-fs12", true, true),
+        ] {
+            std::fs::create_dir_all(&dir).unwrap();
+            std::os::unix::fs::symlink("/dev/null", dir.join("0")).unwrap();
+            std::os::unix::fs::symlink(device, dir.join("1")).unwrap();
+            let found = [false, true].map(|peers| is_reached_by(&path, peers));
+            assert_eq!(found, [alone, with_peers], "{device}");
+            std::fs::remove_dir_all(&dir).unwrap();
+        }
+        assert!(!is_reached_by(DESCRIPTORS, true), "this one has none");
     }
 }

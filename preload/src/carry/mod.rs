@@ -72,6 +72,7 @@ use affinode_proto::wire::Engine;
 
 use self::ahead::Ahead;
 pub use self::ahead::{end_preparation, go_on as go_on_preparing, is_told as is_prepared, prepare};
+pub use self::bus::is_reached;
 pub use self::handed::{bytes as handed_bytes, settle};
 pub use self::ipc::answer;
 pub use self::park::{holds_imported, is_parked, let_go_of_parked, park, tidy, unpark};

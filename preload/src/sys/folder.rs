@@ -10,6 +10,21 @@ const LENGTH_AT: core::ops::Range<usize> = 16..18;
 
 /// Whether `which` is true of a name in a folder; `None` where it cannot be read.
 pub fn has(path: &CStr, which: impl Fn(&[u8]) -> bool) -> Option<bool> {
+    any(path, |_, name| which(name.to_bytes()))
+}
+
+/// Whether `which` is true of what a link in a folder leads to; `None` where it cannot be read.
+pub fn has_link(path: &CStr, which: impl Fn(&[u8]) -> bool) -> Option<bool> {
+    any(path, |folder, name| {
+        let mut target = [0_u8; 256];
+        let (name, at) = (name.as_ptr() as usize, target.as_mut_ptr() as usize);
+        // What is no link, or gone by now, leads nowhere.
+        let bytes = plain(number::READLINKAT, [folder, name, at, target.len(), 0, 0]);
+        bytes.is_ok_and(|bytes| target.get(..bytes).is_some_and(&which))
+    })
+}
+
+fn any(path: &CStr, which: impl Fn(usize, &CStr) -> bool) -> Option<bool> {
     const O_DIRECTORY_CLOEXEC: usize = 0o200_000 | CLOEXEC;
     let args = [path.as_ptr() as usize, O_DIRECTORY_CLOEXEC, 0, 0, 0, 0];
     let fd = plain(number::OPEN, args).ok()?;
@@ -18,7 +33,11 @@ pub fn has(path: &CStr, which: impl Fn(&[u8]) -> bool) -> Option<bool> {
         let args = [fd, buffer.as_mut_ptr() as usize, buffer.len(), 0, 0, 0];
         match plain(number::GETDENTS64, args) {
             Ok(0) => break Some(false),
-            Ok(bytes) if buffer.get(..bytes).is_some_and(|all| names(all).any(&which)) => {
+            Ok(bytes)
+                if buffer
+                    .get(..bytes)
+                    .is_some_and(|all| names(all).any(|name| which(fd, name))) =>
+            {
                 break Some(true);
             }
             Ok(_) => {}
@@ -30,12 +49,12 @@ pub fn has(path: &CStr, which: impl Fn(&[u8]) -> bool) -> Option<bool> {
 }
 
 /// The names in a buffer of entries.
-fn names(mut entries: &[u8]) -> impl Iterator<Item = &[u8]> {
+fn names(mut entries: &[u8]) -> impl Iterator<Item = &CStr> {
     core::iter::from_fn(move || {
         let length = entries.get(LENGTH_AT)?.try_into().ok().map(u16::from_ne_bytes)?;
         let entry = entries.get(..usize::from(length))?;
         entries = entries.get(usize::from(length)..)?;
-        entry.get(HEAD_BYTES..)?.split(|byte| *byte == 0).next()
+        CStr::from_bytes_until_nul(entry.get(HEAD_BYTES..)?).ok()
     })
 }
 
@@ -57,5 +76,18 @@ mod tests {
         assert_eq!(has(&path, |name| name == b"name-300" || name.is_empty()), Some(false));
         std::fs::remove_dir_all(&dir).unwrap();
         assert_eq!(has(&path, |_| true), None);
+    }
+
+    #[test]
+    fn links_are_followed_by_one_step_and_what_is_none_leads_nowhere() {
+        let dir = std::env::temp_dir().join(format!("affinode-links-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        std::fs::write(dir.join("none"), "").unwrap();
+        std::os::unix::fs::symlink("/nonexistent/a", dir.join("one")).unwrap();
+        let path = std::ffi::CString::new(dir.to_str().unwrap()).unwrap();
+        assert_eq!(has_link(&path, |to| to == b"/nonexistent/a"), Some(true));
+        assert_eq!(has_link(&path, |to| to.is_empty() || to == b"/nonexistent/b"), Some(false));
+        std::fs::remove_dir_all(&dir).unwrap();
+        assert_eq!(has_link(&path, |_| true), None);
     }
 }

@@ -31,7 +31,7 @@ impl Hazards {
     /// `cuCtxEnablePeerAccess` succeeded, or access to memory was given to another device.
     pub const PEER_ACCESS: Hazards = Hazards(1 << 1);
     /// Memory was handed out to another process or taken from one: by legacy IPC, or by a shareable
-    /// handle.
+    /// handle. Or another device of the bus may reach it by itself.
     pub const SHARED_MEMORY: Hazards = Hazards(1 << 2);
     /// The process talks to an MPS server.
     pub const MPS: Hazards = Hazards(1 << 3);
