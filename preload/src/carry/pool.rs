@@ -160,6 +160,7 @@ impl Pool {
         ahead::is_spoilt();
         self.unregister_all();
         while self.unshare_next() {}
+        let is_free = (0..self.chunks()).all(|chunk| !self.registered.has(chunk));
         self.registered.clear();
         self.known = Digests::none();
         self.tainted = 0;
@@ -173,8 +174,11 @@ impl Pool {
                 // SAFETY: mapped here, and nothing is in the pool.
                 unsafe { sys::discard(at, bytes, self.of_file == 1) };
             }
-            // SAFETY: as above.
-            unsafe { sys::unmap_private(self.start as *mut u8, self.bytes) };
+            // At these addresses the application's own would be taken for what the driver knows there.
+            if is_free {
+                // SAFETY: as above.
+                unsafe { sys::unmap_private(self.start as *mut u8, self.bytes) };
+            }
         }
         self.shared.clear();
         owned::POOL.close();
@@ -214,10 +218,8 @@ impl Pool {
 
     /// The host address of an offset, once it can be copied to.
     pub fn ready(&mut self, offset: usize) -> *mut c_void {
-        let chunk = offset / CHUNK_BYTES;
-        if !self.registered.has(chunk) {
-            FILLING.wait(chunk);
-        }
+        // Also of one that the driver has not let go of: whoever brings its pages in writes to it.
+        FILLING.wait(offset / CHUNK_BYTES);
         self.held(offset)
     }
 
@@ -333,9 +335,9 @@ impl Pool {
 
     /// Something is about to be copied there.
     pub fn forget(&mut self, offset: usize, bytes: usize) {
-        let first = offset / SLOT_BYTES;
+        let (first, end) = (offset / SLOT_BYTES, (offset + bytes).div_ceil(SLOT_BYTES));
         let slots = self.known.all_mut().get_mut(first..);
-        let slots = slots.into_iter().flatten().take(bytes.div_ceil(SLOT_BYTES));
+        let slots = slots.into_iter().flatten().take(end - first);
         slots.for_each(|slot| *slot = Digest::UNKNOWN);
     }
 

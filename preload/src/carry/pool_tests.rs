@@ -187,3 +187,73 @@ fn a_vault_is_left_before_pages_that_it_has_registered_are_given_back() {
         FILLING.resident.clear();
     }
 }
+
+/// A piece that is no multiple of a slot moves all behind it.
+#[test]
+fn what_is_copied_to_a_part_of_a_slot_is_known_of_none_that_it_touches() {
+    let _own = SHARED.lock();
+    let mut pool = kept();
+    pool.forget(SLOT_BYTES / 2, SLOT_BYTES);
+    let known = pool.known().iter().take(3).map(|slot| *slot != Digest::UNKNOWN);
+    assert_eq!(known.collect::<Vec<_>>(), [false, false, true]);
+    // SAFETY: mapped in `kept`, with that size.
+    unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
+    FILLING.resident.clear();
+}
+
+fn is_mapped(address: usize) -> bool {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let range = |line: &str| {
+        let (from, to) = line.split(' ').next()?.split_once('-')?;
+        let ends = [from, to].map(|end| usize::from_str_radix(end, 16).unwrap());
+        Some(ends[0]..ends[1])
+    };
+    maps.lines().filter_map(range).any(|range| range.contains(&address))
+}
+
+#[test]
+fn addresses_at_which_the_driver_has_hold_of_a_pool_become_nobody_elses() {
+    let _own = SHARED.lock();
+    for is_held in [false, true] {
+        let fake = Fake::new();
+        let mut pool = Pool::none();
+        assert!(pool.begin(HUGE_PAGE_BYTES, CONTEXT));
+        pool.ready(0);
+        pool.end();
+        let (start, bytes) = (pool.start, pool.bytes);
+        assert_eq!(fake.registered(), [start]);
+        if is_held {
+            fake.fail("cuMemHostUnregister", 0);
+        }
+        pool.taint();
+        assert!(pool.begin(HUGE_PAGE_BYTES, CONTEXT));
+        pool.end();
+        assert_eq!(fake.registered().len(), usize::from(is_held));
+        // Else somebody may have them again already.
+        assert!(!is_held || is_mapped(start));
+        // SAFETY: mapped by the pools, and not used any more.
+        unsafe {
+            sys::unmap_private(pool.start as *mut u8, pool.bytes);
+            if is_held {
+                sys::unmap_private(start as *mut u8, bytes);
+            }
+        }
+        FILLING.resident.clear();
+    }
+}
+
+/// Whoever brings the pages in writes zeros, also after it was copied to.
+#[test]
+fn nothing_is_copied_to_a_chunk_before_its_pages_are_there_whoever_has_hold_of_it() {
+    let _own = SHARED.lock();
+    let _fake = Fake::new();
+    let mut pool = kept();
+    pool.registered.set(0, true);
+    FILLING.resident.set(0, false);
+    FILLING.end();
+    pool.ready(0);
+    assert!(FILLING.resident.has(0));
+    // SAFETY: as above.
+    unsafe { sys::unmap_private(pool.start as *mut u8, pool.bytes) };
+    FILLING.resident.clear();
+}
