@@ -245,20 +245,26 @@ pub fn run_on(set: &CpuSet) -> bool {
 /// The limit of the stack, which libc gives its threads, in bytes; 0 where it is not told.
 pub fn stack_limit_bytes() -> usize {
     const RLIMIT_STACK: usize = 3;
-    limit(RLIMIT_STACK)
+    limit(RLIMIT_STACK).unwrap_or(0)
 }
 
-fn limit(resource: usize) -> usize {
+fn limit(resource: usize) -> Option<usize> {
     let mut limits = [0_usize; 2];
     let args = [0, resource, 0, limits.as_mut_ptr() as usize, 0, 0];
-    let [soft, _] = if plain(number::PRLIMIT64, args).is_ok() { limits } else { [0; 2] };
-    soft
+    let [soft, _] = plain(number::PRLIMIT64, args).ok().map(|_| limits)?;
+    Some(soft)
 }
 
-/// How many descriptors the process may have.
+/// How many descriptors the process may have; 0 where it is not told.
 pub fn descriptor_limit() -> usize {
     const RLIMIT_NOFILE: usize = 7;
-    limit(RLIMIT_NOFILE)
+    limit(RLIMIT_NOFILE).unwrap_or(0)
+}
+
+/// How large the process may make a file, as far as that is told.
+fn file_limit_bytes() -> usize {
+    const RLIMIT_FSIZE: usize = 1;
+    limit(RLIMIT_FSIZE).unwrap_or(usize::MAX)
 }
 
 /// The first bytes of a file, as many as fit.

@@ -137,6 +137,11 @@ pub unsafe fn discard(start: *mut u8, bytes: usize, of_file: bool) {
 /// Makes an empty memory file of `bytes` bytes that can be sealed.
 pub fn memory_file(name: &CStr, bytes: usize) -> Result<i32, Errno> {
     const CLOEXEC_ALLOW_SEALING: usize = 1 | 2;
+    const EFBIG: Errno = Errno(27);
+    // The kernel would say so with a signal that ends the process.
+    if bytes > super::file_limit_bytes() {
+        return Err(EFBIG);
+    }
     let args = [name.as_ptr() as usize, CLOEXEC_ALLOW_SEALING, 0, 0, 0, 0];
     let fd = plain(number::MEMFD_CREATE, args)?;
     if let Err(error) = plain(number::FTRUNCATE, [fd, bytes, 0, 0, 0, 0]) {
@@ -350,6 +355,27 @@ mod tests {
         assert!(!is_kept_from_children(at as usize, BYTES), "a part is not mapped");
         unmap(at as usize, BYTES / 2);
         close(fd);
+    }
+
+    /// The signal for one that is too large ends a process.
+    #[test]
+    fn a_memory_file_beyond_the_limit_is_an_error_and_no_signal() {
+        use nix::sys::resource::{Resource, setrlimit};
+        use nix::sys::wait::{WaitStatus, waitpid};
+        use nix::unistd::{ForkResult, fork};
+        // SAFETY: the child makes system calls alone, and ends.
+        match unsafe { fork() }.unwrap() {
+            ForkResult::Child => {
+                let limited = setrlimit(Resource::RLIMIT_FSIZE, 8192, 8192).is_ok();
+                let made = [8192, 8193].map(|bytes| memory_file(c"test", bytes).is_ok());
+                let code = i32::from(!limited || made != [true, false]);
+                // SAFETY: ends the child at once.
+                unsafe { nix::libc::_exit(code) }
+            }
+            ForkResult::Parent { child } => {
+                assert_eq!(waitpid(child, None), Ok(WaitStatus::Exited(child, 0)));
+            }
+        }
     }
 
     #[test]
