@@ -62,10 +62,18 @@ pub(super) fn in_context(context: usize, body: impl FnOnce() -> u32) -> u32 {
     code
 }
 
-/// The end of a context, which ends its allocations.
-fn ends(context: usize, end: impl FnOnce() -> u32, has_ended: impl FnOnce() -> bool) -> u32 {
-    let (mut ended, mut before) = (false, 0);
+/// The end of a context, which ends its allocations. `which`: asked when no other ends meanwhile.
+fn ends(
+    which: impl FnOnce() -> Option<usize>,
+    end: impl FnOnce() -> u32,
+    has_ended: impl FnOnce() -> bool,
+) -> u32 {
+    let (mut context, mut ended, mut before) = (0, false, 0);
     let code = with_pool(|pool| {
+        let Some(found) = which() else {
+            return end();
+        };
+        context = found;
         CARRY.unused_lock.hold(|| {
             // Not earlier: another thread that has hold of it may have been let through first.
             before = tables(Tables::now);
@@ -114,7 +122,7 @@ fn outlives(table: &mut Allocations, of_it: impl Fn(&Piece) -> bool) -> Option<u
 }
 
 pub(super) unsafe extern "C" fn ctx_destroy(context: usize) -> u32 {
-    ends(context, || call!(ctx_destroy(context)), || true)
+    ends(|| Some(context), || call!(ctx_destroy(context)), || true)
 }
 
 fn is_primary_active(device: i32) -> bool {
@@ -123,7 +131,8 @@ fn is_primary_active(device: i32) -> bool {
     code == result::SUCCESS && active != 0
 }
 
-/// The device's primary context, if it has one now.
+/// The device's primary context, if it has one now. To be asked while none ends: a hold is taken of it
+/// for a moment, which would be the last where another thread lets go of its own meanwhile.
 fn primary_context(device: i32) -> Option<usize> {
     let mut context = 0;
     if !is_primary_active(device)
@@ -136,16 +145,10 @@ fn primary_context(device: i32) -> Option<usize> {
 }
 
 pub(super) unsafe extern "C" fn primary_reset(device: i32) -> u32 {
-    match primary_context(device) {
-        Some(context) => ends(context, || call!(primary_reset(device)), || true),
-        None => call!(primary_reset(device)),
-    }
+    ends(|| primary_context(device), || call!(primary_reset(device)), || true)
 }
 
 pub(super) unsafe extern "C" fn primary_release(device: i32) -> u32 {
-    let end = || call!(primary_release(device));
-    match primary_context(device) {
-        Some(context) => ends(context, end, || !is_primary_active(device)),
-        None => end(),
-    }
+    let has_ended = || !is_primary_active(device);
+    ends(|| primary_context(device), || call!(primary_release(device)), has_ended)
 }

@@ -78,6 +78,8 @@ struct Device {
     pushed: Vec<usize>,
     /// What was allocated in its own pools.
     pooled: usize,
+    /// How often the primary context was retained, which is this one.
+    primary_holds: usize,
     /// Functions, and how often each does well before it fails once.
     fails: Vec<(&'static str, usize)>,
 }
@@ -118,6 +120,11 @@ impl Fake {
     /// Whether a descriptor is one of its memory.
     pub fn has_exported(&self, descriptor: BorrowedFd<'_>) -> bool {
         device(|device| device.exported(descriptor)).is_some()
+    }
+
+    /// The application takes hold of the primary context so often.
+    pub fn retain_primary(&self, times: usize) {
+        device(|device| device.primary_holds += times);
     }
 
     /// How much was allocated in the driver's own pools.
@@ -320,6 +327,18 @@ functions! {
         Some(())
     };
     "cuCtxPopCurrent_v2" ctx_pop_current(context: *mut usize) |_, context| set(context, CONTEXT);
+    "cuDevicePrimaryCtxGetState" primary_get_state(_device: i32, flags: *mut u32, active: *mut i32) |device, _, flags, active| {
+        set(flags, 0)?;
+        set(active, i32::from(device.primary_holds > 0))
+    };
+    "cuDevicePrimaryCtxRetain" primary_retain(context: *mut usize, _device: i32) |device, context, _| {
+        device.primary_holds += 1;
+        set(context, CONTEXT)
+    };
+    "cuDevicePrimaryCtxRelease_v2" primary_release(_device: i32) |device, _| {
+        device.primary_holds = device.primary_holds.checked_sub(1)?;
+        Some(())
+    };
     "cuCtxDestroy_v2" ctx_destroy(_context: usize) |_, _| Some(());
     "cuThreadExchangeStreamCaptureMode" exchange_mode(_mode: *mut u32) |_, _| Some(());
     "cuEventCreate" event_create(event: *mut usize, _flags: u32) |device, event, _| {

@@ -159,6 +159,33 @@ fn a_context_ends_all_that_was_made_in_it_until_then() {
     assert!(tables(|tables| tables.allocations.is_empty()));
 }
 
+/// The hold that is taken to learn which context it is would be the last.
+#[test]
+fn nobody_has_hold_of_a_primary_context_while_another_thread_lets_go_of_it() {
+    use super::super::contexts::primary_release;
+    let carried = Carried::new();
+    carried.fake.retain_primary(2);
+    let mut address = 0;
+    // SAFETY: a place of the test's.
+    let code = unsafe { super::super::calls::mem_alloc(&raw mut address, BYTES) };
+    assert_eq!(code, result::SUCCESS);
+    carried.fake.fail("cuDevicePrimaryCtxRetain", 0);
+    let other = CARRY.contexts_lock.hold(|| {
+        // SAFETY: no arguments but numbers.
+        let other = thread::spawn(|| unsafe { primary_release(DEVICE) });
+        until_it_waits(&other, &CARRY.contexts_lock);
+        assert!(carried.fake.is_still_to_fail(), "it was not asked before its turn");
+        other
+    });
+    assert_eq!(other.join().unwrap(), result::SUCCESS);
+    assert_eq!(carried.fake.held().mappings, 1, "one more has hold of it");
+    // SAFETY: as above.
+    assert_eq!(unsafe { primary_release(DEVICE) }, result::SUCCESS);
+    assert_eq!(carried.fake.held().mappings, 0);
+    // SAFETY: as above.
+    assert_ne!(unsafe { primary_release(DEVICE) }, result::SUCCESS);
+}
+
 /// The memory came from work in another context, which ends meanwhile: nothing is done in it any more.
 #[test]
 fn what_is_freed_while_the_context_of_its_mark_ends_does_not_use_it() {
