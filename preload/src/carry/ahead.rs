@@ -17,7 +17,7 @@ use super::filling::FILLING;
 use super::park::{assign, is_parked, tell_kept};
 use super::pool::Pool;
 use super::table::Place;
-use super::{CARRY, is_in_use, shortage, vault, with_pool};
+use super::{CARRY, is_in_use, shortage, vault, with_pool, with_pool_if_free};
 use crate::{owned, process};
 
 const NOTHING: u32 = 0;
@@ -98,11 +98,14 @@ pub fn go_on() -> bool {
         return true;
     }
     let bytes = CARRY.ahead.bytes.load(Ordering::Relaxed);
-    let (told, kept_bytes) = with_pool(|pool| {
+    let tell = |pool: &mut Pool| {
         pool.end();
         let there = pool.is_resident(bytes as usize);
         (there && vault::tell_ahead(pool, bytes).is_some(), pool.kept_bytes())
-    });
+    };
+    let Some((told, kept_bytes)) = with_pool_if_free(tell) else {
+        return true;
+    };
     if told {
         CARRY.ahead.set(TOLD);
     } else {
@@ -160,6 +163,12 @@ pub mod tests {
     pub fn told(bytes: u64) {
         CARRY.ahead.bytes.store(bytes, Ordering::Relaxed);
         CARRY.ahead.set(TOLD);
+    }
+
+    /// So much is being brought in.
+    pub fn filling(bytes: u64) {
+        CARRY.ahead.bytes.store(bytes, Ordering::Relaxed);
+        CARRY.ahead.set(FILLING_PAGES);
     }
 
     /// Nobody was told of anything.

@@ -228,6 +228,13 @@ fn with_pool<R>(body: impl FnOnce(&mut Pool) -> R) -> R {
     CARRY.contexts_lock.hold(|| body(unsafe { &mut *CARRY.pool.get() }))
 }
 
+/// The same, unless a context ends just now: that may take as long as the work in it, and the agent
+/// has others to listen to.
+fn with_pool_if_free<R>(body: impl FnOnce(&mut Pool) -> R) -> Option<R> {
+    // SAFETY: as above.
+    CARRY.contexts_lock.hold_if_free(|| body(unsafe { &mut *CARRY.pool.get() }))
+}
+
 /// What shim or controller have left, for as long as no controller has said anything.
 pub fn set_engine_by_file(file: &CStr) {
     let mut buffer = [0; 16];

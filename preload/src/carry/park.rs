@@ -25,6 +25,7 @@ use super::pool::{Pool, Stored, Tidied};
 use super::table::{Id, Piece, Place};
 use super::{
     CARRY, ahead, check, driver, handed, is_in_use, pools, shortage, tables, vault, with_pool,
+    with_pool_if_free,
 };
 use crate::process;
 
@@ -337,8 +338,11 @@ pub fn tidy() -> Tidied {
     if !is_in_use() || is_parked() {
         return Tidied::All;
     }
-    let (tidied, kept_bytes) =
-        with_pool(|pool| (pool.tidy(ahead::is_on(), shortage::is_near), pool.kept_bytes()));
+    let tidy = |pool: &mut Pool| (pool.tidy(ahead::is_on(), shortage::is_near), pool.kept_bytes());
+    let Some((tidied, kept_bytes)) = with_pool_if_free(tidy) else {
+        // Looked at again, as what is kept is.
+        return Tidied::Kept;
+    };
     tell_kept(kept_bytes);
     tidied
 }

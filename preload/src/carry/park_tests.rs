@@ -124,3 +124,20 @@ fn what_cannot_be_unmapped_again_is_filled_the_next_time() {
         }
     }
 }
+
+/// Its end waits for the work in it, as long as that takes.
+#[test]
+fn what_is_given_back_in_passing_waits_for_no_context_that_ends() {
+    let _world = World::new();
+    let (tell, told) = std::sync::mpsc::channel();
+    let told = CARRY.contexts_lock.hold(|| {
+        std::thread::spawn(move || {
+            ahead::tests::filling(PIECE_BYTES);
+            let both = (tidy(), ahead::go_on());
+            ahead::tests::told_nothing();
+            let _ = tell.send(both);
+        });
+        told.recv_timeout(std::time::Duration::from_secs(60))
+    });
+    assert_eq!(told, Ok((Tidied::Kept, true)));
+}
