@@ -347,22 +347,5 @@ fn import(id: Id, piece: &Piece, shared: &Descriptor) -> Option<()> {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::io::Read;
-    use std::os::fd::IntoRawFd;
-    use std::os::unix::net::UnixStream;
-
-    use super::super::filling::tests::SHARED;
-    use super::*;
-
-    #[test]
-    fn who_has_handed_nothing_over_does_not_ask_for_it() {
-        let _own = SHARED.lock();
-        let (mut vault, own) = UnixStream::pair().unwrap();
-        owned::VAULT.set(Owned::note(own.into_raw_fd()).unwrap());
-        assert!(!take());
-        let mut said = Vec::new();
-        vault.read_to_end(&mut said).unwrap();
-        assert!(said.is_empty() && owned::VAULT.get().is_none(), "hung up on, without a word");
-    }
-}
+#[path = "vault_tests.rs"]
+mod tests;
