@@ -22,6 +22,9 @@ pub const DEFAULT_POOL: usize = 0x900;
 /// A device that no other test asks about.
 pub const DEVICE: i32 = 61;
 const GRANULE_BYTES: usize = 2 << 20;
+const SLOT_BYTES: u64 = 2 << 20;
+/// What memory holds that nobody has written to.
+const FRESH: u64 = 0xdead;
 
 /// What is held of the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,8 +68,10 @@ struct Device {
     /// Objects, by address.
     mappings: BTreeMap<u64, u64>,
     ranges: BTreeMap<u64, usize>,
-    /// What the memory of each object holds.
-    contents: BTreeMap<u64, u64>,
+    /// What the memory of each object holds: a word for each slot, where any was written.
+    contents: BTreeMap<(u64, u64), u64>,
+    /// What is allocated by the driver itself.
+    own: BTreeMap<u64, Vec<u64>>,
     exports: Vec<Export>,
     /// Where host memory is registered.
     registered: BTreeSet<usize>,
@@ -99,6 +104,11 @@ impl Fake {
     /// A function fails once, after it has done well so often.
     pub fn fail(&self, name: &'static str, after: usize) {
         device(|device| device.fails.push((name, after)));
+    }
+
+    /// Nothing is to fail any more.
+    pub fn fail_no_more(&self) {
+        device(|device| device.fails.clear());
     }
 
     /// Whether that has not happened yet.
@@ -150,14 +160,14 @@ impl Fake {
     /// Writes what is mapped at an address.
     pub fn write(&self, address: u64, content: u64) {
         device(|device| {
-            let object = device.mappings[&address];
-            device.contents.insert(object, content);
+            let slot = device.slot(address).unwrap();
+            device.contents.insert(slot, content);
         });
     }
 
     /// What is mapped at an address holds.
     pub fn read(&self, address: u64) -> Option<u64> {
-        device(|device| device.contents.get(device.mappings.get(&address)?).copied())
+        device(|device| device.contents.get(&device.slot(address)?).copied())
     }
 }
 
@@ -175,6 +185,25 @@ impl Device {
     fn exported(&self, descriptor: BorrowedFd<'_>) -> Option<u64> {
         let inode = fstat(descriptor).ok()?.st_ino;
         self.exports.iter().find(|export| export.inode == inode).map(|export| export.object)
+    }
+
+    /// What is mapped at an address, which is the beginning of a slot.
+    fn slot(&self, address: u64) -> Option<(u64, u64)> {
+        let (start, object) = self.mappings.range(..=address).next_back()?;
+        let inside = ((address - start) as usize) < *self.ranges.get(start)?;
+        (inside && address.is_multiple_of(SLOT_BYTES))
+            .then_some((*object, (address - start) / SLOT_BYTES))
+    }
+
+    fn slots(&self, address: u64, bytes: usize) -> Option<Vec<(u64, u64)>> {
+        (address..address + bytes as u64)
+            .step_by(SLOT_BYTES as usize)
+            .map(|at| self.slot(at))
+            .collect()
+    }
+
+    fn content(&self, slot: (u64, u64)) -> u64 {
+        self.contents.get(&slot).copied().unwrap_or(FRESH)
     }
 
     fn name(&mut self) -> u64 {
@@ -289,9 +318,11 @@ functions! {
         device.handles.insert(name, Handle { object, exportable: false });
         set(handle, name)
     };
-    "cuMemcpyDtoDAsync_v2" copy_across(to: u64, from: u64, _bytes: usize, _stream: *mut core::ffi::c_void) |device, to, from, _, _| {
-        let content = *device.contents.get(device.mappings.get(&from)?)?;
-        device.contents.insert(*device.mappings.get(&to)?, content);
+    "cuMemcpyDtoDAsync_v2" copy_across(to: u64, from: u64, bytes: usize, _stream: *mut core::ffi::c_void) |device, to, from, bytes, _| {
+        for (to, from) in device.slots(to, bytes)?.into_iter().zip(device.slots(from, bytes)?) {
+            let content = device.content(from);
+            device.contents.insert(to, content);
+        }
         Some(())
     };
     "cuMemHostRegister_v2" host_register(start: *mut core::ffi::c_void, _bytes: usize, _flags: u32) |device, start, _, _| {
@@ -301,16 +332,63 @@ functions! {
         device.registered.remove(&(start as usize)).then_some(())
     };
     "cuMemcpyDtoHAsync_v2" copy_out(
-        to: *mut core::ffi::c_void, from: u64, _bytes: usize, _stream: *mut core::ffi::c_void
-    ) |device, to, from, _, _| {
-        set(to.cast(), *device.contents.get(device.mappings.get(&from)?)?)
+        to: *mut core::ffi::c_void, from: u64, bytes: usize, _stream: *mut core::ffi::c_void
+    ) |device, to, from, bytes, _| {
+        if let Some(words) = device.own.get(&from) {
+            let many = (bytes / size_of::<u64>()).min(words.len());
+            // SAFETY: what is tested passes memory for as many.
+            unsafe { to.cast::<u64>().copy_from_nonoverlapping(words.as_ptr(), many) };
+            return Some(());
+        }
+        for (n, slot) in device.slots(from, bytes)?.into_iter().enumerate() {
+            set(to.wrapping_byte_add(n * SLOT_BYTES as usize).cast(), device.content(slot))?;
+        }
+        Some(())
     };
     "cuMemcpyHtoDAsync_v2" copy_in(
-        to: u64, from: *const core::ffi::c_void, _bytes: usize, _stream: *mut core::ffi::c_void
-    ) |device, to, from, _, _| {
-        // SAFETY: what is tested passes memory with more than a word.
-        let content = unsafe { from.cast::<u64>().read() };
-        device.contents.insert(*device.mappings.get(&to)?, content);
+        to: u64, from: *const core::ffi::c_void, bytes: usize, _stream: *mut core::ffi::c_void
+    ) |device, to, from, bytes, _| {
+        if let Some(words) = device.own.get_mut(&to) {
+            let many = (bytes / size_of::<u64>()).min(words.len());
+            // SAFETY: what is tested passes as many.
+            unsafe { from.cast::<u64>().copy_to_nonoverlapping(words.as_mut_ptr(), many) };
+            return Some(());
+        }
+        for (n, slot) in device.slots(to, bytes)?.into_iter().enumerate() {
+            // SAFETY: what is tested passes memory of so many slots.
+            let content = unsafe { from.wrapping_byte_add(n * SLOT_BYTES as usize).cast::<u64>().read() };
+            device.contents.insert(slot, content);
+        }
+        Some(())
+    };
+    "cuMemsetD8Async" clear(to: u64, _value: u8, bytes: usize, _stream: *mut core::ffi::c_void) |device, to, _, bytes, _| {
+        for slot in device.slots(to, bytes)? {
+            device.contents.insert(slot, 0);
+        }
+        Some(())
+    };
+    "cuMemAlloc_v2" mem_alloc(address: *mut u64, bytes: usize) |device, address, bytes| {
+        let at = device.name() << 40;
+        device.own.insert(at, vec![0; bytes.div_ceil(size_of::<u64>())]);
+        set(address, at)
+    };
+    "cuMemFree_v2" mem_free(address: u64) |device, address| device.own.remove(&address).map(drop);
+    "cuModuleLoadData" module_load(module: *mut usize, _image: *const core::ffi::c_void) |_, module, _| set(module, 1);
+    "cuModuleGetFunction" module_get(function: *mut usize, _module: usize, _name: *const core::ffi::c_char) |_, function, _, _| set(function, 1);
+    "cuModuleUnload" module_unload(_module: usize) |_, _| Some(());
+    "cuLaunchKernel" launch(
+        _kernel: usize, _x: u32, _y: u32, _z: u32, _bx: u32, _by: u32, _bz: u32, _shared: u32,
+        _stream: *mut core::ffi::c_void, arguments: *mut *mut core::ffi::c_void,
+        _extra: *mut *mut core::ffi::c_void
+    ) |device, _, _, _, _, _, _, _, _, _, arguments, _| {
+        // SAFETY: the arguments of the one kernel that there is: its table, and how many are in it.
+        let table = unsafe { arguments.read().cast::<u64>().read() };
+        let mut words = device.own.remove(&table)?;
+        for digest in words.chunks_exact_mut(2).filter(|digest| digest[0] != 0) {
+            let content = device.content(device.slot(digest[0])?);
+            (digest[0], digest[1]) = if content == 0 { (0, u64::MAX) } else { (content, 7) };
+        }
+        device.own.insert(table, words);
         Some(())
     };
     "cuStreamCreate" stream_create(stream: *mut *mut core::ffi::c_void, _flags: u32) |device, stream, _| {

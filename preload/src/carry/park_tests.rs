@@ -3,8 +3,8 @@ use std::sync::MutexGuard;
 use super::super::backing::property_on;
 use super::super::fake_driver::{CONTEXT, DEVICE, Fake, Held};
 use super::super::filling::{FILLING, tests::SHARED};
-use super::super::locked;
 use super::super::table::{Allocation, Allocations};
+use super::super::{addresses, locked};
 use super::*;
 
 const PIECE_BYTES: u64 = 8 << 20;
@@ -22,19 +22,26 @@ impl World {
         let world = World { fake: Fake::new(), _own: own };
         CARRY.in_use.store(1, Ordering::Release);
         for content in 1..=PIECES as u64 {
-            let (bytes, property) = (PIECE_BYTES, property_on(DEVICE));
-            let mut piece = Piece { bytes, property, context: CONTEXT, ..Piece::default() };
-            let code = call!(mem_address_reserve(&raw mut piece.address, bytes as usize, 0, 0, 0));
-            assert_eq!(code, result::SUCCESS);
-            piece.handle = back(&piece).unwrap();
-            world.fake.write(piece.address, content);
-            assert!(tables(|tables| tables.insert(Allocation {
-                piece,
-                asked_bytes: bytes,
-                ..Allocation::default()
-            })));
+            world.allocate(PIECE_BYTES, content);
         }
         world
+    }
+
+    /// All of its slots hold the same.
+    fn allocate(&self, bytes: u64, content: u64) -> u64 {
+        let property = property_on(DEVICE);
+        let mut piece = Piece { bytes, property, context: CONTEXT, ..Piece::default() };
+        piece.address = addresses::reserve(bytes as usize).unwrap();
+        piece.handle = back(&piece).unwrap();
+        for address in (piece.address..piece.address + bytes).step_by(digest::SLOT_BYTES) {
+            self.fake.write(address, content);
+        }
+        assert!(tables(|tables| tables.insert(Allocation {
+            piece,
+            asked_bytes: bytes,
+            ..Allocation::default()
+        })));
+        piece.address
     }
 
     fn pieces(&self) -> Vec<Piece> {
@@ -58,6 +65,7 @@ impl World {
 impl Drop for World {
     fn drop(&mut self) {
         locked(|allocations| *allocations = Allocations::empty());
+        addresses::let_go();
         with_pool(|pool| {
             pool.end();
             *pool = Pool::none();
@@ -85,7 +93,8 @@ fn of_what_cannot_be_copied_out_nothing_has_left() {
     for call in ["cuStreamCreate", "cuMemcpyDtoHAsync_v2", "cuStreamSynchronize"] {
         for which in 0..if call == "cuMemcpyDtoHAsync_v2" { PIECES } else { 1 } {
             let world = World::new();
-            world.fake.fail(call, which);
+            // Digests take one of each.
+            world.fake.fail(call, 1 + which);
             assert_eq!(park(true, false, None), Err(result::OUT_OF_MEMORY), "{call}, {which}");
             assert!(world.is_home() && !is_parked(), "{call}, {which}");
             assert_eq!((park(true, false, None), world.is_away()), (Ok(()), true));
@@ -140,4 +149,144 @@ fn what_is_given_back_in_passing_waits_for_no_context_that_ends() {
         told.recv_timeout(std::time::Duration::from_secs(60))
     });
     assert_eq!(told, Ok((Tidied::Kept, true)));
+}
+
+/// A process in which anything happens, and what its memory should hold.
+struct Model {
+    world: World,
+    pieces: Vec<(u64, Vec<u64>)>,
+    random: u64,
+}
+
+impl Model {
+    fn draw(&mut self, below: u64) -> u64 {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        (self.random >> 11) % below
+    }
+
+    fn write(&mut self, piece: usize, slot: usize, content: u64) {
+        let (address, slots) = &mut self.pieces[piece];
+        slots[slot] = content;
+        self.world.fake.write(*address + (slot * digest::SLOT_BYTES) as u64, content);
+    }
+
+    /// Little of it, or all of a piece; a piece comes, or goes.
+    fn run(&mut self) {
+        for _ in 0..self.draw(4) {
+            let piece = self.draw(self.pieces.len() as u64) as usize;
+            let many = self.pieces[piece].1.len();
+            let content = self.draw(3);
+            match self.draw(8) {
+                0 if self.pieces.len() > 2 => {
+                    let (address, _) = self.pieces.remove(piece);
+                    let gone = locked(|table| table.remove_at(address)).unwrap();
+                    super::super::calls::release(&gone.piece);
+                }
+                1 if self.pieces.len() < 9 => {
+                    let slots = 1 + self.draw(16);
+                    let address = self.world.allocate(slots * digest::SLOT_BYTES as u64, 0);
+                    self.pieces.push((address, vec![0; slots as usize]));
+                    let piece = self.pieces.len() - 1;
+                    (0..slots as usize).for_each(|slot| self.write(piece, slot, content));
+                }
+                2 | 3 => (0..many).for_each(|slot| self.write(piece, slot, content)),
+                _ => {
+                    let slot = self.draw(many as u64) as usize;
+                    self.write(piece, slot, content);
+                }
+            }
+        }
+    }
+
+    /// What holds again what it held then, the pool is told to hold by digests of then.
+    fn go_back_to(&mut self, before: &[(u64, Vec<u64>)]) {
+        for piece in 0..self.pieces.len() {
+            let (address, slots) = self.pieces[piece].clone();
+            let then =
+                before.iter().find(|(known, then)| (*known, then.len()) == (address, slots.len()));
+            for (slot, content) in then.iter().flat_map(|(_, then)| then.iter().enumerate()) {
+                self.write(piece, slot, *content);
+            }
+        }
+    }
+
+    fn may_fail(&mut self, calls: &[&'static str]) {
+        if self.draw(2) == 0 {
+            let call = calls[self.draw(calls.len() as u64) as usize];
+            let after = self.draw(6) as usize;
+            self.world.fake.fail(call, after);
+        }
+    }
+
+    fn is_right(&self) -> bool {
+        self.pieces.iter().all(|(address, slots)| {
+            slots.iter().enumerate().all(|(slot, content)| {
+                let at = *address + (slot * digest::SLOT_BYTES) as u64;
+                self.world.fake.read(at) == Some(*content)
+            })
+        })
+    }
+}
+
+/// Whatever changes between two absences, is kept, known, zero, in another place or fails on the way.
+#[test]
+fn what_comes_home_is_what_left_whatever_was_kept_of_before() {
+    const OUT: [&str; 8] = [
+        "cuStreamCreate",
+        "cuMemcpyDtoHAsync_v2",
+        "cuStreamSynchronize",
+        "cuMemHostRegister_v2",
+        "cuModuleLoadData",
+        "cuLaunchKernel",
+        "cuMemAlloc_v2",
+        "cuMemUnmap",
+    ];
+    const HOME: [&str; 8] = [
+        "cuMemCreate",
+        "cuMemMap",
+        "cuMemSetAccess",
+        "cuMemcpyHtoDAsync_v2",
+        "cuMemsetD8Async",
+        "cuStreamSynchronize",
+        "cuMemHostRegister_v2",
+        "cuMemUnmap",
+    ];
+    let (mut unchanged, mut zero, mut failed) = (0, 0, 0);
+    for seed in 1..=8 {
+        let world = World::new();
+        let pieces = world.pieces();
+        let mut model = Model { world, pieces: Vec::new(), random: seed << 32 | 0x9E37_79B9 };
+        for piece in &pieces {
+            model.pieces.push((piece.address, vec![0; piece.bytes as usize / digest::SLOT_BYTES]));
+        }
+        for piece in 0..model.pieces.len() {
+            (0..model.pieces[piece].1.len()).for_each(|slot| model.write(piece, slot, 1));
+        }
+        for _ in 0..60 {
+            let before = model.pieces.clone();
+            model.run();
+            model.may_fail(&OUT);
+            let (keep, check) = (model.draw(4) > 0, model.draw(2) == 0);
+            while park(keep, check, None).is_err() {
+                failed += 1;
+                assert!(model.is_right() && !is_parked());
+                model.go_back_to(&before);
+            }
+            (unchanged, zero) =
+                (unchanged + super::super::unchanged_bytes(), zero + super::super::zero_bytes());
+            model.world.fake.fail_no_more();
+            model.may_fail(&HOME);
+            while unpark().is_err() {
+                failed += 1;
+            }
+            model.world.fake.fail_no_more();
+            assert!(model.is_right() && !is_parked());
+            if model.draw(3) == 0 {
+                while tidy() == Tidied::Part {}
+            }
+        }
+    }
+    assert!(unchanged > 0 && zero > 0 && failed > 0, "{unchanged} {zero} {failed}");
 }
