@@ -121,9 +121,17 @@ impl<S: Content> Dedup<S> {
     /// A process has left.
     pub fn forget(&mut self, process: u64) {
         self.seen.retain(|_, place| place.process != process);
-        let of = |place: &Place| place.process == process;
-        let is_first = |with: &With<S>| matches!(with, With::Chunk(place, _) if of(place));
-        self.job = self.job.take().filter(|job| !of(&job.place) && !is_first(&job.with));
+        let is_of = |place: &Place| place.process == process;
+        let is_first = |with: &With<S>| matches!(with, With::Chunk(place, _) if is_of(place));
+        self.job = match self.job.take() {
+            Some(job) if is_of(&job.place) => None,
+            Some(job) if is_first(&job.with) => {
+                // The next one may have it in common with this one, which is not looked at again.
+                self.seen.insert(job.key, job.place);
+                None
+            }
+            job => job,
+        };
     }
 
     /// What all segments come to.
@@ -450,5 +458,22 @@ mod tests {
         all[0] = process(1, 5, &[ODD]);
         let (_, offered) = run(&mut dedup, &mut all);
         assert_eq!(offered, [Vec::<usize>::new(), vec![]]);
+    }
+
+    #[test]
+    fn who_was_compared_with_one_that_left_is_compared_with_the_next() {
+        let mut dedup = Dedup::new();
+        let mut all = vec![process(1, 5, &[SAME]), process(2, 5, &[SAME])];
+        for _ in 0..4 {
+            dedup.step(&mut all, Ok).unwrap();
+        }
+        assert!(
+            matches!(&dedup.job, Some(Job { with: With::Chunk(first, _), .. }) if first.process == 1)
+        );
+        dedup.forget(1);
+        // It comes back, or another one does.
+        all[0] = process(1, 5, &[SAME]);
+        let (_, offered) = run(&mut dedup, &mut all);
+        assert_eq!(offered, [vec![0], vec![0]]);
     }
 }
