@@ -4,7 +4,7 @@
 //! ```text
 //! none ──a process is about to leave──> started ──Ready──> serves ──nobody is away for a while,
 //!   ^                                      │                       or somebody waits for VRAM──┐
-//!   └────────────── it ends (left alone for some minutes) ◄────────────────────────────────────┘
+//!   └────────────── it ends (did it never serve: `failures`) ◄──────────────────────────────────┘
 //! ```
 //!
 //! Who is prepared (`policy.prepare`) is shown its vault while it is at home, and keeps that way to
@@ -13,6 +13,7 @@
 //! Nothing depends on one: a process that has none, or whose vault has ended, comes home by itself.
 
 mod child;
+mod failures;
 #[cfg(test)]
 mod tests;
 
@@ -30,7 +31,7 @@ use affinode_vault::socket;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use tokio::sync::mpsc;
 
-use self::child::Child;
+use self::{child::Child, failures::Failures};
 use crate::{
     config::VaultSection,
     core::{Domain, GpuSample, ProcessId},
@@ -38,8 +39,6 @@ use crate::{
 
 /// Nobody away for so long: it ends.
 const LINGER: Duration = Duration::from_secs(30);
-/// One that could not serve is not started again within this.
-const AGAIN: Duration = Duration::from_secs(300);
 /// A fill that takes longer is over, whether that was heard or not.
 const FILLS: Duration = Duration::from_secs(20);
 /// A start that takes longer fails: proofs of room wait for it.
@@ -61,7 +60,7 @@ pub struct Vaults {
     config: VaultSection,
     of: HashMap<String, Vault>,
     members: HashMap<ProcessId, Member>,
-    failed: HashMap<String, Instant>,
+    failures: Failures,
     fills: HashMap<String, u64>,
     copies: HashMap<String, u64>,
     /// The numbers of who may share, from 1: none is ever another's. As many as there were
@@ -112,7 +111,7 @@ impl Vaults {
             config,
             of: HashMap::new(),
             members: HashMap::new(),
-            failed: HashMap::new(),
+            failures: Failures::default(),
             fills: HashMap::new(),
             copies: HashMap::new(),
             domains: HashMap::new(),
@@ -133,12 +132,11 @@ impl Vaults {
         most_bytes: u64,
         domain: Option<Domain>,
     ) -> Option<OwnedFd> {
-        let failed = self.failed.get(uuid).is_some_and(|at| at.elapsed() < AGAIN);
-        if !self.config.enabled || failed {
+        if !self.config.enabled {
             return None;
         }
         if !self.of.contains_key(uuid) {
-            self.start(uuid)?;
+            self.failures.allow(uuid, Instant::now()).then(|| self.start(uuid))??;
         }
         let (ours, theirs) = pair()?;
         if self.held {
@@ -286,7 +284,7 @@ impl Vaults {
             self.of.iter().filter(|(_, v)| stuck(v)).map(|(uuid, _)| uuid.clone()).collect();
         for uuid in stuck {
             tracing::warn!(gpu = uuid, "the vault does not get ready, and is ended");
-            self.failed.insert(uuid.clone(), Instant::now());
+            self.has_failed(&uuid);
             self.end(&uuid);
         }
         let used: HashSet<&String> = self.members.values().map(|member| &member.uuid).collect();
@@ -310,6 +308,7 @@ impl Vaults {
         match said {
             Some(VaultReport::Ready) => {
                 vault.is_ready = true;
+                self.failures.forget(&uuid);
                 tracing::info!(gpu = uuid, "a vault serves");
             }
             Some(VaultReport::Held { process, bytes }) => {
@@ -362,11 +361,16 @@ impl Vaults {
                     tracing::warn!(gpu = uuid, "the vault has ended");
                 } else {
                     tracing::warn!(gpu = uuid, "no vault: processes come home without one");
-                    self.failed.insert(uuid.clone(), Instant::now());
+                    self.has_failed(&uuid);
                 }
                 self.end(&uuid);
             }
         }
+    }
+
+    fn has_failed(&mut self, uuid: &str) {
+        let pause = self.failures.note(uuid, Instant::now());
+        tracing::info!(gpu = uuid, pause_s = pause.as_secs(), "no vault is started meanwhile");
     }
 
     /// What vaults know a domain by; 0: none.
@@ -410,7 +414,7 @@ impl Vaults {
             }
             Err(error) => {
                 tracing::warn!(gpu = uuid, %error, "no vault can be started");
-                self.failed.insert(uuid.to_owned(), Instant::now());
+                self.has_failed(uuid);
                 None
             }
         }
