@@ -42,6 +42,7 @@ use anyhow::{Context, Result, bail};
 
 pub use report::{Finding, Report};
 
+use self::report::NO_VAULT;
 use crate::{gpu::Gpu, until::until, world::Recipe};
 use plan::{Fault, Plan, Scene, Stimulus};
 use stage::Stage;
@@ -179,11 +180,12 @@ impl<'a> Campaign<'a> {
 /// Plays a round and looks at what is left of it.
 fn play(stage: &mut Stage, plan: &Plan, round: u64, report: &mut Report) -> Vec<Finding> {
     stage.watch.clear();
+    let mut outcome = if plan.together { stage.bring_together() } else { Ok(()) };
+    report.together += u64::from(stage.is_together());
     let error =
         |error: &anyhow::Error| Finding { round, kind: "error", text: format!("{error:#}") };
     let mut undo = Vec::new();
     let mut asked = Vec::new();
-    let mut outcome = Ok(());
     for scene in &plan.scenes {
         outcome = outcome.and_then(|()| play_scene(stage, scene, &mut undo, &mut asked, report));
     }
@@ -250,7 +252,8 @@ fn play_scene(
     let _ = stage.watch.wait(&stage.cast[watched].name(), step, from, STEP_PATIENCE);
     std::thread::sleep(Duration::from_micros(strike.after_us));
     let state = stage.watch.state(&stage.cast[strike.on.container].name());
-    report.count(strike.fault.as_str(), &state);
+    let state = if fault::has_victim(&stage.world, strike.fault)? { &state } else { NO_VAULT };
+    report.count(strike.fault.as_str(), state);
     if strike.fault == Fault::KillController {
         stage.time_return()?;
     }

@@ -1,6 +1,6 @@
 //! The processes of a world: the keeper's descendants.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 use anyhow::{Context, Result};
 use nix::unistd::Pid;
@@ -35,6 +35,17 @@ pub fn resident_bytes(pid: i32) -> Result<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
     let kib = line.and_then(|line| line.trim().strip_suffix(" kB")).context("no VmRSS")?;
     Ok(kib.trim().parse::<u64>()? << 10)
+}
+
+/// The sealed files of content that is held once which a process has mapped: their inodes.
+///
+/// # Errors
+/// When it is gone.
+pub fn sealed_files(pid: i32) -> Result<BTreeSet<String>> {
+    let maps = format!("/proc/{pid}/maps");
+    let maps = std::fs::read_to_string(&maps).with_context(|| maps)?;
+    let sealed = maps.lines().filter(|line| line.contains("memfd:affinode-shared"));
+    Ok(sealed.filter_map(|line| line.split_whitespace().nth(4)).map(str::to_owned).collect())
 }
 
 /// All descendants of a process whose command line holds `part`.

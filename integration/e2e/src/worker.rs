@@ -120,6 +120,8 @@ pub struct Answer {
     pub line: Option<u32>,
     /// Over all words.
     pub checksum: Option<String>,
+    /// How often every word was changed.
+    pub touches: Option<u64>,
     /// Of the program.
     pub uid: Option<u32>,
     /// In the program's own pid namespace.

@@ -20,6 +20,10 @@ use crate::{
 
 /// Suffix of the pipes of a process that is started with exec.
 const EXEC: &str = "x";
+/// What that one allocates.
+const EXEC_MIB: u64 = 20;
+/// The contents of those that share.
+const SHARED_SEED: u32 = 7;
 /// `cuMemAlloc` where VRAM is short.
 const OUT_OF_MEMORY: i32 = 2;
 
@@ -27,6 +31,8 @@ const OUT_OF_MEMORY: i32 = 2;
 pub struct Process {
     lines: Lines,
     asked: VecDeque<String>,
+    /// How often its memory was changed, when it verified it last.
+    pub touches: u64,
     /// On the host.
     pub pid: Pid,
     /// A fault was meant to end it.
@@ -44,7 +50,6 @@ pub struct Actor {
     /// A fault was meant to end it.
     pub doomed: bool,
     pipes: std::path::PathBuf,
-    mib: u64,
 }
 
 /// Between two looks whether a process is there.
@@ -72,11 +77,13 @@ pub struct Way {
     pub keeps: bool,
     /// It is prepared.
     pub prepares: bool,
+    /// It holds the same as others that share, and may hold it once with them.
+    pub shares: bool,
 }
 
 impl Way {
     /// The fast engine, and nothing else.
-    pub const FAST: Way = Way { engine: "fast", keeps: false, prepares: false };
+    pub const FAST: Way = Way { engine: "fast", keeps: false, prepares: false, shares: false };
     /// The driver's own.
     pub const DRIVER: Way = Way { engine: "driver", ..Way::FAST };
 }
@@ -92,7 +99,8 @@ impl Actor {
         let pipes = make_pipe_pairs(world.dir(), id, &pairs)?;
         let mut script = String::from("trap 'exit 0' TERM\n");
         for suffix in &suffixes {
-            script.push_str(&program(suffix, seed(id, suffix), mib));
+            let seed = if way.shares { SHARED_SEED } else { seed(id, suffix) };
+            script.push_str(&program(suffix, seed, mib));
             script.push_str(" &\n");
         }
         // `wait` is what a signal interrupts at once.
@@ -103,12 +111,12 @@ impl Actor {
         let mut spec = spec
             .annotation("affinode.io/engine", way.engine)
             .annotation("affinode.io/checksum", "true")
-            .annotation("affinode.io/keep-copy", if way.keeps { "true" } else { "false" });
+            .annotation("affinode.io/keep-copy", if way.keeps { "true" } else { "false" })
+            .annotation("affinode.io/dedup", if way.shares { "true" } else { "false" });
         let mount = format!("type=bind,src={},dst={PIPES},options=rbind:rw", pipes.display());
         spec = spec.flags(&["--mount", &mount]);
         let running = spec.start(world)?;
-        let mut actor =
-            Self { running, processes: Vec::new(), guest: None, doomed: false, pipes, mib };
+        let mut actor = Self { running, processes: Vec::new(), guest: None, doomed: false, pipes };
         let mut opened = Vec::new();
         for suffix in &suffixes {
             opened.push(Lines::open_pair(&actor.pipes, suffix)?);
@@ -117,7 +125,13 @@ impl Actor {
             let inside = receive(&mut lines, "open")?.pid.context("open says the pid")?;
             receive(&mut lines, "fill")?;
             let pid = actor.host_pid(world, inside)?;
-            actor.processes.push(Process { lines, asked: VecDeque::new(), pid, doomed: false });
+            actor.processes.push(Process {
+                lines,
+                asked: VecDeque::new(),
+                touches: 0,
+                pid,
+                doomed: false,
+            });
         }
         Ok(actor)
     }
@@ -131,7 +145,7 @@ impl Actor {
             return Ok(());
         }
         let lines = Lines::open_pair(&self.pipes, EXEC)?;
-        let script = format!("exec {}", program(EXEC, seed(&self.running.id, EXEC), self.mib));
+        let script = format!("exec {}", program(EXEC, seed(&self.running.id, EXEC), EXEC_MIB));
         let mut command = world.ctr();
         command.args(["tasks", "exec", "--exec-id", "guest", &self.running.id]);
         command.args(["/bin/sh", "-c", &script]);
@@ -270,6 +284,8 @@ impl Process {
             if !is_well(asked, &line) {
                 return Verdict::Corrupted(format!("process {}: {asked}: {line}", self.pid));
             }
+            let touches = serde_json::from_str::<Answer>(&line).ok().and_then(|it| it.touches);
+            self.touches = touches.unwrap_or(self.touches);
             self.asked.pop_front();
         }
         Verdict::Well
@@ -309,7 +325,7 @@ fn program(suffix: &str, seed: u32, mib: u64) -> String {
     )
 }
 
-/// No two processes hold the same contents.
+/// No two processes hold the same contents, but those that share.
 fn seed(id: &str, suffix: &str) -> u32 {
     id.bytes().chain(suffix.bytes()).fold(1, |sum, b| sum.wrapping_mul(31).wrapping_add(b.into()))
 }

@@ -35,6 +35,16 @@ pub(super) const VAULT: &str = "affinode-vault";
 /// How a runc that works is waited for.
 const RUNC_PATIENCE: Duration = Duration::from_millis(200);
 
+/// Whether there is a vault for a fault that is about one: it comes and goes as it is needed.
+///
+/// # Errors
+/// When /proc cannot be read.
+pub fn has_victim(world: &World, fault: Fault) -> Result<bool> {
+    let of_vault =
+        matches!(fault, Fault::KillVault | Fault::StopVault | Fault::KillVaultAndController);
+    Ok(!of_vault || !world.processes(VAULT)?.is_empty())
+}
+
 /// Does it. What lasts is left in `undo`.
 ///
 /// # Errors

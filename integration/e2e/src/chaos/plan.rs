@@ -6,6 +6,8 @@ use fastrand::Rng;
 
 /// CUDA processes of each container of the cast.
 pub const CAST: [usize; 4] = [1, 1, 2, 3];
+/// Two of them, of one process each, hold the same and may hold it once.
+pub const TWINS: [usize; 2] = [0, 1];
 
 /// The states in which a fault strikes, as events name them.
 const STEPS: [&str; 7] =
@@ -150,6 +152,8 @@ pub struct Scene {
 /// A round.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
+    /// It begins when the twins hold once what they have in common, unless that takes long.
+    pub together: bool,
     /// One after the other, without waiting for quiet in between.
     pub scenes: Vec<Scene>,
 }
@@ -160,7 +164,8 @@ impl Plan {
     pub fn draw(seed: u64, round: u64) -> Plan {
         let mut random = Rng::with_seed(seed ^ round.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let count = [1, 1, 2, 2, 3][random.usize(..5)];
-        Plan { scenes: (0..count).map(|_| scene(&mut random)).collect() }
+        let scenes = (0..count).map(|_| scene(&mut random)).collect();
+        Plan { together: random.u32(..3) == 0, scenes }
     }
 }
 
@@ -231,6 +236,9 @@ impl fmt::Display for Target {
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.together {
+            writeln!(f, "  the twins hold it once")?;
+        }
         for (number, Scene { stimuli, strike }) in (1..).zip(&self.scenes) {
             writeln!(f, "  scene {number}")?;
             for stimulus in stimuli {

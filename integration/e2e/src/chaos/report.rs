@@ -4,6 +4,9 @@ use std::{collections::BTreeMap, fmt::Write};
 
 use serde::Serialize;
 
+/// Instead of a state, where a fault of a vault found none.
+pub(super) const NO_VAULT: &str = "(no vault)";
+
 /// Something that must not be.
 #[derive(Clone, Debug, Serialize)]
 pub struct Finding {
@@ -30,6 +33,8 @@ pub struct Report {
     pub verified: u64,
     /// Wakes from `Offloaded`, over all rounds.
     pub wakes: u64,
+    /// Rounds that began while two containers held once what they have in common.
+    pub together: u64,
     /// Longest time from the death of a controller to the answer of the next, in milliseconds.
     pub longest_return_ms: u64,
     /// How long it took, in seconds.
@@ -55,6 +60,7 @@ impl Report {
         }
         self.verified += round.verified;
         self.wakes += round.wakes;
+        self.together += round.together;
         self.longest_return_ms = self.longest_return_ms.max(round.longest_return_ms);
         self.findings.extend(round.findings);
     }
@@ -77,6 +83,7 @@ impl Report {
             "Queued",
             "Restoring",
             "Unregistered",
+            NO_VAULT,
             "unknown",
         ];
         let _ = write!(text, "{:<20}", "STRUCK IN");
@@ -94,12 +101,13 @@ impl Report {
         let of = |kind: &str| self.findings.iter().filter(|finding| finding.kind == kind).count();
         let _ = writeln!(
             text,
-            "\n{} GPU, seed {}: {} rounds in {:.0} s; {} processes verified, {} wakes, controller \
-             back within {} ms\nlost {}, stuck {}, corrupted {}, leaked {}, errors {}",
+            "\n{} GPU, seed {}: {} rounds in {:.0} s, {} of them from content held once; {} processes \
+             verified, {} wakes, controller back within {} ms\nlost {}, stuck {}, corrupted {}, leaked {}, errors {}",
             self.gpu,
             self.seed,
             self.rounds,
             self.seconds,
+            self.together,
             self.verified,
             self.wakes,
             self.longest_return_ms,

@@ -6,14 +6,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 
 use super::{
     actor::{Actor, Verdict, Way},
     census::Census,
     fault,
-    plan::CAST,
+    plan::{CAST, TWINS},
     report::Finding,
     watch::Watch,
 };
@@ -21,6 +21,7 @@ use crate::{
     cli::GpuRow,
     gpu::Gpu,
     hazards::ballast,
+    processes,
     until::{PATIENCE, until},
     worker::Worker,
     world::{MIB, Recipe, World},
@@ -32,6 +33,7 @@ const CONFIG: &str = r#"
 mode = "eager"
 idle_timeout = "60ms"
 minimum_residency = "1ms"
+dedup = true
 [timing]
 sample_interval = "20ms"
 [memory]
@@ -42,9 +44,15 @@ dir = "off"
 "#;
 /// A move of the simulated driver takes so long, in milliseconds: time to be struck in.
 const MOVE_MS: &str = "30";
-/// Room for the largest container (three processes of 36 MiB) where all others are parked and
-/// keep their contexts (four of 16 MiB, and the vault's), not for the whole cast.
-const SIMULATED_BYTES: u64 = 192 * MIB;
+/// Room for the largest container (a twin, 160 MiB) where all others are parked and keep their
+/// contexts (six of 16 MiB, and the vault's), not for the whole cast.
+const SIMULATED_BYTES: u64 = 288 * MIB;
+/// What a twin holds: what can be held once, and a rest that cannot.
+const TWIN_MIB: u64 = 144;
+/// Twins that leave so often and hold nothing together are let be.
+const TURNS: usize = 2;
+/// How long that is waited for.
+const SOON: Duration = Duration::from_millis(500);
 /// The same on a GPU whose contexts have half a GiB.
 const REAL_ROOM_BYTES: u64 = 4_096 * MIB;
 /// What a real driver may keep beyond that of moved processes.
@@ -116,6 +124,7 @@ impl Stage {
             }
         }
         stage.rest()?;
+        stage.bring_together()?;
         stage.quiet = Some(stage.census()?);
         Ok(stage)
     }
@@ -138,8 +147,62 @@ impl Stage {
         Census::take(&self.world, &self.cast, ballast.transpose()?.as_slice())
     }
 
-    fn mib(&self) -> u64 {
-        if matches!(self.world.gpu(), Gpu::Real) { 128 } else { 20 }
+    fn mib(&self, role: usize) -> u64 {
+        match self.world.gpu() {
+            _ if TWINS.contains(&role) => TWIN_MIB,
+            Gpu::Real => 128,
+            Gpu::Simulated { .. } => 20,
+        }
+    }
+
+    /// Whether the twins hold once what they have in common.
+    #[must_use]
+    pub fn is_together(&self) -> bool {
+        let sealed = |role: &usize| {
+            let process = self.cast.get(*role)?.processes.first()?;
+            processes::sealed_files(process.pid.as_raw()).ok().filter(|files| !files.is_empty())
+        };
+        let [one, other] = TWINS.each_ref().map(sealed);
+        one.is_some() && one == other
+    }
+
+    /// Has them come home and leave until they do, a few times: who left while there was no vault holds
+    /// nothing with others, nor does who was touched less.
+    ///
+    /// # Errors
+    /// When one does not come home, or does not leave.
+    pub fn bring_together(&mut self) -> Result<()> {
+        for _ in 0..TURNS {
+            if self.is_soon_together() {
+                return Ok(());
+            }
+            let mut most = 0;
+            for role in TWINS.into_iter().cycle().take(2 * TWINS.len()) {
+                let twin = self.cast[role].processes.first_mut().context("no process")?;
+                for _ in twin.touches..most {
+                    twin.ask("touch")?;
+                }
+                twin.ask("verify")?;
+                match twin.settle(Instant::now() + PATIENCE) {
+                    Verdict::Well => most = twin.touches,
+                    verdict => bail!("a twin does not come home: {verdict:?}"),
+                }
+                // There is no room for both, and where room is short there is no vault.
+                self.rest()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn is_soon_together(&self) -> bool {
+        let deadline = Instant::now() + SOON;
+        while !self.is_together() {
+            if Instant::now() > deadline {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        true
     }
 
     /// Starts a container of the cast, when everybody else is away.
@@ -152,8 +215,12 @@ impl Stage {
         let id = format!("c{role}-{}", self.started);
         let processes = CAST.get(role).copied().unwrap_or(1);
         let turn = usize::try_from(self.started).unwrap_or(0);
-        let way = WAYS[(role + turn) % WAYS.len()];
-        Actor::start(&self.world, &id, processes, self.mib(), way)
+        let shares = TWINS.contains(&role);
+        // Other ways leave nothing with the vault that could be held together.
+        let ways: Vec<Way> =
+            WAYS.into_iter().filter(|way| !shares || way.engine == Way::FAST.engine).collect();
+        let way = Way { shares, ..ways[(role + turn) % ways.len()] };
+        Actor::start(&self.world, &id, processes, self.mib(role), way)
             .with_context(|| format!("cannot start {id}"))
     }
 

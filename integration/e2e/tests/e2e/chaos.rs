@@ -17,6 +17,7 @@ fn ten_rounds_of_kills_lose_nobody() -> Result<()> {
         said.push('\n');
     })?;
     assert!(!report.failed(), "{said}{}", report.table());
-    assert!(report.verified > 0 && report.wakes > 0, "{}", report.table());
+    let seen = [report.verified, report.wakes, report.together];
+    assert!(!seen.contains(&0), "{}", report.table());
     Ok(())
 }

@@ -8,6 +8,7 @@ use std::{
 
 use affinode_e2e::{
     container::{CLIENTS, SEES_ITS_CGROUP, Spec},
+    processes::sealed_files,
     until::until,
     worker::{USUAL, Worker},
     world::{MIB, Recipe, World},
@@ -53,13 +54,6 @@ fn pid(world: &World, id: &str) -> Result<i32> {
     Ok(world.cli().known(id)?.processes.first().context("no process")?.pid)
 }
 
-/// The sealed files that a process has mapped: their inodes.
-fn mapped(pid: i32) -> Result<BTreeSet<String>> {
-    let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?;
-    let sealed = maps.lines().filter(|line| line.contains("memfd:affinode-shared"));
-    Ok(sealed.filter_map(|line| line.split_whitespace().nth(4)).map(str::to_owned).collect())
-}
-
 /// What the memory file of a process has of its own, in bytes.
 fn own_bytes(pid: i32) -> Result<u64> {
     for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
@@ -82,7 +76,7 @@ fn wait_together(world: &World, ids: &[&str]) -> Result<()> {
         let mut inodes = BTreeSet::new();
         for id in ids {
             let pid = pid(world, id)?;
-            let sealed = mapped(pid)?;
+            let sealed = sealed_files(pid)?;
             if sealed.len() as u64 * CHUNK_MIB != SHARED_MIB || own_bytes(pid)? > CHUNK_MIB * MIB {
                 return Ok(None);
             }
@@ -122,12 +116,12 @@ fn two_containers_hold_the_same_content_once_and_come_home_with_their_own() -> R
     for round in 0..2 {
         wait_together(&world, &["one", "other"])?;
         for id in ["third", "fourth"] {
-            assert_eq!(mapped(pid(&world, id)?)?.len(), 0, "{id}");
+            assert_eq!(sealed_files(pid(&world, id)?)?.len(), 0, "{id}");
         }
         // What the one makes of it is no business of the other.
         one.call("touch")?;
         assert!(one.verify()?, "round {round}");
-        let inodes = mapped(pid(&world, "other")?)?;
+        let inodes = sealed_files(pid(&world, "other")?)?;
         assert_eq!(inodes.len() as u64 * CHUNK_MIB, SHARED_MIB, "it is away still");
         other.call("touch")?;
         assert!(other.verify()? && one.verify()?, "round {round}");
@@ -160,7 +154,7 @@ fn what_differs_in_a_byte_is_not_held_together() -> Result<()> {
     world.cli().move_out("odd")?;
     wait_together(&world, &["one", "other"])?;
     until("the second chunk of the odd one to be held with the others", || {
-        Ok((mapped(pid(&world, "odd")?)?.len() == 1).then_some(()))
+        Ok((sealed_files(pid(&world, "odd")?)?.len() == 1).then_some(()))
     })?;
     assert!(one.verify()? && other.verify()?);
     assert!(!odd.verify()?, "its byte is as it has written it");
@@ -205,7 +199,7 @@ fn faults_beside_it_cost_nobody_a_byte() -> Result<()> {
         // One that serves: what dies on its way to that is not started again for a while.
         until("a vault that holds it, or a part that is held together", || {
             let held = world.cli().gpu()?.vault_holds > 0;
-            let together = !mapped(pid(&world, "one")?)?.is_empty();
+            let together = !sealed_files(pid(&world, "one")?)?.is_empty();
             Ok((if round % 2 == 0 { held } else { together }).then_some(()))
         })?;
         let vault = Pid::from_raw(world.cli().gpu()?.vault_pid);
