@@ -41,6 +41,7 @@ pub mod simulate;
 pub mod sockets;
 mod sys;
 pub mod vault;
+mod ward;
 pub mod wishes;
 
 pub use config::engine_of;

@@ -3,7 +3,7 @@
 
 use std::{
     io,
-    os::fd::{FromRawFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd},
     sync::atomic::{AtomicBool, Ordering},
 };
 
@@ -17,6 +17,35 @@ pub fn watch_readable(descriptor: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     // SAFETY: an `OwnedFd` names one open description for as long as it lives; `AsyncFd`
     // owns it, hands out no way to replace it, and takes it off the poll set before the drop.
     Ok(unsafe { AsyncFd::register_with_interest(descriptor, Interest::READABLE) }?)
+}
+
+/// Waits for an owned descriptor to become readable, or writable.
+///
+/// # Errors
+/// The runtime cannot watch it.
+pub fn watch(descriptor: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
+    let both = Interest::READABLE | Interest::WRITABLE;
+    // SAFETY: as in `watch_readable`.
+    Ok(unsafe { AsyncFd::register_with_interest(descriptor, both) }?)
+}
+
+/// Has the kernel refuse descriptors to whoever sends some to this Unix socket, or to one that is
+/// accepted from it (Linux 6.16).
+///
+/// # Errors
+/// It cannot.
+pub fn refuse_descriptors(socket: impl AsFd) -> io::Result<()> {
+    use nix::libc;
+    /// `SO_PASSRIGHTS` of `asm-generic/socket.h`.
+    const PASS_RIGHTS: i32 = 83;
+    let off: i32 = 0;
+    let bytes = size_of_val(&off) as libc::socklen_t;
+    let socket = socket.as_fd().as_raw_fd();
+    // SAFETY: the value is an int, of the size that is said, and read alone.
+    let done = unsafe {
+        libc::setsockopt(socket, libc::SOL_SOCKET, PASS_RIGHTS, (&raw const off).cast(), bytes)
+    };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// The descriptors that systemd kept for this process, with their names; nothing when they were
@@ -51,4 +80,24 @@ pub fn wipe_on_fork_works() -> bool {
     // SAFETY: the mapping from above, which nothing refers to.
     let _ = unsafe { munmap(page, BYTES.get()) };
     advised.is_ok()
+}
+
+/// Takes a lease on a file, as its user could, or gives it back.
+///
+/// # Errors
+/// Others have it open.
+#[cfg(test)]
+pub fn lease(file: impl AsFd, on: bool) -> io::Result<()> {
+    use nix::libc::{F_SETLEASE, F_UNLCK, F_WRLCK, SIGURG, fcntl};
+    /// Of `asm-generic/fcntl.h`.
+    const F_SETSIG: i32 = 10;
+    let file = file.as_fd().as_raw_fd();
+    // SAFETY: calls on a descriptor that is open, with numbers; the signal is one that nobody minds.
+    let done = unsafe {
+        match fcntl(file, F_SETSIG, SIGURG) {
+            0 => fcntl(file, F_SETLEASE, if on { F_WRLCK } else { F_UNLCK }),
+            failed => failed,
+        }
+    };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }

@@ -11,6 +11,7 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt, Interest},
     net::{UnixStream, unix::OwnedReadHalf, unix::OwnedWriteHalf},
+    runtime::Handle,
     sync::mpsc,
     time::{Instant, timeout},
 };
@@ -46,12 +47,14 @@ enum Refusal {
     Papers(#[from] papers::PaperError),
 }
 
-/// Serves a connection until it ends.
+/// Serves a connection until it ends. `home`: where the end of its process is noticed, whatever
+/// holds up the runtime that this is on.
 pub async fn serve(
     mut stream: UnixStream,
     key: Key,
     id: ProcessId,
     budgets: Arc<Budgets>,
+    home: Handle,
     mail: mpsc::Sender<AgentMail>,
 ) {
     let (hello, page, (identity, clock_ahead_ms, pidfd)) = match introduce(&stream).await {
@@ -70,12 +73,13 @@ pub async fn serve(
         }
     };
     let (outbox, outgoing) = mpsc::channel(OUTBOX);
-    let watch = tokio::spawn(watch(pidfd, id, mail.clone())).abort_handle();
+    let watch = home.spawn(watch(pidfd, id, mail.clone())).abort_handle();
     let AgentMessage::Hello { abilities, .. } = hello else {
         return;
     };
     let page = Arc::new(page);
-    let agent = Agent { outbox: Some(outbox), page, abilities, clock_ahead_ms, watch };
+    let ward = Handle::current();
+    let agent = Agent { outbox: Some(outbox), page, abilities, clock_ahead_ms, watch, ward };
     let joined = AgentMail::Joined { key, id, identity, hello, agent };
     if mail.send(joined).await.is_err() {
         return;

@@ -6,12 +6,39 @@ use std::{
     io::{self, Read},
     os::unix::fs::{FileTypeExt, OpenOptionsExt, PermissionsExt},
     path::Path,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
 };
 
 use nix::{libc::O_NONBLOCK, sys::stat::Mode, unistd::mkfifo};
 
+use crate::sys;
+
 /// What is read at once: of what was written since the last look the end counts.
 const MOST_BYTES: usize = 64 << 10;
+/// What of it is kept.
+const KEPT_BYTES: usize = 512;
+/// One that writes without end is read so often.
+const PACE: Duration = Duration::from_millis(50);
+
+/// What was heard and not asked for yet.
+#[derive(Clone, Debug, Default)]
+pub struct Heard(Arc<Mutex<Vec<u8>>>);
+
+impl Heard {
+    /// All of it.
+    #[must_use]
+    pub fn take(&self) -> Vec<u8> {
+        std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn add(&self, more: &[u8]) {
+        let mut heard = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        heard.extend_from_slice(more);
+        let old = heard.len().saturating_sub(KEPT_BYTES);
+        heard.drain(..old);
+    }
+}
 
 /// The reading end. It is a writing end as well, so that the container may come and go.
 #[derive(Debug)]
@@ -37,10 +64,28 @@ impl HintPipe {
         Ok(HintPipe(file))
     }
 
+    /// Hears all that is written. To be run where the container may hold it up: a reader waits for
+    /// the writer in the middle of a write, whose memory may be long in coming.
+    pub async fn listen(self, heard: Heard) {
+        let watched = self.0.try_clone().and_then(|file| sys::watch_readable(file.into()));
+        let Ok(watched) = watched else { return };
+        while let Ok(mut ready) = watched.readable().await {
+            loop {
+                let more = self.read();
+                if more.is_empty() {
+                    break;
+                }
+                heard.add(&more);
+                tokio::time::sleep(PACE).await;
+            }
+            ready.clear_ready();
+        }
+    }
+
     /// What was written since the last look.
     #[must_use]
-    pub fn read(&self) -> Vec<u8> {
-        let mut buffer = [0; 512];
+    fn read(&self) -> Vec<u8> {
+        let mut buffer = [0; KEPT_BYTES];
         let mut heard = Vec::new();
         let mut left = MOST_BYTES;
         // Nothing more to read is an error too, and the end of it.

@@ -14,24 +14,31 @@ use std::{
 use affinode_proto::paths;
 use tokio::{
     net::UnixListener,
+    runtime::Handle,
     sync::{Semaphore, mpsc},
-    task::JoinHandle,
 };
 
-use super::{AgentMail, budget::Budgets, connection, hint_pipe::HintPipe};
+use super::{
+    AgentMail,
+    budget::Budgets,
+    connection,
+    hint_pipe::{Heard, HintPipe},
+};
 use crate::{
     core::{Key, ProcessId},
     sockets::Sockets,
+    ward::Ward,
 };
 
 /// Connections of one container at a time, those without a Hello included.
 pub(super) const MAX_CONNECTIONS: usize = 512;
 
-/// Accepts a container's agents until it is dropped.
+/// Accepts a container's agents until it is dropped, and hears them, on a thread of the container's
+/// own.
 #[derive(Debug)]
 pub struct Listener {
-    task: JoinHandle<()>,
-    hints: Option<HintPipe>,
+    _ward: Ward,
+    hints: Heard,
     folder: PathBuf,
 }
 
@@ -56,14 +63,20 @@ impl Listener {
             // A container comes in by mounts alone: on the host nobody but root reaches its socket.
             fs::set_permissions(place, fs::Permissions::from_mode(0o700))?;
         }
-        let listener = UnixListener::from_std(sockets.listen(&Self::socket(key), 0o666)?)?;
-        let hints = HintPipe::make(&folder.join(paths::HINT_PIPE))
-            .inspect_err(|error| tracing::warn!(%key, %error, "the container cannot give hints"));
-        Ok(Listener {
-            hints: hints.ok(),
-            folder,
-            task: tokio::spawn(accept(listener, key.clone(), owner, numbers, mail)),
-        })
+        let ward = Ward::begin("container")?;
+        let listener = sockets.listen(&Self::socket(key), 0o666)?;
+        let listener = {
+            let _there = ward.runtime().enter();
+            UnixListener::from_std(listener)?
+        };
+        let hints = Heard::default();
+        match HintPipe::make(&folder.join(paths::HINT_PIPE)) {
+            Ok(pipe) => ward.spawn(pipe.listen(hints.clone())),
+            Err(error) => tracing::warn!(%key, %error, "the container cannot give hints"),
+        }
+        let home = Handle::current();
+        ward.spawn(accept(listener, key.clone(), owner, numbers, home, mail));
+        Ok(Listener { _ward: ward, hints, folder })
     }
 }
 
@@ -90,13 +103,7 @@ impl Listener {
     /// What the container wrote into its pipe since this was asked last.
     #[must_use]
     pub fn heard(&self) -> Vec<u8> {
-        self.hints.as_ref().map(HintPipe::read).unwrap_or_default()
-    }
-}
-
-impl Drop for Listener {
-    fn drop(&mut self) {
-        self.task.abort();
+        self.hints.take()
     }
 }
 
@@ -105,6 +112,7 @@ async fn accept(
     key: Key,
     owner: Option<u32>,
     numbers: Arc<AtomicU64>,
+    home: Handle,
     mail: mpsc::Sender<AgentMail>,
 ) {
     let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
@@ -131,9 +139,10 @@ async fn accept(
             continue;
         };
         let id = ProcessId(numbers.fetch_add(1, Ordering::Relaxed));
-        let (key, budgets, mail) = (key.clone(), Arc::clone(&budgets), mail.clone());
+        let (key, budgets) = (key.clone(), Arc::clone(&budgets));
+        let (home, mail) = (home.clone(), mail.clone());
         tokio::spawn(async move {
-            connection::serve(stream, key, id, budgets, mail).await;
+            connection::serve(stream, key, id, budgets, home, mail).await;
             drop(place);
         });
     }

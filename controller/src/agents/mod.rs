@@ -5,7 +5,10 @@
 //!                                            reader ──Message, Detached──>        │
 //!                                            writer <──── bounded channel ────────┘
 //!                                            pidfd ──Exited──>
+//!                                            porter <── frames, descriptors ──> vault
 //! ```
+//!
+//! All of a container's but the pidfd is on a thread of its own ([`crate::ward`]).
 //!
 //! Everything that comes in is untrusted: who a process is says the kernel
 //! (`SO_PEERCRED`, pidfd), the page is read with `pread`, frames have one size,
@@ -17,6 +20,7 @@ mod connection;
 mod hint_pipe;
 mod listener;
 mod papers;
+mod porter;
 #[cfg(test)]
 mod tests;
 
@@ -31,9 +35,12 @@ use affinode_proto::wire::{
     message::{Action, AgentMessage, ControllerMessage},
     page::{PAGE_BYTES, PageError, PageSnapshot},
 };
-use tokio::{sync::mpsc, task::AbortHandle};
+use tokio::{runtime::Handle, sync::mpsc, task::AbortHandle};
 
-use crate::core::{Key, ProcessId, input::Identity};
+use crate::{
+    core::{Key, ProcessId, input::Identity},
+    vault,
+};
 
 pub(crate) use budget::Refusals;
 pub use listener::Listener;
@@ -95,6 +102,8 @@ pub struct Agent {
     clock_ahead_ms: i64,
     /// Ends with the process, not with the connection.
     watch: AbortHandle,
+    /// The container's thread.
+    ward: Handle,
 }
 
 /// Why a page was not read.
@@ -142,9 +151,15 @@ impl Agent {
         self.abilities.contains(Abilities::DEDUPS)
     }
 
-    /// Queues a way to a vault.
-    pub fn send_vault(&mut self, socket: OwnedFd) -> bool {
-        self.queue(Outgoing { message: ControllerMessage::Vault, descriptor: Some(socket) })
+    /// Queues a way to a vault, past a porter: the vault is everybody's.
+    pub fn send_vault(&mut self, vault: OwnedFd) -> bool {
+        let Some((ours, theirs)) = vault::pair() else { return false };
+        let message = ControllerMessage::Vault;
+        let sent = self.queue(Outgoing { message, descriptor: Some(theirs) });
+        if sent {
+            self.ward.spawn(porter::carry(ours, vault));
+        }
+        sent
     }
 
     fn queue(&mut self, outgoing: Outgoing) -> bool {

@@ -88,6 +88,10 @@ pub fn page(mut descriptors: Vec<OwnedFd>) -> Result<File, PaperError> {
     let (Some(page), true) = (descriptors.pop(), descriptors.is_empty()) else {
         return Err(PaperError::Descriptors(descriptors.len()));
     };
+    // Of all others the look alone may take as long as somebody's server likes.
+    if !is_memory(&page) {
+        return Err(PaperError::NotAPage);
+    }
     let io = |e: rustix::io::Errno| PaperError::Page(e.into());
     let stat = rustix::fs::fstat(page.as_fd()).map_err(io)?;
     let system = rustix::fs::fstatfs(page.as_fd()).map_err(io)?;
@@ -95,6 +99,11 @@ pub fn page(mut descriptors: Vec<OwnedFd>) -> Result<File, PaperError> {
     let memory = u64::try_from(system.f_type).is_ok_and(|magic| magic == TMPFS_MAGIC);
     let fits = usize::try_from(stat.st_size).is_ok_and(|size| size == PAGE_BYTES);
     if regular && memory && fits { Ok(File::from(page)) } else { Err(PaperError::NotAPage) }
+}
+
+/// Whether a file is one in memory: the kernel knows seals of no other, and asks no file system.
+pub fn is_memory(file: impl AsFd) -> bool {
+    rustix::fs::fcntl_get_seals(file).is_ok()
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use std::{
         unix::net::UnixStream,
     },
     sync::Arc,
+    time::{Duration, Instant},
 };
 
 use affinode_proto::wire::{
@@ -16,7 +17,7 @@ use affinode_proto::wire::{
     page::{PAGE_BYTES, PAGE_MAGIC, SLOT_COUNT, header},
 };
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
-use tokio::sync::mpsc;
+use tokio::{runtime::Handle, sync::mpsc};
 
 use super::*;
 use crate::sockets::Sockets;
@@ -72,7 +73,7 @@ fn bench() -> Bench {
     let key = Key::parse(&"0".repeat(32)).unwrap();
     let stream = tokio::net::UnixStream::from_std(ours).unwrap();
     let budgets = Arc::new(budget::Budgets::new());
-    tokio::spawn(connection::serve(stream, key, ProcessId(1), budgets, sender));
+    tokio::spawn(connection::serve(stream, key, ProcessId(1), budgets, Handle::current(), sender));
     Bench { peer, mail }
 }
 
@@ -285,7 +286,7 @@ async fn a_container_has_so_many_connections_and_gets_them_back() {
         peer.set_nonblocking(false).unwrap();
         if (&peer).write_all(&[0; FRAME_BYTES]).is_ok()
             && let Ok(Some(AgentMail::Refused { .. })) =
-                tokio::time::timeout(std::time::Duration::from_secs(3), mail.recv()).await
+                tokio::time::timeout(Duration::from_secs(3), mail.recv()).await
         {
             return;
         }
@@ -308,7 +309,8 @@ async fn connections_of_a_container_share_one_rate() {
         }
         let stream = tokio::net::UnixStream::from_std(ours).unwrap();
         let (budgets, sender) = (Arc::clone(&budgets), sender.clone());
-        tokio::spawn(connection::serve(stream, key.clone(), ProcessId(number), budgets, sender));
+        let (key, home) = (key.clone(), Handle::current());
+        tokio::spawn(connection::serve(stream, key, ProcessId(number), budgets, home, sender));
         peers.push(peer);
     }
     let began = tokio::time::Instant::now();
@@ -321,7 +323,7 @@ async fn connections_of_a_container_share_one_rate() {
         }
     }
     // 2000 at once, 1000 in each second from then on; alone each would have had 200.
-    assert!(began.elapsed() >= std::time::Duration::from_secs(2), "{:?}", began.elapsed());
+    assert!(began.elapsed() >= Duration::from_secs(2), "{:?}", began.elapsed());
 }
 
 #[tokio::test]
@@ -338,5 +340,102 @@ async fn descriptors_of_every_wrong_kind_are_refused() {
             panic!("{descriptor:?} was taken for a page")
         };
         assert!(why.contains("not a memfd"), "{why}");
+    }
+}
+
+/// A connection whose last descriptor is let go of only after so long: its peer does not read.
+fn lingering(long: Duration) -> (OwnedFd, std::net::TcpStream) {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut stream = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (peer, _) = listener.accept().unwrap();
+    stream.set_nonblocking(true).unwrap();
+    while stream.write(&[0; 64 << 10]).is_ok() {}
+    stream.set_nonblocking(false).unwrap();
+    rustix::net::sockopt::set_socket_linger(&stream, Some(long)).unwrap();
+    (stream.into(), peer)
+}
+
+/// What the kernel does in the thread that reads such a message has no end that we choose.
+#[tokio::test]
+async fn who_makes_its_reader_wait_makes_no_other_container_wait() {
+    const LONG: Duration = Duration::from_secs(15);
+    let run_dir = tempfile::tempdir().unwrap();
+    let (sender, mut mail) = mpsc::channel(8);
+    let numbers = Arc::new(std::sync::atomic::AtomicU64::new(1));
+    let mut sockets = Sockets::take(run_dir.path());
+    let mut open = |digit: &str| {
+        let key = Key::parse(&digit.repeat(32)).unwrap();
+        let (numbers, sender) = (Arc::clone(&numbers), sender.clone());
+        let listener = Listener::open(&mut sockets, run_dir.path(), &key, None, numbers, sender);
+        (listener.unwrap(), run_dir.path().join(Listener::socket(&key)))
+    };
+    let ((_hostile, hostile), (_other, other)) = (open("0"), open("1"));
+    let began = Instant::now();
+    let (mut peers, mut kept) = (Vec::new(), Vec::new());
+    // Behind a Hello, and in the place of one.
+    for joins in [true, false] {
+        let (descriptor, unread) = lingering(LONG);
+        let peer = UnixStream::connect(&hostile).unwrap();
+        let page = page();
+        if joins {
+            send_with(&peer, &hello(WIRE_VERSION), &[page.as_fd()]);
+            kept.push(mail.recv().await);
+        }
+        send_with(&peer, &[0; FRAME_BYTES], &[descriptor.as_fd()]);
+        // Whoever of the two lets go of it last waits.
+        std::thread::spawn(move || drop(descriptor));
+        peers.push((peer, unread));
+    }
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    let (peer, page) = (UnixStream::connect(&other).unwrap(), page());
+    send_with(&peer, &hello(WIRE_VERSION), &[page.as_fd()]);
+    let theirs = Key::parse(&"1".repeat(32)).unwrap();
+    while !matches!(mail.recv().await, Some(AgentMail::Joined { key, .. }) if key == theirs) {}
+    assert!(began.elapsed() < LONG, "it has waited for the other container's connection");
+}
+
+/// A packet of a process's, and what a vault would get of it.
+async fn carried(descriptor: &OwnedFd) -> std::io::Result<affinode_vault::socket::Received> {
+    let ((process, theirs), (ours, vault)) = (vault::pair().unwrap(), vault::pair().unwrap());
+    affinode_vault::socket::send(&process, &[7; FRAME_BYTES], Some(descriptor)).unwrap();
+    tokio::spawn(porter::carry(theirs, ours));
+    let vault = crate::sys::watch_readable(vault).unwrap();
+    vault
+        .async_io(tokio::io::Interest::READABLE, |vault| affinode_vault::socket::receive(vault))
+        .await
+}
+
+#[tokio::test]
+async fn a_vault_gets_memory_and_devices_and_nothing_that_it_could_wait_for() {
+    let opened = |path: &str| OwnedFd::from(File::open(path).unwrap());
+    for harmless in [page(), opened("/dev/null")] {
+        let (frame, descriptor) = carried(&harmless).await.unwrap();
+        assert!(frame == [7; FRAME_BYTES] && descriptor.is_some());
+    }
+    let (reader, _writer) = nix::unistd::pipe().unwrap();
+    let (socket, _other) = UnixStream::pair().unwrap();
+    for wrong in [reader, socket.into(), opened("/"), opened("/proc/self/stat")] {
+        let error = carried(&wrong).await.unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::UnexpectedEof, "{wrong:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_way_to_a_vault_ends_for_both_with_either() {
+    for vault_ends in [false, true] {
+        let ((process, theirs), (ours, vault)) = (vault::pair().unwrap(), vault::pair().unwrap());
+        affinode_vault::socket::send(&vault, &[9; FRAME_BYTES], None).unwrap();
+        tokio::spawn(porter::carry(theirs, ours));
+        let process = crate::sys::watch_readable(process).unwrap();
+        let receive = |from: &OwnedFd| affinode_vault::socket::receive(from);
+        let readable = tokio::io::Interest::READABLE;
+        assert_eq!(process.async_io(readable, receive).await.unwrap().0, [9; FRAME_BYTES]);
+        let (ended, left) = match vault_ends {
+            true => (vault, process),
+            false => (process.into_inner(), crate::sys::watch_readable(vault).unwrap()),
+        };
+        drop(ended);
+        let error = left.async_io(readable, receive).await.unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::UnexpectedEof);
     }
 }

@@ -158,12 +158,14 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     let prices = actor.config.report.clone();
     let takes_jobs = actor.config.jobs.enabled;
     let stays = takes_jobs || sockets::supervised();
-    if takes_jobs {
+    let _jobs = if takes_jobs {
         let socket = run_dir.join(jobs::SOCKET);
         let listener = actor.sockets.listen(jobs::SOCKET, 0o666);
         let served = listener.and_then(|listener| jobs::serve(listener, calls.clone()));
-        served.map_err(file("cannot bind", socket))?;
-    }
+        Some(served.map_err(file("cannot bind", socket))?)
+    } else {
+        None
+    };
     let (sockets, history) = (&mut actor.sockets, show.history.clone());
     let _api = api::serve(sockets, &run_dir, calls, events, hub, history, prices).await?;
     let mut terminate = signal(SignalKind::terminate()).map_err(DaemonError::Runtime)?;

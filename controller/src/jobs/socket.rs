@@ -10,7 +10,7 @@ use tokio::{
 };
 
 use super::{Reply, Request, User};
-use crate::daemon::Call;
+use crate::{daemon::Call, sys, ward::Ward};
 
 /// Below the run directory: where jobs are taken.
 pub const SOCKET: &str = "jobs.sock";
@@ -21,16 +21,22 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// Requests at a time; others wait in the kernel's backlog.
 const AT_A_TIME: usize = 16;
 
-/// Takes jobs until the task is aborted.
+/// Takes jobs until what is returned is dropped, where nobody waits but who asks for jobs.
 ///
 /// # Errors
 /// The runtime cannot watch the socket.
-pub fn serve(
-    listener: net::UnixListener,
-    calls: mpsc::Sender<Call>,
-) -> io::Result<tokio::task::AbortHandle> {
-    let listener = UnixListener::from_std(listener)?;
-    Ok(tokio::spawn(accept(listener, calls)).abort_handle())
+pub fn serve(listener: net::UnixListener, calls: mpsc::Sender<Call>) -> io::Result<Ward> {
+    // Before Linux 6.16 whoever sends one can keep others from jobs.
+    if let Err(error) = sys::refuse_descriptors(&listener) {
+        tracing::debug!(%error, "descriptors in a request cannot be refused by the kernel");
+    }
+    let ward = Ward::begin("jobs")?;
+    let listener = {
+        let _there = ward.runtime().enter();
+        UnixListener::from_std(listener)?
+    };
+    ward.spawn(accept(listener, calls));
+    Ok(ward)
 }
 
 async fn accept(listener: UnixListener, calls: mpsc::Sender<Call>) {
@@ -80,4 +86,66 @@ async fn ask(request: Request, (uid, gid): (u32, u32), calls: mpsc::Sender<Call>
         return ending();
     }
     answered.await.unwrap_or_else(|_| ending())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::{IoSlice, Read, Write},
+        mem::MaybeUninit,
+        os::{fd::AsFd, unix::net::UnixStream},
+        time::Instant,
+    };
+
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+
+    use super::*;
+
+    /// The kernel lets go of a descriptor that nobody has taken in the thread that reads: of this
+    /// one when its peer has read, or after so long.
+    #[test]
+    fn who_sends_a_descriptor_keeps_nobody_waiting_but_who_asks_for_jobs() {
+        const LONG: Duration = Duration::from_secs(15);
+        let dir = tempfile::tempdir().unwrap();
+        let (path, began) = (dir.path().join(SOCKET), Instant::now());
+        let listener = net::UnixListener::bind(&path).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let (calls, mut asked) = mpsc::channel(1);
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let refuses = sys::refuse_descriptors(&listener).is_ok();
+        let _ward = runtime.block_on(async { serve(listener, calls) }).unwrap();
+
+        let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut lingers = std::net::TcpStream::connect(tcp.local_addr().unwrap()).unwrap();
+        let _unread = tcp.accept().unwrap();
+        lingers.set_nonblocking(true).unwrap();
+        while lingers.write(&[0; 64 << 10]).is_ok() {}
+        rustix::net::sockopt::set_socket_linger(&lingers, Some(LONG)).unwrap();
+        let hostile = UnixStream::connect(&path).unwrap();
+        let fds = [lingers.as_fd()];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+        let parts = [IoSlice::new(b"{")];
+        let sent = rustix::net::sendmsg(&hostile, &parts, &mut control, SendFlags::empty());
+        assert_eq!(sent.is_err(), refuses);
+        if refuses {
+            rustix::net::sockopt::set_socket_linger(&lingers, None).unwrap();
+        }
+        drop(lingers);
+        // The task that decides is not the one that reads.
+        runtime.block_on(async { tokio::time::sleep(Duration::from_millis(100)).await });
+        assert!(began.elapsed() < LONG, "it has waited");
+        if !refuses {
+            return;
+        }
+        let mut asks = UnixStream::connect(&path).unwrap();
+        asks.write_all(b"{\"name\":\"train\"}\n").unwrap();
+        let Some(Call::Job(request, _, answer)) = asked.blocking_recv() else { panic!("no job") };
+        assert_eq!(request.name, "train");
+        answer.send(Reply::Refused("no".into())).unwrap();
+        let mut said = String::new();
+        asks.read_to_string(&mut said).unwrap();
+        assert_eq!(said, "{\"refused\":\"no\"}\n");
+    }
 }

@@ -441,7 +441,7 @@ impl Vaults {
 }
 
 /// Two ends of a socket that keeps packets apart.
-fn pair() -> Option<(OwnedFd, OwnedFd)> {
+pub(crate) fn pair() -> Option<(OwnedFd, OwnedFd)> {
     let made = rustix::net::socketpair(
         AddressFamily::UNIX,
         SocketType::SEQPACKET,
