@@ -77,6 +77,9 @@ impl ContainerDir {
             make_dir(run_dir)?;
         }
         make_dir(containers)?;
+        // To be passed and not read: who can open it can hold its lock, and no container would be
+        // made any more.
+        fs::set_permissions(containers, Permissions::from_mode(0o711))?;
         let _lock = self.lock()?;
         self.clear()?;
         // A full disk leaves nothing half made.
@@ -199,7 +202,8 @@ mod tests {
         assert_eq!(fs::read_dir(container.mount()).unwrap().count(), 0, "begun anew");
         assert_eq!(fs::read(container.preload()).unwrap(), b"again\n");
         let (run, inside, folder) = (&paths.run_dir, &container.mount(), &container.0);
-        for (path, expected) in [(run, 0o755), (inside, 0o755), (folder, 0o700)] {
+        let all = &paths.run_dir.join(names::CONTAINERS_DIR);
+        for (path, expected) in [(run, 0o755), (all, 0o711), (inside, 0o755), (folder, 0o700)] {
             let mode = fs::metadata(path).unwrap().permissions().mode();
             assert_eq!(mode & 0o777, expected, "{}", path.display());
         }

@@ -28,7 +28,7 @@ use std::{
     ffi::OsString,
     fs::{self, File},
     io,
-    os::unix::fs::PermissionsExt,
+    os::unix::fs::{OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
     process::ExitCode,
 };
@@ -139,8 +139,12 @@ fn lock(run_dir: &Path) -> Result<Option<nix::fcntl::Flock<File>>, DaemonError> 
         .create(true)
         .truncate(false)
         .write(true)
+        .mode(0o600)
         .open(&path)
         .map_err(fail("cannot open", &path))?;
+    // Who can open it can hold it, and there would be no controller.
+    file.set_permissions(fs::Permissions::from_mode(0o600))
+        .map_err(fail("cannot set the mode of", &path))?;
     match nix::fcntl::Flock::lock(file, nix::fcntl::FlockArg::LockExclusiveNonblock) {
         Ok(lock) => Ok(Some(lock)),
         Err((file, nix::errno::Errno::EWOULDBLOCK)) if sockets::supervised() => {
@@ -152,5 +156,22 @@ fn lock(run_dir: &Path) -> Result<Option<nix::fcntl::Flock<File>>, DaemonError> 
         }
         Err((_, nix::errno::Errno::EWOULDBLOCK)) => Ok(None),
         Err((_, errno)) => Err(fail("cannot lock", &path)(errno.into())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nobody_but_root_can_keep_the_lock() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(paths::CONTROLLER_LOCK);
+        // As earlier controllers made it.
+        fs::write(&path, "").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
+        let held = lock(dir.path()).unwrap();
+        assert!(held.is_some());
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
     }
 }

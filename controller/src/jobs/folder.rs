@@ -11,14 +11,14 @@ use std::{
     io::{self, Read},
     os::{
         fd::AsFd,
-        unix::fs::{PermissionsExt, chown},
+        unix::fs::{OpenOptionsExt, PermissionsExt, chown},
     },
     path::{Path, PathBuf},
     time::Duration,
 };
 
 use affinode_proto::{api::control::Announcement, paths};
-use rustix::fs::FlockOperation;
+use rustix::fs::{FlockOperation, OFlags};
 use serde::{Deserialize, Serialize};
 
 use super::{Request, User};
@@ -61,8 +61,9 @@ impl JobFolder {
         let containers = run_dir.join(paths::CONTAINERS_DIR);
         let job = JobFolder { path: containers.join(&text), key, uid: user.uid, request };
         fs::create_dir_all(job.mount())?;
+        // To be passed and not read: a folder that can be opened can be locked, as shims do.
         for folder in [&containers, &job.path] {
-            fs::set_permissions(folder, Permissions::from_mode(0o755))?;
+            fs::set_permissions(folder, Permissions::from_mode(0o711))?;
         }
         let lock = File::create_new(job.lock())?;
         lock.set_permissions(Permissions::from_mode(0o400))?;
@@ -170,7 +171,9 @@ pub fn running(run_dir: &Path) -> usize {
 /// Whether nobody holds this lock any more, and nobody is about to take it. Unknown is no.
 #[must_use]
 pub fn unused(lock: &Path) -> bool {
-    let Ok(file) = File::open(lock) else { return false };
+    // Its user may have a lease on it, and an open that waits would wait for him.
+    let open = File::options().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(lock);
+    let Ok(file) = open else { return false };
     let age = file.metadata().and_then(|data| data.modified()).map(|made| made.elapsed());
     if !matches!(age, Ok(Ok(age)) if age >= BIRTH) {
         return false;
@@ -217,5 +220,21 @@ mod tests {
         assert!(unused(&job.lock()));
         assert_eq!(running(dir.path()), 0);
         assert!(!unused(&dir.path().join("nothing")), "what is not known is not over");
+    }
+
+    /// The kernel lets who opens such a file wait for its user, 45 s and again.
+    #[test]
+    fn a_lease_of_its_user_keeps_nobody_waiting() {
+        let dir = tempfile::tempdir().unwrap();
+        let job = job(dir.path());
+        let made = std::time::SystemTime::now() - 2 * BIRTH;
+        File::options().write(true).open(job.lock()).unwrap().set_modified(made).unwrap();
+        let users = File::open(job.lock()).unwrap();
+        crate::sys::lease(&users, true).unwrap();
+        let began = std::time::Instant::now();
+        assert!(!unused(&job.lock()), "its user has it");
+        assert!(began.elapsed() < Duration::from_secs(30), "it has waited for its user");
+        crate::sys::lease(&users, false).unwrap();
+        assert!(unused(&job.lock()));
     }
 }
