@@ -12,7 +12,7 @@ use tokio::{
     io::{AsyncReadExt, AsyncWriteExt, Interest},
     net::{UnixStream, unix::OwnedReadHalf, unix::OwnedWriteHalf},
     runtime::Handle,
-    sync::mpsc,
+    sync::{mpsc, oneshot},
     time::{Instant, timeout},
 };
 
@@ -73,17 +73,19 @@ pub async fn serve(
         }
     };
     let (outbox, outgoing) = mpsc::channel(OUTBOX);
-    let watch = home.spawn(watch(pidfd, id, mail.clone())).abort_handle();
+    let (told, joined) = oneshot::channel();
+    let watch = home.spawn(watch(pidfd, joined, id, mail.clone())).abort_handle();
     let AgentMessage::Hello { abilities, .. } = hello else {
         return;
     };
     let page = Arc::new(page);
     let ward = Handle::current();
     let agent = Agent { outbox: Some(outbox), page, abilities, clock_ahead_ms, watch, ward };
-    let joined = AgentMail::Joined { key, id, identity, hello, agent };
-    if mail.send(joined).await.is_err() {
+    let comes = AgentMail::Joined { key, id, identity, hello, agent };
+    if mail.send(comes).await.is_err() {
         return;
     }
+    let _ = told.send(());
     let (reader, writer) = stream.into_split();
     tokio::select! {
         () = read(reader, id, &budgets, &mail) => {}
@@ -145,7 +147,16 @@ fn receive(
     Ok(received.bytes)
 }
 
-async fn watch(pidfd: OwnedFd, id: ProcessId, mail: mpsc::Sender<AgentMail>) {
+/// Tells of its end, and not before it was told that it joined.
+async fn watch(
+    pidfd: OwnedFd,
+    joined: oneshot::Receiver<()>,
+    id: ProcessId,
+    mail: mpsc::Sender<AgentMail>,
+) {
+    if joined.await.is_err() {
+        return;
+    }
     if let Ok(watched) = sys::watch_readable(pidfd) {
         let _ = watched.readable().await;
         let _ = mail.send(AgentMail::Exited(id)).await;
