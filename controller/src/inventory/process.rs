@@ -94,8 +94,9 @@ struct Stat {
 }
 
 fn read_stat(pid: u32) -> io::Result<Stat> {
-    let text = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    parse_stat(&text).ok_or_else(|| {
+    // A process chooses its name, of any bytes: one that is no text must not hide it.
+    let bytes = fs::read(format!("/proc/{pid}/stat"))?;
+    parse_stat(&String::from_utf8_lossy(&bytes)).ok_or_else(|| {
         io::Error::new(io::ErrorKind::InvalidData, format!("/proc/{pid}/stat is not understood"))
     })
 }
@@ -128,6 +129,23 @@ mod tests {
         let text = "12 (a) b (c)) T 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4711 20";
         let stat = parse_stat(text).unwrap();
         assert_eq!((stat.command.as_str(), stat.state, stat.start_ticks), ("a) b (c)", 'T', 4711));
+    }
+
+    #[test]
+    fn a_process_whose_name_is_no_text_is_seen_and_can_be_ended() {
+        use std::os::unix::ffi::OsStrExt;
+        let folder = tempfile::tempdir().unwrap();
+        let program = folder.path().join(std::ffi::OsStr::from_bytes(b"a\xff)\xfe"));
+        fs::copy("/bin/sleep", &program).unwrap();
+        let mut child = std::process::Command::new(program).arg("60").spawn().unwrap();
+        let found = identity(child.id()).map(|who| (lives(who.pid, who.start_ticks), who));
+        let ended = found.as_ref().map(|(_, who)| end(who, false).is_ok()).unwrap_or(false);
+        if !ended {
+            child.kill().unwrap();
+        }
+        child.wait().unwrap();
+        let (lives, who) = found.unwrap();
+        assert!(lives && ended && who.command.starts_with('a'), "{who:?}");
     }
 
     #[test]
