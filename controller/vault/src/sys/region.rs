@@ -17,6 +17,8 @@ use super::{
 /// So much is registered at a time, and copied: a few milliseconds.
 pub const CHUNK_BYTES: usize = affinode_proto::wire::vault::CHUNK_BYTES as usize;
 const PAGE_BYTES: usize = 4096;
+/// `f_type` of tmpfs, to which memory files belong (`linux/magic.h`).
+const TMPFS_MAGIC: u64 = 0x0102_1994;
 
 /// Why a file is not mapped, or not registered.
 #[derive(Debug, thiserror::Error)]
@@ -27,6 +29,9 @@ pub enum RegionError {
     /// Its size could change under a copy.
     #[error("the memory file is not sealed against another size")]
     NotSealed,
+    /// Its pages are others than a container pays for.
+    #[error("the memory file is not of ordinary pages")]
+    NotPlain,
     /// It is smaller than what is said to be in it.
     #[error("the memory file has {has} bytes of the {wanted} that it is said to hold")]
     TooSmall {
@@ -73,6 +78,12 @@ pub struct Region {
 fn check(file: &OwnedFd, bytes: u64) -> Result<(), RegionError> {
     let io = io::Error::from;
     let seals = rustix::fs::fcntl_get_seals(file).map_err(io)?;
+    // Huge pages have seals, too. To map them takes them from the node's pool, whoever has them in
+    // the end, and no part of one can be unmapped.
+    let kind = rustix::fs::fstatfs(file).map_err(io)?.f_type;
+    if !u64::try_from(kind).is_ok_and(|kind| kind == TMPFS_MAGIC) {
+        return Err(RegionError::NotPlain);
+    }
     if !seals.contains(SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL) {
         return Err(RegionError::NotSealed);
     }
@@ -314,6 +325,12 @@ mod tests {
         let refused = check(&file(all), BYTES + 1);
         assert!(matches!(refused, Err(RegionError::TooSmall { has: BYTES, .. })), "{refused:?}");
         assert!(check(&file(all), 0).is_err());
+        let flags = MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB;
+        if let Ok(huge) = rustix::fs::memfd_create("huge", flags) {
+            rustix::fs::fcntl_add_seals(&huge, all).unwrap();
+            let refused = check(&huge, 1);
+            assert!(matches!(refused, Err(RegionError::NotPlain)), "{refused:?}");
+        }
         let disk = OwnedFd::from(File::open("/proc/self/exe").unwrap());
         assert!(matches!(check(&disk, 1), Err(RegionError::Io(_))));
     }
