@@ -6,7 +6,7 @@ use affinode_proto::api::control::Event;
 use tokio::net::UnixStream;
 
 use super::{
-    CALL_STREAMS, CONNECTIONS, STREAMS,
+    CALL_STREAMS, CONNECTIONS, READS, STREAMS, routes,
     stage::{KEY, run},
 };
 use crate::calls::{Batch, ProcessCalls, RecordedCall};
@@ -145,4 +145,21 @@ async fn connections_are_bounded_and_the_next_is_served_when_one_leaves() {
     assert!(early.is_err(), "one too many was served");
     held.pop();
     assert_eq!(waiting.await.0, 200);
+}
+
+/// Each may be as large as all of the history, and its client may take its time.
+#[tokio::test]
+async fn answers_out_of_the_history_are_bounded_until_they_are_taken() {
+    let site = run(true, None);
+    let ask = |path| routes::past(&site.site, Some("since_ms=0"), path);
+    let mut held = Vec::new();
+    for _ in 0..READS {
+        held.push(ask("/api/v1/history").await);
+    }
+    let next = ask("/api/v1/report");
+    tokio::pin!(next);
+    let early = tokio::time::timeout(Duration::from_millis(100), next.as_mut()).await;
+    assert!(early.is_err(), "one too many was made");
+    held.pop();
+    assert_eq!(next.await.status(), 200);
 }

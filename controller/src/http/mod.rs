@@ -55,6 +55,8 @@ const STREAMS: usize = 40;
 const CALL_STREAMS: usize = 16;
 /// Moves that are asked for and not answered, at a time.
 const ACTIONS: usize = 16;
+/// Answers out of the history at a time, until they are taken: each may be as large as all of it.
+const READS: usize = 2;
 /// Bytes of a request's head.
 const HEAD_BYTES: usize = 16 << 10;
 /// Time for a request's head; also how long a connection may rest between requests.
@@ -76,6 +78,7 @@ pub struct Site {
     streams: Arc<Semaphore>,
     call_streams: Arc<Semaphore>,
     actions: Arc<Semaphore>,
+    reads: Arc<Semaphore>,
     refusals: Refusals,
 }
 
@@ -114,6 +117,7 @@ impl Site {
             streams: Arc::new(Semaphore::new(STREAMS)),
             call_streams: Arc::new(Semaphore::new(CALL_STREAMS)),
             actions: Arc::new(Semaphore::new(ACTIONS)),
+            reads: Arc::new(Semaphore::new(READS)),
             refusals: Refusals::default(),
         }
     }

@@ -1,15 +1,20 @@
 //! Answers, with the headers that every one of them carries.
 
-use std::convert::Infallible;
+use std::{
+    convert::Infallible,
+    pin::Pin,
+    task::{Context, Poll},
+};
 
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, combinators::UnsyncBoxBody};
 use hyper::{
     Response, StatusCode,
-    body::Body,
+    body::{Body, Frame, SizeHint},
     header::{self, HeaderName, HeaderValue},
 };
 use serde::Serialize;
+use tokio::sync::OwnedSemaphorePermit;
 
 /// The body of an answer.
 pub type ReplyBody = UnsyncBoxBody<Bytes, Infallible>;
@@ -56,6 +61,36 @@ pub fn json(status: StatusCode, value: &impl Serialize) -> Reply {
         Err(error) => {
             text(StatusCode::INTERNAL_SERVER_ERROR, format!("cannot write JSON: {error}"))
         }
+    }
+}
+
+/// The same, with a place that is free again when the client has taken it, or is gone.
+pub fn until_taken(reply: Reply, permit: OwnedSemaphorePermit) -> Reply {
+    reply.map(|body| Held { body, _permit: permit }.boxed_unsync())
+}
+
+struct Held {
+    body: ReplyBody,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Body for Held {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
     }
 }
 

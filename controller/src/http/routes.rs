@@ -200,7 +200,7 @@ fn metrics(site: &Site, node: &schema::Node, headers: &HeaderMap) -> Reply {
     reply::with(StatusCode::OK, kind, http_body_util::Full::new(text.into()))
 }
 
-async fn past(site: &Arc<Site>, query: Option<&str>, path: &str) -> Reply {
+pub(super) async fn past(site: &Arc<Site>, query: Option<&str>, path: &str) -> Reply {
     let Some(history) = site.history.clone() else {
         return reply::error(
             StatusCode::NOT_FOUND,
@@ -211,14 +211,21 @@ async fn past(site: &Arc<Site>, query: Option<&str>, path: &str) -> Reply {
     let since_ms = query::number(query, "since_ms").unwrap_or(until_ms - DAY_MS);
     let key = query::value(query, "key").map(ToOwned::to_owned);
     let report = (path == "/api/v1/report").then(|| site.report.clone());
-    // The disk may be slow; this thread has others to serve.
-    let read = tokio::task::spawn_blocking(move || match report {
-        Some(prices) => history
-            .report(since_ms, until_ms)
-            .map(|report| reply::json(StatusCode::OK, &schema::Report::new(report, &prices))),
-        None => history
-            .spans(since_ms, until_ms, key.as_deref())
-            .map(|spans| reply::json(StatusCode::OK, &serde_json::json!({ "spans": spans }))),
+    let Ok(permit) = Arc::clone(&site.reads).acquire_owned().await else {
+        return reply::error(StatusCode::SERVICE_UNAVAILABLE, "the controller is ending");
+    };
+    // The disk may be slow; this thread has others to serve. Who has gone meanwhile still has his
+    // place until it has answered.
+    let read = tokio::task::spawn_blocking(move || {
+        let reply = match report {
+            Some(prices) => history
+                .report(since_ms, until_ms)
+                .map(|report| reply::json(StatusCode::OK, &schema::Report::new(report, &prices))),
+            None => history
+                .spans(since_ms, until_ms, key.as_deref())
+                .map(|spans| reply::json(StatusCode::OK, &Spans { spans })),
+        };
+        reply.map(|reply| reply::until_taken(reply, permit))
     });
     match read.await {
         Ok(Ok(reply)) => reply,
@@ -227,6 +234,12 @@ async fn past(site: &Arc<Site>, query: Option<&str>, path: &str) -> Reply {
         }
         Err(_) => reply::error(StatusCode::INTERNAL_SERVER_ERROR, "the history cannot be read"),
     }
+}
+
+/// What was.
+#[derive(serde::Serialize)]
+struct Spans {
+    spans: Vec<crate::history::Span>,
 }
 
 /// One of the streams, if one is free.

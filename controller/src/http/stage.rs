@@ -14,6 +14,7 @@ use crate::{
     calls::{CallHub, Scout},
     config::{HttpSection, Listen, ReportSection},
     daemon::{Call, Door, EventLog},
+    history::{History, Limits},
     metrics::Metrics,
     observe::{Hub, Observer},
 };
@@ -76,8 +77,11 @@ pub fn run_behind(folder: tempfile::TempDir, may_act: bool, http: &HttpSection) 
     let prices = ReportSection::default();
     let calls = Arc::new(CallHub::default());
     tokio::spawn(Scout::new(door.clone(), Arc::clone(&calls)).run());
+    let limits = Limits { keep_ms: 3_600_000, max_bytes: 1 << 20 };
+    let history = History::open(&folder.path().join("state"), limits).unwrap();
+    let history = Some(Arc::new(history));
     let sources =
-        Sources { hub, calls: Arc::clone(&calls), metrics: Arc::clone(&metrics), history: None };
+        Sources { hub, calls: Arc::clone(&calls), metrics: Arc::clone(&metrics), history };
     let site = Arc::new(Site::new(door, sources, guard, prices, may_act));
     let (bound, _) = Listener::bind(&Listen::Unix(folder.path().join("s"))).unwrap().unwrap();
     tokio::spawn(serve(Listener::new(bound, None).unwrap(), Arc::clone(&site)));
