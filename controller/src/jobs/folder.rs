@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! containers/<key>/job.json   its announcement, for root alone
-//!                  job.lock   of its user; held by every process of the job
+//!                  job.lock   its user may read it; held by every process of the job
 //!                  mount/     root's, who writes in it; its user's group may pass: agent.sock, engine, hint, pressure
 //! ```
 
@@ -18,7 +18,10 @@ use std::{
 };
 
 use affinode_proto::{api::control::Announcement, paths};
-use rustix::fs::{FlockOperation, OFlags};
+use rustix::{
+    fs::{FlockOperation, OFlags},
+    io::Errno,
+};
 use serde::{Deserialize, Serialize};
 
 use super::{Request, User};
@@ -67,7 +70,7 @@ impl JobFolder {
         }
         let lock = File::create_new(job.lock())?;
         lock.set_permissions(Permissions::from_mode(0o400))?;
-        chown(job.lock(), Some(user.uid), None)?;
+        let_read(&lock, user)?;
         // Never the user's own: root makes files in it by name.
         chown(job.mount(), None, Some(user.gid))?;
         fs::set_permissions(job.mount(), Permissions::from_mode(0o750))?;
@@ -154,6 +157,35 @@ pub fn kept(run_dir: &Path) -> io::Result<Vec<JobFolder>> {
     Ok(jobs)
 }
 
+/// Lets a user read a file of root's. Never his own: he could write to it, in root's run directory.
+fn let_read(file: &File, user: &User) -> io::Result<()> {
+    const VERSION: u32 = 2;
+    const READ: u16 = 4;
+    const NOBODY: u32 = u32::MAX;
+    // As `linux/posix_acl.h` has them: the owner, a user, the group, the most that both may, all others.
+    let entries = [
+        (1, READ, NOBODY),
+        (2, READ, user.uid),
+        (4, 0, NOBODY),
+        (16, READ, NOBODY),
+        (32, 0, NOBODY),
+    ];
+    let mut list = VERSION.to_le_bytes().to_vec();
+    for (who, may, id) in entries {
+        let (who, may): (u16, u16) = (who, may);
+        list.extend(who.to_le_bytes().into_iter().chain(may.to_le_bytes()).chain(id.to_le_bytes()));
+    }
+    let flags = rustix::fs::XattrFlags::empty();
+    match rustix::fs::fsetxattr(file, "system.posix_acl_access", &list, flags) {
+        // No lists there: all of his group then, who could keep his job from ending.
+        Err(Errno::OPNOTSUPP) => {
+            std::os::unix::fs::fchown(file, None, Some(user.gid))?;
+            file.set_permissions(Permissions::from_mode(0o440))
+        }
+        set => Ok(set?),
+    }
+}
+
 fn read(path: &Path) -> io::Result<Record> {
     if fs::metadata(path)?.len() > MOST_BYTES {
         return Err(io::Error::other("too large"));
@@ -171,7 +203,8 @@ pub fn running(run_dir: &Path) -> usize {
 /// Whether nobody holds this lock any more, and nobody is about to take it. Unknown is no.
 #[must_use]
 pub fn unused(lock: &Path) -> bool {
-    // Its user may have a lease on it, and an open that waits would wait for him.
+    // Its user had a lease on it, perhaps, where an earlier controller made it his: an open that
+    // waits would wait for him.
     let open = File::options().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(lock);
     let Ok(file) = open else { return false };
     let age = file.metadata().and_then(|data| data.modified()).map(|made| made.elapsed());
@@ -220,6 +253,28 @@ mod tests {
         assert!(unused(&job.lock()));
         assert_eq!(running(dir.path()), 0);
         assert!(!unused(&dir.path().join("nothing")), "what is not known is not over");
+    }
+
+    #[test]
+    fn its_user_can_hold_a_jobs_lock_and_nobody_else_and_he_cannot_write_to_it() {
+        if !rustix::process::geteuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        fs::set_permissions(dir.path(), Permissions::from_mode(0o711)).unwrap();
+        let request = Request { name: "train".into(), ..Request::default() };
+        let user = User { uid: 4711, gid: 4712, name: "somebody".into() };
+        let job = JobFolder::make(dir.path(), request, &user).unwrap();
+        let can = |uid, gid, what: &str| {
+            use std::os::unix::process::CommandExt;
+            let mut shell = std::process::Command::new("sh");
+            shell.uid(uid).gid(gid).args(["-c", what, "sh"]).arg(job.lock());
+            shell.stderr(std::process::Stdio::null()).status().unwrap().success()
+        };
+        assert!(can(4711, 4712, "exec <\"$1\""), "its user");
+        assert!(!can(4711, 4712, "chmod u+w \"$1\""), "it is not his");
+        assert!(!can(4711, 4712, "exec >>\"$1\""));
+        assert!(!can(4713, 4714, "exec <\"$1\""), "somebody else");
     }
 
     /// The kernel lets who opens such a file wait for its user, 45 s and again.
