@@ -439,3 +439,29 @@ async fn a_way_to_a_vault_ends_for_both_with_either() {
         assert_eq!(error.kind(), std::io::ErrorKind::UnexpectedEof);
     }
 }
+
+#[tokio::test]
+async fn a_way_to_a_vault_carries_all_in_order_however_late_it_is_read() {
+    const MANY: u8 = 250;
+    const TIMES: usize = 20;
+    let ((process, theirs), (ours, vault)) = (vault::pair().unwrap(), vault::pair().unwrap());
+    tokio::spawn(porter::carry(theirs, ours));
+    let told = tokio::spawn(async move {
+        let vault = crate::sys::watch(vault).unwrap();
+        for n in (0..TIMES).flat_map(|_| 0..MANY) {
+            let send = |to: &OwnedFd| affinode_vault::socket::send(to, &[n; FRAME_BYTES], None);
+            vault.async_io(tokio::io::Interest::WRITABLE, send).await.unwrap();
+        }
+        vault
+    });
+    // All that fits anywhere is under way.
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    assert!(!told.is_finished());
+    let process = crate::sys::watch_readable(process).unwrap();
+    for n in (0..TIMES).flat_map(|_| 0..MANY) {
+        let receive = |from: &OwnedFd| affinode_vault::socket::receive(from);
+        let (frame, _) = process.async_io(tokio::io::Interest::READABLE, receive).await.unwrap();
+        assert_eq!(frame, [n; FRAME_BYTES]);
+    }
+    told.await.unwrap();
+}
