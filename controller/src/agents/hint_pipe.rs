@@ -5,7 +5,7 @@ use std::{
     fs::{self, File, OpenOptions, Permissions},
     io::{self, Read},
     os::unix::fs::{FileTypeExt, OpenOptionsExt, PermissionsExt},
-    path::Path,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -44,42 +44,53 @@ impl Heard {
 #[derive(Debug)]
 pub struct HintPipe(File);
 
-impl HintPipe {
-    /// Makes the pipe, or opens the one that an earlier controller made: who is writing into
-    /// it goes on.
-    ///
-    /// # Errors
-    /// It cannot be made.
-    pub fn make(path: &Path) -> io::Result<HintPipe> {
-        match fs::symlink_metadata(path) {
-            Ok(known) if known.file_type().is_fifo() => {}
-            Ok(_) => return Err(io::Error::other("there is something else of its name")),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {
-                mkfifo(path, Mode::from_bits_truncate(0o622))?;
-            }
-            Err(e) => return Err(e),
+/// Makes the pipe, or leaves the one that an earlier controller made: who is writing into it
+/// goes on.
+///
+/// # Errors
+/// It cannot be made.
+pub fn make(path: &Path) -> io::Result<()> {
+    match fs::symlink_metadata(path) {
+        Ok(known) if known.file_type().is_fifo() => {}
+        Ok(_) => return Err(io::Error::other("there is something else of its name")),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            mkfifo(path, Mode::from_bits_truncate(0o622))?;
         }
-        fs::set_permissions(path, Permissions::from_mode(0o622))?;
+        Err(e) => return Err(e),
+    }
+    fs::set_permissions(path, Permissions::from_mode(0o622))
+}
+
+/// Hears all that is written. To be run where the container may hold it up: who opens or reads
+/// a pipe waits for a writer in the middle of a write, whose memory may be long in coming.
+pub async fn listen(path: PathBuf, heard: Heard) {
+    let pipe = HintPipe::open(&path);
+    let watched =
+        pipe.and_then(|pipe| Ok((sys::watch_readable(pipe.0.try_clone()?.into())?, pipe)));
+    let (watched, pipe) = match watched {
+        Ok(opened) => opened,
+        Err(error) => {
+            tracing::warn!(%error, "hints in {} are not heard", path.display());
+            return;
+        }
+    };
+    while let Ok(mut ready) = watched.readable().await {
+        loop {
+            let more = pipe.read();
+            if more.is_empty() {
+                break;
+            }
+            heard.add(&more);
+            tokio::time::sleep(PACE).await;
+        }
+        ready.clear_ready();
+    }
+}
+
+impl HintPipe {
+    fn open(path: &Path) -> io::Result<HintPipe> {
         let file = OpenOptions::new().read(true).write(true).custom_flags(O_NONBLOCK).open(path)?;
         Ok(HintPipe(file))
-    }
-
-    /// Hears all that is written. To be run where the container may hold it up: a reader waits for
-    /// the writer in the middle of a write, whose memory may be long in coming.
-    pub async fn listen(self, heard: Heard) {
-        let watched = self.0.try_clone().and_then(|file| sys::watch_readable(file.into()));
-        let Ok(watched) = watched else { return };
-        while let Ok(mut ready) = watched.readable().await {
-            loop {
-                let more = self.read();
-                if more.is_empty() {
-                    break;
-                }
-                heard.add(&more);
-                tokio::time::sleep(PACE).await;
-            }
-            ready.clear_ready();
-        }
     }
 
     /// What was written since the last look.
@@ -111,7 +122,8 @@ mod tests {
     fn the_end_of_what_was_written_is_heard_and_a_flood_is_bounded() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("hint");
-        let pipe = HintPipe::make(&path).unwrap();
+        make(&path).unwrap();
+        let pipe = HintPipe::open(&path).unwrap();
         assert_eq!(pipe.read(), b"");
         let write = |text: &[u8]| {
             let mut container = OpenOptions::new().write(true).open(&path).unwrap();
@@ -127,6 +139,36 @@ mod tests {
         // The next controller opens the same one.
         write(b"busy");
         drop(pipe);
-        assert!(HintPipe::make(&path).is_ok());
+        make(&path).unwrap();
+        assert!(HintPipe::open(&path).is_ok());
+    }
+
+    #[tokio::test]
+    async fn what_is_written_is_heard_once_and_a_pipe_that_was_there_is_heard_too() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("hint");
+        for _ in 0..2 {
+            make(&path).unwrap();
+            let heard = Heard::default();
+            let listens = tokio::spawn(listen(path.clone(), heard.clone()));
+            let (to, words) = (path.clone(), |word: &str| format!("{word}\n"));
+            for word in ["idle", "busy"] {
+                let (to, text) = (to.clone(), words(word));
+                tokio::task::spawn_blocking(move || {
+                    OpenOptions::new().write(true).open(to).unwrap().write_all(text.as_bytes())
+                })
+                .await
+                .unwrap()
+                .unwrap();
+                let mut said = Vec::new();
+                while said.is_empty() {
+                    tokio::task::yield_now().await;
+                    said = heard.take();
+                }
+                assert_eq!(said, words(word).into_bytes());
+            }
+            listens.abort();
+            let _ = listens.await;
+        }
     }
 }

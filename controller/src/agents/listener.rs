@@ -22,7 +22,7 @@ use super::{
     AgentMail,
     budget::Budgets,
     connection,
-    hint_pipe::{Heard, HintPipe},
+    hint_pipe::{self, Heard},
 };
 use crate::{
     core::{Key, ProcessId},
@@ -70,8 +70,9 @@ impl Listener {
             UnixListener::from_std(listener)?
         };
         let hints = Heard::default();
-        match HintPipe::make(&folder.join(paths::HINT_PIPE)) {
-            Ok(pipe) => ward.spawn(pipe.listen(hints.clone())),
+        let pipe = folder.join(paths::HINT_PIPE);
+        match hint_pipe::make(&pipe) {
+            Ok(()) => ward.spawn(hint_pipe::listen(pipe, hints.clone())),
             Err(error) => tracing::warn!(%key, %error, "the container cannot give hints"),
         }
         let home = Handle::current();
