@@ -40,6 +40,7 @@ mod number {
     pub const SHUTDOWN: usize = 48;
     pub const BIND: usize = 49;
     pub const SOCKETPAIR: usize = 53;
+    pub const SETSOCKOPT: usize = 54;
     pub const CLONE: usize = 56;
     pub const EXECVE: usize = 59;
     pub const WAIT4: usize = 61;

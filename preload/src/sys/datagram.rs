@@ -25,28 +25,101 @@ impl Address {
     }
 }
 
-/// A socket that has the name, or sends to who has it (the call of this number).
-fn named(name: &[u8], call: usize) -> Result<Descriptor, Errno> {
-    const ENAMETOOLONG: Errno = Errno(36);
-    let address = Address::of(name).ok_or(ENAMETOOLONG)?;
+fn socket() -> Result<Descriptor, Errno> {
     let kind = DATAGRAM | NONBLOCK | CLOEXEC;
     let socket = plain(number::SOCKET, [usize::from(AF_UNIX), kind, 0, 0, 0, 0])?;
-    let socket = Descriptor(lift(socket as i32));
-    let at = address.bytes.as_ptr() as usize;
-    plain(call, [socket.number() as usize, at, address.length, 0, 0, 0])?;
-    Ok(socket)
+    Ok(Descriptor(lift(socket as i32)))
 }
 
-/// A socket of this name, that tells `tid` of what comes by making `signal` pending.
-pub fn bind(name: &[u8], tid: u32, signal: u64) -> Result<Descriptor, Errno> {
-    let socket = named(name, number::BIND)?;
+/// Gives a socket the name, or has it send to who has it (the call of this number).
+fn name_it(socket: &Descriptor, name: &[u8], call: usize) -> Result<(), Errno> {
+    const ENAMETOOLONG: Errno = Errno(36);
+    let address = Address::of(name).ok_or(ENAMETOOLONG)?;
+    let at = address.bytes.as_ptr() as usize;
+    plain(call, [socket.number() as usize, at, address.length, 0, 0, 0]).map(drop)
+}
+
+/// What a datagram must begin with, and how long it must be.
+#[derive(Clone, Copy, Debug)]
+pub struct Only<'a> {
+    /// Its first bytes.
+    pub begin: &'a [u8; BEGIN_BYTES],
+    /// All of it.
+    pub length: usize,
+}
+
+/// So many bytes of a datagram are looked at.
+pub const BEGIN_BYTES: usize = 24;
+const BEGIN_WORDS: usize = BEGIN_BYTES / 4;
+
+/// `struct sock_filter`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Step {
+    code: u16,
+    if_true: u8,
+    if_false: u8,
+    operand: u32,
+}
+
+impl Only<'_> {
+    /// Has the kernel drop all others in whoever sends them: what came along is closed there,
+    /// which takes it as long as whoever has made it likes.
+    fn attach(&self, socket: &Descriptor) -> Result<(), Errno> {
+        const SOL_SOCKET: usize = 1;
+        const ATTACH_FILTER: usize = 26;
+        const LOAD_LENGTH: u16 = 0x80;
+        const LOAD_WORD: u16 = 0x20;
+        const IS: u16 = 0x15;
+        const RETURN: u16 = 0x06;
+        const STEPS: usize = 2 * (BEGIN_WORDS + 1) + 2;
+        let step = |code, operand| Step { code, if_true: 0, if_false: 0, operand };
+        let mut steps = [step(RETURN, 0); STEPS];
+        let words = self.begin.as_chunks().0.iter().enumerate();
+        let length = [(step(LOAD_LENGTH, 0), self.length as u32)];
+        let loaded = length.into_iter().chain(
+            words.map(|(n, word)| (step(LOAD_WORD, 4 * n as u32), u32::from_be_bytes(*word))),
+        );
+        for (n, (load, expected)) in loaded.enumerate() {
+            let is_not = (STEPS - 1 - (2 * n + 2)) as u8;
+            if let Some(two) = steps.get_mut(2 * n..2 * n + 2) {
+                two.copy_from_slice(&[load, Step { if_false: is_not, ..step(IS, expected) }]);
+            }
+        }
+        // The one before the last: the whole datagram is taken.
+        if let Some(taken) = steps.get_mut(STEPS - 2) {
+            *taken = step(RETURN, u32::MAX);
+        }
+        // `struct sock_fprog`.
+        let program = [STEPS, steps.as_ptr() as usize];
+        let bytes = size_of_val(&program);
+        let (fd, at) = (socket.number() as usize, program.as_ptr() as usize);
+        plain(number::SETSOCKOPT, [fd, SOL_SOCKET, ATTACH_FILTER, at, bytes, 0]).map(drop)
+    }
+}
+
+/// A socket of this name, that tells `tid` of what comes by making `signal` pending. Of what
+/// begins otherwise than `only` nothing comes, where the kernel can be told so.
+pub fn bind(
+    name: &[u8],
+    only: Option<Only<'_>>,
+    tid: u32,
+    signal: u64,
+) -> Result<Descriptor, Errno> {
+    let socket = socket()?;
+    if let Some(only) = only {
+        let _ = only.attach(&socket);
+    }
+    name_it(&socket, name, number::BIND)?;
     notify(socket.number(), tid, signal)?;
     Ok(socket)
 }
 
 /// A socket that sends to this name.
 pub fn connect(name: &[u8]) -> Result<Descriptor, Errno> {
-    named(name, number::CONNECT)
+    let socket = socket()?;
+    name_it(&socket, name, number::CONNECT)?;
+    Ok(socket)
 }
 
 /// Copies the next datagram, which stays: its length, of what there is room for.
@@ -108,8 +181,8 @@ mod tests {
     fn a_datagram_comes_with_the_way_of_its_answer() {
         let name = name();
         assert!(connect(&name).is_err(), "nobody has the name");
-        let socket = bind(&name, sys::gettid(), sys::SIGURG).unwrap();
-        assert!(bind(&name, sys::gettid(), sys::SIGURG).is_err(), "one has it");
+        let socket = bind(&name, None, sys::gettid(), sys::SIGURG).unwrap();
+        assert!(bind(&name, None, sys::gettid(), sys::SIGURG).is_err(), "one has it");
         let [own, theirs] = pair().unwrap();
         let to = connect(&name).unwrap();
         assert_eq!(sys::send(to.number(), b"hello", Some(theirs.number())), Ok(5));
@@ -127,7 +200,7 @@ mod tests {
     #[test]
     fn who_is_not_answered_learns_of_it() {
         let name = name();
-        let socket = bind(&name, sys::gettid(), sys::SIGURG).unwrap();
+        let socket = bind(&name, None, sys::gettid(), sys::SIGURG).unwrap();
         let [own, theirs] = pair().unwrap();
         let to = connect(&name).unwrap();
         sys::send(to.number(), b"hello", Some(theirs.number())).unwrap();
@@ -140,7 +213,7 @@ mod tests {
     #[test]
     fn what_is_looked_at_stays_and_what_is_dropped_is_closed_unopened() {
         let name = name();
-        let socket = bind(&name, sys::gettid(), sys::SIGURG).unwrap();
+        let socket = bind(&name, None, sys::gettid(), sys::SIGURG).unwrap();
         let [own, theirs] = pair().unwrap();
         let to = connect(&name).unwrap();
         sys::send(to.number(), b"hello", Some(theirs.number())).unwrap();
@@ -152,6 +225,32 @@ mod tests {
         discard(socket.number());
         assert_eq!(sys::receive(own.number(), &mut [0]).unwrap().0, 0, "closed");
         assert_eq!(peek(socket.number(), &mut bytes).err(), Some(sys::EAGAIN));
+    }
+
+    /// Who reads what came along, or drops it, waits for whoever has made it.
+    #[test]
+    fn what_begins_otherwise_is_dropped_in_who_sends_it() {
+        let (name, begin) = (name(), core::array::from_fn(|n| n as u8 + 1));
+        let only = Only { begin: &begin, length: 30 };
+        let socket = bind(&name, Some(only), sys::gettid(), sys::SIGURG).unwrap();
+        let to = connect(&name).unwrap();
+        let mut right = [0; 30];
+        right[..BEGIN_BYTES].copy_from_slice(&begin);
+        let wrong = (0..BEGIN_BYTES).map(|n| {
+            let mut wrong = right;
+            wrong[n] ^= 1;
+            wrong
+        });
+        let mut bytes = [0; 40];
+        for wrong in wrong.map(Vec::from).chain([vec![], right[..29].into(), vec![1; 31]]) {
+            let [own, theirs] = pair().unwrap();
+            assert_eq!(sys::send(to.number(), &wrong, Some(theirs.number())), Ok(wrong.len()));
+            drop(theirs);
+            assert_eq!(peek(socket.number(), &mut bytes).err(), Some(sys::EAGAIN), "{wrong:?}");
+            assert_eq!(sys::receive(own.number(), &mut [0]).unwrap().0, 0, "closed already");
+        }
+        assert_eq!(sys::send(to.number(), &right, None), Ok(30));
+        assert_eq!(peek(socket.number(), &mut bytes), Ok(30));
     }
 
     #[test]

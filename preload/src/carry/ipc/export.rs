@@ -85,7 +85,10 @@ fn be_reachable() -> Option<Identity> {
         // An application that has closed it gets it back under the same name.
         if owned::SHARING.get().is_none() {
             let name = identity.handle(&Allocation::default()).socket_name();
-            let socket = datagram::bind(&name, process::agent_tid()?, sys::SIGURG).ok()?;
+            let ask = Ask { word: identity.word, address: 0, since: 0 }.encode();
+            let begin = ask.first_chunk::<{ datagram::BEGIN_BYTES }>()?;
+            let only = Some(datagram::Only { begin, length: FRAME_BYTES });
+            let socket = datagram::bind(&name, only, process::agent_tid()?, sys::SIGURG).ok()?;
             owned::SHARING.set(Owned::note(socket.number())?);
             socket.take();
         }

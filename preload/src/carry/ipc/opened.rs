@@ -269,7 +269,8 @@ mod tests {
         let mut socket = [0; 16];
         datagram::random(&mut socket).unwrap();
         let handle = Handle { socket, word: [3; 16], proof: 77, address: 1 << 40, since: 5 };
-        let server = datagram::bind(&handle.socket_name(), sys::gettid(), sys::SIGURG).unwrap();
+        let server =
+            datagram::bind(&handle.socket_name(), None, sys::gettid(), sys::SIGURG).unwrap();
         let answer = make(&handle).encode();
         let thread = std::thread::spawn(move || {
             assert!(task::wait_readable(server.number(), 60_000));
