@@ -47,3 +47,71 @@ impl Ward {
         &self.runtime
     }
 }
+
+#[cfg(test)]
+pub mod tests {
+    use std::{
+        fs,
+        io::Write,
+        net::{TcpListener, TcpStream},
+        os::fd::{AsFd, BorrowedFd},
+        time::Duration,
+    };
+
+    /// A connection of which the last descriptor is let go of after a minute: its peer does not read.
+    pub struct Lingering {
+        /// The first that is dropped: nobody waits any more then.
+        _peer: TcpStream,
+        stream: Option<TcpStream>,
+        port: u16,
+    }
+
+    impl Lingering {
+        pub fn new() -> Lingering {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let mut stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let (peer, _) = listener.accept().unwrap();
+            stream.set_nonblocking(true).unwrap();
+            while stream.write(&[0; 64 << 10]).is_ok() {}
+            stream.set_nonblocking(false).unwrap();
+            let long = Some(Duration::from_secs(60));
+            rustix::net::sockopt::set_socket_linger(&stream, long).unwrap();
+            let port = stream.local_addr().unwrap().port();
+            Lingering { stream: Some(stream), port, _peer: peer }
+        }
+
+        pub fn descriptor(&self) -> BorrowedFd<'_> {
+            self.stream.as_ref().unwrap().as_fd()
+        }
+
+        /// Lets go of the own descriptor; whoever has the last one waits.
+        pub fn let_go(&mut self) {
+            let stream = self.stream.take();
+            std::thread::spawn(move || drop(stream));
+        }
+
+        /// Whether nobody has let go of the last descriptor yet.
+        pub fn is_open(&self) -> bool {
+            /// `TCP_ESTABLISHED`, in hex.
+            const OPEN: &str = "01";
+            self.state().is_some_and(|state| state == OPEN)
+        }
+
+        /// Whether somebody waits for its end.
+        pub fn is_waited_for(&self) -> bool {
+            /// `TCP_FIN_WAIT1`, in hex.
+            const CLOSING: &str = "04";
+            self.state().is_some_and(|state| state == CLOSING)
+        }
+
+        fn state(&self) -> Option<String> {
+            let table = fs::read_to_string("/proc/self/net/tcp").unwrap();
+            let own = format!(":{:04X}", self.port);
+            table.lines().find_map(|line| {
+                let mut fields = line.split_whitespace().skip(1);
+                let is_own = fields.next().is_some_and(|local| local.ends_with(&own));
+                is_own.then(|| fields.nth(1).map(str::to_owned)).flatten()
+            })
+        }
+    }
+}

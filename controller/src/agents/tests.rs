@@ -8,7 +8,7 @@ use std::{
         unix::net::UnixStream,
     },
     sync::Arc,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use affinode_proto::wire::{
@@ -20,7 +20,7 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use tokio::{runtime::Handle, sync::mpsc};
 
 use super::*;
-use crate::sockets::Sockets;
+use crate::{sockets::Sockets, ward::tests::Lingering};
 
 fn page() -> OwnedFd {
     let fd = rustix::fs::memfd_create("page", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
@@ -343,22 +343,9 @@ async fn descriptors_of_every_wrong_kind_are_refused() {
     }
 }
 
-/// A connection whose last descriptor is let go of only after so long: its peer does not read.
-fn lingering(long: Duration) -> (OwnedFd, std::net::TcpStream) {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let mut stream = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    let (peer, _) = listener.accept().unwrap();
-    stream.set_nonblocking(true).unwrap();
-    while stream.write(&[0; 64 << 10]).is_ok() {}
-    stream.set_nonblocking(false).unwrap();
-    rustix::net::sockopt::set_socket_linger(&stream, Some(long)).unwrap();
-    (stream.into(), peer)
-}
-
 /// What the kernel does in the thread that reads such a message has no end that we choose.
 #[tokio::test]
 async fn who_makes_its_reader_wait_makes_no_other_container_wait() {
-    const LONG: Duration = Duration::from_secs(15);
     let run_dir = tempfile::tempdir().unwrap();
     let (sender, mut mail) = mpsc::channel(8);
     let numbers = Arc::new(std::sync::atomic::AtomicU64::new(1));
@@ -370,28 +357,29 @@ async fn who_makes_its_reader_wait_makes_no_other_container_wait() {
         (listener.unwrap(), run_dir.path().join(Listener::socket(&key)))
     };
     let ((_hostile, hostile), (_other, other)) = (open("0"), open("1"));
-    let began = Instant::now();
-    let (mut peers, mut kept) = (Vec::new(), Vec::new());
+    let (mut hostiles, mut kept) = (Vec::new(), Vec::new());
     // Behind a Hello, and in the place of one.
     for joins in [true, false] {
-        let (descriptor, unread) = lingering(LONG);
+        let mut lingering = Lingering::new();
         let peer = UnixStream::connect(&hostile).unwrap();
         let page = page();
         if joins {
             send_with(&peer, &hello(WIRE_VERSION), &[page.as_fd()]);
             kept.push(mail.recv().await);
         }
-        send_with(&peer, &[0; FRAME_BYTES], &[descriptor.as_fd()]);
-        // Whoever of the two lets go of it last waits.
-        std::thread::spawn(move || drop(descriptor));
-        peers.push((peer, unread));
+        send_with(&peer, &[0; FRAME_BYTES], &[lingering.descriptor()]);
+        lingering.let_go();
+        hostiles.push((peer, lingering));
     }
-    tokio::time::sleep(Duration::from_millis(100)).await;
+    while hostiles.iter().all(|(_, lingering)| lingering.is_open()) {
+        tokio::task::yield_now().await;
+    }
     let (peer, page) = (UnixStream::connect(&other).unwrap(), page());
     send_with(&peer, &hello(WIRE_VERSION), &[page.as_fd()]);
     let theirs = Key::parse(&"1".repeat(32)).unwrap();
     while !matches!(mail.recv().await, Some(AgentMail::Joined { key, .. }) if key == theirs) {}
-    assert!(began.elapsed() < LONG, "it has waited for the other container's connection");
+    let waits = hostiles.iter().any(|(_, lingering)| lingering.is_waited_for());
+    assert!(waits, "it has waited for the other container's connection");
 }
 
 /// A packet of a process's, and what a vault would get of it.

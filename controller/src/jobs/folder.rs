@@ -290,9 +290,8 @@ mod tests {
             assert_eq!(error.kind(), io::ErrorKind::WouldBlock, "{error}");
             std::thread::yield_now();
         }
-        let began = std::time::Instant::now();
+        // Who waits finds it let go of, when the kernel has taken the lease away.
         assert!(!unused(&job.lock()), "its user has it");
-        assert!(began.elapsed() < Duration::from_secs(30), "it has waited for its user");
         crate::sys::lease(&users, false).unwrap();
         while !unused(&job.lock()) {
             std::thread::yield_now();

@@ -93,21 +93,20 @@ mod tests {
     use std::{
         io::{IoSlice, Read, Write},
         mem::MaybeUninit,
-        os::{fd::AsFd, unix::net::UnixStream},
-        time::Instant,
+        os::unix::net::UnixStream,
     };
 
     use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
     use super::*;
+    use crate::ward::tests::Lingering;
 
     /// The kernel lets go of a descriptor that nobody has taken in the thread that reads: of this
     /// one when its peer has read, or after so long.
     #[test]
     fn who_sends_a_descriptor_keeps_nobody_waiting_but_who_asks_for_jobs() {
-        const LONG: Duration = Duration::from_secs(15);
         let dir = tempfile::tempdir().unwrap();
-        let (path, began) = (dir.path().join(SOCKET), Instant::now());
+        let path = dir.path().join(SOCKET);
         let listener = net::UnixListener::bind(&path).unwrap();
         listener.set_nonblocking(true).unwrap();
         let (calls, mut asked) = mpsc::channel(1);
@@ -115,28 +114,24 @@ mod tests {
         let refuses = sys::refuse_descriptors(&listener).is_ok();
         let _ward = runtime.block_on(async { serve(listener, calls) }).unwrap();
 
-        let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let mut lingers = std::net::TcpStream::connect(tcp.local_addr().unwrap()).unwrap();
-        let _unread = tcp.accept().unwrap();
-        lingers.set_nonblocking(true).unwrap();
-        while lingers.write(&[0; 64 << 10]).is_ok() {}
-        rustix::net::sockopt::set_socket_linger(&lingers, Some(LONG)).unwrap();
+        let mut lingering = Lingering::new();
         let hostile = UnixStream::connect(&path).unwrap();
-        let fds = [lingers.as_fd()];
+        let fds = [lingering.descriptor()];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
         let parts = [IoSlice::new(b"{")];
         let sent = rustix::net::sendmsg(&hostile, &parts, &mut control, SendFlags::empty());
         assert_eq!(sent.is_err(), refuses);
-        if refuses {
-            rustix::net::sockopt::set_socket_linger(&lingers, None).unwrap();
-        }
-        drop(lingers);
-        // The task that decides is not the one that reads.
-        runtime.block_on(async { tokio::time::sleep(Duration::from_millis(100)).await });
-        assert!(began.elapsed() < LONG, "it has waited");
         if !refuses {
+            lingering.let_go();
+            // The task that decides is not the one that reads.
+            runtime.block_on(async {
+                while lingering.is_open() {
+                    tokio::task::yield_now().await;
+                }
+            });
+            assert!(lingering.is_waited_for(), "it has waited");
             return;
         }
         let mut asks = UnixStream::connect(&path).unwrap();
