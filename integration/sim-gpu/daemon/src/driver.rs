@@ -177,8 +177,8 @@ impl Driver {
         Ok((Reply::Done, None))
     }
 
-    /// Registers an exported descriptor, named by its inode.
-    pub fn export(&self, client: ClientId, object: ObjectId, inode: u64) -> Result<(), i32> {
+    /// Registers an exported descriptor, by its name.
+    pub fn export(&self, client: ClientId, object: ObjectId, name: u64) -> Result<(), i32> {
         let mut state = self.state();
         if !state.ledger.holds(client, object) {
             return Err(code::INVALID_VALUE);
@@ -187,22 +187,22 @@ impl Driver {
             return Err(code::OUT_OF_MEMORY);
         }
         let object = state.ledger.meant(client, object);
-        state.ledger.export(inode, object);
+        state.ledger.export(name, object);
         Ok(())
     }
 
     /// The last copy of an exported descriptor was closed.
-    pub fn close_export(&self, inode: u64) {
+    pub fn close_export(&self, name: u64) {
         let mut state = self.state();
-        if let Some(object) = state.ledger.close_export(inode) {
+        if let Some(object) = state.ledger.close_export(name) {
             state.bury(object);
         }
     }
 
     /// `cuMemImportFromShareableHandle`.
-    pub fn import(&self, client: ClientId, inode: u64) -> Answer {
+    pub fn import(&self, client: ClientId, name: u64) -> Answer {
         let mut state = self.state();
-        let object = state.ledger.exported(inode).ok_or(code::INVALID_VALUE)?;
+        let object = state.ledger.exported(name).ok_or(code::INVALID_VALUE)?;
         state.open(client, object)
     }
 

@@ -46,7 +46,7 @@ pub struct Ledger {
     context_bytes: u64,
     contexts: BTreeMap<ClientId, BTreeMap<usize, u32>>,
     objects: BTreeMap<ObjectId, Object>,
-    /// Open exported descriptors, by inode.
+    /// Open exported descriptors, by name.
     exports: BTreeMap<u64, ObjectId>,
     /// What a client means by a name that others keep for what it has shared before its checkpoint:
     /// it came back with a copy of its own (measured with 580).
@@ -185,14 +185,14 @@ impl Ledger {
         Some((object.gpu, object.bytes))
     }
 
-    /// An exported descriptor, named by its inode, was made.
-    pub fn export(&mut self, inode: u64, id: ObjectId) {
-        self.exports.insert(inode, id);
+    /// An exported descriptor, by its name, was made.
+    pub fn export(&mut self, name: u64, id: ObjectId) {
+        self.exports.insert(name, id);
     }
 
     /// Which object an exported descriptor names.
-    pub fn exported(&self, inode: u64) -> Option<ObjectId> {
-        self.exports.get(&inode).copied()
+    pub fn exported(&self, name: u64) -> Option<ObjectId> {
+        self.exports.get(&name).copied()
     }
 
     /// How many exported descriptors are open.
@@ -201,8 +201,8 @@ impl Ledger {
     }
 
     /// The last copy of an exported descriptor was closed. The object that went with it, if any.
-    pub fn close_export(&mut self, inode: u64) -> Option<ObjectId> {
-        let id = self.exports.remove(&inode)?;
+    pub fn close_export(&mut self, name: u64) -> Option<ObjectId> {
+        let id = self.exports.remove(&name)?;
         self.bury(id).then_some(id)
     }
 

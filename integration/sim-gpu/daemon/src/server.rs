@@ -6,11 +6,12 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::{fs, thread};
+use std::{fs, fs::File, thread};
 
 use affinode_sim_protocol::{Packet, Reply, Request, code};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::stat::fstat;
+use rustix::pty::OpenptFlags;
 
 use crate::checkpoint;
 use crate::config::Config;
@@ -177,36 +178,46 @@ fn handle(
         Request::Allocate { gpu, bytes } => driver.allocate(client, gpu, bytes),
         Request::Free { object } => driver.free(client, object),
         Request::Export { object } => export(driver, process, object),
-        Request::Import => driver.import(client, inode(&fd.ok_or(code::INVALID_VALUE)?)?),
+        Request::Import => driver.import(client, name(&fd.ok_or(code::INVALID_VALUE)?)?),
         Request::IpcExport { object } => driver.ipc_export(client, object),
         Request::IpcOpen { token } => driver.ipc_open(client, &token),
         _ => Err(code::INVALID_VALUE),
     }
 }
 
-/// The descriptor is the writing end of a pipe whose reading end stays here: it cannot
-/// be mapped, its inode names the object, and its last copy's end shows as end of file.
+/// The descriptor is one of a character device, as the real driver's, of which another stays here: it
+/// cannot be mapped, its number names the object, and its last copy's end shows as an error.
 fn export(driver: &Arc<Driver>, process: &Process, object: u64) -> Answer {
-    let (reader, writer) = io::pipe().map_err(|_| code::OPERATING_SYSTEM)?;
-    let inode = inode(&reader)?;
-    driver.export(process.id, object, inode)?;
-    let (watcher, mut reader) = (Arc::clone(driver), reader);
+    let (ours, theirs) = terminal().map_err(|_| code::OPERATING_SYSTEM)?;
+    let name = name(&theirs)?;
+    driver.export(process.id, object, name)?;
+    let (watcher, mut ours) = (Arc::clone(driver), File::from(ours));
     let watch = start(move || {
-        let _ = io::copy(&mut reader, &mut io::sink());
-        watcher.close_export(inode);
+        let _ = io::copy(&mut ours, &mut io::sink());
+        // The name is given again once ours is closed, too.
+        watcher.close_export(name);
     });
     match watch {
-        Ok(()) => Ok((Reply::Done, Some(Arc::new(OwnedFd::from(writer))))),
+        Ok(()) => Ok((Reply::Done, Some(Arc::new(theirs)))),
         Err(_) => {
-            driver.close_export(inode);
+            driver.close_export(name);
             Err(code::OUT_OF_MEMORY)
         }
     }
 }
 
-/// Unique among the pipes of the machine, while one end is open.
-fn inode(fd: &impl AsFd) -> Result<u64, i32> {
+fn terminal() -> rustix::io::Result<(OwnedFd, OwnedFd)> {
+    let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
+    let ours = rustix::pty::openpt(flags)?;
+    rustix::pty::unlockpt(&ours)?;
+    let theirs = rustix::pty::ioctl_tiocgptpeer(&ours, flags)?;
+    Ok((ours, theirs))
+}
+
+/// Of no other terminal of the machine, while one end is open: a container has a file system of its
+/// own for them.
+fn name(fd: &impl AsFd) -> Result<u64, i32> {
     let stat = fstat(fd).map_err(|_| code::OPERATING_SYSTEM)?;
-    let is_pipe = stat.st_mode & nix::libc::S_IFMT == nix::libc::S_IFIFO;
-    if is_pipe { Ok(stat.st_ino) } else { Err(code::INVALID_VALUE) }
+    let is_device = stat.st_mode & nix::libc::S_IFMT == nix::libc::S_IFCHR;
+    if is_device { Ok(stat.st_dev << 32 | stat.st_ino) } else { Err(code::INVALID_VALUE) }
 }
