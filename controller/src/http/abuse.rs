@@ -158,6 +158,9 @@ async fn answers_out_of_the_history_are_bounded_until_they_are_taken() {
     }
     let next = ask("/api/v1/report");
     tokio::pin!(next);
+    // Who asks wrongly needs no place.
+    let wrong = routes::past(&site.site, Some("since_ms=1h"), "/api/v1/history").await;
+    assert_eq!(wrong.status(), 400);
     let early = tokio::time::timeout(Duration::from_millis(100), next.as_mut()).await;
     assert!(early.is_err(), "one too many was made");
     held.pop();

@@ -7,10 +7,16 @@ pub fn value<'a>(query: Option<&'a str>, name: &str) -> Option<&'a str> {
     query?.split('&').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='))
 }
 
-/// A whole number from 0.
-#[must_use]
-pub fn number(query: Option<&str>, name: &str) -> Option<i64> {
-    value(query, name)?.parse().ok().filter(|number| *number >= 0)
+/// A whole number from 0, if the query has it.
+///
+/// # Errors
+/// It is something else; in words.
+pub fn number(query: Option<&str>, name: &str) -> Result<Option<i64>, String> {
+    let Some(given) = value(query, name) else { return Ok(None) };
+    match given.parse() {
+        Ok(number) if number >= 0 => Ok(Some(number)),
+        _ => Err(format!("{name} is no whole number from 0; milliseconds since 1970 are meant")),
+    }
 }
 
 #[cfg(test)]
@@ -22,8 +28,11 @@ mod tests {
         let query = Some("watch=node&since_ms=12&x");
         assert_eq!(value(query, "watch"), Some("node"));
         assert_eq!(value(query, "atch"), None);
-        assert_eq!(number(query, "since_ms"), Some(12));
-        assert_eq!(number(Some("since_ms=-1"), "since_ms"), None);
+        assert_eq!(number(query, "since_ms"), Ok(Some(12)));
+        assert_eq!(number(query, "until_ms"), Ok(None));
+        for bad in ["-1", "", "1h", "1.5", "99999999999999999999"] {
+            assert!(number(Some(&format!("since_ms={bad}")), "since_ms").is_err(), "{bad}");
+        }
         assert_eq!(value(None, "watch"), None);
     }
 }

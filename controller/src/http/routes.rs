@@ -207,8 +207,14 @@ pub(super) async fn past(site: &Arc<Site>, query: Option<&str>, path: &str) -> R
             "the history is off: history.dir in the configuration",
         );
     };
-    let until_ms = query::number(query, "until_ms").unwrap_or_else(clock::unix_ms);
-    let since_ms = query::number(query, "since_ms").unwrap_or(until_ms - DAY_MS);
+    let times = query::number(query, "since_ms")
+        .and_then(|since_ms| Ok((since_ms, query::number(query, "until_ms")?)));
+    let (since_ms, until_ms) = match times {
+        Ok(times) => times,
+        Err(why) => return reply::error(StatusCode::BAD_REQUEST, &why),
+    };
+    let until_ms = until_ms.unwrap_or_else(clock::unix_ms);
+    let since_ms = since_ms.unwrap_or(until_ms - DAY_MS);
     let key = query::value(query, "key").map(ToOwned::to_owned);
     let report = (path == "/api/v1/report").then(|| site.report.clone());
     let Ok(permit) = Arc::clone(&site.reads).acquire_owned().await else {
