@@ -58,7 +58,7 @@ fn an_old_glibc_loads_it() -> Result<()> {
     let output = Spec::gpu("old", &program).image(OLD).command(&world, &["--rm"])?.output()?;
     let said = String::from_utf8_lossy(&output.stdout);
     let complaints = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{complaints}");
+    assert!(output.status.success(), "{}: {complaints}", output.status);
     assert_eq!(complaints, "", "the loader has nothing to say");
     assert!(said.starts_with("works\n"), "{said}");
     assert!(said.contains("libc-2.31.so"), "the old library: {said}");
