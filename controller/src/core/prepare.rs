@@ -24,6 +24,8 @@ use super::{
 
 /// Who has not left by then is not about to, whatever it says.
 const LEAVES_MS: Millis = 20_000;
+/// What no vault has copied so often in a row is not handed over any more.
+const MOST_UNCOPIED: u32 = 3;
 
 impl Container {
     /// Since when it is idle, if it is: no two idlenesses have the same number.
@@ -100,10 +102,12 @@ impl Node {
 
     /// The GPU that a process is on whose memory a vault can copy out, and what it can carry, in
     /// bytes. `None`: it would leave another way, has memory on several GPUs, holds too little,
-    /// or has found at its last move that no vault can bring it home.
+    /// has found at its last move that no vault can bring it home, or was not copied by any a few
+    /// times in a row: it would come home each time, and never be away.
     #[must_use]
     pub fn may_prepare(&self, id: ProcessId) -> Option<(String, u64)> {
-        let process = self.processes.get(&id).filter(|p| p.page.is_some())?;
+        let may = |p: &&Process| p.page.is_some() && p.uncopied_times < MOST_UNCOPIED;
+        let process = self.processes.get(&id).filter(may)?;
         let (uuid, _) = self.for_a_vault(process, &process.vram)?;
         // What NVML said last may be older than its last allocations.
         let total = self.gpus.iter().find(|gpu| gpu.uuid == uuid)?.total_bytes;

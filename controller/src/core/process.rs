@@ -89,6 +89,8 @@ pub struct Process {
     pub prepared: bool,
     /// Since when its container was idle when it was told so last.
     pub prepared_in: Option<Millis>,
+    /// How often in a row no vault has copied what it had handed over.
+    pub uncopied_times: u32,
     /// It holds its allocations until the rest of its container is back.
     pub waits_for_siblings: bool,
     /// Why its page is not believed any more, if it is not. For good.

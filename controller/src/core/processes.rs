@@ -220,6 +220,7 @@ mod tests {
             copy_failed: false,
             prepared: false,
             prepared_in: None,
+            uncopied_times: 0,
             waits_for_siblings: false,
             ignores_holds: false,
             bad_page: None,

@@ -79,6 +79,9 @@ impl Node {
         if outcome == Outcome::NotCopied && phase == Phase::Away {
             process.keeps_what_it_carries();
         }
+        if phase == Phase::Away && outcome == Outcome::Done && left {
+            process.uncopied_times = 0;
+        }
         if lies {
             self.bad_page(id, NEVER_MOVED.into());
             self.fail_offload(&key, Reason::BadPeer, &format!("process {pid}"));
@@ -154,6 +157,7 @@ impl Node {
                 self.fail_offload(&key, Reason::DriverError, &detail);
             }
             (_, Outcome::NotCopied) => {
+                process.uncopied_times += 1;
                 let detail = format!("no vault has copied process {pid}, which was prepared");
                 self.fail_offload(&key, Reason::DriverError, &detail);
             }

@@ -155,6 +155,7 @@ impl Node {
                 copy_failed: before.as_ref().is_some_and(|p| p.copy_failed),
                 prepared: false,
                 prepared_in: before.as_ref().and_then(|p| p.prepared_in),
+                uncopied_times: before.as_ref().map_or(0, |p| p.uncopied_times),
                 waits_for_siblings: false,
                 ignores_holds: before.as_ref().is_some_and(|p| p.ignores_holds),
                 bad_page: before.as_ref().and_then(|p| p.bad_page.clone()),

@@ -80,6 +80,7 @@ impl World {
             agent.phase = match action {
                 // The agent has unlocked it before.
                 Action::Park { .. } => Phase::Closed,
+                Action::Checkpoint { .. } if fail == Outcome::NotCopied => Phase::Away,
                 Action::Restore => Phase::Parked,
                 // Its context is there, its memory found no room.
                 Action::RestoreOn { .. } if agent.parked && fail == Outcome::DriverError => {

@@ -371,6 +371,33 @@ fn an_offload_whose_copy_fails_ends_it_and_one_that_a_call_turns_round_too() {
     }
 }
 
+/// It would come home each time, and never be away.
+#[test]
+fn who_was_not_copied_a_few_times_in_a_row_is_prepared_no_more() {
+    let mut world = World::new(3);
+    let id = staying(&mut world, FAST, 600);
+    let mut leaves = |copied: bool| {
+        rest(&mut world);
+        let was_prepared = world.node.processes.get(&id).unwrap().prepared;
+        ask(&mut world, Request::Offload);
+        while world.agents[&id].phase != Phase::Parked {
+            world.tick();
+            world.answer_question();
+            world.work(id);
+        }
+        world.fail = (!copied).then_some(Outcome::NotCopied);
+        world.settle_all();
+        assert_eq!(world.fail, None);
+        assert_eq!(world.agents[&id].phase == Phase::Away, copied, "else it came home");
+        world.call(id);
+        world.settle_all();
+        assert_eq!(world.agents[&id].phase, Phase::Open);
+        was_prepared
+    };
+    let all = [false, false, true, false, false, false, true].map(&mut leaves);
+    assert_eq!(all, [true, true, true, true, true, true, false]);
+}
+
 #[test]
 fn it_lasts_until_it_is_home_again_and_the_next_idleness_has_its_own() {
     let mut world = World::new(3);
