@@ -7,7 +7,10 @@ use std::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::net::UnixStream,
     },
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::Duration,
 };
 
@@ -434,16 +437,24 @@ async fn a_way_to_a_vault_carries_all_in_order_however_late_it_is_read() {
     const TIMES: usize = 20;
     let ((process, theirs), (ours, vault)) = (vault::pair().unwrap(), vault::pair().unwrap());
     tokio::spawn(porter::carry(theirs, ours));
+    let sent = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&sent);
     let told = tokio::spawn(async move {
         let vault = crate::sys::watch(vault).unwrap();
         for n in (0..TIMES).flat_map(|_| 0..MANY) {
             let send = |to: &OwnedFd| affinode_vault::socket::send(to, &[n; FRAME_BYTES], None);
             vault.async_io(tokio::io::Interest::WRITABLE, send).await.unwrap();
+            count.fetch_add(1, Ordering::SeqCst);
         }
         vault
     });
     // All that fits anywhere is under way.
-    tokio::time::sleep(Duration::from_millis(50)).await;
+    let mut before = usize::MAX;
+    while std::mem::replace(&mut before, sent.load(Ordering::SeqCst)) != before {
+        for _ in 0..1_000 {
+            tokio::task::yield_now().await;
+        }
+    }
     assert!(!told.is_finished());
     let process = crate::sys::watch_readable(process).unwrap();
     for n in (0..TIMES).flat_map(|_| 0..MANY) {

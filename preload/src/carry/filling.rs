@@ -185,6 +185,9 @@ unsafe extern "C" fn help(_: *mut c_void) -> *mut c_void {
 
 #[cfg(test)]
 pub mod tests {
+    use super::super::pool::Pool;
+    use super::super::table::Allocations;
+    use super::super::{CARRY, addresses, locked, with_pool};
     use super::*;
 
     const HUGE_PAGE_BYTES: usize = 2 << 20;
@@ -196,6 +199,19 @@ pub mod tests {
 
     /// Who works with [`FILLING`], of which a process has one.
     pub static SHARED: std::sync::Mutex<()> = std::sync::Mutex::new(());
+
+    /// Nothing is carried any more, and there is no pool.
+    pub fn forget_all() {
+        locked(|allocations| *allocations = Allocations::empty());
+        addresses::let_go();
+        with_pool(|pool| {
+            pool.end();
+            *pool = Pool::none();
+        });
+        FILLING.resident.clear();
+        CARRY.in_use.store(0, Ordering::Release);
+        CARRY.strayed.store(0, Ordering::Release);
+    }
 
     #[test]
     fn chunks_are_filled_by_helpers_and_by_whoever_waits() {

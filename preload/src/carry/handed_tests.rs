@@ -8,9 +8,9 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 
 use super::super::backing::property_on;
 use super::super::fake_driver::{CONTEXT, DEVICE, Fake, Held};
-use super::super::filling::{FILLING, tests::SHARED};
+use super::super::filling::tests::{SHARED, forget_all};
 use super::super::park::{assign, holds_imported, is_parked};
-use super::super::table::{Allocation, Allocations};
+use super::super::table::Allocation;
 use super::super::{CARRY, ahead, locked};
 use super::*;
 use crate::owned;
@@ -138,14 +138,7 @@ impl Drop for World {
         for piece in self.pieces() {
             piece.shared.into_iter().for_each(Owned::close);
         }
-        locked(|allocations| *allocations = Allocations::empty());
-        with_pool(|pool| {
-            pool.end();
-            *pool = Pool::none();
-        });
-        FILLING.resident.clear();
-        CARRY.in_use.store(0, Ordering::Release);
-        CARRY.strayed.store(0, Ordering::Release);
+        forget_all();
     }
 }
 

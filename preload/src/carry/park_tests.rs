@@ -2,8 +2,8 @@ use std::sync::MutexGuard;
 
 use super::super::backing::property_on;
 use super::super::fake_driver::{CONTEXT, DEVICE, Fake, Held};
-use super::super::filling::{FILLING, tests::SHARED};
-use super::super::table::{Allocation, Allocations};
+use super::super::filling::tests::{SHARED, forget_all};
+use super::super::table::Allocation;
 use super::super::{addresses, locked};
 use super::*;
 
@@ -64,14 +64,7 @@ impl World {
 
 impl Drop for World {
     fn drop(&mut self) {
-        locked(|allocations| *allocations = Allocations::empty());
-        addresses::let_go();
-        with_pool(|pool| {
-            pool.end();
-            *pool = Pool::none();
-        });
-        FILLING.resident.clear();
-        CARRY.in_use.store(0, Ordering::Release);
+        forget_all();
     }
 }
 

@@ -7,9 +7,9 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 
 use super::super::backing::{back, property_on};
 use super::super::fake_driver::{CONTEXT, DEVICE, Fake, Held};
-use super::super::filling::{FILLING, tests::SHARED};
+use super::super::filling::tests::{SHARED, forget_all};
 use super::super::park::{holds_imported, park, unpark};
-use super::super::table::{Allocation, Allocations};
+use super::super::table::Allocation;
 use super::super::{CARRY, locked};
 use super::*;
 
@@ -94,14 +94,7 @@ impl World {
 impl Drop for World {
     fn drop(&mut self) {
         hang_up();
-        locked(|allocations| *allocations = Allocations::empty());
-        with_pool(|pool| {
-            pool.end();
-            *pool = Pool::none();
-        });
-        FILLING.resident.clear();
-        CARRY.in_use.store(0, Ordering::Release);
-        CARRY.strayed.store(0, Ordering::Release);
+        forget_all();
     }
 }
 
