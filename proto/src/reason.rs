@@ -77,6 +77,13 @@ reasons! {
     SharedMemory = "shared-memory", "shares GPU memory with another process or device (IPC, exported or imported handles, GPUDirect)";
     /// Runs under MPS.
     Mps = "mps", "runs under MPS, which the driver cannot checkpoint";
+    /// A tool of the driver's is in the process, and nothing else of it can be copied.
+    Tools = "tools", "a profiler, sanitizer or debugger is or was in the process: its context stays on the GPU, because the driver's checkpoint would hang or lose it; the engines auto, fast and park copy its memory";
+    /// A video library is in the process, and nothing else of it can be copied.
+    Video = "video", "has a library for video loaded (NVDEC, NVENC): its context stays on the GPU; the engines auto, fast and park copy its memory";
+    /// One of its threads reached the driver past the hooks while it was away, and nothing else of it
+    /// can be copied.
+    HiddenWay = "hidden-way", "a thread of it blocked inside the driver while it was away, on a way that no hook sees: its context stays on the GPU from now on; the engines auto, fast and park copy its memory";
     /// Its memory did not come back as it had left.
     DamagedMemory = "damaged-memory", "its memory did not come back as it had left, so its CUDA calls fail (CUDA_ERROR_ECC_UNCORRECTABLE): start it anew";
     /// On a GPU that is cut into MIG instances.

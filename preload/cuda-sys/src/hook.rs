@@ -30,6 +30,12 @@ pub enum Class {
     /// As [`Class::Work`]. Memory that was freed in a stream is given back after it, so calls are
     /// looked at once there may be such memory of the library's.
     Sync = 10,
+    /// `cuGetExportTable`. Requests for the tables of the CUDA runtime and its libraries pass unseen;
+    /// any other is remembered, then held and counted as [`Class::Work`].
+    Table = 11,
+    /// Asks for what does not change in the life of a process. Held, but answered from what was
+    /// answered before, where it is known; counted as [`Class::Poll`].
+    Constant = 12,
 }
 
 impl Class {
@@ -47,6 +53,8 @@ impl Class {
             8 => Class::Memory,
             9 => Class::Pointer,
             10 => Class::Sync,
+            11 => Class::Table,
+            12 => Class::Constant,
             _ => Class::Work,
         }
     }
@@ -55,7 +63,16 @@ impl Class {
     /// held as well while allocations are held.
     #[must_use]
     pub const fn is_special(self) -> bool {
-        !matches!(self, Class::Work | Class::Poll | Class::Memory | Class::Pointer | Class::Sync)
+        !matches!(
+            self,
+            Class::Work
+                | Class::Poll
+                | Class::Memory
+                | Class::Pointer
+                | Class::Sync
+                | Class::Table
+                | Class::Constant
+        )
     }
 
     /// Whether calls need more than to be counted, which puts them on the thorough path.
@@ -161,7 +178,6 @@ pub fn passes(name: &[u8]) -> bool {
             b"cuDriverGetVersion"
                 | b"cuGetErrorName"
                 | b"cuGetErrorString"
-                | b"cuGetExportTable"
                 | b"cuGetProcAddress"
                 | b"cuCtxGetCurrent"
                 | b"cuCtxSetCurrent"
@@ -240,6 +256,9 @@ mod tests {
             ("cuIpcCloseMemHandle", Class::Memory),
             ("cuMemMap", Class::Memory),
             ("cuMulticastBindMem", Class::Peer),
+            ("cuGetExportTable", Class::Table),
+            ("cuDeviceGetName", Class::Constant),
+            ("cuDeviceGetCount", Class::Constant),
         ] {
             assert_eq!(find(name.as_bytes()).map(|f| f.1), Some(class), "{name}");
         }

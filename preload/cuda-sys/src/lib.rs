@@ -8,6 +8,7 @@
 
 pub mod hook;
 mod list;
+pub mod nvml;
 pub mod size;
 
 /// `CUresult` values that have a meaning here.
@@ -30,6 +31,30 @@ pub mod result {
     pub const NOT_READY: u32 = 600;
     /// Checkpoint: the process uses something that cannot be checkpointed.
     pub const NOT_SUPPORTED: u32 = 801;
+
+    /// Whether a context is lost with this code: the driver answers every later call with it, and
+    /// no attempt mends it. Uncorrectable memory errors and faults of kernels.
+    #[must_use]
+    pub const fn is_sticky(code: u32) -> bool {
+        const NVLINK_UNCORRECTABLE: u32 = 220;
+        const CONTAINED: u32 = 226;
+        const ILLEGAL_ADDRESS: u32 = 700;
+        const LAUNCH_TIMEOUT: u32 = 702;
+        const ASSERT: u32 = 710;
+        // Faults of the stack, the instruction, the address, its space, the counter; launch failed.
+        const HARDWARE_STACK_ERROR: u32 = 714;
+        const LAUNCH_FAILED: u32 = 719;
+        matches!(
+            code,
+            ECC_UNCORRECTABLE
+                | NVLINK_UNCORRECTABLE
+                | CONTAINED
+                | ILLEGAL_ADDRESS
+                | LAUNCH_TIMEOUT
+                | ASSERT
+                | HARDWARE_STACK_ERROR..=LAUNCH_FAILED
+        )
+    }
 }
 
 /// `CUprocessState` values.

@@ -24,17 +24,15 @@ macro_rules! hooked_functions {
                 cuCtxSetSharedMemConfig cuCtxWaitEvent
                 cuDestroyExternalMemory cuDestroyExternalSemaphore cuDevResourceGenerateDesc
                 cuDevSmResourceSplit cuDevSmResourceSplitByCount cuDeviceCanAccessPeer
-                cuDeviceComputeCapability cuDeviceGet cuDeviceGetByPCIBusId cuDeviceGetCliqueCount
-                cuDeviceGetCliqueInfo cuDeviceGetCount cuDeviceGetDefaultMemPool
-                cuDeviceGetDevResource cuDeviceGetExecAffinitySupport cuDeviceGetFabricClusterUuid
-                cuDeviceGetGraphMemAttribute cuDeviceGetHostAtomicCapabilities cuDeviceGetLuid
-                cuDeviceGetMemPool cuDeviceGetName cuDeviceGetNvSciSyncAttributes
-                cuDeviceGetP2PAtomicCapabilities cuDeviceGetP2PAttribute cuDeviceGetPCIBusId
-                cuDeviceGetProperties cuDeviceGetTexture1DLinearMaxWidth cuDeviceGetUuid
-                cuDeviceGetUuid_v2 cuDeviceGraphMemTrim cuDevicePrimaryCtxGetState
-                cuDevicePrimaryCtxSetFlags cuDevicePrimaryCtxSetFlags_v2
-                cuDeviceRegisterAsyncNotification cuDeviceSetGraphMemAttribute cuDeviceSetMemPool
-                cuDeviceTotalMem cuDeviceTotalMem_v2 cuDeviceUnregisterAsyncNotification
+                cuDeviceGetByPCIBusId cuDeviceGetCliqueCount cuDeviceGetCliqueInfo
+                cuDeviceGetDefaultMemPool cuDeviceGetDevResource cuDeviceGetExecAffinitySupport
+                cuDeviceGetFabricClusterUuid cuDeviceGetGraphMemAttribute
+                cuDeviceGetHostAtomicCapabilities cuDeviceGetLuid cuDeviceGetMemPool
+                cuDeviceGetNvSciSyncAttributes cuDeviceGetP2PAtomicCapabilities
+                cuDeviceGetP2PAttribute cuDeviceGetProperties cuDeviceGetTexture1DLinearMaxWidth
+                cuDeviceGraphMemTrim cuDevicePrimaryCtxGetState cuDevicePrimaryCtxSetFlags
+                cuDevicePrimaryCtxSetFlags_v2 cuDeviceRegisterAsyncNotification
+                cuDeviceSetGraphMemAttribute cuDeviceSetMemPool cuDeviceUnregisterAsyncNotification
                 cuEventCreate cuEventDestroy cuEventDestroy_v2 cuEventElapsedTime
                 cuEventElapsedTime_v2 cuEventRecord cuEventRecordWithFlags
                 cuEventRecordWithFlags_ptsz cuEventRecord_ptsz
@@ -242,6 +240,14 @@ macro_rules! hooked_functions {
             }
             Pointer {
                 cuPointerGetAttribute cuPointerGetAttributes
+            }
+            Table {
+                cuGetExportTable
+            }
+            Constant {
+                cuDeviceComputeCapability cuDeviceGet cuDeviceGetCount cuDeviceGetName
+                cuDeviceGetPCIBusId cuDeviceGetUuid cuDeviceGetUuid_v2 cuDeviceTotalMem
+                cuDeviceTotalMem_v2
             }
             Import {
                 cuEGLStreamConsumerAcquireFrame cuEGLStreamConsumerConnect

@@ -14,6 +14,8 @@
 //!                    <──────────────────────  Room: try again now, or give up
 //!   WantOver ──────────────────────────────>
 //!                    <──────────────────────  Watch, again and again: record calls into the page
+//!   AskReadings ───────────────────────────>   NVML is asked in a process that is away
+//!                    <──────────────────────  Reading, one per GPU
 //! ```
 
 pub use super::action::{Action, How};
@@ -57,6 +59,8 @@ wire_enum! {
         /// but all of what it can carry is on the device still, kept by the process alone. A return
         /// needs room for the rest only.
         NotCopied = 8,
+        /// A copy out, for which others took the host memory while it was filled. Undone.
+        NoHostMemory = 9,
     }
 }
 
@@ -72,6 +76,30 @@ pub struct Gpu {
     pub uuid: [u8; 16],
     /// Its device file is `/dev/nvidia` and this number.
     pub minor: u32,
+}
+
+/// A figure of a [`Reading`] that the controller does not know.
+pub const NOT_KNOWN: u32 = u32::MAX;
+
+/// What the controller has read of a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Reading {
+    /// As the driver has it.
+    pub uuid: [u8; 16],
+    /// VRAM in bytes.
+    pub total_bytes: u64,
+    /// VRAM that is free.
+    pub free_bytes: u64,
+    /// VRAM that the driver keeps for itself.
+    pub reserved_bytes: u64,
+    /// Share of the last sample period in which a kernel ran, in percent, or [`NOT_KNOWN`].
+    pub gpu_percent: u32,
+    /// Share in which memory was read or written, in percent, or [`NOT_KNOWN`].
+    pub memory_percent: u32,
+    /// Temperature in degrees Celsius, or [`NOT_KNOWN`].
+    pub temperature_c: u32,
+    /// Power in milliwatts, or [`NOT_KNOWN`].
+    pub power_mw: u32,
 }
 
 /// From the agent.
@@ -154,6 +182,9 @@ pub enum AgentMessage {
         /// Whether it was made.
         served: bool,
     },
+    /// A call into NVML needs figures, and NVML must not be reached. Answered with a
+    /// [`ControllerMessage::Reading`] for each GPU.
+    AskReadings,
 }
 
 /// From the controller.
@@ -230,6 +261,8 @@ pub enum ControllerMessage {
         /// They; those beyond `total` mean nothing.
         gpus: [Gpu; GPUS_A_FRAME],
     },
+    /// What the controller has read of a GPU, at most a sample interval ago.
+    Reading(Reading),
 }
 
 impl AgentMessage {
@@ -287,6 +320,7 @@ impl AgentMessage {
             AgentMessage::WantOver { ticket, served } => {
                 Writer::new(9).u64(ticket).u32(u32::from(served))
             }
+            AgentMessage::AskReadings => Writer::new(20),
         }
         .frame
     }
@@ -334,6 +368,7 @@ impl AgentMessage {
                 attempts: r.u32(),
             }),
             9 => Ok(AgentMessage::WantOver { ticket: r.u64(), served: r.u32() != 0 }),
+            20 => Ok(AgentMessage::AskReadings),
             other => Err(FrameError::Kind(other)),
         }
     }
@@ -362,6 +397,15 @@ impl ControllerMessage {
             }
             ControllerMessage::Watch { one_in, read } => Writer::new(109).u32(one_in).u64(read),
             ControllerMessage::Vault => Writer::new(110),
+            ControllerMessage::Reading(reading) => Writer::new(120)
+                .bytes(&reading.uuid)
+                .u64(reading.total_bytes)
+                .u64(reading.free_bytes)
+                .u64(reading.reserved_bytes)
+                .u32(reading.gpu_percent)
+                .u32(reading.memory_percent)
+                .u32(reading.temperature_c)
+                .u32(reading.power_mw),
             ControllerMessage::Prepare { on } => Writer::new(112).u32(u32::from(on)),
             ControllerMessage::Gpus { first, total, gpus } => gpus
                 .iter()
@@ -398,6 +442,16 @@ impl ControllerMessage {
             109 => Ok(ControllerMessage::Watch { one_in: r.u32(), read: r.u64() }),
             110 => Ok(ControllerMessage::Vault),
             112 => Ok(ControllerMessage::Prepare { on: r.u32() != 0 }),
+            120 => Ok(ControllerMessage::Reading(Reading {
+                uuid: r.bytes(),
+                total_bytes: r.u64(),
+                free_bytes: r.u64(),
+                reserved_bytes: r.u64(),
+                gpu_percent: r.u32(),
+                memory_percent: r.u32(),
+                temperature_c: r.u32(),
+                power_mw: r.u32(),
+            })),
             111 => {
                 let mut number = |name| {
                     let number = r.u32();

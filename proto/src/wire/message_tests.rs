@@ -30,6 +30,7 @@ fn messages_come_back_as_sent() {
         AgentMessage::Notice { hazards: Hazards::MANAGED_MEMORY },
         AgentMessage::Want { ticket: 3, bytes: 1 << 40, uuid: [7; 16], attempts: 2 },
         AgentMessage::WantOver { ticket: 3, served: true },
+        AgentMessage::AskReadings,
     ] {
         assert_eq!(AgentMessage::decode(&message.encode()), Ok(message));
     }
@@ -59,6 +60,16 @@ fn messages_come_back_as_sent() {
         ControllerMessage::Watch { one_in: 64, read: 1 << 40 },
         ControllerMessage::Vault,
         ControllerMessage::Prepare { on: true },
+        ControllerMessage::Reading(Reading {
+            uuid: [7; 16],
+            total_bytes: 1 << 40,
+            free_bytes: 1 << 39,
+            reserved_bytes: 1 << 30,
+            gpu_percent: 3,
+            memory_percent: NOT_KNOWN,
+            temperature_c: 41,
+            power_mw: 70_000,
+        }),
         ControllerMessage::Gpus {
             first: 5,
             total: 32,

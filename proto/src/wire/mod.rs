@@ -39,6 +39,17 @@ impl Hazards {
     pub const NO_CHECKPOINT_API: Hazards = Hazards(1 << 4);
     /// Its memory did not come back as it had left: its calls are answered with an error.
     pub const DAMAGED_MEMORY: Hazards = Hazards(1 << 5);
+    /// A tool has been let at the driver's private tables (CUPTI, compute-sanitizer), was injected by
+    /// the environment, or traces the process.
+    pub const TOOLS: Hazards = Hazards(1 << 6);
+    /// A library for video (NVDEC, NVENC) is loaded, or has been let at the driver's private tables.
+    pub const VIDEO: Hazards = Hazards(1 << 7);
+    /// A thread has blocked inside the driver while the process was away, on a way that no hook sees.
+    pub const HIDDEN_WAY: Hazards = Hazards(1 << 8);
+    /// Those with which the driver must not checkpoint the process. Its memory can be copied; the
+    /// context stays on the device.
+    pub const KEEPS_CONTEXT: Hazards =
+        Hazards(Hazards::TOOLS.0 | Hazards::VIDEO.0 | Hazards::HIDDEN_WAY.0);
 
     /// Whether any bit of `other` is set.
     #[must_use]
@@ -50,6 +61,12 @@ impl Hazards {
     #[must_use]
     pub const fn is_empty(self) -> bool {
         self.0 == 0
+    }
+
+    /// The bits of this set that are not in `other`.
+    #[must_use]
+    pub const fn without(self, other: Hazards) -> Hazards {
+        Hazards(self.0 & !other.0)
     }
 }
 
@@ -188,6 +205,8 @@ impl Notes {
     pub const HANDED: Notes = Notes(1 << 4);
     /// Its library and its driver can bring it back on another GPU.
     pub const MOVABLE: Notes = Notes(1 << 3);
+    /// The driver shows it one GPU: it never has memory on several.
+    pub const ONE_GPU: Notes = Notes(1 << 5);
 
     /// Whether any bit of `other` is set.
     #[must_use]

@@ -1,0 +1,91 @@
+//! What tests of any crate tell the person who runs all of them.
+//!
+//! `cargo test` shows no output of a test that passes, so what a test did not check would be
+//! known to no one. A test that cannot run here calls [`skip`]; one that counts how often a thing
+//! went well calls [`share`]. Each writes a line to the file that [`NOTES_ENV`] names, which
+//! `cargo xtask test` prints at its end. Where [`MAY_SKIP_ENV`] names a list, as in CI, a skip for
+//! anything that is not on the list is a failure.
+
+#![forbid(unsafe_code)]
+
+use std::{fs::OpenOptions, io::Write, path::Path};
+
+/// Names the file to which notes are appended, one in each line.
+pub const NOTES_ENV: &str = "AFFINODE_TEST_NOTES";
+/// Names a file with what tests may be skipped for: one word in each line, `#` begins a comment.
+pub const MAY_SKIP_ENV: &str = "AFFINODE_MAY_SKIP";
+/// What the line of a skipped test begins with.
+pub const SKIPPED: &str = "skipped ";
+
+/// Notes that the running test is skipped: `missing` is what the machine lacks, in one word;
+/// `why` is for people.
+///
+/// # Panics
+/// When there is a list of what may be skipped, and `missing` is not on it.
+pub fn skip(missing: &str, why: &str) {
+    note(&format!("{SKIPPED}{}: {missing}: {why}", test()));
+    if let Some(list) = std::env::var_os(MAY_SKIP_ENV) {
+        let text = std::fs::read_to_string(&list);
+        let text = text.unwrap_or_else(|error| panic!("cannot read {}: {error}", list.display()));
+        assert!(
+            is_listed(&text, missing),
+            "this test may not be skipped: {missing}: {why}; install it, or add the word to {}",
+            Path::new(&list).display()
+        );
+    }
+}
+
+/// Notes how often a thing went well, of how many times.
+///
+/// # Panics
+/// When it was less than the share that is demanded on any machine.
+pub fn share(what: &str, good: u64, of: u64, least: f64) {
+    note(&format!("{}: {what}: {good} of {of}", test()));
+    assert!(good as f64 >= of as f64 * least, "{what}: {good} of {of}, wanted are {least} of all");
+}
+
+/// The running test: `cargo test` names its thread so.
+fn test() -> String {
+    let thread = std::thread::current().name().unwrap_or("a thread of a test").to_owned();
+    let program = std::env::args().next().unwrap_or_default();
+    let program = Path::new(&program).file_stem().unwrap_or_default().to_string_lossy();
+    // Without the hash that cargo puts behind it.
+    let program = program.rsplit_once('-').map_or(&*program, |(name, _)| name);
+    format!("{program}::{thread}")
+}
+
+fn note(line: &str) {
+    let Some(path) = std::env::var_os(NOTES_ENV) else { return };
+    let file = OpenOptions::new().append(true).create(true).open(&path);
+    // One write for each line: tests write beside each other.
+    let written = file.and_then(|mut file| file.write_all(format!("{line}\n").as_bytes()));
+    written.unwrap_or_else(|error| panic!("cannot write {}: {error}", path.display()));
+}
+
+fn is_listed(list: &str, missing: &str) -> bool {
+    let words = list.lines().map(|line| line.split('#').next().unwrap_or_default().trim());
+    words.filter(|word| !word.is_empty()).any(|word| word == missing)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn list_with_comments_names_whole_words() {
+        let list = "# may be missing\ngo-runc  # where Go is not installed\n\npython3\n";
+        assert!(is_listed(list, "go-runc") && is_listed(list, "python3"));
+        assert!(!is_listed(list, "go") && !is_listed(list, "") && !is_listed(list, "root"));
+    }
+
+    #[test]
+    fn share_above_the_bound_passes() {
+        share("a thing", 6, 12, 0.5);
+    }
+
+    #[test]
+    #[should_panic(expected = "5 of 12")]
+    fn share_below_the_bound_fails() {
+        share("a thing", 5, 12, 0.5);
+    }
+}
