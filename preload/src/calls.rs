@@ -157,7 +157,7 @@ pub fn end(page: &Page, slot: &Slot, call: &Call) {
     record.hook.store(hook.try_into().unwrap_or(u16::MAX), Ordering::Relaxed);
     record.result.store(call.result.try_into().unwrap_or(u16::MAX), Ordering::Relaxed);
     record.stands_for.store(stands_for.try_into().unwrap_or(u32::MAX), Ordering::Relaxed);
-    let owner = slot.owner.load(Ordering::Relaxed);
+    let owner = slot.owner.tid();
     let thread = if owner == 0 { sys::gettid() } else { owner };
     record.thread.store(thread, Ordering::Relaxed);
     record.duration_ns.store(duration_ns, Ordering::Relaxed);

@@ -63,6 +63,14 @@ impl Object<'_> {
         self.holds(address, PF_EXECUTABLE)
     }
 
+    /// Where its code lies.
+    pub fn code(&self) -> Option<core::ops::Range<usize>> {
+        let is_code = |h: &&ProgramHeader| h.kind == PT_LOAD && h.flags & PF_EXECUTABLE != 0;
+        let header = self.headers.iter().find(is_code)?;
+        let start = self.base.wrapping_add(header.address as usize);
+        Some(start..start.wrapping_add(header.memory_bytes as usize))
+    }
+
     /// Its tables of symbols, if it has them.
     pub fn dynamic(&self) -> Option<Dynamic> {
         let header = self.headers.iter().find(|h| h.kind == PT_DYNAMIC)?;
@@ -74,6 +82,11 @@ impl Object<'_> {
     /// The address of a function that it defines.
     pub fn function(&self, name: &[u8]) -> Option<usize> {
         self.dynamic()?.function(name)
+    }
+
+    /// Address and size in bytes of a function that it defines.
+    pub fn function_extent(&self, name: &[u8]) -> Option<(usize, usize)> {
+        self.dynamic()?.function_extent(name)
     }
 }
 
@@ -192,6 +205,11 @@ impl Dynamic {
 
     /// The address of a function that the object defines, in its default version.
     pub fn function(&self, name: &[u8]) -> Option<usize> {
+        self.function_extent(name).map(|(address, _)| address)
+    }
+
+    /// Address and size in bytes of such a function.
+    pub fn function_extent(&self, name: &[u8]) -> Option<(usize, usize)> {
         if self.gnu_hash.is_null() {
             self.function_by_sysv_hash(name)
         } else {
@@ -199,7 +217,7 @@ impl Dynamic {
         }
     }
 
-    fn accept(&self, index: usize, name: &[u8]) -> Option<usize> {
+    fn accept(&self, index: usize, name: &[u8]) -> Option<(usize, usize)> {
         const STT_FUNC: u8 = 2;
         const VERSION_HIDDEN: u16 = 0x8000;
         // SAFETY: an index from the object's own hash table.
@@ -214,10 +232,10 @@ impl Dynamic {
         if !self.versions.is_null() && unsafe { *self.versions.add(index) } & VERSION_HIDDEN != 0 {
             return None;
         }
-        Some(self.base.wrapping_add(symbol.value as usize))
+        Some((self.base.wrapping_add(symbol.value as usize), symbol.bytes as usize))
     }
 
-    fn function_by_gnu_hash(&self, name: &[u8]) -> Option<usize> {
+    fn function_by_gnu_hash(&self, name: &[u8]) -> Option<(usize, usize)> {
         let hash = gnu_hash(name);
         // SAFETY: all reads follow the layout of the table that the loader itself uses:
         // four words, the bloom filter, the buckets, then a chain per bucket whose last
@@ -237,9 +255,9 @@ impl Dynamic {
             loop {
                 let link = *chain.add(index - first);
                 if link | 1 == hash | 1
-                    && let Some(address) = self.accept(index, name)
+                    && let Some(found) = self.accept(index, name)
                 {
-                    return Some(address);
+                    return Some(found);
                 }
                 if link & 1 != 0 {
                     return None;
@@ -249,7 +267,7 @@ impl Dynamic {
         }
     }
 
-    fn function_by_sysv_hash(&self, name: &[u8]) -> Option<usize> {
+    fn function_by_sysv_hash(&self, name: &[u8]) -> Option<(usize, usize)> {
         if self.sysv_hash.is_null() {
             return None;
         }
@@ -263,8 +281,8 @@ impl Dynamic {
             let bucket = sysv_hash(name) as usize % buckets;
             let mut index = *self.sysv_hash.add(2 + bucket) as usize;
             while index != 0 {
-                if let Some(address) = self.accept(index, name) {
-                    return Some(address);
+                if let Some(found) = self.accept(index, name) {
+                    return Some(found);
                 }
                 index = *self.sysv_hash.add(2 + buckets + index) as usize;
             }

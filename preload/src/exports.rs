@@ -1,5 +1,5 @@
 //! The names that this library defines for the process: `dlsym`, and every listed
-//! driver function for programs that are linked to libcuda.
+//! function for programs that are linked to libcuda or to NVML.
 
 use core::arch::naked_asm;
 
@@ -32,6 +32,28 @@ macro_rules! export {
     )*)* };
 }
 affinode_cuda_sys::hooked_functions!(export);
+
+macro_rules! export_nvml {
+    ($($class:ident { $($name:ident)* })*) => { $($(
+        /// The function of NVML of this name.
+        ///
+        /// # Safety
+        /// As NVML's documentation has it.
+        #[allow(non_snake_case)]
+        #[unsafe(naked)]
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name() {
+            // Without unwind information, which is larger than the code: it calls nothing.
+            naked_asm!(
+                "endbr64",
+                "mov r11d, {place}",
+                "jmp affinode_nvml_thunk",
+                place = const affinode_cuda_sys::nvml::Function::$name as u32,
+            )
+        }
+    )*)* };
+}
+affinode_cuda_sys::nvml_functions!(export_nvml);
 
 /// `cuGetProcAddress` as of CUDA 11.3.
 ///
@@ -68,7 +90,7 @@ pub unsafe extern "C" fn cuGetProcAddress_v2() {
 }
 
 /// `dlsym`. Jumps to the real one, which looks at its caller's address, unless the name
-/// begins with `cu` and a capital letter.
+/// begins with `cu` and a capital letter, or with `nvml`.
 ///
 /// # Safety
 /// As its manual page has it.
@@ -80,6 +102,8 @@ pub unsafe extern "C" fn dlsym() {
         "endbr64",
         "test rsi, rsi",
         "je 2f",
+        "cmp byte ptr [rsi], 0x6e",
+        "je 5f",
         "cmp byte ptr [rsi], 0x63",
         "jne 2f",
         "cmp byte ptr [rsi + 1], 0x75",
@@ -89,6 +113,7 @@ pub unsafe extern "C" fn dlsym() {
         "cmp eax, 25",
         "ja 2f",
         // A driver's name.
+        "6:",
         "mov rdx, qword ptr [rsp]",
         "push rdi",
         ".cfi_adjust_cfa_offset 8",
@@ -130,6 +155,15 @@ pub unsafe extern "C" fn dlsym() {
         "jmp rax",
         "4:",
         "ret",
+        // "nvml", byte by byte: the name may end before.
+        "5:",
+        "cmp byte ptr [rsi + 1], 0x76",
+        "jne 2b",
+        "cmp byte ptr [rsi + 2], 0x6d",
+        "jne 2b",
+        "cmp byte ptr [rsi + 3], 0x6c",
+        "jne 2b",
+        "jmp 6b",
         ".cfi_endproc",
         driver = sym dlsym_of_driver,
         known = sym REAL_DLSYM,

@@ -2,11 +2,13 @@
 //!
 //! ```text
 //! caller                                    closer (agent thread)
-//!   inflight += 1                             gate = Closed
+//!   inflight += 1                             sealed = 0, gate = Closed
 //!   gate?  Open ──> call ──> inflight -= 1    barrier on all threads
-//!          Closed ─> inflight -= 1            every inflight 0? ──> nobody is inside,
-//!                    waiters += 1, poke                             nobody can come in
-//!                    sleep, start again
+//!          Closed ─> inflight -= 1            every inflight 0?
+//!                    wait, poke the agent    sealed = 1
+//!                    start again              every inflight 0? ──> no call is inside,
+//!          Closed, nested, not sealed            │                  none can come in
+//!                ──> call ──> inflight -= 1      └ no: sealed = 0, wait
 //!          Damaged ─> answered: memory is not what it was, nothing reaches the driver
 //! ```
 //!
@@ -14,8 +16,28 @@
 //! has locked the process, which waits for all work, or holds it away, it has: the poll is
 //! answered so, and nobody is woken for it. An idle framework polls.
 //!
-//! A call from inside a call (a callback of the driver, a signal handler) is not held:
-//! the outer one is counted, so the driver is not touched before both have ended.
+//! # Calls inside calls
+//!
+//! A call that is made while another call of its thread is counted is nested: a callback of the
+//! driver makes one, and so does a signal handler that interrupts a call. The outer call may need
+//! the nested one to end, so a nested call passes a closed gate as long as the gate is not sealed.
+//! That the outer call is counted proves nothing: a signal can arrive after the outer call was
+//! counted and before it looked at the gate, when the closer has already seen every count at zero.
+//! So a nested call passes a second gate, the seal:
+//!
+//! - The nested call adds its own count before it reads `sealed`. The closer writes `sealed`
+//!   before it reads the counts for the last time. All four are sequentially consistent (the slow
+//!   path counts by locked instructions), so one of the two sees the other: either the nested call
+//!   reads that the gate is sealed, and waits; or the closer reads its count, and breaks the seal.
+//! - Where the outer call was let through, its count was there before the gate was closed or is
+//!   seen behind the barrier, and stays until it ends: the gate is not sealed under it, and the
+//!   nested call never waits for a closer that waits for the outer call.
+//! - Where the outer call was only counted, it is held as soon as it looks at the gate, whatever
+//!   its handler has done.
+//!
+//! Held allocations are sealed in the same way, by the counts of allocating calls: a nested
+//! allocation passes until the hold is reported, and waits from then on, whatever its outer call
+//! is. The fast path knows nothing of all this: it passes an open gate alone.
 
 use core::sync::atomic::Ordering;
 
@@ -23,13 +45,13 @@ use affinode_cuda_sys::{
     hook::{self, Class},
     result,
 };
-use affinode_proto::wire::page::Gate;
+use affinode_proto::wire::{Hazards, page::Gate};
 
 use crate::calls::{self, Call};
 use crate::page::Page;
 use crate::process::{self, PROCESS, Place};
 use crate::table::Entry;
-use crate::{carry, elf, hazard, libcuda, room, sys};
+use crate::{carry, constants, elf, exit, hazard, libcuda, room, sys, tools};
 
 /// What the thunk keeps on the stack of a call on the slow path. It knows this layout.
 #[repr(C, align(16))]
@@ -101,30 +123,54 @@ pub unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
     if entry.class() == Class::Pointer && !carry::is_in_use() {
         return Way::Pass;
     }
+    let mut tool = Hazards(0);
+    if entry.class() == Class::Table {
+        let [_, id, ..] = frame.arguments;
+        // SAFETY: the argument of a cuGetExportTable, which the driver is about to read.
+        tool = tools::of_request(unsafe { tools::table(id as *const tools::TableId) });
+        if tool.is_empty() {
+            return Way::Pass;
+        }
+    }
     loop {
         let Some((place, page)) = process::place() else {
             room::abandon(&PROCESS.desk, frame.waits_until_us);
             return Way::Pass;
         };
         frame.place = place;
-        if page.is_damaged() {
-            room::abandon(&PROCESS.desk, frame.waits_until_us);
-            frame.result = result::ECC_UNCORRECTABLE.into();
-            return Way::Answered;
+        // Before the call counts or waits: an agent that has found every call ended finds this, and a
+        // call that comes later waits until the process is resident.
+        if !tool.is_empty() && page.add_hazards(tool) {
+            process::poke_agent();
         }
-        if try_enter(place, page, entry) {
-            frame.began_ns = place.slot().map_or(0, |slot| calls::begin(page, slot));
-            // Known once the gate has let it through: a first allocation waits for what the
-            // controller says.
-            frame.target = carry::stand_in(entry.number(), real).unwrap_or_else(|| {
-                if may_take_handles(entry) {
-                    carry::translate(&mut frame.arguments);
-                }
-                real
-            });
-            return Way::Counted;
-        }
+        let nested = match try_enter(place, page, entry) {
+            Entered::Through => {
+                exit::catch_up();
+                frame.began_ns = place.slot().map_or(0, |slot| calls::begin(page, slot));
+                // Known once the gate has let it through: a first allocation waits for what the
+                // controller says.
+                frame.target = carry::stand_in(entry.number(), real).unwrap_or_else(|| {
+                    if may_take_handles(entry) {
+                        carry::translate(&mut frame.arguments);
+                    }
+                    real
+                });
+                return Way::Counted;
+            }
+            Entered::Damaged => {
+                room::abandon(&PROCESS.desk, frame.waits_until_us);
+                frame.result = result::ECC_UNCORRECTABLE.into();
+                return Way::Answered;
+            }
+            Entered::Forked => continue,
+            Entered::Held { nested } => nested,
+        };
         match place.slot() {
+            Some(slot) if is_known(entry, frame) => {
+                slot.polls.fetch_add(1, Ordering::Relaxed);
+                frame.result = result::SUCCESS.into();
+                return Way::Answered;
+            }
             Some(slot) if entry.class() == Class::Poll => {
                 if page.is_finished() {
                     slot.polls.fetch_add(1, Ordering::Relaxed);
@@ -133,7 +179,18 @@ pub unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
                 }
                 page.wait_a_moment();
             }
-            _ => wait(place, page, entry),
+            // Before the driver has locked the process, work may still run on the GPU.
+            Some(slot)
+                if !nested
+                    && exit::is_running(core::ptr::from_ref(frame) as usize)
+                    && page.is_finished()
+                    && exit::is_answered(entry, real, &frame.arguments) =>
+            {
+                slot.polls.fetch_add(1, Ordering::Relaxed);
+                frame.result = result::SUCCESS.into();
+                return Way::Answered;
+            }
+            _ => wait(place, page, entry, nested),
         }
     }
 }
@@ -152,6 +209,10 @@ pub unsafe extern "C" fn leave(frame: &mut Frame) -> u32 {
         let (result, arguments) = (frame.result as u32, &frame.arguments);
         let call = Call { hook: entry.number(), result, arguments, began_ns: frame.began_ns };
         calls::end(page, slot, &call);
+    }
+    if frame.result as u32 == result::SUCCESS && class == Class::Constant {
+        // SAFETY: these are the arguments of a call of this function that succeeded.
+        unsafe { constants::remember(entry.number(), &frame.arguments) };
     }
     // While the call still counts, so that no gate is closed before it is known.
     if frame.result as u32 == 0 && class.is_special() {
@@ -179,6 +240,13 @@ pub unsafe extern "C" fn leave(frame: &mut Frame) -> u32 {
     room::settle(desk, want, frame.result, &mut frame.waits_until_us).into()
 }
 
+/// Whether the call asks for what does not change and is known, and was answered so.
+fn is_known(entry: &Entry, frame: &Frame) -> bool {
+    // SAFETY: these are the arguments of a call of this function.
+    entry.class() == Class::Constant
+        && unsafe { constants::answer(entry.number(), &frame.arguments) }
+}
+
 /// Whether a function that nothing stands in for may take handles of physical memory: those
 /// that bind it for several devices, and those that are not known.
 fn may_take_handles(entry: &Entry) -> bool {
@@ -190,16 +258,29 @@ fn may_take_handles(entry: &Entry) -> bool {
 fn is_inside_another(place: Place) -> bool {
     // SAFETY: the calling thread's own block.
     let depth = unsafe { (*process::thread()).depth };
-    let own = |slot: &crate::page::Slot| slot.owner.load(Ordering::Relaxed) != 0;
+    let own = |slot: &crate::page::Slot| slot.owner.tid() != 0;
     let others = |slot: &crate::page::Slot| own(slot) && slot.inflight.load(Ordering::Relaxed) > 1;
     depth > 1 || place.slot().is_none_or(others)
 }
 
+/// What became of a call at the gate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Entered {
+    /// It is counted, and may be made.
+    Through,
+    /// The gate holds it; it is not counted.
+    Held { nested: bool },
+    /// Nothing may reach the driver; it is not counted.
+    Damaged,
+    /// The process has become another: the place belongs to its parent.
+    Forked,
+}
+
 /// Counts the call, unless the gate holds it.
-fn try_enter(place: Place, page: &Page, entry: &Entry) -> bool {
+fn try_enter(place: Place, page: &Page, entry: &Entry) -> Entered {
     let class = entry.class();
     let Some(slot) = place.slot() else {
-        return false;
+        return Entered::Forked;
     };
     let own_before = slot.inflight.fetch_add(1, Ordering::SeqCst);
     if class.is_special() {
@@ -214,19 +295,26 @@ fn try_enter(place: Place, page: &Page, entry: &Entry) -> bool {
         (*thread).depth = outer.wrapping_add(1);
         outer
     };
-    let owned = slot.owner.load(Ordering::Relaxed) != 0;
+    let owned = slot.owner.tid() != 0;
     let nested = outer > 0 || (owned && own_before > 0);
-    if !nested && holds(page, class) {
+    let held = match look(page, class) {
+        Look::Passes => None,
+        // After the call was counted: see the header.
+        Look::Holds if nested && !page.is_sealed() => None,
+        Look::Holds => Some(Entered::Held { nested }),
+        Look::Damaged => Some(Entered::Damaged),
+    };
+    if let Some(held) = held {
         uncount(place, class);
-        return false;
+        return held;
     }
     match class {
-        Class::Poll | Class::Pointer => &slot.polls,
+        Class::Poll | Class::Pointer | Class::Constant => &slot.polls,
         _ => &slot.calls,
     }
     .fetch_add(1, Ordering::Relaxed);
     slot.last_hook.store(entry.number(), Ordering::Relaxed);
-    true
+    Entered::Through
 }
 
 fn uncount(place: Place, class: Class) {
@@ -243,31 +331,60 @@ fn uncount(place: Place, class: Class) {
     slot.inflight.fetch_sub(1, Ordering::SeqCst);
 }
 
-/// Whether the gate holds calls of this class now.
-fn holds(page: &Page, class: Class) -> bool {
-    let gate = page.gate.load(Ordering::SeqCst);
-    gate == Gate::Closed as u32 || (gate == Gate::AllocationsHeld as u32 && class.is_special())
+/// What the gate says to a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Look {
+    Passes,
+    Holds,
+    Damaged,
+}
+
+/// One look at the gate for a call of this class.
+pub fn look(page: &Page, class: Class) -> Look {
+    const CLOSED: u32 = Gate::Closed as u32;
+    const ALLOCATIONS_HELD: u32 = Gate::AllocationsHeld as u32;
+    const DAMAGED: u32 = Gate::Damaged as u32;
+    match page.gate.load(Ordering::SeqCst) {
+        CLOSED => Look::Holds,
+        ALLOCATIONS_HELD if class.is_special() => Look::Holds,
+        DAMAGED => Look::Damaged,
+        _ => Look::Passes,
+    }
+}
+
+/// Whether the gate holds a call of this class now. What it says to one that waits is no leave to
+/// go on: the call is counted and looks again.
+fn holds(page: &Page, class: Class, nested: bool) -> bool {
+    look(page, class) == Look::Holds && (!nested || page.is_sealed())
 }
 
 /// Sleeps until the gate lets calls of this class through. Signals are handled as ever;
 /// those that end the process, end it.
-fn wait(place: Place, page: &Page, entry: &Entry) {
-    // Only a guard: the agent wakes all when it opens the gate.
+fn wait(place: Place, page: &Page, entry: &Entry, nested: bool) {
+    // A guard, as the agent wakes all when it opens the gate; and to go on counting as one that
+    // waits.
     const LOOK_AGAIN_MS: u64 = 1_000;
+    let Some(slot) = place.slot() else {
+        return;
+    };
     let class = entry.class();
     PROCESS.waiting_hook.store(entry.number(), Ordering::Relaxed);
-    page.waiters.fetch_add(1, Ordering::SeqCst);
     let began_us = sys::now_us();
+    page.begin_wait(slot, began_us);
     process::poke_agent();
-    while holds(page, class) && place.slot().is_some() {
+    while holds(page, class, nested) && place.slot().is_some() {
         let gate = page.gate.load(Ordering::SeqCst);
         if gate != Gate::Open as u32 {
             sys::futex_wait(&page.gate, gate, LOOK_AGAIN_MS);
         }
+        // Stopped for long, or ended by a wait inside of this one.
+        if place.slot().is_some() && page.renew_wait(slot, sys::now_us()) {
+            process::poke_agent();
+        }
     }
     if place.slot().is_some() {
-        let held_us = sys::now_us().saturating_sub(began_us);
-        page.held_us.fetch_add(held_us, Ordering::Relaxed);
-        page.waiters.fetch_sub(1, Ordering::SeqCst);
+        let now_us = sys::now_us();
+        page.held_us.fetch_add(now_us.saturating_sub(began_us), Ordering::Relaxed);
+        page.end_wait(slot, now_us);
     }
 }

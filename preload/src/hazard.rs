@@ -8,7 +8,7 @@ use affinode_cuda_sys::{
 };
 use affinode_proto::wire::Hazards;
 
-use crate::{libc, libcuda, sys};
+use crate::{libc, libcuda, sys, tools};
 
 const NONE: Hazards = Hazards(0);
 
@@ -21,7 +21,7 @@ pub fn at_start() -> Hazards {
     if uses_mps() {
         hazards.0 |= Hazards::MPS.0;
     }
-    hazards
+    Hazards(hazards.0 | tools::in_environment().0)
 }
 
 /// Whether an MPS control daemon is where libcuda looks for one.
@@ -55,9 +55,14 @@ pub unsafe fn of_call(class: Class, arguments: &[u64; 6]) -> Hazards {
         // so a call is about another one.
         // SAFETY: as above.
         Class::PoolAccess => unsafe { peer_access(b as *const MemAccessDesc, c, None) },
-        Class::Work | Class::Poll | Class::Alloc | Class::Memory | Class::Pointer | Class::Sync => {
-            NONE
-        }
+        Class::Work
+        | Class::Poll
+        | Class::Alloc
+        | Class::Memory
+        | Class::Pointer
+        | Class::Sync
+        | Class::Table
+        | Class::Constant => NONE,
     }
 }
 

@@ -17,9 +17,13 @@
 //! | `exports`, `lookup`, `table` | how a call comes here, and where it goes |
 //! | `thunk`, `gate` | what happens to it on the way |
 //! | `cost` | what that adds to a call |
+//! | `exit` | what is released while the process is away and ends |
 //! | `process`, `page`, `hazard` | registration; the counters; what is unsafe |
+//! | `tools` | profilers, debuggers, video: ways to the driver past its public functions |
+//! | `constants` | answers that do not change, for calls that come while the process is away |
 //! | `room` | allocations that wait for memory instead of failing |
 //! | `carry` | device memory that the agent moves by itself |
+//! | `nvml` | calls into NVML, which would block while the context is checkpointed |
 //! | `agent` | the thread that talks to the controller and to the checkpoint interface |
 //! | `sys`, `libc`, `elf`, `libcuda`, `start` | the edge: kernel, libc, loader, driver |
 //!
@@ -40,13 +44,16 @@ mod agent;
 mod calls;
 mod carry;
 mod child;
+mod constants;
 mod cost;
 mod elf;
+mod exit;
 mod gate;
 mod hazard;
 mod libc;
 mod libcuda;
 mod lookup;
+mod nvml;
 mod owned;
 mod page;
 mod process;
@@ -54,11 +61,9 @@ mod room;
 mod sys;
 mod table;
 mod thunk;
+mod tools;
 
 #[cfg(all(not(test), panic = "abort"))]
 mod exports;
 #[cfg(all(not(test), panic = "abort"))]
 mod start;
-
-#[cfg(test)]
-mod gate_model;

@@ -133,6 +133,14 @@ pub fn internal_signals() -> u64 {
     if weak!("gnu_get_libc_version") == 0 { bit(32) | bit(33) | bit(34) } else { bit(32) | bit(33) }
 }
 
+/// The address of `dlopen`, which was in a library of its own before glibc 2.34.
+pub fn dlopen() -> Option<usize> {
+    match weak!("dlopen") {
+        0 => elf::find_function(b"dlopen"),
+        found => Some(found),
+    }
+}
+
 type ThreadMain = unsafe extern "C" fn(*mut c_void) -> *mut c_void;
 
 /// Starts a thread as the application's libc does it: libcuda uses thread-local

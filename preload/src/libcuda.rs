@@ -2,7 +2,10 @@
 
 use core::sync::atomic::{AtomicUsize, Ordering};
 
+use affinode_cuda_sys::CheckpointGetStateFn;
+
 use crate::elf::{self, Object};
+use crate::sys;
 
 fn is_libcuda(object: &Object<'_>) -> bool {
     const STEM: &[u8] = b"libcuda.so";
@@ -23,6 +26,19 @@ pub fn function(name: &[u8]) -> Option<usize> {
         return Some(fake);
     }
     elf::find(|object| if is_libcuda(object) { object.function(name) } else { None })
+}
+
+/// What `cuCheckpointProcessGetState` returns of this process: its code, and the state. `None`: the
+/// driver has no such function. It answers in every state, and waits for a step in progress.
+pub fn checkpoint_state() -> Option<(u32, u32)> {
+    let function = function(b"cuCheckpointProcessGetState")?;
+    let mut state = 0;
+    // SAFETY: the signature of cuCheckpointProcessGetState since it exists.
+    let code = unsafe {
+        let get: CheckpointGetStateFn = core::mem::transmute(function);
+        get(sys::getpid() as i32, &raw mut state)
+    };
+    Some((code, state))
 }
 
 /// Whether an address lies in the code of libcuda.

@@ -7,7 +7,7 @@ use core::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use affinode_cuda_sys::{hook, result};
 
-use crate::{elf, libcuda, process, table, thunk};
+use crate::{elf, libcuda, nvml, process, table, thunk};
 
 /// Set when a function could not be given a stub: calls may pass the gate unseen, so
 /// the gate must never be relied on.
@@ -18,8 +18,16 @@ pub fn is_tight() -> bool {
     !LEAKING.load(Ordering::Relaxed)
 }
 
+/// A function was handed out without a stub.
+pub fn leak() {
+    LEAKING.store(true, Ordering::Relaxed);
+}
+
 /// What the application gets for a function that a look-up has found.
 fn hooked(name: &[u8], real: usize) -> usize {
+    if is_of_nvml(name) {
+        return nvml::hooked(name, real);
+    }
     if process::is_disabled() || !libcuda::owns(real) {
         return real;
     }
@@ -156,7 +164,11 @@ fn real_dlsym() -> Option<Dlsym> {
     (address != 0).then(|| unsafe { core::mem::transmute::<usize, Dlsym>(address) })
 }
 
-/// `dlsym` for a name that begins with `cu` and a capital letter.
+fn is_of_nvml(name: &[u8]) -> bool {
+    name.starts_with(b"nvml")
+}
+
+/// `dlsym` for a name that begins with `cu` and a capital letter, or with `nvml`.
 ///
 /// # Safety
 /// `name` must be a C string; called by the exported `dlsym` alone.
@@ -172,10 +184,13 @@ pub unsafe extern "C" fn dlsym_of_driver(
     };
     // SAFETY: as the function demands.
     let text = unsafe { CStr::from_ptr(name) }.to_bytes();
+    let is_of_nvml = is_of_nvml(text);
+    let owns = if is_of_nvml { nvml::owns } else { libcuda::owns };
+    let function = if is_of_nvml { nvml::function } else { libcuda::function };
     if handle as usize == RTLD_NEXT {
         // The real one would look from us on instead of from the caller on.
         return match next_after(caller, text) {
-            Some(found) if libcuda::owns(found) => Answer::is(hooked(text, found)),
+            Some(found) if owns(found) => Answer::is(hooked(text, found)),
             _ => Answer::JUMP,
         };
     }
@@ -184,11 +199,11 @@ pub unsafe extern "C" fn dlsym_of_driver(
     if found != 0 && !is_ours(found) {
         return Answer::is(hooked(text, found));
     }
-    // Nothing, or what stands before libcuda only because we export it. Asked without a
+    // Nothing, or what stands before the library only because we export it. Asked without a
     // handle, the answer depends on the caller's scope, which only the loader knows: a
-    // function of a loaded libcuda that works is better than none.
+    // function of a loaded library that works is better than none.
     let may_be_local = found != 0 || handle as usize == RTLD_DEFAULT;
-    match libcuda::function(text).filter(|_| may_be_local) {
+    match function(text).filter(|_| may_be_local) {
         Some(of_driver) => Answer::is(hooked(text, of_driver)),
         None if found == 0 => Answer::JUMP,
         // SAFETY: as above; looks on from us, where it would have found ours.

@@ -18,7 +18,7 @@ use affinode_proto::wire::page::{Gate, PAGE_BYTES};
 
 use crate::page::{Page, Slot};
 use crate::room::Desk;
-use crate::{agent, hazard, libc, owned, sys};
+use crate::{agent, hazard, libc, nvml, owned, sys};
 
 const NEW: u32 = 0;
 const BUSY: u32 = 1;
@@ -41,6 +41,8 @@ pub struct Process {
     pub waiting_hook: AtomicU32,
     /// Where allocations wait for room.
     pub desk: Desk,
+    /// Calls into NVML.
+    pub nvml: nvml::Calls,
 }
 
 const _: () = assert!(size_of::<Process>() == 4096);
@@ -54,6 +56,7 @@ pub static PROCESS: Process = Process {
     agent_tid: AtomicU32::new(0),
     waiting_hook: AtomicU32::new(0),
     desk: Desk::new(),
+    nvml: nvml::Calls::new(),
 };
 
 const TOKEN_STEP: u64 = 16;
@@ -166,6 +169,12 @@ unsafe fn attach(thread: *mut Thread, page: &'static Page, token: u64) {
     sys::set_signal_mask(mask);
 }
 
+/// The calling thread's calls take the slow path from now on.
+pub fn leave_fast_path() {
+    // SAFETY: the calling thread's own block.
+    unsafe { (*thread()).token |= SHARED };
+}
+
 /// Runs something while the calling thread counts on another page. For the agent, whose own
 /// calls are not counted.
 pub fn with_slot<T>(scratch: &Page, run: impl FnOnce() -> T) -> T {
@@ -210,7 +219,7 @@ fn register() -> Option<&'static Page> {
 }
 
 /// Arranges that a forked child finds [`PROCESS`] zeroed.
-fn children_start_anew() -> bool {
+pub fn children_start_anew() -> bool {
     static ARRANGED: AtomicU32 = AtomicU32::new(0);
     match ARRANGED.load(Ordering::Relaxed) {
         0 => {
@@ -225,6 +234,16 @@ fn children_start_anew() -> bool {
 
 /// Makes the page and starts the agent.
 fn make() -> Option<()> {
+    let fd = take_page()?;
+    let started = libc::start_thread(agent::main, agent::link::named_socket());
+    if !started {
+        sys::close(fd);
+    }
+    started.then_some(())
+}
+
+/// Makes the page, and counts calls on it from now on; gives the descriptor of its file.
+fn take_page() -> Option<i32> {
     static LAST_TOKEN: AtomicU64 = AtomicU64::new(0);
     owned::close_inherited();
     let fd = sys::lift(sys::memory_file(c"affinode-page", PAGE_BYTES).ok()?);
@@ -237,7 +256,8 @@ fn make() -> Option<()> {
     // every field; never unmapped.
     let page = unsafe { &*at };
     page.initialise();
-    // Until the agent has heard from a controller, or found none.
+    // Until the agent has heard from a controller, or found none. No call is inside yet.
+    page.set_sealed(true);
     page.set_gate(Gate::AllocationsHeld);
     page.add_hazards(hazard::at_start());
     // Without the seals the file is as good; it is the controller that wants them.
@@ -248,11 +268,16 @@ fn make() -> Option<()> {
     PROCESS.page.store(at, Ordering::Release);
     let token = LAST_TOKEN.fetch_add(TOKEN_STEP, Ordering::Relaxed) + TOKEN_STEP;
     PROCESS.token.store(token, Ordering::Release);
-    let started = libc::start_thread(agent::main, agent::link::named_socket());
-    if !started {
-        sys::close(fd);
-    }
-    started.then_some(())
+    Some(fd)
+}
+
+/// Registers the process of a test, without an agent.
+#[cfg(test)]
+pub fn manage() -> Option<&'static Page> {
+    children_start_anew().then_some(())?;
+    take_page()?;
+    PROCESS.state.store(READY, Ordering::Release);
+    page()
 }
 
 /// Whether `AFFINODE_DISABLE=1` was set when it was first asked.

@@ -49,6 +49,7 @@ mod number {
     pub const FLOCK: usize = 73;
     pub const FTRUNCATE: usize = 77;
     pub const RT_SIGTIMEDWAIT: usize = 128;
+    pub const GETRUSAGE: usize = 98;
     pub const SCHED_SETAFFINITY: usize = 203;
     pub const SCHED_GETAFFINITY: usize = 204;
     pub const PRCTL: usize = 157;
@@ -61,6 +62,7 @@ mod number {
     pub const FALLOCATE: usize = 285;
     pub const PIPE2: usize = 293;
     pub const PRLIMIT64: usize = 302;
+    pub const PROCESS_VM_READV: usize = 310;
     pub const GETRANDOM: usize = 318;
     pub const MEMFD_CREATE: usize = 319;
     pub const MEMBARRIER: usize = 324;
@@ -277,6 +279,36 @@ pub fn read_file<'a>(path: &CStr, buffer: &'a mut [u8]) -> Option<&'a [u8]> {
     let read = plain(number::READ, args);
     close(fd as i32);
     buffer.get(..read.ok()?)
+}
+
+/// A file to read, for a moment.
+pub fn open_to_read(path: &CStr) -> Option<Descriptor> {
+    const RDONLY_CLOEXEC_NONBLOCK: usize = 0x8_0000 | 0x800;
+    let args = [path.as_ptr() as usize, RDONLY_CLOEXEC_NONBLOCK, 0, 0, 0, 0];
+    plain(number::OPEN, args).ok().map(|fd| Descriptor(fd as i32))
+}
+
+/// How often all threads of this process but the calling one were switched from.
+pub fn switches_of_others() -> u64 {
+    const SELF: usize = 0;
+    const THREAD: usize = 1;
+    let of = |whom: usize| {
+        // struct rusage: two times of two words, then fourteen counts.
+        let mut usage = [0_u64; 18];
+        let args = [whom, usage.as_mut_ptr() as usize, 0, 0, 0, 0];
+        let _ = plain(number::GETRUSAGE, args);
+        let [.., voluntary, involuntary] = usage;
+        voluntary.wrapping_add(involuntary)
+    };
+    of(SELF).wrapping_sub(of(THREAD))
+}
+
+/// Reads memory of this process that may not be there. False: not all of it could be read.
+pub fn read_own_memory(at: usize, words: &mut [usize]) -> bool {
+    let bytes = size_of_val(words);
+    let (to, from) = ([words.as_mut_ptr() as usize, bytes], [at, bytes]);
+    let args = [getpid() as usize, to.as_ptr() as usize, 1, from.as_ptr() as usize, 1, 0];
+    plain(number::PROCESS_VM_READV, args) == Ok(bytes)
 }
 
 /// Whether a path exists for this process.

@@ -39,7 +39,7 @@ const THOROUGH_BIT: u64 = 1 << 48;
 
 const fn meta(number: u32, class: Class, thorough: bool) -> u64 {
     let counter = match class {
-        Class::Poll | Class::Pointer => slot::POLLS,
+        Class::Poll | Class::Pointer | Class::Constant => slot::POLLS,
         _ => slot::CALLS,
     };
     number as u64

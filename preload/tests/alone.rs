@@ -256,3 +256,40 @@ fn what_the_kernel_denies_is_done_without() {
         assert!(!client.threads().contains(&"affinode-agent".to_owned()));
     }
 }
+
+/// The kernel registers the process for the barrier, and then refuses the barrier itself: without
+/// it no count proves anything, so the gate is not closed and no hold is reported.
+#[test]
+fn close_and_hold_without_barrier_are_busy() {
+    const MEMBARRIER_EXPEDITED: &str = "324:8";
+    let controller = Controller::new();
+    let path = controller.path();
+    let environment = [("AFFINODE_SOCKET", &*path), ("CLIENT_DENY", MEMBARRIER_EXPEDITED)];
+    let mut client = Client::start(Build::Glibc, "dlopen", &environment);
+    assert_eq!(client.ask("cuInit"), 0);
+    let mut agent = controller.welcome();
+    let hold = Action::HoldAllocations { deadline_ms: 1_000 };
+    for action in [CLOSE, hold, CLOSE] {
+        let (outcome, phase, _) = agent.order(action);
+        assert_eq!((outcome, phase), (Outcome::Busy, Phase::Open), "{action:?}");
+        agent.done(&[Action::ReleaseAllocations]);
+        assert_eq!(client.ask("cuMemAlloc"), 0);
+    }
+}
+
+/// A program that closes the driver's library after a first call keeps it all the same: the agent
+/// calls it, and has addresses in it.
+#[test]
+fn libcuda_stays_loaded_after_first_call() {
+    let controller = Controller::new();
+    let mut client = registered(&controller);
+    let mut agent = controller.welcome();
+    // The main thread and the agent: what takes the reference has ended.
+    while client.threads().len() != 2 {
+        std::thread::yield_now();
+    }
+    assert_eq!(client.ask("unload"), 1);
+    agent.done(&OFFLOAD);
+    agent.done(&BRING_BACK);
+    assert_eq!(client.ask("unload"), 1);
+}

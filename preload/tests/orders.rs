@@ -111,13 +111,57 @@ fn a_caller_that_meets_a_close_in_progress_turns_it_round() {
     client.ask("join");
 }
 
+/// A caller leaves the gate by a jump out of a signal handler, as an interpreter does at an
+/// interrupt: it counts as waiting for a moment, and then no more.
+#[test]
+fn caller_that_jumps_out_waits_no_more() {
+    let controller = Controller::new();
+    let mut client = registered(&controller, "dlopen");
+    let mut agent = controller.welcome();
+    let pid = nix::unistd::Pid::from_raw(client.pid() as i32);
+    let guard = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    let until_no_waiters = |agent: &support::controller::Connection| {
+        while agent.page().waiters > 0 {
+            assert!(std::time::Instant::now() < guard, "a waiter that is none");
+            std::thread::yield_now();
+        }
+    };
+    agent.done(&OFFLOAD);
+    client.send("jump cuCtxSynchronize");
+    agent.wake();
+    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGUSR1).unwrap();
+    assert_eq!(client.answer(), 99);
+    // While it is away, and after the return.
+    until_no_waiters(&agent);
+    agent.done(&BRING_BACK);
+    assert_eq!(client.ask("cuCtxSynchronize"), 0);
+    // It turns no close round in which a call is still inside.
+    client.ask("start cuStubBlock");
+    client.ask("inside 1");
+    agent.start(CLOSE);
+    while agent.page().phase != Phase::Closing {}
+    client.ask("release");
+    assert_eq!(agent.report().0, Outcome::Done);
+    agent.done(&[Action::Open]);
+    // One that leaves while it waits for an allocation is forgotten with the gate open, too.
+    agent.done(&[Action::HoldAllocations { deadline_ms: 1_000 }]);
+    client.ask("join");
+    client.send("jump cuMemAlloc");
+    agent.wake();
+    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGUSR1).unwrap();
+    assert_eq!(client.answer(), 99);
+    agent.done(&[Action::ReleaseAllocations]);
+    until_no_waiters(&agent);
+}
+
 #[test]
 fn a_call_from_inside_a_call_is_not_held() {
     let controller = Controller::new();
-    for function in ["cuStubCallback"] {
+    // On the slow path, and on the fast path of the thunk.
+    for start in ["start cuStubCallback", "warm cuStreamWaitEvent"] {
         let mut client = registered(&controller, "dlopen");
         let mut agent = controller.welcome();
-        client.ask(&format!("start {function}"));
+        client.ask(start);
         client.ask("inside 1");
         agent.start(CLOSE);
         while agent.page().phase != Phase::Closing {}
@@ -267,4 +311,61 @@ fn garbage_ends_the_connection_and_nothing_else() {
     agent.done(&OFFLOAD);
     agent.done(&BRING_BACK);
     assert_eq!(client.ask("cuCtxSynchronize"), 0);
+}
+
+/// Work may still run while the gate is only closed: a poll waits for what the driver says, and is
+/// answered without it from the driver's lock on.
+#[test]
+fn poll_while_closing_waits_for_lock() {
+    let controller = Controller::new();
+    let mut client = registered(&controller, "dlopen");
+    let mut agent = controller.welcome();
+    client.ask("start cuStubBlock");
+    client.ask("inside 1");
+    agent.start(CLOSE);
+    while agent.page().phase != Phase::Closing {}
+    let (polls, made) = (agent.page().polls, client.ask("count"));
+    client.ask("start cuStreamQuery");
+    client.ask("release");
+    assert_eq!(agent.report(), (Outcome::Done, Phase::Closed, 0), "a poll turns no close round");
+    assert_eq!((agent.page().polls, agent.page().waiters), (polls, 0));
+    agent.done(&[LOCK]);
+    assert_eq!(client.ask("join"), 0);
+    assert_eq!((agent.page().polls, client.ask("count")), (polls + 1, made));
+    agent.done(&[Action::Unlock, Action::Open]);
+}
+
+/// Nothing brings the process back: each call is told so, on each way through the library, and
+/// none reaches the driver, which would end the process. It is told once, and not moved again.
+#[test]
+fn calls_after_lost_restore_fail_outside_driver() {
+    const ECC: i64 = 214;
+    let controller = Controller::new();
+    let path = controller.path();
+    let environment = [("AFFINODE_SOCKET", &*path), ("STUB_RESTORE_FAILS", "214")];
+    let mut client = Client::start(Build::Glibc, "dlopen", &environment);
+    assert_eq!(client.ask("cuInit"), 0);
+    let mut agent = controller.welcome();
+    assert_eq!(client.ask("threads 3 cuCtxSynchronize"), 0);
+    let made = client.ask("count");
+    agent.done(&OFFLOAD);
+    client.send("cuCtxSynchronize");
+    agent.wake();
+    for phase in [Phase::Away, Phase::Away, Phase::Open] {
+        assert_eq!(agent.order(Action::Restore), (Outcome::DriverError, phase, 214));
+    }
+    assert_eq!(client.answer(), ECC);
+    assert_eq!(agent.notice(), Hazards::DAMAGED_MEMORY);
+    for _ in 0..2 {
+        for call in ["cuCtxSynchronize", "cuStreamQuery", "cuMemAlloc", "cuLaunchKernel"] {
+            assert_eq!(client.ask(call), ECC, "{call}");
+        }
+        assert_eq!(client.ask("threads 5 cuCtxSynchronize"), 5 * ECC);
+        assert_eq!(client.ask("signal cuEventQuery"), ECC);
+        assert_eq!(agent.page().hazards, Hazards::DAMAGED_MEMORY);
+        agent.done(&[CLOSE]);
+        assert_eq!(agent.order(LOCK).0, Outcome::Unsupported);
+        agent.done(&[Action::Open]);
+    }
+    assert_eq!((client.ask("count"), agent.page().inflight), (made, 0));
 }

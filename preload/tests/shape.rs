@@ -45,6 +45,7 @@ fn it_defines_dlsym_and_the_listed_functions_and_nothing_else() {
     let mut expected: BTreeSet<&str> = (1..=affinode_cuda_sys::hook::COUNT as u32)
         .filter_map(affinode_cuda_sys::hook::name)
         .collect();
+    expected.extend((0..affinode_cuda_sys::nvml::COUNT).filter_map(affinode_cuda_sys::nvml::name));
     expected.extend(["dlsym", "cuGetProcAddress", "cuGetProcAddress_v2"]);
     let difference: Vec<_> = defined.symmetric_difference(&expected).collect();
     assert!(difference.is_empty(), "{difference:?}");

@@ -4,18 +4,19 @@ use core::ffi::CStr;
 use core::sync::atomic::Ordering;
 
 use affinode_cuda_sys::{
-    CheckpointArgs, CheckpointFn, CheckpointGetStateFn, CheckpointLockArgs, CheckpointLockFn,
-    CheckpointRestoreArgs, CheckpointRestoreFn, DriverGetVersionFn,
+    CheckpointArgs, CheckpointFn, CheckpointLockArgs, CheckpointLockFn, CheckpointRestoreArgs,
+    CheckpointRestoreFn, DriverGetVersionFn, result,
 };
 use affinode_proto::wire::message::How;
 use affinode_proto::wire::page::Gate;
 use affinode_proto::wire::{Hazards, Phase};
 
+use super::blocked::Watch;
 use super::gpus::{self, Gpus};
 use super::machine::{Calls, DriverCall, Host};
 use super::vram;
 use crate::page::Page;
-use crate::{carry, libcuda, lookup, process, sys};
+use crate::{carry, constants, libcuda, lookup, nvml, process, sys, tools};
 
 /// This process.
 pub struct Own {
@@ -23,25 +24,46 @@ pub struct Own {
     pub page: &'static Page,
     /// Those of the node.
     pub gpus: Gpus,
+    /// Its threads.
+    pub watch: Watch,
     /// Held while it comes back without a controller.
     pub turn: Option<sys::FolderLock>,
+    /// With the lock of a hand-over.
+    pub patience: Patience,
 }
 
 /// The library's folder: every container of the node has the same one.
 const FOLDER: &CStr = c"/.affinode/lib";
 
-/// The folder's lock, for which others that leave are waited for, but nobody who comes back.
-fn soon_locked() -> Option<sys::FolderLock> {
-    const WITHIN_US: u64 = 1_000_000;
-    const PAUSE_US: u64 = 1_000;
-    let end_us = sys::now_us() + WITHIN_US;
-    loop {
-        match sys::lock_folder(FOLDER) {
-            None if sys::now_us() < end_us => sys::sleep_us(PAUSE_US),
-            taken => return taken,
+/// How often the lock of a hand-over is tried, a millisecond apart. Any container can hold it for
+/// as long as it likes: after one that was not to be had in time, it is tried once at a time until
+/// it is to be had again.
+#[derive(Debug, Default)]
+pub struct Patience {
+    refused: bool,
+}
+
+impl Patience {
+    const MOST_TRIES: u32 = 1_000;
+
+    /// The lock, for which others that leave are waited for.
+    fn take<T>(&mut self, mut try_lock: impl FnMut() -> Option<T>, pause: impl Fn()) -> Option<T> {
+        let tries = if self.refused { 1 } else { Self::MOST_TRIES };
+        let mut taken = try_lock();
+        for _ in 1..tries {
+            if taken.is_some() {
+                break;
+            }
+            pause();
+            taken = try_lock();
         }
+        self.refused = taken.is_none();
+        taken
     }
 }
+
+/// How long a call that is inside NVML is waited for before a lock.
+const LONGEST_NVML_MS: u32 = 2_000;
 
 fn own_pid() -> i32 {
     sys::getpid() as i32
@@ -60,6 +82,20 @@ pub fn driver_version() -> u32 {
     u32::try_from(version).unwrap_or(0)
 }
 
+/// Whether the driver shows this process one GPU: what it shows is settled with `cuInit`. False
+/// before that.
+pub fn sees_one_gpu() -> bool {
+    type DeviceGetCountFn = unsafe extern "C" fn(*mut i32) -> u32;
+    let mut count = 0_i32;
+    let Some(get) = libcuda::function(b"cuDeviceGetCount") else { return false };
+    // SAFETY: the signature of cuDeviceGetCount, which writes to its argument alone.
+    let code = unsafe {
+        let get: DeviceGetCountFn = core::mem::transmute(get);
+        get(&raw mut count)
+    };
+    code == result::SUCCESS && count == 1
+}
+
 impl Host for Own {
     fn set_gate(&mut self, gate: Gate) {
         let damaged = self.page.hazards().contains(Hazards::DAMAGED_MEMORY);
@@ -67,8 +103,13 @@ impl Host for Own {
         self.page.set_gate(if opens && damaged { Gate::Damaged } else { gate });
     }
 
+    fn set_sealed(&mut self, sealed: bool) {
+        self.page.set_sealed(sealed);
+    }
+
     fn set_phase(&mut self, phase: Phase) {
         self.page.set_phase(phase);
+        nvml::set_phase(phase);
     }
 
     fn next_generation(&mut self) {
@@ -88,7 +129,7 @@ impl Host for Own {
     }
 
     fn has_waiters(&mut self) -> bool {
-        self.page.waiters.load(Ordering::SeqCst) > 0
+        self.page.has_waiters()
     }
 
     fn sleep_us(&mut self, us: u64) {
@@ -103,10 +144,23 @@ impl Host for Own {
         if carry::is_reached() {
             self.page.add_hazards(Hazards::SHARED_MEMORY);
         }
-        self.page.hazards().is_empty() && lookup::is_tight()
+        // Known before the report of this order: what is moved, and how, depends on it.
+        self.page.add_hazards(tools::found());
+        let hazards = self.page.hazards().without(Hazards::KEEPS_CONTEXT);
+        hazards.is_empty() && lookup::is_tight()
+    }
+
+    fn keeps_context(&mut self) -> bool {
+        self.page.add_hazards(tools::found());
+        self.page.hazards().contains(Hazards::KEEPS_CONTEXT)
     }
 
     fn call(&mut self, call: DriverCall) -> Option<u32> {
+        if let DriverCall::Lock(timeout_ms) = call
+            && !nvml::drain(timeout_ms.min(LONGEST_NVML_MS))
+        {
+            return Some(result::NOT_READY);
+        }
         let name: &[u8] = match call {
             DriverCall::Lock(_) => b"cuCheckpointProcessLock",
             DriverCall::Checkpoint => b"cuCheckpointProcessCheckpoint",
@@ -127,6 +181,8 @@ impl Host for Own {
                 }
                 DriverCall::RestoreOn(from, to) => {
                     let pairs = self.gpus.exchanged(from, to)?;
+                    // The driver shows it the other GPU from then on.
+                    constants::forget();
                     let all = pairs.all();
                     let mut arguments = CheckpointRestoreArgs {
                         pairs: all.as_ptr(),
@@ -148,20 +204,28 @@ impl Host for Own {
     }
 
     fn state(&mut self) -> Option<u32> {
-        let function = libcuda::function(b"cuCheckpointProcessGetState")?;
-        let mut state = 0;
-        // SAFETY: the signature of cuCheckpointProcessGetState since it exists.
-        let code = unsafe {
-            let get: CheckpointGetStateFn = core::mem::transmute(function);
-            get(own_pid(), &raw mut state)
-        };
+        let (code, state) = libcuda::checkpoint_state()?;
         (code == 0).then_some(state)
+    }
+
+    fn note_threads(&mut self) {
+        // One that had blocked, and has gone on since it is home.
+        if self.watch.settle_now() {
+            self.page.add_hazards(Hazards::HIDDEN_WAY);
+        }
+        self.watch.note();
+    }
+
+    fn has_driver_ended(&mut self) -> bool {
+        libcuda::checkpoint_state().is_some_and(|(code, _)| code == result::DEINITIALIZED)
     }
 
     fn park(&mut self, how: How, vram_bytes: u64) -> Result<(), u32> {
         // Who comes back without a controller takes no device memory beside what that copies there.
         let hands_over = how.then_checkpoint && carry::is_prepared();
-        let turn = hands_over.then(soon_locked).flatten();
+        let try_lock = || sys::lock_folder(FOLDER);
+        let mut take = || self.patience.take(try_lock, || sys::sleep_us(1_000));
+        let turn = if hands_over { take() } else { None };
         carry::park(how.keep, how.check, turn.as_ref().map(|_| vram_bytes))
     }
 
@@ -205,6 +269,14 @@ impl Host for Own {
         gpus::driver_can() && self.gpus.exchanged(from, to).is_some() && self.gpus.are_reachable()
     }
 
+    fn is_broken(&mut self, code: u32) -> bool {
+        carry::is_broken(code)
+    }
+
+    fn set_damaged(&mut self) {
+        self.page.add_hazards(Hazards::DAMAGED_MEMORY);
+    }
+
     fn begin_return(&mut self, vram_bytes: u64) -> bool {
         // What is free for one is free for all who ask: one at a time on the whole node.
         self.turn = sys::lock_folder(FOLDER);
@@ -215,3 +287,7 @@ impl Host for Own {
         self.turn = None;
     }
 }
+
+#[cfg(test)]
+#[path = "host_tests.rs"]
+mod tests;

@@ -18,6 +18,8 @@
 //! back (Closed); of a return that fails in its second half the memory is in the pool
 //! (Parked), and it is tried again.
 //!
+//! Where the context is lost, as after an uncorrectable memory error, the program is told: Open.
+//!
 //! A process that ends while it is away (its driver answers "deinitialized") is Open.
 //! Between two of them the phase says so (Closing, Locking, …). After each call into
 //! the driver its own word decides where the process is, whatever the call returned.
@@ -30,6 +32,8 @@ use affinode_cuda_sys::{process_state, result};
 use affinode_proto::wire::Phase;
 use affinode_proto::wire::message::{Action, How, Outcome, PROOF_HOLDS_MS};
 use affinode_proto::wire::page::Gate;
+
+use crate::carry::NO_HOST_MEMORY;
 
 /// Which counts are waited for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,6 +70,8 @@ pub trait Host {
     /// Makes the gate's value known to all threads, and their counts to us. False: it
     /// cannot be done.
     fn fence(&mut self) -> bool;
+    /// Sets whether the gate holds calls that are made inside of other calls, too.
+    fn set_sealed(&mut self, sealed: bool);
     /// Whether none of these calls is inside the driver.
     fn drained(&mut self, calls: Calls) -> bool;
     /// Whether a caller waits at the gate.
@@ -74,8 +80,15 @@ pub trait Host {
     fn sleep_us(&mut self, us: u64);
     /// Monotonic time.
     fn now_us(&mut self) -> u64;
-    /// Whether a checkpoint of this process is possible and safe.
+    /// Whether anything of this process may leave its device.
     fn is_eligible(&mut self) -> bool;
+    /// Whether the driver must not checkpoint it: a tool or a video library is in the process. Asked
+    /// with the gate closed, so that none can come in before the checkpoint.
+    fn keeps_context(&mut self) -> bool;
+    /// The driver is about to lock the process: where its threads are is noted.
+    fn note_threads(&mut self);
+    /// Whether the driver has ended, before its process: it says so to every call.
+    fn has_driver_ended(&mut self) -> bool;
     /// Calls the driver; `None` when it has no such function.
     fn call(&mut self, call: DriverCall) -> Option<u32>;
     /// The driver's word on the state of the process, if it has one.
@@ -107,6 +120,10 @@ pub trait Host {
     fn holds_imported(&mut self) -> bool;
     /// Whether it can come back with these two of the listed GPUs in each other's place.
     fn can_move(&mut self, from: u8, to: u8) -> bool;
+    /// Whether the driver runs and answers every call with this code: the context is lost.
+    fn is_broken(&mut self, code: u32) -> bool;
+    /// From now on an open gate answers calls with an error: the memory is not there.
+    fn set_damaged(&mut self);
     /// Whether so many bytes are proven free on the devices, and no other process that
     /// comes back by itself takes them before [`Host::end_return`].
     fn begin_return(&mut self, vram_bytes: u64) -> bool;
@@ -123,13 +140,26 @@ pub struct Machine {
     phase: Phase,
     allocations_held: bool,
     vram_bytes: u64,
+    /// Returns in a line that failed with a code of a lost context.
+    lost_returns: u32,
+    /// The code that the driver answers every call with.
+    broken: Option<u32>,
 }
+
+/// Returns that may fail so before the program is told: the driver may find other memory.
+const MOST_LOST_RETURNS: u32 = 3;
 
 impl Machine {
     /// A process that runs, but takes no device memory before the controller has had
     /// its say: memory may be promised to another just now.
     pub fn new() -> Machine {
-        Machine { phase: Phase::Open, allocations_held: true, vram_bytes: 0 }
+        Machine {
+            phase: Phase::Open,
+            allocations_held: true,
+            vram_bytes: 0,
+            lost_returns: 0,
+            broken: None,
+        }
     }
 
     /// Where the process is.
@@ -175,9 +205,13 @@ impl Machine {
                 (Outcome::Done, 0)
             }
             Action::Lock { timeout_ms } => {
+                if let Some(code) = self.broken {
+                    return (Outcome::DriverError, code);
+                }
                 if !host.is_eligible() {
                     return (Outcome::Unsupported, 0);
                 }
+                host.note_threads();
                 // 0 would wait for ever.
                 let call = DriverCall::Lock(timeout_ms.max(1));
                 self.step(host, call, Phase::Locking, Phase::Locked)
@@ -190,7 +224,7 @@ impl Machine {
                 self.park(host, how)
             }
             Action::Checkpoint { vram_bytes } => {
-                if !host.is_eligible() {
+                if !host.is_eligible() || host.keeps_context() {
                     return (Outcome::Unsupported, 0);
                 }
                 if host.holds_imported() {
@@ -204,7 +238,7 @@ impl Machine {
                 if ended.0 != Outcome::Done {
                     host.leave_vault();
                 }
-                ended
+                self.hand_over_if_lost(host, ended)
             }
             Action::RestoreOn { from, to } => {
                 // It would fill memory of the GPU where the process was.
@@ -212,9 +246,13 @@ impl Machine {
                 if host.handed_bytes() > 0 || !host.can_move(from, to) {
                     return (Outcome::Unreachable, 0);
                 }
-                self.restore(host, DriverCall::RestoreOn(from, to))
+                let ended = self.restore(host, DriverCall::RestoreOn(from, to));
+                self.hand_over_if_lost(host, ended)
             }
-            Action::Unlock => self.unlock(host),
+            Action::Unlock => {
+                let ended = self.unlock(host);
+                self.hand_over_if_lost(host, ended)
+            }
             Action::HoldAllocations { deadline_ms } => self.hold_allocations(host, deadline_ms),
             Action::ReleaseAllocations => {
                 self.release_allocations(host);
@@ -265,6 +303,16 @@ impl Machine {
         host.begin_return(self.vram_bytes.saturating_sub(on_device))
     }
 
+    /// Whether the process ends, and its driver has ended before it. Calls go through then, to be
+    /// answered as they would be anyway: there is nothing to bring back, and nobody is asked for room.
+    pub fn has_ended(&mut self, host: &mut impl Host) -> bool {
+        let ended = self.phase != Phase::Open && host.has_driver_ended();
+        if ended {
+            self.open(host);
+        }
+        ended
+    }
+
     fn enter(&mut self, host: &mut impl Host, phase: Phase) {
         self.phase = phase;
         host.set_phase(phase);
@@ -280,6 +328,7 @@ impl Machine {
         self.release_allocations(host);
         host.next_generation();
         self.enter(host, Phase::Closing);
+        host.set_sealed(false);
         host.set_gate(Gate::Closed);
         if host.fence() && wait_drained(host, Calls::All, deadline_ms) {
             self.enter(host, Phase::Closed);
@@ -295,11 +344,13 @@ impl Machine {
             // Nobody is inside the driver; whoever is let in later finds them held.
             return (Outcome::Done, 0);
         }
+        host.set_sealed(false);
         host.set_gate(Gate::AllocationsHeld);
         if host.fence() && wait_drained(host, Calls::Allocating, deadline_ms) {
             return (Outcome::Done, 0);
         }
-        self.release_allocations(host);
+        // The controller goes on without this process: the calls that are inside may still take
+        // memory, but none begins before the release.
         (Outcome::Busy, 0)
     }
 
@@ -334,7 +385,10 @@ impl Machine {
         }
         let phase = if host.is_parked() { Phase::Parked } else { Phase::Closed };
         self.enter(host, phase);
-        (Outcome::DriverError, code)
+        match code {
+            NO_HOST_MEMORY => (Outcome::NoHostMemory, 0),
+            code => (Outcome::DriverError, code),
+        }
     }
 
     fn checkpoint(&mut self, host: &mut impl Host) -> Ended {
@@ -384,6 +438,35 @@ impl Machine {
             }
             Err(code) => self.moved(host, code),
         }
+    }
+
+    /// A step home has ended. Where it failed because the context is lost, as after an
+    /// uncorrectable memory error, no attempt will succeed, and callers would wait for ever:
+    ///
+    /// - The driver runs and confirms it: calls go through, and the driver answers them with its
+    ///   error, as it does without us. They find no memory of ours that is not back, as none of
+    ///   them is carried out.
+    /// - Otherwise, after some attempts, calls are answered with an error and none reaches the
+    ///   driver, whose state is not there.
+    fn hand_over_if_lost(&mut self, host: &mut impl Host, ended: Ended) -> Ended {
+        let (outcome, code) = ended;
+        if outcome == Outcome::Done {
+            self.lost_returns = 0;
+        }
+        if outcome != Outcome::DriverError || !result::is_sticky(code) || self.phase == Phase::Open
+        {
+            return ended;
+        }
+        self.lost_returns += 1;
+        let driver_runs = host.state() == Some(process_state::RUNNING);
+        if driver_runs && host.is_broken(code) {
+            self.broken = Some(code);
+            self.open(host);
+        } else if self.lost_returns >= MOST_LOST_RETURNS {
+            host.set_damaged();
+            self.open(host);
+        }
+        ended
     }
 
     fn step(
@@ -446,16 +529,22 @@ fn admits(phase: Phase, action: Action) -> bool {
     }
 }
 
-/// Waits for calls in progress. Gives up as soon as somebody waits for the gate while
-/// another is still inside: the process is not idle then, and the one inside might even
+/// Waits for calls in progress, and seals the gate behind them. Gives up as soon as a caller waits
+/// for the gate while another is still inside: the process is not idle then, and the one inside might even
 /// need the other to go on.
 fn wait_drained(host: &mut impl Host, calls: Calls, deadline_ms: u32) -> bool {
     const LONGEST_SLEEP_US: u64 = 2_000;
     let end = host.now_us() + u64::from(deadline_ms) * 1_000;
     let mut sleep_us = 20;
     loop {
+        // Behind the fence: the first look proves that no call passes as one that is alone, the
+        // second that no nested call passed beside it.
         if host.drained(calls) {
-            return true;
+            host.set_sealed(true);
+            if host.drained(calls) {
+                return true;
+            }
+            host.set_sealed(false);
         }
         if host.now_us() >= end || (calls == Calls::All && host.has_waiters()) {
             return false;

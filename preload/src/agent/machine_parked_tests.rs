@@ -43,6 +43,15 @@ fn a_copy_out_that_fails_leaves_the_process_closed_and_whole() {
     assert_eq!(machine.carry_out(&mut host, Action::Open).0, Outcome::Done);
 }
 
+/// Others took the host memory: the copy is no worse for it, and is tried again.
+#[test]
+fn copy_without_host_memory_is_told_apart() {
+    let (mut host, mut machine) = carrying(&[CLOSE, LOCK]);
+    host.copy_fails = Some(NO_HOST_MEMORY);
+    assert_eq!(machine.carry_out(&mut host, PARK), (Outcome::NoHostMemory, 0));
+    assert_eq!((machine.phase(), host.parked), (Phase::Closed, false));
+}
+
 #[test]
 fn a_return_without_room_leaves_the_memory_parked_and_is_tried_again() {
     for orders in [&[CLOSE, LOCK, PARK][..], &[CLOSE, LOCK, PARK, CHECKPOINT]] {
@@ -145,4 +154,86 @@ fn parking_nothing_is_no_error_and_a_checkpoint_may_follow() {
         assert_eq!(machine.carry_out(&mut host, action), (Outcome::Done, 0), "{action:?}");
     }
     assert_eq!(machine.phase(), Phase::Open);
+}
+
+const ILLEGAL_ADDRESS: u32 = 700;
+
+#[test]
+fn lost_context_of_parked_process_is_handed_over() {
+    for orders in [&[CLOSE, LOCK, PARK][..], &[CLOSE, LOCK, PARK, CHECKPOINT]] {
+        let (mut host, mut machine) = carrying(orders);
+        (host.copy_fails, host.broken) = (Some(ILLEGAL_ADDRESS), Some(ILLEGAL_ADDRESS));
+        let ended = machine.carry_out(&mut host, Action::Restore);
+        assert_eq!(ended, (Outcome::DriverError, ILLEGAL_ADDRESS));
+        // Calls go through to a driver that answers them with its error.
+        let state = (machine.phase(), host.gate, host.state, host.damaged);
+        assert_eq!(state, (Phase::Open, Gate::Open, process_state::RUNNING, false));
+        // It is not moved again.
+        host.calls.clear();
+        assert_eq!(machine.carry_out(&mut host, CLOSE).0, Outcome::Done);
+        let ended = machine.carry_out(&mut host, LOCK);
+        assert_eq!(ended, (Outcome::DriverError, ILLEGAL_ADDRESS));
+        assert_eq!(machine.carry_out(&mut host, Action::Open).0, Outcome::Done);
+        assert!(host.calls.is_empty());
+    }
+}
+
+#[test]
+fn lost_context_is_handed_over_without_controller() {
+    let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK]);
+    (host.copy_fails, host.broken) = (Some(ILLEGAL_ADDRESS), Some(ILLEGAL_ADDRESS));
+    assert!(machine.bring_back(&mut host));
+    assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open));
+}
+
+/// The copy alone fails, and the driver answers other calls as ever: what is not back may not be
+/// touched, so no call goes through.
+#[test]
+fn lost_copy_is_told_after_three_attempts() {
+    let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK]);
+    for attempt in 1..=3 {
+        assert_eq!((machine.phase(), host.gate), (Phase::Parked, Gate::Closed), "{attempt}");
+        host.copy_fails = Some(result::ECC_UNCORRECTABLE);
+        let ended = machine.carry_out(&mut host, Action::Restore);
+        assert_eq!(ended, (Outcome::DriverError, result::ECC_UNCORRECTABLE));
+    }
+    assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Damaged));
+
+    // One that succeeds in between ends the line; and lack of room is no loss.
+    let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK]);
+    for code in [ILLEGAL_ADDRESS, ILLEGAL_ADDRESS, 2, 2, 2, 2] {
+        host.copy_fails = Some(code);
+        machine.carry_out(&mut host, Action::Restore);
+        assert_eq!(machine.phase(), Phase::Parked);
+    }
+    assert_eq!(machine.carry_out(&mut host, Action::Restore).0, Outcome::Done);
+    assert_eq!(machine.carry_out(&mut host, Action::Open).0, Outcome::Done);
+    for action in [CLOSE, LOCK, PARK] {
+        assert_eq!(machine.carry_out(&mut host, action).0, Outcome::Done);
+    }
+    host.copy_fails = Some(ILLEGAL_ADDRESS);
+    machine.carry_out(&mut host, Action::Restore);
+    assert_eq!((machine.phase(), host.damaged), (Phase::Parked, false));
+}
+
+#[test]
+fn tool_in_process_bars_checkpoint_and_no_copy() {
+    let (mut host, mut machine) = carrying(&[CLOSE, LOCK]);
+    host.tools = true;
+    assert_eq!(machine.carry_out(&mut host, PARK), (Outcome::Done, 0));
+    host.calls.clear();
+    assert_eq!(machine.carry_out(&mut host, CHECKPOINT), (Outcome::Unsupported, 0));
+    assert_eq!((machine.phase(), host.calls.as_slice()), (Phase::Parked, &[][..]));
+    for action in [Action::Restore, Action::Open] {
+        assert_eq!(machine.carry_out(&mut host, action), (Outcome::Done, 0));
+    }
+    // Without a copy before it there is none either, and the process goes on.
+    for action in [CLOSE, LOCK] {
+        assert_eq!(machine.carry_out(&mut host, action), (Outcome::Done, 0));
+    }
+    assert_eq!(machine.carry_out(&mut host, CHECKPOINT), (Outcome::Unsupported, 0));
+    for action in [Action::Unlock, Action::Open] {
+        assert_eq!(machine.carry_out(&mut host, action), (Outcome::Done, 0));
+    }
+    assert!(!host.calls.contains(&DriverCall::Checkpoint));
 }

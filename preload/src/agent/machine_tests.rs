@@ -8,6 +8,10 @@ mod parked;
 /// A process in which everything works, until told otherwise.
 struct Fake {
     gate: Gate,
+    sealed: bool,
+    /// Since the gate was set.
+    fenced: bool,
+    can_fence: bool,
     phases: Vec<Phase>,
     generation: u64,
     state: u32,
@@ -15,8 +19,12 @@ struct Fake {
     inside_until_us: u64,
     waiters: bool,
     eligible: bool,
+    /// A tool is in the process.
+    tools: bool,
     room: bool,
     fails: Option<(DriverCall, u32)>,
+    /// What fails has been done all the same.
+    fails_late: bool,
     calls: Vec<DriverCall>,
     returns_ended: u32,
     /// Memory that can be carried, and whether it is parked.
@@ -37,12 +45,20 @@ struct Fake {
     asked_room: u64,
     /// What the next copy fails with.
     copy_fails: Option<u32>,
+    /// What the driver answers every call with.
+    broken: Option<u32>,
+    damaged: bool,
+    /// What the driver says of the process, whatever it did.
+    says: Option<Option<u32>>,
 }
 
 impl Fake {
     fn new() -> Fake {
         Fake {
             gate: Gate::Open,
+            sealed: false,
+            fenced: false,
+            can_fence: true,
             phases: Vec::new(),
             generation: 0,
             state: process_state::RUNNING,
@@ -50,8 +66,10 @@ impl Fake {
             inside_until_us: 0,
             waiters: false,
             eligible: true,
+            tools: false,
             room: true,
             fails: None,
+            fails_late: false,
             calls: Vec::new(),
             returns_ended: 0,
             carries: false,
@@ -64,13 +82,20 @@ impl Fake {
             announced: false,
             asked_room: 0,
             copy_fails: None,
+            broken: None,
+            damaged: false,
+            says: None,
         }
     }
 }
 
 impl Host for Fake {
     fn set_gate(&mut self, gate: Gate) {
-        self.gate = gate;
+        self.fenced = false;
+        self.gate = if self.damaged && gate != Gate::Closed { Gate::Damaged } else { gate };
+    }
+    fn set_sealed(&mut self, sealed: bool) {
+        self.sealed = sealed;
     }
     fn set_phase(&mut self, phase: Phase) {
         self.phases.push(phase);
@@ -79,9 +104,11 @@ impl Host for Fake {
         self.generation += 1;
     }
     fn fence(&mut self) -> bool {
-        true
+        self.fenced = self.can_fence;
+        self.can_fence
     }
     fn drained(&mut self, _: Calls) -> bool {
+        assert!(self.fenced, "counts prove nothing before a fence behind the gate's change");
         self.now_us >= self.inside_until_us
     }
     fn has_waiters(&mut self) -> bool {
@@ -96,11 +123,15 @@ impl Host for Fake {
     fn is_eligible(&mut self) -> bool {
         self.eligible
     }
+    fn keeps_context(&mut self) -> bool {
+        self.tools
+    }
     fn call(&mut self, call: DriverCall) -> Option<u32> {
         assert_eq!(self.gate, Gate::Closed, "{call:?} with the gate open");
         self.calls.push(call);
-        if let Some((failing, code)) = self.fails
-            && failing == call
+        let fails = self.fails.filter(|(failing, _)| *failing == call);
+        if let Some((_, code)) = fails
+            && !self.fails_late
         {
             return Some(code);
         }
@@ -111,10 +142,16 @@ impl Host for Fake {
             DriverCall::Checkpoint => process_state::CHECKPOINTED,
             DriverCall::Unlock => process_state::RUNNING,
         };
-        Some(result::SUCCESS)
+        Some(fails.map_or(result::SUCCESS, |(_, code)| code))
     }
     fn state(&mut self) -> Option<u32> {
-        Some(self.state)
+        self.says.unwrap_or(Some(self.state))
+    }
+    fn note_threads(&mut self) {
+        assert_eq!(self.state, process_state::RUNNING, "before the lock");
+    }
+    fn has_driver_ended(&mut self) -> bool {
+        self.fails.is_some_and(|(_, code)| code == result::DEINITIALIZED)
     }
     fn park(&mut self, how: How, _vram_bytes: u64) -> Result<(), u32> {
         assert_eq!((self.gate, self.state), (Gate::Closed, process_state::RUNNING));
@@ -167,6 +204,13 @@ impl Host for Fake {
     fn can_move(&mut self, _: u8, to: u8) -> bool {
         to < 2
     }
+    fn is_broken(&mut self, code: u32) -> bool {
+        assert_eq!(self.state, process_state::RUNNING, "elsewhere no call may be made");
+        self.broken == Some(code)
+    }
+    fn set_damaged(&mut self) {
+        self.damaged = true;
+    }
     fn begin_return(&mut self, vram_bytes: u64) -> bool {
         self.asked_room = vram_bytes;
         self.room
@@ -193,6 +237,19 @@ fn away(host: &mut Fake) -> Machine {
         assert_eq!(machine.carry_out(host, action), (Outcome::Done, 0));
     }
     machine
+}
+
+/// A process in this phase.
+fn at(phase: Phase) -> (Fake, Machine) {
+    let mut host = Fake::new();
+    let mut machine = running(&mut host);
+    for action in [CLOSE, LOCK, CHECKPOINT] {
+        if machine.phase() != phase {
+            assert_eq!(machine.carry_out(&mut host, action), (Outcome::Done, 0));
+        }
+    }
+    assert_eq!(machine.phase(), phase);
+    (host, machine)
 }
 
 #[test]
@@ -329,7 +386,10 @@ fn allocations_are_held_and_released_while_the_rest_runs() {
     assert_eq!(host.gate, Gate::Open);
     host.inside_until_us = host.now_us + 20_000;
     assert_eq!(machine.carry_out(&mut host, hold).0, Outcome::Busy);
-    assert_eq!(host.gate, Gate::Open);
+    let held = (host.gate, machine.allocations_held());
+    assert_eq!(held, (Gate::AllocationsHeld, true), "no allocation begins before the release");
+    machine.carry_out(&mut host, Action::ReleaseAllocations);
+    assert_eq!((host.gate, machine.allocations_held()), (Gate::Open, false));
 }
 
 #[test]
@@ -370,7 +430,135 @@ fn a_process_that_ends_while_away_is_let_go() {
     assert_eq!(ended, (Outcome::DriverError, result::DEINITIALIZED));
     assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open));
 
+    let mut host = Fake::new();
     let mut machine = away(&mut host);
+    host.fails = Some((DriverCall::Restore, result::DEINITIALIZED));
     assert!(machine.bring_back(&mut host), "without a controller, too");
     assert_eq!(host.returns_ended, 1);
+}
+
+/// The driver cannot restore it, for ever: callers are told instead of waiting, and none of them
+/// reaches a driver whose state is not there.
+#[test]
+fn lost_restore_is_told_after_three_attempts() {
+    for failing in [DriverCall::Restore, DriverCall::Unlock] {
+        let mut host = Fake::new();
+        let mut machine = away(&mut host);
+        host.fails = Some((failing, result::ECC_UNCORRECTABLE));
+        for attempt in 1..=3 {
+            assert_eq!(host.gate, Gate::Closed, "{failing:?} {attempt}");
+            assert!(machine.bring_back(&mut host) == (attempt == 3));
+        }
+        assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Damaged), "{failing:?}");
+        assert_ne!(host.state, process_state::RUNNING);
+    }
+}
+
+/// After each step the driver's own state decides, whatever the step returned.
+#[test]
+fn drivers_state_decides_against_its_code() {
+    let steps = [
+        (LOCK, Phase::Closed, process_state::RUNNING, Phase::Closed),
+        (CHECKPOINT, Phase::Locked, process_state::LOCKED, Phase::Locked),
+        (CHECKPOINT, Phase::Locked, process_state::RUNNING, Phase::Closed),
+        (Action::Restore, Phase::Away, process_state::CHECKPOINTED, Phase::Away),
+        (Action::Restore, Phase::Away, process_state::FAILED, Phase::Away),
+        (Action::Unlock, Phase::Locked, process_state::LOCKED, Phase::Locked),
+    ];
+    for (action, before, says, after) in steps {
+        let (mut host, mut machine) = at(before);
+        host.says = Some(Some(says));
+        let ended = machine.carry_out(&mut host, action);
+        // It returned success, and has not done it.
+        assert_eq!(ended, (Outcome::DriverError, 0), "{action:?} {says}");
+        assert_eq!((machine.phase(), host.gate), (after, Gate::Closed), "{action:?} {says}");
+        assert_eq!(host.phases.last(), Some(&after));
+    }
+    // It returned an error, and has done it.
+    let made = [
+        (
+            CHECKPOINT,
+            DriverCall::Checkpoint,
+            Phase::Locked,
+            process_state::CHECKPOINTED,
+            Phase::Away,
+        ),
+        (Action::Restore, DriverCall::Restore, Phase::Away, process_state::LOCKED, Phase::Locked),
+        (LOCK, DriverCall::Lock(100), Phase::Closed, process_state::LOCKED, Phase::Locked),
+    ];
+    for (action, call, before, says, after) in made {
+        let (mut host, mut machine) = at(before);
+        (host.fails, host.fails_late) = (Some((call, 999)), true);
+        assert_eq!(machine.carry_out(&mut host, action), (Outcome::DriverError, 999), "{action:?}");
+        assert_eq!((machine.phase(), host.state), (after, says), "{action:?}");
+    }
+    // Not ready, but locked after all: no lock that is to be tried again.
+    let (mut host, mut machine) = at(Phase::Closed);
+    host.fails = Some((DriverCall::Lock(100), result::NOT_READY));
+    host.says = Some(Some(process_state::LOCKED));
+    assert_eq!(machine.carry_out(&mut host, LOCK), (Outcome::DriverError, result::NOT_READY));
+    assert_eq!(machine.phase(), Phase::Locked);
+}
+
+/// A driver that cannot say where the process is, is believed by its codes.
+#[test]
+fn code_decides_where_driver_has_no_state() {
+    for says in [None, Some(77)] {
+        let (mut host, mut machine) = at(Phase::Closed);
+        host.says = Some(says);
+        assert_eq!(machine.carry_out(&mut host, LOCK), (Outcome::Done, 0));
+        assert_eq!(machine.phase(), Phase::Locked);
+        host.fails = Some((DriverCall::Checkpoint, 1));
+        assert_eq!(machine.carry_out(&mut host, CHECKPOINT), (Outcome::DriverError, 1));
+        assert_eq!(machine.phase(), Phase::Locked);
+    }
+}
+
+#[test]
+fn close_without_fence_is_busy() {
+    let mut host = Fake::new();
+    host.can_fence = false;
+    let mut machine = running(&mut host);
+    assert_eq!(machine.carry_out(&mut host, CLOSE).0, Outcome::Busy);
+    assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open));
+    let hold = Action::HoldAllocations { deadline_ms: 10 };
+    assert_eq!(machine.carry_out(&mut host, hold).0, Outcome::Busy);
+    assert_eq!(host.phases.last(), Some(&Phase::Open));
+}
+
+/// The seal stands from the proof on until calls go through again, and not before it.
+#[test]
+fn gate_is_sealed_once_counts_are_proven() {
+    let mut host = Fake::new();
+    host.inside_until_us = 80_000;
+    let mut machine = running(&mut host);
+    assert_eq!(machine.carry_out(&mut host, CLOSE).0, Outcome::Busy);
+    assert!(!host.sealed);
+    host.inside_until_us = 0;
+    assert_eq!(machine.carry_out(&mut host, CLOSE).0, Outcome::Done);
+    assert!(host.sealed);
+    // A hold that was ordered meanwhile is sealed as well when the gate opens.
+    let hold = Action::HoldAllocations { deadline_ms: 10 };
+    machine.carry_out(&mut host, hold);
+    machine.carry_out(&mut host, Action::Open);
+    assert_eq!((host.gate, host.sealed), (Gate::AllocationsHeld, true));
+    // A later one begins anew: calls that nest are let through until they are counted out.
+    machine.carry_out(&mut host, Action::ReleaseAllocations);
+    host.inside_until_us = host.now_us + 80_000;
+    assert_eq!(machine.carry_out(&mut host, hold).0, Outcome::Busy);
+    assert!(!host.sealed);
+}
+
+#[test]
+fn ended_driver_opens_the_gate_without_orders() {
+    let mut host = Fake::new();
+    let mut machine = away(&mut host);
+    assert!(!machine.has_ended(&mut host));
+    assert_eq!((machine.phase(), host.gate), (Phase::Away, Gate::Closed));
+    let asked = host.calls.len();
+    host.fails = Some((DriverCall::Restore, result::DEINITIALIZED));
+    assert!(machine.has_ended(&mut host));
+    assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open));
+    assert_eq!(host.calls.len(), asked, "no return was tried");
+    assert!(!machine.has_ended(&mut host), "an open process is left as it is");
 }

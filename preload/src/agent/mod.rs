@@ -6,10 +6,14 @@
 //! socket and the page's file, where there is a vault the way to it and the pool's file, and the
 //! socket of those that open memory of the process, once it has handed any out.
 
+mod blocked;
+#[cfg(test)]
+mod closing_tests;
 mod gpus;
 mod host;
 pub mod link;
 mod machine;
+mod pin;
 mod silence;
 mod vram;
 
@@ -20,6 +24,7 @@ use affinode_proto::wire::message::{Action, AgentMessage, ControllerMessage, WAK
 use affinode_proto::wire::page::Gate;
 use affinode_proto::wire::{Abilities, Hazards, Notes, Phase, WIRE_VERSION};
 
+use self::blocked::Watch;
 use self::gpus::Gpus;
 use self::host::Own;
 use self::link::{Heard, Link};
@@ -29,7 +34,7 @@ use crate::owned::Owned;
 use crate::page::Page;
 use crate::process::PROCESS;
 use crate::room::{Case, Want};
-use crate::{calls, carry, cost, libc, process, sys};
+use crate::{calls, carry, cost, exit, libc, nvml, process, sys};
 
 /// What this library can do.
 const ABILITIES: Abilities = Abilities(
@@ -52,6 +57,8 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
     sys::set_thread_name(c"affinode-agent");
     let tid = sys::gettid();
     process::become_agent(tid);
+    // Before anything of the driver's is called here, or its address kept.
+    pin::pin_libcuda();
     let mut path = [0; link::PATH_BYTES];
     if let Some(file) = link::engine_file(named_socket, &mut path) {
         carry::set_engine_by_file(file);
@@ -63,7 +70,13 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
     if let Some((page, file)) = process::page().zip(Owned::note(process::page_fd())) {
         Agent {
             page,
-            own: Own { page, gpus: Gpus::none(), turn: None },
+            own: Own {
+                page,
+                gpus: Gpus::none(),
+                watch: Watch::new(),
+                turn: None,
+                patience: host::Patience::default(),
+            },
             machine: Machine::new(),
             link: Link::new(named_socket, tid, file),
             silence: Silence::new(sys::now_us()),
@@ -155,6 +168,7 @@ impl Agent {
             if managed == Managed::NoMore {
                 break;
             }
+            self.look_at_threads();
             self.tell();
             self.look_after();
             self.tidy();
@@ -211,6 +225,7 @@ impl Agent {
                         self.tidy_us = Some(sys::now_us());
                     }
                 }
+                ControllerMessage::Reading(reading) => nvml::store_reading(&reading),
                 ControllerMessage::Gpus { first, total, gpus } => {
                     self.own.gpus.take(first, total, &gpus);
                 }
@@ -238,8 +253,28 @@ impl Agent {
                         zero_bytes: carry::zero_bytes(),
                     };
                     self.link.send(now_us, &report);
+                    // After the answer, which is waited for.
+                    if matches!(action, Action::HoldAllocations { .. })
+                        && self.machine.phase() == Phase::Open
+                    {
+                        self.page.note(Notes::ONE_GPU, host::sees_one_gpu());
+                    }
                 }
             }
+        }
+    }
+
+    /// Threads that block inside the driver count as waiting callers: see [`blocked`].
+    fn look_at_threads(&mut self) {
+        let now_us = sys::now_us();
+        match self.machine.phase() {
+            Phase::Away => {
+                self.own.watch.look(now_us);
+            }
+            Phase::Open if self.own.watch.settle(now_us) => {
+                self.page.add_hazards(Hazards::HIDDEN_WAY);
+            }
+            _ => {}
         }
     }
 
@@ -249,6 +284,9 @@ impl Agent {
         }
         self.tell_hazards();
         self.tell_want();
+        if nvml::take_asked() {
+            self.link.send(sys::now_us(), &AgentMessage::AskReadings);
+        }
         let (now_us, waiters) = (sys::now_us(), self.waiters());
         let generation = self.page.generation.load(Ordering::SeqCst);
         let due = self.wake_sent.is_none_or(|(told, at_us)| {
@@ -256,11 +294,19 @@ impl Agent {
         });
         let held = self.machine.phase() != Phase::Open || self.machine.allocations_held();
         if waiters > 0 && held && due {
+            // Asked only where that may be, and of those that wait for room again each time.
+            let repeated = self.wake_sent.is_some_and(|(told, _)| told == generation);
+            if (exit::has_begun() || repeated) && self.machine.has_ended(&mut self.own) {
+                return;
+            }
             self.wake_sent = Some((generation, now_us));
             let wake = AgentMessage::Wake {
                 generation,
                 waiters,
-                hook: PROCESS.waiting_hook.load(Ordering::Relaxed),
+                hook: match self.page.count_waiters(now_us) {
+                    0 => 0,
+                    _ => PROCESS.waiting_hook.load(Ordering::Relaxed),
+                },
             };
             self.link.send(now_us, &wake);
         }
@@ -354,10 +400,13 @@ impl Agent {
     }
 
     fn waiters(&self) -> u32 {
-        self.page.waiters.load(Ordering::SeqCst)
+        let blocked = self.machine.phase() == Phase::Away && self.own.watch.has_blocked();
+        self.page.count_waiters(sys::now_us()).saturating_add(u32::from(blocked))
     }
 
     fn patience_ms(&self) -> u64 {
+        // How soon it is seen that a thread goes on after the return.
+        const SETTLES_MS: u64 = 50;
         if self.more_asked {
             return 0;
         }
@@ -365,11 +414,13 @@ impl Agent {
         let tidy_ms = self.tidy_us.map_or(u64::MAX, |due| due.saturating_sub(now_us) / 1_000);
         let note_ms = self.released.patience_ms(now_us);
         let link_ms = self.link.patience_ms(now_us).min(tidy_ms).min(note_ms);
-        if self.machine.phase() == Phase::Open && !self.machine.allocations_held() {
-            link_ms
-        } else {
-            link_ms.min(WAKE_REPEAT_MS)
+        let is_open = self.machine.phase() == Phase::Open;
+        if is_open && self.own.watch.is_settling() {
+            return link_ms.min(SETTLES_MS);
         }
+        let open = is_open && !self.machine.allocations_held();
+        // A wait that lapses is looked at again.
+        if open && !self.page.may_have_waiters() { link_ms } else { link_ms.min(WAKE_REPEAT_MS) }
     }
 }
 

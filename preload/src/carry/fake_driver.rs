@@ -1,7 +1,8 @@
 //! A driver for unit tests: physical memory, addresses and descriptors of it, counted one by one.
 //!
 //! It holds to what was measured of the real one: what was imported is not exported, nor what was not
-//! made for it. Any of its functions can be told to fail.
+//! made for it. A copy lies within one registration of host memory or outside of all, and what is registered
+//! has pages with the access that the flags ask for. Any of its functions can be told to fail.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd};
@@ -73,8 +74,8 @@ struct Device {
     /// What is allocated by the driver itself.
     own: BTreeMap<u64, Vec<u64>>,
     exports: Vec<Export>,
-    /// Where host memory is registered.
-    registered: BTreeSet<usize>,
+    /// Where host memory is registered, and how much.
+    registered: BTreeMap<usize, usize>,
     streams: usize,
     events: BTreeSet<usize>,
     /// Pools that were made.
@@ -144,7 +145,7 @@ impl Fake {
 
     /// Where host memory is registered.
     pub fn registered(&self) -> Vec<usize> {
-        device(|device| device.registered.iter().copied().collect())
+        device(|device| device.registered.keys().copied().collect())
     }
 
     /// The other contexts that were made current by now.
@@ -202,6 +203,15 @@ impl Device {
             .collect()
     }
 
+    /// A copy that crosses the end of a registration of host memory is refused.
+    fn may_copy(&self, host: usize, bytes: usize) -> Option<()> {
+        let end = host + bytes;
+        let last = self.registered.range(..end).next_back();
+        let fits =
+            |(base, of): (&usize, &usize)| base + of <= host || (*base <= host && end <= base + of);
+        last.is_none_or(fits).then_some(())
+    }
+
     fn content(&self, slot: (u64, u64)) -> u64 {
         self.contents.get(&slot).copied().unwrap_or(FRESH)
     }
@@ -226,6 +236,23 @@ impl Device {
             }
         }
     }
+}
+
+/// Whether all pages of a range are mapped, and to write to unless it is registered to be read alone.
+fn has_pages(start: usize, bytes: usize, flags: u32) -> bool {
+    const READ_ONLY: u32 = 8;
+    let wanted = if flags & READ_ONLY == 0 { "rw" } else { "r" };
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let mut at = start;
+    for line in maps.lines() {
+        let (range, rest) = line.split_once(' ').unwrap();
+        let (from, to) = range.split_once('-').unwrap();
+        let [from, to] = [from, to].map(|text| usize::from_str_radix(text, 16).unwrap());
+        if from <= at && at < to && rest.starts_with(wanted) {
+            at = to;
+        }
+    }
+    at >= start + bytes
 }
 
 macro_rules! functions {
@@ -290,6 +317,15 @@ functions! {
         device.handles.insert(name, Handle { object, exportable });
         set(handle, name)
     };
+    "cuMemRetainAllocationHandle" mem_retain_handle(handle: *mut u64, address: u64) |device, handle, address| {
+        let (start, object) = device.mappings.range(..=address).next_back()?;
+        let inside = ((address - start) as usize) < *device.ranges.get(start)?;
+        let object = inside.then_some(*object)?;
+        let exportable = device.handles.values().any(|made| made.object == object && made.exportable);
+        let name = device.name();
+        device.handles.insert(name, Handle { object, exportable });
+        set(handle, name)
+    };
     "cuMemRelease" mem_release(handle: u64) |device, handle| device.handles.remove(&handle).map(drop);
     "cuMemMap" mem_map(address: u64, bytes: usize, _offset: usize, handle: u64, _flags: u64) |device, address, bytes, _, handle, _| {
         let object = device.handles.get(&handle)?.object;
@@ -325,15 +361,21 @@ functions! {
         }
         Some(())
     };
-    "cuMemHostRegister_v2" host_register(start: *mut core::ffi::c_void, _bytes: usize, _flags: u32) |device, start, _, _| {
-        device.registered.insert(start as usize).then_some(())
+    "cuMemHostRegister_v2" host_register(start: *mut core::ffi::c_void, bytes: usize, flags: u32) |device, start, bytes, flags| {
+        let start = start as usize;
+        let last = device.registered.range(..start + bytes).next_back();
+        let is_free = last.is_none_or(|(base, of)| base + of <= start);
+        (is_free && has_pages(start, bytes, flags)).then_some(())?;
+        device.registered.insert(start, bytes);
+        Some(())
     };
     "cuMemHostUnregister" host_unregister(start: *mut core::ffi::c_void) |device, start| {
-        device.registered.remove(&(start as usize)).then_some(())
+        device.registered.remove(&(start as usize)).map(drop)
     };
     "cuMemcpyDtoHAsync_v2" copy_out(
         to: *mut core::ffi::c_void, from: u64, bytes: usize, _stream: *mut core::ffi::c_void
     ) |device, to, from, bytes, _| {
+        device.may_copy(to as usize, bytes)?;
         if let Some(words) = device.own.get(&from) {
             let many = (bytes / size_of::<u64>()).min(words.len());
             // SAFETY: what is tested passes memory for as many.
@@ -348,6 +390,7 @@ functions! {
     "cuMemcpyHtoDAsync_v2" copy_in(
         to: u64, from: *const core::ffi::c_void, bytes: usize, _stream: *mut core::ffi::c_void
     ) |device, to, from, bytes, _| {
+        device.may_copy(from as usize, bytes)?;
         if let Some(words) = device.own.get_mut(&to) {
             let many = (bytes / size_of::<u64>()).min(words.len());
             // SAFETY: what is tested passes as many.
@@ -400,6 +443,7 @@ functions! {
         device.streams -= 1;
         Some(())
     };
+    "cuCtxSynchronize" ctx_synchronize() |_| Some(());
     "cuCtxPushCurrent_v2" ctx_push_current(context: usize) |device, context| {
         device.pushed.push(context);
         Some(())

@@ -3,7 +3,7 @@
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
-use super::near;
+use super::{near, shortage};
 use crate::sys::CpuSet;
 use crate::{libc, sys};
 
@@ -58,6 +58,10 @@ pub struct Filling {
     /// Processors where helpers run; none: anywhere.
     near: [AtomicU64; 128],
     next: AtomicUsize,
+    /// What helpers are touching now, in bytes.
+    touching: AtomicU64,
+    /// 1: host memory became short, and chunks are missing.
+    short: AtomicU32,
     /// Chunks that are in.
     pub resident: Chunks,
     /// Chunks in which nothing will be stored.
@@ -74,6 +78,8 @@ pub static FILLING: Filling = Filling {
     of_file: AtomicUsize::new(0),
     near: [const { AtomicU64::new(0) }; 128],
     next: AtomicUsize::new(0),
+    touching: AtomicU64::new(0),
+    short: AtomicU32::new(0),
     resident: Chunks::none(),
     empty: Chunks::none(),
     progress: AtomicU32::new(0),
@@ -84,6 +90,7 @@ impl Filling {
     /// The first pool of this process: helpers of the one that forked it are not here.
     pub fn begins_in_this_process(&self) {
         self.helpers.store(0, Ordering::Release);
+        self.touching.store(0, Ordering::Release);
     }
 
     /// Where helpers run.
@@ -110,6 +117,7 @@ impl Filling {
         let near = near.unwrap_or([0; 128]);
         self.near.iter().zip(near).for_each(|(word, near)| word.store(near, Ordering::Relaxed));
         self.empty.clear();
+        self.short.store(0, Ordering::Release);
         self.next.store(0, Ordering::Release);
         let missing =
             (0..bytes.div_ceil(CHUNK_BYTES)).filter(|chunk| !self.resident.has(*chunk)).count();
@@ -129,10 +137,18 @@ impl Filling {
             return false;
         }
         if !self.resident.has(chunk) && !self.empty.has(chunk) {
+            if !self.may_touch(bytes as u64) {
+                self.short.store(1, Ordering::Release);
+                self.stop();
+                self.progress.fetch_add(1, Ordering::AcqRel);
+                sys::futex_wake_all(&self.progress);
+                return false;
+            }
             let at = self.start.load(Ordering::Relaxed) + chunk * CHUNK_BYTES;
             let of_file = self.of_file.load(Ordering::Relaxed) == 1;
             // SAFETY: a chunk of the pool, which holds nothing while it is being filled.
             unsafe { sys::make_resident(at as *mut u8, bytes, of_file) };
+            self.touching.fetch_sub(bytes as u64, Ordering::AcqRel);
             self.resident.set(chunk, true);
         }
         self.progress.fetch_add(1, Ordering::AcqRel);
@@ -140,16 +156,44 @@ impl Filling {
         true
     }
 
-    /// Until a chunk is in.
-    pub fn wait(&self, chunk: usize) {
+    /// Counts so much as being touched, unless host memory would become short by it. Where little
+    /// is left, one helper after the other goes on: what the others are touching is counted twice
+    /// by then, in the reading and here.
+    fn may_touch(&self, bytes: u64) -> bool {
+        loop {
+            let seen = self.progress.load(Ordering::Acquire);
+            let touching = self.touching.load(Ordering::Acquire);
+            if !shortage::is_critical(touching.saturating_add(bytes)) {
+                let counted = self.touching.compare_exchange(
+                    touching,
+                    touching + bytes,
+                    Ordering::AcqRel,
+                    Ordering::Acquire,
+                );
+                if counted.is_ok() {
+                    return true;
+                }
+            } else if touching == 0 || self.short.load(Ordering::Acquire) == 1 {
+                return false;
+            } else {
+                sys::futex_wait(&self.progress, seen, 10);
+            }
+        }
+    }
+
+    /// Until a chunk is in. False: host memory became short before.
+    pub fn wait(&self, chunk: usize) -> bool {
         loop {
             let seen = self.progress.load(Ordering::Acquire);
             if self.resident.has(chunk) {
-                return;
+                return true;
+            }
+            if self.short.load(Ordering::Acquire) == 1 {
+                return false;
             }
             if self.helpers.load(Ordering::Acquire) == 0 {
                 // Nobody helps: what is registered or copied becomes resident by that.
-                if !self.fill_next() {
+                if !self.fill_next() && self.short.load(Ordering::Acquire) == 0 {
                     self.resident.set(chunk, true);
                 }
             } else {
@@ -220,7 +264,7 @@ pub mod tests {
         let bytes = 2 * CHUNK_BYTES + HUGE_PAGE_BYTES;
         let at = sys::map_private(bytes).unwrap();
         FILLING.begin(at as usize, bytes, 0, None);
-        (0..CHUNKS).for_each(|chunk| FILLING.wait(chunk));
+        assert!((0..CHUNKS).all(|chunk| FILLING.wait(chunk)));
         FILLING.end();
         assert_eq!(FILLING.helpers.load(Ordering::Acquire), 0);
         // SAFETY: mapped above, with that size.
@@ -230,6 +274,26 @@ pub mod tests {
             assert_eq!(at.add(bytes - 1).read(), 0);
             sys::unmap_private(at, bytes);
         }
+        FILLING.resident.clear();
+    }
+
+    /// The memory that the controller had promised is another's by the time that it is touched.
+    #[test]
+    fn memory_that_others_took_is_not_touched() {
+        let _own = SHARED.lock();
+        let at = sys::map_private(2 * CHUNK_BYTES).unwrap();
+        shortage::tests::TAKEN_BY_OTHERS.store(u64::MAX / 2, Ordering::Relaxed);
+        FILLING.begin(at as usize, 2 * CHUNK_BYTES, 0, None);
+        assert!(!FILLING.wait(1), "it would be touched");
+        FILLING.end();
+        assert!(!FILLING.resident.has(0) && !FILLING.resident.has(1));
+        shortage::tests::TAKEN_BY_OTHERS.store(0, Ordering::Relaxed);
+        FILLING.begin(at as usize, 2 * CHUNK_BYTES, 0, None);
+        assert!(FILLING.wait(0) && FILLING.wait(1), "the next time is as ever");
+        FILLING.end();
+        assert_eq!(FILLING.touching.load(Ordering::Acquire), 0);
+        // SAFETY: mapped above, with that size.
+        unsafe { sys::unmap_private(at, 2 * CHUNK_BYTES) };
         FILLING.resident.clear();
     }
 

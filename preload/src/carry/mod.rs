@@ -75,7 +75,9 @@ pub use self::ahead::{end_preparation, go_on as go_on_preparing, is_told as is_p
 pub use self::bus::is_reached;
 pub use self::handed::{bytes as handed_bytes, settle};
 pub use self::ipc::answer;
-pub use self::park::{holds_imported, is_parked, let_go_of_parked, park, tidy, unpark};
+pub use self::park::{
+    NO_HOST_MEMORY, holds_imported, is_broken, is_parked, let_go_of_parked, park, tidy, unpark,
+};
 use self::pool::Pool;
 pub use self::pool::Tidied;
 pub use self::pools::make_room;

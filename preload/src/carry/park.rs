@@ -33,6 +33,10 @@ use crate::process;
 /// has the driver take it.
 const MOST_CONTEXTS: usize = 16;
 
+/// What [`park`] returns when others took the host memory that it was about to fill. No code of the
+/// driver's.
+pub const NO_HOST_MEMORY: u32 = 0xffff_0001;
+
 /// Whether content is in the pool.
 pub fn is_parked() -> bool {
     is_in_use() && tables(|tables| tables.next(Id::FIRST, |p| p.place != Place::Device).is_some())
@@ -44,7 +48,7 @@ pub fn is_parked() -> bool {
 /// `check`: the return looks whether everything has come home.
 ///
 /// # Errors
-/// The driver's code. Everything is on the device as it was.
+/// The driver's code, or [`NO_HOST_MEMORY`]. Everything is on the device as it was.
 pub fn park(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32> {
     if !is_in_use() {
         return Ok(());
@@ -94,6 +98,9 @@ pub fn park(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32> {
         // In any case: nothing may still be copying when the pool or the memory goes.
         let finished = copies.finish();
         pool.end();
+        if copied == Err(NO_HOST_MEMORY) {
+            pool.give_back_unused();
+        }
         copied.and(finished)?;
         // Without digests nothing is known any more, beyond what was copied either.
         pool.learn(found.unwrap_or(Digests::none()));
@@ -194,8 +201,9 @@ impl Out<'_> {
                 Stored::Anew => {
                     self.pool.forget(offset, bytes);
                     let device = piece.address + done;
+                    let Some(host) = self.pool.ready(offset) else { return NO_HOST_MEMORY };
                     let code = self.copies.on_stream(piece.context, |stream| {
-                        call!(copy_out(self.pool.ready(offset), device, bytes, stream))
+                        call!(copy_out(host, device, bytes, stream))
                     });
                     if code != result::SUCCESS {
                         return code;
@@ -300,6 +308,18 @@ fn copy_home() -> Result<(), u32> {
         tell();
         copied
     })
+}
+
+/// Whether the driver answers every call in the context of what is parked with this code. Nothing
+/// runs on the GPU, so it answers at once.
+pub fn is_broken(code: u32) -> bool {
+    if !is_parked() {
+        return false;
+    }
+    let context = tables(|tables| {
+        tables.next(Id::FIRST, |piece| piece.place != Place::Device).map(|(_, piece)| piece.context)
+    });
+    context.is_some_and(|context| in_context(context, || call!(ctx_synchronize())) == code)
 }
 
 /// Before a checkpoint, which would take the longer for every byte of host memory that the

@@ -80,6 +80,32 @@ fn what_leaves_comes_home_as_it_was() {
     assert_eq!((unpark(), world.is_home()), (Ok(()), true));
 }
 
+/// The context of what is parked is asked, and no other.
+#[test]
+fn context_is_broken_where_driver_confirms_code() {
+    let world = World::new();
+    assert!(!is_broken(result::OUT_OF_MEMORY), "nothing is parked");
+    assert_eq!(park(false, false, None), Ok(()));
+    assert!(!is_broken(result::OUT_OF_MEMORY) && is_broken(result::SUCCESS));
+    world.fake.fail("cuCtxSynchronize", 0);
+    assert!(is_broken(result::OUT_OF_MEMORY));
+    assert_eq!((unpark(), world.is_home()), (Ok(()), true));
+}
+
+/// Nothing has left, what was brought in for it is given back, and the next time goes well.
+#[test]
+fn copy_stops_where_others_took_host_memory() {
+    use super::super::shortage::tests::TAKEN_BY_OTHERS;
+    let world = World::new();
+    TAKEN_BY_OTHERS.store(u64::MAX / 2, Ordering::Relaxed);
+    let ended = park(true, false, None);
+    TAKEN_BY_OTHERS.store(0, Ordering::Relaxed);
+    assert_eq!(ended, Err(NO_HOST_MEMORY));
+    assert!(world.is_home() && !is_parked());
+    assert_eq!((park(true, false, None), world.is_away()), (Ok(()), true));
+    assert_eq!((unpark(), world.is_home()), (Ok(()), true));
+}
+
 /// Each of the driver's calls, at each piece.
 #[test]
 fn of_what_cannot_be_copied_out_nothing_has_left() {

@@ -216,11 +216,17 @@ impl Pool {
         self.bytes.div_ceil(CHUNK_BYTES)
     }
 
-    /// The host address of an offset, once it can be copied to.
-    pub fn ready(&mut self, offset: usize) -> *mut c_void {
+    /// The host address of an offset, once it can be copied to. `None`: others took the host memory
+    /// meanwhile.
+    pub fn ready(&mut self, offset: usize) -> Option<*mut c_void> {
         // Also of one that the driver has not let go of: whoever brings its pages in writes to it.
-        FILLING.wait(offset / CHUNK_BYTES);
-        self.held(offset)
+        FILLING.wait(offset / CHUNK_BYTES).then(|| self.held(offset))
+    }
+
+    /// Gives back what was brought in for content that is not stored here after all.
+    pub fn give_back_unused(&mut self) {
+        self.keeps = 0;
+        while self.shrink() {}
     }
 
     /// The host address of an offset at which content is, in the driver's hands again.

@@ -24,6 +24,22 @@ pub fn would_be_near(bytes: u64) -> bool {
         || group().is_none_or(|(room, limit)| left(room) < (limit / 8).max(LEAST_BYTES))
 }
 
+/// Whether taking so many bytes now would leave so little that the kernel's out-of-memory killer is
+/// near: less than a 64th of the node, or than a 128th of the container's limit (at most 32 MiB).
+///
+/// The controller has promised this memory by readings of a moment before; this is what others have
+/// taken since. What cannot be read does not count here.
+pub fn is_critical(bytes: u64) -> bool {
+    const MAX_GROUP_FLOOR_BYTES: u64 = 32 << 20;
+    #[cfg(test)]
+    let bytes =
+        bytes.saturating_add(tests::TAKEN_BY_OTHERS.load(core::sync::atomic::Ordering::Relaxed));
+    let left = |room: u64| room.saturating_sub(bytes);
+    node().is_some_and(|(room, all)| left(room) < all / 64)
+        || group()
+            .is_some_and(|(room, limit)| left(room) < (limit / 128).min(MAX_GROUP_FLOOR_BYTES))
+}
+
 /// Available and all memory of the node, in bytes.
 fn node() -> Option<(u64, u64)> {
     let mut text = [0; 1024];
@@ -110,8 +126,13 @@ fn number(text: &[u8]) -> Option<u64> {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
+    use core::sync::atomic::AtomicU64;
+
     use super::*;
+
+    /// What [`is_critical`] takes for gone beside what it reads, in bytes.
+    pub static TAKEN_BY_OTHERS: AtomicU64 = AtomicU64::new(0);
 
     #[test]
     fn fields_are_whole_names_at_the_beginning_of_a_line() {

@@ -32,6 +32,7 @@ use super::pool::Pool;
 use super::table::{Id, Piece, Place};
 use super::{tables, with_pool};
 use crate::owned::{self, Owned};
+use crate::page::Page;
 use crate::process;
 use crate::sys::{self, Descriptor, task};
 
@@ -101,7 +102,7 @@ pub fn announce_away() {
 
 /// Whether somebody waits for the process, or the controller has something to say.
 fn is_wanted() -> bool {
-    process::page().is_some_and(|page| page.waiters.load(Ordering::SeqCst) > 0)
+    process::page().is_some_and(Page::has_waiters)
         || owned::SOCKET.get().is_some_and(|socket| task::wait_readable(socket, 0))
 }
 
@@ -159,7 +160,7 @@ pub(super) fn has_copied(bytes: u64) -> bool {
     let start_ms = sys::now_us() / 1_000;
     let copied = loop {
         let waited_ms = (sys::now_us() / 1_000).saturating_sub(start_ms);
-        let wanted = process::page().is_some_and(|page| page.waiters.load(Ordering::SeqCst) > 0);
+        let wanted = process::page().is_some_and(Page::has_waiters);
         let over = waited_ms >= BLOCK_WITHIN_MS + bytes / BYTES_A_MS;
         let Some(vault) = owned::VAULT.get() else { break None };
         if over || (wanted && waited_ms >= ALMOST_MS) || task::wait_readable(vault, SLICE_MS) {

@@ -9,7 +9,7 @@ const HEAD_BYTES: usize = 19;
 const LENGTH_AT: core::ops::Range<usize> = 16..18;
 
 /// Whether `which` is true of a name in a folder; `None` where it cannot be read.
-pub fn has(path: &CStr, which: impl Fn(&[u8]) -> bool) -> Option<bool> {
+pub fn has(path: &CStr, mut which: impl FnMut(&[u8]) -> bool) -> Option<bool> {
     any(path, |_, name| which(name.to_bytes()))
 }
 
@@ -24,7 +24,7 @@ pub fn has_link(path: &CStr, which: impl Fn(&[u8]) -> bool) -> Option<bool> {
     })
 }
 
-fn any(path: &CStr, which: impl Fn(usize, &CStr) -> bool) -> Option<bool> {
+fn any(path: &CStr, mut which: impl FnMut(usize, &CStr) -> bool) -> Option<bool> {
     const O_DIRECTORY_CLOEXEC: usize = 0o200_000 | CLOEXEC;
     let args = [path.as_ptr() as usize, O_DIRECTORY_CLOEXEC, 0, 0, 0, 0];
     let fd = plain(number::OPEN, args).ok()?;

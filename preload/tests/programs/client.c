@@ -3,27 +3,36 @@
 //
 //   client <route>       link (when built with -DLINKED), dlopen, proc1, proc2, next, default,
 //                        forward (a library with functions of the driver's names)
-//                        CLIENT_DENY=<number>: that system call fails with ENOSYS
+//                        CLIENT_DENY=<number>[:<first argument>]: that system call fails with ENOSYS
 //   <function>           calls it, answers its result
 //   fork <function>      calls it in a forked child, answers the child's result
 //   forkwait <function>  the same, and the child lives on until it has read a line
 //   threads <n> <function>   calls it on n living threads, then answers the sum of results
 //   small <function>     calls it on a thread with the smallest stack
 //   start <function>     calls it on a thread; `join` answers its result
+//   warm <function>      the same after another call, so that this one takes the fast path
 //   signal <function>    calls it in a signal handler, answers the result
+//   jump <function>      calls it, and leaves it by siglongjmp out of the handler of SIGUSR1: answers 99
+//   hidden               calls a function of the driver that no hook sees on a thread; `join` answers its result
 //   inside <n> / release waits until n calls block in the driver / lets one go
 //   short <n>            the next n allocations find no memory
+//   table <id>           asks for the private table with this id, 32 hexadecimal digits
+//   devices              how many devices there are, times 100, and the length of the first one's name
 //   callback             starts a call that blocks, then calls back cuCtxSynchronize
 //   same <f>             whether two look-ups give the same address
+//   unload               closes libcuda, answers whether it is still loaded
 //   closefds             closes all descriptors from 3 on
 //   wait                 answers as waitpid for any child does, errors negative
 //   count                answers how many calls the driver has seen
+//   at exit <function>...    calls them in an exit handler, which answers their results; `count` as above
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <limits.h>
 #include <pthread.h>
+#include <setjmp.h>
 #include <signal.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -42,11 +51,14 @@ static void *handle;
 
 #ifdef LINKED
 int cuInit(), cuCtxSynchronize(), cuStreamSynchronize(), cuStreamQuery(), cuEventQuery(), cuMemAlloc_v2(),
-	cuMemAllocManaged(), cuLaunchKernel();
+	cuMemAllocManaged(), cuLaunchKernel(), cuGetExportTable(), cuDeviceGetCount(),
+	cuDeviceGetName();
 static const struct { const char *name; Call call; } linked[] = {
 	{"cuInit", cuInit}, {"cuCtxSynchronize", cuCtxSynchronize}, {"cuStreamSynchronize", cuStreamSynchronize},
 	{"cuStreamQuery", cuStreamQuery}, {"cuEventQuery", cuEventQuery}, {"cuMemAlloc", cuMemAlloc_v2},
 	{"cuMemAllocManaged", cuMemAllocManaged}, {"cuLaunchKernel", cuLaunchKernel},
+	{"cuGetExportTable", cuGetExportTable}, {"cuDeviceGetCount", cuDeviceGetCount},
+	{"cuDeviceGetName", cuDeviceGetName},
 };
 #endif
 
@@ -93,11 +105,34 @@ static int make(const char *name)
 			0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5);
 	else if (!strncmp(name, "cuMemAlloc", 10))
 		result = call(&at, (size_t)4096, 1u);
-	else if (!strcmp(name, "cuStubCallback"))
+	else if (!strcmp(name, "cuStubCallback") || !strcmp(name, "cuStreamWaitEvent"))
 		result = call(look_up("cuCtxSynchronize"));
+	else if (!strncmp(name, "cuMemFree", 9) || strstr(name, "Destroy"))
+		result = call(7L);
 	else
 		result = call(0L, 0L);
 	return errno == 77 ? result : -2;
+}
+
+static int ask_for_table(const char *digits)
+{
+	unsigned char id[16];
+	const void *table;
+	Call call = look_up("cuGetExportTable");
+	for (int n = 0; n < 16; n++)
+		if (sscanf(digits + 2 * n, "%2hhx", &id[n]) != 1)
+			return -3;
+	return call ? call(&table, id) : -1;
+}
+
+static int devices(void)
+{
+	char name[64] = "";
+	int count = 0;
+	Call get_count = look_up("cuDeviceGetCount"), get_name = look_up("cuDeviceGetName");
+	if (get_count(&count) || get_name(name, (int)sizeof name, 0))
+		return -1;
+	return 100 * count + (int)strlen(name);
 }
 
 static pthread_barrier_t barrier;
@@ -109,10 +144,20 @@ static void *with_others(void *name)
 	return (void *)result;
 }
 
+static void *after_another(void *name)
+{
+	long first = make("cuCtxSynchronize");
+	return (void *)(first ? first : (long)make(name));
+}
+
 static void *alone(void *name) { return (void *)(long)make(name); }
+
+static void *hidden(void *unused) { return (void *)(long)((Call)dlsym(handle, "stub_hidden"))(); }
 
 static char handled[64];
 static volatile int handled_result;
+static sigjmp_buf before_call;
+static void jump_out(int signal) { siglongjmp(before_call, 1); }
 static void handler(int signal) { handled_result = make(handled); }
 
 static long on_threads(int count, const char *name, int small)
@@ -134,12 +179,29 @@ static long on_threads(int count, const char *name, int small)
 	return sum;
 }
 
-static void deny(unsigned number)
+// The last one that was registered runs first, as they do.
+static char at_exit[4][128];
+static int handlers;
+
+static void exit_handler(void)
+{
+	for (char *name = strtok(at_exit[--handlers], " \n"); name; name = strtok(NULL, " \n")) {
+		long (*calls)(void);
+		*(void **)&calls = dlsym(handle, "stub_calls");
+		printf("%ld\n", strcmp(name, "count") ? (long)make(name) : calls());
+	}
+	fflush(stdout);
+}
+
+static void deny(unsigned number, int command)
 {
 #ifdef __GLIBC__
 	struct sock_filter filter[] = {
 		BPF_STMT(BPF_LD | BPF_W | BPF_ABS, 0),
-		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, number, 0, 1),
+		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, number, 0, 3),
+		// The number once more where every command is meant.
+		BPF_STMT(BPF_LD | BPF_W | BPF_ABS, command < 0 ? 0 : offsetof(struct seccomp_data, args)),
+		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, command < 0 ? number : command, 0, 1),
 		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENOSYS),
 		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
 	};
@@ -157,8 +219,11 @@ int main(int argc, char **argv)
 	void (*let_go)(void), (*wait_inside)(int), (*run_short)(int);
 	int count;
 	route = argv[1];
-	if (getenv("CLIENT_DENY"))
-		deny(atoi(getenv("CLIENT_DENY")));
+	if (getenv("CLIENT_DENY")) {
+		int number, command = -1;
+		sscanf(getenv("CLIENT_DENY"), "%d:%d", &number, &command);
+		deny(number, command);
+	}
 #ifndef LINKED
 	int global = strcmp(route, "dlopen") && strncmp(route, "proc", 4);
 	handle = dlopen(strcmp(route, "forward") ? "libcuda.so.1" : "libforward.so", RTLD_NOW | (global ? RTLD_GLOBAL : RTLD_LOCAL));
@@ -189,6 +254,10 @@ int main(int argc, char **argv)
 			answer = on_threads(1, name, 1);
 		} else if (sscanf(line, "start %63s", name) == 1) {
 			pthread_create(&started, NULL, alone, name);
+		} else if (sscanf(line, "warm %63s", name) == 1) {
+			pthread_create(&started, NULL, after_another, name);
+		} else if (!strncmp(line, "hidden", 6)) {
+			pthread_create(&started, NULL, hidden, NULL);
 		} else if (!strncmp(line, "join", 4)) {
 			void *result;
 			pthread_join(started, &result);
@@ -197,20 +266,33 @@ int main(int argc, char **argv)
 			signal(SIGUSR1, handler);
 			raise(SIGUSR1);
 			answer = handled_result;
+		} else if (sscanf(line, "jump %63s", name) == 1) {
+			signal(SIGUSR1, jump_out);
+			answer = sigsetjmp(before_call, 1) ? 99 : make(name);
 		} else if (sscanf(line, "inside %d", &count) == 1) {
 			wait_inside(count);
 		} else if (sscanf(line, "short %d", &count) == 1) {
 			run_short(count);
+		} else if (!strncmp(line, "devices", 7)) {
+			answer = devices();
+		} else if (sscanf(line, "table %63s", name) == 1) {
+			answer = ask_for_table(name);
 		} else if (!strncmp(line, "release", 7)) {
 			let_go();
 		} else if (sscanf(line, "same %63s", name) == 1) {
 			answer = look_up(name) == look_up(name);
+		} else if (!strncmp(line, "unload", 6)) {
+			dlclose(handle);
+			answer = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD) != NULL;
 		} else if (!strncmp(line, "closefds", 8)) {
 			for (int fd = 3; fd < 4096; fd++)
 				close(fd);
 		} else if (!strncmp(line, "wait", 4)) {
 			answer = waitpid(-1, NULL, WNOHANG);
 			answer = answer < 0 ? -errno : answer;
+		} else if (!strncmp(line, "at exit ", 8) && handlers < 4) {
+			strcpy(at_exit[handlers++], line + 8);
+			atexit(exit_handler);
 		} else if (!strncmp(line, "count", 5)) {
 			answer = calls();
 		} else if (sscanf(line, "%63s", name) == 1) {

@@ -3,7 +3,9 @@
 #include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 typedef int CUresult;
 #define EXPORT __attribute__((visibility("default")))
@@ -13,13 +15,31 @@ static long calls;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static int inside, released;
+static int ended; // from its own exit handler on
 
+static void end(void) { ended = 1; }
+
+static int owner;  // process of `state`
+static int within; // calls that are between their first and their last look at the state
+
+// A call and a move look at each other in the order of `membarrier`'s manual: each writes its own word first,
+// so where they overlap, one of the two sees the other.
 static CUresult touch(void)
 {
-	if (state)
-		__builtin_trap();
+	if (ended)
+		return 4;
+	CUresult result = 0;
+	__atomic_fetch_add(&within, 1, __ATOMIC_SEQ_CST);
+	for (int look = 0; look < 20; look++) {
+		if (!state)
+			continue;
+		if (owner == getpid())
+			__builtin_trap();
+		result = 3; // a forked child's driver has no state
+	}
+	__atomic_fetch_sub(&within, 1, __ATOMIC_SEQ_CST);
 	__atomic_fetch_add(&calls, 1, __ATOMIC_RELAXED);
-	return 0;
+	return result;
 }
 
 static int short_of_memory;
@@ -36,6 +56,20 @@ EXPORT void stub_release(void)
 	pthread_mutex_unlock(&lock);
 }
 
+// Waits until the process runs, as NVML does. A thread that comes first waits for ever: one of the driver's own.
+EXPORT CUresult stub_hidden(void)
+{
+	pthread_mutex_lock(&lock);
+	int is_own = !state;
+	inside++;
+	pthread_cond_broadcast(&changed);
+	while (state || is_own)
+		pthread_cond_wait(&changed, &lock);
+	inside--;
+	pthread_mutex_unlock(&lock);
+	return 0;
+}
+
 EXPORT void stub_wait_inside(int count)
 {
 	pthread_mutex_lock(&lock);
@@ -44,7 +78,18 @@ EXPORT void stub_wait_inside(int count)
 	pthread_mutex_unlock(&lock);
 }
 
-EXPORT CUresult cuInit(unsigned flags) { return touch(); }
+EXPORT CUresult cuInit(unsigned flags)
+{
+	static int begun;
+	if (!begun)
+		atexit(end);
+	begun = 1;
+	return touch();
+}
+
+EXPORT CUresult cuMemFree_v2(uint64_t at) { return touch(); }
+EXPORT CUresult cuStreamDestroy_v2(void *stream) { return touch(); }
+EXPORT CUresult cuCtxDestroy_v2(void *context) { return touch(); }
 EXPORT CUresult cuDriverGetVersion(int *version) { *version = 12080; return 0; }
 EXPORT CUresult cuCtxSynchronize(void) { return touch(); }
 EXPORT CUresult cuStreamSynchronize(void *stream) { return touch(); }
@@ -63,9 +108,12 @@ EXPORT CUresult cuMemAlloc_v2(uint64_t *at, size_t bytes)
 }
 EXPORT CUresult cuCtxGetDevice(int *device) { *device = 3; return 0; }
 EXPORT CUresult cuDeviceGetUuid_v2(unsigned char *uuid, int device) { memset(uuid, 0x40 + device, 16); return 0; }
+EXPORT CUresult cuDeviceGetCount(int *count) { *count = 3; return touch(); }
+EXPORT CUresult cuDeviceGetName(char *name, int length, int device) { strncpy(name, "stub", length); return touch(); }
 EXPORT CUresult cuMemAllocManaged(uint64_t *at, size_t bytes, unsigned flags) { *at = 1; return touch(); }
 EXPORT CUresult cuCtxEnablePeerAccess(void *peer, unsigned flags) { return touch(); }
 EXPORT CUresult cuFutureCall(void) { return touch(); }
+EXPORT CUresult cuGetExportTable(const void **table, const void *id) { *table = NULL; return touch(); }
 
 // Next to nothing, for the benchmark.
 EXPORT CUresult cuBench(void *stream) { return 0; }
@@ -92,6 +140,9 @@ EXPORT CUresult cuStubCallback(CUresult (*call)(void))
 	return call();
 }
 
+// The same, by a name that the library knows as work.
+EXPORT CUresult cuStreamWaitEvent(CUresult (*call)(void)) { return cuStubCallback(call); }
+
 EXPORT CUresult cuLaunchKernel(long a, long b, long c, long d, long e, long f, long g, long h, long i, long j, long k)
 {
 	long got[] = {a, b, c, d, e, f, g, h, i, j, k};
@@ -111,19 +162,36 @@ EXPORT CUresult cuStubDoubles(double a, double b, double c, double d, double e, 
 }
 
 #ifndef NO_CHECKPOINT
-EXPORT CUresult cuCheckpointProcessGetState(int pid, int *out) { *out = state; return 0; }
+EXPORT CUresult cuCheckpointProcessGetState(int pid, int *out)
+{
+	*out = state;
+	return ended ? 4 : 0;
+}
 
 static CUresult move(int from, int to)
 {
+	if (ended)
+		return 4;
 	if (state != from)
 		return 304;
-	state = to;
+	owner = getpid();
+	pthread_mutex_lock(&lock); // a hidden call looks at the state with it
+	__atomic_store_n(&state, to, __ATOMIC_SEQ_CST);
+	pthread_cond_broadcast(&changed);
+	pthread_mutex_unlock(&lock);
+	if (from == 0 && __atomic_load_n(&within, __ATOMIC_SEQ_CST))
+		__builtin_trap();
 	return 0;
 }
 
 EXPORT CUresult cuCheckpointProcessLock(int pid, void *args) { return move(0, 1); }
 EXPORT CUresult cuCheckpointProcessCheckpoint(int pid, void *args) { return move(1, 2); }
-EXPORT CUresult cuCheckpointProcessRestore(int pid, void *args) { return move(2, 1); }
+// STUB_RESTORE_FAILS=<code>: nothing brings it back.
+EXPORT CUresult cuCheckpointProcessRestore(int pid, void *args)
+{
+	const char *code = getenv("STUB_RESTORE_FAILS");
+	return code ? atoi(code) : move(2, 1);
+}
 EXPORT CUresult cuCheckpointProcessUnlock(int pid, void *args) { return move(1, 0); }
 #endif
 
@@ -133,7 +201,8 @@ EXPORT CUresult cuGetProcAddress_v2(const char *name, void **out, int version, u
 #define NAME(f) {#f, f}
 static const struct { const char *name; void *function; } names[] = {
 	NAME(cuInit), NAME(cuDriverGetVersion), NAME(cuCtxSynchronize), NAME(cuStreamQuery), NAME(cuEventQuery),
-	NAME(cuMemAllocManaged), NAME(cuCtxEnablePeerAccess), NAME(cuFutureCall), NAME(cuStubBlock),
+	NAME(cuMemAllocManaged), NAME(cuCtxEnablePeerAccess), NAME(cuFutureCall), NAME(cuGetExportTable), NAME(cuDeviceGetCount),
+	NAME(cuDeviceGetName), NAME(cuStubBlock),
 	NAME(cuStubCallback), NAME(cuLaunchKernel), NAME(cuStubDoubles), {"cuMemAlloc", cuMemAlloc_v2},
 };
 

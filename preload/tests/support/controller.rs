@@ -61,7 +61,15 @@ impl Controller {
             page
         };
         let hello = AgentMessage::decode(&frame).unwrap();
-        Connection { stream, page, hello, wakes: Vec::new(), notices: Vec::new(), next_order: 1 }
+        Connection {
+            stream,
+            page,
+            hello,
+            wakes: Vec::new(),
+            notices: Vec::new(),
+            asks: 0,
+            next_order: 1,
+        }
     }
 
     /// The next agent, welcomed.
@@ -90,6 +98,8 @@ pub struct Connection {
     pub wakes: Vec<AgentMessage>,
     /// Notices likewise.
     pub notices: Vec<Hazards>,
+    /// Readings that were asked for and not looked at.
+    pub asks: usize,
     next_order: u64,
 }
 
@@ -147,6 +157,7 @@ impl Connection {
         match message {
             AgentMessage::Wake { .. } => self.wakes.push(message),
             AgentMessage::Notice { hazards } => self.notices.push(hazards),
+            AgentMessage::AskReadings => self.asks += 1,
             other => panic!("unexpected {other:?}"),
         }
     }
@@ -161,6 +172,24 @@ impl Connection {
             AgentMessage::Wake { generation, waiters, hook } => (generation, waiters, hook),
             other => panic!("{other:?}"),
         }
+    }
+
+    /// Waits until readings are asked for.
+    pub fn ask(&mut self) {
+        while self.asks == 0 {
+            let message = self.receive();
+            self.note(message);
+        }
+        self.asks = 0;
+    }
+
+    /// Whether nothing comes for so long.
+    pub fn is_silent_for(&mut self, time: Duration) -> bool {
+        self.stream.set_read_timeout(Some(time)).unwrap();
+        let mut byte = [0; 1];
+        let came = self.stream.read(&mut byte);
+        self.stream.set_read_timeout(Some(GUARD)).unwrap();
+        came.is_err()
     }
 
     /// Waits for a notice.
@@ -188,6 +217,15 @@ impl Connection {
     pub fn ended(mut self) {
         let mut frame = [0; FRAME_BYTES];
         while self.stream.read(&mut frame).unwrap_or(0) > 0 {}
+    }
+
+    /// Waits for the other side to end the connection: the wakes that came before.
+    pub fn wakes_until_end(mut self) -> usize {
+        let mut frame = [0; FRAME_BYTES];
+        while self.stream.read_exact(&mut frame).is_ok() {
+            self.note(AgentMessage::decode(&frame).unwrap());
+        }
+        self.wakes.len()
     }
 
     /// The page now.

@@ -79,9 +79,16 @@ impl Build {
             let symbolic = ["-shared", "-fPIC", "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1"];
             let driver = compile(compiler, "stub_cuda.c", "libcuda.so.1", &symbolic);
             compile(compiler, "client.c", "client", &["-ldl"]);
+            compile(compiler, "signals.c", "signals", &["-ldl"]);
             let shared = ["-shared", "-fPIC", "-ldl"];
             compile(compiler, "forward.c", "libforward.so", &shared);
             let driver = driver.to_str().unwrap();
+            let named =
+                ["-shared", "-fPIC", "-Wl,-Bsymbolic", "-Wl,-soname,libnvidia-ml.so.1", "-ldl"];
+            let nvml = compile(compiler, "stub_nvml.c", "libnvidia-ml.so.1", &named);
+            compile(compiler, "nvml_client.c", "nvml", &["-ldl"]);
+            let linked = ["-DLINKED", nvml.to_str().unwrap(), "-ldl"];
+            compile(compiler, "nvml_client.c", "nvml-linked", &linked);
             compile(compiler, "client.c", "linked", &["-DLINKED", driver, "-ldl"]);
             folder(compiler)
         })
@@ -121,11 +128,16 @@ pub struct Client {
 impl Client {
     /// Starts one that reaches the driver by `route`, with more environment.
     pub fn start(build: Build, route: &str, environment: &[(&str, &str)]) -> Client {
-        let folder = build.programs();
         let program = if route == "link" { "linked" } else { "client" };
-        let mut command = Command::new(folder.join(program));
+        Client::start_program(build, &[program, route], environment)
+    }
+
+    /// Starts another program of the folder, which answers in the same way.
+    pub fn start_program(build: Build, words: &[&str], environment: &[(&str, &str)]) -> Client {
+        let folder = build.programs();
+        let mut command = Command::new(folder.join(words[0]));
         command
-            .arg(route)
+            .args(&words[1..])
             .env("LD_LIBRARY_PATH", folder)
             .env("LD_PRELOAD", library())
             .env("AFFINODE_SOCKET", "/nonexistent/agent.sock")
@@ -175,6 +187,15 @@ impl Client {
     pub fn finish(mut self) {
         drop(self.stdin);
         assert!(self.child.wait().unwrap().success());
+    }
+
+    /// Ends its input: what its exit handlers answer before it ends well.
+    pub fn last_answers(mut self) -> Vec<i64> {
+        drop(self.stdin);
+        let lines = std::io::read_to_string(&mut self.stdout).unwrap();
+        let status = self.child.wait().unwrap();
+        assert!(status.success(), "{status}: {lines}");
+        lines.lines().map(|line| line.parse().unwrap()).collect()
     }
 
     /// Names of its threads.

@@ -157,3 +157,6 @@ fn serve(ask: &Ask, identity: &Identity, way: &Descriptor) -> Option<()> {
 fn is_same(one: &[u8; 16], other: &[u8; 16]) -> bool {
     one.iter().zip(other).fold(0, |sum, (one, other)| sum | (one ^ other)) == 0
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,418 @@
+//! Threads that block inside the driver while the process is away, on a way that no hook sees.
+//!
+//! A call that reaches a driver library past the hooks waits there until the process is home, and
+//! nothing brings it home: it hangs for ever. So the agent looks at the threads of its process:
+//!
+//! ```text
+//! before the driver's lock: where each thread is
+//! while away, once a second, if any thread has run since:
+//!   at another place than at the last look ──> noted
+//!   there still, without having run ─────────> inside the driver, and not so before the lock?
+//!                                                └─ yes: the process is brought home
+//! home again:
+//!   it has gone on ──────> the way is real: Hazards::HIDDEN_WAY, its context stays on the device from now on
+//!   it is where it was ──> it waits for something else: this place is never counted again
+//! ```
+//!
+//! A place is the system call, the stack pointer and the program counter of
+//! `/proc/self/task/TID/syscall`. It is inside the driver if the first return address on the stack
+//! that is not libc's is in the code of a driver library. The driver's own threads are at such places,
+//! too: they are known by their names, or by being where they were before the lock.
+
+use core::ffi::CStr;
+
+use crate::sys;
+
+/// Threads that are looked at; of a process with more, the oldest.
+const MAX_THREADS: usize = 256;
+/// Places at which threads wait for something else.
+const MAX_EXCUSED: usize = 16;
+/// After this many returns for nothing the process is not watched any more.
+const MAX_FALSE_ALARMS: u32 = 3;
+const INTERVAL_US: u64 = 900_000;
+/// A thread that has not gone on so long after the return waits for something else.
+const GOES_ON_WITHIN_US: u64 = 2_000_000;
+/// How far up the stack the caller of libc is looked for, in words.
+const STACK_WORDS: usize = 128;
+
+/// Where a thread is in the kernel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Place {
+    call: u64,
+    stack: usize,
+    code: usize,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Thread {
+    tid: u32,
+    place: Place,
+    /// How often it was switched from, once it was found at this place twice.
+    switches: Option<u64>,
+    /// Where it was before the lock.
+    before: Option<Place>,
+    /// It was judged at this place.
+    is_judged: bool,
+}
+
+/// What is known of the threads of this process.
+pub struct Watch {
+    threads: [Thread; MAX_THREADS],
+    count: usize,
+    excused: [(u32, Place); MAX_EXCUSED],
+    excused_count: usize,
+    /// The thread for which the process comes home, and when it was home.
+    suspect: Option<(u32, Place, Option<u64>)>,
+    false_alarms: u32,
+    due_us: u64,
+    /// What all threads but this one were switched from at the last look, and in how many looks in a
+    /// row that was the same.
+    switches: u64,
+    quiet_looks: u32,
+}
+
+impl Watch {
+    /// Nothing is known.
+    pub const fn new() -> Watch {
+        const PLACE: Place = Place { call: 0, stack: 0, code: 0 };
+        const NO_THREAD: Thread =
+            Thread { tid: 0, place: PLACE, switches: None, before: None, is_judged: false };
+        Watch {
+            threads: [NO_THREAD; MAX_THREADS],
+            count: 0,
+            excused: [(0, PLACE); MAX_EXCUSED],
+            excused_count: 0,
+            suspect: None,
+            false_alarms: 0,
+            due_us: 0,
+            switches: 0,
+            quiet_looks: 0,
+        }
+    }
+
+    /// Whether a thread blocks inside the driver until the process is home.
+    pub fn has_blocked(&self) -> bool {
+        matches!(self.suspect, Some((_, _, None)))
+    }
+
+    /// Whether [`Watch::settle`] has something to find out.
+    pub fn is_settling(&self) -> bool {
+        self.suspect.is_some()
+    }
+
+    /// The gate is closed, the driver has not locked the process yet.
+    pub fn note(&mut self) {
+        self.count = 0;
+        (self.due_us, self.quiet_looks) = (0, 0);
+        let own = sys::gettid();
+        each_thread(|tid| {
+            if let Some(entry) = self.threads.get_mut(self.count).filter(|_| tid != own)
+                && let Some(place) = place_of(tid)
+            {
+                *entry = Thread { tid, place, before: Some(place), ..Thread::default() };
+                self.count += 1;
+            }
+        });
+    }
+
+    /// The context of the process is off the device. True: a thread blocks inside the driver.
+    pub fn look(&mut self, now_us: u64) -> bool {
+        if self.has_blocked() {
+            return true;
+        }
+        if now_us < self.due_us || self.false_alarms >= MAX_FALSE_ALARMS {
+            return false;
+        }
+        self.due_us = now_us + INTERVAL_US;
+        // A thread is found out at the third look after it has run.
+        const LOOKS: u32 = 3;
+        let switches = sys::switches_of_others();
+        self.quiet_looks = if switches == self.switches { self.quiet_looks + 1 } else { 0 };
+        self.switches = switches;
+        if self.quiet_looks > LOOKS {
+            return false;
+        }
+        let own = sys::gettid();
+        each_thread(|tid| {
+            if tid != own && !self.has_blocked() && self.is_blocked(tid) {
+                let place = self.threads.iter().find(|known| known.tid == tid);
+                self.suspect = place.map(|known| (tid, known.place, None));
+            }
+        });
+        self.has_blocked()
+    }
+
+    /// The process is home. True: the thread that had blocked has gone on.
+    pub fn settle(&mut self, now_us: u64) -> bool {
+        let Some((tid, place, home_us)) = self.suspect else { return false };
+        if place_of(tid) != Some(place) {
+            self.suspect = None;
+            return true;
+        }
+        let home_us = home_us.unwrap_or(now_us);
+        self.suspect = Some((tid, place, Some(home_us)));
+        if now_us.saturating_sub(home_us) >= GOES_ON_WITHIN_US {
+            self.excuse(tid, place);
+        }
+        false
+    }
+
+    /// The process is about to leave again. True as in [`Watch::settle`].
+    pub fn settle_now(&mut self) -> bool {
+        let Some((tid, place, _)) = self.suspect else { return false };
+        let has_gone_on = place_of(tid) != Some(place);
+        if has_gone_on {
+            self.suspect = None;
+        } else {
+            self.excuse(tid, place);
+        }
+        has_gone_on
+    }
+
+    fn excuse(&mut self, tid: u32, place: Place) {
+        if let Some(entry) = self.excused.get_mut(self.excused_count % MAX_EXCUSED) {
+            *entry = (tid, place);
+        }
+        self.excused_count += 1;
+        self.false_alarms += 1;
+        self.suspect = None;
+    }
+
+    fn is_blocked(&mut self, tid: u32) -> bool {
+        let place = place_of(tid);
+        let known = self.threads.iter().take(self.count).position(|known| known.tid == tid);
+        let entry = match known {
+            Some(index) => self.threads.get_mut(index),
+            None => {
+                let entry = self.threads.get_mut(self.count);
+                self.count += usize::from(entry.is_some());
+                entry
+            }
+        };
+        let Some(entry) = entry else { return false };
+        // It runs.
+        let before = if known.is_some() { entry.before } else { None };
+        let Some(place) = place else {
+            *entry = Thread { tid, before, ..Thread::default() };
+            return false;
+        };
+        if known.is_none() || entry.place != place {
+            *entry = Thread { tid, place, before, ..Thread::default() };
+            return false;
+        }
+        if entry.is_judged || before == Some(place) {
+            return false;
+        }
+        let switches = switches_of(tid);
+        if entry.switches.is_none() || entry.switches != switches {
+            entry.switches = switches;
+            return false;
+        }
+        entry.is_judged = true;
+        !self.excused.contains(&(tid, place)) && !is_drivers_own(tid) && is_inside_driver(place)
+    }
+}
+
+/// A path below `/proc/self/task`.
+struct Path([u8; 48]);
+
+impl Path {
+    fn of(tid: u32, file: &[u8]) -> Path {
+        const DIGITS: usize = 10;
+        let mut digits = [b'0'; DIGITS];
+        let mut rest = tid;
+        for digit in digits.iter_mut().rev() {
+            *digit = b'0' + (rest % 10) as u8;
+            rest /= 10;
+        }
+        let leading = digits.iter().take_while(|digit| **digit == b'0').count();
+        let parts: [&[u8]; 4] =
+            [b"/proc/self/task/", digits.get(leading..).unwrap_or(&[]), b"/", file];
+        let mut path = Path([0; 48]);
+        // The last byte stays the end.
+        let room = path.0.iter_mut().take(47);
+        room.zip(parts.into_iter().flatten()).for_each(|(to, from)| *to = *from);
+        path
+    }
+
+    fn read<'a>(&self, buffer: &'a mut [u8]) -> Option<&'a [u8]> {
+        sys::read_file(CStr::from_bytes_until_nul(&self.0).ok()?, buffer)
+    }
+}
+
+fn each_thread(mut visit: impl FnMut(u32)) {
+    let _ = sys::folder::has(c"/proc/self/task", |name| {
+        if let Some(tid) = number(name, 10) {
+            visit(tid as u32);
+        }
+        false
+    });
+}
+
+fn number(text: &[u8], base: u64) -> Option<u64> {
+    let digit = |byte: u8| match byte {
+        b'0'..=b'9' => Some(u64::from(byte - b'0')),
+        b'a'..=b'f' if base == 16 => Some(u64::from(byte - b'a') + 10),
+        _ => None,
+    };
+    let add = |sum: u64, byte: &u8| sum.checked_mul(base)?.checked_add(digit(*byte)?);
+    if text.is_empty() { None } else { text.iter().try_fold(0, add) }
+}
+
+fn hexadecimal(text: &[u8]) -> Option<usize> {
+    number(text.strip_prefix(b"0x").unwrap_or(text), 16).map(|value| value as usize)
+}
+
+/// Where a thread sleeps; `None` if it runs, has ended or is not to be seen.
+fn place_of(tid: u32) -> Option<Place> {
+    let mut buffer = [0; 256];
+    place_in(Path::of(tid, b"syscall").read(&mut buffer)?)
+}
+
+/// The call's number, six arguments, stack pointer and program counter; `running` if it runs.
+fn place_in(text: &[u8]) -> Option<Place> {
+    let mut words = text.trim_ascii_end().split(|byte| *byte == b' ');
+    let call = number(words.next()?, 10)?;
+    let stack = hexadecimal(words.nth(6)?)?;
+    Some(Place { call, stack, code: hexadecimal(words.next()?)? })
+}
+
+/// How often a thread was switched from.
+fn switches_of(tid: u32) -> Option<u64> {
+    let mut buffer = [0; 4096];
+    let text = Path::of(tid, b"status").read(&mut buffer)?;
+    let mut lines = text.split(|byte| *byte == b'\n');
+    let line = lines.find_map(|line| line.strip_prefix(b"voluntary_ctxt_switches:"))?;
+    number(line.trim_ascii(), 10)
+}
+
+/// Whether a thread has a name that the driver gives to its own.
+fn is_drivers_own(tid: u32) -> bool {
+    let mut buffer = [0; 32];
+    Path::of(tid, b"comm").read(&mut buffer).is_some_and(|name| name.starts_with(b"cuda"))
+}
+
+/// Whose code it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Code {
+    Driver,
+    Libc,
+    Other,
+}
+
+impl Code {
+    /// By the path of the file that is mapped.
+    fn of(path: &[u8]) -> Code {
+        // One string each: a table of references would cost every process a relocation per name.
+        const DRIVER: &[u8] = b"libcuda.so libnvidia- libcupti libnvcuvid libnvoptix \
+            libcudadebugger libEGL_nvidia libGLX_nvidia";
+        const LIBC: &[u8] = b"libc.so libc- libc.musl libpthread ld-";
+        let file = path.rsplit(|byte| *byte == b'/').next().unwrap_or(path);
+        let is = |prefixes: &[u8]| {
+            let mut prefixes = prefixes.split(|byte| *byte == b' ');
+            prefixes.any(|prefix| !prefix.is_empty() && file.starts_with(prefix))
+        };
+        match () {
+            () if is(DRIVER) => Code::Driver,
+            () if is(LIBC) || path == b"[vdso]" => Code::Libc,
+            () => Code::Other,
+        }
+    }
+}
+
+/// Addresses, and whose code they are in.
+type Words = [(usize, Option<Code>); STACK_WORDS + 1];
+
+/// Whether a thread that sleeps there was called from the code of a driver library.
+fn is_inside_driver(place: Place) -> bool {
+    const CHUNK: usize = 32;
+    let mut words: Words = [(0, None); STACK_WORDS + 1];
+    let mut chunk = [0; CHUNK];
+    let stack = place.stack & !(size_of::<usize>() - 1);
+    let [(first, _), rest @ ..] = &mut words;
+    *first = place.code;
+    for (index, group) in rest.chunks_mut(CHUNK).enumerate() {
+        if !sys::read_own_memory(stack + index * size_of_val(&chunk), &mut chunk) {
+            break;
+        }
+        group.iter_mut().zip(chunk).for_each(|((word, _), read)| *word = read);
+    }
+    if !attribute(&mut words) {
+        return false;
+    }
+    let [(_, at), rest @ ..] = &words;
+    match at {
+        Some(Code::Driver) => return true,
+        Some(Code::Libc) => {}
+        _ => return false,
+    }
+    let callers = rest.iter().filter(|(word, code)| code.is_some() && follows_a_call(*word));
+    let first = callers.map(|(_, code)| *code).find(|code| *code != Some(Code::Libc));
+    first == Some(Some(Code::Driver))
+}
+
+/// Finds out in whose code each address is. False: that cannot be read.
+fn attribute(words: &mut Words) -> bool {
+    const BUFFER_BYTES: usize = 4096;
+    let mut buffer = [0_u8; BUFFER_BYTES];
+    let Some(file) = sys::open_to_read(c"/proc/self/maps") else { return false };
+    let mut filled = 0;
+    loop {
+        let Some(room) = buffer.get_mut(filled..) else { return false };
+        let Ok(bytes) = sys::task::read(file.number(), room) else { return false };
+        filled += bytes;
+        let Some(text) = buffer.get(..filled) else { return false };
+        let mut used = 0;
+        for line in text.split_inclusive(|byte| *byte == b'\n') {
+            if !line.ends_with(b"\n") {
+                break;
+            }
+            used += line.len();
+            attribute_line(line, words);
+        }
+        if bytes == 0 {
+            return true;
+        }
+        // A line that does not fit has a path that is none of the driver's.
+        let used = if used == 0 && filled == BUFFER_BYTES { filled } else { used };
+        let mut line = [0_u8; BUFFER_BYTES];
+        let rest = buffer.get(used..filled).unwrap_or(&[]);
+        line.iter_mut().zip(rest).for_each(|(to, from)| *to = *from);
+        filled = rest.len();
+        buffer = line;
+    }
+}
+
+/// `begin-end rwxp offset device inode path`
+fn attribute_line(line: &[u8], words: &mut Words) {
+    let mut fields = line.trim_ascii_end().split(|byte| *byte == b' ');
+    let Some(range) = fields.next() else { return };
+    if fields.next().is_none_or(|rights| rights.get(2) != Some(&b'x')) {
+        return;
+    }
+    let mut ends = range.split(|byte| *byte == b'-').map(hexadecimal);
+    let (Some(Some(begin)), Some(Some(end))) = (ends.next(), ends.next()) else { return };
+    let path = fields.skip(3).find(|field| !field.is_empty()).unwrap_or(b"");
+    for (_, code) in words.iter_mut().filter(|(word, _)| (begin..end).contains(word)) {
+        *code = Some(Code::of(path));
+    }
+}
+
+/// Whether a call instruction ends before this address.
+fn follows_a_call(address: usize) -> bool {
+    let mut before = [0_usize; 2];
+    if !sys::read_own_memory(address.wrapping_sub(16), &mut before) {
+        return false;
+    }
+    let [low, high] = before.map(usize::to_ne_bytes);
+    let byte = |back: usize| {
+        if back <= 8 { high.get(8 - back) } else { low.get(16 - back) }.copied().unwrap_or(0)
+    };
+    // call rel32; call through a register or memory, with its operands.
+    byte(5) == 0xe8
+        || [2, 3, 4, 6, 7].iter().any(|back| byte(*back) == 0xff && byte(*back - 1) & 0x38 == 0x10)
+}
+
+#[cfg(test)]
+#[path = "blocked_tests.rs"]
+mod tests;

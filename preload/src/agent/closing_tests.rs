@@ -1,0 +1,369 @@
+//! The machine's way to close the gate, in all interleavings with a caller on another processor
+//! that has a store buffer (x86) and is interrupted by a signal whose handler calls, too.
+//!
+//! The closer is the machine itself, on a real page: each thing that it does to the page is a
+//! point at which the caller may go on, and at which stores of the caller may become visible. The
+//! caller looks at the gate as the slow path does. So these tests depend on what the machine does
+//! and in which order: without the fence, the seal, or the second look at the counts, an
+//! interleaving is found in which the driver is touched under a call.
+
+use core::sync::atomic::Ordering;
+
+use affinode_cuda_sys::hook::Class;
+use affinode_cuda_sys::{process_state, result};
+use affinode_proto::wire::Phase;
+use affinode_proto::wire::message::{Action, How, Outcome};
+use affinode_proto::wire::page::Gate;
+
+use crate::agent::machine::{Calls, DriverCall, Host, Machine};
+use crate::gate::{Look, look};
+use crate::page::tests::page;
+use crate::page::{Page, Slot};
+
+/// What one run decides at each of its forks; all runs together decide everything.
+#[derive(Default)]
+struct Choices {
+    /// Taken and how many there were.
+    forks: Vec<(usize, usize)>,
+    at: usize,
+}
+
+impl Choices {
+    fn choose(&mut self, many: usize) -> usize {
+        if many == 1 {
+            return 0;
+        }
+        if self.at == self.forks.len() {
+            self.forks.push((0, many));
+        }
+        let (taken, there) = self.forks[self.at];
+        assert_eq!(there, many, "a run is repeated as it was");
+        self.at += 1;
+        taken
+    }
+
+    /// Goes on to the next run; false after the last.
+    fn next(&mut self) -> bool {
+        self.at = 0;
+        while let Some((taken, many)) = self.forks.pop() {
+            if taken + 1 < many {
+                self.forks.push((taken + 1, many));
+                return true;
+            }
+        }
+        false
+    }
+}
+
+/// Where the thread is in a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Step {
+    Outside,
+    Counted,
+    /// The nested call alone: it was held, and looks whether the gate is sealed.
+    Held,
+    Inside,
+    /// Back, with no call left or held by the gate.
+    Over,
+}
+
+/// Which of the two is taken out.
+#[derive(Clone, Copy, PartialEq)]
+enum Without {
+    Nothing,
+    Fence,
+    Seal,
+}
+
+/// One thread that calls, and the closer's hands.
+struct World<'a> {
+    page: &'a Page,
+    choices: &'a mut Choices,
+    without: Without,
+    /// Class of the nested call and of the outer one.
+    class: Class,
+    /// Stores of the outer call's count that only its thread sees yet.
+    buffered: Vec<u32>,
+    outer: Step,
+    /// The handler's call: `None` until the signal comes, which it does once at most.
+    nested: Option<Step>,
+    signals: bool,
+    driver_state: u32,
+    touched: bool,
+    now_us: u64,
+    violated: bool,
+}
+
+impl World<'_> {
+    fn slot(&self) -> &Slot {
+        &self.page.slots[1]
+    }
+
+    fn own_count(&self) -> u32 {
+        self.buffered.last().copied().unwrap_or(self.slot().inflight.load(Ordering::SeqCst))
+    }
+
+    fn store(&mut self, to: u32) {
+        self.buffered.push(to);
+    }
+
+    fn make_visible(&mut self, stores: usize) {
+        for store in self.buffered.drain(..stores) {
+            self.page.slots[1].inflight.store(store, Ordering::SeqCst);
+        }
+    }
+
+    /// What the nested call adds to a count, by a locked instruction.
+    fn add(&mut self, one: u32) {
+        self.make_visible(self.buffered.len());
+        let slot = self.slot();
+        if self.class.is_special() {
+            slot.allocating.fetch_add(one, Ordering::SeqCst);
+        }
+        slot.inflight.fetch_add(one, Ordering::SeqCst);
+    }
+
+    /// The rest of the world goes on for as long as it is chosen to.
+    fn go_on(&mut self) {
+        loop {
+            self.violated |=
+                self.touched && (self.outer == Step::Inside || self.nested == Some(Step::Inside));
+            let in_handler = self.nested.is_some_and(|step| step != Step::Over);
+            let can_signal = self.signals && self.nested.is_none() && self.outer != Step::Over;
+            let can_step = match (in_handler, self.outer) {
+                (true, _) => true,
+                (false, step) => step != Step::Over,
+            };
+            let can_commit = !self.buffered.is_empty();
+            let many =
+                1 + usize::from(can_step) + usize::from(can_signal) + usize::from(can_commit);
+            let mut chosen = self.choices.choose(many);
+            if chosen == 0 {
+                return;
+            }
+            chosen -= 1;
+            if can_step {
+                if chosen == 0 {
+                    match self.nested {
+                        Some(step) if in_handler => self.step_nested(step),
+                        _ => self.step_outer(),
+                    }
+                    continue;
+                }
+                chosen -= 1;
+            }
+            if can_signal && chosen == 0 {
+                self.nested = Some(Step::Outside);
+            } else {
+                self.make_visible(1);
+            }
+        }
+    }
+
+    /// The thunk's fast path: plain stores.
+    fn step_outer(&mut self) {
+        self.outer = match self.outer {
+            Step::Outside => {
+                self.store(self.own_count() + 1);
+                Step::Counted
+            }
+            Step::Counted if look(self.page, Class::Work) == Look::Passes => Step::Inside,
+            _ => {
+                self.store(self.own_count() - 1);
+                Step::Over
+            }
+        };
+    }
+
+    /// The slow path: locked instructions, and a look at the seal.
+    fn step_nested(&mut self, step: Step) {
+        let is_nested = self.own_count() > u32::from(step != Step::Outside);
+        let next = match step {
+            Step::Outside => {
+                self.add(1);
+                Step::Counted
+            }
+            Step::Counted if look(self.page, self.class) == Look::Passes => Step::Inside,
+            Step::Counted => Step::Held,
+            Step::Held if is_nested && !self.page.is_sealed() => Step::Inside,
+            _ => {
+                self.add(u32::MAX);
+                Step::Over
+            }
+        };
+        self.nested = Some(next);
+    }
+}
+
+impl Host for World<'_> {
+    fn set_gate(&mut self, gate: Gate) {
+        self.go_on();
+        self.page.set_gate(gate);
+    }
+    fn set_phase(&mut self, _: Phase) {}
+    fn next_generation(&mut self) {}
+    fn fence(&mut self) -> bool {
+        self.go_on();
+        if self.without != Without::Fence {
+            self.make_visible(self.buffered.len());
+        }
+        true
+    }
+    fn set_sealed(&mut self, sealed: bool) {
+        self.go_on();
+        if self.without != Without::Seal {
+            self.page.set_sealed(sealed);
+        }
+    }
+    fn drained(&mut self, calls: Calls) -> bool {
+        self.go_on();
+        match calls {
+            Calls::All => self.page.drained(|slot| &slot.inflight),
+            Calls::Allocating => self.page.drained(|slot| &slot.allocating),
+        }
+    }
+    fn has_waiters(&mut self) -> bool {
+        false
+    }
+    fn sleep_us(&mut self, us: u64) {
+        self.now_us += us;
+    }
+    fn now_us(&mut self) -> u64 {
+        self.now_us
+    }
+    fn is_eligible(&mut self) -> bool {
+        true
+    }
+    fn keeps_context(&mut self) -> bool {
+        false
+    }
+    fn call(&mut self, call: DriverCall) -> Option<u32> {
+        self.touched = call != DriverCall::Unlock;
+        self.driver_state =
+            if self.touched { process_state::LOCKED } else { process_state::RUNNING };
+        self.go_on();
+        Some(result::SUCCESS)
+    }
+    fn note_threads(&mut self) {}
+    fn has_driver_ended(&mut self) -> bool {
+        false
+    }
+    fn state(&mut self) -> Option<u32> {
+        Some(self.driver_state)
+    }
+    fn park(&mut self, _: How, _: u64) -> Result<(), u32> {
+        Err(0)
+    }
+    fn settle(&mut self) -> bool {
+        true
+    }
+    fn handed_bytes(&mut self) -> u64 {
+        0
+    }
+    fn unpark(&mut self) -> Result<(), u32> {
+        Err(0)
+    }
+    fn is_parked(&mut self) -> bool {
+        false
+    }
+    fn let_go_of_parked(&mut self, _: u64) {}
+    fn announce_away(&mut self) {}
+    fn announce_restore(&mut self) {}
+    fn leave_vault(&mut self) {}
+    fn holds_imported(&mut self) -> bool {
+        false
+    }
+    fn can_move(&mut self, _: u8, _: u8) -> bool {
+        false
+    }
+    fn is_broken(&mut self, _: u32) -> bool {
+        false
+    }
+    fn set_damaged(&mut self) {}
+    fn begin_return(&mut self, _: u64) -> bool {
+        false
+    }
+    fn end_return(&mut self) {}
+}
+
+/// What all runs came to.
+#[derive(Debug, Default, PartialEq)]
+struct Found {
+    /// A call was inside while the driver was touched, or while a hold was reported.
+    violated: bool,
+    /// In some run the gate was closed, and in some the outer call, or the nested one, was made.
+    closed: bool,
+    made: bool,
+}
+
+fn explore(without: Without, signals: bool, hold: bool) -> Found {
+    let (mut found, mut choices, page) = (Found::default(), Choices::default(), page());
+    let owner = crate::sys::gettid();
+    loop {
+        page.slots[1].own_for_test(owner);
+        page.slots[1].inflight.store(0, Ordering::SeqCst);
+        page.slots[1].allocating.store(0, Ordering::SeqCst);
+        page.set_sealed(false);
+        page.set_gate(Gate::Open);
+        let mut world = World {
+            page: &page,
+            choices: &mut choices,
+            without,
+            class: if hold { Class::Alloc } else { Class::Work },
+            buffered: Vec::new(),
+            outer: Step::Outside,
+            nested: None,
+            signals,
+            driver_state: process_state::RUNNING,
+            touched: false,
+            now_us: 0,
+            violated: false,
+        };
+        let mut machine = Machine::new();
+        machine.release_allocations(&mut world);
+        if hold {
+            let held = Action::HoldAllocations { deadline_ms: 0 };
+            let done = machine.carry_out(&mut world, held).0 == Outcome::Done;
+            found.closed |= done;
+            let is_violated = |world: &World<'_>| world.nested == Some(Step::Inside);
+            found.violated |= done && is_violated(&world);
+            world.go_on();
+            found.violated |= done && is_violated(&world);
+        } else {
+            let close = Action::Close { deadline_ms: 0 };
+            if machine.carry_out(&mut world, close).0 == Outcome::Done {
+                found.closed = true;
+                machine.carry_out(&mut world, Action::Lock { timeout_ms: 1 });
+            }
+            found.violated |= world.violated;
+        }
+        found.made |= world.outer == Step::Inside || world.nested == Some(Step::Inside);
+        if !choices.next() {
+            return found;
+        }
+    }
+}
+
+const SOUND: Found = Found { violated: false, closed: true, made: true };
+
+#[test]
+fn close_in_any_interleaving_is_sound() {
+    assert_eq!(explore(Without::Nothing, false, false), SOUND);
+    assert_eq!(explore(Without::Nothing, true, false), SOUND);
+}
+
+#[test]
+fn hold_in_any_interleaving_is_sound() {
+    assert_eq!(explore(Without::Nothing, true, true), SOUND);
+}
+
+#[test]
+fn close_without_fence_is_unsound() {
+    assert!(explore(Without::Fence, false, false).violated);
+}
+
+#[test]
+fn close_without_seal_is_unsound() {
+    assert!(explore(Without::Seal, true, false).violated);
+    assert!(explore(Without::Seal, true, true).violated);
+}

@@ -1,0 +1,280 @@
+//! The end of a process that is away.
+//!
+//! Exit handlers and destructors release what the program has on the GPU. The process is about to
+//! end and gives all of that back anyway, so a release needs neither the GPU nor room on it:
+//!
+//! ```text
+//! call at a closed gate, all work has ended, `exit` is on the stack
+//!   the driver has ended ──────────────> the agent opens the gate, the driver answers DEINITIALIZED
+//!   a release of a handle ─────────────> SUCCESS; noted
+//!   a wait for work ───────────────────> SUCCESS
+//!   anything else ─────────────────────> brings the process home; what was noted is made up for first
+//! ```
+//!
+//! What was noted is made up for on the same thread, in the same order, before that thread's next
+//! call reaches the driver. Nothing is answered after the release of a context: what the driver
+//! would say of handles in it is not known.
+
+use core::cell::UnsafeCell;
+use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+
+use affinode_cuda_sys::hook::{self, Class};
+use affinode_cuda_sys::result;
+
+use crate::table::Entry;
+use crate::{carry, elf, libcuda, process, sys};
+
+/// Releases that are noted at most; the next one brings the process home.
+const MAX_NOTED: usize = 4096;
+/// How far up the stack `exit` is looked for, in bytes.
+const MAX_STACK_BYTES: usize = 256 << 10;
+
+/// Functions whose only effect is that a handle's resources are released. Host memory that the
+/// program has registered is not among them: the program may unmap it afterwards. One string each:
+/// a table of references would cost every process a relocation per name.
+const RELEASES: &[u8] = b"cuArrayDestroy cuEventDestroy cuGraphExecDestroy cuLibraryUnload \
+    cuMemAddressFree cuMemFree cuMemFreeHost cuMemRelease cuMemUnmap cuMipmappedArrayDestroy \
+    cuModuleUnload cuStreamDestroy cuSurfObjectDestroy cuTexObjectDestroy";
+/// The same, for a context and all that is in it.
+const CONTEXT_RELEASES: &[u8] = b"cuCtxDestroy cuDevicePrimaryCtxRelease";
+
+fn names(list: &[u8]) -> impl Iterator<Item = &[u8]> {
+    list.split(|byte| *byte == b' ').filter(|name| !name.is_empty())
+}
+
+/// Set once a caller at the gate was seen to be inside `exit`.
+static BEGUN: AtomicU32 = AtomicU32::new(0);
+
+/// Whether a caller at the gate was seen to be inside `exit`.
+pub fn has_begun() -> bool {
+    BEGUN.load(Ordering::Relaxed) != 0
+}
+
+/// The code of `exit`, of each object that defines it: begin and end, 0 where there is none.
+static CODE: [[AtomicUsize; 2]; 4] = [const { [const { AtomicUsize::new(0) }; 2] }; 4];
+static CODE_IS_KNOWN: AtomicU32 = AtomicU32::new(0);
+
+fn find_code() {
+    if CODE_IS_KNOWN.load(Ordering::Acquire) != 0 {
+        return;
+    }
+    let mut places = CODE.iter();
+    elf::each_object(|object| {
+        let Some((begin, bytes)) = object.function_extent(b"exit") else { return false };
+        let Some([from, to]) = places.next() else { return true };
+        from.store(begin, Ordering::Relaxed);
+        // It never returns, so the call in it may be its last instruction.
+        to.store(begin.saturating_add(bytes + 1), Ordering::Relaxed);
+        false
+    });
+    CODE_IS_KNOWN.store(1, Ordering::Release);
+}
+
+fn is_in_code(word: usize) -> bool {
+    CODE.iter().any(|[from, to]| {
+        let from = from.load(Ordering::Relaxed);
+        // The address of the function itself is no return address into it.
+        from != 0 && word > from && word < to.load(Ordering::Relaxed)
+    })
+}
+
+/// Whether the calling thread is inside `exit`: its stack, from this address on, has a return
+/// address into it. `exit` never returns, so there is none of an earlier call.
+pub fn is_running(stack: usize) -> bool {
+    const CHUNK_BYTES: usize = 2048;
+    find_code();
+    let mut words = [0_usize; CHUNK_BYTES / size_of::<usize>()];
+    let end = stack.saturating_add(MAX_STACK_BYTES);
+    let mut at = stack & !(size_of::<usize>() - 1);
+    while at < end {
+        // Never over the end of a page: the last one of the stack is read whole.
+        let bytes = CHUNK_BYTES - at % CHUNK_BYTES;
+        let Some(words) = words.get_mut(..bytes / size_of::<usize>()) else { return false };
+        if !sys::read_own_memory(at, words) {
+            return false;
+        }
+        if words.iter().any(|word| is_in_code(*word)) {
+            BEGUN.store(1, Ordering::Relaxed);
+            return true;
+        }
+        at += bytes;
+    }
+    false
+}
+
+/// A release that was answered without the driver.
+#[derive(Clone, Copy)]
+struct Release {
+    number: u32,
+    real: usize,
+    arguments: [u64; 2],
+}
+
+/// What was noted, by one thread.
+struct Noted {
+    releases: [Release; MAX_NOTED],
+    count: usize,
+    thread: u32,
+    process: u32,
+    context_is_gone: bool,
+}
+
+struct Cell(UnsafeCell<Noted>);
+
+// SAFETY: only the thread that runs `exit` comes here, of which a process has one: `exit` is
+// serialised by libc, and a second thread that calls it sleeps there.
+unsafe impl Sync for Cell {}
+
+const NO_RELEASE: Release = Release { number: 0, real: 0, arguments: [0; 2] };
+static NOTED: Cell = Cell(UnsafeCell::new(Noted {
+    releases: [NO_RELEASE; MAX_NOTED],
+    count: 0,
+    thread: 0,
+    process: 0,
+    context_is_gone: false,
+}));
+/// How many are noted, for all threads to see.
+static COUNT: AtomicUsize = AtomicUsize::new(0);
+
+/// What becomes of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// It releases a handle.
+    Release,
+    /// It releases a context.
+    ContextRelease,
+    /// It waits for work, all of which has ended.
+    Wait,
+    /// It needs the GPU.
+    Other,
+}
+
+fn kind(number: u32, class: Class) -> Kind {
+    let Some(name) = hook::name(number) else { return Kind::Other };
+    let base = hook::base(name.as_bytes());
+    if names(RELEASES).any(|name| name == base) {
+        Kind::Release
+    } else if names(CONTEXT_RELEASES).any(|name| name == base) {
+        Kind::ContextRelease
+    } else if class == Class::Sync {
+        Kind::Wait
+    } else {
+        Kind::Other
+    }
+}
+
+/// Whether the driver has not ended yet.
+fn driver_is_up() -> bool {
+    libcuda::checkpoint_state().is_some_and(|(code, _)| code == result::SUCCESS)
+}
+
+/// Whether a call inside `exit` is answered with success, without the driver. Only to be asked
+/// while all work on the GPU has ended and the calling thread [runs](is_running) `exit`.
+pub fn is_answered(entry: &Entry, real: usize, arguments: &[u64; 6]) -> bool {
+    let kind = kind(entry.number(), entry.class());
+    let [handle, second, ..] = *arguments;
+    let (thread, own) = (sys::gettid(), sys::getpid());
+    // SAFETY: see `Cell`.
+    let noted = unsafe { &mut *NOTED.0.get() };
+    if noted.process != own {
+        // A child, forked from inside `exit`: what its parent noted is the parent's.
+        (noted.count, noted.thread, noted.process) = (0, thread, own);
+        noted.context_is_gone = false;
+    }
+    // Of a driver that has ended the answer is another one.
+    let is_known = !noted.context_is_gone && noted.thread == thread;
+    if !is_known || kind == Kind::Other || !driver_is_up() {
+        return false;
+    }
+    if kind == Kind::Wait {
+        return true;
+    }
+    let release = Release { number: entry.number(), real, arguments: [handle, second] };
+    let known = noted.releases.iter().take(noted.count);
+    let is_repeated = known
+        .into_iter()
+        .any(|before| before.number == release.number && before.arguments == release.arguments);
+    // The driver alone knows what to say of these.
+    let Some(place) = noted.releases.get_mut(noted.count) else { return false };
+    if is_repeated || (handle == 0 && kind == Kind::Release) {
+        return false;
+    }
+    *place = release;
+    noted.count += 1;
+    noted.context_is_gone = kind == Kind::ContextRelease;
+    COUNT.store(noted.count, Ordering::Relaxed);
+    process::leave_fast_path();
+    true
+}
+
+/// Makes up for what was noted. The calling thread is counted as inside the driver.
+pub fn catch_up() {
+    if COUNT.load(Ordering::Relaxed) == 0 {
+        return;
+    }
+    // SAFETY: see `Cell`; of another thread only these two numbers are read, which its own
+    // thread wrote before it came to the gate.
+    let noted = unsafe { &mut *NOTED.0.get() };
+    if noted.thread != sys::gettid() || noted.process != sys::getpid() {
+        return;
+    }
+    for release in noted.releases.iter().take(noted.count) {
+        let target = carry::stand_in(release.number, release.real).unwrap_or(release.real);
+        let [first, second] = release.arguments;
+        // SAFETY: the driver's function of this number, or what stands in for it, with the
+        // arguments that the program called it with; none of `RELEASES` has more than two.
+        unsafe {
+            let call: unsafe extern "C" fn(u64, u64) -> u32 = core::mem::transmute(target);
+            let _ = call(first, second);
+        }
+    }
+    (noted.count, noted.context_is_gone) = (0, false);
+    COUNT.store(0, Ordering::Relaxed);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exit_is_found_on_the_stack_alone() {
+        find_code();
+        let [from, to] = &CODE[0];
+        let (from, to) = (from.load(Ordering::Relaxed), to.load(Ordering::Relaxed));
+        assert!(from != 0 && to > from, "libc defines it");
+        let stack = [0_usize, from, 0];
+        let at = stack.as_ptr() as usize;
+        assert!(!is_in_code(stack[1]), "a pointer to the function");
+        assert!(is_in_code(from + 1) && is_in_code(to - 1) && !is_in_code(to));
+        assert!(!is_running(at), "a test is not inside exit");
+        let stack = [0_usize, from + 5, 0];
+        assert!(is_running(stack.as_ptr() as usize));
+        assert!(!is_running(usize::MAX - 4096), "no memory");
+    }
+
+    #[test]
+    fn kinds_are_told_by_name_in_every_version() {
+        let of = |name: &str| {
+            let (number, class) = hook::classify(name.as_bytes());
+            kind(number, class)
+        };
+        for name in ["cuMemFree", "cuMemFree_v2", "cuStreamDestroy_v2", "cuModuleUnload"] {
+            assert_eq!(of(name), Kind::Release, "{name}");
+        }
+        for name in ["cuCtxDestroy_v2", "cuDevicePrimaryCtxRelease", "cuDevicePrimaryCtxRelease_v2"]
+        {
+            assert_eq!(of(name), Kind::ContextRelease, "{name}");
+        }
+        assert_eq!(of("cuCtxSynchronize"), Kind::Wait);
+        for name in ["cuMemcpyDtoH_v2", "cuMemAlloc_v2", "cuMemHostUnregister", "cuUnknownFree"] {
+            assert_eq!(of(name), Kind::Other, "{name}");
+        }
+    }
+
+    #[test]
+    fn every_release_is_a_hooked_function() {
+        for name in names(RELEASES).chain(names(CONTEXT_RELEASES)) {
+            assert!(hook::find(name).is_some(), "{}", String::from_utf8_lossy(name));
+        }
+    }
+}

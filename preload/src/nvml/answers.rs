@@ -1,0 +1,312 @@
+//! Answers to calls that are made while NVML must not be reached, and what is remembered for them.
+
+use core::ffi::{CStr, c_char};
+
+use affinode_cuda_sys::nvml::{Class, UUID};
+use affinode_proto::wire::message::{NOT_KNOWN, Reading};
+
+use super::cache::{self, BYTES, Known};
+use super::thunk::Frame;
+use super::{code, functions, readings};
+use crate::sys;
+
+/// While the process is being moved, figures may be so old.
+pub const OLD_US: u64 = 60_000_000;
+
+/// Where a function writes what it returns: the number of the argument.
+#[derive(Clone, Copy)]
+enum Output {
+    /// So many bytes.
+    Bytes(usize, usize),
+    /// A text; the argument after it is the room for it.
+    Text(usize),
+    /// A u32, and another at the argument after it.
+    Pair(usize),
+}
+
+/// What distinguishes a call from others of the same function, besides texts.
+#[derive(Clone, Copy)]
+struct Shape {
+    /// So many of the first arguments.
+    numbers: usize,
+    /// So many bytes of the structure that is written, which the caller has filled in.
+    filled_bytes: usize,
+    output: Output,
+}
+
+fn shape(class: Class) -> Option<Shape> {
+    let (numbers, filled_bytes, output) = match class {
+        Class::Word => (0, 0, Output::Bytes(0, 4)),
+        Class::Text => (0, 0, Output::Text(0)),
+        Class::Handle => (1, 0, Output::Bytes(1, 8)),
+        Class::HandleByText => (0, 0, Output::Bytes(1, 8)),
+        Class::DeviceText => (1, 0, Output::Text(1)),
+        Class::DeviceWord | Class::Power => (1, 0, Output::Bytes(1, 4)),
+        Class::DeviceLong | Class::Utilization => (1, 0, Output::Bytes(1, 8)),
+        Class::DevicePair => (1, 0, Output::Pair(1)),
+        Class::DeviceKindWord | Class::Temperature => (2, 0, Output::Bytes(2, 4)),
+        Class::DevicePci => (1, 0, Output::Bytes(1, 68)),
+        Class::Memory => (1, 0, Output::Bytes(1, 24)),
+        Class::MemoryV2 => (1, 4, Output::Bytes(1, 40)),
+        Class::TemperatureV => (1, 8, Output::Bytes(1, 12)),
+        Class::Pass
+        | Class::Init
+        | Class::Shutdown
+        | Class::Processes
+        | Class::Wait
+        | Class::Held => return None,
+    };
+    Some(Shape { numbers, filled_bytes, output })
+}
+
+impl Shape {
+    /// The address that is written to, which must not be null; and a second one.
+    fn addresses(self, arguments: &[u64; 6]) -> Option<(u64, u64)> {
+        let at = |number: usize| arguments.get(number).copied().unwrap_or(0);
+        let (first, second) = match self.output {
+            Output::Bytes(number, _) => (at(number), u64::MAX),
+            Output::Text(number) | Output::Pair(number) => (at(number), at(number + 1)),
+        };
+        (first != 0 && second != 0).then_some((first, second))
+    }
+}
+
+/// The key of what is remembered of which device a handle is of.
+pub fn uuid_key(handle: u64) -> u64 {
+    cache::key(UUID, &[handle], &[])
+}
+
+/// # Safety
+/// `arguments` must be those of a call of a function of this shape, with addresses.
+unsafe fn key(place: u64, class: Class, shape: Shape, arguments: &[u64; 6]) -> Option<u64> {
+    const LONGEST_TEXT: usize = 128;
+    let index = functions::index(place)?;
+    let numbers = arguments.get(..shape.numbers)?;
+    if class == Class::HandleByText {
+        let [text, ..] = *arguments;
+        if text == 0 {
+            return None;
+        }
+        // SAFETY: the function takes a C string there.
+        let text = unsafe { CStr::from_ptr(text as *const c_char) }.to_bytes();
+        return (text.len() <= LONGEST_TEXT).then(|| cache::key(index, numbers, text));
+    }
+    let (at, _) = shape.addresses(arguments)?;
+    // SAFETY: the caller has a structure there that begins with what it has filled in.
+    let filled = unsafe { core::slice::from_raw_parts(at as *const u8, shape.filled_bytes) };
+    // Arguments of 32 bits have anything in the upper half of their registers.
+    Some(match *numbers {
+        [number] if class == Class::Handle => cache::key(index, &[number & 0xffff_ffff], filled),
+        [device, kind] => cache::key(index, &[device, kind & 0xffff_ffff], filled),
+        _ => cache::key(index, numbers, filled),
+    })
+}
+
+/// Remembers what a call has returned that has reached NVML.
+///
+/// # Safety
+/// `frame` must be of a call of a function of this class that has returned.
+pub unsafe fn remember(place: u64, class: Class, frame: &Frame) {
+    let result = frame.result as u32;
+    let lasts = [code::SUCCESS, code::NOT_SUPPORTED, code::NO_PERMISSION, code::NOT_FOUND];
+    let Some(shape) = shape(class).filter(|_| lasts.contains(&result)) else { return };
+    let Some((first, second)) = shape.addresses(&frame.arguments) else { return };
+    // SAFETY: as the function demands; there are addresses.
+    let Some(key) = (unsafe { key(place, class, shape, &frame.arguments) }) else { return };
+    let mut bytes = [0; BYTES];
+    if result == code::SUCCESS {
+        // SAFETY: NVML has written all of it, with success.
+        unsafe {
+            match shape.output {
+                Output::Bytes(_, count) => copy(&mut bytes, first, count),
+                Output::Pair(_) => {
+                    let (low, high) = bytes.split_at_mut(4);
+                    copy(low, first, 4);
+                    copy(high, second, 4);
+                }
+                Output::Text(_) => {
+                    let text = CStr::from_ptr(first as *const c_char).to_bytes_with_nul();
+                    if text.len() > BYTES {
+                        return;
+                    }
+                    copy(&mut bytes, first, text.len());
+                }
+            }
+        }
+    }
+    cache::store(key, result, &bytes);
+}
+
+/// # Safety
+/// There must be as many bytes at `from`.
+unsafe fn copy(to: &mut [u8], from: u64, count: usize) {
+    // SAFETY: as the function demands.
+    let from = unsafe { core::slice::from_raw_parts(from as *const u8, count) };
+    for (to, from) in to.iter_mut().zip(from) {
+        *to = *from;
+    }
+}
+
+/// The answer to a call that must not reach NVML, if there is one.
+///
+/// # Safety
+/// `frame` must be of a call of a function of this class.
+pub unsafe fn answer(place: u64, class: Class, frame: &Frame, is_away: bool) -> Option<u32> {
+    if class == Class::Processes {
+        // SAFETY: as the function demands.
+        return unsafe { no_processes(frame) };
+    }
+    let shape = shape(class)?;
+    let Some((first, second)) = shape.addresses(&frame.arguments) else {
+        return Some(code::INVALID_ARGUMENT);
+    };
+    // SAFETY: as the function demands; there are addresses.
+    let known = cache::find(unsafe { key(place, class, shape, &frame.arguments) }?);
+    let is_figure = matches!(
+        class,
+        Class::Memory
+            | Class::MemoryV2
+            | Class::Utilization
+            | Class::Temperature
+            | Class::TemperatureV
+            | Class::Power
+    );
+    if is_figure {
+        if let Some(known) = known.filter(|known| known.result != code::SUCCESS) {
+            return Some(known.result);
+        }
+        let [device, ..] = frame.arguments;
+        if let Some(reading) = readings::fresh(&uuid(device)?, is_away) {
+            // SAFETY: as above.
+            return unsafe { give_reading(class, &frame.arguments, first, &reading) };
+        }
+        let is_young = |known: &Known| sys::now_us().saturating_sub(known.at_us) <= OLD_US;
+        // SAFETY: as above.
+        return known
+            .filter(|known| !is_away && is_young(known))
+            .map(|known| unsafe { give(shape, first, second, &known) });
+    }
+    // SAFETY: as above.
+    known.map(|known| unsafe { give(shape, first, second, &known) })
+}
+
+/// Writes what is remembered, as the function would.
+///
+/// # Safety
+/// The addresses must be those of a call of a function of this shape.
+unsafe fn give(shape: Shape, first: u64, second: u64, known: &Known) -> u32 {
+    if known.result != code::SUCCESS {
+        return known.result;
+    }
+    let write = |to: u64, bytes: &[u8]| {
+        for (offset, byte) in bytes.iter().enumerate() {
+            // SAFETY: the caller has room there for as much.
+            unsafe { (to as *mut u8).add(offset).write(*byte) };
+        }
+    };
+    match shape.output {
+        Output::Bytes(_, count) => write(first, known.bytes.get(..count).unwrap_or_default()),
+        Output::Pair(_) => {
+            write(first, known.bytes.get(..4).unwrap_or_default());
+            write(second, known.bytes.get(4..8).unwrap_or_default());
+        }
+        Output::Text(_) => {
+            // The second argument is the room, here.
+            let text = CStr::from_bytes_until_nul(&known.bytes).unwrap_or_default();
+            let text = text.to_bytes_with_nul();
+            if (second as u32 as usize) < text.len() {
+                return code::INSUFFICIENT_SIZE;
+            }
+            write(first, text);
+        }
+    }
+    known.result
+}
+
+/// Writes what the controller has read.
+///
+/// # Safety
+/// The address must be that of a call of a function of this class.
+unsafe fn give_reading(
+    class: Class,
+    arguments: &[u64; 6],
+    at: u64,
+    reading: &Reading,
+) -> Option<u32> {
+    const MEMORY_V2: u32 = 40 | 2 << 24;
+    const TEMPERATURE_V1: u32 = 12 | 1 << 24;
+    let used = reading.total_bytes.saturating_sub(reading.free_bytes);
+    let [_, kind, ..] = *arguments;
+    let known = |value: u32| (value != NOT_KNOWN).then_some(value);
+    // SAFETY: the caller has a structure there, of which the version says how large it is; and
+    // room for as much as the function writes.
+    unsafe {
+        let words = at as *mut u32;
+        let long = |index: usize, value: u64| (at as *mut u64).add(index).write_unaligned(value);
+        let word = |index: usize, value: u32| words.add(index).write_unaligned(value);
+        match class {
+            Class::Memory => {
+                long(0, reading.total_bytes);
+                long(1, reading.free_bytes);
+                long(2, used);
+            }
+            Class::MemoryV2 if words.read_unaligned() != MEMORY_V2 => {
+                return Some(code::ARGUMENT_VERSION_MISMATCH);
+            }
+            Class::MemoryV2 => {
+                long(1, reading.total_bytes);
+                long(2, reading.reserved_bytes);
+                long(3, reading.free_bytes);
+                long(4, used.saturating_sub(reading.reserved_bytes));
+            }
+            Class::Utilization => {
+                let rates = (known(reading.gpu_percent)?, known(reading.memory_percent)?);
+                word(0, rates.0);
+                word(1, rates.1);
+            }
+            Class::Temperature if kind as u32 == 0 => word(0, known(reading.temperature_c)?),
+            Class::TemperatureV
+                if words.read_unaligned() == TEMPERATURE_V1
+                    && words.add(1).read_unaligned() == 0 =>
+            {
+                word(2, known(reading.temperature_c)?);
+            }
+            Class::Power => word(0, known(reading.power_mw)?),
+            // Another sensor, another version.
+            _ => return None,
+        }
+    }
+    Some(code::SUCCESS)
+}
+
+/// The device that a handle is of.
+fn uuid(handle: u64) -> Option<[u8; 16]> {
+    let known = cache::find(uuid_key(handle)).filter(|known| known.result == code::SUCCESS)?;
+    parse_uuid(CStr::from_bytes_until_nul(&known.bytes).ok()?.to_bytes())
+}
+
+/// The bytes of `GPU-8f3c…`. MIG devices are named otherwise.
+pub fn parse_uuid(text: &[u8]) -> Option<[u8; 16]> {
+    let mut digits = text.strip_prefix(b"GPU-")?.iter().filter(|byte| **byte != b'-');
+    let mut uuid = [0; 16];
+    for byte in &mut uuid {
+        let mut digit = || char::from(*digits.next()?).to_digit(16);
+        *byte = (digit()? << 4 | digit()?) as u8;
+    }
+    digits.next().is_none().then_some(uuid)
+}
+
+/// (device, count, processes): those of the container are off the device, and others are not seen.
+///
+/// # Safety
+/// `frame` must be of a call of such a function.
+unsafe fn no_processes(frame: &Frame) -> Option<u32> {
+    let [device, count, ..] = frame.arguments;
+    uuid(device)?;
+    if count == 0 {
+        return Some(code::INVALID_ARGUMENT);
+    }
+    // SAFETY: the caller has a u32 there.
+    unsafe { (count as *mut u32).write_unaligned(0) };
+    Some(code::SUCCESS)
+}

@@ -1,0 +1,100 @@
+//! What calls into NVML have returned, for those that are made while it must not be reached.
+//!
+//! Entries are only ever added and renewed, without a lock: a version that is odd is being written,
+//! and a reader that meets one knows nothing. A thread that is stopped in the middle leaves an
+//! entry that is known to nobody, which costs a wake.
+
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+
+use crate::sys;
+
+/// Most bytes that a call returns: NVML's longest name.
+pub const BYTES: usize = 96;
+const WORDS: usize = BYTES / 8;
+/// Some thirty functions that monitors call, of each of eight devices.
+const ENTRIES: usize = 256;
+
+struct Entry {
+    /// Function and arguments; 0: free.
+    key: AtomicU64,
+    version: AtomicU32,
+    result: AtomicU32,
+    at_us: AtomicU64,
+    words: [AtomicU64; WORDS],
+}
+
+static CACHE: [Entry; ENTRIES] = [const {
+    Entry {
+        key: AtomicU64::new(0),
+        version: AtomicU32::new(0),
+        result: AtomicU32::new(0),
+        at_us: AtomicU64::new(0),
+        words: [const { AtomicU64::new(0) }; WORDS],
+    }
+}; ENTRIES];
+
+/// What a call has returned.
+#[derive(Clone, Copy)]
+pub struct Known {
+    /// `nvmlReturn_t`.
+    pub result: u32,
+    /// When, on the monotonic clock.
+    pub at_us: u64,
+    /// What it wrote.
+    pub bytes: [u8; BYTES],
+}
+
+/// The key of a function with these arguments: FNV-1a, which makes no difference small.
+pub fn key(function: usize, arguments: &[u64], text: &[u8]) -> u64 {
+    let words = arguments.iter().flat_map(|word| word.to_le_bytes());
+    let function = (function as u64).to_le_bytes();
+    let bytes = function.into_iter().chain(words).chain(text.iter().copied());
+    let hash = bytes.fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+    });
+    hash.max(1)
+}
+
+/// Takes note of what a call has returned. Nothing is noted once the cache is full, or where
+/// another thread is just doing so.
+pub fn store(key: u64, result: u32, bytes: &[u8; BYTES]) {
+    let entry = CACHE.iter().find(|entry| {
+        let owner = entry.key.compare_exchange(0, key, Ordering::AcqRel, Ordering::Acquire);
+        owner.is_ok() || owner == Err(key)
+    });
+    let Some(entry) = entry else { return };
+    let before = entry.version.load(Ordering::Relaxed);
+    let odd = before | 1;
+    if before == odd
+        || entry
+            .version
+            .compare_exchange(before, odd, Ordering::Acquire, Ordering::Relaxed)
+            .is_err()
+    {
+        return;
+    }
+    fence(Ordering::Release);
+    entry.result.store(result, Ordering::Relaxed);
+    entry.at_us.store(sys::now_us(), Ordering::Relaxed);
+    for (word, chunk) in entry.words.iter().zip(bytes.as_chunks().0) {
+        word.store(u64::from_ne_bytes(*chunk), Ordering::Relaxed);
+    }
+    entry.version.store(odd.wrapping_add(1), Ordering::Release);
+}
+
+/// What the last such call has returned.
+pub fn find(key: u64) -> Option<Known> {
+    let entry = CACHE.iter().find(|entry| entry.key.load(Ordering::Acquire) == key)?;
+    let before = entry.version.load(Ordering::Acquire);
+    let mut known = Known {
+        result: entry.result.load(Ordering::Relaxed),
+        at_us: entry.at_us.load(Ordering::Relaxed),
+        bytes: [0; BYTES],
+    };
+    for (word, chunk) in entry.words.iter().zip(known.bytes.as_chunks_mut().0) {
+        *chunk = word.load(Ordering::Relaxed).to_ne_bytes();
+    }
+    fence(Ordering::Acquire);
+    let is_whole = before != 0 && before & 1 == 0;
+    (is_whole && entry.version.load(Ordering::Relaxed) == before).then_some(known)
+}

@@ -1,0 +1,132 @@
+//! Which object is NVML, which function a stub stands for, and where the real one is.
+
+use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+
+use affinode_cuda_sys::nvml::{self, COUNT, Class};
+
+use super::thunk::{SPARE, STUBS, stub};
+use crate::elf::{self, Object};
+use crate::{lookup, process};
+
+/// The real functions, by stub; 0: not known.
+static REAL: [AtomicUsize; STUBS] = [const { AtomicUsize::new(0) }; STUBS];
+/// Which function a spare stub stands for: its index and one; 0: one that is not listed.
+static SPARE_INDEX: [AtomicU32; SPARE] = [const { AtomicU32::new(0) }; SPARE];
+/// Where the code of the library that was found first begins and ends.
+static CODE: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
+
+fn is_nvml(object: &Object<'_>) -> bool {
+    const STEM: &[u8] = b"libnvidia-ml.so";
+    let file = object.name.rsplit(|byte| *byte == b'/').next();
+    let by_path = file.is_some_and(|file| file.starts_with(STEM));
+    let Some(dynamic) = object.dynamic() else {
+        return false;
+    };
+    let by_soname = dynamic.soname().is_some_and(|name| name.starts_with(STEM));
+    (by_path || by_soname) && dynamic.function(b"nvmlInit_v2").is_some()
+}
+
+/// The address of a function that the library exports; `None` as well where none is loaded.
+pub fn function(name: &[u8]) -> Option<usize> {
+    elf::find(|object| {
+        if !is_nvml(object) {
+            return None;
+        }
+        let found = object.function(name);
+        if found.is_some() {
+            know_code(object);
+        }
+        found
+    })
+}
+
+/// Whether an address lies in the code of the library.
+pub fn owns(address: usize) -> bool {
+    is_inside(address)
+        || elf::find(|object| {
+            let owned = object.contains_code(address) && is_nvml(object);
+            owned.then(|| know_code(object))
+        })
+        .is_some()
+}
+
+fn know_code(object: &Object<'_>) {
+    let [start, end] = &CODE;
+    if let Some(range) = object.code()
+        && start.load(Ordering::Relaxed) == 0
+    {
+        end.store(range.end, Ordering::Relaxed);
+        start.store(range.start, Ordering::Release);
+    }
+}
+
+/// Whether a call comes from the library itself, to a name that this one defines before it.
+pub fn is_inside(address: usize) -> bool {
+    let [start, end] = &CODE;
+    let first = start.load(Ordering::Acquire);
+    first != 0 && (first..end.load(Ordering::Relaxed)).contains(&address)
+}
+
+/// What the application gets for a function that a look-up has found.
+pub fn hooked(name: &[u8], real: usize) -> usize {
+    if process::is_disabled() || !owns(real) {
+        return real;
+    }
+    let index = nvml::find(name);
+    let own = index.and_then(|index| Some((index, REAL.get(index)?)));
+    match own {
+        Some((index, place)) if is_taken(place, real) => stub(index),
+        _ => spare(index, real).map_or_else(
+            || {
+                lookup::leak();
+                real
+            },
+            stub,
+        ),
+    }
+}
+
+fn is_taken(place: &AtomicUsize, real: usize) -> bool {
+    let owner = place.compare_exchange(0, real, Ordering::AcqRel, Ordering::Acquire);
+    owner.is_ok() || owner == Err(real)
+}
+
+/// A stub for a function that has none of its own: not listed, or of a second copy of the library.
+fn spare(index: Option<usize>, real: usize) -> Option<usize> {
+    let spares = REAL.get(COUNT..)?.iter().zip(&SPARE_INDEX);
+    for (number, (place, known)) in spares.enumerate() {
+        if is_taken(place, real) {
+            known.store(index.map_or(0, |index| index as u32 + 1), Ordering::Release);
+            return Some(COUNT + number);
+        }
+    }
+    None
+}
+
+/// The real function of a stub.
+pub fn real(place: u64) -> Option<usize> {
+    let known = REAL.get(place as usize)?;
+    let address = known.load(Ordering::Acquire);
+    if address != 0 {
+        return Some(address);
+    }
+    // Called by the name that it is linked by.
+    let name = nvml::name(place as usize)?.as_bytes();
+    let found = function(name).or_else(|| elf::find_function(name))?;
+    let owner = known.compare_exchange(0, found, Ordering::AcqRel, Ordering::Acquire);
+    Some(owner.err().unwrap_or(found))
+}
+
+/// The index of a stub's function in the list.
+pub fn index(place: u64) -> Option<usize> {
+    let place = place as usize;
+    match place.checked_sub(COUNT) {
+        None => Some(place),
+        Some(number) => (SPARE_INDEX.get(number)?.load(Ordering::Acquire) as usize).checked_sub(1),
+    }
+}
+
+/// The class of a stub's function.
+pub fn class(place: u64) -> Class {
+    index(place).map_or(Class::Held, nvml::class)
+}

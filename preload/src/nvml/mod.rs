@@ -1,0 +1,345 @@
+//! Calls into NVIDIA's management library (NVML) from a process that uses CUDA. While the driver
+//! holds the process locked or checkpointed, every function of NVML blocks (measured, 580), and
+//! nothing that NVML does would bring the process back. `docs/nvml.md` says what becomes of each
+//! function.
+//!
+//! ```text
+//! application ──dlsym, linked name──> stub ──> thunk ──enter──> NVML ──leave──>
+//!                                                        │ gate closed
+//!                                                        ├── answered from the cache or a reading
+//!                                                        └── waits, and wakes the process
+//! agent ──set_phase──> gate     ──drain──> no call is inside NVML when the driver locks
+//! controller ──Reading──> readings
+//! ```
+//!
+//! The gate is not that of CUDA calls: with the engine `park` the context stays, and NVML answers
+//! while CUDA calls wait. Calls are counted in one word, because they are rare and slow, and
+//! because they are made before the process has a page, too.
+
+mod answers;
+mod cache;
+mod functions;
+mod readings;
+mod thunk;
+
+use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+use affinode_cuda_sys::nvml::{Class, INIT_WITH_FLAGS, UUID};
+use affinode_proto::wire::Phase;
+
+pub use self::functions::{function, hooked, owns};
+pub use self::readings::store as store_reading;
+use self::thunk::Frame;
+use crate::process::{self, PROCESS};
+use crate::sys;
+
+/// `nvmlReturn_t` values.
+pub mod code {
+    /// It worked.
+    pub const SUCCESS: u32 = 0;
+    /// NVML is not initialised.
+    pub const UNINITIALIZED: u32 = 1;
+    /// An argument is not what the function takes.
+    pub const INVALID_ARGUMENT: u32 = 2;
+    /// The device has no such thing.
+    pub const NOT_SUPPORTED: u32 = 3;
+    /// The caller may not ask for it.
+    pub const NO_PERMISSION: u32 = 4;
+    /// There is no such device.
+    pub const NOT_FOUND: u32 = 6;
+    /// A buffer is too small.
+    pub const INSUFFICIENT_SIZE: u32 = 7;
+    /// A wait has ended without an event.
+    pub const TIMEOUT: u32 = 10;
+    /// The library has no such function.
+    pub const FUNCTION_NOT_FOUND: u32 = 13;
+    /// The version of a structure is not known.
+    pub const ARGUMENT_VERSION_MISMATCH: u32 = 25;
+    /// Anything else.
+    pub const UNKNOWN: u32 = 999;
+}
+
+/// What is known of calls into NVML. Zero in a forked child, as all of [`PROCESS`].
+pub struct Calls {
+    /// 1 while calls must not reach NVML. A futex.
+    gate: AtomicU32,
+    /// Calls inside NVML.
+    inside: AtomicU32,
+    /// Set when a caller needs a reading.
+    asked: AtomicBool,
+}
+
+impl Calls {
+    /// None yet.
+    pub const fn new() -> Calls {
+        Calls {
+            gate: AtomicU32::new(OPEN),
+            inside: AtomicU32::new(0),
+            asked: AtomicBool::new(false),
+        }
+    }
+}
+
+const OPEN: u32 = 0;
+const CLOSED: u32 = 1;
+
+/// `nvmlInit` less `nvmlShutdown`, as the application has called them. Like NVML's own count, a
+/// forked child has a copy of it.
+static USERS: AtomicU32 = AtomicU32::new(0);
+/// The same, of the calls that have reached NVML.
+static REFERENCES: AtomicU32 = AtomicU32::new(0);
+/// Whether one of them has attached the devices.
+static ATTACHED: AtomicBool = AtomicBool::new(false);
+/// The process whose gate is closed; 0: none. A child that is forked meanwhile has a copy of NVML
+/// whose locks are held for ever.
+static CLOSED_PID: AtomicU32 = AtomicU32::new(0);
+
+/// What the thunk is to do with a call.
+#[repr(u32)]
+pub enum Way {
+    /// Jump to the function.
+    Pass = 0,
+    /// Call it, then [`leave`].
+    Counted = 1,
+    /// Call nothing; the frame has the result.
+    Answered = 2,
+}
+
+/// A call comes in.
+///
+/// # Safety
+/// Called by the thunk alone, with its frame: the arguments are those of the function.
+unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
+    let Some(real) = functions::real(frame.place) else {
+        // Linked by its name, and the library does not have it.
+        return frame.answer(code::FUNCTION_NOT_FOUND);
+    };
+    frame.target = real;
+    let class = functions::class(frame.place);
+    // SAFETY: the calling thread's own block.
+    let is_agent = unsafe { (*process::thread()).is_agent } != 0;
+    if class == Class::Pass
+        || is_agent
+        || process::is_disabled()
+        || functions::is_inside(frame.caller)
+        || !process::children_start_anew()
+    {
+        return Way::Pass;
+    }
+    let closed_pid = CLOSED_PID.load(Ordering::SeqCst);
+    if closed_pid != 0 && closed_pid != sys::getpid() && REFERENCES.load(Ordering::SeqCst) > 0 {
+        return frame.answer(code::UNKNOWN);
+    }
+    if let Some(result) = counted_init(frame, class) {
+        return frame.answer(result);
+    }
+    loop {
+        PROCESS.nvml.inside.fetch_add(1, Ordering::SeqCst);
+        if is_open() {
+            if class == Class::Wait && !frame.slice_wait() {
+                uncount();
+                return frame.answer(code::TIMEOUT);
+            }
+            return Way::Counted;
+        }
+        uncount();
+        let Some(page) = process::page() else { return Way::Pass };
+        if class == Class::Wait {
+            if !wait_for_event(frame) {
+                return frame.answer(code::TIMEOUT);
+            }
+            continue;
+        }
+        let is_away = page.phase.load(Ordering::SeqCst) == Phase::Away as u32;
+        // SAFETY: as the function demands.
+        if let Some(result) = unsafe { answers::answer(frame.place, class, frame, is_away) } {
+            return frame.answer(result);
+        }
+        wait();
+    }
+}
+
+/// The call has returned. 1: it is to be made again.
+///
+/// # Safety
+/// Called by the thunk alone, with the frame that [`enter`] filled.
+unsafe extern "C" fn leave(frame: &mut Frame) -> u32 {
+    let class = functions::class(frame.place);
+    let result = frame.result as u32;
+    let mut again = 0;
+    match class {
+        Class::Init if result == code::SUCCESS => {
+            USERS.fetch_add(1, Ordering::SeqCst);
+            REFERENCES.fetch_add(1, Ordering::SeqCst);
+            ATTACHED.fetch_or(attaches(frame), Ordering::SeqCst);
+        }
+        Class::Shutdown if result == code::SUCCESS => {
+            let less = |count: u32| count.checked_sub(1);
+            let _ = USERS.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
+            let _ = REFERENCES.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
+        }
+        Class::Wait => again = u32::from(result == code::TIMEOUT && frame.left_us() > 0),
+        _ => {
+            // SAFETY: the arguments of a call that has just returned.
+            unsafe {
+                answers::remember(frame.place, class, frame);
+                if matches!(class, Class::Handle | Class::HandleByText) && result == 0 {
+                    learn_uuid(frame);
+                }
+            }
+        }
+    }
+    uncount();
+    again
+}
+
+/// Which device the handle is of that a call has just given: readings name devices so.
+///
+/// # Safety
+/// `frame` must be of a call that has written a handle.
+unsafe fn learn_uuid(frame: &Frame) {
+    type GetUuid = unsafe extern "C" fn(u64, *mut u8, u32) -> u32;
+    let [_, handle_at, ..] = frame.arguments;
+    // SAFETY: NVML has written a handle there with success.
+    let handle = unsafe { (handle_at as *const u64).read_unaligned() };
+    if let Some(get) = functions::real(UUID as u64) {
+        let mut text = [0; cache::BYTES];
+        // SAFETY: the signature of nvmlDeviceGetUUID; there is room for as much as is said.
+        let result = unsafe {
+            let get: GetUuid = core::mem::transmute(get);
+            get(handle, text.as_mut_ptr(), text.len() as u32)
+        };
+        if result == code::SUCCESS {
+            cache::store(answers::uuid_key(handle), result, &text);
+        }
+    }
+}
+
+/// Whether this way to initialise NVML attaches devices.
+fn attaches(frame: &Frame) -> bool {
+    const NO_ATTACH: u64 = 2;
+    let [flags, ..] = frame.arguments;
+    functions::index(frame.place) != Some(INIT_WITH_FLAGS) || flags & NO_ATTACH == 0
+}
+
+/// What the counts alone say to a call. In a process that uses CUDA, NVML stays initialised once
+/// it is: it could not be initialised while the process is away.
+fn counted_init(frame: &Frame, class: Class) -> Option<u32> {
+    if REFERENCES.load(Ordering::SeqCst) == 0 {
+        return None;
+    }
+    let stays = process::page().is_some();
+    match class {
+        Class::Init if stays && (ATTACHED.load(Ordering::SeqCst) || !attaches(frame)) => {
+            USERS.fetch_add(1, Ordering::SeqCst);
+            Some(code::SUCCESS)
+        }
+        Class::Init => None,
+        _ if USERS.load(Ordering::SeqCst) == 0 => Some(code::UNINITIALIZED),
+        Class::Shutdown if stays => {
+            let less = |count: u32| count.checked_sub(1);
+            let took = USERS.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
+            Some(if took.is_ok() { code::SUCCESS } else { code::UNINITIALIZED })
+        }
+        _ => None,
+    }
+}
+
+fn is_open() -> bool {
+    PROCESS.nvml.gate.load(Ordering::SeqCst) == OPEN
+}
+
+fn uncount() {
+    // In a child that was forked in the middle of a call, the count began anew.
+    let less = |count: u32| count.checked_sub(1);
+    let _ = PROCESS.nvml.inside.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
+}
+
+/// Waits for the gate, or for the end of a wait for an event. False: the wait is over.
+fn wait_for_event(frame: &mut Frame) -> bool {
+    const LOOK_AGAIN_MS: u64 = 1_000;
+    frame.begin_wait();
+    let left_ms = frame.left_us().div_ceil(1_000);
+    if left_ms > 0 {
+        sys::futex_wait(&PROCESS.nvml.gate, CLOSED, left_ms.min(LOOK_AGAIN_MS));
+    }
+    left_ms > 0
+}
+
+/// Sleeps until calls may reach NVML. A process that is away is woken for it; one that is being
+/// moved is left to arrive first.
+fn wait() {
+    const QUIET_US: u64 = 2_000_000;
+    const LOOK_AGAIN_MS: u64 = 20;
+    let Some((place, page)) = process::place() else { return };
+    let began_us = sys::now_us();
+    let mut wakes = false;
+    while let Some(slot) = place.slot().filter(|_| !is_open()) {
+        let now_us = sys::now_us();
+        let is_away = page.phase.load(Ordering::SeqCst) == Phase::Away as u32;
+        if wakes {
+            if page.renew_wait(slot, now_us) {
+                process::poke_agent();
+            }
+        } else if is_away || now_us.saturating_sub(began_us) >= QUIET_US {
+            wakes = true;
+            PROCESS.waiting_hook.store(affinode_cuda_sys::hook::UNLISTED, Ordering::Relaxed);
+            page.begin_wait(slot, now_us);
+            process::poke_agent();
+        }
+        sys::futex_wait(&PROCESS.nvml.gate, CLOSED, LOOK_AGAIN_MS);
+    }
+    if let Some(slot) = place.slot().filter(|_| wakes) {
+        let now_us = sys::now_us();
+        page.held_us.fetch_add(now_us.saturating_sub(began_us), Ordering::Relaxed);
+        page.end_wait(slot, now_us);
+    }
+}
+
+/// The process is in this phase from now on. Calls must not reach NVML from before the driver's
+/// lock until after its unlock.
+pub fn set_phase(phase: Phase) {
+    let blocks = matches!(
+        phase,
+        Phase::Locking
+            | Phase::Locked
+            | Phase::Checkpointing
+            | Phase::Away
+            | Phase::Restoring
+            | Phase::Unlocking
+    );
+    CLOSED_PID.store(if blocks { sys::getpid() } else { 0 }, Ordering::SeqCst);
+    PROCESS.nvml.gate.store(if blocks { CLOSED } else { OPEN }, Ordering::SeqCst);
+    if !blocks {
+        sys::futex_wake_all(&PROCESS.nvml.gate);
+    }
+}
+
+/// Waits until no call is inside NVML, once the gate is closed. False: one still is.
+pub fn drain(timeout_ms: u32) -> bool {
+    const LONGEST_SLEEP_US: u64 = 2_000;
+    let end_us = sys::now_us() + u64::from(timeout_ms) * 1_000;
+    let mut sleep_us = 20;
+    while PROCESS.nvml.inside.load(Ordering::SeqCst) > 0 {
+        if sys::now_us() >= end_us {
+            return false;
+        }
+        sys::sleep_us(sleep_us);
+        sleep_us = (2 * sleep_us).min(LONGEST_SLEEP_US);
+    }
+    true
+}
+
+/// Whether a caller has asked for readings since the last look.
+pub fn take_asked() -> bool {
+    PROCESS.nvml.asked.load(Ordering::Relaxed) && PROCESS.nvml.asked.swap(false, Ordering::SeqCst)
+}
+
+/// Has the agent ask the controller for readings.
+fn ask() {
+    PROCESS.nvml.asked.store(true, Ordering::SeqCst);
+    process::poke_agent();
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,114 @@
+//! What the controller has read of devices, for calls that are made while NVML must not be reached.
+
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+
+use affinode_proto::wire::message::{MOST_GPUS, Reading};
+
+use super::{ask, is_open};
+use crate::sys;
+
+/// As words: the UUID, when it came, the figures.
+const WORDS: usize = 8;
+
+struct Place {
+    /// Odd while it is being written, by the agent alone; 0: nothing is there.
+    version: AtomicU32,
+    words: [AtomicU64; WORDS],
+}
+
+static PLACES: [Place; MOST_GPUS] =
+    [const { Place { version: AtomicU32::new(0), words: [const { AtomicU64::new(0) }; WORDS] } };
+        MOST_GPUS];
+/// Grows with each reading. A futex.
+static CAME: AtomicU32 = AtomicU32::new(0);
+
+fn pack(low: u32, high: u32) -> u64 {
+    u64::from(low) | u64::from(high) << 32
+}
+
+fn halves(uuid: &[u8; 16]) -> [u64; 2] {
+    let whole = u128::from_ne_bytes(*uuid);
+    [whole as u64, (whole >> 64) as u64]
+}
+
+/// Keeps a reading. Called by the agent alone.
+pub fn store(reading: &Reading) {
+    let [first, second] = halves(&reading.uuid);
+    let is_of = |place: &&Place| {
+        let [a, b, ..] = &place.words;
+        place.version.load(Ordering::Relaxed) == 0
+            || (a.load(Ordering::Relaxed) == first && b.load(Ordering::Relaxed) == second)
+    };
+    if let Some(place) = PLACES.iter().find(is_of) {
+        let version = place.version.load(Ordering::Relaxed);
+        place.version.store(version | 1, Ordering::Relaxed);
+        fence(Ordering::Release);
+        let words = [
+            first,
+            second,
+            sys::now_us(),
+            reading.total_bytes,
+            reading.free_bytes,
+            reading.reserved_bytes,
+            pack(reading.gpu_percent, reading.memory_percent),
+            pack(reading.temperature_c, reading.power_mw),
+        ];
+        for (to, word) in place.words.iter().zip(words) {
+            to.store(word, Ordering::Relaxed);
+        }
+        // Never 0 again.
+        place.version.store((version | 1).wrapping_add(1).max(2), Ordering::Release);
+    }
+    CAME.fetch_add(1, Ordering::SeqCst);
+    sys::futex_wake_all(&CAME);
+}
+
+/// The last reading of a device, and how old it is.
+fn last(uuid: &[u8; 16]) -> Option<(Reading, u64)> {
+    let [first, second] = halves(uuid);
+    PLACES.iter().find_map(|place| {
+        let before = place.version.load(Ordering::Acquire);
+        let words = [0, 1, 2, 3, 4, 5, 6, 7]
+            .map(|index: usize| place.words.get(index).map_or(0, |w| w.load(Ordering::Relaxed)));
+        fence(Ordering::Acquire);
+        let is_whole = before != 0 && before & 1 == 0;
+        if !is_whole || place.version.load(Ordering::Relaxed) != before {
+            return None;
+        }
+        let [a, b, at_us, total_bytes, free_bytes, reserved_bytes, rates, rest] = words;
+        let reading = Reading {
+            uuid: *uuid,
+            total_bytes,
+            free_bytes,
+            reserved_bytes,
+            gpu_percent: rates as u32,
+            memory_percent: (rates >> 32) as u32,
+            temperature_c: rest as u32,
+            power_mw: (rest >> 32) as u32,
+        };
+        ([a, b] == [first, second]).then(|| (reading, sys::now_us().saturating_sub(at_us)))
+    })
+}
+
+/// A reading of the device. While the process is away the controller is asked for one that is not
+/// old, and waited for. While it is being moved its agent cannot ask: what is known must do.
+pub fn fresh(uuid: &[u8; 16], is_away: bool) -> Option<Reading> {
+    const FRESH_US: u64 = 2_000_000;
+    const WITHIN_US: u64 = 1_000_000;
+    const ASK_AGAIN_MS: u64 = 250;
+    let limit_us = if is_away { FRESH_US } else { super::answers::OLD_US };
+    let end_us = sys::now_us() + WITHIN_US;
+    loop {
+        let seen = CAME.load(Ordering::SeqCst);
+        if let Some((reading, age_us)) = last(uuid)
+            && age_us <= limit_us
+        {
+            return Some(reading);
+        }
+        if !is_away || is_open() || sys::now_us() >= end_us {
+            return None;
+        }
+        ask();
+        sys::futex_wait(&CAME, seen, ASK_AGAIN_MS);
+    }
+}

@@ -1,0 +1,171 @@
+//! The code that every call into NVML runs through. As [`crate::thunk`], it knows no signature:
+//! the argument registers are kept, and eight words of stack arguments are passed on. No function
+//! of NVML has an argument in a vector register.
+
+use core::arch::global_asm;
+
+use super::{Way, enter, leave};
+use crate::sys;
+
+/// What the thunk keeps on the stack of a call. It knows this layout.
+#[repr(C, align(16))]
+pub struct Frame {
+    /// Which stub was called.
+    pub place: u64,
+    /// The address that the call returns to.
+    pub caller: usize,
+    /// rax of the function.
+    pub result: u64,
+    /// What the thunk is to call.
+    pub target: usize,
+    /// rdi, rsi, rdx, rcx, r8, r9.
+    pub arguments: [u64; 6],
+    /// Until when a call that waits for events may wait; 0 (the thunk's) before it is known.
+    until_us: u64,
+    unused: u64,
+}
+
+const _: () = {
+    use core::mem::offset_of;
+    assert!(offset_of!(Frame, caller) == 8);
+    assert!(offset_of!(Frame, result) == 16);
+    assert!(offset_of!(Frame, target) == 24);
+    assert!(offset_of!(Frame, arguments) == 32);
+    assert!(offset_of!(Frame, until_us) == 80);
+    assert!(size_of::<Frame>() == 96);
+};
+
+impl Frame {
+    /// Nothing is to be called.
+    pub fn answer(&mut self, result: u32) -> Way {
+        self.result = result.into();
+        Way::Answered
+    }
+
+    /// Takes note of when a call that waits for events must end: (set, data, milliseconds).
+    pub fn begin_wait(&mut self) {
+        let [_, _, timeout_ms, ..] = self.arguments;
+        if self.until_us == 0 {
+            self.until_us = sys::now_us() + u64::from(timeout_ms as u32) * 1_000;
+        }
+    }
+
+    /// How long such a call may still wait.
+    pub fn left_us(&self) -> u64 {
+        self.until_us.saturating_sub(sys::now_us())
+    }
+
+    /// Has NVML wait for a part of that time alone, so that it ends soon when the gate closes.
+    /// False: the time is over, and NVML has been asked.
+    pub fn slice_wait(&mut self) -> bool {
+        const SLICE_MS: u64 = 100;
+        let is_first = self.until_us == 0;
+        self.begin_wait();
+        let left_ms = self.left_us().div_ceil(1_000).min(SLICE_MS);
+        let [_, _, timeout_ms, ..] = &mut self.arguments;
+        *timeout_ms = left_ms;
+        is_first || left_ms > 0
+    }
+}
+
+/// Stubs beyond those of listed functions: for other versions, and for what is not listed.
+pub const SPARE: usize = 112;
+/// Number of stubs.
+pub const STUBS: usize = affinode_cuda_sys::nvml::COUNT + SPARE;
+const STRIDE: usize = 16;
+
+global_asm!(
+    ".text",
+    ".p2align 4",
+    ".globl affinode_nvml_thunk",
+    ".hidden affinode_nvml_thunk",
+    ".type affinode_nvml_thunk, @function",
+    "affinode_nvml_thunk:",
+    ".cfi_startproc",
+    "push rbp",
+    ".cfi_def_cfa_offset 16",
+    ".cfi_offset rbp, -16",
+    "mov rbp, rsp",
+    ".cfi_def_cfa_register rbp",
+    "sub rsp, {frame_bytes}",
+    "mov qword ptr [rsp], r11",
+    "mov rax, qword ptr [rbp + 8]",
+    "mov qword ptr [rsp + 8], rax",
+    "mov qword ptr [rsp + 32], rdi",
+    "mov qword ptr [rsp + 40], rsi",
+    "mov qword ptr [rsp + 48], rdx",
+    "mov qword ptr [rsp + 56], rcx",
+    "mov qword ptr [rsp + 64], r8",
+    "mov qword ptr [rsp + 72], r9",
+    "mov qword ptr [rsp + 80], 0",
+    "2:",
+    "mov rdi, rsp",
+    "call {enter}",
+    "mov r11, qword ptr [rsp + 24]",
+    "mov rdi, qword ptr [rsp + 32]",
+    "mov rsi, qword ptr [rsp + 40]",
+    "mov rdx, qword ptr [rsp + 48]",
+    "mov rcx, qword ptr [rsp + 56]",
+    "mov r8, qword ptr [rsp + 64]",
+    "mov r9, qword ptr [rsp + 72]",
+    "cmp eax, 1",
+    "jb 3f",
+    "ja 4f",
+    // Counted.
+    "push qword ptr [rbp + 72]",
+    "push qword ptr [rbp + 64]",
+    "push qword ptr [rbp + 56]",
+    "push qword ptr [rbp + 48]",
+    "push qword ptr [rbp + 40]",
+    "push qword ptr [rbp + 32]",
+    "push qword ptr [rbp + 24]",
+    "push qword ptr [rbp + 16]",
+    "call r11",
+    "add rsp, 64",
+    "mov qword ptr [rsp + 16], rax",
+    "mov rdi, rsp",
+    "call {leave}",
+    "test eax, eax",
+    "jnz 2b",
+    "4:",
+    "mov rax, qword ptr [rsp + 16]",
+    ".cfi_remember_state",
+    "leave",
+    ".cfi_def_cfa rsp, 8",
+    "ret",
+    ".cfi_restore_state",
+    // As if we were not there.
+    "3:",
+    "leave",
+    ".cfi_def_cfa rsp, 8",
+    "jmp r11",
+    ".cfi_endproc",
+    ".size affinode_nvml_thunk, . - affinode_nvml_thunk",
+    ".p2align 4",
+    ".globl affinode_nvml_stubs",
+    ".hidden affinode_nvml_stubs",
+    "affinode_nvml_stubs:",
+    ".cfi_startproc",
+    ".set affinode_nvml_at, 0",
+    ".rept {stubs}",
+    "endbr64",
+    "mov r11d, affinode_nvml_at",
+    "jmp affinode_nvml_thunk",
+    ".p2align 4",
+    ".set affinode_nvml_at, affinode_nvml_at + 1",
+    ".endr",
+    ".cfi_endproc",
+    enter = sym enter,
+    leave = sym leave,
+    stubs = const STUBS,
+    frame_bytes = const size_of::<Frame>(),
+);
+
+unsafe extern "C" {
+    static affinode_nvml_stubs: u8;
+}
+
+/// The address of a stub.
+pub fn stub(place: usize) -> usize {
+    (&raw const affinode_nvml_stubs) as usize + place * STRIDE
+}

@@ -1,0 +1,149 @@
+//! Ways to the driver past its public functions: profilers, sanitizers, debuggers, video.
+//!
+//! The driver has private tables of functions (`cuGetExportTable`), which no gate holds. They are
+//! never wrapped: the CUDA runtime checks them by a hash. The request for one is a call like any
+//! other, so it is seen: a table of the CUDA runtime's or its libraries' is harmless, because their
+//! functions are reached from inside calls that are held. A table of any other kind belongs to a tool,
+//! whose threads come and go as they like. With a checkpointed context such a call hangs, and the
+//! process is lost at the restore (CUPTI, H200, 580.159). So a process that has asked for one keeps
+//! its context for good.
+//!
+//! ```text
+//! request ──bit in the page──> gate ──resident──> driver: the table is the tool's
+//!                   │
+//!                   └──> agent: gate closed, every call ended, bit? no checkpoint
+//! ```
+
+use core::ffi::CStr;
+
+use affinode_proto::wire::Hazards;
+
+use crate::{elf, libc, sys};
+
+/// `CUuuid`.
+pub type TableId = [u8; 16];
+
+/// Tables that the CUDA runtime, its math libraries, NVRTC and NVML ask for in programs without any
+/// tool (CUDA 13.0, driver 580.159.04, H200). Their ids, the first byte highest.
+const HARMLESS: [u128; 11] = [
+    0xf8cff951_21468b4e_b9e2fb46_9e7c0dd9,
+    0x6bd5fb6c_5bf4e74a_8987d939_12fd9df9,
+    0xa094798c_2e742e74_93f20800_200c0a66,
+    0x42d85a81_23f6cb47_8298f6e7_8a3aecdc,
+    0xc693336e_1121df11_a8c368f3_55d89593,
+    0x263e8860_7cd26143_92f6bbd5_006dfa7e,
+    0xd4082055_bde6704b_8d34ba12_3c66e1f2,
+    // cuBLASLt and cuFFT; tools as well, which ask for others, too.
+    0x21318c60_97143248_8ca641ff_7324c8f2,
+    0x6e163fbe_b958444d_835ce182_aff1991e,
+    // NVRTC.
+    0xda9151d3_3ae6cc41_a5c04f26_d533e328,
+    // NVML.
+    0x69a28e9f_24498b47_b030c5da_330ea4e9,
+];
+/// What the video library asks for (NVDEC, and beneath NVENC); tools ask for the second as well.
+const VIDEO: [u128; 2] =
+    [0x9af0707b_8e2dd84c_8e4eb994_c82ddc35, 0xb10541e1_f7c7c74a_9f64f223_be99f1e2];
+
+/// Variables by which a tool is loaded into the process.
+const INJECTIONS: [&[u8]; 2] = [b"CUDA_INJECTION64_PATH", b"NVTX_INJECTION64_PATH"];
+
+/// Libraries of tools that are loaded only to be used. Not CUPTI: frameworks are linked to it.
+const OF_TOOLS: [&[u8]; 5] = [
+    b"libsanitizer-",
+    b"libInterceptorInjection",
+    b"libcuda-injection",
+    b"libToolsInjection",
+    b"libcudadebugger.so",
+];
+/// Libraries that decode and encode video. Loaded alone they do no harm: what they do begins with the
+/// request for a table.
+const OF_VIDEO: [&[u8]; 2] = [b"libnvcuvid.so", b"libnvidia-encode.so"];
+
+/// The table that a call of `cuGetExportTable` asks for; 0 if it names none.
+///
+/// # Safety
+/// `id` must be null or point to a table's id.
+pub unsafe fn table(id: *const TableId) -> u128 {
+    // SAFETY: as the function demands.
+    if id.is_null() { 0 } else { u128::from_be_bytes(unsafe { id.read_unaligned() }) }
+}
+
+/// What the request for a table makes of the process: no bit, if it is none of a tool's.
+pub fn of_request(table: u128) -> Hazards {
+    let [decoder, shared] = VIDEO;
+    if table == 0 || HARMLESS.contains(&table) {
+        Hazards(0)
+    } else if table == decoder || (table == shared && is_loaded(&OF_VIDEO)) {
+        Hazards::VIDEO
+    } else {
+        Hazards::TOOLS
+    }
+}
+
+/// What the environment says before the first call.
+pub fn in_environment() -> Hazards {
+    let is_set = |name: &&[u8]| libc::environment(name).is_some_and(|value| !value.is_empty());
+    if INJECTIONS.iter().any(is_set) { Hazards::TOOLS } else { Hazards(0) }
+}
+
+/// What is in the process now, or looks at it. For the agent.
+pub fn found() -> Hazards {
+    if is_loaded(&OF_TOOLS) || is_traced() { Hazards::TOOLS } else { Hazards(0) }
+}
+
+fn is_loaded(names: &[&[u8]]) -> bool {
+    elf::find(|object| {
+        let file = object.name.rsplit(|byte| *byte == b'/').next()?;
+        names.iter().any(|name| file.starts_with(name)).then_some(())
+    })
+    .is_some()
+}
+
+fn is_traced() -> bool {
+    const STATUS: &CStr = c"/proc/self/status";
+    let mut buffer = [0; 1024];
+    sys::read_file(STATUS, &mut buffer).is_some_and(names_tracer)
+}
+
+/// Whether a process's status names a tracer.
+fn names_tracer(status: &[u8]) -> bool {
+    const FIELD: &[u8] = b"TracerPid:\t";
+    let mut lines = status.split(|byte| *byte == b'\n');
+    lines.any(|line| line.strip_prefix(FIELD).is_some_and(|pid| !pid.starts_with(b"0")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn status_with_a_tracer_is_traced() {
+        assert!(!names_tracer(b"Name:\tx\nTracerPid:\t0\nUid:\t1\n"));
+        assert!(names_tracer(b"Name:\tx\nTracerPid:\t17\nUid:\t1\n"));
+        assert!(!names_tracer(b""), "nothing could be read");
+    }
+
+    #[test]
+    fn table_of_no_known_library_is_a_tools() {
+        let id = HARMLESS[0].to_be_bytes();
+        assert_eq!(id[..2], [0xf8, 0xcf], "the first byte is the highest");
+        // SAFETY: null, and a place of an id's size.
+        let asked = [core::ptr::null(), &raw const id].map(|id| unsafe { table(id) });
+        assert_eq!(asked, [0, HARMLESS[0]]);
+        for harmless in asked.into_iter().chain(HARMLESS) {
+            assert_eq!(of_request(harmless), Hazards(0), "{harmless:032x}");
+        }
+        // The first that CUPTI asks for.
+        let of_cupti = 0x2c8e0ad8_0710ab4e_90dd5471_9fe5f74b;
+        assert_eq!(of_request(of_cupti), Hazards::TOOLS);
+        // The second is a tool's where no video library is loaded.
+        assert_eq!(VIDEO.map(of_request), [Hazards::VIDEO, Hazards::TOOLS]);
+    }
+
+    #[test]
+    fn libraries_are_known_by_their_file() {
+        assert!(is_loaded(&[b"libc.so"]));
+        assert!(!is_loaded(&OF_TOOLS) && !is_loaded(&OF_VIDEO));
+    }
+}

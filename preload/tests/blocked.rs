@@ -1,0 +1,70 @@
+//! A thread that blocks inside the driver on a way that no hook sees.
+
+#![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
+
+mod support;
+
+use affinode_proto::wire::message::Outcome;
+use affinode_proto::wire::{Hazards, Phase};
+use support::controller::{BRING_BACK, CHECKPOINT, CLOSE, Connection, Controller, LOCK, OFFLOAD};
+use support::{Build, Client};
+
+fn registered(controller: &Controller) -> (Client, Connection) {
+    let path = controller.path();
+    let mut client = Client::start(Build::Glibc, "dlopen", &[("AFFINODE_SOCKET", &path)]);
+    assert_eq!(client.ask("cuInit"), 0);
+    (client, controller.welcome())
+}
+
+#[test]
+fn hidden_call_while_away_brings_it_home_once() {
+    let controller = Controller::new();
+    let (mut client, mut agent) = registered(&controller);
+    agent.done(&OFFLOAD);
+    client.ask("hidden");
+    client.ask("inside 1");
+    // It makes no call that a hook sees.
+    assert_eq!(agent.wake(), (1, 1, 0));
+    assert_eq!(agent.page().phase, Phase::Away);
+    agent.done(&BRING_BACK);
+    assert_eq!(client.ask("join"), 0);
+    assert_eq!(agent.notice(), Hazards::HIDDEN_WAY);
+    assert_eq!(agent.page().hazards, Hazards::HIDDEN_WAY);
+    // Its context stays where it is from now on.
+    agent.done(&[CLOSE, LOCK]);
+    assert_eq!(agent.order(CHECKPOINT), (Outcome::Unsupported, Phase::Locked, 0));
+}
+
+#[test]
+fn drivers_own_thread_is_no_alarm() {
+    let controller = Controller::new();
+    let (mut client, mut agent) = registered(&controller);
+    client.ask("hidden");
+    client.ask("inside 1");
+    agent.done(&OFFLOAD);
+    // More looks than it takes to find a thread that blocks.
+    assert!(agent.is_silent_for(std::time::Duration::from_secs(5)));
+    client.ask("hidden");
+    client.ask("inside 2");
+    assert_eq!(agent.wake().1, 1, "the other one is found");
+    agent.done(&BRING_BACK);
+    assert_eq!(client.ask("join"), 0);
+}
+
+#[test]
+fn without_controller_it_comes_home_by_itself() {
+    let (controller, folder) = (Controller::new(), tempfile::tempdir().unwrap());
+    std::fs::write(folder.path().join("free"), "1, 0\n").unwrap();
+    let (path, tools) = (controller.path(), support::nvidia_smi(folder.path()));
+    let environment = [("AFFINODE_SOCKET", &*path), ("PATH", &*tools)];
+    let mut client = Client::start(Build::Glibc, "dlopen", &environment);
+    assert_eq!(client.ask("cuInit"), 0);
+    let mut agent = controller.welcome();
+    agent.done(&OFFLOAD);
+    client.ask("hidden");
+    assert_eq!(client.ask("join"), 0);
+    // The thread goes on before the gate opens.
+    while agent.page().phase != Phase::Open {
+        std::thread::yield_now();
+    }
+}

@@ -1,0 +1,50 @@
+//! Calls whose answer does not change: given while the process is away, without a wake.
+
+#![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
+
+mod support;
+
+use support::controller::{BRING_BACK, Controller, OFFLOAD};
+use support::{Build, Client};
+
+/// The stub's: three devices, and a name of four letters.
+const DEVICES: i64 = 304;
+
+#[test]
+fn device_count_and_name_while_away_wake_nothing() {
+    for route in ["link", "dlopen", "proc2"] {
+        let controller = Controller::new();
+        let path = controller.path();
+        let mut client = Client::start(Build::Glibc, route, &[("AFFINODE_SOCKET", &path)]);
+        assert_eq!(client.ask("cuInit"), 0);
+        let mut agent = controller.welcome();
+        let before = agent.page();
+        assert_eq!(client.ask("devices"), DEVICES);
+        assert_eq!(agent.page().calls, before.calls, "no use of the GPU");
+        let made = client.ask("count");
+        agent.done(&OFFLOAD);
+        // The stub ends a process whose call comes in now.
+        assert_eq!(client.ask("devices"), DEVICES, "{route}");
+        let away = agent.page();
+        assert_eq!((away.waiters, away.calls), (0, before.calls));
+        assert_eq!(client.ask("count"), made, "the driver was not asked");
+        agent.done(&BRING_BACK);
+        assert_eq!(client.ask("devices"), DEVICES);
+        client.finish();
+    }
+}
+
+#[test]
+fn device_count_never_asked_before_waits() {
+    let controller = Controller::new();
+    let path = controller.path();
+    let mut client = Client::start(Build::Glibc, "dlopen", &[("AFFINODE_SOCKET", &path)]);
+    assert_eq!(client.ask("cuInit"), 0);
+    let mut agent = controller.welcome();
+    agent.done(&OFFLOAD);
+    client.send("devices");
+    assert_eq!(agent.wake().1, 1);
+    agent.done(&BRING_BACK);
+    assert_eq!(client.answer(), DEVICES);
+    client.finish();
+}

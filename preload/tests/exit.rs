@@ -1,0 +1,81 @@
+//! A process that is away ends: what its exit handlers get, and what they ask for.
+
+#![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
+
+mod support;
+
+use support::controller::{BRING_BACK, Connection, Controller, OFFLOAD};
+use support::{Build, Client};
+
+const BUILDS: [Build; 2] = [Build::Glibc, Build::Musl];
+
+/// A client with these exit handlers, registered before and after the driver's own, that is away.
+fn away(build: Build, before: &str, after: &str) -> (Client, Connection) {
+    let controller = Controller::new();
+    let path = controller.path();
+    let mut client = Client::start(build, "dlopen", &[("AFFINODE_SOCKET", &path)]);
+    for handler in [before, "cuInit", after] {
+        match handler {
+            "" => {}
+            "cuInit" => assert_eq!(client.ask(handler), 0),
+            handler => assert_eq!(client.ask(&format!("at exit {handler}")), 0),
+        }
+    }
+    let mut agent = controller.welcome();
+    agent.done(&OFFLOAD);
+    (client, agent)
+}
+
+#[test]
+fn releases_at_exit_need_no_return() {
+    for build in BUILDS {
+        let handler = "cuStreamDestroy_v2 cuCtxSynchronize cuMemFree_v2 cuCtxDestroy_v2 count";
+        let (client, agent) = away(build, "", handler);
+        // The driver, which traps in every call, has seen cuInit alone.
+        assert_eq!(client.last_answers(), [0, 0, 0, 0, 1], "{build:?}");
+        assert_eq!(agent.wakes_until_end(), 0, "{build:?}");
+    }
+}
+
+#[test]
+fn calls_after_the_drivers_end_need_no_return() {
+    for build in BUILDS {
+        let handler = "cuMemFree_v2 cuCtxSynchronize cuFutureCall cuMemAlloc";
+        let (client, agent) = away(build, handler, "");
+        assert_eq!(client.last_answers(), [4, 4, 4, 4], "{build:?}");
+        assert_eq!(agent.wakes_until_end(), 0, "{build:?}");
+    }
+}
+
+/// Results that a handler reads, releases that the driver may refuse.
+#[test]
+fn other_calls_at_exit_come_home_and_catch_up() {
+    for (handler, answers) in [
+        // cuInit, the release made up for, and the call itself.
+        ("cuMemFree_v2 cuFutureCall count", [0, 0, 3].as_slice()),
+        // The same release again: three in the driver.
+        ("cuMemFree_v2 cuMemFree_v2 count", &[0, 0, 3]),
+        ("cuCtxDestroy_v2 cuMemFree_v2 count", &[0, 0, 3]),
+    ] {
+        for build in BUILDS {
+            let (client, mut agent) = away(build, "", handler);
+            let ending = std::thread::spawn(|| client.last_answers());
+            assert_eq!(agent.wake().1, 1);
+            agent.done(&BRING_BACK[..2]);
+            // It may have ended before it reports.
+            agent.start(BRING_BACK[2]);
+            assert_eq!(ending.join().unwrap(), answers, "{build:?}: {handler}");
+        }
+    }
+}
+
+/// The same release outside of `exit` waits for the return.
+#[test]
+fn releases_before_exit_come_home() {
+    let (mut client, mut agent) = away(Build::Glibc, "", "count");
+    client.send("cuMemFree_v2");
+    assert_eq!(agent.wake().1, 1);
+    agent.done(&BRING_BACK);
+    assert_eq!(client.answer(), 0);
+    assert_eq!(client.last_answers(), [2]);
+}

@@ -1,0 +1,268 @@
+//! Calls into NVML. The stub ends the process at once when one reaches it while the state of its
+//! process is away: a real one would block until the process is restored.
+
+#![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
+
+mod support;
+
+use affinode_proto::wire::message::{Action, ControllerMessage, Outcome, Reading};
+use affinode_proto::wire::{Engine, Phase};
+use support::controller::{BRING_BACK, CHECKPOINT, CLOSE, Connection, Controller, LOCK, OFFLOAD};
+use support::{Build, Client};
+
+const READING: Reading = Reading {
+    uuid: [7; 16],
+    total_bytes: 2_000,
+    free_bytes: 1_500,
+    reserved_bytes: 100,
+    gpu_percent: 30,
+    memory_percent: 5,
+    temperature_c: 41,
+    power_mw: 80_000,
+};
+const KNOWN: [(&str, i64); 7] = [
+    ("count", 1),
+    ("index 0", 1),
+    ("uuid", 40),
+    ("name", 1),
+    ("mig", -3),
+    ("capability", 95),
+    ("clock 1", 101),
+];
+
+fn start(build: Build, route: &str, controller: &Controller) -> (Client, Connection) {
+    let program = if route == "link" { "nvml-linked" } else { "nvml" };
+    let path = controller.path();
+    let environment = [("AFFINODE_SOCKET", path.as_str())];
+    let mut client = Client::start_program(build, &[program, route], &environment);
+    assert_eq!(client.ask("cuda"), 0);
+    (client, controller.welcome())
+}
+
+fn initialised(controller: &Controller) -> (Client, Connection) {
+    let (mut client, agent) = start(Build::Glibc, "dlopen", controller);
+    assert_eq!(client.ask("init"), 0);
+    KNOWN.iter().for_each(|(call, expected)| assert_eq!(client.ask(call), *expected, "{call}"));
+    (client, agent)
+}
+
+fn asks(client: &mut Client, expected: &[(&str, i64)]) {
+    for (call, expected) in expected {
+        assert_eq!(client.ask(call), *expected, "{call}");
+    }
+}
+
+fn is_answered_while_away(build: Build, route: &str) {
+    let controller = Controller::new();
+    let (mut client, mut agent) = start(build, route, &controller);
+    assert_eq!(client.ask("count"), -1, "not initialised");
+    assert_eq!(client.ask("init"), 0);
+    asks(&mut client, &KNOWN);
+    asks(&mut client, &[("total", 1_000), ("used2", 550), ("rates", 70_020)]);
+    let reached = client.ask("calls");
+    asks(&mut client, &KNOWN);
+    assert!(
+        client.ask("calls") >= reached + KNOWN.len() as i64,
+        "{route}: it passes when resident"
+    );
+    let before = agent.page();
+    agent.done(&OFFLOAD);
+    let reached = client.ask("calls");
+    asks(&mut client, &KNOWN);
+    assert_eq!(client.ask("short"), -7);
+    client.send("free");
+    agent.ask();
+    agent.send(ControllerMessage::Reading(READING));
+    assert_eq!(client.answer(), 1_500, "{route}");
+    asks(&mut client, &[("total", 2_000), ("used", 500), ("used2", 400), ("rates", 30_005)]);
+    asks(&mut client, &[("temperature", 41), ("power", 80_000), ("processes", 0)]);
+    assert_eq!(client.ask("calls"), reached, "{route}: none has reached NVML");
+    let after = agent.page();
+    assert_eq!((after.calls, after.polls), (before.calls, before.polls), "{route}: no activity");
+    assert_eq!((after.phase, after.waiters), (Phase::Away, 0), "{route}: none wakes");
+    // What is not known brings it back.
+    client.send("clock 2");
+    assert_eq!(agent.wake().1, 1, "{route}");
+    agent.done(&BRING_BACK);
+    assert_eq!(client.answer(), 102, "{route}");
+    asks(&mut client, &[("used", 600), ("processes", 1)]);
+    client.finish();
+}
+
+#[test]
+fn calls_by_every_route_are_answered_while_away() {
+    for route in ["link", "dlopen", "next", "default"] {
+        is_answered_while_away(Build::Glibc, route);
+    }
+}
+
+#[test]
+fn calls_under_musl_are_answered_while_away() {
+    for route in ["link", "dlopen", "default"] {
+        is_answered_while_away(Build::Musl, route);
+    }
+}
+
+#[test]
+fn unlisted_call_wakes_and_keeps_its_arguments() {
+    let controller = Controller::new();
+    let (mut client, mut agent) = initialised(&controller);
+    assert_eq!(client.ask("future"), 0);
+    agent.done(&OFFLOAD);
+    client.send("future");
+    agent.wake();
+    agent.done(&BRING_BACK);
+    assert_eq!(client.answer(), 0);
+    client.finish();
+}
+
+#[test]
+fn first_init_while_away_wakes() {
+    let controller = Controller::new();
+    let (mut client, mut agent) = start(Build::Glibc, "dlopen", &controller);
+    agent.done(&OFFLOAD);
+    client.send("init");
+    agent.wake();
+    agent.done(&BRING_BACK);
+    assert_eq!(client.answer(), 0);
+    assert_eq!(client.ask("count"), 1);
+    client.finish();
+}
+
+/// A monitor that initialises NVML for each question does not wake the process.
+#[test]
+fn shutdown_and_init_are_counted_while_away() {
+    let controller = Controller::new();
+    let (mut client, mut agent) = initialised(&controller);
+    asks(&mut client, &[("init", 0), ("shutdown", 0), ("shutdown", 0)]);
+    asks(&mut client, &[("count", -1), ("shutdown", -1), ("users", 1)]);
+    agent.done(&OFFLOAD);
+    for _ in 0..3 {
+        asks(&mut client, &[("count", -1), ("shutdown", -1), ("init", 0), ("count", 1)]);
+        asks(&mut client, &[("flags 1", 0), ("shutdown", 0), ("name", 1), ("shutdown", 0)]);
+    }
+    assert_eq!((agent.page().phase, agent.page().waiters), (Phase::Away, 0));
+    client.finish();
+}
+
+/// What never uses CUDA is left alone.
+#[test]
+fn process_without_cuda_shuts_nvml_down() {
+    let mut client = Client::start_program(Build::Glibc, &["nvml", "dlopen"], &[]);
+    asks(&mut client, &[("init", 0), ("init", 0), ("shutdown", 0), ("shutdown", 0)]);
+    asks(&mut client, &[("users", 0), ("shutdown", -1), ("init", 0), ("users", 1)]);
+    assert!(!client.threads().contains(&"affinode-agent".to_owned()));
+    client.finish();
+}
+
+#[test]
+fn call_inside_nvml_keeps_the_process() {
+    let controller = Controller::new();
+    let (mut client, mut agent) = initialised(&controller);
+    asks(&mut client, &[("start", 0), ("inside", 0)]);
+    agent.done(&[CLOSE]);
+    let (outcome, phase, _) = agent.order(Action::Lock { timeout_ms: 1 });
+    assert_eq!((outcome, phase), (Outcome::Busy, Phase::Closed));
+    // The others go on: the process is not locked.
+    assert_eq!(client.ask("used"), 600);
+    asks(&mut client, &[("release", 0), ("join", 0)]);
+    agent.done(&[LOCK, CHECKPOINT]);
+    agent.done(&BRING_BACK);
+    client.finish();
+}
+
+/// None is inside NVML when the driver locks the process, however the two meet.
+#[test]
+fn calls_in_a_storm_never_meet_the_lock() {
+    let controller = Controller::new();
+    let (mut client, mut agent) = initialised(&controller);
+    assert_eq!(client.ask("storm"), 0);
+    for _ in 0..100 {
+        agent.done(&OFFLOAD);
+        agent.done(&BRING_BACK);
+    }
+    assert_eq!(client.ask("calm"), 0);
+    client.finish();
+}
+
+/// A monitor's call in the middle of a move neither turns it round nor waits for its end.
+#[test]
+fn call_while_locked_is_answered_as_before() {
+    let controller = Controller::new();
+    let (mut client, mut agent) = initialised(&controller);
+    assert_eq!(client.ask("used"), 600);
+    agent.done(&[CLOSE, LOCK]);
+    assert_eq!(client.ask("used"), 600);
+    assert_eq!((agent.page().waiters, agent.asks), (0, 0));
+    agent.done(&[Action::Unlock, Action::Open]);
+    client.finish();
+}
+
+/// The context stays with the engine `park`: NVML is asked.
+#[test]
+fn call_while_parked_reaches_nvml() {
+    use affinode_proto::wire::message::How;
+    let controller = Controller::new();
+    let program = ["nvml", "dlopen"];
+    let path = controller.path();
+    let environment = [("AFFINODE_SOCKET", path.as_str())];
+    let mut client = Client::start_program(Build::Glibc, &program, &environment);
+    assert_eq!(client.ask("cuda"), 0);
+    let mut agent = controller.accept();
+    agent.send(ControllerMessage::Welcome {
+        process: 1,
+        wait_for_room_ms: 0,
+        engine: Engine::Park,
+    });
+    asks(&mut client, &[("init", 0), ("index 0", 1)]);
+    agent.done(&[CLOSE, LOCK, Action::Park { vram_bytes: 0, how: How::default() }]);
+    let reached = client.ask("calls");
+    assert_eq!(client.ask("clock 3"), 103);
+    assert_eq!((client.ask("calls"), agent.page().waiters), (reached + 1, 0));
+    // Its context leaves after all.
+    agent.done(&[CHECKPOINT]);
+    assert_eq!(client.ask("clock 3"), 103);
+    assert_eq!(client.ask("calls"), reached + 1);
+    agent.done(&BRING_BACK);
+    client.finish();
+}
+
+#[test]
+fn wait_for_events_ends_in_time_while_away() {
+    let controller = Controller::new();
+    let (mut client, mut agent) = initialised(&controller);
+    assert!(client.ask("wait 150") >= 150);
+    agent.done(&OFFLOAD);
+    assert!(client.ask("wait 150") >= 150);
+    // One that has begun before does not keep the process.
+    agent.done(&BRING_BACK);
+    client.send("wait 1500");
+    agent.done(&OFFLOAD);
+    assert!(client.answer() >= 1_500);
+    assert_eq!((agent.page().phase, agent.page().waiters), (Phase::Away, 0));
+    client.finish();
+}
+
+/// It has a copy of NVML whose locks are held for ever.
+#[test]
+fn child_forked_while_away_gets_an_error() {
+    let controller = Controller::new();
+    let (mut client, mut agent) = initialised(&controller);
+    agent.done(&OFFLOAD);
+    assert_eq!(client.ask("fork used"), (-999) & 0x7f);
+    client.finish();
+}
+
+/// Without readings the process asks by itself.
+#[test]
+fn figure_without_a_reading_wakes() {
+    let controller = Controller::new();
+    let (mut client, mut agent) = initialised(&controller);
+    agent.done(&OFFLOAD);
+    client.send("used");
+    agent.ask();
+    agent.wake();
+    agent.done(&BRING_BACK);
+    assert_eq!(client.answer(), 600);
+    client.finish();
+}

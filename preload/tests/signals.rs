@@ -1,0 +1,108 @@
+//! Calls in signal handlers, on many threads and beside forks: none reaches a driver whose state
+//! is not there. The driver of these tests traps where one does.
+
+#![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
+
+mod support;
+
+use std::time::{Duration, Instant};
+
+use affinode_proto::wire::message::Outcome;
+use support::controller::{BRING_BACK, CLOSE, Connection, Controller, LOCK, OFFLOAD};
+use support::{Build, Client};
+
+/// A guard against a test that hangs.
+const GUARD: Duration = Duration::from_secs(120);
+
+/// Absences of a test.
+const ROUNDS: u32 = 30;
+
+/// The program `signals` with a call, its handler's call and so many threads.
+fn started(controller: &Controller, words: [&str; 3]) -> (Client, Connection) {
+    let path = controller.path();
+    let [call, in_handler, threads] = words;
+    let words = ["signals", call, in_handler, threads];
+    let client = Client::start_program(Build::Glibc, &words, &[("AFFINODE_SOCKET", &path)]);
+    (client, controller.welcome())
+}
+
+/// Waits until the program's count of `what` is `more` above what it is now.
+fn wait_for(client: &mut Client, what: &str, more: i64) {
+    let (start, end) = (client.ask(what), Instant::now() + GUARD);
+    while client.ask(what) < start + more {
+        assert!(Instant::now() < end, "{what}: no {more} more in time");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// The controller's part of an absence that begins whenever no call is inside.
+fn close(agent: &mut Connection) {
+    let end = Instant::now() + GUARD;
+    while agent.order(CLOSE).0 != Outcome::Done {
+        assert!(Instant::now() < end, "always busy");
+    }
+}
+
+#[test]
+fn signals_without_calls_do_not_harm() {
+    let controller = Controller::new();
+    let (mut client, mut agent) = started(&controller, ["cuStreamQuery", "-", "0"]);
+    wait_for(&mut client, "signals", 100);
+    agent.done(&OFFLOAD);
+    wait_for(&mut client, "signals", 1_000);
+    agent.done(&BRING_BACK);
+    assert_eq!(client.ask("stop"), 0);
+    client.finish();
+}
+
+#[test]
+fn poll_in_handler_while_away_is_answered() {
+    let controller = Controller::new();
+    let (mut client, mut agent) = started(&controller, ["cuStreamQuery", "cuEventQuery", "0"]);
+    wait_for(&mut client, "signals", 100);
+    close(&mut agent);
+    agent.done(&OFFLOAD[1..]);
+    wait_for(&mut client, "signals", 1_000);
+    wait_for(&mut client, "calls", 100);
+    agent.done(&BRING_BACK);
+    wait_for(&mut client, "calls", 100);
+    assert_eq!(client.ask("stop"), 0);
+    client.finish();
+}
+
+/// The main thread's call is a poll, which is answered while it is away: the handler's call
+/// alone waits, and it is what brings the process back.
+#[test]
+fn call_in_handler_while_away_is_held() {
+    let controller = Controller::new();
+    for in_handler in ["cuCtxSynchronize", "cuMemAlloc_v2"] {
+        let (mut client, mut agent) = started(&controller, ["cuStreamQuery", in_handler, "0"]);
+        for _ in 0..ROUNDS {
+            wait_for(&mut client, "signals", 1);
+            close(&mut agent);
+            agent.done(&[LOCK, OFFLOAD[2]]);
+            agent.wake();
+            agent.done(&BRING_BACK);
+        }
+        wait_for(&mut client, "calls", 100);
+        assert_eq!(client.ask("stop"), 0);
+        client.finish();
+    }
+}
+
+#[test]
+fn threads_forks_signals_stay_out_while_away() {
+    let controller = Controller::new();
+    let words = ["cuStreamQuery", "cuEventQuery", "6"];
+    let (mut client, mut agent) = started(&controller, words);
+    for _ in 0..ROUNDS {
+        close(&mut agent);
+        agent.done(&[LOCK, OFFLOAD[2]]);
+        agent.wake();
+        agent.done(&BRING_BACK);
+    }
+    wait_for(&mut client, "children", 1);
+    wait_for(&mut client, "calls", 100);
+    assert_eq!(client.ask("stop"), 0);
+    client.finish();
+}

@@ -1,0 +1,118 @@
+//! Requests for the driver's private tables: which are seen, what they leave behind, when they wait.
+
+#![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
+
+mod support;
+
+use affinode_proto::wire::Hazards;
+use affinode_proto::wire::Phase;
+use affinode_proto::wire::message::{Action, Outcome};
+use support::controller::{BRING_BACK, CHECKPOINT, CLOSE, Controller, LOCK, OFFLOAD};
+use support::{Build, Client};
+
+/// A table of no library that is known.
+const OF_TOOL: &str = "table 00112233445566778899aabbccddeeff";
+
+fn started(controller: &Controller, route: &str, more: &[(&str, &str)]) -> Client {
+    let path = controller.path();
+    let environment = [&[("AFFINODE_SOCKET", &*path)], more].concat();
+    Client::start(Build::Glibc, route, &environment)
+}
+
+#[test]
+fn tool_table_is_remembered_and_bars_checkpoint() {
+    for route in ["link", "dlopen", "proc1", "proc2", "next", "default"] {
+        let controller = Controller::new();
+        let mut client = started(&controller, route, &[]);
+        assert_eq!(client.ask("cuInit"), 0);
+        let mut agent = controller.welcome();
+        assert_eq!(client.ask(OF_TOOL), 0);
+        assert_eq!(agent.page().hazards, Hazards::TOOLS, "{route}");
+        assert_eq!(agent.notice(), Hazards::TOOLS);
+        // It may be locked, which a copy begins with; the driver is not told to take it away.
+        agent.done(&[CLOSE, LOCK]);
+        assert_eq!(agent.order(CHECKPOINT), (Outcome::Unsupported, Phase::Locked, 0), "{route}");
+        agent.done(&[Action::Unlock, Action::Open]);
+        client.finish();
+    }
+}
+
+#[test]
+fn runtime_table_is_no_call_and_no_tool() {
+    // Two of libcudart's, NVML's, and none.
+    for id in [
+        "6bd5fb6c5bf4e74a8987d93912fd9df9",
+        "d4082055bde6704b8d34ba123c66e1f2",
+        "69a28e9f24498b47b030c5da330ea4e9",
+    ] {
+        let controller = Controller::new();
+        let mut client = started(&controller, "dlopen", &[]);
+        let ask = format!("table {id}");
+        assert_eq!(client.ask(&ask), 0);
+        assert!(!client.threads().contains(&"affinode-agent".to_owned()), "no call of CUDA's yet");
+        assert_eq!(client.ask("cuInit"), 0);
+        let mut agent = controller.welcome();
+        let before = agent.page();
+        assert_eq!(client.ask(&ask), 0);
+        let after = agent.page();
+        assert_eq!((after.hazards, after.calls), (Hazards(0), before.calls));
+        agent.done(&OFFLOAD);
+        agent.done(&BRING_BACK);
+        client.finish();
+    }
+}
+
+#[test]
+fn video_table_is_remembered_as_video() {
+    let controller = Controller::new();
+    let mut client = started(&controller, "proc2", &[]);
+    assert_eq!(client.ask("cuInit"), 0);
+    let agent = controller.welcome();
+    assert_eq!(client.ask("table 9af0707b8e2dd84c8e4eb994c82ddc35"), 0);
+    assert_eq!(agent.page().hazards, Hazards::VIDEO);
+    client.finish();
+}
+
+#[test]
+fn tool_table_request_while_away_waits_and_wakes() {
+    let controller = Controller::new();
+    let mut client = started(&controller, "dlopen", &[]);
+    assert_eq!(client.ask("cuInit"), 0);
+    let mut agent = controller.welcome();
+    agent.done(&OFFLOAD);
+    client.send(OF_TOOL);
+    // The stub ends a process that is let through now.
+    assert_eq!(agent.wake().1, 1);
+    assert_eq!(agent.page().hazards, Hazards::TOOLS);
+    agent.done(&BRING_BACK);
+    assert_eq!(client.answer(), 0);
+    client.finish();
+}
+
+/// The request is remembered before the caller has the table, and the agent looks after the gate was
+/// closed: between the close and the checkpoint nothing comes in.
+#[test]
+fn tool_table_request_after_close_bars_checkpoint() {
+    let controller = Controller::new();
+    let mut client = started(&controller, "dlopen", &[]);
+    assert_eq!(client.ask("cuInit"), 0);
+    let mut agent = controller.welcome();
+    agent.done(&[CLOSE, LOCK]);
+    client.send(OF_TOOL);
+    agent.wake();
+    assert_eq!(agent.order(CHECKPOINT).0, Outcome::Unsupported);
+    agent.done(&[Action::Unlock, Action::Open]);
+    assert_eq!(client.answer(), 0);
+    client.finish();
+}
+
+#[test]
+fn injected_tool_is_known_from_the_start() {
+    for variable in ["CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH"] {
+        let controller = Controller::new();
+        let mut client = started(&controller, "dlopen", &[(variable, "/none.so")]);
+        assert_eq!(client.ask("cuInit"), 0);
+        assert_eq!(controller.welcome().page().hazards, Hazards::TOOLS, "{variable}");
+        client.finish();
+    }
+}
