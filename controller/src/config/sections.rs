@@ -26,8 +26,9 @@ pub struct TimingSection {
 pub struct MemorySection {
     /// What the driver needs beside the VRAM of a process, in MiB (measured: 530 MiB).
     pub driver_overhead_mib: u64,
-    /// What stays free on the node after an offload, in MiB.
-    pub node_reserve_mib: u64,
+    /// What stays free on the node after an offload, in MiB; without it a sixteenth of the node's
+    /// memory, at least 1 GiB.
+    pub node_reserve_mib: Option<u64>,
 }
 
 /// Where NVML is.
@@ -76,9 +77,17 @@ impl Default for TimingSection {
     }
 }
 
+impl MemorySection {
+    /// What stays free on the node, in bytes, where the operator says so.
+    #[must_use]
+    pub fn node_reserve_bytes(&self) -> Option<u64> {
+        self.node_reserve_mib.map(|mib| mib << 20)
+    }
+}
+
 impl Default for MemorySection {
     fn default() -> MemorySection {
-        MemorySection { driver_overhead_mib: 1024, node_reserve_mib: 1024 }
+        MemorySection { driver_overhead_mib: 1024, node_reserve_mib: None }
     }
 }
 

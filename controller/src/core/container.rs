@@ -9,6 +9,7 @@ use super::{
     depth::Costs,
     hints::Hint,
     history::{History, PAUSE_MS, Pauses},
+    holds::HoldRecord,
     input::Request,
     policy::{KeepAlive, Policy},
     wakes::Wakes,
@@ -79,19 +80,21 @@ pub struct Container {
     pub not_before: Millis,
     /// No attempt to return before this time, after some that came to nothing.
     pub no_return_before: Millis,
-    /// Returns in a row that were begun and came to nothing.
+    /// Returns and allocations in a row that others held theirs for and that came to nothing.
     pub vain_returns: u32,
     /// Until then its processes are waited for only briefly when allocations are to be held:
     /// some have let a hold lapse.
     pub disbelieved_until: Millis,
-    /// How often that was.
+    /// How often such a time has begun.
     pub ignored_holds: u32,
+    /// How its processes have held since the last such time began.
+    pub hold_record: HoldRecord,
     /// When room was last looked for, for it.
     pub sought_room: Option<Millis>,
     /// Failed offloads in a row.
     pub failures: u32,
-    /// A survey is on its way.
-    pub surveying: bool,
+    /// When the survey that is on its way was asked for.
+    pub survey_asked: Option<Millis>,
     /// Begin of the offload in progress.
     pub offload_began: Option<Millis>,
     /// When room was found for the return in progress.
@@ -169,8 +172,9 @@ impl Container {
             sought_room: None,
             disbelieved_until: 0,
             ignored_holds: 0,
+            hold_record: HoldRecord::default(),
             failures: 0,
-            surveying: false,
+            survey_asked: None,
             offload_began: None,
             restore_began: None,
             wake_began: None,
@@ -232,6 +236,16 @@ impl Container {
         if immovable {
             (self.pushed, self.stayed) = (0, Some(now));
         }
+    }
+
+    /// Others held their allocations for it, and it did not come home, or did not allocate. Its next
+    /// turn comes later each time, up to a minute.
+    pub fn has_wasted_a_turn(&mut self, now: Millis) {
+        const FIRST_PAUSE_MS: Millis = 250;
+        if self.vain_returns > 0 {
+            self.no_return_before = now + (FIRST_PAUSE_MS << self.vain_returns.min(8));
+        }
+        self.vain_returns = self.vain_returns.saturating_add(1);
     }
 
     /// Use begins again after a pause; what follows from it is learned.

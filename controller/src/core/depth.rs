@@ -76,6 +76,10 @@ impl Node {
 
     fn keeps_context(&self, key: &Key) -> bool {
         let Some(container) = self.containers.get(key) else { return false };
+        let is_bound = self.processes.of(key).all(|(_, p)| p.keeps_context());
+        if container.policy.engine == Engine::Auto && is_bound {
+            return true;
+        }
         // Who has left its context here comes back nowhere else.
         let moves_on = container.policy.other_gpu && self.gpus.len() > 1;
         container.policy.engine == Engine::Auto

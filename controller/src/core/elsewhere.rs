@@ -152,7 +152,7 @@ fn named(gpu: &GpuSample) -> Option<Gpu> {
 }
 
 /// The driver's bytes of what NVML writes as `GPU-` and hexadecimal digits.
-fn uuid_bytes(text: &str) -> Option<[u8; 16]> {
+pub(super) fn uuid_bytes(text: &str) -> Option<[u8; 16]> {
     let digits: String = text.strip_prefix("GPU-")?.split('-').collect();
     let whole = digits.len() == 32 && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
     whole.then(|| u128::from_str_radix(&digits, 16).ok()).flatten().map(u128::to_be_bytes)

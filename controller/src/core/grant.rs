@@ -2,13 +2,15 @@
 //!
 //! ```text
 //! queue ──room promised in the ledger──> Holding ──all hold allocations──> Proving ──NVML says free──> Granted
-//!   ^                                       │ one is busy                     │ not free
-//!   └───────────────────────────────────────┴─────────────────────────────────┘  promise given up, tried again
+//!   ^                                       ^                                 │ not free
+//!   │                                       └───────────one joins─────────────┤
+//!   └─────────────────────────────────────────────────────────────────────────┘  promise given up, tried again
 //! ```
 //!
-//! From Holding to the end, no managed process may take VRAM, so what is proven
-//! free stays free until the driver has taken it. A process that joins meanwhile is
-//! told to hold before it is welcomed. Holds may lapse: of a controller that was silent
+//! From Holding to the end, no managed process may take VRAM of the devices concerned, so what
+//! is proven free stays free until the driver has taken it. A process that joins meanwhile is
+//! told to hold before it is welcomed. A process that cannot hold, or says nothing, is waited for
+//! once (`holds.rs`): what it takes the proof sees, as what unmanaged processes take. Holds may lapse: of a controller that was silent
 //! for too long, and when the copy takes far longer than it should. From then on the grant
 //! is in doubt: a restore that runs keeps its promise, none is started.
 
@@ -44,6 +46,8 @@ pub struct Grant {
     pub recalled: bool,
     /// Holds may have lapsed since it began.
     pub doubted: bool,
+    /// How often a process that joined was waited for before NVML was asked anew.
+    pub restarts: u32,
     /// The process, and the ticket of its allocation, that room is meant for as well.
     pub want: Option<(ProcessId, u64)>,
 }
@@ -60,6 +64,7 @@ impl Grant {
             uuids,
             since,
             doubted: false,
+            restarts: 0,
             want: None,
         }
     }

@@ -5,10 +5,7 @@ use std::collections::BTreeSet;
 use affinode_proto::{
     reason::Reason,
     state::State,
-    wire::{
-        Phase,
-        message::{Action, Outcome},
-    },
+    wire::{Phase, message::Action},
 };
 
 use super::{
@@ -26,8 +23,8 @@ use super::{
 const HOLD_LIMIT_MS: Millis = 10_000;
 /// A Park that takes longer has copied nothing on the device since: its agent stops before.
 const HANDS_OVER_MS: Millis = 10_000;
-/// Who is known not to hold is waited for no longer; others answer within a millisecond.
-const SHORT_PATIENCE_MS: Millis = 100;
+/// NVML's answer is waited for this long beyond the time that the holds may take.
+const PROOF_MS: Millis = 1_600;
 /// Slowest restore that is expected, in bytes per millisecond (about 1 GB/s).
 const SLOW_RESTORE_BYTES_PER_MS: u64 = 1 << 20;
 
@@ -190,82 +187,8 @@ impl Node {
         self.prove_when_held(key);
     }
 
-    /// Tells a process to hold its allocations for a grant. One that cannot allocate
-    /// now is not waited for: it has the order before it is let go.
-    fn hold(&mut self, key: &Key, id: ProcessId) {
-        let deadline_ms = self.settings.hold_ms;
-        let Some(process) = self.processes.get_mut(&id) else { return };
-        let own_waits = process.key == *key && process.phase != Phase::Open;
-        if !process.connected || own_waits {
-            return;
-        }
-        process.holds += 1;
-        let opening = process.pending.is_some_and(|pending| pending.action == Action::Open);
-        // One that scribbled its page is not waited for: it counts as somebody who is not managed.
-        let believed = process.bad_page.is_none();
-        let awaited = believed && (process.phase == Phase::Open || opening);
-        let order = self.order(id, Action::HoldAllocations { deadline_ms });
-        self.hold_orders.insert(order, (key.clone(), id));
-        if let Some(grant) = self.grants.get_mut(key) {
-            grant.held.insert(id);
-            match &mut grant.stage {
-                Stage::Granted => {}
-                Stage::Holding(waiting) if awaited => {
-                    waiting.insert(id);
-                }
-                // What NVML is reading now may be older than this newcomer's allocations.
-                stage @ Stage::Proving(_) if awaited => {
-                    *stage = Stage::Holding(BTreeSet::from([id]))
-                }
-                _ => {}
-            }
-        }
-    }
-
-    /// A process joins while grants are in progress: it holds for each of them.
-    pub(super) fn hold_newcomer(&mut self, id: ProcessId) {
-        let keys: Vec<Key> = self.grants.keys().cloned().collect();
-        for key in keys {
-            self.hold(&key, id);
-        }
-    }
-
-    /// A process that starts in a container that is not back yet: it takes no VRAM before
-    /// the others have theirs.
-    pub(super) fn hold_for_siblings(&mut self, id: ProcessId) {
-        let Some(key) = self.processes.get(&id).map(|p| p.key.clone()) else { return };
-        let others_away = self.processes.of(&key).any(|(_, p)| p.phase.is_off());
-        let deadline_ms = self.settings.hold_ms;
-        if let Some(process) = self.processes.get_mut(&id)
-            && process.phase == Phase::Open
-            && others_away
-        {
-            process.waits_for_siblings = true;
-            process.holds += 1;
-            self.order(id, Action::HoldAllocations { deadline_ms });
-        }
-    }
-
-    /// The whole container is back.
-    pub(super) fn siblings_are_back(&mut self, key: &Key) {
-        for id in self.members(key) {
-            let Some(process) = self.processes.get_mut(&id) else { continue };
-            if std::mem::take(&mut process.waits_for_siblings) {
-                self.release(id);
-            }
-        }
-    }
-
-    fn release(&mut self, id: ProcessId) {
-        let Some(process) = self.processes.get_mut(&id) else { return };
-        process.holds = process.holds.saturating_sub(1);
-        if process.holds == 0 && process.connected {
-            self.order(id, Action::ReleaseAllocations);
-        }
-    }
-
     /// When nobody is waited for any more, NVML is asked.
-    fn prove_when_held(&mut self, key: &Key) {
+    pub(super) fn prove_when_held(&mut self, key: &Key) {
         let Some(grant) = self.grants.get_mut(key) else { return };
         if grant.stage == Stage::Holding(BTreeSet::new()) {
             self.next_proof += 1;
@@ -315,33 +238,6 @@ impl Node {
         if recalled_grant && self.recalled_needs(key).is_empty() {
             self.abort_grant(key);
         }
-    }
-
-    /// Takes the report of a hold; `false` when the order was not one.
-    pub(super) fn hold_reported(&mut self, id: ProcessId, order: u64, outcome: Outcome) -> bool {
-        let Some((key, asked)) = self.hold_orders.get(&order).cloned() else {
-            return false;
-        };
-        if asked != id {
-            return true; // Not its order to report on.
-        }
-        self.hold_orders.remove(&order);
-        if outcome == Outcome::Done {
-            self.hold_settled(&key, id);
-        } else {
-            self.abort_grant(&key);
-        }
-        true
-    }
-
-    /// One process less to wait for; with the last, NVML is asked.
-    fn hold_settled(&mut self, key: &Key, id: ProcessId) {
-        if let Some(Stage::Holding(awaited)) =
-            self.grants.get_mut(key).map(|grant| &mut grant.stage)
-        {
-            awaited.remove(&id);
-        }
-        self.prove_when_held(key);
     }
 
     pub(super) fn proven(&mut self, key: &Key, number: u64, gpus: Result<Vec<GpuSample>, String>) {
@@ -395,7 +291,7 @@ impl Node {
         let Some(mut grant) = self.grants.remove(key) else {
             return;
         };
-        self.hold_orders.retain(|_, (other, _)| other != key);
+        self.hold_orders.retain(|_, asked| asked.key != *key);
         self.release_holds(&mut grant);
         self.count_vain_return(key, &grant);
     }
@@ -403,89 +299,40 @@ impl Node {
     /// Others held their allocations for one who did not come home. Once that happens to
     /// everybody; who does it over and over waits longer each time.
     fn count_vain_return(&mut self, key: &Key, grant: &Grant) {
-        const FIRST_PAUSE_MS: Millis = 250;
         let home = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
         let Some(container) = self.containers.get_mut(key) else { return };
         if grant.is_granted() && !home {
-            let pause_ms = FIRST_PAUSE_MS << container.vain_returns.min(8);
-            if container.vain_returns > 0 {
-                container.no_return_before = self.now + pause_ms;
-            }
-            container.vain_returns += 1;
+            container.has_wasted_a_turn(self.now);
         }
-    }
-
-    fn release_holds(&mut self, grant: &mut Grant) {
-        std::mem::take(&mut grant.held).into_iter().for_each(|id| self.release(id));
-    }
-
-    /// A process is gone, or cannot be told anything: nobody waits for its hold.
-    pub(super) fn forget_holds(&mut self, id: ProcessId) {
-        if let Some(process) = self.processes.get_mut(&id) {
-            process.holds = 0;
-        }
-        let waiting: Vec<Key> = self
-            .hold_orders
-            .values()
-            .filter(|(_, held)| *held == id)
-            .map(|(key, _)| key.clone())
-            .collect();
-        self.hold_orders.retain(|_, (_, held)| *held != id);
-        for grant in self.grants.values_mut() {
-            grant.held.remove(&id);
-        }
-        for key in waiting {
-            self.hold_settled(&key, id);
-        }
-    }
-
-    /// A process let a hold lapse: it is waited for briefly from now on. So are, for a while
-    /// that grows, others of its container: they might be made for nothing else.
-    fn disbelieve(&mut self, id: ProcessId) {
-        const FIRST_MS: Millis = 60_000;
-        let Some(process) = self.processes.get_mut(&id) else { return };
-        process.ignores_holds = true;
-        if let Some(container) = self.containers.get_mut(&process.key) {
-            container.disbelieved_until = self.now + (FIRST_MS << container.ignored_holds.min(6));
-            container.ignored_holds = container.ignored_holds.saturating_add(1);
-        }
-    }
-
-    fn is_disbelieved(&self, id: ProcessId) -> bool {
-        let Some(process) = self.processes.get(&id) else { return true };
-        let container = self.containers.get(&process.key);
-        process.ignores_holds || container.is_some_and(|c| self.now < c.disbelieved_until)
     }
 
     /// Grants that take too long: before the restore they are given up; during it
     /// the others go on, and only the promise stays.
     pub(super) fn check_grants(&mut self) {
         let now = self.now;
-        let hold_limit = Millis::from(self.settings.hold_ms) + 2_000;
         let keys: Vec<Key> = self.grants.keys().cloned().collect();
         for key in keys {
             let copy_ms = self.ledger.promised_to(&key) / SLOW_RESTORE_BYTES_PER_MS;
             let Some(grant) = self.grants.get(&key) else { continue };
             let age = now.saturating_sub(grant.since);
-            let restoring = grant.stage == Stage::Granted;
-            let late = age > if restoring { HOLD_LIMIT_MS + copy_ms } else { hold_limit };
+            let late = age
+                > match grant.stage {
+                    Stage::Holding(_) => self.full_patience_ms(),
+                    Stage::Proving(_) => self.full_patience_ms() + PROOF_MS,
+                    Stage::Granted => HOLD_LIMIT_MS + copy_ms,
+                };
             if late && grant.recalled {
                 // It never came forward: it is gone, or will say where it stands.
                 self.recalled.retain(|(other, ..), _| *other != key);
                 self.abort_grant(&key);
-            } else if late && !restoring {
-                // Of a controller that was silent nobody is to blame.
-                let blamed = match &grant.stage {
-                    Stage::Holding(waiting) if !grant.doubted => waiting.clone(),
-                    _ => BTreeSet::new(),
-                };
-                blamed.into_iter().for_each(|id| self.disbelieve(id));
-                self.abort_grant(&key);
-            } else if let Stage::Holding(waiting) = &grant.stage
-                && age > SHORT_PATIENCE_MS
-                && waiting.iter().all(|id| self.is_disbelieved(*id))
-            {
-                waiting.clone().into_iter().for_each(|id| self.hold_settled(&key, id));
+            } else if grant.stage != Stage::Granted {
+                // What a grant in doubt would prove is of no use.
+                let holding = matches!(grant.stage, Stage::Holding(_)) && !grant.doubted;
+                if holding {
+                    self.settle_overdue(&key, late);
+                } else if late {
+                    self.abort_grant(&key);
+                }
             } else if late && let Some(mut grant) = self.grants.remove(&key) {
                 self.release_holds(&mut grant);
                 grant.uuids.clear();

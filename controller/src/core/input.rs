@@ -6,7 +6,7 @@ use affinode_proto::{
     wire::{Hazards, Phase, message::AgentMessage, page::PageSnapshot},
 };
 
-use super::{DeviceBytes, Key, Millis, ProcessId, hints::Hint};
+use super::{DeviceBytes, Key, Millis, ProcessId, hints::Hint, host_memory::MemoryPool};
 
 /// Number of a request that waits for its answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -45,6 +45,23 @@ pub struct GpuSample {
     pub utilization_percent: u32,
     /// Host pid and VRAM of each compute process.
     pub processes: Vec<(u32, u64)>,
+    /// What processes that are away are told when they ask NVML.
+    pub figures: GpuFigures,
+}
+
+/// Figures of a device that decide nothing. `None`: the driver does not tell.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GpuFigures {
+    /// VRAM that the driver keeps for itself, in bytes.
+    pub reserved_bytes: u64,
+    /// Share of the last sample period in which a kernel ran, in percent.
+    pub gpu_percent: Option<u32>,
+    /// Share in which memory was read or written, in percent.
+    pub memory_percent: Option<u32>,
+    /// Degrees Celsius.
+    pub temperature_c: Option<u32>,
+    /// Milliwatts.
+    pub power_mw: Option<u32>,
 }
 
 /// Work of a process that ran on a device just now, as NVML shows it.
@@ -89,8 +106,9 @@ pub struct Carried {
 pub struct Survey {
     /// Devices, read now. `Err`: why they cannot be read.
     pub gpus: Result<Vec<GpuSample>, String>,
-    /// Whether host memory and cgroups allow an offload of this container.
-    pub room: Result<(), (Reason, String)>,
+    /// The pools of host memory that its offload draws on. `Err`: what speaks against an offload,
+    /// or why they cannot be read.
+    pub host: Result<Vec<MemoryPool>, (Reason, String)>,
 }
 
 /// Something that happened.

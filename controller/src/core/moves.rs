@@ -87,7 +87,7 @@ impl Node {
         };
         let deep = container.is_some_and(|c| c.deep);
         move |process| match moves_of(process, engine) {
-            Moves::Park if deep => Moves::Both,
+            Moves::Park if deep && !process.keeps_context() => Moves::Both,
             moves => moves,
         }
     }
@@ -156,6 +156,12 @@ pub(super) fn moves_of(process: &Process, engine: Engine) -> Moves {
     let left = all.saturating_sub(carried);
     match engine {
         _ if carried == 0 => Moves::Checkpoint,
+        // What cannot be copied stays with the context; `verdict` refuses what is left for a checkpoint.
+        Engine::Park | Engine::Fast | Engine::Auto
+            if process.keeps_context() && !process.copy_failed =>
+        {
+            Moves::Park
+        }
         Engine::Park if !process.copy_failed && left <= carried.saturating_add(CONTEXT_BYTES) => {
             Moves::Park
         }

@@ -19,6 +19,8 @@ use super::{
     container::{Container, Goal},
     grant::Grant,
     history::Pauses,
+    holds::HoldOrder,
+    host_memory::HostLedger,
     input::{Carried, GpuSample, Input},
     ledger::Ledger,
     plan::Deadlines,
@@ -88,16 +90,19 @@ pub struct Node {
     pub(super) processes: Processes,
     pub(super) gpus: Vec<GpuSample>,
     pub(super) gpu_error: Option<String>,
+    /// When all devices were read last.
+    pub(super) gpus_read: Millis,
     /// When the second witness spoke last; never: nobody knows who works.
     pub(super) witnessed: Option<Millis>,
     /// What has left devices since their memory was read.
     pub(super) left: Vec<DeviceBytes>,
     pub(super) ledger: Ledger,
+    pub(super) host_ledger: HostLedger,
     pub(super) queue: Queue,
     /// Empty; its room is used again for who waits, in order of turns.
     pub(super) turns: Vec<Key>,
     pub(super) grants: BTreeMap<Key, Grant>,
-    pub(super) hold_orders: BTreeMap<u64, (Key, ProcessId)>,
+    pub(super) hold_orders: BTreeMap<u64, HoldOrder>,
     pub(super) recalled: BTreeMap<(Key, u32, u64), Recalled>,
     /// Pauses of all containers: what a new one is expected to do.
     pub(super) pauses: Pauses,
@@ -140,6 +145,7 @@ impl Node {
         if silent_ms > PROOF_HOLDS_MS {
             self.doubt_grants();
         }
+        self.excuse_stall(silent_ms);
         // Pages and work free nothing and ask for nothing, and pages are most of what comes.
         let may_serve = !matches!(input, Input::Page(..) | Input::Worked(_));
         match input {
@@ -169,6 +175,7 @@ impl Node {
         }
         if may_serve {
             self.serve_queue();
+            self.settle_host_memory();
         }
     }
 
@@ -335,6 +342,7 @@ impl Node {
             }
             AgentMessage::WantOver { ticket, served } => self.want_over(id, ticket, served),
             AgentMessage::Notice { hazards } => self.learn_hazards(id, hazards),
+            AgentMessage::AskReadings => self.send_readings(id),
         }
     }
 
@@ -352,6 +360,7 @@ impl Node {
         self.check_overdue(key);
         self.check_want(key);
         self.consider(key);
+        self.survey_again(key);
         self.look_at_preparation(key);
         self.expect(key);
         self.advance(key);

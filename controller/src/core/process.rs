@@ -4,6 +4,7 @@ use affinode_proto::wire::{Hazards, Phase, message::Action, page::PageSnapshot};
 
 use super::{
     DeviceBytes, Key, Millis,
+    holds::HoldRecord,
     input::{Carried, Identity},
     plan::Moves,
 };
@@ -95,8 +96,8 @@ pub struct Process {
     pub waits_for_siblings: bool,
     /// Why its page is not believed any more, if it is not. For good.
     pub bad_page: Option<String>,
-    /// It let an order to hold its allocations lapse. For good.
-    pub ignores_holds: bool,
+    /// How it held its allocations when it was told to.
+    pub hold_record: HoldRecord,
     /// Work of it that ran on a device, without a call in progress perhaps.
     pub working: Option<Working>,
     /// It is to end.
@@ -110,6 +111,12 @@ pub struct Process {
 }
 
 impl Process {
+    /// Whether its context stays on the device, because the driver must not checkpoint it.
+    #[must_use]
+    pub fn keeps_context(&self) -> bool {
+        self.hazards.contains(Hazards::KEEPS_CONTEXT)
+    }
+
     /// VRAM now in bytes, over all devices.
     #[must_use]
     pub fn vram_bytes(&self) -> u64 {

@@ -193,7 +193,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::core::input::{Carried, Identity};
+    use crate::core::{
+        holds::HoldRecord,
+        input::{Carried, Identity},
+    };
 
     const PHASES: [Phase; 4] = [Phase::Open, Phase::Closed, Phase::Locked, Phase::Away];
 
@@ -222,7 +225,7 @@ mod tests {
             prepared_in: None,
             uncopied_times: 0,
             waits_for_siblings: false,
-            ignores_holds: false,
+            hold_record: HoldRecord::default(),
             bad_page: None,
             ending: None,
             came: 0,

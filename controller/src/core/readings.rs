@@ -14,7 +14,7 @@ use super::{
     container::Goal,
     idle,
     input::GpuSample,
-    view::{damaged_text, ipc_refused as ipc_refused_text},
+    view::{damaged_text, hidden_text, ipc_refused as ipc_refused_text},
 };
 
 impl Node {
@@ -23,9 +23,20 @@ impl Node {
         let Some(process) = self.processes.get_mut_uncounted(&id) else { return };
         let is_damaged = |hazards: Hazards| hazards.contains(Hazards::DAMAGED_MEMORY);
         let is_news = is_damaged(hazards) && !is_damaged(process.hazards);
+        let is_hidden = |hazards: Hazards| hazards.contains(Hazards::HIDDEN_WAY);
+        let is_hidden_news = is_hidden(hazards) && !is_hidden(process.hazards);
         process.hazards.0 |= hazards.0;
+        if !is_news && !is_hidden_news {
+            return;
+        }
+        let (key, pid) = (process.key.clone(), process.identity.pid);
+        if is_hidden_news {
+            let (kind, reason) = ("hidden-way".into(), Reason::HiddenWay.to_string());
+            let event = Event { kind, reason, text: hidden_text(pid), ..Event::default() };
+            self.publish(&key, event);
+        }
         if is_news {
-            let (key, text) = (process.key.clone(), damaged_text(process.identity.pid));
+            let text = damaged_text(pid);
             let reason = Reason::DamagedMemory.to_string();
             self.publish(&key, Event { kind: "damaged".into(), reason, text, ..Event::default() });
         }
@@ -101,6 +112,7 @@ impl Node {
         match gpus {
             Ok(gpus) => {
                 self.gpu_error = None;
+                self.gpus_read = self.now;
                 self.take_gpus(gpus);
             }
             Err(error) => self.gpu_error = Some(error),

@@ -23,6 +23,8 @@ use super::{
 const LATE_MS: Millis = 5_000;
 /// A driver call that takes longer than this is shown as such; it is never cut off.
 const SLOW_MS: Millis = 60_000;
+/// What the driver answers to every call once `exit` has run its handler.
+const CUDA_ERROR_DEINITIALIZED: u32 = 4;
 /// What the driver answers when a lock finds work in progress.
 const CUDA_ERROR_NOT_READY: u32 = 600;
 /// What the driver answers to a checkpoint with managed memory.
@@ -107,6 +109,11 @@ impl Node {
             (_, Outcome::Done | Outcome::WrongPhase) => {}
             // It, or this controller, was stopped for a while: all is proven anew.
             (_, Outcome::Late) => self.abort_grant(&key),
+            // The process is about to end, and its driver has ended already: no failure. What
+            // else there is of its container comes home, or stays there.
+            (_, Outcome::DriverError) if cuda_error == CUDA_ERROR_DEINITIALIZED => {
+                self.turn_back(&key);
+            }
             // It waits for its own GPU: nothing says that it would not come back there.
             (Action::RestoreOn { .. }, _) if phase == Phase::Away => {
                 self.abort_grant(&key);
@@ -150,6 +157,10 @@ impl Node {
             }
             (Action::Lock { .. }, _) => {
                 self.fail_offload(&key, Reason::DriverError, &failed("cuCheckpointProcessLock"))
+            }
+            (Action::Park { .. }, Outcome::NoHostMemory) => {
+                let detail = format!("others took it while process {pid} was copied");
+                self.fail_offload(&key, Reason::HostMemory, &detail);
             }
             (Action::Park { .. }, _) => {
                 process.copy_failed = true;

@@ -126,6 +126,8 @@ impl Node {
     pub(super) fn gives(&self, key: &Key, deep: bool) -> Vec<DeviceBytes> {
         let moves = self.moves(key);
         let of_each = self.processes.of(key).map(|(_, p)| match moves(p) {
+            Moves::Park if p.keeps_context() && p.phase == Phase::Parked => Vec::new(),
+            Moves::Park if p.keeps_context() => p.parkable(),
             Moves::Park if p.phase != Phase::Parked && !deep => p.parkable(),
             _ => p.vram.clone(),
         });

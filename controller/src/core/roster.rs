@@ -157,7 +157,7 @@ impl Node {
                 prepared_in: before.as_ref().and_then(|p| p.prepared_in),
                 uncopied_times: before.as_ref().map_or(0, |p| p.uncopied_times),
                 waits_for_siblings: false,
-                ignores_holds: before.as_ref().is_some_and(|p| p.ignores_holds),
+                hold_record: before.as_ref().map(|p| p.hold_record).unwrap_or_default(),
                 bad_page: before.as_ref().and_then(|p| p.bad_page.clone()),
                 ending: before.as_ref().and_then(|p| p.ending.clone()),
                 came,
@@ -234,7 +234,7 @@ impl Node {
             self.answer(&key, Request::Restore, false, 0, 0);
             if let Some(container) = self.containers.get_mut(&key) {
                 container.goal = Goal::Home;
-                container.surveying = false;
+                container.survey_asked = None;
                 (container.offload_began, container.wake_began, container.restore_began) =
                     (None, None, None);
             }

@@ -2,15 +2,20 @@
 
 use affinode_proto::{api::control::Event, reason::Reason, state::State, wire::Hazards};
 
-use super::{Key, Millis, Node, container::Goal, node::text_of, policy::Mode, process::Process};
+use super::{
+    Key, Millis, Node, container::Goal, node::text_of, plan::Moves, policy::Mode, process::Process,
+};
 
-const HAZARDS: [(Hazards, Reason); 6] = [
+const HAZARDS: [(Hazards, Reason); 9] = [
     (Hazards::DAMAGED_MEMORY, Reason::DamagedMemory),
     (Hazards::MANAGED_MEMORY, Reason::ManagedMemory),
     (Hazards::PEER_ACCESS, Reason::PeerAccess),
     (Hazards::SHARED_MEMORY, Reason::SharedMemory),
     (Hazards::MPS, Reason::Mps),
     (Hazards::NO_CHECKPOINT_API, Reason::DriverTooOld),
+    (Hazards::VIDEO, Reason::Video),
+    (Hazards::TOOLS, Reason::Tools),
+    (Hazards::HIDDEN_WAY, Reason::HiddenWay),
 ];
 
 /// What speaks against a move of a process with these, if anything.
@@ -33,8 +38,14 @@ impl Node {
         if processes().next().is_none() {
             return refuse(Reason::NotRegistered);
         }
+        let moves = self.moves(key);
         for process in processes() {
-            if let Some(reason) = of_hazards(process.hazards) {
+            // A copy alone leaves the context where it is.
+            let harmless = match moves(process) {
+                Moves::Park => Hazards::KEEPS_CONTEXT,
+                Moves::Checkpoint | Moves::Both => Hazards::default(),
+            };
+            if let Some(reason) = of_hazards(process.hazards.without(harmless)) {
                 return Err((reason, format!("process {}", process.identity.pid)));
             }
             if let Some(gpu) = self.cut_gpu_of(process) {

@@ -203,6 +203,13 @@ pub(super) fn ipc_refused(pid: u32) -> String {
     )
 }
 
+/// What is told of a process that was found to call the driver past the hooks.
+pub(super) fn hidden_text(pid: u32) -> String {
+    format!(
+        "a thread of process {pid} blocked inside the driver on a way that no hook sees: the process was brought home, and its context stays on the GPU from now on"
+    )
+}
+
 /// What to do about memory that is not what it was.
 pub(super) fn damaged_text(pid: u32) -> String {
     format!(
@@ -222,6 +229,9 @@ fn hazard_words(hazards: Hazards) -> Vec<String> {
         (Hazards::MPS, "mps"),
         (Hazards::NO_CHECKPOINT_API, "driver-too-old"),
         (Hazards::DAMAGED_MEMORY, "damaged-memory"),
+        (Hazards::TOOLS, "tools"),
+        (Hazards::VIDEO, "video"),
+        (Hazards::HIDDEN_WAY, "hidden-way"),
     ]
     .into_iter()
     .filter(|(bit, _)| hazards.contains(*bit))

@@ -33,6 +33,8 @@ const UNKNOWN_BYTES: u64 = 1 << 30;
 const MAX_ATTEMPTS: u32 = 3;
 /// Whoever was told to go ahead has so long to do it.
 const TRY_MS: Millis = 10_000;
+/// Others hold their allocations meanwhile: an allocation that takes longer counts as one in vain.
+const QUICK_MS: Millis = 1_000;
 
 impl Node {
     /// How long allocations of a container may wait for room.
@@ -189,7 +191,8 @@ impl Node {
         let Some(since) = self.want_of(key).map(|(_, want)| want.since) else { return };
         if let Some(container) = self.containers.get_mut(key).filter(|c| c.goal == Goal::Home) {
             let priority = container.policy.priority;
-            if !self.grants.contains_key(key) {
+            let may_try = self.now >= container.no_return_before;
+            if may_try && !self.grants.contains_key(key) {
                 self.queue.enter(key, priority, since);
             }
         }
@@ -222,7 +225,8 @@ impl Node {
         let Some(process) = self.processes.get(&id) else { return };
         let key = process.key.clone();
         let Some(want) = process.want.clone().filter(|want| want.ticket == ticket) else { return };
-        self.end_want(id);
+        let took = want.told.map(|told| self.now.saturating_sub(told));
+        self.finish_want(id, served && took.is_some_and(|ms| ms < QUICK_MS));
         if let Some(container) = self.containers.get_mut(&key) {
             container.last_use = self.now;
         }
@@ -240,9 +244,22 @@ impl Node {
     /// The allocation of a process waits no more, or its process cannot be told. What was
     /// granted for it is given back; whoever else of the container waits stays in the queue.
     pub(super) fn end_want(&mut self, id: ProcessId) {
+        self.finish_want(id, false);
+    }
+
+    /// The same; `quick`: it was made at once when it was told to go ahead.
+    fn finish_want(&mut self, id: ProcessId, quick: bool) {
         let Some(process) = self.processes.get_mut(&id) else { return };
         let Some(want) = process.want.take() else { return };
         let key = process.key.clone();
+        if want.told.is_some()
+            && let Some(container) = self.containers.get_mut(&key)
+        {
+            match quick {
+                true => container.vain_returns = container.vain_returns.saturating_sub(1),
+                false => container.has_wasted_a_turn(self.now),
+            }
+        }
         let home = self.processes.of(&key).all(|(_, p)| p.phase == Phase::Open);
         if home || want.told.is_some() {
             self.end_want_grant(&key);

@@ -12,6 +12,7 @@ use affinode_proto::{
 use super::{
     Effect, Key, Node, ProcessId,
     container::Goal,
+    host_promises::HostVerdict,
     input::{Request, Survey},
     moves::CHECKPOINT,
     plan::{self, Moves, Out, Position, Step},
@@ -46,8 +47,9 @@ impl Node {
         let moves = self.moves(key);
         let need = |p: &Process| (p.identity.pid, p.host_need_bytes(moves(p)));
         let processes = self.processes.of(key).map(|(_, p)| need(p)).collect();
-        if let Some(container) = self.containers.get_mut(key).filter(|c| !c.surveying) {
-            container.surveying = true;
+        let now = self.now;
+        if let Some(container) = self.containers.get_mut(key).filter(|c| c.survey_asked.is_none()) {
+            container.survey_asked = Some(now);
             self.effects.push(Effect::Survey { key: key.clone(), processes });
         }
     }
@@ -56,18 +58,19 @@ impl Node {
         let Some(container) = self.containers.get_mut(key) else {
             return;
         };
-        container.surveying = false;
+        // Nothing was asked for: the processes that it was asked for have ended meanwhile.
+        let Some(asked_at) = container.survey_asked.take() else { return };
         let (goal, cause) = (container.goal, container.cause);
         let verdict = match survey.gpus {
             Ok(gpus) => {
                 self.take_survey(key, &gpus);
-                survey.room
+                survey.host
             }
             Err(error) => Err((Reason::VramUnknown, error)),
         };
         // Nothing to gain; and of what NVML does not see nobody knows what a return needs.
         let holds_vram = self.processes.of(key).any(|(_, p)| p.vram_bytes() > 0);
-        let verdict = verdict.and_then(|()| {
+        let verdict = verdict.and_then(|pools| {
             let unseen = |p: &Process| {
                 let claims = p.page.as_ref().is_some_and(|page| page.allocated_bytes > 0);
                 !p.phase.is_off() && p.vram.is_empty() && claims
@@ -81,19 +84,32 @@ impl Node {
                 return Err((Reason::Mig, format!("GPU {gpu}")));
             }
             let off = self.processes.of(key).any(|(_, p)| p.phase.is_off());
-            if holds_vram || off { Ok(()) } else { Err((Reason::NoVram, String::new())) }
+            if holds_vram || off { Ok(pools) } else { Err((Reason::NoVram, String::new())) }
         });
+        if goal == Goal::Home {
+            return self.advance(key);
+        }
+        let verdict = match verdict {
+            Ok(pools) => self.promise_host_memory(key, pools, asked_at),
+            Err((reason, detail)) => HostVerdict::Refused(reason, detail),
+        };
         match (goal, verdict) {
-            (Goal::Home, _) => self.advance(key),
-            (_, Err((reason, detail))) => self.fail_offload(key, reason, &detail),
-            (Goal::Leaving, Ok(())) => {
+            (_, HostVerdict::Refused(reason, detail)) => self.fail_offload(key, reason, &detail),
+            // The next tick asks again. Nothing else is done: that would ask at once.
+            (_, HostVerdict::Waits(reason, detail)) => {
+                if let Some(container) = self.containers.get_mut(key) {
+                    container.reason = (reason, detail);
+                }
+            }
+            (Goal::Home, HostVerdict::Promised) => {}
+            (Goal::Leaving, HostVerdict::Promised) => {
                 if let Some(container) = self.containers.get_mut(key) {
                     container.goal = Goal::Out;
                 }
                 self.set_state(key, State::Closing, cause, "", 0, 0);
                 self.advance(key);
             }
-            (Goal::Out, Ok(())) => {
+            (Goal::Out, HostVerdict::Promised) => {
                 if let Out::Take(process, step) =
                     plan::out(&self.positions(key), self.deadlines(key))
                 {
@@ -129,6 +145,7 @@ impl Node {
         // Nobody's room is being proven or taken beside it.
         let then_checkpoint = self.grants.is_empty()
             && self.processes.get(&id).is_some_and(|p| p.prepared && moves(p) == Moves::Both);
+        self.host_ledger.begin_move(key);
         self.journal(key, CHECKPOINT);
         self.order(
             id,
@@ -195,6 +212,18 @@ impl Node {
 
     pub(super) fn away_bytes(&self, key: &Key) -> u64 {
         self.processes.of(key).filter(|(_, p)| p.phase.is_off()).map(|(_, p)| p.away_bytes()).sum()
+    }
+
+    /// Gives up an offload without a refusal: a process of the container ends.
+    pub(super) fn turn_back(&mut self, key: &Key) {
+        let Some(container) = self.containers.get_mut(key).filter(|c| c.goal != Goal::Home) else {
+            return;
+        };
+        container.goal = Goal::Home;
+        container.cause = Reason::NotRegistered;
+        container.reason = (Reason::NotRegistered, "a process of it ends".into());
+        container.offload_began = None;
+        self.answer(key, Request::Offload, false, 0, 0);
     }
 
     /// Gives up an offload: whatever was done so far is undone.

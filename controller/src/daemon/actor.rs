@@ -97,7 +97,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     let (of_vaults, mut from_vaults) = mpsc::unbounded_channel();
     let rules = MemoryRules {
         overhead_bytes: config.memory.driver_overhead_mib << 20,
-        node_reserve_bytes: config.memory.node_reserve_mib << 20,
+        node_reserve_bytes: config.memory.node_reserve_bytes(),
     };
     let of_work = found.clone();
     let witness = Witness::start(config.nvml.library.clone(), move |work| {
@@ -398,8 +398,7 @@ impl Actor {
                     self.vaults.show(gpu);
                 }
                 list.dashboard.clone_from(&self.dashboard);
-                list.host_free_bytes =
-                    memory::room_bytes(self.config.memory.node_reserve_mib << 20);
+                list.host_free_bytes = memory::room_bytes(self.config.memory.node_reserve_bytes());
                 let _ = answer.send(list);
             }
             Call::Sights(keys, answer) => {

@@ -3,7 +3,10 @@
 use std::path::Path;
 
 use super::{Check, Group};
-use crate::{config::MemorySection, inventory::memory::available_bytes};
+use crate::{
+    config::MemorySection,
+    inventory::memory::{available_bytes, reserve_in_force},
+};
 
 /// How limits of containers are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,7 +41,9 @@ impl Facts {
         Facts {
             cgroups: cgroups(Path::new("/sys/fs/cgroup")),
             available_bytes: available_bytes().map_err(|error| error.to_string()),
-            kept_bytes: (rules.node_reserve_mib + rules.driver_overhead_mib) << 20,
+            // Where the node's memory cannot be read, the check of what is available says so.
+            kept_bytes: reserve_in_force(rules.node_reserve_bytes()).unwrap_or(0)
+                + (rules.driver_overhead_mib << 20),
             vram_used_bytes,
         }
     }

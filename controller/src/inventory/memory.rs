@@ -1,6 +1,8 @@
-//! Whether host memory has room for VRAM. The driver moves VRAM into anonymous memory
+//! The pools of host memory that an offload draws on. The driver moves VRAM into anonymous memory
 //! of the process itself, so the memory cgroup of the container pays; without room the
-//! kernel kills the process in the middle of the checkpoint. Every ancestor counts.
+//! kernel kills the process in the middle of the checkpoint. Every ancestor counts, and the node.
+//! Whether a pool has enough beside what others were promised is decided in
+//! [`crate::core::host_memory`].
 
 use std::{
     collections::BTreeMap,
@@ -11,21 +13,38 @@ use std::{
 use affinode_proto::reason::Reason;
 
 use super::process;
+use crate::core::host_memory::MemoryPool;
 
 /// What is kept free.
 #[derive(Clone, Copy, Debug)]
 pub struct MemoryRules {
     /// Beside the VRAM, for each process, in bytes.
     pub overhead_bytes: u64,
-    /// On the node, after the offload, in bytes.
-    pub node_reserve_bytes: u64,
+    /// On the node, after the offload, in bytes; `None`: [`node_reserve_bytes`] of its memory.
+    pub node_reserve_bytes: Option<u64>,
 }
 
-/// Whether these processes (pid, VRAM bytes) may be moved to host memory.
+/// What stays free on a node of so much memory, in bytes: a sixteenth, at least 1 GiB. A node with
+/// more memory runs more that may take some of it while VRAM is copied.
+#[must_use]
+pub fn node_reserve_bytes(total_bytes: u64) -> u64 {
+    (total_bytes / 16).max(1 << 30)
+}
+
+/// What stays free below a cgroup's limit, in bytes: a sixty-fourth, at most 64 MiB.
+fn group_reserve_bytes(limit_bytes: u64) -> u64 {
+    (limit_bytes / 64).min(64 << 20)
+}
+
+/// The node and each limited memory cgroup that pays for moving these processes (pid, VRAM bytes)
+/// to host memory, with what is free there and what is needed.
 ///
 /// # Errors
-/// The reason, and the figures.
-pub fn check(rules: MemoryRules, processes: &[(u32, u64)]) -> Result<(), (Reason, String)> {
+/// A process that cannot be moved now, or figures that cannot be read.
+pub fn pools(
+    rules: MemoryRules,
+    processes: &[(u32, u64)],
+) -> Result<Vec<MemoryPool>, (Reason, String)> {
     let mut by_group: BTreeMap<PathBuf, u64> = BTreeMap::new();
     let mut total: u64 = 0;
     for (pid, vram_bytes) in processes {
@@ -41,31 +60,21 @@ pub fn check(rules: MemoryRules, processes: &[(u32, u64)]) -> Result<(), (Reason
             *sum = sum.saturating_add(need);
         }
     }
-    for (group, need) in by_group {
-        match headroom(&group) {
-            Some(room) if room < need => {
-                let text =
-                    format!("{} has {} left, {} are needed", group.display(), mib(room), mib(need));
-                return Err((Reason::CgroupMemory, text));
-            }
-            _ => {}
-        }
-    }
-    let available =
-        available_bytes().map_err(|e| (Reason::HostMemory, format!("/proc/meminfo: {e}")))?;
-    if available < total.saturating_add(rules.node_reserve_bytes) {
-        let text = format!(
-            "{} available, {} are needed",
-            mib(available),
-            mib(total + rules.node_reserve_bytes)
-        );
-        return Err((Reason::HostMemory, text));
-    }
-    Ok(())
-}
-
-fn mib(bytes: u64) -> String {
-    format!("{} MiB", bytes >> 20)
+    let mut pools: Vec<MemoryPool> = by_group
+        .into_iter()
+        .filter_map(|(group, need_bytes)| {
+            let (room, limit) = headroom(&group)?;
+            Some(MemoryPool {
+                free_bytes: room.saturating_sub(group_reserve_bytes(limit)),
+                group: Some(group.display().to_string()),
+                need_bytes,
+            })
+        })
+        .collect();
+    let free_bytes = free_node_bytes(rules.node_reserve_bytes)
+        .map_err(|e| (Reason::HostMemory, format!("/proc/meminfo: {e}")))?;
+    pools.push(MemoryPool { group: None, free_bytes, need_bytes: total });
+    Ok(pools)
 }
 
 /// Where a process is in the hierarchies that matter.
@@ -141,9 +150,9 @@ impl Groups {
     }
 }
 
-/// Bytes that a group may still take; `None` when it has no limit. Page cache that
+/// Bytes that a group may still take, and its limit; `None` when it has no limit. Page cache that
 /// can be dropped counts as room.
-fn headroom(group: &Path) -> Option<u64> {
+fn headroom(group: &Path) -> Option<(u64, u64)> {
     let number = |name: &str| fs::read_to_string(group.join(name)).ok()?.trim().parse::<u64>().ok();
     let (limit, usage) = match number("memory.max") {
         Some(limit) => (limit, number("memory.current")?),
@@ -155,16 +164,34 @@ fn headroom(group: &Path) -> Option<u64> {
             .find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse::<u64>().ok())
     };
     let reclaimable = field("total_inactive_file").or_else(|| field("inactive_file")).unwrap_or(0);
-    Some(limit.saturating_sub(usage.saturating_sub(reclaimable)))
+    Some((limit.saturating_sub(usage.saturating_sub(reclaimable)), limit))
 }
 
 /// Host memory that offloads may still take on this node, in steps that do not move with
 /// every page that somebody takes; 0 where it cannot be read.
 #[must_use]
-pub fn room_bytes(reserve_bytes: u64) -> u64 {
+pub fn room_bytes(reserve_bytes: Option<u64>) -> u64 {
     const STEP: u64 = 256 << 20;
-    let room = available_bytes().unwrap_or(0).saturating_sub(reserve_bytes);
-    room / STEP * STEP
+    free_node_bytes(reserve_bytes).unwrap_or(0) / STEP * STEP
+}
+
+/// What is available on the node beyond the reserve, in bytes.
+fn free_node_bytes(reserve_bytes: Option<u64>) -> io::Result<u64> {
+    Ok(available_bytes()?.saturating_sub(reserve_in_force(reserve_bytes)?))
+}
+
+/// What stays free on this node, in bytes: as configured, else by its memory.
+///
+/// # Errors
+/// /proc/meminfo cannot be read.
+pub fn reserve_in_force(configured_bytes: Option<u64>) -> io::Result<u64> {
+    match configured_bytes {
+        Some(bytes) => Ok(bytes),
+        None => {
+            let text = fs::read_to_string("/proc/meminfo")?;
+            Ok(node_reserve_bytes(meminfo_bytes(&text, "MemTotal:")?))
+        }
+    }
 }
 
 /// Host memory that can be taken without swapping.
@@ -172,19 +199,22 @@ pub fn room_bytes(reserve_bytes: u64) -> u64 {
 /// # Errors
 /// /proc/meminfo cannot be read.
 pub fn available_bytes() -> io::Result<u64> {
-    let text = fs::read_to_string("/proc/meminfo")?;
-    let kib = text.lines().find_map(|l| {
-        l.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()
-    });
+    meminfo_bytes(&fs::read_to_string("/proc/meminfo")?, "MemAvailable:")
+}
+
+fn meminfo_bytes(text: &str, name: &str) -> io::Result<u64> {
+    let kib = text
+        .lines()
+        .find_map(|l| l.strip_prefix(name)?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
     kib.map(|kib| kib << 10)
-        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no MemAvailable"))
+        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("no {name}")))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const RULES: MemoryRules = MemoryRules { overhead_bytes: 0, node_reserve_bytes: 0 };
+    const RULES: MemoryRules = MemoryRules { overhead_bytes: 0, node_reserve_bytes: Some(0) };
 
     #[test]
     fn version_1_and_2_lines_are_understood() {
@@ -227,21 +257,36 @@ mod tests {
         assert_eq!(headroom(group.path()), None);
         write("memory.max", "100\n");
         write("memory.stat", "anon 5\ninactive_file 20\n");
-        assert_eq!(headroom(group.path()), Some(50));
+        assert_eq!(headroom(group.path()), Some((50, 100)));
     }
 
     #[test]
-    fn the_node_must_have_room_too() {
-        let (reason, text) = check(RULES, &[(std::process::id(), u64::MAX >> 2)]).unwrap_err();
-        assert!(matches!(reason, Reason::HostMemory | Reason::CgroupMemory), "{reason} {text}");
-        check(RULES, &[(std::process::id(), 0)]).unwrap();
+    fn the_node_is_a_pool_of_every_process() {
+        const NEED: u64 = 5 << 30;
+        let rules = MemoryRules { overhead_bytes: 7, ..RULES };
+        let own = std::process::id();
+        let pools = pools(rules, &[(own, NEED), (own, 1)]).unwrap();
+        let node = pools.iter().find(|pool| pool.group.is_none()).unwrap();
+        assert_eq!(node.need_bytes, NEED + 1 + 2 * 7);
+        assert!(node.free_bytes > 0);
+        assert!(pools.iter().all(|pool| pool.need_bytes == node.need_bytes), "{pools:?}");
+    }
+
+    #[test]
+    fn reserve_grows_with_the_node() {
+        const GIB: u64 = 1 << 30;
+        assert_eq!(node_reserve_bytes(8 * GIB), GIB);
+        assert_eq!(node_reserve_bytes(128 * GIB), 8 * GIB);
+        let rules = MemoryRules { node_reserve_bytes: None, ..RULES };
+        let free = |rules| pools(rules, &[]).unwrap().pop().unwrap().free_bytes;
+        assert!(free(rules) + GIB / 2 < free(RULES), "by default something is kept free");
     }
 
     #[test]
     fn the_room_of_the_node_is_what_is_available_less_the_reserve() {
-        let room = room_bytes(0);
+        let room = room_bytes(Some(0));
         assert!(room > 0 && room <= available_bytes().unwrap() + (1 << 30), "{room}");
-        assert_eq!(room_bytes(u64::MAX), 0);
+        assert_eq!(room_bytes(Some(u64::MAX)), 0);
     }
 
     #[test]
@@ -250,7 +295,7 @@ mod tests {
         let pid = nix::unistd::Pid::from_raw(child.id().cast_signed());
         nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGSTOP).unwrap();
         nix::sys::wait::waitpid(pid, Some(nix::sys::wait::WaitPidFlag::WUNTRACED)).unwrap();
-        assert_eq!(check(RULES, &[(child.id(), 0)]).unwrap_err().0, Reason::Frozen);
+        assert_eq!(pools(RULES, &[(child.id(), 0)]).unwrap_err().0, Reason::Frozen);
         child.kill().unwrap();
         child.wait().unwrap();
     }

@@ -13,7 +13,7 @@ use std::sync::mpsc;
 
 use affinode_proto::reason::Reason;
 
-use crate::core::{GpuSample, Key, Survey, input::Work};
+use crate::core::{GpuSample, Key, Survey, host_memory::MemoryPool, input::Work};
 use memory::MemoryRules;
 
 /// A question.
@@ -86,18 +86,18 @@ fn answer(nvml: &mut nvml::Devices, rules: MemoryRules, question: Question) -> F
         Question::Prove(key, number) => Finding::Proven(key, number, nvml.read(false)),
         Question::Survey { key, processes, known } => {
             let gpus = nvml.read(true);
-            let room = survey_room(rules, &processes, &known, gpus.as_deref().unwrap_or_default());
-            Finding::Surveyed(key, Survey { gpus, room })
+            let host = host_pools(rules, &processes, &known, gpus.as_deref().unwrap_or_default());
+            Finding::Surveyed(key, Survey { gpus, host })
         }
     }
 }
 
-fn survey_room(
+fn host_pools(
     rules: MemoryRules,
     processes: &[(u32, u64)],
     known: &[u32],
     gpus: &[GpuSample],
-) -> Result<(), (Reason, String)> {
+) -> Result<Vec<MemoryPool>, (Reason, String)> {
     let ours: Vec<u32> = processes.iter().map(|(pid, _)| *pid).collect();
     let on_gpu: Vec<u32> =
         gpus.iter().flat_map(|gpu| gpu.processes.iter().map(|(pid, _)| *pid)).collect();
@@ -117,5 +117,5 @@ fn survey_room(
             (*pid, now.max(*known))
         })
         .collect();
-    memory::check(rules, &sizes)
+    memory::pools(rules, &sizes)
 }

@@ -4,11 +4,14 @@
 use std::time::{Duration, Instant};
 
 use nvml_wrapper::{
-    Nvml, enums::device::UsedGpuMemory, error::NvmlError,
+    Nvml, enum_wrappers::device::TemperatureSensor, enums::device::UsedGpuMemory, error::NvmlError,
     struct_wrappers::device::ProcessUtilizationSample,
 };
 
-use crate::core::{GpuSample, Millis, input::Work};
+use crate::core::{
+    GpuSample, Millis,
+    input::{GpuFigures, Work},
+};
 
 /// How long a library that could not be opened is left alone.
 const AGAIN: Duration = Duration::from_secs(5);
@@ -116,7 +119,15 @@ fn read_device(nvml: &Nvml, index: u32, whole: bool) -> Result<GpuSample, NvmlEr
     };
     if whole {
         sample.name = device.name()?;
-        sample.utilization_percent = device.utilization_rates().map_or(0, |rates| rates.gpu);
+        let rates = device.utilization_rates().ok();
+        sample.utilization_percent = rates.as_ref().map_or(0, |rates| rates.gpu);
+        sample.figures = GpuFigures {
+            reserved_bytes: memory.reserved,
+            gpu_percent: rates.as_ref().map(|rates| rates.gpu),
+            memory_percent: rates.as_ref().map(|rates| rates.memory),
+            temperature_c: device.temperature(TemperatureSensor::Gpu).ok(),
+            power_mw: device.power_usage().ok(),
+        };
         for process in device.running_compute_processes()? {
             let bytes = match process.used_gpu_memory {
                 UsedGpuMemory::Used(bytes) => bytes,

@@ -241,7 +241,7 @@ impl Live {
                 self.order(process.0 as usize, order, action);
             }
             Effect::Survey { key, .. } => {
-                let survey = Survey { gpus: Ok(self.gpus()), room: Ok(()) };
+                let survey = Survey { gpus: Ok(self.gpus()), host: Ok(Vec::new()) };
                 self.inputs.push_back(Input::Surveyed(key, survey));
             }
             Effect::Prove(key, number) => {

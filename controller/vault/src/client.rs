@@ -29,7 +29,7 @@ use affinode_proto::wire::{
 
 use self::sharing::Sharing;
 use crate::{
-    socket,
+    clock, socket,
     sys::{Block, Copies, Cuda, CudaError, Region, RegionError, Segment, Way},
     taking::Taking,
 };
@@ -346,7 +346,7 @@ impl Client {
             return Err(ClientError::NotHeld);
         }
         self.copies = Some(Copies::begin(&self.cuda)?);
-        self.state = State::Filling { since: Instant::now() };
+        self.state = State::Filling { since: clock::now() };
         if self.tell(FromVault::Begin, None)? { Ok(()) } else { Err(ClientError::Late) }
     }
 
@@ -385,12 +385,12 @@ impl Client {
             (State::Filling { since }, Some(region)) => {
                 let since = *since;
                 let copying = Duration::from_secs(region.bytes() as u64 / BYTES_A_SECOND);
-                if since.elapsed() > PATIENCE + copying {
+                if clock::since(since) > PATIENCE + copying {
                     return Err(ClientError::Late);
                 }
                 self.fill_next(since)
             }
-            (State::Filled { at }, _) if at.elapsed() > PATIENCE => Err(ClientError::Late),
+            (State::Filled { at }, _) if clock::since(*at) > PATIENCE => Err(ClientError::Late),
             (State::Filled { .. }, _) => Ok((Step::Later, None)),
             _ => Ok((Step::Nothing, None)),
         }
@@ -400,12 +400,12 @@ impl Client {
         let State::Taking(taking) = &self.state else {
             return Err(ClientError::Order);
         };
-        let elapsed = taking.since().elapsed();
+        let elapsed = clock::since(taking.since());
         if elapsed > PATIENCE + Duration::from_secs(self.parked_bytes / BYTES_A_SECOND) {
             return Err(ClientError::Late);
         }
         let all = taking.many() == self.pieces.len();
-        if !all && taking.last().elapsed() > BETWEEN {
+        if !all && clock::since(taking.last()) > BETWEEN {
             return Err(ClientError::Late);
         }
         if !(all && taking.is_over().map_err(ClientError::HandedOver)?) {
@@ -440,9 +440,9 @@ impl Client {
         if !self.tell(FromVault::Filled, None)? {
             return Ok((Step::Soon, None));
         }
-        self.state = State::Filled { at: Instant::now() };
+        self.state = State::Filled { at: clock::now() };
         let bytes = self.pieces.iter().map(|piece| piece.bytes).sum();
-        let elapsed_us = u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX);
+        let elapsed_us = u64::try_from(clock::since(since).as_micros()).unwrap_or(u64::MAX);
         let report = VaultReport::Filled { process: self.process, bytes, elapsed_us };
         Ok((Step::Later, Some(report)))
     }

@@ -60,7 +60,7 @@ pub trait Holder {
 }
 
 /// So much is compared at a time: some milliseconds, in which nobody is heard.
-const PART_BYTES: usize = 8 << 20;
+const PART_BYTES: usize = CHUNK_BYTES / 16;
 const SAMPLES: usize = 64;
 const SAMPLE_BYTES: usize = 4096;
 /// Segments are no container's to pay: of host memory at most one part in so many for each vault,
@@ -103,11 +103,18 @@ pub struct Dedup<S> {
     /// What is compared; kept, because fresh memory takes longer than to compare it.
     parts: [Vec<u8>; 2],
     told_bytes: u64,
+    /// Reads how much host memory there is.
+    memory: fn() -> Memory,
 }
 
 impl<S: Content> Dedup<S> {
     /// Nothing.
     pub fn new() -> Self {
+        Dedup::within(Memory::now)
+    }
+
+    /// Nothing, within the host memory that `memory` reads.
+    pub fn within(memory: fn() -> Memory) -> Self {
         Dedup {
             keys: RandomState::new(),
             seen: HashMap::new(),
@@ -115,6 +122,7 @@ impl<S: Content> Dedup<S> {
             job: None,
             parts: [Vec::new(), Vec::new()],
             told_bytes: 0,
+            memory,
         }
     }
 
@@ -244,7 +252,7 @@ impl<S: Content> Dedup<S> {
 
     /// Whether there may be one more.
     fn has_memory(&self) -> bool {
-        let (one, memory) = (CHUNK_BYTES as u64, Memory::now());
+        let (one, memory) = (CHUNK_BYTES as u64, (self.memory)());
         self.stored_bytes() + one <= memory.total_bytes / MOST_OF_MEMORY
             && memory.free_bytes >= one + memory.total_bytes / LEAST_FREE
     }
@@ -406,6 +414,15 @@ mod tests {
         assert_eq!(all[0].offered[0].1.written(), CHUNK_BYTES);
         all.iter_mut().for_each(|one| one.offered.clear());
         assert_eq!(dedup.report(), (0, true), "the last who had it is gone");
+    }
+
+    #[test]
+    fn chunks_in_another_order_are_found() {
+        const OTHER: Chunk = Chunk { seed: 9, other_from: CHUNK_BYTES };
+        let mut dedup = Dedup::new();
+        let mut both = [process(1, 5, &[SAME, OTHER]), process(2, 5, &[OTHER, SAME])];
+        let (_, offered) = run(&mut dedup, &mut both);
+        assert_eq!(offered, [vec![1, 0], vec![0, 1]]);
     }
 
     #[test]

@@ -23,12 +23,17 @@
 //! device copies it.
 
 mod client;
+mod clock;
 mod dedup;
 mod memory;
 mod serve;
 pub mod socket;
 mod sys;
 mod taking;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
+#[cfg(test)]
+mod tests;
 
 pub use serve::VaultError;
 
@@ -53,5 +58,5 @@ pub fn main(args: impl Iterator<Item = OsString>) -> Result<(), VaultError> {
     let library = std::env::var(LIBRARY_ENV).unwrap_or_else(|_| "libcuda.so.1".into());
     let uuid = args.last().unwrap_or_default().to_string_lossy().into_owned();
     let controller = io::stdin().as_fd().try_clone_to_owned()?;
-    serve::run(&controller, &library, &uuid)
+    serve::run(controller, &library, &uuid)
 }

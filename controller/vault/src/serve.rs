@@ -16,6 +16,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 
 use crate::{
     client::{Client, ClientError, Step},
+    clock,
     dedup::Dedup,
     socket,
     sys::{Cuda, CudaError, Draft, Region, Segment},
@@ -57,32 +58,22 @@ pub enum VaultError {
 ///
 /// # Errors
 /// [`VaultError`]
-pub fn run(controller: &OwnedFd, library: &str, uuid: &str) -> Result<(), VaultError> {
-    if hung_up(controller)? {
+pub fn run(controller: OwnedFd, library: &str, uuid: &str) -> Result<(), VaultError> {
+    if hung_up(&controller)? {
         return Ok(());
     }
     let cuda = Cuda::open(library, uuid)
         .map_err(|source| VaultError::Cuda { uuid: uuid.to_owned(), source })?;
-    socket::send(controller, &VaultReport::Ready.encode(), None)?;
+    socket::send(&controller, &VaultReport::Ready.encode(), None)?;
     tracing::info!(gpu = uuid, "vault is ready");
-    let mut vault = Vault {
-        controller,
-        cuda,
-        clients: Vec::new(),
-        leaving: Vec::new(),
-        dedup: Dedup::new(),
-        wiping: None,
-        held: false,
-    };
+    let mut vault = Vault::new(controller, cuda, Dedup::new());
     let mut step = Step::Nothing;
     loop {
         vault.wait(step)?;
-        if !vault.hear_controller()? {
-            return Ok(());
+        match vault.turn()? {
+            Some(next) => step = next,
+            None => return Ok(()),
         }
-        vault.hear_clients()?;
-        step = vault.work()?;
-        vault.tell_shared();
     }
 }
 
@@ -93,8 +84,8 @@ fn hung_up(controller: &OwnedFd) -> io::Result<bool> {
     Ok(polled[0].revents().contains(PollFlags::HUP))
 }
 
-struct Vault<'a> {
-    controller: &'a OwnedFd,
+pub(crate) struct Vault {
+    controller: OwnedFd,
     cuda: Rc<Cuda>,
     clients: Vec<Client>,
     /// Of those that are gone, while nobody is waited for: the driver does one thing at a time.
@@ -106,7 +97,32 @@ struct Vault<'a> {
     held: bool,
 }
 
-impl Vault<'_> {
+impl Vault {
+    /// Serves no process yet.
+    pub(crate) fn new(controller: OwnedFd, cuda: Rc<Cuda>, dedup: Dedup<Segment>) -> Vault {
+        Vault {
+            controller,
+            cuda,
+            clients: Vec::new(),
+            leaving: Vec::new(),
+            dedup,
+            wiping: None,
+            held: false,
+        }
+    }
+
+    /// Takes in what was said, and does a little of what there is to do. `None`: the controller
+    /// has hung up.
+    pub(crate) fn turn(&mut self) -> Result<Option<Step>, VaultError> {
+        if !self.hear_controller()? {
+            return Ok(None);
+        }
+        self.hear_clients()?;
+        let step = self.work()?;
+        self.tell_shared();
+        Ok(Some(step))
+    }
+
     fn wait(&self, step: Step) -> Result<(), VaultError> {
         let own = [self.controller.as_fd()];
         let sockets = own.into_iter().chain(self.clients.iter().map(Client::socket));
@@ -130,7 +146,7 @@ impl Vault<'_> {
     /// False: it has hung up.
     fn hear_controller(&mut self) -> Result<bool, VaultError> {
         loop {
-            let (frame, descriptor) = match socket::receive(self.controller) {
+            let (frame, descriptor) = match socket::receive(&self.controller) {
                 Ok(received) => received,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(true),
                 Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(false),
@@ -242,7 +258,7 @@ impl Vault<'_> {
         }
         for report in reports {
             if matches!(report, VaultReport::Held { .. }) {
-                self.wiping = Some(Instant::now());
+                self.wiping = Some(clock::now());
             }
             self.report(report);
         }
@@ -272,7 +288,7 @@ impl Vault<'_> {
             if step != Step::Nothing {
                 return Ok(step);
             }
-            if self.wiping.take_if(|since| since.elapsed() >= WIPED_AFTER).is_some() {
+            if self.wiping.take_if(|since| clock::since(*since) >= WIPED_AFTER).is_some() {
                 self.cuda.take_note();
             }
         }
@@ -283,7 +299,7 @@ impl Vault<'_> {
 
     /// A controller that does not listen hangs up before long.
     fn report(&self, report: VaultReport) {
-        let _ = socket::send(self.controller, &report.encode(), None);
+        let _ = socket::send(&self.controller, &report.encode(), None);
     }
 }
 
@@ -314,9 +330,9 @@ mod tests {
         let (ours, theirs) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
                 .unwrap();
-        let said = run(&ours, NO_LIBRARY, "GPU-1");
+        let said = run(ours.try_clone().unwrap(), NO_LIBRARY, "GPU-1");
         assert!(matches!(said, Err(VaultError::Cuda { .. })), "who is waited for tries: {said:?}");
         drop(theirs);
-        run(&ours, NO_LIBRARY, "GPU-1").unwrap();
+        run(ours, NO_LIBRARY, "GPU-1").unwrap();
     }
 }

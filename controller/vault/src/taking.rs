@@ -2,7 +2,10 @@
 
 use std::{os::fd::OwnedFd, rc::Rc, time::Instant};
 
-use crate::sys::{Block, Copies, Cuda, CudaError, Region, Way};
+use crate::{
+    clock,
+    sys::{Block, Copies, Cuda, CudaError, Region, Way},
+};
 
 /// The pieces that have come so far. Fields are dropped in this order: copies before what they
 /// copy.
@@ -24,7 +27,7 @@ impl Taking {
     /// [`CudaError`]
     pub fn begin(cuda: &Rc<Cuda>) -> Result<Taking, CudaError> {
         let copies = Copies::begin(cuda)?;
-        let since = Instant::now();
+        let since = clock::now();
         Ok(Taking { copies, blocks: Vec::new(), offset: 0, since, last: since })
     }
 
@@ -44,7 +47,7 @@ impl Taking {
         // Also where one has failed: others of it may have begun.
         self.blocks.push(block);
         self.offset += bytes as usize;
-        self.last = Instant::now();
+        self.last = clock::now();
         copied
     }
 

@@ -47,6 +47,9 @@ pub(super) fn find(root: Folder, path: &Path, max_bytes: u64) -> Result<Found, R
     let mut stack = vec![root];
     let (mut symlinks, mut seen, mut through_link) = (0, 0, false);
     while let Some(name) = names.pop_front() {
+        if name.is_empty() || name == "." {
+            continue;
+        }
         seen += 1;
         if seen > MAX_NAMES {
             return Err(RootfsError::TooLong(path.to_owned()));
@@ -189,10 +192,10 @@ fn read(file: &OwnedFd, max_bytes: u64, path: &Path) -> Result<Vec<u8>, RootfsEr
     Ok(bytes)
 }
 
+/// The names of a path. Empty ones and `.` stay: what is before one of them is a folder.
 fn split(path: &OsStr) -> VecDeque<OsString> {
     path.as_bytes()
         .split(|byte| *byte == b'/')
-        .filter(|name| !name.is_empty() && *name != b".")
         .map(|name| OsStr::from_bytes(name).to_owned())
         .collect()
 }

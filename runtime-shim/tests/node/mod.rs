@@ -44,10 +44,10 @@ fn which(name: &str) -> Option<PathBuf> {
 }
 
 impl Node {
-    /// `None`, with the reason printed, where containers cannot be run at all.
+    /// `None`, with the reason noted, where containers cannot be run at all.
     pub fn start() -> Option<Node> {
         if !rustix::process::geteuid().is_root() {
-            println!("skipped: running containers needs root");
+            affinode_test_notes::skip("root", "running containers needs root");
             return None;
         }
         let dir = tempfile::tempdir().unwrap();
@@ -57,7 +57,7 @@ impl Node {
         }
         for name in ["containerd", "ctr", "runc", "containerd-shim-runc-v2"] {
             let Some(found) = which(name) else {
-                println!("skipped: {name} is not installed");
+                affinode_test_notes::skip(name, &format!("{name} is not installed"));
                 return None;
             };
             symlink(found, path("bin").join(name)).unwrap();

@@ -30,6 +30,8 @@ pub(super) struct Agent {
     pub(super) held: bool,
     /// It uses managed memory: it cannot be moved.
     pub(super) fixed: bool,
+    /// A tool is in the process: the driver must not checkpoint it.
+    pub(super) tools: bool,
     /// It was told to make host memory ready, and has not used that.
     pub(super) prepared: bool,
     /// What of host memory it has ready or has kept, in bytes.
@@ -43,6 +45,17 @@ pub(super) struct Agent {
     pub(super) held_here: bool,
     /// The number under which the controller watches it.
     pub(super) known_as: ProcessId,
+    /// It never says that it holds its allocations.
+    pub(super) refuses: Option<Refusal>,
+}
+
+/// What a process says in place of "done" when it holds its allocations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Refusal {
+    /// That a call is inside the driver.
+    Busy,
+    /// Nothing.
+    Silent,
 }
 
 impl Agent {
@@ -52,6 +65,12 @@ impl Agent {
             Phase::Parked => self.size - self.carried,
             _ => self.size,
         }
+    }
+
+    pub(super) fn hazards(&self) -> Hazards {
+        let fixed = if self.fixed { Hazards::MANAGED_MEMORY.0 } else { 0 };
+        let tools = if self.tools { Hazards::TOOLS.0 } else { 0 };
+        Hazards(fixed | tools)
     }
 
     pub(super) fn parked_bytes(&self) -> u64 {
@@ -79,7 +98,7 @@ pub(super) fn page(agent: &Agent) -> PageSnapshot {
     PageSnapshot {
         phase: agent.phase,
         waiters: u32::from(agent.wants),
-        hazards: if agent.fixed { Hazards::MANAGED_MEMORY } else { Hazards::default() },
+        hazards: agent.hazards(),
         generation: agent.generation,
         allocated_bytes: agent.size,
         allocations: 1,

@@ -5,7 +5,8 @@ use affinode_proto::wire::{
     message::{Action, AgentMessage, ControllerMessage, Outcome, PROOF_HOLDS_MS},
 };
 
-use super::super::{Effect, Input, ProcessId, Survey};
+use super::super::{Input, ProcessId};
+use super::agent::Refusal;
 use super::world::{TOTAL, World};
 
 impl World {
@@ -73,8 +74,13 @@ impl World {
             let there = used[if moves { 1 - agent.gpu } else { agent.gpu }];
             assert!(there + agent.size <= TOTAL, "restored without room: it would be lost");
         }
+        let barred = agent.tools && matches!(action, Action::Checkpoint { .. });
         if late {
             outcome = Outcome::Late;
+        } else if barred {
+            outcome = Outcome::Unsupported;
+            let hazards = agent.hazards();
+            self.feed(Input::Message(id, AgentMessage::Notice { hazards }));
         } else if let Some(fail) = self.fail.take_if(|_| failing) {
             outcome = fail;
             agent.phase = match action {
@@ -104,11 +110,20 @@ impl World {
             match action {
                 Action::Close { .. } => agent.generation += 1,
                 Action::Open => agent.wants = false, // Its caller went through.
-                Action::HoldAllocations { .. } => (agent.held, agent.held_here) = (true, true),
+                Action::HoldAllocations { .. } => {
+                    (agent.held, agent.held_here) = (true, true);
+                    match agent.refuses {
+                        // A call is inside the driver, and stays there.
+                        Some(Refusal::Busy) => outcome = Outcome::Busy,
+                        Some(Refusal::Silent) => return,
+                        None => {}
+                    }
+                }
                 Action::ReleaseAllocations => (agent.held, agent.held_here) = (false, false),
                 _ => {}
             }
         }
+        let Some(agent) = self.agents.get_mut(&id) else { return };
         if agent.orphaned {
             self.hello(id); // Nobody is there for the report; the Hello says it all.
             return;
@@ -130,19 +145,5 @@ impl World {
                 zero_bytes: 0,
             },
         ));
-    }
-
-    pub(super) fn answer_question(&mut self) {
-        match self.questions.pop_front() {
-            Some(Effect::Survey { key, .. }) => {
-                let survey = Survey { gpus: Ok(self.gpus()), room: Ok(()) };
-                self.feed(Input::Surveyed(key, survey));
-            }
-            Some(Effect::Prove(key, number)) => {
-                let gpus = Ok(self.gpus());
-                self.feed(Input::Proven(key, number, gpus));
-            }
-            _ => {}
-        }
     }
 }

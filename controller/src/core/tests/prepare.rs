@@ -336,8 +336,8 @@ fn an_offload_that_finds_no_host_memory_ends_it() {
     let id = prepared(&mut world);
     ask(&mut world, Request::Offload);
     assert_eq!(world.prepared, [], "it leaves");
-    let room = Err((Reason::HostMemory, String::new()));
-    world.feed(Input::Surveyed(key(FAST), Survey { gpus: Ok(world.gpus()), room }));
+    let host = Err((Reason::HostMemory, String::new()));
+    world.feed(Input::Surveyed(key(FAST), Survey { gpus: Ok(world.gpus()), host }));
     assert_eq!((world.state(FAST), &world.prepared[..]), (State::Idle, &[(id, false)][..]));
     rest(&mut world);
     assert_eq!(world.prepared.len(), 1, "once for each idleness");

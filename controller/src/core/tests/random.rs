@@ -13,6 +13,7 @@ use super::{
         Input, Request,
         input::{CommandId, Work},
     },
+    agent::{Agent, Refusal},
     world::{ENGINES, GPU, World, key},
 };
 
@@ -34,10 +35,20 @@ enum Step {
     Ask(usize, bool),
     /// The process uses managed memory from now on: it cannot be moved.
     Fix(usize),
+    /// A tool is in the process from now on: its context stays where it is.
+    Tool(usize),
     /// So many connections have come in at the container's network.
     Connections(usize, u64),
     /// NVML shows work of the process.
     Worked(usize),
+    /// NVML is read now, and answers later.
+    Read,
+    /// NVML fails from now on, or works again.
+    Nvml(bool),
+    /// There is no host memory from now on, or there is again.
+    HostMemory(bool),
+    /// The process holds its allocations from now on without saying so, or says it again.
+    Refuse(usize, Option<Refusal>),
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -55,10 +66,19 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (0_u64..600).prop_map(Step::Stopped),
         1 => any::<bool>().prop_map(Step::Fail),
         1 => (0_usize..8).prop_map(Step::Fix),
+        1 => (0_usize..8).prop_map(Step::Tool),
         1 => (0_usize..8).prop_map(Step::Worked),
+        5 => Just(Step::Read),
+        1 => any::<bool>().prop_map(Step::Nvml),
+        1 => any::<bool>().prop_map(Step::HostMemory),
+        1 => (0_usize..8, refusal()).prop_map(|(n, refusal)| Step::Refuse(n, refusal)),
         2 => (0_usize..3, 0_u64..9).prop_map(|(n, count)| Step::Connections(n, count)),
         2 => (0_usize..3, any::<bool>()).prop_map(|(c, out)| Step::Ask(c, out)),
     ]
+}
+
+fn refusal() -> impl Strategy<Value = Option<Refusal>> {
+    prop_oneof![Just(None), Just(Some(Refusal::Busy)), Just(Some(Refusal::Silent))]
 }
 
 /// More cases than usual, unless PROPTEST_CASES says how many.
@@ -120,9 +140,14 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
                 asked.clear();
             }
             Step::Others(bytes) => world.take_unmanaged(bytes),
-            Step::Stopped(bytes) => {
-                world.now += 6_000;
-                world.take_unmanaged(bytes);
+            Step::Stopped(bytes) => world.stop_controller(bytes),
+            Step::Read => world.read_nvml(),
+            Step::Nvml(works) => world.nvml.fails = !works,
+            Step::HostMemory(enough) => world.nvml.no_host_memory = !enough,
+            Step::Refuse(n, refusal) => {
+                if let Some(agent) = nth(n, &world).and_then(|id| world.agents.get_mut(&id)) {
+                    agent.refuses = refusal;
+                }
             }
             Step::Fail(busy) => {
                 world.fail = Some(if busy { Outcome::Busy } else { Outcome::DriverError })
@@ -133,6 +158,12 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
                 let agent = id.and_then(|id| world.agents.get_mut(&id));
                 if let Some(agent) = agent.filter(|agent| agent.phase == Phase::Open) {
                     agent.fixed = true;
+                }
+            }
+            Step::Tool(n) => {
+                let id = nth(n, &world);
+                if let Some(agent) = id.and_then(|id| world.agents.get_mut(&id)) {
+                    agent.tools = true;
                 }
             }
             Step::Connections(n, count) => {
@@ -157,8 +188,11 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
     }
     world.others = 0;
     world.fail = None;
-    // Whoever cannot be moved may keep others waiting for as long as it lives.
-    let fixed = world.agents.iter().filter(|(_, agent)| agent.fixed).map(|(id, _)| *id);
+    // Processes that refuse holds go on refusing them.
+    (world.nvml.fails, world.nvml.no_host_memory) = (false, false);
+    // Whoever cannot be moved, or whose context stays, may keep others waiting for as long as it lives.
+    let stays = |agent: &Agent| agent.fixed || agent.tools;
+    let fixed = world.agents.iter().filter(|(_, agent)| stays(agent)).map(|(id, _)| *id);
     fixed.collect::<Vec<_>>().into_iter().for_each(|id| world.exit(id));
     world.settle_all();
     for (id, agent) in &world.agents {

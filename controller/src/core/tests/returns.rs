@@ -425,7 +425,7 @@ fn who_never_holds_delays_others_once_however_many_processes_it_makes() {
         }
         assert_eq!(world.state(0), State::Offloaded);
     }
-    assert!(waits_ms[0] > 1_000, "it is waited for at first: {waits_ms:?}");
+    assert!((800..1_000).contains(&waits_ms[0]), "it is waited for at first: {waits_ms:?}");
     assert!(waits_ms[1..].iter().all(|wait| *wait < 500), "{waits_ms:?}");
 }
 

@@ -20,6 +20,7 @@ use super::super::{
     policy::{KeepAlive, Mode, OnOom, Policies, Policy, Restore, WakeOn},
 };
 use super::agent::{Agent, Asking, page};
+use super::nvml::Nvml;
 
 pub(super) const GPU: &str = "GPU-07070707-0707-0707-0707-070707070707";
 const OTHER_GPU: &str = "GPU-08080808-0808-0808-0808-080808080808";
@@ -39,6 +40,7 @@ pub(super) struct World {
     /// Bytes of somebody who is not managed, on the first device.
     pub(super) others: u64,
     pub(super) questions: VecDeque<Effect>,
+    pub(super) nvml: Nvml,
     pub(super) journal: BTreeMap<Key, Record>,
     pub(super) next: u64,
     pub(super) answers: Vec<(CommandId, bool)>,
@@ -58,6 +60,8 @@ pub(super) struct World {
     pub(super) ended: Vec<(u32, bool)>,
     /// The next checkpoint or close fails.
     pub(super) fail: Option<Outcome>,
+    /// Host memory of the node in bytes, if it is bounded.
+    pub(super) host_total: Option<u64>,
 }
 
 pub(super) fn key(n: usize) -> Key {
@@ -92,6 +96,7 @@ impl World {
             two_gpus: false,
             others: 0,
             questions: VecDeque::new(),
+            nvml: Nvml::default(),
             journal: BTreeMap::new(),
             next: 0,
             answers: Vec::new(),
@@ -103,6 +108,7 @@ impl World {
             prepared: Vec::new(),
             ended: Vec::new(),
             fail: None,
+            host_total: None,
         };
         (0..containers).for_each(|n| world.announce(n));
         world
@@ -168,6 +174,7 @@ impl World {
     }
 
     pub(super) fn feed(&mut self, input: Input) {
+        self.assert_host_memory_suffices();
         let leaving = self.leaving();
         let effects = self.node.handle(self.now, input);
         self.nobody_leaves_for_a_lesser_one(&leaving);
@@ -259,6 +266,7 @@ impl World {
             wants: false,
             held: false,
             fixed: false,
+            tools: false,
             prepared: false,
             kept: 0,
             notes: if self.two_gpus { Notes::MOVABLE } else { Notes::default() },
@@ -266,6 +274,7 @@ impl World {
             tickets: 0,
             held_here: false,
             known_as: ProcessId(self.next),
+            refuses: None,
         };
         let id = ProcessId(self.next);
         self.agents.insert(id, agent);
@@ -352,7 +361,7 @@ impl World {
             identity: Identity { pid: agent.pid, start_ticks: 1, command: "test".into() },
             phase: agent.phase,
             generation: agent.generation,
-            hazards: Hazards::default(),
+            hazards: if agent.tools { agent.hazards() } else { Hazards::default() },
             carried: Carried {
                 bytes: agent.carried,
                 parked_bytes: agent.parked_bytes(),
@@ -380,15 +389,18 @@ impl World {
     }
 
     pub(super) fn tick(&mut self) {
-        self.now += 60;
+        self.tick_after(60);
+    }
+
+    pub(super) fn tick_after(&mut self, ms: Millis) {
+        self.now += ms;
         self.end_them();
         let pages: Vec<(ProcessId, PageSnapshot)> =
             self.agents.iter().map(|(id, a)| (*id, page(a))).collect();
         for (id, page) in pages {
             self.feed(Input::Page(id, page));
         }
-        let gpus = Ok(self.gpus());
-        self.feed(Input::Gpus(gpus));
+        self.answer_tick();
         self.feed(Input::Tick);
     }
 
@@ -396,6 +408,16 @@ impl World {
         if let Some(agent) = self.agents.remove(&id) {
             self.feed(Input::Exited(agent.known_as));
         }
+    }
+
+    /// The controller hears and says nothing for six seconds: processes end their holds, and
+    /// somebody who is not managed takes what is free.
+    pub(super) fn stop_controller(&mut self, bytes: u64) {
+        self.now += 6_000;
+        for agent in self.agents.values_mut() {
+            (agent.held, agent.held_here) = (false, false);
+        }
+        self.take_unmanaged(bytes);
     }
 
     /// The connection breaks. What the agent is in the middle of it finishes; it holds
@@ -423,7 +445,7 @@ impl World {
 
     /// kill -9 of the controller, and the next one: shims announce, agents come back.
     pub(super) fn restart(&mut self, busy: bool) {
-        self.questions.clear();
+        self.forget_questions();
         self.answers.clear();
         let ids: Vec<ProcessId> = self.agents.keys().copied().collect();
         ids.iter().for_each(|id| self.cut(*id, busy));
@@ -477,7 +499,10 @@ impl World {
     pub(super) fn pass(&mut self) {
         let ids: Vec<ProcessId> = self.agents.keys().copied().collect();
         for id in ids {
+            let mut orders = 0;
             while self.agents.get(&id).is_some_and(|a| !a.inbox.is_empty()) {
+                orders += 1;
+                assert!(orders < 1_000, "its answers are answered for ever");
                 self.work(id);
             }
             if self.agents[&id].orphaned {
@@ -488,7 +513,7 @@ impl World {
             }
             self.try_again(id);
         }
-        while !self.questions.is_empty() {
+        while self.is_asked() {
             self.answer_question();
         }
         self.tick();

@@ -60,7 +60,7 @@ impl World<'_> {
                 let n = number(asked.as_str());
                 let survey = Survey {
                     gpus: Ok(vec![self.gpu(n % self.machine.gpus, Some(n))]),
-                    room: Ok(()),
+                    host: Ok(Vec::new()),
                 };
                 self.inputs.push_back(Input::Surveyed(asked, survey));
             }

@@ -17,6 +17,7 @@ use affinode_proto::wire::vault::FromVault;
 
 use super::{Client, ClientError};
 use crate::{
+    clock,
     dedup::Holder,
     sys::{CHUNK_BYTES, CudaError, Region, Segment},
 };
@@ -81,7 +82,7 @@ impl<S> Sharing<S> {
     }
 
     fn offer(&mut self, chunk: usize, segment: Rc<S>) {
-        self.offered.insert(chunk, (Instant::now(), segment));
+        self.offered.insert(chunk, (clock::now(), segment));
     }
 
     fn answered(&mut self, chunk: usize) -> Option<Rc<S>> {
@@ -131,7 +132,7 @@ impl Holder for Client {
     }
 
     fn is_asked(&mut self) -> bool {
-        self.sharing.expire(Instant::now());
+        self.sharing.expire(clock::now());
         self.sharing.open && !self.sharing.offered.is_empty()
     }
 

@@ -13,7 +13,7 @@ use affinode_cuda_sys::{
 use libloading::Library;
 
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
-const POSIX_DESCRIPTOR: u32 = 1;
+pub(super) const POSIX_DESCRIPTOR: u32 = 1;
 
 /// `CU_DEVICE_ATTRIBUTE_COMPUTE_MODE`.
 const COMPUTE_MODE: i32 = 20;
@@ -59,11 +59,12 @@ impl CudaError {
 
 macro_rules! functions {
     ($($name:ident = $symbol:literal ($($argument:ty),*);)*) => {
-        /// Their addresses; the library stays loaded for as long.
+        /// Their addresses. The library stays loaded as long as this exists.
         #[derive(Debug)]
-        struct Functions {
-            $($name: unsafe extern "C" fn($($argument),*) -> u32,)*
-            _library: Library,
+        pub(super) struct Functions {
+            $(pub(super) $name: unsafe extern "C" fn($($argument),*) -> u32,)*
+            /// `None`: the functions are those of a test.
+            pub(super) _library: Option<Library>,
         }
 
         impl Functions {
@@ -74,7 +75,7 @@ macro_rules! functions {
                 Ok(Functions {
                     // SAFETY: the functions of these names have these signatures since they exist.
                     $($name: unsafe { *library.get($symbol)? },)*
-                    _library: library,
+                    _library: Some(library),
                 })
             }
         }
@@ -139,6 +140,11 @@ impl Cuda {
     pub fn open(library: &str, uuid: &str) -> Result<Rc<Cuda>, CudaError> {
         let functions = Functions::load(library)
             .map_err(|source| CudaError::Library { library: library.to_owned(), source })?;
+        Cuda::with(functions, uuid)
+    }
+
+    /// Makes the context by the functions given.
+    pub(super) fn with(functions: Functions, uuid: &str) -> Result<Rc<Cuda>, CudaError> {
         call!(functions, init(0))?;
         let mut count = 0;
         call!(functions, device_count(&raw mut count))?;

@@ -2,6 +2,8 @@
 #![allow(unsafe_code)]
 
 mod cuda;
+#[cfg(any(test, feature = "testing"))]
+pub mod fake;
 mod region;
 mod segment;
 

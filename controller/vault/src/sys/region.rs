@@ -15,7 +15,11 @@ use super::{
 };
 
 /// So much is registered at a time, and copied: a few milliseconds.
+#[cfg(not(test))]
 pub const CHUNK_BYTES: usize = affinode_proto::wire::vault::CHUNK_BYTES as usize;
+/// Less in tests, which fill many of them.
+#[cfg(test)]
+pub const CHUNK_BYTES: usize = 16 << 20;
 const PAGE_BYTES: usize = 4096;
 /// `f_type` of tmpfs, to which memory files belong (`linux/magic.h`).
 const TMPFS_MAGIC: u64 = 0x0102_1994;

@@ -184,3 +184,14 @@ fn a_file_in_place_of_a_folder_is_an_error() {
     let tree = Tree::new(1).file(0, "etc", "a file");
     assert!(matches!(tree.find(FILE), Err(RootfsError::Io { .. })));
 }
+
+/// As the kernel has it, and so the loader that reads the file.
+#[test]
+fn path_through_a_file_finds_no_file() {
+    for target in ["b/.", "b/", "./b/./"] {
+        let tree = Tree::new(1).file(0, "etc/b", "ours").link(0, "etc/ld.so.preload", target);
+        assert!(matches!(tree.find(FILE), Err(RootfsError::Io { .. })), "{target}");
+    }
+    let tree = Tree::new(1).file(0, "etc/b", "ours").link(0, "etc/ld.so.preload", ".//./b");
+    assert_eq!(tree.find(FILE).unwrap(), Found::Regular(b"ours".to_vec()));
+}

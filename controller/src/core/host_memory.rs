@@ -1,0 +1,201 @@
+//! The ledger of host memory: what offloads in progress were promised, on the node and in each
+//! memory cgroup, and have not touched yet.
+//!
+//! A reading shows what is free at one moment. Two containers that are judged by readings of the
+//! same moment would both be promised the same memory, and the kernel would kill one. So an
+//! offload is judged by a reading less what the ledger has promised to others:
+//!
+//! ```text
+//! survey asked ──reading──> free - promised to others ≥ need?
+//!                             yes: promised ──> copied or checkpointed ──> released
+//!                             short only because of promises: asked again soon
+//!                             short without them: the container stays
+//! ```
+//!
+//! A promise counts in full until its offload is over, also for what was touched meanwhile: the
+//! readings of that time show a part of it twice, which delays others and endangers none. A
+//! released promise still counts for readings that were asked for before the release.
+
+use super::{Key, Millis};
+
+/// A promise counts for at most this long after it was made: about the time in which the driver
+/// checkpoints 140 GiB. A process that never reports could hold up others' offloads else.
+const MAX_PROMISE_MS: Millis = 180_000;
+
+/// One pool of host memory that an offload draws on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MemoryPool {
+    /// Path of the memory cgroup; `None` is the node.
+    pub group: Option<String>,
+    /// What may be taken from it, in bytes: the reserve is left out.
+    pub free_bytes: u64,
+    /// What this offload takes from it, in bytes.
+    pub need_bytes: u64,
+}
+
+impl MemoryPool {
+    /// The pool's name for messages.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        self.group.as_deref().unwrap_or("the node")
+    }
+}
+
+/// Why an offload finds no host memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MemoryShortage {
+    /// The pool has too little, whatever becomes of offloads in progress.
+    Short {
+        /// The pool.
+        pool: MemoryPool,
+    },
+    /// The pool would have enough without what it owes to offloads in progress.
+    Promised {
+        /// The pool.
+        pool: MemoryPool,
+        /// What others were promised there, in bytes.
+        promised_bytes: u64,
+    },
+}
+
+#[derive(Clone, Debug)]
+struct HostPromise {
+    key: Key,
+    pools: Vec<MemoryPool>,
+    /// Order in which promises were made.
+    number: u64,
+    made_at: Millis,
+    /// Its memory may be touched from now on.
+    is_moving: bool,
+    released_at: Option<Millis>,
+}
+
+/// Promises of host memory.
+#[derive(Clone, Debug, Default)]
+pub struct HostLedger {
+    /// In the order in which they were made. A container has at most one that is not released.
+    promises: Vec<HostPromise>,
+    last_number: u64,
+}
+
+impl HostLedger {
+    /// Judges a reading that was asked for at `asked_at`.
+    ///
+    /// A container that has a promise waits only for promises that are older than its own, or
+    /// whose memory is being touched: two that wait for each other would wait for ever.
+    ///
+    /// # Errors
+    /// The first pool that has too little.
+    pub fn judge(
+        &self,
+        key: &Key,
+        pools: &[MemoryPool],
+        asked_at: Millis,
+        now: Millis,
+    ) -> Result<(), MemoryShortage> {
+        for pool in pools {
+            if pool.free_bytes < pool.need_bytes {
+                return Err(MemoryShortage::Short { pool: pool.clone() });
+            }
+        }
+        for pool in pools {
+            let promised_bytes = self.promised_to_others(key, pool, asked_at, now);
+            if pool.free_bytes.saturating_sub(promised_bytes) < pool.need_bytes {
+                return Err(MemoryShortage::Promised { pool: pool.clone(), promised_bytes });
+            }
+        }
+        Ok(())
+    }
+
+    fn promised_to_others(
+        &self,
+        key: &Key,
+        pool: &MemoryPool,
+        asked_at: Millis,
+        now: Millis,
+    ) -> u64 {
+        let own_number = self.standing(key).map_or(u64::MAX, |own| own.number);
+        self.promises
+            .iter()
+            .filter(|promise| {
+                promise.key != *key
+                    && (promise.is_moving || promise.number < own_number)
+                    && promise.released_at.is_none_or(|released| released >= asked_at)
+                    && now.saturating_sub(promise.made_at) <= MAX_PROMISE_MS
+            })
+            .flat_map(|promise| &promise.pools)
+            .filter(|promised| promised.group == pool.group)
+            .fold(0, |sum, promised| sum.saturating_add(promised.need_bytes))
+    }
+
+    /// Promises what a reading says that an offload needs. An earlier promise to the same
+    /// container keeps its place in the order.
+    pub fn promise(&mut self, key: &Key, pools: Vec<MemoryPool>, now: Millis) {
+        if let Some(promise) = self.standing_mut(key) {
+            promise.pools = pools;
+            return;
+        }
+        self.last_number += 1;
+        self.promises.push(HostPromise {
+            key: key.clone(),
+            pools,
+            number: self.last_number,
+            made_at: now,
+            is_moving: false,
+            released_at: None,
+        });
+    }
+
+    fn standing(&self, key: &Key) -> Option<&HostPromise> {
+        self.promises.iter().find(|p| p.key == *key && p.released_at.is_none())
+    }
+
+    fn standing_mut(&mut self, key: &Key) -> Option<&mut HostPromise> {
+        self.promises.iter_mut().find(|p| p.key == *key && p.released_at.is_none())
+    }
+
+    /// The container's memory is moved from now on.
+    pub fn begin_move(&mut self, key: &Key) {
+        if let Some(promise) = self.standing_mut(key) {
+            promise.is_moving = true;
+        }
+    }
+
+    /// Releases the promises of containers that no longer move, and forgets released ones that no
+    /// reading on its way needs. `oldest_survey`: when the oldest reading on its way was asked for.
+    pub fn settle(
+        &mut self,
+        now: Millis,
+        oldest_survey: Option<Millis>,
+        is_leaving: impl Fn(&Key) -> bool,
+    ) {
+        for promise in &mut self.promises {
+            if promise.released_at.is_none() && !is_leaving(&promise.key) {
+                promise.released_at = Some(now);
+            }
+        }
+        let is_needed = |released: Millis| oldest_survey.is_some_and(|asked| asked <= released);
+        self.promises.retain(|promise| promise.released_at.is_none_or(is_needed));
+    }
+
+    /// Whether nothing is promised.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.promises.is_empty()
+    }
+
+    /// What is promised of the node and not released, in bytes.
+    #[must_use]
+    pub fn promised_node_bytes(&self) -> u64 {
+        self.promises
+            .iter()
+            .filter(|promise| promise.released_at.is_none())
+            .flat_map(|promise| &promise.pools)
+            .filter(|pool| pool.group.is_none())
+            .fold(0, |sum, pool| sum.saturating_add(pool.need_bytes))
+    }
+}
+
+#[cfg(test)]
+#[path = "host_memory_tests.rs"]
+mod tests;

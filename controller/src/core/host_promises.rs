@@ -1,0 +1,98 @@
+//! When an offload is promised host memory, when it waits for others' promises, and when promises
+//! end.
+
+use affinode_proto::{reason::Reason, state::State, wire::message::Action};
+
+use super::{
+    Key, Millis, Node,
+    container::Goal,
+    host_memory::{MemoryPool, MemoryShortage},
+};
+
+/// What becomes of an offload after a look at host memory.
+pub(super) enum HostVerdict {
+    /// It has what it needs, and the ledger says so.
+    Promised,
+    /// Offloads in progress were promised what it needs: it waits for their end.
+    Waits(Reason, String),
+    /// It stays.
+    Refused(Reason, String),
+}
+
+impl Node {
+    /// Promises a container the host memory that its offload takes, if the reading of these pools,
+    /// asked for at `asked_at`, shows enough.
+    pub(super) fn promise_host_memory(
+        &mut self,
+        key: &Key,
+        pools: Vec<MemoryPool>,
+        asked_at: Millis,
+    ) -> HostVerdict {
+        match self.host_ledger.judge(key, &pools, asked_at, self.now) {
+            Ok(()) => {
+                self.host_ledger.promise(key, pools, self.now);
+                HostVerdict::Promised
+            }
+            Err(MemoryShortage::Short { pool }) => {
+                let (free, need) = (mib(pool.free_bytes), mib(pool.need_bytes));
+                let detail = format!("{} has {free} left, {need} are needed", pool.name());
+                HostVerdict::Refused(reason_of(&pool), detail)
+            }
+            Err(MemoryShortage::Promised { pool, promised_bytes }) => {
+                let (free, need) = (mib(pool.free_bytes), mib(pool.need_bytes));
+                let detail = format!(
+                    "{} has {free} left, of which other offloads in progress were promised {}; {need} are needed",
+                    pool.name(),
+                    mib(promised_bytes),
+                );
+                HostVerdict::Waits(reason_of(&pool), detail)
+            }
+        }
+    }
+
+    /// Looks again for an offload that waits for others' promises and has touched nothing yet. One
+    /// whose processes are locked looks again whenever its next step is planned.
+    pub(super) fn survey_again(&mut self, key: &Key) {
+        if self.containers.get(key).is_some_and(|c| c.goal == Goal::Leaving) {
+            self.survey(key);
+        }
+    }
+
+    /// Ends the promises of offloads that are over.
+    pub(super) fn settle_host_memory(&mut self) {
+        if self.host_ledger.is_empty() {
+            return;
+        }
+        let oldest_survey = self.containers.values().filter_map(|c| c.survey_asked).min();
+        let mut ledger = std::mem::take(&mut self.host_ledger);
+        ledger.settle(self.now, oldest_survey, |key| self.may_touch_host_memory(key));
+        self.host_ledger = ledger;
+    }
+
+    /// Whether an offload of this container may still touch host memory. One that turned back while
+    /// an order was carried out does until that order is reported on; of a process whose agent has
+    /// left in the middle this is not known.
+    fn may_touch_host_memory(&self, key: &Key) -> bool {
+        let leaves = self
+            .containers
+            .get(key)
+            .is_some_and(|c| c.goal != Goal::Home && c.state != State::Offloaded);
+        leaves
+            || self.processes.of(key).any(|(_, process)| {
+                let moves =
+                    |action| matches!(action, Action::Park { .. } | Action::Checkpoint { .. });
+                !process.connected || process.pending.is_some_and(|order| moves(order.action))
+            })
+    }
+}
+
+fn reason_of(pool: &MemoryPool) -> Reason {
+    match pool.group {
+        Some(_) => Reason::CgroupMemory,
+        None => Reason::HostMemory,
+    }
+}
+
+fn mib(bytes: u64) -> String {
+    format!("{} MiB", bytes >> 20)
+}

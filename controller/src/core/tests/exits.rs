@@ -1,0 +1,97 @@
+//! Processes that end while they are moved: their drivers end before them.
+
+use affinode_proto::{
+    state::State,
+    wire::{
+        Phase,
+        message::{Action, AgentMessage, ControllerMessage, Outcome},
+    },
+};
+
+use super::super::{Input, ProcessId};
+use super::world::World;
+
+/// `CUDA_ERROR_DEINITIALIZED`.
+const ENDED: u32 = 4;
+
+/// Goes on until the process finds this order, whose driver has ended then.
+fn ends_at(world: &mut World, id: ProcessId, wanted: fn(&Action) -> bool) {
+    for _ in 0..1_000 {
+        if let Some(ControllerMessage::Order { order, action, .. }) =
+            world.agents[&id].inbox.front().cloned()
+            && wanted(&action)
+        {
+            let agent = world.agents.get_mut(&id).unwrap();
+            agent.inbox.pop_front();
+            agent.phase = Phase::Open;
+            let carried_bytes = agent.carried;
+            let report = AgentMessage::Report {
+                order,
+                outcome: Outcome::DriverError,
+                phase: Phase::Open,
+                cuda_error: ENDED,
+                elapsed_us: 1,
+                carried_bytes,
+                parked_bytes: 0,
+                unchanged_bytes: 0,
+                zero_bytes: 0,
+            };
+            return world.feed(Input::Message(id, report));
+        }
+        world.tick();
+        world.work(id);
+        world.answer_question();
+    }
+    panic!("no such order");
+}
+
+#[test]
+fn driver_ended_on_way_out_is_no_refusal() {
+    for wanted in [
+        |action: &Action| matches!(action, Action::Lock { .. }),
+        |action: &Action| matches!(action, Action::Checkpoint { .. }),
+    ] {
+        let mut world = World::new(1);
+        let id = world.running(0, 300);
+        ends_at(&mut world, id, wanted);
+        assert_eq!(world.refused, [""; 0]);
+        assert_eq!(world.state(0), State::Active);
+        world.exit(id);
+        assert_eq!((world.state(0), world.journal.len()), (State::Unregistered, 0));
+    }
+}
+
+#[test]
+fn driver_ended_on_way_home_is_no_refusal() {
+    let mut world = World::new(1);
+    let id = world.running(0, 300);
+    world.settle();
+    assert_eq!(world.state(0), State::Offloaded);
+    world.call(id);
+    ends_at(&mut world, id, |action| *action == Action::Restore);
+    assert_eq!(world.refused, [""; 0]);
+    assert_eq!(world.state(0), State::Active);
+    world.exit(id);
+    assert_eq!((world.state(0), world.journal.len()), (State::Unregistered, 0));
+}
+
+/// The other process of the container goes on, wherever it was.
+#[test]
+fn driver_ended_turns_its_siblings_round() {
+    let mut world = World::new(1);
+    let ids = [world.running(0, 200), world.running(0, 200)];
+    for _ in 0..200 {
+        if ids.iter().any(|id| world.agents[id].phase == Phase::Away) {
+            break;
+        }
+        world.tick();
+        ids.into_iter().for_each(|id| world.work(id));
+        world.answer_question();
+    }
+    let last = *ids.iter().find(|id| world.agents[*id].phase != Phase::Away).unwrap();
+    ends_at(&mut world, last, |action| matches!(action, Action::Checkpoint { .. }));
+    world.exit(last);
+    world.settle_all();
+    assert_eq!(world.refused, [""; 0]);
+    assert!(world.agents.values().all(|agent| !agent.wants));
+}

@@ -1,0 +1,32 @@
+//! Processes that were found to reach the driver past the hooks.
+
+use affinode_proto::{
+    reason::Reason,
+    wire::{Hazards, message::AgentMessage},
+};
+
+use super::super::{Effect, Input, plan::Moves};
+use super::world::{World, key};
+
+#[test]
+fn hidden_way_is_told_once_and_bars_checkpoints() {
+    // By the engines of the containers: driver, fast, park.
+    for (n, moves) in [(0, Moves::Checkpoint), (1, Moves::Park), (2, Moves::Park)] {
+        let mut world = World::new(3);
+        let id = world.running(n, 600);
+        world.tick();
+        let told = |world: &mut World| {
+            let hazards = Hazards::HIDDEN_WAY;
+            let notice = Input::Message(id, AgentMessage::Notice { hazards });
+            let effects = world.node.handle(world.now, notice);
+            let is_told = |effect: &&Effect| matches!(effect, Effect::Publish(event) if event.kind == "hidden-way");
+            effects.iter().filter(is_told).count()
+        };
+        assert_eq!((told(&mut world), told(&mut world)), (1, 0));
+        let process = world.node.processes.get(&id).unwrap();
+        assert_eq!(world.node.moves(&key(n))(process), moves);
+        let refused = world.node.may_offload(&key(n), true).map_err(|(reason, _)| reason);
+        let wanted = if moves == Moves::Park { Ok(()) } else { Err(Reason::HiddenWay) };
+        assert_eq!(refused, wanted);
+    }
+}

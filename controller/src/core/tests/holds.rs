@@ -1,0 +1,475 @@
+//! Processes that do not hold their allocations, and what others wait for them.
+
+use affinode_proto::{
+    state::State,
+    wire::{
+        Notes, Phase,
+        message::{Action, AgentMessage, ControllerMessage, Outcome},
+    },
+};
+
+use super::{
+    super::{Effect, Input, Millis, ProcessId, holds::HoldRecord},
+    world::World,
+};
+
+/// What a process does when it is told to hold its allocations.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Manner {
+    /// It holds.
+    Done,
+    /// It says Busy at once.
+    Busy,
+    /// It says Busy after this time, in milliseconds.
+    BusyAfter(Millis),
+    /// It says nothing.
+    Silent,
+    /// It does another of these each time.
+    Alternates,
+    /// It says Busy to all that comes in the first minute, and holds from then on.
+    BusyForAMinute,
+    /// Another process of its container says Busy each time.
+    NewEachTime,
+}
+
+/// A process that answers by hand.
+struct Liar {
+    id: ProcessId,
+    manner: Manner,
+    holds: usize,
+    messages: usize,
+    /// Orders that it says Busy to, and when.
+    later: Vec<(Millis, u64)>,
+}
+
+impl Liar {
+    fn join(world: &mut World, manner: Manner) -> Liar {
+        world.join(1);
+        let id = ProcessId(world.next);
+        Liar { id, manner, holds: 0, messages: 0, later: Vec::new() }
+    }
+
+    /// Takes what has come, and what comes of its answers, until nothing comes any more.
+    fn act(&mut self, world: &mut World) {
+        const MOST: usize = 1_000;
+        let mut taken = 0;
+        while let Some(message) = world.agents.get_mut(&self.id).unwrap().inbox.pop_front() {
+            taken += 1;
+            assert!(taken < MOST, "its answers are answered for ever");
+            match message {
+                ControllerMessage::Welcome { .. } => {
+                    world.agents.get_mut(&self.id).unwrap().welcomed = true;
+                }
+                ControllerMessage::Order { order, action, .. } => self.told(world, order, action),
+                _ => {}
+            }
+        }
+        self.messages += taken;
+        let now = world.now;
+        let due: Vec<u64> = self.later.extract_if(.., |(at, _)| *at <= now).map(|l| l.1).collect();
+        due.into_iter().for_each(|order| report(world, self.id, order, Outcome::Busy));
+    }
+
+    fn told(&mut self, world: &mut World, order: u64, action: Action) {
+        if !matches!(action, Action::HoldAllocations { .. }) {
+            return report(world, self.id, order, Outcome::Done);
+        }
+        self.holds += 1;
+        let manner = match self.manner {
+            Manner::Alternates => {
+                [Manner::Busy, Manner::BusyAfter(400), Manner::Silent, Manner::Done][self.holds % 4]
+            }
+            Manner::BusyForAMinute if world.now > 60_000 => Manner::Done,
+            Manner::BusyForAMinute | Manner::NewEachTime => Manner::BusyAfter(500),
+            manner => manner,
+        };
+        match manner {
+            Manner::Done => report(world, self.id, order, Outcome::Done),
+            Manner::Busy => report(world, self.id, order, Outcome::Busy),
+            Manner::BusyAfter(ms) => self.later.push((world.now + ms, order)),
+            _ => {}
+        }
+    }
+}
+
+fn report(world: &mut World, id: ProcessId, order: u64, outcome: Outcome) {
+    let report = AgentMessage::Report {
+        order,
+        outcome,
+        phase: Phase::Open,
+        cuda_error: 0,
+        elapsed_us: 1,
+        carried_bytes: 0,
+        parked_bytes: 0,
+        unchanged_bytes: 0,
+        zero_bytes: 0,
+    };
+    world.feed(Input::Message(id, report));
+}
+
+/// What of the victim and of NVML takes no time.
+fn serve(world: &mut World, victim: ProcessId) {
+    for _ in 0..20 {
+        world.answer_question();
+        world.work(victim);
+    }
+}
+
+/// Ten minutes in which a container is idle, leaves and is called, again and again: how long each
+/// wake takes beside such a neighbour, in milliseconds.
+fn wakes_beside(mut world: World, manner: Manner) -> Vec<Millis> {
+    const STEP_MS: Millis = 20;
+    const TEN_MINUTES_MS: Millis = 600_000;
+    let victim = world.running(0, 300);
+    world.settle();
+    assert_eq!(world.agents[&victim].phase, Phase::Away);
+    let mut liar = Liar::join(&mut world, manner);
+    let (mut waits_ms, mut messages) = (Vec::new(), 0);
+    while world.now < TEN_MINUTES_MS {
+        let called = world.now;
+        loop {
+            world.call(victim);
+            liar.act(&mut world);
+            serve(&mut world, victim);
+            if world.agents[&victim].phase == Phase::Open {
+                break;
+            }
+            assert!(world.now - called < 120_000, "{manner:?}: still away after two minutes");
+            world.tick_after(STEP_MS);
+        }
+        waits_ms.push(world.now - called);
+        while world.agents[&victim].phase != Phase::Away {
+            world.tick_after(STEP_MS);
+            liar.act(&mut world);
+            serve(&mut world, victim);
+        }
+        if manner == Manner::NewEachTime {
+            messages += liar.messages;
+            world.exit(liar.id);
+            liar = Liar::join(&mut world, manner);
+        }
+        (0..20).for_each(|_| world.tick_after(100));
+    }
+    messages += liar.messages;
+    // Told to hold and released once for each wake, and welcomed.
+    let most = 5 * waits_ms.len();
+    assert!(messages <= most, "{messages} messages for {} wakes", waits_ms.len());
+    waits_ms
+}
+
+/// The longest wake, all other wakes together, and how many there were.
+fn longest_and_rest(waits_ms: &[Millis]) -> (Millis, Millis, usize) {
+    let longest = waits_ms.iter().copied().max().unwrap();
+    (longest, waits_ms.iter().sum::<Millis>() - longest, waits_ms.len())
+}
+
+/// A neighbour that answers every hold with Busy, however soon, delays others by 1 s at most, once.
+#[test]
+fn busy_for_ten_minutes_delays_wakes_once() {
+    let undelayed = longest_and_rest(&wakes_beside(World::new(2), Manner::Done));
+    for manner in [
+        Manner::Busy,
+        Manner::BusyAfter(10),
+        Manner::BusyAfter(500),
+        Manner::BusyAfter(890),
+        Manner::BusyAfter(5_000),
+        Manner::BusyForAMinute,
+        Manner::Silent,
+    ] {
+        let (longest, rest, wakes) = longest_and_rest(&wakes_beside(World::new(2), manner));
+        println!(
+            "{manner:?}: longest wake {longest} ms, the other {} together {rest} ms",
+            wakes - 1
+        );
+        assert!(wakes > 150, "{manner:?}: {wakes} wakes");
+        assert!(longest <= undelayed.0 + 1_000, "{manner:?}: {longest} ms");
+        // Shorter and shorter waits, 200 ms together.
+        assert!(rest <= undelayed.1 + 300, "{manner:?}: {rest} ms after the first");
+    }
+}
+
+/// A neighbour that sometimes holds, or sends another process each time, delays others briefly.
+#[test]
+fn changing_refusals_delay_wakes_briefly() {
+    for manner in [Manner::Alternates, Manner::NewEachTime] {
+        let mut waits_ms = wakes_beside(World::new(2), manner);
+        let (longest, rest, wakes) = longest_and_rest(&waits_ms);
+        println!(
+            "{manner:?}: longest wake {longest} ms, the other {} together {rest} ms",
+            wakes - 1
+        );
+        assert!(longest <= 1_000, "{manner:?}: {longest} ms");
+        waits_ms.sort_unstable();
+        // Of a container that is not believed for a minute, then for two, four and eight.
+        let tenth = waits_ms[waits_ms.len() - 10];
+        assert!(tenth <= 110, "{manner:?}: ten wakes take {tenth} ms and longer");
+    }
+}
+
+/// On another GPU, and seeing several: it may make a context here at any time.
+#[test]
+fn busy_on_another_gpu_delays_wakes_once() {
+    let mut world = World::new(2);
+    world.two_gpus = true;
+    let (longest, rest, _) = longest_and_rest(&wakes_beside(world, Manner::BusyAfter(500)));
+    println!("on another GPU: longest wake {longest} ms, the others together {rest} ms");
+    assert!(longest <= 1_000 && rest <= 300, "{longest} ms, then {rest} ms");
+}
+
+/// A container whose processes join one after the other, each while NVML is being read.
+#[test]
+fn joins_during_proofs_delay_a_wake_briefly() {
+    const NVML_MS: Millis = 40;
+    let mut world = World::new(2);
+    let victim = world.running(0, 300);
+    world.settle();
+    let mut waits_ms = Vec::new();
+    for _ in 0..10 {
+        let called = world.now;
+        world.call(victim);
+        let mut asked: Option<Millis> = None;
+        while world.agents[&victim].phase != Phase::Open {
+            assert!(world.now - called < 60_000, "still away after a minute");
+            world.work(victim);
+            asked = asked.or((!world.questions.is_empty()).then_some(world.now));
+            if asked.is_some_and(|at| world.now - at >= NVML_MS) {
+                world.answer_question();
+                asked = None;
+            }
+            world.join(1);
+            let id = ProcessId(world.next);
+            while !world.agents[&id].inbox.is_empty() {
+                world.work(id);
+            }
+            world.tick_after(20);
+            world.exit(id);
+        }
+        waits_ms.push(world.now - called);
+        world.settle();
+    }
+    println!("beside processes that join all the time: {waits_ms:?} ms");
+    assert!(waits_ms.iter().all(|wait| *wait <= 500), "{waits_ms:?}");
+    // Its processes are waited for less and less, and then not at all.
+    assert!(waits_ms[5..].iter().all(|wait| *wait <= NVML_MS), "{waits_ms:?}");
+}
+
+/// What NVML was asked before a process joined may be older than its allocations.
+#[test]
+fn newcomer_during_a_proof_is_proven_anew() {
+    let mut world = World::new(2);
+    let victim = world.running(0, 600);
+    world.settle();
+    world.call(victim);
+    assert_eq!(world.questions.len(), 1, "NVML is being asked");
+    let free = world.gpus();
+    let Some(Effect::Prove(owner, number)) = world.questions.pop_front() else {
+        panic!("no proof");
+    };
+    // It has its memory from a time without a controller, and comes forward now.
+    world.join(1);
+    let newcomer = ProcessId(world.next);
+    world.agents.get_mut(&newcomer).unwrap().size = 600;
+    world.feed(Input::Proven(owner, number, Ok(free)));
+    assert_eq!(world.state(0), State::Queued, "what NVML read before is no proof");
+    while !world.agents[&newcomer].inbox.is_empty() {
+        world.work(newcomer);
+    }
+    serve(&mut world, victim);
+    assert_eq!(world.agents[&victim].phase, Phase::Away);
+    world.exit(newcomer);
+    world.settle();
+    assert!(!world.agents[&victim].wants, "it still waits");
+}
+
+/// Holds are asked of processes that can take memory of the device, and of no others.
+#[test]
+fn holds_are_asked_on_the_device_concerned() {
+    for (notes, read, asked) in [
+        (Notes::ONE_GPU, true, false),
+        // It has no memory yet that NVML shows: it may be about to take some here.
+        (Notes::ONE_GPU, false, true),
+        // It sees both GPUs.
+        (Notes::default(), true, true),
+    ] {
+        let mut world = World::new(2);
+        world.two_gpus = true;
+        let victim = world.running(0, 300);
+        let mut other = Liar::join(&mut world, Manner::Done);
+        let agent = world.agents.get_mut(&other.id).unwrap();
+        (agent.notes, agent.gpu, agent.fixed) = (notes, 1, true);
+        agent.size = if read { 100 } else { 0 };
+        while world.agents[&victim].phase != Phase::Away {
+            world.tick();
+            other.act(&mut world);
+            serve(&mut world, victim);
+        }
+        world.call(victim);
+        other.act(&mut world);
+        serve(&mut world, victim);
+        other.act(&mut world);
+        assert_eq!(world.agents[&victim].phase, Phase::Open, "{notes:?}, {read}");
+        assert_eq!(other.holds > 0, asked, "{notes:?}, {read}");
+    }
+}
+
+/// A controller that was starved finds answers and the time that they took at once.
+#[test]
+fn stalled_controller_blames_no_process() {
+    let mut world = World::new(2);
+    let victim = world.running(0, 300);
+    world.settle();
+    let mut other = Liar::join(&mut world, Manner::Done);
+    other.act(&mut world);
+    for _ in 0..3 {
+        world.call(victim);
+        // It has answered meanwhile, and the look at what is overdue comes first.
+        world.tick_after(2_500);
+        let proof = |question: &Effect| matches!(question, Effect::Prove(..));
+        assert!(!world.questions.iter().any(proof), "the answer is waited for");
+        other.act(&mut world);
+        serve(&mut world, victim);
+        assert_eq!(world.agents[&victim].phase, Phase::Open);
+        while world.agents[&victim].phase != Phase::Away {
+            world.tick();
+            other.act(&mut world);
+            serve(&mut world, victim);
+        }
+    }
+    assert_eq!(world.node.processes.get(&other.id).unwrap().hold_record, HoldRecord::default());
+}
+
+/// A neighbour that asks for room, is told to go ahead, and does not: over and over, with the same
+/// ticket, with another, or after a time.
+#[test]
+fn vain_allocations_delay_wakes_less_and_less() {
+    for (same_ticket, idles_ms) in [(true, 0), (true, 300), (false, 300), (false, 9_000)] {
+        let mut world = World::new(2);
+        let victim = world.running(0, 300);
+        world.settle();
+        let liar = Liar::join(&mut world, Manner::Done).id;
+        let (mut ticket, mut told, mut held_ms) = (1, None, 0);
+        let mut waits_ms = Vec::new();
+        let want = |ticket| AgentMessage::Want { ticket, bytes: 10, uuid: [7; 16], attempts: 0 };
+        world.feed(Input::Message(liar, want(ticket)));
+        while world.now < 100_000 {
+            let called = world.now;
+            while world.agents[&victim].phase != Phase::Open {
+                assert!(world.now - called < 120_000, "still away after two minutes");
+                world.call(victim);
+                serve(&mut world, victim);
+                while let Some(message) = world.agents.get_mut(&liar).unwrap().inbox.pop_front() {
+                    match message {
+                        ControllerMessage::Room { granted: true, .. } => told = Some(world.now),
+                        ControllerMessage::Room { granted: false, .. } => {
+                            world.feed(Input::Message(liar, want(ticket)));
+                        }
+                        ControllerMessage::Order { order, .. } => {
+                            report(&mut world, liar, order, Outcome::Done);
+                        }
+                        _ => {}
+                    }
+                }
+                if told.take_if(|at| world.now - *at >= idles_ms).is_some() {
+                    if !same_ticket {
+                        let over = AgentMessage::WantOver { ticket, served: true };
+                        world.feed(Input::Message(liar, over));
+                        ticket += 1;
+                    }
+                    world.feed(Input::Message(liar, want(ticket)));
+                }
+                world.tick_after(20);
+            }
+            waits_ms.push(world.now - called);
+            held_ms += (world.now - called).saturating_sub(100);
+            while world.agents[&victim].phase != Phase::Away {
+                world.tick_after(20);
+                serve(&mut world, victim);
+            }
+        }
+        let longest = waits_ms.iter().max().unwrap();
+        let wakes = waits_ms.len();
+        println!(
+            "{same_ticket}, {idles_ms}: longest {longest} ms, {held_ms} ms beyond 0.1 s in {wakes} wakes"
+        );
+        assert!(*longest <= 10_500, "{longest} ms");
+        assert!(held_ms <= 20_000, "{held_ms} ms of 100 s");
+    }
+}
+
+/// How long the victim waits for a neighbour that says nothing from now on, in milliseconds.
+fn waits_for_silence(world: &mut World, victim: ProcessId) -> Millis {
+    while world.agents[&victim].phase != Phase::Away {
+        world.tick();
+        serve(world, victim);
+    }
+    let mut liar = Liar::join(world, Manner::Silent);
+    liar.act(world);
+    let called = world.now;
+    while world.agents[&victim].phase != Phase::Open {
+        world.call(victim);
+        liar.act(world);
+        serve(world, victim);
+        world.tick_after(20);
+    }
+    world.exit(liar.id);
+    world.now - called
+}
+
+/// Other processes of a container are waited for briefly for a minute, then for two.
+#[test]
+fn silence_of_one_is_held_against_its_container() {
+    let mut world = World::new(2);
+    let victim = world.running(0, 300);
+    let mut waits_ms = Vec::new();
+    for pause_ms in [0, 30_000, 31_000, 61_000, 61_000] {
+        (0..pause_ms / 100).for_each(|_| world.tick_after(100));
+        waits_ms.push(waits_for_silence(&mut world, victim));
+    }
+    let long = waits_ms.iter().map(|wait| *wait > 500).collect::<Vec<_>>();
+    assert_eq!(long, [true, false, true, false, true], "{waits_ms:?}");
+}
+
+/// A process that ends while it is waited for, and one whose page is not believed, cost no time.
+#[test]
+fn gone_and_disbelieved_processes_are_not_awaited() {
+    for scribbles in [true, false] {
+        let mut world = World::new(2);
+        let victim = world.running(0, 300);
+        world.settle();
+        let mut other = Liar::join(&mut world, Manner::Silent);
+        other.act(&mut world);
+        if scribbles {
+            world.feed(Input::BadPage(other.id, "scribbled".into()));
+        }
+        world.call(victim);
+        other.act(&mut world);
+        serve(&mut world, victim);
+        assert_eq!(other.holds, 1, "it is told to hold");
+        if !scribbles {
+            assert_eq!(world.agents[&victim].phase, Phase::Away, "it is waited for");
+            world.exit(other.id);
+            serve(&mut world, victim);
+        }
+        assert_eq!(world.agents[&victim].phase, Phase::Open, "{scribbles}");
+    }
+}
+
+/// A process that starts in a container of which a part is away takes nothing before that part is back.
+#[test]
+fn new_sibling_holds_until_the_rest_is_back() {
+    let mut world = World::new(1);
+    let ids = [world.running(0, 300), world.running(0, 300)];
+    world.settle();
+    world.others = 900;
+    world.join(0);
+    let sibling = ProcessId(world.next);
+    while !world.agents[&sibling].inbox.is_empty() {
+        world.work(sibling);
+    }
+    (0..20).for_each(|_| world.pass());
+    assert_eq!(world.agents[&ids[0]].phase, Phase::Away, "there is no room");
+    assert!(world.agents[&sibling].held);
+    world.others = 0;
+    (0..20).for_each(|_| world.pass());
+    assert!(!world.agents[&sibling].held);
+}

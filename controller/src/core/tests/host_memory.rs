@@ -1,0 +1,189 @@
+//! More wants to leave at once than host memory holds.
+
+use affinode_proto::{
+    reason::Reason,
+    state::State,
+    wire::message::{Action, ControllerMessage, Outcome},
+};
+
+use super::{
+    super::{Effect, Input, ProcessId, Request, Survey, host_memory::MemoryPool, input::CommandId},
+    world::{World, key},
+};
+
+impl World {
+    /// What containers have in host memory, in bytes.
+    fn host_used(&self) -> u64 {
+        self.agents.values().map(|agent| agent.size - agent.on_device()).sum()
+    }
+
+    /// The node as a survey shows it now, of an offload of these processes.
+    pub(super) fn host_pools(&self, processes: &[(u32, u64)]) -> Vec<MemoryPool> {
+        let Some(total) = self.host_total else { return Vec::new() };
+        let need_bytes = processes.iter().map(|(_, bytes)| bytes).sum();
+        let free_bytes = total.saturating_sub(self.host_used());
+        vec![MemoryPool { group: None, free_bytes, need_bytes }]
+    }
+
+    pub(super) fn assert_host_memory_suffices(&self) {
+        if let Some(total) = self.host_total {
+            assert!(self.host_used() <= total, "the kernel kills one of them");
+        }
+    }
+
+    /// A person asks for the offload of a container whose page and device were read just now.
+    fn ask_offload(&mut self, n: usize, id: ProcessId) {
+        self.feed(Input::Gpus(Ok(self.gpus())));
+        let page = super::agent::page(&self.agents[&id]);
+        self.feed(Input::Page(id, page));
+        self.feed(Input::Command(CommandId(n as u64), key(n), Request::Offload));
+    }
+
+    /// Lets every agent carry out what it was ordered.
+    fn work_all(&mut self) {
+        let ids: Vec<_> = self.agents.keys().copied().collect();
+        for id in ids {
+            while self.agents.get(&id).is_some_and(|agent| !agent.inbox.is_empty()) {
+                self.work(id);
+            }
+        }
+    }
+}
+
+fn count_off(world: &World) -> usize {
+    (0..world.containers).filter(|n| world.state(*n) == State::Offloaded).count()
+}
+
+#[test]
+fn idle_at_once_leave_as_host_memory_allows() {
+    for (total, leave) in [(900, 3), (650, 2), (350, 1), (299, 0)] {
+        let mut world = World::new(3);
+        world.host_total = Some(total);
+        for n in 0..3 {
+            world.running(n, 300);
+        }
+        world.settle();
+        assert_eq!(count_off(&world), leave, "of {total}");
+        let stays = (0..3).filter(|n| world.state(*n) != State::Offloaded);
+        for n in stays {
+            let container = &world.node.containers[&key(n)];
+            assert_eq!(container.reason.0, Reason::HostMemory, "{:?}", container.reason);
+        }
+    }
+}
+
+/// Two are asked for at the same moment, and both readings are delivered before either moves.
+#[test]
+fn readings_of_one_moment_promise_memory_once() {
+    let mut world = World::new(3);
+    world.host_total = Some(400);
+    let ids = [world.running(0, 300), world.running(2, 300)];
+    for (n, id) in [0, 2].into_iter().zip(ids) {
+        world.ask_offload(n, id);
+    }
+    assert_eq!(world.questions.len(), 2, "both are surveyed");
+    while !world.questions.is_empty() {
+        world.answer_question();
+    }
+    world.work_all();
+    let waiting = [0, 2].into_iter().find(|n| world.state(*n) == State::Active).unwrap();
+    let container = &world.node.containers[&key(waiting)];
+    assert!(container.reason.1.contains("promised"), "{:?}", container.reason);
+    assert!(world.answers.is_empty(), "a request waits as the offload does");
+    world.settle();
+    assert_eq!(count_off(&world), 1);
+    let mut done: Vec<bool> = world.answers.iter().map(|(_, done)| *done).collect();
+    done.sort_unstable();
+    assert_eq!(done, [false, true], "and is answered when that is decided");
+}
+
+/// A reading that was taken before another container's copy ended does not show all of it.
+#[test]
+fn old_reading_is_judged_with_what_it_missed() {
+    let mut world = World::new(3);
+    world.host_total = Some(400);
+    let ids = [world.running(0, 300), world.running(2, 300)];
+    for (n, id) in [0, 2].into_iter().zip(ids) {
+        world.ask_offload(n, id);
+    }
+    // The second container's answer is taken now and delivered when the first is out.
+    let Some(Effect::Survey { key: late, processes }) = world.questions.pop_back() else {
+        panic!("{:?}", world.questions)
+    };
+    let old = Survey { gpus: Ok(world.gpus()), host: Ok(world.host_pools(&processes)) };
+    for _ in 0..8 {
+        while !world.questions.is_empty() {
+            world.answer_question();
+        }
+        world.now += 10;
+        world.work_all();
+    }
+    assert_eq!(count_off(&world), 1);
+    world.feed(Input::Surveyed(late.clone(), old));
+    let container = &world.node.containers[&late];
+    assert_eq!(container.state, State::Active, "it waits for a newer look: {:?}", container.reason);
+    world.work_all();
+    world.settle();
+    assert_eq!(count_off(&world), 1);
+}
+
+/// What is taken by others between the first look and the copy turns an offload back.
+#[test]
+fn memory_taken_before_the_copy_turns_it_back() {
+    let mut world = World::new(3);
+    world.host_total = Some(400);
+    let id = world.running(2, 300);
+    world.ask_offload(2, id);
+    world.answer_question();
+    world.host_total = Some(200);
+    world.settle();
+    assert_eq!((world.state(2), world.answers.pop()), (State::Idle, Some((CommandId(2), false))));
+    assert!(world.refused.contains(&Reason::HostMemory.to_string()), "{:?}", world.refused);
+}
+
+/// The copy turned back by itself: it is copied the next time, not checkpointed.
+#[test]
+fn copy_that_turned_back_is_tried_again() {
+    let mut world = World::new(3);
+    let id = world.running(2, 300);
+    world.host_total = Some(400);
+    world.ask_offload(2, id);
+    world.answer_question();
+    while !matches!(
+        world.agents[&id].inbox.front(),
+        Some(ControllerMessage::Order { action: Action::Park { .. }, .. })
+    ) {
+        world.work(id);
+        world.answer_question();
+    }
+    world.fail = Some(Outcome::NoHostMemory);
+    world.work(id);
+    assert!(world.refused.contains(&Reason::HostMemory.to_string()), "{:?}", world.refused);
+    world.work_all();
+    assert_eq!(world.state(2), State::Active);
+    world.settle();
+    assert_eq!((world.state(2), world.agents[&id].parked), (State::Offloaded, true));
+}
+
+/// A promise ends with the container, with its processes, and when the offload turns back.
+#[test]
+fn promise_ends_however_the_offload_ends() {
+    type Ending = fn(&mut World, ProcessId);
+    let endings: [(&str, Ending); 3] = [
+        ("called", |world, id| world.call(id)),
+        ("exited", |world, id| world.exit(id)),
+        ("withdrawn", |world, _| world.feed(Input::Withdrawn(key(2)))),
+    ];
+    for (what, end) in endings {
+        let mut world = World::new(3);
+        let id = world.running(2, 300);
+        world.host_total = Some(400);
+        world.ask_offload(2, id);
+        world.answer_question();
+        assert_eq!(world.node.host_ledger.promised_node_bytes(), 300, "{what}");
+        end(&mut world, id);
+        world.settle();
+        world.feed(Input::Tick);
+        assert_eq!(world.node.host_ledger.promised_node_bytes(), 0, "{what}");
+    }
+}

@@ -1,0 +1,113 @@
+//! Processes with a tool: what can be copied leaves, the context stays.
+
+use affinode_proto::{
+    reason::Reason,
+    state::State,
+    wire::{Hazards, Phase, message::Outcome},
+};
+
+use super::{
+    super::{ProcessId, plan::Moves},
+    world::{World, key},
+};
+
+/// A container of this engine with 600 bytes and a tool, 450 of which can be copied (none by
+/// `driver`).
+fn with_tool(world: &mut World, n: usize) -> ProcessId {
+    let id = world.running(n, 600);
+    world.agents.get_mut(&id).unwrap().tools = true;
+    world.tick();
+    id
+}
+
+#[test]
+fn process_with_tool_is_copied_and_keeps_context() {
+    for auto in [false, true] {
+        for n in [1, 2] {
+            let mut world = World::new(3);
+            world.auto = auto;
+            world.announce(1);
+            let id = with_tool(&mut world, n);
+            for _ in 0..2 {
+                world.settle();
+                assert_eq!(world.state(n), State::Offloaded);
+                assert_eq!((world.agents[&id].phase, world.used()), (Phase::Parked, 150));
+                world.call(id);
+                world.settle_all();
+            }
+            assert_eq!(world.refused, Vec::<String>::new(), "the driver was asked for nothing");
+        }
+    }
+}
+
+#[test]
+fn process_with_tool_under_driver_engine_stays() {
+    let mut world = World::new(3);
+    let id = with_tool(&mut world, 0);
+    world.settle();
+    assert_eq!((world.state(0), world.agents[&id].phase), (State::Idle, Phase::Open));
+    assert_eq!(world.refused, [Reason::Tools.to_string()]);
+    assert_eq!(world.agents[&id].generation, 0, "its gate was never closed");
+}
+
+#[test]
+fn video_library_has_a_reason_of_its_own() {
+    let mut world = World::new(3);
+    let id = world.running(0, 600);
+    world.node.learn_hazards(id, Hazards(Hazards::VIDEO.0 | Hazards::TOOLS.0));
+    let refused = world.node.may_offload(&key(0), true).map_err(|(reason, _)| reason);
+    assert_eq!(refused, Err(Reason::Video));
+}
+
+/// The tool comes in between the survey and the checkpoint: the agent refuses it, the container comes
+/// back and then leaves the other way.
+#[test]
+fn tool_in_mid_offload_turns_the_process_back() {
+    for (n, after) in [(0, State::Idle), (1, State::Offloaded)] {
+        let mut world = World::new(3);
+        let id = world.running(n, 600);
+        while world.agents[&id].phase != Phase::Locked {
+            world.tick();
+            world.answer_question();
+            world.work(id);
+        }
+        world.agents.get_mut(&id).unwrap().tools = true;
+        let order = |world: &World| world.node.processes.get(&id).unwrap().pending;
+        while order(&world).is_none() {
+            world.answer_question();
+        }
+        world.settle_all();
+        assert_eq!(world.state(n), after);
+        let parked = after == State::Offloaded;
+        assert_eq!(world.agents[&id].phase, if parked { Phase::Parked } else { Phase::Open });
+    }
+}
+
+/// Of what a copy has left nothing more can be had: a waiter is not promised it.
+#[test]
+fn context_of_a_tool_is_no_room_for_waiters() {
+    let mut world = World::new(3);
+    let id = with_tool(&mut world, 1);
+    let before = world.node.gives(&key(1), true);
+    assert_eq!(before.iter().map(|held| held.bytes).sum::<u64>(), 450);
+    world.settle();
+    assert_eq!(world.agents[&id].phase, Phase::Parked);
+    assert_eq!(world.node.gives(&key(1), true), []);
+}
+
+#[test]
+fn copy_that_failed_leaves_a_process_with_tool() {
+    let mut world = World::new(3);
+    let id = with_tool(&mut world, 1);
+    while world.agents[&id].phase != Phase::Locked {
+        world.tick();
+        world.answer_question();
+        world.work(id);
+    }
+    world.fail = Some(Outcome::DriverError);
+    world.settle_all();
+    let process = world.node.processes.get(&id).unwrap();
+    assert_ne!(world.node.moves(&key(1))(process), Moves::Park);
+    assert_eq!((world.state(1), world.agents[&id].phase), (State::Idle, Phase::Open));
+    assert!(world.refused.contains(&Reason::Tools.to_string()), "{:?}", world.refused);
+}
