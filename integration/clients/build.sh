@@ -19,6 +19,7 @@ build() { # NAME SOURCE... [FLAG...]
 }
 
 (cd "$src" && $cc $flags -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$stub/libcuda.so.1" stub.c)
+(cd "$src" && $cc $flags -DSTUB -shared -fPIC -Wl,-soname,libnvidia-ml.so.1 -o "$stub/libnvidia-ml.so.1" nvml.c)
 
 build linked main_worker.c worker.c client.c load_linked.c "$stub/libcuda.so.1" -lpthread
 build dlopen_dlsym main_worker.c worker.c client.c load_dlsym.c -ldl -lpthread
@@ -29,12 +30,19 @@ build fork_then_use fork_then_use.c worker.c client.c load_dlsym.c -ldl -lpthrea
 build threads threads.c client.c load_dlsym.c -ldl -lpthread
 build crashers crashers.c client.c load_dlsym.c -ldl
 build hazards hazards.c client.c load_dlsym.c -ldl -lpthread
+build exits exits.c client.c load_dlsym.c -ldl
+build hidden hidden.c client.c load_dlsym.c -ldl -lpthread
 build checkpoint checkpoint.c client.c -ldl
+build nvml nvml.c client.c load_dlsym.c -ldl -lpthread
+build nvml_linked nvml.c client.c load_dlsym.c -DLINKED "$stub/libnvidia-ml.so.1" -ldl -lpthread
 build nvidia-smi nvidia_smi.c -ldl
 build api_check api_check.c client.c load_dlsym.c -ldl -lpthread
 build segments segments.c client.c load_dlsym.c -ldl
 build pools pools.c client.c load_dlsym.c -ldl
 build ipc ipc.c client.c load_dlsym.c -ldl
+build runtime runtime.c client.c load_proc_address.c -DVERSION=2 -ldl -lpthread
+build tools tools.c client.c load_dlsym.c -Wl,-rpath,'$ORIGIN' -ldl -lpthread
+build libcupti.so.12 cupti.c -shared -fPIC -Wl,-soname,libcupti.so.12 -ldl -lpthread
 build limiter.so limiter.c -shared -fPIC -fvisibility=hidden -ldl -lpthread
 build memory_check memory_check.c client.c load_dlsym.c -ldl -lpthread
 cp "$src/ctypes_worker.py" "$out/.ctypes_worker.py.new"

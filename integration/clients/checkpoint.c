@@ -1,9 +1,9 @@
 /* The driver's checkpoint calls from a shell.
  *
- *   checkpoint PID [lock[=TIMEOUT_MS] | checkpoint | restore[=swap] | unlock | state | thread]...
+ *   checkpoint PID [lock[=TIMEOUT_MS] | checkpoint | restore[=swap] | unlock | state | thread | announce]...
  *
  * PID 0 is the program itself, after cuInit. restore=swap moves the process from GPU 0 to 1 and back,
- * restore=partial gives a map of one GPU only. One line of JSON per call; goes on after a failure; exit status 0 when
+ * restore=partial gives a map of one GPU only. announce is a line and nothing else: the call after it begins now. One line of JSON per call; goes on after a failure; exit status 0 when
  * every call succeeded. */
 #include "client.h"
 
@@ -92,6 +92,8 @@ int main(int argc, char **argv)
         } else if (strcmp(command, "state") == 0) {
             CUresult (*call)(int, int *) = function("cuCheckpointProcessGetState");
             result = call(pid, &value);
+        } else if (strcmp(command, "announce") == 0) {
+            result = 0;
         } else if (strcmp(command, "thread") == 0) {
             CUresult (*call)(int, int *) = function("cuCheckpointProcessGetRestoreThreadId");
             result = call(pid, &value);

@@ -37,7 +37,20 @@ static const char PTX[] =
     "DONE:\n"                                                                                                         \
     "  ret;\n"                                                                                                        \
     "}\n"
-#define REGISTERS "{\n  .reg .pred %p<2>;\n  .reg .b32 %r<7>;\n  .reg .b64 %rd<7>;\n"
+#define REGISTERS "{\n  .reg .pred %p<2>;\n  .reg .b32 %r<8>;\n  .reg .b64 %rd<10>;\n"
+/* pattern() of the seed in r1 and the index in rd3, to r6. */
+#define PATTERN                                                                                                       \
+    "  add.u64 %rd7, %rd3, 1;\n"                                                                                      \
+    "  mul.lo.u64 %rd7, %rd7, 0x9e3779b97f4a7c15;\n"                                                                  \
+    "  cvt.u64.u32 %rd8, %r1;\n"                                                                                      \
+    "  add.u64 %rd7, %rd7, %rd8;\n"                                                                                   \
+    "  shr.u64 %rd8, %rd7, 30;\n"                                                                                     \
+    "  xor.b64 %rd7, %rd7, %rd8;\n"                                                                                   \
+    "  mul.lo.u64 %rd7, %rd7, 0xbf58476d1ce4e5b9;\n"                                                                  \
+    "  shr.u64 %rd8, %rd7, 27;\n"                                                                                     \
+    "  xor.b64 %rd7, %rd7, %rd8;\n"                                                                                   \
+    "  shr.u64 %rd7, %rd7, 16;\n"                                                                                     \
+    "  cvt.u32.u64 %r6, %rd7;\n"
     ".visible .entry fill_u32(.param .u64 p0, .param .u64 p1, .param .u32 p2)\n"
     REGISTERS INDEX
     "  st.global.u32 [%rd6], %r1;\n"
@@ -59,7 +72,26 @@ static const char PTX[] =
     "  setp.lt.u64 %p1, %rd2, %rd1;\n"
     "  @%p1 bra LOOP;\n"
     "  ret;\n"
-    "}\n";
+    "}\n"
+    ".visible .entry pattern_u32(.param .u64 p0, .param .u64 p1, .param .u32 p2)\n"
+    REGISTERS INDEX PATTERN
+    "  st.global.u32 [%rd6], %r6;\n"
+    NEXT
+    ".visible .entry check_u32(.param .u64 p0, .param .u64 p1, .param .u32 p2, .param .u32 p3, .param .u32 p4,\n"
+    "  .param .u64 p5)\n"
+    REGISTERS INDEX PATTERN
+    "  ld.param.u32 %r7, [p3];\n"
+    "  mul.lo.u32 %r6, %r6, %r7;\n"
+    "  ld.param.u32 %r7, [p4];\n"
+    "  add.u32 %r6, %r6, %r7;\n"
+    "  ld.global.u32 %r7, [%rd6];\n"
+    "  setp.eq.u32 %p1, %r6, %r7;\n"
+    "  @%p1 bra RIGHT;\n"
+    "  ld.param.u64 %rd9, [p5];\n"
+    "  cvta.to.global.u64 %rd9, %rd9;\n"
+    "  red.global.add.u64 [%rd9], 1;\n"
+    "RIGHT:\n"
+    NEXT;
 
 #define CHUNK_WORDS (1u << 20)
 
@@ -80,6 +112,8 @@ CUresult client_open(struct client *client, int ordinal)
     TRY(cuda->module_load(&client->module, PTX));
     TRY(cuda->module_function(&client->fill, client->module, "fill_u32"));
     TRY(cuda->module_function(&client->add, client->module, "add_u32"));
+    TRY(cuda->module_function(&client->pattern, client->module, "pattern_u32"));
+    TRY(cuda->module_function(&client->check, client->module, "check_u32"));
     return cuda->module_function(&client->spin, client->module, "spin_ms");
 }
 
@@ -106,6 +140,29 @@ CUresult client_write(struct client *client, uint32_t seed)
     }
     free(chunk);
     return result;
+}
+
+CUresult client_pattern(struct client *client, CUdeviceptr at, size_t words, uint32_t seed)
+{
+    uint64_t address = at, count = words;
+    void *parameters[] = {&address, &count, &seed};
+    return client->cuda.launch(client->pattern, 128, 1, 1, 256, 1, 1, 0, NULL, parameters, NULL);
+}
+
+CUresult client_check(struct client *client, CUdeviceptr at, size_t words, struct content content, uint64_t *wrong)
+{
+    /* The kernel counts in the last two words, which are compared here: it needs no memory beside. */
+    uint64_t address = at, count = words - 2, counter = at + count * 4, counted = 0;
+    uint32_t last[2];
+    void *parameters[] = {&address, &count, &content.seed, &content.scale, &content.add, &counter};
+    TRY(client->cuda.copy_out(last, counter, sizeof last));
+    for (int i = 0; i < 2; i++)
+        *wrong += last[i] != pattern(content.seed, count + i) * content.scale + content.add;
+    TRY(client->cuda.copy_in(counter, &counted, sizeof counted));
+    TRY(client->cuda.launch(client->check, 128, 1, 1, 256, 1, 1, 0, NULL, parameters, NULL));
+    TRY(client->cuda.copy_out(&counted, counter, sizeof counted));
+    *wrong += counted;
+    return client->cuda.copy_in(counter, last, sizeof last);
 }
 
 CUresult client_touch(struct client *client)

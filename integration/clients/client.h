@@ -30,7 +30,7 @@ struct client {
     CUdevice device;
     CUcontext context;
     CUmodule module;
-    CUfunction fill, add, spin;
+    CUfunction fill, add, spin, pattern, check;
     CUdeviceptr memory;
     size_t words;
     uint32_t seed;
@@ -51,6 +51,16 @@ CUresult client_touch(struct client *client);
 CUresult client_spin(struct client *client, unsigned ms);
 /* Reads everything back: the number of wrong words, and a checksum of all. */
 CUresult client_verify(struct client *client, uint64_t *wrong, uint64_t *checksum);
+
+/* What words hold: the pattern of the seed at each index, times scale, plus add. */
+struct content {
+    uint32_t seed, scale, add;
+};
+
+/* Fills words by seed with a kernel, each by its place, as client_write does; does not wait. */
+CUresult client_pattern(struct client *client, CUdeviceptr at, size_t words, uint32_t seed);
+/* Reads all words with a kernel and adds to wrong how many are not so. Waits. */
+CUresult client_check(struct client *client, CUdeviceptr at, size_t words, struct content content, uint64_t *wrong);
 
 /* CLOCK_MONOTONIC in microseconds, in nanoseconds. */
 uint64_t now_us(void);

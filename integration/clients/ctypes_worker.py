@@ -4,6 +4,7 @@
     ctypes_worker.py [--mib N] [--seed S] [--script "touch;sleep 2000;verify"]
 
 Commands and answers as in worker.c: verify, touch, sync, meminfo, spin MS, sleep MS, exec-info, quit.
+And of NVML: nvml-init, nvml (the memory of the first device).
 """
 
 import argparse
@@ -111,6 +112,14 @@ class Worker:
             free, total = ctypes.c_size_t(), ctypes.c_size_t()
             result = self.cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
             return result, {"free_bytes": free.value, "total_bytes": total.value}
+        if command == "nvml-init":
+            self.nvml, self.device = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
+            result = self.nvml.nvmlInit_v2()
+            return result or self.nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self.device)), {}
+        if command == "nvml":
+            memory = (ctypes.c_uint64 * 3)()
+            result = self.nvml.nvmlDeviceGetMemoryInfo(self.device, memory)
+            return result, {"total_bytes": memory[0], "free_bytes": memory[1]}
         if command == "exec-info":
             return 0, {"pid": os.getpid(), "uid": os.getuid(), "program": "ctypes_worker.py"}
         if command == "verify":

@@ -11,15 +11,19 @@
  *
  * result is the CUresult, elapsed_us the time of the call, at_us CLOCK_MONOTONIC.
  *
- *   verify          read all back and compare: "ok", "wrong", "checksum"
+ *   verify          read all of every allocation and compare: "ok", "wrong", "bytes" compared, "checksum"; the first
+ *                   on the host, the others with a kernel
+ *   check           the same with kernels alone, which on a GPU takes a second for 60 GiB; no "checksum"
  *   touch           add 1 to every word with a kernel (verify knows), do not wait
  *   sync            cuCtxSynchronize
  *   streamsync, streamquery, eventsync, eventquery     on an own stream, and an event recorded on it
  *   record          cuEventRecord of that event
  *   streamcreate    cuStreamCreate
  *   meminfo         cuMemGetInfo: "free_bytes", "total_bytes"
- *   alloc N [V]     N MiB more, every word of them V (default: one that is not 0; verify samples them); free: the last
+ *   alloc N [V]     N MiB more, filled with a pattern in which each word depends on its place, or with V in every
+ *                   word; with - as V neither filled nor verified; free: the last
  *   set N V         every word of the Nth of them, counted from 0, is V from now on
+ *   poke OFFSET [N] another byte there, in the first allocation or in the Nth of the others; verify does not know
  *   spin MS         a kernel of so long, do not wait
  *   managed         1 MiB of managed memory
  *   stray           one bit of host memory that its content is parked in is changed
@@ -54,7 +58,8 @@ static CUstream stream;
 static CUevent event;
 static CUdeviceptr allocations[MAX_ALLOCATIONS];
 static size_t allocation_words[MAX_ALLOCATIONS];
-static uint32_t allocation_values[MAX_ALLOCATIONS];
+static struct content allocation_contents[MAX_ALLOCATIONS];
+static int allocation_is_filled[MAX_ALLOCATIONS];
 static int allocation_count;
 static const char *program;
 
@@ -70,8 +75,10 @@ static CUresult set_all(unsigned index, const char *value)
 {
     if (value == NULL || index >= (unsigned)allocation_count)
         return 1;
-    allocation_values[index] = (uint32_t)strtoul(value, NULL, 10);
-    void *parameters[] = {&allocations[index], &allocation_words[index], &allocation_values[index]};
+    struct content *content = &allocation_contents[index];
+    *content = (struct content){.add = (uint32_t)strtoul(value, NULL, 10)};
+    allocation_is_filled[index] = 1;
+    void *parameters[] = {&allocations[index], &allocation_words[index], &content->add};
     return client.cuda.launch(client.fill, 128, 1, 1, 256, 1, 1, 0, NULL, parameters, NULL);
 }
 
@@ -83,23 +90,23 @@ static CUresult alloc_more(size_t mib, const char *value)
     TRY(client.cuda.mem_alloc(&allocations[index], mib << 20));
     allocation_count++;
     allocation_words[index] = mib << 18;
-    char usual[16];
-    snprintf(usual, sizeof usual, "%u", 0x5eed0000u + (unsigned)index);
-    return set_all((unsigned)index, value ? value : usual);
+    allocation_is_filled[index] = 0;
+    if (value != NULL)
+        return strcmp(value, "-") == 0 ? 0 : set_all((unsigned)index, value);
+    allocation_contents[index] = (struct content){.seed = 0x5eed0000u + (unsigned)index, .scale = 1};
+    allocation_is_filled[index] = 1;
+    return client_pattern(&client, allocations[index], allocation_words[index], allocation_contents[index].seed);
 }
 
-/* How many of some words of each, in every half MiB, are not what they should be. */
-static CUresult verify_more(uint64_t *wrong)
+/* How many words of all that were filled are not what they should be. */
+static CUresult verify_more(uint64_t *wrong, uint64_t *bytes)
 {
-    enum { EVERY_WORDS = 1 << 17, SOME_WORDS = 1024 };
-    static uint32_t words[SOME_WORDS];
-    for (int index = 0; index < allocation_count; index++)
-        for (size_t part = 0; part < allocation_words[index] / EVERY_WORDS; part++) {
-            size_t at = part * EVERY_WORDS + part * 7 * SOME_WORDS % (EVERY_WORDS - SOME_WORDS);
-            TRY(client.cuda.copy_out(words, allocations[index] + at * 4, sizeof words));
-            for (int i = 0; i < SOME_WORDS; i++)
-                *wrong += words[i] != allocation_values[index];
-        }
+    for (int index = 0; index < allocation_count; index++) {
+        if (!allocation_is_filled[index])
+            continue;
+        TRY(client_check(&client, allocations[index], allocation_words[index], allocation_contents[index], wrong));
+        *bytes += allocation_words[index] * 4;
+    }
     return 0;
 }
 
@@ -142,13 +149,25 @@ static CUresult peer_access(void)
 
 static void verify(const char *command)
 {
-    uint64_t wrong = 0, checksum = 0, start = now_us();
+    uint64_t wrong = 0, checksum = 0, bytes = client.words * 4, start = now_us();
     CUresult result = client_verify(&client, &wrong, &checksum);
     if (result == 0)
-        result = verify_more(&wrong);
-    answer(command, result, now_us() - start, "\"ok\":%s,\"wrong\":%llu,\"checksum\":\"%016llx\",\"touches\":%u",
-           result == 0 && wrong == 0 ? "true" : "false", (unsigned long long)wrong, (unsigned long long)checksum,
-           client.touches);
+        result = verify_more(&wrong, &bytes);
+    answer(command, result, now_us() - start,
+           "\"ok\":%s,\"wrong\":%llu,\"bytes\":%llu,\"checksum\":\"%016llx\",\"touches\":%u",
+           result == 0 && wrong == 0 ? "true" : "false", (unsigned long long)wrong, (unsigned long long)bytes,
+           (unsigned long long)checksum, client.touches);
+}
+
+static void check(const char *command)
+{
+    uint64_t wrong = 0, bytes = client.words * 4, start = now_us();
+    struct content content = {.seed = client.seed, .scale = 1, .add = client.touches};
+    CUresult result = client_check(&client, client.memory, client.words, content, &wrong);
+    if (result == 0)
+        result = verify_more(&wrong, &bytes);
+    answer(command, result, now_us() - start, "\"ok\":%s,\"wrong\":%llu,\"bytes\":%llu",
+           result == 0 && wrong == 0 ? "true" : "false", (unsigned long long)wrong, (unsigned long long)bytes);
 }
 
 static void meminfo(const char *command)
@@ -230,13 +249,17 @@ static void exec_info(const char *command)
            (int)getpid(), (int)getuid(), name, version, program);
 }
 
-/* Another byte at an offset of the memory. */
-static CUresult poke(size_t offset)
+/* Another byte at an offset of the memory, or of the Nth allocation that came later. */
+static CUresult poke(size_t offset, const char *which)
 {
     unsigned char byte = 0;
-    CUresult result = client.cuda.copy_out(&byte, client.memory + offset, 1);
+    unsigned index = which ? (unsigned)strtoul(which, NULL, 10) : 0;
+    if (which != NULL && index >= (unsigned)allocation_count)
+        return 1;
+    CUdeviceptr at = (which != NULL ? allocations[index] : client.memory) + offset;
+    CUresult result = client.cuda.copy_out(&byte, at, 1);
     byte ^= 1;
-    return result != 0 ? result : client.cuda.copy_in(client.memory + offset, &byte, 1);
+    return result != 0 ? result : client.cuda.copy_in(at, &byte, 1);
 }
 
 /* 0: the program is to end. */
@@ -281,7 +304,7 @@ static int obey(char *line)
     if (strcmp(command, "spin") == 0)
         TIMED(client_spin(&client, number));
     if (strcmp(command, "poke") == 0)
-        TIMED(poke(number));
+        TIMED(poke(number, strtok_r(NULL, " \t\r\n", &save)));
     if (strcmp(command, "stray") == 0)
         TIMED(stray());
     if (strcmp(command, "managed") == 0)
@@ -300,6 +323,8 @@ static int obey(char *line)
         polled(command);
     else if (strcmp(command, "verify") == 0)
         verify(command);
+    else if (strcmp(command, "check") == 0)
+        check(command);
     else if (strcmp(command, "meminfo") == 0)
         meminfo(command);
     else if (strcmp(command, "fork") == 0)

@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
+use std::mem::ManuallyDrop;
 
 use affinode_sim_protocol::Request;
 
@@ -61,28 +62,31 @@ impl Drop for ThreadStreams {
 }
 
 thread_local! {
-    static STACK: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+    // Never dropped: exit handlers call the driver after the main thread's destructors have run.
+    static STACK: ManuallyDrop<RefCell<Vec<u64>>> =
+        const { ManuallyDrop::new(RefCell::new(Vec::new())) };
     static STREAMS: RefCell<ThreadStreams> = const { RefCell::new(ThreadStreams(BTreeMap::new())) };
 }
 
 /// The context on top of this thread's stack, whether it still exists or not.
 pub fn top() -> Option<u64> {
-    STACK.with_borrow(|stack| stack.last().copied())
+    STACK.with(|stack| stack.borrow().last().copied())
 }
 
 /// `cuCtxPushCurrent`
 pub fn push(context: u64) {
-    STACK.with_borrow_mut(|stack| stack.push(context));
+    STACK.with(|stack| stack.borrow_mut().push(context));
 }
 
 /// `cuCtxPopCurrent`
 pub fn pop() -> Outcome<u64> {
-    STACK.with_borrow_mut(Vec::pop).ok_or(INVALID_CONTEXT)
+    STACK.with(|stack| stack.borrow_mut().pop()).ok_or(INVALID_CONTEXT)
 }
 
 /// `cuCtxSetCurrent`; `None` unbinds.
 pub fn set(context: Option<u64>) {
-    STACK.with_borrow_mut(|stack| {
+    STACK.with(|stack| {
+        let mut stack = stack.borrow_mut();
         stack.pop();
         stack.extend(context);
     });
@@ -206,7 +210,7 @@ impl Driver {
         for object in freed {
             self.link.tell(&Request::Free { object })?;
         }
-        STACK.with_borrow_mut(|stack| stack.retain(|top| *top != id));
+        STACK.with(|stack| stack.borrow_mut().retain(|top| *top != id));
         self.link.tell(&Request::DestroyContext { gpu: self.gpu(context.device)? })
     }
 
@@ -217,8 +221,11 @@ impl Driver {
             (STREAM_PER_THREAD, _) | (0, Default0::PerThread) => {
                 let context = self.current()?.context;
                 let create = || self.streams.create(context, StreamKind::Blocking);
-                Ok(STREAMS
-                    .with_borrow_mut(|streams| *streams.0.entry(context).or_insert_with(create)))
+                let known = STREAMS.try_with(|streams| {
+                    *streams.borrow_mut().0.entry(context).or_insert_with(create)
+                });
+                // The thread ends: a stream for this one call.
+                Ok(known.unwrap_or_else(|_| create()))
             }
             _ => {
                 let id = number(Kind::Stream, stream)?;

@@ -44,9 +44,12 @@ fn obey(driver: &'static Driver, packet: &Packet) {
                     .and_then(|memory| driver.memory().refill(object, &memory)),
             ),
             Order::Resume { gpu_map } => {
-                driver.resume(&gpu_map);
-                driver.gate.back();
-                Report::default()
+                let outcome = driver.tools.resume();
+                if outcome.is_ok() {
+                    driver.resume(&gpu_map);
+                    driver.gate.back();
+                }
+                plain(outcome)
             }
             Order::Unlock => {
                 driver.gate.open();
@@ -82,7 +85,12 @@ fn save(driver: &Driver, extra_bytes: u64) -> Report {
     match memory.save(extra_bytes as usize) {
         Ok(shared_memory) => {
             driver.gate.leave();
-            let restore_code = if peer_access { code::INVALID_VALUE } else { shared_memory };
+            let of_tools = driver.tools.save();
+            let restore_code = match (peer_access, of_tools) {
+                (true, _) => code::INVALID_VALUE,
+                (false, 0) => shared_memory,
+                (false, of_tools) => of_tools,
+            };
             Report { code: 0, restore_code }
         }
         Err(code) => Report { code, restore_code: 0 },

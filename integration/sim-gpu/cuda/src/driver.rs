@@ -20,6 +20,7 @@ use crate::modules::Modules;
 use crate::pools::Pools;
 use crate::stats::Stats;
 use crate::streams::Streams;
+use crate::tables::Tools;
 
 /// Everything that the driver knows in this process. Lives until the process ends.
 pub struct Driver {
@@ -31,6 +32,8 @@ pub struct Driver {
     pub streams: Streams,
     /// Kernel time.
     pub stats: Stats,
+    /// What has the private tables.
+    pub tools: Tools,
     gpus: Vec<GpuInfo>,
     /// GPU behind each device ordinal: CUDA_VISIBLE_DEVICES, and moves by a restore.
     ordinals: Mutex<Vec<usize>>,
@@ -80,6 +83,7 @@ pub fn init() -> Outcome<&'static Driver> {
         link,
         streams: Streams::new(),
         stats: Stats::new(&page)?,
+        tools: Tools::default(),
         gpus,
         ordinals: Mutex::new(ordinals),
         contexts: Mutex::default(),

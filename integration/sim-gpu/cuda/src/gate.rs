@@ -11,7 +11,7 @@
 //! | --- | --- | --- |
 //! | `Work`: launches, copies, memory, stream create, event record | waits for Running | waits for Running |
 //! | `Sync`: the five that synchronise or query | waits for Running | **SIGSEGV**, as the real driver does |
-//! | `MemInfo` | waits for Running | error 304 |
+//! | `MemInfo`: `cuMemGetInfo`, `cuDeviceGetName` | waits for Running | error 304 |
 //! | `Instant`: attributes, current context | answers | answers |
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -28,7 +28,7 @@ pub enum Class {
     Work,
     /// Looks at GPU state that is not there while away.
     Sync,
-    /// `cuMemGetInfo`.
+    /// `cuMemGetInfo`, `cuDeviceGetName`.
     MemInfo,
 }
 
@@ -112,6 +112,18 @@ impl Gate {
     /// The contents are off the GPU.
     pub fn leave(&self) {
         self.lock().phase = Phase::Away;
+    }
+
+    /// Looks at the context without waiting for a lock: the application dies if it is away.
+    pub fn look(&self) {
+        if self.is_away() {
+            segfault();
+        }
+    }
+
+    /// Whether the contents are off the GPU.
+    pub fn is_away(&self) -> bool {
+        self.lock().phase == Phase::Away
     }
 
     /// The contents are back.

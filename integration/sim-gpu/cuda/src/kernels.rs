@@ -4,6 +4,8 @@
 //! | --- | --- | --- |
 //! | `fill_u32` | `u64 pointer, u64 count, u32 value` | sets every word |
 //! | `add_u32` | `u64 pointer, u64 count, u32 increment` | adds to every word |
+//! | `pattern_u32` | `u64 pointer, u64 count, u32 seed` | sets every word by its place |
+//! | `check_u32` | `u64 pointer, u64 count, u32 seed, u32 scale, u32 add, u64 counter` | counts words that are not that pattern times scale plus add |
 //! | `spin_ms` | `u32 milliseconds` | keeps the stream busy |
 //! | `affinode_digest` | `u64 table, u32 many` | see [`crate::digest`] |
 //!
@@ -21,6 +23,8 @@ use crate::pieces::each_word;
 pub enum Kernel {
     FillU32,
     AddU32,
+    PatternU32,
+    CheckU32,
     SpinMs,
     Digest,
 }
@@ -30,6 +34,8 @@ pub enum Kernel {
 pub enum Call {
     Fill { pointer: u64, count: u64, value: u32 },
     Add { pointer: u64, count: u64, increment: u32 },
+    Pattern { pointer: u64, count: u64, seed: u32 },
+    Check { pointer: u64, count: u64, seed: u32, scale: u32, add: u32, counter: u64 },
     Spin { ms: u32 },
     Digest { table: u64, many: u32 },
 }
@@ -49,6 +55,8 @@ impl Kernel {
         match name {
             "fill_u32" => Ok(Self::FillU32),
             "add_u32" => Ok(Self::AddU32),
+            "pattern_u32" => Ok(Self::PatternU32),
+            "check_u32" => Ok(Self::CheckU32),
             "spin_ms" => Ok(Self::SpinMs),
             "affinode_digest" => Ok(Self::Digest),
             _ => Err(NOT_FOUND),
@@ -67,6 +75,19 @@ impl Kernel {
                 pointer: arguments.read(0, 0)?,
                 count: arguments.read(1, 8)?,
                 increment: arguments.read(2, 16)?,
+            },
+            Self::PatternU32 => Call::Pattern {
+                pointer: arguments.read(0, 0)?,
+                count: arguments.read(1, 8)?,
+                seed: arguments.read(2, 16)?,
+            },
+            Self::CheckU32 => Call::Check {
+                pointer: arguments.read(0, 0)?,
+                count: arguments.read(1, 8)?,
+                seed: arguments.read(2, 16)?,
+                scale: arguments.read(3, 20)?,
+                add: arguments.read(4, 24)?,
+                counter: arguments.read(5, 32)?,
             },
             Self::SpinMs => Call::Spin { ms: arguments.read(0, 0)? },
             Self::Digest => {
@@ -108,11 +129,37 @@ impl Call {
                     u32::from_ne_bytes(word).wrapping_add(increment).to_ne_bytes()
                 });
             }
+            Self::Pattern { pointer, count, seed } => {
+                let mut index = 0;
+                each_word::<4>(&words(pointer, count)?, |_| {
+                    index += 1;
+                    pattern(seed, index).to_ne_bytes()
+                });
+            }
+            Self::Check { pointer, count, seed, scale, add, counter } => {
+                let (mut index, mut wrong) = (0, 0_u64);
+                each_word::<4>(&words(pointer, count)?, |word| {
+                    index += 1;
+                    let wanted = pattern(seed, index).wrapping_mul(scale).wrapping_add(add);
+                    wrong += u64::from(u32::from_ne_bytes(word) != wanted);
+                    word
+                });
+                each_word::<8>(&words(counter, 2)?, |before| {
+                    u64::from_ne_bytes(before).wrapping_add(wrong).to_ne_bytes()
+                });
+            }
             Self::Spin { ms } => std::thread::sleep(Duration::from_millis(ms.into())),
             Self::Digest { table, many } => digest::run(driver, table, many)?,
         }
         Ok(())
     }
+}
+
+/// The pattern of `integration/clients/client.c`, at an index that counts from 1.
+fn pattern(seed: u32, index: u64) -> u32 {
+    let x = index.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(seed.into());
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    ((x ^ (x >> 27)) >> 16) as u32
 }
 
 /// The names after `.entry` in a PTX text; `None` when the image is none.

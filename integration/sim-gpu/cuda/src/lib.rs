@@ -10,13 +10,14 @@
 //!   memory), peer access, pinned memory.
 //! - The checkpoint calls with their states and what goes wrong with them; see [`gate`].
 //! - `cuGetProcAddress` of both signatures, per-thread default stream variants (`_ptds`, `_ptsz`).
+//! - The driver's private tables, of the runtime's kind and of tools'; see [`tables`].
 //! - A bus that fails: of the asynchronous copies of 1 MiB and more to the device, the one whose number is
 //!   in `AFFINODE_SIM_SPOIL_COPY` leaves something else there, without an error.
 //!
 //! # What is not
 //!
-//! Real kernels, graphs, textures, arrays, 2D and 3D copies, memory pools with attributes, the runtime's private
-//! export tables (so the CUDA runtime library does not run on it), MPS, MIG, ECC, clocks, speeds.
+//! Real kernels, graphs, textures, arrays, 2D and 3D copies, memory pools with attributes, most of
+//! the runtime's private tables (so the CUDA runtime library does not run on it), MPS, MIG, ECC, clocks, speeds.
 //! A checkpoint of memory opened by legacy IPC is taken to end like one of imported VMM memory: lost.
 //!
 //! # How it is built
@@ -31,6 +32,7 @@
 //! | --- | --- |
 //! | [`api`] | the exported functions, each with its class, in one list per subject |
 //! | [`gate`] | what a call does while the process is locked or away |
+//! | [`hidden`] | a function that no hook finds |
 //! | [`driver`] | the one instance per process, `cuInit`, fork |
 //! | [`contexts`], [`memory`], [`host`], [`streams`], [`modules`] | state of the application's objects |
 //! | [`pages`], [`pieces`], [`kernels`] | mappings, and the work done on them |
@@ -49,6 +51,7 @@ mod control;
 mod digest;
 mod driver;
 mod gate;
+mod hidden;
 mod host;
 mod kernels;
 mod link;
@@ -59,3 +62,4 @@ mod pieces;
 mod pools;
 mod stats;
 mod streams;
+mod tables;

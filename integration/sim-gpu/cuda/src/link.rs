@@ -10,6 +10,7 @@ use affinode_sim_protocol::{
 };
 
 use crate::abi::{NO_DEVICE, NOT_INITIALIZED, Outcome, UNKNOWN};
+use crate::driver::check_ending;
 
 /// The connection of this process.
 #[derive(Debug)]
@@ -79,6 +80,7 @@ impl Link {
 
 /// A checkpoint call.
 pub fn checkpoint(pid: i32, operation: Operation) -> Outcome<Reply> {
+    check_ending()?;
     let packet = connect().map_err(|_| NOT_INITIALIZED)?;
     Ok(exchange(&packet, &Request::Checkpoint { pid, operation }, None)?.0)
 }

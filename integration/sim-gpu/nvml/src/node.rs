@@ -19,6 +19,10 @@ const POLL: std::time::Duration = std::time::Duration::from_millis(10);
 /// `nvmlDevice_t`: one more than the index, so that it is never null.
 pub type Device = usize;
 
+/// How long each question to the driver takes, in milliseconds, for tests of what meets a lock. A
+/// process that is locked in the middle of one ends then: what becomes of it is not known.
+const SLOW_ENV: &str = "AFFINODE_SIM_NVML_SLOW_MS";
+
 /// `nvmlInit`
 pub fn init() -> Outcome {
     ask()?;
@@ -28,6 +32,9 @@ pub fn init() -> Outcome {
 
 /// `nvmlShutdown`
 pub fn shutdown() -> Outcome {
+    if USERS.load(Ordering::Relaxed) > 0 {
+        wait_until_unlocked();
+    }
     let less = |users: u32| users.checked_sub(1);
     USERS
         .fetch_update(Ordering::Relaxed, Ordering::Relaxed, less)
@@ -54,20 +61,38 @@ pub fn index(device: Device) -> Outcome<usize> {
     device.checked_sub(1).ok_or(INVALID_ARGUMENT)
 }
 
-/// What the driver knows. While this process is checkpointed, the answer waits until it is
-/// unlocked, as with NVIDIA's driver.
-fn ask() -> Outcome<Vec<GpuSnapshot>> {
+/// The state of this process, if the daemon knows it.
+fn own_state() -> Option<ProcessState> {
+    let pid = std::process::id() as i32;
+    match put_question(&Request::Checkpoint { pid, operation: Operation::State }) {
+        Ok(Reply::State(state)) => Some(state),
+        _ => None,
+    }
+}
+
+/// While this process is checkpointed, every call blocks until it is unlocked, as with NVIDIA's
+/// driver.
+pub fn wait_until_unlocked() {
     let mut was_away = false;
     let mut is_away = || {
-        let operation = Operation::State;
-        let pid = std::process::id() as i32;
-        let state = put_question(&Request::Checkpoint { pid, operation });
-        was_away |=
-            matches!(state, Ok(Reply::State(ProcessState::Checkpointed | ProcessState::Failed)));
-        was_away && !matches!(state, Ok(Reply::State(ProcessState::Running)) | Err(_))
+        let state = own_state();
+        was_away |= matches!(state, Some(ProcessState::Checkpointed | ProcessState::Failed));
+        was_away && !matches!(state, Some(ProcessState::Running) | None)
     };
     while is_away() {
         std::thread::sleep(POLL);
+    }
+}
+
+/// What the driver knows.
+fn ask() -> Outcome<Vec<GpuSnapshot>> {
+    wait_until_unlocked();
+    let slow_ms = std::env::var(SLOW_ENV).ok().and_then(|text| text.parse().ok());
+    if let Some(slow_ms) = slow_ms {
+        std::thread::sleep(std::time::Duration::from_millis(slow_ms));
+        if !matches!(own_state(), Some(ProcessState::Running) | None) {
+            std::process::abort();
+        }
     }
     match put_question(&Request::Snapshot)? {
         Reply::Snapshot(gpus) => Ok(gpus),

@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_char};
 
 use affinode_sim_protocol::{CUDA_VERSION, DRIVER_VERSION, Out};
 
-use crate::node::{gpus, init, put, put_text, shutdown};
+use crate::node::{gpus, init, put, put_text, shutdown, wait_until_unlocked};
 use crate::{Return, nvml_api};
 
 nvml_api! {
@@ -16,7 +16,10 @@ nvml_api! {
         put_text(version, room, DRIVER_VERSION)
     }
     fn nvmlSystemGetNVMLVersion(version: Out<c_char>, room: u32) { put_text(version, room, "13.580.0-simulated") }
-    fn [nvmlSystemGetCudaDriverVersion nvmlSystemGetCudaDriverVersion_v2] (version: Out<i32>) { put(version, CUDA_VERSION) }
+    fn [nvmlSystemGetCudaDriverVersion nvmlSystemGetCudaDriverVersion_v2] (version: Out<i32>) {
+        wait_until_unlocked();
+        put(version, CUDA_VERSION)
+    }
     fn [nvmlDeviceGetCount nvmlDeviceGetCount_v2] (count: Out<u32>) { put(count, gpus()?.len() as u32) }
 }
 

@@ -1,0 +1,87 @@
+/* Reaches the driver on a way that no hook sees.
+ *
+ *   hidden call|nvml [MIB]
+ *
+ * It fills MIB (default 64) of memory and says so ("ready"). Then it obeys, a line each:
+ *
+ *   hidden   a thread goes that way; the answer comes when it has returned
+ *   verify   "ok": whether all memory is as it was
+ *
+ * The way:
+ *
+ *   call     a function of the simulated driver's library that has no name of the driver's
+ *   nvml     nvmlDeviceGetMemoryInfo, of a copy of NVML in a namespace of its own, found by libc's own dlsym */
+#define _GNU_SOURCE
+#include "client.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static struct client client;
+static CUresult (*hidden_call)(void);
+static int (*memory_info)(void *device, uint64_t *memory);
+static void *device;
+
+static CUresult ask_nvml(void)
+{
+    uint64_t memory[3] = {0, 0, 0};
+    int result = memory_info(device, memory);
+    return result != 0 ? result : memory[0] == 0;
+}
+
+static CUresult open_nvml(void)
+{
+    void *libc = dlopen("libc.so.6", RTLD_NOW);
+    void *nvml = dlmopen(LM_ID_NEWLM, "libnvidia-ml.so.1", RTLD_NOW);
+    void *(*find)(void *, const char *) = libc ? dlsym(libc, "dlsym") : NULL;
+    if (nvml == NULL || find == NULL)
+        return 500;
+    int (*init)(void) = find(nvml, "nvmlInit_v2");
+    int (*by_index)(unsigned, void **) = find(nvml, "nvmlDeviceGetHandleByIndex_v2");
+    memory_info = find(nvml, "nvmlDeviceGetMemoryInfo");
+    hidden_call = ask_nvml;
+    int result = init();
+    if (result == 0)
+        result = by_index(0, &device);
+    return result != 0 ? result : ask_nvml();
+}
+
+static void *call(void *result)
+{
+    *(CUresult *)result = hidden_call();
+    return NULL;
+}
+
+static int obey(char *command)
+{
+    uint64_t start = now_us(), wrong = 0, checksum = 0;
+    CUresult result = 1;
+    pthread_t thread;
+    if (strcmp(command, "hidden") == 0 && pthread_create(&thread, NULL, call, &result) == 0)
+        pthread_join(thread, NULL);
+    else if (strcmp(command, "verify") == 0)
+        result = client_verify(&client, &wrong, &checksum);
+    answer(command, result, now_us() - start, "\"ok\":%s", result == 0 && wrong == 0 ? "true" : "false");
+    return 1;
+}
+
+int main(int argc, char **argv)
+{
+    if (cuda_load(&client.cuda) != 0)
+        return 3;
+    CUresult result = client_open(&client, 0);
+    if (result == 0)
+        result = client_fill(&client, argc > 2 ? strtoul(argv[2], NULL, 10) : 64, 1);
+    if (result == 0 && argc > 1 && strcmp(argv[1], "nvml") == 0)
+        result = open_nvml();
+    else
+        hidden_call = cuda_function("affinode_sim_hidden_call");
+    answer("ready", result, 0, "\"pid\":%d", (int)getpid());
+    if (result != 0)
+        return 4;
+    client_listen(obey);
+    return 0;
+}

@@ -1,0 +1,77 @@
+//! Private tables of the driver, and tools that use them: each end as measured on a real driver.
+
+#![allow(clippy::unwrap_used, reason = "a panic in a test is its failure")]
+
+mod support;
+
+use support::{Client, Node, wait_for};
+
+const SIGSEGV: i32 = 11;
+const AWAY: [&str; 2] = ["lock", "checkpoint"];
+const BACK: [&str; 2] = ["restore", "unlock"];
+/// What a restore returns of a process that a tool was caught in, and every later one.
+const LOST: [i64; 2] = [999, 304];
+
+fn ready(node: &Node, program: &str) -> Client {
+    let mut client = node.client(program, &["2"]);
+    assert_eq!(client.answer("ready")["result"], 0);
+    client
+}
+
+#[test]
+fn runtime_table_is_checked_and_survives_a_cycle() {
+    let node = Node::start(&[]);
+    let mut runtime = ready(&node, "runtime");
+    assert_eq!(node.checkpoint(runtime.pid(), &AWAY), [0, 0]);
+    assert_eq!(runtime.ask("check")["ok"], true, "it needs no context");
+    assert_eq!(node.checkpoint(runtime.pid(), &BACK), [0, 0]);
+    runtime.expect("touch", 0);
+    runtime.expect("settle", 0);
+    runtime.expect_intact();
+}
+
+#[test]
+fn table_function_without_context_kills_its_caller() {
+    let node = Node::start(&[]);
+    let mut runtime = ready(&node, "runtime");
+    assert_eq!(node.checkpoint(runtime.pid(), &AWAY), [0, 0]);
+    runtime.send("settle");
+    assert_eq!(runtime.fatal_signal(), Some(SIGSEGV));
+}
+
+#[test]
+fn profiler_begun_without_context_loses_its_process() {
+    let node = Node::start(&[]);
+    let mut program = ready(&node, "tools");
+    assert_eq!(node.checkpoint(program.pid(), &AWAY), [0, 0]);
+    program.expect_blocked("begin");
+    for code in LOST {
+        assert_eq!(node.checkpoint(program.pid(), &["restore"]), [code]);
+    }
+}
+
+/// Whether the checkpoint comes before it begins, in the middle, or when it has begun.
+#[test]
+fn profiler_that_meets_a_checkpoint_loses_its_process() {
+    let node = Node::start(&[]);
+    let mut program = ready(&node, "tools");
+    program.send("begin 500");
+    assert_eq!(node.checkpoint(program.pid(), &AWAY), [0, 0]);
+    let code = node.checkpoint(program.pid(), &["restore"]);
+    assert!(code == [LOST[0]] || program.fatal_signal() == Some(SIGSEGV), "{code:?}");
+}
+
+/// The thread that a profiler leaves behind goes on.
+#[test]
+fn profiler_that_has_ended_still_reaches_the_driver() {
+    let node = Node::start(&[]);
+    let mut program = ready(&node, "tools");
+    program.expect("begin", 0);
+    program.expect("end", 0);
+    program.expect_intact();
+    assert_eq!(node.checkpoint(program.pid(), &AWAY), [0, 0]);
+    // Its input stays open: it does not end by itself.
+    let file = format!("/proc/{}/stat", program.pid());
+    wait_for("its end", || std::fs::read_to_string(&file).is_ok_and(|stat| stat.contains(") Z ")));
+    assert_eq!(program.fatal_signal(), Some(SIGSEGV));
+}
