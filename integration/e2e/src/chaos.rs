@@ -13,12 +13,14 @@
 //! | [`actor`] | one container and its CUDA processes |
 //! | [`stage`] | the world, its cast, and what must hold after a round |
 //! | [`fault`] | how each fault is done and undone |
+//! | [`vram`] | who may hold VRAM while all are away, by the driver's word |
 //! | [`watch`] | the events by which steps are observed |
 //! | [`census`] | what there is when all is quiet |
 //! | [`report`] | what was found |
 //!
-//! One world serves many rounds, each of which begins with everybody away; after a
-//! finding the next round has a new one. Several worlds share the rounds of a campaign. A seed and a round draw the same plan again;
+//! One world serves a block of rounds, each of which begins with everybody away; after a
+//! finding the next round has a new one. Several worlds share the blocks of a campaign, and in one of ten
+//! blocks a move takes seconds, in another one host memory is short, too. A seed and a round draw the same plan again;
 //! what the machine does with it in between is its own.
 
 pub mod actor;
@@ -27,6 +29,7 @@ pub mod fault;
 pub mod plan;
 pub mod report;
 pub mod stage;
+pub mod vram;
 pub mod watch;
 
 use std::{
@@ -45,10 +48,10 @@ pub use report::{Finding, Report};
 use self::report::NO_VAULT;
 use crate::{gpu::Gpu, until::until, world::Recipe};
 use plan::{Fault, Plan, Scene, Stimulus};
-use stage::Stage;
+use stage::{Setup, Stage};
 
-/// A step that does not come in this time will not come in this scene.
-const STEP_PATIENCE: Duration = Duration::from_millis(600);
+/// Rounds of a block.
+const BLOCK: u64 = 10;
 /// Whoever finds so much has found enough.
 const ENOUGH: usize = 5;
 
@@ -113,15 +116,21 @@ impl<'a> Campaign<'a> {
     /// Plays rounds in one world after the other, until all are played or enough was found.
     fn play_rounds(&self) -> Result<()> {
         let Options { seed, first, rounds, gpu, .. } = self.options;
-        let mut stage = None;
+        let mut stage: Option<Stage> = None;
+        let mut block = 0..0;
         loop {
-            let round = self.next.fetch_add(1, Ordering::SeqCst);
-            if round >= first + rounds || self.lock().0.findings.len() >= ENOUGH {
-                return Ok(());
+            if block.is_empty() {
+                let begin = self.next.fetch_add(BLOCK, Ordering::SeqCst);
+                block = begin..(begin + BLOCK).min(first + rounds);
             }
-            let on = match stage.take() {
+            let next = block.next();
+            let Some(round) = next.filter(|_| self.lock().0.findings.len() < ENOUGH) else {
+                return Ok(());
+            };
+            let setup = Setup::of(round, gpu);
+            let on = match stage.take().filter(|stage| stage.setup == setup) {
                 Some(stage) => stage,
-                None => Stage::build((self.recipe)(), gpu)?,
+                None => Stage::build((self.recipe)(), gpu, setup)?,
             };
             let on = stage.insert(on);
             let plan = Plan::draw(*seed, round);
@@ -180,7 +189,9 @@ impl<'a> Campaign<'a> {
 /// Plays a round and looks at what is left of it.
 fn play(stage: &mut Stage, plan: &Plan, round: u64, report: &mut Report) -> Vec<Finding> {
     stage.watch.clear();
-    let mut outcome = if plan.together { stage.bring_together() } else { Ok(()) };
+    let squeezed = stage.setup == Setup::Squeezed;
+    let together = plan.together && !squeezed;
+    let mut outcome = if together { stage.bring_together() } else { Ok(()) };
     report.together += u64::from(stage.is_together());
     let error =
         |error: &anyhow::Error| Finding { round, kind: "error", text: format!("{error:#}") };
@@ -189,12 +200,24 @@ fn play(stage: &mut Stage, plan: &Plan, round: u64, report: &mut Report) -> Vec<
     for scene in &plan.scenes {
         outcome = outcome.and_then(|()| play_scene(stage, scene, &mut undo, &mut asked, report));
     }
+    if squeezed {
+        // Both are idle in the same moment then, and there is host memory for one of them.
+        outcome = outcome.and_then(|()| call_twins(stage));
+    }
     let mut found: Vec<Finding> = outcome.err().iter().map(error).collect();
     if let Err(why) = fault::undo(&stage.world, undo).and_then(|()| controller_is_back(stage)) {
         found.push(error(&why));
     }
-    report.longest_return_ms = report.longest_return_ms.max(stage.longest_return_ms());
+    match stage.longest_return_ms() {
+        Ok(longest_ms) => report.longest_return_ms = report.longest_return_ms.max(longest_ms),
+        Err(why) => found.push(Finding { round, kind: "stuck", text: format!("{why:#}") }),
+    }
     found.extend(stage.verify(round, &mut report.verified));
+    let killed = stage.oom_kills();
+    if killed > 0 {
+        let text = format!("{killed} processes were killed by the kernel for want of host memory");
+        found.push(Finding { round, kind: "lost", text });
+    }
     for child in asked {
         if let Err(why) = end(child) {
             found.push(Finding { round, kind: "stuck", text: format!("{why:#}") });
@@ -206,6 +229,11 @@ fn play(stage: &mut Stage, plan: &Plan, round: u64, report: &mut Report) -> Vec<
     if let Err(why) = stage.replace().and_then(|()| stage.rest()) {
         return vec![Finding { round, kind: "stuck", text: format!("{why:#}") }];
     }
+    let stayed = stage.take_stayed();
+    if !stayed.is_empty() {
+        let finding = |text| Finding { round, kind: "stuck", text };
+        return stayed.into_iter().map(finding).collect();
+    }
     let woken = |event: &&crate::cli::EventRow| event.from == "Restoring" && event.to == "Active";
     report.wakes += stage.watch.log().iter().filter(woken).count() as u64;
     let leaks = stage.leaks();
@@ -215,6 +243,18 @@ fn play(stage: &mut Stage, plan: &Plan, round: u64, report: &mut Report) -> Vec<
         }
         Err(why) => vec![error(&why)],
     }
+}
+
+fn call_twins(stage: &mut Stage) -> Result<()> {
+    for role in plan::TWINS {
+        let twin = &mut stage.cast[role];
+        if let Some(process) = twin.processes.first_mut().filter(|process| !process.doomed)
+            && !twin.doomed
+        {
+            process.ask("touch")?;
+        }
+    }
+    Ok(())
 }
 
 fn play_scene(
@@ -249,7 +289,8 @@ fn play_scene(
     let strike = &scene.strike;
     let (watched, step) = strike.at;
     // Whether the step comes at all is up to the machine: it is struck anyway.
-    let _ = stage.watch.wait(&stage.cast[watched].name(), step, from, STEP_PATIENCE);
+    let patience = stage.setup.step_patience();
+    let _ = stage.watch.wait(&stage.cast[watched].name(), step, from, patience);
     std::thread::sleep(Duration::from_micros(strike.after_us));
     let state = stage.watch.state(&stage.cast[strike.on.container].name());
     let state = if fault::has_victim(&stage.world, strike.fault)? { &state } else { NO_VAULT };

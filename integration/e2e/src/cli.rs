@@ -117,6 +117,16 @@ pub struct ContainerRow {
     pub warnings: Vec<String>,
 }
 
+impl ContainerRow {
+    /// The first CUDA process that has registered.
+    ///
+    /// # Errors
+    /// When none has: see [`Cli::registered`].
+    pub fn process(&self) -> Result<&ProcessRow> {
+        self.processes.first().with_context(|| format!("no process has registered: {self:?}"))
+    }
+}
+
 /// A CUDA process.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
@@ -139,6 +149,8 @@ pub struct ProcessRow {
     pub zero_bytes: u64,
     /// What makes it unsafe to move.
     pub hazards: Vec<String>,
+    /// The function that it called last.
+    pub last_call: String,
     /// VRAM it holds.
     pub vram_bytes: u64,
     /// Share of the last moment in which its work ran.
@@ -278,12 +290,25 @@ impl Cli {
         serde_json::from_str(text).with_context(|| format!("`affinode ps -o json` said: {text}"))
     }
 
-    /// The first GPU.
+    /// The first GPU. A controller that has just started has not seen it yet.
     ///
     /// # Errors
     /// As [`Cli::ps`]; also when there is none.
     pub fn gpu(&self) -> Result<GpuRow> {
-        self.ps()?.gpus.into_iter().next().context("no GPU")
+        until("the controller to see a GPU", || Ok(self.ps()?.gpus.into_iter().next()))
+    }
+
+    /// The first GPU, once it is as wanted; `what` completes "waited for …".
+    ///
+    /// # Errors
+    /// As [`Cli::ps`]; also when it does not get there.
+    pub fn wait_gpu(&self, what: &str, wanted: impl Fn(&GpuRow) -> bool) -> Result<GpuRow> {
+        let mut last = GpuRow::default();
+        until(what, || {
+            last = self.gpu()?;
+            Ok(wanted(&last).then(|| last.clone()))
+        })
+        .with_context(|| format!("it was {last:?}"))
     }
 
     /// A container by containerd's id, if the controller knows it.
@@ -301,6 +326,57 @@ impl Cli {
     /// As [`Cli::ps`], or when it stays unknown.
     pub fn known(&self, id: &str) -> Result<ContainerRow> {
         until(&format!("{id} to be known"), || self.container(id))
+    }
+
+    /// A container of which a process has registered: its first call has reached the controller.
+    ///
+    /// # Errors
+    /// As [`Cli::ps`], or when none registers.
+    pub fn registered(&self, id: &str) -> Result<ContainerRow> {
+        self.wait_for(id, "to be registered", |row| !row.processes.is_empty())
+    }
+
+    /// A container, once it is as wanted; `what` completes "waited for the container …".
+    /// An answer of a program may be there before the controller knows of the move behind it.
+    ///
+    /// # Errors
+    /// When it does not get there.
+    pub fn wait_for(
+        &self,
+        id: &str,
+        what: &str,
+        wanted: impl Fn(&ContainerRow) -> bool,
+    ) -> Result<ContainerRow> {
+        let mut last = String::from("unknown");
+        until(&format!("{id} {what}"), || {
+            // The controller may be about to start, or to come back.
+            match self.container(id) {
+                Ok(Some(row)) if wanted(&row) => return Ok(Some(row)),
+                Ok(Some(row)) => last = format!("{row:?}"),
+                Ok(None) => last = "unknown".into(),
+                Err(error) => last = format!("{error:#}"),
+            }
+            Ok(None)
+        })
+        .with_context(|| format!("it was {last}"))
+    }
+
+    /// The events, once one of them is as wanted: the controller publishes them a moment after
+    /// what they report.
+    ///
+    /// # Errors
+    /// As [`Cli::ps`], or when it does not come.
+    pub fn wait_for_event(
+        &self,
+        what: &str,
+        wanted: impl Fn(&EventRow) -> bool,
+    ) -> Result<Vec<EventRow>> {
+        let mut last = Vec::new();
+        until(what, || {
+            last = self.events()?;
+            Ok(last.iter().any(&wanted).then(|| last.clone()))
+        })
+        .with_context(|| format!("the events are {last:#?}"))
     }
 
     /// What happened since the controller started, oldest first.
@@ -348,22 +424,20 @@ impl Cli {
         Ok(said)
     }
 
+    /// Waits until a container has its memory on the GPU: a machine may be so slow that it is idle again
+    /// before it is seen to be active.
+    ///
+    /// # Errors
+    /// When it does not get there.
+    pub fn wait_resident(&self, id: &str) -> Result<ContainerRow> {
+        self.wait_for(id, "to be resident", |row| ["Active", "Idle"].contains(&row.state.as_str()))
+    }
+
     /// Waits until a container is in a state, and returns how it is then.
     ///
     /// # Errors
     /// When it does not get there.
     pub fn wait_for_state(&self, id: &str, state: &str) -> Result<ContainerRow> {
-        let mut last = String::from("unknown");
-        until(&format!("{id} to be {state}"), || {
-            // The controller may be about to start, or to come back.
-            match self.container(id) {
-                Ok(Some(row)) if row.state == state => return Ok(Some(row)),
-                Ok(Some(row)) => last = format!("{} ({})", row.state, row.reason),
-                Ok(None) => last = "unknown".into(),
-                Err(error) => last = format!("{error:#}"),
-            }
-            Ok(None)
-        })
-        .with_context(|| format!("it was {last}"))
+        self.wait_for(id, &format!("to be {state}"), |row| row.state == state)
     }
 }

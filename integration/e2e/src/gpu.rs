@@ -9,7 +9,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use anyhow::{Context, Result};
+use affinode_sim_protocol::{Packet, Reply, Request};
+use anyhow::{Context, Result, bail};
 
 use crate::{
     artifacts::Artifacts,
@@ -116,6 +117,62 @@ impl Gpu {
             Gpu::Real => real_parts(),
         }
     }
+}
+
+/// VRAM in use on the first GPU, and by which processes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Holders {
+    /// By all of them, and by what no process is named for.
+    pub used_bytes: u64,
+    /// By process id on the host.
+    pub by_pid: BTreeMap<i32, u64>,
+}
+
+impl Gpu {
+    /// What the driver itself says of the first GPU, without asking the controller: the simulated
+    /// driver's daemon, or NVIDIA's own tool.
+    ///
+    /// # Errors
+    /// When it does not answer, or shows no GPU.
+    pub fn holders(&self, dir: &Path) -> Result<Holders> {
+        match self {
+            Gpu::Simulated { .. } => simulated_holders(&sim_socket(dir)),
+            Gpu::Real => real_holders(),
+        }
+    }
+}
+
+fn simulated_holders(socket: &Path) -> Result<Holders> {
+    let packet = Packet::connect(socket).context("cannot connect to the simulated driver")?;
+    packet.send(&Request::Snapshot, None)?;
+    match packet.receive()?.context("the simulated driver does not answer")?.0 {
+        Reply::Snapshot(gpus) => {
+            let gpu = gpus.into_iter().next().context("the simulated driver shows no GPU")?;
+            let by_pid = gpu.processes.iter().map(|process| {
+                Ok((i32::try_from(process.pid).context("a process id")?, process.used_bytes))
+            });
+            Ok(Holders { used_bytes: gpu.used_bytes, by_pid: by_pid.collect::<Result<_>>()? })
+        }
+        other => bail!("the simulated driver answers {other:?}"),
+    }
+}
+
+fn real_holders() -> Result<Holders> {
+    let query = ["--query-compute-apps=pid,used_gpu_memory", "--format=csv,noheader,nounits"];
+    let output = std::process::Command::new(nvidia_smi()?).args(query).arg("--id=0").output();
+    let text = String::from_utf8(output.context("cannot run nvidia-smi")?.stdout)?;
+    Ok(Holders { used_bytes: nvidia_smi_used_bytes()?, by_pid: listed_holders(&text)? })
+}
+
+/// Lines of a process id and MiB.
+fn listed_holders(text: &str) -> Result<BTreeMap<i32, u64>> {
+    let lines = text.lines().filter(|line| !line.trim().is_empty());
+    let holder = |line: &str| -> Result<(i32, u64)> {
+        let (pid, mib) = line.split_once(',').with_context(|| format!("nvidia-smi: {line}"))?;
+        let mib: u64 = mib.trim().parse().with_context(|| format!("nvidia-smi: {line}"))?;
+        Ok((pid.trim().parse()?, mib << 20))
+    };
+    lines.map(holder).collect()
 }
 
 /// What makes a container a GPU container.
@@ -225,4 +282,18 @@ pub fn nvidia_smi_used_bytes() -> Result<u64> {
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let mib: u64 = text.trim().parse().with_context(|| format!("nvidia-smi said: {text}"))?;
     Ok(mib << 20)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn holders_are_read_from_lines_of_nvidia_smi() -> Result<()> {
+        assert_eq!(listed_holders("\n")?, BTreeMap::new());
+        let two = listed_holders("4711, 530\n4712, 24\n")?;
+        assert_eq!(two, BTreeMap::from([(4711, 530 << 20), (4712, 24 << 20)]));
+        assert!(listed_holders("4711, [N/A]\n").is_err(), "not known is not nothing");
+        Ok(())
+    }
 }

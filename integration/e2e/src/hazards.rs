@@ -4,11 +4,15 @@
 //! | module | plays |
 //! | --- | --- |
 //! | [`calls`] | the five calls that kill while the state is away |
+//! | [`nvml`] | NVML asked in a process that is away |
 //! | [`memory`] | kinds of memory that a checkpoint cannot carry, or can |
 //! | [`host`] | host memory that has no room for the VRAM |
 //! | [`setup`] | processes that cannot be managed, or not now |
 //! | [`moments`] | something happens in the middle of a move |
 //! | [`ends`] | a container ends, or is paused, while it is away or waits |
+//! | [`tools`] | profilers and video, which reach the driver past its public functions |
+//! | [`exits`] | a program ends by itself while it is away |
+//! | [`hidden`] | the driver is reached on a way that no hook sees |
 //! | [`turns`] | two that do not fit together are woken at once |
 //! | [`hands`] | what all of them use |
 //! | [`report`] | the table |
@@ -18,12 +22,16 @@
 
 mod calls;
 mod ends;
+mod exits;
 mod hands;
+mod hidden;
 mod host;
 mod memory;
 mod moments;
+mod nvml;
 pub mod report;
 mod setup;
+mod tools;
 mod turns;
 
 use anyhow::{Context, Result};
@@ -95,8 +103,12 @@ impl Case {
 fn cases() -> Vec<Case> {
     let groups = [calls::cases(), memory::cases(), host::cases(), setup::cases()];
     let mut cases: Vec<Case> = groups.into_iter().flatten().collect();
+    cases.extend(nvml::cases());
     cases.extend(moments::cases());
     cases.extend(ends::cases());
+    cases.extend(tools::cases());
+    cases.extend(exits::cases());
+    cases.extend(hidden::cases());
     cases
 }
 

@@ -34,6 +34,8 @@ pub mod image;
 pub mod installed;
 pub mod keeper;
 mod logs;
+pub mod memory_cgroup;
+pub mod oom;
 pub mod processes;
 pub mod rancher;
 pub mod release;

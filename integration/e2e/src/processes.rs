@@ -48,6 +48,13 @@ pub fn sealed_files(pid: i32) -> Result<BTreeSet<String>> {
     Ok(sealed.filter_map(|line| line.split_whitespace().nth(4)).map(str::to_owned).collect())
 }
 
+/// Whether a process has ended and was not collected.
+#[must_use]
+pub fn is_zombie(pid: i32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('Z'))
+}
+
 /// All descendants of a process whose command line holds `part`.
 pub(crate) fn named(part: &str, of: i32) -> Result<Vec<Process>> {
     let found = descendants(of)?.into_iter().filter_map(|pid| {

@@ -3,6 +3,7 @@
 //! | part | decides |
 //! | --- | --- |
 //! | [`cycle`] | a plain CUDA process and a torch process, as root and as uid 1000: idle, away, back, same results |
+//! | [`hidden`] | a call past the hooks while away: the process comes home, its context is not checkpointed again |
 //! | [`crashers`] | the five calls that kill: with the library 30 of 30 return, without it the program dies |
 //! | [`alone`] | a process that is called while no controller answers brings itself back |
 //! | [`bursts`] | three on VRAM for one, and a newcomer whose allocations wait for most of it: all go on, none fails |
@@ -12,9 +13,12 @@
 //! | [`engines`] | the engines side by side: offload, wake, what stays on the device, the same contents; allocations |
 //! | [`mod@programs`] | programs of transformers, cuDNN, CUDA graphs, CuPy, Triton, streams, two processes: the same results with each engine; in a part of its own |
 //! | [`mod@gpus`] | returns onto another GPU, and programs that share memory between processes or GPUs |
+//! | [`nvml`] | NVML asked while the process is away, from C and from pynvml: answers without a wake, the same facts |
 //! | [`mod@steps`] | the time of steps with an engine and with the stock runtime; in a part of its own |
+//! | [`tools`] | torch.profiler in every order, NVTX, compute-sanitizer, ncu, NVDEC: no process hangs or is lost |
 //! | [`jax`] | JAX by each engine, and what it calls while it is idle |
 //! | [`calibration`] | decides nothing: what moves cost, as a file for `affinode simulate` |
+//! | [`mod@host_memory`] | more leaves at once than host memory holds: no container is killed; in a part of its own |
 //! | [`recording`] | decides nothing: what the dashboard is told, to be looked at on another machine |
 //! | [`cost`] | a hooked call against a direct one, a torch step with and without the library, a wake against the driver's own, a wake beside an attacker |
 //!
@@ -30,15 +34,19 @@ mod cycle;
 mod engines;
 mod goals;
 mod gpus;
+mod hidden;
+mod host_memory;
 mod host_root;
 mod immediate;
 mod jax;
+mod nvml;
 mod programs;
 mod python;
 mod recording;
 mod report;
 mod steps;
 mod together;
+mod tools;
 mod torch;
 mod turns;
 mod witness;
@@ -62,6 +70,7 @@ pub use bursts::oversubscribed;
 pub use calibration::{Calibration, measure as calibrate};
 pub use connection::connect;
 pub use cost::wake_ms;
+pub use host_memory::oversubscribed as host_memory;
 pub use immediate::{CONFIG as IMMEDIATE, takes_room as takes_room_at_once};
 pub use report::{Report, Rows};
 
@@ -94,10 +103,12 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     report.part(&world, "plain process, root", |world, rows| cycle::plain(world, "root", rows));
     report.part(&world, "plain process, uid 1000", |world, rows| cycle::plain(world, "user", rows));
     report.part(&world, "crashing calls", crashers::with_and_without);
+    report.part(&world, "hidden way", hidden::comes_home);
     report.part(&world, "no controller", alone::comes_back);
     report.part(&world, "more wanted than there is", bursts::oversubscribed);
     report.part(&world, "work without calls", witness::work_without_calls);
     report.part(&world, "a connection wakes", connection::brings_back);
+    report.part(&world, "NVML while away", nvml::plain);
     report.part(&world, "cost of a call", cost::calls);
     report.part(&world, "cost of watched calls", cost::watched_calls);
     report.part(&world, "cost of a wake", cost::wakes);
@@ -136,6 +147,7 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
 /// What needs the machine's torch, and its JAX.
 fn with_python(report: &mut Report, python: &python::Python) {
     let world = python.world;
+    report.part(world, "NVML while away, pynvml", |_, rows| nvml::python(python, rows));
     report.part(world, "torch, root", |_, rows| torch::cycle(python, "root", rows));
     report.part(world, "torch, uid 1000", |_, rows| torch::cycle(python, "user", rows));
     report.part(world, "engines, torch", |_, rows| torch::ENGINES.side_by_side(python, rows));
@@ -147,6 +159,10 @@ fn with_python(report: &mut Report, python: &python::Python) {
     });
     report
         .part(world, "engines, pools of torch", |_, rows| torch::POOLS.side_by_side(python, rows));
+    report.part(world, "tools, profiler", |_, rows| tools::profiler(python, rows));
+    report.part(world, "tools, NVTX", |_, rows| tools::ranges(python, rows));
+    report.part(world, "tools, video", |_, rows| tools::video(python, rows));
+    report.part(world, "tools, sanitizer and ncu", |_, rows| tools::wrappers(python, rows));
     let (engines, idle) = ("engines, JAX", "calls of an idle JAX");
     if python.has_jax() {
         report.part(world, engines, |_, rows| jax::ENGINES.side_by_side(python, rows));

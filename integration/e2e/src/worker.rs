@@ -118,6 +118,8 @@ pub struct Answer {
     pub ok: Option<bool>,
     /// Where in the program something was not as it should be.
     pub line: Option<u32>,
+    /// How much was compared.
+    pub bytes: Option<u64>,
     /// Over all words.
     pub checksum: Option<String>,
     /// How often every word was changed.
@@ -136,6 +138,8 @@ pub struct Answer {
     pub polls: Option<u32>,
     /// Of a forked child.
     pub child_result: Option<i32>,
+    /// What a call of the driver's checkpoint interface gave, beside its result.
+    pub value: Option<i32>,
     /// Of legacy IPC, in hex.
     pub handle: Option<String>,
 }
@@ -336,6 +340,19 @@ impl Worker {
             Err(_) if self.running.status(world)?.as_deref() == Some("RUNNING") => Ok(false),
             Err(error) => Err(error),
         }
+    }
+
+    /// Whether all VRAM holds what it must, read by kernels; and that it was this much.
+    ///
+    /// # Errors
+    /// When CUDA fails.
+    pub fn check(&mut self, bytes: u64) -> Result<bool> {
+        let answer = self.call("check")?;
+        let compared = answer.bytes.context("check says how much it compared")?;
+        if compared != bytes {
+            bail!("{}: {compared} bytes were compared, not {bytes}", self.running.id);
+        }
+        answer.ok.context("check says whether it is ok")
     }
 
     /// Whether all VRAM holds what it must.

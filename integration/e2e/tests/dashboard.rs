@@ -45,30 +45,38 @@ fn the_api_shows_and_moves_what_the_command_shows_and_moves() -> Result<()> {
     let world = Recipe::default().config(MANUAL).world()?;
     let mut worker = Worker::start(&world, "worker", 64)?;
     world.cli().wait_for_state("worker", "Idle")?;
-    let seen = node(&world)?;
-    let container = &seen["containers"][0];
-    assert_eq!(container["state"], "Idle", "{seen}");
-    let key = container["key"].as_str().context("a container has a key")?.to_owned();
+    let key = until("the API to show what the command shows", || {
+        let seen = node(&world)?;
+        let container = &seen["containers"][0];
+        Ok(container["key"].as_str().filter(|_| container["state"] == "Idle").map(str::to_owned))
+    })?;
 
     let (status, said) = ask(&world, "POST", &format!("/api/v1/containers/{key}/offload"))?;
     assert_eq!(status, 200, "{said}");
     let row = world.cli().wait_for_state("worker", "Offloaded")?;
     assert!(row.away_bytes > 0, "{row:?}");
-    let asked = world.cli().events()?.into_iter().any(|event| event.kind == "request");
-    assert!(asked, "who asked is an event");
+    world.cli().wait_for_event("the request", |event| event.kind == "request")?;
 
-    let metrics = ask(&world, "GET", "/metrics")?.1;
-    assert!(metrics.contains("affinode_containers{state=\"Offloaded\"} 1"), "{metrics}");
-    assert!(node(&world)?["host_used_bytes"].as_u64() > Some(0), "its content is in host memory");
+    until("the offload to be counted", || {
+        let metrics = ask(&world, "GET", "/metrics")?.1;
+        Ok(metrics.contains("affinode_containers{state=\"Offloaded\"} 1").then_some(()))
+    })?;
+    until("its content to count as host memory", || {
+        Ok((node(&world)?["host_used_bytes"].as_u64() > Some(0)).then_some(()))
+    })?;
     assert!(worker.verify()?, "it comes back as it was");
     until("the wake to be counted", || {
         let metrics = ask(&world, "GET", "/metrics")?.1;
         Ok(metrics.contains("affinode_wake_latency_seconds_count 1").then_some(()))
     })?;
-    let seen = node(&world)?;
-    let container = &seen["containers"][0];
-    assert_eq!(container["wake_p99_ms"], container["last_wake_ms"], "it is the only one");
-    assert!(seen["host_free_bytes"].as_u64() > Some(0) && seen["host_used_bytes"] == 0, "{seen}");
+    let seen = until("the return to be shown", || {
+        let seen = node(&world)?;
+        let container = &seen["containers"][0];
+        let only_one = container["wake_p99_ms"] == container["last_wake_ms"];
+        let home = container["restores"] == 1 && seen["host_used_bytes"] == 0;
+        Ok((only_one && home).then_some(seen))
+    })?;
+    assert!(seen["host_free_bytes"].as_u64() > Some(0), "{seen}");
     what_the_hook_costs_is_told(&world)
 }
 

@@ -18,11 +18,11 @@ const ALLOWED: [(&str, &[&str]); 5] = [
         "controller",
         &["affinode-proto", "affinode-cuda-sys", "affinode-controller", "affinode-vault"],
     ),
-    ("integration", &["affinode-proto", "affinode-e2e", "affinode-sim-protocol"]),
+    ("integration", &["affinode-proto", "affinode-e2e", "affinode-sim-protocol", TEST_NOTES]),
 ];
 
 /// What stands in the root beside dot files.
-const ROOT: [&str; 13] = [
+const ROOT: [&str; 14] = [
     "ARCHITECTURE.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
@@ -32,6 +32,7 @@ const ROOT: [&str; 13] = [
     "README.md",
     "config",
     "controller",
+    "docs",
     "integration",
     "preload",
     "proto",
@@ -40,6 +41,8 @@ const ROOT: [&str; 13] = [
 /// Configuration of tools that read it from the root alone.
 const TOOL_FILES: [&str; 4] = ["clippy.toml", "deny.toml", "rust-toolchain.toml", "rustfmt.toml"];
 
+/// What tests of any crate use; no product is linked to it.
+const TEST_NOTES: &str = "affinode-test-notes";
 /// It tests functions that read bytes, so it is linked to them; nothing is linked to it.
 const FUZZ: &str = "affinode-fuzz";
 
@@ -57,7 +60,8 @@ fn crates_use_only_whom_they_may() -> Result<()> {
             .with_context(|| format!("a crate in {folder}: the design has no such folder"))?;
         for dependency in package["dependencies"].as_array().context("no dependencies")? {
             let name = dependency["name"].as_str().context("a dependency has a name")?;
-            let fine = !ours.contains(name) || allowed.contains(&name);
+            let of_tests = dependency["kind"] == "dev" && name == TEST_NOTES;
+            let fine = !ours.contains(name) || allowed.contains(&name) || of_tests;
             assert!(fine, "{} must not use {name}", package["name"]);
         }
     }

@@ -12,13 +12,13 @@
 
 pub mod targets;
 
-use targets::{agent, files, node, shim};
+use targets::{agent, files, image, node, shim};
 
 /// A target's name and function.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All of them.
-pub const TARGETS: [Target; 11] = [
+pub const TARGETS: [Target; 16] = [
     ("page", agent::page),
     ("messages", agent::messages),
     ("hostile", node::hostile),
@@ -30,6 +30,11 @@ pub const TARGETS: [Target; 11] = [
     ("annotations", files::annotations),
     ("query", files::query),
     ("trace", files::trace),
+    ("copier", affinode_vault::testing::play),
+    ("image", image::image),
+    ("options", shim::options),
+    ("hint", files::hint),
+    ("journal", files::journal),
 ];
 
 /// The target of this name.

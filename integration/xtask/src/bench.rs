@@ -1,5 +1,8 @@
 //! `cargo xtask bench`: what Affinode costs, each figure beside the one without it, from the same run.
 //!
+//! A figure is the median of several runs of each side, in turn. Its noise is how far the runs of the
+//! stock side are from each other, half of them against the other half.
+//!
 //! | figure | method |
 //! | --- | --- |
 //! | hooked call | a program times calls of a driver function that does nothing, with and without the preload library |
@@ -38,6 +41,9 @@ pub struct Options {
     /// is a GPU.
     #[arg(long)]
     engines: bool,
+    /// End with a failure when a goal is missed or a part fails.
+    #[arg(long)]
+    strict: bool,
 }
 
 /// One figure, with and without Affinode.
@@ -47,6 +53,8 @@ pub struct Figure {
     unit: &'static str,
     without: f64,
     with: f64,
+    /// How far runs of one side are from each other, in the same unit: less than that was not measured.
+    noise: f64,
     /// What the project wants to keep.
     goal: &'static str,
     met: bool,
@@ -75,9 +83,16 @@ pub fn run(options: &Options) -> Result<()> {
     say::step("Wake");
     figures.extend(wake::measure(&recipe().world()?)?);
     print(&figures, options.json)?;
+    let mut missed: Vec<&str> =
+        figures.iter().filter(|figure| !figure.met).map(|figure| figure.name).collect();
     if !options.json && (options.engines || Gpu::real_is_there()) {
         say::step("Engines");
-        engines::measure(&artifacts, &release)?;
+        if !engines::measure(&artifacts, &release)? {
+            missed.push("the engines side by side");
+        }
+    }
+    if options.strict && !missed.is_empty() {
+        bail!("missed: {}", missed.join(", "));
     }
     Ok(())
 }
@@ -88,18 +103,19 @@ fn print(figures: &[Figure], json: bool) -> Result<()> {
         return Ok(());
     }
     say::out(&format!(
-        "{:<34} {:>6} {:>11} {:>11} {:>11}  {:<24} ",
-        "FIGURE", "UNIT", "WITHOUT", "WITH", "DIFFERENCE", "GOAL"
+        "{:<34} {:>6} {:>11} {:>11} {:>11} {:>8}  {:<24} ",
+        "FIGURE", "UNIT", "WITHOUT", "WITH", "DIFFERENCE", "NOISE", "GOAL"
     ));
     for figure in figures {
         let met = if figure.met { "met" } else { "MISSED" };
         say::out(&format!(
-            "{:<34} {:>6} {:>11.2} {:>11.2} {:>+11.2}  {:<24} {met}",
+            "{:<34} {:>6} {:>11.2} {:>11.2} {:>+11.2} {:>8.2}  {:<24} {met}",
             figure.name,
             figure.unit,
             figure.without,
             figure.with,
             figure.with - figure.without,
+            figure.noise,
             figure.goal,
         ));
     }

@@ -77,7 +77,7 @@ pub fn run(options: &Options) -> Result<()> {
     let outcome = scene::play(&world, options.json).inspect_err(|_| explain(&world));
     say::step("Cleaning up");
     world.end();
-    let report = outcome.map(|seen| report::Report::new(&world, &seen, began.elapsed()))?;
+    let report = outcome.and_then(|seen| report::Report::new(&world, &seen, began.elapsed()))?;
     report.print(options.json)?;
     if !report.contents_verified {
         bail!("the contents of VRAM differ after the return");

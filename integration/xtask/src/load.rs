@@ -46,6 +46,9 @@ pub struct Options {
     /// Build without optimisation, which is quicker; the figures are worse than those of a product.
     #[arg(long)]
     dev: bool,
+    /// End with a failure when a goal is missed.
+    #[arg(long)]
+    strict: bool,
     /// How long processor time is measured, in seconds.
     #[arg(long, default_value_t = 20)]
     seconds: u64,
@@ -72,11 +75,14 @@ pub fn run(options: &Options) -> Result<()> {
     let controller = world.controller()?.context("the controller runs")?.pid.as_raw();
     let span = Duration::from_secs(options.seconds);
 
-    let mut lines = Vec::new();
+    let (mut lines, mut missed) = (Vec::new(), Vec::new());
     let mut tell = |what: &str, value: f64, unit: &str, most: Option<f64>| {
         let goal = most.map_or(String::new(), |most| {
             format!("at most {most} {unit}: {}", if value <= most { "met" } else { "MISSED" })
         });
+        if most.is_some_and(|most| value > most) {
+            missed.push(what.to_owned());
+        }
         lines.push(format!("{what:<58} {value:>8.1} {unit:<4} {goal}"));
     };
     say::step("Nothing changes, nobody watches");
@@ -103,6 +109,9 @@ pub fn run(options: &Options) -> Result<()> {
     tell(what, percent(controller, span)?, "%", None);
     drop(calls);
     lines.iter().for_each(|line| say::out(line));
+    if options.strict && !missed.is_empty() {
+        bail!("missed: {}", missed.join(", "));
+    }
     Ok(())
 }
 

@@ -1,9 +1,10 @@
 //! `cargo xtask test`: every test of this machine.
 
-use std::{ffi::OsStr, process::Command};
+use std::{collections::BTreeSet, ffi::OsStr, fs, process::Command};
 
 use affinode_e2e::artifacts::{ARTIFACTS_ENV, workspace_dir};
-use anyhow::{Result, bail};
+use affinode_test_notes::{NOTES_ENV, SKIPPED};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use nix::unistd::Uid;
 
@@ -29,21 +30,61 @@ pub fn run(options: &Options) -> Result<()> {
     let artifacts = build::all(build::Profile::Dev)?;
     let path = [deps::promtool()?.into_os_string(), std::env::var_os("PATH").unwrap_or_default()];
     let path = path.join(OsStr::new(":"));
+    let notes = artifacts.root().join("test-notes");
+    fs::write(&notes, "").with_context(|| format!("cannot write {}", notes.display()))?;
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let test = |selection: &[&str]| {
         let mut command = Command::new(&cargo);
         command.current_dir(workspace_dir()).arg("test").args(selection).args(&options.rest);
-        command.env(ARTIFACTS_ENV, artifacts.root()).env("PATH", &path);
+        command.env(ARTIFACTS_ENV, artifacts.root()).env("PATH", &path).env(NOTES_ENV, &notes);
         // It is there: a test that cannot find it is broken.
         command.env("AFFINODE_NEEDS_PROMTOOL", "1");
         // A failed check names what failed: a backtrace of it says nothing more.
         command.env("RUST_LIB_BACKTRACE", "0");
         sh::run(&mut command)
     };
-    if !options.e2e {
-        say::step("Tests of the crates");
-        test(&["--workspace", "--exclude", "affinode-e2e"])?;
+    let outcome = (|| {
+        if !options.e2e {
+            say::step("Tests of the crates");
+            test(&["--workspace", "--exclude", "affinode-e2e"])?;
+        }
+        say::step("End-to-end tests");
+        test(&["-p", "affinode-e2e"])
+    })();
+    let text = fs::read_to_string(&notes);
+    say::out(&summary(&text.with_context(|| format!("cannot read {}", notes.display()))?));
+    outcome
+}
+
+/// What tests noted: first how often things went well, then which tests were skipped and why.
+fn summary(notes: &str) -> String {
+    let (skipped, told): (Vec<&str>, Vec<&str>) =
+        notes.lines().partition(|line| line.starts_with(SKIPPED));
+    let skipped: BTreeSet<&str> =
+        skipped.into_iter().filter_map(|line| line.strip_prefix(SKIPPED)).collect();
+    let mut lines: Vec<String> = told.into_iter().map(str::to_owned).collect();
+    lines.push(match skipped.len() {
+        0 => "No test was skipped.".into(),
+        1 => "1 test was skipped:".into(),
+        count => format!("{count} tests were skipped:"),
+    });
+    lines.extend(skipped.iter().map(|line| format!("  {line}")));
+    lines.join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn summary_counts_and_names_each_skip_once() {
+        let notes = "skipped e2e::ways::python: python3: none here\n\
+                     e2e::vault::again: returns: 11 of 12\n\
+                     skipped e2e::spec::line: containerd-line: no 1.6\n\
+                     skipped e2e::spec::line: containerd-line: no 1.6\n";
+        let told = "e2e::vault::again: returns: 11 of 12\n2 tests were skipped:\n  \
+                    e2e::spec::line: containerd-line: no 1.6\n  e2e::ways::python: python3: none here";
+        assert_eq!(summary(notes), told);
+        assert_eq!(summary(""), "No test was skipped.");
     }
-    say::step("End-to-end tests");
-    test(&["-p", "affinode-e2e"])
 }

@@ -1,5 +1,5 @@
 //! Runs the suite for GPU machines:
-//! `affinode-gpu-suite CONTAINERD_BIN_DIR REPORT.json [simulated] [suite|suite:WORD|engines|programs|gpus|steps|calibration|dashboard|hazards|chaos]...`;
+//! `affinode-gpu-suite CONTAINERD_BIN_DIR REPORT.json [simulated] [suite|suite:WORD|engines|programs|gpus|steps|host-memory|host-memory:WORD|calibration|dashboard|hazards|chaos]...`;
 //! without a part, all of them.
 
 use std::{
@@ -22,17 +22,20 @@ use serde_json::{Map, Value, to_value};
 const ROUNDS: u64 = 30;
 /// How often two are woken at once.
 const TURNS: usize = 10;
-const PARTS: [&str; 9] = [
+const PARTS: [&str; 10] = [
     "suite",
     "engines",
     "gpus",
     "programs",
     "steps",
+    HOST_MEMORY,
     "calibration",
     "dashboard",
     "hazards",
     "chaos",
 ];
+/// More leaves than host memory holds.
+const HOST_MEMORY: &str = "host-memory";
 /// What compares engines, and what takes two GPUs.
 const IN_SUITE: [&str; 2] = ["engines", "gpus"];
 
@@ -63,7 +66,11 @@ fn run() -> Result<bool> {
     // `suite:WORD`: only the parts of the suite with that in their names.
     let narrow = |word: &str| word.strip_prefix("suite:").map(str::to_owned);
     let mut only: Vec<String> = words.iter().filter_map(|word| narrow(word)).collect();
-    for word in words.iter().filter(|word| narrow(word).is_none()) {
+    // `host-memory:WORD` likewise.
+    let narrow_crowd = |word: &str| word.strip_prefix("host-memory:").map(str::to_owned);
+    let crowds: Vec<String> = words.iter().filter_map(|word| narrow_crowd(word)).collect();
+    let is_whole = |word: &&String| narrow(word).is_none() && narrow_crowd(word).is_none();
+    for word in words.iter().filter(is_whole) {
         ensure!(PARTS.contains(&word.as_str()), "{word:?} is no part: {}", PARTS.join(", "));
     }
     let gpu = if simulated { Gpu::Simulated { vram_bytes: PLENTY_BYTES } } else { Gpu::Real };
@@ -85,6 +92,13 @@ fn run() -> Result<bool> {
         if let Value::Object(fields) = to_value(&report)? {
             whole.extend(fields);
         }
+    }
+    if wanted(HOST_MEMORY) || !crowds.is_empty() {
+        let crowds: Vec<&str> = crowds.iter().map(String::as_str).collect();
+        let report = suite::host_memory(&release, gpu.clone(), &crowds)?;
+        print(&report.table());
+        good &= !report.failed();
+        whole.insert(HOST_MEMORY.into(), to_value(&report)?);
     }
     let more: [(&str, MakeReport); 2] = [("programs", suite::programs), ("steps", suite::steps)];
     for (part, make) in more.into_iter().filter(|(part, _)| wanted(part)) {

@@ -49,6 +49,8 @@ pub struct Actor {
     pub guest: Option<(Lines, Child)>,
     /// A fault was meant to end it.
     pub doomed: bool,
+    /// How it leaves.
+    pub way: Way,
     pipes: std::path::PathBuf,
 }
 
@@ -116,7 +118,8 @@ impl Actor {
         let mount = format!("type=bind,src={},dst={PIPES},options=rbind:rw", pipes.display());
         spec = spec.flags(&["--mount", &mount]);
         let running = spec.start(world)?;
-        let mut actor = Self { running, processes: Vec::new(), guest: None, doomed: false, pipes };
+        let processes = Vec::new();
+        let mut actor = Self { running, processes, guest: None, doomed: false, way, pipes };
         let mut opened = Vec::new();
         for suffix in &suffixes {
             opened.push(Lines::open_pair(&actor.pipes, suffix)?);
@@ -300,13 +303,16 @@ impl Process {
 
 fn is_well(asked: &str, line: &str) -> bool {
     let Ok(answer) = serde_json::from_str::<Answer>(line) else { return false };
-    let result = match asked.split(' ').next().unwrap_or_default() {
+    let command = asked.split(' ').next().unwrap_or_default();
+    let result = match command {
         "alloc" => answer.result == 0 || answer.result == OUT_OF_MEMORY,
         // There is nothing to free where there was nothing to be had.
         "free" => answer.result == 0 || answer.result == 1,
         _ => answer.result == 0,
     };
-    result && answer.ok != Some(false)
+    // Only a verification says that it is well, and it must say so.
+    let contents = if command == "verify" { answer.ok == Some(true) } else { answer.ok.is_none() };
+    result && contents && answer.command == command
 }
 
 /// Whether a process is no more; a corpse that nobody has collected is none.
@@ -342,4 +348,22 @@ pub fn receive(lines: &mut Lines, command: &str) -> Result<Answer> {
         bail!("expected success of {command}, got {line}");
     }
     Ok(answer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_well;
+
+    #[test]
+    fn verification_without_a_verdict_is_not_well() {
+        let line =
+            |command: &str, more: &str| format!("{{\"command\":\"{command}\",\"result\":0{more}}}");
+        assert!(is_well("verify", &line("verify", ",\"ok\":true")));
+        assert!(!is_well("verify", &line("verify", ",\"ok\":false")));
+        assert!(!is_well("verify", &line("verify", "")));
+        assert!(!is_well("verify", &line("touch", ",\"ok\":true")));
+        assert!(is_well("alloc 8", &line("alloc", "")));
+        assert!(!is_well("alloc 8", &line("free", "")));
+        assert!(!is_well("touch", "garbage"));
+    }
 }

@@ -13,12 +13,25 @@ use crate::{keeper::cgroup_folders, processes, world::World};
 /// Descriptors that a controller may have beyond those it had first: a reader that comes
 /// and goes, no more.
 const PASSING_DESCRIPTORS: usize = 6;
+/// Our shim's program.
+const OWN_SHIM: &str = "containerd-shim-affinode-v1";
+
+/// The same of a shim.
+const PASSING_SHIM_DESCRIPTORS: usize = 6;
+/// Descriptors and memory files that a copier may have at most for each process of the cast: it comes
+/// and goes as it is needed, so there may have been none to compare with.
+const COPIER_DESCRIPTORS_EACH: usize = 16;
+const COPIER_MEMORY_FILES_EACH: usize = 6;
 
 /// How many there are of each kind.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Census {
     counts: BTreeMap<&'static str, usize>,
     controller_descriptors: usize,
+    /// Of the shim that has most.
+    shim_descriptors: usize,
+    /// More than copiers may have.
+    copier_excess: Vec<String>,
     strangers: Vec<String>,
 }
 
@@ -46,19 +59,29 @@ impl Census {
         counts.insert("mounts", mounts(world)?);
 
         let controller = world.controller()?.context("no controller runs")?;
-        let descriptors = descriptors(controller.pid.as_raw());
-        let of = |part: &str| descriptors.iter().filter(|target| target.contains(part)).count();
+        let own = descriptors(controller.pid.as_raw());
+        let of = |part: &str| own.iter().filter(|target| target.contains(part)).count();
         counts.insert("pages in the controller", of("/memfd:"));
         // A vault comes and goes as it is needed: at most one, with a pidfd and three more.
         let vaults = world.processes(VAULT)?.len();
         counts.insert("vaults too many", vaults.saturating_sub(1));
         counts.insert("pidfds in the controller", of("pidfd").saturating_sub(vaults));
-        let controller_descriptors = descriptors.len().saturating_sub(4 * vaults);
+        let controller_descriptors = own.len().saturating_sub(4 * vaults);
         let known = world.cli().ps()?;
         counts.insert("containers in `affinode ps`", known.containers.len());
         let managed = known.containers.iter().map(|row| row.processes.len()).sum();
         counts.insert("processes in `affinode ps`", managed);
-        Ok(Self { counts, controller_descriptors, strangers })
+        let shims = world.shims()?.into_iter().filter(|shim| shim.command.contains(OWN_SHIM));
+        let shims: Vec<_> = shims.map(|shim| descriptors(shim.pid.as_raw())).collect();
+        let shim_descriptors = shims.iter().map(Vec::len).max().unwrap_or(0);
+        let files = shims.iter().flatten().filter(|target| target.contains("/memfd:"));
+        counts.insert("memory files in shims", files.count());
+        let each = cast.iter().map(|actor| actor.processes.len()).sum();
+        let mut copier_excess = Vec::new();
+        for copier in world.processes(VAULT)? {
+            copier_excess.extend(excess(&descriptors(copier.pid.as_raw()), each));
+        }
+        Ok(Self { counts, controller_descriptors, shim_descriptors, copier_excess, strangers })
     }
 
     /// What is otherwise than it was; empty when nothing is.
@@ -78,8 +101,29 @@ impl Census {
                 self.controller_descriptors, first.controller_descriptors
             ));
         }
+        if self.shim_descriptors > first.shim_descriptors + PASSING_SHIM_DESCRIPTORS {
+            found.push(format!(
+                "descriptors of a shim: {}, were {}",
+                self.shim_descriptors, first.shim_descriptors
+            ));
+        }
+        found.extend(self.copier_excess.iter().cloned());
         found
     }
+}
+
+/// What of a copier's descriptors is more than it may have for so many processes.
+fn excess(descriptors: &[String], processes: usize) -> Vec<String> {
+    let files = descriptors.iter().filter(|target| target.contains("/memfd:")).count();
+    let most = |each: usize| each * (processes + 1);
+    let mut found = Vec::new();
+    if descriptors.len() > most(COPIER_DESCRIPTORS_EACH) {
+        found.push(format!("descriptors of the copier: {}", descriptors.len()));
+    }
+    if files > most(COPIER_MEMORY_FILES_EACH) {
+        found.push(format!("memory files in the copier: {files}"));
+    }
+    found
 }
 
 /// The world's processes by what they are; those that are nothing known are returned.
@@ -104,7 +148,9 @@ fn count_processes(
             "containerd-shim-affinode-v1" => "shims",
             _ if contained.contains(&process.pid.as_raw()) => "processes of containers",
             _ if scenery.contains(&process.pid.as_raw()) => "scenery",
-            // A corpse has no command line, and is collected in a moment.
+            // One that is collected in a moment is not there at the next look.
+            "" if processes::is_zombie(process.pid.as_raw()) => "zombies",
+            // One that has just been made has no command line either.
             "" => continue,
             _ => {
                 strangers.push(format!("{} ({command})", process.pid));
@@ -137,4 +183,37 @@ fn descriptors(pid: i32) -> Vec<String> {
         .filter_map(target)
         .map(|path| path.to_string_lossy().into_owned())
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copier_with_a_file_too_many_is_found() {
+        let file = |_| "/memfd:affinode-parked (deleted)".to_owned();
+        let files = |count: usize| (0..count).map(file).collect::<Vec<_>>();
+        assert!(excess(&files(2 * COPIER_MEMORY_FILES_EACH), 1).is_empty());
+        assert_eq!(excess(&files(2 * COPIER_MEMORY_FILES_EACH + 1), 1).len(), 1);
+        let sockets = vec!["socket:[1]".to_owned(); 2 * COPIER_DESCRIPTORS_EACH + 1];
+        assert_eq!(excess(&sockets, 1).len(), 1);
+    }
+
+    #[test]
+    fn differences_name_what_was_not_there_before() {
+        let first = Census {
+            counts: BTreeMap::from([("zombies", 0)]),
+            controller_descriptors: 20,
+            shim_descriptors: 12,
+            copier_excess: Vec::new(),
+            strangers: Vec::new(),
+        };
+        assert!(first.differences(&first).is_empty());
+        let mut later = first.clone();
+        later.counts.insert("zombies", 1);
+        later.shim_descriptors = 30;
+        later.controller_descriptors = 40;
+        later.copier_excess = vec!["memory files in the copier: 90".into()];
+        assert_eq!(later.differences(&first).len(), 4);
+    }
 }

@@ -35,7 +35,8 @@ pub struct Report {
     pub wakes: u64,
     /// Rounds that began while two containers held once what they have in common.
     pub together: u64,
-    /// Longest time from the death of a controller to the answer of the next, in milliseconds.
+    /// Longest time from the death of a controller to the first answer of the next to a command, whose
+    /// own start is counted in, in milliseconds.
     pub longest_return_ms: u64,
     /// How long it took, in seconds.
     pub seconds: f64,
@@ -102,7 +103,7 @@ impl Report {
         let _ = writeln!(
             text,
             "\n{} GPU, seed {}: {} rounds in {:.0} s, {} of them from content held once; {} processes \
-             verified, {} wakes, controller back within {} ms\nlost {}, stuck {}, corrupted {}, leaked {}, errors {}",
+             verified, {} wakes, first answer of a controller within {} ms\nlost {}, stuck {}, corrupted {}, leaked {}, errors {}",
             self.gpu,
             self.seed,
             self.rounds,

@@ -1,13 +1,12 @@
 //! The world of a campaign: containers that want more VRAM than there is.
 
 use std::{
-    os::unix::net::UnixStream,
+    collections::BTreeSet,
     thread::JoinHandle,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail};
-use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 
 use super::{
     actor::{Actor, Verdict, Way},
@@ -15,14 +14,16 @@ use super::{
     fault,
     plan::{CAST, TWINS},
     report::Finding,
+    vram::{self, Allowed},
     watch::Watch,
 };
 use crate::{
-    cli::GpuRow,
+    cli::ContainerRow,
     gpu::Gpu,
     hazards::ballast,
-    processes,
-    until::{PATIENCE, until},
+    keeper::cgroup_folders,
+    memory_cgroup, oom, processes,
+    until::{PATIENCE, until, until_within},
     worker::Worker,
     world::{MIB, Recipe, World},
 };
@@ -42,11 +43,73 @@ node_reserve_mib = 64
 [history]
 dir = "off"
 "#;
-/// A move of the simulated driver takes so long, in milliseconds: time to be struck in.
-const MOVE_MS: &str = "30";
+/// How long a move of the simulated driver takes: time to be struck in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Setup {
+    /// As soon as it has copied, and a little more.
+    Quick,
+    /// As one of many GiB: beyond time-outs that a quick one never meets.
+    Slow,
+    /// Quick, and neither VRAM nor host memory has room for all: the containers are below a cgroup whose
+    /// limit is less than all of them need while they are away.
+    Squeezed,
+}
+
+impl Setup {
+    /// Of the block of rounds that this one is in: one of ten is slow. A real driver has its own.
+    #[must_use]
+    pub fn of(round: u64, gpu: &Gpu) -> Self {
+        match gpu {
+            Gpu::Simulated { .. } if round / super::BLOCK % 10 == 4 => Setup::Slow,
+            Gpu::Simulated { .. } if round / super::BLOCK % 10 == 7 => Setup::Squeezed,
+            _ => Setup::Quick,
+        }
+    }
+
+    fn move_ms(self) -> &'static str {
+        match self {
+            Setup::Quick | Setup::Squeezed => "30",
+            Setup::Slow => "2500",
+        }
+    }
+
+    /// A step that does not come in this time will not come in this scene.
+    #[must_use]
+    pub fn step_patience(self) -> Duration {
+        match self {
+            Setup::Quick | Setup::Squeezed => Duration::from_millis(600),
+            Setup::Slow => Duration::from_secs(8),
+        }
+    }
+
+    /// Who has not left by itself in this time is not going to.
+    fn automatic(self) -> Duration {
+        match self {
+            Setup::Quick | Setup::Squeezed => Duration::from_secs(20),
+            Setup::Slow => Duration::from_secs(80),
+        }
+    }
+
+    /// Far beyond what a healthy machine needs for a round.
+    fn patience(self) -> Duration {
+        match self {
+            Setup::Quick | Setup::Squeezed => PATIENCE,
+            // Each of seven processes leaves and comes back, one after the other, on a busy machine.
+            Setup::Slow => 4 * PATIENCE,
+        }
+    }
+}
+
 /// Room for the largest container (a twin, 160 MiB) where all others are parked and keep their
 /// contexts (six of 16 MiB, and the vault's), not for the whole cast.
 const SIMULATED_BYTES: u64 = 288 * MIB;
+/// Where host memory is short as well, both twins may be there at once (160 MiB each), beside the contexts
+/// of the others: not all that the cast wants (388 MiB, and seven contexts).
+const SQUEEZED_BYTES: u64 = 448 * MIB;
+/// So much less host memory than all need while they are away: each twin alone can leave, both cannot.
+const SQUEEZED_BY_BYTES: u64 = 60 * MIB;
+/// Why a container may stay there.
+const SHORT_OF_MEMORY: [&str; 2] = ["cgroup-memory", "host-memory"];
 /// What a twin holds: what can be held once, and a rest that cannot.
 const TWIN_MIB: u64 = 144;
 /// Twins that leave so often and hold nothing together are let be.
@@ -57,6 +120,12 @@ const SOON: Duration = Duration::from_millis(500);
 const REAL_ROOM_BYTES: u64 = 4_096 * MIB;
 /// What a real driver may keep beyond that of moved processes.
 const DRIVER_BYTES: u64 = 64 * MIB;
+/// A context of the simulated driver, with a table for digests that stays with it; and what a copier
+/// has beside its own for what is copied on the device.
+const SIMULATED_CONTEXT_BYTES: u64 = 16 * MIB + MIB / 2;
+const SIMULATED_COPIER_BYTES: u64 = SIMULATED_CONTEXT_BYTES + 4 * MIB;
+/// The same of a real one: 530 to 671 MiB were seen.
+const REAL_CONTEXT_BYTES: u64 = 768 * MIB;
 /// Whoever is started has the next of these, whatever its role.
 const WAYS: [Way; 7] = [
     Way::DRIVER,
@@ -76,12 +145,15 @@ pub struct Stage {
     pub watch: Watch,
     /// The containers.
     pub cast: Vec<Actor>,
-    /// Takes the room that a large GPU has too much of.
-    ballast: Option<Worker>,
+    /// How long its moves take.
+    pub setup: Setup,
+    /// Takes the room that a large GPU has too much of, and its process.
+    ballast: Option<(Worker, i32)>,
+    /// Who had to be sent away by hand, and why it stayed.
+    stayed: BTreeSet<String>,
     /// Where it all is.
     pub world: World,
     quiet: Option<Census>,
-    quiet_bytes: u64,
     started: u64,
     returns: Vec<JoinHandle<Option<Duration>>>,
 }
@@ -91,28 +163,35 @@ impl Stage {
     ///
     /// # Errors
     /// When a container does not start.
-    pub fn build(recipe: Recipe, gpu: &Gpu) -> Result<Self> {
+    pub fn build(recipe: Recipe, gpu: &Gpu, setup: Setup) -> Result<Self> {
         let gpu = match gpu {
+            Gpu::Simulated { .. } if setup == Setup::Squeezed => {
+                Gpu::Simulated { vram_bytes: SQUEEZED_BYTES }
+            }
             Gpu::Simulated { .. } => Gpu::Simulated { vram_bytes: SIMULATED_BYTES },
             Gpu::Real => Gpu::Real,
         };
-        // What a real driver keeps for itself is seen when nobody else holds anything.
-        let quiet_bytes = if matches!(gpu, Gpu::Real) { u64::MAX } else { 0 };
-        let recipe = recipe.config(CONFIG).gpu(gpu).sim_options(&[
+        let mut config = CONFIG.to_owned();
+        if setup == Setup::Squeezed {
+            // As the simulated driver has it: with more, those that could make room may not.
+            config = config.replace("driver_overhead_mib = 64", "driver_overhead_mib = 16");
+        }
+        let recipe = recipe.config(&config).gpu(gpu).sim_options(&[
             "--checkpoint-fixed-ms",
-            MOVE_MS,
+            setup.move_ms(),
             "--restore-fixed-ms",
-            MOVE_MS,
+            setup.move_ms(),
         ]);
         let world = recipe.world()?;
         let watch = Watch::start(world.cli());
         let mut stage = Self {
             watch,
             cast: Vec::new(),
+            setup,
             ballast: None,
+            stayed: BTreeSet::new(),
             world,
             quiet: None,
-            quiet_bytes,
             started: 0,
             returns: Vec::new(),
         };
@@ -124,27 +203,101 @@ impl Stage {
             }
         }
         stage.rest()?;
-        stage.bring_together()?;
+        if setup == Setup::Squeezed {
+            stage.squeeze()?;
+        } else {
+            stage.bring_together()?;
+        }
         stage.quiet = Some(stage.census()?);
         Ok(stage)
+    }
+
+    /// Limits the host memory of all containers together, once it is known what they need while they are away.
+    fn squeeze(&mut self) -> Result<()> {
+        let folder = memory_cgroup::folder(&self.world)?;
+        let all_away = oom::spent_bytes(&folder)?;
+        // What is there now would not fit below the limit: both twins stay home until it is set.
+        for role in TWINS {
+            let id = &self.cast[role].running.id;
+            self.world.cli().run(&["pin", id])?;
+            self.world.cli().wait_resident(id)?;
+        }
+        let limit = all_away - SQUEEZED_BY_BYTES;
+        // Refused as long as more is in use: what they have let go of is given back in a moment.
+        until("the limit to be set", || Ok(memory_cgroup::set_limit(&folder, Some(limit)).ok()))
+            .with_context(|| {
+                let now = oom::spent_bytes(&folder).unwrap_or(0);
+                format!("{limit} bytes, of {all_away} with all away, {now} now")
+            })?;
+        for role in TWINS {
+            self.world.cli().run(&["unpin", &self.cast[role].running.id])?;
+        }
+        Ok(())
+    }
+
+    /// Processes of the cast that the kernel has killed for want of host memory.
+    #[must_use]
+    pub fn oom_kills(&self) -> u64 {
+        let folders = cgroup_folders(self.world.dir());
+        let own = |actor: &Actor| {
+            let kills =
+                folders.iter().filter_map(|folder| oom::kills(&folder.join(&actor.running.id)));
+            kills.max().unwrap_or(0)
+        };
+        self.cast.iter().map(own).sum()
+    }
+
+    /// Whether a container may stay where it is: its world has no host memory for all.
+    fn may_stay(&self, row: &ContainerRow) -> bool {
+        self.setup == Setup::Squeezed
+            && row.state == "Idle"
+            && SHORT_OF_MEMORY.contains(&row.reason.as_str())
     }
 
     /// On a large GPU something unmanaged leaves only a little to those who are managed.
     fn take_ballast(&mut self) -> Result<()> {
         self.rest()?;
-        self.ballast = Some(ballast(&self.world, REAL_ROOM_BYTES)?);
-        self.quiet_bytes = until("the ballast to be seen", || {
+        let worker = ballast(&self.world, REAL_ROOM_BYTES)?;
+        let pid = worker.running.pid(&self.world)?;
+        self.ballast = Some((worker, pid));
+        until("the ballast to be seen", || {
             let gpus = self.world.cli().ps()?.gpus;
             let gpu = gpus.first().context("there is no GPU")?;
             let taken = gpu.vram_used_bytes + 2 * REAL_ROOM_BYTES > gpu.vram_total_bytes;
-            Ok(taken.then_some(gpu.vram_used_bytes + DRIVER_BYTES))
-        })?;
-        Ok(())
+            Ok(taken.then_some(()))
+        })
+    }
+
+    /// What is held of the GPU that may not be while everybody is away but those that stay resident, by
+    /// the driver's own word.
+    fn held(&self, resident: &BTreeSet<&str>) -> Result<Vec<String>> {
+        let (context, copier, unnamed_bytes) = match self.world.gpu() {
+            Gpu::Simulated { .. } => (SIMULATED_CONTEXT_BYTES, SIMULATED_COPIER_BYTES, 0),
+            Gpu::Real => (REAL_CONTEXT_BYTES, REAL_CONTEXT_BYTES, DRIVER_BYTES),
+        };
+        let mut allowed = Allowed { unnamed_bytes, ..Allowed::default() };
+        allowed.ballast = self.ballast.iter().map(|(_, pid)| *pid).collect();
+        for actor in self.cast.iter().filter(|actor| resident.contains(actor.running.id.as_str())) {
+            allowed.ballast.extend(actor.processes.iter().map(|one| one.pid.as_raw()));
+        }
+        for process in self.world.processes(fault::VAULT)? {
+            allowed.by_pid.insert(process.pid.as_raw(), copier);
+        }
+        // Who may park keeps the context; the others keep nothing.
+        for actor in self.cast.iter().filter(|actor| ["park", "auto"].contains(&actor.way.engine)) {
+            allowed.by_pid.extend(actor.processes.iter().map(|one| (one.pid.as_raw(), context)));
+        }
+        Ok(vram::leaks(&self.world.gpu().holders(self.world.dir())?, &allowed))
+    }
+
+    /// Who had to be sent away by hand since this was last asked, and why it stayed.
+    pub fn take_stayed(&mut self) -> BTreeSet<String> {
+        std::mem::take(&mut self.stayed)
     }
 
     fn census(&self) -> Result<Census> {
-        let ballast = self.ballast.as_ref().map(|ballast| ballast.running.pid(&self.world));
-        Census::take(&self.world, &self.cast, ballast.transpose()?.as_slice())
+        let ballast: Vec<i32> = self.ballast.iter().map(|(_, pid)| *pid).collect();
+        Census::take(&self.world, &self.cast, &ballast)
     }
 
     fn mib(&self, role: usize) -> u64 {
@@ -183,7 +336,7 @@ impl Stage {
                     twin.ask("touch")?;
                 }
                 twin.ask("verify")?;
-                match twin.settle(Instant::now() + PATIENCE) {
+                match twin.settle(Instant::now() + self.setup.patience()) {
                     Verdict::Well => most = twin.touches,
                     verdict => bail!("a twin does not come home: {verdict:?}"),
                 }
@@ -215,10 +368,18 @@ impl Stage {
         let id = format!("c{role}-{}", self.started);
         let processes = CAST.get(role).copied().unwrap_or(1);
         let turn = usize::try_from(self.started).unwrap_or(0);
-        let shares = TWINS.contains(&role);
-        // Other ways leave nothing with the vault that could be held together.
-        let ways: Vec<Way> =
-            WAYS.into_iter().filter(|way| !shares || way.engine == Way::FAST.engine).collect();
+        // What is held once is the vault's, and needs no memory of the container.
+        let shares = TWINS.contains(&role) && self.setup != Setup::Squeezed;
+        let squeezed = self.setup == Setup::Squeezed;
+        let of_twins = if squeezed { Way::DRIVER.engine } else { Way::FAST.engine };
+        let fits = |way: &Way| {
+            // Other ways leave nothing with the vault that could be held together; where host memory is
+            // short, this one gives all of it back at each return.
+            (!TWINS.contains(&role) || way.engine == of_twins)
+                // What is kept or made ready takes host memory from those that leave.
+                && (self.setup != Setup::Squeezed || !(way.keeps || way.prepares))
+        };
+        let ways: Vec<Way> = WAYS.into_iter().filter(fits).collect();
         let way = Way { shares, ..ways[(role + turn) % ways.len()] };
         Actor::start(&self.world, &id, processes, self.mib(role), way)
             .with_context(|| format!("cannot start {id}"))
@@ -226,7 +387,7 @@ impl Stage {
 
     /// Lets everybody answer what is owed and verify; what does not is a finding.
     pub fn verify(&mut self, round: u64, verified: &mut u64) -> Vec<Finding> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + self.setup.patience();
         let mut found = Vec::new();
         let mut find = |kind, text| found.push(Finding { round, kind, text });
         for actor in self.cast.iter_mut().filter(|actor| !actor.doomed) {
@@ -288,10 +449,11 @@ impl Stage {
     ///
     /// # Errors
     /// When somebody does not go.
-    pub fn rest(&self) -> Result<()> {
-        let mut last = String::new();
+    pub fn rest(&mut self) -> Result<()> {
+        let (mut last, mut stayed) = (String::new(), BTreeSet::new());
         let asked = Instant::now();
-        until("everybody to be away", || {
+        let patience = self.setup.automatic() + self.setup.patience();
+        let rested = until_within(patience, "everybody to be away", || {
             let Ok(node) = self.world.cli().ps_now() else {
                 // With no container there is no controller; else it is about to come back.
                 return Ok((self.cast.is_empty()).then_some(()));
@@ -301,32 +463,33 @@ impl Stage {
                 .iter()
                 .filter(|row| row.state != "Offloaded" && row.id != "ballast")
                 .filter(|row| row.state != "Unregistered")
+                .filter(|row| !self.may_stay(row))
                 .collect();
+            let stays = |row: &&ContainerRow| self.may_stay(row);
+            let resident: BTreeSet<&str> =
+                node.containers.iter().filter(stays).map(|row| row.id.as_str()).collect();
             last = staying
                 .iter()
                 .map(|row| format!("{}: {} ({}) ", row.id, row.state, row.reason))
                 .collect();
             for row in &staying {
                 let home = matches!(row.state.as_str(), "Active" | "Idle");
-                if home && asked.elapsed() > Duration::from_millis(200) {
-                    // One that an earlier failure keeps here.
+                if home && asked.elapsed() > self.setup.automatic() {
+                    // It is a finding; the round goes on, so that what else is wrong is seen.
+                    let why = format!("{} ({})", row.state, row.reason);
+                    stayed.insert(format!("{} did not leave by itself: {why}", row.id));
                     let _ = self.world.cli().output(&["offload", &row.id, "-o", "json"])?;
                 }
             }
-            // What the vault has of its own is there as long as it is.
-            let used = |gpu: &GpuRow| gpu.vram_used_bytes.saturating_sub(gpu.vault_vram_bytes);
-            let used = node.gpus.first().map_or(0, used);
-            // What a copy leaves there.
-            let processes = node.containers.iter().flat_map(|row| &row.processes);
-            let parked = processes.filter(|process| process.phase == "Parked");
-            let left: u64 = parked.map(|process| process.vram_bytes).sum();
-            if staying.is_empty() {
-                last = format!("{used} bytes in use, {left} of them by contexts of the parked");
+            if !staying.is_empty() {
+                return Ok(None);
             }
-            let empty = used <= self.quiet_bytes.saturating_add(left) || node.gpus.is_empty();
-            Ok((staying.is_empty() && empty).then_some(()))
-        })
-        .with_context(|| format!("last seen: {last}"))
+            let held = self.held(&resident)?;
+            last = held.join("; ");
+            Ok(held.is_empty().then_some(()))
+        });
+        self.stayed.append(&mut stayed);
+        rested.with_context(|| format!("last seen: {last}"))
     }
 
     /// What is there that was not there when the world was new.
@@ -338,7 +501,7 @@ impl Stage {
         let deadline = Instant::now() + SETTLED;
         loop {
             let found = match self.census() {
-                Ok(now) => now.differences(first),
+                Ok(now) => self.differences(&now, first),
                 Err(error) => vec![format!("{error:#}")],
             };
             if found.is_empty() || Instant::now() > deadline {
@@ -348,21 +511,25 @@ impl Stage {
         }
     }
 
-    /// The controller is about to be killed: how long until another one can be reached?
+    fn differences(&self, now: &Census, first: &Census) -> Vec<String> {
+        let mut found = now.differences(first);
+        // A record stands for each process that is away, and not all of them can be.
+        found.retain(|text| self.setup != Setup::Squeezed || !text.starts_with("journal records"));
+        found
+    }
+
+    /// The controller is about to be killed: how long until another one answers a command?
     ///
     /// # Errors
     /// When /proc cannot be read.
     pub fn time_return(&mut self) -> Result<()> {
         let Some(old) = self.world.controller()? else { return Ok(()) };
-        let socket = self.world.cli().run_dir().join("control.sock");
+        let cli = self.world.cli().clone();
         self.returns.push(std::thread::spawn(move || {
             let began = Instant::now();
             while began.elapsed() < SETTLED {
-                let other = UnixStream::connect(&socket).ok().and_then(|stream| {
-                    let peer = getsockopt(&stream, PeerCredentials).ok()?;
-                    (peer.pid() != old.pid.as_raw()).then_some(())
-                });
-                if other.is_some() {
+                let node = cli.ps_now().ok();
+                if node.is_some_and(|node| node.controller_pid != old.pid.as_raw()) {
                     return Some(began.elapsed());
                 }
                 std::thread::sleep(Duration::from_millis(5));
@@ -373,8 +540,26 @@ impl Stage {
     }
 
     /// The longest of the returns since it was last asked, in milliseconds; 0 without one.
-    pub fn longest_return_ms(&mut self) -> u64 {
-        let returns = self.returns.drain(..).filter_map(|thread| thread.join().ok().flatten());
-        returns.map(|after| u64::try_from(after.as_millis()).unwrap_or(u64::MAX)).max().unwrap_or(0)
+    ///
+    /// # Errors
+    /// When a controller did not come back though a container needs one.
+    pub fn longest_return_ms(&mut self) -> Result<u64> {
+        let mut longest_ms = 0;
+        let needed = self.cast.iter().any(|actor| !actor.doomed);
+        for thread in self.returns.drain(..) {
+            match thread.join() {
+                Ok(Some(after)) => {
+                    longest_ms =
+                        longest_ms.max(u64::try_from(after.as_millis()).unwrap_or(u64::MAX));
+                }
+                Ok(None) if !needed => {}
+                Ok(None) => bail!(
+                    "{} s after its death no other controller had answered",
+                    SETTLED.as_secs()
+                ),
+                Err(_) => bail!("the thread that times a return panicked"),
+            }
+        }
+        Ok(longest_ms)
     }
 }

@@ -3,11 +3,12 @@
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
 
-use super::{Case, Found, hands::ballast, host::set_limit, moments::all_intact};
+use super::{Case, Found, hands::ballast, moments::all_intact};
 use crate::{
     chaos::actor::{Actor, Way, has_ended},
     containerd,
     keeper::cgroup_folders,
+    memory_cgroup,
     until::until,
     world::{MIB, World},
 };
@@ -92,7 +93,7 @@ fn spend(world: &World, actor: &Actor) -> Result<()> {
         folder.join("memory.limit_in_bytes").exists() || folder.join("memory.max").exists()
     };
     let folder = folders.iter().map(|folder| folder.join(ID)).find(limits);
-    set_limit(&folder.context("no cgroup hierarchy limits memory")?, Some(2 << 30))?;
+    memory_cgroup::set_limit(&folder.context("no cgroup hierarchy limits memory")?, Some(2 << 30))?;
     let mut command = world.ctr();
     command.args(["tasks", "exec", "--exec-id", "spend", ID, "/bin/sh", "-c", SPEND]);
     command.output().map(|_| ()).context("cannot run ctr")

@@ -16,6 +16,10 @@ use crate::{
     world::{MIB, World},
 };
 
+/// `CUprocessState`: locked, and checkpointed.
+pub const LOCKED: i32 = 1;
+pub const CHECKPOINTED: i32 = 2;
+
 /// A container in the foreground, so that its end is seen.
 pub struct Held {
     /// Its program.
@@ -51,6 +55,17 @@ impl Held {
             .collect()
     }
 
+    /// The driver's state of the process; waits for a call that is under way.
+    pub fn state(&self, world: &World) -> Result<i32> {
+        let pid = self.worker.running.pid(world)?.to_string();
+        let program = world.artifacts().clients_dir().join("checkpoint");
+        let output = world.host_gpu_command(&program).args([&pid, "state"]).output()?;
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let answer: Answer = serde_json::from_str(text.trim()).with_context(|| text.clone())?;
+        ensure!(answer.result == 0, "the state cannot be read: {text}");
+        answer.value.with_context(|| format!("no state in {text}"))
+    }
+
     /// A whole cycle by that program: what comes of it.
     pub fn cycle(&mut self, world: &World) -> Result<String> {
         let out = self.tool(world, &["lock", "checkpoint"])?;
@@ -69,7 +84,8 @@ impl Held {
         Ok(if good { "moves, contents intact" } else { "moves, contents wrong" }.into())
     }
 
-    fn verifies(&mut self) -> Result<bool> {
+    /// Whether it answers, with all its memory as it was.
+    pub fn verifies(&mut self) -> Result<bool> {
         let answer = self.worker.ask("verify")?;
         Ok(answer.result == 0 && answer.ok == Some(true))
     }
@@ -178,7 +194,7 @@ pub fn ballast(world: &World, leave_bytes: u64) -> Result<Worker> {
         bail!("{} MiB are free, {} are needed", free / MIB, leave_bytes / MIB);
     };
     if more >= MIB {
-        worker.call(&format!("alloc {}", more / MIB))?;
+        worker.call(&format!("alloc {} -", more / MIB))?;
     }
     Ok(worker)
 }

@@ -1,7 +1,5 @@
 //! Host memory that has no room for the VRAM: a checkpoint would be killed in the middle.
 
-use std::path::PathBuf;
-
 use anyhow::{Context, Result};
 use nix::sys::signal::{Signal, kill};
 
@@ -9,7 +7,10 @@ use super::{
     Case, Found,
     hands::{Held, intact, refused, usual},
 };
-use crate::{container::Spec, keeper::cgroup_folders, until::until, worker::Worker, world::World};
+use crate::{
+    container::Spec, gpu::Gpu, keeper::cgroup_folders, memory_cgroup, oom::OomWatch, until::until,
+    worker::Worker, world::World,
+};
 
 const LIMIT_BYTES: u64 = 1 << 30;
 const VRAM_MIB: u64 = 4096;
@@ -21,10 +22,10 @@ pub fn cases() -> Vec<Case> {
             limited(world, &|id| usual(id, 16).flags(&["--memory-limit", &limit]))
         }),
         Case::new("the same limit on an ancestor", |world| {
-            let folder = memory_cgroup(world)?;
-            set_limit(&folder, Some(LIMIT_BYTES))?;
+            let folder = memory_cgroup::folder(world)?;
+            memory_cgroup::set_limit(&folder, Some(LIMIT_BYTES))?;
             let found = limited(world, &|id| usual(id, 16));
-            set_limit(&folder, None)?;
+            memory_cgroup::set_limit(&folder, None)?;
             found
         }),
         Case::new("the node's host memory is spent", budget_spent),
@@ -37,13 +38,20 @@ fn limited(world: &World, spec: &dyn Fn(&str) -> Spec) -> Result<Found> {
     bare.worker.wait_filled()?;
     let grow = format!("alloc {VRAM_MIB}");
     bare.worker.call(&grow)?;
+    let own = cgroup_folders(world.dir()).into_iter().map(|folder| folder.join("bare"));
+    let watch = OomWatch::start(own.collect());
     let returned = bare.tool(world, &["lock", "checkpoint"])?;
     let without = if returned == [0, 0] {
         bare.kill(world)?;
         "moves".into()
     } else {
         let (_, end) = bare.end()?;
-        format!("checkpoint returns {}, {end} (OOM)", returned.last().unwrap_or(&-1))
+        let by = match (watch.kills(), world.gpu()) {
+            (1.., _) => " (OOM)",
+            (0, Gpu::Simulated { .. }) => " by the simulated driver",
+            (0, Gpu::Real) => "",
+        };
+        format!("checkpoint returns {}, {end}{by}", returned.last().unwrap_or(&-1))
     };
 
     let mut worker = Worker::start_as(world, spec("limited"))?;
@@ -52,31 +60,6 @@ fn limited(world: &World, spec: &dyn Fn(&str) -> Spec) -> Result<Found> {
     let with = refused(world, "limited", "cgroup-memory")?;
     intact(&mut worker)?;
     Ok(Found::Row { without, with })
-}
-
-/// The world's folder in the hierarchy that limits memory.
-fn memory_cgroup(world: &World) -> Result<PathBuf> {
-    if cgroup_folders(world.dir()).is_empty() {
-        // Made with the first container.
-        Spec::gpu("first", &["/bin/true"]).run(world)?;
-    }
-    cgroup_folders(world.dir())
-        .into_iter()
-        .find(|folder| limit_file(folder).exists())
-        .context("no cgroup hierarchy limits memory")
-}
-
-fn limit_file(folder: &std::path::Path) -> PathBuf {
-    let v1 = folder.join("memory.limit_in_bytes");
-    if v1.exists() { v1 } else { folder.join("memory.max") }
-}
-
-/// Sets a memory limit; none takes it away.
-pub fn set_limit(folder: &std::path::Path, bytes: Option<u64>) -> Result<()> {
-    let file = limit_file(folder);
-    let none = if file.ends_with("memory.max") { "max" } else { "-1" };
-    let text = bytes.map_or(none.into(), |bytes| bytes.to_string());
-    std::fs::write(&file, text).with_context(|| format!("cannot write {}", file.display()))
 }
 
 /// The budget is read when a controller starts.

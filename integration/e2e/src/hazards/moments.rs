@@ -1,17 +1,22 @@
 //! Something happens in the middle of a move.
 
-use std::time::{Duration, Instant};
+use std::{
+    io::{BufRead, BufReader, Read},
+    process::Stdio,
+    time::Instant,
+};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 
 use super::{
     Case, Found,
-    hands::{Held, Offload, ballast, intact, kind, offload_once, usual},
+    hands::{CHECKPOINTED, Held, LOCKED, Offload, ballast, intact, kind, offload_once, usual},
     host::next_controller,
 };
 use crate::{
     chaos::actor::{Actor, Verdict, Way},
+    cli::EventRow,
     until::{PATIENCE, until},
     worker::Worker,
     world::{MIB, World},
@@ -40,8 +45,17 @@ fn short(world: &World) -> Result<Found> {
     let mut returned = bare.tool(world, &["restore"])?;
     taker.running.kill(world)?;
     taker.running.delete(world)?;
+    until("the room to be free again", || {
+        let gpu = world.cli().gpu()?;
+        Ok((gpu.vram_total_bytes - gpu.vram_used_bytes > 128 * MIB).then_some(()))
+    })?;
     returned.extend(bare.tool(world, &["restore"])?);
-    let without = format!("restore returns {returned:?}: lost for ever");
+    let fate = match returned[..] {
+        [0, _] => "comes back without room",
+        [_, 0] => "comes back once there is room",
+        _ => "lost for ever, with the room free again",
+    };
+    let without = format!("restore returns {returned:?}: {fate}");
     bare.kill(world)?;
 
     let mut worker = Worker::start(world, "short", 64)?;
@@ -68,7 +82,7 @@ fn running_kernel(world: &World) -> Result<Found> {
     bare.kill(world)?;
 
     let mut worker = Worker::start(world, "kernel", 16)?;
-    world.cli().wait_for_state("kernel", "Active")?;
+    world.cli().wait_resident("kernel")?;
     worker.call("spin 8000")?;
     let said = offload_once(world, "kernel")?;
     ensure!(!said.done && said.reason == "busy", "{said:?}");
@@ -92,28 +106,24 @@ fn exit(world: &World) -> Result<Found> {
     held.worker.send("go")?;
     let (status, with) = held.end()?;
     ensure!(status == Some(0), "{with}");
-    // Its driver refuses a return, because it has ended: nobody is lost.
-    let lost = world.cli().events()?.into_iter().find(|event| event.to == "Lost");
-    ensure!(lost.is_none(), "{lost:?}");
+    // Its driver refuses a return, because it has ended: nobody is lost, and that is no error.
+    let told = |event: &EventRow| {
+        let is_error = event.kind == "refused" && event.reason == "driver-error";
+        event.to == "Lost" || (is_error && event.container == "default/exit")
+    };
+    let found = world.cli().events()?.into_iter().find(told);
+    ensure!(found.is_none(), "{found:?}");
     Ok(Found::Row { without, with })
 }
 
 fn caller_dies(world: &World) -> Result<Found> {
     let mut bare = Held::bare(world, usual("bare", 64))?;
     bare.worker.wait_filled()?;
-    ensure!(bare.tool(world, &["lock"])? == [0], "no lock by hand");
-    let pid = bare.worker.running.pid(world)?.to_string();
-    let program = world.artifacts().clients_dir().join("checkpoint");
-    let mut caller = world.host_gpu_command(&program);
-    let mut caller =
-        caller.args([&pid, "checkpoint"]).stdout(std::process::Stdio::null()).spawn()?;
-    std::thread::sleep(Duration::from_millis(80));
-    caller.kill()?;
-    caller.wait()?;
-    // Blocks until the driver has finished by itself.
-    ensure!(bare.tool(world, &["state"])? == [0], "the state cannot be read");
+    strike_in_checkpoint(world, &bare)?;
     let back = bare.tool(world, &["restore", "unlock"])?;
-    let without = format!("the driver finishes; restore, unlock return {back:?}");
+    let contents = if bare.verifies()? { "contents intact" } else { "contents wrong" };
+    let without =
+        format!("the driver finishes by itself; restore, unlock return {back:?}; {contents}");
     bare.kill(world)?;
 
     let mut worker = Worker::start(world, "caller", 64)?;
@@ -124,18 +134,54 @@ fn caller_dies(world: &World) -> Result<Found> {
     Ok(Found::Row { without, with: "the next controller goes on; contents intact".into() })
 }
 
+/// Kills a caller of the driver's checkpoint in the middle of it, which is observed: the caller had no
+/// answer yet, and the process is checkpointed afterwards. Otherwise it was too early or too late, and
+/// is tried again.
+fn strike_in_checkpoint(world: &World, bare: &Held) -> Result<()> {
+    const TRIES: usize = 50;
+    let pid = bare.worker.running.pid(world)?.to_string();
+    let program = world.artifacts().clients_dir().join("checkpoint");
+    for _ in 0..TRIES {
+        ensure!(bare.tool(world, &["lock"])? == [0], "no lock by hand");
+        let mut caller = world.host_gpu_command(&program);
+        caller.args([&pid, "announce", "checkpoint"]).stdout(Stdio::piped());
+        let mut caller = caller.spawn()?;
+        let mut said = BufReader::new(caller.stdout.take().context("no output")?);
+        // It calls as soon as it has said so.
+        said.read_line(&mut String::new())?;
+        std::thread::yield_now();
+        caller.kill()?;
+        caller.wait()?;
+        let mut answer = String::new();
+        said.read_to_string(&mut answer)?;
+        // Blocks until the driver has finished by itself.
+        match (bare.state(world)?, answer.is_empty()) {
+            (CHECKPOINTED, true) => return Ok(()),
+            (CHECKPOINTED, false) => {
+                let back = bare.tool(world, &["restore", "unlock"])?;
+                ensure!(back == [0, 0], "too late, and no way back: {back:?}");
+            }
+            (LOCKED, _) => ensure!(bare.tool(world, &["unlock"])? == [0], "no unlock by hand"),
+            (state, _) => bail!("after the caller's death the process is in state {state}"),
+        }
+    }
+    bail!("in {TRIES} tries no caller died in the middle of a checkpoint")
+}
+
 fn fork(world: &World) -> Result<Found> {
+    let mut bare = Held::bare(world, usual("bare", 32))?;
+    bare.worker.wait_filled()?;
+    let usual = bare.worker.call("fork")?.child_result.context("no result of the child")?;
+    bare.kill(world)?;
+
     let mut worker = Worker::start(world, "fork", 32)?;
     let asked = Offload::begin(world, "fork")?;
     let answer = worker.call("fork")?;
-    ensure!(answer.child_result.is_some(), "{answer:?}");
+    ensure!(answer.child_result == Some(usual), "not {usual} as without: {answer:?}");
     asked.end()?;
     intact(&mut worker)?;
-    let with = format!(
-        "the child's call returns {}, as it would; contents intact",
-        answer.child_result.unwrap_or(-1)
-    );
-    Ok(Found::Row { without: "-".into(), with })
+    let without = format!("the child's call returns {usual}");
+    Ok(Found::Row { without, with: "the child's call returns the same; contents intact".into() })
 }
 
 fn starts(world: &World) -> Result<Found> {
@@ -174,7 +220,7 @@ fn together(world: &World) -> Result<Found> {
     ensure!(row.processes.iter().all(|p| p.phase == "Away"), "not all are away: {row:?}");
     actor.processes[0].ask("touch")?;
     well(&actor.processes[0].settle(Instant::now() + PATIENCE))?;
-    let row = world.cli().wait_for_state("together", "Active")?;
+    let row = world.cli().wait_resident("together")?;
     ensure!(row.processes.iter().all(|p| p.phase == "Open"), "not all are back: {row:?}");
     all_intact(&mut actor)?;
     Ok(Found::Row { without: "-".into(), with: "move as one; contents intact".into() })

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 
 use super::{
     BY_ORDER, Report, World,
@@ -143,7 +143,7 @@ fn torch_hops(python: &Python, rows: &mut Rows) -> Result<()> {
             Worker::start_as(world, movable(python.spec(&id, "root", PROGRAM)?, engine))?;
         worker.expect("ready")?;
         ask(&mut worker, &format!("hold {HELD_GIB}"))?;
-        let before = ask(&mut worker, "check")?.digest;
+        let before = ask(&mut worker, "check")?.digest()?;
         let mut hops = Hops::new(world, &id);
         let mut back = Vec::new();
         for _ in 0..HOPS {
@@ -154,9 +154,9 @@ fn torch_hops(python: &Python, rows: &mut Rows) -> Result<()> {
             }
             step(&mut worker, STEPS)?;
         }
-        let held = usize::from(ask(&mut worker, "check")?.digest == before);
+        let held = usize::from(ask(&mut worker, "check")?.digest()? == before);
         rows.count(&format!("{engine}: ballast as it was"), held, 1);
-        digests.push(step(&mut worker, STEPS)?.digest);
+        digests.push(step(&mut worker, STEPS)?.digest()?);
         if engine != "off" {
             let what = format!("{engine}: wake on the other GPU, as the caller feels it");
             rows.tell(&what, median(&back), "ms");
@@ -204,7 +204,7 @@ impl<'w> Hops<'w> {
         let mut filler = Worker::start_as(self.world, spec)?;
         filler.wait_filled()?;
         let (total, used) = self.memory(self.on)?;
-        filler.call(&format!("alloc {}", (total - used) / MIB - LEFT_MIB))?;
+        filler.call(&format!("alloc {} -", (total - used) / MIB - LEFT_MIB))?;
         until("the GPU to be full", || {
             let (total, used) = self.memory(self.on)?;
             Ok((total - used < 2 * LEFT_MIB * MIB).then_some(()))
@@ -214,14 +214,15 @@ impl<'w> Hops<'w> {
     }
 
     fn memory(&self, gpu: usize) -> Result<(u64, u64)> {
-        let gpus = self.world.cli().ps_now()?.gpus;
-        Ok((gpus[gpu].vram_total_bytes, gpus[gpu].vram_used_bytes))
+        let gpus = self.world.cli().ps()?.gpus;
+        let gpu = gpus.get(gpu).with_context(|| format!("no GPU {gpu} in {gpus:?}"))?;
+        Ok((gpu.vram_total_bytes, gpu.vram_used_bytes))
     }
 
     /// It is called, and must be on the other GPU now.
     fn arrived(&mut self) -> Result<()> {
         self.on = 1 - self.on;
-        self.world.cli().wait_for_state(self.id, "Active")?;
+        self.world.cli().wait_resident(self.id)?;
         until("it to be seen on the other GPU", || {
             let (_, used) = self.memory(self.on)?;
             Ok((used > LEFT_MIB * MIB).then_some(()))
@@ -270,13 +271,13 @@ impl Sharing {
                     for _ in 0..2 {
                         world.cli().move_out(&id)?;
                         step(&mut worker, 1)?;
-                        world.cli().wait_for_state(&id, "Active")?;
+                        world.cli().wait_resident(&id)?;
                     }
                     rows.count(&format!("{engine}: moved out and back"), 2, 2);
                 }
             }
             let more = if self.stays.is_none() && engine != STOCK { STEPS - 2 } else { STEPS };
-            let digest = step(&mut worker, more)?.digest;
+            let digest = step(&mut worker, more)?.digest()?;
             if engine == STOCK {
                 first = digest;
             } else {

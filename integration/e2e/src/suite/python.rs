@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
 
 use super::host_root;
@@ -40,8 +40,7 @@ pub struct Answer {
     result: i32,
     /// Why not.
     why: String,
-    /// Over what was asked for.
-    pub digest: String,
+    digest: String,
     /// The median step.
     pub step_ms: f64,
     /// The fastest.
@@ -50,6 +49,17 @@ pub struct Answer {
     pub sync_ms: f64,
     /// All that the program's allocators have of the device.
     pub held_bytes: Option<u64>,
+}
+
+impl Answer {
+    /// Over what was asked for.
+    ///
+    /// # Errors
+    /// When the program sent none: two that send none would compare equal.
+    pub fn digest(&self) -> Result<String> {
+        ensure!(!self.digest.is_empty(), "the program's answer to {} has no digest", self.command);
+        Ok(self.digest.clone())
+    }
 }
 
 impl<'w> Python<'w> {
@@ -140,7 +150,20 @@ pub fn step(worker: &mut Worker, count: u32) -> Result<Answer> {
 /// When it fails.
 pub fn ask(worker: &mut Worker, command: &str) -> Result<Answer> {
     worker.send(command)?;
-    let answer = parse(worker.receive_line()?).with_context(|| format!("asked: {command}"))?;
+    answered(worker.receive_line()?, worker, command)
+}
+
+/// The same, of an answer that may take as long as `most`.
+///
+/// # Errors
+/// When it fails.
+pub fn ask_within(worker: &mut Worker, command: &str, most: Duration) -> Result<Answer> {
+    worker.send(command)?;
+    answered(worker.receive_first_line(most)?, worker, command)
+}
+
+fn answered(line: String, worker: &Worker, command: &str) -> Result<Answer> {
+    let answer = parse(line).with_context(|| format!("asked: {command}"))?;
     if answer.result != 0 {
         bail!("{}: {command}: {}", worker.running.id, answer.why);
     }
@@ -149,4 +172,18 @@ pub fn ask(worker: &mut Worker, command: &str) -> Result<Answer> {
 
 fn parse(line: String) -> Result<Answer> {
     serde_json::from_str(&line).context(line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answer_without_a_digest_is_an_error() -> Result<()> {
+        let without = parse(r#"{"command":"step","result":0}"#.into())?;
+        assert!(without.digest().is_err());
+        let with = parse(r#"{"command":"step","result":0,"digest":"7f"}"#.into())?;
+        assert_eq!(with.digest()?, "7f");
+        Ok(())
+    }
 }

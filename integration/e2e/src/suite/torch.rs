@@ -55,7 +55,7 @@ pub fn cycle(python: &Python, who: &str, rows: &mut Rows) -> Result<()> {
             let good = empty <= EMPTY_BYTES;
             rows.want("device in use, away", mib(empty), "MiB", "a few MiB", good);
         }
-        digests.push(step(&mut worker, STEPS)?.digest);
+        digests.push(step(&mut worker, STEPS)?.digest()?);
         if away {
             let row = world.cli().known(&id)?;
             rows.tell("came back in", row.last_wake_ms as f64, "ms");

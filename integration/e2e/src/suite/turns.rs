@@ -163,11 +163,12 @@ impl Flavour {
             for _ in 0..self.rounds {
                 step(worker, STEPS)?;
             }
-            lane.digest = step(worker, STEPS)?.digest;
+            lane.digest = step(worker, STEPS)?.digest()?;
             return Ok(lane);
         }
         ask(worker, &format!("hold {}", self.held_gib))?;
         let before = ask(worker, "check")?;
+        let digest = before.digest()?;
         let (mut together, mut parked, mut unchanged) = (0, Vec::new(), 0);
         let copied = copies(python.world)?;
         // What may be exported is not prepared.
@@ -192,7 +193,7 @@ impl Flavour {
         if self.processes > 1 {
             rows.count(&format!("{engine}: all processes away together"), together, self.rounds);
         }
-        let same = usize::from(ask(worker, "check")?.digest == before.digest);
+        let same = usize::from(ask(worker, "check")?.digest()? == digest);
         rows.count(&format!("{engine}: ballast as it was"), same, 1);
         let whole = cli.known(id)?.parkable_share.unwrap_or(0.0) * 100.0;
         rows.tell(&format!("{engine}: copied, of its VRAM with the context"), whole, "%");
@@ -219,7 +220,7 @@ impl Flavour {
             let what = format!("{engine}: not copied again, the last time");
             rows.tell(&what, share * 100.0, "%");
         }
-        lane.digest = step(worker, STEPS)?.digest;
+        lane.digest = step(worker, STEPS)?.digest()?;
         Ok(lane)
     }
 }

@@ -39,8 +39,7 @@ fn both_do_their_work(world: &World, spec: Spec) -> Result<()> {
     worker.call("alloc 8")?;
     worker.call("free")?;
     assert!(worker.verify()?);
-    let row = world.cli().known(&id)?;
-    assert!(row.restores > 0, "{row:?}");
+    world.cli().wait_for(&id, "to have returned", |row| row.restores > 0)?;
     worker.running.kill(world)?;
     worker.running.delete(world)
 }

@@ -21,3 +21,36 @@ fn ten_rounds_of_kills_lose_nobody() -> Result<()> {
     assert!(!seen.contains(&0), "{}", report.table());
     Ok(())
 }
+
+/// Below a cgroup that has no room for all of them while they are away, and on a GPU that has none for
+/// all of them either: each waits for its turn, and the kernel kills none.
+#[test]
+fn rounds_without_host_memory_lose_no_process() -> Result<()> {
+    let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
+    // The eighth block of ten rounds.
+    let options = Options { seed: 1, first: 70, rounds: 3, gpu, worlds: 1 };
+    let mut said = String::new();
+    let report = chaos::run(&Recipe::default, &options, &mut |text| {
+        said.push_str(text);
+        said.push('\n');
+    })?;
+    assert!(!report.failed(), "{said}{}", report.table());
+    assert!(report.verified > 0 && report.wakes > 0, "{}", report.table());
+    Ok(())
+}
+
+/// Each move of a process takes seconds: longer than holds, proofs and the patience of an agent.
+#[test]
+fn rounds_of_slow_moves_lose_no_process() -> Result<()> {
+    let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
+    // The fifth block of ten rounds is slow.
+    let options = Options { seed: 1, first: 40, rounds: 2, gpu, worlds: 1 };
+    let mut said = String::new();
+    let report = chaos::run(&Recipe::default, &options, &mut |text| {
+        said.push_str(text);
+        said.push('\n');
+    })?;
+    assert!(!report.failed(), "{said}{}", report.table());
+    assert!(report.verified > 0 && report.wakes > 0, "{}", report.table());
+    Ok(())
+}

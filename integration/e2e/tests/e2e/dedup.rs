@@ -51,7 +51,7 @@ fn twins(world: &World) -> Result<[Worker; 2]> {
 }
 
 fn pid(world: &World, id: &str) -> Result<i32> {
-    Ok(world.cli().known(id)?.processes.first().context("no process")?.pid)
+    Ok(world.cli().registered(id)?.process()?.pid)
 }
 
 /// What the memory file of a process has of its own, in bytes.
@@ -112,7 +112,7 @@ fn two_containers_hold_the_same_content_once_and_come_home_with_their_own() -> R
     for id in ["third", "fourth"] {
         world.cli().move_out(id)?;
     }
-    assert_eq!(world.cli().known("fourth")?.pod_namespace, "ml");
+    assert_eq!(world.cli().registered("fourth")?.pod_namespace, "ml");
     for round in 0..2 {
         wait_together(&world, &["one", "other"])?;
         for id in ["third", "fourth"] {

@@ -55,16 +55,19 @@ fn copied_memory_comes_back_as_it_was_again_and_again() -> Result<()> {
             let away = row(&world, engine)?;
             assert_eq!(away.state, "Offloaded");
             assert!(away.away_bytes >= WORKER_MIB * MIB, "{away:?}");
-            assert_eq!(away.processes[0].parked_bytes, WORKER_MIB * MIB, "{away:?}");
+            let process = away.process()?;
+            assert_eq!(process.parked_bytes, WORKER_MIB * MIB, "{away:?}");
             let phase = if engine == "park" { "Parked" } else { "Away" };
-            assert_eq!(away.processes[0].phase, phase);
+            assert_eq!(process.phase, phase);
             // What changed in between is kept as well.
             worker.call("touch")?;
             assert!(worker.verify()?, "{engine}, round {round}");
         }
-        let home = row(&world, engine)?;
-        assert_eq!((home.restores, home.engine.as_str()), (3, engine));
-        assert_eq!(home.processes[0].carried_bytes, WORKER_MIB * MIB);
+        let home = world.cli().wait_for(engine, "to carry its memory after 3 returns", |row| {
+            let carried = row.processes.first().map(|process| process.carried_bytes);
+            row.restores == 3 && carried == Some(WORKER_MIB * MIB)
+        })?;
+        assert_eq!(home.engine, engine);
         assert!(home.parkable_share.is_some_and(|share| share > 0.8), "{home:?}");
         worker.running.kill(&world)?;
         worker.running.delete(&world)?;
@@ -82,7 +85,7 @@ fn an_engine_that_chooses_tries_both_ways() -> Result<()> {
     let mut worker = worker(&world, "auto", WORKER_MIB)?;
     for phase in ["Away", "Parked"] {
         world.cli().move_out("auto")?;
-        assert_eq!(row(&world, "auto")?.processes[0].phase, phase);
+        assert_eq!(row(&world, "auto")?.process()?.phase, phase);
         assert!(worker.verify()?, "after it was {phase}");
     }
     for _ in 0..2 {
@@ -111,7 +114,7 @@ fn memory_that_the_application_maps_by_itself_is_copied_too() -> Result<()> {
             world.cli().move_out(engine)?;
             let away = row(&world, engine)?;
             let parked = (64 - left_mib) * MIB;
-            assert_eq!(away.processes[0].parked_bytes, parked, "{change}: {away:?}");
+            assert_eq!(away.process()?.parked_bytes, parked, "{change}: {away:?}");
             assert_eq!(worker.call(undo)?.ok, Some(true), "{engine}, {undo}");
             assert!(worker.verify()?, "{engine}, {change}");
         }
@@ -128,8 +131,8 @@ fn memory_that_the_application_maps_by_itself_is_copied_too() -> Result<()> {
 fn ends_clean(world: &World, mut worker: Worker) -> Result<()> {
     let id = worker.running.id.clone();
     assert!(worker.ends_with_nothing_left(world)?, "{id}: more is in use than before");
-    until("nothing to be carried any more", || {
-        Ok(Some(row(world, &id)?).filter(|row| row.processes[0].carried_bytes == 0))
+    world.cli().wait_for(&id, "to carry nothing any more", |row| {
+        row.processes.first().is_some_and(|process| process.carried_bytes == 0)
     })?;
     worker.running.kill(world)?;
     worker.running.delete(world)
@@ -145,8 +148,8 @@ fn others_reach_memory_in_a_container_that_has_other_devices_alone() -> Result<(
         let spec = Spec::gpu(id, &argv).annotation("affinode.io/engine", "park").flags(flags);
         let mut worker = Worker::start_as(&world, spec)?;
         worker.wait_filled()?;
-        until("the engine to hold", || {
-            Ok(Some(row(&world, id)?).filter(|row| row.processes[0].carried_bytes == 8 * MIB))
+        world.cli().wait_for(id, "to have its memory carried", |row| {
+            row.processes.first().is_some_and(|process| process.carried_bytes == 8 * MIB)
         })?;
         assert_eq!(worker.call("reached")?.ok, Some(reached), "{id}");
         worker.running.kill(&world)?;
@@ -179,7 +182,7 @@ fn memory_in_the_order_of_streams_is_copied_too() -> Result<()> {
             world.cli().move_out(engine)?;
             wait_gone(&world, engine)?;
             let away = row(&world, engine)?;
-            assert_eq!(away.processes[0].parked_bytes, ALL_MIB * MIB, "{turn}: {away:?}");
+            assert_eq!(away.process()?.parked_bytes, ALL_MIB * MIB, "{turn}: {away:?}");
             assert!(worker.verify()?, "{engine}, {turn}");
         }
         assert_eq!(worker.call("drop")?.ok, Some(true), "{engine}");
@@ -200,7 +203,7 @@ fn the_engine_of_the_configuration_holds_and_the_annotation_comes_first() -> Res
         [(&mut small, "small", 0), (&mut big, "big", 64 * MIB), (&mut other, "driver", 0)]
     {
         let away = world.cli().wait_for_state(id, "Offloaded")?;
-        assert_eq!(away.processes[0].carried_bytes, carried, "{away:?}");
+        assert_eq!(away.process()?.carried_bytes, carried, "{away:?}");
         assert!(worker.verify()?, "{id}");
     }
     Ok(())
@@ -235,14 +238,16 @@ fn the_next_controller_brings_home_what_the_last_one_parked() -> Result<()> {
         world.cli().move_out(engine)?;
         let controller = world.controller()?.context("a controller runs")?;
         kill(controller.pid, Signal::SIGKILL)?;
-        let known = until("another controller that knows it", || {
-            let row = world.cli().container(engine).ok().flatten();
-            Ok(row.filter(|row| row.state == "Offloaded"))
+        until("another controller", || {
+            Ok(world.controller()?.filter(|next| next.pid != controller.pid))
         })?;
-        assert_eq!(known.processes[0].parked_bytes, 64 * MIB, "{known:?}");
+        let known = world.cli().wait_for(engine, "to be known as away", |row| {
+            row.state == "Offloaded" && !row.processes.is_empty()
+        })?;
+        assert_eq!(known.process()?.parked_bytes, 64 * MIB, "{known:?}");
         wait_gone(&world, engine)?;
         assert!(worker.verify()?, "{engine}");
-        assert_eq!(row(&world, engine)?.restores, 1);
+        world.cli().wait_for(engine, "to have returned once", |row| row.restores == 1)?;
         worker.running.kill(&world)?;
         worker.running.delete(&world)?;
     }
@@ -335,14 +340,15 @@ fn memory_in_use_by_a_kernel_is_not_copied() -> Result<()> {
     let config = MANUAL.replace("[timing]", "[timing]\nlock_timeout = \"200ms\"");
     let world = Recipe::default().config(&config).world()?;
     let mut worker = worker(&world, "park", 64)?;
-    world.cli().wait_for_state("park", "Active")?;
+    world.cli().wait_resident("park")?;
     // Far longer than the way to the first try, which fails; the command tries until it is done.
     worker.call("spin 8000")?;
     worker.call("touch")?;
     world.cli().move_out("park")?;
-    let events = world.cli().events()?;
-    assert!(events.iter().any(|e| e.kind == "refused" && e.reason == "busy"), "{events:?}");
-    assert_eq!(row(&world, "park")?.processes[0].parked_bytes, 64 * MIB);
+    world.cli().wait_for_event("an offload to be refused as busy", |event| {
+        event.kind == "refused" && event.reason == "busy"
+    })?;
+    assert_eq!(row(&world, "park")?.process()?.parked_bytes, 64 * MIB);
     assert!(worker.verify()?);
     Ok(())
 }

@@ -31,7 +31,7 @@ fn who_says_that_it_is_idle_leaves_and_comes_back_when_it_calls() -> Result<()> 
     let mut worker = Worker::start(&world, "modest", 32)?;
     says(&world, &worker, "idle")?;
     world.cli().wait_for_state("modest", "Offloaded")?;
-    assert!(world.cli().events()?.iter().any(|event| event.reason == "hinted-idle"));
+    world.cli().wait_for_event("the hint", |event| event.reason == "hinted-idle")?;
     assert!(worker.verify()?);
     Ok(())
 }
@@ -42,10 +42,7 @@ fn who_says_that_it_is_busy_stays_until_it_is_said_to_be_idle() -> Result<()> {
     let world = Recipe::default().config(PATIENT).world()?;
     let mut worker = Worker::start(&world, "thinker", 32)?;
     says(&world, &worker, "nonsense busy")?;
-    until("it is known to be busy", || {
-        let told = world.cli().events()?;
-        Ok(told.iter().any(|event| event.reason == "hinted-busy").then_some(()))
-    })?;
+    world.cli().wait_for_event("the hint", |event| event.reason == "hinted-busy")?;
     std::fs::write(world.dir().join("affinode/config.toml"), EAGER)?;
     world.cli().run(&["reload"])?;
     until("it stays because it is busy", || {

@@ -166,7 +166,7 @@ fn a_program_without_a_container_leaves_when_idle_and_wakes_with_its_memory_inta
     assert_eq!((row.name.as_str(), row.idle_timeout_ms), ("jobs/train", 150));
     wait_gpu_empty(&node.world)?;
     assert!(worker.verify()?);
-    assert_eq!(node.job("train")?.context("it is known")?.restores, 1);
+    until("the return to be counted", || Ok(node.job("train")?.filter(|row| row.restores == 1)))?;
 
     // Its end, however it ends, leaves nothing: away, and with nobody who could say so.
     node.wait_away("train")?;
@@ -185,7 +185,7 @@ fn the_engine_of_a_job_holds_from_its_first_allocation_on() -> Result<()> {
     node.start_controller()?;
     // The vault, which may be in the same cgroup as the job, is no stranger that keeps it there.
     let away = node.wait_away("early")?;
-    assert_eq!(away.processes[0].carried_bytes, 64 * MIB, "{away:?}");
+    assert_eq!(away.process()?.carried_bytes, 64 * MIB, "{away:?}");
     assert!(worker.verify()?);
     Ok(())
 }
@@ -220,7 +220,7 @@ fn a_library_that_a_job_preloads_is_held_with_it() -> Result<()> {
     let line = worker.lines.receive()?;
     assert!(line.contains("\"result\":2"), "the other library's limit: {line}");
     assert!(worker.verify()?);
-    assert!(node.job("limited")?.context("it is known")?.restores > 0);
+    until("the return to be counted", || Ok(node.job("limited")?.filter(|row| row.restores > 0)))?;
     Ok(())
 }
 
@@ -243,8 +243,10 @@ fn no_death_of_a_controller_or_of_the_first_process_loses_a_job() -> Result<()> 
     node.wait_away("train")?;
     assert!(worker.verify()?);
     // It ends with its input.
-    let pid = node.job("train")?.and_then(|row| row.processes.first().map(|p| p.pid));
-    kill(Pid::from_raw(pid.context("it has a process")?), Signal::SIGKILL)?;
+    let pid = until("its process to be registered", || {
+        Ok(node.job("train")?.and_then(|row| Some(row.processes.first()?.pid)))
+    })?;
+    kill(Pid::from_raw(pid), Signal::SIGKILL)?;
     node.wait_nothing_left("train")
 }
 

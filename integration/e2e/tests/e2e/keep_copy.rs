@@ -26,7 +26,7 @@ fn start(world: &World, id: &str, engine: &str, keep: &str) -> Result<Worker> {
 }
 
 fn process(world: &World, id: &str) -> Result<ProcessRow> {
-    Ok(world.cli().known(id)?.processes.remove(0))
+    Ok(world.cli().registered(id)?.process()?.clone())
 }
 
 /// Moves it out and home: MiB that were parked, and MiB that were not copied for that.
@@ -34,7 +34,7 @@ fn cycle(world: &World, id: &str, worker: &mut Worker) -> Result<(u64, u64)> {
     world.cli().move_out(id)?;
     let away = process(world, id)?;
     worker.call("streamsync")?;
-    world.cli().wait_for_state(id, "Active")?;
+    world.cli().wait_resident(id)?;
     Ok((away.parked_bytes / MIB, away.unchanged_bytes / MIB))
 }
 

@@ -45,7 +45,7 @@ fn add_tree(layer: &mut Layer, root: &Path, folder: &Path) -> Result<()> {
 fn an_old_glibc_loads_it() -> Result<()> {
     let tree = Artifacts::find()?.cache_dir().join("libc-old");
     if !tree.is_dir() {
-        crate::skip("no older C library on this machine");
+        affinode_test_notes::skip("old-glibc", "no older C library on this machine");
         return Ok(());
     }
     let world = Recipe::default().world()?;

@@ -14,6 +14,7 @@ mod faults;
 mod gpu_pods;
 mod hazards;
 mod hints;
+mod host_memory;
 mod hostile;
 mod install;
 mod ipc;
@@ -22,6 +23,7 @@ mod keep_copy;
 mod libc;
 mod lifecycle;
 mod matrix;
+mod nvml;
 mod offload;
 mod on_oom;
 mod other_gpu;
@@ -35,14 +37,9 @@ mod recovery;
 mod released;
 mod restore_policy;
 mod spec;
+mod tools;
 mod unit;
 mod user_namespaces;
 mod vault;
 mod ways;
 mod zeros;
-
-/// Says why a case has nothing to show on this machine.
-#[expect(clippy::print_stdout, reason = "cargo test shows it with the test's name")]
-pub fn skip(why: &str) {
-    println!("skipped: {why}");
-}

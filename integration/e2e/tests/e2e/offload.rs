@@ -63,12 +63,10 @@ fn goes_when_idle_and_comes_back_when_called(world: &World) -> Result<()> {
     assert_eq!(row.offloads, 1);
     // Not one byte is left, of the context neither.
     wait_gpu_empty(world)?;
-    let row = world.cli().known("worker")?;
-    assert_eq!(row.vram_bytes, 0, "{row:?}");
+    world.cli().wait_for("worker", "to hold no VRAM", |row| row.vram_bytes == 0)?;
 
     assert!(worker.verify()?);
-    let row = world.cli().known("worker")?;
-    assert_eq!(row.restores, 1, "{row:?}");
+    world.cli().wait_for("worker", "to have returned once", |row| row.restores == 1)?;
 
     // And again: what changed in between is kept as well.
     worker.call("touch")?;

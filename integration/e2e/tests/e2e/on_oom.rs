@@ -38,6 +38,16 @@ fn reasons(world: &World, of: &str) -> Result<Vec<String>> {
     Ok(own.map(|event| event.reason).collect())
 }
 
+/// Events come a moment after what they report.
+fn wait_for_reasons(world: &World, of: &str, wanted: &[&str]) -> Result<()> {
+    let mut last = Vec::new();
+    until("the events of allocations", || {
+        last = reasons(world, of)?;
+        Ok((last == wanted).then_some(()))
+    })
+    .with_context(|| format!("wanted {wanted:?}, told were {last:?}"))
+}
+
 #[test]
 fn an_idle_neighbour_makes_room_for_an_allocation_that_waits() -> Result<()> {
     let world = world()?;
@@ -46,7 +56,7 @@ fn an_idle_neighbour_makes_room_for_an_allocation_that_waits() -> Result<()> {
     let mut newcomer = start(&world, waiting("newcomer", 300))?;
     world.cli().wait_for_state("idle", "Offloaded")?;
     assert!(newcomer.verify()?);
-    assert_eq!(reasons(&world, "newcomer")?, ["allocation-waits", "room-found"]);
+    wait_for_reasons(&world, "newcomer", &["allocation-waits", "room-found"])?;
     assert!(idle.verify()?);
     assert!(newcomer.verify()?);
     Ok(())
@@ -70,12 +80,9 @@ fn what_can_never_fit_fails_at_once_and_what_finds_no_room_fails_in_time() -> Re
     let spec = waiting("short", 64).annotation("affinode.io/on-oom-timeout", "1s");
     let mut short = start(&world, spec)?;
     assert_eq!(short.ask("alloc 600")?.result, OUT_OF_MEMORY);
-    assert_eq!(reasons(&world, "short")?, ["no-room"]);
+    wait_for_reasons(&world, "short", &["no-room"])?;
     assert_eq!(short.ask("alloc 300")?.result, OUT_OF_MEMORY);
-    until("the end of the wait to be told", || {
-        let told = reasons(&world, "short")?;
-        Ok((told == ["no-room", "allocation-waits", "no-room-in-time"]).then_some(()))
-    })?;
+    wait_for_reasons(&world, "short", &["no-room", "allocation-waits", "no-room-in-time"])?;
     // It runs on, and whoever was in use was left alone.
     assert!(short.verify()?);
     assert_eq!(world.cli().container("busy")?.map(|row| row.offloads), Some(0));

@@ -1,6 +1,7 @@
 //! Modes, annotations, reasons.
 
 use affinode_e2e::{
+    cli::ContainerRow,
     until::until,
     worker::{USUAL, Worker},
     world::{Recipe, World},
@@ -40,8 +41,8 @@ fn an_operator_moves_it_out_and_back() -> Result<()> {
     wait_gpu_empty(&world)?;
     world.cli().run(&["restore", "asked"])?;
     wait_vram_used(&world, |used| used > 0)?;
-    let row = world.cli().known("asked")?;
-    assert_eq!((row.offloads, row.restores), (1, 1));
+    let moved = |row: &ContainerRow| (row.offloads, row.restores) == (1, 1);
+    world.cli().wait_for("asked", "to have left and returned once", moved)?;
     assert!(worker.verify()?);
     Ok(())
 }
@@ -57,7 +58,7 @@ fn an_annotation_that_is_not_understood_is_told_and_the_default_holds() -> Resul
         row.warnings.iter().any(|line| line.contains("idle-timeout") && line.contains("soon")),
         "{row:?}"
     );
-    assert!(world.cli().events()?.iter().any(|event| event.kind == "annotation"));
+    world.cli().wait_for_event("the annotation", |event| event.kind == "annotation")?;
     assert!(worker.verify()?);
     Ok(())
 }
@@ -103,8 +104,10 @@ fn a_pin_and_the_switch_outlive_the_controller() -> Result<()> {
     world.cli().run(&["pin", "chosen"])?;
     wait_vram_used(&world, |used| used > 0)?;
     assert_eq!(world.cli().run(&["auto-offload", "off"])?, "auto-offload is off\n");
-    let told = world.cli().events()?;
-    assert_eq!(told.iter().filter(|event| event.kind == "request").count(), 2, "{told:?}");
+    until("both requests to be events", || {
+        let told = world.cli().events()?;
+        Ok((told.iter().filter(|event| event.kind == "request").count() == 2).then_some(()))
+    })?;
 
     std::fs::write(world.dir().join("affinode/config.toml"), EAGER)?;
     shoot_controller(&world)?;

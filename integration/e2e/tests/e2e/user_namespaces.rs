@@ -32,7 +32,8 @@ echo '{"cniVersion":"1.0.0","interfaces":[{"name":"eth0","sandbox":"'"$CNI_NETNS
 #[test]
 fn goes_when_idle_and_comes_back_when_called() -> Result<()> {
     if !Artifacts::find()?.own_users_runc_dir().join("runc").is_file() {
-        crate::skip("no runc with user namespaces: `cargo xtask deps` builds it where Go is");
+        let why = "no runc with user namespaces: `cargo xtask deps` builds it where Go is";
+        affinode_test_notes::skip("go-runc", why);
         return Ok(());
     }
     let recipe = Recipe::default().cri().config(EAGER).own_users();
@@ -61,7 +62,7 @@ fn offload_and_wake(world: &World) -> Result<()> {
     assert!(row.away_bytes >= WORKER_MIB * MIB, "{row:?}");
     wait_gpu_empty(world)?;
     // It is root there, and nobody here.
-    let pid = row.processes.first().context("it has a process")?.pid;
+    let pid = row.process()?.pid;
     assert_eq!(fs::metadata(format!("/proc/{pid}"))?.uid(), cri::OWN_USERS.host_id);
     let said = cri.exec(&id, &["/bin/sh", "-c", "id -u; cat /proc/self/maps"])?;
     let said = String::from_utf8_lossy(&said.stdout).into_owned();
@@ -72,8 +73,7 @@ fn offload_and_wake(world: &World) -> Result<()> {
         let line = lines.receive()?;
         assert!(line.contains(&format!("\"command\":\"{command}\",\"result\":0")), "{line}");
     }
-    let row = world.cli().container(&id)?.context("it is known")?;
-    assert_eq!(row.restores, 1, "{row:?}");
+    world.cli().wait_for(&id, "to have returned once", |row| row.restores == 1)?;
     // What it may tell and read of its own, it may from there, too.
     let hint = "echo busy > /.affinode/run/hint && cat /.affinode/run/pressure";
     let told = cri.exec(&id, &["/bin/sh", "-c", hint])?;

@@ -1,6 +1,7 @@
 //! Home through the vault: who it fills, and what becomes of those whose vault is gone.
 
 use affinode_e2e::{
+    cli::GpuRow,
     until::until,
     worker::{USUAL, Worker},
     world::{MIB, Recipe, World},
@@ -32,39 +33,49 @@ fn move_out(world: &World, id: &str) -> Result<i32> {
     })
 }
 
-/// Out and home until the vault was in time.
+/// Returns that vaults have filled, once the vault has let go of the last one: its report of a
+/// fill comes before that, and after the program's answer.
+pub fn fills(world: &World) -> Result<u64> {
+    let let_go = |gpu: &GpuRow| gpu.vault_holds == 0 && gpu.vault_pending == 0;
+    Ok(world.cli().wait_gpu("the vault to let go", let_go)?.vault_fills)
+}
+
+/// Out and home until the vault was in time: one that gets no turn for half a second is not
+/// waited for, which on a busy machine may happen a few times in a row.
 fn filled_once(world: &World, worker: &mut Worker) -> Result<()> {
-    let before = world.cli().gpu()?.vault_fills;
-    for _ in 0..4 {
+    let before = fills(world)?;
+    for _ in 0..12 {
         move_out(world, "worker")?;
         assert!(worker.verify()?);
-        if world.cli().gpu()?.vault_fills > before {
+        if fills(world)? > before {
             return Ok(());
         }
     }
-    bail!("in four rounds the vault has filled nobody")
+    bail!("in 12 rounds the vault has filled nobody")
 }
 
 #[test]
 fn a_process_comes_home_through_the_vault_again_and_again() -> Result<()> {
     let world = Recipe::default().config(&config()).world()?;
     let mut worker = Worker::start(&world, "worker", WORKER_MIB)?;
-    // A vault that gets no turn for half a second is not waited for.
-    for round in 1..=12 {
+    const ROUNDS: u64 = 12;
+    for round in 1..=ROUNDS {
         move_out(&world, "worker")?;
         // The vault's own context is what is in use.
         wait_gpu_empty(&world)?;
-        assert!(world.cli().gpu()?.vault_vram_bytes > 0);
+        world.cli().wait_gpu("the vault's context", |gpu| gpu.vault_vram_bytes > 0)?;
         worker.call("touch")?;
         assert!(worker.verify()?, "round {round}");
-        let row = world.cli().known("worker")?;
-        assert!(row.vram_bytes >= WORKER_MIB * MIB, "{row:?}");
-        assert_eq!(row.processes[0].carried_bytes, WORKER_MIB * MIB, "it can leave again");
-        if world.cli().gpu()?.vault_fills == 3 {
-            return Ok(());
-        }
+        world.cli().wait_for("worker", "to hold memory that can leave again", |row| {
+            let carried = row.processes.first().map(|process| process.carried_bytes);
+            row.vram_bytes >= WORKER_MIB * MIB && carried == Some(WORKER_MIB * MIB)
+        })?;
+        fills(&world)?;
     }
-    bail!("in 12 rounds the vault has filled it {} times", world.cli().gpu()?.vault_fills)
+    // A vault that gets no turn for half a second is not waited for: on a busy machine that is a
+    // share of the rounds. On a GPU the suite demands all of them.
+    affinode_test_notes::share("returns through the vault", fills(&world)?, ROUNDS, 2.0 / 3.0);
+    Ok(())
 }
 
 #[test]
@@ -74,10 +85,7 @@ fn a_process_whose_vault_was_killed_comes_home_by_itself() -> Result<()> {
     for _ in 0..2 {
         let vault = move_out(&world, "worker")?;
         kill(Pid::from_raw(vault), Signal::SIGKILL)?;
-        until(
-            "the vault to be gone",
-            || Ok((world.cli().gpu()?.vault_pid != vault).then_some(())),
-        )?;
+        world.cli().wait_gpu("the vault to be gone", |gpu| gpu.vault_pid != vault)?;
         worker.call("touch")?;
         assert!(worker.verify()?);
         assert_eq!(world.cli().gpu()?.vault_fills, 0);
@@ -118,7 +126,7 @@ fn memory_of_a_vaults_making_is_copied_out_whatever_the_engine_is_now() -> Resul
     world.cli().move_out("worker")?;
     let row = world.cli().known("worker")?;
     assert_eq!(row.engine, "driver");
-    assert_eq!(row.processes[0].parked_bytes, WORKER_MIB * MIB, "copied all the same: {row:?}");
+    assert_eq!(row.process()?.parked_bytes, WORKER_MIB * MIB, "copied all the same: {row:?}");
     assert!(worker.verify()?);
     Ok(())
 }
@@ -129,8 +137,7 @@ fn no_vault_is_started_again_for_who_has_no_use_for_it() -> Result<()> {
     let world = Recipe::default().config(&config()).world()?;
     let mut shared = pieces(&world, "shared", "1")?;
     world.cli().move_out("shared")?;
-    let vault = world.cli().gpu()?.vault_pid;
-    assert_ne!(vault, 0, "nobody knew");
+    let vault = world.cli().wait_gpu("a vault", |gpu| gpu.vault_pid != 0)?.vault_pid;
     assert!(shared.verify()?);
     kill(Pid::from_raw(vault), Signal::SIGKILL)?;
     until("the vault to be gone", || Ok((world.cli().gpu()?.vault_pid == 0).then_some(())))?;
@@ -157,12 +164,13 @@ fn memory_that_the_application_maps_by_itself_stays_what_it_was() -> Result<()> 
     let mut plain = pieces(&world, "worker", "0")?;
     filled_once(&world, &mut plain)?;
     assert_eq!(plain.call("properties")?.ok, Some(true));
-    let fills = world.cli().gpu()?.vault_fills;
+    let before = fills(&world)?;
 
     let mut shared = pieces(&world, "shared", "1")?;
     for _ in 0..2 {
         world.cli().move_out("shared")?;
-        assert_eq!(world.cli().known("shared")?.processes[0].parked_bytes, WORKER_MIB * MIB);
+        let parked = world.cli().known("shared")?.process()?.parked_bytes;
+        assert_eq!(parked, WORKER_MIB * MIB);
         // A vault that would take it has it by now.
         until("nobody to be on the way to the vault", || {
             Ok((world.cli().gpu()?.vault_pending == 0).then_some(()))
@@ -170,7 +178,7 @@ fn memory_that_the_application_maps_by_itself_stays_what_it_was() -> Result<()> 
         assert_eq!(shared.call("properties")?.ok, Some(true));
         assert!(shared.verify()?);
     }
-    assert_eq!(world.cli().gpu()?.vault_fills, fills);
+    assert_eq!(world.cli().gpu()?.vault_fills, before);
     let exported = shared.call("export")?;
     assert_eq!(exported.result, 0, "{exported:?}");
     assert!(plain.verify()? && shared.verify()?);

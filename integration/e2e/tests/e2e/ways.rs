@@ -23,8 +23,7 @@ fn cycle(spec: Spec, first: &[&str]) -> Result<()> {
     worker.call("touch")?;
     worker.call("sync")?;
     assert!(worker.verify()?);
-    let row = world.cli().known(&id)?;
-    assert!(row.restores > 0, "{row:?}");
+    world.cli().wait_for(&id, "to have returned", |row| row.restores > 0)?;
     Ok(())
 }
 
@@ -65,7 +64,7 @@ fn forked_before_use() -> Result<()> {
 #[test]
 fn python_with_ctypes() -> Result<()> {
     if !std::path::Path::new("/usr/bin/python3").exists() {
-        crate::skip("no /usr/bin/python3 on this machine");
+        affinode_test_notes::skip("python3", "no /usr/bin/python3 on this machine");
         return Ok(());
     }
     let program = format!("{CLIENTS}/ctypes_worker.py");
@@ -91,10 +90,9 @@ fn many_threads() -> Result<()> {
         assert_eq!(worker.expect("round")?.ok, Some(true));
     }
     assert_eq!(worker.expect("done")?.ok, Some(true));
-    let events = world.cli().events()?;
-    let returns =
-        events.iter().filter(|event| event.from == "Restoring" && event.to == "Active").count();
-    assert!(returns >= 1, "{events:?}");
+    world
+        .cli()
+        .wait_for_event("a return", |event| event.from == "Restoring" && event.to == "Active")?;
     Ok(())
 }
 

@@ -9,9 +9,9 @@ use affinode_e2e::{
     worker::{USUAL, Worker},
     world::{MIB, Recipe, World},
 };
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 
-use crate::offload::MANUAL;
+use crate::{offload::MANUAL, vault::fills};
 
 const FILLED_MIB: u64 = 32;
 const ZERO_MIB: u64 = 384;
@@ -34,8 +34,8 @@ fn cycle(world: &World, worker: &mut Worker) -> Result<(ProcessRow, u64)> {
     let id = worker.running.id.clone();
     world.cli().move_out(&id)?;
     let node = world.cli().ps()?;
-    let mut row = node.containers.into_iter().find(|row| row.id == id).context("it is known")?;
-    let away = row.processes.remove(0);
+    let row = node.containers.into_iter().find(|row| row.id == id).context("it is known")?;
+    let away = row.process()?.clone();
     assert_eq!(node.host_used_bytes, row.away_bytes - away.zero_bytes, "{away:?}");
     let resident = resident_mib(away.pid)?;
     // Who could go home through a vault does.
@@ -43,7 +43,7 @@ fn cycle(world: &World, worker: &mut Worker) -> Result<(ProcessRow, u64)> {
         Ok(world.cli().ps()?.gpus.iter().all(|gpu| gpu.vault_pending == 0).then_some(()))
     })?;
     assert!(worker.verify()?, "{id}: contents as before");
-    world.cli().wait_for_state(&id, "Active")?;
+    world.cli().wait_resident(&id)?;
     Ok((away, resident))
 }
 
@@ -90,7 +90,6 @@ fn what_nobody_has_written_takes_no_host_memory_and_comes_back_as_zeros() -> Res
 #[test]
 fn a_vault_brings_home_who_leaves_nothing_out() -> Result<()> {
     let world = Recipe::default().config(MANUAL).world()?;
-    let fills = || -> Result<u64> { Ok(world.cli().ps()?.gpus[0].vault_fills) };
     let mut worker = start(&world, "fast", "false")?;
     // With what is filled at the start one chunk of the pool, which is never empty.
     for mib in [32, 32, 32] {
@@ -99,18 +98,26 @@ fn a_vault_brings_home_who_leaves_nothing_out() -> Result<()> {
     worker.call("set 2 0")?;
     // The first makes the vault, and may be too early for it.
     cycle(&world, &mut worker)?;
-    let before = fills()?;
-    let (away, _) = cycle(&world, &mut worker)?;
-    assert_eq!((away.zero_bytes, fills()? - before), (0, 1));
+    filled_with_zeros_stored(&world, &mut worker)?;
     worker.call("set 1 0")?;
-    let before = fills()?;
+    let before = fills(&world)?;
     let (away, _) = cycle(&world, &mut worker)?;
-    assert_eq!((away.zero_bytes / MIB, fills()? - before), (64, 0), "half of it");
+    assert_eq!((away.zero_bytes / MIB, fills(&world)? - before), (64, 0), "half of it");
     // And when it has more to store again, the vault is there again, at the latest the time after.
     worker.call("set 1 7")?;
-    let before = fills()?;
     cycle(&world, &mut worker)?;
-    cycle(&world, &mut worker)?;
-    assert!(fills()? > before, "a few zeros keep the vault away for ever");
-    Ok(())
+    filled_with_zeros_stored(&world, &mut worker)
+}
+
+/// Out and home until the vault was in time, which on a busy machine it is not always.
+fn filled_with_zeros_stored(world: &World, worker: &mut Worker) -> Result<()> {
+    let before = fills(world)?;
+    for _ in 0..12 {
+        let (away, _) = cycle(world, worker)?;
+        assert_eq!(away.zero_bytes, 0, "what goes through a vault is stored whole");
+        if fills(world)? > before {
+            return Ok(());
+        }
+    }
+    bail!("a few zeros keep the vault away for ever")
 }

@@ -4,10 +4,16 @@ use std::collections::BTreeMap;
 
 use affinode_controller::{
     config::Config,
-    core::policy::Policies,
+    core::{
+        Key, Record,
+        hints::Hint,
+        policy::{Mode, Policies, Policy, Restore},
+    },
     http::query,
+    journal::Journal,
     simulate::trace::{Assumed, Trace},
 };
+use tempfile::TempDir;
 
 /// A configuration file: taken whole or refused with a reason.
 pub fn config(data: &[u8]) {
@@ -29,6 +35,26 @@ pub fn annotations(data: &[u8]) {
     assert!(warnings.len() <= pairs.len());
     assert!((-1000..=1000).contains(&policy.priority));
     assert!((1..=366 * 86_400_000).contains(&policy.idle_timeout_ms));
+    assert_within_the_operators_limits(&pairs);
+}
+
+/// A pod chooses what ends processes of others, or takes memory of the node, where its operator
+/// lets pods choose that, and nowhere else.
+fn assert_within_the_operators_limits(pairs: &BTreeMap<String, String>) {
+    for restore in [Restore::Queue, Restore::ByAnnotation, Restore::Immediate] {
+        for dedup in [false, true] {
+            let node = Policy { restore, dedup, ..Policy::default() };
+            let (policy, _) = Policies { node, ..Policies::default() }.resolve("pods", pairs);
+            assert_ne!(policy.restore, Restore::ByAnnotation, "no way to come home");
+            if restore == Restore::Queue {
+                assert_eq!(policy.restore, Restore::Queue, "a pod may end processes of others");
+            }
+            assert!(dedup || !policy.dedup, "a pod stores memory of the node");
+            if pairs.get("affinode.io/latency-sensitive").is_some_and(|value| value == "true") {
+                assert_eq!(policy.mode, Mode::Off, "it opted out");
+            }
+        }
+    }
 }
 
 /// The query of an HTTP request: a value is a part of it, a number never negative, and refused only
@@ -54,4 +80,40 @@ pub fn trace(data: &[u8]) {
     for load in &trace.loads {
         assert!(load.arrivals_ms.is_sorted() && u64::from(load.arrivals_ms[0]) <= end_ms);
     }
+}
+
+/// Lines that a container writes into its pipe: the last one that is whole and known counts.
+pub fn hint(data: &[u8]) {
+    let Some(hint) = Hint::last(data) else { return };
+    let mut written = data.to_vec();
+    written.extend_from_slice(format!("\n{}\n", hint.as_str()).as_bytes());
+    assert_eq!(Hint::last(&written), Some(hint), "what is written again is another hint");
+}
+
+/// A record of the journal, as its file holds it, and as one whose checksum fits: it is read or
+/// named, and what was read is written and read again as it was.
+pub fn journal(data: &[u8]) {
+    thread_local! {
+        static FOLDER: Option<TempDir> = tempfile::tempdir().ok();
+    }
+    FOLDER.with(|folder| {
+        let Some(folder) = folder else { return };
+        let (Ok(journal), Ok(key)) = (Journal::open(folder.path()), Key::parse(&"a".repeat(32)))
+        else {
+            return;
+        };
+        let file = folder.path().join(key.as_str());
+        let read = || journal.read_all().unwrap_or_else(|error| panic!("the folder: {error}"));
+        if std::fs::write(&file, data).is_err() {
+            return;
+        }
+        let (good, bad) = read();
+        assert_eq!(good.len() + bad.len(), 1, "one file is one record, or is named");
+        let Ok(record) = serde_json::from_slice::<Record>(data) else { return };
+        assert!(journal.write(&key, &record).is_ok());
+        let (good, bad) = read();
+        assert!(bad.is_empty(), "{bad:?}");
+        let again = serde_json::to_string(&good[0].1).unwrap_or_default();
+        assert_eq!(Some(again), serde_json::to_string(&record).ok());
+    });
 }

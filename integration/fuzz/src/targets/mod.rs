@@ -2,5 +2,6 @@
 
 pub mod agent;
 pub mod files;
+pub mod image;
 pub mod node;
 pub mod shim;

@@ -1,16 +1,17 @@
-//! The node against one container that lies, beside one that is honest: whatever the
-//! first says, in whatever order, the second comes home when it is called, and nobody
-//! panics.
+//! The node against one container that lies, beside honest ones of every engine on two GPUs: whatever
+//! the first says, in whatever order, the others come home when they are called, within a bound and
+//! while it goes on lying, and nothing panics.
 
 use std::collections::VecDeque;
 
 use affinode_controller::core::{
     Effect, GpuSample, Input, Key, Node, ProcessId, Settings, Survey,
     input::{Carried, Identity},
-    policy::{Mode, Policies, Policy},
+    policy::{Mode, OnOom, Policies, Policy},
 };
 use affinode_proto::{
     api::control::Announcement,
+    reason::Reason,
     wire::{
         Hazards, Notes, Phase,
         message::{Action, AgentMessage, ControllerMessage, Outcome},
@@ -19,38 +20,63 @@ use affinode_proto::{
 };
 use arbitrary::{Result, Unstructured};
 
-const GOOD: u64 = 1;
-const GOOD_VRAM: u64 = 100;
-/// Plenty for both: only lies could keep the honest one out.
+/// The container that lies.
+const LIAR: char = 'f';
+const GPUS: [&str; 2] =
+    ["GPU-07070707-0707-0707-0707-070707070707", "GPU-08080808-0808-0808-0808-080808080808"];
+const HONEST_VRAM: u64 = 100;
+/// What of it an agent copies, with the engines that copy.
+const CARRIED: u64 = 75;
+const LIAR_VRAM: u64 = 50;
+/// Plenty for all: only lies could keep an honest container out.
 const TOTAL_VRAM: u64 = 1_000;
-/// Things that happen in one run.
+/// Things that happen in one run before the honest containers are called.
 const STEPS: usize = 400;
-/// Rounds of half a second in which the honest container must come home.
-const PATIENCE: usize = 600;
+/// What the liar does in each round while they come home.
+const LIES_A_ROUND: usize = 3;
+const ROUND_MS: u64 = 50;
+/// In this time of the model the honest containers must be home. The liar's own turn takes up to
+/// 10 s for an allocation, and as long for a return.
+const BOUND_MS: u64 = 40_000;
+
+/// A process that does what it is told.
+struct Honest {
+    id: ProcessId,
+    pid: u32,
+    gpu: usize,
+    carried: u64,
+    phase: Phase,
+    parked: bool,
+    inbox: VecDeque<ControllerMessage>,
+    generation: u64,
+    calls: u64,
+    waits: bool,
+}
 
 struct World {
     node: Node,
     now_ms: u64,
-    inbox: VecDeque<ControllerMessage>,
+    honest: Vec<Honest>,
     questions: VecDeque<Effect>,
-    phase: Phase,
-    generation: u64,
-    calls: u64,
-    waits: bool,
+    /// Why no container may leave: there is no host memory.
+    refuses: bool,
     /// The number of the liar's connection.
     liar: u64,
+    /// Orders that the liar was given.
+    told: VecDeque<u64>,
 }
 
-/// Interprets the bytes as what the liar, the honest agent and time do.
+/// Interprets the bytes as what the liar, the honest agents and time do.
 pub fn hostile(data: &[u8]) {
     let mut world = World::new();
     let mut bytes = Unstructured::new(data);
-    for _ in 0..STEPS {
+    let steps = bytes.int_in_range(0..=STEPS).unwrap_or(0);
+    for _ in 0..steps {
         if bytes.is_empty() || world.step(&mut bytes).is_err() {
             break;
         }
     }
-    world.comes_home();
+    world.come_home(data);
 }
 
 fn key(letter: char) -> Key {
@@ -63,6 +89,7 @@ impl World {
             mode: Mode::Eager,
             idle_timeout_ms: 1_000,
             minimum_residency_ms: 0,
+            on_oom: OnOom::Wait,
             ..Policy::default()
         };
         let settings =
@@ -70,54 +97,94 @@ impl World {
         let mut world = World {
             node: Node::new(settings),
             now_ms: 0,
-            inbox: VecDeque::new(),
+            honest: Vec::new(),
             questions: VecDeque::new(),
-            phase: Phase::Open,
-            generation: 0,
-            calls: 1,
-            waits: false,
-            liar: GOOD + 1,
+            refuses: false,
+            liar: 100,
+            told: VecDeque::new(),
         };
         world.node.started(1);
-        for letter in ['a', 'b'] {
+        let engines =
+            [('a', "driver"), ('b', "park"), ('c', "fast"), ('d', "auto"), (LIAR, "auto")];
+        for (letter, engine) in engines {
             let announcement = Announcement {
                 key: key(letter).to_string(),
                 id: letter.into(),
+                annotations: [("affinode.io/engine".to_owned(), engine.to_owned())].into(),
                 ..Announcement::default()
             };
             world.feed(Input::Announced(Box::new(announcement), key(letter)));
         }
-        let identity = Identity { pid: 10, start_ticks: 1, command: "good".into() };
-        world.feed(Input::Joined {
-            key: key('a'),
-            process: ProcessId(GOOD),
-            identity,
-            phase: Phase::Open,
-            generation: 0,
-            hazards: Hazards::default(),
-            carried: Carried::default(),
-        });
+        for (n, (letter, engine)) in engines.into_iter().take(4).enumerate() {
+            world.honest_joins(n, letter, if engine == "driver" { 0 } else { CARRIED });
+        }
         world
     }
 
+    fn honest_joins(&mut self, n: usize, letter: char, carried: u64) {
+        let (id, pid) = (ProcessId(n as u64 + 1), n as u32 + 10);
+        self.honest.push(Honest {
+            id,
+            pid,
+            gpu: n % 2,
+            carried,
+            phase: Phase::Open,
+            parked: false,
+            inbox: VecDeque::new(),
+            generation: 0,
+            calls: 1,
+            waits: false,
+        });
+        self.feed(Input::Joined {
+            key: key(letter),
+            process: id,
+            identity: Identity { pid, start_ticks: 1, command: "honest".into() },
+            phase: Phase::Open,
+            generation: 0,
+            hazards: Hazards::default(),
+            carried: Carried { bytes: carried, ..Carried::default() },
+        });
+    }
+
     fn step(&mut self, bytes: &mut Unstructured<'_>) -> Result<()> {
+        match bytes.int_in_range(0..=7)? {
+            0 => self.tick(u64::from(bytes.arbitrary::<u16>()?)),
+            1 => self.answer(),
+            2 | 3 => self.work(bytes.choose_index(self.honest.len())?),
+            4 => self.call(bytes.choose_index(self.honest.len())?),
+            5 => self.refuses = bytes.arbitrary()?,
+            _ => self.lie(bytes)?,
+        }
+        Ok(())
+    }
+
+    fn lie(&mut self, bytes: &mut Unstructured<'_>) -> Result<()> {
         let liar = ProcessId(self.liar);
         match bytes.int_in_range(0..=15)? {
             0 => self.feed(Input::Message(liar, wake(bytes)?)),
-            1..=3 => self.feed(Input::Message(liar, report(bytes)?)),
-            4 => {
+            1 | 2 => self.feed(Input::Message(liar, report(bytes, None)?)),
+            // To an order that it was given.
+            3..=5 => {
+                let order = self.told.pop_front();
+                self.feed(Input::Message(liar, report(bytes, order)?));
+            }
+            6 => {
                 let hazards = Hazards(bytes.arbitrary()?);
                 self.feed(Input::Message(liar, AgentMessage::Notice { hazards }));
             }
-            5 | 6 => self.feed(Input::Page(liar, page(bytes)?)),
-            7 => self.feed(Input::BadPage(liar, "scribbled".into())),
-            8 => self.feed(Input::Detached(liar)),
-            9 | 10 => self.liar_joins(bytes)?,
-            11 => self.feed(Input::Exited(liar)),
-            12 => self.tick(u64::from(bytes.arbitrary::<u16>()?)),
-            13 => self.answer(),
-            14 => self.work(),
-            _ => self.call(),
+            7 => self.feed(Input::Page(liar, page(bytes)?)),
+            8 => self.feed(Input::BadPage(liar, "scribbled".into())),
+            9 => self.feed(Input::Detached(liar)),
+            10 | 11 => self.liar_joins(bytes)?,
+            12 => self.feed(Input::Exited(liar)),
+            13 | 14 => self.feed(Input::Message(liar, want(bytes)?)),
+            _ => {
+                let over = AgentMessage::WantOver {
+                    ticket: bytes.int_in_range(0..=3)?,
+                    served: bytes.arbitrary()?,
+                };
+                self.feed(Input::Message(liar, over));
+            }
         }
         Ok(())
     }
@@ -125,9 +192,10 @@ impl World {
     /// Another connection of the same process, or of another one.
     fn liar_joins(&mut self, bytes: &mut Unstructured<'_>) -> Result<()> {
         self.liar += 1;
+        self.told.clear();
         let pid = bytes.int_in_range(20..=23)?;
         self.feed(Input::Joined {
-            key: key('b'),
+            key: key(LIAR),
             process: ProcessId(self.liar),
             identity: Identity { pid, start_ticks: 1, command: "liar".into() },
             phase: phase(bytes)?,
@@ -143,10 +211,51 @@ impl World {
         Ok(())
     }
 
+    fn liar_stays(&mut self) {
+        self.liar += 1;
+        self.told.clear();
+        self.feed(Input::Joined {
+            key: key(LIAR),
+            process: ProcessId(self.liar),
+            identity: Identity { pid: 24, start_ticks: 1, command: "liar".into() },
+            phase: Phase::Open,
+            generation: 0,
+            hazards: Hazards::default(),
+            carried: Carried::default(),
+        });
+    }
+
+    /// The liar answers what it was told, and what it is told for that.
+    fn answer_alike(&mut self, outcome: Outcome) {
+        const MOST: usize = 1_000;
+        for answered in 0.. {
+            let Some(order) = self.told.pop_front() else { return };
+            assert!(answered < MOST, "its answers are answered for ever");
+            let report = AgentMessage::Report {
+                order,
+                outcome,
+                phase: Phase::Open,
+                cuda_error: 0,
+                elapsed_us: 1,
+                carried_bytes: 0,
+                parked_bytes: 0,
+                unchanged_bytes: 0,
+                zero_bytes: 0,
+            };
+            self.feed(Input::Message(ProcessId(self.liar), report));
+        }
+    }
+
     fn feed(&mut self, input: Input) {
         for effect in self.node.handle(self.now_ms, input) {
             match effect {
-                Effect::Send(ProcessId(GOOD), message) => self.inbox.push_back(message),
+                Effect::Send(id, message) => {
+                    if let Some(honest) = self.honest.iter_mut().find(|honest| honest.id == id) {
+                        honest.inbox.push_back(message);
+                    } else if let ControllerMessage::Order { order, .. } = message {
+                        self.told.push_back(order);
+                    }
+                }
                 Effect::Survey { .. } | Effect::Prove(..) => self.questions.push_back(effect),
                 _ => {}
             }
@@ -154,37 +263,29 @@ impl World {
     }
 
     fn gpus(&self) -> Vec<GpuSample> {
-        let here = if self.phase == Phase::Away { 0 } else { GOOD_VRAM };
-        vec![GpuSample {
-            uuid: "GPU-0".into(),
-            total_bytes: TOTAL_VRAM,
-            used_bytes: here + 50,
-            processes: [(10, here), (20, 50)].into_iter().filter(|(_, bytes)| *bytes > 0).collect(),
-            ..GpuSample::default()
-        }]
+        let sample = |(gpu, uuid): (usize, &&str)| {
+            let here = self.honest.iter().filter(|honest| honest.gpu == gpu);
+            let honest = here.map(|honest| (honest.pid, honest.on_device()));
+            let all = honest.chain([(20, LIAR_VRAM)]).filter(|(_, bytes)| *bytes > 0);
+            let processes: Vec<(u32, u64)> = all.collect();
+            GpuSample {
+                uuid: (*uuid).into(),
+                total_bytes: TOTAL_VRAM,
+                used_bytes: processes.iter().map(|(_, bytes)| bytes).sum(),
+                processes,
+                ..GpuSample::default()
+            }
+        };
+        GPUS.iter().enumerate().map(sample).collect()
     }
 
     fn tick(&mut self, ms: u64) {
         self.now_ms += ms;
-        let page = PageSnapshot {
-            phase: self.phase,
-            waiters: u32::from(self.waits),
-            hazards: Hazards::default(),
-            generation: self.generation,
-            allocated_bytes: GOOD_VRAM,
-            allocations: 1,
-            carried_bytes: 0,
-            parked_bytes: 0,
-            notes: Notes::default(),
-            call_cost_ps: 0,
-            held_us: 0,
-            kept_bytes: 0,
-            calls: self.calls,
-            polls: 0,
-            inflight: 0,
-            last_hook: 1,
-        };
-        self.feed(Input::Page(ProcessId(GOOD), page));
+        let pages: Vec<(ProcessId, PageSnapshot)> =
+            self.honest.iter().map(|honest| (honest.id, honest.page())).collect();
+        for (id, page) in pages {
+            self.feed(Input::Page(id, page));
+        }
         let gpus = self.gpus();
         self.feed(Input::Gpus(Ok(gpus)));
         self.feed(Input::Tick);
@@ -194,78 +295,149 @@ impl World {
         let gpus = self.gpus();
         match self.questions.pop_front() {
             Some(Effect::Survey { key, .. }) => {
-                self.feed(Input::Surveyed(key, Survey { gpus: Ok(gpus), room: Ok(()) }));
+                let host = match self.refuses {
+                    true => Err((Reason::HostMemory, String::new())),
+                    false => Ok(Vec::new()),
+                };
+                self.feed(Input::Surveyed(key, Survey { gpus: Ok(gpus), host }));
             }
             Some(Effect::Prove(key, number)) => self.feed(Input::Proven(key, number, Ok(gpus))),
             _ => {}
         }
     }
 
-    /// The honest agent carries out its oldest order.
-    fn work(&mut self) {
-        let Some(ControllerMessage::Order { order, action, .. }) = self.inbox.pop_front() else {
-            return;
-        };
-        let (from, to) = match action {
-            Action::Close { .. } => (Phase::Open, Phase::Closed),
-            Action::Open => (Phase::Closed, Phase::Open),
-            Action::Lock { .. } => (Phase::Closed, Phase::Locked),
-            Action::Checkpoint { .. } => (Phase::Locked, Phase::Away),
-            Action::Restore => (Phase::Away, Phase::Locked),
-            Action::Unlock => (Phase::Locked, Phase::Closed),
-            _ => (self.phase, self.phase),
-        };
-        assert_eq!(self.phase, from, "{action:?} does not fit the honest process");
-        self.phase = to;
-        match action {
-            Action::Close { .. } => self.generation += 1,
-            Action::Open => self.waits = false,
-            _ => {}
-        }
+    /// An honest agent carries out its oldest order.
+    fn work(&mut self, n: usize) {
+        let honest = &mut self.honest[n];
+        let Some(message) = honest.inbox.pop_front() else { return };
+        let ControllerMessage::Order { order, action, .. } = message else { return };
+        honest.obey(action);
+        let (id, phase) = (honest.id, honest.phase);
+        let parked_bytes = if honest.parked { honest.carried } else { 0 };
+        let carried_bytes = honest.carried;
         self.feed(Input::Message(
-            ProcessId(GOOD),
+            id,
             AgentMessage::Report {
                 order,
                 outcome: Outcome::Done,
-                phase: to,
+                phase,
                 cuda_error: 0,
                 elapsed_us: 1,
-                carried_bytes: 0,
-                parked_bytes: 0,
+                carried_bytes,
+                parked_bytes,
                 unchanged_bytes: 0,
                 zero_bytes: 0,
             },
         ));
     }
 
-    fn call(&mut self) {
-        if self.phase == Phase::Open {
-            self.calls += 1;
+    fn call(&mut self, n: usize) {
+        let honest = &mut self.honest[n];
+        if honest.phase == Phase::Open {
+            honest.calls += 1;
             return;
         }
-        self.waits = true;
-        let wake = AgentMessage::Wake { generation: self.generation, waiters: 1, hook: 1 };
-        self.feed(Input::Message(ProcessId(GOOD), wake));
+        honest.waits = true;
+        let wake = AgentMessage::Wake { generation: honest.generation, waiters: 1, hook: 1 };
+        let id = honest.id;
+        self.feed(Input::Message(id, wake));
     }
 
-    fn comes_home(&mut self) {
-        for _ in 0..PATIENCE {
-            self.call();
-            if self.phase == Phase::Open {
+    /// All are called and stay in use from then on; the liar goes on, with the same bytes over and
+    /// over.
+    fn come_home(&mut self, data: &[u8]) {
+        let mut bytes = Unstructured::new(data);
+        // Or it is there, and answers all that it is told alike.
+        let alike = [None, Some(Outcome::Busy), Some(Outcome::Late), Some(Outcome::Done)];
+        let alike = *bytes.choose(&alike).unwrap_or(&None);
+        if alike.is_some() {
+            self.liar_stays();
+        }
+        let called_ms = self.now_ms;
+        while self.now_ms - called_ms <= BOUND_MS {
+            (0..self.honest.len()).for_each(|n| self.call(n));
+            if self.honest.iter().all(|honest| honest.phase == Phase::Open) {
                 return;
             }
-            while !self.inbox.is_empty() {
-                self.work();
+            for _ in 0..LIES_A_ROUND {
+                if let Some(outcome) = alike {
+                    self.answer_alike(outcome);
+                    continue;
+                }
+                if bytes.is_empty() {
+                    bytes = Unstructured::new(data);
+                }
+                let _ = self.lie(&mut bytes);
+            }
+            for n in 0..self.honest.len() {
+                while !self.honest[n].inbox.is_empty() {
+                    self.work(n);
+                }
             }
             while !self.questions.is_empty() {
                 self.answer();
             }
-            self.tick(500);
+            self.tick(ROUND_MS);
         }
-        panic!(
-            "the honest process is left {:?} because of what another container says",
-            self.phase
-        );
+        let left: Vec<Phase> = self.honest.iter().map(|honest| honest.phase).collect();
+        panic!("honest processes are left {left:?} because of what another container says");
+    }
+}
+
+impl Honest {
+    fn on_device(&self) -> u64 {
+        match self.phase {
+            Phase::Away => 0,
+            Phase::Parked => HONEST_VRAM - self.carried,
+            _ => HONEST_VRAM,
+        }
+    }
+
+    fn obey(&mut self, action: Action) {
+        let was = self.phase;
+        let (fits, to) = match action {
+            Action::Close { .. } => (was == Phase::Open, Phase::Closed),
+            Action::Open => (was == Phase::Closed, Phase::Open),
+            Action::Lock { .. } => (was == Phase::Closed, Phase::Locked),
+            Action::Park { .. } => (was == Phase::Locked, Phase::Parked),
+            Action::Checkpoint { .. } => {
+                (matches!(was, Phase::Locked | Phase::Parked), Phase::Away)
+            }
+            Action::Restore if self.parked => (was.is_off(), Phase::Closed),
+            Action::Restore => (was == Phase::Away, Phase::Locked),
+            Action::Unlock => (was == Phase::Locked, Phase::Closed),
+            _ => (true, was),
+        };
+        assert!(fits, "{action:?} does not fit an honest process that is {was:?}");
+        self.phase = to;
+        match action {
+            Action::Close { .. } => self.generation += 1,
+            Action::Park { .. } => self.parked = true,
+            Action::Restore => self.parked = false,
+            Action::Open => self.waits = false,
+            _ => {}
+        }
+    }
+
+    fn page(&self) -> PageSnapshot {
+        PageSnapshot {
+            phase: self.phase,
+            waiters: u32::from(self.waits),
+            hazards: Hazards::default(),
+            generation: self.generation,
+            allocated_bytes: HONEST_VRAM,
+            allocations: 1,
+            carried_bytes: self.carried,
+            parked_bytes: if self.parked { self.carried } else { 0 },
+            notes: Notes::ONE_GPU,
+            call_cost_ps: 0,
+            held_us: 0,
+            kept_bytes: 0,
+            calls: self.calls,
+            polls: 0,
+            inflight: 0,
+            last_hook: 1,
+        }
     }
 }
 
@@ -278,9 +450,20 @@ fn wake(bytes: &mut Unstructured<'_>) -> Result<AgentMessage> {
     Ok(AgentMessage::Wake { generation, waiters, hook: bytes.arbitrary()? })
 }
 
-fn report(bytes: &mut Unstructured<'_>) -> Result<AgentMessage> {
+fn want(bytes: &mut Unstructured<'_>) -> Result<AgentMessage> {
+    Ok(AgentMessage::Want {
+        // Small numbers are used again.
+        ticket: bytes.int_in_range(0..=3)?,
+        bytes: u64::from(bytes.arbitrary::<u16>()?),
+        uuid: *bytes.choose(&[[7; 16], [8; 16]])?,
+        attempts: bytes.int_in_range(0..=3)?,
+    })
+}
+
+fn report(bytes: &mut Unstructured<'_>, order: Option<u64>) -> Result<AgentMessage> {
     // Small numbers meet orders that were given.
-    let order = if bytes.ratio(1, 8)? { bytes.arbitrary()? } else { bytes.int_in_range(0..=63)? };
+    let guess = if bytes.ratio(1, 8)? { bytes.arbitrary()? } else { bytes.int_in_range(0..=63)? };
+    let order = order.unwrap_or(guess);
     Ok(AgentMessage::Report {
         order,
         outcome: Outcome::from_u32(bytes.int_in_range(0..=7)?).unwrap_or(Outcome::Done),

@@ -9,6 +9,7 @@ use std::{
 use affinode_shim::{
     dialect::{Answer, Input},
     frame::HEADER_BYTES,
+    options,
     preload::merge,
     proxy::{self, Tasks},
     spec::{self, BindMount},
@@ -122,4 +123,35 @@ pub fn preload(data: &[u8]) {
     let merged = merge(data);
     assert!(merged.starts_with(data));
     assert_eq!(merge(&merged), merged);
+}
+
+/// The options that containerd hands to a runtime: the first byte says of which type they are. They
+/// come out as options of runc's, or are refused with a reason, and a second translation changes
+/// nothing.
+pub fn options(data: &[u8]) {
+    /// Begins the field that names a file of the node's, which is not to be read here.
+    const CONFIG_PATH: u8 = 0x12;
+    let Some((kind, value)) = data.split_first() else { return };
+    let mut any = Any::new();
+    any.type_url = match kind % 3 {
+        0 if value.contains(&CONFIG_PATH) => return,
+        0 => "runtimeoptions.v1.Options".to_owned(),
+        1 => options::RUNC_OPTIONS.to_owned(),
+        _ => String::from_utf8_lossy(value).into_owned(),
+    };
+    any.value = value.to_vec();
+    if let Some(path) = options::shim_cgroup(Some(&any)) {
+        assert!(!path.is_empty());
+    }
+    for cgroups_path in [None, Some("system.slice:cri:x"), std::str::from_utf8(value).ok()] {
+        match options::translate(Some(&any), cgroups_path) {
+            Ok(None) => {}
+            Ok(Some(given)) => {
+                assert_eq!(given.type_url, options::RUNC_OPTIONS);
+                let again = options::translate(Some(&given), cgroups_path);
+                assert!(matches!(again, Ok(None)), "what runc takes is translated again");
+            }
+            Err(error) => assert!(!error.to_string().is_empty()),
+        }
+    }
 }

@@ -11,6 +11,13 @@ pub fn median(samples: &[f64]) -> f64 {
     }
 }
 
+/// How far every second run is from the others, by their medians. Runs come in the order of time, so
+/// both halves have seen the same of the machine.
+pub fn noise(samples: &[f64]) -> f64 {
+    let half = |first: usize| samples.iter().copied().skip(first).step_by(2).collect::<Vec<_>>();
+    (median(&half(0)) - median(&half(1))).abs()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -20,5 +27,11 @@ mod tests {
         assert_eq!(median(&[3.0, 1.0, 2.0]), 2.0);
         assert_eq!(median(&[4.0, 1.0, 3.0, 2.0]), 2.5);
         assert_eq!(median(&[]), 0.0);
+    }
+
+    #[test]
+    fn noise_is_between_halves_in_turn() {
+        assert_eq!(noise(&[5.0, 5.0, 5.0, 5.0]), 0.0);
+        assert_eq!(noise(&[1.0, 4.0, 1.0, 4.0]), 3.0);
     }
 }

@@ -2,8 +2,11 @@
 
 use std::{process::Command, time::Duration};
 
-use affinode_e2e::world::{MIB, World};
-use anyhow::Result;
+use affinode_e2e::{
+    cli::EventRow,
+    world::{MIB, World},
+};
+use anyhow::{Context, Result};
 use serde::Serialize;
 
 use super::scene::Seen;
@@ -40,13 +43,12 @@ struct Transition {
 
 impl Report {
     /// From what was seen.
-    pub fn new(world: &World, seen: &Seen, elapsed: Duration) -> Self {
-        let first = |to: &str| {
-            let moved = |event: &&affinode_e2e::cli::EventRow| event.to == to && event.bytes > 0;
-            seen.events.iter().find(moved).map_or(0, |event| event.elapsed_ms)
-        };
+    ///
+    /// # Errors
+    /// When no event carried the bytes of a move: then nothing is known of its time.
+    pub fn new(world: &World, seen: &Seen, elapsed: Duration) -> Result<Self> {
         let runc = sh::read(Command::new("runc").arg("--version")).unwrap_or_default();
-        Self {
+        Ok(Self {
             gpu: world.gpu().as_str().into(),
             gpu_name: seen.gpu.name.clone(),
             containerd: world.containerd().release().version.clone(),
@@ -54,8 +56,8 @@ impl Report {
             vram_total_bytes: seen.gpu.vram_total_bytes,
             vram_wanted_bytes: 2 * seen.each_bytes,
             vram_freed_bytes: seen.freed_bytes,
-            offload_ms: first("Offloaded"),
-            wake_ms: first("Active"),
+            offload_ms: first_move_ms(&seen.events, "Offloaded")?,
+            wake_ms: first_move_ms(&seen.events, "Active")?,
             contents_verified: seen.verified,
             elapsed_ms: elapsed.as_millis(),
             transitions: seen
@@ -71,7 +73,7 @@ impl Report {
                     elapsed_ms: event.elapsed_ms,
                 })
                 .collect(),
-        }
+        })
     }
 
     /// On standard output.
@@ -97,6 +99,32 @@ impl Report {
         say::out(&format!("  wake             {} ms", self.wake_ms));
         say::out(&format!("  contents         {verdict} after the return, in both containers"));
         say::out(&format!("  took             {:.1} s", self.elapsed_ms as f64 / 1000.0));
+        Ok(())
+    }
+}
+
+/// How long the first move to a state took that moved anything.
+fn first_move_ms(events: &[EventRow], to: &str) -> Result<u64> {
+    let moved = |event: &&EventRow| event.to == to && event.bytes > 0;
+    let event = events.iter().find(moved);
+    event.map(|event| event.elapsed_ms).with_context(|| format!("no event of a move to {to}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn move_without_bytes_has_no_time() -> Result<()> {
+        let event = |to: &str, bytes, elapsed_ms| EventRow {
+            to: to.into(),
+            bytes,
+            elapsed_ms,
+            ..EventRow::default()
+        };
+        let events = [event("Active", 0, 3), event("Offloaded", 8, 5), event("Offloaded", 8, 7)];
+        assert_eq!(first_move_ms(&events, "Offloaded")?, 5);
+        assert!(first_move_ms(&events, "Active").is_err());
         Ok(())
     }
 }

@@ -1,0 +1,117 @@
+//! A container that is away ends, while another one holds all VRAM.
+
+use anyhow::{Result, ensure};
+
+use super::{
+    Case, Found,
+    hands::{Held, ballast},
+};
+use crate::{
+    container::{CLIENTS, Spec},
+    worker::Answer,
+    world::World,
+};
+
+const ENGINES: [&str; 3] = ["driver", "fast", "park"];
+
+pub fn cases() -> Vec<Case> {
+    vec![
+        Case::new("exit-while-away, releases before the driver's end", |world| {
+            without_room(world, "release")
+        }),
+        Case::new("exit-while-away, releases after the driver's end", |world| {
+            without_room(world, "ended")
+        }),
+        Case::new("exit-while-away, results read in an exit handler", results),
+    ]
+}
+
+fn spec(id: &str, kind: &str) -> Spec {
+    Spec::gpu(id, &[&format!("{CLIENTS}/exits"), kind])
+}
+
+/// What the exit handler answers, and how the program ends, without Affinode.
+fn bare(world: &World, kind: &str) -> Result<(Answer, Option<i32>)> {
+    let mut bare = Held::bare(world, spec("bare", kind))?;
+    bare.worker.expect("ready")?;
+    bare.worker.send("go")?;
+    let said = bare.worker.receive()?;
+    Ok((said, bare.end()?.0))
+}
+
+fn check(held: Held, said: &Answer, as_bare: &(Answer, Option<i32>)) -> Result<()> {
+    let (bare, status) = as_bare;
+    ensure!(
+        (&said.checksum, said.result, said.ok) == (&bare.checksum, bare.result, bare.ok),
+        "its exit handler got {said:?}, without Affinode {bare:?}"
+    );
+    let (ended, word) = held.end()?;
+    ensure!(ended == *status, "it {word}, without Affinode with status {status:?}");
+    Ok(())
+}
+
+/// The number of the newest event.
+fn newest(world: &World) -> Result<u64> {
+    Ok(world.cli().events()?.iter().map(|event| event.sequence).max().unwrap_or(0))
+}
+
+/// What was told of a container since then, beside moves that were wanted.
+fn no_trouble(world: &World, id: &str, since: u64, allowed: &[&str]) -> Result<()> {
+    let name = format!("default/{id}");
+    let trouble = |event: &crate::cli::EventRow| {
+        let asked = ["Queued", "Restoring", "Lost"].contains(&event.to.as_str())
+            && !allowed.contains(&event.to.as_str());
+        event.sequence > since && event.container == name && (asked || event.kind == "refused")
+    };
+    let events = world.cli().events()?;
+    let found = events.iter().find(|event| trouble(event));
+    ensure!(found.is_none(), "{found:?}");
+    Ok(())
+}
+
+fn without_room(world: &World, kind: &str) -> Result<Found> {
+    let as_bare = bare(world, kind)?;
+    for engine in ENGINES {
+        let id = format!("exits-{kind}-{engine}");
+        let spec = spec(&id, kind).annotation("affinode.io/engine", engine);
+        let mut held = Held::start(world, spec)?;
+        held.worker.expect("ready")?;
+        world.cli().move_out(&id)?;
+        let since = newest(world)?;
+        // There is no room until this one ends, which is after the other.
+        let taker = ballast(world, 0)?;
+        held.worker.send("go")?;
+        let said = held.worker.receive()?;
+        check(held, &said, &as_bare)?;
+        no_trouble(world, &id, since, &[])?;
+        taker.running.kill(world)?;
+        taker.running.delete(world)?;
+    }
+    let with = "ends as without, without a return; no refusal".into();
+    Ok(Found::Row { without: "-".into(), with })
+}
+
+/// What a handler reads from the GPU it must get.
+fn results(world: &World) -> Result<Found> {
+    let as_bare = bare(world, "results")?;
+    ensure!(as_bare.0.ok == Some(true), "{as_bare:?}");
+    for engine in ENGINES {
+        let id = format!("exits-results-{engine}");
+        let spec = spec(&id, "results").annotation("affinode.io/engine", engine);
+        let mut held = Held::start(world, spec)?;
+        held.worker.expect("ready")?;
+        world.cli().move_out(&id)?;
+        let since = newest(world)?;
+        let taker = ballast(world, 0)?;
+        held.worker.send("go")?;
+        world.cli().wait_for_state(&id, "Queued")?;
+        ensure!(!held.worker.has_answer()?, "it went on without room");
+        taker.running.kill(world)?;
+        taker.running.delete(world)?;
+        let said = held.worker.receive()?;
+        check(held, &said, &as_bare)?;
+        no_trouble(world, &id, since, &["Queued", "Restoring"])?;
+    }
+    let with = "comes home, its handler reads what it would; no refusal".into();
+    Ok(Found::Row { without: "-".into(), with })
+}

@@ -1,0 +1,87 @@
+//! A thread reaches the driver on a way that no hook sees, while the process is away.
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+
+use super::{
+    Case, Found,
+    hands::{Held, intact, offload_once},
+};
+use crate::{
+    container::{CLIENTS, Spec},
+    until::until,
+    worker::Worker,
+    world::World,
+};
+
+/// How long one without Affinode is seen to hang. Told, not judged.
+const HANGS: Duration = Duration::from_secs(5);
+
+pub fn cases() -> Vec<Case> {
+    let name = "unknown-way into the driver while away";
+    vec![Case::new(name, play).simulated("the GPU suite has this part")]
+}
+
+fn spec(id: &str) -> Spec {
+    Spec::gpu(id, &[&format!("{CLIENTS}/hidden"), "call"])
+}
+
+fn play(world: &World) -> Result<Found> {
+    let mut bare = Held::bare(world, spec("bare"))?;
+    bare.worker.expect("ready")?;
+    ensure!(bare.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint by hand");
+    bare.worker.send("hidden")?;
+    std::thread::sleep(HANGS);
+    let without =
+        if bare.worker.has_answer()? { "returns" } else { "hangs until it is restored by hand" };
+    ensure!(bare.tool(world, &["restore", "unlock"])? == [0, 0], "no restore by hand");
+    bare.worker.expect("hidden")?;
+    bare.kill(world)?;
+
+    for engine in ["driver", "fast"] {
+        let id = format!("hidden-{engine}");
+        let spec = spec(&id).annotation("affinode.io/engine", engine);
+        let mut worker = Worker::start_as(world, spec)?;
+        worker.expect("ready")?;
+        world.cli().move_out(&id)?;
+        worker.call("hidden")?;
+        told(world, &id)?;
+        intact(&mut worker)?;
+        // The driver's checkpoint is not tried again.
+        if engine == "driver" {
+            let said = offload_once(world, &id)?;
+            ensure!(!said.done && said.reason == "hidden-way", "{said:?}");
+        } else {
+            world.cli().move_out(&id)?;
+            let row = world.cli().known(&id)?;
+            ensure!(row.processes.iter().all(|process| process.phase == "Parked"), "{row:?}");
+            // With its context there, nothing blocks.
+            worker.call("hidden")?;
+            let row = world.cli().known(&id)?;
+            ensure!(row.state == "Offloaded", "it was brought home for nothing: {row:?}");
+        }
+        intact(&mut worker)?;
+        worker.running.kill(world)?;
+        worker.running.delete(world)?;
+    }
+    let with = "comes home, is not checkpointed again; contents intact".into();
+    Ok(Found::Row { without: without.into(), with })
+}
+
+/// An event and the container's row name the way, once.
+fn told(world: &World, id: &str) -> Result<()> {
+    let name = format!("default/{id}");
+    until("the way to be told of", || {
+        let events = world.cli().events()?;
+        let mut told = events.iter().filter(|e| e.kind == "hidden-way" && e.container == name);
+        Ok(told.next().map(|_| ()))
+    })?;
+    let row = world.cli().known(id)?;
+    let has = |process: &crate::cli::ProcessRow| process.hazards.iter().any(|h| h == "hidden-way");
+    ensure!(row.processes.iter().all(has), "{row:?}");
+    let events = world.cli().events()?;
+    let count = events.iter().filter(|e| e.kind == "hidden-way" && e.container == name).count();
+    ensure!(count == 1, "told {count} times");
+    Ok(())
+}

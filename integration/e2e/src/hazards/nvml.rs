@@ -1,0 +1,71 @@
+//! NVML in the process itself: while its context is checkpointed, every function blocks.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+
+use super::{
+    Case, Found,
+    hands::{Held, intact},
+};
+use crate::{
+    container::{CLIENTS, Spec},
+    worker::Worker,
+    world::World,
+};
+
+/// How long a call of the driver alone is seen to block.
+const BLOCKED: Duration = Duration::from_secs(3);
+const ENGINES: [&str; 3] = ["driver", "fast", "park"];
+
+pub fn cases() -> Vec<Case> {
+    [("nvml: called while away", "nvml"), ("nvml: linked, called while away", "nvml_linked")]
+        .map(|(name, program)| Case::new(name, move |world| play(world, program)))
+        .into()
+}
+
+fn spec(id: &str, program: &str) -> Spec {
+    Spec::gpu(id, &[&format!("{CLIENTS}/{program}")])
+}
+
+fn play(world: &World, program: &str) -> Result<Found> {
+    let mut bare = Held::bare(world, spec("bare", program))?;
+    bare.worker.expect("ready")?;
+    bare.worker.call("init")?;
+    ensure!(bare.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint by hand");
+    bare.worker.send("ask")?;
+    let end = Instant::now() + BLOCKED;
+    while Instant::now() < end && !bare.worker.has_answer()? {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let blocks = !bare.worker.has_answer()?;
+    ensure!(bare.tool(world, &["restore", "unlock"])? == [0, 0], "no return by hand");
+    bare.worker.expect("ask")?;
+    bare.kill(world)?;
+    let without = if blocks { "blocks until it is restored" } else { "answers" }.into();
+
+    for engine in ENGINES {
+        let id = format!("{program}-{engine}");
+        let spec = spec(&id, program).annotation("affinode.io/engine", engine);
+        let mut worker = Worker::start_as(world, spec)?;
+        worker.expect("ready")?;
+        world.cli().move_out(&id)?;
+        // Initialised for the first time while it is away: it comes back.
+        worker.call("init")?;
+        worker.call("ask")?;
+        // With `park` it has been away all the time.
+        intact(&mut worker)?;
+        world.cli().move_out(&id)?;
+        for command in ["ask", "init", "ask", "shutdown"] {
+            worker.call(command)?;
+        }
+        let shown = world.cli().known(&id)?;
+        ensure!(shown.state == "Offloaded", "{engine}: it was woken: {shown:?}");
+        worker.call("utilization")?;
+        intact(&mut worker)?;
+        worker.running.kill(world)?;
+        worker.running.delete(world)?;
+    }
+    let with = "answers without a wake, or comes back; contents intact".into();
+    Ok(Found::Row { without, with })
+}

@@ -1,0 +1,149 @@
+//! Tools in the process, and video: ways to the driver past its public functions. The profiler is a
+//! stand-in for CUPTI (`clients/cupti.c`), which hangs and loses its process as the real one was seen
+//! to on a GPU.
+
+use anyhow::{Context, Result, ensure};
+
+use super::{
+    Case, Found,
+    hands::{Held, intact, refused},
+};
+use crate::{
+    container::{CLIENTS, Spec},
+    until::until,
+    worker::Worker,
+    world::World,
+};
+
+/// System calls that the program hangs in, and that it sleeps in.
+const FUTEX: u32 = 202;
+const CLOCK_NANOSLEEP: u32 = 230;
+
+pub fn cases() -> Vec<Case> {
+    const WHY: &str = "the stand-in is of the simulated GPU: the GPU suite has a real profiler";
+    vec![
+        Case::new("profiler, begun while away", begun_while_away).simulated(WHY),
+        Case::new("profiler, moved while it begins", moved_while_it_begins).simulated(WHY),
+        Case::new("profiler, ended before the move", ended_before).simulated(WHY),
+        Case::new("tools, injected by the environment", injected).simulated(WHY),
+        Case::new("video session", video).simulated(WHY),
+    ]
+}
+
+fn program(id: &str, engine: &str) -> Spec {
+    Spec::gpu(id, &[&format!("{CLIENTS}/tools")]).annotation("affinode.io/engine", engine)
+}
+
+fn start(world: &World, spec: Spec) -> Result<Worker> {
+    let mut worker = Worker::start_as(world, spec)?;
+    worker.expect("ready")?;
+    Ok(worker)
+}
+
+/// Waits until the program's first thread is in this system call.
+fn wait_inside(world: &World, worker: &Worker, number: u32) -> Result<()> {
+    let file = format!("/proc/{}/syscall", worker.running.pid(world)?);
+    until(&format!("the program to be in system call {number}"), || {
+        let call = std::fs::read_to_string(&file).with_context(|| file.clone())?;
+        Ok(call.starts_with(&format!("{number} ")).then_some(()))
+    })
+}
+
+/// The end of a program whose profiler has met a checkpoint.
+fn lost(world: &World, bare: Held) -> Result<String> {
+    let restored = bare.tool(world, &["restore"])?;
+    ensure!(restored != [0], "it came back");
+    bare.kill(world)?;
+    Ok(format!("begin hangs, restore returns {}: lost", restored.first().unwrap_or(&-1)))
+}
+
+fn begun_while_away(world: &World) -> Result<Found> {
+    let mut bare = Held::bare(world, program("bare", "driver"))?;
+    bare.worker.expect("ready")?;
+    ensure!(bare.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint");
+    bare.worker.send("begin")?;
+    wait_inside(world, &bare.worker, FUTEX)?;
+    let without = lost(world, bare)?;
+
+    let mut worker = start(world, program("begun", "driver"))?;
+    world.cli().move_out("begun")?;
+    // It waits for its return, and then begins.
+    worker.call("begin")?;
+    let with = refused(world, "begun", "tools")?;
+    worker.call("end")?;
+    intact(&mut worker)?;
+    Ok(Found::Row { without, with: format!("comes back first; then {with}") })
+}
+
+fn moved_while_it_begins(world: &World) -> Result<Found> {
+    // Longer than what follows takes on a slow machine; nothing waits for its end.
+    const BEGIN: &str = "begin 20000";
+    let mut bare = Held::bare(world, program("bare", "driver"))?;
+    bare.worker.expect("ready")?;
+    bare.worker.send(BEGIN)?;
+    wait_inside(world, &bare.worker, CLOCK_NANOSLEEP)?;
+    ensure!(bare.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint");
+    let without = lost(world, bare)?;
+
+    let mut worker = start(world, program("slow", "driver"))?;
+    worker.send("begin 2000")?;
+    wait_inside(world, &worker, CLOCK_NANOSLEEP)?;
+    let with = refused(world, "slow", "tools")?;
+    worker.expect("begin")?;
+    worker.call("end")?;
+    intact(&mut worker)?;
+    Ok(Found::Row { without, with })
+}
+
+/// Its thread goes on: it dies of a checkpoint, and a copy does it no harm.
+fn ended_before(world: &World) -> Result<Found> {
+    let mut bare = Held::bare(world, program("bare", "driver"))?;
+    bare.worker.expect("ready")?;
+    bare.worker.call("begin")?;
+    bare.worker.call("end")?;
+    ensure!(bare.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint");
+    let (_, without) = bare.end()?;
+
+    let mut worker = start(world, program("ended", "fast"))?;
+    worker.call("begin")?;
+    worker.call("end")?;
+    for again in ["begin", "end"] {
+        copied(world, "ended")?;
+        worker.call(again)?;
+        intact(&mut worker)?;
+    }
+    Ok(Found::Row { without, with: "copied, context stays; contents intact".into() })
+}
+
+/// It must leave by a copy alone.
+fn copied(world: &World, id: &str) -> Result<()> {
+    // Before its page was read the controller knows of nothing that could be copied.
+    world.cli().wait_for(id, "to have its memory carried", |row| {
+        row.processes.iter().any(|process| process.carried_bytes > 0)
+    })?;
+    world.cli().move_out(id)?;
+    let row = world.cli().known(id)?;
+    let phase = &row.process()?.phase;
+    ensure!(phase == "Parked", "its context did not stay: {row:?}");
+    Ok(())
+}
+
+fn injected(world: &World) -> Result<Found> {
+    let spec = program("injected", "driver").env("CUDA_INJECTION64_PATH", "/tool.so");
+    let mut worker = start(world, spec)?;
+    let with = refused(world, "injected", "tools")?;
+    intact(&mut worker)?;
+    Ok(Found::Row { without: "-".into(), with })
+}
+
+fn video(world: &World) -> Result<Found> {
+    let mut stays = start(world, program("video", "driver"))?;
+    stays.call("video")?;
+    let with = refused(world, "video", "video")?;
+    intact(&mut stays)?;
+    let mut leaves = start(world, program("copied", "auto"))?;
+    leaves.call("video")?;
+    copied(world, "copied")?;
+    intact(&mut leaves)?;
+    Ok(Found::Row { without: "-".into(), with: format!("{with}; copied by the engine auto") })
+}

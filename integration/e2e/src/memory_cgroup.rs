@@ -1,0 +1,50 @@
+//! The memory cgroup above all containers of a world: what a pod's is in a cluster.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use crate::{container::Spec, keeper::cgroup_folders, world::World};
+
+/// The world's folder in the hierarchy that limits memory.
+///
+/// # Errors
+/// When no hierarchy does, or the container that makes the folder does not run.
+pub fn folder(world: &World) -> Result<PathBuf> {
+    if cgroup_folders(world.dir()).is_empty() {
+        // Made with the first container.
+        Spec::gpu("first", &["/bin/true"]).run(world)?;
+    }
+    cgroup_folders(world.dir())
+        .into_iter()
+        .find(|folder| limit_file(folder).exists())
+        .context("no cgroup hierarchy limits memory")
+}
+
+/// What is charged to it, in bytes.
+///
+/// # Errors
+/// When that cannot be read.
+pub fn used_bytes(folder: &Path) -> Result<u64> {
+    let v1 = folder.join("memory.usage_in_bytes");
+    let file = if v1.exists() { v1 } else { folder.join("memory.current") };
+    let text = std::fs::read_to_string(&file)
+        .with_context(|| format!("cannot read {}", file.display()))?;
+    text.trim().parse().with_context(|| format!("{} has no number: {text}", file.display()))
+}
+
+/// Sets a memory limit; none takes it away.
+///
+/// # Errors
+/// When the kernel refuses it.
+pub fn set_limit(folder: &Path, bytes: Option<u64>) -> Result<()> {
+    let file = limit_file(folder);
+    let none = if file.ends_with("memory.max") { "max" } else { "-1" };
+    let text = bytes.map_or(none.into(), |bytes| bytes.to_string());
+    std::fs::write(&file, text).with_context(|| format!("cannot write {}", file.display()))
+}
+
+fn limit_file(folder: &Path) -> PathBuf {
+    let v1 = folder.join("memory.limit_in_bytes");
+    if v1.exists() { v1 } else { folder.join("memory.max") }
+}

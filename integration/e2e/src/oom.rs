@@ -1,0 +1,102 @@
+//! The kernel's killer, as memory cgroups count it.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread::JoinHandle,
+    time::Duration,
+};
+
+use anyhow::{Context, Result};
+
+/// Between two looks: far less than a runtime needs to remove the cgroup of a process that was killed.
+const LOOK: Duration = Duration::from_millis(2);
+
+/// How many processes the kernel has killed for the memory limit of a cgroup or of one above it.
+/// `None` where the folder is gone, or its hierarchy does not count memory.
+#[must_use]
+pub fn kills(folder: &Path) -> Option<u64> {
+    // Version 2, version 1.
+    let text = ["memory.events", "memory.oom_control"]
+        .iter()
+        .find_map(|file| std::fs::read_to_string(folder.join(file)).ok())?;
+    let count = text.lines().find_map(|line| line.strip_prefix("oom_kill "));
+    count.and_then(|count| count.trim().parse().ok())
+}
+
+/// Host memory that the processes of a cgroup, and of those below it, cannot do without: anonymous and
+/// shared memory, without files that the kernel may drop.
+///
+/// # Errors
+/// When its hierarchy does not count memory.
+pub fn spent_bytes(folder: &Path) -> Result<u64> {
+    let file = folder.join("memory.stat");
+    let text = std::fs::read_to_string(&file).with_context(|| file.display().to_string())?;
+    let value = |name: &str| -> Option<u64> {
+        text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
+    };
+    // Version 1 sums up what is below in fields of its own.
+    let anonymous = value("total_rss").or_else(|| value("anon"));
+    let shared = value("total_shmem").or_else(|| value("shmem"));
+    Ok(anonymous.context("no anonymous memory")? + shared.context("no shared memory")?)
+}
+
+/// Looks at cgroups as long as they are there: a runtime removes them with the container.
+pub struct OomWatch {
+    seen: Arc<AtomicU64>,
+    over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl OomWatch {
+    /// Begins to look at these folders.
+    #[must_use]
+    pub fn start(folders: Vec<PathBuf>) -> Self {
+        let (seen, over) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
+        let (count, ends) = (Arc::clone(&seen), Arc::clone(&over));
+        let thread = std::thread::spawn(move || {
+            while !ends.load(Ordering::SeqCst) {
+                let now = folders.iter().filter_map(|folder| kills(folder)).max().unwrap_or(0);
+                count.fetch_max(now, Ordering::SeqCst);
+                std::thread::sleep(LOOK);
+            }
+        });
+        Self { seen, over, thread: Some(thread) }
+    }
+
+    /// The most that a folder has shown so far.
+    #[must_use]
+    pub fn kills(&self) -> u64 {
+        self.seen.load(Ordering::SeqCst)
+    }
+}
+
+impl Drop for OomWatch {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::SeqCst);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kills_are_read_of_both_versions() -> std::io::Result<()> {
+        let folder = tempfile::tempdir()?;
+        assert_eq!(kills(folder.path()), None);
+        let v1 = "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n";
+        std::fs::write(folder.path().join("memory.oom_control"), v1)?;
+        assert_eq!(kills(folder.path()), Some(2));
+        let v2 = "low 0\nhigh 0\nmax 9\noom 4\noom_kill 3\noom_group_kill 0\n";
+        std::fs::write(folder.path().join("memory.events"), v2)?;
+        assert_eq!(kills(folder.path()), Some(3));
+        Ok(())
+    }
+}

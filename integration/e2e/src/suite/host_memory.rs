@@ -1,0 +1,160 @@
+//! More VRAM is wanted than there is, and more of it wants to leave at once than host memory
+//! holds: torch containers in bursts. None may be killed, and all sums stay as they were.
+//!
+//! For a machine with 140 GiB of VRAM and about 128 GiB of host memory.
+
+use std::{
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+
+use super::{
+    Report, median,
+    python::{Python, ask_within},
+    report::Rows,
+};
+use crate::{
+    gpu::Gpu,
+    release::Release,
+    worker::Worker,
+    world::{Recipe, World},
+};
+
+const CONFIG: &str = r#"
+[policy]
+mode = "auto"
+idle_timeout = "2s"
+minimum_residency = "1ms"
+[timing]
+sample_interval = "100ms"
+"#;
+const PROGRAM: [&str; 2] = ["torch_worker.py", "inference"];
+const ENGINES: [&str; 3] = ["park", "fast", "driver"];
+/// Containers, and GiB of VRAM of each.
+const CROWDS: [(usize, u64); 2] = [(6, 28), (8, 24)];
+/// Rounds of a pause and a burst.
+const ROUNDS: usize = 3;
+const PAUSE: Duration = Duration::from_secs(5);
+/// The longest that a container waits for its turn.
+const MAX_WAIT: Duration = Duration::from_secs(300);
+
+/// Each crowd with each engine, or those with one of the wanted words in their names.
+///
+/// # Errors
+/// When no world can be made.
+pub fn oversubscribed(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
+    let recipe = || Recipe::default().release(release).gpu(gpu.clone()).config(CONFIG);
+    let mut report = Report::new(&recipe().world()?, wanted);
+    for engine in ENGINES {
+        for (containers, gib) in CROWDS {
+            let part = format!("{containers} of {gib} GiB, {engine}");
+            if !report.wants(&part) {
+                continue;
+            }
+            let world = recipe().world()?;
+            match Python::find(&world) {
+                Ok(python) => report
+                    .part(&world, &part, |_, rows| crowd(&python, engine, containers, gib, rows)),
+                Err(why) => report.skip(&part, &format!("{why:#}")),
+            }
+        }
+    }
+    Ok(report)
+}
+
+fn crowd(
+    python: &Python,
+    engine: &str,
+    containers: usize,
+    gib: u64,
+    rows: &mut Rows,
+) -> Result<()> {
+    let is_over = AtomicBool::new(false);
+    let began = Instant::now();
+    let (ended, least_available) = thread::scope(|scope| {
+        let watch = scope.spawn(|| least_available_bytes(&is_over));
+        let busy: Vec<_> =
+            (0..containers).map(|n| scope.spawn(move || bursts(python, engine, n, gib))).collect();
+        let ended: Vec<_> = busy.into_iter().map(|thread| thread.join()).collect();
+        is_over.store(true, Ordering::Release);
+        (ended, watch.join())
+    });
+    let (mut waits, mut same, mut whys) = (Vec::new(), 0, Vec::new());
+    for outcome in ended {
+        match outcome {
+            Ok(Ok(found)) => {
+                same += usize::from(found.is_same);
+                waits.extend(found.waits_ms);
+            }
+            Ok(Err(why)) => whys.push(format!("{why:#}")),
+            Err(_) => whys.push("its thread panicked".into()),
+        }
+    }
+    rows.count("containers that lived to the end", containers - whys.len(), containers);
+    rows.count("containers whose sums are as before", same, containers);
+    rows.tell("wait for a turn, median", median(&waits), "ms");
+    rows.tell("wait for a turn, longest", waits.iter().copied().fold(0.0, f64::max), "ms");
+    let least = least_available.unwrap_or(0);
+    rows.tell("host memory available, least", least as f64 / f64::from(1 << 30), "GiB");
+    rows.tell("offloads", offloads(python.world)? as f64, "times");
+    rows.tell("took", began.elapsed().as_secs_f64(), "s");
+    if !whys.is_empty() {
+        bail!("{}", whys.join("; "));
+    }
+    python.world.remove_containers()
+}
+
+/// What became of one container.
+struct BurstsFound {
+    is_same: bool,
+    waits_ms: Vec<f64>,
+}
+
+fn bursts(python: &Python, engine: &str, number: usize, gib: u64) -> Result<BurstsFound> {
+    let id = format!("crowd-{number}");
+    let spec = python
+        .spec(&id, "root", &PROGRAM)?
+        .annotation("affinode.io/engine", engine)
+        .annotation("affinode.io/on-oom", "wait")
+        .annotation("affinode.io/on-oom-timeout", "5m");
+    let mut worker = Worker::start_as(python.world, spec)?;
+    if let Some(why) = python.greet(&mut worker, &PROGRAM)? {
+        bail!("{id}: {why}");
+    }
+    let mut ask = |command: &str| {
+        ask_within(&mut worker, command, MAX_WAIT).with_context(|| format!("{id}: {command}"))
+    };
+    ask(&format!("hold {gib}"))?;
+    let before = ask("check")?.digest()?;
+    let (mut is_same, mut waits_ms) = (true, Vec::new());
+    for _ in 0..ROUNDS {
+        // The workload: a person reads for a while.
+        thread::sleep(PAUSE);
+        let asked = Instant::now();
+        ask("sync")?;
+        waits_ms.push(asked.elapsed().as_secs_f64() * 1_000.0);
+        is_same &= ask("check")?.digest()? == before;
+    }
+    Ok(BurstsFound { is_same, waits_ms })
+}
+
+fn offloads(world: &World) -> Result<u64> {
+    Ok(world.cli().ps()?.containers.iter().map(|row| row.offloads).sum())
+}
+
+/// The least host memory that was available until it is over, in bytes.
+fn least_available_bytes(is_over: &AtomicBool) -> u64 {
+    let mut least = u64::MAX;
+    while !is_over.load(Ordering::Acquire) {
+        let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+        let kib = text.lines().find_map(|line| {
+            line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?.trim().parse().ok()
+        });
+        least = least.min(kib.map_or(u64::MAX, |kib: u64| kib << 10));
+        thread::sleep(Duration::from_millis(50));
+    }
+    least
+}

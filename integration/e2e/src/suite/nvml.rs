@@ -1,0 +1,97 @@
+//! NVML asked in a process that is away: it answers without a wake, as with the stock runtime.
+
+use anyhow::{Result, bail, ensure};
+
+use super::{
+    BY_ORDER,
+    python::{Python, ask},
+    report::Rows,
+};
+use crate::{
+    container::{CLIENTS, Spec},
+    containerd::STOCK,
+    worker::Worker,
+    world::World,
+};
+
+/// The program that uses pynvml.
+const PROGRAM: &[&str] = &["nvml_program.py"];
+const ENGINES: [&str; 3] = ["driver", "fast", "park"];
+/// How often each engine takes the process away.
+const ROUNDS: usize = 20;
+
+fn managed(spec: Spec, engine: &str) -> Spec {
+    spec.annotation("affinode.io/engine", engine).annotation(BY_ORDER.0, BY_ORDER.1)
+}
+
+/// An absence: all commands are answered while it lasts, and the memory is as it was.
+fn answers(world: &World, id: &str, worker: &mut Worker, commands: &[&str]) -> Result<()> {
+    for command in commands {
+        worker.call(command)?;
+    }
+    let row = world.cli().known(id)?;
+    ensure!(row.state == "Offloaded", "{id} was woken: {row:?}");
+    ensure!(worker.verify()?, "{id}: its memory is not as it was");
+    Ok(())
+}
+
+/// By a program in C, with the first initialisation while it is away.
+pub fn plain(world: &World, rows: &mut Rows) -> Result<()> {
+    const COMMANDS: [&str; 5] = ["ask", "shutdown", "init", "ask", "ask"];
+    for engine in ENGINES {
+        let id = format!("nvml-{engine}");
+        let spec = Spec::gpu(&id, &[&format!("{CLIENTS}/nvml")]);
+        let mut worker = Worker::start_as(world, managed(spec, engine))?;
+        worker.expect("ready")?;
+        world.cli().move_out(&id)?;
+        worker.call("init")?;
+        worker.call("ask")?;
+        // With `park` it has been away all the time.
+        ensure!(worker.verify()?, "{id}: its memory is not as it was");
+        let mut good = 0;
+        for _ in 0..ROUNDS {
+            world.cli().move_out(&id)?;
+            answers(world, &id, &mut worker, &COMMANDS)?;
+            good += 1;
+        }
+        rows.count(&format!("{engine}: absences in which it answers"), good, ROUNDS);
+        worker.running.kill(world)?;
+        worker.running.delete(world)?;
+    }
+    Ok(())
+}
+
+/// By pynvml, beside the stock runtime.
+pub fn python(python: &Python, rows: &mut Rows) -> Result<()> {
+    const COMMANDS: [&str; 3] = ["figures", "shutdown", "init"];
+    let world = python.world;
+    let start = |spec: Spec| -> Result<Worker> {
+        let mut worker = Worker::start_as(world, spec)?;
+        if let Some(why) = python.greet(&mut worker, PROGRAM)? {
+            bail!("{why}");
+        }
+        Ok(worker)
+    };
+    let mut stock = start(python.spec("nvml-stock", "root", PROGRAM)?.runtime(STOCK))?;
+    ask(&mut stock, "init")?;
+    let facts = ask(&mut stock, "facts")?.digest()?;
+    ask(&mut stock, "figures")?;
+    stock.running.kill(world)?;
+    stock.running.delete(world)?;
+    for engine in ENGINES {
+        let id = format!("pynvml-{engine}");
+        let mut worker = start(managed(python.spec(&id, "root", PROGRAM)?, engine))?;
+        ask(&mut worker, "init")?;
+        let mut same = usize::from(ask(&mut worker, "facts")?.digest()? == facts);
+        for _ in 0..ROUNDS {
+            world.cli().move_out(&id)?;
+            same += usize::from(ask(&mut worker, "facts")?.digest()? == facts);
+            answers(world, &id, &mut worker, &COMMANDS)?;
+        }
+        let what = format!("{engine}: facts as with the stock runtime");
+        rows.count(&what, same, ROUNDS + 1);
+        worker.running.kill(world)?;
+        worker.running.delete(world)?;
+    }
+    Ok(())
+}

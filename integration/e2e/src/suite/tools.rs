@@ -1,0 +1,387 @@
+//! Tools on a real GPU: torch.profiler in four orders, NVTX, compute-sanitizer, ncu, a session of NVDEC;
+//! with each engine, beside the stock runtime.
+//!
+//! | order | what happens to the container |
+//! | --- | --- |
+//! | ended | a profile is taken and ended, then it leaves |
+//! | away | it leaves, then the profiler begins |
+//! | begins | it is told to leave while the profiler begins |
+//! | through | the profiler runs while it leaves and comes back |
+//! | again | as ended, twice |
+//!
+//! A repetition is a process: a container has several, forked before CUDA, that do the same at the same
+//! time. What hung or lost before is repeated `AFFINODE_TOOL_ROUNDS` times (20), the others four times.
+
+use std::{path::PathBuf, thread, time::Duration};
+
+use anyhow::{Context, Result, ensure};
+use serde::Deserialize;
+
+use super::{
+    BY_ORDER,
+    engines::moved_by,
+    python::Python,
+    report::{NotHere, Rows},
+};
+use crate::{
+    container::{CLIENTS, Spec},
+    containerd::STOCK,
+    until::until_within,
+    worker::Worker,
+    world::World,
+};
+
+const PROGRAM: &str = "tool_program.py";
+const ENGINES: [&str; 3] = ["driver", "fast", "park"];
+/// The runtime without Affinode.
+const STILL: &str = "stock";
+/// The other orders' processes.
+const FEW: usize = 4;
+/// A command that hangs is over after this, as the program says it.
+const PATIENCE: Duration = Duration::from_secs(90);
+/// An image of a large library is read slowly by a machine that has just started.
+const IMPORTS: Duration = Duration::from_secs(180);
+
+/// An answer of the program.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Said {
+    command: String,
+    why: String,
+    digest: String,
+    /// Processes that have answered well.
+    count: usize,
+    /// The fewest GPU events of a profile.
+    events: u64,
+}
+
+/// What an order shows of one container.
+#[derive(Default)]
+struct Seen {
+    /// Commands that all processes have answered, of how many.
+    answered: usize,
+    asked: usize,
+    digest: String,
+    /// A profile of some process has no GPU event.
+    blind: bool,
+    /// How it left, in words: a phase, or a reason to stay.
+    left: String,
+}
+
+/// A container of the program.
+struct Subject<'w> {
+    world: &'w World,
+    engine: &'static str,
+    worker: Worker,
+    processes: usize,
+    seen: Seen,
+}
+
+/// How often what hung or was lost before is repeated.
+fn rounds() -> usize {
+    let asked = std::env::var("AFFINODE_TOOL_ROUNDS").ok();
+    asked.and_then(|rounds| rounds.parse().ok()).unwrap_or(20)
+}
+
+/// The profiler, in every order.
+pub fn profiler(python: &Python, rows: &mut Rows) -> Result<()> {
+    let orders: [(&str, usize, Order); 5] = [
+        ("begun while away", rounds(), away),
+        ("moved while it begins", rounds(), begins),
+        ("ended before", FEW, ended),
+        ("running through it", FEW, through),
+        ("ended and begun again", FEW, again),
+    ];
+    // An order that hangs does not keep the others from being tried.
+    let mut outcome = Ok(());
+    for (name, processes, order) in orders {
+        outcome = outcome.and(beside_stock(python, name, processes, &[], order, rows));
+    }
+    outcome.and(idle_again(python, rows))
+}
+
+/// NVTX ranges alone are no tool: the context goes.
+pub fn ranges(python: &Python, rows: &mut Rows) -> Result<()> {
+    beside_stock(
+        python,
+        "NVTX ranges",
+        FEW,
+        &["nvtx"],
+        |subject| {
+            subject.leave()?;
+            let hazards = subject.hazards()?;
+            ensure!(hazards.is_empty(), "NVTX is taken for a tool: {hazards:?}");
+            subject.ask("step")
+        },
+        rows,
+    )
+}
+
+/// A session of NVDEC, before and over a move.
+pub fn video(python: &Python, rows: &mut Rows) -> Result<()> {
+    beside_stock(
+        python,
+        "NVDEC session",
+        1,
+        &[],
+        |subject| {
+            subject.ask("video")?;
+            subject.leave()?;
+            subject.ask("video")?;
+            subject.ask("step")
+        },
+        rows,
+    )
+}
+
+type Order = fn(&mut Subject) -> Result<()>;
+
+fn ended(subject: &mut Subject) -> Result<()> {
+    subject.profile()?;
+    subject.leave()?;
+    subject.ask("step")
+}
+
+fn away(subject: &mut Subject) -> Result<()> {
+    subject.leave()?;
+    subject.profile()?;
+    subject.ask("step")
+}
+
+fn begins(subject: &mut Subject) -> Result<()> {
+    subject.worker.send("begin")?;
+    subject.leave()?;
+    subject.hear("begin")?;
+    subject.ask("step")?;
+    subject.ask("end")
+}
+
+fn through(subject: &mut Subject) -> Result<()> {
+    subject.ask("begin")?;
+    subject.ask("step")?;
+    subject.leave()?;
+    subject.ask("step")?;
+    subject.ask("end")
+}
+
+fn again(subject: &mut Subject) -> Result<()> {
+    for _ in 0..2 {
+        subject.profile()?;
+        subject.leave()?;
+    }
+    subject.ask("step")
+}
+
+impl<'w> Subject<'w> {
+    fn start(
+        python: &Python<'w>,
+        engine: &'static str,
+        processes: usize,
+        more: &[&str],
+        spec: impl FnOnce(Spec) -> Spec,
+    ) -> Result<Self> {
+        let count = processes.to_string();
+        let program = [&[PROGRAM, &*count], more].concat();
+        let made = python.spec(&format!("tools-{engine}"), "root", &program)?;
+        let made = spec(if engine == STILL { made.runtime(STOCK) } else { moved_by(made, engine) });
+        let worker = Worker::start_as(python.world, made)?;
+        let seen = Seen::default();
+        let mut subject = Subject { world: python.world, engine, worker, processes, seen };
+        let first: Said = serde_json::from_str(&subject.worker.receive_first_line(IMPORTS)?)?;
+        ensure!(first.command == "ready" && first.count == processes, "{}", first.why);
+        subject.ask("step")?;
+        Ok(subject)
+    }
+
+    /// Has all processes do something.
+    fn ask(&mut self, command: &str) -> Result<()> {
+        self.worker.send(command)?;
+        self.hear(command)
+    }
+
+    fn hear(&mut self, command: &str) -> Result<()> {
+        let said: Said = serde_json::from_str(&self.worker.receive_first_line(PATIENCE)?)?;
+        ensure!(said.command == command, "{command} was answered as {}", said.command);
+        if said.why.contains("libnvcuvid.so.1: cannot open") {
+            return Err(NotHere("no libnvcuvid.so.1".into()).into());
+        }
+        self.seen.asked += self.processes;
+        self.seen.answered += said.count;
+        let who = self.engine;
+        ensure!(
+            said.count == self.processes,
+            "{who}: {command}: {} of {} processes answered: {}",
+            said.count,
+            self.processes,
+            said.why
+        );
+        if command == "step" {
+            self.seen.digest = said.digest;
+        }
+        self.seen.blind |= command == "end" && said.events == 0;
+        Ok(())
+    }
+
+    /// Takes a profile of a step.
+    fn profile(&mut self) -> Result<()> {
+        ["begin", "step", "end"].into_iter().try_for_each(|command| self.ask(command))
+    }
+
+    /// Tells it to leave. It may stay, if it says why.
+    fn leave(&mut self) -> Result<()> {
+        if self.engine == STILL {
+            return Ok(());
+        }
+        let id = self.worker.running.id.clone();
+        let said = self.world.cli().offload(&id)?;
+        let row = self.world.cli().known(&id)?;
+        self.seen.left = match said.done {
+            true => row.process()?.phase.clone(),
+            false => said.reason,
+        };
+        Ok(())
+    }
+
+    fn hazards(&self) -> Result<Vec<String>> {
+        if self.engine == STILL {
+            return Ok(Vec::new());
+        }
+        let row = self.world.cli().known(&self.worker.running.id)?;
+        Ok(row.process()?.hazards.clone())
+    }
+
+    fn end(&self) -> Result<()> {
+        self.worker.running.kill(self.world)?;
+        self.worker.running.delete(self.world)
+    }
+}
+
+/// An order with each engine and with the stock runtime, all at the same time.
+fn beside_stock(
+    python: &Python,
+    name: &str,
+    processes: usize,
+    more: &[&str],
+    order: Order,
+    rows: &mut Rows,
+) -> Result<()> {
+    let lane = |engine| -> Result<Seen> {
+        let by_order = |spec: Spec| spec.annotation(BY_ORDER.0, BY_ORDER.1);
+        let mut subject = Subject::start(python, engine, processes, more, by_order)?;
+        let outcome = order(&mut subject);
+        // Also of one that hangs: the next order needs its name.
+        let ended = subject.end();
+        outcome.and(ended).with_context(|| format!("{name}, {engine}"))?;
+        Ok(subject.seen)
+    };
+    let lanes: Vec<(&str, Result<Seen>)> = thread::scope(|scope| {
+        let begin = |engine| (engine, scope.spawn(move || lane(engine)));
+        let lanes: Vec<_> = [STILL].into_iter().chain(ENGINES).map(begin).collect();
+        let join = |lane: thread::ScopedJoinHandle<'_, Result<Seen>>| {
+            lane.join().unwrap_or_else(|_| Err(anyhow::anyhow!("its thread panicked")))
+        };
+        lanes.into_iter().map(|(engine, lane)| (engine, join(lane))).collect()
+    });
+    let (mut still, mut outcome) = (String::new(), Ok(()));
+    for (engine, seen) in lanes {
+        let seen = match seen {
+            Ok(seen) => seen,
+            Err(error) => {
+                outcome = outcome.and(Err(error));
+                continue;
+            }
+        };
+        let what = |what: &str| format!("{name}, {engine}: {what}");
+        rows.count(&what("processes that answered"), seen.answered, seen.asked);
+        rows.count(&what("profiles with GPU events"), usize::from(!seen.blind), 1);
+        if engine == STILL {
+            still = seen.digest;
+            continue;
+        }
+        rows.count(
+            &what("results as with the stock runtime"),
+            usize::from(seen.digest == still),
+            1,
+        );
+        rows.tell(&what(&format!("left as {}", seen.left)), 1.0, "");
+    }
+    outcome
+}
+
+/// A process that has used a profiler is idle again after it.
+fn idle_again(python: &Python, rows: &mut Rows) -> Result<()> {
+    const WITHIN: Duration = Duration::from_secs(20);
+    let mut subject = Subject::start(python, "park", 1, &[], |spec| spec)?;
+    subject.profile()?;
+    let id = subject.worker.running.id.clone();
+    let cli = python.world.cli();
+    let before = cli.known(&id)?;
+    let left = until_within(WITHIN, "it to be idle", || {
+        Ok((cli.known(&id)?.state == "Offloaded").then_some(()))
+    });
+    let after = cli.known(&id)?;
+    rows.count("idle again after a profile", usize::from(left.is_ok()), 1);
+    if left.is_err() {
+        let calls = after.process()?.calls.saturating_sub(before.process()?.calls);
+        let name =
+            format!("calls since, the last one {}: {}", after.process()?.last_call, after.reason);
+        rows.tell(&name, calls as f64, "");
+    }
+    subject.ask("step")?;
+    subject.end()
+}
+
+/// compute-sanitizer and ncu, one after the other: they exclude each other.
+pub fn wrappers(python: &Python, rows: &mut Rows) -> Result<()> {
+    const TOOLS: [(&str, &[&str]); 2] = [
+        ("compute-sanitizer", &["--log-file", "/tmp/sanitizer.log"]),
+        ("ncu", &["--log-file", "/tmp/ncu.log", "--launch-count", "1"]),
+    ];
+    let found = TOOLS.map(|(name, arguments)| (name, arguments, find(name)));
+    if found.iter().all(|(.., path)| path.is_none()) {
+        return Err(NotHere("neither compute-sanitizer nor ncu".into()).into());
+    }
+    for (name, arguments, path) in found {
+        let Some(path) = path else { continue };
+        for engine in [STILL].into_iter().chain(ENGINES) {
+            let mut spec = python.spec(&format!("{name}-{engine}"), "root", &[PROGRAM])?;
+            let program = format!("{CLIENTS}/hazards");
+            spec.argv = [path.to_string_lossy().into_owned()].into();
+            spec.argv.extend(arguments.iter().map(|&argument| argument.to_owned()));
+            spec.argv.extend([program, "plain".into(), "64".into()]);
+            let spec = spec.annotation(BY_ORDER.0, BY_ORDER.1);
+            let spec = if engine == STILL { spec.runtime(STOCK) } else { moved_by(spec, engine) };
+            let mut worker = Worker::start_as(python.world, spec)?;
+            let ready: crate::worker::Answer =
+                serde_json::from_str(&worker.receive_first_line(IMPORTS)?)?;
+            ensure!(ready.result == 0, "{name}, {engine}: {ready:?}");
+            if engine != STILL {
+                let id = worker.running.id.clone();
+                let said = python.world.cli().offload(&id)?;
+                let row = python.world.cli().known(&id)?;
+                let phase = row.process()?.phase.clone();
+                ensure!(phase != "Away", "{name}, {engine}: its context was checkpointed: {row:?}");
+                let left = if said.done { phase } else { said.reason };
+                rows.tell(&format!("{name}, {engine}: left as {left}"), 1.0, "");
+            }
+            let intact = usize::from(worker.verify()?);
+            rows.count(&format!("{name}, {engine}: contents intact"), intact, 1);
+            rows.count(
+                &format!("{name}, {engine}: ends"),
+                usize::from(worker.ends(python.world)?),
+                1,
+            );
+            worker.running.delete(python.world)?;
+        }
+    }
+    Ok(())
+}
+
+/// A tool of CUDA's, in the search path or where its packages put it.
+fn find(name: &str) -> Option<PathBuf> {
+    let folders = std::env::var_os("PATH").unwrap_or_default();
+    let mut places: Vec<PathBuf> = std::env::split_paths(&folders).collect();
+    places.push("/usr/local/cuda/bin".into());
+    places.push("/usr/local/cuda/compute-sanitizer".into());
+    places.into_iter().map(|folder| folder.join(name)).find(|path| path.is_file())
+}

@@ -1,0 +1,152 @@
+//! NVML in a container's own processes: a monitor, the first initialisation, a call in progress.
+
+use affinode_e2e::{
+    container::{CLIENTS, Spec},
+    until::until,
+    worker::Worker,
+    world::{MIB, Recipe, World},
+};
+use anyhow::{Context, Result};
+
+use crate::offload::{EAGER, MANUAL, wait_gpu_empty};
+
+const ENGINES: [&str; 3] = ["driver", "fast", "park"];
+const WORKER_MIB: u64 = 64;
+/// So many questions of the monitor follow the offload.
+const QUESTIONS: u32 = 30;
+
+fn start(
+    world: &World,
+    program: &str,
+    engine: &str,
+    more: impl Fn(Spec) -> Spec,
+) -> Result<Worker> {
+    let program = format!("{CLIENTS}/{program}");
+    let spec = Spec::gpu(engine, &[&program, &WORKER_MIB.to_string()]);
+    let spec = more(spec.annotation("affinode.io/engine", engine));
+    let mut worker = Worker::start_as(world, spec)?;
+    worker.expect("ready")?;
+    Ok(worker)
+}
+
+fn asked(worker: &mut Worker) -> Result<u32> {
+    worker.call("asked")?.polls.context("asked says how often")
+}
+
+/// It asks ten times a second while its container goes idle, and while it is away.
+#[test]
+fn monitor_keeps_no_container_on_its_gpu() -> Result<()> {
+    let world = Recipe::default().config(EAGER).world()?;
+    for (engine, program) in ENGINES.into_iter().zip(["nvml", "nvml_linked", "nvml"]) {
+        let mut worker = start(&world, program, engine, |spec| spec)?;
+        worker.call("init")?;
+        worker.call("monitor 100")?;
+        world.cli().wait_for_state(engine, "Offloaded")?;
+        let (away, before) = (world.cli().known(engine)?, asked(&mut worker)?);
+        until("the monitor to ask on", || {
+            Ok((asked(&mut worker)? >= before + QUESTIONS).then_some(()))
+        })?;
+        let row = world.cli().known(engine)?;
+        assert_eq!(row.state, "Offloaded", "{engine}: {row:?}");
+        assert_eq!((row.offloads, row.restores), (away.offloads, away.restores), "{engine}");
+        // What is left of the container with `park` is its context.
+        let gpu = world.cli().ps()?.gpus.remove(0);
+        let answer = worker.call("ask")?;
+        let free = gpu.vram_total_bytes - gpu.vram_used_bytes;
+        assert_eq!(answer.free_bytes, Some(free), "{engine}");
+        assert!(gpu.vram_used_bytes < WORKER_MIB * MIB, "{engine}: {gpu:?}");
+        assert!(worker.verify()?, "{engine}");
+        world.cli().wait_for(engine, "to have returned", |row| row.restores > away.restores)?;
+        worker.running.kill(&world)?;
+        worker.running.delete(&world)?;
+        wait_gpu_empty(&world)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn figures_while_away_are_of_the_device_now() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    let mut worker = start(&world, "nvml", "fast", |spec| spec)?;
+    worker.call("init")?;
+    let before = worker.call("ask")?.free_bytes.context("free")?;
+    world.cli().move_out("fast")?;
+    wait_gpu_empty(&world)?;
+    let away = worker.call("ask")?.free_bytes.context("free")?;
+    assert!(away >= before + WORKER_MIB * MIB, "{before} {away}");
+    // A neighbour that comes meanwhile is seen.
+    let mut neighbour = Worker::start(&world, "neighbour", 128)?;
+    let mut last = away;
+    until("the neighbour's memory to be seen", || {
+        last = worker.call("ask")?.free_bytes.context("free")?;
+        Ok((last + 128 * MIB <= away).then_some(()))
+    })
+    .with_context(|| format!("{away} and then {last} bytes were free"))?;
+    assert_eq!(world.cli().known("fast")?.state, "Offloaded");
+    assert!(worker.verify()? && neighbour.verify()?);
+    Ok(())
+}
+
+#[test]
+fn first_init_while_away_brings_it_back() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    for engine in ["driver", "fast"] {
+        let mut worker = start(&world, "nvml", engine, |spec| spec)?;
+        world.cli().move_out(engine)?;
+        worker.call("init")?;
+        // NVML answers from the driver's unlock on, a moment before the container is active.
+        world.cli().wait_for(engine, "to have returned", |row| {
+            row.restores == 1 && row.state == "Active"
+        })?;
+        worker.call("ask")?;
+        // Nothing knows the answer to this one.
+        world.cli().move_out(engine)?;
+        worker.call("utilization")?;
+        world.cli().wait_for(engine, "to have returned twice", |row| row.restores == 2)?;
+        assert!(worker.verify()?);
+    }
+    Ok(())
+}
+
+#[test]
+fn python_asks_by_ctypes_while_away() -> Result<()> {
+    if !std::path::Path::new("/usr/bin/python3").exists() {
+        affinode_test_notes::skip("python3", "no /usr/bin/python3 on this machine");
+        return Ok(());
+    }
+    let world = Recipe::default().config(MANUAL).world()?;
+    let program = format!("{CLIENTS}/ctypes_worker.py");
+    let spec = Spec::gpu("python", &["/usr/bin/python3", &program, "--mib", "64"]);
+    let mut worker = Worker::start_as(&world, spec.annotation("affinode.io/engine", "fast"))?;
+    worker.expect("open")?;
+    worker.call("nvml-init")?;
+    let before = worker.call("nvml")?.free_bytes.context("free")?;
+    world.cli().move_out("python")?;
+    wait_gpu_empty(&world)?;
+    let away = worker.call("nvml")?.free_bytes.context("free")?;
+    assert!(away >= before + WORKER_MIB * MIB, "{before} {away}");
+    assert_eq!(world.cli().known("python")?.state, "Offloaded");
+    assert!(worker.verify()?);
+    Ok(())
+}
+
+/// The simulated NVML ends a process that is locked while a call is inside.
+#[test]
+fn lock_waits_for_a_call_inside_nvml() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    for engine in ENGINES {
+        let slow = |spec: Spec| spec.env("AFFINODE_SIM_NVML_SLOW_MS", "150");
+        let mut worker = start(&world, "nvml", engine, slow)?;
+        worker.call("init")?;
+        worker.call("monitor 10")?;
+        for _ in 0..5 {
+            world.cli().move_out(engine)?;
+            assert!(worker.verify()?, "{engine}");
+        }
+        let asked = worker.call("asked")?;
+        assert!(asked.polls.is_some_and(|polls| polls > 0), "{engine}: {asked:?}");
+        worker.running.kill(&world)?;
+        worker.running.delete(&world)?;
+    }
+    Ok(())
+}

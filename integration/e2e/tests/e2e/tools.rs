@@ -1,0 +1,74 @@
+//! Programs that reach the driver past its public functions, and calls that need no GPU.
+
+use affinode_e2e::{
+    container::{CLIENTS, Spec},
+    worker::Worker,
+    world::{Recipe, World},
+};
+use anyhow::Result;
+
+use crate::offload::MANUAL;
+
+fn start(world: &World, program: &str, id: &str, engine: &str) -> Result<Worker> {
+    let program = format!("{CLIENTS}/{program}");
+    let spec = Spec::gpu(id, &[&program, "64"]).annotation("affinode.io/engine", engine);
+    let mut worker = Worker::start_as(world, spec)?;
+    worker.expect("ready")?;
+    Ok(worker)
+}
+
+/// Hundreds of look-ups in both variants, and a private table whose check fails if it is another's.
+#[test]
+fn runtime_with_private_table_is_moved() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    for engine in ["driver", "park", "fast"] {
+        let mut worker = start(&world, "runtime", engine, engine)?;
+        for _ in 0..2 {
+            world.cli().move_out(engine)?;
+            let row = world.cli().known(engine)?;
+            assert_eq!(row.process()?.hazards, Vec::<String>::new(), "{engine}");
+            let phase = if engine == "park" { "Parked" } else { "Away" };
+            assert_eq!(row.process()?.phase, phase, "{engine}");
+            assert_eq!(worker.call("check")?.ok, Some(true), "{engine}: it needs no GPU");
+            worker.call("touch")?;
+            assert!(worker.verify()?, "{engine}");
+            worker.call("check")?;
+        }
+        worker.running.kill(&world)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn device_queries_while_away_wake_nothing() -> Result<()> {
+    let world = Recipe::default().config(MANUAL).world()?;
+    for engine in ["driver", "park"] {
+        let mut worker = start(&world, "tools", engine, engine)?;
+        worker.call("devices")?;
+        world.cli().move_out(engine)?;
+        let before = world.cli().known(engine)?;
+        worker.call("devices")?;
+        let after = world.cli().known(engine)?;
+        assert_eq!((&*after.state, after.restores), ("Offloaded", 0), "{engine}: {after:?}");
+        assert_eq!(after.process()?.calls, before.process()?.calls, "{engine}: no use of the GPU");
+        assert!(worker.verify()?, "{engine}: and it comes back for what needs it");
+        worker.running.kill(&world)?;
+    }
+    Ok(())
+}
+
+/// A profile that was taken, with a thread of the profiler that goes on, keeps nothing from being idle.
+#[test]
+fn profile_that_ended_leaves_container_idle() -> Result<()> {
+    let world = Recipe::default().config(crate::offload::EAGER).world()?;
+    let mut worker = start(&world, "tools", "profiled", "park")?;
+    for _ in 0..2 {
+        worker.call("begin")?;
+        worker.call("end")?;
+        let row = world.cli().wait_for_state("profiled", "Offloaded")?;
+        assert_eq!(row.process()?.phase, "Parked");
+        assert_eq!(row.process()?.hazards, ["tools"]);
+        assert!(worker.verify()?);
+    }
+    Ok(())
+}
