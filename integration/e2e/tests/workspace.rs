@@ -22,7 +22,7 @@ const ALLOWED: [(&str, &[&str]); 5] = [
 ];
 
 /// What stands in the root beside dot files.
-const ROOT: [&str; 14] = [
+const ROOT: [&str; 15] = [
     "ARCHITECTURE.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
@@ -30,6 +30,7 @@ const ROOT: [&str; 14] = [
     "Cargo.toml",
     "LICENSE",
     "README.md",
+    "SECURITY.md",
     "config",
     "controller",
     "docs",
