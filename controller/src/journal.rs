@@ -84,9 +84,9 @@ impl Journal {
 /// Records whose containers nobody has announced yet: their shims may have died together with
 /// the controller that wrote them, and then nobody will.
 #[derive(Debug, Default)]
-pub struct Unclaimed(Vec<(Key, Vec<(u32, u64)>)>);
+pub struct UnclaimedEntry(Vec<(Key, Vec<(u32, u64)>)>);
 
-impl Unclaimed {
+impl UnclaimedEntry {
     /// Takes note of a record that was read.
     pub fn add(&mut self, key: Key, record: &Record) {
         let processes = record.processes.iter().map(|p| (p.pid, p.start_ticks)).collect();
@@ -142,7 +142,7 @@ mod tests {
         let key = |n: u8| Key::parse(&format!("{n:032x}")).unwrap();
         let process = |pid| RecordedProcess { pid, start_ticks: 1, away: Vec::new(), to: None };
         let record = |pid| Record { step: "checkpoint".into(), processes: vec![process(pid)] };
-        let mut unclaimed = Unclaimed::default();
+        let mut unclaimed = UnclaimedEntry::default();
         (1..=3).for_each(|n| unclaimed.add(key(n), &record(n.into())));
         let announced = |k: &Key| *k == key(1);
         assert_eq!(unclaimed.useless(announced, |pid, _| pid == 3), [key(2)]);

@@ -5,7 +5,7 @@
 //! | [`core`] | every decision, without I/O |
 //! | [`agents`] | sockets of containers, connections of processes, their papers |
 //! | [`inventory`] | what NVML, cgroups and /proc say |
-//! | [`vault`] | the processes that fill the memory of who comes home |
+//! | [`copier`] | the processes that fill the memory of who comes home |
 //! | [`journal`], [`wishes`] | what was written before a destructive step, what operators chose |
 //! | [`daemon`] | the task that drives the core and carries out its effects; the control API |
 //! | [`observe`] | the task that watches the node for people: changes, metrics, history |
@@ -17,32 +17,32 @@
 //! | [`cli`] | the command `affinode` |
 //!
 //! The crate never touches the CUDA driver: each process moves itself, told by the
-//! controller, and vaults are processes of their own. It holds no state that it cannot rebuild from shims, agents and journal.
+//! controller, and copiers are processes of their own. It holds no state that it cannot rebuild from shims, agents and journal.
 
 pub mod agents;
-pub mod calls;
+pub mod call_trace;
 pub mod cli;
 mod clock;
 pub mod config;
+pub mod copier;
 pub mod core;
 pub mod daemon;
 pub mod doctor;
+pub mod error_chain;
 pub mod history;
 pub mod http;
 mod install;
 pub mod inventory;
+mod isolated_runtime;
 pub mod jobs;
 pub mod journal;
 pub mod metrics;
 pub mod observe;
-pub mod report;
+pub mod overrides;
 pub mod schema;
 pub mod simulate;
-pub mod sockets;
+pub mod socket_activation;
 mod sys;
-pub mod vault;
-mod ward;
-pub mod wishes;
 
 pub use config::engine_of;
 pub use daemon::run;

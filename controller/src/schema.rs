@@ -49,15 +49,15 @@ pub struct Gpu {
     pub vram_reserved_bytes: u64,
     pub utilization_percent: u32,
     pub utilization_minute_percent: u32,
-    pub vault_pid: u32,
-    pub vault_vram_bytes: u64,
-    pub vault_fills: u64,
-    pub vault_holds: u32,
-    pub vault_pending: u32,
-    pub vault_prepared: u32,
-    pub vault_copies: u64,
-    pub vault_shared_bytes: u64,
-    pub vault_stored_bytes: u64,
+    pub copier_pid: u32,
+    pub copier_vram_bytes: u64,
+    pub copier_restores: u64,
+    pub copier_registered: u32,
+    pub copier_registering: u32,
+    pub copier_prefaulted: u32,
+    pub copier_offloads: u64,
+    pub copier_shared_bytes: u64,
+    pub copier_stored_bytes: u64,
 }
 
 /// A container.
@@ -79,7 +79,7 @@ pub struct Container {
     pub reason: String,
     pub reason_text: String,
     pub vram_bytes: u64,
-    pub away_bytes: u64,
+    pub offloaded_bytes: u64,
     pub offloads: u64,
     pub restores: u64,
     pub last_offload_ms: u64,
@@ -93,8 +93,8 @@ pub struct Container {
     pub pinned: bool,
     pub engine: String,
     /// The part of its VRAM, here or away, that is copied at the speed of the bus; nothing
-    /// with the engine driver.
-    pub parkable_share: Option<f64>,
+    /// with the engine checkpoint.
+    pub copyable_share: Option<f64>,
     pub warnings: Vec<String>,
     pub processes: Vec<Process>,
 }
@@ -107,14 +107,14 @@ pub struct Process {
     pub command: String,
     pub phase: String,
     pub vram_bytes: u64,
-    pub away_bytes: u64,
+    pub offloaded_bytes: u64,
     pub calls: u64,
     pub inflight: u64,
     pub waiters: u32,
     pub hazards: Vec<String>,
     pub last_call: String,
-    pub carried_bytes: u64,
-    pub parked_bytes: u64,
+    pub swappable_bytes: u64,
+    pub copied_out_bytes: u64,
     pub polls: u64,
     pub call_cost_ps: u32,
     pub held_us: u64,
@@ -123,7 +123,7 @@ pub struct Process {
     pub zero_bytes: u64,
     pub utilization_percent: Option<u32>,
     pub vram: Vec<DeviceBytes>,
-    pub away: Vec<DeviceBytes>,
+    pub offloaded: Vec<DeviceBytes>,
 }
 
 /// Bytes on a device.
@@ -236,15 +236,15 @@ impl From<control::Gpu> for Gpu {
             vram_reserved_bytes: gpu.vram_reserved_bytes,
             utilization_percent: gpu.utilization_percent,
             utilization_minute_percent: gpu.utilization_minute_percent,
-            vault_pid: gpu.vault_pid,
-            vault_vram_bytes: gpu.vault_vram_bytes,
-            vault_fills: gpu.vault_fills,
-            vault_holds: gpu.vault_holds,
-            vault_pending: gpu.vault_pending,
-            vault_prepared: gpu.vault_prepared,
-            vault_copies: gpu.vault_copies,
-            vault_shared_bytes: gpu.vault_shared_bytes,
-            vault_stored_bytes: gpu.vault_stored_bytes,
+            copier_pid: gpu.copier_pid,
+            copier_vram_bytes: gpu.copier_vram_bytes,
+            copier_restores: gpu.copier_restores,
+            copier_registered: gpu.copier_registered,
+            copier_registering: gpu.copier_registering,
+            copier_prefaulted: gpu.copier_prefaulted,
+            copier_offloads: gpu.copier_offloads,
+            copier_shared_bytes: gpu.copier_shared_bytes,
+            copier_stored_bytes: gpu.copier_stored_bytes,
         }
     }
 }
@@ -268,7 +268,7 @@ impl From<control::Container> for Container {
             reason: c.reason,
             reason_text: c.reason_text,
             vram_bytes: c.vram_bytes,
-            away_bytes: c.away_bytes,
+            offloaded_bytes: c.offloaded_bytes,
             offloads: c.offloads,
             restores: c.restores,
             last_offload_ms: c.last_offload_ms,
@@ -280,7 +280,7 @@ impl From<control::Container> for Container {
             idle_after_ms: c.idle_after_ms,
             priority: c.priority,
             pinned: c.pinned,
-            parkable_share: parkable_share(&c.engine, &c.processes),
+            copyable_share: copyable_share(&c.engine, &c.processes),
             engine: c.engine,
             warnings: c.warnings,
             processes: c.processes.into_iter().map(Process::from).collect(),
@@ -290,20 +290,20 @@ impl From<control::Container> for Container {
 
 impl From<control::Process> for Process {
     fn from(p: control::Process) -> Process {
-        let away: Vec<DeviceBytes> = p.away.into_iter().map(DeviceBytes::from).collect();
+        let offloaded: Vec<DeviceBytes> = p.offloaded.into_iter().map(DeviceBytes::from).collect();
         Process {
             pid: p.pid,
             command: p.command,
             phase: p.phase,
             vram_bytes: p.vram_bytes,
-            away_bytes: away.iter().map(|d| d.bytes).sum(),
+            offloaded_bytes: offloaded.iter().map(|d| d.bytes).sum(),
             calls: p.calls,
             inflight: p.inflight,
             waiters: p.waiters,
             hazards: p.hazards,
             last_call: p.last_call,
-            carried_bytes: p.carried_bytes,
-            parked_bytes: p.parked_bytes,
+            swappable_bytes: p.swappable_bytes,
+            copied_out_bytes: p.copied_out_bytes,
             polls: p.polls,
             call_cost_ps: p.call_cost_ps,
             held_us: p.held_us,
@@ -312,20 +312,21 @@ impl From<control::Process> for Process {
             zero_bytes: p.zero_bytes,
             utilization_percent: p.utilization_percent,
             vram: p.vram.into_iter().map(DeviceBytes::from).collect(),
-            away,
+            offloaded,
         }
     }
 }
 
 #[allow(clippy::cast_precision_loss)] // A share, for people.
-fn parkable_share(engine: &str, processes: &[control::Process]) -> Option<f64> {
+fn copyable_share(engine: &str, processes: &[control::Process]) -> Option<f64> {
     let sum = |bytes: &dyn Fn(&control::Process) -> u64| {
         processes.iter().map(bytes).fold(0, u64::saturating_add)
     };
-    let away = |p: &control::Process| p.away.iter().map(|d| d.bytes).fold(0, u64::saturating_add);
+    let away =
+        |p: &control::Process| p.offloaded.iter().map(|d| d.bytes).fold(0, u64::saturating_add);
     let all = sum(&|p| p.vram_bytes.saturating_add(away(p)));
-    let carried = sum(&|p| p.carried_bytes);
-    (engine != "driver" && all > 0).then(|| (carried as f64 / all as f64).min(1.0))
+    let carried = sum(&|p| p.swappable_bytes);
+    (engine != "checkpoint" && all > 0).then(|| (carried as f64 / all as f64).min(1.0))
 }
 
 impl From<control::DeviceBytes> for DeviceBytes {
@@ -411,7 +412,10 @@ pub struct ReportRow {
 impl Report {
     /// A report with its prices.
     #[must_use]
-    pub fn new(report: crate::history::Report, prices: &crate::config::ReportSection) -> Report {
+    pub fn new(
+        report: crate::history::UsageReport,
+        prices: &crate::config::ReportSection,
+    ) -> Report {
         Report {
             since_unix_ms: report.since_ms,
             until_unix_ms: report.until_ms,

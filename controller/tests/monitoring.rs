@@ -13,7 +13,7 @@ use std::{
 
 use affinode_controller::{
     metrics::{Metrics, classic},
-    observe::Hub,
+    observe::ViewHub,
     schema::{Container, DeviceBytes, Event, Gpu, Node, Process},
 };
 
@@ -25,7 +25,7 @@ fn config() -> PathBuf {
 fn scrape() -> String {
     let metrics = Metrics::new(2);
     let on = |bytes| vec![DeviceBytes { uuid: "GPU-0".into(), bytes }];
-    let process = Process { vram: on(1), away: on(1), ..Process::default() };
+    let process = Process { vram: on(1), offloaded: on(1), ..Process::default() };
     let container = Container {
         key: "k".into(),
         namespace: "ml".into(),
@@ -43,8 +43,8 @@ fn scrape() -> String {
     metrics.observe(&busy, 3_000);
     metrics.observe(&busy, 4_000);
     metrics.event(&Event { kind: "refused".into(), reason: "busy".into(), ..Event::default() });
-    metrics.refused_request(affinode_controller::http::Refused::Host);
-    classic(&metrics.text(&node, &Hub::default(), 1).unwrap())
+    metrics.refused_request(affinode_controller::http::DenyReason::Host);
+    classic(&metrics.text(&node, &ViewHub::default(), 1).unwrap())
 }
 
 fn names(text: &str) -> BTreeSet<String> {

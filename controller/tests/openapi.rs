@@ -5,9 +5,9 @@
 use std::{collections::BTreeSet, fs, path::Path};
 
 use affinode_controller::{
-    calls::{Batch, FunctionCalls, ProcessCalls, RecordedCall},
-    history::Span,
-    observe::Change,
+    call_trace::{CallTraceBatch, FunctionCalls, ProcessCalls, RecordedCall},
+    history::StateSpan,
+    observe::ViewChange,
     schema::{Action, Container, DeviceBytes, Event, Gpu, Node, Process, Report, ReportRow},
 };
 use serde_json::Value;
@@ -29,7 +29,8 @@ fn sent(value: impl serde::Serialize) -> Value {
 fn fields_are_those_that_are_sent() {
     let document = document();
     let schemas = &document["components"]["schemas"];
-    let change = Change { node: Some(Node::default()), containers: Vec::new(), gone: Vec::new() };
+    let change =
+        ViewChange { node: Some(Node::default()), containers: Vec::new(), gone: Vec::new() };
     let sent = [
         ("Node", sent(Node::default())),
         ("Gpu", sent(Gpu::default())),
@@ -39,9 +40,9 @@ fn fields_are_those_that_are_sent() {
         ("Event", sent(Event::default())),
         ("Change", sent(change)),
         ("Action", sent(Action::default())),
-        ("Span", sent(Span::default())),
+        ("Span", sent(StateSpan::default())),
         ("Report", sent(Report::default())),
-        ("CallBatch", sent(Batch::default())),
+        ("CallBatch", sent(CallTraceBatch::default())),
         ("ProcessCalls", sent(ProcessCalls::default())),
         ("FunctionCalls", sent(FunctionCalls::default())),
         ("RecordedCall", sent(RecordedCall::default())),

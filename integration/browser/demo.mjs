@@ -21,8 +21,8 @@ await state("first", "Idle");
 await row("first").getByRole("button", { name: "Offload first" }).or(row("first").locator(".act .move")).first().click();
 check("a click offloads", Boolean(await state("first", "Offloaded")));
 const known = (await node()).containers.find((container) => container.id === "first");
-check("the controller says the same", known.state === "Offloaded" && known.vram_bytes === 0, `${known.away_bytes} bytes in host memory`);
-check("what the vault has of the GPU is shown", Boolean(await until("the vault", async () => (await page.locator(".s-vault").count()) > 0)), await page.locator(".gpu").first().textContent());
+check("the controller says the same", known.state === "Offloaded" && known.vram_bytes === 0, `${known.offloaded_bytes} bytes in host memory`);
+check("what the copier has of the GPU is shown", Boolean(await until("the copier", async () => (await page.locator(".s-copier").count()) > 0)), await page.locator(".gpu").first().textContent());
 await until("a word about it", async () => (await page.locator(".toast").count()) > 0);
 check("who asked is noted", (await page.locator(".feed li", { hasText: "request" }).count()) > 0);
 

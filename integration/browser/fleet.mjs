@@ -20,7 +20,7 @@ function figures(i, more = {}) {
   const gpus = 8, total = gpus * 140 * GIB, used = Math.floor(total * (0.15 + 0.8 * ((i * 37) % 100) / 100)), resident = 3 + i % 9;
   return { version: "0.1.0", started_unix_ms: Date.now() - 86400000 * (1 + i % 40), gpu_error: null, auto_offload: i % 7 !== 3, gpus, gpu_name: "NVIDIA H200", simulated: false,
     vram_total_bytes: total, vram_used_bytes: used, vram_reclaimable_bytes: Math.floor(used * (i % 4) / 8), resident_bytes: Math.floor(used * 0.97), resident,
-    away_bytes: (i % 5) * 61 * GIB, offloaded: i % 5, waiting: i % 11 === 4 ? 2 : 0, lost: 0, host_free_bytes: 900 * GIB - (i % 5) * 61 * GIB, ...more };
+    offloaded_bytes: (i % 5) * 61 * GIB, offloaded: i % 5, waiting: i % 11 === 4 ? 2 : 0, lost: 0, host_free_bytes: 900 * GIB - (i % 5) * 61 * GIB, ...more };
 }
 const node = (i, more = {}) => ({ name: `gpu-${String(i).padStart(3, "0")}.eu-west.example`, health: "Serving", why: "", seen_unix_ms: Date.now(), figures: figures(i), ...more });
 const kinds = () => [
@@ -29,7 +29,7 @@ const kinds = () => [
   node(8, { health: "Unreachable", why: "no connection to 10.42.7.19:9411: Connection refused (os error 111)", seen_unix_ms: Date.now() - 754000 }),
   node(9, { health: "Unreachable", why: "no agent runs on the node, or it has no address yet", seen_unix_ms: null, figures: null }),
   node(10, { health: "NotServed", why: "not installed: containerd did not come back after a restart; its configuration is as it was", figures: null }),
-  node(11, { health: "Troubled", why: "NVML: Driver/library version mismatch", figures: figures(11, { gpus: 0, vram_total_bytes: 0, vram_used_bytes: 0, vram_reclaimable_bytes: 0, resident_bytes: 0, resident: 0, away_bytes: 0, offloaded: 0 }) }),
+  node(11, { health: "Troubled", why: "NVML: Driver/library version mismatch", figures: figures(11, { gpus: 0, vram_total_bytes: 0, vram_used_bytes: 0, vram_reclaimable_bytes: 0, resident_bytes: 0, resident: 0, offloaded_bytes: 0, offloaded: 0 }) }),
   node(12, { name: "dev-box", figures: figures(12, { gpus: 1, gpu_name: "Simulated H200", simulated: true, vram_total_bytes: GIB, vram_used_bytes: 64 * 2 ** 20, vram_reclaimable_bytes: 32 * 2 ** 20, resident_bytes: 64 * 2 ** 20, resident: 1, host_free_bytes: 5 * GIB }) }),
   node(13, { health: "Asking", seen_unix_ms: null, figures: null }),
 ];

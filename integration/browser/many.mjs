@@ -21,15 +21,15 @@ function container(i, round) {
   return {
     name: `${SPACES[i % 4]}/${PODS[i % 5]}-${i}/main`, key: i.toString(16).padStart(32, "0"), namespace: "k8s.io", id: `c${i}`, sandbox_id: "", pod_namespace: SPACES[i % 4],
     pod: `${PODS[i % 5]}-${i}`, container: "main", image: "registry.example/ml:1", state, since_unix_ms: Date.now() - (i + 1) * 61000, idle_ms: state === "Active" ? i * 250 : i * 9000,
-    reason, reason_text, vram_bytes: away ? 0 : size, away_bytes: away ? size : 0, offloads: i % 9, restores: i % 8, last_offload_ms: 800, last_wake_ms: 200 + i * 3, wake_p99_ms: i % 8 ? 260 + i * 5 : 0, last_restore_ms: 180,
+    reason, reason_text, vram_bytes: away ? 0 : size, offloaded_bytes: away ? size : 0, offloads: i % 9, restores: i % 8, last_offload_ms: 800, last_wake_ms: 200 + i * 3, wake_p99_ms: i % 8 ? 260 + i * 5 : 0, last_restore_ms: 180,
     mode: i % 6 ? "eager" : "pressure", idle_timeout_ms: 300000, idle_after_ms: i % 3 ? 300000 : 92000, priority: 0, warnings: [],
-    processes: [{ pid: 10000 + i, command: "python3", phase: away ? "Away" : "Open", vram_bytes: away ? 0 : size, away_bytes: away ? size : 0, calls: 1000 * i + round * (i % 900),
+    processes: [{ pid: 10000 + i, command: "python3", phase: away ? "Checkpointed" : "Open", vram_bytes: away ? 0 : size, offloaded_bytes: away ? size : 0, calls: 1000 * i + round * (i % 900),
       inflight: 0, waiters: 0, hazards: [], last_call: "cuLaunchKernel", polls: 0, call_cost_ps: 2400, held_us: 0, utilization_percent: i % 5 ? Math.floor(50 + 45 * Math.sin(i + round / 4)) : null, vram: away ? [] : devices, away: away ? devices : [] }],
   };
 }
 const gpus = [...Array(8).keys()].map((index) => ({ index, uuid: `GPU-${index}`, name: "NVIDIA H200", simulated: false, vram_total_bytes: 140 * GIB * 8, vram_used_bytes: 90 * GIB * 8,
   vram_reclaimed_bytes: 50 * GIB * 8, vram_reserved_bytes: 0, utilization_percent: 37 + index * 5, utilization_minute_percent: 31 + index * 5,
-  vault_shared_bytes: index === 0 ? 48 * GIB : 0, vault_stored_bytes: index === 0 ? 24 * GIB : 0 }));
+  copier_shared_bytes: index === 0 ? 48 * GIB : 0, copier_stored_bytes: index === 0 ? 24 * GIB : 0 }));
 const head = { node: "gpu-node-17", version: "0.1.0", controller_pid: 7, started_unix_ms: Date.now() - 86400000, gpu_error: null, host_used_bytes: 400 * GIB, host_free_bytes: 900 * GIB, dashboard: null, gpus };
 
 const server = await serve(folder, {

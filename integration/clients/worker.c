@@ -123,7 +123,7 @@ static CUresult stray(void)
     char line[512], *at = NULL;
     FILE *maps = fopen("/proc/self/maps", "r");
     while (maps != NULL && at == NULL && fgets(line, sizeof line, maps) != NULL)
-        if (strstr(line, "affinode-parked") != NULL)
+        if (strstr(line, "affinode-copied-out") != NULL)
             at = (char *)strtoul(line, NULL, 16);
     if (maps != NULL)
         fclose(maps);

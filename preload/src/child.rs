@@ -23,7 +23,7 @@ pub const MAX_ARGUMENTS: usize = 4;
 
 const STACK_BYTES: usize = 64 << 10;
 
-struct Job<'a> {
+struct ChildJob<'a> {
     path: &'a CStr,
     arguments: [*const c_char; MAX_ARGUMENTS + 1],
     output: &'a mut [u8],
@@ -45,7 +45,7 @@ pub fn output_of<'o>(
     timeout_ms: u64,
     output: &'o mut [u8],
 ) -> Option<&'o [u8]> {
-    let mut job = Job {
+    let mut job = ChildJob {
         path,
         arguments: [core::ptr::null(); MAX_ARGUMENTS + 1],
         output: &mut *output,
@@ -57,7 +57,7 @@ pub fn output_of<'o>(
     for (place, argument) in job.arguments[..MAX_ARGUMENTS].iter_mut().zip(arguments) {
         *place = argument.as_ptr();
     }
-    let stacks = sys::Memory::new(2 * STACK_BYTES).ok()?;
+    let stacks = sys::MappedRegion::new(2 * STACK_BYTES).ok()?;
     job.program_stack = stacks.start() + STACK_BYTES;
     let keeper_stack = stacks.start() + 2 * STACK_BYTES;
     // SAFETY: the stack is its own, `job` outlives it because we sleep until it has ended,
@@ -74,7 +74,7 @@ unsafe extern "C" fn keep(job: *mut core::ffi::c_void) -> i32 {
     const SIGCHLD: usize = 17;
     task::die_with_parent();
     // SAFETY: made by `output_of`, whose thread sleeps until this one has ended.
-    let job = unsafe { &mut *job.cast::<Job<'_>>() };
+    let job = unsafe { &mut *job.cast::<ChildJob<'_>>() };
     let Ok(pipe) = task::pipe() else {
         return 1;
     };
@@ -115,7 +115,7 @@ unsafe extern "C" fn keep(job: *mut core::ffi::c_void) -> i32 {
 unsafe extern "C" fn become_program(job: *mut core::ffi::c_void) -> i32 {
     task::die_with_parent();
     // SAFETY: made by `output_of`; the keeper sleeps until this task has become a program.
-    let job = unsafe { &*job.cast::<Job<'_>>() };
+    let job = unsafe { &*job.cast::<ChildJob<'_>>() };
     task::take_standard_streams(job.pipe[1]);
     // SAFETY: both lists are ended by null pointers, their strings by zeros.
     unsafe { task::execute(job.path, job.arguments.as_ptr(), libc::environ()) };

@@ -38,18 +38,22 @@ const BUSY: u8 = 1;
 const KNOWN: u8 = 2;
 
 /// What a function has answered for a device.
-struct Answer {
+struct CachedConstant {
     state: AtomicU8,
     bytes: [AtomicU8; MAX_BYTES],
 }
 
-static ANSWERS: [[Answer; MAX_DEVICES]; FUNCTIONS.len()] = [const {
-    [const { Answer { state: AtomicU8::new(EMPTY), bytes: [const { AtomicU8::new(0) }; MAX_BYTES] } };
-        MAX_DEVICES]
+static CONSTANTS: [[CachedConstant; MAX_DEVICES]; FUNCTIONS.len()] = [const {
+    [const {
+        CachedConstant {
+            state: AtomicU8::new(EMPTY),
+            bytes: [const { AtomicU8::new(0) }; MAX_BYTES],
+        }
+    }; MAX_DEVICES]
 }; FUNCTIONS.len()];
 
 /// Where a call wants its answer.
-enum Wanted {
+enum ConstantQuery {
     /// At one or two places, of so many bytes each.
     Values([(u64, usize); 2]),
     /// A text of at most so many bytes, its end included.
@@ -57,16 +61,16 @@ enum Wanted {
 }
 
 /// The place of an answer, and where the caller wants it. `None`: it is not remembered.
-fn question(number: u32, arguments: &[u64; 6]) -> Option<(&'static Answer, Wanted)> {
+fn question(number: u32, arguments: &[u64; 6]) -> Option<(&'static CachedConstant, ConstantQuery)> {
     let row = FUNCTIONS.iter().position(|function| *function as u32 + 1 == number)?;
     let [a, b, c, ..] = *arguments;
-    let one = |bytes| Wanted::Values([(a, bytes), (0, 0)]);
+    let one = |bytes| ConstantQuery::Values([(a, bytes), (0, 0)]);
     let (device, wanted) = match FUNCTIONS.get(row)? {
         Function::cuDeviceGetCount => (0, one(4)),
         Function::cuDeviceGetName | Function::cuDeviceGetPCIBusId => {
-            (c, Wanted::Text(a, usize::try_from(b as i32).ok()?))
+            (c, ConstantQuery::Text(a, usize::try_from(b as i32).ok()?))
         }
-        Function::cuDeviceComputeCapability => (c, Wanted::Values([(a, 4), (b, 4)])),
+        Function::cuDeviceComputeCapability => (c, ConstantQuery::Values([(a, 4), (b, 4)])),
         Function::cuDeviceGetUuid | Function::cuDeviceGetUuid_v2 => (b, one(16)),
         Function::cuDeviceTotalMem_v2 => (b, one(8)),
         // cuDeviceGet, and the size as it was in 32 bits.
@@ -74,10 +78,10 @@ fn question(number: u32, arguments: &[u64; 6]) -> Option<(&'static Answer, Wante
     };
     let device = usize::try_from(device as i32).ok()?;
     let is_whole = match wanted {
-        Wanted::Values(places) => places.iter().all(|(at, bytes)| *at != 0 || *bytes == 0),
-        Wanted::Text(at, bytes) => at != 0 && bytes > 0,
+        ConstantQuery::Values(places) => places.iter().all(|(at, bytes)| *at != 0 || *bytes == 0),
+        ConstantQuery::Text(at, bytes) => at != 0 && bytes > 0,
     };
-    let answer = ANSWERS.get(row)?.get(device)?;
+    let answer = CONSTANTS.get(row)?.get(device)?;
     is_whole.then_some((answer, wanted))
 }
 
@@ -98,12 +102,12 @@ pub unsafe fn remember(number: u32, arguments: &[u64; 6]) {
         said.iter().zip(&mut kept).for_each(|(byte, to)| to.store(*byte, Ordering::Relaxed));
     };
     let is_kept = match wanted {
-        Wanted::Values(places) => {
+        ConstantQuery::Values(places) => {
             let places = places.into_iter().filter(|(_, bytes)| *bytes > 0);
             places.for_each(|(at, bytes)| keep(at, bytes));
             true
         }
-        Wanted::Text(at, room) => {
+        ConstantQuery::Text(at, room) => {
             // SAFETY: the driver has written a text that ends in this room.
             let length = unsafe { length(at, room) };
             // One that fills the room may have been cut off.
@@ -143,8 +147,8 @@ pub unsafe fn answer(number: u32, arguments: &[u64; 6]) -> bool {
         }
     };
     match wanted {
-        Wanted::Values(places) => places.into_iter().for_each(|(at, bytes)| put(at, bytes)),
-        Wanted::Text(at, room) => {
+        ConstantQuery::Values(places) => places.into_iter().for_each(|(at, bytes)| put(at, bytes)),
+        ConstantQuery::Text(at, room) => {
             let end = answer.bytes.iter().position(|byte| byte.load(Ordering::Relaxed) == 0);
             let Some(bytes) = end.map(|n| n + 1).filter(|bytes| *bytes <= room) else {
                 return false;
@@ -157,7 +161,7 @@ pub unsafe fn answer(number: u32, arguments: &[u64; 6]) -> bool {
 
 /// Forgets all: the devices are others from now on. Only while no call is in progress.
 pub fn forget() {
-    ANSWERS.iter().flatten().for_each(|answer| answer.state.store(EMPTY, Ordering::Release));
+    CONSTANTS.iter().flatten().for_each(|answer| answer.state.store(EMPTY, Ordering::Release));
 }
 
 #[cfg(test)]

@@ -36,14 +36,14 @@ struct Symbol {
 }
 
 /// One object in the process's memory, as the loader describes it.
-pub struct Object<'a> {
+pub struct LoadedObject<'a> {
     base: usize,
     /// Path of the file, empty for the main program.
     pub name: &'a [u8],
     headers: &'a [ProgramHeader],
 }
 
-impl Object<'_> {
+impl LoadedObject<'_> {
     fn holds(&self, address: usize, flag: u32) -> bool {
         self.headers.iter().any(|header| {
             let start = self.base.wrapping_add(header.address as usize);
@@ -72,11 +72,11 @@ impl Object<'_> {
     }
 
     /// Its tables of symbols, if it has them.
-    pub fn dynamic(&self) -> Option<Dynamic> {
+    pub fn dynamic(&self) -> Option<DynamicSection> {
         let header = self.headers.iter().find(|h| h.kind == PT_DYNAMIC)?;
         let start = self.base.wrapping_add(header.address as usize);
         // SAFETY: the loader mapped this segment and keeps it while we iterate.
-        unsafe { Dynamic::read(self.base, start as *const [usize; 2]) }
+        unsafe { DynamicSection::read(self.base, start as *const [usize; 2]) }
     }
 
     /// The address of a function that it defines.
@@ -91,8 +91,8 @@ impl Object<'_> {
 }
 
 /// Calls `visit` with every loaded object in load order, until it returns true.
-pub fn each_object<F: FnMut(&Object<'_>) -> bool>(mut visit: F) {
-    unsafe extern "C" fn step<F: FnMut(&Object<'_>) -> bool>(
+pub fn each_object<F: FnMut(&LoadedObject<'_>) -> bool>(mut visit: F) {
+    unsafe extern "C" fn step<F: FnMut(&LoadedObject<'_>) -> bool>(
         info: *const libc::PhdrInfo,
         _size: usize,
         data: *mut c_void,
@@ -111,14 +111,14 @@ pub fn each_object<F: FnMut(&Object<'_>) -> bool>(mut visit: F) {
             // SAFETY: the object's program headers, mapped while we iterate.
             unsafe { core::slice::from_raw_parts(info.headers, usize::from(info.header_count)) }
         };
-        c_int::from(visit(&Object { base: info.base, name, headers }))
+        c_int::from(visit(&LoadedObject { base: info.base, name, headers }))
     }
     // SAFETY: `step::<F>` is called with `visit`, which outlives the iteration.
     unsafe { libc::iterate_objects(step::<F>, (&raw mut visit).cast()) };
 }
 
 /// The first object, in load order, for which `select` has an answer.
-pub fn find<T>(mut select: impl FnMut(&Object<'_>) -> Option<T>) -> Option<T> {
+pub fn find<T>(mut select: impl FnMut(&LoadedObject<'_>) -> Option<T>) -> Option<T> {
     let mut found = None;
     each_object(|object| {
         found = select(object);
@@ -128,7 +128,7 @@ pub fn find<T>(mut select: impl FnMut(&Object<'_>) -> Option<T>) -> Option<T> {
 }
 
 /// Whether an address lies in this library.
-pub fn is_own(object: &Object<'_>) -> bool {
+pub fn is_own(object: &LoadedObject<'_>) -> bool {
     object.contains(is_own as *const () as usize)
 }
 
@@ -138,7 +138,7 @@ pub fn find_function(name: &[u8]) -> Option<usize> {
 }
 
 /// The dynamic section's tables.
-pub struct Dynamic {
+pub struct DynamicSection {
     base: usize,
     symbols: *const Symbol,
     strings: *const c_char,
@@ -148,11 +148,11 @@ pub struct Dynamic {
     soname: Option<usize>,
 }
 
-impl Dynamic {
+impl DynamicSection {
     /// # Safety
     /// `entry` must point to the dynamic section of an object loaded at `base`, which
     /// must stay mapped as long as the result is used.
-    unsafe fn read(base: usize, mut entry: *const [usize; 2]) -> Option<Dynamic> {
+    unsafe fn read(base: usize, mut entry: *const [usize; 2]) -> Option<DynamicSection> {
         const DT_NULL: usize = 0;
         const DT_HASH: usize = 4;
         const DT_STRTAB: usize = 5;
@@ -164,7 +164,7 @@ impl Dynamic {
         let pointer = |value: usize| {
             if value < base { value.wrapping_add(base) } else { value }
         };
-        let mut dynamic = Dynamic {
+        let mut dynamic = DynamicSection {
             base,
             symbols: core::ptr::null(),
             strings: core::ptr::null(),

@@ -21,8 +21,8 @@ use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use affinode_cuda_sys::hook::{self, Class};
 use affinode_cuda_sys::result;
 
-use crate::table::Entry;
-use crate::{carry, elf, libcuda, process, sys};
+use crate::hook_table::HookEntry;
+use crate::{elf, libcuda, process, swap, sys};
 
 /// Releases that are noted at most; the next one brings the process home.
 const MAX_NOTED: usize = 4096;
@@ -104,29 +104,29 @@ pub fn is_running(stack: usize) -> bool {
 
 /// A release that was answered without the driver.
 #[derive(Clone, Copy)]
-struct Release {
+struct PendingRelease {
     number: u32,
     real: usize,
     arguments: [u64; 2],
 }
 
 /// What was noted, by one thread.
-struct Noted {
-    releases: [Release; MAX_NOTED],
+struct RecordedRelease {
+    releases: [PendingRelease; MAX_NOTED],
     count: usize,
     thread: u32,
     process: u32,
     context_is_gone: bool,
 }
 
-struct Cell(UnsafeCell<Noted>);
+struct ReleaseCell(UnsafeCell<RecordedRelease>);
 
 // SAFETY: only the thread that runs `exit` comes here, of which a process has one: `exit` is
 // serialised by libc, and a second thread that calls it sleeps there.
-unsafe impl Sync for Cell {}
+unsafe impl Sync for ReleaseCell {}
 
-const NO_RELEASE: Release = Release { number: 0, real: 0, arguments: [0; 2] };
-static NOTED: Cell = Cell(UnsafeCell::new(Noted {
+const NO_RELEASE: PendingRelease = PendingRelease { number: 0, real: 0, arguments: [0; 2] };
+static RECORDED: ReleaseCell = ReleaseCell(UnsafeCell::new(RecordedRelease {
     releases: [NO_RELEASE; MAX_NOTED],
     count: 0,
     thread: 0,
@@ -138,7 +138,7 @@ static COUNT: AtomicUsize = AtomicUsize::new(0);
 
 /// What becomes of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum ReleaseKind {
     /// It releases a handle.
     Release,
     /// It releases a context.
@@ -149,17 +149,17 @@ enum Kind {
     Other,
 }
 
-fn kind(number: u32, class: Class) -> Kind {
-    let Some(name) = hook::name(number) else { return Kind::Other };
+fn kind(number: u32, class: Class) -> ReleaseKind {
+    let Some(name) = hook::name(number) else { return ReleaseKind::Other };
     let base = hook::base(name.as_bytes());
     if names(RELEASES).any(|name| name == base) {
-        Kind::Release
+        ReleaseKind::Release
     } else if names(CONTEXT_RELEASES).any(|name| name == base) {
-        Kind::ContextRelease
+        ReleaseKind::ContextRelease
     } else if class == Class::Sync {
-        Kind::Wait
+        ReleaseKind::Wait
     } else {
-        Kind::Other
+        ReleaseKind::Other
     }
 }
 
@@ -170,12 +170,12 @@ fn driver_is_up() -> bool {
 
 /// Whether a call inside `exit` is answered with success, without the driver. Only to be asked
 /// while all work on the GPU has ended and the calling thread [runs](is_running) `exit`.
-pub fn is_answered(entry: &Entry, real: usize, arguments: &[u64; 6]) -> bool {
+pub fn is_answered(entry: &HookEntry, real: usize, arguments: &[u64; 6]) -> bool {
     let kind = kind(entry.number(), entry.class());
     let [handle, second, ..] = *arguments;
     let (thread, own) = (sys::gettid(), sys::getpid());
     // SAFETY: see `Cell`.
-    let noted = unsafe { &mut *NOTED.0.get() };
+    let noted = unsafe { &mut *RECORDED.0.get() };
     if noted.process != own {
         // A child, forked from inside `exit`: what its parent noted is the parent's.
         (noted.count, noted.thread, noted.process) = (0, thread, own);
@@ -183,25 +183,25 @@ pub fn is_answered(entry: &Entry, real: usize, arguments: &[u64; 6]) -> bool {
     }
     // Of a driver that has ended the answer is another one.
     let is_known = !noted.context_is_gone && noted.thread == thread;
-    if !is_known || kind == Kind::Other || !driver_is_up() {
+    if !is_known || kind == ReleaseKind::Other || !driver_is_up() {
         return false;
     }
-    if kind == Kind::Wait {
+    if kind == ReleaseKind::Wait {
         return true;
     }
-    let release = Release { number: entry.number(), real, arguments: [handle, second] };
+    let release = PendingRelease { number: entry.number(), real, arguments: [handle, second] };
     let known = noted.releases.iter().take(noted.count);
     let is_repeated = known
         .into_iter()
         .any(|before| before.number == release.number && before.arguments == release.arguments);
     // The driver alone knows what to say of these.
     let Some(place) = noted.releases.get_mut(noted.count) else { return false };
-    if is_repeated || (handle == 0 && kind == Kind::Release) {
+    if is_repeated || (handle == 0 && kind == ReleaseKind::Release) {
         return false;
     }
     *place = release;
     noted.count += 1;
-    noted.context_is_gone = kind == Kind::ContextRelease;
+    noted.context_is_gone = kind == ReleaseKind::ContextRelease;
     COUNT.store(noted.count, Ordering::Relaxed);
     process::leave_fast_path();
     true
@@ -214,12 +214,12 @@ pub fn catch_up() {
     }
     // SAFETY: see `Cell`; of another thread only these two numbers are read, which its own
     // thread wrote before it came to the gate.
-    let noted = unsafe { &mut *NOTED.0.get() };
+    let noted = unsafe { &mut *RECORDED.0.get() };
     if noted.thread != sys::gettid() || noted.process != sys::getpid() {
         return;
     }
     for release in noted.releases.iter().take(noted.count) {
-        let target = carry::stand_in(release.number, release.real).unwrap_or(release.real);
+        let target = swap::stand_in(release.number, release.real).unwrap_or(release.real);
         let [first, second] = release.arguments;
         // SAFETY: the driver's function of this number, or what stands in for it, with the
         // arguments that the program called it with; none of `RELEASES` has more than two.
@@ -259,15 +259,15 @@ mod tests {
             kind(number, class)
         };
         for name in ["cuMemFree", "cuMemFree_v2", "cuStreamDestroy_v2", "cuModuleUnload"] {
-            assert_eq!(of(name), Kind::Release, "{name}");
+            assert_eq!(of(name), ReleaseKind::Release, "{name}");
         }
         for name in ["cuCtxDestroy_v2", "cuDevicePrimaryCtxRelease", "cuDevicePrimaryCtxRelease_v2"]
         {
-            assert_eq!(of(name), Kind::ContextRelease, "{name}");
+            assert_eq!(of(name), ReleaseKind::ContextRelease, "{name}");
         }
-        assert_eq!(of("cuCtxSynchronize"), Kind::Wait);
+        assert_eq!(of("cuCtxSynchronize"), ReleaseKind::Wait);
         for name in ["cuMemcpyDtoH_v2", "cuMemAlloc_v2", "cuMemHostUnregister", "cuUnknownFree"] {
-            assert_eq!(of(name), Kind::Other, "{name}");
+            assert_eq!(of(name), ReleaseKind::Other, "{name}");
         }
     }
 

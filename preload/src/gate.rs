@@ -45,19 +45,19 @@ use affinode_cuda_sys::{
     hook::{self, Class},
     result,
 };
-use affinode_proto::wire::{Hazards, page::Gate};
+use affinode_proto::wire::{Hazards, counters::Gate};
 
-use crate::calls::{self, Call};
-use crate::page::Page;
-use crate::process::{self, PROCESS, Place};
-use crate::table::Entry;
-use crate::{carry, constants, elf, exit, hazard, libcuda, room, sys, tools};
+use crate::call_recorder::{self, CallTimer};
+use crate::counters::CounterPage;
+use crate::hook_table::HookEntry;
+use crate::process::{self, PROCESS, SlotLocation};
+use crate::{constants, elf, exit, hazard, libcuda, oom_wait, swap, sys, tools};
 
 /// What the thunk keeps on the stack of a call on the slow path. It knows this layout.
 #[repr(C, align(16))]
-pub struct Frame {
-    place: Place,
-    entry: *const Entry,
+pub struct HookFrame {
+    place: SlotLocation,
+    entry: *const HookEntry,
     /// rax of the real function.
     result: u64,
     /// rdi, rsi, rdx, rcx, r8, r9.
@@ -74,19 +74,19 @@ pub struct Frame {
 
 const _: () = {
     use core::mem::offset_of;
-    assert!(offset_of!(Frame, entry) == 16);
-    assert!(offset_of!(Frame, result) == 24);
-    assert!(offset_of!(Frame, arguments) == 32);
-    assert!(offset_of!(Frame, vectors) == 80);
-    assert!(offset_of!(Frame, rdx) == 208);
-    assert!(offset_of!(Frame, target) == 216);
-    assert!(offset_of!(Frame, waits_until_us) == 224);
-    assert!(size_of::<Frame>().is_multiple_of(16));
+    assert!(offset_of!(HookFrame, entry) == 16);
+    assert!(offset_of!(HookFrame, result) == 24);
+    assert!(offset_of!(HookFrame, arguments) == 32);
+    assert!(offset_of!(HookFrame, vectors) == 80);
+    assert!(offset_of!(HookFrame, rdx) == 208);
+    assert!(offset_of!(HookFrame, target) == 216);
+    assert!(offset_of!(HookFrame, waits_until_us) == 224);
+    assert!(size_of::<HookFrame>().is_multiple_of(16));
 };
 
 /// What the thunk is to do.
 #[repr(u32)]
-pub enum Way {
+pub enum ThunkAction {
     /// Jump to the target.
     Pass = 0,
     /// Call the target, then [`leave`].
@@ -99,7 +99,7 @@ pub enum Way {
 ///
 /// # Safety
 /// Called by the thunk alone, with its frame.
-pub unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
+pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
     // SAFETY: stubs pass entries, which are static.
     let entry = unsafe { &*frame.entry };
     let Some(real) = entry.resolve(libcuda::function) else {
@@ -110,18 +110,18 @@ pub unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
         else {
             // There is no libcuda.
             frame.result = result::NOT_INITIALIZED.into();
-            return Way::Answered;
+            return ThunkAction::Answered;
         };
         frame.target = stand_in;
-        return Way::Pass;
+        return ThunkAction::Pass;
     };
     frame.target = real;
     // SAFETY: the calling thread's own block.
     if unsafe { (*process::thread()).is_agent } != 0 {
-        return Way::Pass;
+        return ThunkAction::Pass;
     }
-    if entry.class() == Class::Pointer && !carry::is_in_use() {
-        return Way::Pass;
+    if entry.class() == Class::Pointer && !swap::is_in_use() {
+        return ThunkAction::Pass;
     }
     let mut tool = Hazards(0);
     if entry.class() == Class::Table {
@@ -129,13 +129,13 @@ pub unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
         // SAFETY: the argument of a cuGetExportTable, which the driver is about to read.
         tool = tools::of_request(unsafe { tools::table(id as *const tools::TableId) });
         if tool.is_empty() {
-            return Way::Pass;
+            return ThunkAction::Pass;
         }
     }
     loop {
         let Some((place, page)) = process::place() else {
-            room::abandon(&PROCESS.desk, frame.waits_until_us);
-            return Way::Pass;
+            oom_wait::abandon(&PROCESS.desk, frame.waits_until_us);
+            return ThunkAction::Pass;
         };
         frame.place = place;
         // Before the call counts or waits: an agent that has found every call ended finds this, and a
@@ -144,38 +144,38 @@ pub unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
             process::poke_agent();
         }
         let nested = match try_enter(place, page, entry) {
-            Entered::Through => {
+            EnterResult::Through => {
                 exit::catch_up();
-                frame.began_ns = place.slot().map_or(0, |slot| calls::begin(page, slot));
+                frame.began_ns = place.slot().map_or(0, |slot| call_recorder::begin(page, slot));
                 // Known once the gate has let it through: a first allocation waits for what the
                 // controller says.
-                frame.target = carry::stand_in(entry.number(), real).unwrap_or_else(|| {
+                frame.target = swap::stand_in(entry.number(), real).unwrap_or_else(|| {
                     if may_take_handles(entry) {
-                        carry::translate(&mut frame.arguments);
+                        swap::translate(&mut frame.arguments);
                     }
                     real
                 });
-                return Way::Counted;
+                return ThunkAction::Counted;
             }
-            Entered::Damaged => {
-                room::abandon(&PROCESS.desk, frame.waits_until_us);
+            EnterResult::Damaged => {
+                oom_wait::abandon(&PROCESS.desk, frame.waits_until_us);
                 frame.result = result::ECC_UNCORRECTABLE.into();
-                return Way::Answered;
+                return ThunkAction::Answered;
             }
-            Entered::Forked => continue,
-            Entered::Held { nested } => nested,
+            EnterResult::Forked => continue,
+            EnterResult::Held { nested } => nested,
         };
         match place.slot() {
             Some(slot) if is_known(entry, frame) => {
                 slot.polls.fetch_add(1, Ordering::Relaxed);
                 frame.result = result::SUCCESS.into();
-                return Way::Answered;
+                return ThunkAction::Answered;
             }
             Some(slot) if entry.class() == Class::Poll => {
                 if page.is_finished() {
                     slot.polls.fetch_add(1, Ordering::Relaxed);
                     frame.result = result::SUCCESS.into();
-                    return Way::Answered;
+                    return ThunkAction::Answered;
                 }
                 page.wait_a_moment();
             }
@@ -188,7 +188,7 @@ pub unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
             {
                 slot.polls.fetch_add(1, Ordering::Relaxed);
                 frame.result = result::SUCCESS.into();
-                return Way::Answered;
+                return ThunkAction::Answered;
             }
             _ => wait(place, page, entry, nested),
         }
@@ -199,7 +199,7 @@ pub unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
 ///
 /// # Safety
 /// Called by the thunk alone, with the frame that [`enter`] filled.
-pub unsafe extern "C" fn leave(frame: &mut Frame) -> u32 {
+pub unsafe extern "C" fn leave(frame: &mut HookFrame) -> u32 {
     // SAFETY: as in `enter`.
     let entry = unsafe { &*frame.entry };
     let class = entry.class();
@@ -207,8 +207,8 @@ pub unsafe extern "C" fn leave(frame: &mut Frame) -> u32 {
         && let Some((slot, page)) = frame.place.slot().zip(process::page())
     {
         let (result, arguments) = (frame.result as u32, &frame.arguments);
-        let call = Call { hook: entry.number(), result, arguments, began_ns: frame.began_ns };
-        calls::end(page, slot, &call);
+        let call = CallTimer { hook: entry.number(), result, arguments, began_ns: frame.began_ns };
+        call_recorder::end(page, slot, &call);
     }
     if frame.result as u32 == result::SUCCESS && class == Class::Constant {
         // SAFETY: these are the arguments of a call of this function that succeeded.
@@ -226,22 +226,22 @@ pub unsafe extern "C" fn leave(frame: &mut Frame) -> u32 {
         }
     }
     if frame.result as u32 == result::OUT_OF_MEMORY
-        && room::may_be_repeated(entry)
-        && carry::make_room()
+        && oom_wait::may_be_repeated(entry)
+        && swap::make_room()
     {
         uncount(frame.place, class);
         return 1;
     }
     let desk = &PROCESS.desk;
     // SAFETY: the arguments of a call of this function; they are as the caller gave them.
-    let want = unsafe { room::wanted(desk, entry, frame.result, &frame.arguments) };
+    let want = unsafe { oom_wait::wanted(desk, entry, frame.result, &frame.arguments) };
     let want = want.filter(|_| !is_inside_another(frame.place));
     uncount(frame.place, class);
-    room::settle(desk, want, frame.result, &mut frame.waits_until_us).into()
+    oom_wait::settle(desk, want, frame.result, &mut frame.waits_until_us).into()
 }
 
 /// Whether the call asks for what does not change and is known, and was answered so.
-fn is_known(entry: &Entry, frame: &Frame) -> bool {
+fn is_known(entry: &HookEntry, frame: &HookFrame) -> bool {
     // SAFETY: these are the arguments of a call of this function.
     entry.class() == Class::Constant
         && unsafe { constants::answer(entry.number(), &frame.arguments) }
@@ -249,23 +249,24 @@ fn is_known(entry: &Entry, frame: &Frame) -> bool {
 
 /// Whether a function that nothing stands in for may take handles of physical memory: those
 /// that bind it for several devices, and those that are not known.
-fn may_take_handles(entry: &Entry) -> bool {
+fn may_take_handles(entry: &HookEntry) -> bool {
     entry.class() == Class::Peer || entry.number() == hook::UNLISTED
 }
 
 /// Whether the call that has just returned was made from inside another one, which is
 /// still counted and must not wait for room.
-fn is_inside_another(place: Place) -> bool {
+fn is_inside_another(place: SlotLocation) -> bool {
     // SAFETY: the calling thread's own block.
     let depth = unsafe { (*process::thread()).depth };
-    let own = |slot: &crate::page::Slot| slot.owner.tid() != 0;
-    let others = |slot: &crate::page::Slot| own(slot) && slot.inflight.load(Ordering::Relaxed) > 1;
+    let own = |slot: &crate::counters::ThreadSlot| slot.owner.tid() != 0;
+    let others =
+        |slot: &crate::counters::ThreadSlot| own(slot) && slot.inflight.load(Ordering::Relaxed) > 1;
     depth > 1 || place.slot().is_none_or(others)
 }
 
 /// What became of a call at the gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Entered {
+enum EnterResult {
     /// It is counted, and may be made.
     Through,
     /// The gate holds it; it is not counted.
@@ -277,10 +278,10 @@ enum Entered {
 }
 
 /// Counts the call, unless the gate holds it.
-fn try_enter(place: Place, page: &Page, entry: &Entry) -> Entered {
+fn try_enter(place: SlotLocation, page: &CounterPage, entry: &HookEntry) -> EnterResult {
     let class = entry.class();
     let Some(slot) = place.slot() else {
-        return Entered::Forked;
+        return EnterResult::Forked;
     };
     let own_before = slot.inflight.fetch_add(1, Ordering::SeqCst);
     if class.is_special() {
@@ -298,11 +299,11 @@ fn try_enter(place: Place, page: &Page, entry: &Entry) -> Entered {
     let owned = slot.owner.tid() != 0;
     let nested = outer > 0 || (owned && own_before > 0);
     let held = match look(page, class) {
-        Look::Passes => None,
+        GateCheck::Passes => None,
         // After the call was counted: see the header.
-        Look::Holds if nested && !page.is_sealed() => None,
-        Look::Holds => Some(Entered::Held { nested }),
-        Look::Damaged => Some(Entered::Damaged),
+        GateCheck::Holds if nested && !page.is_sealed() => None,
+        GateCheck::Holds => Some(EnterResult::Held { nested }),
+        GateCheck::Damaged => Some(EnterResult::Damaged),
     };
     if let Some(held) = held {
         uncount(place, class);
@@ -314,10 +315,10 @@ fn try_enter(place: Place, page: &Page, entry: &Entry) -> Entered {
     }
     .fetch_add(1, Ordering::Relaxed);
     slot.last_hook.store(entry.number(), Ordering::Relaxed);
-    Entered::Through
+    EnterResult::Through
 }
 
-fn uncount(place: Place, class: Class) {
+fn uncount(place: SlotLocation, class: Class) {
     let Some(slot) = place.slot() else {
         // Forked meanwhile: the count is the parent's, the block starts anew.
         return;
@@ -333,34 +334,34 @@ fn uncount(place: Place, class: Class) {
 
 /// What the gate says to a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Look {
+pub enum GateCheck {
     Passes,
     Holds,
     Damaged,
 }
 
 /// One look at the gate for a call of this class.
-pub fn look(page: &Page, class: Class) -> Look {
+pub fn look(page: &CounterPage, class: Class) -> GateCheck {
     const CLOSED: u32 = Gate::Closed as u32;
     const ALLOCATIONS_HELD: u32 = Gate::AllocationsHeld as u32;
     const DAMAGED: u32 = Gate::Damaged as u32;
     match page.gate.load(Ordering::SeqCst) {
-        CLOSED => Look::Holds,
-        ALLOCATIONS_HELD if class.is_special() => Look::Holds,
-        DAMAGED => Look::Damaged,
-        _ => Look::Passes,
+        CLOSED => GateCheck::Holds,
+        ALLOCATIONS_HELD if class.is_special() => GateCheck::Holds,
+        DAMAGED => GateCheck::Damaged,
+        _ => GateCheck::Passes,
     }
 }
 
 /// Whether the gate holds a call of this class now. What it says to one that waits is no leave to
 /// go on: the call is counted and looks again.
-fn holds(page: &Page, class: Class, nested: bool) -> bool {
-    look(page, class) == Look::Holds && (!nested || page.is_sealed())
+fn holds(page: &CounterPage, class: Class, nested: bool) -> bool {
+    look(page, class) == GateCheck::Holds && (!nested || page.is_sealed())
 }
 
 /// Sleeps until the gate lets calls of this class through. Signals are handled as ever;
 /// those that end the process, end it.
-fn wait(place: Place, page: &Page, entry: &Entry, nested: bool) {
+fn wait(place: SlotLocation, page: &CounterPage, entry: &HookEntry, nested: bool) {
     // A guard, as the agent wakes all when it opens the gate; and to go on counting as one that
     // waits.
     const LOOK_AGAIN_MS: u64 = 1_000;

@@ -41,29 +41,29 @@
 #![cfg_attr(any(test, not(panic = "abort")), allow(dead_code))]
 
 mod agent;
-mod calls;
-mod carry;
+mod call_recorder;
 mod child;
 mod constants;
-mod cost;
+mod counters;
 mod elf;
 mod exit;
+mod fds;
 mod gate;
 mod hazard;
+mod hook_table;
 mod libc;
 mod libcuda;
 mod lookup;
 mod nvml;
-mod owned;
-mod page;
+mod oom_wait;
+mod overhead;
 mod process;
-mod room;
+mod swap;
 mod sys;
-mod table;
 mod thunk;
 mod tools;
 
 #[cfg(all(not(test), panic = "abort"))]
 mod exports;
 #[cfg(all(not(test), panic = "abort"))]
-mod start;
+mod rt;

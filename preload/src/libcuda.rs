@@ -4,10 +4,10 @@ use core::sync::atomic::{AtomicUsize, Ordering};
 
 use affinode_cuda_sys::CheckpointGetStateFn;
 
-use crate::elf::{self, Object};
+use crate::elf::{self, LoadedObject};
 use crate::sys;
 
-fn is_libcuda(object: &Object<'_>) -> bool {
+fn is_libcuda(object: &LoadedObject<'_>) -> bool {
     const STEM: &[u8] = b"libcuda.so";
     let file = object.name.rsplit(|byte| *byte == b'/').next();
     let by_path = file.is_some_and(|file| file.starts_with(STEM));
@@ -22,7 +22,7 @@ fn is_libcuda(object: &Object<'_>) -> bool {
 /// loaded.
 pub fn function(name: &[u8]) -> Option<usize> {
     #[cfg(test)]
-    if let Some(fake) = crate::carry::fake_driver::function(name) {
+    if let Some(fake) = crate::swap::fake_driver::function(name) {
         return Some(fake);
     }
     elf::find(|object| if is_libcuda(object) { object.function(name) } else { None })

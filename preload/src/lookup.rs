@@ -7,7 +7,7 @@ use core::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use affinode_cuda_sys::{hook, result};
 
-use crate::{elf, libcuda, nvml, process, table, thunk};
+use crate::{elf, hook_table, libcuda, nvml, process, thunk};
 
 /// Set when a function could not be given a stub: calls may pass the gate unseen, so
 /// the gate must never be relied on.
@@ -32,13 +32,13 @@ fn hooked(name: &[u8], real: usize) -> usize {
         return real;
     }
     if hook::base(name) == b"cuGetProcAddress" {
-        return Door::for_real(real);
+        return LookupEntry::for_real(real);
     }
     if hook::passes(name) {
         return real;
     }
     let (number, class) = hook::classify(name);
-    if let Some(index) = table::index_of(real, number, class) {
+    if let Some(index) = hook_table::index_of(real, number, class) {
         return thunk::stub(index);
     }
     LEAKING.store(true, Ordering::Relaxed);
@@ -48,14 +48,14 @@ fn hooked(name: &[u8], real: usize) -> usize {
 /// A way to one real `cuGetProcAddress`: they exist in two signatures, and each in a
 /// variant for per-thread default streams. All are called with the five arguments of
 /// the longest; a function of four does not look at the fifth.
-struct Door {
+struct LookupEntry {
     real: AtomicUsize,
 }
 
 type GetProcAddress = unsafe extern "C" fn(*const c_char, *mut usize, i32, u64, *mut c_void) -> u32;
 
 /// The first two belong to the exported names.
-static DOORS: [Door; 8] = [const { Door { real: AtomicUsize::new(0) } }; 8];
+static LOOKUP_ENTRIES: [LookupEntry; 8] = [const { LookupEntry { real: AtomicUsize::new(0) } }; 8];
 const WAYS: [GetProcAddress; 8] = [
     through::<0>,
     through::<1>,
@@ -67,9 +67,9 @@ const WAYS: [GetProcAddress; 8] = [
     through::<7>,
 ];
 
-impl Door {
+impl LookupEntry {
     fn for_real(real: usize) -> usize {
-        for (door, way) in DOORS.iter().zip(WAYS).skip(2) {
+        for (door, way) in LOOKUP_ENTRIES.iter().zip(WAYS).skip(2) {
             let owner = door
                 .real
                 .compare_exchange(0, real, Ordering::AcqRel, Ordering::Acquire)
@@ -107,7 +107,7 @@ pub unsafe extern "C" fn through<const DOOR: usize>(
 ) -> u32 {
     const EXPORTED: [&[u8]; 2] = [b"cuGetProcAddress", b"cuGetProcAddress_v2"];
     let exported = EXPORTED.get(DOOR).copied().unwrap_or_default();
-    let Some(real) = DOORS.get(DOOR).and_then(|door| door.real(exported)) else {
+    let Some(real) = LOOKUP_ENTRIES.get(DOOR).and_then(|door| door.real(exported)) else {
         return result::NOT_INITIALIZED;
     };
     // SAFETY: the address of a cuGetProcAddress, see `Door`.
@@ -128,17 +128,17 @@ pub unsafe extern "C" fn through<const DOOR: usize>(
 
 /// What the exported `dlsym` is to do, in two registers.
 #[repr(C)]
-pub struct Answer {
+pub struct LookupResult {
     address: usize,
     /// 1: jump to the real `dlsym` instead, which then sees the true caller.
     jump: usize,
 }
 
-impl Answer {
-    const JUMP: Answer = Answer { address: 0, jump: 1 };
+impl LookupResult {
+    const JUMP: LookupResult = LookupResult { address: 0, jump: 1 };
 
-    fn is(address: usize) -> Answer {
-        Answer { address, jump: 0 }
+    fn is(address: usize) -> LookupResult {
+        LookupResult { address, jump: 0 }
     }
 }
 
@@ -176,11 +176,11 @@ pub unsafe extern "C" fn dlsym_of_driver(
     handle: *mut c_void,
     name: *const c_char,
     caller: usize,
-) -> Answer {
+) -> LookupResult {
     const RTLD_DEFAULT: usize = 0;
     const RTLD_NEXT: usize = usize::MAX;
     let Some(real) = real_dlsym().filter(|_| !process::is_disabled()) else {
-        return Answer::JUMP;
+        return LookupResult::JUMP;
     };
     // SAFETY: as the function demands.
     let text = unsafe { CStr::from_ptr(name) }.to_bytes();
@@ -190,24 +190,24 @@ pub unsafe extern "C" fn dlsym_of_driver(
     if handle as usize == RTLD_NEXT {
         // The real one would look from us on instead of from the caller on.
         return match next_after(caller, text) {
-            Some(found) if owns(found) => Answer::is(hooked(text, found)),
-            _ => Answer::JUMP,
+            Some(found) if owns(found) => LookupResult::is(hooked(text, found)),
+            _ => LookupResult::JUMP,
         };
     }
     // SAFETY: the application's own arguments.
     let found = unsafe { real(handle, name) };
     if found != 0 && !is_ours(found) {
-        return Answer::is(hooked(text, found));
+        return LookupResult::is(hooked(text, found));
     }
     // Nothing, or what stands before the library only because we export it. Asked without a
     // handle, the answer depends on the caller's scope, which only the loader knows: a
     // function of a loaded library that works is better than none.
     let may_be_local = found != 0 || handle as usize == RTLD_DEFAULT;
     match function(text).filter(|_| may_be_local) {
-        Some(of_driver) => Answer::is(hooked(text, of_driver)),
-        None if found == 0 => Answer::JUMP,
+        Some(of_driver) => LookupResult::is(hooked(text, of_driver)),
+        None if found == 0 => LookupResult::JUMP,
         // SAFETY: as above; looks on from us, where it would have found ours.
-        None => Answer::is(unsafe { real(RTLD_NEXT as *mut c_void, name) }),
+        None => LookupResult::is(unsafe { real(RTLD_NEXT as *mut c_void, name) }),
     }
 }
 

@@ -14,11 +14,11 @@ use core::arch::{asm, global_asm};
 use core::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 use affinode_proto::paths::DISABLE_ENV;
-use affinode_proto::wire::page::{Gate, PAGE_BYTES};
+use affinode_proto::wire::counters::{Gate, PAGE_BYTES};
 
-use crate::page::{Page, Slot};
-use crate::room::Desk;
-use crate::{agent, hazard, libc, nvml, owned, sys};
+use crate::counters::{CounterPage, ThreadSlot};
+use crate::oom_wait::OomWaiter;
+use crate::{agent, fds, hazard, libc, nvml, sys};
 
 const NEW: u32 = 0;
 const BUSY: u32 = 1;
@@ -31,7 +31,7 @@ pub struct Process {
     /// Proof of membership, a multiple of [`TOKEN_STEP`]; 0 while not registered.
     /// First: the thunk compares it.
     token: AtomicU64,
-    page: AtomicPtr<Page>,
+    page: AtomicPtr<CounterPage>,
     state: AtomicU32,
     /// 1 when threads cannot be fenced from afar: all use slot 0.
     unfenced: AtomicU32,
@@ -40,9 +40,9 @@ pub struct Process {
     /// The hook of the caller that came last to a closed gate.
     pub waiting_hook: AtomicU32,
     /// Where allocations wait for room.
-    pub desk: Desk,
+    pub desk: OomWaiter,
     /// Calls into NVML.
-    pub nvml: nvml::Calls,
+    pub nvml: nvml::NvmlCallCount,
 }
 
 const _: () = assert!(size_of::<Process>() == 4096);
@@ -55,8 +55,8 @@ pub static PROCESS: Process = Process {
     page_fd: AtomicI32::new(0),
     agent_tid: AtomicU32::new(0),
     waiting_hook: AtomicU32::new(0),
-    desk: Desk::new(),
-    nvml: nvml::Calls::new(),
+    desk: OomWaiter::new(),
+    nvml: nvml::NvmlCallCount::new(),
 };
 
 const TOKEN_STEP: u64 = 16;
@@ -66,9 +66,9 @@ const SHARED: u64 = 1;
 
 /// A thread's block, in its initial thread-local storage.
 #[repr(C)]
-pub struct Thread {
+pub struct ThreadState {
     /// Null until the thread has one.
-    slot: *const Slot,
+    slot: *const ThreadSlot,
     /// -1 until the thread has made a call, which no token is.
     token: u64,
     /// Calls of the slow path that this thread is inside of.
@@ -91,8 +91,8 @@ global_asm!(
 );
 
 /// The calling thread's block.
-pub fn thread() -> *mut Thread {
-    let block: *mut Thread;
+pub fn thread() -> *mut ThreadState {
+    let block: *mut ThreadState;
     // SAFETY: the offset of our thread-local block from the thread pointer, which the
     // first word at fs points to, as the ABI has it.
     unsafe {
@@ -109,15 +109,15 @@ pub fn thread() -> *mut Thread {
 /// Where a call is counted, kept from its beginning to its end.
 #[derive(Clone, Copy)]
 #[repr(C)]
-pub struct Place {
-    slot: *const Slot,
+pub struct SlotLocation {
+    slot: *const ThreadSlot,
     token: u64,
 }
 
-impl Place {
+impl SlotLocation {
     /// The slot, unless the process has become another by a fork meanwhile: the page is
     /// the parent's then.
-    pub fn slot(&self) -> Option<&'static Slot> {
+    pub fn slot(&self) -> Option<&'static ThreadSlot> {
         let current = PROCESS.token.load(Ordering::Relaxed);
         if current == 0 || self.token & !SHARED != current {
             return None;
@@ -129,14 +129,14 @@ impl Place {
 }
 
 /// The registered page of this process, without registering.
-pub fn page() -> Option<&'static Page> {
+pub fn page() -> Option<&'static CounterPage> {
     // SAFETY: null, or a page that is mapped for the life of the process.
     unsafe { PROCESS.page.load(Ordering::Acquire).as_ref() }
 }
 
 /// The calling thread's place to count in, and the page; registers process and thread
 /// where needed. `None`: the process is not managed.
-pub fn place() -> Option<(Place, &'static Page)> {
+pub fn place() -> Option<(SlotLocation, &'static CounterPage)> {
     let page = register()?;
     let token = PROCESS.token.load(Ordering::Acquire);
     let thread = thread();
@@ -146,14 +146,14 @@ pub fn place() -> Option<(Place, &'static Page)> {
         if (*thread).token & !SHARED != token {
             attach(thread, page, token);
         }
-        let place = Place { slot: (*thread).slot, token: (*thread).token };
+        let place = SlotLocation { slot: (*thread).slot, token: (*thread).token };
         Some((place, page))
     }
 }
 
 /// # Safety
 /// `thread` must be the calling thread's block.
-unsafe fn attach(thread: *mut Thread, page: &'static Page, token: u64) {
+unsafe fn attach(thread: *mut ThreadState, page: &'static CounterPage, token: u64) {
     let mask = sys::set_signal_mask(!libc::internal_signals());
     let own = if PROCESS.unfenced.load(Ordering::Relaxed) == 0 {
         page.claim(sys::gettid())
@@ -177,7 +177,7 @@ pub fn leave_fast_path() {
 
 /// Runs something while the calling thread counts on another page. For the agent, whose own
 /// calls are not counted.
-pub fn with_slot<T>(scratch: &Page, run: impl FnOnce() -> T) -> T {
+pub fn with_slot<T>(scratch: &CounterPage, run: impl FnOnce() -> T) -> T {
     let thread = thread();
     // SAFETY: the calling thread's own block. The slot is left before the page goes.
     let before = unsafe { ((*thread).slot, (*thread).token) };
@@ -192,7 +192,7 @@ pub fn with_slot<T>(scratch: &Page, run: impl FnOnce() -> T) -> T {
     done
 }
 
-fn register() -> Option<&'static Page> {
+fn register() -> Option<&'static CounterPage> {
     loop {
         match PROCESS.state.load(Ordering::Acquire) {
             READY => return page(),
@@ -235,7 +235,7 @@ pub fn children_start_anew() -> bool {
 /// Makes the page and starts the agent.
 fn make() -> Option<()> {
     let fd = take_page()?;
-    let started = libc::start_thread(agent::main, agent::link::named_socket());
+    let started = libc::start_thread(agent::main, agent::connection::named_socket());
     if !started {
         sys::close(fd);
     }
@@ -245,13 +245,13 @@ fn make() -> Option<()> {
 /// Makes the page, and counts calls on it from now on; gives the descriptor of its file.
 fn take_page() -> Option<i32> {
     static LAST_TOKEN: AtomicU64 = AtomicU64::new(0);
-    owned::close_inherited();
+    fds::close_inherited();
     let fd = sys::lift(sys::memory_file(c"affinode-page", PAGE_BYTES).ok()?);
     let Ok(at) = sys::map_aligned(fd, PAGE_BYTES) else {
         sys::close(fd);
         return None;
     };
-    let at = at.cast::<Page>();
+    let at = at.cast::<CounterPage>();
     // SAFETY: just mapped with this size and alignment, all zero, which is a value of
     // every field; never unmapped.
     let page = unsafe { &*at };
@@ -273,7 +273,7 @@ fn take_page() -> Option<i32> {
 
 /// Registers the process of a test, without an agent.
 #[cfg(test)]
-pub fn manage() -> Option<&'static Page> {
+pub fn manage() -> Option<&'static CounterPage> {
     children_start_anew().then_some(())?;
     take_page()?;
     PROCESS.state.store(READY, Ordering::Release);

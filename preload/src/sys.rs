@@ -14,8 +14,9 @@ mod memory;
 pub mod task;
 
 pub use self::memory::{
-    Memory, Place, Sealed, discard, make_resident, map_aligned, map_over, map_private, memory_file,
-    prefer_huge_pages, punch, seal_size, unmap_private, wipe_on_fork, with_scratch,
+    MappedRegion, PagePlacement, SealedFile, discard, make_resident, map_aligned, map_over,
+    map_private, memory_file, prefer_huge_pages, punch, seal_size, unmap_private, wipe_on_fork,
+    with_scratch,
 };
 
 mod number {

@@ -20,15 +20,15 @@
 
 use core::arch::global_asm;
 
-use affinode_proto::wire::page::{PAGE_BYTES, header, slot};
+use affinode_proto::wire::counters::{PAGE_BYTES, header, slot};
 
-use crate::gate::{Frame, enter, leave};
-use crate::page::Slot;
+use crate::counters::ThreadSlot;
+use crate::gate::{HookFrame, enter, leave};
+use crate::hook_table::{ENTRIES, POOL, layout};
 use crate::process::PROCESS;
-use crate::table::{ENTRIES, POOL, layout};
 
 /// Offset of the count-down to the next recorded call, from the slot's start.
-const SKIP: usize = core::mem::offset_of!(Slot, pick.skip);
+const SKIP: usize = core::mem::offset_of!(ThreadSlot, pick.skip);
 
 global_asm!(
     ".text",
@@ -206,7 +206,7 @@ global_asm!(
     gate = const header::GATE,
     skip = const SKIP,
     page_bytes = const PAGE_BYTES,
-    frame_bytes = const size_of::<Frame>(),
+    frame_bytes = const size_of::<HookFrame>(),
 );
 
 unsafe extern "C" {

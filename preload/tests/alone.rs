@@ -104,9 +104,9 @@ fn a_locked_process_whose_controller_is_gone_is_unlocked() {
     let page = agent.page.try_clone().unwrap();
     drop((agent, controller));
     let read = || {
-        let mut bytes = vec![0; affinode_proto::wire::page::PAGE_BYTES];
+        let mut bytes = vec![0; affinode_proto::wire::counters::PAGE_BYTES];
         std::os::unix::fs::FileExt::read_exact_at(&page, &mut bytes, 0).unwrap();
-        affinode_proto::wire::page::PageSnapshot::decode(&bytes).unwrap()
+        affinode_proto::wire::counters::CounterSnapshot::decode(&bytes).unwrap()
     };
     while read().phase != Phase::Open {
         std::thread::yield_now();
@@ -125,7 +125,7 @@ fn the_next_controller_takes_over_where_the_last_one_died() {
     let AgentMessage::Hello { phase, generation, .. } = agent.hello else {
         panic!("{:?}", agent.hello)
     };
-    assert_eq!((phase, generation), (Phase::Away, 1));
+    assert_eq!((phase, generation), (Phase::Checkpointed, 1));
     client.send("cuCtxSynchronize");
     agent.wake();
     agent.done(&BRING_BACK);
@@ -205,7 +205,7 @@ fn it_does_not_bring_itself_back_while_others_hold_the_room() {
     let (controller, folder) = (Controller::new(), tempfile::tempdir().unwrap());
     let (mut client, agent) = called_while_away(&controller, folder.path(), NO_ROOM);
     wait_asked_twice(folder.path());
-    assert_eq!(agent.page().phase, Phase::Away);
+    assert_eq!(agent.page().phase, Phase::Checkpointed);
     std::fs::write(folder.path().join("free"), ROOM).unwrap();
     assert_eq!(client.answer(), 0);
     // Whoever looks for its children finds none.
@@ -218,7 +218,7 @@ fn without_a_proof_of_room_it_waits_for_a_controller() {
     let said = "No devices were found\n";
     let (mut client, mut agent) = called_while_away(&controller, folder.path(), said);
     wait_asked_twice(folder.path());
-    assert_eq!(agent.page().phase, Phase::Away);
+    assert_eq!(agent.page().phase, Phase::Checkpointed);
     agent.done(&BRING_BACK);
     assert_eq!(client.answer(), 0);
 }

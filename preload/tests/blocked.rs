@@ -25,7 +25,7 @@ fn hidden_call_while_away_brings_it_home_once() {
     client.ask("inside 1");
     // It makes no call that a hook sees.
     assert_eq!(agent.wake(), (1, 1, 0));
-    assert_eq!(agent.page().phase, Phase::Away);
+    assert_eq!(agent.page().phase, Phase::Checkpointed);
     agent.done(&BRING_BACK);
     assert_eq!(client.ask("join"), 0);
     assert_eq!(agent.notice(), Hazards::HIDDEN_WAY);

@@ -8,16 +8,16 @@ use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use affinode_cuda_sys::hook;
-use affinode_proto::wire::calls::{ONE_IN, Reader, Record};
+use affinode_proto::wire::call_ring::{CallRecord, CallRingReader, SAMPLE_EVERY};
+use affinode_proto::wire::counters::{CounterSnapshot, MAX_CALL_COST_PS, PAGE_BYTES};
 use affinode_proto::wire::message::{Action, ControllerMessage};
-use affinode_proto::wire::page::{MOST_CALL_COST_PS, PAGE_BYTES, PageSnapshot};
 use support::controller::{CLOSE, Connection, Controller};
 use support::{Build, Client};
 
 struct Watched {
     client: Client,
     agent: Connection,
-    reader: Reader,
+    reader: CallRingReader,
 }
 
 fn registered(controller: &Controller) -> Watched {
@@ -25,7 +25,7 @@ fn registered(controller: &Controller) -> Watched {
     let mut client = Client::start(Build::Glibc, "dlopen", &[("AFFINODE_SOCKET", &path)]);
     assert_eq!(client.ask("cuInit"), 0);
     let agent = controller.welcome();
-    Watched { client, agent, reader: Reader::default() }
+    Watched { client, agent, reader: CallRingReader::default() }
 }
 
 impl Watched {
@@ -37,7 +37,7 @@ impl Watched {
 
     fn wait_for_one_in(&self, expected: u32) {
         let end = Instant::now() + Duration::from_secs(60);
-        while self.page()[ONE_IN..ONE_IN + 4] != expected.to_ne_bytes() {
+        while self.page()[SAMPLE_EVERY..SAMPLE_EVERY + 4] != expected.to_ne_bytes() {
             assert!(Instant::now() < end, "the agent does not watch one in {expected}");
             std::thread::yield_now();
         }
@@ -45,11 +45,11 @@ impl Watched {
 
     fn watch(&mut self, one_in: u32) {
         let read = self.reader.read();
-        self.agent.send(ControllerMessage::Watch { one_in, read });
+        self.agent.send(ControllerMessage::SampleCalls { one_in, read });
         self.wait_for_one_in(one_in);
     }
 
-    fn taken(&mut self) -> Vec<Record> {
+    fn taken(&mut self) -> Vec<CallRecord> {
         let page = self.page();
         let mut taken = Vec::new();
         let news = self.reader.take(&page, |record| taken.push(record));
@@ -71,8 +71,8 @@ fn what_a_call_costs_is_measured_and_no_call_of_the_application() {
     let agent = controller.welcome();
     let mut page = Box::new([0; PAGE_BYTES]);
     agent.page.read_exact_at(&mut *page, 0).unwrap();
-    let snapshot = PageSnapshot::decode(&*page).unwrap();
-    assert!((1..MOST_CALL_COST_PS).contains(&snapshot.call_cost_ps), "{snapshot:?}");
+    let snapshot = CounterSnapshot::decode(&*page).unwrap();
+    assert!((1..MAX_CALL_COST_PS).contains(&snapshot.call_cost_ps), "{snapshot:?}");
     assert!(snapshot.calls + snapshot.polls < 100, "thousands were made to measure it");
     assert_eq!((snapshot.inflight, snapshot.held_us), (0, 0));
     println!("a hooked call costs {} ps more", snapshot.call_cost_ps);

@@ -5,12 +5,12 @@
 
 mod support;
 
-use affinode_proto::wire::message::{Action, ControllerMessage, Outcome, Reading};
+use affinode_proto::wire::message::{Action, ControllerMessage, GpuReading, Outcome};
 use affinode_proto::wire::{Engine, Phase};
 use support::controller::{BRING_BACK, CHECKPOINT, CLOSE, Connection, Controller, LOCK, OFFLOAD};
 use support::{Build, Client};
 
-const READING: Reading = Reading {
+const READING: GpuReading = GpuReading {
     uuid: [7; 16],
     total_bytes: 2_000,
     free_bytes: 1_500,
@@ -79,7 +79,7 @@ fn is_answered_while_away(build: Build, route: &str) {
     assert_eq!(client.ask("calls"), reached, "{route}: none has reached NVML");
     let after = agent.page();
     assert_eq!((after.calls, after.polls), (before.calls, before.polls), "{route}: no activity");
-    assert_eq!((after.phase, after.waiters), (Phase::Away, 0), "{route}: none wakes");
+    assert_eq!((after.phase, after.waiters), (Phase::Checkpointed, 0), "{route}: none wakes");
     // What is not known brings it back.
     client.send("clock 2");
     assert_eq!(agent.wake().1, 1, "{route}");
@@ -141,7 +141,7 @@ fn shutdown_and_init_are_counted_while_away() {
         asks(&mut client, &[("count", -1), ("shutdown", -1), ("init", 0), ("count", 1)]);
         asks(&mut client, &[("flags 1", 0), ("shutdown", 0), ("name", 1), ("shutdown", 0)]);
     }
-    assert_eq!((agent.page().phase, agent.page().waiters), (Phase::Away, 0));
+    assert_eq!((agent.page().phase, agent.page().waiters), (Phase::Checkpointed, 0));
     client.finish();
 }
 
@@ -198,10 +198,10 @@ fn call_while_locked_is_answered_as_before() {
     client.finish();
 }
 
-/// The context stays with the engine `park`: NVML is asked.
+/// The context stays with the engine `copy`: NVML is asked.
 #[test]
 fn call_while_parked_reaches_nvml() {
-    use affinode_proto::wire::message::How;
+    use affinode_proto::wire::message::CopyOptions;
     let controller = Controller::new();
     let program = ["nvml", "dlopen"];
     let path = controller.path();
@@ -212,10 +212,10 @@ fn call_while_parked_reaches_nvml() {
     agent.send(ControllerMessage::Welcome {
         process: 1,
         wait_for_room_ms: 0,
-        engine: Engine::Park,
+        engine: Engine::Copy,
     });
     asks(&mut client, &[("init", 0), ("index 0", 1)]);
-    agent.done(&[CLOSE, LOCK, Action::Park { vram_bytes: 0, how: How::default() }]);
+    agent.done(&[CLOSE, LOCK, Action::CopyOut { vram_bytes: 0, how: CopyOptions::default() }]);
     let reached = client.ask("calls");
     assert_eq!(client.ask("clock 3"), 103);
     assert_eq!((client.ask("calls"), agent.page().waiters), (reached + 1, 0));
@@ -239,7 +239,7 @@ fn wait_for_events_ends_in_time_while_away() {
     client.send("wait 1500");
     agent.done(&OFFLOAD);
     assert!(client.answer() >= 1_500);
-    assert_eq!((agent.page().phase, agent.page().waiters), (Phase::Away, 0));
+    assert_eq!((agent.page().phase, agent.page().waiters), (Phase::Checkpointed, 0));
     client.finish();
 }
 

@@ -5,7 +5,7 @@
 mod support;
 
 use affinode_proto::wire::message::{Action, AgentMessage, ControllerMessage, Outcome};
-use affinode_proto::wire::{Abilities, Engine, Hazards, Phase, WIRE_VERSION};
+use affinode_proto::wire::{Capabilities, Engine, Hazards, Phase, WIRE_VERSION};
 use support::controller::{BRING_BACK, CHECKPOINT, CLOSE, Controller, LOCK, OFFLOAD};
 use support::{Build, Client};
 
@@ -30,16 +30,16 @@ fn the_hello_says_who_and_where() {
             generation: 0,
             driver_version: 12080,
             hazards: Hazards(0),
-            abilities: Abilities(
-                Abilities::RECORDS_CALLS.0
-                    | Abilities::USES_VAULT.0
-                    | Abilities::KEEPS_COPY.0
-                    | Abilities::PREPARES.0
-                    | Abilities::CHECKS.0
-                    | Abilities::DEDUPS.0,
+            abilities: Capabilities(
+                Capabilities::RECORDS_CALLS.0
+                    | Capabilities::USES_COPIER.0
+                    | Capabilities::RETAINS_HOST_COPY.0
+                    | Capabilities::PREFAULTS.0
+                    | Capabilities::CHECKS.0
+                    | Capabilities::DEDUPS.0,
             ),
-            carried_bytes: 0,
-            parked_bytes: 0,
+            swappable_bytes: 0,
+            copied_out_bytes: 0,
         }
     );
     assert!(client.threads().contains(&"affinode-agent".to_owned()));
@@ -53,7 +53,7 @@ fn phases_are_reported_and_stand_in_the_page() {
     let steps = [
         (CLOSE, Phase::Closed),
         (LOCK, Phase::Locked),
-        (CHECKPOINT, Phase::Away),
+        (CHECKPOINT, Phase::Checkpointed),
         (Action::Restore, Phase::Locked),
         (Action::Unlock, Phase::Closed),
         (Action::Open, Phase::Open),
@@ -76,7 +76,7 @@ fn an_order_to_come_back_that_was_decided_long_ago_is_not_carried_out() {
     let mut agent = controller.welcome();
     agent.done(&OFFLOAD);
     agent.start_decided(Action::Restore, 1);
-    assert_eq!(agent.report(), (Outcome::Late, Phase::Away, 0));
+    assert_eq!(agent.report(), (Outcome::Late, Phase::Checkpointed, 0));
     agent.done(&BRING_BACK);
 }
 
@@ -198,7 +198,7 @@ fn nothing_is_allocated_before_the_welcome_nor_when_a_hold_came_before_it() {
     agent.send(ControllerMessage::Welcome {
         process: 1,
         wait_for_room_ms: 0,
-        engine: Engine::Driver,
+        engine: Engine::Checkpoint,
     });
     // Its report comes after what the Welcome did: the caller still waits.
     agent.done(&[Action::HoldAllocations { deadline_ms: 1_000 }]);
@@ -213,7 +213,7 @@ fn nothing_is_allocated_before_the_welcome_nor_when_a_hold_came_before_it() {
     agent.send(ControllerMessage::Welcome {
         process: 2,
         wait_for_room_ms: 0,
-        engine: Engine::Driver,
+        engine: Engine::Checkpoint,
     });
     assert_eq!(client.answer(), 0, "a Welcome alone lets it go on");
 }
@@ -231,7 +231,7 @@ fn a_hold_outlives_its_connection_until_the_next_welcome() {
     agent.send(ControllerMessage::Welcome {
         process: 1,
         wait_for_room_ms: 0,
-        engine: Engine::Driver,
+        engine: Engine::Checkpoint,
     });
     assert_eq!(client.answer(), 0);
 }
@@ -351,7 +351,7 @@ fn calls_after_lost_restore_fail_outside_driver() {
     agent.done(&OFFLOAD);
     client.send("cuCtxSynchronize");
     agent.wake();
-    for phase in [Phase::Away, Phase::Away, Phase::Open] {
+    for phase in [Phase::Checkpointed, Phase::Checkpointed, Phase::Open] {
         assert_eq!(agent.order(Action::Restore), (Outcome::DriverError, phase, 214));
     }
     assert_eq!(client.answer(), ECC);

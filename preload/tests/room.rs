@@ -20,11 +20,11 @@ fn registered(controller: &Controller, wait_ms: u32) -> (Client, Connection) {
 }
 
 fn answer(agent: &mut Connection, ticket: u64, granted: bool) {
-    agent.send(ControllerMessage::Room { ticket, granted });
+    agent.send(ControllerMessage::AllocGrant { ticket, granted });
 }
 
 fn want(ticket: u64, attempts: u32) -> AgentMessage {
-    AgentMessage::Want { ticket, bytes: 4096, uuid: [0x43; 16], attempts }
+    AgentMessage::AllocWait { ticket, bytes: 4096, uuid: [0x43; 16], attempts }
 }
 
 #[test]
@@ -40,7 +40,7 @@ fn an_allocation_is_tried_again_until_there_is_room() {
         answer(&mut agent, 1, true);
     }
     assert_eq!(client.answer(), 0);
-    assert_eq!(agent.want(), AgentMessage::WantOver { ticket: 1, served: true });
+    assert_eq!(agent.want(), AgentMessage::AllocWaitDone { ticket: 1, served: true });
     assert_eq!(client.ask("cuMemAlloc"), 0);
 }
 
@@ -53,7 +53,7 @@ fn it_fails_as_ever_when_it_is_refused_out_of_time_or_not_to_wait() {
     assert_eq!(agent.want(), want(1, 0));
     answer(&mut agent, 1, false);
     assert_eq!(client.answer(), OUT_OF_MEMORY);
-    assert_eq!(agent.want(), AgentMessage::WantOver { ticket: 1, served: false });
+    assert_eq!(agent.want(), AgentMessage::AllocWaitDone { ticket: 1, served: false });
 
     let (mut client, _agent) = registered(&controller, 1);
     client.ask("short 1");
@@ -75,10 +75,10 @@ fn a_process_may_be_moved_out_and_back_while_its_allocation_waits() {
     // Room comes before the process is back: the call waits at the gate like any other.
     answer(&mut agent, 1, true);
     agent.wake();
-    assert_eq!(agent.page().phase, Phase::Away);
+    assert_eq!(agent.page().phase, Phase::Checkpointed);
     agent.done(&BRING_BACK);
     assert_eq!(client.answer(), 0);
-    assert_eq!(agent.want(), AgentMessage::WantOver { ticket: 1, served: true });
+    assert_eq!(agent.want(), AgentMessage::AllocWaitDone { ticket: 1, served: true });
 }
 
 #[test]
@@ -130,8 +130,8 @@ fn several_threads_take_turns() {
     let mut over = Vec::new();
     while over.len() < 3 {
         match agent.want() {
-            AgentMessage::Want { ticket, .. } => answer(&mut agent, ticket, true),
-            AgentMessage::WantOver { ticket, .. } => over.push(ticket),
+            AgentMessage::AllocWait { ticket, .. } => answer(&mut agent, ticket, true),
+            AgentMessage::AllocWaitDone { ticket, .. } => over.push(ticket),
             other => panic!("{other:?}"),
         }
     }

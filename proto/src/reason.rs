@@ -43,7 +43,7 @@ reasons! {
     /// Nothing asked for an offload: mode pressure.
     NoPressure = "no-pressure", "mode is pressure and nobody needs the VRAM";
     /// Nothing asked for an offload: mode auto, and more is wanted than fits.
-    Crowded = "crowded", "its GPU is wanted by more than fits on it: it stays until somebody needs the room";
+    Crowded = "oversubscribed", "its GPU is wanted by more than fits on it: it stays until somebody needs the room";
     /// Outside its window.
     OutsideWindow = "outside-window", "it is outside its window: it stays until somebody needs the room";
     /// Not worth a move.
@@ -78,12 +78,12 @@ reasons! {
     /// Runs under MPS.
     Mps = "mps", "runs under MPS, which the driver cannot checkpoint";
     /// A tool of the driver's is in the process, and nothing else of it can be copied.
-    Tools = "tools", "a profiler, sanitizer or debugger is or was in the process: its context stays on the GPU, because the driver's checkpoint would hang or lose it; the engines auto, fast and park copy its memory";
+    Tools = "tools", "a profiler, sanitizer or debugger is or was in the process: its context stays on the GPU, because the driver's checkpoint would hang or lose it; the engines auto, full and copy copy its memory";
     /// A video library is in the process, and nothing else of it can be copied.
-    Video = "video", "has a library for video loaded (NVDEC, NVENC): its context stays on the GPU; the engines auto, fast and park copy its memory";
+    Video = "video", "has a library for video loaded (NVDEC, NVENC): its context stays on the GPU; the engines auto, full and copy copy its memory";
     /// One of its threads reached the driver past the hooks while it was away, and nothing else of it
     /// can be copied.
-    HiddenWay = "hidden-way", "a thread of it blocked inside the driver while it was away, on a way that no hook sees: its context stays on the GPU from now on; the engines auto, fast and park copy its memory";
+    HiddenWay = "hidden-way", "a thread of it blocked inside the driver while it was away, on a way that no hook sees: its context stays on the GPU from now on; the engines auto, full and copy copy its memory";
     /// Its memory did not come back as it had left.
     DamagedMemory = "damaged-memory", "its memory did not come back as it had left, so its CUDA calls fail (CUDA_ERROR_ECC_UNCORRECTABLE): start it anew";
     /// On a GPU that is cut into MIG instances.

@@ -12,7 +12,7 @@ const PATH_MAX_BYTES: usize = 107;
 
 /// A shim's address that the proxy can stand in front of.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Address {
+pub struct SocketAddress {
     path: PathBuf,
 }
 
@@ -31,16 +31,16 @@ pub enum AddressError {
     TooLong(PathBuf),
 }
 
-impl Address {
+impl SocketAddress {
     /// Reads `unix:///path`.
-    pub fn parse(text: &str) -> Result<Address, AddressError> {
+    pub fn parse(text: &str) -> Result<SocketAddress, AddressError> {
         match text.strip_prefix("unix://") {
             Some(path) if path.starts_with('/') => {
                 let path = PathBuf::from(path);
                 if path.as_os_str().len() > PATH_MAX_BYTES {
                     return Err(AddressError::TooLong(path));
                 }
-                Ok(Address { path })
+                Ok(SocketAddress { path })
             }
             _ => Err(AddressError::NotUnix(text.to_owned())),
         }
@@ -48,13 +48,13 @@ impl Address {
 
     /// The address of our proxy before this stock shim: in the same folder, so
     /// that the folder's rights and length hold for it too.
-    pub fn proxy(&self) -> Result<Address, AddressError> {
+    pub fn proxy(&self) -> Result<SocketAddress, AddressError> {
         let name = hex(&Sha256::digest(format!("affinode:{self}")));
         let path = self.path.with_file_name(name);
         if path.as_os_str().len() > PATH_MAX_BYTES {
             return Err(AddressError::TooLong(path));
         }
-        Ok(Address { path })
+        Ok(SocketAddress { path })
     }
 
     /// The socket's path.
@@ -80,7 +80,7 @@ impl Address {
     }
 }
 
-impl std::fmt::Display for Address {
+impl std::fmt::Display for SocketAddress {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "unix://{}", self.path.display())
     }
@@ -106,7 +106,7 @@ mod tests {
 
     #[test]
     fn the_proxy_lives_beside_the_stock_shim() {
-        let stock = Address::parse(STOCK).unwrap();
+        let stock = SocketAddress::parse(STOCK).unwrap();
         let ours = stock.proxy().unwrap();
         assert_eq!(ours.path().parent(), stock.path().parent());
         assert_ne!(ours, stock);
@@ -121,17 +121,17 @@ mod tests {
     #[test]
     fn other_transports_are_refused_by_name() {
         for text in ["vsock://2:1024", "\0abstract", "", "unix://relative"] {
-            let error = Address::parse(text).unwrap_err().to_string();
+            let error = SocketAddress::parse(text).unwrap_err().to_string();
             assert!(error.contains("not a unix:// path"), "{error}");
         }
         let long = format!("unix:///{}", "x".repeat(200));
-        assert!(matches!(Address::parse(&long), Err(AddressError::TooLong(_))));
+        assert!(matches!(SocketAddress::parse(&long), Err(AddressError::TooLong(_))));
     }
 
     #[test]
     fn a_successor_is_not_unlinked() {
         let dir = tempfile::tempdir().unwrap();
-        let address = Address { path: dir.path().join("s") };
+        let address = SocketAddress { path: dir.path().join("s") };
         let first = std::os::unix::net::UnixListener::bind(address.path()).unwrap();
         let inode = address.inode();
         // Keep the first inode in use, so that the second is another.

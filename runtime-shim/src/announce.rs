@@ -23,9 +23,9 @@ use tokio::time::Instant;
 use tracing::{info, warn};
 
 use crate::launch::Launcher;
-use crate::paths::Paths;
+use crate::paths::ShimPaths;
 use crate::report;
-use crate::rpc::{Caller, RpcError};
+use crate::rpc::{RpcCaller, RpcError};
 
 /// Longest time between two attempts to reach the controller.
 const BACK_OFF_MAX: Duration = Duration::from_secs(30);
@@ -37,12 +37,12 @@ const SPREAD_MS: u32 = 200;
 /// A way to the task that talks to the controller.
 #[derive(Debug)]
 pub struct Announcer {
-    orders: mpsc::UnboundedSender<Order>,
+    orders: mpsc::UnboundedSender<AnnounceOrder>,
     task: JoinHandle<()>,
 }
 
 #[derive(Debug)]
-enum Order {
+enum AnnounceOrder {
     Add(Box<Announcement>),
     Remove(String),
 }
@@ -52,19 +52,19 @@ impl Announcer {
     #[must_use]
     pub fn spawn(launcher: Launcher) -> Announcer {
         let (orders, inbox) = mpsc::unbounded_channel();
-        let task = tokio::spawn(State::new(launcher).run(inbox));
+        let task = tokio::spawn(AnnouncerState::new(launcher).run(inbox));
         Announcer { orders, task }
     }
 
     /// A container is being created.
     pub fn add(&self, container: Announcement) {
         // The task ends only with its last sender.
-        let _ = self.orders.send(Order::Add(Box::new(container)));
+        let _ = self.orders.send(AnnounceOrder::Add(Box::new(container)));
     }
 
     /// A container is gone; its folder goes too. Unknown keys are no matter.
     pub fn remove(&self, key: String) {
-        let _ = self.orders.send(Order::Remove(key));
+        let _ = self.orders.send(AnnounceOrder::Remove(key));
     }
 
     /// Ends the task once it has done what it was told, or after `patience`.
@@ -74,7 +74,7 @@ impl Announcer {
     }
 }
 
-struct State {
+struct AnnouncerState {
     launcher: Launcher,
     containers: BTreeMap<String, Announcement>,
     /// Held open without a word: its end is the controller's.
@@ -83,9 +83,9 @@ struct State {
     next_attempt: Instant,
 }
 
-impl State {
-    fn new(launcher: Launcher) -> State {
-        State {
+impl AnnouncerState {
+    fn new(launcher: Launcher) -> AnnouncerState {
+        AnnouncerState {
             launcher,
             containers: BTreeMap::new(),
             watch: None,
@@ -94,15 +94,15 @@ impl State {
         }
     }
 
-    async fn run(mut self, mut inbox: mpsc::UnboundedReceiver<Order>) {
+    async fn run(mut self, mut inbox: mpsc::UnboundedReceiver<AnnounceOrder>) {
         loop {
             let seeking = self.watch.is_none() && !self.containers.is_empty();
             tokio::select! {
                 // Orders first, so that one that came before the end is done.
                 biased;
                 order = inbox.recv() => match order {
-                    Some(Order::Add(container)) => self.add(*container).await,
-                    Some(Order::Remove(key)) => self.remove(&key).await,
+                    Some(AnnounceOrder::Add(container)) => self.add(*container).await,
+                    Some(AnnounceOrder::Remove(key)) => self.remove(&key).await,
                     None => return,
                 },
                 () = ended(&mut self.watch) => {
@@ -181,10 +181,10 @@ impl State {
     /// A call on a connection of its own, bounded in time.
     async fn call<T: Send + 'static>(
         &self,
-        call: impl FnOnce(&mut Caller) -> Result<T, RpcError> + Send + 'static,
+        call: impl FnOnce(&mut RpcCaller) -> Result<T, RpcError> + Send + 'static,
     ) -> Result<T, RpcError> {
         let socket = self.launcher.paths.control_socket();
-        tokio::task::spawn_blocking(move || call(&mut Caller::control(&socket)?))
+        tokio::task::spawn_blocking(move || call(&mut RpcCaller::control(&socket)?))
             .await
             .unwrap_or_else(|error| Err(std::io::Error::other(error).into()))
     }
@@ -202,14 +202,14 @@ async fn ended(watch: &mut Option<UnixStream>) {
 
 /// Tells a container's end to a controller, if there is one, and removes its
 /// folder: for `delete`, where no announcer is left.
-pub fn withdraw(paths: &Paths, key: &str) {
+pub fn withdraw(paths: &ShimPaths, key: &str) {
     let folder = paths.container(key);
     if !folder.exists() {
         return;
     }
     let generation = folder.generation();
     // Without a controller there is nobody to tell.
-    let _ = Caller::control(&paths.control_socket())
+    let _ = RpcCaller::control(&paths.control_socket())
         .and_then(|mut caller| caller.withdraw(key, generation.unwrap_or(0)));
     if let Err(error) = folder.remove(generation) {
         warn!(key, "cannot remove the container's folder: {error}");

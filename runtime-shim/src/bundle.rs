@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::peer::Identity;
+use crate::probe::ShimIdentity;
 
 /// Bound on what is read of config.json; real ones are below 1 MiB.
 const CONFIG_MAX_BYTES: u64 = 16 << 20;
@@ -64,13 +64,13 @@ pub enum BundleError {
 
 /// What `start` leaves in the bundle for `delete`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Note {
+pub struct BundleNote {
     /// The proxy's address.
     pub address: String,
     /// The stock shim's address.
     pub upstream: String,
     /// The stock shim.
-    pub shim: Identity,
+    pub shim: ShimIdentity,
 }
 
 impl Bundle {
@@ -125,7 +125,7 @@ impl Bundle {
     }
 
     /// Leaves a note for `delete`.
-    pub fn write_note(&self, note: &Note) -> Result<(), BundleError> {
+    pub fn write_note(&self, note: &BundleNote) -> Result<(), BundleError> {
         let path = self.0.join(NOTE);
         let write = || {
             let bytes = serde_json::to_vec(note)?;
@@ -136,7 +136,7 @@ impl Bundle {
 
     /// The note that `start` left, if it did.
     #[must_use]
-    pub fn note(&self) -> Option<Note> {
+    pub fn note(&self) -> Option<BundleNote> {
         let bytes = read_bounded(&self.0.join(NOTE), NOTE_MAX_BYTES).ok()?;
         serde_json::from_slice(&bytes).ok()
     }

@@ -6,7 +6,7 @@ use std::ffi::OsString;
 
 /// What the process was started to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Action {
+pub enum ShimAction {
     /// Start or join the shim of a container's group; prints its address.
     Start,
     /// Clean up after a shim that is gone; prints a DeleteResponse.
@@ -21,7 +21,7 @@ pub enum Action {
 
 /// The flags of the stock shim, and two of our own for the daemon.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Flags {
+pub struct ShimFlags {
     /// containerd namespace that owns the container.
     pub namespace: String,
     /// Container id.
@@ -48,11 +48,11 @@ pub struct Flags {
 
 /// A parsed command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Invocation {
+pub struct ShimInvocation {
     /// What to do.
-    pub action: Action,
+    pub action: ShimAction,
     /// With what.
-    pub flags: Flags,
+    pub flags: ShimFlags,
 }
 
 /// The command line is not one that containerd would write.
@@ -90,10 +90,10 @@ pub enum CliError {
     NoNamespace,
 }
 
-impl Invocation {
+impl ShimInvocation {
     /// Parses the arguments after the program's name.
-    pub fn parse(argv: &[OsString]) -> Result<Invocation, CliError> {
-        let mut flags = Flags::default();
+    pub fn parse(argv: &[OsString]) -> Result<ShimInvocation, CliError> {
+        let mut flags = ShimFlags::default();
         let (mut info, mut version) = (false, false);
         let mut words =
             argv.iter().map(|arg| arg.to_str().ok_or_else(|| CliError::NotUtf8(arg.to_owned())));
@@ -145,19 +145,20 @@ impl Invocation {
             };
         }
         let action = match (version, info, action.as_deref()) {
-            (true, ..) => Action::Version,
-            (_, true, _) => Action::Info,
-            (.., Some("start")) => Action::Start,
-            (.., Some("delete")) => Action::Delete,
-            (.., Some("serve")) => Action::Serve,
+            (true, ..) => ShimAction::Version,
+            (_, true, _) => ShimAction::Info,
+            (.., Some("start")) => ShimAction::Start,
+            (.., Some("delete")) => ShimAction::Delete,
+            (.., Some("serve")) => ShimAction::Serve,
             (.., Some(other)) => return Err(CliError::UnknownAction(other.to_owned())),
             (.., None) => return Err(CliError::NoAction),
         };
-        let needs_namespace = matches!(action, Action::Start | Action::Delete | Action::Serve);
+        let needs_namespace =
+            matches!(action, ShimAction::Start | ShimAction::Delete | ShimAction::Serve);
         if needs_namespace && flags.namespace.is_empty() {
             return Err(CliError::NoNamespace);
         }
-        Ok(Invocation { action, flags })
+        Ok(ShimInvocation { action, flags })
     }
 }
 
@@ -173,9 +174,9 @@ fn boolean(flag: &str, inline: Option<&str>) -> Result<bool, CliError> {
 mod tests {
     use super::*;
 
-    fn parse(line: &str) -> Result<Invocation, CliError> {
+    fn parse(line: &str) -> Result<ShimInvocation, CliError> {
         let argv: Vec<OsString> = line.split_whitespace().map(OsString::from).collect();
-        Invocation::parse(&argv)
+        ShimInvocation::parse(&argv)
     }
 
     #[test]
@@ -186,7 +187,7 @@ mod tests {
             "-namespace=k8s.io -address /run/c.sock -publish-binary /usr/bin/containerd -id abc -debug=false start",
         ] {
             let got = parse(line).unwrap();
-            assert_eq!(got.action, Action::Start);
+            assert_eq!(got.action, ShimAction::Start);
             assert_eq!(got.flags.namespace, "k8s.io");
             assert_eq!(got.flags.address, "/run/c.sock");
             assert_eq!(got.flags.publish_binary, "/usr/bin/containerd");
@@ -198,21 +199,21 @@ mod tests {
     #[test]
     fn delete_names_its_bundle() {
         let got = parse("-namespace n -id i -bundle /b -debug delete").unwrap();
-        assert_eq!(got.action, Action::Delete);
+        assert_eq!(got.action, ShimAction::Delete);
         assert_eq!(got.flags.bundle, "/b");
         assert!(got.flags.debug);
     }
 
     #[test]
     fn info_and_version_need_no_namespace() {
-        assert_eq!(parse("-info").unwrap().action, Action::Info);
-        assert_eq!(parse("-v").unwrap().action, Action::Version);
-        assert_eq!(parse("--version").unwrap().action, Action::Version);
+        assert_eq!(parse("-info").unwrap().action, ShimAction::Info);
+        assert_eq!(parse("-v").unwrap().action, ShimAction::Version);
+        assert_eq!(parse("--version").unwrap().action, ShimAction::Version);
     }
 
     #[test]
     fn flags_after_the_action_are_not_flags() {
-        assert_eq!(parse("-namespace n start -nonsense").unwrap().action, Action::Start);
+        assert_eq!(parse("-namespace n start -nonsense").unwrap().action, ShimAction::Start);
     }
 
     #[test]

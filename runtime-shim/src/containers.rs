@@ -11,16 +11,16 @@ use tracing::warn;
 
 use crate::announce::Announcer;
 use crate::bundle::Bundle;
-use crate::create::{self, Prepared};
+use crate::create::{self, PreparedContainer};
 use crate::launch::Launcher;
-use crate::paths::{Paths, container_key};
-use crate::proxy::Tasks;
+use crate::paths::{ShimPaths, container_key};
+use crate::proxy::TaskService;
 use crate::{EngineOf, report};
 
 /// The containers of a group.
 #[derive(Debug)]
 pub struct Containers {
-    paths: Paths,
+    paths: ShimPaths,
     namespace: String,
     engine_of: EngineOf,
     announcer: Announcer,
@@ -33,7 +33,7 @@ impl Containers {
     /// None yet. Needs a runtime, for the task that talks to the controller.
     #[must_use]
     pub fn new(namespace: &str, engine_of: EngineOf) -> Containers {
-        let paths = Paths::from_env();
+        let paths = ShimPaths::from_env();
         Containers {
             announcer: Announcer::spawn(Launcher::new(paths.clone())),
             namespace: namespace.to_owned(),
@@ -61,14 +61,14 @@ impl Containers {
     }
 }
 
-impl Tasks for Containers {
+impl TaskService for Containers {
     async fn create(&self, request: &CreateTaskRequest) -> Option<Any> {
         let (paths, namespace) = (self.paths.clone(), self.namespace.clone());
         self.members.borrow_mut().insert(request.id.clone());
         self.note_members();
         let (request, engine_of) = (request.clone(), self.engine_of);
         let prepare = move || create::prepare(&paths, &namespace, &request, engine_of);
-        let Prepared { options, container } = tokio::task::spawn_blocking(prepare)
+        let PreparedContainer { options, container } = tokio::task::spawn_blocking(prepare)
             .await
             .inspect_err(|error| warn!("container runs unmanaged: {error}"))
             .unwrap_or_default();

@@ -22,17 +22,17 @@ use serde_json::Value;
 use tracing::{info, warn};
 
 use crate::bundle::{Bundle, BundleError};
-use crate::identity;
+use crate::ld_so_preload;
+use crate::metadata;
 use crate::options;
-use crate::paths::{ContainerDir, Paths};
-use crate::preload;
-use crate::rootfs::{Found, Rootfs, RootfsError};
+use crate::paths::{ContainerDir, ShimPaths};
+use crate::rootfs::{ResolvedPath, RootfsError, RootfsLayers};
 use crate::spec::{self, BindMount, EditError};
 use crate::{EngineOf, report};
 
 /// What goes on with a Create.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Prepared {
+pub struct PreparedContainer {
     /// Options in place of those of the request.
     pub options: Option<Any>,
     /// The container, if it is to be managed.
@@ -49,15 +49,15 @@ pub enum NotManaged {
     #[error("cannot tell what the image preloads")]
     Rootfs(#[from] RootfsError),
     /// The image has something else in the file's place.
-    #[error("{file} of the image is {0}, not a file", file = preload::FILE)]
+    #[error("{file} of the image is {0}, not a file", file = ld_so_preload::FILE)]
     NotAFile(&'static str),
     /// A list of the host's cannot be read.
-    #[error("cannot read {path:?}, which is mounted over {file}", file = preload::FILE)]
+    #[error("cannot read {path:?}, which is mounted over {file}", file = ld_so_preload::FILE)]
     HostFile {
         /// On the host.
         path: std::path::PathBuf,
         /// Why.
-        source: preload::HostFileError,
+        source: ld_so_preload::HostFileError,
     },
     /// Mount points cannot be made.
     #[error("the root filesystem is mounted read-only, so mount points cannot be added to it")]
@@ -76,11 +76,11 @@ pub enum NotManaged {
 /// Prepares a container for its creation. Blocks on files.
 #[must_use]
 pub fn prepare(
-    paths: &Paths,
+    paths: &ShimPaths,
     namespace: &str,
     request: &CreateTaskRequest,
     engine_of: EngineOf,
-) -> Prepared {
+) -> PreparedContainer {
     let id = request.id.as_str();
     let bundle = Bundle::new(&request.bundle);
     let mut spec = match bundle.read_spec() {
@@ -96,11 +96,11 @@ pub fn prepare(
         .unwrap_or_default();
     let container =
         spec.as_mut().and_then(|spec| manage(paths, namespace, request, &bundle, spec, engine_of));
-    Prepared { options, container }
+    PreparedContainer { options, container }
 }
 
 fn manage(
-    paths: &Paths,
+    paths: &ShimPaths,
     namespace: &str,
     request: &CreateTaskRequest,
     bundle: &Bundle,
@@ -115,7 +115,7 @@ fn manage(
     if !decision.manage {
         return None;
     }
-    let mut announcement = identity::announcement(namespace, request, spec);
+    let mut announcement = metadata::announcement(namespace, request, spec);
     announcement.generation = generation();
     let folder = paths.container(&announcement.key);
     let engine = engine_of(&paths.config, &announcement);
@@ -141,7 +141,7 @@ fn generation() -> u64 {
 }
 
 fn edit(
-    paths: &Paths,
+    paths: &ShimPaths,
     folder: &ContainerDir,
     announcement: &Announcement,
     engine: &str,
@@ -152,25 +152,27 @@ fn edit(
     if !paths.library().is_file() {
         return Err(NotManaged::NoLibrary(paths.library()));
     }
-    let rootfs = Rootfs::new(&request.rootfs, spec::root_path(spec), Path::new(&request.bundle))?;
+    let rootfs =
+        RootfsLayers::new(&request.rootfs, spec::root_path(spec), Path::new(&request.bundle))?;
     if !rootfs.writable() {
         return Err(NotManaged::ReadOnly);
     }
     // Our own file of an earlier Create, if it is gone: begun again from the image.
-    let list = spec::take_file_mount(spec, preload::FILE)
+    let list = spec::take_file_mount(spec, ld_so_preload::FILE)
         .filter(|path| *path != folder.preload() || path.exists());
     let theirs = match list {
-        Some(path) => {
-            preload::read_host(&path).map_err(|source| NotManaged::HostFile { path, source })?
-        }
-        None => match rootfs.find(preload::FILE, preload::MAX_BYTES)? {
-            Found::Missing => Vec::new(),
-            Found::Regular(own) => own,
-            Found::Other(kind) => return Err(NotManaged::NotAFile(kind)),
+        Some(path) => ld_so_preload::read_host(&path)
+            .map_err(|source| NotManaged::HostFile { path, source })?,
+        None => match rootfs.find(ld_so_preload::FILE, ld_so_preload::MAX_BYTES)? {
+            ResolvedPath::Missing => Vec::new(),
+            ResolvedPath::Regular(own) => own,
+            ResolvedPath::Other(kind) => return Err(NotManaged::NotAFile(kind)),
         },
     };
     spec::add_mounts(spec, &mounts(paths, folder))?;
-    folder.make(announcement.generation, &preload::merge(&theirs)).map_err(NotManaged::Folder)?;
+    folder
+        .make(announcement.generation, &ld_so_preload::merge(&theirs))
+        .map_err(NotManaged::Folder)?;
     // What looks for the driver's functions before the controller has named the engine gets them
     // as that one needs them.
     folder.write_engine(engine).map_err(NotManaged::Folder)?;
@@ -178,7 +180,7 @@ fn edit(
     Ok(())
 }
 
-fn mounts(paths: &Paths, folder: &ContainerDir) -> [BindMount; 3] {
+fn mounts(paths: &ShimPaths, folder: &ContainerDir) -> [BindMount; 3] {
     [
         BindMount {
             source: paths.lib_dir.clone(),
@@ -192,7 +194,7 @@ fn mounts(paths: &Paths, folder: &ContainerDir) -> [BindMount; 3] {
         },
         BindMount {
             source: folder.preload(),
-            destination: preload::FILE,
+            destination: ld_so_preload::FILE,
             options: &["bind", "ro", "nosuid", "nodev", "noexec"],
         },
     ]

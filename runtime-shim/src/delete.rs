@@ -15,19 +15,19 @@ use std::time::{Duration, Instant};
 use tracing::level_filters::LevelFilter;
 use tracing::warn;
 
-use crate::address::Address;
+use crate::address::SocketAddress;
 use crate::announce;
-use crate::bundle::{Bundle, Note};
-use crate::cli::Flags;
-use crate::paths::{Paths, container_key};
-use crate::peer::{self, Peer};
+use crate::bundle::{Bundle, BundleNote};
+use crate::cli::ShimFlags;
+use crate::paths::{ShimPaths, container_key};
+use crate::probe::{self, ProbedPeer};
 use crate::process;
-use crate::stock::{Stock, StockError};
+use crate::runc_shim::{RuncShim, RuncShimError};
 
 /// Until when everything but the container's own clean-up must be done.
 const BUDGET: Duration = Duration::from_millis(4000);
 /// How long a proxy may take to say that it lives.
-const PATIENCE: Duration = Duration::from_millis(500);
+const PROXY_REPLY_TIMEOUT: Duration = Duration::from_millis(500);
 /// Between the first two tries of a clean-up; twice as long each time, up to the second.
 const PAUSE: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_millis(200);
@@ -42,14 +42,14 @@ pub enum DeleteError {
     Bundle(#[source] std::io::Error),
     /// The stock shim.
     #[error("cannot run the stock shim")]
-    Stock(#[from] StockError),
+    Stock(#[from] RuncShimError),
     /// It could not be started or waited for.
     #[error("cannot run the stock shim")]
     Run(#[source] std::io::Error),
 }
 
 /// Runs `delete`. stdout and stderr are the stock shim's; returns its exit code.
-pub fn delete(flags: &Flags, argv: &[OsString]) -> Result<u8, DeleteError> {
+pub fn delete(flags: &ShimFlags, argv: &[OsString]) -> Result<u8, DeleteError> {
     crate::log::init(LevelFilter::WARN);
     let deadline = Instant::now() + BUDGET;
     let bundle = if flags.bundle.is_empty() {
@@ -57,7 +57,7 @@ pub fn delete(flags: &Flags, argv: &[OsString]) -> Result<u8, DeleteError> {
     } else {
         Bundle::new(&flags.bundle)
     };
-    let stock = Stock::find(&flags.publish_binary)?;
+    let stock = RuncShim::find(&flags.publish_binary)?;
     let orphans = match group_note(&bundle) {
         Some(note) => end_dead_group(&bundle, &note),
         None => BTreeSet::new(),
@@ -75,7 +75,7 @@ pub fn delete(flags: &Flags, argv: &[OsString]) -> Result<u8, DeleteError> {
         .collect();
     // containerd ends this process when its patience does: first things first.
     let _ = process::wait(&mut own, deadline);
-    let paths = Paths::from_env();
+    let paths = ShimPaths::from_env();
     for id in std::iter::once(&flags.id).chain(&orphans) {
         announce::withdraw(&paths, &container_key(&flags.namespace, id));
     }
@@ -98,7 +98,7 @@ pub fn delete(flags: &Flags, argv: &[OsString]) -> Result<u8, DeleteError> {
 
 /// The note of this bundle, or that of its group's sandbox: 2.x runs `start` for
 /// the sandbox alone.
-fn group_note(bundle: &Bundle) -> Option<Note> {
+fn group_note(bundle: &Bundle) -> Option<BundleNote> {
     if let Some(note) = bundle.note() {
         return Some(note);
     }
@@ -109,15 +109,15 @@ fn group_note(bundle: &Bundle) -> Option<Note> {
 /// If the group's proxy is gone, ends its stock shim and returns the ids of its
 /// other containers for which containerd asks nobody to clean up: those that had
 /// no `start` of their own.
-fn end_dead_group(bundle: &Bundle, note: &Note) -> BTreeSet<String> {
-    let Ok(listen) = Address::parse(&note.address) else {
+fn end_dead_group(bundle: &Bundle, note: &BundleNote) -> BTreeSet<String> {
+    let Ok(listen) = SocketAddress::parse(&note.address) else {
         return BTreeSet::new();
     };
-    match peer::ask(&listen, PATIENCE) {
-        Peer::Dead => {}
-        Peer::Alive(_) => return BTreeSet::new(),
+    match probe::ask(&listen, PROXY_REPLY_TIMEOUT) {
+        ProbedPeer::Dead => {}
+        ProbedPeer::Alive(_) => return BTreeSet::new(),
         // Rather a leak than the death of a pod that lives.
-        Peer::Silent(error) => {
+        ProbedPeer::Silent(error) => {
             warn!("the proxy at {listen} does not answer, its group is left alone: {error}");
             return BTreeSet::new();
         }
@@ -126,7 +126,7 @@ fn end_dead_group(bundle: &Bundle, note: &Note) -> BTreeSet<String> {
         warn!(pid = note.shim.pid, "cannot end the orphaned stock shim: {error}");
     }
     listen.unlink(Some(note.shim.proxy_inode));
-    if let Ok(upstream) = Address::parse(&note.upstream) {
+    if let Ok(upstream) = SocketAddress::parse(&note.upstream) {
         upstream.unlink(Some(note.shim.socket_inode));
     }
     let served = bundle.members().into_iter();
@@ -143,8 +143,8 @@ fn end_dead_group(bundle: &Bundle, note: &Note) -> BTreeSet<String> {
 /// The stock shim reports no failure of runc, which fails while a process is still dying in the
 /// cgroup: it is asked again until runc's state is gone.
 fn delete_what_is_left(
-    stock: &Stock,
-    flags: &Flags,
+    stock: &RuncShim,
+    flags: &ShimFlags,
     bundle: &Bundle,
     mut ids: Vec<&String>,
     deadline: Instant,
@@ -172,7 +172,7 @@ fn delete_what_is_left(
     }
 }
 
-fn delete_one(stock: &Stock, flags: &Flags, bundle: &Bundle, id: &str) -> Option<Child> {
+fn delete_one(stock: &RuncShim, flags: &ShimFlags, bundle: &Bundle, id: &str) -> Option<Child> {
     let path = bundle.sibling(id).path().to_owned();
     let argv: [OsString; 11] = [
         "-namespace".into(),
@@ -206,16 +206,16 @@ mod tests {
     use std::process::Command;
 
     use super::*;
-    use crate::peer::Identity;
+    use crate::probe::ShimIdentity;
 
     /// A sandbox's bundle, its note, and a process in the stock shim's place.
-    fn group(dir: &std::path::Path) -> (Bundle, Note, Child) {
+    fn group(dir: &std::path::Path) -> (Bundle, BundleNote, Child) {
         let stock = Command::new("sleep").arg("1000").spawn().unwrap();
         let pid = i32::try_from(stock.id()).unwrap();
-        let note = Note {
+        let note = BundleNote {
             address: format!("unix://{}/proxy", dir.display()),
             upstream: format!("unix://{}/stock", dir.display()),
-            shim: Identity {
+            shim: ShimIdentity {
                 pid,
                 start_ticks: process::start_ticks(pid).unwrap(),
                 socket_inode: 0,

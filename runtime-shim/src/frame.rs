@@ -21,7 +21,7 @@ pub const RESPONSE: u8 = 2;
 
 /// The first bytes of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Header {
+pub struct FrameHeader {
     /// Length of the payload.
     pub payload_bytes: u32,
     /// Stream that the frame belongs to.
@@ -46,15 +46,15 @@ pub enum FrameError {
     Broken(#[from] io::Error),
 }
 
-impl Header {
+impl FrameHeader {
     /// Reads a header from its bytes.
-    pub fn decode(bytes: [u8; HEADER_BYTES]) -> Result<Header, FrameError> {
+    pub fn decode(bytes: [u8; HEADER_BYTES]) -> Result<FrameHeader, FrameError> {
         let [a, b, c, d, e, f, g, h, kind, flags] = bytes;
         let payload_bytes = u32::from_be_bytes([a, b, c, d]);
         if payload_bytes > PAYLOAD_MAX_BYTES {
             return Err(FrameError::TooLong { payload_bytes });
         }
-        Ok(Header { payload_bytes, stream: u32::from_be_bytes([e, f, g, h]), kind, flags })
+        Ok(FrameHeader { payload_bytes, stream: u32::from_be_bytes([e, f, g, h]), kind, flags })
     }
 
     /// The header's bytes.
@@ -70,7 +70,7 @@ impl Header {
     pub fn with_payload(&self, payload: &[u8]) -> Option<Vec<u8>> {
         let payload_bytes =
             u32::try_from(payload.len()).ok().filter(|bytes| *bytes <= PAYLOAD_MAX_BYTES)?;
-        let header = Header { payload_bytes, ..*self };
+        let header = FrameHeader { payload_bytes, ..*self };
         Some([&header.encode()[..], payload].concat())
     }
 }
@@ -96,13 +96,13 @@ mod tests {
     proptest! {
         #[test]
         fn headers_survive(payload_bytes in 0..=PAYLOAD_MAX_BYTES, stream: u32, kind: u8, flags: u8) {
-            let header = Header { payload_bytes, stream, kind, flags };
-            prop_assert_eq!(Header::decode(header.encode()).unwrap(), header);
+            let header = FrameHeader { payload_bytes, stream, kind, flags };
+            prop_assert_eq!(FrameHeader::decode(header.encode()).unwrap(), header);
         }
 
         #[test]
         fn every_header_is_itself_or_refused(bytes: [u8; HEADER_BYTES]) {
-            match Header::decode(bytes) {
+            match FrameHeader::decode(bytes) {
                 Ok(header) => prop_assert_eq!(header.encode(), bytes),
                 Err(FrameError::TooLong { payload_bytes }) => prop_assert!(payload_bytes > PAYLOAD_MAX_BYTES),
                 Err(other) => prop_assert!(false, "{}", other),
@@ -112,7 +112,7 @@ mod tests {
 
     #[test]
     fn a_payload_must_fit() {
-        let header = Header { payload_bytes: 3, stream: 5, kind: REQUEST, flags: 0 };
+        let header = FrameHeader { payload_bytes: 3, stream: 5, kind: REQUEST, flags: 0 };
         assert!(header.with_payload(&vec![0; (4 << 20) + 1]).is_none());
         let frame = header.with_payload(b"ab").unwrap();
         assert_eq!(frame, b"\0\0\0\x02\0\0\0\x05\x01\0ab");

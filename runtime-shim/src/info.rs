@@ -7,9 +7,9 @@ use containerd_shim_protos::protobuf::{Message, well_known_types::any::Any};
 use containerd_shim_protos::types::introspection::RuntimeInfo;
 
 use crate::RUNTIME;
-use crate::cli::Flags;
+use crate::cli::ShimFlags;
 use crate::options::{self, OptionsError};
-use crate::stock::{Stock, StockError};
+use crate::runc_shim::{RuncShim, RuncShimError};
 
 /// Bound on stdin, as the stock shim's.
 const STDIN_MAX_BYTES: u64 = 10 << 20;
@@ -25,16 +25,16 @@ pub enum InfoError {
     Options(#[from] OptionsError),
     /// The stock shim failed.
     #[error("cannot ask the stock shim for its features")]
-    Stock(#[from] StockError),
+    Stock(#[from] RuncShimError),
     /// A message could not be read or written.
     #[error("cannot decode what was exchanged with the stock shim")]
     Decode(#[from] protobuf::Error),
 }
 
 /// Runs the stock `-info` with translated options. Returns the bytes for stdout.
-pub fn info(flags: &Flags, argv: &[OsString]) -> Result<Vec<u8>, InfoError> {
+pub fn info(flags: &ShimFlags, argv: &[OsString]) -> Result<Vec<u8>, InfoError> {
     let stdin = read_stdin().map_err(InfoError::Stdin)?;
-    let stock = Stock::find(&flags.publish_binary)?;
+    let stock = RuncShim::find(&flags.publish_binary)?;
     let (_, stdout) = stock.run(argv, &translate(&stdin)?)?;
     rename(&stdout)
 }

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use tokio::net::UnixStream;
 
 use crate::cgroup;
-use crate::paths::Paths;
+use crate::paths::ShimPaths;
 
 /// The controller's cgroup, beside the pods'.
 const CGROUP: &str = "affinode";
@@ -25,7 +25,7 @@ const LOCK: &str = "launch.lock";
 /// Below the run directory: what the controller says before its own log is open.
 const LOG: &str = "controller.log";
 /// How long a controller may take until it accepts connections.
-const PATIENCE: Duration = Duration::from_secs(3);
+const CONTROLLER_START_TIMEOUT: Duration = Duration::from_secs(3);
 /// Between two looks whether it does.
 const PAUSE: Duration = Duration::from_millis(20);
 
@@ -33,7 +33,7 @@ const PAUSE: Duration = Duration::from_millis(20);
 #[derive(Clone, Debug)]
 pub struct Launcher {
     /// The installation.
-    pub paths: Paths,
+    pub paths: ShimPaths,
     /// The program whose `launch` is run.
     pub program: PathBuf,
 }
@@ -62,7 +62,7 @@ pub enum LaunchError {
 
 impl Launcher {
     /// This binary, for this installation.
-    pub fn new(paths: Paths) -> Launcher {
+    pub fn new(paths: ShimPaths) -> Launcher {
         Launcher { paths, program: installed(std::env::current_exe().ok()) }
     }
 
@@ -90,7 +90,7 @@ impl Launcher {
             }
             self.launch().await?;
         }
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + CONTROLLER_START_TIMEOUT;
         while Instant::now() < deadline {
             if let Some(stream) = self.try_connect().await {
                 return Ok(stream);

@@ -28,30 +28,30 @@
 
 pub mod address;
 pub mod announce;
+pub mod bootstrap;
 pub mod bundle;
 pub mod cgroup;
 pub mod cli;
 pub mod containers;
 pub mod create;
 pub mod delete;
-pub mod dialect;
 pub mod frame;
-pub mod identity;
 pub mod info;
 pub mod launch;
+pub mod ld_so_preload;
 pub mod log;
+pub mod metadata;
 pub mod options;
 pub mod paths;
-pub mod peer;
-pub mod preload;
+pub mod probe;
 pub mod process;
 pub mod proxy;
 pub mod rootfs;
 pub mod rpc;
+pub mod runc_shim;
 pub mod serve;
 pub mod spec;
 pub mod start;
-pub mod stock;
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -59,7 +59,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use affinode_proto::api::control::Announcement;
-use cli::{Action, Invocation};
+use cli::{ShimAction, ShimInvocation};
 
 /// The name under which containerd knows this runtime.
 pub const RUNTIME: &str = "io.containerd.affinode.v1";
@@ -89,7 +89,7 @@ pub fn run(
         return finish(launch::launch().map_err(Box::from));
     }
     let argv: Vec<OsString> = args.into_iter().skip(1).collect();
-    let invocation = match Invocation::parse(&argv) {
+    let invocation = match ShimInvocation::parse(&argv) {
         Ok(invocation) => invocation,
         Err(error) => {
             fail(&report(&error));
@@ -98,14 +98,14 @@ pub fn run(
     };
     let flags = &invocation.flags;
     match invocation.action {
-        Action::Version => finish(print(version().as_bytes()).map_err(Box::from)),
-        Action::Info => answer(info::info(flags, &argv).map_err(Box::from)),
-        Action::Start => answer(start::start(flags, &argv).map_err(Box::from)),
-        Action::Delete => match delete::delete(flags, &argv) {
+        ShimAction::Version => finish(print(version().as_bytes()).map_err(Box::from)),
+        ShimAction::Info => answer(info::info(flags, &argv).map_err(Box::from)),
+        ShimAction::Start => answer(start::start(flags, &argv).map_err(Box::from)),
+        ShimAction::Delete => match delete::delete(flags, &argv) {
             Ok(code) => ExitCode::from(code),
             Err(error) => fail(&report(&error)),
         },
-        Action::Serve => serve::main(flags, engine_of),
+        ShimAction::Serve => serve::main(flags, engine_of),
     }
 }
 

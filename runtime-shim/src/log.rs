@@ -12,9 +12,9 @@ use tracing::level_filters::LevelFilter;
 /// stderr, without complaint when nobody reads it: containerd may be away, and a
 /// shim outlives that.
 #[derive(Clone, Copy, Debug)]
-struct Stderr;
+struct StderrLog;
 
-impl Write for Stderr {
+impl Write for StderrLog {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         // A full pipe drops the line.
         let _ = io::stderr().write_all(bytes);
@@ -31,7 +31,7 @@ pub fn init(level: LevelFilter) {
     // Set once per process; a second time, in tests, is no matter.
     let _ = tracing_subscriber::fmt()
         .with_max_level(level)
-        .with_writer(|| Stderr)
+        .with_writer(|| StderrLog)
         .with_ansi(false)
         .with_target(false)
         .log_internal_errors(false)

@@ -1,4 +1,4 @@
-//! `containerd-shim-affinode-v1`: parses, runs, exits. The controller of a node, and its vaults,
+//! `containerd-shim-affinode-v1`: parses, runs, exits. The controller of a node, and its copiers,
 //! are named in this file alone.
 
 use std::ffi::OsString;
@@ -7,7 +7,7 @@ use std::process::ExitCode;
 fn main() -> ExitCode {
     affinode_shim::run(
         std::env::args_os(),
-        &[("controller", controller), ("vault", vault)],
+        &[("controller", controller), ("copier", copier)],
         affinode_controller::engine_of,
     )
 }
@@ -16,8 +16,8 @@ fn controller(args: Vec<OsString>) -> ExitCode {
     affinode_controller::run(args.into_iter().skip(1))
 }
 
-fn vault(args: Vec<OsString>) -> ExitCode {
-    match affinode_vault::main(args.into_iter().skip(1)) {
+fn copier(args: Vec<OsString>) -> ExitCode {
+    match affinode_copier::main(args.into_iter().skip(1)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => affinode_shim::fail(&affinode_shim::report(&error)),
     }

@@ -15,7 +15,7 @@ const GENERATION_FILE: &str = "generation";
 
 /// The folders of an installation, from the environment or their defaults.
 #[derive(Clone, Debug)]
-pub struct Paths {
+pub struct ShimPaths {
     /// Sockets, locks, containers' folders.
     pub run_dir: PathBuf,
     /// The preload library's folder.
@@ -28,16 +28,16 @@ pub struct Paths {
 #[derive(Clone, Debug)]
 pub struct ContainerDir(PathBuf);
 
-impl Paths {
+impl ShimPaths {
     /// Reads the environment that containerd passed on.
     #[must_use]
-    pub fn from_env() -> Paths {
+    pub fn from_env() -> ShimPaths {
         let read = |name: &str, default: &str| {
             std::env::var_os(name)
                 .filter(|value| !value.is_empty())
                 .map_or_else(|| PathBuf::from(default), PathBuf::from)
         };
-        Paths {
+        ShimPaths {
             run_dir: read(names::RUN_DIR_ENV, names::RUN_DIR),
             lib_dir: read(names::LIB_DIR_ENV, names::LIB_DIR),
             config: read(names::CONFIG_ENV, names::CONFIG_FILE),
@@ -190,7 +190,7 @@ mod tests {
     #[test]
     fn a_container_may_read_what_is_mounted_and_nobody_else_comes_near() {
         let dir = tempfile::tempdir().unwrap();
-        let paths = Paths {
+        let paths = ShimPaths {
             run_dir: dir.path().join("a/run"),
             lib_dir: PathBuf::new(),
             config: PathBuf::new(),

@@ -20,7 +20,7 @@ use containerd_shim_protos::protobuf::{Message, MessageField, well_known_types::
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader};
 use ttrpc::proto::{Code, Request, Response};
 
-use crate::frame::{FrameError, HEADER_BYTES, Header, REQUEST, RESPONSE, read_header};
+use crate::frame::{FrameError, FrameHeader, HEADER_BYTES, REQUEST, RESPONSE, read_header};
 
 /// What is copied at a time of a frame that nobody looks at.
 const CHUNK_BYTES: usize = 8 << 10;
@@ -28,7 +28,7 @@ const CHUNK_BYTES: usize = 8 << 10;
 const AHEAD_BYTES: usize = 2 << 10;
 
 /// What happens to containers on a connection, as far as we care.
-pub trait Tasks {
+pub trait TaskService {
     /// A Create is on its way; it waits for this. Returns options to replace its
     /// own.
     fn create(&self, request: &CreateTaskRequest) -> impl Future<Output = Option<Any>>;
@@ -40,12 +40,12 @@ pub trait Tasks {
 
 /// An answer that is waited for.
 #[derive(Debug)]
-enum Awaited {
+enum PendingReply {
     Create(String),
     Delete(String),
 }
 
-type Watched = RefCell<HashMap<u32, Awaited>>;
+type Watched = RefCell<HashMap<u32, PendingReply>>;
 
 /// Copies frames both ways until one side ends. `first` is the header that was
 /// read from the client already.
@@ -53,7 +53,7 @@ pub async fn run(
     first: [u8; HEADER_BYTES],
     client: (impl AsyncRead + Unpin, impl AsyncWrite + Unpin),
     stock: (impl AsyncRead + Unpin, impl AsyncWrite + Unpin),
-    tasks: &impl Tasks,
+    tasks: &impl TaskService,
 ) -> Result<(), FrameError> {
     let watched = Watched::default();
     // Either end ends both: the other half has nobody left to talk to. What the
@@ -68,13 +68,13 @@ async fn requests(
     first: [u8; HEADER_BYTES],
     from: impl AsyncRead + Unpin,
     mut to: impl AsyncWrite + Unpin,
-    tasks: &impl Tasks,
+    tasks: &impl TaskService,
     watched: &Watched,
 ) -> Result<(), FrameError> {
     let mut from = BufReader::with_capacity(AHEAD_BYTES, from);
     let mut next = Some(first);
     while let Some(bytes) = next {
-        let header = Header::decode(bytes)?;
+        let header = FrameHeader::decode(bytes)?;
         if header.kind == REQUEST {
             let payload = read_payload(&mut from, &header).await?;
             let frame = match inspect(&header, &payload, tasks, watched).await {
@@ -93,12 +93,12 @@ async fn requests(
 async fn responses(
     from: impl AsyncRead + Unpin,
     mut to: impl AsyncWrite + Unpin,
-    tasks: &impl Tasks,
+    tasks: &impl TaskService,
     watched: &Watched,
 ) -> Result<(), FrameError> {
     let mut from = BufReader::with_capacity(AHEAD_BYTES, from);
     while let Some(bytes) = read_header(&mut from).await? {
-        let header = Header::decode(bytes)?;
+        let header = FrameHeader::decode(bytes)?;
         let awaited = (header.kind == RESPONSE)
             .then(|| watched.borrow_mut().remove(&header.stream))
             .flatten();
@@ -110,9 +110,9 @@ async fn responses(
         to.write_all(&[&bytes[..], &payload].concat()).await?;
         let done = succeeded(&payload);
         match awaited {
-            Awaited::Create(id) => tasks.created(&id, done),
-            Awaited::Delete(id) if done => tasks.deleted(&id),
-            Awaited::Delete(_) => {}
+            PendingReply::Create(id) => tasks.created(&id, done),
+            PendingReply::Delete(id) if done => tasks.deleted(&id),
+            PendingReply::Delete(_) => {}
         }
     }
     Ok(())
@@ -120,9 +120,9 @@ async fn responses(
 
 /// Looks at a request. Returns the frame to send in its place, if it is another.
 async fn inspect(
-    header: &Header,
+    header: &FrameHeader,
     payload: &[u8],
-    tasks: &impl Tasks,
+    tasks: &impl TaskService,
     watched: &Watched,
 ) -> Option<Vec<u8>> {
     let mut request = Request::parse_from_bytes(payload).ok()?;
@@ -134,7 +134,7 @@ async fn inspect(
         "Create" => {
             let mut create = CreateTaskRequest::parse_from_bytes(&request.payload).ok()?;
             let options = tasks.create(&create).await;
-            watch(Awaited::Create(create.id.clone()));
+            watch(PendingReply::Create(create.id.clone()));
             create.options = MessageField::some(options?);
             request.payload = create.write_to_bytes().ok()?;
             header.with_payload(&request.write_to_bytes().ok()?)
@@ -143,7 +143,7 @@ async fn inspect(
             let delete = DeleteRequest::parse_from_bytes(&request.payload).ok()?;
             // An exec's end is not its container's.
             if delete.exec_id.is_empty() {
-                watch(Awaited::Delete(delete.id));
+                watch(PendingReply::Delete(delete.id));
             }
             None
         }
@@ -159,7 +159,7 @@ fn succeeded(payload: &[u8]) -> bool {
 
 async fn read_payload(
     from: &mut (impl AsyncRead + Unpin),
-    header: &Header,
+    header: &FrameHeader,
 ) -> Result<Vec<u8>, FrameError> {
     // Grows with what arrives, not with what the header promises.
     let mut payload = Vec::new();
@@ -173,7 +173,7 @@ async fn read_payload(
 /// Passes a frame on in pieces.
 async fn copy(
     bytes: &[u8],
-    header: &Header,
+    header: &FrameHeader,
     from: &mut (impl AsyncRead + Unpin),
     to: &mut (impl AsyncWrite + Unpin),
 ) -> Result<(), FrameError> {

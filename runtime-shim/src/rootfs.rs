@@ -10,5 +10,5 @@
 mod layers;
 mod resolve;
 
-pub use layers::{Rootfs, RootfsError};
-pub use resolve::Found;
+pub use layers::{RootfsError, RootfsLayers};
+pub use resolve::ResolvedPath;

@@ -15,7 +15,7 @@ use containerd_shim_protos::api::{ConnectRequest, ConnectResponse, ShutdownReque
 use containerd_shim_protos::protobuf::{Message, MessageField};
 use ttrpc::proto::{Code, Request, Response};
 
-use crate::frame::{FrameError, HEADER_BYTES, Header, REQUEST, RESPONSE};
+use crate::frame::{FrameError, FrameHeader, HEADER_BYTES, REQUEST, RESPONSE};
 
 /// How long a peer may take to answer.
 const TIMEOUT: Duration = Duration::from_secs(2);
@@ -23,7 +23,7 @@ const CONTROL_SERVICE: &str = "affinode.control.v1.Control";
 
 /// A connection to a ttrpc service.
 #[derive(Debug)]
-pub struct Caller {
+pub struct RpcCaller {
     stream: UnixStream,
     service: &'static str,
     next_stream: u32,
@@ -51,24 +51,24 @@ pub enum RpcError {
     },
 }
 
-impl Caller {
+impl RpcCaller {
     /// Connects to a stock shim. `task_version` is what it named in its answer.
-    pub fn stock(path: &Path, task_version: i64) -> Result<Caller, RpcError> {
+    pub fn stock(path: &Path, task_version: i64) -> Result<RpcCaller, RpcError> {
         let service =
             if task_version >= 3 { "containerd.task.v3.Task" } else { "containerd.task.v2.Task" };
-        Caller::connect(path, service)
+        RpcCaller::connect(path, service)
     }
 
     /// Connects to the controller.
-    pub fn control(path: &Path) -> Result<Caller, RpcError> {
-        Caller::connect(path, CONTROL_SERVICE)
+    pub fn control(path: &Path) -> Result<RpcCaller, RpcError> {
+        RpcCaller::connect(path, CONTROL_SERVICE)
     }
 
-    fn connect(path: &Path, service: &'static str) -> Result<Caller, RpcError> {
+    fn connect(path: &Path, service: &'static str) -> Result<RpcCaller, RpcError> {
         let stream = UnixStream::connect(path)?;
         stream.set_read_timeout(Some(TIMEOUT))?;
         stream.set_write_timeout(Some(TIMEOUT))?;
-        Ok(Caller { stream, service, next_stream: 1 })
+        Ok(RpcCaller { stream, service, next_stream: 1 })
     }
 
     /// Tells the controller of a container. Returns what it did not understand of
@@ -122,7 +122,8 @@ impl Caller {
         envelope.service = self.service.to_owned();
         envelope.method = method.to_owned();
         envelope.payload = request.write_to_bytes()?;
-        let header = Header { payload_bytes: 0, stream: self.next_stream, kind: REQUEST, flags: 0 };
+        let header =
+            FrameHeader { payload_bytes: 0, stream: self.next_stream, kind: REQUEST, flags: 0 };
         self.next_stream += 2;
         let frame = header
             .with_payload(&envelope.write_to_bytes()?)
@@ -131,7 +132,7 @@ impl Caller {
         loop {
             let mut bytes = [0; HEADER_BYTES];
             self.stream.read_exact(&mut bytes)?;
-            let answer = Header::decode(bytes)?;
+            let answer = FrameHeader::decode(bytes)?;
             let mut payload = vec![0; answer.payload_bytes as usize];
             self.stream.read_exact(&mut payload)?;
             if answer.stream != header.stream || answer.kind != RESPONSE {

@@ -22,20 +22,20 @@ use tokio::task::{JoinSet, LocalSet};
 use tracing::level_filters::LevelFilter;
 use tracing::{debug, info, warn};
 
-use crate::address::{Address, AddressError};
-use crate::cli::Flags;
+use crate::address::{AddressError, SocketAddress};
+use crate::cli::ShimFlags;
 use crate::containers::Containers;
 use crate::frame::read_header;
-use crate::peer::{Identity, QUESTION};
+use crate::probe::{QUESTION, ShimIdentity};
 use crate::process::start_ticks;
 use crate::proxy;
-use crate::rpc::{Caller, RpcError};
+use crate::rpc::{RpcCaller, RpcError};
 use crate::{EngineOf, report};
 
 /// How long clients get the stock shim's last words.
 const DRAIN: Duration = Duration::from_secs(1);
 /// How long the controller is told of the last containers' end.
-const FAREWELL: Duration = Duration::from_secs(1);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The daemon could not begin.
 #[derive(Debug, thiserror::Error)]
@@ -59,17 +59,17 @@ pub enum ServeError {
     Io(#[from] io::Error),
 }
 
-struct Joined {
-    listen: Address,
-    upstream: Address,
-    identity: Identity,
+struct JoinedTask {
+    listen: SocketAddress,
+    upstream: SocketAddress,
+    identity: ShimIdentity,
     listener: std::os::unix::net::UnixListener,
     /// Idle; its end is the stock shim's.
     watch: std::os::unix::net::UnixStream,
 }
 
 /// The action `serve`.
-pub fn main(flags: &Flags, engine_of: EngineOf) -> ExitCode {
+pub fn main(flags: &ShimFlags, engine_of: EngineOf) -> ExitCode {
     let level = if flags.debug { LevelFilter::DEBUG } else { LevelFilter::INFO };
     crate::log::init(level);
     // A session of its own: what ends `start`'s process group does not end us.
@@ -90,17 +90,17 @@ pub fn main(flags: &Flags, engine_of: EngineOf) -> ExitCode {
     }
 }
 
-fn join(flags: &Flags) -> Result<Joined, ServeError> {
-    let listen = Address::parse(&flags.listen)?;
-    let upstream = Address::parse(&flags.upstream)?;
+fn join(flags: &ShimFlags) -> Result<JoinedTask, ServeError> {
+    let listen = SocketAddress::parse(&flags.listen)?;
+    let upstream = SocketAddress::parse(&flags.upstream)?;
     let listener = io::stdin().as_fd().try_clone_to_owned()?;
     let listener = std::os::unix::net::UnixListener::from(listener);
     let failed = |source| ServeError::Stock { address: upstream.to_string(), source };
     let socket_inode = upstream.inode().ok_or(ServeError::Gone)?;
     let version = flags.task_version.parse().unwrap_or(2);
-    let mut caller = Caller::stock(upstream.path(), version).map_err(failed)?;
+    let mut caller = RpcCaller::stock(upstream.path(), version).map_err(failed)?;
     let pid = caller.shim_pid(&flags.id).map_err(failed)?;
-    let identity = Identity {
+    let identity = ShimIdentity {
         pid,
         start_ticks: start_ticks(pid).ok_or(ServeError::Gone)?,
         socket_inode,
@@ -109,10 +109,10 @@ fn join(flags: &Flags) -> Result<Joined, ServeError> {
     let watch = caller.into_stream();
     listener.set_nonblocking(true)?;
     watch.set_nonblocking(true)?;
-    Ok(Joined { listen, upstream, identity, listener, watch })
+    Ok(JoinedTask { listen, upstream, identity, listener, watch })
 }
 
-fn begin(joined: Joined, flags: &Flags, engine_of: EngineOf) -> Result<(), ServeError> {
+fn begin(joined: JoinedTask, flags: &ShimFlags, engine_of: EngineOf) -> Result<(), ServeError> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .max_blocking_threads(4)
@@ -121,7 +121,7 @@ fn begin(joined: Joined, flags: &Flags, engine_of: EngineOf) -> Result<(), Serve
         .build()?;
     let local = LocalSet::new();
     local.block_on(&runtime, async {
-        let signals = Signals::new()?;
+        let signals = SignalStream::new()?;
         // `start` reads this to its end, and answers containerd.
         crate::print(&serde_json::to_vec(&joined.identity).map_err(io::Error::from)?)?;
         let null = std::fs::File::options().read(true).write(true).open("/dev/null")?;
@@ -132,12 +132,12 @@ fn begin(joined: Joined, flags: &Flags, engine_of: EngineOf) -> Result<(), Serve
 }
 
 async fn serve(
-    joined: Joined,
+    joined: JoinedTask,
     containers: Containers,
-    flags: &Flags,
-    mut signals: Signals,
+    flags: &ShimFlags,
+    mut signals: SignalStream,
 ) -> Result<(), ServeError> {
-    let Joined { listen, upstream, identity, listener, watch } = joined;
+    let JoinedTask { listen, upstream, identity, listener, watch } = joined;
     let listener = UnixListener::from_std(listener)?;
     let mut watch = UnixStream::from_std(watch)?;
     let containers = Rc::new(containers);
@@ -178,7 +178,7 @@ async fn serve(
     }
     drop(clients);
     if let Ok(containers) = Rc::try_unwrap(containers) {
-        containers.finish(FAREWELL).await;
+        containers.finish(DRAIN_TIMEOUT).await;
     }
     Ok(())
 }
@@ -186,8 +186,8 @@ async fn serve(
 /// One connection of a client, from its first frame to its end.
 async fn client(
     mut stream: UnixStream,
-    upstream: Address,
-    identity: Identity,
+    upstream: SocketAddress,
+    identity: ShimIdentity,
     containers: Rc<Containers>,
 ) {
     match stream.peer_cred() {
@@ -213,15 +213,15 @@ async fn client(
 
 /// Signals as the stock shim takes them: TERM and INT end it; the others, which
 /// would end a program that does not ask for them, do nothing.
-struct Signals {
+struct SignalStream {
     terminate: Signal,
     interrupt: Signal,
     _ignored: [Signal; 4],
 }
 
-impl Signals {
-    fn new() -> io::Result<Signals> {
-        Ok(Signals {
+impl SignalStream {
+    fn new() -> io::Result<SignalStream> {
+        Ok(SignalStream {
             terminate: signal(SignalKind::terminate())?,
             interrupt: signal(SignalKind::interrupt())?,
             _ignored: [

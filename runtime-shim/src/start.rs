@@ -19,21 +19,21 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::address::{Address, AddressError};
-use crate::bundle::{Bundle, BundleError, Note};
+use crate::address::{AddressError, SocketAddress};
+use crate::bootstrap::{BootstrapInput, BootstrapReply, BootstrapReplyError};
+use crate::bundle::{Bundle, BundleError, BundleNote};
 use crate::cgroup;
-use crate::cli::Flags;
-use crate::dialect::{Answer, AnswerError, Input};
+use crate::cli::ShimFlags;
 use crate::info::read_stdin;
 use crate::options::OptionsError;
-use crate::peer::{self, Identity, Peer};
+use crate::probe::{self, ProbedPeer, ShimIdentity};
 use crate::process;
-use crate::rpc::Caller;
+use crate::rpc::RpcCaller;
+use crate::runc_shim::{RuncShim, RuncShimError};
 use crate::spec;
-use crate::stock::{Stock, StockError};
 
 /// How long the proxy of a group may take to answer.
-const PATIENCE: Duration = Duration::from_secs(5);
+const PROXY_REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often a stale socket is cleared before giving up.
 const ATTEMPTS: usize = 5;
 /// Bound on what the daemon says before it serves.
@@ -50,10 +50,10 @@ pub enum StartError {
     Options(#[from] OptionsError),
     /// The stock shim.
     #[error("cannot start the stock shim")]
-    Stock(#[from] StockError),
+    Stock(#[from] RuncShimError),
     /// Its answer.
     #[error("cannot understand the stock shim")]
-    Answer(#[from] AnswerError),
+    Answer(#[from] BootstrapReplyError),
     /// Its address.
     #[error("cannot stand before the stock shim")]
     Address(#[from] AddressError),
@@ -93,22 +93,22 @@ pub enum StartError {
 }
 
 /// Runs `start`. Returns the bytes for stdout.
-pub fn start(flags: &Flags, argv: &[OsString]) -> Result<Vec<u8>, StartError> {
+pub fn start(flags: &ShimFlags, argv: &[OsString]) -> Result<Vec<u8>, StartError> {
     let stdin = read_stdin().map_err(StartError::Input)?;
     let bundle = Bundle::new(std::env::current_dir().map_err(StartError::Input)?);
     // What is wrong with it, if anything, the stock shim says in its own words.
     let spec = bundle.read_spec().ok();
     let cgroups_path = spec.as_ref().and_then(spec::cgroups_path);
     let (stdin, shim_cgroup) =
-        Input::parse(&stdin, &flags.namespace, &flags.id).translate(cgroups_path)?;
-    let (stock_pid, stdout) = Stock::find(&flags.publish_binary)?.run(argv, &stdin)?;
-    let answer = Answer::parse(&stdout)?;
-    let upstream = Address::parse(answer.address())?;
+        BootstrapInput::parse(&stdin, &flags.namespace, &flags.id).translate(cgroups_path)?;
+    let (stock_pid, stdout) = RuncShim::find(&flags.publish_binary)?.run(argv, &stdin)?;
+    let answer = BootstrapReply::parse(&stdout)?;
+    let upstream = SocketAddress::parse(answer.address())?;
     let version = answer.task_version();
 
     let stand = || -> Result<Vec<u8>, StartError> {
         let listen = upstream.proxy()?;
-        let daemon = Daemon {
+        let daemon = ShimDaemon {
             flags,
             listen: &listen,
             upstream: &upstream,
@@ -117,7 +117,7 @@ pub fn start(flags: &Flags, argv: &[OsString]) -> Result<Vec<u8>, StartError> {
             bundle: &bundle,
         };
         let identity = daemon.join_or_spawn()?;
-        bundle.write_note(&Note {
+        bundle.write_note(&BundleNote {
             address: listen.to_string(),
             upstream: upstream.to_string(),
             shim: identity,
@@ -128,18 +128,18 @@ pub fn start(flags: &Flags, argv: &[OsString]) -> Result<Vec<u8>, StartError> {
     stand().inspect_err(|_| abandon(&upstream, stock_pid, version, &flags.id))
 }
 
-struct Daemon<'a> {
-    flags: &'a Flags,
-    listen: &'a Address,
-    upstream: &'a Address,
+struct ShimDaemon<'a> {
+    flags: &'a ShimFlags,
+    listen: &'a SocketAddress,
+    upstream: &'a SocketAddress,
     version: i64,
     shim_cgroup: Option<&'a str>,
     bundle: &'a Bundle,
 }
 
-impl Daemon<'_> {
+impl ShimDaemon<'_> {
     /// The group's proxy: the one that runs, or a new one.
-    fn join_or_spawn(&self) -> Result<Identity, StartError> {
+    fn join_or_spawn(&self) -> Result<ShimIdentity, StartError> {
         let failed = |source| StartError::Bind { address: self.listen.to_string(), source };
         for _ in 0..ATTEMPTS {
             match bind(self.listen) {
@@ -151,13 +151,17 @@ impl Daemon<'_> {
                 Err(error) => return Err(failed(error)),
             }
             let inode = self.listen.inode();
-            match peer::ask(self.listen, PATIENCE) {
-                Peer::Alive(identity) if Some(identity.socket_inode) == self.upstream.inode() => {
+            match probe::ask(self.listen, PROXY_REPLY_TIMEOUT) {
+                ProbedPeer::Alive(identity)
+                    if Some(identity.socket_inode) == self.upstream.inode() =>
+                {
                     return Ok(identity);
                 }
                 // Dead, or dying with a stock shim of before.
-                Peer::Alive(_) | Peer::Dead => clear(self.listen, inode).map_err(failed)?,
-                Peer::Silent(source) => {
+                ProbedPeer::Alive(_) | ProbedPeer::Dead => {
+                    clear(self.listen, inode).map_err(failed)?
+                }
+                ProbedPeer::Silent(source) => {
                     return Err(StartError::Silent { address: self.listen.to_string(), source });
                 }
             }
@@ -165,7 +169,7 @@ impl Daemon<'_> {
         Err(failed(ErrorKind::AddrInUse.into()))
     }
 
-    fn spawn(&self, listener: UnixListener) -> Result<Identity, StartError> {
+    fn spawn(&self, listener: UnixListener) -> Result<ShimIdentity, StartError> {
         let stderr =
             crate::log::open_pipe(self.bundle.path()).map_or_else(|_| Stdio::null(), Stdio::from);
         let version = self.version.to_string();
@@ -185,7 +189,7 @@ impl Daemon<'_> {
             .stderr(stderr)
             .spawn()
             .map_err(StartError::Spawn)?;
-        let ready = || -> Result<Identity, StartError> {
+        let ready = || -> Result<ShimIdentity, StartError> {
             process::adjust_oom_score(child.id()).map_err(StartError::Spawn)?;
             if let Some(path) = self.shim_cgroup {
                 cgroup::join(path, child.id())
@@ -211,7 +215,7 @@ impl Daemon<'_> {
 }
 
 /// Binds with the rights that the stock shim gives its own socket.
-fn bind(address: &Address) -> io::Result<UnixListener> {
+fn bind(address: &SocketAddress) -> io::Result<UnixListener> {
     let listener = UnixListener::bind(address.path())?;
     std::fs::set_permissions(address.path(), std::fs::Permissions::from_mode(0o600))?;
     Ok(listener)
@@ -219,7 +223,7 @@ fn bind(address: &Address) -> io::Result<UnixListener> {
 
 /// Removes a socket that nobody serves. One at a time for the folder: a socket
 /// bound meanwhile by another `start` has another inode and stays.
-fn clear(address: &Address, inode: Option<u64>) -> io::Result<()> {
+fn clear(address: &SocketAddress, inode: Option<u64>) -> io::Result<()> {
     let folder = std::fs::File::open(address.path().parent().unwrap_or(Path::new("/")))?;
     folder.lock()?;
     address.unlink(inode);
@@ -228,12 +232,12 @@ fn clear(address: &Address, inode: Option<u64>) -> io::Result<()> {
 
 /// Ends the stock shim if this start brought it up: then its listener was made
 /// by the stock start (`stock_pid`), and it has no containers yet.
-fn abandon(address: &Address, stock_pid: u32, version: i64, id: &str) {
+fn abandon(address: &SocketAddress, stock_pid: u32, version: i64, id: &str) {
     let inode = address.inode();
     let maker = || -> io::Result<i32> {
         let stream = UnixStream::connect(address.path())?;
-        let peer = rustix::net::sockopt::socket_peercred(&stream)?;
-        Ok(peer.pid.as_raw_nonzero().get())
+        let probe = rustix::net::sockopt::socket_peercred(&stream)?;
+        Ok(probe.pid.as_raw_nonzero().get())
     };
     match maker() {
         Ok(pid) if u32::try_from(pid) == Ok(stock_pid) => {}
@@ -244,7 +248,7 @@ fn abandon(address: &Address, stock_pid: u32, version: i64, id: &str) {
         // Another container's, or gone.
         _ => return,
     }
-    let Ok(mut caller) = Caller::stock(address.path(), version) else {
+    let Ok(mut caller) = RpcCaller::stock(address.path(), version) else {
         return address.unlink(inode);
     };
     let process = caller.shim_pid(id).ok().and_then(|pid| Some((pid, process::start_ticks(pid)?)));
@@ -252,7 +256,7 @@ fn abandon(address: &Address, stock_pid: u32, version: i64, id: &str) {
         && let Some((pid, began)) = process
     {
         // The error that led here is the one to report.
-        let _ = process::kill(pid, began, PATIENCE);
+        let _ = process::kill(pid, began, PROXY_REPLY_TIMEOUT);
     }
     address.unlink(inode);
 }

@@ -5,11 +5,11 @@ use std::{error::Error, io, process::ExitCode};
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
-use crate::{fleet, node, report, webhook};
+use crate::{error_chain, fleet, node, webhook};
 
 #[derive(Parser)]
 #[command(name = "affinode-cluster", version, about = "Affinode's part in a Kubernetes cluster")]
-struct Arguments {
+struct ClusterArgs {
     #[command(subcommand)]
     command: Command,
 }
@@ -17,19 +17,19 @@ struct Arguments {
 #[derive(Subcommand)]
 enum Command {
     /// Look after a GPU node: install Affinode, show its controller, tell its pods (a DaemonSet).
-    Node(Box<node::Options>),
+    Node(Box<node::NodeOptions>),
     /// Take Affinode off all nodes, before the rest of an installation goes (a Job).
-    Retire(node::retire::Options),
+    Retire(node::retire::RetireOptions),
     /// Show all nodes on one page, and the way to each (a Deployment).
-    Fleet(Box<fleet::Options>),
+    Fleet(Box<fleet::FleetOptions>),
     /// Give GPU pods the runtime class while they are created (an admission webhook).
-    Webhook(Box<webhook::Options>),
+    Webhook(Box<webhook::WebhookOptions>),
 }
 
 /// Parses and runs.
 #[must_use]
 pub fn main() -> ExitCode {
-    let arguments = Arguments::parse();
+    let arguments = ClusterArgs::parse();
     log();
     match arguments.command {
         Command::Node(options) => exit(node::run(&options)),
@@ -43,7 +43,7 @@ fn exit<E: Error>(result: Result<(), E>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            tracing::error!("{}", report::chain(&error));
+            tracing::error!("{}", error_chain::chain(&error));
             ExitCode::FAILURE
         }
     }

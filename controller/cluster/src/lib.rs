@@ -13,10 +13,10 @@
 //! of it is gone creates pods without the runtime class, and those that have it go on.
 
 pub mod cli;
+mod error_chain;
 pub mod fleet;
 pub mod https;
 pub mod node;
-mod report;
 mod service;
 pub mod webhook;
 

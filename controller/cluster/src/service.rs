@@ -12,8 +12,8 @@ use tokio::{
 use tokio_rustls::rustls::crypto;
 
 use crate::{
+    error_chain::ApiError,
     https::{self, tls::TlsError},
-    report::ApiError,
 };
 
 /// Why one does not run.

@@ -2,11 +2,11 @@
 
 use std::{io, mem::MaybeUninit, os::fd::OwnedFd, sync::Arc, time::Duration};
 
+use affinode_copier::socket;
 use affinode_proto::wire::{
     WIRE_VERSION,
     message::{AgentMessage, ControllerMessage, FRAME_BYTES, FrameError},
 };
-use affinode_vault::socket;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt, Interest},
@@ -16,10 +16,10 @@ use tokio::{
     time::{Instant, timeout},
 };
 
-use super::{Agent, AgentMail, OUTBOX, Outgoing, budget::Budgets, papers};
+use super::{AgentHandle, AgentMail, OUTBOX, OutgoingFrame, peer, rate_limit::RateLimits};
 use crate::{
     core::{Key, ProcessId},
-    report, sys,
+    error_chain, sys,
 };
 
 /// A peer has so long for its Hello.
@@ -30,7 +30,7 @@ const WRITE: Duration = Duration::from_secs(5);
 const RATE: u32 = 200;
 
 #[derive(Debug, thiserror::Error)]
-enum Refusal {
+enum ConnectionRefusal {
     #[error("no Hello within {} s", HELLO.as_secs())]
     Late,
     #[error("cannot read what the agent says")]
@@ -44,7 +44,7 @@ enum Refusal {
     )]
     Version(u32),
     #[error("cannot tell which process has connected")]
-    Papers(#[from] papers::PaperError),
+    Papers(#[from] peer::PeerError),
 }
 
 /// Serves a connection until it ends. `home`: where the end of its process is noticed, whatever
@@ -53,20 +53,19 @@ pub async fn serve(
     mut stream: UnixStream,
     key: Key,
     id: ProcessId,
-    budgets: Arc<Budgets>,
+    budgets: Arc<RateLimits>,
     home: Handle,
     mail: mpsc::Sender<AgentMail>,
 ) {
     let (hello, page, (identity, clock_ahead_ms, pidfd)) = match introduce(&stream).await {
         Ok(introduced) => introduced,
         Err(refusal) => {
-            let retry = !matches!(refusal, Refusal::Version(_));
+            let retry = !matches!(refusal, ConnectionRefusal::Version(_));
             let goodbye = ControllerMessage::Refuse { version: WIRE_VERSION, retry }.encode();
             let _ = timeout(WRITE, stream.write_all(&goodbye)).await;
             // The peer hung up before it said anything: nothing to tell.
-            let silent =
-                matches!(&refusal, Refusal::Io(e) if e.kind() == io::ErrorKind::UnexpectedEof);
-            if !silent && let Some(why) = budgets.refusals.tell(report::chain(&refusal)) {
+            let silent = matches!(&refusal, ConnectionRefusal::Io(e) if e.kind() == io::ErrorKind::UnexpectedEof);
+            if !silent && let Some(why) = budgets.refusals.tell(error_chain::chain(&refusal)) {
                 let _ = mail.send(AgentMail::Refused { key, why }).await;
             }
             return;
@@ -80,7 +79,7 @@ pub async fn serve(
     };
     let page = Arc::new(page);
     let ward = Handle::current();
-    let agent = Agent { outbox: Some(outbox), page, abilities, clock_ahead_ms, watch, ward };
+    let agent = AgentHandle { outbox: Some(outbox), page, abilities, clock_ahead_ms, watch, ward };
     let comes = AgentMail::Joined { key, id, identity, hello, agent };
     if mail.send(comes).await.is_err() {
         return;
@@ -94,20 +93,20 @@ pub async fn serve(
     let _ = mail.send(AgentMail::Detached(id)).await;
 }
 
-type Introduced = (AgentMessage, std::fs::File, papers::Identified);
+type Introduced = (AgentMessage, std::fs::File, peer::Identified);
 
-async fn introduce(stream: &UnixStream) -> Result<Introduced, Refusal> {
+async fn introduce(stream: &UnixStream) -> Result<Introduced, ConnectionRefusal> {
     let (frame, descriptors) =
-        timeout(HELLO, receive_hello(stream)).await.map_err(|_| Refusal::Late)??;
+        timeout(HELLO, receive_hello(stream)).await.map_err(|_| ConnectionRefusal::Late)??;
     let hello = AgentMessage::decode(&frame)?;
     let AgentMessage::Hello { version, .. } = hello else {
-        return Err(Refusal::NoHello);
+        return Err(ConnectionRefusal::NoHello);
     };
     if version != WIRE_VERSION {
-        return Err(Refusal::Version(version));
+        return Err(ConnectionRefusal::Version(version));
     }
-    let page = papers::page(descriptors)?;
-    let identity = papers::identify(stream)?;
+    let page = peer::page(descriptors)?;
+    let identity = peer::identify(stream)?;
     Ok((hello, page, identity))
 }
 
@@ -166,7 +165,7 @@ async fn watch(
 async fn read(
     mut from: OwnedReadHalf,
     id: ProcessId,
-    budgets: &Budgets,
+    budgets: &RateLimits,
     mail: &mpsc::Sender<AgentMail>,
 ) {
     let (mut second, mut count) = (Instant::now(), 0);
@@ -202,8 +201,8 @@ async fn read(
     }
 }
 
-async fn write(mut to: OwnedWriteHalf, mut outgoing: mpsc::Receiver<Outgoing>) {
-    while let Some(Outgoing { message, descriptor }) = outgoing.recv().await {
+async fn write(mut to: OwnedWriteHalf, mut outgoing: mpsc::Receiver<OutgoingFrame>) {
+    while let Some(OutgoingFrame { message, descriptor }) = outgoing.recv().await {
         let frame = message.encode();
         let sending = async {
             let mut sent = 0;

@@ -15,7 +15,7 @@ use nix::{libc::O_NONBLOCK, sys::stat::Mode, unistd::mkfifo};
 use crate::sys;
 
 /// What is read at once: of what was written since the last look the end counts.
-const MOST_BYTES: usize = 64 << 10;
+const MAX_BYTES: usize = 64 << 10;
 /// What of it is kept.
 const KEPT_BYTES: usize = 512;
 /// One that writes without end is read so often.
@@ -23,9 +23,9 @@ const PACE: Duration = Duration::from_millis(50);
 
 /// What was heard and not asked for yet.
 #[derive(Clone, Debug, Default)]
-pub struct Heard(Arc<Mutex<Vec<u8>>>);
+pub struct ReceivedHint(Arc<Mutex<Vec<u8>>>);
 
-impl Heard {
+impl ReceivedHint {
     /// All of it.
     #[must_use]
     pub fn take(&self) -> Vec<u8> {
@@ -63,7 +63,7 @@ pub fn make(path: &Path) -> io::Result<()> {
 
 /// Hears all that is written. To be run where the container may hold it up: who opens or reads
 /// a pipe waits for a writer in the middle of a write, whose memory may be long in coming.
-pub async fn listen(path: PathBuf, heard: Heard) {
+pub async fn listen(path: PathBuf, heard: ReceivedHint) {
     let pipe = HintPipe::open(&path);
     let watched =
         pipe.and_then(|pipe| Ok((sys::watch_readable(pipe.0.try_clone()?.into())?, pipe)));
@@ -98,7 +98,7 @@ impl HintPipe {
     fn read(&self) -> Vec<u8> {
         let mut buffer = [0; KEPT_BYTES];
         let mut heard = Vec::new();
-        let mut left = MOST_BYTES;
+        let mut left = MAX_BYTES;
         // Nothing more to read is an error too, and the end of it.
         while left > 0
             && let Ok(bytes @ 1..) = (&self.0).read(&mut buffer)
@@ -149,7 +149,7 @@ mod tests {
         let path = folder.path().join("hint");
         for _ in 0..2 {
             make(&path).unwrap();
-            let heard = Heard::default();
+            let heard = ReceivedHint::default();
             let listens = tokio::spawn(listen(path.clone(), heard.clone()));
             let (to, words) = (path.clone(), |word: &str| format!("{word}\n"));
             for word in ["idle", "busy"] {

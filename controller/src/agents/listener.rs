@@ -19,15 +19,14 @@ use tokio::{
 };
 
 use super::{
-    AgentMail,
-    budget::Budgets,
-    connection,
-    hint_pipe::{self, Heard},
+    AgentMail, connection,
+    hint_pipe::{self, ReceivedHint},
+    rate_limit::RateLimits,
 };
 use crate::{
     core::{Key, ProcessId},
-    sockets::Sockets,
-    ward::Ward,
+    isolated_runtime::IsolatedRuntime,
+    socket_activation::ActivationSockets,
 };
 
 /// Connections of one container at a time, those without a Hello included.
@@ -36,13 +35,13 @@ pub(super) const MAX_CONNECTIONS: usize = 512;
 /// Accepts a container's agents until it is dropped, and hears them, on a thread of the container's
 /// own.
 #[derive(Debug)]
-pub struct Listener {
-    _ward: Ward,
-    hints: Heard,
+pub struct AgentListener {
+    _ward: IsolatedRuntime,
+    hints: ReceivedHint,
     folder: PathBuf,
 }
 
-impl Listener {
+impl AgentListener {
     /// Listens at the socket in the folder that the container sees, replacing an old one that
     /// nobody kept.
     /// `owner`: the user whose processes alone, beside root's, may connect.
@@ -50,26 +49,26 @@ impl Listener {
     /// # Errors
     /// The folder or socket cannot be made.
     pub fn open(
-        sockets: &mut Sockets,
+        sockets: &mut ActivationSockets,
         run_dir: &Path,
         key: &Key,
         owner: Option<u32>,
         numbers: Arc<AtomicU64>,
         mail: mpsc::Sender<AgentMail>,
-    ) -> io::Result<Listener> {
+    ) -> io::Result<AgentListener> {
         let folder = run_dir.join(paths::CONTAINERS_DIR).join(key.as_str()).join(paths::MOUNT_DIR);
         fs::create_dir_all(&folder)?;
         if let (None, Some(place)) = (owner, folder.parent()) {
             // A container comes in by mounts alone: on the host nobody but root reaches its socket.
             fs::set_permissions(place, fs::Permissions::from_mode(0o700))?;
         }
-        let ward = Ward::begin("container")?;
+        let ward = IsolatedRuntime::begin("container")?;
         let listener = sockets.listen(&Self::socket(key), 0o666)?;
         let listener = {
             let _there = ward.runtime().enter();
             UnixListener::from_std(listener)?
         };
-        let hints = Heard::default();
+        let hints = ReceivedHint::default();
         let pipe = folder.join(paths::HINT_PIPE);
         match hint_pipe::make(&pipe) {
             Ok(()) => ward.spawn(hint_pipe::listen(pipe, hints.clone())),
@@ -77,11 +76,11 @@ impl Listener {
         }
         let home = Handle::current();
         ward.spawn(accept(listener, key.clone(), owner, numbers, home, mail));
-        Ok(Listener { _ward: ward, hints, folder })
+        Ok(AgentListener { _ward: ward, hints, folder })
     }
 }
 
-impl Listener {
+impl AgentListener {
     /// Its socket below the run directory.
     #[must_use]
     pub fn socket(key: &Key) -> String {
@@ -117,7 +116,7 @@ async fn accept(
     mail: mpsc::Sender<AgentMail>,
 ) {
     let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-    let budgets = Arc::new(Budgets::new());
+    let budgets = Arc::new(RateLimits::new());
     loop {
         // Those who come faster wait in the kernel's backlog, which is short.
         budgets.connections.take().await;

@@ -5,7 +5,7 @@
 //!                                            reader ──Message, Detached──>        │
 //!                                            writer <──── bounded channel ────────┘
 //!                                            pidfd ──Exited──>
-//!                                            porter <── frames, descriptors ──> vault
+//!                                            porter <── frames, descriptors ──> copier
 //! ```
 //!
 //! All of a container's but the pidfd is on a thread of its own ([`crate::ward`]).
@@ -15,12 +15,12 @@
 //! messages and connections of a container a bounded rate, connections a bounded number,
 //! the Hello a deadline.
 
-mod budget;
 mod connection;
+mod copier_relay;
 mod hint_pipe;
 mod listener;
-mod papers;
-mod porter;
+mod peer;
+mod rate_limit;
 #[cfg(test)]
 mod tests;
 
@@ -31,19 +31,19 @@ use std::{
 };
 
 use affinode_proto::wire::{
-    Abilities,
+    Capabilities,
+    counters::{CounterError, CounterSnapshot, PAGE_BYTES},
     message::{Action, AgentMessage, ControllerMessage},
-    page::{PAGE_BYTES, PageError, PageSnapshot},
 };
 use tokio::{runtime::Handle, sync::mpsc, task::AbortHandle};
 
 use crate::{
+    copier,
     core::{Key, ProcessId, input::Identity},
-    vault,
 };
 
-pub(crate) use budget::Refusals;
-pub use listener::Listener;
+pub use listener::AgentListener;
+pub(crate) use rate_limit::RefusalLog;
 
 /// Messages to an agent that may wait; one that does not read is cut off.
 const OUTBOX: usize = 64;
@@ -62,7 +62,7 @@ pub enum AgentMail {
         /// Its Hello.
         hello: AgentMessage,
         /// How to reach it.
-        agent: Agent,
+        agent: AgentHandle,
     },
     /// A message, Hello excepted.
     Message(ProcessId, AgentMessage),
@@ -81,23 +81,23 @@ pub enum AgentMail {
 
 /// A message, and a descriptor that goes along.
 #[derive(Debug)]
-pub struct Outgoing {
+pub struct OutgoingFrame {
     message: ControllerMessage,
     descriptor: Option<OwnedFd>,
 }
 
-impl From<ControllerMessage> for Outgoing {
-    fn from(message: ControllerMessage) -> Outgoing {
-        Outgoing { message, descriptor: None }
+impl From<ControllerMessage> for OutgoingFrame {
+    fn from(message: ControllerMessage) -> OutgoingFrame {
+        OutgoingFrame { message, descriptor: None }
     }
 }
 
 /// A connected process.
 #[derive(Debug)]
-pub struct Agent {
-    outbox: Option<mpsc::Sender<Outgoing>>,
+pub struct AgentHandle {
+    outbox: Option<mpsc::Sender<OutgoingFrame>>,
     page: Arc<File>,
-    abilities: Abilities,
+    abilities: Capabilities,
     /// What its `CLOCK_MONOTONIC` shows more than ours.
     clock_ahead_ms: i64,
     /// Ends with the process, not with the connection.
@@ -108,61 +108,61 @@ pub struct Agent {
 
 /// Why a page was not read.
 #[derive(Debug, thiserror::Error)]
-pub enum PageReadError {
+pub enum CounterReadError {
     /// The file.
     #[error("the page cannot be read")]
     Io(#[from] std::io::Error),
     /// Its content.
     #[error("the page is not understood")]
-    Content(#[from] PageError),
+    Content(#[from] CounterError),
 }
 
-impl Agent {
+impl AgentHandle {
     /// Queues a message. `false`: the agent does not read; the connection is over.
     pub fn send(&mut self, mut message: ControllerMessage) -> bool {
         if let ControllerMessage::Order { order, action, decided_ms } = &mut message {
             tracing::debug!(order, ?action, "ordered");
             // 0 would be no time at all.
             *decided_ms = decided_ms.saturating_add_signed(self.clock_ahead_ms).max(1);
-            if let Action::Park { how, .. } = action {
-                how.keep &= self.abilities.contains(Abilities::KEEPS_COPY);
-                how.then_checkpoint &= self.abilities.contains(Abilities::PREPARES);
-                how.check &= self.abilities.contains(Abilities::CHECKS);
+            if let Action::CopyOut { how, .. } = action {
+                how.keep &= self.abilities.intersects(Capabilities::RETAINS_HOST_COPY);
+                how.then_checkpoint &= self.abilities.intersects(Capabilities::PREFAULTS);
+                how.check &= self.abilities.intersects(Capabilities::CHECKS);
             }
         }
         self.queue(message.into())
     }
 
-    /// Whether its library knows what to do with a way to a vault.
+    /// Whether its library knows what to do with a way to a copier.
     #[must_use]
-    pub fn uses_vault(&self) -> bool {
-        self.abilities.contains(Abilities::USES_VAULT)
+    pub fn uses_copier(&self) -> bool {
+        self.abilities.intersects(Capabilities::USES_COPIER)
     }
 
     /// Whether its library can make host memory ready before it leaves.
     #[must_use]
     pub fn prepares(&self) -> bool {
-        self.abilities.contains(Abilities::PREPARES)
+        self.abilities.intersects(Capabilities::PREFAULTS)
     }
 
     /// Whether its library can hold once, with others, what they have in common.
     #[must_use]
     pub fn dedups(&self) -> bool {
-        self.abilities.contains(Abilities::DEDUPS)
+        self.abilities.intersects(Capabilities::DEDUPS)
     }
 
-    /// Queues a way to a vault, past a porter: the vault is everybody's.
-    pub fn send_vault(&mut self, vault: OwnedFd) -> bool {
-        let Some((ours, theirs)) = vault::pair() else { return false };
-        let message = ControllerMessage::Vault;
-        let sent = self.queue(Outgoing { message, descriptor: Some(theirs) });
+    /// Queues a way to a copier, past a porter: the copier is everybody's.
+    pub fn send_copier(&mut self, copier: OwnedFd) -> bool {
+        let Some((ours, theirs)) = copier::pair() else { return false };
+        let message = ControllerMessage::Copier;
+        let sent = self.queue(OutgoingFrame { message, descriptor: Some(theirs) });
         if sent {
-            self.ward.spawn(porter::carry(ours, vault));
+            self.ward.spawn(copier_relay::carry(ours, copier));
         }
         sent
     }
 
-    fn queue(&mut self, outgoing: Outgoing) -> bool {
+    fn queue(&mut self, outgoing: OutgoingFrame) -> bool {
         let sent = self.outbox.as_ref().is_some_and(|outbox| outbox.try_send(outgoing).is_ok());
         if !sent {
             self.outbox = None;
@@ -173,8 +173,8 @@ impl Agent {
     /// Its page, and the way to it if its library can record calls: for those who watch,
     /// without keeping the connection open.
     #[must_use]
-    pub fn sight(&self) -> (Arc<File>, Option<mpsc::WeakSender<Outgoing>>) {
-        let records = self.abilities.contains(Abilities::RECORDS_CALLS);
+    pub fn sight(&self) -> (Arc<File>, Option<mpsc::WeakSender<OutgoingFrame>>) {
+        let records = self.abilities.intersects(Capabilities::RECORDS_CALLS);
         let outbox = self.outbox.as_ref().filter(|_| records).map(mpsc::Sender::downgrade);
         (Arc::clone(&self.page), outbox)
     }
@@ -183,13 +183,16 @@ impl Agent {
     ///
     /// # Errors
     /// [`PageReadError`]: the container shrank or overwrote it.
-    pub fn read_page(&self, buffer: &mut [u8; PAGE_BYTES]) -> Result<PageSnapshot, PageReadError> {
+    pub fn read_page(
+        &self,
+        buffer: &mut [u8; PAGE_BYTES],
+    ) -> Result<CounterSnapshot, CounterReadError> {
         self.page.read_exact_at(buffer, 0)?;
-        Ok(PageSnapshot::decode(buffer)?)
+        Ok(CounterSnapshot::decode(buffer)?)
     }
 }
 
-impl Drop for Agent {
+impl Drop for AgentHandle {
     fn drop(&mut self) {
         self.watch.abort();
     }

@@ -15,15 +15,15 @@ use std::{
 };
 
 use affinode_proto::wire::{
-    Abilities, Hazards, Phase, WIRE_VERSION,
-    message::{Action, AgentMessage, ControllerMessage, FRAME_BYTES, How},
-    page::{PAGE_BYTES, PAGE_MAGIC, SLOT_COUNT, header},
+    Capabilities, Hazards, Phase, WIRE_VERSION,
+    counters::{PAGE_BYTES, PAGE_MAGIC, SLOT_COUNT, header},
+    message::{Action, AgentMessage, ControllerMessage, CopyOptions, FRAME_BYTES},
 };
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use tokio::{runtime::Handle, sync::mpsc};
 
 use super::*;
-use crate::{sockets::Sockets, ward::tests::Lingering};
+use crate::{isolated_runtime::tests::LingeringTask, socket_activation::ActivationSockets};
 
 fn page() -> OwnedFd {
     let fd = rustix::fs::memfd_create("page", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
@@ -36,10 +36,10 @@ fn page() -> OwnedFd {
 }
 
 fn hello(version: u32) -> [u8; FRAME_BYTES] {
-    hello_with(version, Abilities::default())
+    hello_with(version, Capabilities::default())
 }
 
-fn hello_with(version: u32, abilities: Abilities) -> [u8; FRAME_BYTES] {
+fn hello_with(version: u32, abilities: Capabilities) -> [u8; FRAME_BYTES] {
     AgentMessage::Hello {
         version,
         pid_in_namespace: 1,
@@ -48,8 +48,8 @@ fn hello_with(version: u32, abilities: Abilities) -> [u8; FRAME_BYTES] {
         driver_version: 13_000,
         hazards: Hazards::default(),
         abilities,
-        carried_bytes: 0,
-        parked_bytes: 0,
+        swappable_bytes: 0,
+        copied_out_bytes: 0,
     }
     .encode()
 }
@@ -75,7 +75,7 @@ fn bench() -> Bench {
     let (sender, mail) = mpsc::channel(8);
     let key = Key::parse(&"0".repeat(32)).unwrap();
     let stream = tokio::net::UnixStream::from_std(ours).unwrap();
-    let budgets = Arc::new(budget::Budgets::new());
+    let budgets = Arc::new(rate_limit::RateLimits::new());
     tokio::spawn(connection::serve(stream, key, ProcessId(1), budgets, Handle::current(), sender));
     Bench { peer, mail }
 }
@@ -105,12 +105,12 @@ async fn a_process_with_good_papers_joins_and_is_named_by_the_kernel() {
 
 #[tokio::test]
 async fn a_library_is_not_asked_for_what_it_does_not_know() {
-    let none = How::default();
+    let none = CopyOptions::default();
     for (abilities, known) in [
-        (Abilities::USES_VAULT, none),
-        (Abilities::KEEPS_COPY, How { keep: true, ..none }),
-        (Abilities::PREPARES, How { then_checkpoint: true, ..none }),
-        (Abilities::CHECKS, How { check: true, ..none }),
+        (Capabilities::USES_COPIER, none),
+        (Capabilities::RETAINS_HOST_COPY, CopyOptions { keep: true, ..none }),
+        (Capabilities::PREFAULTS, CopyOptions { then_checkpoint: true, ..none }),
+        (Capabilities::CHECKS, CopyOptions { check: true, ..none }),
     ] {
         let mut bench = bench();
         send_with(&bench.peer, &hello_with(WIRE_VERSION, abilities), &[page().as_fd()]);
@@ -119,10 +119,10 @@ async fn a_library_is_not_asked_for_what_it_does_not_know() {
         };
         assert!(!agent.dedups(), "{abilities:?}");
         let park = |how| {
-            let action = Action::Park { vram_bytes: 7, how };
+            let action = Action::CopyOut { vram_bytes: 7, how };
             ControllerMessage::Order { order: 1, action, decided_ms: 9 }
         };
-        assert!(agent.send(park(How { keep: true, then_checkpoint: true, check: true })));
+        assert!(agent.send(park(CopyOptions { keep: true, then_checkpoint: true, check: true })));
         let answer = tokio::task::spawn_blocking(move || refusal(&mut bench.peer)).await.unwrap();
         assert_eq!(answer, park(known));
     }
@@ -131,7 +131,7 @@ async fn a_library_is_not_asked_for_what_it_does_not_know() {
 #[tokio::test]
 async fn a_library_that_can_hold_things_once_says_so() {
     let mut bench = bench();
-    send_with(&bench.peer, &hello_with(WIRE_VERSION, Abilities::DEDUPS), &[page().as_fd()]);
+    send_with(&bench.peer, &hello_with(WIRE_VERSION, Capabilities::DEDUPS), &[page().as_fd()]);
     let Some(AgentMail::Joined { agent, .. }) = bench.mail.recv().await else {
         panic!("not joined")
     };
@@ -148,9 +148,9 @@ async fn a_page_that_its_container_shrinks_or_overwrites_is_an_error_and_no_sign
     };
     let file = File::from(page);
     file.write_all_at(&[0xff; 64], 0).unwrap();
-    assert!(matches!(agent.read_page(&mut [0; PAGE_BYTES]), Err(PageReadError::Content(_))));
+    assert!(matches!(agent.read_page(&mut [0; PAGE_BYTES]), Err(CounterReadError::Content(_))));
     file.set_len(10).unwrap();
-    assert!(matches!(agent.read_page(&mut [0; PAGE_BYTES]), Err(PageReadError::Io(_))));
+    assert!(matches!(agent.read_page(&mut [0; PAGE_BYTES]), Err(CounterReadError::Io(_))));
 }
 
 #[tokio::test]
@@ -219,7 +219,7 @@ async fn an_agent_that_does_not_read_is_cut_off_and_costs_no_memory() {
             agent.send(ControllerMessage::Welcome {
                 process: 1,
                 wait_for_room_ms: 0,
-                engine: affinode_proto::wire::Engine::Driver,
+                engine: affinode_proto::wire::Engine::Checkpoint,
             })
         })
         .count();
@@ -237,8 +237,8 @@ async fn the_listener_replaces_a_stale_socket_and_lets_everybody_connect() {
     let (sender, mut mail) = mpsc::channel(8);
     let numbers = Arc::new(std::sync::atomic::AtomicU64::new(1));
     for _ in 0..2 {
-        let listener = Listener::open(
-            &mut Sockets::take(&deep),
+        let listener = AgentListener::open(
+            &mut ActivationSockets::take(&deep),
             &deep,
             &key,
             None,
@@ -263,8 +263,8 @@ async fn a_container_has_so_many_connections_and_gets_them_back() {
     let key = Key::parse(&"0".repeat(32)).unwrap();
     let (sender, mut mail) = mpsc::channel(8);
     let numbers = Arc::new(std::sync::atomic::AtomicU64::new(1));
-    let _listener = Listener::open(
-        &mut Sockets::take(run_dir.path()),
+    let _listener = AgentListener::open(
+        &mut ActivationSockets::take(run_dir.path()),
         run_dir.path(),
         &key,
         None,
@@ -299,7 +299,7 @@ async fn a_container_has_so_many_connections_and_gets_them_back() {
 /// Many connections are no way around the rate of one.
 #[tokio::test(start_paused = true)]
 async fn connections_of_a_container_share_one_rate() {
-    let budgets = Arc::new(budget::Budgets::new());
+    let budgets = Arc::new(rate_limit::RateLimits::new());
     let (sender, mut mail) = mpsc::channel(64);
     let key = Key::parse(&"0".repeat(32)).unwrap();
     let mut peers = Vec::new();
@@ -352,18 +352,19 @@ async fn who_makes_its_reader_wait_makes_no_other_container_wait() {
     let run_dir = tempfile::tempdir().unwrap();
     let (sender, mut mail) = mpsc::channel(8);
     let numbers = Arc::new(std::sync::atomic::AtomicU64::new(1));
-    let mut sockets = Sockets::take(run_dir.path());
+    let mut sockets = ActivationSockets::take(run_dir.path());
     let mut open = |digit: &str| {
         let key = Key::parse(&digit.repeat(32)).unwrap();
         let (numbers, sender) = (Arc::clone(&numbers), sender.clone());
-        let listener = Listener::open(&mut sockets, run_dir.path(), &key, None, numbers, sender);
-        (listener.unwrap(), run_dir.path().join(Listener::socket(&key)))
+        let listener =
+            AgentListener::open(&mut sockets, run_dir.path(), &key, None, numbers, sender);
+        (listener.unwrap(), run_dir.path().join(AgentListener::socket(&key)))
     };
     let ((_hostile, hostile), (_other, other)) = (open("0"), open("1"));
     let (mut hostiles, mut kept) = (Vec::new(), Vec::new());
     // Behind a Hello, and in the place of one.
     for joins in [true, false] {
-        let mut lingering = Lingering::new();
+        let mut lingering = LingeringTask::new();
         let peer = UnixStream::connect(&hostile).unwrap();
         let page = page();
         if joins {
@@ -385,19 +386,19 @@ async fn who_makes_its_reader_wait_makes_no_other_container_wait() {
     assert!(waits, "it has waited for the other container's connection");
 }
 
-/// A packet of a process's, and what a vault would get of it.
-async fn carried(descriptor: &OwnedFd) -> std::io::Result<affinode_vault::socket::Received> {
-    let ((process, theirs), (ours, vault)) = (vault::pair().unwrap(), vault::pair().unwrap());
-    affinode_vault::socket::send(&process, &[7; FRAME_BYTES], Some(descriptor)).unwrap();
-    tokio::spawn(porter::carry(theirs, ours));
-    let vault = crate::sys::watch_readable(vault).unwrap();
-    vault
-        .async_io(tokio::io::Interest::READABLE, |vault| affinode_vault::socket::receive(vault))
+/// A packet of a process's, and what a copier would get of it.
+async fn carried(descriptor: &OwnedFd) -> std::io::Result<affinode_copier::socket::Received> {
+    let ((process, theirs), (ours, copier)) = (copier::pair().unwrap(), copier::pair().unwrap());
+    affinode_copier::socket::send(&process, &[7; FRAME_BYTES], Some(descriptor)).unwrap();
+    tokio::spawn(copier_relay::carry(theirs, ours));
+    let copier = crate::sys::watch_readable(copier).unwrap();
+    copier
+        .async_io(tokio::io::Interest::READABLE, |copier| affinode_copier::socket::receive(copier))
         .await
 }
 
 #[tokio::test]
-async fn a_vault_gets_memory_and_devices_and_nothing_that_it_could_wait_for() {
+async fn a_copier_gets_memory_and_devices_and_nothing_that_it_could_wait_for() {
     let opened = |path: &str| OwnedFd::from(File::open(path).unwrap());
     for harmless in [page(), opened("/dev/null")] {
         let (frame, descriptor) = carried(&harmless).await.unwrap();
@@ -412,18 +413,19 @@ async fn a_vault_gets_memory_and_devices_and_nothing_that_it_could_wait_for() {
 }
 
 #[tokio::test]
-async fn a_way_to_a_vault_ends_for_both_with_either() {
-    for vault_ends in [false, true] {
-        let ((process, theirs), (ours, vault)) = (vault::pair().unwrap(), vault::pair().unwrap());
-        affinode_vault::socket::send(&vault, &[9; FRAME_BYTES], None).unwrap();
-        tokio::spawn(porter::carry(theirs, ours));
+async fn a_way_to_a_copier_ends_for_both_with_either() {
+    for copier_ends in [false, true] {
+        let ((process, theirs), (ours, copier)) =
+            (copier::pair().unwrap(), copier::pair().unwrap());
+        affinode_copier::socket::send(&copier, &[9; FRAME_BYTES], None).unwrap();
+        tokio::spawn(copier_relay::carry(theirs, ours));
         let process = crate::sys::watch_readable(process).unwrap();
-        let receive = |from: &OwnedFd| affinode_vault::socket::receive(from);
+        let receive = |from: &OwnedFd| affinode_copier::socket::receive(from);
         let readable = tokio::io::Interest::READABLE;
         assert_eq!(process.async_io(readable, receive).await.unwrap().0, [9; FRAME_BYTES]);
-        let (ended, left) = match vault_ends {
-            true => (vault, process),
-            false => (process.into_inner(), crate::sys::watch_readable(vault).unwrap()),
+        let (ended, left) = match copier_ends {
+            true => (copier, process),
+            false => (process.into_inner(), crate::sys::watch_readable(copier).unwrap()),
         };
         drop(ended);
         let error = left.async_io(readable, receive).await.unwrap_err();
@@ -432,21 +434,21 @@ async fn a_way_to_a_vault_ends_for_both_with_either() {
 }
 
 #[tokio::test]
-async fn a_way_to_a_vault_carries_all_in_order_however_late_it_is_read() {
+async fn a_way_to_a_copier_carries_all_in_order_however_late_it_is_read() {
     const MANY: u8 = 250;
     const TIMES: usize = 20;
-    let ((process, theirs), (ours, vault)) = (vault::pair().unwrap(), vault::pair().unwrap());
-    tokio::spawn(porter::carry(theirs, ours));
+    let ((process, theirs), (ours, copier)) = (copier::pair().unwrap(), copier::pair().unwrap());
+    tokio::spawn(copier_relay::carry(theirs, ours));
     let sent = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&sent);
     let told = tokio::spawn(async move {
-        let vault = crate::sys::watch(vault).unwrap();
+        let copier = crate::sys::watch(copier).unwrap();
         for n in (0..TIMES).flat_map(|_| 0..MANY) {
-            let send = |to: &OwnedFd| affinode_vault::socket::send(to, &[n; FRAME_BYTES], None);
-            vault.async_io(tokio::io::Interest::WRITABLE, send).await.unwrap();
+            let send = |to: &OwnedFd| affinode_copier::socket::send(to, &[n; FRAME_BYTES], None);
+            copier.async_io(tokio::io::Interest::WRITABLE, send).await.unwrap();
             count.fetch_add(1, Ordering::SeqCst);
         }
-        vault
+        copier
     });
     // All that fits anywhere is under way.
     let mut before = usize::MAX;
@@ -458,7 +460,7 @@ async fn a_way_to_a_vault_carries_all_in_order_however_late_it_is_read() {
     assert!(!told.is_finished());
     let process = crate::sys::watch_readable(process).unwrap();
     for n in (0..TIMES).flat_map(|_| 0..MANY) {
-        let receive = |from: &OwnedFd| affinode_vault::socket::receive(from);
+        let receive = |from: &OwnedFd| affinode_copier::socket::receive(from);
         let (frame, _) = process.async_io(tokio::io::Interest::READABLE, receive).await.unwrap();
         assert_eq!(frame, [n; FRAME_BYTES]);
     }

@@ -3,8 +3,8 @@
 
 use std::{collections::BTreeMap, io::Write, time::Duration};
 
-use super::{CliError, Output, client::Client, format, table};
-use crate::calls::{Batch, FunctionCalls, ProcessCalls};
+use super::{CliError, OutputFormat, client::ControlClient, format, table};
+use crate::call_trace::{CallTraceBatch, FunctionCalls, ProcessCalls};
 
 /// Show the CUDA calls of containers, live, by function.
 #[derive(Debug, clap::Args)]
@@ -12,7 +12,7 @@ use crate::calls::{Batch, FunctionCalls, ProcessCalls};
 A process records a sample of its calls, all of them while they are few, and only while
 somebody watches. CALLS of a function is reckoned from the sample where it begins with ~;
 the count of a process is exact. Dropped calls are those that nothing is known of.")]
-pub struct Calls {
+pub struct CallsArgs {
     /// A container: name, id, or a prefix that only one has; all when left out.
     container: Option<String>,
     /// Functions whose names contain this.
@@ -29,7 +29,7 @@ pub struct Calls {
     once: Option<u16>,
     /// How to print; json is one object a line, as GET /api/v1/calls sends them.
     #[arg(short, long, default_value = "table")]
-    output: Output,
+    output: OutputFormat,
     /// Leave the header line out.
     #[arg(long)]
     no_headers: bool,
@@ -40,9 +40,13 @@ const TITLES: [&str; 8] =
 /// Between two prints of sums.
 const SECOND: Duration = Duration::from_secs(1);
 
-pub async fn run(client: &Client, out: &mut dyn Write, asked: Calls) -> Result<(), CliError> {
+pub async fn run(
+    client: &ControlClient,
+    out: &mut dyn Write,
+    asked: CallsArgs,
+) -> Result<(), CliError> {
     let mut last = 0;
-    let mut sums = Sums::default();
+    let mut sums = CallSums::default();
     let interval = asked.once.map_or(SECOND, |seconds| SECOND * u32::from(seconds.max(1)));
     let mut began = tokio::time::Instant::now();
     loop {
@@ -51,15 +55,16 @@ pub async fn run(client: &Client, out: &mut dyn Write, asked: Calls) -> Result<(
             last = batch.sequence;
             let batch = asked.narrow(batch);
             match asked.output {
-                Output::Json => writeln!(out, "{}", serde_json::to_string(&batch)?)?,
-                Output::Yaml => write!(out, "---\n{}", serde_yaml_ng::to_string(&batch)?)?,
+                OutputFormat::Json => writeln!(out, "{}", serde_json::to_string(&batch)?)?,
+                OutputFormat::Yaml => write!(out, "---\n{}", serde_yaml_ng::to_string(&batch)?)?,
                 _ if asked.each => each(out, &batch)?,
                 _ => sums.add(batch),
             }
         }
         out.flush()?;
         if began.elapsed() >= interval {
-            let summed = !asked.each && matches!(asked.output, Output::Table | Output::Wide);
+            let summed =
+                !asked.each && matches!(asked.output, OutputFormat::Table | OutputFormat::Wide);
             if summed {
                 std::mem::take(&mut sums).print(out, !asked.no_headers)?;
             }
@@ -71,8 +76,8 @@ pub async fn run(client: &Client, out: &mut dyn Write, asked: Calls) -> Result<(
     }
 }
 
-impl Calls {
-    fn narrow(&self, mut batch: Batch) -> Batch {
+impl CallsArgs {
+    fn narrow(&self, mut batch: CallTraceBatch) -> CallTraceBatch {
         batch.processes.retain(|p| self.pid.is_none_or(|pid| p.pid == pid));
         for process in &mut batch.processes {
             process.functions.retain(|f| f.name.contains(&self.filter));
@@ -82,7 +87,7 @@ impl Calls {
     }
 }
 
-fn each(out: &mut dyn Write, batch: &Batch) -> Result<(), CliError> {
+fn each(out: &mut dyn Write, batch: &CallTraceBatch) -> Result<(), CliError> {
     for process in &batch.processes {
         for call in &process.recorded {
             let mut line = format!(
@@ -111,14 +116,14 @@ fn each(out: &mut dyn Write, batch: &Batch) -> Result<(), CliError> {
 
 /// What came since the last print.
 #[derive(Default)]
-struct Sums {
+struct CallSums {
     elapsed_ms: u64,
     left_out: u64,
     processes: BTreeMap<(String, u32), ProcessCalls>,
 }
 
-impl Sums {
-    fn add(&mut self, batch: Batch) {
+impl CallSums {
+    fn add(&mut self, batch: CallTraceBatch) {
         self.elapsed_ms += batch.elapsed_ms;
         self.left_out = self.left_out.max(batch.left_out);
         for process in batch.processes {
@@ -212,7 +217,7 @@ mod tests {
         }
     }
 
-    fn batch(functions: Vec<FunctionCalls>) -> Batch {
+    fn batch(functions: Vec<FunctionCalls>) -> CallTraceBatch {
         let process = ProcessCalls {
             container: "ml/a".into(),
             pid: 7,
@@ -222,12 +227,12 @@ mod tests {
             functions,
             ..ProcessCalls::default()
         };
-        Batch { elapsed_ms: 500, processes: vec![process], ..Batch::default() }
+        CallTraceBatch { elapsed_ms: 500, processes: vec![process], ..CallTraceBatch::default() }
     }
 
     #[test]
     fn batches_are_summed_and_what_is_reckoned_says_so() {
-        let mut sums = Sums::default();
+        let mut sums = CallSums::default();
         sums.add(batch(vec![
             function("cuStreamQuery", 10, 10),
             function("cuLaunchKernel", 900, 9),

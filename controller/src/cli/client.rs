@@ -10,14 +10,14 @@ use affinode_proto::{
             PolicyRequest, PolicyResponse, PolicyValue, ReloadRequest, ReloadResponse,
             ReportRequest, RestoreRequest, SetAutoOffloadRequest, SetPolicyRequest,
         },
-        control_ttrpc::ControlClient,
+        control_ttrpc,
     },
     paths,
 };
 use ttrpc::context::{Context, with_duration};
 
 use super::CliError;
-use crate::{calls::Batch, history::Span, schema};
+use crate::{call_trace::CallTraceBatch, history::StateSpan, schema};
 
 /// A quick question.
 const QUICK: std::time::Duration = std::time::Duration::from_secs(10);
@@ -25,17 +25,19 @@ const QUICK: std::time::Duration = std::time::Duration::from_secs(10);
 const LONG: std::time::Duration = std::time::Duration::from_secs(600);
 
 /// A connection to the controller.
-pub struct Client {
-    control: ControlClient,
+pub struct ControlClient {
+    control: control_ttrpc::ControlClient,
     socket: String,
 }
 
-impl Client {
+impl ControlClient {
     /// Connects to the controller of a run directory.
-    pub async fn connect(run_dir: &Path) -> Result<Client, CliError> {
+    pub async fn connect(run_dir: &Path) -> Result<ControlClient, CliError> {
         let socket = run_dir.join(paths::CONTROL_SOCKET).display().to_string();
         match ttrpc::r#async::Client::connect(&format!("unix://{socket}")).await {
-            Ok(client) => Ok(Client { control: ControlClient::new(client), socket }),
+            Ok(client) => {
+                Ok(ControlClient { control: control_ttrpc::ControlClient::new(client), socket })
+            }
             Err(source) => Err(CliError::NoController { socket, source }),
         }
     }
@@ -91,12 +93,16 @@ impl Client {
     }
 
     /// Calls of one container, or of all, after a number; waits a second for the first.
-    pub async fn calls(&self, container: String, after: u64) -> Result<Vec<Batch>, CliError> {
+    pub async fn calls(
+        &self,
+        container: String,
+        after: u64,
+    ) -> Result<Vec<CallTraceBatch>, CliError> {
         let request =
             CallsRequest { container, after, timeout_ms: 1_000, ..CallsRequest::default() };
         let response = self.control.calls(context(QUICK), &request).await;
         let batches = response.map_err(|e| self.error(e))?.batches;
-        Ok(batches.into_iter().map(Batch::from).collect())
+        Ok(batches.into_iter().map(CallTraceBatch::from).collect())
     }
 
     /// What GPUs were used for between two moments.
@@ -127,7 +133,7 @@ impl Client {
     }
 
     /// Everything that is recorded of a time.
-    pub async fn history(&self, since_ms: i64, until_ms: i64) -> Result<Vec<Span>, CliError> {
+    pub async fn history(&self, since_ms: i64, until_ms: i64) -> Result<Vec<StateSpan>, CliError> {
         let mut spans = Vec::new();
         loop {
             let request = HistoryRequest {
@@ -167,10 +173,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join(paths::CONTROL_SOCKET);
         let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
-        let client = Client::connect(folder.path()).await.unwrap();
+        let client = ControlClient::connect(folder.path()).await.unwrap();
         drop(listener);
         let said = ttrpc::get_status(ttrpc::Code::NOT_FOUND, "no container is named \"x\"");
-        let told = crate::report::chain(&client.error(ttrpc::Error::RpcStatus(said)));
+        let told = crate::error_chain::chain(&client.error(ttrpc::Error::RpcStatus(said)));
         assert_eq!(told, "the controller refused: no container is named \"x\"");
     }
 }

@@ -9,7 +9,7 @@ use super::{Args, CliError};
 
 /// The shells that people use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum For {
+pub enum CompletionShell {
     /// bash
     Bash,
     /// zsh
@@ -19,11 +19,11 @@ pub enum For {
 }
 
 /// Prints the completion script of a shell.
-pub fn completion(out: &mut dyn Write, shell: For) -> Result<(), CliError> {
+pub fn completion(out: &mut dyn Write, shell: CompletionShell) -> Result<(), CliError> {
     let shell = match shell {
-        For::Bash => Shell::Bash,
-        For::Zsh => Shell::Zsh,
-        For::Fish => Shell::Fish,
+        CompletionShell::Bash => Shell::Bash,
+        CompletionShell::Zsh => Shell::Zsh,
+        CompletionShell::Fish => Shell::Fish,
     };
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut Args::command(), "affinode", &mut script);
@@ -43,7 +43,7 @@ mod tests {
 
     #[test]
     fn every_shell_gets_a_script_that_knows_the_commands() {
-        for shell in [For::Bash, For::Zsh, For::Fish] {
+        for shell in [CompletionShell::Bash, CompletionShell::Zsh, CompletionShell::Fish] {
             let mut script = Vec::new();
             completion(&mut script, shell).unwrap();
             let script = String::from_utf8(script).unwrap();

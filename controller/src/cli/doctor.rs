@@ -8,41 +8,41 @@ use std::{
 use affinode_proto::paths;
 use serde::Serialize;
 
-use super::{CliError, Output, client::Client, format};
-use crate::doctor::{Check, Places, Verdict, examine, places};
+use super::{CliError, OutputFormat, client::ControlClient, format};
+use crate::doctor::{CheckVerdict, DoctorCheck, DoctorPaths, examine, files};
 
 /// Check driver, kernel, containerd and installation; say what to do where something is
 /// not as it must be. Needs no controller.
 #[derive(Debug, clap::Args)]
-pub struct Doctor {
+pub struct DoctorArgs {
     /// How to print.
     #[arg(short, long, default_value = "table")]
-    output: Output,
+    output: OutputFormat,
     /// containerd's socket; where distributions put it when left out.
     #[arg(long, value_name = "SOCKET", env = "CONTAINERD_ADDRESS")]
     containerd: Option<PathBuf>,
 }
 
 #[derive(Serialize)]
-struct Findings {
+struct DoctorReport {
     /// Whether no check failed.
     healthy: bool,
-    checks: Vec<Check>,
+    checks: Vec<DoctorCheck>,
 }
 
-pub async fn run(run_dir: &Path, out: &mut dyn Write, asked: Doctor) -> Result<(), CliError> {
-    let Doctor { output, containerd } = asked;
-    let mut checks = examine(&Places { run_dir: run_dir.to_owned(), containerd });
-    checks.push(places::controller(&ask(run_dir).await));
-    let failed = checks.iter().filter(|check| check.verdict == Verdict::Bad).count();
-    let findings = Findings { healthy: failed == 0, checks };
+pub async fn run(run_dir: &Path, out: &mut dyn Write, asked: DoctorArgs) -> Result<(), CliError> {
+    let DoctorArgs { output, containerd } = asked;
+    let mut checks = examine(&DoctorPaths { run_dir: run_dir.to_owned(), containerd });
+    checks.push(files::controller(&ask(run_dir).await));
+    let failed = checks.iter().filter(|check| check.verdict == CheckVerdict::Bad).count();
+    let findings = DoctorReport { healthy: failed == 0, checks };
     match output {
-        Output::Json => {
+        OutputFormat::Json => {
             serde_json::to_writer_pretty(&mut *out, &findings)?;
             writeln!(out)?;
         }
-        Output::Yaml => serde_yaml_ng::to_writer(&mut *out, &findings)?,
-        Output::Table | Output::Wide => print(out, &findings.checks)?,
+        OutputFormat::Yaml => serde_yaml_ng::to_writer(&mut *out, &findings)?,
+        OutputFormat::Table | OutputFormat::Wide => print(out, &findings.checks)?,
     }
     if failed == 0 {
         return Ok(());
@@ -64,12 +64,12 @@ async fn ask(run_dir: &Path) -> Result<Option<(u32, String)>, String> {
         }
         Err(error) => return Err(format!("{}: {error}", socket.display())),
     }
-    let answer = async { Client::connect(run_dir).await?.list().await };
-    let node = answer.await.map_err(|error| crate::report::chain(&error))?;
+    let answer = async { ControlClient::connect(run_dir).await?.list().await };
+    let node = answer.await.map_err(|error| crate::error_chain::chain(&error))?;
     Ok(Some((node.controller_pid, node.version)))
 }
 
-fn print(out: &mut dyn Write, checks: &[Check]) -> io::Result<()> {
+fn print(out: &mut dyn Write, checks: &[DoctorCheck]) -> io::Result<()> {
     let width = checks.iter().map(|check| check.name.chars().count()).max().unwrap_or(0);
     let mut group = "";
     for check in checks {
@@ -92,7 +92,7 @@ mod tests {
 
     #[test]
     fn every_line_has_a_sign_and_what_is_wrong_has_a_hint() {
-        let check = |verdict, hint: &str| Check {
+        let check = |verdict, hint: &str| DoctorCheck {
             group: "GPU",
             name: "driver",
             verdict,
@@ -100,7 +100,8 @@ mod tests {
             hint: hint.into(),
         };
         let mut out = Vec::new();
-        print(&mut out, &[check(Verdict::Good, ""), check(Verdict::Bad, "install it")]).unwrap();
+        print(&mut out, &[check(CheckVerdict::Good, ""), check(CheckVerdict::Bad, "install it")])
+            .unwrap();
         let text = String::from_utf8(out).unwrap();
         assert_eq!(text, "GPU\n  √ driver   5\n  × driver   5\n             -> install it\n");
     }

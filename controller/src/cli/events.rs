@@ -4,13 +4,13 @@ use std::io::Write;
 
 use affinode_proto::api::control::Event;
 
-use super::{CliError, Output, client::Client, format};
+use super::{CliError, OutputFormat, client::ControlClient, format};
 use crate::schema;
 
 pub async fn run(
-    client: &Client,
+    client: &ControlClient,
     out: &mut dyn Write,
-    output: Output,
+    output: OutputFormat,
     follow: bool,
 ) -> Result<(), CliError> {
     let mut last = 0;
@@ -22,19 +22,19 @@ pub async fn run(
         for event in events {
             last = event.sequence;
             let event = schema::Event::from(event);
-            if output == Output::Json {
+            if output == OutputFormat::Json {
                 writeln!(out, "{}", serde_json::to_string(&event)?)?;
-            } else if output == Output::Yaml {
+            } else if output == OutputFormat::Yaml {
                 write!(out, "---\n{}", serde_yaml_ng::to_string(&event)?)?;
             } else {
-                writeln!(out, "{}", line(&event, output == Output::Wide))?;
+                writeln!(out, "{}", line(&event, output == OutputFormat::Wide))?;
             }
         }
     }
 }
 
 /// Waits for the next event after one; its number. After none: after those that are known.
-pub async fn next(client: &Client, after: Option<u64>) -> Result<u64, CliError> {
+pub async fn next(client: &ControlClient, after: Option<u64>) -> Result<u64, CliError> {
     let number = |events: &[Event]| events.last().map(|event| event.sequence);
     let mut last = match after {
         Some(after) => after,

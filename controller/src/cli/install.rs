@@ -8,45 +8,47 @@ use std::{
 
 use clap::ValueEnum;
 
-use super::{CliError, Output};
-use crate::install::{self, FileState, HandlerState, Options, Restart, Source, Status};
+use super::{CliError, OutputFormat};
+use crate::install::{
+    self, FileState, HandlerState, InstallOptions, InstallStatus, RestartRequest, SourceFile,
+};
 
 /// Put Affinode on this node: programs, library, and a handler in containerd's
 /// configuration. Compares the whole configuration before and after, and puts it back when
 /// anything but the handler differs or containerd does not come back with it.
 #[derive(Debug, clap::Args)]
-pub struct Install {
+pub struct InstallArgs {
     /// The folder with the files; that of this program when left out.
     #[arg(long, value_name = "DIR")]
     from: Option<PathBuf>,
     /// How to print: table, or json, an array of the steps.
     #[arg(short, long, default_value = "table")]
-    output: Output,
+    output: OutputFormat,
     /// Name of the handler, which a RuntimeClass names.
     #[arg(long, value_name = "NAME", default_value = "affinode")]
     runtime_name: String,
     #[command(flatten)]
-    places: Places,
+    places: InstallPaths,
 }
 
 /// Take Affinode off this node again: what was added, no more. Refused while containers or
 /// jobs of it run.
 #[derive(Debug, clap::Args)]
-pub struct Uninstall {
+pub struct UninstallArgs {
     /// Wait so long for the containers and jobs that run to end: 10m.
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     drain: Option<Duration>,
     #[command(flatten)]
-    places: Places,
+    places: InstallPaths,
 }
 
 /// Show what is installed on this node, and whether all of it is as it was installed. Exit
 /// status 1 when it is not, or when nothing is.
 #[derive(Debug, clap::Args)]
-pub struct Show {
+pub struct StatusArgs {
     /// How to print.
     #[arg(short, long, default_value = "table")]
-    output: Output,
+    output: OutputFormat,
     /// containerd's socket; when left out, where it was at the installation, or where
     /// distributions put it.
     #[arg(long, value_name = "SOCKET", env = "CONTAINERD_ADDRESS")]
@@ -63,7 +65,7 @@ pub struct Show {
 }
 
 #[derive(Debug, clap::Args)]
-struct Places {
+struct InstallPaths {
     /// The node's root, where this runs in a container: /proc/1/root with the node's pid
     /// namespace. All other paths, but that of --from, are then the node's.
     #[arg(long, value_name = "DIR")]
@@ -99,17 +101,17 @@ enum RestartMode {
     None,
 }
 
-impl Places {
+impl InstallPaths {
     /// On the node from here on, where that is elsewhere.
-    fn options(self, runtime_name: String) -> Result<Options, CliError> {
+    fn options(self, runtime_name: String) -> Result<InstallOptions, CliError> {
         if let Some(root) = &self.host_root {
             install::enter(root)?;
         }
         let restart = match self.restart_mode {
-            RestartMode::Systemd => Restart::Systemd { unit: self.unit },
-            RestartMode::None => Restart::None,
+            RestartMode::Systemd => RestartRequest::Systemd { unit: self.unit },
+            RestartMode::None => RestartRequest::None,
         };
-        Ok(Options {
+        Ok(InstallOptions {
             containerd: self.containerd,
             prefix: self.prefix,
             state_dir: self.state_dir,
@@ -121,41 +123,43 @@ impl Places {
     }
 }
 
-pub fn install(out: &mut dyn Write, asked: Install) -> Result<(), CliError> {
+pub fn install(out: &mut dyn Write, asked: InstallArgs) -> Result<(), CliError> {
     let source = match &asked.from {
-        Some(folder) => Source::of(folder)?,
-        None => Source::of(&own_folder()?)?,
+        Some(folder) => SourceFile::of(folder)?,
+        None => SourceFile::of(&own_folder()?)?,
     };
     let options = asked.places.options(asked.runtime_name)?;
     let steps = install::install(&options, &source)?;
     match asked.output {
         // A line, for programs.
-        Output::Json => {
+        OutputFormat::Json => {
             serde_json::to_writer(&mut *out, &steps)?;
             Ok(writeln!(out)?)
         }
-        Output::Yaml => Ok(serde_yaml_ng::to_writer(&mut *out, &steps)?),
-        Output::Table | Output::Wide => print(out, options.dry_run, &steps),
+        OutputFormat::Yaml => Ok(serde_yaml_ng::to_writer(&mut *out, &steps)?),
+        OutputFormat::Table | OutputFormat::Wide => print(out, options.dry_run, &steps),
     }
 }
 
-pub fn uninstall(out: &mut dyn Write, asked: Uninstall) -> Result<(), CliError> {
-    let options =
-        Options { drain: asked.drain.unwrap_or_default(), ..asked.places.options(String::new())? };
+pub fn uninstall(out: &mut dyn Write, asked: UninstallArgs) -> Result<(), CliError> {
+    let options = InstallOptions {
+        drain: asked.drain.unwrap_or_default(),
+        ..asked.places.options(String::new())?
+    };
     print(out, options.dry_run, &install::uninstall(&options)?)
 }
 
-pub fn status(out: &mut dyn Write, asked: Show) -> Result<(), CliError> {
-    let Show { output, containerd, state_dir, prefix, host_root } = asked;
+pub fn status(out: &mut dyn Write, asked: StatusArgs) -> Result<(), CliError> {
+    let StatusArgs { output, containerd, state_dir, prefix, host_root } = asked;
     if let Some(root) = &host_root {
         install::enter(root)?;
     }
-    let options = Options {
+    let options = InstallOptions {
         containerd,
         prefix,
         state_dir,
         runtime_name: String::new(),
-        restart: Restart::None,
+        restart: RestartRequest::None,
         drain: Duration::ZERO,
         dry_run: true,
     };
@@ -164,12 +168,12 @@ pub fn status(out: &mut dyn Write, asked: Show) -> Result<(), CliError> {
         return Err(CliError::NotDone(format!("nothing is installed: no record in {folder}")));
     };
     match output {
-        Output::Json => {
+        OutputFormat::Json => {
             serde_json::to_writer_pretty(&mut *out, &status)?;
             writeln!(out)?;
         }
-        Output::Yaml => serde_yaml_ng::to_writer(&mut *out, &status)?,
-        Output::Table | Output::Wide => print_status(out, &status)?,
+        OutputFormat::Yaml => serde_yaml_ng::to_writer(&mut *out, &status)?,
+        OutputFormat::Table | OutputFormat::Wide => print_status(out, &status)?,
     }
     match status.in_place {
         true => Ok(()),
@@ -177,7 +181,7 @@ pub fn status(out: &mut dyn Write, asked: Show) -> Result<(), CliError> {
     }
 }
 
-fn print_status(out: &mut dyn Write, status: &Status) -> Result<(), CliError> {
+fn print_status(out: &mut dyn Write, status: &InstallStatus) -> Result<(), CliError> {
     let mut rows: Vec<(String, &str)> = Vec::new();
     for file in &status.files {
         let state = match file.state {

@@ -3,7 +3,6 @@
 //! Exit status: 0 done, 1 failed or refused, 2 wrong usage. What failed and what to do
 //! goes to standard error, once.
 
-mod act;
 mod calls;
 mod client;
 mod completion;
@@ -12,6 +11,8 @@ mod events;
 mod format;
 mod hint;
 mod install;
+mod move_container;
+mod pin;
 mod policy;
 mod progress;
 mod ps;
@@ -20,13 +21,12 @@ mod run;
 mod simulate;
 mod table;
 mod top;
-mod wishes;
 
 use std::{io::Write, process::ExitCode};
 
 use clap::{Parser, Subcommand, ValueEnum};
 
-use crate::report::chain;
+use crate::error_chain::chain;
 
 /// Sees and moves the GPU state of containers on this node.
 #[derive(Debug, Parser)]
@@ -50,7 +50,7 @@ enum Command {
     Ps {
         /// How to print.
         #[arg(short, long, default_value = "table")]
-        output: Output,
+        output: OutputFormat,
         /// Leave the header line out.
         #[arg(long)]
         no_headers: bool,
@@ -59,15 +59,15 @@ enum Command {
         watch: bool,
     },
     /// Move a container's VRAM to host memory now.
-    Offload(Target),
+    Offload(ControllerAddress),
     /// Bring a container back to the GPU now.
-    Restore(Target),
+    Restore(ControllerAddress),
     /// Keep a container on the GPU until it is unpinned; one that is away comes back first.
-    Pin(Target),
+    Pin(ControllerAddress),
     /// Let a pinned container be offloaded again.
-    Unpin(Target),
-    Hint(hint::Hint),
-    AutoOffload(wishes::AutoOffload),
+    Unpin(ControllerAddress),
+    Hint(hint::HintArgs),
+    AutoOffload(pin::AutoOffloadArgs),
     /// Print what happened: the last events, one a line.
     Events {
         /// Wait for more.
@@ -75,23 +75,23 @@ enum Command {
         follow: bool,
         /// How to print; wide adds date, number, key and reason, json is one object a line.
         #[arg(short, long, default_value = "table")]
-        output: Output,
+        output: OutputFormat,
     },
     /// Show the node live, full screen; move containers with keys.
     Top,
-    Calls(calls::Calls),
-    Report(report::Report),
-    Run(run::Run),
-    Simulate(simulate::Simulate),
-    Doctor(doctor::Doctor),
-    Install(install::Install),
-    Uninstall(install::Uninstall),
-    Status(install::Show),
-    Policy(policy::Policy),
+    Calls(calls::CallsArgs),
+    Report(report::ReportArgs),
+    Run(run::RunArgs),
+    Simulate(simulate::SimulateArgs),
+    Doctor(doctor::DoctorArgs),
+    Install(install::InstallArgs),
+    Uninstall(install::UninstallArgs),
+    Status(install::StatusArgs),
+    Policy(policy::PolicyArgs),
     /// Print the completion script of a shell.
     Completion {
         /// Which one.
-        shell: completion::For,
+        shell: completion::CompletionShell,
     },
     /// Write the manual pages into a folder, such as /usr/local/share/man/man1.
     Man {
@@ -102,23 +102,23 @@ enum Command {
     Reload {
         /// How to print.
         #[arg(short, long, default_value = "table")]
-        output: Output,
+        output: OutputFormat,
     },
 }
 
 /// A container, by name, id or a prefix that only one has.
 #[derive(Debug, clap::Args)]
-struct Target {
+struct ControllerAddress {
     /// namespace/pod/container, namespace/id, id, or the beginning of one.
     container: String,
     /// How to print.
     #[arg(short, long, default_value = "table")]
-    output: Output,
+    output: OutputFormat,
 }
 
 /// How results are printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Output {
+enum OutputFormat {
     /// Columns.
     Table,
     /// More columns.
@@ -193,9 +193,9 @@ fn fail(error: &dyn std::error::Error) -> ExitCode {
 
 /// Standard output. When the reader of a pipe has gone away, which is its right, nobody wants
 /// the rest: the command ends well, whatever it writes through.
-struct Out(std::io::Stdout);
+struct Printer(std::io::Stdout);
 
-impl Out {
+impl Printer {
     fn unless_left<T>(outcome: std::io::Result<T>) -> std::io::Result<T> {
         match outcome {
             Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
@@ -204,32 +204,32 @@ impl Out {
     }
 }
 
-impl Write for Out {
+impl Write for Printer {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        Out::unless_left(self.0.write(bytes))
+        Printer::unless_left(self.0.write(bytes))
     }
 
     fn flush(&mut self) -> std::io::Result<()> {
-        Out::unless_left(self.0.flush())
+        Printer::unless_left(self.0.flush())
     }
 }
 
 /// Prints an answer: words for people, or an object for programs.
 fn say(
     out: &mut dyn Write,
-    output: Output,
+    output: OutputFormat,
     words: &str,
     object: &impl serde::Serialize,
 ) -> Result<(), CliError> {
     match output {
-        Output::Table | Output::Wide => Ok(writeln!(out, "{words}")?),
-        Output::Json => Ok(writeln!(out, "{}", serde_json::to_string(object)?)?),
-        Output::Yaml => Ok(write!(out, "{}", serde_yaml_ng::to_string(object)?)?),
+        OutputFormat::Table | OutputFormat::Wide => Ok(writeln!(out, "{words}")?),
+        OutputFormat::Json => Ok(writeln!(out, "{}", serde_json::to_string(object)?)?),
+        OutputFormat::Yaml => Ok(write!(out, "{}", serde_yaml_ng::to_string(object)?)?),
     }
 }
 
 async fn run(args: Args) -> Result<(), CliError> {
-    let mut out = Out(std::io::stdout());
+    let mut out = Printer(std::io::stdout());
     // What needs no controller.
     let command = match args.command {
         Command::Simulate(asked) => {
@@ -249,17 +249,17 @@ async fn run(args: Args) -> Result<(), CliError> {
         Command::Report(asked) => return report::run(&args.run_dir, &mut out, asked).await,
         other => other,
     };
-    let client = client::Client::connect(&args.run_dir).await?;
+    let client = client::ControlClient::connect(&args.run_dir).await?;
     match command {
         Command::Ps { output, no_headers, watch } => {
             ps::run(&client, &mut out, output, !no_headers, watch).await
         }
-        Command::Offload(target) => act::offload(&client, &mut out, target).await,
-        Command::Restore(target) => act::restore(&client, &mut out, target).await,
-        Command::Pin(target) => wishes::pin(&client, &mut out, target, true).await,
-        Command::Unpin(target) => wishes::pin(&client, &mut out, target, false).await,
+        Command::Offload(target) => move_container::offload(&client, &mut out, target).await,
+        Command::Restore(target) => move_container::restore(&client, &mut out, target).await,
+        Command::Pin(target) => pin::pin(&client, &mut out, target, true).await,
+        Command::Unpin(target) => pin::pin(&client, &mut out, target, false).await,
         Command::Hint(asked) => hint::run(&client, &mut out, asked).await,
-        Command::AutoOffload(asked) => wishes::auto_offload(&client, &mut out, asked).await,
+        Command::AutoOffload(asked) => pin::auto_offload(&client, &mut out, asked).await,
         Command::Events { follow, output } => events::run(&client, &mut out, output, follow).await,
         // Done before.
         Command::Run(_)

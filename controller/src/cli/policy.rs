@@ -10,24 +10,24 @@ use affinode_proto::api::control::{PolicyChange, PolicyResponse, PolicyValue};
 
 use serde_json::json;
 
-use super::{CliError, Output, client::Client, events, format, say, table};
-use crate::{config::Config, core::explain::Value, report, schema};
+use super::{CliError, OutputFormat, client::ControlClient, events, format, say, table};
+use crate::{config::Config, core::explain::Value, error_chain, schema};
 
 /// Show policies and where each value comes from; set the node's; validate a file.
 #[derive(Debug, clap::Args)]
 #[command(args_conflicts_with_subcommands = true)]
-pub struct Policy {
+pub struct PolicyArgs {
     #[command(subcommand)]
-    command: Option<Command>,
+    command: Option<PolicyCommand>,
     #[command(flatten)]
-    all: Printed,
+    all: PrintedPolicy,
 }
 
 #[derive(Debug, clap::Subcommand)]
-enum Command {
+enum PolicyCommand {
     /// Print the effective policy of each container, value by value, and where each value
     /// comes from: default, node (file), namespace (rule), annotation, operator (command).
-    Show(Show),
+    Show(ShowArgs),
     /// Set values of the node's policy for good: a drop-in beside the configuration, which is
     /// checked before it is written.
     Set {
@@ -35,7 +35,7 @@ enum Command {
         #[arg(required = true, value_name = "NAME=VALUE", value_parser = pair)]
         values: Vec<(String, String)>,
         #[command(flatten)]
-        shape: Shape,
+        shape: PolicyShape,
     },
     /// Take back values that were set.
     Unset {
@@ -43,7 +43,7 @@ enum Command {
         #[arg(required = true, value_name = "NAME")]
         names: Vec<String>,
         #[command(flatten)]
-        shape: Shape,
+        shape: PolicyShape,
     },
     /// Say whether a configuration file is valid, and the policies that it makes. Needs no
     /// controller; drop-ins beside the file and the environment count as they do for it. What
@@ -53,32 +53,32 @@ enum Command {
         /// The file.
         file: PathBuf,
         #[command(flatten)]
-        shape: Shape,
+        shape: PolicyShape,
     },
 }
 
 #[derive(Debug, clap::Args)]
-struct Show {
+struct ShowArgs {
     /// Only this one: name, id or a prefix that only one has.
     container: Option<String>,
     #[command(flatten)]
-    printed: Printed,
+    printed: PrintedPolicy,
 }
 
 #[derive(Clone, Copy, Debug, clap::Args)]
-struct Shape {
+struct PolicyShape {
     /// How to print; wide names file, rule, annotation or command.
     #[arg(short, long, default_value = "table")]
-    output: Output,
+    output: OutputFormat,
     /// Leave the header line out.
     #[arg(long)]
     no_headers: bool,
 }
 
 #[derive(Clone, Copy, Debug, clap::Args)]
-struct Printed {
+struct PrintedPolicy {
     #[command(flatten)]
-    shape: Shape,
+    shape: PolicyShape,
     /// Print again whenever something happens.
     #[arg(short, long)]
     watch: bool,
@@ -94,21 +94,25 @@ fn pair(text: &str) -> Result<(String, String), String> {
 }
 
 /// Runs what needs no controller; gives back what does.
-pub fn alone(asked: Policy, out: &mut dyn Write) -> Result<Option<Policy>, CliError> {
+pub fn alone(asked: PolicyArgs, out: &mut dyn Write) -> Result<Option<PolicyArgs>, CliError> {
     match asked.command {
-        Some(Command::Validate { file, shape }) => validate(&file, out, shape).map(|()| None),
-        command => Ok(Some(Policy { command, ..asked })),
+        Some(PolicyCommand::Validate { file, shape }) => validate(&file, out, shape).map(|()| None),
+        command => Ok(Some(PolicyArgs { command, ..asked })),
     }
 }
 
 /// Runs what needs the controller.
-pub async fn run(client: &Client, out: &mut dyn Write, asked: Policy) -> Result<(), CliError> {
-    let all = Command::Show(Show { container: None, printed: asked.all });
+pub async fn run(
+    client: &ControlClient,
+    out: &mut dyn Write,
+    asked: PolicyArgs,
+) -> Result<(), CliError> {
+    let all = PolicyCommand::Show(ShowArgs { container: None, printed: asked.all });
     let (changes, shape) = match asked.command.unwrap_or(all) {
-        Command::Show(asked) => return show(client, out, asked).await,
-        Command::Validate { file, shape } => return validate(&file, out, shape),
-        Command::Set { values, shape } => (values, shape),
-        Command::Unset { names, shape } => {
+        PolicyCommand::Show(asked) => return show(client, out, asked).await,
+        PolicyCommand::Validate { file, shape } => return validate(&file, out, shape),
+        PolicyCommand::Set { values, shape } => (values, shape),
+        PolicyCommand::Unset { names, shape } => {
             (names.into_iter().map(|name| (name, String::new())).collect(), shape)
         }
     };
@@ -119,7 +123,11 @@ pub async fn run(client: &Client, out: &mut dyn Write, asked: Policy) -> Result<
 
 const TITLES: [&str; 5] = ["CONTAINER", "VALUE OF", "IS", "FROM", "NAMELY"];
 
-async fn show(client: &Client, out: &mut dyn Write, asked: Show) -> Result<(), CliError> {
+async fn show(
+    client: &ControlClient,
+    out: &mut dyn Write,
+    asked: ShowArgs,
+) -> Result<(), CliError> {
     let named = asked.container.is_some();
     let mut last = None;
     loop {
@@ -136,18 +144,18 @@ async fn show(client: &Client, out: &mut dyn Write, asked: Show) -> Result<(), C
 fn print(
     out: &mut dyn Write,
     response: PolicyResponse,
-    shape: Shape,
+    shape: PolicyShape,
     named: bool,
 ) -> Result<(), CliError> {
     let wide = match shape.output {
-        Output::Json => {
+        OutputFormat::Json => {
             serde_json::to_writer_pretty(&mut *out, &schema::Policies::from(response))?;
             return Ok(writeln!(out)?);
         }
-        Output::Yaml => {
+        OutputFormat::Yaml => {
             return Ok(serde_yaml_ng::to_writer(out, &schema::Policies::from(response))?);
         }
-        output => output == Output::Wide,
+        output => output == OutputFormat::Wide,
     };
     let titles = if wide { &TITLES[..] } else { &TITLES[..4] };
     table::print(out, (!shape.no_headers).then_some(titles), &rows(&response, named, wide))?;
@@ -182,11 +190,11 @@ fn row(whose: &str, value: &PolicyValue, wide: bool) -> Vec<String> {
     cells
 }
 
-fn validate(file: &Path, out: &mut dyn Write, shape: Shape) -> Result<(), CliError> {
+fn validate(file: &Path, out: &mut dyn Write, shape: PolicyShape) -> Result<(), CliError> {
     if !file.exists() {
         return Err(CliError::NotDone(format!("no such file: {}", file.display())));
     }
-    let config = Config::load(file).map_err(|e| CliError::NotDone(report::chain(&e)))?;
+    let config = Config::load(file).map_err(|e| CliError::NotDone(error_chain::chain(&e)))?;
     let policies = config.settings().policies;
     let values = |values: &[Value]| -> Vec<schema::PolicyValue> {
         let value = |value: &Value| {
@@ -206,7 +214,7 @@ fn validate(file: &Path, out: &mut dyn Write, shape: Shape) -> Result<(), CliErr
             (rule.namespace.clone(), own.collect::<Vec<_>>())
         })
         .collect();
-    if matches!(shape.output, Output::Json | Output::Yaml) {
+    if matches!(shape.output, OutputFormat::Json | OutputFormat::Yaml) {
         let namespaces: std::collections::BTreeMap<_, _> = namespaces.into_iter().collect();
         let all = json!({ "valid": true, "node": node, "namespaces": namespaces });
         return say(out, shape.output, "", &all);

@@ -9,7 +9,7 @@ use std::{
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::{client::Client, format};
+use super::{client::ControlClient, format};
 use crate::schema::{Container, Node};
 
 /// Shorter moves are over before a bar is read.
@@ -20,7 +20,7 @@ const STYLE: &str = "{prefix} {wide_bar} {binary_bytes} of {binary_total_bytes}{
 
 /// Which way it goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum MoveDirection {
     /// To host memory.
     Out,
     /// To the GPU.
@@ -29,15 +29,20 @@ pub enum Way {
 
 /// Where a container's memory is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Seen {
+struct SeenProgress {
     vram_bytes: u64,
-    away_bytes: u64,
+    offloaded_bytes: u64,
     /// Host memory of its processes: the driver keeps what it took from the GPU there.
     host_bytes: u64,
 }
 
 /// Waits for a move, and shows how far it is.
-pub async fn during<T>(client: &Client, name: &str, way: Way, moved: impl Future<Output = T>) -> T {
+pub async fn during<T>(
+    client: &ControlClient,
+    name: &str,
+    way: MoveDirection,
+    moved: impl Future<Output = T>,
+) -> T {
     if !std::io::stderr().is_terminal() {
         return moved.await;
     }
@@ -78,22 +83,22 @@ fn drawn(total: u64) -> ProgressBar {
 }
 
 /// What is to be moved.
-fn total(way: Way, before: Seen) -> u64 {
+fn total(way: MoveDirection, before: SeenProgress) -> u64 {
     match way {
-        Way::Out => before.vram_bytes,
-        Way::Home => before.away_bytes,
+        MoveDirection::Out => before.vram_bytes,
+        MoveDirection::Home => before.offloaded_bytes,
     }
 }
 
 /// What has been, as far as it shows: memory of the GPU that went away or came, host
 /// memory that came or went away. The driver tells nothing itself.
-fn done(way: Way, before: Seen, now: Seen) -> u64 {
+fn done(way: MoveDirection, before: SeenProgress, now: SeenProgress) -> u64 {
     let seen = match way {
-        Way::Out => {
+        MoveDirection::Out => {
             let left = before.vram_bytes.saturating_sub(now.vram_bytes);
-            left.max(now.host_bytes.saturating_sub(before.host_bytes)).max(now.away_bytes)
+            left.max(now.host_bytes.saturating_sub(before.host_bytes)).max(now.offloaded_bytes)
         }
-        Way::Home => {
+        MoveDirection::Home => {
             let left = before.host_bytes.saturating_sub(now.host_bytes);
             left.max(now.vram_bytes.saturating_sub(before.vram_bytes))
         }
@@ -111,12 +116,15 @@ fn pace(moved: u64, total: u64, elapsed: Duration) -> String {
     format!(", {}/s, {} left", format::amount(per_second as u64), format::duration(left_ms as u64))
 }
 
-async fn look(client: &Client, name: &str) -> Option<(String, Seen)> {
+async fn look(client: &ControlClient, name: &str) -> Option<(String, SeenProgress)> {
     let node = Node::from(client.list().await.ok()?);
     let container = find(&node, name)?;
     let host_bytes = container.processes.iter().map(|p| anonymous_bytes(p.pid)).sum();
-    let seen =
-        Seen { vram_bytes: container.vram_bytes, away_bytes: container.away_bytes, host_bytes };
+    let seen = SeenProgress {
+        vram_bytes: container.vram_bytes,
+        offloaded_bytes: container.offloaded_bytes,
+        host_bytes,
+    };
     Some((container.state.clone(), seen))
 }
 
@@ -139,21 +147,25 @@ fn anonymous_bytes(pid: u32) -> u64 {
 mod tests {
     use super::*;
 
-    fn seen(vram_bytes: u64, away_bytes: u64, host_bytes: u64) -> Seen {
-        Seen { vram_bytes, away_bytes, host_bytes }
+    fn seen(vram_bytes: u64, offloaded_bytes: u64, host_bytes: u64) -> SeenProgress {
+        SeenProgress { vram_bytes, offloaded_bytes, host_bytes }
     }
 
     #[test]
     fn either_side_shows_how_far_it_is_and_no_more_than_all() {
         let before = seen(100, 0, 7);
-        assert_eq!(done(Way::Out, before, before), 0);
-        assert_eq!(done(Way::Out, before, seen(100, 0, 37)), 30, "the driver fills host memory");
-        assert_eq!(done(Way::Out, before, seen(60, 0, 7)), 40, "the GPU is emptied");
-        assert_eq!(done(Way::Out, before, seen(0, 100, 200)), 100);
+        assert_eq!(done(MoveDirection::Out, before, before), 0);
+        assert_eq!(
+            done(MoveDirection::Out, before, seen(100, 0, 37)),
+            30,
+            "the driver fills host memory"
+        );
+        assert_eq!(done(MoveDirection::Out, before, seen(60, 0, 7)), 40, "the GPU is emptied");
+        assert_eq!(done(MoveDirection::Out, before, seen(0, 100, 200)), 100);
         let before = seen(0, 100, 107);
-        assert_eq!(done(Way::Home, before, before), 0);
-        assert_eq!(done(Way::Home, before, seen(55, 100, 107)), 55);
-        assert_eq!(done(Way::Home, before, seen(0, 100, 47)), 60);
+        assert_eq!(done(MoveDirection::Home, before, before), 0);
+        assert_eq!(done(MoveDirection::Home, before, seen(55, 100, 107)), 55);
+        assert_eq!(done(MoveDirection::Home, before, seen(0, 100, 47)), 60);
     }
 
     #[test]

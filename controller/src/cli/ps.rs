@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use super::{CliError, Output, client::Client, events, format, table};
+use super::{CliError, OutputFormat, client::ControlClient, events, format, table};
 use crate::schema;
 
 const TABLE: [&str; 7] = ["CONTAINER", "STATE", "FOR", "VRAM", "IN HOST RAM", "MODE", "REASON"];
@@ -27,9 +27,9 @@ const WIDE: [&str; 17] = [
 ];
 
 pub async fn run(
-    client: &Client,
+    client: &ControlClient,
     out: &mut dyn Write,
-    output: Output,
+    output: OutputFormat,
     headers: bool,
     watch: bool,
 ) -> Result<(), CliError> {
@@ -48,14 +48,14 @@ pub async fn run(
 fn show(
     out: &mut dyn Write,
     node: &schema::Node,
-    output: Output,
+    output: OutputFormat,
     headers: bool,
 ) -> Result<(), CliError> {
-    if output == Output::Json {
+    if output == OutputFormat::Json {
         serde_json::to_writer_pretty(&mut *out, node)?;
         return Ok(writeln!(out)?);
     }
-    if output == Output::Yaml {
+    if output == OutputFormat::Yaml {
         return Ok(serde_yaml_ng::to_writer(out, node)?);
     }
     if headers {
@@ -84,8 +84,8 @@ fn show(
         .as_millis();
     let now_ms = i64::try_from(now_ms).unwrap_or(i64::MAX);
     let rows: Vec<Vec<String>> =
-        node.containers.iter().map(|c| row(c, now_ms, output == Output::Wide)).collect();
-    let titles: &[&str] = if output == Output::Wide { &WIDE } else { &TABLE };
+        node.containers.iter().map(|c| row(c, now_ms, output == OutputFormat::Wide)).collect();
+    let titles: &[&str] = if output == OutputFormat::Wide { &WIDE } else { &TABLE };
     Ok(table::print(out, headers.then_some(titles), &rows)?)
 }
 
@@ -123,7 +123,7 @@ fn row(c: &schema::Container, now_ms: i64, wide: bool) -> Vec<String> {
             c.state.clone(),
             format::duration(since),
             format::bytes(c.vram_bytes),
-            format::bytes(c.away_bytes),
+            format::bytes(c.offloaded_bytes),
             mode(c),
             reason,
         ];
@@ -136,7 +136,7 @@ fn row(c: &schema::Container, now_ms: i64, wide: bool) -> Vec<String> {
         format::duration(since),
         format::duration(c.idle_ms),
         format::bytes(c.vram_bytes),
-        format::bytes(c.away_bytes),
+        format::bytes(c.offloaded_bytes),
         c.offloads.to_string(),
         moved(c.last_offload_ms, c.offloads),
         moved(c.last_wake_ms, c.restores),
@@ -144,7 +144,7 @@ fn row(c: &schema::Container, now_ms: i64, wide: bool) -> Vec<String> {
         mode(c),
         format::duration(c.idle_timeout_ms),
         c.engine.clone(),
-        c.parkable_share.map_or_else(|| "-".into(), |share| format!("{:.0}%", share * 100.0)),
+        c.copyable_share.map_or_else(|| "-".into(), |share| format!("{:.0}%", share * 100.0)),
         if pids.is_empty() { "-".into() } else { pids.join(",") },
         reason,
     ]

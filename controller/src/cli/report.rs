@@ -2,27 +2,27 @@
 
 use std::{io::Write, path::Path, time::Duration};
 
-use super::{CliError, client::Client, table};
+use super::{CliError, client::ControlClient, table};
 use crate::{
     clock,
     config::Config,
-    history::{Limits, Span, Store},
+    history::{SpanStore, StateSpan, StoreLimits},
     schema::{self, ReportRow},
 };
 
 /// What GPUs were used for: held in use, held idle, given back. A GPU hour is a whole
 /// device's VRAM for an hour; half of it for two hours is as much.
 #[derive(Debug, clap::Args)]
-pub struct Report {
+pub struct ReportArgs {
     /// How far back: 90m, 24h, 7d.
     #[arg(long, default_value = "24h", value_parser = humantime::parse_duration)]
     since: Duration,
     /// What a line stands for.
     #[arg(long, default_value = "container")]
-    by: By,
+    by: ReportGrouping,
     /// How to print.
     #[arg(short, long, default_value = "table")]
-    output: Format,
+    output: ReportFormat,
     /// Leave the header line out.
     #[arg(long)]
     no_headers: bool,
@@ -36,7 +36,7 @@ const AGAIN: Duration = Duration::from_secs(60);
 
 /// What lines are summed by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum By {
+enum ReportGrouping {
     /// Each container.
     Container,
     /// Each pod.
@@ -47,7 +47,7 @@ enum By {
 
 /// How a report is printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Format {
+enum ReportFormat {
     /// Columns.
     Table,
     /// More columns: CUDA calls, the share of its time that each held idle, prices of all.
@@ -61,7 +61,7 @@ enum Format {
 }
 
 /// Prints it once, or again and again.
-pub async fn run(run_dir: &Path, out: &mut dyn Write, asked: Report) -> Result<(), CliError> {
+pub async fn run(run_dir: &Path, out: &mut dyn Write, asked: ReportArgs) -> Result<(), CliError> {
     loop {
         print(run_dir, out, &asked).await?;
         if !asked.watch {
@@ -74,36 +74,40 @@ pub async fn run(run_dir: &Path, out: &mut dyn Write, asked: Report) -> Result<(
 }
 
 /// Asks the controller; where none runs, reads what the last one left.
-async fn print(run_dir: &Path, out: &mut dyn Write, asked: &Report) -> Result<(), CliError> {
+async fn print(run_dir: &Path, out: &mut dyn Write, asked: &ReportArgs) -> Result<(), CliError> {
     let until_ms = clock::unix_ms();
     let back = i64::try_from(asked.since.as_millis()).unwrap_or(i64::MAX);
     let since_ms = until_ms.saturating_sub(back).max(0);
-    let report = match Client::connect(run_dir).await {
+    let report = match ControlClient::connect(run_dir).await {
         Ok(client) => client.report(since_ms, until_ms).await?,
         Err(_) => from_disk(run_dir, since_ms, until_ms)?,
     };
     let mut report = schema::Report { since_unix_ms: since_ms, until_unix_ms: until_ms, ..report };
     report.rows = merge(report.rows, asked.by);
     match asked.output {
-        Format::Json => {
+        ReportFormat::Json => {
             serde_json::to_writer_pretty(&mut *out, &report)?;
             Ok(writeln!(out)?)
         }
-        Format::Yaml => Ok(serde_yaml_ng::to_writer(out, &report)?),
-        Format::Csv => csv(out, &report, !asked.no_headers),
-        Format::Table => show(out, &report, !asked.no_headers, false),
-        Format::Wide => show(out, &report, !asked.no_headers, true),
+        ReportFormat::Yaml => Ok(serde_yaml_ng::to_writer(out, &report)?),
+        ReportFormat::Csv => csv(out, &report, !asked.no_headers),
+        ReportFormat::Table => show(out, &report, !asked.no_headers, false),
+        ReportFormat::Wide => show(out, &report, !asked.no_headers, true),
     }
 }
 
 fn from_disk(run_dir: &Path, since_ms: i64, until_ms: i64) -> Result<schema::Report, CliError> {
     let spans = spans_on_disk(run_dir, since_ms, until_ms)?;
-    let sums = crate::history::Report::sum(&spans, since_ms, until_ms);
+    let sums = crate::history::UsageReport::sum(&spans, since_ms, until_ms);
     Ok(schema::Report::new(sums, &Config::load(&Config::path())?.report))
 }
 
 /// What the last controller left.
-pub fn spans_on_disk(run_dir: &Path, since_ms: i64, until_ms: i64) -> Result<Vec<Span>, CliError> {
+pub fn spans_on_disk(
+    run_dir: &Path,
+    since_ms: i64,
+    until_ms: i64,
+) -> Result<Vec<StateSpan>, CliError> {
     let config = Config::load(&Config::path())?;
     let file = config.history.folder(run_dir).map(|folder| folder.join(crate::history::FILE));
     let Some(file) = file.filter(|file| file.exists()) else {
@@ -111,17 +115,17 @@ pub fn spans_on_disk(run_dir: &Path, since_ms: i64, until_ms: i64) -> Result<Vec
             "no controller runs and none has left a history; history.dir in the configuration says where it would be".into(),
         ));
     };
-    let limits = Limits { keep_ms: i64::MAX, max_bytes: u64::MAX };
-    Ok(Store::open(&file, limits)?.spans(since_ms, until_ms, None)?)
+    let limits = StoreLimits { keep_ms: i64::MAX, max_bytes: u64::MAX };
+    Ok(SpanStore::open(&file, limits)?.spans(since_ms, until_ms, None)?)
 }
 
-fn merge(rows: Vec<ReportRow>, by: By) -> Vec<ReportRow> {
+fn merge(rows: Vec<ReportRow>, by: ReportGrouping) -> Vec<ReportRow> {
     let mut merged: Vec<ReportRow> = Vec::new();
     for mut row in rows {
-        if by != By::Container {
+        if by != ReportGrouping::Container {
             row.container = String::new();
         }
-        if by == By::Namespace {
+        if by == ReportGrouping::Namespace {
             row.pod = String::new();
         }
         let same = |known: &&mut ReportRow| {
@@ -296,10 +300,10 @@ mod tests {
 
     #[test]
     fn lines_are_summed_by_what_is_asked() {
-        assert_eq!(merge(report().rows, By::Container).len(), 2);
-        let pods = merge(report().rows, By::Pod);
+        assert_eq!(merge(report().rows, ReportGrouping::Container).len(), 2);
+        let pods = merge(report().rows, ReportGrouping::Pod);
         assert_eq!((pods.len(), name(&pods[0])), (1, "ml/p".into()));
-        assert_eq!(name(&merge(report().rows, By::Namespace)[0]), "ml");
+        assert_eq!(name(&merge(report().rows, ReportGrouping::Namespace)[0]), "ml");
     }
 
     #[test]

@@ -17,14 +17,14 @@ use affinode_proto::paths;
 use rustix::{fs::FlockOperation, io::FdFlags};
 
 use crate::{
-    jobs::{Reply, Request, SOCKET},
-    report::chain,
+    error_chain::chain,
+    jobs::{JobReply, JobRequest, SOCKET},
 };
 
 /// The largest answer.
-const MOST_BYTES: u64 = 64 << 10;
+const MAX_BYTES: u64 = 64 << 10;
 /// How long the controller may take.
-const PATIENCE: Duration = Duration::from_secs(10);
+const CONTROLLER_TIMEOUT: Duration = Duration::from_secs(10);
 /// As `env` and shells have it: the program cannot be run, or is not there.
 const CANNOT_RUN: u8 = 126;
 const NOT_FOUND: u8 = 127;
@@ -33,7 +33,7 @@ const NOT_FOUND: u8 = 127;
 /// idle and gets it again at its next CUDA call. The program takes the place of this command;
 /// its exit status and its signals are its own.
 #[derive(Debug, clap::Args)]
-pub struct Run {
+pub struct RunArgs {
     /// What the job is called; the program's name when not given.
     #[arg(long)]
     name: Option<String>,
@@ -83,7 +83,7 @@ enum RunError {
 }
 
 /// Becomes the program; comes back only where that fails.
-pub fn run(run_dir: &Path, asked: Run) -> ExitCode {
+pub fn run(run_dir: &Path, asked: RunArgs) -> ExitCode {
     let mut words = asked.program.iter();
     let program = words.next().cloned().unwrap_or_default();
     let mut command = Command::new(&program);
@@ -110,12 +110,12 @@ fn say(what: &str) {
 }
 
 /// What the program is given.
-struct Granted {
+struct GrantedJob {
     socket: PathBuf,
     preload: OsString,
 }
 
-fn job(run_dir: &Path, asked: &Run, program: &OsString) -> Result<Granted, RunError> {
+fn job(run_dir: &Path, asked: &RunArgs, program: &OsString) -> Result<GrantedJob, RunError> {
     let lib_dir = std::env::var_os(paths::LIB_DIR_ENV).unwrap_or_else(|| paths::LIB_DIR.into());
     let library = PathBuf::from(lib_dir).join(paths::LIB_FILE);
     if !library.is_file() {
@@ -126,17 +126,17 @@ fn job(run_dir: &Path, asked: &Run, program: &OsString) -> Result<Granted, RunEr
         let plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
         name.chars().map(|c| if plain(c) { c } else { '_' }).collect()
     };
-    let request = Request {
+    let request = JobRequest {
         name: asked.name.clone().unwrap_or_else(own_name),
         namespace: asked.namespace.clone().unwrap_or_default(),
         annotations: asked.annotation.iter().cloned().collect(),
     };
     let (folder, lock) = match ask(&run_dir.join(SOCKET), &request)? {
-        Reply::Granted { folder, lock, warnings } => {
+        JobReply::Granted { folder, lock, warnings } => {
             warnings.iter().for_each(|warning| say(warning));
             (PathBuf::from(folder), lock)
         }
-        Reply::Refused(why) => return Err(RunError::Refused(why)),
+        JobReply::Refused(why) => return Err(RunError::Refused(why)),
     };
     hold(&lock).map_err(|source| RunError::Lock { path: lock, source })?;
     // Ours is the last: one behind it that hooks the driver would reach it past the gate.
@@ -145,20 +145,20 @@ fn job(run_dir: &Path, asked: &Run, program: &OsString) -> Result<Granted, RunEr
         preload.push(":");
     }
     preload.push(library);
-    Ok(Granted { socket: folder.join(paths::AGENT_SOCKET), preload })
+    Ok(GrantedJob { socket: folder.join(paths::AGENT_SOCKET), preload })
 }
 
-fn ask(socket: &Path, request: &Request) -> Result<Reply, RunError> {
+fn ask(socket: &Path, request: &JobRequest) -> Result<JobReply, RunError> {
     let mut stream = UnixStream::connect(socket)
         .map_err(|source| RunError::NobodyThere { socket: socket.display().to_string(), source })?;
-    let mut answer = || -> std::io::Result<Reply> {
-        stream.set_read_timeout(Some(PATIENCE))?;
-        stream.set_write_timeout(Some(PATIENCE))?;
+    let mut answer = || -> std::io::Result<JobReply> {
+        stream.set_read_timeout(Some(CONTROLLER_TIMEOUT))?;
+        stream.set_write_timeout(Some(CONTROLLER_TIMEOUT))?;
         let mut text = serde_json::to_string(request)?;
         text.push('\n');
         stream.write_all(text.as_bytes())?;
         let mut line = String::new();
-        BufReader::new((&stream).take(MOST_BYTES)).read_line(&mut line)?;
+        BufReader::new((&stream).take(MAX_BYTES)).read_line(&mut line)?;
         Ok(serde_json::from_str(&line)?)
     };
     answer().map_err(RunError::Answer)

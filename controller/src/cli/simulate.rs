@@ -7,17 +7,17 @@ use std::{
 
 use clap::Args;
 
-use super::{client::Client, format, table};
+use super::{client::ControlClient, format, table};
 use crate::{
     clock,
     config::{Config, ConfigError},
-    history::Span,
+    history::StateSpan,
     simulate::{
-        Calibration, Contender, Figures, Machine, SimulationError, Trace, compare, contenders,
-        plot,
-        recorded::{self, Happened},
+        Baseline, Calibration, SimulatedMachine, SimulationError, SimulationSummary, WorkloadTrace,
+        baselines, compare, plot,
+        recorded::{self, RecordedCall},
         synthetic,
-        trace::Assumed,
+        trace::TraceDefaults,
     },
 };
 
@@ -30,7 +30,7 @@ same of the time without a call in progress, RESIDENT and PEAK what stayed on th
 share of requests that found their process out, DELAYED with those that came while it was on its
 way; P99 WAIT is how long they waited. REFUSED are offloads that were, or requests that found no
 room. The policy `configured` is that of --config; the last two know the future.")]
-pub struct Simulate {
+pub struct SimulateArgs {
     /// Trace: CSV, gz or not. The header tells the format: ServeGen windows, Azure LLM
     /// requests, telemetry (time,process,busy,vram_bytes) or requests (time,process).
     /// Without one a node with a day curve and common peaks is made up.
@@ -76,7 +76,7 @@ pub struct Simulate {
     policy: Vec<String>,
     /// How to print.
     #[arg(short, long, default_value = "table")]
-    output: Print,
+    output: SimulateOutput,
     /// Leave the lines above the figures out.
     #[arg(long)]
     no_headers: bool,
@@ -86,7 +86,7 @@ pub struct Simulate {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Print {
+enum SimulateOutput {
     /// Columns.
     Table,
     /// More columns.
@@ -127,25 +127,25 @@ pub enum SimulateError {
 }
 
 /// What a controller recorded.
-pub struct Recorded {
+pub struct RecordedInput {
     since_ms: i64,
-    spans: Vec<Span>,
+    spans: Vec<StateSpan>,
 }
 
-impl Simulate {
+impl SimulateArgs {
     /// Asks the controller for its history, where that is to be played.
-    pub async fn recorded(&self, run_dir: &Path) -> Result<Option<Recorded>, super::CliError> {
+    pub async fn recorded(&self, run_dir: &Path) -> Result<Option<RecordedInput>, super::CliError> {
         if !self.history {
             return Ok(None);
         }
         let until_ms = clock::unix_ms();
         let back = i64::try_from(self.since.as_millis()).unwrap_or(i64::MAX);
         let since_ms = until_ms.saturating_sub(back).max(0);
-        let spans = match Client::connect(run_dir).await {
+        let spans = match ControlClient::connect(run_dir).await {
             Ok(client) => client.history(since_ms, until_ms).await?,
             Err(_) => super::report::spans_on_disk(run_dir, since_ms, until_ms)?,
         };
-        Ok(Some(Recorded { since_ms, spans }))
+        Ok(Some(RecordedInput { since_ms, spans }))
     }
 }
 
@@ -162,11 +162,11 @@ fn gib(value: f64, name: &str) -> Result<u64, SimulateError> {
 /// # Errors
 /// What failed, on which file, and why.
 pub fn run(
-    args: &Simulate,
-    recorded: Option<Recorded>,
+    args: &SimulateArgs,
+    recorded: Option<RecordedInput>,
     out: &mut dyn Write,
 ) -> Result<(), SimulateError> {
-    let assumed = Assumed {
+    let assumed = TraceDefaults {
         vram_bytes: gib(args.process_vram, "--process-vram")?,
         service_ms: u32::try_from(args.service.as_millis()).unwrap_or(u32::MAX).min(3_600_000),
         seed: args.seed,
@@ -181,8 +181,8 @@ pub fn run(
             }
             trace => trace?,
         },
-        (Some(path), None) => Trace::read(path, assumed)?,
-        (None, None) => synthetic::make(synthetic::Plan {
+        (Some(path), None) => WorkloadTrace::read(path, assumed)?,
+        (None, None) => synthetic::make(synthetic::SyntheticPlan {
             processes: args.processes.min(100_000),
             days: args.days.min(49),
             assumed,
@@ -209,10 +209,10 @@ pub fn run(
         Some(path) => Config::load(path)?,
         None => Config::default(),
     };
-    let mut contenders = contenders::all(&config.settings(), args.seed);
-    chosen(&mut contenders, &args.policy)?;
-    let machine = Machine { gpus, vram_bytes, calibration };
-    let figures = compare(&trace, machine, &contenders)?;
+    let mut baselines = baselines::all(&config.settings(), args.seed);
+    chosen(&mut baselines, &args.policy)?;
+    let machine = SimulatedMachine { gpus, vram_bytes, calibration };
+    let figures = compare(&trace, machine, &baselines)?;
     if let Some(path) = &args.plot {
         write(path, &plot::svg(&figures, trace.end_ms()))?;
     }
@@ -221,15 +221,15 @@ pub fn run(
 }
 
 /// Those whose names begin with one of these words; all without a word.
-fn chosen(contenders: &mut Vec<Contender>, words: &[String]) -> Result<(), SimulateError> {
-    let names: Vec<&str> = contenders.iter().map(|c| c.name.as_str()).collect();
+fn chosen(baselines: &mut Vec<Baseline>, words: &[String]) -> Result<(), SimulateError> {
+    let names: Vec<&str> = baselines.iter().map(|c| c.name.as_str()).collect();
     if let Some(word) = words.iter().find(|word| !names.iter().any(|n| n.starts_with(*word))) {
         let names = names.join(", ");
         return Err(SimulateError::Argument(format!(
             "no policy begins with {word:?}: there are {names}"
         )));
     }
-    contenders.retain(|c| words.is_empty() || words.iter().any(|word| c.name.starts_with(word)));
+    baselines.retain(|c| words.is_empty() || words.iter().any(|word| c.name.starts_with(word)));
     Ok(())
 }
 
@@ -266,16 +266,16 @@ const WIDE: [&str; 20] = [
 ];
 
 fn print(
-    args: &Simulate,
+    args: &SimulateArgs,
     out: &mut dyn Write,
-    trace: &Trace,
-    machine: Machine,
-    figures: &[Figures],
-    happened: Option<Happened>,
+    trace: &WorkloadTrace,
+    machine: SimulatedMachine,
+    figures: &[SimulationSummary],
+    happened: Option<RecordedCall>,
 ) -> Result<(), SimulateError> {
     let failed = |source| SimulateError::Write { path: "standard output".into(), source };
     let days = trace.end_ms() as f64 / 86_400_000.0;
-    if matches!(args.output, Print::Json | Print::Yaml) {
+    if matches!(args.output, SimulateOutput::Json | SimulateOutput::Yaml) {
         let all = serde_json::json!({
             "processes": trace.loads.len(),
             "requests": trace.requests(),
@@ -288,13 +288,13 @@ fn print(
             "recorded": happened.map(|h| serde_json::json!({"freed": h.freed, "wakes": h.wakes})),
             "policies": figures,
         });
-        if args.output == Print::Yaml {
+        if args.output == SimulateOutput::Yaml {
             return Ok(serde_yaml_ng::to_writer(out, &all)?);
         }
         serde_json::to_writer_pretty(&mut *out, &all)?;
         return writeln!(out).map_err(failed);
     }
-    let wide = args.output == Print::Wide;
+    let wide = args.output == SimulateOutput::Wide;
     let titles: &[&str] = if wide { &WIDE } else { &TABLE };
     let rows: Vec<Vec<String>> = figures.iter().map(|f| row(f, wide)).collect();
     if args.no_headers {
@@ -318,7 +318,7 @@ fn print(
     table::print(out, Some(titles), &rows).map_err(failed)
 }
 
-fn row(f: &Figures, wide: bool) -> Vec<String> {
+fn row(f: &SimulationSummary, wide: bool) -> Vec<String> {
     let percent = |share: f64| format!("{:.2}%", share * 100.0);
     let seconds = |ms: u64| format!("{:.1}s", ms as f64 / 1000.0);
     let woke = format!("{:.3}%", f.wake_share * 100.0);

@@ -28,18 +28,18 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("config.toml");
         let mut container = Announcement { namespace: "ns".into(), ..Announcement::default() };
-        assert_eq!(engine_of(&file, &container), "driver", "there is no file");
+        assert_eq!(engine_of(&file, &container), "checkpoint", "there is no file");
         std::fs::write(&file, "[policy]\nengine = \"auto\"\n").unwrap();
         assert_eq!(engine_of(&file, &container), "auto");
         let namespace = "[[policy.namespace]]\nname = \"ns\"\nengine = \"park\"\n";
         std::fs::write(&file, namespace).unwrap();
-        assert_eq!(engine_of(&file, &container), "park");
+        assert_eq!(engine_of(&file, &container), "copy");
         let annotation = |word: &str| [("affinode.io/engine".to_owned(), word.to_owned())].into();
-        container.annotations = annotation("fast");
-        assert_eq!(engine_of(&file, &container), "fast");
+        container.annotations = annotation("full");
+        assert_eq!(engine_of(&file, &container), "full");
         container.annotations = annotation(&"f".repeat(400));
-        assert_eq!(engine_of(&file, &container), "park", "that means nothing");
+        assert_eq!(engine_of(&file, &container), "copy", "that means nothing");
         std::fs::write(&file, "engine = 7").unwrap();
-        assert_eq!(engine_of(&file, &container), "driver", "it is managed all the same");
+        assert_eq!(engine_of(&file, &container), "checkpoint", "it is managed all the same");
     }
 }

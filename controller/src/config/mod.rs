@@ -3,12 +3,12 @@
 //! source wins, value by value. An unknown key or a bad value is named, with its source.
 
 mod engine;
+mod error;
 mod kubernetes;
-mod live;
+mod reload;
 mod sections;
-mod serve;
+mod services;
 mod set;
-mod wrong;
 
 use std::{
     collections::BTreeMap,
@@ -24,7 +24,7 @@ use serde::{Deserialize, Deserializer};
 
 use crate::core::{
     Millis, Settings, explain,
-    plan::Deadlines,
+    plan::OrderDeadlines,
     policy::{
         Engine, KeepAlive, MAX_VRAM_MIB, Mode, OnOom, Policies, Policy, Restore, Rule, WakeOn,
         duration_ms,
@@ -35,11 +35,13 @@ use crate::core::{
 
 pub use engine::engine_of;
 pub use kubernetes::KubernetesSection;
-pub use live::Taken;
+pub use reload::ReloadedConfig;
 pub use sections::{
-    LogFormat, LogSection, MemorySection, NvmlSection, TimingSection, VaultSection,
+    CopierSection, LogFormat, LogSection, MemorySection, NvmlSection, TimingSection,
 };
-pub use serve::{Auth, HistorySection, HttpSection, JobsSection, Listen, ReportSection};
+pub use services::{
+    HistorySection, HttpAuth, HttpSection, JobsSection, ListenAddress, ReportSection,
+};
 pub use set::{SetError, set};
 
 /// What the file may say. Every key has a default.
@@ -54,8 +56,8 @@ pub struct Config {
     pub memory: MemorySection,
     /// `[nvml]`
     pub nvml: NvmlSection,
-    /// `[vault]`
-    pub vault: VaultSection,
+    /// `[copier]`
+    pub copier: CopierSection,
     /// `[log]`
     pub log: LogSection,
     /// `[http]`
@@ -101,23 +103,23 @@ pub struct PolicySection {
     /// How long it waits at most.
     #[serde(deserialize_with = "duration")]
     pub on_oom_timeout: Millis,
-    /// How memory leaves the device: driver, park, fast, auto.
+    /// How memory leaves the device: auto, copy, full, checkpoint.
     pub engine: Engine,
     /// Whether the copy in host memory is kept after a return.
-    pub keep_copy: bool,
+    pub retain_host_copy: bool,
     /// Whether a return looks whether memory that was copied has come home as it left.
     pub checksum: bool,
     /// Whether what containers of a namespace have in common is held once while they are away.
     pub dedup: bool,
     /// Whether host memory is made ready while a container is idle, before it leaves.
-    pub prepare: bool,
+    pub prefault: bool,
     /// Whether a container may come back on another GPU of the same kind when its own is full.
-    pub other_gpu: bool,
+    pub allow_gpu_migration: bool,
     /// Who holds less VRAM is not worth a move, in MiB.
     pub minimum_vram_mib: u64,
     /// When idle containers leave by themselves: always, or times of the week in UTC.
     #[serde(deserialize_with = "window")]
-    pub window: Window,
+    pub offload_window: Window,
     /// Who makes room for a waiter: expected, lru, size-idle.
     pub victims: VictimRule,
     /// `[[policy.namespace]]`: values for one namespace.
@@ -159,20 +161,20 @@ pub struct NamespaceRule {
     /// Replaces the node's engine.
     pub engine: Option<Engine>,
     /// Replaces whether the copy in host memory is kept after a return.
-    pub keep_copy: Option<bool>,
+    pub retain_host_copy: Option<bool>,
     /// Replaces whether a return looks whether memory has come home as it left.
     pub checksum: Option<bool>,
     /// Replaces whether what they have in common is held once while they are away.
     pub dedup: Option<bool>,
     /// Replaces whether host memory is made ready before it leaves.
-    pub prepare: Option<bool>,
+    pub prefault: Option<bool>,
     /// Replaces whether it may come back on another GPU.
-    pub other_gpu: Option<bool>,
+    pub allow_gpu_migration: Option<bool>,
     /// Replaces what is not worth a move.
     pub minimum_vram_mib: Option<u64>,
     /// Replaces when idle containers leave by themselves.
     #[serde(default, deserialize_with = "maybe_window")]
-    pub window: Option<Window>,
+    pub offload_window: Option<Window>,
 }
 
 impl Default for PolicySection {
@@ -191,13 +193,13 @@ impl Default for PolicySection {
             on_oom: policy.on_oom,
             on_oom_timeout: policy.on_oom_timeout_ms,
             engine: policy.engine,
-            keep_copy: policy.keep_copy,
+            retain_host_copy: policy.retain_host_copy,
             checksum: policy.checksum,
             dedup: policy.dedup,
-            prepare: policy.prepare,
-            other_gpu: policy.other_gpu,
+            prefault: policy.prefault,
+            allow_gpu_migration: policy.allow_gpu_migration,
             minimum_vram_mib: policy.minimum_vram_bytes >> 20,
-            window: policy.window,
+            offload_window: policy.offload_window,
             victims: VictimRule::default(),
             namespace: Vec::new(),
         }
@@ -268,7 +270,7 @@ impl Config {
 
     fn extract(figment: &Figment) -> Result<Config, ConfigError> {
         let mut config: Config =
-            figment.extract().map_err(|error| ConfigError::Bad(wrong::tell(error)))?;
+            figment.extract().map_err(|error| ConfigError::Bad(error::tell(error)))?;
         config.origins = explain::names()
             .filter_map(|name| Some((name.to_owned(), origin(figment, name)?)))
             .collect();
@@ -313,13 +315,13 @@ impl Config {
                     on_oom: self.policy.on_oom,
                     on_oom_timeout_ms: self.policy.on_oom_timeout,
                     engine: self.policy.engine,
-                    keep_copy: self.policy.keep_copy,
+                    retain_host_copy: self.policy.retain_host_copy,
                     checksum: self.policy.checksum,
                     dedup: self.policy.dedup,
-                    prepare: self.policy.prepare,
-                    other_gpu: self.policy.other_gpu,
+                    prefault: self.policy.prefault,
+                    allow_gpu_migration: self.policy.allow_gpu_migration,
                     minimum_vram_bytes: self.policy.minimum_vram_mib << 20,
-                    window: self.policy.window.clone(),
+                    offload_window: self.policy.offload_window.clone(),
                 },
                 origins: self.origins.clone(),
                 rules: self
@@ -340,17 +342,17 @@ impl Config {
                         on_oom: rule.on_oom,
                         on_oom_timeout_ms: rule.on_oom_timeout,
                         engine: rule.engine,
-                        keep_copy: rule.keep_copy,
+                        retain_host_copy: rule.retain_host_copy,
                         checksum: rule.checksum,
                         dedup: rule.dedup,
-                        prepare: rule.prepare,
-                        other_gpu: rule.other_gpu,
+                        prefault: rule.prefault,
+                        allow_gpu_migration: rule.allow_gpu_migration,
                         minimum_vram_bytes: rule.minimum_vram_mib.map(|mib| mib << 20),
-                        window: rule.window.clone(),
+                        offload_window: rule.offload_window.clone(),
                     })
                     .collect(),
             },
-            deadlines: Deadlines {
+            deadlines: OrderDeadlines {
                 close_ms: ms(self.timing.close_deadline),
                 lock_ms: ms(self.timing.lock_timeout),
             },
@@ -437,11 +439,11 @@ mod tests {
 
     #[test]
     fn values_and_rules_are_read() {
-        let config = load("[policy]\nmode = \"pressure\"\nidle_timeout = \"90s\"\nprepare = true\ndedup = true\n[[policy.namespace]]\nname = \"ml\"\nidle_timeout = \"1h\"\nprepare = false\ndedup = false\n").unwrap();
+        let config = load("[policy]\nmode = \"pressure\"\nidle_timeout = \"90s\"\nprefault = true\ndedup = true\n[[policy.namespace]]\nname = \"ml\"\nidle_timeout = \"1h\"\nprepare = false\ndedup = false\n").unwrap();
         let settings = config.settings();
         assert_eq!(settings.policies.node.idle_timeout_ms, 90_000);
         assert_eq!(settings.policies.rules[0].idle_timeout_ms, Some(3_600_000));
-        let prepare = |of: &str| settings.policies.before_annotations(of).prepare;
+        let prepare = |of: &str| settings.policies.before_annotations(of).prefault;
         assert_eq!((prepare("ml"), prepare("other")), (false, true));
         let dedup = |of: &str| settings.policies.before_annotations(of).dedup;
         assert_eq!((dedup("ml"), dedup("other")), (false, true));
@@ -469,7 +471,7 @@ mod tests {
             ("[policy]\nmode = \"often\"\n", "often"),
             ("[policy]\nidle_timeout = \"soon\"\n", "soon"),
             ("[policy]\nrestore = \"now\"\n", "now"),
-            ("[policy]\nwindow = \"nights\"\n", "nights"),
+            ("[policy]\noffload_window = \"nights\"\n", "nights"),
             ("[policy]\nminimum_vram_mib = 9999999\n", "minimum_vram_mib"),
             ("[policy\n", "TOML"),
             ("[timing]\nsample_interval = \"1ms\"\n", "sample_interval"),

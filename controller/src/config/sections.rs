@@ -42,7 +42,7 @@ pub struct NvmlSection {
 /// Processes that fill the memory of who comes home.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct VaultSection {
+pub struct CopierSection {
     /// Whether there are any.
     pub enabled: bool,
     /// The driver's library: name or path.
@@ -97,9 +97,9 @@ impl Default for NvmlSection {
     }
 }
 
-impl Default for VaultSection {
-    fn default() -> VaultSection {
-        VaultSection { enabled: true, library: "libcuda.so.1".into() }
+impl Default for CopierSection {
+    fn default() -> CopierSection {
+        CopierSection { enabled: true, library: "libcuda.so.1".into() }
     }
 }
 

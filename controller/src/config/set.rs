@@ -137,7 +137,7 @@ mod tests {
             ("namespace", "x", "namespace"),
         ] {
             let error = set(&file, &change(&[("priority", "1"), (name, value)])).unwrap_err();
-            assert!(crate::report::chain(&error).contains(named), "{error:?}");
+            assert!(crate::error_chain::chain(&error).contains(named), "{error:?}");
             let now = fs::read_to_string(folder.path().join("conf.d").join(FILE)).unwrap();
             assert_eq!(before, now);
         }

@@ -5,14 +5,14 @@ use affinode_proto::{api::control::Announcement, reason::Reason, state::State};
 
 use super::{
     CommandId, Millis,
-    connections::Knocks,
-    depth::Costs,
+    connection_prewake::ConnectionOutcomes,
+    context_retention::Costs,
     hints::Hint,
     history::{History, PAUSE_MS, Pauses},
     holds::HoldRecord,
     input::Request,
     policy::{KeepAlive, Policy},
-    wakes::Wakes,
+    wake_latency::Wakes,
 };
 
 /// Whoever is called so soon after it left has left too early.
@@ -22,17 +22,17 @@ const PUSHES: u32 = 3;
 /// So often in a row may be bad luck.
 const THRASH: u32 = 2;
 /// A learned keep-alive is doubled so often at most.
-const MOST_EARLY: u32 = 5;
+const MAX_EARLY: u32 = 5;
 
 /// Where the container shall be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Goal {
     /// Running freely: every process open.
-    Home,
+    Resident,
     /// About to leave: host memory and devices are being looked at; nothing was touched.
-    Leaving,
+    OffloadRequested,
     /// Off the GPU: every process away.
-    Out,
+    Offloaded,
 }
 
 /// What is known of a container. Changed by [`super::Node`] alone.
@@ -47,23 +47,23 @@ pub struct Container {
     /// The shown state.
     pub state: State,
     /// Since when.
-    pub since: Millis,
+    pub state_since: Millis,
     /// When it was announced.
-    pub came: Millis,
+    pub announced_at: Millis,
     /// Where it shall be.
     pub goal: Goal,
     /// What a copy leaves on the device goes as well: somebody needs the room.
-    pub deep: bool,
+    pub evict_context: bool,
     /// Of the engine `auto`: its context stays in the absence that has begun.
-    pub shallow: bool,
+    pub retain_context: bool,
     /// What its absences have cost.
     pub costs: Costs,
     /// It goes although it is in use: calls do not turn it round.
     pub forced: bool,
     /// How often in a row it was made to go and its calls did not end.
-    pub pushed: u32,
+    pub failed_forced_offloads: u32,
     /// When it was last made to go and stayed, or could not go for a reason of its own.
-    pub stayed: Option<Millis>,
+    pub forced_offload_failed_at: Option<Millis>,
     /// Why it goes out or comes home.
     pub cause: Reason,
     /// What is shown: why it went, why it stays, what it waits for. Word and detail.
@@ -75,22 +75,22 @@ pub struct Container {
     /// Last use by a call.
     pub last_called: Millis,
     /// When it last came home, if it ever left.
-    pub came_home: Option<Millis>,
+    pub restored_at: Option<Millis>,
     /// No offload before this time, after one that failed.
-    pub not_before: Millis,
+    pub offload_not_before: Millis,
     /// No attempt to return before this time, after some that came to nothing.
-    pub no_return_before: Millis,
+    pub restore_not_before: Millis,
     /// Returns and allocations in a row that others held theirs for and that came to nothing.
-    pub vain_returns: u32,
+    pub failed_restores: u32,
     /// Until then its processes are waited for only briefly when allocations are to be held:
     /// some have let a hold lapse.
-    pub disbelieved_until: Millis,
+    pub short_hold_until: Millis,
     /// How often such a time has begun.
-    pub ignored_holds: u32,
+    pub ignored_hold_periods: u32,
     /// How its processes have held since the last such time began.
     pub hold_record: HoldRecord,
     /// When room was last looked for, for it.
-    pub sought_room: Option<Millis>,
+    pub eviction_searched_at: Option<Millis>,
     /// Failed offloads in a row.
     pub failures: u32,
     /// When the survey that is on its way was asked for.
@@ -108,19 +108,19 @@ pub struct Container {
     /// When the use in progress, or the last one, began.
     pub use_began: Millis,
     /// It is held until then: it came back ahead of a call that is expected.
-    pub expected_until: Option<Millis>,
+    pub prewake_hold_until: Option<Millis>,
     /// Why a call is expected: by its history, or because of a connection.
-    pub expected_by: Reason,
+    pub prewake_reason: Reason,
     /// Connections that came in at its network so far, while it is out.
     pub connections: Option<u64>,
     /// What became of connections that came in while it was out.
-    pub knocks: Knocks,
+    pub connection_outcomes: ConnectionOutcomes,
     /// It came back ahead of a call that did not come.
-    pub missed: bool,
+    pub prewake_missed: bool,
     /// What was said of it last, and when.
     pub hint: Option<(Hint, Millis)>,
     /// How often in a row it was called soon after it had left by itself.
-    pub early: u32,
+    pub early_wakes: u32,
     /// When its next use is expected, as a simulation knows it.
     pub next_use: Option<Millis>,
     /// Completed offloads.
@@ -151,27 +151,27 @@ impl Container {
             policy,
             warnings,
             state: State::Unregistered,
-            since: now,
-            came: now,
-            goal: Goal::Home,
-            deep: false,
-            shallow: false,
+            state_since: now,
+            announced_at: now,
+            goal: Goal::Resident,
+            evict_context: false,
+            retain_context: false,
             costs: Costs::default(),
             forced: false,
-            pushed: 0,
-            stayed: None,
+            failed_forced_offloads: 0,
+            forced_offload_failed_at: None,
             cause: Reason::NotRegistered,
             reason: (Reason::NotRegistered, String::new()),
             refused: None,
             last_use: now,
             last_called: now,
-            came_home: None,
-            not_before: 0,
-            no_return_before: 0,
-            vain_returns: 0,
-            sought_room: None,
-            disbelieved_until: 0,
-            ignored_holds: 0,
+            restored_at: None,
+            offload_not_before: 0,
+            restore_not_before: 0,
+            failed_restores: 0,
+            eviction_searched_at: None,
+            short_hold_until: 0,
+            ignored_hold_periods: 0,
             hold_record: HoldRecord::default(),
             failures: 0,
             survey_asked: None,
@@ -181,13 +181,13 @@ impl Container {
             commands: Vec::new(),
             history: History::default(),
             use_began: now,
-            expected_until: None,
-            expected_by: Reason::Expected,
+            prewake_hold_until: None,
+            prewake_reason: Reason::Expected,
             connections: None,
-            knocks: Knocks::default(),
-            missed: false,
+            connection_outcomes: ConnectionOutcomes::default(),
+            prewake_missed: false,
             hint: None,
-            early: 0,
+            early_wakes: 0,
             next_use: None,
             offloads: 0,
             restores: 0,
@@ -209,15 +209,15 @@ impl Container {
             return most;
         }
         let learned = self.history.keep_alive_ms().unwrap_or(most);
-        (learned << self.early.saturating_sub(THRASH).min(MOST_EARLY)).min(most)
+        (learned << self.early_wakes.saturating_sub(THRASH).min(MAX_EARLY)).min(most)
     }
 
     /// A call wakes it. When it was called soon after it left by itself, and that again and
     /// again, it is kept longer the next time, twice as long for each time more.
     pub fn left_early(&mut self, now: Millis) {
         if self.state == State::Offloaded && self.cause == Reason::IdleTimeout {
-            let early = now.saturating_sub(self.since) < EARLY_MS;
-            self.early = if early { self.early.saturating_add(1) } else { 0 };
+            let early = now.saturating_sub(self.state_since) < EARLY_MS;
+            self.early_wakes = if early { self.early_wakes.saturating_add(1) } else { 0 };
         }
     }
 
@@ -227,14 +227,14 @@ impl Container {
         let forced = std::mem::take(&mut self.forced);
         let immovable = match why {
             Reason::Busy | Reason::Called => {
-                self.pushed += u32::from(forced);
-                self.pushed >= PUSHES
+                self.failed_forced_offloads += u32::from(forced);
+                self.failed_forced_offloads >= PUSHES
             }
             Reason::VramUnknown => false,
             _ => true,
         };
         if immovable {
-            (self.pushed, self.stayed) = (0, Some(now));
+            (self.failed_forced_offloads, self.forced_offload_failed_at) = (0, Some(now));
         }
     }
 
@@ -242,10 +242,10 @@ impl Container {
     /// turn comes later each time, up to a minute.
     pub fn has_wasted_a_turn(&mut self, now: Millis) {
         const FIRST_PAUSE_MS: Millis = 250;
-        if self.vain_returns > 0 {
-            self.no_return_before = now + (FIRST_PAUSE_MS << self.vain_returns.min(8));
+        if self.failed_restores > 0 {
+            self.restore_not_before = now + (FIRST_PAUSE_MS << self.failed_restores.min(8));
         }
-        self.vain_returns = self.vain_returns.saturating_add(1);
+        self.failed_restores = self.failed_restores.saturating_add(1);
     }
 
     /// Use begins again after a pause; what follows from it is learned.
@@ -253,7 +253,7 @@ impl Container {
         let pause_ms = now.saturating_sub(self.last_use);
         if pause_ms >= PAUSE_MS {
             let use_ms = self.last_use.saturating_sub(self.use_began);
-            self.history.observe(use_ms, pause_ms, node, self.policy.wish());
+            self.history.observe(use_ms, pause_ms, node, self.policy.keep_alive_target());
             self.use_began = now;
         }
         pause_ms

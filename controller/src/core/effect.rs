@@ -88,7 +88,7 @@ pub enum Effect {
     },
     /// Read devices now; answer with [`super::Input::Proven`] of the same number.
     Prove(Key, u64),
-    /// Have a process make host memory ready for its leaving, where a vault can copy it out; or no
+    /// Have a process make host memory ready for its leaving, where a copier can copy it out; or no
     /// longer.
     Prepare {
         /// Which.

@@ -135,10 +135,10 @@ const SETTINGS: &[Setting] = &[
         ruled: |r| r.engine.is_some(),
     },
     Setting {
-        name: "keep_copy",
-        annotations: &["affinode.io/keep-copy"],
-        shown: |p| p.keep_copy.to_string(),
-        ruled: |r| r.keep_copy.is_some(),
+        name: "retain_host_copy",
+        annotations: &["affinode.io/retain-host-copy"],
+        shown: |p| p.retain_host_copy.to_string(),
+        ruled: |r| r.retain_host_copy.is_some(),
     },
     Setting {
         name: "checksum",
@@ -153,16 +153,16 @@ const SETTINGS: &[Setting] = &[
         ruled: |r| r.dedup.is_some(),
     },
     Setting {
-        name: "prepare",
-        annotations: &["affinode.io/prepare"],
-        shown: |p| p.prepare.to_string(),
-        ruled: |r| r.prepare.is_some(),
+        name: "prefault",
+        annotations: &["affinode.io/prefault"],
+        shown: |p| p.prefault.to_string(),
+        ruled: |r| r.prefault.is_some(),
     },
     Setting {
-        name: "other_gpu",
-        annotations: &["affinode.io/other-gpu"],
-        shown: |p| p.other_gpu.to_string(),
-        ruled: |r| r.other_gpu.is_some(),
+        name: "allow_gpu_migration",
+        annotations: &["affinode.io/allow-gpu-migration"],
+        shown: |p| p.allow_gpu_migration.to_string(),
+        ruled: |r| r.allow_gpu_migration.is_some(),
     },
     Setting {
         name: "minimum_vram_mib",
@@ -171,10 +171,10 @@ const SETTINGS: &[Setting] = &[
         ruled: |r| r.minimum_vram_bytes.is_some(),
     },
     Setting {
-        name: "window",
-        annotations: &["affinode.io/window"],
-        shown: |p| p.window.to_string(),
-        ruled: |r| r.window.is_some(),
+        name: "offload_window",
+        annotations: &["affinode.io/offload-window"],
+        shown: |p| p.offload_window.to_string(),
+        ruled: |r| r.offload_window.is_some(),
     },
 ];
 

@@ -15,8 +15,8 @@ use super::{
     input::GpuSample,
     ledger::margin_bytes,
     merge_needs,
-    node::Recalled,
-    process::{Process, placed},
+    node::JournalClaim,
+    process::{Process, on_gpu},
 };
 
 /// Allocations of others are held at most so long beyond what the copy should take.
@@ -45,14 +45,16 @@ impl Node {
         // Who hands its memory over copies a piece of it on the device: what is free there now may
         // not be free in a moment.
         let handing = self.processes.values().filter(|process| self.hands_over(process));
-        taken.extend(handing.flat_map(|p| p.away.iter().flatten()).map(|on| on.uuid.clone()));
+        taken.extend(
+            handing.flat_map(|p| p.offloaded_vram.iter().flatten()).map(|on| on.uuid.clone()),
+        );
         let gpus = self.gpus.len();
         let all_taken = |taken: &BTreeSet<String>| gpus > 0 && taken.len() >= gpus;
         // Devices that are kept for somebody who does not fit yet, and by whom.
         let mut kept: Vec<(BTreeSet<String>, Key)> = Vec::new();
         let known = self.gpu_error.is_none() && !self.gpus.is_empty();
-        let mut order = std::mem::take(&mut self.turns);
-        self.turns_into(&mut order);
+        let mut order = std::mem::take(&mut self.queue_scratch);
+        self.escalates_to_termination(&mut order);
         // Of a long queue most wait for devices that are taken.
         if !taken.is_empty() {
             order.retain(|key| {
@@ -75,14 +77,14 @@ impl Node {
                 break;
             }
             // Who was just sent away for one before it asks for nobody's room any more.
-            if self.containers.get(&key).is_some_and(|c| c.goal != Goal::Home) {
+            if self.containers.get(&key).is_some_and(|c| c.goal != Goal::Resident) {
                 self.queue.leave(&key);
                 continue;
             }
             if self.grants.contains_key(&key) {
                 continue;
             }
-            let want = self.want_beside_return(&key);
+            let want = self.alloc_wait_beside_restore(&key);
             let needs = self.needs_with(&key, want);
             let margin = self.margin_for(&key);
             let uuids: BTreeSet<String> = needs.iter().map(|n| n.uuid.clone()).collect();
@@ -98,7 +100,7 @@ impl Node {
             let theirs = |uuid: &str| {
                 taken.contains(uuid) || kept.iter().any(|(theirs, _)| theirs.contains(uuid))
             };
-            if known && turn && !fits && self.goes_elsewhere(&key, margin, theirs) {
+            if known && turn && !fits && self.choose_other_gpu(&key, margin, theirs) {
                 let needs = self.needs_with(&key, want);
                 taken.extend(self.promise(&key, needs, want));
                 continue;
@@ -106,12 +108,12 @@ impl Node {
             // Who may pass those before it may not wait for them either: it may be the only one
             // who can take their room.
             if known && (first || passes) {
-                self.make_room(&key, &needs, margin);
+                self.evict_for(&key, &needs, margin);
             }
             self.show_waiting(&key, known);
             kept.push((uuids, key));
         }
-        self.turns = order;
+        self.queue_scratch = order;
     }
 
     fn show_waiting(&mut self, key: &Key, known: bool) {
@@ -126,13 +128,15 @@ impl Node {
     /// taken it is not its turn, and it keeps them from nobody.
     fn needs_only(&self, key: &Key, taken: &BTreeSet<String>) -> bool {
         let mut off = false;
-        let mut needs =
-            self.processes.of(key).filter(|(_, p)| p.phase.is_off() || p.want.is_some());
+        let mut needs = self
+            .processes
+            .of(key)
+            .filter(|(_, p)| p.phase.is_offloaded() || p.alloc_wait.is_some());
         let only = needs.all(|(_, p)| {
             off = true;
             let on_taken = |away: &Vec<DeviceBytes>| away.iter().all(|d| taken.contains(&d.uuid));
-            p.want.is_none()
-                && p.away.as_ref().is_some_and(|away| !away.is_empty() && on_taken(away))
+            p.alloc_wait.is_none()
+                && p.offloaded_vram.as_ref().is_some_and(|away| !away.is_empty() && on_taken(away))
         });
         off && only
     }
@@ -156,7 +160,8 @@ impl Node {
 
     fn hands_over(&self, process: &Process) -> bool {
         process.pending.is_some_and(|pending| {
-            let hands = matches!(pending.action, Action::Park { how, .. } if how.then_checkpoint);
+            let hands =
+                matches!(pending.action, Action::CopyOut { how, .. } if how.then_checkpoint);
             hands && self.now.saturating_sub(pending.since) < HANDS_OVER_MS
         })
     }
@@ -200,9 +205,9 @@ impl Node {
     /// The journal says that a process was away, and perhaps on its way back, when an
     /// earlier controller died. Until such a one has come forward, its VRAM counts as
     /// promised and everybody else holds: its driver may be taking it now.
-    pub(super) fn recall(&mut self, key: Key, (pid, start): (u32, u64), recalled: Recalled) {
+    pub(super) fn recall(&mut self, key: Key, (pid, start): (u32, u64), recalled: JournalClaim) {
         let restoring = recalled.restoring;
-        self.recalled.insert((key.clone(), pid, start), recalled);
+        self.unclaimed_journal.insert((key.clone(), pid, start), recalled);
         if restoring {
             let needs = self.recalled_needs(&key);
             let uuids = needs.iter().map(|need| need.uuid.clone()).collect();
@@ -213,7 +218,9 @@ impl Node {
 
     /// Whether the restore of somebody who has not come forward may be running.
     pub(super) fn is_restoring_unseen(&self, key: &Key) -> bool {
-        self.recalled.iter().any(|((other, ..), recalled)| other == key && recalled.restoring)
+        self.unclaimed_journal
+            .iter()
+            .any(|((other, ..), recalled)| other == key && recalled.restoring)
     }
 
     /// The container needs its grant no more, except for somebody who may be taking the VRAM
@@ -225,9 +232,10 @@ impl Node {
     }
 
     fn recalled_needs(&self, key: &Key) -> Vec<DeviceBytes> {
-        let of_key = self.recalled.iter().filter(|((other, ..), r)| other == key && r.restoring);
+        let of_key =
+            self.unclaimed_journal.iter().filter(|((other, ..), r)| other == key && r.restoring);
         let needs: Vec<DeviceBytes> =
-            of_key.flat_map(|(_, r)| placed(&r.away, r.to.as_deref())).collect();
+            of_key.flat_map(|(_, r)| on_gpu(&r.away, r.to.as_deref())).collect();
         merge_needs(&needs)
     }
 
@@ -254,7 +262,7 @@ impl Node {
         // Who has joined since the promise needs its share, and on the same devices.
         let needs = self.needs_with(key, self.grants.get(key).and_then(|grant| grant.want));
         let margin = self.margin_for(key);
-        let covers = self.processes.of(key).filter(|(_, p)| p.phase.is_off());
+        let covers = self.processes.of(key).filter(|(_, p)| p.phase.is_offloaded());
         let covers: BTreeSet<ProcessId> = covers.map(|(id, _)| id).collect();
         let fits = self.gpu_error.is_none() && self.fits(key, &needs, margin);
         let home = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
@@ -265,7 +273,7 @@ impl Node {
             self.queue.leave(key);
             if !home {
                 self.advance(key);
-            } else if !self.serve_want(key) {
+            } else if !self.serve_alloc_wait(key) {
                 self.close_grant(key);
             }
         } else {
@@ -323,7 +331,7 @@ impl Node {
                 };
             if late && grant.recalled {
                 // It never came forward: it is gone, or will say where it stands.
-                self.recalled.retain(|(other, ..), _| *other != key);
+                self.unclaimed_journal.retain(|(other, ..), _| *other != key);
                 self.abort_grant(&key);
             } else if grant.stage != Stage::Granted {
                 // What a grant in doubt would prove is of no use.

@@ -90,7 +90,7 @@ pub struct History {
 
 /// What the owner wants.
 #[derive(Clone, Copy, Debug)]
-pub struct Wish {
+pub struct KeepAliveTarget {
     /// A wake is worth so much time of VRAM held idle.
     pub wake_cost_ms: Millis,
     /// It never waits longer than this.
@@ -105,7 +105,7 @@ impl History {
         use_ms: Millis,
         pause_ms: Millis,
         node: &mut Pauses,
-        wish: Option<Wish>,
+        wish: Option<KeepAliveTarget>,
     ) {
         if pause_ms < PAUSE_MS {
             return;
@@ -145,7 +145,7 @@ impl History {
         weights
     }
 
-    fn learn(&self, node: &Pauses, wish: Wish) -> Millis {
+    fn learn(&self, node: &Pauses, wish: KeepAliveTarget) -> Millis {
         let weights = self.weights(node);
         // Whoever is called often has several calls wait for one return.
         let calls_per_s = (1.0 + CALLS_PER_USE_S * self.mean_use_s) / self.mean_cycle_s.max(1.0);
@@ -236,7 +236,7 @@ static ENDS: LazyLock<Ends> = LazyLock::new(|| {
 mod tests {
     use super::*;
 
-    const WISH: Wish = Wish { wake_cost_ms: 50_000, at_most_ms: 300_000 };
+    const WISH: KeepAliveTarget = KeepAliveTarget { wake_cost_ms: 50_000, at_most_ms: 300_000 };
 
     fn after(pauses: &[Millis]) -> (History, Pauses) {
         let (mut history, mut node) = (History::default(), Pauses::default());

@@ -12,7 +12,7 @@
 use std::collections::BTreeSet;
 
 use affinode_proto::wire::{
-    Notes, Phase,
+    Phase, ProcessFlags,
     message::{Action, Outcome},
 };
 
@@ -87,14 +87,14 @@ impl Node {
         }
         let opening = process.pending.is_some_and(|pending| pending.action == Action::Open);
         // A process that scribbled its page is not waited for: it counts as unmanaged.
-        let believed = process.bad_page.is_none();
+        let believed = process.counter_error.is_none();
         // Processes that join one after the other do not put a proof off for ever.
         let in_time = self.now.saturating_sub(grant.since) < self.full_patience_ms();
         let can_allocate = process.phase == Phase::Open || opening;
         let mut awaited = believed && can_allocate && in_time && self.patience_ms(id) > 0;
         if awaited && grant.restarts >= MAX_RESTARTS && matches!(grant.stage, Stage::Proving(_)) {
             awaited = false;
-            self.disbelieve(id);
+            self.shorten_hold_timeout(id);
         }
         if let Some(process) = self.processes.get_mut(&id) {
             process.holds += 1;
@@ -131,7 +131,7 @@ impl Node {
     /// the others have theirs.
     pub(super) fn hold_for_siblings(&mut self, id: ProcessId) {
         let Some(key) = self.processes.get(&id).map(|p| p.key.clone()) else { return };
-        let others_away = self.processes.of(&key).any(|(_, p)| p.phase.is_off());
+        let others_away = self.processes.of(&key).any(|(_, p)| p.phase.is_offloaded());
         let deadline_ms = self.settings.hold_ms;
         if let Some(process) = self.processes.get_mut(&id)
             && process.phase == Phase::Open
@@ -172,9 +172,9 @@ impl Node {
         let key = asked.key.clone();
         self.hold_orders.remove(&order);
         if outcome == Outcome::Done {
-            self.forgive(id);
+            self.restore_hold_timeout(id);
         } else {
-            self.disbelieve(id);
+            self.shorten_hold_timeout(id);
         }
         // A process that cannot hold is not waited for again in this grant. New allocations of it
         // are held until the release; what the one in progress has taken, NVML shows.
@@ -221,7 +221,7 @@ impl Node {
     fn patience_ms(&self, id: ProcessId) -> Millis {
         let Some(process) = self.processes.get(&id) else { return 0 };
         let container = self.containers.get(&process.key);
-        let of_container = container.filter(|c| self.now < c.disbelieved_until);
+        let of_container = container.filter(|c| self.now < c.short_hold_until);
         let of_container = of_container.and_then(|c| c.hold_record.patience_ms());
         let briefly = of_container.into_iter().chain(process.hold_record.patience_ms()).min();
         briefly.unwrap_or_else(|| self.full_patience_ms())
@@ -230,21 +230,22 @@ impl Node {
     /// A process did not hold its allocations in time, or said that it cannot: it is waited for
     /// briefly from now on. So are, for a time that grows, others of its container: they might be
     /// made for nothing else.
-    fn disbelieve(&mut self, id: ProcessId) {
+    fn shorten_hold_timeout(&mut self, id: ProcessId) {
         const FIRST_MS: Millis = 60_000;
         let Some(process) = self.processes.get_mut(&id) else { return };
         process.hold_record.refuse(self.now);
         let Some(container) = self.containers.get_mut(&process.key) else { return };
-        if self.now >= container.disbelieved_until {
+        if self.now >= container.short_hold_until {
             container.hold_record = HoldRecord::default();
-            container.disbelieved_until = self.now + (FIRST_MS << container.ignored_holds.min(6));
-            container.ignored_holds = container.ignored_holds.saturating_add(1);
+            container.short_hold_until =
+                self.now + (FIRST_MS << container.ignored_hold_periods.min(6));
+            container.ignored_hold_periods = container.ignored_hold_periods.saturating_add(1);
         }
         container.hold_record.refuse(self.now);
     }
 
     /// A process that did not hold some time held this time. What it did once is not forgotten.
-    fn forgive(&mut self, id: ProcessId) {
+    fn restore_hold_timeout(&mut self, id: ProcessId) {
         if let Some(process) = self.processes.get_mut(&id) {
             process.hold_record.keep();
         }
@@ -278,7 +279,7 @@ impl Node {
                 self.hold_orders.remove(&order);
             }
             if overdue {
-                self.disbelieve(id);
+                self.shorten_hold_timeout(id);
             }
             self.hold_settled(key, id);
         }
@@ -289,10 +290,11 @@ impl Node {
 /// say; a process of which neither says anything may be about to make a context on any of them, and
 /// so may a process that sees several GPUs.
 fn may_take_of(process: &Process, uuids: &BTreeSet<String>) -> bool {
-    let sees_one = process.page.as_ref().is_some_and(|page| page.notes.contains(Notes::ONE_GPU));
-    let mut known = process.vram.iter().chain(process.away.iter().flatten());
+    let sees_one =
+        process.counters.as_ref().is_some_and(|page| page.notes.intersects(ProcessFlags::ONE_GPU));
+    let mut known = process.vram.iter().chain(process.offloaded_vram.iter().flatten());
     let on = known.clone().any(|device| uuids.contains(&device.uuid));
-    let goes = process.to.as_ref().is_some_and(|to| uuids.contains(to));
+    let goes = process.target_gpu.as_ref().is_some_and(|to| uuids.contains(to));
     // Of a grant that an earlier controller began without a record no device is known.
     uuids.is_empty() || on || goes || !sees_one || known.next().is_none()
 }

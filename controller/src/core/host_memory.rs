@@ -197,5 +197,4 @@ impl HostLedger {
 }
 
 #[cfg(test)]
-#[path = "host_memory_tests.rs"]
 mod tests;

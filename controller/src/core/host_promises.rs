@@ -53,7 +53,7 @@ impl Node {
     /// Looks again for an offload that waits for others' promises and has touched nothing yet. One
     /// whose processes are locked looks again whenever its next step is planned.
     pub(super) fn survey_again(&mut self, key: &Key) {
-        if self.containers.get(key).is_some_and(|c| c.goal == Goal::Leaving) {
+        if self.containers.get(key).is_some_and(|c| c.goal == Goal::OffloadRequested) {
             self.survey(key);
         }
     }
@@ -76,11 +76,11 @@ impl Node {
         let leaves = self
             .containers
             .get(key)
-            .is_some_and(|c| c.goal != Goal::Home && c.state != State::Offloaded);
+            .is_some_and(|c| c.goal != Goal::Resident && c.state != State::Offloaded);
         leaves
             || self.processes.of(key).any(|(_, process)| {
                 let moves =
-                    |action| matches!(action, Action::Park { .. } | Action::Checkpoint { .. });
+                    |action| matches!(action, Action::CopyOut { .. } | Action::Checkpoint { .. });
                 !process.connected || process.pending.is_some_and(|order| moves(order.action))
             })
     }

@@ -11,12 +11,12 @@
 
 use std::collections::HashMap;
 
-use affinode_proto::wire::{Phase, page::PageSnapshot};
+use affinode_proto::wire::{Phase, counters::CounterSnapshot};
 
 use super::{
     Key, Millis, Node,
     input::Work,
-    process::{Process, Working},
+    process::{DeviceWork, Process},
 };
 
 /// For so long a reading holds when no other follows it.
@@ -24,7 +24,7 @@ const TRUST_MS: Millis = 5_000;
 
 /// Whether the newer of two readings shows use since the older one.
 #[must_use]
-pub fn moved(older: Option<&PageSnapshot>, newer: &PageSnapshot) -> bool {
+pub fn moved(older: Option<&CounterSnapshot>, newer: &CounterSnapshot) -> bool {
     newer.inflight > 0 || newer.waiters > 0 || older.is_none_or(|older| older.calls != newer.calls)
 }
 
@@ -33,20 +33,23 @@ impl Node {
     /// before a process came is of another one that had its pid.
     pub(super) fn worked(&mut self, work: &[Work]) {
         let now = self.now;
-        self.witnessed = Some(now);
+        self.utilization_sampled_at = Some(now);
         let of_process: HashMap<(u32, &str), &Work> =
             work.iter().map(|work| ((work.pid, work.uuid.as_str()), work)).collect();
         for process in self.processes.values_mut() {
             let pid = process.identity.pid;
             let seen = process.vram.iter().filter(|held| held.bytes > 0);
             let seen = seen.filter_map(|held| of_process.get(&(pid, held.uuid.as_str())));
-            let working = seen
-                .map(|work| Working { at: now.saturating_sub(work.age_ms), percent: work.percent });
+            let working = seen.map(|work| DeviceWork {
+                at: now.saturating_sub(work.age_ms),
+                percent: work.percent,
+            });
             // Of one that is prepared nothing ran when that began, new work takes a call, and what
-            // a vault does to register its memory is shown as its work (seen on an H200).
-            let here = process.phase == Phase::Open && !process.prepared;
-            process.working = working.filter(|w| here && w.at >= process.came).max_by_key(|w| w.at);
-            if let Some(Working { at, .. }) = process.working
+            // a copier does to register its memory is shown as its work (seen on an H200).
+            let here = process.phase == Phase::Open && !process.prefault_ordered;
+            process.working =
+                working.filter(|w| here && w.at >= process.resident_since).max_by_key(|w| w.at);
+            if let Some(DeviceWork { at, .. }) = process.working
                 && let Some(container) = self.containers.get_mut(&process.key)
             {
                 container.last_use = container.last_use.max(at);
@@ -64,12 +67,13 @@ impl Node {
     /// The share of the last moment in which a process's work ran, in percent: 0 when the
     /// witness does not name it, nothing when there is none.
     pub(super) fn utilization_percent(&self, process: &Process) -> Option<u32> {
-        let spoke = self.witnessed.filter(|at| self.now.saturating_sub(*at) < TRUST_MS);
+        let spoke =
+            self.utilization_sampled_at.filter(|at| self.now.saturating_sub(*at) < TRUST_MS);
         self.share_of(process).or(spoke.map(|_| 0))
     }
 
     fn share_of(&self, process: &Process) -> Option<u32> {
-        let recent = |w: &Working| self.now.saturating_sub(w.at) < TRUST_MS;
+        let recent = |w: &DeviceWork| self.now.saturating_sub(w.at) < TRUST_MS;
         process.working.filter(recent).map(|w| w.percent)
     }
 }
@@ -80,17 +84,17 @@ mod tests {
 
     use super::*;
 
-    fn page(calls: u64, polls: u64, inflight: u64) -> PageSnapshot {
-        PageSnapshot {
+    fn page(calls: u64, polls: u64, inflight: u64) -> CounterSnapshot {
+        CounterSnapshot {
             phase: Phase::Open,
             waiters: 0,
             hazards: Hazards(0),
             generation: 0,
             allocated_bytes: 0,
             allocations: 0,
-            carried_bytes: 0,
-            parked_bytes: 0,
-            notes: affinode_proto::wire::Notes::default(),
+            swappable_bytes: 0,
+            copied_out_bytes: 0,
+            notes: affinode_proto::wire::ProcessFlags::default(),
             call_cost_ps: 0,
             held_us: 0,
             kept_bytes: 0,

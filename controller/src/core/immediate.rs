@@ -21,20 +21,20 @@ use affinode_proto::{api::control::Event, reason::Reason, state::State};
 use super::{
     DeviceBytes, Effect, Key, Millis, Node, ProcessId,
     container::{Container, Goal},
-    plan::Deadlines,
+    eligibility::is_unsafe,
+    plan::OrderDeadlines,
     policy::{Mode, Restore},
-    process::{Ending, Process},
-    verdict::is_unsafe,
+    process::{Process, Termination},
 };
 
 /// Between the request to end and the end by force.
 const GRACE_MS: Millis = 5_000;
 /// The room of one that was to end and did not is not counted on after this.
-const HOPE_MS: Millis = 30_000;
+const EXIT_TIMEOUT_MS: Millis = 30_000;
 
 /// One that is made to leave gets more time for what it is in the middle of: the next resort is
 /// its end. Others who wait for it to hold its allocations give up after 2.5 s.
-const FORCED: Deadlines = Deadlines { close_ms: 2_000, lock_ms: 10_000 };
+const FORCED: OrderDeadlines = OrderDeadlines { close_ms: 2_000, lock_ms: 10_000 };
 
 /// When VRAM was taken, and by how old a process: what is greater came later.
 type Came = (Millis, u64);
@@ -49,7 +49,7 @@ impl Node {
 
     /// Adds everybody who waits, whose turn it is first. One that is urgent goes before the others
     /// of its priority and below, however long they have waited.
-    pub(super) fn turns_into(&self, turns: &mut Vec<Key>) {
+    pub(super) fn escalates_to_termination(&self, turns: &mut Vec<Key>) {
         self.queue.order_into(self.now, turns);
         let possible = self.settings.policies.may_be_immediate();
         if !possible || !turns.iter().any(|key| self.is_urgent(key)) {
@@ -66,7 +66,7 @@ impl Node {
 
     /// Takes what is missing for an urgent container from neighbours that are in use, beside
     /// the idle ones that are named. False: it cannot be had, or is not to be; nobody was touched.
-    pub(super) fn clear_the_way(
+    pub(super) fn terminate_for_vram(
         &mut self,
         key: &Key,
         missing: &[DeviceBytes],
@@ -74,18 +74,19 @@ impl Node {
     ) -> bool {
         let since = self.containers.get(key).and_then(|c| c.wake_began);
         let Some(since) = since.filter(|_| self.is_urgent(key)) else { return false };
-        let mut way = Way::new(missing);
+        let mut way = VramShortfall::new(missing);
         idle.iter().for_each(|key| {
-            way.take(&self.gives(key, true));
+            way.take(&self.vram_freed_by(key, true));
         });
-        let others: Vec<&Key> = self.in_the_way(key).filter(|key| !idle.contains(key)).collect();
+        let others: Vec<&Key> =
+            self.blocking_containers(key).filter(|key| !idle.contains(key)).collect();
         let mut movable: Vec<(Came, &Key)> = Vec::new();
         let mut fixed: Vec<(Came, ProcessId, &Process)> = Vec::new();
         for other in others {
             if self.can_be_moved(other, since) {
                 movable.extend(self.came(other).map(|came| (came, other)));
             } else if self.can_only_end(other, since) {
-                let of_key = self.processes.of(other).filter(|(_, p)| p.ending.is_none());
+                let of_key = self.processes.of(other).filter(|(_, p)| p.termination.is_none());
                 fixed.extend(of_key.map(|(id, p)| (came_of(p), id, p)));
             }
         }
@@ -93,7 +94,7 @@ impl Node {
         fixed.sort_by_key(|(came, id, _)| Reverse((*came, *id)));
         let moved: Vec<Key> = movable
             .into_iter()
-            .filter(|(_, other)| way.take(&self.gives(other, true)))
+            .filter(|(_, other)| way.take(&self.vram_freed_by(other, true)))
             .map(|(_, other)| other.clone())
             .collect();
         let mut ended: Vec<(ProcessId, &[DeviceBytes])> = fixed
@@ -108,7 +109,7 @@ impl Node {
         ended.retain(|(_, holds)| !way.spare(holds));
         let ended: Vec<ProcessId> = ended.into_iter().map(|(id, _)| id).collect();
         for victim in idle.iter().chain(&moved) {
-            self.send_away(victim, true);
+            self.evict(victim, true);
             let Some(container) = self.containers.get_mut(victim) else { continue };
             container.forced = moved.contains(victim);
         }
@@ -117,18 +118,18 @@ impl Node {
     }
 
     /// Neighbours that are home and may be made to leave for an asker.
-    fn in_the_way<'a>(&'a self, asker: &'a Key) -> impl Iterator<Item = &'a Key> {
+    fn blocking_containers<'a>(&'a self, asker: &'a Key) -> impl Iterator<Item = &'a Key> {
         let priority = self.containers.get(asker).map_or(i32::MIN, |c| c.policy.priority);
         let concerned = move |(key, c): &(&'a Key, &Container)| {
             *key != asker
-                && c.goal == Goal::Home
+                && c.goal == Goal::Resident
                 && matches!(c.state, State::Active | State::Idle)
                 && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
                 && c.policy.priority <= priority
                 && self.wished(key, false).is_ok()
                 && !self.grants.contains_key(key)
                 && !self.is_too_small(key)
-                && c.came_home
+                && c.restored_at
                     .is_none_or(|t| self.now.saturating_sub(t) >= c.policy.minimum_residency_ms)
         };
         self.containers.iter().filter(concerned).map(|(key, _)| key)
@@ -138,27 +139,28 @@ impl Node {
     /// one that was tried since then, and stayed.
     fn can_be_moved(&self, key: &Key, since: Millis) -> bool {
         let movable =
-            matches!(self.may_offload(key, true), Ok(()) | Err((Reason::CallInProgress, _)));
-        let blind = |c: &Container| c.cause == Reason::VramUnknown && self.now < c.not_before;
+            matches!(self.check_offload(key, true), Ok(()) | Err((Reason::CallInProgress, _)));
+        let blind =
+            |c: &Container| c.cause == Reason::VramUnknown && self.now < c.offload_not_before;
         movable
-            && !self.has_stayed(key, since)
+            && !self.failed_forced_offload(key, since)
             && !self.containers.get(key).is_some_and(blind)
-            && self.processes.of(key).all(|(_, p)| p.ending.is_none())
+            && self.processes.of(key).all(|(_, p)| p.termination.is_none())
     }
 
     /// Whether nothing but the end of its processes frees what a container holds.
     fn can_only_end(&self, key: &Key, since: Millis) -> bool {
-        match self.may_offload(key, true) {
-            Ok(()) | Err((Reason::CallInProgress, _)) => self.has_stayed(key, since),
+        match self.check_offload(key, true) {
+            Ok(()) | Err((Reason::CallInProgress, _)) => self.failed_forced_offload(key, since),
             Err((reason, _)) => is_unsafe(reason) || reason == Reason::BadPeer,
         }
     }
 
     /// For calls in progress and running kernels of a container that leaves.
-    pub(super) fn deadlines(&self, key: &Key) -> Deadlines {
+    pub(super) fn deadlines(&self, key: &Key) -> OrderDeadlines {
         let usual = self.settings.deadlines;
         match self.containers.get(key).is_some_and(|c| c.forced) {
-            true => Deadlines {
+            true => OrderDeadlines {
                 close_ms: usual.close_ms.max(FORCED.close_ms),
                 lock_ms: usual.lock_ms.max(FORCED.lock_ms),
             },
@@ -166,8 +168,10 @@ impl Node {
         }
     }
 
-    fn has_stayed(&self, key: &Key, since: Millis) -> bool {
-        self.containers.get(key).is_some_and(|c| c.stayed.is_some_and(|at| at >= since))
+    fn failed_forced_offload(&self, key: &Key, since: Millis) -> bool {
+        self.containers
+            .get(key)
+            .is_some_and(|c| c.forced_offload_failed_at.is_some_and(|at| at >= since))
     }
 
     fn came(&self, key: &Key) -> Option<Came> {
@@ -177,7 +181,7 @@ impl Node {
     fn end(&mut self, id: ProcessId, asker: &Key) {
         let name = self.containers.get(asker).map(Container::display_name).unwrap_or_default();
         let Some(process) = self.processes.get_mut(&id) else { return };
-        process.ending = Some(Ending { since: self.now, by_force: false });
+        process.termination = Some(Termination { since: self.now, by_force: false });
         let (key, identity, bytes) =
             (process.key.clone(), process.identity.clone(), process.vram_bytes());
         let text = format!(
@@ -191,20 +195,20 @@ impl Node {
 
     /// Who was to end and still holds VRAM that somebody waits for is ended by force. One that
     /// was moved after all, or that nobody needs to end any more, lives on.
-    pub(super) fn check_endings(&mut self) {
-        if self.processes.values().all(|p| p.ending.is_none()) {
+    pub(super) fn check_terminations(&mut self) {
+        if self.processes.values().all(|p| p.termination.is_none()) {
             return;
         }
         let order = self.queue.in_order(self.now);
         let urgent = order.iter().filter(|key| self.is_urgent(key));
         let most = urgent.filter_map(|key| Some(self.containers.get(key)?.policy.priority)).max();
         for process in self.processes.values_mut() {
-            let Some(ending) = &mut process.ending else { continue };
+            let Some(ending) = &mut process.termination else { continue };
             // The one who asked may have been served, and only lesser ones wait.
-            let stays = |c: &Container| c.goal == Goal::Home && Some(c.policy.priority) <= most;
+            let stays = |c: &Container| c.goal == Goal::Resident && Some(c.policy.priority) <= most;
             let in_the_way = self.containers.get(&process.key).is_some_and(stays);
-            if !in_the_way || process.phase.is_off() {
-                process.ending = None;
+            if !in_the_way || process.phase.is_offloaded() {
+                process.termination = None;
             } else if !ending.by_force && self.now.saturating_sub(ending.since) >= GRACE_MS {
                 ending.by_force = true;
                 let identity = process.identity.clone();
@@ -214,26 +218,27 @@ impl Node {
     }
 
     /// What those hold that are about to end.
-    pub(super) fn ending(&self) -> impl Iterator<Item = &DeviceBytes> {
-        let hoped = |ending: &Ending| self.now.saturating_sub(ending.since) < HOPE_MS;
-        let ending = self.processes.values().filter(move |p| p.ending.as_ref().is_some_and(hoped));
+    pub(super) fn termination_of(&self) -> impl Iterator<Item = &DeviceBytes> {
+        let hoped = |ending: &Termination| self.now.saturating_sub(ending.since) < EXIT_TIMEOUT_MS;
+        let ending =
+            self.processes.values().filter(move |p| p.termination.as_ref().is_some_and(hoped));
         ending.flat_map(|p| &p.vram)
     }
 }
 
 fn came_of(process: &Process) -> Came {
-    (process.came, process.identity.start_ticks)
+    (process.resident_since, process.identity.start_ticks)
 }
 
 /// What is missing, and what was taken beyond it, device by device.
-struct Way {
+struct VramShortfall {
     missing: Vec<(String, i128)>,
 }
 
-impl Way {
-    fn new(missing: &[DeviceBytes]) -> Way {
+impl VramShortfall {
+    fn new(missing: &[DeviceBytes]) -> VramShortfall {
         let missing = missing.iter().map(|need| (need.uuid.clone(), i128::from(need.bytes)));
-        Way { missing: missing.collect() }
+        VramShortfall { missing: missing.collect() }
     }
 
     fn is_clear(&self) -> bool {

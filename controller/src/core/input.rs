@@ -3,7 +3,7 @@
 use affinode_proto::{
     api::control::{ActionResponse, Announcement},
     reason::Reason,
-    wire::{Hazards, Phase, message::AgentMessage, page::PageSnapshot},
+    wire::{Hazards, Phase, counters::CounterSnapshot, message::AgentMessage},
 };
 
 use super::{DeviceBytes, Key, Millis, ProcessId, hints::Hint, host_memory::MemoryPool};
@@ -90,11 +90,11 @@ pub struct Identity {
 
 /// Device memory that an agent copies by itself, by its own word.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Carried {
+pub struct SwapStatus {
     /// What it can copy, in bytes.
-    pub bytes: u64,
+    pub swappable_bytes: u64,
     /// What of it is in host memory, in bytes.
-    pub parked_bytes: u64,
+    pub copied_out_bytes: u64,
     /// What the last move out did not have to copy, in bytes.
     pub unchanged_bytes: u64,
     /// What it did not store, because it is all zero.
@@ -133,7 +133,7 @@ pub enum Input {
         /// What makes a checkpoint unsafe.
         hazards: Hazards,
         /// What its agent can copy, and has copied.
-        carried: Carried,
+        carried: SwapStatus,
     },
     /// The connection ended; the process may live.
     Detached(ProcessId),
@@ -142,7 +142,7 @@ pub enum Input {
     /// It sent a message (Hello excepted).
     Message(ProcessId, AgentMessage),
     /// Its page was read.
-    Page(ProcessId, PageSnapshot),
+    Page(ProcessId, CounterSnapshot),
     /// Its page cannot be read or understood: its container overwrote it.
     BadPage(ProcessId, String),
     /// Devices were read.

@@ -9,7 +9,7 @@ use affinode_proto::{
     api::control::{Announcement, Event},
     reason::Reason,
     state::State,
-    wire::message::{Action, AgentMessage, ControllerMessage, PROOF_HOLDS_MS},
+    wire::message::{Action, AgentMessage, ControllerMessage, PROOF_TTL_MS},
 };
 use foldhash::fast::FixedState;
 use indexmap::IndexMap;
@@ -21,14 +21,14 @@ use super::{
     history::Pauses,
     holds::HoldOrder,
     host_memory::HostLedger,
-    input::{Carried, GpuSample, Input},
+    input::{GpuSample, Input, SwapStatus},
     ledger::Ledger,
-    plan::Deadlines,
+    plan::OrderDeadlines,
     policy::Policies,
-    process::Pending,
+    process::PendingOrder,
     processes::Processes,
     queue::Queue,
-    roster::Standing,
+    registration::RegistrationStatus,
     victims::VictimRule,
 };
 
@@ -38,13 +38,13 @@ pub struct Settings {
     /// Policies of node and namespaces.
     pub policies: Policies,
     /// Deadlines of close and lock.
-    pub deadlines: Deadlines,
+    pub deadlines: OrderDeadlines,
     /// How long processes are given to hold their allocations.
     pub hold_ms: u32,
     /// Most CUDA processes of one container.
     pub max_processes: usize,
     /// Whose agent copies less is not worth a preparation, in bytes.
-    pub prepare_least_bytes: u64,
+    pub prefault_min_bytes: u64,
     /// Who makes room for a waiter.
     pub victims: VictimRule,
     /// Whether processes hold their allocations while another is restored. A simulation
@@ -56,10 +56,10 @@ impl Default for Settings {
     fn default() -> Settings {
         Settings {
             policies: Policies::default(),
-            deadlines: Deadlines { close_ms: 1_000, lock_ms: 5_000 },
+            deadlines: OrderDeadlines { close_ms: 1_000, lock_ms: 5_000 },
             hold_ms: 500,
             max_processes: 256,
-            prepare_least_bytes: 16 << 20,
+            prefault_min_bytes: 16 << 20,
             victims: VictimRule::Expected,
             hold: true,
         }
@@ -68,7 +68,7 @@ impl Default for Settings {
 
 /// What the journal says of a process that has not come back yet.
 #[derive(Debug, Default)]
-pub(super) struct Recalled {
+pub(super) struct JournalClaim {
     pub(super) away: Vec<DeviceBytes>,
     /// Where it may be restored, if not where it was.
     pub(super) to: Option<String>,
@@ -79,7 +79,7 @@ pub(super) struct Recalled {
 #[derive(Debug, Default)]
 pub struct Node {
     pub(super) settings: Settings,
-    pub(super) wishes: super::wishes::Wishes,
+    pub(super) overrides: super::overrides::OperatorOverrides,
     /// When this controller started, in clock ticks; 0: not known.
     pub(super) started_ticks: u64,
     pub(super) now: Millis,
@@ -93,24 +93,24 @@ pub struct Node {
     /// When all devices were read last.
     pub(super) gpus_read: Millis,
     /// When the second witness spoke last; never: nobody knows who works.
-    pub(super) witnessed: Option<Millis>,
+    pub(super) utilization_sampled_at: Option<Millis>,
     /// What has left devices since their memory was read.
-    pub(super) left: Vec<DeviceBytes>,
+    pub(super) freed_since_sample: Vec<DeviceBytes>,
     pub(super) ledger: Ledger,
     pub(super) host_ledger: HostLedger,
     pub(super) queue: Queue,
     /// Empty; its room is used again for who waits, in order of turns.
-    pub(super) turns: Vec<Key>,
+    pub(super) queue_scratch: Vec<Key>,
     pub(super) grants: BTreeMap<Key, Grant>,
     pub(super) hold_orders: BTreeMap<u64, HoldOrder>,
-    pub(super) recalled: BTreeMap<(Key, u32, u64), Recalled>,
+    pub(super) unclaimed_journal: BTreeMap<(Key, u32, u64), JournalClaim>,
     /// Pauses of all containers: what a new one is expected to do.
     pub(super) pauses: Pauses,
-    pub(super) crowd: super::crowd::Crowd,
-    pub(super) pressed: BTreeSet<String>,
+    pub(super) oversubscription: super::oversubscription::Oversubscription,
+    pub(super) gpus_under_pressure: BTreeSet<String>,
     /// Of absences in which a context stayed, the share in which it had to go after
     /// all, of 1024.
-    pub(super) pushed: u32,
+    pub(super) context_evicted_share: u32,
     pub(super) prewakes: u64,
     pub(super) prewake_hits: u64,
     next_order: u64,
@@ -142,7 +142,7 @@ impl Node {
     fn decide(&mut self, now: Millis, input: Input) {
         let silent_ms = now.saturating_sub(self.now);
         self.now = self.now.max(now);
-        if silent_ms > PROOF_HOLDS_MS {
+        if silent_ms > PROOF_TTL_MS {
             self.doubt_grants();
         }
         self.excuse_stall(silent_ms);
@@ -152,8 +152,8 @@ impl Node {
             Input::Announced(announcement, key) => self.announced(*announcement, &key),
             Input::Withdrawn(key) => self.withdrawn(&key),
             Input::Joined { key, process, identity, phase, generation, hazards, carried } => {
-                let standing = Standing { phase, generation, hazards, carried };
-                self.joined(&key, process, identity, standing);
+                let standing = RegistrationStatus { phase, generation, hazards, carried };
+                self.register(&key, process, identity, standing);
             }
             Input::Detached(process) => self.detached(process),
             Input::Exited(process) => self.exited(process),
@@ -165,7 +165,7 @@ impl Node {
             Input::Surveyed(key, survey) => self.surveyed(&key, survey),
             Input::Proven(key, number, gpus) => self.proven(&key, number, gpus),
             Input::Recalled { key, identity, away, to, restoring } => {
-                self.recall(key, identity, Recalled { away, to, restoring });
+                self.recall(key, identity, JournalClaim { away, to, restoring });
             }
             Input::Command(command, key, request) => self.command(command, &key, request),
             Input::Hinted(key, hint, who) => self.hinted(&key, hint, &who),
@@ -209,7 +209,10 @@ impl Node {
     #[must_use]
     pub fn tick_ms(&self, usual_ms: Millis) -> Millis {
         let busy = !self.queue.is_empty()
-            || self.containers.values().any(|c| c.goal == Goal::Out && c.state != State::Offloaded);
+            || self
+                .containers
+                .values()
+                .any(|c| c.goal == Goal::Offloaded && c.state != State::Offloaded);
         if busy { usual_ms.min(50) } else { usual_ms }
     }
 
@@ -253,7 +256,7 @@ impl Node {
     pub fn deserted(&self, lives: impl Fn(u32, u64) -> bool) -> impl Iterator<Item = (&Key, &str)> {
         let mut used: BTreeSet<&Key> = self.processes.values().map(|p| &p.key).collect();
         // Who is away and has not come forward yet (stopped, frozen) needs its socket to return.
-        let unseen = self.recalled.keys().filter(|(_, pid, start)| lives(*pid, *start));
+        let unseen = self.unclaimed_journal.keys().filter(|(_, pid, start)| lives(*pid, *start));
         used.extend(unseen.map(|(key, ..)| key));
         self.containers
             .iter()
@@ -274,7 +277,7 @@ impl Node {
         if !matches!(action, Action::HoldAllocations { .. } | Action::ReleaseAllocations)
             && let Some(process) = self.processes.get_mut(&process)
         {
-            process.pending = Some(Pending { order, action, since: self.now });
+            process.pending = Some(PendingOrder { order, action, since: self.now });
         }
         order
     }
@@ -305,7 +308,7 @@ impl Node {
             return;
         }
         container.state = to;
-        container.since = now;
+        container.state_since = now;
         self.effects.push(Effect::Changed(Change {
             key: key.clone(),
             container: container.display_name(),
@@ -328,19 +331,26 @@ impl Node {
                 outcome,
                 phase,
                 cuda_error,
-                carried_bytes: bytes,
-                parked_bytes,
+                swappable_bytes: bytes,
+                copied_out_bytes,
                 unchanged_bytes,
                 zero_bytes,
                 ..
             } => {
-                let carried = Carried { bytes, parked_bytes, unchanged_bytes, zero_bytes };
+                let carried = SwapStatus {
+                    swappable_bytes: bytes,
+                    copied_out_bytes,
+                    unchanged_bytes,
+                    zero_bytes,
+                };
                 self.report(id, order, outcome, phase, cuda_error, carried);
             }
-            AgentMessage::Want { ticket, bytes, uuid, attempts } => {
-                self.wanted(id, ticket, bytes, &uuid, attempts);
+            AgentMessage::AllocWait { ticket, bytes, uuid, attempts } => {
+                self.alloc_wait_began(id, ticket, bytes, &uuid, attempts);
             }
-            AgentMessage::WantOver { ticket, served } => self.want_over(id, ticket, served),
+            AgentMessage::AllocWaitDone { ticket, served } => {
+                self.alloc_wait_ended(id, ticket, served)
+            }
             AgentMessage::Notice { hazards } => self.learn_hazards(id, hazards),
             AgentMessage::AskReadings => self.send_readings(id),
         }
@@ -352,16 +362,16 @@ impl Node {
             self.due(&key);
         }
         self.check_grants();
-        self.check_endings();
+        self.check_terminations();
         self.look_at_pressure();
     }
 
     pub(super) fn due(&mut self, key: &Key) {
         self.check_overdue(key);
-        self.check_want(key);
-        self.consider(key);
+        self.check_alloc_wait(key);
+        self.evaluate(key);
         self.survey_again(key);
-        self.look_at_preparation(key);
+        self.update_prefault(key);
         self.expect(key);
         self.advance(key);
         self.settle_requests(key);

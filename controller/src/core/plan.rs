@@ -13,7 +13,7 @@ use super::ProcessId;
 
 /// One process as the plan sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Position {
+pub struct ProcessPosition {
     /// Which.
     pub process: ProcessId,
     /// Where it is.
@@ -21,36 +21,36 @@ pub struct Position {
     /// Whether an order is in progress, or nobody can be told.
     pub occupied: bool,
     /// What takes its memory off the device.
-    pub moves: Moves,
+    pub moves: OffloadMethod,
 }
 
 /// What takes the memory of a process off the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Moves {
+pub enum OffloadMethod {
     /// The driver's checkpoint.
-    Checkpoint,
+    DriverCheckpoint,
     /// The agent's copy.
-    Park,
+    Copy,
     /// The agent's copy, then the driver's checkpoint.
-    Both,
+    CopyAndCheckpoint,
 }
 
 /// A step that takes memory off the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Step {
+pub enum OffloadStep {
     /// The agent's copy.
-    Park,
+    CopyOut,
     /// The driver's checkpoint.
     Checkpoint,
 }
 
 /// The next thing on the way out.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Out {
+pub enum OffloadPlan {
     /// Orders to send, all at once.
     Send(Vec<(ProcessId, Action)>),
     /// Every process is locked (or off): survey, then this step with this one.
-    Take(ProcessId, Step),
+    Run(ProcessId, OffloadStep),
     /// Something is in progress.
     Wait,
     /// All are away.
@@ -59,7 +59,7 @@ pub enum Out {
 
 /// The next things on the way home.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
-pub struct Home {
+pub struct RestorePlan {
     /// Orders to send now.
     pub send: Vec<(ProcessId, Action)>,
     /// The process to restore next, once there is a grant.
@@ -70,7 +70,7 @@ pub struct Home {
 
 /// Deadlines that are part of orders.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Deadlines {
+pub struct OrderDeadlines {
     /// For calls in progress at a close.
     pub close_ms: u32,
     /// For the driver's lock.
@@ -79,33 +79,34 @@ pub struct Deadlines {
 
 /// Plans the way out.
 #[must_use]
-pub fn out(positions: &[Position], deadlines: Deadlines) -> Out {
+pub fn plan_offload(positions: &[ProcessPosition], deadlines: OrderDeadlines) -> OffloadPlan {
     if positions.iter().any(|p| p.occupied) {
-        return Out::Wait;
+        return OffloadPlan::Wait;
     }
     let at = |phase: Phase| positions.iter().filter(move |p| p.phase == phase).map(|p| p.process);
     let close: Vec<_> =
         at(Phase::Open).map(|p| (p, Action::Close { deadline_ms: deadlines.close_ms })).collect();
     if !close.is_empty() {
-        return Out::Send(close);
+        return OffloadPlan::Send(close);
     }
     let lock: Vec<_> =
         at(Phase::Closed).map(|p| (p, Action::Lock { timeout_ms: deadlines.lock_ms })).collect();
     if !lock.is_empty() {
-        return Out::Send(lock);
+        return OffloadPlan::Send(lock);
     }
-    let is_out = |p: &Position| {
-        p.phase == Phase::Away || (p.phase == Phase::Parked && p.moves == Moves::Park)
+    let is_out = |p: &ProcessPosition| {
+        p.phase == Phase::Checkpointed
+            || (p.phase == Phase::CopiedOut && p.moves == OffloadMethod::Copy)
     };
     match positions.iter().find(|p| !is_out(p)) {
-        None => Out::Done,
-        Some(p) if p.phase == Phase::Locked && p.moves != Moves::Checkpoint => {
-            Out::Take(p.process, Step::Park)
+        None => OffloadPlan::Done,
+        Some(p) if p.phase == Phase::Locked && p.moves != OffloadMethod::DriverCheckpoint => {
+            OffloadPlan::Run(p.process, OffloadStep::CopyOut)
         }
-        Some(p) if matches!(p.phase, Phase::Locked | Phase::Parked) => {
-            Out::Take(p.process, Step::Checkpoint)
+        Some(p) if matches!(p.phase, Phase::Locked | Phase::CopiedOut) => {
+            OffloadPlan::Run(p.process, OffloadStep::Checkpoint)
         }
-        Some(_) => Out::Wait,
+        Some(_) => OffloadPlan::Wait,
     }
 }
 
@@ -113,9 +114,9 @@ pub fn out(positions: &[Position], deadlines: Deadlines) -> Out {
 /// take the VRAM that was promised to the other. `lost`: the driver cannot bring
 /// some of them back, so the others are let go.
 #[must_use]
-pub fn home(positions: &[Position], lost: bool) -> Home {
-    let mut plan = Home::default();
-    let let_go = lost || positions.iter().all(|p| !p.phase.is_off());
+pub fn plan_restore(positions: &[ProcessPosition], lost: bool) -> RestorePlan {
+    let mut plan = RestorePlan::default();
+    let let_go = lost || positions.iter().all(|p| !p.phase.is_offloaded());
     for position in positions.iter().filter(|p| !p.occupied && let_go) {
         match position.phase {
             Phase::Locked => plan.send.push((position.process, Action::Unlock)),
@@ -124,10 +125,13 @@ pub fn home(positions: &[Position], lost: bool) -> Home {
         }
     }
     // One restore at a time, last out first in, as the driver's own tools do it.
-    let restoring = positions.iter().any(|p| p.occupied && p.phase.is_off());
+    let restoring = positions.iter().any(|p| p.occupied && p.phase.is_offloaded());
     if !restoring {
-        plan.restore =
-            positions.iter().rev().find(|p| p.phase.is_off() && !p.occupied).map(|p| p.process);
+        plan.restore = positions
+            .iter()
+            .rev()
+            .find(|p| p.phase.is_offloaded() && !p.occupied)
+            .map(|p| p.process);
     }
     plan.done = positions.iter().all(|p| p.phase == Phase::Open && !p.occupied);
     plan
@@ -137,16 +141,16 @@ pub fn home(positions: &[Position], lost: bool) -> Home {
 mod tests {
     use super::*;
 
-    const D: Deadlines = Deadlines { close_ms: 1, lock_ms: 2 };
+    const D: OrderDeadlines = OrderDeadlines { close_ms: 1, lock_ms: 2 };
 
-    fn at(phases: &[Phase]) -> Vec<Position> {
+    fn at(phases: &[Phase]) -> Vec<ProcessPosition> {
         (0..)
             .zip(phases)
-            .map(|(n, phase)| Position {
+            .map(|(n, phase)| ProcessPosition {
                 process: ProcessId(n),
                 phase: *phase,
                 occupied: false,
-                moves: Moves::Checkpoint,
+                moves: OffloadMethod::DriverCheckpoint,
             })
             .collect()
     }
@@ -155,42 +159,60 @@ mod tests {
     fn out_goes_step_by_step_with_all() {
         let close = Action::Close { deadline_ms: 1 };
         assert_eq!(
-            out(&at(&[Phase::Open, Phase::Closed]), D),
-            Out::Send(vec![(ProcessId(0), close)])
+            plan_offload(&at(&[Phase::Open, Phase::Closed]), D),
+            OffloadPlan::Send(vec![(ProcessId(0), close)])
         );
         let lock = Action::Lock { timeout_ms: 2 };
         assert_eq!(
-            out(&at(&[Phase::Locked, Phase::Closed]), D),
-            Out::Send(vec![(ProcessId(1), lock)])
+            plan_offload(&at(&[Phase::Locked, Phase::Closed]), D),
+            OffloadPlan::Send(vec![(ProcessId(1), lock)])
         );
         assert_eq!(
-            out(&at(&[Phase::Away, Phase::Locked, Phase::Locked]), D),
-            Out::Take(ProcessId(1), Step::Checkpoint)
+            plan_offload(&at(&[Phase::Checkpointed, Phase::Locked, Phase::Locked]), D),
+            OffloadPlan::Run(ProcessId(1), OffloadStep::Checkpoint)
         );
-        assert_eq!(out(&at(&[Phase::Away, Phase::Away]), D), Out::Done);
+        assert_eq!(
+            plan_offload(&at(&[Phase::Checkpointed, Phase::Checkpointed]), D),
+            OffloadPlan::Done
+        );
     }
 
     #[test]
     fn memory_that_can_be_copied_is_copied_first() {
         let moving = |moves, phase| {
-            let mut positions = at(&[Phase::Away, phase]);
+            let mut positions = at(&[Phase::Checkpointed, phase]);
             positions[1].moves = moves;
-            out(&positions, D)
+            plan_offload(&positions, D)
         };
-        let take = |step| Out::Take(ProcessId(1), step);
-        assert_eq!(moving(Moves::Checkpoint, Phase::Locked), take(Step::Checkpoint));
-        assert_eq!(moving(Moves::Park, Phase::Locked), take(Step::Park));
-        assert_eq!(moving(Moves::Park, Phase::Parked), Out::Done);
-        assert_eq!(moving(Moves::Both, Phase::Locked), take(Step::Park));
-        assert_eq!(moving(Moves::Both, Phase::Parked), take(Step::Checkpoint));
-        assert_eq!(moving(Moves::Both, Phase::Away), Out::Done);
+        let take = |step| OffloadPlan::Run(ProcessId(1), step);
+        assert_eq!(
+            moving(OffloadMethod::DriverCheckpoint, Phase::Locked),
+            take(OffloadStep::Checkpoint)
+        );
+        assert_eq!(moving(OffloadMethod::Copy, Phase::Locked), take(OffloadStep::CopyOut));
+        assert_eq!(moving(OffloadMethod::Copy, Phase::CopiedOut), OffloadPlan::Done);
+        assert_eq!(
+            moving(OffloadMethod::CopyAndCheckpoint, Phase::Locked),
+            take(OffloadStep::CopyOut)
+        );
+        assert_eq!(
+            moving(OffloadMethod::CopyAndCheckpoint, Phase::CopiedOut),
+            take(OffloadStep::Checkpoint)
+        );
+        assert_eq!(
+            moving(OffloadMethod::CopyAndCheckpoint, Phase::Checkpointed),
+            OffloadPlan::Done
+        );
         // Whoever is parked for good and wanted away now goes on from there.
-        assert_eq!(moving(Moves::Checkpoint, Phase::Parked), take(Step::Checkpoint));
+        assert_eq!(
+            moving(OffloadMethod::DriverCheckpoint, Phase::CopiedOut),
+            take(OffloadStep::Checkpoint)
+        );
     }
 
     #[test]
     fn whoever_is_parked_comes_home_as_whoever_is_away() {
-        let plan = home(&at(&[Phase::Parked, Phase::Closed]), false);
+        let plan = plan_restore(&at(&[Phase::CopiedOut, Phase::Closed]), false);
         assert_eq!((plan.send.len(), plan.restore, plan.done), (0, Some(ProcessId(0)), false));
     }
 
@@ -198,29 +220,35 @@ mod tests {
     fn out_waits_for_whoever_is_occupied() {
         let mut positions = at(&[Phase::Open, Phase::Open]);
         positions[1].occupied = true;
-        assert_eq!(out(&positions, D), Out::Wait);
+        assert_eq!(plan_offload(&positions, D), OffloadPlan::Wait);
     }
 
     #[test]
     fn home_restores_the_last_first_and_lets_nobody_go_before() {
-        let positions = at(&[Phase::Away, Phase::Away, Phase::Locked, Phase::Closed, Phase::Open]);
-        let plan = home(&positions, false);
+        let positions = at(&[
+            Phase::Checkpointed,
+            Phase::Checkpointed,
+            Phase::Locked,
+            Phase::Closed,
+            Phase::Open,
+        ]);
+        let plan = plan_restore(&positions, false);
         assert_eq!((plan.send.len(), plan.restore, plan.done), (0, Some(ProcessId(1)), false));
-        assert_eq!(home(&positions, true).send.len(), 2);
+        assert_eq!(plan_restore(&positions, true).send.len(), 2);
     }
 
     #[test]
     fn home_frees_each_as_soon_as_it_can() {
-        let plan = home(&at(&[Phase::Locked, Phase::Closed, Phase::Open]), false);
+        let plan = plan_restore(&at(&[Phase::Locked, Phase::Closed, Phase::Open]), false);
         assert_eq!(plan.send, [(ProcessId(0), Action::Unlock), (ProcessId(1), Action::Open)]);
         assert!(!plan.done);
-        assert!(home(&at(&[Phase::Open]), false).done);
+        assert!(plan_restore(&at(&[Phase::Open]), false).done);
     }
 
     #[test]
     fn home_restores_one_at_a_time() {
-        let mut positions = at(&[Phase::Away, Phase::Away]);
+        let mut positions = at(&[Phase::Checkpointed, Phase::Checkpointed]);
         positions[1].occupied = true;
-        assert_eq!(home(&positions, false).restore, None);
+        assert_eq!(plan_restore(&positions, false).restore, None);
     }
 }

@@ -4,8 +4,8 @@
 
 use std::collections::BTreeMap;
 
-pub use super::words::{Engine, KeepAlive, Mode, OnOom, Restore, WakeOn};
-use super::{Millis, history::Wish, window::Window};
+pub use super::policy_words::{Engine, KeepAlive, Mode, OnOom, Restore, WakeOn};
+use super::{Millis, history::KeepAliveTarget, window::Window};
 
 /// The effective policy of one container.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,27 +35,29 @@ pub struct Policy {
     /// How its memory leaves the device.
     pub engine: Engine,
     /// Whether its copy in host memory is kept after a return.
-    pub keep_copy: bool,
+    pub retain_host_copy: bool,
     /// Whether a return looks whether memory that was copied has come home as it left.
     pub checksum: bool,
     /// Whether what others of its namespace hold as well is held once, with them, while it is away.
     pub dedup: bool,
     /// Whether host memory is made ready while it is idle, before it leaves.
-    pub prepare: bool,
+    pub prefault: bool,
     /// Whether it may come back on another GPU when its own is full.
-    pub other_gpu: bool,
+    pub allow_gpu_migration: bool,
     /// Who holds less is not worth a move.
     pub minimum_vram_bytes: u64,
     /// When it leaves by itself.
-    pub window: Window,
+    pub offload_window: Window,
 }
 
 impl Policy {
     /// What its history is to optimise, where its keep-alive is learned.
     #[must_use]
-    pub fn wish(&self) -> Option<Wish> {
-        (self.keep_alive == KeepAlive::Learned)
-            .then_some(Wish { wake_cost_ms: self.wake_cost_ms, at_most_ms: self.idle_timeout_ms })
+    pub fn keep_alive_target(&self) -> Option<KeepAliveTarget> {
+        (self.keep_alive == KeepAlive::Learned).then_some(KeepAliveTarget {
+            wake_cost_ms: self.wake_cost_ms,
+            at_most_ms: self.idle_timeout_ms,
+        })
     }
 }
 
@@ -73,14 +75,14 @@ impl Default for Policy {
             restore: Restore::Queue,
             on_oom: OnOom::Fail,
             on_oom_timeout_ms: 120_000,
-            engine: Engine::Driver,
-            keep_copy: false,
+            engine: Engine::Checkpoint,
+            retain_host_copy: false,
             checksum: false,
             dedup: false,
-            prepare: false,
-            other_gpu: false,
+            prefault: false,
+            allow_gpu_migration: false,
             minimum_vram_bytes: 0,
-            window: Window::default(),
+            offload_window: Window::default(),
         }
     }
 }
@@ -115,19 +117,19 @@ pub struct Rule {
     /// Replaces the engine.
     pub engine: Option<Engine>,
     /// Replaces whether its copy in host memory is kept after a return.
-    pub keep_copy: Option<bool>,
+    pub retain_host_copy: Option<bool>,
     /// Replaces whether a return looks whether memory has come home as it left.
     pub checksum: Option<bool>,
     /// Replaces whether what others of its namespace hold as well is held once.
     pub dedup: Option<bool>,
     /// Replaces whether host memory is made ready before it leaves.
-    pub prepare: Option<bool>,
+    pub prefault: Option<bool>,
     /// Replaces whether it may come back on another GPU.
-    pub other_gpu: Option<bool>,
+    pub allow_gpu_migration: Option<bool>,
     /// Replaces what is not worth a move.
     pub minimum_vram_bytes: Option<u64>,
     /// Replaces when it leaves by itself.
-    pub window: Option<Window>,
+    pub offload_window: Option<Window>,
 }
 
 /// The node's values and rules.
@@ -190,14 +192,15 @@ impl Policies {
             policy.on_oom = rule.on_oom.unwrap_or(policy.on_oom);
             policy.on_oom_timeout_ms = rule.on_oom_timeout_ms.unwrap_or(policy.on_oom_timeout_ms);
             policy.engine = rule.engine.unwrap_or(policy.engine);
-            policy.keep_copy = rule.keep_copy.unwrap_or(policy.keep_copy);
+            policy.retain_host_copy = rule.retain_host_copy.unwrap_or(policy.retain_host_copy);
             policy.checksum = rule.checksum.unwrap_or(policy.checksum);
             policy.dedup = rule.dedup.unwrap_or(policy.dedup);
-            policy.prepare = rule.prepare.unwrap_or(policy.prepare);
-            policy.other_gpu = rule.other_gpu.unwrap_or(policy.other_gpu);
+            policy.prefault = rule.prefault.unwrap_or(policy.prefault);
+            policy.allow_gpu_migration =
+                rule.allow_gpu_migration.unwrap_or(policy.allow_gpu_migration);
             policy.minimum_vram_bytes =
                 rule.minimum_vram_bytes.unwrap_or(policy.minimum_vram_bytes);
-            policy.window = rule.window.clone().unwrap_or(policy.window);
+            policy.offload_window = rule.offload_window.clone().unwrap_or(policy.offload_window);
         }
         policy
     }
@@ -245,11 +248,11 @@ pub(super) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
             }
         }
         "affinode.io/engine" => policy.engine = word(value, &Engine::WORDS)?,
-        "affinode.io/keep-copy" => policy.keep_copy = word(value, &BOOLS)?,
+        "affinode.io/retain-host-copy" => policy.retain_host_copy = word(value, &BOOLS)?,
         "affinode.io/checksum" => policy.checksum = word(value, &BOOLS)?,
         "affinode.io/dedup" => policy.dedup = dedup(policy.dedup, value)?,
-        "affinode.io/prepare" => policy.prepare = word(value, &BOOLS)?,
-        "affinode.io/other-gpu" => policy.other_gpu = word(value, &BOOLS)?,
+        "affinode.io/prefault" => policy.prefault = word(value, &BOOLS)?,
+        "affinode.io/allow-gpu-migration" => policy.allow_gpu_migration = word(value, &BOOLS)?,
         "affinode.io/restore" => policy.restore = restore(policy.restore, value)?,
         "affinode.io/on-oom" => policy.on_oom = word(value, &OnOom::WORDS)?,
         "affinode.io/on-oom-timeout" => policy.on_oom_timeout_ms = duration_ms(value)?,
@@ -257,9 +260,9 @@ pub(super) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
             let mib: Option<u64> = value.parse().ok().filter(|mib| *mib <= MAX_VRAM_MIB);
             policy.minimum_vram_bytes = mib.ok_or("accepted: a number of MiB, up to 1048576")? << 20;
         }
-        "affinode.io/window" => policy.window = value.parse()?,
+        "affinode.io/offload-window" => policy.offload_window = value.parse()?,
         "affinode.io/inject" => word(value, &[("auto", ()), ("true", ()), ("false", ())])?,
-        _ => return Err("no such annotation; accepted: offload, idle-timeout, priority, keep-alive, prewake, wake-on, latency-sensitive, engine, keep-copy, checksum, dedup, prepare, other-gpu, restore, on-oom, on-oom-timeout, minimum-vram-mib, window, inject".into()),
+        _ => return Err("no such annotation; accepted: offload, idle-timeout, priority, keep-alive, prewake, wake-on, latency-sensitive, engine, retain-host-copy, checksum, dedup, prepare, allow-gpu-migration, restore, on-oom, on-oom-timeout, minimum-vram-mib, window, inject".into()),
     }
     Ok(())
 }
@@ -339,9 +342,9 @@ mod tests {
     #[test]
     fn who_wants_to_be_prepared_says_so() {
         let prepare = |value| Policies::default().resolve("x", &annotations(&[("prepare", value)]));
-        assert!(prepare("true").0.prepare && prepare("true").1.is_empty());
+        assert!(prepare("true").0.prefault && prepare("true").1.is_empty());
         let (policy, warnings) = prepare("often");
-        assert!(!policy.prepare && warnings[0].contains("accepted: true, false"), "{warnings:?}");
+        assert!(!policy.prefault && warnings[0].contains("accepted: true, false"), "{warnings:?}");
     }
 
     #[test]

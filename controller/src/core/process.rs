@@ -1,17 +1,17 @@
 //! One CUDA process under management.
 
-use affinode_proto::wire::{Hazards, Phase, message::Action, page::PageSnapshot};
+use affinode_proto::wire::{Hazards, Phase, counters::CounterSnapshot, message::Action};
 
 use super::{
     DeviceBytes, Key, Millis,
     holds::HoldRecord,
-    input::{Carried, Identity},
-    plan::Moves,
+    input::{Identity, SwapStatus},
+    plan::OffloadMethod,
 };
 
 /// An order that was sent and not reported on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pending {
+pub struct PendingOrder {
     /// Its number.
     pub order: u64,
     /// What it is.
@@ -22,7 +22,7 @@ pub struct Pending {
 
 /// An allocation that found no memory and waits for room.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Want {
+pub struct PendingAlloc {
     /// Its number in the process.
     pub ticket: u64,
     /// What it needs.
@@ -37,7 +37,7 @@ pub struct Want {
 
 /// Work that ran on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Working {
+pub struct DeviceWork {
     /// When it was seen last.
     pub at: Millis,
     /// Share of that moment, in percent.
@@ -46,7 +46,7 @@ pub struct Working {
 
 /// A process is to end, so that another one has its room.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Ending {
+pub struct Termination {
     /// When it was asked to.
     pub since: Millis,
     /// It did not, and is killed.
@@ -69,52 +69,52 @@ pub struct Process {
     /// What makes a checkpoint unsafe.
     pub hazards: Hazards,
     /// The order in progress: at most one.
-    pub pending: Option<Pending>,
+    pub pending: Option<PendingOrder>,
     /// How many grants hold its allocations.
     pub holds: u32,
     /// VRAM now, by NVML.
     pub vram: Vec<DeviceBytes>,
     /// VRAM that it had when it left; `None` when that is not known.
-    pub away: Option<Vec<DeviceBytes>>,
+    pub offloaded_vram: Option<Vec<DeviceBytes>>,
     /// The GPU that was promised to it in place of the one that it left.
-    pub to: Option<String>,
+    pub target_gpu: Option<String>,
     /// It could not come back on another GPU, and is not asked to by this controller again.
-    pub bound: bool,
+    pub migration_refused: bool,
     /// What its agent can copy, and has copied.
-    pub carried: Carried,
-    /// It is away, and a vault has not copied what it can carry, which is on the device.
-    pub keeps_carried: bool,
+    pub carried: SwapStatus,
+    /// It is away, and a copier has not copied what it can carry, which is on the device.
+    pub copy_out_incomplete: bool,
     /// Its agent could not copy: it leaves through the driver's checkpoint from then on.
     pub copy_failed: bool,
     /// It was told to make host memory ready for its leaving.
-    pub prepared: bool,
+    pub prefault_ordered: bool,
     /// Since when its container was idle when it was told so last.
-    pub prepared_in: Option<Millis>,
-    /// How often in a row no vault has copied what it had handed over.
-    pub uncopied_times: u32,
+    pub prefault_ordered_for_idle: Option<Millis>,
+    /// How often in a row no copier has copied what it had handed over.
+    pub failed_copy_outs: u32,
     /// It holds its allocations until the rest of its container is back.
     pub waits_for_siblings: bool,
     /// Why its page is not believed any more, if it is not. For good.
-    pub bad_page: Option<String>,
+    pub counter_error: Option<String>,
     /// How it held its allocations when it was told to.
     pub hold_record: HoldRecord,
     /// Work of it that ran on a device, without a call in progress perhaps.
-    pub working: Option<Working>,
+    pub working: Option<DeviceWork>,
     /// It is to end.
-    pub ending: Option<Ending>,
+    pub termination: Option<Termination>,
     /// When it came to take VRAM, or came home to it; 0: before this controller.
-    pub came: Millis,
+    pub resident_since: Millis,
     /// Its allocation that waits for room.
-    pub want: Option<Want>,
+    pub alloc_wait: Option<PendingAlloc>,
     /// The last reading of its page.
-    pub page: Option<PageSnapshot>,
+    pub counters: Option<CounterSnapshot>,
 }
 
 impl Process {
     /// Whether its context stays on the device, because the driver must not checkpoint it.
     #[must_use]
     pub fn keeps_context(&self) -> bool {
-        self.hazards.contains(Hazards::KEEPS_CONTEXT)
+        self.hazards.intersects(Hazards::KEEPS_CONTEXT)
     }
 
     /// VRAM now in bytes, over all devices.
@@ -126,61 +126,65 @@ impl Process {
     /// Host memory that it will take when it leaves so, in bytes, beside what the driver takes: what
     /// it keeps there for a copy is its container's already.
     #[must_use]
-    pub fn host_need_bytes(&self, moves: Moves) -> u64 {
-        let kept = self.page.as_ref().map_or(0, |page| page.kept_bytes);
-        let copied = moves != Moves::Checkpoint && !self.phase.is_off();
-        let kept = if copied { kept.min(self.carried.bytes) } else { 0 };
+    pub fn host_need_bytes(&self, moves: OffloadMethod) -> u64 {
+        let kept = self.counters.as_ref().map_or(0, |page| page.kept_bytes);
+        let copied = moves != OffloadMethod::DriverCheckpoint && !self.phase.is_offloaded();
+        let kept = if copied { kept.min(self.carried.swappable_bytes) } else { 0 };
         self.vram_bytes().saturating_sub(kept)
     }
 
     /// VRAM that it gave back and will need again; `None` when that is not known. Of a
     /// process that is parked it is what was copied: the rest never left.
     #[must_use]
-    pub fn gone(&self) -> Option<Vec<DeviceBytes>> {
-        let away = self.away.as_ref()?;
-        if self.keeps_carried {
-            return Some(less(away, &part_of(away, self.carried.bytes)));
+    pub fn vram_to_restore(&self) -> Option<Vec<DeviceBytes>> {
+        let away = self.offloaded_vram.as_ref()?;
+        if self.copy_out_incomplete {
+            return Some(subtract_vram(
+                away,
+                &proportional_part(away, self.carried.swappable_bytes),
+            ));
         }
-        if self.phase != Phase::Parked {
-            return Some(placed(away, self.to.as_deref()));
+        if self.phase != Phase::CopiedOut {
+            return Some(on_gpu(away, self.target_gpu.as_deref()));
         }
-        Some(part_of(away, self.carried.parked_bytes))
+        Some(proportional_part(away, self.carried.copied_out_bytes))
     }
 
     /// It is away, but all that it can carry is on the device still: what is gone, and needed for its
     /// return, is the rest, and there.
-    pub fn keeps_what_it_carries(&mut self) {
-        self.vram = less(&self.vram, &part_of(&self.vram, self.carried.bytes));
-        (self.keeps_carried, self.bound) = (true, true);
+    pub fn record_copy_out_failure(&mut self) {
+        self.vram =
+            subtract_vram(&self.vram, &proportional_part(&self.vram, self.carried.swappable_bytes));
+        (self.copy_out_incomplete, self.migration_refused) = (true, true);
     }
 
     /// Whether it is on its way to another GPU than it left.
     #[must_use]
-    pub fn is_moving(&self) -> bool {
-        self.pending.is_some_and(|pending| matches!(pending.action, Action::RestoreOn { .. }))
+    pub fn is_migrating(&self) -> bool {
+        self.pending.is_some_and(|pending| matches!(pending.action, Action::RestoreOnGpu { .. }))
     }
 
     /// It has arrived where it was to be, or another controller had sent it there.
-    pub fn has_moved(&mut self, to: Option<String>) {
-        self.away = self.away.take().map(|away| placed(&away, to.as_deref()));
-        self.to = None;
+    pub fn finish_migration(&mut self, to: Option<String>) {
+        self.offloaded_vram = self.offloaded_vram.take().map(|away| on_gpu(&away, to.as_deref()));
+        self.target_gpu = None;
     }
 
     /// VRAM that goes when its agent copies, and nothing more.
     #[must_use]
-    pub fn parkable(&self) -> Vec<DeviceBytes> {
-        part_of(&self.vram, self.carried.bytes)
+    pub fn vram_freed_by_copy(&self) -> Vec<DeviceBytes> {
+        proportional_part(&self.vram, self.carried.swappable_bytes)
     }
 
     /// VRAM given back in bytes, over all devices.
     #[must_use]
-    pub fn away_bytes(&self) -> u64 {
-        self.gone().iter().flatten().map(|d| d.bytes).sum()
+    pub fn offloaded_vram_bytes(&self) -> u64 {
+        self.vram_to_restore().iter().flatten().map(|d| d.bytes).sum()
     }
 }
 
 /// The same on another GPU, if there is one.
-pub(super) fn placed(all: &[DeviceBytes], to: Option<&str>) -> Vec<DeviceBytes> {
+pub(super) fn on_gpu(all: &[DeviceBytes], to: Option<&str>) -> Vec<DeviceBytes> {
     let mut all = all.to_vec();
     if let Some(to) = to {
         all.iter_mut().for_each(|device| to.clone_into(&mut device.uuid));
@@ -189,7 +193,7 @@ pub(super) fn placed(all: &[DeviceBytes], to: Option<&str>) -> Vec<DeviceBytes> 
 }
 
 /// What is left of all without what is gone.
-pub(super) fn less(all: &[DeviceBytes], gone: &[DeviceBytes]) -> Vec<DeviceBytes> {
+pub(super) fn subtract_vram(all: &[DeviceBytes], gone: &[DeviceBytes]) -> Vec<DeviceBytes> {
     let gone_from = |uuid: &str| gone.iter().find(|g| g.uuid == uuid).map_or(0, |g| g.bytes);
     all.iter()
         .map(|d| DeviceBytes { bytes: d.bytes.saturating_sub(gone_from(&d.uuid)), ..d.clone() })
@@ -197,7 +201,7 @@ pub(super) fn less(all: &[DeviceBytes], gone: &[DeviceBytes]) -> Vec<DeviceBytes
 }
 
 /// So many bytes of all. An agent knows no device by its UUID: several have their shares.
-fn part_of(all: &[DeviceBytes], bytes: u64) -> Vec<DeviceBytes> {
+fn proportional_part(all: &[DeviceBytes], bytes: u64) -> Vec<DeviceBytes> {
     let sum: u64 = all.iter().map(|d| d.bytes).sum();
     let part = bytes.min(sum);
     let share = |bytes: u64| {

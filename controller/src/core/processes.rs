@@ -50,7 +50,7 @@ impl Siblings {
     fn is_half_way(&self) -> bool {
         let (mut half_way, mut home) = (false, true);
         for (_, p) in &self.list {
-            half_way |= p.phase == Phase::Locked || !p.phase.is_off() && p.vram_bytes() > 0;
+            half_way |= p.phase == Phase::Locked || !p.phase.is_offloaded() && p.vram_bytes() > 0;
             // With an allocation that waits: it can be taken away again, and does not come first.
             home &= p.phase == Phase::Open;
         }
@@ -61,7 +61,7 @@ impl Siblings {
 /// What a process has or had, and will want again.
 pub(super) fn wants(p: &Process) -> &[DeviceBytes] {
     match p.phase {
-        Phase::Away => p.away.as_deref().unwrap_or_default(),
+        Phase::Checkpointed => p.offloaded_vram.as_deref().unwrap_or_default(),
         _ => &p.vram,
     }
 }
@@ -195,10 +195,10 @@ mod tests {
     use super::*;
     use crate::core::{
         holds::HoldRecord,
-        input::{Carried, Identity},
+        input::{Identity, SwapStatus},
     };
 
-    const PHASES: [Phase; 4] = [Phase::Open, Phase::Closed, Phase::Locked, Phase::Away];
+    const PHASES: [Phase; 4] = [Phase::Open, Phase::Closed, Phase::Locked, Phase::Checkpointed];
 
     fn key(n: u64) -> Key {
         Key::parse(&format!("{n:032x}")).unwrap()
@@ -215,23 +215,23 @@ mod tests {
             pending: None,
             holds: 0,
             vram: Vec::new(),
-            away: None,
-            to: None,
-            bound: false,
-            carried: Carried::default(),
-            keeps_carried: false,
+            offloaded_vram: None,
+            target_gpu: None,
+            migration_refused: false,
+            carried: SwapStatus::default(),
+            copy_out_incomplete: false,
             copy_failed: false,
-            prepared: false,
-            prepared_in: None,
-            uncopied_times: 0,
+            prefault_ordered: false,
+            prefault_ordered_for_idle: None,
+            failed_copy_outs: 0,
             waits_for_siblings: false,
             hold_record: HoldRecord::default(),
-            bad_page: None,
-            ending: None,
-            came: 0,
+            counter_error: None,
+            termination: None,
+            resident_since: 0,
             working: None,
-            want: None,
-            page: None,
+            alloc_wait: None,
+            counters: None,
         }
     }
 
@@ -255,7 +255,7 @@ mod tests {
                     2 => all.values_mut().for_each(|p| p.vram = held(device, bytes)),
                     3 | 4 => if let Some(p) = all.get_mut(&id) {
                         p.phase = PHASES[phase];
-                        p.away = (p.phase == Phase::Away).then(|| held(device, bytes));
+                        p.offloaded_vram = (p.phase == Phase::Checkpointed).then(|| held(device, bytes));
                     },
                     _ => {
                         for id in all.ids() {

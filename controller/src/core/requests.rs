@@ -22,26 +22,28 @@ impl Node {
         container.commands.push((command, request));
         match (request, container.state) {
             (Request::Offload, State::Offloaded) => self.answer(key, request, true, 0, 0),
-            (Request::Offload, State::Active | State::Idle) => match self.may_offload(key, true) {
-                Ok(()) => self.leave(key, Reason::Requested),
-                Err((reason, detail)) => {
-                    self.refuse(key, reason, &detail);
-                    if let Some(container) = self.containers.get_mut(key) {
-                        container.reason = (reason, detail);
+            (Request::Offload, State::Active | State::Idle) => {
+                match self.check_offload(key, true) {
+                    Ok(()) => self.begin_offload(key, Reason::Requested),
+                    Err((reason, detail)) => {
+                        self.refuse_offload(key, reason, &detail);
+                        if let Some(container) = self.containers.get_mut(key) {
+                            container.reason = (reason, detail);
+                        }
+                        self.answer(key, request, false, 0, 0);
                     }
-                    self.answer(key, request, false, 0, 0);
                 }
-            },
+            }
             (Request::Restore, State::Active | State::Idle) => {
                 self.answer(key, request, true, 0, 0)
             }
             (Request::Restore, State::Offloaded) => {
-                container.goal = Goal::Home;
+                container.goal = Goal::Resident;
                 container.cause = Reason::Requested;
                 self.advance(key);
             }
             (Request::Restore, State::Closing | State::Offloading) => {
-                container.goal = Goal::Home;
+                container.goal = Goal::Resident;
                 container.forced = false;
                 container.cause = Reason::Requested;
                 container.reason = (Reason::Requested, String::new());
@@ -88,13 +90,13 @@ impl Node {
     }
 
     /// An offload that was asked for while the container came home begins now.
-    pub(super) fn leave_again(&mut self, key: &Key) {
+    pub(super) fn resume_offload_request(&mut self, key: &Key) {
         let asked = |c: &Container| c.commands.iter().any(|(_, r)| *r == Request::Offload);
         if !self.containers.get(key).is_some_and(asked) {
             return;
         }
-        match self.may_offload(key, true) {
-            Ok(()) => self.leave(key, Reason::Requested),
+        match self.check_offload(key, true) {
+            Ok(()) => self.begin_offload(key, Reason::Requested),
             Err(reason) => {
                 if let Some(container) = self.containers.get_mut(key) {
                     container.reason = reason;
@@ -108,7 +110,7 @@ impl Node {
     /// not about to leave, because it was called or a process started meanwhile.
     pub(super) fn settle_requests(&mut self, key: &Key) {
         let Some(c) = self.containers.get_mut(key) else { return };
-        let home = c.goal == Goal::Home && matches!(c.state, State::Active | State::Idle);
+        let home = c.goal == Goal::Resident && matches!(c.state, State::Active | State::Idle);
         if home && !c.commands.is_empty() {
             c.reason = (Reason::WokenMeanwhile, String::new());
             self.answer(key, Request::Offload, false, 0, 0);

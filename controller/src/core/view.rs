@@ -2,7 +2,7 @@
 
 use affinode_proto::{
     api::control,
-    wire::{Hazards, Notes, page::PageSnapshot},
+    wire::{Hazards, ProcessFlags, counters::CounterSnapshot},
 };
 
 use super::{
@@ -80,8 +80,8 @@ impl Node {
             let away = self
                 .processes
                 .values()
-                .filter(|p| p.phase.is_off())
-                .flat_map(|p| p.gone().unwrap_or_default());
+                .filter(|p| p.phase.is_offloaded())
+                .flat_map(|p| p.vram_to_restore().unwrap_or_default());
             away.filter(|d| d.uuid == uuid).map(|d| d.bytes).sum()
         };
         self.gpus
@@ -113,15 +113,15 @@ impl Node {
         control::Container {
             announcement: Some(c.announcement.clone()).into(),
             state: c.state.to_string(),
-            since_unix_ms: unix_ms.saturating_sub(ago(c.since)),
+            since_unix_ms: unix_ms.saturating_sub(ago(c.state_since)),
             idle_ms: if processes.is_empty() { 0 } else { now.saturating_sub(c.last_use) },
             reason: c.reason.0.to_string(),
             reason_text: text_of(c.reason.0, &c.reason.1),
             vram_bytes: processes.iter().map(|(_, p)| p.vram_bytes()).sum(),
-            away_bytes: processes
+            offloaded_bytes: processes
                 .iter()
-                .filter(|(_, p)| p.phase.is_off())
-                .map(|(_, p)| p.away_bytes())
+                .filter(|(_, p)| p.phase.is_offloaded())
+                .map(|(_, p)| p.offloaded_vram_bytes())
                 .sum(),
             offloads: c.offloads,
             restores: c.restores,
@@ -154,27 +154,27 @@ impl Node {
             vram_bytes: p.vram_bytes(),
             vram: p.vram.iter().map(device).collect(),
             last_call: p
-                .page
+                .counters
                 .as_ref()
                 .filter(|page| page.calls > 0)
                 .map_or_else(String::new, last_call),
-            away: if p.phase.is_off() {
-                p.gone().iter().flatten().map(device).collect()
+            offloaded: if p.phase.is_offloaded() {
+                p.vram_to_restore().iter().flatten().map(device).collect()
             } else {
                 Vec::new()
             },
-            calls: p.page.as_ref().map_or(0, |page| page.calls),
-            inflight: p.page.as_ref().map_or(0, |page| page.inflight),
-            waiters: p.page.as_ref().map_or(0, |page| page.waiters),
+            calls: p.counters.as_ref().map_or(0, |page| page.calls),
+            inflight: p.counters.as_ref().map_or(0, |page| page.inflight),
+            waiters: p.counters.as_ref().map_or(0, |page| page.waiters),
             hazards: hazard_words(p.hazards),
-            polls: p.page.as_ref().map_or(0, |page| page.polls),
-            call_cost_ps: p.page.as_ref().map_or(0, |page| page.call_cost_ps),
-            held_us: p.page.as_ref().map_or(0, |page| page.held_us),
-            kept_bytes: p.page.as_ref().map_or(0, |page| page.kept_bytes),
+            polls: p.counters.as_ref().map_or(0, |page| page.polls),
+            call_cost_ps: p.counters.as_ref().map_or(0, |page| page.call_cost_ps),
+            held_us: p.counters.as_ref().map_or(0, |page| page.held_us),
+            kept_bytes: p.counters.as_ref().map_or(0, |page| page.kept_bytes),
             unchanged_bytes: p.carried.unchanged_bytes,
             zero_bytes: p.carried.zero_bytes,
-            carried_bytes: p.carried.bytes,
-            parked_bytes: p.carried.parked_bytes,
+            swappable_bytes: p.carried.swappable_bytes,
+            copied_out_bytes: p.carried.copied_out_bytes,
             utilization_percent: self.utilization_percent(p),
             ..control::Process::default()
         }
@@ -183,14 +183,14 @@ impl Node {
 
 fn warnings(c: &Container, processes: &[(ProcessId, &Process)]) -> Vec<String> {
     let refused = processes.iter().filter(|(_, p)| {
-        p.page.as_ref().is_some_and(|page| page.notes.contains(Notes::IPC_REFUSED))
+        p.counters.as_ref().is_some_and(|page| page.notes.intersects(ProcessFlags::IPC_REFUSED))
     });
     let refused = refused.map(|(_, p)| ipc_refused(p.identity.pid));
     let slow = processes.iter().filter(|(_, p)| p.copy_failed).map(|(_, p)| {
         let pid = p.identity.pid;
         format!("the memory of process {pid} could not be copied: it leaves through the driver's checkpoint")
     });
-    let is_damaged = |p: &Process| p.hazards.contains(Hazards::DAMAGED_MEMORY);
+    let is_damaged = |p: &Process| p.hazards.intersects(Hazards::DAMAGED_MEMORY);
     let damaged = processes.iter().filter(|(_, p)| is_damaged(p));
     let damaged = damaged.map(|(_, p)| damaged_text(p.identity.pid));
     c.warnings.iter().cloned().chain(damaged).chain(refused).chain(slow).collect()
@@ -199,7 +199,7 @@ fn warnings(c: &Container, processes: &[(ProcessId, &Process)]) -> Vec<String> {
 /// What to do about memory that cannot be shared.
 pub(super) fn ipc_refused(pid: u32) -> String {
     format!(
-        "process {pid} asked for an IPC handle of memory that a vault has brought home, which cannot be had: set affinode.io/engine to park or driver"
+        "process {pid} asked for an IPC handle of memory that a copier has brought home, which cannot be had: set affinode.io/engine to park or driver"
     )
 }
 
@@ -217,7 +217,7 @@ pub(super) fn damaged_text(pid: u32) -> String {
     )
 }
 
-fn last_call(page: &PageSnapshot) -> String {
+fn last_call(page: &CounterSnapshot) -> String {
     affinode_cuda_sys::hook::name(page.last_hook).unwrap_or_default().to_owned()
 }
 
@@ -234,7 +234,7 @@ fn hazard_words(hazards: Hazards) -> Vec<String> {
         (Hazards::HIDDEN_WAY, "hidden-way"),
     ]
     .into_iter()
-    .filter(|(bit, _)| hazards.contains(*bit))
+    .filter(|(bit, _)| hazards.intersects(*bit))
     .map(|(_, word)| word.to_owned())
     .collect()
 }

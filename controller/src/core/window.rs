@@ -12,7 +12,7 @@ use std::{fmt, str::FromStr};
 const DAYS: [&str; 7] = ["mon", "tue", "wed", "thu", "fri", "sat", "sun"];
 const DAY: u32 = 24 * 60;
 /// Spans that a window may have: an annotation is not trusted.
-const MOST: usize = 16;
+const MAX_SPANS: usize = 16;
 
 /// A time of the week.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -63,8 +63,8 @@ impl FromStr for Window {
         if text.trim() == "always" {
             return Ok(Window::default());
         }
-        let spans: Option<Vec<Span>> = text.split(',').take(MOST + 1).map(span).collect();
-        spans.filter(|spans| spans.len() <= MOST).map(|spans| Window { spans }).ok_or_else(|| {
+        let spans: Option<Vec<Span>> = text.split(',').take(MAX_SPANS + 1).map(span).collect();
+        spans.filter(|spans| spans.len() <= MAX_SPANS).map(|spans| Window { spans }).ok_or_else(|| {
             "accepted: always, or times of the week in UTC such as \"mon-fri 20:00-07:00, sun 00:00-24:00\"".into()
         })
     }

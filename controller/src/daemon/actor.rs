@@ -12,7 +12,7 @@ use affinode_proto::{
     api::control::{ActionResponse, Event},
     paths,
     state::State,
-    wire::{message::AgentMessage, page::PAGE_BYTES},
+    wire::{counters::PAGE_BYTES, message::AgentMessage},
 };
 use tokio::{
     signal::unix::{SignalKind, signal},
@@ -20,25 +20,25 @@ use tokio::{
 };
 
 use super::{
-    DaemonError, Door, api, call::Call, events::EventLog, readings::Readings, show::Show,
-    sweep::Sweep,
+    ControllerHandle, DaemonError, api, command::Command, events::EventLog, frontend::Frontend,
+    gc::GarbageCollector, gpu_polling::GpuPolling,
 };
 use crate::{
-    agents::{Agent, AgentMail, Listener},
-    calls::CallHub,
+    agents::{AgentHandle, AgentListener, AgentMail},
+    call_trace::CallTraceHub,
     clock::{monotonic_ms, unix_ms},
     config::Config,
-    core::{CommandId, Effect, Input, Key, Millis, Node, ProcessId, input::Carried},
+    copier::Copiers,
+    core::{CommandId, Effect, Input, Key, Millis, Node, ProcessId, input::SwapStatus},
+    error_chain,
     inventory::{
-        Finding, Inventory, Question, busy::Busy, memory, memory::MemoryRules, process,
-        witness::Witness,
+        Inventory, InventoryQuery, InventoryResult, memory, memory::MemoryRules, process,
+        process_utilization::ProcessUtilization, utilization::GpuUtilization,
     },
     jobs,
-    journal::{Journal, Unclaimed},
-    report,
-    sockets::{self, Sockets},
-    vault::Vaults,
-    wishes,
+    journal::{Journal, UnclaimedEntry},
+    overrides,
+    socket_activation::{self, ActivationSockets},
 };
 
 /// Mail that may wait for the actor; senders wait then, each on its own socket.
@@ -51,33 +51,33 @@ const GPU_INTERVAL: Duration = Duration::from_secs(1);
 /// What runs on devices is asked for as often as counters are read, but not more often.
 const WITNESS_INTERVAL: Duration = Duration::from_millis(250);
 
-pub(super) struct Actor {
+pub(super) struct NodeActor {
     pub(super) node: Node,
     pub(super) config: Config,
     pub(super) run_dir: PathBuf,
-    pub(super) sockets: Sockets,
-    pub(super) agents: HashMap<ProcessId, Agent>,
-    pub(super) vaults: Vaults,
-    /// Proofs of room that wait for a vault.
+    pub(super) sockets: ActivationSockets,
+    pub(super) agents: HashMap<ProcessId, AgentHandle>,
+    pub(super) copiers: Copiers,
+    /// Proofs of room that wait for a copier.
     pub(super) proofs: Vec<(Key, u64)>,
-    pub(super) listeners: HashMap<Key, Listener>,
+    pub(super) listeners: HashMap<Key, AgentListener>,
     pub(super) numbers: Arc<AtomicU64>,
     pub(super) mail: mpsc::Sender<AgentMail>,
     pub(super) inventory: Inventory,
-    witness: Witness,
+    witness: ProcessUtilization,
     witness_asked: Option<Instant>,
     journal: Journal,
-    unclaimed: Unclaimed,
+    unclaimed: UnclaimedEntry,
     events: Arc<EventLog>,
     commands: HashMap<CommandId, oneshot::Sender<ActionResponse>>,
     next_command: u64,
     started_unix_ms: i64,
     gpus_read: Option<Instant>,
-    readings: Readings,
+    readings: GpuPolling,
     /// Whose connections were counted last: not all have their turn at once.
     pub(super) counted: Option<Key>,
-    busy: Busy,
-    pub(super) sweep: Sweep,
+    busy: GpuUtilization,
+    pub(super) sweep: GarbageCollector,
     /// Jobs, and whose they are.
     pub(super) job_users: HashMap<Key, u32>,
     empty_since: Instant,
@@ -94,14 +94,14 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     let journal = Journal::open(&folder).map_err(file("cannot make", folder.clone()))?;
     let (mail, mut from_agents) = mpsc::channel(INBOX);
     let (found, mut findings) = mpsc::unbounded_channel();
-    let (of_vaults, mut from_vaults) = mpsc::unbounded_channel();
+    let (of_copiers, mut from_copiers) = mpsc::unbounded_channel();
     let rules = MemoryRules {
         overhead_bytes: config.memory.driver_overhead_mib << 20,
         node_reserve_bytes: config.memory.node_reserve_bytes(),
     };
     let of_work = found.clone();
-    let witness = Witness::start(config.nvml.library.clone(), move |work| {
-        let _ = of_work.send(Finding::Worked(work));
+    let witness = ProcessUtilization::start(config.nvml.library.clone(), move |work| {
+        let _ = of_work.send(InventoryResult::Worked(work));
     })
     .map_err(DaemonError::Runtime)?;
     let inventory = Inventory::start(config.nvml.library.clone(), rules, move |finding| {
@@ -110,13 +110,13 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     .map_err(DaemonError::Runtime)?;
     let events = Arc::new(EventLog::default());
     let (calls, mut from_api) = mpsc::channel(64);
-    let mut actor = Actor {
+    let mut actor = NodeActor {
         node: Node::new(config.settings()),
-        vaults: Vaults::new(config.vault.clone(), of_vaults),
+        copiers: Copiers::new(config.copier.clone(), of_copiers),
         proofs: Vec::new(),
         config,
         run_dir: run_dir.clone(),
-        sockets: Sockets::take(&run_dir),
+        sockets: ActivationSockets::take(&run_dir),
         agents: HashMap::new(),
         listeners: HashMap::new(),
         numbers: Arc::new(AtomicU64::new(1)),
@@ -125,16 +125,16 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         witness,
         witness_asked: None,
         journal,
-        unclaimed: Unclaimed::default(),
+        unclaimed: UnclaimedEntry::default(),
         events: Arc::clone(&events),
         commands: HashMap::new(),
         next_command: 0,
         started_unix_ms: unix_ms(),
         gpus_read: None,
-        readings: Readings::default(),
+        readings: GpuPolling::default(),
         counted: None,
-        busy: Busy::default(),
-        sweep: Sweep::new(&run_dir),
+        busy: GpuUtilization::default(),
+        sweep: GarbageCollector::new(&run_dir),
         job_users: HashMap::new(),
         empty_since: Instant::now(),
         told_pressure: None,
@@ -143,21 +143,21 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     if let Ok(own) = process::identity(std::process::id()) {
         actor.node.started(own.start_ticks);
     }
-    match wishes::read(&run_dir) {
-        Ok(wishes) => actor.node.remember(wishes),
+    match overrides::read(&run_dir) {
+        Ok(overrides) => actor.node.remember(overrides),
         Err(error) => {
             tracing::warn!(%error, "what operators chose cannot be read: nothing is pinned")
         }
     }
     actor.recall().map_err(file("cannot read", folder))?;
     actor.recall_jobs();
-    let hub = Arc::new(CallHub::default());
-    let door = Door::new(calls.clone(), Arc::clone(&events));
-    let show = Show::start(&run_dir, &actor.config, door, Arc::clone(&hub));
+    let hub = Arc::new(CallTraceHub::default());
+    let door = ControllerHandle::new(calls.clone(), Arc::clone(&events));
+    let show = Frontend::start(&run_dir, &actor.config, door, Arc::clone(&hub));
     actor.dashboard.clone_from(&show.dashboard);
     let prices = actor.config.report.clone();
     let takes_jobs = actor.config.jobs.enabled;
-    let stays = takes_jobs || sockets::supervised();
+    let stays = takes_jobs || socket_activation::supervised();
     let _jobs = if takes_jobs {
         let socket = run_dir.join(jobs::SOCKET);
         let listener = actor.sockets.listen(jobs::SOCKET, 0o666);
@@ -171,7 +171,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     let mut terminate = signal(SignalKind::terminate()).map_err(DaemonError::Runtime)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(DaemonError::Runtime)?;
     tracing::info!(run_dir = %run_dir.display(), version = env!("CARGO_PKG_VERSION"), "controller is ready");
-    sockets::tell_ready("serves this node");
+    socket_activation::tell_ready("serves this node");
     let mut next_tick = tokio::time::Instant::now();
     loop {
         tokio::select! {
@@ -188,7 +188,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
                 }
                 next_tick = tokio::time::Instant::now() + actor.pause();
             }
-            Some(mail) = from_vaults.recv() => actor.vault_said(mail),
+            Some(mail) = from_copiers.recv() => actor.copier_said(mail),
             Some(mail) = from_agents.recv() => actor.mail(mail),
         }
         // A queue or a move wants shorter ticks than were planned.
@@ -200,7 +200,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     Ok(())
 }
 
-impl Actor {
+impl NodeActor {
     pub(super) fn now(&self) -> Millis {
         monotonic_ms()
     }
@@ -271,8 +271,8 @@ impl Actor {
                 }
             }
             Effect::Survey { key, processes } => {
-                let known = self.node.pids().chain(self.vaults.pids()).collect();
-                self.inventory.ask(Question::Survey { key, processes, known })
+                let known = self.node.pids().chain(self.copiers.pids()).collect();
+                self.inventory.ask(InventoryQuery::Survey { key, processes, known })
             }
             Effect::Prove(key, number) => self.prove(key, number),
             Effect::Answer(command, answer) => {
@@ -293,7 +293,7 @@ impl Actor {
 
     fn ask_gpus(&mut self) {
         if self.readings.wanted() {
-            self.inventory.ask(Question::Gpus);
+            self.inventory.ask(InventoryQuery::Gpus);
         }
     }
 
@@ -316,19 +316,19 @@ impl Actor {
         self.events.add(event, unix_ms());
     }
 
-    fn found(&mut self, finding: Finding) {
-        if matches!(finding, Finding::Gpus(_)) && self.readings.came() {
-            self.inventory.ask(Question::Gpus);
+    fn found(&mut self, finding: InventoryResult) {
+        if matches!(finding, InventoryResult::Gpus(_)) && self.readings.came() {
+            self.inventory.ask(InventoryQuery::Gpus);
         }
-        if let Finding::Gpus(Ok(gpus)) = &finding {
+        if let InventoryResult::Gpus(Ok(gpus)) = &finding {
             self.busy.note(self.now(), gpus);
-            self.vaults.seen(gpus);
+            self.copiers.seen(gpus);
         }
         self.feed(match finding {
-            Finding::Gpus(gpus) => Input::Gpus(gpus),
-            Finding::Worked(work) => Input::Worked(work),
-            Finding::Proven(key, number, gpus) => Input::Proven(key, number, gpus),
-            Finding::Surveyed(key, survey) => Input::Surveyed(key, survey),
+            InventoryResult::Gpus(gpus) => Input::Gpus(gpus),
+            InventoryResult::Worked(work) => Input::Worked(work),
+            InventoryResult::Proven(key, number, gpus) => Input::Proven(key, number, gpus),
+            InventoryResult::Surveyed(key, survey) => Input::Surveyed(key, survey),
         });
     }
 
@@ -339,8 +339,8 @@ impl Actor {
                     phase,
                     generation,
                     hazards,
-                    carried_bytes,
-                    parked_bytes,
+                    swappable_bytes,
+                    copied_out_bytes,
                     ..
                 } = hello
                 else {
@@ -355,9 +355,9 @@ impl Actor {
                     phase,
                     generation,
                     hazards,
-                    carried: Carried {
-                        bytes: carried_bytes,
-                        parked_bytes,
+                    carried: SwapStatus {
+                        swappable_bytes,
+                        copied_out_bytes,
                         unchanged_bytes: 0,
                         zero_bytes: 0,
                     },
@@ -379,13 +379,13 @@ impl Actor {
         }
     }
 
-    pub(super) fn call(&mut self, call: Call) {
+    pub(super) fn call(&mut self, call: Command) {
         match call {
-            Call::Announce(announcement, answer) => {
+            Command::Announce(announcement, answer) => {
                 let _ = answer.send(self.announce(*announcement));
             }
-            Call::Withdraw(key, generation) => self.withdrawn(&key, generation),
-            Call::List(answer) => {
+            Command::Withdraw(key, generation) => self.withdrawn(&key, generation),
+            Command::List(answer) => {
                 let mut list = self.node.list(self.now(), unix_ms());
                 list.node = nix::unistd::gethostname()
                     .map(|n| n.to_string_lossy().into_owned())
@@ -395,19 +395,19 @@ impl Actor {
                 list.started_unix_ms = self.started_unix_ms;
                 for gpu in &mut list.gpus {
                     gpu.utilization_minute_percent = self.busy.percent(&gpu.uuid);
-                    self.vaults.show(gpu);
+                    self.copiers.show(gpu);
                 }
                 list.dashboard.clone_from(&self.dashboard);
                 list.host_free_bytes = memory::room_bytes(self.config.memory.node_reserve_bytes());
                 let _ = answer.send(list);
             }
-            Call::Sights(keys, answer) => {
+            Command::Sights(keys, answer) => {
                 let _ = answer.send(self.sights(keys.as_deref()));
             }
-            Call::Find(name, answer) => {
+            Command::Find(name, answer) => {
                 let _ = answer.send(self.node.find(&name));
             }
-            Call::Act(name, request, answer) => match self.node.find(&name) {
+            Command::Act(name, request, answer) => match self.node.find(&name) {
                 Ok(key) => {
                     self.next_command += 1;
                     let command = CommandId(self.next_command);
@@ -419,26 +419,26 @@ impl Actor {
                         answer.send(ActionResponse { reason_text, ..ActionResponse::default() });
                 }
             },
-            Call::Pin(name, pinned, who, answer) => self.pin(&name, pinned, &who, answer),
-            Call::AutoOffload(on, who, answer) => {
+            Command::Pin(name, pinned, who, answer) => self.pin(&name, pinned, &who, answer),
+            Command::AutoOffload(on, who, answer) => {
                 let _ = answer.send(self.auto_offload(on, &who));
             }
-            Call::Reload(answer) => {
+            Command::Reload(answer) => {
                 let _ = answer.send(self.reload());
             }
-            Call::Hint(name, hint, who, answer) => {
+            Command::Hint(name, hint, who, answer) => {
                 let _ = answer.send(self.hint(&name, hint, &who));
             }
-            Call::Policy(name, answer) => {
+            Command::Policy(name, answer) => {
                 let _ = answer.send(self.policy(&name));
             }
-            Call::SetPolicy(changes, answer) => {
+            Command::SetPolicy(changes, answer) => {
                 let _ = answer.send(self.set_policy(&changes));
             }
-            Call::Job(request, user, answer) => {
+            Command::Job(request, user, answer) => {
                 let _ = answer.send(match self.job(request, &user) {
                     Ok(granted) => granted,
-                    Err(why) => jobs::Reply::Refused(why),
+                    Err(why) => jobs::JobReply::Refused(why),
                 });
             }
         }
@@ -451,7 +451,7 @@ impl Actor {
         };
         match agent.read_page(&mut buffer) {
             Ok(page) => self.feed(Input::Page(id, page)),
-            Err(error) => self.feed(Input::BadPage(id, report::chain(&error))),
+            Err(error) => self.feed(Input::BadPage(id, error_chain::chain(&error))),
         }
     }
 
@@ -477,7 +477,7 @@ impl Actor {
         self.node.tell_clock(self.now(), unix_ms());
         self.feed(Input::Tick);
         self.tell_pressure();
-        self.keep_vaults();
+        self.keep_copiers();
         let useless =
             self.unclaimed.useless(|key| self.listeners.contains_key(key), process::lives);
         for key in useless {

@@ -23,14 +23,15 @@ use tokio::{
 };
 use ttrpc::r#async::{Server, TtrpcContext, transport::Listener};
 
-use super::{DaemonError, call::Call, events::EventLog};
+use super::{DaemonError, command::Command, events::EventLog};
 use crate::{
-    calls::{Batch, CallHub},
+    call_trace::{CallTraceBatch, CallTraceHub},
     config::ReportSection,
     core::{Request, hints::Hint},
-    history::{History, StoreError},
-    report, schema,
-    sockets::Sockets,
+    error_chain,
+    history::{NodeHistory, StoreError},
+    schema,
+    socket_activation::ActivationSockets,
 };
 
 /// The longest that a reader of events may wait.
@@ -42,22 +43,22 @@ const SPANS: usize = 1_000;
 /// Who asks here, for the events.
 const COMMAND: &str = "the command affinode";
 
-struct Api {
-    calls: mpsc::Sender<Call>,
+struct ControlService {
+    calls: mpsc::Sender<Command>,
     events: Arc<EventLog>,
-    hub: Arc<CallHub>,
-    history: Option<Arc<History>>,
+    hub: Arc<CallTraceHub>,
+    history: Option<Arc<NodeHistory>>,
     prices: ReportSection,
 }
 
 /// Listens at the socket, for root alone, and serves.
 pub(super) async fn serve(
-    sockets: &mut Sockets,
+    sockets: &mut ActivationSockets,
     run_dir: &Path,
-    calls: mpsc::Sender<Call>,
+    calls: mpsc::Sender<Command>,
     events: Arc<EventLog>,
-    hub: Arc<CallHub>,
-    history: Option<Arc<History>>,
+    hub: Arc<CallTraceHub>,
+    history: Option<Arc<NodeHistory>>,
     prices: ReportSection,
 ) -> Result<Server, DaemonError> {
     let path = run_dir.join(paths::CONTROL_SOCKET);
@@ -67,7 +68,7 @@ pub(super) async fn serve(
         path: path.clone(),
         source,
     })?;
-    let service = create_control(Arc::new(Api { calls, events, hub, history, prices }));
+    let service = create_control(Arc::new(ControlService { calls, events, hub, history, prices }));
     let mut server = Server::new().add_listener(Listener::from(listener)).register_service(service);
     server.start().await.map_err(|source| DaemonError::Serve { path, source })?;
     Ok(server)
@@ -77,8 +78,8 @@ fn failed(code: ttrpc::Code, text: impl Into<String>) -> ttrpc::Error {
     ttrpc::Error::RpcStatus(ttrpc::get_status(code, text.into()))
 }
 
-impl Api {
-    async fn ask<T>(&self, call: impl FnOnce(oneshot::Sender<T>) -> Call) -> ttrpc::Result<T> {
+impl ControlService {
+    async fn ask<T>(&self, call: impl FnOnce(oneshot::Sender<T>) -> Command) -> ttrpc::Result<T> {
         let (answer, answered) = oneshot::channel();
         let ending = || failed(ttrpc::Code::UNAVAILABLE, "the controller is ending; ask again");
         self.calls.send(call(answer)).await.map_err(|_| ending())?;
@@ -87,7 +88,7 @@ impl Api {
 
     async fn read_history<T: Send + 'static>(
         &self,
-        read: impl FnOnce(&History) -> Result<T, StoreError> + Send + 'static,
+        read: impl FnOnce(&NodeHistory) -> Result<T, StoreError> + Send + 'static,
     ) -> ttrpc::Result<T> {
         let Some(history) = self.history.clone() else {
             let why = "no history is kept: history.dir in the configuration, or the log, says why";
@@ -96,14 +97,14 @@ impl Api {
         // The disk may be slow; containers do not wait for it.
         match tokio::task::spawn_blocking(move || read(&history)).await {
             Ok(Ok(found)) => Ok(found),
-            Ok(Err(error)) => Err(failed(ttrpc::Code::INTERNAL, report::chain(&error))),
+            Ok(Err(error)) => Err(failed(ttrpc::Code::INTERNAL, error_chain::chain(&error))),
             Err(_) => Err(failed(ttrpc::Code::INTERNAL, "the history cannot be read")),
         }
     }
 }
 
 #[async_trait]
-impl Control for Api {
+impl Control for ControlService {
     async fn announce(
         &self,
         _: &TtrpcContext,
@@ -111,7 +112,7 @@ impl Control for Api {
     ) -> ttrpc::Result<AnnounceResponse> {
         let container = request.container.into_option().unwrap_or_default();
         let warnings = self
-            .ask(|answer| Call::Announce(Box::new(container), answer))
+            .ask(|answer| Command::Announce(Box::new(container), answer))
             .await?
             .map_err(|why| failed(ttrpc::Code::INVALID_ARGUMENT, why))?;
         Ok(AnnounceResponse { warnings, ..AnnounceResponse::default() })
@@ -123,12 +124,15 @@ impl Control for Api {
         request: WithdrawRequest,
     ) -> ttrpc::Result<WithdrawResponse> {
         let ending = |_| failed(ttrpc::Code::UNAVAILABLE, "the controller is ending");
-        self.calls.send(Call::Withdraw(request.key, request.generation)).await.map_err(ending)?;
+        self.calls
+            .send(Command::Withdraw(request.key, request.generation))
+            .await
+            .map_err(ending)?;
         Ok(WithdrawResponse::default())
     }
 
     async fn list(&self, _: &TtrpcContext, _: ListRequest) -> ttrpc::Result<ListResponse> {
-        self.ask(Call::List).await
+        self.ask(Command::List).await
     }
 
     async fn offload(
@@ -136,7 +140,7 @@ impl Control for Api {
         _: &TtrpcContext,
         request: OffloadRequest,
     ) -> ttrpc::Result<ActionResponse> {
-        self.ask(|answer| Call::Act(request.container, Request::Offload, answer)).await
+        self.ask(|answer| Command::Act(request.container, Request::Offload, answer)).await
     }
 
     async fn restore(
@@ -144,12 +148,12 @@ impl Control for Api {
         _: &TtrpcContext,
         request: RestoreRequest,
     ) -> ttrpc::Result<ActionResponse> {
-        self.ask(|answer| Call::Act(request.container, Request::Restore, answer)).await
+        self.ask(|answer| Command::Act(request.container, Request::Restore, answer)).await
     }
 
     async fn pin(&self, _: &TtrpcContext, request: PinRequest) -> ttrpc::Result<ActionResponse> {
         let PinRequest { container, pinned, .. } = request;
-        self.ask(|answer| Call::Pin(container, pinned, COMMAND.into(), answer)).await
+        self.ask(|answer| Command::Pin(container, pinned, COMMAND.into(), answer)).await
     }
 
     async fn set_auto_offload(
@@ -158,7 +162,7 @@ impl Control for Api {
         request: SetAutoOffloadRequest,
     ) -> ttrpc::Result<SetAutoOffloadResponse> {
         let changed = self
-            .ask(|answer| Call::AutoOffload(request.on, COMMAND.into(), answer))
+            .ask(|answer| Command::AutoOffload(request.on, COMMAND.into(), answer))
             .await?
             .map_err(|why| failed(ttrpc::Code::INTERNAL, why))?;
         Ok(SetAutoOffloadResponse { changed, ..SetAutoOffloadResponse::default() })
@@ -178,20 +182,21 @@ impl Control for Api {
         let scope = match request.container {
             all if all.is_empty() => None,
             name => {
-                let found = self.ask(|answer| Call::Find(name, answer)).await?;
+                let found = self.ask(|answer| Command::Find(name, answer)).await?;
                 Some(found.map_err(|why| failed(ttrpc::Code::NOT_FOUND, why))?)
             }
         };
         let after = Some(request.after).filter(|after| *after > 0);
         let wait = Duration::from_millis(request.timeout_ms.into());
         let batches = self.hub.after(&scope, after, wait).await;
-        let batches = batches.iter().map(|batch| CallBatch::from(Batch::clone(batch))).collect();
+        let batches =
+            batches.iter().map(|batch| CallBatch::from(CallTraceBatch::clone(batch))).collect();
         Ok(CallsResponse { batches, ..CallsResponse::default() })
     }
 
     async fn reload(&self, _: &TtrpcContext, _: ReloadRequest) -> ttrpc::Result<ReloadResponse> {
         let taken = self
-            .ask(Call::Reload)
+            .ask(Command::Reload)
             .await?
             .map_err(|why| failed(ttrpc::Code::FAILED_PRECONDITION, why))?;
         let waits = taken.waits.iter().map(ToString::to_string).collect();
@@ -200,7 +205,7 @@ impl Control for Api {
 
     async fn hint(&self, _: &TtrpcContext, request: HintRequest) -> ttrpc::Result<HintResponse> {
         let hint = if request.busy { Hint::Busy } else { Hint::Idle };
-        self.ask(|answer| Call::Hint(request.container, hint, COMMAND.into(), answer))
+        self.ask(|answer| Command::Hint(request.container, hint, COMMAND.into(), answer))
             .await?
             .map_err(|why| failed(ttrpc::Code::NOT_FOUND, why))
     }
@@ -210,7 +215,7 @@ impl Control for Api {
         _: &TtrpcContext,
         request: PolicyRequest,
     ) -> ttrpc::Result<PolicyResponse> {
-        self.ask(|answer| Call::Policy(request.container, answer))
+        self.ask(|answer| Command::Policy(request.container, answer))
             .await?
             .map_err(|why| failed(ttrpc::Code::NOT_FOUND, why))
     }
@@ -222,7 +227,7 @@ impl Control for Api {
     ) -> ttrpc::Result<SetPolicyResponse> {
         let changes = request.changes.into_iter().map(|c| (c.name, c.value)).collect();
         let values = self
-            .ask(|answer| Call::SetPolicy(changes, answer))
+            .ask(|answer| Command::SetPolicy(changes, answer))
             .await?
             .map_err(|why| failed(ttrpc::Code::FAILED_PRECONDITION, why))?;
         Ok(SetPolicyResponse { values, ..SetPolicyResponse::default() })

@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use affinode_proto::api::control::Announcement;
 
-use super::actor::Actor;
+use super::actor::NodeActor;
 use crate::{
-    agents::Listener,
+    agents::AgentListener,
     core::{Input, Key},
     inventory::process,
 };
 
-impl Actor {
+impl NodeActor {
     /// A container exists. Returns what was not understood of its annotations.
     pub(super) fn announce(&mut self, announcement: Announcement) -> Result<Vec<String>, String> {
         let key = Key::parse(&announcement.key)
@@ -24,10 +24,10 @@ impl Actor {
             let owner = self.job_users.get(&key).copied();
             let (numbers, mail) = (Arc::clone(&self.numbers), self.mail.clone());
             let listener =
-                Listener::open(&mut self.sockets, &self.run_dir, &key, owner, numbers, mail)
+                AgentListener::open(&mut self.sockets, &self.run_dir, &key, owner, numbers, mail)
                     .map_err(|e| {
-                        format!("cannot make the socket of container {}: {e}", announcement.id)
-                    })?;
+                    format!("cannot make the socket of container {}: {e}", announcement.id)
+                })?;
             // Its programs find the notice from their first moment on.
             if let Err(error) = listener.tell_pressure(self.node.pressed().iter()) {
                 tracing::warn!(%key, %error, "the container cannot be told of pressure");
@@ -67,7 +67,7 @@ impl Actor {
         }
         self.job_users.remove(&key);
         self.listeners.remove(&key);
-        self.sockets.forget(&Listener::socket(&key));
+        self.sockets.forget(&AgentListener::socket(&key));
         self.feed(Input::Withdrawn(key));
     }
 }

@@ -17,12 +17,12 @@ const BATCH: usize = 1_000;
 /// A ring of events. Readers name the last one that they have.
 #[derive(Debug, Default)]
 pub struct EventLog {
-    inner: Mutex<Inner>,
+    inner: Mutex<EventLogState>,
     added: Notify,
 }
 
 #[derive(Debug, Default)]
-struct Inner {
+struct EventLogState {
     events: VecDeque<Event>,
     last: u64,
 }
@@ -70,7 +70,7 @@ impl EventLog {
         inner.events.iter().filter(|event| event.sequence > after).take(BATCH).cloned().collect()
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, EventLogState> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

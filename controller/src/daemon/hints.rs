@@ -3,13 +3,13 @@
 
 use affinode_proto::api::control::HintResponse;
 
-use super::actor::Actor;
+use super::actor::NodeActor;
 use crate::{
     clock::unix_ms,
     core::{Input, hints::Hint},
 };
 
-impl Actor {
+impl NodeActor {
     /// What the containers wrote into their pipes since the last look.
     pub(super) fn read_hints(&mut self) {
         let said = self.listeners.iter().filter_map(|(key, listener)| {

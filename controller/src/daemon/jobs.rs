@@ -1,24 +1,24 @@
 //! Jobs that users run without a container: taken, found again by the next controller.
 
-use super::actor::Actor;
+use super::actor::NodeActor;
 use crate::{
     core::node::policy_of,
-    jobs::{JobFolder, MOST_JOBS, Reply, Request, User, kept, permit},
+    jobs::{JobFolder, JobReply, JobRequest, JobUser, MAX_JOBS, kept, permit},
 };
 
-impl Actor {
+impl NodeActor {
     /// Takes a job, if the user may have it.
-    pub(super) fn job(&mut self, request: Request, user: &User) -> Result<Reply, String> {
+    pub(super) fn job(&mut self, request: JobRequest, user: &JobUser) -> Result<JobReply, String> {
         let request = permit(request, user, &self.config.jobs.users)?;
-        if self.job_users.values().filter(|uid| **uid == user.uid).count() >= MOST_JOBS {
-            return Err(format!("user {} has {MOST_JOBS} jobs already", user.name));
+        if self.job_users.values().filter(|uid| **uid == user.uid).count() >= MAX_JOBS {
+            return Err(format!("user {} has {MAX_JOBS} jobs already", user.name));
         }
         let job = JobFolder::make(&self.run_dir, request, user)
             .map_err(|error| format!("cannot make the job's folder: {error}"))?;
         let warnings = self.announce_job(&job)?;
         tracing::info!(key = %job.key(), user = user.name, "job is managed");
         let [folder, lock] = [job.mount(), job.lock()].map(|path| path.display().to_string());
-        Ok(Reply::Granted { folder, lock, warnings })
+        Ok(JobReply::Granted { folder, lock, warnings })
     }
 
     /// The jobs that an earlier controller took. Those that have ended since are swept like all.

@@ -3,7 +3,7 @@
 
 use tracing_subscriber::{EnvFilter, layer::SubscriberExt, util::SubscriberInitExt};
 
-use super::log_file::Output;
+use super::log_file::LogOutput;
 use crate::config::{LogFormat, LogSection};
 
 /// Begins to log. Where there is no journal to write to, lines go to standard error.
@@ -33,12 +33,12 @@ type Lines = tracing_subscriber::fmt::SubscriberBuilder<
     tracing_subscriber::fmt::format::DefaultFields,
     tracing_subscriber::fmt::format::Format,
     EnvFilter,
-    Output,
+    LogOutput,
 >;
 
 fn lines(filter: EnvFilter) -> Lines {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(Output::standard_error())
+        .with_writer(LogOutput::standard_error())
         .with_ansi(false)
 }

@@ -16,18 +16,18 @@ const MAX_BYTES: u64 = 4 << 20;
 
 /// Where lines go.
 #[derive(Clone, Debug)]
-pub struct Output(Arc<Mutex<Sink>>);
+pub struct LogOutput(Arc<Mutex<LogSink>>);
 
 #[derive(Debug)]
-struct Sink {
+struct LogSink {
     file: Option<PathBuf>,
     bytes: u64,
 }
 
-impl Output {
+impl LogOutput {
     /// Standard error as it is now: a file of a known name, or anything else.
     #[must_use]
-    pub fn standard_error() -> Output {
+    pub fn standard_error() -> LogOutput {
         let name = std::fs::read_link("/proc/self/fd/2").ok();
         let same = |path: &PathBuf| -> Option<u64> {
             let (open, named) = (rustix::fs::fstat(io::stderr()).ok()?, path.metadata().ok()?);
@@ -37,11 +37,11 @@ impl Output {
         };
         let bytes = name.as_ref().and_then(same);
         let file = name.filter(|_| bytes.is_some());
-        Output(Arc::new(Mutex::new(Sink { file, bytes: bytes.unwrap_or(0) })))
+        LogOutput(Arc::new(Mutex::new(LogSink { file, bytes: bytes.unwrap_or(0) })))
     }
 }
 
-impl Sink {
+impl LogSink {
     /// The file that is to be renamed before the next line: once, each time it is full.
     fn full(&mut self) -> Option<PathBuf> {
         let file = self.file.clone().filter(|_| self.bytes >= MAX_BYTES)?;
@@ -50,15 +50,15 @@ impl Sink {
     }
 }
 
-impl<'a> MakeWriter<'a> for Output {
-    type Writer = Output;
+impl<'a> MakeWriter<'a> for LogOutput {
+    type Writer = LogOutput;
 
-    fn make_writer(&'a self) -> Output {
+    fn make_writer(&'a self) -> LogOutput {
         self.clone()
     }
 }
 
-impl Write for Output {
+impl Write for LogOutput {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let mut sink = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         // Without a new file the old one goes on.
@@ -91,11 +91,11 @@ mod tests {
 
     #[test]
     fn a_file_that_is_full_is_renamed_once_and_a_terminal_never() {
-        let mut file = Sink { file: Some("/log".into()), bytes: MAX_BYTES - 1 };
+        let mut file = LogSink { file: Some("/log".into()), bytes: MAX_BYTES - 1 };
         assert_eq!(file.full(), None);
         file.bytes += 1;
         assert_eq!((file.full(), file.full()), (Some("/log".into()), None));
-        assert_eq!(Sink { file: None, bytes: MAX_BYTES }.full(), None);
+        assert_eq!(LogSink { file: None, bytes: MAX_BYTES }.full(), None);
     }
 
     #[test]

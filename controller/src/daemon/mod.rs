@@ -7,22 +7,22 @@
 
 mod actor;
 mod api;
-mod call;
-mod connections;
+mod call_sources;
+mod command;
+mod connection_polling;
 mod containers;
-mod door;
+mod copiers;
 mod events;
+mod frontend;
+mod gc;
+mod gpu_polling;
+mod handle;
 mod hints;
 mod jobs;
 mod log;
 mod log_file;
-mod operators;
+mod overrides;
 mod policies;
-mod readings;
-mod show;
-mod sights;
-mod sweep;
-mod vaults;
 
 use std::{
     ffi::OsString,
@@ -33,15 +33,15 @@ use std::{
     process::ExitCode,
 };
 
-pub use call::Call;
-pub use door::{Door, Ending};
+pub use command::Command;
 pub use events::EventLog;
+pub use handle::{ControllerHandle, ShuttingDown};
 
 use affinode_proto::paths;
 
 use crate::{
     config::{Config, ConfigError},
-    report, sockets,
+    error_chain, socket_activation,
 };
 
 /// Exit status for a bad configuration, as `sysexits.h` has it for bad usage.
@@ -84,7 +84,7 @@ pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
         Err(error) => {
             // Before the configuration is read there is no log yet.
             let _ = tracing_subscriber::fmt().with_writer(io::stderr).with_ansi(false).try_init();
-            tracing::error!("{}", report::chain(&error));
+            tracing::error!("{}", error_chain::chain(&error));
             ExitCode::from(if matches!(error, DaemonError::Config(_)) { EXIT_CONFIG } else { 1 })
         }
     }
@@ -147,9 +147,9 @@ fn lock(run_dir: &Path) -> Result<Option<nix::fcntl::Flock<File>>, DaemonError> 
         .map_err(fail("cannot set the mode of", &path))?;
     match nix::fcntl::Flock::lock(file, nix::fcntl::FlockArg::LockExclusiveNonblock) {
         Ok(lock) => Ok(Some(lock)),
-        Err((file, nix::errno::Errno::EWOULDBLOCK)) if sockets::supervised() => {
+        Err((file, nix::errno::Errno::EWOULDBLOCK)) if socket_activation::supervised() => {
             tracing::info!("another controller serves {}: this one is the next", run_dir.display());
-            sockets::tell_ready("another controller serves this node: waits for its end");
+            socket_activation::tell_ready("another controller serves this node: waits for its end");
             nix::fcntl::Flock::lock(file, nix::fcntl::FlockArg::LockExclusive)
                 .map(Some)
                 .map_err(|(_, errno)| fail("cannot lock", &path)(errno.into()))

@@ -2,16 +2,16 @@
 
 use affinode_proto::api::control::{PolicyResponse, PolicyValue};
 
-use super::actor::Actor;
+use super::actor::NodeActor;
 use crate::{
-    config::{self, Config, Taken},
-    report,
+    config::{self, Config, ReloadedConfig},
+    error_chain,
 };
 
-impl Actor {
+impl NodeActor {
     /// Reads the configuration again.
-    pub(super) fn reload(&mut self) -> Result<Taken, String> {
-        let read = Config::load(&Config::path()).map_err(|e| report::chain(&e))?;
+    pub(super) fn reload(&mut self) -> Result<ReloadedConfig, String> {
+        let read = Config::load(&Config::path()).map_err(|e| error_chain::chain(&e))?;
         let taken = self.config.take(read);
         if taken.changed {
             self.node.reconfigure(self.config.settings());
@@ -32,7 +32,7 @@ impl Actor {
         &mut self,
         changes: &[(String, String)],
     ) -> Result<Vec<PolicyValue>, String> {
-        config::set(&Config::path(), changes).map_err(|e| report::chain(&e))?;
+        config::set(&Config::path(), changes).map_err(|e| error_chain::chain(&e))?;
         self.reload()?;
         let shown: Vec<String> = changes
             .iter()

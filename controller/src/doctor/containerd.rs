@@ -13,8 +13,8 @@ use std::{
     process::{Command, Stdio},
 };
 
-use super::{Check, Group};
-use crate::report;
+use super::{CheckGroup, DoctorCheck};
+use crate::error_chain;
 
 /// Where distributions put the socket. Kubernetes' own come first: the machine's, beside one of
 /// them, is Docker's, which needs no handler.
@@ -31,7 +31,7 @@ const MIN_VERSION: (u32, u32) = (1, 6);
 
 /// A containerd that answers.
 #[derive(Clone, Debug)]
-pub struct Daemon {
+pub struct ContainerdProcess {
     /// Its socket.
     pub socket: PathBuf,
     /// Its process.
@@ -50,7 +50,7 @@ pub struct Daemon {
 
 /// Why there is none.
 #[derive(Debug, thiserror::Error)]
-pub enum Absent {
+pub enum ContainerdAbsent {
     /// No socket where it is looked for.
     #[error("no socket at {}", .0.display())]
     NoSocket(PathBuf),
@@ -74,7 +74,7 @@ pub enum Absent {
     },
 }
 
-impl Daemon {
+impl ContainerdProcess {
     /// What its program makes of its configuration by now.
     ///
     /// # Errors
@@ -112,20 +112,20 @@ impl Daemon {
 ///
 /// # Errors
 /// [`Absent`].
-pub fn find(socket: Option<&Path>) -> Result<Daemon, Absent> {
+pub fn find(socket: Option<&Path>) -> Result<ContainerdProcess, ContainerdAbsent> {
     let known = || {
         let last = SOCKETS.last().map(PathBuf::from).unwrap_or_default();
         first(&SOCKETS.map(PathBuf::from)).unwrap_or(last)
     };
     let socket = socket.map_or_else(known, Path::to_owned);
     if !socket.exists() {
-        return Err(Absent::NoSocket(socket));
+        return Err(ContainerdAbsent::NoSocket(socket));
     }
-    let silent = |source| Absent::Silent { socket: socket.clone(), source };
+    let silent = |source| ContainerdAbsent::Silent { socket: socket.clone(), source };
     let stream = UnixStream::connect(&socket).map_err(silent)?;
     let peer = rustix::net::sockopt::socket_peercred(&stream).map_err(|e| silent(e.into()))?;
     let pid = peer.pid.as_raw_nonzero().get().cast_unsigned();
-    look(&socket, pid).map_err(|source| Absent::Hidden { socket, source })
+    look(&socket, pid).map_err(|source| ContainerdAbsent::Hidden { socket, source })
 }
 
 /// The first that answers, or else that is there: who is stopped leaves its socket.
@@ -135,7 +135,7 @@ fn first(sockets: &[PathBuf]) -> Option<PathBuf> {
     sockets.iter().find(answers).or_else(|| sockets.iter().find(there)).cloned()
 }
 
-fn look(socket: &Path, pid: u32) -> std::io::Result<Daemon> {
+fn look(socket: &Path, pid: u32) -> std::io::Result<ContainerdProcess> {
     let proc = PathBuf::from(format!("/proc/{pid}"));
     let argv: Vec<OsString> = fs::read(proc.join("cmdline"))?
         .split(|byte| *byte == 0)
@@ -148,7 +148,7 @@ fn look(socket: &Path, pid: u32) -> std::io::Result<Daemon> {
         let path = bytes.iter().position(|byte| *byte == b'=').map_or(bytes, |at| &bytes[at + 1..]);
         PathBuf::from(OsString::from_vec(path.to_vec()))
     });
-    Ok(Daemon {
+    Ok(ContainerdProcess {
         socket: socket.to_owned(),
         pid,
         program: fs::read_link(proc.join("exe"))?,
@@ -172,7 +172,7 @@ fn run(pid: u32, argv: &[OsString], arguments: &[OsString]) -> Result<String, St
     // By way of /proc: that file runs, even if an update has replaced it since.
     let mut command = Command::new(format!("/proc/{pid}/exe"));
     command.arg0(argv.first().cloned().unwrap_or_default()).args(arguments).stdin(Stdio::null());
-    let output = command.output().map_err(|error| report::chain(&error))?;
+    let output = command.output().map_err(|error| error_chain::chain(&error))?;
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
@@ -212,8 +212,8 @@ pub fn process_runs(names: &[&str]) -> bool {
 
 /// Judges.
 #[must_use]
-pub fn judge(found: &Result<Daemon, Absent>) -> Vec<Check> {
-    let mut group = Group::new("containerd");
+pub fn judge(found: &Result<ContainerdProcess, ContainerdAbsent>) -> Vec<DoctorCheck> {
+    let mut group = CheckGroup::new("containerd");
     match found {
         Ok(daemon) => {
             let place = format!("{} (process {})", daemon.socket.display(), daemon.pid);
@@ -222,13 +222,13 @@ pub fn judge(found: &Result<Daemon, Absent>) -> Vec<Check> {
         }
         Err(why) => {
             let hint = "install and start containerd; --containerd names its socket elsewhere";
-            group.bad("daemon", report::chain(why), hint);
+            group.bad("daemon", error_chain::chain(why), hint);
         }
     }
     group.checks
 }
 
-fn judge_version(group: &mut Group, version: &Result<String, String>) {
+fn judge_version(group: &mut CheckGroup, version: &Result<String, String>) {
     match version {
         Ok(said) => match parse_version(said) {
             Some((number, version)) if version >= MIN_VERSION => group.good("version", number),
@@ -258,20 +258,20 @@ fn parse_version(said: &str) -> Option<(String, (u32, u32))> {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::Verdict, *};
+    use super::{super::CheckVerdict, *};
 
     #[test]
     fn versions_are_read_as_every_packager_writes_them() {
         let judged = |said: &str| {
-            let mut group = Group::new("containerd");
+            let mut group = CheckGroup::new("containerd");
             judge_version(&mut group, &Ok(said.into()));
             group.checks[0].verdict
         };
         let containerd = "containerd github.com/containerd/containerd";
-        assert_eq!(judged(&format!("{containerd} 1.6.20~ds1 1.6.20~ds1-1+b1")), Verdict::Good);
-        assert_eq!(judged(&format!("{containerd}/v2 v2.1.9 5fb4e9a")), Verdict::Good);
-        assert_eq!(judged(&format!("{containerd} v1.5.13 a")), Verdict::Bad);
-        assert_eq!(judged("something else"), Verdict::Warning);
+        assert_eq!(judged(&format!("{containerd} 1.6.20~ds1 1.6.20~ds1-1+b1")), CheckVerdict::Good);
+        assert_eq!(judged(&format!("{containerd}/v2 v2.1.9 5fb4e9a")), CheckVerdict::Good);
+        assert_eq!(judged(&format!("{containerd} v1.5.13 a")), CheckVerdict::Bad);
+        assert_eq!(judged("something else"), CheckVerdict::Warning);
     }
 
     #[test]
@@ -287,11 +287,11 @@ mod tests {
     fn a_socket_without_a_daemon_is_told_from_none() {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("containerd.sock");
-        assert!(matches!(find(Some(&socket)), Err(Absent::NoSocket(_))));
+        assert!(matches!(find(Some(&socket)), Err(ContainerdAbsent::NoSocket(_))));
         drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
-        assert!(matches!(find(Some(&socket)), Err(Absent::Silent { .. })));
+        assert!(matches!(find(Some(&socket)), Err(ContainerdAbsent::Silent { .. })));
         let judged = judge(&find(Some(&socket)));
-        assert_eq!(judged[0].verdict, Verdict::Bad);
+        assert_eq!(judged[0].verdict, CheckVerdict::Bad);
     }
 
     #[test]

@@ -2,34 +2,34 @@
 
 use nvml_wrapper::{Device, Nvml, error::NvmlError};
 
-use super::{Check, Group, containerd};
+use super::{CheckGroup, DoctorCheck, containerd};
 
 /// The first driver with the checkpoint calls.
 const MIN_DRIVER: u32 = 570;
 
 /// What NVML says.
 #[derive(Clone, Debug)]
-pub struct Facts {
+pub struct GpuFacts {
     /// The library that was opened.
     pub library: String,
     /// Version and devices, or why they cannot be seen.
-    pub seen: Result<Seen, String>,
+    pub seen: Result<SeenGpus, String>,
     /// Whether the daemon of CUDA's Multi-Process Service runs.
     pub mps: bool,
 }
 
 /// What is seen when NVML answers.
 #[derive(Clone, Debug, Default)]
-pub struct Seen {
+pub struct SeenGpus {
     /// Of the driver: `580.159.04`.
     pub driver: String,
     /// Devices, in order of index.
-    pub gpus: Vec<Gpu>,
+    pub gpus: Vec<GpuCheck>,
 }
 
 /// A device.
 #[derive(Clone, Debug, Default)]
-pub struct Gpu {
+pub struct GpuCheck {
     /// As NVML calls it.
     pub name: String,
     /// All VRAM.
@@ -42,12 +42,16 @@ pub struct Gpu {
     pub mig: bool,
 }
 
-impl Facts {
+impl GpuFacts {
     /// Asks NVML.
     #[must_use]
-    pub fn gather(library: &str) -> Facts {
+    pub fn gather(library: &str) -> GpuFacts {
         let seen = look(library).map_err(|error| error.to_string());
-        Facts { library: library.into(), seen, mps: containerd::process_runs(&["nvidia-cuda-mps"]) }
+        GpuFacts {
+            library: library.into(),
+            seen,
+            mps: containerd::process_runs(&["nvidia-cuda-mps"]),
+        }
     }
 
     /// VRAM in use on all devices.
@@ -58,15 +62,15 @@ impl Facts {
     }
 }
 
-fn look(library: &str) -> Result<Seen, NvmlError> {
+fn look(library: &str) -> Result<SeenGpus, NvmlError> {
     let nvml = Nvml::builder().lib_path(library.as_ref()).init()?;
     let gpus = (0..nvml.device_count()?).map(|index| gpu(&nvml.device_by_index(index)?));
-    Ok(Seen { driver: nvml.sys_driver_version()?, gpus: gpus.collect::<Result<_, _>>()? })
+    Ok(SeenGpus { driver: nvml.sys_driver_version()?, gpus: gpus.collect::<Result<_, _>>()? })
 }
 
-fn gpu(device: &Device<'_>) -> Result<Gpu, NvmlError> {
+fn gpu(device: &Device<'_>) -> Result<GpuCheck, NvmlError> {
     let memory = device.memory_info()?;
-    Ok(Gpu {
+    Ok(GpuCheck {
         name: device.name()?,
         vram_bytes: memory.total,
         vram_used_bytes: memory.total.saturating_sub(memory.free),
@@ -78,8 +82,8 @@ fn gpu(device: &Device<'_>) -> Result<Gpu, NvmlError> {
 
 /// Judges.
 #[must_use]
-pub fn judge(facts: &Facts) -> Vec<Check> {
-    let mut group = Group::new("GPU");
+pub fn judge(facts: &GpuFacts) -> Vec<DoctorCheck> {
+    let mut group = CheckGroup::new("GPU");
     match &facts.seen {
         Ok(seen) => judge_seen(&mut group, seen),
         Err(why) => group.bad(
@@ -97,7 +101,7 @@ pub fn judge(facts: &Facts) -> Vec<Check> {
     group.checks
 }
 
-fn judge_seen(group: &mut Group, seen: &Seen) {
+fn judge_seen(group: &mut CheckGroup, seen: &SeenGpus) {
     let major = seen.driver.split('.').next().and_then(|major| major.parse::<u32>().ok());
     if major.is_some_and(|major| major >= MIN_DRIVER) {
         group.good("driver", seen.driver.clone());
@@ -117,7 +121,7 @@ fn judge_seen(group: &mut Group, seen: &Seen) {
             if gpu.name.contains("Simulated") { ", simulated: no real GPU" } else { "" };
         group.good("device", format!("{}, {} MiB{simulated}", gpu.name, gpu.vram_bytes >> 20));
     }
-    let indexes = |wanted: fn(&Gpu) -> bool| {
+    let indexes = |wanted: fn(&GpuCheck) -> bool| {
         let found = seen.gpus.iter().enumerate().filter(|(_, gpu)| wanted(gpu));
         found.map(|(index, _)| index.to_string()).collect::<Vec<_>>().join(", ")
     };
@@ -141,46 +145,47 @@ fn judge_seen(group: &mut Group, seen: &Seen) {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::Verdict, *};
+    use super::{super::CheckVerdict, *};
 
-    fn facts(driver: &str, gpu: Gpu) -> Facts {
-        let seen = Seen { driver: driver.into(), gpus: vec![gpu] };
-        Facts { library: "libnvidia-ml.so.1".into(), seen: Ok(seen), mps: false }
+    fn facts(driver: &str, gpu: GpuCheck) -> GpuFacts {
+        let seen = SeenGpus { driver: driver.into(), gpus: vec![gpu] };
+        GpuFacts { library: "libnvidia-ml.so.1".into(), seen: Ok(seen), mps: false }
     }
 
-    fn healthy() -> Gpu {
-        Gpu { name: "NVIDIA H200".into(), persistent: Some(true), ..Gpu::default() }
+    fn healthy() -> GpuCheck {
+        GpuCheck { name: "NVIDIA H200".into(), persistent: Some(true), ..GpuCheck::default() }
     }
 
-    fn verdict(checks: &[Check], name: &str) -> Verdict {
+    fn verdict(checks: &[DoctorCheck], name: &str) -> CheckVerdict {
         checks.iter().find(|check| check.name == name).unwrap().verdict
     }
 
     #[test]
     fn a_healthy_gpu_passes_and_a_simulated_one_is_named() {
         let checks = judge(&facts("580.159.04", healthy()));
-        assert!(checks.iter().all(|check| check.verdict == Verdict::Good), "{checks:?}");
-        let simulated = Gpu { name: "Affinode Simulated GPU".into(), ..healthy() };
+        assert!(checks.iter().all(|check| check.verdict == CheckVerdict::Good), "{checks:?}");
+        let simulated = GpuCheck { name: "Affinode Simulated GPU".into(), ..healthy() };
         let checks = judge(&facts("580.0.0", simulated));
         assert!(checks.iter().any(|check| check.found.contains("no real GPU")), "{checks:?}");
     }
 
     #[test]
     fn an_old_or_missing_driver_fails() {
-        assert_eq!(verdict(&judge(&facts("565.57.01", healthy())), "driver"), Verdict::Bad);
-        assert_eq!(verdict(&judge(&facts("new", healthy())), "driver"), Verdict::Bad);
-        let none = Facts { seen: Err("no such file".into()), ..facts("", healthy()) };
-        assert_eq!(verdict(&judge(&none), "NVML"), Verdict::Bad);
-        let empty = Facts { seen: Ok(Seen { driver: "580.1".into(), gpus: vec![] }), ..none };
-        assert_eq!(verdict(&judge(&empty), "devices"), Verdict::Bad);
+        assert_eq!(verdict(&judge(&facts("565.57.01", healthy())), "driver"), CheckVerdict::Bad);
+        assert_eq!(verdict(&judge(&facts("new", healthy())), "driver"), CheckVerdict::Bad);
+        let none = GpuFacts { seen: Err("no such file".into()), ..facts("", healthy()) };
+        assert_eq!(verdict(&judge(&none), "NVML"), CheckVerdict::Bad);
+        let empty =
+            GpuFacts { seen: Ok(SeenGpus { driver: "580.1".into(), gpus: vec![] }), ..none };
+        assert_eq!(verdict(&judge(&empty), "devices"), CheckVerdict::Bad);
     }
 
     #[test]
     fn what_costs_time_or_is_left_alone_is_a_warning() {
-        let gpu = Gpu { persistent: Some(false), mig: true, ..healthy() };
-        let checks = judge(&Facts { mps: true, ..facts("580.1", gpu) });
+        let gpu = GpuCheck { persistent: Some(false), mig: true, ..healthy() };
+        let checks = judge(&GpuFacts { mps: true, ..facts("580.1", gpu) });
         for name in ["persistence mode", "MIG", "MPS"] {
-            assert_eq!(verdict(&checks, name), Verdict::Warning, "{name}");
+            assert_eq!(verdict(&checks, name), CheckVerdict::Warning, "{name}");
         }
     }
 }

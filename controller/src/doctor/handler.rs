@@ -4,7 +4,7 @@ use std::path::Path;
 
 use toml::{Table, Value};
 
-use super::{Check, Group, is_program, programs::SHIM};
+use super::{CheckGroup, DoctorCheck, is_program, programs::SHIM};
 
 /// The runtime type that containerd makes the shim's name from.
 pub const RUNTIME_TYPE: &str = "io.containerd.affinode.v1";
@@ -17,8 +17,8 @@ const OPTIONS: [&str; 2] = ["SystemdCgroup", "BinaryName"];
 
 /// Judges the configuration. `kubernetes`: whether pods run on this machine.
 #[must_use]
-pub fn judge(config: &Result<Table, String>, kubernetes: bool) -> Vec<Check> {
-    let mut group = Group::new("containerd");
+pub fn judge(config: &Result<Table, String>, kubernetes: bool) -> Vec<DoctorCheck> {
+    let mut group = CheckGroup::new("containerd");
     let config = match config {
         Ok(config) => config,
         Err(why) => {
@@ -67,7 +67,7 @@ fn is_ours(handler: &Value) -> bool {
 }
 
 fn judge_handler(
-    group: &mut Group,
+    group: &mut CheckGroup,
     name: &str,
     handler: &Table,
     handlers: Option<&Table>,
@@ -127,7 +127,7 @@ fn is_default(value: &Value) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::Verdict, *};
+    use super::{super::CheckVerdict, *};
 
     const RUNC: &str = r#"[plugins."io.containerd.cri.v1.runtime".containerd]
 default_runtime_name = "runc"
@@ -135,7 +135,7 @@ default_runtime_name = "runc"
 runtime_type = "io.containerd.runc.v2"
 "#;
 
-    fn judged(text: &str, kubernetes: bool) -> Vec<(&'static str, Verdict)> {
+    fn judged(text: &str, kubernetes: bool) -> Vec<(&'static str, CheckVerdict)> {
         let checks = judge(&Ok(text.parse().unwrap()), kubernetes);
         checks.iter().map(|check| (check.name, check.verdict)).collect()
     }
@@ -156,18 +156,18 @@ runtime_type = "io.containerd.runc.v2"
     #[test]
     fn the_snippets_register_the_handler() {
         let (_folder, v3) = snippet();
-        assert_eq!(judged(&format!("{v3}{RUNC}"), true), [("handler", Verdict::Good)]);
+        assert_eq!(judged(&format!("{v3}{RUNC}"), true), [("handler", CheckVerdict::Good)]);
         let v2 = include_str!("../../../config/containerd/affinode-v2.toml");
         let runc = RUNC.replace("io.containerd.cri.v1.runtime", "io.containerd.grpc.v1.cri");
-        assert_eq!(judged(&format!("{v2}{runc}"), true), [("handler", Verdict::Good)]);
-        assert_eq!(judged(RUNC, true), [("handler", Verdict::Bad)]);
-        assert_eq!(judged(RUNC, false), [("handler", Verdict::Warning)]);
+        assert_eq!(judged(&format!("{v2}{runc}"), true), [("handler", CheckVerdict::Good)]);
+        assert_eq!(judged(RUNC, true), [("handler", CheckVerdict::Bad)]);
+        assert_eq!(judged(RUNC, false), [("handler", CheckVerdict::Warning)]);
     }
 
     #[test]
     fn a_handler_that_displaced_the_default_one_fails() {
         let (_folder, v3) = snippet();
-        assert!(judged(&v3, true).contains(&("default handler", Verdict::Bad)));
+        assert!(judged(&v3, true).contains(&("default handler", CheckVerdict::Bad)));
     }
 
     #[test]
@@ -182,17 +182,17 @@ SystemdCgroup = false
 "#;
         let judged = judged(&format!("{RUNC}{handler}"), true);
         let expected = [
-            ("handler", Verdict::Bad),
-            ("annotations", Verdict::Warning),
-            ("options", Verdict::Warning),
+            ("handler", CheckVerdict::Bad),
+            ("annotations", CheckVerdict::Warning),
+            ("options", CheckVerdict::Warning),
         ];
         assert_eq!(judged, expected);
     }
 
     #[test]
     fn without_cri_it_depends_on_whether_pods_are_wanted() {
-        assert_eq!(judged("version = 2", false), [("handler", Verdict::Good)]);
-        assert_eq!(judged("version = 2", true), [("handler", Verdict::Bad)]);
-        assert_eq!(judge(&Err("no".into()), false)[0].verdict, Verdict::Bad);
+        assert_eq!(judged("version = 2", false), [("handler", CheckVerdict::Good)]);
+        assert_eq!(judged("version = 2", true), [("handler", CheckVerdict::Bad)]);
+        assert_eq!(judge(&Err("no".into()), false)[0].verdict, CheckVerdict::Bad);
     }
 }

@@ -6,13 +6,13 @@ use rustix::{
     thread::{MembarrierCommand, membarrier_query},
 };
 
-use super::{Check, Group};
+use super::{CheckGroup, DoctorCheck};
 use crate::sys;
 
 /// What the kernel says.
 #[derive(Clone, Debug)]
 #[allow(clippy::struct_excessive_bools)] // A list of independent answers.
-pub struct Facts {
+pub struct KernelFacts {
     /// Effective user.
     pub uid: u32,
     /// Whether root here is root of the machine.
@@ -29,13 +29,13 @@ pub struct Facts {
     pub wipe_on_fork: bool,
 }
 
-impl Facts {
+impl KernelFacts {
     /// Tries each once.
     #[must_use]
-    pub fn gather() -> Facts {
+    pub fn gather() -> KernelFacts {
         let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
         let barriers = membarrier_query();
-        Facts {
+        KernelFacts {
             uid: rustix::process::geteuid().as_raw(),
             whole_machine: map.split_whitespace().eq(["0", "0", "4294967295"]),
             release: rustix::system::uname().release().to_string_lossy().into_owned(),
@@ -59,8 +59,8 @@ fn seals_hold() -> bool {
 
 /// Judges.
 #[must_use]
-pub fn judge(facts: &Facts) -> Vec<Check> {
-    let mut group = Group::new("machine");
+pub fn judge(facts: &KernelFacts) -> Vec<DoctorCheck> {
+    let mut group = CheckGroup::new("machine");
     if facts.uid != 0 {
         let hint = "run as root: containerd, the controller and /proc of containers are root's";
         group.bad("permissions", format!("user {}", facts.uid), hint);
@@ -96,10 +96,10 @@ pub fn judge(facts: &Facts) -> Vec<Check> {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::Verdict, *};
+    use super::{super::CheckVerdict, *};
 
-    fn good() -> Facts {
-        Facts {
+    fn good() -> KernelFacts {
+        KernelFacts {
             uid: 0,
             whole_machine: true,
             release: "6.18".into(),
@@ -110,24 +110,27 @@ mod tests {
         }
     }
 
-    fn verdicts(facts: &Facts) -> Vec<Verdict> {
+    fn verdicts(facts: &KernelFacts) -> Vec<CheckVerdict> {
         judge(facts).iter().map(|check| check.verdict).collect()
     }
 
     #[test]
     fn each_lack_is_judged_by_what_it_costs() {
-        use Verdict::{Bad, Good, Warning};
+        use CheckVerdict::{Bad, Good, Warning};
         assert_eq!(verdicts(&good()), [Good, Good, Good]);
-        assert_eq!(verdicts(&Facts { uid: 1000, ..good() }), [Bad, Good, Good]);
-        assert_eq!(verdicts(&Facts { whole_machine: false, ..good() }), [Warning, Good, Good]);
-        assert_eq!(verdicts(&Facts { pidfd: false, ..good() }), [Good, Bad, Good]);
-        assert_eq!(verdicts(&Facts { membarrier: false, ..good() }), [Good, Good, Warning]);
+        assert_eq!(verdicts(&KernelFacts { uid: 1000, ..good() }), [Bad, Good, Good]);
+        assert_eq!(
+            verdicts(&KernelFacts { whole_machine: false, ..good() }),
+            [Warning, Good, Good]
+        );
+        assert_eq!(verdicts(&KernelFacts { pidfd: false, ..good() }), [Good, Bad, Good]);
+        assert_eq!(verdicts(&KernelFacts { membarrier: false, ..good() }), [Good, Good, Warning]);
     }
 
     /// The agents of the tests beside need all of it.
     #[test]
     fn this_kernel_is_seen_as_it_is() {
-        let facts = Facts::gather();
+        let facts = KernelFacts::gather();
         assert!(facts.pidfd && facts.seals && facts.wipe_on_fork, "{facts:?}");
         assert!(!facts.release.is_empty());
     }

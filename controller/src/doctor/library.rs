@@ -15,11 +15,11 @@ use object::{
 };
 use rustix::fs::StatVfsMountFlags;
 
-use super::{Check, Group};
+use super::{CheckGroup, DoctorCheck};
 
 /// What was found.
 #[derive(Clone, Debug)]
-pub struct Facts {
+pub struct LibraryFacts {
     /// The file.
     pub path: PathBuf,
     /// Why a loader could not use it, or nothing.
@@ -30,10 +30,10 @@ pub struct Facts {
     pub no_exec: bool,
 }
 
-impl Facts {
+impl LibraryFacts {
     /// Reads the file.
     #[must_use]
-    pub fn gather(lib_dir: &Path) -> Facts {
+    pub fn gather(lib_dir: &Path) -> LibraryFacts {
         let path = lib_dir.join(paths::LIB_FILE);
         let fault = match fs::read(&path) {
             Ok(bytes) => loadable(&bytes),
@@ -41,7 +41,7 @@ impl Facts {
         };
         let mode = |path: &Path| fs::metadata(path).map_or(0, |file| file.permissions().mode());
         let mounted = rustix::fs::statvfs(lib_dir);
-        Facts {
+        LibraryFacts {
             readable: mode(&path) & 0o004 != 0 && mode(lib_dir) & 0o001 != 0,
             no_exec: mounted.is_ok_and(|fs| fs.f_flag.contains(StatVfsMountFlags::NOEXEC)),
             path,
@@ -88,8 +88,8 @@ pub fn loadable(bytes: &[u8]) -> Result<(), String> {
 
 /// Judges.
 #[must_use]
-pub fn judge(facts: &Facts) -> Vec<Check> {
-    let mut group = Group::new("programs");
+pub fn judge(facts: &LibraryFacts) -> Vec<DoctorCheck> {
+    let mut group = CheckGroup::new("programs");
     let path = facts.path.display();
     if let Err(why) = &facts.fault {
         let hint = format!(
@@ -113,23 +113,30 @@ pub fn judge(facts: &Facts) -> Vec<Check> {
     group.checks
 }
 
-fn folder(facts: &Facts) -> String {
+fn folder(facts: &LibraryFacts) -> String {
     facts.path.parent().unwrap_or(&facts.path).display().to_string()
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{super::Verdict, *};
+    use super::{super::CheckVerdict, *};
 
     #[test]
     fn what_a_container_could_not_load_fails() {
-        let good =
-            Facts { path: "/lib/x.so".into(), fault: Ok(()), readable: true, no_exec: false };
-        let verdict = |facts: &Facts| judge(facts)[0].verdict;
-        assert_eq!(verdict(&good), Verdict::Good);
-        assert_eq!(verdict(&Facts { fault: Err("needs x".into()), ..good.clone() }), Verdict::Bad);
-        assert_eq!(verdict(&Facts { readable: false, ..good.clone() }), Verdict::Bad);
-        assert_eq!(verdict(&Facts { no_exec: true, ..good }), Verdict::Bad);
+        let good = LibraryFacts {
+            path: "/lib/x.so".into(),
+            fault: Ok(()),
+            readable: true,
+            no_exec: false,
+        };
+        let verdict = |facts: &LibraryFacts| judge(facts)[0].verdict;
+        assert_eq!(verdict(&good), CheckVerdict::Good);
+        assert_eq!(
+            verdict(&LibraryFacts { fault: Err("needs x".into()), ..good.clone() }),
+            CheckVerdict::Bad
+        );
+        assert_eq!(verdict(&LibraryFacts { readable: false, ..good.clone() }), CheckVerdict::Bad);
+        assert_eq!(verdict(&LibraryFacts { no_exec: true, ..good }), CheckVerdict::Bad);
     }
 
     #[test]
@@ -138,6 +145,6 @@ mod tests {
         assert_eq!(loadable(&own).unwrap_err(), "needs another library");
         assert!(loadable(b"\x7fELF and nothing else").unwrap_err().contains("no ELF file"));
         let folder = tempfile::tempdir().unwrap();
-        assert_eq!(judge(&Facts::gather(folder.path()))[0].verdict, Verdict::Bad);
+        assert_eq!(judge(&LibraryFacts::gather(folder.path()))[0].verdict, CheckVerdict::Bad);
     }
 }

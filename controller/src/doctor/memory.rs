@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::{Check, Group};
+use super::{CheckGroup, DoctorCheck};
 use crate::{
     config::MemorySection,
     inventory::memory::{available_bytes, reserve_in_force},
@@ -10,7 +10,7 @@ use crate::{
 
 /// How limits of containers are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Cgroups {
+pub enum CgroupVersion {
     /// One hierarchy, with the memory controller.
     V2,
     /// The memory controller has a hierarchy of its own.
@@ -23,9 +23,9 @@ pub enum Cgroups {
 
 /// What is known about memory.
 #[derive(Clone, Debug)]
-pub struct Facts {
+pub struct MemoryFacts {
     /// How limits are read.
-    pub cgroups: Cgroups,
+    pub cgroups: CgroupVersion,
     /// RAM that can be taken, or why that is not known.
     pub available_bytes: Result<u64, String>,
     /// What stays free, and what a process needs beside its VRAM.
@@ -34,11 +34,11 @@ pub struct Facts {
     pub vram_used_bytes: u64,
 }
 
-impl Facts {
+impl MemoryFacts {
     /// Reads /proc and /sys.
     #[must_use]
-    pub fn gather(rules: &MemorySection, vram_used_bytes: u64) -> Facts {
-        Facts {
+    pub fn gather(rules: &MemorySection, vram_used_bytes: u64) -> MemoryFacts {
+        MemoryFacts {
             cgroups: cgroups(Path::new("/sys/fs/cgroup")),
             available_bytes: available_bytes().map_err(|error| error.to_string()),
             // Where the node's memory cannot be read, the check of what is available says so.
@@ -49,30 +49,32 @@ impl Facts {
     }
 }
 
-fn cgroups(root: &Path) -> Cgroups {
+fn cgroups(root: &Path) -> CgroupVersion {
     if root.join("memory/memory.limit_in_bytes").exists() {
-        return Cgroups::V1;
+        return CgroupVersion::V1;
     }
     let controllers = |path: &str| std::fs::read_to_string(root.join(path)).ok();
     match controllers("cgroup.controllers") {
         // A container's own view of the hierarchy names its controllers in the same file.
-        Some(names) if names.split_whitespace().any(|name| name == "memory") => Cgroups::V2,
-        Some(_) => Cgroups::NoMemory,
-        None if root.join("unified").exists() || root.join("cpu").exists() => Cgroups::NoMemory,
-        None => Cgroups::Nothing,
+        Some(names) if names.split_whitespace().any(|name| name == "memory") => CgroupVersion::V2,
+        Some(_) => CgroupVersion::NoMemory,
+        None if root.join("unified").exists() || root.join("cpu").exists() => {
+            CgroupVersion::NoMemory
+        }
+        None => CgroupVersion::Nothing,
     }
 }
 
 /// Judges.
 #[must_use]
-pub fn judge(facts: &Facts) -> Vec<Check> {
-    let mut group = Group::new("memory");
+pub fn judge(facts: &MemoryFacts) -> Vec<DoctorCheck> {
+    let mut group = CheckGroup::new("memory");
     let hint = "without it nobody knows whether a container has room for its VRAM: mount cgroup2 at /sys/fs/cgroup with the memory controller (kernel argument cgroup_enable=memory)";
     match facts.cgroups {
-        Cgroups::V2 => group.good("cgroups", "version 2, memory limits can be read"),
-        Cgroups::V1 => group.good("cgroups", "version 1, memory limits can be read"),
-        Cgroups::NoMemory => group.bad("cgroups", "no memory controller", hint),
-        Cgroups::Nothing => group.bad("cgroups", "nothing at /sys/fs/cgroup", hint),
+        CgroupVersion::V2 => group.good("cgroups", "version 2, memory limits can be read"),
+        CgroupVersion::V1 => group.good("cgroups", "version 1, memory limits can be read"),
+        CgroupVersion::NoMemory => group.bad("cgroups", "no memory controller", hint),
+        CgroupVersion::Nothing => group.bad("cgroups", "nothing at /sys/fs/cgroup", hint),
     }
     let mib = |bytes: u64| format!("{} MiB", bytes >> 20);
     match &facts.available_bytes {
@@ -103,36 +105,36 @@ pub fn judge(facts: &Facts) -> Vec<Check> {
 mod tests {
     use std::fs;
 
-    use super::{super::Verdict, *};
+    use super::{super::CheckVerdict, *};
 
     const GIB: u64 = 1 << 30;
 
-    fn verdicts(cgroups: Cgroups, available_bytes: u64) -> Vec<Verdict> {
+    fn verdicts(cgroups: CgroupVersion, available_bytes: u64) -> Vec<CheckVerdict> {
         let (kept_bytes, vram_used_bytes) = (2 * GIB, 8 * GIB);
         let available_bytes = Ok(available_bytes);
-        let facts = Facts { cgroups, available_bytes, kept_bytes, vram_used_bytes };
+        let facts = MemoryFacts { cgroups, available_bytes, kept_bytes, vram_used_bytes };
         judge(&facts).iter().map(|check| check.verdict).collect()
     }
 
     #[test]
     fn ram_is_judged_by_what_fits() {
-        use Verdict::{Bad, Good, Warning};
-        assert_eq!(verdicts(Cgroups::V2, 10 * GIB), [Good, Good]);
-        assert_eq!(verdicts(Cgroups::V1, 9 * GIB), [Good, Warning]);
-        assert_eq!(verdicts(Cgroups::NoMemory, 2 * GIB), [Bad, Bad]);
-        assert_eq!(verdicts(Cgroups::Nothing, 10 * GIB), [Bad, Good]);
+        use CheckVerdict::{Bad, Good, Warning};
+        assert_eq!(verdicts(CgroupVersion::V2, 10 * GIB), [Good, Good]);
+        assert_eq!(verdicts(CgroupVersion::V1, 9 * GIB), [Good, Warning]);
+        assert_eq!(verdicts(CgroupVersion::NoMemory, 2 * GIB), [Bad, Bad]);
+        assert_eq!(verdicts(CgroupVersion::Nothing, 10 * GIB), [Bad, Good]);
     }
 
     #[test]
     fn hierarchies_are_told_apart() {
         let root = tempfile::tempdir().unwrap();
-        assert_eq!(cgroups(root.path()), Cgroups::Nothing);
+        assert_eq!(cgroups(root.path()), CgroupVersion::Nothing);
         fs::write(root.path().join("cgroup.controllers"), "cpu io\n").unwrap();
-        assert_eq!(cgroups(root.path()), Cgroups::NoMemory);
+        assert_eq!(cgroups(root.path()), CgroupVersion::NoMemory);
         fs::write(root.path().join("cgroup.controllers"), "cpu memory\n").unwrap();
-        assert_eq!(cgroups(root.path()), Cgroups::V2);
+        assert_eq!(cgroups(root.path()), CgroupVersion::V2);
         fs::create_dir(root.path().join("memory")).unwrap();
         fs::write(root.path().join("memory/memory.limit_in_bytes"), "1").unwrap();
-        assert_eq!(cgroups(root.path()), Cgroups::V1);
+        assert_eq!(cgroups(root.path()), CgroupVersion::V1);
     }
 }

@@ -16,12 +16,12 @@
 //! no machine to be tested.
 
 pub mod containerd;
+pub mod files;
 pub mod gpu;
 pub mod handler;
 pub mod kernel;
 pub mod library;
 pub mod memory;
-pub mod places;
 pub mod programs;
 pub mod sharing;
 
@@ -30,12 +30,12 @@ use std::path::{Path, PathBuf};
 use affinode_proto::paths;
 use serde::Serialize;
 
-use crate::{config::Config, report};
+use crate::{config::Config, error_chain};
 
 /// How a check ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Verdict {
+pub enum CheckVerdict {
     /// As it should be.
     Good,
     /// Works, but not as well as it could.
@@ -44,27 +44,27 @@ pub enum Verdict {
     Bad,
 }
 
-impl Verdict {
+impl CheckVerdict {
     /// One column: √, ! or ×.
     #[must_use]
     pub fn sign(self) -> char {
         match self {
-            Verdict::Good => '√',
-            Verdict::Warning => '!',
-            Verdict::Bad => '×',
+            CheckVerdict::Good => '√',
+            CheckVerdict::Warning => '!',
+            CheckVerdict::Bad => '×',
         }
     }
 }
 
 /// One thing that was looked at.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Check {
+pub struct DoctorCheck {
     /// What it belongs to: `GPU`, `containerd`, …
     pub group: &'static str,
     /// Its stable name in the group.
     pub name: &'static str,
     /// How it ended.
-    pub verdict: Verdict,
+    pub verdict: CheckVerdict,
     /// What was found.
     pub found: String,
     /// What to do about it; empty when nothing is to be done.
@@ -73,22 +73,22 @@ pub struct Check {
 
 /// Checks of one group, as they are made.
 #[derive(Debug)]
-pub struct Group {
+pub struct CheckGroup {
     name: &'static str,
     /// What was made so far.
-    pub checks: Vec<Check>,
+    pub checks: Vec<DoctorCheck>,
 }
 
-impl Group {
+impl CheckGroup {
     /// An empty one.
     #[must_use]
-    pub fn new(name: &'static str) -> Group {
-        Group { name, checks: Vec::new() }
+    pub fn new(name: &'static str) -> CheckGroup {
+        CheckGroup { name, checks: Vec::new() }
     }
 
     /// As it should be.
     pub fn good(&mut self, name: &'static str, found: impl Into<String>) {
-        self.add(name, Verdict::Good, found.into(), String::new());
+        self.add(name, CheckVerdict::Good, found.into(), String::new());
     }
 
     /// Works, could be better.
@@ -98,22 +98,22 @@ impl Group {
         found: impl Into<String>,
         hint: impl Into<String>,
     ) {
-        self.add(name, Verdict::Warning, found.into(), hint.into());
+        self.add(name, CheckVerdict::Warning, found.into(), hint.into());
     }
 
     /// Must be put right.
     pub fn bad(&mut self, name: &'static str, found: impl Into<String>, hint: impl Into<String>) {
-        self.add(name, Verdict::Bad, found.into(), hint.into());
+        self.add(name, CheckVerdict::Bad, found.into(), hint.into());
     }
 
-    fn add(&mut self, name: &'static str, verdict: Verdict, found: String, hint: String) {
-        self.checks.push(Check { group: self.name, name, verdict, found, hint });
+    fn add(&mut self, name: &'static str, verdict: CheckVerdict, found: String, hint: String) {
+        self.checks.push(DoctorCheck { group: self.name, name, verdict, found, hint });
     }
 }
 
 /// Where to look.
 #[derive(Clone, Debug)]
-pub struct Places {
+pub struct DoctorPaths {
     /// The controller's run directory.
     pub run_dir: PathBuf,
     /// containerd's socket; nothing: where distributions put it.
@@ -122,7 +122,7 @@ pub struct Places {
 
 /// Looks at everything but the controller, which is asked by [`places::controller`].
 #[must_use]
-pub fn examine(asked: &Places) -> Vec<Check> {
+pub fn examine(asked: &DoctorPaths) -> Vec<DoctorCheck> {
     let daemon = containerd::find(asked.containerd.as_deref());
     // Shims inherit containerd's environment: where it names places, those count.
     let named = |variable: &str, default: &str| {
@@ -132,23 +132,23 @@ pub fn examine(asked: &Places) -> Vec<Check> {
     };
     let lib_dir = named(paths::LIB_DIR_ENV, paths::LIB_DIR);
     let config_file = named(paths::CONFIG_ENV, paths::CONFIG_FILE);
-    let config = Config::load(&config_file).map_err(|error| report::chain(&error));
+    let config = Config::load(&config_file).map_err(|error| error_chain::chain(&error));
     let rules = config.as_ref().cloned().unwrap_or_default();
-    let gpus = gpu::Facts::gather(&rules.nvml.library);
+    let gpus = gpu::GpuFacts::gather(&rules.nvml.library);
     let vram_used_bytes = gpus.vram_used_bytes();
 
     let mut checks = gpu::judge(&gpus);
-    checks.extend(kernel::judge(&kernel::Facts::gather()));
-    checks.extend(memory::judge(&memory::Facts::gather(&rules.memory, vram_used_bytes)));
+    checks.extend(kernel::judge(&kernel::KernelFacts::gather()));
+    checks.extend(memory::judge(&memory::MemoryFacts::gather(&rules.memory, vram_used_bytes)));
     checks.extend(containerd::judge(&daemon));
     if let Ok(daemon) = &daemon {
         checks.extend(handler::judge(&daemon.config, containerd::kubelet_runs()));
-        checks.extend(programs::judge(&programs::Facts::gather(daemon)));
+        checks.extend(programs::judge(&programs::ProgramFacts::gather(daemon)));
     }
-    checks.extend(library::judge(&library::Facts::gather(&lib_dir)));
-    checks.extend(sharing::judge(&sharing::Facts::gather(Path::new("/"))));
+    checks.extend(library::judge(&library::LibraryFacts::gather(&lib_dir)));
+    checks.extend(sharing::judge(&sharing::SharingFacts::gather(Path::new("/"))));
     let run_dir = named(paths::RUN_DIR_ENV, paths::RUN_DIR);
-    checks.extend(places::judge(&places::Facts::gather(
+    checks.extend(files::judge(&files::PathFacts::gather(
         &asked.run_dir,
         &run_dir,
         config_file,

@@ -5,7 +5,7 @@ use std::{
     process::{Command, Stdio},
 };
 
-use super::{Check, Group, containerd::Daemon, on_path};
+use super::{CheckGroup, DoctorCheck, containerd::ContainerdProcess, on_path};
 
 /// Our shim.
 pub const SHIM: &str = "containerd-shim-affinode-v1";
@@ -16,7 +16,7 @@ const STOCK_ENV: &str = "AFFINODE_STOCK_SHIM";
 
 /// What is installed.
 #[derive(Clone, Debug, Default)]
-pub struct Facts {
+pub struct ProgramFacts {
     /// Our shim, and the version that it says it has.
     pub shim: Option<(PathBuf, Result<String, String>)>,
     /// The stock shim.
@@ -25,10 +25,10 @@ pub struct Facts {
     pub runc: Option<PathBuf>,
 }
 
-impl Facts {
+impl ProgramFacts {
     /// Looks where containerd looks.
     #[must_use]
-    pub fn gather(daemon: &Daemon) -> Facts {
+    pub fn gather(daemon: &ContainerdProcess) -> ProgramFacts {
         let path = daemon.path();
         let beside = daemon.program.parent().map(Path::to_owned);
         let find = |program: &str| on_path(path.iter().cloned(), program);
@@ -40,7 +40,11 @@ impl Facts {
         let named = daemon.variable(STOCK_ENV).map(PathBuf::from);
         let stock = || on_path(path.iter().cloned().chain(beside).chain(ours), STOCK);
         // runc is started by the stock shim, which inherits the same PATH.
-        Facts { stock: named.or_else(stock), runc: find("runc").or_else(|| find("crun")), shim }
+        ProgramFacts {
+            stock: named.or_else(stock),
+            runc: find("runc").or_else(|| find("crun")),
+            shim,
+        }
     }
 }
 
@@ -58,9 +62,9 @@ fn version(shim: &Path) -> Result<String, String> {
 
 /// Judges.
 #[must_use]
-pub fn judge(facts: &Facts) -> Vec<Check> {
+pub fn judge(facts: &ProgramFacts) -> Vec<DoctorCheck> {
     let own = env!("CARGO_PKG_VERSION");
-    let mut group = Group::new("programs");
+    let mut group = CheckGroup::new("programs");
     match &facts.shim {
         None => {
             let hint = "run affinode install, or put it into a folder of containerd's PATH, often /usr/local/bin";
@@ -103,22 +107,22 @@ pub fn judge(facts: &Facts) -> Vec<Check> {
 mod tests {
     use std::os::unix::fs::PermissionsExt;
 
-    use super::{super::Verdict, *};
+    use super::{super::CheckVerdict, *};
 
-    fn verdicts(shim: Option<(PathBuf, Result<String, String>)>) -> Vec<Verdict> {
-        let facts = Facts { shim, stock: Some("/bin/sh".into()), runc: None };
+    fn verdicts(shim: Option<(PathBuf, Result<String, String>)>) -> Vec<CheckVerdict> {
+        let facts = ProgramFacts { shim, stock: Some("/bin/sh".into()), runc: None };
         judge(&facts).iter().map(|check| check.verdict).collect()
     }
 
     #[test]
     fn a_shim_of_another_version_fails_as_a_missing_one() {
-        use Verdict::{Bad, Good, Warning};
+        use CheckVerdict::{Bad, Good, Warning};
         let shim = |version: &str| Some(("/bin/x".into(), Ok(version.into())));
         assert_eq!(verdicts(shim(env!("CARGO_PKG_VERSION"))), [Good, Good, Warning]);
         assert_eq!(verdicts(shim("0.0.1"))[0], Bad);
         assert_eq!(verdicts(Some(("/bin/x".into(), Err("exit 1".into()))))[0], Bad);
         assert_eq!(verdicts(None)[0], Bad);
-        assert_eq!(judge(&Facts::default())[1].verdict, Bad);
+        assert_eq!(judge(&ProgramFacts::default())[1].verdict, Bad);
     }
 
     #[test]

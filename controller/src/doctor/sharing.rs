@@ -10,7 +10,7 @@ use std::{
 
 use serde::Deserialize;
 
-use super::{Check, Group};
+use super::{CheckGroup, DoctorCheck};
 
 /// What the kubelet writes down of device plugins, below the root.
 const CHECKPOINT: &str = "var/lib/kubelet/device-plugins/kubelet_internal_checkpoint";
@@ -33,7 +33,7 @@ const EXAMPLES: &str = "config/kubernetes/sharing";
 
 /// What is seen on the node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Facts {
+pub struct SharingFacts {
     /// Devices by resource, as plugins registered them; nothing where there is no kubelet.
     pub devices: Option<Result<BTreeMap<String, Vec<String>>, String>>,
     /// GPUs that KAI hands out in parts.
@@ -46,7 +46,7 @@ pub struct Facts {
 
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
-struct Checkpoint {
+struct DevicePluginCheckpoint {
     data: CheckpointData,
 }
 
@@ -56,12 +56,12 @@ struct CheckpointData {
     registered_devices: Option<BTreeMap<String, Vec<String>>>,
 }
 
-impl Facts {
+impl SharingFacts {
     /// Looks below a root.
     #[must_use]
-    pub fn gather(root: &Path) -> Facts {
+    pub fn gather(root: &Path) -> SharingFacts {
         let pods = fs::read_dir(root.join(PODS)).into_iter().flatten().flatten();
-        Facts {
+        SharingFacts {
             devices: devices(&root.join(CHECKPOINT)),
             kai: pods.filter(|pod| pod.file_name().to_string_lossy().starts_with(KAI)).count(),
             dra: root.join(DRA).is_dir(),
@@ -76,7 +76,7 @@ fn devices(path: &Path) -> Option<Result<BTreeMap<String, Vec<String>>, String>>
     let mut text = Vec::new();
     let read = file.take(CHECKPOINT_BYTES).read_to_end(&mut text);
     let parsed = read.map_err(|error| error.to_string()).and_then(|_| {
-        serde_json::from_slice::<Checkpoint>(&text).map_err(|error| error.to_string())
+        serde_json::from_slice::<DevicePluginCheckpoint>(&text).map_err(|error| error.to_string())
     });
     Some(
         parsed
@@ -87,8 +87,8 @@ fn devices(path: &Path) -> Option<Result<BTreeMap<String, Vec<String>>, String>>
 
 /// Judges. No check where no Kubernetes is seen.
 #[must_use]
-pub fn judge(facts: &Facts) -> Vec<Check> {
-    let mut group = Group::new("Kubernetes");
+pub fn judge(facts: &SharingFacts) -> Vec<DoctorCheck> {
+    let mut group = CheckGroup::new("Kubernetes");
     match &facts.devices {
         Some(Ok(devices)) => {
             let shared_otherwise = facts.kai > 0 || facts.hami;
@@ -119,7 +119,7 @@ pub fn judge(facts: &Facts) -> Vec<Check> {
     group.checks
 }
 
-fn judge_resource(group: &mut Group, resource: &str, ids: &[String], shared_otherwise: bool) {
+fn judge_resource(group: &mut CheckGroup, resource: &str, ids: &[String], shared_otherwise: bool) {
     if resource.starts_with(MIG) {
         let hint = "containers on instances are left alone; nvidia-smi -mig 0 gives whole GPUs, which time-slicing shares";
         group.warning("sharing", format!("{resource}: {} instances", ids.len()), hint);
@@ -143,20 +143,23 @@ fn judge_resource(group: &mut Group, resource: &str, ids: &[String], shared_othe
 
 #[cfg(test)]
 mod tests {
-    use super::{super::Verdict, *};
+    use super::{super::CheckVerdict, *};
 
-    fn facts(resource: &str, ids: &[&str]) -> Facts {
+    fn facts(resource: &str, ids: &[&str]) -> SharingFacts {
         let ids = ids.iter().map(|id| (*id).to_owned()).collect();
-        Facts { devices: Some(Ok(BTreeMap::from([(resource.into(), ids)]))), ..Facts::default() }
+        SharingFacts {
+            devices: Some(Ok(BTreeMap::from([(resource.into(), ids)]))),
+            ..SharingFacts::default()
+        }
     }
 
-    fn verdicts(facts: &Facts) -> Vec<(&'static str, Verdict)> {
+    fn verdicts(facts: &SharingFacts) -> Vec<(&'static str, CheckVerdict)> {
         judge(facts).iter().map(|check| (check.name, check.verdict)).collect()
     }
 
     #[test]
     fn a_machine_without_kubernetes_has_no_check() {
-        assert_eq!(verdicts(&Facts::default()), []);
+        assert_eq!(verdicts(&SharingFacts::default()), []);
         assert_eq!(verdicts(&facts("example.com/fpga", &["a"])), []);
         // Its plugin has gone.
         assert_eq!(verdicts(&facts(GPU, &[])), []);
@@ -165,38 +168,41 @@ mod tests {
     #[test]
     fn gpus_that_are_handed_out_once_are_a_warning_and_more_often_are_none() {
         let once = facts(GPU, &["GPU-a", "GPU-b"]);
-        assert_eq!(verdicts(&once), [("sharing", Verdict::Warning)]);
+        assert_eq!(verdicts(&once), [("sharing", CheckVerdict::Warning)]);
         assert!(judge(&once)[0].hint.contains("time-slicing.yaml"));
         let twice = facts(GPU, &["GPU-a::0", "GPU-a::1", "GPU-b::0", "GPU-b::1"]);
         let checks = judge(&twice);
-        assert_eq!(checks[0].verdict, Verdict::Good);
+        assert_eq!(checks[0].verdict, CheckVerdict::Good);
         assert_eq!(checks[0].found, "nvidia.com/gpu: 4 for 2 GPUs");
         assert_eq!(
             verdicts(&facts("nvidia.com/gpu.shared", &["GPU-a::0", "GPU-a::1"])),
-            [("sharing", Verdict::Good)]
+            [("sharing", CheckVerdict::Good)]
         );
     }
 
     #[test]
     fn instances_are_left_alone_and_hami_shares_gpus_its_own_way() {
         let mig = facts("nvidia.com/mig-1g.10gb", &["MIG-a", "MIG-b"]);
-        assert_eq!(verdicts(&mig), [("sharing", Verdict::Warning)]);
-        let hami = Facts { hami: true, ..facts(GPU, &["GPU-a-0", "GPU-a-1"]) };
-        assert_eq!(verdicts(&hami), [("sharing", Verdict::Good), ("HAMi", Verdict::Warning)]);
+        assert_eq!(verdicts(&mig), [("sharing", CheckVerdict::Warning)]);
+        let hami = SharingFacts { hami: true, ..facts(GPU, &["GPU-a-0", "GPU-a-1"]) };
+        assert_eq!(
+            verdicts(&hami),
+            [("sharing", CheckVerdict::Good), ("HAMi", CheckVerdict::Warning)]
+        );
     }
 
     #[test]
     fn a_gpu_that_kai_keeps_is_shared_though_its_plugin_hands_it_out_once() {
-        let kai = Facts { kai: 1, ..facts(GPU, &["GPU-a"]) };
-        assert_eq!(verdicts(&kai), [("sharing", Verdict::Good), ("KAI", Verdict::Good)]);
-        let dra = Facts { dra: true, ..Facts::default() };
-        assert_eq!(verdicts(&dra), [("DRA", Verdict::Good)]);
+        let kai = SharingFacts { kai: 1, ..facts(GPU, &["GPU-a"]) };
+        assert_eq!(verdicts(&kai), [("sharing", CheckVerdict::Good), ("KAI", CheckVerdict::Good)]);
+        let dra = SharingFacts { dra: true, ..SharingFacts::default() };
+        assert_eq!(verdicts(&dra), [("DRA", CheckVerdict::Good)]);
     }
 
     #[test]
     fn what_is_on_a_node_is_found() {
         let root = tempfile::tempdir().unwrap();
-        assert_eq!(Facts::gather(root.path()), Facts::default());
+        assert_eq!(SharingFacts::gather(root.path()), SharingFacts::default());
         let write = |path: &str, text: &str| {
             let path = root.path().join(path);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -215,14 +221,17 @@ mod tests {
             fs::create_dir_all(root.path().join(folder)).unwrap();
         }
         let ids = vec!["GPU-a::0".to_owned(), "GPU-a::1".to_owned()];
-        let expected = Facts {
+        let expected = SharingFacts {
             devices: Some(Ok(BTreeMap::from([(GPU.to_owned(), ids)]))),
             kai: 1,
             dra: true,
             hami: true,
         };
-        assert_eq!(Facts::gather(root.path()), expected);
+        assert_eq!(SharingFacts::gather(root.path()), expected);
         write(CHECKPOINT, "half a fi");
-        assert_eq!(verdicts(&Facts::gather(root.path()))[0], ("sharing", Verdict::Warning));
+        assert_eq!(
+            verdicts(&SharingFacts::gather(root.path()))[0],
+            ("sharing", CheckVerdict::Warning)
+        );
     }
 }

@@ -9,10 +9,10 @@
 //! meanwhile. Timeline and report are sums over these. The file has a fixed most size;
 //! the oldest goes first. Whoever feeds it never waits for the disk.
 
+mod recorder;
 pub mod report;
 mod span;
 mod store;
-mod tape;
 
 use std::{
     path::Path,
@@ -25,10 +25,10 @@ use std::{
     time::Duration,
 };
 
-pub use report::{Report, Row};
-pub use span::Span;
-pub use store::{Limits, Store, StoreError};
-use tape::Tape;
+use recorder::SpanRecorder;
+pub use report::{UsageReport, UsageRow};
+pub use span::StateSpan;
+pub use store::{SpanStore, StoreError, StoreLimits};
 
 use crate::schema;
 
@@ -38,33 +38,33 @@ pub const FILE: &str = "history.redb";
 const QUEUE: usize = 64;
 
 /// The thread that writes, and the way to it.
-type Writer = (mpsc::SyncSender<Vec<Span>>, JoinHandle<()>);
+type Writer = (mpsc::SyncSender<Vec<StateSpan>>, JoinHandle<()>);
 
 /// The history of this node.
 #[derive(Debug)]
-pub struct History {
-    store: std::sync::Arc<Store>,
-    tape: Mutex<Tape>,
+pub struct NodeHistory {
+    store: std::sync::Arc<SpanStore>,
+    tape: Mutex<SpanRecorder>,
     writer: Mutex<Option<Writer>>,
     dropped: AtomicU64,
     starts: u64,
 }
 
-impl History {
+impl NodeHistory {
     /// Opens the file in a folder, or begins a new one; counts this start.
     ///
     /// # Errors
     /// [`StoreError`].
-    pub fn open(folder: &Path, limits: Limits) -> Result<History, StoreError> {
-        let store = std::sync::Arc::new(Store::open(&folder.join(FILE), limits)?);
+    pub fn open(folder: &Path, limits: StoreLimits) -> Result<NodeHistory, StoreError> {
+        let store = std::sync::Arc::new(SpanStore::open(&folder.join(FILE), limits)?);
         let starts = store.count_start()?;
-        let (queue, batches) = mpsc::sync_channel::<Vec<Span>>(QUEUE);
+        let (queue, batches) = mpsc::sync_channel::<Vec<StateSpan>>(QUEUE);
         let writing = std::sync::Arc::clone(&store);
         let thread = std::thread::Builder::new()
             .name("history".into())
             .spawn(move || write_all(&writing, &batches))
             .map_err(StoreError::Thread)?;
-        Ok(History {
+        Ok(NodeHistory {
             store,
             tape: Mutex::default(),
             writer: Mutex::new(Some((queue, thread))),
@@ -120,7 +120,7 @@ impl History {
         since_ms: i64,
         until_ms: i64,
         key: Option<&str>,
-    ) -> Result<Vec<Span>, StoreError> {
+    ) -> Result<Vec<StateSpan>, StoreError> {
         let mut spans = self.store.spans(since_ms, until_ms, key)?;
         // What is not written yet replaces what was written of the same spans.
         for span in self.tape().all() {
@@ -142,12 +142,12 @@ impl History {
     ///
     /// # Errors
     /// The file cannot be read.
-    pub fn report(&self, since_ms: i64, until_ms: i64) -> Result<Report, StoreError> {
+    pub fn report(&self, since_ms: i64, until_ms: i64) -> Result<UsageReport, StoreError> {
         let spans = self.spans(since_ms, until_ms, None)?;
-        Ok(Report::sum(&spans, since_ms, until_ms))
+        Ok(UsageReport::sum(&spans, since_ms, until_ms))
     }
 
-    fn write(&self, spans: Vec<Span>) {
+    fn write(&self, spans: Vec<StateSpan>) {
         if spans.is_empty() {
             return;
         }
@@ -159,12 +159,12 @@ impl History {
         }
     }
 
-    fn tape(&self) -> std::sync::MutexGuard<'_, Tape> {
+    fn tape(&self) -> std::sync::MutexGuard<'_, SpanRecorder> {
         self.tape.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn write_all(store: &Store, batches: &mpsc::Receiver<Vec<Span>>) {
+fn write_all(store: &SpanStore, batches: &mpsc::Receiver<Vec<StateSpan>>) {
     const GATHER: Duration = Duration::from_millis(500);
     while let Ok(mut batch) = batches.recv() {
         // One write for all that comes within a moment.
@@ -172,7 +172,7 @@ fn write_all(store: &Store, batches: &mpsc::Receiver<Vec<Span>>) {
             batch.extend(more);
         }
         if let Err(error) = store.write(&batch) {
-            tracing::warn!("the history is not written: {}", crate::report::chain(&error));
+            tracing::warn!("the history is not written: {}", crate::error_chain::chain(&error));
         }
     }
 }

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use super::Span;
+use super::StateSpan;
 
 /// One container in a time. GPU seconds are shares of a device's VRAM over time.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Row {
+pub struct UsageRow {
     /// Kubernetes' namespace, or containerd's outside Kubernetes.
     pub namespace: String,
     /// The pod; empty outside Kubernetes.
@@ -27,7 +27,7 @@ pub struct Row {
 
 /// All containers in a time.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Report {
+pub struct UsageReport {
     /// From when.
     pub since_ms: i64,
     /// Until when.
@@ -35,22 +35,22 @@ pub struct Report {
     /// The first moment that is known of.
     pub oldest_ms: Option<i64>,
     /// By container, in order of name.
-    pub rows: Vec<Row>,
+    pub rows: Vec<UsageRow>,
 }
 
-impl Report {
+impl UsageReport {
     /// The sum of spans, each by the part that lies in the time.
     #[must_use]
-    pub fn sum(spans: &[Span], since_ms: i64, until_ms: i64) -> Report {
-        let mut rows: BTreeMap<(&str, &str, &str), Row> = BTreeMap::new();
+    pub fn sum(spans: &[StateSpan], since_ms: i64, until_ms: i64) -> UsageReport {
+        let mut rows: BTreeMap<(&str, &str, &str), UsageRow> = BTreeMap::new();
         for span in spans {
             let share = span.share(since_ms, until_ms);
             let name = (span.namespace.as_str(), span.pod.as_str(), span.container.as_str());
-            let row = rows.entry(name).or_insert_with(|| Row {
+            let row = rows.entry(name).or_insert_with(|| UsageRow {
                 namespace: span.namespace.clone(),
                 pod: span.pod.clone(),
                 container: span.container.clone(),
-                ..Row::default()
+                ..UsageRow::default()
             });
             let held = span.held_gpu_seconds * share;
             if span.state == "Idle" {
@@ -64,7 +64,7 @@ impl Report {
                 row.calls = row.calls.saturating_add(span.calls);
             }
         }
-        Report {
+        UsageReport {
             since_ms,
             until_ms,
             oldest_ms: spans.iter().map(|span| span.from_ms).min(),
@@ -77,15 +77,22 @@ impl Report {
 mod tests {
     use super::*;
 
-    fn span(container: &str, state: &str, from_ms: i64, to_ms: i64, held: f64, away: f64) -> Span {
-        Span {
+    fn span(
+        container: &str,
+        state: &str,
+        from_ms: i64,
+        to_ms: i64,
+        held: f64,
+        away: f64,
+    ) -> StateSpan {
+        StateSpan {
             container: container.into(),
             state: state.into(),
             from_ms,
             to_ms,
             held_gpu_seconds: held,
             away_gpu_seconds: away,
-            ..Span::default()
+            ..StateSpan::default()
         }
     }
 
@@ -98,7 +105,7 @@ mod tests {
             span("a", "Offloaded", 20_100, 40_100, 0.0, 20.0),
             span("b", "Active", 0, 10_000, 1.0, 0.0),
         ];
-        let report = Report::sum(&spans, 5_000, 30_100);
+        let report = UsageReport::sum(&spans, 5_000, 30_100);
         let a = &report.rows[0];
         assert!((a.used_gpu_seconds - 5.0).abs() < 1e-9, "{a:?}");
         assert!((a.idle_gpu_seconds - 5.0).abs() < 1e-9, "{a:?}");

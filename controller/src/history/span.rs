@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 /// From when to when a container was in a state, and what it held.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Span {
+pub struct StateSpan {
     /// The container's key.
     pub key: String,
     /// Kubernetes' namespace, or containerd's outside Kubernetes.
@@ -28,7 +28,7 @@ pub struct Span {
     /// VRAM held last.
     pub vram_bytes: u64,
     /// VRAM given back last.
-    pub away_bytes: u64,
+    pub offloaded_bytes: u64,
     /// CUDA calls made meanwhile.
     pub calls: u64,
     /// How long the wake took that began it, if one did.
@@ -39,7 +39,7 @@ pub struct Span {
     pub uses: Vec<(u32, u32)>,
 }
 
-impl Span {
+impl StateSpan {
     /// Whether a part of it lies in a time.
     #[must_use]
     pub fn overlaps(&self, since_ms: i64, until_ms: i64) -> bool {

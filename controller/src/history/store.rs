@@ -10,7 +10,7 @@ use redb::{
     Database, ReadableDatabase, ReadableTable, ReadableTableMetadata, TableDefinition, TableError,
 };
 
-use super::{Span, tape::LONGEST_MS};
+use super::{StateSpan, recorder::MAX_MS};
 
 /// (begin in milliseconds, key) to a span in JSON.
 const SPANS: TableDefinition<(u64, &str), &[u8]> = TableDefinition::new("spans-1");
@@ -19,13 +19,13 @@ const NUMBERS: TableDefinition<&str, u64> = TableDefinition::new("numbers-1");
 /// Memory for pages of the file.
 const CACHE_BYTES: usize = 4 << 20;
 /// The most spans of one answer.
-const MOST: usize = 200_000;
+const MAX_SPANS: usize = 200_000;
 /// Writes between two looks at size and age.
 const CLEAN_EVERY: u64 = 20;
 
 /// How much is kept.
 #[derive(Clone, Copy, Debug)]
-pub struct Limits {
+pub struct StoreLimits {
     /// Nothing older.
     pub keep_ms: i64,
     /// Nothing more.
@@ -65,18 +65,18 @@ impl<E: Into<redb::Error>> From<E> for StoreError {
 
 /// The file.
 #[derive(Debug)]
-pub struct Store {
+pub struct SpanStore {
     database: Database,
-    limits: Limits,
+    limits: StoreLimits,
     writes: std::sync::atomic::AtomicU64,
 }
 
-impl Store {
+impl SpanStore {
     /// Opens or begins it.
     ///
     /// # Errors
     /// [`StoreError`].
-    pub fn open(path: &Path, limits: Limits) -> Result<Store, StoreError> {
+    pub fn open(path: &Path, limits: StoreLimits) -> Result<SpanStore, StoreError> {
         let file = |what| move |source| StoreError::File { what, path: path.to_owned(), source };
         if let Some(folder) = path.parent() {
             fs::create_dir_all(folder).map_err(file("cannot make the folder of"))?;
@@ -93,7 +93,7 @@ impl Store {
                 create()?
             }
         };
-        Ok(Store { database, limits, writes: 0.into() })
+        Ok(SpanStore { database, limits, writes: 0.into() })
     }
 
     /// Counts one more start of a controller: how many there were.
@@ -116,7 +116,7 @@ impl Store {
     ///
     /// # Errors
     /// [`StoreError`].
-    pub fn write(&self, spans: &[Span]) -> Result<(), StoreError> {
+    pub fn write(&self, spans: &[StateSpan]) -> Result<(), StoreError> {
         let transaction = self.database.begin_write()?;
         {
             let mut table = transaction.open_table(SPANS)?;
@@ -142,7 +142,7 @@ impl Store {
         since_ms: i64,
         until_ms: i64,
         key: Option<&str>,
-    ) -> Result<Vec<Span>, StoreError> {
+    ) -> Result<Vec<StateSpan>, StoreError> {
         let transaction = self.database.begin_read()?;
         let table = match transaction.open_table(SPANS) {
             Ok(table) => table,
@@ -150,7 +150,7 @@ impl Store {
             Err(error) => return Err(error.into()),
         };
         // No span is longer, so none that began earlier reaches into the time.
-        let (first, end) = (begin(since_ms - LONGEST_MS - 60_000), begin(until_ms));
+        let (first, end) = (begin(since_ms - MAX_MS - 60_000), begin(until_ms));
         let mut spans = Vec::new();
         for entry in table.range((first, "")..(end, ""))? {
             let (name, bytes) = entry?;
@@ -158,11 +158,11 @@ impl Store {
                 continue;
             }
             // A record that another version wrote, or that is damaged, is left out.
-            if let Ok(span) = serde_json::from_slice::<Span>(bytes.value())
+            if let Ok(span) = serde_json::from_slice::<StateSpan>(bytes.value())
                 && span.overlaps(since_ms, until_ms)
             {
                 spans.push(span);
-                if spans.len() == MOST {
+                if spans.len() == MAX_SPANS {
                     break;
                 }
             }
@@ -215,22 +215,28 @@ fn begin(ms: i64) -> u64 {
 mod tests {
     use super::*;
 
-    const LIMITS: Limits = Limits { keep_ms: 1_000_000_000, max_bytes: 64 << 20 };
+    const LIMITS: StoreLimits = StoreLimits { keep_ms: 1_000_000_000, max_bytes: 64 << 20 };
 
-    fn span(key: &str, from_ms: i64, to_ms: i64) -> Span {
-        Span { key: key.into(), from_ms, to_ms, reason: "x".repeat(400), ..Span::default() }
+    fn span(key: &str, from_ms: i64, to_ms: i64) -> StateSpan {
+        StateSpan {
+            key: key.into(),
+            from_ms,
+            to_ms,
+            reason: "x".repeat(400),
+            ..StateSpan::default()
+        }
     }
 
     #[test]
     fn what_was_written_is_there_after_a_restart() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("h.redb");
-        let store = Store::open(&path, LIMITS).unwrap();
+        let store = SpanStore::open(&path, LIMITS).unwrap();
         assert_eq!(store.count_start().unwrap(), 1);
         store.write(&[span("a", 1_000, 2_000), span("b", 3_000, 4_000)]).unwrap();
         store.write(&[span("a", 1_000, 9_000)]).unwrap();
         drop(store);
-        let store = Store::open(&path, LIMITS).unwrap();
+        let store = SpanStore::open(&path, LIMITS).unwrap();
         assert_eq!(store.count_start().unwrap(), 2);
         let found = store.spans(5_000, 10_000, None).unwrap();
         assert_eq!(found.len(), 1);
@@ -241,10 +247,10 @@ mod tests {
     #[test]
     fn the_oldest_goes_when_it_is_too_much_or_too_old() {
         let folder = tempfile::tempdir().unwrap();
-        let small = Limits { keep_ms: 1_000_000_000_000, max_bytes: 1 << 20 };
-        let store = Store::open(&folder.path().join("h.redb"), small).unwrap();
+        let small = StoreLimits { keep_ms: 1_000_000_000_000, max_bytes: 1 << 20 };
+        let store = SpanStore::open(&folder.path().join("h.redb"), small).unwrap();
         for round in 0..200_i64 {
-            let spans: Vec<Span> =
+            let spans: Vec<StateSpan> =
                 (0..100).map(|n| span(&n.to_string(), round * 1_000, round * 1_000 + 1)).collect();
             store.write(&spans).unwrap();
         }
@@ -254,8 +260,8 @@ mod tests {
         assert!(found.iter().any(|span| span.from_ms == 199_000), "the newest stays");
         assert!(found.iter().all(|span| span.from_ms > 0), "the oldest went");
 
-        let short = Limits { keep_ms: 10_000, ..LIMITS };
-        let store = Store::open(&folder.path().join("s.redb"), short).unwrap();
+        let short = StoreLimits { keep_ms: 10_000, ..LIMITS };
+        let store = SpanStore::open(&folder.path().join("s.redb"), short).unwrap();
         store.write(&[span("a", 1_000, 2_000), span("a", 100_000, 100_001)]).unwrap();
         assert_eq!(store.spans(0, i64::MAX, None).unwrap().len(), 1);
     }
@@ -265,7 +271,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("h.redb");
         fs::write(&path, b"this is no history".repeat(1000)).unwrap();
-        let store = Store::open(&path, LIMITS).unwrap();
+        let store = SpanStore::open(&path, LIMITS).unwrap();
         assert!(store.spans(0, i64::MAX, None).unwrap().is_empty());
         assert!(path.with_extension("bad").exists());
     }

@@ -9,7 +9,7 @@ use super::{
     CALL_STREAMS, CONNECTIONS, READS, STREAMS, routes,
     stage::{KEY, run},
 };
-use crate::calls::{Batch, ProcessCalls, RecordedCall};
+use crate::call_trace::{CallTraceBatch, ProcessCalls, RecordedCall};
 
 #[tokio::test]
 async fn strangers_are_refused_and_counted() {
@@ -70,7 +70,7 @@ async fn hoard(path: &str, most: usize, other: &str) {
         while !site.open(path, "").await.begins().await {
             // A stream notices at its next word that its client is gone.
             site.events.add(Event::default(), 1);
-            site.calls.add(Batch::default());
+            site.calls.add(CallTraceBatch::default());
             tokio::task::yield_now().await;
         }
     };
@@ -99,7 +99,10 @@ async fn a_watcher_of_calls_that_reads_nothing_is_let_go() {
     // Nobody but the slow one is there: the clock is turned on until its patience is over.
     tokio::time::pause();
     for round in 0.. {
-        site.calls.add(Batch { processes: vec![process.clone(); 64], ..Batch::default() });
+        site.calls.add(CallTraceBatch {
+            processes: vec![process.clone(); 64],
+            ..CallTraceBatch::default()
+        });
         tokio::time::advance(Duration::from_millis(200)).await;
         tokio::task::yield_now().await;
         if site.site.call_streams.available_permits() == CALL_STREAMS {

@@ -8,8 +8,8 @@ use std::{net::IpAddr, path::PathBuf, sync::Arc};
 use hyper::{HeaderMap, header};
 use subtle::ConstantTimeEq;
 
-use super::review::Reviewer;
-use crate::config::{Auth, HttpSection};
+use super::review::TokenReviewer;
+use crate::config::{HttpAuth, HttpSection};
 
 /// A token that can be guessed is none.
 const TOKEN_CHARS: usize = 16;
@@ -39,7 +39,7 @@ pub enum GuardError {
 
 /// Why a request is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Refused {
+pub enum DenyReason {
     /// The node has no such name.
     Host,
     /// A page of another site asks.
@@ -56,44 +56,44 @@ pub enum Refused {
     Busy,
 }
 
-impl Refused {
+impl DenyReason {
     /// For metrics.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
-            Refused::Host => "host",
-            Refused::Origin => "origin",
-            Refused::Token => "token",
-            Refused::Forbidden => "forbidden",
-            Refused::Review => "review",
-            Refused::Malformed => "malformed",
-            Refused::Busy => "busy",
+            DenyReason::Host => "host",
+            DenyReason::Origin => "origin",
+            DenyReason::Token => "token",
+            DenyReason::Forbidden => "forbidden",
+            DenyReason::Review => "review",
+            DenyReason::Malformed => "malformed",
+            DenyReason::Busy => "busy",
         }
     }
 }
 
 /// A request that is refused, and what is said of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Refusal {
+pub struct Denied {
     /// Why.
-    pub kind: Refused,
+    pub kind: DenyReason,
     /// For whoever asked: why, and what to do.
     pub why: String,
     /// For the log alone.
     pub detail: String,
 }
 
-impl Refusal {
+impl Denied {
     /// One of which the log knows no more.
     #[must_use]
-    pub fn new(kind: Refused, why: impl Into<String>) -> Refusal {
-        Refusal { kind, why: why.into(), detail: String::new() }
+    pub fn new(kind: DenyReason, why: impl Into<String>) -> Denied {
+        Denied { kind, why: why.into(), detail: String::new() }
     }
 }
 
 /// What is asked for: `get` or `post`, and a path out of few.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Access {
+pub struct AccessRule {
     /// The method, in lower case.
     pub verb: &'static str,
     /// The path, without the key of a container.
@@ -102,40 +102,40 @@ pub struct Access {
 
 /// The rules.
 #[derive(Clone, Debug, Default)]
-pub struct Guard {
+pub struct HttpGuard {
     hosts: Vec<String>,
-    lock: Lock,
+    lock: AuthMode,
 }
 
 /// Who is let in.
 #[derive(Clone, Debug, Default)]
-enum Lock {
+enum AuthMode {
     /// Whoever reaches it.
     #[default]
     Open,
     /// Who shows this token.
     Token(Vec<u8>),
     /// Whom the API server of Kubernetes lets.
-    Review(Arc<Reviewer>),
+    Review(Arc<TokenReviewer>),
 }
 
 /// Who was let in, and by what: asked again while a stream lasts.
 #[derive(Clone, Debug)]
-pub struct Admitted {
+pub struct Principal {
     /// The user, where that is known.
     pub user: Option<String>,
-    again: Option<(Arc<Reviewer>, Vec<u8>, Access)>,
+    again: Option<(Arc<TokenReviewer>, Vec<u8>, AccessRule)>,
 }
 
-impl Admitted {
+impl Principal {
     /// Returns when the user may not go on, which is looked at now and then. Never where
     /// nobody but this controller knows the token.
-    pub async fn ended(&self) -> Refusal {
+    pub async fn ended(&self) -> Denied {
         let Some((reviewer, token, access)) = &self.again else {
             return std::future::pending().await;
         };
         loop {
-            tokio::time::sleep(super::review::YES).await;
+            tokio::time::sleep(super::review::ALLOW_TTL).await;
             if let Err(refusal) = reviewer.admit(token, *access).await {
                 return refusal;
             }
@@ -143,54 +143,55 @@ impl Admitted {
     }
 }
 
-impl Guard {
+impl HttpGuard {
     /// The rules of a configuration.
     ///
     /// # Errors
     /// [`GuardError`].
-    pub fn new(section: &HttpSection) -> Result<Guard, GuardError> {
+    pub fn new(section: &HttpSection) -> Result<HttpGuard, GuardError> {
         let hosts = section.hosts.iter().map(|host| host.to_ascii_lowercase()).collect();
         let lock = match section.auth {
-            Auth::TokenReview => {
-                let reviewer = Reviewer::new(&section.kubernetes).map_err(GuardError::Reviewer)?;
-                Lock::Review(Arc::new(reviewer))
+            HttpAuth::TokenReview => {
+                let reviewer =
+                    TokenReviewer::new(&section.kubernetes).map_err(GuardError::Reviewer)?;
+                AuthMode::Review(Arc::new(reviewer))
             }
-            Auth::Token if section.token_file.is_empty() => Lock::Open,
-            Auth::Token => Lock::Token(secret(&section.token_file)?),
+            HttpAuth::Token if section.token_file.is_empty() => AuthMode::Open,
+            HttpAuth::Token => AuthMode::Token(secret(&section.token_file)?),
         };
-        Ok(Guard { hosts, lock })
+        Ok(HttpGuard { hosts, lock })
     }
 
     /// Name and origin of a request.
     ///
     /// # Errors
     /// [`Refusal`].
-    pub fn place(&self, headers: &HeaderMap) -> Result<(), Refusal> {
+    pub fn place(&self, headers: &HeaderMap) -> Result<(), Denied> {
         self.stands(headers).map_err(|kind| match kind {
-            Refused::Host => Refusal::new(
+            DenyReason::Host => Denied::new(
                 kind,
                 "the node is not known by this name: use its address, or add the name to http.hosts",
             ),
-            _ => Refusal::new(kind, "asked by a page of another site"),
+            _ => Denied::new(kind, "asked by a page of another site"),
         })
     }
 
-    fn stands(&self, headers: &HeaderMap) -> Result<(), Refused> {
+    fn stands(&self, headers: &HeaderMap) -> Result<(), DenyReason> {
         let mut hosts = headers.get_all(header::HOST).iter();
-        let host = hosts.next().and_then(|host| host.to_str().ok()).ok_or(Refused::Host)?;
+        let host = hosts.next().and_then(|host| host.to_str().ok()).ok_or(DenyReason::Host)?;
         if hosts.next().is_some() || !self.knows(host) {
-            return Err(Refused::Host);
+            return Err(DenyReason::Host);
         }
         // Browsers say where a page is from that asks; other clients say nothing.
         if let Some(origin) = headers.get(header::ORIGIN) {
             let ours = [format!("http://{host}"), format!("https://{host}")];
             if !ours.iter().any(|ours| ours.as_bytes() == origin.as_bytes()) {
-                return Err(Refused::Origin);
+                return Err(DenyReason::Origin);
             }
         }
         match headers.get("sec-fetch-site").map(header::HeaderValue::as_bytes) {
             None | Some(b"same-origin" | b"none") => Ok(()),
-            Some(_) => Err(Refused::Origin),
+            Some(_) => Err(DenyReason::Origin),
         }
     }
 
@@ -198,25 +199,29 @@ impl Guard {
     ///
     /// # Errors
     /// [`Refusal`].
-    pub async fn admit(&self, headers: &HeaderMap, access: Access) -> Result<Admitted, Refusal> {
+    pub async fn admit(
+        &self,
+        headers: &HeaderMap,
+        access: AccessRule,
+    ) -> Result<Principal, Denied> {
         let shown = headers
             .get(header::AUTHORIZATION)
             .and_then(|value| value.as_bytes().strip_prefix(b"Bearer "));
         match (&self.lock, shown) {
-            (Lock::Open, _) => Ok(Admitted { user: None, again: None }),
-            (Lock::Token(token), Some(shown)) if bool::from(shown.ct_eq(token)) => {
-                Ok(Admitted { user: None, again: None })
+            (AuthMode::Open, _) => Ok(Principal { user: None, again: None }),
+            (AuthMode::Token(token), Some(shown)) if bool::from(shown.ct_eq(token)) => {
+                Ok(Principal { user: None, again: None })
             }
-            (Lock::Token(_), _) => {
-                Err(Refusal::new(Refused::Token, "the token of http.token_file is needed"))
+            (AuthMode::Token(_), _) => {
+                Err(Denied::new(DenyReason::Token, "the token of http.token_file is needed"))
             }
-            (Lock::Review(reviewer), Some(shown)) => {
+            (AuthMode::Review(reviewer), Some(shown)) => {
                 let user = Some(reviewer.admit(shown, access).await?);
                 let again = Some((Arc::clone(reviewer), shown.to_vec(), access));
-                Ok(Admitted { user, again })
+                Ok(Principal { user, again })
             }
-            (Lock::Review(_), None) => Err(Refusal::new(
-                Refused::Token,
+            (AuthMode::Review(_), None) => Err(Denied::new(
+                DenyReason::Token,
                 "a token that the API server of Kubernetes knows is needed; `kubectl create token` makes one for a service account",
             )),
         }
@@ -261,9 +266,13 @@ mod tests {
             .collect()
     }
 
-    fn guard(hosts: &[&str], token_file: &str) -> Result<Guard, GuardError> {
+    fn guard(hosts: &[&str], token_file: &str) -> Result<HttpGuard, GuardError> {
         let hosts = hosts.iter().map(|host| (*host).to_owned()).collect();
-        Guard::new(&HttpSection { hosts, token_file: token_file.into(), ..HttpSection::default() })
+        HttpGuard::new(&HttpSection {
+            hosts,
+            token_file: token_file.into(),
+            ..HttpSection::default()
+        })
     }
 
     #[test]
@@ -286,17 +295,17 @@ mod tests {
             "127.0.0.1.evil.example",
             "",
         ] {
-            assert_eq!(guard.stands(&headers(&[("host", host)])), Err(Refused::Host), "{host}");
+            assert_eq!(guard.stands(&headers(&[("host", host)])), Err(DenyReason::Host), "{host}");
         }
-        assert_eq!(guard.stands(&HeaderMap::new()), Err(Refused::Host));
+        assert_eq!(guard.stands(&HeaderMap::new()), Err(DenyReason::Host));
         let mut two = headers(&[("host", "localhost")]);
         two.append("host", "localhost".parse().unwrap());
-        assert_eq!(guard.stands(&two), Err(Refused::Host));
+        assert_eq!(guard.stands(&two), Err(DenyReason::Host));
     }
 
     #[test]
     fn pages_of_other_sites_are_refused() {
-        let guard = Guard::default();
+        let guard = HttpGuard::default();
         let place = |pairs: &[(&'static str, &str)]| {
             let mut all = headers(pairs);
             all.insert("host", "127.0.0.1:9410".parse().unwrap());
@@ -309,9 +318,9 @@ mod tests {
             "http://127.0.0.1:9411",
             "http://127.0.0.1:9410.evil.example",
         ] {
-            assert_eq!(place(&[("origin", origin)]), Err(Refused::Origin), "{origin}");
+            assert_eq!(place(&[("origin", origin)]), Err(DenyReason::Origin), "{origin}");
         }
-        assert_eq!(place(&[("sec-fetch-site", "cross-site")]), Err(Refused::Origin));
+        assert_eq!(place(&[("sec-fetch-site", "cross-site")]), Err(DenyReason::Origin));
         assert_eq!(place(&[("sec-fetch-site", "same-origin")]), Ok(()));
     }
 
@@ -322,7 +331,7 @@ mod tests {
         std::fs::write(&file, "a-long-and-secret-token\n").unwrap();
         let file = file.to_str().unwrap();
         let lock = guard(&[], file).unwrap();
-        let access = Access { verb: "get", path: "/metrics" };
+        let access = AccessRule { verb: "get", path: "/metrics" };
         let show = async |pairs: &[(&'static str, &str)]| {
             lock.admit(&headers(pairs), access).await.map_err(|refusal| refusal.kind)
         };
@@ -334,9 +343,9 @@ mod tests {
             "Basic a-long-and-secret-token",
         ] {
             let refused = show(&[("authorization", wrong)]).await.unwrap_err();
-            assert_eq!(refused, Refused::Token, "{wrong}");
+            assert_eq!(refused, DenyReason::Token, "{wrong}");
         }
-        assert_eq!(show(&[]).await.unwrap_err(), Refused::Token);
+        assert_eq!(show(&[]).await.unwrap_err(), DenyReason::Token);
         std::fs::write(file, "short").unwrap();
         assert!(matches!(guard(&[], file), Err(GuardError::Short { .. })));
     }

@@ -12,7 +12,7 @@
 #[cfg(test)]
 mod abuse;
 pub mod assets;
-mod calls;
+mod call_trace;
 mod guard;
 pub mod query;
 pub mod reply;
@@ -24,8 +24,8 @@ mod stage;
 mod stream;
 #[cfg(test)]
 mod tests;
-mod timed;
 mod tls;
+mod write_timeout;
 
 use std::{convert::Infallible, sync::Arc, time::Duration};
 
@@ -37,15 +37,15 @@ use tokio::{
 };
 
 use crate::{
-    agents::Refusals, calls::CallHub, config::ReportSection, daemon::Door, history::History,
-    metrics::Metrics, observe::Hub, report,
+    agents::RefusalLog, call_trace::CallTraceHub, config::ReportSection, daemon::ControllerHandle,
+    error_chain, history::NodeHistory, metrics::Metrics, observe::ViewHub,
 };
 
-pub use guard::{Access, Guard, GuardError, Refusal, Refused};
+pub use guard::{AccessRule, Denied, DenyReason, GuardError, HttpGuard};
 pub use routes::{access, needs_right};
-use socket::Peer;
-pub use socket::{Bound, ListenError, Listener};
-pub use tls::{Papers, TlsError};
+use socket::HttpPeer;
+pub use socket::{BoundSocket, HttpListener, ListenError};
+pub use tls::{TlsError, TlsIdentity};
 
 /// Connections at a time; further ones wait in the kernel's short queue.
 const CONNECTIONS: usize = 128;
@@ -66,46 +66,46 @@ const STALL: Duration = Duration::from_secs(20);
 
 /// What requests are answered with.
 #[derive(Debug)]
-pub struct Site {
-    door: Door,
-    hub: Arc<Hub>,
-    calls: Arc<CallHub>,
+pub struct AppState {
+    door: ControllerHandle,
+    hub: Arc<ViewHub>,
+    calls: Arc<CallTraceHub>,
     metrics: Arc<Metrics>,
-    history: Option<Arc<History>>,
-    guard: Guard,
+    history: Option<Arc<NodeHistory>>,
+    guard: HttpGuard,
     report: ReportSection,
     may_act: bool,
     streams: Arc<Semaphore>,
     call_streams: Arc<Semaphore>,
     actions: Arc<Semaphore>,
     reads: Arc<Semaphore>,
-    refusals: Refusals,
+    refusals: RefusalLog,
 }
 
 /// Where a site has from what it shows.
 #[derive(Debug)]
-pub struct Sources {
+pub struct DataSources {
     /// What changes.
-    pub hub: Arc<Hub>,
+    pub hub: Arc<ViewHub>,
     /// What is called.
-    pub calls: Arc<CallHub>,
+    pub calls: Arc<CallTraceHub>,
     /// What is counted.
     pub metrics: Arc<Metrics>,
     /// What was.
-    pub history: Option<Arc<History>>,
+    pub history: Option<Arc<NodeHistory>>,
 }
 
-impl Site {
+impl AppState {
     /// A site over these. `may_act`: whether containers may be moved.
     #[must_use]
     pub fn new(
-        door: Door,
-        sources: Sources,
-        guard: Guard,
+        door: ControllerHandle,
+        sources: DataSources,
+        guard: HttpGuard,
         report: ReportSection,
         may_act: bool,
-    ) -> Site {
-        Site {
+    ) -> AppState {
+        AppState {
             door,
             hub: sources.hub,
             calls: sources.calls,
@@ -118,12 +118,12 @@ impl Site {
             call_streams: Arc::new(Semaphore::new(CALL_STREAMS)),
             actions: Arc::new(Semaphore::new(ACTIONS)),
             reads: Arc::new(Semaphore::new(READS)),
-            refusals: Refusals::default(),
+            refusals: RefusalLog::default(),
         }
     }
 
     /// Counts and tells of a request that was turned away.
-    fn refused(&self, kind: Refused, what: String) {
+    fn refused(&self, kind: DenyReason, what: String) {
         self.metrics.refused_request(kind);
         self.note(what);
     }
@@ -137,7 +137,7 @@ impl Site {
 }
 
 /// Serves until the runtime ends.
-pub async fn serve(listener: Listener, site: Arc<Site>) {
+pub async fn serve(listener: HttpListener, site: Arc<AppState>) {
     let connections = Arc::new(Semaphore::new(CONNECTIONS));
     loop {
         let Ok(permit) = Arc::clone(&connections).acquire_owned().await else {
@@ -154,12 +154,12 @@ pub async fn serve(listener: Listener, site: Arc<Site>) {
         };
         let (site, tls) = (Arc::clone(&site), listener.papers().cloned());
         tokio::spawn(async move {
-            let stream = timed::Timed::new(stream, STALL);
+            let stream = write_timeout::WriteTimeout::new(stream, STALL);
             match tls {
                 None => converse(&site, peer, stream).await,
                 Some(tls) => match tokio::time::timeout(HEAD_TIME, tls.accept(stream)).await {
                     Ok(Ok(stream)) => converse(&site, peer, stream).await,
-                    Ok(Err(error)) => site.note(format!("{peer}: {}", report::chain(&error))),
+                    Ok(Err(error)) => site.note(format!("{peer}: {}", error_chain::chain(&error))),
                     Err(_) => tracing::debug!(%peer, "a client says nothing"),
                 },
             }
@@ -169,7 +169,7 @@ pub async fn serve(listener: Listener, site: Arc<Site>) {
 }
 
 /// Answers the requests of a connection.
-async fn converse<S>(site: &Arc<Site>, peer: Peer, stream: S)
+async fn converse<S>(site: &Arc<AppState>, peer: HttpPeer, stream: S)
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
@@ -186,7 +186,7 @@ where
         .await;
     match served {
         Err(error) if error.is_parse() => {
-            site.refused(Refused::Malformed, format!("a request of {peer}: {error}"));
+            site.refused(DenyReason::Malformed, format!("a request of {peer}: {error}"));
         }
         Err(error) => tracing::debug!(%error, %peer, "a connection ended early"),
         Ok(()) => {}

@@ -66,15 +66,15 @@ pub fn json(status: StatusCode, value: &impl Serialize) -> Reply {
 
 /// The same, with a place that is free again when the client has taken it, or is gone.
 pub fn until_taken(reply: Reply, permit: OwnedSemaphorePermit) -> Reply {
-    reply.map(|body| Held { body, _permit: permit }.boxed_unsync())
+    reply.map(|body| StreamPermit { body, _permit: permit }.boxed_unsync())
 }
 
-struct Held {
+struct StreamPermit {
     body: ReplyBody,
     _permit: OwnedSemaphorePermit,
 }
 
-impl Body for Held {
+impl Body for StreamPermit {
     type Data = Bytes;
     type Error = Infallible;
 
@@ -97,8 +97,8 @@ impl Body for Held {
 /// Why not, for people and programs.
 pub fn error(status: StatusCode, why: &str) -> Reply {
     #[derive(Serialize)]
-    struct Error<'a> {
+    struct ErrorBody<'a> {
         error: &'a str,
     }
-    json(status, &Error { error: why })
+    json(status, &ErrorBody { error: why })
 }

@@ -13,12 +13,12 @@ use hyper::{
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::{
-    Site, assets,
-    guard::{Access, Admitted, Refusal, Refused},
+    AppState, assets,
+    guard::{AccessRule, Denied, DenyReason, Principal},
     query,
     reply::{self, Reply},
-    socket::Peer,
-    stream::{self, Hold, Wish},
+    socket::HttpPeer,
+    stream::{self, StreamGuard, StreamQuery},
 };
 use crate::{
     clock,
@@ -40,7 +40,7 @@ const ANSWER_TIME: Duration = Duration::from_secs(10);
 const DAY_MS: i64 = 24 * 3600 * 1000;
 
 /// Answers a request.
-pub async fn answer(site: &Arc<Site>, peer: &Peer, request: Request<Incoming>) -> Reply {
+pub async fn answer(site: &Arc<AppState>, peer: &HttpPeer, request: Request<Incoming>) -> Reply {
     let caller = match check(site, peer, &request).await {
         Ok(caller) => caller,
         Err(refusal) => return refuse(site, peer, &request, refusal),
@@ -71,17 +71,17 @@ pub async fn answer(site: &Arc<Site>, peer: &Peer, request: Request<Incoming>) -
 }
 
 /// Who asks.
-struct Caller {
+struct HttpCaller {
     /// User and address, as far as they are known; for the events.
     who: String,
-    admitted: Option<Admitted>,
+    admitted: Option<Principal>,
 }
 
 /// Where a right may be had: the path without its variable part, below /affinode in place of
 /// /api, because every user of a cluster may get /api/* (ClusterRole system:discovery). What is
 /// not in the list needs a right that nobody has by its name.
 #[must_use]
-pub fn access(method: &Method, path: &str) -> Access {
+pub fn access(method: &Method, path: &str) -> AccessRule {
     const RIGHTS: [&str; 7] = [
         "/affinode/v1/node",
         "/affinode/v1/report",
@@ -106,7 +106,7 @@ pub fn access(method: &Method, path: &str) -> Access {
             RIGHTS.into_iter().find(known).unwrap_or("/affinode/v1/other")
         }
     };
-    Access { verb, path }
+    AccessRule { verb, path }
 }
 
 /// Whether a path is for those alone who may have it. The page holds no secret: it asks its user
@@ -116,34 +116,38 @@ pub fn needs_right(path: &str) -> bool {
     path.starts_with("/api/") || path == "/metrics"
 }
 
-async fn check(site: &Site, peer: &Peer, request: &Request<Incoming>) -> Result<Caller, Refusal> {
+async fn check(
+    site: &AppState,
+    peer: &HttpPeer,
+    request: &Request<Incoming>,
+) -> Result<HttpCaller, Denied> {
     site.guard.place(request.headers())?;
     let path = request.uri().path();
     if !needs_right(path) {
-        return Ok(Caller { who: peer.to_string(), admitted: None });
+        return Ok(HttpCaller { who: peer.to_string(), admitted: None });
     }
     let admitted = site.guard.admit(request.headers(), access(request.method(), path)).await?;
     let who = match &admitted.user {
         Some(user) => format!("{user} from {peer}"),
         None => peer.to_string(),
     };
-    Ok(Caller { who, admitted: Some(admitted) })
+    Ok(HttpCaller { who, admitted: Some(admitted) })
 }
 
-fn refuse(site: &Site, peer: &Peer, request: &Request<Incoming>, refusal: Refusal) -> Reply {
-    let Refusal { kind, why, detail } = refusal;
+fn refuse(site: &AppState, peer: &HttpPeer, request: &Request<Incoming>, refusal: Denied) -> Reply {
+    let Denied { kind, why, detail } = refusal;
     let path = shown(request.uri().path());
     let what = if detail.is_empty() { &why } else { &detail };
     site.refused(kind, format!("{} {path} of {peer} was refused: {what}", request.method()));
     let status = match kind {
-        Refused::Host => StatusCode::MISDIRECTED_REQUEST,
-        Refused::Origin | Refused::Forbidden => StatusCode::FORBIDDEN,
-        Refused::Token => StatusCode::UNAUTHORIZED,
-        Refused::Review | Refused::Busy => StatusCode::SERVICE_UNAVAILABLE,
-        Refused::Malformed => StatusCode::BAD_REQUEST,
+        DenyReason::Host => StatusCode::MISDIRECTED_REQUEST,
+        DenyReason::Origin | DenyReason::Forbidden => StatusCode::FORBIDDEN,
+        DenyReason::Token => StatusCode::UNAUTHORIZED,
+        DenyReason::Review | DenyReason::Busy => StatusCode::SERVICE_UNAVAILABLE,
+        DenyReason::Malformed => StatusCode::BAD_REQUEST,
     };
     let mut reply = reply::error(status, &why);
-    if kind == Refused::Token {
+    if kind == DenyReason::Token {
         let bearer = HeaderValue::from_static("Bearer");
         reply.headers_mut().insert(header::WWW_AUTHENTICATE, bearer);
     }
@@ -161,7 +165,7 @@ fn shown(path: &str) -> String {
     path.chars().filter(|c| c.is_ascii_graphic()).take(80).collect()
 }
 
-async fn look(site: &Arc<Site>, request: &Request<Incoming>, path: &str) -> Reply {
+async fn look(site: &Arc<AppState>, request: &Request<Incoming>, path: &str) -> Reply {
     let query = request.uri().query();
     match path {
         "/healthz" => match site.door.list().await {
@@ -181,7 +185,7 @@ async fn look(site: &Arc<Site>, request: &Request<Incoming>, path: &str) -> Repl
     }
 }
 
-fn metrics(site: &Site, node: &schema::Node, headers: &HeaderMap) -> Reply {
+fn metrics(site: &AppState, node: &schema::Node, headers: &HeaderMap) -> Reply {
     let dropped = site.history.as_ref().map_or(0, |history| history.dropped());
     let accept =
         headers.get(header::ACCEPT).and_then(|accept| accept.to_str().ok()).unwrap_or_default();
@@ -200,7 +204,7 @@ fn metrics(site: &Site, node: &schema::Node, headers: &HeaderMap) -> Reply {
     reply::with(StatusCode::OK, kind, http_body_util::Full::new(text.into()))
 }
 
-pub(super) async fn past(site: &Arc<Site>, query: Option<&str>, path: &str) -> Reply {
+pub(super) async fn past(site: &Arc<AppState>, query: Option<&str>, path: &str) -> Reply {
     let Some(history) = site.history.clone() else {
         return reply::error(
             StatusCode::NOT_FOUND,
@@ -229,14 +233,14 @@ pub(super) async fn past(site: &Arc<Site>, query: Option<&str>, path: &str) -> R
                 .map(|report| reply::json(StatusCode::OK, &schema::Report::new(report, &prices))),
             None => history
                 .spans(since_ms, until_ms, key.as_deref())
-                .map(|spans| reply::json(StatusCode::OK, &Spans { spans })),
+                .map(|spans| reply::json(StatusCode::OK, &SpanQuery { spans })),
         };
         reply.map(|reply| reply::until_taken(reply, permit))
     });
     match read.await {
         Ok(Ok(reply)) => reply,
         Ok(Err(error)) => {
-            reply::error(StatusCode::INTERNAL_SERVER_ERROR, &crate::report::chain(&error))
+            reply::error(StatusCode::INTERNAL_SERVER_ERROR, &crate::error_chain::chain(&error))
         }
         Err(_) => reply::error(StatusCode::INTERNAL_SERVER_ERROR, "the history cannot be read"),
     }
@@ -244,19 +248,19 @@ pub(super) async fn past(site: &Arc<Site>, query: Option<&str>, path: &str) -> R
 
 /// What was.
 #[derive(serde::Serialize)]
-struct Spans {
-    spans: Vec<crate::history::Span>,
+struct SpanQuery {
+    spans: Vec<crate::history::StateSpan>,
 }
 
 /// One of the streams, if one is free.
 fn place_among(
     streams: &Arc<Semaphore>,
-    site: &Site,
-    caller: &Caller,
+    site: &AppState,
+    caller: &HttpCaller,
 ) -> Option<OwnedSemaphorePermit> {
     let permit = Arc::clone(streams).try_acquire_owned().ok();
     if permit.is_none() {
-        site.refused(Refused::Busy, format!("{} wants one stream too many", caller.who));
+        site.refused(DenyReason::Busy, format!("{} wants one stream too many", caller.who));
     }
     permit
 }
@@ -269,7 +273,7 @@ fn too_many_streams() -> Reply {
 }
 
 /// `/api/v1/calls?container={key}`
-async fn calls(site: &Arc<Site>, caller: Caller, request: &Request<Incoming>) -> Reply {
+async fn calls(site: &Arc<AppState>, caller: HttpCaller, request: &Request<Incoming>) -> Reply {
     let key = query::value(request.uri().query(), "container").map(Key::parse).transpose();
     let Ok(scope) = key else {
         let why = "a key is 32 hex digits; /api/v1/node lists them";
@@ -286,11 +290,12 @@ async fn calls(site: &Arc<Site>, caller: Caller, request: &Request<Incoming>) ->
     let Some(permit) = place_among(&site.call_streams, site, &caller) else {
         return too_many_streams();
     };
-    let body = super::calls::begin(site, scope, Hold { permit, admitted: caller.admitted });
+    let body =
+        super::call_trace::begin(site, scope, StreamGuard { permit, admitted: caller.admitted });
     reply::with(StatusCode::OK, "text/event-stream", body)
 }
 
-async fn events(site: &Arc<Site>, caller: Caller, request: &Request<Incoming>) -> Reply {
+async fn events(site: &Arc<AppState>, caller: HttpCaller, request: &Request<Incoming>) -> Reply {
     let Some(permit) = place_among(&site.streams, site, &caller) else {
         return too_many_streams();
     };
@@ -300,22 +305,22 @@ async fn events(site: &Arc<Site>, caller: Caller, request: &Request<Incoming>) -
     let node = query::value(request.uri().query(), "watch") == Some("node");
     let id = request.headers().get("last-event-id").and_then(|id| id.to_str().ok());
     let started = list.started_unix_ms;
-    let wish = Wish::new(id, started, site.door.events().last(), node);
-    let hold = Hold { permit, admitted: caller.admitted };
+    let wish = StreamQuery::new(id, started, site.door.events().last(), node);
+    let hold = StreamGuard { permit, admitted: caller.admitted };
     reply::with(StatusCode::OK, "text/event-stream", stream::begin(site, wish, started, hold))
 }
 
 /// What may be asked for a container.
 #[derive(Clone, Copy)]
-enum Asked {
+enum RequestedMove {
     Move(Wanted, &'static str),
     Pin(bool),
 }
 
 /// `/api/v1/auto-offload/{on|off}`
 async fn auto_offload(
-    site: &Arc<Site>,
-    caller: &Caller,
+    site: &Arc<AppState>,
+    caller: &HttpCaller,
     request: Request<Incoming>,
     path: &str,
 ) -> Reply {
@@ -335,7 +340,11 @@ async fn auto_offload(
 }
 
 /// Whether something may be changed by this request; its body is taken, none is needed.
-async fn may_act(site: &Site, caller: &Caller, request: Request<Incoming>) -> Result<(), Reply> {
+async fn may_act(
+    site: &AppState,
+    caller: &HttpCaller,
+    request: Request<Incoming>,
+) -> Result<(), Reply> {
     if request.method() != Method::POST {
         return Err(only("POST"));
     }
@@ -347,7 +356,7 @@ async fn may_act(site: &Site, caller: &Caller, request: Request<Incoming>) -> Re
     match tokio::time::timeout(BODY_TIME, body).await {
         Ok(Ok(_)) => Ok(()),
         Ok(Err(_)) => {
-            site.refused(Refused::Malformed, format!("{} sent a large body", caller.who));
+            site.refused(DenyReason::Malformed, format!("{} sent a large body", caller.who));
             Err(reply::error(StatusCode::PAYLOAD_TOO_LARGE, "no body is needed"))
         }
         Err(_) => Err(reply::error(StatusCode::REQUEST_TIMEOUT, "the body did not come")),
@@ -356,18 +365,18 @@ async fn may_act(site: &Site, caller: &Caller, request: Request<Incoming>) -> Re
 
 /// `/api/v1/containers/{key}/{offload|restore|pin|unpin}`
 async fn container(
-    site: &Arc<Site>,
-    caller: &Caller,
+    site: &Arc<AppState>,
+    caller: &HttpCaller,
     request: Request<Incoming>,
     path: &str,
 ) -> Reply {
     let mut parts = path.trim_start_matches(CONTAINERS).split('/');
     let (key, what, more) = (parts.next(), parts.next(), parts.next());
     let wanted = match (what, more) {
-        (Some("offload"), None) => Asked::Move(Wanted::Offload, "offload"),
-        (Some("restore"), None) => Asked::Move(Wanted::Restore, "restore"),
-        (Some("pin"), None) => Asked::Pin(true),
-        (Some("unpin"), None) => Asked::Pin(false),
+        (Some("offload"), None) => RequestedMove::Move(Wanted::Offload, "offload"),
+        (Some("restore"), None) => RequestedMove::Move(Wanted::Restore, "restore"),
+        (Some("pin"), None) => RequestedMove::Pin(true),
+        (Some("unpin"), None) => RequestedMove::Pin(false),
         _ => return reply::error(StatusCode::NOT_FOUND, "there is nothing here"),
     };
     if let Err(reply) = may_act(site, caller, request).await {
@@ -380,7 +389,7 @@ async fn container(
         );
     };
     let Ok(_permit) = Arc::clone(&site.actions).try_acquire_owned() else {
-        site.refused(Refused::Busy, format!("{} wants one move too many", caller.who));
+        site.refused(DenyReason::Busy, format!("{} wants one move too many", caller.who));
         return reply::error(
             StatusCode::TOO_MANY_REQUESTS,
             "too many moves are asked for; wait for one",
@@ -389,7 +398,7 @@ async fn container(
     act(site, &caller.who, &key, wanted).await
 }
 
-async fn act(site: &Site, who: &str, key: &Key, asked: Asked) -> Reply {
+async fn act(site: &AppState, who: &str, key: &Key, asked: RequestedMove) -> Reply {
     let node = match site.door.list().await {
         Ok(list) => schema::Node::from(list),
         Err(ending) => return reply::error(StatusCode::SERVICE_UNAVAILABLE, &ending.to_string()),
@@ -398,7 +407,7 @@ async fn act(site: &Site, who: &str, key: &Key, asked: Asked) -> Reply {
         return reply::error(StatusCode::NOT_FOUND, "no container has this key; it may have ended");
     };
     let answer = match asked {
-        Asked::Move(wanted, word) => {
+        RequestedMove::Move(wanted, word) => {
             site.door.audit(Event {
                 kind: "request".into(),
                 key: key.to_string(),
@@ -409,7 +418,7 @@ async fn act(site: &Site, who: &str, key: &Key, asked: Asked) -> Reply {
             });
             site.door.act(key.to_string(), wanted).await
         }
-        Asked::Pin(pinned) => site.door.pin(key.to_string(), pinned, who.to_owned()).await,
+        RequestedMove::Pin(pinned) => site.door.pin(key.to_string(), pinned, who.to_owned()).await,
     };
     match answer {
         Ok(response) => {

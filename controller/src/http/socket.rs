@@ -15,8 +15,8 @@ use tokio::{
     net::{TcpListener, TcpStream, UnixListener, UnixStream},
 };
 
-use super::tls::Papers;
-use crate::config::Listen;
+use super::tls::TlsIdentity;
+use crate::config::ListenAddress;
 
 /// Why it cannot listen.
 #[derive(Debug, thiserror::Error)]
@@ -29,13 +29,13 @@ pub struct ListenError {
 
 /// A bound socket, and the papers to show there.
 #[derive(Debug)]
-pub struct Listener {
-    socket: Socket,
-    papers: Option<Papers>,
+pub struct HttpListener {
+    socket: HttpSocket,
+    papers: Option<TlsIdentity>,
 }
 
 #[derive(Debug)]
-enum Socket {
+enum HttpSocket {
     /// TCP.
     Tcp(TcpListener),
     /// Unix.
@@ -44,7 +44,7 @@ enum Socket {
 
 /// A socket that is bound and not served yet: it can go to another thread's runtime.
 #[derive(Debug)]
-pub enum Bound {
+pub enum BoundSocket {
     /// TCP.
     Tcp(std::net::TcpListener),
     /// Unix.
@@ -53,54 +53,54 @@ pub enum Bound {
 
 /// Who is at the other end.
 #[derive(Clone, Debug)]
-pub enum Peer {
+pub enum HttpPeer {
     /// An address.
     Tcp(SocketAddr),
     /// A user of this machine.
     Unix(Option<u32>),
 }
 
-impl fmt::Display for Peer {
+impl fmt::Display for HttpPeer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Peer::Tcp(address) => write!(f, "{address}"),
-            Peer::Unix(Some(uid)) => write!(f, "user {uid} of this machine"),
-            Peer::Unix(None) => write!(f, "a process of this machine"),
+            HttpPeer::Tcp(address) => write!(f, "{address}"),
+            HttpPeer::Unix(Some(uid)) => write!(f, "user {uid} of this machine"),
+            HttpPeer::Unix(None) => write!(f, "a process of this machine"),
         }
     }
 }
 
 /// A connection.
 #[derive(Debug)]
-pub enum Stream {
+pub enum HttpStream {
     /// TCP.
     Tcp(TcpStream),
     /// Unix.
     Unix(UnixStream),
 }
 
-impl Listener {
+impl HttpListener {
     /// Binds. Returns the socket and where clients find it; nothing when it is off.
     ///
     /// # Errors
     /// [`ListenError`]: the port is taken, most likely.
-    pub fn bind(listen: &Listen) -> Result<Option<(Bound, String)>, ListenError> {
+    pub fn bind(listen: &ListenAddress) -> Result<Option<(BoundSocket, String)>, ListenError> {
         let fail = |place: String| move |source| ListenError { place, source };
         match listen {
-            Listen::Off => Ok(None),
-            Listen::Tcp(address) => {
+            ListenAddress::Off => Ok(None),
+            ListenAddress::Tcp(address) => {
                 let bind = || {
                     let socket = std::net::TcpListener::bind(address)?;
                     socket.set_nonblocking(true)?;
                     let address = socket.local_addr()?;
-                    Ok((Bound::Tcp(socket), format!("http://{address}")))
+                    Ok((BoundSocket::Tcp(socket), format!("http://{address}")))
                 };
                 bind().map(Some).map_err(fail(address.to_string()))
             }
-            Listen::Unix(path) => {
+            ListenAddress::Unix(path) => {
                 let place = format!("unix:{}", path.display());
                 let bound = bind_unix(path).map_err(fail(place.clone()))?;
-                Ok(Some((Bound::Unix(bound), place)))
+                Ok(Some((BoundSocket::Unix(bound), place)))
             }
         }
     }
@@ -109,31 +109,31 @@ impl Listener {
     ///
     /// # Errors
     /// The runtime cannot watch it.
-    pub fn new(bound: Bound, papers: Option<Papers>) -> io::Result<Listener> {
+    pub fn new(bound: BoundSocket, papers: Option<TlsIdentity>) -> io::Result<HttpListener> {
         let socket = match bound {
-            Bound::Tcp(socket) => TcpListener::from_std(socket).map(Socket::Tcp),
-            Bound::Unix(socket) => UnixListener::from_std(socket).map(Socket::Unix),
+            BoundSocket::Tcp(socket) => TcpListener::from_std(socket).map(HttpSocket::Tcp),
+            BoundSocket::Unix(socket) => UnixListener::from_std(socket).map(HttpSocket::Unix),
         };
-        Ok(Listener { socket: socket?, papers })
+        Ok(HttpListener { socket: socket?, papers })
     }
 
-    pub(super) fn papers(&self) -> Option<&Papers> {
-        let network = matches!(self.socket, Socket::Tcp(_));
+    pub(super) fn papers(&self) -> Option<&TlsIdentity> {
+        let network = matches!(self.socket, HttpSocket::Tcp(_));
         self.papers.as_ref().filter(|_| network)
     }
 
-    pub(super) async fn accept(&self) -> io::Result<(Stream, Peer)> {
+    pub(super) async fn accept(&self) -> io::Result<(HttpStream, HttpPeer)> {
         match &self.socket {
-            Socket::Tcp(socket) => {
+            HttpSocket::Tcp(socket) => {
                 let (stream, address) = socket.accept().await?;
                 // Each message of a stream is one write: nothing is gained by waiting.
                 stream.set_nodelay(true)?;
-                Ok((Stream::Tcp(stream), Peer::Tcp(address)))
+                Ok((HttpStream::Tcp(stream), HttpPeer::Tcp(address)))
             }
-            Socket::Unix(socket) => {
+            HttpSocket::Unix(socket) => {
                 let (stream, _) = socket.accept().await?;
                 let uid = stream.peer_cred().ok().map(|peer| peer.uid());
-                Ok((Stream::Unix(stream), Peer::Unix(uid)))
+                Ok((HttpStream::Unix(stream), HttpPeer::Unix(uid)))
             }
         }
     }
@@ -155,42 +155,42 @@ fn bind_unix(path: &Path) -> io::Result<std::os::unix::net::UnixListener> {
     Ok(socket)
 }
 
-impl AsyncRead for Stream {
+impl AsyncRead for HttpStream {
     fn poll_read(
         self: Pin<&mut Self>,
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         match self.get_mut() {
-            Stream::Tcp(stream) => Pin::new(stream).poll_read(context, buffer),
-            Stream::Unix(stream) => Pin::new(stream).poll_read(context, buffer),
+            HttpStream::Tcp(stream) => Pin::new(stream).poll_read(context, buffer),
+            HttpStream::Unix(stream) => Pin::new(stream).poll_read(context, buffer),
         }
     }
 }
 
-impl AsyncWrite for Stream {
+impl AsyncWrite for HttpStream {
     fn poll_write(
         self: Pin<&mut Self>,
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
         match self.get_mut() {
-            Stream::Tcp(stream) => Pin::new(stream).poll_write(context, bytes),
-            Stream::Unix(stream) => Pin::new(stream).poll_write(context, bytes),
+            HttpStream::Tcp(stream) => Pin::new(stream).poll_write(context, bytes),
+            HttpStream::Unix(stream) => Pin::new(stream).poll_write(context, bytes),
         }
     }
 
     fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         match self.get_mut() {
-            Stream::Tcp(stream) => Pin::new(stream).poll_flush(context),
-            Stream::Unix(stream) => Pin::new(stream).poll_flush(context),
+            HttpStream::Tcp(stream) => Pin::new(stream).poll_flush(context),
+            HttpStream::Unix(stream) => Pin::new(stream).poll_flush(context),
         }
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         match self.get_mut() {
-            Stream::Tcp(stream) => Pin::new(stream).poll_shutdown(context),
-            Stream::Unix(stream) => Pin::new(stream).poll_shutdown(context),
+            HttpStream::Tcp(stream) => Pin::new(stream).poll_shutdown(context),
+            HttpStream::Unix(stream) => Pin::new(stream).poll_shutdown(context),
         }
     }
 }

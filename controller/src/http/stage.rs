@@ -9,14 +9,14 @@ use tokio::{
     sync::mpsc,
 };
 
-use super::{Guard, Listener, Site, Sources, serve};
+use super::{AppState, DataSources, HttpGuard, HttpListener, serve};
 use crate::{
-    calls::{CallHub, Scout},
-    config::{HttpSection, Listen, ReportSection},
-    daemon::{Call, Door, EventLog},
-    history::{History, Limits},
+    call_trace::{CallSampler, CallTraceHub},
+    config::{HttpSection, ListenAddress, ReportSection},
+    daemon::{Command, ControllerHandle, EventLog},
+    history::{NodeHistory, StoreLimits},
     metrics::Metrics,
-    observe::{Hub, Observer},
+    observe::{ViewHub, ViewObserver},
 };
 
 /// The key of its one container.
@@ -27,8 +27,8 @@ pub struct Running {
     folder: tempfile::TempDir,
     pub events: Arc<EventLog>,
     pub metrics: Arc<Metrics>,
-    pub calls: Arc<CallHub>,
-    pub site: Arc<Site>,
+    pub calls: Arc<CallTraceHub>,
+    pub site: Arc<AppState>,
 }
 
 /// A site whose node has one container; it offloads, and does not restore.
@@ -44,14 +44,14 @@ pub fn run(may_act: bool, token: Option<&str>) -> Running {
 
 /// The same, behind the guard of a configuration.
 pub fn run_behind(folder: tempfile::TempDir, may_act: bool, http: &HttpSection) -> Running {
-    let guard = Guard::new(http).unwrap();
+    let guard = HttpGuard::new(http).unwrap();
     let (calls, mut asked) = mpsc::channel(64);
     tokio::spawn(async move {
         while let Some(call) = asked.recv().await {
             match call {
-                Call::List(answer) => drop(answer.send(list())),
-                Call::Sights(_, answer) => drop(answer.send(Vec::new())),
-                Call::Act(_, request, answer) => {
+                Command::List(answer) => drop(answer.send(list())),
+                Command::Sights(_, answer) => drop(answer.send(Vec::new())),
+                Command::Act(_, request, answer) => {
                     let done = request == crate::core::Request::Offload;
                     drop(answer.send(ActionResponse {
                         done,
@@ -59,32 +59,33 @@ pub fn run_behind(folder: tempfile::TempDir, may_act: bool, http: &HttpSection) 
                         ..ActionResponse::default()
                     }));
                 }
-                Call::Pin(_, pinned, who, answer) => {
+                Command::Pin(_, pinned, who, answer) => {
                     let state = format!("{pinned} {}", !who.is_empty());
                     let done = true;
                     drop(answer.send(ActionResponse { done, state, ..ActionResponse::default() }));
                 }
-                Call::AutoOffload(on, _, answer) => drop(answer.send(Ok(on))),
+                Command::AutoOffload(on, _, answer) => drop(answer.send(Ok(on))),
                 _ => {}
             }
         }
     });
     let events = Arc::new(EventLog::default());
-    let door = Door::new(calls, Arc::clone(&events));
-    let (hub, metrics) = (Arc::new(Hub::default()), Arc::new(Metrics::new(1)));
-    let observer = Observer::new(door.clone(), Arc::clone(&hub), Arc::clone(&metrics), None);
+    let door = ControllerHandle::new(calls, Arc::clone(&events));
+    let (hub, metrics) = (Arc::new(ViewHub::default()), Arc::new(Metrics::new(1)));
+    let observer = ViewObserver::new(door.clone(), Arc::clone(&hub), Arc::clone(&metrics), None);
     tokio::spawn(observer.run());
     let prices = ReportSection::default();
-    let calls = Arc::new(CallHub::default());
-    tokio::spawn(Scout::new(door.clone(), Arc::clone(&calls)).run());
-    let limits = Limits { keep_ms: 3_600_000, max_bytes: 1 << 20 };
-    let history = History::open(&folder.path().join("state"), limits).unwrap();
+    let calls = Arc::new(CallTraceHub::default());
+    tokio::spawn(CallSampler::new(door.clone(), Arc::clone(&calls)).run());
+    let limits = StoreLimits { keep_ms: 3_600_000, max_bytes: 1 << 20 };
+    let history = NodeHistory::open(&folder.path().join("state"), limits).unwrap();
     let history = Some(Arc::new(history));
     let sources =
-        Sources { hub, calls: Arc::clone(&calls), metrics: Arc::clone(&metrics), history };
-    let site = Arc::new(Site::new(door, sources, guard, prices, may_act));
-    let (bound, _) = Listener::bind(&Listen::Unix(folder.path().join("s"))).unwrap().unwrap();
-    tokio::spawn(serve(Listener::new(bound, None).unwrap(), Arc::clone(&site)));
+        DataSources { hub, calls: Arc::clone(&calls), metrics: Arc::clone(&metrics), history };
+    let site = Arc::new(AppState::new(door, sources, guard, prices, may_act));
+    let (bound, _) =
+        HttpListener::bind(&ListenAddress::Unix(folder.path().join("s"))).unwrap().unwrap();
+    tokio::spawn(serve(HttpListener::new(bound, None).unwrap(), Arc::clone(&site)));
     Running { folder, events, metrics, calls, site }
 }
 
@@ -132,7 +133,7 @@ impl Running {
 
     /// What is counted.
     pub fn metrics_text(&self) -> String {
-        self.metrics.text(&crate::schema::Node::default(), &Hub::default(), 0).unwrap()
+        self.metrics.text(&crate::schema::Node::default(), &ViewHub::default(), 0).unwrap()
     }
 
     /// Opens a stream.

@@ -22,11 +22,11 @@ use hyper::body::{Body, Frame};
 use tokio::sync::{OwnedSemaphorePermit, broadcast::error::RecvError, mpsc};
 
 use super::{
-    Site,
-    guard::{Admitted, Refusal},
+    AppState,
+    guard::{Denied, Principal},
 };
 use crate::{
-    observe::{Message, Watch},
+    observe::{ViewMessage, ViewWatch},
     schema,
 };
 
@@ -35,23 +35,23 @@ const QUIET: Duration = Duration::from_secs(15);
 /// Messages between this task and the connection.
 const PIPE: usize = 8;
 /// A client that takes none of them for so long is let go.
-const PATIENCE: Duration = Duration::from_secs(20);
+const WRITE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// What a stream lasts for: its place among the streams, and the right to it.
 #[derive(Debug)]
-pub struct Hold {
+pub struct StreamGuard {
     /// One of the few places.
     pub permit: OwnedSemaphorePermit,
     /// Who has it.
-    pub admitted: Option<Admitted>,
+    pub admitted: Option<Principal>,
 }
 
-impl Hold {
+impl StreamGuard {
     /// Begins to write a stream, which ends when its client goes, takes nothing, or may no
     /// longer have it.
     pub fn spawn(
         self,
-        site: Arc<Site>,
+        site: Arc<AppState>,
         written: impl Future<Output = Option<()>> + Send + 'static,
     ) {
         tokio::spawn(async move {
@@ -65,7 +65,7 @@ impl Hold {
                 // None: the client went away, or took nothing.
                 _ = written => {}
                 refusal = ended => {
-                    let Refusal { why, detail, .. } = refusal;
+                    let Denied { why, detail, .. } = refusal;
                     site.note(format!("a stream ends: {}", if detail.is_empty() { why } else { detail }));
                 }
             }
@@ -80,18 +80,18 @@ pub struct StreamBody(mpsc::Receiver<Bytes>);
 
 /// The writing end of a stream.
 #[derive(Debug)]
-pub struct Pipe(mpsc::Sender<Bytes>);
+pub struct EventPipe(mpsc::Sender<Bytes>);
 
 /// Both ends of a stream.
-pub fn pipe() -> (Pipe, StreamBody) {
+pub fn pipe() -> (EventPipe, StreamBody) {
     let (pipe, body) = mpsc::channel(PIPE);
-    (Pipe(pipe), StreamBody(body))
+    (EventPipe(pipe), StreamBody(body))
 }
 
-impl Pipe {
+impl EventPipe {
     /// Sends text; nothing when the client is gone or takes nothing.
     pub async fn send(&self, text: String) -> Option<()> {
-        tokio::time::timeout(PATIENCE, self.0.send(text.into())).await.ok()?.ok()
+        tokio::time::timeout(WRITE_TIMEOUT, self.0.send(text.into())).await.ok()?.ok()
     }
 }
 
@@ -109,17 +109,22 @@ impl Body for StreamBody {
 
 /// What a client asked for.
 #[derive(Clone, Copy, Debug)]
-pub struct Wish {
+pub struct StreamQuery {
     /// The last event that it has.
     pub after: u64,
     /// Whether it wants the node as well.
     pub node: bool,
 }
 
-impl Wish {
+impl StreamQuery {
     /// From the header `Last-Event-ID`, for a controller that started then.
     #[must_use]
-    pub fn new(last_id: Option<&str>, started_unix_ms: i64, newest: u64, node: bool) -> Wish {
+    pub fn new(
+        last_id: Option<&str>,
+        started_unix_ms: i64,
+        newest: u64,
+        node: bool,
+    ) -> StreamQuery {
         let known = last_id.and_then(|id| {
             let (start, number) = id.split_once('-')?;
             (start.parse() == Ok(started_unix_ms)).then_some(number.parse().ok()?)
@@ -131,28 +136,38 @@ impl Wish {
             (None, Some(_)) => 0,
             (None, None) => newest.saturating_sub(if node { 100 } else { 0 }),
         };
-        Wish { after, node }
+        StreamQuery { after, node }
     }
 }
 
 /// Begins a stream.
-pub fn begin(site: &Arc<Site>, wish: Wish, started_unix_ms: i64, hold: Hold) -> StreamBody {
+pub fn begin(
+    site: &Arc<AppState>,
+    wish: StreamQuery,
+    started_unix_ms: i64,
+    hold: StreamGuard,
+) -> StreamBody {
     let (pipe, body) = pipe();
-    let writer =
-        Writer { site: Arc::clone(site), pipe, started_unix_ms, last: wish.after, node: wish.node };
+    let writer = EventWriter {
+        site: Arc::clone(site),
+        pipe,
+        started_unix_ms,
+        last: wish.after,
+        node: wish.node,
+    };
     hold.spawn(Arc::clone(site), writer.run());
     body
 }
 
-struct Writer {
-    site: Arc<Site>,
-    pipe: Pipe,
+struct EventWriter {
+    site: Arc<AppState>,
+    pipe: EventPipe,
     started_unix_ms: i64,
     last: u64,
     node: bool,
 }
 
-impl Writer {
+impl EventWriter {
     async fn run(mut self) -> Option<()> {
         let mut watch = self.site.hub.watch();
         self.send("retry: 1000\n\n".into()).await?;
@@ -174,18 +189,18 @@ impl Writer {
             };
             match message {
                 // Was among those that were caught up with.
-                Message::Event(number, _) if number <= self.last => {}
-                Message::Event(number, json) => self.event(number, &json).await?,
-                Message::Change(json) if self.node => {
+                ViewMessage::Event(number, _) if number <= self.last => {}
+                ViewMessage::Event(number, json) => self.event(number, &json).await?,
+                ViewMessage::Change(json) if self.node => {
                     self.send(format!("event: change\ndata: {json}\n\n")).await?
                 }
-                Message::Change(_) => {}
+                ViewMessage::Change(_) => {}
             }
         }
     }
 
     /// The node as it is, then every event that the client does not have.
-    async fn catch_up(&mut self, watch: &Watch) -> Option<()> {
+    async fn catch_up(&mut self, watch: &ViewWatch) -> Option<()> {
         if self.node {
             let json = serde_json::to_string(&*watch.present).ok()?;
             self.send(format!("event: node\ndata: {json}\n\n")).await?;
@@ -219,10 +234,10 @@ mod tests {
 
     #[test]
     fn a_client_goes_on_where_it_was_or_gets_all_that_a_new_controller_knows() {
-        assert_eq!(Wish::new(Some("77-5"), 77, 9, false).after, 5);
-        assert_eq!(Wish::new(Some("66-5"), 77, 9, false).after, 0);
-        assert_eq!(Wish::new(Some("rubbish"), 77, 9, false).after, 0);
-        assert_eq!(Wish::new(None, 77, 900, false).after, 900);
-        assert_eq!(Wish::new(None, 77, 900, true).after, 800);
+        assert_eq!(StreamQuery::new(Some("77-5"), 77, 9, false).after, 5);
+        assert_eq!(StreamQuery::new(Some("66-5"), 77, 9, false).after, 0);
+        assert_eq!(StreamQuery::new(Some("rubbish"), 77, 9, false).after, 0);
+        assert_eq!(StreamQuery::new(None, 77, 900, false).after, 900);
+        assert_eq!(StreamQuery::new(None, 77, 900, true).after, 800);
     }
 }

@@ -37,18 +37,18 @@ pub enum TlsError {
 
 /// A certificate and its key, in files.
 #[derive(Clone, Debug)]
-pub struct Papers {
+pub struct TlsIdentity {
     cert_file: PathBuf,
     key_file: PathBuf,
 }
 
-impl Papers {
+impl TlsIdentity {
     /// Papers that can be used now.
     ///
     /// # Errors
     /// [`TlsError`].
-    pub fn new(cert_file: &str, key_file: &str) -> Result<Papers, TlsError> {
-        let papers = Papers { cert_file: cert_file.into(), key_file: key_file.into() };
+    pub fn new(cert_file: &str, key_file: &str) -> Result<TlsIdentity, TlsError> {
+        let papers = TlsIdentity { cert_file: cert_file.into(), key_file: key_file.into() };
         papers.read()?;
         Ok(papers)
     }
@@ -95,8 +95,8 @@ mod tests {
 
     use super::*;
     use crate::{
-        config::{HttpSection, Listen},
-        http::{Listener, review::fake, serve, stage::run_behind},
+        config::{HttpSection, ListenAddress},
+        http::{HttpListener, review::fake, serve, stage::run_behind},
     };
 
     async fn ask(address: &str, ca: &std::path::Path) -> io::Result<String> {
@@ -124,9 +124,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let papers = fake::papers(folder.path());
         let site = run_behind(tempfile::tempdir().unwrap(), true, &HttpSection::default()).site;
-        let listen = Listen::Tcp("127.0.0.1:0".parse().unwrap());
-        let (bound, place) = Listener::bind(&listen).unwrap().unwrap();
-        tokio::spawn(serve(Listener::new(bound, Some(papers)).unwrap(), site));
+        let listen = ListenAddress::Tcp("127.0.0.1:0".parse().unwrap());
+        let (bound, place) = HttpListener::bind(&listen).unwrap().unwrap();
+        tokio::spawn(serve(HttpListener::new(bound, Some(papers)).unwrap(), site));
         let address = place.trim_start_matches("http://");
         let ca = folder.path().join("ca.crt");
         let old = std::fs::read(&ca).unwrap();
@@ -149,7 +149,7 @@ mod tests {
         fake::papers(folder.path());
         let file = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
         let fail = |cert: &str, key: &str| {
-            crate::report::chain(&Papers::new(&file(cert), &file(key)).unwrap_err())
+            crate::error_chain::chain(&TlsIdentity::new(&file(cert), &file(key)).unwrap_err())
         };
         assert!(fail("missing", "server.key").contains("http.tls_cert_file"));
         assert!(fail("server.crt", "ca.crt").contains("http.tls_key_file"));

@@ -9,7 +9,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 use toml::Table;
 
-use super::{block, files, target::Target};
+use super::{block, files, target::InstallTarget};
 
 /// What a template of k3s and rke2 begins with that adds to theirs.
 const BASE: &str = "{{ template \"base\" . }}";
@@ -17,7 +17,7 @@ const BASE: &str = "{{ template \"base\" . }}";
 /// What was added, and to which file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Added {
+pub struct AddedBlock {
     /// The file.
     pub path: PathBuf,
     /// Name of the handler.
@@ -30,9 +30,9 @@ pub struct Added {
 
 /// A file as it is and as it shall be.
 #[derive(Debug)]
-pub struct Edit {
+pub struct ConfigEdit {
     /// What is added, or taken out.
-    pub added: Added,
+    pub added: AddedBlock,
     before: Option<String>,
     after: Option<String>,
     adds: bool,
@@ -74,39 +74,39 @@ pub enum EditError {
     },
 }
 
-impl Edit {
+impl ConfigEdit {
     /// Adds a handler, the file `shim`. `root` is what containerd's own file says, `dump` its whole
     /// configuration.
     pub fn plan(
-        target: &Target,
+        target: &InstallTarget,
         root: &Table,
         dump: &Table,
         name: &str,
         shim: &Path,
-    ) -> Result<Edit, EditError> {
+    ) -> Result<ConfigEdit, EditError> {
         let path = target.path();
         let before = read(path)?;
         let version = |table: &Table| table.get("version").and_then(toml::Value::as_integer);
         // A file without a version is of the first one; where there is none, containerd says.
         let version = match (target, &before) {
-            (Target::Root(_), None) => version(dump).unwrap_or(2),
+            (InstallTarget::Root(_), None) => version(dump).unwrap_or(2),
             _ => version(root).unwrap_or(1),
         };
         let mut text = block::text(dump, root, version, name, shim)?;
         match (target, &before) {
-            (Target::Template(_), None) => text = format!("{BASE}\n\n{text}"),
+            (InstallTarget::Template(_), None) => text = format!("{BASE}\n\n{text}"),
             (_, None) => text = format!("version = {version}\n\n{text}"),
             (_, Some(before)) if before.ends_with('\n') => text.insert(0, '\n'),
             (_, Some(_)) => text.insert_str(0, "\n\n"),
         }
         let after = format!("{}{text}", before.as_deref().unwrap_or_default());
         let (path, runtime_name) = (path.to_owned(), name.to_owned());
-        let added = Added { path, runtime_name, text, created: before.is_none() };
-        Ok(Edit { added, before, after: Some(after), adds: true })
+        let added = AddedBlock { path, runtime_name, text, created: before.is_none() };
+        Ok(ConfigEdit { added, before, after: Some(after), adds: true })
     }
 
     /// Takes out what was added; `None` when the handler is not there.
-    pub fn removal(added: &Added) -> Result<Option<Edit>, EditError> {
+    pub fn removal(added: &AddedBlock) -> Result<Option<ConfigEdit>, EditError> {
         let Some(before) = read(&added.path)? else { return Ok(None) };
         let Some((head, tail)) = before.split_once(&added.text) else {
             let named = match before.parse::<Table>() {
@@ -128,7 +128,7 @@ impl Edit {
         };
         let rest = format!("{head}{tail}");
         let after = (!(added.created && rest.is_empty())).then_some(rest);
-        Ok(Some(Edit { added: added.clone(), before: Some(before), after, adds: false }))
+        Ok(Some(ConfigEdit { added: added.clone(), before: Some(before), after, adds: false }))
     }
 
     /// What containerd's own file will say, which says `root` now and is made from the edited one.
@@ -180,7 +180,7 @@ fn read(path: &Path) -> Result<Option<String>, EditError> {
     }
 }
 
-impl fmt::Display for Edit {
+impl fmt::Display for ConfigEdit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (verb, sign) = match (self.adds, &self.before) {
             (true, None) => ("make", '+'),
@@ -200,10 +200,10 @@ mod tests {
     use super::*;
 
     /// As of a distribution's containerd.
-    fn plan(path: &Path, dump: &Table) -> Result<Edit, EditError> {
+    fn plan(path: &Path, dump: &Table) -> Result<ConfigEdit, EditError> {
         let root = read(path)?.unwrap_or_default().parse();
         let root = root.map_err(|source| EditError::Toml { path: path.to_owned(), source })?;
-        Edit::plan(&Target::Root(path.to_owned()), &root, dump, "affinode", path)
+        ConfigEdit::plan(&InstallTarget::Root(path.to_owned()), &root, dump, "affinode", path)
     }
 
     const DUMP: &str = "version = 3\n[plugins.\"io.containerd.cri.v1.runtime\".containerd]\n";
@@ -221,7 +221,7 @@ mod tests {
             let with: Table = fs::read_to_string(&path).unwrap().parse().unwrap();
             assert!(block::cri(&with).unwrap()["runtimes"].get("affinode").is_some());
             fs::write(&path, fs::read_to_string(&path).unwrap() + "# later\n").unwrap();
-            Edit::removal(&edit.added).unwrap().unwrap().make().unwrap();
+            ConfigEdit::removal(&edit.added).unwrap().unwrap().make().unwrap();
             assert_eq!(fs::read_to_string(&path).unwrap(), format!("{text}# later\n"));
             edit.undo().unwrap();
             assert_eq!(fs::read_to_string(&path).unwrap(), text);
@@ -238,22 +238,22 @@ mod tests {
         let text = fs::read_to_string(&path).unwrap();
         assert!(text.starts_with("version = 3\n"));
         fs::write(&path, text.replace("affinode.io/*", "*")).unwrap();
-        assert!(matches!(Edit::removal(&edit.added), Err(EditError::Changed { .. })));
+        assert!(matches!(ConfigEdit::removal(&edit.added), Err(EditError::Changed { .. })));
         fs::write(&path, text).unwrap();
-        Edit::removal(&edit.added).unwrap().unwrap().make().unwrap();
+        ConfigEdit::removal(&edit.added).unwrap().unwrap().make().unwrap();
         assert!(!path.exists());
-        assert!(Edit::removal(&edit.added).unwrap().is_none());
+        assert!(ConfigEdit::removal(&edit.added).unwrap().is_none());
         fs::write(&path, "version = ").unwrap();
-        assert!(matches!(Edit::removal(&edit.added), Err(EditError::Toml { .. })));
+        assert!(matches!(ConfigEdit::removal(&edit.added), Err(EditError::Toml { .. })));
     }
 
     /// Of k3s and rke2: what stands in it is for them.
     #[test]
     fn a_template_is_added_to_and_comes_back() {
         let folder = tempfile::tempdir().unwrap();
-        let target = Target::Template(folder.path().join("config-v3.toml.tmpl"));
+        let target = InstallTarget::Template(folder.path().join("config-v3.toml.tmpl"));
         let dump: Table = DUMP.parse().unwrap();
-        let edit = Edit::plan(&target, &dump, &dump, "affinode", folder.path()).unwrap();
+        let edit = ConfigEdit::plan(&target, &dump, &dump, "affinode", folder.path()).unwrap();
         edit.make().unwrap();
         let text = fs::read_to_string(target.path()).unwrap();
         assert!(text.starts_with(BASE), "{text}");
@@ -261,18 +261,18 @@ mod tests {
         let rendered = text.replace(BASE, DUMP);
         let with: Table = edit.preview(DUMP).parse().unwrap();
         assert_eq!(with, rendered.parse::<Table>().unwrap());
-        let removal = Edit::removal(&edit.added).unwrap().unwrap();
+        let removal = ConfigEdit::removal(&edit.added).unwrap().unwrap();
         let without: Table = removal.preview(&rendered).parse().unwrap();
         assert_eq!(without, DUMP.parse::<Table>().unwrap());
         removal.make().unwrap();
         assert!(!target.path().exists());
         fs::write(target.path(), "{{ template \"base\" . }}\n# ours").unwrap();
-        let edit = Edit::plan(&target, &dump, &dump, "affinode", folder.path()).unwrap();
+        let edit = ConfigEdit::plan(&target, &dump, &dump, "affinode", folder.path()).unwrap();
         edit.make().unwrap();
         let text = fs::read_to_string(target.path()).unwrap();
         fs::write(target.path(), text.replace("affinode.io/*", "*")).unwrap();
-        assert!(matches!(Edit::removal(&edit.added), Err(EditError::Changed { .. })));
+        assert!(matches!(ConfigEdit::removal(&edit.added), Err(EditError::Changed { .. })));
         edit.undo().unwrap();
-        assert!(Edit::removal(&edit.added).unwrap().is_none());
+        assert!(ConfigEdit::removal(&edit.added).unwrap().is_none());
     }
 }

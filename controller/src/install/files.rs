@@ -18,7 +18,7 @@ const COMMAND: &str = "affinode";
 
 /// What is to be installed, read whole: it may lie where the node's own files cannot be seen.
 #[derive(Clone)]
-pub struct Source {
+pub struct SourceFile {
     command: Arc<[u8]>,
     shim: Arc<[u8]>,
     library: Arc<[u8]>,
@@ -56,12 +56,12 @@ pub enum FileError {
     },
 }
 
-impl Source {
+impl SourceFile {
     /// In `bin` and `lib` of this folder, or in `folder` itself.
     ///
     /// # Errors
     /// [`FileError`]: a file is missing, or is no library that loads.
-    pub fn of(folder: &Path) -> Result<Source, FileError> {
+    pub fn of(folder: &Path) -> Result<SourceFile, FileError> {
         let places = [
             folder.to_owned(),
             folder.join("bin"),
@@ -75,7 +75,7 @@ impl Source {
         let path = find(paths::LIB_FILE)?;
         let library = read(&path)?;
         library::loadable(&library).map_err(|why| FileError::Library { path, why })?;
-        Ok(Source {
+        Ok(SourceFile {
             command: read(&find(COMMAND)?)?.into(),
             shim: read(&find(SHIM)?)?.into(),
             library: library.into(),
@@ -96,14 +96,14 @@ impl Source {
 }
 
 /// A file that is not there yet, or is another one.
-pub struct Change {
+pub struct FileChange {
     content: Arc<[u8]>,
     to: PathBuf,
     mode: u32,
     replaces: bool,
 }
 
-impl Change {
+impl FileChange {
     /// Where it goes.
     pub fn to(&self) -> &Path {
         &self.to
@@ -124,7 +124,7 @@ impl Change {
     }
 }
 
-impl fmt::Display for Change {
+impl fmt::Display for FileChange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let verb = if self.replaces { "replace" } else { "copy" };
         write!(f, "{verb} {}", self.to.display())
@@ -132,12 +132,12 @@ impl fmt::Display for Change {
 }
 
 /// What differs from what is there.
-pub fn plan(source: &Source, prefix: &Path) -> Vec<Change> {
+pub fn plan(source: &SourceFile, prefix: &Path) -> Vec<FileChange> {
     let mut changes = Vec::new();
     for (content, to, mode) in source.places(prefix) {
         let there = fs::read(&to).ok();
         if there.as_deref() != Some(&*content) {
-            changes.push(Change { content, to, mode, replaces: there.is_some() });
+            changes.push(FileChange { content, to, mode, replaces: there.is_some() });
         }
     }
     changes

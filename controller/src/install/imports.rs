@@ -10,11 +10,11 @@ use std::{
 use toml::{Table, Value};
 
 /// Nobody has so many; a ring of them ends by itself.
-const MOST: usize = 1_000;
+const MAX_FILES: usize = 1_000;
 
 /// What is read.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Imports {
+pub struct ConfigImports {
     /// Each file after those whose place it takes, the first being containerd's own.
     pub files: Vec<PathBuf>,
     /// The first file that is named and not there, and the one that names it.
@@ -22,10 +22,10 @@ pub struct Imports {
 }
 
 /// Follows the imports of a file.
-pub fn of(root: &Path) -> Imports {
-    let mut found = Imports::default();
+pub fn of(root: &Path) -> ConfigImports {
+    let mut found = ConfigImports::default();
     let mut left = VecDeque::from([root.to_owned()]);
-    while let Some(file) = left.pop_front().filter(|_| found.files.len() < MOST) {
+    while let Some(file) = left.pop_front().filter(|_| found.files.len() < MAX_FILES) {
         if found.files.contains(&file) {
             continue;
         }

@@ -22,16 +22,16 @@ use super::{
 const FILE: &str = "install.lock";
 
 /// The lock of a folder of records.
-pub struct Lock {
+pub struct InstallLock {
     folder: PathBuf,
     /// Folders that were made for it, the outermost first.
     pub made: Vec<PathBuf>,
     _held: Flock<File>,
 }
 
-impl Lock {
+impl InstallLock {
     /// Takes it.
-    pub fn take(folder: &Path) -> Result<Lock, InstallError> {
+    pub fn take(folder: &Path) -> Result<InstallLock, InstallError> {
         let made = files::missing_folders(folder);
         let path = folder.join(FILE);
         let failed = |source| FileError::Io { action: "open", path: path.clone(), source };
@@ -45,13 +45,13 @@ impl Lock {
             // The one before may have removed the file that was opened.
             let inode = |data: fs::Metadata| (data.dev(), data.ino());
             if fs::metadata(&path).ok().map(inode) == held.metadata().ok().map(inode) {
-                return Ok(Lock { folder: folder.to_owned(), made, _held: held });
+                return Ok(InstallLock { folder: folder.to_owned(), made, _held: held });
             }
         }
     }
 }
 
-impl Drop for Lock {
+impl Drop for InstallLock {
     fn drop(&mut self) {
         if record::exists(&self.folder) {
             return;
@@ -76,15 +76,15 @@ mod tests {
     fn one_holds_it_and_nothing_is_left_of_it() {
         let root = tempfile::tempdir().unwrap();
         let folder = root.path().join("lib/affinode");
-        let held = Lock::take(&folder).unwrap();
-        assert!(matches!(Lock::take(&folder), Err(InstallError::Busy)));
+        let held = InstallLock::take(&folder).unwrap();
+        assert!(matches!(InstallLock::take(&folder), Err(InstallError::Busy)));
         assert!(folder.join(FILE).exists(), "who was refused must not remove it");
         drop(held);
         assert!(!root.path().join("lib").exists());
         // With a record it stays, and so does what was there before.
         fs::create_dir_all(&folder).unwrap();
         fs::write(folder.join("other"), "").unwrap();
-        drop(Lock::take(&folder).unwrap());
+        drop(InstallLock::take(&folder).unwrap());
         assert!(folder.join("other").exists() && !folder.join(FILE).exists());
     }
 }

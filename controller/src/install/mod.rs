@@ -12,11 +12,11 @@
 //! that fails leaves nothing behind.
 
 mod block;
+mod containerd;
 mod edit;
 mod files;
 mod imports;
 mod lock;
-mod node;
 mod record;
 mod status;
 mod target;
@@ -27,13 +27,16 @@ use std::{
 };
 
 pub use block::BlockError;
+pub use containerd::{NodeError, RestartRequest};
 pub use edit::EditError;
-pub use files::{FileError, Source};
-pub use node::{NodeError, Restart};
+pub use files::{FileError, SourceFile};
 pub use record::RecordError;
-pub use status::{FileState, HandlerState, Status, status};
+pub use status::{FileState, HandlerState, InstallStatus, status};
 
-use self::{edit::Edit, files::Change, lock::Lock, node::Node, record::Record};
+use self::{
+    containerd::ContainerdNode, edit::ConfigEdit, files::FileChange, lock::InstallLock,
+    record::InstallRecord,
+};
 use crate::{doctor::programs::SHIM, inventory::process};
 
 /// Below the folder of the record: what containerd's file would be, for containerd to read.
@@ -41,7 +44,7 @@ const SCRATCH: &str = "containerd-check.toml";
 
 /// What to do, and where.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct InstallOptions {
     /// containerd's socket; where it was at the installation, or where distributions put it, when
     /// `None`.
     pub containerd: Option<PathBuf>,
@@ -52,17 +55,17 @@ pub struct Options {
     /// Name of the handler.
     pub runtime_name: String,
     /// How containerd takes note.
-    pub restart: Restart,
+    pub restart: RestartRequest,
     /// How long an uninstallation waits for running containers to end.
     pub drain: Duration,
     /// Only say what would be done.
     pub dry_run: bool,
 }
 
-impl Options {
+impl InstallOptions {
     /// The socket that was named, or that of the containerd that the installation is for: while it
     /// does not answer, another one of the machine is not the one.
-    fn socket<'a>(&'a self, record: Option<&'a Record>) -> Option<&'a Path> {
+    fn socket<'a>(&'a self, record: Option<&'a InstallRecord>) -> Option<&'a Path> {
         self.containerd.as_deref().or_else(|| record?.containerd.as_deref())
     }
 }
@@ -159,14 +162,14 @@ pub fn enter(root: &Path) -> Result<(), InstallError> {
 ///
 /// # Errors
 /// [`InstallError`]; containerd's configuration is as it was then.
-pub fn install(options: &Options, source: &Source) -> Result<Steps, InstallError> {
+pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, InstallError> {
     let name = &options.runtime_name;
     if name.is_empty() || !name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_".contains(&b)) {
         return Err(InstallError::Name(name.clone()));
     }
     let mut lock = lock(options)?;
-    let older = Record::read(&options.state_dir)?;
-    let node = Node::find(options.socket(older.as_ref()))?;
+    let older = InstallRecord::read(&options.state_dir)?;
+    let node = ContainerdNode::find(options.socket(older.as_ref()))?;
     if lock.is_some() {
         heal(options, older.as_ref(), &node)?;
     }
@@ -178,15 +181,15 @@ pub fn install(options: &Options, source: &Source) -> Result<Steps, InstallError
         None => {
             let shim = options.prefix.join("bin").join(SHIM);
             let target = node.target();
-            (Some(Edit::plan(&target, &node.own(&target), &before, name, &shim)?), true)
+            (Some(ConfigEdit::plan(&target, &node.own(&target), &before, name, &shim)?), true)
         }
     };
     let changes = files::plan(source, &options.prefix);
     let replaces_shim =
         changes.iter().any(|change| change.replaces() && change.to().ends_with(SHIM));
-    let controllers = node::old_controllers(&options.prefix, replaces_shim);
-    let mut steps: Steps = changes.iter().map(Change::to_string).collect();
-    steps.extend(edit.iter().map(Edit::to_string));
+    let controllers = containerd::old_controllers(&options.prefix, replaces_shim);
+    let mut steps: Steps = changes.iter().map(FileChange::to_string).collect();
+    steps.extend(edit.iter().map(ConfigEdit::to_string));
     if restarts {
         steps.push(restart.to_string());
     }
@@ -197,18 +200,18 @@ pub fn install(options: &Options, source: &Source) -> Result<Steps, InstallError
         )
     }));
     let Some(lock) = lock.as_mut().filter(|_| !steps.is_empty()) else { return Ok(steps) };
-    let fresh = older.is_none() && !changes.iter().any(Change::replaces);
+    let fresh = older.is_none() && !changes.iter().any(FileChange::replaces);
     let targets = edit.iter().map(|edit| edit.added.path.as_path());
-    for folder in changes.iter().map(Change::to).chain(targets).filter_map(Path::parent) {
+    for folder in changes.iter().map(FileChange::to).chain(targets).filter_map(Path::parent) {
         let made = files::missing_folders(folder);
         lock.made.extend(
             made.into_iter().filter(|folder| !lock.made.contains(folder)).collect::<Vec<_>>(),
         );
     }
-    let mut record = Record::of(&options.prefix, source, older, edit.as_ref(), &lock.made);
+    let mut record = InstallRecord::of(&options.prefix, source, older, edit.as_ref(), &lock.made);
     record.containerd = Some(node.socket().to_owned());
     record.write(&options.state_dir)?;
-    let change = Effect { node: &node, before: &before, restart: &restart, options };
+    let change = InstallEffect { node: &node, before: &before, restart: &restart, options };
     let made = put(&change, &changes, edit.as_ref(), restarts);
     if made.is_err() && fresh {
         // Nothing of ours was there before, and nothing is now.
@@ -231,36 +234,41 @@ pub fn install(options: &Options, source: &Source) -> Result<Steps, InstallError
 /// What an installer left that was killed at its work: files half written; a handler that
 /// containerd may not have been restarted with, and that nobody has compared. And a handler in a
 /// file whose place another has taken since.
-fn heal(options: &Options, older: Option<&Record>, node: &Node) -> Result<(), InstallError> {
+fn heal(
+    options: &InstallOptions,
+    older: Option<&InstallRecord>,
+    node: &ContainerdNode,
+) -> Result<(), InstallError> {
     tidy(options, older)?;
     files::tidy(node.target().path())?;
     let stale = older.filter(|older| !older.settled || !node.has_block(older));
     match stale.and_then(|older| older.block.as_ref()) {
-        Some(added) => Edit::removal(added)?.map_or(Ok(()), |edit| Ok(edit.make()?)),
+        Some(added) => ConfigEdit::removal(added)?.map_or(Ok(()), |edit| Ok(edit.make()?)),
         None => Ok(()),
     }
 }
 
-fn tidy(options: &Options, record: Option<&Record>) -> Result<(), FileError> {
-    let listed = record.into_iter().flat_map(Record::listed).map(|(path, _)| path.to_owned());
+fn tidy(options: &InstallOptions, record: Option<&InstallRecord>) -> Result<(), FileError> {
+    let listed =
+        record.into_iter().flat_map(InstallRecord::listed).map(|(path, _)| path.to_owned());
     let added = record.and_then(|record| record.block.as_ref()).map(|added| added.path.clone());
     files::remove_left(&options.state_dir.join(SCRATCH))?;
-    let own = Record::file(&options.state_dir);
+    let own = InstallRecord::file(&options.state_dir);
     listed.chain(added).chain([own]).try_for_each(|path| files::tidy(&path))
 }
 
 /// What a change of the configuration is carried out and judged by.
-struct Effect<'a> {
-    node: &'a Node,
+struct InstallEffect<'a> {
+    node: &'a ContainerdNode,
     before: &'a toml::Table,
-    restart: &'a Restart,
-    options: &'a Options,
+    restart: &'a RestartRequest,
+    options: &'a InstallOptions,
 }
 
 fn put(
-    effect: &Effect<'_>,
-    changes: &[Change],
-    edit: Option<&Edit>,
+    effect: &InstallEffect<'_>,
+    changes: &[FileChange],
+    edit: Option<&ConfigEdit>,
     restarts: bool,
 ) -> Result<(), InstallError> {
     let name = Some(effect.options.runtime_name.as_str());
@@ -274,9 +282,9 @@ fn put(
     }
 }
 
-impl Effect<'_> {
+impl InstallEffect<'_> {
     /// Edits the file, or leaves it as it was.
-    fn edit(&self, edit: &Edit, ours: Option<&str>) -> Result<(), InstallError> {
+    fn edit(&self, edit: &ConfigEdit, ours: Option<&str>) -> Result<(), InstallError> {
         edit.make()?;
         if let Err(error) = self.settle(edit, ours) {
             edit.undo()?;
@@ -286,7 +294,7 @@ impl Effect<'_> {
     }
 
     /// The file has changed: what containerd makes of it, and whether it comes back with it.
-    fn settle(&self, edit: &Edit, ours: Option<&str>) -> Result<(), NodeError> {
+    fn settle(&self, edit: &ConfigEdit, ours: Option<&str>) -> Result<(), NodeError> {
         let differing =
             |after| block::only_handler_differs(self.before, after, edit.runtime_name());
         let after = self.node.dump_after(edit, &self.options.state_dir.join(SCRATCH))?;
@@ -298,10 +306,10 @@ impl Effect<'_> {
         self.node.restart(self.restart, ours)?;
         // What is written at its start was only foreseen until now.
         match self.restart {
-            Restart::Systemd { .. } => {
+            RestartRequest::Systemd { .. } => {
                 differing(&self.node.again()?.dump()?).map_err(NodeError::Rendered)
             }
-            Restart::None => Ok(()),
+            RestartRequest::None => Ok(()),
         }
     }
 }
@@ -310,26 +318,26 @@ impl Effect<'_> {
 ///
 /// # Errors
 /// [`InstallError`].
-pub fn uninstall(options: &Options) -> Result<Steps, InstallError> {
+pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
     let mut lock = lock(options)?;
-    let Some(record) = Record::read(&options.state_dir)? else {
+    let Some(record) = InstallRecord::read(&options.state_dir)? else {
         if lock.is_some() {
             tidy(options, None)?;
         }
         return Err(InstallError::NotInstalled(options.state_dir.clone()));
     };
-    match node::drain(&options.prefix, options.drain) {
+    match containerd::drain(&options.prefix, options.drain) {
         (0, 0) => {}
         (0, jobs) => return Err(InstallError::Jobs(jobs)),
         (shims, _) => return Err(InstallError::InUse(shims)),
     }
     let edit = match &record.block {
-        Some(block) => Edit::removal(block)?,
+        Some(block) => ConfigEdit::removal(block)?,
         None => None,
     };
-    let node = Node::find(options.socket(Some(&record)));
+    let node = ContainerdNode::find(options.socket(Some(&record)));
     let restart = node.as_ref().map_or(options.restart.clone(), |node| node.way(&options.restart));
-    let mut steps: Steps = edit.iter().map(Edit::to_string).collect();
+    let mut steps: Steps = edit.iter().map(ConfigEdit::to_string).collect();
     if edit.is_some() {
         steps.push(restart.to_string());
     }
@@ -341,7 +349,7 @@ pub fn uninstall(options: &Options) -> Result<Steps, InstallError> {
     if let Some(edit) = edit {
         let node = node?;
         let before = node.dump()?;
-        let effect = Effect { node: &node, before: &before, restart: &restart, options };
+        let effect = InstallEffect { node: &node, before: &before, restart: &restart, options };
         effect.edit(&edit, None)?;
     }
     for path in &ours {
@@ -354,6 +362,6 @@ pub fn uninstall(options: &Options) -> Result<Steps, InstallError> {
 }
 
 /// Who only looks takes none.
-fn lock(options: &Options) -> Result<Option<Lock>, InstallError> {
-    if options.dry_run { Ok(None) } else { Lock::take(&options.state_dir).map(Some) }
+fn lock(options: &InstallOptions) -> Result<Option<InstallLock>, InstallError> {
+    if options.dry_run { Ok(None) } else { InstallLock::take(&options.state_dir).map(Some) }
 }

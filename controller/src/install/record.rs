@@ -8,8 +8,8 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::{
-    FileError, Source,
-    edit::{Added, Edit},
+    FileError, SourceFile,
+    edit::{AddedBlock, ConfigEdit},
     files,
 };
 
@@ -24,9 +24,9 @@ pub fn exists(folder: &Path) -> bool {
 /// What was put where.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Record {
+pub struct InstallRecord {
     version: u32,
-    files: Vec<Installed>,
+    files: Vec<InstalledFile>,
     /// Folders that were made for them, each after the one that it is in.
     #[serde(default)]
     pub folders: Vec<PathBuf>,
@@ -36,12 +36,12 @@ pub struct Record {
     #[serde(default)]
     pub containerd: Option<PathBuf>,
     /// What was added to containerd's configuration.
-    pub block: Option<Added>,
+    pub block: Option<AddedBlock>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Installed {
+struct InstalledFile {
     path: PathBuf,
     sha256: String,
 }
@@ -71,19 +71,19 @@ pub enum RecordError {
     },
 }
 
-impl Record {
+impl InstallRecord {
     /// What will be there when the installation is done. What an earlier one added to
     /// containerd's file stays recorded.
     pub fn of(
         prefix: &Path,
-        source: &Source,
-        older: Option<Record>,
-        edit: Option<&Edit>,
+        source: &SourceFile,
+        older: Option<InstallRecord>,
+        edit: Option<&ConfigEdit>,
         made: &[PathBuf],
-    ) -> Record {
+    ) -> InstallRecord {
         let mut files = Vec::new();
         for (content, path, _) in source.places(prefix) {
-            files.push(Installed { sha256: files::digest_of(&content), path });
+            files.push(InstalledFile { sha256: files::digest_of(&content), path });
         }
         let mut block = edit.map(|edit| edit.added.clone());
         let mut folders = made.to_vec();
@@ -91,17 +91,17 @@ impl Record {
         let settled = edit.is_none() && older.as_ref().is_some_and(|older| older.settled);
         let containerd = older.as_ref().and_then(|older| older.containerd.clone());
         if let Some(older) = older {
-            let elsewhere = |old: &Installed| files.iter().all(|file| file.path != old.path);
+            let elsewhere = |old: &InstalledFile| files.iter().all(|file| file.path != old.path);
             let (left, _): (Vec<_>, Vec<_>) = older.files.into_iter().partition(elsewhere);
             files.extend(left);
             block = block.or(older.block);
             folders.splice(..0, older.folders);
         }
-        Record { version: VERSION, files, folders, settled, containerd, block }
+        InstallRecord { version: VERSION, files, folders, settled, containerd, block }
     }
 
     /// Reads it; `None` where nothing is installed.
-    pub fn read(folder: &Path) -> Result<Option<Record>, RecordError> {
+    pub fn read(folder: &Path) -> Result<Option<InstallRecord>, RecordError> {
         let path = folder.join(FILE);
         let text = match fs::read(&path) {
             Ok(text) => text,

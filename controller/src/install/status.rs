@@ -4,11 +4,14 @@ use std::{fs, path::PathBuf, time::SystemTime};
 
 use serde::Serialize;
 
-use super::{InstallError, Options, files, node, node::Node, record::Record};
+use super::{
+    InstallError, InstallOptions, containerd, containerd::ContainerdNode, files,
+    record::InstallRecord,
+};
 
 /// An installation, looked at.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Status {
+pub struct InstallStatus {
     /// Each file that was installed.
     pub files: Vec<FileStatus>,
     /// The handler in containerd's configuration.
@@ -71,8 +74,8 @@ pub enum HandlerState {
 ///
 /// # Errors
 /// [`InstallError`] when record or files cannot be read.
-pub fn status(options: &Options) -> Result<Option<Status>, InstallError> {
-    let Some(record) = Record::read(&options.state_dir)? else { return Ok(None) };
+pub fn status(options: &InstallOptions) -> Result<Option<InstallStatus>, InstallError> {
+    let Some(record) = InstallRecord::read(&options.state_dir)? else { return Ok(None) };
     let mut seen = Vec::new();
     for (path, sha256) in record.listed() {
         let state = match path.exists() {
@@ -84,7 +87,7 @@ pub fn status(options: &Options) -> Result<Option<Status>, InstallError> {
     }
     let handler = record.block.as_ref().map(|added| {
         let text = fs::read_to_string(&added.path).unwrap_or_default();
-        let state = match Node::find(options.socket(Some(&record))) {
+        let state = match ContainerdNode::find(options.socket(Some(&record))) {
             _ if !text.contains(&added.text) => HandlerState::Changed,
             Err(_) => HandlerState::NoContainerd,
             Ok(node) if !node.has_block(&record) => HandlerState::NotRead,
@@ -96,8 +99,8 @@ pub fn status(options: &Options) -> Result<Option<Status>, InstallError> {
     });
     let served = handler.as_ref().is_some_and(|h| h.state == HandlerState::Served);
     let in_place = served && seen.iter().all(|file| file.state == FileState::InPlace);
-    let running_shims = node::running_shims(&options.prefix);
-    Ok(Some(Status { files: seen, handler, running_shims, in_place }))
+    let running_shims = containerd::running_shims(&options.prefix);
+    Ok(Some(InstallStatus { files: seen, handler, running_shims, in_place }))
 }
 
 fn written(path: &std::path::Path) -> SystemTime {

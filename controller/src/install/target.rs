@@ -29,7 +29,7 @@ const DROP_IN: &str = "affinode.toml";
 
 /// A file that containerd's configuration comes from.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Target {
+pub enum InstallTarget {
     /// The one that it was started with, or one that takes its place.
     Root(PathBuf),
     /// One that it imports.
@@ -38,35 +38,35 @@ pub enum Target {
     Template(PathBuf),
 }
 
-impl Target {
+impl InstallTarget {
     /// For a containerd with this file, which says `own`, and which has read these files.
-    pub fn of(file: &Path, own: &Table, imported: &[PathBuf]) -> Target {
+    pub fn of(file: &Path, own: &Table, imported: &[PathBuf]) -> InstallTarget {
         let folder = file.parent().unwrap_or(Path::new("/"));
         let version = own.get("version").and_then(Value::as_integer).unwrap_or(1);
         if !file.ends_with(RENDERED) {
             let covers =
                 |path: &&PathBuf| version == 2 && path.as_path() != file && says_of_cri(path);
             let last = imported.iter().rev().find(covers).map(PathBuf::as_path);
-            return Target::Root(last.unwrap_or(file).to_owned());
+            return InstallTarget::Root(last.unwrap_or(file).to_owned());
         }
         let drop_ins = folder.join(FOLDER_V3);
         let all = drop_ins.join("*.toml");
         let imports = own.get("imports").and_then(Value::as_array).into_iter().flatten();
         let mut imports = imports.filter_map(Value::as_str).map(|import| folder.join(import));
         if version >= 3 && imports.any(|import| import == all) {
-            return Target::DropIn(drop_ins.join(DROP_IN));
+            return InstallTarget::DropIn(drop_ins.join(DROP_IN));
         }
         let (newer, older) = (folder.join(TEMPLATE_V3), folder.join(TEMPLATE));
         // The older one is read where there is no newer one, whatever it is written in.
         let newest = version >= 3 && (newer.exists() || !older.exists());
-        Target::Template(if newest { newer } else { older })
+        InstallTarget::Template(if newest { newer } else { older })
     }
 
     /// Whether a handler in this file reaches a containerd with that one. A template of k3s and
     /// rke2 does also where they have learned to import a folder since; a file of the folder does
     /// no more where an older k3s, or somebody's template, imports none.
     pub fn is_read_by(path: &Path, file: &Path, own: &Table, imported: &[PathBuf]) -> bool {
-        if Target::of(file, own, imported).path() == path {
+        if InstallTarget::of(file, own, imported).path() == path {
             return true;
         }
         let folder = file.parent().unwrap_or(Path::new("/"));
@@ -80,7 +80,9 @@ impl Target {
     /// The file.
     pub fn path(&self) -> &Path {
         match self {
-            Target::Root(path) | Target::DropIn(path) | Target::Template(path) => path,
+            InstallTarget::Root(path)
+            | InstallTarget::DropIn(path)
+            | InstallTarget::Template(path) => path,
         }
     }
 }
@@ -95,8 +97,8 @@ fn says_of_cri(path: &Path) -> bool {
 mod tests {
     use super::*;
 
-    fn of(file: &Path, own: &str) -> Target {
-        Target::of(file, &own.parse().unwrap(), &[])
+    fn of(file: &Path, own: &str) -> InstallTarget {
+        InstallTarget::of(file, &own.parse().unwrap(), &[])
     }
 
     #[test]
@@ -112,11 +114,11 @@ mod tests {
         let imported = [root.clone(), first, second.clone(), other];
         let of = |version: i64| {
             let own = Table::from_iter([("version".to_owned(), version.into())]);
-            Target::of(&root, &own, &imported)
+            InstallTarget::of(&root, &own, &imported)
         };
-        assert_eq!(of(2), Target::Root(second));
+        assert_eq!(of(2), InstallTarget::Root(second));
         // From then on sections are merged.
-        assert_eq!(of(3), Target::Root(root.clone()));
+        assert_eq!(of(3), InstallTarget::Root(root.clone()));
     }
 
     #[test]
@@ -127,9 +129,9 @@ mod tests {
         let file = folder.join("config.toml");
         let import =
             format!("version = 3\nimports = [\"{}/*.toml\"]", folder.join(FOLDER_V3).display());
-        assert_eq!(of(&file, &import), Target::DropIn(folder.join(FOLDER_V3).join(DROP_IN)));
-        let newer = Target::Template(folder.join(TEMPLATE_V3));
-        let older = Target::Template(folder.join(TEMPLATE));
+        assert_eq!(of(&file, &import), InstallTarget::DropIn(folder.join(FOLDER_V3).join(DROP_IN)));
+        let newer = InstallTarget::Template(folder.join(TEMPLATE_V3));
+        let older = InstallTarget::Template(folder.join(TEMPLATE));
         assert_eq!(of(&file, "version = 3\nimports = [\"/etc/x/*.toml\"]"), newer);
         // There a file that is imported would take the place of all that CRI is told.
         assert_eq!(of(&file, &import.replace('3', "2")), older);
@@ -139,16 +141,16 @@ mod tests {
         fs::write(folder.join(TEMPLATE_V3), "").unwrap();
         assert_eq!(of(&file, "version = 3"), newer);
         let own = import.parse().unwrap();
-        let read = |path: &Path, own: &Table| Target::is_read_by(path, &file, own, &[]);
+        let read = |path: &Path, own: &Table| InstallTarget::is_read_by(path, &file, own, &[]);
         let (drop_in, newer) = (folder.join(FOLDER_V3).join(DROP_IN), folder.join(TEMPLATE_V3));
         let [importing, plain, old] =
             [import.as_str(), "version = 3", "version = 2"].map(|own| own.parse().unwrap());
         assert!(read(&drop_in, &importing) && !read(&drop_in, &plain));
         assert!(read(&newer, &importing) && read(&newer, &plain) && !read(&newer, &old));
         assert!(!read(&folder.join(TEMPLATE), &plain) && read(&folder.join(TEMPLATE), &old));
-        assert!(!Target::is_read_by(Path::new("/etc/x.toml"), &file, &own, &[]));
+        assert!(!InstallTarget::is_read_by(Path::new("/etc/x.toml"), &file, &own, &[]));
         let usual = Path::new("/etc/containerd/config.toml");
-        assert!(!Target::is_read_by(Path::new("/etc/containerd/x.toml"), usual, &own, &[]));
-        assert_eq!(of(usual, "version = 2"), Target::Root(usual.to_owned()));
+        assert!(!InstallTarget::is_read_by(Path::new("/etc/containerd/x.toml"), usual, &own, &[]));
+        assert_eq!(of(usual, "version = 2"), InstallTarget::Root(usual.to_owned()));
     }
 }

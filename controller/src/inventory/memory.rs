@@ -50,7 +50,7 @@ pub fn pools(
     for (pid, vram_bytes) in processes {
         let need = vram_bytes.saturating_add(rules.overhead_bytes);
         total = total.saturating_add(need);
-        let groups = Groups::of(*pid)
+        let groups = CgroupTree::of(*pid)
             .map_err(|e| (Reason::CgroupMemory, format!("cgroup of process {pid}: {e}")))?;
         if groups.is_frozen() || process::is_stopped(*pid) {
             return Err((Reason::Frozen, format!("process {pid}")));
@@ -78,7 +78,7 @@ pub fn pools(
 }
 
 /// Where a process is in the hierarchies that matter.
-struct Groups {
+struct CgroupTree {
     memory: Option<PathBuf>,
     memory_root: PathBuf,
     freezer_v1: Option<PathBuf>,
@@ -87,17 +87,17 @@ struct Groups {
     unified_root: PathBuf,
 }
 
-impl Groups {
-    fn of(pid: u32) -> io::Result<Groups> {
-        Ok(Groups::parse(&process::cgroups(pid)?, Path::new("/sys/fs/cgroup")))
+impl CgroupTree {
+    fn of(pid: u32) -> io::Result<CgroupTree> {
+        Ok(CgroupTree::parse(&process::cgroups(pid)?, Path::new("/sys/fs/cgroup")))
     }
 
     /// Lines are `id:controllers:path`; version 2 has id 0 and no controllers.
-    fn parse(text: &str, root: &Path) -> Groups {
+    fn parse(text: &str, root: &Path) -> CgroupTree {
         // Where both versions are mounted, version 2 is below.
         let hybrid = !root.join("cgroup.controllers").exists();
         let unified_root = if hybrid { root.join("unified") } else { root.to_owned() };
-        let mut groups = Groups {
+        let mut groups = CgroupTree {
             memory: None,
             memory_root: root.to_owned(),
             freezer_v1: None,
@@ -219,7 +219,7 @@ mod tests {
     #[test]
     fn version_1_and_2_lines_are_understood() {
         let v1 = "4:memory:/kubepods/pod1/abc\n8:freezer:/kubepods/pod1/abc\n0::/x\n";
-        let groups = Groups::parse(v1, Path::new("/nowhere"));
+        let groups = CgroupTree::parse(v1, Path::new("/nowhere"));
         let ancestors = groups.memory_ancestors();
         assert_eq!(ancestors[0], Path::new("/nowhere/memory/kubepods/pod1/abc"));
         assert_eq!(ancestors.last().unwrap(), Path::new("/nowhere/memory"));
@@ -227,7 +227,7 @@ mod tests {
 
         let root = tempfile::tempdir().unwrap();
         fs::write(root.path().join("cgroup.controllers"), "memory").unwrap();
-        let groups = Groups::parse("0::/kubepods/abc\n", root.path());
+        let groups = CgroupTree::parse("0::/kubepods/abc\n", root.path());
         assert_eq!(groups.memory_ancestors().len(), 3);
     }
 
@@ -242,9 +242,9 @@ mod tests {
             fs::create_dir_all(pod.join("abc")).unwrap();
             fs::write(pod.join("abc/cgroup.freeze"), "0\n").unwrap();
             fs::write(pod.join("cgroup.freeze"), "0\n").unwrap();
-            assert!(!Groups::parse(text, root.path()).is_frozen(), "{text}");
+            assert!(!CgroupTree::parse(text, root.path()).is_frozen(), "{text}");
             fs::write(pod.join("cgroup.freeze"), "1\n").unwrap();
-            assert!(Groups::parse(text, root.path()).is_frozen(), "{text}");
+            assert!(CgroupTree::parse(text, root.path()).is_frozen(), "{text}");
         }
     }
 

@@ -2,12 +2,12 @@
 //! ([`memory`]). One thread asks ([`Inventory`]), so that a slow driver never holds up
 //! the task that decides; another asks what runs on the devices ([`witness`]).
 
-pub mod busy;
 pub mod memory;
 pub mod network;
 pub mod nvml;
 pub mod process;
-pub mod witness;
+pub mod process_utilization;
+pub mod utilization;
 
 use std::sync::mpsc;
 
@@ -18,7 +18,7 @@ use memory::MemoryRules;
 
 /// A question.
 #[derive(Debug)]
-pub enum Question {
+pub enum InventoryQuery {
     /// Everything about every device.
     Gpus,
     /// Memory of every device, for a restore of this container; the number comes back.
@@ -29,14 +29,14 @@ pub enum Question {
         key: Key,
         /// Its processes, and what each has.
         processes: Vec<(u32, u64)>,
-        /// Everybody on a device who is managed, and vaults: they may share its cgroup.
+        /// Everybody on a device who is managed, and copiers: they may share its cgroup.
         known: Vec<u32>,
     },
 }
 
 /// An answer.
 #[derive(Debug)]
-pub enum Finding {
+pub enum InventoryResult {
     /// To [`Question::Gpus`].
     Gpus(Result<Vec<GpuSample>, String>),
     /// Who had work running on a device, by [`witness`].
@@ -50,7 +50,7 @@ pub enum Finding {
 /// The thread that asks.
 #[derive(Debug)]
 pub struct Inventory {
-    questions: mpsc::Sender<Question>,
+    questions: mpsc::Sender<InventoryQuery>,
 }
 
 impl Inventory {
@@ -61,11 +61,11 @@ impl Inventory {
     pub fn start(
         library: String,
         rules: MemoryRules,
-        tell: impl Fn(Finding) + Send + 'static,
+        tell: impl Fn(InventoryResult) + Send + 'static,
     ) -> std::io::Result<Inventory> {
         let (questions, asked) = mpsc::channel();
         std::thread::Builder::new().name("inventory".into()).spawn(move || {
-            let mut nvml = nvml::Devices::new(library);
+            let mut nvml = nvml::NvmlDevices::new(library);
             for question in asked {
                 tell(answer(&mut nvml, rules, question));
             }
@@ -74,20 +74,26 @@ impl Inventory {
     }
 
     /// Asks; the answer comes later.
-    pub fn ask(&self, question: Question) {
+    pub fn ask(&self, question: InventoryQuery) {
         // The thread ends with the last sender alone, so this cannot fail while we live.
         let _ = self.questions.send(question);
     }
 }
 
-fn answer(nvml: &mut nvml::Devices, rules: MemoryRules, question: Question) -> Finding {
+fn answer(
+    nvml: &mut nvml::NvmlDevices,
+    rules: MemoryRules,
+    question: InventoryQuery,
+) -> InventoryResult {
     match question {
-        Question::Gpus => Finding::Gpus(nvml.read(true)),
-        Question::Prove(key, number) => Finding::Proven(key, number, nvml.read(false)),
-        Question::Survey { key, processes, known } => {
+        InventoryQuery::Gpus => InventoryResult::Gpus(nvml.read(true)),
+        InventoryQuery::Prove(key, number) => {
+            InventoryResult::Proven(key, number, nvml.read(false))
+        }
+        InventoryQuery::Survey { key, processes, known } => {
             let gpus = nvml.read(true);
             let host = host_pools(rules, &processes, &known, gpus.as_deref().unwrap_or_default());
-            Finding::Surveyed(key, Survey { gpus, host })
+            InventoryResult::Surveyed(key, Survey { gpus, host })
         }
     }
 }

@@ -4,7 +4,7 @@
 use std::{fs, io, io::Read, os::unix::fs::MetadataExt};
 
 /// The file has less than 2 KiB.
-const MOST_BYTES: u64 = 16 << 10;
+const MAX_BYTES: u64 = 16 << 10;
 
 /// How many TCP connections have come in at the network of a process since that was made;
 /// `None`: it uses our own network, where they may be anybody's.
@@ -21,7 +21,7 @@ pub fn connections(pid: u32) -> io::Result<Option<u64>> {
 
 fn count(pid: u32) -> io::Result<u64> {
     let mut text = String::new();
-    fs::File::open(format!("/proc/{pid}/net/snmp"))?.take(MOST_BYTES).read_to_string(&mut text)?;
+    fs::File::open(format!("/proc/{pid}/net/snmp"))?.take(MAX_BYTES).read_to_string(&mut text)?;
     let strange = || {
         io::Error::new(
             io::ErrorKind::InvalidData,

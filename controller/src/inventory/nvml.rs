@@ -21,17 +21,17 @@ const RECENT_US: u64 = 1_200_000;
 
 /// NVML, when it is there.
 #[derive(Debug)]
-pub struct Devices {
+pub struct NvmlDevices {
     library: String,
     nvml: Option<Nvml>,
     failed: Option<(Instant, String)>,
 }
 
-impl Devices {
+impl NvmlDevices {
     /// Names the library; opens nothing yet.
     #[must_use]
-    pub fn new(library: String) -> Devices {
-        Devices { library, nvml: None, failed: None }
+    pub fn new(library: String) -> NvmlDevices {
+        NvmlDevices { library, nvml: None, failed: None }
     }
 
     /// Reads every device; its processes and utilisation only when `whole`.

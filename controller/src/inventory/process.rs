@@ -87,13 +87,13 @@ pub fn stranger(ours: &[u32], known: &[u32], on_gpu: &[u32]) -> Option<u32> {
         .find(|pid| cgroups(*pid).is_ok_and(|group| groups.contains(&group)))
 }
 
-struct Stat {
+struct ProcessStat {
     command: String,
     state: char,
     start_ticks: u64,
 }
 
-fn read_stat(pid: u32) -> io::Result<Stat> {
+fn read_stat(pid: u32) -> io::Result<ProcessStat> {
     // A process chooses its name, of any bytes: one that is no text must not hide it.
     let bytes = fs::read(format!("/proc/{pid}/stat"))?;
     parse_stat(&String::from_utf8_lossy(&bytes)).ok_or_else(|| {
@@ -102,14 +102,14 @@ fn read_stat(pid: u32) -> io::Result<Stat> {
 }
 
 /// `pid (comm) state ppid …`; the command may hold spaces and brackets.
-fn parse_stat(text: &str) -> Option<Stat> {
+fn parse_stat(text: &str) -> Option<ProcessStat> {
     let (open, close) = (text.find('(')?, text.rfind(')')?);
     let command = text.get(open + 1..close)?.to_owned();
     let mut rest = text.get(close + 1..)?.split_whitespace();
     let state = rest.next()?.chars().next()?;
     // Field 22 of the file; the state is field 3.
     let start_ticks = rest.nth(18)?.parse().ok()?;
-    Some(Stat { command, state, start_ticks })
+    Some(ProcessStat { command, state, start_ticks })
 }
 
 #[cfg(test)]

@@ -24,22 +24,22 @@ use rustix::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::{Request, User};
+use super::{JobRequest, JobUser};
 use crate::core::Key;
 
 /// In the folder: the file whose lock is the job's life.
 pub const LOCK_FILE: &str = "job.lock";
 const RECORD_FILE: &str = "job.json";
 /// So long a job may take from its announcement to its lock.
-const BIRTH: Duration = Duration::from_secs(10);
+const JOB_LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 /// The largest record that is read.
-const MOST_BYTES: u64 = 64 << 10;
+const MAX_BYTES: u64 = 64 << 10;
 
 /// What the next controller reads.
 #[derive(Debug, Serialize, Deserialize)]
-struct Record {
+struct JobRecord {
     uid: u32,
-    request: Request,
+    request: JobRequest,
 }
 
 /// The folder of one job.
@@ -48,7 +48,7 @@ pub struct JobFolder {
     path: PathBuf,
     key: Key,
     uid: u32,
-    request: Request,
+    request: JobRequest,
 }
 
 impl JobFolder {
@@ -56,7 +56,7 @@ impl JobFolder {
     ///
     /// # Errors
     /// It cannot be written.
-    pub fn make(run_dir: &Path, request: Request, user: &User) -> io::Result<JobFolder> {
+    pub fn make(run_dir: &Path, request: JobRequest, user: &JobUser) -> io::Result<JobFolder> {
         let mut random = [0; 16];
         File::open("/dev/urandom")?.read_exact(&mut random)?;
         let text = format!("{:032x}", u128::from_ne_bytes(random));
@@ -74,7 +74,7 @@ impl JobFolder {
         // Never the user's own: root makes files in it by name.
         chown(job.mount(), None, Some(user.gid))?;
         fs::set_permissions(job.mount(), Permissions::from_mode(0o750))?;
-        let record = Record { uid: user.uid, request: job.request.clone() };
+        let record = JobRecord { uid: user.uid, request: job.request.clone() };
         let fresh = job.path.join(".job.json.new");
         fs::write(&fresh, serde_json::to_vec(&record)?)?;
         fs::set_permissions(&fresh, Permissions::from_mode(0o600))?;
@@ -149,7 +149,7 @@ pub fn kept(run_dir: &Path) -> io::Result<Vec<JobFolder>> {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         let Ok(key) = Key::parse(name) else { continue };
         match read(&path.join(RECORD_FILE)) {
-            Ok(Record { uid, request }) => jobs.push(JobFolder { path, key, uid, request }),
+            Ok(JobRecord { uid, request }) => jobs.push(JobFolder { path, key, uid, request }),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => tracing::warn!(%error, "a job's record is left out: {}", path.display()),
         }
@@ -158,7 +158,7 @@ pub fn kept(run_dir: &Path) -> io::Result<Vec<JobFolder>> {
 }
 
 /// Lets a user read a file of root's. Never his own: he could write to it, in root's run directory.
-fn let_read(file: &File, user: &User) -> io::Result<()> {
+fn let_read(file: &File, user: &JobUser) -> io::Result<()> {
     const VERSION: u32 = 2;
     const READ: u16 = 4;
     const NOBODY: u32 = u32::MAX;
@@ -186,8 +186,8 @@ fn let_read(file: &File, user: &User) -> io::Result<()> {
     }
 }
 
-fn read(path: &Path) -> io::Result<Record> {
-    if fs::metadata(path)?.len() > MOST_BYTES {
+fn read(path: &Path) -> io::Result<JobRecord> {
+    if fs::metadata(path)?.len() > MAX_BYTES {
         return Err(io::Error::other("too large"));
     }
     Ok(serde_json::from_slice(&fs::read(path)?)?)
@@ -208,7 +208,7 @@ pub fn unused(lock: &Path) -> bool {
     let open = File::options().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(lock);
     let Ok(file) = open else { return false };
     let age = file.metadata().and_then(|data| data.modified()).map(|made| made.elapsed());
-    if !matches!(age, Ok(Ok(age)) if age >= BIRTH) {
+    if !matches!(age, Ok(Ok(age)) if age >= JOB_LOCK_TIMEOUT) {
         return false;
     }
     rustix::fs::flock(file.as_fd(), FlockOperation::NonBlockingLockExclusive).is_ok()
@@ -220,9 +220,9 @@ mod tests {
 
     fn job(run_dir: &Path) -> JobFolder {
         let request =
-            Request { name: "train".into(), namespace: "jobs".into(), ..Request::default() };
+            JobRequest { name: "train".into(), namespace: "jobs".into(), ..JobRequest::default() };
         let (uid, gid) = (rustix::process::getuid(), rustix::process::getgid());
-        let user = User { uid: uid.as_raw(), gid: gid.as_raw(), name: "somebody".into() };
+        let user = JobUser { uid: uid.as_raw(), gid: gid.as_raw(), name: "somebody".into() };
         JobFolder::make(run_dir, request, &user).unwrap()
     }
 
@@ -242,7 +242,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let job = job(dir.path());
         assert!(!unused(&job.lock()), "it was just born");
-        let made = std::time::SystemTime::now() - 2 * BIRTH;
+        let made = std::time::SystemTime::now() - 2 * JOB_LOCK_TIMEOUT;
         let file = File::options().write(true).open(job.lock()).unwrap();
         file.set_modified(made).unwrap();
         let held = File::open(job.lock()).unwrap();
@@ -262,8 +262,8 @@ mod tests {
         }
         let dir = tempfile::tempdir().unwrap();
         fs::set_permissions(dir.path(), Permissions::from_mode(0o711)).unwrap();
-        let request = Request { name: "train".into(), ..Request::default() };
-        let user = User { uid: 4711, gid: 4712, name: "somebody".into() };
+        let request = JobRequest { name: "train".into(), ..JobRequest::default() };
+        let user = JobUser { uid: 4711, gid: 4712, name: "somebody".into() };
         let job = JobFolder::make(dir.path(), request, &user).unwrap();
         let can = |uid, gid, what: &str| {
             use std::os::unix::process::CommandExt;
@@ -282,7 +282,7 @@ mod tests {
     fn a_lease_of_its_user_keeps_nobody_waiting() {
         let dir = tempfile::tempdir().unwrap();
         let job = job(dir.path());
-        let made = std::time::SystemTime::now() - 2 * BIRTH;
+        let made = std::time::SystemTime::now() - 2 * JOB_LOCK_TIMEOUT;
         File::options().write(true).open(job.lock()).unwrap().set_modified(made).unwrap();
         let users = File::open(job.lock()).unwrap();
         // Children of other tests have it open until they are programs.

@@ -26,11 +26,11 @@ pub use folder::{JobFolder, LOCK_FILE, kept, running, unused};
 pub use socket::{SOCKET, serve};
 
 /// Jobs of one user at a time.
-pub const MOST_JOBS: usize = 256;
+pub const MAX_JOBS: usize = 256;
 /// Annotations of a job.
-const MOST_ANNOTATIONS: usize = 16;
+const MAX_ANNOTATIONS: usize = 16;
 /// The longest name, namespace or value.
-const LONGEST: usize = 128;
+const MAX_TEXT_BYTES: usize = 128;
 /// Before the names of annotations, which may be left out.
 const PREFIX: &str = "affinode.io/";
 /// What a user may ask for his own jobs: nothing of it takes from others.
@@ -39,7 +39,7 @@ const HARMLESS: [&str; 5] = ["offload", "idle-timeout", "engine", "on-oom", "on-
 /// What `affinode run` asks for.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Request {
+pub struct JobRequest {
     /// What the job is called.
     pub name: String,
     /// Its namespace for rules; empty: the user's own.
@@ -53,7 +53,7 @@ pub struct Request {
 /// What it gets.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Reply {
+pub enum JobReply {
     /// The job is known.
     Granted {
         /// The folder with its socket, for its processes.
@@ -69,7 +69,7 @@ pub enum Reply {
 
 /// Who asks, by the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct User {
+pub struct JobUser {
     /// Its number.
     pub uid: u32,
     /// Its group.
@@ -83,7 +83,11 @@ pub struct User {
 ///
 /// # Errors
 /// Why not, for people.
-pub fn permit(request: Request, user: &User, allowed: &[String]) -> Result<Request, String> {
+pub fn permit(
+    request: JobRequest,
+    user: &JobUser,
+    allowed: &[String],
+) -> Result<JobRequest, String> {
     let root = user.uid == 0;
     let listed = |name: &String| *name == "*" || *name == user.name;
     if !root && !allowed.iter().any(listed) {
@@ -95,11 +99,11 @@ pub fn permit(request: Request, user: &User, allowed: &[String]) -> Result<Reque
     }
     let plain = |word: &str| {
         let fine = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
-        !word.is_empty() && word.len() <= LONGEST && word.bytes().all(fine)
+        !word.is_empty() && word.len() <= MAX_TEXT_BYTES && word.bytes().all(fine)
     };
     if !plain(&request.name) {
         return Err(format!(
-            "a job's name has letters, digits, '.', '_' and '-', {LONGEST} at most: {:?} is none",
+            "a job's name has letters, digits, '.', '_' and '-', {MAX_TEXT_BYTES} at most: {:?} is none",
             request.name
         ));
     }
@@ -115,8 +119,8 @@ pub fn permit(request: Request, user: &User, allowed: &[String]) -> Result<Reque
         namespace if plain(&namespace) => namespace,
         namespace => return Err(format!("{namespace:?} is no namespace")),
     };
-    if request.annotations.len() > MOST_ANNOTATIONS {
-        return Err(format!("a job has {MOST_ANNOTATIONS} annotations at most"));
+    if request.annotations.len() > MAX_ANNOTATIONS {
+        return Err(format!("a job has {MAX_ANNOTATIONS} annotations at most"));
     }
     let mut annotations = BTreeMap::new();
     for (name, value) in request.annotations {
@@ -127,12 +131,12 @@ pub fn permit(request: Request, user: &User, allowed: &[String]) -> Result<Reque
                 HARMLESS.join(", ")
             ));
         }
-        if !plain(short) || value.len() > LONGEST {
+        if !plain(short) || value.len() > MAX_TEXT_BYTES {
             return Err(format!("annotation {short:?} is too long, or no name"));
         }
         annotations.insert(format!("{PREFIX}{short}"), value);
     }
-    Ok(Request { name: request.name, namespace, annotations })
+    Ok(JobRequest { name: request.name, namespace, annotations })
 }
 
 #[cfg(test)]

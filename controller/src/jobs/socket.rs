@@ -9,15 +9,15 @@ use tokio::{
     sync::{Semaphore, mpsc, oneshot},
 };
 
-use super::{Reply, Request, User};
-use crate::{daemon::Call, sys, ward::Ward};
+use super::{JobReply, JobRequest, JobUser};
+use crate::{daemon::Command, isolated_runtime::IsolatedRuntime, sys};
 
 /// Below the run directory: where jobs are taken.
 pub const SOCKET: &str = "jobs.sock";
 /// The longest request in bytes.
-const MOST_BYTES: u64 = 16 << 10;
+const MAX_BYTES: u64 = 16 << 10;
 /// How long a request may take to come, and an answer to go.
-const PATIENCE: Duration = Duration::from_secs(5);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Requests at a time; others wait in the kernel's backlog.
 const AT_A_TIME: usize = 16;
 
@@ -25,12 +25,15 @@ const AT_A_TIME: usize = 16;
 ///
 /// # Errors
 /// The runtime cannot watch the socket.
-pub fn serve(listener: net::UnixListener, calls: mpsc::Sender<Call>) -> io::Result<Ward> {
+pub fn serve(
+    listener: net::UnixListener,
+    calls: mpsc::Sender<Command>,
+) -> io::Result<IsolatedRuntime> {
     // Before Linux 6.16 whoever sends one can keep others from jobs.
     if let Err(error) = sys::refuse_descriptors(&listener) {
         tracing::debug!(%error, "descriptors in a request cannot be refused by the kernel");
     }
-    let ward = Ward::begin("jobs")?;
+    let ward = IsolatedRuntime::begin("jobs")?;
     let listener = {
         let _there = ward.runtime().enter();
         UnixListener::from_std(listener)?
@@ -39,7 +42,7 @@ pub fn serve(listener: net::UnixListener, calls: mpsc::Sender<Call>) -> io::Resu
     Ok(ward)
 }
 
-async fn accept(listener: UnixListener, calls: mpsc::Sender<Call>) {
+async fn accept(listener: UnixListener, calls: mpsc::Sender<Command>) {
     let places = Arc::new(Semaphore::new(AT_A_TIME));
     while let Ok(place) = Arc::clone(&places).acquire_owned().await {
         let stream = match listener.accept().await {
@@ -53,35 +56,39 @@ async fn accept(listener: UnixListener, calls: mpsc::Sender<Call>) {
         let calls = calls.clone();
         tokio::spawn(async move {
             // Whoever goes away in the middle has no job, or one that is soon over.
-            let _ = tokio::time::timeout(PATIENCE, answer(stream, calls)).await;
+            let _ = tokio::time::timeout(REQUEST_TIMEOUT, answer(stream, calls)).await;
             drop(place);
         });
     }
 }
 
-async fn answer(stream: UnixStream, calls: mpsc::Sender<Call>) -> io::Result<()> {
+async fn answer(stream: UnixStream, calls: mpsc::Sender<Command>) -> io::Result<()> {
     let peer = stream.peer_cred()?;
     let (read, mut write) = stream.into_split();
     let mut line = String::new();
-    BufReader::new(read.take(MOST_BYTES)).read_line(&mut line).await?;
-    let reply = match serde_json::from_str::<Request>(&line) {
+    BufReader::new(read.take(MAX_BYTES)).read_line(&mut line).await?;
+    let reply = match serde_json::from_str::<JobRequest>(&line) {
         Ok(request) => ask(request, (peer.uid(), peer.gid()), calls).await,
-        Err(error) => Reply::Refused(format!("the request is not understood: {error}")),
+        Err(error) => JobReply::Refused(format!("the request is not understood: {error}")),
     };
     let mut text = serde_json::to_string(&reply)?;
     text.push('\n');
     write.write_all(text.as_bytes()).await
 }
 
-async fn ask(request: Request, (uid, gid): (u32, u32), calls: mpsc::Sender<Call>) -> Reply {
+async fn ask(
+    request: JobRequest,
+    (uid, gid): (u32, u32),
+    calls: mpsc::Sender<Command>,
+) -> JobReply {
     // The user database may be slow; containers do not wait for it.
     let known = tokio::task::spawn_blocking(move || {
         nix::unistd::User::from_uid(nix::unistd::Uid::from_raw(uid)).ok().flatten()
     });
     let name = known.await.ok().flatten().map_or_else(|| uid.to_string(), |user| user.name);
     let (answer, answered) = oneshot::channel();
-    let call = Call::Job(request, User { uid, gid, name }, answer);
-    let ending = || Reply::Refused("the controller is ending; try again".into());
+    let call = Command::Job(request, JobUser { uid, gid, name }, answer);
+    let ending = || JobReply::Refused("the controller is ending; try again".into());
     if calls.send(call).await.is_err() {
         return ending();
     }
@@ -99,7 +106,7 @@ mod tests {
     use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
     use super::*;
-    use crate::ward::tests::Lingering;
+    use crate::isolated_runtime::tests::LingeringTask;
 
     /// The kernel lets go of a descriptor that nobody has taken in the thread that reads: of this
     /// one when its peer has read, or after so long.
@@ -114,7 +121,7 @@ mod tests {
         let refuses = sys::refuse_descriptors(&listener).is_ok();
         let _ward = runtime.block_on(async { serve(listener, calls) }).unwrap();
 
-        let mut lingering = Lingering::new();
+        let mut lingering = LingeringTask::new();
         let hostile = UnixStream::connect(&path).unwrap();
         let fds = [lingering.descriptor()];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -136,9 +143,11 @@ mod tests {
         }
         let mut asks = UnixStream::connect(&path).unwrap();
         asks.write_all(b"{\"name\":\"train\"}\n").unwrap();
-        let Some(Call::Job(request, _, answer)) = asked.blocking_recv() else { panic!("no job") };
+        let Some(Command::Job(request, _, answer)) = asked.blocking_recv() else {
+            panic!("no job")
+        };
         assert_eq!(request.name, "train");
-        answer.send(Reply::Refused("no".into())).unwrap();
+        answer.send(JobReply::Refused("no".into())).unwrap();
         let mut said = String::new();
         asks.read_to_string(&mut said).unwrap();
         assert_eq!(said, "{\"refused\":\"no\"}\n");

@@ -1,12 +1,12 @@
 use super::*;
 
-fn user(uid: u32, name: &str) -> User {
-    User { uid, gid: uid, name: name.into() }
+fn user(uid: u32, name: &str) -> JobUser {
+    JobUser { uid, gid: uid, name: name.into() }
 }
 
-fn asked(namespace: &str, annotation: Option<&str>) -> Request {
+fn asked(namespace: &str, annotation: Option<&str>) -> JobRequest {
     let annotations = annotation.map(|name| (name.to_owned(), "5".to_owned()));
-    Request {
+    JobRequest {
         name: "train".into(),
         namespace: namespace.into(),
         annotations: annotations.into_iter().collect(),
@@ -47,7 +47,7 @@ fn nobody_but_root_takes_anothers_namespace_or_asks_for_what_others_have() {
 fn names_are_words_of_bounded_size() {
     let root = user(0, "root");
     for name in ["", "a/b", "a b", "../x", &"x".repeat(129)] {
-        let request = Request { name: name.into(), ..Request::default() };
+        let request = JobRequest { name: name.into(), ..JobRequest::default() };
         assert!(permit(request, &root, &[]).is_err(), "{name:?}");
     }
 }

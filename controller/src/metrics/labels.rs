@@ -4,10 +4,10 @@ use prometheus_client::encoding::EncodeLabelSet;
 
 use crate::schema::{Container, Gpu};
 
-const LONGEST: usize = 120;
+const MAX_LABEL_CHARS: usize = 120;
 
 fn cut(text: &str) -> String {
-    text.chars().take(LONGEST).collect()
+    text.chars().take(MAX_LABEL_CHARS).collect()
 }
 
 /// A device, as dcgm-exporter names it.

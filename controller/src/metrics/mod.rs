@@ -5,10 +5,10 @@
 //! `pod`, `container`), so that both join on `UUID`. Series
 //! that name a container are bounded: the first [`CONTAINERS`] by key have them.
 
-mod classic;
+mod durations;
 mod labels;
-mod moves;
 mod table;
+mod text_format;
 
 use std::{
     collections::HashMap,
@@ -18,58 +18,58 @@ use std::{
 
 use affinode_proto::state::State;
 
-pub use classic::classic;
+use durations::MoveDurations;
 use labels::{ContainerLabels, DeviceLabels, GpuLabels, KindLabels, ReasonLabels, StateLabels};
-use moves::Moves;
-use table::Table;
+use table::MetricsTable;
+pub use text_format::classic;
 
-use crate::{http::Refused, observe::Hub, schema};
+use crate::{http::DenyReason, observe::ViewHub, schema};
 
 /// Containers that have series of their own.
 pub const CONTAINERS: usize = 1000;
 /// A look that is later than this says nothing about the time before it.
-const BLIND_MS: i64 = 60_000;
+const STALE_AFTER_MS: i64 = 60_000;
 
 /// The figures of this controller.
 #[derive(Debug)]
 pub struct Metrics {
-    table: Table,
-    inner: Mutex<Inner>,
+    table: MetricsTable,
+    inner: Mutex<MetricsState>,
 }
 
 #[derive(Debug, Default)]
-struct Inner {
-    moves: Moves,
+struct MetricsState {
+    moves: MoveDurations,
     looked_ms: i64,
-    seen: HashMap<String, Seen>,
+    seen: HashMap<String, SeenCounters>,
 }
 
 /// A container at the last look.
 #[derive(Debug)]
-struct Seen {
+struct SeenCounters {
     labels: ContainerLabels,
     state: String,
     calls: u64,
-    hook: Hook,
+    hook: HookCost,
     held_bytes: u64,
-    away_bytes: u64,
+    offloaded_bytes: u64,
 }
 
 /// What the hook has cost the processes that a container has now, as they claim.
 #[derive(Clone, Copy, Debug, Default)]
-struct Hook {
+struct HookCost {
     added_s: f64,
     held_s: f64,
 }
 
 /// More than that between two looks is no figure, whatever a container says.
-const MOST_HOOK_S: f64 = 86_400.0;
+const MAX_HOOK_S: f64 = 86_400.0;
 
-impl Hook {
+impl HookCost {
     #[allow(clippy::cast_precision_loss)] // Sums of approximations.
-    fn of(container: &schema::Container) -> Hook {
+    fn of(container: &schema::Container) -> HookCost {
         let sum = |of: &dyn Fn(&schema::Process) -> f64| container.processes.iter().map(of).sum();
-        Hook {
+        HookCost {
             added_s: sum(&|p| {
                 p.calls.saturating_add(p.polls) as f64 * f64::from(p.call_cost_ps) / 1e12
             }),
@@ -78,10 +78,10 @@ impl Hook {
     }
 
     /// What is more than before; nothing where a process has gone meanwhile.
-    fn since(self, before: Hook) -> Hook {
+    fn since(self, before: HookCost) -> HookCost {
         let more =
-            |now: f64, before: f64| Some(now - before).filter(|s| (0.0..MOST_HOOK_S).contains(s));
-        Hook {
+            |now: f64, before: f64| Some(now - before).filter(|s| (0.0..MAX_HOOK_S).contains(s));
+        HookCost {
             added_s: more(self.added_s, before.added_s).unwrap_or(0.0),
             held_s: more(self.held_s, before.held_s).unwrap_or(0.0),
         }
@@ -92,7 +92,7 @@ impl Metrics {
     /// Figures of a controller that is the `starts`th on its history (1 without one).
     #[must_use]
     pub fn new(starts: u64) -> Metrics {
-        let table = Table::new();
+        let table = MetricsTable::new();
         table.restarts.inc_by(starts.saturating_sub(1));
         Metrics { table, inner: Mutex::default() }
     }
@@ -113,13 +113,13 @@ impl Metrics {
         let mut inner = self.inner();
         let passed_ms = now_ms - inner.looked_ms;
         inner.looked_ms = now_ms;
-        if (1..=BLIND_MS).contains(&passed_ms) {
+        if (1..=STALE_AFTER_MS).contains(&passed_ms) {
             for seen in inner.seen.values() {
                 self.table.pass(
                     &seen.labels,
                     &seen.state,
                     seen.held_bytes,
-                    seen.away_bytes,
+                    seen.offloaded_bytes,
                     passed_ms,
                 );
             }
@@ -132,17 +132,17 @@ impl Metrics {
             let before = known.remove(&container.key);
             let more = calls.saturating_sub(before.as_ref().map_or(0, |seen| seen.calls));
             self.table.calls.get_or_create(&labels).inc_by(more);
-            let hook = Hook::of(container);
-            let news = hook.since(before.map_or(Hook::default(), |seen| seen.hook));
+            let hook = HookCost::of(container);
+            let news = hook.since(before.map_or(HookCost::default(), |seen| seen.hook));
             self.table.hook_seconds.get_or_create(&labels).inc_by(news.added_s);
             self.table.held_seconds.get_or_create(&labels).inc_by(news.held_s);
-            let seen = Seen {
+            let seen = SeenCounters {
                 labels,
                 state: container.state.clone(),
                 calls,
                 hook,
                 held_bytes: container.vram_bytes,
-                away_bytes: container.away_bytes,
+                offloaded_bytes: container.offloaded_bytes,
             };
             inner.seen.insert(container.key.clone(), seen);
         }
@@ -155,7 +155,7 @@ impl Metrics {
     }
 
     /// A request was refused.
-    pub fn refused_request(&self, refused: Refused) {
+    pub fn refused_request(&self, refused: DenyReason) {
         let reason = refused.as_str().to_owned();
         self.table.refused_requests.get_or_create(&ReasonLabels { reason }).inc();
     }
@@ -167,7 +167,7 @@ impl Metrics {
     pub fn text(
         &self,
         node: &schema::Node,
-        hub: &Hub,
+        hub: &ViewHub,
         history_dropped: u64,
     ) -> Result<String, fmt::Error> {
         // One scrape at a time: gauges are emptied and filled.
@@ -197,9 +197,9 @@ impl Metrics {
             table.gpu_used.get_or_create(&labels).set(whole(gpu.vram_used_bytes));
             table.gpu_returned.get_or_create(&labels).set(whole(gpu.vram_reclaimed_bytes));
             table.gpu_reserved.get_or_create(&labels).set(whole(gpu.vram_reserved_bytes));
-            table.gpu_vault.get_or_create(&labels).set(whole(gpu.vault_vram_bytes));
-            table.gpu_shared.get_or_create(&labels).set(whole(gpu.vault_shared_bytes));
-            table.gpu_stored.get_or_create(&labels).set(whole(gpu.vault_stored_bytes));
+            table.gpu_copier.get_or_create(&labels).set(whole(gpu.copier_vram_bytes));
+            table.gpu_shared.get_or_create(&labels).set(whole(gpu.copier_shared_bytes));
+            table.gpu_stored.get_or_create(&labels).set(whole(gpu.copier_stored_bytes));
             table.gpu_busy.get_or_create(&labels).set(f64::from(gpu.utilization_percent) / 100.0);
             let minute = f64::from(gpu.utilization_minute_percent) / 100.0;
             table.gpu_busy_minute.get_or_create(&labels).set(minute);
@@ -231,7 +231,7 @@ impl Metrics {
         table.processes.get_or_create(&labels).set(whole(container.processes.len() as u64));
         let kept: u64 = container.processes.iter().map(|p| p.kept_bytes).sum();
         table.kept.get_or_create(&labels).set(whole(kept));
-        if let Some(share) = container.parkable_share {
+        if let Some(share) = container.copyable_share {
             table.parkable.get_or_create(&labels).set(share);
         }
         let dearest = container.processes.iter().map(|p| p.call_cost_ps).max().unwrap_or(0);
@@ -239,7 +239,9 @@ impl Metrics {
             table.call_cost.get_or_create(&labels).set(f64::from(dearest) / 1e12);
         }
         for process in &container.processes {
-            for (family, devices) in [(&table.held, &process.vram), (&table.away, &process.away)] {
+            for (family, devices) in
+                [(&table.held, &process.vram), (&table.away, &process.offloaded)]
+            {
                 for device in devices {
                     let known = node.gpus.iter().find(|gpu| gpu.uuid == device.uuid);
                     let labels = DeviceLabels::of(container, &device.uuid, known);
@@ -249,7 +251,7 @@ impl Metrics {
         }
     }
 
-    fn inner(&self) -> MutexGuard<'_, Inner> {
+    fn inner(&self) -> MutexGuard<'_, MetricsState> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

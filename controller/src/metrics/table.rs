@@ -22,7 +22,7 @@ type Share = Gauge<f64, AtomicU64>;
 /// The metrics.
 #[derive(Debug)]
 #[allow(missing_docs)] // Each is described where it is registered.
-pub struct Table {
+pub struct MetricsTable {
     pub registry: Registry,
     pub build: Family<BuildLabels, Gauge>,
     pub start_time: Share,
@@ -32,7 +32,7 @@ pub struct Table {
     pub gpu_used: Family<GpuLabels, Gauge>,
     pub gpu_returned: Family<GpuLabels, Gauge>,
     pub gpu_reserved: Family<GpuLabels, Gauge>,
-    pub gpu_vault: Family<GpuLabels, Gauge>,
+    pub gpu_copier: Family<GpuLabels, Gauge>,
     pub gpu_shared: Family<GpuLabels, Gauge>,
     pub gpu_stored: Family<GpuLabels, Gauge>,
     pub gpu_busy: Family<GpuLabels, Share>,
@@ -80,10 +80,10 @@ fn sizes() -> Histogram {
     Histogram::new(exponential_buckets(16.0 * 1024.0 * 1024.0, 2.0, 16))
 }
 
-impl Table {
+impl MetricsTable {
     /// All at zero.
     #[allow(clippy::too_many_lines)] // One line for each metric.
-    pub fn new() -> Table {
+    pub fn new() -> MetricsTable {
         let mut registry = Registry::with_prefix("affinode");
         macro_rules! add {
             ($name:literal, $help:literal, $metric:expr) => {{
@@ -97,7 +97,7 @@ impl Table {
                 metric
             }};
         }
-        Table {
+        MetricsTable {
             build: add!("build_info", "The controller's version", Family::default()),
             start_time: add!(
                 "controller_start_time",
@@ -119,10 +119,10 @@ impl Table {
                 "VRAM that offloaded containers gave back",
                 Family::default()
             ),
-            gpu_vault: add!(
-                "gpu_memory_vault",
+            gpu_copier: add!(
+                "gpu_memory_copier",
                 Bytes,
-                "VRAM that the vault holds itself, which fills the memory of who comes home",
+                "VRAM that the copier holds itself, which fills the memory of who comes home",
                 Family::default()
             ),
             gpu_shared: add!(
@@ -290,7 +290,7 @@ impl Table {
             &self.gpu_used,
             &self.gpu_returned,
             &self.gpu_reserved,
-            &self.gpu_vault,
+            &self.gpu_copier,
             &self.gpu_shared,
             &self.gpu_stored,
         ] {

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::{
-    observe::Hub,
+    observe::ViewHub,
     schema::{Container, DeviceBytes, Event, Gpu, Node, Process},
 };
 
@@ -20,9 +20,9 @@ fn node(state: &str, held: u64, away: u64) -> Node {
             vram_used_bytes: 4,
             vram_reclaimed_bytes: 2,
             vram_reserved_bytes: 1,
-            vault_vram_bytes: 1,
-            vault_shared_bytes: 4,
-            vault_stored_bytes: 2,
+            copier_vram_bytes: 1,
+            copier_shared_bytes: 4,
+            copier_stored_bytes: 2,
             utilization_percent: 50,
             utilization_minute_percent: 40,
             ..Gpu::default()
@@ -34,8 +34,8 @@ fn node(state: &str, held: u64, away: u64) -> Node {
             state: state.into(),
             idle_ms: 1,
             vram_bytes: held,
-            away_bytes: away,
-            parkable_share: Some(0.5),
+            offloaded_bytes: away,
+            copyable_share: Some(0.5),
             processes: vec![Process {
                 calls: held + away,
                 waiters: 1,
@@ -44,7 +44,7 @@ fn node(state: &str, held: u64, away: u64) -> Node {
                 held_us: 250_000 * held,
                 kept_bytes: 1,
                 vram: on(held),
-                away: on(away),
+                offloaded: on(away),
                 ..Process::default()
             }],
             ..Container::default()
@@ -67,8 +67,8 @@ fn state(from: &str, to: &str, unix_ms: i64) -> Event {
 }
 
 /// A little life in which everything happens.
-fn lived() -> (Metrics, Hub) {
-    let (metrics, hub) = (Metrics::new(2), Hub::default());
+fn lived() -> (Metrics, ViewHub) {
+    let (metrics, hub) = (Metrics::new(2), ViewHub::default());
     for (at, what, held, away) in [
         (1_000, "Active", 4, 0),
         (2_000, "Idle", 4, 0),
@@ -90,7 +90,7 @@ fn lived() -> (Metrics, Hub) {
         reason: "managed-memory".into(),
         ..Event::default()
     });
-    metrics.refused_request(Refused::Host);
+    metrics.refused_request(DenyReason::Host);
     hub.add_missed(3);
     (metrics, hub)
 }
@@ -163,7 +163,7 @@ fn what_the_hook_costs_is_reckoned_and_a_lie_is_left_out() {
     looks(500, 2_000_000, 1_000);
     looks(1_000_500, 2_500_000, 2_000);
     let figures = || {
-        let text = metrics.text(&node("Active", 0, 0), &Hub::default(), 0).unwrap();
+        let text = metrics.text(&node("Active", 0, 0), &ViewHub::default(), 0).unwrap();
         ["hook", "held_calls"].map(|name| {
             let name = format!("affinode_container_{name}_seconds_total{{");
             let line = text.lines().find(|line| line.starts_with(&name)).unwrap();

@@ -9,7 +9,7 @@ use crate::schema::{Container, Node};
 
 /// What is different now.
 #[derive(Debug, Serialize)]
-pub struct Change {
+pub struct ViewChange {
     /// The node without its containers; nothing when it is as before.
     pub node: Option<Node>,
     /// New and changed containers, whole.
@@ -18,10 +18,10 @@ pub struct Change {
     pub gone: Vec<String>,
 }
 
-impl Change {
+impl ViewChange {
     /// From one look to the next; nothing when nothing changed.
     #[must_use]
-    pub fn between(before: &Node, after: &Node) -> Option<Change> {
+    pub fn between(before: &Node, after: &Node) -> Option<ViewChange> {
         let old: HashMap<&str, &Container> =
             before.containers.iter().map(|c| (c.key.as_str(), c)).collect();
         let containers: Vec<Container> = after
@@ -40,7 +40,7 @@ impl Change {
             .collect();
         let node = Some(header(after)).filter(|head| *head != header(before));
         let nothing = node.is_none() && containers.is_empty() && gone.is_empty();
-        (!nothing).then_some(Change { node, containers, gone })
+        (!nothing).then_some(ViewChange { node, containers, gone })
     }
 }
 
@@ -91,8 +91,8 @@ mod tests {
     #[test]
     fn time_that_passes_is_no_change() {
         let before = node(vec![container("a", 10)]);
-        assert!(Change::between(&before, &node(vec![container("a", 900)])).is_none());
-        let used = Change::between(&before, &node(vec![container("a", 1)])).unwrap();
+        assert!(ViewChange::between(&before, &node(vec![container("a", 900)])).is_none());
+        let used = ViewChange::between(&before, &node(vec![container("a", 1)])).unwrap();
         assert_eq!(used.containers[0].key, "a");
     }
 
@@ -101,7 +101,7 @@ mod tests {
         let before = node(vec![container("a", 0), container("b", 0), container("c", 0)]);
         let changed = Container { vram_bytes: 7, ..container("b", 0) };
         let after = node(vec![container("a", 5), changed, container("d", 0)]);
-        let change = Change::between(&before, &after).unwrap();
+        let change = ViewChange::between(&before, &after).unwrap();
         let keys: Vec<&str> = change.containers.iter().map(|c| c.key.as_str()).collect();
         assert_eq!((keys, change.gone), (vec!["b", "d"], vec!["c".to_owned()]));
         assert!(change.node.is_none());
@@ -111,7 +111,7 @@ mod tests {
     fn devices_are_the_head_and_no_container_travels_with_it() {
         let mut after = node(vec![container("a", 0)]);
         after.gpus.push(crate::schema::Gpu::default());
-        let change = Change::between(&node(vec![container("a", 0)]), &after).unwrap();
+        let change = ViewChange::between(&node(vec![container("a", 0)]), &after).unwrap();
         assert!(change.containers.is_empty());
         assert!(change.node.unwrap().containers.is_empty());
     }

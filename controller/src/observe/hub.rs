@@ -8,7 +8,7 @@ use std::sync::{
 
 use tokio::sync::{Notify, broadcast};
 
-use super::Change;
+use super::ViewChange;
 use crate::schema;
 
 /// Messages that a watcher may be behind.
@@ -16,7 +16,7 @@ const BACKLOG: usize = 256;
 
 /// What is told.
 #[derive(Clone, Debug)]
-pub enum Message {
+pub enum ViewMessage {
     /// Something happened: sequence number and JSON.
     Event(u64, Arc<str>),
     /// Something changed: JSON of a [`Change`].
@@ -25,9 +25,9 @@ pub enum Message {
 
 /// The place where watchers meet the observer.
 #[derive(Debug)]
-pub struct Hub {
+pub struct ViewHub {
     latest: Mutex<Arc<schema::Node>>,
-    messages: broadcast::Sender<Message>,
+    messages: broadcast::Sender<ViewMessage>,
     joined: Notify,
     /// Messages that watchers missed because they were slow.
     missed: AtomicU64,
@@ -35,16 +35,16 @@ pub struct Hub {
 
 /// One who watches.
 #[derive(Debug)]
-pub struct Watch {
+pub struct ViewWatch {
     /// The node when the watch began.
     pub present: Arc<schema::Node>,
     /// What happens since.
-    pub messages: broadcast::Receiver<Message>,
+    pub messages: broadcast::Receiver<ViewMessage>,
 }
 
-impl Default for Hub {
-    fn default() -> Hub {
-        Hub {
+impl Default for ViewHub {
+    fn default() -> ViewHub {
+        ViewHub {
             latest: Mutex::default(),
             messages: broadcast::channel(BACKLOG).0,
             joined: Notify::new(),
@@ -53,13 +53,13 @@ impl Default for Hub {
     }
 }
 
-impl Hub {
+impl ViewHub {
     /// Begins to watch.
     #[must_use]
-    pub fn watch(&self) -> Watch {
+    pub fn watch(&self) -> ViewWatch {
         let latest = self.lock();
         self.wake();
-        Watch { present: Arc::clone(&latest), messages: self.messages.subscribe() }
+        ViewWatch { present: Arc::clone(&latest), messages: self.messages.subscribe() }
     }
 
     /// How many watch.
@@ -97,18 +97,18 @@ impl Hub {
         if self.is_watched()
             && let Ok(json) = serde_json::to_string(event)
         {
-            let _ = self.messages.send(Message::Event(event.sequence, json.into()));
+            let _ = self.messages.send(ViewMessage::Event(event.sequence, json.into()));
         }
     }
 
     pub(super) fn show(&self, node: schema::Node) {
         let mut latest = self.lock();
         if self.is_watched()
-            && let Some(change) = Change::between(&latest, &node)
+            && let Some(change) = ViewChange::between(&latest, &node)
             && let Ok(json) = serde_json::to_string(&change)
         {
             // Under the lock: who begins to watch now has either the change or its result.
-            let _ = self.messages.send(Message::Change(json.into()));
+            let _ = self.messages.send(ViewMessage::Change(json.into()));
         }
         *latest = Arc::new(node);
     }
@@ -124,7 +124,7 @@ mod tests {
 
     #[test]
     fn a_watcher_sees_the_present_then_what_changes() {
-        let hub = Hub::default();
+        let hub = ViewHub::default();
         let node = |name: &str| schema::Node { node: name.into(), ..schema::Node::default() };
         hub.show(node("before"));
         let mut watch = hub.watch();
@@ -133,7 +133,7 @@ mod tests {
         assert!(watch.messages.try_recv().is_err(), "nothing changed");
         hub.show(node("after"));
         assert!(
-            matches!(watch.messages.try_recv().unwrap(), Message::Change(json) if json.contains("after"))
+            matches!(watch.messages.try_recv().unwrap(), ViewMessage::Change(json) if json.contains("after"))
         );
         drop(watch);
         assert!(!hub.is_watched());

@@ -16,14 +16,14 @@ use std::{sync::Arc, time::Duration};
 
 use crate::{
     clock,
-    daemon::{Door, Ending},
-    history::History,
+    daemon::{ControllerHandle, ShuttingDown},
+    history::NodeHistory,
     metrics::Metrics,
     schema,
 };
 
-pub use diff::Change;
-pub use hub::{Hub, Message, Watch};
+pub use diff::ViewChange;
+pub use hub::{ViewHub, ViewMessage, ViewWatch};
 
 /// Between two looks while somebody watches.
 const WATCHED: Duration = Duration::from_secs(1);
@@ -34,23 +34,23 @@ const GATHER: Duration = Duration::from_millis(30);
 
 /// The watching task.
 #[derive(Debug)]
-pub struct Observer {
-    door: Door,
-    hub: Arc<Hub>,
+pub struct ViewObserver {
+    door: ControllerHandle,
+    hub: Arc<ViewHub>,
     metrics: Arc<Metrics>,
-    history: Option<Arc<History>>,
+    history: Option<Arc<NodeHistory>>,
 }
 
-impl Observer {
+impl ViewObserver {
     /// Watches what is behind the door, for these.
     #[must_use]
     pub fn new(
-        door: Door,
-        hub: Arc<Hub>,
+        door: ControllerHandle,
+        hub: Arc<ViewHub>,
         metrics: Arc<Metrics>,
-        history: Option<Arc<History>>,
-    ) -> Observer {
-        Observer { door, hub, metrics, history }
+        history: Option<Arc<NodeHistory>>,
+    ) -> ViewObserver {
+        ViewObserver { door, hub, metrics, history }
     }
 
     /// Watches until the controller ends.
@@ -63,7 +63,7 @@ impl Observer {
         }
     }
 
-    async fn look(&self, last: &mut u64) -> Result<(), Ending> {
+    async fn look(&self, last: &mut u64) -> Result<(), ShuttingDown> {
         let events = self.door.events();
         let pause = if self.hub.is_watched() { WATCHED } else { UNWATCHED };
         tokio::select! {

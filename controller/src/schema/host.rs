@@ -6,15 +6,15 @@ use affinode_proto::api::control;
 pub(super) fn used_bytes(list: &control::ListResponse) -> u64 {
     let sum = |bytes: &mut dyn Iterator<Item = u64>| bytes.fold(0, u64::saturating_add);
     let each = sum(&mut list.containers.iter().map(of_container));
-    let shared = sum(&mut list.gpus.iter().map(|gpu| gpu.vault_shared_bytes));
-    let stored = sum(&mut list.gpus.iter().map(|gpu| gpu.vault_stored_bytes));
+    let shared = sum(&mut list.gpus.iter().map(|gpu| gpu.copier_shared_bytes));
+    let stored = sum(&mut list.gpus.iter().map(|gpu| gpu.copier_stored_bytes));
     each.saturating_sub(shared).saturating_add(stored)
 }
 
 fn of_container(c: &control::Container) -> u64 {
-    let away = c.processes.iter().filter(|p| !p.away.is_empty());
-    let left_out = away.map(|p| p.zero_bytes.min(p.parked_bytes)).fold(0, u64::saturating_add);
-    c.away_bytes.saturating_sub(left_out)
+    let away = c.processes.iter().filter(|p| !p.offloaded.is_empty());
+    let left_out = away.map(|p| p.zero_bytes.min(p.copied_out_bytes)).fold(0, u64::saturating_add);
+    c.offloaded_bytes.saturating_sub(left_out)
 }
 
 #[cfg(test)]
@@ -25,32 +25,33 @@ mod tests {
     fn what_is_held_together_counts_once_and_zeros_not_at_all() {
         let device = control::DeviceBytes::default();
         let container = control::Container {
-            away_bytes: 100,
+            offloaded_bytes: 100,
             processes: vec![control::Process {
-                away: vec![device],
+                offloaded: vec![device],
                 zero_bytes: 10,
-                parked_bytes: 90,
+                copied_out_bytes: 90,
                 ..control::Process::default()
             }],
             ..control::Container::default()
         };
-        let node = |vaults: &[(u64, u64)]| {
+        let node = |copiers: &[(u64, u64)]| {
             let gpu = |(shared, stored): &(u64, u64)| control::Gpu {
-                vault_shared_bytes: *shared,
-                vault_stored_bytes: *stored,
+                copier_shared_bytes: *shared,
+                copier_stored_bytes: *stored,
                 ..control::Gpu::default()
             };
-            let (containers, gpus) = (vec![container.clone(); 2], vaults.iter().map(gpu).collect());
+            let (containers, gpus) =
+                (vec![container.clone(); 2], copiers.iter().map(gpu).collect());
             let list =
                 control::ListResponse { containers, gpus, ..control::ListResponse::default() };
             Node::from(list)
         };
-        let used = |vaults: &[(u64, u64)]| node(vaults).host_used_bytes;
+        let used = |copiers: &[(u64, u64)]| node(copiers).host_used_bytes;
         assert_eq!(used(&[]), 180);
         assert_eq!(used(&[(80, 40), (0, 0)]), 140);
         assert_eq!(used(&[(80, 40), (20, 10)]), 130);
         assert_eq!(used(&[(500, 40)]), 40, "somebody has come home meanwhile");
         let gpu = &node(&[(80, 40)]).gpus[0];
-        assert_eq!((gpu.vault_shared_bytes, gpu.vault_stored_bytes), (80, 40));
+        assert_eq!((gpu.copier_shared_bytes, gpu.copier_stored_bytes), (80, 40));
     }
 }

@@ -1,25 +1,25 @@
 //! What is claimed of the default policy, on traces small enough for a test. The same on
 //! whole traces: `affinode simulate`, see README.md.
 
-use super::{random::Random, synthetic, trace::Assumed, *};
+use super::{random::RandomSource, synthetic, trace::TraceDefaults, *};
 use crate::core::Settings;
 
 const GIB: u64 = 1 << 30;
-const ASSUMED: Assumed = Assumed { vram_bytes: 16 * GIB, service_ms: 1_000, seed: 7 };
+const ASSUMED: TraceDefaults = TraceDefaults { vram_bytes: 16 * GIB, service_ms: 1_000, seed: 7 };
 
-fn run(trace: &Trace, fits: u64, names: &[&str]) -> Vec<Figures> {
+fn run(trace: &WorkloadTrace, fits: u64, names: &[&str]) -> Vec<SimulationSummary> {
     let vram_bytes = fits * ASSUMED.vram_bytes + (512 << 20);
-    let machine = Machine { gpus: 1, vram_bytes, calibration: Calibration::default() };
-    let all = contenders::all(&Settings::default(), 1);
+    let machine = SimulatedMachine { gpus: 1, vram_bytes, calibration: Calibration::default() };
+    let all = baselines::all(&Settings::default(), 1);
     let named = |name: &&str| all.iter().find(|c| c.name == **name).unwrap().clone();
-    let chosen: Vec<Contender> = names.iter().map(named).collect();
+    let chosen: Vec<Baseline> = names.iter().map(named).collect();
     compare(trace, machine, &chosen).unwrap()
 }
 
 /// Clients as ServeGen's of low rate: hours of ten-minute windows with few, uneven calls, and
 /// long times without any.
-fn low_rate_clients(clients: usize, days: u32) -> Trace {
-    let mut random = Random::new(11);
+fn low_rate_clients(clients: usize, days: u32) -> WorkloadTrace {
+    let mut random = RandomSource::new(11);
     let mut text = String::from("client,ts,rate,cv,pat,p1,p2\n");
     for client in 0..clients {
         let usual = 0.01 * 40_f64.powf(random.unit());
@@ -36,18 +36,18 @@ fn low_rate_clients(clients: usize, days: u32) -> Trace {
             window += 1 + random.exponential(20.0) as u32;
         }
     }
-    Trace::parse(text.as_bytes(), "made up", ASSUMED).unwrap()
+    WorkloadTrace::parse(text.as_bytes(), "made up", ASSUMED).unwrap()
 }
 
 /// Time that VRAM was held, and what the wakes are worth in such time.
-fn cost_s(trace: &Trace, figures: &Figures) -> f64 {
+fn cost_s(trace: &WorkloadTrace, summary: &SimulationSummary) -> f64 {
     let lives = trace.loads.iter().filter_map(|load| {
         Some(load.arrivals_ms.last()?.saturating_sub(*load.arrivals_ms.first()?))
     });
     let life_s: f64 = lives.map(|ms| f64::from(ms) / 1000.0).sum();
-    let wakes = figures.wake_share * figures.requests as f64;
+    let wakes = summary.wake_share * summary.requests as f64;
     let wake_s = Settings::default().policies.node.wake_cost_ms as f64 / 1000.0;
-    (1.0 - figures.freed_of_all) * life_s + wakes * wake_s
+    (1.0 - summary.freed_of_all) * life_s + wakes * wake_s
 }
 
 #[test]
@@ -55,7 +55,7 @@ fn by_default_vram_and_wakes_together_cost_less_than_by_any_fixed_timeout() {
     let trace = low_rate_clients(40, 4);
     let fits = trace.loads.len() as u64;
     let all = run(&trace, fits, &["configured", "fixed-30s", "fixed-60s", "fixed-2m", "fixed-5m"]);
-    let costs: Vec<f64> = all.iter().map(|figures| cost_s(&trace, figures)).collect();
+    let costs: Vec<f64> = all.iter().map(|summary| cost_s(&trace, summary)).collect();
     assert!(costs[1..].iter().all(|fixed| costs[0] < *fixed), "{costs:?}");
 }
 
@@ -66,7 +66,7 @@ fn over_two_weeks_more_vram_is_given_back_and_fewer_calls_wait_than_by_a_fixed_m
     let trace = low_rate_clients(12, 14);
     let all = run(&trace, 12, &["configured", "fixed-60s"]);
     let [default, fixed] = all.as_slice() else { panic!("two ran") };
-    let shares = |f: &Figures| (f.freed_of_all, f.wake_share, f.delayed_share);
+    let shares = |f: &SimulationSummary| (f.freed_of_all, f.wake_share, f.delayed_share);
     let (default, fixed) = (shares(default), shares(fixed));
     assert!(default.0 > fixed.0, "{default:?} {fixed:?}");
     assert!(default.1 < fixed.1 && default.2 < fixed.2, "{default:?} {fixed:?}");
@@ -74,7 +74,7 @@ fn over_two_weeks_more_vram_is_given_back_and_fewer_calls_wait_than_by_a_fixed_m
 
 #[test]
 fn where_not_all_fit_fewer_calls_wait_than_by_lru_and_hardly_more_than_must() {
-    let plan = synthetic::Plan { processes: 40, days: 3, assumed: ASSUMED };
+    let plan = synthetic::SyntheticPlan { processes: 40, days: 3, assumed: ASSUMED };
     let trace = synthetic::make(plan).unwrap();
     let all = run(&trace, 24, &["configured", "lru", "clairvoyant"]);
     let [default, lru, clairvoyant] = all.as_slice() else { panic!("three ran") };

@@ -27,20 +27,20 @@ use affinode_proto::{
     api::control::Announcement,
     state::State,
     wire::{
-        Hazards, Notes, Phase,
+        Hazards, Phase, ProcessFlags,
+        counters::CounterSnapshot,
         message::{Action, AgentMessage, ControllerMessage, Outcome},
-        page::PageSnapshot,
     },
 };
 
 use super::{
-    engine::{self, Decision, names},
-    random::Random,
+    engine::{self, PolicyDecision, names},
+    random::RandomSource,
     *,
 };
 use crate::core::{
     DeviceBytes, Effect, GpuSample, Input, Millis, Node, Settings, Survey,
-    input::{Carried, Identity},
+    input::{Identity, SwapStatus},
     policy::{KeepAlive, Policies, Policy},
     victims::VictimRule,
 };
@@ -74,7 +74,7 @@ enum Next {
 struct Live {
     node: Node,
     now: Millis,
-    machine: Machine,
+    machine: SimulatedMachine,
     service_ms: Millis,
     agents: Vec<Agent>,
     orders: Vec<(usize, u64, Action)>,
@@ -83,13 +83,17 @@ struct Live {
     next_tick: Millis,
     gpus_read: Option<Millis>,
     inputs: VecDeque<Input>,
-    decisions: Vec<Decision>,
+    decisions: Vec<PolicyDecision>,
 }
 
 impl Live {
-    fn play(trace: &Trace, machine: Machine, settings: &Settings) -> Vec<Decision> {
-        let agent = |load: &Load| Agent {
-            phase: Phase::Away,
+    fn play(
+        trace: &WorkloadTrace,
+        machine: SimulatedMachine,
+        settings: &Settings,
+    ) -> Vec<PolicyDecision> {
+        let agent = |load: &TraceLoad| Agent {
+            phase: Phase::Checkpointed,
             bytes: load.vram_bytes,
             calls: 1,
             inflight: 0,
@@ -133,7 +137,7 @@ impl Live {
     }
 
     /// A controller starts where an earlier one has moved everybody out.
-    fn begin(&mut self, trace: &Trace) {
+    fn begin(&mut self, trace: &WorkloadTrace) {
         self.inputs.push_back(Input::Gpus(Ok(self.gpus())));
         for (n, load) in trace.loads.iter().enumerate() {
             let (key, pid) = (names::key(n), names::pid(n));
@@ -156,10 +160,10 @@ impl Live {
                     key,
                     process: names::id(n),
                     identity: Identity { pid, start_ticks: 1, command: load.name.clone() },
-                    phase: Phase::Away,
+                    phase: Phase::Checkpointed,
                     generation: 1,
                     hazards: Hazards::default(),
-                    carried: Carried::default(),
+                    carried: SwapStatus::default(),
                 },
                 Input::Page(names::id(n), page(&self.agents[n])),
             ]);
@@ -178,7 +182,7 @@ impl Live {
     }
 
     fn gpus(&self) -> Vec<GpuSample> {
-        let on_device = |a: &&Agent| a.phase != Phase::Away;
+        let on_device = |a: &&Agent| a.phase != Phase::Checkpointed;
         let held = self.agents.iter().enumerate().filter(|(_, a)| on_device(a));
         vec![GpuSample {
             uuid: names::uuid(0),
@@ -251,7 +255,7 @@ impl Live {
                 if matches!(change.to, State::Offloaded | State::Active) {
                     self.inputs.push_back(Input::Gpus(Ok(self.gpus())));
                 }
-                self.decisions.extend(Decision::of(self.now, &change));
+                self.decisions.extend(PolicyDecision::of(self.now, &change));
             }
             _ => {}
         }
@@ -287,7 +291,7 @@ impl Live {
             Action::Close { .. } if agent.phase == Phase::Open => outcome = Outcome::Busy,
             Action::Unlock => agent.phase = Phase::Closed,
             Action::Lock { .. } => agent.phase = Phase::Locked,
-            Action::Checkpoint { .. } => agent.phase = Phase::Away,
+            Action::Checkpoint { .. } => agent.phase = Phase::Checkpointed,
             Action::Open => agent.phase = Phase::Open,
             _ => {}
         }
@@ -297,8 +301,8 @@ impl Live {
             phase: agent.phase,
             cuda_error: 0,
             elapsed_us: 0,
-            carried_bytes: 0,
-            parked_bytes: 0,
+            swappable_bytes: 0,
+            copied_out_bytes: 0,
             unchanged_bytes: 0,
             zero_bytes: 0,
         };
@@ -309,17 +313,17 @@ impl Live {
     }
 }
 
-fn page(agent: &Agent) -> PageSnapshot {
-    PageSnapshot {
+fn page(agent: &Agent) -> CounterSnapshot {
+    CounterSnapshot {
         phase: agent.phase,
         waiters: u32::try_from(agent.waiting).unwrap(),
         hazards: Hazards::default(),
         generation: 1,
         allocated_bytes: agent.bytes,
         allocations: 1,
-        carried_bytes: 0,
-        parked_bytes: 0,
-        notes: Notes::default(),
+        swappable_bytes: 0,
+        copied_out_bytes: 0,
+        notes: ProcessFlags::default(),
         call_cost_ps: 0,
         held_us: 0,
         kept_bytes: 0,
@@ -331,8 +335,8 @@ fn page(agent: &Agent) -> PageSnapshot {
 }
 
 /// Eight programs that are used for some seconds and then not for minutes.
-fn trace(seed: u64) -> Trace {
-    let mut random = Random::new(seed);
+fn trace(seed: u64) -> WorkloadTrace {
+    let mut random = RandomSource::new(seed);
     let load = |n: usize| {
         let mut arrivals_ms = Vec::new();
         let mut at = random.between(0.0, 600.0);
@@ -343,7 +347,7 @@ fn trace(seed: u64) -> Trace {
             }
             at += random.between(60.0, 1_500.0);
         }
-        Load {
+        TraceLoad {
             name: format!("p{n}"),
             namespace: String::new(),
             vram_bytes: (4 + 4 * (n as u64 % 3)) * GIB,
@@ -351,28 +355,28 @@ fn trace(seed: u64) -> Trace {
             arrivals_ms,
         }
     };
-    Trace { loads: (0..8).map(load).collect() }
+    WorkloadTrace { loads: (0..8).map(load).collect() }
 }
 
 /// What happened to each container, in order.
-fn by_container(decisions: &[Decision]) -> BTreeMap<&str, Vec<&Decision>> {
-    let mut by_container: BTreeMap<&str, Vec<&Decision>> = BTreeMap::new();
+fn by_container(decisions: &[PolicyDecision]) -> BTreeMap<&str, Vec<&PolicyDecision>> {
+    let mut by_container: BTreeMap<&str, Vec<&PolicyDecision>> = BTreeMap::new();
     decisions.iter().for_each(|d| by_container.entry(&d.key).or_default().push(d));
     by_container
 }
 
 /// Plays it both ways, and gives the decisions: simulated, and live.
-fn both_ways(trace: &Trace, gib: u64, settings: &Settings) -> [Vec<Decision>; 2] {
+fn both_ways(trace: &WorkloadTrace, gib: u64, settings: &Settings) -> [Vec<PolicyDecision>; 2] {
     let vram_bytes = gib * GIB + (512 << 20);
-    let machine = Machine { gpus: 1, vram_bytes, calibration: Calibration::default() };
-    let contender = contenders::all(settings, 1).swap_remove(0);
+    let machine = SimulatedMachine { gpus: 1, vram_bytes, calibration: Calibration::default() };
+    let contender = baselines::all(settings, 1).swap_remove(0);
     let simulated = engine::decisions(trace, machine, &contender).unwrap();
     [simulated, Live::play(trace, machine, settings)]
 }
 
 /// The same decisions for each container, for the same reasons, in the same order, and at the
 /// same times. So the order among containers is the same, too, where it was decided further apart.
-fn assert_same([simulated, live]: &[Vec<Decision>; 2]) {
+fn assert_same([simulated, live]: &[Vec<PolicyDecision>; 2]) {
     let (simulated, live) = (by_container(simulated), by_container(live));
     assert_eq!(simulated.len(), 8);
     for (key, simulated) in simulated {
@@ -385,7 +389,7 @@ fn assert_same([simulated, live]: &[Vec<Decision>; 2]) {
     }
 }
 
-fn count(decisions: &[Decision], to: State, reason: &str) -> usize {
+fn count(decisions: &[PolicyDecision], to: State, reason: &str) -> usize {
     decisions.iter().filter(|d| d.to == to.as_str() && d.reason == reason).count()
 }
 

@@ -12,27 +12,27 @@
 //! calls. Not simulated: failures, growth of a process, holding of allocations (a simulated
 //! process never allocates), processes on several devices.
 
+pub mod baselines;
 pub mod calibration;
 #[cfg(test)]
 mod claims;
-pub mod contenders;
 pub mod engine;
-pub mod figures;
 #[cfg(test)]
 mod live;
+mod no_offload;
 pub mod plot;
 pub mod random;
 pub mod recorded;
-mod stay;
+pub mod summary;
 pub mod synthetic;
 #[cfg(test)]
 mod tests;
 pub mod trace;
 
+pub use baselines::Baseline;
 pub use calibration::Calibration;
-pub use contenders::Contender;
-pub use figures::Figures;
-pub use trace::{Load, Trace};
+pub use summary::SimulationSummary;
+pub use trace::{TraceLoad, WorkloadTrace};
 
 /// What stops a simulation.
 #[derive(Debug, thiserror::Error)]
@@ -91,7 +91,7 @@ pub enum SimulationError {
 
 /// The device and the host that a trace runs on.
 #[derive(Clone, Copy, Debug)]
-pub struct Machine {
+pub struct SimulatedMachine {
     /// Devices; process n is on device n modulo this.
     pub gpus: usize,
     /// VRAM of each for managed processes.
@@ -105,25 +105,25 @@ pub struct Machine {
 /// # Errors
 /// The first that failed.
 pub fn compare(
-    trace: &Trace,
-    machine: Machine,
-    contenders: &[Contender],
-) -> Result<Vec<Figures>, SimulationError> {
+    trace: &WorkloadTrace,
+    machine: SimulatedMachine,
+    baselines: &[Baseline],
+) -> Result<Vec<SimulationSummary>, SimulationError> {
     let next = std::sync::atomic::AtomicUsize::new(0);
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let work = || {
         let mut done = Vec::new();
         loop {
             let n = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-            let Some(contender) = contenders.get(n) else { return done };
-            done.push((n, engine::run(trace, machine, contender)));
+            let Some(baseline) = baselines.get(n) else { return done };
+            done.push((n, engine::run(trace, machine, baseline)));
         }
     };
     let mut all = std::thread::scope(|scope| {
         let started: Vec<_> =
-            (0..threads.min(contenders.len())).map(|_| scope.spawn(work)).collect();
+            (0..threads.min(baselines.len())).map(|_| scope.spawn(work)).collect();
         started.into_iter().flat_map(|t| t.join().unwrap_or_default()).collect::<Vec<_>>()
     });
     all.sort_by_key(|(n, _)| *n);
-    all.into_iter().map(|(_, figures)| figures).collect()
+    all.into_iter().map(|(_, summary)| summary).collect()
 }

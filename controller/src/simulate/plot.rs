@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::Figures;
+use super::SimulationSummary;
 
 const WIDTH: f64 = 960.0;
 const HEIGHT: f64 = 360.0;
@@ -13,7 +13,7 @@ const COLOURS: [&str; 8] =
 
 /// Draws one line for each policy.
 #[must_use]
-pub fn svg(all: &[Figures], end_ms: u64) -> String {
+pub fn svg(all: &[SimulationSummary], end_ms: u64) -> String {
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     let top = all.iter().map(|f| f.resident_peak_bytes).max().unwrap_or(1).max(1);
     let mut svg = String::new();

@@ -3,13 +3,13 @@
 
 /// A generator.
 #[derive(Clone, Debug)]
-pub struct Random(u64);
+pub struct RandomSource(u64);
 
-impl Random {
+impl RandomSource {
     /// One that starts at `seed`.
     #[must_use]
-    pub fn new(seed: u64) -> Random {
-        Random(seed)
+    pub fn new(seed: u64) -> RandomSource {
+        RandomSource(seed)
     }
 
     /// 64 random bits.

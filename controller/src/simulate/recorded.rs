@@ -4,16 +4,16 @@ use std::collections::BTreeMap;
 
 use super::{
     SimulationError,
-    trace::{Assumed, Load, Trace},
+    trace::{TraceDefaults, TraceLoad, WorkloadTrace},
 };
-use crate::history::Span;
+use crate::history::StateSpan;
 
 /// In use means called so often.
 const STEP_MS: u32 = 1_500;
 
 /// What really happened.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Happened {
+pub struct RecordedCall {
     /// VRAM-time given back, of all that was held or given back.
     pub freed: f64,
     /// Returns that calls waited for.
@@ -24,19 +24,23 @@ pub struct Happened {
 ///
 /// # Errors
 /// Nothing was in use.
-pub fn trace(spans: &[Span], since_ms: i64, assumed: Assumed) -> Result<Trace, SimulationError> {
-    let mut loads: BTreeMap<&str, Load> = BTreeMap::new();
+pub fn trace(
+    spans: &[StateSpan],
+    since_ms: i64,
+    assumed: TraceDefaults,
+) -> Result<WorkloadTrace, SimulationError> {
+    let mut loads: BTreeMap<&str, TraceLoad> = BTreeMap::new();
     for span in spans {
         let parts = [&span.namespace, &span.pod, &span.container];
         let name: Vec<&str> =
             parts.into_iter().map(String::as_str).filter(|p| !p.is_empty()).collect();
-        let load = loads.entry(&span.key).or_insert_with(|| Load {
+        let load = loads.entry(&span.key).or_insert_with(|| TraceLoad {
             name: name.join("/"),
             namespace: span.namespace.clone(),
             service_ms: assumed.service_ms,
-            ..Load::default()
+            ..TraceLoad::default()
         });
-        load.vram_bytes = load.vram_bytes.max(span.vram_bytes.saturating_add(span.away_bytes));
+        load.vram_bytes = load.vram_bytes.max(span.vram_bytes.saturating_add(span.offloaded_bytes));
         for (begin, end) in &span.uses {
             let at = |offset: u32| u32::try_from(span.from_ms + i64::from(offset) - since_ms);
             // What lies before, or 49 days after, is left out.
@@ -46,16 +50,16 @@ pub fn trace(spans: &[Span], since_ms: i64, assumed: Assumed) -> Result<Trace, S
         }
     }
     let held = loads.into_values().filter(|load| load.vram_bytes > 0);
-    Trace { loads: held.collect() }.checked()
+    WorkloadTrace { loads: held.collect() }.checked()
 }
 
 /// What spans say of themselves.
 #[must_use]
-pub fn happened(spans: &[Span]) -> Happened {
-    let sum = |part: fn(&Span) -> f64| spans.iter().map(part).sum::<f64>();
+pub fn happened(spans: &[StateSpan]) -> RecordedCall {
+    let sum = |part: fn(&StateSpan) -> f64| spans.iter().map(part).sum::<f64>();
     let (held, away) = (sum(|span| span.held_gpu_seconds), sum(|span| span.away_gpu_seconds));
     let freed = if held + away > 0.0 { away / (held + away) } else { 0.0 };
-    Happened { freed, wakes: spans.iter().filter(|span| span.wake_ms > 0).count() as u64 }
+    RecordedCall { freed, wakes: spans.iter().filter(|span| span.wake_ms > 0).count() as u64 }
 }
 
 #[cfg(test)]
@@ -64,30 +68,31 @@ mod tests {
 
     #[test]
     fn what_was_recorded_is_played_again() {
-        let span = |key: &str, from_ms, uses: &[(u32, u32)], vram_bytes, away_bytes| Span {
-            key: key.into(),
-            namespace: "ml".into(),
-            container: key.into(),
-            from_ms,
-            uses: uses.to_vec(),
-            vram_bytes,
-            away_bytes,
-            held_gpu_seconds: 1.0,
-            away_gpu_seconds: 3.0,
-            wake_ms: 5,
-            ..Span::default()
-        };
+        let span =
+            |key: &str, from_ms, uses: &[(u32, u32)], vram_bytes, offloaded_bytes| StateSpan {
+                key: key.into(),
+                namespace: "ml".into(),
+                container: key.into(),
+                from_ms,
+                uses: uses.to_vec(),
+                vram_bytes,
+                offloaded_bytes,
+                held_gpu_seconds: 1.0,
+                away_gpu_seconds: 3.0,
+                wake_ms: 5,
+                ..StateSpan::default()
+            };
         let spans = [
             span("a", 10_000, &[(0, 3_000), (60_000, 60_000)], 7, 0),
             span("a", 900_000, &[(1_000, 1_000)], 0, 8),
             span("b", 10_000, &[], 7, 0),
         ];
-        let assumed = Assumed { vram_bytes: 1, service_ms: 1_000, seed: 1 };
+        let assumed = TraceDefaults { vram_bytes: 1, service_ms: 1_000, seed: 1 };
         let trace = trace(&spans, 5_000, assumed).unwrap();
         assert_eq!(trace.loads.len(), 1, "b was never in use");
         let load = &trace.loads[0];
         assert_eq!((load.name.as_str(), load.vram_bytes), ("ml/a", 8));
         assert_eq!(load.arrivals_ms, [5_000, 6_500, 8_000, 65_000, 896_000]);
-        assert_eq!(happened(&spans), Happened { freed: 0.75, wakes: 3 });
+        assert_eq!(happened(&spans), RecordedCall { freed: 0.75, wakes: 3 });
     }
 }

@@ -10,19 +10,19 @@
 
 use super::{
     SimulationError,
-    random::Random,
-    trace::{Assumed, Load, Trace},
+    random::RandomSource,
+    trace::{TraceDefaults, TraceLoad, WorkloadTrace},
 };
 
 /// What is made.
 #[derive(Clone, Copy, Debug)]
-pub struct Plan {
+pub struct SyntheticPlan {
     /// Processes.
     pub processes: usize,
     /// Days.
     pub days: u32,
     /// VRAM and service time of each, and the seed.
-    pub assumed: Assumed,
+    pub assumed: TraceDefaults,
 }
 
 const DAY_S: f64 = 86_400.0;
@@ -32,8 +32,8 @@ const SLOT_S: f64 = 600.0;
 ///
 /// # Errors
 /// Nobody is ever called.
-pub fn make(plan: Plan) -> Result<Trace, SimulationError> {
-    let mut random = Random::new(plan.assumed.seed);
+pub fn make(plan: SyntheticPlan) -> Result<WorkloadTrace, SimulationError> {
+    let mut random = RandomSource::new(plan.assumed.seed);
     let end_s = f64::from(plan.days) * DAY_S;
     let curve = curve(end_s, &mut random);
     let load_at = |t: f64| curve[((t / SLOT_S) as usize).min(curve.len() - 1)];
@@ -54,7 +54,7 @@ pub fn make(plan: Plan) -> Result<Trace, SimulationError> {
                     "server"
                 }
             };
-            Load {
+            TraceLoad {
                 name: format!("{kind}-{n}"),
                 namespace: String::new(),
                 vram_bytes: plan.assumed.vram_bytes,
@@ -63,11 +63,11 @@ pub fn make(plan: Plan) -> Result<Trace, SimulationError> {
             }
         })
         .collect();
-    Trace { loads }.checked()
+    WorkloadTrace { loads }.checked()
 }
 
 /// Load by slots: nights, days, and two or three peaks a day that all share.
-fn curve(end_s: f64, random: &mut Random) -> Vec<f64> {
+fn curve(end_s: f64, random: &mut RandomSource) -> Vec<f64> {
     let slots = (end_s / SLOT_S).ceil() as usize;
     let day = |slot: usize| {
         let hour = slot as f64 * SLOT_S / 3600.0 % 24.0;
@@ -89,7 +89,12 @@ fn push(arrivals: &mut Vec<u32>, at_s: f64, end_s: f64) {
     }
 }
 
-fn people(random: &mut Random, end_s: f64, load: impl Fn(f64) -> f64, arrivals: &mut Vec<u32>) {
+fn people(
+    random: &mut RandomSource,
+    end_s: f64,
+    load: impl Fn(f64) -> f64,
+    arrivals: &mut Vec<u32>,
+) {
     let between_s = random.between(1.0, 3.0) * 3600.0;
     let mut t = 0.0;
     while t < end_s {
@@ -106,7 +111,7 @@ fn people(random: &mut Random, end_s: f64, load: impl Fn(f64) -> f64, arrivals: 
     }
 }
 
-fn clockwork(random: &mut Random, end_s: f64, arrivals: &mut Vec<u32>) {
+fn clockwork(random: &mut RandomSource, end_s: f64, arrivals: &mut Vec<u32>) {
     let period_s = random.between(600.0, 3600.0);
     let mut beat = random.unit() * period_s;
     while beat < end_s {
@@ -119,7 +124,12 @@ fn clockwork(random: &mut Random, end_s: f64, arrivals: &mut Vec<u32>) {
     }
 }
 
-fn server(random: &mut Random, end_s: f64, load: impl Fn(f64) -> f64, arrivals: &mut Vec<u32>) {
+fn server(
+    random: &mut RandomSource,
+    end_s: f64,
+    load: impl Fn(f64) -> f64,
+    arrivals: &mut Vec<u32>,
+) {
     let mean_s = 10.0 * 60_f64.powf(random.unit());
     let mut t = 0.0;
     while t < end_s {

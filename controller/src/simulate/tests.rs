@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 
-use super::{trace::Assumed, *};
+use super::{trace::TraceDefaults, *};
 use crate::core::{
     Settings,
     policy::{Mode, Policies, Policy},
@@ -11,8 +11,8 @@ use crate::core::{
 const GIB: u64 = 1 << 30;
 const MARGIN: u64 = 512 << 20;
 
-fn load(name: &str, gib: u64, arrivals_s: &[u32]) -> Load {
-    Load {
+fn load(name: &str, gib: u64, arrivals_s: &[u32]) -> TraceLoad {
+    TraceLoad {
         name: name.into(),
         namespace: String::new(),
         vram_bytes: gib * GIB,
@@ -21,41 +21,45 @@ fn load(name: &str, gib: u64, arrivals_s: &[u32]) -> Load {
     }
 }
 
-fn machine(gib: u64) -> Machine {
-    Machine { gpus: 1, vram_bytes: gib * GIB + MARGIN, calibration: Calibration::default() }
+fn machine(gib: u64) -> SimulatedMachine {
+    SimulatedMachine {
+        gpus: 1,
+        vram_bytes: gib * GIB + MARGIN,
+        calibration: Calibration::default(),
+    }
 }
 
-fn contender(name: &str) -> Contender {
+fn contender(name: &str) -> Baseline {
     let settings = Settings::default();
-    contenders::all(&settings, 1).into_iter().find(|c| c.name == name).unwrap()
+    baselines::all(&settings, 1).into_iter().find(|c| c.name == name).unwrap()
 }
 
 #[test]
 fn a_pause_beyond_the_timeout_is_freed_and_its_end_waits() {
-    let trace = Trace { loads: vec![load("a", 16, &[0, 10, 1_010])] };
-    let figures = engine::run(&trace, machine(16), &contender("fixed-60s")).unwrap();
+    let trace = WorkloadTrace { loads: vec![load("a", 16, &[0, 10, 1_010])] };
+    let summary = engine::run(&trace, machine(16), &contender("fixed-60s")).unwrap();
     let costs = Calibration::default();
     // Out after 60 s and the offload, until the last call.
     let away_ms = 999_000 - 60_000 - costs.offload_ms(16 * GIB);
-    let freed = figures.freed_of_all * 1_010_000.0;
+    let freed = summary.freed_of_all * 1_010_000.0;
     assert!((freed - away_ms as f64).abs() < 50.0, "{freed} and {away_ms}");
-    assert_eq!(figures.restores, 2);
+    assert_eq!(summary.restores, 2);
     let restore_ms = costs.restore_ms(16 * GIB);
-    assert!((restore_ms..restore_ms + 10).contains(&figures.delay_p99_ms), "{figures:?}");
+    assert!((restore_ms..restore_ms + 10).contains(&summary.delay_p99_ms), "{summary:?}");
 }
 
 #[test]
 fn two_that_need_each_others_room_swap() {
     let calls: Vec<u32> = (0..100).map(|n| n * 30).collect();
-    let trace = Trace { loads: vec![load("a", 16, &calls), load("b", 16, &calls)] };
-    let figures = engine::run(&trace, machine(16), &contender("lru")).unwrap();
-    assert!(figures.restores > 20, "{figures:?}");
-    assert!(figures.delay_p99_ms < 60_000, "{figures:?}");
+    let trace = WorkloadTrace { loads: vec![load("a", 16, &calls), load("b", 16, &calls)] };
+    let summary = engine::run(&trace, machine(16), &contender("lru")).unwrap();
+    assert!(summary.restores > 20, "{summary:?}");
+    assert!(summary.delay_p99_ms < 60_000, "{summary:?}");
 }
 
 #[test]
 fn whoever_cannot_ever_fit_is_said_so() {
-    let trace = Trace { loads: vec![load("a", 16, &[0])] };
+    let trace = WorkloadTrace { loads: vec![load("a", 16, &[0])] };
     let result = engine::run(&trace, machine(8), &contender("lru"));
     assert!(matches!(result, Err(SimulationError::TooLarge { .. })));
 }
@@ -63,25 +67,26 @@ fn whoever_cannot_ever_fit_is_said_so() {
 #[test]
 fn a_clockwork_is_back_before_its_call() {
     let calls: Vec<u32> = (0..40).map(|n| n * 1_800).collect();
-    let trace = Trace { loads: vec![load("a", 16, &calls)] };
-    let figures = engine::run(&trace, machine(16), &contender("learned")).unwrap();
-    assert!(figures.prewake_hits >= 30, "{figures:?}");
-    assert!(figures.wake_share < 0.25, "{figures:?}");
+    let trace = WorkloadTrace { loads: vec![load("a", 16, &calls)] };
+    let summary = engine::run(&trace, machine(16), &contender("learned")).unwrap();
+    assert!(summary.prewake_hits >= 30, "{summary:?}");
+    assert!(summary.wake_share < 0.25, "{summary:?}");
 }
 
 #[test]
 fn a_made_up_node_is_the_same_for_the_same_seed() {
-    let plan = |seed| synthetic::Plan {
+    let plan = |seed| synthetic::SyntheticPlan {
         processes: 8,
         days: 1,
-        assumed: Assumed { vram_bytes: GIB, service_ms: 500, seed },
+        assumed: TraceDefaults { vram_bytes: GIB, service_ms: 500, seed },
     };
     let make = |seed| synthetic::make(plan(seed)).unwrap();
-    let arrivals =
-        |trace: &Trace| trace.loads.iter().map(|l| l.arrivals_ms.clone()).collect::<Vec<_>>();
+    let arrivals = |trace: &WorkloadTrace| {
+        trace.loads.iter().map(|l| l.arrivals_ms.clone()).collect::<Vec<_>>()
+    };
     assert_eq!(arrivals(&make(3)), arrivals(&make(3)));
     assert_ne!(arrivals(&make(3)), arrivals(&make(4)));
-    let all = contenders::all(&Settings::default(), 1);
+    let all = baselines::all(&Settings::default(), 1);
     let run = || compare(&make(3), machine(5), &all).unwrap();
     assert_eq!(run(), run());
 }
@@ -89,21 +94,22 @@ fn a_made_up_node_is_the_same_for_the_same_seed() {
 /// Who waits for a device that nobody reads waits for ever.
 #[test]
 fn who_waits_for_another_device_than_the_first_is_served() {
-    let assumed = Assumed { vram_bytes: 16 * GIB, service_ms: 1_000, seed: 1 };
-    let trace = synthetic::make(synthetic::Plan { processes: 8, days: 1, assumed }).unwrap();
-    let two = Machine { gpus: 2, vram_bytes: 2 * 16 * GIB + (512 << 20), ..machine(0) };
-    let figures = engine::run(&trace, two, &contender("lru")).unwrap();
-    assert!(figures.restores >= 8 && figures.delay_p99_ms < 300_000, "{figures:?}");
+    let assumed = TraceDefaults { vram_bytes: 16 * GIB, service_ms: 1_000, seed: 1 };
+    let trace =
+        synthetic::make(synthetic::SyntheticPlan { processes: 8, days: 1, assumed }).unwrap();
+    let two = SimulatedMachine { gpus: 2, vram_bytes: 2 * 16 * GIB + (512 << 20), ..machine(0) };
+    let summary = engine::run(&trace, two, &contender("lru")).unwrap();
+    assert!(summary.restores >= 8 && summary.delay_p99_ms < 300_000, "{summary:?}");
 }
 
 #[test]
 fn files_are_read_and_bad_lines_are_named() {
     let folder = tempfile::tempdir().unwrap();
-    let assumed = Assumed { vram_bytes: GIB, service_ms: 1, seed: 1 };
+    let assumed = TraceDefaults { vram_bytes: GIB, service_ms: 1, seed: 1 };
     let read = |text: &str| {
         let path = folder.path().join("trace.csv");
         std::fs::write(&path, text).unwrap();
-        Trace::read(&path, assumed)
+        WorkloadTrace::read(&path, assumed)
     };
     let windows = "client,ts,rate,cv,pat,p1,p2\na,0,0.1,1,Gamma,1,10\na,600,0.05,1,Weibull,1,10\n";
     assert_eq!(read(windows).unwrap().requests(), 60 + 30);
@@ -134,17 +140,17 @@ proptest! {
         processes in proptest::collection::vec((1_u64..8, proptest::collection::vec(0_u32..3_000, 1..60)), 2..8),
         eager in any::<bool>(), vram in 8_u64..16,
     ) {
-        let loads: Vec<Load> = processes.iter().enumerate().map(|(n, (gib, calls))| {
+        let loads: Vec<TraceLoad> = processes.iter().enumerate().map(|(n, (gib, calls))| {
             let mut calls = calls.clone();
             calls.sort_unstable();
             load(&format!("p{n}"), *gib, &calls)
         }).collect();
-        let trace = Trace { loads };
+        let trace = WorkloadTrace { loads };
         let node = Policy { mode: if eager { Mode::Eager } else { Mode::Pressure }, ..Policy::default() };
         let settings = Settings { policies: Policies { node, ..Policies::default() }, ..Settings::default() };
-        let figures = engine::run(&trace, machine(vram), &contenders::all(&settings, 1)[0]).unwrap();
-        let answered = (figures.delayed_share * figures.requests as f64).round() as u64;
+        let summary = engine::run(&trace, machine(vram), &baselines::all(&settings, 1)[0]).unwrap();
+        let answered = (summary.delayed_share * summary.requests as f64).round() as u64;
         prop_assert!(answered >= trace.loads.len() as u64, "first calls wait for the first return");
-        prop_assert!(figures.delay_p99_ms < 300_000, "{:?}", figures);
+        prop_assert!(summary.delay_p99_ms < 300_000, "{:?}", summary);
     }
 }

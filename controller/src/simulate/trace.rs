@@ -17,11 +17,11 @@ use std::{
     path::Path,
 };
 
-use super::{SimulationError, random::Random};
+use super::{SimulationError, random::RandomSource};
 
 /// Calls of one process.
 #[derive(Clone, Debug, Default)]
-pub struct Load {
+pub struct TraceLoad {
     /// Its name in the trace.
     pub name: String,
     /// Its namespace, for rules; empty where the trace has none.
@@ -36,14 +36,14 @@ pub struct Load {
 
 /// All processes of a node.
 #[derive(Clone, Debug, Default)]
-pub struct Trace {
+pub struct WorkloadTrace {
     /// The processes.
-    pub loads: Vec<Load>,
+    pub loads: Vec<TraceLoad>,
 }
 
 /// What a trace does not say.
 #[derive(Clone, Copy, Debug)]
-pub struct Assumed {
+pub struct TraceDefaults {
     /// VRAM of a process.
     pub vram_bytes: u64,
     /// Time of a call on the GPU.
@@ -56,12 +56,12 @@ const WINDOW_S: f64 = 600.0;
 /// Requests in a trace: more would not fit into memory.
 const MAX_REQUESTS: usize = 50_000_000;
 
-impl Trace {
+impl WorkloadTrace {
     /// Reads a trace, compressed (`.gz`) or not; the first line tells the format.
     ///
     /// # Errors
     /// The file, the line and what is wrong there.
-    pub fn read(path: &Path, assumed: Assumed) -> Result<Trace, SimulationError> {
+    pub fn read(path: &Path, assumed: TraceDefaults) -> Result<WorkloadTrace, SimulationError> {
         let shown = path.display().to_string();
         let fail = |source| SimulationError::Read { path: shown.clone(), source };
         let file = std::fs::File::open(path).map_err(fail)?;
@@ -70,7 +70,7 @@ impl Trace {
         } else {
             Box::new(file)
         };
-        Trace::parse(plain, &shown, assumed)
+        WorkloadTrace::parse(plain, &shown, assumed)
     }
 
     /// Reads a trace; `shown` names it in errors.
@@ -80,25 +80,26 @@ impl Trace {
     pub fn parse(
         plain: impl Read,
         shown: &str,
-        assumed: Assumed,
-    ) -> Result<Trace, SimulationError> {
+        assumed: TraceDefaults,
+    ) -> Result<WorkloadTrace, SimulationError> {
         let fail = |source| SimulationError::Read { path: shown.to_owned(), source };
         let path = || shown.to_owned();
         let mut lines = BufReader::new(plain).lines();
         let header = lines.next().transpose().map_err(fail)?.unwrap_or_default();
-        let mut reader = Rows {
+        let mut reader = TraceRows {
             assumed,
-            random: Random::new(assumed.seed),
+            random: RandomSource::new(assumed.seed),
             loads: BTreeMap::new(),
             zero: None,
             drawn: 0,
         };
-        let row: fn(&mut Rows, &[&str]) -> Option<()> = match header.trim_start_matches('\u{feff}')
+        let row: fn(&mut TraceRows, &[&str]) -> Option<()> = match header
+            .trim_start_matches('\u{feff}')
         {
-            h if h.starts_with("client,ts,rate") => Rows::servegen,
-            h if h.starts_with("TIMESTAMP") => Rows::azure,
-            h if h.starts_with("time,process,busy") => Rows::telemetry,
-            h if h.starts_with("time,process") => Rows::request,
+            h if h.starts_with("client,ts,rate") => TraceRows::servegen,
+            h if h.starts_with("TIMESTAMP") => TraceRows::azure,
+            h if h.starts_with("time,process,busy") => TraceRows::telemetry,
+            h if h.starts_with("time,process") => TraceRows::request,
             _ => {
                 let what = "the header is none of those that are known: client,ts,rate,cv,pat,p1,p2; TIMESTAMP,...; time,process,busy,vram_bytes; time,process".into();
                 return Err(SimulationError::Line { path: path(), line: 1, what });
@@ -115,14 +116,14 @@ impl Trace {
                 return Err(SimulationError::Line { path: path(), line: number, what });
             }
         }
-        Trace { loads: reader.loads.into_values().collect() }.checked()
+        WorkloadTrace { loads: reader.loads.into_values().collect() }.checked()
     }
 
     /// In order, and without processes that are never called.
     ///
     /// # Errors
     /// There is no request at all.
-    pub fn checked(mut self) -> Result<Trace, SimulationError> {
+    pub fn checked(mut self) -> Result<WorkloadTrace, SimulationError> {
         self.loads.retain(|load| !load.arrivals_ms.is_empty());
         self.loads.iter_mut().for_each(|load| load.arrivals_ms.sort_unstable());
         if self.loads.is_empty() { Err(SimulationError::Empty) } else { Ok(self) }
@@ -153,10 +154,10 @@ impl Trace {
     }
 }
 
-struct Rows {
-    assumed: Assumed,
-    random: Random,
-    loads: BTreeMap<String, Load>,
+struct TraceRows {
+    assumed: TraceDefaults,
+    random: RandomSource,
+    loads: BTreeMap<String, TraceLoad>,
     zero: Option<f64>,
     /// Requests that were drawn so far.
     drawn: usize,
@@ -168,10 +169,10 @@ fn ms(seconds: f64) -> Option<u32> {
     (ms.is_finite() && (0.0..=f64::from(u32::MAX)).contains(&ms)).then_some(ms.round() as u32)
 }
 
-impl Rows {
-    fn load(&mut self, name: &str) -> &mut Load {
-        let Assumed { vram_bytes, service_ms, .. } = self.assumed;
-        self.loads.entry(name.to_owned()).or_insert_with(|| Load {
+impl TraceRows {
+    fn load(&mut self, name: &str) -> &mut TraceLoad {
+        let TraceDefaults { vram_bytes, service_ms, .. } = self.assumed;
+        self.loads.entry(name.to_owned()).or_insert_with(|| TraceLoad {
             name: name.to_owned(),
             namespace: String::new(),
             vram_bytes,

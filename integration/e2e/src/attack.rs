@@ -1,35 +1,35 @@
 //! A hostile container that does everything at once, see `attack.c`.
 
 use affinode_proto::wire::{
-    Abilities, Hazards, Phase, WIRE_VERSION, message::AgentMessage, page::PAGE_BYTES,
+    Capabilities, Hazards, Phase, WIRE_VERSION, counters::PAGE_BYTES, message::AgentMessage,
 };
 use anyhow::{Context, Result, ensure};
 
 use crate::{
     container::{CLIENTS, Spec},
     processes::descriptors,
-    until::until,
+    testbed::Testbed,
+    wait::until,
     worker::Worker,
-    world::World,
 };
 
 /// Starts one, and returns when it is in full swing.
 ///
 /// # Errors
 /// When it cannot be started or the controller does not feel it.
-pub fn start(world: &World, id: &str) -> Result<Worker> {
+pub fn start(world: &Testbed, id: &str) -> Result<Worker> {
     let controller = world.controller()?.context("a controller runs")?;
     let hello = AgentMessage::Hello {
         version: WIRE_VERSION,
         // Somebody else's: the kernel knows better.
         pid_in_namespace: 1,
-        phase: Phase::Away,
+        phase: Phase::Checkpointed,
         generation: u64::MAX,
         driver_version: 0,
         hazards: Hazards(0),
-        abilities: Abilities::default(),
-        carried_bytes: 0,
-        parked_bytes: 0,
+        abilities: Capabilities::default(),
+        swappable_bytes: 0,
+        copied_out_bytes: 0,
     };
     let wake = AgentMessage::Wake { generation: 7, waiters: u32::MAX, hook: u32::MAX };
     let words = [

@@ -23,12 +23,12 @@
 //! blocks a move takes seconds, in another one host memory is short, too. A seed and a round draw the same plan again;
 //! what the machine does with it in between is its own.
 
-pub mod actor;
-pub mod census;
+pub mod container;
+pub mod env;
 pub mod fault;
+pub mod leak_check;
 pub mod plan;
 pub mod report;
-pub mod stage;
 pub mod vram;
 pub mod watch;
 
@@ -45,10 +45,10 @@ use anyhow::{Context, Result, bail};
 
 pub use report::{Finding, Report};
 
-use self::report::NO_VAULT;
-use crate::{gpu::Gpu, until::until, world::Recipe};
+use self::report::NO_COPIER;
+use crate::{gpu::Gpu, testbed::TestbedConfig, wait::until};
+use env::{ChaosEnv, Setup};
 use plan::{Fault, Plan, Scene, Stimulus};
-use stage::{Setup, Stage};
 
 /// Rounds of a block.
 const BLOCK: u64 = 10;
@@ -75,7 +75,7 @@ pub struct Options {
 /// # Errors
 /// When no world can be made.
 pub fn run(
-    recipe: &(dyn Fn() -> Recipe + Sync),
+    recipe: &(dyn Fn() -> TestbedConfig + Sync),
     options: &Options,
     tell: &mut (dyn FnMut(&str) + Send),
 ) -> Result<Report> {
@@ -102,7 +102,7 @@ pub fn run(
 
 /// What the worlds of a campaign share.
 struct Campaign<'a> {
-    recipe: &'a (dyn Fn() -> Recipe + Sync),
+    recipe: &'a (dyn Fn() -> TestbedConfig + Sync),
     options: &'a Options,
     next: AtomicU64,
     began: Instant,
@@ -116,7 +116,7 @@ impl<'a> Campaign<'a> {
     /// Plays rounds in one world after the other, until all are played or enough was found.
     fn play_rounds(&self) -> Result<()> {
         let Options { seed, first, rounds, gpu, .. } = self.options;
-        let mut stage: Option<Stage> = None;
+        let mut env: Option<ChaosEnv> = None;
         let mut block = 0..0;
         loop {
             if block.is_empty() {
@@ -128,11 +128,11 @@ impl<'a> Campaign<'a> {
                 return Ok(());
             };
             let setup = Setup::of(round, gpu);
-            let on = match stage.take().filter(|stage| stage.setup == setup) {
-                Some(stage) => stage,
-                None => Stage::build((self.recipe)(), gpu, setup)?,
+            let on = match env.take().filter(|env| env.setup == setup) {
+                Some(env) => env,
+                None => ChaosEnv::build((self.recipe)(), gpu, setup)?,
             };
-            let on = stage.insert(on);
+            let on = env.insert(on);
             let plan = Plan::draw(*seed, round);
             let mut seen = Report::default();
             seen.findings = play(on, &plan, round, &mut seen);
@@ -142,7 +142,7 @@ impl<'a> Campaign<'a> {
             }
             self.add(seen);
             if failed {
-                stage = None;
+                env = None;
             }
         }
     }
@@ -166,7 +166,7 @@ impl<'a> Campaign<'a> {
     }
 
     /// Tells all that is known of a round that found something.
-    fn show(&self, on: &Stage, plan: &Plan, round: u64, findings: &[Finding]) {
+    fn show(&self, on: &ChaosEnv, plan: &Plan, round: u64, findings: &[Finding]) {
         let mut told = self.lock();
         let tell = &mut told.1;
         tell(&format!("round {round} of seed {}\n{plan}", self.options.seed));
@@ -187,33 +187,33 @@ impl<'a> Campaign<'a> {
 }
 
 /// Plays a round and looks at what is left of it.
-fn play(stage: &mut Stage, plan: &Plan, round: u64, report: &mut Report) -> Vec<Finding> {
-    stage.watch.clear();
-    let squeezed = stage.setup == Setup::Squeezed;
+fn play(env: &mut ChaosEnv, plan: &Plan, round: u64, report: &mut Report) -> Vec<Finding> {
+    env.watch.clear();
+    let squeezed = env.setup == Setup::Squeezed;
     let together = plan.together && !squeezed;
-    let mut outcome = if together { stage.bring_together() } else { Ok(()) };
-    report.together += u64::from(stage.is_together());
+    let mut outcome = if together { env.bring_together() } else { Ok(()) };
+    report.together += u64::from(env.is_together());
     let error =
         |error: &anyhow::Error| Finding { round, kind: "error", text: format!("{error:#}") };
     let mut undo = Vec::new();
     let mut asked = Vec::new();
     for scene in &plan.scenes {
-        outcome = outcome.and_then(|()| play_scene(stage, scene, &mut undo, &mut asked, report));
+        outcome = outcome.and_then(|()| play_scene(env, scene, &mut undo, &mut asked, report));
     }
     if squeezed {
         // Both are idle in the same moment then, and there is host memory for one of them.
-        outcome = outcome.and_then(|()| call_twins(stage));
+        outcome = outcome.and_then(|()| call_twins(env));
     }
     let mut found: Vec<Finding> = outcome.err().iter().map(error).collect();
-    if let Err(why) = fault::undo(&stage.world, undo).and_then(|()| controller_is_back(stage)) {
+    if let Err(why) = fault::undo(&env.world, undo).and_then(|()| controller_is_back(env)) {
         found.push(error(&why));
     }
-    match stage.longest_return_ms() {
+    match env.longest_return_ms() {
         Ok(longest_ms) => report.longest_return_ms = report.longest_return_ms.max(longest_ms),
         Err(why) => found.push(Finding { round, kind: "stuck", text: format!("{why:#}") }),
     }
-    found.extend(stage.verify(round, &mut report.verified));
-    let killed = stage.oom_kills();
+    found.extend(env.verify(round, &mut report.verified));
+    let killed = env.oom_kills();
     if killed > 0 {
         let text = format!("{killed} processes were killed by the kernel for want of host memory");
         found.push(Finding { round, kind: "lost", text });
@@ -226,17 +226,17 @@ fn play(stage: &mut Stage, plan: &Plan, round: u64, report: &mut Report) -> Vec<
     if !found.is_empty() {
         return found;
     }
-    if let Err(why) = stage.replace().and_then(|()| stage.rest()) {
+    if let Err(why) = env.replace().and_then(|()| env.rest()) {
         return vec![Finding { round, kind: "stuck", text: format!("{why:#}") }];
     }
-    let stayed = stage.take_stayed();
+    let stayed = env.take_stayed();
     if !stayed.is_empty() {
         let finding = |text| Finding { round, kind: "stuck", text };
         return stayed.into_iter().map(finding).collect();
     }
     let woken = |event: &&crate::cli::EventRow| event.from == "Restoring" && event.to == "Active";
-    report.wakes += stage.watch.log().iter().filter(woken).count() as u64;
-    let leaks = stage.leaks();
+    report.wakes += env.watch.log().iter().filter(woken).count() as u64;
+    let leaks = env.leaks();
     match leaks {
         Ok(leaks) => {
             leaks.into_iter().map(|text| Finding { round, kind: "leaked", text }).collect()
@@ -245,9 +245,9 @@ fn play(stage: &mut Stage, plan: &Plan, round: u64, report: &mut Report) -> Vec<
     }
 }
 
-fn call_twins(stage: &mut Stage) -> Result<()> {
+fn call_twins(env: &mut ChaosEnv) -> Result<()> {
     for role in plan::TWINS {
-        let twin = &mut stage.cast[role];
+        let twin = &mut env.cast[role];
         if let Some(process) = twin.processes.first_mut().filter(|process| !process.doomed)
             && !twin.doomed
         {
@@ -258,30 +258,30 @@ fn call_twins(stage: &mut Stage) -> Result<()> {
 }
 
 fn play_scene(
-    stage: &mut Stage,
+    env: &mut ChaosEnv,
     scene: &Scene,
     undo: &mut Vec<fault::Undo>,
     asked: &mut Vec<Child>,
     report: &mut Report,
 ) -> Result<()> {
-    let from = stage.watch.count();
+    let from = env.watch.count();
     for stimulus in &scene.stimuli {
         match stimulus {
             Stimulus::Call(target, what) => {
-                let actor = &mut stage.cast[target.container];
-                if let Some(process) = actor.processes.get_mut(target.process)
-                    && !actor.doomed
+                let container = &mut env.cast[target.container];
+                if let Some(process) = container.processes.get_mut(target.process)
+                    && !container.doomed
                     && !process.doomed
                 {
                     process.ask(what)?;
                 }
             }
-            Stimulus::Offload(container) => asked.push(ask(stage, "offload", *container)?),
-            Stimulus::Restore(container) => asked.push(ask(stage, "restore", *container)?),
+            Stimulus::Offload(container) => asked.push(ask(env, "offload", *container)?),
+            Stimulus::Restore(container) => asked.push(ask(env, "restore", *container)?),
             Stimulus::Exec(container) => {
-                let actor = &mut stage.cast[*container];
-                if actor.is_whole() {
-                    actor.exec(&stage.world)?;
+                let container = &mut env.cast[*container];
+                if container.is_whole() {
+                    container.exec(&env.world)?;
                 }
             }
         }
@@ -289,17 +289,17 @@ fn play_scene(
     let strike = &scene.strike;
     let (watched, step) = strike.at;
     // Whether the step comes at all is up to the machine: it is struck anyway.
-    let patience = stage.setup.step_patience();
-    let _ = stage.watch.wait(&stage.cast[watched].name(), step, from, patience);
+    let patience = env.setup.step_patience();
+    let _ = env.watch.wait(&env.cast[watched].name(), step, from, patience);
     std::thread::sleep(Duration::from_micros(strike.after_us));
-    let state = stage.watch.state(&stage.cast[strike.on.container].name());
-    let state = if fault::has_victim(&stage.world, strike.fault)? { &state } else { NO_VAULT };
+    let state = env.watch.state(&env.cast[strike.on.container].name());
+    let state = if fault::has_victim(&env.world, strike.fault)? { &state } else { NO_COPIER };
     report.count(strike.fault.as_str(), state);
     if strike.fault == Fault::KillController {
-        stage.time_return()?;
+        env.time_return()?;
     }
     let before = undo.len();
-    fault::strike(&stage.world, strike, &mut stage.cast[strike.on.container], undo)
+    fault::strike(&env.world, strike, &mut env.cast[strike.on.container], undo)
         .with_context(|| strike.fault.as_str())?;
     if undo.len() > before {
         std::thread::sleep(Duration::from_millis(strike.lasts_ms));
@@ -309,14 +309,14 @@ fn play_scene(
         let (later, now): (Vec<_>, Vec<_>) =
             last.into_iter().partition(|undo| matches!(undo, fault::Undo::StartContainerd));
         undo.extend(later);
-        fault::undo(&stage.world, now)?;
+        fault::undo(&env.world, now)?;
     }
     Ok(())
 }
 
 /// Asks the controller for something, whatever it answers: that it answers is looked at later.
-fn ask(stage: &Stage, what: &str, container: usize) -> Result<Child> {
-    let mut command = stage.world.cli().command(&[what, &stage.cast[container].running.id]);
+fn ask(env: &ChaosEnv, what: &str, container: usize) -> Result<Child> {
+    let mut command = env.world.cli().command(&[what, &env.cast[container].running.id]);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     command.spawn().with_context(|| format!("cannot run affinode {what}"))
 }
@@ -333,9 +333,9 @@ fn end(mut child: Child) -> Result<()> {
 }
 
 /// A controller answers, where a container of the cast needs one.
-fn controller_is_back(stage: &Stage) -> Result<()> {
-    if stage.cast.iter().all(|actor| actor.doomed) {
+fn controller_is_back(env: &ChaosEnv) -> Result<()> {
+    if env.cast.iter().all(|container| container.doomed) {
         return Ok(());
     }
-    until("a controller to answer", || Ok(stage.world.cli().ps_now().ok())).map(|_| ())
+    until("a controller to answer", || Ok(env.world.cli().ps_now().ok())).map(|_| ())
 }

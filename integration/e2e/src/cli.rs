@@ -8,7 +8,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
-use crate::until::{PATIENCE, until};
+use crate::wait::{WAIT_TIMEOUT, until};
 
 /// The `affinode` command on one controller.
 #[derive(Clone, Debug)]
@@ -47,24 +47,24 @@ pub struct GpuRow {
     pub vram_reclaimed_bytes: u64,
     /// Whether NVML is the simulated one.
     pub simulated: bool,
-    /// Pid of its vault; 0: there is none.
-    pub vault_pid: i32,
-    /// Processes that its vaults have filled.
-    pub vault_fills: u64,
+    /// Pid of its copier; 0: there is none.
+    pub copier_pid: i32,
+    /// Processes that its copiers have filled.
+    pub copier_restores: u64,
     /// Processes whose memory it holds.
-    pub vault_holds: u32,
+    pub copier_registered: u32,
     /// What processes hold once with others, over all of them.
-    pub vault_shared_bytes: u64,
+    pub copier_shared_bytes: u64,
     /// The files that hold it.
-    pub vault_stored_bytes: u64,
+    pub copier_stored_bytes: u64,
     /// Processes that it has copied out.
-    pub vault_copies: u64,
+    pub copier_offloads: u64,
     /// Processes that are home, and whose host memory is ready for the next time.
-    pub vault_prepared: u32,
+    pub copier_prefaulted: u32,
     /// Processes whose memory it is getting hold of.
-    pub vault_pending: u32,
+    pub copier_registering: u32,
     /// VRAM that it holds itself.
-    pub vault_vram_bytes: u64,
+    pub copier_vram_bytes: u64,
 }
 
 /// A container.
@@ -96,13 +96,13 @@ pub struct ContainerRow {
     /// VRAM it holds.
     pub vram_bytes: u64,
     /// VRAM it gave back.
-    pub away_bytes: u64,
+    pub offloaded_bytes: u64,
     /// The effective idle timeout.
     pub idle_timeout_ms: u64,
     /// The effective engine.
     pub engine: String,
     /// The part of its VRAM that is copied at the speed of the bus.
-    pub parkable_share: Option<f64>,
+    pub copyable_share: Option<f64>,
     /// Moves out so far.
     pub offloads: u64,
     /// Returns so far.
@@ -138,9 +138,9 @@ pub struct ProcessRow {
     /// Calls counted so far.
     pub calls: u64,
     /// VRAM that its agent can copy.
-    pub carried_bytes: u64,
+    pub swappable_bytes: u64,
     /// What of it is copied now.
-    pub parked_bytes: u64,
+    pub copied_out_bytes: u64,
     /// Host memory that it keeps while it is home.
     pub kept_bytes: u64,
     /// What the last move out did not copy again.
@@ -234,12 +234,16 @@ impl Cli {
     /// When it cannot be run, or does not answer in [`PATIENCE`].
     pub fn output(&self, arguments: &[&str]) -> Result<Output> {
         let mut limited = Command::new("timeout");
-        limited.arg(PATIENCE.as_secs().to_string()).arg(&self.binary).args(arguments);
+        limited.arg(WAIT_TIMEOUT.as_secs().to_string()).arg(&self.binary).args(arguments);
         limited.env("AFFINODE_RUN_DIR", &self.run_dir);
         let output =
             limited.output().with_context(|| format!("cannot run {}", self.binary.display()))?;
         if output.status.code() == Some(TIMED_OUT) {
-            bail!("affinode {} did not answer in {} s", arguments.join(" "), PATIENCE.as_secs());
+            bail!(
+                "affinode {} did not answer in {} s",
+                arguments.join(" "),
+                WAIT_TIMEOUT.as_secs()
+            );
         }
         Ok(output)
     }

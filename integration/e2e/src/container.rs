@@ -12,7 +12,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 use nix::{sys::stat::Mode, unistd::mkfifo};
 
-use crate::{containerd, image, until::until, world::World};
+use crate::{containerd, image, testbed::Testbed, wait::until};
 
 /// Where the client programs are in a container.
 pub const CLIENTS: &str = "/opt/clients";
@@ -88,8 +88,8 @@ impl Spec {
     /// With host memory that is made ready soon after the last call.
     #[must_use]
     pub fn prepared(self) -> Self {
-        self.annotation("affinode.io/engine", "fast")
-            .annotation("affinode.io/prepare", "true")
+        self.annotation("affinode.io/engine", "full")
+            .annotation("affinode.io/prefault", "true")
             .annotation("affinode.io/idle-timeout", "1s")
             .flags(&SEES_ITS_CGROUP)
     }
@@ -126,7 +126,7 @@ impl Spec {
     ///
     /// # Errors
     /// When the GPU's parts cannot be found.
-    pub fn command(&self, world: &World, flags: &[&str]) -> Result<Command> {
+    pub fn command(&self, world: &Testbed, flags: &[&str]) -> Result<Command> {
         let mut command = world.ctr();
         command.arg("run").args(flags).args(&self.flags);
         command.args(["--runtime", &self.runtime]);
@@ -166,7 +166,7 @@ impl Spec {
     ///
     /// # Errors
     /// When it fails.
-    pub fn run(&self, world: &World) -> Result<String> {
+    pub fn run(&self, world: &Testbed) -> Result<String> {
         containerd::run(&mut self.command(world, &["--rm"])?)
     }
 
@@ -174,7 +174,7 @@ impl Spec {
     ///
     /// # Errors
     /// When it does not start.
-    pub fn start(&self, world: &World) -> Result<Running> {
+    pub fn start(&self, world: &Testbed) -> Result<Running> {
         containerd::run(&mut self.command(world, &["--detach", "--null-io"])?)?;
         Ok(self.running())
     }
@@ -189,7 +189,7 @@ impl Spec {
     ///
     /// # Errors
     /// When the pipes cannot be made.
-    pub fn piped(mut self, world: &World) -> Result<(Self, PathBuf)> {
+    pub fn piped(mut self, world: &Testbed) -> Result<(Self, PathBuf)> {
         let folder = make_pipes(world.dir(), &self.id)?;
         let mount = format!("type=bind,src={},dst={PIPES},options=rbind:rw", folder.display());
         self.flags.extend(["--mount".into(), mount]);
@@ -251,7 +251,7 @@ impl Running {
     ///
     /// # Errors
     /// When containerd does not know the task.
-    pub fn pid(&self, world: &World) -> Result<i32> {
+    pub fn pid(&self, world: &Testbed) -> Result<i32> {
         let tasks = containerd::run(world.ctr().args(["tasks", "ls"]))?;
         let row = tasks.lines().find(|row| row.split_whitespace().next() == Some(&self.id));
         let pid = row
@@ -264,7 +264,7 @@ impl Running {
     ///
     /// # Errors
     /// When ctr fails.
-    pub fn status(&self, world: &World) -> Result<Option<String>> {
+    pub fn status(&self, world: &Testbed) -> Result<Option<String>> {
         let tasks = containerd::run(world.ctr().args(["tasks", "ls"]))?;
         let row = tasks.lines().find(|row| row.split_whitespace().next() == Some(&self.id));
         Ok(row.and_then(|row| row.split_whitespace().nth(2)).map(str::to_owned))
@@ -277,7 +277,7 @@ impl Running {
     ///
     /// # Errors
     /// When it fails.
-    pub fn exec(&self, world: &World, argv: &[&str]) -> Result<String> {
+    pub fn exec(&self, world: &Testbed, argv: &[&str]) -> Result<String> {
         const LAST: &str = "end of output";
         let script = format!("\"$@\"; code=$?; echo; echo {LAST}; read -r _; exit $code");
         let mut command = world.ctr();
@@ -307,7 +307,7 @@ impl Running {
     ///
     /// # Errors
     /// When it does not stop.
-    pub fn kill(&self, world: &World) -> Result<()> {
+    pub fn kill(&self, world: &Testbed) -> Result<()> {
         let killed =
             containerd::run(world.ctr().args(["tasks", "kill", "--signal", "SIGKILL", &self.id]));
         if let Err(error) = killed {
@@ -324,7 +324,7 @@ impl Running {
     ///
     /// # Errors
     /// When it does not stop.
-    pub fn wait_stopped(&self, world: &World) -> Result<()> {
+    pub fn wait_stopped(&self, world: &Testbed) -> Result<()> {
         until(&format!("{} to stop", self.id), || {
             let status = self.status(world)?;
             Ok((status.as_deref() != Some("RUNNING")).then_some(()))
@@ -335,7 +335,7 @@ impl Running {
     ///
     /// # Errors
     /// When ctr fails.
-    pub fn delete(&self, world: &World) -> Result<()> {
+    pub fn delete(&self, world: &Testbed) -> Result<()> {
         // `ctr run --rm` and a kill may have taken the task already.
         if self.status(world)?.is_some() {
             // Exits with the task's own status: only its absence afterwards counts.

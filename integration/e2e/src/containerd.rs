@@ -16,10 +16,10 @@ use nix::{
 
 use crate::{
     image,
-    keeper::{Job, Keeper},
     rancher::{self, Rancher},
     release::{Line, Release},
-    until::until,
+    supervisor::{Job, Keeper},
+    wait::until,
 };
 
 /// Runtime type of Affinode, for `ctr run --runtime`.

@@ -23,9 +23,9 @@ pub use self::messages::*;
 use crate::{
     container::{CLIENTS, PIPES, make_pipes, piped},
     image,
-    until::until,
+    testbed::Testbed,
+    wait::until,
     worker::{Lines, USUAL},
-    world::World,
 };
 
 /// The users of the host that are those of a pod with a user namespace.
@@ -220,7 +220,7 @@ pub fn container(name: &str, image: &str, command: &[String]) -> ContainerConfig
 ///
 /// # Errors
 /// When the pipes cannot be made.
-pub fn gpu_container(world: &World, name: &str, mib: u64) -> Result<(ContainerConfig, Lines)> {
+pub fn gpu_container(world: &Testbed, name: &str, mib: u64) -> Result<(ContainerConfig, Lines)> {
     let parts = world.gpu().container_parts(world.artifacts(), world.dir())?;
     let pipes = make_pipes(world.dir(), name)?;
     let argv = piped(&[format!("{CLIENTS}/{USUAL}"), "--mib".into(), mib.to_string()]);

@@ -8,10 +8,10 @@ use std::{fs, os::unix::fs::PermissionsExt, process::Command};
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 
-use crate::{cri::Cri, installed::Installation, snapshot::Snapshot, world::World};
+use crate::{cri::Cri, installed::Installation, snapshot::Snapshot, testbed::Testbed};
 
 /// A fault, on a node that nothing is installed on: what was seen.
-pub type Fault = fn(&World) -> Result<String>;
+pub type Fault = fn(&Testbed) -> Result<String>;
 
 /// Each of them, by name.
 pub const ALL: [(&str, Fault); 6] = [
@@ -27,13 +27,13 @@ const HANDLER: &str = "affinode";
 
 /// The node as it was before, to be compared with.
 struct Scene<'a> {
-    world: &'a World,
+    world: &'a Testbed,
     installation: Installation<'a>,
     before: Snapshot,
 }
 
 impl<'a> Scene<'a> {
-    fn new(world: &'a World) -> Result<Self> {
+    fn new(world: &'a Testbed) -> Result<Self> {
         let installation = Installation::new(world, &world.prefix(), HANDLER)?;
         Ok(Self { world, installation, before: Snapshot::of(world.dir())? })
     }
@@ -75,7 +75,7 @@ fn tells(said: &str, of: &[&str]) -> Result<()> {
 }
 
 /// With the new configuration containerd does not come up; with the old one it does.
-fn restart_fails(world: &World) -> Result<String> {
+fn restart_fails(world: &Testbed) -> Result<String> {
     let scene = Scene::new(world)?;
     let installation = &scene.installation;
     let restart = |asked| {
@@ -93,7 +93,7 @@ fn restart_fails(world: &World) -> Result<String> {
     Ok(format!("put back, containerd up again: {}", said.trim()))
 }
 
-fn full_disk(world: &World) -> Result<String> {
+fn full_disk(world: &Testbed) -> Result<String> {
     let scene = Scene::new(world)?;
     let prefix = world.prefix();
     let place = prefix.display();
@@ -142,7 +142,7 @@ fn full_configuration(scene: &Scene) -> Result<()> {
 }
 
 /// As on systems whose /etc, or all of whose /usr, is read-only.
-fn read_only(world: &World) -> Result<String> {
+fn read_only(world: &Testbed) -> Result<String> {
     let scene = Scene::new(world)?;
     let (prefix, state) = (world.prefix(), scene.installation.state(""));
     let (dir, own) = (world.dir().display(), [prefix, state]);
@@ -166,7 +166,7 @@ fn read_only(world: &World) -> Result<String> {
 }
 
 /// Somebody has broken the configuration since containerd was started with it.
-fn broken_import(world: &World) -> Result<String> {
+fn broken_import(world: &Testbed) -> Result<String> {
     let config = world.containerd().config_file();
     let original = fs::read_to_string(&config)?;
     let broken = world.dir().join("broken.toml");
@@ -192,7 +192,7 @@ fn broken_import(world: &World) -> Result<String> {
 }
 
 /// While the first waits for containerd.
-fn second_installer(world: &World) -> Result<String> {
+fn second_installer(world: &Testbed) -> Result<String> {
     let scene = Scene::new(world)?;
     let installation = &scene.installation;
     let mut said = Vec::new();
@@ -217,7 +217,7 @@ fn second_installer(world: &World) -> Result<String> {
 }
 
 /// With small programs, for time: what an installer does with them is the same.
-fn killed_at_every_step(world: &World) -> Result<String> {
+fn killed_at_every_step(world: &Testbed) -> Result<String> {
     let scene = Scene::new(world)?;
     let artifacts = world.artifacts();
     let from = tempfile_dir(world)?;
@@ -271,7 +271,7 @@ fn killed_at_every_step(world: &World) -> Result<String> {
     Ok(format!("healed by the next install or uninstall after each of {}", steps.join(", ")))
 }
 
-fn tempfile_dir(world: &World) -> Result<std::path::PathBuf> {
+fn tempfile_dir(world: &Testbed) -> Result<std::path::PathBuf> {
     // Below a folder that is no part of the node.
     let folder = world.dir().join("io/small");
     fs::create_dir_all(&folder)?;

@@ -14,8 +14,8 @@ use anyhow::{Context, Result, bail};
 
 use crate::{
     artifacts::Artifacts,
-    keeper::{Job, Keeper},
-    until::until,
+    supervisor::{Job, Keeper},
+    wait::until,
 };
 
 /// Environment variable that names the simulated driver's socket.

@@ -23,27 +23,27 @@
 mod calls;
 mod ends;
 mod exits;
-mod hands;
 mod hidden;
 mod host;
+mod manual_ops;
 mod memory;
 mod moments;
 mod nvml;
 pub mod report;
 mod setup;
 mod tools;
-mod turns;
+mod wake_race;
 
 use anyhow::{Context, Result};
 
-pub(crate) use hands::ballast;
+pub(crate) use manual_ops::ballast;
 pub use report::{Report, Row};
 
 use crate::{
     containerd,
     gpu::Gpu,
-    until::until,
-    world::{MIB, Recipe, World},
+    testbed::{MIB, Testbed, TestbedConfig},
+    wait::until,
 };
 
 /// Nothing moves unless it is asked for; a kernel that runs is not waited for long.
@@ -74,7 +74,7 @@ struct Case {
     play: Play,
 }
 
-type Play = Box<dyn Fn(&World) -> Result<Found>>;
+type Play = Box<dyn Fn(&Testbed) -> Result<Found>>;
 
 /// What a row shows.
 enum Found {
@@ -90,7 +90,7 @@ enum Found {
 }
 
 impl Case {
-    fn new(name: &str, play: impl Fn(&World) -> Result<Found> + 'static) -> Self {
+    fn new(name: &str, play: impl Fn(&Testbed) -> Result<Found> + 'static) -> Self {
         Self { name: name.into(), simulated_only: None, play: Box::new(play) }
     }
 
@@ -129,7 +129,7 @@ pub struct Options {
 /// # Errors
 /// When no world can be made.
 pub fn run(
-    recipe: &dyn Fn() -> Recipe,
+    recipe: &dyn Fn() -> TestbedConfig,
     options: &Options,
     tell: &mut dyn FnMut(&str),
 ) -> Result<Report> {
@@ -151,15 +151,15 @@ pub fn run(
             world.show_logs();
         }
     }
-    if turns::NAME.contains(filter.as_str()) {
-        tell(turns::NAME);
-        let found = turns::play(recipe(), gpu, *turns);
-        report.add(turns::NAME, found);
+    if wake_race::NAME.contains(filter.as_str()) {
+        tell(wake_race::NAME);
+        let found = wake_race::play(recipe(), gpu, *turns);
+        report.add(wake_race::NAME, found);
     }
     Ok(report)
 }
 
-fn play(world: &World, case: Case, report: &mut Report) {
+fn play(world: &Testbed, case: Case, report: &mut Report) {
     if let (Gpu::Real, Some(why)) = (world.gpu(), case.simulated_only) {
         report.add(&case.name, Ok(Found::Skipped(why.into())));
         return;
@@ -171,7 +171,7 @@ fn play(world: &World, case: Case, report: &mut Report) {
 }
 
 /// Removes every container, and waits until the controller has forgotten them.
-fn clear(world: &World) -> Result<()> {
+fn clear(world: &Testbed) -> Result<()> {
     until("the containers to be removed", || {
         let listed = containerd::run(world.ctr().args(["containers", "list", "--quiet"]))?;
         for id in listed.lines() {

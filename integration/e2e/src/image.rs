@@ -15,7 +15,7 @@ use std::{
 use anyhow::{Result, anyhow};
 use serde_json::json;
 
-use crate::closure;
+use crate::shared_libs;
 
 pub use layer::Layer;
 pub use oci::Archive;
@@ -112,7 +112,7 @@ fn files() -> Result<BTreeSet<PathBuf>> {
     }
     let programs: Vec<PathBuf> = files.iter().filter(|file| is_elf(file)).cloned().collect();
     for program in programs {
-        files.extend(closure::libraries(&program)?);
+        files.extend(shared_libs::libraries(&program)?);
     }
     let libc = files.iter().find(|file| file.ends_with("libc.so.6")).cloned();
     let near_libc =

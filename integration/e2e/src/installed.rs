@@ -14,7 +14,7 @@ use std::{
 use affinode_proto::paths::LIB_FILE;
 use anyhow::{Context, Result, ensure};
 
-use crate::{artifacts::Artifacts, world::World};
+use crate::{artifacts::Artifacts, testbed::Testbed};
 
 /// How the programs of an installation are called.
 pub const SHIM: &str = "containerd-shim-affinode-v1";
@@ -25,7 +25,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// Where it is, or will be.
 pub struct Installation<'a> {
-    world: &'a World,
+    world: &'a Testbed,
     prefix: PathBuf,
     state_dir: PathBuf,
     tools: PathBuf,
@@ -37,7 +37,7 @@ impl<'a> Installation<'a> {
     ///
     /// # Errors
     /// When the world's folder cannot be written.
-    pub fn new(world: &'a World, prefix: &Path, handler: &str) -> Result<Self> {
+    pub fn new(world: &'a Testbed, prefix: &Path, handler: &str) -> Result<Self> {
         let tools = world.dir().join("tools");
         fs::create_dir_all(&tools)?;
         let state_dir = world.dir().join("state-affinode");

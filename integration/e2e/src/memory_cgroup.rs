@@ -4,13 +4,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use crate::{container::Spec, keeper::cgroup_folders, world::World};
+use crate::{container::Spec, supervisor::cgroup_folders, testbed::Testbed};
 
 /// The world's folder in the hierarchy that limits memory.
 ///
 /// # Errors
 /// When no hierarchy does, or the container that makes the folder does not run.
-pub fn folder(world: &World) -> Result<PathBuf> {
+pub fn folder(world: &Testbed) -> Result<PathBuf> {
     if cgroup_folders(world.dir()).is_empty() {
         // Made with the first container.
         Spec::gpu("first", &["/bin/true"]).run(world)?;

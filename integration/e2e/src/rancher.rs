@@ -13,7 +13,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use crate::{image, keeper::cgroup_parent, release::Line};
+use crate::{image, release::Line, supervisor::cgroup_parent};
 
 /// Their unit's name: k3s' installer gives it the one that it is told.
 pub const UNIT: &str = "k3s-lab";

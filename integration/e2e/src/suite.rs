@@ -24,13 +24,12 @@
 //!
 //! It runs on the simulated GPU as well, less what needs torch.
 
-mod alone;
-mod bursts;
 mod calibration;
 mod connection;
 mod cost;
 mod crashers;
 mod cycle;
+mod dedup;
 mod engines;
 mod goals;
 mod gpus;
@@ -39,16 +38,17 @@ mod host_memory;
 mod host_root;
 mod immediate;
 mod jax;
+mod no_controller;
 mod nvml;
+mod oversubscription;
 mod programs;
 mod python;
 mod recording;
+mod repeated_offload;
 mod report;
 mod steps;
-mod together;
 mod tools;
 mod torch;
-mod turns;
 mod witness;
 
 use std::{
@@ -62,16 +62,16 @@ use crate::{
     cli::Node,
     gpu::{self, Gpu},
     release::Release,
-    until::{until, until_within},
-    world::{Recipe, World},
+    testbed::{Testbed, TestbedConfig},
+    wait::{until, until_within},
 };
 
-pub use bursts::oversubscribed;
 pub use calibration::{Calibration, measure as calibrate};
 pub use connection::connect;
 pub use cost::wake_ms;
 pub use host_memory::oversubscribed as host_memory;
 pub use immediate::{CONFIG as IMMEDIATE, takes_room as takes_room_at_once};
+pub use oversubscription::oversubscribed;
 pub use report::{Report, Rows};
 
 /// Idle after a second; nothing keeps a container once it is idle.
@@ -98,14 +98,15 @@ const BY_ORDER: (&str, &str) = ("affinode.io/offload", "manual");
 /// # Errors
 /// When no world can be made.
 pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
-    let world = Recipe::default().release(release).gpu(gpu.clone()).config(CONFIG).world()?;
+    let world =
+        TestbedConfig::default().release(release).gpu(gpu.clone()).config(CONFIG).world()?;
     let mut report = Report::new(&world, wanted);
     report.part(&world, "plain process, root", |world, rows| cycle::plain(world, "root", rows));
     report.part(&world, "plain process, uid 1000", |world, rows| cycle::plain(world, "user", rows));
     report.part(&world, "crashing calls", crashers::with_and_without);
     report.part(&world, "hidden way", hidden::comes_home);
-    report.part(&world, "no controller", alone::comes_back);
-    report.part(&world, "more wanted than there is", bursts::oversubscribed);
+    report.part(&world, "no controller", no_controller::comes_back);
+    report.part(&world, "more wanted than there is", oversubscription::oversubscribed);
     report.part(&world, "work without calls", witness::work_without_calls);
     report.part(&world, "a connection wakes", connection::brings_back);
     report.part(&world, "NVML while away", nvml::plain);
@@ -121,7 +122,7 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     report.part(&world, "engines, prepared", engines::prepared);
     report.part(&world, "engines, checked", engines::checked);
     report.part(&world, "engines, chosen", engines::chosen);
-    report.part(&world, "engines, held once", together::held_once);
+    report.part(&world, "engines, held once", dedup::held_once);
     report.part(&world, "engines, large", engines::large);
     match python::Python::find(&world) {
         Ok(python) => {
@@ -138,7 +139,7 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     drop(world);
     let part = "restore policy immediate";
     if report.wants(part) {
-        let world = Recipe::default().release(release).gpu(gpu).config(IMMEDIATE).world()?;
+        let world = TestbedConfig::default().release(release).gpu(gpu).config(IMMEDIATE).world()?;
         report.part(&world, part, takes_room_at_once);
     }
     Ok(report)
@@ -193,16 +194,16 @@ pub fn steps(release: &Release, gpu: Gpu) -> Result<Report> {
 fn alone_with(
     release: &Release,
     gpu: Gpu,
-    parts: impl FnOnce(&World, &mut Report),
+    parts: impl FnOnce(&Testbed, &mut Report),
 ) -> Result<Report> {
-    let world = Recipe::default().release(release).gpu(gpu).config(CONFIG).world()?;
+    let world = TestbedConfig::default().release(release).gpu(gpu).config(CONFIG).world()?;
     let mut report = Report::new(&world, &[]);
     parts(&world, &mut report);
     finish(&world, &mut report);
     Ok(report)
 }
 
-fn finish(world: &World, report: &mut Report) {
+fn finish(world: &Testbed, report: &mut Report) {
     // Where nothing could be carried out there was never a controller.
     let node = world.cli().ps_now().unwrap_or_default();
     if let Some(gpu) = node.gpus.first() {
@@ -220,7 +221,7 @@ fn finish(world: &World, report: &mut Report) {
 /// # Errors
 /// When no world can be made, or a process does not move.
 pub fn calibrations(release: &Release, gpu: Gpu, folder: &Path) -> Result<Vec<PathBuf>> {
-    let world = Recipe::default().release(release).gpu(gpu).config(CONFIG).world()?;
+    let world = TestbedConfig::default().release(release).gpu(gpu).config(CONFIG).world()?;
     let mut files = Vec::new();
     for engine in engines::ENGINES {
         let measured = calibrate(&world, engine)?;
@@ -237,32 +238,32 @@ pub fn calibrations(release: &Release, gpu: Gpu, folder: &Path) -> Result<Vec<Pa
 /// # Errors
 /// When no world can be made, or a container does not start.
 pub fn record(release: &Release, gpu: Gpu, folder: &Path) -> Result<Vec<PathBuf>> {
-    let world = Recipe::default().release(release).gpu(gpu).config(CONFIG).world()?;
+    let world = TestbedConfig::default().release(release).gpu(gpu).config(CONFIG).world()?;
     recording::record(&world, folder)
 }
 
-/// Waits until the vault has got hold of the memory of whoever was moved out, or has let go of
+/// Waits until the copier has got hold of the memory of whoever was moved out, or has let go of
 /// that of whoever came home, as it has where a container stays for some seconds.
-fn wait_held(world: &World) -> Result<()> {
-    until("the vault", || {
+fn wait_held(world: &Testbed) -> Result<()> {
+    until("the copier", || {
         let gpus = world.cli().ps()?.gpus;
-        Ok(gpus.iter().all(|gpu| gpu.vault_pending == 0).then_some(()))
+        Ok(gpus.iter().all(|gpu| gpu.copier_registering == 0).then_some(()))
     })
 }
 
 /// Until the host memory of so many processes is ready for their next offload.
-fn wait_prepared(world: &World, many: usize) -> Result<()> {
+fn wait_prepared(world: &Testbed, many: usize) -> Result<()> {
     let mut last = Node::default();
     until_within(Duration::from_secs(30), "host memory that is ready", || {
         last = world.cli().ps()?;
-        let prepared: u32 = last.gpus.iter().map(|gpu| gpu.vault_prepared).sum();
+        let prepared: u32 = last.gpus.iter().map(|gpu| gpu.copier_prefaulted).sum();
         Ok((prepared as usize >= many).then_some(()))
     })
     .with_context(|| format!("{:?}, {:?}", last.gpus, last.containers))
 }
 
-/// VRAM in use on the first GPU, beside the vault's, once it is what is wanted.
-fn vram_used(world: &World, wanted: impl Fn(u64) -> bool) -> Result<u64> {
+/// VRAM in use on the first GPU, beside the copier's, once it is what is wanted.
+fn vram_used(world: &Testbed, wanted: impl Fn(u64) -> bool) -> Result<u64> {
     let mut last = 0;
     until("the VRAM in use to change", || {
         last = match world.gpu() {
@@ -271,8 +272,8 @@ fn vram_used(world: &World, wanted: impl Fn(u64) -> bool) -> Result<u64> {
                 world.cli().ps()?.gpus.first().map_or(0, |gpu| gpu.vram_used_bytes)
             }
         };
-        let vault = world.cli().ps()?.gpus.first().map_or(0, |gpu| gpu.vault_vram_bytes);
-        last = last.saturating_sub(vault);
+        let copier = world.cli().ps()?.gpus.first().map_or(0, |gpu| gpu.copier_vram_bytes);
+        last = last.saturating_sub(copier);
         Ok(wanted(last).then_some(last))
     })
     .with_context(|| format!("{last} bytes are in use"))

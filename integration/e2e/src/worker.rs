@@ -14,8 +14,8 @@ use serde::Deserialize;
 
 use crate::{
     container::{CLIENTS, Running, Spec},
-    until::PATIENCE,
-    world::World,
+    testbed::Testbed,
+    wait::WAIT_TIMEOUT,
 };
 
 /// Lines to and from a program through the pipes of its container.
@@ -68,8 +68,8 @@ impl Lines {
     /// # Errors
     /// When none comes.
     pub fn receive(&mut self) -> Result<String> {
-        let line = self.receive_before(Instant::now() + PATIENCE)?;
-        line.with_context(|| format!("the program did not answer in {} s", PATIENCE.as_secs()))
+        let line = self.receive_before(Instant::now() + WAIT_TIMEOUT)?;
+        line.with_context(|| format!("the program did not answer in {} s", WAIT_TIMEOUT.as_secs()))
     }
 
     /// Waits for the next line until then; `None` when none came.
@@ -159,7 +159,7 @@ impl Worker {
     ///
     /// # Errors
     /// When the container does not start, or CUDA fails.
-    pub fn start(world: &World, id: &str, mib: u64) -> Result<Self> {
+    pub fn start(world: &Testbed, id: &str, mib: u64) -> Result<Self> {
         let mut worker = Self::start_as(world, Self::spec(id, USUAL, mib))?;
         worker.wait_filled()?;
         Ok(worker)
@@ -194,7 +194,7 @@ impl Worker {
     pub fn pools(id: &str, engine: &str, mib: u64) -> Spec {
         let (program, mib) = (format!("{CLIENTS}/pools"), mib.to_string());
         // Beside a capture: what is the driver's own may be refused, on a real GPU.
-        let may_refuse = if engine == "driver" { "1" } else { "0" };
+        let may_refuse = if engine == "checkpoint" { "1" } else { "0" };
         Spec::gpu(id, &[&program, "--mib", &mib, "--may-refuse", may_refuse])
             .annotation("affinode.io/engine", engine)
     }
@@ -218,7 +218,7 @@ impl Worker {
     ///
     /// # Errors
     /// When the container does not start.
-    pub fn start_as(world: &World, spec: Spec) -> Result<Self> {
+    pub fn start_as(world: &Testbed, spec: Spec) -> Result<Self> {
         let (spec, pipes) = spec.piped(world)?;
         spec.start(world)?;
         Self::attach(&spec, &pipes)
@@ -234,15 +234,15 @@ impl Worker {
 
     /// Ends a program of [`Worker::segments`] well: whether all VRAM that it had is free again, but
     /// for what the driver keeps of its own (streams that were made, host memory that it has hold of)
-    /// and what a vault has got meanwhile.
+    /// and what a copier has got meanwhile.
     ///
     /// # Errors
     /// It does not answer.
-    pub fn ends_with_nothing_left(&mut self, world: &World) -> Result<bool> {
+    pub fn ends_with_nothing_left(&mut self, world: &Testbed) -> Result<bool> {
         const DRIVERS_OWN_BYTES: u64 = 32 << 20;
         let missing = self.call("end")?.missing_bytes.context("no count of bytes")?;
-        let vaults: u64 = world.cli().ps()?.gpus.iter().map(|gpu| gpu.vault_vram_bytes).sum();
-        Ok(missing <= DRIVERS_OWN_BYTES + vaults)
+        let copiers: u64 = world.cli().ps()?.gpus.iter().map(|gpu| gpu.copier_vram_bytes).sum();
+        Ok(missing <= DRIVERS_OWN_BYTES + copiers)
     }
 
     /// Reads the lines that `worker.c` begins with.
@@ -333,7 +333,7 @@ impl Worker {
     ///
     /// # Errors
     /// When containerd cannot be asked.
-    pub fn ends(&mut self, world: &World) -> Result<bool> {
+    pub fn ends(&mut self, world: &Testbed) -> Result<bool> {
         self.lines.close()?;
         match self.running.wait_stopped(world) {
             Ok(()) => Ok(true),

@@ -7,9 +7,9 @@ use std::{
 };
 
 use affinode_e2e::{
-    until::until,
+    testbed::{Testbed, TestbedConfig},
+    wait::until,
     worker::Worker,
-    world::{Recipe, World},
 };
 use anyhow::{Context, Result};
 use serde_json::Value;
@@ -24,7 +24,7 @@ sample_interval = "50ms"
 "#;
 
 /// A request over the socket that a private controller has in its run directory.
-fn ask(world: &World, method: &str, path: &str) -> Result<(u16, String)> {
+fn ask(world: &Testbed, method: &str, path: &str) -> Result<(u16, String)> {
     let socket = world.cli().run_dir().join("http.sock");
     let mut stream = UnixStream::connect(&socket)
         .with_context(|| format!("cannot connect to {}", socket.display()))?;
@@ -36,13 +36,13 @@ fn ask(world: &World, method: &str, path: &str) -> Result<(u16, String)> {
     Ok((status, body.to_owned()))
 }
 
-fn node(world: &World) -> Result<Value> {
+fn node(world: &Testbed) -> Result<Value> {
     Ok(serde_json::from_str(&ask(world, "GET", "/api/v1/node")?.1)?)
 }
 
 #[test]
 fn the_api_shows_and_moves_what_the_command_shows_and_moves() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut worker = Worker::start(&world, "worker", 64)?;
     world.cli().wait_for_state("worker", "Idle")?;
     let key = until("the API to show what the command shows", || {
@@ -54,7 +54,7 @@ fn the_api_shows_and_moves_what_the_command_shows_and_moves() -> Result<()> {
     let (status, said) = ask(&world, "POST", &format!("/api/v1/containers/{key}/offload"))?;
     assert_eq!(status, 200, "{said}");
     let row = world.cli().wait_for_state("worker", "Offloaded")?;
-    assert!(row.away_bytes > 0, "{row:?}");
+    assert!(row.offloaded_bytes > 0, "{row:?}");
     world.cli().wait_for_event("the request", |event| event.kind == "request")?;
 
     until("the offload to be counted", || {
@@ -81,7 +81,7 @@ fn the_api_shows_and_moves_what_the_command_shows_and_moves() -> Result<()> {
 }
 
 /// What a call costs was measured in the process; the call that woke it waited at the gate.
-fn what_the_hook_costs_is_told(world: &World) -> Result<()> {
+fn what_the_hook_costs_is_told(world: &Testbed) -> Result<()> {
     let process = until("the wait at the gate to be known", || {
         let process = node(world)?["containers"][0]["processes"][0].clone();
         Ok((process["held_us"].as_u64() > Some(0)).then_some(process))
@@ -102,11 +102,11 @@ fn what_the_hook_costs_is_told(world: &World) -> Result<()> {
 
 #[test]
 fn the_history_outlives_the_controller() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
     let _worker = Worker::start(&world, "worker", 64)?;
     world.cli().wait_for_state("worker", "Idle")?;
     world.cli().run(&["offload", "worker"])?;
-    let returned = |world: &World| -> Result<Option<f64>> {
+    let returned = |world: &Testbed| -> Result<Option<f64>> {
         let Ok(text) = world.cli().run(&["report", "-o", "json"]) else { return Ok(None) };
         let report: Value = serde_json::from_str(&text)?;
         let offloads = report["rows"][0]["offloads"].as_u64().unwrap_or(0);
@@ -128,7 +128,7 @@ fn the_history_outlives_the_controller() -> Result<()> {
 fn a_taken_port_costs_the_dashboard_and_nothing_else() -> Result<()> {
     let taken = TcpListener::bind("127.0.0.1:0")?;
     let listen = format!("[http]\nlisten = \"{}\"\n", taken.local_addr()?);
-    let world = Recipe::default().config(&format!("{MANUAL}{listen}")).world()?;
+    let world = TestbedConfig::default().config(&format!("{MANUAL}{listen}")).world()?;
     let mut worker = Worker::start(&world, "worker", 64)?;
     world.cli().wait_for_state("worker", "Idle")?;
     world.cli().run(&["offload", "worker"])?;

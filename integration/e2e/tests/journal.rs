@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use affinode_e2e::{artifacts::Artifacts, cli::Cli, until::until};
+use affinode_e2e::{artifacts::Artifacts, cli::Cli, wait::until};
 use anyhow::{Context, Result};
 
 /// Puts the socket's folder where the journal's is, for this process and its children.

@@ -7,8 +7,8 @@ use std::{
 };
 
 use affinode_e2e::{
-    keeper::{Job, Keeper, Scope},
-    until::until,
+    supervisor::{Job, Keeper, Scope},
+    wait::until,
 };
 use anyhow::{Context, Result};
 

@@ -7,7 +7,7 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
-use affinode_e2e::{artifacts::workspace_dir, until::until, worker::Worker, world::Recipe};
+use affinode_e2e::{artifacts::workspace_dir, testbed::TestbedConfig, wait::until, worker::Worker};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
@@ -73,7 +73,7 @@ fn a_prometheus_scrapes_the_node_and_the_dashboards_find_data() -> Result<()> {
     let node = free_address()?;
     let policy = "mode = \"manual\"\nidle_timeout = \"200ms\"";
     let config = format!("[policy]\n{policy}\n[http]\nlisten = \"{node}\"\n");
-    let world = Recipe::default().config(&config).world()?;
+    let world = TestbedConfig::default().config(&config).world()?;
     let mut worker = Worker::start(&world, "worker", 64)?;
     let _away = Worker::start(&world, "away", 64)?;
 

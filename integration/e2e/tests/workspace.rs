@@ -13,10 +13,10 @@ use serde_json::Value;
 const ALLOWED: [(&str, &[&str]); 5] = [
     ("proto", &[]),
     ("preload", &["affinode-proto", "affinode-cuda-sys"]),
-    ("runtime-shim", &["affinode-proto", "affinode-controller", "affinode-vault"]),
+    ("runtime-shim", &["affinode-proto", "affinode-controller", "affinode-copier"]),
     (
         "controller",
-        &["affinode-proto", "affinode-cuda-sys", "affinode-controller", "affinode-vault"],
+        &["affinode-proto", "affinode-cuda-sys", "affinode-controller", "affinode-copier"],
     ),
     ("integration", &["affinode-proto", "affinode-e2e", "affinode-sim-protocol", TEST_NOTES]),
 ];

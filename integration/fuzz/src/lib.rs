@@ -30,7 +30,7 @@ pub const TARGETS: [Target; 16] = [
     ("annotations", files::annotations),
     ("query", files::query),
     ("trace", files::trace),
-    ("copier", affinode_vault::testing::play),
+    ("copier", affinode_copier::testing::play),
     ("image", image::image),
     ("options", shim::options),
     ("hint", files::hint),

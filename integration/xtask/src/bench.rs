@@ -19,14 +19,14 @@ mod wake;
 
 use affinode_e2e::{
     gpu::Gpu,
-    world::{PLENTY_BYTES, Recipe},
+    testbed::{PLENTY_BYTES, TestbedConfig},
 };
 use anyhow::{Result, bail};
 use clap::Args;
 use nix::unistd::Uid;
 use serde::Serialize;
 
-use crate::{build, deps, say};
+use crate::{build, deps, output};
 
 /// How to measure.
 #[derive(Args)]
@@ -69,24 +69,24 @@ pub fn run(options: &Options) -> Result<()> {
     let release = deps::own()?;
     let artifacts = build::all(build::Profile::Release)?;
     let recipe = || {
-        Recipe::default()
+        TestbedConfig::default()
             .artifacts(artifacts.clone())
             .release(&release)
             .gpu(Gpu::Simulated { vram_bytes: PLENTY_BYTES })
             .config("[policy]\nmode = \"manual\"\n")
     };
     let mut figures = Vec::new();
-    say::step("Calls");
+    output::step("Calls");
     figures.extend(calls::measure(&artifacts)?);
-    say::step("Containers");
+    output::step("Containers");
     figures.extend(containers::measure(&recipe().world()?, options.rounds)?);
-    say::step("Wake");
+    output::step("Wake");
     figures.extend(wake::measure(&recipe().world()?)?);
     print(&figures, options.json)?;
     let mut missed: Vec<&str> =
         figures.iter().filter(|figure| !figure.met).map(|figure| figure.name).collect();
     if !options.json && (options.engines || Gpu::real_is_there()) {
-        say::step("Engines");
+        output::step("Engines");
         if !engines::measure(&artifacts, &release)? {
             missed.push("the engines side by side");
         }
@@ -99,16 +99,16 @@ pub fn run(options: &Options) -> Result<()> {
 
 fn print(figures: &[Figure], json: bool) -> Result<()> {
     if json {
-        say::out(&serde_json::to_string_pretty(figures)?);
+        output::out(&serde_json::to_string_pretty(figures)?);
         return Ok(());
     }
-    say::out(&format!(
+    output::out(&format!(
         "{:<34} {:>6} {:>11} {:>11} {:>11} {:>8}  {:<24} ",
         "FIGURE", "UNIT", "WITHOUT", "WITH", "DIFFERENCE", "NOISE", "GOAL"
     ));
     for figure in figures {
         let met = if figure.met { "met" } else { "MISSED" };
-        say::out(&format!(
+        output::out(&format!(
             "{:<34} {:>6} {:>11.2} {:>11.2} {:>+11.2} {:>8.2}  {:<24} {met}",
             figure.name,
             figure.unit,
@@ -119,9 +119,9 @@ fn print(figures: &[Figure], json: bool) -> Result<()> {
             figure.goal,
         ));
     }
-    say::out("");
+    output::out("");
     for figure in figures {
-        say::out(&format!("{}: {}", figure.name, figure.method));
+        output::out(&format!("{}: {}", figure.name, figure.method));
     }
     Ok(())
 }

@@ -7,8 +7,8 @@ use std::{path::PathBuf, process::Command, sync::mpsc::RecvTimeoutError, time::D
 use affinode_e2e::{
     artifacts::workspace_dir,
     gpu::Gpu,
+    testbed::{MIB, TestbedConfig},
     worker::Worker,
-    world::{MIB, Recipe},
 };
 use anyhow::{Result, bail};
 use clap::Args;
@@ -16,7 +16,7 @@ use clap::Args;
 use crate::{
     build,
     demo::dashboard::{config, free_address},
-    deps, say, sh,
+    deps, output, sh,
 };
 
 /// Nothing moves unless the test asks for it.
@@ -25,8 +25,8 @@ const CONFIG: &str = r#"
 mode = "manual"
 idle_timeout = "1s"
 minimum_residency = "1ms"
-engine = "fast"
-keep_copy = true
+engine = "full"
+retain_host_copy = true
 [timing]
 sample_interval = "100ms"
 "#;
@@ -65,13 +65,13 @@ pub fn run(options: &Options) -> Result<()> {
         let recording = std::path::absolute(recording)?;
         return sh::run(node("recorded.mjs").arg(page).arg(recording).args(shots));
     }
-    say::step("Browser: fleet.mjs");
+    output::step("Browser: fleet.mjs");
     let fleet = workspace_dir().join("controller/cluster/src/fleet/page");
     sh::run(node("fleet.mjs").arg(fleet).arg(&page).args(&shots))?;
     let release = deps::own()?;
     let artifacts = build::all(build::Profile::Dev)?;
     let address = free_address()?;
-    let world = Recipe::default()
+    let world = TestbedConfig::default()
         .artifacts(artifacts)
         .release(&release)
         .gpu(Gpu::Simulated { vram_bytes: 1024 * MIB })
@@ -90,7 +90,7 @@ pub fn run(options: &Options) -> Result<()> {
     });
     let live = PathBuf::from(format!("http://{address}"));
     for (script, place) in [("demo.mjs", live), ("many.mjs", page)] {
-        say::step(&format!("Browser: {script}"));
+        output::step(&format!("Browser: {script}"));
         sh::run(node(script).arg(place).args(&shots))?;
     }
     drop(ended);

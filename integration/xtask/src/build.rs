@@ -5,7 +5,7 @@ use std::{fs, path::Path, process::Command};
 use affinode_e2e::artifacts::{Artifacts, target_dir, workspace_dir};
 use anyhow::{Context, Result};
 
-use crate::{say, sh};
+use crate::{output, sh};
 
 /// How to build.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,7 +65,7 @@ const PRELOAD: &str = "libaffinode_preload.so";
 /// Builds all parts.
 pub fn all(profile: Profile) -> Result<Artifacts> {
     let artifacts = profile.artifacts();
-    say::step("Building shim, controller, command and simulated GPU");
+    output::step("Building shim, controller, command and simulated GPU");
     let packages = BINARIES
         .iter()
         .map(|(package, _)| *package)
@@ -82,7 +82,7 @@ pub fn all(profile: Profile) -> Result<Artifacts> {
     for (_, file, name) in SIMULATED {
         place(&built.join(file), &artifacts.sim_dir().join(name))?;
     }
-    say::step("Building the preload library");
+    output::step("Building the preload library");
     sh::run(&mut cargo(&[
         "rustc",
         "-p",
@@ -94,7 +94,7 @@ pub fn all(profile: Profile) -> Result<Artifacts> {
         "cdylib",
     ]))?;
     place(&target_dir().join("preload").join(PRELOAD), &artifacts.lib_dir().join(PRELOAD))?;
-    say::step("Building the CUDA programs");
+    output::step("Building the CUDA programs");
     clients(&artifacts)?;
     Ok(artifacts)
 }

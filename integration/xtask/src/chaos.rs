@@ -3,13 +3,13 @@
 use affinode_e2e::{
     chaos,
     gpu::Gpu,
-    world::{PLENTY_BYTES, Recipe},
+    testbed::{PLENTY_BYTES, TestbedConfig},
 };
 use anyhow::{Result, bail};
 use clap::Args;
 use nix::unistd::Uid;
 
-use crate::{build, deps, say};
+use crate::{build, deps, output};
 
 /// What to play.
 #[derive(Args)]
@@ -39,19 +39,19 @@ pub fn run(options: &Options) -> Result<()> {
     let release = deps::own()?;
     let artifacts = build::all(build::Profile::Dev)?;
     let seed = options.seed.unwrap_or_else(fresh_seed);
-    say::step(&format!("Chaos, seed {seed}"));
-    let recipe = || Recipe::default().artifacts(artifacts.clone()).release(&release);
+    output::step(&format!("Chaos, seed {seed}"));
+    let recipe = || TestbedConfig::default().artifacts(artifacts.clone()).release(&release);
     let (first, rounds) = match options.round {
         Some(round) => (round, 1),
         None => (0, options.rounds),
     };
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
     let campaign = chaos::Options { seed, first, rounds, gpu, worlds: options.worlds };
-    let report = chaos::run(&recipe, &campaign, &mut say::note)?;
+    let report = chaos::run(&recipe, &campaign, &mut output::note)?;
     if options.json {
-        say::out(&serde_json::to_string_pretty(&report)?);
+        output::out(&serde_json::to_string_pretty(&report)?);
     } else {
-        say::out(&report.table());
+        output::out(&report.table());
     }
     if report.failed() {
         bail!("{} findings; replay one with --seed {seed} --round R", report.findings.len());

@@ -30,7 +30,7 @@ use self::{
     critest::Critest,
     outcome::{Comparison, Outcomes},
 };
-use crate::{build, deps, say};
+use crate::{build, deps, output};
 
 /// Which suites, and where the tables go.
 #[derive(Args)]
@@ -70,7 +70,7 @@ pub fn run(options: &Options) -> Result<()> {
         if options.suite.is_none_or(|only| only == *suite) {
             let comparison = suite.compare(&artifacts, release, options.run.as_deref())?;
             let table = comparison.table(&suite.title(), &page::machine(release)?);
-            say::out(&table);
+            output::out(&table);
             if let Some(file) = &options.table {
                 page::put(file, &table)?;
             }
@@ -117,12 +117,12 @@ fn compare(
     alone: &dyn Fn(&str) -> String,
     only: Option<&str>,
 ) -> Result<Comparison> {
-    say::step("The suite with the stock runtime");
+    output::step("The suite with the stock runtime");
     let stock = run(false, only)?;
-    say::step("The suite with ours");
+    output::step("The suite with ours");
     let mut comparison = Comparison::new(stock, run(true, only)?);
     for name in comparison.differing() {
-        say::note(&format!("again, alone: {name}"));
+        output::note(&format!("again, alone: {name}"));
         let only = alone(&name);
         comparison.again(&run(false, Some(&only))?, &run(true, Some(&only))?);
     }

@@ -13,7 +13,7 @@
 pub mod dashboard;
 mod options;
 mod report;
-mod scene;
+mod scenario;
 mod watch;
 
 use std::{
@@ -26,12 +26,12 @@ use std::{
 
 use affinode_e2e::{
     gpu::Gpu,
-    world::{MIB, Recipe, World},
+    testbed::{MIB, Testbed, TestbedConfig},
 };
 use anyhow::{Context, Result, bail};
 use nix::unistd::Uid;
 
-use crate::{build, deps, say};
+use crate::{build, deps, output};
 
 pub use options::{GpuChoice, Options};
 
@@ -55,14 +55,14 @@ pub fn run(options: &Options) -> Result<()> {
         }
     };
     let address = if options.dashboard { Some(dashboard::free_address()?) } else { None };
-    let config = dashboard::config(scene::CONFIG, address);
+    let config = dashboard::config(scenario::CONFIG, address);
     let began = Instant::now();
-    say::step(&format!(
+    output::step(&format!(
         "Starting a private containerd {} with a {} GPU",
         release.version,
         gpu.as_str()
     ));
-    let world = Recipe::default()
+    let world = TestbedConfig::default()
         .artifacts(artifacts)
         .release(&release)
         .gpu(gpu)
@@ -71,11 +71,13 @@ pub fn run(options: &Options) -> Result<()> {
     let world = Arc::new(world);
     clean_up_on_signal(&world)?;
     if let Some(address) = address {
-        say::step(&format!("The dashboard is at http://{address} while this runs; Ctrl-C ends it"));
+        output::step(&format!(
+            "The dashboard is at http://{address} while this runs; Ctrl-C ends it"
+        ));
         return dashboard::live(&world).inspect_err(|_| explain(&world));
     }
-    let outcome = scene::play(&world, options.json).inspect_err(|_| explain(&world));
-    say::step("Cleaning up");
+    let outcome = scenario::play(&world, options.json).inspect_err(|_| explain(&world));
+    output::step("Cleaning up");
     world.end();
     let report = outcome.and_then(|seen| report::Report::new(&world, &seen, began.elapsed()))?;
     report.print(options.json)?;
@@ -86,7 +88,7 @@ pub fn run(options: &Options) -> Result<()> {
 }
 
 /// What a failure shows. One that Ctrl-C made is none: then the handler ends the process.
-fn explain(world: &World) {
+fn explain(world: &Testbed) {
     while INTERRUPTED.load(Ordering::Acquire) {
         std::thread::park();
     }
@@ -94,11 +96,11 @@ fn explain(world: &World) {
 }
 
 /// Ctrl-C ends the world first, then the demo.
-fn clean_up_on_signal(world: &Arc<World>) -> Result<()> {
+fn clean_up_on_signal(world: &Arc<Testbed>) -> Result<()> {
     let world = Arc::downgrade(world);
     ctrlc::set_handler(move || {
         INTERRUPTED.store(true, Ordering::Release);
-        say::step("Interrupted: cleaning up");
+        output::step("Interrupted: cleaning up");
         if let Some(world) = world.upgrade() {
             world.end();
         }

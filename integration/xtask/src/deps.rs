@@ -17,7 +17,7 @@ use anyhow::{Context, Result};
 
 use crate::{
     apt::{self, Distribution, Suites},
-    packages, runc, say, sh,
+    output, packages, runc, sh,
 };
 
 /// Debian's suites that are searched for the lines of containerd.
@@ -44,10 +44,10 @@ pub fn all() -> Result<Releases> {
     let releases = collect(&cache)?;
     fs::write(Releases::file(&artifacts), serde_json::to_vec_pretty(&releases)?)?;
     for release in &releases.available {
-        say::note(&format!("containerd {} in {}", release.version, release.bin_dir.display()));
+        output::note(&format!("containerd {} in {}", release.version, release.bin_dir.display()));
     }
     for (line, reason) in &releases.unavailable {
-        say::note(&format!("no containerd {line}: {reason}"));
+        output::note(&format!("no containerd {line}: {reason}"));
     }
     Ok(releases)
 }
@@ -61,7 +61,7 @@ pub fn promtool() -> Result<PathBuf> {
         None => unpacked.join("usr/bin/promtool"),
     };
     if !program.is_file() {
-        say::step("Fetching promtool");
+        output::step("Fetching promtool");
         apt::unpack_own("prometheus", &unpacked)
             .context("promtool is missing: install it, or let apt have it")?;
     }
@@ -95,7 +95,7 @@ fn collect(cache: &Path) -> Result<Releases> {
         }
         return Ok(releases);
     }
-    say::step("Fetching other containerd releases and an old C library from Debian");
+    output::step("Fetching other containerd releases and an old C library from Debian");
     let suites = Suites::open(&cache.join("apt"), &here.codename, &SUITES)?;
     let versions = suites.versions("containerd")?;
     for line in missing {

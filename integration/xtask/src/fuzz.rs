@@ -14,7 +14,7 @@ use affinode_e2e::artifacts::{target_dir, workspace_dir};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 
-use crate::{say, sh};
+use crate::{output, sh};
 
 /// Counters at every edge, and a look at what comparisons compare, as libFuzzer wants them.
 const COVERAGE: &str = "-Cpasses=sancov-module \
@@ -58,7 +58,7 @@ pub fn run(options: &Options) -> Result<()> {
         let artifacts = work.join("artifacts").join(name);
         fs::create_dir_all(&found)?;
         fs::create_dir_all(&artifacts)?;
-        say::step(&format!("Fuzzing {name} for {} s", options.seconds));
+        output::step(&format!("Fuzzing {name} for {} s", options.seconds));
         let mut fuzzer = fuzzer(&binary, name);
         fuzzer.arg(format!("-max_total_time={}", options.seconds));
         fuzzer.arg(format!("-artifact_prefix={}/", artifacts.display()));
@@ -103,7 +103,7 @@ fn names(corpora: &Path) -> Result<Vec<String>> {
 }
 
 fn build(work: &Path) -> Result<PathBuf> {
-    say::step("Building the fuzz targets");
+    output::step("Building the fuzz targets");
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
     command.current_dir(workspace_dir()).env("RUSTFLAGS", COVERAGE).args([

@@ -3,13 +3,13 @@
 use affinode_e2e::{
     gpu::Gpu,
     hazards,
-    world::{PLENTY_BYTES, Recipe},
+    testbed::{PLENTY_BYTES, TestbedConfig},
 };
 use anyhow::{Result, bail};
 use clap::Args;
 use nix::unistd::Uid;
 
-use crate::{build, deps, say};
+use crate::{build, deps, output};
 
 /// How to show it.
 #[derive(Args)]
@@ -32,15 +32,15 @@ pub fn run(options: &Options) -> Result<()> {
     }
     let release = deps::own()?;
     let artifacts = build::all(build::Profile::Dev)?;
-    let recipe = || Recipe::default().artifacts(artifacts.clone()).release(&release);
+    let recipe = || TestbedConfig::default().artifacts(artifacts.clone()).release(&release);
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
-    say::step("Hazards, on the simulated GPU");
+    output::step("Hazards, on the simulated GPU");
     let chosen = hazards::Options { gpu, filter: options.filter.clone(), turns: options.turns };
-    let report = hazards::run(&recipe, &chosen, &mut say::note)?;
+    let report = hazards::run(&recipe, &chosen, &mut output::note)?;
     if options.json {
-        say::out(&serde_json::to_string_pretty(&report)?);
+        output::out(&serde_json::to_string_pretty(&report)?);
     } else {
-        say::out(&report.table());
+        output::out(&report.table());
     }
     if report.failed() {
         bail!("a hazard was not survived");

@@ -4,27 +4,27 @@
 //! handed out by a small device plugin; all else is what clusters run. It stays out of CI: the
 //! first run builds Kubernetes and helm.
 
+mod control_plane;
 mod crds;
 mod files;
 mod node;
-mod plane;
 mod programs;
 mod release;
-mod show;
+mod scenarios;
 
 use std::path::Path;
 
 use affinode_e2e::{
     gpu::Gpu,
     release::Line,
-    world::{MIB, Recipe, World},
+    testbed::{MIB, Testbed, TestbedConfig},
 };
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use nix::unistd::Uid;
 
-use self::{plane::Plane, programs::Programs};
-use crate::{build, deps, say};
+use self::{control_plane::Plane, programs::Programs};
+use crate::{build, deps, output};
 
 /// VRAM of a node's simulated GPU.
 const VRAM_BYTES: u64 = 1024 * MIB;
@@ -41,7 +41,7 @@ pub struct Options {
 }
 
 /// Gives pods of a world a network, by the plugins of this folder.
-pub fn pods(world: &World, plugins: &Path) -> Result<()> {
+pub fn pods(world: &Testbed, plugins: &Path) -> Result<()> {
     files::cni(&world.dir().join("cni"), plugins, "10.98.0.0/24")
 }
 
@@ -56,7 +56,7 @@ pub fn run(options: &Options) -> Result<()> {
     let release = (releases.available.iter().find(|release| release.line == Line::V2))
         .context("no containerd 2 was found: Kubernetes needs it")?;
     let world = |number| {
-        Recipe::default()
+        TestbedConfig::default()
             .node()
             .named(&node::name(number))
             .artifacts(artifacts.clone())
@@ -64,22 +64,22 @@ pub fn run(options: &Options) -> Result<()> {
             .gpu(Gpu::Simulated { vram_bytes: VRAM_BYTES })
             .world()
     };
-    let worlds: Vec<World> = (1..=options.nodes).map(world).collect::<Result<_>>()?;
+    let worlds: Vec<Testbed> = (1..=options.nodes).map(world).collect::<Result<_>>()?;
     let shown = Plane::start(&worlds, programs).and_then(|plane| {
-        say::note(&format!(
+        output::note(&format!(
             "Kubernetes {}, containerd {}, {} nodes",
             programs::VERSION,
             release.version,
             options.nodes
         ));
-        show::all(&plane)
+        scenarios::all(&plane)
     });
     if let Err(error) = &shown {
-        say::error(error);
+        output::error(error);
     }
     if options.keep {
         let dirs: Vec<_> = worlds.iter().map(|world| world.dir().display().to_string()).collect();
-        say::note(&format!("all of it is in {}; Enter ends it", dirs.join(", ")));
+        output::note(&format!("all of it is in {}; Enter ends it", dirs.join(", ")));
         std::io::stdin().read_line(&mut String::new())?;
     }
     shown

@@ -9,22 +9,22 @@
 //! The processes run beside the containers' runtime, not in it: what is measured is the
 //! controller. Figures, not a test: other work on the machine shows in them.
 
-mod crowd;
+mod processes;
 mod watchers;
 
 use std::time::Duration;
 
 use affinode_e2e::{
     gpu::Gpu,
+    testbed::{MIB, TestbedConfig},
     worker::Worker,
-    world::{MIB, Recipe},
 };
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use nix::unistd::Uid;
 
-use crate::{build, deps, say};
-use crowd::Crowd;
+use crate::{build, deps, output};
+use processes::Crowd;
 
 /// Everything as it is by default, but nothing moves.
 const CONFIG: &str = "[policy]\nmode = \"manual\"\n";
@@ -62,7 +62,7 @@ pub fn run(options: &Options) -> Result<()> {
     let release = deps::own()?;
     let artifacts = build::all(build::Profile::from_release(!options.dev))?;
     let total = (options.containers * options.processes) as u64;
-    let world = Recipe::default()
+    let world = TestbedConfig::default()
         .artifacts(artifacts)
         .release(&release)
         .gpu(Gpu::Simulated { vram_bytes: (total + 64) * 32 * MIB })
@@ -70,7 +70,7 @@ pub fn run(options: &Options) -> Result<()> {
         .world()?;
     // Its shim brings the controller.
     let _seed = Worker::start(&world, "seed", 16)?;
-    say::step(&format!("{} containers with {total} processes", options.containers));
+    output::step(&format!("{} containers with {total} processes", options.containers));
     let crowd = Crowd::gather(&world, options.containers, options.processes)?;
     let controller = world.controller()?.context("the controller runs")?.pid.as_raw();
     let span = Duration::from_secs(options.seconds);
@@ -85,12 +85,12 @@ pub fn run(options: &Options) -> Result<()> {
         }
         lines.push(format!("{what:<58} {value:>8.1} {unit:<4} {goal}"));
     };
-    say::step("Nothing changes, nobody watches");
+    output::step("Nothing changes, nobody watches");
     tell("processor, nobody watches, of one core", percent(controller, span)?, "%", Some(3.0));
     let resident = || affinode_e2e::processes::resident_bytes(controller);
     tell("memory", resident()? as f64 / MIB as f64, "MiB", Some(100.0));
 
-    say::step(&format!("{} watch the dashboard", options.watchers));
+    output::step(&format!("{} watch the dashboard", options.watchers));
     let socket = world.cli().run_dir().join("http.sock");
     let watchers = watchers::open(&socket, "/api/v1/events?watch=node", options.watchers)?;
     let what = format!("processor, {} watch, of one core", options.watchers);
@@ -103,12 +103,12 @@ pub fn run(options: &Options) -> Result<()> {
     tell("memory", resident()? as f64 / MIB as f64, "MiB", Some(100.0));
     drop(watchers);
 
-    say::step("Somebody watches the calls of all");
+    output::step("Somebody watches the calls of all");
     let calls = watchers::open(&socket, "/api/v1/calls", 1)?;
     let what = "processor, the calls of all are watched, of one core";
     tell(what, percent(controller, span)?, "%", None);
     drop(calls);
-    lines.iter().for_each(|line| say::out(line));
+    lines.iter().for_each(|line| output::out(line));
     if options.strict && !missed.is_empty() {
         bail!("missed: {}", missed.join(", "));
     }

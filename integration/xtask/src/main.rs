@@ -13,19 +13,19 @@ mod conformance;
 mod demo;
 mod deps;
 mod fuzz;
+mod gpu_kit;
 mod hazards;
 mod k8s;
-mod kit;
 mod load;
 mod matrix;
+mod output;
 mod package;
 mod packages;
 mod runc;
-mod say;
 mod sh;
+mod step;
 mod suite;
 mod systemd;
-mod tried;
 
 #[derive(Parser)]
 #[command(name = "cargo xtask", about = "Build, test and show Affinode")]
@@ -67,7 +67,7 @@ enum Task {
     /// root, Go).
     Matrix(matrix::Options),
     /// Pack what a machine with a GPU needs to run the suite there.
-    GpuKit(kit::Options),
+    GpuKit(gpu_kit::Options),
     /// Make .deb, .rpm, container image, bill of materials and checksums; --check installs them.
     Package(package::Options),
     /// Boot a real systemd, and show installation, the controller's unit, systemd-run and Slurm
@@ -91,7 +91,7 @@ fn main() -> ExitCode {
         Task::K8s(options) => k8s::run(&options),
         Task::Load(options) => load::run(&options),
         Task::Matrix(options) => matrix::run(&options),
-        Task::GpuKit(options) => kit::pack(&options),
+        Task::GpuKit(options) => gpu_kit::pack(&options),
         Task::Package(options) => package::run(&options),
         Task::Systemd(options) => systemd::run(&options),
         Task::Test(options) => suite::run(&options),
@@ -99,7 +99,7 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            say::error(&error);
+            output::error(&error);
             ExitCode::FAILURE
         }
     }

@@ -9,19 +9,19 @@
 //! simulated one. The programs are installed into the node's own folders, containerd is restarted
 //! by a stand-in for systemctl. It stays out of CI: the first run builds a containerd.
 
-mod course;
 mod newest;
+mod steps;
 mod table;
 
 use std::path::PathBuf;
 
-use affinode_e2e::{faults, installed, release::Release, world::Recipe};
+use affinode_e2e::{faults, installed, release::Release, testbed::TestbedConfig};
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use nix::unistd::Uid;
 
 use self::table::{Column, Table};
-use crate::{build, deps, say};
+use crate::{build, deps, output};
 
 /// Which of them, and how to print.
 #[derive(Args)]
@@ -59,18 +59,19 @@ pub fn run(options: &Options) -> Result<()> {
     ensure!(!releases.is_empty(), "no containerd here has such a version");
     let mut table = Table::here()?;
     for release in &releases {
-        say::step(&format!("containerd {}", release.version));
+        output::step(&format!("containerd {}", release.version));
         let mut column = Column::new(&release.version);
-        course::run(&mut column, release, &artifacts, upgrade.path());
+        steps::run(&mut column, release, &artifacts, upgrade.path());
         for (name, fault) in faults::ALL {
-            let recipe = Recipe::default().node().artifacts(artifacts.clone()).release(release);
+            let recipe =
+                TestbedConfig::default().node().artifacts(artifacts.clone()).release(release);
             column.step(name, || recipe.world().and_then(|world| fault(&world)));
         }
         table.columns.push(column);
     }
     match options.json {
-        true => say::out(&serde_json::to_string_pretty(&table)?),
-        false => say::out(&table.to_string()),
+        true => output::out(&serde_json::to_string_pretty(&table)?),
+        false => output::out(&table.to_string()),
     }
     if let Some(file) = &options.table {
         std::fs::write(file, table.page())

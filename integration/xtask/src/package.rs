@@ -33,7 +33,7 @@ use clap::Args;
 use sha2::{Digest, Sha256};
 
 use self::tree::Tree;
-use crate::{say, sh};
+use crate::{output, sh};
 
 /// What to pack, and where to.
 #[derive(Args)]
@@ -77,7 +77,7 @@ pub fn run(options: &Options) -> Result<()> {
     let (version, epoch_seconds) = (version(options.version.as_deref())?, epoch_seconds()?);
     let built = if options.dev { build::dev()? } else { build::release()? };
     let about = About { version, epoch_seconds, glibc: built.glibc()? };
-    say::step("Packing, twice");
+    output::step("Packing, twice");
     let bill = sbom::bill(&about, &image::libraries(&built)?)?;
     let programs = files::Programs::of(&built)?;
     let files = files::all(&programs, &built, &bill)?;
@@ -91,13 +91,13 @@ pub fn run(options: &Options) -> Result<()> {
     let out = options.out.clone().unwrap_or_else(|| target_dir().join("packages"));
     write(&out, &packages)?;
     for (name, bytes) in &packages {
-        say::out(&format!(
+        output::out(&format!(
             "{:>10.1} MiB  {}",
             bytes.len() as f64 / f64::from(1 << 20),
             out.join(name).display()
         ));
     }
-    say::note(&format!("needs glibc {} or newer; affinode-cluster needs none", about.glibc));
+    output::note(&format!("needs glibc {} or newer; affinode-cluster needs none", about.glibc));
     if options.check { check::all(&out, &about) } else { Ok(()) }
 }
 

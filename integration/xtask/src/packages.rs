@@ -5,7 +5,7 @@ use std::{path::Path, process::Command};
 use anyhow::{Result, bail};
 use nix::unistd::Uid;
 
-use crate::{say, sh};
+use crate::{output, sh};
 
 /// A program or file that shows that a package is there, and the package's name.
 const NEEDED: [(&str, &str); 8] = [
@@ -37,7 +37,7 @@ pub fn install(needed: &[(&str, &str)]) -> Result<()> {
     if sh::find("apt-get").is_none() {
         bail!("missing: {}; this machine has no apt: install them", missing.join(" "));
     }
-    say::step(&format!("Installing {}", missing.join(" ")));
+    output::step(&format!("Installing {}", missing.join(" ")));
     sh::read(Command::new("apt-get").arg("update"))?;
     let mut install = Command::new("apt-get");
     install.env("DEBIAN_FRONTEND", "noninteractive");

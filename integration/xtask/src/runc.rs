@@ -6,7 +6,7 @@ use std::{fs, process::Command};
 use affinode_e2e::artifacts::Artifacts;
 use anyhow::{Context, Result};
 
-use crate::{say, sh};
+use crate::{output, sh};
 
 const MODULE: &str = "github.com/opencontainers/runc";
 /// The newest release when this was last looked at.
@@ -16,7 +16,7 @@ const VERSION: &str = "1.4.3";
 /// said: the tests that need it say so as well.
 pub fn prepare(artifacts: &Artifacts) {
     if let Err(error) = build(artifacts) {
-        say::note(&format!("no runc for user namespaces: {error:#}"));
+        output::note(&format!("no runc for user namespaces: {error:#}"));
     }
 }
 
@@ -28,10 +28,10 @@ fn build(artifacts: &Artifacts) -> Result<()> {
         return Ok(());
     }
     if sh::find("go").is_none() {
-        say::note("no runc for user namespaces: Go is missing, which it is written in");
+        output::note("no runc for user namespaces: Go is missing, which it is written in");
         return Ok(());
     }
-    say::step(&format!("Building runc {VERSION} (once; a minute)"));
+    output::step(&format!("Building runc {VERSION} (once; a minute)"));
     fs::create_dir_all(&bin).with_context(|| format!("cannot make {}", bin.display()))?;
     let module = format!("module affinode.io/test\n\ngo 1.26.0\n\nrequire {MODULE} v{VERSION}\n");
     fs::write(bin.join("go.mod"), module)?;

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use nix::unistd::Uid;
 
-use crate::{build, deps, say, sh};
+use crate::{build, deps, output, sh};
 
 /// What to run.
 #[derive(Args)]
@@ -45,14 +45,14 @@ pub fn run(options: &Options) -> Result<()> {
     };
     let outcome = (|| {
         if !options.e2e {
-            say::step("Tests of the crates");
+            output::step("Tests of the crates");
             test(&["--workspace", "--exclude", "affinode-e2e"])?;
         }
-        say::step("End-to-end tests");
+        output::step("End-to-end tests");
         test(&["-p", "affinode-e2e"])
     })();
     let text = fs::read_to_string(&notes);
-    say::out(&summary(&text.with_context(|| format!("cannot read {}", notes.display()))?));
+    output::out(&summary(&text.with_context(|| format!("cannot read {}", notes.display()))?));
     outcome
 }
 
@@ -79,10 +79,10 @@ mod tests {
     #[test]
     fn summary_counts_and_names_each_skip_once() {
         let notes = "skipped e2e::ways::python: python3: none here\n\
-                     e2e::vault::again: returns: 11 of 12\n\
+                     e2e::copier::again: returns: 11 of 12\n\
                      skipped e2e::spec::line: containerd-line: no 1.6\n\
                      skipped e2e::spec::line: containerd-line: no 1.6\n";
-        let told = "e2e::vault::again: returns: 11 of 12\n2 tests were skipped:\n  \
+        let told = "e2e::copier::again: returns: 11 of 12\n2 tests were skipped:\n  \
                     e2e::spec::line: containerd-line: no 1.6\n  e2e::ways::python: python3: none here";
         assert_eq!(summary(notes), told);
         assert_eq!(summary(""), "No test was skipped.");

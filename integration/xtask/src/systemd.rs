@@ -26,7 +26,7 @@ use nix::unistd::Uid;
 use self::{
     controller::Controller, install::Install, node::Node, rows::Rows, slurm::Slurm, units::Units,
 };
-use crate::{build, deps, say};
+use crate::{build, deps, output};
 
 /// How to print what was seen.
 #[derive(Args)]
@@ -44,17 +44,17 @@ pub fn run(options: &Options) -> Result<()> {
     deps::own()?;
     let artifacts = build::all(build::Profile::Dev)?;
     let base = tree::base(&artifacts)?;
-    say::step("Booting a node");
+    output::step("Booting a node");
     let node = Node::boot(&artifacts, &base)?;
     let mut rows = Rows::new(node.sh("systemctl --version | head -1; uname --kernel-release")?);
     if let Err(error) = all(&node, &mut rows) {
-        say::note(&format!("{error:#}"));
-        say::note(&node.log());
+        output::note(&format!("{error:#}"));
+        output::note(&node.log());
     }
     rows.part("the node's end", &[("`systemctl poweroff`", end)], &mut Some(node));
     match options.json {
-        true => say::out(&serde_json::to_string_pretty(&rows)?),
-        false => say::out(&rows.to_string()),
+        true => output::out(&serde_json::to_string_pretty(&rows)?),
+        false => output::out(&rows.to_string()),
     }
     match rows.failures() {
         0 => Ok(()),

@@ -37,32 +37,32 @@ const STACK_WORDS: usize = 128;
 
 /// Where a thread is in the kernel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Place {
+struct ThreadLocation {
     call: u64,
     stack: usize,
     code: usize,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Thread {
+struct ThreadSample {
     tid: u32,
-    place: Place,
+    place: ThreadLocation,
     /// How often it was switched from, once it was found at this place twice.
     switches: Option<u64>,
     /// Where it was before the lock.
-    before: Option<Place>,
+    before: Option<ThreadLocation>,
     /// It was judged at this place.
     is_judged: bool,
 }
 
 /// What is known of the threads of this process.
-pub struct Watch {
-    threads: [Thread; MAX_THREADS],
+pub struct BlockedThreadWatch {
+    threads: [ThreadSample; MAX_THREADS],
     count: usize,
-    excused: [(u32, Place); MAX_EXCUSED],
+    excused: [(u32, ThreadLocation); MAX_EXCUSED],
     excused_count: usize,
     /// The thread for which the process comes home, and when it was home.
-    suspect: Option<(u32, Place, Option<u64>)>,
+    suspect: Option<(u32, ThreadLocation, Option<u64>)>,
     false_alarms: u32,
     due_us: u64,
     /// What all threads but this one were switched from at the last look, and in how many looks in a
@@ -71,13 +71,13 @@ pub struct Watch {
     quiet_looks: u32,
 }
 
-impl Watch {
+impl BlockedThreadWatch {
     /// Nothing is known.
-    pub const fn new() -> Watch {
-        const PLACE: Place = Place { call: 0, stack: 0, code: 0 };
-        const NO_THREAD: Thread =
-            Thread { tid: 0, place: PLACE, switches: None, before: None, is_judged: false };
-        Watch {
+    pub const fn new() -> BlockedThreadWatch {
+        const PLACE: ThreadLocation = ThreadLocation { call: 0, stack: 0, code: 0 };
+        const NO_THREAD: ThreadSample =
+            ThreadSample { tid: 0, place: PLACE, switches: None, before: None, is_judged: false };
+        BlockedThreadWatch {
             threads: [NO_THREAD; MAX_THREADS],
             count: 0,
             excused: [(0, PLACE); MAX_EXCUSED],
@@ -109,7 +109,8 @@ impl Watch {
             if let Some(entry) = self.threads.get_mut(self.count).filter(|_| tid != own)
                 && let Some(place) = place_of(tid)
             {
-                *entry = Thread { tid, place, before: Some(place), ..Thread::default() };
+                *entry =
+                    ThreadSample { tid, place, before: Some(place), ..ThreadSample::default() };
                 self.count += 1;
             }
         });
@@ -169,7 +170,7 @@ impl Watch {
         has_gone_on
     }
 
-    fn excuse(&mut self, tid: u32, place: Place) {
+    fn excuse(&mut self, tid: u32, place: ThreadLocation) {
         if let Some(entry) = self.excused.get_mut(self.excused_count % MAX_EXCUSED) {
             *entry = (tid, place);
         }
@@ -193,11 +194,11 @@ impl Watch {
         // It runs.
         let before = if known.is_some() { entry.before } else { None };
         let Some(place) = place else {
-            *entry = Thread { tid, before, ..Thread::default() };
+            *entry = ThreadSample { tid, before, ..ThreadSample::default() };
             return false;
         };
         if known.is_none() || entry.place != place {
-            *entry = Thread { tid, place, before, ..Thread::default() };
+            *entry = ThreadSample { tid, place, before, ..ThreadSample::default() };
             return false;
         }
         if entry.is_judged || before == Some(place) {
@@ -214,10 +215,10 @@ impl Watch {
 }
 
 /// A path below `/proc/self/task`.
-struct Path([u8; 48]);
+struct ProcPath([u8; 48]);
 
-impl Path {
-    fn of(tid: u32, file: &[u8]) -> Path {
+impl ProcPath {
+    fn of(tid: u32, file: &[u8]) -> ProcPath {
         const DIGITS: usize = 10;
         let mut digits = [b'0'; DIGITS];
         let mut rest = tid;
@@ -228,7 +229,7 @@ impl Path {
         let leading = digits.iter().take_while(|digit| **digit == b'0').count();
         let parts: [&[u8]; 4] =
             [b"/proc/self/task/", digits.get(leading..).unwrap_or(&[]), b"/", file];
-        let mut path = Path([0; 48]);
+        let mut path = ProcPath([0; 48]);
         // The last byte stays the end.
         let room = path.0.iter_mut().take(47);
         room.zip(parts.into_iter().flatten()).for_each(|(to, from)| *to = *from);
@@ -264,23 +265,23 @@ fn hexadecimal(text: &[u8]) -> Option<usize> {
 }
 
 /// Where a thread sleeps; `None` if it runs, has ended or is not to be seen.
-fn place_of(tid: u32) -> Option<Place> {
+fn place_of(tid: u32) -> Option<ThreadLocation> {
     let mut buffer = [0; 256];
-    place_in(Path::of(tid, b"syscall").read(&mut buffer)?)
+    place_in(ProcPath::of(tid, b"syscall").read(&mut buffer)?)
 }
 
 /// The call's number, six arguments, stack pointer and program counter; `running` if it runs.
-fn place_in(text: &[u8]) -> Option<Place> {
+fn place_in(text: &[u8]) -> Option<ThreadLocation> {
     let mut words = text.trim_ascii_end().split(|byte| *byte == b' ');
     let call = number(words.next()?, 10)?;
     let stack = hexadecimal(words.nth(6)?)?;
-    Some(Place { call, stack, code: hexadecimal(words.next()?)? })
+    Some(ThreadLocation { call, stack, code: hexadecimal(words.next()?)? })
 }
 
 /// How often a thread was switched from.
 fn switches_of(tid: u32) -> Option<u64> {
     let mut buffer = [0; 4096];
-    let text = Path::of(tid, b"status").read(&mut buffer)?;
+    let text = ProcPath::of(tid, b"status").read(&mut buffer)?;
     let mut lines = text.split(|byte| *byte == b'\n');
     let line = lines.find_map(|line| line.strip_prefix(b"voluntary_ctxt_switches:"))?;
     number(line.trim_ascii(), 10)
@@ -289,7 +290,7 @@ fn switches_of(tid: u32) -> Option<u64> {
 /// Whether a thread has a name that the driver gives to its own.
 fn is_drivers_own(tid: u32) -> bool {
     let mut buffer = [0; 32];
-    Path::of(tid, b"comm").read(&mut buffer).is_some_and(|name| name.starts_with(b"cuda"))
+    ProcPath::of(tid, b"comm").read(&mut buffer).is_some_and(|name| name.starts_with(b"cuda"))
 }
 
 /// Whose code it is.
@@ -324,7 +325,7 @@ impl Code {
 type Words = [(usize, Option<Code>); STACK_WORDS + 1];
 
 /// Whether a thread that sleeps there was called from the code of a driver library.
-fn is_inside_driver(place: Place) -> bool {
+fn is_inside_driver(place: ThreadLocation) -> bool {
     const CHUNK: usize = 32;
     let mut words: Words = [(0, None); STACK_WORDS + 1];
     let mut chunk = [0; CHUNK];
@@ -414,5 +415,4 @@ fn follows_a_call(address: usize) -> bool {
 }
 
 #[cfg(test)]
-#[path = "blocked_tests.rs"]
 mod tests;

@@ -12,13 +12,13 @@ use core::sync::atomic::Ordering;
 use affinode_cuda_sys::hook::Class;
 use affinode_cuda_sys::{process_state, result};
 use affinode_proto::wire::Phase;
-use affinode_proto::wire::message::{Action, How, Outcome};
-use affinode_proto::wire::page::Gate;
+use affinode_proto::wire::counters::Gate;
+use affinode_proto::wire::message::{Action, CopyOptions, Outcome};
 
-use crate::agent::machine::{Calls, DriverCall, Host, Machine};
-use crate::gate::{Look, look};
-use crate::page::tests::page;
-use crate::page::{Page, Slot};
+use crate::agent::machine::{CallAdmission, DriverCall, Host, OrderMachine};
+use crate::counters::tests::page;
+use crate::counters::{CounterPage, ThreadSlot};
+use crate::gate::{GateCheck, look};
 
 /// What one run decides at each of its forks; all runs together decide everything.
 #[derive(Default)]
@@ -77,7 +77,7 @@ enum Without {
 
 /// One thread that calls, and the closer's hands.
 struct World<'a> {
-    page: &'a Page,
+    page: &'a CounterPage,
     choices: &'a mut Choices,
     without: Without,
     /// Class of the nested call and of the outer one.
@@ -95,7 +95,7 @@ struct World<'a> {
 }
 
 impl World<'_> {
-    fn slot(&self) -> &Slot {
+    fn slot(&self) -> &ThreadSlot {
         &self.page.slots[1]
     }
 
@@ -167,7 +167,7 @@ impl World<'_> {
                 self.store(self.own_count() + 1);
                 Step::Counted
             }
-            Step::Counted if look(self.page, Class::Work) == Look::Passes => Step::Inside,
+            Step::Counted if look(self.page, Class::Work) == GateCheck::Passes => Step::Inside,
             _ => {
                 self.store(self.own_count() - 1);
                 Step::Over
@@ -183,7 +183,7 @@ impl World<'_> {
                 self.add(1);
                 Step::Counted
             }
-            Step::Counted if look(self.page, self.class) == Look::Passes => Step::Inside,
+            Step::Counted if look(self.page, self.class) == GateCheck::Passes => Step::Inside,
             Step::Counted => Step::Held,
             Step::Held if is_nested && !self.page.is_sealed() => Step::Inside,
             _ => {
@@ -215,11 +215,11 @@ impl Host for World<'_> {
             self.page.set_sealed(sealed);
         }
     }
-    fn drained(&mut self, calls: Calls) -> bool {
+    fn drained(&mut self, calls: CallAdmission) -> bool {
         self.go_on();
         match calls {
-            Calls::All => self.page.drained(|slot| &slot.inflight),
-            Calls::Allocating => self.page.drained(|slot| &slot.allocating),
+            CallAdmission::All => self.page.drained(|slot| &slot.inflight),
+            CallAdmission::Allocating => self.page.drained(|slot| &slot.allocating),
         }
     }
     fn has_waiters(&mut self) -> bool {
@@ -251,7 +251,7 @@ impl Host for World<'_> {
     fn state(&mut self) -> Option<u32> {
         Some(self.driver_state)
     }
-    fn park(&mut self, _: How, _: u64) -> Result<(), u32> {
+    fn park(&mut self, _: CopyOptions, _: u64) -> Result<(), u32> {
         Err(0)
     }
     fn settle(&mut self) -> bool {
@@ -269,7 +269,7 @@ impl Host for World<'_> {
     fn let_go_of_parked(&mut self, _: u64) {}
     fn announce_away(&mut self) {}
     fn announce_restore(&mut self) {}
-    fn leave_vault(&mut self) {}
+    fn leave_copier(&mut self) {}
     fn holds_imported(&mut self) -> bool {
         false
     }
@@ -319,7 +319,7 @@ fn explore(without: Without, signals: bool, hold: bool) -> Found {
             now_us: 0,
             violated: false,
         };
-        let mut machine = Machine::new();
+        let mut machine = OrderMachine::new();
         machine.release_allocations(&mut world);
         if hold {
             let held = Action::HoldAllocations { deadline_ms: 0 };

@@ -8,49 +8,49 @@
 use core::ffi::CStr;
 
 use affinode_cuda_sys::GpuPair;
-use affinode_proto::wire::message::{GPUS_A_FRAME, Gpu, MOST_GPUS};
+use affinode_proto::wire::message::{GPUS_PER_FRAME, Gpu, MAX_GPUS};
 
 use super::host;
 use crate::sys;
 
 /// The first driver (of CUDA 13.0) whose restore takes pairs of GPUs.
-const LEAST_DRIVER: u32 = 13_000;
+const MIN_DRIVER: u32 = 13_000;
 
 /// A list, or the part of it that has come.
 #[derive(Clone, Copy)]
-pub struct Gpus {
+pub struct GpuMap {
     total: usize,
     come: usize,
-    known: [Gpu; MOST_GPUS],
+    known: [Gpu; MAX_GPUS],
 }
 
 /// Each GPU of a list with the one that stands for it.
-pub struct Pairs {
+pub struct DevicePairs {
     many: usize,
-    pairs: [GpuPair; MOST_GPUS],
+    pairs: [GpuPair; MAX_GPUS],
 }
 
-impl Pairs {
+impl DevicePairs {
     /// Those that count.
     pub fn all(&self) -> &[GpuPair] {
         self.pairs.get(..self.many).unwrap_or_default()
     }
 }
 
-impl Gpus {
+impl GpuMap {
     /// None have been listed.
-    pub const fn none() -> Gpus {
-        Gpus { total: 0, come: 0, known: [Gpu { uuid: [0; 16], minor: 0 }; MOST_GPUS] }
+    pub const fn none() -> GpuMap {
+        GpuMap { total: 0, come: 0, known: [Gpu { uuid: [0; 16], minor: 0 }; MAX_GPUS] }
     }
 
     /// Takes the next part of a list. One that begins replaces what is known.
-    pub fn take(&mut self, first: u8, total: u8, part: &[Gpu; GPUS_A_FRAME]) {
+    pub fn take(&mut self, first: u8, total: u8, part: &[Gpu; GPUS_PER_FRAME]) {
         let (first, total) = (usize::from(first), usize::from(total));
         if first == 0 {
-            *self = Gpus { total, ..Gpus::none() };
+            *self = GpuMap { total, ..GpuMap::none() };
         }
         if first != self.come || total != self.total {
-            *self = Gpus::none();
+            *self = GpuMap::none();
             return;
         }
         let places = self.known.iter_mut().take(total).skip(first);
@@ -66,7 +66,7 @@ impl Gpus {
 
     /// The two change places, every other stands for itself. `None`: there are no such two, or
     /// the list is not whole.
-    pub fn exchanged(&self, from: u8, to: u8) -> Option<Pairs> {
+    pub fn exchanged(&self, from: u8, to: u8) -> Option<DevicePairs> {
         let all = self.all();
         let (from, to) = (usize::from(from), usize::from(to));
         let (one, other) = (all.get(from)?, all.get(to).filter(|_| from != to)?);
@@ -74,7 +74,7 @@ impl Gpus {
         if all.iter().any(|gpu| gpu.uuid == [0; 16]) || all.iter().enumerate().any(twice) {
             return None;
         }
-        let mut pairs = Pairs { many: all.len(), pairs: [GpuPair::default(); MOST_GPUS] };
+        let mut pairs = DevicePairs { many: all.len(), pairs: [GpuPair::default(); MAX_GPUS] };
         for (index, (pair, gpu)) in pairs.pairs.iter_mut().zip(all).enumerate() {
             let new = match index {
                 _ if index == from => other,
@@ -97,7 +97,7 @@ impl Gpus {
 
 /// Whether the driver can bring a process back on another GPU.
 pub fn driver_can() -> bool {
-    host::driver_version() >= LEAST_DRIVER
+    host::driver_version() >= MIN_DRIVER
 }
 
 fn device_file(minor: u32, buffer: &mut [u8; 32]) -> Option<&CStr> {
@@ -126,13 +126,13 @@ mod tests {
         Gpu { uuid: [n + 1; 16], minor: u32::from(n) }
     }
 
-    fn part(first: u8) -> [Gpu; GPUS_A_FRAME] {
+    fn part(first: u8) -> [Gpu; GPUS_PER_FRAME] {
         [0, 1, 2, 3, 4].map(|n| gpu(first + n))
     }
 
     #[test]
     fn two_change_places_and_all_are_named() {
-        let mut gpus = Gpus::none();
+        let mut gpus = GpuMap::none();
         assert!(gpus.exchanged(0, 1).is_none());
         gpus.take(0, 7, &part(0));
         assert!(gpus.exchanged(0, 1).is_none(), "a part is missing");
@@ -147,7 +147,7 @@ mod tests {
 
     #[test]
     fn a_list_that_is_not_in_order_is_none() {
-        let mut gpus = Gpus::none();
+        let mut gpus = GpuMap::none();
         gpus.take(0, 12, &part(0));
         gpus.take(10, 12, &part(10));
         gpus.take(5, 12, &part(5));
@@ -158,7 +158,7 @@ mod tests {
         gpus.take(0, 2, &part(0));
         assert_eq!(gpus.exchanged(0, 1).unwrap().all().len(), 2);
         for bad in [[0; 16], gpu(0).uuid] {
-            let mut gpus = Gpus::none();
+            let mut gpus = GpuMap::none();
             let mut part = part(0);
             part[3].uuid = bad;
             gpus.take(0, 4, &part);

@@ -7,29 +7,29 @@ use affinode_cuda_sys::{
     CheckpointArgs, CheckpointFn, CheckpointLockArgs, CheckpointLockFn, CheckpointRestoreArgs,
     CheckpointRestoreFn, DriverGetVersionFn, result,
 };
-use affinode_proto::wire::message::How;
-use affinode_proto::wire::page::Gate;
+use affinode_proto::wire::counters::Gate;
+use affinode_proto::wire::message::CopyOptions;
 use affinode_proto::wire::{Hazards, Phase};
 
-use super::blocked::Watch;
-use super::gpus::{self, Gpus};
-use super::machine::{Calls, DriverCall, Host};
+use super::blocked::BlockedThreadWatch;
+use super::gpus::{self, GpuMap};
+use super::machine::{CallAdmission, DriverCall, Host};
 use super::vram;
-use crate::page::Page;
-use crate::{carry, constants, libcuda, lookup, nvml, process, sys, tools};
+use crate::counters::CounterPage;
+use crate::{constants, libcuda, lookup, nvml, process, swap, sys, tools};
 
 /// This process.
-pub struct Own {
+pub struct DriverHost {
     /// Its page.
-    pub page: &'static Page,
+    pub page: &'static CounterPage,
     /// Those of the node.
-    pub gpus: Gpus,
+    pub gpus: GpuMap,
     /// Its threads.
-    pub watch: Watch,
+    pub watch: BlockedThreadWatch,
     /// Held while it comes back without a controller.
     pub turn: Option<sys::FolderLock>,
     /// With the lock of a hand-over.
-    pub patience: Patience,
+    pub patience: WaitBudget,
 }
 
 /// The library's folder: every container of the node has the same one.
@@ -39,16 +39,16 @@ const FOLDER: &CStr = c"/.affinode/lib";
 /// as long as it likes: after one that was not to be had in time, it is tried once at a time until
 /// it is to be had again.
 #[derive(Debug, Default)]
-pub struct Patience {
+pub struct WaitBudget {
     refused: bool,
 }
 
-impl Patience {
-    const MOST_TRIES: u32 = 1_000;
+impl WaitBudget {
+    const MAX_TRIES: u32 = 1_000;
 
     /// The lock, for which others that leave are waited for.
     fn take<T>(&mut self, mut try_lock: impl FnMut() -> Option<T>, pause: impl Fn()) -> Option<T> {
-        let tries = if self.refused { 1 } else { Self::MOST_TRIES };
+        let tries = if self.refused { 1 } else { Self::MAX_TRIES };
         let mut taken = try_lock();
         for _ in 1..tries {
             if taken.is_some() {
@@ -63,7 +63,7 @@ impl Patience {
 }
 
 /// How long a call that is inside NVML is waited for before a lock.
-const LONGEST_NVML_MS: u32 = 2_000;
+const MAX_NVML_MS: u32 = 2_000;
 
 fn own_pid() -> i32 {
     sys::getpid() as i32
@@ -96,9 +96,9 @@ pub fn sees_one_gpu() -> bool {
     code == result::SUCCESS && count == 1
 }
 
-impl Host for Own {
+impl Host for DriverHost {
     fn set_gate(&mut self, gate: Gate) {
-        let damaged = self.page.hazards().contains(Hazards::DAMAGED_MEMORY);
+        let damaged = self.page.hazards().intersects(Hazards::DAMAGED_MEMORY);
         let opens = gate != Gate::Closed;
         self.page.set_gate(if opens && damaged { Gate::Damaged } else { gate });
     }
@@ -121,10 +121,10 @@ impl Host for Own {
         !process::is_fenced() || sys::barrier().is_ok()
     }
 
-    fn drained(&mut self, calls: Calls) -> bool {
+    fn drained(&mut self, calls: CallAdmission) -> bool {
         match calls {
-            Calls::All => self.page.drained(|slot| &slot.inflight),
-            Calls::Allocating => self.page.drained(|slot| &slot.allocating),
+            CallAdmission::All => self.page.drained(|slot| &slot.inflight),
+            CallAdmission::Allocating => self.page.drained(|slot| &slot.allocating),
         }
     }
 
@@ -141,7 +141,7 @@ impl Host for Own {
     }
 
     fn is_eligible(&mut self) -> bool {
-        if carry::is_reached() {
+        if swap::is_reached() {
             self.page.add_hazards(Hazards::SHARED_MEMORY);
         }
         // Known before the report of this order: what is moved, and how, depends on it.
@@ -152,12 +152,12 @@ impl Host for Own {
 
     fn keeps_context(&mut self) -> bool {
         self.page.add_hazards(tools::found());
-        self.page.hazards().contains(Hazards::KEEPS_CONTEXT)
+        self.page.hazards().intersects(Hazards::KEEPS_CONTEXT)
     }
 
     fn call(&mut self, call: DriverCall) -> Option<u32> {
         if let DriverCall::Lock(timeout_ms) = call
-            && !nvml::drain(timeout_ms.min(LONGEST_NVML_MS))
+            && !nvml::drain(timeout_ms.min(MAX_NVML_MS))
         {
             return Some(result::NOT_READY);
         }
@@ -220,49 +220,49 @@ impl Host for Own {
         libcuda::checkpoint_state().is_some_and(|(code, _)| code == result::DEINITIALIZED)
     }
 
-    fn park(&mut self, how: How, vram_bytes: u64) -> Result<(), u32> {
+    fn park(&mut self, how: CopyOptions, vram_bytes: u64) -> Result<(), u32> {
         // Who comes back without a controller takes no device memory beside what that copies there.
-        let hands_over = how.then_checkpoint && carry::is_prepared();
+        let hands_over = how.then_checkpoint && swap::is_prepared();
         let try_lock = || sys::lock_folder(FOLDER);
         let mut take = || self.patience.take(try_lock, || sys::sleep_us(1_000));
         let turn = if hands_over { take() } else { None };
-        carry::park(how.keep, how.check, turn.as_ref().map(|_| vram_bytes))
+        swap::copy_out(how.keep, how.check, turn.as_ref().map(|_| vram_bytes))
     }
 
     fn settle(&mut self) -> bool {
-        carry::settle()
+        swap::settle()
     }
 
     fn handed_bytes(&mut self) -> u64 {
-        carry::handed_bytes()
+        swap::handed_bytes()
     }
 
     fn unpark(&mut self) -> Result<(), u32> {
-        carry::unpark()
+        swap::copy_in()
     }
 
     fn is_parked(&mut self) -> bool {
-        carry::is_parked()
+        swap::is_copied_out()
     }
 
     fn let_go_of_parked(&mut self, vram_bytes: u64) {
-        carry::let_go_of_parked(vram_bytes);
+        swap::release_copied_out(vram_bytes);
     }
 
     fn announce_away(&mut self) {
-        carry::vault::announce_away();
+        swap::copier_restore::announce_away();
     }
 
     fn announce_restore(&mut self) {
-        carry::vault::announce_restore();
+        swap::copier_restore::announce_restore();
     }
 
-    fn leave_vault(&mut self) {
-        carry::vault::hang_up();
+    fn leave_copier(&mut self) {
+        swap::copier_restore::hang_up();
     }
 
     fn holds_imported(&mut self) -> bool {
-        carry::holds_imported()
+        swap::holds_imported()
     }
 
     fn can_move(&mut self, from: u8, to: u8) -> bool {
@@ -270,7 +270,7 @@ impl Host for Own {
     }
 
     fn is_broken(&mut self, code: u32) -> bool {
-        carry::is_broken(code)
+        swap::is_broken(code)
     }
 
     fn set_damaged(&mut self) {
@@ -289,5 +289,4 @@ impl Host for Own {
 }
 
 #[cfg(test)]
-#[path = "host_tests.rs"]
 mod tests;

@@ -24,20 +24,20 @@
 //! Between two of them the phase says so (Closing, Locking, …). After each call into
 //! the driver its own word decides where the process is, whatever the call returned.
 //!
-//! Where a checkpoint follows, a vault may copy beside it what a Park has handed over; it is waited
+//! Where a checkpoint follows, a copier may copy beside it what a Park has handed over; it is waited
 //! for behind the checkpoint. Where it does not, the process is Away with its memory on the device,
 //! and takes that back when it returns.
 
 use affinode_cuda_sys::{process_state, result};
 use affinode_proto::wire::Phase;
-use affinode_proto::wire::message::{Action, How, Outcome, PROOF_HOLDS_MS};
-use affinode_proto::wire::page::Gate;
+use affinode_proto::wire::counters::Gate;
+use affinode_proto::wire::message::{Action, CopyOptions, Outcome, PROOF_TTL_MS};
 
-use crate::carry::NO_HOST_MEMORY;
+use crate::swap::NO_HOST_MEMORY;
 
 /// Which counts are waited for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Calls {
+pub enum CallAdmission {
     /// Every call.
     All,
     /// Calls that may take device memory.
@@ -73,7 +73,7 @@ pub trait Host {
     /// Sets whether the gate holds calls that are made inside of other calls, too.
     fn set_sealed(&mut self, sealed: bool);
     /// Whether none of these calls is inside the driver.
-    fn drained(&mut self, calls: Calls) -> bool;
+    fn drained(&mut self, calls: CallAdmission) -> bool;
     /// Whether a caller waits at the gate.
     fn has_waiters(&mut self) -> bool;
     /// Sleeps.
@@ -95,9 +95,9 @@ pub trait Host {
     fn state(&mut self) -> Option<u32>;
     /// Copies what can be carried to host memory, and gives the device memory back. On an
     /// error, the driver's code, everything is as it was. `vram_bytes`: all that the process holds
-    /// on its device; where a checkpoint follows, a vault may copy beside it.
-    fn park(&mut self, how: How, vram_bytes: u64) -> Result<(), u32>;
-    /// Waits until a vault has copied what it was handed, if anything. False: it has not, and
+    /// on its device; where a checkpoint follows, a copier may copy beside it.
+    fn park(&mut self, how: CopyOptions, vram_bytes: u64) -> Result<(), u32>;
+    /// Waits until a copier has copied what it was handed, if anything. False: it has not, and
     /// will not; the content is on the device.
     fn settle(&mut self) -> bool;
     /// Bytes of what was handed over and is not copied: they are on the device still.
@@ -106,15 +106,15 @@ pub trait Host {
     fn unpark(&mut self) -> Result<(), u32>;
     /// Whether anything is parked.
     fn is_parked(&mut self) -> bool;
-    /// Takes the host memory that it is parked in out of the driver's hands; a vault may get
+    /// Takes the host memory that it is parked in out of the driver's hands; a copier may get
     /// it into its own. `vram_bytes`: all that the process holds on its device when it is home.
     fn let_go_of_parked(&mut self, vram_bytes: u64);
-    /// Tells a vault that the driver has taken the rest of the process off the device.
+    /// Tells a copier that the driver has taken the rest of the process off the device.
     fn announce_away(&mut self);
-    /// Tells a vault that the driver restores the process from now on.
+    /// Tells a copier that the driver restores the process from now on.
     fn announce_restore(&mut self);
-    /// Leaves the vault, if there is a way to one.
-    fn leave_vault(&mut self);
+    /// Leaves the copier, if there is a way to one.
+    fn leave_copier(&mut self);
     /// Whether it has hold of device memory that another process has made: the driver would
     /// checkpoint it, and then not restore it.
     fn holds_imported(&mut self) -> bool;
@@ -136,7 +136,7 @@ pub type Ended = (Outcome, u32);
 
 /// Where the process is.
 #[derive(Debug)]
-pub struct Machine {
+pub struct OrderMachine {
     phase: Phase,
     allocations_held: bool,
     vram_bytes: u64,
@@ -147,13 +147,13 @@ pub struct Machine {
 }
 
 /// Returns that may fail so before the program is told: the driver may find other memory.
-const MOST_LOST_RETURNS: u32 = 3;
+const MAX_LOST_RETURNS: u32 = 3;
 
-impl Machine {
+impl OrderMachine {
     /// A process that runs, but takes no device memory before the controller has had
     /// its say: memory may be promised to another just now.
-    pub fn new() -> Machine {
-        Machine {
+    pub fn new() -> OrderMachine {
+        OrderMachine {
             phase: Phase::Open,
             allocations_held: true,
             vram_bytes: 0,
@@ -177,13 +177,13 @@ impl Machine {
     /// controller was stopped in between.
     pub fn obey(&mut self, host: &mut impl Host, action: Action, decided_ms: u64) -> Ended {
         let age_ms = (host.now_us() / 1_000).saturating_sub(decided_ms);
-        let late = decided_ms > 0 && age_ms > PROOF_HOLDS_MS;
+        let late = decided_ms > 0 && age_ms > PROOF_TTL_MS;
         match action {
-            _ if late && action.is_return() => (Outcome::Late, 0),
+            _ if late && action.is_restore() => (Outcome::Late, 0),
             // Others may be promised by now what is copied on the device meanwhile.
-            Action::Park { vram_bytes, how } if late => {
-                let how = How { then_checkpoint: false, ..how };
-                self.carry_out(host, Action::Park { vram_bytes, how })
+            Action::CopyOut { vram_bytes, how } if late => {
+                let how = CopyOptions { then_checkpoint: false, ..how };
+                self.carry_out(host, Action::CopyOut { vram_bytes, how })
             }
             action => self.carry_out(host, action),
         }
@@ -216,7 +216,7 @@ impl Machine {
                 let call = DriverCall::Lock(timeout_ms.max(1));
                 self.step(host, call, Phase::Locking, Phase::Locked)
             }
-            Action::Park { vram_bytes, how } => {
+            Action::CopyOut { vram_bytes, how } => {
                 if !host.is_eligible() {
                     return (Outcome::Unsupported, 0);
                 }
@@ -236,13 +236,13 @@ impl Machine {
             Action::Restore => {
                 let ended = self.restore(host, DriverCall::Restore);
                 if ended.0 != Outcome::Done {
-                    host.leave_vault();
+                    host.leave_copier();
                 }
                 self.hand_over_if_lost(host, ended)
             }
-            Action::RestoreOn { from, to } => {
+            Action::RestoreOnGpu { from, to } => {
                 // It would fill memory of the GPU where the process was.
-                host.leave_vault();
+                host.leave_copier();
                 if host.handed_bytes() > 0 || !host.can_move(from, to) {
                     return (Outcome::Unreachable, 0);
                 }
@@ -278,8 +278,8 @@ impl Machine {
     }
 
     fn go_home(&mut self, host: &mut impl Host) -> bool {
-        // What a vault has made for this process would look like somebody else's.
-        host.leave_vault();
+        // What a copier has made for this process would look like somebody else's.
+        host.leave_copier();
         self.release_allocations(host);
         self.observe(host);
         loop {
@@ -289,7 +289,7 @@ impl Machine {
                 Phase::Locked => Action::Unlock,
                 // Without room the restore would fail, and the process would be lost. One that
                 // is parked would only wait, but may not take what another was promised.
-                Phase::Away | Phase::Parked if self.has_room(host) => Action::Restore,
+                Phase::Checkpointed | Phase::CopiedOut if self.has_room(host) => Action::Restore,
                 _ => return false,
             };
             if self.carry_out(host, action).0 != Outcome::Done {
@@ -319,7 +319,7 @@ impl Machine {
     }
 
     fn open(&mut self, host: &mut impl Host) {
-        host.leave_vault();
+        host.leave_copier();
         self.enter(host, Phase::Open);
         host.set_gate(if self.allocations_held { Gate::AllocationsHeld } else { Gate::Open });
     }
@@ -330,7 +330,7 @@ impl Machine {
         self.enter(host, Phase::Closing);
         host.set_sealed(false);
         host.set_gate(Gate::Closed);
-        if host.fence() && wait_drained(host, Calls::All, deadline_ms) {
+        if host.fence() && wait_drained(host, CallAdmission::All, deadline_ms) {
             self.enter(host, Phase::Closed);
             return (Outcome::Done, 0);
         }
@@ -346,7 +346,7 @@ impl Machine {
         }
         host.set_sealed(false);
         host.set_gate(Gate::AllocationsHeld);
-        if host.fence() && wait_drained(host, Calls::Allocating, deadline_ms) {
+        if host.fence() && wait_drained(host, CallAdmission::Allocating, deadline_ms) {
             return (Outcome::Done, 0);
         }
         // The controller goes on without this process: the calls that are inside may still take
@@ -356,21 +356,21 @@ impl Machine {
 
     /// Back to Closed; or to Parked, while something is.
     fn unlock(&mut self, host: &mut impl Host) -> Ended {
-        let after = if host.is_parked() { Phase::Parked } else { Phase::Closed };
+        let after = if host.is_parked() { Phase::CopiedOut } else { Phase::Closed };
         self.step(host, DriverCall::Unlock, Phase::Unlocking, after)
     }
 
     /// The lock has waited for the GPU, and the gate lets no new work in: locked or not,
     /// nothing changes the memory. Copies need the process unlocked.
-    fn park(&mut self, host: &mut impl Host, how: How) -> Ended {
+    fn park(&mut self, host: &mut impl Host, how: CopyOptions) -> Ended {
         match self.unlock(host) {
             (Outcome::Done, _) => {}
             ended => return ended,
         }
-        self.enter(host, Phase::Parking);
+        self.enter(host, Phase::CopyingOut);
         match host.park(how, self.vram_bytes) {
             Ok(()) => {
-                self.enter(host, Phase::Parked);
+                self.enter(host, Phase::CopiedOut);
                 (Outcome::Done, 0)
             }
             Err(code) => self.moved(host, code),
@@ -383,7 +383,7 @@ impl Machine {
             self.open(host);
             return (Outcome::DriverError, code);
         }
-        let phase = if host.is_parked() { Phase::Parked } else { Phase::Closed };
+        let phase = if host.is_parked() { Phase::CopiedOut } else { Phase::Closed };
         self.enter(host, phase);
         match code {
             NO_HOST_MEMORY => (Outcome::NoHostMemory, 0),
@@ -392,7 +392,7 @@ impl Machine {
     }
 
     fn checkpoint(&mut self, host: &mut impl Host) -> Ended {
-        if self.phase == Phase::Parked {
+        if self.phase == Phase::CopiedOut {
             // Nothing runs on the GPU: it was waited for, and the gate is closed.
             const LOCK_MS: u32 = 5_000;
             host.let_go_of_parked(self.vram_bytes);
@@ -403,8 +403,8 @@ impl Machine {
             }
         }
         let call = DriverCall::Checkpoint;
-        let ended = self.step(host, call, Phase::Checkpointing, Phase::Away);
-        if self.phase == Phase::Away {
+        let ended = self.step(host, call, Phase::Checkpointing, Phase::Checkpointed);
+        if self.phase == Phase::Checkpointed {
             if !host.settle() {
                 return (Outcome::NotCopied, 0);
             }
@@ -417,7 +417,7 @@ impl Machine {
     }
 
     fn restore(&mut self, host: &mut impl Host, call: DriverCall) -> Ended {
-        if self.phase == Phase::Away {
+        if self.phase == Phase::Checkpointed {
             if call == DriverCall::Restore {
                 host.announce_restore();
             }
@@ -430,7 +430,7 @@ impl Machine {
                 ended => return ended,
             }
         }
-        self.enter(host, Phase::Unparking);
+        self.enter(host, Phase::CopyingIn);
         match host.unpark() {
             Ok(()) => {
                 self.enter(host, Phase::Closed);
@@ -462,7 +462,7 @@ impl Machine {
         if driver_runs && host.is_broken(code) {
             self.broken = Some(code);
             self.open(host);
-        } else if self.lost_returns >= MOST_LOST_RETURNS {
+        } else if self.lost_returns >= MAX_LOST_RETURNS {
             host.set_damaged();
             self.open(host);
         }
@@ -507,10 +507,10 @@ impl Machine {
             return;
         }
         let phase = match host.state() {
-            Some(process_state::RUNNING) if host.is_parked() => Phase::Parked,
+            Some(process_state::RUNNING) if host.is_parked() => Phase::CopiedOut,
             Some(process_state::RUNNING) => Phase::Closed,
             Some(process_state::LOCKED) => Phase::Locked,
-            Some(process_state::CHECKPOINTED | process_state::FAILED) => Phase::Away,
+            Some(process_state::CHECKPOINTED | process_state::FAILED) => Phase::Checkpointed,
             _ => return,
         };
         self.enter(host, phase);
@@ -522,18 +522,18 @@ fn admits(phase: Phase, action: Action) -> bool {
         Action::HoldAllocations { .. } | Action::ReleaseAllocations => true,
         Action::Close { .. } => phase == Phase::Open,
         Action::Open | Action::Lock { .. } => phase == Phase::Closed,
-        Action::Unlock | Action::Park { .. } => phase == Phase::Locked,
-        Action::Checkpoint { .. } => matches!(phase, Phase::Locked | Phase::Parked),
-        Action::Restore => phase.is_off(),
-        Action::RestoreOn { .. } => phase == Phase::Away,
+        Action::Unlock | Action::CopyOut { .. } => phase == Phase::Locked,
+        Action::Checkpoint { .. } => matches!(phase, Phase::Locked | Phase::CopiedOut),
+        Action::Restore => phase.is_offloaded(),
+        Action::RestoreOnGpu { .. } => phase == Phase::Checkpointed,
     }
 }
 
 /// Waits for calls in progress, and seals the gate behind them. Gives up as soon as a caller waits
 /// for the gate while another is still inside: the process is not idle then, and the one inside might even
 /// need the other to go on.
-fn wait_drained(host: &mut impl Host, calls: Calls, deadline_ms: u32) -> bool {
-    const LONGEST_SLEEP_US: u64 = 2_000;
+fn wait_drained(host: &mut impl Host, calls: CallAdmission, deadline_ms: u32) -> bool {
+    const MAX_SLEEP_US: u64 = 2_000;
     let end = host.now_us() + u64::from(deadline_ms) * 1_000;
     let mut sleep_us = 20;
     loop {
@@ -546,14 +546,13 @@ fn wait_drained(host: &mut impl Host, calls: Calls, deadline_ms: u32) -> bool {
             }
             host.set_sealed(false);
         }
-        if host.now_us() >= end || (calls == Calls::All && host.has_waiters()) {
+        if host.now_us() >= end || (calls == CallAdmission::All && host.has_waiters()) {
             return false;
         }
         host.sleep_us(sleep_us);
-        sleep_us = (2 * sleep_us).min(LONGEST_SLEEP_US);
+        sleep_us = (2 * sleep_us).min(MAX_SLEEP_US);
     }
 }
 
 #[cfg(test)]
-#[path = "machine_tests.rs"]
 mod tests;

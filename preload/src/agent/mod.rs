@@ -3,47 +3,47 @@
 //!
 //! It sleeps until one signal is pending, which it has blocked: the socket raises it for
 //! anything to read, callers raise it for a look at the page. Its descriptors are a
-//! socket and the page's file, where there is a vault the way to it and the pool's file, and the
+//! socket and the page's file, where there is a copier the way to it and the pool's file, and the
 //! socket of those that open memory of the process, once it has handed any out.
 
 mod blocked;
 #[cfg(test)]
 mod closing_tests;
+pub mod connection;
 mod gpus;
 mod host;
-pub mod link;
 mod machine;
 mod pin;
-mod silence;
 mod vram;
+mod watchdog;
 
 use core::ffi::c_void;
 use core::sync::atomic::Ordering;
 
+use affinode_proto::wire::counters::Gate;
 use affinode_proto::wire::message::{Action, AgentMessage, ControllerMessage, WAKE_REPEAT_MS};
-use affinode_proto::wire::page::Gate;
-use affinode_proto::wire::{Abilities, Hazards, Notes, Phase, WIRE_VERSION};
+use affinode_proto::wire::{Capabilities, Hazards, Phase, ProcessFlags, WIRE_VERSION};
 
-use self::blocked::Watch;
-use self::gpus::Gpus;
-use self::host::Own;
-use self::link::{Heard, Link};
-use self::machine::Machine;
-use self::silence::{Silence, Situation};
-use crate::owned::Owned;
-use crate::page::Page;
+use self::blocked::BlockedThreadWatch;
+use self::connection::{ControllerConnection, ReceivedMessage};
+use self::gpus::GpuMap;
+use self::host::DriverHost;
+use self::machine::OrderMachine;
+use self::watchdog::{ControllerWatchdog, GateActivity};
+use crate::counters::CounterPage;
+use crate::fds::TrackedFd;
+use crate::oom_wait::{AllocRequest, PendingAlloc};
 use crate::process::PROCESS;
-use crate::room::{Case, Want};
-use crate::{calls, carry, cost, exit, libc, nvml, process, sys};
+use crate::{call_recorder, exit, libc, nvml, overhead, process, swap, sys};
 
 /// What this library can do.
-const ABILITIES: Abilities = Abilities(
-    Abilities::RECORDS_CALLS.0
-        | Abilities::USES_VAULT.0
-        | Abilities::KEEPS_COPY.0
-        | Abilities::PREPARES.0
-        | Abilities::CHECKS.0
-        | Abilities::DEDUPS.0,
+const ABILITIES: Capabilities = Capabilities(
+    Capabilities::RECORDS_CALLS.0
+        | Capabilities::USES_COPIER.0
+        | Capabilities::RETAINS_HOST_COPY.0
+        | Capabilities::PREFAULTS.0
+        | Capabilities::CHECKS.0
+        | Capabilities::DEDUPS.0,
 );
 
 const LOOK: u64 = 1 << (sys::SIGURG - 1);
@@ -59,34 +59,34 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
     process::become_agent(tid);
     // Before anything of the driver's is called here, or its address kept.
     pin::pin_libcuda();
-    let mut path = [0; link::PATH_BYTES];
-    if let Some(file) = link::engine_file(named_socket, &mut path) {
-        carry::set_engine_by_file(file);
+    let mut path = [0; connection::PATH_BYTES];
+    if let Some(file) = connection::engine_file(named_socket, &mut path) {
+        swap::set_engine_by_file(file);
     }
     if let Some(page) = process::page() {
-        cost::measure(page);
-        page.note(Notes::MOVABLE, gpus::driver_can());
+        overhead::measure(page);
+        page.note(ProcessFlags::MOVABLE, gpus::driver_can());
     }
-    if let Some((page, file)) = process::page().zip(Owned::note(process::page_fd())) {
+    if let Some((page, file)) = process::page().zip(TrackedFd::note(process::page_fd())) {
         Agent {
             page,
-            own: Own {
+            own: DriverHost {
                 page,
-                gpus: Gpus::none(),
-                watch: Watch::new(),
+                gpus: GpuMap::none(),
+                watch: BlockedThreadWatch::new(),
                 turn: None,
-                patience: host::Patience::default(),
+                patience: host::WaitBudget::default(),
             },
-            machine: Machine::new(),
-            link: Link::new(named_socket, tid, file),
-            silence: Silence::new(sys::now_us()),
+            machine: OrderMachine::new(),
+            link: ControllerConnection::new(named_socket, tid, file),
+            silence: ControllerWatchdog::new(sys::now_us()),
             heard: false,
-            hold: Hold::AtStart,
+            hold: AllocationHold::AtStart,
             told_hazards: Hazards(0),
             wake_sent: None,
             want_sent: None,
             tidy_us: None,
-            released: carry::Released::Not,
+            released: swap::ScrubState::Not,
             more_asked: false,
         }
         .run();
@@ -97,21 +97,21 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
     }
     loop {
         // Managed or not, others may open what it has handed out.
-        while carry::answer() {}
+        while swap::answer() {}
         sys::wait_signal(LOOK, 3_600_000);
     }
 }
 
 struct Agent {
-    page: &'static Page,
-    own: Own,
-    machine: Machine,
-    link: Link,
-    silence: Silence,
+    page: &'static CounterPage,
+    own: DriverHost,
+    machine: OrderMachine,
+    link: ControllerConnection,
+    silence: ControllerWatchdog,
     /// An order or an acknowledgement has come since the last look at the silence.
     heard: bool,
     /// Why allocations are held, while they are.
-    hold: Hold,
+    hold: AllocationHold,
     told_hazards: Hazards,
     /// Generation and time of the last Wake.
     wake_sent: Option<(u64, u64)>,
@@ -120,15 +120,15 @@ struct Agent {
     /// When host memory that is not needed any more is given back, if there may be any.
     tidy_us: Option<u64>,
     /// Device memory that was given back.
-    released: carry::Released,
-    /// Others may have asked for memory of the process, or its vault for something, and were not
+    released: swap::ScrubState,
+    /// Others may have asked for memory of the process, or its copier for something, and were not
     /// answered yet.
     more_asked: bool,
 }
 
 /// Why allocations are held.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Hold {
+enum AllocationHold {
     /// Nobody has said yet that they may go on.
     AtStart,
     /// Ordered on an earlier connection: who comes next repeats it, or it is over.
@@ -139,7 +139,7 @@ enum Hold {
 
 /// Whether the process stays under management.
 #[derive(PartialEq, Eq)]
-enum Managed {
+enum AgentMode {
     Still,
     NoMore,
 }
@@ -154,18 +154,18 @@ impl Agent {
                 connected = true;
                 hello(page, phase)
             });
-            if connected && self.hold == Hold::Now {
-                self.hold = Hold::Before;
+            if connected && self.hold == AllocationHold::Now {
+                self.hold = AllocationHold::Before;
             }
             let managed = self.listen();
             if !self.link.is_welcomed() {
-                // Who watched is gone, as is who had host memory made ready, with the vault.
-                calls::watch(self.page, 0, 0);
+                // Who watched is gone, as is who had host memory made ready, with the copier.
+                call_recorder::watch(self.page, 0, 0);
                 if self.machine.phase() == Phase::Open {
-                    carry::end_preparation();
+                    swap::end_preparation();
                 }
             }
-            if managed == Managed::NoMore {
+            if managed == AgentMode::NoMore {
                 break;
             }
             self.look_at_threads();
@@ -175,8 +175,8 @@ impl Agent {
             self.take_note();
             // While a call of the application's would go through, ours may.
             self.more_asked = match self.machine.phase() {
-                Phase::Open => carry::answer(),
-                Phase::Away => carry::vault::hear(),
+                Phase::Open => swap::answer(),
+                Phase::Checkpointed => swap::copier_restore::recv(),
                 _ => false,
             };
             sys::wait_signal(LOOK, self.patience_ms());
@@ -186,24 +186,24 @@ impl Agent {
         }
     }
 
-    fn listen(&mut self) -> Managed {
+    fn listen(&mut self) -> AgentMode {
         loop {
             let (message, descriptor) = match self.link.receive(sys::now_us()) {
-                Heard::Message(message, descriptor) => (message, descriptor),
-                Heard::Nothing | Heard::Lost => return Managed::Still,
+                ReceivedMessage::Message(message, descriptor) => (message, descriptor),
+                ReceivedMessage::Nothing | ReceivedMessage::Lost => return AgentMode::Still,
             };
             match message {
                 ControllerMessage::Refuse { retry: false, .. } => {
                     self.link.lose(sys::now_us());
-                    return Managed::NoMore;
+                    return AgentMode::NoMore;
                 }
                 ControllerMessage::Refuse { retry: true, .. } => self.link.lose(sys::now_us()),
                 ControllerMessage::Welcome { wait_for_room_ms, engine, .. } => {
                     self.link.set_welcomed();
                     PROCESS.desk.set_wait_ms(wait_for_room_ms);
                     // Before an allocation can go through.
-                    carry::set_engine(engine);
-                    if self.hold != Hold::Now {
+                    swap::set_engine(engine);
+                    if self.hold != AllocationHold::Now {
                         self.machine.release_allocations(&mut self.own);
                     }
                     // The hello said what it knew; what came since is told anew.
@@ -215,13 +215,17 @@ impl Agent {
                     self.link.lose(sys::now_us())
                 }
                 ControllerMessage::WakeAck { .. } => self.heard = true,
-                ControllerMessage::Room { ticket, granted } => PROCESS.desk.answer(ticket, granted),
-                ControllerMessage::Watch { one_in, read } => calls::watch(self.page, one_in, read),
-                ControllerMessage::Vault => carry::vault::meet(descriptor),
-                ControllerMessage::Prepare { on } => {
+                ControllerMessage::AllocGrant { ticket, granted } => {
+                    PROCESS.desk.answer(ticket, granted)
+                }
+                ControllerMessage::SampleCalls { one_in, read } => {
+                    call_recorder::watch(self.page, one_in, read)
+                }
+                ControllerMessage::Copier => swap::copier_restore::meet(descriptor),
+                ControllerMessage::Prefault { on } => {
                     // Who leaves is past it.
                     if self.machine.phase() == Phase::Open {
-                        carry::prepare(on);
+                        swap::prepare(on);
                         self.tidy_us = Some(sys::now_us());
                     }
                 }
@@ -233,7 +237,7 @@ impl Agent {
                     // A hazard that came up is known before the answer.
                     self.tell_hazards();
                     if matches!(action, Action::HoldAllocations { .. }) {
-                        self.hold = Hold::Now;
+                        self.hold = AllocationHold::Now;
                     }
                     let start_us = sys::now_us();
                     let (outcome, cuda_error) =
@@ -247,17 +251,17 @@ impl Agent {
                         phase: self.machine.phase(),
                         cuda_error,
                         elapsed_us: now_us.saturating_sub(start_us),
-                        carried_bytes: self.page.carried_bytes.load(Ordering::Relaxed),
-                        parked_bytes: self.page.parked_bytes.load(Ordering::Relaxed),
-                        unchanged_bytes: carry::unchanged_bytes(),
-                        zero_bytes: carry::zero_bytes(),
+                        swappable_bytes: self.page.swappable_bytes.load(Ordering::Relaxed),
+                        copied_out_bytes: self.page.copied_out_bytes.load(Ordering::Relaxed),
+                        unchanged_bytes: swap::unchanged_bytes(),
+                        zero_bytes: swap::zero_bytes(),
                     };
                     self.link.send(now_us, &report);
                     // After the answer, which is waited for.
                     if matches!(action, Action::HoldAllocations { .. })
                         && self.machine.phase() == Phase::Open
                     {
-                        self.page.note(Notes::ONE_GPU, host::sees_one_gpu());
+                        self.page.note(ProcessFlags::ONE_GPU, host::sees_one_gpu());
                     }
                 }
             }
@@ -268,7 +272,7 @@ impl Agent {
     fn look_at_threads(&mut self) {
         let now_us = sys::now_us();
         match self.machine.phase() {
-            Phase::Away => {
+            Phase::Checkpointed => {
                 self.own.watch.look(now_us);
             }
             Phase::Open if self.own.watch.settle(now_us) => {
@@ -320,13 +324,13 @@ impl Agent {
         {
             self.want_sent = None;
             let served = PROCESS.desk.was_served(ticket);
-            self.link.send(sys::now_us(), &AgentMessage::WantOver { ticket, served });
+            self.link.send(sys::now_us(), &AgentMessage::AllocWaitDone { ticket, served });
         }
-        let Some(Case { ticket, want, attempts, asked: true }) = case else { return };
+        let Some(PendingAlloc { ticket, want, attempts, asked: true }) = case else { return };
         if self.want_sent != Some((ticket, attempts)) {
             self.want_sent = Some((ticket, attempts));
-            let Want { bytes, uuid } = want;
-            let message = AgentMessage::Want { ticket, bytes, uuid, attempts };
+            let AllocRequest { bytes, uuid } = want;
+            let message = AgentMessage::AllocWait { ticket, bytes, uuid, attempts };
             self.link.send(sys::now_us(), &message);
         }
     }
@@ -344,10 +348,10 @@ impl Agent {
         let connected = self.link.is_welcomed();
         // Without a controller nobody is promised anything. One that has ordered the hold
         // and died is followed by another, or the silence ends it.
-        if self.link.is_alone() && self.hold == Hold::AtStart {
+        if self.link.is_alone() && self.hold == AllocationHold::AtStart {
             self.machine.release_allocations(&mut self.own);
         }
-        let situation = Situation {
+        let situation = GateActivity {
             waiters: self.waiters() > 0,
             phase: self.machine.phase(),
             allocations_held: self.machine.allocations_held(),
@@ -378,12 +382,12 @@ impl Agent {
         match self.tidy_us {
             None => self.tidy_us = Some(now_us + PAUSE_US),
             Some(due_us) if now_us >= due_us => {
-                self.tidy_us = Some(match carry::go_on_preparing() {
+                self.tidy_us = Some(match swap::go_on_preparing() {
                     true => now_us + SOON_US,
-                    false => match carry::tidy() {
-                        carry::Tidied::Part => now_us,
-                        carry::Tidied::Kept => now_us + LOOK_US,
-                        carry::Tidied::All => u64::MAX,
+                    false => match swap::tidy() {
+                        swap::TrimResult::Part => now_us,
+                        swap::TrimResult::Kept => now_us + LOOK_US,
+                        swap::TrimResult::All => u64::MAX,
                     },
                 });
             }
@@ -392,15 +396,15 @@ impl Agent {
     }
 
     fn take_note(&mut self) {
-        let parked = self.machine.phase() == Phase::Parked && self.waiters() == 0;
+        let parked = self.machine.phase() == Phase::CopiedOut && self.waiters() == 0;
         let held = self.machine.allocations_held();
         if self.released.is_due(sys::now_us(), parked, held) {
-            carry::take_note();
+            swap::absorb_scrub_stall();
         }
     }
 
     fn waiters(&self) -> u32 {
-        let blocked = self.machine.phase() == Phase::Away && self.own.watch.has_blocked();
+        let blocked = self.machine.phase() == Phase::Checkpointed && self.own.watch.has_blocked();
         self.page.count_waiters(sys::now_us()).saturating_add(u32::from(blocked))
     }
 
@@ -429,7 +433,7 @@ fn is_hold(message: &ControllerMessage) -> bool {
     matches!(message, ControllerMessage::Order { action: Action::HoldAllocations { .. }, .. })
 }
 
-fn hello(page: &Page, phase: Phase) -> AgentMessage {
+fn hello(page: &CounterPage, phase: Phase) -> AgentMessage {
     AgentMessage::Hello {
         version: WIRE_VERSION,
         pid_in_namespace: sys::getpid(),
@@ -438,7 +442,7 @@ fn hello(page: &Page, phase: Phase) -> AgentMessage {
         driver_version: host::driver_version(),
         hazards: page.hazards(),
         abilities: ABILITIES,
-        carried_bytes: page.carried_bytes.load(Ordering::Relaxed),
-        parked_bytes: page.parked_bytes.load(Ordering::Relaxed),
+        swappable_bytes: page.swappable_bytes.load(Ordering::Relaxed),
+        copied_out_bytes: page.copied_out_bytes.load(Ordering::Relaxed),
     }
 }

@@ -16,9 +16,9 @@ static DONE: AtomicU32 = AtomicU32::new(0);
 
 /// Takes the reference, unless that lasts.
 pub fn pin_libcuda() {
-    const PATIENCE_MS: u64 = 1_000;
+    const PIN_TIMEOUT_MS: u64 = 1_000;
     if libc::start_thread(take_reference, core::ptr::null_mut()) {
-        sys::futex_wait(&DONE, 0, PATIENCE_MS);
+        sys::futex_wait(&DONE, 0, PIN_TIMEOUT_MS);
     }
 }
 

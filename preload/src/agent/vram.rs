@@ -10,29 +10,29 @@ use core::ffi::CStr;
 use crate::{child, libc, sys};
 
 /// How long an answer is waited for: without persistence mode the driver starts first.
-const PATIENCE_MS: u64 = 10_000;
+const NVML_TIMEOUT_MS: u64 = 10_000;
 /// Where container toolkits put it, after the folders of `PATH`.
 const FOLDERS: &[u8] = b"/usr/bin:/usr/local/bin:/usr/local/nvidia/bin";
 const NAME: &[u8] = b"/nvidia-smi\0";
-const LONGEST_PATH: usize = 256;
+const MAX_PATH: usize = 256;
 const MIB: u64 = 1 << 20;
 
 /// Whether so many bytes are free, beside what the driver wants for itself, on every device
 /// that the container has: on which the process held its memory, only the driver knows.
 pub fn has_room(vram_bytes: u64) -> bool {
-    let mut path = [0; LONGEST_PATH];
+    let mut path = [0; MAX_PATH];
     let Some(tool) = find(&mut path) else {
         return false;
     };
     let arguments =
         [c"nvidia-smi", c"--query-gpu=memory.free,memory.total", c"--format=csv,noheader,nounits"];
     let mut output = [0; 1024];
-    child::output_of(tool, &arguments, PATIENCE_MS, &mut output)
+    child::output_of(tool, &arguments, NVML_TIMEOUT_MS, &mut output)
         .and_then(|said| has_room_everywhere(said, vram_bytes))
         .unwrap_or(false)
 }
 
-fn find(path: &mut [u8; LONGEST_PATH]) -> Option<&CStr> {
+fn find(path: &mut [u8; MAX_PATH]) -> Option<&CStr> {
     // A setuid program's caller must not choose what it runs.
     let own = if libc::is_secure() { None } else { libc::environment(b"PATH") };
     let folders = own.unwrap_or(b"").split(|b| *b == b':').chain(FOLDERS.split(|b| *b == b':'));

@@ -3,10 +3,10 @@
 use core::ffi::{CStr, c_char};
 
 use affinode_cuda_sys::nvml::{Class, UUID};
-use affinode_proto::wire::message::{NOT_KNOWN, Reading};
+use affinode_proto::wire::message::{GpuReading, UNKNOWN_UTILIZATION};
 
-use super::cache::{self, BYTES, Known};
-use super::thunk::Frame;
+use super::cache::{self, AnswerKey, BYTES};
+use super::thunk::NvmlFrame;
 use super::{code, functions, readings};
 use crate::sys;
 
@@ -15,7 +15,7 @@ pub const OLD_US: u64 = 60_000_000;
 
 /// Where a function writes what it returns: the number of the argument.
 #[derive(Clone, Copy)]
-enum Output {
+enum AnswerShape {
     /// So many bytes.
     Bytes(usize, usize),
     /// A text; the argument after it is the room for it.
@@ -26,29 +26,29 @@ enum Output {
 
 /// What distinguishes a call from others of the same function, besides texts.
 #[derive(Clone, Copy)]
-struct Shape {
+struct AnswerLayout {
     /// So many of the first arguments.
     numbers: usize,
     /// So many bytes of the structure that is written, which the caller has filled in.
     filled_bytes: usize,
-    output: Output,
+    output: AnswerShape,
 }
 
-fn shape(class: Class) -> Option<Shape> {
+fn shape(class: Class) -> Option<AnswerLayout> {
     let (numbers, filled_bytes, output) = match class {
-        Class::Word => (0, 0, Output::Bytes(0, 4)),
-        Class::Text => (0, 0, Output::Text(0)),
-        Class::Handle => (1, 0, Output::Bytes(1, 8)),
-        Class::HandleByText => (0, 0, Output::Bytes(1, 8)),
-        Class::DeviceText => (1, 0, Output::Text(1)),
-        Class::DeviceWord | Class::Power => (1, 0, Output::Bytes(1, 4)),
-        Class::DeviceLong | Class::Utilization => (1, 0, Output::Bytes(1, 8)),
-        Class::DevicePair => (1, 0, Output::Pair(1)),
-        Class::DeviceKindWord | Class::Temperature => (2, 0, Output::Bytes(2, 4)),
-        Class::DevicePci => (1, 0, Output::Bytes(1, 68)),
-        Class::Memory => (1, 0, Output::Bytes(1, 24)),
-        Class::MemoryV2 => (1, 4, Output::Bytes(1, 40)),
-        Class::TemperatureV => (1, 8, Output::Bytes(1, 12)),
+        Class::Word => (0, 0, AnswerShape::Bytes(0, 4)),
+        Class::Text => (0, 0, AnswerShape::Text(0)),
+        Class::Handle => (1, 0, AnswerShape::Bytes(1, 8)),
+        Class::HandleByText => (0, 0, AnswerShape::Bytes(1, 8)),
+        Class::DeviceText => (1, 0, AnswerShape::Text(1)),
+        Class::DeviceWord | Class::Power => (1, 0, AnswerShape::Bytes(1, 4)),
+        Class::DeviceLong | Class::Utilization => (1, 0, AnswerShape::Bytes(1, 8)),
+        Class::DevicePair => (1, 0, AnswerShape::Pair(1)),
+        Class::DeviceKindWord | Class::Temperature => (2, 0, AnswerShape::Bytes(2, 4)),
+        Class::DevicePci => (1, 0, AnswerShape::Bytes(1, 68)),
+        Class::Memory => (1, 0, AnswerShape::Bytes(1, 24)),
+        Class::MemoryV2 => (1, 4, AnswerShape::Bytes(1, 40)),
+        Class::TemperatureV => (1, 8, AnswerShape::Bytes(1, 12)),
         Class::Pass
         | Class::Init
         | Class::Shutdown
@@ -56,16 +56,16 @@ fn shape(class: Class) -> Option<Shape> {
         | Class::Wait
         | Class::Held => return None,
     };
-    Some(Shape { numbers, filled_bytes, output })
+    Some(AnswerLayout { numbers, filled_bytes, output })
 }
 
-impl Shape {
+impl AnswerLayout {
     /// The address that is written to, which must not be null; and a second one.
     fn addresses(self, arguments: &[u64; 6]) -> Option<(u64, u64)> {
         let at = |number: usize| arguments.get(number).copied().unwrap_or(0);
         let (first, second) = match self.output {
-            Output::Bytes(number, _) => (at(number), u64::MAX),
-            Output::Text(number) | Output::Pair(number) => (at(number), at(number + 1)),
+            AnswerShape::Bytes(number, _) => (at(number), u64::MAX),
+            AnswerShape::Text(number) | AnswerShape::Pair(number) => (at(number), at(number + 1)),
         };
         (first != 0 && second != 0).then_some((first, second))
     }
@@ -78,8 +78,8 @@ pub fn uuid_key(handle: u64) -> u64 {
 
 /// # Safety
 /// `arguments` must be those of a call of a function of this shape, with addresses.
-unsafe fn key(place: u64, class: Class, shape: Shape, arguments: &[u64; 6]) -> Option<u64> {
-    const LONGEST_TEXT: usize = 128;
+unsafe fn key(place: u64, class: Class, shape: AnswerLayout, arguments: &[u64; 6]) -> Option<u64> {
+    const MAX_TEXT: usize = 128;
     let index = functions::index(place)?;
     let numbers = arguments.get(..shape.numbers)?;
     if class == Class::HandleByText {
@@ -89,7 +89,7 @@ unsafe fn key(place: u64, class: Class, shape: Shape, arguments: &[u64; 6]) -> O
         }
         // SAFETY: the function takes a C string there.
         let text = unsafe { CStr::from_ptr(text as *const c_char) }.to_bytes();
-        return (text.len() <= LONGEST_TEXT).then(|| cache::key(index, numbers, text));
+        return (text.len() <= MAX_TEXT).then(|| cache::key(index, numbers, text));
     }
     let (at, _) = shape.addresses(arguments)?;
     // SAFETY: the caller has a structure there that begins with what it has filled in.
@@ -106,7 +106,7 @@ unsafe fn key(place: u64, class: Class, shape: Shape, arguments: &[u64; 6]) -> O
 ///
 /// # Safety
 /// `frame` must be of a call of a function of this class that has returned.
-pub unsafe fn remember(place: u64, class: Class, frame: &Frame) {
+pub unsafe fn remember(place: u64, class: Class, frame: &NvmlFrame) {
     let result = frame.result as u32;
     let lasts = [code::SUCCESS, code::NOT_SUPPORTED, code::NO_PERMISSION, code::NOT_FOUND];
     let Some(shape) = shape(class).filter(|_| lasts.contains(&result)) else { return };
@@ -118,13 +118,13 @@ pub unsafe fn remember(place: u64, class: Class, frame: &Frame) {
         // SAFETY: NVML has written all of it, with success.
         unsafe {
             match shape.output {
-                Output::Bytes(_, count) => copy(&mut bytes, first, count),
-                Output::Pair(_) => {
+                AnswerShape::Bytes(_, count) => copy(&mut bytes, first, count),
+                AnswerShape::Pair(_) => {
                     let (low, high) = bytes.split_at_mut(4);
                     copy(low, first, 4);
                     copy(high, second, 4);
                 }
-                Output::Text(_) => {
+                AnswerShape::Text(_) => {
                     let text = CStr::from_ptr(first as *const c_char).to_bytes_with_nul();
                     if text.len() > BYTES {
                         return;
@@ -151,7 +151,7 @@ unsafe fn copy(to: &mut [u8], from: u64, count: usize) {
 ///
 /// # Safety
 /// `frame` must be of a call of a function of this class.
-pub unsafe fn answer(place: u64, class: Class, frame: &Frame, is_away: bool) -> Option<u32> {
+pub unsafe fn answer(place: u64, class: Class, frame: &NvmlFrame, is_away: bool) -> Option<u32> {
     if class == Class::Processes {
         // SAFETY: as the function demands.
         return unsafe { no_processes(frame) };
@@ -180,7 +180,7 @@ pub unsafe fn answer(place: u64, class: Class, frame: &Frame, is_away: bool) -> 
             // SAFETY: as above.
             return unsafe { give_reading(class, &frame.arguments, first, &reading) };
         }
-        let is_young = |known: &Known| sys::now_us().saturating_sub(known.at_us) <= OLD_US;
+        let is_young = |known: &AnswerKey| sys::now_us().saturating_sub(known.at_us) <= OLD_US;
         // SAFETY: as above.
         return known
             .filter(|known| !is_away && is_young(known))
@@ -194,7 +194,7 @@ pub unsafe fn answer(place: u64, class: Class, frame: &Frame, is_away: bool) -> 
 ///
 /// # Safety
 /// The addresses must be those of a call of a function of this shape.
-unsafe fn give(shape: Shape, first: u64, second: u64, known: &Known) -> u32 {
+unsafe fn give(shape: AnswerLayout, first: u64, second: u64, known: &AnswerKey) -> u32 {
     if known.result != code::SUCCESS {
         return known.result;
     }
@@ -205,12 +205,12 @@ unsafe fn give(shape: Shape, first: u64, second: u64, known: &Known) -> u32 {
         }
     };
     match shape.output {
-        Output::Bytes(_, count) => write(first, known.bytes.get(..count).unwrap_or_default()),
-        Output::Pair(_) => {
+        AnswerShape::Bytes(_, count) => write(first, known.bytes.get(..count).unwrap_or_default()),
+        AnswerShape::Pair(_) => {
             write(first, known.bytes.get(..4).unwrap_or_default());
             write(second, known.bytes.get(4..8).unwrap_or_default());
         }
-        Output::Text(_) => {
+        AnswerShape::Text(_) => {
             // The second argument is the room, here.
             let text = CStr::from_bytes_until_nul(&known.bytes).unwrap_or_default();
             let text = text.to_bytes_with_nul();
@@ -231,13 +231,13 @@ unsafe fn give_reading(
     class: Class,
     arguments: &[u64; 6],
     at: u64,
-    reading: &Reading,
+    reading: &GpuReading,
 ) -> Option<u32> {
     const MEMORY_V2: u32 = 40 | 2 << 24;
     const TEMPERATURE_V1: u32 = 12 | 1 << 24;
     let used = reading.total_bytes.saturating_sub(reading.free_bytes);
     let [_, kind, ..] = *arguments;
-    let known = |value: u32| (value != NOT_KNOWN).then_some(value);
+    let known = |value: u32| (value != UNKNOWN_UTILIZATION).then_some(value);
     // SAFETY: the caller has a structure there, of which the version says how large it is; and
     // room for as much as the function writes.
     unsafe {
@@ -300,7 +300,7 @@ pub fn parse_uuid(text: &[u8]) -> Option<[u8; 16]> {
 ///
 /// # Safety
 /// `frame` must be of a call of such a function.
-unsafe fn no_processes(frame: &Frame) -> Option<u32> {
+unsafe fn no_processes(frame: &NvmlFrame) -> Option<u32> {
     let [device, count, ..] = frame.arguments;
     uuid(device)?;
     if count == 0 {

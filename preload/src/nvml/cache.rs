@@ -14,7 +14,7 @@ const WORDS: usize = BYTES / 8;
 /// Some thirty functions that monitors call, of each of eight devices.
 const ENTRIES: usize = 256;
 
-struct Entry {
+struct CachedAnswer {
     /// Function and arguments; 0: free.
     key: AtomicU64,
     version: AtomicU32,
@@ -23,8 +23,8 @@ struct Entry {
     words: [AtomicU64; WORDS],
 }
 
-static CACHE: [Entry; ENTRIES] = [const {
-    Entry {
+static CACHE: [CachedAnswer; ENTRIES] = [const {
+    CachedAnswer {
         key: AtomicU64::new(0),
         version: AtomicU32::new(0),
         result: AtomicU32::new(0),
@@ -35,7 +35,7 @@ static CACHE: [Entry; ENTRIES] = [const {
 
 /// What a call has returned.
 #[derive(Clone, Copy)]
-pub struct Known {
+pub struct AnswerKey {
     /// `nvmlReturn_t`.
     pub result: u32,
     /// When, on the monotonic clock.
@@ -83,10 +83,10 @@ pub fn store(key: u64, result: u32, bytes: &[u8; BYTES]) {
 }
 
 /// What the last such call has returned.
-pub fn find(key: u64) -> Option<Known> {
+pub fn find(key: u64) -> Option<AnswerKey> {
     let entry = CACHE.iter().find(|entry| entry.key.load(Ordering::Acquire) == key)?;
     let before = entry.version.load(Ordering::Acquire);
-    let mut known = Known {
+    let mut known = AnswerKey {
         result: entry.result.load(Ordering::Relaxed),
         at_us: entry.at_us.load(Ordering::Relaxed),
         bytes: [0; BYTES],

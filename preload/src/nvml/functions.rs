@@ -5,7 +5,7 @@ use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use affinode_cuda_sys::nvml::{self, COUNT, Class};
 
 use super::thunk::{SPARE, STUBS, stub};
-use crate::elf::{self, Object};
+use crate::elf::{self, LoadedObject};
 use crate::{lookup, process};
 
 /// The real functions, by stub; 0: not known.
@@ -15,7 +15,7 @@ static SPARE_INDEX: [AtomicU32; SPARE] = [const { AtomicU32::new(0) }; SPARE];
 /// Where the code of the library that was found first begins and ends.
 static CODE: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
 
-fn is_nvml(object: &Object<'_>) -> bool {
+fn is_nvml(object: &LoadedObject<'_>) -> bool {
     const STEM: &[u8] = b"libnvidia-ml.so";
     let file = object.name.rsplit(|byte| *byte == b'/').next();
     let by_path = file.is_some_and(|file| file.starts_with(STEM));
@@ -50,7 +50,7 @@ pub fn owns(address: usize) -> bool {
         .is_some()
 }
 
-fn know_code(object: &Object<'_>) {
+fn know_code(object: &LoadedObject<'_>) {
     let [start, end] = &CODE;
     if let Some(range) = object.code()
         && start.load(Ordering::Relaxed) == 0

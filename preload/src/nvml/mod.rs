@@ -12,7 +12,7 @@
 //! controller ──Reading──> readings
 //! ```
 //!
-//! The gate is not that of CUDA calls: with the engine `park` the context stays, and NVML answers
+//! The gate is not that of CUDA calls: with the engine `copy` the context stays, and NVML answers
 //! while CUDA calls wait. Calls are counted in one word, because they are rare and slow, and
 //! because they are made before the process has a page, too.
 
@@ -29,7 +29,7 @@ use affinode_proto::wire::Phase;
 
 pub use self::functions::{function, hooked, owns};
 pub use self::readings::store as store_reading;
-use self::thunk::Frame;
+use self::thunk::NvmlFrame;
 use crate::process::{self, PROCESS};
 use crate::sys;
 
@@ -60,7 +60,7 @@ pub mod code {
 }
 
 /// What is known of calls into NVML. Zero in a forked child, as all of [`PROCESS`].
-pub struct Calls {
+pub struct NvmlCallCount {
     /// 1 while calls must not reach NVML. A futex.
     gate: AtomicU32,
     /// Calls inside NVML.
@@ -69,10 +69,10 @@ pub struct Calls {
     asked: AtomicBool,
 }
 
-impl Calls {
+impl NvmlCallCount {
     /// None yet.
-    pub const fn new() -> Calls {
-        Calls {
+    pub const fn new() -> NvmlCallCount {
+        NvmlCallCount {
             gate: AtomicU32::new(OPEN),
             inside: AtomicU32::new(0),
             asked: AtomicBool::new(false),
@@ -96,7 +96,7 @@ static CLOSED_PID: AtomicU32 = AtomicU32::new(0);
 
 /// What the thunk is to do with a call.
 #[repr(u32)]
-pub enum Way {
+pub enum NvmlAction {
     /// Jump to the function.
     Pass = 0,
     /// Call it, then [`leave`].
@@ -109,7 +109,7 @@ pub enum Way {
 ///
 /// # Safety
 /// Called by the thunk alone, with its frame: the arguments are those of the function.
-unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
+unsafe extern "C" fn enter(frame: &mut NvmlFrame) -> NvmlAction {
     let Some(real) = functions::real(frame.place) else {
         // Linked by its name, and the library does not have it.
         return frame.answer(code::FUNCTION_NOT_FOUND);
@@ -124,7 +124,7 @@ unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
         || functions::is_inside(frame.caller)
         || !process::children_start_anew()
     {
-        return Way::Pass;
+        return NvmlAction::Pass;
     }
     let closed_pid = CLOSED_PID.load(Ordering::SeqCst);
     if closed_pid != 0 && closed_pid != sys::getpid() && REFERENCES.load(Ordering::SeqCst) > 0 {
@@ -140,17 +140,17 @@ unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
                 uncount();
                 return frame.answer(code::TIMEOUT);
             }
-            return Way::Counted;
+            return NvmlAction::Counted;
         }
         uncount();
-        let Some(page) = process::page() else { return Way::Pass };
+        let Some(page) = process::page() else { return NvmlAction::Pass };
         if class == Class::Wait {
             if !wait_for_event(frame) {
                 return frame.answer(code::TIMEOUT);
             }
             continue;
         }
-        let is_away = page.phase.load(Ordering::SeqCst) == Phase::Away as u32;
+        let is_away = page.phase.load(Ordering::SeqCst) == Phase::Checkpointed as u32;
         // SAFETY: as the function demands.
         if let Some(result) = unsafe { answers::answer(frame.place, class, frame, is_away) } {
             return frame.answer(result);
@@ -163,7 +163,7 @@ unsafe extern "C" fn enter(frame: &mut Frame) -> Way {
 ///
 /// # Safety
 /// Called by the thunk alone, with the frame that [`enter`] filled.
-unsafe extern "C" fn leave(frame: &mut Frame) -> u32 {
+unsafe extern "C" fn leave(frame: &mut NvmlFrame) -> u32 {
     let class = functions::class(frame.place);
     let result = frame.result as u32;
     let mut again = 0;
@@ -197,7 +197,7 @@ unsafe extern "C" fn leave(frame: &mut Frame) -> u32 {
 ///
 /// # Safety
 /// `frame` must be of a call that has written a handle.
-unsafe fn learn_uuid(frame: &Frame) {
+unsafe fn learn_uuid(frame: &NvmlFrame) {
     type GetUuid = unsafe extern "C" fn(u64, *mut u8, u32) -> u32;
     let [_, handle_at, ..] = frame.arguments;
     // SAFETY: NVML has written a handle there with success.
@@ -216,7 +216,7 @@ unsafe fn learn_uuid(frame: &Frame) {
 }
 
 /// Whether this way to initialise NVML attaches devices.
-fn attaches(frame: &Frame) -> bool {
+fn attaches(frame: &NvmlFrame) -> bool {
     const NO_ATTACH: u64 = 2;
     let [flags, ..] = frame.arguments;
     functions::index(frame.place) != Some(INIT_WITH_FLAGS) || flags & NO_ATTACH == 0
@@ -224,7 +224,7 @@ fn attaches(frame: &Frame) -> bool {
 
 /// What the counts alone say to a call. In a process that uses CUDA, NVML stays initialised once
 /// it is: it could not be initialised while the process is away.
-fn counted_init(frame: &Frame, class: Class) -> Option<u32> {
+fn counted_init(frame: &NvmlFrame, class: Class) -> Option<u32> {
     if REFERENCES.load(Ordering::SeqCst) == 0 {
         return None;
     }
@@ -256,7 +256,7 @@ fn uncount() {
 }
 
 /// Waits for the gate, or for the end of a wait for an event. False: the wait is over.
-fn wait_for_event(frame: &mut Frame) -> bool {
+fn wait_for_event(frame: &mut NvmlFrame) -> bool {
     const LOOK_AGAIN_MS: u64 = 1_000;
     frame.begin_wait();
     let left_ms = frame.left_us().div_ceil(1_000);
@@ -276,7 +276,7 @@ fn wait() {
     let mut wakes = false;
     while let Some(slot) = place.slot().filter(|_| !is_open()) {
         let now_us = sys::now_us();
-        let is_away = page.phase.load(Ordering::SeqCst) == Phase::Away as u32;
+        let is_away = page.phase.load(Ordering::SeqCst) == Phase::Checkpointed as u32;
         if wakes {
             if page.renew_wait(slot, now_us) {
                 process::poke_agent();
@@ -304,7 +304,7 @@ pub fn set_phase(phase: Phase) {
         Phase::Locking
             | Phase::Locked
             | Phase::Checkpointing
-            | Phase::Away
+            | Phase::Checkpointed
             | Phase::Restoring
             | Phase::Unlocking
     );
@@ -317,7 +317,7 @@ pub fn set_phase(phase: Phase) {
 
 /// Waits until no call is inside NVML, once the gate is closed. False: one still is.
 pub fn drain(timeout_ms: u32) -> bool {
-    const LONGEST_SLEEP_US: u64 = 2_000;
+    const MAX_SLEEP_US: u64 = 2_000;
     let end_us = sys::now_us() + u64::from(timeout_ms) * 1_000;
     let mut sleep_us = 20;
     while PROCESS.nvml.inside.load(Ordering::SeqCst) > 0 {
@@ -325,7 +325,7 @@ pub fn drain(timeout_ms: u32) -> bool {
             return false;
         }
         sys::sleep_us(sleep_us);
-        sleep_us = (2 * sleep_us).min(LONGEST_SLEEP_US);
+        sleep_us = (2 * sleep_us).min(MAX_SLEEP_US);
     }
     true
 }

@@ -2,7 +2,7 @@
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
-use affinode_proto::wire::message::{MOST_GPUS, Reading};
+use affinode_proto::wire::message::{GpuReading, MAX_GPUS};
 
 use super::{ask, is_open};
 use crate::sys;
@@ -10,15 +10,15 @@ use crate::sys;
 /// As words: the UUID, when it came, the figures.
 const WORDS: usize = 8;
 
-struct Place {
+struct ReadingSlot {
     /// Odd while it is being written, by the agent alone; 0: nothing is there.
     version: AtomicU32,
     words: [AtomicU64; WORDS],
 }
 
-static PLACES: [Place; MOST_GPUS] =
-    [const { Place { version: AtomicU32::new(0), words: [const { AtomicU64::new(0) }; WORDS] } };
-        MOST_GPUS];
+static PLACES: [ReadingSlot; MAX_GPUS] = [const {
+    ReadingSlot { version: AtomicU32::new(0), words: [const { AtomicU64::new(0) }; WORDS] }
+}; MAX_GPUS];
 /// Grows with each reading. A futex.
 static CAME: AtomicU32 = AtomicU32::new(0);
 
@@ -32,9 +32,9 @@ fn halves(uuid: &[u8; 16]) -> [u64; 2] {
 }
 
 /// Keeps a reading. Called by the agent alone.
-pub fn store(reading: &Reading) {
+pub fn store(reading: &GpuReading) {
     let [first, second] = halves(&reading.uuid);
-    let is_of = |place: &&Place| {
+    let is_of = |place: &&ReadingSlot| {
         let [a, b, ..] = &place.words;
         place.version.load(Ordering::Relaxed) == 0
             || (a.load(Ordering::Relaxed) == first && b.load(Ordering::Relaxed) == second)
@@ -64,7 +64,7 @@ pub fn store(reading: &Reading) {
 }
 
 /// The last reading of a device, and how old it is.
-fn last(uuid: &[u8; 16]) -> Option<(Reading, u64)> {
+fn last(uuid: &[u8; 16]) -> Option<(GpuReading, u64)> {
     let [first, second] = halves(uuid);
     PLACES.iter().find_map(|place| {
         let before = place.version.load(Ordering::Acquire);
@@ -76,7 +76,7 @@ fn last(uuid: &[u8; 16]) -> Option<(Reading, u64)> {
             return None;
         }
         let [a, b, at_us, total_bytes, free_bytes, reserved_bytes, rates, rest] = words;
-        let reading = Reading {
+        let reading = GpuReading {
             uuid: *uuid,
             total_bytes,
             free_bytes,
@@ -92,7 +92,7 @@ fn last(uuid: &[u8; 16]) -> Option<(Reading, u64)> {
 
 /// A reading of the device. While the process is away the controller is asked for one that is not
 /// old, and waited for. While it is being moved its agent cannot ask: what is known must do.
-pub fn fresh(uuid: &[u8; 16], is_away: bool) -> Option<Reading> {
+pub fn fresh(uuid: &[u8; 16], is_away: bool) -> Option<GpuReading> {
     const FRESH_US: u64 = 2_000_000;
     const WITHIN_US: u64 = 1_000_000;
     const ASK_AGAIN_MS: u64 = 250;

@@ -1,4 +1,4 @@
-use affinode_proto::wire::message::Reading;
+use affinode_proto::wire::message::GpuReading;
 
 use super::answers::parse_uuid;
 use super::cache::{self, BYTES};
@@ -54,7 +54,7 @@ fn cache_entry_is_never_seen_half_written() {
 
 #[test]
 fn readings_are_kept_by_device() {
-    let reading = |byte: u8, free_bytes| Reading {
+    let reading = |byte: u8, free_bytes| GpuReading {
         uuid: [byte; 16],
         total_bytes: 100,
         free_bytes,

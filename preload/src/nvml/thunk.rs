@@ -4,12 +4,12 @@
 
 use core::arch::global_asm;
 
-use super::{Way, enter, leave};
+use super::{NvmlAction, enter, leave};
 use crate::sys;
 
 /// What the thunk keeps on the stack of a call. It knows this layout.
 #[repr(C, align(16))]
-pub struct Frame {
+pub struct NvmlFrame {
     /// Which stub was called.
     pub place: u64,
     /// The address that the call returns to.
@@ -27,19 +27,19 @@ pub struct Frame {
 
 const _: () = {
     use core::mem::offset_of;
-    assert!(offset_of!(Frame, caller) == 8);
-    assert!(offset_of!(Frame, result) == 16);
-    assert!(offset_of!(Frame, target) == 24);
-    assert!(offset_of!(Frame, arguments) == 32);
-    assert!(offset_of!(Frame, until_us) == 80);
-    assert!(size_of::<Frame>() == 96);
+    assert!(offset_of!(NvmlFrame, caller) == 8);
+    assert!(offset_of!(NvmlFrame, result) == 16);
+    assert!(offset_of!(NvmlFrame, target) == 24);
+    assert!(offset_of!(NvmlFrame, arguments) == 32);
+    assert!(offset_of!(NvmlFrame, until_us) == 80);
+    assert!(size_of::<NvmlFrame>() == 96);
 };
 
-impl Frame {
+impl NvmlFrame {
     /// Nothing is to be called.
-    pub fn answer(&mut self, result: u32) -> Way {
+    pub fn answer(&mut self, result: u32) -> NvmlAction {
         self.result = result.into();
-        Way::Answered
+        NvmlAction::Answered
     }
 
     /// Takes note of when a call that waits for events must end: (set, data, milliseconds).
@@ -158,7 +158,7 @@ global_asm!(
     enter = sym enter,
     leave = sym leave,
     stubs = const STUBS,
-    frame_bytes = const size_of::<Frame>(),
+    frame_bytes = const size_of::<NvmlFrame>(),
 );
 
 unsafe extern "C" {

@@ -41,7 +41,7 @@ fn name_it(socket: &Descriptor, name: &[u8], call: usize) -> Result<(), Errno> {
 
 /// What a datagram must begin with, and how long it must be.
 #[derive(Clone, Copy, Debug)]
-pub struct Only<'a> {
+pub struct ExpectedSender<'a> {
     /// Its first bytes.
     pub begin: &'a [u8; BEGIN_BYTES],
     /// All of it.
@@ -55,14 +55,14 @@ const BEGIN_WORDS: usize = BEGIN_BYTES / 4;
 /// `struct sock_filter`.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Step {
+struct SocketStep {
     code: u16,
     if_true: u8,
     if_false: u8,
     operand: u32,
 }
 
-impl Only<'_> {
+impl ExpectedSender<'_> {
     /// Has the kernel drop all others in whoever sends them: what came along is closed there,
     /// which takes it as long as whoever has made it likes.
     fn attach(&self, socket: &Descriptor) -> Result<(), Errno> {
@@ -73,7 +73,7 @@ impl Only<'_> {
         const IS: u16 = 0x15;
         const RETURN: u16 = 0x06;
         const STEPS: usize = 2 * (BEGIN_WORDS + 1) + 2;
-        let step = |code, operand| Step { code, if_true: 0, if_false: 0, operand };
+        let step = |code, operand| SocketStep { code, if_true: 0, if_false: 0, operand };
         let mut steps = [step(RETURN, 0); STEPS];
         let words = self.begin.as_chunks().0.iter().enumerate();
         let length = [(step(LOAD_LENGTH, 0), self.length as u32)];
@@ -83,7 +83,7 @@ impl Only<'_> {
         for (n, (load, expected)) in loaded.enumerate() {
             let is_not = (STEPS - 1 - (2 * n + 2)) as u8;
             if let Some(two) = steps.get_mut(2 * n..2 * n + 2) {
-                two.copy_from_slice(&[load, Step { if_false: is_not, ..step(IS, expected) }]);
+                two.copy_from_slice(&[load, SocketStep { if_false: is_not, ..step(IS, expected) }]);
             }
         }
         // The one before the last: the whole datagram is taken.
@@ -102,7 +102,7 @@ impl Only<'_> {
 /// begins otherwise than `only` nothing comes, where the kernel can be told so.
 pub fn bind(
     name: &[u8],
-    only: Option<Only<'_>>,
+    only: Option<ExpectedSender<'_>>,
     tid: u32,
     signal: u64,
 ) -> Result<Descriptor, Errno> {
@@ -231,7 +231,7 @@ mod tests {
     #[test]
     fn what_begins_otherwise_is_dropped_in_who_sends_it() {
         let (name, begin) = (name(), core::array::from_fn(|n| n as u8 + 1));
-        let only = Only { begin: &begin, length: 30 };
+        let only = ExpectedSender { begin: &begin, length: 30 };
         let socket = bind(&name, Some(only), sys::gettid(), sys::SIGURG).unwrap();
         let to = connect(&name).unwrap();
         let mut right = [0; 30];

@@ -159,14 +159,14 @@ pub fn seal_size(fd: i32) -> Result<(), Errno> {
 }
 
 /// A memory file that nobody can change any more, mapped to be read; a forked child has it not.
-pub struct Sealed {
+pub struct SealedFile {
     at: usize,
     bytes: usize,
 }
 
 /// What is in a place that a mapping was to be moved to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum PagePlacement {
     /// That mapping.
     Taken,
     /// What was there before.
@@ -175,16 +175,16 @@ pub enum Place {
     Broken,
 }
 
-impl Sealed {
+impl SealedFile {
     /// Maps the first `bytes` of it. `None`: it could change, or has fewer.
-    pub fn map(fd: i32, bytes: usize) -> Option<Sealed> {
+    pub fn map(fd: i32, bytes: usize) -> Option<SealedFile> {
         const PROT_READ: usize = 1;
         const MAP_SHARED_POPULATE: usize = 1 | 0x8000;
         if !is_sealed(fd, bytes) {
             return None;
         }
         let args = [0, bytes, PROT_READ, MAP_SHARED_POPULATE, fd as usize, 0];
-        let sealed = Sealed { at: plain(number::MMAP, args).ok()?, bytes };
+        let sealed = SealedFile { at: plain(number::MMAP, args).ok()?, bytes };
         is_kept_from_children(sealed.at, bytes).then_some(sealed)
     }
 
@@ -216,7 +216,7 @@ impl Sealed {
     ///
     /// # Safety
     /// Nobody may write to that part from now on.
-    pub unsafe fn take_place(self, start: *mut u8) -> Place {
+    pub unsafe fn take_place(self, start: *mut u8) -> PagePlacement {
         const MAYMOVE_FIXED: usize = 1 | 2;
         let args = [self.at, self.bytes, self.bytes, MAYMOVE_FIXED, start as usize, 0];
         // SAFETY: the caller vouches for the range, which is ours, as is this mapping.
@@ -224,17 +224,17 @@ impl Sealed {
         if moved.is_ok() {
             // It is not where it was.
             core::mem::forget(self);
-            Place::Taken
+            PagePlacement::Taken
         } else if is_kept_from_children(start as usize, self.bytes) {
             // What holds already for all of it; the kernel refuses where a part is not mapped.
-            Place::AsBefore
+            PagePlacement::AsBefore
         } else {
-            Place::Broken
+            PagePlacement::Broken
         }
     }
 }
 
-impl Drop for Sealed {
+impl Drop for SealedFile {
     fn drop(&mut self) {
         unmap(self.at, self.bytes);
     }
@@ -242,8 +242,8 @@ impl Drop for Sealed {
 
 /// Without a `memcmp`: there is no libc, and the one of the compiler's goes byte by byte.
 fn are_same(one: &[u64], other: &[u64]) -> bool {
-    const AT_ONCE: usize = 512;
-    let mut pairs = one.chunks(AT_ONCE).zip(other.chunks(AT_ONCE));
+    const WORDS_PER_STEP: usize = 512;
+    let mut pairs = one.chunks(WORDS_PER_STEP).zip(other.chunks(WORDS_PER_STEP));
     pairs.all(|(one, other)| one.iter().zip(other).fold(0, |all, (a, b)| all | (a ^ b)) == 0)
 }
 
@@ -298,18 +298,18 @@ fn unmap(start: usize, bytes: usize) {
 }
 
 /// Memory that is given back at the end.
-pub struct Memory {
+pub struct MappedRegion {
     start: usize,
     bytes: usize,
 }
 
-impl Memory {
+impl MappedRegion {
     /// Zeros, in whole pages.
-    pub fn new(bytes: usize) -> Result<Memory, Errno> {
+    pub fn new(bytes: usize) -> Result<MappedRegion, Errno> {
         const PROT_READ_WRITE: usize = 1 | 2;
         const MAP_PRIVATE_ANONYMOUS: usize = 2 | 0x20;
         let args = [0, bytes, PROT_READ_WRITE, MAP_PRIVATE_ANONYMOUS, usize::MAX, 0];
-        plain(number::MMAP, args).map(|start| Memory { start, bytes })
+        plain(number::MMAP, args).map(|start| MappedRegion { start, bytes })
     }
 
     /// Its first address.
@@ -318,7 +318,7 @@ impl Memory {
     }
 }
 
-impl Drop for Memory {
+impl Drop for MappedRegion {
     fn drop(&mut self) {
         unmap(self.start, self.bytes);
     }
@@ -340,17 +340,17 @@ mod tests {
         // SAFETY: just mapped, of this size; nobody else knows it.
         unsafe {
             at.write(7);
-            let [first, second] = [(); 2].map(|()| Sealed::map(fd, BYTES).unwrap());
+            let [first, second] = [(); 2].map(|()| SealedFile::map(fd, BYTES).unwrap());
             assert!(!first.is_same(at, || false));
             let own = first.at as *mut u8;
-            assert_eq!(first.take_place(own), Place::AsBefore, "it is there already");
+            assert_eq!(first.take_place(own), PagePlacement::AsBefore, "it is there already");
             assert_eq!(at.read(), 7);
             at.write(0);
             assert!(second.is_same(at, || false) && !second.is_same(at, || true));
-            assert_eq!(second.take_place(at), Place::Taken);
+            assert_eq!(second.take_place(at), PagePlacement::Taken);
             assert_eq!(at.read(), 0);
         }
-        assert!(Sealed::map(fd, BYTES + 4096).is_none(), "it has fewer bytes");
+        assert!(SealedFile::map(fd, BYTES + 4096).is_none(), "it has fewer bytes");
         unmap(at as usize + BYTES / 2, BYTES / 2);
         assert!(!is_kept_from_children(at as usize, BYTES), "a part is not mapped");
         unmap(at as usize, BYTES / 2);

@@ -7,10 +7,10 @@ use std::os::unix::fs::FileExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::Duration;
 
+use affinode_proto::wire::counters::{CounterSnapshot, PAGE_BYTES};
 use affinode_proto::wire::message::{
     Action, AgentMessage, ControllerMessage, FRAME_BYTES, Outcome,
 };
-use affinode_proto::wire::page::{PAGE_BYTES, PageSnapshot};
 use affinode_proto::wire::{Engine, Hazards, Phase};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg, setsockopt, sockopt};
 
@@ -83,7 +83,7 @@ impl Controller {
         connection.send(ControllerMessage::Welcome {
             process: 1,
             wait_for_room_ms,
-            engine: Engine::Driver,
+            engine: Engine::Checkpoint,
         });
         connection
     }
@@ -205,7 +205,7 @@ impl Connection {
     pub fn want(&mut self) -> AgentMessage {
         loop {
             match self.receive() {
-                message @ (AgentMessage::Want { .. } | AgentMessage::WantOver { .. }) => {
+                message @ (AgentMessage::AllocWait { .. } | AgentMessage::AllocWaitDone { .. }) => {
                     return message;
                 }
                 other => self.note(other),
@@ -229,10 +229,10 @@ impl Connection {
     }
 
     /// The page now.
-    pub fn page(&self) -> PageSnapshot {
+    pub fn page(&self) -> CounterSnapshot {
         let mut bytes = vec![0; PAGE_BYTES];
         self.page.read_exact_at(&mut bytes, 0).unwrap();
-        PageSnapshot::decode(&bytes).unwrap()
+        CounterSnapshot::decode(&bytes).unwrap()
     }
 }
 

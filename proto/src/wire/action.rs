@@ -3,11 +3,11 @@
 
 /// How memory is parked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct How {
+pub struct CopyOptions {
     /// The copy is kept after the return, so that what has not changed by the next time is not
     /// copied again. Only of a library that has [`super::Abilities::KEEPS_COPY`].
     pub keep: bool,
-    /// A checkpoint is to follow, beside which a vault may copy: the process is Parked then before
+    /// A checkpoint is to follow, beside which a copier may copy: the process is Parked then before
     /// all of it has left the device. Only of a library that has [`super::Abilities::PREPARES`].
     pub then_checkpoint: bool,
     /// The return looks whether everything is as it was. Only of a library that has
@@ -16,15 +16,15 @@ pub struct How {
 }
 
 /// Each in its own way: earlier libraries know the first two, and those after them four.
-const WAYS_TO_PARK: [(u32, How); 8] = [
-    (9, How { keep: false, then_checkpoint: false, check: false }),
-    (10, How { keep: true, then_checkpoint: false, check: false }),
-    (12, How { keep: false, then_checkpoint: true, check: false }),
-    (13, How { keep: true, then_checkpoint: true, check: false }),
-    (14, How { keep: false, then_checkpoint: false, check: true }),
-    (15, How { keep: true, then_checkpoint: false, check: true }),
-    (16, How { keep: false, then_checkpoint: true, check: true }),
-    (17, How { keep: true, then_checkpoint: true, check: true }),
+const COPY_OUT_CODES: [(u32, CopyOptions); 8] = [
+    (9, CopyOptions { keep: false, then_checkpoint: false, check: false }),
+    (10, CopyOptions { keep: true, then_checkpoint: false, check: false }),
+    (12, CopyOptions { keep: false, then_checkpoint: true, check: false }),
+    (13, CopyOptions { keep: true, then_checkpoint: true, check: false }),
+    (14, CopyOptions { keep: false, then_checkpoint: false, check: true }),
+    (15, CopyOptions { keep: true, then_checkpoint: false, check: true }),
+    (16, CopyOptions { keep: false, then_checkpoint: true, check: true }),
+    (17, CopyOptions { keep: true, then_checkpoint: true, check: true }),
 ];
 
 /// What the agent is told to do with its own process.
@@ -44,14 +44,14 @@ pub enum Action {
     },
     /// Locked → Parked: unlock, then copy what can be carried to host memory and give the
     /// device memory back. On an error nothing was given back, and the phase is Closed.
-    Park {
+    CopyOut {
         /// The most VRAM held on one device, for a later return without a controller.
         vram_bytes: u64,
         /// How.
-        how: How,
+        how: CopyOptions,
     },
     /// Locked → Away: `cuCheckpointProcessCheckpoint`. Parked → Away: lock, then the same. What a
-    /// vault copies beside it is waited for; where it does not, the process comes home again.
+    /// copier copies beside it is waited for; where it does not, the process comes home again.
     Checkpoint {
         /// The most VRAM held on one device, for a later return without a controller.
         vram_bytes: u64,
@@ -65,7 +65,7 @@ pub enum Action {
     /// another of the same kind from then on, and the other way round. Both are places in the
     /// list of the [`ControllerMessage::Gpus`](super::message::ControllerMessage::Gpus) before. Only of a process whose page says
     /// [`super::Notes::MOVABLE`].
-    RestoreOn {
+    RestoreOnGpu {
         /// Where it was.
         from: u8,
         /// Where it is to be.
@@ -85,8 +85,8 @@ pub enum Action {
 impl Action {
     /// Whether it takes VRAM that was promised to the process.
     #[must_use]
-    pub const fn is_return(self) -> bool {
-        matches!(self, Action::Restore | Action::RestoreOn { .. })
+    pub const fn is_restore(self) -> bool {
+        matches!(self, Action::Restore | Action::RestoreOnGpu { .. })
     }
 
     /// As a frame has it.
@@ -100,11 +100,11 @@ impl Action {
             Action::Unlock => (6, 0),
             Action::HoldAllocations { deadline_ms } => (7, u64::from(deadline_ms)),
             Action::ReleaseAllocations => (8, 0),
-            Action::Park { vram_bytes, how } => {
-                let code = WAYS_TO_PARK.iter().find(|way| way.1 == how).map_or(9, |way| way.0);
+            Action::CopyOut { vram_bytes, how } => {
+                let code = COPY_OUT_CODES.iter().find(|way| way.1 == how).map_or(9, |way| way.0);
                 (code, vram_bytes)
             }
-            Action::RestoreOn { from, to } => (11, u64::from(from) | u64::from(to) << 8),
+            Action::RestoreOnGpu { from, to } => (11, u64::from(from) | u64::from(to) << 8),
         }
     }
 
@@ -121,10 +121,10 @@ impl Action {
             6 => Action::Unlock,
             7 => Action::HoldAllocations { deadline_ms: ms },
             8 => Action::ReleaseAllocations,
-            11 => Action::RestoreOn { from: value as u8, to: (value >> 8) as u8 },
+            11 => Action::RestoreOnGpu { from: value as u8, to: (value >> 8) as u8 },
             _ => {
-                let (_, how) = *WAYS_TO_PARK.iter().find(|way| way.0 == code)?;
-                Action::Park { vram_bytes: value, how }
+                let (_, how) = *COPY_OUT_CODES.iter().find(|way| way.0 == code)?;
+                Action::CopyOut { vram_bytes: value, how }
             }
         })
     }

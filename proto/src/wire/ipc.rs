@@ -23,7 +23,7 @@ const NAME_BEGIN: &[u8; 13] = b"affinode-ipc-";
 
 /// What names one allocation of one process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Handle {
+pub struct IpcHandle {
     /// Names the exporter's socket.
     pub socket: [u8; 16],
     /// Who says it to the exporter has a handle.
@@ -36,7 +36,7 @@ pub struct Handle {
     pub since: u64,
 }
 
-impl Handle {
+impl IpcHandle {
     /// The 64 bytes.
     #[must_use]
     pub fn encode(&self) -> [u8; HANDLE_BYTES] {
@@ -51,14 +51,14 @@ impl Handle {
 
     /// Reads a handle; `None`: it is not one of ours.
     #[must_use]
-    pub fn decode(bytes: &[u8; HANDLE_BYTES]) -> Option<Handle> {
+    pub fn decode(bytes: &[u8; HANDLE_BYTES]) -> Option<IpcHandle> {
         let (magic, rest) = bytes.split_first_chunk()?;
         let (socket, rest) = rest.split_first_chunk()?;
         let (word, rest) = rest.split_first_chunk()?;
         let (proof, rest) = rest.split_first_chunk()?;
         let (address, rest) = rest.split_first_chunk()?;
         let since = rest.first_chunk()?;
-        (*magic == HANDLE_MAGIC).then_some(Handle {
+        (*magic == HANDLE_MAGIC).then_some(IpcHandle {
             socket: *socket,
             word: *word,
             proof: u64::from_le_bytes(*proof),
@@ -83,7 +83,7 @@ impl Handle {
 
 /// From who opens a handle, with the way of the answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ask {
+pub struct IpcRequest {
     /// Of the handle.
     pub word: [u8; 16],
     /// Of the handle.
@@ -92,7 +92,7 @@ pub struct Ask {
     pub since: u64,
 }
 
-impl Ask {
+impl IpcRequest {
     /// The frame.
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_BYTES] {
@@ -103,9 +103,9 @@ impl Ask {
     ///
     /// # Errors
     /// [`FrameError`] names what is wrong with it.
-    pub fn decode(frame: &[u8; FRAME_BYTES]) -> Result<Ask, FrameError> {
+    pub fn decode(frame: &[u8; FRAME_BYTES]) -> Result<IpcRequest, FrameError> {
         match Reader::open(frame)? {
-            (241, mut r) => Ok(Ask { word: r.bytes(), address: r.u64(), since: r.u64() }),
+            (241, mut r) => Ok(IpcRequest { word: r.bytes(), address: r.u64(), since: r.u64() }),
             (other, _) => Err(FrameError::Kind(other)),
         }
     }
@@ -113,7 +113,7 @@ impl Ask {
 
 /// To it, with a shareable descriptor of the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Answer {
+pub struct IpcReply {
     /// Of the handle.
     pub proof: u64,
     /// Of the physical memory.
@@ -122,7 +122,7 @@ pub struct Answer {
     pub asked_bytes: u64,
 }
 
-impl Answer {
+impl IpcReply {
     /// The frame.
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_BYTES] {
@@ -133,9 +133,9 @@ impl Answer {
     ///
     /// # Errors
     /// [`FrameError`] names what is wrong with it.
-    pub fn decode(frame: &[u8; FRAME_BYTES]) -> Result<Answer, FrameError> {
+    pub fn decode(frame: &[u8; FRAME_BYTES]) -> Result<IpcReply, FrameError> {
         match Reader::open(frame)? {
-            (242, mut r) => Ok(Answer { proof: r.u64(), bytes: r.u64(), asked_bytes: r.u64() }),
+            (242, mut r) => Ok(IpcReply { proof: r.u64(), bytes: r.u64(), asked_bytes: r.u64() }),
             (other, _) => Err(FrameError::Kind(other)),
         }
     }
@@ -147,18 +147,18 @@ mod tests {
 
     use super::*;
 
-    const HANDLE: Handle =
-        Handle { socket: [0xa5; 16], word: [7; 16], proof: 3, address: 0x7000_0000, since: 9 };
+    const HANDLE: IpcHandle =
+        IpcHandle { socket: [0xa5; 16], word: [7; 16], proof: 3, address: 0x7000_0000, since: 9 };
 
     #[test]
     fn a_handle_comes_out_as_it_went_in() {
-        assert_eq!(Handle::decode(&HANDLE.encode()), Some(HANDLE));
-        let ask = Ask { word: [7; 16], address: 1, since: 2 };
-        assert_eq!(Ask::decode(&ask.encode()), Ok(ask));
-        let answer = Answer { proof: 1, bytes: 2, asked_bytes: 3 };
-        assert_eq!(Answer::decode(&answer.encode()), Ok(answer));
-        assert_eq!(Answer::decode(&ask.encode()), Err(FrameError::Kind(241)));
-        assert_eq!(Ask::decode(&answer.encode()), Err(FrameError::Kind(242)));
+        assert_eq!(IpcHandle::decode(&HANDLE.encode()), Some(HANDLE));
+        let ask = IpcRequest { word: [7; 16], address: 1, since: 2 };
+        assert_eq!(IpcRequest::decode(&ask.encode()), Ok(ask));
+        let answer = IpcReply { proof: 1, bytes: 2, asked_bytes: 3 };
+        assert_eq!(IpcReply::decode(&answer.encode()), Ok(answer));
+        assert_eq!(IpcReply::decode(&ask.encode()), Err(FrameError::Kind(241)));
+        assert_eq!(IpcRequest::decode(&answer.encode()), Err(FrameError::Kind(242)));
     }
 
     #[test]
@@ -176,22 +176,22 @@ mod tests {
             let mut handle = [0; HANDLE_BYTES];
             handle[..32].copy_from_slice(&bytes);
             handle[32..].copy_from_slice(&more);
-            prop_assert_eq!(Handle::decode(&handle), None, "no magic");
+            prop_assert_eq!(IpcHandle::decode(&handle), None, "no magic");
             handle[..8].copy_from_slice(&HANDLE_MAGIC);
-            let read = Handle::decode(&handle).unwrap();
+            let read = IpcHandle::decode(&handle).unwrap();
             prop_assert_eq!(read.encode(), handle);
             handle[at] ^= change;
-            prop_assert_ne!(Handle::decode(&handle), Some(read));
+            prop_assert_ne!(IpcHandle::decode(&handle), Some(read));
         }
 
         #[test]
         fn what_is_no_frame_is_none(bytes: [u8; 32], kind: u32) {
             let mut frame = [0; FRAME_BYTES];
             frame[..32].copy_from_slice(&bytes);
-            prop_assert!(Ask::decode(&frame).is_err() && Answer::decode(&frame).is_err());
-            frame = Ask { word: [1; 16], address: 1, since: 1 }.encode();
+            prop_assert!(IpcRequest::decode(&frame).is_err() && IpcReply::decode(&frame).is_err());
+            frame = IpcRequest { word: [1; 16], address: 1, since: 1 }.encode();
             frame[4..8].copy_from_slice(&kind.to_le_bytes());
-            prop_assert_eq!(Ask::decode(&frame).is_ok(), kind == 241);
+            prop_assert_eq!(IpcRequest::decode(&frame).is_ok(), kind == 241);
         }
     }
 }

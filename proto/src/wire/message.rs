@@ -18,10 +18,10 @@
 //!                    <──────────────────────  Reading, one per GPU
 //! ```
 
-pub use super::action::{Action, How};
+pub use super::action::{Action, CopyOptions};
 pub use super::frame::{FRAME_BYTES, FRAME_MAGIC, FrameError};
 use super::frame::{Reader, Writer};
-use super::{Abilities, Engine, Hazards, Phase, wire_enum};
+use super::{Capabilities, Engine, Hazards, Phase, wire_enum};
 
 /// How often a waiting caller's agent repeats its Wake, in milliseconds.
 pub const WAKE_REPEAT_MS: u64 = 1_000;
@@ -31,7 +31,7 @@ pub const RESCUE_AFTER_MS: u64 = 5_000;
 /// After so long without a word of the controller's its word that VRAM is free counts no
 /// more, in milliseconds: others may bring themselves back, and take it. Shorter than
 /// [`RESCUE_AFTER_MS`] by more than [`WAKE_REPEAT_MS`].
-pub const PROOF_HOLDS_MS: u64 = 3_000;
+pub const PROOF_TTL_MS: u64 = 3_000;
 
 wire_enum! {
     /// How an order ended.
@@ -49,13 +49,13 @@ wire_enum! {
         /// It takes VRAM and came later than [`PROOF_HOLDS_MS`] after it was decided on;
         /// nothing was done.
         Late = 5,
-        /// A checkpoint, of a process that has hold of memory of a vault's making: the driver
-        /// would not bring it back. Nothing was done. Only where there was a vault.
+        /// A checkpoint, of a process that has hold of memory of a copier's making: the driver
+        /// would not bring it back. Nothing was done. Only where there was a copier.
         Imported = 6,
         /// A return onto another GPU, of a process that cannot reach every GPU of the node, or
         /// whose driver knows no such return. Nothing was done.
         Unreachable = 7,
-        /// A checkpoint, of a process that a vault was to copy beside it, and did not: it is Away,
+        /// A checkpoint, of a process that a copier was to copy beside it, and did not: it is Away,
         /// but all of what it can carry is on the device still, kept by the process alone. A return
         /// needs room for the rest only.
         NotCopied = 8,
@@ -65,9 +65,9 @@ wire_enum! {
 }
 
 /// Most GPUs of a node among which processes change places.
-pub const MOST_GPUS: usize = 32;
+pub const MAX_GPUS: usize = 32;
 /// GPUs in one [`ControllerMessage::Gpus`].
-pub const GPUS_A_FRAME: usize = 5;
+pub const GPUS_PER_FRAME: usize = 5;
 
 /// A GPU of the node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -79,11 +79,11 @@ pub struct Gpu {
 }
 
 /// A figure of a [`Reading`] that the controller does not know.
-pub const NOT_KNOWN: u32 = u32::MAX;
+pub const UNKNOWN_UTILIZATION: u32 = u32::MAX;
 
 /// What the controller has read of a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Reading {
+pub struct GpuReading {
     /// As the driver has it.
     pub uuid: [u8; 16],
     /// VRAM in bytes.
@@ -120,11 +120,11 @@ pub enum AgentMessage {
         /// What makes a checkpoint unsafe.
         hazards: Hazards,
         /// What it can do beyond its version; none in the libraries that knew none.
-        abilities: Abilities,
+        abilities: Capabilities,
         /// Bytes of device memory that the agent can copy.
-        carried_bytes: u64,
+        swappable_bytes: u64,
         /// Bytes of it that are parked in host memory.
-        parked_bytes: u64,
+        copied_out_bytes: u64,
     },
     /// A caller waits at the gate: the process is not Open, or its allocations are held.
     /// Repeated every [`WAKE_REPEAT_MS`] while one waits.
@@ -149,9 +149,9 @@ pub enum AgentMessage {
         /// How long it took, in microseconds.
         elapsed_us: u64,
         /// Bytes of device memory that the agent can copy.
-        carried_bytes: u64,
+        swappable_bytes: u64,
         /// Bytes of it that are parked in host memory now.
-        parked_bytes: u64,
+        copied_out_bytes: u64,
         /// Bytes that the last Park found in host memory already and did not copy.
         unchanged_bytes: u64,
         /// Bytes that it did not store, because they are all zero.
@@ -165,7 +165,7 @@ pub enum AgentMessage {
     /// An allocation failed for lack of device memory and waits for room, outside the
     /// driver. Sent again when it failed again, and after each Welcome. Only sent after a
     /// [`ControllerMessage::Welcome`] that allows it.
-    Want {
+    AllocWait {
         /// Number of the allocation, unique in the process.
         ticket: u64,
         /// Bytes that it asks for; 0 when only the driver knows (a context, a module).
@@ -176,7 +176,7 @@ pub enum AgentMessage {
         attempts: u32,
     },
     /// That allocation waits no more.
-    WantOver {
+    AllocWaitDone {
         /// Which.
         ticket: u64,
         /// Whether it was made.
@@ -227,7 +227,7 @@ pub enum ControllerMessage {
         position: u32,
     },
     /// The answer to a [`AgentMessage::Want`].
-    Room {
+    AllocGrant {
         /// Which.
         ticket: u64,
         /// Whether there is room now. If not, there will not be: the allocation fails.
@@ -235,19 +235,19 @@ pub enum ControllerMessage {
     },
     /// Record calls, or no longer. Ends with the connection. Only sent to a library that
     /// has [`Abilities::RECORDS_CALLS`].
-    Watch {
+    SampleCalls {
         /// About one call in so many is recorded; 0: none.
         one_in: u32,
         /// Records below this number are read: their places are free.
         read: u64,
     },
-    /// A socket to a vault comes along, for the checkpoint that follows and the return from it.
-    /// Only sent to a library that has [`Abilities::USES_VAULT`].
-    Vault,
-    /// Have host memory ready for what can be copied, and registered by the vault that was shown;
+    /// A socket to a copier comes along, for the checkpoint that follows and the return from it.
+    /// Only sent to a library that has [`Abilities::USES_COPIER`].
+    Copier,
+    /// Have host memory ready for what can be copied, and registered by the copier that was shown;
     /// or no longer. Ends with the connection. Only sent to a library that has
     /// [`Abilities::PREPARES`].
-    Prepare {
+    Prefault {
         /// Or no longer.
         on: bool,
     },
@@ -259,10 +259,10 @@ pub enum ControllerMessage {
         /// How many there are on the node.
         total: u8,
         /// They; those beyond `total` mean nothing.
-        gpus: [Gpu; GPUS_A_FRAME],
+        gpus: [Gpu; GPUS_PER_FRAME],
     },
     /// What the controller has read of a GPU, at most a sample interval ago.
-    Reading(Reading),
+    Reading(GpuReading),
 }
 
 impl AgentMessage {
@@ -278,8 +278,8 @@ impl AgentMessage {
                 driver_version,
                 hazards,
                 abilities,
-                carried_bytes,
-                parked_bytes,
+                swappable_bytes,
+                copied_out_bytes,
             } => Writer::new(1)
                 .u32(version)
                 .u32(pid_in_namespace)
@@ -288,8 +288,8 @@ impl AgentMessage {
                 .u32(driver_version)
                 .u32(hazards.0)
                 .u32(abilities.0)
-                .u64(carried_bytes)
-                .u64(parked_bytes),
+                .u64(swappable_bytes)
+                .u64(copied_out_bytes),
             AgentMessage::Wake { generation, waiters, hook } => {
                 Writer::new(2).u64(generation).u32(waiters).u32(hook)
             }
@@ -299,8 +299,8 @@ impl AgentMessage {
                 phase,
                 cuda_error,
                 elapsed_us,
-                carried_bytes,
-                parked_bytes,
+                swappable_bytes,
+                copied_out_bytes,
                 unchanged_bytes,
                 zero_bytes,
             } => Writer::new(3)
@@ -309,15 +309,15 @@ impl AgentMessage {
                 .u32(phase as u32)
                 .u32(cuda_error)
                 .u64(elapsed_us)
-                .u64(carried_bytes)
-                .u64(parked_bytes)
+                .u64(swappable_bytes)
+                .u64(copied_out_bytes)
                 .u64(unchanged_bytes)
                 .u64(zero_bytes),
             AgentMessage::Notice { hazards } => Writer::new(4).u32(hazards.0),
-            AgentMessage::Want { ticket, bytes, uuid, attempts } => {
+            AgentMessage::AllocWait { ticket, bytes, uuid, attempts } => {
                 Writer::new(8).u64(ticket).u64(bytes).bytes(&uuid).u32(attempts)
             }
-            AgentMessage::WantOver { ticket, served } => {
+            AgentMessage::AllocWaitDone { ticket, served } => {
                 Writer::new(9).u64(ticket).u32(u32::from(served))
             }
             AgentMessage::AskReadings => Writer::new(20),
@@ -339,9 +339,9 @@ impl AgentMessage {
                 generation: r.u64(),
                 driver_version: r.u32(),
                 hazards: Hazards(r.u32()),
-                abilities: Abilities(r.u32()),
-                carried_bytes: r.u64(),
-                parked_bytes: r.u64(),
+                abilities: Capabilities(r.u32()),
+                swappable_bytes: r.u64(),
+                copied_out_bytes: r.u64(),
             }),
             2 => Ok(AgentMessage::Wake { generation: r.u64(), waiters: r.u32(), hook: r.u32() }),
             3 => {
@@ -354,20 +354,20 @@ impl AgentMessage {
                     phase: r.phase()?,
                     cuda_error: r.u32(),
                     elapsed_us: r.u64(),
-                    carried_bytes: r.u64(),
-                    parked_bytes: r.u64(),
+                    swappable_bytes: r.u64(),
+                    copied_out_bytes: r.u64(),
                     unchanged_bytes: r.u64(),
                     zero_bytes: r.u64(),
                 })
             }
             4 => Ok(AgentMessage::Notice { hazards: Hazards(r.u32()) }),
-            8 => Ok(AgentMessage::Want {
+            8 => Ok(AgentMessage::AllocWait {
                 ticket: r.u64(),
                 bytes: r.u64(),
                 uuid: r.bytes(),
                 attempts: r.u32(),
             }),
-            9 => Ok(AgentMessage::WantOver { ticket: r.u64(), served: r.u32() != 0 }),
+            9 => Ok(AgentMessage::AllocWaitDone { ticket: r.u64(), served: r.u32() != 0 }),
             20 => Ok(AgentMessage::AskReadings),
             other => Err(FrameError::Kind(other)),
         }
@@ -392,11 +392,13 @@ impl ControllerMessage {
             ControllerMessage::WakeAck { generation, position } => {
                 Writer::new(104).u64(generation).u32(position)
             }
-            ControllerMessage::Room { ticket, granted } => {
+            ControllerMessage::AllocGrant { ticket, granted } => {
                 Writer::new(108).u64(ticket).u32(u32::from(granted))
             }
-            ControllerMessage::Watch { one_in, read } => Writer::new(109).u32(one_in).u64(read),
-            ControllerMessage::Vault => Writer::new(110),
+            ControllerMessage::SampleCalls { one_in, read } => {
+                Writer::new(109).u32(one_in).u64(read)
+            }
+            ControllerMessage::Copier => Writer::new(110),
             ControllerMessage::Reading(reading) => Writer::new(120)
                 .bytes(&reading.uuid)
                 .u64(reading.total_bytes)
@@ -406,7 +408,7 @@ impl ControllerMessage {
                 .u32(reading.memory_percent)
                 .u32(reading.temperature_c)
                 .u32(reading.power_mw),
-            ControllerMessage::Prepare { on } => Writer::new(112).u32(u32::from(on)),
+            ControllerMessage::Prefault { on } => Writer::new(112).u32(u32::from(on)),
             ControllerMessage::Gpus { first, total, gpus } => gpus
                 .iter()
                 .fold(Writer::new(111).u32(u32::from(first)).u32(u32::from(total)), |w, gpu| {
@@ -438,11 +440,11 @@ impl ControllerMessage {
                 Ok(ControllerMessage::Order { order, action, decided_ms: r.u64() })
             }
             104 => Ok(ControllerMessage::WakeAck { generation: r.u64(), position: r.u32() }),
-            108 => Ok(ControllerMessage::Room { ticket: r.u64(), granted: r.u32() != 0 }),
-            109 => Ok(ControllerMessage::Watch { one_in: r.u32(), read: r.u64() }),
-            110 => Ok(ControllerMessage::Vault),
-            112 => Ok(ControllerMessage::Prepare { on: r.u32() != 0 }),
-            120 => Ok(ControllerMessage::Reading(Reading {
+            108 => Ok(ControllerMessage::AllocGrant { ticket: r.u64(), granted: r.u32() != 0 }),
+            109 => Ok(ControllerMessage::SampleCalls { one_in: r.u32(), read: r.u64() }),
+            110 => Ok(ControllerMessage::Copier),
+            112 => Ok(ControllerMessage::Prefault { on: r.u32() != 0 }),
+            120 => Ok(ControllerMessage::Reading(GpuReading {
                 uuid: r.bytes(),
                 total_bytes: r.u64(),
                 free_bytes: r.u64(),
@@ -457,11 +459,11 @@ impl ControllerMessage {
                     let number = r.u32();
                     u8::try_from(number)
                         .ok()
-                        .filter(|n| usize::from(*n) <= MOST_GPUS)
+                        .filter(|n| usize::from(*n) <= MAX_GPUS)
                         .ok_or(FrameError::Value(name, number))
                 };
                 let (first, total) = (number("first")?, number("total")?);
-                let gpus = [(); GPUS_A_FRAME].map(|()| Gpu { uuid: r.bytes(), minor: r.u32() });
+                let gpus = [(); GPUS_PER_FRAME].map(|()| Gpu { uuid: r.bytes(), minor: r.u32() });
                 Ok(ControllerMessage::Gpus { first, total, gpus })
             }
             other => Err(FrameError::Kind(other)),
@@ -470,5 +472,4 @@ impl ControllerMessage {
 }
 
 #[cfg(test)]
-#[path = "message_tests.rs"]
 mod tests;

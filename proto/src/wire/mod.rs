@@ -2,19 +2,19 @@
 //!
 //! Two channels: a page of counters that the library writes and the controller
 //! reads ([`page`], with a ring of calls in it, [`calls`]), and a stream of fixed-size frames ([`message`]).
-//! A third, to a vault, comes and goes ([`vault`]). And processes that share memory talk to each
+//! A third, to a copier, comes and goes ([`copier`]). And processes that share memory talk to each
 //! other ([`ipc`]).
 //! The container owns its end of both, so the controller believes neither:
 //! it reads the page with `pread` (a truncated or swapped file is an error, not a
 //! signal), and decodes every frame with checks.
 
 mod action;
-pub mod calls;
+pub mod call_ring;
+pub mod copier;
+pub mod counters;
 mod frame;
 pub mod ipc;
 pub mod message;
-pub mod page;
-pub mod vault;
 
 /// The version of both channels. A peer of another version is refused with a
 /// reason, and its application runs on unmanaged.
@@ -53,7 +53,7 @@ impl Hazards {
 
     /// Whether any bit of `other` is set.
     #[must_use]
-    pub const fn contains(self, other: Hazards) -> bool {
+    pub const fn intersects(self, other: Hazards) -> bool {
         self.0 & other.0 != 0
     }
 
@@ -73,26 +73,26 @@ impl Hazards {
 /// What a library can do that earlier ones of the same [`WIRE_VERSION`] cannot, as a bit
 /// set. Bits that are not known mean nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Abilities(pub u32);
+pub struct Capabilities(pub u32);
 
-impl Abilities {
+impl Capabilities {
     /// It records calls on request ([`calls`]).
-    pub const RECORDS_CALLS: Abilities = Abilities(1);
-    /// It hands parked memory to a vault ([`vault`]), and takes it from there.
-    pub const USES_VAULT: Abilities = Abilities(1 << 1);
+    pub const RECORDS_CALLS: Capabilities = Capabilities(1);
+    /// It hands parked memory to a copier ([`copier`]), and takes it from there.
+    pub const USES_COPIER: Capabilities = Capabilities(1 << 1);
     /// It can keep its copy after a return, and tell what has not changed since.
-    pub const KEEPS_COPY: Abilities = Abilities(1 << 2);
-    /// It has host memory made ready before it leaves, and lets a vault copy beside its checkpoint.
-    pub const PREPARES: Abilities = Abilities(1 << 3);
+    pub const RETAINS_HOST_COPY: Capabilities = Capabilities(1 << 2);
+    /// It has host memory made ready before it leaves, and lets a copier copy beside its checkpoint.
+    pub const PREFAULTS: Capabilities = Capabilities(1 << 3);
     /// It looks whether its memory has come home as it left.
-    pub const CHECKS: Abilities = Abilities(1 << 4);
+    pub const CHECKS: Capabilities = Capabilities(1 << 4);
     /// Holds what it has in common with others once, with them, while it is away
-    /// ([`vault::FromVault::Same`]).
-    pub const DEDUPS: Abilities = Abilities(1 << 5);
+    /// ([`copier::FromCopier::Same`]).
+    pub const DEDUPS: Capabilities = Capabilities(1 << 5);
 
     /// Whether any bit of `other` is set.
     #[must_use]
-    pub const fn contains(self, other: Abilities) -> bool {
+    pub const fn intersects(self, other: Capabilities) -> bool {
         self.0 & other.0 != 0
     }
 }
@@ -140,25 +140,25 @@ wire_enum! {
         /// The driver's checkpoint call is running.
         Checkpointing = 5,
         /// The GPU state is in host memory.
-        Away = 6,
+        Checkpointed = 6,
         /// The driver's restore call is running.
         Restoring = 7,
         /// The driver's unlock call is running.
         Unlocking = 8,
         /// The agent copies device memory to host memory.
-        Parking = 9,
+        CopyingOut = 9,
         /// Device memory is in host memory, its addresses are kept; the context is on the device.
-        Parked = 10,
+        CopiedOut = 10,
         /// The agent copies the memory back.
-        Unparking = 11,
+        CopyingIn = 11,
     }
 }
 
 impl Phase {
     /// Whether memory of the process is off the device, so that its return takes VRAM.
     #[must_use]
-    pub const fn is_off(self) -> bool {
-        matches!(self, Phase::Away | Phase::Parked)
+    pub const fn is_offloaded(self) -> bool {
+        matches!(self, Phase::Checkpointed | Phase::CopiedOut)
     }
 }
 
@@ -166,11 +166,11 @@ wire_enum! {
     /// How the memory of a process leaves its device.
     pub enum Engine {
         /// All of it through the driver's checkpoint. Allocations are left alone.
-        Driver = 0,
+        Checkpoint = 0,
         /// Big allocations are copied by the agent; the context stays.
-        Park = 1,
+        Copy = 1,
         /// Big allocations are copied by the agent, the driver's checkpoint takes the rest.
-        Fast = 2,
+        Full = 2,
     }
 }
 
@@ -179,9 +179,9 @@ impl Engine {
     #[must_use]
     pub fn parse(word: &[u8]) -> Option<Engine> {
         match word {
-            b"driver" => Some(Engine::Driver),
-            b"park" => Some(Engine::Park),
-            b"fast" | b"auto" => Some(Engine::Fast),
+            b"checkpoint" => Some(Engine::Checkpoint),
+            b"copy" => Some(Engine::Copy),
+            b"full" | b"auto" => Some(Engine::Full),
             _ => None,
         }
     }
@@ -189,28 +189,28 @@ impl Engine {
 
 /// What is to be known of how the process can be moved, as a bit set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Notes(pub u32);
+pub struct ProcessFlags(pub u32);
 
-impl Notes {
+impl ProcessFlags {
     /// `cuIpcGetMemHandle` was asked about memory that the agent carries, and failed.
-    pub const IPC_REFUSED: Notes = Notes(1);
-    /// It has memory of a vault's making: a checkpoint without a copy before is refused. Goes
+    pub const IPC_REFUSED: ProcessFlags = ProcessFlags(1);
+    /// It has memory of a copier's making: a checkpoint without a copy before is refused. Goes
     /// when that memory goes.
-    pub const IMPORTED: Notes = Notes(1 << 1);
-    /// When it was copied out last, no vault could have brought it home: what it has is not of
+    pub const IMPORTED: ProcessFlags = ProcessFlags(1 << 1);
+    /// When it was copied out last, no copier could have brought it home: what it has is not of
     /// that kind. Goes when that has changed.
-    pub const NO_VAULT: Notes = Notes(1 << 2);
-    /// What it has handed to a vault is not copied: it is on the device, whatever its phase. Goes
+    pub const NO_COPIER: ProcessFlags = ProcessFlags(1 << 2);
+    /// What it has handed to a copier is not copied: it is on the device, whatever its phase. Goes
     /// when it is copied, or taken back.
-    pub const HANDED: Notes = Notes(1 << 4);
+    pub const EXPORTED_TO_COPIER: ProcessFlags = ProcessFlags(1 << 4);
     /// Its library and its driver can bring it back on another GPU.
-    pub const MOVABLE: Notes = Notes(1 << 3);
+    pub const MOVABLE: ProcessFlags = ProcessFlags(1 << 3);
     /// The driver shows it one GPU: it never has memory on several.
-    pub const ONE_GPU: Notes = Notes(1 << 5);
+    pub const ONE_GPU: ProcessFlags = ProcessFlags(1 << 5);
 
     /// Whether any bit of `other` is set.
     #[must_use]
-    pub const fn contains(self, other: Notes) -> bool {
+    pub const fn intersects(self, other: ProcessFlags) -> bool {
         self.0 & other.0 != 0
     }
 }

@@ -9,7 +9,7 @@ use tokio::task::JoinSet;
 use ttrpc::proto::{Request, Response};
 
 use super::*;
-use crate::frame::{HEADER_BYTES, Header, RESPONSE};
+use crate::frame::{FrameHeader, HEADER_BYTES, RESPONSE};
 
 /// A run directory, and a program that writes a line each time it is launched.
 struct Node {
@@ -33,7 +33,7 @@ impl Node {
 
     fn launcher(&self) -> Launcher {
         Launcher {
-            paths: Paths {
+            paths: ShimPaths {
                 run_dir: self.path("run"),
                 lib_dir: self.path("lib"),
                 config: self.path("config.toml"),
@@ -84,7 +84,7 @@ impl Fake {
                         if stream.read_exact(&mut header).await.is_err() {
                             return;
                         }
-                        let header = Header::decode(header).unwrap();
+                        let header = FrameHeader::decode(header).unwrap();
                         let mut payload = vec![0; header.payload_bytes as usize];
                         stream.read_exact(&mut payload).await.unwrap();
                         let word = reply(&mut stream, &header, &payload).await;
@@ -98,7 +98,7 @@ impl Fake {
     }
 }
 
-async fn reply(stream: &mut UnixStream, header: &Header, payload: &[u8]) -> String {
+async fn reply(stream: &mut UnixStream, header: &FrameHeader, payload: &[u8]) -> String {
     use tokio::io::AsyncWriteExt;
     let request = Request::parse_from_bytes(payload).unwrap();
     assert_eq!(request.service, "affinode.control.v1.Control");
@@ -114,7 +114,7 @@ async fn reply(stream: &mut UnixStream, header: &Header, payload: &[u8]) -> Stri
             method.to_lowercase()
         }
     };
-    let header = Header { kind: RESPONSE, ..*header };
+    let header = FrameHeader { kind: RESPONSE, ..*header };
     let frame = header.with_payload(&response.write_to_bytes().unwrap()).unwrap();
     stream.write_all(&frame).await.unwrap();
     word

@@ -8,7 +8,7 @@ use serde_json::json;
 use super::*;
 use crate::paths::container_key;
 
-const ENGINE: &str = "park";
+const ENGINE: &str = "copy";
 
 /// As the controller answers.
 fn engine_of(config: &Path, container: &Announcement) -> &'static str {
@@ -20,7 +20,7 @@ fn engine_of(config: &Path, container: &Announcement) -> &'static str {
 /// A bundle, a rootfs of one folder, and an installation.
 struct World {
     dir: tempfile::TempDir,
-    paths: Paths,
+    paths: ShimPaths,
     request: CreateTaskRequest,
 }
 
@@ -29,7 +29,7 @@ fn world(spec: &Value) -> World {
     for name in ["bundle", "image/etc", "lib"] {
         fs::create_dir_all(dir.path().join(name)).unwrap();
     }
-    let paths = Paths {
+    let paths = ShimPaths {
         run_dir: dir.path().join("run"),
         lib_dir: dir.path().join("lib"),
         config: dir.path().join("affinode.toml"),
@@ -63,7 +63,7 @@ impl World {
     }
 
     /// With the generation, which never repeats, taken out.
-    fn prepare(&self) -> Prepared {
+    fn prepare(&self) -> PreparedContainer {
         let mut prepared = prepare(&self.paths, "ns", &self.request, engine_of);
         if let Some(container) = &mut prepared.container {
             assert_ne!(std::mem::take(&mut container.generation), 0);

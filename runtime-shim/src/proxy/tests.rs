@@ -12,7 +12,7 @@ struct Recorder {
     options: Option<Any>,
 }
 
-impl Tasks for Recorder {
+impl TaskService for Recorder {
     async fn create(&self, request: &CreateTaskRequest) -> Option<Any> {
         self.told.borrow_mut().push(format!("create {}", request.id));
         // Let the other direction run: order must not depend on it.
@@ -30,7 +30,7 @@ impl Tasks for Recorder {
 }
 
 fn frame(kind: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
-    let header = Header { payload_bytes: 0, stream, kind, flags: 0 };
+    let header = FrameHeader { payload_bytes: 0, stream, kind, flags: 0 };
     header.with_payload(payload).unwrap()
 }
 
@@ -165,7 +165,7 @@ async fn new_options_replace_the_old_and_nothing_else() {
     let mut wanted = create("a");
     wanted.options = MessageField::some(options);
     let got = to_stock.strip_suffix(&after[..]).unwrap();
-    let header = Header::decode(got[..HEADER_BYTES].try_into().unwrap()).unwrap();
+    let header = FrameHeader::decode(got[..HEADER_BYTES].try_into().unwrap()).unwrap();
     assert_eq!((header.stream, header.kind), (1, REQUEST));
     assert_eq!(header.payload_bytes as usize, got.len() - HEADER_BYTES);
     let envelope = Request::parse_from_bytes(&got[HEADER_BYTES..]).unwrap();

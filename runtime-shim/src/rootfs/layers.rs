@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use containerd_shim_protos::types::mount::Mount;
 use rustix::fs::{Mode, OFlags, StatVfsMountFlags};
 
-use super::resolve::{self, Found};
+use super::resolve::{self, ResolvedPath};
 
 /// The folders that make a rootfs, topmost first.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Rootfs {
+pub struct RootfsLayers {
     layers: Vec<PathBuf>,
     writable: bool,
 }
@@ -50,14 +50,14 @@ pub enum RootfsError {
     },
 }
 
-impl Rootfs {
+impl RootfsLayers {
     /// The rootfs that a Create request will make. Without mounts it is the
     /// spec's `root.path`, relative to the bundle.
     pub fn new(
         mounts: &[Mount],
         root_path: Option<&str>,
         bundle: &Path,
-    ) -> Result<Rootfs, RootfsError> {
+    ) -> Result<RootfsLayers, RootfsError> {
         match mounts {
             [] => {
                 let path = bundle.join(root_path.ok_or(RootfsError::None)?);
@@ -65,9 +65,9 @@ impl Rootfs {
                     .map_err(|error| RootfsError::Io { path: path.clone(), source: error.into() })?
                     .f_flag
                     .contains(StatVfsMountFlags::RDONLY);
-                Ok(Rootfs { layers: vec![path], writable: !read_only })
+                Ok(RootfsLayers { layers: vec![path], writable: !read_only })
             }
-            [mount] => Rootfs::from_mount(mount),
+            [mount] => RootfsLayers::from_mount(mount),
             more => {
                 let kinds: Vec<&str> = more.iter().map(|mount| mount.type_.as_str()).collect();
                 Err(RootfsError::Unsupported(kinds.join("+")))
@@ -75,19 +75,22 @@ impl Rootfs {
         }
     }
 
-    fn from_mount(mount: &Mount) -> Result<Rootfs, RootfsError> {
+    fn from_mount(mount: &Mount) -> Result<RootfsLayers, RootfsError> {
         let has = |name: &str| mount.options.iter().any(|option| option == name);
         if mount.type_ == "overlay" {
-            let rootfs = Rootfs::from_overlay(&mount.options)?;
-            return Ok(Rootfs { writable: rootfs.writable && !has("ro"), ..rootfs });
+            let rootfs = RootfsLayers::from_overlay(&mount.options)?;
+            return Ok(RootfsLayers { writable: rootfs.writable && !has("ro"), ..rootfs });
         }
         if mount.type_ == "bind" || has("bind") || has("rbind") {
-            return Ok(Rootfs { layers: vec![PathBuf::from(&mount.source)], writable: !has("ro") });
+            return Ok(RootfsLayers {
+                layers: vec![PathBuf::from(&mount.source)],
+                writable: !has("ro"),
+            });
         }
         Err(RootfsError::Unsupported(mount.type_.clone()))
     }
 
-    fn from_overlay(options: &[String]) -> Result<Rootfs, RootfsError> {
+    fn from_overlay(options: &[String]) -> Result<RootfsLayers, RootfsError> {
         let mut upper = None;
         let mut lower = Vec::new();
         for option in options {
@@ -112,7 +115,7 @@ impl Rootfs {
         if layers.is_empty() {
             return Err(RootfsError::None);
         }
-        Ok(Rootfs { layers, writable })
+        Ok(RootfsLayers { layers, writable })
     }
 
     /// False if mount points that the image lacks cannot be made.
@@ -123,7 +126,7 @@ impl Rootfs {
 
     /// What the container will find at this absolute path. A regular file is read
     /// if it holds at most `max_bytes`.
-    pub fn find(&self, path: &str, max_bytes: u64) -> Result<Found, RootfsError> {
+    pub fn find(&self, path: &str, max_bytes: u64) -> Result<ResolvedPath, RootfsError> {
         let open = |layer: &PathBuf| -> Result<OwnedFd, RootfsError> {
             rustix::fs::open(
                 layer,
@@ -168,8 +171,8 @@ mod tests {
         }
     }
 
-    fn rootfs(mounts: &[Mount]) -> Result<Rootfs, RootfsError> {
-        Rootfs::new(mounts, None, Path::new("/bundle"))
+    fn rootfs(mounts: &[Mount]) -> Result<RootfsLayers, RootfsError> {
+        RootfsLayers::new(mounts, None, Path::new("/bundle"))
     }
 
     #[test]
@@ -199,7 +202,7 @@ mod tests {
             (mount("", "/x", &["rbind"]), vec!["/x"], true),
         ] {
             let layers = layers.into_iter().map(PathBuf::from).collect();
-            assert_eq!(rootfs(&[mount]).unwrap(), Rootfs { layers, writable });
+            assert_eq!(rootfs(&[mount]).unwrap(), RootfsLayers { layers, writable });
         }
     }
 
@@ -223,10 +226,10 @@ mod tests {
     fn without_mounts_the_specs_root_counts() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::create_dir(dir.path().join("rootfs")).unwrap();
-        let got = Rootfs::new(&[], Some("rootfs"), dir.path()).unwrap();
+        let got = RootfsLayers::new(&[], Some("rootfs"), dir.path()).unwrap();
         assert_eq!(got.layers, [dir.path().join("rootfs")]);
         assert!(got.writable());
-        let gone = Rootfs::new(&[], Some("/nowhere/at/all"), dir.path());
+        let gone = RootfsLayers::new(&[], Some("/nowhere/at/all"), dir.path());
         assert!(matches!(gone, Err(RootfsError::Io { .. })));
     }
 }

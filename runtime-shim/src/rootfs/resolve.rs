@@ -19,7 +19,7 @@ const MAX_NAMES: usize = 4096;
 
 /// What is at a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Found {
+pub enum ResolvedPath {
     /// Nothing.
     Missing,
     /// A regular file with this content.
@@ -31,7 +31,7 @@ pub enum Found {
 /// A folder of the merged tree: its parts, topmost first.
 type Folder = Vec<OwnedFd>;
 
-enum Entry {
+enum PathEntry {
     Missing,
     Folder(Folder),
     Symlink(OsString),
@@ -40,7 +40,7 @@ enum Entry {
 }
 
 /// Looks up an absolute path.
-pub(super) fn find(root: Folder, path: &Path, max_bytes: u64) -> Result<Found, RootfsError> {
+pub(super) fn find(root: Folder, path: &Path, max_bytes: u64) -> Result<ResolvedPath, RootfsError> {
     let io = |error: Errno| RootfsError::Io { path: path.to_owned(), source: error.into() };
     let mut names: VecDeque<OsString> = split(path.as_os_str());
     // The folders from the root down to the current one; never empty.
@@ -61,15 +61,15 @@ pub(super) fn find(root: Folder, path: &Path, max_bytes: u64) -> Result<Found, R
             continue;
         }
         let Some(folder) = stack.last() else {
-            return Ok(Found::Missing);
+            return Ok(ResolvedPath::Missing);
         };
         match look_up(folder, &name, path)? {
-            Entry::Missing if through_link => {
-                return Ok(Found::Other("a symlink that leads nowhere"));
+            PathEntry::Missing if through_link => {
+                return Ok(ResolvedPath::Other("a symlink that leads nowhere"));
             }
-            Entry::Missing => return Ok(Found::Missing),
-            Entry::Folder(folder) => stack.push(folder),
-            Entry::Symlink(target) => {
+            PathEntry::Missing => return Ok(ResolvedPath::Missing),
+            PathEntry::Folder(folder) => stack.push(folder),
+            PathEntry::Symlink(target) => {
                 symlinks += 1;
                 if symlinks > MAX_SYMLINKS {
                     return Err(RootfsError::TooLong(path.to_owned()));
@@ -82,20 +82,20 @@ pub(super) fn find(root: Folder, path: &Path, max_bytes: u64) -> Result<Found, R
                     names.push_front(name);
                 }
             }
-            Entry::Regular(file) if names.is_empty() => {
-                return read(&file, max_bytes, path).map(Found::Regular);
+            PathEntry::Regular(file) if names.is_empty() => {
+                return read(&file, max_bytes, path).map(ResolvedPath::Regular);
             }
-            Entry::Other(kind) if names.is_empty() => return Ok(Found::Other(kind)),
-            Entry::Regular(_) | Entry::Other(_) => {
+            PathEntry::Other(kind) if names.is_empty() => return Ok(ResolvedPath::Other(kind)),
+            PathEntry::Regular(_) | PathEntry::Other(_) => {
                 return Err(io(Errno::NOTDIR));
             }
         }
     }
-    Ok(Found::Other("a folder"))
+    Ok(ResolvedPath::Other("a folder"))
 }
 
 /// One name below one folder of the merged tree.
-fn look_up(folder: &[OwnedFd], name: &OsStr, path: &Path) -> Result<Entry, RootfsError> {
+fn look_up(folder: &[OwnedFd], name: &OsStr, path: &Path) -> Result<PathEntry, RootfsError> {
     let io = |error: Errno| RootfsError::Io { path: path.to_owned(), source: error.into() };
     let mut parts = Folder::new();
     for part in folder {
@@ -132,21 +132,21 @@ fn look_up(folder: &[OwnedFd], name: &OsStr, path: &Path) -> Result<Entry, Rootf
         return Ok(match kind {
             FileType::Symlink => {
                 let target = rustix::fs::readlinkat(&entry, "", Vec::new()).map_err(io)?;
-                Entry::Symlink(OsString::from_vec(target.into_bytes()))
+                PathEntry::Symlink(OsString::from_vec(target.into_bytes()))
             }
             FileType::RegularFile => {
                 if has_attribute(&entry, "metacopy").map_err(io)? {
                     return Err(RootfsError::Overlay("files without their data"));
                 }
-                Entry::Regular(entry)
+                PathEntry::Regular(entry)
             }
-            FileType::CharacterDevice | FileType::BlockDevice => Entry::Other("a device"),
-            FileType::Fifo => Entry::Other("a pipe"),
-            FileType::Socket => Entry::Other("a socket"),
-            _ => Entry::Other("something that is not a file"),
+            FileType::CharacterDevice | FileType::BlockDevice => PathEntry::Other("a device"),
+            FileType::Fifo => PathEntry::Other("a pipe"),
+            FileType::Socket => PathEntry::Other("a socket"),
+            _ => PathEntry::Other("something that is not a file"),
         });
     }
-    Ok(if parts.is_empty() { Entry::Missing } else { Entry::Folder(parts) })
+    Ok(if parts.is_empty() { PathEntry::Missing } else { PathEntry::Folder(parts) })
 }
 
 /// overlayfs hides a name by a character device 0/0, or by an empty file with an

@@ -16,7 +16,7 @@ const INJECT: &str = "affinode.io/inject";
 
 /// Whether a container is to be managed, and what to tell about it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Decision {
+pub struct GpuDecision {
     /// True if the container is to be edited and announced.
     pub manage: bool,
     /// An annotation value that was not understood, in words.
@@ -25,10 +25,10 @@ pub struct Decision {
 
 /// Decides by the spec alone.
 #[must_use]
-pub fn decide(spec: &Value) -> Decision {
+pub fn decide(spec: &Value) -> GpuDecision {
     // The sandbox carries the pod's annotations, but runs no CUDA.
     if annotation(spec, CONTAINER_TYPE) == Some("sandbox") {
-        return Decision::default();
+        return GpuDecision::default();
     }
     let mut warning = None;
     let manage = match annotation(spec, INJECT) {
@@ -42,7 +42,7 @@ pub fn decide(spec: &Value) -> Decision {
             has_gpu(spec)
         }
     };
-    Decision { manage, warning }
+    GpuDecision { manage, warning }
 }
 
 fn has_gpu(spec: &Value) -> bool {
@@ -156,7 +156,7 @@ mod tests {
         ] {
             let mut spec = env(if gpu { "all" } else { "none" });
             spec["annotations"] = json!({ INJECT: value });
-            let wanted = Decision { manage: wanted, warning: None };
+            let wanted = GpuDecision { manage: wanted, warning: None };
             assert_eq!(decide(&spec), wanted, "{spec}");
         }
     }

@@ -4,7 +4,7 @@
 mod detect;
 mod edit;
 
-pub use detect::{Decision, decide};
+pub use detect::{GpuDecision, decide};
 pub use edit::{BindMount, EditError, add_mounts, take_file_mount};
 
 use serde_json::Value;

@@ -14,7 +14,7 @@ pub const STOCK: &str = "io.containerd.runc.v2";
 pub const OURS: &str = "io.containerd.affinode.v1";
 const SHIM: &str = env!("CARGO_BIN_EXE_containerd-shim-affinode-v1");
 /// Far more than anything here takes.
-const PATIENCE: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 pub struct Node {
     dir: tempfile::TempDir,
@@ -25,7 +25,7 @@ pub struct Node {
 
 /// Waits until `check` gives something.
 pub fn eventually<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + WAIT_TIMEOUT;
     loop {
         if let Some(found) = check() {
             return found;

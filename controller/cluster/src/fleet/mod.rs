@@ -15,12 +15,12 @@
 //! would not show. What is below a node's name goes to its agent with the user's own token. The
 //! page itself is ours, whichever node it shows: an agent can send data, never a script.
 
-mod ask;
-mod figures;
-mod pin;
-mod roster;
-mod site;
-mod survey;
+mod agent_client;
+mod cert_pin;
+mod discovery;
+mod poller;
+mod server;
+mod summary;
 #[cfg(test)]
 mod tests;
 
@@ -28,15 +28,15 @@ use std::{net::SocketAddr, path::PathBuf, sync::Arc};
 
 use clap::Args;
 
-use self::{roster::Roster, site::Fleet, survey::Survey};
+use self::{discovery::NodeDiscovery, poller::FleetPoller, server::FleetServer};
 use crate::{
-    https::{self, rights, tls},
+    https::{self, authz, tls},
     service::{self, ServiceError, Told},
 };
 
 /// How it runs.
 #[derive(Args, Clone, Debug)]
-pub struct Options {
+pub struct FleetOptions {
     /// This installation in the cluster: namespace/name.
     #[arg(long, value_name = "NAME")]
     installation: String,
@@ -53,26 +53,27 @@ pub struct Options {
     #[arg(long = "host", value_name = "NAME", value_delimiter = ',')]
     hosts: Vec<String>,
     #[command(flatten)]
-    papers: tls::Files,
+    papers: tls::TlsFiles,
 }
 
 /// Serves until SIGTERM or SIGINT.
 ///
 /// # Errors
 /// [`ServiceError`].
-pub fn run(options: &Options) -> Result<(), ServiceError> {
+pub fn run(options: &FleetOptions) -> Result<(), ServiceError> {
     service::run(|told| serve(options, told))
 }
 
-async fn serve(options: &Options, mut told: Told) -> Result<(), ServiceError> {
+async fn serve(options: &FleetOptions, mut told: Told) -> Result<(), ServiceError> {
     let client = service::client().await?;
-    let roster = Roster::watch(client, &options.namespace, &options.service, &options.installation);
+    let roster =
+        NodeDiscovery::watch(client, &options.namespace, &options.service, &options.installation);
     let roster = Arc::new(move || roster.nodes());
-    let token = PathBuf::from(rights::ACCOUNT).join("token");
-    let survey = Arc::new(Survey::new(roster.clone(), token));
+    let token = PathBuf::from(authz::ACCOUNT).join("token");
+    let survey = Arc::new(FleetPoller::new(roster.clone(), token));
     tokio::spawn(Arc::clone(&survey).run());
-    let fleet = Fleet {
-        guard: rights::by_review(&options.hosts).map_err(ServiceError::Guard)?,
+    let fleet = FleetServer {
+        guard: authz::by_review(&options.hosts).map_err(ServiceError::Guard)?,
         shown: options.papers.shown(&options.hosts)?,
         roster,
         survey,

@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use affinode_controller::{config::HttpSection, http::Guard};
+use affinode_controller::{config::HttpSection, http::HttpGuard};
 use http_body_util::{BodyExt, StreamBody, combinators::UnsyncBoxBody};
 use hyper::{
     Request, Response,
@@ -24,15 +24,15 @@ use tokio::{
 use tokio_rustls::rustls::ServerConfig;
 
 use super::{
-    pin,
-    roster::{Known, Nodes},
-    site::Fleet,
-    survey::{Health, Row, Survey},
+    cert_pin,
+    discovery::{KnownNode, Nodes},
+    poller::{FleetPoller, NodeHealth, NodeRow},
+    server::FleetServer,
 };
 use crate::{
     https::{
-        self, Limits, Site, answer_all,
-        tls::{Pair, Shown},
+        self, HttpsLimits, HttpsSite, answer_all,
+        tls::{ServedCertificate, TlsPair},
     },
     node::NO_CONTROLLER,
 };
@@ -58,17 +58,20 @@ enum Mood {
 
 struct Agent {
     mood: Mood,
-    shown: Shown,
+    shown: ServedCertificate,
     /// Tokens that it was shown.
     asked: std::sync::Mutex<Vec<String>>,
     busy: AtomicUsize,
     most: AtomicUsize,
 }
 
-impl Site for Agent {
+impl HttpsSite for Agent {
     type Body = UnsyncBoxBody<Bytes, std::io::Error>;
-    const LIMITS: Limits =
-        Limits { connections: 64, handshake: Duration::from_secs(5), head: Duration::from_secs(5) };
+    const LIMITS: HttpsLimits = HttpsLimits {
+        connections: 64,
+        handshake: Duration::from_secs(5),
+        head: Duration::from_secs(5),
+    };
 
     fn papers(&self) -> Option<Arc<ServerConfig>> {
         self.shown.config()
@@ -95,7 +98,7 @@ impl Site for Agent {
                 200,
                 json!({
                     "version": "0.1.0", "gpus": [{ "name": "H200", "vram_total_bytes": 100 }],
-                    "containers": [{ "state": "Offloaded", "away_bytes": 7 }],
+                    "containers": [{ "state": "Offloaded", "offloaded_bytes": 7 }],
                 }),
             ),
             Mood::Well => {
@@ -123,12 +126,12 @@ impl Site for Agent {
     }
 }
 
-async fn agent(mood: Mood) -> (Arc<Agent>, Known) {
+async fn agent(mood: Mood) -> (Arc<Agent>, KnownNode) {
     let made = rcgen::generate_simple_self_signed(vec!["node".to_owned()]).unwrap();
     let (cert, key) = (made.cert.pem().into(), made.signing_key.serialize_pem().into());
-    let shown = Shown::default();
-    shown.show(&Pair { cert, key }).unwrap();
-    let certificate = pin::parse(&shown.fingerprint().unwrap());
+    let shown = ServedCertificate::default();
+    shown.show(&TlsPair { cert, key }).unwrap();
+    let certificate = cert_pin::parse(&shown.fingerprint().unwrap());
     let asked = std::sync::Mutex::default();
     let agent = Agent { mood, shown, asked, busy: AtomicUsize::new(0), most: AtomicUsize::new(0) };
     let agent = Arc::new(agent);
@@ -136,15 +139,15 @@ async fn agent(mood: Mood) -> (Arc<Agent>, Known) {
     let address = Some(listener.local_addr().unwrap());
     tokio::spawn(https::serve(listener, Arc::clone(&agent)));
     let name = format!("{mood:?}").to_lowercase();
-    (agent, Known { name, state: "served".into(), address, certificate })
+    (agent, KnownNode { name, state: "served".into(), address, certificate })
 }
 
 struct Stage {
-    fleet: Fleet,
+    fleet: FleetServer,
     _folder: tempfile::TempDir,
 }
 
-fn stage(nodes: Vec<Known>) -> Stage {
+fn stage(nodes: Vec<KnownNode>) -> Stage {
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str, text: &str| {
         std::fs::write(folder.path().join(name), text).unwrap();
@@ -155,9 +158,9 @@ fn stage(nodes: Vec<Known>) -> Stage {
         ..HttpSection::default()
     };
     let roster: Nodes = Arc::new(move || nodes.clone());
-    let survey = Arc::new(Survey::new(roster.clone(), file("own", OWN)));
-    let guard = Guard::new(&section).unwrap();
-    Stage { fleet: Fleet { guard, shown: Arc::default(), roster, survey }, _folder: folder }
+    let survey = Arc::new(FleetPoller::new(roster.clone(), file("own", OWN)));
+    let guard = HttpGuard::new(&section).unwrap();
+    Stage { fleet: FleetServer { guard, shown: Arc::default(), roster, survey }, _folder: folder }
 }
 
 impl Stage {
@@ -178,7 +181,7 @@ impl Stage {
         self.ask(line, &[&format!("authorization: Bearer {USER}")]).await
     }
 
-    fn row(&self, name: &str) -> Row {
+    fn row(&self, name: &str) -> NodeRow {
         self.fleet.survey.listed().nodes.into_iter().find(|row| row.name == name).unwrap()
     }
 }
@@ -196,7 +199,7 @@ async fn the_list_says_how_each_node_is_whatever_the_others_do() {
         nodes.push(agent(mood).await.1);
     }
     let gone = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
-    let other = |name: &str, address: Option<SocketAddr>, certificate, state: &str| Known {
+    let other = |name: &str, address: Option<SocketAddr>, certificate, state: &str| KnownNode {
         name: name.into(),
         state: state.into(),
         address,
@@ -205,20 +208,20 @@ async fn the_list_says_how_each_node_is_whatever_the_others_do() {
     let well_address = nodes[0].address;
     nodes.push(other("gone", Some(gone), Some([7; 32]), "served"));
     nodes.push(other("nobody", None, Some([7; 32]), "not installed: no containerd"));
-    let elsewhere = Known { name: "elsewise".into(), ..nodes[0].clone() };
-    nodes.push(Known { state: "served, with another configuration: why".into(), ..elsewhere });
+    let elsewhere = KnownNode { name: "elsewise".into(), ..nodes[0].clone() };
+    nodes.push(KnownNode { state: "served, with another configuration: why".into(), ..elsewhere });
     nodes.push(other("unknown", well_address, None, "served"));
     nodes.push(other("impostor", well_address, Some([7; 32]), "served"));
     let stage = stage(nodes);
-    assert_eq!(stage.row("well").health, Health::Asking, "nobody has looked yet");
+    assert_eq!(stage.row("well").health, NodeHealth::Asking, "nobody has looked yet");
     stage.fleet.survey.round().await;
     let seen = stage.row("well");
-    assert_eq!((seen.health, &*seen.why), (Health::Serving, ""));
-    assert_eq!(seen.figures.unwrap().away_bytes, 7);
+    assert_eq!((seen.health, &*seen.why), (NodeHealth::Serving, ""));
+    assert_eq!(seen.figures.unwrap().offloaded_bytes, 7);
     assert!(seen.seen_unix_ms.is_some());
-    assert_eq!(stage.row("nocontroller").health, Health::Resting);
+    assert_eq!(stage.row("nocontroller").health, NodeHealth::Resting);
     let elsewise = stage.row("elsewise");
-    assert_eq!(elsewise.health, Health::Serving);
+    assert_eq!(elsewise.health, NodeHealth::Serving);
     assert_eq!(elsewise.why, "served, with another configuration: why");
     for (name, why) in [
         ("forbids", "its agent says 403 Forbidden: the fleet may not get /api/v1/node"),
@@ -232,7 +235,7 @@ async fn the_list_says_how_each_node_is_whatever_the_others_do() {
         ("impostor", "does not show the certificate of the node's agent"),
     ] {
         let row = stage.row(name);
-        assert_eq!(row.health, Health::Unreachable, "{name}");
+        assert_eq!(row.health, NodeHealth::Unreachable, "{name}");
         assert!(row.why.contains(why), "{name}: {}", row.why);
     }
     // It was asked as whom the fleet server is; who only pretended to be it got no token.
@@ -247,24 +250,24 @@ async fn a_node_that_went_away_keeps_what_was_seen_of_it_and_when() {
     let mut stage = stage(Vec::new());
     let roster: Nodes = Arc::new(move || {
         let address = known.address.filter(|_| switch.load(Ordering::Relaxed));
-        vec![Known { address, ..known.clone() }]
+        vec![KnownNode { address, ..known.clone() }]
     });
     let token = stage._folder.path().join("own");
-    stage.fleet.survey = Arc::new(Survey::new(roster, token));
+    stage.fleet.survey = Arc::new(FleetPoller::new(roster, token));
     stage.fleet.survey.round().await;
     let before = stage.row("well");
     there.store(false, Ordering::Relaxed);
     stage.fleet.survey.round().await;
     let after = stage.row("well");
-    assert_eq!(after.health, Health::Unreachable);
+    assert_eq!(after.health, NodeHealth::Unreachable);
     assert_eq!((after.figures, after.seen_unix_ms), (before.figures, before.seen_unix_ms));
 }
 
 #[tokio::test(start_paused = true)]
 async fn nodes_that_say_nothing_hold_up_neither_the_others_nor_the_page() {
     let (silent, known) = agent(Mood::Silent).await;
-    let mut nodes: Vec<Known> =
-        (0..100).map(|n| Known { name: format!("silent-{n}"), ..known.clone() }).collect();
+    let mut nodes: Vec<KnownNode> =
+        (0..100).map(|n| KnownNode { name: format!("silent-{n}"), ..known.clone() }).collect();
     nodes.push(agent(Mood::Well).await.1);
     let stage = stage(nodes);
     let survey = Arc::clone(&stage.fleet.survey);
@@ -273,7 +276,7 @@ async fn nodes_that_say_nothing_hold_up_neither_the_others_nor_the_page() {
     assert_eq!(list["nodes"].as_array().unwrap().len(), 101, "it is there at once: {list}");
     assert_eq!(round.await.unwrap(), 101);
     assert!(stage.row("silent-0").why.contains("within"), "{:?}", stage.row("silent-0"));
-    assert_eq!(stage.row("well").health, Health::Serving);
+    assert_eq!(stage.row("well").health, NodeHealth::Serving);
     assert!(silent.most.load(Ordering::Relaxed) <= 16);
 }
 

@@ -4,7 +4,7 @@
 //!  connection ──> a place among those allowed ──> handshake ──> requests, one at a time ──> [`Site`]
 //! ```
 
-pub mod rights;
+pub mod authz;
 pub mod tls;
 
 use std::{convert::Infallible, error::Error, io, net::SocketAddr, sync::Arc, time::Duration};
@@ -29,11 +29,11 @@ const HEAD_BYTES: usize = 16 << 10;
 /// Fields of a request's head.
 const HEAD_FIELDS: usize = 64;
 /// How long nobody is let in after somebody could not be.
-const BREATH: Duration = Duration::from_millis(200);
+const ACCEPT_BACKOFF: Duration = Duration::from_millis(200);
 
 /// How much a site takes upon itself.
 #[derive(Clone, Copy, Debug)]
-pub struct Limits {
+pub struct HttpsLimits {
     /// Connections at a time; further ones wait in the kernel's queue.
     pub connections: usize,
     /// Time for a handshake.
@@ -43,11 +43,11 @@ pub struct Limits {
 }
 
 /// What is served.
-pub trait Site: Send + Sync + 'static {
+pub trait HttpsSite: Send + Sync + 'static {
     /// The body of an answer.
     type Body: Body<Data = Bytes, Error: Into<Box<dyn Error + Send + Sync>>> + Send + 'static;
     /// How much of it at a time.
-    const LIMITS: Limits;
+    const LIMITS: HttpsLimits;
 
     /// What is shown to the connection that comes in; without papers it is let go.
     fn papers(&self) -> Option<Arc<ServerConfig>>;
@@ -73,7 +73,7 @@ pub async fn listen(address: SocketAddr) -> io::Result<TcpListener> {
 }
 
 /// Answers until the runtime ends.
-pub async fn serve<S: Site>(listener: TcpListener, site: Arc<S>) {
+pub async fn serve<S: HttpsSite>(listener: TcpListener, site: Arc<S>) {
     let connections = Arc::new(Semaphore::new(S::LIMITS.connections));
     loop {
         let Ok(permit) = Arc::clone(&connections).acquire_owned().await else {
@@ -84,7 +84,7 @@ pub async fn serve<S: Site>(listener: TcpListener, site: Arc<S>) {
             Err(error) => {
                 // Descriptors ran out, most likely: they come back when others leave.
                 tracing::warn!(%error, "a connection cannot be accepted");
-                tokio::time::sleep(BREATH).await;
+                tokio::time::sleep(ACCEPT_BACKOFF).await;
                 continue;
             }
         };
@@ -96,7 +96,7 @@ pub async fn serve<S: Site>(listener: TcpListener, site: Arc<S>) {
     }
 }
 
-async fn converse<S: Site>(stream: TcpStream, site: &S) {
+async fn converse<S: HttpsSite>(stream: TcpStream, site: &S) {
     let Some(papers) = site.papers() else { return };
     let handshake = TlsAcceptor::from(papers).accept(stream);
     match timeout(S::LIMITS.handshake, handshake).await {
@@ -107,7 +107,7 @@ async fn converse<S: Site>(stream: TcpStream, site: &S) {
 }
 
 /// Answers the requests of a connection.
-pub async fn answer_all<S: Site>(stream: impl AsyncRead + AsyncWrite + Unpin, site: &S) {
+pub async fn answer_all<S: HttpsSite>(stream: impl AsyncRead + AsyncWrite + Unpin, site: &S) {
     let service = service_fn(|request| async { Ok::<_, Infallible>(site.answer(request).await) });
     let served = http1::Builder::new()
         .timer(TokioTimer::new())

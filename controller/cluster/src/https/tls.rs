@@ -40,7 +40,7 @@ pub enum TlsError {
 
 /// Where the certificate is from.
 #[derive(Args, Clone, Debug)]
-pub struct Files {
+pub struct TlsFiles {
     /// A PEM file with the certificate; one is made for this run when left out.
     #[arg(long, value_name = "FILE", requires = "tls_key_file")]
     tls_cert_file: Option<PathBuf>,
@@ -49,22 +49,22 @@ pub struct Files {
     tls_key_file: Option<PathBuf>,
 }
 
-impl Files {
+impl TlsFiles {
     /// Shows what is in the files, or one that is made now, for these names and this machine.
     ///
     /// # Errors
     /// [`TlsError`].
-    pub fn shown(&self, names: &[String]) -> Result<Arc<Shown>, TlsError> {
+    pub fn shown(&self, names: &[String]) -> Result<Arc<ServedCertificate>, TlsError> {
         let pair = match (&self.tls_cert_file, &self.tls_key_file) {
             (Some(cert), Some(key)) => read(cert, key)?,
             _ => {
                 let names = [names, &["localhost".to_owned()]].concat();
                 let made = rcgen::generate_simple_self_signed(names)?;
                 let (cert, key) = (made.cert.pem().into(), made.signing_key.serialize_pem().into());
-                Pair { cert, key }
+                TlsPair { cert, key }
             }
         };
-        let shown = Shown::default();
+        let shown = ServedCertificate::default();
         shown.show(&pair)?;
         Ok(Arc::new(shown))
     }
@@ -72,14 +72,14 @@ impl Files {
 
 /// A certificate and its key, as PEM files have them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Pair {
+pub struct TlsPair {
     /// The certificate, and those between it and the authority.
     pub cert: Vec<u8>,
     /// Its private key.
     pub key: Vec<u8>,
 }
 
-impl Pair {
+impl TlsPair {
     /// Whether it could be shown.
     #[must_use]
     pub fn is_usable(&self) -> bool {
@@ -107,27 +107,28 @@ impl Pair {
 
 /// What is shown at the next connection. It is replaced whole, and what is of no use replaces nothing.
 #[derive(Debug, Default)]
-pub struct Shown(Mutex<Option<Current>>);
+pub struct ServedCertificate(Mutex<Option<CurrentTls>>);
 
 #[derive(Debug)]
-struct Current {
-    pair: Pair,
+struct CurrentTls {
+    pair: TlsPair,
     config: Arc<ServerConfig>,
     not_after_seconds: Option<i64>,
 }
 
-impl Shown {
+impl ServedCertificate {
     /// Shows these from now on. Says whether they are others than before.
     ///
     /// # Errors
     /// [`TlsError`]; those before are shown further.
-    pub fn show(&self, pair: &Pair) -> Result<bool, TlsError> {
+    pub fn show(&self, pair: &TlsPair) -> Result<bool, TlsError> {
         let mut shown = self.lock();
         if shown.as_ref().is_some_and(|current| current.pair == *pair) {
             return Ok(false);
         }
         let config = Arc::new(pair.config()?);
-        *shown = Some(Current { pair: pair.clone(), config, not_after_seconds: pair.not_after() });
+        *shown =
+            Some(CurrentTls { pair: pair.clone(), config, not_after_seconds: pair.not_after() });
         Ok(true)
     }
 
@@ -150,7 +151,7 @@ impl Shown {
         Some(Sha256::digest(&der).iter().map(|byte| format!("{byte:02x}")).collect())
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Current>> {
+    fn lock(&self) -> MutexGuard<'_, Option<CurrentTls>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -159,10 +160,10 @@ impl Shown {
 ///
 /// # Errors
 /// [`TlsError::File`].
-pub fn read(cert: &Path, key: &Path) -> Result<Pair, TlsError> {
+pub fn read(cert: &Path, key: &Path) -> Result<TlsPair, TlsError> {
     let read = |option, path: &Path| {
         let fail = |source| TlsError::File { option, path: path.to_owned(), source };
         std::fs::read(path).map_err(fail)
     };
-    Ok(Pair { cert: read("--tls-cert-file", cert)?, key: read("--tls-key-file", key)? })
+    Ok(TlsPair { cert: read("--tls-cert-file", cert)?, key: read("--tls-key-file", key)? })
 }

@@ -19,7 +19,7 @@ const TIME: Duration = Duration::from_secs(180);
 
 /// Where things are on the node.
 #[derive(Args, Clone, Debug)]
-pub struct Places {
+pub struct HostPaths {
     /// The node's root, as this container sees it.
     #[arg(long, value_name = "DIR", default_value = "/proc/1/root")]
     pub host_root: PathBuf,
@@ -91,7 +91,7 @@ pub enum HostError {
 /// How the handler stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Handler {
+pub enum HandlerState {
     /// containerd serves it, and all files are as they were installed.
     Served,
     /// containerd has not been restarted since.
@@ -102,17 +102,17 @@ pub enum Handler {
 }
 
 #[derive(Deserialize)]
-struct Status {
+struct HostStatus {
     handler: Option<HandlerStatus>,
     in_place: bool,
 }
 
 #[derive(Deserialize)]
 struct HandlerStatus {
-    state: Handler,
+    state: HandlerState,
 }
 
-impl Places {
+impl HostPaths {
     /// A path of the node, as this container sees it.
     #[must_use]
     pub fn on_host(&self, path: &Path) -> PathBuf {
@@ -140,15 +140,19 @@ impl Places {
     ///
     /// # Errors
     /// [`HostError`].
-    pub async fn status(&self) -> Result<Handler, HostError> {
+    pub async fn status(&self) -> Result<HandlerState, HostError> {
         let output = self.run("status", &["-o", "json"], TIME).await?;
         if output.stdout.is_empty() {
             // Nothing is installed.
-            return Ok(Handler::Missing);
+            return Ok(HandlerState::Missing);
         }
-        let status: Status = parse("status", &output.stdout)?;
-        let handler = status.handler.map_or(Handler::Missing, |handler| handler.state);
-        Ok(if handler == Handler::Served && !status.in_place { Handler::Missing } else { handler })
+        let status: HostStatus = parse("status", &output.stdout)?;
+        let handler = status.handler.map_or(HandlerState::Missing, |handler| handler.state);
+        Ok(if handler == HandlerState::Served && !status.in_place {
+            HandlerState::Missing
+        } else {
+            handler
+        })
     }
 
     /// Waits until it could be taken off, and changes nothing.

@@ -12,16 +12,16 @@
 //! The label comes last and goes first: while the node is touched, no pod is sent to it. A node
 //! whose agent ends keeps its label, because containerd goes on serving the runtime.
 
-mod bridge;
+mod auth_proxy;
 pub mod host;
-pub mod mark;
+pub mod node_labels;
+mod pod_condition;
+pub mod pod_events;
 mod pods;
 pub mod retire;
-mod stand;
-pub mod tell;
 mod watch;
 
-pub use bridge::NO_CONTROLLER;
+pub use auth_proxy::NO_CONTROLLER;
 
 use std::{
     net::SocketAddr,
@@ -43,14 +43,16 @@ use kube::{
 use tokio::sync::Notify;
 
 use self::{
-    bridge::Bridge,
-    host::{Handler, HostError, Places},
-    mark::{AGENT, CERTIFICATE, Mark, NOT_RETIRED, READY, RETIRE, RETIRED, RUNTIME, STATE},
-    watch::Watch,
+    auth_proxy::AuthProxy,
+    host::{HandlerState, HostError, HostPaths},
+    node_labels::{
+        AGENT, CERTIFICATE, NOT_RETIRED, NodeLabels, READY, RETIRE, RETIRED, RUNTIME, STATE,
+    },
+    watch::ControllerWatch,
 };
 use crate::{
-    https::{self, rights, tls},
-    report,
+    error_chain,
+    https::{self, authz, tls},
     service::{self, ServiceError, Told},
 };
 
@@ -61,7 +63,7 @@ const LEAVE_ALONE: Duration = Duration::from_secs(120);
 
 /// How the agent runs.
 #[derive(Args, Clone, Debug)]
-pub struct Options {
+pub struct NodeOptions {
     /// The node's name in the cluster.
     #[arg(long, value_name = "NAME", env = "NODE_NAME")]
     node_name: String,
@@ -78,41 +80,48 @@ pub struct Options {
     #[arg(long = "host", value_name = "NAME", value_delimiter = ',')]
     hosts: Vec<String>,
     #[command(flatten)]
-    papers: tls::Files,
+    papers: tls::TlsFiles,
     /// Whether pods say in a condition and a label where their GPU memory is.
     #[arg(long, value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
     pod_state: bool,
     #[command(flatten)]
-    places: Places,
+    places: HostPaths,
 }
 
 /// Looks after the node until SIGTERM or SIGINT.
 ///
 /// # Errors
 /// [`ServiceError`].
-pub fn run(options: &Options) -> Result<(), ServiceError> {
+pub fn run(options: &NodeOptions) -> Result<(), ServiceError> {
     service::run(|told| serve(options, told))
 }
 
-async fn serve(options: &Options, mut told: Told) -> Result<(), ServiceError> {
+async fn serve(options: &NodeOptions, mut told: Told) -> Result<(), ServiceError> {
     let client = service::client().await?;
     let served = Arc::new(AtomicBool::new(false));
     let run_dir = options.places.on_host(&options.places.run_dir);
     let names = [std::slice::from_ref(&options.node_name), &options.hosts[..]].concat();
     let shown = options.papers.shown(&names)?;
     let certificate = shown.fingerprint();
-    let bridge = Bridge {
-        guard: rights::by_review(&options.hosts).map_err(ServiceError::Guard)?,
+    let bridge = AuthProxy {
+        guard: authz::by_review(&options.hosts).map_err(ServiceError::Guard)?,
         socket: run_dir.join("http.sock"),
         shown,
         served: Arc::clone(&served),
     };
-    let mark = Mark::new(client.clone(), &options.node_name);
+    let node_labels = NodeLabels::new(client.clone(), &options.node_name);
     let socket = run_dir.join(affinode_proto::paths::CONTROL_SOCKET);
     let (mine, pod_state) = (options.pod_name.clone(), options.pod_state);
-    let watch = Watch::new(socket, client.clone(), mark.clone(), mine, pod_state);
-    let agent =
-        Agent { options, mark, served, certificate, checked: false, said: None, bad_config: None };
+    let watch = ControllerWatch::new(socket, client.clone(), node_labels.clone(), mine, pod_state);
+    let agent = NodeAgent {
+        options,
+        node_labels,
+        served,
+        certificate,
+        checked: false,
+        said: None,
+        bad_config: None,
+    };
     let listener = service::listen(options.listen).await?;
     tokio::select! {
         () = https::serve(listener, Arc::new(bridge)) => {}
@@ -123,9 +132,9 @@ async fn serve(options: &Options, mut told: Told) -> Result<(), ServiceError> {
     Ok(())
 }
 
-struct Agent<'a> {
-    options: &'a Options,
-    mark: Mark,
+struct NodeAgent<'a> {
+    options: &'a NodeOptions,
+    node_labels: NodeLabels,
     served: Arc<AtomicBool>,
     /// What the bridge shows.
     certificate: Option<String>,
@@ -136,7 +145,7 @@ struct Agent<'a> {
     bad_config: Option<String>,
 }
 
-impl Agent<'_> {
+impl NodeAgent<'_> {
     async fn run(mut self, client: Client) {
         let changed = Arc::new(Notify::new());
         let watching = watch_node(client, self.options.node_name.clone(), Arc::clone(&changed));
@@ -145,7 +154,7 @@ impl Agent<'_> {
                 let rest = match self.look().await {
                     Ok(rest) => rest,
                     Err(error) => {
-                        tracing::warn!("the node object: {}", report::chain(&error));
+                        tracing::warn!("the node object: {}", error_chain::chain(&error));
                         LOOK_EVERY
                     }
                 };
@@ -160,7 +169,7 @@ impl Agent<'_> {
 
     /// Looks at the node, does what is to be done, and says when to look again.
     async fn look(&mut self) -> kube::Result<Duration> {
-        let node = self.mark.read().await?;
+        let node = self.node_labels.read().await?;
         let ours = &self.options.installation;
         if let Some(other) = node.annotations().get(AGENT).filter(|agent| *agent != ours) {
             let text = format!(
@@ -173,10 +182,10 @@ impl Agent<'_> {
         }
         let asked = node.annotations().get(RETIRE);
         let labelled = node.labels().contains_key(RUNTIME);
-        if asked == Some(&mark::may_go(ours)) {
+        if asked == Some(&node_labels::may_go(ours)) {
             return self.retire(&node, READY, labelled).await;
         }
-        if asked == Some(&mark::must_go(ours)) {
+        if asked == Some(&node_labels::must_go(ours)) {
             return self.retire(&node, RETIRED, labelled).await;
         }
         match self.tend(labelled).await {
@@ -194,24 +203,24 @@ impl Agent<'_> {
                 self.say(&node, "installed: containerd serves it after its next start").await?;
                 Ok(LOOK_EVERY)
             }
-            Err(Trouble::Host(error)) => {
+            Err(NodeTrouble::Host(error)) => {
                 self.checked = false;
-                let why = report::chain(&error);
+                let why = error_chain::chain(&error);
                 tracing::error!("the node cannot be installed: {why}");
                 self.serve(false, labelled).await?;
                 self.say(&node, &format!("not installed: {why}")).await?;
                 Ok(LEAVE_ALONE)
             }
-            Err(Trouble::Cluster(error)) => Err(error),
+            Err(NodeTrouble::Cluster(error)) => Err(error),
         }
     }
 
     /// Brings the node to what this container brings, and says whether containerd serves it.
-    async fn tend(&mut self, labelled: bool) -> Result<bool, Trouble> {
+    async fn tend(&mut self, labelled: bool) -> Result<bool, NodeTrouble> {
         self.configure().await;
         let places = &self.options.places;
         let mut handler = places.status().await?;
-        if handler == Handler::Missing {
+        if handler == HandlerState::Missing {
             self.checked = false;
         }
         if !self.checked {
@@ -226,9 +235,9 @@ impl Agent<'_> {
             self.checked = true;
         }
         match handler {
-            Handler::Served => Ok(true),
-            Handler::RestartNeeded => Ok(false),
-            Handler::Missing => {
+            HandlerState::Served => Ok(true),
+            HandlerState::RestartNeeded => Ok(false),
+            HandlerState::Missing => {
                 let why = "what was installed is not as it was installed".to_owned();
                 Err(HostError::Refused(why).into())
             }
@@ -246,12 +255,12 @@ impl Agent<'_> {
                 let socket = run_dir.join(affinode_proto::paths::CONTROL_SOCKET);
                 // Where there is none yet, it reads it when it starts.
                 if let Err(error) = watch::reload(&socket).await {
-                    tracing::info!("no controller has read it: {}", report::chain(&error));
+                    tracing::info!("no controller has read it: {}", error_chain::chain(&error));
                 }
                 None
             }
             Err(error) => {
-                let why = report::chain(&error);
+                let why = error_chain::chain(&error);
                 if self.bad_config.as_ref() != Some(&why) {
                     tracing::error!("the controller's configuration stays as it was: {why}");
                 }
@@ -286,7 +295,7 @@ impl Agent<'_> {
         match did {
             Ok(()) => self.say(node, wanted).await?,
             Err(error) => {
-                let why = report::chain(&error);
+                let why = error_chain::chain(&error);
                 tracing::warn!("it cannot be taken off: {why}");
                 self.say(node, &format!("{NOT_RETIRED}{why}")).await?;
             }
@@ -300,7 +309,7 @@ impl Agent<'_> {
             return Ok(());
         }
         tracing::info!("label {RUNTIME}: {}", if served { "on" } else { "off" });
-        self.mark.serve(served).await
+        self.node_labels.serve(served).await
     }
 
     /// Tells people how the node stands, when it is news.
@@ -321,25 +330,25 @@ impl Agent<'_> {
             (AGENT, agent),
             (CERTIFICATE, self.certificate.clone()),
         ];
-        self.mark.annotate(&said).await
+        self.node_labels.annotate(&said).await
     }
 }
 
 /// What stood in the way.
-enum Trouble {
+enum NodeTrouble {
     Host(HostError),
     Cluster(kube::Error),
 }
 
-impl From<HostError> for Trouble {
-    fn from(error: HostError) -> Trouble {
-        Trouble::Host(error)
+impl From<HostError> for NodeTrouble {
+    fn from(error: HostError) -> NodeTrouble {
+        NodeTrouble::Host(error)
     }
 }
 
-impl From<kube::Error> for Trouble {
-    fn from(error: kube::Error) -> Trouble {
-        Trouble::Cluster(error)
+impl From<kube::Error> for NodeTrouble {
+    fn from(error: kube::Error) -> NodeTrouble {
+        NodeTrouble::Cluster(error)
     }
 }
 
@@ -360,7 +369,7 @@ async fn watch_node(client: Client, name: String, changed: Arc<Notify>) {
                     }
                 }
                 Err(error) => {
-                    tracing::warn!("the node cannot be watched: {}", report::chain(&error));
+                    tracing::warn!("the node cannot be watched: {}", error_chain::chain(&error));
                 }
             }
             std::future::ready(())

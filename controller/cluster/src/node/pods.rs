@@ -11,8 +11,10 @@ use kube::{
 };
 use serde_json::{Value, json};
 
-use super::stand::{Board, CONDITION, Change, LABEL, Name, Standing};
-use crate::report::{self, ApiError};
+use super::pod_condition::{
+    CONDITION, ConditionChange, LABEL, PodGpuStatus, PodName, PodStatusWriter,
+};
+use crate::error_chain::{self, ApiError};
 
 /// Time for a write.
 const TIME: Duration = Duration::from_secs(10);
@@ -20,14 +22,14 @@ const TIME: Duration = Duration::from_secs(10);
 /// The pods of this node.
 pub struct Pods {
     client: Client,
-    board: Board,
+    board: PodStatusWriter,
 }
 
 impl Pods {
     /// Nothing is known of them yet.
     #[must_use]
     pub fn new(client: Client) -> Pods {
-        Pods { client, board: Board::default() }
+        Pods { client, board: PodStatusWriter::default() }
     }
 
     /// Writes what is news. What could not be written is tried again, as often as is allowed.
@@ -35,8 +37,8 @@ impl Pods {
         let now_ms = Timestamp::now().as_millisecond();
         for change in self.board.due(list, now_ms) {
             let (name, patch) = match &change {
-                Change::Show(name, standing) => (name, show(name, standing)),
-                Change::Clear(name) => (name, clear(&name.uid)),
+                ConditionChange::Show(name, standing) => (name, show(name, standing)),
+                ConditionChange::Clear(name) => (name, clear(&name.uid)),
             };
             match write(&self.client, &name.namespace, &name.name, patch).await {
                 Ok(()) => self.board.done(change, now_ms),
@@ -57,7 +59,7 @@ pub fn clear(uid: &str) -> Value {
     })
 }
 
-fn show(name: &Name, standing: &Standing) -> Value {
+fn show(name: &PodName, standing: &PodGpuStatus) -> Value {
     let since = Timestamp::from_second(standing.since_ms / 1000).unwrap_or_default();
     let condition = json!({
         "type": CONDITION, "status": if standing.is_resident() { "True" } else { "False" },
@@ -85,7 +87,7 @@ pub async fn write(
     match tokio::time::timeout(TIME, pods.patch_status(name, &params, &patch)).await {
         Ok(Ok(_)) => Ok(()),
         Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => Ok(()),
-        Ok(Err(error)) => Err(report::chain(&ApiError(error))),
+        Ok(Err(error)) => Err(error_chain::chain(&ApiError(error))),
         Err(_) => Err(format!("no answer within {TIME:?}")),
     }
 }

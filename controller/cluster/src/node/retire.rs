@@ -21,11 +21,13 @@ use kube::{
 use tokio::time::Instant;
 
 use super::{
-    mark::{AGENT, ANNOTATIONS, Mark, NOT_RETIRED, READY, RETIRE, RETIRED, STATE, may_go, must_go},
+    node_labels::{
+        AGENT, ANNOTATIONS, NOT_RETIRED, NodeLabels, READY, RETIRE, RETIRED, STATE, may_go, must_go,
+    },
+    pod_condition::LABEL,
     pods,
-    stand::LABEL,
 };
-use crate::report;
+use crate::error_chain;
 
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Pods that are asked for at a time.
@@ -35,7 +37,7 @@ const NAMED: usize = 10;
 
 /// What to take off.
 #[derive(Args, Clone, Debug)]
-pub struct Options {
+pub struct RetireOptions {
     /// The installation in the cluster: namespace/name.
     #[arg(long, value_name = "NAME")]
     installation: String,
@@ -76,7 +78,7 @@ pub enum RetireError {
 ///
 /// # Errors
 /// [`RetireError`].
-pub fn run(options: &Options) -> Result<(), RetireError> {
+pub fn run(options: &RetireOptions) -> Result<(), RetireError> {
     // Whoever installed one before us installed the same.
     let _ = tokio_rustls::rustls::crypto::ring::default_provider().install_default();
     tokio::runtime::Builder::new_current_thread()
@@ -86,7 +88,7 @@ pub fn run(options: &Options) -> Result<(), RetireError> {
         .block_on(retire(options))
 }
 
-async fn retire(options: &Options) -> Result<(), RetireError> {
+async fn retire(options: &RetireOptions) -> Result<(), RetireError> {
     let client = Client::try_default().await?;
     let deadline = Instant::now() + options.timeout;
     let names: Vec<String> =
@@ -98,13 +100,14 @@ async fn retire(options: &Options) -> Result<(), RetireError> {
             (STATE, Some("asked to be taken off".to_owned())),
             (RETIRE, Some(may_go(&options.installation))),
         ];
-        Mark::new(client.clone(), name).annotate(&wish).await?;
+        NodeLabels::new(client.clone(), name).annotate(&wish).await?;
     }
     if let Err(error) = taken_off(&client, options, &names, deadline).await {
         for name in &names {
-            let taken_back = Mark::new(client.clone(), name).annotate(&[(RETIRE, None)]).await;
+            let taken_back =
+                NodeLabels::new(client.clone(), name).annotate(&[(RETIRE, None)]).await;
             if let Err(error) = taken_back {
-                tracing::warn!("the wish stays at node {name}: {}", report::chain(&error));
+                tracing::warn!("the wish stays at node {name}: {}", error_chain::chain(&error));
             }
         }
         return Err(error);
@@ -114,7 +117,7 @@ async fn retire(options: &Options) -> Result<(), RetireError> {
     clear_pods(&client, &names).await?;
     let none = ANNOTATIONS.map(|name| (name, None));
     for name in &names {
-        Mark::new(client.clone(), name).annotate(&none).await?;
+        NodeLabels::new(client.clone(), name).annotate(&none).await?;
     }
     Ok(())
 }
@@ -122,7 +125,7 @@ async fn retire(options: &Options) -> Result<(), RetireError> {
 /// The nodes that agents of this installation look after.
 async fn ours(
     client: &Client,
-    options: &Options,
+    options: &RetireOptions,
 ) -> kube::Result<Vec<kube::core::PartialObjectMeta<Node>>> {
     let api: Api<Node> = Api::all(client.clone());
     let nodes = api.list_metadata(&ListParams::default()).await?.items;
@@ -135,7 +138,7 @@ async fn ours(
 /// Nothing is touched on any node before all have said that they may be.
 async fn taken_off(
     client: &Client,
-    options: &Options,
+    options: &RetireOptions,
     names: &[String],
     deadline: Instant,
 ) -> Result<(), RetireError> {
@@ -143,7 +146,7 @@ async fn taken_off(
     tracing::info!("no container runs: it is taken off all of them");
     for name in names {
         let wish = [(RETIRE, Some(must_go(&options.installation)))];
-        Mark::new(client.clone(), name).annotate(&wish).await?;
+        NodeLabels::new(client.clone(), name).annotate(&wish).await?;
     }
     all_say(RETIRED, client, options, deadline).await
 }
@@ -151,7 +154,7 @@ async fn taken_off(
 async fn all_say(
     word: &str,
     client: &Client,
-    options: &Options,
+    options: &RetireOptions,
     deadline: Instant,
 ) -> Result<(), RetireError> {
     loop {
@@ -201,7 +204,7 @@ async fn clear_pods(client: &Client, nodes: &[String]) -> Result<(), RetireError
 /// They would install again what they have just taken off.
 async fn agents_gone(
     client: &Client,
-    options: &Options,
+    options: &RetireOptions,
     deadline: Instant,
 ) -> Result<(), RetireError> {
     let sets: Api<DaemonSet> = Api::namespaced(client.clone(), &options.namespace);

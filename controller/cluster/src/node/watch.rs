@@ -22,11 +22,11 @@ use tokio::time::Instant;
 use ttrpc::context::with_duration;
 
 use super::{
-    mark::{Mark, RECLAIMABLE, RECLAIMED},
+    node_labels::{NodeLabels, RECLAIMABLE, RECLAIMED},
+    pod_events::{EventRateLimiter, told},
     pods::Pods,
-    tell::{Allowance, told},
 };
-use crate::report;
+use crate::error_chain;
 
 /// Time for an answer of the controller.
 const ANSWER: Duration = Duration::from_secs(10);
@@ -39,16 +39,16 @@ const PACE: Duration = Duration::from_millis(250);
 /// The node's annotations are written no more often.
 const ANNOTATE_EVERY: Duration = Duration::from_secs(30);
 /// A call that waits no longer than this is not told of.
-const PATIENCE_MS: i64 = 5_000;
+const MIN_REPORTED_WAIT_MS: i64 = 5_000;
 
 /// Who watches.
-pub struct Watch {
+pub struct ControllerWatch {
     socket: PathBuf,
     recorder: Recorder,
-    mark: Mark,
+    mark: NodeLabels,
     /// Nothing where pods are told by events alone.
     told: Option<Pods>,
-    allowance: Allowance,
+    allowance: EventRateLimiter,
     /// Pods by the keys of their containers.
     pods: HashMap<String, ObjectReference>,
     /// Calls that wait: told of when they wait for long.
@@ -58,23 +58,23 @@ pub struct Watch {
     annotated: Option<(Instant, [u64; 2])>,
 }
 
-impl Watch {
+impl ControllerWatch {
     /// Watches the controller at that socket.
     #[must_use]
     pub fn new(
         socket: PathBuf,
         client: Client,
-        mark: Mark,
+        mark: NodeLabels,
         instance: String,
         pod_state: bool,
-    ) -> Watch {
+    ) -> ControllerWatch {
         let reporter = Reporter { controller: "affinode.io/node".into(), instance: Some(instance) };
-        Watch {
+        ControllerWatch {
             socket,
             recorder: Recorder::new(client.clone(), reporter),
             mark,
             told: pod_state.then(|| Pods::new(client)),
-            allowance: Allowance::default(),
+            allowance: EventRateLimiter::default(),
             pods: HashMap::new(),
             waiting: HashMap::new(),
             last_unix_ms: Timestamp::now().as_millisecond(),
@@ -86,7 +86,7 @@ impl Watch {
     pub async fn run(mut self) {
         loop {
             if let Err(error) = self.follow().await {
-                tracing::debug!("no controller: {}", report::chain(&error));
+                tracing::debug!("no controller: {}", error_chain::chain(&error));
             }
             tokio::time::sleep(REST).await;
         }
@@ -155,7 +155,7 @@ impl Watch {
     }
 
     async fn tell_who_waits(&mut self, list: &ListResponse) {
-        let long_ago = Timestamp::now().as_millisecond() - PATIENCE_MS;
+        let long_ago = Timestamp::now().as_millisecond() - MIN_REPORTED_WAIT_MS;
         let late = self.waiting.extract_if(|_, event| event.unix_ms < long_ago);
         for (key, mut event) in late.collect::<Vec<_>>() {
             let waits =
@@ -182,7 +182,7 @@ impl Watch {
             secondary: None,
         };
         if let Err(error) = self.recorder.publish(&event, pod).await {
-            tracing::warn!("an event of a pod was not published: {}", report::chain(&error));
+            tracing::warn!("an event of a pod was not published: {}", error_chain::chain(&error));
         }
     }
 
@@ -199,7 +199,9 @@ impl Watch {
         let set = [(RECLAIMABLE, reclaimable), (RECLAIMED, reclaimed)];
         match self.mark.annotate(&set).await {
             Ok(()) => self.annotated = Some((Instant::now(), values)),
-            Err(error) => tracing::warn!("the node was not annotated: {}", report::chain(&error)),
+            Err(error) => {
+                tracing::warn!("the node was not annotated: {}", error_chain::chain(&error))
+            }
         }
     }
 }

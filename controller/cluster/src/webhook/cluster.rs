@@ -18,7 +18,7 @@ use kube::{
 };
 
 use super::decide::{ClaimName, Claims};
-use crate::report::{self, ApiError};
+use crate::error_chain::{self, ApiError};
 
 /// Claims that are read for one pod; the API allows no more.
 const CLAIMS: usize = 32;
@@ -27,25 +27,28 @@ const TIME: Duration = Duration::from_secs(2);
 
 /// A cluster.
 #[derive(Clone)]
-pub struct Cluster {
+pub struct ClusterState {
     client: Client,
     name: String,
     class: Store<RuntimeClass>,
 }
 
-impl Cluster {
+impl ClusterState {
     /// A cluster whose RuntimeClass of that name is watched, for as long as the runtime runs.
     #[must_use]
-    pub fn watch(client: Client, name: &str) -> Cluster {
+    pub fn watch(client: Client, name: &str) -> ClusterState {
         let (class, writer) = reflector::store();
         let only = watcher::Config::default().fields(&format!("metadata.name={name}"));
         let events = watcher(Api::all(client.clone()), only).default_backoff();
         tokio::spawn(reflector::reflector(writer, events).for_each(|event| async {
             if let Err(error) = event {
-                tracing::warn!("the RuntimeClass cannot be watched: {}", report::chain(&error));
+                tracing::warn!(
+                    "the RuntimeClass cannot be watched: {}",
+                    error_chain::chain(&error)
+                );
             }
         }));
-        Cluster { client, name: name.to_owned(), class }
+        ClusterState { client, name: name.to_owned(), class }
     }
 
     /// Whether it is known if there is the RuntimeClass.

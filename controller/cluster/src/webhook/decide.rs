@@ -33,7 +33,7 @@ use k8s_openapi::{
     apimachinery::pkg::api::resource::Quantity,
 };
 
-use super::rules::{self, IGNORE, INJECT, Rules};
+use super::rules::{self, IGNORE, INJECT, NamespaceRules};
 
 /// Annotation of the copy that a kubelet shows of a pod from its own files.
 const MIRROR: &str = "kubernetes.io/config.mirror";
@@ -42,7 +42,7 @@ const OS: &str = "kubernetes.io/os";
 
 /// What becomes of a pod.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Decision {
+pub enum AdmissionDecision {
     /// It gets the class.
     Inject {
         /// What is changed in it.
@@ -51,7 +51,7 @@ pub enum Decision {
         because: String,
     },
     /// It stays as it is.
-    Leave(Left),
+    Leave(LeftAlone),
     /// These claims decide: read them, and ask again.
     Ask(BTreeSet<ClaimName>),
 }
@@ -79,7 +79,7 @@ pub type Claims = BTreeMap<ClaimName, Option<Vec<String>>>;
 
 /// Why a pod stays as it is.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Left {
+pub enum LeftAlone {
     /// The review is about something else.
     #[error("only the creation of a pod is looked at")]
     NotACreation,
@@ -131,24 +131,24 @@ pub enum Left {
     Overhead,
 }
 
-impl Left {
+impl LeftAlone {
     /// A word for metrics and audit logs.
     #[must_use]
     pub fn word(&self) -> &'static str {
         match self {
-            Left::NotACreation => "not-a-creation",
-            Left::Namespace => "namespace-excluded",
-            Left::Label | Left::Annotation => "opted-out",
-            Left::Mirror => "mirror-pod",
-            Left::Windows => "windows",
-            Left::Already => "already",
-            Left::OtherClass(_) => "other-class",
-            Left::NoGpu => "no-gpu",
-            Left::Claim(_) => "claim-unknown",
-            Left::Bound => "bound-to-node",
-            Left::NoClass(_) => "no-class",
-            Left::Selector { .. } => "node-selector",
-            Left::Overhead => "overhead",
+            LeftAlone::NotACreation => "not-a-creation",
+            LeftAlone::Namespace => "namespace-excluded",
+            LeftAlone::Label | LeftAlone::Annotation => "opted-out",
+            LeftAlone::Mirror => "mirror-pod",
+            LeftAlone::Windows => "windows",
+            LeftAlone::Already => "already",
+            LeftAlone::OtherClass(_) => "other-class",
+            LeftAlone::NoGpu => "no-gpu",
+            LeftAlone::Claim(_) => "claim-unknown",
+            LeftAlone::Bound => "bound-to-node",
+            LeftAlone::NoClass(_) => "no-class",
+            LeftAlone::Selector { .. } => "node-selector",
+            LeftAlone::Overhead => "overhead",
         }
     }
 
@@ -157,11 +157,11 @@ impl Left {
     pub fn warns(&self) -> bool {
         matches!(
             self,
-            Left::Claim(_)
-                | Left::Bound
-                | Left::NoClass(_)
-                | Left::Selector { .. }
-                | Left::Overhead
+            LeftAlone::Claim(_)
+                | LeftAlone::Bound
+                | LeftAlone::NoClass(_)
+                | LeftAlone::Selector { .. }
+                | LeftAlone::Overhead
         )
     }
 }
@@ -171,65 +171,70 @@ impl Left {
 pub fn decide(
     pod: &Pod,
     namespace: &str,
-    rules: &Rules,
+    rules: &NamespaceRules,
     class: Option<&RuntimeClass>,
     claims: &Claims,
-) -> Decision {
+) -> AdmissionDecision {
     match judge(pod, namespace, rules, class, claims) {
         Ok(decision) => decision,
-        Err(left) => Decision::Leave(left),
+        Err(left) => AdmissionDecision::Leave(left),
     }
 }
 
 fn judge(
     pod: &Pod,
     namespace: &str,
-    rules: &Rules,
+    rules: &NamespaceRules,
     class: Option<&RuntimeClass>,
     claims: &Claims,
-) -> Result<Decision, Left> {
-    let Some(spec) = &pod.spec else { return Err(Left::NoGpu) };
+) -> Result<AdmissionDecision, LeftAlone> {
+    let Some(spec) = &pod.spec else { return Err(LeftAlone::NoGpu) };
     chosen(pod, spec, namespace, rules)?;
     let because = match gpu_resource(spec, rules).or_else(|| gpu_annotation(pod, rules)) {
         Some(resource) => resource,
         None => match gpu_claim(spec, rules, claims)? {
-            Claimed::Gpu(class) => class,
-            Claimed::Unknown(unread) => return Ok(Decision::Ask(unread)),
+            ClaimKind::Gpu(class) => class,
+            ClaimKind::Unknown(unread) => return Ok(AdmissionDecision::Ask(unread)),
         },
     };
     if bound(spec) {
-        return Err(Left::Bound);
+        return Err(LeftAlone::Bound);
     }
-    let class = class.ok_or_else(|| Left::NoClass(rules.runtime_class.clone()))?;
+    let class = class.ok_or_else(|| LeftAlone::NoClass(rules.runtime_class.clone()))?;
     fits(spec, class)?;
-    Ok(Decision::Inject { patch: patch(spec, &rules.runtime_class), because })
+    Ok(AdmissionDecision::Inject { patch: patch(spec, &rules.runtime_class), because })
 }
 
 /// What pod and operator chose.
-fn chosen(pod: &Pod, spec: &PodSpec, namespace: &str, rules: &Rules) -> Result<(), Left> {
+fn chosen(
+    pod: &Pod,
+    spec: &PodSpec,
+    namespace: &str,
+    rules: &NamespaceRules,
+) -> Result<(), LeftAlone> {
     let has = |map: &Option<BTreeMap<String, String>>, key: &str, value: &str| {
         map.as_ref().and_then(|map| map.get(key)).is_some_and(|held| held == value)
     };
     if rules::any(&rules.excluded_namespaces, namespace) {
-        return Err(Left::Namespace);
+        return Err(LeftAlone::Namespace);
     }
     if has(&pod.metadata.labels, INJECT, IGNORE) {
-        return Err(Left::Label);
+        return Err(LeftAlone::Label);
     }
     if has(&pod.metadata.annotations, INJECT, "false") {
-        return Err(Left::Annotation);
+        return Err(LeftAlone::Annotation);
     }
     if pod.metadata.annotations.as_ref().is_some_and(|map| map.contains_key(MIRROR)) {
-        return Err(Left::Mirror);
+        return Err(LeftAlone::Mirror);
     }
     let windows = spec.os.as_ref().is_some_and(|os| os.name == "windows");
     if windows || has(&spec.node_selector, OS, "windows") {
-        return Err(Left::Windows);
+        return Err(LeftAlone::Windows);
     }
     match spec.runtime_class_name.as_deref() {
-        Some(name) if name == rules.runtime_class => Err(Left::Already),
+        Some(name) if name == rules.runtime_class => Err(LeftAlone::Already),
         Some(name) if !name.is_empty() && !rules.replaced_classes.iter().any(|r| r == name) => {
-            Err(Left::OtherClass(name.to_owned()))
+            Err(LeftAlone::OtherClass(name.to_owned()))
         }
         _ => Ok(()),
     }
@@ -241,7 +246,7 @@ fn containers(spec: &PodSpec) -> impl Iterator<Item = &Container> {
 }
 
 /// The resource by which it asks for a GPU.
-fn gpu_resource(spec: &PodSpec, rules: &Rules) -> Option<String> {
+fn gpu_resource(spec: &PodSpec, rules: &NamespaceRules) -> Option<String> {
     containers(spec)
         .filter_map(|container| container.resources.as_ref())
         .flat_map(|resources| resources.limits.iter().chain(&resources.requests).flatten())
@@ -250,7 +255,7 @@ fn gpu_resource(spec: &PodSpec, rules: &Rules) -> Option<String> {
 }
 
 /// The annotation by which it asks for a part of a GPU.
-fn gpu_annotation(pod: &Pod, rules: &Rules) -> Option<String> {
+fn gpu_annotation(pod: &Pod, rules: &NamespaceRules) -> Option<String> {
     let mut names = pod.metadata.annotations.iter().flat_map(BTreeMap::keys);
     names.find(|name| rules::any(&rules.annotations, name)).cloned()
 }
@@ -261,13 +266,17 @@ fn is_zero(quantity: &Quantity) -> bool {
     !number.chars().any(|c| ('1'..='9').contains(&c))
 }
 
-enum Claimed {
+enum ClaimKind {
     Gpu(String),
     Unknown(BTreeSet<ClaimName>),
 }
 
 /// The device class by which it claims a GPU, or the claims that have to be read first.
-fn gpu_claim(spec: &PodSpec, rules: &Rules, claims: &Claims) -> Result<Claimed, Left> {
+fn gpu_claim(
+    spec: &PodSpec,
+    rules: &NamespaceRules,
+    claims: &Claims,
+) -> Result<ClaimKind, LeftAlone> {
     let used: BTreeSet<&str> = containers(spec)
         .filter_map(|container| container.resources.as_ref())
         .flat_map(|resources| resources.claims.iter().flatten())
@@ -288,16 +297,16 @@ fn gpu_claim(spec: &PodSpec, rules: &Rules, claims: &Claims) -> Result<Claimed, 
         .collect();
     let classes = names.iter().filter_map(|name| claims.get(name)).flatten().flatten();
     if let Some(class) = classes.into_iter().find(|c| rules::any(&rules.device_classes, c)) {
-        return Ok(Claimed::Gpu(class.clone()));
+        return Ok(ClaimKind::Gpu(class.clone()));
     }
     let unread: BTreeSet<ClaimName> =
         names.iter().filter(|name| !claims.contains_key(name)).cloned().collect();
     if !unread.is_empty() {
-        return Ok(Claimed::Unknown(unread));
+        return Ok(ClaimKind::Unknown(unread));
     }
     match names.into_iter().find(|name| claims.get(name) == Some(&None)) {
-        Some(name) => Err(Left::Claim(name)),
-        None => Err(Left::NoGpu),
+        Some(name) => Err(LeftAlone::Claim(name)),
+        None => Err(LeftAlone::NoGpu),
     }
 }
 
@@ -317,18 +326,18 @@ fn bound(spec: &PodSpec) -> bool {
 }
 
 /// Whether the API server would still take it with the class.
-fn fits(spec: &PodSpec, class: &RuntimeClass) -> Result<(), Left> {
+fn fits(spec: &PodSpec, class: &RuntimeClass) -> Result<(), LeftAlone> {
     let wanted = class.scheduling.as_ref().and_then(|s| s.node_selector.as_ref());
     for (key, value) in wanted.into_iter().flatten() {
         let own = spec.node_selector.as_ref().and_then(|selector| selector.get(key));
         if let Some(own) = own.filter(|own| *own != value) {
             let (key, pod, class) = (key.clone(), own.clone(), value.clone());
-            return Err(Left::Selector { key, pod, class });
+            return Err(LeftAlone::Selector { key, pod, class });
         }
     }
     // The overhead of a class that is replaced was put there by the API server.
     if has_overhead(spec) && chosen_class(spec).is_none() {
-        return Err(Left::Overhead);
+        return Err(LeftAlone::Overhead);
     }
     Ok(())
 }

@@ -8,7 +8,7 @@ use prometheus_client::{
     registry::{Registry, Unit},
 };
 
-use super::decide::Decision;
+use super::decide::AdmissionDecision;
 
 /// Seconds up to which answers are counted together.
 const BUCKETS: [f64; 8] = [0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1.0, 2.5];
@@ -53,7 +53,7 @@ impl Default for Metrics {
 
 impl Metrics {
     /// A pod was looked at.
-    pub fn decided(&self, outcome: &Outcome) {
+    pub fn decided(&self, outcome: &DecisionOutcome) {
         self.decisions.get_or_create(&DecisionLabels { decision: outcome.word }).inc();
     }
 
@@ -81,22 +81,24 @@ impl Metrics {
 
 /// What came of a question.
 #[derive(Clone, Debug)]
-pub struct Outcome {
+pub struct DecisionOutcome {
     word: &'static str,
     text: String,
 }
 
-impl Outcome {
+impl DecisionOutcome {
     /// Of a decision.
     #[must_use]
-    pub fn of(decision: &Decision) -> Outcome {
+    pub fn of(decision: &AdmissionDecision) -> DecisionOutcome {
         match decision {
-            Decision::Inject { because, .. } => {
-                Outcome { word: "injected", text: format!("it asks for {because}") }
+            AdmissionDecision::Inject { because, .. } => {
+                DecisionOutcome { word: "injected", text: format!("it asks for {because}") }
             }
-            Decision::Leave(left) => Outcome { word: left.word(), text: left.to_string() },
-            Decision::Ask(_) => {
-                Outcome { word: "claim-unknown", text: "its claims are not read".into() }
+            AdmissionDecision::Leave(left) => {
+                DecisionOutcome { word: left.word(), text: left.to_string() }
+            }
+            AdmissionDecision::Ask(_) => {
+                DecisionOutcome { word: "claim-unknown", text: "its claims are not read".into() }
             }
         }
     }
@@ -108,7 +110,7 @@ impl Outcome {
     }
 }
 
-impl fmt::Display for Outcome {
+impl fmt::Display for DecisionOutcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)
     }

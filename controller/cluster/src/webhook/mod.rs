@@ -11,12 +11,12 @@
 //! anything is missing, a pod is created as it was written: the answer is always `allowed`, and
 //! the `failurePolicy` of the MutatingWebhookConfiguration is to be `Ignore`.
 
+pub mod cert;
 pub mod cluster;
 pub mod decide;
 #[cfg(test)]
 mod fake;
 pub mod metrics;
-pub mod papers;
 pub mod review;
 pub mod rules;
 pub mod serve;
@@ -28,21 +28,21 @@ use clap::Args;
 use crate::{
     https::{
         self,
-        tls::{self, Shown},
+        tls::{self, ServedCertificate},
     },
     service::{self, ServiceError, Told},
 };
-use cluster::Cluster;
-use papers::keep::{Keeper, Places};
-use rules::Rules;
-use serve::{Door, Source};
+use cert::rotation::{CertificatePaths, CertificateRotation};
+use cluster::ClusterState;
+use rules::NamespaceRules;
+use serve::{CertificateSource, WebhookServer};
 
 /// How long it answers after it was told to stop: until the last API server knows that it goes.
-const FAREWELL: Duration = Duration::from_secs(5);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How the webhook runs.
 #[derive(Args, Clone, Debug)]
-pub struct Options {
+pub struct WebhookOptions {
     /// Where it listens.
     #[arg(long, value_name = "ADDRESS", default_value = "[::]:8443", env = "AFFINODE_LISTEN")]
     listen: SocketAddr,
@@ -54,41 +54,42 @@ pub struct Options {
     #[arg(long, value_name = "FILE", env = "AFFINODE_TLS_KEY_FILE", requires = "tls_cert_file")]
     tls_key_file: Option<PathBuf>,
     #[command(flatten)]
-    places: Places,
+    places: CertificatePaths,
     #[command(flatten)]
-    rules: Rules,
+    rules: NamespaceRules,
 }
 
 /// Serves until SIGTERM or SIGINT.
 ///
 /// # Errors
 /// [`ServiceError`].
-pub fn run(options: &Options) -> Result<(), ServiceError> {
+pub fn run(options: &WebhookOptions) -> Result<(), ServiceError> {
     service::run(|told| serve_all(options, told))
 }
 
-async fn serve_all(options: &Options, mut told: Told) -> Result<(), ServiceError> {
-    let shown = Arc::new(Shown::default());
+async fn serve_all(options: &WebhookOptions, mut told: Told) -> Result<(), ServiceError> {
+    let shown = Arc::new(ServedCertificate::default());
     let source = match (&options.tls_cert_file, &options.tls_key_file) {
         (Some(cert), Some(key)) => {
             shown.show(&tls::read(cert, key)?)?;
-            Source::Files { cert: cert.clone(), key: key.clone() }
+            CertificateSource::Files { cert: cert.clone(), key: key.clone() }
         }
-        _ => Source::Kept,
+        _ => CertificateSource::Kept,
     };
     let client = service::client().await?;
-    if matches!(source, Source::Kept) {
-        let keeper = Keeper::new(client.clone(), options.places.clone(), Arc::clone(&shown));
+    if matches!(source, CertificateSource::Kept) {
+        let keeper =
+            CertificateRotation::new(client.clone(), options.places.clone(), Arc::clone(&shown));
         tokio::spawn(keeper.keep());
     }
-    let cluster = Cluster::watch(client, &options.rules.runtime_class);
-    let door = Door::new(options.rules.clone(), cluster, source, shown);
+    let cluster = ClusterState::watch(client, &options.rules.runtime_class);
+    let door = WebhookServer::new(options.rules.clone(), cluster, source, shown);
     let listener = service::listen(options.listen).await?;
     tracing::info!("listening on {}", options.listen);
     let serving = tokio::spawn(https::serve(listener, Arc::new(door)));
     told.wait().await;
-    tracing::info!("told to stop: answering for {FAREWELL:?} more");
-    tokio::time::sleep(FAREWELL).await;
+    tracing::info!("told to stop: answering for {DRAIN_TIMEOUT:?} more");
+    tokio::time::sleep(DRAIN_TIMEOUT).await;
     serving.abort();
     Ok(())
 }

@@ -7,8 +7,8 @@ use k8s_openapi::api::{core::v1::Pod, node::v1::RuntimeClass};
 use kube::core::admission::{AdmissionRequest, AdmissionResponse, AdmissionReview, Operation};
 
 use super::{
-    decide::{ClaimName, Claims, Decision, Left, decide},
-    rules::Rules,
+    decide::{AdmissionDecision, ClaimName, Claims, LeftAlone, decide},
+    rules::NamespaceRules,
 };
 
 /// Characters of a warning that the API server shows whole.
@@ -34,20 +34,20 @@ pub enum ReviewError {
 
 /// A question.
 #[derive(Debug)]
-pub struct Question(AdmissionRequest<Pod>);
+pub struct AdmissionQuestion(AdmissionRequest<Pod>);
 
-impl Question {
+impl AdmissionQuestion {
     /// Reads a body.
     ///
     /// # Errors
     /// [`ReviewError`].
-    pub fn read(body: &[u8]) -> Result<Question, ReviewError> {
+    pub fn read(body: &[u8]) -> Result<AdmissionQuestion, ReviewError> {
         let review: AdmissionReview<Pod> =
             serde_json::from_slice(body).map_err(ReviewError::Unreadable)?;
         if review.types.api_version != "admission.k8s.io/v1" {
             return Err(ReviewError::NoRequest);
         }
-        review.try_into().map(Question).map_err(|_| ReviewError::NoRequest)
+        review.try_into().map(AdmissionQuestion).map_err(|_| ReviewError::NoRequest)
     }
 
     /// The namespace that the pod is created in.
@@ -67,13 +67,18 @@ impl Question {
 
     /// What becomes of it.
     #[must_use]
-    pub fn decide(&self, rules: &Rules, class: Option<&RuntimeClass>, claims: &Claims) -> Decision {
+    pub fn decide(
+        &self,
+        rules: &NamespaceRules,
+        class: Option<&RuntimeClass>,
+        claims: &Claims,
+    ) -> AdmissionDecision {
         let about_pods = self.0.resource.group.is_empty() && self.0.resource.resource == "pods";
         let whole = self.0.sub_resource.as_deref().unwrap_or_default().is_empty();
         let creates = self.0.operation == Operation::Create && about_pods && whole;
         match self.0.object.as_ref().filter(|_| creates) {
             Some(pod) => decide(pod, self.namespace(), rules, class, claims),
-            None => Decision::Leave(Left::NotACreation),
+            None => AdmissionDecision::Leave(LeftAlone::NotACreation),
         }
     }
 
@@ -81,10 +86,14 @@ impl Question {
     ///
     /// # Errors
     /// [`ReviewError::Unwritable`].
-    pub fn answer(&self, decision: Decision, rules: &Rules) -> Result<Vec<u8>, ReviewError> {
+    pub fn answer(
+        &self,
+        decision: AdmissionDecision,
+        rules: &NamespaceRules,
+    ) -> Result<Vec<u8>, ReviewError> {
         let mut response = AdmissionResponse::from(&self.0);
         let left = match decision {
-            Decision::Inject { patch, because } => {
+            AdmissionDecision::Inject { patch, because } => {
                 response.audit_annotations.insert("decision".into(), "injected".into());
                 response.audit_annotations.insert("because".into(), because);
                 response = response
@@ -92,8 +101,8 @@ impl Question {
                     .map_err(|e| ReviewError::Unwritable(serde::ser::Error::custom(e)))?;
                 None
             }
-            Decision::Leave(left) => Some(left),
-            Decision::Ask(claims) => claims.into_iter().next().map(Left::Claim),
+            AdmissionDecision::Leave(left) => Some(left),
+            AdmissionDecision::Ask(claims) => claims.into_iter().next().map(LeftAlone::Claim),
         };
         if let Some(left) = left {
             response.audit_annotations.insert("decision".into(), left.word().into());
@@ -110,9 +119,9 @@ impl Question {
 }
 
 /// What is to be read before a decision.
-pub fn asked(decision: &Decision) -> impl Iterator<Item = &ClaimName> {
+pub fn asked(decision: &AdmissionDecision) -> impl Iterator<Item = &ClaimName> {
     match decision {
-        Decision::Ask(claims) => Some(claims),
+        AdmissionDecision::Ask(claims) => Some(claims),
         _ => None,
     }
     .into_iter()
@@ -128,7 +137,7 @@ mod tests {
     proptest! {
         #[test]
         fn bytes_of_any_kind_are_an_error_and_no_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            prop_assert!(Question::read(&bytes).is_err());
+            prop_assert!(AdmissionQuestion::read(&bytes).is_err());
         }
 
         #[test]
@@ -138,7 +147,7 @@ mod tests {
                 r#"{{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","request":{}"#,
                 bracket.repeat(depth)
             );
-            prop_assert!(Question::read(body.as_bytes()).is_err());
+            prop_assert!(AdmissionQuestion::read(body.as_bytes()).is_err());
         }
     }
 }

@@ -11,7 +11,7 @@ pub const IGNORE: &str = "ignore";
 
 /// Which pods get which runtime class.
 #[derive(Args, Clone, Debug)]
-pub struct Rules {
+pub struct NamespaceRules {
     /// The runtime class that GPU pods get.
     #[arg(long, value_name = "NAME", default_value = "affinode", env = "AFFINODE_RUNTIME_CLASS")]
     pub runtime_class: String,
@@ -23,7 +23,7 @@ pub struct Rules {
         default_values = ["nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-*"],
         env = "AFFINODE_RESOURCES"
     )]
-    pub resources: Vec<Pattern>,
+    pub resources: Vec<NamePattern>,
     /// A device class whose claim makes a GPU pod; a star at its end stands for anything.
     #[arg(
         long = "device-class",
@@ -32,7 +32,7 @@ pub struct Rules {
         default_values = ["gpu.nvidia.com", "mig.nvidia.com"],
         env = "AFFINODE_DEVICE_CLASSES"
     )]
-    pub device_classes: Vec<Pattern>,
+    pub device_classes: Vec<NamePattern>,
     /// An annotation that makes a GPU pod: how schedulers are told that hand out parts of a GPU
     /// without a resource (KAI).
     #[arg(
@@ -42,7 +42,7 @@ pub struct Rules {
         default_values = ["gpu-fraction", "gpu-memory"],
         env = "AFFINODE_ANNOTATIONS"
     )]
-    pub annotations: Vec<Pattern>,
+    pub annotations: Vec<NamePattern>,
     /// A namespace whose pods stay as they are; a star at its end stands for anything.
     #[arg(
         long = "exclude-namespace",
@@ -54,7 +54,7 @@ pub struct Rules {
         ],
         env = "AFFINODE_EXCLUDED_NAMESPACES"
     )]
-    pub excluded_namespaces: Vec<Pattern>,
+    pub excluded_namespaces: Vec<NamePattern>,
     /// A runtime class that pods chose themselves and that is replaced nevertheless. `nvidia`,
     /// where the handler affinode was made from the handler nvidia.
     #[arg(
@@ -68,7 +68,7 @@ pub struct Rules {
 
 /// A name, or the beginning of names: `nvidia.com/mig-*`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Pattern {
+pub struct NamePattern {
     text: String,
     open: bool,
 }
@@ -78,10 +78,10 @@ pub struct Pattern {
 #[error("{0:?} is no name; a star may stand at its end, after a beginning")]
 pub struct PatternError(String);
 
-impl FromStr for Pattern {
+impl FromStr for NamePattern {
     type Err = PatternError;
 
-    fn from_str(text: &str) -> Result<Pattern, PatternError> {
+    fn from_str(text: &str) -> Result<NamePattern, PatternError> {
         let (stem, open) = match text.strip_suffix('*') {
             Some(stem) => (stem, true),
             None => (text, false),
@@ -90,11 +90,11 @@ impl FromStr for Pattern {
         if stem.is_empty() || !stem.chars().all(fits) {
             return Err(PatternError(text.to_owned()));
         }
-        Ok(Pattern { text: stem.to_owned(), open })
+        Ok(NamePattern { text: stem.to_owned(), open })
     }
 }
 
-impl Pattern {
+impl NamePattern {
     /// Whether a name is meant.
     #[must_use]
     pub fn matches(&self, name: &str) -> bool {
@@ -104,7 +104,7 @@ impl Pattern {
 
 /// Whether one of them means the name.
 #[must_use]
-pub fn any(patterns: &[Pattern], name: &str) -> bool {
+pub fn any(patterns: &[NamePattern], name: &str) -> bool {
     patterns.iter().any(|pattern| pattern.matches(name))
 }
 
@@ -114,13 +114,13 @@ mod tests {
 
     #[test]
     fn a_star_stands_at_the_end_alone_and_never_for_everything() {
-        let pattern: Pattern = "nvidia.com/mig-*".parse().unwrap();
+        let pattern: NamePattern = "nvidia.com/mig-*".parse().unwrap();
         assert!(pattern.matches("nvidia.com/mig-1g.10gb"));
         assert!(!pattern.matches("nvidia.com/gpu"));
-        let name: Pattern = "nvidia.com/gpu".parse().unwrap();
+        let name: NamePattern = "nvidia.com/gpu".parse().unwrap();
         assert!(name.matches("nvidia.com/gpu") && !name.matches("nvidia.com/gpu.shared"));
         for bad in ["", "*", "a*b", "a b", "nvidia.com/gpu**"] {
-            assert!(bad.parse::<Pattern>().is_err(), "{bad:?}");
+            assert!(bad.parse::<NamePattern>().is_err(), "{bad:?}");
         }
     }
 }

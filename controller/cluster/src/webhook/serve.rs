@@ -16,18 +16,18 @@ use tokio::{
 use tokio_rustls::rustls::ServerConfig;
 
 use super::{
-    cluster::Cluster,
-    decide::Decision,
-    metrics::{Metrics, Outcome},
-    review::{Question, asked},
-    rules::Rules,
+    cluster::ClusterState,
+    decide::AdmissionDecision,
+    metrics::{DecisionOutcome, Metrics},
+    review::{AdmissionQuestion, asked},
+    rules::NamespaceRules,
 };
 use crate::{
+    error_chain,
     https::{
-        Limits, Site,
-        tls::{self, Shown},
+        HttpsLimits, HttpsSite,
+        tls::{self, ServedCertificate},
     },
-    report,
 };
 
 /// Time for a question to come in whole.
@@ -35,11 +35,11 @@ const BODY_TIME: Duration = Duration::from_secs(3);
 /// Bytes of a question. An object has 3 MiB at most on its way to the API server.
 const BODY_BYTES: usize = 4 << 20;
 /// Questions that are in memory at a time.
-const AT_ONCE: usize = 32;
+const MAX_CONCURRENT_REVIEWS: usize = 32;
 
 /// Where the certificate is from.
 #[derive(Clone, Debug)]
-pub enum Source {
+pub enum CertificateSource {
     /// Files that others renew: they are read at each connection.
     Files {
         /// The certificate.
@@ -52,36 +52,41 @@ pub enum Source {
 }
 
 /// What questions are answered with.
-pub struct Door {
+pub struct WebhookServer {
     /// Which pods get the class.
-    pub rules: Rules,
+    pub rules: NamespaceRules,
     /// What is known of the cluster.
-    pub cluster: Cluster,
+    pub cluster: ClusterState,
     /// The certificate.
-    pub shown: Arc<Shown>,
+    pub shown: Arc<ServedCertificate>,
     /// Where it is from.
-    pub source: Source,
+    pub source: CertificateSource,
     /// What is counted.
     pub metrics: Metrics,
     bodies: Semaphore,
 }
 
-impl Door {
+impl WebhookServer {
     /// A door.
     #[must_use]
-    pub fn new(rules: Rules, cluster: Cluster, source: Source, shown: Arc<Shown>) -> Door {
-        let (metrics, bodies) = (Metrics::default(), Semaphore::new(AT_ONCE));
-        Door { rules, cluster, shown, source, metrics, bodies }
+    pub fn new(
+        rules: NamespaceRules,
+        cluster: ClusterState,
+        source: CertificateSource,
+        shown: Arc<ServedCertificate>,
+    ) -> WebhookServer {
+        let (metrics, bodies) = (Metrics::default(), Semaphore::new(MAX_CONCURRENT_REVIEWS));
+        WebhookServer { rules, cluster, shown, source, metrics, bodies }
     }
 
     /// Reads the files, where the certificate is in files. What is of no use is told, and the one
     /// before it is shown: a file may be half written.
     fn refresh(&self) {
-        let Source::Files { cert, key } = &self.source else { return };
+        let CertificateSource::Files { cert, key } = &self.source else { return };
         match tls::read(cert, key).and_then(|pair| self.shown.show(&pair)) {
             Ok(true) => tracing::info!("a certificate is shown from {}", cert.display()),
             Ok(false) => {}
-            Err(error) => tracing::warn!("{}", report::chain(&error)),
+            Err(error) => tracing::warn!("{}", error_chain::chain(&error)),
         }
     }
 
@@ -105,8 +110,8 @@ impl Door {
                 return Err((StatusCode::REQUEST_TIMEOUT, text));
             }
         };
-        let bad = |error| (StatusCode::BAD_REQUEST, report::chain(&error));
-        let question = Question::read(&body).map_err(bad)?;
+        let bad = |error| (StatusCode::BAD_REQUEST, error_chain::chain(&error));
+        let question = AdmissionQuestion::read(&body).map_err(bad)?;
         drop(body);
         let class = self.cluster.class();
         let first = question.decide(&self.rules, class.as_deref(), &Default::default());
@@ -117,11 +122,11 @@ impl Door {
             let claims = self.cluster.claims(question.namespace(), claims).await;
             question.decide(&self.rules, class.as_deref(), &claims)
         };
-        let outcome = Outcome::of(&decision);
+        let outcome = DecisionOutcome::of(&decision);
         let pod = question.pod();
         match &decision {
             // Most pods of a cluster are such.
-            Decision::Leave(left) if !left.warns() => {
+            AdmissionDecision::Leave(left) if !left.warns() => {
                 tracing::debug!(pod, decision = outcome.word(), "{outcome}");
             }
             _ => tracing::info!(pod, decision = outcome.word(), "{outcome}"),
@@ -131,11 +136,11 @@ impl Door {
     }
 }
 
-impl Site for Door {
+impl HttpsSite for WebhookServer {
     type Body = Full<Bytes>;
     // An API server keeps a few connections, and closes those that rest after 90 s: it never
     // meets one that we are about to close.
-    const LIMITS: Limits = Limits {
+    const LIMITS: HttpsLimits = HttpsLimits {
         connections: 256,
         handshake: Duration::from_secs(10),
         head: Duration::from_secs(150),

@@ -14,13 +14,13 @@ use std::{io::IsTerminal, sync::Arc, time::Duration};
 use ratatui::crossterm::event::{self, Event};
 use tokio::sync::mpsc;
 
-use super::{CliError, client::Client, format};
+use super::{CliError, client::ControlClient, format};
 use crate::schema;
-use state::{State, Step, What};
+use state::{ContainerAction, KeyOutcome, TopState};
 
 const SECOND: Duration = Duration::from_secs(1);
 
-pub async fn run(client: Client) -> Result<(), CliError> {
+pub async fn run(client: ControlClient) -> Result<(), CliError> {
     if !std::io::stdout().is_terminal() {
         return Err(CliError::NotDone(
             "top needs a terminal; `affinode ps -w` prints lines".into(),
@@ -35,7 +35,7 @@ pub async fn run(client: Client) -> Result<(), CliError> {
 }
 
 async fn live(
-    client: &Arc<Client>,
+    client: &Arc<ControlClient>,
     terminal: &mut ratatui::DefaultTerminal,
 ) -> Result<(), CliError> {
     let (typed, mut keys) = mpsc::channel(64);
@@ -47,7 +47,7 @@ async fn live(
         }
     });
     let (told, mut answers) = mpsc::channel(16);
-    let mut state = State::default();
+    let mut state = TopState::default();
     let mut beat = tokio::time::interval(SECOND);
     loop {
         tokio::select! {
@@ -60,9 +60,9 @@ async fn live(
             key = keys.recv() => match key {
                 None => return Ok(()),
                 Some(Event::Key(key)) => match state.key(key) {
-                    Step::End => return Ok(()),
-                    Step::Stay => {}
-                    Step::Act { container, key, what } => {
+                    KeyOutcome::End => return Ok(()),
+                    KeyOutcome::Stay => {}
+                    KeyOutcome::Act { container, key, what } => {
                         state.say(format!("{container}: asked"));
                         let (client, told) = (Arc::clone(client), told.clone());
                         tokio::spawn(async move {
@@ -77,22 +77,29 @@ async fn live(
     }
 }
 
-async fn act(client: &Client, container: String, key: String, what: What) -> String {
+async fn act(
+    client: &ControlClient,
+    container: String,
+    key: String,
+    what: ContainerAction,
+) -> String {
     let answer = match what {
-        What::Offload => client.offload(key).await,
-        What::Restore => client.restore(key).await,
-        What::Pin(pinned) => client.pin(key, pinned).await,
+        ContainerAction::Offload => client.offload(key).await,
+        ContainerAction::Restore => client.restore(key).await,
+        ContainerAction::Pin(pinned) => client.pin(key, pinned).await,
     };
     let moved = |bytes, ms| format!("{} in {}", format::bytes(bytes), format::duration(ms));
     match (answer, what) {
-        (Ok(said), What::Offload) if said.done => {
+        (Ok(said), ContainerAction::Offload) if said.done => {
             format!("{container} is offloaded: {}", moved(said.bytes, said.elapsed_ms))
         }
-        (Ok(said), What::Restore) if said.done => {
+        (Ok(said), ContainerAction::Restore) if said.done => {
             format!("{container} is back: {}", moved(said.bytes, said.elapsed_ms))
         }
-        (Ok(said), What::Pin(true)) if said.done => format!("{container} is pinned"),
-        (Ok(said), What::Pin(false)) if said.done => format!("{container} may be offloaded again"),
+        (Ok(said), ContainerAction::Pin(true)) if said.done => format!("{container} is pinned"),
+        (Ok(said), ContainerAction::Pin(false)) if said.done => {
+            format!("{container} may be offloaded again")
+        }
         (Ok(said), _) => format!("{container} stays: {}", format::safe(&said.reason_text)),
         (Err(error), _) => error.to_string(),
     }

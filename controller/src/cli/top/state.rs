@@ -6,7 +6,7 @@ use crate::{cli::format, schema};
 
 /// What follows from a key.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Step {
+pub enum KeyOutcome {
     /// Nothing but a new picture.
     Stay,
     /// The end.
@@ -18,13 +18,13 @@ pub enum Step {
         /// Its key.
         key: String,
         /// What.
-        what: What,
+        what: ContainerAction,
     },
 }
 
 /// What may be wanted of a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum What {
+pub enum ContainerAction {
     /// To leave the GPU.
     Offload,
     /// To come back.
@@ -35,7 +35,7 @@ pub enum What {
 
 /// What rows are sorted by.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Sort {
+pub enum SortColumn {
     /// Name.
     #[default]
     Name,
@@ -49,36 +49,36 @@ pub enum Sort {
     Idle,
 }
 
-impl Sort {
+impl SortColumn {
     /// Its title.
     pub fn word(self) -> &'static str {
         match self {
-            Sort::Name => "name",
-            Sort::State => "state",
-            Sort::Vram => "VRAM",
-            Sort::Away => "host RAM",
-            Sort::Idle => "idle",
+            SortColumn::Name => "name",
+            SortColumn::State => "state",
+            SortColumn::Vram => "VRAM",
+            SortColumn::Away => "host RAM",
+            SortColumn::Idle => "idle",
         }
     }
 
-    fn next(self) -> Sort {
+    fn next(self) -> SortColumn {
         match self {
-            Sort::Name => Sort::State,
-            Sort::State => Sort::Vram,
-            Sort::Vram => Sort::Away,
-            Sort::Away => Sort::Idle,
-            Sort::Idle => Sort::Name,
+            SortColumn::Name => SortColumn::State,
+            SortColumn::State => SortColumn::Vram,
+            SortColumn::Vram => SortColumn::Away,
+            SortColumn::Away => SortColumn::Idle,
+            SortColumn::Idle => SortColumn::Name,
         }
     }
 }
 
 /// The screen.
 #[derive(Debug, Default)]
-pub struct State {
+pub struct TopState {
     /// The node as it was last seen.
     pub node: schema::Node,
     /// What rows are sorted by.
-    pub sort: Sort,
+    pub sort: SortColumn,
     /// What names, states or reasons must contain.
     pub filter: String,
     /// Whether keys go to the filter.
@@ -89,7 +89,7 @@ pub struct State {
     pub chosen: String,
 }
 
-impl State {
+impl TopState {
     /// A new look at the node.
     pub fn show(&mut self, node: schema::Node) {
         self.node = node;
@@ -109,11 +109,11 @@ impl State {
         let mut rows: Vec<&schema::Container> = self.node.containers.iter().filter(fits).collect();
         rows.sort_by(|a, b| {
             let by = match self.sort {
-                Sort::Name => std::cmp::Ordering::Equal,
-                Sort::State => a.state.cmp(&b.state),
-                Sort::Vram => b.vram_bytes.cmp(&a.vram_bytes),
-                Sort::Away => b.away_bytes.cmp(&a.away_bytes),
-                Sort::Idle => b.idle_ms.cmp(&a.idle_ms),
+                SortColumn::Name => std::cmp::Ordering::Equal,
+                SortColumn::State => a.state.cmp(&b.state),
+                SortColumn::Vram => b.vram_bytes.cmp(&a.vram_bytes),
+                SortColumn::Away => b.offloaded_bytes.cmp(&a.offloaded_bytes),
+                SortColumn::Idle => b.idle_ms.cmp(&a.idle_ms),
             };
             by.then_with(|| a.name.cmp(&b.name))
         });
@@ -126,12 +126,12 @@ impl State {
     }
 
     /// A key was pressed.
-    pub fn key(&mut self, key: KeyEvent) -> Step {
+    pub fn key(&mut self, key: KeyEvent) -> KeyOutcome {
         if key.kind != KeyEventKind::Press {
-            return Step::Stay;
+            return KeyOutcome::Stay;
         }
         if key.modifiers.contains(KeyModifiers::CONTROL) && key.code == KeyCode::Char('c') {
-            return Step::End;
+            return KeyOutcome::End;
         }
         if self.typing {
             match key.code {
@@ -144,21 +144,21 @@ impl State {
                 KeyCode::Char(c) => self.filter.push(c),
                 _ => {}
             }
-            return Step::Stay;
+            return KeyOutcome::Stay;
         }
         match key.code {
-            KeyCode::Char('q') => return Step::End,
+            KeyCode::Char('q') => return KeyOutcome::End,
             KeyCode::Esc => self.filter.clear(),
             KeyCode::Char('/') => self.typing = true,
             KeyCode::Char('s') => self.sort = self.sort.next(),
             KeyCode::Down | KeyCode::Char('j') => self.step(1),
             KeyCode::Up | KeyCode::Char('k') => self.step(-1),
-            KeyCode::Char('o') => return self.act(|_| What::Offload),
-            KeyCode::Char('r') => return self.act(|_| What::Restore),
-            KeyCode::Char('p') => return self.act(|c| What::Pin(!c.pinned)),
+            KeyCode::Char('o') => return self.act(|_| ContainerAction::Offload),
+            KeyCode::Char('r') => return self.act(|_| ContainerAction::Restore),
+            KeyCode::Char('p') => return self.act(|c| ContainerAction::Pin(!c.pinned)),
             _ => {}
         }
-        Step::Stay
+        KeyOutcome::Stay
     }
 
     fn step(&mut self, by: isize) {
@@ -169,12 +169,14 @@ impl State {
         }
     }
 
-    fn act(&self, what: impl FnOnce(&schema::Container) -> What) -> Step {
+    fn act(&self, what: impl FnOnce(&schema::Container) -> ContainerAction) -> KeyOutcome {
         match self.rows().get(self.position()) {
-            Some(c) => {
-                Step::Act { container: format::safe(&c.name), key: c.key.clone(), what: what(c) }
-            }
-            None => Step::Stay,
+            Some(c) => KeyOutcome::Act {
+                container: format::safe(&c.name),
+                key: c.key.clone(),
+                what: what(c),
+            },
+            None => KeyOutcome::Stay,
         }
     }
 }
@@ -187,21 +189,21 @@ mod tests {
         schema::Container { name: name.into(), key: name.into(), vram_bytes, ..Default::default() }
     }
 
-    fn state() -> State {
-        let mut state = State::default();
+    fn state() -> TopState {
+        let mut state = TopState::default();
         let containers = vec![container("b", 1), container("a", 2), container("c", 3)];
         state.show(schema::Node { containers, ..Default::default() });
         state
     }
 
-    fn press(state: &mut State, keys: &str) -> Step {
+    fn press(state: &mut TopState, keys: &str) -> KeyOutcome {
         keys.chars()
             .map(|c| state.key(KeyEvent::from(KeyCode::Char(c))))
             .last()
-            .unwrap_or(Step::Stay)
+            .unwrap_or(KeyOutcome::Stay)
     }
 
-    fn names(state: &State) -> Vec<&str> {
+    fn names(state: &TopState) -> Vec<&str> {
         state.rows().into_iter().map(|c| c.name.as_str()).collect()
     }
 
@@ -219,11 +221,11 @@ mod tests {
     #[test]
     fn keys_go_to_the_filter_while_it_is_typed() {
         let mut state = state();
-        assert_eq!(press(&mut state, "/q"), Step::Stay);
+        assert_eq!(press(&mut state, "/q"), KeyOutcome::Stay);
         assert!(names(&state).is_empty());
         state.key(KeyEvent::from(KeyCode::Esc));
         assert_eq!(names(&state).len(), 3);
-        assert_eq!(press(&mut state, "q"), Step::End);
+        assert_eq!(press(&mut state, "q"), KeyOutcome::End);
     }
 
     #[test]
@@ -231,11 +233,11 @@ mod tests {
         let mut state = state();
         press(&mut state, "j");
         let step = press(&mut state, "o");
-        let act = |what| Step::Act { container: "b".into(), key: "b".into(), what };
-        assert_eq!(step, act(What::Offload));
-        assert_eq!(press(&mut state, "p"), act(What::Pin(true)));
+        let act = |what| KeyOutcome::Act { container: "b".into(), key: "b".into(), what };
+        assert_eq!(step, act(ContainerAction::Offload));
+        assert_eq!(press(&mut state, "p"), act(ContainerAction::Pin(true)));
         state.node.containers[0].pinned = true;
-        assert_eq!(press(&mut state, "p"), act(What::Pin(false)));
-        assert_eq!(press(&mut State::default(), "o"), Step::Stay);
+        assert_eq!(press(&mut state, "p"), act(ContainerAction::Pin(false)));
+        assert_eq!(press(&mut TopState::default(), "o"), KeyOutcome::Stay);
     }
 }

@@ -8,7 +8,7 @@ use ratatui::{
     widgets::{Cell, Paragraph, Row, Table, TableState},
 };
 
-use super::state::State;
+use super::state::TopState;
 use crate::{cli::format, clock, schema};
 
 /// The colour of a state, as the dashboard has it.
@@ -24,7 +24,7 @@ fn colour(state: &str) -> Color {
 }
 
 /// Draws the screen.
-pub fn draw(frame: &mut Frame<'_>, state: &State) {
+pub fn draw(frame: &mut Frame<'_>, state: &TopState) {
     let gpus = u16::try_from(state.node.gpus.len().max(1)).unwrap_or(u16::MAX);
     let [head, list, foot] = Layout::vertical([
         Constraint::Length(gpus.saturating_add(1)),
@@ -90,13 +90,13 @@ fn row(c: &schema::Container, now_ms: i64) -> Row<'static> {
         Cell::from(state).style(Style::new().fg(colour(&c.state))),
         Cell::from(format::duration(since)),
         Cell::from(format::bytes(c.vram_bytes)),
-        Cell::from(format::bytes(c.away_bytes)),
+        Cell::from(format::bytes(c.offloaded_bytes)),
         Cell::from(wake),
         Cell::from(format::safe(&c.reason_text)),
     ])
 }
 
-fn help(state: &State) -> Line<'static> {
+fn help(state: &TopState) -> Line<'static> {
     if state.typing {
         return Line::from(format!("/{}▏ Enter keeps, Esc clears", format::safe(&state.filter)));
     }
@@ -128,7 +128,7 @@ mod tests {
             reason_text: "made no CUDA call".into(),
             ..Default::default()
         };
-        let mut state = State::default();
+        let mut state = TopState::default();
         state.show(schema::Node {
             gpus: vec![gpu],
             containers: vec![container],

@@ -2,7 +2,9 @@
 
 use std::collections::VecDeque;
 
-use affinode_proto::wire::{Hazards, Notes, Phase, message::ControllerMessage, page::PageSnapshot};
+use affinode_proto::wire::{
+    Hazards, Phase, ProcessFlags, counters::CounterSnapshot, message::ControllerMessage,
+};
 
 use super::{super::ProcessId, world::ENGINES};
 
@@ -37,7 +39,7 @@ pub(super) struct Agent {
     /// What of host memory it has ready or has kept, in bytes.
     pub(super) kept: u64,
     /// What its page says beside.
-    pub(super) notes: Notes,
+    pub(super) notes: ProcessFlags,
     /// The allocation that waits for room, outside the driver.
     pub(super) asking: Option<Asking>,
     pub(super) tickets: u64,
@@ -61,8 +63,8 @@ pub(super) enum Refusal {
 impl Agent {
     pub(super) fn on_device(&self) -> u64 {
         match self.phase {
-            Phase::Away => 0,
-            Phase::Parked => self.size - self.carried,
+            Phase::Checkpointed => 0,
+            Phase::CopiedOut => self.size - self.carried,
             _ => self.size,
         }
     }
@@ -73,13 +75,13 @@ impl Agent {
         Hazards(fixed | tools)
     }
 
-    pub(super) fn parked_bytes(&self) -> u64 {
+    pub(super) fn copied_out_bytes(&self) -> u64 {
         if self.parked { self.carried } else { 0 }
     }
 
     pub(super) fn takes(&mut self, bytes: u64) {
         self.size += bytes;
-        if ENGINES[self.container] != "driver" {
+        if ENGINES[self.container] != "checkpoint" {
             self.carried += bytes - bytes / 4;
         }
     }
@@ -94,16 +96,16 @@ pub(super) struct Asking {
     pub(super) goes_ahead: bool,
 }
 
-pub(super) fn page(agent: &Agent) -> PageSnapshot {
-    PageSnapshot {
+pub(super) fn page(agent: &Agent) -> CounterSnapshot {
+    CounterSnapshot {
         phase: agent.phase,
         waiters: u32::from(agent.wants),
         hazards: agent.hazards(),
         generation: agent.generation,
         allocated_bytes: agent.size,
         allocations: 1,
-        carried_bytes: agent.carried,
-        parked_bytes: agent.parked_bytes(),
+        swappable_bytes: agent.carried,
+        copied_out_bytes: agent.copied_out_bytes(),
         notes: agent.notes,
         call_cost_ps: 0,
         held_us: 0,

@@ -15,7 +15,7 @@ fn listening() -> (World, ProcessId) {
     let mut world = World::new(2);
     let id = world.running(0, 600);
     world.settle();
-    assert_eq!(world.agents[&id].phase, Phase::Away);
+    assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
     count(&mut world, 100);
     (world, id)
 }
@@ -45,7 +45,7 @@ fn knocks_in_vain(world: &mut World, id: ProcessId) -> bool {
     let came = world.agents[&id].phase == Phase::Open;
     world.settle();
     world.settle();
-    assert_eq!(world.agents[&id].phase, Phase::Away);
+    assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
     came
 }
 
@@ -80,7 +80,7 @@ fn what_knocks_in_vain_wakes_no_more_until_calls_follow_again() {
         count(&mut world, 901);
         world.call(id);
         world.settle();
-        assert_eq!(world.agents[&id].phase, Phase::Away);
+        assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
         world.now += 60_000;
     }
     assert!(knocks_in_vain(&mut world, id));
@@ -92,7 +92,10 @@ fn nobody_leaves_for_a_connection() {
     let other = world.running(1, 600);
     count(&mut world, 101);
     arrive(&mut world);
-    assert_eq!((world.agents[&id].phase, world.agents[&other].phase), (Phase::Away, Phase::Open));
+    assert_eq!(
+        (world.agents[&id].phase, world.agents[&other].phase),
+        (Phase::Checkpointed, Phase::Open)
+    );
 }
 
 #[test]
@@ -104,7 +107,7 @@ fn who_was_moved_out_by_hand_stays_until_it_is_called() {
     count(&mut world, 1);
     count(&mut world, 2);
     arrive(&mut world);
-    assert_eq!(world.agents[&id].phase, Phase::Away);
+    assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
 }
 
 #[test]

@@ -2,13 +2,13 @@
 
 use affinode_proto::{
     state::State,
-    wire::{Notes, Phase},
+    wire::{Phase, ProcessFlags},
 };
 
 use super::{
     super::{
         Input, ProcessId, Request,
-        depth::Cost,
+        context_retention::Cost,
         input::CommandId,
         policy::{Engine, Mode},
     },
@@ -51,7 +51,7 @@ fn come_home(world: &mut World, id: ProcessId) {
         world.work(id);
     }
     assert_eq!(world.state(AUTO), State::Active);
-    assert!(!world.node.containers[&key(AUTO)].shallow, "it is all here");
+    assert!(!world.node.containers[&key(AUTO)].retain_context, "it is all here");
 }
 
 /// So much slower without its context.
@@ -66,7 +66,7 @@ fn parked() -> (World, ProcessId) {
     let mut world = auto();
     let id = world.running(AUTO, 400);
     costs(&mut world, 500, 50);
-    assert_eq!(leave(&mut world, id), Phase::Parked);
+    assert_eq!(leave(&mut world, id), Phase::CopiedOut);
     (world, id)
 }
 
@@ -74,13 +74,15 @@ fn parked() -> (World, ProcessId) {
 fn both_ways_are_tried_and_the_worthier_one_is_taken() {
     let mut world = auto();
     let id = world.running(AUTO, 400);
-    for (deep_ms, shallow_ms, later) in [(500, 50, Phase::Parked), (500, 490, Phase::Away)] {
+    for (deep_ms, shallow_ms, later) in
+        [(500, 50, Phase::CopiedOut), (500, 490, Phase::Checkpointed)]
+    {
         world.node.containers.get_mut(&key(AUTO)).unwrap().costs = Default::default();
-        assert_eq!(leave(&mut world, id), Phase::Away, "all of it first");
+        assert_eq!(leave(&mut world, id), Phase::Checkpointed, "all of it first");
         come_home(&mut world, id);
-        // As a vault has brought it home.
-        world.agents.get_mut(&id).unwrap().notes = Notes::IMPORTED;
-        assert_eq!(leave(&mut world, id), Phase::Parked, "then the other way");
+        // As a copier has brought it home.
+        world.agents.get_mut(&id).unwrap().notes = ProcessFlags::IMPORTED;
+        assert_eq!(leave(&mut world, id), Phase::CopiedOut, "then the other way");
         assert_eq!(world.used(), 100);
         come_home(&mut world, id);
         costs(&mut world, deep_ms, shallow_ms);
@@ -94,29 +96,33 @@ fn a_context_goes_where_it_is_too_large_and_for_whoever_needs_its_room() {
     let mut world = auto();
     let large = world.running(AUTO, 600);
     costs(&mut world, 500, 50);
-    assert_eq!(leave(&mut world, large), Phase::Away, "more than an eighth of the GPU would stay");
+    assert_eq!(
+        leave(&mut world, large),
+        Phase::Checkpointed,
+        "more than an eighth of the GPU would stay"
+    );
 
     let mut world = auto();
     world.two_gpus = true;
     let id = world.running(AUTO, 400);
     costs(&mut world, 500, 50);
-    assert_eq!(leave(&mut world, id), Phase::Away, "it may come back on the other one");
+    assert_eq!(leave(&mut world, id), Phase::Checkpointed, "it may come back on the other one");
 
     let (mut world, id) = parked();
     let big = world.running(0, 500);
     world.allocate(big, 450);
     world.settle();
-    assert_eq!((world.agents[&big].size, world.agents[&id].phase), (950, Phase::Away));
+    assert_eq!((world.agents[&big].size, world.agents[&id].phase), (950, Phase::Checkpointed));
     assert_eq!(world.node.containers[&key(AUTO)].offloads, 1, "it is one absence");
     world.exit(big);
-    assert_eq!(world.node.pushed, 0);
+    assert_eq!(world.node.context_evicted_share, 0);
     let known = world.node.containers[&key(AUTO)].costs;
     come_home(&mut world, id);
     assert_eq!(world.node.containers[&key(AUTO)].costs, known, "it was neither way");
-    assert!(world.node.pushed > 0, "it is remembered");
+    assert!(world.node.context_evicted_share > 0, "it is remembered");
     // What so few absences cost others is not worth a small saving any more.
-    world.node.pushed = 512;
-    assert_eq!(leave(&mut world, id), Phase::Away);
+    world.node.context_evicted_share = 512;
+    assert_eq!(leave(&mut world, id), Phase::Checkpointed);
 }
 
 #[test]
@@ -126,7 +132,7 @@ fn no_context_stays_where_somebody_waits_or_where_it_could_not_leave_alone() {
     costs(&mut world, 500, 50);
     world.node.containers.get_mut(&key(AUTO)).unwrap().policy.mode = Mode::Manual;
     let waits = world.running(2, 200);
-    while world.agents[&waits].phase != Phase::Parked {
+    while world.agents[&waits].phase != Phase::CopiedOut {
         world.pass();
     }
     world.take_unmanaged(700);
@@ -134,15 +140,15 @@ fn no_context_stays_where_somebody_waits_or_where_it_could_not_leave_alone() {
     world.settle();
     assert_eq!(world.state(2), State::Queued);
     world.feed(Input::Command(CommandId(1), key(AUTO), Request::Offload));
-    assert!(!world.node.containers[&key(AUTO)].shallow);
+    assert!(!world.node.containers[&key(AUTO)].retain_context);
 
     let mut world = auto();
     let id = world.running(AUTO, 400);
     costs(&mut world, 500, 50);
     world.tick();
     world.node.processes.get_mut(&id).unwrap().copy_failed = true;
-    assert_eq!(leave(&mut world, id), Phase::Away);
-    assert!(!world.node.containers[&key(AUTO)].shallow);
+    assert_eq!(leave(&mut world, id), Phase::Checkpointed);
+    assert!(!world.node.containers[&key(AUTO)].retain_context);
 }
 
 #[test]
@@ -161,7 +167,7 @@ fn those_on_their_way_count_among_the_contexts_that_stay() {
         world.feed(Input::Command(CommandId(n), key, Request::Offload));
     }
     world.settle();
-    assert_eq!(ids.map(|id| world.agents[&id].phase), [Phase::Parked, Phase::Away]);
+    assert_eq!(ids.map(|id| world.agents[&id].phase), [Phase::CopiedOut, Phase::Checkpointed]);
 }
 
 #[test]
@@ -170,7 +176,7 @@ fn a_context_that_stays_is_left_in_peace_by_the_next_controller() {
     world.restart(false);
     world.settle();
     let id = *world.agents.keys().next().unwrap();
-    assert_eq!((world.state(AUTO), world.agents[&id].phase), (State::Offloaded, Phase::Parked));
+    assert_eq!((world.state(AUTO), world.agents[&id].phase), (State::Offloaded, Phase::CopiedOut));
     come_home(&mut world, id);
 }
 
@@ -182,5 +188,5 @@ fn who_is_sent_away_for_others_takes_its_context_along() {
     let big = world.running(0, 500);
     world.allocate(big, 150);
     world.settle();
-    assert_eq!((world.agents[&big].size, world.agents[&id].phase), (650, Phase::Away));
+    assert_eq!((world.agents[&big].size, world.agents[&id].phase), (650, Phase::Checkpointed));
 }

@@ -3,7 +3,7 @@
 use affinode_proto::{
     state::State,
     wire::{
-        Notes, Phase,
+        Phase, ProcessFlags,
         message::{Action, AgentMessage, ControllerMessage, Outcome},
     },
 };
@@ -49,7 +49,7 @@ fn who_finds_its_gpu_full_comes_back_on_the_other() {
         assert_eq!((world.used_on(0), world.used_on(1)), (600, 600));
         // It lives there now, and comes back there.
         world.settle_all();
-        assert_eq!(world.agents[&id].phase, Phase::Away);
+        assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
         world.take_unmanaged(0);
         comes_home(&mut world, id);
         assert_eq!((world.used_on(0), world.used_on(1)), (0, 600));
@@ -71,9 +71,9 @@ fn who_may_not_or_cannot_waits_for_its_own() {
         let (mut world, id) = crowded(if reason == "parked" { 2 } else { 0 });
         match reason {
             "policy" => {
-                world.node.containers[&key(0)].policy.other_gpu = false;
+                world.node.containers[&key(0)].policy.allow_gpu_migration = false;
             }
-            "library" => world.agents.get_mut(&id).unwrap().notes = Notes::default(),
+            "library" => world.agents.get_mut(&id).unwrap().notes = ProcessFlags::default(),
             "room" => {
                 let other = world.running(1, 500);
                 let other = world.agents.get_mut(&other).unwrap();
@@ -81,7 +81,7 @@ fn who_may_not_or_cannot_waits_for_its_own() {
                 other.fixed = true;
             }
             "mig" => world.mig = true,
-            _ => assert_eq!(world.agents[&id].phase, Phase::Parked),
+            _ => assert_eq!(world.agents[&id].phase, Phase::CopiedOut),
         }
         world.tick();
         world.call(id);
@@ -92,7 +92,7 @@ fn who_may_not_or_cannot_waits_for_its_own() {
             }
             world.work(id);
         }
-        assert!(world.agents[&id].phase.is_off(), "{reason}");
+        assert!(world.agents[&id].phase.is_offloaded(), "{reason}");
         world.take_unmanaged(0);
         comes_home(&mut world, id);
         assert_eq!(world.agents[&id].gpu, 0, "{reason}");
@@ -108,7 +108,7 @@ fn who_could_not_come_back_there_waits_for_its_own() {
         world.call(id);
         world.settle();
         assert!(world.fail.is_none(), "nobody tried");
-        assert_eq!((world.agents[&id].phase, world.agents[&id].gpu), (Phase::Away, 0));
+        assert_eq!((world.agents[&id].phase, world.agents[&id].gpu), (Phase::Checkpointed, 0));
         assert_eq!(world.state(0), State::Queued);
         world.take_unmanaged(0);
         comes_home(&mut world, id);
@@ -137,7 +137,7 @@ fn the_next_controller_knows_where_a_process_was_sent() {
         assert!(sent(&world), "it is not written where");
         if carried_out {
             for _ in 0..100 {
-                if world.agents[&id].phase == Phase::Away {
+                if world.agents[&id].phase == Phase::Checkpointed {
                     world.work(id);
                 }
             }
@@ -147,7 +147,7 @@ fn the_next_controller_knows_where_a_process_was_sent() {
         if fails {
             world.work(id);
             let agent = &world.agents[&id];
-            assert_eq!((agent.phase, agent.gpu), (Phase::Parked, 1));
+            assert_eq!((agent.phase, agent.gpu), (Phase::CopiedOut, 1));
         }
         comes_home(&mut world, id);
         assert_eq!(world.agents[&id].gpu, 1, "{carried_out}");
@@ -160,14 +160,14 @@ fn the_next_controller_knows_where_a_process_was_sent() {
 fn who_cannot_be_sent_where_room_was_proven_is_not_sent_where_none_was() {
     let (mut world, id) = crowded(0);
     world.call(id);
-    assert!(world.node.processes.get(&id).unwrap().to.is_some());
-    world.agents.get_mut(&id).unwrap().notes = Notes::default();
+    assert!(world.node.processes.get(&id).unwrap().target_gpu.is_some());
+    world.agents.get_mut(&id).unwrap().notes = ProcessFlags::default();
     world.tick();
     for _ in 0..20 {
         world.pass();
     }
-    assert_eq!((world.agents[&id].phase, world.agents[&id].gpu), (Phase::Away, 0));
-    assert!(world.node.processes.get(&id).unwrap().to.is_none());
+    assert_eq!((world.agents[&id].phase, world.agents[&id].gpu), (Phase::Checkpointed, 0));
+    assert!(world.node.processes.get(&id).unwrap().target_gpu.is_none());
     world.take_unmanaged(0);
     comes_home(&mut world, id);
     assert_eq!(world.agents[&id].gpu, 0);
@@ -180,14 +180,16 @@ fn sent() -> (World, ProcessId, u64) {
     world.answer_question();
     let order =
         world.agents.get_mut(&id).unwrap().inbox.drain(..).find_map(|message| match message {
-            ControllerMessage::Order { order, action: Action::RestoreOn { .. }, .. } => Some(order),
+            ControllerMessage::Order { order, action: Action::RestoreOnGpu { .. }, .. } => {
+                Some(order)
+            }
             _ => None,
         });
     (world, id, order.expect("it was sent"))
 }
 
 fn needs_room_on(world: &World, id: ProcessId) -> String {
-    world.node.processes.get(&id).unwrap().gone().unwrap().remove(0).uuid
+    world.node.processes.get(&id).unwrap().vram_to_restore().unwrap().remove(0).uuid
 }
 
 /// It had come back by itself, as far as its context, when it read the order.
@@ -198,11 +200,11 @@ fn an_order_that_was_late_moves_nobody() {
         let report = AgentMessage::Report {
             order,
             outcome,
-            phase: Phase::Parked,
+            phase: Phase::CopiedOut,
             cuda_error: 0,
             elapsed_us: 1,
-            carried_bytes: 450,
-            parked_bytes: 450,
+            swappable_bytes: 450,
+            copied_out_bytes: 450,
             unchanged_bytes: 0,
             zero_bytes: 0,
         };
@@ -218,7 +220,7 @@ fn where_somebody_was_sent_is_known_when_it_comes_forward() {
     world.feed(Input::Detached(id));
     world.node.abort_grant(&key(1));
     let agent = world.agents.get_mut(&id).unwrap();
-    (agent.phase, agent.gpu) = (Phase::Parked, 1);
+    (agent.phase, agent.gpu) = (Phase::CopiedOut, 1);
     let id = world.reconnect(id, false);
     assert_ne!(needs_room_on(&world, id), GPU);
     comes_home(&mut world, id);

@@ -24,15 +24,15 @@ fn ends_at(world: &mut World, id: ProcessId, wanted: fn(&Action) -> bool) {
             let agent = world.agents.get_mut(&id).unwrap();
             agent.inbox.pop_front();
             agent.phase = Phase::Open;
-            let carried_bytes = agent.carried;
+            let swappable_bytes = agent.carried;
             let report = AgentMessage::Report {
                 order,
                 outcome: Outcome::DriverError,
                 phase: Phase::Open,
                 cuda_error: ENDED,
                 elapsed_us: 1,
-                carried_bytes,
-                parked_bytes: 0,
+                swappable_bytes,
+                copied_out_bytes: 0,
                 unchanged_bytes: 0,
                 zero_bytes: 0,
             };
@@ -81,14 +81,14 @@ fn driver_ended_turns_its_siblings_round() {
     let mut world = World::new(1);
     let ids = [world.running(0, 200), world.running(0, 200)];
     for _ in 0..200 {
-        if ids.iter().any(|id| world.agents[id].phase == Phase::Away) {
+        if ids.iter().any(|id| world.agents[id].phase == Phase::Checkpointed) {
             break;
         }
         world.tick();
         ids.into_iter().for_each(|id| world.work(id));
         world.answer_question();
     }
-    let last = *ids.iter().find(|id| world.agents[*id].phase != Phase::Away).unwrap();
+    let last = *ids.iter().find(|id| world.agents[*id].phase != Phase::Checkpointed).unwrap();
     ends_at(&mut world, last, |action| matches!(action, Action::Checkpoint { .. }));
     world.exit(last);
     world.settle_all();

@@ -1,13 +1,15 @@
 //! What processes are told that ask NVML while they are away.
 
-use affinode_proto::wire::message::{AgentMessage, ControllerMessage, NOT_KNOWN, Reading};
+use affinode_proto::wire::message::{
+    AgentMessage, ControllerMessage, GpuReading, UNKNOWN_UTILIZATION,
+};
 
 use super::{
     super::{Effect, Input, Millis, Node, ProcessId, input::GpuFigures},
     world::{TOTAL, World},
 };
 
-fn asked(node: &mut Node, now: Millis, id: ProcessId) -> Vec<Reading> {
+fn asked(node: &mut Node, now: Millis, id: ProcessId) -> Vec<GpuReading> {
     let effects = node.handle(now, Input::Message(id, AgentMessage::AskReadings));
     let readings = effects.into_iter().map(|effect| match effect {
         Effect::Send(to, ControllerMessage::Reading(reading)) if to == id => reading,
@@ -33,7 +35,7 @@ fn readings_are_sent_of_every_device() {
     world.feed(Input::Gpus(Ok(gpus)));
     let readings = asked(&mut world.node, world.now, id);
     assert_eq!(readings.len(), 2);
-    let expected = Reading {
+    let expected = GpuReading {
         uuid: [7; 16],
         total_bytes: TOTAL,
         free_bytes: TOTAL - used,
@@ -41,7 +43,7 @@ fn readings_are_sent_of_every_device() {
         gpu_percent: 70,
         memory_percent: 20,
         temperature_c: 41,
-        power_mw: NOT_KNOWN,
+        power_mw: UNKNOWN_UTILIZATION,
     };
     assert_eq!(readings[0], expected);
     assert_eq!(readings[1].uuid, [8; 16]);

@@ -5,13 +5,15 @@ use affinode_proto::{
     wire::{Hazards, message::AgentMessage},
 };
 
-use super::super::{Effect, Input, plan::Moves};
+use super::super::{Effect, Input, plan::OffloadMethod};
 use super::world::{World, key};
 
 #[test]
 fn hidden_way_is_told_once_and_bars_checkpoints() {
     // By the engines of the containers: driver, fast, park.
-    for (n, moves) in [(0, Moves::Checkpoint), (1, Moves::Park), (2, Moves::Park)] {
+    for (n, moves) in
+        [(0, OffloadMethod::DriverCheckpoint), (1, OffloadMethod::Copy), (2, OffloadMethod::Copy)]
+    {
         let mut world = World::new(3);
         let id = world.running(n, 600);
         world.tick();
@@ -25,8 +27,8 @@ fn hidden_way_is_told_once_and_bars_checkpoints() {
         assert_eq!((told(&mut world), told(&mut world)), (1, 0));
         let process = world.node.processes.get(&id).unwrap();
         assert_eq!(world.node.moves(&key(n))(process), moves);
-        let refused = world.node.may_offload(&key(n), true).map_err(|(reason, _)| reason);
-        let wanted = if moves == Moves::Park { Ok(()) } else { Err(Reason::HiddenWay) };
+        let refused = world.node.check_offload(&key(n), true).map_err(|(reason, _)| reason);
+        let wanted = if moves == OffloadMethod::Copy { Ok(()) } else { Err(Reason::HiddenWay) };
         assert_eq!(refused, wanted);
     }
 }

@@ -3,7 +3,7 @@
 use affinode_proto::{
     state::State,
     wire::{
-        Notes, Phase,
+        Phase, ProcessFlags,
         message::{Action, AgentMessage, ControllerMessage, Outcome},
     },
 };
@@ -51,11 +51,11 @@ impl Liar {
 
     /// Takes what has come, and what comes of its answers, until nothing comes any more.
     fn act(&mut self, world: &mut World) {
-        const MOST: usize = 1_000;
+        const MAX_ROUNDS: usize = 1_000;
         let mut taken = 0;
         while let Some(message) = world.agents.get_mut(&self.id).unwrap().inbox.pop_front() {
             taken += 1;
-            assert!(taken < MOST, "its answers are answered for ever");
+            assert!(taken < MAX_ROUNDS, "its answers are answered for ever");
             match message {
                 ControllerMessage::Welcome { .. } => {
                     world.agents.get_mut(&self.id).unwrap().welcomed = true;
@@ -99,8 +99,8 @@ fn report(world: &mut World, id: ProcessId, order: u64, outcome: Outcome) {
         phase: Phase::Open,
         cuda_error: 0,
         elapsed_us: 1,
-        carried_bytes: 0,
-        parked_bytes: 0,
+        swappable_bytes: 0,
+        copied_out_bytes: 0,
         unchanged_bytes: 0,
         zero_bytes: 0,
     };
@@ -122,7 +122,7 @@ fn wakes_beside(mut world: World, manner: Manner) -> Vec<Millis> {
     const TEN_MINUTES_MS: Millis = 600_000;
     let victim = world.running(0, 300);
     world.settle();
-    assert_eq!(world.agents[&victim].phase, Phase::Away);
+    assert_eq!(world.agents[&victim].phase, Phase::Checkpointed);
     let mut liar = Liar::join(&mut world, manner);
     let (mut waits_ms, mut messages) = (Vec::new(), 0);
     while world.now < TEN_MINUTES_MS {
@@ -138,7 +138,7 @@ fn wakes_beside(mut world: World, manner: Manner) -> Vec<Millis> {
             world.tick_after(STEP_MS);
         }
         waits_ms.push(world.now - called);
-        while world.agents[&victim].phase != Phase::Away {
+        while world.agents[&victim].phase != Phase::Checkpointed {
             world.tick_after(STEP_MS);
             liar.act(&mut world);
             serve(&mut world, victim);
@@ -275,7 +275,7 @@ fn newcomer_during_a_proof_is_proven_anew() {
         world.work(newcomer);
     }
     serve(&mut world, victim);
-    assert_eq!(world.agents[&victim].phase, Phase::Away);
+    assert_eq!(world.agents[&victim].phase, Phase::Checkpointed);
     world.exit(newcomer);
     world.settle();
     assert!(!world.agents[&victim].wants, "it still waits");
@@ -285,11 +285,11 @@ fn newcomer_during_a_proof_is_proven_anew() {
 #[test]
 fn holds_are_asked_on_the_device_concerned() {
     for (notes, read, asked) in [
-        (Notes::ONE_GPU, true, false),
+        (ProcessFlags::ONE_GPU, true, false),
         // It has no memory yet that NVML shows: it may be about to take some here.
-        (Notes::ONE_GPU, false, true),
+        (ProcessFlags::ONE_GPU, false, true),
         // It sees both GPUs.
-        (Notes::default(), true, true),
+        (ProcessFlags::default(), true, true),
     ] {
         let mut world = World::new(2);
         world.two_gpus = true;
@@ -298,7 +298,7 @@ fn holds_are_asked_on_the_device_concerned() {
         let agent = world.agents.get_mut(&other.id).unwrap();
         (agent.notes, agent.gpu, agent.fixed) = (notes, 1, true);
         agent.size = if read { 100 } else { 0 };
-        while world.agents[&victim].phase != Phase::Away {
+        while world.agents[&victim].phase != Phase::Checkpointed {
             world.tick();
             other.act(&mut world);
             serve(&mut world, victim);
@@ -329,7 +329,7 @@ fn stalled_controller_blames_no_process() {
         other.act(&mut world);
         serve(&mut world, victim);
         assert_eq!(world.agents[&victim].phase, Phase::Open);
-        while world.agents[&victim].phase != Phase::Away {
+        while world.agents[&victim].phase != Phase::Checkpointed {
             world.tick();
             other.act(&mut world);
             serve(&mut world, victim);
@@ -349,7 +349,8 @@ fn vain_allocations_delay_wakes_less_and_less() {
         let liar = Liar::join(&mut world, Manner::Done).id;
         let (mut ticket, mut told, mut held_ms) = (1, None, 0);
         let mut waits_ms = Vec::new();
-        let want = |ticket| AgentMessage::Want { ticket, bytes: 10, uuid: [7; 16], attempts: 0 };
+        let want =
+            |ticket| AgentMessage::AllocWait { ticket, bytes: 10, uuid: [7; 16], attempts: 0 };
         world.feed(Input::Message(liar, want(ticket)));
         while world.now < 100_000 {
             let called = world.now;
@@ -359,8 +360,10 @@ fn vain_allocations_delay_wakes_less_and_less() {
                 serve(&mut world, victim);
                 while let Some(message) = world.agents.get_mut(&liar).unwrap().inbox.pop_front() {
                     match message {
-                        ControllerMessage::Room { granted: true, .. } => told = Some(world.now),
-                        ControllerMessage::Room { granted: false, .. } => {
+                        ControllerMessage::AllocGrant { granted: true, .. } => {
+                            told = Some(world.now)
+                        }
+                        ControllerMessage::AllocGrant { granted: false, .. } => {
                             world.feed(Input::Message(liar, want(ticket)));
                         }
                         ControllerMessage::Order { order, .. } => {
@@ -371,7 +374,7 @@ fn vain_allocations_delay_wakes_less_and_less() {
                 }
                 if told.take_if(|at| world.now - *at >= idles_ms).is_some() {
                     if !same_ticket {
-                        let over = AgentMessage::WantOver { ticket, served: true };
+                        let over = AgentMessage::AllocWaitDone { ticket, served: true };
                         world.feed(Input::Message(liar, over));
                         ticket += 1;
                     }
@@ -381,7 +384,7 @@ fn vain_allocations_delay_wakes_less_and_less() {
             }
             waits_ms.push(world.now - called);
             held_ms += (world.now - called).saturating_sub(100);
-            while world.agents[&victim].phase != Phase::Away {
+            while world.agents[&victim].phase != Phase::Checkpointed {
                 world.tick_after(20);
                 serve(&mut world, victim);
             }
@@ -398,7 +401,7 @@ fn vain_allocations_delay_wakes_less_and_less() {
 
 /// How long the victim waits for a neighbour that says nothing from now on, in milliseconds.
 fn waits_for_silence(world: &mut World, victim: ProcessId) -> Millis {
-    while world.agents[&victim].phase != Phase::Away {
+    while world.agents[&victim].phase != Phase::Checkpointed {
         world.tick();
         serve(world, victim);
     }
@@ -446,7 +449,7 @@ fn gone_and_disbelieved_processes_are_not_awaited() {
         serve(&mut world, victim);
         assert_eq!(other.holds, 1, "it is told to hold");
         if !scribbles {
-            assert_eq!(world.agents[&victim].phase, Phase::Away, "it is waited for");
+            assert_eq!(world.agents[&victim].phase, Phase::Checkpointed, "it is waited for");
             world.exit(other.id);
             serve(&mut world, victim);
         }
@@ -467,7 +470,7 @@ fn new_sibling_holds_until_the_rest_is_back() {
         world.work(sibling);
     }
     (0..20).for_each(|_| world.pass());
-    assert_eq!(world.agents[&ids[0]].phase, Phase::Away, "there is no room");
+    assert_eq!(world.agents[&ids[0]].phase, Phase::Checkpointed, "there is no room");
     assert!(world.agents[&sibling].held);
     world.others = 0;
     (0..20).for_each(|_| world.pass());

@@ -151,7 +151,7 @@ fn copy_that_turned_back_is_tried_again() {
     world.answer_question();
     while !matches!(
         world.agents[&id].inbox.front(),
-        Some(ControllerMessage::Order { action: Action::Park { .. }, .. })
+        Some(ControllerMessage::Order { action: Action::CopyOut { .. }, .. })
     ) {
         world.work(id);
         world.answer_question();

@@ -14,7 +14,7 @@ fn asker(size: u64) -> (World, ProcessId) {
     world.announce(0);
     let id = world.running(0, size);
     world.settle();
-    assert_eq!(world.agents[&id].phase, Phase::Away);
+    assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
     (world, id)
 }
 
@@ -172,7 +172,7 @@ fn it_goes_before_others_of_its_priority() {
     assert_eq!(world.node.queue.in_order(world.now)[0], key(2));
     let turns = |world: &World| {
         let mut turns = Vec::new();
-        world.node.turns_into(&mut turns);
+        world.node.escalates_to_termination(&mut turns);
         turns
     };
     assert_eq!(turns(&world), [key(0), key(2), key(1)]);
@@ -228,12 +228,12 @@ fn a_call_before_its_gate_is_closed_does_not_turn_it_round() {
     world.call(waiter);
     let goal = |world: &World| world.node.containers[&key(2)].goal;
     // Nobody answers the question for host memory.
-    while goal(&world) == Goal::Home {
+    while goal(&world) == Goal::Resident {
         world.call(busy);
         world.tick();
     }
     world.call(busy);
     world.tick();
-    assert_eq!(goal(&world), Goal::Leaving);
+    assert_eq!(goal(&world), Goal::OffloadRequested);
     assert!(while_in_use(&mut world, &[busy], waiter, 20));
 }

@@ -2,7 +2,7 @@
 
 use affinode_proto::wire::{
     Phase,
-    message::{Action, AgentMessage, ControllerMessage, Outcome, PROOF_HOLDS_MS},
+    message::{Action, AgentMessage, ControllerMessage, Outcome, PROOF_TTL_MS},
 };
 
 use super::super::{Input, ProcessId};
@@ -26,7 +26,7 @@ impl World {
                 }
                 return self.ask(id);
             }
-            Some(ControllerMessage::Room { ticket, granted }) if ticket == agent.tickets => {
+            Some(ControllerMessage::AllocGrant { ticket, granted }) if ticket == agent.tickets => {
                 match &mut agent.asking {
                     Some(asking) if granted => asking.goes_ahead = true,
                     Some(_) => self.end_ask(id, false),
@@ -37,26 +37,26 @@ impl World {
             _ => return,
         };
         let mut outcome = Outcome::Done;
-        let late = action.is_return()
+        let late = action.is_restore()
             && decided_ms > 0
-            && self.now.saturating_sub(decided_ms) > PROOF_HOLDS_MS;
+            && self.now.saturating_sub(decided_ms) > PROOF_TTL_MS;
         let was = agent.phase;
         let (fits, to) = match action {
             Action::Close { .. } => (was == Phase::Open, Phase::Closed),
             Action::Open => (was == Phase::Closed, Phase::Open),
             Action::Lock { .. } => (was == Phase::Closed, Phase::Locked),
-            Action::Park { .. } => (was == Phase::Locked, Phase::Parked),
+            Action::CopyOut { .. } => (was == Phase::Locked, Phase::CopiedOut),
             Action::Checkpoint { .. } => {
-                (matches!(was, Phase::Locked | Phase::Parked), Phase::Away)
+                (matches!(was, Phase::Locked | Phase::CopiedOut), Phase::Checkpointed)
             }
-            Action::RestoreOn { from, to } => {
+            Action::RestoreOnGpu { from, to } => {
                 assert_eq!((usize::from(from), usize::from(to)), (agent.gpu, 1 - agent.gpu));
                 let to = if agent.parked { Phase::Closed } else { Phase::Locked };
-                (was == Phase::Away, to)
+                (was == Phase::Checkpointed, to)
             }
-            Action::Restore if agent.parked => (was.is_off(), Phase::Closed),
-            Action::Restore => (was == Phase::Away, Phase::Locked),
-            Action::Unlock if agent.parked => (was == Phase::Locked, Phase::Parked),
+            Action::Restore if agent.parked => (was.is_offloaded(), Phase::Closed),
+            Action::Restore => (was == Phase::Checkpointed, Phase::Locked),
+            Action::Unlock if agent.parked => (was == Phase::Locked, Phase::CopiedOut),
             Action::Unlock => (was == Phase::Locked, Phase::Closed),
             Action::HoldAllocations { .. } | Action::ReleaseAllocations => (true, was),
         };
@@ -65,12 +65,12 @@ impl World {
             action,
             Action::Close { .. }
                 | Action::Lock { .. }
-                | Action::Park { .. }
+                | Action::CopyOut { .. }
                 | Action::Checkpoint { .. }
-                | Action::RestoreOn { .. }
+                | Action::RestoreOnGpu { .. }
         ) || (action == Action::Restore && agent.parked);
-        let moves = matches!(action, Action::RestoreOn { .. });
-        if !late && was == Phase::Away && action.is_return() {
+        let moves = matches!(action, Action::RestoreOnGpu { .. });
+        if !late && was == Phase::Checkpointed && action.is_restore() {
             let there = used[if moves { 1 - agent.gpu } else { agent.gpu }];
             assert!(there + agent.size <= TOTAL, "restored without room: it would be lost");
         }
@@ -85,25 +85,25 @@ impl World {
             outcome = fail;
             agent.phase = match action {
                 // The agent has unlocked it before.
-                Action::Park { .. } => Phase::Closed,
-                Action::Checkpoint { .. } if fail == Outcome::NotCopied => Phase::Away,
-                Action::Restore => Phase::Parked,
+                Action::CopyOut { .. } => Phase::Closed,
+                Action::Checkpoint { .. } if fail == Outcome::NotCopied => Phase::Checkpointed,
+                Action::Restore => Phase::CopiedOut,
                 // Its context is there, its memory found no room.
-                Action::RestoreOn { .. } if agent.parked && fail == Outcome::DriverError => {
+                Action::RestoreOnGpu { .. } if agent.parked && fail == Outcome::DriverError => {
                     agent.gpu = 1 - agent.gpu;
-                    Phase::Parked
+                    Phase::CopiedOut
                 }
-                Action::RestoreOn { .. } => {
+                Action::RestoreOnGpu { .. } => {
                     outcome = Outcome::Unreachable;
-                    Phase::Away
+                    Phase::Checkpointed
                 }
                 _ => was,
             };
         } else {
             match action {
-                Action::Park { .. } => (agent.parked, agent.prepared) = (true, false),
+                Action::CopyOut { .. } => (agent.parked, agent.prepared) = (true, false),
                 Action::Restore => agent.parked = false,
-                Action::RestoreOn { .. } => (agent.parked, agent.gpu) = (false, 1 - agent.gpu),
+                Action::RestoreOnGpu { .. } => (agent.parked, agent.gpu) = (false, 1 - agent.gpu),
                 _ => {}
             }
             agent.phase = to;
@@ -128,8 +128,8 @@ impl World {
             self.hello(id); // Nobody is there for the report; the Hello says it all.
             return;
         }
-        let (phase, carried_bytes) = (agent.phase, agent.carried);
-        let parked_bytes = agent.parked_bytes();
+        let (phase, swappable_bytes) = (agent.phase, agent.carried);
+        let copied_out_bytes = agent.copied_out_bytes();
         let cuda_error = if outcome == Outcome::Done { 0 } else { 304 };
         self.feed(Input::Message(
             id,
@@ -139,8 +139,8 @@ impl World {
                 phase,
                 cuda_error,
                 elapsed_us: 1,
-                carried_bytes,
-                parked_bytes,
+                swappable_bytes,
+                copied_out_bytes,
                 unchanged_bytes: 0,
                 zero_bytes: 0,
             },

@@ -2,11 +2,11 @@
 
 use affinode_proto::{
     state::State,
-    wire::{Notes, Phase, message::Outcome},
+    wire::{Phase, ProcessFlags, message::Outcome},
 };
 
 use super::{
-    super::plan::Moves,
+    super::plan::OffloadMethod,
     world::{ENGINES, GPU, World, key},
 };
 
@@ -20,7 +20,7 @@ fn parked_memory_is_given_back_and_found_again() {
         assert_eq!((world.state(n), world.used()), (State::Offloaded, held), "{}", ENGINES[n]);
         let list = world.node.list(world.now, 0);
         let shown = list.containers.iter().find(|c| c.state == "Offloaded").unwrap();
-        assert_eq!((shown.vram_bytes, shown.away_bytes), (held, away));
+        assert_eq!((shown.vram_bytes, shown.offloaded_bytes), (held, away));
         world.call(id);
         for _ in 0..10 {
             world.answer_question();
@@ -58,7 +58,10 @@ fn memory_that_cannot_be_copied_leaves_through_the_driver() {
         }
         world.fail = Some(Outcome::DriverError);
         world.settle();
-        assert_eq!((world.state(n), world.agents[&id].phase), (State::Offloaded, Phase::Away));
+        assert_eq!(
+            (world.state(n), world.agents[&id].phase),
+            (State::Offloaded, Phase::Checkpointed)
+        );
         assert_eq!((world.used(), world.agents[&id].parked), (0, false));
         let list = world.node.list(world.now, 0);
         let shown = list.containers.iter().find(|c| c.state == "Offloaded").unwrap();
@@ -66,7 +69,7 @@ fn memory_that_cannot_be_copied_leaves_through_the_driver() {
     }
 }
 
-/// Memory of a vault's making may be among it, after whose checkpoint there is no restore.
+/// Memory of a copier's making may be among it, after whose checkpoint there is no restore.
 #[test]
 fn carried_memory_is_copied_by_whoever_has_not_read_the_page_yet() {
     let mut world = World::new(3);
@@ -75,20 +78,20 @@ fn carried_memory_is_copied_by_whoever_has_not_read_the_page_yet() {
         let process = world.node.processes.get(&id).unwrap();
         world.node.moves(&key(0))(process)
     };
-    assert_eq!(moves(&world), Moves::Checkpoint, "there is none");
+    assert_eq!(moves(&world), OffloadMethod::DriverCheckpoint, "there is none");
     world.agents.get_mut(&id).unwrap().carried = 450;
     world.hello(id);
-    assert_eq!(moves(&world), Moves::Both);
+    assert_eq!(moves(&world), OffloadMethod::CopyAndCheckpoint);
     world.tick();
-    assert_eq!(moves(&world), Moves::Checkpoint, "the page says that there is none");
+    assert_eq!(moves(&world), OffloadMethod::DriverCheckpoint, "the page says that there is none");
 
     let parked = world.running(2, 100);
     world.settle();
-    assert_eq!(world.agents[&parked].phase, Phase::Parked);
+    assert_eq!(world.agents[&parked].phase, Phase::CopiedOut);
     world.restart(false);
     let (_, process) = world.node.processes.of(&key(2)).next().unwrap();
-    assert!(process.page.is_none());
-    assert_eq!(world.node.moves(&key(2))(process), Moves::Park, "it is copied already");
+    assert!(process.counters.is_none());
+    assert_eq!(world.node.moves(&key(2))(process), OffloadMethod::Copy, "it is copied already");
 }
 
 /// It is its container's already; of a claim on more than can be copied nothing is believed.
@@ -98,29 +101,37 @@ fn what_is_kept_needs_no_host_memory_again() {
     let id = world.running(2, 600);
     world.tick();
     let mut process = world.node.processes.get(&id).unwrap().clone();
-    process.carried.bytes = 450;
+    process.carried.swappable_bytes = 450;
     let mut need = |kept_bytes, phase, moves| {
-        process.page.as_mut().unwrap().kept_bytes = kept_bytes;
+        process.counters.as_mut().unwrap().kept_bytes = kept_bytes;
         process.phase = phase;
         process.host_need_bytes(moves)
     };
-    assert_eq!(need(0, Phase::Open, Moves::Park), 600);
-    assert_eq!(need(100, Phase::Open, Moves::Both), 500);
-    assert_eq!(need(u64::MAX, Phase::Locked, Moves::Park), 150);
-    assert_eq!(need(100, Phase::Parked, Moves::Both), 600, "what is in use is not kept");
-    assert_eq!(need(100, Phase::Open, Moves::Checkpoint), 600, "the driver has no use for it");
+    assert_eq!(need(0, Phase::Open, OffloadMethod::Copy), 600);
+    assert_eq!(need(100, Phase::Open, OffloadMethod::CopyAndCheckpoint), 500);
+    assert_eq!(need(u64::MAX, Phase::Locked, OffloadMethod::Copy), 150);
+    assert_eq!(
+        need(100, Phase::CopiedOut, OffloadMethod::CopyAndCheckpoint),
+        600,
+        "what is in use is not kept"
+    );
+    assert_eq!(
+        need(100, Phase::Open, OffloadMethod::DriverCheckpoint),
+        600,
+        "the driver has no use for it"
+    );
 }
 
 #[test]
-fn who_has_found_that_no_vault_serves_leaves_for_none() {
+fn who_has_found_that_no_copier_serves_leaves_for_none() {
     let mut world = World::new(3);
     let id = world.running(1, 600);
     world.settle();
-    assert_eq!(world.node.leaves_for_a_vault(id), Some((GPU.to_owned(), 450)));
-    for (notes, serves) in [(Notes::NO_VAULT, false), (Notes::IPC_REFUSED, true)] {
+    assert_eq!(world.node.offloads_through_copier(id), Some((GPU.to_owned(), 450)));
+    for (notes, serves) in [(ProcessFlags::NO_COPIER, false), (ProcessFlags::IPC_REFUSED, true)] {
         world.agents.get_mut(&id).unwrap().notes = notes;
         world.tick();
-        assert_eq!(world.node.leaves_for_a_vault(id).is_some(), serves, "{notes:?}");
+        assert_eq!(world.node.offloads_through_copier(id).is_some(), serves, "{notes:?}");
     }
 }
 
@@ -132,7 +143,7 @@ fn who_is_locked_with_parked_memory_comes_home_without_any_record() {
     world.settle();
     world.journal.clear();
     let agent = world.agents.get_mut(&id).unwrap();
-    assert_eq!((agent.phase, agent.parked), (Phase::Away, true));
+    assert_eq!((agent.phase, agent.parked), (Phase::Checkpointed, true));
     agent.phase = Phase::Locked;
     world.restart(false);
     let id = *world.agents.keys().next().unwrap();
@@ -151,11 +162,11 @@ fn what_a_parked_neighbour_has_left_makes_room_too() {
     let mut world = World::new(3);
     let parked = world.running(2, 100);
     world.settle();
-    assert_eq!((world.agents[&parked].phase, world.used()), (Phase::Parked, 25));
+    assert_eq!((world.agents[&parked].phase, world.used()), (Phase::CopiedOut, 25));
     let big = world.running(0, 500);
     world.allocate(big, 490);
     world.settle();
-    assert_eq!((world.agents[&big].size, world.agents[&parked].phase), (990, Phase::Away));
+    assert_eq!((world.agents[&big].size, world.agents[&parked].phase), (990, Phase::Checkpointed));
     assert_eq!(world.node.containers[&key(2)].offloads, 1);
     world.call(parked);
     world.settle();
@@ -169,6 +180,6 @@ fn a_neighbour_that_parks_goes_all_the_way_where_its_copy_is_not_enough() {
     let big = world.running(0, 500);
     world.allocate(big, 450);
     world.settle();
-    assert_eq!((world.agents[&big].size, world.agents[&parks].phase), (950, Phase::Away));
+    assert_eq!((world.agents[&big].size, world.agents[&parks].phase), (950, Phase::Checkpointed));
     assert_eq!(world.node.containers[&key(2)].offloads, 1);
 }

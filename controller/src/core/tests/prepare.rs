@@ -4,9 +4,9 @@ use affinode_proto::{
     reason::Reason,
     state::State,
     wire::{
-        Notes, Phase,
+        Phase, ProcessFlags,
+        counters::CounterSnapshot,
         message::{Action, Outcome},
-        page::PageSnapshot,
     },
 };
 
@@ -19,10 +19,10 @@ use super::{
         policy::{Engine, KeepAlive, Mode, Policy},
     },
     agent::page,
-    world::{ENGINES, GPU, LEAST, World, key},
+    world::{ENGINES, GPU, MIN_PREFAULT_BYTES, World, key},
 };
 
-/// The container whose engine is `fast`.
+/// The container whose engine is `full`.
 const FAST: usize = 1;
 const TIMEOUT_MS: Millis = 1_200;
 
@@ -30,8 +30,12 @@ impl World {
     /// Only who is home and is not prepared is told to, only who is that it is over.
     pub(super) fn told_to_prepare(&mut self, id: ProcessId, on: bool) {
         let agent = self.agents.get_mut(&id).expect("it lives");
-        assert_eq!(ENGINES[agent.container], "fast");
-        assert!(agent.phase == Phase::Open || !on && !agent.phase.is_off(), "{:?}", agent.phase);
+        assert_eq!(ENGINES[agent.container], "full");
+        assert!(
+            agent.phase == Phase::Open || !on && !agent.phase.is_offloaded(),
+            "{:?}",
+            agent.phase
+        );
         assert_ne!(std::mem::replace(&mut agent.prepared, on), on, "it knows");
         self.prepared.push((id, on));
     }
@@ -45,7 +49,7 @@ fn policy(world: &mut World, n: usize) -> &mut Policy {
 fn staying(world: &mut World, n: usize, bytes: u64) -> ProcessId {
     let id = world.running(n, bytes);
     let policy = policy(world, n);
-    (policy.mode, policy.prepare) = (Mode::Manual, true);
+    (policy.mode, policy.prefault) = (Mode::Manual, true);
     (policy.idle_timeout_ms, policy.keep_alive) = (TIMEOUT_MS, KeepAlive::Fixed);
     id
 }
@@ -64,22 +68,22 @@ fn rest(world: &mut World) {
     (0..60).for_each(|_| world.tick());
 }
 
-/// NVML may not know yet what was allocated last, or count it to a vault.
+/// NVML may not know yet what was allocated last, or count it to a copier.
 #[test]
 fn what_a_process_can_carry_counts_whatever_nvml_has_seen_of_it() {
     let mut world = World::new(3);
     let id = staying(&mut world, FAST, 600);
     rest(&mut world);
     let process = world.node.processes.get_mut(&id).unwrap();
-    let carried = process.carried.bytes;
+    let carried = process.carried.swappable_bytes;
     process.vram[0].bytes = carried / 2;
-    assert_eq!(world.node.may_prepare(id), Some((GPU.into(), carried)));
-    world.node.processes.get_mut(&id).unwrap().carried.bytes = u64::MAX;
+    assert_eq!(world.node.may_prefault(id), Some((GPU.into(), carried)));
+    world.node.processes.get_mut(&id).unwrap().carried.swappable_bytes = u64::MAX;
     let total = world.node.gpus[0].total_bytes;
-    assert_eq!(world.node.may_prepare(id), Some((GPU.into(), total)), "whatever it claims");
+    assert_eq!(world.node.may_prefault(id), Some((GPU.into(), total)), "whatever it claims");
 }
 
-/// A vault that registers its memory looks like work of its own.
+/// A copier that registers its memory looks like work of its own.
 #[test]
 fn what_nvml_shows_of_the_preparation_is_no_use_of_the_gpu() {
     let mut world = World::new(3);
@@ -93,11 +97,11 @@ fn what_nvml_shows_of_the_preparation_is_no_use_of_the_gpu() {
     assert_eq!((world.prepared.len(), world.state(FAST)), (0, State::Idle));
 }
 
-/// Until it has the order to copy: whether a vault may do so beside the checkpoint.
+/// Until it has the order to copy: whether a copier may do so beside the checkpoint.
 fn until_park(world: &mut World, id: ProcessId) -> bool {
     for _ in 0..100 {
         let pending = world.node.processes.get(&id).and_then(|p| p.pending);
-        if let Some(Action::Park { how, .. }) = pending.map(|pending| pending.action) {
+        if let Some(Action::CopyOut { how, .. }) = pending.map(|pending| pending.action) {
             return how.then_checkpoint;
         }
         if world.questions.is_empty() { world.work(id) } else { world.answer_question() }
@@ -138,13 +142,16 @@ fn who_is_away_with_its_memory_on_the_device_needs_the_rest_alone() {
     let id = staying(&mut world, FAST, 600);
     ask(&mut world, Request::Offload);
     world.settle_all();
-    assert_eq!(world.agents[&id].phase, Phase::Away);
+    assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
     let process = |world: &World| world.node.processes.get(&id).unwrap().clone();
-    let (all, carried) = (process(&world).away_bytes(), process(&world).carried.bytes);
-    for (notes, needs) in [(Notes::HANDED, all - carried), (Notes::default(), all)] {
-        let page = PageSnapshot { notes, ..page(&world.agents[&id]) };
+    let (all, carried) =
+        (process(&world).offloaded_vram_bytes(), process(&world).carried.swappable_bytes);
+    for (notes, needs) in
+        [(ProcessFlags::EXPORTED_TO_COPIER, all - carried), (ProcessFlags::default(), all)]
+    {
+        let page = CounterSnapshot { notes, ..page(&world.agents[&id]) };
         world.feed(Input::Page(id, page));
-        assert_eq!(process(&world).away_bytes(), needs);
+        assert_eq!(process(&world).offloaded_vram_bytes(), needs);
     }
 }
 
@@ -155,7 +162,7 @@ fn ask(world: &mut World, request: Request) {
 #[test]
 fn it_is_told_once_at_half_the_idle_timeout_in_every_mode() {
     for mode in [Mode::Manual, Mode::Pressure, Mode::Eager, Mode::Auto] {
-        for engine in [Engine::Fast, Engine::Auto] {
+        for engine in [Engine::Full, Engine::Auto] {
             let mut world = World::new(3);
             let id = staying(&mut world, FAST, 600);
             (policy(&mut world, FAST).mode, policy(&mut world, FAST).engine) = (mode, engine);
@@ -186,12 +193,12 @@ fn who_would_leave_sooner_is_prepared_sooner() {
 fn nobody_is_prepared_who_would_leave_another_way_or_not_at_all() {
     type Change = fn(&mut World, ProcessId);
     let cases: [(&str, Change); 11] = [
-        ("without the policy", |world, _| policy(world, FAST).prepare = false),
-        ("driver", |world, _| policy(world, FAST).engine = Engine::Driver),
-        ("park", |world, _| policy(world, FAST).engine = Engine::Park),
-        ("park, with memory of a vault's making", |world, id| {
-            policy(world, FAST).engine = Engine::Park;
-            world.agents.get_mut(&id).unwrap().notes = Notes::IMPORTED;
+        ("without the policy", |world, _| policy(world, FAST).prefault = false),
+        ("checkpoint", |world, _| policy(world, FAST).engine = Engine::Checkpoint),
+        ("copy", |world, _| policy(world, FAST).engine = Engine::Copy),
+        ("park, with memory of a copier's making", |world, id| {
+            policy(world, FAST).engine = Engine::Copy;
+            world.agents.get_mut(&id).unwrap().notes = ProcessFlags::IMPORTED;
         }),
         ("an allocation waits", |world, id| {
             world.running(2, 200);
@@ -202,8 +209,12 @@ fn nobody_is_prepared_who_would_leave_another_way_or_not_at_all() {
         ("pinned", |world, _| assert!(world.node.pin(&key(FAST), true))),
         ("too small", |world, _| policy(world, FAST).minimum_vram_bytes = 601),
         ("hazard", |world, id| world.agents.get_mut(&id).unwrap().fixed = true),
-        ("no vault", |world, id| world.agents.get_mut(&id).unwrap().notes = Notes::NO_VAULT),
-        ("too little to copy", |world, id| world.agents.get_mut(&id).unwrap().carried = LEAST - 1),
+        ("no copier", |world, id| {
+            world.agents.get_mut(&id).unwrap().notes = ProcessFlags::NO_COPIER
+        }),
+        ("too little to copy", |world, id| {
+            world.agents.get_mut(&id).unwrap().carried = MIN_PREFAULT_BYTES - 1
+        }),
     ];
     for (name, change) in cases {
         let mut world = World::new(3);
@@ -214,7 +225,7 @@ fn nobody_is_prepared_who_would_leave_another_way_or_not_at_all() {
     }
     let mut world = World::new(3);
     let id = staying(&mut world, FAST, 600);
-    world.agents.get_mut(&id).unwrap().carried = LEAST;
+    world.agents.get_mut(&id).unwrap().carried = MIN_PREFAULT_BYTES;
     rest(&mut world);
     assert_eq!(world.prepared, [(id, true)]);
 }
@@ -254,7 +265,7 @@ fn nobody_is_prepared_on_any_way() {
     let mut world = World::new(3);
     let id = prepared(&mut world);
     ask(&mut world, Request::Offload);
-    policy(&mut world, FAST).prepare = false;
+    policy(&mut world, FAST).prefault = false;
     world.tick();
     assert_eq!(world.prepared, []);
     world.call(id);
@@ -290,9 +301,9 @@ fn a_call_ends_it_and_the_next_idleness_has_its_own() {
 #[test]
 fn it_ends_with_the_policy_and_with_what_speaks_against_a_move() {
     let changes: [fn(&mut World, ProcessId); 4] = [
-        |world, _| policy(world, FAST).prepare = false,
+        |world, _| policy(world, FAST).prefault = false,
         |world, _| policy(world, FAST).mode = Mode::Off,
-        |world, _| policy(world, FAST).engine = Engine::Driver,
+        |world, _| policy(world, FAST).engine = Engine::Checkpoint,
         |world, id| world.agents.get_mut(&id).unwrap().fixed = true,
     ];
     for change in changes {
@@ -378,9 +389,9 @@ fn who_was_not_copied_a_few_times_in_a_row_is_prepared_no_more() {
     let id = staying(&mut world, FAST, 600);
     let mut leaves = |copied: bool| {
         rest(&mut world);
-        let was_prepared = world.node.processes.get(&id).unwrap().prepared;
+        let was_prepared = world.node.processes.get(&id).unwrap().prefault_ordered;
         ask(&mut world, Request::Offload);
-        while world.agents[&id].phase != Phase::Parked {
+        while world.agents[&id].phase != Phase::CopiedOut {
             world.tick();
             world.answer_question();
             world.work(id);
@@ -388,7 +399,7 @@ fn who_was_not_copied_a_few_times_in_a_row_is_prepared_no_more() {
         world.fail = (!copied).then_some(Outcome::NotCopied);
         world.settle_all();
         assert_eq!(world.fail, None);
-        assert_eq!(world.agents[&id].phase == Phase::Away, copied, "else it came home");
+        assert_eq!(world.agents[&id].phase == Phase::Checkpointed, copied, "else it came home");
         world.call(id);
         world.settle_all();
         assert_eq!(world.agents[&id].phase, Phase::Open);
@@ -411,7 +422,7 @@ fn it_lasts_until_it_is_home_again_and_the_next_idleness_has_its_own() {
         world.work(id);
     }
     assert_eq!((world.state(FAST), world.agents[&id].phase), (State::Active, Phase::Open));
-    assert!(!world.node.processes.get(&id).unwrap().prepared);
+    assert!(!world.node.processes.get(&id).unwrap().prefault_ordered);
     assert_eq!(world.prepared, []);
     rest(&mut world);
     assert_eq!(world.prepared, [(id, true)]);
@@ -422,7 +433,7 @@ fn it_ends_with_the_connection() {
     let mut world = World::new(3);
     let id = prepared(&mut world);
     world.feed(Input::Detached(id));
-    assert!(!world.node.processes.get(&id).unwrap().prepared);
+    assert!(!world.node.processes.get(&id).unwrap().prefault_ordered);
     let id = world.reconnect(id, false);
     while !world.agents[&id].inbox.is_empty() {
         world.work(id);
@@ -440,7 +451,7 @@ fn what_is_ready_is_not_asked_for_a_second_time() {
     for (kept, need) in [(0, 600), (450, 150)] {
         let mut world = World::new(3);
         let id = prepared(&mut world);
-        assert!(!policy(&mut world, FAST).keep_copy);
+        assert!(!policy(&mut world, FAST).retain_host_copy);
         world.agents.get_mut(&id).unwrap().kept = kept;
         world.tick();
         ask(&mut world, Request::Offload);
@@ -459,7 +470,7 @@ fn what_is_ready_is_not_asked_for_a_second_time() {
 fn who_leaves_is_told_apart_from_who_has_left_and_who_never_does() {
     let mut world = World::new(3);
     let id = prepared(&mut world);
-    assert_eq!(world.node.may_prepare(id), Some((GPU.to_owned(), 450)));
+    assert_eq!(world.node.may_prefault(id), Some((GPU.to_owned(), 450)));
     assert!(!world.node.is_leaving(id));
     ask(&mut world, Request::Offload);
     assert!(world.node.is_leaving(id));
@@ -473,7 +484,7 @@ fn who_leaves_is_told_apart_from_who_has_left_and_who_never_does() {
     world.settle();
     ask(&mut world, Request::Offload);
     world.settle();
-    assert_eq!(world.agents[&id].phase, Phase::Away);
+    assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
     assert!(!world.node.is_leaving(id));
 }
 
@@ -484,7 +495,7 @@ fn of_two_that_leave_one_after_the_other_the_first_has_left() {
     let second = world.running(FAST, 300);
     world.tick();
     ask(&mut world, Request::Offload);
-    while world.agents[&first].phase != Phase::Away {
+    while world.agents[&first].phase != Phase::Checkpointed {
         world.tick();
         world.answer_question();
         [first, second].into_iter().for_each(|id| world.work(id));

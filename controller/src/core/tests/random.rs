@@ -196,11 +196,11 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
     fixed.collect::<Vec<_>>().into_iter().for_each(|id| world.exit(id));
     world.settle_all();
     for (id, agent) in &world.agents {
-        let shallow = world.node.containers[&key(agent.container)].shallow;
-        let parks = ENGINES[agent.container] == "park" || shallow;
-        let parks = parks && agent.phase == Phase::Parked;
+        let shallow = world.node.containers[&key(agent.container)].retain_context;
+        let parks = ENGINES[agent.container] == "copy" || shallow;
+        let parks = parks && agent.phase == Phase::CopiedOut;
         prop_assert!(
-            parks || matches!(agent.phase, Phase::Open | Phase::Away),
+            parks || matches!(agent.phase, Phase::Open | Phase::Checkpointed),
             "{id:?} is left in {:?}",
             agent.phase
         );
@@ -303,7 +303,7 @@ fn who_had_nearly_all_of_a_device_comes_home_to_it() {
     let other = world.running(1, 300);
     world.call(id);
     world.settle();
-    assert_eq!(world.agents[&other].phase, Phase::Away);
+    assert_eq!(world.agents[&other].phase, Phase::Checkpointed);
     assert!(!world.agents[&id].wants, "it still waits");
 }
 

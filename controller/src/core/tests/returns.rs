@@ -286,7 +286,7 @@ fn who_says_that_it_is_away_and_was_never_moved_is_not_believed() {
     world.join(1);
     let liar = world.agents.last_entry().unwrap();
     let id = *liar.key();
-    liar.into_mut().phase = Phase::Away;
+    liar.into_mut().phase = Phase::Checkpointed;
     world.hello(id);
     assert_eq!(world.state(1), State::Active);
     assert!(world.node.queue.is_empty());
@@ -351,15 +351,15 @@ fn a_controller_that_was_stopped_does_not_trust_what_it_proved_before() {
     world.now += 6_000;
     world.others = 600;
     let (outcome, phase) = (Outcome::Done, Phase::Locked);
-    let (carried_bytes, parked_bytes) = (0, 0);
+    let (swappable_bytes, copied_out_bytes) = (0, 0);
     let report = AgentMessage::Report {
         order,
         outcome,
         phase,
         cuda_error: 0,
         elapsed_us: 1,
-        carried_bytes,
-        parked_bytes,
+        swappable_bytes,
+        copied_out_bytes,
         unchanged_bytes: 0,
         zero_bytes: 0,
     };
@@ -393,7 +393,7 @@ fn who_was_stopped_before_it_read_the_order_comes_home_with_another_one() {
     }
     world.others = 600;
     world.work(id);
-    assert_eq!(world.agents[&id].phase, Phase::Away);
+    assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
     world.others = 0;
     world.settle();
     assert!(!world.agents[&id].wants, "it still waits");

@@ -67,7 +67,7 @@ proptest! {
             for _ in 0..=ticks {
                 let home = |world: &World, n| {
                     let c = &world.node.containers[&key(n)];
-                    (c.goal == Goal::Home, c.came_home)
+                    (c.goal == Goal::Resident, c.restored_at)
                 };
                 let were: Vec<_> = (0..3).map(|n| home(&world, n)).collect();
                 pass(&mut world);

@@ -7,7 +7,7 @@ use affinode_proto::{
 };
 
 use super::{
-    super::{ProcessId, plan::Moves},
+    super::{ProcessId, plan::OffloadMethod},
     world::{World, key},
 };
 
@@ -31,7 +31,7 @@ fn process_with_tool_is_copied_and_keeps_context() {
             for _ in 0..2 {
                 world.settle();
                 assert_eq!(world.state(n), State::Offloaded);
-                assert_eq!((world.agents[&id].phase, world.used()), (Phase::Parked, 150));
+                assert_eq!((world.agents[&id].phase, world.used()), (Phase::CopiedOut, 150));
                 world.call(id);
                 world.settle_all();
             }
@@ -55,7 +55,7 @@ fn video_library_has_a_reason_of_its_own() {
     let mut world = World::new(3);
     let id = world.running(0, 600);
     world.node.learn_hazards(id, Hazards(Hazards::VIDEO.0 | Hazards::TOOLS.0));
-    let refused = world.node.may_offload(&key(0), true).map_err(|(reason, _)| reason);
+    let refused = world.node.check_offload(&key(0), true).map_err(|(reason, _)| reason);
     assert_eq!(refused, Err(Reason::Video));
 }
 
@@ -79,7 +79,7 @@ fn tool_in_mid_offload_turns_the_process_back() {
         world.settle_all();
         assert_eq!(world.state(n), after);
         let parked = after == State::Offloaded;
-        assert_eq!(world.agents[&id].phase, if parked { Phase::Parked } else { Phase::Open });
+        assert_eq!(world.agents[&id].phase, if parked { Phase::CopiedOut } else { Phase::Open });
     }
 }
 
@@ -88,11 +88,11 @@ fn tool_in_mid_offload_turns_the_process_back() {
 fn context_of_a_tool_is_no_room_for_waiters() {
     let mut world = World::new(3);
     let id = with_tool(&mut world, 1);
-    let before = world.node.gives(&key(1), true);
+    let before = world.node.vram_freed_by(&key(1), true);
     assert_eq!(before.iter().map(|held| held.bytes).sum::<u64>(), 450);
     world.settle();
-    assert_eq!(world.agents[&id].phase, Phase::Parked);
-    assert_eq!(world.node.gives(&key(1), true), []);
+    assert_eq!(world.agents[&id].phase, Phase::CopiedOut);
+    assert_eq!(world.node.vram_freed_by(&key(1), true), []);
 }
 
 #[test]
@@ -107,7 +107,7 @@ fn copy_that_failed_leaves_a_process_with_tool() {
     world.fail = Some(Outcome::DriverError);
     world.settle_all();
     let process = world.node.processes.get(&id).unwrap();
-    assert_ne!(world.node.moves(&key(1))(process), Moves::Park);
+    assert_ne!(world.node.moves(&key(1))(process), OffloadMethod::Copy);
     assert_eq!((world.state(1), world.agents[&id].phase), (State::Idle, Phase::Open));
     assert!(world.refused.contains(&Reason::Tools.to_string()), "{:?}", world.refused);
 }

@@ -44,7 +44,7 @@ fn who_works_stays_and_says_so_until_it_does_not_work_any_more() {
     pass(&mut world, 3, |world| vec![work(world, id)]);
     assert_eq!(world.state(0), State::Active);
     pass(&mut world, 10, |_| Vec::new());
-    assert_eq!(world.agents[&id].phase, Phase::Away);
+    assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
 }
 
 #[test]
@@ -74,7 +74,7 @@ fn a_person_may_move_who_works() {
     pass(&mut world, 3, |world| vec![work(world, id)]);
     world.feed(Input::Command(CommandId(1), key(0), Request::Offload));
     pass(&mut world, 3, |world| vec![work(world, id)]);
-    assert_eq!(world.agents[&id].phase, Phase::Away);
+    assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
 }
 
 #[test]
@@ -83,7 +83,7 @@ fn a_witness_that_falls_silent_is_not_believed_for_ever() {
     let id = world.running(0, 600);
     pass(&mut world, 3, |world| vec![work(world, id)]);
     world.settle();
-    assert_eq!(world.agents[&id].phase, Phase::Away);
+    assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
 }
 
 /// Work of others keeps nobody: on a device where it holds nothing, of another pid, of one
@@ -104,7 +104,7 @@ fn only_its_own_work_keeps_it() {
             change(&mut work);
             vec![work]
         });
-        assert_eq!(world.agents[&id].phase, Phase::Away);
+        assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
     }
 }
 

@@ -7,16 +7,16 @@ use affinode_proto::{
     reason::Reason,
     state::State,
     wire::{
-        Hazards, Notes, Phase,
+        Hazards, Phase, ProcessFlags,
+        counters::CounterSnapshot,
         message::{AgentMessage, ControllerMessage, Outcome},
-        page::PageSnapshot,
     },
 };
 
 use super::super::{
     Effect, GpuSample, Input, Key, Millis, Node, ProcessId, Record, Settings,
     container::{Container, Goal},
-    input::{Carried, CommandId, Identity},
+    input::{CommandId, Identity, SwapStatus},
     policy::{KeepAlive, Mode, OnOom, Policies, Policy, Restore, WakeOn},
 };
 use super::agent::{Agent, Asking, page};
@@ -26,9 +26,9 @@ pub(super) const GPU: &str = "GPU-07070707-0707-0707-0707-070707070707";
 const OTHER_GPU: &str = "GPU-08080808-0808-0808-0808-080808080808";
 pub(super) const TOTAL: u64 = 1_000;
 /// Whose agent copies less is not prepared.
-pub(super) const LEAST: u64 = 100;
+pub(super) const MIN_PREFAULT_BYTES: u64 = 100;
 /// Of the containers.
-pub(super) const ENGINES: [&str; 3] = ["driver", "fast", "park"];
+pub(super) const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
 
 pub(super) struct World {
     pub(super) node: Node,
@@ -52,7 +52,7 @@ pub(super) struct World {
     pub(super) immediate: Vec<usize>,
     /// Containers are prepared for their leaving.
     pub(super) prepare: bool,
-    /// The engine of who has `fast` else is `auto`.
+    /// The engine of who has `full` else is `auto`.
     pub(super) auto: bool,
     /// Who was told to make memory ready, or that it is over.
     pub(super) prepared: Vec<(ProcessId, bool)>,
@@ -79,11 +79,11 @@ pub(super) fn settings() -> Settings {
         on_oom: OnOom::Wait,
         restore: Restore::ByAnnotation,
         wake_on: WakeOn::Connection,
-        other_gpu: true,
+        allow_gpu_migration: true,
         ..Policy::default()
     };
     let policies = Policies { node, ..Policies::default() };
-    Settings { policies, prepare_least_bytes: LEAST, ..Settings::default() }
+    Settings { policies, prefault_min_bytes: MIN_PREFAULT_BYTES, ..Settings::default() }
 }
 
 impl World {
@@ -125,7 +125,7 @@ impl World {
                     "affinode.io/engine".to_owned(),
                     if auto { "auto" } else { ENGINES[n] }.to_owned(),
                 ),
-                ("affinode.io/prepare".to_owned(), self.prepare.to_string()),
+                ("affinode.io/prefault".to_owned(), self.prepare.to_string()),
                 (
                     "affinode.io/restore".to_owned(),
                     if self.immediate.contains(&n) { "immediate" } else { "queue" }.to_owned(),
@@ -209,7 +209,8 @@ impl World {
 
     /// Containers that are being sent away for others, as long as nothing was touched.
     fn leaving(&self) -> BTreeSet<Key> {
-        let pressed = |c: &Container| c.goal == Goal::Leaving && c.cause == Reason::Pressure;
+        let pressed =
+            |c: &Container| c.goal == Goal::OffloadRequested && c.cause == Reason::Pressure;
         let all = self.node.containers.iter().filter(|(_, c)| pressed(c));
         all.map(|(key, _)| key.clone()).collect()
     }
@@ -228,8 +229,8 @@ impl World {
     /// may ask for it.
     fn told_to_end(&mut self, pid: u32, by_force: bool) {
         let agent = self.agents.values().find(|agent| agent.pid == pid).expect("it lives");
-        assert!(!agent.phase.is_off(), "the memory of {pid} is away: its end frees nothing");
-        let stayed = self.node.containers[&key(agent.container)].stayed;
+        assert!(!agent.phase.is_offloaded(), "the memory of {pid} is away: its end frees nothing");
+        let stayed = self.node.containers[&key(agent.container)].forced_offload_failed_at;
         assert!(agent.fixed || stayed.is_some(), "{pid} could be moved");
         let asked = self.immediate.iter().any(|n| n % 2 >= agent.container % 2);
         assert!(asked, "{pid} is above whoever asks");
@@ -269,7 +270,7 @@ impl World {
             tools: false,
             prepared: false,
             kept: 0,
-            notes: if self.two_gpus { Notes::MOVABLE } else { Notes::default() },
+            notes: if self.two_gpus { ProcessFlags::MOVABLE } else { ProcessFlags::default() },
             asking: None,
             tickets: 0,
             held_here: false,
@@ -306,7 +307,7 @@ impl World {
         let agent = &self.agents[&id];
         let Some(Asking { bytes, attempts, .. }) = agent.asking else { return };
         let (ticket, uuid) = (agent.tickets, [[7; 16], [8; 16]][agent.gpu]);
-        self.feed(Input::Message(id, AgentMessage::Want { ticket, bytes, uuid, attempts }));
+        self.feed(Input::Message(id, AgentMessage::AllocWait { ticket, bytes, uuid, attempts }));
     }
 
     /// An allocation that was told to go ahead does, through the gate.
@@ -335,7 +336,7 @@ impl World {
         let Some(agent) = self.agents.get_mut(&id) else { return };
         agent.asking = None;
         let ticket = agent.tickets;
-        self.feed(Input::Message(id, AgentMessage::WantOver { ticket, served }));
+        self.feed(Input::Message(id, AgentMessage::AllocWaitDone { ticket, served }));
     }
 
     /// A process that is welcome and holds VRAM: for tests that need no more.
@@ -362,9 +363,9 @@ impl World {
             phase: agent.phase,
             generation: agent.generation,
             hazards: if agent.tools { agent.hazards() } else { Hazards::default() },
-            carried: Carried {
-                bytes: agent.carried,
-                parked_bytes: agent.parked_bytes(),
+            carried: SwapStatus {
+                swappable_bytes: agent.carried,
+                copied_out_bytes: agent.copied_out_bytes(),
                 unchanged_bytes: 0,
                 zero_bytes: 0,
             },
@@ -395,7 +396,7 @@ impl World {
     pub(super) fn tick_after(&mut self, ms: Millis) {
         self.now += ms;
         self.end_them();
-        let pages: Vec<(ProcessId, PageSnapshot)> =
+        let pages: Vec<(ProcessId, CounterSnapshot)> =
             self.agents.iter().map(|(id, a)| (*id, page(a))).collect();
         for (id, page) in pages {
             self.feed(Input::Page(id, page));

@@ -59,7 +59,7 @@ export function drawDetail(node, container) {
   tickDetail(node, container);
   const rows = container.processes.map((p) => el("tr", {},
     el("td", { class: "n" }, String(p.pid)), el("td", {}, p.command), el("td", {}, p.phase),
-    el("td", { class: "n" }, bytes(p.vram_bytes)), el("td", { class: "n" }, bytes(p.away_bytes)),
+    el("td", { class: "n" }, bytes(p.vram_bytes)), el("td", { class: "n" }, bytes(p.offloaded_bytes)),
     el("td", { class: "n" }, Number.isFinite(p.utilization_percent) ? `${p.utilization_percent} %` : "–"), el("td", { class: "n" }, count(p.calls)), el("td", { class: "n" }, count(rate(p))),
     el("td", {}, p.last_call ? el("code", {}, p.last_call) : "–"), el("td", { class: "n" }, String(p.waiters)),
     el("td", { class: "warn" }, p.hazards.join(", "))));

@@ -16,11 +16,11 @@ function parts(gpu) {
       }
     }
   }
-  const other = Math.max(0, gpu.vram_used_bytes - used - idle - gpu.vault_vram_bytes);
+  const other = Math.max(0, gpu.vram_used_bytes - used - idle - gpu.copier_vram_bytes);
   const free = Math.max(0, gpu.vram_total_bytes - gpu.vram_used_bytes - gpu.vram_reserved_bytes);
   return [
     ["used", "in use", used], ["idle", "held idle", idle], ["other", "others", other],
-    ["vault", "vault", gpu.vault_vram_bytes],
+    ["copier", "copier", gpu.copier_vram_bytes],
     ["reserved", "promised", gpu.vram_reserved_bytes], ["free", "free", free],
   ];
 }
@@ -61,13 +61,13 @@ export function drawHeader() {
   const all = [...store.containers.values()];
   const sum = (pick) => all.reduce((total, container) => total + pick(container), 0);
   // Zeros are given back, and are nowhere.
-  const zeros = (container) => container.processes.reduce((all, p) => all + (p.away.length ? Math.min(p.zero_bytes || 0, p.parked_bytes || 0) : 0), 0);
+  const zeros = (container) => container.processes.reduce((all, p) => all + (p.offloaded.length ? Math.min(p.zero_bytes || 0, p.copied_out_bytes || 0) : 0), 0);
   // What several hold together is there once.
-  const vaults = (pick) => node.gpus.reduce((all, gpu) => all + (pick(gpu) || 0), 0);
-  const each = sum((container) => Math.max(0, container.away_bytes - zeros(container)));
-  const stored = vaults((gpu) => gpu.vault_stored_bytes);
-  const away = Math.max(0, each - vaults((gpu) => gpu.vault_shared_bytes)) + stored;
-  const saved = Math.max(0, vaults((gpu) => gpu.vault_shared_bytes) - stored);
+  const copiers = (pick) => node.gpus.reduce((all, gpu) => all + (pick(gpu) || 0), 0);
+  const each = sum((container) => Math.max(0, container.offloaded_bytes - zeros(container)));
+  const stored = copiers((gpu) => gpu.copier_stored_bytes);
+  const away = Math.max(0, each - copiers((gpu) => gpu.copier_shared_bytes)) + stored;
+  const saved = Math.max(0, copiers((gpu) => gpu.copier_shared_bytes) - stored);
   const queued = all.filter((container) => container.state === "Queued").length;
   const rows = [
     ["Given back, in host RAM", bytes(away).replace("–", "0"), node.host_free_bytes ? `of ${bytes(away + node.host_free_bytes)}` : ""],

@@ -7,7 +7,7 @@ import { idleMs, lastCall, nodeNow, store } from "./store.js";
 const ORDER = ["Lost", "Queued", "Restoring", "Closing", "Offloading", "Active", "Idle", "Offloaded", "Unregistered"];
 const COLUMNS = [
   ["Container", (c) => c.name, 1], ["State", (c) => ORDER.indexOf(c.state), 1], ["Activity", (c) => store.activity.get(c.key)?.at(-1) ?? 0, -1],
-  ["VRAM", (c) => c.vram_bytes, -1], ["In host RAM", (c) => c.away_bytes, -1], ["Wake", (c) => c.last_wake_ms, -1],
+  ["VRAM", (c) => c.vram_bytes, -1], ["In host RAM", (c) => c.offloaded_bytes, -1], ["Wake", (c) => c.last_wake_ms, -1],
   ["Policy", (c) => c.mode, 1], ["Why", (c) => c.reason_text, 1],
 ];
 const NUMBERS = new Set(["VRAM", "In host RAM", "Wake"]);
@@ -89,7 +89,7 @@ export function drawRow(key) {
   if (parts.item.dataset.state !== container.state) parts.item.dataset.state = container.state;
   put(parts.word, container.state);
   put(parts.vram, bytes(container.vram_bytes));
-  put(parts.away.firstChild, bytes(container.away_bytes));
+  put(parts.away.firstChild, bytes(container.offloaded_bytes));
   put(parts.moves, container.offloads ? `${count(container.offloads)} ${container.offloads === 1 ? "offload" : "offloads"}` : "");
   put(parts.wake.firstChild, container.restores ? took(container.last_wake_ms) : "–");
   put(parts.p99, container.wake_p99_ms ? `p99 ${took(container.wake_p99_ms)}` : "");

@@ -19,11 +19,11 @@ use tokio_rustls::{
     },
 };
 
-use super::super::guard::Access;
+use super::super::guard::AccessRule;
 use crate::config::KubernetesSection;
 
 /// Questions at a time; more wait within their own time.
-const AT_ONCE: usize = 8;
+const MAX_CONCURRENT_REVIEWS: usize = 8;
 /// Time for a question, waiting included.
 const TIME: Duration = Duration::from_secs(5);
 /// Bytes of an answer.
@@ -167,7 +167,7 @@ impl ApiServer {
             ca_file: section.ca_file.clone().into(),
             token_file: section.token_file.clone().into(),
             audiences: section.audiences.clone(),
-            turns: Semaphore::new(AT_ONCE),
+            turns: Semaphore::new(MAX_CONCURRENT_REVIEWS),
         })
     }
 
@@ -190,7 +190,7 @@ impl ApiServer {
     }
 
     /// Whether a user may do that.
-    pub async fn may(&self, user: &User, access: Access) -> Result<bool, ReviewError> {
+    pub async fn may(&self, user: &User, access: AccessRule) -> Result<bool, ReviewError> {
         let mut spec = json!(user);
         spec["nonResourceAttributes"] = json!({ "path": access.path, "verb": access.verb });
         let question = json!({

@@ -6,15 +6,15 @@ use tokio::time::Instant;
 
 /// Answers by question.
 #[derive(Debug)]
-pub struct Cache<K, V> {
+pub struct ReviewCache<K, V> {
     most: usize,
     answers: HashMap<K, (V, Instant)>,
 }
 
-impl<K: Clone + Eq + Hash, V: Clone> Cache<K, V> {
+impl<K: Clone + Eq + Hash, V: Clone> ReviewCache<K, V> {
     /// One that keeps at most so many.
-    pub fn new(most: usize) -> Cache<K, V> {
-        Cache { most, answers: HashMap::new() }
+    pub fn new(most: usize) -> ReviewCache<K, V> {
+        ReviewCache { most, answers: HashMap::new() }
     }
 
     /// The answer, while it holds.
@@ -46,7 +46,7 @@ mod tests {
     #[test]
     fn an_answer_holds_for_its_time_and_their_number_is_bounded() {
         let (start, second) = (Instant::now(), Duration::from_secs(1));
-        let mut cache = Cache::new(3);
+        let mut cache = ReviewCache::new(3);
         cache.keep("known", true, start, 60 * second);
         assert_eq!(cache.get(&"known", start + 59 * second), Some(true));
         assert_eq!(cache.get(&"known", start + 60 * second), None);

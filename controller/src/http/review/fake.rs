@@ -10,7 +10,7 @@ use std::{
     },
 };
 
-use crate::{config::KubernetesSection, http::Papers};
+use crate::{config::KubernetesSection, http::TlsIdentity};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
 use hyper::{
@@ -59,7 +59,7 @@ pub struct Desk {
 }
 
 /// A new certificate authority in `ca.crt`, and papers of 127.0.0.1 from it.
-pub fn papers(folder: &Path) -> Papers {
+pub fn papers(folder: &Path) -> TlsIdentity {
     let write = |name: &str, text: String| {
         let file = folder.join(name);
         std::fs::write(&file, text).unwrap();
@@ -73,7 +73,7 @@ pub fn papers(folder: &Path) -> Papers {
     let server = CertificateParams::new(vec!["127.0.0.1".into()]).unwrap();
     let certificate = server.signed_by(&key, &Issuer::new(ca, ca_key)).unwrap();
     let certificate = write("server.crt", certificate.pem());
-    Papers::new(&certificate, &write("server.key", key.serialize_pem())).unwrap()
+    TlsIdentity::new(&certificate, &write("server.key", key.serialize_pem())).unwrap()
 }
 
 impl Fake {

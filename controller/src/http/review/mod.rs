@@ -27,13 +27,13 @@ use std::{
 use sha2::{Digest, Sha256};
 use tokio::time::Instant;
 
-use super::guard::{Access, Refusal, Refused};
+use super::guard::{AccessRule, Denied, DenyReason};
 use crate::config::KubernetesSection;
 use api::{ApiServer, ReviewError, User};
-use cache::Cache;
+use cache::ReviewCache;
 
 /// How long a yes holds. Whoever is deleted is out after this.
-pub const YES: Duration = Duration::from_secs(60);
+pub const ALLOW_TTL: Duration = Duration::from_secs(60);
 /// How long a no holds.
 const NO: Duration = Duration::from_secs(10);
 /// Tokens, and rights of users, that are remembered.
@@ -43,37 +43,40 @@ const TOKEN_BYTES: usize = 8 << 10;
 
 /// Asks, and remembers for a while.
 #[derive(Debug)]
-pub struct Reviewer {
+pub struct TokenReviewer {
     server: ApiServer,
-    known: Mutex<Known>,
+    known: Mutex<ReviewedToken>,
 }
 
 #[derive(Debug)]
-struct Known {
+struct ReviewedToken {
     /// By the hash of a token: whose it is, if anybody's.
-    users: Cache<TokenHash, Option<Arc<User>>>,
+    users: ReviewCache<TokenHash, Option<Arc<User>>>,
     /// What users may do.
-    rights: Cache<(TokenHash, Access), bool>,
+    rights: ReviewCache<(TokenHash, AccessRule), bool>,
 }
 
 type TokenHash = [u8; 32];
 
-impl Reviewer {
+impl TokenReviewer {
     /// Asks the API server of this configuration. Its files are read at each question.
     ///
     /// # Errors
     /// What is accepted.
-    pub fn new(section: &KubernetesSection) -> Result<Reviewer, String> {
-        let known = Known { users: Cache::new(REMEMBERED), rights: Cache::new(REMEMBERED) };
-        Ok(Reviewer { server: ApiServer::new(section)?, known: Mutex::new(known) })
+    pub fn new(section: &KubernetesSection) -> Result<TokenReviewer, String> {
+        let known = ReviewedToken {
+            users: ReviewCache::new(REMEMBERED),
+            rights: ReviewCache::new(REMEMBERED),
+        };
+        Ok(TokenReviewer { server: ApiServer::new(section)?, known: Mutex::new(known) })
     }
 
     /// The name of the user whose token this is, if it may do that.
     ///
     /// # Errors
     /// [`Refusal`].
-    pub async fn admit(&self, token: &[u8], access: Access) -> Result<String, Refusal> {
-        let nobody = || Refusal::new(Refused::Token, "the API server does not know this token");
+    pub async fn admit(&self, token: &[u8], access: AccessRule) -> Result<String, Denied> {
+        let nobody = || Denied::new(DenyReason::Token, "the API server does not know this token");
         let token = well_formed(token).ok_or_else(nobody)?;
         let hash: TokenHash = Sha256::digest(token).into();
         let cannot = |error| cannot_ask(&error);
@@ -81,12 +84,12 @@ impl Reviewer {
         if self.may(hash, &user, access).await.map_err(cannot)? {
             return Ok(user.username.clone());
         }
-        let Access { verb, path } = access;
+        let AccessRule { verb, path } = access;
         let why = format!(
             "{} may not {verb} {path}: a ClusterRole that has this verb and path in nonResourceURLs allows it",
             user.username
         );
-        Err(Refusal::new(Refused::Forbidden, why))
+        Err(Denied::new(DenyReason::Forbidden, why))
     }
 
     async fn user(&self, hash: TokenHash, token: &str) -> Result<Option<Arc<User>>, ReviewError> {
@@ -94,23 +97,28 @@ impl Reviewer {
             return Ok(known);
         }
         let user = self.server.whose(token).await?.map(Arc::new);
-        let holds = if user.is_some() { YES } else { NO };
+        let holds = if user.is_some() { ALLOW_TTL } else { NO };
         self.known().users.keep(hash, user.clone(), Instant::now(), holds);
         Ok(user)
     }
 
-    async fn may(&self, hash: TokenHash, user: &User, access: Access) -> Result<bool, ReviewError> {
+    async fn may(
+        &self,
+        hash: TokenHash,
+        user: &User,
+        access: AccessRule,
+    ) -> Result<bool, ReviewError> {
         let what = (hash, access);
         if let Some(known) = self.known().rights.get(&what, Instant::now()) {
             return Ok(known);
         }
         let may = self.server.may(user, access).await?;
-        let holds = if may { YES } else { NO };
+        let holds = if may { ALLOW_TTL } else { NO };
         self.known().rights.keep(what, may, Instant::now(), holds);
         Ok(may)
     }
 
-    fn known(&self) -> MutexGuard<'_, Known> {
+    fn known(&self) -> MutexGuard<'_, ReviewedToken> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -123,7 +131,7 @@ fn well_formed(token: &[u8]) -> Option<&str> {
 }
 
 /// Strangers are told that it cannot be asked; why is for the log.
-fn cannot_ask(error: &ReviewError) -> Refusal {
+fn cannot_ask(error: &ReviewError) -> Denied {
     let why = "tokens cannot be checked now, the controller's log says why; ask again";
-    Refusal { detail: crate::report::chain(error), ..Refusal::new(Refused::Review, why) }
+    Denied { detail: crate::error_chain::chain(error), ..Denied::new(DenyReason::Review, why) }
 }

@@ -10,24 +10,28 @@ use super::{
     *,
 };
 use crate::{
-    config::{Auth, HttpSection},
+    config::{HttpAuth, HttpSection},
     http::{
         routes::access,
         stage::{KEY, Running, run_behind},
     },
 };
 
-const NODE: Access = Access { verb: "get", path: "/affinode/v1/node" };
-const OFFLOAD: Access = Access { verb: "post", path: "/affinode/v1/containers/offload" };
+const NODE: AccessRule = AccessRule { verb: "get", path: "/affinode/v1/node" };
+const OFFLOAD: AccessRule = AccessRule { verb: "post", path: "/affinode/v1/containers/offload" };
 
-async fn reviewer() -> (tempfile::TempDir, Fake, Reviewer) {
+async fn reviewer() -> (tempfile::TempDir, Fake, TokenReviewer) {
     let folder = tempfile::tempdir().unwrap();
     let fake = Fake::start(folder.path()).await;
-    let reviewer = Reviewer::new(&fake.section).unwrap();
+    let reviewer = TokenReviewer::new(&fake.section).unwrap();
     (folder, fake, reviewer)
 }
 
-async fn kind(reviewer: &Reviewer, token: &str, access: Access) -> Result<String, Refused> {
+async fn kind(
+    reviewer: &TokenReviewer,
+    token: &str,
+    access: AccessRule,
+) -> Result<String, DenyReason> {
     reviewer.admit(token.as_bytes(), access).await.map_err(|refusal| refusal.kind)
 }
 
@@ -38,9 +42,9 @@ async fn a_user_may_what_the_api_server_says() {
     assert_eq!(kind(&reviewer, "annas-token", OFFLOAD).await, Ok("anna".into()));
     assert_eq!(kind(&reviewer, "bobs-token", NODE).await, Ok("bob".into()));
     let no = reviewer.admit(b"bobs-token", OFFLOAD).await.unwrap_err();
-    assert_eq!(no.kind, Refused::Forbidden);
+    assert_eq!(no.kind, DenyReason::Forbidden);
     assert!(no.why.starts_with("bob may not post /affinode/v1/containers/offload"), "{}", no.why);
-    assert_eq!(kind(&reviewer, "nobodys-token", NODE).await, Err(Refused::Token));
+    assert_eq!(kind(&reviewer, "nobodys-token", NODE).await, Err(DenyReason::Token));
 }
 
 #[tokio::test]
@@ -61,9 +65,9 @@ async fn answers_are_kept_for_a_while_and_not_longer() {
     tokio::time::resume();
     assert_eq!(kind(&reviewer, "bobs-token", OFFLOAD).await, Ok("bob".into()));
     tokio::time::pause();
-    tokio::time::advance(YES).await;
+    tokio::time::advance(ALLOW_TTL).await;
     tokio::time::resume();
-    assert_eq!(kind(&reviewer, "annas-token", NODE).await, Err(Refused::Token));
+    assert_eq!(kind(&reviewer, "annas-token", NODE).await, Err(DenyReason::Token));
 }
 
 #[tokio::test]
@@ -76,7 +80,7 @@ async fn without_an_answer_nobody_is_admitted_and_the_log_knows_why() {
     ] {
         fake.set(mood);
         let refusal = reviewer.admit(b"annas-token", NODE).await.unwrap_err();
-        assert_eq!(refusal.kind, Refused::Review, "{mood:?}");
+        assert_eq!(refusal.kind, DenyReason::Review, "{mood:?}");
         assert!(refusal.detail.contains(why), "{}", refusal.detail);
         assert!(!refusal.why.contains("127.0.0.1"), "strangers learn nothing: {}", refusal.why);
     }
@@ -101,7 +105,7 @@ async fn an_api_server_of_another_authority_is_not_believed() {
     let ca = folder.path().join("ca.crt");
     std::fs::copy(other.path().join("ca.crt"), &ca).unwrap();
     let refusal = reviewer.admit(b"annas-token", NODE).await.unwrap_err();
-    assert_eq!(refusal.kind, Refused::Review);
+    assert_eq!(refusal.kind, DenyReason::Review);
     assert!(refusal.detail.contains("certificate"), "{}", refusal.detail);
     std::fs::write(&ca, "no certificate").unwrap();
     let refusal = reviewer.admit(b"annas-token", NODE).await.unwrap_err();
@@ -113,7 +117,7 @@ async fn questions_are_bounded_in_number_and_time_and_rubbish_is_none() {
     let (_folder, fake, reviewer) = reviewer().await;
     let reviewer = Arc::new(reviewer);
     for rubbish in ["", "two words", "a\"b", "é", &"x".repeat(TOKEN_BYTES + 1)] {
-        assert_eq!(kind(&reviewer, rubbish, NODE).await, Err(Refused::Token), "{rubbish}");
+        assert_eq!(kind(&reviewer, rubbish, NODE).await, Err(DenyReason::Token), "{rubbish}");
     }
     assert_eq!(fake.asked(), (0, 0), "rubbish is not asked about");
     fake.set(Mood::Silent);
@@ -129,7 +133,7 @@ async fn questions_are_bounded_in_number_and_time_and_rubbish_is_none() {
     tokio::time::pause();
     tokio::time::advance(Duration::from_secs(5)).await;
     let all = asking.join_all().await;
-    assert!(all.iter().all(|answer| *answer == Err(Refused::Review)), "{all:?}");
+    assert!(all.iter().all(|answer| *answer == Err(DenyReason::Review)), "{all:?}");
     assert_eq!(most(), 8, "at once");
 }
 
@@ -138,18 +142,18 @@ async fn a_token_that_is_meant_for_others_is_none() {
     let (_folder, fake, _) = reviewer().await;
     let meant = |audience: &str| {
         let audiences = vec![audience.to_owned()];
-        Reviewer::new(&KubernetesSection { audiences, ..fake.section.clone() }).unwrap()
+        TokenReviewer::new(&KubernetesSection { audiences, ..fake.section.clone() }).unwrap()
     };
     let ours = meant("https://kubernetes.default.svc");
     assert_eq!(kind(&ours, "annas-token", NODE).await, Ok("anna".into()));
-    assert_eq!(kind(&meant("vault"), "annas-token", NODE).await, Err(Refused::Token));
+    assert_eq!(kind(&meant("copier"), "annas-token", NODE).await, Err(DenyReason::Token));
 }
 
 async fn site() -> (Fake, Running) {
     let folder = tempfile::tempdir().unwrap();
     let fake = Fake::start(folder.path()).await;
     let http = HttpSection {
-        auth: Auth::TokenReview,
+        auth: HttpAuth::TokenReview,
         kubernetes: fake.section.clone(),
         ..HttpSection::default()
     };
@@ -195,7 +199,7 @@ async fn a_stream_ends_when_its_user_is_gone() {
     assert!(stream.until("retry: 1000").await, "it begins");
     fake.desk.users.lock().unwrap().clear();
     tokio::time::pause();
-    tokio::time::advance(YES).await;
+    tokio::time::advance(ALLOW_TTL).await;
     tokio::time::resume();
     assert!(!stream.until("never said").await, "it ends");
 }
@@ -247,7 +251,7 @@ fn the_roles_that_are_offered_allow_what_is_asked_for() {
             [("offload", "on"), ("restore", "off"), ("pin", "on"), ("unpin", "off")]
         {
             let filled = path.replace("{key}", KEY).replace("{action}", action);
-            let Access { verb, path } = access(&method, &filled.replace("{switch}", switch));
+            let AccessRule { verb, path } = access(&method, &filled.replace("{switch}", switch));
             if filled == "/healthz" {
                 continue;
             }

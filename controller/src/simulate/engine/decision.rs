@@ -6,7 +6,7 @@ use crate::core::{Change, Millis};
 
 /// A step of a container on its way out or home.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Decision {
+pub struct PolicyDecision {
     /// In milliseconds of the trace.
     pub at_ms: Millis,
     /// The container's key.
@@ -17,14 +17,14 @@ pub struct Decision {
     pub reason: String,
 }
 
-impl Decision {
+impl PolicyDecision {
     /// The decision behind a change, if there is one. That somebody is shown idle, or in use
     /// again, is none: nothing moves.
     #[must_use]
-    pub fn of(at_ms: Millis, change: &Change) -> Option<Decision> {
+    pub fn of(at_ms: Millis, change: &Change) -> Option<PolicyDecision> {
         let shown =
             matches!((change.from, change.to), (_, State::Idle) | (State::Idle, State::Active));
-        (!shown).then(|| Decision {
+        (!shown).then(|| PolicyDecision {
             at_ms,
             key: change.key.to_string(),
             to: change.to.to_string(),

@@ -9,8 +9,8 @@
 //! again about a container when [`Node::due_at`] says so; while somebody waits, twice a
 //! second.
 
-mod agenda;
 mod decision;
+mod event_queue;
 pub(super) mod names;
 mod orders;
 mod outcome;
@@ -23,23 +23,23 @@ use affinode_proto::{
     wire::{Hazards, Phase},
 };
 
-pub use self::decision::Decision;
+pub use self::decision::PolicyDecision;
 use self::{
-    agenda::Agenda,
+    event_queue::EventQueue,
     names::{id, key, pid, uuid},
-    orders::Step,
-    process::Process,
+    orders::OrderStep,
+    process::SimulatedProcess,
 };
 use super::{
-    Contender, Figures, Machine, SimulationError, Trace,
+    Baseline, SimulatedMachine, SimulationError, SimulationSummary, WorkloadTrace,
+    baselines::CallForesight,
     calibration::Calibration,
-    contenders::Foresight,
-    figures::{Lived, Meter},
-    stay,
+    no_offload,
+    summary::{ContainerTotals, SummaryMeter},
 };
 use crate::core::{
     DeviceBytes, Effect, Input, Millis, Node, Settings,
-    input::{Carried, Identity},
+    input::{Identity, SwapStatus},
     ledger::margin_bytes,
 };
 
@@ -53,42 +53,42 @@ const STUCK_MS: Millis = 86_400_000;
 const AGAIN_MS: Millis = 5_000;
 
 #[derive(Clone, Copy, Debug)]
-enum Event {
+enum SimulationEvent {
     Arrival(u32),
     UseEnds(u32),
-    Done(u32, Step),
+    Done(u32, OrderStep),
     Due(u32),
     Poll,
 }
 
-struct World<'a> {
+struct SimulatedNode<'a> {
     node: Node,
     now: Millis,
-    agenda: Agenda,
-    processes: Vec<Process<'a>>,
+    agenda: EventQueue,
+    processes: Vec<SimulatedProcess<'a>>,
     /// By device.
     uuids: Vec<String>,
     /// What the node is told when everything before it is carried out.
     inputs: VecDeque<Input>,
     /// Empty; its room is used again.
     effects: Vec<Effect>,
-    machine: Machine,
+    machine: SimulatedMachine,
     costs: Calibration,
-    foresight: Foresight,
+    foresight: CallForesight,
     wake_cost_ms: Millis,
     /// By device.
     used_bytes: Vec<u64>,
     resident_bytes: u64,
-    away_bytes: u64,
+    offloaded_bytes: u64,
     polling: bool,
     /// Since when nothing but looking again was to come.
     quiet_since: Option<Millis>,
     wakes: u64,
-    meter: Meter,
+    meter: SummaryMeter,
     delays_ms: Vec<u32>,
-    figures: Figures,
+    figures: SimulationSummary,
     /// Kept where somebody asks for them.
-    decisions: Option<Vec<Decision>>,
+    decisions: Option<Vec<PolicyDecision>>,
 }
 
 /// Runs one contender over the trace.
@@ -96,15 +96,15 @@ struct World<'a> {
 /// # Errors
 /// A process never fits, or the node broke its own promise.
 pub fn run(
-    trace: &Trace,
-    machine: Machine,
-    contender: &Contender,
-) -> Result<Figures, SimulationError> {
+    trace: &WorkloadTrace,
+    machine: SimulatedMachine,
+    contender: &Baseline,
+) -> Result<SimulationSummary, SimulationError> {
     check(trace, machine)?;
     let Some(settings) = &contender.settings else {
-        return Ok(stay::run(trace, machine, &contender.name));
+        return Ok(no_offload::run(trace, machine, &contender.name));
     };
-    let mut world = World::new(trace, machine, contender, settings);
+    let mut world = SimulatedNode::new(trace, machine, contender, settings);
     world.play(trace)?;
     Ok(world.finish(contender.reloads))
 }
@@ -114,20 +114,20 @@ pub fn run(
 /// # Errors
 /// As [`run`].
 pub fn decisions(
-    trace: &Trace,
-    machine: Machine,
-    contender: &Contender,
-) -> Result<Vec<Decision>, SimulationError> {
+    trace: &WorkloadTrace,
+    machine: SimulatedMachine,
+    contender: &Baseline,
+) -> Result<Vec<PolicyDecision>, SimulationError> {
     check(trace, machine)?;
     let Some(settings) = &contender.settings else { return Ok(Vec::new()) };
-    let mut world = World::new(trace, machine, contender, settings);
+    let mut world = SimulatedNode::new(trace, machine, contender, settings);
     world.decisions = Some(Vec::new());
     world.play(trace)?;
     Ok(world.decisions.unwrap_or_default())
 }
 
 /// Whether everybody fits, alone.
-fn check(trace: &Trace, machine: Machine) -> Result<(), SimulationError> {
+fn check(trace: &WorkloadTrace, machine: SimulatedMachine) -> Result<(), SimulationError> {
     let largest = trace.loads.iter().map(|load| load.vram_bytes).max().unwrap_or(0);
     if largest + margin_bytes(machine.vram_bytes) > machine.vram_bytes {
         return Err(SimulationError::TooLarge {
@@ -138,22 +138,22 @@ fn check(trace: &Trace, machine: Machine) -> Result<(), SimulationError> {
     Ok(())
 }
 
-impl<'a> World<'a> {
+impl<'a> SimulatedNode<'a> {
     fn new(
-        trace: &'a Trace,
-        machine: Machine,
-        contender: &Contender,
+        trace: &'a WorkloadTrace,
+        machine: SimulatedMachine,
+        contender: &Baseline,
         settings: &Settings,
-    ) -> World<'a> {
+    ) -> SimulatedNode<'a> {
         let costs = if contender.reloads {
             machine.calibration.kill_and_reload()
         } else {
             machine.calibration
         };
-        World {
+        SimulatedNode {
             node: Node::new(settings.clone()),
             now: 0,
-            agenda: Agenda::default(),
+            agenda: EventQueue::default(),
             processes: Vec::new(),
             uuids: (0..machine.gpus).map(uuid).collect(),
             inputs: VecDeque::new(),
@@ -164,28 +164,28 @@ impl<'a> World<'a> {
             wake_cost_ms: settings.policies.node.wake_cost_ms,
             used_bytes: vec![0; machine.gpus],
             resident_bytes: 0,
-            away_bytes: 0,
+            offloaded_bytes: 0,
             polling: false,
             quiet_since: None,
             wakes: 0,
-            meter: Meter::new(trace.end_ms(), machine.vram_bytes * machine.gpus as u64),
+            meter: SummaryMeter::new(trace.end_ms(), machine.vram_bytes * machine.gpus as u64),
             delays_ms: Vec::new(),
-            figures: Figures {
+            figures: SimulationSummary {
                 policy: contender.name.clone(),
                 requests: trace.requests(),
-                ..Figures::default()
+                ..SimulationSummary::default()
             },
             decisions: None,
         }
     }
 
-    fn play(&mut self, trace: &'a Trace) -> Result<(), SimulationError> {
+    fn play(&mut self, trace: &'a WorkloadTrace) -> Result<(), SimulationError> {
         // A trace begins on a Monday, at midnight.
         self.node.tell_clock(0, 4 * 86_400_000);
         self.begin(trace)?;
         while let Some((at, event)) = self.agenda.next() {
             self.now = at;
-            let quiet = matches!(event, Event::Poll) && self.agenda.is_empty();
+            let quiet = matches!(event, SimulationEvent::Poll) && self.agenda.is_empty();
             let since = if quiet { *self.quiet_since.get_or_insert(at) } else { at };
             self.quiet_since = self.quiet_since.filter(|_| quiet);
             if at - since > STUCK_MS {
@@ -197,7 +197,7 @@ impl<'a> World<'a> {
     }
 
     /// Everybody is away until the first call.
-    fn begin(&mut self, trace: &'a Trace) -> Result<(), SimulationError> {
+    fn begin(&mut self, trace: &'a WorkloadTrace) -> Result<(), SimulationError> {
         let gpus = (0..self.machine.gpus).map(|gpu| self.gpu(gpu, None)).collect();
         self.inputs.push_back(Input::Gpus(Ok(gpus)));
         for (n, load) in trace.loads.iter().enumerate() {
@@ -220,7 +220,7 @@ impl<'a> World<'a> {
                 restoring: false,
             });
             let identity = Identity { pid: pid(n), start_ticks: 1, command: load.name.clone() };
-            let (phase, hazards) = (Phase::Away, Hazards::default());
+            let (phase, hazards) = (Phase::Checkpointed, Hazards::default());
             self.inputs.push_back(Input::Joined {
                 key: key.clone(),
                 process: id(n),
@@ -228,9 +228,9 @@ impl<'a> World<'a> {
                 phase,
                 generation: 1,
                 hazards,
-                carried: Carried::default(),
+                carried: SwapStatus::default(),
             });
-            self.processes.push(Process {
+            self.processes.push(SimulatedProcess {
                 load,
                 key,
                 phase,
@@ -239,7 +239,7 @@ impl<'a> World<'a> {
                 next: 0,
                 waiting: Vec::new(),
                 calls: 1,
-                lived: Lived { requests: load.arrivals_ms.len() as u64, delayed: 0 },
+                lived: ContainerTotals { requests: load.arrivals_ms.len() as u64, delayed: 0 },
                 due: None,
                 away_since: None,
                 freed_ms: 0,
@@ -256,16 +256,16 @@ impl<'a> World<'a> {
         self.drain()
     }
 
-    fn at(&mut self, when: Millis, event: Event) {
+    fn at(&mut self, when: Millis, event: SimulationEvent) {
         self.agenda.plan(when, event);
     }
 
-    fn take(&mut self, event: Event) -> Result<(), SimulationError> {
+    fn take(&mut self, event: SimulationEvent) -> Result<(), SimulationError> {
         match event {
-            Event::Arrival(n) => self.called(n as usize)?,
-            Event::UseEnds(n) => self.use_ends(n as usize)?,
-            Event::Done(n, step) => self.done(n as usize, step)?,
-            Event::Due(n) => {
+            SimulationEvent::Arrival(n) => self.called(n as usize)?,
+            SimulationEvent::UseEnds(n) => self.use_ends(n as usize)?,
+            SimulationEvent::Done(n, step) => self.done(n as usize, step)?,
+            SimulationEvent::Due(n) => {
                 let n = n as usize;
                 if self.processes[n].due == Some(self.now) {
                     self.processes[n].due = None;
@@ -274,7 +274,7 @@ impl<'a> World<'a> {
                     self.plan_due(n, AGAIN_MS);
                 }
             }
-            Event::Poll => {
+            SimulationEvent::Poll => {
                 self.polling = false;
                 // Any input serves the queue; this one reads every device, and does nothing else.
                 let gpus = (0..self.machine.gpus).map(|gpu| self.gpu(gpu, None)).collect();
@@ -283,12 +283,12 @@ impl<'a> World<'a> {
             }
         }
         self.drain()?;
-        if let Event::UseEnds(n) = event {
+        if let SimulationEvent::UseEnds(n) = event {
             self.plan_due(n as usize, STEP_MS);
         }
         if self.node.waiting() > 0 && !self.polling {
             self.polling = true;
-            self.at(self.now + POLL_MS, Event::Poll);
+            self.at(self.now + POLL_MS, SimulationEvent::Poll);
         }
         Ok(())
     }
@@ -302,13 +302,13 @@ impl<'a> World<'a> {
         let Some(due) = self.node.due_at(&p.key) else { return };
         let due = due.max(self.now + not_before);
         let called_before = p.next_call().is_some_and(|at| at <= due);
-        let over = p.next_call().is_none() && p.phase == Phase::Away;
+        let over = p.next_call().is_none() && p.phase == Phase::Checkpointed;
         if called_before || over || p.due.is_some_and(|planned| (self.now..=due).contains(&planned))
         {
             return;
         }
         self.processes[n].due = Some(due);
-        self.at(due, Event::Due(n as u32));
+        self.at(due, SimulationEvent::Due(n as u32));
     }
 
     fn drain(&mut self) -> Result<(), SimulationError> {

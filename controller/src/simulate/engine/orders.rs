@@ -9,7 +9,7 @@ use affinode_proto::{
 };
 
 use super::{
-    Decision, Event, STEP_MS, World,
+    PolicyDecision, STEP_MS, SimulatedNode, SimulationEvent,
     names::{id, number, pid},
 };
 use crate::{
@@ -21,7 +21,7 @@ use crate::{
 const THRASH_MS: Millis = 60_000;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Step {
+pub(super) enum OrderStep {
     Close,
     Lock,
     Checkpoint,
@@ -30,7 +30,7 @@ pub(super) enum Step {
     Open,
 }
 
-impl World<'_> {
+impl SimulatedNode<'_> {
     pub(super) fn gpu(&self, gpu: usize, process: Option<usize>) -> GpuSample {
         let held = |n: &usize| (pid(*n), self.processes[*n].load.vram_bytes);
         GpuSample {
@@ -74,7 +74,7 @@ impl World<'_> {
             }
             Effect::Changed(change) => {
                 if let Some(decisions) = &mut self.decisions {
-                    decisions.extend(Decision::of(self.now, &change));
+                    decisions.extend(PolicyDecision::of(self.now, &change));
                 }
                 if matches!(change.to, State::Offloaded | State::Active) {
                     let n = number(change.key.as_str());
@@ -101,10 +101,10 @@ impl World<'_> {
                 if self.processes[n].busy_until.is_none() {
                     self.processes[n].phase = Phase::Closed;
                 }
-                (Step::Close, STEP_MS)
+                (OrderStep::Close, STEP_MS)
             }
-            Action::Lock { .. } => (Step::Lock, STEP_MS),
-            Action::Checkpoint { .. } => (Step::Checkpoint, self.costs.offload_ms(bytes)),
+            Action::Lock { .. } => (OrderStep::Lock, STEP_MS),
+            Action::Checkpoint { .. } => (OrderStep::Checkpoint, self.costs.offload_ms(bytes)),
             Action::Restore => {
                 let used_bytes = &mut self.used_bytes[n % self.machine.gpus];
                 if *used_bytes + bytes > self.machine.vram_bytes {
@@ -113,20 +113,20 @@ impl World<'_> {
                 *used_bytes += bytes;
                 self.resident_bytes += bytes;
                 self.returns(n);
-                (Step::Restore, self.costs.restore_ms(bytes))
+                (OrderStep::Restore, self.costs.restore_ms(bytes))
             }
-            Action::Unlock => (Step::Unlock, STEP_MS),
-            Action::Open => (Step::Open, STEP_MS),
+            Action::Unlock => (OrderStep::Unlock, STEP_MS),
+            Action::Open => (OrderStep::Open, STEP_MS),
             // Its processes carry nothing, and stay with their GPUs.
-            Action::Park { .. }
-            | Action::RestoreOn { .. }
+            Action::CopyOut { .. }
+            | Action::RestoreOnGpu { .. }
             | Action::HoldAllocations { .. }
             | Action::ReleaseAllocations => {
                 return Ok(());
             }
         };
         self.processes[n].order = order;
-        self.at(self.now + takes, Event::Done(n as u32, step));
+        self.at(self.now + takes, SimulationEvent::Done(n as u32, step));
         Ok(())
     }
 
@@ -137,46 +137,47 @@ impl World<'_> {
         if let Some(since) = p.away_since.take() {
             let (from, to) = (since.max(p.first()), now.min(p.last()));
             p.freed_ms += to.saturating_sub(from);
-            self.away_bytes -= p.load.vram_bytes;
+            self.offloaded_bytes -= p.load.vram_bytes;
         }
         if p.went.is_some_and(|went| now - went < THRASH_MS) {
             self.figures.thrash += 1;
         }
     }
 
-    pub(super) fn done(&mut self, n: usize, step: Step) -> Result<(), SimulationError> {
+    pub(super) fn done(&mut self, n: usize, step: OrderStep) -> Result<(), SimulationError> {
         let (now, p) = (self.now, &mut self.processes[n]);
         let mut outcome = Outcome::Done;
         match step {
-            Step::Close if p.phase == Phase::Open => outcome = Outcome::Busy,
-            Step::Close | Step::Unlock => p.phase = Phase::Closed,
-            Step::Lock | Step::Restore => p.phase = Phase::Locked,
-            Step::Checkpoint => {
-                p.phase = Phase::Away;
+            OrderStep::Close if p.phase == Phase::Open => outcome = Outcome::Busy,
+            OrderStep::Close | OrderStep::Unlock => p.phase = Phase::Closed,
+            OrderStep::Lock | OrderStep::Restore => p.phase = Phase::Locked,
+            OrderStep::Checkpoint => {
+                p.phase = Phase::Checkpointed;
                 p.on_device = false;
                 (p.away_since, p.went) = (Some(now), Some(now));
                 self.used_bytes[n % self.machine.gpus] -= p.load.vram_bytes;
                 self.resident_bytes -= p.load.vram_bytes;
-                self.away_bytes += p.load.vram_bytes;
-                self.figures.host_peak_bytes = self.figures.host_peak_bytes.max(self.away_bytes);
+                self.offloaded_bytes += p.load.vram_bytes;
+                self.figures.host_peak_bytes =
+                    self.figures.host_peak_bytes.max(self.offloaded_bytes);
             }
-            Step::Open => p.phase = Phase::Open,
+            OrderStep::Open => p.phase = Phase::Open,
         }
         let (order, phase) = (p.order, p.phase);
-        let (carried_bytes, parked_bytes) = (0, 0);
+        let (swappable_bytes, copied_out_bytes) = (0, 0);
         let report = AgentMessage::Report {
             order,
             outcome,
             phase,
             cuda_error: 0,
             elapsed_us: 0,
-            carried_bytes,
-            parked_bytes,
+            swappable_bytes,
+            copied_out_bytes,
             unchanged_bytes: 0,
             zero_bytes: 0,
         };
         let report = Input::Message(id(n), report);
-        if step != Step::Open || self.processes[n].waiting.is_empty() {
+        if step != OrderStep::Open || self.processes[n].waiting.is_empty() {
             return self.tell(report);
         }
         let p = &mut self.processes[n];

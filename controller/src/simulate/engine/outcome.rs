@@ -1,14 +1,14 @@
 //! The figures of a run that is over.
 
-use super::{World, process::Process};
+use super::{SimulatedNode, process::SimulatedProcess};
 use crate::{
     core::Millis,
-    simulate::figures::{self, Figures, Lived},
+    simulate::summary::{self, ContainerTotals, SimulationSummary},
 };
 
-impl World<'_> {
-    pub(super) fn finish(mut self, reloads: bool) -> Figures {
-        let mut figures = std::mem::take(&mut self.figures);
+impl SimulatedNode<'_> {
+    pub(super) fn finish(mut self, reloads: bool) -> SimulationSummary {
+        let mut summary = std::mem::take(&mut self.figures);
         let end = self.meter_end();
         let (mut freed, mut life, mut used, mut span) = (0_u128, 0_u128, 0_u128, 0_u128);
         for p in &mut self.processes {
@@ -22,23 +22,23 @@ impl World<'_> {
             span += bytes * u128::from(end);
         }
         let share = |of: u128| if of > 0 { freed as f64 / of as f64 } else { 0.0 };
-        figures.freed_of_all = share(life);
-        figures.freed_of_idle = share(life.saturating_sub(used));
-        figures.freed_of_trace = share(span);
-        figures.restores_per_process_hour = figures.restores as f64
+        summary.freed_of_all = share(life);
+        summary.freed_of_idle = share(life.saturating_sub(used));
+        summary.freed_of_trace = share(span);
+        summary.restores_per_process_hour = summary.restores as f64
             / (self.processes.len() as f64 * end.max(1) as f64 / 3_600_000.0);
-        figures.wake_share = self.wakes as f64 / figures.requests.max(1) as f64;
-        (figures.prewakes, figures.prewake_hits) = self.node.prewakes();
+        summary.wake_share = self.wakes as f64 / summary.requests.max(1) as f64;
+        (summary.prewakes, summary.prewake_hits) = self.node.prewakes();
         if reloads {
-            figures.host_peak_bytes = 0;
+            summary.host_peak_bytes = 0;
         }
-        let lived: Vec<Lived> = self.processes.iter().map(|p| p.lived).collect();
-        figures::latency(&mut figures, self.delays_ms, &lived);
-        self.meter.finish(&mut figures);
-        figures
+        let lived: Vec<ContainerTotals> = self.processes.iter().map(|p| p.lived).collect();
+        summary::latency(&mut summary, self.delays_ms, &lived);
+        self.meter.finish(&mut summary);
+        summary
     }
 
     fn meter_end(&self) -> Millis {
-        self.processes.iter().map(Process::last).max().unwrap_or(0).max(1)
+        self.processes.iter().map(SimulatedProcess::last).max().unwrap_or(0).max(1)
     }
 }

@@ -5,16 +5,20 @@
 //!   └──call, gate closed──> waits, Wake ──Open──> busy
 //! ```
 
-use affinode_proto::wire::{Hazards, Notes, Phase, message::AgentMessage, page::PageSnapshot};
-
-use super::{Event, World, names::id};
-use crate::{
-    core::{CommandId, Input, Key, Millis, Request, history::PAUSE_MS},
-    simulate::{SimulationError, contenders::Foresight, figures::Lived, trace::Load},
+use affinode_proto::wire::{
+    Hazards, Phase, ProcessFlags, counters::CounterSnapshot, message::AgentMessage,
 };
 
-pub(super) struct Process<'a> {
-    pub(super) load: &'a Load,
+use super::{SimulatedNode, SimulationEvent, names::id};
+use crate::{
+    core::{CommandId, Input, Key, Millis, Request, history::PAUSE_MS},
+    simulate::{
+        SimulationError, baselines::CallForesight, summary::ContainerTotals, trace::TraceLoad,
+    },
+};
+
+pub(super) struct SimulatedProcess<'a> {
+    pub(super) load: &'a TraceLoad,
     pub(super) key: Key,
     pub(super) phase: Phase,
     pub(super) on_device: bool,
@@ -22,7 +26,7 @@ pub(super) struct Process<'a> {
     pub(super) next: usize,
     pub(super) waiting: Vec<u32>,
     pub(super) calls: u64,
-    pub(super) lived: Lived,
+    pub(super) lived: ContainerTotals,
     pub(super) due: Option<Millis>,
     pub(super) away_since: Option<Millis>,
     pub(super) freed_ms: Millis,
@@ -32,7 +36,7 @@ pub(super) struct Process<'a> {
     pub(super) order: u64,
 }
 
-impl Process<'_> {
+impl SimulatedProcess<'_> {
     pub(super) fn next_call(&self) -> Option<Millis> {
         self.load.arrivals_ms.get(self.next).map(|at| Millis::from(*at))
     }
@@ -46,25 +50,25 @@ impl Process<'_> {
     }
 }
 
-impl World<'_> {
+impl SimulatedNode<'_> {
     pub(super) fn arrival(&mut self, n: usize) {
         if let Some(at) = self.processes[n].next_call() {
-            self.at(at.max(self.now), Event::Arrival(n as u32));
+            self.at(at.max(self.now), SimulationEvent::Arrival(n as u32));
         }
     }
 
-    pub(super) fn page(&self, n: usize) -> PageSnapshot {
+    pub(super) fn page(&self, n: usize) -> CounterSnapshot {
         let p = &self.processes[n];
-        PageSnapshot {
+        CounterSnapshot {
             phase: p.phase,
             waiters: 0,
             hazards: Hazards::default(),
             generation: 1,
             allocated_bytes: p.load.vram_bytes,
             allocations: 1,
-            carried_bytes: 0,
-            parked_bytes: 0,
-            notes: Notes::default(),
+            swappable_bytes: 0,
+            copied_out_bytes: 0,
+            notes: ProcessFlags::default(),
             call_cost_ps: 0,
             held_us: 0,
             kept_bytes: 0,
@@ -111,7 +115,7 @@ impl World<'_> {
         p.busy_until = Some(until);
         p.calls += 1;
         p.used_ms += until - now;
-        self.at(until, Event::UseEnds(n as u32));
+        self.at(until, SimulationEvent::UseEnds(n as u32));
         Input::Page(id(n), self.page(n))
     }
 
@@ -121,14 +125,14 @@ impl World<'_> {
         p.busy_until = None;
         p.calls += 1;
         let (next, key) = (p.next_call(), p.key.clone());
-        if self.foresight != Foresight::None {
+        if self.foresight != CallForesight::None {
             self.node.foresee(&key, Some(next.unwrap_or(Millis::MAX)));
         }
         self.arrival(n);
         self.tell(Input::Page(id(n), self.page(n)))?;
         let bytes = self.processes[n].load.vram_bytes;
         let worth = self.wake_cost_ms + self.costs.offload_ms(bytes) + self.costs.restore_ms(bytes);
-        if self.foresight == Foresight::Pauses && next.is_none_or(|at| at > now + worth) {
+        if self.foresight == CallForesight::Pauses && next.is_none_or(|at| at > now + worth) {
             self.tell(Input::Command(CommandId(0), key, Request::Offload))?;
         }
         Ok(())

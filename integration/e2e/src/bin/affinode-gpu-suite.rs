@@ -13,7 +13,7 @@ use affinode_e2e::{
     hazards,
     release::Release,
     suite,
-    world::{PLENTY_BYTES, Recipe},
+    testbed::{PLENTY_BYTES, TestbedConfig},
 };
 use anyhow::{Context, Result, ensure};
 use serde_json::{Map, Value, to_value};
@@ -76,7 +76,7 @@ fn run() -> Result<bool> {
     let gpu = if simulated { Gpu::Simulated { vram_bytes: PLENTY_BYTES } } else { Gpu::Real };
     let wanted = |part: &str| words.is_empty() || words.iter().any(|word| word == part);
 
-    let recipe = || Recipe::default().release(&release);
+    let recipe = || TestbedConfig::default().release(&release);
     let mut whole = Map::new();
     let mut good = true;
     // Parts of the suite that may be asked for alone.

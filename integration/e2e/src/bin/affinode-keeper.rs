@@ -2,14 +2,14 @@
 
 use std::{path::PathBuf, process::ExitCode};
 
-use affinode_e2e::keeper::{self, Scope};
+use affinode_e2e::supervisor::{self, Scope};
 
 fn main() -> ExitCode {
     let mut arguments = std::env::args_os().skip(1);
     let Some(world) = arguments.next().map(PathBuf::from) else {
         return ExitCode::from(2);
     };
-    match keeper::serve(&world, Scope::of(arguments.next().as_deref())) {
+    match supervisor::serve(&world, Scope::of(arguments.next().as_deref())) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             report(&error);

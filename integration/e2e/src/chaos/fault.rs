@@ -13,10 +13,10 @@ use rustix::{
 };
 
 use super::{
-    actor::Actor,
+    container::ChaosContainer,
     plan::{Fault, Strike},
 };
-use crate::{containerd, keeper::cgroup_folders, processes, until::until, world::World};
+use crate::{containerd, processes, supervisor::cgroup_folders, testbed::Testbed, wait::until};
 
 /// What must be done before a round is looked at.
 pub enum Undo {
@@ -30,19 +30,19 @@ pub enum Undo {
     StartContainerd,
 }
 
-/// What a vault is called.
-pub(super) const VAULT: &str = "affinode-vault";
+/// What a copier is called.
+pub(super) const COPIER: &str = "affinode-copier";
 /// How a runc that works is waited for.
 const RUNC_PATIENCE: Duration = Duration::from_millis(200);
 
-/// Whether there is a vault for a fault that is about one: it comes and goes as it is needed.
+/// Whether there is a copier for a fault that is about one: it comes and goes as it is needed.
 ///
 /// # Errors
 /// When /proc cannot be read.
-pub fn has_victim(world: &World, fault: Fault) -> Result<bool> {
-    let of_vault =
-        matches!(fault, Fault::KillVault | Fault::StopVault | Fault::KillVaultAndController);
-    Ok(!of_vault || !world.processes(VAULT)?.is_empty())
+pub fn has_victim(world: &Testbed, fault: Fault) -> Result<bool> {
+    let of_copier =
+        matches!(fault, Fault::KillCopier | Fault::StopCopier | Fault::KillCopierAndController);
+    Ok(!of_copier || !world.processes(COPIER)?.is_empty())
 }
 
 /// Does it. What lasts is left in `undo`.
@@ -50,9 +50,9 @@ pub fn has_victim(world: &World, fault: Fault) -> Result<bool> {
 /// # Errors
 /// When it cannot be done, though its victim is there.
 pub fn strike(
-    world: &World,
+    world: &Testbed,
     strike: &Strike,
-    actor: &mut Actor,
+    actor: &mut ChaosContainer,
     undo: &mut Vec<Undo>,
 ) -> Result<()> {
     let id = actor.running.id.clone();
@@ -70,16 +70,16 @@ pub fn strike(
                 undo.push(Undo::Continue(controller.pid));
             }
         }
-        Fault::KillVault | Fault::StopVault | Fault::KillVaultAndController => {
-            for vault in world.processes(VAULT)? {
-                if strike.fault == Fault::StopVault {
-                    send(vault.pid, Signal::SIGSTOP);
-                    undo.push(Undo::Continue(vault.pid));
+        Fault::KillCopier | Fault::StopCopier | Fault::KillCopierAndController => {
+            for copier in world.processes(COPIER)? {
+                if strike.fault == Fault::StopCopier {
+                    send(copier.pid, Signal::SIGSTOP);
+                    undo.push(Undo::Continue(copier.pid));
                 } else {
-                    send(vault.pid, Signal::SIGKILL);
+                    send(copier.pid, Signal::SIGKILL);
                 }
             }
-            if strike.fault == Fault::KillVaultAndController
+            if strike.fault == Fault::KillCopierAndController
                 && let Some(controller) = world.controller()?
             {
                 send(controller.pid, Signal::SIGKILL);
@@ -149,7 +149,7 @@ pub fn strike(
 ///
 /// # Errors
 /// When containerd does not come back.
-pub fn undo(world: &World, what: Vec<Undo>) -> Result<()> {
+pub fn undo(world: &Testbed, what: Vec<Undo>) -> Result<()> {
     for undo in what.into_iter().rev() {
         match undo {
             Undo::Continue(pid) => send(pid, Signal::SIGCONT),
@@ -173,7 +173,7 @@ fn send(pid: Pid, signal: Signal) {
     let _ = kill(pid, signal);
 }
 
-fn kill_runc(world: &World) -> Result<()> {
+fn kill_runc(world: &Testbed) -> Result<()> {
     let deadline = std::time::Instant::now() + RUNC_PATIENCE;
     while std::time::Instant::now() < deadline {
         let mut hit = false;
@@ -193,7 +193,7 @@ fn kill_runc(world: &World) -> Result<()> {
 
 /// Shuts down every connection between the controller and the agents of a container, from
 /// the controller's side.
-fn cut_agent(world: &World, actor: &Actor) -> Result<()> {
+fn cut_agent(world: &Testbed, actor: &ChaosContainer) -> Result<()> {
     let Some(controller) = world.controller()? else { return Ok(()) };
     let Some(key) = world.cli().container(&actor.running.id).ok().flatten().map(|row| row.key)
     else {
@@ -236,7 +236,7 @@ fn connected(pid: Pid, part: &str) -> Result<Vec<String>> {
 
 /// The cgroup folder that freezes a container.
 #[must_use]
-pub fn freezer(world: &World, id: &str) -> Option<PathBuf> {
+pub fn freezer(world: &Testbed, id: &str) -> Option<PathBuf> {
     let folders = cgroup_folders(world.dir());
     folders.iter().map(|folder| folder.join(id)).find(|folder| {
         folder.join("freezer.state").exists() || folder.join("cgroup.freeze").exists()
@@ -261,13 +261,13 @@ pub fn set_frozen(folder: &std::path::Path, frozen: bool) -> Result<()> {
 ///
 /// # Errors
 /// When something of it stays.
-pub fn remove(world: &World, actor: &mut Actor) -> Result<()> {
+pub fn remove(world: &Testbed, actor: &mut ChaosContainer) -> Result<()> {
     let id = &actor.running.id;
     if let Some((_, mut child)) = actor.guest.take() {
         let _ = child.kill();
         let _ = child.wait();
     }
-    let listed = |world: &World| -> Result<bool> {
+    let listed = |world: &Testbed| -> Result<bool> {
         let listed = containerd::run(world.ctr().args(["containers", "list", "--quiet"]))?;
         Ok(listed.lines().any(|line| line == id))
     };

@@ -5,7 +5,7 @@ use std::fmt;
 use fastrand::Rng;
 
 /// CUDA processes of each container of the cast.
-pub const CAST: [usize; 4] = [1, 1, 2, 3];
+pub const WORKLOADS: [usize; 4] = [1, 1, 2, 3];
 /// Two of them, of one process each, hold the same and may hold it once.
 pub const TWINS: [usize; 2] = [0, 1];
 
@@ -42,12 +42,12 @@ pub enum Fault {
     KillController,
     /// SIGSTOP of the controller for a while.
     StopController,
-    /// SIGKILL of the vault.
-    KillVault,
-    /// SIGSTOP of the vault for a while.
-    StopVault,
-    /// SIGKILL of the vault and of the controller, at once.
-    KillVaultAndController,
+    /// SIGKILL of the copier.
+    KillCopier,
+    /// SIGSTOP of the copier for a while.
+    StopCopier,
+    /// SIGKILL of the copier and of the controller, at once.
+    KillCopierAndController,
     /// SIGKILL of containerd, and its return.
     KillContainerd,
     /// SIGTERM of containerd, and its return.
@@ -81,9 +81,9 @@ impl Fault {
     pub const ALL: [(Fault, u32); 18] = [
         (Fault::KillController, 16),
         (Fault::StopController, 6),
-        (Fault::KillVault, 8),
-        (Fault::StopVault, 4),
-        (Fault::KillVaultAndController, 4),
+        (Fault::KillCopier, 8),
+        (Fault::StopCopier, 4),
+        (Fault::KillCopierAndController, 4),
         (Fault::KillContainerd, 4),
         (Fault::EndContainerd, 2),
         (Fault::KillStockShim, 3),
@@ -105,9 +105,9 @@ impl Fault {
         match self {
             Fault::KillController => "kill controller",
             Fault::StopController => "stop controller",
-            Fault::KillVault => "kill vault",
-            Fault::StopVault => "stop vault",
-            Fault::KillVaultAndController => "kill vault and controller",
+            Fault::KillCopier => "kill copier",
+            Fault::StopCopier => "stop copier",
+            Fault::KillCopierAndController => "kill copier and controller",
             Fault::KillContainerd => "kill containerd",
             Fault::EndContainerd => "end containerd",
             Fault::KillStockShim => "kill stock shim",
@@ -178,17 +178,17 @@ fn scene(random: &mut Rng) -> Scene {
         stimuli.push(Stimulus::Call(on, "spin 60"));
     }
     stimuli.push(Stimulus::Call(on, call(random)));
-    for (container, processes) in CAST.into_iter().enumerate() {
+    for (container, processes) in WORKLOADS.into_iter().enumerate() {
         if container != on.container && random.u32(..10) < 5 {
             let process = random.usize(..processes);
             stimuli.push(Stimulus::Call(Target { container, process }, call(random)));
         }
     }
     if random.u32(..10) < 2 {
-        stimuli.push(Stimulus::Offload(random.usize(..CAST.len())));
+        stimuli.push(Stimulus::Offload(random.usize(..WORKLOADS.len())));
     }
     if random.u32(..10) < 1 {
-        stimuli.push(Stimulus::Restore(random.usize(..CAST.len())));
+        stimuli.push(Stimulus::Restore(random.usize(..WORKLOADS.len())));
     }
     let fault = fault(random);
     if fault == Fault::KillRunc || random.u32(..20) == 0 {
@@ -196,7 +196,7 @@ fn scene(random: &mut Rng) -> Scene {
     }
     random.shuffle(&mut stimuli);
     // Mostly the container that the fault is about; sometimes another one's step.
-    let watched = if random.u32(..10) < 8 { on.container } else { random.usize(..CAST.len()) };
+    let watched = if random.u32(..10) < 8 { on.container } else { random.usize(..WORKLOADS.len()) };
     let strike = Strike {
         fault,
         on,
@@ -208,8 +208,8 @@ fn scene(random: &mut Rng) -> Scene {
 }
 
 fn target(random: &mut Rng) -> Target {
-    let container = random.usize(..CAST.len());
-    Target { container, process: random.usize(..CAST[container]) }
+    let container = random.usize(..WORKLOADS.len());
+    Target { container, process: random.usize(..WORKLOADS[container]) }
 }
 
 fn call(random: &mut Rng) -> &'static str {

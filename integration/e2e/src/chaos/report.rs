@@ -4,8 +4,8 @@ use std::{collections::BTreeMap, fmt::Write};
 
 use serde::Serialize;
 
-/// Instead of a state, where a fault of a vault found none.
-pub(super) const NO_VAULT: &str = "(no vault)";
+/// Instead of a state, where a fault of a copier found none.
+pub(super) const NO_COPIER: &str = "(no copier)";
 
 /// Something that must not be.
 #[derive(Clone, Debug, Serialize)]
@@ -84,7 +84,7 @@ impl Report {
             "Queued",
             "Restoring",
             "Unregistered",
-            NO_VAULT,
+            NO_COPIER,
             "unknown",
         ];
         let _ = write!(text, "{:<20}", "STRUCK IN");

@@ -2,11 +2,11 @@
 
 use anyhow::{Result, ensure};
 
-use super::{Case, Found, hands::Held};
+use super::{Case, Found, manual_ops::Held};
 use crate::{
     container::{CLIENTS, Spec},
+    testbed::Testbed,
     worker::Worker,
-    world::World,
 };
 
 const CALLS: [(&str, &str); 5] = [
@@ -21,7 +21,7 @@ pub fn cases() -> Vec<Case> {
     CALLS.iter().map(|(name, call)| Case::new(name, move |world| play(world, call))).collect()
 }
 
-fn play(world: &World, call: &str) -> Result<Found> {
+fn play(world: &Testbed, call: &str) -> Result<Found> {
     let spec = || Spec::gpu(call, &[&format!("{CLIENTS}/crashers"), call]);
     let mut bare = Held::bare(world, spec())?;
     bare.worker.expect("ready")?;

@@ -3,14 +3,13 @@
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
 
-use super::{Case, Found, hands::ballast, moments::all_intact};
+use super::{Case, Found, manual_ops::ballast, moments::all_intact};
 use crate::{
-    chaos::actor::{Actor, Way, has_ended},
-    containerd,
-    keeper::cgroup_folders,
-    memory_cgroup,
-    until::until,
-    world::{MIB, World},
+    chaos::container::{ChaosContainer, Way, has_ended},
+    containerd, memory_cgroup,
+    supervisor::cgroup_folders,
+    testbed::{MIB, Testbed},
+    wait::until,
 };
 
 #[derive(Clone, Copy)]
@@ -42,8 +41,8 @@ pub fn cases() -> Vec<Case> {
     .collect()
 }
 
-fn play(world: &World, end: End, queued: bool) -> Result<Found> {
-    let mut actor = Actor::start(world, ID, 1, 64, Way::DRIVER)?;
+fn play(world: &Testbed, end: End, queued: bool) -> Result<Found> {
+    let mut actor = ChaosContainer::start(world, ID, 1, 64, Way::DRIVER)?;
     world.cli().move_out(ID)?;
     let mut taker = None;
     if queued {
@@ -85,7 +84,7 @@ fn play(world: &World, end: End, queued: bool) -> Result<Found> {
 }
 
 /// The kernel prefers the process whose GPU state is away.
-fn spend(world: &World, actor: &Actor) -> Result<()> {
+fn spend(world: &Testbed, actor: &ChaosContainer) -> Result<()> {
     let pid = actor.processes[0].pid;
     std::fs::write(format!("/proc/{pid}/oom_score_adj"), "1000")?;
     let folders = cgroup_folders(world.dir());

@@ -4,15 +4,15 @@ use anyhow::{Result, ensure};
 
 use super::{
     Case, Found,
-    hands::{Held, ballast},
+    manual_ops::{Held, ballast},
 };
 use crate::{
     container::{CLIENTS, Spec},
+    testbed::Testbed,
     worker::Answer,
-    world::World,
 };
 
-const ENGINES: [&str; 3] = ["driver", "fast", "park"];
+const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
 
 pub fn cases() -> Vec<Case> {
     vec![
@@ -31,7 +31,7 @@ fn spec(id: &str, kind: &str) -> Spec {
 }
 
 /// What the exit handler answers, and how the program ends, without Affinode.
-fn bare(world: &World, kind: &str) -> Result<(Answer, Option<i32>)> {
+fn bare(world: &Testbed, kind: &str) -> Result<(Answer, Option<i32>)> {
     let mut bare = Held::bare(world, spec("bare", kind))?;
     bare.worker.expect("ready")?;
     bare.worker.send("go")?;
@@ -51,12 +51,12 @@ fn check(held: Held, said: &Answer, as_bare: &(Answer, Option<i32>)) -> Result<(
 }
 
 /// The number of the newest event.
-fn newest(world: &World) -> Result<u64> {
+fn newest(world: &Testbed) -> Result<u64> {
     Ok(world.cli().events()?.iter().map(|event| event.sequence).max().unwrap_or(0))
 }
 
 /// What was told of a container since then, beside moves that were wanted.
-fn no_trouble(world: &World, id: &str, since: u64, allowed: &[&str]) -> Result<()> {
+fn no_trouble(world: &Testbed, id: &str, since: u64, allowed: &[&str]) -> Result<()> {
     let name = format!("default/{id}");
     let trouble = |event: &crate::cli::EventRow| {
         let asked = ["Queued", "Restoring", "Lost"].contains(&event.to.as_str())
@@ -69,7 +69,7 @@ fn no_trouble(world: &World, id: &str, since: u64, allowed: &[&str]) -> Result<(
     Ok(())
 }
 
-fn without_room(world: &World, kind: &str) -> Result<Found> {
+fn without_room(world: &Testbed, kind: &str) -> Result<Found> {
     let as_bare = bare(world, kind)?;
     for engine in ENGINES {
         let id = format!("exits-{kind}-{engine}");
@@ -92,7 +92,7 @@ fn without_room(world: &World, kind: &str) -> Result<Found> {
 }
 
 /// What a handler reads from the GPU it must get.
-fn results(world: &World) -> Result<Found> {
+fn results(world: &Testbed) -> Result<Found> {
     let as_bare = bare(world, "results")?;
     ensure!(as_bare.0.ok == Some(true), "{as_bare:?}");
     for engine in ENGINES {

@@ -6,13 +6,13 @@ use anyhow::{Result, ensure};
 
 use super::{
     Case, Found,
-    hands::{Held, intact, offload_once},
+    manual_ops::{Held, intact, offload_once},
 };
 use crate::{
     container::{CLIENTS, Spec},
-    until::until,
+    testbed::Testbed,
+    wait::until,
     worker::Worker,
-    world::World,
 };
 
 /// How long one without Affinode is seen to hang. Told, not judged.
@@ -27,7 +27,7 @@ fn spec(id: &str) -> Spec {
     Spec::gpu(id, &[&format!("{CLIENTS}/hidden"), "call"])
 }
 
-fn play(world: &World) -> Result<Found> {
+fn play(world: &Testbed) -> Result<Found> {
     let mut bare = Held::bare(world, spec("bare"))?;
     bare.worker.expect("ready")?;
     ensure!(bare.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint by hand");
@@ -39,7 +39,7 @@ fn play(world: &World) -> Result<Found> {
     bare.worker.expect("hidden")?;
     bare.kill(world)?;
 
-    for engine in ["driver", "fast"] {
+    for engine in ["checkpoint", "full"] {
         let id = format!("hidden-{engine}");
         let spec = spec(&id).annotation("affinode.io/engine", engine);
         let mut worker = Worker::start_as(world, spec)?;
@@ -49,13 +49,13 @@ fn play(world: &World) -> Result<Found> {
         told(world, &id)?;
         intact(&mut worker)?;
         // The driver's checkpoint is not tried again.
-        if engine == "driver" {
+        if engine == "checkpoint" {
             let said = offload_once(world, &id)?;
             ensure!(!said.done && said.reason == "hidden-way", "{said:?}");
         } else {
             world.cli().move_out(&id)?;
             let row = world.cli().known(&id)?;
-            ensure!(row.processes.iter().all(|process| process.phase == "Parked"), "{row:?}");
+            ensure!(row.processes.iter().all(|process| process.phase == "CopiedOut"), "{row:?}");
             // With its context there, nothing blocks.
             worker.call("hidden")?;
             let row = world.cli().known(&id)?;
@@ -70,7 +70,7 @@ fn play(world: &World) -> Result<Found> {
 }
 
 /// An event and the container's row name the way, once.
-fn told(world: &World, id: &str) -> Result<()> {
+fn told(world: &Testbed, id: &str) -> Result<()> {
     let name = format!("default/{id}");
     until("the way to be told of", || {
         let events = world.cli().events()?;

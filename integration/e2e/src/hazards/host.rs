@@ -5,11 +5,11 @@ use nix::sys::signal::{Signal, kill};
 
 use super::{
     Case, Found,
-    hands::{Held, intact, refused, usual},
+    manual_ops::{Held, intact, refused, usual},
 };
 use crate::{
-    container::Spec, gpu::Gpu, keeper::cgroup_folders, memory_cgroup, oom::OomWatch, until::until,
-    worker::Worker, world::World,
+    container::Spec, gpu::Gpu, memory_cgroup, oom::OomWatch, supervisor::cgroup_folders,
+    testbed::Testbed, wait::until, worker::Worker,
 };
 
 const LIMIT_BYTES: u64 = 1 << 30;
@@ -32,7 +32,7 @@ pub fn cases() -> Vec<Case> {
     ]
 }
 
-fn limited(world: &World, spec: &dyn Fn(&str) -> Spec) -> Result<Found> {
+fn limited(world: &Testbed, spec: &dyn Fn(&str) -> Spec) -> Result<Found> {
     // The world's cgroup, which may carry the limit, is there once a container was.
     let mut bare = Held::bare(world, spec("bare"))?;
     bare.worker.wait_filled()?;
@@ -63,7 +63,7 @@ fn limited(world: &World, spec: &dyn Fn(&str) -> Spec) -> Result<Found> {
 }
 
 /// The budget is read when a controller starts.
-fn budget_spent(world: &World) -> Result<Found> {
+fn budget_spent(world: &Testbed) -> Result<Found> {
     let mut worker = Worker::start(world, "budget", 16)?;
     let file = world.dir().join("affinode/config.toml");
     let usual = std::fs::read_to_string(&file)?;
@@ -78,7 +78,7 @@ fn budget_spent(world: &World) -> Result<Found> {
 }
 
 /// Kills the controller and waits for the next.
-pub fn next_controller(world: &World) -> Result<()> {
+pub fn next_controller(world: &Testbed) -> Result<()> {
     let old = world.controller()?.context("a controller runs")?.pid;
     kill(old, Signal::SIGKILL)?;
     let old = old.as_raw();

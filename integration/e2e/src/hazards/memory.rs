@@ -5,9 +5,9 @@ use anyhow::Result;
 
 use super::{
     Case, Found,
-    hands::{Held, intact, kind, refused},
+    manual_ops::{Held, intact, kind, refused},
 };
-use crate::{worker::Worker, world::World};
+use crate::{testbed::Testbed, worker::Worker};
 
 /// Name, kind of `hazards.c`, and the reason of the refusal; none: it moves.
 const KINDS: [(&str, &str, Option<&str>); 6] = [
@@ -26,7 +26,7 @@ pub fn cases() -> Vec<Case> {
         .collect()
 }
 
-fn play(world: &World, what: &str, reason: Option<&str>) -> Result<Found> {
+fn play(world: &Testbed, what: &str, reason: Option<&str>) -> Result<Found> {
     let mut bare = Held::bare(world, kind("bare", what))?;
     let ready = bare.worker.receive()?;
     if what == "peer" && ready.result != 0 {

@@ -11,15 +11,15 @@ use nix::sys::signal::{Signal, kill};
 
 use super::{
     Case, Found,
-    hands::{CHECKPOINTED, Held, LOCKED, Offload, ballast, intact, kind, offload_once, usual},
     host::next_controller,
+    manual_ops::{CHECKPOINTED, Held, LOCKED, Offload, ballast, intact, kind, offload_once, usual},
 };
 use crate::{
-    chaos::actor::{Actor, Verdict, Way},
+    chaos::container::{ChaosContainer, Verdict, Way},
     cli::EventRow,
-    until::{PATIENCE, until},
+    testbed::{MIB, Testbed},
+    wait::{WAIT_TIMEOUT, until},
     worker::Worker,
-    world::{MIB, World},
 };
 
 pub fn cases() -> Vec<Case> {
@@ -36,7 +36,7 @@ pub fn cases() -> Vec<Case> {
     ]
 }
 
-fn short(world: &World) -> Result<Found> {
+fn short(world: &Testbed) -> Result<Found> {
     const LEFT: u64 = 16 * MIB;
     let mut bare = Held::bare(world, usual("bare", 64))?;
     bare.worker.wait_filled()?;
@@ -73,7 +73,7 @@ fn short(world: &World) -> Result<Found> {
     Ok(Found::Row { without, with: "waits in the queue; contents intact".into() })
 }
 
-fn running_kernel(world: &World) -> Result<Found> {
+fn running_kernel(world: &Testbed) -> Result<Found> {
     let mut bare = Held::bare(world, usual("bare", 16))?;
     bare.worker.wait_filled()?;
     bare.worker.call("spin 2000")?;
@@ -93,7 +93,7 @@ fn running_kernel(world: &World) -> Result<Found> {
 }
 
 /// Its driver has ended, another thread waits at the gate, and a handler lingers.
-fn exit(world: &World) -> Result<Found> {
+fn exit(world: &Testbed) -> Result<Found> {
     let mut bare = Held::bare(world, kind("bare", "exit"))?;
     bare.worker.expect("ready")?;
     ensure!(bare.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint by hand");
@@ -116,7 +116,7 @@ fn exit(world: &World) -> Result<Found> {
     Ok(Found::Row { without, with })
 }
 
-fn caller_dies(world: &World) -> Result<Found> {
+fn caller_dies(world: &Testbed) -> Result<Found> {
     let mut bare = Held::bare(world, usual("bare", 64))?;
     bare.worker.wait_filled()?;
     strike_in_checkpoint(world, &bare)?;
@@ -137,7 +137,7 @@ fn caller_dies(world: &World) -> Result<Found> {
 /// Kills a caller of the driver's checkpoint in the middle of it, which is observed: the caller had no
 /// answer yet, and the process is checkpointed afterwards. Otherwise it was too early or too late, and
 /// is tried again.
-fn strike_in_checkpoint(world: &World, bare: &Held) -> Result<()> {
+fn strike_in_checkpoint(world: &Testbed, bare: &Held) -> Result<()> {
     const TRIES: usize = 50;
     let pid = bare.worker.running.pid(world)?.to_string();
     let program = world.artifacts().clients_dir().join("checkpoint");
@@ -168,7 +168,7 @@ fn strike_in_checkpoint(world: &World, bare: &Held) -> Result<()> {
     bail!("in {TRIES} tries no caller died in the middle of a checkpoint")
 }
 
-fn fork(world: &World) -> Result<Found> {
+fn fork(world: &Testbed) -> Result<Found> {
     let mut bare = Held::bare(world, usual("bare", 32))?;
     bare.worker.wait_filled()?;
     let usual = bare.worker.call("fork")?.child_result.context("no result of the child")?;
@@ -184,18 +184,18 @@ fn fork(world: &World) -> Result<Found> {
     Ok(Found::Row { without, with: "the child's call returns the same; contents intact".into() })
 }
 
-fn starts(world: &World) -> Result<Found> {
-    let mut actor = Actor::start(world, "starts", 1, 16, Way::DRIVER)?;
+fn starts(world: &Testbed) -> Result<Found> {
+    let mut actor = ChaosContainer::start(world, "starts", 1, 16, Way::DRIVER)?;
     let asked = Offload::begin(world, "starts")?;
     actor.exec(world)?;
-    well(&actor.settle_guest(world, Instant::now() + PATIENCE))?;
+    well(&actor.settle_guest(world, Instant::now() + WAIT_TIMEOUT))?;
     asked.end()?;
     all_intact(&mut actor)?;
     Ok(Found::Row { without: "-".into(), with: "both run; contents intact".into() })
 }
 
-fn dies(world: &World) -> Result<Found> {
-    let mut actor = Actor::start(world, "dies", 2, 16, Way::DRIVER)?;
+fn dies(world: &Testbed) -> Result<Found> {
+    let mut actor = ChaosContainer::start(world, "dies", 2, 16, Way::DRIVER)?;
     let asked = Offload::begin(world, "dies")?;
     actor.processes[1].doomed = true;
     kill(actor.processes[1].pid, Signal::SIGKILL)?;
@@ -204,22 +204,22 @@ fn dies(world: &World) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with: "the other one runs; contents intact".into() })
 }
 
-fn exec(world: &World) -> Result<Found> {
-    let mut actor = Actor::start(world, "exec", 1, 16, Way::DRIVER)?;
+fn exec(world: &Testbed) -> Result<Found> {
+    let mut actor = ChaosContainer::start(world, "exec", 1, 16, Way::DRIVER)?;
     world.cli().move_out("exec")?;
     actor.exec(world)?;
-    well(&actor.settle_guest(world, Instant::now() + PATIENCE))?;
+    well(&actor.settle_guest(world, Instant::now() + WAIT_TIMEOUT))?;
     all_intact(&mut actor)?;
     Ok(Found::Row { without: "-".into(), with: "both run; contents intact".into() })
 }
 
-fn together(world: &World) -> Result<Found> {
-    let mut actor = Actor::start(world, "together", 3, 16, Way::DRIVER)?;
+fn together(world: &Testbed) -> Result<Found> {
+    let mut actor = ChaosContainer::start(world, "together", 3, 16, Way::DRIVER)?;
     world.cli().move_out("together")?;
     let row = world.cli().wait_for_state("together", "Offloaded")?;
-    ensure!(row.processes.iter().all(|p| p.phase == "Away"), "not all are away: {row:?}");
+    ensure!(row.processes.iter().all(|p| p.phase == "Checkpointed"), "not all are away: {row:?}");
     actor.processes[0].ask("touch")?;
-    well(&actor.processes[0].settle(Instant::now() + PATIENCE))?;
+    well(&actor.processes[0].settle(Instant::now() + WAIT_TIMEOUT))?;
     let row = world.cli().wait_resident("together")?;
     ensure!(row.processes.iter().all(|p| p.phase == "Open"), "not all are back: {row:?}");
     all_intact(&mut actor)?;
@@ -227,10 +227,10 @@ fn together(world: &World) -> Result<Found> {
 }
 
 /// Every process that was not ended verifies.
-pub fn all_intact(actor: &mut Actor) -> Result<()> {
+pub fn all_intact(actor: &mut ChaosContainer) -> Result<()> {
     for process in actor.processes.iter_mut().filter(|process| !process.doomed) {
         process.ask("verify")?;
-        well(&process.settle(Instant::now() + PATIENCE))?;
+        well(&process.settle(Instant::now() + WAIT_TIMEOUT))?;
     }
     Ok(())
 }

@@ -6,17 +6,17 @@ use anyhow::{Result, ensure};
 
 use super::{
     Case, Found,
-    hands::{Held, intact},
+    manual_ops::{Held, intact},
 };
 use crate::{
     container::{CLIENTS, Spec},
+    testbed::Testbed,
     worker::Worker,
-    world::World,
 };
 
 /// How long a call of the driver alone is seen to block.
 const BLOCKED: Duration = Duration::from_secs(3);
-const ENGINES: [&str; 3] = ["driver", "fast", "park"];
+const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
 
 pub fn cases() -> Vec<Case> {
     [("nvml: called while away", "nvml"), ("nvml: linked, called while away", "nvml_linked")]
@@ -28,7 +28,7 @@ fn spec(id: &str, program: &str) -> Spec {
     Spec::gpu(id, &[&format!("{CLIENTS}/{program}")])
 }
 
-fn play(world: &World, program: &str) -> Result<Found> {
+fn play(world: &Testbed, program: &str) -> Result<Found> {
     let mut bare = Held::bare(world, spec("bare", program))?;
     bare.worker.expect("ready")?;
     bare.worker.call("init")?;
@@ -53,7 +53,7 @@ fn play(world: &World, program: &str) -> Result<Found> {
         // Initialised for the first time while it is away: it comes back.
         worker.call("init")?;
         worker.call("ask")?;
-        // With `park` it has been away all the time.
+        // With `copy` it has been away all the time.
         intact(&mut worker)?;
         world.cli().move_out(&id)?;
         for command in ["ask", "init", "ask", "shutdown"] {

@@ -8,13 +8,13 @@ use nix::{
 
 use super::{
     Case, Found,
-    hands::{intact, offload_once, refused, usual},
+    manual_ops::{intact, offload_once, refused, usual},
 };
 use crate::{
     chaos::fault,
     container::{CLIENTS, PIPES, Spec},
+    testbed::Testbed,
     worker::{USUAL, Worker},
-    world::World,
 };
 
 /// What a driver before 570 does not have.
@@ -34,7 +34,7 @@ pub fn cases() -> Vec<Case> {
 }
 
 /// Starts it, sees it refused for the reason, and working on.
-fn stays(world: &World, spec: Spec, reason: &str) -> Result<Found> {
+fn stays(world: &Testbed, spec: Spec, reason: &str) -> Result<Found> {
     let id = spec.id.clone();
     let mut worker = Worker::start_as(world, spec)?;
     worker.wait_filled()?;
@@ -43,7 +43,7 @@ fn stays(world: &World, spec: Spec, reason: &str) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with })
 }
 
-fn mps(world: &World) -> Result<Found> {
+fn mps(world: &Testbed) -> Result<Found> {
     // A control pipe where libcuda looks for one; nobody needs to serve it to be noticed.
     let host = world.dir().join("mps");
     std::fs::create_dir_all(&host)?;
@@ -53,12 +53,12 @@ fn mps(world: &World) -> Result<Found> {
     stays(world, spec.flags(&["--mount", &mount]), "mps")
 }
 
-fn mig(world: &World) -> Result<Found> {
+fn mig(world: &Testbed) -> Result<Found> {
     stays(world, usual("mig", 16).env("CUDA_VISIBLE_DEVICES", "2"), "mig")
 }
 
 /// The simulated driver, without the symbols of its checkpoint functions.
-fn old_driver(world: &World) -> Result<Found> {
+fn old_driver(world: &Testbed) -> Result<Found> {
     let host = world.dir().join("old-driver");
     std::fs::create_dir_all(&host)?;
     let library = std::fs::read(world.artifacts().sim_dir().join("libcuda.so.1"))?;
@@ -102,7 +102,7 @@ fn without_symbols(mut elf: Vec<u8>, prefix: &[u8]) -> Option<Vec<u8>> {
     Some(elf)
 }
 
-fn disabled(world: &World) -> Result<Found> {
+fn disabled(world: &Testbed) -> Result<Found> {
     let spec = usual("disabled", 16).env("AFFINODE_DISABLE", "1");
     let mut worker = Worker::start_as(world, spec)?;
     worker.wait_filled()?;
@@ -114,7 +114,7 @@ fn disabled(world: &World) -> Result<Found> {
 }
 
 /// Two CUDA processes in a container, of which one did not load the library.
-fn stranger(world: &World) -> Result<Found> {
+fn stranger(world: &Testbed) -> Result<Found> {
     let program = format!("{CLIENTS}/{USUAL}");
     let script = format!(
         "AFFINODE_DISABLE=1 {program} --mib 4 --script 'sleep 600000' >{PIPES}/other.log </dev/null &\n\
@@ -125,7 +125,7 @@ fn stranger(world: &World) -> Result<Found> {
     let mut worker = Worker::start_as(world, spec)?;
     worker.wait_filled()?;
     let log = world.dir().join("io").join(&id).join("other.log");
-    crate::until::until("the other process to have its memory", || {
+    crate::wait::until("the other process to have its memory", || {
         let text = std::fs::read_to_string(&log).unwrap_or_default();
         Ok(text.contains("\"fill\"").then_some(()))
     })?;
@@ -134,7 +134,7 @@ fn stranger(world: &World) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with })
 }
 
-fn frozen(world: &World) -> Result<Found> {
+fn frozen(world: &Testbed) -> Result<Found> {
     let mut worker = Worker::start(world, "frozen", 16)?;
     let folder = fault::freezer(world, "frozen").context("no freezer")?;
     fault::set_frozen(&folder, true)?;
@@ -145,7 +145,7 @@ fn frozen(world: &World) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with })
 }
 
-fn stopped(world: &World) -> Result<Found> {
+fn stopped(world: &Testbed) -> Result<Found> {
     let mut worker = Worker::start(world, "stopped", 16)?;
     let pid = Pid::from_raw(worker.running.pid(world)?);
     kill(pid, Signal::SIGSTOP)?;

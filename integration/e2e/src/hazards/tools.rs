@@ -6,13 +6,13 @@ use anyhow::{Context, Result, ensure};
 
 use super::{
     Case, Found,
-    hands::{Held, intact, refused},
+    manual_ops::{Held, intact, refused},
 };
 use crate::{
     container::{CLIENTS, Spec},
-    until::until,
+    testbed::Testbed,
+    wait::until,
     worker::Worker,
-    world::World,
 };
 
 /// System calls that the program hangs in, and that it sleeps in.
@@ -34,14 +34,14 @@ fn program(id: &str, engine: &str) -> Spec {
     Spec::gpu(id, &[&format!("{CLIENTS}/tools")]).annotation("affinode.io/engine", engine)
 }
 
-fn start(world: &World, spec: Spec) -> Result<Worker> {
+fn start(world: &Testbed, spec: Spec) -> Result<Worker> {
     let mut worker = Worker::start_as(world, spec)?;
     worker.expect("ready")?;
     Ok(worker)
 }
 
 /// Waits until the program's first thread is in this system call.
-fn wait_inside(world: &World, worker: &Worker, number: u32) -> Result<()> {
+fn wait_inside(world: &Testbed, worker: &Worker, number: u32) -> Result<()> {
     let file = format!("/proc/{}/syscall", worker.running.pid(world)?);
     until(&format!("the program to be in system call {number}"), || {
         let call = std::fs::read_to_string(&file).with_context(|| file.clone())?;
@@ -50,22 +50,22 @@ fn wait_inside(world: &World, worker: &Worker, number: u32) -> Result<()> {
 }
 
 /// The end of a program whose profiler has met a checkpoint.
-fn lost(world: &World, bare: Held) -> Result<String> {
+fn lost(world: &Testbed, bare: Held) -> Result<String> {
     let restored = bare.tool(world, &["restore"])?;
     ensure!(restored != [0], "it came back");
     bare.kill(world)?;
     Ok(format!("begin hangs, restore returns {}: lost", restored.first().unwrap_or(&-1)))
 }
 
-fn begun_while_away(world: &World) -> Result<Found> {
-    let mut bare = Held::bare(world, program("bare", "driver"))?;
+fn begun_while_away(world: &Testbed) -> Result<Found> {
+    let mut bare = Held::bare(world, program("bare", "checkpoint"))?;
     bare.worker.expect("ready")?;
     ensure!(bare.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint");
     bare.worker.send("begin")?;
     wait_inside(world, &bare.worker, FUTEX)?;
     let without = lost(world, bare)?;
 
-    let mut worker = start(world, program("begun", "driver"))?;
+    let mut worker = start(world, program("begun", "checkpoint"))?;
     world.cli().move_out("begun")?;
     // It waits for its return, and then begins.
     worker.call("begin")?;
@@ -75,17 +75,17 @@ fn begun_while_away(world: &World) -> Result<Found> {
     Ok(Found::Row { without, with: format!("comes back first; then {with}") })
 }
 
-fn moved_while_it_begins(world: &World) -> Result<Found> {
+fn moved_while_it_begins(world: &Testbed) -> Result<Found> {
     // Longer than what follows takes on a slow machine; nothing waits for its end.
     const BEGIN: &str = "begin 20000";
-    let mut bare = Held::bare(world, program("bare", "driver"))?;
+    let mut bare = Held::bare(world, program("bare", "checkpoint"))?;
     bare.worker.expect("ready")?;
     bare.worker.send(BEGIN)?;
     wait_inside(world, &bare.worker, CLOCK_NANOSLEEP)?;
     ensure!(bare.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint");
     let without = lost(world, bare)?;
 
-    let mut worker = start(world, program("slow", "driver"))?;
+    let mut worker = start(world, program("slow", "checkpoint"))?;
     worker.send("begin 2000")?;
     wait_inside(world, &worker, CLOCK_NANOSLEEP)?;
     let with = refused(world, "slow", "tools")?;
@@ -96,15 +96,15 @@ fn moved_while_it_begins(world: &World) -> Result<Found> {
 }
 
 /// Its thread goes on: it dies of a checkpoint, and a copy does it no harm.
-fn ended_before(world: &World) -> Result<Found> {
-    let mut bare = Held::bare(world, program("bare", "driver"))?;
+fn ended_before(world: &Testbed) -> Result<Found> {
+    let mut bare = Held::bare(world, program("bare", "checkpoint"))?;
     bare.worker.expect("ready")?;
     bare.worker.call("begin")?;
     bare.worker.call("end")?;
     ensure!(bare.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint");
     let (_, without) = bare.end()?;
 
-    let mut worker = start(world, program("ended", "fast"))?;
+    let mut worker = start(world, program("ended", "full"))?;
     worker.call("begin")?;
     worker.call("end")?;
     for again in ["begin", "end"] {
@@ -116,28 +116,28 @@ fn ended_before(world: &World) -> Result<Found> {
 }
 
 /// It must leave by a copy alone.
-fn copied(world: &World, id: &str) -> Result<()> {
+fn copied(world: &Testbed, id: &str) -> Result<()> {
     // Before its page was read the controller knows of nothing that could be copied.
     world.cli().wait_for(id, "to have its memory carried", |row| {
-        row.processes.iter().any(|process| process.carried_bytes > 0)
+        row.processes.iter().any(|process| process.swappable_bytes > 0)
     })?;
     world.cli().move_out(id)?;
     let row = world.cli().known(id)?;
     let phase = &row.process()?.phase;
-    ensure!(phase == "Parked", "its context did not stay: {row:?}");
+    ensure!(phase == "CopiedOut", "its context did not stay: {row:?}");
     Ok(())
 }
 
-fn injected(world: &World) -> Result<Found> {
-    let spec = program("injected", "driver").env("CUDA_INJECTION64_PATH", "/tool.so");
+fn injected(world: &Testbed) -> Result<Found> {
+    let spec = program("injected", "checkpoint").env("CUDA_INJECTION64_PATH", "/tool.so");
     let mut worker = start(world, spec)?;
     let with = refused(world, "injected", "tools")?;
     intact(&mut worker)?;
     Ok(Found::Row { without: "-".into(), with })
 }
 
-fn video(world: &World) -> Result<Found> {
-    let mut stays = start(world, program("video", "driver"))?;
+fn video(world: &Testbed) -> Result<Found> {
+    let mut stays = start(world, program("video", "checkpoint"))?;
     stays.call("video")?;
     let with = refused(world, "video", "video")?;
     intact(&mut stays)?;

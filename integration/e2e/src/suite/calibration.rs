@@ -8,8 +8,8 @@ use serde::Serialize;
 use super::{BY_ORDER, engines::ENGINE, median};
 use crate::{
     gpu::Gpu,
+    testbed::{MIB, Testbed},
     worker::{USUAL, Worker},
-    world::{MIB, World},
 };
 
 const ROUNDS: usize = 3;
@@ -39,7 +39,7 @@ struct Took {
 ///
 /// # Errors
 /// When one of them does not start or move.
-pub fn measure(world: &World, engine: &str) -> Result<Calibration> {
+pub fn measure(world: &Testbed, engine: &str) -> Result<Calibration> {
     let sizes_mib = match world.gpu() {
         Gpu::Real => [1024, 8192],
         Gpu::Simulated { .. } => [64, 1024],
@@ -78,7 +78,7 @@ impl Calibration {
 }
 
 /// Medians of both ways. The first cycle warms up and does not count.
-fn moves(world: &World, engine: &str, name: &str, mib: u64) -> Result<(Took, Took)> {
+fn moves(world: &Testbed, engine: &str, name: &str, mib: u64) -> Result<(Took, Took)> {
     let id = format!("calibration-{engine}-{name}");
     let spec =
         Worker::spec(&id, USUAL, mib).annotation(BY_ORDER.0, BY_ORDER.1).annotation(ENGINE, engine);

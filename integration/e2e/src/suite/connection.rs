@@ -10,16 +10,16 @@ use nix::sched::{CloneFlags, setns};
 
 use super::report::Rows;
 use crate::{
-    until::until,
+    testbed::Testbed,
+    wait::until,
     worker::{USUAL, Worker},
-    world::World,
 };
 
 /// A client and a server in the network of a container, on its loopback.
 ///
 /// # Errors
 /// When it has no process, or its network cannot be entered.
-pub fn connect(world: &World, id: &str) -> Result<()> {
+pub fn connect(world: &Testbed, id: &str) -> Result<()> {
     let row = world.cli().known(id)?;
     let pid = row.processes.first().context("it has a process")?.pid;
     let network = File::open(format!("/proc/{pid}/ns/net"))?;
@@ -34,7 +34,7 @@ pub fn connect(world: &World, id: &str) -> Result<()> {
 }
 
 /// Away, connected to, and back before it is called.
-pub fn brings_back(world: &World, rows: &mut Rows) -> Result<()> {
+pub fn brings_back(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let id = "listens";
     let spec = Worker::spec(id, USUAL, 256).annotation("affinode.io/wake-on", "connection");
     let mut worker = Worker::start_as(world, spec)?;

@@ -11,8 +11,8 @@ use crate::{
     container::{CLIENTS, Spec},
     containerd::STOCK,
     gpu::Gpu,
+    testbed::Testbed,
     worker::{USUAL, Worker},
-    world::World,
 };
 
 /// How often a wake is measured, with and without.
@@ -30,7 +30,7 @@ struct CallCost {
 }
 
 /// Calls of the driver, hooked and direct, in containers of both runtimes in turn.
-pub fn calls(world: &World, rows: &mut Rows) -> Result<()> {
+pub fn calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let measure = |id: &str, runtime: Option<&str>| -> Result<Vec<CallCost>> {
         let spec = Spec::gpu(id, &[&format!("{CLIENTS}/call_cost")]);
         let text = match runtime {
@@ -61,7 +61,7 @@ pub fn calls(world: &World, rows: &mut Rows) -> Result<()> {
 }
 
 /// A loop full of calls, hooked, while somebody watches them and while nobody does.
-pub fn watched_calls(world: &World, rows: &mut Rows) -> Result<()> {
+pub fn watched_calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let measure = |id: &str| -> Result<f64> {
         let program = format!("{CLIENTS}/call_cost");
         let text = Spec::gpu(id, &[&program, "loop", LOOP_SECONDS]).run(world)?;
@@ -90,7 +90,7 @@ pub fn watched_calls(world: &World, rows: &mut Rows) -> Result<()> {
 }
 
 /// A call that wakes, against the driver's restore and unlock called from outside.
-pub fn wakes(world: &World, rows: &mut Rows) -> Result<()> {
+pub fn wakes(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (driver, felt) = wake_ms(world)?;
     rows.tell("restore and unlock by the driver alone", driver, "ms");
     rows.tell("a call that wakes, as the caller feels it", felt, "ms");
@@ -103,7 +103,7 @@ pub fn wakes(world: &World, rows: &mut Rows) -> Result<()> {
 ///
 /// # Errors
 /// When a container or a cycle fails.
-pub fn wake_ms(world: &World) -> Result<(f64, f64)> {
+pub fn wake_ms(world: &Testbed) -> Result<(f64, f64)> {
     let driver = driver_ms(world)?;
     let mut worker = by_order(world, "wake")?;
     let felt = felt_ms(world, &mut worker)?;
@@ -114,7 +114,7 @@ pub fn wake_ms(world: &World) -> Result<(f64, f64)> {
 }
 
 /// A call that wakes, alone and beside a container that attacks the controller with all it has.
-pub fn under_attack(world: &World, rows: &mut Rows) -> Result<()> {
+pub fn under_attack(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let mut worker = by_order(world, "victim")?;
     let quiet = felt_ms(world, &mut worker)?;
     let attacker = attack::start(world, "attacker")?;
@@ -136,7 +136,7 @@ pub fn under_attack(world: &World, rows: &mut Rows) -> Result<()> {
 }
 
 /// A container that moves by order alone.
-fn by_order(world: &World, id: &str) -> Result<Worker> {
+fn by_order(world: &Testbed, id: &str) -> Result<Worker> {
     let (name, value) = BY_ORDER;
     let spec = Worker::spec(id, USUAL, SMALL_MIB).annotation(name, value);
     let mut worker = Worker::start_as(world, spec)?;
@@ -145,7 +145,7 @@ fn by_order(world: &World, id: &str) -> Result<Worker> {
 }
 
 /// Calls that wake it, as their caller feels them.
-fn felt_ms(world: &World, worker: &mut Worker) -> Result<Vec<f64>> {
+fn felt_ms(world: &Testbed, worker: &mut Worker) -> Result<Vec<f64>> {
     let id = worker.running.id.clone();
     let mut felt = Vec::new();
     for _ in 0..WAKES {
@@ -156,7 +156,7 @@ fn felt_ms(world: &World, worker: &mut Worker) -> Result<Vec<f64>> {
 }
 
 /// Restore plus unlock of an unmanaged process of the same size.
-fn driver_ms(world: &World) -> Result<Vec<f64>> {
+fn driver_ms(world: &Testbed) -> Result<Vec<f64>> {
     #[derive(Deserialize)]
     struct Step {
         command: String,

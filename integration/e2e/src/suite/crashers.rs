@@ -7,8 +7,8 @@ use anyhow::Result;
 use super::{BY_ORDER, cycle::EMPTY_BYTES, report::Rows, vram_used};
 use crate::{
     container::{CLIENTS, Spec},
+    testbed::Testbed,
     worker::Worker,
-    world::World,
 };
 
 const CALLS: [&str; 5] = ["ctx-sync", "stream-sync", "stream-query", "event-query", "event-sync"];
@@ -18,7 +18,7 @@ const ROUNDS: usize = 6;
 const SEGMENTATION_FAULT: i32 = 128 + 11;
 
 /// With the library they return; without it they kill.
-pub fn with_and_without(world: &World, rows: &mut Rows) -> Result<()> {
+pub fn with_and_without(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let mut returned = 0;
     let mut died = 0;
     for call in CALLS {
@@ -36,7 +36,7 @@ fn spec(call: &str) -> Spec {
     Spec::gpu(call, &[&format!("{CLIENTS}/crashers"), call])
 }
 
-fn returns(world: &World, call: &str) -> Result<usize> {
+fn returns(world: &Testbed, call: &str) -> Result<usize> {
     let (name, value) = BY_ORDER;
     let mut worker = Worker::start_as(world, spec(call).annotation(name, value))?;
     worker.expect("ready")?;
@@ -53,7 +53,7 @@ fn returns(world: &World, call: &str) -> Result<usize> {
 }
 
 /// The driver's own tool takes its state away from outside; then it makes the call.
-fn kills(world: &World, call: &str) -> Result<bool> {
+fn kills(world: &Testbed, call: &str) -> Result<bool> {
     let (spec, pipes) = spec(call).annotation("affinode.io/inject", "false").piped(world)?;
     let mut container = spec.command(world, &["--rm"])?.stderr(Stdio::null()).spawn()?;
     let mut worker = Worker::attach(&spec, &pipes)?;

@@ -5,8 +5,8 @@ use anyhow::{Context, Result};
 use super::{BY_ORDER, report::Rows, vram_used};
 use crate::{
     image,
+    testbed::{MIB, Testbed},
     worker::{USUAL, Worker},
-    world::{MIB, World},
 };
 
 /// VRAM that the process fills.
@@ -15,7 +15,7 @@ const WORKER_MIB: u64 = 1024;
 pub(super) const EMPTY_BYTES: u64 = 32 * MIB;
 
 /// As `root`, or as uid 1000.
-pub fn plain(world: &World, who: &str, rows: &mut Rows) -> Result<()> {
+pub fn plain(world: &Testbed, who: &str, rows: &mut Rows) -> Result<()> {
     let id = format!("plain-{who}");
     let image = if who == "root" { image::PLAIN } else { image::UNPRIVILEGED };
     let mut worker = Worker::start_as(world, Worker::spec(&id, USUAL, WORKER_MIB).image(image))?;
@@ -41,7 +41,7 @@ pub fn plain(world: &World, who: &str, rows: &mut Rows) -> Result<()> {
 }
 
 /// Three kernels, with and without a cycle after each.
-fn same_results(world: &World, id: &str, image: &str) -> Result<bool> {
+fn same_results(world: &Testbed, id: &str, image: &str) -> Result<bool> {
     let mut checksums = Vec::new();
     for away in [false, true] {
         let (name, value) = BY_ORDER;

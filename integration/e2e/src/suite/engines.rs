@@ -17,32 +17,33 @@ use crate::{
     container::{CLIENTS, SEES_ITS_CGROUP, Spec},
     containerd::STOCK,
     gpu::Gpu,
+    testbed::{MIB, Testbed},
     worker::{USUAL, Worker},
-    world::{MIB, World},
 };
 
 /// The engines, the driver's own first.
-pub const ENGINES: [&str; 3] = ["driver", "park", "fast"];
+pub const ENGINES: [&str; 3] = ["checkpoint", "copy", "full"];
 /// The annotation that names one.
 pub const ENGINE: &str = "affinode.io/engine";
-/// `fast`, of a container that keeps its copy.
+/// `full`, of a container that keeps its copy.
 pub const KEPT: &str = "kept";
 
-/// `fast`, of a container whose host memory is made ready while it is idle.
+/// `full`, of a container whose host memory is made ready while it is idle.
 pub const PREPARED: &str = "prepared";
 
-/// `fast`, of a container that looks whether its memory has come home as it left.
+/// `full`, of a container that looks whether its memory has come home as it left.
 pub const CHECKED: &str = "checked";
 
 /// A container of an engine, or of [`KEPT`], [`PREPARED`] or [`CHECKED`].
 pub fn moved_by(spec: Spec, engine: &str) -> Spec {
     match engine {
         KEPT => {
-            let spec = spec.annotation(ENGINE, "fast").annotation("affinode.io/keep-copy", "true");
+            let spec =
+                spec.annotation(ENGINE, "full").annotation("affinode.io/retain-host-copy", "true");
             spec.flags(&SEES_ITS_CGROUP)
         }
         PREPARED => spec.prepared(),
-        CHECKED => spec.annotation(ENGINE, "fast").annotation("affinode.io/checksum", "true"),
+        CHECKED => spec.annotation(ENGINE, "full").annotation("affinode.io/checksum", "true"),
         engine => spec.annotation(ENGINE, engine),
     }
 }
@@ -51,7 +52,7 @@ pub fn moved_by(spec: Spec, engine: &str) -> Spec {
 /// at 49.7 GB/s directly after the release, at 54.8 GB/s from 0.2 s on.
 const SCRUBBED_AFTER: Duration = Duration::from_millis(500);
 
-/// A call that comes soon after an offload: before the vault has hold of all, and while the device wipes.
+/// A call that comes soon after an offload: before the copier has hold of all, and while the device wipes.
 const SOON: Duration = Duration::from_millis(300);
 
 /// How large a process is, and how often it is moved. All of it is filled with a pattern in which
@@ -70,7 +71,7 @@ impl Load {
 }
 
 /// A small process: what is beside the copy shows. [`super::torch`] has a larger one.
-pub fn side_by_side(world: &World, rows: &mut Rows) -> Result<()> {
+pub fn side_by_side(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let load = match world.gpu() {
         Gpu::Real => Load { filled_mib: 1024, more: 0, rounds: 7 },
         Gpu::Simulated { .. } => Load { filled_mib: 64, more: 0, rounds: 3 },
@@ -79,7 +80,7 @@ pub fn side_by_side(world: &World, rows: &mut Rows) -> Result<()> {
 }
 
 /// Sizes at which the driver's own checkpoint would take minutes.
-pub fn large(world: &World, rows: &mut Rows) -> Result<()> {
+pub fn large(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let load = match world.gpu() {
         Gpu::Real => Load { filled_mib: 4096, more: 14, rounds: 5 },
         Gpu::Simulated { .. } => Load { filled_mib: 256, more: 5, rounds: 2 },
@@ -91,13 +92,13 @@ pub fn large(world: &World, rows: &mut Rows) -> Result<()> {
     let size = format!("a bare program, {:.1} GiB", load.bytes() as f64 / (1 << 30) as f64);
     rows.tell(&format!("{size}: pinned copy in"), load.bytes() as f64 * 1e3 / bare.value, "ms");
     rows.tell(&format!("{size}: pinned copy in"), bare.value / 1e9, "GB/s");
-    ["park", "fast", KEPT, PREPARED]
+    ["copy", "full", KEPT, PREPARED]
         .iter()
         .try_for_each(|engine| cycles(world, rows, engine, &load))
 }
 
 /// A size between.
-fn medium(world: &World) -> Load {
+fn medium(world: &Testbed) -> Load {
     match world.gpu() {
         Gpu::Real => Load { filled_mib: 4096, more: 1, rounds: 5 },
         Gpu::Simulated { .. } => Load { filled_mib: 64, more: 1, rounds: 3 },
@@ -105,7 +106,7 @@ fn medium(world: &World) -> Load {
 }
 
 /// One whose host memory is ready.
-pub fn prepared(world: &World, rows: &mut Rows) -> Result<()> {
+pub fn prepared(world: &Testbed, rows: &mut Rows) -> Result<()> {
     cycles(world, rows, PREPARED, &medium(world))
 }
 
@@ -113,14 +114,14 @@ pub fn prepared(world: &World, rows: &mut Rows) -> Result<()> {
 const MEASURED: usize = 2;
 
 /// What the engine `auto` chooses, and what the return costs then.
-pub fn chosen(world: &World, rows: &mut Rows) -> Result<()> {
+pub fn chosen(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (small_mib, large) = match world.gpu() {
         Gpu::Real => (1024, Some(Load { filled_mib: 4096, more: 7, rounds: 2 })),
         // There the time of a copy says nothing.
         Gpu::Simulated { .. } => (64, None),
     };
     let small = Load { filled_mib: small_mib, more: 0, rounds: 3 };
-    for (load, phase) in [(Some(small), "Parked"), (large, "Away")] {
+    for (load, phase) in [(Some(small), "CopiedOut"), (large, "Checkpointed")] {
         let Some(load) = load else { continue };
         let size = format!("{:.1} GiB", load.bytes() as f64 / (1 << 30) as f64);
         let spec = Worker::spec("chooses", USUAL, load.filled_mib);
@@ -143,7 +144,7 @@ pub fn chosen(world: &World, rows: &mut Rows) -> Result<()> {
         }
         rows.tell(&format!("{size}: wake, nothing stayed"), back[0], "ms");
         rows.tell(&format!("{size}: wake, the context stayed"), back[1], "ms");
-        let way = if phase == "Parked" { "it stays" } else { "it goes" };
+        let way = if phase == "CopiedOut" { "it stays" } else { "it goes" };
         let what = format!("{size}: from then on {way}");
         match world.gpu() {
             Gpu::Real => rows.count(&what, chosen, load.rounds),
@@ -160,9 +161,9 @@ pub fn chosen(world: &World, rows: &mut Rows) -> Result<()> {
 }
 
 /// What a look at what has come home costs, and what becomes of what is wrong there.
-pub fn checked(world: &World, rows: &mut Rows) -> Result<()> {
+pub fn checked(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let load = medium(world);
-    ["fast", CHECKED].iter().try_for_each(|engine| cycles(world, rows, engine, &load))?;
+    ["full", CHECKED].iter().try_for_each(|engine| cycles(world, rows, engine, &load))?;
     let spec = Worker::spec("stray", USUAL, 1024).annotation(BY_ORDER.0, BY_ORDER.1);
     let mut worker = Worker::start_as(world, moved_by(spec, CHECKED))?;
     worker.wait_filled()?;
@@ -175,7 +176,7 @@ pub fn checked(world: &World, rows: &mut Rows) -> Result<()> {
     worker.running.delete(world)
 }
 
-fn cycles(world: &World, rows: &mut Rows, engine: &str, load: &Load) -> Result<()> {
+fn cycles(world: &Testbed, rows: &mut Rows, engine: &str, load: &Load) -> Result<()> {
     let size = format!("{engine}, {:.1} GiB", load.bytes() as f64 / (1 << 30) as f64);
     let id = format!("engine-{engine}");
     let spec = Worker::spec(&id, USUAL, load.filled_mib).annotation(BY_ORDER.0, BY_ORDER.1);
@@ -187,9 +188,9 @@ fn cycles(world: &World, rows: &mut Rows, engine: &str, load: &Load) -> Result<(
     let (mut out, mut back, mut away, mut good) = (Vec::new(), Vec::new(), 0, 0);
     let filled = fills(world)?;
     let copied = copies(world)?;
-    // A vault that has hold of host memory has page tables for it.
+    // A copier that has hold of host memory has page tables for it.
     let few = EMPTY_BYTES + load.bytes() / 512;
-    let left = if engine == "park" { load.bytes() / 2 + EMPTY_BYTES } else { few };
+    let left = if engine == "copy" { load.bytes() / 2 + EMPTY_BYTES } else { few };
     for _ in 0..load.rounds {
         wait_held(world)?;
         if engine == PREPARED {
@@ -217,18 +218,18 @@ fn cycles(world: &World, rows: &mut Rows, engine: &str, load: &Load) -> Result<(
         let share = share / load.bytes() as f64 * 100.0;
         rows.want(&format!("{size}: not copied again"), share, "%", "all of it", share >= 99.9);
     }
-    // A GPU machine has cores enough for the vault to be in time.
-    let mut through_vault = |what: &str, times: usize| match world.gpu() {
+    // A GPU machine has cores enough for the copier to be in time.
+    let mut through_copier = |what: &str, times: usize| match world.gpu() {
         Gpu::Real => rows.count(what, times, load.rounds),
         Gpu::Simulated { .. } => {
             rows.want(what, times as f64, "", "half", 2 * times >= load.rounds);
         }
     };
-    if engine == "fast" {
-        through_vault(&format!("{size}: wakes through the vault"), filled);
+    if engine == "full" {
+        through_copier(&format!("{size}: wakes through the copier"), filled);
     }
     if engine == PREPARED {
-        through_vault(&format!("{size}: copied out by the vault"), copied);
+        through_copier(&format!("{size}: copied out by the copier"), copied);
     }
     rows.tell(&format!("{size}: first offload"), out[0], "ms");
     // Of what is kept, the first tells nothing.
@@ -239,14 +240,14 @@ fn cycles(world: &World, rows: &mut Rows, engine: &str, load: &Load) -> Result<(
     rows.tell(&format!("{size}: wake"), rate(median(&back)), "GB/s");
     rows.tell(&format!("{size}: wake, called 0.3 s after the offload"), soon, "ms");
     let what = format!("{size}: device in use, away");
-    if engine == "park" {
+    if engine == "copy" {
         rows.tell(&what, mib(away), "MiB");
     } else {
         rows.want(&what, mib(away), "MiB", "a few MiB", away <= few);
     }
-    if engine != "driver" {
+    if engine != "checkpoint" {
         let row = world.cli().known(&id)?;
-        let share = row.processes.first().map_or(0, |p| p.carried_bytes) as f64;
+        let share = row.processes.first().map_or(0, |p| p.swappable_bytes) as f64;
         let share = share / load.bytes() as f64 * 100.0;
         rows.want(&format!("{size}: share parked"), share, "%", "all of it", share >= 99.9);
     }
@@ -257,8 +258,8 @@ fn cycles(world: &World, rows: &mut Rows, engine: &str, load: &Load) -> Result<(
     worker.running.delete(world)
 }
 
-/// Out once more, and called before the vault and the device are done with it: how long the call waits, in ms.
-fn called_soon(world: &World, engine: &str, worker: &mut Worker) -> Result<f64> {
+/// Out once more, and called before the copier and the device are done with it: how long the call waits, in ms.
+fn called_soon(world: &Testbed, engine: &str, worker: &mut Worker) -> Result<f64> {
     if engine == PREPARED {
         wait_prepared(world, 1)?;
     }
@@ -267,19 +268,19 @@ fn called_soon(world: &World, engine: &str, worker: &mut Worker) -> Result<f64> 
     Ok(worker.call("streamsync")?.elapsed_us as f64 / 1000.0)
 }
 
-/// Returns through vaults so far.
-fn fills(world: &World) -> Result<u64> {
-    Ok(world.cli().ps()?.gpus.iter().map(|gpu| gpu.vault_fills).sum())
+/// Returns through copiers so far.
+fn fills(world: &Testbed) -> Result<u64> {
+    Ok(world.cli().ps()?.gpus.iter().map(|gpu| gpu.copier_restores).sum())
 }
 
-/// Moves out through vaults so far.
-pub fn copies(world: &World) -> Result<u64> {
-    Ok(world.cli().ps()?.gpus.iter().map(|gpu| gpu.vault_copies).sum())
+/// Moves out through copiers so far.
+pub fn copies(world: &Testbed) -> Result<u64> {
+    Ok(world.cli().ps()?.gpus.iter().map(|gpu| gpu.copier_offloads).sum())
 }
 
 /// Memory that the program maps piece by piece: at each turn that such an allocator may take,
 /// and how fast.
-pub fn segments(world: &World, rows: &mut Rows) -> Result<()> {
+pub fn segments(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (size_mib, rounds) = match world.gpu() {
         Gpu::Real => (4096, 5),
         Gpu::Simulated { .. } => (128, 2),
@@ -301,12 +302,12 @@ pub fn segments(world: &World, rows: &mut Rows) -> Result<()> {
         rows.tell(&format!("{size}: wake"), median(&back), "ms");
         let mut good = usize::from(worker.verify()?);
         let mut tried = 1;
-        if engine != "driver" {
+        if engine != "checkpoint" {
             for (change, undo) in SEGMENT_TURNS {
                 worker.call(change)?;
                 world.cli().move_out(&id)?;
                 let row = world.cli().known(&id)?;
-                let parked = row.processes.first().map_or(0, |p| p.parked_bytes);
+                let parked = row.processes.first().map_or(0, |p| p.copied_out_bytes);
                 rows.tell(&format!("{size}: copied, after {change}"), mib(parked), "MiB");
                 good += usize::from(worker.call(undo)?.ok == Some(true) && worker.verify()?);
                 tried += 1;
@@ -327,7 +328,7 @@ pub fn segments(world: &World, rows: &mut Rows) -> Result<()> {
 
 /// Memory in the order of streams: at each turn that a program may take, how fast it is moved, and what a
 /// piece costs that is held; the driver's own first.
-pub fn pools(world: &World, rows: &mut Rows) -> Result<()> {
+pub fn pools(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let size_mib = match world.gpu() {
         Gpu::Real => 4096,
         Gpu::Simulated { .. } => 128,
@@ -337,7 +338,7 @@ pub fn pools(world: &World, rows: &mut Rows) -> Result<()> {
         let is_moved = engine != "none";
         let mut spec = Worker::pools(&id, engine, size_mib).annotation(BY_ORDER.0, BY_ORDER.1);
         if !is_moved {
-            spec = Worker::pools(&id, "driver", size_mib).runtime(STOCK);
+            spec = Worker::pools(&id, "checkpoint", size_mib).runtime(STOCK);
         }
         let mut worker = Worker::start_as(world, spec)?;
         worker.wait_filled()?;
@@ -352,7 +353,7 @@ pub fn pools(world: &World, rows: &mut Rows) -> Result<()> {
             if is_moved {
                 world.cli().move_out(&id)?;
                 let row = world.cli().known(&id)?;
-                let parked = row.processes.first().map_or(0, |p| p.parked_bytes);
+                let parked = row.processes.first().map_or(0, |p| p.copied_out_bytes);
                 rows.tell(&format!("{what}: copied, after {turn}"), mib(parked), "MiB");
                 wait_held(world)?;
                 let back_us = worker.call("streamsync")?.elapsed_us as f64;
@@ -396,13 +397,13 @@ const STARTS: usize = 7;
 
 /// Allocations of carried memory against the driver's own, the median of some starts; and how fast a
 /// pinned copy is.
-pub fn memory(world: &World, rows: &mut Rows) -> Result<()> {
+pub fn memory(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let measure = |what: &[&str], runtime: Option<&str>| -> Result<Vec<Figure>> {
         let program = format!("{CLIENTS}/memory_cost");
         let argv: Vec<&str> = [program.as_str()].iter().chain(what).copied().collect();
         let mut spec = Spec::gpu("memory", &argv)
             .annotation(BY_ORDER.0, BY_ORDER.1)
-            .annotation(ENGINE, "park");
+            .annotation(ENGINE, "copy");
         if let Some(runtime) = runtime {
             spec = spec.runtime(runtime);
         }
@@ -445,7 +446,7 @@ struct Check {
 const KNOWN: [&str; 2] = ["copy beyond the end", "done"];
 
 /// Calls about carried memory answer as those about the driver's own, one by one.
-pub fn semantics(world: &World, rows: &mut Rows) -> Result<()> {
+pub fn semantics(world: &Testbed, rows: &mut Rows) -> Result<()> {
     for (program, arguments) in [
         ("memory_check", &[][..]),
         ("api_check", &["memory", "pointers", "streams", "vmm", "share", "ipc"]),
@@ -454,7 +455,7 @@ pub fn semantics(world: &World, rows: &mut Rows) -> Result<()> {
             let path = format!("{CLIENTS}/{program}");
             let argv: Vec<&str> = [path.as_str()].iter().chain(arguments).copied().collect();
             let mut spec =
-                Spec::gpu(id, &argv).annotation(BY_ORDER.0, BY_ORDER.1).annotation(ENGINE, "park");
+                Spec::gpu(id, &argv).annotation(BY_ORDER.0, BY_ORDER.1).annotation(ENGINE, "copy");
             if let Some(runtime) = runtime {
                 spec = spec.runtime(runtime);
             }

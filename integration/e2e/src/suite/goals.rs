@@ -1,4 +1,4 @@
-//! What the engine `fast` is to reach on an H200, against what this run has found.
+//! What the engine `full` is to reach on an H200, against what this run has found.
 
 use super::report::Rows;
 
@@ -7,7 +7,7 @@ const SMALL: &str = "engines, side by side";
 const LARGE: &str = "engines, large";
 const MEMORY: &str = "engines, memory";
 const PINNED: &str = "a bare program, 60.0 GiB: pinned copy in";
-const LARGE_WAKE: &str = "fast, 60.0 GiB: wake";
+const LARGE_WAKE: &str = "full, 60.0 GiB: wake";
 
 /// What a value is to be.
 #[derive(Clone, Copy)]
@@ -29,12 +29,12 @@ pub fn judge(value: impl Fn(&str, &str, &str) -> Option<f64>, rows: &mut Rows) {
         rows.want(what, value, unit, &format!("{words} {limit:.0}"), met);
     };
     for (part, what, unit, bound) in [
-        (TORCH, "fast: wake, as the caller feels it", "ms", AtMost(550.0)),
-        (TORCH, "fast against driver: wake", "times", AtLeast(7.0)),
+        (TORCH, "full: wake, as the caller feels it", "ms", AtMost(550.0)),
+        (TORCH, "full against checkpoint: wake", "times", AtLeast(7.0)),
         (TORCH, "prepared: offload", "ms", AtMost(850.0)),
-        (TORCH, "prepared against driver: offload", "times", AtLeast(12.0)),
+        (TORCH, "prefaulted against checkpoint: offload", "times", AtLeast(12.0)),
         (LARGE, LARGE_WAKE, "GB/s", AtLeast(50.0)),
-        (LARGE, "park, 60.0 GiB: wake", "GB/s", AtLeast(52.0)),
+        (LARGE, "copy, 60.0 GiB: wake", "GB/s", AtLeast(52.0)),
     ] {
         let short = part.trim_start_matches("engines, ");
         want(&format!("{short}, {what}"), value(part, what, unit), unit, bound);
@@ -48,11 +48,11 @@ pub fn judge(value: impl Fn(&str, &str, &str) -> Option<f64>, rows: &mut Rows) {
     let kept = |what: &str| value("engines, torch inference", what, "ms");
     let again = share(kept("kept: offload"), kept("kept: first offload"));
     want("torch inference: offload of what is kept, of the first", again, "%", AtMost(25.0));
-    let beyond = large("park, 60.0 GiB: wake").zip(large(PINNED)).map(|(wake, copy)| wake - copy);
+    let beyond = large("copy, 60.0 GiB: wake").zip(large(PINNED)).map(|(wake, copy)| wake - copy);
     let beyond = beyond.map(f64::round);
-    want("park, 60 GiB: wake beyond a pinned copy", beyond, "ms", AtMost(5.0));
+    want("copy, 60 GiB: wake beyond a pinned copy", beyond, "ms", AtMost(5.0));
     let small = |engine: &str| value(SMALL, &format!("{engine}, 1.0 GiB: wake"), "ms");
-    let of_driver = share(small("fast"), small("driver"));
+    let of_driver = share(small("full"), small("checkpoint"));
     want("1 GiB: wake, of the driver's", of_driver, "%", AtMost(100.0));
     for beside in ["", " beside others"] {
         for mib in ["2", "16", "128", "1024"] {
@@ -89,25 +89,25 @@ mod tests {
     #[test]
     fn goals_are_met_or_missed() {
         let goals = judged(&[
-            (TORCH, "fast: wake, as the caller feels it", 551.0, "ms"),
-            (TORCH, "prepared against driver: offload", 12.0, "times"),
+            (TORCH, "full: wake, as the caller feels it", 551.0, "ms"),
+            (TORCH, "prefaulted against checkpoint: offload", 12.0, "times"),
             (LARGE, LARGE_WAKE, 49.0, "GB/s"),
             (LARGE, PINNED, 50.0, "GB/s"),
             (LARGE, PINNED, 1288.0, "ms"),
             (LARGE, "kept, 60.0 GiB: offload", 300.0, "ms"),
             (LARGE, "kept, 60.0 GiB: first offload", 3000.0, "ms"),
-            (LARGE, "park, 60.0 GiB: wake", 1300.0, "ms"),
-            (SMALL, "fast, 1.0 GiB: wake", 200.0, "ms"),
-            (SMALL, "driver, 1.0 GiB: wake", 400.0, "ms"),
+            (LARGE, "copy, 60.0 GiB: wake", 1300.0, "ms"),
+            (SMALL, "full, 1.0 GiB: wake", 200.0, "ms"),
+            (SMALL, "checkpoint, 1.0 GiB: wake", 400.0, "ms"),
             (MEMORY, "alloc and free of 2 MiB, driver", 50.0, "us"),
             (MEMORY, "alloc and free of 2 MiB, carried", 51.0, "us"),
         ]);
         let values: Vec<f64> = goals.values().map(f64::round).collect();
         assert_eq!(values, [551.0, 12.0, 49.0, 98.0, 10.0, 12.0, 50.0, 102.0]);
         let missed = [
-            "torch, fast: wake, as the caller feels it: 551 ms, not at most 550",
-            "large, fast, 60.0 GiB: wake: 49 GB/s, not at least 50",
-            "park, 60 GiB: wake beyond a pinned copy: 12 ms, not at most 5",
+            "torch, full: wake, as the caller feels it: 551 ms, not at most 550",
+            "large, full, 60.0 GiB: wake: 49 GB/s, not at least 50",
+            "copy, 60 GiB: wake beyond a pinned copy: 12 ms, not at most 5",
             "alloc and free of 2 MiB, of the driver's: 102 %, not at most 100",
         ];
         assert_eq!(goals.missed(), missed);

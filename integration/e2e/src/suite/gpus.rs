@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 
 use super::{
-    BY_ORDER, Report, World,
+    BY_ORDER, Report, Testbed,
     engines::ENGINE,
     median,
     python::{Python, ask, step},
@@ -16,9 +16,9 @@ use super::{
 use crate::{
     container::Spec,
     containerd::STOCK,
-    until::until,
+    testbed::MIB,
+    wait::until,
     worker::{USUAL, Worker},
-    world::MIB,
 };
 
 /// How often a program changes its GPU.
@@ -82,7 +82,7 @@ const PLAIN: &str = "gpus, another one, plain process";
 const TORCH: &str = "gpus, another one, torch";
 
 /// All of it, where there are two GPUs.
-pub fn all(world: &World, python: Option<&Python>, report: &mut Report) {
+pub fn all(world: &Testbed, python: Option<&Python>, report: &mut Report) {
     let parts = SHARING.iter().map(|sharing| sharing.part).chain([PLAIN, TORCH]);
     if !parts.into_iter().any(|part| report.wants(part)) {
         return;
@@ -104,8 +104,8 @@ fn real_gpus() -> usize {
     (0..).take_while(|n| Path::new(&format!("/dev/nvidia{n}")).exists()).count()
 }
 
-fn plain_hops(world: &World, rows: &mut Rows) -> Result<()> {
-    for engine in ["driver", "fast"] {
+fn plain_hops(world: &Testbed, rows: &mut Rows) -> Result<()> {
+    for engine in ["checkpoint", "full"] {
         let id = format!("hops-{engine}");
         let spec = movable(Worker::spec(&id, USUAL, PLAIN_MIB), engine);
         let mut worker = Worker::start_as(world, spec)?;
@@ -137,7 +137,7 @@ fn torch_hops(python: &Python, rows: &mut Rows) -> Result<()> {
     const PROGRAM: &[&str] = &["torch_worker.py"];
     let world = python.world;
     let mut digests = Vec::new();
-    for engine in ["off", "driver", "fast"] {
+    for engine in ["off", "checkpoint", "full"] {
         let id = format!("torch-hops-{engine}");
         let mut worker =
             Worker::start_as(world, movable(python.spec(&id, "root", PROGRAM)?, engine))?;
@@ -171,13 +171,15 @@ fn torch_hops(python: &Python, rows: &mut Rows) -> Result<()> {
 }
 
 fn movable(spec: Spec, engine: &str) -> Spec {
-    let spec = spec.annotation(BY_ORDER.0, BY_ORDER.1).annotation("affinode.io/other-gpu", "true");
+    let spec = spec
+        .annotation(BY_ORDER.0, BY_ORDER.1)
+        .annotation("affinode.io/allow-gpu-migration", "true");
     if engine == "off" { spec } else { spec.annotation(ENGINE, engine) }
 }
 
 /// A container that is sent from one GPU to the other.
 struct Hops<'w> {
-    world: &'w World,
+    world: &'w Testbed,
     id: &'w str,
     /// Where it is.
     on: usize,
@@ -187,7 +189,7 @@ struct Hops<'w> {
 }
 
 impl<'w> Hops<'w> {
-    fn new(world: &'w World, id: &'w str) -> Self {
+    fn new(world: &'w Testbed, id: &'w str) -> Self {
         Hops { world, id, on: 0, filler: None, fillers: 0 }
     }
 
@@ -243,7 +245,7 @@ impl Sharing {
     fn beside_stock(&self, python: &Python, rows: &mut Rows) -> Result<()> {
         let world = python.world;
         let mut first = String::new();
-        for engine in [STOCK, "driver", "fast"] {
+        for engine in [STOCK, "checkpoint", "full"] {
             let program = ["programs.py", self.kind];
             let name = if engine == STOCK { "stock" } else { engine };
             let id = format!("{}-{name}", self.part.replace(", ", "-").replace([' ', '.'], "-"));

@@ -6,17 +6,17 @@ use super::{BY_ORDER, report::Rows};
 use crate::{
     container::{CLIENTS, Spec},
     gpu::Gpu,
-    until::until,
+    testbed::Testbed,
+    wait::until,
     worker::Worker,
-    world::World,
 };
 
 const MIB: &str = "1024";
 
 /// The process is brought home within seconds, and its context stays on the GPU from then on.
-pub fn comes_home(world: &World, rows: &mut Rows) -> Result<()> {
+pub fn comes_home(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let way = if matches!(world.gpu(), Gpu::Real) { "nvml" } else { "call" };
-    for engine in ["driver", "fast"] {
+    for engine in ["checkpoint", "full"] {
         let id = format!("hidden-{engine}");
         let (name, value) = BY_ORDER;
         let spec = Spec::gpu(&id, &[&format!("{CLIENTS}/hidden"), way, MIB])
@@ -43,8 +43,8 @@ pub fn comes_home(world: &World, rows: &mut Rows) -> Result<()> {
         rows.count(&format!("{engine}: contents as before"), intact, 1);
         let said = world.cli().offload(&id)?;
         let kept = match engine {
-            "driver" => !said.done && said.reason == "hidden-way",
-            _ => world.cli().known(&id)?.processes.iter().all(|p| p.phase == "Parked"),
+            "checkpoint" => !said.done && said.reason == "hidden-way",
+            _ => world.cli().known(&id)?.processes.iter().all(|p| p.phase == "CopiedOut"),
         };
         rows.count(&format!("{engine}: not checkpointed again"), usize::from(kept), 1);
         worker.call("hidden")?;

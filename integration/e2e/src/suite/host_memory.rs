@@ -19,8 +19,8 @@ use super::{
 use crate::{
     gpu::Gpu,
     release::Release,
+    testbed::{Testbed, TestbedConfig},
     worker::Worker,
-    world::{Recipe, World},
 };
 
 const CONFIG: &str = r#"
@@ -32,7 +32,7 @@ minimum_residency = "1ms"
 sample_interval = "100ms"
 "#;
 const PROGRAM: [&str; 2] = ["torch_worker.py", "inference"];
-const ENGINES: [&str; 3] = ["park", "fast", "driver"];
+const ENGINES: [&str; 3] = ["copy", "full", "checkpoint"];
 /// Containers, and GiB of VRAM of each.
 const CROWDS: [(usize, u64); 2] = [(6, 28), (8, 24)];
 /// Rounds of a pause and a burst.
@@ -46,7 +46,7 @@ const MAX_WAIT: Duration = Duration::from_secs(300);
 /// # Errors
 /// When no world can be made.
 pub fn oversubscribed(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
-    let recipe = || Recipe::default().release(release).gpu(gpu.clone()).config(CONFIG);
+    let recipe = || TestbedConfig::default().release(release).gpu(gpu.clone()).config(CONFIG);
     let mut report = Report::new(&recipe().world()?, wanted);
     for engine in ENGINES {
         for (containers, gib) in CROWDS {
@@ -141,7 +141,7 @@ fn bursts(python: &Python, engine: &str, number: usize, gib: u64) -> Result<Burs
     Ok(BurstsFound { is_same, waits_ms })
 }
 
-fn offloads(world: &World) -> Result<u64> {
+fn offloads(world: &Testbed) -> Result<u64> {
     Ok(world.cli().ps()?.containers.iter().map(|row| row.offloads).sum())
 }
 

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use crate::{containerd, keeper::STORE, world::World};
+use crate::{containerd, supervisor::STORE, testbed::Testbed};
 
 /// Filesystems that hold programs; everything else is the kernel's or passing.
 const HOLD_FILES: [&str; 7] = ["ext4", "xfs", "btrfs", "squashfs", "erofs", "overlay", "virtiofs"];
@@ -13,7 +13,7 @@ const HOLD_FILES: [&str; 7] = ["ext4", "xfs", "btrfs", "squashfs", "erofs", "ove
 const NOT_THESE: [&str; 5] = ["/proc", "/sys", "/dev", "/run", "/tmp"];
 
 /// Mounts the machine's root below a fresh layer, in the world's mount namespace alone.
-pub fn mount(world: &World) -> Result<PathBuf> {
+pub fn mount(world: &Testbed) -> Result<PathBuf> {
     let folder = world.dir().join(STORE).join("host");
     let path = folder.display();
     let script = format!(
@@ -27,7 +27,7 @@ pub fn mount(world: &World) -> Result<PathBuf> {
 
 /// What the machine has mounted below its root, to be mounted in the container as well:
 /// an overlay shows the empty folders below such mounts.
-pub fn other_mounts(world: &World) -> Result<Vec<(PathBuf, PathBuf)>> {
+pub fn other_mounts(world: &Testbed) -> Result<Vec<(PathBuf, PathBuf)>> {
     let table =
         std::fs::read_to_string("/proc/self/mountinfo").context("cannot read the mount table")?;
     let mut found = Vec::new();

@@ -6,9 +6,9 @@ use super::report::Rows;
 use crate::{
     gpu::Gpu,
     hazards,
-    until::until,
+    testbed::{MIB, Testbed},
+    wait::until,
     worker::{USUAL, Worker},
-    world::{MIB, World},
 };
 
 /// An hour without a call makes idle: whoever leaves was made to.
@@ -25,7 +25,7 @@ sample_interval = "50ms"
 
 /// What the scene leaves itself of the device, and what each of its two fills of that: more
 /// than half.
-fn sizes(world: &World) -> (u64, u64) {
+fn sizes(world: &Testbed) -> (u64, u64) {
     match world.gpu() {
         Gpu::Real => (8192, 4096),
         Gpu::Simulated { .. } => (160, 80),
@@ -33,7 +33,7 @@ fn sizes(world: &World) -> (u64, u64) {
 }
 
 /// One that works all the time is moved for it, and goes on; one that cannot be moved is ended.
-pub fn takes_room(world: &World, rows: &mut Rows) -> Result<()> {
+pub fn takes_room(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (room_mib, each_mib) = sizes(world);
     let _ballast = hazards::ballast(world, room_mib * MIB)?;
     let spec =
@@ -41,7 +41,7 @@ pub fn takes_room(world: &World, rows: &mut Rows) -> Result<()> {
     let mut asker = Worker::start_as(world, spec)?;
     asker.wait_filled()?;
 
-    let away = |world: &World| world.cli().move_out("asker");
+    let away = |world: &Testbed| world.cli().move_out("asker");
     away(world)?;
     let mut spec = Worker::spec("busy", USUAL, each_mib);
     spec.argv.extend(["--period-ms".into(), "20".into()]);

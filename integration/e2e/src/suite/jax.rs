@@ -8,8 +8,8 @@ use serde::Deserialize;
 use super::{
     BY_ORDER,
     python::{Python, step},
+    repeated_offload::{Flavour, STEPS},
     report::Rows,
-    turns::{Flavour, STEPS},
 };
 use crate::worker::Worker;
 

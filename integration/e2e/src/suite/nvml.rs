@@ -10,13 +10,13 @@ use super::{
 use crate::{
     container::{CLIENTS, Spec},
     containerd::STOCK,
+    testbed::Testbed,
     worker::Worker,
-    world::World,
 };
 
 /// The program that uses pynvml.
 const PROGRAM: &[&str] = &["nvml_program.py"];
-const ENGINES: [&str; 3] = ["driver", "fast", "park"];
+const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
 /// How often each engine takes the process away.
 const ROUNDS: usize = 20;
 
@@ -25,7 +25,7 @@ fn managed(spec: Spec, engine: &str) -> Spec {
 }
 
 /// An absence: all commands are answered while it lasts, and the memory is as it was.
-fn answers(world: &World, id: &str, worker: &mut Worker, commands: &[&str]) -> Result<()> {
+fn answers(world: &Testbed, id: &str, worker: &mut Worker, commands: &[&str]) -> Result<()> {
     for command in commands {
         worker.call(command)?;
     }
@@ -36,7 +36,7 @@ fn answers(world: &World, id: &str, worker: &mut Worker, commands: &[&str]) -> R
 }
 
 /// By a program in C, with the first initialisation while it is away.
-pub fn plain(world: &World, rows: &mut Rows) -> Result<()> {
+pub fn plain(world: &Testbed, rows: &mut Rows) -> Result<()> {
     const COMMANDS: [&str; 5] = ["ask", "shutdown", "init", "ask", "ask"];
     for engine in ENGINES {
         let id = format!("nvml-{engine}");
@@ -46,7 +46,7 @@ pub fn plain(world: &World, rows: &mut Rows) -> Result<()> {
         world.cli().move_out(&id)?;
         worker.call("init")?;
         worker.call("ask")?;
-        // With `park` it has been away all the time.
+        // With `copy` it has been away all the time.
         ensure!(worker.verify()?, "{id}: its memory is not as it was");
         let mut good = 0;
         for _ in 0..ROUNDS {

@@ -1,6 +1,6 @@
 //! Programs of many kinds, each moved by each engine: the same results as without being away.
 
-use super::{Report, World, python::Python, turns::Flavour};
+use super::{Report, Testbed, python::Python, repeated_offload::Flavour};
 use crate::gpu::CONTAINER_LIBRARIES;
 
 /// The program that runs all of them.
@@ -28,7 +28,7 @@ const PROGRAMS: [(&str, Flavour); 7] = [
 ];
 
 /// All of them, each a part of the report.
-pub fn all(world: &World, report: &mut Report) {
+pub fn all(world: &Testbed, report: &mut Report) {
     match Python::find(world) {
         Ok(python) => {
             for (part, flavour) in &PROGRAMS {

@@ -13,8 +13,8 @@ use super::host_root;
 use crate::{
     container::{CLIENTS, Spec},
     gpu::Gpu,
+    testbed::Testbed,
     worker::Worker,
-    world::World,
 };
 
 /// Environment that a Python and its GPU libraries may need.
@@ -27,7 +27,7 @@ const IMPORTS: Duration = Duration::from_secs(180);
 /// The Python, and a root filesystem that has it.
 pub struct Python<'w> {
     /// Where its containers run.
-    pub world: &'w World,
+    pub world: &'w Testbed,
     path: PathBuf,
     root: PathBuf,
 }
@@ -67,7 +67,7 @@ impl<'w> Python<'w> {
     ///
     /// # Errors
     /// When the machine has none, or the GPU is not a real one.
-    pub fn find(world: &'w World) -> Result<Self> {
+    pub fn find(world: &'w Testbed) -> Result<Self> {
         if !matches!(world.gpu(), Gpu::Real) {
             bail!("the simulated GPU runs no torch");
         }

@@ -16,14 +16,14 @@ use serde::Serialize;
 use super::{BY_ORDER, engines::ENGINE};
 use crate::{
     gpu::Gpu,
+    testbed::Testbed,
     worker::{USUAL, Worker},
-    world::World,
 };
 
 /// How long is recorded.
 const SECONDS: u64 = 45;
 /// No recording is longer.
-const MOST_BYTES: u64 = 8 << 20;
+const MAX_BYTES: u64 = 8 << 20;
 /// Who is away, and who is at home without work.
 const AWAY: &str = "notebook";
 const WAITING: &str = "model-server";
@@ -41,7 +41,7 @@ struct Part {
 ///
 /// # Errors
 /// When a container does not start or the controller does not answer.
-pub fn record(world: &World, folder: &Path) -> Result<Vec<PathBuf>> {
+pub fn record(world: &Testbed, folder: &Path) -> Result<Vec<PathBuf>> {
     let mib = |real| if matches!(world.gpu(), Gpu::Real) { real } else { real / 64 };
     let start = |id: &str, mib: u64, notes: &[(&str, &str)]| -> Result<Worker> {
         let spec = notes
@@ -51,7 +51,7 @@ pub fn record(world: &World, folder: &Path) -> Result<Vec<PathBuf>> {
         worker.wait_filled()?;
         Ok(worker)
     };
-    let _away = start(AWAY, mib(24 << 10), &[(ENGINE, "fast")])?;
+    let _away = start(AWAY, mib(24 << 10), &[(ENGINE, "full")])?;
     let _waiting = start(WAITING, mib(16 << 10), &[BY_ORDER])?;
     let mut at_work = start(AT_WORK, mib(8 << 10), &[BY_ORDER])?;
     world.cli().wait_for_state(AWAY, "Offloaded")?;
@@ -78,14 +78,14 @@ pub fn record(world: &World, folder: &Path) -> Result<Vec<PathBuf>> {
     let history = format!("/api/v1/history?key={}", row.key);
     for (what, path) in [("history", history.as_str()), ("report", "/api/v1/report")] {
         let file = folder.join(format!("dashboard-{what}.json"));
-        copy(&mut get(world, path)?.take(MOST_BYTES), &mut std::fs::File::create(&file)?)?;
+        copy(&mut get(world, path)?.take(MAX_BYTES), &mut std::fs::File::create(&file)?)?;
         files.push(file);
     }
     Ok(files)
 }
 
 /// The stream of the node for a while, each event with its time.
-fn stream(world: &World, to: &Path) -> Result<()> {
+fn stream(world: &Testbed, to: &Path) -> Result<()> {
     let mut file =
         std::fs::File::create(to).with_context(|| format!("cannot write {}", to.display()))?;
     let mut reply = get(world, "/api/v1/events?watch=node")?;
@@ -100,14 +100,14 @@ fn stream(world: &World, to: &Path) -> Result<()> {
         let mut line = serde_json::to_vec(&Part { ms, text })?;
         line.push(b'\n');
         written += line.len() as u64;
-        ensure!(written < MOST_BYTES, "more than {MOST_BYTES} bytes came");
+        ensure!(written < MAX_BYTES, "more than {MAX_BYTES} bytes came");
         file.write_all(&line)?;
     }
     Ok(())
 }
 
 /// The body of an answer, from the private controller's own socket. HTTP 1.0: not in chunks.
-fn get(world: &World, path: &str) -> Result<BufReader<UnixStream>> {
+fn get(world: &Testbed, path: &str) -> Result<BufReader<UnixStream>> {
     let socket = world.cli().run_dir().join("http.sock");
     let mut stream = UnixStream::connect(&socket)
         .with_context(|| format!("cannot connect to {}", socket.display()))?;

@@ -6,7 +6,7 @@ use anyhow::Result;
 use serde::Serialize;
 
 use super::goals;
-use crate::world::World;
+use crate::testbed::Testbed;
 
 /// A part of the suite needs what is not installed here; why that is so.
 #[derive(Debug)]
@@ -100,7 +100,7 @@ pub struct Report {
 
 impl Report {
     /// An empty one.
-    pub(super) fn new(world: &World, wanted: &[&str]) -> Self {
+    pub(super) fn new(world: &Testbed, wanted: &[&str]) -> Self {
         Self {
             gpu: world.gpu().as_str().into(),
             gpu_name: String::new(),
@@ -120,9 +120,9 @@ impl Report {
     /// Carries out a part. What it found before it failed is kept, its containers are not.
     pub(super) fn part(
         &mut self,
-        world: &World,
+        world: &Testbed,
         part: &str,
-        work: impl FnOnce(&World, &mut Rows) -> Result<()>,
+        work: impl FnOnce(&Testbed, &mut Rows) -> Result<()>,
     ) {
         if !self.wants(part) {
             return;

@@ -11,7 +11,7 @@ use std::time::Instant;
 use anyhow::Result;
 
 use super::{
-    BY_ORDER, Report, World,
+    BY_ORDER, Report, Testbed,
     engines::ENGINE,
     median,
     python::{Python, ask},
@@ -26,7 +26,7 @@ const PROGRAMS: [(&str, &[&str]); 3] = [
     ("steps, graph replay", &["programs.py", "graph"]),
 ];
 /// The engine of our side: it stands in for the driver's allocations, too.
-const ENGINE_ON: &str = "fast";
+const ENGINE_ON: &str = "full";
 /// Containers of each side.
 const STARTS: usize = 4;
 /// How often each of them is measured.
@@ -42,7 +42,7 @@ struct Start {
 }
 
 /// All programs, each a part of the report.
-pub fn all(world: &World, report: &mut Report) {
+pub fn all(world: &Testbed, report: &mut Report) {
     match Python::find(world) {
         Ok(python) => {
             for (part, program) in PROGRAMS {

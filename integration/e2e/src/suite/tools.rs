@@ -26,19 +26,19 @@ use super::{
 use crate::{
     container::{CLIENTS, Spec},
     containerd::STOCK,
-    until::until_within,
+    testbed::Testbed,
+    wait::until_within,
     worker::Worker,
-    world::World,
 };
 
 const PROGRAM: &str = "tool_program.py";
-const ENGINES: [&str; 3] = ["driver", "fast", "park"];
+const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
 /// The runtime without Affinode.
 const STILL: &str = "stock";
 /// The other orders' processes.
 const FEW: usize = 4;
 /// A command that hangs is over after this, as the program says it.
-const PATIENCE: Duration = Duration::from_secs(90);
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(90);
 /// An image of a large library is read slowly by a machine that has just started.
 const IMPORTS: Duration = Duration::from_secs(180);
 
@@ -70,7 +70,7 @@ struct Seen {
 
 /// A container of the program.
 struct Subject<'w> {
-    world: &'w World,
+    world: &'w Testbed,
     engine: &'static str,
     worker: Worker,
     processes: usize,
@@ -200,7 +200,7 @@ impl<'w> Subject<'w> {
     }
 
     fn hear(&mut self, command: &str) -> Result<()> {
-        let said: Said = serde_json::from_str(&self.worker.receive_first_line(PATIENCE)?)?;
+        let said: Said = serde_json::from_str(&self.worker.receive_first_line(COMMAND_TIMEOUT)?)?;
         ensure!(said.command == command, "{command} was answered as {}", said.command);
         if said.why.contains("libnvcuvid.so.1: cannot open") {
             return Err(NotHere("no libnvcuvid.so.1".into()).into());
@@ -311,7 +311,7 @@ fn beside_stock(
 /// A process that has used a profiler is idle again after it.
 fn idle_again(python: &Python, rows: &mut Rows) -> Result<()> {
     const WITHIN: Duration = Duration::from_secs(20);
-    let mut subject = Subject::start(python, "park", 1, &[], |spec| spec)?;
+    let mut subject = Subject::start(python, "copy", 1, &[], |spec| spec)?;
     subject.profile()?;
     let id = subject.worker.running.id.clone();
     let cli = python.world.cli();
@@ -360,7 +360,10 @@ pub fn wrappers(python: &Python, rows: &mut Rows) -> Result<()> {
                 let said = python.world.cli().offload(&id)?;
                 let row = python.world.cli().known(&id)?;
                 let phase = row.process()?.phase.clone();
-                ensure!(phase != "Away", "{name}, {engine}: its context was checkpointed: {row:?}");
+                ensure!(
+                    phase != "Checkpointed",
+                    "{name}, {engine}: its context was checkpointed: {row:?}"
+                );
                 let left = if said.done { phase } else { said.reason };
                 rows.tell(&format!("{name}, {engine}: left as {left}"), 1.0, "");
             }

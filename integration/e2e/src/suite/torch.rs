@@ -8,11 +8,11 @@ use super::{
     engines::KEPT,
     median,
     python::{Answer, Python, ask, step},
+    repeated_offload::{Flavour, STEPS},
     report::Rows,
-    turns::{Flavour, STEPS},
     vram_used,
 };
-use crate::{containerd::STOCK, worker::Worker, world::MIB};
+use crate::{containerd::STOCK, testbed::MIB, worker::Worker};
 
 /// The program.
 const TORCH: &[&str] = &["torch_worker.py"];
@@ -30,7 +30,7 @@ pub const SEGMENTS: Flavour = Flavour {
 /// The same with the allocator that takes its memory in the order of streams.
 pub const POOLS: Flavour = Flavour {
     settings: &[("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")],
-    engines: &["driver", "fast"],
+    engines: &["checkpoint", "full"],
     rounds: 2,
     ..Flavour::large("pools", TORCH)
 };

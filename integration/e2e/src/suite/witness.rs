@@ -6,9 +6,9 @@ use anyhow::{Context, Result};
 
 use super::report::Rows;
 use crate::{
-    until::until,
+    testbed::Testbed,
+    wait::until,
     worker::{USUAL, Worker},
-    world::World,
 };
 
 /// VRAM that the process fills, and how long its kernel runs: longer than the idle timeout.
@@ -16,7 +16,7 @@ const WORKER_MIB: u64 = 256;
 const KERNEL_MS: u64 = 6_000;
 
 /// One kernel, launched and left alone.
-pub fn work_without_calls(world: &World, rows: &mut Rows) -> Result<()> {
+pub fn work_without_calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let id = "runner";
     let mut worker = Worker::start_as(world, Worker::spec(id, USUAL, WORKER_MIB))?;
     worker.wait_filled()?;

@@ -3,7 +3,7 @@
 use affinode_e2e::{
     chaos::{self, Options},
     gpu::Gpu,
-    world::{PLENTY_BYTES, Recipe},
+    testbed::{PLENTY_BYTES, TestbedConfig},
 };
 use anyhow::Result;
 
@@ -12,7 +12,7 @@ fn ten_rounds_of_kills_lose_nobody() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
     let options = Options { seed: 1, first: 0, rounds: 10, gpu, worlds: 1 };
     let mut said = String::new();
-    let report = chaos::run(&Recipe::default, &options, &mut |text| {
+    let report = chaos::run(&TestbedConfig::default, &options, &mut |text| {
         said.push_str(text);
         said.push('\n');
     })?;
@@ -30,7 +30,7 @@ fn rounds_without_host_memory_lose_no_process() -> Result<()> {
     // The eighth block of ten rounds.
     let options = Options { seed: 1, first: 70, rounds: 3, gpu, worlds: 1 };
     let mut said = String::new();
-    let report = chaos::run(&Recipe::default, &options, &mut |text| {
+    let report = chaos::run(&TestbedConfig::default, &options, &mut |text| {
         said.push_str(text);
         said.push('\n');
     })?;
@@ -46,7 +46,7 @@ fn rounds_of_slow_moves_lose_no_process() -> Result<()> {
     // The fifth block of ten rounds is slow.
     let options = Options { seed: 1, first: 40, rounds: 2, gpu, worlds: 1 };
     let mut said = String::new();
-    let report = chaos::run(&Recipe::default, &options, &mut |text| {
+    let report = chaos::run(&TestbedConfig::default, &options, &mut |text| {
         said.push_str(text);
         said.push('\n');
     })?;

@@ -1,9 +1,9 @@
 //! `checksum`: a return looks whether memory has come home as it left.
 
 use affinode_e2e::{
-    until::until,
+    testbed::{Testbed, TestbedConfig},
+    wait::until,
     worker::{USUAL, Worker},
-    world::{Recipe, World},
 };
 use anyhow::Result;
 
@@ -12,9 +12,9 @@ use crate::offload::MANUAL;
 /// `CUDA_ERROR_ECC_UNCORRECTABLE`.
 const ECC_UNCORRECTABLE: i32 = 214;
 const WORKER_MIB: u64 = 96;
-const NO_VAULT: &str = "[vault]\nenabled = false\n";
+const NO_COPIER: &str = "[copier]\nenabled = false\n";
 
-fn start(world: &World, id: &str, engine: &str, checksum: &str, spoilt: &str) -> Result<Worker> {
+fn start(world: &Testbed, id: &str, engine: &str, checksum: &str, spoilt: &str) -> Result<Worker> {
     let spec = Worker::spec(id, USUAL, WORKER_MIB)
         .annotation("affinode.io/engine", engine)
         .annotation("affinode.io/checksum", checksum)
@@ -27,9 +27,9 @@ fn start(world: &World, id: &str, engine: &str, checksum: &str, spoilt: &str) ->
 /// Who is checked gets an error for each call, and is told of; who is not goes on with what is wrong.
 #[test]
 fn what_was_overwritten_in_host_memory_is_never_computed_with() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
-    let mut checked = start(&world, "checked", "fast", "true", "")?;
-    let mut trusting = start(&world, "trusting", "fast", "false", "")?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
+    let mut checked = start(&world, "checked", "full", "true", "")?;
+    let mut trusting = start(&world, "trusting", "full", "false", "")?;
     for worker in [&mut checked, &mut trusting] {
         let id = worker.running.id.clone();
         world.cli().move_out(&id)?;
@@ -57,8 +57,8 @@ fn what_was_overwritten_in_host_memory_is_never_computed_with() -> Result<()> {
 /// The first large copy to the device is one of the return: the program computes its content there.
 #[test]
 fn a_copy_that_went_wrong_is_made_once_more() -> Result<()> {
-    let world = Recipe::default().config(&[MANUAL, NO_VAULT].concat()).world()?;
-    for engine in ["park", "fast"] {
+    let world = TestbedConfig::default().config(&[MANUAL, NO_COPIER].concat()).world()?;
+    for engine in ["copy", "full"] {
         let mut checked = start(&world, engine, engine, "true", "1")?;
         for _ in 0..2 {
             world.cli().move_out(engine)?;
@@ -82,11 +82,11 @@ fn a_copy_that_went_wrong_is_made_once_more() -> Result<()> {
 /// With what is kept, left out and changed in between.
 #[test]
 fn what_came_home_as_it_left_is_said_to_be_so() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
-    for engine in ["park", "fast"] {
+    let world = TestbedConfig::default().config(MANUAL).world()?;
+    for engine in ["copy", "full"] {
         let spec = Worker::spec(engine, USUAL, WORKER_MIB)
             .annotation("affinode.io/engine", engine)
-            .annotation("affinode.io/keep-copy", "true")
+            .annotation("affinode.io/retain-host-copy", "true")
             .annotation("affinode.io/checksum", "true");
         let mut worker = Worker::start_as(&world, spec)?;
         worker.wait_filled()?;

@@ -9,9 +9,9 @@ use std::{
 use affinode_e2e::{
     container::{CLIENTS, SEES_ITS_CGROUP, Spec},
     processes::sealed_files,
-    until::until,
+    testbed::{MIB, Testbed, TestbedConfig},
+    wait::until,
     worker::{USUAL, Worker},
-    world::{MIB, Recipe, World},
 };
 use anyhow::{Context, Result};
 use nix::{
@@ -27,30 +27,30 @@ const WORKER_MIB: u64 = 288;
 const SHARED_MIB: u64 = 256;
 const CHUNK_MIB: u64 = 128;
 
-fn world() -> Result<World> {
-    Recipe::default().config(&MANUAL.replace("[timing]", "dedup = true\n[timing]")).world()
+fn world() -> Result<Testbed> {
+    TestbedConfig::default().config(&MANUAL.replace("[timing]", "dedup = true\n[timing]")).world()
 }
 
 fn spec(id: &str, seed: u32, dedup: &str) -> Spec {
     let program = format!("{CLIENTS}/{USUAL}");
     let (mib, seed) = (WORKER_MIB.to_string(), seed.to_string());
     Spec::gpu(id, &[&program, "--mib", &mib, "--seed", &seed])
-        .annotation("affinode.io/engine", "fast")
+        .annotation("affinode.io/engine", "full")
         .annotation("affinode.io/dedup", dedup)
 }
 
-fn start(world: &World, spec: Spec) -> Result<Worker> {
+fn start(world: &Testbed, spec: Spec) -> Result<Worker> {
     let mut worker = Worker::start_as(world, spec)?;
     worker.wait_filled()?;
     Ok(worker)
 }
 
 /// Two of the same content, which may hold it once.
-fn twins(world: &World) -> Result<[Worker; 2]> {
+fn twins(world: &Testbed) -> Result<[Worker; 2]> {
     Ok([start(world, spec("one", 7, "true"))?, start(world, spec("other", 7, "true"))?])
 }
 
-fn pid(world: &World, id: &str) -> Result<i32> {
+fn pid(world: &Testbed, id: &str) -> Result<i32> {
     Ok(world.cli().registered(id)?.process()?.pid)
 }
 
@@ -58,7 +58,7 @@ fn pid(world: &World, id: &str) -> Result<i32> {
 fn own_bytes(pid: i32) -> Result<u64> {
     for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
         let path = entry?.path();
-        if fs::read_link(&path)?.to_string_lossy().contains("memfd:affinode-parked") {
+        if fs::read_link(&path)?.to_string_lossy().contains("memfd:affinode-copied-out") {
             return Ok(fs::metadata(&path)?.blocks() * 512);
         }
     }
@@ -66,7 +66,7 @@ fn own_bytes(pid: i32) -> Result<u64> {
 }
 
 /// Moves them out and waits until they hold all that they can together.
-fn wait_together(world: &World, ids: &[&str]) -> Result<()> {
+fn wait_together(world: &Testbed, ids: &[&str]) -> Result<()> {
     for id in ids {
         if world.cli().known(id)?.state != "Offloaded" {
             world.cli().move_out(id)?;
@@ -86,16 +86,16 @@ fn wait_together(world: &World, ids: &[&str]) -> Result<()> {
     })?;
     until("that to be shown", || {
         let gpu = world.cli().gpu()?;
-        let stored = gpu.vault_stored_bytes == SHARED_MIB * MIB;
-        Ok((stored && gpu.vault_shared_bytes >= ids.len() as u64 * SHARED_MIB * MIB).then_some(()))
+        let stored = gpu.copier_stored_bytes == SHARED_MIB * MIB;
+        Ok((stored && gpu.copier_shared_bytes >= ids.len() as u64 * SHARED_MIB * MIB).then_some(()))
     })
 }
 
 /// A controller that has just begun has seen no GPU yet.
-fn wait_gone(world: &World, vault: i32) -> Result<()> {
-    until("the vault to be gone", || {
+fn wait_gone(world: &Testbed, copier: i32) -> Result<()> {
+    until("the copier to be gone", || {
         let gpus = world.cli().ps()?.gpus;
-        Ok(gpus.first().is_some_and(|gpu| gpu.vault_pid != vault).then_some(()))
+        Ok(gpus.first().is_some_and(|gpu| gpu.copier_pid != copier).then_some(()))
     })
 }
 
@@ -166,7 +166,7 @@ fn what_differs_in_a_byte_is_not_held_together() -> Result<()> {
 fn beside_copies_that_are_kept_or_made_ready_and_digests() -> Result<()> {
     let world = world()?;
     let kept = spec("one", 7, "true")
-        .annotation("affinode.io/keep-copy", "true")
+        .annotation("affinode.io/retain-host-copy", "true")
         .annotation("affinode.io/checksum", "true")
         .flags(&SEES_ITS_CGROUP);
     let mut one = start(&world, kept)?;
@@ -174,7 +174,7 @@ fn beside_copies_that_are_kept_or_made_ready_and_digests() -> Result<()> {
     let mut other = start(&world, ready)?;
     for round in 0..3 {
         until("host memory that is ready", || {
-            Ok((world.cli().gpu()?.vault_prepared == 1).then_some(()))
+            Ok((world.cli().gpu()?.copier_prefaulted == 1).then_some(()))
         })?;
         wait_together(&world, &["one", "other"])?;
         // It differs in the end from what is kept and from what was held together.
@@ -197,15 +197,15 @@ fn faults_beside_it_cost_nobody_a_byte() -> Result<()> {
             world.cli().move_out(id)?;
         }
         // One that serves: what dies on its way to that is not started again for a while.
-        until("a vault that holds it, or a part that is held together", || {
-            let held = world.cli().gpu()?.vault_holds > 0;
+        until("a copier that holds it, or a part that is held together", || {
+            let held = world.cli().gpu()?.copier_registered > 0;
             let together = !sealed_files(pid(&world, "one")?)?.is_empty();
             Ok((if round % 2 == 0 { held } else { together }).then_some(()))
         })?;
-        let vault = Pid::from_raw(world.cli().gpu()?.vault_pid);
+        let copier = Pid::from_raw(world.cli().gpu()?.copier_pid);
         match round % 3 {
-            0 => kill(vault, Signal::SIGKILL)?,
-            1 => kill(vault, Signal::SIGSTOP)?,
+            0 => kill(copier, Signal::SIGKILL)?,
+            1 => kill(copier, Signal::SIGSTOP)?,
             _ => shoot_controller(&world)?,
         }
         for worker in [&mut one, &mut other] {
@@ -213,26 +213,26 @@ fn faults_beside_it_cost_nobody_a_byte() -> Result<()> {
             assert!(worker.verify()?, "round {round}");
         }
         // It may have been ended already.
-        let _ = kill(vault, Signal::SIGKILL);
-        wait_gone(&world, vault.as_raw())?;
+        let _ = kill(copier, Signal::SIGKILL);
+        wait_gone(&world, copier.as_raw())?;
     }
     Ok(())
 }
 
-/// Whoever dies beside it: nobody needs the vault or the controller for what is held together.
+/// Whoever dies beside it: nobody needs the copier or the controller for what is held together.
 #[test]
-fn vault_and_controller_die_and_everybody_has_its_content() -> Result<()> {
+fn copier_and_controller_die_and_everybody_has_its_content() -> Result<()> {
     let world = world()?;
     let [mut one, mut other] = twins(&world)?;
     for controller_too in [false, true, false] {
         wait_together(&world, &["one", "other"])?;
-        let vault = world.cli().gpu()?.vault_pid;
+        let copier = world.cli().gpu()?.copier_pid;
         if controller_too {
             shoot_controller(&world)?;
         } else {
-            kill(Pid::from_raw(vault), Signal::SIGKILL)?;
+            kill(Pid::from_raw(copier), Signal::SIGKILL)?;
         }
-        wait_gone(&world, vault)?;
+        wait_gone(&world, copier)?;
         for worker in [&mut one, &mut other] {
             worker.call("touch")?;
             assert!(worker.verify()?);

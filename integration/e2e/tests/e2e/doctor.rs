@@ -3,8 +3,8 @@
 use std::process::Output;
 
 use affinode_e2e::{
+    testbed::{Testbed, TestbedConfig},
     worker::Worker,
-    world::{Recipe, World},
 };
 use anyhow::{Context, Result};
 use nix::sys::signal::Signal;
@@ -33,14 +33,14 @@ impl Findings {
     }
 }
 
-fn run(world: &World, arguments: &[&str]) -> Result<Output> {
+fn run(world: &Testbed, arguments: &[&str]) -> Result<Output> {
     let socket = world.containerd().socket();
     let mut command = world.host_gpu_command(&world.artifacts().bin("affinode")?);
     command.env("AFFINODE_RUN_DIR", world.cli().run_dir()).arg("doctor").args(arguments);
     Ok(command.arg("--containerd").arg(socket).output()?)
 }
 
-fn findings(world: &World) -> Result<(Findings, Option<i32>)> {
+fn findings(world: &Testbed) -> Result<(Findings, Option<i32>)> {
     let output = run(world, &["-o", "json"])?;
     let text = String::from_utf8_lossy(&output.stdout);
     let findings = serde_json::from_str(&text).with_context(|| format!("it said {text}"))?;
@@ -48,12 +48,12 @@ fn findings(world: &World) -> Result<(Findings, Option<i32>)> {
 }
 
 on_every_containerd!(
-    Recipe::default().config(MANUAL);
+    TestbedConfig::default().config(MANUAL);
     finds_nothing_wrong_where_containers_run,
 );
 
 /// Containers run here, so whatever it calls wrong would be its own mistake.
-fn finds_nothing_wrong_where_containers_run(world: &World) -> Result<()> {
+fn finds_nothing_wrong_where_containers_run(world: &Testbed) -> Result<()> {
     let _worker = Worker::start(world, "runs", 32)?;
     let (findings, code) = findings(world)?;
     assert!(findings.healthy && code == Some(0), "{findings:?}");
@@ -73,7 +73,7 @@ fn what_is_broken_is_found() -> Result<()> {
     let folder = tempfile::tempdir()?;
     std::fs::write(folder.path().join("libaffinode_preload.so"), "not a library")?;
     let lib_dir = folder.path().to_string_lossy();
-    let world = Recipe::default()
+    let world = TestbedConfig::default()
         .env("AFFINODE_LIB_DIR", &lib_dir)
         .config("[policy]\nmode = \"sometimes\"\n")
         .world()?;

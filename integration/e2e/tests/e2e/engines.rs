@@ -6,16 +6,16 @@ use affinode_e2e::{
     containerd::STOCK,
     gpu::Gpu,
     suite,
-    until::until,
+    testbed::{MIB, Testbed, TestbedConfig},
+    wait::until,
     worker::{USUAL, Worker},
-    world::{MIB, Recipe, World},
 };
 use anyhow::{Context, Result};
 use nix::sys::signal::{Signal, kill};
 
 use crate::offload::{EAGER, MANUAL, wait_gpu_empty, wait_vram_used};
 
-const ENGINES: [&str; 2] = ["park", "fast"];
+const ENGINES: [&str; 2] = ["copy", "full"];
 const WORKER_MIB: u64 = 300;
 /// A context of the simulated GPU, and some more.
 const CONTEXT_BYTES: u64 = 32 * MIB;
@@ -24,20 +24,20 @@ fn config(engine: &str) -> String {
     MANUAL.replace("[policy]", &format!("[policy]\nengine = \"{engine}\""))
 }
 
-fn worker(world: &World, engine: &str, mib: u64) -> Result<Worker> {
+fn worker(world: &Testbed, engine: &str, mib: u64) -> Result<Worker> {
     let spec = Worker::spec(engine, USUAL, mib).annotation("affinode.io/engine", engine);
     let mut worker = Worker::start_as(world, spec)?;
     worker.wait_filled()?;
     Ok(worker)
 }
 
-fn row(world: &World, id: &str) -> Result<ContainerRow> {
+fn row(world: &Testbed, id: &str) -> Result<ContainerRow> {
     world.cli().known(id)
 }
 
 /// Waits until NVML shows as little as the engine leaves.
-fn wait_gone(world: &World, engine: &str) -> Result<()> {
-    if engine == "park" {
+fn wait_gone(world: &Testbed, engine: &str) -> Result<()> {
+    if engine == "copy" {
         wait_vram_used(world, |used| used > 0 && used <= CONTEXT_BYTES).map(|_| ())
     } else {
         wait_gpu_empty(world)
@@ -46,7 +46,7 @@ fn wait_gone(world: &World, engine: &str) -> Result<()> {
 
 #[test]
 fn copied_memory_comes_back_as_it_was_again_and_again() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
     for engine in ENGINES {
         let mut worker = worker(&world, engine, WORKER_MIB)?;
         for round in 1..=3 {
@@ -54,21 +54,21 @@ fn copied_memory_comes_back_as_it_was_again_and_again() -> Result<()> {
             wait_gone(&world, engine)?;
             let away = row(&world, engine)?;
             assert_eq!(away.state, "Offloaded");
-            assert!(away.away_bytes >= WORKER_MIB * MIB, "{away:?}");
+            assert!(away.offloaded_bytes >= WORKER_MIB * MIB, "{away:?}");
             let process = away.process()?;
-            assert_eq!(process.parked_bytes, WORKER_MIB * MIB, "{away:?}");
-            let phase = if engine == "park" { "Parked" } else { "Away" };
+            assert_eq!(process.copied_out_bytes, WORKER_MIB * MIB, "{away:?}");
+            let phase = if engine == "copy" { "CopiedOut" } else { "Checkpointed" };
             assert_eq!(process.phase, phase);
             // What changed in between is kept as well.
             worker.call("touch")?;
             assert!(worker.verify()?, "{engine}, round {round}");
         }
         let home = world.cli().wait_for(engine, "to carry its memory after 3 returns", |row| {
-            let carried = row.processes.first().map(|process| process.carried_bytes);
+            let carried = row.processes.first().map(|process| process.swappable_bytes);
             row.restores == 3 && carried == Some(WORKER_MIB * MIB)
         })?;
         assert_eq!(home.engine, engine);
-        assert!(home.parkable_share.is_some_and(|share| share > 0.8), "{home:?}");
+        assert!(home.copyable_share.is_some_and(|share| share > 0.8), "{home:?}");
         worker.running.kill(&world)?;
         worker.running.delete(&world)?;
         wait_gpu_empty(&world)?;
@@ -81,9 +81,9 @@ fn copied_memory_comes_back_as_it_was_again_and_again() -> Result<()> {
 /// Whatever it chooses then: each of the two ways is tried before.
 #[test]
 fn an_engine_that_chooses_tries_both_ways() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut worker = worker(&world, "auto", WORKER_MIB)?;
-    for phase in ["Away", "Parked"] {
+    for phase in ["Checkpointed", "CopiedOut"] {
         world.cli().move_out("auto")?;
         assert_eq!(row(&world, "auto")?.process()?.phase, phase);
         assert!(worker.verify()?, "after it was {phase}");
@@ -98,7 +98,7 @@ fn an_engine_that_chooses_tries_both_ways() -> Result<()> {
 #[test]
 fn memory_that_the_application_maps_by_itself_is_copied_too() -> Result<()> {
     const PIECE_MIB: u64 = 4;
-    let world = Recipe::default().config(MANUAL).world()?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
     for engine in ENGINES {
         let mut worker = Worker::start_as(&world, Worker::segments(engine, engine, 64))?;
         worker.wait_filled()?;
@@ -114,7 +114,7 @@ fn memory_that_the_application_maps_by_itself_is_copied_too() -> Result<()> {
             world.cli().move_out(engine)?;
             let away = row(&world, engine)?;
             let parked = (64 - left_mib) * MIB;
-            assert_eq!(away.process()?.parked_bytes, parked, "{change}: {away:?}");
+            assert_eq!(away.process()?.copied_out_bytes, parked, "{change}: {away:?}");
             assert_eq!(worker.call(undo)?.ok, Some(true), "{engine}, {undo}");
             assert!(worker.verify()?, "{engine}, {change}");
         }
@@ -128,11 +128,11 @@ fn memory_that_the_application_maps_by_itself_is_copied_too() -> Result<()> {
 }
 
 /// Ends, of a program that frees everything: nothing of it is in use, or carried.
-fn ends_clean(world: &World, mut worker: Worker) -> Result<()> {
+fn ends_clean(world: &Testbed, mut worker: Worker) -> Result<()> {
     let id = worker.running.id.clone();
     assert!(worker.ends_with_nothing_left(world)?, "{id}: more is in use than before");
     world.cli().wait_for(&id, "to carry nothing any more", |row| {
-        row.processes.first().is_some_and(|process| process.carried_bytes == 0)
+        row.processes.first().is_some_and(|process| process.swappable_bytes == 0)
     })?;
     worker.running.kill(world)?;
     worker.running.delete(world)
@@ -141,15 +141,15 @@ fn ends_clean(world: &World, mut worker: Worker) -> Result<()> {
 /// Memory that others on the bus may reach costs more: it is made so where there are others.
 #[test]
 fn others_reach_memory_in_a_container_that_has_other_devices_alone() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
     let card = ["--mount", "type=bind,src=/dev/null,dst=/dev/card,options=bind"];
     for (id, flags, reached) in [("alone", &[][..], false), ("beside", &card[..], true)] {
         let argv = [&*format!("{CLIENTS}/ipc"), "--mib", "8"];
-        let spec = Spec::gpu(id, &argv).annotation("affinode.io/engine", "park").flags(flags);
+        let spec = Spec::gpu(id, &argv).annotation("affinode.io/engine", "copy").flags(flags);
         let mut worker = Worker::start_as(&world, spec)?;
         worker.wait_filled()?;
         world.cli().wait_for(id, "to have its memory carried", |row| {
-            row.processes.first().is_some_and(|process| process.carried_bytes == 8 * MIB)
+            row.processes.first().is_some_and(|process| process.swappable_bytes == 8 * MIB)
         })?;
         assert_eq!(worker.call("reached")?.ok, Some(reached), "{id}");
         worker.running.kill(&world)?;
@@ -162,9 +162,9 @@ fn others_reach_memory_in_a_container_that_has_other_devices_alone() -> Result<(
 #[test]
 fn memory_in_the_order_of_streams_is_copied_too() -> Result<()> {
     const ALL_MIB: u64 = 64;
-    let world = Recipe::default().config(MANUAL).world()?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
     // The program is right about the driver itself.
-    let mut bare = Worker::start_as(&world, Worker::pools("bare", "park", ALL_MIB).runtime(STOCK))?;
+    let mut bare = Worker::start_as(&world, Worker::pools("bare", "copy", ALL_MIB).runtime(STOCK))?;
     bare.wait_filled()?;
     for turn in Worker::POOL_TURNS {
         let answer = bare.call(turn)?;
@@ -182,7 +182,7 @@ fn memory_in_the_order_of_streams_is_copied_too() -> Result<()> {
             world.cli().move_out(engine)?;
             wait_gone(&world, engine)?;
             let away = row(&world, engine)?;
-            assert_eq!(away.process()?.parked_bytes, ALL_MIB * MIB, "{turn}: {away:?}");
+            assert_eq!(away.process()?.copied_out_bytes, ALL_MIB * MIB, "{turn}: {away:?}");
             assert!(worker.verify()?, "{engine}, {turn}");
         }
         assert_eq!(worker.call("drop")?.ok, Some(true), "{engine}");
@@ -195,15 +195,15 @@ fn memory_in_the_order_of_streams_is_copied_too() -> Result<()> {
 #[test]
 fn the_engine_of_the_configuration_holds_and_the_annotation_comes_first() -> Result<()> {
     let eager = EAGER.replace("[policy]", "[policy]\nengine = \"auto\"");
-    let world = Recipe::default().config(&eager).world()?;
+    let world = TestbedConfig::default().config(&eager).world()?;
     let mut small = Worker::start(&world, "small", 1)?;
     let mut big = Worker::start(&world, "big", 64)?;
-    let mut other = worker(&world, "driver", 64)?;
+    let mut other = worker(&world, "checkpoint", 64)?;
     for (worker, id, carried) in
-        [(&mut small, "small", 0), (&mut big, "big", 64 * MIB), (&mut other, "driver", 0)]
+        [(&mut small, "small", 0), (&mut big, "big", 64 * MIB), (&mut other, "checkpoint", 0)]
     {
         let away = world.cli().wait_for_state(id, "Offloaded")?;
-        assert_eq!(away.process()?.carried_bytes, carried, "{away:?}");
+        assert_eq!(away.process()?.swappable_bytes, carried, "{away:?}");
         assert!(worker.verify()?, "{id}");
     }
     Ok(())
@@ -212,7 +212,7 @@ fn the_engine_of_the_configuration_holds_and_the_annotation_comes_first() -> Res
 /// Calls and promises of the driver, checked one by one, hold of carried memory too.
 #[test]
 fn carried_memory_is_as_the_drivers_own() -> Result<()> {
-    let world = Recipe::default().config(&config("park")).world()?;
+    let world = TestbedConfig::default().config(&config("copy")).world()?;
     for (program, arguments) in [
         ("memory_check", &[][..]),
         ("api_check", &["memory", "pointers", "streams", "vmm", "share", "ipc"]),
@@ -232,7 +232,7 @@ fn carried_memory_is_as_the_drivers_own() -> Result<()> {
 /// kill -9 of the controller at any depth: the content is in the process.
 #[test]
 fn the_next_controller_brings_home_what_the_last_one_parked() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
     for engine in ENGINES {
         let mut worker = worker(&world, engine, 64)?;
         world.cli().move_out(engine)?;
@@ -244,7 +244,7 @@ fn the_next_controller_brings_home_what_the_last_one_parked() -> Result<()> {
         let known = world.cli().wait_for(engine, "to be known as away", |row| {
             row.state == "Offloaded" && !row.processes.is_empty()
         })?;
-        assert_eq!(known.process()?.parked_bytes, 64 * MIB, "{known:?}");
+        assert_eq!(known.process()?.copied_out_bytes, 64 * MIB, "{known:?}");
         wait_gone(&world, engine)?;
         assert!(worker.verify()?, "{engine}");
         world.cli().wait_for(engine, "to have returned once", |row| row.restores == 1)?;
@@ -257,7 +257,7 @@ fn the_next_controller_brings_home_what_the_last_one_parked() -> Result<()> {
 #[test]
 fn a_parked_process_comes_home_without_a_controller() -> Result<()> {
     for engine in ENGINES {
-        let world = Recipe::default().config(MANUAL).world()?;
+        let world = TestbedConfig::default().config(MANUAL).world()?;
         let mut worker = worker(&world, engine, 64)?;
         world.cli().move_out(engine)?;
         let controller = world.controller()?.context("a controller runs")?;
@@ -277,17 +277,19 @@ fn a_parked_process_comes_home_without_a_controller() -> Result<()> {
 /// again, and nothing is lost.
 #[test]
 fn a_return_without_room_waits_and_loses_nothing() -> Result<()> {
-    let world =
-        Recipe::default().gpu(Gpu::Simulated { vram_bytes: 1024 * MIB }).config(MANUAL).world()?;
-    let mut parked = worker(&world, "park", 600)?;
-    world.cli().move_out("park")?;
+    let world = TestbedConfig::default()
+        .gpu(Gpu::Simulated { vram_bytes: 1024 * MIB })
+        .config(MANUAL)
+        .world()?;
+    let mut parked = worker(&world, "copy", 600)?;
+    world.cli().move_out("copy")?;
     let spec = Worker::spec("greedy", USUAL, 700).annotation("affinode.io/inject", "false");
     let mut greedy = Worker::start_as(&world, spec)?;
     greedy.wait_filled()?;
 
     parked.send("verify")?;
     until("the wake to wait for VRAM", || {
-        Ok(Some(row(&world, "park")?).filter(|row| row.reason == "waiting-for-vram"))
+        Ok(Some(row(&world, "copy")?).filter(|row| row.reason == "waiting-for-vram"))
     })?;
     // And without the controller, whose proof kept it from trying.
     let controller = world.controller()?.context("a controller runs")?;
@@ -304,7 +306,7 @@ fn a_return_without_room_waits_and_loses_nothing() -> Result<()> {
 #[test]
 fn calls_that_crash_are_held_while_parked() -> Result<()> {
     for engine in ENGINES {
-        let world = Recipe::default().config(&config(engine)).world()?;
+        let world = TestbedConfig::default().config(&config(engine)).world()?;
         for call in ["ctx-sync", "stream-query", "event-sync"] {
             let spec = Spec::gpu(call, &[&format!("{CLIENTS}/crashers"), call]);
             let mut worker = Worker::start_as(&world, spec)?;
@@ -323,13 +325,13 @@ fn calls_that_crash_are_held_while_parked() -> Result<()> {
 /// A forked child has neither the memory nor the table of it.
 #[test]
 fn a_child_of_a_parked_process_harms_nobody() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
-    let mut worker = worker(&world, "park", 64)?;
-    world.cli().move_out("park")?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
+    let mut worker = worker(&world, "copy", 64)?;
+    world.cli().move_out("copy")?;
     worker.call("fork")?;
     worker.call("orphan")?;
     assert!(worker.verify()?);
-    world.cli().move_out("park")?;
+    world.cli().move_out("copy")?;
     assert!(worker.verify()?);
     Ok(())
 }
@@ -338,17 +340,17 @@ fn a_child_of_a_parked_process_harms_nobody() -> Result<()> {
 #[test]
 fn memory_in_use_by_a_kernel_is_not_copied() -> Result<()> {
     let config = MANUAL.replace("[timing]", "[timing]\nlock_timeout = \"200ms\"");
-    let world = Recipe::default().config(&config).world()?;
-    let mut worker = worker(&world, "park", 64)?;
-    world.cli().wait_resident("park")?;
+    let world = TestbedConfig::default().config(&config).world()?;
+    let mut worker = worker(&world, "copy", 64)?;
+    world.cli().wait_resident("copy")?;
     // Far longer than the way to the first try, which fails; the command tries until it is done.
     worker.call("spin 8000")?;
     worker.call("touch")?;
-    world.cli().move_out("park")?;
+    world.cli().move_out("copy")?;
     world.cli().wait_for_event("an offload to be refused as busy", |event| {
         event.kind == "refused" && event.reason == "busy"
     })?;
-    assert_eq!(row(&world, "park")?.process()?.parked_bytes, 64 * MIB);
+    assert_eq!(row(&world, "copy")?.process()?.copied_out_bytes, 64 * MIB);
     assert!(worker.verify()?);
     Ok(())
 }
@@ -356,10 +358,10 @@ fn memory_in_use_by_a_kernel_is_not_copied() -> Result<()> {
 /// What moves cost here becomes what they cost in a simulation.
 #[test]
 fn a_simulation_takes_the_costs_that_were_measured() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
-    let measured = suite::calibrate(&world, "driver")?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
+    let measured = suite::calibrate(&world, "checkpoint")?;
     let file = world.dir().join("calibration.toml");
-    measured.write(&file, "driver", "simulated GPU")?;
+    measured.write(&file, "checkpoint", "simulated GPU")?;
     let simulated = world.cli().output(&[
         "simulate",
         "--processes=2",

@@ -4,17 +4,17 @@
 use affinode_e2e::{
     faults,
     release::Line,
-    world::{Recipe, World},
+    testbed::{Testbed, TestbedConfig},
 };
 use anyhow::{Context, Result};
 
 use crate::matrix;
 
 fn fault(name: &str) -> Result<()> {
-    with(name, Recipe::default().node().world()?)
+    with(name, TestbedConfig::default().node().world()?)
 }
 
-fn with(name: &str, world: World) -> Result<()> {
+fn with(name: &str, world: Testbed) -> Result<()> {
     let fault = faults::ALL.iter().find(|(known, _)| *known == name);
     let (_, fault) = fault.with_context(|| format!("no fault {name}"))?;
     fault(&world).map(drop).inspect_err(|_| world.show_logs())
@@ -39,7 +39,7 @@ fn what_is_read_only_is_named() -> Result<()> {
 fn a_broken_import_is_not_built_upon() -> Result<()> {
     fault("broken import")?;
     // containerd 2 tells of it only when it does not start.
-    match matrix::world(Line::V2, Recipe::default().node())? {
+    match matrix::world(Line::V2, TestbedConfig::default().node())? {
         Some(world) => with("broken import", world),
         None => Ok(()),
     }

@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use affinode_e2e::{
     cri::{self, Cri},
     image,
-    until::until,
-    world::{Recipe, World},
+    testbed::{Testbed, TestbedConfig},
+    wait::until,
 };
 use anyhow::{Context, Result};
 
@@ -16,11 +16,11 @@ use crate::{
 };
 
 on_every_containerd!(
-    Recipe::default().cri().config(EAGER);
+    TestbedConfig::default().cri().config(EAGER);
     two_gpu_containers_of_a_pod_go_and_come_back,
 );
 
-fn two_gpu_containers_of_a_pod_go_and_come_back(world: &World) -> Result<()> {
+fn two_gpu_containers_of_a_pod_go_and_come_back(world: &Testbed) -> Result<()> {
     let cri = Cri::connect(&world.containerd().socket())?;
     let mut pod = cri::pod("trainer", &world.cgroup_parent(), world.dir());
     pod.annotations = HashMap::from([("affinode.io/idle-timeout".into(), "300ms".into())]);

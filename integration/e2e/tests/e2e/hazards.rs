@@ -3,7 +3,7 @@
 use affinode_e2e::{
     gpu::Gpu,
     hazards::{self, Options},
-    world::{PLENTY_BYTES, Recipe},
+    testbed::{PLENTY_BYTES, TestbedConfig},
 };
 use anyhow::Result;
 
@@ -11,7 +11,7 @@ use anyhow::Result;
 fn every_hazard_is_survived() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
     let options = Options { gpu, filter: String::new(), turns: 10 };
-    let report = hazards::run(&Recipe::default, &options, &mut |_| {})?;
+    let report = hazards::run(&TestbedConfig::default, &options, &mut |_| {})?;
     assert!(!report.failed(), "{}", report.table());
     // The hazards are real: without Affinode these kill, or lose.
     for (hazard, end) in [

@@ -1,9 +1,9 @@
 //! What is said of a container: idle, busy.
 
 use affinode_e2e::{
-    until::until,
+    testbed::{Testbed, TestbedConfig},
+    wait::until,
     worker::Worker,
-    world::{Recipe, World},
 };
 use anyhow::Result;
 
@@ -19,7 +19,7 @@ minimum_residency = "1ms"
 sample_interval = "50ms"
 "#;
 
-fn says(world: &World, worker: &Worker, word: &str) -> Result<()> {
+fn says(world: &Testbed, worker: &Worker, word: &str) -> Result<()> {
     let script = format!("echo {word} > /.affinode/run/hint");
     worker.running.exec(world, &["/bin/sh", "-c", &script]).map(drop)
 }
@@ -27,7 +27,7 @@ fn says(world: &World, worker: &Worker, word: &str) -> Result<()> {
 /// A program says through a file in its container that it is idle; its next call brings it back.
 #[test]
 fn who_says_that_it_is_idle_leaves_and_comes_back_when_it_calls() -> Result<()> {
-    let world = Recipe::default().config(PATIENT).world()?;
+    let world = TestbedConfig::default().config(PATIENT).world()?;
     let mut worker = Worker::start(&world, "modest", 32)?;
     says(&world, &worker, "idle")?;
     world.cli().wait_for_state("modest", "Offloaded")?;
@@ -39,7 +39,7 @@ fn who_says_that_it_is_idle_leaves_and_comes_back_when_it_calls() -> Result<()> 
 /// One that is busy without a call stays, until an operator says that it is idle.
 #[test]
 fn who_says_that_it_is_busy_stays_until_it_is_said_to_be_idle() -> Result<()> {
-    let world = Recipe::default().config(PATIENT).world()?;
+    let world = TestbedConfig::default().config(PATIENT).world()?;
     let mut worker = Worker::start(&world, "thinker", 32)?;
     says(&world, &worker, "nonsense busy")?;
     world.cli().wait_for_event("the hint", |event| event.reason == "hinted-busy")?;
@@ -60,7 +60,7 @@ fn who_says_that_it_is_busy_stays_until_it_is_said_to_be_idle() -> Result<()> {
 #[test]
 fn who_has_work_running_stays_until_it_is_done_whatever_is_said() -> Result<()> {
     let world =
-        Recipe::default().config(&format!("{PATIENT}lock_timeout = \"100ms\"\n")).world()?;
+        TestbedConfig::default().config(&format!("{PATIENT}lock_timeout = \"100ms\"\n")).world()?;
     let mut worker = Worker::start(&world, "runner", 32)?;
     world.cli().wait_for_state("runner", "Active")?;
     // Far longer than the two looks that follow.

@@ -4,9 +4,9 @@ use affinode_e2e::{
     cli::ActionRow,
     container::Spec,
     memory_cgroup,
-    until::until,
+    testbed::{MIB, Testbed, TestbedConfig},
+    wait::until,
     worker::{USUAL, Worker},
-    world::{MIB, Recipe, World},
 };
 use anyhow::{Result, anyhow};
 
@@ -24,7 +24,7 @@ const ROOM_MIB: u64 = 900;
 
 /// Two containers of one pod, and a limit on the pod that has room for one to leave.
 struct CrowdedPod {
-    world: World,
+    world: Testbed,
     workers: [Worker; 2],
 }
 
@@ -32,7 +32,7 @@ const NAMES: [&str; 2] = ["alpha", "beta"];
 
 impl CrowdedPod {
     fn new(engine: &str) -> Result<CrowdedPod> {
-        let world = Recipe::default().config(CONFIG).world()?;
+        let world = TestbedConfig::default().config(CONFIG).world()?;
         let folder = memory_cgroup::folder(&world)?;
         let start = |id: &str| -> Result<Worker> {
             let mut worker = Worker::start_as(&world, Self::spec(id, engine))?;
@@ -84,15 +84,15 @@ fn one_leaves_and_one_stays(engine: &str) -> Result<()> {
 
 #[test]
 fn pod_limit_lets_one_leave_by_checkpoint() -> Result<()> {
-    one_leaves_and_one_stays("driver")
+    one_leaves_and_one_stays("checkpoint")
 }
 
 #[test]
 fn pod_limit_lets_one_leave_by_copy() -> Result<()> {
-    one_leaves_and_one_stays("park")
+    one_leaves_and_one_stays("copy")
 }
 
 #[test]
 fn pod_limit_lets_one_leave_by_both() -> Result<()> {
-    one_leaves_and_one_stays("fast")
+    one_leaves_and_one_stays("full")
 }

@@ -11,9 +11,9 @@ use affinode_e2e::{
     attack,
     container::{CLIENTS, Spec},
     processes::{descriptors, resident_bytes},
-    until::until,
+    testbed::{MIB, TestbedConfig},
+    wait::until,
     worker::{USUAL, Worker},
-    world::{MIB, Recipe},
 };
 use anyhow::{Context, Result};
 
@@ -21,7 +21,7 @@ use crate::offload::{EAGER, MANUAL};
 
 #[test]
 fn garbage_on_the_agent_socket_harms_nobody() -> Result<()> {
-    let world = Recipe::default().config(EAGER).world()?;
+    let world = TestbedConfig::default().config(EAGER).world()?;
     let mut worker = Worker::start(&world, "good", 32)?;
     let key = world.cli().known("good")?.key;
     let socket = world.cli().run_dir().join("containers").join(key).join("mount/agent.sock");
@@ -38,7 +38,7 @@ fn garbage_on_the_agent_socket_harms_nobody() -> Result<()> {
 /// A process that overwrites the page it shares with the controller harms itself at most.
 #[test]
 fn a_scribbled_page_harms_nobody_else() -> Result<()> {
-    let world = Recipe::default().config(EAGER).world()?;
+    let world = TestbedConfig::default().config(EAGER).world()?;
     let mut good = Worker::start(&world, "good", 32)?;
     let mut bad = Worker::start_as(&world, Spec::gpu("bad", &[&format!("{CLIENTS}/scribble")]))?;
     bad.expect("ready")?;
@@ -62,7 +62,7 @@ fn a_scribbled_page_harms_nobody_else() -> Result<()> {
 
 /// Connections that a container opens, and what the controller serves of them at a time.
 const FLOOD: usize = 2000;
-const MOST_OPEN: usize = 512;
+const MAX_OPEN: usize = 512;
 
 /// Whether the other side has not hung up.
 fn is_open(mut stream: &UnixStream) -> bool {
@@ -73,7 +73,7 @@ fn is_open(mut stream: &UnixStream) -> bool {
 /// A container that opens connections without end is cut off; its neighbour is served.
 #[test]
 fn a_flood_of_connections_harms_nobody_else() -> Result<()> {
-    let world = Recipe::default().config(EAGER).world()?;
+    let world = TestbedConfig::default().config(EAGER).world()?;
     let mut good = Worker::start(&world, "good", 32)?;
     let flooder = Spec::gpu("flood", &["/bin/sleep", "infinity"]).start(&world)?;
     let key = until("the flooder to be known", || world.cli().container("flood"))?.key;
@@ -92,9 +92,9 @@ fn a_flood_of_connections_harms_nobody_else() -> Result<()> {
     }
     until("all beyond the limit to be ended", || {
         most = most.max(descriptors(controller)?.len());
-        Ok((open.iter().filter(|stream| is_open(stream)).count() <= MOST_OPEN).then_some(()))
+        Ok((open.iter().filter(|stream| is_open(stream)).count() <= MAX_OPEN).then_some(()))
     })?;
-    assert!(most <= before + MOST_OPEN + 50, "{most} descriptors, {before} before");
+    assert!(most <= before + MAX_OPEN + 50, "{most} descriptors, {before} before");
     world.cli().wait_for_state("good", "Offloaded")?;
     assert!(good.verify()?);
     drop(open);
@@ -106,7 +106,7 @@ fn a_flood_of_connections_harms_nobody_else() -> Result<()> {
 /// what the controller spends on the attacker is bounded, and it gets it all back.
 #[test]
 fn an_attack_with_everything_costs_little_and_harms_nobody_else() -> Result<()> {
-    let world = Recipe::default().config(EAGER).world()?;
+    let world = TestbedConfig::default().config(EAGER).world()?;
     let mut good = Worker::start(&world, "good", 32)?;
     let controller = world.controller()?.context("it runs")?;
     let bad = attack::start(&world, "bad")?;
@@ -135,7 +135,7 @@ fn an_attack_with_everything_costs_little_and_harms_nobody_else() -> Result<()> 
 /// page and one socket more than without us.
 #[test]
 fn a_container_sees_nothing_but_its_own_socket() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut managed = Worker::start(&world, "managed", 32)?;
     let alone = Worker::spec("alone", USUAL, 32).env("AFFINODE_DISABLE", "1");
     let mut alone = Worker::start_as(&world, alone)?;
@@ -172,7 +172,7 @@ fn a_container_sees_nothing_but_its_own_socket() -> Result<()> {
 
 #[test]
 fn garbage_on_the_control_socket_is_refused() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut worker = Worker::start(&world, "good", 32)?;
     let socket = world.cli().run_dir().join("control.sock");
     for garbage in [&[0xff; 64][..], b"GET / HTTP/1.1\r\n\r\n"] {
@@ -188,7 +188,7 @@ fn garbage_on_the_control_socket_is_refused() -> Result<()> {
 #[test]
 fn the_control_socket_is_for_root_alone() -> Result<()> {
     use std::os::unix::fs::PermissionsExt;
-    let world = Recipe::default().config(MANUAL).world()?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
     let _worker = Worker::start(&world, "good", 32)?;
     let socket = world.cli().run_dir().join("control.sock");
     let mode = std::fs::metadata(&socket)?.permissions().mode();
@@ -201,7 +201,7 @@ fn the_control_socket_is_for_root_alone() -> Result<()> {
 #[test]
 fn other_users_of_the_host_do_not_reach_a_containers_socket() -> Result<()> {
     use std::os::unix::process::CommandExt;
-    let world = Recipe::default().config(MANUAL).world()?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
     let _worker = Worker::start(&world, "good", 32)?;
     let folders = world.cli().run_dir().join("containers");
     let inside = folders.join(world.cli().known("good")?.key).join("mount");
@@ -220,7 +220,7 @@ fn other_users_of_the_host_do_not_reach_a_containers_socket() -> Result<()> {
 /// A container that cannot be managed still runs as with the stock shim.
 #[test]
 fn a_container_runs_when_the_configuration_is_bad() -> Result<()> {
-    let world = Recipe::default().config("[policy]\nmode = \"sometimes\"\n").world()?;
+    let world = TestbedConfig::default().config("[policy]\nmode = \"sometimes\"\n").world()?;
     let mut worker = Worker::start(&world, "runs", 32)?;
     assert!(worker.verify()?);
     assert!(world.cli().ps_now().is_err());

@@ -11,9 +11,9 @@ use affinode_e2e::{
     cri::{self, Cri},
     installed::{self, Installation},
     release::Line,
-    until::until,
+    testbed::{Testbed, TestbedConfig},
+    wait::until,
     worker::Worker,
-    world::{Recipe, World},
 };
 use anyhow::{Context, Result, ensure};
 use nix::{
@@ -27,17 +27,17 @@ use crate::{
 };
 
 on_every_containerd!(
-    Recipe::default().cri();
+    TestbedConfig::default().cri();
     a_node_is_installed_serves_pods_and_is_as_it_was,
 );
 
 const HANDLER: &str = "test-idle";
 
-fn place(world: &World) -> Result<Installation<'_>> {
+fn place(world: &Testbed) -> Result<Installation<'_>> {
     Installation::new(world, &world.dir().join("installed"), HANDLER)
 }
 
-fn a_node_is_installed_serves_pods_and_is_as_it_was(world: &World) -> Result<()> {
+fn a_node_is_installed_serves_pods_and_is_as_it_was(world: &Testbed) -> Result<()> {
     let place = place(world)?;
     let original = fs::read(place.config())?;
     let unchanged = || Ok::<_, anyhow::Error>(fs::read(place.config())? == original);
@@ -81,7 +81,7 @@ fn a_node_is_installed_serves_pods_and_is_as_it_was(world: &World) -> Result<()>
 #[test]
 fn a_file_that_covers_the_section_gets_the_handler() -> Result<()> {
     for line in [Line::V1_6, Line::V1_7] {
-        let Some(world) = matrix::world(line, Recipe::default().node())? else { continue };
+        let Some(world) = matrix::world(line, TestbedConfig::default().node())? else { continue };
         let place = Installation::new(&world, &world.prefix(), HANDLER)?;
         let folder = world.dir().join("conf.d");
         let covering = folder.join("99-nvidia.toml");
@@ -125,7 +125,7 @@ fn a_file_that_covers_the_section_gets_the_handler() -> Result<()> {
 /// cannot be seen from there.
 #[test]
 fn a_node_is_installed_from_a_container_of_it() -> Result<()> {
-    let world = Recipe::default().cri().world()?;
+    let world = TestbedConfig::default().cri().world()?;
     let place = place(&world)?;
     let original = fs::read(place.config())?;
     let root = format!("/proc/{}/root", world.keeper().pid());
@@ -155,7 +155,7 @@ fn a_node_is_installed_from_a_container_of_it() -> Result<()> {
 /// Whatever fails, containerd's file is what it was, and who reads the error knows why.
 #[test]
 fn what_goes_wrong_leaves_the_configuration_as_it_was() -> Result<()> {
-    let world = Recipe::default().cri().world()?;
+    let world = TestbedConfig::default().cri().world()?;
     let place = place(&world)?;
     let original = fs::read(place.config())?;
     let refused = |more: &[&str], why: &str| -> Result<()> {
@@ -227,7 +227,7 @@ fn what_goes_wrong_leaves_the_configuration_as_it_was() -> Result<()> {
 /// A shim that runs would be lost with its file.
 #[test]
 fn a_node_whose_containers_run_is_not_uninstalled() -> Result<()> {
-    let world = Recipe::default().cri().world()?;
+    let world = TestbedConfig::default().cri().world()?;
     let place = place(&world)?;
     place.done("install", &["--restart-mode", "none"])?;
     let shim = place.shim();
@@ -270,7 +270,7 @@ fn a_node_whose_containers_run_is_not_uninstalled() -> Result<()> {
 /// Containers go on with the shim and library that they have; the controller is the new one.
 #[test]
 fn an_upgrade_below_a_running_container_takes_the_controller_along() -> Result<()> {
-    let world = Recipe::default().node().config(MANUAL).world()?;
+    let world = TestbedConfig::default().node().config(MANUAL).world()?;
     let place = Installation::new(&world, &world.prefix(), HANDLER)?;
     place.done("install", &["--restart-mode", "none"])?;
     let mut worker = Worker::start(&world, "worker", 64)?;

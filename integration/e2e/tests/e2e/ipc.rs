@@ -3,9 +3,9 @@
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},
-    until::until,
+    testbed::{MIB, Testbed, TestbedConfig},
+    wait::until,
     worker::Worker,
-    world::{MIB, Recipe, World},
 };
 use anyhow::{Context, Result};
 
@@ -25,7 +25,7 @@ pub fn giver(id: &str, mib: u64) -> Spec {
 }
 
 /// Has memory, which is filled.
-fn exporter(world: &World, id: &str, engine: &str) -> Result<Worker> {
+fn exporter(world: &Testbed, id: &str, engine: &str) -> Result<Worker> {
     let (mib, seed) = (SHARED_MIB.to_string(), SEED.to_string());
     let spec = program(id, engine, &["--mib", &mib, "--seed", &seed]);
     let mut worker = Worker::start_as(world, spec)?;
@@ -35,7 +35,7 @@ fn exporter(world: &World, id: &str, engine: &str) -> Result<Worker> {
 
 /// Has none, and is in the network namespace of another one, as containers of one pod are. It
 /// comes to the driver as CUDA's runtime does.
-fn importer(world: &World, id: &str, engine: &str, beside: &Worker) -> Result<Worker> {
+fn importer(world: &Testbed, id: &str, engine: &str, beside: &Worker) -> Result<Worker> {
     let network = format!("network:/proc/{}/ns/net", beside.running.pid(world)?);
     let spec = program(id, engine, &["--by-name", "11000"]).flags(&["--with-ns", &network]);
     let mut worker = Worker::start_as(world, spec)?;
@@ -61,7 +61,7 @@ fn free_bytes(worker: &mut Worker) -> Result<u64> {
 }
 
 /// Sees it refused for what it shares.
-fn stays(world: &World, id: &str) -> Result<()> {
+fn stays(world: &Testbed, id: &str) -> Result<()> {
     until(&format!("{id} to be registered"), || {
         let row = world.cli().container(id)?;
         Ok(row.filter(|row| !row.processes.is_empty()))
@@ -71,24 +71,27 @@ fn stays(world: &World, id: &str) -> Result<()> {
     Ok(())
 }
 
-fn remove(world: &World, worker: &Worker) -> Result<()> {
+fn remove(world: &Testbed, worker: &Worker) -> Result<()> {
     worker.running.kill(world)?;
     worker.running.delete(world)
 }
 
-/// As with the driver's own memory (engine `driver`), which is the first to show what is right.
+/// As with the driver's own memory (engine `checkpoint`), which is the first to show what is right.
 #[test]
 fn memory_is_shared_whoever_carries_it() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
-    for (out, back) in
-        [("driver", "driver"), ("fast", "driver"), ("park", "fast"), ("driver", "fast")]
-    {
+    let world = TestbedConfig::default().config(MANUAL).world()?;
+    for (out, back) in [
+        ("checkpoint", "checkpoint"),
+        ("full", "checkpoint"),
+        ("copy", "full"),
+        ("checkpoint", "full"),
+    ] {
         let mut giver = exporter(&world, "giver", out)?;
         let mut taker = importer(&world, "taker", back, &giver)?;
-        let carried = if out == "driver" { 0 } else { SHARED_MIB * MIB };
+        let carried = if out == "checkpoint" { 0 } else { SHARED_MIB * MIB };
         until("the engine to hold", || {
             let row = world.cli().known("giver")?;
-            Ok(row.processes.first().filter(|row| row.carried_bytes == carried).map(drop))
+            Ok(row.processes.first().filter(|row| row.swappable_bytes == carried).map(drop))
         })?;
         assert_eq!(giver.call("capable")?.ok, Some(true), "{out}: it says so");
         let shared = handle(&mut giver)?;
@@ -97,7 +100,7 @@ fn memory_is_shared_whoever_carries_it() -> Result<()> {
         assert_eq!(inside.as_deref(), Some(&*shared), "{out}: from anywhere inside");
         until("what is shared not to count as carried", || {
             let row = world.cli().known("giver")?;
-            Ok(row.processes.first().filter(|row| row.carried_bytes == 0).map(drop))
+            Ok(row.processes.first().filter(|row| row.swappable_bytes == 0).map(drop))
         })?;
         assert_eq!(open(&mut giver, &shared)?.0, 201, "{out}: nobody opens what is its own");
 
@@ -143,9 +146,9 @@ fn memory_is_shared_whoever_carries_it() -> Result<()> {
 /// the driver's to refuse.
 #[test]
 fn what_is_no_handle_opens_nothing() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
-    let mut giver = exporter(&world, "giver", "fast")?;
-    let mut taker = importer(&world, "taker", "driver", &giver)?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
+    let mut giver = exporter(&world, "giver", "full")?;
+    let mut taker = importer(&world, "taker", "checkpoint", &giver)?;
     let shared = handle(&mut giver)?;
     for flags in [0, 2, 3] {
         assert_eq!(result(&mut taker, &format!("flags {shared} {flags}"))?, 1, "{flags}");
@@ -161,7 +164,7 @@ fn what_is_no_handle_opens_nothing() -> Result<()> {
     assert!(taker.verify()?);
 
     // Another network namespace: nobody is there by that name.
-    let mut stranger = Worker::start_as(&world, program("stranger", "fast", &[]))?;
+    let mut stranger = Worker::start_as(&world, program("stranger", "full", &[]))?;
     stranger.wait_filled()?;
     assert_eq!(open(&mut stranger, &shared)?.0, 1);
     Ok(())
@@ -171,10 +174,10 @@ fn what_is_no_handle_opens_nothing() -> Result<()> {
 /// gets them none of it.
 #[test]
 fn garbage_on_an_exporters_socket_harms_nobody() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
-    let mut giver = exporter(&world, "giver", "fast")?;
-    let mut taker = importer(&world, "taker", "fast", &giver)?;
-    let mut bad = importer(&world, "bad", "driver", &giver)?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
+    let mut giver = exporter(&world, "giver", "full")?;
+    let mut taker = importer(&world, "taker", "full", &giver)?;
+    let mut bad = importer(&world, "bad", "checkpoint", &giver)?;
     let shared = handle(&mut giver)?;
     let descriptors = |worker: &Worker| -> Result<usize> {
         Ok(affinode_e2e::processes::descriptors(worker.running.pid(&world)?)?.len())
@@ -195,11 +198,11 @@ fn garbage_on_an_exporters_socket_harms_nobody() -> Result<()> {
 /// Whoever dies, the other goes on with the memory; its name alone is gone.
 #[test]
 fn what_was_opened_outlives_who_has_made_it() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
-    let mut giver = exporter(&world, "giver", "fast")?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
+    let mut giver = exporter(&world, "giver", "full")?;
     // Keeps the network namespace.
-    let mut other = importer(&world, "other", "fast", &giver)?;
-    let mut taker = importer(&world, "taker", "driver", &other)?;
+    let mut other = importer(&world, "other", "full", &giver)?;
+    let mut taker = importer(&world, "taker", "checkpoint", &other)?;
     let shared = handle(&mut giver)?;
     assert_eq!(result(&mut giver, "fork")?, 3, "a child has no driver, and takes nothing along");
     assert_eq!(open(&mut taker, &shared)?, (0, true));
@@ -214,9 +217,9 @@ fn what_was_opened_outlives_who_has_made_it() -> Result<()> {
 /// A context takes what was opened in it with it, and nothing else.
 #[test]
 fn the_end_of_a_context_closes_what_was_opened_in_it() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
-    let mut giver = exporter(&world, "giver", "fast")?;
-    let mut taker = importer(&world, "taker", "driver", &giver)?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
+    let mut giver = exporter(&world, "giver", "full")?;
+    let mut taker = importer(&world, "taker", "checkpoint", &giver)?;
     let shared = handle(&mut giver)?;
     for round in 0..3 {
         assert_eq!(open(&mut taker, &shared)?, (0, true), "round {round}");

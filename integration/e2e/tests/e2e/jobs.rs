@@ -10,10 +10,10 @@ use std::{
 use affinode_e2e::{
     cli::ContainerRow,
     container::make_pipes,
-    keeper::Job,
-    until::until,
+    supervisor::Job,
+    testbed::{MIB, Testbed, TestbedConfig},
+    wait::until,
     worker::{Answer, Lines, USUAL},
-    world::{MIB, Recipe, World},
 };
 use anyhow::{Context, Result};
 use nix::{
@@ -28,14 +28,14 @@ const NOBODY: u32 = 65_534;
 
 /// A node without containers: a controller alone, as systemd starts it.
 struct Node {
-    world: World,
+    world: Testbed,
     /// What users run, in a place that they all can read.
     shared: PathBuf,
 }
 
 impl Node {
     fn new(jobs: &str) -> Result<Node> {
-        let world = Recipe::default().config(&format!("{EAGER}\n[jobs]\n{jobs}")).world()?;
+        let world = TestbedConfig::default().config(&format!("{EAGER}\n[jobs]\n{jobs}")).world()?;
         let shared = world.dir().join("shared");
         fs::create_dir(&shared)?;
         let artifacts = world.artifacts();
@@ -180,12 +180,12 @@ fn the_engine_of_a_job_holds_from_its_first_allocation_on() -> Result<()> {
     let node = Node::new("enabled = true")?;
     let controller = node.world.cli().ps()?.controller_pid;
     let script = format!("kill -9 {controller}; exec \"$0\" \"$@\"");
-    let words = ["--annotation", "engine=fast", "--", "/bin/sh", "-c", &script];
+    let words = ["--annotation", "engine=full", "--", "/bin/sh", "-c", &script];
     let mut worker = node.worker(0, "early", &words)?;
     node.start_controller()?;
-    // The vault, which may be in the same cgroup as the job, is no stranger that keeps it there.
+    // The copier, which may be in the same cgroup as the job, is no stranger that keeps it there.
     let away = node.wait_away("early")?;
-    assert_eq!(away.process()?.carried_bytes, 64 * MIB, "{away:?}");
+    assert_eq!(away.process()?.swappable_bytes, 64 * MIB, "{away:?}");
     assert!(worker.verify()?);
     Ok(())
 }

@@ -7,7 +7,7 @@ use affinode_e2e::{
     container::Spec,
     containerd,
     image::{Archive, Layer},
-    world::{Recipe, World},
+    testbed::{Testbed, TestbedConfig},
 };
 use anyhow::{Result, ensure};
 use serde_json::json;
@@ -16,7 +16,7 @@ const OLD: &str = "localhost/affinode/old-glibc:1";
 const MUSL: &str = "localhost/affinode/musl:1";
 
 /// An image of one layer.
-pub fn import(world: &World, name: &str, layer: &[u8]) -> Result<()> {
+pub fn import(world: &Testbed, name: &str, layer: &[u8]) -> Result<()> {
     let mut archive = Archive::default();
     archive.image(name, layer, &json!({"Env": ["PATH=/usr/bin:/bin"]}))?;
     let file = world.dir().join("other.tar");
@@ -48,7 +48,7 @@ fn an_old_glibc_loads_it() -> Result<()> {
         affinode_test_notes::skip("old-glibc", "no older C library on this machine");
         return Ok(());
     }
-    let world = Recipe::default().world()?;
+    let world = TestbedConfig::default().world()?;
     let mut layer = Layer::base()?;
     for folder in ["bin", "lib", "lib64"] {
         add_tree(&mut layer, &tree, &tree.join(folder))?;
@@ -69,7 +69,7 @@ fn an_old_glibc_loads_it() -> Result<()> {
 /// musl ignores /etc/ld.so.preload. With LD_PRELOAD it loads the library as well.
 #[test]
 fn musl_runs_with_and_without_it() -> Result<()> {
-    let world = Recipe::default().world()?;
+    let world = TestbedConfig::default().world()?;
     let program = world.dir().join("hello");
     let source = world.dir().join("hello.c");
     std::fs::write(

@@ -9,9 +9,9 @@ use std::{
 use affinode_e2e::{
     container::Spec,
     containerd::{AFFINODE, STOCK},
-    keeper::cgroup_folders,
-    until::until,
-    world::{Recipe, World},
+    supervisor::cgroup_folders,
+    testbed::{Testbed, TestbedConfig},
+    wait::until,
 };
 use anyhow::{Context, Result};
 use nix::sys::signal::Signal;
@@ -21,7 +21,7 @@ use crate::matrix::on_every_containerd;
 const RUNTIMES: [&str; 2] = [STOCK, AFFINODE];
 
 on_every_containerd!(
-    Recipe::default();
+    TestbedConfig::default();
     runs_to_its_end,
     passes_the_exit_status,
     execs,
@@ -32,7 +32,7 @@ on_every_containerd!(
     reports_a_program_that_is_not_there,
 );
 
-fn runs_to_its_end(world: &World) -> Result<()> {
+fn runs_to_its_end(world: &Testbed) -> Result<()> {
     for runtime in RUNTIMES {
         let spec = Spec::plain("run", &["/bin/sh", "-c", "echo hello; id -u"]).runtime(runtime);
         assert_eq!(spec.run(world)?, "hello\n0\n", "{runtime}");
@@ -40,7 +40,7 @@ fn runs_to_its_end(world: &World) -> Result<()> {
     nothing_is_left(world)
 }
 
-fn passes_the_exit_status(world: &World) -> Result<()> {
+fn passes_the_exit_status(world: &Testbed) -> Result<()> {
     for runtime in RUNTIMES {
         let spec = Spec::plain("status", &["/bin/sh", "-c", "exit 7"]).runtime(runtime);
         let status = spec.command(world, &["--rm"])?.status()?;
@@ -49,7 +49,7 @@ fn passes_the_exit_status(world: &World) -> Result<()> {
     nothing_is_left(world)
 }
 
-fn execs(world: &World) -> Result<()> {
+fn execs(world: &Testbed) -> Result<()> {
     for runtime in RUNTIMES {
         let spec = Spec::plain("exec", &["/bin/sleep", "infinity"]).runtime(runtime);
         let running = spec.env("WHO", "me").start(world)?;
@@ -60,7 +60,7 @@ fn execs(world: &World) -> Result<()> {
     nothing_is_left(world)
 }
 
-fn gives_a_terminal(world: &World) -> Result<()> {
+fn gives_a_terminal(world: &Testbed) -> Result<()> {
     for runtime in RUNTIMES {
         let spec = Spec::plain("tty", &["/bin/sh", "-c", "tty; stty size"]).runtime(runtime);
         let said = on_a_terminal(spec.command(world, &["--rm", "--tty"])?)?;
@@ -69,7 +69,7 @@ fn gives_a_terminal(world: &World) -> Result<()> {
     nothing_is_left(world)
 }
 
-fn kills_and_deletes(world: &World) -> Result<()> {
+fn kills_and_deletes(world: &Testbed) -> Result<()> {
     for runtime in RUNTIMES {
         let running =
             Spec::plain("kill", &["/bin/sleep", "infinity"]).runtime(runtime).start(world)?;
@@ -82,15 +82,15 @@ fn kills_and_deletes(world: &World) -> Result<()> {
     Ok(())
 }
 
-fn survives_a_restart_of_containerd(world: &World) -> Result<()> {
+fn survives_a_restart_of_containerd(world: &Testbed) -> Result<()> {
     survives(world, Signal::SIGTERM)
 }
 
-fn survives_a_crash_of_containerd(world: &World) -> Result<()> {
+fn survives_a_crash_of_containerd(world: &Testbed) -> Result<()> {
     survives(world, Signal::SIGKILL)
 }
 
-fn survives(world: &World, signal: Signal) -> Result<()> {
+fn survives(world: &Testbed, signal: Signal) -> Result<()> {
     for runtime in RUNTIMES {
         let spec = Spec::plain("restart", &["/bin/sleep", "infinity"]).runtime(runtime);
         let running = spec.start(world)?;
@@ -106,7 +106,7 @@ fn survives(world: &World, signal: Signal) -> Result<()> {
     Ok(())
 }
 
-fn reports_a_program_that_is_not_there(world: &World) -> Result<()> {
+fn reports_a_program_that_is_not_there(world: &Testbed) -> Result<()> {
     let mut messages = Vec::new();
     for runtime in RUNTIMES {
         let spec = Spec::plain("absent", &["/bin/no-such-program"]).runtime(runtime);
@@ -125,7 +125,7 @@ fn reports_a_program_that_is_not_there(world: &World) -> Result<()> {
 }
 
 /// No shim, no bundle, no cgroup.
-pub fn nothing_is_left(world: &World) -> Result<()> {
+pub fn nothing_is_left(world: &Testbed) -> Result<()> {
     no_shim_or_bundle_is_left(world)?;
     let mut left = Vec::new();
     until("cgroups to be removed", || {
@@ -140,7 +140,7 @@ pub fn nothing_is_left(world: &World) -> Result<()> {
 }
 
 /// Of processes and bundles alone.
-fn no_shim_or_bundle_is_left(world: &World) -> Result<()> {
+fn no_shim_or_bundle_is_left(world: &Testbed) -> Result<()> {
     until("shims to end", || Ok(world.shims()?.is_empty().then_some(())))?;
     let mut left = Vec::new();
     until("bundles to be removed", || {

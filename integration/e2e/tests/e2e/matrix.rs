@@ -3,13 +3,13 @@
 use affinode_e2e::{
     artifacts::Artifacts,
     release::{Line, Releases},
-    world::{Recipe, World},
+    testbed::{Testbed, TestbedConfig},
 };
 use anyhow::Result;
 
 /// A world with a containerd of this line; `None` where the machine cannot have one,
 /// which `cargo xtask deps` has said then.
-pub fn world(line: Line, recipe: Recipe) -> Result<Option<World>> {
+pub fn world(line: Line, recipe: TestbedConfig) -> Result<Option<Testbed>> {
     let releases = Releases::read(&Artifacts::find()?)?;
     match releases.get(line)? {
         Some(release) => recipe.release(release).world().map(Some),

@@ -2,21 +2,21 @@
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},
-    until::until,
+    testbed::{MIB, Testbed, TestbedConfig},
+    wait::until,
     worker::Worker,
-    world::{MIB, Recipe, World},
 };
 use anyhow::{Context, Result};
 
 use crate::offload::{EAGER, MANUAL, wait_gpu_empty};
 
-const ENGINES: [&str; 3] = ["driver", "fast", "park"];
+const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
 const WORKER_MIB: u64 = 64;
 /// So many questions of the monitor follow the offload.
 const QUESTIONS: u32 = 30;
 
 fn start(
-    world: &World,
+    world: &Testbed,
     program: &str,
     engine: &str,
     more: impl Fn(Spec) -> Spec,
@@ -36,7 +36,7 @@ fn asked(worker: &mut Worker) -> Result<u32> {
 /// It asks ten times a second while its container goes idle, and while it is away.
 #[test]
 fn monitor_keeps_no_container_on_its_gpu() -> Result<()> {
-    let world = Recipe::default().config(EAGER).world()?;
+    let world = TestbedConfig::default().config(EAGER).world()?;
     for (engine, program) in ENGINES.into_iter().zip(["nvml", "nvml_linked", "nvml"]) {
         let mut worker = start(&world, program, engine, |spec| spec)?;
         worker.call("init")?;
@@ -49,7 +49,7 @@ fn monitor_keeps_no_container_on_its_gpu() -> Result<()> {
         let row = world.cli().known(engine)?;
         assert_eq!(row.state, "Offloaded", "{engine}: {row:?}");
         assert_eq!((row.offloads, row.restores), (away.offloads, away.restores), "{engine}");
-        // What is left of the container with `park` is its context.
+        // What is left of the container with `copy` is its context.
         let gpu = world.cli().ps()?.gpus.remove(0);
         let answer = worker.call("ask")?;
         let free = gpu.vram_total_bytes - gpu.vram_used_bytes;
@@ -66,11 +66,11 @@ fn monitor_keeps_no_container_on_its_gpu() -> Result<()> {
 
 #[test]
 fn figures_while_away_are_of_the_device_now() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
-    let mut worker = start(&world, "nvml", "fast", |spec| spec)?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
+    let mut worker = start(&world, "nvml", "full", |spec| spec)?;
     worker.call("init")?;
     let before = worker.call("ask")?.free_bytes.context("free")?;
-    world.cli().move_out("fast")?;
+    world.cli().move_out("full")?;
     wait_gpu_empty(&world)?;
     let away = worker.call("ask")?.free_bytes.context("free")?;
     assert!(away >= before + WORKER_MIB * MIB, "{before} {away}");
@@ -82,15 +82,15 @@ fn figures_while_away_are_of_the_device_now() -> Result<()> {
         Ok((last + 128 * MIB <= away).then_some(()))
     })
     .with_context(|| format!("{away} and then {last} bytes were free"))?;
-    assert_eq!(world.cli().known("fast")?.state, "Offloaded");
+    assert_eq!(world.cli().known("full")?.state, "Offloaded");
     assert!(worker.verify()? && neighbour.verify()?);
     Ok(())
 }
 
 #[test]
 fn first_init_while_away_brings_it_back() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
-    for engine in ["driver", "fast"] {
+    let world = TestbedConfig::default().config(MANUAL).world()?;
+    for engine in ["checkpoint", "full"] {
         let mut worker = start(&world, "nvml", engine, |spec| spec)?;
         world.cli().move_out(engine)?;
         worker.call("init")?;
@@ -114,10 +114,10 @@ fn python_asks_by_ctypes_while_away() -> Result<()> {
         affinode_test_notes::skip("python3", "no /usr/bin/python3 on this machine");
         return Ok(());
     }
-    let world = Recipe::default().config(MANUAL).world()?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
     let program = format!("{CLIENTS}/ctypes_worker.py");
     let spec = Spec::gpu("python", &["/usr/bin/python3", &program, "--mib", "64"]);
-    let mut worker = Worker::start_as(&world, spec.annotation("affinode.io/engine", "fast"))?;
+    let mut worker = Worker::start_as(&world, spec.annotation("affinode.io/engine", "full"))?;
     worker.expect("open")?;
     worker.call("nvml-init")?;
     let before = worker.call("nvml")?.free_bytes.context("free")?;
@@ -133,7 +133,7 @@ fn python_asks_by_ctypes_while_away() -> Result<()> {
 /// The simulated NVML ends a process that is locked while a call is inside.
 #[test]
 fn lock_waits_for_a_call_inside_nvml() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
     for engine in ENGINES {
         let slow = |spec: Spec| spec.env("AFFINODE_SIM_NVML_SLOW_MS", "150");
         let mut worker = start(&world, "nvml", engine, slow)?;

@@ -2,9 +2,9 @@
 
 use affinode_e2e::{
     image,
-    until::until,
+    testbed::{MIB, Testbed, TestbedConfig},
+    wait::until,
     worker::{USUAL, Worker},
-    world::{MIB, Recipe, World},
 };
 use anyhow::{Context, Result};
 
@@ -31,7 +31,7 @@ sample_interval = "50ms"
 "#;
 
 on_every_containerd!(
-    Recipe::default().config(EAGER);
+    TestbedConfig::default().config(EAGER);
     goes_when_idle_and_comes_back_when_called,
     runs_unprivileged,
     survives_a_restart_of_containerd_while_away,
@@ -40,26 +40,26 @@ on_every_containerd!(
 const WORKER_MIB: u64 = 256;
 
 /// Waits until NVML shows the controller so much VRAM in use on the node's GPU, beside what a
-/// vault has of its own.
-pub fn wait_vram_used(world: &World, wanted: impl Fn(u64) -> bool) -> Result<u64> {
+/// copier has of its own.
+pub fn wait_vram_used(world: &Testbed, wanted: impl Fn(u64) -> bool) -> Result<u64> {
     let mut last = None;
     until("the VRAM in use to change", || {
         let gpus = world.cli().ps()?.gpus;
-        last = gpus.first().map(|gpu| gpu.vram_used_bytes.saturating_sub(gpu.vault_vram_bytes));
+        last = gpus.first().map(|gpu| gpu.vram_used_bytes.saturating_sub(gpu.copier_vram_bytes));
         Ok(last.filter(|used| wanted(*used)))
     })
     .with_context(|| format!("in use were {last:?}"))
 }
 
 /// Waits until NVML shows that nothing is in use.
-pub fn wait_gpu_empty(world: &World) -> Result<()> {
+pub fn wait_gpu_empty(world: &Testbed) -> Result<()> {
     wait_vram_used(world, |used| used == 0).map(|_| ())
 }
 
-fn goes_when_idle_and_comes_back_when_called(world: &World) -> Result<()> {
+fn goes_when_idle_and_comes_back_when_called(world: &Testbed) -> Result<()> {
     let mut worker = Worker::start(world, "worker", WORKER_MIB)?;
     let row = world.cli().wait_for_state("worker", "Offloaded")?;
-    assert!(row.away_bytes >= WORKER_MIB * MIB, "{row:?}");
+    assert!(row.offloaded_bytes >= WORKER_MIB * MIB, "{row:?}");
     assert_eq!(row.offloads, 1);
     // Not one byte is left, of the context neither.
     wait_gpu_empty(world)?;
@@ -77,7 +77,7 @@ fn goes_when_idle_and_comes_back_when_called(world: &World) -> Result<()> {
     worker.running.delete(world)
 }
 
-fn runs_unprivileged(world: &World) -> Result<()> {
+fn runs_unprivileged(world: &Testbed) -> Result<()> {
     let spec = Worker::spec("user", USUAL, 64).image(image::UNPRIVILEGED);
     let mut worker = Worker::start_as(world, spec)?;
     worker.wait_filled()?;
@@ -87,7 +87,7 @@ fn runs_unprivileged(world: &World) -> Result<()> {
     Ok(())
 }
 
-fn survives_a_restart_of_containerd_while_away(world: &World) -> Result<()> {
+fn survives_a_restart_of_containerd_while_away(world: &Testbed) -> Result<()> {
     let mut worker = Worker::start(world, "worker", 64)?;
     world.cli().wait_for_state("worker", "Offloaded")?;
     world.containerd().stop(nix::sys::signal::Signal::SIGTERM)?;
@@ -104,7 +104,7 @@ fn survives_a_restart_of_containerd_while_away(world: &World) -> Result<()> {
 /// The same program with the same seed computes the same with and without the cycle.
 #[test]
 fn results_are_the_same_with_and_without_the_cycle() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut checksums = Vec::new();
     for away in [false, true] {
         let mut worker = Worker::start(&world, "same", 64)?;
@@ -129,8 +129,8 @@ fn results_are_the_same_with_and_without_the_cycle() -> Result<()> {
 /// of the GPU, and is answered without it.
 #[test]
 fn a_thread_that_polls_neither_keeps_its_container_nor_wakes_it() -> Result<()> {
-    let world = Recipe::default().config(EAGER).world()?;
-    for engine in ["driver", "park", "fast"] {
+    let world = TestbedConfig::default().config(EAGER).world()?;
+    for engine in ["checkpoint", "copy", "full"] {
         let spec = Worker::spec(engine, USUAL, 32).annotation("affinode.io/engine", engine);
         let mut worker = Worker::start_as(&world, spec)?;
         worker.wait_filled()?;

@@ -4,9 +4,9 @@ use affinode_e2e::{
     container::Spec,
     gpu::Gpu,
     suite,
-    until::until,
+    testbed::{MIB, Testbed, TestbedConfig},
+    wait::until,
     worker::{USUAL, Worker},
-    world::{MIB, Recipe, World},
 };
 use anyhow::{Context, Result};
 use nix::sys::signal::{Signal, kill};
@@ -17,29 +17,32 @@ const VRAM_MIB: u64 = 512;
 const OUT_OF_MEMORY: i32 = 2;
 
 /// Nothing leaves before somebody needs its room.
-fn world() -> Result<World> {
+fn world() -> Result<Testbed> {
     let config = EAGER.replace("eager", "pressure");
-    Recipe::default().gpu(Gpu::Simulated { vram_bytes: VRAM_MIB * MIB }).config(&config).world()
+    TestbedConfig::default()
+        .gpu(Gpu::Simulated { vram_bytes: VRAM_MIB * MIB })
+        .config(&config)
+        .world()
 }
 
 fn waiting(id: &str, mib: u64) -> Spec {
     Worker::spec(id, USUAL, mib).annotation("affinode.io/on-oom", "wait")
 }
 
-fn start(world: &World, spec: Spec) -> Result<Worker> {
+fn start(world: &Testbed, spec: Spec) -> Result<Worker> {
     let mut worker = Worker::start_as(world, spec)?;
     worker.wait_filled()?;
     Ok(worker)
 }
 
-fn reasons(world: &World, of: &str) -> Result<Vec<String>> {
+fn reasons(world: &Testbed, of: &str) -> Result<Vec<String>> {
     let events = world.cli().events()?;
     let own = events.into_iter().filter(|e| e.kind == "allocation" && e.container.contains(of));
     Ok(own.map(|event| event.reason).collect())
 }
 
 /// Events come a moment after what they report.
-fn wait_for_reasons(world: &World, of: &str, wanted: &[&str]) -> Result<()> {
+fn wait_for_reasons(world: &Testbed, of: &str, wanted: &[&str]) -> Result<()> {
     let mut last = Vec::new();
     until("the events of allocations", || {
         last = reasons(world, of)?;
@@ -129,7 +132,7 @@ fn a_restart_of_the_controller_does_not_end_the_wait() -> Result<()> {
     let busy = start(&world, Worker::spec("busy", USUAL, 300).busy())?;
     let mut waiter = start(&world, waiting("waiter", 64))?;
     waiter.send("alloc 300")?;
-    let waits = |world: &World| -> Result<_> {
+    let waits = |world: &Testbed| -> Result<_> {
         let row = world.cli().container("waiter")?;
         Ok(row.filter(|row| row.reason == "allocation-waits"))
     };
@@ -149,7 +152,7 @@ fn a_restart_of_the_controller_does_not_end_the_wait() -> Result<()> {
 #[test]
 fn three_on_vram_for_one_and_a_newcomer_that_needs_most_of_it_all_go_on() -> Result<()> {
     let config = EAGER.replace("200ms", "500ms");
-    let world = Recipe::default().config(&config).world()?;
+    let world = TestbedConfig::default().config(&config).world()?;
     let mut rows = suite::Rows::default();
     suite::oversubscribed(&world, &mut rows)?;
     assert_eq!(rows.missed(), Vec::<String>::new());

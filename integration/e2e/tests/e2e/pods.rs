@@ -3,8 +3,8 @@
 use affinode_e2e::{
     cri::{self, Cri},
     image,
-    until::until,
-    world::{Recipe, World},
+    testbed::{Testbed, TestbedConfig},
+    wait::until,
 };
 use anyhow::Result;
 use nix::sys::signal::Signal;
@@ -12,7 +12,7 @@ use nix::sys::signal::Signal;
 use crate::{lifecycle::nothing_is_left, matrix::on_every_containerd};
 
 on_every_containerd!(
-    Recipe::default().cri();
+    TestbedConfig::default().cri();
     a_pod_with_two_containers,
     a_pod_survives_a_restart_of_containerd,
     a_shim_that_is_killed_leaves_nothing,
@@ -24,7 +24,7 @@ fn words(words: &[&str]) -> Vec<String> {
     words.iter().map(|&word| word.to_owned()).collect()
 }
 
-fn a_pod_with_two_containers(world: &World) -> Result<()> {
+fn a_pod_with_two_containers(world: &Testbed) -> Result<()> {
     let cri = Cri::connect(&world.containerd().socket())?;
     for handler in HANDLERS {
         let pod = cri::pod(&format!("pair-{handler}"), &world.cgroup_parent(), world.dir());
@@ -44,7 +44,7 @@ fn a_pod_with_two_containers(world: &World) -> Result<()> {
     Ok(())
 }
 
-fn a_pod_survives_a_restart_of_containerd(world: &World) -> Result<()> {
+fn a_pod_survives_a_restart_of_containerd(world: &Testbed) -> Result<()> {
     for handler in HANDLERS {
         let cri = Cri::connect(&world.containerd().socket())?;
         let pod = cri::pod(&format!("restart-{handler}"), &world.cgroup_parent(), world.dir());
@@ -68,7 +68,7 @@ fn a_pod_survives_a_restart_of_containerd(world: &World) -> Result<()> {
 }
 
 /// containerd notices the end of the connection, runs our `delete`, and the pod can be removed.
-fn a_shim_that_is_killed_leaves_nothing(world: &World) -> Result<()> {
+fn a_shim_that_is_killed_leaves_nothing(world: &Testbed) -> Result<()> {
     let cri = Cri::connect(&world.containerd().socket())?;
     let pod = cri::pod("shot", &world.cgroup_parent(), world.dir());
     let pod_id = cri.run_pod(&pod, "affinode")?;

@@ -2,9 +2,9 @@
 
 use affinode_e2e::{
     cli::ContainerRow,
-    until::until,
+    testbed::{Testbed, TestbedConfig},
+    wait::until,
     worker::{USUAL, Worker},
-    world::{Recipe, World},
 };
 use anyhow::{Context, Result};
 
@@ -16,7 +16,7 @@ use crate::{
 /// No mode but eager moves a container by itself; each says why.
 #[test]
 fn what_is_not_to_be_moved_stays_and_says_why() -> Result<()> {
-    let world = Recipe::default().config(EAGER).world()?;
+    let world = TestbedConfig::default().config(EAGER).world()?;
     for (mode, reason) in
         [("manual", "mode-manual"), ("off", "mode-off"), ("pressure", "no-pressure")]
     {
@@ -35,7 +35,7 @@ fn what_is_not_to_be_moved_stays_and_says_why() -> Result<()> {
 
 #[test]
 fn an_operator_moves_it_out_and_back() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut worker = Worker::start(&world, "asked", 32)?;
     world.cli().move_out("asked")?;
     wait_gpu_empty(&world)?;
@@ -49,7 +49,7 @@ fn an_operator_moves_it_out_and_back() -> Result<()> {
 
 #[test]
 fn an_annotation_that_is_not_understood_is_told_and_the_default_holds() -> Result<()> {
-    let world = Recipe::default().config(EAGER).world()?;
+    let world = TestbedConfig::default().config(EAGER).world()?;
     let spec = Worker::spec("bad", USUAL, 32).annotation("affinode.io/idle-timeout", "soon");
     let mut worker = Worker::start_as(&world, spec)?;
     worker.wait_filled()?;
@@ -66,7 +66,7 @@ fn an_annotation_that_is_not_understood_is_told_and_the_default_holds() -> Resul
 /// The driver cannot checkpoint it: it is refused before anything is touched.
 #[test]
 fn managed_memory_is_never_offloaded() -> Result<()> {
-    let world = Recipe::default().config(EAGER).world()?;
+    let world = TestbedConfig::default().config(EAGER).world()?;
     let mut worker = Worker::start_as(
         &world,
         Worker::spec("uvm", USUAL, 32).annotation("affinode.io/offload", "manual"),
@@ -81,7 +81,7 @@ fn managed_memory_is_never_offloaded() -> Result<()> {
 
 #[test]
 fn with_the_library_turned_off_the_program_runs_unmanaged() -> Result<()> {
-    let world = Recipe::default().config(EAGER).world()?;
+    let world = TestbedConfig::default().config(EAGER).world()?;
     let spec = Worker::spec("alone", USUAL, 32).env("AFFINODE_DISABLE", "1");
     let mut worker = Worker::start_as(&world, spec)?;
     worker.wait_filled()?;
@@ -97,7 +97,7 @@ fn with_the_library_turned_off_the_program_runs_unmanaged() -> Result<()> {
 /// What an operator chose holds across controllers, and is told in the events.
 #[test]
 fn a_pin_and_the_switch_outlive_the_controller() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut worker = Worker::start(&world, "chosen", 32)?;
     world.cli().move_out("chosen")?;
     // One that is away comes back.
@@ -128,7 +128,7 @@ fn a_pin_and_the_switch_outlive_the_controller() -> Result<()> {
 }
 
 /// `affinode policy show`: value and origin.
-fn value_of(world: &World, container: &str, name: &str) -> Result<(String, String)> {
+fn value_of(world: &Testbed, container: &str, name: &str) -> Result<(String, String)> {
     let said = world.cli().run(&["policy", "show", container, "--no-headers"])?;
     let rows = said.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
     let mut of_name = rows.filter(|row| row.get(1) == Some(&name));
@@ -140,7 +140,7 @@ fn value_of(world: &World, container: &str, name: &str) -> Result<(String, Strin
 /// taken back. What would be bad changes nothing.
 #[test]
 fn a_policy_is_set_shown_and_taken_back() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
     let spec = Worker::spec("ruled", USUAL, 32).annotation("affinode.io/priority", "4");
     let mut worker = Worker::start_as(&world, spec)?;
     worker.wait_filled()?;
@@ -168,7 +168,7 @@ fn a_policy_is_set_shown_and_taken_back() -> Result<()> {
 
 #[test]
 fn a_reload_with_an_invalid_file_changes_nothing() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
+    let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut worker = Worker::start(&world, "steady", 32)?;
     world.cli().known("steady")?;
     let file = world.dir().join("affinode/config.toml");

@@ -2,9 +2,9 @@
 
 use affinode_e2e::{
     gpu::Gpu,
-    until::until,
+    testbed::{MIB, Testbed, TestbedConfig},
+    wait::until,
     worker::Worker,
-    world::{MIB, Recipe, World},
 };
 use anyhow::Result;
 
@@ -14,8 +14,11 @@ const VRAM_MIB: u64 = 512;
 /// Two of them do not fit.
 const EACH_MIB: u64 = 320;
 
-fn small_world(config: &str) -> Result<World> {
-    Recipe::default().gpu(Gpu::Simulated { vram_bytes: VRAM_MIB * MIB }).config(config).world()
+fn small_world(config: &str) -> Result<Testbed> {
+    TestbedConfig::default()
+        .gpu(Gpu::Simulated { vram_bytes: VRAM_MIB * MIB })
+        .config(config)
+        .world()
 }
 
 #[test]

@@ -2,22 +2,22 @@
 
 use affinode_e2e::{
     suite::connect,
-    until::until,
+    testbed::{Testbed, TestbedConfig},
+    wait::until,
     worker::{USUAL, Worker},
-    world::{Recipe, World},
 };
 use anyhow::Result;
 
 use crate::offload::EAGER;
 
-fn start(world: &World, id: &str, wake_on: &str) -> Result<Worker> {
+fn start(world: &Testbed, id: &str, wake_on: &str) -> Result<Worker> {
     let spec = Worker::spec(id, USUAL, 32).annotation("affinode.io/wake-on", wake_on);
     let mut worker = Worker::start_as(world, spec)?;
     worker.wait_filled()?;
     Ok(worker)
 }
 
-fn told(world: &World, kind: &str) -> Result<usize> {
+fn told(world: &Testbed, kind: &str) -> Result<usize> {
     let events = world.cli().events()?;
     Ok(events.iter().filter(|e| e.kind == kind && e.reason == "connection").count())
 }
@@ -26,7 +26,7 @@ fn told(world: &World, kind: &str) -> Result<usize> {
 /// neighbour, to which somebody connected before, does not.
 #[test]
 fn a_connection_brings_back_who_asked_for_it_and_nobody_else() -> Result<()> {
-    let world = Recipe::default().config(EAGER).world()?;
+    let world = TestbedConfig::default().config(EAGER).world()?;
     let mut listens = start(&world, "listens", "connection")?;
     let mut sleeps = start(&world, "sleeps", "call")?;
     for id in ["listens", "sleeps"] {

@@ -10,8 +10,8 @@ use affinode_e2e::{
     installed::{Installation, another_build},
     processes::Process,
     release::Line,
-    until::until,
-    world::{Recipe, World},
+    testbed::{Testbed, TestbedConfig},
+    wait::until,
 };
 use anyhow::{Context, Result, ensure};
 
@@ -21,7 +21,7 @@ use crate::{
 };
 
 on_every_containerd!(
-    Recipe::default().rancher(true).config(EAGER);
+    TestbedConfig::default().rancher(true).config(EAGER);
     the_handler_outlives_every_new_configuration,
     a_container_that_is_away_outlives_restart_and_upgrade,
 );
@@ -33,7 +33,7 @@ const THEIRS: &str = "# theirs\n{{ template \"base\" . }}\n";
 /// Newer ones import a folder; older ones, and all with containerd 1.x, have templates alone.
 #[test]
 fn the_handler_is_in_a_template_where_no_folder_is_imported() -> Result<()> {
-    let Some(world) = matrix::world(Line::V2, Recipe::default().rancher(false))? else {
+    let Some(world) = matrix::world(Line::V2, TestbedConfig::default().rancher(false))? else {
         return Ok(());
     };
     the_handler_outlives_every_new_configuration(&world)?;
@@ -47,7 +47,7 @@ fn the_handler_is_in_a_template_where_no_folder_is_imported() -> Result<()> {
 /// imports another folder.
 #[test]
 fn a_template_of_an_older_release_gets_the_handler() -> Result<()> {
-    let Some(world) = matrix::world(Line::V2, Recipe::default().rancher(true))? else {
+    let Some(world) = matrix::world(Line::V2, TestbedConfig::default().rancher(true))? else {
         return Ok(());
     };
     fs::write(world.containerd().config_file().with_file_name("config.toml.tmpl"), THEIRS)?;
@@ -63,7 +63,7 @@ fn a_template_of_an_older_release_gets_the_handler() -> Result<()> {
 /// An older k3s, or a whole template of somebody's, imports no folder.
 #[test]
 fn a_folder_that_is_not_imported_any_more_is_told_and_left() -> Result<()> {
-    let Some(world) = matrix::world(Line::V2, Recipe::default().rancher(true))? else {
+    let Some(world) = matrix::world(Line::V2, TestbedConfig::default().rancher(true))? else {
         return Ok(());
     };
     let place = Installation::new(&world, &world.prefix(), HANDLER)?;
@@ -87,7 +87,7 @@ fn a_folder_that_is_not_imported_any_more_is_told_and_left() -> Result<()> {
     Ok(())
 }
 
-fn the_handler_outlives_every_new_configuration(world: &World) -> Result<()> {
+fn the_handler_outlives_every_new_configuration(world: &Testbed) -> Result<()> {
     let place = Installation::new(world, &world.prefix(), HANDLER)?;
     let config = world.containerd().config_file();
     let folder = config.parent().unwrap_or(Path::new("/"));
@@ -125,7 +125,7 @@ fn the_handler_outlives_every_new_configuration(world: &World) -> Result<()> {
     Ok(())
 }
 
-fn a_container_that_is_away_outlives_restart_and_upgrade(world: &World) -> Result<()> {
+fn a_container_that_is_away_outlives_restart_and_upgrade(world: &Testbed) -> Result<()> {
     let place = Installation::new(world, &world.prefix(), HANDLER)?;
     place.restarted(|| place.done("install", &[]))?;
     let cri = Cri::connect(&world.containerd().socket())?;

@@ -2,9 +2,9 @@
 
 use affinode_e2e::{
     gpu::Gpu,
-    until::until,
+    testbed::{MIB, Testbed, TestbedConfig},
+    wait::until,
     worker::Worker,
-    world::{MIB, Recipe, World},
 };
 use anyhow::{Context, Result};
 use nix::sys::signal::{Signal, kill};
@@ -14,7 +14,7 @@ use crate::{
     offload::{EAGER, wait_gpu_empty},
 };
 
-pub fn shoot_controller(world: &World) -> Result<()> {
+pub fn shoot_controller(world: &Testbed) -> Result<()> {
     let controller = world.controller()?.context("a controller runs")?;
     kill(controller.pid, Signal::SIGKILL)?;
     until("another controller", || {
@@ -27,7 +27,7 @@ pub fn shoot_controller(world: &World) -> Result<()> {
 
 #[test]
 fn the_controller_comes_back_and_wakes_what_is_away() -> Result<()> {
-    let world = Recipe::default().config(EAGER).world()?;
+    let world = TestbedConfig::default().config(EAGER).world()?;
     let mut worker = Worker::start(&world, "worker", 64)?;
     world.cli().wait_for_state("worker", "Offloaded")?;
     shoot_controller(&world)?;
@@ -40,7 +40,7 @@ fn the_controller_comes_back_and_wakes_what_is_away() -> Result<()> {
 
 #[test]
 fn the_controller_comes_back_while_a_caller_waits() -> Result<()> {
-    let world = Recipe::default().config(EAGER).world()?;
+    let world = TestbedConfig::default().config(EAGER).world()?;
     let mut worker = Worker::start(&world, "worker", 64)?;
     world.cli().wait_for_state("worker", "Offloaded")?;
     let controller = world.controller()?.context("a controller runs")?;
@@ -56,7 +56,7 @@ fn the_controller_comes_back_while_a_caller_waits() -> Result<()> {
 #[test]
 fn called_without_a_controller_they_come_back_where_there_is_room() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: 512 * MIB };
-    let world = Recipe::default().gpu(gpu).config(EAGER).world()?;
+    let world = TestbedConfig::default().gpu(gpu).config(EAGER).world()?;
     let mut workers = Vec::new();
     for id in ["alpha", "beta"] {
         workers.push(Worker::start(&world, id, 320)?);
@@ -85,7 +85,7 @@ fn called_without_a_controller_they_come_back_where_there_is_room() -> Result<()
 
 #[test]
 fn active_containers_do_not_notice_its_death() -> Result<()> {
-    let world = Recipe::default().config(crate::offload::MANUAL).world()?;
+    let world = TestbedConfig::default().config(crate::offload::MANUAL).world()?;
     let mut worker = Worker::start(&world, "worker", 64)?;
     shoot_controller(&world)?;
     assert!(worker.verify()?);
@@ -100,7 +100,7 @@ fn active_containers_do_not_notice_its_death() -> Result<()> {
 
 #[test]
 fn a_container_killed_while_away_leaves_nothing() -> Result<()> {
-    let world = Recipe::default().config(EAGER).world()?;
+    let world = TestbedConfig::default().config(EAGER).world()?;
     let worker = Worker::start(&world, "worker", 64)?;
     world.cli().wait_for_state("worker", "Offloaded")?;
     worker.running.kill(&world)?;
@@ -117,7 +117,7 @@ fn a_container_killed_while_away_leaves_nothing() -> Result<()> {
 /// The thread that waits at the gate can be ended as any other.
 #[test]
 fn a_waiting_caller_obeys_signals() -> Result<()> {
-    let world = Recipe::default().config(EAGER).world()?;
+    let world = TestbedConfig::default().config(EAGER).world()?;
     let mut worker = Worker::start(&world, "worker", 64)?;
     world.cli().wait_for_state("worker", "Offloaded")?;
     let controller = world.controller()?.context("a controller runs")?;

@@ -3,18 +3,18 @@
 use affinode_e2e::{
     gpu::Gpu,
     suite::{self, IMMEDIATE, Rows},
-    until::until,
+    testbed::{MIB, Testbed, TestbedConfig},
+    wait::until,
     worker::{USUAL, Worker},
-    world::{MIB, Recipe, World},
 };
 use anyhow::{Context, Result};
 
-fn world(mib: u64) -> Result<World> {
-    Recipe::default().gpu(Gpu::Simulated { vram_bytes: mib * MIB }).config(IMMEDIATE).world()
+fn world(mib: u64) -> Result<Testbed> {
+    TestbedConfig::default().gpu(Gpu::Simulated { vram_bytes: mib * MIB }).config(IMMEDIATE).world()
 }
 
 /// It works every 20 ms, and says each time how that went.
-fn busy(world: &World) -> Result<Worker> {
+fn busy(world: &Testbed) -> Result<Worker> {
     let mut busy = Worker::start_as(world, Worker::spec("busy", USUAL, 80).busy())?;
     busy.wait_filled()?;
     Ok(busy)
@@ -56,7 +56,7 @@ fn in_the_queue_who_is_in_use_is_waited_for() -> Result<()> {
 #[test]
 fn an_annotation_alone_ends_nobody() -> Result<()> {
     let config = IMMEDIATE.replace("by-annotation", "queue");
-    let world = Recipe::default().config(&config).world()?;
+    let world = TestbedConfig::default().config(&config).world()?;
     let spec = Worker::spec("asker", USUAL, 32).annotation("affinode.io/restore", "immediate");
     let mut asker = Worker::start_as(&world, spec)?;
     asker.wait_filled()?;

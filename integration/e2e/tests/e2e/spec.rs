@@ -3,19 +3,19 @@
 use affinode_e2e::{
     container::Spec,
     containerd::{AFFINODE, STOCK},
-    world::{Recipe, World},
+    testbed::{Testbed, TestbedConfig},
 };
 use anyhow::Result;
 
 use crate::matrix::on_every_containerd;
 
 on_every_containerd!(
-    Recipe::default();
+    TestbedConfig::default();
     without_a_gpu_config_json_is_untouched,
     with_a_gpu_it_gets_the_library,
 );
 
-fn config_json(world: &World, spec: Spec) -> Result<Vec<u8>> {
+fn config_json(world: &Testbed, spec: Spec) -> Result<Vec<u8>> {
     let running = spec.start(world)?;
     let bundle = world.containerd().bundles("default").join(&running.id);
     let config = std::fs::read(bundle.join("config.json"))?;
@@ -24,7 +24,7 @@ fn config_json(world: &World, spec: Spec) -> Result<Vec<u8>> {
     Ok(config)
 }
 
-fn without_a_gpu_config_json_is_untouched(world: &World) -> Result<()> {
+fn without_a_gpu_config_json_is_untouched(world: &Testbed) -> Result<()> {
     let spec = || {
         Spec::plain("same", &["/bin/sleep", "infinity"])
             .env("A", "b")
@@ -37,7 +37,7 @@ fn without_a_gpu_config_json_is_untouched(world: &World) -> Result<()> {
     Ok(())
 }
 
-fn with_a_gpu_it_gets_the_library(world: &World) -> Result<()> {
+fn with_a_gpu_it_gets_the_library(world: &Testbed) -> Result<()> {
     // The controller makes the socket when it hears of the container.
     let wait = "until [ -S /.affinode/run/agent.sock ]; do sleep 0.1; done";
     let show = "cat /etc/ld.so.preload; ls /.affinode/lib /.affinode/run; touch /.affinode/lib/x 2>/dev/null && echo writable";

@@ -2,14 +2,14 @@
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},
+    testbed::{Testbed, TestbedConfig},
     worker::Worker,
-    world::{Recipe, World},
 };
 use anyhow::Result;
 
 use crate::offload::MANUAL;
 
-fn start(world: &World, program: &str, id: &str, engine: &str) -> Result<Worker> {
+fn start(world: &Testbed, program: &str, id: &str, engine: &str) -> Result<Worker> {
     let program = format!("{CLIENTS}/{program}");
     let spec = Spec::gpu(id, &[&program, "64"]).annotation("affinode.io/engine", engine);
     let mut worker = Worker::start_as(world, spec)?;
@@ -20,14 +20,14 @@ fn start(world: &World, program: &str, id: &str, engine: &str) -> Result<Worker>
 /// Hundreds of look-ups in both variants, and a private table whose check fails if it is another's.
 #[test]
 fn runtime_with_private_table_is_moved() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
-    for engine in ["driver", "park", "fast"] {
+    let world = TestbedConfig::default().config(MANUAL).world()?;
+    for engine in ["checkpoint", "copy", "full"] {
         let mut worker = start(&world, "runtime", engine, engine)?;
         for _ in 0..2 {
             world.cli().move_out(engine)?;
             let row = world.cli().known(engine)?;
             assert_eq!(row.process()?.hazards, Vec::<String>::new(), "{engine}");
-            let phase = if engine == "park" { "Parked" } else { "Away" };
+            let phase = if engine == "copy" { "CopiedOut" } else { "Checkpointed" };
             assert_eq!(row.process()?.phase, phase, "{engine}");
             assert_eq!(worker.call("check")?.ok, Some(true), "{engine}: it needs no GPU");
             worker.call("touch")?;
@@ -41,8 +41,8 @@ fn runtime_with_private_table_is_moved() -> Result<()> {
 
 #[test]
 fn device_queries_while_away_wake_nothing() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
-    for engine in ["driver", "park"] {
+    let world = TestbedConfig::default().config(MANUAL).world()?;
+    for engine in ["checkpoint", "copy"] {
         let mut worker = start(&world, "tools", engine, engine)?;
         worker.call("devices")?;
         world.cli().move_out(engine)?;
@@ -60,13 +60,13 @@ fn device_queries_while_away_wake_nothing() -> Result<()> {
 /// A profile that was taken, with a thread of the profiler that goes on, keeps nothing from being idle.
 #[test]
 fn profile_that_ended_leaves_container_idle() -> Result<()> {
-    let world = Recipe::default().config(crate::offload::EAGER).world()?;
-    let mut worker = start(&world, "tools", "profiled", "park")?;
+    let world = TestbedConfig::default().config(crate::offload::EAGER).world()?;
+    let mut worker = start(&world, "tools", "profiled", "copy")?;
     for _ in 0..2 {
         worker.call("begin")?;
         worker.call("end")?;
         let row = world.cli().wait_for_state("profiled", "Offloaded")?;
-        assert_eq!(row.process()?.phase, "Parked");
+        assert_eq!(row.process()?.phase, "CopiedOut");
         assert_eq!(row.process()?.hazards, ["tools"]);
         assert!(worker.verify()?);
     }

@@ -10,8 +10,8 @@ use affinode_e2e::{
     artifacts::Artifacts,
     cri::{self, Cri},
     release::Line,
-    until::until,
-    world::{MIB, Recipe, World},
+    testbed::{MIB, Testbed, TestbedConfig},
+    wait::until,
 };
 use anyhow::{Context, Result};
 use serde_json::json;
@@ -36,12 +36,12 @@ fn goes_when_idle_and_comes_back_when_called() -> Result<()> {
         affinode_test_notes::skip("go-runc", why);
         return Ok(());
     }
-    let recipe = Recipe::default().cri().config(EAGER).own_users();
+    let recipe = TestbedConfig::default().cri().config(EAGER).own_users();
     let Some(world) = matrix::world(Line::V2, recipe)? else { return Ok(()) };
     offload_and_wake(&world).inspect_err(|_| world.show_logs())
 }
 
-fn offload_and_wake(world: &World) -> Result<()> {
+fn offload_and_wake(world: &Testbed) -> Result<()> {
     network(world)?;
     let cri = Cri::connect(&world.containerd().socket())?;
     for handler in ["runc", "affinode"] {
@@ -59,7 +59,7 @@ fn offload_and_wake(world: &World) -> Result<()> {
     let id = cri.run_container(&pod_id, &container, &pod)?;
 
     let row = world.cli().wait_for_state(&id, "Offloaded")?;
-    assert!(row.away_bytes >= WORKER_MIB * MIB, "{row:?}");
+    assert!(row.offloaded_bytes >= WORKER_MIB * MIB, "{row:?}");
     wait_gpu_empty(world)?;
     // It is root there, and nobody here.
     let pid = row.process()?.pid;
@@ -83,7 +83,7 @@ fn offload_and_wake(world: &World) -> Result<()> {
 }
 
 /// Pods with users of their own have a network of their own.
-fn network(world: &World) -> Result<()> {
+fn network(world: &Testbed) -> Result<()> {
     let cni = world.dir().join("cni");
     let plugin = |name: &str| {
         let file = cni.join("bin").join(name);

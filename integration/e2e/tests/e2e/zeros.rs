@@ -5,23 +5,23 @@ use std::fs;
 use affinode_e2e::{
     cli::ProcessRow,
     container::SEES_ITS_CGROUP,
-    until::until,
+    testbed::{MIB, Testbed, TestbedConfig},
+    wait::until,
     worker::{USUAL, Worker},
-    world::{MIB, Recipe, World},
 };
 use anyhow::{Context, Result, bail};
 
-use crate::{offload::MANUAL, vault::fills};
+use crate::{copier::fills, offload::MANUAL};
 
 const FILLED_MIB: u64 = 32;
 const ZERO_MIB: u64 = 384;
 const MORE_MIB: u64 = 64;
 
-fn start(world: &World, engine: &str, keep: &str) -> Result<Worker> {
+fn start(world: &Testbed, engine: &str, keep: &str) -> Result<Worker> {
     let id = format!("{engine}-{keep}");
     let spec = Worker::spec(&id, USUAL, FILLED_MIB)
         .annotation("affinode.io/engine", engine)
-        .annotation("affinode.io/keep-copy", keep)
+        .annotation("affinode.io/retain-host-copy", keep)
         .flags(&SEES_ITS_CGROUP);
     let mut worker = Worker::start_as(world, spec)?;
     worker.wait_filled()?;
@@ -30,17 +30,17 @@ fn start(world: &World, engine: &str, keep: &str) -> Result<Worker> {
 
 /// Moves it out and home, and looks at its contents: how it was while it was away, and the MiB
 /// of it that were resident in host memory.
-fn cycle(world: &World, worker: &mut Worker) -> Result<(ProcessRow, u64)> {
+fn cycle(world: &Testbed, worker: &mut Worker) -> Result<(ProcessRow, u64)> {
     let id = worker.running.id.clone();
     world.cli().move_out(&id)?;
     let node = world.cli().ps()?;
     let row = node.containers.into_iter().find(|row| row.id == id).context("it is known")?;
     let away = row.process()?.clone();
-    assert_eq!(node.host_used_bytes, row.away_bytes - away.zero_bytes, "{away:?}");
+    assert_eq!(node.host_used_bytes, row.offloaded_bytes - away.zero_bytes, "{away:?}");
     let resident = resident_mib(away.pid)?;
-    // Who could go home through a vault does.
-    until("the vault", || {
-        Ok(world.cli().ps()?.gpus.iter().all(|gpu| gpu.vault_pending == 0).then_some(()))
+    // Who could go home through a copier does.
+    until("the copier", || {
+        Ok(world.cli().ps()?.gpus.iter().all(|gpu| gpu.copier_registering == 0).then_some(()))
     })?;
     assert!(worker.verify()?, "{id}: contents as before");
     world.cli().wait_resident(&id)?;
@@ -56,14 +56,14 @@ fn resident_mib(pid: i32) -> Result<u64> {
 
 #[test]
 fn what_nobody_has_written_takes_no_host_memory_and_comes_back_as_zeros() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
-    for (engine, keep) in [("park", "false"), ("fast", "true")] {
+    let world = TestbedConfig::default().config(MANUAL).world()?;
+    for (engine, keep) in [("copy", "false"), ("full", "true")] {
         let mut worker = start(&world, engine, keep)?;
         worker.call(&format!("alloc {MORE_MIB}"))?;
         worker.call(&format!("alloc {ZERO_MIB} 0"))?;
         for round in 0..2 {
             let (away, resident) = cycle(&world, &mut worker)?;
-            let said = (away.parked_bytes / MIB, away.zero_bytes / MIB);
+            let said = (away.copied_out_bytes / MIB, away.zero_bytes / MIB);
             let all = FILLED_MIB + MORE_MIB + ZERO_MIB;
             assert_eq!(said, (all, ZERO_MIB), "{engine}, {keep}, round {round}");
             assert!(resident < all * 2 / 3, "{engine}, {keep}: {resident} MiB, round {round}");
@@ -85,39 +85,39 @@ fn what_nobody_has_written_takes_no_host_memory_and_comes_back_as_zeros() -> Res
     Ok(())
 }
 
-/// A vault saves more than a few zeros would: they are stored then, and it is used. Of what is left
+/// A copier saves more than a few zeros would: they are stored then, and it is used. Of what is left
 /// out it knows nothing, and what was there before must not come home.
 #[test]
-fn a_vault_brings_home_who_leaves_nothing_out() -> Result<()> {
-    let world = Recipe::default().config(MANUAL).world()?;
-    let mut worker = start(&world, "fast", "false")?;
+fn a_copier_brings_home_who_leaves_nothing_out() -> Result<()> {
+    let world = TestbedConfig::default().config(MANUAL).world()?;
+    let mut worker = start(&world, "full", "false")?;
     // With what is filled at the start one chunk of the pool, which is never empty.
     for mib in [32, 32, 32] {
         worker.call(&format!("alloc {mib}"))?;
     }
     worker.call("set 2 0")?;
-    // The first makes the vault, and may be too early for it.
+    // The first makes the copier, and may be too early for it.
     cycle(&world, &mut worker)?;
     filled_with_zeros_stored(&world, &mut worker)?;
     worker.call("set 1 0")?;
     let before = fills(&world)?;
     let (away, _) = cycle(&world, &mut worker)?;
     assert_eq!((away.zero_bytes / MIB, fills(&world)? - before), (64, 0), "half of it");
-    // And when it has more to store again, the vault is there again, at the latest the time after.
+    // And when it has more to store again, the copier is there again, at the latest the time after.
     worker.call("set 1 7")?;
     cycle(&world, &mut worker)?;
     filled_with_zeros_stored(&world, &mut worker)
 }
 
-/// Out and home until the vault was in time, which on a busy machine it is not always.
-fn filled_with_zeros_stored(world: &World, worker: &mut Worker) -> Result<()> {
+/// Out and home until the copier was in time, which on a busy machine it is not always.
+fn filled_with_zeros_stored(world: &Testbed, worker: &mut Worker) -> Result<()> {
     let before = fills(world)?;
     for _ in 0..12 {
         let (away, _) = cycle(world, worker)?;
-        assert_eq!(away.zero_bytes, 0, "what goes through a vault is stored whole");
+        assert_eq!(away.zero_bytes, 0, "what goes through a copier is stored whole");
         if fills(world)? > before {
             return Ok(());
         }
     }
-    bail!("a few zeros keep the vault away for ever")
+    bail!("a few zeros keep the copier away for ever")
 }

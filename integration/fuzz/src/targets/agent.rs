@@ -2,17 +2,17 @@
 
 use affinode_proto::wire::{
     WIRE_VERSION,
-    calls::{RECORDS, Reader},
-    ipc::{Answer, Ask, HANDLE_BYTES, Handle},
+    call_ring::{CallRingReader, RECORDS},
+    copier::ToCopier,
+    counters::{CounterSnapshot, PAGE_BYTES, PAGE_MAGIC, SLOT_COUNT, header},
+    ipc::{HANDLE_BYTES, IpcHandle, IpcReply, IpcRequest},
     message::{AgentMessage, ControllerMessage, FRAME_BYTES},
-    page::{PAGE_BYTES, PAGE_MAGIC, PageSnapshot, SLOT_COUNT, header},
-    vault::ToVault,
 };
 
 /// Scribbles on a page: two bytes say where, eight what. The same bytes as a page of their
 /// own, too, for the sizes.
 pub fn page(data: &[u8]) {
-    let _ = PageSnapshot::decode(data);
+    let _ = CounterSnapshot::decode(data);
     let mut bytes = valid_page();
     for change in data.chunks_exact(10) {
         let at = usize::from(u16::from_le_bytes([change[0], change[1]])) % (PAGE_BYTES - 8);
@@ -20,14 +20,14 @@ pub fn page(data: &[u8]) {
     }
     if let Some(page) = bytes.first_chunk() {
         // Twice: what was begun and not finished is given up the second time.
-        let mut reader = Reader::default();
+        let mut reader = CallRingReader::default();
         for _ in 0..2 {
             let mut taken = 0;
             reader.take(page, |_| taken += 1);
             assert!(taken <= RECORDS);
         }
     }
-    if let Ok(page) = PageSnapshot::decode(&bytes) {
+    if let Ok(page) = CounterSnapshot::decode(&bytes) {
         assert!(page.inflight <= SLOT_COUNT as u64 * u64::from(u32::MAX));
     }
 }
@@ -49,19 +49,19 @@ pub fn messages(data: &[u8]) {
     if let Ok(message) = AgentMessage::decode(&frame) {
         assert_eq!(AgentMessage::decode(&message.encode()), Ok(message));
     }
-    if let Ok(message) = Ask::decode(&frame) {
-        assert_eq!(Ask::decode(&message.encode()), Ok(message));
+    if let Ok(message) = IpcRequest::decode(&frame) {
+        assert_eq!(IpcRequest::decode(&message.encode()), Ok(message));
     }
-    if let Ok(message) = Answer::decode(&frame) {
-        assert_eq!(Answer::decode(&message.encode()), Ok(message));
+    if let Ok(message) = IpcReply::decode(&frame) {
+        assert_eq!(IpcReply::decode(&message.encode()), Ok(message));
     }
     if let Some(bytes) = frame.first_chunk::<HANDLE_BYTES>()
-        && let Some(handle) = Handle::decode(bytes)
+        && let Some(handle) = IpcHandle::decode(bytes)
     {
         assert_eq!(handle.encode(), *bytes);
     }
-    if let Ok(message) = ToVault::decode(&frame) {
-        assert_eq!(ToVault::decode(&message.encode()), Ok(message));
+    if let Ok(message) = ToCopier::decode(&frame) {
+        assert_eq!(ToCopier::decode(&message.encode()), Ok(message));
     }
     if let Ok(message) = ControllerMessage::decode(&frame) {
         assert_eq!(ControllerMessage::decode(&message.encode()), Ok(message));

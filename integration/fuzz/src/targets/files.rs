@@ -11,7 +11,7 @@ use affinode_controller::{
     },
     http::query,
     journal::Journal,
-    simulate::trace::{Assumed, Trace},
+    simulate::trace::{TraceDefaults, WorkloadTrace},
 };
 use tempfile::TempDir;
 
@@ -73,8 +73,8 @@ pub fn query(data: &[u8]) {
 
 /// A trace for `affinode simulate`: what is read is in order and can be added up.
 pub fn trace(data: &[u8]) {
-    let assumed = Assumed { vram_bytes: 1 << 30, service_ms: 10, seed: 1 };
-    let Ok(trace) = Trace::parse(data, "fuzz", assumed) else { return };
+    let assumed = TraceDefaults { vram_bytes: 1 << 30, service_ms: 10, seed: 1 };
+    let Ok(trace) = WorkloadTrace::parse(data, "fuzz", assumed) else { return };
     assert!(trace.requests() > 0);
     let (_, end_ms) = (trace.vram_bytes(), trace.end_ms());
     for load in &trace.loads {

@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use affinode_shim::rootfs::{Found, Rootfs};
+use affinode_shim::rootfs::{ResolvedPath, RootfsLayers};
 use arbitrary::{Result, Unstructured};
 use containerd_shim_protos::types::mount::Mount;
 use rustix::fs::{Mode, OFlags, ResolveFlags, XattrFlags};
@@ -27,19 +27,19 @@ pub fn image(data: &[u8]) {
     let mut bytes = Unstructured::new(data);
     let Ok(layers) = build(folder.path(), &mut bytes) else { return };
     let mount = mount(&layers);
-    let Ok(rootfs) = Rootfs::new(&[mount], None, folder.path()) else {
+    let Ok(rootfs) = RootfsLayers::new(&[mount], None, folder.path()) else {
         panic!("an overlay of absolute folders is understood")
     };
     let found = rootfs.find(ASKED, MAX_BYTES);
-    if let Ok(Found::Regular(content)) = &found {
+    if let Ok(ResolvedPath::Regular(content)) = &found {
         assert!(content.len() as u64 <= MAX_BYTES, "{} bytes", content.len());
         assert!(!content.starts_with(OUTSIDE), "a file outside of the image was read");
     }
     if let [layer] = &layers[..] {
         let theirs = by_the_kernel(layer);
         match (&found, &theirs) {
-            (Ok(Found::Regular(ours)), Some(theirs)) => assert!(ours == theirs),
-            (Ok(Found::Regular(_)), None) => panic!("the kernel finds no file there"),
+            (Ok(ResolvedPath::Regular(ours)), Some(theirs)) => assert!(ours == theirs),
+            (Ok(ResolvedPath::Regular(_)), None) => panic!("the kernel finds no file there"),
             (Ok(_), Some(theirs)) if theirs.len() as u64 <= MAX_BYTES => {
                 panic!("the kernel finds a file, and this finds {found:?}")
             }

@@ -6,16 +6,16 @@ use std::collections::VecDeque;
 
 use affinode_controller::core::{
     Effect, GpuSample, Input, Key, Node, ProcessId, Settings, Survey,
-    input::{Carried, Identity},
+    input::{Identity, SwapStatus},
     policy::{Mode, OnOom, Policies, Policy},
 };
 use affinode_proto::{
     api::control::Announcement,
     reason::Reason,
     wire::{
-        Hazards, Notes, Phase,
+        Hazards, Phase, ProcessFlags,
+        counters::CounterSnapshot,
         message::{Action, AgentMessage, ControllerMessage, Outcome},
-        page::PageSnapshot,
     },
 };
 use arbitrary::{Result, Unstructured};
@@ -105,7 +105,7 @@ impl World {
         };
         world.node.started(1);
         let engines =
-            [('a', "driver"), ('b', "park"), ('c', "fast"), ('d', "auto"), (LIAR, "auto")];
+            [('a', "checkpoint"), ('b', "copy"), ('c', "full"), ('d', "auto"), (LIAR, "auto")];
         for (letter, engine) in engines {
             let announcement = Announcement {
                 key: key(letter).to_string(),
@@ -116,7 +116,7 @@ impl World {
             world.feed(Input::Announced(Box::new(announcement), key(letter)));
         }
         for (n, (letter, engine)) in engines.into_iter().take(4).enumerate() {
-            world.honest_joins(n, letter, if engine == "driver" { 0 } else { CARRIED });
+            world.honest_joins(n, letter, if engine == "checkpoint" { 0 } else { CARRIED });
         }
         world
     }
@@ -142,7 +142,7 @@ impl World {
             phase: Phase::Open,
             generation: 0,
             hazards: Hazards::default(),
-            carried: Carried { bytes: carried, ..Carried::default() },
+            carried: SwapStatus { swappable_bytes: carried, ..SwapStatus::default() },
         });
     }
 
@@ -179,7 +179,7 @@ impl World {
             12 => self.feed(Input::Exited(liar)),
             13 | 14 => self.feed(Input::Message(liar, want(bytes)?)),
             _ => {
-                let over = AgentMessage::WantOver {
+                let over = AgentMessage::AllocWaitDone {
                     ticket: bytes.int_in_range(0..=3)?,
                     served: bytes.arbitrary()?,
                 };
@@ -201,9 +201,9 @@ impl World {
             phase: phase(bytes)?,
             generation: bytes.arbitrary()?,
             hazards: Hazards(bytes.arbitrary()?),
-            carried: Carried {
-                bytes: bytes.arbitrary()?,
-                parked_bytes: bytes.arbitrary()?,
+            carried: SwapStatus {
+                swappable_bytes: bytes.arbitrary()?,
+                copied_out_bytes: bytes.arbitrary()?,
                 unchanged_bytes: bytes.arbitrary()?,
                 zero_bytes: bytes.arbitrary()?,
             },
@@ -221,24 +221,24 @@ impl World {
             phase: Phase::Open,
             generation: 0,
             hazards: Hazards::default(),
-            carried: Carried::default(),
+            carried: SwapStatus::default(),
         });
     }
 
     /// The liar answers what it was told, and what it is told for that.
     fn answer_alike(&mut self, outcome: Outcome) {
-        const MOST: usize = 1_000;
+        const MAX_ROUNDS: usize = 1_000;
         for answered in 0.. {
             let Some(order) = self.told.pop_front() else { return };
-            assert!(answered < MOST, "its answers are answered for ever");
+            assert!(answered < MAX_ROUNDS, "its answers are answered for ever");
             let report = AgentMessage::Report {
                 order,
                 outcome,
                 phase: Phase::Open,
                 cuda_error: 0,
                 elapsed_us: 1,
-                carried_bytes: 0,
-                parked_bytes: 0,
+                swappable_bytes: 0,
+                copied_out_bytes: 0,
                 unchanged_bytes: 0,
                 zero_bytes: 0,
             };
@@ -281,7 +281,7 @@ impl World {
 
     fn tick(&mut self, ms: u64) {
         self.now_ms += ms;
-        let pages: Vec<(ProcessId, PageSnapshot)> =
+        let pages: Vec<(ProcessId, CounterSnapshot)> =
             self.honest.iter().map(|honest| (honest.id, honest.page())).collect();
         for (id, page) in pages {
             self.feed(Input::Page(id, page));
@@ -313,8 +313,8 @@ impl World {
         let ControllerMessage::Order { order, action, .. } = message else { return };
         honest.obey(action);
         let (id, phase) = (honest.id, honest.phase);
-        let parked_bytes = if honest.parked { honest.carried } else { 0 };
-        let carried_bytes = honest.carried;
+        let copied_out_bytes = if honest.parked { honest.carried } else { 0 };
+        let swappable_bytes = honest.carried;
         self.feed(Input::Message(
             id,
             AgentMessage::Report {
@@ -323,8 +323,8 @@ impl World {
                 phase,
                 cuda_error: 0,
                 elapsed_us: 1,
-                carried_bytes,
-                parked_bytes,
+                swappable_bytes,
+                copied_out_bytes,
                 unchanged_bytes: 0,
                 zero_bytes: 0,
             },
@@ -387,8 +387,8 @@ impl World {
 impl Honest {
     fn on_device(&self) -> u64 {
         match self.phase {
-            Phase::Away => 0,
-            Phase::Parked => HONEST_VRAM - self.carried,
+            Phase::Checkpointed => 0,
+            Phase::CopiedOut => HONEST_VRAM - self.carried,
             _ => HONEST_VRAM,
         }
     }
@@ -399,12 +399,12 @@ impl Honest {
             Action::Close { .. } => (was == Phase::Open, Phase::Closed),
             Action::Open => (was == Phase::Closed, Phase::Open),
             Action::Lock { .. } => (was == Phase::Closed, Phase::Locked),
-            Action::Park { .. } => (was == Phase::Locked, Phase::Parked),
+            Action::CopyOut { .. } => (was == Phase::Locked, Phase::CopiedOut),
             Action::Checkpoint { .. } => {
-                (matches!(was, Phase::Locked | Phase::Parked), Phase::Away)
+                (matches!(was, Phase::Locked | Phase::CopiedOut), Phase::Checkpointed)
             }
-            Action::Restore if self.parked => (was.is_off(), Phase::Closed),
-            Action::Restore => (was == Phase::Away, Phase::Locked),
+            Action::Restore if self.parked => (was.is_offloaded(), Phase::Closed),
+            Action::Restore => (was == Phase::Checkpointed, Phase::Locked),
             Action::Unlock => (was == Phase::Locked, Phase::Closed),
             _ => (true, was),
         };
@@ -412,24 +412,24 @@ impl Honest {
         self.phase = to;
         match action {
             Action::Close { .. } => self.generation += 1,
-            Action::Park { .. } => self.parked = true,
+            Action::CopyOut { .. } => self.parked = true,
             Action::Restore => self.parked = false,
             Action::Open => self.waits = false,
             _ => {}
         }
     }
 
-    fn page(&self) -> PageSnapshot {
-        PageSnapshot {
+    fn page(&self) -> CounterSnapshot {
+        CounterSnapshot {
             phase: self.phase,
             waiters: u32::from(self.waits),
             hazards: Hazards::default(),
             generation: self.generation,
             allocated_bytes: HONEST_VRAM,
             allocations: 1,
-            carried_bytes: self.carried,
-            parked_bytes: if self.parked { self.carried } else { 0 },
-            notes: Notes::ONE_GPU,
+            swappable_bytes: self.carried,
+            copied_out_bytes: if self.parked { self.carried } else { 0 },
+            notes: ProcessFlags::ONE_GPU,
             call_cost_ps: 0,
             held_us: 0,
             kept_bytes: 0,
@@ -451,7 +451,7 @@ fn wake(bytes: &mut Unstructured<'_>) -> Result<AgentMessage> {
 }
 
 fn want(bytes: &mut Unstructured<'_>) -> Result<AgentMessage> {
-    Ok(AgentMessage::Want {
+    Ok(AgentMessage::AllocWait {
         // Small numbers are used again.
         ticket: bytes.int_in_range(0..=3)?,
         bytes: u64::from(bytes.arbitrary::<u16>()?),
@@ -470,24 +470,24 @@ fn report(bytes: &mut Unstructured<'_>, order: Option<u64>) -> Result<AgentMessa
         phase: phase(bytes)?,
         cuda_error: bytes.arbitrary()?,
         elapsed_us: bytes.arbitrary()?,
-        carried_bytes: bytes.arbitrary()?,
-        parked_bytes: bytes.arbitrary()?,
+        swappable_bytes: bytes.arbitrary()?,
+        copied_out_bytes: bytes.arbitrary()?,
         unchanged_bytes: bytes.arbitrary()?,
         zero_bytes: bytes.arbitrary()?,
     })
 }
 
-fn page(bytes: &mut Unstructured<'_>) -> Result<PageSnapshot> {
-    Ok(PageSnapshot {
+fn page(bytes: &mut Unstructured<'_>) -> Result<CounterSnapshot> {
+    Ok(CounterSnapshot {
         phase: phase(bytes)?,
         waiters: bytes.arbitrary()?,
         hazards: Hazards(bytes.arbitrary()?),
         generation: bytes.arbitrary()?,
         allocated_bytes: bytes.arbitrary()?,
         allocations: bytes.arbitrary()?,
-        carried_bytes: bytes.arbitrary()?,
-        parked_bytes: bytes.arbitrary()?,
-        notes: Notes(bytes.arbitrary()?),
+        swappable_bytes: bytes.arbitrary()?,
+        copied_out_bytes: bytes.arbitrary()?,
+        notes: ProcessFlags(bytes.arbitrary()?),
         call_cost_ps: bytes.arbitrary()?,
         held_us: bytes.arbitrary()?,
         kept_bytes: bytes.arbitrary()?,

@@ -7,11 +7,11 @@ use std::{
 };
 
 use affinode_shim::{
-    dialect::{Answer, Input},
+    bootstrap::{BootstrapInput, BootstrapReply},
     frame::HEADER_BYTES,
+    ld_so_preload::merge,
     options,
-    preload::merge,
-    proxy::{self, Tasks},
+    proxy::{self, TaskService},
     spec::{self, BindMount},
 };
 use containerd_shim_protos::{api::CreateTaskRequest, protobuf::well_known_types::any::Any};
@@ -45,7 +45,7 @@ impl AsyncRead for Peer<'_> {
 
 struct Untouched;
 
-impl Tasks for Untouched {
+impl TaskService for Untouched {
     async fn create(&self, _: &CreateTaskRequest) -> Option<Any> {
         None
     }
@@ -75,13 +75,13 @@ pub fn ttrpc(data: &[u8]) {
 
 /// What containerd gives to `start`, and what the stock shim's `start` answers.
 pub fn start(data: &[u8]) {
-    let _ = Input::parse(data, "default", "id");
-    if let Ok(answer) = Answer::parse(data) {
+    let _ = BootstrapInput::parse(data, "default", "id");
+    if let Ok(answer) = BootstrapReply::parse(data) {
         assert!(!answer.address().is_empty());
         let _ = answer.task_version();
         let ours = "unix:///run/affinode/s/0";
         let written = answer.with_address(ours).unwrap_or_default();
-        let read = Answer::parse(&written);
+        let read = BootstrapReply::parse(&written);
         assert!(read.is_ok_and(|answer| answer.address() == ours), "the new address is lost");
     }
 }

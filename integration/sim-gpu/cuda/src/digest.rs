@@ -2,8 +2,8 @@
 //! a table is replaced by their digest. The device's way of it is `preload/src/carry/digest.ptx`.
 
 use crate::abi::{ILLEGAL_ADDRESS, Outcome};
+use crate::chunks::each_word;
 use crate::driver::Driver;
-use crate::pieces::each_word;
 
 const SLOT_BYTES: usize = 2 << 20;
 const THREADS: usize = 256;

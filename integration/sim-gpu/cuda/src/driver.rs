@@ -11,10 +11,10 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use affinode_sim_protocol::{GpuInfo, uuid_text};
 
 use crate::abi::{DEINITIALIZED, INVALID_DEVICE, NO_DEVICE, NOT_INITIALIZED, Outcome};
+use crate::checkpoint_thread;
+use crate::client::Link;
 use crate::contexts::Contexts;
-use crate::control;
 use crate::gate::Gate;
-use crate::link::Link;
 use crate::memory::Memory;
 use crate::modules::Modules;
 use crate::pools::Pools;
@@ -91,7 +91,7 @@ pub fn init() -> Outcome<&'static Driver> {
         modules: Mutex::default(),
         pools: Mutex::default(),
     }));
-    let control_fd = control::start(driver)?;
+    let control_fd = checkpoint_thread::start(driver)?;
     remember(link_fd, control_fd);
     Ok(DRIVER.get_or_init(|| driver))
 }

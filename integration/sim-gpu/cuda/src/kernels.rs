@@ -14,9 +14,9 @@
 use std::time::Duration;
 
 use crate::abi::{HostAddress, ILLEGAL_ADDRESS, INVALID_VALUE, NOT_FOUND, Outcome, pointer};
+use crate::chunks::each_word;
 use crate::digest;
 use crate::driver::Driver;
-use crate::pieces::each_word;
 
 /// One of the kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -46,19 +46,19 @@
 
 mod abi;
 mod api;
+mod checkpoint_thread;
+mod chunks;
+mod client;
 mod contexts;
-mod control;
 mod digest;
 mod driver;
 mod gate;
 mod hidden;
 mod host;
 mod kernels;
-mod link;
 mod memory;
 mod modules;
 mod pages;
-mod pieces;
 mod pools;
 mod stats;
 mod streams;

@@ -18,10 +18,10 @@ use crate::abi::{
     ACCESS_READ_WRITE, AllocationProp, CUdeviceptr, CUresult, HostAddress, ILLEGAL_ADDRESS,
     INVALID_VALUE, NOT_SUPPORTED, Outcome,
 };
+use crate::chunks::{Piece, host_piece};
+use crate::client::Granted;
 use crate::host::HostMemory;
-use crate::link::Granted;
 use crate::pages::{PAGE_BYTES, Pages};
-use crate::pieces::{Piece, host_piece};
 
 /// What `cuMemGetAllocationGranularity` says.
 pub const GRANULARITY: usize = 2 << 20;
@@ -478,5 +478,4 @@ impl Memory {
 }
 
 #[cfg(test)]
-#[path = "memory_tests.rs"]
 mod tests;

@@ -12,9 +12,9 @@ use affinode_sim_protocol::{ObjectId, Request};
 use crate::abi::{
     CUdevice, CUdeviceptr, Handle, INVALID_VALUE, Kind, OUT_OF_MEMORY, Outcome, handle, number,
 };
+use crate::client::Granted;
 use crate::contexts::Current;
 use crate::driver::Driver;
-use crate::link::Granted;
 use crate::memory::{Origin, Source};
 use crate::pages::PAGE_BYTES;
 

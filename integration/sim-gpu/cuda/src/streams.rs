@@ -14,7 +14,7 @@ use crate::abi::{
     CUresult, INVALID_HANDLE, INVALID_VALUE, OUT_OF_MEMORY, Outcome, STREAM_CAPTURE_INVALIDATED,
     STREAM_CAPTURE_UNSUPPORTED,
 };
-use crate::control::spawn_quiet;
+use crate::checkpoint_thread::spawn_quiet;
 use crate::driver::Driver;
 use crate::gate::wait_until;
 use crate::stats::now_ns;

@@ -20,7 +20,7 @@ pub const MIB: u64 = 1 << 20;
 /// What the tests' daemons charge for a context.
 pub const CONTEXT: u64 = 16 * MIB;
 /// How long to wait for what must happen.
-const PATIENCE: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The products, built once per test binary.
 pub struct Products {
@@ -185,7 +185,7 @@ impl Client {
     /// The next answer to this command.
     pub fn answer(&mut self, command: &str) -> Value {
         loop {
-            let line = self.lines.recv_timeout(PATIENCE);
+            let line = self.lines.recv_timeout(WAIT_TIMEOUT);
             let line = line.unwrap_or_else(|error| panic!("no answer to {command}: {error}"));
             let answer: Value = serde_json::from_str(&line).unwrap();
             if answer["command"] == command {
@@ -251,7 +251,7 @@ impl Drop for Client {
 pub fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
     let start = Instant::now();
     while !condition() {
-        assert!(start.elapsed() < PATIENCE, "waited in vain for {what}");
+        assert!(start.elapsed() < WAIT_TIMEOUT, "waited in vain for {what}");
         thread::sleep(Duration::from_millis(2));
     }
 }

@@ -114,11 +114,11 @@ fn watch(folder: &Path) -> Result<PathBuf> {
         loop {
             let (mut agent, _) = listener.accept()?;
             agent.read_exact(&mut [0; FRAME_BYTES])?;
-            let engine = affinode_proto::wire::Engine::Driver;
+            let engine = affinode_proto::wire::Engine::Checkpoint;
             let welcome = ControllerMessage::Welcome { process: 1, wait_for_room_ms: 0, engine };
             // As a controller asks of a process that calls as often as this one; there is
             // always room in the ring.
-            let watch = ControllerMessage::Watch { one_in: 1_000_000, read: 1 << 60 };
+            let watch = ControllerMessage::SampleCalls { one_in: 1_000_000, read: 1 << 60 };
             let _ = agent.write_all(&[welcome.encode(), watch.encode()].concat());
             // Until it has ended.
             let _ = agent.read(&mut [0; 1]);

@@ -5,8 +5,8 @@ use std::time::Instant;
 use affinode_e2e::{
     container::Spec,
     containerd::{AFFINODE, STOCK, run},
-    until::until,
-    world::World,
+    testbed::Testbed,
+    wait::until,
 };
 use anyhow::{Context, Result};
 
@@ -19,7 +19,7 @@ use super::{
 const PODS: usize = 4;
 
 /// Start to exit of `/bin/true`, and memory of the shims of `/bin/sleep`.
-pub fn measure(world: &World, rounds: usize) -> Result<Vec<Figure>> {
+pub fn measure(world: &Testbed, rounds: usize) -> Result<Vec<Figure>> {
     let plain = |runtime: &str| Spec::plain("plain", &["/bin/true"]).runtime(runtime);
     let gpu = |runtime: &str| Spec::gpu("gpu", &["/bin/true"]).runtime(runtime);
     // The controller is up from here on, as it is on a node.
@@ -69,14 +69,14 @@ pub fn measure(world: &World, rounds: usize) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-fn start_to_exit_ms(world: &World, spec: &Spec) -> Result<f64> {
+fn start_to_exit_ms(world: &Testbed, spec: &Spec) -> Result<f64> {
     let mut command = spec.command(world, &["--rm", "--null-io"])?;
     let began = Instant::now();
     run(&mut command)?;
     Ok(began.elapsed().as_secs_f64() * 1000.0)
 }
 
-fn shims_kib(world: &World, runtime: &str) -> Result<f64> {
+fn shims_kib(world: &Testbed, runtime: &str) -> Result<f64> {
     until("earlier shims to end", || Ok(world.shims()?.is_empty().then_some(())))?;
     let running = Spec::gpu("memory", &["/bin/sleep", "infinity"]).runtime(runtime).start(world)?;
     // The launcher that containerd ran to start the shim has ended by now or does so at once.

@@ -9,7 +9,7 @@ use affinode_e2e::{
 };
 use anyhow::Result;
 
-use crate::say;
+use crate::output;
 
 /// Runs them on the machine's GPU, or else on the simulated one, whose figures are those of this
 /// machine's memory and of nothing else. Whether every goal was met and no part failed.
@@ -18,14 +18,14 @@ pub fn measure(artifacts: &Artifacts, release: &Release) -> Result<bool> {
     let mut suite = Command::new(artifacts.bin("affinode-gpu-suite")?);
     suite.env(ARTIFACTS_ENV, artifacts.root()).arg(&release.bin_dir).arg(&file);
     if !Gpu::real_is_there() {
-        say::out("The GPU is simulated: what is shown is that it works, not how fast.");
+        output::out("The GPU is simulated: what is shown is that it works, not how fast.");
         suite.arg("simulated");
     }
     // What misses a goal is in the table, and a failure of a strict bench alone.
     let ended = suite.arg("engines").status()?;
     if !ended.success() {
-        say::out("A goal was missed, or a part failed: see above.");
+        output::out("A goal was missed, or a part failed: see above.");
     }
-    say::out(&format!("{}: the same as JSON", file.display()));
+    output::out(&format!("{}: the same as JSON", file.display()));
     Ok(ended.success())
 }

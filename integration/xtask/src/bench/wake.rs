@@ -1,6 +1,6 @@
 //! What a waiting call waits for beyond the driver's own restore and unlock.
 
-use affinode_e2e::{suite, world::World};
+use affinode_e2e::{suite, testbed::Testbed};
 use anyhow::Result;
 
 use super::{
@@ -12,7 +12,7 @@ use super::{
 const GOES: usize = 4;
 
 /// Restore and unlock by the driver alone, and a call that wakes.
-pub fn measure(world: &World) -> Result<Vec<Figure>> {
+pub fn measure(world: &Testbed) -> Result<Vec<Figure>> {
     let (mut without, mut with) = (Vec::new(), Vec::new());
     for _ in 0..GOES {
         let (driver, felt) = suite::wake_ms(world)?;

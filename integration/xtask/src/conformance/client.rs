@@ -11,7 +11,7 @@ use affinode_e2e::{artifacts::Artifacts, release::Release};
 use anyhow::{Context, Result, bail};
 
 use super::{go, outcome::Outcomes, registry};
-use crate::say;
+use crate::output;
 
 const MODULE: &str = "github.com/containerd/containerd/v2";
 const PACKAGE: &str = "integration/client";
@@ -84,7 +84,7 @@ impl Client {
         if outcomes.len() == 0 {
             bail!("no test ran: see {}", log.display());
         }
-        say::note(&format!("{} tests, all of it in {}", outcomes.len(), log.display()));
+        output::note(&format!("{} tests, all of it in {}", outcomes.len(), log.display()));
         Ok(outcomes)
     }
 }

@@ -15,13 +15,13 @@ use affinode_e2e::{
     artifacts::Artifacts,
     containerd,
     release::Release,
-    world::{Recipe, World},
+    testbed::{Testbed, TestbedConfig},
 };
 use anyhow::{Context, Result};
 use nix::sys::signal::Signal;
 
 use super::{go, outcome::Outcomes, registry};
-use crate::{apt, k8s, say};
+use crate::{apt, k8s, output};
 
 const MODULE: &str = "sigs.k8s.io/cri-tools";
 /// The release of the suite.
@@ -57,7 +57,7 @@ impl Critest {
         go::build_tests(&source.join("cmd/critest"), &program)?;
         let plugins = cache.join("usr/lib/cni");
         if !plugins.is_dir() {
-            say::step(&format!("Fetching {PLUGINS}"));
+            output::step(&format!("Fetching {PLUGINS}"));
             apt::unpack_own(PLUGINS, &cache)?;
         }
         Ok(Self {
@@ -90,12 +90,12 @@ impl Critest {
         let text = fs::read_to_string(&report)
             .with_context(|| format!("no test ran: see {}", log.display()))?;
         let outcomes = Outcomes::of_ginkgo(&text)?;
-        say::note(&format!("{} tests, all of it in {}", outcomes.len(), log.display()));
+        output::note(&format!("{} tests, all of it in {}", outcomes.len(), log.display()));
         Ok(outcomes)
     }
 
-    fn world(&self) -> Result<World> {
-        let recipe = Recipe::default().node().artifacts(self.artifacts.clone());
+    fn world(&self) -> Result<Testbed> {
+        let recipe = TestbedConfig::default().node().artifacts(self.artifacts.clone());
         let world = recipe.release(&self.release).world()?;
         containerd::run(world.keeper().command(Path::new("ip")).args(["link", "set", "lo", "up"]))
             .context("the world's network; `ip` is of the package iproute2")?;

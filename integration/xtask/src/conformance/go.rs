@@ -9,14 +9,14 @@ use std::{
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
-use crate::{say, sh};
+use crate::{output, sh};
 
 /// Builds the tests of a folder, where they have not been built yet.
 pub fn build_tests(folder: &Path, program: &Path) -> Result<()> {
     if program.is_file() {
         return Ok(());
     }
-    say::step(&format!("Building {}", program.display()));
+    output::step(&format!("Building {}", program.display()));
     let mut build = Command::new("go");
     build.args(["test", "-c", "-o"]).arg(program).arg(".").current_dir(folder);
     sh::run(build.env("GOFLAGS", "-buildvcs=false"))
@@ -37,7 +37,7 @@ pub fn source(cache: &Path, module: &str, version: &str) -> Result<PathBuf> {
     if sh::find("go").is_none() {
         bail!("go is missing: install Go 1.24 or later, the suite is written in it");
     }
-    say::step(&format!("Fetching {module} {version}"));
+    output::step(&format!("Fetching {module} {version}"));
     fs::create_dir_all(cache).with_context(|| format!("cannot make {}", cache.display()))?;
     let mut download = Command::new("go");
     download.args(["mod", "download", "-json", &format!("{module}@{version}")]);

@@ -5,8 +5,8 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 
 use affinode_e2e::{
     gpu::Gpu,
+    testbed::{MIB, Testbed},
     worker::Worker,
-    world::{MIB, World},
 };
 use anyhow::Result;
 
@@ -32,7 +32,7 @@ pub fn config(scene: &str, address: Option<SocketAddr>) -> String {
 }
 
 /// Plays until the process is ended.
-pub fn live(world: &World) -> Result<()> {
+pub fn live(world: &Testbed) -> Result<()> {
     let mib = match world.gpu() {
         Gpu::Simulated { vram_bytes } => vram_bytes / MIB / 10 * 3,
         Gpu::Real => REAL_MIB,

@@ -4,13 +4,13 @@ use std::{process::Command, time::Duration};
 
 use affinode_e2e::{
     cli::EventRow,
-    world::{MIB, World},
+    testbed::{MIB, Testbed},
 };
 use anyhow::{Context, Result};
 use serde::Serialize;
 
-use super::scene::Seen;
-use crate::{say, sh};
+use super::scenario::Seen;
+use crate::{output, sh};
 
 /// Sizes in bytes, times in milliseconds.
 #[derive(Serialize)]
@@ -46,7 +46,7 @@ impl Report {
     ///
     /// # Errors
     /// When no event carried the bytes of a move: then nothing is known of its time.
-    pub fn new(world: &World, seen: &Seen, elapsed: Duration) -> Result<Self> {
+    pub fn new(world: &Testbed, seen: &Seen, elapsed: Duration) -> Result<Self> {
         let runc = sh::read(Command::new("runc").arg("--version")).unwrap_or_default();
         Ok(Self {
             gpu: world.gpu().as_str().into(),
@@ -79,26 +79,26 @@ impl Report {
     /// On standard output.
     pub fn print(&self, json: bool) -> Result<()> {
         if json {
-            say::out(&serde_json::to_string_pretty(self)?);
+            output::out(&serde_json::to_string_pretty(self)?);
             return Ok(());
         }
         let verdict = if self.contents_verified { "identical" } else { "DIFFERENT" };
-        say::out("");
-        say::out(&format!("  GPU              {} ({})", self.gpu_name, self.gpu));
-        say::out(&format!("  containerd, runc {}, {}", self.containerd, self.runc));
-        say::out(&format!(
+        output::out("");
+        output::out(&format!("  GPU              {} ({})", self.gpu_name, self.gpu));
+        output::out(&format!("  containerd, runc {}, {}", self.containerd, self.runc));
+        output::out(&format!(
             "  VRAM             {} MiB, wanted {} MiB",
             self.vram_total_bytes / MIB,
             self.vram_wanted_bytes / MIB
         ));
-        say::out(&format!(
+        output::out(&format!(
             "  freed            {} MiB in {} ms",
             self.vram_freed_bytes / MIB,
             self.offload_ms
         ));
-        say::out(&format!("  wake             {} ms", self.wake_ms));
-        say::out(&format!("  contents         {verdict} after the return, in both containers"));
-        say::out(&format!("  took             {:.1} s", self.elapsed_ms as f64 / 1000.0));
+        output::out(&format!("  wake             {} ms", self.wake_ms));
+        output::out(&format!("  contents         {verdict} after the return, in both containers"));
+        output::out(&format!("  took             {:.1} s", self.elapsed_ms as f64 / 1000.0));
         Ok(())
     }
 }

@@ -12,12 +12,12 @@ use std::{
 
 use affinode_e2e::{
     cli::{Cli, EventRow},
-    until::until,
-    world::{MIB, World},
+    testbed::{MIB, Testbed},
+    wait::until,
 };
 use anyhow::{Context, Result, anyhow};
 
-use crate::say;
+use crate::output;
 
 /// A running `affinode events --follow`.
 pub struct Watch {
@@ -29,14 +29,14 @@ pub struct Watch {
 
 impl Watch {
     /// Starts it, with the head of the table.
-    pub fn start(world: &World, quiet: bool) -> Result<Self> {
+    pub fn start(world: &Testbed, quiet: bool) -> Result<Self> {
         let mut command = world.cli().command(&["events", "--follow", "-o", "json"]);
         let mut child =
             command.stdout(Stdio::piped()).spawn().context("cannot run affinode events")?;
         let lines = BufReader::new(child.stdout.take().context("no pipe")?).lines();
         let cli = world.cli().clone();
         if !quiet {
-            say::out(&format!(
+            output::out(&format!(
                 "  {:>8}  {:<8} {:<12} {:>12}  ",
                 "TIME", "WHO", "STATE", "VRAM IN USE"
             ));
@@ -53,7 +53,7 @@ impl Watch {
                 if event.kind == "state" {
                     let began_unix_ms = events.first().unwrap_or(&event).unix_ms;
                     if !quiet {
-                        say::out(&row(&event, began_unix_ms, &cli));
+                        output::out(&row(&event, began_unix_ms, &cli));
                     }
                     events.push(event);
                 }
@@ -65,7 +65,7 @@ impl Watch {
     }
 
     /// Ends it once everything that has happened by now was shown.
-    pub fn finish(mut self, world: &World) -> Result<Vec<EventRow>> {
+    pub fn finish(mut self, world: &Testbed) -> Result<Vec<EventRow>> {
         let last = world.cli().events()?.last().map_or(0, |event| event.sequence);
         until("the last rows", || Ok((self.shown.load(Ordering::Acquire) >= last).then_some(())))?;
         self.child.kill()?;

@@ -6,13 +6,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use affinode_e2e::{containerd, image, keeper::Job, world::World};
+use affinode_e2e::{containerd, image, supervisor::Job, testbed::Testbed};
 use anyhow::{Context, Result};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-use super::{files, plane::Plane, programs::DEVICE_PLUGIN_NAME};
-use crate::say;
+use super::{control_plane::Plane, files, programs::DEVICE_PLUGIN_NAME};
+use crate::output;
 
 /// What pods ask for, and how many of it a node has.
 pub const RESOURCE: &str = "nvidia.com/gpu";
@@ -28,12 +28,12 @@ pub struct Node<'a> {
     /// From 1.
     number: u8,
     /// Where it is.
-    pub world: &'a World,
+    pub world: &'a Testbed,
 }
 
 impl<'a> Node<'a> {
     /// The one with that number.
-    pub fn new(number: u8, world: &'a World) -> Self {
+    pub fn new(number: u8, world: &'a Testbed) -> Self {
         Self { name: name(number), number, world }
     }
 
@@ -84,7 +84,7 @@ impl<'a> Node<'a> {
 
     /// Starts its kubelet, and waits until it is ready and has GPUs.
     pub fn start(&self, plane: &Plane<'_>) -> Result<()> {
-        say::step(&format!("Starting the kubelet of {}", self.name));
+        output::step(&format!("Starting the kubelet of {}", self.name));
         self.home()?;
         files::cni(&self.world.dir().join("cni"), &plane.programs().cni_dir(), &self.pods())?;
         self.kubelet(plane)?;

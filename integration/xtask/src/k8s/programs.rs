@@ -13,7 +13,7 @@ use affinode_e2e::artifacts::Artifacts;
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
-use crate::{apt, say, sh};
+use crate::{apt, output, sh};
 
 const KUBERNETES: &str = "k8s.io/kubernetes";
 /// The release of Kubernetes.
@@ -44,7 +44,7 @@ impl Programs {
         let programs = Self { folder };
         for (package, sign) in PACKAGES {
             if !programs.folder.join(sign).is_file() {
-                say::step(&format!("Fetching {package}"));
+                output::step(&format!("Fetching {package}"));
                 apt::unpack_own(package, &programs.folder)
                     .with_context(|| format!("{package} is not to be had"))?;
             }
@@ -86,7 +86,7 @@ impl Programs {
         if sh::find("go").is_none() {
             bail!("go is missing: install Go 1.26 or later, Kubernetes is written in it");
         }
-        say::step(&format!(
+        output::step(&format!(
             "Building Kubernetes {VERSION} and helm (once; half an hour on two cores)"
         ));
         for folder in [&bin, &plugin] {

@@ -10,8 +10,8 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
 use super::{
+    control_plane::{NODE, Plane},
     node::HOME,
-    plane::{NODE, Plane},
 };
 use crate::package;
 

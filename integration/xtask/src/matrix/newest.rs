@@ -5,7 +5,7 @@ use std::{fs, process::Command};
 use affinode_e2e::{artifacts::Artifacts, release::Release};
 use anyhow::{Context, Result, bail};
 
-use crate::{say, sh};
+use crate::{output, sh};
 
 const MODULE: &str = "github.com/containerd/containerd/v2";
 /// The newest release when this was last looked at.
@@ -24,7 +24,7 @@ pub fn release(artifacts: &Artifacts) -> Result<Release> {
     if sh::find("go").is_none() {
         bail!("go is missing: install Go 1.26 or later, containerd is written in it");
     }
-    say::step(&format!("Building containerd {VERSION} (once; some minutes)"));
+    output::step(&format!("Building containerd {VERSION} (once; some minutes)"));
     fs::create_dir_all(&bin).with_context(|| format!("cannot make {}", bin.display()))?;
     let module = format!("module affinode.io/test\n\ngo 1.26.0\n\nrequire {MODULE} v{VERSION}\n");
     fs::write(folder.join("go.mod"), module)?;

@@ -8,7 +8,7 @@ use std::{
 use anyhow::{Result, bail};
 use serde::Serialize;
 
-use crate::{sh, tried::Tried};
+use crate::{sh, step::Tried};
 
 /// All of it.
 #[derive(Serialize)]

@@ -13,7 +13,7 @@ use anyhow::{Context, Result, bail};
 use crate::{
     apt::{Distribution, Suites},
     build::{self, Profile},
-    deps, say, sh,
+    deps, output, sh,
 };
 
 const GNU: &str = "x86_64-unknown-linux-gnu";
@@ -79,7 +79,7 @@ pub fn of(artifacts: &Artifacts) -> Result<Built> {
 pub fn release() -> Result<Built> {
     deps::own()?;
     let sysroot = sysroot()?;
-    say::step("Building what is released");
+    output::step("Building what is released");
     let old = sysroot.as_deref();
     let command = ["--release", "-p", "affinode-controller", "--bin", "affinode"];
     cargo(GNU, old, &command)?;
@@ -163,7 +163,7 @@ fn add_musl() -> Result<()> {
 fn sysroot() -> Result<Option<PathBuf>> {
     let here = Distribution::here()?;
     if here.id != "debian" {
-        say::note("not on Debian: linked to this machine's C library");
+        output::note("not on Debian: linked to this machine's C library");
         return Ok(None);
     }
     let folder = target_dir().join("affinode/cache").join(format!("sysroot-{OLD_SUITE}"));
@@ -171,7 +171,7 @@ fn sysroot() -> Result<Option<PathBuf>> {
     if done.is_file() {
         return Ok(Some(folder));
     }
-    say::step(&format!("Fetching the C library of {OLD_SUITE}"));
+    output::step(&format!("Fetching the C library of {OLD_SUITE}"));
     let suites = Suites::open(&folder.with_extension("apt"), &here.codename, &[OLD_SUITE])?;
     for package in OLD_PACKAGES {
         let versions = suites.versions(package)?;

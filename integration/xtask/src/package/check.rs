@@ -9,14 +9,14 @@ use std::{
     process::Command,
 };
 
-use affinode_e2e::{containerd, world::Recipe};
+use affinode_e2e::{containerd, testbed::TestbedConfig};
 use anyhow::{Context, Result, bail, ensure};
 use nix::unistd::Uid;
 
 use super::{About, image};
 use crate::{
     build::{self, Profile},
-    deps, say, sh,
+    deps, output, sh,
 };
 
 /// The record of `affinode install`, below a root.
@@ -42,7 +42,7 @@ pub fn all(out: &Path, about: &About) -> Result<()> {
 }
 
 fn debian(package: &Path) -> Result<()> {
-    say::step("Installing the .deb in a root of its own");
+    output::step("Installing the .deb in a root of its own");
     let root = tempfile::tempdir()?;
     let root = root.path();
     for folder in ["info", "updates", "triggers"] {
@@ -73,7 +73,7 @@ fn debian(package: &Path) -> Result<()> {
 }
 
 fn red_hat(package: &Path) -> Result<()> {
-    say::step("Installing the .rpm in a root of its own");
+    output::step("Installing the .rpm in a root of its own");
     if sh::find("rpm").is_none() {
         sh::read(Command::new("apt-get").args([
             "install",
@@ -137,8 +137,8 @@ fn left_nothing(root: &Path, but: &[&str]) -> Result<()> {
 
 /// The image's programs run, and the package's find what `affinode install` needs beside them.
 fn containers(archive: &Path, package: &Path, about: &About) -> Result<()> {
-    say::step("Running the image");
-    let world = Recipe::default().artifacts(build::all(Profile::Dev)?).world()?;
+    output::step("Running the image");
+    let world = TestbedConfig::default().artifacts(build::all(Profile::Dev)?).world()?;
     let (keeper, daemon) = (world.keeper(), world.containerd());
     daemon.import(keeper, "default", archive)?;
     let name = image::name(about);

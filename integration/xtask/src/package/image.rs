@@ -5,8 +5,8 @@ use std::{collections::BTreeSet, path::PathBuf};
 
 use affinode_e2e::{
     artifacts::workspace_dir,
-    closure,
     image::{Archive, Layer},
+    shared_libs,
 };
 use anyhow::Result;
 use serde_json::json;
@@ -55,7 +55,7 @@ pub fn tree(programs: &Programs, built: &Built, bill: &[u8]) -> Result<Tree> {
 pub fn libraries(built: &Built) -> Result<BTreeSet<PathBuf>> {
     let mut all = BTreeSet::new();
     for program in [&built.command, &built.shim, &built.cluster] {
-        all.extend(closure::libraries(program)?);
+        all.extend(shared_libs::libraries(program)?);
     }
     Ok(all)
 }

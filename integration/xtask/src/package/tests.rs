@@ -32,7 +32,7 @@ fn packed_again_by_others_at_another_time_every_byte_is_the_same() {
     let first = packed();
     // Another second, another mask for new files, other folders to pack in.
     let since = std::time::Instant::now();
-    affinode_e2e::until::until("a second", || Ok((since.elapsed().as_secs() >= 1).then_some(())))
+    affinode_e2e::wait::until("a second", || Ok((since.elapsed().as_secs() >= 1).then_some(())))
         .unwrap();
     let mask = nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o077));
     let again = packed();

@@ -2,7 +2,7 @@
 
 use std::{fs, time::Instant};
 
-use affinode_e2e::until::until;
+use affinode_e2e::wait::until;
 use anyhow::{Context, Result, ensure};
 
 use super::{

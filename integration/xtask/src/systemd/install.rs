@@ -120,7 +120,7 @@ fn offload(install: &mut Install<'_>) -> Result<String> {
     let row = node.move_out(program.name)?;
     node.wait_gpu_empty()?;
     install.program = Some(program);
-    ensure!(row.away_bytes >= MIB << 20, "{row:?}");
+    ensure!(row.offloaded_bytes >= MIB << 20, "{row:?}");
     Ok(format!("{} is {}; NVML shows 0 in use", row.name, row.state))
 }
 

@@ -14,8 +14,8 @@ use affinode_e2e::{
     artifacts::{Artifacts, workspace_dir},
     cli::{Cli, ContainerRow},
     image,
-    keeper::{Job, Keeper, Scope, cgroup_folders, cgroup_parent},
-    until::{until, until_within},
+    supervisor::{Job, Keeper, Scope, cgroup_folders, cgroup_parent},
+    wait::{until, until_within},
 };
 use anyhow::{Context, Result, bail, ensure};
 

@@ -5,7 +5,7 @@ use std::fmt;
 use anyhow::Result;
 use serde::Serialize;
 
-use crate::{say, tried::Tried};
+use crate::{output, step::Tried};
 
 /// A step: its name, and what it does; it returns what was seen.
 pub type Step<T> = (&'static str, fn(&mut T) -> Result<String>);
@@ -34,7 +34,7 @@ impl Rows {
 
     /// Tries the steps of a part in order; those behind a failed one are not tried.
     pub fn part<T>(&mut self, part: &'static str, steps: &[Step<T>], state: &mut T) -> bool {
-        say::step(part);
+        output::step(part);
         let mut holds = true;
         for (step, work) in steps {
             let tried = match holds {

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use affinode_e2e::{artifacts::workspace_dir, until::until};
+use affinode_e2e::{artifacts::workspace_dir, wait::until};
 use anyhow::{Context, Result, ensure};
 
 use super::{

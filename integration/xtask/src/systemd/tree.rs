@@ -9,7 +9,7 @@ use std::{
 use affinode_e2e::artifacts::Artifacts;
 use anyhow::{Context, Result, bail};
 
-use crate::{apt, packages, say, sh};
+use crate::{apt, output, packages, sh};
 
 /// What makes and boots the tree.
 const TOOLS: [(&str, &str); 2] =
@@ -32,7 +32,7 @@ pub fn base(artifacts: &Artifacts) -> Result<PathBuf> {
     if fs::read_to_string(tree.join(MADE)).is_ok_and(|made| made == wanted) {
         return Ok(tree);
     }
-    say::step("Making a Debian tree with systemd, containerd and Slurm");
+    output::step("Making a Debian tree with systemd, containerd and Slurm");
     if tree.exists() {
         fs::remove_dir_all(&tree)?;
     }

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 
-use affinode_e2e::until::until;
+use affinode_e2e::wait::until;
 
 use super::{
     controller::systemd_run,

@@ -51,7 +51,7 @@ impl Tree {
         rustix::fs::setxattr(&path, name, value.as_bytes(), flags).is_ok()
     }
 
-    fn find(&self, path: &str) -> Result<Found, RootfsError> {
+    fn find(&self, path: &str) -> Result<ResolvedPath, RootfsError> {
         let open = |layer: usize| {
             rustix::fs::open(
                 self.dir.path().join(layer.to_string()),
@@ -64,8 +64,8 @@ impl Tree {
     }
 }
 
-fn text(text: &str) -> Found {
-    Found::Regular(text.as_bytes().to_vec())
+fn text(text: &str) -> ResolvedPath {
+    ResolvedPath::Regular(text.as_bytes().to_vec())
 }
 
 #[test]
@@ -75,8 +75,8 @@ fn the_topmost_layer_wins() {
         .file(2, "etc/ld.so.preload", "bottom")
         .folder(0, "etc");
     assert_eq!(tree.find(FILE).unwrap(), text("middle"));
-    assert_eq!(tree.find("/etc/other").unwrap(), Found::Missing);
-    assert_eq!(tree.find("/etc").unwrap(), Found::Other("a folder"));
+    assert_eq!(tree.find("/etc/other").unwrap(), ResolvedPath::Missing);
+    assert_eq!(tree.find("/etc").unwrap(), ResolvedPath::Other("a folder"));
 }
 
 #[test]
@@ -91,11 +91,11 @@ fn a_whiteout_hides_what_is_below() {
     );
     // Unprivileged machines may refuse even this device.
     if device.is_ok() {
-        assert_eq!(tree.find(FILE).unwrap(), Found::Missing);
+        assert_eq!(tree.find(FILE).unwrap(), ResolvedPath::Missing);
     }
     let tree = Tree::new(2).file(1, "etc/ld.so.preload", "bottom").file(0, "etc/ld.so.preload", "");
     if tree.mark(0, "etc/ld.so.preload", "whiteout", "y") {
-        assert_eq!(tree.find(FILE).unwrap(), Found::Missing);
+        assert_eq!(tree.find(FILE).unwrap(), ResolvedPath::Missing);
     }
 }
 
@@ -103,7 +103,7 @@ fn a_whiteout_hides_what_is_below() {
 fn an_opaque_folder_hides_what_is_below() {
     let tree = Tree::new(2).file(1, "etc/ld.so.preload", "bottom").folder(0, "etc");
     if tree.mark(0, "etc", "opaque", "y") {
-        assert_eq!(tree.find(FILE).unwrap(), Found::Missing);
+        assert_eq!(tree.find(FILE).unwrap(), ResolvedPath::Missing);
     }
 }
 
@@ -114,7 +114,7 @@ fn a_file_between_folders_hides_the_lower_one() {
         "etc/ld.so.preload",
         "bottom",
     );
-    assert_eq!(tree.find(FILE).unwrap(), Found::Missing);
+    assert_eq!(tree.find(FILE).unwrap(), ResolvedPath::Missing);
 }
 
 #[test]
@@ -136,9 +136,9 @@ fn no_symlink_leads_out() {
     for target in [absolute, &up, "/proc/self/environ", "/etc/passwd", "../../../../etc/passwd"] {
         let tree = Tree::new(1).link(0, "etc/ld.so.preload", target);
         let found = tree.find(FILE).unwrap();
-        assert_eq!(found, Found::Other("a symlink that leads nowhere"), "{target}");
+        assert_eq!(found, ResolvedPath::Other("a symlink that leads nowhere"), "{target}");
         let tree = Tree::new(1).link(0, "etc", target.rsplit_once('/').unwrap().0);
-        assert!(!matches!(tree.find(FILE), Ok(Found::Regular(_))), "{target}");
+        assert!(!matches!(tree.find(FILE), Ok(ResolvedPath::Regular(_))), "{target}");
     }
 }
 
@@ -162,13 +162,13 @@ fn only_regular_files_are_opened() {
     let path = tree.path(0, "etc/ld.so.preload");
     rustix::fs::mknodat(rustix::fs::CWD, &path, FileType::Fifo, Mode::RUSR, 0).unwrap();
     // Opening it would block for ever.
-    assert_eq!(tree.find(FILE).unwrap(), Found::Other("a pipe"));
+    assert_eq!(tree.find(FILE).unwrap(), ResolvedPath::Other("a pipe"));
     fs::remove_file(&path).unwrap();
     let _socket = std::os::unix::net::UnixListener::bind(&path).unwrap();
-    assert_eq!(tree.find(FILE).unwrap(), Found::Other("a socket"));
+    assert_eq!(tree.find(FILE).unwrap(), ResolvedPath::Other("a socket"));
     fs::remove_file(&path).unwrap();
     fs::create_dir(&path).unwrap();
-    assert_eq!(tree.find(FILE).unwrap(), Found::Other("a folder"));
+    assert_eq!(tree.find(FILE).unwrap(), ResolvedPath::Other("a folder"));
 }
 
 #[test]
@@ -193,5 +193,5 @@ fn path_through_a_file_finds_no_file() {
         assert!(matches!(tree.find(FILE), Err(RootfsError::Io { .. })), "{target}");
     }
     let tree = Tree::new(1).file(0, "etc/b", "ours").link(0, "etc/ld.so.preload", ".//./b");
-    assert_eq!(tree.find(FILE).unwrap(), Found::Regular(b"ours".to_vec()));
+    assert_eq!(tree.find(FILE).unwrap(), ResolvedPath::Regular(b"ours".to_vec()));
 }

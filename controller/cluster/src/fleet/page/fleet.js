@@ -13,7 +13,7 @@ const WORST = Object.keys(HEALTH);
 const figure = (name) => (node) => node.figures?.[name] ?? 0;
 const COLUMNS = [
   ["Node", (n) => n.name, 1], ["Health", (n) => WORST.indexOf(n.health), 1], ["VRAM in use", (n) => share(n), -1],
-  ["Reclaimable", figure("vram_reclaimable_bytes"), -1], ["Resident", figure("resident_bytes"), -1], ["Offloaded", figure("away_bytes"), -1],
+  ["Reclaimable", figure("vram_reclaimable_bytes"), -1], ["Resident", figure("resident_bytes"), -1], ["Offloaded", figure("offloaded_bytes"), -1],
   ["Waiting", figure("waiting"), -1], ["Host RAM left", figure("host_free_bytes"), -1], ["Controller", (n) => n.figures?.version ?? "", 1], ["Why", (n) => n.why, 1],
 ];
 const NUMBERS = new Set(["Reclaimable", "Resident", "Offloaded", "Waiting", "Host RAM left"]);
@@ -65,7 +65,7 @@ function drawRow(node) {
   put(parts.reclaim, some((f) => size(f.vram_reclaimable_bytes)));
   put(parts.resident.firstChild, some((f) => size(f.resident_bytes)));
   put(parts.resident.lastChild, f?.resident ? containers(f.resident) : "");
-  put(parts.away.firstChild, some((f) => size(f.away_bytes)));
+  put(parts.away.firstChild, some((f) => size(f.offloaded_bytes)));
   put(parts.away.lastChild, f?.offloaded ? containers(f.offloaded) : "");
   put(parts.waiting, some((f) => String(f.waiting)));
   parts.waiting.classList.toggle("many", f?.waiting > 0);
@@ -135,7 +135,7 @@ function drawTiles() {
     ["GPUs", String(sum("gpus")), ""],
     ["VRAM in use", size(sum("vram_used_bytes")), `of ${size(sum("vram_total_bytes"))}`],
     ["Reclaimable now", size(sum("vram_reclaimable_bytes")), ""],
-    ["Given back, in host RAM", size(sum("away_bytes")), sum("offloaded") ? containers(sum("offloaded")) : ""],
+    ["Given back, in host RAM", size(sum("offloaded_bytes")), sum("offloaded") ? containers(sum("offloaded")) : ""],
     ["Waiting for VRAM", String(waiting), waiting ? (waiting === 1 ? "container" : "containers") : ""],
   ];
   const tiles = byId("tiles");

@@ -9,10 +9,10 @@ use super::*;
 #[derive(Parser)]
 struct Line {
     #[command(flatten)]
-    rules: Rules,
+    rules: NamespaceRules,
 }
 
-fn rules(arguments: &[&str]) -> Rules {
+fn rules(arguments: &[&str]) -> NamespaceRules {
     Line::try_parse_from(["test"].iter().chain(arguments)).unwrap().rules
 }
 
@@ -55,15 +55,15 @@ fn typed(pod: &Value) -> Pod {
 }
 
 /// In namespace `ml`, with default rules and a RuntimeClass.
-fn decision(pod: &Value) -> Decision {
+fn decision(pod: &Value) -> AdmissionDecision {
     decide(&typed(pod), "ml", &rules(&[]), Some(&class()), &Claims::new())
 }
 
-fn word(decision: &Decision) -> &'static str {
+fn word(decision: &AdmissionDecision) -> &'static str {
     match decision {
-        Decision::Inject { .. } => "injected",
-        Decision::Leave(left) => left.word(),
-        Decision::Ask(_) => "asks",
+        AdmissionDecision::Inject { .. } => "injected",
+        AdmissionDecision::Leave(left) => left.word(),
+        AdmissionDecision::Ask(_) => "asks",
     }
 }
 
@@ -225,24 +225,24 @@ fn an_excluded_namespace_comes_before_everything_else() {
     let decide = |namespace| {
         decide(&typed(&gpu_pod()), namespace, &rules(&[]), Some(&class()), &Claims::new())
     };
-    assert_eq!(decide("kube-system"), Decision::Leave(Left::Namespace));
+    assert_eq!(decide("kube-system"), AdmissionDecision::Leave(LeftAlone::Namespace));
     assert_eq!(word(&decide("kube-system-2")), "injected");
     let rules = rules(&["--exclude-namespace", "team-*,other"]);
     let decide = |namespace| {
         super::decide(&typed(&gpu_pod()), namespace, &rules, Some(&class()), &Claims::new())
     };
-    assert_eq!(decide("team-a"), Decision::Leave(Left::Namespace));
+    assert_eq!(decide("team-a"), AdmissionDecision::Leave(LeftAlone::Namespace));
     assert_eq!(word(&decide("kube-system")), "injected", "the operator's list is the whole list");
 }
 
 #[test]
 fn without_the_runtime_class_pods_stay_as_they_are_and_people_are_told() {
     let decision = decide(&typed(&gpu_pod()), "ml", &rules(&[]), None, &Claims::new());
-    assert_eq!(decision, Decision::Leave(Left::NoClass("affinode".into())));
-    let Decision::Leave(left) = decision else { unreachable!() };
+    assert_eq!(decision, AdmissionDecision::Leave(LeftAlone::NoClass("affinode".into())));
+    let AdmissionDecision::Leave(left) = decision else { unreachable!() };
     assert!(left.warns());
     let none = decide(&typed(&without_gpu(json!({}))), "ml", &rules(&[]), None, &Claims::new());
-    assert_eq!(none, Decision::Leave(Left::NoGpu), "nobody is told who has no GPU");
+    assert_eq!(none, AdmissionDecision::Leave(LeftAlone::NoGpu), "nobody is told who has no GPU");
 }
 
 #[test]
@@ -251,7 +251,7 @@ fn a_class_that_is_to_be_replaced_leaves_nothing_behind() {
     let pod = with(json!({ "spec": {
         "runtimeClassName": "nvidia", "overhead": { "memory": "64Mi" },
     } }));
-    let Decision::Inject { patch, .. } =
+    let AdmissionDecision::Inject { patch, .. } =
         decide(&typed(&pod), "ml", &rules, Some(&class()), &Claims::new())
     else {
         panic!("it is replaced");
@@ -262,7 +262,7 @@ fn a_class_that_is_to_be_replaced_leaves_nothing_behind() {
     assert_eq!(after["spec"]["overhead"], Value::Null, "the API server puts ours there");
     let kata = with(json!({ "spec": { "runtimeClassName": "kata" } }));
     let decision = decide(&typed(&kata), "ml", &rules, Some(&class()), &Claims::new());
-    assert_eq!(decision, Decision::Leave(Left::OtherClass("kata".into())));
+    assert_eq!(decision, AdmissionDecision::Leave(LeftAlone::OtherClass("kata".into())));
 }
 
 fn claiming(claim: Value) -> Value {
@@ -284,22 +284,27 @@ fn a_claim_is_read_and_decides_by_its_device_class() {
         (json!({ "name": "gpu", "resourceClaimTemplateName": "many" }), made),
     ] {
         let pod = claiming(claim);
-        assert_eq!(decision(&pod), Decision::Ask([name.clone()].into()));
+        assert_eq!(decision(&pod), AdmissionDecision::Ask([name.clone()].into()));
         let answered = |classes: Option<Vec<String>>| {
             let claims = BTreeMap::from([(name.clone(), classes)]);
             decide(&typed(&pod), "ml", &rules(&[]), Some(&class()), &claims)
         };
         let gpu = answered(Some(vec!["net.example.com".into(), "gpu.nvidia.com".into()]));
-        assert!(matches!(gpu, Decision::Inject { because, .. } if because == "gpu.nvidia.com"));
-        assert_eq!(answered(Some(vec!["net.example.com".into()])), Decision::Leave(Left::NoGpu));
-        assert_eq!(answered(None), Decision::Leave(Left::Claim(name.clone())));
+        assert!(
+            matches!(gpu, AdmissionDecision::Inject { because, .. } if because == "gpu.nvidia.com")
+        );
+        assert_eq!(
+            answered(Some(vec!["net.example.com".into()])),
+            AdmissionDecision::Leave(LeftAlone::NoGpu)
+        );
+        assert_eq!(answered(None), AdmissionDecision::Leave(LeftAlone::Claim(name.clone())));
     }
 }
 
 #[test]
 fn a_claim_that_no_container_uses_is_not_read() {
     let mut pod = claiming(json!({ "name": "other", "resourceClaimName": "one" }));
-    assert_eq!(decision(&pod), Decision::Leave(Left::NoGpu));
+    assert_eq!(decision(&pod), AdmissionDecision::Leave(LeftAlone::NoGpu));
     // Nor is one whose pod asks for a GPU anyway.
     pod["spec"]["containers"] = gpus("nvidia.com/gpu", "1");
     assert_eq!(word(&decision(&pod)), "injected");
@@ -395,13 +400,13 @@ proptest! {
     fn a_patched_pod_differs_in_what_is_named_alone(pod in pods()) {
         let rules = rules(&["--replace-class", "nvidia"]);
         let decide = |pod: &Value| decide(&typed(pod), "ml", &rules, Some(&class()), &Claims::new());
-        let Decision::Inject { patch, .. } = decide(&pod) else { return Ok(()) };
+        let AdmissionDecision::Inject { patch, .. } = decide(&pod) else { return Ok(()) };
         let mut after = pod.clone();
         json_patch::patch(&mut after, &patch).unwrap();
         prop_assert_eq!(&after["spec"]["runtimeClassName"], "affinode");
         prop_assert_eq!(&after["spec"]["overhead"], &Value::Null);
         // Asked again, as an API server may do, there is nothing left to change.
-        prop_assert_eq!(decide(&after), Decision::Leave(Left::Already));
+        prop_assert_eq!(decide(&after), AdmissionDecision::Leave(LeftAlone::Already));
         let strip = |mut pod: Value| {
             let spec = pod["spec"].as_object_mut().unwrap();
             spec.shift_remove("runtimeClassName");

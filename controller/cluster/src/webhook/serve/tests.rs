@@ -26,7 +26,7 @@ use crate::{
 #[derive(Parser)]
 struct Line {
     #[command(flatten)]
-    rules: Rules,
+    rules: NamespaceRules,
 }
 
 /// A webhook with a certificate in files, and a RuntimeClass.
@@ -61,16 +61,23 @@ fn cluster() -> Fake {
     fake
 }
 
-fn door(fake: &Fake, source: Source) -> Door {
+fn door(fake: &Fake, source: CertificateSource) -> WebhookServer {
     let rules = Line::try_parse_from(["test"]).unwrap().rules;
-    Door::new(rules, Cluster::watch(fake.client(), "affinode"), source, Arc::default())
+    WebhookServer::new(
+        rules,
+        ClusterState::watch(fake.client(), "affinode"),
+        source,
+        Arc::default(),
+    )
 }
 
 async fn stage(fake: &Fake) -> Stage {
     let folder = tempfile::tempdir().unwrap();
     papers(folder.path());
-    let source =
-        Source::Files { cert: folder.path().join("tls.crt"), key: folder.path().join("tls.key") };
+    let source = CertificateSource::Files {
+        cert: folder.path().join("tls.crt"),
+        key: folder.path().join("tls.key"),
+    };
     let door = Arc::new(door(fake, source));
     let listener = listen("127.0.0.1:0".parse().unwrap()).await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -320,7 +327,7 @@ async fn a_review_of_three_mebibytes_is_read_and_one_without_end_is_not() {
 
 #[tokio::test(start_paused = true)]
 async fn who_sends_a_review_by_halves_is_let_go_and_others_have_their_turn() {
-    let door = Arc::new(door(&cluster(), Source::Kept));
+    let door = Arc::new(door(&cluster(), CertificateSource::Kept));
     while !door.cluster.is_known() {
         tokio::task::yield_now().await;
     }
@@ -333,7 +340,7 @@ async fn who_sends_a_review_by_halves_is_let_go_and_others_have_their_turn() {
         sender
     };
     let mut slow = Vec::new();
-    for _ in 0..AT_ONCE {
+    for _ in 0..MAX_CONCURRENT_REVIEWS {
         let never = stream::pending::<Result<Frame<Bytes>, Infallible>>();
         let request = Request::post("/mutate").body(StreamBody::new(never).boxed()).unwrap();
         let mut sender = connect().await;

@@ -5,7 +5,7 @@ use affinode_sim_protocol::{Operation, Reply};
 
 use crate::abi::{INVALID_VALUE, In, Out, Outcome, UNKNOWN, Uuid};
 use crate::api::cuda_api;
-use crate::link;
+use crate::client;
 
 const MAX_PAIRS: usize = 64;
 
@@ -64,13 +64,13 @@ cuda_api! {
         done(pid, Operation::Unlock)
     }
     Always 12080 fn cuCheckpointProcessGetState(pid: i32, state: Out<u32>) |_d, _z| {
-        match link::checkpoint(pid, Operation::State)? {
+        match client::checkpoint(pid, Operation::State)? {
             Reply::State(found) => state.set(found as u32),
             _ => Err(UNKNOWN),
         }
     }
     Always 12080 fn cuCheckpointProcessGetRestoreThreadId(pid: i32, tid: Out<i32>) |_d, _z| {
-        match link::checkpoint(pid, Operation::RestoreThread)? {
+        match client::checkpoint(pid, Operation::RestoreThread)? {
             Reply::Thread(found) => tid.set(found),
             _ => Err(UNKNOWN),
         }
@@ -78,7 +78,7 @@ cuda_api! {
 }
 
 fn done(pid: i32, operation: Operation) -> Outcome {
-    match link::checkpoint(pid, operation)? {
+    match client::checkpoint(pid, operation)? {
         Reply::Done => Ok(()),
         _ => Err(UNKNOWN),
     }

@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::abi::{CUdeviceptr, Handle, HostAddress, ILLEGAL_ADDRESS, INVALID_VALUE, Outcome};
 use crate::api::cuda_api;
+use crate::chunks::{Piece, copy_pieces, each_word, host_piece, snapshot};
 use crate::contexts::Default0;
 use crate::driver::Driver;
-use crate::pieces::{Piece, copy_pieces, each_word, host_piece, snapshot};
 use crate::streams::Mark;
 
 cuda_api! {

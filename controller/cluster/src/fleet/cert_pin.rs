@@ -1,0 +1,91 @@
+//! Trust in one certificate alone: the one that the node's agent told the cluster that it shows.
+//! Agents make their own, so there is no authority that would vouch for it.
+
+use std::sync::Arc;
+
+use sha2::{Digest, Sha256};
+use tokio_rustls::rustls::{
+    self, CertificateError, ClientConfig, DigitallySignedStruct, SignatureScheme,
+    client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
+    crypto::{self, CryptoProvider, WebPkiSupportedAlgorithms},
+    pki_types::{CertificateDer, ServerName, UnixTime},
+};
+
+/// SHA-256 of a certificate.
+pub type Fingerprint = [u8; 32];
+
+/// As the annotation has it: 64 hex digits.
+#[must_use]
+pub fn parse(text: &str) -> Option<Fingerprint> {
+    let mut fingerprint = Fingerprint::default();
+    if text.len() != 2 * fingerprint.len() || !text.is_ascii() {
+        return None;
+    }
+    for (at, byte) in fingerprint.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(text.get(2 * at..2 * at + 2)?, 16).ok()?;
+    }
+    Some(fingerprint)
+}
+
+/// A client that talks to whom has that certificate, and its key, alone.
+///
+/// # Errors
+/// The cryptography knows no usual version of TLS.
+pub fn client(fingerprint: Fingerprint) -> Result<ClientConfig, rustls::Error> {
+    let provider = Arc::new(crypto::ring::default_provider());
+    let pinned = PinnedCertificate { fingerprint, algorithms: algorithms(&provider) };
+    Ok(ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()?
+        .dangerous()
+        .with_custom_certificate_verifier(Arc::new(pinned))
+        .with_no_client_auth())
+}
+
+fn algorithms(provider: &CryptoProvider) -> WebPkiSupportedAlgorithms {
+    provider.signature_verification_algorithms
+}
+
+#[derive(Debug)]
+struct PinnedCertificate {
+    fingerprint: Fingerprint,
+    algorithms: WebPkiSupportedAlgorithms,
+}
+
+impl ServerCertVerifier for PinnedCertificate {
+    fn verify_server_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        _between: &[CertificateDer<'_>],
+        _name: &ServerName<'_>,
+        _stapled: &[u8],
+        _now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        let seen: Fingerprint = Sha256::digest(certificate).into();
+        if seen == self.fingerprint {
+            return Ok(ServerCertVerified::assertion());
+        }
+        Err(rustls::Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure))
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        crypto::verify_tls12_signature(message, certificate, signed, &self.algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        crypto::verify_tls13_signature(message, certificate, signed, &self.algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.algorithms.supported_schemes()
+    }
+}

@@ -1,0 +1,54 @@
+//! Who may, by the API server of this cluster, and what those hear who may not.
+
+use affinode_controller::{
+    config::{HttpAuth, HttpSection, KubernetesSection},
+    http::{
+        Denied, DenyReason, GuardError, HttpGuard,
+        reply::{self, Reply},
+    },
+};
+use hyper::{
+    StatusCode,
+    header::{self, HeaderValue},
+};
+
+/// What a pod has of its service account.
+pub const ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
+
+/// Tokens are shown to the API server, with this pod's own account.
+///
+/// # Errors
+/// There is no account, or no API server.
+pub fn by_review(hosts: &[String]) -> Result<HttpGuard, GuardError> {
+    let variable = |name: &str| std::env::var(name).unwrap_or_default();
+    let (host, port) = (variable("KUBERNETES_SERVICE_HOST"), variable("KUBERNETES_SERVICE_PORT"));
+    let host = if host.contains(':') { format!("[{host}]") } else { host };
+    HttpGuard::new(&HttpSection {
+        auth: HttpAuth::TokenReview,
+        hosts: hosts.to_vec(),
+        kubernetes: KubernetesSection {
+            api_server: format!("https://{host}:{port}"),
+            ca_file: format!("{ACCOUNT}/ca.crt"),
+            token_file: format!("{ACCOUNT}/token"),
+            audiences: Vec::new(),
+        },
+        ..HttpSection::default()
+    })
+}
+
+/// The answer to a request that is refused. The dashboard shows its words.
+#[must_use]
+pub fn refused(refusal: &Denied) -> Reply {
+    let status = match refusal.kind {
+        DenyReason::Host => StatusCode::MISDIRECTED_REQUEST,
+        DenyReason::Token => StatusCode::UNAUTHORIZED,
+        DenyReason::Review | DenyReason::Busy => StatusCode::SERVICE_UNAVAILABLE,
+        DenyReason::Malformed => StatusCode::BAD_REQUEST,
+        DenyReason::Origin | DenyReason::Forbidden => StatusCode::FORBIDDEN,
+    };
+    let mut answer = reply::error(status, &refusal.why);
+    if refusal.kind == DenyReason::Token {
+        answer.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+    }
+    answer
+}

@@ -1,0 +1,185 @@
+//! HTTPS for the cluster: whom the API server knows and lets, sees the dashboard, the API and the
+//! metrics of the node's controller, which itself listens on a socket for root alone.
+//!
+//! ```text
+//!  Prometheus, browser ──TLS, token──> guard ──TokenReview, SubjectAccessReview──> API server
+//!                                        │ may
+//!                                        v
+//!                                   the controller's socket on the node
+//! ```
+
+use std::{
+    path::PathBuf,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use affinode_controller::http::{
+    Denied, HttpGuard, access, needs_right,
+    reply::{self, Reply},
+};
+use http_body_util::{BodyExt, combinators::UnsyncBoxBody};
+use hyper::{
+    Method, Request, Response, StatusCode,
+    body::{Body, Bytes, Frame, Incoming},
+    client::conn::http1 as client,
+    header::{self, HeaderValue},
+};
+use hyper_util::rt::TokioIo;
+use tokio::{net::UnixStream, task::JoinSet, time::timeout};
+use tokio_rustls::rustls::ServerConfig;
+
+use crate::{
+    error_chain,
+    https::{HttpsLimits, HttpsSite, authz, tls::ServedCertificate},
+};
+
+/// Time for a handshake, for the head of a request, and for the beginning of an answer; moves of
+/// containers take longer.
+const TIME: Duration = Duration::from_secs(20);
+const MOVE: Duration = Duration::from_secs(620);
+
+type Answer = Response<UnsyncBoxBody<Bytes, hyper::Error>>;
+
+/// Says that there is no controller, as is right where no GPU container has been.
+pub const NO_CONTROLLER: &str = "affinode-controller";
+
+/// The door.
+pub struct AuthProxy {
+    /// Who may.
+    pub guard: HttpGuard,
+    /// The controller's socket.
+    pub socket: PathBuf,
+    /// The certificate.
+    pub shown: Arc<ServedCertificate>,
+    /// Whether containerd serves the runtime.
+    pub served: Arc<AtomicBool>,
+}
+
+impl HttpsSite for AuthProxy {
+    type Body = UnsyncBoxBody<Bytes, hyper::Error>;
+    const LIMITS: HttpsLimits = HttpsLimits { connections: 128, handshake: TIME, head: TIME };
+
+    fn papers(&self) -> Option<Arc<ServerConfig>> {
+        self.shown.config()
+    }
+
+    async fn answer(&self, request: Request<Incoming>) -> Answer {
+        let path = request.uri().path();
+        match path {
+            // Of this program, not of the controller: there is none where no container needs it.
+            "/healthz" => return own(reply::text(StatusCode::OK, "ok\n")),
+            "/readyz" if self.served.load(Ordering::Relaxed) => {
+                return own(reply::text(StatusCode::OK, "ok\n"));
+            }
+            "/readyz" => {
+                let why = "the runtime is not served\n";
+                return own(reply::text(StatusCode::SERVICE_UNAVAILABLE, why));
+            }
+            _ => {}
+        }
+        if let Err(refusal) = self.guard.place(request.headers()) {
+            return refused(&refusal);
+        }
+        let mut ended: Ended = Box::pin(std::future::pending());
+        if needs_right(path) {
+            let wanted = access(request.method(), path);
+            match self.guard.admit(request.headers(), wanted).await {
+                Ok(admitted) => {
+                    if request.method() != Method::GET {
+                        let user = admitted.user.as_deref().unwrap_or_default();
+                        tracing::info!(user, "{} {}", request.method(), wanted.path);
+                    }
+                    ended = Box::pin(async move { drop(admitted.ended().await) });
+                }
+                Err(refusal) => return refused(&refusal),
+            }
+        }
+        let time = if request.method() == Method::GET { TIME } else { MOVE };
+        match timeout(time, self.forward(request, ended)).await {
+            Ok(Ok(answer)) => answer,
+            Ok(Err(error)) => {
+                tracing::debug!("no controller: {}", error_chain::chain(&*error));
+                let why = "no controller runs on this node, or not with the cluster's configuration: it starts with the first GPU container";
+                let mut absent = own(reply::error(StatusCode::SERVICE_UNAVAILABLE, why));
+                absent.headers_mut().insert(NO_CONTROLLER, HeaderValue::from_static("none"));
+                absent
+            }
+            Err(_) => {
+                own(reply::error(StatusCode::GATEWAY_TIMEOUT, "the controller does not answer"))
+            }
+        }
+    }
+}
+
+impl AuthProxy {
+    async fn forward(
+        &self,
+        mut request: Request<Incoming>,
+        ended: Ended,
+    ) -> Result<Answer, Box<dyn std::error::Error + Send + Sync>> {
+        let headers = request.headers_mut();
+        // Checked here; the token is nobody's business there.
+        for checked in ["authorization", "origin", "sec-fetch-site", "connection"] {
+            headers.remove(checked);
+        }
+        headers.insert(header::HOST, HeaderValue::from_static("localhost"));
+        let stream = UnixStream::connect(&self.socket).await?;
+        let (mut sender, connection) = client::handshake(TokioIo::new(stream)).await?;
+        let mut driver = JoinSet::new();
+        driver.spawn(connection);
+        let (parts, body) = sender.send_request(request).await?.into_parts();
+        let body = ProxiedConnection { body, ended, _sender: sender, _driver: driver };
+        Ok(Response::from_parts(parts, body.boxed_unsync()))
+    }
+}
+
+type Ended = Pin<Box<dyn Future<Output = ()> + Send + Sync>>;
+
+/// The controller's answer, for as long as whoever asked may have it.
+struct ProxiedConnection {
+    body: Incoming,
+    ended: Ended,
+    _sender: client::SendRequest<Incoming>,
+    _driver: JoinSet<Result<(), hyper::Error>>,
+}
+
+impl Body for ProxiedConnection {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        if self.ended.as_mut().poll(context).is_ready() {
+            return Poll::Ready(None);
+        }
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> hyper::body::SizeHint {
+        self.body.size_hint()
+    }
+}
+
+fn refused(refusal: &Denied) -> Answer {
+    tracing::debug!("refused: {} {}", refusal.why, refusal.detail);
+    own(authz::refused(refusal))
+}
+
+fn own(reply: Reply) -> Answer {
+    reply.map(|body| body.map_err(|never| match never {}).boxed_unsync())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,116 @@
+use affinode_controller::config::HttpSection;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::UnixListener,
+};
+
+use super::*;
+use crate::https::answer_all;
+
+const TOKEN: &str = "a-long-and-secret-token";
+
+/// A bridge to a controller that answers with the request that it got.
+struct Stage {
+    bridge: AuthProxy,
+    _folder: tempfile::TempDir,
+}
+
+fn stage() -> Stage {
+    let folder = tempfile::tempdir().unwrap();
+    let token_file = folder.path().join("token");
+    std::fs::write(&token_file, TOKEN).unwrap();
+    let guard = HttpGuard::new(&HttpSection {
+        token_file: token_file.display().to_string(),
+        hosts: vec!["agent.example".into()],
+        ..HttpSection::default()
+    });
+    let bridge = AuthProxy {
+        guard: guard.unwrap(),
+        socket: folder.path().join("http.sock"),
+        shown: Arc::default(),
+        served: Arc::default(),
+    };
+    Stage { bridge, _folder: folder }
+}
+
+fn controller(socket: &std::path::Path) {
+    let listener = UnixListener::bind(socket).unwrap();
+    tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            let mut request = vec![0; 4096];
+            let length = stream.read(&mut request).await.unwrap();
+            let request = String::from_utf8_lossy(&request[..length]).into_owned();
+            let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", request.len());
+            stream.write_all(format!("{head}{request}").as_bytes()).await.unwrap();
+        }
+    });
+}
+
+async fn ask(stage: &Stage, path: &str, headers: &[&str]) -> String {
+    let (mut near, far) = tokio::io::duplex(1 << 16);
+    let mut request = format!("GET {path} HTTP/1.1\r\nconnection: close\r\n");
+    for header in headers {
+        request.push_str(&format!("{header}\r\n"));
+    }
+    near.write_all(format!("{request}\r\n").as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    let read = async { near.read_to_string(&mut answer).await.unwrap() };
+    tokio::join!(answer_all(far, &stage.bridge), read);
+    answer
+}
+
+#[tokio::test]
+async fn who_may_sees_the_controller_and_the_token_goes_no_further() {
+    let stage = stage();
+    controller(&stage.bridge.socket);
+    let bearer = format!("authorization: Bearer {TOKEN}");
+    let answer = ask(&stage, "/metrics?x=1", &["host: 10.0.0.7:9411", &bearer]).await;
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    assert!(answer.contains("GET /metrics?x=1 HTTP/1.1\r\n"), "{answer}");
+    assert!(answer.contains("host: localhost\r\n"), "{answer}");
+    assert!(!answer.contains(TOKEN), "{answer}");
+    // The page holds no secret.
+    let page = ask(&stage, "/", &["host: agent.example"]).await;
+    assert!(page.starts_with("HTTP/1.1 200"), "{page}");
+}
+
+#[tokio::test]
+async fn who_may_not_is_turned_away_before_the_controller_hears_of_it() {
+    let stage = stage();
+    controller(&stage.bridge.socket);
+    let bearer = format!("authorization: Bearer {TOKEN}");
+    for (path, headers, status) in [
+        ("/metrics", vec!["host: 10.0.0.7"], "401"),
+        (
+            "/api/v1/node",
+            vec!["host: 10.0.0.7", "authorization: Bearer another-one-altogether"],
+            "401",
+        ),
+        ("/metrics", vec!["host: evil.example", &bearer], "421"),
+        ("/metrics", vec!["host: 10.0.0.7", "origin: https://evil.example", &bearer], "403"),
+    ] {
+        let answer = ask(&stage, path, &headers).await;
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status}")), "{path} {headers:?}: {answer}");
+        assert!(!answer.contains("host: localhost"), "{answer}");
+        // The page shows these words, and asks for a token where one is needed.
+        assert!(answer.contains("\r\n\r\n{\"error\":\""), "{answer}");
+    }
+}
+
+#[tokio::test]
+async fn ready_is_who_serves_the_runtime_with_a_controller_or_without() {
+    let stage = stage();
+    let status = async |path: &str| {
+        let answer =
+            ask(&stage, path, &["host: 10.0.0.7", &format!("authorization: Bearer {TOKEN}")]).await;
+        answer.split(' ').nth(1).unwrap_or_default().to_owned()
+    };
+    assert_eq!(status("/healthz").await, "200");
+    assert_eq!(status("/readyz").await, "503");
+    stage.bridge.served.store(true, Ordering::Relaxed);
+    assert_eq!(status("/readyz").await, "200");
+    assert_eq!(status("/metrics").await, "503", "there is no controller");
+    let bearer = format!("authorization: Bearer {TOKEN}");
+    let answer = ask(&stage, "/api/v1/node", &["host: 10.0.0.7", &bearer]).await;
+    assert!(answer.contains("affinode-controller: none\r\n"), "{answer}");
+}

@@ -1,0 +1,166 @@
+//! What a pod is told of what the controller did with its GPU: which of its events, in which
+//! words, and how often. Pure: times come in.
+
+use std::collections::HashMap;
+
+use affinode_proto::{api::control::Event, state::State};
+
+/// Events of a pod at once; after that one a minute.
+const BURST: u32 = 8;
+/// After so long a pod may have one more.
+const REFILL_MS: i64 = 60_000;
+/// Pods that are remembered; the kubelet runs a tenth of that.
+const PODS: usize = 1024;
+/// Characters of a note; the API server takes a kilobyte.
+const NOTE_CHARS: usize = 900;
+
+/// An event of Kubernetes in the making.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PodEvent {
+    /// Something is to be looked at.
+    pub warning: bool,
+    /// A word.
+    pub reason: &'static str,
+    /// What was done, or tried.
+    pub action: &'static str,
+    /// A sentence.
+    pub note: String,
+}
+
+/// What to tell a pod of an event; nothing of most.
+#[must_use]
+pub fn told(event: &Event) -> Option<PodEvent> {
+    let is = |word: &str, state: State| word == state.as_str();
+    let (warning, reason, action, note) = match event.kind.as_str() {
+        "state" if is(&event.to, State::Offloaded) && is(&event.from, State::Offloading) => {
+            let note = format!("gave {} of GPU memory back in {}", size(event.bytes), time(event));
+            (false, "GPUOffloaded", "Offload", note)
+        }
+        "state" if is(&event.from, State::Restoring) && !is(&event.to, State::Lost) => {
+            let note = format!("has its GPU memory again, after {}", time(event));
+            (false, "GPURestored", "Restore", note)
+        }
+        "state" if is(&event.to, State::Queued) => {
+            (false, "GPUWaiting", "Restore", format!("was called: {}", event.text))
+        }
+        "state" if is(&event.to, State::Lost) => {
+            (true, "GPULost", "Restore", format!("its GPU state is lost: {}", event.text))
+        }
+        "refused" => (true, "GPUOffloadRefused", "Offload", event.text.clone()),
+        "annotation" => (true, "GPUAnnotationIgnored", "Configure", event.text.clone()),
+        "ended" => (true, "GPUProcessEnded", "MakeRoom", event.text.clone()),
+        _ => return None,
+    };
+    let container = event.container.rsplit('/').next().unwrap_or_default();
+    let note: String = format!("{container} {note}").chars().take(NOTE_CHARS).collect();
+    Some(PodEvent { warning, reason, action, note })
+}
+
+fn time(event: &Event) -> String {
+    format!("{:.1} s", event.elapsed_ms as f64 / 1000.0)
+}
+
+/// Bytes for people.
+pub fn size(bytes: u64) -> String {
+    match bytes as f64 / f64::from(1 << 20) {
+        mib if mib < 1024.0 => format!("{mib:.0} MiB"),
+        mib => format!("{:.1} GiB", mib / 1024.0),
+    }
+}
+
+/// How many events each pod may still have: a program that is called and rests all the time is
+/// not to fill the cluster's store.
+#[derive(Debug, Default)]
+pub struct EventRateLimiter(HashMap<String, (u32, i64)>);
+
+impl EventRateLimiter {
+    /// Whether this pod may have one more now.
+    pub fn take(&mut self, pod_uid: &str, now_ms: i64) -> bool {
+        if self.0.len() >= PODS && !self.0.contains_key(pod_uid) {
+            // Whoever has all of its own again is as good as new.
+            self.0.retain(|_, (left, since)| refilled(*left, *since, now_ms) < BURST);
+            if self.0.len() >= PODS {
+                return false;
+            }
+        }
+        let (left, since) = self.0.entry(pod_uid.to_owned()).or_insert((BURST, now_ms));
+        let refilled = refilled(*left, *since, now_ms);
+        if refilled != *left {
+            (*left, *since) = (refilled, now_ms);
+        }
+        let may = *left > 0;
+        if *left == BURST {
+            *since = now_ms;
+        }
+        *left = left.saturating_sub(1);
+        may
+    }
+}
+
+fn refilled(left: u32, since_ms: i64, now_ms: i64) -> u32 {
+    let more = now_ms.saturating_sub(since_ms).max(0) / REFILL_MS;
+    left.saturating_add(u32::try_from(more).unwrap_or(BURST)).min(BURST)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn state(from: &str, to: &str) -> Event {
+        Event {
+            kind: "state".into(),
+            container: "ml/notebook-7/jupyter".into(),
+            from: from.into(),
+            to: to.into(),
+            text: "VRAM for its return is not there yet".into(),
+            bytes: 3 << 29,
+            elapsed_ms: 1234,
+            ..Event::default()
+        }
+    }
+
+    #[test]
+    fn a_pod_is_told_of_moves_waits_and_refusals_and_of_nothing_else() {
+        let note = |event: &Event| told(event).map(|told| (told.reason, told.note));
+        assert_eq!(
+            note(&state("Offloading", "Offloaded")),
+            Some(("GPUOffloaded", "jupyter gave 1.5 GiB of GPU memory back in 1.2 s".into()))
+        );
+        assert_eq!(
+            note(&state("Restoring", "Active")),
+            Some(("GPURestored", "jupyter has its GPU memory again, after 1.2 s".into()))
+        );
+        let (reason, text) = note(&state("Offloaded", "Queued")).unwrap();
+        assert!(reason == "GPUWaiting" && text.contains("not there yet"), "{text}");
+        assert!(told(&state("Restoring", "Lost")).unwrap().warning);
+        for (from, to) in [("Active", "Idle"), ("Idle", "Closing"), ("Queued", "Restoring")] {
+            assert_eq!(told(&state(from, to)), None, "{from} {to}");
+        }
+        let refused = Event { kind: "refused".into(), text: "why".into(), ..Event::default() };
+        assert!(told(&refused).unwrap().warning);
+        let long = Event { text: "é".repeat(5000), ..refused };
+        assert!(told(&long).unwrap().note.len() < 2048);
+        assert_eq!(told(&Event { kind: "process".into(), ..Event::default() }), None);
+    }
+
+    #[test]
+    fn a_busy_pod_has_a_burst_and_then_one_a_minute() {
+        let mut allowance = EventRateLimiter::default();
+        let mut taken = |now| allowance.take("a", now);
+        assert_eq!((0..20).filter(|at| taken(*at)).count(), BURST as usize);
+        assert!(!taken(REFILL_MS - 1));
+        assert!(taken(REFILL_MS + 1));
+        assert!(!taken(REFILL_MS + 2));
+        assert!(allowance.take("b", 20));
+    }
+
+    #[test]
+    fn what_is_remembered_of_pods_is_bounded() {
+        let mut allowance = EventRateLimiter::default();
+        for pod in 0..PODS * 2 {
+            assert_eq!(allowance.take(&pod.to_string(), 0), pod < PODS);
+        }
+        assert!(allowance.take("later", REFILL_MS));
+        assert!(allowance.0.len() <= PODS);
+    }
+}

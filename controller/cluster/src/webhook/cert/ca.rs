@@ -1,0 +1,190 @@
+//! Authorities and the certificates that they sign, and their form in a Secret.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::ByteString;
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose,
+};
+use time::{Duration, OffsetDateTime};
+use tokio_rustls::rustls::pki_types::{CertificateDer, pem::PemObject};
+use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
+
+use super::plan::{AUTHORITY_USE, StoredCertificate};
+use crate::https::tls::TlsPair;
+
+/// How long an authority is good for. It is trusted for this webhook alone.
+const AUTHORITY_TIME: Duration = Duration::days(5 * 365);
+/// How long a certificate is good for.
+const LEAF_TIME: Duration = AUTHORITY_USE;
+/// Clocks of API servers may be late by so much.
+const SKEW: Duration = Duration::hours(1);
+
+/// A certificate could not be made.
+#[derive(Debug, thiserror::Error)]
+#[error("a certificate cannot be made")]
+pub struct IssueError(#[from] rcgen::Error);
+
+/// All that the Secret holds, as PEM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IssuedCertificate {
+    /// Authorities, the newest first.
+    authorities: Vec<String>,
+    authority_key: String,
+    cert: String,
+    key: String,
+}
+
+impl IssuedCertificate {
+    /// New ones, for a server of these names.
+    ///
+    /// # Errors
+    /// [`IssueError`].
+    pub fn make(names: &[String], now: OffsetDateTime) -> Result<IssuedCertificate, IssueError> {
+        let (authority, authority_key) = authority(now)?;
+        let (cert, key) = leaf(&authority, &authority_key, names, now)?;
+        Ok(IssuedCertificate { authorities: vec![authority], authority_key, cert, key })
+    }
+
+    /// The same with a new authority in front. Those that have ended are dropped.
+    ///
+    /// # Errors
+    /// [`IssueError`].
+    pub fn with_new_authority(&self, now: OffsetDateTime) -> Result<IssuedCertificate, IssueError> {
+        let (authority, authority_key) = authority(now)?;
+        let good = |pem: &&String| ends(pem).is_some_and(|ends| ends > now);
+        let old = self.authorities.iter().filter(good).cloned();
+        let authorities = std::iter::once(authority).chain(old).collect();
+        Ok(IssuedCertificate { authorities, authority_key, ..self.clone() })
+    }
+
+    /// The same with a new certificate, by the newest authority.
+    ///
+    /// # Errors
+    /// [`IssueError`].
+    pub fn with_new_leaf(
+        &self,
+        names: &[String],
+        now: OffsetDateTime,
+    ) -> Result<IssuedCertificate, IssueError> {
+        let (cert, key) = leaf(&self.authorities[0], &self.authority_key, names, now)?;
+        Ok(IssuedCertificate { cert, key, ..self.clone() })
+    }
+
+    /// Reads a Secret's data; nothing where an authority or its key is of no use.
+    #[must_use]
+    pub fn read(data: &BTreeMap<String, ByteString>) -> Option<IssuedCertificate> {
+        let text = |key: &str| String::from_utf8(data.get(key)?.0.clone()).ok();
+        let bundle = text("ca.crt")?;
+        let authorities = split(&bundle);
+        let authority_key = text("ca.key")?;
+        let newest = authorities.first()?;
+        Issuer::from_ca_cert_pem(newest, KeyPair::from_pem(&authority_key).ok()?).ok()?;
+        let (cert, key) =
+            (text("tls.crt").unwrap_or_default(), text("tls.key").unwrap_or_default());
+        Some(IssuedCertificate { authorities, authority_key, cert, key })
+    }
+
+    /// A Secret's data.
+    #[must_use]
+    pub fn data(&self) -> BTreeMap<String, ByteString> {
+        let bytes = |text: &str| ByteString(text.as_bytes().to_vec());
+        BTreeMap::from([
+            ("ca.crt".to_owned(), ByteString(self.bundle())),
+            ("ca.key".to_owned(), bytes(&self.authority_key)),
+            ("tls.crt".to_owned(), bytes(&self.cert)),
+            ("tls.key".to_owned(), bytes(&self.key)),
+        ])
+    }
+
+    /// The authorities, as an API server is told them.
+    #[must_use]
+    pub fn bundle(&self) -> Vec<u8> {
+        self.authorities.concat().into_bytes()
+    }
+
+    /// What is shown.
+    #[must_use]
+    pub fn pair(&self) -> TlsPair {
+        TlsPair { cert: self.cert.clone().into_bytes(), key: self.key.clone().into_bytes() }
+    }
+
+    /// What counts for the next step.
+    #[must_use]
+    pub fn stored(&self, names: &[String]) -> Option<StoredCertificate> {
+        let authority_ends = self.authorities.first().and_then(|pem| ends(pem))?;
+        let of_use = self.pair().is_usable() && self.is_ours(names).unwrap_or(false);
+        let leaf_ends = ends(&self.cert).filter(|_| of_use);
+        Some(StoredCertificate { authority_ends, leaf_ends })
+    }
+
+    /// Whether the certificate is for these names and by one of the authorities.
+    fn is_ours(&self, names: &[String]) -> Option<bool> {
+        let leaf = der(&self.cert)?;
+        let (_, leaf) = X509Certificate::from_der(&leaf).ok()?;
+        let alternatives = leaf.subject_alternative_name().ok()??;
+        let named = names.iter().all(|name| {
+            let same = |held: &GeneralName| matches!(held, GeneralName::DNSName(n) if n == name);
+            alternatives.value.general_names.iter().any(same)
+        });
+        let signed = self.authorities.iter().filter_map(|pem| der(pem)).any(|authority| {
+            X509Certificate::from_der(&authority)
+                .is_ok_and(|(_, ca)| leaf.verify_signature(Some(ca.public_key())).is_ok())
+        });
+        Some(named && signed)
+    }
+}
+
+fn authority(now: OffsetDateTime) -> Result<(String, String), IssueError> {
+    let mut params = CertificateParams::default();
+    params.distinguished_name.push(DnType::CommonName, format!("affinode webhook, {}", now.date()));
+    params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::DigitalSignature];
+    (params.not_before, params.not_after) = (now - SKEW, now + AUTHORITY_TIME);
+    let key = KeyPair::generate()?;
+    Ok((params.self_signed(&key)?.pem(), key.serialize_pem()))
+}
+
+fn leaf(
+    authority: &str,
+    authority_key: &str,
+    names: &[String],
+    now: OffsetDateTime,
+) -> Result<(String, String), IssueError> {
+    let issuer = Issuer::from_ca_cert_pem(authority, KeyPair::from_pem(authority_key)?)?;
+    let mut params = CertificateParams::new(names.to_vec())?;
+    params.distinguished_name = rcgen::DistinguishedName::new();
+    if let Some(name) = names.first() {
+        // 64 characters are all that a common name may have.
+        params
+            .distinguished_name
+            .push(DnType::CommonName, name.chars().take(64).collect::<String>());
+    }
+    params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+    params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+    params.use_authority_key_identifier_extension = true;
+    (params.not_before, params.not_after) = (now - SKEW, now + LEAF_TIME);
+    let key = KeyPair::generate()?;
+    Ok((params.signed_by(&key, &issuer)?.pem(), key.serialize_pem()))
+}
+
+/// The certificates of a bundle, one by one.
+fn split(bundle: &str) -> Vec<String> {
+    const END: &str = "-----END CERTIFICATE-----";
+    bundle
+        .split_inclusive(END)
+        .filter(|part| part.ends_with(END))
+        .map(|part| format!("{}\n", part.trim_start()))
+        .collect()
+}
+
+fn der(pem: &str) -> Option<CertificateDer<'static>> {
+    CertificateDer::from_pem_slice(pem.as_bytes()).ok()
+}
+
+fn ends(pem: &str) -> Option<OffsetDateTime> {
+    let der = der(pem)?;
+    let (_, certificate) = X509Certificate::from_der(&der).ok()?;
+    Some(certificate.validity().not_after.to_datetime())
+}

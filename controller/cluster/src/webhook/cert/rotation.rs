@@ -1,0 +1,271 @@
+//! The Secret and the MutatingWebhookConfiguration: read at each round, written a step at a time.
+
+use std::{future::Future, sync::Arc, time::Duration};
+
+use clap::Args;
+use k8s_openapi::{
+    ByteString,
+    api::{admissionregistration::v1::MutatingWebhookConfiguration, core::v1::Secret},
+};
+use kube::{
+    Api, Client,
+    api::{ObjectMeta, PostParams},
+};
+use time::OffsetDateTime;
+
+use super::{
+    ca::{IssueError, IssuedCertificate},
+    plan::{RotationStep, next},
+};
+use crate::{
+    error_chain::{self, ApiError},
+    https::tls::{ServedCertificate, TlsError},
+};
+
+/// How often everything is looked at. It is two small reads.
+const ROUND: Duration = Duration::from_secs(30);
+/// How soon it is tried again after something failed, or another was first.
+const AGAIN: Duration = Duration::from_secs(3);
+/// Steps that one round may take: all that there are, and one more for what others do meanwhile.
+const STEPS: usize = 6;
+
+/// Where the webhook's own certificate lies, and who is told its authority.
+#[derive(Args, Clone, Debug)]
+pub struct CertificatePaths {
+    /// Without --tls-cert-file: the Service by whose name API servers call the webhook.
+    #[arg(long, value_name = "NAME", default_value = "affinode-webhook", env = "AFFINODE_SERVICE")]
+    pub service: String,
+    /// Without --tls-cert-file: the Secret that the certificate is kept in.
+    #[arg(
+        long,
+        value_name = "NAME",
+        default_value = "affinode-webhook-tls",
+        env = "AFFINODE_SECRET"
+    )]
+    pub secret: String,
+    /// Without --tls-cert-file: the MutatingWebhookConfiguration that gets the authority.
+    #[arg(
+        long,
+        value_name = "NAME",
+        default_value = "affinode-webhook",
+        env = "AFFINODE_WEBHOOK_CONFIGURATION"
+    )]
+    pub webhook_configuration: String,
+    /// Without --tls-cert-file: the namespace of both; the pod's own by default.
+    #[arg(long, value_name = "NAME", env = "AFFINODE_NAMESPACE")]
+    pub namespace: Option<String>,
+}
+
+/// Why a round came to nothing.
+#[derive(Debug, thiserror::Error)]
+pub enum RotationError {
+    /// The Secret.
+    #[error(
+        "cannot {action} Secret {name} of namespace {namespace}; the service account needs get, update and, where there is none, create for it"
+    )]
+    Secret {
+        /// What was tried.
+        action: &'static str,
+        /// Its name.
+        name: String,
+        /// Its namespace.
+        namespace: String,
+        /// Why.
+        #[source]
+        source: Box<ApiError>,
+    },
+    /// The configuration.
+    #[error(
+        "cannot {action} MutatingWebhookConfiguration {name}; it must be there, and the service account needs get and update for it"
+    )]
+    Configuration {
+        /// What was tried.
+        action: &'static str,
+        /// Its name.
+        name: String,
+        /// Why.
+        #[source]
+        source: Box<ApiError>,
+    },
+    /// The machine cannot make keys.
+    #[error(transparent)]
+    Issue(#[from] IssueError),
+    /// What was made cannot be shown.
+    #[error(transparent)]
+    Show(#[from] TlsError),
+    /// Others write all the time.
+    #[error("others changed the Secret or the configuration at each of {STEPS} tries")]
+    Contended,
+}
+
+/// Keeps the papers of one webhook.
+pub struct CertificateRotation {
+    secrets: Api<Secret>,
+    configurations: Api<MutatingWebhookConfiguration>,
+    places: CertificatePaths,
+    namespace: String,
+    names: Vec<String>,
+    shown: Arc<ServedCertificate>,
+}
+
+impl CertificateRotation {
+    /// A keeper that shows what it keeps.
+    #[must_use]
+    pub fn new(
+        client: Client,
+        places: CertificatePaths,
+        shown: Arc<ServedCertificate>,
+    ) -> CertificateRotation {
+        let namespace =
+            places.namespace.clone().unwrap_or_else(|| client.default_namespace().to_owned());
+        let host = format!("{}.{namespace}.svc", places.service);
+        let names = vec![host.clone(), format!("{host}.cluster.local")];
+        let secrets = Api::namespaced(client.clone(), &namespace);
+        CertificateRotation {
+            secrets,
+            configurations: Api::all(client),
+            places,
+            namespace,
+            names,
+            shown,
+        }
+    }
+
+    /// Round after round, until the runtime ends.
+    pub async fn keep(self) {
+        loop {
+            let pause = match self.round(OffsetDateTime::now_utc()).await {
+                Ok(()) => ROUND,
+                Err(error) => {
+                    tracing::warn!("{}", error_chain::chain(&error));
+                    AGAIN
+                }
+            };
+            tokio::time::sleep(pause).await;
+        }
+    }
+
+    /// Takes steps until none is due.
+    ///
+    /// # Errors
+    /// [`KeepError`]; what was shown before is shown further.
+    pub async fn round(&self, now: OffsetDateTime) -> Result<(), RotationError> {
+        for _ in 0..STEPS {
+            let secret = self.secrets.get_opt(&self.places.secret).await;
+            let secret = secret.map_err(|e| self.secret("read", e))?;
+            let papers = secret.as_ref().and_then(|s| IssuedCertificate::read(s.data.as_ref()?));
+            let stored = papers.as_ref().and_then(|papers| papers.stored(&self.names));
+            // Shown as soon as it is stored: its authority may be published already.
+            if let Some(papers) =
+                papers.as_ref().filter(|_| stored.is_some_and(|s| s.leaf_ends.is_some()))
+                && self.shown.show(&papers.pair())?
+            {
+                tracing::info!("a certificate is shown from Secret {}", self.places.secret);
+            }
+            let configuration = match &papers {
+                Some(_) => {
+                    let read = self.configurations.get(&self.places.webhook_configuration).await;
+                    Some(read.map_err(|e| self.configuration("read", e))?)
+                }
+                None => None,
+            };
+            let bundle = papers.as_ref().map(IssuedCertificate::bundle).unwrap_or_default();
+            let published = configuration.as_ref().is_some_and(|c| has_bundle(c, &bundle));
+            let step = next(stored.as_ref(), published, now);
+            let fresh = match (step, papers) {
+                (RotationStep::Rest, _) => return Ok(()),
+                (RotationStep::Publish, _) => {
+                    if let Some(configuration) = configuration {
+                        self.publish(configuration, &bundle).await?;
+                    }
+                    continue;
+                }
+                (RotationStep::RenewAuthority, Some(papers)) => papers.with_new_authority(now)?,
+                (RotationStep::RenewLeaf, Some(papers)) => {
+                    papers.with_new_leaf(&self.names, now)?
+                }
+                (RotationStep::Make, _) | (_, None) => IssuedCertificate::make(&self.names, now)?,
+            };
+            self.store(secret, &fresh, step).await?;
+        }
+        Err(RotationError::Contended)
+    }
+
+    /// Writes the Secret, unless another was first.
+    async fn store(
+        &self,
+        before: Option<Secret>,
+        papers: &IssuedCertificate,
+        step: RotationStep,
+    ) -> Result<(), RotationError> {
+        let params = PostParams::default();
+        let done = match before {
+            Some(mut secret) => {
+                secret.data = Some(papers.data());
+                let written = self.secrets.replace(&self.places.secret, &params, &secret);
+                taken(written).await.map_err(|e| self.secret("update", e))?
+            }
+            None => {
+                let metadata = ObjectMeta {
+                    name: Some(self.places.secret.clone()),
+                    labels: Some([("app.kubernetes.io/name".into(), "affinode".into())].into()),
+                    ..ObjectMeta::default()
+                };
+                let data = Some(papers.data());
+                let secret = Secret { metadata, data, ..Secret::default() };
+                let written = self.secrets.create(&params, &secret);
+                taken(written).await.map_err(|e| self.secret("create", e))?
+            }
+        };
+        if done {
+            tracing::info!(?step, "Secret {} is written", self.places.secret);
+        }
+        Ok(())
+    }
+
+    /// Writes the authorities into each webhook of the configuration, unless another was first.
+    async fn publish(
+        &self,
+        mut configuration: MutatingWebhookConfiguration,
+        bundle: &[u8],
+    ) -> Result<(), RotationError> {
+        for webhook in configuration.webhooks.iter_mut().flatten() {
+            webhook.client_config.ca_bundle = Some(ByteString(bundle.to_vec()));
+        }
+        let (name, params) = (&self.places.webhook_configuration, PostParams::default());
+        let written = self.configurations.replace(name, &params, &configuration);
+        if taken(written).await.map_err(|e| self.configuration("update", e))? {
+            tracing::info!("MutatingWebhookConfiguration {name} has the authority");
+        }
+        Ok(())
+    }
+
+    fn secret(&self, action: &'static str, source: kube::Error) -> RotationError {
+        let (name, namespace) = (self.places.secret.clone(), self.namespace.clone());
+        RotationError::Secret { action, name, namespace, source: Box::new(ApiError(source)) }
+    }
+
+    fn configuration(&self, action: &'static str, source: kube::Error) -> RotationError {
+        let name = self.places.webhook_configuration.clone();
+        RotationError::Configuration { action, name, source: Box::new(ApiError(source)) }
+    }
+}
+
+/// Whether a write was taken: `false` when another was first.
+async fn taken<T>(
+    write: impl Future<Output = Result<T, kube::Error>>,
+) -> Result<bool, kube::Error> {
+    match write.await {
+        Ok(_) => Ok(true),
+        Err(kube::Error::Api(status)) if status.code == 409 => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+fn has_bundle(configuration: &MutatingWebhookConfiguration, bundle: &[u8]) -> bool {
+    let mut webhooks = configuration.webhooks.iter().flatten();
+    webhooks.all(|w| w.client_config.ca_bundle.as_ref().is_some_and(|held| held.0 == bundle))
+}
+
+#[cfg(test)]
+mod tests;

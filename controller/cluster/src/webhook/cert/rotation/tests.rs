@@ -1,0 +1,233 @@
+use std::collections::BTreeSet;
+
+use clap::Parser;
+use serde_json::{Value, json};
+use time::Duration;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    task::JoinSet,
+};
+use tokio_rustls::{
+    TlsAcceptor, TlsConnector,
+    rustls::{
+        ClientConfig, RootCertStore, crypto,
+        pki_types::{CertificateDer, UnixTime, pem::PemObject},
+        time_provider::TimeProvider,
+    },
+};
+
+use super::*;
+use crate::webhook::fake::{CONFIGURATION, Fake, SECRET, configuration};
+
+#[derive(Parser)]
+struct Line {
+    #[command(flatten)]
+    places: CertificatePaths,
+}
+
+fn keeper(fake: &Fake) -> CertificateRotation {
+    let places = Line::try_parse_from(["test"]).unwrap().places;
+    CertificateRotation::new(fake.client(), places, Arc::default())
+}
+
+fn cluster() -> Fake {
+    let fake = Fake::default();
+    fake.put(CONFIGURATION, configuration());
+    fake
+}
+
+fn day(number: i64) -> OffsetDateTime {
+    OffsetDateTime::UNIX_EPOCH + Duration::days(20_000 + number)
+}
+
+/// The bundles that API servers are told: the same for all webhooks.
+fn published(fake: &Fake) -> Vec<u8> {
+    let configuration: MutatingWebhookConfiguration =
+        serde_json::from_value(fake.get(CONFIGURATION)).unwrap();
+    let bundles: BTreeSet<Vec<u8>> = configuration
+        .webhooks
+        .unwrap()
+        .into_iter()
+        .map(|webhook| webhook.client_config.ca_bundle.unwrap_or(ByteString(Vec::new())).0)
+        .collect();
+    assert_eq!(bundles.len(), 1);
+    bundles.into_iter().next().unwrap()
+}
+
+#[derive(Debug)]
+struct At(OffsetDateTime);
+
+impl TimeProvider for At {
+    fn current_time(&self) -> Option<UnixTime> {
+        let seconds = u64::try_from(self.0.unix_timestamp()).unwrap();
+        Some(UnixTime::since_unix_epoch(std::time::Duration::from_secs(seconds)))
+    }
+}
+
+/// Whether an API server that was told this bundle believes what is shown, on that day.
+async fn believes(bundle: &[u8], shown: &ServedCertificate, now: OffsetDateTime) -> bool {
+    let mut roots = RootCertStore::empty();
+    for authority in CertificateDer::pem_slice_iter(bundle) {
+        roots.add(authority.unwrap()).unwrap();
+    }
+    let provider = Arc::new(crypto::ring::default_provider());
+    let config = ClientConfig::builder_with_details(provider, Arc::new(At(now)))
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    let (near, far) = tokio::io::duplex(1 << 16);
+    let acceptor = TlsAcceptor::from(shown.config().unwrap());
+    let server = tokio::spawn(async move {
+        if let Ok(mut stream) = acceptor.accept(far).await {
+            let _ = stream.write_all(b"hello").await;
+            let _ = stream.shutdown().await;
+        }
+    });
+    let name = "affinode-webhook.affinode.svc".try_into().unwrap();
+    let heard = match TlsConnector::from(Arc::new(config)).connect(name, near).await {
+        Ok(mut stream) => {
+            let mut text = String::new();
+            stream.read_to_string(&mut text).await.is_ok_and(|_| text == "hello")
+        }
+        Err(_) => false,
+    };
+    server.await.unwrap();
+    heard
+}
+
+#[tokio::test]
+async fn from_nothing_a_certificate_is_made_stored_published_and_believed() {
+    let fake = cluster();
+    let keeper = keeper(&fake);
+    keeper.round(day(0)).await.unwrap();
+    assert!(believes(&published(&fake), &keeper.shown, day(0)).await);
+    assert!(!believes(&published(&fake), &keeper.shown, day(91)).await, "it ends");
+    let before = fake.writes();
+    keeper.round(day(1)).await.unwrap();
+    assert_eq!(fake.writes(), before, "nothing is due, nothing is written");
+}
+
+#[tokio::test]
+async fn an_empty_secret_that_is_there_is_filled_and_keeps_its_labels() {
+    let fake = cluster();
+    fake.put(
+        SECRET,
+        json!({
+            "apiVersion": "v1", "kind": "Secret",
+            "metadata": { "name": "affinode-webhook-tls", "labels": { "of": "helm" } },
+        }),
+    );
+    let keeper = keeper(&fake);
+    keeper.round(day(0)).await.unwrap();
+    assert!(believes(&published(&fake), &keeper.shown, day(0)).await);
+    assert_eq!(fake.get(SECRET)["metadata"]["labels"]["of"], "helm");
+}
+
+#[tokio::test]
+async fn replicas_that_start_together_agree() {
+    for _ in 0..20 {
+        let fake = cluster();
+        let keepers: Vec<Arc<CertificateRotation>> =
+            (0..4).map(|_| Arc::new(keeper(&fake))).collect();
+        let mut rounds = JoinSet::new();
+        for keeper in keepers.clone() {
+            rounds.spawn(async move { keeper.round(day(0)).await });
+        }
+        for round in rounds.join_all().await {
+            round.unwrap();
+        }
+        let (writes, refused) = fake.writes();
+        assert_eq!(writes, 2, "one Secret, one configuration");
+        assert!(refused > 0, "they did meet");
+        for keeper in keepers {
+            assert!(believes(&published(&fake), &keeper.shown, day(0)).await);
+        }
+    }
+}
+
+/// Ten years of two replicas, one of which looks only now and then: what either shows is
+/// believed on every day, and both authority and certificate were renewed.
+#[tokio::test]
+async fn what_any_replica_shows_is_believed_every_day_of_ten_years() {
+    let fake = cluster();
+    let (prompt, late) = (keeper(&fake), keeper(&fake));
+    let (mut bundles, mut certificates) = (BTreeSet::new(), BTreeSet::new());
+    for number in (0..10 * 365).step_by(14) {
+        let now = day(number);
+        // What an API server was told before this day's rounds, too.
+        let yesterday = published(&fake);
+        prompt.round(now).await.unwrap();
+        if number % 28 == 0 {
+            late.round(now).await.unwrap();
+        }
+        for keeper in [&prompt, &late] {
+            assert!(believes(&published(&fake), &keeper.shown, now).await, "day {number}");
+            assert!(number == 0 || believes(&yesterday, &keeper.shown, now).await, "day {number}");
+        }
+        bundles.insert(published(&fake));
+        certificates.insert(fake.get(SECRET)["data"]["tls.crt"].to_string());
+    }
+    assert_eq!(bundles.len(), 3, "an authority lasts four years before the next stands beside it");
+    assert!(certificates.len() > 40, "{}", certificates.len());
+}
+
+#[tokio::test]
+async fn an_authority_that_somebody_takes_out_is_told_again() {
+    let fake = cluster();
+    let keeper = keeper(&fake);
+    keeper.round(day(0)).await.unwrap();
+    fake.put(CONFIGURATION, configuration());
+    assert!(published(&fake).is_empty());
+    keeper.round(day(0)).await.unwrap();
+    assert!(believes(&published(&fake), &keeper.shown, day(0)).await);
+}
+
+#[tokio::test]
+async fn a_spoilt_secret_is_mended_with_as_little_as_will_do() {
+    let fake = cluster();
+    let keeper = keeper(&fake);
+    keeper.round(day(0)).await.unwrap();
+    let (before, trusted) = (fake.get(SECRET), published(&fake));
+    let spoil = |change: &dyn Fn(&mut Value)| {
+        let mut secret = before.clone();
+        change(&mut secret["data"]);
+        fake.put(SECRET, secret);
+    };
+    // The certificate alone: its authority stays.
+    for key in ["tls.crt", "tls.key"] {
+        spoil(&|data| data[key] = "bm9uZQ==".into());
+        keeper.round(day(0)).await.unwrap();
+        assert_eq!(published(&fake), trusted, "{key}");
+        assert!(believes(&trusted, &keeper.shown, day(0)).await, "{key}");
+    }
+    for key in ["ca.crt", "ca.key"] {
+        spoil(&|data| {
+            data.as_object_mut().unwrap().remove(key);
+        });
+        keeper.round(day(0)).await.unwrap();
+        assert_ne!(published(&fake), trusted, "{key}");
+        assert!(believes(&published(&fake), &keeper.shown, day(0)).await, "{key}");
+    }
+}
+
+#[tokio::test]
+async fn a_certificate_for_another_name_is_replaced() {
+    let fake = cluster();
+    keeper(&fake).round(day(0)).await.unwrap();
+    let places = Line::try_parse_from(["test", "--service", "other"]).unwrap().places;
+    let other = CertificateRotation::new(fake.client(), places, Arc::default());
+    let trusted = published(&fake);
+    other.round(day(0)).await.unwrap();
+    assert_eq!(published(&fake), trusted);
+    assert!(!believes(&trusted, &other.shown, day(0)).await, "it is of the other name now");
+}
+
+#[tokio::test]
+async fn what_is_missing_is_said_with_what_to_do() {
+    let fake = Fake::default();
+    let error = keeper(&fake).round(day(0)).await.unwrap_err();
+    let text = error_chain::chain(&error);
+    assert!(text.contains("MutatingWebhookConfiguration affinode-webhook"), "{text}");
+    assert!(text.contains("needs get and update"), "{text}");
+}

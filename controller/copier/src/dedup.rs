@@ -1,0 +1,508 @@
+//! Finds what processes have in common, and makes a segment of it.
+//!
+//! ```text
+//! chunk ──print──> of a segment's? ──the same, byte by byte──> offered
+//!                  of another's?   ──the same, byte by byte, written to a draft──> segment, offered to both
+//!                  of nobody's, or not the same ──> remembered
+//! ```
+//!
+//! A print is made of samples, with keys that nobody else knows: it says where it is worth to
+//! compare, nothing more. Each is looked at only beside others of its domain, and sees a segment only
+//! where it has all of it already.
+
+use std::{
+    collections::{HashMap, hash_map::RandomState},
+    hash::{BuildHasher, Hasher},
+    io,
+    rc::{Rc, Weak},
+};
+
+use crate::{
+    host_budget::HostBudget,
+    session::SessionStep,
+    sys::{CHUNK_BYTES, RegionError, SegmentDraft},
+};
+
+/// Content that is held once.
+pub trait ChunkContent {
+    /// Reads from an offset on.
+    ///
+    /// # Errors
+    /// The system's word.
+    fn read(&self, offset: usize, to: &mut [u8]) -> io::Result<()>;
+}
+
+/// A process that may have something in common with others.
+pub trait ChunkHolder {
+    /// What that is held in.
+    type Segment: ChunkContent;
+    /// Who it is.
+    fn process(&self) -> u64;
+    /// With whom it may share.
+    fn domain(&self) -> u64;
+    /// The next chunk of what it holds alone that was not looked at.
+    fn next_chunk(&self) -> Option<usize>;
+    /// That one was.
+    fn has_looked(&mut self);
+    /// Whether it may be offered a segment for a chunk, now or soon.
+    fn may_offer(&self, chunk: usize) -> bool;
+    /// Whether it need not answer anything first.
+    fn has_room(&self) -> bool;
+    /// Whether it is to answer something; one that does not in time is asked no more.
+    fn is_asked(&mut self) -> bool;
+    /// Reads what it has parked.
+    ///
+    /// # Errors
+    /// The system's word.
+    fn read(&self, offset: usize, to: &mut [u8]) -> io::Result<()>;
+    /// Offers it a segment that holds what a chunk of its own does.
+    fn offer(&mut self, chunk: usize, segment: &Rc<Self::Segment>);
+}
+
+/// So much is compared at a time: some milliseconds, in which nobody is heard.
+const PART_BYTES: usize = CHUNK_BYTES / 16;
+const SAMPLES: usize = 64;
+const SAMPLE_BYTES: usize = 4096;
+/// Segments are no container's to pay: of host memory at most one part in so many for each copier,
+const MAX_MEMORY_SHARE: u64 = 4;
+/// and where so much stays free, whoever has the rest.
+const MIN_FREE: u64 = 8;
+
+/// Domain and print.
+type Key = (u64, u64);
+
+#[derive(Clone, Copy, Debug)]
+struct ChunkLocation {
+    process: u64,
+    chunk: usize,
+}
+
+/// A comparison in progress.
+#[derive(Debug)]
+struct CompareJob<S> {
+    key: Key,
+    place: ChunkLocation,
+    done: usize,
+    with: CompareTarget<S>,
+}
+
+#[derive(Debug)]
+enum CompareTarget<S> {
+    Segment(Rc<S>),
+    /// Another's chunk, and what is the same so far.
+    Chunk(ChunkLocation, SegmentDraft),
+}
+
+/// What is known of all.
+#[derive(Debug)]
+pub struct DedupIndex<S> {
+    keys: RandomState,
+    seen: HashMap<Key, ChunkLocation>,
+    segments: HashMap<Key, Weak<S>>,
+    job: Option<CompareJob<S>>,
+    /// What is compared; kept, because fresh memory takes longer than to compare it.
+    parts: [Vec<u8>; 2],
+    told_bytes: u64,
+    /// Reads how much host memory there is.
+    memory: fn() -> HostBudget,
+}
+
+impl<S: ChunkContent> DedupIndex<S> {
+    /// Nothing.
+    pub fn new() -> Self {
+        DedupIndex::within(HostBudget::now)
+    }
+
+    /// Nothing, within the host memory that `memory` reads.
+    pub fn within(memory: fn() -> HostBudget) -> Self {
+        DedupIndex {
+            keys: RandomState::new(),
+            seen: HashMap::new(),
+            segments: HashMap::new(),
+            job: None,
+            parts: [Vec::new(), Vec::new()],
+            told_bytes: 0,
+            memory,
+        }
+    }
+
+    /// A process has left.
+    pub fn forget(&mut self, process: u64) {
+        self.seen.retain(|_, place| place.process != process);
+        let is_of = |place: &ChunkLocation| place.process == process;
+        let is_first = |with: &CompareTarget<S>| matches!(with, CompareTarget::Chunk(place, _) if is_of(place));
+        self.job = match self.job.take() {
+            Some(job) if is_of(&job.place) => None,
+            Some(job) if is_first(&job.with) => {
+                // The next one may have it in common with this one, which is not looked at again.
+                self.seen.insert(job.key, job.place);
+                None
+            }
+            job => job,
+        };
+    }
+
+    /// What all segments come to.
+    fn stored_bytes(&self) -> u64 {
+        let live = self.segments.values().filter(|segment| segment.strong_count() > 0);
+        (live.count() * CHUNK_BYTES) as u64
+    }
+
+    /// What all segments come to, and whether that was not reported.
+    pub fn report(&mut self) -> (u64, bool) {
+        let stored_bytes = self.stored_bytes();
+        let told_bytes = std::mem::replace(&mut self.told_bytes, stored_bytes);
+        (stored_bytes, told_bytes != stored_bytes)
+    }
+
+    /// Does a little; `Later`: somebody is to answer first. `finish` makes a segment of what was written.
+    ///
+    /// # Errors
+    /// [`RegionError`]: the driver refused in a way that may not pass.
+    pub fn step<H: ChunkHolder<Segment = S>>(
+        &mut self,
+        clients: &mut [H],
+        finish: impl FnOnce(SegmentDraft) -> Result<S, RegionError>,
+    ) -> Result<SessionStep, RegionError> {
+        let Some(mut job) = self.job.take() else {
+            let looked = self.look(clients);
+            if looked != SessionStep::More {
+                self.parts = [Vec::new(), Vec::new()];
+            }
+            return Ok(looked);
+        };
+        // Who has left, or cannot be read, has nothing in common.
+        if !matches!(job.compare(clients, &mut self.parts), Ok(true)) {
+            // The next one may have, with this one.
+            self.seen.insert(job.key, job.place);
+            return Ok(SessionStep::More);
+        }
+        if job.done < CHUNK_BYTES {
+            self.job = Some(job);
+            return Ok(SessionStep::More);
+        }
+        let (segment, first) = match job.with {
+            CompareTarget::Segment(segment) => (segment, None),
+            CompareTarget::Chunk(first, draft) => match finish(draft) {
+                Ok(segment) => (Rc::new(segment), Some(first)),
+                Err(RegionError::Cuda(error)) if !error.is_passing() => return Err(error.into()),
+                Err(_) => return Ok(SessionStep::More),
+            },
+        };
+        self.segments.retain(|_, segment| segment.strong_count() > 0);
+        self.segments.insert(job.key, Rc::downgrade(&segment));
+        for place in [Some(job.place), first].into_iter().flatten() {
+            if let Some(client) = find(clients, place) {
+                client.offer(place.chunk, &segment);
+            }
+        }
+        Ok(SessionStep::More)
+    }
+
+    /// Looks at the next chunk that nobody has looked at.
+    fn look<H: ChunkHolder<Segment = S>>(&mut self, clients: &mut [H]) -> SessionStep {
+        let mut waits = false;
+        for client in clients.iter_mut() {
+            waits |= client.is_asked();
+        }
+        let next = |client: &H| client.next_chunk().map(|chunk| (client.process(), chunk));
+        for (process, chunk) in clients.iter().filter_map(next).collect::<Vec<_>>() {
+            if self.look_at(clients, ChunkLocation { process, chunk }) {
+                return SessionStep::More;
+            }
+            // Another one has to answer first.
+            waits = true;
+        }
+        if waits { SessionStep::Later } else { SessionStep::Nothing }
+    }
+
+    /// Finds whom a chunk is to be compared with, if there is anybody. False: not yet.
+    fn look_at<H: ChunkHolder<Segment = S>>(
+        &mut self,
+        clients: &mut [H],
+        place: ChunkLocation,
+    ) -> bool {
+        let mut all = clients.iter_mut();
+        let Some(client) = all.find(|client| client.process() == place.process) else {
+            return false;
+        };
+        let print = self.print(client, place.chunk).ok().filter(|_| client.may_offer(place.chunk));
+        let Some(print) = print else {
+            client.has_looked();
+            return true;
+        };
+        let key = (client.domain(), print);
+        let of_another = self.seen.get(&key).copied().filter(|seen| seen.process != place.process);
+        let other =
+            of_another.and_then(|seen| find(clients, seen).map(|other| (seen, other.has_room())));
+        let known = self.segments.get(&key).and_then(Weak::upgrade);
+        let with = match (known, other) {
+            (Some(segment), _) => Some(CompareTarget::Segment(segment)),
+            (None, Some((_, false))) => return false,
+            (None, Some((seen, true))) if self.has_memory() => {
+                SegmentDraft::begin().ok().map(|draft| CompareTarget::Chunk(seen, draft))
+            }
+            _ => None,
+        };
+        if let Some(client) = find(clients, place) {
+            client.has_looked();
+        }
+        if with.is_none() {
+            self.seen.insert(key, place);
+        }
+        self.job = with.map(|with| CompareJob { key, place, done: 0, with });
+        true
+    }
+
+    /// Whether there may be one more.
+    fn has_memory(&self) -> bool {
+        let (one, memory) = (CHUNK_BYTES as u64, (self.memory)());
+        self.stored_bytes() + one <= memory.total_bytes / MAX_MEMORY_SHARE
+            && memory.free_bytes >= one + memory.total_bytes / MIN_FREE
+    }
+
+    fn print(&self, client: &impl ChunkHolder, chunk: usize) -> io::Result<u64> {
+        let mut hasher = self.keys.build_hasher();
+        let mut sample = [0; SAMPLE_BYTES];
+        for n in 0..SAMPLES {
+            client.read(chunk * CHUNK_BYTES + n * (CHUNK_BYTES / SAMPLES), &mut sample)?;
+            hasher.write(&sample);
+        }
+        Ok(hasher.finish())
+    }
+}
+
+impl<S: ChunkContent> CompareJob<S> {
+    /// Whether the next part is the same, too.
+    fn compare(
+        &mut self,
+        clients: &mut [impl ChunkHolder],
+        parts: &mut [Vec<u8>; 2],
+    ) -> io::Result<bool> {
+        let part_bytes = PART_BYTES.min(CHUNK_BYTES - self.done);
+        let [one, other] = parts;
+        one.resize(part_bytes, 0);
+        other.resize(part_bytes, 0);
+        read(clients, self.place, self.done, one)?;
+        match &mut self.with {
+            CompareTarget::Segment(segment) => segment.read(self.done, other)?,
+            CompareTarget::Chunk(place, _) => read(clients, *place, self.done, other)?,
+        }
+        if one != other {
+            return Ok(false);
+        }
+        if let CompareTarget::Chunk(_, draft) = &mut self.with {
+            draft.write(one)?;
+        }
+        self.done += part_bytes;
+        Ok(true)
+    }
+}
+
+/// Whoever is there still, and may be offered something in that place.
+fn find<H: ChunkHolder>(clients: &mut [H], place: ChunkLocation) -> Option<&mut H> {
+    let mut all = clients.iter_mut();
+    all.find(|client| client.process() == place.process && client.may_offer(place.chunk))
+}
+
+fn read(
+    clients: &mut [impl ChunkHolder],
+    place: ChunkLocation,
+    offset: usize,
+    to: &mut [u8],
+) -> io::Result<()> {
+    let client = find(clients, place).ok_or(io::ErrorKind::NotFound)?;
+    client.read(place.chunk * CHUNK_BYTES + offset, to)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a chunk of a process has: a word for each page, and other ones from a byte on.
+    #[derive(Clone, Copy)]
+    struct StoredChunk {
+        seed: u8,
+        other_from: usize,
+    }
+
+    const SAME: StoredChunk = StoredChunk { seed: 7, other_from: CHUNK_BYTES };
+    /// Behind every sample.
+    const ODD: StoredChunk = StoredChunk { seed: 7, other_from: CHUNK_BYTES - 1 };
+
+    impl ChunkContent for StoredChunk {
+        fn read(&self, offset: usize, to: &mut [u8]) -> io::Result<()> {
+            to.fill(self.seed);
+            let from = self.other_from.saturating_sub(offset).min(to.len());
+            to[from..].fill(self.seed + 1);
+            Ok(())
+        }
+    }
+
+    struct DedupProcess {
+        number: u64,
+        domain: u64,
+        chunks: Vec<StoredChunk>,
+        looked: usize,
+        room: usize,
+        offered: Vec<(usize, Rc<SegmentDraft>)>,
+    }
+
+    impl ChunkContent for SegmentDraft {
+        fn read(&self, _: usize, to: &mut [u8]) -> io::Result<()> {
+            // What is in it was equal to what others have: of these tests' chunks, the same byte.
+            to.fill(SAME.seed);
+            Ok(())
+        }
+    }
+
+    impl ChunkHolder for DedupProcess {
+        type Segment = SegmentDraft;
+        fn process(&self) -> u64 {
+            self.number
+        }
+        fn domain(&self) -> u64 {
+            self.domain
+        }
+        fn next_chunk(&self) -> Option<usize> {
+            (self.looked < self.chunks.len() && self.has_room()).then_some(self.looked)
+        }
+        fn has_looked(&mut self) {
+            self.looked += 1;
+        }
+        fn may_offer(&self, chunk: usize) -> bool {
+            self.offered.iter().all(|offered| offered.0 != chunk)
+        }
+        fn has_room(&self) -> bool {
+            self.room > 0
+        }
+        fn is_asked(&mut self) -> bool {
+            false
+        }
+        fn read(&self, offset: usize, to: &mut [u8]) -> io::Result<()> {
+            self.chunks[offset / CHUNK_BYTES].read(offset % CHUNK_BYTES, to)
+        }
+        fn offer(&mut self, chunk: usize, segment: &Rc<SegmentDraft>) {
+            self.room -= 1;
+            self.offered.push((chunk, Rc::clone(segment)));
+        }
+    }
+
+    fn process(number: u64, domain: u64, chunks: &[StoredChunk]) -> DedupProcess {
+        let chunks = chunks.to_vec();
+        DedupProcess { number, domain, chunks, looked: 0, room: 9, offered: Vec::new() }
+    }
+
+    /// Until there is nothing to do: what that is because of, and which chunks each was offered.
+    fn run(
+        dedup: &mut DedupIndex<SegmentDraft>,
+        all: &mut [DedupProcess],
+    ) -> (SessionStep, Vec<Vec<usize>>) {
+        loop {
+            match dedup.step(all, Ok).unwrap() {
+                SessionStep::More => {}
+                looked => {
+                    let of = |one: &DedupProcess| one.offered.iter().map(|offer| offer.0).collect();
+                    return (looked, all.iter().map(of).collect());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn only_what_is_the_same_to_the_last_byte_is_offered_and_only_within_a_domain() {
+        let mut dedup = DedupIndex::new();
+        let mut all = [
+            process(1, 5, &[ODD, SAME]),
+            process(2, 5, &[SAME]),
+            process(3, 6, &[SAME]),
+            process(4, 6, &[ODD]),
+        ];
+        let (looked, offered) = run(&mut dedup, &mut all);
+        assert_eq!(looked, SessionStep::Nothing);
+        assert_eq!(offered, [vec![1], vec![0], vec![], vec![]]);
+        assert_eq!(dedup.report(), (CHUNK_BYTES as u64, true));
+        assert_eq!(dedup.report(), (CHUNK_BYTES as u64, false));
+        assert_eq!(all[0].offered[0].1.written(), CHUNK_BYTES);
+        all.iter_mut().for_each(|one| one.offered.clear());
+        assert_eq!(dedup.report(), (0, true), "the last who had it is gone");
+    }
+
+    #[test]
+    fn chunks_in_another_order_are_found() {
+        const OTHER: StoredChunk = StoredChunk { seed: 9, other_from: CHUNK_BYTES };
+        let mut dedup = DedupIndex::new();
+        let mut both = [process(1, 5, &[SAME, OTHER]), process(2, 5, &[OTHER, SAME])];
+        let (_, offered) = run(&mut dedup, &mut both);
+        assert_eq!(offered, [vec![1, 0], vec![0, 1]]);
+    }
+
+    #[test]
+    fn a_third_one_gets_what_there_is_and_one_that_differs_does_not() {
+        let mut dedup = DedupIndex::new();
+        let mut two = vec![process(1, 5, &[SAME]), process(2, 5, &[SAME])];
+        run(&mut dedup, &mut two);
+        two.extend([process(3, 5, &[SAME]), process(4, 5, &[ODD])]);
+        let (_, offered) = run(&mut dedup, &mut two);
+        assert_eq!(offered, [vec![0], vec![0], vec![0], vec![]]);
+        assert_eq!(dedup.report().0, CHUNK_BYTES as u64);
+    }
+
+    #[test]
+    fn one_that_differs_is_in_nobodys_way_and_nobody_shares_with_itself() {
+        let mut dedup = DedupIndex::new();
+        let alone = process(1, 5, &[ODD, ODD]);
+        let mut all = [alone, process(2, 5, &[SAME]), process(3, 5, &[SAME])];
+        let (_, offered) = run(&mut dedup, &mut all);
+        assert_eq!(offered, [vec![], vec![0], vec![0]]);
+    }
+
+    #[test]
+    fn who_has_to_answer_first_is_waited_for_and_who_has_left_is_not() {
+        let mut dedup = DedupIndex::new();
+        let mut all = vec![process(1, 5, &[SAME]), process(2, 5, &[SAME])];
+        // It is looked at, and is to answer then.
+        dedup.step(&mut all[..1], Ok).unwrap();
+        all[0].room = 0;
+        let (looked, offered) = run(&mut dedup, &mut all);
+        assert_eq!((looked, offered), (SessionStep::Later, vec![vec![], vec![]]));
+        assert_eq!(all[1].looked, 0, "it has its turn");
+        all.remove(0);
+        dedup.forget(1);
+        assert_eq!(run(&mut dedup, &mut all).0, SessionStep::Nothing);
+        assert!(all[0].offered.is_empty());
+    }
+
+    #[test]
+    fn a_comparison_ends_with_who_leaves_in_the_middle() {
+        let mut dedup = DedupIndex::new();
+        let mut all = vec![process(1, 5, &[SAME]), process(2, 5, &[SAME])];
+        for _ in 0..4 {
+            dedup.step(&mut all, Ok).unwrap();
+        }
+        assert!(dedup.job.is_some());
+        dedup.forget(1);
+        assert!(dedup.job.is_none());
+        // Another one of that number has something else.
+        all[0] = process(1, 5, &[ODD]);
+        let (_, offered) = run(&mut dedup, &mut all);
+        assert_eq!(offered, [Vec::<usize>::new(), vec![]]);
+    }
+
+    #[test]
+    fn who_was_compared_with_one_that_left_is_compared_with_the_next() {
+        let mut dedup = DedupIndex::new();
+        let mut all = vec![process(1, 5, &[SAME]), process(2, 5, &[SAME])];
+        for _ in 0..4 {
+            dedup.step(&mut all, Ok).unwrap();
+        }
+        assert!(
+            matches!(&dedup.job, Some(CompareJob { with: CompareTarget::Chunk(first, _), .. }) if first.process == 1)
+        );
+        dedup.forget(1);
+        // It comes back, or another one does.
+        all[0] = process(1, 5, &[SAME]);
+        let (_, offered) = run(&mut dedup, &mut all);
+        assert_eq!(offered, [vec![0], vec![0]]);
+    }
+}

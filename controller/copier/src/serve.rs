@@ -1,0 +1,347 @@
+//! The loop: hears the controller and the agents, and does a little of what there is to do. Who is
+//! waited for comes first.
+
+use std::{
+    io,
+    os::fd::{AsFd, OwnedFd},
+    rc::Rc,
+    time::{Duration, Instant},
+};
+
+use affinode_proto::wire::{
+    copier::{CopierOrder, CopierReport},
+    message::FrameError,
+};
+use rustix::event::{PollFd, PollFlags, Timespec};
+
+use crate::{
+    clock,
+    dedup::DedupIndex,
+    session::{ProcessSession, SessionError, SessionStep},
+    socket,
+    sys::{CudaDriver, CudaError, HostRegion, SegmentDraft, SharedSegment},
+};
+
+/// No process has this number.
+const NOBODY: u64 = 0;
+
+/// How often the device is asked whether copies have ended.
+const SOON_NS: i64 = 500_000;
+
+/// By then 60 GiB that were released are wiped.
+const WIPED_AFTER: Duration = Duration::from_millis(200);
+
+/// Why a copier ended.
+#[derive(Debug, thiserror::Error)]
+pub enum CopierError {
+    /// No context.
+    #[error("no context on the GPU {uuid}")]
+    Cuda {
+        /// Which.
+        uuid: String,
+        /// Why.
+        #[source]
+        source: CudaError,
+    },
+    /// The controller's socket.
+    #[error("the controller cannot be heard")]
+    Io(#[from] io::Error),
+    /// What came on it.
+    #[error("the controller said something else than an order")]
+    Frame(#[from] FrameError),
+    /// The driver refused in a way that does not pass.
+    #[error("the context is of no use any more")]
+    Broken(#[source] Box<dyn std::error::Error>),
+}
+
+/// Serves until the controller hangs up. `uuid` is the GPU's, as NVML writes it.
+///
+/// # Errors
+/// [`CopierError`]
+pub fn run(controller: OwnedFd, library: &str, uuid: &str) -> Result<(), CopierError> {
+    if hung_up(&controller)? {
+        return Ok(());
+    }
+    let cuda = CudaDriver::open(library, uuid)
+        .map_err(|source| CopierError::Cuda { uuid: uuid.to_owned(), source })?;
+    socket::send(&controller, &CopierReport::Ready.encode(), None)?;
+    tracing::info!(gpu = uuid, "copier is ready");
+    let mut copier = CopierServer::new(controller, cuda, DedupIndex::new());
+    let mut step = SessionStep::Nothing;
+    loop {
+        copier.wait(step)?;
+        match copier.turn()? {
+            Some(next) => step = next,
+            None => return Ok(()),
+        }
+    }
+}
+
+/// Whether the controller has ended before this process asked to end with it.
+fn hung_up(controller: &OwnedFd) -> io::Result<bool> {
+    let mut polled = [PollFd::new(controller, PollFlags::empty())];
+    rustix::event::poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))?;
+    Ok(polled[0].revents().contains(PollFlags::HUP))
+}
+
+pub(crate) struct CopierServer {
+    controller: OwnedFd,
+    cuda: Rc<CudaDriver>,
+    clients: Vec<ProcessSession>,
+    /// Of those that are gone, while nobody is waited for: the driver does one thing at a time.
+    leaving: Vec<HostRegion>,
+    dedup: DedupIndex<SharedSegment>,
+    /// When the last of them had left, until what it released is taken note of.
+    wiping: Option<Instant>,
+    /// Nothing that takes VRAM may begin.
+    held: bool,
+}
+
+impl CopierServer {
+    /// Serves no process yet.
+    pub(crate) fn new(
+        controller: OwnedFd,
+        cuda: Rc<CudaDriver>,
+        dedup: DedupIndex<SharedSegment>,
+    ) -> CopierServer {
+        CopierServer {
+            controller,
+            cuda,
+            clients: Vec::new(),
+            leaving: Vec::new(),
+            dedup,
+            wiping: None,
+            held: false,
+        }
+    }
+
+    /// Takes in what was said, and does a little of what there is to do. `None`: the controller
+    /// has hung up.
+    pub(crate) fn turn(&mut self) -> Result<Option<SessionStep>, CopierError> {
+        if !self.hear_controller()? {
+            return Ok(None);
+        }
+        self.hear_clients()?;
+        let step = self.work()?;
+        self.tell_shared();
+        Ok(Some(step))
+    }
+
+    fn wait(&self, step: SessionStep) -> Result<(), CopierError> {
+        let own = [self.controller.as_fd()];
+        let sockets = own.into_iter().chain(self.clients.iter().map(ProcessSession::socket));
+        let mut polled: Vec<PollFd<'_>> =
+            sockets.map(|socket| PollFd::from_borrowed_fd(socket, PollFlags::IN)).collect();
+        let at_most = match step {
+            SessionStep::More => Some(Timespec { tv_sec: 0, tv_nsec: 0 }),
+            SessionStep::Soon => Some(Timespec { tv_sec: 0, tv_nsec: SOON_NS }),
+            SessionStep::Later | SessionStep::Nothing if self.wiping.is_some() && !self.held => {
+                Some(Timespec { tv_sec: 0, tv_nsec: WIPED_AFTER.subsec_nanos().into() })
+            }
+            SessionStep::Later => Some(Timespec { tv_sec: 1, tv_nsec: 0 }),
+            SessionStep::Nothing => None,
+        };
+        match rustix::event::poll(&mut polled, at_most.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(errno) => Err(io::Error::from(errno).into()),
+        }
+    }
+
+    /// False: it has hung up.
+    fn hear_controller(&mut self) -> Result<bool, CopierError> {
+        loop {
+            let (frame, descriptor) = match socket::receive(&self.controller) {
+                Ok(received) => received,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(true),
+                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(false),
+                Err(error) => return Err(error.into()),
+            };
+            match CopierOrder::decode(&frame)? {
+                CopierOrder::Attach { process, most_bytes, domain } => {
+                    // The controller knows already that the old one is over.
+                    let old = |client: &ProcessSession| client.process() == process;
+                    let old: Vec<ProcessSession> =
+                        self.clients.extract_if(.., |client| old(client)).collect();
+                    self.dedup.forget(process);
+                    self.leaving.extend(old.into_iter().filter_map(ProcessSession::into_region));
+                    if let Some(socket) = descriptor {
+                        let cuda = &self.cuda;
+                        self.clients
+                            .push(ProcessSession::new(cuda, socket, process, most_bytes, domain));
+                    }
+                }
+                CopierOrder::Fill { process, most_bytes } => {
+                    // What it has said already counts.
+                    self.hear_clients()?;
+                    self.each(|client| match client.process() == process {
+                        true => client.grant(most_bytes),
+                        false => Ok(()),
+                    })?;
+                }
+                CopierOrder::Register { on } => self.held = on,
+            }
+        }
+    }
+
+    fn hear_clients(&mut self) -> Result<(), CopierError> {
+        self.each(ProcessSession::hear)
+    }
+
+    /// Does something with each; who makes it impossible is hung up on.
+    fn each(
+        &mut self,
+        mut body: impl FnMut(&mut ProcessSession) -> Result<(), SessionError>,
+    ) -> Result<(), CopierError> {
+        let mut over = Vec::new();
+        for client in &mut self.clients {
+            if let Err(error) = body(client) {
+                note(client.process(), &error);
+                over.push(client.process());
+                pass(error)?;
+            }
+        }
+        self.end(|client| over.contains(&client.process()));
+        Ok(())
+    }
+
+    fn end(&mut self, which: impl Fn(&ProcessSession) -> bool) {
+        let ended: Vec<ProcessSession> =
+            self.clients.extract_if(.., |client| which(client)).collect();
+        let some = !ended.is_empty();
+        for client in ended {
+            let process = client.process();
+            self.leaving.extend(client.into_region());
+            self.dedup.forget(process);
+            self.report(CopierReport::Detached { process });
+        }
+        if some && self.leaving.is_empty() {
+            self.report(CopierReport::Released);
+        }
+    }
+
+    /// Tells how much is held once, where that has changed.
+    fn tell_shared(&mut self) {
+        let (stored_bytes, changed) = self.dedup.report();
+        let of = |client: &mut ProcessSession| {
+            client.shared_bytes().map(|bytes| (client.process(), bytes))
+        };
+        let told: Vec<(u64, u64)> = self.clients.iter_mut().filter_map(of).collect();
+        for (process, bytes) in &told {
+            let (process, bytes) = (*process, *bytes);
+            self.report(CopierReport::Shared { process, bytes, stored_bytes });
+        }
+        if changed && told.is_empty() {
+            self.report(CopierReport::Shared { process: NOBODY, bytes: 0, stored_bytes });
+        }
+    }
+
+    /// A little for everybody who is waited for; else one thing for one of the others.
+    fn work(&mut self) -> Result<SessionStep, CopierError> {
+        let urgent = self.clients.iter().any(ProcessSession::is_urgent);
+        let held = self.held;
+        let (mut most, mut over, mut reports) = (SessionStep::Nothing, Vec::new(), Vec::new());
+        for client in self.clients.iter_mut().filter(|client| client.is_urgent() == urgent) {
+            if held && client.is_registering() {
+                continue;
+            }
+            match client.step() {
+                Ok((step, report)) => {
+                    reports.extend(report);
+                    most = match (most, step) {
+                        (SessionStep::More, _) | (_, SessionStep::More) => SessionStep::More,
+                        (SessionStep::Soon, _) | (_, SessionStep::Soon) => SessionStep::Soon,
+                        (SessionStep::Later, _) | (_, SessionStep::Later) => SessionStep::Later,
+                        _ => SessionStep::Nothing,
+                    };
+                    if !urgent && step == SessionStep::More {
+                        break;
+                    }
+                }
+                Err(error) => {
+                    note(client.process(), &error);
+                    over.push(client.process());
+                    pass(error)?;
+                }
+            }
+        }
+        for report in reports {
+            if matches!(report, CopierReport::Registered { .. }) {
+                self.wiping = Some(clock::now());
+            }
+            self.report(report);
+        }
+        self.end(|client| over.contains(&client.process()));
+        // Host memory that is kept from those who want it back waits for those alone who come home.
+        let free =
+            !self.clients.iter().any(ProcessSession::is_filling) && most != SessionStep::More;
+        if free && let Some(region) = self.leaving.last_mut() {
+            let more = region.unregister_last();
+            if !more.map_err(|error| CopierError::Broken(error.into()))? {
+                self.leaving.pop();
+                if self.leaving.is_empty() {
+                    self.report(CopierReport::Released);
+                }
+            }
+            return Ok(SessionStep::More);
+        }
+        let busy = urgent || self.held || self.clients.iter().any(ProcessSession::is_registering);
+        if !busy && matches!(most, SessionStep::Nothing | SessionStep::Later) {
+            for client in &mut self.clients {
+                if client.let_go_next().map_err(|error| CopierError::Broken(error.into()))? {
+                    return Ok(SessionStep::More);
+                }
+            }
+            let finish = |draft: SegmentDraft| draft.finish(&self.cuda);
+            let step = self.dedup.step(&mut self.clients, finish);
+            let step = step.map_err(|error| CopierError::Broken(error.into()))?;
+            if step != SessionStep::Nothing {
+                return Ok(step);
+            }
+            if self.wiping.take_if(|since| clock::since(*since) >= WIPED_AFTER).is_some() {
+                self.cuda.take_note();
+            }
+        }
+        // Those that were not urgent have their turn when nobody is any more.
+        let over = urgent && matches!(most, SessionStep::Nothing | SessionStep::Later);
+        Ok(if over { SessionStep::More } else { most })
+    }
+
+    /// A controller that does not listen hangs up before long.
+    fn report(&self, report: CopierReport) {
+        let _ = socket::send(&self.controller, &report.encode(), None);
+    }
+}
+
+/// An error of one process is no reason to end, unless the next would fare no better.
+fn pass(error: SessionError) -> Result<(), CopierError> {
+    if error.is_fatal() { Err(CopierError::Broken(error.into())) } else { Ok(()) }
+}
+
+fn note(process: u64, error: &SessionError) {
+    if matches!(error, SessionError::HungUp) {
+        return;
+    }
+    let error: &dyn std::error::Error = error;
+    tracing::warn!(process, error, "a process is left to bring itself home");
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType};
+
+    use super::*;
+
+    const NO_LIBRARY: &str = "/nonexistent/libcuda.so.1";
+
+    #[test]
+    fn one_that_comes_too_late_ends_without_a_context() {
+        let flags = SocketFlags::CLOEXEC;
+        let (ours, theirs) =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+                .unwrap();
+        let said = run(ours.try_clone().unwrap(), NO_LIBRARY, "GPU-1");
+        assert!(matches!(said, Err(CopierError::Cuda { .. })), "who is waited for tries: {said:?}");
+        drop(theirs);
+        run(ours, NO_LIBRARY, "GPU-1").unwrap();
+    }
+}

@@ -1,0 +1,228 @@
+//! What a process has in common with others: held once, in a segment, while it is away.
+//!
+//! ```text
+//! chunk:  not looked at ──> looked at ──Same──> offered ──Mapped──> elsewhere
+//!                                                  │  └──not taken──> looked at
+//!                                                  └──no answer in time──> nothing more is offered
+//! ```
+
+use std::{
+    collections::BTreeMap,
+    io,
+    rc::Rc,
+    time::{Duration, Instant},
+};
+
+use affinode_proto::wire::copier::FromCopier;
+
+use super::{ProcessSession, SessionError};
+use crate::{
+    clock,
+    dedup::ChunkHolder,
+    sys::{CHUNK_BYTES, CudaError, HostRegion, SharedSegment},
+};
+
+/// A process that has not answered so many is offered no more yet.
+const MAX_OFFERED: usize = 2;
+/// One that is stopped does not answer, and keeps others from what they have in common with it.
+const ANSWERS: Duration = Duration::from_secs(5);
+
+/// How far that is for one process.
+#[derive(Debug)]
+pub struct ContentSharing<S> {
+    /// Who may have something in common; 0: this one with nobody.
+    domain: u64,
+    /// Whether it may be offered anything now.
+    open: bool,
+    /// The first chunk that was not looked at.
+    next: usize,
+    offered: BTreeMap<usize, (Instant, Rc<S>)>,
+    told_bytes: usize,
+}
+
+impl<S> ContentSharing<S> {
+    /// Nothing was looked at yet.
+    pub fn of(domain: u64) -> Self {
+        ContentSharing { domain, open: false, next: 0, offered: BTreeMap::new(), told_bytes: 0 }
+    }
+
+    /// It is away, and all of its memory is held.
+    pub fn open(&mut self) {
+        self.open = self.domain != 0;
+    }
+
+    /// It is to come home: it is offered nothing more, and may answer still.
+    pub fn end(&mut self) {
+        self.open = false;
+    }
+
+    /// It comes home: of what it has not answered it answers nothing any more.
+    pub fn close(&mut self) {
+        self.open = false;
+        self.offered.clear();
+    }
+
+    /// Ends it if it does not answer.
+    fn expire(&mut self, now: Instant) {
+        self.open &= self.offered.values().all(|(since, _)| now - *since < ANSWERS);
+    }
+
+    /// Whether it may be offered something for a chunk, now or soon.
+    fn may_offer(&self, chunk: usize) -> bool {
+        self.open && !self.offered.contains_key(&chunk)
+    }
+
+    fn has_room(&self) -> bool {
+        self.offered.len() < MAX_OFFERED
+    }
+
+    /// The next chunk of so many to look at, unless it is to answer first.
+    fn next(&self, chunks: usize) -> Option<usize> {
+        (self.open && self.has_room() && self.next < chunks).then_some(self.next)
+    }
+
+    fn offer(&mut self, chunk: usize, segment: Rc<S>) {
+        self.offered.insert(chunk, (clock::now(), segment));
+    }
+
+    fn answered(&mut self, chunk: usize) -> Option<Rc<S>> {
+        self.offered.remove(&chunk).map(|(_, segment)| segment)
+    }
+
+    /// How much is elsewhere, if that was not reported.
+    fn report(&mut self, elsewhere_bytes: usize) -> Option<u64> {
+        let told = std::mem::replace(&mut self.told_bytes, elsewhere_bytes);
+        (told != elsewhere_bytes).then_some(elsewhere_bytes as u64)
+    }
+}
+
+impl ProcessSession {
+    /// It has answered what it was offered for a chunk.
+    pub(super) fn mapped(&mut self, chunk: usize, taken: bool) -> Result<(), SessionError> {
+        let segment = self.sharing.answered(chunk).ok_or(SessionError::Order)?;
+        match &mut self.region {
+            Some(region) if taken => Ok(region.put_elsewhere(chunk, segment)?),
+            _ => Ok(()),
+        }
+    }
+
+    /// Lets go of what it has given up for a segment. False: there is nothing of that.
+    ///
+    /// # Errors
+    /// [`CudaError`]: the context is of no use any more.
+    pub fn let_go_next(&mut self) -> Result<bool, CudaError> {
+        self.region.as_mut().map_or(Ok(false), HostRegion::let_go_next)
+    }
+
+    /// How much of it is in segments, if that has changed.
+    pub fn shared_bytes(&mut self) -> Option<u64> {
+        self.sharing.report(self.region.as_ref().map_or(0, HostRegion::elsewhere_bytes))
+    }
+}
+
+impl ChunkHolder for ProcessSession {
+    type Segment = SharedSegment;
+
+    fn process(&self) -> u64 {
+        self.process
+    }
+
+    fn domain(&self) -> u64 {
+        self.sharing.domain
+    }
+
+    fn is_asked(&mut self) -> bool {
+        self.sharing.expire(clock::now());
+        self.sharing.open && !self.sharing.offered.is_empty()
+    }
+
+    fn next_chunk(&self) -> Option<usize> {
+        let chunks = usize::try_from(self.copied_out_bytes).unwrap_or(0) / CHUNK_BYTES;
+        self.sharing.next(chunks)
+    }
+
+    fn has_looked(&mut self) {
+        self.sharing.next += 1;
+    }
+
+    fn may_offer(&self, chunk: usize) -> bool {
+        let held_alone = |region: &HostRegion| !region.is_elsewhere(chunk);
+        self.sharing.may_offer(chunk) && self.region.as_ref().is_some_and(held_alone)
+    }
+
+    fn has_room(&self) -> bool {
+        self.sharing.has_room()
+    }
+
+    fn read(&self, offset: usize, to: &mut [u8]) -> io::Result<()> {
+        let region = self.region.as_ref().ok_or(io::ErrorKind::NotFound)?;
+        region.read(offset, to)
+    }
+
+    fn offer(&mut self, chunk: usize, segment: &Rc<SharedSegment>) {
+        let Ok(index) = u32::try_from(chunk) else { return };
+        if let Ok(own) = segment.to_read()
+            && matches!(self.tell(FromCopier::Same { chunk: index }, Some(&own)), Ok(true))
+        {
+            self.sharing.offer(chunk, Rc::clone(segment));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_who_is_away_and_of_a_domain_is_looked_at() {
+        let mut none = ContentSharing::<u8>::of(0);
+        none.open();
+        assert!(none.next(3).is_none() && !none.may_offer(0));
+        let mut sharing = ContentSharing::<u8>::of(7);
+        assert!(sharing.next(2).is_none() && !sharing.may_offer(0), "not away yet");
+        sharing.open();
+        assert!(sharing.next(2) == Some(0) && sharing.may_offer(1));
+        sharing.next = 2;
+        assert_eq!(sharing.next(2), None, "all were");
+        sharing.end();
+        assert!(sharing.next(9).is_none() && !sharing.may_offer(1), "it is to come home");
+    }
+
+    #[test]
+    fn who_is_asked_twice_is_to_answer_first_and_in_time() {
+        let mut sharing = ContentSharing::of(7);
+        sharing.open();
+        sharing.offer(3, Rc::new(1));
+        assert!(sharing.next(9) == Some(0) && !sharing.may_offer(3));
+        sharing.offer(4, Rc::new(2));
+        assert!(sharing.next(9).is_none() && !sharing.has_room());
+        assert_eq!([sharing.answered(5), sharing.answered(4)], [None, Some(Rc::new(2))]);
+        assert!(sharing.next(9).is_some() && sharing.may_offer(4));
+        let now = Instant::now();
+        sharing.expire(now);
+        assert!(sharing.next(9).is_some());
+        sharing.expire(now + ANSWERS);
+        assert!(sharing.next(9).is_none(), "it is asked no more");
+    }
+
+    /// The order to come home and an answer may cross; what it says first it answers no more.
+    #[test]
+    fn who_is_to_come_home_may_answer_until_it_does() {
+        let mut sharing = ContentSharing::of(7);
+        sharing.open();
+        sharing.offer(3, Rc::new(1));
+        sharing.offer(4, Rc::new(2));
+        sharing.end();
+        assert_eq!(sharing.answered(3), Some(Rc::new(1)));
+        sharing.close();
+        assert_eq!(sharing.answered(4), None);
+    }
+
+    #[test]
+    fn what_was_reported_is_not_again() {
+        let mut sharing = ContentSharing::<u8>::of(7);
+        assert_eq!(sharing.report(0), None);
+        assert_eq!([sharing.report(5), sharing.report(5)], [Some(5), None]);
+        assert_eq!(sharing.report(0), Some(0));
+    }
+}

@@ -1,0 +1,702 @@
+//! A driver that is played, one for each thread: what it has of memory, mappings, registrations,
+//! streams and events, and every rule of the real driver that a copier can break.
+//!
+//! A broken rule is recorded as a fault, and does not panic: a panic must not leave a function that
+//! is called as the driver's. Fresh memory holds [`SECRET`], which stands for the content of another
+//! tenant. Host memory and device memory are copied for real.
+
+use std::{
+    cell::RefCell,
+    collections::{BTreeMap, VecDeque},
+    ffi::c_void,
+    os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd},
+    rc::Rc,
+};
+
+use affinode_cuda_sys::{
+    ACCESS_READ_WRITE, ALLOCATION_PINNED, LOCATION_DEVICE, MemAccessDesc, MemAllocationProp, result,
+};
+use rustix::fs::MemfdFlags;
+
+use super::{
+    CudaDriver, CudaError,
+    cuda::{Functions, POSIX_DESCRIPTOR},
+};
+
+/// What fresh device memory is full of.
+pub const SECRET: u8 = 0xee;
+/// The device of the context.
+pub const UUID: [u8; 16] = [7; 16];
+/// [`UUID`] as NVML writes it.
+pub const UUID_TEXT: &str = "GPU-07070707-0707-0707-0707-070707070707";
+
+const ALREADY_MAPPED: u32 = 208;
+const ALREADY_REGISTERED: u32 = 712;
+const NOT_REGISTERED: u32 = 713;
+/// From this code on an error of the driver stays with the context.
+const STICKY: u32 = 700;
+const INVALID_HANDLE: u32 = 400;
+const PAGE_BYTES: usize = 4096;
+/// In which it is known of device memory whether it was filled.
+const GRAIN_BYTES: usize = 64 << 10;
+
+thread_local! {
+    static FAKE: RefCell<Fake> = RefCell::new(Fake::default());
+}
+
+#[derive(Debug)]
+struct Memory {
+    bytes: usize,
+    /// What it is full of, until something is copied to it.
+    byte: u8,
+    /// Empty as long as it is full of one byte.
+    content: Vec<u8>,
+    /// Which grains hold what was copied there.
+    filled: Vec<bool>,
+    rdma: bool,
+    /// Another process made it.
+    imported: bool,
+}
+
+impl Memory {
+    fn content(&mut self) -> &mut Vec<u8> {
+        self.content.resize(self.bytes, self.byte);
+        &mut self.content
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Mapping {
+    memory: u64,
+    bytes: usize,
+    writable: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Work {
+    In { host: usize, device: u64, bytes: usize },
+    Out { host: usize, device: u64, bytes: usize },
+    Record { event: usize },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Event {
+    Idle,
+    Pending,
+    Failed(u32),
+}
+
+/// A call that is refused.
+#[derive(Clone, Copy, Debug)]
+struct Refusal {
+    call: Option<&'static str>,
+    /// How many of these calls are let through before.
+    after: usize,
+    code: u32,
+}
+
+/// What is there of each kind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Left {
+    /// Handles of device memory.
+    pub handles: usize,
+    /// Mappings of device memory.
+    pub mappings: usize,
+    /// Reserved ranges of device addresses.
+    pub reservations: usize,
+    /// Registrations of host memory.
+    pub registrations: usize,
+    /// Streams.
+    pub streams: usize,
+    /// Events.
+    pub events: usize,
+}
+
+/// The state of the driver.
+#[derive(Debug, Default)]
+pub struct Fake {
+    total_bytes: u64,
+    used_by_others_bytes: u64,
+    /// What each request for memory must leave: the room of the driver's restore.
+    floor_bytes: u64,
+    rdma_capable: bool,
+    compute_mode: i32,
+    next: u64,
+    memories: BTreeMap<u64, Memory>,
+    handles: BTreeMap<u64, u64>,
+    reserved: BTreeMap<u64, usize>,
+    mapped: BTreeMap<u64, Mapping>,
+    registered: BTreeMap<usize, usize>,
+    streams: BTreeMap<usize, VecDeque<Work>>,
+    events: BTreeMap<usize, Event>,
+    exported: BTreeMap<(u64, u64), u64>,
+    /// Copies wait for [`run_copies`].
+    copies_wait: bool,
+    /// The next copies fail with this.
+    copies_fail: u32,
+    sticky: u32,
+    refusals: Vec<Refusal>,
+    calls: Vec<&'static str>,
+    faults: Vec<String>,
+}
+
+/// Starts the driver of this thread anew, with so much memory.
+pub fn reset(total_bytes: u64) {
+    FAKE.replace(Fake { total_bytes, rdma_capable: true, next: 1, ..Fake::default() });
+}
+
+/// A context on the device of [`UUID`].
+///
+/// # Errors
+/// [`CudaError`]: a call was to be refused.
+pub fn open() -> Result<Rc<CudaDriver>, CudaError> {
+    CudaDriver::with(functions(), UUID_TEXT)
+}
+
+/// Looks at the state, or changes it.
+pub fn with<T>(body: impl FnOnce(&mut Fake) -> T) -> T {
+    FAKE.with_borrow_mut(body)
+}
+
+/// Does what was begun on all streams.
+pub fn run_copies() {
+    with(|fake| {
+        for stream in fake.streams.keys().copied().collect::<Vec<_>>() {
+            fake.run(stream);
+        }
+    });
+}
+
+/// Memory that another process has made, full of a byte, as a descriptor that it is imported by.
+///
+/// # Errors
+/// The `errno` of the kernel.
+pub fn made_by_another(bytes: usize, byte: u8) -> std::io::Result<OwnedFd> {
+    with(|fake| {
+        let memory = fake.add(bytes, byte, false, true);
+        fake.export(memory)
+    })
+}
+
+/// What a descriptor leads to, as the process sees it that has imported it.
+pub fn content(exported: BorrowedFd<'_>) -> Option<Vec<u8>> {
+    with(|fake| {
+        let memory = fake.exported.get(&identity(exported)?)?;
+        fake.memories.get_mut(memory).map(|memory| memory.content().clone())
+    })
+}
+
+/// Whether others on the bus may reach what a descriptor leads to.
+pub fn is_rdma(exported: BorrowedFd<'_>) -> Option<bool> {
+    with(|fake| {
+        let memory = fake.exported.get(&identity(exported)?)?;
+        fake.memories.get(memory).map(|memory| memory.rdma)
+    })
+}
+
+fn identity(file: BorrowedFd<'_>) -> Option<(u64, u64)> {
+    rustix::fs::fstat(file).ok().map(|stat| (stat.st_dev, stat.st_ino))
+}
+
+impl Fake {
+    /// What is left of what the driver was asked for.
+    pub fn left(&self) -> Left {
+        Left {
+            handles: self.handles.len(),
+            mappings: self.mapped.len(),
+            reservations: self.reserved.len(),
+            registrations: self.registered.len(),
+            streams: self.streams.len(),
+            events: self.events.len(),
+        }
+    }
+
+    /// The rules that were broken.
+    pub fn faults(&self) -> &[String] {
+        &self.faults
+    }
+
+    /// The calls so far.
+    pub fn calls(&self) -> &[&'static str] {
+        &self.calls
+    }
+
+    /// How many bytes of host memory are registered.
+    pub fn registered_bytes(&self) -> usize {
+        self.registered.values().sum()
+    }
+
+    /// Device memory that this process has made and has a handle of.
+    pub fn made_bytes(&self) -> u64 {
+        let made = |id: &&u64| self.memories.get(id).is_some_and(|memory| !memory.imported);
+        self.handles.values().filter(made).map(|id| self.bytes_of(*id)).sum()
+    }
+
+    /// Device memory of others that this process has a handle of.
+    pub fn imported_bytes(&self) -> u64 {
+        let imported = |id: &&u64| self.memories.get(id).is_some_and(|memory| memory.imported);
+        self.handles.values().filter(imported).map(|id| self.bytes_of(*id)).sum()
+    }
+
+    /// Other processes have so much.
+    pub fn others_use(&mut self, bytes: u64) {
+        self.used_by_others_bytes = bytes;
+    }
+
+    /// From now on each request for memory must leave so much.
+    pub fn must_leave(&mut self, bytes: u64) {
+        self.floor_bytes = bytes;
+    }
+
+    /// Copies wait for [`run_copies`] from now on.
+    pub fn copies_wait(&mut self) {
+        self.copies_wait = true;
+    }
+
+    /// Copies fail from now on.
+    pub fn copies_fail(&mut self, code: u32) {
+        self.copies_fail = code;
+    }
+
+    /// Others on the bus can reach no memory of the device.
+    pub fn is_not_rdma_capable(&mut self) {
+        self.rdma_capable = false;
+    }
+
+    /// How many processes the device takes.
+    pub fn compute_mode(&mut self, mode: i32) {
+        self.compute_mode = mode;
+    }
+
+    /// Refuses one call, of a name or of any, after so many.
+    pub fn refuse(&mut self, call: Option<&'static str>, after: usize, code: u32) {
+        self.refusals.push(Refusal { call, after, code });
+    }
+
+    fn bytes_of(&self, memory: u64) -> u64 {
+        self.memories.get(&memory).map_or(0, |memory| memory.bytes as u64)
+    }
+
+    fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    fn fault(&mut self, what: impl Into<String>) {
+        self.faults.push(what.into());
+    }
+
+    fn free_bytes(&self) -> u64 {
+        let own: u64 = self.memories.values().filter(|m| !m.imported).map(|m| m.bytes as u64).sum();
+        self.total_bytes.saturating_sub(self.used_by_others_bytes + own)
+    }
+
+    fn add(&mut self, bytes: usize, byte: u8, rdma: bool, imported: bool) -> u64 {
+        let id = self.number();
+        let filled = vec![imported; bytes.div_ceil(GRAIN_BYTES)];
+        self.memories
+            .insert(id, Memory { bytes, byte, content: Vec::new(), filled, rdma, imported });
+        id
+    }
+
+    fn export(&mut self, memory: u64) -> std::io::Result<OwnedFd> {
+        let file = rustix::fs::memfd_create("device-memory", MemfdFlags::CLOEXEC)?;
+        if let Some(identity) = identity(file.as_fd()) {
+            self.exported.insert(identity, memory);
+        }
+        Ok(file)
+    }
+
+    /// The mapping that holds a range.
+    fn mapping(&self, device: u64, bytes: usize) -> Option<(u64, usize, Mapping)> {
+        let (start, mapping) = self.mapped.range(..=device).next_back()?;
+        let offset = usize::try_from(device - start).ok()?;
+        (offset + bytes <= mapping.bytes).then_some((*start, offset, *mapping))
+    }
+
+    /// Whether a range of host memory is within one registration.
+    fn is_registered(&self, host: usize, bytes: usize) -> bool {
+        self.registered
+            .range(..=host)
+            .next_back()
+            .is_some_and(|(start, of)| host + bytes <= start + of)
+    }
+
+    fn begin(&mut self, stream: usize, work: Work) -> Result<(), u32> {
+        if let Work::In { host, device, bytes } | Work::Out { host, device, bytes } = work {
+            if !self.is_registered(host, bytes) {
+                self.fault("a copy of host memory that is not within one registration");
+                return Err(result::INVALID_VALUE);
+            }
+            if !self.mapping(device, bytes).is_some_and(|(_, _, mapping)| mapping.writable) {
+                self.fault("a copy of device memory that is not mapped, or not with access");
+                return Err(result::INVALID_VALUE);
+            }
+        }
+        self.streams.get_mut(&stream).ok_or(INVALID_HANDLE)?.push_back(work);
+        if !self.copies_wait {
+            self.run(stream);
+        }
+        Ok(())
+    }
+
+    fn run(&mut self, stream: usize) {
+        while let Some(work) = self.streams.get_mut(&stream).and_then(VecDeque::pop_front) {
+            match work {
+                Work::Record { event } => {
+                    let failed = self.sticky;
+                    if let Some(event) = self.events.get_mut(&event) {
+                        *event = if failed == 0 { Event::Idle } else { Event::Failed(failed) };
+                    }
+                }
+                _ if self.copies_fail != 0 => self.sticky = self.copies_fail,
+                Work::In { host, device, bytes } => self.copy(host, device, bytes, true),
+                Work::Out { host, device, bytes } => self.copy(host, device, bytes, false),
+            }
+        }
+    }
+
+    fn copy(&mut self, host: usize, device: u64, bytes: usize, is_in: bool) {
+        let mapping = self.mapping(device, bytes);
+        let (true, Some((_, offset, mapping))) = (self.is_registered(host, bytes), mapping) else {
+            return self.fault("memory was taken away beneath a copy");
+        };
+        match resident(host, bytes) {
+            None => return self.fault("host memory was unmapped beneath a copy"),
+            // The device has the pages that were there when they were registered. What a process
+            // punches out of its file afterwards hurts itself alone, and has no content here.
+            Some(false) => return self.filled(mapping.memory, offset, bytes, is_in),
+            Some(true) => {}
+        }
+        let Some(memory) = self.memories.get_mut(&mapping.memory) else {
+            return self.fault("a mapping of nothing");
+        };
+        let host = std::ptr::with_exposed_provenance_mut::<u8>(host);
+        let device = &mut memory.content()[offset..offset + bytes];
+        // SAFETY: the range is mapped, as was just looked at, and registered: its owner keeps it so
+        // until the copy has ended. Nothing else of this thread has a reference to it.
+        unsafe {
+            if is_in {
+                host.copy_to_nonoverlapping(device.as_mut_ptr(), bytes);
+            } else {
+                host.copy_from_nonoverlapping(device.as_ptr(), bytes);
+            }
+        }
+        self.filled(mapping.memory, offset, bytes, is_in);
+    }
+
+    fn filled(&mut self, memory: u64, offset: usize, bytes: usize, is_in: bool) {
+        if let Some(memory) = self.memories.get_mut(&memory)
+            && is_in
+        {
+            memory.filled[offset / GRAIN_BYTES..(offset + bytes).div_ceil(GRAIN_BYTES)].fill(true);
+        }
+    }
+
+    fn has_work_on_device(&self, start: u64, bytes: usize) -> bool {
+        self.streams.values().flatten().any(|work| match *work {
+            Work::In { device, bytes: many, .. } | Work::Out { device, bytes: many, .. } => {
+                device < start + bytes as u64 && start < device + many as u64
+            }
+            Work::Record { .. } => false,
+        })
+    }
+
+    fn has_work_on_host(&self, start: usize, bytes: usize) -> bool {
+        self.streams.values().flatten().any(|work| match *work {
+            Work::In { host, bytes: many, .. } | Work::Out { host, bytes: many, .. } => {
+                host < start + bytes && start < host + many
+            }
+            Work::Record { .. } => false,
+        })
+    }
+
+    /// Memory without a handle and without a mapping is gone; others keep what they made, and what
+    /// they were given.
+    fn forget(&mut self, id: u64) {
+        let is_held = self.handles.values().any(|of| *of == id)
+            || self.mapped.values().any(|of| of.memory == id)
+            || self.exported.values().any(|of| *of == id);
+        if !is_held {
+            self.memories.remove(&id);
+        }
+    }
+
+    fn refusal(&mut self, call: &'static str) -> Option<u32> {
+        let mut code = None;
+        for refusal in &mut self.refusals {
+            if refusal.call.is_none_or(|name| name == call) {
+                if refusal.after == 0 {
+                    code = Some(refusal.code);
+                }
+                refusal.after = refusal.after.wrapping_sub(1);
+            }
+        }
+        code
+    }
+
+    fn enter(call: &'static str, body: impl FnOnce(&mut Fake) -> Result<(), u32>) -> u32 {
+        with(|fake| {
+            fake.calls.push(call);
+            if let Some(code) = fake.refusal(call) {
+                if (STICKY..ALREADY_REGISTERED).contains(&code) {
+                    fake.sticky = code;
+                }
+                return code;
+            }
+            if fake.sticky != 0 {
+                return fake.sticky;
+            }
+            body(fake).err().unwrap_or(result::SUCCESS)
+        })
+    }
+}
+
+/// Whether all pages of a range are resident. `None`: it is not mapped.
+fn resident(start: usize, bytes: usize) -> Option<bool> {
+    let first = start / PAGE_BYTES * PAGE_BYTES;
+    let bytes = start + bytes - first;
+    let mut pages = vec![0_u8; bytes.div_ceil(PAGE_BYTES)];
+    let start = std::ptr::with_exposed_provenance_mut::<c_void>(first);
+    // SAFETY: the kernel looks at the range, and writes one byte for each page.
+    let done = unsafe { libc::mincore(start, bytes, pages.as_mut_ptr()) };
+    (done == 0).then(|| pages.iter().all(|page| page & 1 == 1))
+}
+
+macro_rules! fakes {
+    ($($name:ident($($argument:ident: $kind:ty),*) |$fake:ident| $body:block)*) => {
+        $(
+            unsafe extern "C" fn $name($($argument: $kind),*) -> u32 {
+                Fake::enter(stringify!($name), |$fake| $body)
+            }
+        )*
+
+        fn functions() -> Functions {
+            Functions { $($name,)* _library: None }
+        }
+    };
+}
+
+/// Writes what a call gives back.
+fn give<T>(to: *mut T, value: T) -> Result<(), u32> {
+    // SAFETY: the callers of these functions pass pointers to their own locals, or null.
+    match unsafe { to.as_mut() } {
+        Some(to) => {
+            *to = value;
+            Ok(())
+        }
+        None => Err(result::INVALID_VALUE),
+    }
+}
+
+fakes! {
+    init(_flags: u32) |_fake| { Ok(()) }
+    device_count(to: *mut i32) |_fake| { give(to, 2) }
+    device_get(to: *mut i32, ordinal: i32) |_fake| { give(to, ordinal + 10) }
+    device_uuid(to: *mut [u8; 16], device: i32) |_fake| {
+        // The second one is meant.
+        give(to, if device == 11 { UUID } else { [1; 16] })
+    }
+    device_attribute(to: *mut i32, attribute: i32, device: i32) |fake| {
+        if device != 11 {
+            fake.fault("an attribute of another device");
+        }
+        let rdma = affinode_cuda_sys::device_attribute::RDMA_WITH_VIRTUAL_MEMORY;
+        let value = if attribute == rdma { i32::from(fake.rdma_capable) } else { fake.compute_mode };
+        give(to, value)
+    }
+    primary_retain(to: *mut usize, device: i32) |_fake| { give(to, device as usize) }
+    ctx_set_current(context: usize) |_fake| {
+        if context == 11 { Ok(()) } else { Err(result::INVALID_CONTEXT) }
+    }
+    mem_get_info(free: *mut usize, total: *mut usize) |fake| {
+        give(free, fake.free_bytes() as usize)?;
+        give(total, fake.total_bytes as usize)
+    }
+    mem_create(to: *mut u64, bytes: usize, property: *const MemAllocationProp, _flags: u64) |fake| {
+        // SAFETY: the caller's own.
+        let property = unsafe { property.as_ref() }.ok_or(result::INVALID_VALUE)?;
+        let fits = property.kind == ALLOCATION_PINNED
+            && property.location_type == LOCATION_DEVICE
+            && property.location_id == 11
+            && property.handle_types == POSIX_DESCRIPTOR;
+        let rdma = property.gpu_direct_rdma == 1;
+        if !fits || (rdma && !fake.rdma_capable) {
+            fake.fault("memory with properties that are none");
+            return Err(result::INVALID_VALUE);
+        }
+        let free_bytes = fake.free_bytes();
+        if bytes as u64 > free_bytes {
+            return Err(result::OUT_OF_MEMORY);
+        }
+        if free_bytes - (bytes as u64) < fake.floor_bytes {
+            fake.fault("memory was made in the room of a restore");
+        }
+        let memory = fake.add(bytes, SECRET, rdma, false);
+        let handle = fake.number();
+        fake.handles.insert(handle, memory);
+        give(to, handle)
+    }
+    mem_release(handle: u64) |fake| {
+        let memory = fake.handles.remove(&handle).ok_or(result::INVALID_VALUE)?;
+        fake.forget(memory);
+        Ok(())
+    }
+    mem_address_reserve(to: *mut u64, bytes: usize, _align: usize, _wanted: u64, _flags: u64) |fake| {
+        if bytes == 0 {
+            return Err(result::INVALID_VALUE);
+        }
+        let address = fake.number() << 40;
+        fake.reserved.insert(address, bytes);
+        give(to, address)
+    }
+    mem_address_free(address: u64, bytes: usize) |fake| {
+        if fake.mapped.contains_key(&address) {
+            fake.fault("addresses were given back that are mapped");
+        }
+        match fake.reserved.remove(&address) {
+            Some(reserved) if reserved == bytes => Ok(()),
+            _ => {
+                fake.fault("addresses were given back that were not reserved so");
+                Err(result::INVALID_VALUE)
+            }
+        }
+    }
+    mem_map(address: u64, bytes: usize, offset: usize, handle: u64, _flags: u64) |fake| {
+        let memory = *fake.handles.get(&handle).ok_or(result::INVALID_VALUE)?;
+        if fake.reserved.get(&address).is_none_or(|reserved| bytes > *reserved) {
+            fake.fault("a mapping where nothing is reserved");
+            return Err(result::INVALID_VALUE);
+        }
+        if offset != 0 || fake.bytes_of(memory) != bytes as u64 {
+            return Err(result::INVALID_VALUE);
+        }
+        if fake.mapped.contains_key(&address) {
+            return Err(ALREADY_MAPPED);
+        }
+        fake.mapped.insert(address, Mapping { memory, bytes, writable: false });
+        Ok(())
+    }
+    mem_unmap(address: u64, bytes: usize) |fake| {
+        if fake.has_work_on_device(address, bytes) {
+            fake.fault("device memory was unmapped beneath a copy");
+        }
+        match fake.mapped.remove(&address) {
+            Some(mapping) if mapping.bytes == bytes => {
+                fake.forget(mapping.memory);
+                Ok(())
+            }
+            _ => {
+                fake.fault("device memory was unmapped that was not mapped so");
+                Err(result::INVALID_VALUE)
+            }
+        }
+    }
+    mem_set_access(address: u64, bytes: usize, access: *const MemAccessDesc, many: usize) |fake| {
+        // SAFETY: the caller's own.
+        let access = unsafe { access.as_ref() }.ok_or(result::INVALID_VALUE)?;
+        let fits = many == 1
+            && access.location_type == LOCATION_DEVICE
+            && access.location_id == 11
+            && access.flags == ACCESS_READ_WRITE;
+        match fake.mapped.get_mut(&address) {
+            Some(mapping) if fits && mapping.bytes == bytes => {
+                mapping.writable = true;
+                Ok(())
+            }
+            _ => Err(result::INVALID_VALUE),
+        }
+    }
+    mem_export(to: *mut i32, handle: u64, kind: u32, _flags: u64) |fake| {
+        let memory = *fake.handles.get(&handle).ok_or(result::INVALID_VALUE)?;
+        let of = fake.memories.get(&memory).ok_or(result::INVALID_VALUE)?;
+        if of.imported || kind != POSIX_DESCRIPTOR {
+            return Err(result::INVALID_VALUE);
+        }
+        if of.filled.contains(&false) {
+            fake.fault("memory was shared that holds what another left there");
+        }
+        let file = fake.export(memory).map_err(|_| result::OUT_OF_MEMORY)?;
+        give(to, file.into_raw_fd())
+    }
+    mem_import(to: *mut u64, number: *mut c_void, kind: u32) |fake| {
+        let number = i32::try_from(number.addr()).map_err(|_| result::INVALID_VALUE)?;
+        // SAFETY: the caller has it open.
+        let file = unsafe { BorrowedFd::borrow_raw(number) };
+        let memory = identity(file).and_then(|file| fake.exported.get(&file).copied());
+        let memory = memory.filter(|_| kind == POSIX_DESCRIPTOR).ok_or(result::INVALID_VALUE)?;
+        let handle = fake.number();
+        fake.handles.insert(handle, memory);
+        give(to, handle)
+    }
+    host_register(start: *mut c_void, bytes: usize, _flags: u32) |fake| {
+        let at = start.expose_provenance();
+        let overlaps = fake.registered.range(..at + bytes).next_back();
+        if overlaps.is_some_and(|(start, of)| start + of > at) {
+            return Err(ALREADY_REGISTERED);
+        }
+        if bytes == 0 || !at.is_multiple_of(PAGE_BYTES) {
+            return Err(result::INVALID_VALUE);
+        }
+        if resident(at, bytes) != Some(true) {
+            fake.fault("pages were registered that are not there: the copier pays for them");
+        }
+        fake.registered.insert(at, bytes);
+        Ok(())
+    }
+    host_unregister(start: *mut c_void) |fake| {
+        let at = start.addr();
+        let bytes = *fake.registered.get(&at).ok_or(NOT_REGISTERED)?;
+        if fake.has_work_on_host(at, bytes) {
+            fake.fault("host memory was let go of beneath a copy");
+        }
+        fake.registered.remove(&at);
+        Ok(())
+    }
+    copy_in(to: u64, from: *const c_void, bytes: usize, stream: *mut c_void) |fake| {
+        let host = from.expose_provenance();
+        fake.begin(stream.addr(), Work::In { host, device: to, bytes })
+    }
+    copy_out(to: *mut c_void, from: u64, bytes: usize, stream: *mut c_void) |fake| {
+        let host = to.expose_provenance();
+        fake.begin(stream.addr(), Work::Out { host, device: from, bytes })
+    }
+    stream_create(to: *mut *mut c_void, _flags: u32) |fake| {
+        let number = fake.number() as usize;
+        fake.streams.insert(number, VecDeque::new());
+        give(to, std::ptr::without_provenance_mut(number))
+    }
+    event_create(to: *mut *mut c_void, _flags: u32) |fake| {
+        let number = fake.number() as usize;
+        fake.events.insert(number, Event::Idle);
+        give(to, std::ptr::without_provenance_mut(number))
+    }
+    event_record(event: *mut c_void, stream: *mut c_void) |fake| {
+        *fake.events.get_mut(&event.addr()).ok_or(INVALID_HANDLE)? = Event::Pending;
+        fake.begin(stream.addr(), Work::Record { event: event.addr() })
+    }
+    event_query(event: *mut c_void) |fake| {
+        match fake.events.get(&event.addr()).ok_or(INVALID_HANDLE)? {
+            Event::Idle => Ok(()),
+            Event::Pending => Err(result::NOT_READY),
+            Event::Failed(code) => Err(*code),
+        }
+    }
+    event_destroy(event: *mut c_void) |fake| {
+        fake.events.remove(&event.addr()).map(drop).ok_or(INVALID_HANDLE)
+    }
+    stream_synchronize(stream: *mut c_void) |fake| {
+        fake.run(stream.addr());
+        if fake.sticky == 0 { Ok(()) } else { Err(fake.sticky) }
+    }
+    stream_destroy(stream: *mut c_void) |fake| {
+        match fake.streams.remove(&stream.addr()) {
+            Some(work) if work.is_empty() => Ok(()),
+            Some(_) => {
+                fake.fault("a stream was destroyed before its copies had ended");
+                Ok(())
+            }
+            None => Err(INVALID_HANDLE),
+        }
+    }
+}

@@ -1,0 +1,381 @@
+//! A process's memory file, mapped and registered. No byte of the mapping is read or written here:
+//! what is read is read from the file, where a hole costs nothing. No call on the file waits for a
+//! lock that its container could keep (`lseek` and `fallocate` do).
+
+use std::{collections::BTreeMap, ffi::c_void, io, os::fd::OwnedFd, ptr::NonNull, rc::Rc};
+
+use rustix::{
+    fs::SealFlags,
+    mm::{MapFlags, ProtFlags},
+};
+
+use super::{
+    cuda::{CopyStream, CudaDriver, CudaError, DeviceBlock},
+    segment::SharedSegment,
+};
+
+/// So much is registered at a time, and copied: a few milliseconds.
+#[cfg(not(test))]
+pub const CHUNK_BYTES: usize = affinode_proto::wire::copier::CHUNK_BYTES as usize;
+/// Less in tests, which fill many of them.
+#[cfg(test)]
+pub const CHUNK_BYTES: usize = 16 << 20;
+const PAGE_BYTES: usize = 4096;
+/// `f_type` of tmpfs, to which memory files belong (`linux/magic.h`).
+const TMPFS_MAGIC: u64 = 0x0102_1994;
+
+/// Why a file is not mapped, or not registered.
+#[derive(Debug, thiserror::Error)]
+pub enum RegionError {
+    /// The system's word.
+    #[error("the memory file cannot be mapped")]
+    Io(#[from] io::Error),
+    /// Its size could change under a copy.
+    #[error("the memory file is not sealed against another size")]
+    NotSealed,
+    /// Its pages are others than a container pays for.
+    #[error("the memory file is not of ordinary pages")]
+    NotPlain,
+    /// It is smaller than what is said to be in it.
+    #[error("the memory file has {has} bytes of the {wanted} that it is said to hold")]
+    TooSmall {
+        /// What it has.
+        has: u64,
+        /// What it should.
+        wanted: u64,
+    },
+    /// Whoever registers pages that are not there makes them, and pays for them.
+    #[error("pages of the memory file are missing")]
+    Missing,
+    /// It has not let go of what it says to have in common with others.
+    #[error("a chunk that is held elsewhere is in the memory file still")]
+    NotGivenUp,
+    /// The driver.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+}
+
+/// Which way a copy goes.
+#[derive(Clone, Copy, Debug)]
+pub enum CopyDirection {
+    /// To the device.
+    In,
+    /// Off it.
+    Out,
+}
+
+/// The mapping. The memory is the process's, and its container's to pay.
+#[derive(Debug)]
+pub struct HostRegion {
+    cuda: Rc<CudaDriver>,
+    file: OwnedFd,
+    start: NonNull<c_void>,
+    bytes: usize,
+    registered: usize,
+    /// Chunks whose content is held together with others', by their number.
+    elsewhere: BTreeMap<usize, Rc<SharedSegment>>,
+    /// Those of them whose own memory is registered still.
+    given_up: Vec<usize>,
+}
+
+/// Whether a file is what it has to be.
+fn check(file: &OwnedFd, bytes: u64) -> Result<(), RegionError> {
+    let io = io::Error::from;
+    let seals = rustix::fs::fcntl_get_seals(file).map_err(io)?;
+    // Huge pages have seals, too. To map them takes them from the node's pool, whoever has them in
+    // the end, and no part of one can be unmapped.
+    let kind = rustix::fs::fstatfs(file).map_err(io)?.f_type;
+    if !u64::try_from(kind).is_ok_and(|kind| kind == TMPFS_MAGIC) {
+        return Err(RegionError::NotPlain);
+    }
+    if !seals.contains(SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL) {
+        return Err(RegionError::NotSealed);
+    }
+    let stat = rustix::fs::fstat(file).map_err(io)?;
+    let has = u64::try_from(stat.st_size).unwrap_or(0);
+    if has < bytes || bytes == 0 {
+        return Err(RegionError::TooSmall { has, wanted: bytes });
+    }
+    Ok(())
+}
+
+/// What of a range has pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PageState {
+    All,
+    Some,
+    None,
+}
+
+/// How much of a range is there, by a call that waits for no lock of its file: a container could
+/// keep that.
+///
+/// # Safety
+/// It must be mapped.
+unsafe fn pages(start: *mut c_void, bytes: usize) -> io::Result<PageState> {
+    let mut pages = vec![0_u8; bytes.div_ceil(PAGE_BYTES)];
+    // SAFETY: the caller vouches for the range; a byte for each of its pages.
+    let done = unsafe { libc::mincore(start, bytes, pages.as_mut_ptr()) };
+    if done != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let there = pages.iter().filter(|page| **page & 1 == 1).count();
+    Ok(match there {
+        0 => PageState::None,
+        some if some == pages.len() => PageState::All,
+        _ => PageState::Some,
+    })
+}
+
+impl HostRegion {
+    /// Maps the first `bytes` of a file.
+    ///
+    /// # Errors
+    /// [`RegionError`]
+    pub fn map(
+        cuda: &Rc<CudaDriver>,
+        file: OwnedFd,
+        bytes: u64,
+    ) -> Result<HostRegion, RegionError> {
+        check(&file, bytes)?;
+        let length = usize::try_from(bytes).map_err(io::Error::other)?;
+        // SAFETY: a new mapping at a place that the kernel chooses.
+        let start = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                length,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                &file,
+                0,
+            )
+        };
+        let start = NonNull::new(start.map_err(io::Error::from)?).ok_or(RegionError::NotSealed)?;
+        let cuda = Rc::clone(cuda);
+        let (elsewhere, given_up) = (BTreeMap::new(), Vec::new());
+        Ok(HostRegion { cuda, file, start, bytes: length, registered: 0, elsewhere, given_up })
+    }
+
+    /// Reads what the file has from an offset on; holes are zeros, and stay holes.
+    ///
+    /// # Errors
+    /// The system's word.
+    pub fn read(&self, offset: usize, to: &mut [u8]) -> io::Result<()> {
+        super::read_exact_at(&self.file, offset, to)
+    }
+
+    /// A chunk's content is in a segment from now on, and not in the file any more.
+    ///
+    /// # Errors
+    /// [`RegionError`]: the process is to be hung up on.
+    pub fn put_elsewhere(
+        &mut self,
+        chunk: usize,
+        segment: Rc<SharedSegment>,
+    ) -> Result<(), RegionError> {
+        let offset = chunk.saturating_mul(CHUNK_BYTES);
+        let whole = offset.checked_add(CHUNK_BYTES).is_some_and(|end| end <= self.registered);
+        let again = self.elsewhere.contains_key(&chunk);
+        // SAFETY: a part of the mapping, as was just looked at.
+        if !whole || again || unsafe { pages(self.at(offset), CHUNK_BYTES)? } != PageState::None {
+            return Err(RegionError::NotGivenUp);
+        }
+        self.elsewhere.insert(chunk, segment);
+        self.given_up.push(chunk);
+        Ok(())
+    }
+
+    /// Lets go of the memory that a chunk had before it was elsewhere. False: of all already.
+    ///
+    /// # Errors
+    /// [`CudaError`]: the driver may have hold of it still. The process should end.
+    pub fn let_go_next(&mut self) -> Result<bool, CudaError> {
+        let Some(chunk) = self.given_up.last().copied() else {
+            return Ok(false);
+        };
+        self.cuda.unregister(self.at(chunk * CHUNK_BYTES))?;
+        self.given_up.pop();
+        Ok(true)
+    }
+
+    /// How many bytes are in segments.
+    pub fn elsewhere_bytes(&self) -> usize {
+        self.elsewhere.len() * CHUNK_BYTES
+    }
+
+    /// Whether a chunk is.
+    pub fn is_elsewhere(&self, chunk: usize) -> bool {
+        self.elsewhere.contains_key(&chunk)
+    }
+
+    /// Its size.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn at(&self, offset: usize) -> *mut c_void {
+        self.start.as_ptr().wrapping_byte_add(offset)
+    }
+
+    /// Registers the next chunk. False: all are.
+    ///
+    /// # Errors
+    /// [`RegionError`]
+    pub fn register_next(&mut self) -> Result<bool, RegionError> {
+        let bytes = CHUNK_BYTES.min(self.bytes - self.registered);
+        if bytes == 0 {
+            return Ok(false);
+        }
+        // SAFETY: a part of the mapping.
+        if unsafe { pages(self.at(self.registered), bytes)? } != PageState::All {
+            return Err(RegionError::Missing);
+        }
+        // SAFETY: mapped until the drop, which unregisters it before.
+        unsafe { self.cuda.register(self.at(self.registered), bytes)? };
+        self.registered += bytes;
+        Ok(true)
+    }
+
+    /// Begins to copy between a block and as much from an offset on.
+    ///
+    /// # Errors
+    /// [`CudaError`]
+    pub fn copy(
+        &self,
+        way: CopyDirection,
+        offset: usize,
+        block: &DeviceBlock,
+        bytes: usize,
+        copies: &mut CopyStream,
+    ) -> Result<(), CudaError> {
+        let mut done = 0;
+        while done < bytes {
+            let from = offset + done;
+            // A copy that crosses into another registration is refused.
+            let part = (bytes - done).min(CHUNK_BYTES - from % CHUNK_BYTES);
+            let at = match self.elsewhere.get(&(from / CHUNK_BYTES)) {
+                Some(segment) => segment.at(from % CHUNK_BYTES),
+                None => self.at(from),
+            };
+            // SAFETY: all of it is registered, there or as a segment; whoever has this drops the copies first.
+            unsafe {
+                match way {
+                    CopyDirection::In => copies.copy_in(at.cast_const(), part, block, done)?,
+                    // Never into what others have as well.
+                    CopyDirection::Out if !self.elsewhere.is_empty() => {
+                        let code = affinode_cuda_sys::result::NOT_SUPPORTED;
+                        return Err(CudaError::Call { call: "copy_out", code });
+                    }
+                    CopyDirection::Out => copies.copy_out(at, part, block, done)?,
+                }
+            }
+            done += part;
+        }
+        copies.all_of(block)
+    }
+
+    /// Lets go of the last chunk that is registered. False: none is.
+    ///
+    /// # Errors
+    /// [`CudaError`]: the driver may have hold of it still. The process should end.
+    pub fn unregister_last(&mut self) -> Result<bool, CudaError> {
+        if self.let_go_next()? {
+            return Ok(true);
+        }
+        if self.registered == 0 {
+            return Ok(false);
+        }
+        let offset = (self.registered - 1) / CHUNK_BYTES * CHUNK_BYTES;
+        if self.elsewhere.remove(&(offset / CHUNK_BYTES)).is_some() {
+            self.registered = offset;
+            return Ok(true);
+        }
+        self.cuda.unregister(self.at(offset))?;
+        self.registered = offset;
+        Ok(true)
+    }
+}
+
+impl Drop for HostRegion {
+    fn drop(&mut self) {
+        while matches!(self.unregister_last(), Ok(true)) {}
+        if self.registered > 0 {
+            // At these addresses another's memory would be taken for what the driver knows there.
+            return;
+        }
+        // SAFETY: mapped by this, and no copy of it is in progress: those are dropped before.
+        let _ = unsafe { rustix::mm::munmap(self.start.as_ptr(), self.bytes) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs::File, os::unix::fs::FileExt};
+
+    use rustix::fs::MemfdFlags;
+
+    use super::*;
+
+    const BYTES: u64 = 1 << 20;
+
+    fn file(seals: SealFlags) -> OwnedFd {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = rustix::fs::memfd_create("parked", flags).unwrap();
+        rustix::fs::ftruncate(&file, BYTES).unwrap();
+        rustix::fs::fcntl_add_seals(&file, seals).unwrap();
+        file
+    }
+
+    #[test]
+    fn a_file_that_could_shrink_or_is_none_of_memory_is_refused() {
+        let all = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+        assert!(check(&file(all), BYTES).is_ok());
+        for missing in [SealFlags::SHRINK, SealFlags::GROW, SealFlags::SEAL] {
+            let refused = check(&file(all.difference(missing)), BYTES);
+            assert!(matches!(refused, Err(RegionError::NotSealed)), "{refused:?}");
+        }
+        let refused = check(&file(all), BYTES + 1);
+        assert!(matches!(refused, Err(RegionError::TooSmall { has: BYTES, .. })), "{refused:?}");
+        assert!(check(&file(all), 0).is_err());
+        let flags = MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB;
+        if let Ok(huge) = rustix::fs::memfd_create("huge", flags) {
+            rustix::fs::fcntl_add_seals(&huge, all).unwrap();
+            let refused = check(&huge, 1);
+            assert!(matches!(refused, Err(RegionError::NotPlain)), "{refused:?}");
+        }
+        let disk = OwnedFd::from(File::open("/proc/self/exe").unwrap());
+        assert!(matches!(check(&disk, 1), Err(RegionError::Io(_))));
+    }
+
+    #[test]
+    fn a_hole_is_seen_before_it_is_paid_for() {
+        let memory = file(SealFlags::SHRINK);
+        let written = File::from(memory.try_clone().unwrap());
+        let there = |memory: &OwnedFd| {
+            let (read, shared) = (ProtFlags::READ, MapFlags::SHARED);
+            // SAFETY: a new mapping, of the file's size, taken back below.
+            unsafe {
+                let at =
+                    rustix::mm::mmap(std::ptr::null_mut(), BYTES as usize, read, shared, memory, 0)
+                        .unwrap();
+                let found = pages(at, BYTES as usize).unwrap();
+                rustix::mm::munmap(at, BYTES as usize).unwrap();
+                found
+            }
+        };
+        assert_eq!(there(&memory), PageState::None, "nothing was written");
+        written.write_all_at(&vec![1; BYTES as usize], 0).unwrap();
+        assert_eq!(there(&memory), PageState::All);
+        let punch = |offset, bytes| {
+            use rustix::fs::FallocateFlags;
+            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            rustix::fs::fallocate(&memory, flags, offset, bytes).unwrap();
+        };
+        punch(BYTES / 2, 4096);
+        assert_eq!(there(&memory), PageState::Some);
+        punch(0, BYTES - 4096);
+        assert_eq!(there(&memory), PageState::Some, "the last page alone");
+        punch(0, BYTES);
+        assert_eq!(there(&memory), PageState::None);
+    }
+}

@@ -1,0 +1,351 @@
+//! A copier on a driver that is played, with the controller's end and the agents' ends of its
+//! sockets. Everything of it runs on the thread of the test.
+#![allow(clippy::unwrap_used, reason = "this is code of tests, also where a feature asks for it")]
+
+mod play;
+
+pub use play::play;
+
+use std::{
+    cell::RefCell,
+    collections::BTreeSet,
+    fs::File,
+    io,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::fs::FileExt,
+    },
+    time::Duration,
+};
+
+use affinode_proto::wire::{
+    copier::{CopierOrder, CopierReport, FromCopier, PIECES_A_FRAME, Piece, ToCopier},
+    message::FRAME_BYTES,
+};
+use rustix::{
+    fs::{MemfdFlags, SealFlags},
+    net::{AddressFamily, SocketFlags, SocketType},
+};
+
+pub use crate::sys::fake;
+use crate::{
+    clock, dedup::DedupIndex, host_budget::HostBudget, serve::CopierError, serve::CopierServer,
+    session::SessionStep, socket,
+};
+
+/// The size of a piece of which others are multiples.
+pub const UNIT: u64 = affinode_proto::wire::copier::UNIT_BYTES;
+/// Device memory of a testbed, in bytes.
+pub const VRAM_BYTES: u64 = 8 << 30;
+
+const SEALED: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+/// Two ends of a socket of packets.
+pub fn pair() -> (OwnedFd, OwnedFd) {
+    let flags = SocketFlags::CLOEXEC;
+    rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap()
+}
+
+/// Bytes of which each page tells its place.
+pub fn pattern(bytes: u64, seed: u64) -> Vec<u8> {
+    let mut content = vec![seed as u8; bytes as usize];
+    for (n, page) in content.chunks_exact_mut(4096).enumerate() {
+        page[..8].copy_from_slice(&(n as u64 ^ (seed << 40)).to_le_bytes());
+    }
+    content
+}
+
+/// A memory file with the seals given.
+pub fn memory_file(content: &[u8], seals: SealFlags) -> OwnedFd {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let file = File::from(rustix::fs::memfd_create("affinode-testbed", flags).unwrap());
+    file.write_all_at(content, 0).unwrap();
+    let file = OwnedFd::from(file);
+    rustix::fs::fcntl_add_seals(&file, seals).unwrap();
+    file
+}
+
+/// A memory file as an agent of ours makes it.
+pub fn parked_file(content: &[u8]) -> OwnedFd {
+    memory_file(content, SEALED)
+}
+
+/// What a file holds.
+pub fn content_of(file: &OwnedFd, bytes: usize) -> Vec<u8> {
+    let mut content = vec![0; bytes];
+    File::from(file.try_clone().unwrap()).read_exact_at(&mut content, 0).unwrap();
+    content
+}
+
+/// A copier and its controller.
+pub struct Testbed {
+    copier: Option<CopierServer>,
+    controller: Option<OwnedFd>,
+    /// What the copier has reported and nothing has looked at yet.
+    pub reports: Vec<CopierReport>,
+}
+
+impl Testbed {
+    /// With a GPU that nothing else uses.
+    pub fn new() -> Testbed {
+        // Enough of host memory for anything, whatever this machine has.
+        Testbed::within(|| HostBudget { total_bytes: 1 << 40, free_bytes: 1 << 40 })
+    }
+
+    /// With so much host memory.
+    pub fn within(memory: fn() -> HostBudget) -> Testbed {
+        clock::hold();
+        fake::reset(VRAM_BYTES);
+        let (ours, theirs) = pair();
+        let copier = CopierServer::new(theirs, fake::open().unwrap(), DedupIndex::within(memory));
+        Testbed { copier: Some(copier), controller: Some(ours), reports: Vec::new() }
+    }
+
+    /// Orders something.
+    pub fn order(&self, order: CopierOrder, descriptor: Option<&OwnedFd>) {
+        if let Some(controller) = &self.controller {
+            // It may have ended.
+            let _ = socket::send(controller, &order.encode(), descriptor);
+        }
+    }
+
+    /// Orders anything.
+    pub fn order_bytes(&self, frame: &[u8; FRAME_BYTES]) {
+        if let Some(controller) = &self.controller {
+            socket::send(controller, frame, None).unwrap();
+        }
+    }
+
+    /// The controller hangs up.
+    pub fn hang_up(&mut self) {
+        self.controller = None;
+    }
+
+    /// A copier with a context that is opened as the driver is now.
+    pub fn open_again(&mut self) {
+        let (ours, theirs) = pair();
+        self.copier = Some(CopierServer::new(theirs, fake::open().unwrap(), DedupIndex::new()));
+        self.controller = Some(ours);
+    }
+
+    /// Attaches a process for which few messages wait at a time.
+    pub fn attach_with_a_short_queue(&self, process: u64, most_bytes: u64, domain: u64) -> Agent {
+        let (ours, theirs) = pair();
+        rustix::net::sockopt::set_socket_send_buffer_size(&theirs, 1).unwrap();
+        self.order(CopierOrder::Attach { process, most_bytes, domain }, Some(&theirs));
+        Agent { process, socket: Some(ours), inbox: Vec::new() }
+    }
+
+    /// Attaches a process, and gives its end.
+    pub fn attach(&self, process: u64, most_bytes: u64, domain: u64) -> Agent {
+        let (ours, theirs) = pair();
+        self.order(CopierOrder::Attach { process, most_bytes, domain }, Some(&theirs));
+        Agent { process, socket: Some(ours), inbox: Vec::new() }
+    }
+
+    /// Orders to fill a process.
+    pub fn fill(&self, process: u64, most_bytes: u64) {
+        self.order(CopierOrder::Fill { process, most_bytes }, None);
+    }
+
+    /// One turn of the copier. `None`: it has ended, because the controller has.
+    ///
+    /// # Errors
+    /// [`CopierError`]: it has ended.
+    pub fn turn(&mut self) -> Result<Option<SessionStep>, CopierError> {
+        let Some(copier) = &mut self.copier else { return Ok(None) };
+        let step = copier.turn();
+        if !matches!(step, Ok(Some(_))) {
+            self.copier = None;
+        }
+        self.read_reports();
+        step
+    }
+
+    /// Turns until nothing is left that could be done at once.
+    ///
+    /// # Errors
+    /// As for [`Self::turn`].
+    pub fn settle(&mut self) -> Result<Option<SessionStep>, CopierError> {
+        let mut idle_turns = 0;
+        loop {
+            match self.turn()? {
+                Some(SessionStep::More) => idle_turns = 0,
+                step if idle_turns > 2 => return Ok(step),
+                _ => idle_turns += 1,
+            }
+        }
+    }
+
+    fn read_reports(&mut self) {
+        let Some(controller) = &self.controller else { return };
+        while let Ok((frame, _)) = socket::receive(controller) {
+            self.reports.push(CopierReport::decode(&frame).unwrap());
+        }
+    }
+
+    /// The reports since the last look.
+    pub fn take_reports(&mut self) -> Vec<CopierReport> {
+        std::mem::take(&mut self.reports)
+    }
+
+    /// Whether the copier runs.
+    pub fn runs(&self) -> bool {
+        self.copier.is_some()
+    }
+
+    /// The controller hangs up, and the copier ends.
+    pub fn end(&mut self) {
+        self.controller = None;
+        let _ = self.turn();
+        self.copier = None;
+    }
+
+    /// Lets time pass.
+    pub fn wait(&self, by: Duration) {
+        clock::advance(by);
+    }
+
+    /// # Panics
+    /// A rule of the driver was broken, or something of a process that has left is there still.
+    pub fn assert_nothing_is_left(&self) {
+        fake::with(|fake| {
+            assert_eq!(fake.faults(), &[] as &[String]);
+            assert_eq!(fake.left(), fake::Left::default());
+        });
+        assert_eq!(mappings(), 0, "memory files are mapped still");
+    }
+}
+
+impl Default for Testbed {
+    fn default() -> Self {
+        Testbed::new()
+    }
+}
+
+/// How many memory files of this thread's testbed are mapped. Those of other threads of the test
+/// program have the same name, so it is asked by file: each testbed maps files of its own.
+fn mappings() -> usize {
+    FILES.with_borrow(|files| {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let inode = |line: &str| line.split_whitespace().nth(4).and_then(|n| n.parse().ok());
+        maps.lines()
+            .filter(|line| line.contains("/memfd:affinode-testbed"))
+            .filter_map(inode)
+            .filter(|inode: &u64| files.contains(inode))
+            .count()
+    })
+}
+
+thread_local! {
+    static FILES: RefCell<BTreeSet<u64>> = const { RefCell::new(BTreeSet::new()) };
+}
+
+/// An agent's end.
+pub struct Agent {
+    /// The controller's number of the process.
+    pub process: u64,
+    socket: Option<OwnedFd>,
+    inbox: Vec<(FromCopier, Option<OwnedFd>)>,
+}
+
+impl Agent {
+    /// Says something. False: the copier has hung up.
+    pub fn say(&self, message: ToCopier, descriptor: Option<&OwnedFd>) -> bool {
+        self.say_bytes(&message.encode(), descriptor)
+    }
+
+    /// Says any frame.
+    pub fn say_bytes(&self, frame: &[u8; FRAME_BYTES], descriptor: Option<&OwnedFd>) -> bool {
+        if let Some(file) = descriptor
+            && let Ok(stat) = rustix::fs::fstat(file)
+        {
+            FILES.with_borrow_mut(|files| files.insert(stat.st_ino));
+        }
+        self.socket.as_ref().is_some_and(|socket| socket::send(socket, frame, descriptor).is_ok())
+    }
+
+    /// Sends a packet of any size.
+    pub fn say_packet(&self, packet: &[u8]) {
+        if let Some(socket) = &self.socket {
+            let flags = rustix::net::SendFlags::DONTWAIT | rustix::net::SendFlags::NOSIGNAL;
+            let _ = rustix::net::send(socket, packet, flags);
+        }
+    }
+
+    /// Tells what is parked, and which pieces. The file comes along where there is one.
+    pub fn park(&self, pieces: &[Piece], rest_bytes: u64, file: Option<&OwnedFd>) {
+        let bytes = pieces.iter().map(|piece| piece.bytes).sum();
+        let many = u32::try_from(pieces.len()).unwrap();
+        self.say(ToCopier::CopiedOut { bytes, rest_bytes, pieces: many, uuid: fake::UUID }, file);
+        for some in pieces.chunks(PIECES_A_FRAME) {
+            let mut words = [0; PIECES_A_FRAME];
+            for (word, piece) in words.iter_mut().zip(some) {
+                *word = piece.word().unwrap();
+            }
+            self.say(ToCopier::Chunks { many: some.len() as u32, words }, None);
+        }
+    }
+
+    /// Parks, and is away: its memory is to be registered.
+    pub fn leave(&self, pieces: &[Piece], rest_bytes: u64, file: &OwnedFd) {
+        self.park(pieces, rest_bytes, Some(file));
+        self.say(ToCopier::Checkpointed, None);
+    }
+
+    /// What the copier has said since the last look.
+    pub fn heard(&mut self) -> Vec<(FromCopier, Option<OwnedFd>)> {
+        while let Some(Ok((frame, descriptor))) = self.socket.as_ref().map(socket::receive) {
+            self.inbox.push((FromCopier::decode(&frame).unwrap(), descriptor));
+        }
+        std::mem::take(&mut self.inbox)
+    }
+
+    /// The messages alone.
+    pub fn words(&mut self) -> Vec<FromCopier> {
+        self.heard().into_iter().map(|(message, _)| message).collect()
+    }
+
+    /// Whether the copier has hung up.
+    pub fn is_hung_up(&mut self) -> bool {
+        let Some(socket) = &self.socket else { return true };
+        loop {
+            match socket::receive(socket) {
+                Ok((frame, descriptor)) => {
+                    self.inbox.push((FromCopier::decode(&frame).unwrap(), descriptor));
+                }
+                Err(error) => return error.kind() != io::ErrorKind::WouldBlock,
+            }
+        }
+    }
+
+    /// Hangs up, or dies.
+    pub fn hang_up(&mut self) {
+        self.socket = None;
+    }
+}
+
+/// Pieces of so many units.
+pub fn pieces(units: &[u64]) -> Vec<Piece> {
+    units.iter().map(|units| Piece { bytes: units * UNIT, rdma: false }).collect()
+}
+
+/// What the blocks hold that an agent was handed, one behind the other.
+pub fn content_of_blocks(heard: &[(FromCopier, Option<OwnedFd>)]) -> Vec<u8> {
+    let mut content = Vec::new();
+    for (message, block) in heard {
+        if matches!(message, FromCopier::Block { .. }) {
+            content.extend_from_slice(&fake::content(block.as_ref().unwrap().as_fd()).unwrap());
+        }
+    }
+    content
+}
+
+/// Pieces one behind the other, each full of its number of units.
+pub fn full_of_units(units: &[u64]) -> Vec<u8> {
+    let mut content = Vec::new();
+    for many in units {
+        content.resize(content.len() + (many * UNIT) as usize, *many as u8);
+    }
+    content
+}

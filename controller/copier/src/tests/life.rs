@@ -1,0 +1,167 @@
+//! A process that keeps the rules, from its memory file to the end of its fill.
+
+use std::os::fd::AsFd;
+
+use super::*;
+
+#[test]
+fn parked_process_is_filled_with_its_content() {
+    let mut testbed = Testbed::new();
+    let mut agent = testbed.attach(1, 6 * UNIT, 0);
+    let content = pattern(6 * UNIT, 1);
+    agent.leave(&pieces(&[1, 2, 3]), 0, &parked_file(&content));
+    testbed.settle().unwrap();
+    assert_eq!(testbed.take_reports(), [CopierReport::Registered { process: 1, bytes: 6 * UNIT }]);
+    testbed.fill(1, 6 * UNIT);
+    agent.say(ToCopier::Restoring, None);
+    testbed.settle().unwrap();
+    assert_eq!(agent.words(), [FromCopier::Begin]);
+    agent.say(ToCopier::Restored, None);
+    testbed.settle().unwrap();
+    let heard = agent.heard();
+    let words: Vec<_> = heard.iter().map(|(message, _)| *message).collect();
+    let block = |index| FromCopier::Block { index };
+    assert_eq!(words, [block(0), block(1), block(2), FromCopier::Filled]);
+    assert!(content_of_blocks(&heard) == content, "each block has its place's content");
+    let reports = testbed.take_reports();
+    let filled = |r: &CopierReport| matches!(r, CopierReport::Filled { process: 1, bytes, .. } if *bytes == 6 * UNIT);
+    assert!(matches!(&reports[..], [report] if filled(report)), "{reports:?}");
+    agent.hang_up();
+    testbed.settle().unwrap();
+    assert_eq!(
+        testbed.take_reports(),
+        [CopierReport::Detached { process: 1 }, CopierReport::Released]
+    );
+    testbed.assert_nothing_is_left();
+}
+
+/// Neither before the process reads, nor before the content is there: what was in that memory is
+/// another tenant's.
+#[test]
+fn block_is_handed_over_once_it_is_filled() {
+    let (mut testbed, mut agent, _) = reach(Stage::Filling);
+    agent.words();
+    fake::run_copies();
+    testbed.settle().unwrap();
+    assert_eq!(agent.words(), [], "it is not restored yet");
+
+    let (mut testbed, mut agent, _) = reach(Stage::Filling);
+    agent.say(ToCopier::Restored, None);
+    agent.words();
+    for _ in 0..3 {
+        testbed.settle().unwrap();
+        assert_eq!(agent.words(), [], "nothing was copied yet");
+    }
+    assert!(testbed.reports.iter().all(|report| !matches!(report, CopierReport::Filled { .. })));
+    assert!(fake::with(|fake| !fake.calls().contains(&"mem_export")));
+    fake::run_copies();
+    testbed.settle().unwrap();
+    let block = |index| FromCopier::Block { index };
+    assert_eq!(agent.words(), [block(0), block(1), FromCopier::Filled]);
+    fake::with(|fake| assert!(fake.faults().is_empty(), "{:?}", fake.faults()));
+}
+
+#[test]
+fn copy_in_that_fails_is_never_handed_over() {
+    let (mut testbed, mut agent, _) = reach(Stage::Filling);
+    agent.words();
+    agent.say(ToCopier::Restored, None);
+    fake::with(|fake| fake.copies_fail(700));
+    testbed.settle().unwrap();
+    fake::run_copies();
+    let ended = testbed.settle();
+    assert!(matches!(ended, Err(CopierError::Broken(_))), "{ended:?}");
+    assert!(agent.is_hung_up());
+    assert_eq!(agent.words(), []);
+    assert!(fake::with(|fake| !fake.calls().contains(&"mem_export")));
+}
+
+#[test]
+fn memory_is_made_for_the_bus_where_it_was() {
+    for capable in [true, false] {
+        let mut testbed = Testbed::new();
+        if !capable {
+            fake::with(fake::Fake::is_not_rdma_capable);
+            testbed.open_again();
+        }
+        let mut agent = testbed.attach(1, 2 * UNIT, 0);
+        let of = |rdma| Piece { bytes: UNIT, rdma };
+        agent.leave(&[of(true), of(false)], 0, &parked_file(&pattern(2 * UNIT, 1)));
+        testbed.settle().unwrap();
+        testbed.fill(1, 2 * UNIT);
+        agent.say(ToCopier::Restoring, None);
+        agent.say(ToCopier::Restored, None);
+        testbed.settle().unwrap();
+        let heard = agent.heard();
+        let blocks = heard.iter().filter_map(|(_, block)| block.as_ref());
+        let rdma: Vec<_> = blocks.map(|block| fake::is_rdma(block.as_fd()).unwrap()).collect();
+        assert_eq!(rdma, [capable, false]);
+    }
+}
+
+#[test]
+fn process_that_does_not_read_is_waited_for() {
+    let mut testbed = Testbed::new();
+    let mut agent = testbed.attach_with_a_short_queue(1, 30 * UNIT, 0);
+    let content = pattern(30 * UNIT, 1);
+    agent.leave(&pieces(&[1; 30]), 0, &parked_file(&content));
+    testbed.settle().unwrap();
+    testbed.fill(1, 30 * UNIT);
+    agent.say(ToCopier::Restoring, None);
+    agent.say(ToCopier::Restored, None);
+    assert_eq!(testbed.settle().unwrap(), Some(SessionStep::Soon), "its queue is full");
+    let mut heard = agent.heard();
+    assert!(heard.len() < 30, "all were sent at once");
+    for _ in 0..30 {
+        testbed.settle().unwrap();
+        heard.extend(agent.heard());
+    }
+    assert_eq!(heard.last().map(|(message, _)| *message), Some(FromCopier::Filled));
+    assert!(content_of_blocks(&heard) == content);
+}
+
+#[test]
+fn report_of_a_fill_has_its_time() {
+    let (mut testbed, agent, _) = reach(Stage::Filling);
+    agent.say(ToCopier::Restored, None);
+    testbed.settle().unwrap();
+    testbed.wait(3 * SECOND);
+    fake::run_copies();
+    testbed.settle().unwrap();
+    let filled = testbed.take_reports().into_iter().find_map(|report| match report {
+        CopierReport::Filled { elapsed_us, .. } => Some(elapsed_us),
+        _ => None,
+    });
+    assert_eq!(filled, Some(3_000_000));
+}
+
+/// A copy that crosses into another registration is refused by the driver.
+#[test]
+fn content_that_crosses_chunks_is_copied_in_parts() {
+    const CHUNK: u64 = crate::sys::CHUNK_BYTES as u64;
+    let units = CHUNK / UNIT;
+    let list = [units - 1, 2, 1];
+    let bytes = CHUNK + 2 * UNIT;
+    let mut testbed = Testbed::new();
+    let mut agent = testbed.attach(1, bytes, 0);
+    let content = pattern(bytes, 1);
+    let file = parked_file(&content);
+    agent.say(ToCopier::Prefaulted { bytes, uuid: fake::UUID }, Some(&file));
+    testbed.settle().unwrap();
+    agent.park(&pieces(&list), 0, None);
+    take(&agent, &pieces(&list));
+    testbed.settle().unwrap();
+    assert_eq!(agent.words(), [FromCopier::Ready, FromCopier::Copied]);
+    let taken = full_of_units(&list);
+    assert!(content_of(&file, bytes as usize) == taken);
+    agent.say(ToCopier::Checkpointed, None);
+    testbed.settle().unwrap();
+    testbed.fill(1, bytes);
+    agent.say(ToCopier::Restoring, None);
+    agent.say(ToCopier::Restored, None);
+    testbed.settle().unwrap();
+    assert!(content_of_blocks(&agent.heard()) == taken);
+    agent.hang_up();
+    testbed.settle().unwrap();
+    testbed.assert_nothing_is_left();
+}

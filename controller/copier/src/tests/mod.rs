@@ -1,0 +1,174 @@
+//! The copier on a driver that is played: what must hold whatever a container sends, and whatever
+//! the driver refuses.
+
+mod claims;
+mod ends;
+mod errors;
+mod hostile;
+mod life;
+mod order;
+mod room;
+mod sharing;
+mod taking;
+
+use std::{os::fd::OwnedFd, time::Duration};
+
+use affinode_proto::wire::copier::{CopierOrder, CopierReport, FromCopier, Piece, ToCopier};
+
+use crate::{serve::CopierError, session::SessionStep, testing::*};
+
+const SECOND: Duration = Duration::from_secs(1);
+/// What the copier leaves to the driver beside what it is known to need.
+const MARGIN_BYTES: u64 = 1 << 30;
+/// What the driver needs for the rest of the processes of these tests.
+const REST_BYTES: u64 = 300 << 20;
+/// What they have parked.
+const UNITS: [u64; 2] = [1, 2];
+const COPIED_OUT_BYTES: u64 = 3 * UNIT;
+
+/// How far a process is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    New,
+    Prepared,
+    /// Half of the list is there.
+    Listing,
+    /// All of it, of a process that was prepared.
+    Listed,
+    /// One of two pieces has been handed over.
+    Taking,
+    /// All are copied.
+    Taken,
+    Held,
+    /// The copies have not ended.
+    Filling,
+    Filled,
+}
+
+const STAGES: [Stage; 9] = [
+    Stage::New,
+    Stage::Prepared,
+    Stage::Listing,
+    Stage::Listed,
+    Stage::Taking,
+    Stage::Taken,
+    Stage::Held,
+    Stage::Filling,
+    Stage::Filled,
+];
+
+/// Brings process 1 to a stage; its memory file comes along.
+fn reach(stage: Stage) -> (Testbed, Agent, OwnedFd) {
+    let mut testbed = Testbed::new();
+    let agent = testbed.attach(1, COPIED_OUT_BYTES, 0);
+    let file = parked_file(&pattern(COPIED_OUT_BYTES, 1));
+    advance(&mut testbed, &agent, &file, stage);
+    (testbed, agent, file)
+}
+
+/// Brings a process that is new to a stage.
+fn advance(testbed: &mut Testbed, agent: &Agent, file: &OwnedFd, stage: Stage) {
+    let pieces = pieces(&UNITS);
+    let steps: &[Stage] = match stage {
+        Stage::New => &[],
+        Stage::Prepared => &[Stage::Prepared],
+        Stage::Listing => &[Stage::Listing],
+        Stage::Listed => &[Stage::Prepared, Stage::Listed],
+        Stage::Taking => &[Stage::Prepared, Stage::Listed, Stage::Taking],
+        Stage::Taken => &[Stage::Prepared, Stage::Listed, Stage::Taking, Stage::Taken],
+        Stage::Held => &[Stage::Held],
+        Stage::Filling => &[Stage::Held, Stage::Filling],
+        Stage::Filled => &[Stage::Held, Stage::Filling, Stage::Filled],
+    };
+    testbed.settle().unwrap();
+    for step in steps {
+        match step {
+            Stage::New => {}
+            Stage::Prepared => {
+                agent.say(
+                    ToCopier::Prefaulted { bytes: COPIED_OUT_BYTES, uuid: fake::UUID },
+                    Some(file),
+                );
+            }
+            Stage::Listing => {
+                let parked = ToCopier::CopiedOut {
+                    bytes: COPIED_OUT_BYTES,
+                    rest_bytes: REST_BYTES,
+                    pieces: 2,
+                    uuid: fake::UUID,
+                };
+                agent.say(parked, Some(file));
+                agent.say(one_of_the_list(pieces[0]), None);
+            }
+            Stage::Listed => agent.park(&pieces, REST_BYTES, None),
+            Stage::Taking => take(agent, &pieces[..1]),
+            Stage::Taken => take(agent, &pieces[1..]),
+            Stage::Held => agent.leave(&pieces, REST_BYTES, file),
+            Stage::Filling => {
+                fake::with(fake::Fake::copies_wait);
+                testbed.fill(agent.process, COPIED_OUT_BYTES);
+                agent.say(ToCopier::Restoring, None);
+            }
+            Stage::Filled => {
+                agent.say(ToCopier::Restored, None);
+                testbed.settle().unwrap();
+                fake::run_copies();
+            }
+        }
+        testbed.settle().unwrap();
+    }
+}
+
+fn one_of_the_list(piece: Piece) -> ToCopier {
+    let mut words = [0; affinode_proto::wire::copier::PIECES_A_FRAME];
+    words[0] = piece.word().unwrap();
+    ToCopier::Chunks { many: 1, words }
+}
+
+/// Hands pieces over, each full of its number of units.
+fn take(agent: &Agent, pieces: &[Piece]) {
+    for piece in pieces {
+        let byte = (piece.bytes / UNIT) as u8;
+        let memory = fake::made_by_another(piece.bytes as usize, byte).unwrap();
+        agent.say(ToCopier::CopyOut, Some(&memory));
+    }
+}
+
+fn parked(bytes: u64, pieces: u32) -> ToCopier {
+    ToCopier::CopiedOut { bytes, rest_bytes: REST_BYTES, pieces, uuid: fake::UUID }
+}
+
+/// The copier hangs up on a process, says so, lets go of all that it had of it, and goes on.
+fn assert_ended(testbed: &mut Testbed, agent: &mut Agent, why: &str) {
+    testbed.settle().unwrap_or_else(|error| panic!("{why}: the copier has ended: {error}"));
+    assert!(agent.is_hung_up(), "{why}: the process is served still");
+    assert_left(testbed, why);
+}
+
+/// The process has left, or was ended.
+fn assert_left(testbed: &mut Testbed, why: &str) {
+    let reports = testbed.take_reports();
+    assert!(reports.contains(&CopierReport::Detached { process: 1 }), "{why}: {reports:?}");
+    assert_eq!(reports.last(), Some(&CopierReport::Released), "{why}");
+    testbed.assert_nothing_is_left();
+}
+
+/// Another process is served from its memory file to its end.
+fn assert_serves(testbed: &mut Testbed) {
+    testbed.take_reports();
+    let mut agent = testbed.attach(99, COPIED_OUT_BYTES, 0);
+    let content = pattern(COPIED_OUT_BYTES, 99);
+    agent.leave(&pieces(&UNITS), 0, &parked_file(&content));
+    testbed.settle().unwrap();
+    testbed.fill(99, COPIED_OUT_BYTES);
+    agent.say(ToCopier::Restoring, None);
+    agent.say(ToCopier::Restored, None);
+    testbed.settle().unwrap();
+    fake::run_copies();
+    testbed.settle().unwrap();
+    let heard = agent.heard();
+    assert_eq!(heard.last().map(|(message, _)| *message), Some(FromCopier::Filled));
+    assert!(content_of_blocks(&heard) == content);
+    agent.hang_up();
+    testbed.settle().unwrap();
+}

@@ -1,0 +1,158 @@
+//! Whether a peer and its page are what they say.
+
+use std::{
+    fs::File,
+    os::fd::{AsFd, AsRawFd, OwnedFd},
+};
+
+use affinode_proto::wire::counters::PAGE_BYTES;
+use nix::sys::socket::{getsockopt, sockopt::PeerPidfd};
+use rustix::{
+    event::{PollFd, PollFlags},
+    fs::FileType,
+    process::{Pid, PidfdFlags},
+};
+
+use crate::{core::input::Identity, inventory::process};
+
+/// `f_type` of tmpfs, to which memfds belong (`linux/magic.h`).
+const TMPFS_MAGIC: u64 = 0x0102_1994;
+
+/// What is wrong with the papers.
+#[derive(Debug, thiserror::Error)]
+pub enum PeerError {
+    /// The kernel does not say who it is.
+    #[error("the peer has no pid in this namespace")]
+    NoPid,
+    /// It is gone, or cannot be looked at.
+    #[error("process {pid} cannot be identified")]
+    Process {
+        /// Its pid.
+        pid: u32,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// It ended while it was looked at.
+    #[error("process {0} ended")]
+    Ended(u32),
+    /// No page, or more than one descriptor.
+    #[error("{0} descriptors came with the Hello, expected one")]
+    Descriptors(usize),
+    /// The page's file cannot be looked at.
+    #[error("the page cannot be looked at")]
+    Page(#[source] std::io::Error),
+    /// The page is something else: a pipe, a FUSE file, huge pages, another size.
+    #[error("the page is not a memfd of {PAGE_BYTES} bytes")]
+    NotAPage,
+}
+
+/// Who the peer is, what its `CLOCK_MONOTONIC` shows more than ours in milliseconds, and a
+/// descriptor that becomes readable when it ends.
+pub type Identified = (Identity, i64, OwnedFd);
+
+/// Who the peer is.
+///
+/// # Errors
+/// [`PaperError`].
+pub fn identify(peer: &(impl AsFd + AsRawFd)) -> Result<Identified, PeerError> {
+    let credentials = rustix::net::sockopt::socket_peercred(peer).map_err(|_| PeerError::NoPid)?;
+    let pid = credentials.pid;
+    identify_pid(pid, getsockopt(peer, PeerPidfd).ok())
+}
+
+/// `peer`: the kernel's own pidfd of who connected, where it has one (Linux 6.5): a process
+/// that has ended since is not taken for the next one with its pid.
+fn identify_pid(raw: Pid, peer: Option<OwnedFd>) -> Result<Identified, PeerError> {
+    let pid = raw.as_raw_nonzero().get().cast_unsigned();
+    let pidfd = match peer {
+        Some(pidfd) => pidfd,
+        None => rustix::process::pidfd_open(raw, PidfdFlags::NONBLOCK)
+            .map_err(|e| PeerError::Process { pid, source: e.into() })?,
+    };
+    let identity = process::identity(pid).map_err(|source| PeerError::Process { pid, source })?;
+    let clock_ahead_ms = process::clock_ahead_ms(pid);
+    // The pidfd names one process. If that one lives, what was read is about it.
+    let mut polled = [PollFd::new(&pidfd, PollFlags::IN)];
+    let now = rustix::event::Timespec::default();
+    let ended = rustix::event::poll(&mut polled, Some(&now))
+        .map_err(|e| PeerError::Process { pid, source: e.into() })?;
+    if ended > 0 { Err(PeerError::Ended(pid)) } else { Ok((identity, clock_ahead_ms, pidfd)) }
+}
+
+/// Takes the page out of the descriptors that came with a Hello.
+///
+/// # Errors
+/// [`PaperError`].
+pub fn page(mut descriptors: Vec<OwnedFd>) -> Result<File, PeerError> {
+    let (Some(page), true) = (descriptors.pop(), descriptors.is_empty()) else {
+        return Err(PeerError::Descriptors(descriptors.len()));
+    };
+    // Of all others the look alone may take as long as somebody's server likes.
+    if !is_memory(&page) {
+        return Err(PeerError::NotAPage);
+    }
+    let io = |e: rustix::io::Errno| PeerError::Page(e.into());
+    let stat = rustix::fs::fstat(page.as_fd()).map_err(io)?;
+    let system = rustix::fs::fstatfs(page.as_fd()).map_err(io)?;
+    let regular = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
+    let memory = u64::try_from(system.f_type).is_ok_and(|magic| magic == TMPFS_MAGIC);
+    let fits = usize::try_from(stat.st_size).is_ok_and(|size| size == PAGE_BYTES);
+    if regular && memory && fits { Ok(File::from(page)) } else { Err(PeerError::NotAPage) }
+}
+
+/// Whether a file is one in memory: the kernel knows seals of no other, and asks no file system.
+pub fn is_memory(file: impl AsFd) -> bool {
+    rustix::fs::fcntl_get_seals(file).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::MemfdFlags;
+
+    use super::*;
+
+    fn memfd(bytes: usize) -> OwnedFd {
+        let fd = rustix::fs::memfd_create("page", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&fd, bytes as u64).unwrap();
+        fd
+    }
+
+    #[test]
+    fn only_one_memfd_of_the_right_size_is_a_page() {
+        assert!(page(vec![memfd(PAGE_BYTES)]).is_ok());
+        assert!(matches!(page(vec![]), Err(PeerError::Descriptors(0))));
+        assert!(matches!(
+            page(vec![memfd(PAGE_BYTES), memfd(PAGE_BYTES)]),
+            Err(PeerError::Descriptors(_))
+        ));
+        assert!(matches!(page(vec![memfd(PAGE_BYTES - 1)]), Err(PeerError::NotAPage)));
+        let (reader, _writer) = nix::unistd::pipe().unwrap();
+        assert!(matches!(page(vec![reader]), Err(PeerError::NotAPage)));
+        let proc_file = File::open("/proc/self/stat").unwrap();
+        assert!(matches!(page(vec![proc_file.into()]), Err(PeerError::NotAPage)));
+    }
+
+    #[test]
+    fn a_live_process_is_identified_and_a_dead_one_is_not() {
+        let (ours, _theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        assert_eq!(identify(&ours).unwrap().0.pid, std::process::id());
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let pid = Pid::from_child(&child);
+        child.wait().unwrap();
+        assert!(identify_pid(pid, None).is_err());
+    }
+
+    /// Another process that has the pid of the one that connected is nobody's.
+    #[test]
+    fn a_pid_that_was_given_again_is_not_believed() {
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let connected =
+            rustix::process::pidfd_open(Pid::from_child(&child), PidfdFlags::NONBLOCK).unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let next = rustix::process::getpid();
+        let answer = identify_pid(next, Some(connected));
+        assert!(matches!(answer, Err(PeerError::Ended(_))), "{answer:?}");
+    }
+}

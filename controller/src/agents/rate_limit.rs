@@ -1,0 +1,135 @@
+//! What one container may ask of the controller per second, all its connections together.
+
+use std::{
+    sync::{Mutex, PoisonError},
+    time::Duration,
+};
+
+use tokio::time::Instant;
+
+/// Messages of a container: some at once, then so many per second; more wait in its sockets.
+const MESSAGES: (u32, u32) = (2_000, 1_000);
+/// Connections of a container, likewise: every process of a large one at once.
+const CONNECTIONS: (u32, u32) = (512, 50);
+/// Peers turned away that are told, one by one: people read them.
+const REFUSALS: (u32, u32) = (8, 1);
+
+/// A rate, kept as the moment at which everything that was taken is paid for.
+#[derive(Debug)]
+pub struct RateLimit {
+    ahead: Duration,
+    interval: Duration,
+    paid: Mutex<Instant>,
+}
+
+impl RateLimit {
+    fn new((at_once, per_second): (u32, u32)) -> RateLimit {
+        let interval = Duration::from_secs(1) / per_second;
+        let ahead = interval * at_once;
+        RateLimit { ahead, interval, paid: Mutex::new(Instant::now()) }
+    }
+
+    /// Takes one; waits until it is there.
+    pub async fn take(&self) {
+        let paid = {
+            let mut paid = self.paid.lock().unwrap_or_else(PoisonError::into_inner);
+            *paid = (*paid).max(Instant::now()) + self.interval;
+            *paid
+        };
+        tokio::time::sleep_until(paid - self.ahead).await;
+    }
+
+    /// Takes one if it is there.
+    pub fn try_take(&self) -> bool {
+        let now = Instant::now();
+        let mut paid = self.paid.lock().unwrap_or_else(PoisonError::into_inner);
+        let next = (*paid).max(now) + self.interval;
+        let there = next <= now + self.ahead;
+        if there {
+            *paid = next;
+        }
+        there
+    }
+}
+
+/// The budgets of one container.
+#[derive(Debug)]
+pub struct RateLimits {
+    /// Messages that are read.
+    pub messages: RateLimit,
+    /// Connections that are accepted.
+    pub connections: RateLimit,
+    /// Peers turned away that are told.
+    pub refusals: RefusalLog,
+}
+
+/// What is told of those who were turned away: a few, one by one, then their number.
+#[derive(Debug)]
+pub struct RefusalLog {
+    budget: RateLimit,
+    untold: Mutex<u64>,
+}
+
+impl Default for RefusalLog {
+    fn default() -> RefusalLog {
+        RefusalLog { budget: RateLimit::new(REFUSALS), untold: Mutex::new(0) }
+    }
+}
+
+impl RefusalLog {
+    /// What to tell of one; nothing when too much was told already.
+    pub fn tell(&self, why: String) -> Option<String> {
+        let mut untold = self.untold.lock().unwrap_or_else(PoisonError::into_inner);
+        if !self.budget.try_take() {
+            *untold += 1;
+            return None;
+        }
+        match std::mem::take(&mut *untold) {
+            0 => Some(why),
+            more => Some(format!("{why} (and {more} more before it)")),
+        }
+    }
+}
+
+impl RateLimits {
+    /// Full ones.
+    pub fn new() -> RateLimits {
+        RateLimits {
+            messages: RateLimit::new(MESSAGES),
+            connections: RateLimit::new(CONNECTIONS),
+            refusals: RefusalLog::default(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_beyond_the_first_lot_waits() {
+        let budget = RateLimit::new((10, 5));
+        let began = Instant::now();
+        for _ in 0..10 {
+            budget.take().await;
+        }
+        assert_eq!(began.elapsed(), Duration::ZERO);
+        assert!(!budget.try_take());
+        for _ in 0..20 {
+            budget.take().await;
+        }
+        assert!(began.elapsed() >= Duration::from_secs(4), "{:?}", began.elapsed());
+        // What was not used comes back, up to the first lot.
+        tokio::time::advance(Duration::from_secs(60)).await;
+        assert_eq!((0..100).filter(|_| budget.try_take()).count(), 10);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn refusals_are_told_a_few_times_and_counted_then() {
+        let refusals = RefusalLog::default();
+        let told = (0..1_000).filter_map(|_| refusals.tell("noise".into())).count();
+        assert_eq!(told, 8);
+        tokio::time::advance(Duration::from_secs(1)).await;
+        assert_eq!(refusals.tell("noise".into()).unwrap(), "noise (and 992 more before it)");
+    }
+}

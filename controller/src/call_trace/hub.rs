@@ -1,0 +1,153 @@
+//! Where watchers of calls meet the one who reads them. Asking is watching: who asks
+//! again in time goes on doing so.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use tokio::{sync::Notify, time::Instant};
+
+use super::CallTraceBatch;
+use crate::core::Key;
+
+/// Batches that are kept for those who ask: ten seconds.
+const KEPT: usize = 50;
+/// One question is answered within this.
+const MAX_WAIT: Duration = Duration::from_secs(2);
+/// Who does not ask again within this watches no more.
+const WATCHER_TTL: Duration = Duration::from_secs(2);
+
+/// What is watched: one container, or all.
+pub type Scope = Option<Key>;
+
+/// The meeting place.
+#[derive(Debug, Default)]
+pub struct CallTraceHub {
+    inner: Mutex<CallTraceHubState>,
+    added: Notify,
+    asked: Notify,
+}
+
+#[derive(Debug, Default)]
+struct CallTraceHubState {
+    batches: VecDeque<Arc<CallTraceBatch>>,
+    last: u64,
+    /// Until when each is watched.
+    watched: HashMap<Scope, Instant>,
+}
+
+impl CallTraceHub {
+    /// Batches after a number, waiting for the first. Without a number, or with that of
+    /// another controller: from now on.
+    pub async fn after(
+        &self,
+        scope: &Scope,
+        sequence: Option<u64>,
+        wait: Duration,
+    ) -> Vec<Arc<CallTraceBatch>> {
+        let deadline = Instant::now() + wait.min(MAX_WAIT);
+        let after = {
+            let mut inner = self.lock();
+            let until = inner.watched.entry(scope.clone()).or_insert(deadline);
+            *until = (*until).max(deadline + WATCHER_TTL);
+            sequence.unwrap_or(inner.last).min(inner.last)
+        };
+        self.asked.notify_one();
+        loop {
+            let added = self.added.notified();
+            tokio::pin!(added);
+            // Registered before the look, so that nothing falls between.
+            added.as_mut().enable();
+            let found: Vec<Arc<CallTraceBatch>> = {
+                let inner = self.lock();
+                inner.batches.iter().filter(|batch| batch.sequence > after).cloned().collect()
+            };
+            if !found.is_empty() || tokio::time::timeout_at(deadline, added).await.is_err() {
+                return found.into_iter().map(|batch| narrowed(batch, scope)).collect();
+            }
+        }
+    }
+
+    /// What is watched now. Nothing: nobody watches.
+    pub(crate) fn watched(&self) -> Vec<Scope> {
+        let now = Instant::now();
+        let mut inner = self.lock();
+        inner.watched.retain(|_, until| *until > now);
+        inner.watched.keys().cloned().collect()
+    }
+
+    /// Waits until somebody asks.
+    pub(super) async fn asked(&self) {
+        self.asked.notified().await;
+    }
+
+    /// Adds a batch; sets its number.
+    pub(crate) fn add(&self, batch: CallTraceBatch) {
+        {
+            let mut inner = self.lock();
+            inner.last += 1;
+            let sequence = inner.last;
+            if inner.batches.len() == KEPT {
+                inner.batches.pop_front();
+            }
+            inner.batches.push_back(Arc::new(CallTraceBatch { sequence, ..batch }));
+        }
+        self.added.notify_waiters();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, CallTraceHubState> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn narrowed(batch: Arc<CallTraceBatch>, scope: &Scope) -> Arc<CallTraceBatch> {
+    match scope {
+        None => batch,
+        Some(key) => Arc::new(batch.of(key.as_str())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::call_trace::ProcessCalls;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn key(digit: char) -> Key {
+        Key::parse(&digit.to_string().repeat(32)).unwrap()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn asking_is_watching_and_ends_by_itself() {
+        let hub = CallTraceHub::default();
+        assert!(hub.watched().is_empty());
+        assert!(hub.after(&Some(key('a')), None, SECOND).await.is_empty());
+        hub.asked().await;
+        assert_eq!(hub.watched(), [Some(key('a'))]);
+        tokio::time::advance(WATCHER_TTL + SECOND).await;
+        assert!(hub.watched().is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_watcher_gets_what_is_new_of_what_it_watches() {
+        let hub = CallTraceHub::default();
+        let process = |digit| ProcessCalls { key: key(digit).to_string(), ..Default::default() };
+        let batch = || CallTraceBatch {
+            processes: vec![process('a'), process('b')],
+            ..CallTraceBatch::default()
+        };
+        hub.add(batch());
+        assert!(hub.after(&None, None, SECOND).await.is_empty(), "it was before");
+        hub.add(batch());
+        let new = hub.after(&Some(key('b')), Some(1), SECOND).await;
+        assert_eq!((new.len(), new[0].sequence, new[0].processes.len()), (1, 2, 1));
+        assert!(hub.after(&None, Some(99), SECOND).await.is_empty(), "another controller's");
+        for _ in 0..2 * KEPT {
+            hub.add(batch());
+        }
+        assert_eq!(hub.after(&None, Some(0), SECOND).await.len(), KEPT);
+    }
+}

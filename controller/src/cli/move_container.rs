@@ -1,0 +1,77 @@
+//! `affinode offload`, `affinode restore`, and how each answer is told.
+
+use std::io::Write;
+
+use affinode_proto::api::control::ActionResponse;
+use serde_json::json;
+
+use super::{
+    CliError, ControllerAddress, OutputFormat,
+    client::ControlClient,
+    format,
+    progress::{self, MoveDirection},
+};
+
+pub async fn offload(
+    client: &ControlClient,
+    out: &mut dyn Write,
+    target: ControllerAddress,
+) -> Result<(), CliError> {
+    let asked = client.offload(target.container.clone());
+    let response = progress::during(client, &target.container, MoveDirection::Out, asked).await?;
+    tell(out, &target, &response, "offloaded")
+}
+
+pub async fn restore(
+    client: &ControlClient,
+    out: &mut dyn Write,
+    target: ControllerAddress,
+) -> Result<(), CliError> {
+    let asked = client.restore(target.container.clone());
+    let response = progress::during(client, &target.container, MoveDirection::Home, asked).await?;
+    tell(out, &target, &response, "restored")
+}
+
+pub fn tell(
+    out: &mut dyn Write,
+    target: &ControllerAddress,
+    response: &ActionResponse,
+    done: &str,
+) -> Result<(), CliError> {
+    let structured = matches!(target.output, OutputFormat::Json | OutputFormat::Yaml);
+    if structured {
+        let object = json!({
+            "container": target.container, "done": response.done, "state": response.state, "reason": response.reason,
+            "reason_text": response.reason_text, "bytes": response.bytes, "elapsed_ms": response.elapsed_ms,
+        });
+        if target.output == OutputFormat::Yaml {
+            write!(out, "{}", serde_yaml_ng::to_string(&object)?)?;
+        } else {
+            writeln!(out, "{object}")?;
+        }
+    }
+    if !response.done {
+        let state = if response.state.is_empty() {
+            String::new()
+        } else {
+            format!(" ({})", response.state)
+        };
+        return Err(CliError::NotDone(format!(
+            "{} was not {done}{state}: {}",
+            target.container, response.reason_text
+        )));
+    }
+    if !structured {
+        let moved = if response.bytes == 0 {
+            String::new()
+        } else {
+            format!(
+                ", {} in {}",
+                format::bytes(response.bytes),
+                format::duration(response.elapsed_ms)
+            )
+        };
+        writeln!(out, "{} is {done}{moved}", target.container)?;
+    }
+    Ok(())
+}

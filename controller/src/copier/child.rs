@@ -1,0 +1,117 @@
+//! A copier's process: this program again, with the controller on its standard input.
+
+use std::{
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    process::Stdio,
+};
+
+use affinode_copier::{LIBRARY_ENV, socket};
+use affinode_proto::wire::copier::CopierReport;
+use tokio::{
+    io::{AsyncBufReadExt, BufReader},
+    process::{self, Command},
+    task::AbortHandle,
+};
+
+use crate::sys;
+
+/// Ends the process when it is dropped.
+#[derive(Debug)]
+pub struct CopierProcess {
+    socket: OwnedFd,
+    ear: Option<AbortHandle>,
+    process: Option<process::Child>,
+}
+
+impl CopierProcess {
+    /// Starts one. `tell` gets what it says, then `None` when it has ended, until it answers that
+    /// nobody wants to know.
+    ///
+    /// # Errors
+    /// It cannot be started.
+    pub fn start(
+        library: &str,
+        uuid: &str,
+        ours: OwnedFd,
+        theirs: OwnedFd,
+        tell: impl Fn(Option<CopierReport>) -> bool + Send + 'static,
+    ) -> io::Result<CopierProcess> {
+        let mut command = Command::new("/proc/self/exe");
+        command
+            .arg0("affinode-copier")
+            .args(["copier", uuid])
+            .env(LIBRARY_ENV, library)
+            // The driver need not look at the others.
+            .env("CUDA_VISIBLE_DEVICES", uuid)
+            // Not through an MPS server, whose other clients it would not be told of.
+            .env("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")
+            .stdin(Stdio::from(theirs))
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true);
+        let mut process = command.spawn()?;
+        if let Some(said) = process.stderr.take() {
+            tokio::spawn(async move {
+                let mut lines = BufReader::new(said).lines();
+                while let Ok(Some(line)) = lines.next_line().await {
+                    tracing::info!("copier: {line}");
+                }
+            });
+        }
+        let heard = sys::watch_readable(ours.try_clone()?)?;
+        let ear = tokio::spawn(async move {
+            while let Ok(mut ready) = heard.readable().await {
+                match ready.try_io(|socket| socket::receive(socket.get_ref())) {
+                    Ok(Ok((frame, _))) => match CopierReport::decode(&frame) {
+                        Ok(report) if tell(Some(report)) => {}
+                        _ => break,
+                    },
+                    Ok(Err(_)) => break,
+                    // Nothing was there after all.
+                    Err(_) => {}
+                }
+            }
+            tell(None);
+        });
+        Ok(CopierProcess { socket: ours, ear: Some(ear.abort_handle()), process: Some(process) })
+    }
+
+    /// A socket without a process.
+    #[cfg(test)]
+    pub fn of_test(socket: OwnedFd) -> CopierProcess {
+        CopierProcess { socket, ear: None, process: None }
+    }
+
+    /// Gives a test's a process.
+    #[cfg(test)]
+    pub fn of_process(&mut self, process: process::Child) {
+        self.process = Some(process);
+    }
+
+    /// Asks for its end, at once.
+    pub fn kill(&mut self) {
+        if let Some(ear) = self.ear.take() {
+            ear.abort();
+        }
+        if let Some(process) = &mut self.process {
+            // An error: it has ended.
+            let _ = process.start_kill();
+        }
+    }
+
+    /// Whether it has ended, and has nothing any more.
+    pub fn has_ended(&mut self) -> bool {
+        self.process.as_mut().is_none_or(|process| !matches!(process.try_wait(), Ok(None)))
+    }
+
+    /// Its pid; 0 when it has ended.
+    pub fn pid(&self) -> u32 {
+        self.process.as_ref().and_then(process::Child::id).unwrap_or(0)
+    }
+
+    /// The controller's end.
+    pub fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}

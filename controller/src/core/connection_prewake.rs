@@ -1,0 +1,123 @@
+//! Connections that come in while a container is out: its next call may be near
+//! (`wake_on = "connection"`).
+//!
+//! ```text
+//! out ──count of connections rises──> knock ──most knocks were followed by a call, room to spare──> comes back
+//!                                       ├── call within 30 s: it was worth it
+//!                                       └── none: in vain; counted also while it does not wake
+//! ```
+//!
+//! What knocks in vain, such as a health probe, wakes no more after a few times; and as
+//! knocks are judged whether they wake or not, they count again when that changes.
+
+use affinode_proto::{api::control::Event, reason::Reason, state::State};
+
+use super::{
+    Key, Millis, Node,
+    container::{Container, Goal},
+    policy::{Mode, WakeOn},
+};
+
+/// A call that follows so soon was announced by the connection.
+const FOLLOWS_MS: Millis = 30_000;
+/// So many are believed before anything is known of them.
+const MAX_UNPROVEN_CONNECTIONS: u32 = 4;
+/// Counts are halved beyond this: old habits fade.
+const FADE_AT: u32 = 32;
+
+/// What became of connections that came in.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ConnectionOutcomes {
+    last: Option<Millis>,
+    seen: u32,
+    followed: u32,
+}
+
+impl ConnectionOutcomes {
+    /// Takes a connection. False: it belongs to one before it.
+    fn knock(&mut self, now: Millis) -> bool {
+        if self.last.is_some_and(|last| now.saturating_sub(last) < FOLLOWS_MS) {
+            return false;
+        }
+        self.last = Some(now);
+        if self.seen >= FADE_AT {
+            (self.seen, self.followed) = (self.seen / 2, self.followed / 2);
+        }
+        self.seen += 1;
+        true
+    }
+
+    /// A call came.
+    pub fn used(&mut self, now: Millis) {
+        if self.last.take().is_some_and(|last| now.saturating_sub(last) < FOLLOWS_MS) {
+            self.followed += 1;
+        }
+    }
+
+    /// Whether half of them and more were followed by a call.
+    fn are_worth_it(&self) -> bool {
+        self.seen < MAX_UNPROVEN_CONNECTIONS || self.followed * 2 >= self.seen
+    }
+}
+
+impl Node {
+    /// Containers whose connections are to be counted, and a process in the network of each.
+    pub fn listening(&self) -> impl Iterator<Item = (&Key, u32)> {
+        let pid = |key: &Key| self.processes.of(key).map(|(_, p)| p.identity.pid).next();
+        let listening = self.containers.iter().filter(|(_, c)| is_listening(c));
+        listening.filter_map(move |(key, _)| Some((key, pid(key)?)))
+    }
+
+    pub(super) fn connections(&mut self, key: &Key, count: Option<u64>) {
+        let now = self.now;
+        let Some(container) = self.containers.get_mut(key).filter(|c| is_listening(c)) else {
+            return;
+        };
+        let Some(count) = count else { return self.has_no_network(key) };
+        // The first reading says what was before.
+        let came = container.connections.replace(count).is_some_and(|before| count > before);
+        let worth_it = container.connection_outcomes.are_worth_it();
+        if !came || !container.connection_outcomes.knock(now) || !worth_it {
+            return;
+        }
+        let away = self.processes.of(key).all(|(_, p)| p.phase.is_offloaded());
+        if away && self.has_room_to_spare(key) {
+            self.prewake(key, Reason::Connection, now + FOLLOWS_MS);
+            self.advance(key);
+        }
+    }
+
+    fn has_no_network(&mut self, key: &Key) {
+        const WHY: &str = "wake_on=connection is ignored: it uses the node's network, where connections are everybody's";
+        let Some(container) = self.containers.get_mut(key) else { return };
+        if container.warnings.iter().all(|known| known != WHY) {
+            container.warnings.push(WHY.to_owned());
+            self.publish(
+                key,
+                Event { kind: "annotation".into(), text: WHY.into(), ..Event::default() },
+            );
+        }
+    }
+
+    /// Tells what became of a return ahead of a call.
+    pub(super) fn publish_prewake(&mut self, key: &Key, by: Reason, used: bool) {
+        let text = match used {
+            true => "it had come back ahead of a call, which came",
+            false => "it had come back ahead of a call, and none came",
+        };
+        let (kind, reason) = (if used { "prewake" } else { "prewake-in-vain" }, by.to_string());
+        self.publish(
+            key,
+            Event { kind: kind.into(), reason, text: text.into(), ..Event::default() },
+        );
+    }
+}
+
+/// Whoever was moved out by hand stays until it is called.
+fn is_listening(c: &Container) -> bool {
+    c.policy.wake_on == WakeOn::Connection
+        && c.state == State::Offloaded
+        && c.goal == Goal::Offloaded
+        && c.cause != Reason::Requested
+        && c.policy.mode != Mode::Off
+}

@@ -1,0 +1,185 @@
+//! Whether a container may be offloaded now, and if not, why.
+
+use affinode_proto::{api::control::Event, reason::Reason, state::State, wire::Hazards};
+
+use super::{
+    Key, Millis, Node, container::Goal, node::text_of, plan::OffloadMethod, policy::Mode,
+    process::Process,
+};
+
+const HAZARDS: [(Hazards, Reason); 9] = [
+    (Hazards::DAMAGED_MEMORY, Reason::DamagedMemory),
+    (Hazards::MANAGED_MEMORY, Reason::ManagedMemory),
+    (Hazards::PEER_ACCESS, Reason::PeerAccess),
+    (Hazards::SHARED_MEMORY, Reason::SharedMemory),
+    (Hazards::MPS, Reason::Mps),
+    (Hazards::NO_CHECKPOINT_API, Reason::DriverTooOld),
+    (Hazards::VIDEO, Reason::Video),
+    (Hazards::TOOLS, Reason::Tools),
+    (Hazards::HIDDEN_WAY, Reason::HiddenWay),
+];
+
+/// What speaks against a move of a process with these, if anything.
+pub(super) fn hazard_reason(hazards: Hazards) -> Option<Reason> {
+    HAZARDS.iter().find(|(bit, _)| hazards.intersects(*bit)).map(|(_, reason)| *reason)
+}
+
+/// Who made no call for so long and whose work runs, is told to be busy with that.
+const QUIET_MS: Millis = 2_000;
+
+impl Node {
+    /// Whether the container may be offloaded now. `asked`: by a person, so that
+    /// mode, idleness and residency do not matter.
+    pub(super) fn check_offload(&self, key: &Key, asked: bool) -> Result<(), (Reason, String)> {
+        let refuse = |reason: Reason| Err((reason, String::new()));
+        let Some(c) = self.containers.get(key) else {
+            return refuse(Reason::NotRegistered);
+        };
+        let processes = || self.processes.of(key).map(|(_, p)| p);
+        if processes().next().is_none() {
+            return refuse(Reason::NotRegistered);
+        }
+        let moves = self.moves(key);
+        for process in processes() {
+            // A copy alone leaves the context where it is.
+            let harmless = match moves(process) {
+                OffloadMethod::Copy => Hazards::KEEPS_CONTEXT,
+                OffloadMethod::DriverCheckpoint | OffloadMethod::CopyAndCheckpoint => {
+                    Hazards::default()
+                }
+            };
+            if let Some(reason) = hazard_reason(process.hazards.without(harmless)) {
+                return Err((reason, format!("process {}", process.identity.pid)));
+            }
+            if let Some(gpu) = self.cut_gpu_of(process) {
+                return Err((Reason::Mig, format!("GPU {gpu}")));
+            }
+            if let Some(why) = &process.counter_error {
+                return Err((Reason::BadPeer, format!("process {}: {why}", process.identity.pid)));
+            }
+            if !process.connected {
+                return Err((Reason::AgentSilent, format!("process {}", process.identity.pid)));
+            }
+        }
+        if c.policy.mode == Mode::Off {
+            return refuse(Reason::ModeOff);
+        }
+        self.wished(key, asked).or_else(refuse)?;
+        if self.gpu_error.is_some() {
+            return Err((Reason::VramUnknown, self.gpu_error.clone().unwrap_or_default()));
+        }
+        if processes().any(|p| p.counters.as_ref().is_some_and(|page| page.inflight > 0)) {
+            return refuse(Reason::CallInProgress);
+        }
+        if asked {
+            return Ok(());
+        }
+        if let Some((_, want)) = self.alloc_wait_of(key) {
+            return Err((Reason::AllocationWaits, super::oom_wait::size(want.need.bytes)));
+        }
+        if c.busy_until().is_some_and(|until| self.now < until) {
+            return refuse(Reason::HintedBusy);
+        }
+        // Of one that calls all the time it is no news that its work runs.
+        let quiet_ms = self.now.saturating_sub(c.last_called);
+        if quiet_ms >= QUIET_MS.min(c.idle_after_ms())
+            && let Some((pid, percent)) = self.working(key)
+        {
+            return Err((Reason::GpuBusy, format!("process {pid}, {percent} %")));
+        }
+        if self.now.saturating_sub(c.last_use) < c.idle_after_ms() {
+            return refuse(Reason::RecentCalls);
+        }
+        if self.is_too_small(key) {
+            return refuse(Reason::TooSmall);
+        }
+        if c.prewake_hold_until.is_some_and(|until| self.now < until) {
+            return refuse(c.prewake_reason);
+        }
+        if c.restored_at.is_some_and(|t| self.now.saturating_sub(t) < c.policy.minimum_residency_ms)
+        {
+            return refuse(Reason::MinimumResidency);
+        }
+        if self.now < c.offload_not_before {
+            return Err(c.reason.clone());
+        }
+        match c.policy.mode {
+            Mode::Manual => refuse(Reason::ModeManual),
+            // Whoever needs its room takes it: see `room.rs`.
+            Mode::Pressure => refuse(Reason::NoPressure),
+            _ if !c.policy.offload_window.is_open(self.week_minute()) => {
+                refuse(Reason::OutsideWindow)
+            }
+            Mode::Auto if !self.leaves_when_idle(key) => refuse(Reason::Crowded),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether what it holds is not worth a move.
+    pub(super) fn is_too_small(&self, key: &Key) -> bool {
+        let least = self.containers.get(key).map_or(0, |c| c.policy.minimum_vram_bytes);
+        let held = || -> u64 { self.processes.of(key).map(|(_, p)| p.vram_bytes()).sum() };
+        least > 0 && (1..least).contains(&held())
+    }
+
+    /// The index of a GPU in MIG mode that the process holds memory of.
+    pub(super) fn cut_gpu_of(&self, process: &Process) -> Option<u32> {
+        let cut = self.gpus.iter().filter(|gpu| gpu.mig);
+        let holds = |uuid: &str| process.vram.iter().any(|held| held.uuid == uuid);
+        cut.filter(|gpu| holds(&gpu.uuid)).map(|gpu| gpu.index).next()
+    }
+
+    /// Tells once that the container stays, and why.
+    pub(super) fn refuse_offload(&mut self, key: &Key, reason: Reason, detail: &str) {
+        let Some(container) = self.containers.get_mut(key) else {
+            return;
+        };
+        if container.refused.replace(reason) != Some(reason) {
+            self.publish_refusal(key, reason, detail);
+        }
+    }
+
+    /// The event that goes with a refusal.
+    pub(super) fn publish_refusal(&mut self, key: &Key, reason: Reason, detail: &str) {
+        let event = Event {
+            kind: "refused".into(),
+            reason: reason.to_string(),
+            text: text_of(reason, detail),
+            ..Event::default()
+        };
+        self.publish(key, event);
+    }
+
+    /// Shows whether the container is idle, and sends it away when policy says so.
+    pub(super) fn evaluate(&mut self, key: &Key) {
+        let Some(c) = self.containers.get(key) else {
+            return;
+        };
+        if c.goal != Goal::Resident || !matches!(c.state, State::Active | State::Idle) {
+            return;
+        }
+        self.update_oversubscription();
+        let Some(c) = self.containers.get(key) else { return };
+        let verdict = self.check_offload(key, false);
+        let idle = self.now.saturating_sub(c.last_use) >= c.idle_after_ms()
+            && !matches!(verdict, Err((Reason::CallInProgress | Reason::GpuBusy, _)));
+        match verdict {
+            Ok(()) => {
+                self.set_state(key, State::Idle, Reason::IdleTimeout, "", 0, 0);
+                self.begin_offload(key, Reason::IdleTimeout);
+            }
+            Err((reason, detail)) => {
+                let state = if idle { State::Idle } else { State::Active };
+                self.set_state(key, state, reason, &detail, 0, 0);
+                if is_unsafe(reason) {
+                    self.refuse_offload(key, reason, &detail);
+                }
+            }
+        }
+    }
+}
+
+/// Whether the reason is in the process itself: it will not pass, and somebody should know.
+pub(super) fn is_unsafe(reason: Reason) -> bool {
+    reason == Reason::Mig || HAZARDS.iter().any(|(_, hazard)| *hazard == reason)
+}

@@ -1,0 +1,272 @@
+//! Room for those who wait, taken from neighbours, and returns ahead of calls.
+//!
+//! ```text
+//! waiter ──no room──> missing = need + promises - free - what is on its way out
+//!                     └─> victims: not in use, resident long enough, not above the waiter
+//! ```
+//!
+//! Of a victim that parks the context stays; where even that is missing, it goes as well.
+//!
+//! Whoever waits first takes first; what it gathers nobody behind it may take, and a victim
+//! that is called again waits behind. So two that need each other's room swap, in turns of
+//! at least the minimum residency.
+
+use affinode_proto::{reason::Reason, state::State, wire::Phase};
+
+use super::{
+    DeviceBytes, Key, Millis, Node,
+    container::{Container, Goal},
+    ledger::margin_bytes,
+    merge_needs,
+    plan::OffloadMethod,
+    policy::Mode,
+    victims::{self, Candidate},
+};
+
+/// Time without use that makes a neighbour a victim while somebody waits, if its own idle
+/// timeout is not shorter. Less would take it from programs that only load data.
+const FREE_MS: Millis = 10_000;
+/// Room is looked for so often at most, for each who waits.
+const SEEK_MS: Millis = 100;
+/// Who waits so long takes what it can get: room gathers for it.
+const GATHER_MS: Millis = 30_000;
+/// How much earlier than the expected call a return begins, at least.
+const LEAD_MS: Millis = 5_000;
+
+impl Node {
+    /// Sends neighbours away until `needs` fit, those counted that are leaving already, or have
+    /// left since devices were read.
+    pub(super) fn evict_for(&mut self, key: &Key, needs: &[DeviceBytes], margin: fn(u64) -> u64) {
+        let now = self.now;
+        let Some(container) = self.containers.get_mut(key) else { return };
+        if container.eviction_searched_at.is_some_and(|t| now.saturating_sub(t) < SEEK_MS) {
+            return;
+        }
+        container.eviction_searched_at = Some(now);
+        let missing = self.missing_vram(key, needs, margin);
+        let Some(asker) = self.containers.get(key) else { return };
+        if missing.iter().all(|need| need.bytes == 0) {
+            return;
+        }
+        let began = self.alloc_wait_of(key).map(|(_, want)| want.since).or(asker.wake_began);
+        let waited = began.map_or(0, |began| self.now.saturating_sub(began));
+        let priority = asker.policy.priority;
+        let rule = self.settings.victims;
+        let partly = waited >= GATHER_MS;
+        let choose = |deep, partly| {
+            let candidates = self.candidates(key, deep);
+            victims::choose(candidates, priority, missing.clone(), rule, self.now, partly)
+        };
+        let shallow = choose(false, false);
+        // Where what is copied does not suffice, all of it goes.
+        let (deep, chosen) = match shallow.is_empty() {
+            false => (false, shallow),
+            true => (true, choose(true, false)),
+        };
+        if chosen.is_empty() && (partly || self.is_urgent(key)) {
+            let helpful = choose(true, true);
+            if !self.terminate_for_vram(key, &missing, &helpful) && partly {
+                helpful.iter().for_each(|victim| self.evict(victim, true));
+            }
+        }
+        chosen.iter().for_each(|victim| self.evict(victim, deep));
+    }
+
+    /// Sends a neighbour away for others, `deep`: with what a copy leaves on the device.
+    pub(super) fn evict(&mut self, victim: &Key, deep: bool) {
+        let deeper = self.may_evict_context(victim);
+        let was_shallow = self.containers.get(victim).is_some_and(|c| c.retain_context);
+        self.begin_offload(victim, Reason::Pressure);
+        let Some(container) = self.containers.get_mut(victim) else { return };
+        container.evict_context = deep || deeper;
+        if deeper {
+            // It is the same absence.
+            container.retain_context = was_shallow;
+            // It is out already: no offload of its own.
+            container.offload_began = None;
+            self.queue.leave(victim);
+        }
+    }
+
+    fn missing_vram(
+        &self,
+        key: &Key,
+        needs: &[DeviceBytes],
+        margin: fn(u64) -> u64,
+    ) -> Vec<DeviceBytes> {
+        let leaving: Vec<Vec<DeviceBytes>> = self
+            .containers
+            .iter()
+            .filter(|(_, c)| match c.goal {
+                Goal::Resident => false,
+                Goal::OffloadRequested => true,
+                Goal::Offloaded => c.state != State::Offloaded,
+            })
+            .map(|(key, _)| self.vram_freed_by(key, false))
+            .collect();
+        let missing = |need: &DeviceBytes| {
+            let gpu = self.gpus.iter().find(|gpu| gpu.uuid == need.uuid)?;
+            let on_its_way = leaving.iter().flatten().filter(|held| held.uuid == need.uuid);
+            let left = self.freed_since_sample.iter().filter(|left| left.uuid == need.uuid);
+            let ending = self.termination_of().filter(|held| held.uuid == need.uuid);
+            let free = gpu.total_bytes.saturating_sub(gpu.used_bytes)
+                + left.map(|left| left.bytes).sum::<u64>()
+                + ending.map(|held| held.bytes).sum::<u64>()
+                + on_its_way.map(|held| held.bytes).sum::<u64>();
+            let promised = self.ledger.promised_bytes(&need.uuid)
+                - self.ledger.promised_to(key).min(self.ledger.promised_bytes(&need.uuid));
+            let wanted = need.bytes + promised + margin(gpu.total_bytes);
+            Some(DeviceBytes { uuid: need.uuid.clone(), bytes: wanted.saturating_sub(free) })
+        };
+        needs.iter().filter_map(missing).collect()
+    }
+
+    /// What goes when a container leaves, all of it where it goes `deep`. Of one that is
+    /// parked: all that it has left.
+    pub(super) fn vram_freed_by(&self, key: &Key, deep: bool) -> Vec<DeviceBytes> {
+        let moves = self.moves(key);
+        let of_each = self.processes.of(key).map(|(_, p)| match moves(p) {
+            OffloadMethod::Copy if p.keeps_context() && p.phase == Phase::CopiedOut => Vec::new(),
+            OffloadMethod::Copy if p.keeps_context() => p.vram_freed_by_copy(),
+            OffloadMethod::Copy if p.phase != Phase::CopiedOut && !deep => p.vram_freed_by_copy(),
+            _ => p.vram.clone(),
+        });
+        merge_needs(&of_each.flatten().collect::<Vec<_>>())
+    }
+
+    /// Whether what a copy has left on the device may be sent after it: also of one that waits
+    /// for its return, which it would else keep others from and never get.
+    fn may_evict_context(&self, key: &Key) -> bool {
+        let waits = |c: &Container| match c.goal {
+            Goal::Offloaded => c.state == State::Offloaded,
+            Goal::Resident => c.state == State::Queued && !self.grants.contains_key(key),
+            Goal::OffloadRequested => false,
+        };
+        let parked = |c: &Container| {
+            waits(c)
+                && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
+                && self.now >= c.offload_not_before
+                && self.processes.of(key).all(|(_, p)| p.phase.is_offloaded())
+                && self.processes.of(key).any(|(_, p)| p.phase == Phase::CopiedOut)
+                && self.check_offload(key, true).is_ok()
+        };
+        self.containers.get(key).is_some_and(parked)
+    }
+
+    /// Whether a container may be sent away for others now. One that waits for room itself
+    /// is not in use: it stands behind whoever asks.
+    pub(super) fn may_be_evicted(&self, key: &Key) -> bool {
+        let free = |c: &Container| {
+            let waits = || self.alloc_wait_of(key).is_some() && !self.grants.contains_key(key);
+            let idle = || self.now.saturating_sub(c.last_use) >= FREE_MS.min(c.idle_after_ms());
+            c.goal == Goal::Resident
+                && matches!(c.state, State::Active | State::Idle)
+                && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
+                && (idle() && self.working(key).is_none() || waits())
+                && c.restored_at
+                    .is_none_or(|t| self.now.saturating_sub(t) >= c.policy.minimum_residency_ms)
+                && self.now >= c.offload_not_before
+                && c.busy_until().is_none_or(|until| self.now >= until)
+                && !self.is_too_small(key)
+                && self.wished(key, false).is_ok()
+                && self.check_offload(key, true).is_ok()
+        };
+        self.containers.get(key).is_some_and(free)
+    }
+
+    fn candidates(&self, asker: &Key, deep: bool) -> Vec<Candidate> {
+        self.containers
+            .iter()
+            .filter(|(key, _)| *key != asker)
+            .filter(|(key, _)| self.may_be_evicted(key) || self.may_evict_context(key))
+            .map(|(key, c)| {
+                let idle_ms = self.now.saturating_sub(c.last_use);
+                let return_ms = match c.next_use {
+                    Some(at) => at.saturating_sub(self.now),
+                    // It comes back as soon as it can.
+                    None if self.alloc_wait_of(key).is_some() => 0,
+                    None => c.history.expected_return_ms(idle_ms, &self.pauses),
+                };
+                let holds = self.vram_freed_by(key, deep);
+                Candidate {
+                    key: key.clone(),
+                    priority: c.policy.priority,
+                    idle_ms,
+                    return_ms,
+                    holds,
+                }
+            })
+            .collect()
+    }
+
+    /// Brings a container back whose next call is expected, where there is room to spare.
+    pub(super) fn expect(&mut self, key: &Key) {
+        let Some(at) = self.prewake_at(key) else { return };
+        let until = self.prewake_until(key);
+        if self.now < at || self.now >= until || !self.has_room_to_spare(key) {
+            return;
+        }
+        if let Some(container) = self.containers.get_mut(key) {
+            container.history.prewoken();
+        }
+        self.prewake(key, Reason::Expected, until);
+    }
+
+    /// Whether a container may come back without anybody's leaving or waiting for it.
+    pub(super) fn has_room_to_spare(&self, key: &Key) -> bool {
+        let needs = self.container_needs(key);
+        self.queue.is_empty() && self.gpu_error.is_none() && self.fits(key, &needs, margin_bytes)
+    }
+
+    /// Lets a container come back ahead of a call, and stay until then if none comes.
+    pub(super) fn prewake(&mut self, key: &Key, why: Reason, until: Millis) {
+        let Some(container) = self.containers.get_mut(key) else { return };
+        container.goal = Goal::Resident;
+        (container.cause, container.prewake_reason) = (why, why);
+        container.prewake_hold_until = Some(until);
+        self.prewakes += 1;
+    }
+
+    /// When a container that is out comes back without being called, if it does.
+    #[must_use]
+    pub fn prewake_at(&self, key: &Key) -> Option<Millis> {
+        let c = self.containers.get(key)?;
+        let out = c.state == State::Offloaded && c.goal == Goal::Offloaded && c.policy.prewake;
+        let wanted = c.cause != Reason::Requested && c.policy.mode != Mode::Off;
+        let away = self.processes.of(key).all(|(_, p)| p.phase.is_offloaded());
+        let (begin, _) = c.history.prewake(LEAD_MS).filter(|_| out && wanted && away)?;
+        // One that came back unused stays out: its pause is none of those that agree.
+        let worth = !c.prewake_missed && self.now < self.prewake_until(key);
+        worth.then(|| c.last_use.saturating_add(begin))
+    }
+
+    fn prewake_until(&self, key: &Key) -> Millis {
+        self.containers
+            .get(key)
+            .and_then(|c| Some(c.last_use + c.history.prewake(LEAD_MS)?.1))
+            .unwrap_or(0)
+    }
+
+    /// When the container has something to be decided next, as far as is known now.
+    #[must_use]
+    pub fn due_at(&self, key: &Key) -> Option<Millis> {
+        let c = self.containers.get(key)?;
+        match c.state {
+            State::Active | State::Idle if c.goal == Goal::Resident => {
+                if !self.leaves_when_idle(key) {
+                    return None;
+                }
+                let rested = c.restored_at.map_or(0, |t| t + c.policy.minimum_residency_ms);
+                let expected = c.prewake_hold_until.or(c.busy_until()).unwrap_or(0);
+                Some(
+                    (c.last_use + c.idle_after_ms())
+                        .max(rested)
+                        .max(expected)
+                        .max(c.offload_not_before),
+                )
+            }
+            State::Offloaded => self.prewake_at(key),
+            _ => None,
+        }
+    }
+}

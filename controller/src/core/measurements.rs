@@ -1,0 +1,168 @@
+//! What is read from time to time: pages of processes, memory of devices.
+
+use std::collections::BTreeMap;
+
+use affinode_proto::{
+    api::control::Event,
+    reason::Reason,
+    state::State,
+    wire::{Hazards, Phase, ProcessFlags, counters::CounterSnapshot},
+};
+
+use super::{
+    DeviceBytes, Key, Node, ProcessId,
+    container::Goal,
+    idle,
+    input::GpuSample,
+    view::{damaged_text, hidden_text, ipc_refused as ipc_refused_text},
+};
+
+impl Node {
+    /// A process says what makes it unsafe to move, for as long as it lives.
+    pub(super) fn learn_hazards(&mut self, id: ProcessId, hazards: Hazards) {
+        let Some(process) = self.processes.get_mut_uncounted(&id) else { return };
+        let is_damaged = |hazards: Hazards| hazards.intersects(Hazards::DAMAGED_MEMORY);
+        let is_news = is_damaged(hazards) && !is_damaged(process.hazards);
+        let is_hidden = |hazards: Hazards| hazards.intersects(Hazards::HIDDEN_WAY);
+        let is_hidden_news = is_hidden(hazards) && !is_hidden(process.hazards);
+        process.hazards.0 |= hazards.0;
+        if !is_news && !is_hidden_news {
+            return;
+        }
+        let (key, pid) = (process.key.clone(), process.identity.pid);
+        if is_hidden_news {
+            let (kind, reason) = ("hidden-way".into(), Reason::HiddenWay.to_string());
+            let event = Event { kind, reason, text: hidden_text(pid), ..Event::default() };
+            self.publish(&key, event);
+        }
+        if is_news {
+            let text = damaged_text(pid);
+            let reason = Reason::DamagedMemory.to_string();
+            self.publish(&key, Event { kind: "damaged".into(), reason, text, ..Event::default() });
+        }
+    }
+
+    pub(super) fn page(&mut self, id: ProcessId, page: CounterSnapshot) {
+        self.learn_hazards(id, page.hazards);
+        let now = self.now;
+        let Some(process) = self.processes.get_mut_uncounted(&id) else {
+            return;
+        };
+        let moved = idle::moved(process.counters.as_ref(), &page);
+        let process_was_free = process.counters.as_ref().is_some_and(|older| older.inflight == 0);
+        let ipc_refused = |page: &CounterSnapshot| page.notes.intersects(ProcessFlags::IPC_REFUSED);
+        let news = ipc_refused(&page) && !process.counters.as_ref().is_some_and(ipc_refused);
+        process.carried.swappable_bytes = page.swappable_bytes;
+        // An earlier controller may have died before it heard that.
+        process.copy_out_incomplete = process.phase == Phase::Checkpointed
+            && page.notes.intersects(ProcessFlags::EXPORTED_TO_COPIER);
+        process.counters = Some(page);
+        if !moved && !news {
+            return;
+        }
+        let key = process.key.clone();
+        if news {
+            let text = ipc_refused_text(process.identity.pid);
+            self.publish(&key, Event { kind: "process".into(), text, ..Event::default() });
+        }
+        if !moved {
+            return;
+        }
+        let Some(container) = self.containers.get_mut(&key) else {
+            return;
+        };
+        let pause = if process_was_free { container.pause_ends(now, &mut self.pauses) } else { 0 };
+        (container.last_use, container.last_called) = (now, now);
+        container.used(now);
+        container.connection_outcomes.used(now);
+        let ahead = container.prewake_hold_until.take().map(|_| container.prewake_reason);
+        if let Some(by) = ahead {
+            if by == Reason::Expected {
+                container.history.prewake_hit();
+            }
+            container.history.returned(pause);
+        }
+        if container.goal == Goal::OffloadRequested && !container.forced {
+            container.goal = Goal::Resident;
+        }
+        let was_idle = container.state == State::Idle;
+        if let Some(by) = ahead {
+            self.prewake_hits += 1;
+            self.publish_prewake(&key, by, true);
+        }
+        if was_idle {
+            self.set_state(&key, State::Active, Reason::Called, "", 0, 0);
+        }
+    }
+
+    /// Without counters nobody can say whether it is idle: it stays where it is, and
+    /// when it is away it still comes back.
+    pub(super) fn bad_page(&mut self, id: ProcessId, why: String) {
+        let Some(process) = self.processes.get_mut(&id) else {
+            return;
+        };
+        if process.counter_error.is_some() {
+            return;
+        }
+        process.counter_error = Some(why.clone());
+        let (key, pid) = (process.key.clone(), process.identity.pid);
+        self.publish_refusal(&key, Reason::BadPeer, &format!("process {pid}: {why}"));
+    }
+
+    pub(super) fn gpus_read(&mut self, gpus: Result<Vec<GpuSample>, String>) {
+        match gpus {
+            Ok(gpus) => {
+                self.gpu_error = None;
+                self.gpus_read = self.now;
+                self.take_gpus(gpus);
+            }
+            Err(error) => self.gpu_error = Some(error),
+        }
+    }
+
+    /// Notes the memory of devices; what processes hold stays as it was read before.
+    pub(super) fn take_memory(&mut self, gpus: &[GpuSample]) {
+        self.freed_since_sample.retain(|left| gpus.iter().all(|gpu| gpu.uuid != left.uuid));
+        for gpu in gpus {
+            match self.gpus.iter_mut().find(|known| known.uuid == gpu.uuid) {
+                Some(known) => {
+                    (known.total_bytes, known.used_bytes) = (gpu.total_bytes, gpu.used_bytes);
+                    known.mig = gpu.mig;
+                }
+                None => self.gpus.push(gpu.clone()),
+            }
+        }
+    }
+
+    /// Notes the memory of devices, and what the processes of one container hold.
+    pub(super) fn take_survey(&mut self, key: &Key, gpus: &[GpuSample]) {
+        self.gpu_error = None;
+        self.take_memory(gpus);
+        for id in self.members(key) {
+            let Some(process) = self.processes.get_mut(&id) else { continue };
+            let pid = process.identity.pid;
+            process.vram = gpus
+                .iter()
+                .flat_map(|gpu| gpu.processes.iter().map(move |held| (gpu, held)))
+                .filter(|(_, (other, _))| *other == pid)
+                .map(|(gpu, (_, bytes))| DeviceBytes { uuid: gpu.uuid.clone(), bytes: *bytes })
+                .collect();
+        }
+    }
+
+    /// Notes what devices and processes hold. A process that is away holds nothing.
+    pub(super) fn take_gpus(&mut self, gpus: Vec<GpuSample>) {
+        let mut by_pid: BTreeMap<u32, Vec<DeviceBytes>> = BTreeMap::new();
+        for gpu in &gpus {
+            for (pid, bytes) in &gpu.processes {
+                let device = DeviceBytes { uuid: gpu.uuid.clone(), bytes: *bytes };
+                by_pid.entry(*pid).or_default().push(device);
+            }
+        }
+        for process in self.processes.values_mut() {
+            process.vram = by_pid.remove(&process.identity.pid).unwrap_or_default();
+        }
+        self.freed_since_sample.clear();
+        self.gpus = gpus;
+    }
+}

@@ -1,0 +1,177 @@
+//! Returns onto another GPU of the same kind, where the own one is full.
+//!
+//! ```text
+//! waiter ──does not fit on its GPU──> fits on another ──> promised and proven there
+//!                                                             │ RestoreOn
+//!            restored: it lives there from now on <───────────┤
+//!            the agent refuses, the driver fails: waits for its own GPU, and is not asked again
+//! ```
+//!
+//! Only of containers whose processes are all away from one and the same GPU: one that is
+//! parked has its context there still, one with memory on several has perhaps told them apart.
+
+use affinode_proto::{
+    api::control::Event,
+    wire::{
+        Phase, ProcessFlags,
+        message::{Action, ControllerMessage, GPUS_PER_FRAME, Gpu, MAX_GPUS},
+    },
+};
+
+use super::{
+    DeviceBytes, Effect, Key, Node, ProcessId, input::GpuSample, process::Process,
+    transitions::CHECKPOINT,
+};
+
+impl Node {
+    /// Chooses another GPU for a container that does not fit on its own, none of those that are
+    /// to be left to others. True: from now on that is where its processes will be.
+    pub(super) fn choose_other_gpu(
+        &mut self,
+        key: &Key,
+        margin: fn(u64) -> u64,
+        is_others: impl Fn(&str) -> bool,
+    ) -> bool {
+        let Some(to) = self.find_other_gpu(key, margin, is_others) else { return false };
+        for id in self.members(key) {
+            if let Some(process) = self.processes.get_mut(&id) {
+                process.target_gpu = Some(to.clone());
+            }
+        }
+        true
+    }
+
+    fn find_other_gpu(
+        &self,
+        key: &Key,
+        margin: fn(u64) -> u64,
+        is_others: impl Fn(&str) -> bool,
+    ) -> Option<String> {
+        let own = self.gpus.iter().find(|gpu| Some(&gpu.uuid) == self.single_gpu(key).as_ref())?;
+        let places = self.gpus.len() <= MAX_GPUS && self.gpus.iter().all(can_be_named);
+        let needs = self.container_needs(key);
+        let on = |gpu: &GpuSample| -> Vec<DeviceBytes> {
+            let there = |need: &DeviceBytes| DeviceBytes { uuid: gpu.uuid.clone(), ..need.clone() };
+            needs.iter().map(there).collect()
+        };
+        self.gpus
+            .iter()
+            .filter(|gpu| places && is_like(own, gpu) && !is_others(&gpu.uuid))
+            .filter(|gpu| self.fits(key, &on(gpu), margin))
+            .max_by_key(|gpu| gpu.total_bytes.saturating_sub(gpu.used_bytes))
+            .map(|gpu| gpu.uuid.clone())
+    }
+
+    /// The GPU that all processes of a container are away from, if it may come back on another.
+    fn single_gpu(&self, key: &Key) -> Option<String> {
+        let container = self.containers.get(key)?;
+        let unseen = self.unclaimed_journal.keys().any(|(other, ..)| other == key);
+        if !container.policy.allow_gpu_migration || unseen || self.alloc_wait_of(key).is_some() {
+            return None;
+        }
+        let mut seats = self.processes.of(key).map(|(_, process)| single_gpu_of(process));
+        let first = seats.next()??.to_owned();
+        seats.all(|seat| seat == Some(first.as_str())).then_some(first)
+    }
+
+    /// The order to come home: to its GPU, or to the one that was promised in its place. Where it
+    /// cannot be sent there any more, its own has not the room: all is promised and proven anew.
+    pub(super) fn send_restore(&mut self, key: &Key, id: ProcessId) {
+        if self.processes.get(&id).is_none_or(|process| process.target_gpu.is_none()) {
+            self.order(id, Action::Restore);
+            return;
+        }
+        let exchange = self.processes.get(&id).and_then(|process| {
+            let place = |uuid: &str| {
+                let at = self.gpus.iter().position(|gpu| gpu.uuid == uuid)?;
+                u8::try_from(at).ok()
+            };
+            // In the list that is sent each has its place.
+            let listed = self.gpus.len() <= MAX_GPUS && self.gpus.iter().all(can_be_named);
+            let (from, to) =
+                (single_gpu_of(process).filter(|_| listed)?, process.target_gpu.as_deref()?);
+            Some((place(from)?, place(to)?, from.to_owned(), to.to_owned()))
+        });
+        let Some((from, to, was, will)) = exchange else {
+            self.abort_grant(key);
+            self.journal(key, CHECKPOINT);
+            self.enqueue(key);
+            return;
+        };
+        let total = self.gpus.len() as u8;
+        let all: Vec<Gpu> = self.gpus.iter().filter_map(named).collect();
+        for (n, part) in all.chunks(GPUS_PER_FRAME).enumerate() {
+            let mut gpus = [Gpu::default(); GPUS_PER_FRAME];
+            gpus.iter_mut().zip(part).for_each(|(place, gpu)| *place = *gpu);
+            let first = (n * GPUS_PER_FRAME) as u8;
+            let message = ControllerMessage::Gpus { first, total, gpus };
+            self.effects.push(Effect::Send(id, message));
+        }
+        self.order(id, Action::RestoreOnGpu { from, to });
+        let pid = self.processes.get(&id).map_or(0, |process| process.identity.pid);
+        let text = format!("process {pid} comes back on {will}: {was} is full");
+        self.publish(key, Event { kind: "process".into(), text, ..Event::default() });
+    }
+
+    /// The promise of another GPU is over. Who is on the way there goes on; where somebody is whose
+    /// connection broke meanwhile it says when it comes forward.
+    pub(super) fn stays_where_it_was(&mut self, key: &Key) {
+        for id in self.members(key) {
+            if let Some(process) = self.processes.get_mut(&id)
+                && process.connected
+                && !process.is_migrating()
+            {
+                process.target_gpu = None;
+            }
+        }
+    }
+}
+
+/// The only GPU that a process was on when it left, if it can come back on another.
+fn single_gpu_of(process: &Process) -> Option<&str> {
+    let able =
+        process.counters.as_ref().is_some_and(|page| page.notes.intersects(ProcessFlags::MOVABLE));
+    let off =
+        process.phase == Phase::Checkpointed && process.connected && process.pending.is_none();
+    match process.offloaded_vram.as_deref() {
+        Some([on]) if able && off && !process.migration_refused => Some(&on.uuid),
+        _ => None,
+    }
+}
+
+fn is_like(own: &GpuSample, other: &GpuSample) -> bool {
+    let kind = |gpu: &GpuSample| (gpu.name.clone(), gpu.total_bytes);
+    other.uuid != own.uuid && !own.name.is_empty() && kind(own) == kind(other)
+}
+
+/// Parts of a GPU have no place in the driver's list; one without a device file cannot be
+/// looked for.
+fn can_be_named(gpu: &GpuSample) -> bool {
+    !gpu.mig && named(gpu).is_some()
+}
+
+fn named(gpu: &GpuSample) -> Option<Gpu> {
+    Some(Gpu { uuid: uuid_bytes(&gpu.uuid)?, minor: gpu.minor? })
+}
+
+/// The driver's bytes of what NVML writes as `GPU-` and hexadecimal digits.
+pub(super) fn uuid_bytes(text: &str) -> Option<[u8; 16]> {
+    let digits: String = text.strip_prefix("GPU-")?.split('-').collect();
+    let whole = digits.len() == 32 && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
+    whole.then(|| u128::from_str_radix(&digits, 16).ok()).flatten().map(u128::to_be_bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_uuid_is_read_as_nvml_writes_it() {
+        let read = uuid_bytes("GPU-00010203-0405-0607-0809-0a0b0c0d0e0f").unwrap();
+        assert_eq!(read.to_vec(), (0..16).collect::<Vec<u8>>());
+        for bad in ["", "GPU-", "MIG-00010203-0405-0607-0809-0a0b0c0d0e0f", "GPU-0001", "GPU-ü"] {
+            assert_eq!(uuid_bytes(bad), None, "{bad}");
+        }
+        assert_eq!(uuid_bytes("GPU-+0010203-0405-0607-0809-0a0b0c0d0e0f"), None);
+    }
+}

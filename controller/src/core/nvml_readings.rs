@@ -1,0 +1,38 @@
+//! What processes that are away are told when they ask NVML, which does not answer them.
+
+use affinode_proto::wire::message::{ControllerMessage, GpuReading, MAX_GPUS, UNKNOWN_UTILIZATION};
+
+use super::{Effect, Millis, Node, ProcessId, input::GpuSample, migration::uuid_bytes};
+
+/// Readings that are older are not told: NVML does not answer the controller, either.
+const STALE_AFTER_MS: Millis = 5_000;
+
+impl Node {
+    /// Sends a reading of each device, unless they are stale: the process comes back then to ask by
+    /// itself.
+    pub(super) fn send_readings(&mut self, id: ProcessId) {
+        let is_stale = self.now.saturating_sub(self.gpus_read) > STALE_AFTER_MS;
+        let connected = self.processes.get(&id).is_some_and(|process| process.connected);
+        if !connected || self.gpu_error.is_some() || is_stale {
+            return;
+        }
+        let readings = self.gpus.iter().take(MAX_GPUS).filter_map(reading);
+        let messages =
+            readings.map(|reading| Effect::Send(id, ControllerMessage::Reading(reading)));
+        self.effects.extend(messages);
+    }
+}
+
+fn reading(gpu: &GpuSample) -> Option<GpuReading> {
+    let figures = &gpu.figures;
+    Some(GpuReading {
+        uuid: uuid_bytes(&gpu.uuid)?,
+        total_bytes: gpu.total_bytes,
+        free_bytes: gpu.total_bytes.saturating_sub(gpu.used_bytes),
+        reserved_bytes: figures.reserved_bytes,
+        gpu_percent: figures.gpu_percent.unwrap_or(UNKNOWN_UTILIZATION),
+        memory_percent: figures.memory_percent.unwrap_or(UNKNOWN_UTILIZATION),
+        temperature_c: figures.temperature_c.unwrap_or(UNKNOWN_UTILIZATION),
+        power_mw: figures.power_mw.unwrap_or(UNKNOWN_UTILIZATION),
+    })
+}

@@ -1,0 +1,259 @@
+//! The way out: a look at host memory, close, lock, a second look, checkpoint; or back.
+
+use affinode_proto::{
+    reason::Reason,
+    state::State,
+    wire::{
+        Phase,
+        message::{Action, CopyOptions},
+    },
+};
+
+use super::{
+    Effect, Key, Node, ProcessId,
+    container::Goal,
+    host_promises::HostVerdict,
+    input::{Request, Survey},
+    plan::{self, OffloadMethod, OffloadPlan, OffloadStep, ProcessPosition},
+    policy::Policy,
+    process::Process,
+    transitions::CHECKPOINT,
+};
+
+impl Node {
+    /// Begins the way out: looks at host memory and devices first.
+    pub(super) fn begin_offload(&mut self, key: &Key, why: Reason) {
+        let Some(container) = self.containers.get_mut(key) else {
+            return;
+        };
+        container.goal = Goal::OffloadRequested;
+        let in_vain = container.prewake_hold_until.take().map(|_| container.prewake_reason);
+        container.prewake_missed = in_vain == Some(Reason::Expected);
+        container.cause = why;
+        container.forced = false;
+        container.reason = (why, String::new());
+        container.offload_began = Some(self.now);
+        if let Some(by) = in_vain {
+            self.publish_prewake(key, by, false);
+        }
+        // One whose allocation waits will need room for all of it.
+        self.end_alloc_grant(key);
+        self.queue.leave(key);
+        self.choose_context_retention(key);
+        self.survey(key);
+    }
+
+    pub(super) fn survey(&mut self, key: &Key) {
+        let moves = self.moves(key);
+        let need = |p: &Process| (p.identity.pid, p.host_need_bytes(moves(p)));
+        let processes = self.processes.of(key).map(|(_, p)| need(p)).collect();
+        let now = self.now;
+        if let Some(container) = self.containers.get_mut(key).filter(|c| c.survey_asked.is_none()) {
+            container.survey_asked = Some(now);
+            self.effects.push(Effect::Survey { key: key.clone(), processes });
+        }
+    }
+
+    pub(super) fn surveyed(&mut self, key: &Key, survey: Survey) {
+        let Some(container) = self.containers.get_mut(key) else {
+            return;
+        };
+        // Nothing was asked for: the processes that it was asked for have ended meanwhile.
+        let Some(asked_at) = container.survey_asked.take() else { return };
+        let (goal, cause) = (container.goal, container.cause);
+        let verdict = match survey.gpus {
+            Ok(gpus) => {
+                self.take_survey(key, &gpus);
+                survey.host
+            }
+            Err(error) => Err((Reason::VramUnknown, error)),
+        };
+        // Nothing to gain; and of what NVML does not see nobody knows what a return needs.
+        let holds_vram = self.processes.of(key).any(|(_, p)| p.vram_bytes() > 0);
+        let verdict = verdict.and_then(|pools| {
+            let unseen = |p: &Process| {
+                let claims = p.counters.as_ref().is_some_and(|page| page.allocated_bytes > 0);
+                !p.phase.is_offloaded() && p.vram.is_empty() && claims
+            };
+            if let Some((_, p)) = self.processes.of(key).find(|(_, p)| unseen(p)) {
+                let text = format!("process {} counts allocations", p.identity.pid);
+                return Err((Reason::NoVram, text));
+            }
+            // Before the survey it may not have been known on which device it is.
+            if let Some(gpu) = self.processes.of(key).find_map(|(_, p)| self.cut_gpu_of(p)) {
+                return Err((Reason::Mig, format!("GPU {gpu}")));
+            }
+            let off = self.processes.of(key).any(|(_, p)| p.phase.is_offloaded());
+            if holds_vram || off { Ok(pools) } else { Err((Reason::NoVram, String::new())) }
+        });
+        if goal == Goal::Resident {
+            return self.advance(key);
+        }
+        let verdict = match verdict {
+            Ok(pools) => self.promise_host_memory(key, pools, asked_at),
+            Err((reason, detail)) => HostVerdict::Refused(reason, detail),
+        };
+        match (goal, verdict) {
+            (_, HostVerdict::Refused(reason, detail)) => self.fail_offload(key, reason, &detail),
+            // The next tick asks again. Nothing else is done: that would ask at once.
+            (_, HostVerdict::Waits(reason, detail)) => {
+                if let Some(container) = self.containers.get_mut(key) {
+                    container.reason = (reason, detail);
+                }
+            }
+            (Goal::Resident, HostVerdict::Promised) => {}
+            (Goal::OffloadRequested, HostVerdict::Promised) => {
+                if let Some(container) = self.containers.get_mut(key) {
+                    container.goal = Goal::Offloaded;
+                }
+                self.set_state(key, State::Closing, cause, "", 0, 0);
+                self.advance(key);
+            }
+            (Goal::Offloaded, HostVerdict::Promised) => {
+                if let OffloadPlan::Run(process, step) =
+                    plan::plan_offload(&self.positions(key), self.deadlines(key))
+                {
+                    self.run_offload_step(key, process, step);
+                }
+                self.advance(key);
+            }
+        }
+    }
+
+    /// Every process is locked, host memory was found: note what will be needed
+    /// for the return, then let driver or agent move this process out.
+    pub(super) fn run_offload_step(&mut self, key: &Key, id: ProcessId, step: OffloadStep) {
+        self.set_state(key, State::Offloading, self.cause(key), "", 0, 0);
+        let Some(process) = self.processes.get_mut(&id) else {
+            return;
+        };
+        if process.phase != Phase::CopiedOut || process.offloaded_vram.is_none() {
+            process.offloaded_vram = Some(process.vram.clone());
+            // It has at least what it can carry, whatever NVML counts to a copier just then.
+            if let Some([all]) = process.offloaded_vram.as_deref_mut() {
+                let total = self.gpus.iter().find(|gpu| gpu.uuid == all.uuid);
+                let carried =
+                    process.carried.swappable_bytes.min(total.map_or(0, |gpu| gpu.total_bytes));
+                all.bytes = all.bytes.max(carried);
+            }
+        }
+        let vram_bytes =
+            process.offloaded_vram.iter().flatten().map(|d| d.bytes).max().unwrap_or(0);
+        let asked = |which: fn(&Policy) -> bool| {
+            self.containers.get(key).is_some_and(|container| which(&container.policy))
+        };
+        let (keep, check) =
+            (asked(|policy| policy.retain_host_copy), asked(|policy| policy.checksum));
+        let moves = self.moves(key);
+        // Nobody's room is being proven or taken beside it.
+        let then_checkpoint = self.grants.is_empty()
+            && self.processes.get(&id).is_some_and(|p| {
+                p.prefault_ordered && moves(p) == OffloadMethod::CopyAndCheckpoint
+            });
+        self.host_ledger.begin_move(key);
+        self.journal(key, CHECKPOINT);
+        self.order(
+            id,
+            match step {
+                OffloadStep::CopyOut => {
+                    let how = CopyOptions { keep, then_checkpoint, check };
+                    Action::CopyOut { vram_bytes, how }
+                }
+                OffloadStep::Checkpoint => Action::Checkpoint { vram_bytes },
+            },
+        );
+    }
+
+    pub(super) fn advance_offload(&mut self, key: &Key, positions: &[ProcessPosition]) {
+        match plan::plan_offload(positions, self.deadlines(key)) {
+            OffloadPlan::Wait => {}
+            OffloadPlan::Send(orders) => {
+                for (process, action) in orders {
+                    self.order(process, action);
+                }
+            }
+            OffloadPlan::Run(..) => self.survey(key),
+            OffloadPlan::Done => self.finish_offload(key),
+        }
+    }
+
+    pub(super) fn finish_offload(&mut self, key: &Key) {
+        let now = self.now;
+        let bytes = self.offloaded_bytes(key);
+        let Some(container) = self.containers.get_mut(key) else {
+            return;
+        };
+        if container.state == State::Offloaded {
+            return;
+        }
+        let began = container.offload_began.take();
+        let elapsed = began.map_or(0, |began| now.saturating_sub(began));
+        if began.is_some() {
+            container.offloads += 1;
+            container.last_offload_ms = elapsed;
+        }
+        (container.failures, container.failed_forced_offloads) = (0, 0);
+        container.connections = None;
+        container.forced = false;
+        let cause = container.cause;
+        self.set_state(key, State::Offloaded, cause, "", bytes, elapsed);
+        self.answer(key, Request::Offload, true, bytes, elapsed);
+        let wanted = self.alloc_wait_of(key).map(|_| Reason::AllocationWaits);
+        let Some(container) = self.containers.get_mut(key) else { return };
+        let called = container.wake_began.map(|_| Reason::Called);
+        let asked = container.commands.iter().find(|(_, request)| *request == Request::Restore);
+        // Whoever went deeper while it waited for its return waits on.
+        if let Some(cause) = wanted.or(called).or(asked.map(|_| Reason::Requested)) {
+            (container.goal, container.cause) = (Goal::Resident, cause);
+            self.advance(key);
+        }
+    }
+
+    /// VRAM that a process will need again, in bytes.
+    #[must_use]
+    pub fn away_bytes_of(&self, id: ProcessId) -> u64 {
+        self.processes.get(&id).map_or(0, Process::offloaded_vram_bytes)
+    }
+
+    pub(super) fn offloaded_bytes(&self, key: &Key) -> u64 {
+        self.processes
+            .of(key)
+            .filter(|(_, p)| p.phase.is_offloaded())
+            .map(|(_, p)| p.offloaded_vram_bytes())
+            .sum()
+    }
+
+    /// Gives up an offload without a refusal: a process of the container ends.
+    pub(super) fn turn_back(&mut self, key: &Key) {
+        let Some(container) = self.containers.get_mut(key).filter(|c| c.goal != Goal::Resident)
+        else {
+            return;
+        };
+        container.goal = Goal::Resident;
+        container.cause = Reason::NotRegistered;
+        container.reason = (Reason::NotRegistered, "a process of it ends".into());
+        container.offload_began = None;
+        self.answer(key, Request::Offload, false, 0, 0);
+    }
+
+    /// Gives up an offload: whatever was done so far is undone.
+    pub(super) fn fail_offload(&mut self, key: &Key, reason: Reason, detail: &str) {
+        let now = self.now;
+        let Some(container) = self.containers.get_mut(key) else {
+            return;
+        };
+        container.goal = Goal::Resident;
+        container.cause = reason;
+        container.reason = (reason, detail.to_owned());
+        container.failures += 1;
+        container.has_stayed(now, reason);
+        // Tried again after the idle timeout, each time twice as long, at most an hour.
+        let base = container.policy.idle_timeout_ms.clamp(1_000, 300_000);
+        container.offload_not_before = now + (base << container.failures.min(6)).min(3_600_000);
+        container.offload_began = None;
+        self.prefault_failed(key);
+        self.publish_refusal(key, reason, detail);
+        self.answer(key, Request::Offload, false, 0, 0);
+        self.advance(key);
+    }
+}

@@ -1,0 +1,338 @@
+//! Allocations that find no memory and wait for room (`affinode.io/on-oom: wait`).
+//!
+//! ```text
+//! Want ──may wait, can ever fit──> queue ──grant: room made, held, proven──> Room ──made──> WantOver
+//!   │                                ^                                         │
+//!   └── else: Room(no), it fails     └──────────── failed again: Want ─────────┘ at most thrice
+//! ```
+//!
+//! They stand in the same queue as returns, with the same grants, so for each device one at
+//! a time gets room. Whoever waits for an allocation is outside the driver and makes room
+//! for those before it, as if it were idle: two that each need the other's room take turns.
+//! Moved out with an allocation that waits, a container comes home for both in one.
+
+use affinode_proto::{
+    api::control::Event,
+    reason::Reason,
+    state::State,
+    wire::{Phase, message::ControllerMessage},
+};
+
+use super::{
+    DeviceBytes, Effect, Key, Millis, Node, ProcessId,
+    container::Goal,
+    ledger::margin_bytes,
+    merge_needs,
+    policy::{OnOom, Policy},
+    process::PendingAlloc,
+};
+
+/// What is asked for where only the driver knows: a context with its first module.
+const UNKNOWN_BYTES: u64 = 1 << 30;
+/// So often room is proven and the allocation fails all the same.
+const MAX_ATTEMPTS: u32 = 3;
+/// Whoever was told to go ahead has so long to do it.
+const TRY_MS: Millis = 10_000;
+/// Others hold their allocations meanwhile: an allocation that takes longer counts as one in vain.
+const QUICK_MS: Millis = 1_000;
+
+impl Node {
+    /// How long allocations of a container may wait for room.
+    pub(super) fn wait_for_room_ms(policy: &Policy) -> u32 {
+        match policy.on_oom {
+            OnOom::Wait => u32::try_from(policy.on_oom_timeout_ms).unwrap_or(u32::MAX),
+            OnOom::Fail => 0,
+        }
+    }
+
+    /// The allocation of a container that is served first, if one waits.
+    pub(super) fn alloc_wait_of(&self, key: &Key) -> Option<(ProcessId, &PendingAlloc)> {
+        self.processes.of(key).find_map(|(id, p)| Some((id, p.alloc_wait.as_ref()?)))
+    }
+
+    pub(super) fn alloc_wait_began(
+        &mut self,
+        id: ProcessId,
+        ticket: u64,
+        bytes: u64,
+        uuid: &[u8; 16],
+        attempts: u32,
+    ) {
+        let now = self.now;
+        let Some(process) = self.processes.get(&id) else { return };
+        let key = process.key.clone();
+        let before = process.alloc_wait.clone().filter(|want| want.ticket == ticket);
+        // It was told to go ahead, and failed again; or this is another one.
+        self.end_alloc_wait(id);
+        let verdict = self.may_wait(&key, bytes, &nvml_uuid(uuid), attempts);
+        let need = match verdict {
+            Ok(need) => need,
+            Err(why) => return self.refuse_alloc_wait(id, ticket, bytes, &why),
+        };
+        if before.is_none() {
+            let text = format!("an allocation of {} waits for room", size(bytes));
+            self.publish_alloc_wait(&key, Reason::AllocationWaits, text, bytes);
+        }
+        let since = before.map_or(now, |want| want.since);
+        if let Some(process) = self.processes.get_mut(&id) {
+            process.alloc_wait = Some(PendingAlloc { ticket, need, attempts, since, told: None });
+        }
+        if let Some(container) = self.containers.get_mut(&key) {
+            container.last_use = now;
+            let away = container.goal == Goal::Offloaded && container.state == State::Offloaded;
+            if away {
+                container.cause = Reason::AllocationWaits;
+            }
+            if away || container.goal == Goal::OffloadRequested && !container.forced {
+                container.goal = Goal::Resident;
+            }
+        }
+        self.queue_alloc_wait(&key);
+        self.advance(&key);
+    }
+
+    fn may_wait(
+        &self,
+        key: &Key,
+        bytes: u64,
+        uuid: &str,
+        attempts: u32,
+    ) -> Result<DeviceBytes, String> {
+        let policy = self.containers.get(key).map(|c| &c.policy).ok_or("no such container")?;
+        if policy.on_oom == OnOom::Fail {
+            return Err("its policy is not to wait".into());
+        }
+        if attempts >= MAX_ATTEMPTS {
+            return Err(format!("{MAX_ATTEMPTS} times there was room, and the driver found none"));
+        }
+        let gpu = self.gpus.iter().find(|gpu| gpu.uuid == uuid);
+        if gpu.is_none() && !self.gpus.is_empty() {
+            return Err(format!("NVML does not show the device {uuid}"));
+        }
+        // Not read yet: what is known soon is looked at again then.
+        let total = gpu.map_or(u64::MAX, |gpu| gpu.total_bytes);
+        let bytes = if bytes == 0 { UNKNOWN_BYTES.min(total / 8) } else { bytes };
+        let own = self.has(key, uuid);
+        self.fits_ever(key, &DeviceBytes { uuid: uuid.to_owned(), bytes })?;
+        // It failed though so much was free: some more, for what the driver rounds up.
+        let more = u64::from(attempts) * margin_bytes(total);
+        let bytes = bytes.saturating_add(more).min(total.saturating_sub(own));
+        Ok(DeviceBytes { uuid: uuid.to_owned(), bytes })
+    }
+
+    /// What a container has on a device, or had and will have again.
+    fn has(&self, key: &Key, uuid: &str) -> u64 {
+        // A reading may be older than the moment at which a process left.
+        let all = self.processes.of(key).flat_map(|(_, p)| match p.phase.is_offloaded() {
+            true => p.offloaded_vram.as_deref().unwrap_or_default(),
+            false => &p.vram,
+        });
+        all.filter(|held| held.uuid == uuid).map(|held| held.bytes).sum()
+    }
+
+    fn fits_ever(&self, key: &Key, need: &DeviceBytes) -> Result<(), String> {
+        let own = self.has(key, &need.uuid);
+        match self.gpus.iter().find(|gpu| gpu.uuid == need.uuid) {
+            Some(gpu) if own.saturating_add(need.bytes) > gpu.total_bytes => {
+                Err(format!("with {} that it has, the device is too small", size(own)))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The allocation that is served together with what the queue is to bring home. Callers
+    /// at the gate do not wait for it.
+    pub(super) fn alloc_wait_beside_restore(&self, key: &Key) -> Option<(ProcessId, u64)> {
+        let (id, want) = self.alloc_wait_of(key)?;
+        let away = self.container_needs(key);
+        let called = self.containers.get(key).is_some_and(|c| c.wake_began.is_some());
+        let together = merge_needs(away.iter().chain([&want.need]));
+        // What a copy left on the device is there beside it.
+        let held = |uuid: &str| self.held_bytes(key, uuid);
+        let fits = |need: &DeviceBytes| {
+            let gpu = self.gpus.iter().find(|gpu| gpu.uuid == need.uuid);
+            let room = |gpu: &super::GpuSample| gpu.total_bytes - margin_bytes(gpu.total_bytes);
+            gpu.is_some_and(|gpu| need.bytes.saturating_add(held(&need.uuid)) <= room(gpu))
+        };
+        let alone = away.is_empty();
+        (alone || (!called && together.iter().all(fits))).then_some((id, want.ticket))
+    }
+
+    /// What a container needs: to come home, and for the allocation that is named.
+    pub(super) fn needs_with(
+        &self,
+        key: &Key,
+        named: Option<(ProcessId, u64)>,
+    ) -> Vec<DeviceBytes> {
+        let want = self
+            .alloc_wait_of(key)
+            .filter(|(id, want)| named == Some((*id, want.ticket)))
+            .map(|(_, want)| &want.need);
+        let away = self.container_needs(key);
+        if want.is_some() { merge_needs(away.iter().chain(want)) } else { away }
+    }
+
+    /// What a device keeps free beside a grant. A return must not fail; an allocation may,
+    /// and may need all there is.
+    pub(super) fn margin_for(&self, key: &Key) -> fn(u64) -> u64 {
+        if self.container_needs(key).is_empty() { |_| 0 } else { margin_bytes }
+    }
+
+    /// Whether an allocation of a container that is home is served before `head`, which
+    /// stands before it and may not take its room: else both would wait for each other.
+    pub(super) fn may_pass(&self, key: &Key, head: &Key) -> bool {
+        let priority = |key: &Key| self.containers.get(key).map(|c| c.policy.priority);
+        let home = self.container_needs(key).is_empty();
+        home && (priority(key) > priority(head) || !self.may_be_evicted(key))
+    }
+
+    /// Puts a container that is home, and whose allocation waits, into the queue.
+    pub(super) fn queue_alloc_wait(&mut self, key: &Key) {
+        let Some(since) = self.alloc_wait_of(key).map(|(_, want)| want.since) else { return };
+        if let Some(container) = self.containers.get_mut(key).filter(|c| c.goal == Goal::Resident) {
+            let priority = container.policy.priority;
+            let may_try = self.now >= container.restore_not_before;
+            if may_try && !self.grants.contains_key(key) {
+                self.queue.enter(key, priority, since);
+            }
+        }
+    }
+
+    /// With the grant of a container that is home, its allocation may be tried again.
+    /// False: there is none.
+    pub(super) fn serve_alloc_wait(&mut self, key: &Key) -> bool {
+        let granted = self.grants.get(key).is_some_and(super::grant::Grant::is_granted);
+        let home = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
+        let meant = self.grants.get(key).and_then(|grant| grant.want);
+        let want = self.alloc_wait_of(key).map(|(id, want)| (id, want.ticket));
+        let Some((id, ticket)) = want.filter(|_| want == meant && granted && home) else {
+            return false;
+        };
+        let now = self.now;
+        if let Some(want) = self.processes.get_mut(&id).and_then(|p| p.alloc_wait.as_mut()) {
+            if want.told.is_some() {
+                return true;
+            }
+            want.told = Some(now);
+            let need = vec![want.need.clone()];
+            self.ledger.promise(key, need);
+        }
+        self.send_alloc_grant(id, ticket, true);
+        true
+    }
+
+    pub(super) fn alloc_wait_ended(&mut self, id: ProcessId, ticket: u64, served: bool) {
+        let Some(process) = self.processes.get(&id) else { return };
+        let key = process.key.clone();
+        let Some(want) = process.alloc_wait.clone().filter(|want| want.ticket == ticket) else {
+            return;
+        };
+        let took = want.told.map(|told| self.now.saturating_sub(told));
+        self.finish_alloc_wait(id, served && took.is_some_and(|ms| ms < QUICK_MS));
+        if let Some(container) = self.containers.get_mut(&key) {
+            container.last_use = self.now;
+        }
+        let waited = self.now.saturating_sub(want.since);
+        let (reason, how) = match served {
+            true => (Reason::RoomFound, "was made"),
+            false => (Reason::NoRoomInTime, "failed"),
+        };
+        let seconds = waited as f64 / 1000.0;
+        let text = format!("an allocation of {} {how} after {seconds:.1} s", size(want.need.bytes));
+        self.publish_alloc_wait(&key, reason, text, want.need.bytes);
+        self.queue_alloc_wait(&key);
+    }
+
+    /// The allocation of a process waits no more, or its process cannot be told. What was
+    /// granted for it is given back; whoever else of the container waits stays in the queue.
+    pub(super) fn end_alloc_wait(&mut self, id: ProcessId) {
+        self.finish_alloc_wait(id, false);
+    }
+
+    /// The same; `quick`: it was made at once when it was told to go ahead.
+    fn finish_alloc_wait(&mut self, id: ProcessId, quick: bool) {
+        let Some(process) = self.processes.get_mut(&id) else { return };
+        let Some(want) = process.alloc_wait.take() else { return };
+        let key = process.key.clone();
+        if want.told.is_some()
+            && let Some(container) = self.containers.get_mut(&key)
+        {
+            match quick {
+                true => container.failed_restores = container.failed_restores.saturating_sub(1),
+                false => container.has_wasted_a_turn(self.now),
+            }
+        }
+        let home = self.processes.of(&key).all(|(_, p)| p.phase == Phase::Open);
+        if home || want.told.is_some() {
+            self.end_alloc_grant(&key);
+        }
+        if home {
+            self.queue.leave(&key);
+            self.queue_alloc_wait(&key);
+        }
+    }
+
+    /// Gives back what was granted for an allocation. What an earlier controller granted
+    /// is none of that.
+    pub(super) fn end_alloc_grant(&mut self, key: &Key) {
+        if self.grants.get(key).is_some_and(|grant| grant.want.is_some()) {
+            self.close_grant(key);
+        }
+    }
+
+    /// Those who were told to go ahead and did not are told that it is over.
+    pub(super) fn check_alloc_wait(&mut self, key: &Key) {
+        let now = self.now;
+        if self.alloc_wait_of(key).is_none() {
+            return;
+        }
+        if let Some(container) = self.containers.get_mut(key) {
+            container.last_use = now; // Who waits is not idle.
+        }
+        self.queue_alloc_wait(key);
+        let Some((id, want)) = self.alloc_wait_of(key).map(|(id, want)| (id, want.clone())) else {
+            return;
+        };
+        let late = want.told.is_some_and(|told| now.saturating_sub(told) > TRY_MS);
+        let told = want.told.is_some();
+        if late {
+            self.send_alloc_grant(id, want.ticket, false);
+            self.alloc_wait_ended(id, want.ticket, false);
+        } else if let Err(why) = self.fits_ever(key, &want.need)
+            && !told
+        {
+            self.end_alloc_wait(id);
+            self.refuse_alloc_wait(id, want.ticket, want.need.bytes, &why);
+        }
+    }
+
+    fn refuse_alloc_wait(&mut self, id: ProcessId, ticket: u64, bytes: u64, why: &str) {
+        self.send_alloc_grant(id, ticket, false);
+        let Some(key) = self.processes.get(&id).map(|p| p.key.clone()) else { return };
+        let text = format!("an allocation of {} fails: {why}", size(bytes));
+        self.publish_alloc_wait(&key, Reason::NoRoomEver, text, bytes);
+    }
+
+    fn send_alloc_grant(&mut self, id: ProcessId, ticket: u64, granted: bool) {
+        self.effects.push(Effect::Send(id, ControllerMessage::AllocGrant { ticket, granted }));
+    }
+
+    fn publish_alloc_wait(&mut self, key: &Key, reason: Reason, text: String, bytes: u64) {
+        let (kind, reason) = ("allocation".into(), reason.to_string());
+        self.publish(key, Event { kind, reason, text, bytes, ..Event::default() });
+    }
+}
+
+/// A UUID as NVML writes it.
+fn nvml_uuid(uuid: &[u8; 16]) -> String {
+    let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+    let [a, b, c, d, e] = [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]];
+    format!("GPU-{a}-{b}-{c}-{d}-{e}")
+}
+
+pub(super) fn size(bytes: u64) -> String {
+    match bytes {
+        0 => "unknown size".into(),
+        bytes => format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30)),
+    }
+}

@@ -1,0 +1,65 @@
+//! Mode `auto`: whether idle containers leave by themselves.
+//!
+//! ```text
+//! wanted(GPU) = what its containers hold + what they gave back and will need again
+//! wanted fits, or a container has just come ──> eager: its VRAM is of use to newcomers alone
+//! wanted does not fit                       ──> pressure: what leaves early comes back for nothing
+//! ```
+//!
+//! On a GPU that is wanted by more than fits, VRAM is not saved by leaving early, only moved
+//! about, and each move makes calls wait; those who need room take it from the idle anyway.
+
+use std::collections::BTreeSet;
+
+use super::{Key, Millis, Node, ledger::margin_bytes, policy::Mode, processes::wants};
+
+/// How often it is looked at.
+const LOOK_MS: Millis = 10_000;
+/// For so long after its announcement a container may still be about to take its VRAM.
+const NEWCOMER_MS: Millis = 300_000;
+
+/// The GPUs that are wanted by more than fits on them.
+#[derive(Debug, Default)]
+pub struct Oversubscription {
+    looked: Option<Millis>,
+    uuids: BTreeSet<String>,
+}
+
+impl Node {
+    /// Whether a container leaves by itself when it is idle.
+    pub(super) fn leaves_when_idle(&self, key: &Key) -> bool {
+        let Some(c) = self.containers.get(key) else { return false };
+        if !c.policy.offload_window.is_open(self.week_minute()) {
+            return false;
+        }
+        match c.policy.mode {
+            Mode::Eager => true,
+            Mode::Auto => !self.is_oversubscribed(key),
+            Mode::Pressure | Mode::Manual | Mode::Off => false,
+        }
+    }
+
+    fn is_oversubscribed(&self, key: &Key) -> bool {
+        let crowd = &self.oversubscription.uuids;
+        !crowd.is_empty()
+            && self.processes.of(key).any(|(_, p)| wants(p).iter().any(|w| crowd.contains(&w.uuid)))
+    }
+
+    /// Looks again, when the last look was long ago.
+    pub(super) fn update_oversubscription(&mut self) {
+        if self.oversubscription.looked.is_some_and(|t| self.now.saturating_sub(t) < LOOK_MS) {
+            return;
+        }
+        self.oversubscription.looked = Some(self.now);
+        let newcomer = || self.containers.values().any(|c| self.now - c.announced_at < NEWCOMER_MS);
+        let processes = &mut self.processes;
+        let mut crowded = |gpu: &&super::GpuSample| {
+            let fits_bytes = gpu.total_bytes.saturating_sub(margin_bytes(gpu.total_bytes));
+            processes.wanted_bytes(&gpu.uuid) > u128::from(fits_bytes)
+        };
+        let uuids: BTreeSet<String> =
+            self.gpus.iter().filter(|gpu| crowded(gpu)).map(|gpu| gpu.uuid.clone()).collect();
+        self.oversubscription.uuids =
+            if uuids.is_empty() || newcomer() { BTreeSet::new() } else { uuids };
+    }
+}

@@ -1,0 +1,268 @@
+//! Containers and processes that come and go.
+
+use affinode_proto::{
+    api::control::{Announcement, Event},
+    reason::Reason,
+    state::State,
+    wire::{Hazards, Phase, WIRE_VERSION, message::ControllerMessage},
+};
+
+use super::{
+    Effect, Key, Node, ProcessId,
+    container::{Container, Goal},
+    input::{Identity, Request, SwapStatus},
+    node::policy_of,
+    policy::Engine,
+    process::{Process, on_gpu},
+};
+
+/// What is wrong with a process that says so.
+pub(super) const NEVER_MOVED: &str = "says that it is away, and nobody moved it";
+
+/// Where a process stands when it comes forward.
+pub(super) struct RegistrationStatus {
+    pub(super) phase: Phase,
+    pub(super) generation: u64,
+    pub(super) hazards: Hazards,
+    pub(super) carried: SwapStatus,
+}
+
+impl Node {
+    pub(super) fn announced(&mut self, announcement: Announcement, key: &Key) {
+        if let Some(known) = self.containers.get_mut(key) {
+            known.announcement = announcement;
+            let (policy, warnings) = policy_of(&self.settings.policies, &known.announcement);
+            (known.policy, known.warnings) = (policy, warnings);
+            return;
+        }
+        let (policy, warnings) = policy_of(&self.settings.policies, &announcement);
+        let container = Container::new(announcement, policy, warnings.clone(), self.now);
+        self.containers.insert_sorted(key.clone(), container);
+        for text in warnings {
+            self.publish(key, Event { kind: "annotation".into(), text, ..Event::default() });
+        }
+    }
+
+    /// Whether what is said of this generation is about another container than the one that is
+    /// known: ids are given again. 0 stands for whichever there is.
+    #[must_use]
+    pub fn is_of_another(&self, key: &Key, generation: u64) -> bool {
+        let known = self.containers.get(key).map_or(0, |known| known.announcement.generation);
+        known != 0 && generation != 0 && known != generation
+    }
+
+    pub(super) fn withdrawn(&mut self, key: &Key) {
+        for process in self.members(key) {
+            self.processes.remove(&process);
+            self.forget_holds(process);
+            self.effects.push(Effect::Drop(process));
+        }
+        self.end_grant(key);
+        self.ledger.release(key);
+        self.queue.leave(key);
+        self.effects.push(Effect::Journal(key.clone(), None));
+        if let Some(container) = self.containers.get_mut(key) {
+            container.reason = (Reason::NotRegistered, "the container was deleted".into());
+        }
+        self.answer(key, Request::Offload, false, 0, 0);
+        self.answer(key, Request::Restore, false, 0, 0);
+        self.containers.shift_remove(key);
+        self.unclaimed_journal.retain(|(other, ..), _| other != key);
+        self.recall_settled(key);
+    }
+
+    pub(super) fn register(
+        &mut self,
+        key: &Key,
+        id: ProcessId,
+        identity: Identity,
+        standing: RegistrationStatus,
+    ) {
+        let RegistrationStatus { phase, generation, hazards, carried } = standing;
+        let known = self
+            .processes
+            .of(key)
+            .find(|(_, p)| {
+                p.identity.pid == identity.pid && p.identity.start_ticks == identity.start_ticks
+            })
+            .map(|(old, _)| old);
+        let full = known.is_none() && self.members(key).len() >= self.settings.max_processes;
+        known.into_iter().for_each(|old| self.end_alloc_wait(old));
+        let Some(container) = self.containers.get_mut(key).filter(|_| !full) else {
+            self.effects.push(Effect::Send(
+                id,
+                ControllerMessage::Refuse { version: WIRE_VERSION, retry: !full },
+            ));
+            self.effects.push(Effect::Drop(id));
+            return;
+        };
+        let before = known.and_then(|old| self.processes.remove(&old));
+        let recalled =
+            self.unclaimed_journal.remove(&(key.clone(), identity.pid, identity.start_ticks));
+        let (left, to) = match (&before, recalled) {
+            (Some(p), _) if p.offloaded_vram.is_some() => {
+                let sent = p.is_migrating() || !p.connected;
+                (p.offloaded_vram.clone(), p.target_gpu.clone().filter(|_| sent))
+            }
+            (_, Some(recalled)) => (Some(recalled.away), recalled.to),
+            _ => (None, None),
+        };
+        // Who is not away any more has arrived where it was sent.
+        let to = to.filter(|_| phase != Phase::Checkpointed);
+        let away = left.map(|left| on_gpu(&left, to.as_deref()));
+        // Nobody moved it: a claim on room that nobody ever proved it to have had.
+        let younger = self.started_ticks > 0 && identity.start_ticks >= self.started_ticks;
+        let off = phase.is_offloaded() || carried.copied_out_bytes > 0;
+        let lies = off && away.is_none() && (known.is_some() || younger);
+        let (phase, carried) = match lies {
+            true => (Phase::Open, SwapStatus { copied_out_bytes: 0, ..carried }),
+            false => (phase, carried),
+        };
+        if container.state == State::Unregistered {
+            // The first process; or, after a controller died, the first that came back.
+            container.last_use = self.now;
+            container.goal = if phase.is_offloaded() { Goal::Offloaded } else { Goal::Resident };
+            // As an earlier controller has chosen.
+            container.retain_context =
+                phase == Phase::CopiedOut && container.policy.engine == Engine::Auto;
+        } else if phase == Phase::Open && container.goal != Goal::Resident {
+            // A process that just started to use CUDA: the container is in use.
+            container.goal = Goal::Resident;
+            container.cause = Reason::Called;
+            container.last_use = self.now;
+            container.has_stayed(self.now, Reason::Called);
+        }
+        let first_seen = if younger || self.started_ticks == 0 { self.now } else { 0 };
+        let came = before.as_ref().map_or(first_seen, |p| p.resident_since);
+        let engine = container.policy.engine.wire();
+        let first = container.state == State::Unregistered;
+        let out = container.goal == Goal::Offloaded;
+        self.processes.insert(
+            id,
+            Process {
+                key: key.clone(),
+                identity,
+                connected: true,
+                phase,
+                generation,
+                hazards,
+                pending: None,
+                holds: 0,
+                vram: before.as_ref().map(|p| p.vram.clone()).unwrap_or_default(),
+                offloaded_vram: away,
+                carried,
+                target_gpu: None,
+                migration_refused: before.as_ref().is_some_and(|p| p.migration_refused),
+                copy_out_incomplete: false,
+                copy_failed: before.as_ref().is_some_and(|p| p.copy_failed),
+                prefault_ordered: false,
+                prefault_ordered_for_idle: before
+                    .as_ref()
+                    .and_then(|p| p.prefault_ordered_for_idle),
+                failed_copy_outs: before.as_ref().map_or(0, |p| p.failed_copy_outs),
+                waits_for_siblings: false,
+                hold_record: before.as_ref().map(|p| p.hold_record).unwrap_or_default(),
+                counter_error: before.as_ref().and_then(|p| p.counter_error.clone()),
+                termination: before.as_ref().and_then(|p| p.termination.clone()),
+                resident_since: came,
+                working: None,
+                alloc_wait: None,
+                counters: before.and_then(|p| p.counters),
+            },
+        );
+        if lies {
+            self.bad_page(id, NEVER_MOVED.into());
+        }
+        self.recall_settled(key);
+        // Before the Welcome: until then it allocates nothing.
+        self.hold_newcomer(id);
+        self.hold_for_siblings(id);
+        let wait_for_room_ms =
+            self.containers.get(key).map_or(0, |c| Node::wait_for_room_ms(&c.policy));
+        let welcome = ControllerMessage::Welcome { process: id.0, wait_for_room_ms, engine };
+        self.effects.push(Effect::Send(id, welcome));
+        if let Some(old) = known {
+            self.forget_holds(old);
+            self.effects.push(Effect::Drop(old));
+        }
+        if first {
+            let state = if out { State::Offloaded } else { State::Active };
+            self.set_state(
+                key,
+                state,
+                if out { Reason::IdleTimeout } else { Reason::Called },
+                "",
+                0,
+                0,
+            );
+        }
+        self.advance(key);
+    }
+
+    pub(super) fn detached(&mut self, id: ProcessId) {
+        let Some(process) = self.processes.get_mut(&id) else {
+            return;
+        };
+        // Who was on its way to another GPU may be there.
+        let sent = process.is_migrating() || !process.connected;
+        process.target_gpu = process.target_gpu.take().filter(|_| sent);
+        (process.connected, process.prefault_ordered) = (false, false);
+        process.pending = None;
+        let key = process.key.clone();
+        self.end_alloc_wait(id);
+        self.forget_holds(id);
+        self.advance(&key);
+    }
+
+    pub(super) fn exited(&mut self, id: ProcessId) {
+        self.end_alloc_wait(id);
+        let Some(process) = self.processes.remove(&id) else {
+            return;
+        };
+        self.forget_holds(id);
+        self.effects.push(Effect::Drop(id));
+        let key = process.key;
+        if self.members(&key).is_empty() {
+            self.close_grant(&key);
+            self.queue.leave(&key);
+            self.clear_journal(&key);
+            self.set_state(
+                &key,
+                State::Unregistered,
+                Reason::NotRegistered,
+                "its CUDA processes ended",
+                0,
+                0,
+            );
+            self.answer(&key, Request::Offload, false, 0, 0);
+            self.answer(&key, Request::Restore, false, 0, 0);
+            if let Some(container) = self.containers.get_mut(&key) {
+                container.goal = Goal::Resident;
+                container.survey_asked = None;
+                (container.offload_began, container.wake_began, container.restore_began) =
+                    (None, None, None);
+            }
+        } else {
+            self.advance(&key);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::{Input, Settings};
+
+    #[test]
+    fn ids_are_given_again_and_what_is_said_of_the_one_before_is_known_for_it() {
+        let mut node = Node::new(Settings::default());
+        let key = Key::parse(&"0".repeat(32)).unwrap();
+        assert!(!node.is_of_another(&key, 1), "nobody is known");
+        for (known, said, of_another) in [(7, 7, false), (7, 8, true), (7, 0, false), (0, 8, false)]
+        {
+            let announcement = Announcement { generation: known, ..Announcement::default() };
+            let _ = node.handle(0, Input::Announced(Box::new(announcement), key.clone()));
+            assert_eq!(node.is_of_another(&key, said), of_another, "{known}, {said}");
+        }
+    }
+}

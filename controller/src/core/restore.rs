@@ -1,0 +1,256 @@
+//! The way home: a wake, a place in the queue, restores under a grant, and all are let go.
+
+use affinode_proto::{
+    reason::Reason,
+    state::State,
+    wire::{Phase, message::ControllerMessage},
+};
+
+use super::{
+    DeviceBytes, Effect, Key, Millis, Node, ProcessId,
+    container::Goal,
+    grant::Grant,
+    input::Request,
+    ledger::margin_bytes,
+    merge_needs,
+    plan::{self, ProcessPosition},
+    process::Process,
+    transitions::RESTORE,
+};
+
+impl Node {
+    pub(super) fn wake(&mut self, id: ProcessId, generation: u64) {
+        let now = self.now;
+        let Some(process) = self.processes.get_mut(&id) else {
+            return;
+        };
+        if process.phase == Phase::Open && process.pending.is_none() {
+            // Its allocations are held for another, and it is told that somebody is there; or
+            // the gate is open again, and the wake crossed the order.
+            if process.holds > 0 {
+                let ack = ControllerMessage::WakeAck { generation, position: 0 };
+                self.effects.push(Effect::Send(id, ack));
+            }
+            return;
+        }
+        process.generation = generation;
+        let key = process.key.clone();
+        let Some(container) = self.containers.get_mut(&key) else {
+            return;
+        };
+        if container.wake_began.is_none() {
+            container.wake_began = Some(now);
+            container.left_early(now);
+            container.hint = None;
+            let pause = container.pause_ends(now, &mut self.pauses);
+            container.history.returned(pause);
+            container.prewake_missed = false;
+            container.connection_outcomes.used(now);
+        }
+        container.last_use = now;
+        let forced = container.forced && container.state != State::Offloaded;
+        if container.goal != Goal::Resident && !forced {
+            let meanwhile = container.state != State::Offloaded;
+            container.goal = Goal::Resident;
+            container.cause = if meanwhile { Reason::WokenMeanwhile } else { Reason::Called };
+            container.reason = (container.cause, String::new());
+            if meanwhile {
+                self.answer(&key, Request::Offload, false, 0, 0);
+            }
+            self.advance(&key);
+        }
+        let position = self.queue.position(&key, now).unwrap_or(0);
+        let position = u32::try_from(position).unwrap_or(u32::MAX);
+        self.effects.push(Effect::Send(id, ControllerMessage::WakeAck { generation, position }));
+    }
+
+    /// What a process that is away needs to come back. Without a record (a journal
+    /// that was lost): all that its hooks counted and a context, on every device.
+    pub(super) fn needs(&self, process: &Process) -> Vec<DeviceBytes> {
+        const CONTEXT_BYTES: u64 = 1 << 30;
+        if let Some(gone) = process.vram_to_restore() {
+            return gone;
+        }
+        let claimed = process.counters.as_ref().map_or(0, |page| page.allocated_bytes);
+        let claimed = claimed.max(process.carried.swappable_bytes);
+        self.gpus
+            .iter()
+            .map(|gpu| DeviceBytes {
+                uuid: gpu.uuid.clone(),
+                bytes: claimed.saturating_add(CONTEXT_BYTES).min(most_of(gpu.total_bytes)),
+            })
+            .collect()
+    }
+
+    /// What the processes of a container that are away need together.
+    pub(super) fn container_needs(&self, key: &Key) -> Vec<DeviceBytes> {
+        let needs: Vec<DeviceBytes> = self
+            .processes
+            .of(key)
+            .filter(|(_, p)| p.phase.is_offloaded())
+            .flat_map(|(_, p)| self.needs(p))
+            .collect();
+        let mut needs = if needs.len() > 1 { merge_needs(&needs) } else { needs };
+        // Of some it may not be known: a device that nobody else uses has held them all before.
+        let known = |uuid: &str| -> u64 {
+            let of_key = self.processes.of(key).filter(|(_, p)| p.phase.is_offloaded());
+            let devices = of_key.filter_map(|(_, p)| p.vram_to_restore()).flatten();
+            devices.filter(|need| need.uuid == uuid).map(|need| need.bytes).sum()
+        };
+        for need in &mut needs {
+            if let Some(gpu) = self.gpus.iter().find(|gpu| gpu.uuid == need.uuid) {
+                let others =
+                    most_of(gpu.total_bytes).saturating_sub(self.held_bytes(key, &need.uuid));
+                if need.bytes > others {
+                    need.bytes = need.bytes.min(others.max(known(&need.uuid)));
+                }
+            }
+        }
+        needs
+    }
+
+    /// What a container has on a device now, in bytes.
+    pub(super) fn held_bytes(&self, key: &Key, uuid: &str) -> u64 {
+        let devices = self.processes.of(key).flat_map(|(_, p)| &p.vram);
+        devices.filter(|held| held.uuid == uuid).map(|held| held.bytes).sum()
+    }
+
+    pub(super) fn advance_restore(&mut self, key: &Key, positions: &[ProcessPosition]) {
+        let lost = self.containers.get(key).is_some_and(|c| c.state == State::Lost);
+        let plan = plan::plan_restore(positions, lost);
+        for (process, action) in plan.send {
+            self.order(process, action);
+        }
+        if plan.done {
+            self.finish_restore(key);
+        } else if let Some(process) = plan.restore {
+            let grant = self.grants.get(key);
+            let granted = grant.is_some_and(Grant::is_granted);
+            let proven = grant.is_some_and(|g| g.covers.contains(&process) && !g.doubted);
+            if granted && !proven {
+                // It came forward after the proof, and its VRAM was promised to nobody, or
+                // the proof is in doubt.
+                self.abort_grant(key);
+                self.enqueue(key);
+            } else if granted {
+                if let Some(container) = self.containers.get_mut(key) {
+                    container.restore_began.get_or_insert(self.now);
+                }
+                self.set_state(key, State::Restoring, self.cause(key), "", 0, 0);
+                self.journal(key, RESTORE);
+                self.send_restore(key, process);
+            } else if !self.grants.contains_key(key) {
+                self.enqueue(key);
+            }
+        }
+    }
+
+    pub(super) fn enqueue(&mut self, key: &Key) {
+        let now = self.now;
+        let Some(container) = self.containers.get(key) else {
+            return;
+        };
+        let (priority, lost) = (container.policy.priority, container.state == State::Lost);
+        if now >= container.restore_not_before {
+            let since = self.alloc_wait_of(key).map_or(now, |(_, want)| want.since);
+            self.queue.enter(key, priority, since);
+        }
+        if !lost {
+            self.set_state(key, State::Queued, self.cause(key), "", 0, 0);
+        }
+    }
+
+    /// Every process is open.
+    pub(super) fn finish_restore(&mut self, key: &Key) {
+        let now = self.now;
+        let Some(container) = self.containers.get_mut(key) else {
+            return;
+        };
+        if matches!(container.state, State::Active | State::Idle | State::Unregistered) {
+            container.retain_context = false;
+            self.serve_alloc_wait(key);
+            return;
+        }
+        let mut came_home = false;
+        let was_away = self.processes.of(key).any(|(_, p)| p.offloaded_vram.is_some());
+        let bytes: u64 = self.processes.of(key).map(|(_, p)| p.offloaded_vram_bytes()).sum();
+        let since = |began: Option<Millis>| began.map_or(0, |began| now.saturating_sub(began));
+        let elapsed = since(container.wake_began.take());
+        let restore_ms = since(container.restore_began.take());
+        (container.offload_began, container.forced) = (None, false);
+        if !matches!(container.cause, Reason::Expected | Reason::Connection) {
+            container.last_use = now;
+        }
+        container.failed_restores = 0;
+        if was_away
+            && matches!(
+                container.state,
+                State::Restoring | State::Queued | State::Lost | State::Offloaded
+            )
+        {
+            container.restores += 1;
+            container.restored_at = Some(now);
+            came_home = true;
+            container.last_wake_ms = elapsed.max(restore_ms);
+            container.wakes.add(container.last_wake_ms);
+            container.last_restore_ms = restore_ms;
+            container.reason = (container.cause, String::new());
+        }
+        if came_home {
+            self.learn_cost(key);
+        }
+        let Some(container) = self.containers.get_mut(key) else { return };
+        (container.evict_context, container.retain_context) = (false, false);
+        let (reason, detail) = container.reason.clone();
+        for id in self.members(key) {
+            if let Some(process) = self.processes.get_mut(&id) {
+                // What was prepared it has used.
+                process.prefault_ordered &= process.offloaded_vram.take().is_none();
+                process.resident_since = if came_home { now } else { process.resident_since };
+            }
+        }
+        self.siblings_are_back(key);
+        if !self.serve_alloc_wait(key) {
+            self.close_grant(key);
+            self.queue.leave(key);
+            self.queue_alloc_wait(key);
+        }
+        self.clear_journal(key);
+        self.set_state(key, State::Active, reason, &detail, bytes, elapsed);
+        self.answer(key, Request::Restore, true, bytes, elapsed.max(restore_ms));
+        self.resume_offload_request(key);
+    }
+
+    /// Parked memory did not find its VRAM: nothing is lost, and it waits again.
+    pub(super) fn copy_in_failed(&mut self, key: &Key, detail: &str) {
+        const AGAIN_MS: Millis = 500;
+        self.end_grant(key);
+        self.ledger.release(key);
+        self.queue.leave(key);
+        if let Some(container) = self.containers.get_mut(key) {
+            container.restore_not_before = container.restore_not_before.max(self.now + AGAIN_MS);
+        }
+        self.set_state(key, State::Queued, Reason::WaitingForVram, detail, 0, 0);
+    }
+
+    /// The driver could not restore. It is tried again, seldom: the driver may know
+    /// no way back, but nothing is lost by asking.
+    pub(super) fn restore_failed(&mut self, key: &Key, detail: &str) {
+        const AGAIN_MS: Millis = 10_000;
+        self.end_grant(key);
+        self.ledger.release(key);
+        self.queue.leave(key);
+        if let Some(container) = self.containers.get_mut(key) {
+            container.restore_not_before = self.now + AGAIN_MS;
+        }
+        self.siblings_are_back(key);
+        self.set_state(key, State::Lost, Reason::DriverLost, detail, 0, 0);
+        self.answer(key, Request::Restore, false, 0, 0);
+        self.answer(key, Request::Offload, false, 0, 0);
+    }
+}
+
+/// What a device has when nobody uses it: all but the margin, and what its driver keeps.
+fn most_of(total_bytes: u64) -> u64 {
+    total_bytes.saturating_sub(margin_bytes(total_bytes)).saturating_sub(total_bytes / 64)
+}

@@ -1,0 +1,20 @@
+//! Processes as those see them who watch their calls.
+
+use super::actor::NodeActor;
+use crate::{call_trace::CallSource, core::Key};
+
+impl NodeActor {
+    pub(super) fn sights(&self, keys: Option<&[Key]>) -> Vec<CallSource> {
+        let wanted = |key: &Key| keys.is_none_or(|keys| keys.contains(key));
+        let mut sights = Vec::new();
+        for (id, key, identity, container) in self.node.callers(wanted) {
+            if let Some(agent) = self.agents.get(&id) {
+                let (page, outbox) = agent.sight();
+                let (pid, command) = (identity.pid, identity.command.clone());
+                let key = key.clone();
+                sights.push(CallSource { id, key, container, pid, command, page, outbox });
+            }
+        }
+        sights
+    }
+}

@@ -1,0 +1,111 @@
+//! Where the node's orders touch its copiers.
+
+use std::collections::HashMap;
+
+use affinode_proto::wire::message::{Action, ControllerMessage};
+
+use super::actor::NodeActor;
+use crate::{
+    agents::AgentHandle,
+    copier::{CopierMessage, Copiers},
+    core::{Domain, Key, Node, ProcessId},
+    inventory::InventoryQuery,
+};
+
+impl NodeActor {
+    /// An order is about to be sent to a process.
+    pub(super) fn before_order(&mut self, id: ProcessId, message: &ControllerMessage) {
+        if matches!(message, ControllerMessage::Order { action: Action::CopyOut { .. }, .. }) {
+            self.show_copier(id);
+        }
+    }
+
+    /// It was sent.
+    pub(super) fn after_order(&mut self, id: ProcessId, message: &ControllerMessage) {
+        if matches!(message, ControllerMessage::Order { action: Action::Restore, .. }) {
+            self.copiers.fill(id, self.node.away_bytes_of(id));
+        }
+    }
+
+    /// Reads devices for a proof of room, once nothing of a copier's is about to take some.
+    pub(super) fn prove(&mut self, key: Key, number: u64) {
+        self.copiers.hold(true);
+        self.proofs.push((key, number));
+        self.ask_for_proofs();
+    }
+
+    fn ask_for_proofs(&mut self) {
+        if !self.copiers.is_moving() {
+            for (key, number) in self.proofs.drain(..) {
+                self.inventory.ask(InventoryQuery::Prove(key, number));
+            }
+        }
+    }
+
+    /// A process that is copied and checkpointed after that gets a way to its GPU's copier.
+    fn show_copier(&mut self, id: ProcessId) {
+        let Some(agent) = self.agents.get_mut(&id).filter(|agent| agent.uses_copier()) else {
+            return;
+        };
+        let domain = domain_of(agent, &self.node, &self.job_users, id);
+        if let Some((uuid, most_bytes)) = self.node.offloads_through_copier(id)
+            && !self.copiers.was_shown(id, &uuid)
+            && may_have_one(&self.node, &self.copiers, &uuid)
+            && let Some(socket) = self.copiers.attach(id, &uuid, most_bytes, domain)
+        {
+            agent.send_copier(socket);
+        }
+    }
+
+    /// A process is to make host memory ready, which its GPU's copier gets hold of; or no longer.
+    /// Where no copier is to be had nothing is made ready: it would be of no use.
+    pub(super) fn prepare(&mut self, id: ProcessId, on: bool) {
+        let Some(agent) = self.agents.get_mut(&id).filter(|agent| agent.prepares()) else {
+            return;
+        };
+        let domain = domain_of(agent, &self.node, &self.job_users, id);
+        if !on {
+            self.copiers.unprepare(id);
+            agent.send(ControllerMessage::Prefault { on });
+        } else if agent.uses_copier()
+            && let Some((uuid, most_bytes)) = self.node.may_prefault(id)
+            && may_have_one(&self.node, &self.copiers, &uuid)
+            && let Some(socket) = self.copiers.prepare(id, &uuid, most_bytes, domain)
+        {
+            agent.send_copier(socket);
+            agent.send(ControllerMessage::Prefault { on });
+        }
+    }
+
+    pub(super) fn copier_said(&mut self, mail: CopierMessage) {
+        self.copiers.heard(mail);
+        self.ask_for_proofs();
+    }
+
+    /// Copiers give their room to who waits for some, and end when nobody is away.
+    pub(super) fn keep_copiers(&mut self) {
+        self.copiers.make_room(self.node.pressed(), |process| self.node.is_leaving(process));
+        self.copiers.tick();
+        self.ask_for_proofs();
+        if self.proofs.is_empty() && !self.node.has_grants() {
+            self.copiers.hold(false);
+        }
+    }
+}
+
+/// Whom a process may hold memory together with, if its library can.
+fn domain_of(
+    agent: &AgentHandle,
+    node: &Node,
+    job_users: &HashMap<Key, u32>,
+    id: ProcessId,
+) -> Option<Domain> {
+    let user = |key: &Key| job_users.get(key).copied();
+    agent.dedups().then(|| node.domain_of(id, user)).flatten()
+}
+
+/// Whether a GPU may have a copier now: what a new one takes would be missing where somebody's room
+/// is being proven.
+fn may_have_one(node: &Node, copiers: &Copiers, uuid: &str) -> bool {
+    node.is_settled() || copiers.has_ready(uuid)
+}

@@ -1,0 +1,154 @@
+//! What people see runs on a thread of its own: history, metrics, dashboard. Nothing of
+//! it is needed to manage containers, so a part that cannot start is told in the log
+//! and left out.
+
+use std::{path::Path, sync::Arc, thread::JoinHandle};
+
+use super::ControllerHandle;
+use crate::{
+    call_trace::{CallSampler, CallTraceHub},
+    config::Config,
+    error_chain,
+    history::{NodeHistory, StoreLimits},
+    http::{self, AppState, DataSources, HttpGuard, HttpListener},
+    metrics::Metrics,
+    observe::{ViewHub, ViewObserver},
+};
+
+/// The thread, and what the control API needs of it.
+#[derive(Debug)]
+pub struct Frontend {
+    /// Where the dashboard is; empty when it is off.
+    pub dashboard: String,
+    /// What was, on disk.
+    pub history: Option<Arc<NodeHistory>>,
+    hub: Arc<ViewHub>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Frontend {
+    /// Starts what can be started.
+    pub fn start(
+        run_dir: &Path,
+        config: &Config,
+        door: ControllerHandle,
+        calls: Arc<CallTraceHub>,
+    ) -> Frontend {
+        let history = open_history(run_dir, config);
+        let metrics =
+            Arc::new(Metrics::new(history.as_ref().map_or(1, |history| history.starts())));
+        let hub = Arc::new(ViewHub::default());
+        let bound = bind(run_dir, config);
+        let dashboard = bound.as_ref().map(|served| served.place.clone()).unwrap_or_default();
+        let observer = ViewObserver::new(
+            door.clone(),
+            Arc::clone(&hub),
+            Arc::clone(&metrics),
+            history.clone(),
+        );
+        let scout = CallSampler::new(door.clone(), Arc::clone(&calls));
+        let served = bound.map(|ServedFrontend { socket, papers, guard, .. }| {
+            let prices = config.report.clone();
+            let (hub, history) = (Arc::clone(&hub), history.clone());
+            (
+                (socket, papers),
+                Arc::new(AppState::new(
+                    door,
+                    DataSources { hub, calls, metrics, history },
+                    guard,
+                    prices,
+                    config.http.actions,
+                )),
+            )
+        });
+        let work = move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            let runtime = match runtime {
+                Ok(runtime) => runtime,
+                Err(error) => return tracing::error!(%error, "neither dashboard nor history run"),
+            };
+            runtime.block_on(async {
+                if let Some(((socket, papers), site)) = served {
+                    match HttpListener::new(socket, papers) {
+                        Ok(listener) => drop(tokio::spawn(http::serve(listener, site))),
+                        Err(error) => tracing::error!(%error, "the dashboard cannot be served"),
+                    }
+                }
+                tokio::spawn(scout.run());
+                observer.run().await;
+            });
+        };
+        let thread = std::thread::Builder::new().name("show".into()).spawn(work);
+        if let Err(error) = &thread {
+            tracing::error!(%error, "neither dashboard nor history run");
+        }
+        Frontend { dashboard, history, hub, thread: thread.ok() }
+    }
+
+    /// Ends it after the actor has ended: the history is written.
+    pub fn end(mut self) {
+        self.hub.wake();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn open_history(run_dir: &Path, config: &Config) -> Option<Arc<NodeHistory>> {
+    let folder = config.history.folder(run_dir)?;
+    let limits = StoreLimits {
+        keep_ms: i64::try_from(config.history.keep).unwrap_or(i64::MAX),
+        max_bytes: config.history.max_mib << 20,
+    };
+    match NodeHistory::open(&folder, limits) {
+        Ok(history) => Some(Arc::new(history)),
+        Err(error) => {
+            tracing::error!("no history is kept: {}", error_chain::chain(&error));
+            None
+        }
+    }
+}
+
+/// A socket, where it is, and who may come in.
+struct ServedFrontend {
+    socket: http::BoundSocket,
+    papers: Option<http::TlsIdentity>,
+    place: String,
+    guard: HttpGuard,
+}
+
+fn bind(run_dir: &Path, config: &Config) -> Option<ServedFrontend> {
+    let none = |why: String| {
+        tracing::error!("no dashboard is served: {why}");
+        None
+    };
+    let http = &config.http;
+    let guard = match HttpGuard::new(http) {
+        Ok(guard) => guard,
+        // Without its token it would stand open.
+        Err(error) => return none(error_chain::chain(&error)),
+    };
+    let papers = match http.tls_cert_file.as_str() {
+        "" => None,
+        file => match http::TlsIdentity::new(file, &http.tls_key_file) {
+            Ok(papers) => Some(papers),
+            Err(error) => return none(error_chain::chain(&error)),
+        },
+    };
+    let bound = match http.listen(run_dir).map(|listen| HttpListener::bind(&listen)) {
+        Ok(Ok(bound)) => bound,
+        Ok(Err(error)) => {
+            return none(format!(
+                "{}; http.listen names another place",
+                error_chain::chain(&error)
+            ));
+        }
+        Err(why) => return none(why),
+    };
+    let (socket, mut place) = bound?;
+    if papers.is_some() {
+        place = place.replacen("http://", "https://", 1);
+    }
+    tracing::info!("the dashboard is at {place}");
+    Some(ServedFrontend { socket, papers, place, guard })
+}

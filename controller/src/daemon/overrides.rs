@@ -1,0 +1,84 @@
+//! What operators choose for as long as they like: what is pinned, and whether anything is
+//! offloaded without being asked for. Kept before it holds.
+
+use affinode_proto::{
+    api::control::{ActionResponse, Event},
+    reason::Reason,
+    state::State,
+};
+use tokio::sync::oneshot;
+
+use super::{actor::NodeActor, command::Command};
+use crate::{
+    clock::unix_ms,
+    core::{Request, container::display_name},
+    overrides,
+};
+
+impl NodeActor {
+    pub(super) fn auto_offload(&mut self, on: bool, who: &str) -> Result<bool, String> {
+        let changed = self.node.set_auto_offload(on);
+        if let Err(why) = self.keep_wishes() {
+            self.node.set_auto_offload(on != changed);
+            return Err(why);
+        }
+        if changed {
+            let word = if on { "on" } else { "off" };
+            self.note("", String::new(), format!("auto-offload was turned {word} by {who}"));
+        }
+        Ok(changed)
+    }
+
+    pub(super) fn pin(
+        &mut self,
+        name: &str,
+        pinned: bool,
+        who: &str,
+        answer: oneshot::Sender<ActionResponse>,
+    ) {
+        let refused = |why| ActionResponse { reason_text: why, ..ActionResponse::default() };
+        let key = match self.node.find(name) {
+            Ok(key) => key,
+            Err(why) => return drop(answer.send(refused(why))),
+        };
+        let changed = self.node.pin(&key, pinned);
+        if let Err(why) = self.keep_wishes() {
+            self.node.pin(&key, pinned != changed);
+            return drop(answer.send(refused(why)));
+        }
+        let list = self.node.list(self.now(), unix_ms());
+        let known = list.containers.into_iter().find(|c| c.announcement.key == key.as_str());
+        let known = known.unwrap_or_default();
+        if changed {
+            let word = if pinned { "pinned" } else { "unpinned" };
+            let shown = display_name(&known.announcement);
+            self.note(key.as_str(), shown, format!("it was {word} by {who}"));
+        }
+        // One that is away comes back: it is to be on the GPU.
+        let home = [State::Active, State::Idle, State::Unregistered, State::Lost];
+        if pinned && home.iter().all(|state| known.state != state.as_str()) {
+            return self.call(Command::Act(key.to_string(), Request::Restore, answer));
+        }
+        let response = ActionResponse { done: true, state: known.state, ..refused(String::new()) };
+        let _ = answer.send(response);
+    }
+
+    /// Notes who asked for what.
+    pub(super) fn note(&mut self, key: &str, container: String, text: String) {
+        let event = Event {
+            kind: "request".into(),
+            key: key.into(),
+            container,
+            reason: Reason::Requested.to_string(),
+            text,
+            ..Event::default()
+        };
+        self.publish(event);
+    }
+
+    pub(super) fn keep_wishes(&self) -> Result<(), String> {
+        overrides::write(&self.run_dir, self.node.wishes()).map_err(|error| {
+            format!("the choice cannot be kept in {}: {error}", self.run_dir.display())
+        })
+    }
+}

@@ -1,0 +1,176 @@
+//! The run directory, the configuration, the controller.
+
+use std::{
+    fs,
+    os::unix::fs::{MetadataExt, PermissionsExt},
+    path::{Path, PathBuf},
+};
+
+use affinode_proto::paths;
+use rustix::fs::StatVfsMountFlags;
+
+use super::{CheckGroup, DoctorCheck};
+
+/// What was found.
+#[derive(Clone, Debug)]
+pub struct PathFacts {
+    /// The run directory that was asked for.
+    pub run_dir: PathBuf,
+    /// The one that shims use.
+    pub shims_run_dir: PathBuf,
+    /// Owner and mode, when it is there.
+    pub owner_mode: Option<(u32, u32)>,
+    /// Mode of the control socket, when it is there.
+    pub socket_mode: Option<u32>,
+    /// Whether its file system, or that of the folder where it will be made, is read-only.
+    pub read_only: bool,
+    /// The configuration file.
+    pub config_file: PathBuf,
+    /// What is wrong with the configuration.
+    pub config_error: Option<String>,
+}
+
+impl PathFacts {
+    /// Looks.
+    #[must_use]
+    pub fn gather(
+        run_dir: &Path,
+        shims_run_dir: &Path,
+        config_file: PathBuf,
+        config_error: Option<String>,
+    ) -> PathFacts {
+        let there = run_dir.ancestors().find(|folder| folder.exists()).unwrap_or(Path::new("/"));
+        let mode = |meta: &fs::Metadata| meta.permissions().mode() & 0o7777;
+        let socket = fs::metadata(run_dir.join(paths::CONTROL_SOCKET));
+        PathFacts {
+            run_dir: run_dir.to_owned(),
+            shims_run_dir: shims_run_dir.to_owned(),
+            owner_mode: fs::metadata(run_dir).ok().map(|meta| (meta.uid(), mode(&meta))),
+            socket_mode: socket.ok().map(|meta| mode(&meta)),
+            read_only: rustix::fs::statvfs(there)
+                .is_ok_and(|fs| fs.f_flag.contains(StatVfsMountFlags::RDONLY)),
+            config_file,
+            config_error,
+        }
+    }
+}
+
+/// Judges.
+#[must_use]
+pub fn judge(facts: &PathFacts) -> Vec<DoctorCheck> {
+    let mut group = CheckGroup::new("installation");
+    let path = facts.run_dir.display();
+    if facts.run_dir != facts.shims_run_dir {
+        group.warning(
+            "run directory",
+            format!(
+                "{path} is looked at, containerd's shims use {}",
+                facts.shims_run_dir.display()
+            ),
+            format!("--run-dir {}", facts.shims_run_dir.display()),
+        );
+    }
+    match (facts.read_only, facts.owner_mode) {
+        (true, _) => group.bad(
+            "run directory",
+            format!("{path} is on a read-only file system"),
+            format!("name another in {} for containerd", paths::RUN_DIR_ENV),
+        ),
+        (false, Some((owner, mode))) if owner != 0 || mode & 0o022 != 0 => group.bad(
+            "run directory",
+            format!("{path} belongs to user {owner}, mode {mode:o}: others could take its place"),
+            format!("chown root {path} && chmod 711 {path}"),
+        ),
+        (false, Some(_)) => group.good("run directory", path.to_string()),
+        (false, None) => {
+            group.good("run directory", format!("{path} is made with the first container"));
+        }
+    }
+    if let Some(mode) = facts.socket_mode.filter(|mode| mode & 0o077 != 0) {
+        let socket = facts.run_dir.join(paths::CONTROL_SOCKET);
+        let hint = format!("chmod 600 {}", socket.display());
+        group.bad("control socket", format!("mode {mode:o}: others may move containers"), hint);
+    }
+    let file = facts.config_file.display();
+    match &facts.config_error {
+        Some(why) => {
+            let hint = "a controller does not start with it: put right what is named";
+            group.bad("configuration", why.clone(), hint);
+        }
+        None if facts.config_file.exists() => {
+            group.good("configuration", format!("{file} is valid"))
+        }
+        None => group.good("configuration", format!("no {file}: the defaults hold")),
+    }
+    group.checks
+}
+
+/// Judges what the controller said: its pid and version, nothing when no one listens.
+#[must_use]
+pub fn controller(said: &Result<Option<(u32, String)>, String>) -> DoctorCheck {
+    let own = env!("CARGO_PKG_VERSION");
+    let mut group = CheckGroup::new("installation");
+    let name = "controller";
+    match said {
+        Ok(Some((pid, version))) if version == own => {
+            group.good(name, format!("process {pid}, {version}"));
+        }
+        Ok(Some((pid, version))) => group.warning(
+            name,
+            format!("process {pid} is {version}, this command is {own}"),
+            format!("kill {pid}: a shim starts one of the installed version within a second, no container is harmed"),
+        ),
+        Ok(None) => group.good(name, "does not run: the first GPU container starts it"),
+        Err(why) => {
+            let hint = "controller.log in the run directory says more; the journal where systemd runs it";
+            group.bad(name, format!("does not answer: {why}"), hint);
+        }
+    }
+    group.checks.remove(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::CheckVerdict, *};
+
+    fn good() -> PathFacts {
+        PathFacts {
+            run_dir: "/run/affinode".into(),
+            shims_run_dir: "/run/affinode".into(),
+            owner_mode: Some((0, 0o711)),
+            socket_mode: Some(0o600),
+            read_only: false,
+            config_file: "/nonexistent/config.toml".into(),
+            config_error: None,
+        }
+    }
+
+    fn named(facts: &PathFacts, name: &str) -> Vec<CheckVerdict> {
+        judge(facts).iter().filter(|check| check.name == name).map(|c| c.verdict).collect()
+    }
+
+    #[test]
+    fn places_that_others_could_take_over_fail() {
+        use CheckVerdict::{Bad, Good, Warning};
+        assert!(judge(&good()).iter().all(|check| check.verdict == Good));
+        for owner_mode in [Some((1000, 0o711)), Some((0, 0o777))] {
+            assert_eq!(named(&PathFacts { owner_mode, ..good() }, "run directory"), [Bad]);
+        }
+        let open = PathFacts { socket_mode: Some(0o666), ..good() };
+        assert_eq!(named(&open, "control socket"), [Bad]);
+        assert_eq!(named(&PathFacts { read_only: true, ..good() }, "run directory"), [Bad]);
+        let other = PathFacts { shims_run_dir: "/elsewhere".into(), ..good() };
+        assert_eq!(named(&other, "run directory"), [Warning, Good]);
+        let bad = PathFacts { config_error: Some("mode".into()), ..good() };
+        assert_eq!(named(&bad, "configuration"), [Bad]);
+    }
+
+    #[test]
+    fn a_controller_of_another_version_is_told_and_a_silent_one_fails() {
+        let own = env!("CARGO_PKG_VERSION").to_owned();
+        assert_eq!(controller(&Ok(Some((7, own)))).verdict, CheckVerdict::Good);
+        assert_eq!(controller(&Ok(Some((7, "0.0.1".into())))).verdict, CheckVerdict::Warning);
+        assert_eq!(controller(&Ok(None)).verdict, CheckVerdict::Good);
+        assert_eq!(controller(&Err("late".into())).verdict, CheckVerdict::Bad);
+    }
+}

@@ -1,0 +1,301 @@
+//! Looks at the node become spans. Without I/O.
+//!
+//! ```text
+//!  event from Active to Idle        look         event from Idle to Closing
+//!  ────────────┬────────────────────┬────────────────────┬──────────
+//!   … Active   │ Idle: begins here  │ grows, adds VRAM   │ ends here; next
+//! ```
+
+use std::collections::HashMap;
+
+use super::StateSpan;
+use crate::schema::{Container, Event, Gpu, Node};
+
+/// A span ends at the latest after this, and the next begins: what it says stays
+/// true for all of it.
+pub const MAX_MS: i64 = 3_600_000;
+/// A look that is later than this says nothing about the time before it.
+const STALE_AFTER_MS: i64 = 60_000;
+/// Looks are not close enough to tell pauses that are shorter.
+const PAUSE_MS: i64 = 10_000;
+/// Spans that ended are written at least this far apart, together.
+const ENDED_EVERY_MS: i64 = 2_000;
+/// What grows is written so often: a controller that dies loses no more.
+const GROWING_EVERY_MS: i64 = 30_000;
+
+#[derive(Debug)]
+struct OpenSpan {
+    span: StateSpan,
+    looked_ms: i64,
+    calls: u64,
+    used_ms: i64,
+    restores: u64,
+    held_share: f64,
+    away_share: f64,
+}
+
+/// The spans that are growing, and those that ended and were not taken yet.
+#[derive(Debug, Default)]
+pub struct SpanRecorder {
+    open: HashMap<String, OpenSpan>,
+    ended: Vec<StateSpan>,
+    taken_ms: i64,
+    grown_ms: i64,
+}
+
+impl SpanRecorder {
+    /// A change of state ends a span and begins the next at its very moment.
+    pub fn event(&mut self, event: &Event) {
+        if event.kind != "state" {
+            return;
+        }
+        let Some(open) = self.open.get_mut(&event.key) else {
+            return; // The next look begins its first span.
+        };
+        open.grow(event.unix_ms);
+        let ended = open.next(event.unix_ms, &event.to, &event.reason);
+        if event.to == "Active" && event.bytes > 0 {
+            open.span.wake_ms = event.elapsed_ms;
+        }
+        self.ended.push(ended);
+    }
+
+    /// A look: spans grow by what their containers hold.
+    pub fn observe(&mut self, node: &Node, now_ms: i64) {
+        for container in &node.containers {
+            let open = self
+                .open
+                .entry(container.key.clone())
+                .or_insert_with(|| OpenSpan::new(container, now_ms));
+            open.grow(now_ms);
+            if open.span.state != container.state {
+                // Its event was missed.
+                let ended = open.next(now_ms, &container.state, &container.reason);
+                self.ended.push(ended);
+            }
+            open.look(container, &node.gpus);
+            if now_ms - open.span.from_ms >= MAX_MS {
+                let (state, reason) = (open.span.state.clone(), open.span.reason.clone());
+                let ended = open.next(now_ms, &state, &reason);
+                self.ended.push(ended);
+            }
+        }
+        let here: std::collections::HashSet<&str> =
+            node.containers.iter().map(|c| c.key.as_str()).collect();
+        let ended = &mut self.ended;
+        self.open.retain(|key, open| {
+            let stays = here.contains(key.as_str());
+            if !stays {
+                ended.push(open.span.clone());
+            }
+            stays
+        });
+    }
+
+    /// What is to be written now: what ended, soon; what grows, from time to time.
+    pub fn due(&mut self, now_ms: i64) -> Vec<StateSpan> {
+        let grown = now_ms - self.grown_ms >= GROWING_EVERY_MS;
+        let ended = !self.ended.is_empty() && now_ms - self.taken_ms >= ENDED_EVERY_MS;
+        if !grown && !ended {
+            return Vec::new();
+        }
+        self.taken_ms = now_ms;
+        let mut due = std::mem::take(&mut self.ended);
+        if grown {
+            self.grown_ms = now_ms;
+            due.extend(self.open.values().map(|open| open.span.clone()));
+        }
+        due
+    }
+
+    /// Everything that is not known to be written.
+    pub fn all(&self) -> Vec<StateSpan> {
+        self.ended.iter().chain(self.open.values().map(|open| &open.span)).cloned().collect()
+    }
+}
+
+impl OpenSpan {
+    fn new(c: &Container, now_ms: i64) -> OpenSpan {
+        let pod = !c.pod.is_empty();
+        let span = StateSpan {
+            key: c.key.clone(),
+            namespace: if pod { c.pod_namespace.clone() } else { c.namespace.clone() },
+            pod: c.pod.clone(),
+            container: if pod { c.container.clone() } else { c.id.clone() },
+            state: c.state.clone(),
+            reason: c.reason.clone(),
+            // A controller that just started does not know what was before.
+            from_ms: c.since_unix_ms.clamp(now_ms - STALE_AFTER_MS, now_ms),
+            to_ms: now_ms,
+            ..StateSpan::default()
+        };
+        OpenSpan {
+            span,
+            looked_ms: now_ms,
+            calls: calls(c),
+            used_ms: 0,
+            restores: c.restores,
+            held_share: 0.0,
+            away_share: 0.0,
+        }
+    }
+
+    /// Time passed with what was held at the last look.
+    fn grow(&mut self, now_ms: i64) {
+        let passed = now_ms - self.looked_ms;
+        if passed <= 0 {
+            return;
+        }
+        self.looked_ms = now_ms;
+        self.span.to_ms = self.span.to_ms.max(now_ms);
+        if passed <= STALE_AFTER_MS {
+            #[allow(clippy::cast_precision_loss)] // At most a minute.
+            let seconds = passed as f64 / 1000.0;
+            self.span.held_gpu_seconds += self.held_share * seconds;
+            self.span.away_gpu_seconds += self.away_share * seconds;
+        }
+    }
+
+    fn look(&mut self, c: &Container, gpus: &[Gpu]) {
+        let now = calls(c);
+        // Fewer than before: a process ended and took its count with it.
+        // A container's claim: any number.
+        self.span.calls = self.span.calls.saturating_add(now.saturating_sub(self.calls));
+        self.calls = now;
+        if !c.processes.is_empty() {
+            self.note_use(self.looked_ms - i64::try_from(c.idle_ms).unwrap_or(i64::MAX));
+        }
+        if c.restores > self.restores && c.state == "Active" {
+            self.span.wake_ms = c.last_wake_ms;
+        }
+        self.restores = c.restores;
+        self.span.reason.clone_from(&c.reason);
+        (self.span.vram_bytes, self.span.offloaded_bytes) = (c.vram_bytes, c.offloaded_bytes);
+        let share = |bytes: u64, uuid: &str| {
+            let total = gpus.iter().find(|gpu| gpu.uuid == uuid).map_or(0, |g| g.vram_total_bytes);
+            #[allow(clippy::cast_precision_loss)] // A share.
+            let share = if total == 0 { 0.0 } else { bytes as f64 / total as f64 };
+            share
+        };
+        self.held_share =
+            c.processes.iter().flat_map(|p| &p.vram).map(|d| share(d.bytes, &d.uuid)).sum();
+        self.away_share =
+            c.processes.iter().flat_map(|p| &p.offloaded).map(|d| share(d.bytes, &d.uuid)).sum();
+    }
+
+    /// It was used last at that moment.
+    fn note_use(&mut self, at_ms: i64) {
+        let pause_ms = at_ms - self.used_ms;
+        if pause_ms <= 0 {
+            return;
+        }
+        self.used_ms = at_ms;
+        // An hour has no more of them than that.
+        let room = self.span.uses.len() < (MAX_MS / PAUSE_MS) as usize;
+        let offset = u32::try_from((at_ms - self.span.from_ms).max(0)).unwrap_or(u32::MAX);
+        match self.span.uses.last_mut() {
+            Some((_, end)) if pause_ms <= PAUSE_MS => *end = offset,
+            _ if room => self.span.uses.push((offset, offset)),
+            _ => {}
+        }
+    }
+
+    /// Ends the span and begins the next.
+    fn next(&mut self, now_ms: i64, state: &str, reason: &str) -> StateSpan {
+        let next = StateSpan {
+            state: state.to_owned(),
+            reason: reason.to_owned(),
+            from_ms: now_ms,
+            to_ms: now_ms,
+            held_gpu_seconds: 0.0,
+            away_gpu_seconds: 0.0,
+            calls: 0,
+            wake_ms: 0,
+            uses: Vec::new(),
+            ..self.span.clone()
+        };
+        std::mem::replace(&mut self.span, next)
+    }
+}
+
+fn calls(c: &Container) -> u64 {
+    c.processes.iter().fold(0, |sum, process| sum.saturating_add(process.calls))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::schema::{DeviceBytes, Process};
+
+    const GIB: u64 = 1 << 30;
+
+    fn node(state: &str, held: u64, away: u64, calls: u64) -> Node {
+        let on = |bytes| vec![DeviceBytes { uuid: "GPU-0".into(), bytes }];
+        let process = Process { calls, vram: on(held), offloaded: on(away), ..Process::default() };
+        Node {
+            gpus: vec![Gpu { uuid: "GPU-0".into(), vram_total_bytes: 8 * GIB, ..Gpu::default() }],
+            containers: vec![Container {
+                key: "k".into(),
+                namespace: "ml".into(),
+                id: "one".into(),
+                state: state.into(),
+                since_unix_ms: 1_000_000,
+                processes: vec![process],
+                ..Container::default()
+            }],
+            ..Node::default()
+        }
+    }
+
+    fn event(to: &str, unix_ms: i64) -> Event {
+        Event { kind: "state".into(), key: "k".into(), to: to.into(), unix_ms, ..Event::default() }
+    }
+
+    #[test]
+    fn shares_of_a_gpu_add_up_state_by_state() {
+        let mut tape = SpanRecorder::default();
+        tape.observe(&node("Active", 4 * GIB, 0, 10), 1_000_000);
+        tape.observe(&node("Active", 4 * GIB, 0, 25), 1_010_000);
+        tape.event(&event("Offloaded", 1_012_000));
+        tape.observe(&node("Offloaded", 0, 4 * GIB, 25), 1_012_000);
+        tape.observe(&node("Offloaded", 0, 4 * GIB, 25), 1_020_000);
+        let spans = tape.all();
+        assert_eq!(spans.len(), 2, "{spans:?}");
+        assert_eq!(
+            (spans[0].state.as_str(), spans[0].calls, spans[0].to_ms),
+            ("Active", 15, 1_012_000)
+        );
+        assert!((spans[0].held_gpu_seconds - 6.0).abs() < 1e-9, "{spans:?}");
+        assert_eq!((spans[1].from_ms, spans[1].to_ms), (1_012_000, 1_020_000));
+        assert!((spans[1].away_gpu_seconds - 4.0).abs() < 1e-9, "{spans:?}");
+    }
+
+    #[test]
+    fn a_container_that_is_gone_ends_its_span_and_a_missed_event_begins_one() {
+        let mut tape = SpanRecorder::default();
+        tape.observe(&node("Active", GIB, 0, 0), 1_000_000);
+        tape.observe(&node("Idle", GIB, 0, 0), 1_005_000);
+        tape.observe(&Node::default(), 1_010_000);
+        let states: Vec<String> = tape.all().into_iter().map(|span| span.state).collect();
+        assert_eq!(states, ["Active", "Idle"]);
+        assert_eq!(tape.due(1_010_000).len(), 2);
+        assert!(tape.all().is_empty());
+    }
+
+    #[test]
+    fn time_that_nobody_saw_is_not_reckoned() {
+        let mut tape = SpanRecorder::default();
+        tape.observe(&node("Active", 8 * GIB, 0, 0), 1_000_000);
+        tape.observe(&node("Active", 8 * GIB, 0, 0), 1_000_000 + STALE_AFTER_MS + 1);
+        assert!(tape.all()[0].held_gpu_seconds < 1e-9);
+    }
+
+    #[test]
+    fn a_long_state_is_several_spans() {
+        let mut tape = SpanRecorder::default();
+        for minute in 0..=61 {
+            tape.observe(&node("Offloaded", 0, GIB, 0), 1_000_000 + minute * 60_000);
+        }
+        assert_eq!(tape.all().len(), 2);
+    }
+}

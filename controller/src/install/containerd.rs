@@ -1,0 +1,371 @@
+//! The containerd of this node: what it is configured with, and how it takes note.
+
+use std::{
+    fmt, fs, io,
+    os::unix::ffi::OsStrExt,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    thread,
+    time::{Duration, Instant, SystemTime},
+};
+
+use toml::{Table, Value};
+
+use super::{block, edit::ConfigEdit, imports, record::InstallRecord, target::InstallTarget};
+use crate::{
+    core::input::Identity,
+    daemon,
+    doctor::{
+        containerd::{self, ContainerdAbsent, ContainerdProcess},
+        programs::SHIM,
+    },
+    error_chain,
+    inventory::process,
+    jobs,
+};
+
+/// So long containerd is waited for after a restart.
+const BACK_WITHIN: Duration = Duration::from_secs(60);
+/// What containerd's unit is called.
+const UNIT: &str = "containerd";
+/// What the units are called that run a containerd of their own, by themselves or before a dash:
+/// k3s' installer names them as it is told, `k3s-NAME`.
+const RANCHER: [&str; 2] = ["k3s", "rke2"];
+/// The unit of start times in /proc, on every Linux machine of this architecture.
+const TICK_MS: u64 = 10;
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+/// How containerd takes note of a new configuration. It reads it when it starts, only.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RestartRequest {
+    /// By systemd, which leaves running shims alone.
+    Systemd {
+        /// The unit; k3s' or rke2's where containerd is theirs, else `containerd`.
+        unit: Option<String>,
+    },
+    /// Somebody else restarts it.
+    None,
+}
+
+/// Why containerd is not as it should be.
+#[derive(Debug, thiserror::Error)]
+pub enum NodeError {
+    /// None answers.
+    #[error(
+        "no containerd: start it, or name its socket with --containerd; affinode run needs none: {}",
+        super::NO_HANDLER
+    )]
+    Absent(#[from] ContainerdAbsent),
+    /// Its configuration cannot be had.
+    #[error(
+        "containerd does not understand its configuration, and nothing was changed: put right what it says, it would not start with it either. It says: {0}"
+    )]
+    Config(String),
+    /// The new configuration does more than it should.
+    #[error("with the handler {0} would change too: nothing was changed")]
+    Differs(String),
+    /// The new configuration does less than it should.
+    #[error(
+        "handler {name} in {} does not reach containerd: a file that it imports takes the place of the section. Nothing was changed: put the handler into that file by hand (config/containerd)",
+        path.display()
+    )]
+    Covered {
+        /// The handler.
+        name: String,
+        /// The file that was edited.
+        path: PathBuf,
+    },
+    /// What it was made from at its start does more than it should.
+    #[error("started with it, containerd has another {0}, too: it was put back")]
+    Rendered(String),
+    /// systemctl could not be run, or said no.
+    #[error(
+        "systemctl restart {unit} failed, and containerd's configuration was put back: journalctl --unit {unit} says more. {why}"
+    )]
+    Restart {
+        /// The unit.
+        unit: String,
+        /// Why.
+        why: String,
+    },
+    /// It does not answer.
+    #[error(
+        "containerd did not come back within {} s, and its configuration was put back: {why}",
+        BACK_WITHIN.as_secs()
+    )]
+    Gone {
+        /// What was seen last.
+        why: String,
+    },
+    /// And not with the old configuration either.
+    #[error(
+        "containerd's configuration was put back, but it does not come back with it either: {after}. Before that: {before}"
+    )]
+    Lost {
+        /// What failed first.
+        before: String,
+        /// What failed then.
+        after: String,
+    },
+}
+
+/// A containerd that runs.
+#[derive(Debug)]
+pub struct ContainerdNode {
+    daemon: ContainerdProcess,
+}
+
+impl ContainerdNode {
+    /// Finds it.
+    pub fn find(socket: Option<&Path>) -> Result<ContainerdNode, NodeError> {
+        Ok(ContainerdNode { daemon: containerd::find(socket)? })
+    }
+
+    /// The one that serves the same socket by now.
+    pub fn again(&self) -> Result<ContainerdNode, NodeError> {
+        ContainerdNode::find(Some(&self.daemon.socket))
+    }
+
+    /// Its socket.
+    pub fn socket(&self) -> &Path {
+        &self.daemon.socket
+    }
+
+    /// The file that it reads first.
+    pub fn config_file(&self) -> PathBuf {
+        self.daemon.config_file.clone()
+    }
+
+    /// The file that the handler goes into, or is in.
+    pub fn target(&self) -> InstallTarget {
+        InstallTarget::of(&self.config_file(), &self.root(), &self.imported())
+    }
+
+    /// What that file says by itself; of one that is imported or made from a template, what the
+    /// file says that it belongs to.
+    pub fn own(&self, target: &InstallTarget) -> Table {
+        match target {
+            InstallTarget::Root(path) => fs::read_to_string(path).unwrap_or_default().parse(),
+            InstallTarget::DropIn(_) | InstallTarget::Template(_) => return self.root(),
+        }
+        .unwrap_or_default()
+    }
+
+    /// The files that it reads, in that order.
+    fn imported(&self) -> Vec<PathBuf> {
+        imports::of(&self.config_file()).files
+    }
+
+    /// What the file says that it reads first. One that cannot be read says nothing: containerd
+    /// tells why when it is asked.
+    pub fn root(&self) -> Table {
+        self.root_text().parse().unwrap_or_default()
+    }
+
+    fn root_text(&self) -> String {
+        fs::read_to_string(self.config_file()).unwrap_or_default()
+    }
+
+    /// All that its files will say after an edit. What is made at the next start only is tried in
+    /// `scratch`, a file that is removed again.
+    pub fn dump_after(&self, edit: &ConfigEdit, scratch: &Path) -> Result<Table, NodeError> {
+        if !matches!(self.target(), InstallTarget::Template(_)) {
+            return self.dump();
+        }
+        let written = fs::write(scratch, edit.preview(&self.root_text()));
+        let dumped = match written {
+            Ok(()) => self.daemon.dump_of(scratch),
+            Err(error) => Err(format!("{}: {error}", scratch.display())),
+        };
+        let _ = fs::remove_file(scratch);
+        let mut dumped = dumped.map_err(NodeError::Config)?;
+        // containerd 1.x names the file itself among those that it imports.
+        let file = self.config_file().display().to_string();
+        for import in dumped.get_mut("imports").and_then(Value::as_array_mut).into_iter().flatten()
+        {
+            if import.as_str().is_some_and(|import| Path::new(import) == scratch) {
+                *import = file.clone().into();
+            }
+        }
+        Ok(dumped)
+    }
+
+    /// The way to restart it, with the unit's name.
+    pub fn way(&self, how: &RestartRequest) -> RestartRequest {
+        match how {
+            RestartRequest::Systemd { unit: None } => {
+                let cgroups = fs::read_to_string(format!("/proc/{}/cgroup", self.daemon.pid));
+                let cgroups = cgroups.unwrap_or_default();
+                RestartRequest::Systemd { unit: Some(unit_of(&cgroups).unwrap_or(UNIT).to_owned()) }
+            }
+            named => named.clone(),
+        }
+    }
+
+    /// All that its files say by now.
+    pub fn dump(&self) -> Result<Table, NodeError> {
+        if let Some((import, by)) = imports::of(&self.config_file()).missing {
+            let (import, by) = (import.display(), by.display());
+            return Err(NodeError::Config(format!("{by} imports {import}, which is not there")));
+        }
+        self.daemon.dump().map_err(NodeError::Config)
+    }
+
+    /// Whether what a record says was added stands in the file still.
+    pub fn has_block(&self, record: &InstallRecord) -> bool {
+        let Some(added) = &record.block else { return false };
+        let text = fs::read_to_string(&added.path).unwrap_or_default();
+        let (file, imported) = (self.config_file(), self.imported());
+        let read = InstallTarget::is_read_by(&added.path, &file, &self.root(), &imported);
+        read && text.contains(&added.text)
+    }
+
+    /// Whether its process is younger than that moment: it has read what was written then.
+    pub fn runs_since(&self, moment: SystemTime) -> bool {
+        let up = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+        let up_ms = u64::try_from(up.tv_sec * 1_000 + up.tv_nsec / 1_000_000).unwrap_or(0);
+        let Ok(daemon) = process::identity(self.daemon.pid) else { return false };
+        let age_ms = up_ms.saturating_sub(daemon.start_ticks * TICK_MS);
+        // It cannot have started and read its file within a tick.
+        SystemTime::now() + Duration::from_millis(TICK_MS) >= moment + Duration::from_millis(age_ms)
+    }
+
+    /// Restarts it, and waits until it answers; with the handler, where one is wanted.
+    pub fn restart(&self, how: &RestartRequest, handler: Option<&str>) -> Result<(), NodeError> {
+        let RestartRequest::Systemd { unit } = how else { return Ok(()) };
+        let unit = unit.as_deref().unwrap_or(UNIT);
+        let failed = |why: String| NodeError::Restart { unit: unit.to_owned(), why };
+        let output =
+            Command::new("systemctl").args(["restart", unit]).stdin(Stdio::null()).output();
+        let output = output.map_err(|error| failed(error_chain::chain(&error)))?;
+        if !output.status.success() {
+            return Err(failed(String::from_utf8_lossy(&output.stderr).trim().to_owned()));
+        }
+        let began = Instant::now();
+        loop {
+            let why = match self.is_back(handler) {
+                Ok(()) => return Ok(()),
+                Err(why) => why,
+            };
+            if began.elapsed() > BACK_WITHIN {
+                return Err(NodeError::Gone { why });
+            }
+            thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    fn is_back(&self, handler: Option<&str>) -> Result<(), String> {
+        let socket = self.daemon.socket.as_path();
+        let daemon = containerd::find(Some(socket)).map_err(|error| error_chain::chain(&error))?;
+        if daemon.pid == self.daemon.pid {
+            return Err("the old one still answers".into());
+        }
+        let config = daemon.config?;
+        let known = |name: &str| block::cri(&config)?.get("runtimes")?.get(name);
+        match handler {
+            Some(name) if known(name).is_none() => Err(format!("it does not know handler {name}")),
+            _ => Ok(()),
+        }
+    }
+
+    /// After the old file was put back: containerd must run with it.
+    pub fn recovered(&self, how: &RestartRequest, failed: NodeError) -> NodeError {
+        let ran = matches!(
+            failed,
+            NodeError::Restart { .. } | NodeError::Gone { .. } | NodeError::Rendered(_)
+        );
+        if !ran {
+            return failed;
+        }
+        match self.restart(how, None) {
+            Ok(()) => failed,
+            Err(after) => NodeError::Lost {
+                before: error_chain::chain(&failed),
+                after: error_chain::chain(&after),
+            },
+        }
+    }
+}
+
+impl fmt::Display for RestartRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            RestartRequest::Systemd { unit } => {
+                write!(f, "systemctl restart {}", unit.as_deref().unwrap_or(UNIT))
+            }
+            RestartRequest::None => {
+                write!(f, "restart containerd: it knows nothing of this until then")
+            }
+        }
+    }
+}
+
+/// The unit of k3s or rke2 that a process is of, by its /proc/PID/cgroup.
+fn unit_of(cgroups: &str) -> Option<&str> {
+    let segments = cgroups.lines().flat_map(|line| line.split('/'));
+    let theirs = |unit: &&str| RANCHER.contains(&unit.split('-').next().unwrap_or_default());
+    segments.filter_map(|segment| segment.strip_suffix(".service")).find(theirs)
+}
+
+/// Waits until no shim of the installation and no job runs any more: so many do after that time.
+pub fn drain(prefix: &Path, within: Duration) -> (usize, usize) {
+    let began = Instant::now();
+    loop {
+        match (running_shims(prefix), jobs::running(&daemon::run_dir())) {
+            left if left == (0, 0) || began.elapsed() >= within => return left,
+            _ => thread::sleep(LOOK_EVERY),
+        }
+    }
+}
+
+/// How many shims of the installation run. The controller is the same program: without shims
+/// it ends by itself.
+pub fn running_shims(prefix: &Path) -> usize {
+    programs(prefix).iter().filter(|program| !program.is_controller).count()
+}
+
+/// Controllers that run another file than the one that is installed, or will once it is
+/// `replaced`.
+pub fn old_controllers(prefix: &Path, replaced: bool) -> Vec<Identity> {
+    let old = |program: &ContainerdProgram| program.is_controller && (replaced || program.replaced);
+    let found = programs(prefix).into_iter().filter(old);
+    found.filter_map(|program| process::identity(program.pid).ok()).collect()
+}
+
+/// A process that runs the installed shim, or one that it has replaced.
+struct ContainerdProgram {
+    pid: u32,
+    is_controller: bool,
+    /// The kernel says of a file that was replaced since: ` (deleted)`.
+    replaced: bool,
+}
+
+fn programs(prefix: &Path) -> Vec<ContainerdProgram> {
+    let shim = prefix.join("bin").join(SHIM);
+    let look = |entry: io::Result<fs::DirEntry>| {
+        let entry = entry.ok()?;
+        let pid = entry.file_name().to_str()?.parse().ok()?;
+        let exe = fs::read_link(entry.path().join("exe")).ok()?;
+        let behind = exe.as_os_str().as_bytes().strip_prefix(shim.as_os_str().as_bytes())?;
+        let argv = fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        let is_controller = argv.split(|byte| *byte == 0).nth(1) == Some(b"controller");
+        Some(ContainerdProgram { pid, is_controller, replaced: !behind.is_empty() })
+    };
+    fs::read_dir("/proc").into_iter().flatten().filter_map(look).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_unit_of_k3s_and_rke2_is_found() {
+        let v1 = "12:pids:/system.slice/k3s.service\n1:name=systemd:/system.slice/k3s.service\n";
+        assert_eq!(unit_of(v1), Some("k3s"));
+        assert_eq!(unit_of("0::/system.slice/rke2-agent.service/containerd\n"), Some("rke2-agent"));
+        assert_eq!(unit_of("0::/system.slice/k3s-lab.service\n"), Some("k3s-lab"));
+        assert_eq!(unit_of("0::/system.slice/containerd.service\n"), None);
+        assert_eq!(unit_of("0::/system.slice/k3sup.service\n"), None);
+        assert_eq!(unit_of("0::/user.slice/my-k3s.service\n"), None);
+    }
+}

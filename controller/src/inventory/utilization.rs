@@ -1,0 +1,85 @@
+//! How busy devices were over the last minute: NVML's figure is of a sixth of a second to
+//! a second, and jumps.
+
+use std::collections::{HashMap, VecDeque};
+
+use crate::core::{Millis, input::GpuSample};
+
+/// How far back.
+const WINDOW_MS: Millis = 60_000;
+/// A reading says nothing about more time than this before it.
+const STALE_AFTER_MS: Millis = 10_000;
+
+/// Readings of the last minute, by device.
+#[derive(Debug, Default)]
+pub struct GpuUtilization {
+    devices: HashMap<String, VecDeque<(Millis, u32)>>,
+}
+
+impl GpuUtilization {
+    /// Notes a reading of all devices.
+    pub fn note(&mut self, now: Millis, gpus: &[GpuSample]) {
+        self.devices.retain(|uuid, _| gpus.iter().any(|gpu| gpu.uuid == *uuid));
+        for gpu in gpus {
+            let readings = self.devices.entry(gpu.uuid.clone()).or_default();
+            readings.push_back((now, gpu.utilization_percent));
+            // One older than the window stays: it says since when the next one holds.
+            while readings.get(1).is_some_and(|(at, _)| now.saturating_sub(*at) >= WINDOW_MS) {
+                readings.pop_front();
+            }
+        }
+    }
+
+    /// The mean over the last minute, in percent, each reading for the time since the one
+    /// before it.
+    #[must_use]
+    pub fn percent(&self, uuid: &str) -> u32 {
+        let Some(readings) = self.devices.get(uuid) else { return 0 };
+        let pairs = readings.iter().zip(readings.iter().skip(1));
+        let (mut weighted, mut time) = (0, 0);
+        for ((before, _), (at, percent)) in pairs {
+            let passed = at.saturating_sub(*before).min(STALE_AFTER_MS);
+            weighted += passed * u64::from(*percent);
+            time += passed;
+        }
+        let last = readings.back().map_or(0, |(_, percent)| *percent);
+        let mean = (weighted + time / 2).checked_div(time);
+        mean.map_or(last, |mean| u32::try_from(mean).unwrap_or(u32::MAX))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpu(percent: u32) -> [GpuSample; 1] {
+        [GpuSample { uuid: "a".into(), utilization_percent: percent, ..GpuSample::default() }]
+    }
+
+    #[test]
+    fn readings_count_for_the_time_before_them() {
+        let mut busy = GpuUtilization::default();
+        assert_eq!(busy.percent("a"), 0);
+        busy.note(0, &gpu(100));
+        assert_eq!(busy.percent("a"), 100, "nothing else is known");
+        busy.note(1_000, &gpu(0));
+        busy.note(2_000, &gpu(60));
+        assert_eq!(busy.percent("a"), 30);
+        // Three quick readings of a hasty moment do not outweigh a second.
+        for at in [2_100, 2_200, 2_300] {
+            busy.note(at, &gpu(100));
+        }
+        assert_eq!(busy.percent("a"), 39);
+    }
+
+    #[test]
+    fn what_was_before_the_last_minute_is_forgotten_and_so_are_devices() {
+        let mut busy = GpuUtilization::default();
+        (0..60).for_each(|n| busy.note(n * 1_000, &gpu(100)));
+        (60..122).for_each(|n| busy.note(n * 1_000, &gpu(0)));
+        assert_eq!(busy.percent("a"), 0);
+        assert!(busy.devices["a"].len() < 63);
+        busy.note(200_000, &[]);
+        assert!(busy.devices.is_empty());
+    }
+}

@@ -1,0 +1,59 @@
+//! How long moves and waits took, from the changes of state.
+//!
+//! ```text
+//!  Queued ──wait──> Restoring ──restore──> Active      wake latency: as the event says
+//!  Closing … Offloaded: the offload, as the event says
+//! ```
+
+use std::collections::HashMap;
+
+use super::table::MetricsTable;
+use crate::schema::Event;
+
+/// Containers that are on their way home.
+const MAX_RESTORING: usize = 10_000;
+
+/// When each container that comes home entered the state it is in.
+#[derive(Debug, Default)]
+pub struct MoveDurations {
+    since_ms: HashMap<String, i64>,
+}
+
+impl MoveDurations {
+    /// A change of state.
+    pub fn event(&mut self, event: &Event, table: &MetricsTable) {
+        let seconds = |ms: i64| {
+            #[allow(clippy::cast_precision_loss)] // Durations.
+            let seconds = ms.max(0) as f64 / 1000.0;
+            seconds
+        };
+        let elapsed = seconds(i64::try_from(event.elapsed_ms).unwrap_or(i64::MAX));
+        #[allow(clippy::cast_precision_loss)] // Sizes below 2^53.
+        let bytes = event.bytes as f64;
+        let entered = self.since_ms.remove(&event.key);
+        let passed = entered.map(|since| seconds(event.unix_ms - since));
+        match (event.from.as_str(), event.to.as_str()) {
+            (_, "Offloaded") if event.bytes > 0 => {
+                table.offload_seconds.observe(elapsed);
+                table.offload_bytes.observe(bytes);
+            }
+            ("Queued", "Restoring") => {
+                passed.into_iter().for_each(|wait| table.queue_seconds.observe(wait));
+            }
+            ("Restoring", "Active") => {
+                passed.into_iter().for_each(|took| table.restore_seconds.observe(took));
+                table.restore_bytes.observe(bytes);
+                // 0: nobody called; a person asked for it.
+                if event.elapsed_ms > 0 {
+                    table.wake_seconds.observe(elapsed);
+                }
+            }
+            _ => {}
+        }
+        if matches!(event.to.as_str(), "Queued" | "Restoring")
+            && self.since_ms.len() < MAX_RESTORING
+        {
+            self.since_ms.insert(event.key.clone(), event.unix_ms);
+        }
+    }
+}

@@ -1,0 +1,65 @@
+//! What operators chose, on disk beside the journal, so that the next controller knows it.
+
+use std::{fs, io, path::Path};
+
+use serde::{Deserialize, Serialize};
+
+use crate::core::{Key, overrides::OperatorOverrides};
+
+const FILE: &str = "operator-overrides.json";
+const VERSION: u32 = 1;
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct OverridesRecord {
+    version: u32,
+    auto_offload: bool,
+    pinned: Vec<String>,
+}
+
+/// Reads it; nothing was chosen where there is no file.
+///
+/// # Errors
+/// The file cannot be read, or is no such record.
+pub fn read(run_dir: &Path) -> io::Result<OperatorOverrides> {
+    let text = match fs::read(run_dir.join(FILE)) {
+        Ok(text) => text,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(OperatorOverrides::default()),
+        Err(e) => return Err(e),
+    };
+    let record: OverridesRecord = serde_json::from_slice(&text)?;
+    if record.version != VERSION {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "another version"));
+    }
+    let pinned = record.pinned.iter().filter_map(|key| Key::parse(key).ok()).collect();
+    Ok(OperatorOverrides { auto_offload: record.auto_offload, pinned })
+}
+
+/// Writes it: a reader sees the old one or the new one.
+///
+/// # Errors
+/// The file cannot be written.
+pub fn write(run_dir: &Path, wishes: &OperatorOverrides) -> io::Result<()> {
+    let pinned = wishes.pinned.iter().map(Key::to_string).collect();
+    let record = OverridesRecord { version: VERSION, auto_offload: wishes.auto_offload, pinned };
+    let fresh = run_dir.join(format!(".{FILE}"));
+    fs::write(&fresh, serde_json::to_vec(&record)?)?;
+    fs::rename(fresh, run_dir.join(FILE))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_chosen_comes_back() {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(read(folder.path()).unwrap(), OperatorOverrides::default());
+        let key = Key::parse(&"a".repeat(32)).unwrap();
+        let chosen = OperatorOverrides { auto_offload: false, pinned: [key].into() };
+        write(folder.path(), &chosen).unwrap();
+        assert_eq!(read(folder.path()).unwrap(), chosen);
+        fs::write(folder.path().join(FILE), "{").unwrap();
+        assert!(read(folder.path()).is_err());
+    }
+}

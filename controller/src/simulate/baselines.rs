@@ -1,0 +1,84 @@
+//! The policies that are compared: the configured one, and what others do.
+
+use crate::core::{
+    Millis, Settings,
+    policy::{KeepAlive, Mode, Policies, Policy},
+    victims::VictimRule,
+};
+
+/// What a contender knows of the future.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CallForesight {
+    /// Nothing.
+    None,
+    /// Next uses, for the choice of victims.
+    Victims,
+    /// Next uses, and it goes at once when the pause will be worth it.
+    Pauses,
+}
+
+/// A policy in the race.
+#[derive(Clone, Debug)]
+pub struct Baseline {
+    /// Its name in the results.
+    pub name: String,
+    /// What the node is configured with; `None`: everybody keeps what he has.
+    pub settings: Option<Settings>,
+    /// What it knows.
+    pub foresight: CallForesight,
+    /// Processes are ended and started instead of moved.
+    pub reloads: bool,
+}
+
+fn simulated(settings: Settings) -> Settings {
+    Settings { hold: false, ..settings }
+}
+
+fn plain(settings: &Settings, change: impl FnOnce(&mut Policy), victims: VictimRule) -> Settings {
+    let mut node = settings.policies.node.clone();
+    (node.keep_alive, node.prewake) = (KeepAlive::Fixed, false);
+    change(&mut node);
+    let policies = Policies { node, ..Policies::default() };
+    simulated(Settings { policies, victims, ..settings.clone() })
+}
+
+/// Every contender beside the configuration, which is the first.
+#[must_use]
+pub fn all(settings: &Settings, seed: u64) -> Vec<Baseline> {
+    let contender = |name: String, settings: Option<Settings>| Baseline {
+        name,
+        settings,
+        foresight: CallForesight::None,
+        reloads: false,
+    };
+    let timeout = |seconds: Millis| {
+        let change = |p: &mut Policy| (p.mode, p.idle_timeout_ms) = (Mode::Eager, seconds * 1000);
+        plain(settings, change, VictimRule::Lru)
+    };
+    let pressed = |rule| plain(settings, |p: &mut Policy| p.mode = Mode::Pressure, rule);
+    let mut all = vec![
+        contender("configured".into(), Some(simulated(settings.clone()))),
+        contender("static".into(), None),
+    ];
+    for (name, seconds) in
+        [("30s", 30), ("60s", 60), ("2m", 120), ("5m", 300), ("10m", 600), ("30m", 1800)]
+    {
+        all.push(contender(format!("fixed-{name}"), Some(timeout(seconds))));
+    }
+    let learned = |p: &mut Policy| {
+        (p.mode, p.keep_alive, p.prewake) = (Mode::Eager, KeepAlive::Learned, true);
+    };
+    all.push(contender("learned".into(), Some(plain(settings, learned, VictimRule::Expected))));
+    all.push(contender("lru".into(), Some(pressed(VictimRule::Lru))));
+    all.push(contender("random".into(), Some(pressed(VictimRule::Random(seed)))));
+    all.push(contender("size-idle".into(), Some(pressed(VictimRule::SizeIdle))));
+    all.push(contender("learned-pressure".into(), Some(pressed(VictimRule::Expected))));
+    all.push(Baseline { reloads: true, ..contender("kill-reload-5m".into(), Some(timeout(300))) });
+    let oracle = |name: &str, foresight| Baseline {
+        foresight,
+        ..contender(name.into(), Some(pressed(VictimRule::Expected)))
+    };
+    all.push(oracle("clairvoyant", CallForesight::Victims));
+    all.push(oracle("clairvoyant-eager", CallForesight::Pauses));
+    all
+}

@@ -1,0 +1,122 @@
+//! What is to come, the soonest first; of one moment, what was planned first.
+//!
+//! Most of what happens plans one thing more, and that for soon: it takes the place of what has
+//! just happened at the top of the heap, and sinks a little, instead of rising through all of it.
+
+use std::{
+    cmp::Ordering,
+    collections::{BinaryHeap, binary_heap::PeekMut},
+};
+
+use super::SimulationEvent;
+use crate::core::Millis;
+
+/// When it happens, and which of those of one moment was planned first.
+#[derive(Clone, Copy, Debug)]
+struct ScheduledEvent {
+    at: Millis,
+    sequence: u64,
+    event: SimulationEvent,
+}
+
+impl ScheduledEvent {
+    fn place(&self) -> u128 {
+        u128::from(self.at) << 64 | u128::from(self.sequence)
+    }
+}
+
+impl PartialEq for ScheduledEvent {
+    fn eq(&self, other: &ScheduledEvent) -> bool {
+        self.place() == other.place()
+    }
+}
+
+impl Eq for ScheduledEvent {}
+
+impl PartialOrd for ScheduledEvent {
+    fn partial_cmp(&self, other: &ScheduledEvent) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+/// The next one is the greatest.
+impl Ord for ScheduledEvent {
+    fn cmp(&self, other: &ScheduledEvent) -> Ordering {
+        other.place().cmp(&self.place())
+    }
+}
+
+/// Everything that is planned.
+#[derive(Debug, Default)]
+pub(super) struct EventQueue {
+    heap: BinaryHeap<ScheduledEvent>,
+    /// The first of the heap happens now: it is planned no more.
+    happens: bool,
+    sequence: u64,
+}
+
+impl EventQueue {
+    /// Plans an event.
+    pub(super) fn plan(&mut self, at: Millis, event: SimulationEvent) {
+        self.sequence += 1;
+        let planned = ScheduledEvent { at, sequence: self.sequence, event };
+        if std::mem::take(&mut self.happens)
+            && let Some(mut first) = self.heap.peek_mut()
+        {
+            *first = planned;
+        } else {
+            self.heap.push(planned);
+        }
+    }
+
+    /// What happens next, and when.
+    pub(super) fn next(&mut self) -> Option<(Millis, SimulationEvent)> {
+        if self.happens
+            && let Some(first) = self.heap.peek_mut()
+        {
+            PeekMut::pop(first);
+        }
+        let next = self.heap.peek().map(|first| (first.at, first.event));
+        self.happens = next.is_some();
+        next
+    }
+
+    /// Whether nothing is planned beside what happens now.
+    pub(super) fn is_empty(&self) -> bool {
+        self.heap.len() == usize::from(self.happens)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// Whatever is planned when, also while something happens.
+        #[test]
+        fn it_comes_in_order_of_time_and_then_of_planning(
+            steps in proptest::collection::vec((0_u64..50, 0_usize..4), 1..100),
+        ) {
+            let (mut agenda, mut planned, mut number, mut now) =
+                (EventQueue::default(), Vec::new(), 0, 0);
+            for (after, how_many) in steps {
+                for _ in 0..how_many {
+                    agenda.plan(now + after, SimulationEvent::Arrival(number));
+                    planned.push((now + after, number));
+                    number += 1;
+                }
+                prop_assert_eq!(agenda.is_empty(), planned.is_empty());
+                let first = planned.iter().copied().min();
+                planned.retain(|other| Some(*other) != first);
+                let next = agenda.next().map(|(at, event)| match event {
+                    SimulationEvent::Arrival(number) => (at, number),
+                    other => unreachable!("{other:?} was not planned"),
+                });
+                prop_assert_eq!(next, first);
+                now = next.map_or(now, |(at, _)| at);
+            }
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! What comes out: figures of one contender.
+
+use serde::Serialize;
+
+use crate::core::Millis;
+
+/// The figures of one run.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct SimulationSummary {
+    /// Name of the policy.
+    pub policy: String,
+    /// Requests of the trace.
+    pub requests: u64,
+    /// VRAM-time given back, of all VRAM-time between first and last call of each process.
+    pub freed_of_all: f64,
+    /// The same, of the VRAM-time without a call in progress.
+    pub freed_of_idle: f64,
+    /// The same, of all processes over the whole trace.
+    pub freed_of_trace: f64,
+    /// Resident VRAM over time, in bytes.
+    pub resident_mean_bytes: u64,
+    /// Exceeded a twentieth of the time.
+    pub resident_p95_bytes: u64,
+    /// The most.
+    pub resident_peak_bytes: u64,
+    /// The most host memory that held VRAM.
+    pub host_peak_bytes: u64,
+    /// Share of requests that found their process out and woke it, without those that came
+    /// while it was on its way.
+    pub wake_share: f64,
+    /// Share of requests that waited.
+    pub delayed_share: f64,
+    /// Added latency over all requests.
+    pub latency_p50_ms: u64,
+    /// Added latency over all requests.
+    pub latency_p99_ms: u64,
+    /// Added latency of those that waited.
+    pub delay_p50_ms: u64,
+    /// Added latency of those that waited.
+    pub delay_p99_ms: u64,
+    /// Restores.
+    pub restores: u64,
+    /// Restores for each hour of a process.
+    pub restores_per_process_hour: f64,
+    /// Returns within a minute of going.
+    pub thrash: u64,
+    /// The longest queue.
+    pub queue_peak: u64,
+    /// Its mean length.
+    pub queue_mean: f64,
+    /// Offloads that were refused, or, without moves, requests of processes that found no room.
+    pub refused: u64,
+    /// Returns ahead of calls.
+    pub prewakes: u64,
+    /// Those that a call used.
+    pub prewake_hits: u64,
+    /// Jain's index over the share of prompt requests of each process: 1 is even.
+    pub fairness_jain: f64,
+    /// Mean delayed share of the tenth of processes that have it worst.
+    pub worst_decile_delayed: f64,
+    /// Resident VRAM at even steps of the trace, for the plot.
+    pub resident_over_time: Vec<u64>,
+}
+
+/// Points of the plot.
+const POINTS: usize = 480;
+/// Steps in which resident VRAM is counted.
+const LEVELS: usize = 1024;
+
+/// Integrates what changes over time.
+#[derive(Debug)]
+pub struct SummaryMeter {
+    end: Millis,
+    capacity: u64,
+    at: Millis,
+    resident: u64,
+    queue: usize,
+    levels: Vec<Millis>,
+    points: Vec<u128>,
+    area: u128,
+    queue_area: u128,
+    queue_peak: usize,
+    peak: u64,
+}
+
+impl SummaryMeter {
+    /// For a trace that ends then, on that much VRAM.
+    #[must_use]
+    pub fn new(end: Millis, capacity: u64) -> SummaryMeter {
+        SummaryMeter {
+            end: end.max(1),
+            capacity: capacity.max(1),
+            at: 0,
+            resident: 0,
+            queue: 0,
+            levels: vec![0; LEVELS + 1],
+            points: vec![0; POINTS],
+            area: 0,
+            queue_area: 0,
+            queue_peak: 0,
+            peak: 0,
+        }
+    }
+
+    /// From now on it is so.
+    pub fn set(&mut self, now: Millis, resident: u64, queue: usize) {
+        if (self.resident, self.queue) != (resident, queue) {
+            self.pass(now);
+            (self.resident, self.queue) = (resident, queue);
+            self.peak = self.peak.max(resident);
+            self.queue_peak = self.queue_peak.max(queue);
+        }
+    }
+
+    fn pass(&mut self, now: Millis) {
+        let now = now.min(self.end);
+        let step = now.saturating_sub(self.at);
+        if step > 0 {
+            let level = u128::from(self.resident) * LEVELS as u128 / u128::from(self.capacity);
+            self.levels[(level as usize).min(LEVELS)] += step;
+            self.area += u128::from(self.resident) * u128::from(step);
+            self.queue_area += self.queue as u128 * u128::from(step);
+            self.spread(now);
+            self.at = now;
+        }
+    }
+
+    fn spread(&mut self, now: Millis) {
+        let width = self.end.div_ceil(POINTS as u64).max(1);
+        let mut from = self.at;
+        while from < now {
+            let point = (from / width) as usize;
+            let to = now.min((point as u64 + 1) * width);
+            if let Some(area) = self.points.get_mut(point) {
+                *area += u128::from(self.resident) * u128::from(to - from);
+            }
+            from = to;
+        }
+    }
+
+    /// Writes what it knows.
+    pub fn finish(mut self, figures: &mut SimulationSummary) {
+        self.pass(self.end);
+        let end = u128::from(self.end);
+        figures.resident_mean_bytes = (self.area / end) as u64;
+        figures.resident_peak_bytes = self.peak;
+        figures.queue_mean = self.queue_area as f64 / self.end as f64;
+        figures.queue_peak = self.queue_peak as u64;
+        let mut below = 0;
+        for (level, time) in self.levels.iter().enumerate() {
+            below += time;
+            if below * 20 >= self.end * 19 {
+                let bytes = u128::from(self.capacity) * level as u128 / LEVELS as u128;
+                figures.resident_p95_bytes = bytes as u64;
+                break;
+            }
+        }
+        let width = u128::from(self.end.div_ceil(POINTS as u64).max(1));
+        figures.resident_over_time = self.points.iter().map(|a| (a / width) as u64).collect();
+    }
+}
+
+/// What one process lived through.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ContainerTotals {
+    /// Requests.
+    pub requests: u64,
+    /// Those that waited.
+    pub delayed: u64,
+}
+
+/// Added latency and fairness, from the delays and the processes.
+pub fn latency(
+    figures: &mut SimulationSummary,
+    mut delays_ms: Vec<u32>,
+    lived: &[ContainerTotals],
+) {
+    delays_ms.sort_unstable();
+    let delayed = delays_ms.len() as u64;
+    let prompt = figures.requests.saturating_sub(delayed);
+    figures.delayed_share = delayed as f64 / figures.requests.max(1) as f64;
+    let of_all = |share: f64| {
+        let rank = (figures.requests as f64 * share) as u64;
+        rank.checked_sub(prompt)
+            .and_then(|n| delays_ms.get(n as usize))
+            .map_or(0, |ms| u64::from(*ms))
+    };
+    let of_delayed = |share: f64| {
+        delays_ms.get((delays_ms.len() as f64 * share) as usize).map_or(0, |ms| u64::from(*ms))
+    };
+    (figures.latency_p50_ms, figures.latency_p99_ms) = (of_all(0.5), of_all(0.99));
+    (figures.delay_p50_ms, figures.delay_p99_ms) = (of_delayed(0.5), of_delayed(0.99));
+    let mut shares: Vec<f64> =
+        lived.iter().map(|l| l.delayed as f64 / l.requests.max(1) as f64).collect();
+    let (sum, squares) = shares
+        .iter()
+        .map(|delayed| 1.0 - delayed)
+        .fold((0.0, 0.0), |(sum, squares), x| (sum + x, squares + x * x));
+    if squares > 0.0 {
+        figures.fairness_jain = sum * sum / (shares.len() as f64 * squares);
+    }
+    shares.sort_by(|a, b| b.total_cmp(a));
+    let worst = shares.len().div_ceil(10);
+    figures.worst_decile_delayed = shares[..worst].iter().sum::<f64>() / worst.max(1) as f64;
+}

@@ -1,0 +1,220 @@
+//! The listening sockets of the run directory, and systemd's store for them.
+//!
+//! ```text
+//! controller ──bind, FDSTORE=1──> systemd keeps a copy
+//!     dies                          who connects now waits in the backlog, refused by nobody
+//! the next one <──LISTEN_FDS──────  takes back those whose file is still theirs
+//! ```
+//!
+//! A shim that reaches a socket starts no controller, so the unit's controller is followed by the
+//! unit's. Without systemd (`NOTIFY_SOCKET`) each controller binds its own, as ever. The store has
+//! a bound (`FileDescriptorStoreMax`): what it does not take is bound anew, too.
+
+use std::{
+    collections::HashMap,
+    fs, io,
+    os::{
+        fd::{AsFd, AsRawFd, OwnedFd},
+        unix::{
+            fs::{FileTypeExt, MetadataExt, PermissionsExt},
+            net::UnixListener,
+        },
+    },
+    path::{Path, PathBuf},
+};
+
+use nix::sys::stat::{Mode, umask};
+use sd_notify::NotifyState;
+
+use crate::sys;
+
+/// Whether a supervisor wants to hear from this process: a unit's controller.
+#[must_use]
+pub fn supervised() -> bool {
+    std::env::var_os("NOTIFY_SOCKET").is_some()
+}
+
+/// Tells the supervisor, if there is one, that the service is up, and what it does.
+pub fn tell_ready(status: &str) {
+    tell(&[NotifyState::Ready, NotifyState::Status(status)]);
+}
+
+/// The sockets below a run directory.
+#[derive(Debug)]
+pub struct ActivationSockets {
+    run_dir: PathBuf,
+    /// What an earlier controller left, by its name in the store, until it is taken.
+    kept: HashMap<String, OwnedFd>,
+    /// What is in use and in the store: its file, its name there.
+    stored: HashMap<String, String>,
+}
+
+impl ActivationSockets {
+    /// Takes what the supervisor has kept for this process.
+    #[must_use]
+    pub fn take(run_dir: &Path) -> ActivationSockets {
+        let kept = sys::handed_over().unwrap_or_else(|error| {
+            tracing::warn!(%error, "what systemd kept cannot be taken: sockets are made anew");
+            Vec::new()
+        });
+        ActivationSockets::with(run_dir, kept)
+    }
+
+    fn with(run_dir: &Path, kept: Vec<(String, OwnedFd)>) -> ActivationSockets {
+        let kept = kept.into_iter().collect();
+        ActivationSockets { run_dir: run_dir.to_owned(), kept, stored: HashMap::new() }
+    }
+
+    /// Listens at a file below the run directory: the socket that was kept, if it is still the
+    /// one that the file leads to; else a new one with this mode, in the place of what is there.
+    ///
+    /// # Errors
+    /// It cannot be made.
+    pub fn listen(&mut self, file: &str, mode: u32) -> io::Result<UnixListener> {
+        let path = self.run_dir.join(file);
+        let kept = name(file, &path).and_then(|name| Some((self.kept.remove(&name)?, name)));
+        let listener = match kept {
+            Some((socket, name)) => {
+                self.stored.insert(file.to_owned(), name);
+                UnixListener::from(socket)
+            }
+            None => {
+                let listener = bind(&path, mode)?;
+                self.store(file, &path, &listener);
+                listener
+            }
+        };
+        listener.set_nonblocking(true)?;
+        Ok(listener)
+    }
+
+    fn store(&mut self, file: &str, path: &Path, listener: &UnixListener) {
+        let Some(name) = name(file, path).filter(|_| supervised()) else { return };
+        let state = [NotifyState::FdStore, NotifyState::FdName(&name)];
+        match sd_notify::notify_with_fds(&state, &[listener.as_fd()]) {
+            Ok(()) => drop(self.stored.insert(file.to_owned(), name)),
+            Err(error) => tracing::warn!(%error, file, "systemd cannot keep the socket"),
+        }
+    }
+
+    /// Nobody listens at that file any more.
+    pub fn forget(&mut self, file: &str) {
+        if let Some(name) = self.stored.remove(file) {
+            remove(&name);
+        }
+    }
+
+    /// Lets go of what was kept and is reached by no file any more: its container is gone, or
+    /// another controller has made another socket there.
+    pub fn tidy(&mut self) {
+        let run_dir = &self.run_dir;
+        self.kept.retain(|kept, _| {
+            let file = kept.rsplit_once(NUMBER).map_or(kept.as_str(), |(file, _)| file);
+            let lives = name(file, &run_dir.join(file)).as_ref() == Some(kept);
+            if !lives {
+                remove(kept);
+            }
+            lives
+        });
+    }
+}
+
+/// Between a file's name and its number.
+const NUMBER: char = '@';
+
+/// What a socket is called in the store: its file and the file's number, which no other file has
+/// while the socket lives. `None` where there is no socket.
+fn name(file: &str, path: &Path) -> Option<String> {
+    let found = fs::symlink_metadata(path).ok().filter(|found| found.file_type().is_socket())?;
+    Some(format!("{file}{NUMBER}{:x}-{:x}", found.dev(), found.ino()))
+}
+
+fn bind(path: &Path, mode: u32) -> io::Result<UnixListener> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    // By way of the folder's descriptor: a socket address holds 107 bytes, a run directory more.
+    let (folder, file) = path.parent().zip(path.file_name()).ok_or(io::ErrorKind::InvalidInput)?;
+    let folder = fs::File::open(folder)?;
+    let address = PathBuf::from(format!("/proc/self/fd/{}", folder.as_raw_fd())).join(file);
+    let before = umask(Mode::from_bits_truncate(0o177));
+    let bound = UnixListener::bind(address);
+    umask(before);
+    let listener = bound?;
+    fs::set_permissions(path, fs::Permissions::from_mode(mode))?;
+    Ok(listener)
+}
+
+fn remove(name: &str) {
+    tell(&[NotifyState::FdStoreRemove, NotifyState::FdName(name)]);
+}
+
+/// Does nothing where there is no supervisor.
+fn tell(state: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(state) {
+        tracing::warn!(%error, "systemd cannot be told");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    const FILE: &str = "control.sock";
+
+    fn mode(path: &Path) -> u32 {
+        fs::metadata(path).unwrap().permissions().mode() & 0o777
+    }
+
+    /// What systemd would hand over of a controller that has died.
+    fn kept(dir: &Path, listener: &UnixListener) -> (String, OwnedFd) {
+        (name(FILE, &dir.join(FILE)).unwrap(), listener.as_fd().try_clone_to_owned().unwrap())
+    }
+
+    #[test]
+    fn who_connected_meanwhile_is_served_by_the_next_controller() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = ActivationSockets::with(dir.path(), Vec::new()).listen(FILE, 0o600).unwrap();
+        assert_eq!(mode(&dir.path().join(FILE)), 0o600);
+        let kept = kept(dir.path(), &first);
+        drop(first);
+        let _waiting = UnixStream::connect(dir.path().join(FILE)).unwrap();
+        let mut sockets = ActivationSockets::with(dir.path(), vec![kept]);
+        let second = sockets.listen(FILE, 0o600).unwrap();
+        assert!(second.accept().is_ok(), "it was in the backlog");
+        sockets.forget(FILE);
+        assert!(sockets.kept.is_empty() && sockets.stored.is_empty());
+    }
+
+    #[test]
+    fn a_socket_whose_file_is_another_by_now_is_not_taken() {
+        let dir = tempfile::tempdir().unwrap();
+        let old = ActivationSockets::with(dir.path(), Vec::new()).listen(FILE, 0o666).unwrap();
+        let kept = kept(dir.path(), &old);
+        // A controller that nobody supervises was here.
+        let other = ActivationSockets::with(dir.path(), Vec::new()).listen(FILE, 0o666).unwrap();
+        drop(other);
+        let mut sockets = ActivationSockets::with(dir.path(), vec![kept]);
+        let own = sockets.listen(FILE, 0o666).unwrap();
+        let _peer = UnixStream::connect(dir.path().join(FILE)).unwrap();
+        assert!(own.accept().is_ok());
+        assert_eq!(sockets.kept.len(), 1);
+        sockets.tidy();
+        assert!(sockets.kept.is_empty(), "nobody can reach it");
+    }
+
+    #[test]
+    fn what_can_still_be_reached_is_kept_until_it_is_taken_or_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = ActivationSockets::with(dir.path(), Vec::new()).listen(FILE, 0o666).unwrap();
+        let mut sockets = ActivationSockets::with(dir.path(), vec![kept(dir.path(), &socket)]);
+        sockets.tidy();
+        assert_eq!(sockets.kept.len(), 1, "its container may be announced yet");
+        fs::remove_file(dir.path().join(FILE)).unwrap();
+        sockets.tidy();
+        assert!(sockets.kept.is_empty());
+    }
+}

@@ -1,0 +1,369 @@
+//! One container of the cast: a shell, and below it one or several CUDA processes, each with
+//! pipes of its own.
+
+use std::{
+    collections::VecDeque,
+    process::{Child, Stdio},
+    time::Instant,
+};
+
+use anyhow::{Context, Result, bail};
+use nix::{errno::Errno, sys::signal::kill, unistd::Pid};
+
+use crate::{
+    container::{CLIENTS, PIPES, Running, Spec, make_pipe_pairs},
+    supervisor::cgroup_folders,
+    testbed::Testbed,
+    wait::WAIT_TIMEOUT,
+    worker::{Answer, Lines, USUAL},
+};
+
+/// Suffix of the pipes of a process that is started with exec.
+const EXEC: &str = "x";
+/// What that one allocates.
+const EXEC_MIB: u64 = 20;
+/// The contents of those that share.
+const SHARED_SEED: u32 = 7;
+/// `cuMemAlloc` where VRAM is short.
+const OUT_OF_MEMORY: i32 = 2;
+
+/// A CUDA process.
+pub struct Process {
+    lines: Lines,
+    asked: VecDeque<String>,
+    /// How often its memory was changed, when it verified it last.
+    pub touches: u64,
+    /// On the host.
+    pub pid: Pid,
+    /// A fault was meant to end it.
+    pub doomed: bool,
+}
+
+/// A container.
+pub struct ChaosContainer {
+    /// Its name for containerd; a new one each time it is started again.
+    pub running: Running,
+    /// Its CUDA processes.
+    pub processes: Vec<Process>,
+    /// The one that was started with exec, and the `ctr` that did it.
+    pub guest: Option<(Lines, Child)>,
+    /// A fault was meant to end it.
+    pub doomed: bool,
+    /// How it leaves.
+    pub way: Way,
+    pipes: std::path::PathBuf,
+}
+
+/// Between two looks whether a process is there.
+const LOOK: std::time::Duration = std::time::Duration::from_millis(200);
+
+/// What became of a process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// It answered, and its memory is as it must be.
+    Well,
+    /// It is gone, and nothing was meant to end it.
+    Lost(String),
+    /// It is there and does not answer.
+    Stuck(String),
+    /// It answered with an error, or its memory is not as it must be.
+    Corrupted(String),
+}
+
+/// How a container leaves.
+#[derive(Clone, Copy, Debug)]
+pub struct Way {
+    /// Its engine.
+    pub engine: &'static str,
+    /// It keeps its copies.
+    pub keeps: bool,
+    /// It is prepared.
+    pub prepares: bool,
+    /// It holds the same as others that share, and may hold it once with them.
+    pub shares: bool,
+}
+
+impl Way {
+    /// The engine `full`, and nothing else.
+    pub const FAST: Way = Way { engine: "full", keeps: false, prepares: false, shares: false };
+    /// The driver's own.
+    pub const DRIVER: Way = Way { engine: "checkpoint", ..Way::FAST };
+}
+
+impl ChaosContainer {
+    /// Starts a container of so many processes, and waits until each has filled its memory.
+    ///
+    /// # Errors
+    /// When it does not start, or CUDA fails.
+    pub fn start(world: &Testbed, id: &str, processes: usize, mib: u64, way: Way) -> Result<Self> {
+        let suffixes: Vec<String> = (0..processes).map(|n| n.to_string()).collect();
+        let pairs: Vec<&str> = suffixes.iter().map(String::as_str).chain([EXEC]).collect();
+        let pipes = make_pipe_pairs(world.dir(), id, &pairs)?;
+        let mut script = String::from("trap 'exit 0' TERM\n");
+        for suffix in &suffixes {
+            let seed = if way.shares { SHARED_SEED } else { seed(id, suffix) };
+            script.push_str(&program(suffix, seed, mib));
+            script.push_str(" &\n");
+        }
+        // `wait` is what a signal interrupts at once.
+        script.push_str("while :; do wait; sleep 3600 & done\n");
+        let spec = Spec::gpu(id, &["/bin/sh", "-c", &script]);
+        // Who is prepared is idle for long enough to be.
+        let spec = if way.prepares { spec.prepared() } else { spec };
+        let mut spec = spec
+            .annotation("affinode.io/engine", way.engine)
+            .annotation("affinode.io/checksum", "true")
+            .annotation("affinode.io/retain-host-copy", if way.keeps { "true" } else { "false" })
+            .annotation("affinode.io/dedup", if way.shares { "true" } else { "false" });
+        let mount = format!("type=bind,src={},dst={PIPES},options=rbind:rw", pipes.display());
+        spec = spec.flags(&["--mount", &mount]);
+        let running = spec.start(world)?;
+        let processes = Vec::new();
+        let mut actor = Self { running, processes, guest: None, doomed: false, way, pipes };
+        let mut opened = Vec::new();
+        for suffix in &suffixes {
+            opened.push(Lines::open_pair(&actor.pipes, suffix)?);
+        }
+        for mut lines in opened {
+            let inside = receive(&mut lines, "open")?.pid.context("open says the pid")?;
+            receive(&mut lines, "fill")?;
+            let pid = actor.host_pid(world, inside)?;
+            actor.processes.push(Process {
+                lines,
+                asked: VecDeque::new(),
+                touches: 0,
+                pid,
+                doomed: false,
+            });
+        }
+        Ok(actor)
+    }
+
+    /// Starts one more CUDA process with exec; whether it gets the VRAM is its own matter.
+    ///
+    /// # Errors
+    /// When `ctr` or the pipes cannot be opened.
+    pub fn exec(&mut self, world: &Testbed) -> Result<()> {
+        if self.guest.is_some() {
+            return Ok(());
+        }
+        let lines = Lines::open_pair(&self.pipes, EXEC)?;
+        let script = format!("exec {}", program(EXEC, seed(&self.running.id, EXEC), EXEC_MIB));
+        let mut command = world.ctr();
+        command.args(["tasks", "exec", "--exec-id", "guest", &self.running.id]);
+        command.args(["/bin/sh", "-c", &script]);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        self.guest = Some((lines, command.spawn().context("cannot run ctr")?));
+        Ok(())
+    }
+
+    /// Lets the process that was started with exec verify and end; it may never have started,
+    /// and where VRAM was short it has ended already.
+    #[must_use]
+    pub fn settle_guest(&mut self, world: &Testbed, deadline: Instant) -> Verdict {
+        let Some((mut lines, mut child)) = self.guest.take() else { return Verdict::Well };
+        let verdict = self.ask_guest(world, &mut lines, &mut child, deadline);
+        let _ = child.kill();
+        let _ = child.wait();
+        verdict
+    }
+
+    fn ask_guest(
+        &self,
+        world: &Testbed,
+        lines: &mut Lines,
+        child: &mut Child,
+        deadline: Instant,
+    ) -> Verdict {
+        for command in ["open", "fill", "verify", "quit"] {
+            if matches!(command, "verify" | "quit") && lines.send(command).is_err() {
+                return Verdict::Lost("the pipe of exec is broken".into());
+            }
+            loop {
+                let soon = deadline.min(Instant::now() + LOOK);
+                match lines.receive_before(soon) {
+                    Ok(Some(line)) if is_well(command, &line) => break,
+                    Ok(Some(line)) if command == "fill" || command == "open" => {
+                        let short = serde_json::from_str::<Answer>(&line)
+                            .is_ok_and(|answer| answer.result == OUT_OF_MEMORY);
+                        let text = format!("exec: {command}: {line}");
+                        return if short { Verdict::Well } else { Verdict::Corrupted(text) };
+                    }
+                    Ok(Some(line)) => {
+                        return Verdict::Corrupted(format!("exec: {command}: {line}"));
+                    }
+                    Ok(None) => {}
+                    Err(error) => return Verdict::Lost(format!("exec: {error:#}")),
+                }
+                let lives = self.guest_pid(world).is_some();
+                let over = child.try_wait().is_ok_and(|status| status.is_some());
+                if !lives && over {
+                    let started = !matches!(command, "open");
+                    let text = format!("exec: the process ended before {command}");
+                    return if started { Verdict::Lost(text) } else { Verdict::Well };
+                }
+                if Instant::now() >= deadline {
+                    return Verdict::Stuck(format!("exec: {command} is owed, lives: {lives}"));
+                }
+            }
+        }
+        Verdict::Well
+    }
+
+    /// The process that was started with exec, while it is there.
+    fn guest_pid(&self, world: &Testbed) -> Option<i32> {
+        let seed = format!("--seed\0{}\0", seed(&self.running.id, EXEC));
+        self.pids(world).into_iter().find(|pid| {
+            let raw = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            String::from_utf8_lossy(&raw).contains(&seed)
+        })
+    }
+
+    /// Its name in events.
+    #[must_use]
+    pub fn name(&self) -> String {
+        format!("default/{}", self.running.id)
+    }
+
+    /// Its processes in its cgroup, on the host; none when the cgroup is gone.
+    #[must_use]
+    pub fn pids(&self, world: &Testbed) -> Vec<i32> {
+        let mut found: Vec<i32> = Vec::new();
+        for folder in cgroup_folders(world.dir()) {
+            let file = folder.join(&self.running.id).join("cgroup.procs");
+            let text = std::fs::read_to_string(file).unwrap_or_default();
+            found.extend(text.lines().filter_map(|line| line.parse::<i32>().ok()));
+        }
+        found.sort_unstable();
+        found.dedup();
+        found
+    }
+
+    fn host_pid(&self, world: &Testbed, inside: i32) -> Result<Pid> {
+        let of = |pid: i32| {
+            let text = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+            let line = text.lines().find_map(|line| line.strip_prefix("NSpid:").map(str::to_owned));
+            line.and_then(|line| line.split_whitespace().last()?.parse::<i32>().ok())
+        };
+        let found = self.pids(world).into_iter().find(|pid| of(*pid) == Some(inside));
+        found.map(Pid::from_raw).with_context(|| format!("{} has no {inside}", self.running.id))
+    }
+
+    /// Whether every process runs, as far as faults meant them to.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        !self.doomed && self.processes.iter().all(|process| !process.doomed)
+    }
+}
+
+impl Process {
+    /// Tells it to make a call; the answer is read later.
+    ///
+    /// # Errors
+    /// When the pipe is broken.
+    pub fn ask(&mut self, command: &str) -> Result<()> {
+        self.lines.send(command)?;
+        self.asked.push_back(command.to_owned());
+        if command.starts_with("alloc") {
+            return self.ask("free");
+        }
+        Ok(())
+    }
+
+    /// Reads every answer that is owed, until then.
+    #[must_use]
+    pub fn settle(&mut self, deadline: Instant) -> Verdict {
+        while let Some(asked) = self.asked.front() {
+            let line = match self.lines.receive_before(deadline) {
+                Ok(Some(line)) => line,
+                Ok(None) if has_ended(self.pid) => {
+                    return Verdict::Lost(format!("process {} ended; owed {asked}", self.pid));
+                }
+                Ok(None) => {
+                    return Verdict::Stuck(format!("process {} owes {asked}", self.pid));
+                }
+                Err(error) => return Verdict::Lost(format!("process {}: {error:#}", self.pid)),
+            };
+            if !is_well(asked, &line) {
+                return Verdict::Corrupted(format!("process {}: {asked}: {line}", self.pid));
+            }
+            let touches = serde_json::from_str::<Answer>(&line).ok().and_then(|it| it.touches);
+            self.touches = touches.unwrap_or(self.touches);
+            self.asked.pop_front();
+        }
+        Verdict::Well
+    }
+
+    /// Whether an answer is owed.
+    #[must_use]
+    pub fn owes(&self) -> bool {
+        !self.asked.is_empty()
+    }
+}
+
+fn is_well(asked: &str, line: &str) -> bool {
+    let Ok(answer) = serde_json::from_str::<Answer>(line) else { return false };
+    let command = asked.split(' ').next().unwrap_or_default();
+    let result = match command {
+        "alloc" => answer.result == 0 || answer.result == OUT_OF_MEMORY,
+        // There is nothing to free where there was nothing to be had.
+        "free" => answer.result == 0 || answer.result == 1,
+        _ => answer.result == 0,
+    };
+    // Only a verification says that it is well, and it must say so.
+    let contents = if command == "verify" { answer.ok == Some(true) } else { answer.ok.is_none() };
+    result && contents && answer.command == command
+}
+
+/// Whether a process is no more; a corpse that nobody has collected is none.
+#[must_use]
+pub fn has_ended(pid: Pid) -> bool {
+    if kill(pid, None) == Err(Errno::ESRCH) {
+        return true;
+    }
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['Z', 'X']))
+}
+
+fn program(suffix: &str, seed: u32, mib: u64) -> String {
+    format!(
+        "{CLIENTS}/{USUAL} --mib {mib} --seed {seed} <{PIPES}/in{suffix} >{PIPES}/out{suffix} 2>{PIPES}/err{suffix}.log"
+    )
+}
+
+/// No two processes hold the same contents, but those that share.
+fn seed(id: &str, suffix: &str) -> u32 {
+    id.bytes().chain(suffix.bytes()).fold(1, |sum, b| sum.wrapping_mul(31).wrapping_add(b.into()))
+}
+
+/// Reads the answer to `command`, which must be a success.
+///
+/// # Errors
+/// When it is not, or none comes.
+pub fn receive(lines: &mut Lines, command: &str) -> Result<Answer> {
+    let line = lines.receive_before(Instant::now() + WAIT_TIMEOUT)?;
+    let line = line.with_context(|| format!("no answer to {command}"))?;
+    let answer: Answer = serde_json::from_str(&line).with_context(|| line.clone())?;
+    if answer.command != command || answer.result != 0 {
+        bail!("expected success of {command}, got {line}");
+    }
+    Ok(answer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_well;
+
+    #[test]
+    fn verification_without_a_verdict_is_not_well() {
+        let line =
+            |command: &str, more: &str| format!("{{\"command\":\"{command}\",\"result\":0{more}}}");
+        assert!(is_well("verify", &line("verify", ",\"ok\":true")));
+        assert!(!is_well("verify", &line("verify", ",\"ok\":false")));
+        assert!(!is_well("verify", &line("verify", "")));
+        assert!(!is_well("verify", &line("touch", ",\"ok\":true")));
+        assert!(is_well("alloc 8", &line("alloc", "")));
+        assert!(!is_well("alloc 8", &line("free", "")));
+        assert!(!is_well("touch", "garbage"));
+    }
+}

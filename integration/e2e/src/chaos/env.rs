@@ -1,0 +1,565 @@
+//! The world of a campaign: containers that want more VRAM than there is.
+
+use std::{
+    collections::BTreeSet,
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+
+use super::{
+    container::{ChaosContainer, Verdict, Way},
+    fault,
+    leak_check::LeakCheck,
+    plan::{TWINS, WORKLOADS},
+    report::Finding,
+    vram::{self, Allowed},
+    watch::Watch,
+};
+use crate::{
+    cli::ContainerRow,
+    gpu::Gpu,
+    hazards::ballast,
+    memory_cgroup, oom, processes,
+    supervisor::cgroup_folders,
+    testbed::{MIB, Testbed, TestbedConfig},
+    wait::{WAIT_TIMEOUT, until, until_within},
+    worker::Worker,
+};
+
+/// Idle and away at once, looked at often.
+const CONFIG: &str = r#"
+[policy]
+mode = "eager"
+idle_timeout = "60ms"
+minimum_residency = "1ms"
+dedup = true
+[timing]
+sample_interval = "20ms"
+[memory]
+driver_overhead_mib = 64
+node_reserve_mib = 64
+[history]
+dir = "off"
+"#;
+/// How long a move of the simulated driver takes: time to be struck in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Setup {
+    /// As soon as it has copied, and a little more.
+    Quick,
+    /// As one of many GiB: beyond time-outs that a quick one never meets.
+    Slow,
+    /// Quick, and neither VRAM nor host memory has room for all: the containers are below a cgroup whose
+    /// limit is less than all of them need while they are away.
+    Squeezed,
+}
+
+impl Setup {
+    /// Of the block of rounds that this one is in: one of ten is slow. A real driver has its own.
+    #[must_use]
+    pub fn of(round: u64, gpu: &Gpu) -> Self {
+        match gpu {
+            Gpu::Simulated { .. } if round / super::BLOCK % 10 == 4 => Setup::Slow,
+            Gpu::Simulated { .. } if round / super::BLOCK % 10 == 7 => Setup::Squeezed,
+            _ => Setup::Quick,
+        }
+    }
+
+    fn move_ms(self) -> &'static str {
+        match self {
+            Setup::Quick | Setup::Squeezed => "30",
+            Setup::Slow => "2500",
+        }
+    }
+
+    /// A step that does not come in this time will not come in this scene.
+    #[must_use]
+    pub fn step_patience(self) -> Duration {
+        match self {
+            Setup::Quick | Setup::Squeezed => Duration::from_millis(600),
+            Setup::Slow => Duration::from_secs(8),
+        }
+    }
+
+    /// Who has not left by itself in this time is not going to.
+    fn automatic(self) -> Duration {
+        match self {
+            Setup::Quick | Setup::Squeezed => Duration::from_secs(20),
+            Setup::Slow => Duration::from_secs(80),
+        }
+    }
+
+    /// Far beyond what a healthy machine needs for a round.
+    fn patience(self) -> Duration {
+        match self {
+            Setup::Quick | Setup::Squeezed => WAIT_TIMEOUT,
+            // Each of seven processes leaves and comes back, one after the other, on a busy machine.
+            Setup::Slow => 4 * WAIT_TIMEOUT,
+        }
+    }
+}
+
+/// Room for the largest container (a twin, 160 MiB) where all others are parked and keep their
+/// contexts (six of 16 MiB, and the copier's), not for the whole cast.
+const SIMULATED_BYTES: u64 = 288 * MIB;
+/// Where host memory is short as well, both twins may be there at once (160 MiB each), beside the contexts
+/// of the others: not all that the cast wants (388 MiB, and seven contexts).
+const SQUEEZED_BYTES: u64 = 448 * MIB;
+/// So much less host memory than all need while they are away: each twin alone can leave, both cannot.
+const SQUEEZED_BY_BYTES: u64 = 60 * MIB;
+/// Why a container may stay there.
+const SHORT_OF_MEMORY: [&str; 2] = ["cgroup-memory", "host-memory"];
+/// What a twin holds: what can be held once, and a rest that cannot.
+const TWIN_MIB: u64 = 144;
+/// Twins that leave so often and hold nothing together are let be.
+const TURNS: usize = 2;
+/// How long that is waited for.
+const SOON: Duration = Duration::from_millis(500);
+/// The same on a GPU whose contexts have half a GiB.
+const REAL_ROOM_BYTES: u64 = 4_096 * MIB;
+/// What a real driver may keep beyond that of moved processes.
+const DRIVER_BYTES: u64 = 64 * MIB;
+/// A context of the simulated driver, with a table for digests that stays with it; and what a copier
+/// has beside its own for what is copied on the device.
+const SIMULATED_CONTEXT_BYTES: u64 = 16 * MIB + MIB / 2;
+const SIMULATED_COPIER_BYTES: u64 = SIMULATED_CONTEXT_BYTES + 4 * MIB;
+/// The same of a real one: 530 to 671 MiB were seen.
+const REAL_CONTEXT_BYTES: u64 = 768 * MIB;
+/// Whoever is started has the next of these, whatever its role.
+const WAYS: [Way; 7] = [
+    Way::DRIVER,
+    Way { engine: "auto", ..Way::FAST },
+    Way { engine: "copy", ..Way::FAST },
+    Way::FAST,
+    Way { engine: "copy", keeps: true, ..Way::FAST },
+    Way { keeps: true, ..Way::FAST },
+    Way { prepares: true, ..Way::FAST },
+];
+/// What must happen after a round happens in this time, and mostly in far less.
+const SETTLED: Duration = Duration::from_secs(20);
+
+/// A world and its cast.
+pub struct ChaosEnv {
+    /// Dropped first: it follows the world's controller.
+    pub watch: Watch,
+    /// The containers.
+    pub cast: Vec<ChaosContainer>,
+    /// How long its moves take.
+    pub setup: Setup,
+    /// Takes the room that a large GPU has too much of, and its process.
+    ballast: Option<(Worker, i32)>,
+    /// Who had to be sent away by hand, and why it stayed.
+    stayed: BTreeSet<String>,
+    /// Where it all is.
+    pub world: Testbed,
+    quiet: Option<LeakCheck>,
+    started: u64,
+    returns: Vec<JoinHandle<Option<Duration>>>,
+}
+
+impl ChaosEnv {
+    /// Makes a world and starts the cast, one after the other.
+    ///
+    /// # Errors
+    /// When a container does not start.
+    pub fn build(recipe: TestbedConfig, gpu: &Gpu, setup: Setup) -> Result<Self> {
+        let gpu = match gpu {
+            Gpu::Simulated { .. } if setup == Setup::Squeezed => {
+                Gpu::Simulated { vram_bytes: SQUEEZED_BYTES }
+            }
+            Gpu::Simulated { .. } => Gpu::Simulated { vram_bytes: SIMULATED_BYTES },
+            Gpu::Real => Gpu::Real,
+        };
+        let mut config = CONFIG.to_owned();
+        if setup == Setup::Squeezed {
+            // As the simulated driver has it: with more, those that could make room may not.
+            config = config.replace("driver_overhead_mib = 64", "driver_overhead_mib = 16");
+        }
+        let recipe = recipe.config(&config).gpu(gpu).sim_options(&[
+            "--checkpoint-fixed-ms",
+            setup.move_ms(),
+            "--restore-fixed-ms",
+            setup.move_ms(),
+        ]);
+        let world = recipe.world()?;
+        let watch = Watch::start(world.cli());
+        let mut stage = Self {
+            watch,
+            cast: Vec::new(),
+            setup,
+            ballast: None,
+            stayed: BTreeSet::new(),
+            world,
+            quiet: None,
+            started: 0,
+            returns: Vec::new(),
+        };
+        for role in 0..WORKLOADS.len() {
+            let actor = stage.start(role)?;
+            stage.cast.push(actor);
+            if role == 0 && matches!(stage.world.gpu(), Gpu::Real) {
+                stage.take_ballast()?;
+            }
+        }
+        stage.rest()?;
+        if setup == Setup::Squeezed {
+            stage.squeeze()?;
+        } else {
+            stage.bring_together()?;
+        }
+        stage.quiet = Some(stage.census()?);
+        Ok(stage)
+    }
+
+    /// Limits the host memory of all containers together, once it is known what they need while they are away.
+    fn squeeze(&mut self) -> Result<()> {
+        let folder = memory_cgroup::folder(&self.world)?;
+        let all_away = oom::spent_bytes(&folder)?;
+        // What is there now would not fit below the limit: both twins stay home until it is set.
+        for role in TWINS {
+            let id = &self.cast[role].running.id;
+            self.world.cli().run(&["pin", id])?;
+            self.world.cli().wait_resident(id)?;
+        }
+        let limit = all_away - SQUEEZED_BY_BYTES;
+        // Refused as long as more is in use: what they have let go of is given back in a moment.
+        until("the limit to be set", || Ok(memory_cgroup::set_limit(&folder, Some(limit)).ok()))
+            .with_context(|| {
+                let now = oom::spent_bytes(&folder).unwrap_or(0);
+                format!("{limit} bytes, of {all_away} with all away, {now} now")
+            })?;
+        for role in TWINS {
+            self.world.cli().run(&["unpin", &self.cast[role].running.id])?;
+        }
+        Ok(())
+    }
+
+    /// Processes of the cast that the kernel has killed for want of host memory.
+    #[must_use]
+    pub fn oom_kills(&self) -> u64 {
+        let folders = cgroup_folders(self.world.dir());
+        let own = |actor: &ChaosContainer| {
+            let kills =
+                folders.iter().filter_map(|folder| oom::kills(&folder.join(&actor.running.id)));
+            kills.max().unwrap_or(0)
+        };
+        self.cast.iter().map(own).sum()
+    }
+
+    /// Whether a container may stay where it is: its world has no host memory for all.
+    fn may_stay(&self, row: &ContainerRow) -> bool {
+        self.setup == Setup::Squeezed
+            && row.state == "Idle"
+            && SHORT_OF_MEMORY.contains(&row.reason.as_str())
+    }
+
+    /// On a large GPU something unmanaged leaves only a little to those who are managed.
+    fn take_ballast(&mut self) -> Result<()> {
+        self.rest()?;
+        let worker = ballast(&self.world, REAL_ROOM_BYTES)?;
+        let pid = worker.running.pid(&self.world)?;
+        self.ballast = Some((worker, pid));
+        until("the ballast to be seen", || {
+            let gpus = self.world.cli().ps()?.gpus;
+            let gpu = gpus.first().context("there is no GPU")?;
+            let taken = gpu.vram_used_bytes + 2 * REAL_ROOM_BYTES > gpu.vram_total_bytes;
+            Ok(taken.then_some(()))
+        })
+    }
+
+    /// What is held of the GPU that may not be while everybody is away but those that stay resident, by
+    /// the driver's own word.
+    fn held(&self, resident: &BTreeSet<&str>) -> Result<Vec<String>> {
+        let (context, copier, unnamed_bytes) = match self.world.gpu() {
+            Gpu::Simulated { .. } => (SIMULATED_CONTEXT_BYTES, SIMULATED_COPIER_BYTES, 0),
+            Gpu::Real => (REAL_CONTEXT_BYTES, REAL_CONTEXT_BYTES, DRIVER_BYTES),
+        };
+        let mut allowed = Allowed { unnamed_bytes, ..Allowed::default() };
+        allowed.ballast = self.ballast.iter().map(|(_, pid)| *pid).collect();
+        for actor in self.cast.iter().filter(|actor| resident.contains(actor.running.id.as_str())) {
+            allowed.ballast.extend(actor.processes.iter().map(|one| one.pid.as_raw()));
+        }
+        for process in self.world.processes(fault::COPIER)? {
+            allowed.by_pid.insert(process.pid.as_raw(), copier);
+        }
+        // Who may park keeps the context; the others keep nothing.
+        for actor in self.cast.iter().filter(|actor| ["copy", "auto"].contains(&actor.way.engine)) {
+            allowed.by_pid.extend(actor.processes.iter().map(|one| (one.pid.as_raw(), context)));
+        }
+        Ok(vram::leaks(&self.world.gpu().holders(self.world.dir())?, &allowed))
+    }
+
+    /// Who had to be sent away by hand since this was last asked, and why it stayed.
+    pub fn take_stayed(&mut self) -> BTreeSet<String> {
+        std::mem::take(&mut self.stayed)
+    }
+
+    fn census(&self) -> Result<LeakCheck> {
+        let ballast: Vec<i32> = self.ballast.iter().map(|(_, pid)| *pid).collect();
+        LeakCheck::take(&self.world, &self.cast, &ballast)
+    }
+
+    fn mib(&self, role: usize) -> u64 {
+        match self.world.gpu() {
+            _ if TWINS.contains(&role) => TWIN_MIB,
+            Gpu::Real => 128,
+            Gpu::Simulated { .. } => 20,
+        }
+    }
+
+    /// Whether the twins hold once what they have in common.
+    #[must_use]
+    pub fn is_together(&self) -> bool {
+        let sealed = |role: &usize| {
+            let process = self.cast.get(*role)?.processes.first()?;
+            processes::sealed_files(process.pid.as_raw()).ok().filter(|files| !files.is_empty())
+        };
+        let [one, other] = TWINS.each_ref().map(sealed);
+        one.is_some() && one == other
+    }
+
+    /// Has them come home and leave until they do, a few times: who left while there was no copier holds
+    /// nothing with others, nor does who was touched less.
+    ///
+    /// # Errors
+    /// When one does not come home, or does not leave.
+    pub fn bring_together(&mut self) -> Result<()> {
+        for _ in 0..TURNS {
+            if self.is_soon_together() {
+                return Ok(());
+            }
+            let mut most = 0;
+            for role in TWINS.into_iter().cycle().take(2 * TWINS.len()) {
+                let twin = self.cast[role].processes.first_mut().context("no process")?;
+                for _ in twin.touches..most {
+                    twin.ask("touch")?;
+                }
+                twin.ask("verify")?;
+                match twin.settle(Instant::now() + self.setup.patience()) {
+                    Verdict::Well => most = twin.touches,
+                    verdict => bail!("a twin does not come home: {verdict:?}"),
+                }
+                // There is no room for both, and where room is short there is no copier.
+                self.rest()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn is_soon_together(&self) -> bool {
+        let deadline = Instant::now() + SOON;
+        while !self.is_together() {
+            if Instant::now() > deadline {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        true
+    }
+
+    /// Starts a container of the cast, when everybody else is away.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub fn start(&mut self, role: usize) -> Result<ChaosContainer> {
+        self.rest()?;
+        self.started += 1;
+        let id = format!("c{role}-{}", self.started);
+        let processes = WORKLOADS.get(role).copied().unwrap_or(1);
+        let turn = usize::try_from(self.started).unwrap_or(0);
+        // What is held once is the copier's, and needs no memory of the container.
+        let shares = TWINS.contains(&role) && self.setup != Setup::Squeezed;
+        let squeezed = self.setup == Setup::Squeezed;
+        let of_twins = if squeezed { Way::DRIVER.engine } else { Way::FAST.engine };
+        let fits = |way: &Way| {
+            // Other ways leave nothing with the copier that could be held together; where host memory is
+            // short, this one gives all of it back at each return.
+            (!TWINS.contains(&role) || way.engine == of_twins)
+                // What is kept or made ready takes host memory from those that leave.
+                && (self.setup != Setup::Squeezed || !(way.keeps || way.prepares))
+        };
+        let ways: Vec<Way> = WAYS.into_iter().filter(fits).collect();
+        let way = Way { shares, ..ways[(role + turn) % ways.len()] };
+        ChaosContainer::start(&self.world, &id, processes, self.mib(role), way)
+            .with_context(|| format!("cannot start {id}"))
+    }
+
+    /// Lets everybody answer what is owed and verify; what does not is a finding.
+    pub fn verify(&mut self, round: u64, verified: &mut u64) -> Vec<Finding> {
+        let deadline = Instant::now() + self.setup.patience();
+        let mut found = Vec::new();
+        let mut find = |kind, text| found.push(Finding { round, kind, text });
+        for actor in self.cast.iter_mut().filter(|actor| !actor.doomed) {
+            for process in actor.processes.iter_mut().filter(|process| !process.doomed) {
+                if let Err(error) = process.ask("verify") {
+                    find("error", format!("{}: {error:#}", actor.running.id));
+                }
+            }
+        }
+        for actor in &mut self.cast {
+            let id = actor.running.id.clone();
+            if actor.doomed {
+                continue;
+            }
+            for process in &mut actor.processes {
+                if process.doomed {
+                    continue;
+                }
+                match process.settle(deadline) {
+                    Verdict::Well => *verified += 1,
+                    Verdict::Lost(text) => find("lost", format!("{id}: {text}")),
+                    Verdict::Stuck(text) => find("stuck", format!("{id}: {text}")),
+                    Verdict::Corrupted(text) => find("corrupted", format!("{id}: {text}")),
+                }
+            }
+            match actor.settle_guest(&self.world, deadline) {
+                Verdict::Well => {}
+                Verdict::Lost(text) => find("lost", format!("{id}: {text}")),
+                Verdict::Stuck(text) => find("stuck", format!("{id}: {text}")),
+                Verdict::Corrupted(text) => find("corrupted", format!("{id}: {text}")),
+            }
+        }
+        found
+    }
+
+    /// What was meant to end has ended, and is replaced.
+    ///
+    /// # Errors
+    /// When it does not end, or the next does not start.
+    pub fn replace(&mut self) -> Result<()> {
+        for role in 0..self.cast.len() {
+            if self.cast[role].is_whole() {
+                continue;
+            }
+            let doomed: Vec<_> =
+                self.cast[role].processes.iter().filter(|p| p.doomed).map(|p| p.pid).collect();
+            for pid in doomed {
+                until(&format!("process {pid} to end, as it was told"), || {
+                    Ok(super::container::has_ended(pid).then_some(()))
+                })?;
+            }
+            fault::remove(&self.world, &mut self.cast[role])?;
+            self.cast[role] = self.start(role)?;
+        }
+        Ok(())
+    }
+
+    /// Moves everybody out, and waits until no VRAM is held but by those who park.
+    ///
+    /// # Errors
+    /// When somebody does not go.
+    pub fn rest(&mut self) -> Result<()> {
+        let (mut last, mut stayed) = (String::new(), BTreeSet::new());
+        let asked = Instant::now();
+        let patience = self.setup.automatic() + self.setup.patience();
+        let rested = until_within(patience, "everybody to be away", || {
+            let Ok(node) = self.world.cli().ps_now() else {
+                // With no container there is no controller; else it is about to come back.
+                return Ok((self.cast.is_empty()).then_some(()));
+            };
+            let staying: Vec<_> = node
+                .containers
+                .iter()
+                .filter(|row| row.state != "Offloaded" && row.id != "ballast")
+                .filter(|row| row.state != "Unregistered")
+                .filter(|row| !self.may_stay(row))
+                .collect();
+            let stays = |row: &&ContainerRow| self.may_stay(row);
+            let resident: BTreeSet<&str> =
+                node.containers.iter().filter(stays).map(|row| row.id.as_str()).collect();
+            last = staying
+                .iter()
+                .map(|row| format!("{}: {} ({}) ", row.id, row.state, row.reason))
+                .collect();
+            for row in &staying {
+                let home = matches!(row.state.as_str(), "Active" | "Idle");
+                if home && asked.elapsed() > self.setup.automatic() {
+                    // It is a finding; the round goes on, so that what else is wrong is seen.
+                    let why = format!("{} ({})", row.state, row.reason);
+                    stayed.insert(format!("{} did not leave by itself: {why}", row.id));
+                    let _ = self.world.cli().output(&["offload", &row.id, "-o", "json"])?;
+                }
+            }
+            if !staying.is_empty() {
+                return Ok(None);
+            }
+            let held = self.held(&resident)?;
+            last = held.join("; ");
+            Ok(held.is_empty().then_some(()))
+        });
+        self.stayed.append(&mut stayed);
+        rested.with_context(|| format!("last seen: {last}"))
+    }
+
+    /// What is there that was not there when the world was new.
+    ///
+    /// # Errors
+    /// When it cannot be counted.
+    pub fn leaks(&self) -> Result<Vec<String>> {
+        let Some(first) = &self.quiet else { return Ok(Vec::new()) };
+        let deadline = Instant::now() + SETTLED;
+        loop {
+            let found = match self.census() {
+                Ok(now) => self.differences(&now, first),
+                Err(error) => vec![format!("{error:#}")],
+            };
+            if found.is_empty() || Instant::now() > deadline {
+                return Ok(found);
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn differences(&self, now: &LeakCheck, first: &LeakCheck) -> Vec<String> {
+        let mut found = now.differences(first);
+        // A record stands for each process that is away, and not all of them can be.
+        found.retain(|text| self.setup != Setup::Squeezed || !text.starts_with("journal records"));
+        found
+    }
+
+    /// The controller is about to be killed: how long until another one answers a command?
+    ///
+    /// # Errors
+    /// When /proc cannot be read.
+    pub fn time_return(&mut self) -> Result<()> {
+        let Some(old) = self.world.controller()? else { return Ok(()) };
+        let cli = self.world.cli().clone();
+        self.returns.push(std::thread::spawn(move || {
+            let began = Instant::now();
+            while began.elapsed() < SETTLED {
+                let node = cli.ps_now().ok();
+                if node.is_some_and(|node| node.controller_pid != old.pid.as_raw()) {
+                    return Some(began.elapsed());
+                }
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            None
+        }));
+        Ok(())
+    }
+
+    /// The longest of the returns since it was last asked, in milliseconds; 0 without one.
+    ///
+    /// # Errors
+    /// When a controller did not come back though a container needs one.
+    pub fn longest_return_ms(&mut self) -> Result<u64> {
+        let mut longest_ms = 0;
+        let needed = self.cast.iter().any(|actor| !actor.doomed);
+        for thread in self.returns.drain(..) {
+            match thread.join() {
+                Ok(Some(after)) => {
+                    longest_ms =
+                        longest_ms.max(u64::try_from(after.as_millis()).unwrap_or(u64::MAX));
+                }
+                Ok(None) if !needed => {}
+                Ok(None) => bail!(
+                    "{} s after its death no other controller had answered",
+                    SETTLED.as_secs()
+                ),
+                Err(_) => bail!("the thread that times a return panicked"),
+            }
+        }
+        Ok(longest_ms)
+    }
+}

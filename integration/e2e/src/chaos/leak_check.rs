@@ -1,0 +1,219 @@
+//! What there is when everything is quiet: the same after every round, or something leaks.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, Result};
+
+use super::{container::ChaosContainer, fault::COPIER};
+use crate::{processes, supervisor::cgroup_folders, testbed::Testbed};
+
+/// Descriptors that a controller may have beyond those it had first: a reader that comes
+/// and goes, no more.
+const PASSING_DESCRIPTORS: usize = 6;
+/// Our shim's program.
+const OWN_SHIM: &str = "containerd-shim-affinode-v1";
+
+/// The same of a shim.
+const PASSING_SHIM_DESCRIPTORS: usize = 6;
+/// Descriptors and memory files that a copier may have at most for each process of the cast: it comes
+/// and goes as it is needed, so there may have been none to compare with.
+const COPIER_DESCRIPTORS_EACH: usize = 16;
+const COPIER_MEMORY_FILES_EACH: usize = 6;
+
+/// How many there are of each kind.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeakCheck {
+    counts: BTreeMap<&'static str, usize>,
+    controller_descriptors: usize,
+    /// Of the shim that has most.
+    shim_descriptors: usize,
+    /// More than copiers may have.
+    copier_excess: Vec<String>,
+    strangers: Vec<String>,
+}
+
+impl LeakCheck {
+    /// Counts. `scenery`: processes that are there all the time.
+    ///
+    /// # Errors
+    /// When there is no controller, or it does not answer.
+    pub fn take(world: &Testbed, cast: &[ChaosContainer], scenery: &[i32]) -> Result<Self> {
+        let mut counts = BTreeMap::new();
+        let strangers = count_processes(world, cast, scenery, &mut counts)?;
+        let run_dir = world.cli().run_dir();
+        counts.insert("container folders", entries(&run_dir.join("containers")).len());
+        let records = entries(&run_dir.join("journal"));
+        counts.insert("journal records", records.len());
+        counts.insert("bundles", entries(&world.containerd().bundles("default")).len());
+        let groups = cgroup_folders(world.dir());
+        let cgroups = groups.iter().flat_map(|group| entries(group)).filter(|path| path.is_dir());
+        counts.insert("cgroups", cgroups.count());
+        // Seen from the keeper's mount namespace.
+        let inside = PathBuf::from(format!("/proc/{}/root", world.keeper().pid()));
+        counts.insert("shim sockets", entries(&inside.join("run/containerd/s")).len());
+        let states = inside.join("run/containerd/runc/default");
+        counts.insert("runc states", entries(&states).len());
+        counts.insert("mounts", mounts(world)?);
+
+        let controller = world.controller()?.context("no controller runs")?;
+        let own = descriptors(controller.pid.as_raw());
+        let of = |part: &str| own.iter().filter(|target| target.contains(part)).count();
+        counts.insert("pages in the controller", of("/memfd:"));
+        // A copier comes and goes as it is needed: at most one, with a pidfd and three more.
+        let copiers = world.processes(COPIER)?.len();
+        counts.insert("copiers too many", copiers.saturating_sub(1));
+        counts.insert("pidfds in the controller", of("pidfd").saturating_sub(copiers));
+        let controller_descriptors = own.len().saturating_sub(4 * copiers);
+        let known = world.cli().ps()?;
+        counts.insert("containers in `affinode ps`", known.containers.len());
+        let managed = known.containers.iter().map(|row| row.processes.len()).sum();
+        counts.insert("processes in `affinode ps`", managed);
+        let shims = world.shims()?.into_iter().filter(|shim| shim.command.contains(OWN_SHIM));
+        let shims: Vec<_> = shims.map(|shim| descriptors(shim.pid.as_raw())).collect();
+        let shim_descriptors = shims.iter().map(Vec::len).max().unwrap_or(0);
+        let files = shims.iter().flatten().filter(|target| target.contains("/memfd:"));
+        counts.insert("memory files in shims", files.count());
+        let each = cast.iter().map(|actor| actor.processes.len()).sum();
+        let mut copier_excess = Vec::new();
+        for copier in world.processes(COPIER)? {
+            copier_excess.extend(excess(&descriptors(copier.pid.as_raw()), each));
+        }
+        Ok(Self { counts, controller_descriptors, shim_descriptors, copier_excess, strangers })
+    }
+
+    /// What is otherwise than it was; empty when nothing is.
+    #[must_use]
+    pub fn differences(&self, first: &LeakCheck) -> Vec<String> {
+        let kinds: BTreeSet<&&str> = self.counts.keys().chain(first.counts.keys()).collect();
+        let count = |census: &LeakCheck, kind: &str| census.counts.get(kind).copied().unwrap_or(0);
+        let mut found: Vec<String> = kinds
+            .into_iter()
+            .filter(|kind| count(self, kind) != count(first, kind))
+            .map(|kind| format!("{kind}: {}, were {}", count(self, kind), count(first, kind)))
+            .collect();
+        found.extend(self.strangers.iter().map(|command| format!("left running: {command}")));
+        if self.controller_descriptors > first.controller_descriptors + PASSING_DESCRIPTORS {
+            found.push(format!(
+                "descriptors of the controller: {}, were {}",
+                self.controller_descriptors, first.controller_descriptors
+            ));
+        }
+        if self.shim_descriptors > first.shim_descriptors + PASSING_SHIM_DESCRIPTORS {
+            found.push(format!(
+                "descriptors of a shim: {}, were {}",
+                self.shim_descriptors, first.shim_descriptors
+            ));
+        }
+        found.extend(self.copier_excess.iter().cloned());
+        found
+    }
+}
+
+/// What of a copier's descriptors is more than it may have for so many processes.
+fn excess(descriptors: &[String], processes: usize) -> Vec<String> {
+    let files = descriptors.iter().filter(|target| target.contains("/memfd:")).count();
+    let most = |each: usize| each * (processes + 1);
+    let mut found = Vec::new();
+    if descriptors.len() > most(COPIER_DESCRIPTORS_EACH) {
+        found.push(format!("descriptors of the copier: {}", descriptors.len()));
+    }
+    if files > most(COPIER_MEMORY_FILES_EACH) {
+        found.push(format!("memory files in the copier: {files}"));
+    }
+    found
+}
+
+/// The world's processes by what they are; those that are nothing known are returned.
+fn count_processes(
+    world: &Testbed,
+    cast: &[ChaosContainer],
+    scenery: &[i32],
+    counts: &mut BTreeMap<&'static str, usize>,
+) -> Result<Vec<String>> {
+    let contained: BTreeSet<i32> = cast.iter().flat_map(|actor| actor.pids(world)).collect();
+    let mut strangers = Vec::new();
+    for process in processes::named("", world.keeper().pid())? {
+        let command = process.command.trim_end();
+        let program = command.split(' ').next().unwrap_or_default();
+        let program = program.rsplit('/').next().unwrap_or_default();
+        let kind = match program {
+            "containerd" => "containerds",
+            "affinode-sim-gpud" => "simulated GPUs",
+            "containerd-shim-runc-v2" => "stock shims",
+            "containerd-shim-affinode-v1" if command.ends_with(" controller") => "controllers",
+            COPIER => continue,
+            "containerd-shim-affinode-v1" => "shims",
+            _ if contained.contains(&process.pid.as_raw()) => "processes of containers",
+            _ if scenery.contains(&process.pid.as_raw()) => "scenery",
+            // One that is collected in a moment is not there at the next look.
+            "" if processes::is_zombie(process.pid.as_raw()) => "zombies",
+            // One that has just been made has no command line either.
+            "" => continue,
+            _ => {
+                strangers.push(format!("{} ({command})", process.pid));
+                continue;
+            }
+        };
+        *counts.entry(kind).or_default() += 1;
+    }
+    Ok(strangers)
+}
+
+/// Mounts of the world's own. Others come and go with the machine's other business.
+fn mounts(world: &Testbed) -> Result<usize> {
+    let table = std::fs::read_to_string(format!("/proc/{}/mountinfo", world.keeper().pid()))?;
+    let points = table.lines().filter_map(|line| line.split(' ').nth(4));
+    let own = |point: &&str| Path::new(point).starts_with(world.dir()) || point.starts_with("/run");
+    Ok(points.filter(own).count())
+}
+
+fn entries(folder: &Path) -> Vec<PathBuf> {
+    let read = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    read.map(|entry| entry.path()).collect()
+}
+
+fn descriptors(pid: i32) -> Vec<String> {
+    let folder = PathBuf::from(format!("/proc/{pid}/fd"));
+    let target = |path: &PathBuf| std::fs::read_link(path).ok();
+    entries(&folder)
+        .iter()
+        .filter_map(target)
+        .map(|path| path.to_string_lossy().into_owned())
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copier_with_a_file_too_many_is_found() {
+        let file = |_| "/memfd:affinode-copied-out (deleted)".to_owned();
+        let files = |count: usize| (0..count).map(file).collect::<Vec<_>>();
+        assert!(excess(&files(2 * COPIER_MEMORY_FILES_EACH), 1).is_empty());
+        assert_eq!(excess(&files(2 * COPIER_MEMORY_FILES_EACH + 1), 1).len(), 1);
+        let sockets = vec!["socket:[1]".to_owned(); 2 * COPIER_DESCRIPTORS_EACH + 1];
+        assert_eq!(excess(&sockets, 1).len(), 1);
+    }
+
+    #[test]
+    fn differences_name_what_was_not_there_before() {
+        let first = LeakCheck {
+            counts: BTreeMap::from([("zombies", 0)]),
+            controller_descriptors: 20,
+            shim_descriptors: 12,
+            copier_excess: Vec::new(),
+            strangers: Vec::new(),
+        };
+        assert!(first.differences(&first).is_empty());
+        let mut later = first.clone();
+        later.counts.insert("zombies", 1);
+        later.shim_descriptors = 30;
+        later.controller_descriptors = 40;
+        later.copier_excess = vec!["memory files in the copier: 90".into()];
+        assert_eq!(later.differences(&first).len(), 4);
+    }
+}

@@ -1,0 +1,203 @@
+//! What rows do: containers without Affinode, moves by hand, and looks at what came of it.
+
+use std::{
+    process::{Child, Stdio},
+    thread::JoinHandle,
+};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::{
+    chaos::watch::Watch,
+    cli::ActionRow,
+    container::{CLIENTS, Spec},
+    testbed::{MIB, Testbed},
+    wait::{WAIT_TIMEOUT, until},
+    worker::{Answer, USUAL, Worker},
+};
+
+/// `CUprocessState`: locked, and checkpointed.
+pub const LOCKED: i32 = 1;
+pub const CHECKPOINTED: i32 = 2;
+
+/// A container in the foreground, so that its end is seen.
+pub struct Held {
+    /// Its program.
+    pub worker: Worker,
+    container: Child,
+}
+
+impl Held {
+    /// Starts one that Affinode leaves alone.
+    pub fn bare(world: &Testbed, spec: Spec) -> Result<Self> {
+        Self::start(world, spec.annotation("affinode.io/inject", "false"))
+    }
+
+    /// Starts one that Affinode manages.
+    pub fn start(world: &Testbed, spec: Spec) -> Result<Self> {
+        let (spec, pipes) = spec.piped(world)?;
+        let mut command = spec.command(world, &["--rm"])?;
+        let container = command.stdin(Stdio::null()).stderr(Stdio::null()).spawn()?;
+        Ok(Self { worker: Worker::attach(&spec, &pipes)?, container })
+    }
+
+    /// The driver's checkpoint calls, by a program outside: what each returned.
+    pub fn tool(&self, world: &Testbed, calls: &[&str]) -> Result<Vec<i32>> {
+        let pid = self.worker.running.pid(world)?.to_string();
+        let program = world.artifacts().clients_dir().join("checkpoint");
+        let output = world.host_gpu_command(&program).arg(&pid).args(calls).output()?;
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        text.lines()
+            .map(|line| {
+                let answer: Answer = serde_json::from_str(line).with_context(|| line.to_owned())?;
+                Ok(answer.result)
+            })
+            .collect()
+    }
+
+    /// The driver's state of the process; waits for a call that is under way.
+    pub fn state(&self, world: &Testbed) -> Result<i32> {
+        let pid = self.worker.running.pid(world)?.to_string();
+        let program = world.artifacts().clients_dir().join("checkpoint");
+        let output = world.host_gpu_command(&program).args([&pid, "state"]).output()?;
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let answer: Answer = serde_json::from_str(text.trim()).with_context(|| text.clone())?;
+        ensure!(answer.result == 0, "the state cannot be read: {text}");
+        answer.value.with_context(|| format!("no state in {text}"))
+    }
+
+    /// A whole cycle by that program: what comes of it.
+    pub fn cycle(&mut self, world: &Testbed) -> Result<String> {
+        let out = self.tool(world, &["lock", "checkpoint"])?;
+        if out != [0, 0] {
+            let back = self.tool(world, &["unlock"])?;
+            let lives = back == [0] && self.verifies()?;
+            let end = if lives { "unlock brings it back" } else { "lost" };
+            return Ok(format!("checkpoint returns {}, {end}", out.last().unwrap_or(&-1)));
+        }
+        let back = self.tool(world, &["restore"])?;
+        if back != [0] {
+            return Ok(format!("restore returns {}: lost", back.first().unwrap_or(&-1)));
+        }
+        ensure!(self.tool(world, &["unlock"])? == [0], "unlock failed");
+        let good = self.verifies()?;
+        Ok(if good { "moves, contents intact" } else { "moves, contents wrong" }.into())
+    }
+
+    /// Whether it answers, with all its memory as it was.
+    pub fn verifies(&mut self) -> Result<bool> {
+        let answer = self.worker.ask("verify")?;
+        Ok(answer.result == 0 && answer.ok == Some(true))
+    }
+
+    /// Waits for its end: in words.
+    pub fn end(mut self) -> Result<(Option<i32>, String)> {
+        let status = until("the container to end", || Ok(self.container.try_wait()?))?;
+        let word = match status.code() {
+            Some(0) => "ends well".into(),
+            Some(139) => "dies of a segmentation fault".into(),
+            Some(137) => "is killed".into(),
+            Some(code) => format!("ends with status {code}"),
+            None => format!("{status}"),
+        };
+        Ok((status.code(), word))
+    }
+
+    /// Ends it.
+    pub fn kill(self, world: &Testbed) -> Result<()> {
+        self.worker.running.kill(world)?;
+        self.end().map(|_| ())
+    }
+}
+
+/// One request, without a second attempt. A call that is just ending, or that was made since
+/// the page was read last, is waited for.
+pub fn offload_once(world: &Testbed, id: &str) -> Result<ActionRow> {
+    until(&format!("an answer about {id}"), || {
+        let output = world.cli().output(&["offload", id, "-o", "json"])?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        let said: ActionRow = serde_json::from_str(&text)
+            .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
+        let called = ["call-in-progress", "woken-meanwhile"].contains(&said.reason.as_str());
+        Ok((!called).then_some(said))
+    })
+}
+
+/// It must be refused for this reason, which people must be able to see.
+pub fn refused(world: &Testbed, id: &str, reason: &str) -> Result<String> {
+    until(&format!("{id} to be registered"), || {
+        let row = world.cli().container(id)?;
+        Ok(row.filter(|row| !row.processes.is_empty()))
+    })?;
+    let said = offload_once(world, id)?;
+    ensure!(!said.done && said.reason == reason, "expected a refusal for {reason}, got {said:?}");
+    let shown = world.cli().known(id)?;
+    ensure!(shown.offloaded_bytes == 0, "it was moved: {shown:?}");
+    let told = |name: &str| -> Result<bool> {
+        let events = world.cli().events()?;
+        Ok(events.iter().any(|e| e.container == name && e.kind == "refused" && e.reason == reason))
+    };
+    ensure!(told(&shown.name)?, "no event tells of {reason}");
+    Ok(format!("refused: {reason}; contents intact"))
+}
+
+/// The program must answer, with all its memory as it was.
+pub fn intact(worker: &mut Worker) -> Result<()> {
+    let answer = worker.call("verify")?;
+    ensure!(answer.ok == Some(true), "its memory is not as it was: {answer:?}");
+    Ok(())
+}
+
+/// An offload that was begun and seen on its way.
+pub struct Offload {
+    answer: JoinHandle<Result<ActionRow>>,
+}
+
+impl Offload {
+    /// Asks for it, and waits until the driver is at work.
+    pub fn begin(world: &Testbed, id: &str) -> Result<Self> {
+        let watch = Watch::start(world.cli());
+        let (cli, asked) = (world.cli().clone(), id.to_owned());
+        let answer = std::thread::spawn(move || cli.offload(&asked));
+        let name = format!("default/{id}");
+        ensure!(
+            watch.wait(&name, "Offloading", 0, WAIT_TIMEOUT),
+            "{id} was not seen to be offloading"
+        );
+        Ok(Self { answer })
+    }
+
+    /// Waits for the answer, which may be anything: that there is one counts.
+    pub fn end(self) -> Result<()> {
+        let ended =
+            self.answer.join().map_err(|_| anyhow::anyhow!("the asking thread panicked"))?;
+        // One whose controller was killed has no answer.
+        let _ = ended;
+        Ok(())
+    }
+}
+
+/// The usual program, of so many MiB.
+pub fn usual(id: &str, mib: u64) -> Spec {
+    Worker::spec(id, USUAL, mib)
+}
+
+/// The program of a kind of hazard.
+pub fn kind(id: &str, kind: &str) -> Spec {
+    Spec::gpu(id, &[&format!("{CLIENTS}/hazards"), kind])
+}
+
+/// Somebody who is not managed and holds all VRAM of the first GPU but this.
+pub fn ballast(world: &Testbed, leave_bytes: u64) -> Result<Worker> {
+    let spec = usual("ballast", 1).annotation("affinode.io/inject", "false");
+    let mut worker = Worker::start_as(world, spec)?;
+    worker.wait_filled()?;
+    let free = worker.call("meminfo")?.free_bytes.context("meminfo says what is free")?;
+    let Some(more) = free.checked_sub(leave_bytes) else {
+        bail!("{} MiB are free, {} are needed", free / MIB, leave_bytes / MIB);
+    };
+    if more >= MIB {
+        worker.call(&format!("alloc {} -", more / MIB))?;
+    }
+    Ok(worker)
+}

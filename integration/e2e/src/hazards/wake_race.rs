@@ -1,0 +1,110 @@
+//! Two containers, VRAM for one of them, woken at once, many times: nobody is lost, and who
+//! came first is served first.
+
+use anyhow::{Context, Result, ensure};
+
+use super::{
+    Found,
+    manual_ops::{Held, ballast, usual},
+};
+use crate::{
+    chaos::watch::Watch,
+    gpu::Gpu,
+    testbed::{MIB, Testbed, TestbedConfig},
+    wait::until,
+    worker::Worker,
+};
+
+/// The row's name.
+pub const NAME: &str = "two woken at once, VRAM for one";
+
+const CONFIG: &str = r#"
+[policy]
+mode = "eager"
+idle_timeout = "50ms"
+minimum_residency = "1ms"
+[timing]
+sample_interval = "20ms"
+[history]
+dir = "off"
+"#;
+const NAMES: [&str; 2] = ["alpha", "beta"];
+/// What the controller keeps free of a device at most.
+const MARGIN_BYTES: u64 = 512 * MIB;
+
+pub fn play(recipe: TestbedConfig, gpu: &Gpu, rounds: usize) -> Result<Found> {
+    let gpu = match gpu {
+        Gpu::Simulated { .. } => Gpu::Simulated { vram_bytes: 128 * MIB },
+        Gpu::Real => Gpu::Real,
+    };
+    // On a real GPU more than what the controller keeps free, so that two never fit.
+    let each_mib = if matches!(gpu, Gpu::Real) { 1024 } else { 64 };
+    let world = recipe.config(CONFIG).gpu(gpu).world()?;
+    let watch = Watch::start(world.cli());
+    let mut workers = Vec::new();
+    let mut each_bytes = 0;
+    for name in NAMES {
+        workers.push(Worker::start(&world, name, each_mib)?);
+        each_bytes = world.cli().wait_for_state(name, "Offloaded")?.offloaded_bytes;
+    }
+    let _taker = match world.gpu() {
+        Gpu::Real => Some(ballast(&world, MARGIN_BYTES + each_bytes * 3 / 2)?),
+        Gpu::Simulated { .. } => None,
+    };
+    for round in 0..rounds {
+        for name in NAMES {
+            world.cli().wait_for_state(name, "Offloaded")?;
+        }
+        watch.clear();
+        // Now the one first, now the other.
+        let first = round % 2;
+        workers[first].send("verify")?;
+        workers[1 - first].send("verify")?;
+        for worker in &mut workers {
+            let answer = worker.expect("verify").with_context(|| format!("round {round}"))?;
+            ensure!(answer.ok == Some(true), "round {round}: {answer:?}");
+        }
+        // A verification that is slow may come and go twice: the first time counts.
+        let order = |state: &str| -> Vec<String> {
+            let mut names: Vec<String> = Vec::new();
+            let entered = watch.log().into_iter().filter(|e| e.kind == "state" && e.to == state);
+            for event in entered.filter(|event| event.from != "Unregistered") {
+                if !names.contains(&event.container) {
+                    names.push(event.container);
+                }
+            }
+            names
+        };
+        let (came, served) = until("both returns to be told", || {
+            let (came, served) = (order("Queued"), order("Restoring"));
+            Ok((came.len() == 2 && served.len() == 2).then_some((came, served)))
+        })?;
+        ensure!(came == served, "round {round}: {came:?} came, {served:?} were served");
+    }
+    let without = by_hand(&world, each_mib)?;
+    let with = format!("{rounds} of {rounds} times both return, in order; contents intact");
+    Ok(Found::Row { without, with })
+}
+
+/// Both moved out by hand, and back at once.
+fn by_hand(world: &Testbed, each_mib: u64) -> Result<String> {
+    let mut bare = Vec::new();
+    for name in NAMES {
+        world.cli().wait_for_state(name, "Offloaded")?;
+    }
+    for name in NAMES {
+        let mut held = Held::bare(world, usual(&format!("bare-{name}"), each_mib))?;
+        held.worker.wait_filled()?;
+        ensure!(held.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint by hand");
+        bare.push(held);
+    }
+    let mut returned = Vec::new();
+    for held in &bare {
+        returned.extend(held.tool(world, &["restore"])?);
+    }
+    for held in bare {
+        held.kill(world)?;
+    }
+    let lost = returned.iter().filter(|result| **result != 0).count();
+    Ok(format!("restores return {returned:?}: {lost} lost"))
+}

@@ -1,0 +1,36 @@
+//! A controller that does not answer: whoever is called comes back by itself.
+
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use nix::sys::signal::{Signal, kill};
+
+use super::report::Rows;
+use crate::{
+    testbed::Testbed,
+    worker::{USUAL, Worker},
+};
+
+/// VRAM that the process fills.
+const WORKER_MIB: u64 = 256;
+
+/// The controller is stopped, not killed: the shims would bring a dead one back at once.
+pub fn comes_back(world: &Testbed, rows: &mut Rows) -> Result<()> {
+    let id = "alone";
+    let mut worker = Worker::start_as(world, Worker::spec(id, USUAL, WORKER_MIB))?;
+    worker.wait_filled()?;
+    world.cli().wait_for_state(id, "Offloaded")?;
+    let controller = world.controller()?.context("a controller runs")?;
+    kill(controller.pid, Signal::SIGSTOP)?;
+    let called = Instant::now();
+    let good = worker.verify();
+    let waited_ms = called.elapsed().as_secs_f64() * 1e3;
+    kill(controller.pid, Signal::SIGCONT)?;
+    rows.count("came back by itself, contents as before", usize::from(good?), 1);
+    rows.tell("after the call", waited_ms, "ms");
+    // The controller finds it where it is, and goes on with it.
+    world.cli().wait_for_state(id, "Offloaded")?;
+    rows.count("known again, and away and back", usize::from(worker.verify()?), 1);
+    worker.running.kill(world)?;
+    worker.running.delete(world)
+}

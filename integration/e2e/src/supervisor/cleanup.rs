@@ -1,0 +1,58 @@
+//! Ending what a world started.
+
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use anyhow::Result;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use super::cgroup_folders;
+use crate::{processes::descendants, wait::until};
+
+/// Kills every descendant of this process, again and again until none is left:
+/// one that forks while it is being killed leaves a child that comes to us.
+pub(super) fn kill_descendants() -> Result<()> {
+    until("the processes of the world to end", || {
+        let pids = descendants(std::process::id() as i32)?;
+        for pid in &pids {
+            // One that ended by itself in between is what was wanted.
+            let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
+        }
+        Ok(pids.is_empty().then_some(()))
+    })
+}
+
+/// Removes the world's cgroups from every hierarchy.
+pub(super) fn remove_cgroups(world: &Path) {
+    for folder in cgroup_folders(world) {
+        // The kernel lets go of a killed process's cgroup a moment after its end.
+        for _ in 0..100 {
+            remove_tree(&folder);
+            if !folder.exists() {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// cgroupfs has only folders that can be removed, and only from the bottom up.
+fn remove_tree(folder: &Path) {
+    let Ok(entries) = std::fs::read_dir(folder) else {
+        return;
+    };
+    let below: Vec<PathBuf> = entries
+        .flatten()
+        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
+        .map(|entry| entry.path())
+        .collect();
+    for folder in below {
+        remove_tree(&folder);
+    }
+    let _ = std::fs::remove_dir(folder);
+}

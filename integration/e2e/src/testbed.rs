@@ -1,0 +1,388 @@
+//! A private world: one containerd, one GPU, one controller, in one folder.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU32, Ordering},
+};
+
+use anyhow::{Context, Result};
+
+use crate::{
+    artifacts::Artifacts,
+    cli::Cli,
+    container::Running,
+    containerd::{self, Containerd, Layout},
+    gpu::Gpu,
+    image,
+    processes::{self, Process},
+    release::{Release, Releases},
+    supervisor::{Keeper, Scope, cgroup_parent},
+};
+
+/// Bytes in a MiB.
+pub const MIB: u64 = 1 << 20;
+/// VRAM of a simulated GPU that no test fills by accident.
+pub const PLENTY_BYTES: u64 = 4096 * MIB;
+
+/// In the folder of a node's world.
+const PREFIX: &str = "prefix";
+
+/// What a world is made of. [`Recipe::world`] makes it.
+pub struct TestbedConfig {
+    artifacts: Option<Artifacts>,
+    release: Option<Release>,
+    gpu: Gpu,
+    config: String,
+    images: Vec<&'static str>,
+    env: BTreeMap<String, String>,
+    sim_options: Vec<String>,
+    scope: Scope,
+    layout: Layout,
+    own_users: bool,
+    name: Option<String>,
+}
+
+impl Default for TestbedConfig {
+    fn default() -> Self {
+        Self {
+            artifacts: None,
+            release: None,
+            gpu: Gpu::Simulated { vram_bytes: PLENTY_BYTES },
+            config: String::new(),
+            images: vec!["default"],
+            env: BTreeMap::new(),
+            sim_options: Vec::new(),
+            scope: Scope::default(),
+            layout: Layout::default(),
+            own_users: false,
+            name: None,
+        }
+    }
+}
+
+impl TestbedConfig {
+    /// With these built files instead of those that [`Artifacts::find`] finds.
+    #[must_use]
+    pub fn artifacts(mut self, artifacts: Artifacts) -> Self {
+        self.artifacts = Some(artifacts);
+        self
+    }
+
+    /// With this containerd instead of the machine's own.
+    #[must_use]
+    pub fn release(mut self, release: &Release) -> Self {
+        self.release = Some(release.clone());
+        self
+    }
+
+    /// With this GPU.
+    #[must_use]
+    pub fn gpu(mut self, gpu: Gpu) -> Self {
+        self.gpu = gpu;
+        self
+    }
+
+    /// With this `config.toml` of Affinode.
+    #[must_use]
+    pub fn config(mut self, text: &str) -> Self {
+        text.clone_into(&mut self.config);
+        self
+    }
+
+    /// With images in CRI's namespace as well.
+    #[must_use]
+    pub fn cri(mut self) -> Self {
+        self.images.push("k8s.io");
+        self
+    }
+
+    /// As a node of a cluster that has nothing of Affinode yet: a network of its own, a containerd
+    /// that finds our files in [`World::prefix`] once they are there.
+    #[must_use]
+    pub fn node(mut self) -> Self {
+        self.scope = Scope::Node;
+        self.cri()
+    }
+
+    /// As a node of k3s or rke2, which write containerd's configuration at each start.
+    #[must_use]
+    pub fn rancher(mut self, imports: bool) -> Self {
+        self.layout = Layout::Rancher { imports };
+        self.node()
+    }
+
+    /// With the runc that `cargo xtask deps` built: it can give pods users of their own.
+    #[must_use]
+    pub fn own_users(mut self) -> Self {
+        self.own_users = true;
+        self
+    }
+
+    /// In a folder with this name at its end, instead of a number.
+    #[must_use]
+    pub fn named(mut self, name: &str) -> Self {
+        self.name = Some(name.into());
+        self
+    }
+
+    /// With one more variable in containerd's environment.
+    #[must_use]
+    pub fn env(mut self, name: &str, value: &str) -> Self {
+        self.env.insert(name.into(), value.into());
+        self
+    }
+
+    /// With these further options of the simulated GPU's daemon. A machine's own GPU has none.
+    #[must_use]
+    pub fn sim_options(mut self, options: &[&str]) -> Self {
+        self.sim_options.extend(options.iter().map(|&option| option.to_owned()));
+        self
+    }
+
+    /// Makes the world and waits until its containerd answers.
+    ///
+    /// # Errors
+    /// When a part is missing or does not start.
+    pub fn world(self) -> Result<Testbed> {
+        let artifacts = match self.artifacts {
+            Some(artifacts) => artifacts,
+            None => Artifacts::find()?,
+        };
+        let release = match self.release {
+            Some(release) => release,
+            None => Releases::read(&artifacts)?.own()?.clone(),
+        };
+        let dir = new_folder(self.name.as_deref())?;
+        let keeper = Keeper::start(&artifacts.bin("affinode-keeper")?, &dir, self.scope)?;
+        let config = dir.join("affinode/config.toml");
+        std::fs::create_dir_all(dir.join("affinode"))?;
+        std::fs::write(&config, &self.config)?;
+        let run_dir = dir.join("run");
+
+        let mut env = self.gpu.host_env(&artifacts, &dir);
+        let (ours, libraries) = match self.scope {
+            Scope::Mounts => (artifacts.bin_dir(), artifacts.lib_dir()),
+            Scope::Node => (dir.join(PREFIX).join("bin"), dir.join(PREFIX).join("lib/affinode")),
+        };
+        let runc = self.own_users.then(|| artifacts.own_users_runc_dir());
+        let folders = [Some(ours), runc, Some(release.bin_dir.clone())];
+        let path = folders.into_iter().flatten().map(|folder| format!("{}:", folder.display()));
+        let inherited = std::env::var("PATH").unwrap_or_default();
+        env.insert("PATH".into(), path.chain([inherited]).collect());
+        env.insert("AFFINODE_RUN_DIR".into(), run_dir.display().to_string());
+        env.insert("AFFINODE_LIB_DIR".into(), libraries.display().to_string());
+        env.insert("AFFINODE_CONFIG".into(), config.display().to_string());
+        env.extend(self.env);
+
+        let containerd =
+            Containerd::new(&release, &dir, &dir.join(crate::supervisor::STORE), env, self.layout)?;
+        if self.scope == Scope::Mounts {
+            containerd.register()?;
+        }
+        let world = Testbed {
+            cli: Cli::new(artifacts.bin("affinode")?, run_dir),
+            artifacts,
+            dir,
+            keeper,
+            containerd,
+            gpu: self.gpu,
+        };
+        world.gpu.start(&world.keeper, &world.artifacts, &world.dir, self.sim_options)?;
+        world.containerd.start(&world.keeper)?;
+        let archive = world.dir.join("images.tar");
+        image::write_usual(&archive)?;
+        for namespace in self.images {
+            world.containerd.import(&world.keeper, namespace, &archive)?;
+        }
+        std::fs::remove_file(archive)?;
+        Ok(world)
+    }
+}
+
+/// A running world. Dropping it ends and removes everything in it.
+pub struct Testbed {
+    // Fields are dropped in this order: the keeper ends the processes.
+    keeper: Keeper,
+    containerd: Containerd,
+    gpu: Gpu,
+    cli: Cli,
+    artifacts: Artifacts,
+    dir: PathBuf,
+}
+
+impl Testbed {
+    /// A world of the defaults: the machine's containerd, a simulated GPU with plenty of VRAM.
+    ///
+    /// # Errors
+    /// As [`Recipe::world`].
+    pub fn new() -> Result<Self> {
+        TestbedConfig::default().world()
+    }
+
+    /// Its folder.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Where Affinode is installed in the world of a node.
+    #[must_use]
+    pub fn prefix(&self) -> PathBuf {
+        self.dir.join(PREFIX)
+    }
+
+    /// Its containerd.
+    #[must_use]
+    pub fn containerd(&self) -> &Containerd {
+        &self.containerd
+    }
+
+    /// Its keeper.
+    #[must_use]
+    pub fn keeper(&self) -> &Keeper {
+        &self.keeper
+    }
+
+    /// Its GPU.
+    #[must_use]
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    /// The `affinode` command on its controller.
+    #[must_use]
+    pub fn cli(&self) -> &Cli {
+        &self.cli
+    }
+
+    /// The built files.
+    #[must_use]
+    pub fn artifacts(&self) -> &Artifacts {
+        &self.artifacts
+    }
+
+    /// `ctr` on its containerd.
+    #[must_use]
+    pub fn ctr(&self) -> std::process::Command {
+        self.containerd.ctr(&self.keeper, "default")
+    }
+
+    /// A program on the host that finds the world's GPU, outside all containers.
+    #[must_use]
+    pub fn host_gpu_command(&self, program: &Path) -> std::process::Command {
+        let mut command = std::process::Command::new(program);
+        command.envs(self.gpu.host_env(&self.artifacts, &self.dir));
+        command
+    }
+
+    /// The cgroup folder of its containers.
+    #[must_use]
+    pub fn cgroup_parent(&self) -> String {
+        cgroup_parent(&self.dir)
+    }
+
+    /// Shims that run, stock and ours. The controller is the same binary, and none of them.
+    ///
+    /// # Errors
+    /// When /proc cannot be read.
+    pub fn shims(&self) -> Result<Vec<Process>> {
+        let mut found = processes::named("containerd-shim", self.keeper.pid())?;
+        found.retain(|process| !is_controller(process));
+        Ok(found)
+    }
+
+    /// The controller, while there is one.
+    ///
+    /// # Errors
+    /// When /proc cannot be read.
+    pub fn controller(&self) -> Result<Option<Process>> {
+        let found = processes::named("containerd-shim", self.keeper.pid())?;
+        Ok(found.into_iter().find(is_controller))
+    }
+
+    /// Processes of the world whose command lines hold `part`.
+    ///
+    /// # Errors
+    /// When /proc cannot be read.
+    pub fn processes(&self, part: &str) -> Result<Vec<Process>> {
+        processes::named(part, self.keeper.pid())
+    }
+
+    /// Kills and removes all containers of containerd's namespace `default`.
+    ///
+    /// # Errors
+    /// When one does not end.
+    pub fn remove_containers(&self) -> Result<()> {
+        let listed = containerd::run(self.ctr().args(["containers", "list", "--quiet"]))?;
+        for id in listed.lines() {
+            let running = Running { id: id.into() };
+            // One whose input has ended may end by itself just now.
+            if running.status(self)?.as_deref() == Some("RUNNING")
+                && let Err(error) = running.kill(self)
+                && running.status(self)?.as_deref() == Some("RUNNING")
+            {
+                return Err(error);
+            }
+            running.delete(self)?;
+        }
+        Ok(())
+    }
+
+    /// Ends everything in it, before it is dropped.
+    pub fn end(&self) {
+        self.keeper.end();
+    }
+
+    /// Prints what the world's programs logged, for a test that failed.
+    pub fn show_logs(&self) {
+        crate::logs::show(&self.dir);
+    }
+
+    /// Keeps them where `AFFINODE_E2E_KEEP_LOGS` names a folder.
+    pub fn keep_logs(&self) {
+        crate::logs::all(&self.dir).for_each(|log| crate::logs::keep(&self.dir, &log));
+    }
+
+    /// Restarts containerd as its unit does.
+    ///
+    /// # Errors
+    /// When it does not end or come up, or when the unit would end more than it.
+    pub fn restart_containerd(&self) -> Result<()> {
+        self.containerd.stop_unit()?;
+        self.start_containerd()
+    }
+
+    /// Starts containerd again after [`Containerd::stop`].
+    ///
+    /// # Errors
+    /// When it does not come up.
+    pub fn start_containerd(&self) -> Result<()> {
+        self.containerd.start(&self.keeper)
+    }
+}
+
+impl Drop for Testbed {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.show_logs();
+        }
+        self.keeper.end();
+    }
+}
+
+fn is_controller(process: &Process) -> bool {
+    process.command.trim_end().ends_with("containerd-shim-affinode-v1 controller")
+}
+
+/// A folder with a short name: socket paths hold 107 bytes.
+fn new_folder(name: Option<&str>) -> Result<PathBuf> {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let number = || format!("{:x}", NEXT.fetch_add(1, Ordering::Relaxed));
+    let name = name.map_or_else(number, str::to_owned);
+    let dir = std::env::temp_dir().join(format!("afn-{:x}-{name}", std::process::id()));
+    std::fs::create_dir(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
+    // Containers run as other users and reach into it.
+    std::fs::set_permissions(&dir, std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
+    Ok(dir)
+}

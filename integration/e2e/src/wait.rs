@@ -1,0 +1,38 @@
+//! Waiting for a condition, with a deadline and without a word about speed.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+/// Far beyond anything a healthy machine needs: reaching it is a failure, not a measurement.
+pub const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Probes until the condition holds and returns what the probe found.
+///
+/// # Errors
+/// When the probe fails, or [`PATIENCE`] is over; `what` completes "waited for …".
+pub fn until<T>(what: &str, probe: impl FnMut() -> Result<Option<T>>) -> Result<T> {
+    until_within(WAIT_TIMEOUT, what, probe)
+}
+
+/// The same, where a healthy machine may need longer than [`PATIENCE`].
+///
+/// # Errors
+/// When the probe fails, or the time is over.
+pub fn until_within<T>(
+    patience: Duration,
+    what: &str,
+    mut probe: impl FnMut() -> Result<Option<T>>,
+) -> Result<T> {
+    let deadline = Instant::now() + patience;
+    loop {
+        let seen = probe().with_context(|| format!("while waiting for {what}"))?;
+        if let Some(found) = seen {
+            return Ok(found);
+        }
+        if Instant::now() > deadline {
+            bail!("waited {} s in vain for {what}", patience.as_secs());
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}

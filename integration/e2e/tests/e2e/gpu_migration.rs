@@ -1,0 +1,132 @@
+//! Returns onto another GPU of the same kind, where the own one is full.
+
+use std::path::Path;
+
+use affinode_e2e::{
+    cli::GpuRow,
+    gpu::Gpu,
+    testbed::{MIB, Testbed, TestbedConfig},
+    wait::until,
+    worker::{USUAL, Worker},
+};
+use anyhow::Result;
+use nix::sys::signal::{Signal, kill};
+
+use crate::offload::MANUAL;
+
+const VRAM_MIB: u64 = 512;
+const WORKER_MIB: u64 = 192;
+/// Beside it there is no room for the worker.
+const FILLER_MIB: u64 = 352;
+
+fn two_gpus(options: &[&str]) -> Result<Testbed> {
+    let options: Vec<&str> = ["--gpus", "2"].iter().chain(options).copied().collect();
+    TestbedConfig::default()
+        .gpu(Gpu::Simulated { vram_bytes: VRAM_MIB * MIB })
+        .sim_options(&options)
+        .config(MANUAL)
+        .world()
+}
+
+/// A worker that reaches the device files of these GPUs, moved by an engine.
+fn start(world: &Testbed, id: &str, engine: &str, files: &[usize]) -> Result<Worker> {
+    let mut spec = Worker::spec(id, USUAL, WORKER_MIB)
+        .annotation("affinode.io/engine", engine)
+        .annotation("affinode.io/allow-gpu-migration", "true");
+    // Any device file that can be opened stands for one: the simulated driver has none.
+    let files = files.iter().map(|n| ("/dev/null".into(), format!("/dev/nvidia{n}").into()));
+    spec.mounts.extend(files);
+    let mut worker = Worker::start_as(world, spec)?;
+    worker.wait_filled()?;
+    Ok(worker)
+}
+
+fn fill_first(world: &Testbed) -> Result<Worker> {
+    Worker::start(world, "filler", FILLER_MIB)
+}
+
+/// Waits until so many MiB are in use on the two, without those of copiers.
+fn wait_until_used(world: &Testbed, is_so: impl Fn([u64; 2]) -> bool) -> Result<()> {
+    until("the GPUs to be in use as they should", || {
+        let used = |gpu: &GpuRow| gpu.vram_used_bytes.saturating_sub(gpu.copier_vram_bytes) / MIB;
+        match world.cli().ps()?.gpus.as_slice() {
+            [first, second] => Ok(is_so([used(first), used(second)]).then_some(())),
+            // A controller that has just started has not seen them.
+            _ => Ok(None),
+        }
+    })
+}
+
+fn says(world: &Testbed, part: &str) -> Result<bool> {
+    Ok(world.cli().events()?.iter().any(|event| event.text.contains(part)))
+}
+
+#[test]
+fn who_finds_its_gpu_full_comes_back_on_the_other_and_lives_there() -> Result<()> {
+    for engine in ["checkpoint", "full"] {
+        let world = two_gpus(&[])?;
+        let mut worker = start(&world, "moves", engine, &[0, 1])?;
+        worker.call("alloc 16")?;
+        world.cli().move_out("moves")?;
+        let filler = fill_first(&world)?;
+        wait_until_used(&world, |[first, second]| first > FILLER_MIB && second == 0)?;
+
+        assert!(worker.verify()?, "{engine}: on the other");
+        world.cli().wait_resident("moves")?;
+        wait_until_used(&world, |[_, second]| second > WORKER_MIB)?;
+        until("the return on another GPU to be told", || {
+            Ok(says(&world, "comes back on GPU-")?.then_some(()))
+        })?;
+        // All that it can do before it can do there.
+        worker.call("touch")?;
+        worker.call("alloc 16")?;
+        world.cli().move_out("moves")?;
+        wait_until_used(&world, |[_, second]| second == 0)?;
+        filler.running.kill(&world)?;
+        assert!(worker.verify()?, "{engine}: there again, with room on both");
+        wait_until_used(&world, |[_, second]| second > WORKER_MIB)?;
+        assert!(worker.ends(&world)?, "{engine}");
+        drop(filler);
+    }
+    Ok(())
+}
+
+/// Who cannot open the other GPU's device file is not tried there.
+#[test]
+fn who_does_not_reach_every_gpu_waits_for_its_own() -> Result<()> {
+    for files in [&[0][..], &[]] {
+        let world = two_gpus(&[])?;
+        let mut worker = start(&world, "stays", "full", files)?;
+        world.cli().move_out("stays")?;
+        let filler = fill_first(&world)?;
+        worker.send("verify")?;
+        world.cli().wait_for_state("stays", "Queued")?;
+        until("the reason to be told", || {
+            Ok(says(&world, "it does not reach every GPU of the node")?.then_some(()))
+        })?;
+        assert!(!worker.has_answer()?);
+        filler.running.kill(&world)?;
+        assert_eq!(worker.expect("verify")?.ok, Some(true));
+        wait_until_used(&world, |[first, second]| first > WORKER_MIB && second == 0)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_controller_that_dies_while_one_moves_is_followed_by_one_that_knows_where() -> Result<()> {
+    let world = two_gpus(&["--restore-fixed-ms", "4000"])?;
+    let mut worker = start(&world, "moves", "full", &[0, 1])?;
+    world.cli().move_out("moves")?;
+    let _filler = fill_first(&world)?;
+    worker.send("verify")?;
+    let row = world.cli().wait_for_state("moves", "Restoring")?;
+    let controller = world.controller()?.expect("a controller");
+    kill(controller.pid, Signal::SIGKILL)?;
+    assert!(Path::new("/proc").join(row.process()?.pid.to_string()).exists());
+    assert_eq!(worker.expect("verify")?.ok, Some(true));
+    world.cli().wait_resident("moves")?;
+    wait_until_used(&world, |[_, second]| second > WORKER_MIB)?;
+    world.cli().move_out("moves")?;
+    assert!(worker.verify()?, "and again");
+    Ok(())
+}

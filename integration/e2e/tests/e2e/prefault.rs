@@ -1,0 +1,220 @@
+//! `prefault`: host memory is ready before a container leaves, and the copier copies it out beside
+//! the driver's checkpoint.
+
+use std::process::Child;
+
+use affinode_e2e::{
+    cli::GpuRow,
+    container::Spec,
+    testbed::{MIB, Testbed, TestbedConfig},
+    wait::until,
+    worker::{USUAL, Worker},
+};
+use anyhow::{Result, bail};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use crate::{
+    offload::{MANUAL, wait_gpu_empty},
+    recovery::shoot_controller,
+};
+
+const WORKER_MIB: u64 = 320;
+
+fn world() -> Result<Testbed> {
+    TestbedConfig::default().config(MANUAL).world()
+}
+
+/// A worker whose idleness lasts long enough to be prepared, and not longer.
+fn start(world: &Testbed, spec: Spec) -> Result<Worker> {
+    let mut worker = Worker::start_as(world, spec.prepared())?;
+    worker.wait_filled()?;
+    Ok(worker)
+}
+
+fn plain(world: &Testbed) -> Result<Worker> {
+    start(world, Worker::spec("worker", USUAL, WORKER_MIB))
+}
+
+/// Until its host memory is ready: the copier's pid.
+fn wait_prepared(world: &Testbed) -> Result<Pid> {
+    let ready = |gpu: &GpuRow| gpu.copier_prefaulted == 1 && gpu.copier_pid != 0;
+    Ok(Pid::from_raw(world.cli().wait_gpu("host memory that is ready", ready)?.copier_pid))
+}
+
+/// Until neither the process nor the copier has hold of the memory: a context is what the copier has.
+fn wait_nowhere_on_the_device(world: &Testbed) -> Result<()> {
+    until("the memory to be let go of", || {
+        Ok((world.cli().gpu()?.vram_used_bytes < WORKER_MIB * MIB).then_some(()))
+    })
+}
+
+/// Processes that copiers have copied out, once the worker is ready for the next time: the report
+/// of a copy comes before that.
+fn copies(world: &Testbed) -> Result<u64> {
+    wait_prepared(world)?;
+    Ok(world.cli().gpu()?.copier_offloads)
+}
+
+/// Out and home; the contents are as before.
+fn leaves_and_returns(world: &Testbed, worker: &mut Worker) -> Result<()> {
+    wait_prepared(world)?;
+    world.cli().move_out("worker")?;
+    wait_nowhere_on_the_device(world)?;
+    worker.call("touch")?;
+    assert!(worker.verify()?);
+    Ok(())
+}
+
+/// Until a copier has copied it out once: beside other tests it may copy by itself a few times.
+fn leaves_through_the_copier_once(world: &Testbed, worker: &mut Worker) -> Result<()> {
+    let before = copies(world)?;
+    for _ in 0..12 {
+        leaves_and_returns(world, worker)?;
+        if copies(world)? > before {
+            return Ok(());
+        }
+    }
+    bail!("in 12 rounds the copier has not copied it out")
+}
+
+/// One hand-over at a time on a machine, so beside other tests it copies by itself in a share of
+/// the rounds. On a GPU the suite demands all of them.
+fn leaves_through_the_copier(world: &Testbed, worker: &mut Worker, what: &str) -> Result<()> {
+    const ROUNDS: u64 = 8;
+    let before = copies(world)?;
+    for _ in 0..ROUNDS {
+        leaves_and_returns(world, worker)?;
+    }
+    affinode_test_notes::share(what, copies(world)? - before, ROUNDS, 2.0 / 3.0);
+    Ok(())
+}
+
+/// Until its process has handed everything over, or that is over already.
+fn wait_handed(world: &Testbed, asked: &mut Child) -> Result<()> {
+    until("it to be handed over", || {
+        let parked = world.cli().registered("worker")?.process()?.phase == "CopiedOut";
+        Ok((parked || asked.try_wait()?.is_some()).then_some(()))
+    })
+}
+
+#[test]
+fn a_prepared_process_leaves_through_the_copier_again_and_again() -> Result<()> {
+    let world = world()?;
+    let mut worker = plain(&world)?;
+    wait_prepared(&world)?;
+    world.cli().wait_for("worker", "to show its host memory", |row| {
+        row.processes.first().is_some_and(|process| process.kept_bytes >= WORKER_MIB * MIB)
+    })?;
+    world.cli().move_out("worker")?;
+    assert_eq!(world.cli().known("worker")?.process()?.copied_out_bytes, WORKER_MIB * MIB);
+    wait_gpu_empty(&world)?;
+    assert!(worker.verify()?);
+    leaves_through_the_copier(&world, &mut worker, "offloads of prepared memory by the copier")
+}
+
+/// What it has made for itself the driver does not let us export: it is copied on the device first.
+#[test]
+fn memory_that_cannot_be_exported_leaves_through_the_copier_too() -> Result<()> {
+    let world = world()?;
+    let spec =
+        Worker::pieces("worker", "full", WORKER_MIB, &["--piece-mib", "16", "--handle-types", "0"]);
+    let mut worker = start(&world, spec)?;
+    let what = "offloads of memory that cannot be exported by the copier";
+    leaves_through_the_copier(&world, &mut worker, what)?;
+    assert!(worker.ends_with_nothing_left(&world)?);
+    Ok(())
+}
+
+#[test]
+fn a_call_ends_the_preparation_and_the_next_idleness_begins_another() -> Result<()> {
+    let world = world()?;
+    let mut worker = plain(&world)?;
+    wait_prepared(&world)?;
+    // In use for longer than an idle timeout, call by call.
+    until("the preparation to end", || {
+        worker.call("streamsync")?;
+        Ok((world.cli().gpu()?.copier_prefaulted == 0).then_some(()))
+    })?;
+    leaves_through_the_copier_once(&world, &mut worker)
+}
+
+#[test]
+fn a_prepared_process_whose_copier_was_killed_leaves_by_itself() -> Result<()> {
+    let world = world()?;
+    let mut worker = plain(&world)?;
+    let copier = wait_prepared(&world)?;
+    kill(copier, Signal::SIGKILL)?;
+    until("the copier to be gone", || {
+        Ok((world.cli().gpu()?.copier_pid != copier.as_raw()).then_some(()))
+    })?;
+    world.cli().move_out("worker")?;
+    wait_gpu_empty(&world)?;
+    assert!(worker.verify()?);
+    assert_eq!(world.cli().gpu()?.copier_offloads, 0);
+    // And the next time through the next one.
+    leaves_through_the_copier_once(&world, &mut worker)
+}
+
+/// An offload that is asked for while the copier is stopped. Now and then the process copies by itself
+/// beside other tests: then it is asked for again.
+fn hands_over_in_vain(
+    world: &Testbed,
+    worker: &mut Worker,
+    meanwhile: impl Fn(Pid) -> Result<()>,
+) -> Result<Pid> {
+    for _ in 0..12 {
+        let copier = wait_prepared(world)?;
+        kill(copier, Signal::SIGSTOP)?;
+        let mut asked = world.cli().command(&["offload", "worker"]).spawn()?;
+        wait_handed(world, &mut asked)?;
+        meanwhile(copier)?;
+        if !asked.wait()?.success() {
+            return Ok(copier);
+        }
+        // Nothing depends on it any more, whether it is there or not.
+        let _ = kill(copier, Signal::SIGCONT);
+        assert!(worker.verify()?);
+    }
+    bail!("in 12 rounds it has handed nothing over")
+}
+
+/// Its content is nowhere but in device memory that it has descriptors of, while it is checkpointed.
+#[test]
+fn what_a_stopped_copier_was_handed_comes_home() -> Result<()> {
+    let world = world()?;
+    let mut worker = plain(&world)?;
+    let copier = hands_over_in_vain(&world, &mut worker, |_| Ok(()))?;
+    assert!(worker.verify()?);
+    world.cli().wait_for("worker", "to hold its VRAM", |row| row.vram_bytes >= WORKER_MIB * MIB)?;
+    kill(copier, Signal::SIGCONT)?;
+    // What it was handed it lets go of, and nothing of it is there twice.
+    until("the copier to let go", || {
+        let used = world.cli().gpu()?.vram_used_bytes;
+        Ok((used < 2 * WORKER_MIB * MIB).then_some(()))
+    })?;
+    worker.call("touch")?;
+    assert!(worker.verify()?);
+    Ok(())
+}
+
+#[test]
+fn what_a_copier_was_handed_that_is_killed_comes_home() -> Result<()> {
+    let world = world()?;
+    let mut worker = plain(&world)?;
+    hands_over_in_vain(&world, &mut worker, |copier| Ok(kill(copier, Signal::SIGKILL)?))?;
+    assert!(worker.verify()?);
+    Ok(())
+}
+
+#[test]
+fn what_was_handed_over_when_the_controller_died_comes_home() -> Result<()> {
+    let world = world()?;
+    let mut worker = plain(&world)?;
+    hands_over_in_vain(&world, &mut worker, |_| shoot_controller(&world))?;
+    worker.call("touch")?;
+    assert!(worker.verify()?);
+    Ok(())
+}

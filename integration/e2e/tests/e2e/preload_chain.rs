@@ -1,0 +1,85 @@
+//! Beside another library that stands in front of the driver: both do their work.
+
+use std::{fs, path::Path};
+
+use affinode_e2e::{
+    container::{CLIENTS, Spec},
+    image::usual_layer,
+    testbed::{Testbed, TestbedConfig},
+    worker::Worker,
+};
+use anyhow::{Context, Result};
+
+use crate::{
+    libc::import,
+    offload::{EAGER, wait_gpu_empty},
+};
+
+const OUT_OF_MEMORY: i32 = 2;
+/// An image with a list of its own.
+const LIMITED: &str = "localhost/affinode/limited:1";
+/// What each program holds, and what the other library lets it hold.
+const HELD_MIB: u64 = 32;
+const LIMIT_MIB: &str = "48";
+
+fn limited(program: &str) -> Spec {
+    Worker::spec(program, program, HELD_MIB).env("LIMIT_MIB", LIMIT_MIB)
+}
+
+/// The limit holds before, and after the container was away; its memory is as it was.
+fn both_do_their_work(world: &Testbed, spec: Spec) -> Result<()> {
+    let id = spec.id.clone();
+    let mut worker = Worker::start_as(world, spec)?;
+    worker.wait_filled()?;
+    let row = world.cli().wait_for_state(&id, "Offloaded")?;
+    assert_eq!(row.processes.len(), 1, "{row:?}");
+    wait_gpu_empty(world)?;
+    let too_much = worker.ask("alloc 32")?;
+    assert_eq!(too_much.result, OUT_OF_MEMORY, "{id}: the other library's limit: {too_much:?}");
+    worker.call("alloc 8")?;
+    worker.call("free")?;
+    assert!(worker.verify()?);
+    world.cli().wait_for(&id, "to have returned", |row| row.restores > 0)?;
+    worker.running.kill(world)?;
+    worker.running.delete(world)
+}
+
+/// The node's owner mounts the list, as HAMi's device plugin does.
+#[test]
+fn a_library_that_the_host_preloads() -> Result<()> {
+    let world = TestbedConfig::default().config(EAGER).world()?;
+    let list = world.dir().join("their-list");
+    fs::write(&list, format!("{CLIENTS}/limiter.so"))?;
+    for program in ["linked", "dlopen_dlsym", "proc_address_v1", "proc_address_v2"] {
+        let mut spec = limited(program);
+        spec.mounts.push((list.clone(), Path::new("/etc/ld.so.preload").into()));
+        both_do_their_work(&world, spec).with_context(|| program.to_owned())?;
+    }
+    Ok(())
+}
+
+/// The image's own list names it.
+#[test]
+fn a_library_that_the_image_preloads() -> Result<()> {
+    let world = TestbedConfig::default().config(EAGER).world()?;
+    let mut layer = usual_layer()?;
+    let list = format!("{CLIENTS}/limiter.so");
+    layer.file("etc/ld.so.preload", 0o644, list.as_bytes())?;
+    import(&world, LIMITED, &layer.finish()?)?;
+    for program in ["linked", "dlopen_dlsym", "proc_address_v2"] {
+        let spec = limited(program).image(LIMITED);
+        both_do_their_work(&world, spec).with_context(|| program.to_owned())?;
+    }
+    Ok(())
+}
+
+/// A program's own environment names it.
+#[test]
+fn a_library_of_the_environment() -> Result<()> {
+    let world = TestbedConfig::default().config(EAGER).world()?;
+    for program in ["linked", "dlopen_dlsym", "proc_address_v2"] {
+        let spec = limited(program).env("LD_PRELOAD", &format!("{CLIENTS}/limiter.so"));
+        both_do_their_work(&world, spec).with_context(|| program.to_owned())?;
+    }
+    Ok(())
+}

@@ -1,0 +1,206 @@
+//! The controller under a supervisor: what systemd's descriptor store gives it. The supervisor is
+//! played; `cargo xtask systemd` shows the real one.
+
+use std::{
+    fs,
+    io::IoSliceMut,
+    mem::MaybeUninit,
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::net::{UnixDatagram, UnixStream},
+    },
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+};
+
+use affinode_e2e::{artifacts::Artifacts, cli::Cli, wait::until};
+use anyhow::{Context, Result, ensure};
+use rustix::{
+    io::FdFlags,
+    net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags},
+};
+
+/// Hands over what it was given: descriptors by number, then a `--`, then the program.
+const HAND_OVER: &str = "n=3; while [ \"$1\" != -- ]; do eval \"exec $n<&$1\"; n=$((n+1)); shift; done; \
+                         shift; export LISTEN_PID=$$ LISTEN_FDS=$((n-3)); exec \"$@\"";
+
+/// systemd, as far as a controller knows it.
+struct Supervisor {
+    artifacts: Artifacts,
+    dir: tempfile::TempDir,
+    heard: UnixDatagram,
+    store: Vec<(String, OwnedFd)>,
+    ready: usize,
+    controller: Option<Child>,
+}
+
+impl Supervisor {
+    fn new() -> Result<Self> {
+        let dir = tempfile::tempdir()?;
+        let heard = UnixDatagram::bind(dir.path().join("notify"))?;
+        heard.set_nonblocking(true)?;
+        fs::write(dir.path().join("config.toml"), "[jobs]\nenabled = true\n")?;
+        let artifacts = Artifacts::find()?;
+        Ok(Self { artifacts, dir, heard, store: Vec::new(), ready: 0, controller: None })
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn start(&mut self) -> Result<()> {
+        let mut command = Command::new("bash");
+        command.args(["-c", HAND_OVER, "bash"]);
+        for (_, kept) in &self.store {
+            // It is for the child; another test's child may get it too, and does not know it.
+            rustix::io::fcntl_setfd(kept, FdFlags::empty())?;
+            command.arg(kept.as_raw_fd().to_string());
+        }
+        command.arg("--").arg(self.artifacts.bin("containerd-shim-affinode-v1")?).arg("controller");
+        let names: Vec<&str> = self.store.iter().map(|(name, _)| name.as_str()).collect();
+        command.env("LISTEN_FDNAMES", names.join(":"));
+        command.env("NOTIFY_SOCKET", self.path("notify"));
+        command.env("AFFINODE_RUN_DIR", self.path("run"));
+        command.env("AFFINODE_CONFIG", self.path("config.toml"));
+        command.stdin(Stdio::null()).stderr(fs::File::create(self.path("controller.log"))?);
+        self.controller = Some(command.spawn()?);
+        let before = self.ready;
+        until("the controller to be ready", || {
+            self.hear()?;
+            Ok((self.ready > before).then_some(()))
+        })
+    }
+
+    /// Reads what it was told since.
+    fn hear(&mut self) -> Result<()> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+        loop {
+            let (mut text, mut control) = ([0; 4096], RecvAncillaryBuffer::new(&mut space));
+            let flags = RecvFlags::CMSG_CLOEXEC;
+            let mut into = [IoSliceMut::new(&mut text)];
+            let Ok(got) = rustix::net::recvmsg(&self.heard, &mut into, &mut control, flags) else {
+                return Ok(());
+            };
+            let mut fds = control.drain().filter_map(|message| match message {
+                RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+                _ => None,
+            });
+            let mut fds = fds.next().into_iter().flatten();
+            let text = String::from_utf8_lossy(&text[..got.bytes]).into_owned();
+            let name = text.lines().find_map(|line| line.strip_prefix("FDNAME=")).unwrap_or("");
+            self.ready += usize::from(text.lines().any(|line| line == "READY=1"));
+            if text.contains("FDSTOREREMOVE=1") {
+                self.store.retain(|(kept, _)| kept != name);
+            } else if text.contains("FDSTORE=1") {
+                let fd = fds.next().context("a descriptor comes with it")?;
+                // Far from the numbers that it will be handed over by.
+                let fd = rustix::io::fcntl_dupfd_cloexec(fd, 100)?;
+                self.store.push((name.to_owned(), fd));
+            }
+        }
+    }
+
+    fn kill(&mut self) -> Result<()> {
+        let mut controller = self.controller.take().context("it runs")?;
+        controller.kill()?;
+        controller.wait()?;
+        self.hear()
+    }
+
+    fn cli(&self) -> Result<Cli> {
+        Ok(Cli::new(self.artifacts.bin("affinode")?, self.path("run")))
+    }
+
+    /// `affinode run` of a program that waits for its input to end.
+    fn job(&self, name: &str) -> Result<Child> {
+        let mut command = self.cli()?.command(&["run", "--name", name, "--", "cat"]);
+        command.env("AFFINODE_LIB_DIR", self.artifacts.lib_dir());
+        Ok(command.stdin(Stdio::piped()).stdout(Stdio::null()).spawn()?)
+    }
+
+    fn wait_for_job(&self, name: &str) -> Result<PathBuf> {
+        let row = until(&format!("job {name}"), || {
+            let rows = self.cli()?.ps()?.containers;
+            Ok(rows.into_iter().find(|row| row.container == name))
+        })?;
+        Ok(self.path("run/containers").join(row.key).join("mount/agent.sock"))
+    }
+}
+
+impl Drop for Supervisor {
+    fn drop(&mut self) {
+        if let Some(mut controller) = self.controller.take() {
+            let _ = controller.kill();
+            let _ = controller.wait();
+        }
+    }
+}
+
+fn end(mut job: Child) -> Result<()> {
+    drop(job.stdin.take());
+    ensure!(job.wait()?.success(), "the job failed");
+    Ok(())
+}
+
+fn connect(socket: &Path) -> Result<UnixStream> {
+    UnixStream::connect(socket).with_context(|| socket.display().to_string())
+}
+
+#[test]
+fn who_comes_while_there_is_no_controller_waits_for_the_next_one() -> Result<()> {
+    let mut systemd = Supervisor::new()?;
+    systemd.start()?;
+    let job = systemd.job("early")?;
+    let agent = systemd.wait_for_job("early")?;
+    systemd.kill()?;
+    let mut names: Vec<&str> =
+        systemd.store.iter().filter_map(|(name, _)| name.split(['/', '@']).next()).collect();
+    names.sort_unstable();
+    assert_eq!(names, ["containers", "control.sock", "jobs.sock"]);
+
+    // Nobody is refused, and who asks now is answered by the next controller.
+    let _agent = connect(&agent)?;
+    let _shim = connect(&systemd.path("run/control.sock"))?;
+    let late = systemd.job("late")?;
+    until("it to be connected", || {
+        let fds = fs::read_dir(format!("/proc/{}/fd", late.id()))?;
+        let links = fds.flatten().filter_map(|fd| fs::read_link(fd.path()).ok());
+        Ok(links
+            .into_iter()
+            .any(|link| link.to_string_lossy().starts_with("socket:"))
+            .then_some(()))
+    })?;
+    systemd.start()?;
+    systemd.wait_for_job("early")?;
+    systemd.wait_for_job("late")?;
+
+    end(job)?;
+    end(late)?;
+    until("the jobs' sockets to leave the store", || {
+        systemd.hear()?;
+        Ok((systemd.store.len() == 2).then_some(()))
+    })
+}
+
+#[test]
+fn a_supervised_controller_waits_for_the_end_of_the_one_that_serves() -> Result<()> {
+    let (mut systemd, mut shim) = (Supervisor::new()?, Supervisor::new()?);
+    // A controller that a shim started has nobody to tell, and ends at once beside another.
+    let unsupervised = |of: &Supervisor| -> Result<Command> {
+        let mut command = Command::new(of.artifacts.bin("containerd-shim-affinode-v1")?);
+        command.arg("controller").env("AFFINODE_RUN_DIR", systemd.path("run"));
+        command.env("AFFINODE_CONFIG", systemd.path("config.toml")).stderr(Stdio::null());
+        Ok(command)
+    };
+    shim.controller = Some(unsupervised(&shim)?.spawn()?);
+    let cli = systemd.cli()?;
+    let first = cli.ps()?.controller_pid;
+    let second = unsupervised(&shim)?.status()?;
+    assert!(second.success(), "it leaves the node to the other");
+    systemd.start()?;
+    assert_eq!(cli.ps()?.controller_pid, first);
+    shim.kill()?;
+    let next = until("the next controller", || Ok(cli.ps_now().ok()))?;
+    assert_eq!(Some(next.controller_pid), systemd.controller.as_ref().map(|c| c.id() as i32));
+    Ok(())
+}

@@ -1,0 +1,90 @@
+//! What happens in the demo.
+
+use affinode_e2e::{
+    cli::{EventRow, GpuRow},
+    gpu::Gpu,
+    testbed::{MIB, Testbed},
+    wait::until,
+    worker::Worker,
+};
+use anyhow::{Context, Result};
+
+use super::watch::Watch;
+use crate::output;
+
+/// Idle after two seconds, so that nobody waits.
+pub const CONFIG: &str = r#"
+[policy]
+mode = "eager"
+idle_timeout = "2s"
+minimum_residency = "1ms"
+[timing]
+sample_interval = "100ms"
+"#;
+
+/// VRAM of each container on the machine's own GPU: enough to see, quick to move.
+const REAL_BYTES: u64 = 2048 * MIB;
+
+/// What was seen.
+pub struct Seen {
+    /// The GPU, as the controller sees it at the end.
+    pub gpu: GpuRow,
+    /// VRAM that each container filled.
+    pub each_bytes: u64,
+    /// By how much the device's used VRAM fell when the first container was offloaded.
+    pub freed_bytes: u64,
+    /// Whether every byte was as before, in both containers.
+    pub verified: bool,
+    /// Every change of state, oldest first.
+    pub events: Vec<EventRow>,
+}
+
+/// Plays it once.
+pub fn play(world: &Testbed, quiet: bool) -> Result<Seen> {
+    let each_bytes = match world.gpu() {
+        Gpu::Simulated { vram_bytes } => vram_bytes / 10 * 6,
+        Gpu::Real => REAL_BYTES,
+    };
+    let mib = each_bytes / MIB;
+
+    story(quiet, &format!("alpha fills {mib} MiB of VRAM, then makes no further call"));
+    let mut alpha = Worker::start(world, "alpha", mib)?;
+    let watch = Watch::start(world, quiet)?;
+    let full = vram_used(world, |used| used >= each_bytes)?;
+    world.cli().wait_for_state("alpha", "Offloaded")?;
+    let freed_bytes = full - vram_used(world, |used| used + each_bytes <= full)?;
+
+    story(quiet, "alpha makes a CUDA call: it waits until its VRAM is back");
+    let mut verified = alpha.verify()?;
+    world.cli().wait_for_state("alpha", "Offloaded")?;
+
+    story(quiet, &format!("beta fills {mib} MiB: together more than the GPU can hold"));
+    let mut beta = Worker::start(world, "beta", mib)?;
+
+    story(quiet, "alpha makes a CUDA call: it waits for room, beta goes idle and makes room");
+    verified &= alpha.verify()?;
+
+    story(quiet, "beta makes a CUDA call");
+    verified &= beta.verify()?;
+
+    let events = watch.finish(world)?;
+    Ok(Seen { gpu: gpu(world)?, each_bytes, freed_bytes, verified, events })
+}
+
+fn story(quiet: bool, text: &str) {
+    if !quiet {
+        output::out(&format!("\n  {text}"));
+    }
+}
+
+/// The node's first GPU.
+fn gpu(world: &Testbed) -> Result<GpuRow> {
+    let node = world.cli().ps()?;
+    let error = node.gpu_error.unwrap_or_else(|| "the controller sees no GPU".into());
+    node.gpus.into_iter().next().context(error)
+}
+
+/// Waits for NVML to show so much VRAM in use.
+fn vram_used(world: &Testbed, wanted: impl Fn(u64) -> bool) -> Result<u64> {
+    until("NVML to show it", || Ok(Some(gpu(world)?.vram_used_bytes).filter(|used| wanted(*used))))
+}

@@ -1,0 +1,130 @@
+//! What is shown, step by step; each fails when it is not seen.
+
+mod agent;
+mod chart;
+mod fleet;
+mod inject;
+mod install;
+mod nodes;
+mod pods;
+mod systemd;
+mod uninstall;
+
+use affinode_e2e::containerd;
+use anyhow::{Context, Result};
+
+use super::{
+    control_plane::{NODE, Plane},
+    node::Node,
+    release::{self, NAMESPACE, RELEASE},
+};
+use crate::output;
+
+/// The label of a node that serves the runtime.
+const LABEL: &str = "affinode.io/runtime";
+/// The label of a pod that says where its GPU memory is.
+const GPU_STATE: &str = "affinode.io/gpu-state";
+/// And its condition.
+const RESIDENT: &str = "affinode.io/GpuResident";
+/// Where an agent says how its node stands.
+const STATE: &str = "affinode.io/state";
+/// VRAM of a pod that fits anywhere.
+const SMALL_MIB: u32 = 32;
+
+/// All of it. Where nothing else is said, on the first node.
+pub fn all(plane: &Plane<'_>) -> Result<()> {
+    for node in plane.nodes() {
+        // As GPU feature discovery would.
+        let label = ["label", "node", &node.name, "nvidia.com/gpu.present=true"];
+        containerd::run(plane.kubectl().args(label))?;
+    }
+    let before = uninstall::Before::look(plane)?;
+    chart::is_sound(plane)?;
+    install::all_but_the_broken(plane)?;
+    agent::changes_its_own_alone(plane)?;
+    inject::by_policy(plane)?;
+    let pod = pods::comes_and_goes(plane, plane.first(), "trainer")?;
+    agent::shows_metrics(plane)?;
+    install::the_broken(plane)?;
+    let mut pods = vec![pod];
+    pods.extend(nodes::others_serve(plane)?);
+    fleet::shows_nodes(plane)?;
+    pods::who_waits_is_told(plane)?;
+    pods::who_stays_is_told(plane)?;
+    install::a_bad_policy_is_not_taken(plane)?;
+    inject::by_webhook(plane)?;
+    nodes::upgrade(plane, &mut pods)?;
+    nodes::an_agent_ends(plane, &mut pods)?;
+    let first = pods.swap_remove(0);
+    pods.into_iter().try_for_each(pods::Pod::delete)?;
+    uninstall::waits_for_pods(plane)?;
+    first.delete()?;
+    let ended = pods::ended_long_ago(plane)?;
+    uninstall::all(plane)?;
+    ended.says_nothing()?;
+    uninstall::left_nothing(plane, &before)?;
+    systemd::restarts(plane)?;
+    uninstall::left_nothing(plane, &before)
+}
+
+fn step(text: &str) {
+    output::step(text);
+}
+
+/// An answer by HTTPS, over the pod network, with an account's token.
+fn fetch(plane: &Plane<'_>, url: &str, token: Option<&str>) -> Result<(u16, String)> {
+    let mut curl = plane.world().keeper().command("curl".as_ref());
+    curl.args(["--silent", "--insecure", "--write-out", "\n%{http_code}", url]);
+    if let Some(token) = token {
+        curl.arg("--header").arg(format!("Authorization: Bearer {}", token.trim()));
+    }
+    let said = containerd::run(&mut curl)?;
+    let (text, code) = said.rsplit_once('\n').context("curl")?;
+    Ok((code.parse()?, text.to_owned()))
+}
+
+fn wait_state(plane: &Plane<'_>, node: &str, is_it: impl Fn(&str) -> bool) -> Result<String> {
+    let mut last = String::new();
+    plane
+        .until(&format!("the agent of {node}"), || {
+            let node = plane.get(&["node", node])?;
+            let state = node["metadata"]["annotations"][STATE].as_str().unwrap_or_default();
+            state.clone_into(&mut last);
+            Ok(is_it(state).then(|| state.to_owned()))
+        })
+        .with_context(|| format!("it says: {last}\n{}", agent_log(plane)))
+}
+
+/// Whether the node has the label.
+fn is_labelled(plane: &Plane<'_>, node: &str) -> Result<bool> {
+    Ok(plane.get(&["node", node])?["metadata"]["labels"][LABEL] == "true")
+}
+
+/// The agent's pod on a node.
+fn agent_pod(plane: &Plane<'_>, node: &Node<'_>) -> Result<serde_json::Value> {
+    let there = format!("spec.nodeName={}", node.name);
+    let agents = ["pods", "-n", NAMESPACE, "-l", "app.kubernetes.io/component=node"];
+    plane.until("an agent", || {
+        let found = plane.get(&[&agents[..], &["--field-selector", &there]].concat())?;
+        let pods = found["items"].as_array().cloned().unwrap_or_default();
+        // While one is replaced there are two.
+        Ok(pods.into_iter().find(|pod| pod["metadata"]["deletionTimestamp"].is_null()))
+    })
+}
+
+fn agent_log(plane: &Plane<'_>) -> String {
+    let agents = ["-l", "app.kubernetes.io/component=node", "--prefix", "--tail=30"];
+    let log = [&["-n", NAMESPACE, "logs"], &agents[..]].concat();
+    let describe = ["-n", NAMESPACE, "describe", "pods"];
+    [&log[..], &describe[..]]
+        .iter()
+        .filter_map(|words| plane.kubectl().args(*words).output().ok())
+        .map(|output| String::from_utf8_lossy(&output.stdout).into_owned())
+        .collect()
+}
+
+/// Waits until all agents are those of the chart as it is now.
+fn rolled_out(plane: &Plane<'_>) -> Result<()> {
+    let ready = ["-n", NAMESPACE, "rollout", "status", "daemonset/affinode-node", "--timeout=240s"];
+    containerd::run(plane.kubectl().args(ready)).map(|_| ()).with_context(|| agent_log(plane))
+}

@@ -1,0 +1,71 @@
+//! The chart itself, before anything is installed.
+
+use std::fs;
+
+use affinode_e2e::containerd;
+use anyhow::{Result, ensure};
+
+use super::{NAMESPACE, RELEASE, step};
+use crate::{
+    k8s::{control_plane::Plane, crds, release},
+    output,
+};
+
+/// Everything that can be turned on, with the webhook in place of the policy, which is the default.
+const ALL_ON: &str = "inject.by=webhook,fleet.enabled=true,fleet.replicas=2,fleet.tlsSecret=papers,\
+    fleet.hosts={fleet.example},node.tlsSecret=papers,networkPolicy.enabled=true,\
+    serviceMonitor.enabled=true,serviceMonitor.labels.release=prometheus,alertRules.enabled=true,\
+    dashboards.enabled=true,serviceAccount.name=agents,image.tag=x";
+
+/// Helm's own look, the schema, and the API server's.
+pub fn is_sound(plane: &Plane<'_>) -> Result<()> {
+    step("helm lint, values.schema.json, and a dry run by the API server");
+    release::helm(plane, &["lint", "--strict"])?;
+    for wrong in ["node.restart=sometimes", "node.port=0", "imagee.tag=x", "runtimeClass.name=A_b"]
+    {
+        let said = plane
+            .helm()
+            .args(["template", "x"])
+            .arg(release::chart())
+            .args(["--set", wrong])
+            .output()?;
+        let said = String::from_utf8_lossy(&said.stderr).into_owned();
+        ensure!(said.contains("schema"), "the schema takes {wrong}: {said}");
+    }
+    release::helm(
+        plane,
+        &["install", RELEASE, "-n", NAMESPACE, "--create-namespace", "--dry-run=server"],
+    )?;
+    containerd::run(plane.kubectl().args(["create", "namespace", NAMESPACE]))?;
+    for definition in crds::all() {
+        plane.apply(&definition)?;
+    }
+    let established = ["wait", "--for=condition=Established", "crd", "--all", "--timeout=60s"];
+    containerd::run(plane.kubectl().args(established))?;
+    let every = format!("--set={ALL_ON}");
+    let taken = [is_taken(plane, &[])?, is_taken(plane, &[&every])?];
+    let kinds = taken.concat();
+    for kind in ["servicemonitor", "prometheusrule", "poddisruptionbudget", "networkpolicy"] {
+        ensure!(kinds.iter().any(|object| object.starts_with(kind)), "no {kind}: {kinds:?}");
+    }
+    containerd::run(plane.kubectl().args(["delete", "crd", "--all"]))?;
+    let [usual, all] = taken.map(|objects| objects.len());
+    output::note(&format!(
+        "the API server takes {usual} objects, and {all} with all that can be on"
+    ));
+    Ok(())
+}
+
+/// The objects of the chart that the API server would take as they are, by kind and name.
+fn is_taken(plane: &Plane<'_>, set: &[&str]) -> Result<Vec<String>> {
+    let served = ["ValidatingAdmissionPolicy", "MutatingAdmissionPolicy"]
+        .map(|kind| format!("--api-versions=admissionregistration.k8s.io/v1/{kind}"));
+    let mut words = vec!["template", RELEASE, "-n", NAMESPACE];
+    words.extend(served.iter().map(String::as_str));
+    words.extend(set);
+    let file = plane.world().dir().join("rendered.yaml");
+    fs::write(&file, release::helm(plane, &words)?)?;
+    let dry = ["apply", "--dry-run=server", "--validate=strict", "-o", "name", "-f"];
+    let said = containerd::run(plane.kubectl().args(dry).arg(&file))?;
+    Ok(said.lines().map(str::to_owned).collect())
+}

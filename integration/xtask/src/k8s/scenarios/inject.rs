@@ -1,0 +1,72 @@
+//! GPU pods get the class, whoever gives it to them.
+
+use std::fs;
+
+use affinode_e2e::containerd;
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+
+use super::{NAMESPACE, RELEASE, SMALL_MIB, agent_log, release, step};
+use crate::{k8s::control_plane::Plane, output};
+
+/// This API server serves MutatingAdmissionPolicy: the chart chose that.
+pub fn by_policy(plane: &Plane<'_>) -> Result<()> {
+    step("GPU pods get the class by an admission policy");
+    let policies = plane.get(&["mutatingadmissionpolicies"])?;
+    ensure!(policies["items"][0]["metadata"]["name"] == RELEASE, "{policies}");
+    pods_get_the_class(plane, "asks-policy")
+}
+
+/// The other way, as on API servers that serve none.
+pub fn by_webhook(plane: &Plane<'_>) -> Result<()> {
+    step("helm upgrade --set inject.by=webhook: GPU pods get the class by the webhook");
+    let upgrade =
+        ["upgrade", RELEASE, "-n", NAMESPACE, "--set=inject.by=webhook,policy.priority=7"];
+    release::helm(plane, &upgrade)?;
+    let ready =
+        ["-n", NAMESPACE, "rollout", "status", "deployment/affinode-webhook", "--timeout=180s"];
+    containerd::run(plane.kubectl().args(ready)).with_context(|| agent_log(plane))?;
+    let policies = plane.get(&["mutatingadmissionpolicies"])?;
+    ensure!(policies["items"].as_array().is_some_and(Vec::is_empty), "{policies}");
+    pods_get_the_class(plane, "asks-webhook")?;
+    let logs = ["-n", NAMESPACE, "logs", "deployment/affinode-webhook", "--all-pods=true"];
+    let said = containerd::run(plane.kubectl().args(logs))?;
+    let line = said.lines().find(|line| line.contains("asks-webhook")).context("its log")?;
+    output::note(&format!("the webhook says: {line}"));
+    plane.until("the node's controller to have the new policy", || {
+        let said = plane.world().cli().run(&["policy"])?;
+        Ok(said.lines().any(|line| line.contains("priority") && line.contains('7')).then_some(()))
+    })?;
+    output::note("and the node's controller has the policy that came with the upgrade");
+    Ok(())
+}
+
+/// Those alone that ask for a GPU, and did not say no.
+fn pods_get_the_class(plane: &Plane<'_>, name: &str) -> Result<()> {
+    let class = |pod: &Value| -> Result<Value> {
+        let file = plane.world().dir().join("pod.json");
+        fs::write(&file, pod.to_string())?;
+        let dry = ["create", "--dry-run=server", "-o", "json", "-f"];
+        let made = containerd::run(plane.kubectl().args(dry).arg(file))?;
+        Ok(serde_json::from_str::<Value>(&made)?["spec"].take())
+    };
+    let asks = plane.first().gpu_pod(name, SMALL_MIB)?;
+    // An API server begins to call a webhook, or to apply a policy, a moment after it was made.
+    let spec = plane.until("a GPU pod to get the class", || {
+        let spec = class(&asks)?;
+        Ok((spec["runtimeClassName"] == "affinode").then_some(spec))
+    })?;
+    ensure!(spec["overhead"]["memory"] == "16Mi", "no overhead: {spec}");
+    let mut declines = asks.clone();
+    declines["metadata"]["labels"] = json!({"affinode.io/inject": "ignore"});
+    let mut without = asks.clone();
+    without["spec"]["containers"][0]["resources"] = json!({});
+    for (pod, what) in [(declines, "one that declines"), (without, "one without a GPU")] {
+        let spec = class(&pod)?;
+        ensure!(spec["runtimeClassName"].is_null(), "{what} got the class: {spec}");
+    }
+    output::note(
+        "a GPU pod gets class and overhead; one that declines, one without a GPU: as they were",
+    );
+    Ok(())
+}

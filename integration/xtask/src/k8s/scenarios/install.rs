@@ -1,0 +1,128 @@
+//! `helm install`: nodes that serve the runtime have the label, nodes that cannot say why not.
+
+use std::fs;
+
+use affinode_e2e::containerd;
+use anyhow::{Context, Result, ensure};
+
+use super::{
+    LABEL, NAMESPACE, NODE, RELEASE, SMALL_MIB, agent_pod, fleet::Looker, is_labelled, release,
+    rolled_out, step, wait_state,
+};
+use crate::{
+    k8s::{control_plane::Plane, node::Node},
+    output,
+};
+
+/// What a broken configuration has in it.
+const BROKEN: &str = "missing.toml";
+
+/// The last of several nodes, whose containerd would not start with its configuration as it is.
+fn broken<'a, 'p>(plane: &'p Plane<'a>) -> Option<&'p Node<'a>> {
+    plane.nodes()[1..].last()
+}
+
+/// Installs on all nodes; one of several has a broken configuration.
+pub fn all_but_the_broken(plane: &Plane<'_>) -> Result<()> {
+    step("helm install");
+    release::load_image(plane, plane.world().artifacts())?;
+    if let Some(node) = broken(plane) {
+        let text = fs::read_to_string(node.config_file())?;
+        fs::write(node.config_file(), text.replace("*.toml", BROKEN))?;
+    }
+    another_has_the_first(plane)?;
+    for node in plane.nodes() {
+        match broken(plane).is_some_and(|broken| broken.name == node.name) {
+            true => says_why_not(plane, node)?,
+            false => serves(plane, node)?,
+        }
+    }
+    Ok(())
+}
+
+/// Two installations would undo each other's work.
+fn another_has_the_first(plane: &Plane<'_>) -> Result<()> {
+    let first = plane.first();
+    let before = fs::read(first.config_file())?;
+    containerd::run(plane.kubectl().args(["annotate", "node", NODE, "affinode.io/agent=a/b"]))?;
+    release::helm(plane, &["install", RELEASE, "-n", NAMESPACE])?;
+    plane.until("the agent to leave the node to another", || {
+        let pod = agent_pod(plane, first)?;
+        let pod = pod["metadata"]["name"].as_str().context("an agent's pod")?;
+        let said = plane.kubectl().args(["-n", NAMESPACE, "logs", pod]).output()?;
+        let said = String::from_utf8_lossy(&said.stdout).into_owned();
+        Ok(said.contains("a/b looks after this node").then_some(()))
+    })?;
+    ensure!(fs::read(first.config_file())? == before, "it touched another's node");
+    containerd::run(plane.kubectl().args(["annotate", "node", NODE, "affinode.io/agent-"]))?;
+    output::note("a node that another installation looks after is left alone, until that is gone");
+    Ok(())
+}
+
+/// The label must not come before the runtime is served.
+fn serves(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
+    let name = &node.name;
+    let state = wait_state(plane, name, |state| state.starts_with("installed"))?;
+    output::note(&format!("{name} says: {state}; it has no label, and pods of the class wait"));
+    waits_for_the_label(plane, node)?;
+    output::note("containerd is restarted");
+    node.restart_containerd()?;
+    wait_state(plane, name, |state| state == "served")?;
+    plane.until("the label", || Ok(is_labelled(plane, name)?.then_some(())))?;
+    output::note(&format!("{name} says: served; label {LABEL}=true"));
+    Ok(())
+}
+
+fn waits_for_the_label(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
+    ensure!(!is_labelled(plane, &node.name)?, "the label was there before the runtime");
+    let mut early = node.gpu_pod("early", SMALL_MIB)?;
+    early["spec"]["runtimeClassName"] = "affinode".into();
+    plane.apply(&early)?;
+    plane.until("a pod of the class to find no node", || {
+        let pod = plane.get(&["pod", "early"])?;
+        Ok((pod["status"]["conditions"][0]["reason"] == "Unschedulable").then_some(()))
+    })?;
+    containerd::run(plane.kubectl().args(["delete", "pod", "early"])).map(|_| ())
+}
+
+/// Its agent says so at the node object, and the page of all nodes shows it.
+fn says_why_not(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
+    step("A node whose containerd would not start again with its configuration");
+    let name = &node.name;
+    let before = fs::read(node.config_file())?;
+    let state = wait_state(plane, name, |state| state.starts_with("not installed"))?;
+    ensure!(state.contains(BROKEN), "it does not say why: {state}");
+    ensure!(fs::read(node.config_file())? == before, "it changed what it could not read");
+    waits_for_the_label(plane, node)?;
+    output::note(&format!("{name} says: {state}"));
+    let looker = Looker::new(plane)?;
+    let row = looker.row(name, |row| row["health"] == "NotServed")?;
+    ensure!(row["why"].as_str().is_some_and(|why| why.contains("not installed")), "{row}");
+    looker.row(NODE, |row| row["health"] == "Resting")?;
+    output::note(&format!(
+        "{name} is left as it is, without label; the page of all nodes: NotServed"
+    ));
+    looker.done()
+}
+
+/// Its agent tries again.
+pub fn the_broken(plane: &Plane<'_>) -> Result<()> {
+    let Some(node) = broken(plane) else { return rolled_out(plane) };
+    step("That node's configuration is mended");
+    let text = fs::read_to_string(node.config_file())?;
+    fs::write(node.config_file(), text.replace(BROKEN, "*.toml"))?;
+    serves(plane, node)?;
+    rolled_out(plane)
+}
+
+/// A controller does not start with a configuration that it does not understand.
+pub fn a_bad_policy_is_not_taken(plane: &Plane<'_>) -> Result<()> {
+    step("helm upgrade --set policy.mode=sometimes");
+    release::helm(plane, &["upgrade", RELEASE, "-n", NAMESPACE, "--set=policy.mode=sometimes"])?;
+    for node in plane.nodes() {
+        let name = &node.name;
+        let state = wait_state(plane, name, |state| state.starts_with("served, with another"))?;
+        output::note(&format!("{name} says: {state}"));
+    }
+    Ok(())
+}

@@ -1,0 +1,141 @@
+//! What several nodes show together.
+
+use std::{fs, path::Path, process::Command};
+
+use affinode_e2e::{artifacts::Artifacts, containerd, installed::FILES, processes::Process};
+use anyhow::{Context, Result, ensure};
+use nix::{
+    errno::Errno,
+    sys::signal::{Signal, kill},
+};
+
+use super::{
+    NAMESPACE, NODE, RELEASE, agent_log, agent_pod,
+    fleet::Looker,
+    is_labelled,
+    pods::{self, Pod},
+    release, rolled_out, step, wait_state,
+};
+use crate::{
+    k8s::{control_plane::Plane, node::Node},
+    output,
+};
+
+/// What the files of another build have in them.
+const SIGN: &str = "another build, for a test";
+/// The tag of the image that comes later.
+const NEXT: &str = "next";
+
+/// Each further node has a pod that leaves and comes home, as the first has.
+pub fn others_serve<'a>(plane: &'a Plane<'a>) -> Result<Vec<Pod<'a>>> {
+    let others = plane.nodes()[1..].iter();
+    others
+        .map(|node| pods::comes_and_goes(plane, node, &format!("trainer-of-{}", node.name)))
+        .collect()
+}
+
+/// Every node gets the new files, one after the other, and nobody's pod notices.
+pub fn upgrade<'a>(plane: &'a Plane<'a>, pods: &mut [Pod<'a>]) -> Result<()> {
+    step("helm upgrade to another build, while the memory of a pod of each node is away");
+    pods.iter().try_for_each(|pod| pod.is_away())?;
+    let controllers = plane.nodes().iter().map(controller).collect::<Result<Vec<_>>>()?;
+    let fresh = another(plane)?;
+    release::load_image(plane, &fresh)?;
+    for node in plane.nodes() {
+        let mut ctr = node.world.containerd().ctr(node.world.keeper(), "k8s.io");
+        let image =
+            containerd::run(ctr.args(["images", "ls", "--quiet", "name~=affinode/affinode:"]))?;
+        let image = image.lines().next().context("no image of it")?;
+        let (repository, _) = image.rsplit_once(':').context("an image has a tag")?;
+        let mut ctr = node.world.containerd().ctr(node.world.keeper(), "k8s.io");
+        containerd::run(ctr.args(["images", "tag", image, &format!("{repository}:{NEXT}")]))?;
+    }
+    let tag = format!("--set=image.tag={NEXT}");
+    release::helm(plane, &["upgrade", RELEASE, "-n", NAMESPACE, &tag])?;
+    rolled_out(plane)?;
+    for (node, before) in plane.nodes().iter().zip(controllers) {
+        plane
+            .until("the files of the new build", || {
+                let files = FILES.iter().map(|file| is_another(&node.world.prefix().join(file)));
+                let all = files.collect::<Result<Vec<_>>>()?;
+                Ok((!all.contains(&false)).then_some(()))
+            })
+            .with_context(|| agent_log(plane))?;
+        wait_state(plane, &node.name, |state| state == "served")?;
+        plane.until("its controller", || Ok((controller(node)? != before).then_some(())))?;
+        ensure!(is_labelled(plane, &node.name)?, "{} lost its label", node.name);
+        output::note(&format!("{}: the new files, and a controller of them", node.name));
+    }
+    pods.iter_mut().try_for_each(Pod::comes_back)?;
+    output::note(
+        "the pods of all nodes were called: contents as before, no container was restarted",
+    );
+    Ok(())
+}
+
+/// Programs and library as another build would have them, in a folder of their own: each with a
+/// section more, which stays when they are stripped for the image.
+fn another(plane: &Plane<'_>) -> Result<Artifacts> {
+    let ours = plane.world().artifacts();
+    let fresh = Artifacts::at(plane.world().dir().join("another"));
+    let sign = plane.world().dir().join("sign");
+    fs::write(&sign, SIGN)?;
+    let section = format!("--add-section=.another={}", sign.display());
+    for (from, to) in [(ours.bin_dir(), fresh.bin_dir()), (ours.lib_dir(), fresh.lib_dir())] {
+        fs::create_dir_all(&to)?;
+        for file in fs::read_dir(from)?.flatten() {
+            let mut copy = Command::new("objcopy");
+            copy.arg(&section).arg(file.path()).arg(to.join(file.file_name()));
+            containerd::run(&mut copy)?;
+        }
+    }
+    Ok(fresh)
+}
+
+/// Whether an installed file is of the other build.
+fn is_another(file: &Path) -> Result<bool> {
+    let mut grep = Command::new("grep");
+    Ok(grep.args(["--quiet", "--text", "--fixed-strings", SIGN]).arg(file).status()?.success())
+}
+
+fn controller(node: &Node<'_>) -> Result<i32> {
+    Ok(node.world.cli().ps()?.controller_pid)
+}
+
+/// A node whose agent does not answer goes on; only its agent is missed.
+pub fn an_agent_ends<'a>(plane: &'a Plane<'a>, pods: &mut [Pod<'a>]) -> Result<()> {
+    step("The agent of a node stops, and is killed");
+    let (node, pod) = plane.nodes().last().zip(pods.last_mut()).context("a node and its pod")?;
+    let agent: Process = (node.world.processes("affinode-cluster node")?.into_iter().next())
+        .context("no agent runs")?;
+    let looker = Looker::new(plane)?;
+    looker.row(&node.name, |row| row["health"] == "Serving")?;
+    kill(agent.pid, Signal::SIGSTOP)?;
+    let row = looker.row(&node.name, |row| row["health"] == "Unreachable")?;
+    let known = row["figures"]["gpus"] == 1 && row["seen_unix_ms"].is_i64();
+    ensure!(known && row["why"].as_str().is_some_and(|why| !why.is_empty()), "{row}");
+    output::note(&format!("the page: {} is Unreachable: {}", node.name, row["why"]));
+    if node.name != NODE {
+        looker.row(NODE, |row| row["health"] == "Serving")?;
+        output::note(&format!("{NODE} is Serving"));
+    }
+    plane.until("its pod to be not ready", || Ok((!is_ready(plane, node)?).then_some(())))?;
+    pod.is_away()?;
+    pod.comes_back()?;
+    ensure!(is_labelled(plane, &node.name)?, "the label went: pods would find no node");
+    output::note("its agent's pod is not ready; containerd serves the runtime, so the label stays");
+    output::note("a pod there was called meanwhile: contents as before");
+    match kill(agent.pid, Signal::SIGKILL) {
+        // The kubelet was faster: it ends an agent that does not answer for two minutes.
+        Ok(()) | Err(Errno::ESRCH) => {}
+        Err(error) => return Err(error).context("the agent"),
+    }
+    looker.row(&node.name, |row| row["health"] == "Serving")?;
+    plane.until("its pod to be ready", || Ok(is_ready(plane, node)?.then_some(())))?;
+    output::note("killed, it is back: Serving");
+    looker.done()
+}
+
+fn is_ready(plane: &Plane<'_>, node: &Node<'_>) -> Result<bool> {
+    Ok(agent_pod(plane, node)?["status"]["containerStatuses"][0]["ready"] == true)
+}

@@ -1,0 +1,225 @@
+//! Pods with a CUDA program: they leave, come home, wait, stay, and are told.
+
+use affinode_e2e::{cli::ContainerRow, containerd, image, worker::Lines};
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+
+use super::{GPU_STATE, LABEL, RESIDENT, SMALL_MIB, agent_log, step};
+use crate::{
+    k8s::{control_plane::Plane, node::Node},
+    output,
+};
+
+/// One that has ended.
+const ENDED: &str = "ended";
+/// Of two such pods one fits on the GPU.
+const LARGE_MIB: u32 = 600;
+
+/// A pod that names no class is moved out, and is called by `kubectl exec`.
+pub fn comes_and_goes<'a>(plane: &'a Plane<'a>, node: &'a Node<'a>, name: &str) -> Result<Pod<'a>> {
+    step(&format!("A GPU pod of {} whose manifest names no class is idle", node.name));
+    let mut pod = Pod::start(plane, node, name, &node.gpu_pod(name, SMALL_MIB)?)?;
+    output::note("it runs as a pod of the class, with its overhead and node selector");
+    pod.is_moved_out()?;
+    let message = pod.stands(&["Offloaded"], "False", "IdleTimeout")?;
+    output::note(&format!(
+        "kubectl get pods -L {GPU_STATE} says Offloaded; {RESIDENT}=False: {message}"
+    ));
+    step("kubectl exec: its program is called");
+    pod.call()?;
+    pod.is_back()?;
+    Ok(pod)
+}
+
+/// A call that finds no room waits for it.
+pub fn who_waits_is_told(plane: &Plane<'_>) -> Result<()> {
+    step("Two pods that together want more VRAM than there is");
+    let node = plane.first();
+    let mut first = Pod::start(plane, node, "first", &node.gpu_pod("first", LARGE_MIB)?)?;
+    first.is_moved_out()?;
+    let mut second = node.gpu_pod("second", LARGE_MIB)?;
+    second["metadata"]["annotations"]["affinode.io/offload"] = "off".into();
+    let mut second = Pod::start(plane, node, "second", &second)?;
+    second.receive("open")?;
+    second.receive("fill")?;
+    output::note("the second has the GPU and keeps it; the first is called");
+    first.call()?;
+    first.tells("GPUWaiting")?;
+    let message = first.stands(&["Queued"], "False", "")?;
+    output::note(&format!("label Queued: {message}"));
+    output::note("the second is deleted");
+    second.delete()?;
+    first.is_back()?;
+    first.stands(&["Active", "Idle"], "True", "")?;
+    first.delete()
+}
+
+/// A pod that cannot be moved stays, and says why.
+pub fn who_stays_is_told(plane: &Plane<'_>) -> Result<()> {
+    step("A pod whose memory limit has no room for its VRAM");
+    let node = plane.first();
+    let mut tight = node.gpu_pod("tight", SMALL_MIB)?;
+    tight["spec"]["containers"][0]["resources"]["limits"]["memory"] = "256Mi".into();
+    let tight = Pod::start(plane, node, "tight", &tight)?;
+    tight.tells("GPUOffloadRefused")?;
+    tight.delete()
+}
+
+/// A pod that ended while no agent looked still says how it stood.
+pub fn ended_long_ago<'a>(plane: &'a Plane<'a>) -> Result<Ended<'a>> {
+    plane.apply(&json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": ENDED},
+        "spec": {"restartPolicy": "Never", "containers": [{
+            "name": "main", "image": image::PLAIN, "imagePullPolicy": "Never", "command": ["true"],
+        }]},
+    }))?;
+    plane.until("a pod to end", || {
+        let pod = plane.get(&["pod", ENDED])?;
+        Ok((pod["status"]["phase"] == "Succeeded").then_some(()))
+    })?;
+    let said = json!({
+        "metadata": {"labels": {GPU_STATE: "Active"}},
+        "status": {"conditions": [{"type": RESIDENT, "status": "True"}]},
+    });
+    let patch = ["patch", "pod", ENDED, "--subresource=status", "--patch"];
+    containerd::run(plane.kubectl().args(patch).arg(said.to_string()))?;
+    Ok(Ended(plane))
+}
+
+/// A pod that has ended.
+pub struct Ended<'a>(&'a Plane<'a>);
+
+impl Ended<'_> {
+    /// Ours is taken off it, and nothing else.
+    pub fn says_nothing(self) -> Result<()> {
+        let pod = self.0.get(&["pod", ENDED])?;
+        ensure!(pod["metadata"]["labels"][GPU_STATE].is_null(), "{}", pod["metadata"]["labels"]);
+        let conditions = pod["status"]["conditions"].to_string();
+        ensure!(!conditions.contains(RESIDENT), "{conditions}");
+        ensure!(conditions.contains("PodScheduled"), "{conditions}");
+        output::note("a pod that has ended has no label and no condition of it either");
+        containerd::run(self.0.kubectl().args(["delete", "pod", ENDED])).map(|_| ())
+    }
+}
+
+/// A pod with a CUDA program.
+pub struct Pod<'a> {
+    plane: &'a Plane<'a>,
+    node: &'a Node<'a>,
+    name: String,
+    lines: Lines,
+}
+
+impl<'a> Pod<'a> {
+    fn start(plane: &'a Plane<'a>, node: &'a Node<'a>, name: &str, pod: &Value) -> Result<Self> {
+        plane.apply(pod)?;
+        let lines = Lines::open(&node.world.dir().join("io").join(name))?;
+        let pod = plane
+            .until(&format!("pod {name} to run"), || {
+                let pod = plane.get(&["pod", name])?;
+                Ok((pod["status"]["phase"] == "Running").then_some(pod))
+            })
+            .with_context(|| describe(plane, name))?;
+        ensure!(pod["spec"]["runtimeClassName"] == "affinode", "{}", pod["spec"]);
+        ensure!(pod["spec"]["overhead"]["memory"] == "16Mi", "{}", pod["spec"]["overhead"]);
+        ensure!(pod["spec"]["nodeSelector"][LABEL] == "true", "{}", pod["spec"]["nodeSelector"]);
+        ensure!(pod["spec"]["nodeName"] == *node.name, "{}", pod["spec"]["nodeName"]);
+        Ok(Self { plane, node, name: name.into(), lines })
+    }
+
+    fn receive(&mut self, command: &str) -> Result<()> {
+        let line = self.lines.receive()?;
+        let wanted = format!("\"command\":\"{command}\",\"result\":0");
+        ensure!(line.contains(&wanted), "{line}");
+        Ok(())
+    }
+
+    fn is_moved_out(&mut self) -> Result<()> {
+        self.receive("open")?;
+        self.receive("fill")?;
+        self.tells("GPUOffloaded")
+    }
+
+    fn tells(&self, reason: &str) -> Result<()> {
+        let event = self.event(reason)?;
+        output::note(&format!("event of pod {}: {reason}: {event}", self.name));
+        Ok(())
+    }
+
+    /// By `kubectl exec`: its program is told to look at its memory.
+    fn call(&self) -> Result<()> {
+        let pipe = affinode_e2e::container::PIPES;
+        let script = format!("echo verify > {pipe}/in");
+        containerd::run(
+            self.plane.kubectl().args(["exec", &self.name, "--", "/bin/sh", "-c", &script]),
+        )
+        .map(|_| ())
+    }
+
+    /// Its memory leaves by itself once it has been idle. Its node is asked: an agent may be away,
+    /// too.
+    pub fn is_away(&self) -> Result<()> {
+        self.plane.until(&format!("the memory of {} to be away", self.name), || {
+            let known = self.node.world.cli().ps()?.containers;
+            let away = |c: &ContainerRow| c.pod == self.name && c.state == "Offloaded";
+            Ok(known.iter().any(away).then_some(()))
+        })
+    }
+
+    /// It is called, and answers with what it had; it is the container that it was.
+    pub fn comes_back(&mut self) -> Result<()> {
+        self.call()?;
+        self.receive("verify")?;
+        let pod = self.plane.get(&["pod", &self.name])?;
+        let restarts = &pod["status"]["containerStatuses"][0]["restartCount"];
+        ensure!(*restarts == 0, "{} was restarted {restarts} times", self.name);
+        Ok(())
+    }
+
+    /// The call is answered, and its pod is told.
+    fn is_back(&mut self) -> Result<()> {
+        self.receive("verify")?;
+        output::note("contents of its GPU memory: as before");
+        self.tells("GPURestored")
+    }
+
+    /// What its object says, in the label and the condition, at some time from now on.
+    fn stands(&self, states: &[&str], resident: &str, reason: &str) -> Result<String> {
+        self.plane
+            .until(&format!("label {GPU_STATE}={}", states.join(" or ")), || {
+                let pod = self.plane.get(&["pod", &self.name])?;
+                let conditions = pod["status"]["conditions"].as_array().cloned();
+                let ours = |c: &&Value| c["type"] == RESIDENT;
+                let conditions = conditions.unwrap_or_default();
+                let Some(condition) = conditions.iter().find(ours) else { return Ok(None) };
+                let fits =
+                    states.iter().any(|state| pod["metadata"]["labels"][GPU_STATE] == *state)
+                        && condition["status"] == resident
+                        && (reason.is_empty() || condition["reason"] == reason);
+                Ok(condition["message"].as_str().filter(|_| fits).map(str::to_owned))
+            })
+            .with_context(|| {
+                format!("{}{}", agent_log(self.plane), describe(self.plane, &self.name))
+            })
+    }
+
+    fn event(&self, reason: &str) -> Result<String> {
+        let named = format!("reason={reason},involvedObject.name={}", self.name);
+        self.plane
+            .until(&format!("event {reason}"), || {
+                let events = self.plane.get(&["events", "--field-selector", &named])?;
+                Ok(events["items"][0]["message"].as_str().map(str::to_owned))
+            })
+            .with_context(|| agent_log(self.plane))
+    }
+
+    /// Ends it.
+    pub fn delete(self) -> Result<()> {
+        containerd::run(self.plane.kubectl().args(["delete", "pod", &self.name])).map(|_| ())
+    }
+}
+
+fn describe(plane: &Plane<'_>, name: &str) -> String {
+    let told = plane.kubectl().args(["describe", "pod", name]).output();
+    told.map(|told| String::from_utf8_lossy(&told.stdout).into_owned()).unwrap_or_default()
+}

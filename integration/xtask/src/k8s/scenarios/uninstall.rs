@@ -1,0 +1,134 @@
+//! `helm uninstall`: off all nodes or none, and without a trace.
+
+use std::{fs, os::unix::fs::MetadataExt, path::PathBuf};
+
+use affinode_e2e::{containerd, installed::SHIM, processes::Process};
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+
+use super::{NAMESPACE, NODE, RELEASE, agent_log, is_labelled, step, wait_state};
+use crate::{
+    k8s::{control_plane::Plane, node::Node},
+    output,
+};
+
+/// What there is of Affinode in a cluster after `helm uninstall`: nothing.
+const KINDS: &str = "all,configmaps,serviceaccounts,roles,rolebindings,clusterroles,\
+    clusterrolebindings,runtimeclasses,mutatingwebhookconfigurations,\
+    mutatingadmissionpolicies,mutatingadmissionpolicybindings,secrets,\
+    validatingadmissionpolicies,validatingadmissionpolicybindings,\
+    poddisruptionbudgets,networkpolicies";
+/// What is of Affinode in a node's folder.
+const FILES: [&str; 4] = [
+    "prefix/bin/affinode",
+    "prefix/lib/affinode",
+    "affinode/conf.d",
+    "state-affinode/install.json",
+];
+
+/// What the nodes were like before.
+pub struct Before(Vec<NodeBefore>);
+
+struct NodeBefore {
+    config: Vec<u8>,
+    labels: Vec<String>,
+    annotations: Vec<String>,
+}
+
+impl Before {
+    pub fn look(plane: &Plane<'_>) -> Result<Self> {
+        let look = |node: &Node<'_>| -> Result<NodeBefore> {
+            let object = plane.get(&["node", &node.name])?;
+            Ok(NodeBefore {
+                config: fs::read(node.config_file())?,
+                labels: keys(&object["metadata"]["labels"]),
+                annotations: keys(&object["metadata"]["annotations"]),
+            })
+        };
+        plane.nodes().iter().map(look).collect::<Result<_>>().map(Before)
+    }
+}
+
+fn keys(object: &Value) -> Vec<String> {
+    object.as_object().into_iter().flatten().map(|(key, _)| key.clone()).collect()
+}
+
+/// Nobody loses a shim: an uninstallation that would take it away changes nothing, on no node.
+pub fn waits_for_pods(plane: &Plane<'_>) -> Result<()> {
+    step("helm uninstall, while a pod of the class runs on one node");
+    for node in &plane.nodes()[1..] {
+        plane.until("the shims of its pods to end", || {
+            let ours = |shim: &Process| shim.command.contains(SHIM);
+            Ok((!node.world.shims()?.iter().any(ours)).then_some(()))
+        })?;
+    }
+    let installed = plane.nodes().iter().map(written).collect::<Result<Vec<_>>>()?;
+    let words = ["uninstall", RELEASE, "-n", NAMESPACE, "--timeout=120s"];
+    let output = plane.helm().args(words).output()?;
+    if output.status.success() {
+        bail!("it was uninstalled below a running pod");
+    }
+    let logs = ["-n", NAMESPACE, "logs", "job/affinode-uninstall", "--tail=3"];
+    let said = containerd::run(plane.kubectl().args(logs))?;
+    let because = format!("because of {NODE}: cannot be taken off");
+    ensure!(said.contains("end their containers first") && said.contains(&because), "{said}");
+    ensure!(said.matches("cannot be taken off").count() == 1, "{said}");
+    output::note(said.trim().lines().last().unwrap_or_default());
+    for (node, installed) in plane.nodes().iter().zip(installed) {
+        wait_state(plane, &node.name, |state| state == "served")?;
+        plane.until("the label", || Ok(is_labelled(plane, &node.name)?.then_some(())))?;
+        let now = written(node)?;
+        ensure!(now == installed, "{} was touched: {now:?}, was {installed:?}", node.name);
+    }
+    output::note("on every node all of it is as it was, and was never touched: served");
+    Ok(())
+}
+
+/// Which files there are, and when each was written.
+fn written(node: &Node<'_>) -> Result<Vec<(PathBuf, u64, i64)>> {
+    let files = FILES.iter().map(|file| node.world.dir().join(file)).chain([node.config_file()]);
+    files
+        .map(|file| {
+            let found = fs::metadata(&file).with_context(|| file.display().to_string())?;
+            Ok((file, found.ino(), found.mtime_nsec()))
+        })
+        .collect()
+}
+
+pub fn all(plane: &Plane<'_>) -> Result<()> {
+    step("helm uninstall");
+    containerd::run(plane.helm().args(["uninstall", RELEASE, "-n", NAMESPACE, "--timeout=180s"]))
+        .map(|_| ())
+        .with_context(|| agent_log(plane))
+}
+
+/// On no node, and in no object of the cluster.
+pub fn left_nothing(plane: &Plane<'_>, before: &Before) -> Result<()> {
+    for (node, before) in plane.nodes().iter().zip(&before.0) {
+        left_nothing_on(plane, node, before).with_context(|| node.name.clone())?;
+    }
+    plane.until("the agents' pods to go", || {
+        let ours = ["-A", "-l", "app.kubernetes.io/instance=affinode", "-o", "name"];
+        let text = containerd::run(plane.kubectl().args(["get", KINDS]).args(ours))?;
+        Ok(text.trim().is_empty().then_some(()))
+    })?;
+    output::note(
+        "the cluster has no object of it, no node a label, annotation or file; \
+               containerd's configuration is byte for byte as before",
+    );
+    Ok(())
+}
+
+fn left_nothing_on(plane: &Plane<'_>, node: &Node<'_>, before: &NodeBefore) -> Result<()> {
+    let object = plane.get(&["node", &node.name])?;
+    let labels = keys(&object["metadata"]["labels"]);
+    ensure!(labels == before.labels, "labels are left: {labels:?}");
+    let annotations = keys(&object["metadata"]["annotations"]);
+    let left: Vec<_> = annotations.iter().filter(|key| !before.annotations.contains(key)).collect();
+    ensure!(left.is_empty(), "annotations are left: {left:?}");
+    ensure!(fs::read(node.config_file())? == before.config, "containerd's configuration differs");
+    for gone in FILES {
+        ensure!(!node.world.dir().join(gone).exists(), "{gone} is left");
+    }
+    plane.until("the controller to end", || Ok(node.world.controller()?.is_none().then_some(())))
+}

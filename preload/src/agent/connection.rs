@@ -1,0 +1,231 @@
+//! The agent's connection to the controller.
+
+use core::ffi::{CStr, c_char, c_void};
+
+use affinode_proto::paths::{AGENT_SOCKET_ENV, CONTAINER_AGENT_SOCKET, ENGINE_FILE};
+use affinode_proto::wire::message::{AgentMessage, ControllerMessage, FRAME_BYTES};
+
+use crate::fds::{self, TrackedFd};
+use crate::{libc, sys};
+
+const FIRST_BACKOFF_MS: u64 = 100;
+const MAX_BACKOFF_MS: u64 = 5_000;
+/// How long a Welcome is waited for.
+const WELCOME_WITHIN_US: u64 = 5_000_000;
+
+/// The value of the variable that names another socket, null when it is not set. Asked
+/// on the application's thread, as it may change its environment right afterwards.
+pub fn named_socket() -> *mut c_void {
+    // The environment of a setuid program is its caller's.
+    let value = libc::environment(AGENT_SOCKET_ENV.as_bytes()).filter(|_| !libc::is_secure());
+    value.map_or(core::ptr::null_mut(), |v| v.as_ptr().cast_mut().cast())
+}
+
+/// The socket that the agent connects to. `named` is what [`named_socket`] gave.
+fn socket_path<'a>(named: *const c_void) -> &'a [u8] {
+    if named.is_null() {
+        CONTAINER_AGENT_SOCKET.as_bytes()
+    } else {
+        // SAFETY: a string of the environment, which libc never frees.
+        unsafe { CStr::from_ptr(named.cast::<c_char>()) }.to_bytes()
+    }
+}
+
+/// The file beside that socket which has the word of the engine.
+pub fn engine_file(named: *const c_void, buffer: &mut [u8; PATH_BYTES]) -> Option<&CStr> {
+    let socket = socket_path(named);
+    let slash = socket.iter().rposition(|byte| *byte == b'/')?;
+    let path = socket.iter().take(slash + 1).chain(ENGINE_FILE.as_bytes()).chain(&[0]);
+    *buffer = [0; PATH_BYTES];
+    for (to, from) in buffer.iter_mut().zip(path) {
+        *to = *from;
+    }
+    // One that is too long has no end.
+    CStr::from_bytes_until_nul(buffer).ok()
+}
+
+/// The longest path of a socket, with its end.
+pub const PATH_BYTES: usize = 108;
+
+/// A connection, or the wait for one.
+pub struct ControllerConnection {
+    path: [u8; PATH_BYTES],
+    path_bytes: usize,
+    tid: u32,
+    page_file: TrackedFd,
+    socket: Option<TrackedFd>,
+    welcomed: bool,
+    /// While connected: when a Welcome must have come. Else: when to try again.
+    due_us: u64,
+    backoff_ms: u64,
+    frame: [u8; FRAME_BYTES],
+    received: usize,
+    /// Came with the frame that is being received.
+    descriptor: Option<sys::Descriptor>,
+}
+
+/// What the controller has to say.
+pub enum ReceivedMessage {
+    /// Nothing more for now.
+    Nothing,
+    /// A message, and what came along.
+    Message(ControllerMessage, Option<sys::Descriptor>),
+    /// The connection is gone, or was dropped because of what came.
+    Lost,
+}
+
+impl ControllerConnection {
+    /// A link that has not tried yet. `named` is what [`named_socket`] gave.
+    pub fn new(named: *const c_void, tid: u32, page_file: TrackedFd) -> ControllerConnection {
+        fds::PAGE.set(page_file);
+        let path = socket_path(named);
+        let mut link = ControllerConnection {
+            path: [0; PATH_BYTES],
+            path_bytes: path.len(),
+            tid,
+            page_file,
+            socket: None,
+            welcomed: false,
+            due_us: 0,
+            backoff_ms: FIRST_BACKOFF_MS,
+            frame: [0; FRAME_BYTES],
+            received: 0,
+            descriptor: None,
+        };
+        for (to, from) in link.path.iter_mut().zip(path) {
+            *to = *from;
+        }
+        link
+    }
+
+    /// Whether the controller has taken the process under management.
+    pub fn is_welcomed(&self) -> bool {
+        self.welcomed
+    }
+
+    /// Whether there is no connection at all: the last attempt failed, or one has ended.
+    pub fn is_alone(&self) -> bool {
+        self.socket.is_none()
+    }
+
+    /// The controller said welcome.
+    pub fn set_welcomed(&mut self) {
+        self.welcomed = true;
+        self.backoff_ms = FIRST_BACKOFF_MS;
+    }
+
+    /// Connects and says hello when it is time to; gives up a connection that is not
+    /// answered or whose descriptor was taken away.
+    pub fn keep(&mut self, now_us: u64, hello: impl FnOnce() -> AgentMessage) {
+        if let Some(socket) = self.socket {
+            let overdue = !self.welcomed && now_us >= self.due_us;
+            if overdue || socket.get().is_none() {
+                self.lose(now_us);
+            }
+        } else if now_us >= self.due_us && !self.connect(now_us, hello) {
+            self.lose(now_us);
+        }
+    }
+
+    fn connect(&mut self, now_us: u64, hello: impl FnOnce() -> AgentMessage) -> bool {
+        let Some(path) = self.path.get(..self.path_bytes) else {
+            return false;
+        };
+        let Ok(fd) = sys::connect(path, self.tid, sys::SIGURG) else {
+            return false;
+        };
+        let Some(socket) = TrackedFd::note(fd) else {
+            return false;
+        };
+        self.socket = Some(socket);
+        fds::SOCKET.set(socket);
+        (self.received, self.descriptor) = (0, None);
+        self.due_us = now_us + WELCOME_WITHIN_US;
+        let Some(page_fd) = self.page_file.get() else {
+            return false;
+        };
+        sys::send(fd, &hello().encode(), Some(page_fd)) == Ok(FRAME_BYTES)
+    }
+
+    /// Ends the connection; the next attempt comes after a pause that grows.
+    pub fn lose(&mut self, now_us: u64) {
+        if let Some(socket) = self.socket.take() {
+            socket.close();
+        }
+        self.welcomed = false;
+        self.due_us = now_us + self.backoff_ms * 1_000;
+        self.backoff_ms = (2 * self.backoff_ms).min(MAX_BACKOFF_MS);
+    }
+
+    /// How long to sleep at most before [`Self::keep`] has something to do.
+    pub fn patience_ms(&self, now_us: u64) -> u64 {
+        if self.welcomed {
+            MAX_BACKOFF_MS
+        } else {
+            self.due_us.saturating_sub(now_us).div_ceil(1_000)
+        }
+    }
+
+    /// Sends a message. A connection that does not take it is given up.
+    pub fn send(&mut self, now_us: u64, message: &AgentMessage) {
+        let fd = self.socket.and_then(|socket| socket.get());
+        let sent = fd.is_some_and(|fd| sys::send(fd, &message.encode(), None) == Ok(FRAME_BYTES));
+        if !sent {
+            self.lose(now_us);
+        }
+    }
+
+    /// The next message, without waiting for one.
+    pub fn receive(&mut self, now_us: u64) -> ReceivedMessage {
+        let Some(socket) = self.socket else {
+            return ReceivedMessage::Nothing;
+        };
+        while self.received < FRAME_BYTES {
+            let (Some(fd), Some(rest)) = (socket.get(), self.frame.get_mut(self.received..)) else {
+                self.lose(now_us);
+                return ReceivedMessage::Lost;
+            };
+            match sys::receive(fd, rest) {
+                Ok((bytes, descriptor)) if bytes > 0 => {
+                    self.received += bytes;
+                    self.descriptor = descriptor.or(self.descriptor.take());
+                }
+                Err(sys::EAGAIN | sys::EINTR) => return ReceivedMessage::Nothing,
+                _ => {
+                    self.lose(now_us);
+                    return ReceivedMessage::Lost;
+                }
+            }
+        }
+        self.received = 0;
+        let descriptor = self.descriptor.take();
+        if let Ok(message) = ControllerMessage::decode(&self.frame) {
+            ReceivedMessage::Message(message, descriptor)
+        } else {
+            self.lose(now_us);
+            ReceivedMessage::Lost
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_engines_word_lies_beside_the_socket() {
+        let mut buffer = [1; PATH_BYTES];
+        let mut beside = |socket: Option<&CStr>| {
+            let named = socket.map_or(core::ptr::null(), |socket| socket.as_ptr().cast());
+            engine_file(named, &mut buffer).map(CStr::to_owned)
+        };
+        assert_eq!(beside(None).as_deref(), Some(c"/.affinode/run/engine"));
+        assert_eq!(beside(Some(c"/run/x/agent.sock")).as_deref(), Some(c"/run/x/engine"));
+        assert_eq!(beside(Some(c"agent.sock")), None);
+        for (folder_bytes, fits) in [(PATH_BYTES - 9, true), (PATH_BYTES - 8, false)] {
+            let socket = format!("/{}/s", "x".repeat(folder_bytes));
+            let socket = std::ffi::CString::new(socket).unwrap();
+            assert_eq!(beside(Some(&socket)).is_some(), fits);
+        }
+    }
+}

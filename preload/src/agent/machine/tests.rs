@@ -1,0 +1,571 @@
+use super::*;
+
+mod copied_out;
+mod copier;
+
+/// A process in which everything works, until told otherwise.
+struct Fake {
+    gate: Gate,
+    sealed: bool,
+    /// Since the gate was set.
+    fenced: bool,
+    can_fence: bool,
+    phases: Vec<Phase>,
+    generation: u64,
+    state: u32,
+    now_us: u64,
+    inside_until_us: u64,
+    waiters: bool,
+    eligible: bool,
+    /// A tool is in the process.
+    tools: bool,
+    room: bool,
+    fails: Option<(DriverCall, u32)>,
+    /// What fails has been done all the same.
+    fails_late: bool,
+    calls: Vec<DriverCall>,
+    returns_ended: u32,
+    /// Memory that can be carried, and whether it is parked.
+    carries: bool,
+    parked: bool,
+    /// The driver has no hold of the host memory.
+    let_go: bool,
+    /// Memory of another's making that is not parked.
+    imported: bool,
+    /// A copier fills.
+    with_copier: bool,
+    /// So many bytes are handed to a copier at a park, while it says that it copies.
+    hands: u64,
+    handed: u64,
+    /// A copier was told that the process is away.
+    announced: bool,
+    /// Room that was asked for without a controller.
+    asked_room: u64,
+    /// What the next copy fails with.
+    copy_fails: Option<u32>,
+    /// What the driver answers every call with.
+    broken: Option<u32>,
+    damaged: bool,
+    /// What the driver says of the process, whatever it did.
+    says: Option<Option<u32>>,
+}
+
+impl Fake {
+    fn new() -> Fake {
+        Fake {
+            gate: Gate::Open,
+            sealed: false,
+            fenced: false,
+            can_fence: true,
+            phases: Vec::new(),
+            generation: 0,
+            state: process_state::RUNNING,
+            now_us: 0,
+            inside_until_us: 0,
+            waiters: false,
+            eligible: true,
+            tools: false,
+            room: true,
+            fails: None,
+            fails_late: false,
+            calls: Vec::new(),
+            returns_ended: 0,
+            carries: false,
+            parked: false,
+            let_go: false,
+            imported: false,
+            with_copier: false,
+            hands: 0,
+            handed: 0,
+            announced: false,
+            asked_room: 0,
+            copy_fails: None,
+            broken: None,
+            damaged: false,
+            says: None,
+        }
+    }
+}
+
+impl Host for Fake {
+    fn set_gate(&mut self, gate: Gate) {
+        self.fenced = false;
+        self.gate = if self.damaged && gate != Gate::Closed { Gate::Damaged } else { gate };
+    }
+    fn set_sealed(&mut self, sealed: bool) {
+        self.sealed = sealed;
+    }
+    fn set_phase(&mut self, phase: Phase) {
+        self.phases.push(phase);
+    }
+    fn next_generation(&mut self) {
+        self.generation += 1;
+    }
+    fn fence(&mut self) -> bool {
+        self.fenced = self.can_fence;
+        self.can_fence
+    }
+    fn drained(&mut self, _: CallAdmission) -> bool {
+        assert!(self.fenced, "counts prove nothing before a fence behind the gate's change");
+        self.now_us >= self.inside_until_us
+    }
+    fn has_waiters(&mut self) -> bool {
+        self.waiters
+    }
+    fn sleep_us(&mut self, us: u64) {
+        self.now_us += us;
+    }
+    fn now_us(&mut self) -> u64 {
+        self.now_us
+    }
+    fn is_eligible(&mut self) -> bool {
+        self.eligible
+    }
+    fn keeps_context(&mut self) -> bool {
+        self.tools
+    }
+    fn call(&mut self, call: DriverCall) -> Option<u32> {
+        assert_eq!(self.gate, Gate::Closed, "{call:?} with the gate open");
+        self.calls.push(call);
+        let fails = self.fails.filter(|(failing, _)| *failing == call);
+        if let Some((_, code)) = fails
+            && !self.fails_late
+        {
+            return Some(code);
+        }
+        self.state = match call {
+            DriverCall::Lock(_) | DriverCall::Restore | DriverCall::RestoreOn(..) => {
+                process_state::LOCKED
+            }
+            DriverCall::Checkpoint => process_state::CHECKPOINTED,
+            DriverCall::Unlock => process_state::RUNNING,
+        };
+        Some(fails.map_or(result::SUCCESS, |(_, code)| code))
+    }
+    fn state(&mut self) -> Option<u32> {
+        self.says.unwrap_or(Some(self.state))
+    }
+    fn note_threads(&mut self) {
+        assert_eq!(self.state, process_state::RUNNING, "before the lock");
+    }
+    fn has_driver_ended(&mut self) -> bool {
+        self.fails.is_some_and(|(_, code)| code == result::DEINITIALIZED)
+    }
+    fn park(&mut self, how: CopyOptions, _vram_bytes: u64) -> Result<(), u32> {
+        assert_eq!((self.gate, self.state), (Gate::Closed, process_state::RUNNING));
+        if let Some(code) = self.copy_fails.take() {
+            return Err(code);
+        }
+        self.parked = self.carries;
+        self.handed = if how.then_checkpoint { self.hands } else { 0 };
+        Ok(())
+    }
+    fn unpark(&mut self) -> Result<(), u32> {
+        assert_eq!((self.gate, self.state), (Gate::Closed, process_state::RUNNING));
+        if let Some(code) = self.copy_fails.take() {
+            return Err(code);
+        }
+        (self.parked, self.handed) = (false, 0);
+        Ok(())
+    }
+    fn settle(&mut self) -> bool {
+        assert_eq!(self.state, process_state::CHECKPOINTED, "beside the checkpoint");
+        if self.with_copier {
+            self.handed = 0;
+        }
+        self.handed == 0
+    }
+    fn handed_bytes(&mut self) -> u64 {
+        self.handed
+    }
+    fn is_parked(&mut self) -> bool {
+        self.parked
+    }
+    fn let_go_of_parked(&mut self, _: u64) {
+        assert_eq!(self.state, process_state::RUNNING);
+        self.let_go = true;
+    }
+    fn announce_away(&mut self) {
+        self.announced = true;
+        assert_eq!(self.state, process_state::CHECKPOINTED);
+    }
+    fn announce_restore(&mut self) {
+        assert_eq!(self.state, process_state::CHECKPOINTED);
+        self.with_copier = true;
+    }
+    fn leave_copier(&mut self) {
+        self.with_copier = false;
+    }
+    fn holds_imported(&mut self) -> bool {
+        self.imported
+    }
+    fn can_move(&mut self, _: u8, to: u8) -> bool {
+        to < 2
+    }
+    fn is_broken(&mut self, code: u32) -> bool {
+        assert_eq!(self.state, process_state::RUNNING, "elsewhere no call may be made");
+        self.broken == Some(code)
+    }
+    fn set_damaged(&mut self) {
+        self.damaged = true;
+    }
+    fn begin_return(&mut self, vram_bytes: u64) -> bool {
+        self.asked_room = vram_bytes;
+        self.room
+    }
+    fn end_return(&mut self) {
+        self.returns_ended += 1;
+    }
+}
+
+const CLOSE: Action = Action::Close { deadline_ms: 50 };
+const LOCK: Action = Action::Lock { timeout_ms: 100 };
+const CHECKPOINT: Action = Action::Checkpoint { vram_bytes: 1 << 30 };
+
+/// A process that a controller has welcomed.
+fn running(host: &mut Fake) -> OrderMachine {
+    let mut machine = OrderMachine::new();
+    machine.release_allocations(host);
+    machine
+}
+
+fn away(host: &mut Fake) -> OrderMachine {
+    let mut machine = running(host);
+    for action in [CLOSE, LOCK, CHECKPOINT] {
+        assert_eq!(machine.carry_out(host, action), (Outcome::Done, 0));
+    }
+    machine
+}
+
+/// A process in this phase.
+fn at(phase: Phase) -> (Fake, OrderMachine) {
+    let mut host = Fake::new();
+    let mut machine = running(&mut host);
+    for action in [CLOSE, LOCK, CHECKPOINT] {
+        if machine.phase() != phase {
+            assert_eq!(machine.carry_out(&mut host, action), (Outcome::Done, 0));
+        }
+    }
+    assert_eq!(machine.phase(), phase);
+    (host, machine)
+}
+
+#[test]
+fn out_and_back() {
+    let mut host = Fake::new();
+    let mut machine = away(&mut host);
+    assert_eq!((machine.phase(), host.gate), (Phase::Checkpointed, Gate::Closed));
+    for action in [Action::Restore, Action::Unlock, Action::Open] {
+        assert_eq!(machine.carry_out(&mut host, action), (Outcome::Done, 0));
+    }
+    assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open));
+    assert_eq!(host.generation, 1);
+    let passed = [Phase::Closing, Phase::Locking, Phase::Checkpointing, Phase::Restoring];
+    assert!(passed.iter().all(|phase| host.phases.contains(phase)));
+}
+
+/// It, or the controller, was stopped for a while: the VRAM may be another's by now.
+#[test]
+fn an_order_to_come_back_that_is_old_is_not_carried_out() {
+    let mut host = Fake::new();
+    let mut machine = away(&mut host);
+    host.now_us = 60_000_000;
+    for decided_ms in [1, 60_000 - PROOF_TTL_MS - 1] {
+        assert_eq!(machine.obey(&mut host, Action::Restore, decided_ms), (Outcome::Late, 0));
+    }
+    assert_eq!(
+        (machine.phase(), host.calls.last()),
+        (Phase::Checkpointed, Some(&DriverCall::Checkpoint))
+    );
+    let in_time = 60_000 - PROOF_TTL_MS;
+    assert_eq!(machine.obey(&mut host, Action::Restore, in_time), (Outcome::Done, 0));
+    // What takes no VRAM is never late.
+    assert_eq!(machine.obey(&mut host, Action::Unlock, 1), (Outcome::Done, 0));
+}
+
+#[test]
+fn calls_that_end_in_time_are_waited_for_and_others_reopen_the_gate() {
+    let mut host = Fake::new();
+    host.inside_until_us = 49_000;
+    assert_eq!(running(&mut host).carry_out(&mut host, CLOSE).0, Outcome::Done);
+    let mut host = Fake::new();
+    host.inside_until_us = 80_000;
+    assert_eq!(running(&mut host).carry_out(&mut host, CLOSE).0, Outcome::Busy);
+    assert_eq!(host.gate, Gate::Open);
+}
+
+#[test]
+fn a_caller_at_the_gate_turns_a_close_round() {
+    let mut host = Fake::new();
+    (host.inside_until_us, host.waiters) = (40_000, true);
+    assert_eq!(running(&mut host).carry_out(&mut host, CLOSE).0, Outcome::Busy);
+    assert!(host.now_us < 1_000);
+}
+
+#[test]
+fn orders_that_do_not_fit_do_nothing() {
+    let mut host = Fake::new();
+    let mut machine = running(&mut host);
+    for action in [LOCK, CHECKPOINT, Action::Restore, Action::Unlock, Action::Open] {
+        assert_eq!(machine.carry_out(&mut host, action).0, Outcome::WrongPhase);
+    }
+    let mut machine = away(&mut host);
+    host.calls.clear();
+    for action in [CLOSE, LOCK, CHECKPOINT, Action::Unlock, Action::Open] {
+        assert_eq!(machine.carry_out(&mut host, action).0, Outcome::WrongPhase);
+    }
+    assert!(host.calls.is_empty());
+    assert_eq!(host.gate, Gate::Closed, "nothing opens a gate while away");
+}
+
+#[test]
+fn an_unsafe_process_is_not_locked() {
+    let mut host = Fake::new();
+    host.eligible = false;
+    let mut machine = running(&mut host);
+    machine.carry_out(&mut host, CLOSE);
+    assert_eq!(machine.carry_out(&mut host, LOCK).0, Outcome::Unsupported);
+    assert!(host.calls.is_empty());
+}
+
+#[test]
+fn the_drivers_word_decides_after_an_error() {
+    for (failing, code, outcome, phase) in [
+        (DriverCall::Lock(100), 600, Outcome::Busy, Phase::Closed),
+        (DriverCall::Lock(100), 304, Outcome::DriverError, Phase::Closed),
+        (DriverCall::Checkpoint, 801, Outcome::DriverError, Phase::Locked),
+    ] {
+        let mut host = Fake::new();
+        host.fails = Some((failing, code));
+        let mut machine = running(&mut host);
+        let ended = [CLOSE, LOCK, CHECKPOINT]
+            .map(|action| machine.carry_out(&mut host, action))
+            .into_iter()
+            .find(|ended| ended.0 != Outcome::Done);
+        assert_eq!(ended, Some((outcome, code)));
+        assert_eq!(machine.phase(), phase, "{failing:?}");
+    }
+}
+
+#[test]
+fn a_process_that_was_moved_from_outside_is_believed() {
+    let mut host = Fake::new();
+    let mut machine = away(&mut host);
+    host.state = process_state::RUNNING;
+    assert_eq!(machine.carry_out(&mut host, Action::Open).0, Outcome::Done);
+}
+
+#[test]
+fn it_brings_itself_back_only_where_there_is_room() {
+    let mut host = Fake::new();
+    let mut machine = away(&mut host);
+    host.room = false;
+    assert!(!machine.bring_back(&mut host));
+    assert_eq!((machine.phase(), host.gate), (Phase::Checkpointed, Gate::Closed));
+    host.room = true;
+    assert!(machine.bring_back(&mut host));
+    assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open));
+}
+
+#[test]
+fn a_failed_restore_leaves_the_gate_closed() {
+    let mut host = Fake::new();
+    let mut machine = away(&mut host);
+    host.fails = Some((DriverCall::Restore, result::OUT_OF_MEMORY));
+    assert!(!machine.bring_back(&mut host));
+    assert_eq!((machine.phase(), host.gate), (Phase::Checkpointed, Gate::Closed));
+}
+
+#[test]
+fn allocations_are_held_and_released_while_the_rest_runs() {
+    let hold = Action::HoldAllocations { deadline_ms: 10 };
+    let mut host = Fake::new();
+    let mut machine = running(&mut host);
+    assert_eq!(machine.carry_out(&mut host, hold).0, Outcome::Done);
+    assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::AllocationsHeld));
+    machine.carry_out(&mut host, Action::ReleaseAllocations);
+    assert_eq!(host.gate, Gate::Open);
+    host.inside_until_us = host.now_us + 20_000;
+    assert_eq!(machine.carry_out(&mut host, hold).0, Outcome::Busy);
+    let held = (host.gate, machine.allocations_held());
+    assert_eq!(held, (Gate::AllocationsHeld, true), "no allocation begins before the release");
+    machine.carry_out(&mut host, Action::ReleaseAllocations);
+    assert_eq!((host.gate, machine.allocations_held()), (Gate::Open, false));
+}
+
+#[test]
+fn a_hold_outlasts_a_way_out_and_back() {
+    let hold = Action::HoldAllocations { deadline_ms: 10 };
+    let mut host = Fake::new();
+    let mut machine = away(&mut host);
+    assert_eq!(machine.carry_out(&mut host, hold).0, Outcome::Done);
+    assert_eq!(host.gate, Gate::Closed, "a hold lets nobody in");
+    for action in [Action::Restore, Action::Unlock, Action::Open] {
+        assert_eq!(machine.carry_out(&mut host, action), (Outcome::Done, 0));
+    }
+    assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::AllocationsHeld));
+    machine.carry_out(&mut host, Action::ReleaseAllocations);
+    assert_eq!(host.gate, Gate::Open);
+}
+
+#[test]
+fn a_release_while_it_is_away_lets_nobody_in() {
+    let mut host = Fake::new();
+    let mut machine = away(&mut host);
+    machine.carry_out(&mut host, Action::HoldAllocations { deadline_ms: 10 });
+    machine.carry_out(&mut host, Action::ReleaseAllocations);
+    assert_eq!(host.gate, Gate::Closed);
+}
+
+#[test]
+fn a_new_process_holds_its_allocations() {
+    assert!(OrderMachine::new().allocations_held());
+}
+
+#[test]
+fn a_process_that_ends_while_away_is_let_go() {
+    let mut host = Fake::new();
+    let mut machine = away(&mut host);
+    host.fails = Some((DriverCall::Restore, result::DEINITIALIZED));
+    let ended = machine.carry_out(&mut host, Action::Restore);
+    assert_eq!(ended, (Outcome::DriverError, result::DEINITIALIZED));
+    assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open));
+
+    let mut host = Fake::new();
+    let mut machine = away(&mut host);
+    host.fails = Some((DriverCall::Restore, result::DEINITIALIZED));
+    assert!(machine.bring_back(&mut host), "without a controller, too");
+    assert_eq!(host.returns_ended, 1);
+}
+
+/// The driver cannot restore it, for ever: callers are told instead of waiting, and none of them
+/// reaches a driver whose state is not there.
+#[test]
+fn lost_restore_is_told_after_three_attempts() {
+    for failing in [DriverCall::Restore, DriverCall::Unlock] {
+        let mut host = Fake::new();
+        let mut machine = away(&mut host);
+        host.fails = Some((failing, result::ECC_UNCORRECTABLE));
+        for attempt in 1..=3 {
+            assert_eq!(host.gate, Gate::Closed, "{failing:?} {attempt}");
+            assert!(machine.bring_back(&mut host) == (attempt == 3));
+        }
+        assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Damaged), "{failing:?}");
+        assert_ne!(host.state, process_state::RUNNING);
+    }
+}
+
+/// After each step the driver's own state decides, whatever the step returned.
+#[test]
+fn drivers_state_decides_against_its_code() {
+    let steps = [
+        (LOCK, Phase::Closed, process_state::RUNNING, Phase::Closed),
+        (CHECKPOINT, Phase::Locked, process_state::LOCKED, Phase::Locked),
+        (CHECKPOINT, Phase::Locked, process_state::RUNNING, Phase::Closed),
+        (Action::Restore, Phase::Checkpointed, process_state::CHECKPOINTED, Phase::Checkpointed),
+        (Action::Restore, Phase::Checkpointed, process_state::FAILED, Phase::Checkpointed),
+        (Action::Unlock, Phase::Locked, process_state::LOCKED, Phase::Locked),
+    ];
+    for (action, before, says, after) in steps {
+        let (mut host, mut machine) = at(before);
+        host.says = Some(Some(says));
+        let ended = machine.carry_out(&mut host, action);
+        // It returned success, and has not done it.
+        assert_eq!(ended, (Outcome::DriverError, 0), "{action:?} {says}");
+        assert_eq!((machine.phase(), host.gate), (after, Gate::Closed), "{action:?} {says}");
+        assert_eq!(host.phases.last(), Some(&after));
+    }
+    // It returned an error, and has done it.
+    let made = [
+        (
+            CHECKPOINT,
+            DriverCall::Checkpoint,
+            Phase::Locked,
+            process_state::CHECKPOINTED,
+            Phase::Checkpointed,
+        ),
+        (
+            Action::Restore,
+            DriverCall::Restore,
+            Phase::Checkpointed,
+            process_state::LOCKED,
+            Phase::Locked,
+        ),
+        (LOCK, DriverCall::Lock(100), Phase::Closed, process_state::LOCKED, Phase::Locked),
+    ];
+    for (action, call, before, says, after) in made {
+        let (mut host, mut machine) = at(before);
+        (host.fails, host.fails_late) = (Some((call, 999)), true);
+        assert_eq!(machine.carry_out(&mut host, action), (Outcome::DriverError, 999), "{action:?}");
+        assert_eq!((machine.phase(), host.state), (after, says), "{action:?}");
+    }
+    // Not ready, but locked after all: no lock that is to be tried again.
+    let (mut host, mut machine) = at(Phase::Closed);
+    host.fails = Some((DriverCall::Lock(100), result::NOT_READY));
+    host.says = Some(Some(process_state::LOCKED));
+    assert_eq!(machine.carry_out(&mut host, LOCK), (Outcome::DriverError, result::NOT_READY));
+    assert_eq!(machine.phase(), Phase::Locked);
+}
+
+/// A driver that cannot say where the process is, is believed by its codes.
+#[test]
+fn code_decides_where_driver_has_no_state() {
+    for says in [None, Some(77)] {
+        let (mut host, mut machine) = at(Phase::Closed);
+        host.says = Some(says);
+        assert_eq!(machine.carry_out(&mut host, LOCK), (Outcome::Done, 0));
+        assert_eq!(machine.phase(), Phase::Locked);
+        host.fails = Some((DriverCall::Checkpoint, 1));
+        assert_eq!(machine.carry_out(&mut host, CHECKPOINT), (Outcome::DriverError, 1));
+        assert_eq!(machine.phase(), Phase::Locked);
+    }
+}
+
+#[test]
+fn close_without_fence_is_busy() {
+    let mut host = Fake::new();
+    host.can_fence = false;
+    let mut machine = running(&mut host);
+    assert_eq!(machine.carry_out(&mut host, CLOSE).0, Outcome::Busy);
+    assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open));
+    let hold = Action::HoldAllocations { deadline_ms: 10 };
+    assert_eq!(machine.carry_out(&mut host, hold).0, Outcome::Busy);
+    assert_eq!(host.phases.last(), Some(&Phase::Open));
+}
+
+/// The seal stands from the proof on until calls go through again, and not before it.
+#[test]
+fn gate_is_sealed_once_counts_are_proven() {
+    let mut host = Fake::new();
+    host.inside_until_us = 80_000;
+    let mut machine = running(&mut host);
+    assert_eq!(machine.carry_out(&mut host, CLOSE).0, Outcome::Busy);
+    assert!(!host.sealed);
+    host.inside_until_us = 0;
+    assert_eq!(machine.carry_out(&mut host, CLOSE).0, Outcome::Done);
+    assert!(host.sealed);
+    // A hold that was ordered meanwhile is sealed as well when the gate opens.
+    let hold = Action::HoldAllocations { deadline_ms: 10 };
+    machine.carry_out(&mut host, hold);
+    machine.carry_out(&mut host, Action::Open);
+    assert_eq!((host.gate, host.sealed), (Gate::AllocationsHeld, true));
+    // A later one begins anew: calls that nest are let through until they are counted out.
+    machine.carry_out(&mut host, Action::ReleaseAllocations);
+    host.inside_until_us = host.now_us + 80_000;
+    assert_eq!(machine.carry_out(&mut host, hold).0, Outcome::Busy);
+    assert!(!host.sealed);
+}
+
+#[test]
+fn ended_driver_opens_the_gate_without_orders() {
+    let mut host = Fake::new();
+    let mut machine = away(&mut host);
+    assert!(!machine.has_ended(&mut host));
+    assert_eq!((machine.phase(), host.gate), (Phase::Checkpointed, Gate::Closed));
+    let asked = host.calls.len();
+    host.fails = Some((DriverCall::Restore, result::DEINITIALIZED));
+    assert!(machine.has_ended(&mut host));
+    assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open));
+    assert_eq!(host.calls.len(), asked, "no return was tried");
+    assert!(!machine.has_ended(&mut host), "an open process is left as it is");
+}

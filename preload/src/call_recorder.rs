@@ -1,0 +1,300 @@
+//! Recording calls, while somebody watches: the writing side of the page's ring
+//! ([`affinode_proto::wire::calls`]).
+//!
+//! ```text
+//! thunk: gate and one_in both 0 ──> (nobody watches, nothing below happens)
+//!        gate 0, one_in not: skip -= 1, still not below 0 ──> call unrecorded
+//!                            below 0 ──> slow path: begin ──> call ──> end
+//! ```
+//!
+//! How many calls are skipped is drawn anew each time, so a program whose calls repeat in
+//! a rhythm is not always met at the same one. No lock, no system call, no wait: a thread
+//! that finds the ring full counts and goes on.
+
+use core::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
+
+use affinode_cuda_sys::size;
+use affinode_proto::wire::call_ring::{self, RECORD_BYTES, RECORDS, RING_OFFSET, record};
+use affinode_proto::wire::counters::SLOTS_OFFSET;
+
+use crate::counters::{CounterPage, ThreadSlot};
+use crate::{libc, sys};
+
+/// While the ring is full, at least so many calls go by between two looks at it.
+const PAUSE: u32 = 63;
+
+/// How calls of a slot are picked. Written as the slot's counters are.
+#[repr(C)]
+pub struct CallSampler {
+    /// Calls that go by before the next one is recorded; the thunk counts it down.
+    pub skip: AtomicU32,
+    /// State of the draw.
+    draw: AtomicU32,
+    /// Calls and polls of the slot at its last record.
+    told: AtomicU64,
+}
+
+/// The ring, as the protocol lays it out.
+#[repr(C, align(64))]
+pub struct CallRing {
+    claimed: AtomicU64,
+    limit: AtomicU64,
+    dropped: AtomicU64,
+    free: [u8; RING_OFFSET - call_ring::DROPPED - 8],
+    records: [RecordSlot; RECORDS],
+}
+
+#[repr(C)]
+struct RecordSlot {
+    sequence: AtomicU32,
+    hook: AtomicU16,
+    result: AtomicU16,
+    stands_for: AtomicU32,
+    thread: AtomicU32,
+    duration_ns: AtomicU64,
+    bytes: AtomicU64,
+}
+
+const _: () = {
+    use core::mem::offset_of;
+    assert!(size_of::<CallRing>() == SLOTS_OFFSET - call_ring::CLAIMED);
+    assert!(call_ring::CLAIMED + offset_of!(CallRing, limit) == call_ring::LIMIT);
+    assert!(call_ring::CLAIMED + offset_of!(CallRing, dropped) == call_ring::DROPPED);
+    assert!(call_ring::CLAIMED + offset_of!(CallRing, records) == RING_OFFSET);
+    assert!(size_of::<RecordSlot>() == RECORD_BYTES);
+    assert!(offset_of!(RecordSlot, sequence) == record::SEQUENCE);
+    assert!(offset_of!(RecordSlot, hook) == record::HOOK);
+    assert!(offset_of!(RecordSlot, result) == record::RESULT);
+    assert!(offset_of!(RecordSlot, stands_for) == record::STANDS_FOR);
+    assert!(offset_of!(RecordSlot, thread) == record::THREAD);
+    assert!(offset_of!(RecordSlot, duration_ns) == record::DURATION_NS);
+    assert!(offset_of!(RecordSlot, bytes) == record::BYTES);
+};
+
+/// A call that is over, as the caller sees it.
+pub struct CallTimer<'a> {
+    /// Number of the hook.
+    pub hook: u32,
+    /// The driver's result.
+    pub result: u32,
+    /// Its arguments in registers.
+    pub arguments: &'a [u64; 6],
+    /// What [`begin`] gave.
+    pub began_ns: u64,
+}
+
+impl CallRing {
+    /// The number of a record for the caller to write; `None` when all are unread.
+    fn claim(&self) -> Option<u64> {
+        let limit = self.limit.load(Ordering::Relaxed);
+        let mut number = self.claimed.load(Ordering::Relaxed);
+        while number < limit {
+            let (next, order) = (number.wrapping_add(1), Ordering::Relaxed);
+            match self.claimed.compare_exchange_weak(number, next, order, order) {
+                Ok(_) => return Some(number),
+                Err(other) => number = other,
+            }
+        }
+        None
+    }
+}
+
+/// The agent's side: records about one call in `one_in` from now on; the reader has read
+/// the records below `read`. 0: none any more.
+pub fn watch(page: &CounterPage, one_in: u32, read: u64) {
+    let before = page.one_in.load(Ordering::Relaxed);
+    if one_in == 0 {
+        page.one_in.store(0, Ordering::Relaxed);
+        return;
+    }
+    page.ring.limit.store(read.saturating_add(RECORDS as u64), Ordering::Relaxed);
+    if before == 0 || one_in < before {
+        for slot in &page.slots {
+            if before == 0 {
+                slot.pick.told.store(total(slot), Ordering::Relaxed);
+            }
+            // A thread that counts down just now may undo this: it comes to a record later.
+            slot.pick.skip.store(0, Ordering::Relaxed);
+        }
+    }
+    // At most what a count-down can hold, drawn twice as long.
+    page.one_in.store(one_in.min(1 << 24), Ordering::Relaxed);
+}
+
+/// A call on the slow path goes to the driver. When it is picked: the time; else 0.
+pub fn begin(page: &CounterPage, slot: &ThreadSlot) -> u64 {
+    if page.one_in.load(Ordering::Relaxed) == 0 {
+        return 0;
+    }
+    let skip = &slot.pick.skip;
+    // The thunk has counted down already where it is below 0.
+    let left = skip.load(Ordering::Relaxed).cast_signed();
+    if left > 0 {
+        skip.store((left - 1).cast_unsigned(), Ordering::Relaxed);
+        return 0;
+    }
+    now_ns().max(1)
+}
+
+/// It has returned, and is still counted.
+pub fn end(page: &CounterPage, slot: &ThreadSlot, call: &CallTimer) {
+    let duration_ns = now_ns().saturating_sub(call.began_ns);
+    let one_in = page.one_in.load(Ordering::Relaxed);
+    let total = total(slot);
+    let stands_for = total.wrapping_sub(slot.pick.told.swap(total, Ordering::Relaxed));
+    let skip = draw(&slot.pick, one_in);
+    let ring = &page.ring;
+    let Some(number) = ring.claim() else {
+        ring.dropped.fetch_add(stands_for, Ordering::Relaxed);
+        slot.pick.skip.store(skip.max(PAUSE), Ordering::Relaxed);
+        return;
+    };
+    slot.pick.skip.store(skip, Ordering::Relaxed);
+    let Some(record) = ring.records.get((number % RECORDS as u64) as usize) else {
+        return;
+    };
+    let hook = call.hook;
+    record.hook.store(hook.try_into().unwrap_or(u16::MAX), Ordering::Relaxed);
+    record.result.store(call.result.try_into().unwrap_or(u16::MAX), Ordering::Relaxed);
+    record.stands_for.store(stands_for.try_into().unwrap_or(u32::MAX), Ordering::Relaxed);
+    let owner = slot.owner.tid();
+    let thread = if owner == 0 { sys::gettid() } else { owner };
+    record.thread.store(thread, Ordering::Relaxed);
+    record.duration_ns.store(duration_ns, Ordering::Relaxed);
+    record.bytes.store(size::of_call(hook, call.arguments), Ordering::Relaxed);
+    record.sequence.store((number as u32).wrapping_add(1), Ordering::Release);
+}
+
+fn total(slot: &ThreadSlot) -> u64 {
+    slot.calls.load(Ordering::Relaxed).wrapping_add(slot.polls.load(Ordering::Relaxed))
+}
+
+/// From 0 to twice `one_in`, `one_in - 1` on average.
+fn draw(pick: &CallSampler, one_in: u32) -> u32 {
+    let mut x = pick.draw.load(Ordering::Relaxed) | 1;
+    x ^= x << 13;
+    x ^= x >> 17;
+    x ^= x << 5;
+    pick.draw.store(x, Ordering::Relaxed);
+    let choices = u64::from(one_in.saturating_mul(2).saturating_sub(1).max(1));
+    ((u64::from(x) * choices) >> 32) as u32
+}
+
+fn now_ns() -> u64 {
+    // Where libc has no clock of its own, the kernel's.
+    libc::monotonic_ns().unwrap_or_else(|| sys::now_us() * 1_000)
+}
+
+#[cfg(test)]
+mod tests {
+    use affinode_proto::wire::call_ring::CallRingReader;
+    use affinode_proto::wire::counters::PAGE_BYTES;
+
+    use super::*;
+    use crate::counters::tests::page;
+
+    fn bytes(page: &CounterPage) -> &[u8; PAGE_BYTES] {
+        // SAFETY: a page has this size; the test writes it on this thread alone.
+        unsafe { &*(&raw const *page).cast() }
+    }
+
+    /// Calls as the thunk makes them; true when it went the slow path.
+    fn call(page: &CounterPage, slot: &ThreadSlot, hook: u32) -> bool {
+        slot.calls.fetch_add(1, Ordering::Relaxed);
+        if page.one_in.load(Ordering::Relaxed) == 0 {
+            return false;
+        }
+        let left = slot.pick.skip.fetch_sub(1, Ordering::Relaxed).cast_signed() - 1;
+        if left >= 0 {
+            return false;
+        }
+        let began_ns = begin(page, slot);
+        assert_ne!(began_ns, 0);
+        end(page, slot, &CallTimer { hook, result: 0, arguments: &[0; 6], began_ns });
+        true
+    }
+
+    #[test]
+    fn nothing_is_recorded_unless_somebody_watches() {
+        let page = page();
+        let slot = page.claim(sys::gettid()).unwrap();
+        assert!(!call(&page, slot, 3));
+        assert_eq!(begin(&page, slot), 0);
+        let mut reader = CallRingReader::at_present(bytes(&page));
+        reader.take(bytes(&page), |record| panic!("{record:?}"));
+        watch(&page, 1, 0);
+        assert!(call(&page, slot, 3));
+        watch(&page, 0, 0);
+        assert!(!call(&page, slot, 3));
+    }
+
+    #[test]
+    fn records_stand_for_every_call_however_few_are_taken() {
+        let page = page();
+        let slot = page.claim(sys::gettid()).unwrap();
+        slot.polls.store(500, Ordering::Relaxed);
+        let mut reader = CallRingReader::at_present(bytes(&page));
+        let (mut sum, mut taken, mut slow) = (0, 0, 0);
+        const CALLS: u64 = 100_000;
+        for n in 0..CALLS {
+            if n % 1_000 == 0 {
+                watch(&page, 50, reader.read());
+            }
+            slow += u64::from(call(&page, slot, 7));
+            if n % 1_000 == 999 {
+                let news = reader.take(bytes(&page), |record| {
+                    assert_eq!((record.hook, record.thread), (7, sys::gettid()));
+                    sum += u64::from(record.stands_for);
+                    taken += 1;
+                });
+                assert_eq!((news.dropped, news.torn), (0, 0));
+            }
+        }
+        assert_eq!(taken, slow);
+        let left = total(slot) - slot.pick.told.load(Ordering::Relaxed);
+        assert_eq!(sum + left, CALLS, "what was called before the watch is not told");
+        assert!((1_500..2_500).contains(&taken), "one in 50, about: {taken}");
+    }
+
+    #[test]
+    fn a_full_ring_is_counted_and_hardly_looked_at() {
+        let page = page();
+        let slot = page.claim(sys::gettid()).unwrap();
+        watch(&page, 1, 0);
+        let slow = (0..100_000).filter(|_| call(&page, slot, 7)).count();
+        assert!(slow < RECORDS + 100_000 / PAUSE as usize, "{slow} calls took the slow path");
+        let mut reader = CallRingReader::default();
+        let (mut sum, mut taken) = (0, 0);
+        let news = reader.take(bytes(&page), |record| {
+            sum += u64::from(record.stands_for);
+            taken += 1;
+        });
+        assert_eq!((taken, sum), (RECORDS, RECORDS as u64));
+        let left = total(slot) - slot.pick.told.load(Ordering::Relaxed);
+        assert_eq!(sum + news.dropped + left, 100_000);
+        // Read: there is room again.
+        watch(&page, 1, reader.read());
+        slot.pick.skip.store(0, Ordering::Relaxed);
+        assert!(call(&page, slot, 8));
+        reader.take(bytes(&page), |record| assert_eq!(record.hook, 8));
+        assert_eq!(reader.read(), RECORDS as u64 + 1);
+    }
+
+    #[test]
+    fn a_rhythm_does_not_hide_a_function() {
+        let page = page();
+        let slot = page.claim(sys::gettid()).unwrap();
+        let mut reader = CallRingReader::default();
+        let mut seen = [0_u64; 4];
+        for n in 0..40_000_u32 {
+            if n % 500 == 0 {
+                watch(&page, 16, reader.read());
+            }
+            call(&page, slot, n % 4);
+            reader.take(bytes(&page), |record| {
+                seen[usize::from(record.hook)] += u64::from(record.stands_for);
+            });
+        }
+        assert!(seen.iter().all(|count| (8_000..12_000).contains(count)), "{seen:?}");
+    }
+}

@@ -1,0 +1,454 @@
+//! The shared page as the process itself sees it: mapped, with atomics in place.
+//! The layout is the protocol's; this module only gives it types.
+
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use affinode_proto::wire::counters::{
+    Gate, PAGE_BYTES, PAGE_MAGIC, SLOT_BYTES, SLOT_COUNT, SLOTS_OFFSET, header, slot,
+};
+use affinode_proto::wire::{Hazards, Phase, ProcessFlags, WIRE_VERSION, call_ring};
+
+use crate::call_recorder::{CallRing, CallSampler};
+use crate::sys;
+
+/// Counters of one thread, or of all threads without an own one (slot 0).
+///
+/// An owned slot is written by its thread alone, with plain increments; slot 0 with
+/// atomic ones.
+#[repr(C, align(64))]
+pub struct ThreadSlot {
+    pub inflight: AtomicU32,
+    pub last_hook: AtomicU32,
+    pub calls: AtomicU64,
+    pub polls: AtomicU64,
+    pub owner: SlotOwner,
+    /// How calls of this slot are picked for the ring. Private to the library, as what follows:
+    /// the protocol leaves the rest of a slot free.
+    pub pick: CallSampler,
+    /// Calls inside the driver that may take device memory.
+    pub allocating: AtomicU32,
+    /// Threads that wait at the gate. Of the shared slot alone.
+    waiting: AtomicU32,
+    /// Until when a thread of the slot counts as waiting at the gate, unless it says so again.
+    waits_until_us: AtomicU64,
+}
+
+/// The owner of a slot: a thread id in the lower half, 0 while the slot is free; in the upper half
+/// how often the slot was taken.
+///
+/// A slot is taken by one change of the whole word from what was seen: by the thread that finds it
+/// free or its owner dead, and by a thread that was given the id of its dead owner. The upper half
+/// tells an owner from a later one of the same id, so two of them never take it both.
+#[repr(transparent)]
+pub struct SlotOwner(AtomicU64);
+
+impl SlotOwner {
+    /// The thread id, 0 while the slot is free.
+    pub fn tid(&self) -> u32 {
+        self.seen() as u32
+    }
+
+    fn seen(&self) -> u64 {
+        self.0.load(Ordering::SeqCst)
+    }
+
+    /// Takes the slot for thread `tid`, unless it is not as it was seen any more.
+    fn take(&self, seen: u64, tid: u32) -> bool {
+        let taken = (seen >> 32).wrapping_add(1) << 32 | u64::from(tid);
+        self.0.compare_exchange(seen, taken, Ordering::SeqCst, Ordering::SeqCst).is_ok()
+    }
+}
+
+/// How long a wait at the gate counts without being renewed.
+const WAIT_COUNTS_US: u64 = 3_000_000;
+
+/// The whole page.
+#[repr(C, align(4096))]
+pub struct CounterPage {
+    magic: AtomicU64,
+    version: AtomicU32,
+    slot_count: AtomicU32,
+    pub phase: AtomicU32,
+    free0: [u8; 4],
+    pub kept_bytes: AtomicU64,
+    free3: [u8; 32],
+    pub gate: AtomicU32,
+    /// Beside the gate: one comparison sees both.
+    pub one_in: AtomicU32,
+    /// 1 once the counts that the gate holds back were all seen at zero: nested calls wait too
+    /// from then on. Private to the library.
+    sealed: AtomicU32,
+    free1: [u8; 52],
+    waiters: AtomicU32,
+    hazards: AtomicU32,
+    pub generation: AtomicU64,
+    free2: [u8; 16],
+    pub swappable_bytes: AtomicU64,
+    pub copied_out_bytes: AtomicU64,
+    notes: AtomicU32,
+    /// What the hook adds to a call, in picoseconds; 0: not known.
+    pub call_cost_ps: AtomicU32,
+    /// How long callers waited at the gate, all together.
+    pub held_us: AtomicU64,
+    pub ring: CallRing,
+    pub slots: [ThreadSlot; SLOT_COUNT],
+}
+
+const _: () = {
+    use core::mem::offset_of;
+    assert!(size_of::<CounterPage>() == PAGE_BYTES);
+    assert!(size_of::<ThreadSlot>() == SLOT_BYTES);
+    assert!(offset_of!(CounterPage, magic) == header::MAGIC);
+    assert!(offset_of!(CounterPage, version) == header::VERSION);
+    assert!(offset_of!(CounterPage, slot_count) == header::SLOT_COUNT);
+    assert!(offset_of!(CounterPage, phase) == header::PHASE);
+    assert!(offset_of!(CounterPage, kept_bytes) == header::KEPT_BYTES);
+    assert!(offset_of!(CounterPage, gate) == header::GATE);
+    assert!(offset_of!(CounterPage, waiters) == header::WAITERS);
+    assert!(offset_of!(CounterPage, hazards) == header::HAZARDS);
+    assert!(offset_of!(CounterPage, generation) == header::GENERATION);
+    assert!(offset_of!(CounterPage, one_in) == call_ring::SAMPLE_EVERY);
+    // The thunk compares both as one word.
+    assert!(call_ring::SAMPLE_EVERY == header::GATE + 4);
+    assert!(offset_of!(CounterPage, ring) == call_ring::CLAIMED);
+    assert!(offset_of!(CounterPage, swappable_bytes) == header::SWAPPABLE_BYTES);
+    assert!(offset_of!(CounterPage, copied_out_bytes) == header::COPIED_OUT_BYTES);
+    assert!(offset_of!(CounterPage, notes) == header::NOTES);
+    assert!(offset_of!(CounterPage, call_cost_ps) == header::CALL_COST_PS);
+    assert!(offset_of!(CounterPage, held_us) == header::HELD_US);
+    assert!(offset_of!(CounterPage, slots) == SLOTS_OFFSET);
+    assert!(offset_of!(ThreadSlot, inflight) == slot::INFLIGHT);
+    assert!(offset_of!(ThreadSlot, last_hook) == slot::LAST_HOOK);
+    assert!(offset_of!(ThreadSlot, calls) == slot::CALLS);
+    assert!(offset_of!(ThreadSlot, polls) == slot::POLLS);
+    assert!(offset_of!(ThreadSlot, owner) == slot::OWNER_TID);
+};
+
+#[cfg(test)]
+impl ThreadSlot {
+    /// Belongs to a thread.
+    pub fn own_for_test(&self, tid: u32) {
+        assert!(self.owner.take(self.owner.seen(), tid));
+    }
+}
+
+impl CounterPage {
+    /// Writes the header of a page that was just made.
+    pub fn initialise(&self) {
+        self.version.store(WIRE_VERSION, Ordering::Relaxed);
+        self.slot_count.store(SLOT_COUNT as u32, Ordering::Relaxed);
+        self.magic.store(PAGE_MAGIC, Ordering::Release);
+    }
+
+    /// The slot of threads that have none.
+    pub fn shared_slot(&self) -> &ThreadSlot {
+        let [shared, ..] = &self.slots;
+        shared
+    }
+
+    /// A slot of its own for thread `tid`; `None` when all belong to living threads.
+    pub fn claim(&self, tid: u32) -> Option<&ThreadSlot> {
+        let [_, own @ ..] = &self.slots;
+        let take = |may: &dyn Fn(u32) -> bool| {
+            own.iter().find(|slot| {
+                let seen = slot.owner.seen();
+                may(seen as u32) && slot.owner.take(seen, tid)
+            })
+        };
+        // Another thread had our id, and ended: its slot is ours, unless another has taken it.
+        let slot = take(&|owner| owner == tid)
+            .or_else(|| take(&|owner| owner == 0))
+            .or_else(|| take(&|owner| !sys::thread_lives(owner)))?;
+        // A thread that was cancelled inside a call left its count behind.
+        slot.inflight.store(0, Ordering::SeqCst);
+        slot.allocating.store(0, Ordering::SeqCst);
+        slot.waits_until_us.store(0, Ordering::SeqCst);
+        Some(slot)
+    }
+
+    /// Whether a count is zero in all slots, those of dead threads left out.
+    ///
+    /// Sound after a barrier on all threads: whoever has passed the gate before it has
+    /// made both the slot's ownership and the count visible, in this order. So a count
+    /// under an owner that is dead both before and after belongs to nobody.
+    pub fn drained(&self, count: impl Fn(&ThreadSlot) -> &AtomicU32) -> bool {
+        self.slots.iter().all(|slot| {
+            let seen = slot.owner.seen();
+            let owner = seen as u32;
+            count(slot).load(Ordering::SeqCst) == 0
+                || (owner != 0 && !sys::thread_lives(owner) && slot.owner.seen() == seen)
+        })
+    }
+
+    /// A thread of this slot waits at the gate from now on. It says so again once a second
+    /// ([`Page::renew_wait`]): one that has left by a jump out of a signal handler, by an exception
+    /// or by its end does not, and counts no more after a moment.
+    pub fn begin_wait(&self, slot: &ThreadSlot, now_us: u64) {
+        if slot.owner.tid() == 0 {
+            slot.waiting.fetch_add(1, Ordering::SeqCst);
+        }
+        self.renew_wait(slot, now_us);
+        self.count_waiters(now_us);
+    }
+
+    /// It still waits. True: it did not count as waiting any more.
+    pub fn renew_wait(&self, slot: &ThreadSlot, now_us: u64) -> bool {
+        slot.waits_until_us.swap(now_us.saturating_add(WAIT_COUNTS_US), Ordering::SeqCst) <= now_us
+    }
+
+    /// It goes on.
+    pub fn end_wait(&self, slot: &ThreadSlot, now_us: u64) {
+        if slot.owner.tid() == 0 {
+            slot.waiting.fetch_sub(1, Ordering::SeqCst);
+        } else {
+            slot.waits_until_us.store(0, Ordering::SeqCst);
+        }
+        self.count_waiters(now_us);
+    }
+
+    /// How many callers wait at the gate; writes it for the controller. Of several threads that
+    /// count at the same time one may write an older number than another: so each looks again
+    /// behind what it wrote.
+    pub fn count_waiters(&self, now_us: u64) -> u32 {
+        self.write_waiters(|| self.waits_that_count(now_us))
+    }
+
+    fn write_waiters(&self, mut count: impl FnMut() -> u32) -> u32 {
+        // Each further round means that a wait began or ended meanwhile; its thread counts, too.
+        const MAX_ROUNDS: u32 = 64;
+        let mut counted = count();
+        for _ in 0..MAX_ROUNDS {
+            self.waiters.store(counted, Ordering::SeqCst);
+            let after = count();
+            if after == counted {
+                break;
+            }
+            counted = after;
+        }
+        counted
+    }
+
+    fn waits_that_count(&self, now_us: u64) -> u32 {
+        let waits = |slot: &&ThreadSlot| slot.waits_until_us.load(Ordering::SeqCst) > now_us;
+        let many = |slot: &ThreadSlot| match slot.owner.tid() {
+            0 => slot.waiting.load(Ordering::SeqCst),
+            _ => 1,
+        };
+        self.slots.iter().filter(waits).map(many).sum()
+    }
+
+    /// Whether a caller waits at the gate.
+    pub fn has_waiters(&self) -> bool {
+        self.count_waiters(sys::now_us()) > 0
+    }
+
+    /// Whether the number that was written last says that callers wait. It may be too high.
+    pub fn may_have_waiters(&self) -> bool {
+        self.waiters.load(Ordering::Relaxed) > 0
+    }
+
+    /// What is known to make a checkpoint unsafe.
+    pub fn hazards(&self) -> Hazards {
+        Hazards(self.hazards.load(Ordering::SeqCst))
+    }
+
+    /// Adds hazards; true when one of them is new.
+    pub fn add_hazards(&self, hazards: Hazards) -> bool {
+        let before = self.hazards.fetch_or(hazards.0, Ordering::SeqCst);
+        before & hazards.0 != hazards.0
+    }
+
+    /// Writes whether something is so.
+    pub fn note(&self, what: ProcessFlags, is_so: bool) {
+        if is_so {
+            self.notes.fetch_or(what.0, Ordering::Relaxed);
+        } else {
+            self.notes.fetch_and(!what.0, Ordering::Relaxed);
+        }
+    }
+
+    /// Sets the gate, and wakes those who wait when it opens further.
+    pub fn set_gate(&self, gate: Gate) {
+        self.gate.store(gate as u32, Ordering::SeqCst);
+        if gate != Gate::Closed {
+            sys::futex_wake_all(&self.gate);
+        }
+    }
+
+    /// Whether the gate holds nested calls, too.
+    pub fn is_sealed(&self) -> bool {
+        self.sealed.load(Ordering::SeqCst) != 0
+    }
+
+    /// Sets whether the gate holds nested calls, too. Those that wait look again.
+    pub fn set_sealed(&self, sealed: bool) {
+        self.sealed.store(u32::from(sealed), Ordering::SeqCst);
+        if !sealed {
+            sys::futex_wake_all(&self.gate);
+        }
+    }
+
+    /// Tells readers of the page where the process is.
+    pub fn set_phase(&self, phase: Phase) {
+        self.phase.store(phase as u32, Ordering::Release);
+    }
+
+    /// Whether all work on the GPU has ended, and none can begin: from the driver's lock on,
+    /// until calls go through again. Only of meaning while the gate is closed.
+    pub fn is_finished(&self) -> bool {
+        const FINISHED: [Phase; 8] = [
+            Phase::Locked,
+            Phase::Checkpointing,
+            Phase::Checkpointed,
+            Phase::Restoring,
+            Phase::Unlocking,
+            Phase::CopyingOut,
+            Phase::CopiedOut,
+            Phase::CopyingIn,
+        ];
+        let phase = self.phase.load(Ordering::Acquire);
+        FINISHED.iter().any(|finished| *finished as u32 == phase)
+    }
+
+    /// Sleeps until the gate changes, or a moment. Nobody is told of it.
+    pub fn wait_a_moment(&self) {
+        const MOMENT_MS: u64 = 5;
+        let gate = self.gate.load(Ordering::SeqCst);
+        if gate != Gate::Open as u32 {
+            sys::futex_wait(&self.gate, gate, MOMENT_MS);
+        }
+    }
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+
+    /// A page of nobody.
+    pub fn page() -> Box<CounterPage> {
+        // SAFETY: all fields are integers, for which zero is a value.
+        let page: Box<CounterPage> = unsafe { Box::new(core::mem::zeroed()) };
+        page.initialise();
+        page
+    }
+
+    #[test]
+    fn the_controller_reads_what_is_written() {
+        let page = page();
+        page.shared_slot().calls.store(3, Ordering::Relaxed);
+        page.add_hazards(Hazards::MPS);
+        // SAFETY: as many bytes as the page has.
+        let bytes =
+            unsafe { core::slice::from_raw_parts((&raw const *page).cast::<u8>(), PAGE_BYTES) };
+        let got = affinode_proto::wire::counters::CounterSnapshot::decode(bytes).unwrap();
+        assert_eq!((got.calls, got.hazards), (3, Hazards::MPS));
+    }
+
+    #[test]
+    fn slots_go_to_threads_and_come_back_from_dead_ones() {
+        let page = page();
+        let own = sys::gettid();
+        let dead = std::thread::spawn(sys::gettid).join().unwrap();
+        while sys::thread_lives(dead) {
+            std::thread::yield_now();
+        }
+        let first = page.claim(own).unwrap();
+        assert!(core::ptr::eq(first, page.claim(own).unwrap()), "an heir's");
+        for slot in &page.slots[2..] {
+            slot.own_for_test(own);
+        }
+        assert!(page.claim(own + 1).is_none(), "all belong to the living");
+        page.slots[7].own_for_test(dead);
+        page.slots[7].inflight.store(1, Ordering::Relaxed);
+        assert!(page.drained(|s| &s.inflight), "counts of the dead");
+        let taken = page.claim(own + 1).unwrap();
+        assert!(core::ptr::eq(taken, &page.slots[7]));
+        assert_eq!(taken.inflight.load(Ordering::Relaxed), 0);
+        first.inflight.store(1, Ordering::Relaxed);
+        assert!(!page.drained(|s| &s.inflight));
+    }
+
+    #[test]
+    fn work_is_finished_from_the_lock_on() {
+        let page = page();
+        let unfinished = [Phase::Open, Phase::Closing, Phase::Closed, Phase::Locking];
+        for phase in (0..u32::from(u8::MAX)).filter_map(Phase::from_u32) {
+            page.set_phase(phase);
+            assert_eq!(page.is_finished(), !unfinished.contains(&phase), "{phase:?}");
+        }
+    }
+
+    #[test]
+    fn drained_looks_at_every_slot() {
+        let page = page();
+        page.slots[1..].iter().for_each(|slot| slot.own_for_test(sys::gettid()));
+        for slot in &page.slots {
+            slot.inflight.store(1, Ordering::Relaxed);
+            assert!(!page.drained(|slot| &slot.inflight));
+            assert!(page.drained(|slot| &slot.allocating));
+            slot.inflight.store(0, Ordering::Relaxed);
+            assert!(page.drained(|slot| &slot.inflight));
+        }
+    }
+
+    /// Thread ids are used again: a thread that has found the owner dead is stopped, and another
+    /// is given the owner's id, in both orders.
+    #[test]
+    fn slot_of_dead_owner_goes_to_one_thread() {
+        const DEAD: u32 = 11;
+        const OTHER: u32 = 12;
+        let page = page();
+        let owner = &page.slots[1].owner;
+        for [first, second] in [[DEAD, OTHER], [OTHER, DEAD]] {
+            page.slots[1].own_for_test(DEAD);
+            let seen = owner.seen();
+            assert!(owner.take(seen, first));
+            assert!(!owner.take(seen, second), "{first} has it");
+            assert_eq!(owner.tid(), first);
+        }
+        // An heir makes it known, too, that the slot is taken once more.
+        page.slots[1].own_for_test(DEAD);
+        let seen = owner.seen();
+        assert!(core::ptr::eq(page.claim(DEAD).unwrap(), &page.slots[1]));
+        assert!(!owner.take(seen, OTHER));
+    }
+
+    /// Another thread's wait ends, and it writes its count, between this one's count and its
+    /// writing.
+    #[test]
+    fn older_count_of_waiters_does_not_stay() {
+        let page = page();
+        let mut counts = [2, 1, 0, 0].into_iter();
+        assert_eq!(page.write_waiters(|| counts.next().unwrap()), 0);
+        assert_eq!((page.waiters.load(Ordering::SeqCst), counts.next()), (0, None));
+        let mut counts = [1, 1].into_iter();
+        assert_eq!(page.write_waiters(|| counts.next().unwrap()), 1);
+        assert!(page.may_have_waiters());
+    }
+
+    #[test]
+    fn waits_count_until_they_end_or_lapse() {
+        let page = page();
+        let told = |page: &CounterPage| page.waiters.load(Ordering::SeqCst);
+        let (own, shared) = (page.claim(5).unwrap(), page.shared_slot());
+        page.begin_wait(own, 10);
+        page.begin_wait(shared, 10);
+        page.begin_wait(shared, 10);
+        assert_eq!((told(&page), page.count_waiters(20)), (3, 3));
+        page.end_wait(shared, 20);
+        assert_eq!(told(&page), 2);
+        // What was never ended counts no more, until it is renewed.
+        assert_eq!(page.count_waiters(10 + WAIT_COUNTS_US), 0);
+        assert!(!page.may_have_waiters());
+        assert!(page.renew_wait(own, 10 + WAIT_COUNTS_US), "it had lapsed");
+        assert!(!page.renew_wait(own, 11 + WAIT_COUNTS_US));
+        assert_eq!(page.count_waiters(11 + WAIT_COUNTS_US), 1);
+        page.end_wait(own, 12 + WAIT_COUNTS_US);
+        assert_eq!(told(&page), 0);
+        page.end_wait(shared, 12 + WAIT_COUNTS_US);
+        // An heir waits for nothing.
+        page.begin_wait(own, 10);
+        page.claim(5).unwrap();
+        assert_eq!(page.count_waiters(11), 0);
+    }
+}

@@ -1,0 +1,229 @@
+//! Entries: one per hooked function, with the stub through which it is called.
+//!
+//! Exported names have their entries beside them ([`crate::exports`]). Functions that
+//! the application gets as addresses take one from a pool, found by address, so that a
+//! function has one stub however often it is asked for. The pool is a hash table in
+//! which entries are only ever added, without a lock: a thread that is stopped in the
+//! middle, or a fork, leaves nothing half done.
+
+use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
+
+use affinode_cuda_sys::hook::{self, Class};
+use affinode_proto::wire::counters::slot;
+
+/// A hooked function. The thunk knows this layout.
+#[repr(C, align(16))]
+pub struct HookEntry {
+    /// Where the real function is; 0 while nobody knows.
+    real: AtomicUsize,
+    /// Bits 0..32: number of the hook; 32..48: offset in a slot of the counter of its
+    /// calls; 48..56: 1 when calls take the thorough path; 56..64: class.
+    meta: AtomicU64,
+}
+
+/// Offsets and flags for the thunk.
+pub mod layout {
+    /// `Entry::real`.
+    pub const REAL: usize = 0;
+    /// Number of the hook, u32.
+    pub const NUMBER: usize = 8;
+    /// Offset of the counter, u16.
+    pub const COUNTER: usize = 12;
+    /// Whether calls take the thorough path, u8.
+    pub const THOROUGH: usize = 14;
+    /// Size of an entry and of its stub in bytes.
+    pub const STRIDE: usize = 16;
+}
+
+const THOROUGH_BIT: u64 = 1 << 48;
+
+const fn meta(number: u32, class: Class, thorough: bool) -> u64 {
+    let counter = match class {
+        Class::Poll | Class::Pointer | Class::Constant => slot::POLLS,
+        _ => slot::CALLS,
+    };
+    number as u64
+        | (counter as u64) << 32
+        | if thorough { THOROUGH_BIT } else { 0 }
+        | (class as u64) << 56
+}
+
+impl HookEntry {
+    const fn empty() -> HookEntry {
+        HookEntry { real: AtomicUsize::new(0), meta: AtomicU64::new(0) }
+    }
+
+    /// The entry of an exported function, to be resolved at its first call.
+    pub const fn exported(number: u32, class: Class) -> HookEntry {
+        HookEntry { real: AtomicUsize::new(0), meta: AtomicU64::new(meta(number, class, true)) }
+    }
+
+    /// Number of the hook.
+    pub fn number(&self) -> u32 {
+        self.meta.load(Ordering::Relaxed) as u32
+    }
+
+    /// Class of the function.
+    pub fn class(&self) -> Class {
+        Class::from_u8((self.meta.load(Ordering::Relaxed) >> 56) as u8)
+    }
+
+    /// Notes an exported call that waits. False: there is no place for it.
+    fn is_noted(&'static self) -> bool {
+        let own = core::ptr::from_ref(self).cast_mut();
+        EXPORTED_WAITS.iter().any(|place| {
+            let (order, none) = (Ordering::SeqCst, core::ptr::null_mut());
+            let owner = place.compare_exchange(none, own, order, order);
+            owner.is_ok() || owner == Err(own)
+        })
+    }
+
+    /// Puts a call that waits on the thorough path.
+    fn see_wait(&self) {
+        // Before it is complete it has no class, and whoever completes it comes here after.
+        if (self.meta.load(Ordering::SeqCst) >> 56) as u8 == Class::Sync as u8 {
+            self.meta.fetch_or(THOROUGH_BIT, Ordering::SeqCst);
+        }
+    }
+
+    /// The real function, looked up by `find` when it is not known yet.
+    pub fn resolve(&'static self, find: impl FnOnce(&[u8]) -> Option<usize>) -> Option<usize> {
+        let known = self.real.load(Ordering::Acquire);
+        if known != 0 {
+            return Some(known);
+        }
+        let real = find(hook::name(self.number())?.as_bytes())?;
+        self.real.store(real, Ordering::Release);
+        // A call that waits is to be found later, when it is to be seen.
+        if !self.class().is_thorough() && (self.class() != Class::Sync || self.is_noted()) {
+            self.meta.fetch_and(!THOROUGH_BIT, Ordering::SeqCst);
+            if SEES_WAITS.load(Ordering::SeqCst) {
+                self.see_wait();
+            }
+        }
+        Some(real)
+    }
+}
+
+/// Size of the pool: libcuda of CUDA 13 exports some 700 functions with all variants.
+pub const POOL: usize = 1024;
+
+/// The pool, in the order of its stubs.
+pub static ENTRIES: [HookEntry; POOL] = [const { HookEntry::empty() }; POOL];
+
+/// Set once calls of [`Class::Sync`] are to be seen.
+static SEES_WAITS: AtomicBool = AtomicBool::new(false);
+
+/// Exported entries of such calls.
+static EXPORTED_WAITS: [AtomicPtr<HookEntry>; 8] =
+    [const { AtomicPtr::new(core::ptr::null_mut()) }; 8];
+
+/// From now on calls that wait for work take the thorough path. Before, they cost nothing.
+pub fn see_waits() {
+    if !SEES_WAITS.load(Ordering::Relaxed) && !SEES_WAITS.swap(true, Ordering::SeqCst) {
+        ENTRIES.iter().for_each(HookEntry::see_wait);
+        for place in &EXPORTED_WAITS {
+            // SAFETY: null, or what `is_noted` wrote, which lives for ever.
+            if let Some(entry) = unsafe { place.load(Ordering::SeqCst).as_ref() } {
+                entry.see_wait();
+            }
+        }
+    }
+}
+
+/// The index of the pool's entry for a real function; `None` when the pool is full.
+pub fn index_of(real: usize, number: u32, class: Class) -> Option<usize> {
+    find_or_add(&ENTRIES, real, number, class)
+}
+
+fn find_or_add(entries: &[HookEntry], real: usize, number: u32, class: Class) -> Option<usize> {
+    // Functions begin at multiples of 16.
+    let home = (real >> 4).wrapping_mul(0x9e37_79b9_7f4a_7c15_u64 as usize) >> 40;
+    for step in 0..entries.len() {
+        let index = (home + step) % entries.len();
+        let entry = entries.get(index)?;
+        let owner = entry
+            .real
+            .compare_exchange(0, real, Ordering::AcqRel, Ordering::Acquire)
+            .unwrap_or_else(|owner| owner);
+        if owner == 0 || owner == real {
+            // Whoever finds the entry completes it with the same values before handing
+            // out its stub: nobody waits for another to do so.
+            if entry.meta.load(Ordering::Acquire) == 0 {
+                // What it is given may need a look, see `carry::translate`.
+                let thorough = class.is_thorough() || number == hook::UNLISTED;
+                let meta = meta(number, class, thorough);
+                entry.meta.store(meta, Ordering::SeqCst);
+                if SEES_WAITS.load(Ordering::SeqCst) {
+                    entry.see_wait();
+                }
+            }
+            return Some(index);
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_entry_per_function_until_the_pool_is_full() {
+        let entries: Vec<HookEntry> = (0..64).map(|_| HookEntry::empty()).collect();
+        let add = |real| find_or_add(&entries, real, 5, Class::Alloc);
+        let mut indices: Vec<usize> = (1..=64).map(|n| add(n * 16).unwrap()).collect();
+        assert_eq!(add(16), indices.first().copied());
+        assert_eq!(add(65 * 16), None);
+        indices.sort_unstable();
+        indices.dedup();
+        assert_eq!(indices.len(), 64);
+        assert_eq!(entries[0].class(), Class::Alloc);
+        assert_eq!(entries[0].number(), 5);
+    }
+
+    #[test]
+    fn an_exported_entry_is_resolved_once_and_then_takes_the_fast_path() {
+        let number = hook::find(b"cuStreamWaitEvent").unwrap().0;
+        let entry: &HookEntry = Box::leak(Box::new(HookEntry::exported(number, Class::Work)));
+        assert_eq!(entry.resolve(|_| None), None);
+        assert_ne!(entry.meta.load(Ordering::Relaxed) & THOROUGH_BIT, 0);
+        let found = entry.resolve(|name| (name == b"cuStreamWaitEvent").then_some(77));
+        assert_eq!(found, Some(77));
+        assert_eq!(entry.meta.load(Ordering::Relaxed) & THOROUGH_BIT, 0);
+        assert_eq!(entry.resolve(|_| None), Some(77));
+    }
+
+    #[test]
+    fn calls_that_wait_are_seen_once_they_are_to_be() {
+        let entries: Vec<HookEntry> = (0..4).map(|_| HookEntry::empty()).collect();
+        let add = |real, class| {
+            let index = find_or_add(&entries, real, 5, class).unwrap();
+            &entries[index]
+        };
+        let is_seen = |entry: &HookEntry| entry.meta.load(Ordering::Relaxed) & THOROUGH_BIT != 0;
+        let (before, work) = (add(16, Class::Sync), add(32, Class::Work));
+        assert!(SEES_WAITS.load(Ordering::Relaxed) || !is_seen(before));
+        see_waits();
+        entries.iter().for_each(HookEntry::see_wait);
+        assert!(is_seen(before) && !is_seen(work) && is_seen(add(48, Class::Sync)));
+    }
+
+    #[test]
+    fn an_exported_call_that_waits_is_seen_too() {
+        let number = hook::find(b"cuCtxSynchronize").unwrap().0;
+        let exported: &HookEntry = Box::leak(Box::new(HookEntry::exported(number, Class::Sync)));
+        let is_seen = || exported.meta.load(Ordering::Relaxed) & THOROUGH_BIT != 0;
+        assert_eq!(exported.resolve(|_| Some(77)), Some(77));
+        assert!(SEES_WAITS.load(Ordering::Relaxed) || !is_seen(), "nothing is to be seen yet");
+        see_waits();
+        // Another test may have been first, whose look is not over.
+        EXPORTED_WAITS.iter().for_each(|place| {
+            // SAFETY: as in `see_waits`.
+            unsafe { place.load(Ordering::SeqCst).as_ref() }
+                .into_iter()
+                .for_each(HookEntry::see_wait);
+        });
+        assert!(is_seen());
+    }
+}

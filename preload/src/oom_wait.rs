@@ -1,0 +1,411 @@
+//! Allocations that fail for lack of device memory, and wait for room where that is wanted.
+//!
+//! ```text
+//! caller, outside the driver                        agent
+//!   call returned OUT_OF_MEMORY, is uncounted
+//!   takes the desk, Asked, pokes ───────────────────> Want
+//!   sleeps                       <── GoAhead ──────── Room
+//!   through the gate and called again
+//!      made ──> desk free, pokes ───────────────────> WantOver
+//!      failed ──> Asked again
+//!   GiveUp, or the time is over ──> desk free, pokes ─> WantOver; the failure is returned
+//! ```
+//!
+//! Whoever waits holds nothing: the process may be moved out meanwhile, as any other. One
+//! allocation of a process is told at a time; others that fail wait for the desk.
+
+use core::ffi::c_void;
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use affinode_cuda_sys::hook::{self, Class};
+use affinode_cuda_sys::{
+    CtxGetDeviceFn, DeviceGetUuidFn, LOCATION_DEVICE, MemAllocationProp, result,
+};
+
+use crate::hook_table::HookEntry;
+use crate::{libcuda, process, sys};
+
+const FREE: u32 = 0;
+const ASKED: u32 = 1;
+const GO_AHEAD: u32 = 2;
+const GIVE_UP: u32 = 3;
+
+/// Where an allocation waits. Zero in a forked child.
+pub struct OomWaiter {
+    /// How long one may wait, as the controller said; 0: not at all.
+    wait_ms: AtomicU32,
+    /// Thread of the allocation that is at the desk; 0: none.
+    owner: AtomicU32,
+    state: AtomicU32,
+    attempts: AtomicU32,
+    ticket: AtomicU64,
+    bytes: AtomicU64,
+    uuid: [AtomicU64; 2],
+    /// Ticket of the last allocation that was made after all.
+    served: AtomicU64,
+}
+
+/// What an allocation asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AllocRequest {
+    /// 0: only the driver knows.
+    pub bytes: u64,
+    /// Of the device.
+    pub uuid: [u8; 16],
+}
+
+/// What is at the desk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PendingAlloc {
+    pub ticket: u64,
+    pub want: AllocRequest,
+    pub attempts: u32,
+    /// It waits for an answer.
+    pub asked: bool,
+}
+
+impl OomWaiter {
+    pub const fn new() -> OomWaiter {
+        OomWaiter {
+            wait_ms: AtomicU32::new(0),
+            owner: AtomicU32::new(0),
+            state: AtomicU32::new(FREE),
+            attempts: AtomicU32::new(0),
+            ticket: AtomicU64::new(0),
+            bytes: AtomicU64::new(0),
+            uuid: [const { AtomicU64::new(0) }; 2],
+            served: AtomicU64::new(0),
+        }
+    }
+
+    /// Sets how long allocations may wait from now on; 0 also ends the wait in progress.
+    pub fn set_wait_ms(&self, wait_ms: u32) {
+        self.wait_ms.store(wait_ms, Ordering::Relaxed);
+        if wait_ms == 0 {
+            self.change(GIVE_UP);
+        }
+    }
+
+    /// The agent's look.
+    pub fn case(&self) -> Option<PendingAlloc> {
+        let state = self.state.load(Ordering::Acquire);
+        let [low, high] = self.uuid.each_ref().map(|half| half.load(Ordering::Relaxed));
+        let uuid = (u128::from(high) << 64 | u128::from(low)).to_le_bytes();
+        (state != FREE).then(|| PendingAlloc {
+            ticket: self.ticket.load(Ordering::Relaxed),
+            want: AllocRequest { bytes: self.bytes.load(Ordering::Relaxed), uuid },
+            attempts: self.attempts.load(Ordering::Relaxed),
+            asked: state == ASKED,
+        })
+    }
+
+    /// Whether the allocation of this ticket was made in the end.
+    pub fn was_served(&self, ticket: u64) -> bool {
+        self.served.load(Ordering::Relaxed) == ticket
+    }
+
+    /// The controller's answer.
+    pub fn answer(&self, ticket: u64, granted: bool) {
+        if self.ticket.load(Ordering::Relaxed) == ticket {
+            self.change(if granted { GO_AHEAD } else { GIVE_UP });
+        }
+    }
+
+    /// Only who asks can be answered.
+    fn change(&self, to: u32) {
+        let changed = self.state.compare_exchange(ASKED, to, Ordering::AcqRel, Ordering::Relaxed);
+        if changed.is_ok() {
+            sys::futex_wake_all(&self.state);
+        }
+    }
+
+    /// Takes the desk, when that is possible in time.
+    fn take(&self, tid: u32, until_us: u64) -> bool {
+        loop {
+            let owner =
+                match self.owner.compare_exchange(0, tid, Ordering::AcqRel, Ordering::Acquire) {
+                    Ok(_) => return true,
+                    Err(owner) => owner,
+                };
+            // Our own: a signal handler's allocation, inside of the one that waits.
+            let left_us = until_us.saturating_sub(sys::now_us());
+            if owner == tid || left_us == 0 {
+                return false;
+            }
+            // One that was ended while it waited left the desk as it was.
+            let gone = !sys::thread_lives(owner);
+            if gone
+                && self
+                    .owner
+                    .compare_exchange(owner, tid, Ordering::AcqRel, Ordering::Relaxed)
+                    .is_ok()
+            {
+                return true;
+            }
+            sys::futex_wait(&self.owner, owner, (left_us / 1_000 + 1).min(LOOK_AGAIN_MS));
+        }
+    }
+
+    fn ask(&self, want: AllocRequest, attempts: u32) {
+        if attempts == 0 {
+            self.ticket.fetch_add(1, Ordering::Relaxed);
+        }
+        let uuid = u128::from_le_bytes(want.uuid);
+        self.uuid[0].store(uuid as u64, Ordering::Relaxed);
+        self.uuid[1].store((uuid >> 64) as u64, Ordering::Relaxed);
+        self.bytes.store(want.bytes, Ordering::Relaxed);
+        self.attempts.store(attempts, Ordering::Relaxed);
+        self.state.store(ASKED, Ordering::Release);
+        process::poke_agent();
+    }
+
+    /// Sleeps until there is an answer, or the time is over. True: go ahead.
+    fn wait(&self, tid: u32, until_us: u64) -> bool {
+        while self.owner.load(Ordering::Relaxed) == tid
+            && self.state.load(Ordering::Acquire) == ASKED
+        {
+            let left_us = until_us.saturating_sub(sys::now_us());
+            if left_us == 0 {
+                return false;
+            }
+            sys::futex_wait(&self.state, ASKED, (left_us / 1_000 + 1).min(LOOK_AGAIN_MS));
+        }
+        self.owner.load(Ordering::Relaxed) == tid && self.state.load(Ordering::Acquire) == GO_AHEAD
+    }
+
+    fn leave(&self, tid: u32, served: bool) {
+        if self.owner.load(Ordering::Relaxed) != tid {
+            return; // Forked meanwhile: the desk is another process's.
+        }
+        if served {
+            self.served.store(self.ticket.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+        self.state.store(FREE, Ordering::Release);
+        self.owner.store(0, Ordering::Release);
+        sys::futex_wake_all(&self.owner);
+        process::poke_agent();
+    }
+}
+
+/// Only a guard, as for callers at the gate.
+const LOOK_AGAIN_MS: u64 = 1_000;
+
+/// Whether a call of this function that found no memory has done nothing, and may be made again. Not a
+/// graph's launch: nobody says that none of its work has begun.
+pub fn may_be_repeated(entry: &HookEntry) -> bool {
+    let name = hook::name(entry.number()).map_or(&[][..], str::as_bytes);
+    entry.class() == Class::Alloc && hook::base(name) != b"cuGraphLaunch"
+}
+
+/// What a call that has just failed wants, if it may wait for it. To be asked while the
+/// call is still counted: it asks the driver for the device.
+///
+/// # Safety
+/// `arguments` must be those of a call of `entry`'s function.
+pub unsafe fn wanted(
+    desk: &OomWaiter,
+    entry: &HookEntry,
+    code: u64,
+    arguments: &[u64; 6],
+) -> Option<AllocRequest> {
+    let fits = code as u32 == result::OUT_OF_MEMORY && entry.class() == Class::Alloc;
+    if !fits || desk.wait_ms.load(Ordering::Relaxed) == 0 {
+        return None;
+    }
+    let [_, second, third, fourth, fifth, _] = *arguments;
+    let name = hook::name(entry.number())?.as_bytes();
+    let (bytes, device) = match hook::base(name) {
+        b"cuMemAlloc" | b"cuMemAllocAsync" | b"cuMemAllocFromPoolAsync" => (second, None),
+        b"cuMemAllocPitch" => (third.saturating_mul(fourth), None),
+        b"cuMemCreate" => {
+            // SAFETY: (handle, size, prop, flags); the driver has read this prop.
+            let place = unsafe { (third as *const MemAllocationProp).as_ref() }?;
+            if place.location_type != LOCATION_DEVICE {
+                return None; // Host memory.
+            }
+            (second, Some(place.location_id))
+        }
+        b"cuDevicePrimaryCtxRetain" => (0, Some(second as i32)),
+        b"cuCtxCreate" => match name {
+            b"cuCtxCreate_v4" => (0, Some(fourth as i32)),
+            b"cuCtxCreate_v3" => (0, Some(fifth as i32)),
+            _ => (0, Some(third as i32)),
+        },
+        b"cuArrayCreate"
+        | b"cuArray3DCreate"
+        | b"cuMipmappedArrayCreate"
+        | b"cuModuleLoad"
+        | b"cuModuleLoadData"
+        | b"cuModuleLoadDataEx"
+        | b"cuModuleLoadFatBinary" => (0, None),
+        _ => return None,
+    };
+    let uuid = uuid_of(device.or_else(current_device)?)?;
+    Some(AllocRequest { bytes, uuid })
+}
+
+/// Called when a call has returned and is not counted any more. True: it is to be made
+/// again. `until_us` is 0 at the first time, and is kept for the next.
+pub fn settle(desk: &OomWaiter, want: Option<AllocRequest>, code: u64, until_us: &mut u64) -> bool {
+    let first = *until_us == 0;
+    let Some(want) = want else {
+        if !first {
+            desk.leave(sys::gettid(), code as u32 == result::SUCCESS);
+        }
+        return false;
+    };
+    let tid = sys::gettid();
+    let mut attempts = 0;
+    if first {
+        let wait_us = u64::from(desk.wait_ms.load(Ordering::Relaxed)) * 1_000;
+        *until_us = sys::now_us() + wait_us;
+        if !desk.take(tid, *until_us) {
+            return false;
+        }
+    } else {
+        attempts = desk.attempts.load(Ordering::Relaxed).saturating_add(1);
+    }
+    desk.ask(want, attempts);
+    let again = desk.wait(tid, *until_us);
+    if !again {
+        desk.leave(tid, false);
+    }
+    again
+}
+
+/// The call was to be made again, and is made unseen: the process is not managed any more.
+pub fn abandon(desk: &OomWaiter, until_us: u64) {
+    if until_us != 0 {
+        desk.leave(sys::gettid(), false);
+    }
+}
+
+fn current_device() -> Option<i32> {
+    let get = libcuda::function(b"cuCtxGetDevice")?;
+    let mut device = -1;
+    // SAFETY: the signature of cuCtxGetDevice, with room for one ordinal.
+    let code = unsafe {
+        let get: CtxGetDeviceFn = core::mem::transmute(get);
+        get(&raw mut device)
+    };
+    (code == result::SUCCESS).then_some(device)
+}
+
+fn uuid_of(device: i32) -> Option<[u8; 16]> {
+    // The second version tells a part of a device from the whole.
+    let get = libcuda::function(b"cuDeviceGetUuid_v2")
+        .or_else(|| libcuda::function(b"cuDeviceGetUuid"))?;
+    let mut uuid = [0_u8; 16];
+    // SAFETY: the signature of cuDeviceGetUuid in both versions, with room for a UUID.
+    let code = unsafe {
+        let get: DeviceGetUuidFn = core::mem::transmute(get);
+        get((&raw mut uuid).cast::<c_void>(), device)
+    };
+    (code == result::SUCCESS).then_some(uuid)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WANT: AllocRequest = AllocRequest { bytes: 7, uuid: [9; 16] };
+    const OOM: u64 = result::OUT_OF_MEMORY as u64;
+
+    fn desk(wait_ms: u32) -> OomWaiter {
+        let desk = OomWaiter::new();
+        desk.set_wait_ms(wait_ms);
+        desk
+    }
+
+    /// Waits for a case that asks, as the agent sees it.
+    fn asked(desk: &OomWaiter) -> PendingAlloc {
+        loop {
+            match desk.case() {
+                Some(case) if case.asked => return case,
+                _ => std::thread::yield_now(),
+            }
+        }
+    }
+
+    #[test]
+    fn a_failed_call_goes_ahead_when_it_is_told_to_and_then_frees_the_desk() {
+        let desk = desk(60_000);
+        std::thread::scope(|scope| {
+            let caller = scope.spawn(|| {
+                let mut until_us = 0;
+                let again = settle(&desk, Some(WANT), OOM, &mut until_us);
+                let failed_again = settle(&desk, Some(WANT), OOM, &mut until_us);
+                (again, failed_again, settle(&desk, None, 0, &mut until_us))
+            });
+            let first = asked(&desk);
+            assert_eq!((first.want, first.attempts), (WANT, 0));
+            desk.answer(first.ticket + 1, false); // Another's.
+            desk.answer(first.ticket, true);
+            while desk.case().is_none_or(|case| case.attempts == 0) {}
+            let second = asked(&desk);
+            assert_eq!((second.ticket, second.attempts), (first.ticket, 1));
+            desk.answer(second.ticket, true);
+            assert_eq!(caller.join().unwrap(), (true, true, false));
+            assert_eq!(desk.case(), None);
+            assert!(desk.was_served(first.ticket));
+        });
+    }
+
+    #[test]
+    fn what_is_refused_or_out_of_time_fails_and_frees_the_desk() {
+        let refused = desk(60_000);
+        std::thread::scope(|scope| {
+            let caller = scope.spawn(|| settle(&refused, Some(WANT), OOM, &mut 0));
+            let case = asked(&refused);
+            refused.answer(case.ticket, false);
+            assert!(!caller.join().unwrap());
+            assert_eq!((refused.case(), refused.was_served(case.ticket)), (None, false));
+        });
+        let late = desk(1);
+        assert!(!settle(&late, Some(WANT), OOM, &mut 0));
+        assert_eq!(late.case(), None);
+    }
+
+    #[test]
+    fn what_may_have_begun_is_not_repeated() {
+        for (name, class, may) in [
+            (&b"cuMemAlloc_v2"[..], Class::Alloc, true),
+            (b"cuArrayCreate_v2", Class::Alloc, true),
+            (b"cuGraphLaunch_ptsz", Class::Alloc, false),
+            (b"cuLaunchKernel", Class::Work, false),
+        ] {
+            let (number, listed) = hook::find(name).unwrap();
+            assert_eq!(listed, class);
+            assert_eq!(may_be_repeated(&HookEntry::exported(number, class)), may);
+        }
+    }
+
+    #[test]
+    fn an_allocation_inside_the_one_that_waits_fails_at_once() {
+        let desk = desk(60_000);
+        assert!(desk.take(sys::gettid(), u64::MAX));
+        assert!(!settle(&desk, Some(WANT), OOM, &mut 0));
+    }
+
+    #[test]
+    fn the_desk_of_a_thread_that_has_ended_is_taken_over() {
+        let desk = desk(60_000);
+        let dead = std::thread::spawn(sys::gettid).join().unwrap();
+        while sys::thread_lives(dead) {
+            std::thread::yield_now();
+        }
+        assert!(desk.take(dead, u64::MAX));
+        assert!(desk.take(sys::gettid(), u64::MAX));
+    }
+
+    #[test]
+    fn the_end_of_management_ends_the_wait() {
+        let desk = desk(60_000);
+        std::thread::scope(|scope| {
+            let caller = scope.spawn(|| settle(&desk, Some(WANT), OOM, &mut 0));
+            asked(&desk);
+            desk.set_wait_ms(0);
+            assert!(!caller.join().unwrap());
+        });
+    }
+}

@@ -1,0 +1,79 @@
+//! What the hook adds to a call, measured in this very process: its agent calls a function
+//! that does nothing, through a stub as an application does and without it, and takes the
+//! difference. It counts on a page of its own, so nobody takes these calls for activity.
+//!
+//! Some twenty microseconds, once, on the agent's thread; the calls of the application
+//! carry no clock for it. It is the cost in a tight loop: the least that a call pays.
+
+use core::hint::black_box;
+use core::sync::atomic::Ordering;
+
+use affinode_cuda_sys::hook::{self, Class};
+use affinode_proto::wire::counters::{MAX_CALL_COST_PS, PAGE_BYTES};
+
+use crate::counters::CounterPage;
+use crate::{hook_table, libc, process, sys, thunk};
+
+/// The best of so many rounds: an interrupted one is none.
+const ROUNDS: u32 = 16;
+const CALLS: u64 = 256;
+type Nothing = extern "C" fn();
+
+extern "C" fn nothing() {
+    black_box(());
+}
+
+/// Measures it, and writes it into the page: picoseconds, at least one. Without a clock that
+/// is quick to read it stays 0: not known.
+pub fn measure(page: &CounterPage) {
+    if !process::is_fenced() {
+        // Calls take another way there, which this does not measure.
+        return;
+    }
+    let real = nothing as Nothing as usize;
+    let number = hook::find(b"cuCtxSynchronize").map_or(0, |(number, _)| number);
+    let Some(index) = hook_table::index_of(real, number, Class::Work) else {
+        return;
+    };
+    let hooked = thunk::stub(index);
+    // SAFETY: the stub takes what the function behind it takes: nothing.
+    let hooked: Nothing = unsafe { core::mem::transmute(hooked) };
+    let cost = sys::with_scratch(PAGE_BYTES, |at| {
+        // SAFETY: zeroed memory of this size and alignment, ours alone for as long as this
+        // runs; zero is a value of every field, and stands for an open gate.
+        let scratch = unsafe { &*at.cast::<CounterPage>() };
+        process::with_slot(scratch, || difference_ps(hooked))
+    });
+    if let Some(Some(cost)) = cost {
+        page.call_cost_ps.store(cost, Ordering::Relaxed);
+    }
+}
+
+fn difference_ps(hooked: Nothing) -> Option<u32> {
+    let round = |function: Nothing| {
+        let began = libc::monotonic_ns()?;
+        for _ in 0..CALLS {
+            black_box(function)();
+        }
+        Some(libc::monotonic_ns()?.saturating_sub(began))
+    };
+    let (mut with, mut without) = (u64::MAX, u64::MAX);
+    for _ in 0..ROUNDS {
+        with = with.min(round(hooked)?);
+        without = without.min(round(nothing)?);
+    }
+    let cost = with.saturating_sub(without).saturating_mul(1_000) / CALLS;
+    u32::try_from(cost.clamp(1, MAX_CALL_COST_PS.into())).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_call_through_nothing_costs_nothing_more() {
+        // The same function both times: what is left is noise, and no jump of the clock.
+        let cost = difference_ps(nothing).unwrap();
+        assert!((1..=MAX_CALL_COST_PS).contains(&cost), "{cost}");
+    }
+}

@@ -1,0 +1,129 @@
+//! Reserved addresses of allocations that were freed, for the next of the same size: the driver too
+//! gives the same ones again. A reservation and its page tables are a quarter of a pair of
+//! `cuMemAlloc` and `cuMemFree` of 2 MiB (H200, 580.159).
+
+use affinode_cuda_sys::result;
+
+use super::driver::call;
+use super::tables;
+
+/// Most that are kept.
+const MAX_RANGES: usize = 16;
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct AddressRange {
+    address: u64,
+    /// 0: none.
+    bytes: u64,
+}
+
+/// What is kept, until a context ends: what that does to reservations nobody says. Zero is nothing.
+#[repr(C)]
+pub struct AddressReservations {
+    kept: [AddressRange; MAX_RANGES],
+    oldest: usize,
+}
+
+impl AddressReservations {
+    /// Nothing.
+    pub const fn none() -> AddressReservations {
+        AddressReservations { kept: [AddressRange { address: 0, bytes: 0 }; MAX_RANGES], oldest: 0 }
+    }
+
+    fn take(&mut self, bytes: u64) -> Option<u64> {
+        let found = self.kept.iter_mut().find(|range| range.bytes == bytes)?;
+        Some(core::mem::take(found).address)
+    }
+
+    fn take_any(&mut self) -> Option<AddressRange> {
+        self.kept.iter_mut().find(|range| range.bytes > 0).map(core::mem::take)
+    }
+
+    /// What is kept no more instead.
+    fn keep(&mut self, range: AddressRange) -> Option<AddressRange> {
+        if let Some(free) = self.kept.iter_mut().find(|range| range.bytes == 0) {
+            *free = range;
+            return None;
+        }
+        let place = self.oldest % MAX_RANGES;
+        self.oldest = place + 1;
+        self.kept.get_mut(place).map(|oldest| core::mem::replace(oldest, range))
+    }
+}
+
+/// Addresses that nothing is mapped at. `None`: there are none.
+pub fn reserve(bytes: usize) -> Option<u64> {
+    if let Some(address) = tables(|tables| tables.addresses.take(bytes as u64)) {
+        return Some(address);
+    }
+    let mut address = 0;
+    let code = call!(mem_address_reserve(&raw mut address, bytes, 0, 0, 0));
+    (code == result::SUCCESS).then_some(address)
+}
+
+/// Nothing is mapped there any more.
+pub fn free(address: u64, bytes: u64) {
+    if let Some(oldest) = tables(|tables| tables.addresses.keep(AddressRange { address, bytes })) {
+        call!(mem_address_free(oldest.address, oldest.bytes as usize));
+    }
+}
+
+/// Keeps none of them any more.
+pub fn let_go() {
+    while let Some(range) = tables(|tables| tables.addresses.take_any()) {
+        call!(mem_address_free(range.address, range.bytes as usize));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{fake_driver::Fake, prefault::tests::SHARED};
+    use super::*;
+
+    #[test]
+    fn the_driver_is_asked_once_for_what_is_freed_and_taken_again() {
+        let _own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let fake = Fake::new();
+        let bytes = 4 << 20;
+        let first = reserve(bytes).unwrap();
+        free(first, bytes as u64);
+        assert_eq!((reserve(bytes), fake.held().ranges), (Some(first), 1));
+        let second = reserve(bytes).unwrap();
+        assert_ne!(second, first);
+        [first, second].into_iter().for_each(|address| free(address, bytes as u64));
+        assert_eq!(fake.held().ranges, 2, "kept");
+        let_go();
+        assert_eq!(fake.held().ranges, 0);
+    }
+
+    fn range(n: u64) -> AddressRange {
+        AddressRange { address: n << 30, bytes: 2 << 20 }
+    }
+
+    #[test]
+    fn addresses_are_given_once_and_for_their_size_alone() {
+        let mut addresses = AddressReservations::none();
+        assert_eq!(addresses.take(2 << 20), None);
+        assert_eq!(addresses.keep(range(1)), None);
+        assert_eq!(addresses.keep(AddressRange { bytes: 4 << 20, ..range(2) }), None);
+        assert_eq!(addresses.take(6 << 20), None);
+        assert_eq!(addresses.take(2 << 20), Some(1 << 30));
+        assert_eq!(addresses.take(2 << 20), None, "given away");
+        assert_eq!(addresses.take(4 << 20), Some(2 << 30));
+    }
+
+    #[test]
+    fn so_many_are_kept_and_none_is_forgotten() {
+        let mut addresses = AddressReservations::none();
+        for n in 0..MAX_RANGES as u64 {
+            assert_eq!(addresses.keep(range(n)), None);
+        }
+        for n in 0..40 {
+            assert_eq!(addresses.keep(range(n + MAX_RANGES as u64)), Some(range(n)), "the oldest");
+        }
+        let mut left: Vec<_> = core::iter::from_fn(|| addresses.take(2 << 20)).collect();
+        left.sort_unstable();
+        let last: Vec<_> = (40..40 + MAX_RANGES as u64).map(|n| n << 30).collect();
+        assert_eq!(left, last);
+    }
+}

@@ -1,0 +1,323 @@
+//! What stands in for the driver's functions about allocations and addresses.
+
+use core::ffi::c_void;
+use core::sync::atomic::Ordering;
+
+use affinode_cuda_sys::{MemAllocationProp, pointer_attribute, result};
+
+use super::allocations::{Allocation, AllocationPiece, MemoryPlace};
+use super::backing::{back, give_access, is_able, property_on, strays, unback};
+use super::contexts::{current_context, in_context, wait_for_work};
+use super::driver::call;
+use super::{GRANULE_BYTES, SWAP, addresses, count, ipc, locked, stream_pools, tables, vmm};
+use crate::fds::TrackedFd;
+
+/// Smaller allocations are left to the driver, which puts several into one such piece.
+pub(super) const MIN_BYTES: usize = 2 << 20;
+pub unsafe extern "C" fn mem_alloc(address: *mut u64, bytes: usize) -> u32 {
+    if !address.is_null()
+        && let Some(carried) = allocate(bytes)
+    {
+        // SAFETY: the application's own place for it.
+        unsafe { address.write(carried) };
+        return result::SUCCESS;
+    }
+    call!(mem_alloc(address, bytes))
+}
+
+pub unsafe extern "C" fn mem_alloc_pitch(
+    address: *mut u64,
+    pitch: *mut usize,
+    width: usize,
+    height: usize,
+    element: u32,
+) -> u32 {
+    if !address.is_null()
+        && !pitch.is_null()
+        && width.saturating_mul(height) >= MIN_BYTES
+        && let Some(row_bytes) = pitch_of(width, element)
+        && let Some(carried) = row_bytes.checked_mul(height).and_then(allocate)
+    {
+        // SAFETY: the application's own places for them.
+        unsafe {
+            address.write(carried);
+            pitch.write(row_bytes);
+        }
+        return result::SUCCESS;
+    }
+    call!(mem_alloc_pitch(address, pitch, width, height, element))
+}
+
+/// What the driver makes of a width: asked with one row.
+fn pitch_of(width: usize, element: u32) -> Option<usize> {
+    let (mut row, mut pitch) = (0, 0);
+    if call!(mem_alloc_pitch(&raw mut row, &raw mut pitch, width, 1, element)) != result::SUCCESS {
+        return None;
+    }
+    let freed = call!(mem_free(row));
+    (freed == result::SUCCESS && pitch >= width).then_some(pitch)
+}
+
+/// Memory that can be carried. `None`: the driver is to decide.
+fn allocate(asked_bytes: usize) -> Option<u64> {
+    if asked_bytes < MIN_BYTES || SWAP.wanted.load(Ordering::Acquire) == 0 {
+        return None;
+    }
+    let context = current_context().filter(|context| *context != 0)?;
+    let mut device = -1;
+    if call!(ctx_get_device(&raw mut device)) != result::SUCCESS {
+        return None;
+    }
+    if !is_able(device) {
+        return None;
+    }
+    stream_pools::settle(false);
+    let piece = make(asked_bytes, property_on(device), context)?;
+    let asked_bytes = asked_bytes as u64;
+    let allocation = Allocation { piece, asked_bytes, ..Allocation::default() };
+    if tables(|tables| tables.insert(allocation)) {
+        count(piece.bytes as i64);
+        return Some(piece.address);
+    }
+    unmake(&piece);
+    None
+}
+
+/// Addresses with physical memory behind them.
+pub(super) fn make(
+    asked_bytes: usize,
+    property: MemAllocationProp,
+    context: usize,
+) -> Option<AllocationPiece> {
+    let bytes = asked_bytes.checked_next_multiple_of(GRANULE_BYTES)?;
+    let address = addresses::reserve(bytes)?;
+    let piece = AllocationPiece {
+        address,
+        bytes: bytes as u64,
+        property,
+        context,
+        ..AllocationPiece::default()
+    };
+    if let Ok(handle) = back_with_room(&piece) {
+        return Some(AllocationPiece { handle, ..piece });
+    }
+    // Whether anything is mapped there is not known.
+    call!(mem_address_free(address, bytes));
+    None
+}
+
+/// Undoes [`make`].
+pub(super) fn unmake(piece: &AllocationPiece) {
+    unback(piece);
+    call!(mem_address_free(piece.address, piece.bytes as usize));
+}
+
+/// The same as [`back`]; where memory is short, what nobody uses makes room.
+fn back_with_room(piece: &AllocationPiece) -> Result<u64, u32> {
+    loop {
+        match back(piece) {
+            Err(result::OUT_OF_MEMORY) if stream_pools::make_room() => {}
+            backed => return backed,
+        }
+    }
+}
+
+pub unsafe extern "C" fn mem_free(address: u64) -> u32 {
+    let Some(found) = locked(|table| table.at(address).copied()) else {
+        if tables(|tables| tables.opened.around(address).is_some()) {
+            return result::INVALID_VALUE;
+        }
+        return call!(mem_free(address));
+    };
+    match wait_for_work(found.piece.context) {
+        result::SUCCESS => {}
+        code => return code,
+    }
+    match locked(|table| table.remove_at(address)) {
+        Some(allocation) => {
+            if allocation.pool == 0 {
+                release(&allocation.piece);
+            } else {
+                stream_pools::free_at_once(&allocation);
+            }
+            stream_pools::settle(true);
+            result::SUCCESS
+        }
+        // Another thread has freed it meanwhile.
+        None => result::INVALID_VALUE,
+    }
+}
+
+/// Gives back what was taken for an allocation that is in the table no more.
+pub(super) fn release(piece: &AllocationPiece) {
+    if piece.may_stray() {
+        strays();
+    }
+    let unmapped = match piece.place {
+        MemoryPlace::Pool => true,
+        MemoryPlace::Handed => {
+            piece.shared.into_iter().for_each(TrackedFd::close);
+            true
+        }
+        MemoryPlace::Device | MemoryPlace::Mapped => unback(piece),
+    };
+    if unmapped {
+        addresses::free(piece.address, piece.bytes);
+    } else {
+        call!(mem_address_free(piece.address, piece.bytes as usize));
+    }
+    if !piece.stays {
+        count(-(piece.bytes as i64));
+    }
+}
+
+/// What an address lies in: carried memory, or what was opened.
+fn known_at(address: u64) -> Option<Allocation> {
+    tables(|tables| {
+        let carried = tables.allocations.around(address).copied();
+        carried.or_else(|| tables.opened.around(address).map(|opened| opened.allocation))
+    })
+}
+
+pub unsafe extern "C" fn mem_get_address_range(
+    base: *mut u64,
+    bytes: *mut usize,
+    address: u64,
+) -> u32 {
+    let Some(found) = known_at(address) else {
+        return call!(mem_get_address_range(base, bytes, address));
+    };
+    // SAFETY: the application's own places, null where it does not want to know.
+    unsafe {
+        if let Some(base) = base.as_mut() {
+            *base = found.piece.address;
+        }
+        if let Some(bytes) = bytes.as_mut() {
+            *bytes = found.asked_bytes as usize;
+        }
+    }
+    result::SUCCESS
+}
+
+/// Corrects what the driver says of mapped memory to what it says of its own allocations.
+///
+/// # Safety
+/// The driver must have written the attribute's value to `data` with success.
+unsafe fn correct(data: *mut c_void, attribute: u32, allocation: &Allocation) {
+    let pooled = allocation.pool != 0;
+    let first_byte = |value| {
+        // SAFETY: it is a byte, or begins with the one that counts.
+        unsafe { data.cast::<u8>().write(value) };
+    };
+    let value = match attribute {
+        pointer_attribute::CONTEXT if pooled => 0,
+        pointer_attribute::CONTEXT => allocation.piece.context as u64,
+        pointer_attribute::RANGE_SIZE => allocation.asked_bytes,
+        pointer_attribute::POOL if pooled => stream_pools::handle_of(allocation) as u64,
+        pointer_attribute::LEGACY_IPC if ipc::is_shareable(allocation) => return first_byte(1),
+        pointer_attribute::HANDLE_TYPES if pooled => return first_byte(0),
+        _ => return,
+    };
+    // SAFETY: each of these is as large as a pointer.
+    unsafe { data.cast::<u64>().write(value) };
+}
+
+pub unsafe extern "C" fn pointer_get_attribute(data: *mut c_void, attribute: u32, at: u64) -> u32 {
+    let code = call!(pointer_get_attribute(data, attribute, at));
+    if code == result::SUCCESS
+        && let Some(found) = known_at(at)
+    {
+        // SAFETY: just written by the driver.
+        unsafe { correct(data, attribute, &found) };
+    }
+    code
+}
+
+pub unsafe extern "C" fn pointer_get_attributes(
+    many: u32,
+    attributes: *const u32,
+    data: *const *mut c_void,
+    at: u64,
+) -> u32 {
+    let code = call!(pointer_get_attributes(many, attributes, data, at));
+    if code == result::SUCCESS
+        && let Some(found) = known_at(at)
+    {
+        for index in 0..many as usize {
+            // SAFETY: the driver has read `many` of both and written each value.
+            unsafe { correct(data.add(index).read(), attributes.add(index).read(), &found) };
+        }
+    }
+    code
+}
+
+/// An allocation whose physical memory others than its mapping refer to now.
+pub(super) fn stays(address: u64) {
+    let found = locked(|table| {
+        let piece = &mut table.around(address)?.piece;
+        (!core::mem::replace(&mut piece.stays, true)).then_some(piece.bytes)
+    });
+    if let Some(bytes) = found {
+        count(-(bytes as i64));
+    }
+}
+
+pub unsafe extern "C" fn pointer_set_attribute(
+    value: *const c_void,
+    attribute: u32,
+    at: u64,
+) -> u32 {
+    let code = call!(pointer_set_attribute(value, attribute, at));
+    // Whatever the answer: who asks for this wants others on the bus to reach the memory.
+    stays(at);
+    vmm::blocks(|blocks| blocks.stay_in(at, 1));
+    code
+}
+
+pub unsafe extern "C" fn mem_get_handle_for_range(
+    handle: *mut c_void,
+    address: u64,
+    bytes: usize,
+    kind: u32,
+    flags: u64,
+) -> u32 {
+    let code = call!(mem_get_handle_for_range(handle, address, bytes, kind, flags));
+    if code == result::SUCCESS {
+        stays(address);
+        vmm::blocks(|blocks| blocks.stay_in(address, bytes as u64));
+    }
+    code
+}
+
+/// Such a context ends in a way that is not seen here: from now on nothing new is carried.
+pub unsafe extern "C" fn ctx_from_green(context: *mut usize, green: usize) -> u32 {
+    let code = call!(ctx_from_green(context, green));
+    if code == result::SUCCESS {
+        SWAP.green.store(1, Ordering::Release);
+        SWAP.wanted.store(0, Ordering::Release);
+    }
+    code
+}
+
+pub unsafe extern "C" fn ctx_enable_peer_access(peer: usize, flags: u32) -> u32 {
+    let code = call!(ctx_enable_peer_access(peer, flags));
+    let (mut own, mut other) = (-1, -1);
+    if code == result::SUCCESS
+        && call!(ctx_get_device(&raw mut own)) == result::SUCCESS
+        && in_context(peer, || call!(ctx_get_device(&raw mut other))) == result::SUCCESS
+        && let Ok(bit) = u32::try_from(own)
+        && let Some(peers) = usize::try_from(other).ok().and_then(|other| SWAP.peers.get(other))
+    {
+        peers.fetch_or(1_u64.checked_shl(bit).unwrap_or(0), Ordering::AcqRel);
+        // What the peer has already; later allocations find the bit.
+        let mut next = 0;
+        while let Some(found) = locked(|table| {
+            let of_other = |a: &&Allocation| a.piece.property.location_id == other;
+            table.from(next).find(of_other).map(|a| a.piece)
+        }) {
+            next = found.address + 1;
+            give_access(&found);
+        }
+    }
+    code
+}

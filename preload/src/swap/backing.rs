@@ -1,0 +1,171 @@
+//! Physical memory behind reserved addresses, and who may reach it.
+
+use core::sync::atomic::{AtomicU32, Ordering};
+
+use affinode_cuda_sys::{
+    ACCESS_READ_WRITE, ALLOCATION_PINNED, LOCATION_DEVICE, MemAccessDesc, MemAllocationProp,
+    POSIX_DESCRIPTOR, device_attribute, result,
+};
+
+use super::{
+    DEVICES, GRANULE_BYTES, SWAP, allocations::AllocationPiece, driver::call, peer_devices,
+};
+
+/// What is known of each device.
+static ABILITIES: [AtomicU32; DEVICES] = [const { AtomicU32::new(0) }; DEVICES];
+/// It was asked.
+const KNOWN: u32 = 1;
+/// Memory on it can be carried.
+const ABLE: u32 = 1 << 1;
+/// It may say that others on the bus reach it.
+const RDMA: u32 = 1 << 2;
+/// It can be exported.
+const SHARES: u32 = 1 << 3;
+
+fn ability(device: i32) -> u32 {
+    let Some(known) = usize::try_from(device).ok().and_then(|device| ABILITIES.get(device)) else {
+        return KNOWN;
+    };
+    match known.load(Ordering::Relaxed) {
+        0 => {}
+        answer => return answer,
+    }
+    let has = |attribute| {
+        let mut value = 0;
+        let code = call!(device_get_attribute(&raw mut value, attribute, device));
+        code == result::SUCCESS && value == 1
+    };
+    let mut granule = 0;
+    let property = property(device, 0);
+    let asked = call!(mem_get_granularity(&raw mut granule, &raw const property, 0));
+    let fits = asked == result::SUCCESS && granule > 0 && GRANULE_BYTES.is_multiple_of(granule);
+    let mut answer = KNOWN;
+    if fits && has(device_attribute::VIRTUAL_MEMORY_MANAGEMENT) {
+        answer |= ABLE;
+        if has(device_attribute::POSIX_DESCRIPTORS) {
+            answer |= SHARES;
+        }
+        if has(device_attribute::RDMA_WITH_VIRTUAL_MEMORY) && peer_devices::has_others() {
+            answer |= RDMA;
+        }
+    }
+    known.store(answer, Ordering::Relaxed);
+    answer
+}
+
+pub(super) fn is_able(device: i32) -> bool {
+    ability(device) & ABLE != 0
+}
+
+fn property(device: i32, abilities: u32) -> MemAllocationProp {
+    MemAllocationProp {
+        kind: ALLOCATION_PINNED,
+        handle_types: if abilities & SHARES != 0 { POSIX_DESCRIPTOR } else { 0 },
+        location_type: LOCATION_DEVICE,
+        location_id: device,
+        gpu_direct_rdma: u8::from(abilities & RDMA != 0),
+        ..MemAllocationProp::default()
+    }
+}
+
+/// What memory on a device is made as, for an allocation.
+pub(super) fn property_on(device: i32) -> MemAllocationProp {
+    property(device, ability(device))
+}
+
+/// Puts physical memory behind a piece's addresses: its handle.
+pub(super) fn back(piece: &AllocationPiece) -> Result<u64, u32> {
+    let mut handle = 0;
+    match call!(mem_create(&raw mut handle, piece.bytes as usize, &raw const piece.property, 0)) {
+        result::SUCCESS => {}
+        code => return Err(code),
+    }
+    map(piece, handle).map(|()| handle)
+}
+
+/// Puts physical memory that is there behind a piece's addresses; releases it where that fails.
+pub(super) fn map(piece: &AllocationPiece, handle: u64) -> Result<(), u32> {
+    let bytes = piece.bytes as usize;
+    let try_once = || call!(mem_map(piece.address, bytes, 0, handle, 0));
+    let mapped = match try_once() {
+        result::SUCCESS => result::SUCCESS,
+        // What could not be unmapped when this failed the last time.
+        _ if call!(mem_unmap(piece.address, bytes)) == result::SUCCESS => try_once(),
+        code => code,
+    };
+    if mapped != result::SUCCESS {
+        if call!(mem_release(handle)) != result::SUCCESS && piece.imported {
+            strays();
+        }
+        return Err(mapped);
+    }
+    match give_access(piece) {
+        result::SUCCESS => Ok(()),
+        code => {
+            if !unback(&AllocationPiece { handle, ..*piece }) {
+                // It goes with its mapping, of which nobody else knows.
+                call!(mem_release(handle));
+            }
+            Err(code)
+        }
+    }
+}
+
+/// Undoes [`back`]. False: it is mapped still.
+pub(super) fn unback(piece: &AllocationPiece) -> bool {
+    let unmapped = call!(mem_unmap(piece.address, piece.bytes as usize)) == result::SUCCESS;
+    let released = unmapped && call!(mem_release(piece.handle)) == result::SUCCESS;
+    if piece.imported && !released {
+        strays();
+    }
+    unmapped
+}
+
+/// Memory of a copier's making may be held from now on by something that nothing here knows of.
+pub(super) fn strays() {
+    SWAP.strayed.store(1, Ordering::Release);
+}
+
+/// Gives the device itself access, and those that the application has made its peers.
+pub(super) fn give_access(piece: &AllocationPiece) -> u32 {
+    match give(piece, piece.property.location_id) {
+        result::SUCCESS => {}
+        code => return code,
+    }
+    for id in peers_of(piece) {
+        match give(piece, id) {
+            result::SUCCESS => {}
+            code => return code,
+        }
+    }
+    result::SUCCESS
+}
+
+/// The same for memory of another process, which may lie on another device than the one that it
+/// is opened on: the peers of that one reach it where they can.
+pub(super) fn give_access_to_opened(piece: &AllocationPiece) -> u32 {
+    let code = give(piece, piece.property.location_id);
+    if code == result::SUCCESS {
+        for id in peers_of(piece) {
+            give(piece, id);
+        }
+    }
+    code
+}
+
+fn give(piece: &AllocationPiece, device: i32) -> u32 {
+    let access = MemAccessDesc {
+        location_type: LOCATION_DEVICE,
+        location_id: device,
+        flags: ACCESS_READ_WRITE,
+    };
+    call!(mem_set_access(piece.address, piece.bytes as usize, &raw const access, 1))
+}
+
+/// The devices that the application has made peers of a piece's.
+fn peers_of(piece: &AllocationPiece) -> impl Iterator<Item = i32> {
+    let device = usize::try_from(piece.property.location_id).ok();
+    let peers = device.and_then(|device| SWAP.peers.get(device));
+    let peers = peers.map_or(0, |peers| peers.load(Ordering::Acquire));
+    (0..DEVICES as i32).filter(move |id| peers & 1 << id != 0)
+}

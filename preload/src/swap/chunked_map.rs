@@ -1,0 +1,296 @@
+//! What is in order of its keys, in groups of a page each: one that comes or goes moves no more
+//! than a group, however many there are.
+
+use super::mmap_vec::{MmapVec, PAGE_BYTES};
+
+/// What has a key.
+pub trait HasKey: Copy {
+    /// It; no two of a list have the same.
+    fn key(&self) -> u64;
+}
+
+/// All of them. Zero is none.
+#[repr(C)]
+pub struct ChunkedMap<T> {
+    /// In order, none of them empty.
+    groups: MmapVec<MmapVec<T>>,
+    /// The last that became empty, for the next.
+    spare: MmapVec<T>,
+}
+
+impl<T: HasKey> ChunkedMap<T> {
+    const MAX_GROUP_LEN: usize = PAGE_BYTES / size_of::<T>();
+
+    /// Without any.
+    pub const fn empty() -> ChunkedMap<T> {
+        const { assert!(Self::MAX_GROUP_LEN > 1, "a group that can be split") };
+        ChunkedMap { groups: MmapVec::empty(), spare: MmapVec::empty() }
+    }
+
+    /// All of them.
+    pub fn iter(&self) -> impl DoubleEndedIterator<Item = &T> {
+        self.groups.all().iter().flat_map(|group| group.all())
+    }
+
+    /// All of them.
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        self.groups.all_mut().iter_mut().flat_map(|group| group.all_mut())
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.groups.all().is_empty()
+    }
+
+    /// The one at a place in the order.
+    pub fn nth(&self, mut place: usize) -> Option<&T> {
+        for group in self.groups.all() {
+            let ones = group.all();
+            match ones.get(place) {
+                Some(found) => return Some(found),
+                None => place -= ones.len(),
+            }
+        }
+        None
+    }
+
+    /// The group where a key is, or would be.
+    fn group(&self, key: u64) -> usize {
+        let begins_before =
+            |group: &MmapVec<T>| group.all().first().is_some_and(|one| one.key() <= key);
+        self.groups.all().partition_point(begins_before).saturating_sub(1)
+    }
+
+    /// Where a key is, in its group; or where it would be.
+    fn place(&self, key: u64) -> (usize, Result<usize, usize>) {
+        let group = self.group(key);
+        let ones = self.groups.all().get(group).map_or(&[][..], MmapVec::all);
+        (group, ones.binary_search_by_key(&key, T::key))
+    }
+
+    fn get_mut(&mut self, group: usize, place: usize) -> Option<&mut T> {
+        self.groups.all_mut().get_mut(group)?.all_mut().get_mut(place)
+    }
+
+    /// The one with a key.
+    pub fn at(&mut self, key: u64) -> Option<&mut T> {
+        let (group, place) = self.place(key);
+        self.get_mut(group, place.ok()?)
+    }
+
+    /// The one with the key, or else the last before it.
+    pub fn up_to(&mut self, key: u64) -> Option<&mut T> {
+        let (group, place) = self.place(key);
+        let place = place.or_else(|after| after.checked_sub(1).ok_or(())).ok()?;
+        self.get_mut(group, place)
+    }
+
+    /// Those from a key on.
+    pub fn from(&self, key: u64) -> impl Iterator<Item = &T> {
+        let groups = self.groups.all().get(self.group(key)..).unwrap_or_default();
+        groups.iter().flat_map(MmapVec::all).skip_while(move |one| one.key() < key)
+    }
+
+    /// The first from a key on that `which` picks.
+    pub fn find_from(&mut self, key: u64, which: impl Fn(&T) -> bool) -> Option<&mut T> {
+        let group = self.group(key);
+        let groups = self.groups.all_mut().get_mut(group..).unwrap_or_default();
+        let mut from_there = groups.iter_mut().flat_map(MmapVec::all_mut);
+        from_there.find(|one| one.key() >= key && which(one))
+    }
+
+    /// Takes one in. False: its key is there, or there is no memory to note it.
+    pub fn insert(&mut self, one: T) -> bool {
+        let (mut group, Err(mut place)) = self.place(one.key()) else {
+            return false;
+        };
+        let many = self.groups.all().get(group).map(|group| group.all().len());
+        let next = self.groups.all().get(group + 1).map(|group| group.all().len());
+        if many == Some(place)
+            && place >= Self::MAX_GROUP_LEN
+            && next.is_some_and(|next| next < Self::MAX_GROUP_LEN)
+        {
+            (group, place) = (group + 1, 0);
+        } else if many.is_none_or(|many| many >= Self::MAX_GROUP_LEN) {
+            let keeps = match many {
+                // What comes in order leaves full groups behind.
+                Some(many) if place == many => many,
+                Some(many) => many / 2,
+                None => 0,
+            };
+            if !self.begin_group(group, keeps) {
+                return false;
+            }
+            if many.is_some() && place >= keeps {
+                (group, place) = (group + 1, place - keeps);
+            }
+        }
+        match self.groups.all_mut().get_mut(group) {
+            Some(group) => group.insert(place, one).is_ok(),
+            None => false,
+        }
+    }
+
+    /// Makes a group for one more: after another, of which it takes those from a place on; or the first.
+    fn begin_group(&mut self, after: usize, keeps: usize) -> bool {
+        let mut fresh = core::mem::replace(&mut self.spare, MmapVec::empty());
+        // All that can fail comes before anything moves.
+        let has_room = fresh.reserve_one() && self.groups.reserve_one();
+        let moved = has_room
+            && match self.groups.all_mut().get_mut(after) {
+                Some(before) => before.split_into(keeps, &mut fresh),
+                None => true,
+            };
+        if !moved {
+            self.spare = fresh;
+            return false;
+        }
+        let place = if self.is_empty() { 0 } else { after + 1 };
+        self.groups.insert(place, fresh).is_ok()
+    }
+
+    /// Takes out the first that `which` picks.
+    pub fn remove(&mut self, which: impl Fn(&T) -> bool) -> Option<T> {
+        let mut groups = self.groups.all().iter().enumerate();
+        let (group, place) =
+            groups.find_map(|(group, ones)| Some((group, ones.all().iter().position(&which)?)))?;
+        self.take_out(group, place)
+    }
+
+    /// Takes out the one with a key.
+    pub fn remove_at(&mut self, key: u64) -> Option<T> {
+        let (group, place) = self.place(key);
+        self.take_out(group, place.ok()?)
+    }
+
+    fn take_out(&mut self, group: usize, place: usize) -> Option<T> {
+        let ones = self.groups.all_mut().get_mut(group)?;
+        let found = ones.remove(place)?;
+        if ones.all().is_empty()
+            && let Some(empty) = self.groups.remove(group)
+        {
+            core::mem::replace(&mut self.spare, empty).discard();
+        }
+        Some(found)
+    }
+
+    /// Gives the memory back: none of them is left.
+    pub fn discard(&mut self) {
+        self.groups.all_mut().iter_mut().for_each(MmapVec::discard);
+        self.groups.discard();
+        self.spare.discard();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    impl HasKey for u64 {
+        fn key(&self) -> u64 {
+            *self
+        }
+    }
+
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    struct Large(u64, [u64; 100]);
+
+    impl HasKey for Large {
+        fn key(&self) -> u64 {
+            self.0
+        }
+    }
+
+    fn all(sorted: &ChunkedMap<u64>) -> Vec<u64> {
+        sorted.iter().copied().collect()
+    }
+
+    #[test]
+    fn they_are_found_by_key_and_in_order() {
+        let mut sorted = ChunkedMap::empty();
+        assert!(sorted.at(0).is_none() && sorted.up_to(5).is_none() && sorted.is_empty());
+        assert_eq!((sorted.from(0).next(), sorted.nth(0)), (None, None));
+        for n in [5, 1, 9, 3] {
+            assert!(sorted.insert(n));
+        }
+        assert!(!sorted.insert(3), "a key is there once");
+        assert_eq!(all(&sorted), [1, 3, 5, 9]);
+        assert_eq!(sorted.at(3), Some(&mut 3));
+        assert_eq!(sorted.nth(2), Some(&5));
+        assert_eq!(sorted.at(4), None);
+        assert_eq!(sorted.up_to(4), Some(&mut 3));
+        assert_eq!(sorted.up_to(0), None);
+        assert!(sorted.from(4).eq(&[5, 9]));
+        assert_eq!(sorted.find_from(4, |n| *n != 5), Some(&mut 9));
+        assert!(sorted.from(10).next().is_none());
+        assert_eq!(sorted.remove_at(3), Some(3));
+        assert_eq!(sorted.remove(|n| *n > 5), Some(9));
+        assert_eq!(all(&sorted), [1, 5]);
+    }
+
+    /// Few to a group, so that groups begin and end all the time.
+    #[test]
+    fn it_is_as_a_tree_whatever_comes_and_goes() {
+        let mut seed = 1_u64;
+        let mut random = |below: u64| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (seed >> 33) % below
+        };
+        let (mut sorted, mut tree) = (ChunkedMap::empty(), BTreeMap::new());
+        let wanted = [300, 20, 200, 0];
+        for step in 0..20_000 {
+            let key = random(400);
+            let one = Large(key, [step; 100]);
+            let grows = tree.len() < wanted[step as usize / 5_000];
+            if grows == (random(4) > 0) {
+                let is_new = !tree.contains_key(&key);
+                assert_eq!(sorted.insert(one), is_new);
+                tree.entry(key).or_insert(one);
+            } else {
+                assert_eq!(sorted.remove_at(key), tree.remove(&key));
+            }
+            let (key, place) = (random(400), random(400) as usize);
+            let (before, from) = (tree.range(..=key).next_back(), tree.range(key..).next());
+            assert_eq!(sorted.at(key).copied(), tree.get(&key).copied());
+            assert_eq!(sorted.up_to(key).copied(), before.map(|(_, one)| *one));
+            assert_eq!(sorted.from(key).next().copied(), from.map(|(_, one)| *one));
+            assert_eq!(sorted.find_from(key, |_| true).copied(), from.map(|(_, one)| *one));
+            assert_eq!(sorted.nth(place), tree.values().nth(place));
+            assert_eq!(sorted.is_empty(), tree.is_empty());
+            if step % 100 == 0 {
+                assert!(sorted.iter().eq(tree.values()));
+                assert!(sorted.iter().rev().eq(tree.values().rev()));
+                assert!(sorted.iter_mut().map(|one| *one).eq(tree.values().copied()));
+            }
+        }
+        sorted.discard();
+        assert!(sorted.is_empty());
+    }
+
+    /// So that what was taken out for a moment is not lost where there is no memory for a group.
+    #[test]
+    fn what_was_taken_out_fits_in_again_without_another_group() {
+        let mut sorted = ChunkedMap::empty();
+        let many = 3 * ChunkedMap::<u64>::MAX_GROUP_LEN as u64;
+        assert!((0..many).all(|n| sorted.insert(n)));
+        for n in 0..many {
+            assert_eq!(sorted.remove_at(n), Some(n));
+            assert!(sorted.insert(n));
+            assert_eq!(sorted.groups.all().len(), 3, "{n}");
+        }
+        assert!((0..many).all(|n| sorted.nth(n as usize) == Some(&n)));
+        sorted.discard();
+    }
+
+    #[test]
+    fn what_comes_in_order_fills_its_groups() {
+        let mut sorted = ChunkedMap::empty();
+        let many = 10 * ChunkedMap::<u64>::MAX_GROUP_LEN as u64;
+        assert!((0..many).all(|n| sorted.insert(n)));
+        assert_eq!(sorted.groups.all().len(), 10);
+        assert!((0..many).all(|n| sorted.nth(n as usize) == Some(&n)));
+        sorted.discard();
+    }
+}

@@ -1,0 +1,154 @@
+//! Contexts: the current one, work in another, and what ends with one.
+
+use core::sync::atomic::{AtomicUsize, Ordering};
+
+use affinode_cuda_sys::result;
+
+use super::alloc_wrappers::release;
+use super::allocations::{AllocationPiece, AllocationTables, Allocations};
+use super::vmm::blocks;
+use super::{SWAP, addresses, count, driver::call, locked, stream_pools, tables, with_pool};
+
+pub(super) fn current_context() -> Option<usize> {
+    let mut context = 0;
+    (call!(ctx_get_current(&raw mut context)) == result::SUCCESS).then_some(context)
+}
+
+/// Waits as `cuMemFree` does, and is refused where it is (while a stream is being captured,
+/// after an error): by freeing something small of the same context.
+/// Of what has outlived its context: in the current one.
+pub(super) fn wait_for_work(context: usize) -> u32 {
+    const SMALL_BYTES: usize = 256;
+    let context = if context == 0 { current_context().unwrap_or(0) } else { context };
+    in_context(context, || {
+        let mut small = 0;
+        match call!(mem_alloc(&raw mut small, SMALL_BYTES)) {
+            // The first stays: with it the driver keeps the piece that it makes such out of.
+            result::SUCCESS if keeps_first(context) => {
+                let mut second = 0;
+                match call!(mem_alloc(&raw mut second, SMALL_BYTES)) {
+                    result::SUCCESS => call!(mem_free(second)),
+                    _ => call!(ctx_synchronize()),
+                }
+            }
+            result::SUCCESS => call!(mem_free(small)),
+            result::OUT_OF_MEMORY => call!(ctx_synchronize()),
+            code => code,
+        }
+    })
+}
+
+/// Whether a context has nothing small that stays yet, and its name is noted now.
+fn keeps_first(context: usize) -> bool {
+    let known = |place: &AtomicUsize| place.load(Ordering::Relaxed) == context;
+    let take = |place: &AtomicUsize| {
+        place.compare_exchange(0, context, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+    };
+    !SWAP.anchored.iter().any(known) && SWAP.anchored.iter().any(take)
+}
+
+/// Runs `body` with a context that lives, and leaves the application's as it was.
+pub(super) fn in_context(context: usize, body: impl FnOnce() -> u32) -> u32 {
+    if current_context() == Some(context) {
+        return body();
+    }
+    match call!(ctx_push_current(context)) {
+        result::SUCCESS => {}
+        code => return code,
+    }
+    let code = body();
+    let mut popped = 0;
+    call!(ctx_pop_current(&raw mut popped));
+    code
+}
+
+/// The end of a context, which ends its allocations. `which`: asked when no other ends meanwhile.
+fn ends(
+    which: impl FnOnce() -> Option<usize>,
+    end: impl FnOnce() -> u32,
+    has_ended: impl FnOnce() -> bool,
+) -> u32 {
+    let (mut context, mut ended, mut before) = (0, false, 0);
+    let code = with_pool(|pool| {
+        let Some(found) = which() else {
+            return end();
+        };
+        context = found;
+        SWAP.unused_lock.hold(|| {
+            // Not earlier: another thread that has hold of it may have been let through first.
+            before = tables(AllocationTables::now);
+            let code = end();
+            ended = code == result::SUCCESS && has_ended();
+            if ended {
+                pool.context_ends(context);
+                stream_pools::context_ends(context, before);
+                let order = Ordering::Relaxed;
+                for place in &SWAP.anchored {
+                    let _ = place.compare_exchange(context, 0, order, order);
+                }
+            }
+            code
+        })
+    });
+    // Another thread may have made a context of the same number, and memory in it, meanwhile.
+    let of_it = |piece: &AllocationPiece| piece.context == context && piece.since < before;
+    if ended {
+        blocks(|blocks| blocks.context_ends(context, before));
+    }
+    while ended && let Some(bytes) = locked(|table| outlives(table, of_it)) {
+        count(-(bytes as i64));
+    }
+    while ended && let Some(one) = locked(|table| table.remove(|a| of_it(&a.piece))) {
+        release(&one.piece);
+    }
+    let opened = || tables(|tables| tables.opened.remove(|o| of_it(&o.allocation.piece)));
+    while ended && let Some(one) = opened() {
+        release(&one.allocation.piece);
+    }
+    if ended {
+        addresses::let_go();
+    }
+    code
+}
+
+/// Memory of a pool is no context's: it outlives the one that it was allocated in (measured, H200,
+/// 580.159), and stays where it is, as there is nothing left to copy it in. Of the next such that is
+/// carried: how much.
+fn outlives(table: &mut Allocations, of_it: impl Fn(&AllocationPiece) -> bool) -> Option<u64> {
+    let mut pooled = table.iter_mut().filter(|a| a.pool != 0);
+    let piece = &mut pooled.find(|a| of_it(&a.piece))?.piece;
+    piece.context = 0;
+    Some(if core::mem::replace(&mut piece.stays, true) { 0 } else { piece.bytes })
+}
+
+pub(super) unsafe extern "C" fn ctx_destroy(context: usize) -> u32 {
+    ends(|| Some(context), || call!(ctx_destroy(context)), || true)
+}
+
+fn is_primary_active(device: i32) -> bool {
+    let (mut flags, mut active) = (0, 0);
+    let code = call!(primary_get_state(device, &raw mut flags, &raw mut active));
+    code == result::SUCCESS && active != 0
+}
+
+/// The device's primary context, if it has one now. To be asked while none ends: a hold is taken of it
+/// for a moment, which would be the last where another thread lets go of its own meanwhile.
+fn primary_context(device: i32) -> Option<usize> {
+    let mut context = 0;
+    if !is_primary_active(device)
+        || call!(primary_retain(&raw mut context, device)) != result::SUCCESS
+    {
+        return None;
+    }
+    call!(primary_release(device));
+    Some(context)
+}
+
+pub(super) unsafe extern "C" fn primary_reset(device: i32) -> u32 {
+    ends(|| primary_context(device), || call!(primary_reset(device)), || true)
+}
+
+pub(super) unsafe extern "C" fn primary_release(device: i32) -> u32 {
+    let has_ended = || !is_primary_active(device);
+    ends(|| primary_context(device), || call!(primary_release(device)), has_ended)
+}

@@ -1,0 +1,208 @@
+//! Out through a copier: the process hands its memory over and is checkpointed, while the copier
+//! copies the content to the pool that it has registered before.
+//!
+//! ```text
+//! Device ──copied to new memory, where it cannot be exported──> exported, sent, unmapped, released
+//!   ^                                                                      │
+//!   │                                                                      v
+//!   └── imported by our descriptor, mapped ──anything else── Handed ──the copier says that all is
+//!                                                                     copied──> Pool
+//! ```
+//!
+//! Until the copier has said so, the content is in device memory that a descriptor of this process
+//! keeps: neither the copier's death nor the controller's loses it. A pool that the copier may still be
+//! writing to is not used again.
+
+use affinode_cuda_sys::{POSIX_DESCRIPTOR, result};
+
+use super::allocations::{AllocationId, AllocationPiece, MemoryPlace};
+use super::backing::{back, map, unback};
+use super::contexts::in_context;
+use super::copy::{as_result, each, record_progress, update_counters};
+use super::driver::{self, call};
+use super::layout::AllocationLayout;
+use super::staging::StagingPool;
+use super::{copier_restore, is_in_use, tables, with_pool};
+use crate::fds::TrackedFd;
+use crate::sys::{self, Descriptor, datagram};
+
+/// How long a copier may take to read what it is handed.
+const WITHIN_US: u64 = 4_000_000;
+
+/// Bytes of content that is in such memory alone.
+pub fn bytes() -> u64 {
+    if is_in_use() { tables(|tables| tables.bytes(is_handed)) } else { 0 }
+}
+
+fn is_handed(piece: &AllocationPiece) -> bool {
+    piece.place == MemoryPlace::Handed
+}
+
+/// Hands everything over that leaves. False: everything is on the device as before.
+///
+/// # Errors
+/// The driver's code: some of it is handed over still, and the copier is left.
+pub fn export_to_copier(pool: &mut StagingPool, vram_bytes: u64) -> Result<bool, u32> {
+    // All of its pages are there.
+    pool.end();
+    if hand_all(pool, vram_bytes).is_some() {
+        return Ok(true);
+    }
+    copier_restore::hang_up();
+    pool.taint();
+    take_back().map(|()| false)
+}
+
+fn hand_all(pool: &StagingPool, vram_bytes: u64) -> Option<()> {
+    let mut order = AllocationLayout::of(AllocationPiece::leaves)?;
+    let summary = copier_restore::summary(MemoryPlace::Device)?;
+    let many = summary.0 as usize;
+    // They are in the application's table until the copier is done.
+    (many <= sys::descriptor_limit() / 4).then_some(())?;
+    copier_restore::announce_copied_out(pool, summary, AllocationPiece::leaves, vram_bytes)?;
+    // The controller has nobody else take device memory for a little longer.
+    let end_us = sys::now_us() + WITHIN_US;
+    for place in 0..many {
+        let (id, piece) = order.piece(place)?;
+        hand(id, &piece, end_us)?;
+    }
+    Some(())
+}
+
+fn hand(id: AllocationId, piece: &AllocationPiece, end_us: u64) -> Option<()> {
+    (sys::now_us() < end_us).then_some(())?;
+    let exportable =
+        !piece.imported && piece.property.handle_types & POSIX_DESCRIPTOR == POSIX_DESCRIPTOR;
+    let handed = if exportable { piece.handle } else { copy(piece)? };
+    let sent = export(handed).and_then(|shared| {
+        let owned = TrackedFd::note(shared.number())?;
+        copier_restore::send_piece(shared.number(), end_us)?;
+        Some((shared, owned))
+    });
+    let gone = sent.is_some() && unback(piece);
+    if !exportable {
+        // From here on the descriptor alone keeps it.
+        call!(mem_release(handed));
+    }
+    let (shared, owned) = sent.filter(|_| gone)?;
+    shared.take();
+    tables(|tables| {
+        let piece = tables.piece(id)?;
+        (piece.shared, piece.place) = (Some(owned), MemoryPlace::Handed);
+        Some(())
+    })
+}
+
+fn export(handle: u64) -> Option<Descriptor> {
+    let mut fd = -1_i32;
+    let code = call!(mem_export((&raw mut fd).cast(), handle, POSIX_DESCRIPTOR, 0));
+    datagram::made(fd).filter(|_| code == result::SUCCESS).map(Descriptor::lifted)
+}
+
+/// Copies a piece to new memory that can be exported, on the device: what the driver does not let
+/// us export is of a copier's making, or of the application's own. The new memory's handle.
+fn copy(piece: &AllocationPiece) -> Option<u64> {
+    let bytes = piece.bytes as usize;
+    let mut property = piece.property;
+    property.handle_types |= POSIX_DESCRIPTOR;
+    let mut aside = AllocationPiece { property, address: 0, imported: false, ..*piece };
+    let code = call!(mem_address_reserve(&raw mut aside.address, bytes, 0, 0, 0));
+    (code == result::SUCCESS).then_some(())?;
+    let made = back(&aside).ok();
+    let copied = made.filter(|_| copy_across(aside.address, piece) == result::SUCCESS);
+    if let Some(handle) = made {
+        call!(mem_unmap(aside.address, bytes));
+        if copied.is_none() {
+            call!(mem_release(handle));
+        }
+    }
+    call!(mem_address_free(aside.address, bytes));
+    copied
+}
+
+fn copy_across(to: u64, piece: &AllocationPiece) -> u32 {
+    const NON_BLOCKING: u32 = 1;
+    let Some(copy) = driver::copy_across() else {
+        return result::NOT_SUPPORTED;
+    };
+    in_context(piece.context, || {
+        let mut stream = core::ptr::null_mut();
+        match call!(stream_create(&raw mut stream, NON_BLOCKING)) {
+            result::SUCCESS => {}
+            code => return code,
+        }
+        // SAFETY: both are mapped, of this size, and nobody else uses either now.
+        let begun = unsafe { copy(to, piece.address, piece.bytes as usize, stream) };
+        let ended = call!(stream_synchronize(stream));
+        call!(stream_destroy(stream));
+        if begun == result::SUCCESS { ended } else { begun }
+    })
+}
+
+/// Waits until the copier has copied everything. False: it has not, and will not.
+pub fn settle() -> bool {
+    let bytes = bytes();
+    if bytes == 0 {
+        return true;
+    }
+    if !copier_restore::has_copied(bytes) {
+        leave();
+        return false;
+    }
+    each(is_handed, |id, piece| {
+        piece.shared.into_iter().for_each(TrackedFd::close);
+        put(id, 0, MemoryPlace::Pool);
+        result::SUCCESS
+    });
+    update_counters();
+    true
+}
+
+/// Does without the copier.
+fn leave() {
+    copier_restore::hang_up();
+    with_pool(StagingPool::taint);
+}
+
+/// Brings home what was handed over and not copied.
+///
+/// # Errors
+/// The driver's code. Nothing is lost: it can be tried again.
+pub fn restore_from_copier() -> Result<(), u32> {
+    if bytes() == 0 {
+        return Ok(());
+    }
+    leave();
+    take_back()
+}
+
+fn take_back() -> Result<(), u32> {
+    let code = each(is_handed, |id, piece| {
+        let Some(shared) = piece.shared.and_then(|shared| shared.get()) else {
+            return result::INVALID_VALUE;
+        };
+        let mut handle = 0;
+        match call!(mem_import(&raw mut handle, shared as usize, POSIX_DESCRIPTOR)) {
+            result::SUCCESS => {}
+            code => return code,
+        }
+        // As if a copier had made it: of no checkpoint with it is known that it comes back.
+        if let Err(code) = map(&AllocationPiece { imported: true, ..*piece }, handle) {
+            return code;
+        }
+        sys::close(shared);
+        put(id, handle, MemoryPlace::Device);
+        tables(|tables| tables.piece(id).map(|piece| piece.imported = true));
+        result::SUCCESS
+    });
+    update_counters();
+    as_result(code)
+}
+
+fn put(id: AllocationId, handle: u64, place: MemoryPlace) {
+    record_progress(id, handle, place);
+    tables(|tables| tables.piece(id).map(|piece| piece.shared = None));
+}
+
+#[cfg(test)]
+mod tests;

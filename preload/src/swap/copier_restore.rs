@@ -1,0 +1,351 @@
+//! Home through a copier: another process makes and fills the memory while the driver restores
+//! this one's context; here it is only imported and mapped.
+//!
+//! ```text
+//! offer: parked, about to be checkpointed ──> the pool's file and the list of pieces, to the copier
+//! announce: it is away, and the copier may register the pool; it is about to be restored, and the
+//!        copier begins
+//! take:  restored ──> Begin? ──> each Block: import, map ──> Filled ──> on the device
+//!                        │ anything else, or too late
+//!                        └──> what came is unmapped and released, the copier hung up on: the pool
+//!                             has the content all along, and it is copied from there
+//! ```
+//!
+//! One socket serves one absence. Nothing here is needed for a return: whoever has no copier
+//! copies by itself.
+
+use core::sync::atomic::{AtomicU32, Ordering};
+
+use affinode_cuda_sys::{LOCATION_DEVICE, MemAllocationProp, POSIX_DESCRIPTOR, result};
+use affinode_proto::wire::ProcessFlags;
+use affinode_proto::wire::copier::{
+    FromCopier, MAX_PIECES, MIN_MEAN_BYTES, PIECES_A_FRAME, Piece as Wire, ToCopier,
+};
+use affinode_proto::wire::message::FRAME_BYTES;
+
+use super::allocations::{AllocationId, AllocationPiece, MemoryPlace};
+use super::backing::{is_able, map, unback};
+use super::copy::{each, record_progress};
+use super::driver::call;
+use super::layout::AllocationLayout;
+use super::prefault_ahead;
+use super::staging::StagingPool;
+use super::{tables, with_pool};
+use crate::counters::CounterPage;
+use crate::fds::{self, TrackedFd};
+use crate::process;
+use crate::sys::{self, Descriptor, task};
+
+/// A copier that fills began while the driver restored, and one that does not has hung up: its
+/// word is there already, unless it is stopped.
+const BEGIN_WITHIN_MS: u64 = 500;
+/// How long the next block is waited for.
+const BLOCK_WITHIN_MS: u64 = 2_000;
+/// The slowest bus that is worth waiting for.
+const BYTES_A_MS: u64 = 2_000_000;
+
+/// 1: what is parked was handed over on the socket that there is.
+static OFFERED: AtomicU32 = AtomicU32::new(0);
+
+/// The controller has sent a way to a copier.
+pub fn meet(socket: Option<Descriptor>) {
+    hang_up();
+    if let Some(socket) = socket {
+        match TrackedFd::note(socket.number()) {
+            Some(owned) => {
+                socket.take();
+                fds::COPIER.set(owned);
+            }
+            None => drop(socket),
+        }
+    }
+}
+
+/// Leaves the copier, which lets go of everything then. What was on its way here is let go of,
+/// too: a shareable handle keeps its memory for as long as it is anywhere.
+pub fn hang_up() {
+    if let Some(copier) = fds::COPIER.get() {
+        // A forked child may have the socket as well.
+        sys::shut_down(copier);
+        while receive(0).is_some() {}
+    }
+    fds::COPIER.close();
+    OFFERED.store(0, Ordering::Relaxed);
+    prefault_ahead::is_over();
+}
+
+/// Hands what is parked over, where a copier can bring it home faster. Otherwise it is hung up on,
+/// and the page says that the next one would not be of use.
+pub fn offer(pool: &StagingPool, vram_bytes: u64) {
+    let summary = summary(MemoryPlace::Pool);
+    if let Some(page) = process::page() {
+        page.note(ProcessFlags::NO_COPIER, summary.is_none() || pool.is_sparse());
+    }
+    // What was left out of the pool, or is not in its file, no copier knows.
+    let offered = summary
+        .filter(|_| !pool.leaves_out() && !pool.is_shared())
+        .and_then(|summary| announce_copied_out(pool, summary, is_off, vram_bytes));
+    match offered {
+        Some(()) => OFFERED.store(1, Ordering::Relaxed),
+        None => hang_up(),
+    }
+}
+
+/// The driver has taken the rest. What the copier says while the process is away its agent hears
+/// at once.
+pub fn announce_away() {
+    if let Some(copier) = fds::COPIER.get() {
+        let _ = sys::notify(copier, sys::gettid(), sys::SIGURG);
+    }
+    send(ToCopier::Checkpointed, None);
+}
+
+/// Whether somebody waits for the process, or the controller has something to say.
+fn is_wanted() -> bool {
+    process::page().is_some_and(CounterPage::has_waiters)
+        || fds::SOCKET.get().is_some_and(|socket| task::wait_readable(socket, 0))
+}
+
+/// Does the next thing that the copier asks for while the process is away. True: there may be more.
+pub fn recv() -> bool {
+    let Some((message, file)) = receive(0) else {
+        return false;
+    };
+    match (message, file) {
+        (FromCopier::Same { chunk }, file) => {
+            let taken = file.is_some_and(|file| {
+                with_pool(|pool| pool.share(chunk as usize, file.number(), is_wanted))
+            });
+            if send(ToCopier::Mapped { chunk, taken }, None).is_none() {
+                // It does not know where the content is.
+                hang_up();
+            }
+        }
+        // Later than it was of use.
+        (FromCopier::Ready, None) => {}
+        _ => hang_up(),
+    }
+    true
+}
+
+/// The driver restores the process from now on.
+pub fn announce_restore() {
+    send(ToCopier::Restoring, None);
+}
+
+/// Whether the copier can copy out, as far as it has said.
+pub(super) fn has_said_ready() -> bool {
+    matches!(receive(0), Some((FromCopier::Ready, None)))
+}
+
+/// Hands the next piece over, and waits for room on the way.
+pub(super) fn send_piece(shared: i32, end_us: u64) -> Option<()> {
+    const PAUSE_US: u64 = 200;
+    loop {
+        match sys::send(fds::COPIER.get()?, &ToCopier::CopyOut.encode(), Some(shared)) {
+            Ok(_) => return Some(()),
+            Err(sys::EAGAIN | sys::ETOOMANYREFS) if sys::now_us() < end_us => {
+                sys::sleep_us(PAUSE_US);
+            }
+            Err(_) => return None,
+        }
+    }
+}
+
+/// Waits until all of what was handed over is copied. False: that will not be, or somebody waits
+/// for the process, which has it sooner as it is.
+pub(super) fn has_copied(bytes: u64) -> bool {
+    const SLICE_MS: u64 = 10;
+    const ALMOST_MS: u64 = 500;
+    let start_ms = sys::now_us() / 1_000;
+    let copied = loop {
+        let waited_ms = (sys::now_us() / 1_000).saturating_sub(start_ms);
+        let wanted = process::page().is_some_and(CounterPage::has_waiters);
+        let over = waited_ms >= BLOCK_WITHIN_MS + bytes / BYTES_A_MS;
+        let Some(copier) = fds::COPIER.get() else { break None };
+        if over || (wanted && waited_ms >= ALMOST_MS) || task::wait_readable(copier, SLICE_MS) {
+            break receive(0);
+        }
+    };
+    let copied = matches!(copied, Some((FromCopier::Copied, None)));
+    OFFERED.store(u32::from(copied), Ordering::Relaxed);
+    copied
+}
+
+/// Each time it is made sure anew that the number means our socket.
+fn send(message: ToCopier, descriptor: Option<i32>) -> Option<()> {
+    sys::send(fds::COPIER.get()?, &message.encode(), descriptor).ok().map(drop)
+}
+
+/// Has the copier register the pool, in which nothing is yet.
+pub(super) fn announce_prefault(pool: &StagingPool, bytes: u64) -> Option<()> {
+    let (.., device) = summary(MemoryPlace::Device)?;
+    send(ToCopier::Prefaulted { bytes, uuid: uuid_of(device)? }, Some(pool.file()?))
+}
+
+fn uuid_of(device: i32) -> Option<[u8; 16]> {
+    let mut uuid = [0; 16];
+    (call!(device_get_uuid(&raw mut uuid, device)) == result::SUCCESS).then_some(uuid)
+}
+
+/// Lists the pieces that `which` picks: in the pool, or about to be.
+pub(super) fn announce_copied_out(
+    pool: &StagingPool,
+    (pieces, bytes, device): Summary,
+    which: fn(&AllocationPiece) -> bool,
+    vram_bytes: u64,
+) -> Option<()> {
+    fds::COPIER.get()?;
+    let file = pool.file()?;
+    let uuid = uuid_of(device)?;
+    let rest_bytes = vram_bytes.saturating_sub(bytes);
+    // What was prepared it has already.
+    let file = Some(file).filter(|_| !prefault_ahead::is_told());
+    send(ToCopier::CopiedOut { bytes, rest_bytes, pieces, uuid }, file)?;
+    let (mut many, mut words) = (0, [0; PIECES_A_FRAME]);
+    let mut order = AllocationLayout::of(which)?;
+    for place in 0.. {
+        let Some((_, piece)) = order.piece(place) else { break };
+        if many == PIECES_A_FRAME {
+            send(ToCopier::Chunks { many: many as u32, words }, None)?;
+            many = 0;
+        }
+        let rdma = piece.property.gpu_direct_rdma == 1;
+        *words.get_mut(many)? = Wire { bytes: piece.bytes, rdma }.word()?;
+        many += 1;
+    }
+    send(ToCopier::Chunks { many: many as u32, words }, None)
+}
+
+fn is_off(piece: &AllocationPiece) -> bool {
+    piece.place == MemoryPlace::Pool
+}
+
+/// Number, bytes and device of what is parked.
+pub(super) type Summary = (u32, u64, i32);
+
+/// That, if a copier can make such memory: all of it in the
+/// pool one behind the other, on one device, not too small, and nothing special. Least of all
+/// something that the application may export: the driver does not export what was imported. What
+/// it has not made itself can be exported by our choice alone, and stays at home once it was.
+pub(super) fn summary(place: MemoryPlace) -> Option<Summary> {
+    let (mut many, mut end) = (0_u32, 0);
+    let mut device = None;
+    let mut order = match place {
+        // What stays at home is not asked about.
+        MemoryPlace::Device => AllocationLayout::of(AllocationPiece::leaves)?,
+        _ => AllocationLayout::of(|piece| piece.place != MemoryPlace::Device)?,
+    };
+    while let Some((id, piece)) = order.piece(many as usize) {
+        let property = piece.property;
+        let plain = MemAllocationProp {
+            location_id: property.location_id,
+            gpu_direct_rdma: property.gpu_direct_rdma,
+            ..MemAllocationProp::default()
+        };
+        let handle_types = match id {
+            AllocationId::Allocation(_) => 0,
+            AllocationId::Block(_) => property.handle_types,
+        };
+        let kind = MemAllocationProp { kind: 0, location_type: 0, handle_types, ..property };
+        let fits = piece.place == place
+            && piece.offset == end
+            && kind == plain
+            && property.location_type == LOCATION_DEVICE
+            && device.is_none_or(|known| known == property.location_id)
+            && is_able(property.location_id);
+        if !fits {
+            return None;
+        }
+        device = Some(property.location_id);
+        many += 1;
+        end += piece.bytes;
+    }
+    let large = end / u64::from(many.max(1)) >= MIN_MEAN_BYTES;
+    (large && many as usize <= MAX_PIECES).then_some((many, end, device?))
+}
+
+/// Takes everything home from the copier. False: nothing came, and everything is parked as before.
+pub fn import_from_copier() -> bool {
+    if OFFERED.load(Ordering::Relaxed) == 0 {
+        // Who turns round before its checkpoint has handed nothing over.
+        hang_up();
+        return false;
+    }
+    let all = take_all().is_some();
+    hang_up();
+    let mapped = |piece: &AllocationPiece| piece.place == MemoryPlace::Mapped;
+    each(mapped, |id, piece| {
+        if all {
+            record_progress(id, piece.handle, MemoryPlace::Device);
+        } else if unback(piece) {
+            record_progress(id, 0, MemoryPlace::Pool);
+        }
+        result::SUCCESS
+    });
+    all
+}
+
+fn take_all() -> Option<()> {
+    send(ToCopier::Restored, None)?;
+    loop {
+        match receive(BEGIN_WITHIN_MS)?.0 {
+            FromCopier::Begin => break,
+            // Later than it was of use.
+            FromCopier::Ready | FromCopier::Same { .. } => {}
+            _ => return None,
+        }
+    }
+    let mut order = AllocationLayout::of(is_off)?;
+    let mut index = 0;
+    loop {
+        let piece = order.piece(index as usize);
+        let bytes = piece.map_or(0, |(_, piece)| piece.bytes);
+        match (receive(BLOCK_WITHIN_MS + bytes / BYTES_A_MS)?, piece) {
+            ((FromCopier::Block { index: which }, Some(handle)), Some((id, piece)))
+                if which == index =>
+            {
+                import(id, &piece, &handle)?;
+                index += 1;
+            }
+            ((FromCopier::Filled, None), None) => return Some(()),
+            _ => return None,
+        }
+    }
+}
+
+fn receive(within_ms: u64) -> Option<(FromCopier, Option<Descriptor>)> {
+    if !task::wait_readable(fds::COPIER.get()?, within_ms) {
+        return None;
+    }
+    let mut frame = [0; FRAME_BYTES];
+    match sys::receive(fds::COPIER.get()?, &mut frame) {
+        Ok((bytes, descriptor)) if bytes == frame.len() => {
+            FromCopier::decode(&frame).ok().map(|message| (message, descriptor))
+        }
+        _ => None,
+    }
+}
+
+fn import(id: AllocationId, piece: &AllocationPiece, shared: &Descriptor) -> Option<()> {
+    let mut handle = 0;
+    let number = usize::try_from(shared.number()).ok()?;
+    let code = call!(mem_import(&raw mut handle, number, POSIX_DESCRIPTOR));
+    let piece = AllocationPiece { imported: true, ..*piece };
+    if code != result::SUCCESS || map(&piece, handle).is_err() {
+        return None;
+    }
+    let noted = tables(|tables| {
+        tables.piece(id).map(|known| {
+            (known.handle, known.place, known.imported) = (handle, MemoryPlace::Mapped, true);
+        })
+    });
+    if noted.is_none() {
+        // Nobody would undo it.
+        unback(&AllocationPiece { handle, ..piece });
+    }
+    noted
+}
+
+#[cfg(test)]
+mod tests;

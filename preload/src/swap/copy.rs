@@ -1,0 +1,447 @@
+//! Out and home, by the agent, with the gate closed and no work on the GPU.
+//!
+//! ```text
+//! park:   room in the pool ──> copy all that it does not hold already, and is not zero ──> all copied?
+//!                                │                                          └──> unmap, release
+//!                                │ anything fails: nothing was unmapped              each
+//! unpark: make, map, begin to copy each ──> all copied? ──> done
+//!            │ no VRAM                         │ anything fails: all is unmapped and released;
+//!            │                                 │ what cannot be unmapped is filled next time
+//!            └─────────────────────────────────┴─> again; the content is in the pool
+//! ```
+
+use core::ffi::c_void;
+use core::sync::atomic::Ordering;
+
+use affinode_cuda_sys::result;
+use affinode_proto::wire::ProcessFlags;
+
+use super::allocations::{AllocationId, AllocationPiece, MemoryPlace};
+use super::backing::{back, unback};
+use super::contexts::in_context;
+use super::digest::{self, DigestTable};
+use super::driver::call;
+use super::layout::AllocationLayout;
+use super::staging::{StagingPool, StoredChunk, TrimResult};
+use super::{
+    SWAP, checksum, copier_offload, copier_restore, driver, host_pressure, is_in_use,
+    prefault_ahead, stream_pools, tables, with_pool, with_pool_if_free,
+};
+use crate::process;
+
+/// Most contexts whose memory is copied. A process with more cannot be parked: the controller
+/// has the driver take it.
+const MAX_CONTEXTS: usize = 16;
+
+/// What [`copy`] returns when others took the host memory that it was about to fill. No code of the
+/// driver's.
+pub const NO_HOST_MEMORY: u32 = 0xffff_0001;
+
+/// Whether content is in the pool.
+pub fn is_copied_out() -> bool {
+    is_in_use()
+        && tables(|tables| {
+            tables.next(AllocationId::FIRST, |p| p.place != MemoryPlace::Device).is_some()
+        })
+}
+
+/// Moves everything that can be carried to host memory. `keep`: the copy is to be kept after the
+/// return, and what the last one holds unchanged is not copied again. `handed`: a checkpoint
+/// follows, of a process that has so many bytes on the device, beside which a copier may copy.
+/// `check`: the return looks whether everything has come home.
+///
+/// # Errors
+/// The driver's code, or [`NO_HOST_MEMORY`]. Everything is on the device as it was.
+pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32> {
+    if !is_in_use() {
+        return Ok(());
+    }
+    if is_copied_out() {
+        // The pool has content: it comes home first.
+        return Err(result::NOT_SUPPORTED);
+    }
+    relax_captures();
+    stream_pools::clear();
+    checksum::set(check);
+    with_pool(|pool| {
+        prefault_ahead::stop(pool);
+        let Some((bytes, context)) = assign() else {
+            return Err(result::OUT_OF_MEMORY);
+        };
+        SWAP.unchanged_bytes.store(0, Ordering::Relaxed);
+        SWAP.zero_bytes.store(0, Ordering::Relaxed);
+        if bytes == 0 {
+            return Ok(());
+        }
+        if !pool.begin(bytes, context) {
+            return Err(result::OUT_OF_MEMORY);
+        }
+        pool.set_keeps(keep);
+        let mut found = digest::of(bytes, AllocationPiece::leaves);
+        let zero_bytes = found.as_mut().map_or(0, |found| pool.leave_out(found));
+        let handed = handed.filter(|_| {
+            let all_new = zero_bytes == 0 && is_new(pool, found.as_ref(), bytes as u64);
+            all_new && prefault_ahead::is_ready(bytes as u64)
+        });
+        if let Some(vram_bytes) = handed
+            && copier_offload::export_to_copier(pool, vram_bytes)?
+        {
+            // Where the copier does not copy it, the pool is not used again.
+            pool.learn(found.unwrap_or(DigestTable::none()));
+            update_kept_counter(0);
+            update_counters();
+            return Ok(());
+        }
+        if pool.is_tainted() && !pool.begin(bytes, context) {
+            return Err(result::OUT_OF_MEMORY);
+        }
+        let mut out =
+            CopyOutProgress { pool, copies: CopyStreams::new(), found, unchanged_bytes: 0 };
+        let copied = as_result(each(AllocationPiece::leaves, |_, piece| out.copy(piece)));
+        let CopyOutProgress { pool, copies, found, unchanged_bytes } = out;
+        // In any case: nothing may still be copying when the pool or the memory goes.
+        let finished = copies.finish();
+        pool.end();
+        if copied == Err(NO_HOST_MEMORY) {
+            pool.give_back_unused();
+        }
+        copied.and(finished)?;
+        // Without digests nothing is known any more, beyond what was copied either.
+        pool.learn(found.unwrap_or(DigestTable::none()));
+        SWAP.unchanged_bytes.store(unchanged_bytes, Ordering::Relaxed);
+        SWAP.zero_bytes.store(zero_bytes, Ordering::Relaxed);
+        // What is in use is not kept.
+        update_kept_counter(0);
+        give_back();
+        Ok(())
+    })
+}
+
+/// Whether most of it is not in the pool yet.
+fn is_new(pool: &StagingPool, found: Option<&DigestTable>, bytes: u64) -> bool {
+    found.is_none_or(|found| pool.unchanged(found) < bytes / 2)
+}
+
+/// The agent may do what would break another thread's capture of a stream.
+fn relax_captures() {
+    const RELAXED: u32 = 2;
+    let mut mode = RELAXED;
+    driver::exchange_capture_mode(&mut mode);
+}
+
+/// Gives each piece that leaves its place in the pool: bytes of all, and a context. `None`: there
+/// is no memory to tell their order.
+pub(super) fn assign() -> Option<(usize, usize)> {
+    tables(|tables| {
+        let mut from = AllocationId::FIRST;
+        while let Some((id, piece)) = tables.next(from, |_| true) {
+            from = id.next();
+            piece.has_left = piece.leaves();
+        }
+        let mut order = AllocationLayout::within(tables, |piece| piece.has_left)?;
+        let (mut place, mut end, mut context) = (0, 0, 0);
+        while let Some(piece) = order.id(place).and_then(|id| tables.piece(id)) {
+            piece.offset = end;
+            end += piece.bytes;
+            context = piece.context;
+            place += 1;
+        }
+        Some((end as usize, context))
+    })
+}
+
+/// Each piece that `which` picks. Looked up one by one, so that no lock is held during a
+/// call into the driver.
+pub(super) fn each(
+    which: impl Fn(&AllocationPiece) -> bool,
+    mut body: impl FnMut(AllocationId, &AllocationPiece) -> u32,
+) -> u32 {
+    let mut from = AllocationId::FIRST;
+    let next = |from| tables(|tables| tables.next(from, &which).map(|(id, piece)| (id, *piece)));
+    while let Some((id, piece)) = next(from) {
+        match body(id, &piece) {
+            result::SUCCESS => from = id.next(),
+            code => return code,
+        }
+    }
+    result::SUCCESS
+}
+
+pub(super) fn record_progress(id: AllocationId, handle: u64, place: MemoryPlace) {
+    tables(|tables| {
+        if let Some(piece) = tables.piece(id) {
+            (piece.handle, piece.place) = (handle, place);
+        }
+    });
+}
+
+/// Whether anything on the device is of a copier's making.
+pub fn holds_imported() -> bool {
+    let on_device =
+        |piece: &AllocationPiece| matches!(piece.place, MemoryPlace::Device | MemoryPlace::Mapped);
+    let is_imported = |piece: &AllocationPiece| piece.imported && on_device(piece);
+    is_in_use()
+        && (SWAP.strayed.load(Ordering::Acquire) == 1
+            || tables(|tables| {
+                tables.next(AllocationId::FIRST, is_imported).is_some()
+                    || tables.cache.holds_imported()
+            }))
+}
+
+/// Copies out in progress.
+struct CopyOutProgress<'a> {
+    pool: &'a mut StagingPool,
+    copies: CopyStreams,
+    found: Option<DigestTable>,
+    unchanged_bytes: u64,
+}
+
+impl CopyOutProgress<'_> {
+    /// Begins to copy what the pool does not hold of a piece.
+    fn copy(&mut self, piece: &AllocationPiece) -> u32 {
+        let mut done = 0;
+        while done < piece.bytes {
+            let offset = (piece.offset + done) as usize;
+            let left = (piece.bytes - done) as usize;
+            let (stored, bytes) = self.pool.stored(offset, left, self.found.as_ref());
+            match stored {
+                StoredChunk::Nowhere => {}
+                StoredChunk::Already => self.unchanged_bytes += bytes as u64,
+                StoredChunk::Anew => {
+                    self.pool.forget(offset, bytes);
+                    let device = piece.address + done;
+                    let Some(host) = self.pool.ready(offset) else { return NO_HOST_MEMORY };
+                    let code = self.copies.on_stream(piece.context, |stream| {
+                        call!(copy_out(host, device, bytes, stream))
+                    });
+                    if code != result::SUCCESS {
+                        return code;
+                    }
+                }
+            }
+            done += bytes as u64;
+        }
+        result::SUCCESS
+    }
+}
+
+/// Begins to copy a piece that is mapped in.
+pub(super) fn copy_to_host(
+    pool: &mut StagingPool,
+    copies: &mut CopyStreams,
+    piece: &AllocationPiece,
+) -> u32 {
+    let mut done = 0;
+    while done < piece.bytes {
+        let offset = (piece.offset + done) as usize;
+        let left = (piece.bytes - done) as usize;
+        // A copy that crosses into another registration is refused: not beyond the chunk.
+        let (is_zero, bytes) = pool.left_out(offset, left);
+        let device = piece.address + done;
+        let code = copies.on_stream(piece.context, |stream| match is_zero {
+            true => call!(clear(device, 0, bytes, stream)),
+            false => call!(copy_in(device, pool.held(offset).cast_const(), bytes, stream)),
+        });
+        if code != result::SUCCESS {
+            return code;
+        }
+        done += bytes as u64;
+    }
+    result::SUCCESS
+}
+
+pub(super) fn as_result(code: u32) -> Result<(), u32> {
+    if code == result::SUCCESS { Ok(()) } else { Err(code) }
+}
+
+/// All is copied: gives the physical memory back. What cannot be unmapped stays.
+fn give_back() {
+    each(AllocationPiece::leaves, |id, piece| {
+        if unback(piece) {
+            record_progress(id, 0, MemoryPlace::Pool);
+        }
+        result::SUCCESS
+    });
+    update_counters();
+}
+
+/// Writes to the page what is parked, and whether a copier has made any of the rest.
+pub(super) fn update_counters() {
+    let in_pool =
+        |piece: &AllocationPiece| matches!(piece.place, MemoryPlace::Pool | MemoryPlace::Mapped);
+    let bytes = tables(|tables| tables.bytes(in_pool));
+    let imported = holds_imported();
+    if let Some(page) = process::page() {
+        page.copied_out_bytes.store(bytes, Ordering::Relaxed);
+        page.note(ProcessFlags::IMPORTED, imported);
+        page.note(ProcessFlags::EXPORTED_TO_COPIER, copier_offload::bytes() > 0);
+    }
+}
+
+/// Brings everything back to the same addresses.
+///
+/// # Errors
+/// The driver's code, most often for lack of VRAM. Nothing is lost: it can be tried again.
+pub fn copy_in() -> Result<(), u32> {
+    if !is_copied_out() {
+        return Ok(());
+    }
+    relax_captures();
+    copier_offload::restore_from_copier()?;
+    let returned = if copier_restore::import_from_copier() {
+        update_counters();
+        Ok(())
+    } else {
+        copy_to_device()
+    };
+    update_kept_counter(with_pool(|pool| pool.kept_bytes()));
+    returned?;
+    checksum::look();
+    Ok(())
+}
+
+fn copy_to_device() -> Result<(), u32> {
+    with_pool(|pool| {
+        let mut copies = CopyStreams::new();
+        let is_away = |piece: &AllocationPiece| piece.place != MemoryPlace::Device;
+        let begun = as_result(each(is_away, |id, piece| fill(pool, &mut copies, id, piece)));
+        // In any case: nothing may still be copied when the memory goes again.
+        let finished = copies.finish();
+        let copied = begun.and(finished);
+        each(
+            |piece| piece.place == MemoryPlace::Mapped,
+            |id, piece| {
+                if copied.is_ok() {
+                    record_progress(id, piece.handle, MemoryPlace::Device);
+                } else if unback(piece) {
+                    record_progress(id, 0, MemoryPlace::Pool);
+                }
+                result::SUCCESS
+            },
+        );
+        update_counters();
+        copied
+    })
+}
+
+/// Whether the driver answers every call in the context of what is parked with this code. Nothing
+/// runs on the GPU, so it answers at once.
+pub fn is_broken(code: u32) -> bool {
+    if !is_copied_out() {
+        return false;
+    }
+    let context = tables(|tables| {
+        tables
+            .next(AllocationId::FIRST, |piece| piece.place != MemoryPlace::Device)
+            .map(|(_, piece)| piece.context)
+    });
+    context.is_some_and(|context| in_context(context, || call!(ctx_synchronize())) == code)
+}
+
+/// Before a checkpoint, which would take the longer for every byte of host memory that the
+/// driver has hold of, as would the restore. The return takes hold of it beside its copies, or
+/// a copier does before.
+pub fn release_copied_out(vram_bytes: u64) {
+    if is_copied_out() {
+        with_pool(|pool| {
+            pool.unregister_all();
+            if copier_offload::bytes() == 0 {
+                copier_restore::offer(pool, vram_bytes);
+            }
+        });
+    }
+}
+
+/// Puts new memory behind a piece's addresses, and begins to fill it: the copies of one run
+/// while the next is mapped.
+fn fill(
+    pool: &mut StagingPool,
+    copies: &mut CopyStreams,
+    id: AllocationId,
+    piece: &AllocationPiece,
+) -> u32 {
+    if piece.place == MemoryPlace::Mapped {
+        return copy_to_host(pool, copies, piece);
+    }
+    match back(piece) {
+        Ok(handle) => {
+            record_progress(id, handle, MemoryPlace::Mapped);
+            tables(|tables| tables.piece(id).map(|piece| piece.imported = false));
+            copy_to_host(pool, copies, piece)
+        }
+        Err(code) => code,
+    }
+}
+
+/// Gives a part of the unused pool back to the system, beside the running application, unless it
+/// is kept and there is host memory enough.
+pub fn tidy() -> TrimResult {
+    if !is_in_use() || is_copied_out() {
+        return TrimResult::All;
+    }
+    let tidy = |pool: &mut StagingPool| {
+        (pool.tidy(prefault_ahead::is_on(), host_pressure::is_near), pool.kept_bytes())
+    };
+    let Some((tidied, kept_bytes)) = with_pool_if_free(tidy) else {
+        // Looked at again, as what is kept is.
+        return TrimResult::Kept;
+    };
+    update_kept_counter(kept_bytes);
+    tidied
+}
+
+pub(super) fn update_kept_counter(bytes: u64) {
+    if let Some(page) = process::page() {
+        page.kept_bytes.store(bytes, Ordering::Relaxed);
+    }
+}
+
+/// Copies in progress: a stream per context, made for this.
+pub(super) struct CopyStreams {
+    streams: [(usize, *mut c_void); MAX_CONTEXTS],
+    many: usize,
+}
+
+impl CopyStreams {
+    pub(super) fn new() -> CopyStreams {
+        CopyStreams { streams: [(0, core::ptr::null_mut()); MAX_CONTEXTS], many: 0 }
+    }
+
+    fn on_stream(&mut self, context: usize, body: impl FnOnce(*mut c_void) -> u32) -> u32 {
+        in_context(context, || {
+            const NON_BLOCKING: u32 = 1;
+            let known = self.streams.iter().take(self.many).find(|known| known.0 == context);
+            if let Some((_, stream)) = known {
+                return body(*stream);
+            }
+            let mut stream = core::ptr::null_mut();
+            let Some(free) = self.streams.get_mut(self.many) else {
+                return result::NOT_SUPPORTED;
+            };
+            match call!(stream_create(&raw mut stream, NON_BLOCKING)) {
+                result::SUCCESS => {}
+                code => return code,
+            }
+            *free = (context, stream);
+            self.many += 1;
+            body(stream)
+        })
+    }
+
+    /// Waits for all of them.
+    pub(super) fn finish(self) -> Result<(), u32> {
+        let mut ended = Ok(());
+        for (context, stream) in self.streams.into_iter().take(self.many) {
+            let code = in_context(context, || {
+                let code = call!(stream_synchronize(stream));
+                call!(stream_destroy(stream));
+                code
+            });
+            ended = ended.and(as_result(code));
+        }
+        ended
+    }
+}
+
+#[cfg(test)]
+mod tests;

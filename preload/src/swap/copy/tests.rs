@@ -1,0 +1,313 @@
+use std::sync::MutexGuard;
+
+use super::super::allocations::Allocation;
+use super::super::backing::property_on;
+use super::super::fake_driver::{CONTEXT, DEVICE, Fake, Held};
+use super::super::prefault::tests::{SHARED, forget_all};
+use super::super::{addresses, locked};
+use super::*;
+
+const PIECE_BYTES: u64 = 8 << 20;
+const PIECES: usize = 3;
+
+/// A process with some memory on the device, and no way to a copier.
+struct World {
+    fake: Fake,
+    _own: MutexGuard<'static, ()>,
+}
+
+impl World {
+    fn new() -> World {
+        let own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let world = World { fake: Fake::new(), _own: own };
+        SWAP.in_use.store(1, Ordering::Release);
+        for content in 1..=PIECES as u64 {
+            world.allocate(PIECE_BYTES, content);
+        }
+        world
+    }
+
+    /// All of its slots hold the same.
+    fn allocate(&self, bytes: u64, content: u64) -> u64 {
+        let property = property_on(DEVICE);
+        let mut piece =
+            AllocationPiece { bytes, property, context: CONTEXT, ..AllocationPiece::default() };
+        piece.address = addresses::reserve(bytes as usize).unwrap();
+        piece.handle = back(&piece).unwrap();
+        for address in (piece.address..piece.address + bytes).step_by(digest::SLOT_BYTES) {
+            self.fake.write(address, content);
+        }
+        assert!(tables(|tables| tables.insert(Allocation {
+            piece,
+            asked_bytes: bytes,
+            ..Allocation::default()
+        })));
+        piece.address
+    }
+
+    fn pieces(&self) -> Vec<AllocationPiece> {
+        locked(|allocations| allocations.iter().map(|one| one.piece).collect())
+    }
+
+    /// On the device, at the same addresses with the same contents, and nothing else held.
+    fn is_home(&self) -> bool {
+        let right = |(n, piece): (usize, &AllocationPiece)| {
+            piece.place == MemoryPlace::Device
+                && self.fake.read(piece.address) == Some(n as u64 + 1)
+        };
+        self.pieces().iter().enumerate().all(right) && self.fake.held() == held(PIECES)
+    }
+
+    fn is_away(&self) -> bool {
+        let away = |piece: &AllocationPiece| piece.place == MemoryPlace::Pool;
+        self.pieces().iter().all(away) && self.fake.held() == held(0)
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        forget_all();
+    }
+}
+
+/// What is held where so many pieces are mapped.
+fn held(many: usize) -> Held {
+    Held { handles: many, mappings: many, ranges: PIECES, descriptors: 0, streams: 0 }
+}
+
+#[test]
+fn what_leaves_comes_home_as_it_was() {
+    let world = World::new();
+    assert_eq!((copy_out(false, false, None), world.is_away()), (Ok(()), true));
+    assert_eq!((copy_in(), world.is_home()), (Ok(()), true));
+}
+
+/// The context of what is parked is asked, and no other.
+#[test]
+fn context_is_broken_where_driver_confirms_code() {
+    let world = World::new();
+    assert!(!is_broken(result::OUT_OF_MEMORY), "nothing is parked");
+    assert_eq!(copy_out(false, false, None), Ok(()));
+    assert!(!is_broken(result::OUT_OF_MEMORY) && is_broken(result::SUCCESS));
+    world.fake.fail("cuCtxSynchronize", 0);
+    assert!(is_broken(result::OUT_OF_MEMORY));
+    assert_eq!((copy_in(), world.is_home()), (Ok(()), true));
+}
+
+/// Nothing has left, what was brought in for it is given back, and the next time goes well.
+#[test]
+fn copy_stops_where_others_took_host_memory() {
+    use super::super::host_pressure::tests::TAKEN_BY_OTHERS;
+    let world = World::new();
+    TAKEN_BY_OTHERS.store(u64::MAX / 2, Ordering::Relaxed);
+    let ended = copy_out(true, false, None);
+    TAKEN_BY_OTHERS.store(0, Ordering::Relaxed);
+    assert_eq!(ended, Err(NO_HOST_MEMORY));
+    assert!(world.is_home() && !is_copied_out());
+    assert_eq!((copy_out(true, false, None), world.is_away()), (Ok(()), true));
+    assert_eq!((copy_in(), world.is_home()), (Ok(()), true));
+}
+
+/// Each of the driver's calls, at each piece.
+#[test]
+fn of_what_cannot_be_copied_out_nothing_has_left() {
+    for call in ["cuStreamCreate", "cuMemcpyDtoHAsync_v2", "cuStreamSynchronize"] {
+        for which in 0..if call == "cuMemcpyDtoHAsync_v2" { PIECES } else { 1 } {
+            let world = World::new();
+            // Digests take one of each.
+            world.fake.fail(call, 1 + which);
+            assert_eq!(copy_out(true, false, None), Err(result::OUT_OF_MEMORY), "{call}, {which}");
+            assert!(world.is_home() && !is_copied_out(), "{call}, {which}");
+            assert_eq!((copy_out(true, false, None), world.is_away()), (Ok(()), true));
+            assert_eq!((copy_in(), world.is_home()), (Ok(()), true), "{call}, {which}");
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_brought_home_is_in_the_pool_and_comes_later() {
+    let each_piece = ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemcpyHtoDAsync_v2"];
+    let once = ["cuStreamCreate", "cuStreamSynchronize"];
+    let calls = each_piece.iter().flat_map(|call| (0..PIECES).map(move |which| (*call, which)));
+    for (call, which) in calls.chain(once.map(|call| (call, 0))) {
+        let world = World::new();
+        assert_eq!(copy_out(false, false, None), Ok(()));
+        world.fake.fail(call, which);
+        assert_eq!(copy_in(), Err(result::OUT_OF_MEMORY), "{call}, {which}");
+        assert!(!world.fake.is_still_to_fail() && world.is_away(), "{call}, {which}");
+        assert_eq!((copy_in(), world.is_home()), (Ok(()), true), "{call}, {which}");
+    }
+}
+
+/// And the same where what was mapped cannot be unmapped again.
+#[test]
+fn what_cannot_be_unmapped_again_is_filled_the_next_time() {
+    for call in ["cuMemSetAccess", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize"] {
+        for (which, unmap) in [(0, 0), (1, 0), (2, 0), (2, 1), (2, 2)] {
+            let world = World::new();
+            assert_eq!(copy_out(false, false, None), Ok(()));
+            world.fake.fail(call, if call == "cuStreamSynchronize" { 0 } else { which });
+            world.fake.fail("cuMemUnmap", unmap);
+            assert_eq!(copy_in(), Err(result::OUT_OF_MEMORY), "{call}, {which}, {unmap}");
+            let again = (copy_in(), world.is_home());
+            assert_eq!(again, (Ok(()), true), "{call}, {which}, {unmap}: {:?}", world.fake.held());
+        }
+    }
+}
+
+/// Its end waits for the work in it, as long as that takes.
+#[test]
+fn what_is_given_back_in_passing_waits_for_no_context_that_ends() {
+    let _world = World::new();
+    let (tell, told) = std::sync::mpsc::channel();
+    let told = SWAP.contexts_lock.hold(|| {
+        std::thread::spawn(move || {
+            prefault_ahead::tests::filling(PIECE_BYTES);
+            let both = (tidy(), prefault_ahead::go_on());
+            prefault_ahead::tests::told_nothing();
+            let _ = tell.send(both);
+        });
+        told.recv_timeout(std::time::Duration::from_secs(60))
+    });
+    assert_eq!(told, Ok((TrimResult::Kept, true)));
+}
+
+/// A process in which anything happens, and what its memory should hold.
+struct Model {
+    world: World,
+    pieces: Vec<(u64, Vec<u64>)>,
+    random: u64,
+}
+
+impl Model {
+    fn draw(&mut self, below: u64) -> u64 {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        (self.random >> 11) % below
+    }
+
+    fn write(&mut self, piece: usize, slot: usize, content: u64) {
+        let (address, slots) = &mut self.pieces[piece];
+        slots[slot] = content;
+        self.world.fake.write(*address + (slot * digest::SLOT_BYTES) as u64, content);
+    }
+
+    /// Little of it, or all of a piece; a piece comes, or goes.
+    fn run(&mut self) {
+        for _ in 0..self.draw(4) {
+            let piece = self.draw(self.pieces.len() as u64) as usize;
+            let many = self.pieces[piece].1.len();
+            let content = self.draw(3);
+            match self.draw(8) {
+                0 if self.pieces.len() > 2 => {
+                    let (address, _) = self.pieces.remove(piece);
+                    let gone = locked(|table| table.remove_at(address)).unwrap();
+                    super::super::alloc_wrappers::release(&gone.piece);
+                }
+                1 if self.pieces.len() < 9 => {
+                    let slots = 1 + self.draw(16);
+                    let address = self.world.allocate(slots * digest::SLOT_BYTES as u64, 0);
+                    self.pieces.push((address, vec![0; slots as usize]));
+                    let piece = self.pieces.len() - 1;
+                    (0..slots as usize).for_each(|slot| self.write(piece, slot, content));
+                }
+                2 | 3 => (0..many).for_each(|slot| self.write(piece, slot, content)),
+                _ => {
+                    let slot = self.draw(many as u64) as usize;
+                    self.write(piece, slot, content);
+                }
+            }
+        }
+    }
+
+    /// What holds again what it held then, the pool is told to hold by digests of then.
+    fn go_back_to(&mut self, before: &[(u64, Vec<u64>)]) {
+        for piece in 0..self.pieces.len() {
+            let (address, slots) = self.pieces[piece].clone();
+            let then =
+                before.iter().find(|(known, then)| (*known, then.len()) == (address, slots.len()));
+            for (slot, content) in then.iter().flat_map(|(_, then)| then.iter().enumerate()) {
+                self.write(piece, slot, *content);
+            }
+        }
+    }
+
+    fn may_fail(&mut self, calls: &[&'static str]) {
+        if self.draw(2) == 0 {
+            let call = calls[self.draw(calls.len() as u64) as usize];
+            let after = self.draw(6) as usize;
+            self.world.fake.fail(call, after);
+        }
+    }
+
+    fn is_right(&self) -> bool {
+        self.pieces.iter().all(|(address, slots)| {
+            slots.iter().enumerate().all(|(slot, content)| {
+                let at = *address + (slot * digest::SLOT_BYTES) as u64;
+                self.world.fake.read(at) == Some(*content)
+            })
+        })
+    }
+}
+
+/// Whatever changes between two absences, is kept, known, zero, in another place or fails on the way.
+#[test]
+fn what_comes_home_is_what_left_whatever_was_kept_of_before() {
+    const OUT: [&str; 8] = [
+        "cuStreamCreate",
+        "cuMemcpyDtoHAsync_v2",
+        "cuStreamSynchronize",
+        "cuMemHostRegister_v2",
+        "cuModuleLoadData",
+        "cuLaunchKernel",
+        "cuMemAlloc_v2",
+        "cuMemUnmap",
+    ];
+    const HOME: [&str; 8] = [
+        "cuMemCreate",
+        "cuMemMap",
+        "cuMemSetAccess",
+        "cuMemcpyHtoDAsync_v2",
+        "cuMemsetD8Async",
+        "cuStreamSynchronize",
+        "cuMemHostRegister_v2",
+        "cuMemUnmap",
+    ];
+    let (mut unchanged, mut zero, mut failed) = (0, 0, 0);
+    for seed in 1..=8 {
+        let world = World::new();
+        let pieces = world.pieces();
+        let mut model = Model { world, pieces: Vec::new(), random: seed << 32 | 0x9E37_79B9 };
+        for piece in &pieces {
+            model.pieces.push((piece.address, vec![0; piece.bytes as usize / digest::SLOT_BYTES]));
+        }
+        for piece in 0..model.pieces.len() {
+            (0..model.pieces[piece].1.len()).for_each(|slot| model.write(piece, slot, 1));
+        }
+        for _ in 0..60 {
+            let before = model.pieces.clone();
+            model.run();
+            model.may_fail(&OUT);
+            let (keep, check) = (model.draw(4) > 0, model.draw(2) == 0);
+            while copy_out(keep, check, None).is_err() {
+                failed += 1;
+                assert!(model.is_right() && !is_copied_out());
+                model.go_back_to(&before);
+            }
+            (unchanged, zero) =
+                (unchanged + super::super::unchanged_bytes(), zero + super::super::zero_bytes());
+            model.world.fake.fail_no_more();
+            model.may_fail(&HOME);
+            while copy_in().is_err() {
+                failed += 1;
+            }
+            model.world.fake.fail_no_more();
+            assert!(model.is_right() && !is_copied_out());
+            if model.draw(3) == 0 {
+                while tidy() == TrimResult::Part {}
+            }
+        }
+    }
+    assert!(unchanged > 0 && zero > 0 && failed > 0, "{unchanged} {zero} {failed}");
+}

@@ -1,0 +1,171 @@
+//! Whether host memory that is only kept should rather be free: before the container's memory
+//! limit, or the node's memory, is reached by what the application takes.
+//!
+//! An eighth of the limit, at least 1 GiB, is to be left, and an eighth of the node. What cannot
+//! be read counts as short: nothing is kept in the dark. Limits above the container's own are not
+//! seen from inside.
+
+use core::ffi::CStr;
+
+use crate::sys;
+
+const MIN_BYTES: u64 = 1 << 30;
+const PATH_BYTES: usize = 512;
+
+/// Whether it is.
+pub fn is_near() -> bool {
+    would_be_near(0)
+}
+
+/// Whether it is once so much more is taken.
+pub fn would_be_near(bytes: u64) -> bool {
+    let left = |room: u64| room.saturating_sub(bytes);
+    node().is_none_or(|(room, all)| left(room) < all / 8)
+        || group().is_none_or(|(room, limit)| left(room) < (limit / 8).max(MIN_BYTES))
+}
+
+/// Whether taking so many bytes now would leave so little that the kernel's out-of-memory killer is
+/// near: less than a 64th of the node, or than a 128th of the container's limit (at most 32 MiB).
+///
+/// The controller has promised this memory by readings of a moment before; this is what others have
+/// taken since. What cannot be read does not count here.
+pub fn is_critical(bytes: u64) -> bool {
+    const MAX_GROUP_FLOOR_BYTES: u64 = 32 << 20;
+    #[cfg(test)]
+    let bytes =
+        bytes.saturating_add(tests::TAKEN_BY_OTHERS.load(core::sync::atomic::Ordering::Relaxed));
+    let left = |room: u64| room.saturating_sub(bytes);
+    node().is_some_and(|(room, all)| left(room) < all / 64)
+        || group()
+            .is_some_and(|(room, limit)| left(room) < (limit / 128).min(MAX_GROUP_FLOOR_BYTES))
+}
+
+/// Available and all memory of the node, in bytes.
+fn node() -> Option<(u64, u64)> {
+    let mut text = [0; 1024];
+    let text = sys::read_file(c"/proc/meminfo", &mut text)?;
+    let bytes = |name| field(text, name)?.checked_mul(1024);
+    Some((bytes(b"MemAvailable:")?, bytes(b"MemTotal:")?))
+}
+
+/// What the container's limit leaves, and the limit, in bytes. Files that are only cached leave
+/// when their room is needed.
+fn group() -> Option<(u64, u64)> {
+    const UNIFIED: [&[u8]; 3] = [b"memory.max", b"memory.current", b"memory.stat"];
+    const FIRST: [&CStr; 3] = [
+        c"/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        c"/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        c"/sys/fs/cgroup/memory/memory.stat",
+    ];
+    let mut own = [0; 1024];
+    let own = sys::read_file(c"/proc/self/cgroup", &mut own).and_then(path_of).unwrap_or(b"/");
+    let mut paths = [const { [0; PATH_BYTES] }; 3];
+    let [first, second, third] = &mut paths;
+    // Who sees the groups of the whole node finds its own among them.
+    let folder = if exists(own, UNIFIED[0]) { own } else { b"/" };
+    let unified = exists(folder, UNIFIED[0]);
+    let [limit, usage, stat] = if unified {
+        [
+            path(folder, UNIFIED[0], first)?,
+            path(folder, UNIFIED[1], second)?,
+            path(folder, UNIFIED[2], third)?,
+        ]
+    } else {
+        FIRST
+    };
+    let mut text = [0; 64];
+    let limit = limit_of(sys::read_file(limit, &mut text)?)?;
+    let usage = number(sys::read_file(usage, &mut text)?.trim_ascii())?;
+    let mut text = [0; 8192];
+    let text = sys::read_file(stat, &mut text)?;
+    let name: &[u8] = if unified { b"inactive_file" } else { b"total_inactive_file" };
+    let cached = field(text, name).unwrap_or(0);
+    Some((limit.saturating_sub(usage.saturating_sub(cached)), limit))
+}
+
+/// The own group's path, of `/proc/self/cgroup` where there is one hierarchy.
+fn path_of(text: &[u8]) -> Option<&[u8]> {
+    text.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(b"0::"))
+}
+
+fn exists(group: &[u8], name: &[u8]) -> bool {
+    path(group, name, &mut [0; PATH_BYTES]).is_some_and(sys::exists)
+}
+
+/// The path of a group's file.
+fn path<'a>(group: &[u8], name: &[u8], place: &'a mut [u8; PATH_BYTES]) -> Option<&'a CStr> {
+    let parts = [b"/sys/fs/cgroup", group, b"/", name, b"\0"];
+    let whole = place.get_mut(..parts.iter().map(|part| part.len()).sum())?;
+    let bytes = parts.iter().flat_map(|part| part.iter());
+    whole.iter_mut().zip(bytes).for_each(|(to, from)| *to = *from);
+    CStr::from_bytes_with_nul(whole).ok()
+}
+
+/// `max` is no limit, as are the numbers that version 1 has for it: what counts then is the node.
+fn limit_of(text: &[u8]) -> Option<u64> {
+    match text.trim_ascii() {
+        b"max" => Some(NO_LIMIT),
+        text => number(text).map(|limit| limit.min(NO_LIMIT)),
+    }
+}
+
+/// A pebibyte, of which an eighth is free on any node.
+const NO_LIMIT: u64 = 1 << 50;
+
+/// The number behind a name at the beginning of a line.
+fn field(text: &[u8], name: &[u8]) -> Option<u64> {
+    let mut lines = text.split(|byte| *byte == b'\n');
+    let rest = lines.find_map(|line| {
+        line.strip_prefix(name).filter(|rest| rest.first().is_some_and(u8::is_ascii_whitespace))
+    })?;
+    number(rest.split(u8::is_ascii_whitespace).find(|word| !word.is_empty())?)
+}
+
+fn number(text: &[u8]) -> Option<u64> {
+    core::str::from_utf8(text).ok()?.parse().ok()
+}
+
+#[cfg(test)]
+pub mod tests {
+    use core::sync::atomic::AtomicU64;
+
+    use super::*;
+
+    /// What [`is_critical`] takes for gone beside what it reads, in bytes.
+    pub static TAKEN_BY_OTHERS: AtomicU64 = AtomicU64::new(0);
+
+    #[test]
+    fn fields_are_whole_names_at_the_beginning_of_a_line() {
+        let text = b"inactive_file_x 1\nxinactive_file 2\ninactive_file 30\nMemTotal:   7 kB\n";
+        assert_eq!(field(text, b"inactive_file"), Some(30));
+        assert_eq!(field(text, b"MemTotal:"), Some(7));
+        assert_eq!(field(text, b"MemAvailable:"), None);
+        assert_eq!(field(b"MemTotal: many", b"MemTotal:"), None);
+    }
+
+    #[test]
+    fn no_limit_leaves_room_for_ever() {
+        for text in [&b"max\n"[..], b"9223372036854771712\n"] {
+            assert_eq!(limit_of(text), Some(NO_LIMIT));
+        }
+        assert_eq!(limit_of(b"1024\n"), Some(1024));
+        assert_eq!(limit_of(b"\n"), None);
+    }
+
+    #[test]
+    fn the_own_group_is_found_where_all_are_seen() {
+        assert_eq!(path_of(b"0::/kubepods/pod1/a\n"), Some(&b"/kubepods/pod1/a"[..]));
+        assert_eq!(path_of(b"1:name=x:/\n0::/b\n"), Some(&b"/b"[..]));
+        assert_eq!(path_of(b"9:memory:/a\n"), None);
+        let mut place = [0; PATH_BYTES];
+        let found = path(b"/a/b", b"memory.max", &mut place);
+        assert_eq!(found, Some(c"/sys/fs/cgroup/a/b/memory.max"));
+        assert_eq!(path(&[b'a'; PATH_BYTES], b"memory.max", &mut place), None, "too long");
+    }
+
+    #[test]
+    fn this_machine_can_be_read() {
+        let (room, all) = node().unwrap();
+        assert!(0 < room && room < all);
+    }
+}

@@ -1,0 +1,178 @@
+//! Requests that come to an exporter: anything in its network namespace may send them.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::MutexGuard;
+use std::sync::atomic::Ordering;
+
+use super::super::super::allocations::AllocationPiece;
+use super::super::super::backing::{back, property_on};
+use super::super::super::fake_driver::{CONTEXT, DEVICE, Fake};
+use super::super::super::prefault::tests::{SHARED, forget_all};
+use super::*;
+
+const PIECE_BYTES: u64 = 4 << 20;
+const ASKED_BYTES: u64 = PIECE_BYTES - 9;
+
+/// A process with one piece of memory that it has given a handle of.
+struct Exporter {
+    fake: Fake,
+    identity: ExportIdentity,
+    address: u64,
+    since: u64,
+    _own: MutexGuard<'static, ()>,
+}
+
+impl Exporter {
+    fn new() -> Exporter {
+        let own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let fake = Fake::new();
+        SWAP.in_use.store(1, Ordering::Release);
+        let mut property = property_on(DEVICE);
+        property.handle_types |= POSIX_DESCRIPTOR;
+        let mut piece = AllocationPiece {
+            bytes: PIECE_BYTES,
+            property,
+            context: CONTEXT,
+            ..AllocationPiece::default()
+        };
+        let bytes = PIECE_BYTES as usize;
+        let code = call!(mem_address_reserve(&raw mut piece.address, bytes, 0, 0, 0));
+        assert_eq!(code, result::SUCCESS);
+        piece.handle = back(&piece).unwrap();
+        let allocation = Allocation { piece, asked_bytes: ASKED_BYTES, ..Allocation::default() };
+        assert!(tables(|tables| tables.insert(allocation)));
+        let identity = ExportIdentity::random().unwrap();
+        tables(|tables| tables.identity = identity);
+        let name = identity.handle(&allocation).socket_name();
+        // All that is sent comes: what the kernel drops where it has filters is not counted on.
+        let socket = datagram::bind(&name, None, sys::gettid(), sys::SIGURG).unwrap();
+        fds::SHARING.set(TrackedFd::note(socket.number()).unwrap());
+        socket.take();
+        let since = locked(|table| table.at(piece.address).unwrap().piece.since);
+        Exporter { fake, identity, address: piece.address, since, _own: own }
+    }
+
+    fn good(&self) -> IpcRequest {
+        IpcRequest { word: self.identity.word, address: self.address, since: self.since }
+    }
+
+    /// Sends a datagram with the way of an answer, or with something else: what comes back, and whether
+    /// the way was closed.
+    fn ask(&self, bytes: &[u8], other: Option<BorrowedFd<'_>>) -> (Option<IpcReply>, bool) {
+        let [own, theirs] = datagram::pair().unwrap();
+        let handle = IpcHandle { socket: self.identity.socket, ..IpcHandle::default() };
+        let way = datagram::connect(&handle.socket_name()).unwrap();
+        let along = other.map_or(theirs.number(), |other| other.as_raw_fd());
+        sys::send(way.number(), bytes, Some(along)).unwrap();
+        drop(theirs);
+        let before = self.fake.held();
+        assert!(!answer(), "one request is not many");
+        assert!(self.is_quiet(), "a request is left");
+        let mut frame = [0; FRAME_BYTES];
+        let received = sys::receive(own.number(), &mut frame);
+        let answered = match &received {
+            Ok((FRAME_BYTES, Some(memory))) => {
+                // SAFETY: it is open as long as `received`.
+                let memory = unsafe { BorrowedFd::borrow_raw(memory.number()) };
+                assert!(self.fake.has_exported(memory), "it is no memory of the device");
+                Some(IpcReply::decode(&frame).unwrap())
+            }
+            _ => None,
+        };
+        drop(received);
+        assert_eq!(self.fake.held().handles, before.handles, "a hold of the memory is left");
+        assert_eq!(self.fake.held().descriptors, 0, "a descriptor of the memory is left");
+        let closed = matches!(sys::receive(own.number(), &mut frame), Ok((0, None)));
+        (answered, closed)
+    }
+
+    fn is_quiet(&self) -> bool {
+        let socket = fds::SHARING.get().unwrap();
+        datagram::peek(socket, &mut [0; 1]).is_err()
+    }
+}
+
+impl Drop for Exporter {
+    fn drop(&mut self) {
+        fds::SHARING.close();
+        tables(|tables| tables.identity = ExportIdentity::none());
+        forget_all();
+    }
+}
+
+#[test]
+fn request_with_the_word_gets_the_memory() {
+    let exporter = Exporter::new();
+    let (answer, closed) = exporter.ask(&exporter.good().encode(), None);
+    let proof = exporter.identity.proof;
+    assert_eq!(answer, Some(IpcReply { proof, bytes: PIECE_BYTES, asked_bytes: ASKED_BYTES }));
+    assert!(closed, "the exporter keeps the way");
+}
+
+#[test]
+fn request_for_memory_that_is_freed_gets_none() {
+    let exporter = Exporter::new();
+    let good = exporter.good();
+    for ask in [
+        IpcRequest { since: exporter.since + 1, ..good },
+        IpcRequest { address: exporter.address + 1, ..good },
+        IpcRequest { address: exporter.address + PIECE_BYTES, ..good },
+        IpcRequest { address: 0, ..good },
+        IpcRequest { word: [0; 16], ..good },
+    ] {
+        assert_eq!(exporter.ask(&ask.encode(), None), (None, true), "{ask:?}");
+    }
+    tables(|tables| tables.identity = ExportIdentity::none());
+    assert_eq!(exporter.ask(&good.encode(), None), (None, true), "it has no name");
+    assert_eq!(exporter.ask(&IpcRequest { word: [0; 16], ..good }.encode(), None), (None, true));
+}
+
+#[test]
+fn request_with_another_descriptor_harms_nothing() {
+    let exporter = Exporter::new();
+    let folder = OwnedFd::from(std::fs::File::open("/").unwrap());
+    let (pipe, _end) = std::io::pipe().unwrap();
+    for other in [folder.as_fd(), pipe.as_fd()] {
+        assert_eq!(exporter.ask(&exporter.good().encode(), Some(other)), (None, true));
+    }
+    assert!(exporter.ask(&exporter.good().encode(), None).0.is_some(), "it answers still");
+}
+
+/// Each byte of a good request as another one, and each length.
+#[test]
+fn request_that_differs_gets_nothing() {
+    let exporter = Exporter::new();
+    let good = exporter.good().encode();
+    const COUNTED_BYTES: usize = 40;
+    for at in 0..COUNTED_BYTES {
+        for change in [1, 0x80, 0xff] {
+            let mut sent = good;
+            sent[at] ^= change;
+            assert_eq!(exporter.ask(&sent, None), (None, true), "byte {at}");
+        }
+    }
+    for length in (1..FRAME_BYTES).chain([FRAME_BYTES + 1, 4096]) {
+        let mut sent = good.to_vec();
+        sent.resize(length, 0);
+        assert_eq!(exporter.ask(&sent, None), (None, true), "{length} bytes");
+    }
+    assert!(exporter.ask(&good, None).0.is_some(), "it answers still");
+}
+
+/// The agent listens to its controller again, whoever sends without end.
+#[test]
+fn flood_of_requests_is_answered_in_portions() {
+    let exporter = Exporter::new();
+    let handle = IpcHandle { socket: exporter.identity.socket, ..IpcHandle::default() };
+    let way = datagram::connect(&handle.socket_name()).unwrap();
+    let mut sent = 0;
+    while sys::send(way.number(), &[7; FRAME_BYTES], None).is_ok() {
+        sent += 1;
+    }
+    let mut portions = 0;
+    while answer() {
+        portions += 1;
+    }
+    assert_eq!(portions, sent / 16, "of {sent} requests");
+    assert!(exporter.is_quiet());
+}

@@ -1,0 +1,126 @@
+//! What is carried by age, the oldest first: that is how it lies in the pool. What a program has
+//! from its beginning, the weights of a model, keeps its place there when something comes or goes.
+//!
+//! Allocations come before the application's own blocks, whose names count up.
+
+use super::allocations::{AllocationId, AllocationPiece, AllocationTables};
+use super::chunked_map::{ChunkedMap, HasKey};
+use super::tables;
+
+/// More are taken by address: each takes its place among all before it.
+const MAX_BY_AGE: usize = 8_192;
+/// Beyond every moment that an allocation was noted at.
+const BLOCKS: u64 = 1 << 63;
+
+#[derive(Clone, Copy)]
+struct LayoutEntry {
+    key: u64,
+    id: AllocationId,
+}
+
+impl HasKey for LayoutEntry {
+    fn key(&self) -> u64 {
+        self.key
+    }
+}
+
+/// The names of some pieces, in that order.
+pub struct AllocationLayout(ChunkedMap<LayoutEntry>);
+
+impl AllocationLayout {
+    /// Those that `which` picks. `None`: there is no memory for them.
+    pub fn of(which: impl Fn(&AllocationPiece) -> bool) -> Option<AllocationLayout> {
+        tables(|tables| AllocationLayout::within(tables, which))
+    }
+
+    /// The same, of tables that are locked already.
+    pub fn within(
+        tables: &mut AllocationTables,
+        which: impl Fn(&AllocationPiece) -> bool,
+    ) -> Option<AllocationLayout> {
+        AllocationLayout::among(tables, which, MAX_BY_AGE)
+    }
+
+    fn among(
+        tables: &mut AllocationTables,
+        which: impl Fn(&AllocationPiece) -> bool,
+        most: usize,
+    ) -> Option<AllocationLayout> {
+        let mut order = AllocationLayout(ChunkedMap::empty());
+        let by_age = tables.allocations.iter().filter(|a| which(&a.piece)).count() <= most;
+        let (mut from, mut number) = (AllocationId::FIRST, 0);
+        while let Some((id, piece)) = tables.next(from, &which) {
+            (from, number) = (id.next(), number + 1);
+            let key = match id {
+                AllocationId::Allocation(_) if by_age => piece.since,
+                AllocationId::Allocation(_) => number,
+                AllocationId::Block(name) => BLOCKS | name,
+            };
+            if !order.0.insert(LayoutEntry { key, id }) {
+                return None;
+            }
+        }
+        Some(order)
+    }
+
+    /// The name at a place.
+    pub fn id(&mut self, place: usize) -> Option<AllocationId> {
+        self.0.nth(place).map(|entry| entry.id)
+    }
+
+    /// What is at a place; `None` at the end, or where it is not known any more.
+    pub fn piece(&mut self, place: usize) -> Option<(AllocationId, AllocationPiece)> {
+        let id = self.id(place)?;
+        tables(|tables| tables.piece(id).map(|piece| (id, *piece)))
+    }
+}
+
+impl Drop for AllocationLayout {
+    fn drop(&mut self) {
+        self.0.discard();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use affinode_cuda_sys::MemAllocationProp;
+
+    use super::super::allocations::Allocation;
+    use super::*;
+
+    fn ids(tables: &mut AllocationTables, most: usize) -> Vec<AllocationId> {
+        let mut order = AllocationLayout::among(tables, AllocationPiece::leaves, most).unwrap();
+        (0..).map_while(|place| order.id(place)).collect()
+    }
+
+    #[test]
+    fn the_oldest_comes_first_whatever_its_address() {
+        let mut tables = AllocationTables::empty();
+        let piece = |address| AllocationPiece {
+            address,
+            bytes: 60,
+            context: 1,
+            ..AllocationPiece::default()
+        };
+        let blocks: Vec<u64> = (1..=2)
+            .map(|n| {
+                let name = tables.blocks.insert(n, MemAllocationProp::default(), 60).unwrap();
+                *tables.piece(AllocationId::Block(name)).unwrap() = piece(9_000 - n * 100);
+                name
+            })
+            .collect();
+        for address in [500, 900, 300, 700] {
+            tables.insert(Allocation { piece: piece(address), ..Allocation::default() });
+        }
+        tables.piece(AllocationId::Allocation(900)).unwrap().stays = true;
+        let blocks = [AllocationId::Block(blocks[0]), AllocationId::Block(blocks[1])];
+        let expect = |addresses: &[u64]| {
+            let allocations = addresses.iter().map(|address| AllocationId::Allocation(*address));
+            allocations.chain(blocks).collect::<Vec<_>>()
+        };
+        assert_eq!(ids(&mut tables, 3), expect(&[500, 300, 700]));
+        assert_eq!(ids(&mut tables, 2), expect(&[300, 500, 700]), "too many: by address");
+        tables.allocations.remove_at(300);
+        assert_eq!(ids(&mut tables, 3), expect(&[500, 700]));
+    }
+}

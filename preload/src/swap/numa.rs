@@ -1,0 +1,113 @@
+//! Processors near a GPU. Memory of the host comes from the node whose processor touches it first,
+//! and the bus to the GPU is the slower the farther away that node is.
+//!
+//! No memory policy is set: the usual filter of system calls in a container refuses that.
+
+use affinode_cuda_sys::{device_attribute, result};
+
+use super::contexts::in_context;
+use super::driver::call;
+use crate::sys::{self, CpuSet};
+
+/// Two nodes of 4096 processors that alternate would not fit; their memory is anywhere then.
+const MAX_BYTES: usize = 4096;
+
+/// The processors nearest to the device of a context. `None`: none is nearer, or it is not known.
+pub fn processors(context: usize) -> Option<CpuSet> {
+    let (mut device, mut node) = (0, -1);
+    let code = in_context(context, || call!(ctx_get_device(&raw mut device)));
+    (code == result::SUCCESS).then_some(())?;
+    let code = call!(device_get_attribute(&raw mut node, device_attribute::HOST_NUMA_ID, device));
+    (code == result::SUCCESS).then_some(())?;
+    processors_of(node)
+}
+
+/// The calling thread runs there alone from now on, if it may at all: never where the process was
+/// not let before.
+pub fn stay(near: &CpuSet) {
+    let mut both = sys::processors_allowed().unwrap_or([0; 128]);
+    both.iter_mut().zip(near).for_each(|(allowed, near)| *allowed &= near);
+    // Of none it stays where it is.
+    sys::run_on(&both);
+}
+
+pub(super) fn processors_of(node: i32) -> Option<CpuSet> {
+    let mut path = *b"/sys/devices/system/node/node\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0";
+    let start = path.iter().position(|byte| *byte == 0)?;
+    let number = u32::try_from(node).ok().filter(|node| *node < 1_000)?;
+    let digits = [number / 100, number / 10 % 10, number % 10].map(|digit| b'0' + digit as u8);
+    let shown = if number < 10 { 2 } else { usize::from(number < 100) };
+    let rest = digits.iter().skip(shown).chain(b"/cpulist");
+    path.iter_mut().skip(start).zip(rest).for_each(|(to, from)| *to = *from);
+    let mut buffer = [0; MAX_BYTES];
+    let path = core::ffi::CStr::from_bytes_until_nul(&path).ok()?;
+    parse(sys::read_file(path, &mut buffer)?)
+}
+
+/// `0-47,96-143`, as the kernel lists processors. `None`: none, or not so.
+fn parse(list: &[u8]) -> Option<CpuSet> {
+    let mut set = [0; 128];
+    let list = list.strip_suffix(b"\n")?;
+    for part in list.split(|byte| *byte == b',') {
+        let mut ends = part.splitn(2, |byte| *byte == b'-').map(number);
+        let first = ends.next()??;
+        let last = ends.next().unwrap_or(Some(first))?;
+        for processor in first..=last {
+            *set.get_mut(processor / 64)? |= 1 << (processor % 64);
+        }
+    }
+    Some(set)
+}
+
+fn number(digits: &[u8]) -> Option<usize> {
+    core::str::from_utf8(digits).ok()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn listed(list: &str) -> Option<Vec<usize>> {
+        let set = parse(list.as_bytes())?;
+        Some((0..8192).filter(|n| set[n / 64] & 1 << (n % 64) != 0).collect())
+    }
+
+    #[test]
+    fn lists_of_processors_are_read_as_the_kernel_writes_them() {
+        assert_eq!(listed("0-3,8,64-65\n").unwrap(), [0, 1, 2, 3, 8, 64, 65]);
+        assert_eq!(listed("0\n").unwrap(), [0]);
+        for bad in ["", "\n", "0-3", "0,\n", "-1\n", "3-x\n", "0-8192\n", "99999999999999999999\n"]
+        {
+            assert_eq!(listed(bad), None, "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_thread_goes_where_it_is_sent_and_stays_where_it_may_be() {
+        let everywhere = sys::processors_allowed().unwrap();
+        let first = (0..8192).find(|n| everywhere[n / 64] & 1 << (n % 64) != 0).unwrap();
+        let mut one = [0; 128];
+        one[first / 64] = 1 << (first % 64);
+        std::thread::spawn(move || {
+            assert!(!sys::run_on(&[0; 128]), "it has to run somewhere");
+            assert_eq!(sys::processors_allowed(), Some(everywhere));
+            assert!(sys::run_on(&one));
+            assert_eq!((sys::processors(), sys::processors_allowed()), (1, Some(one)));
+            stay(&everywhere);
+            assert_eq!(sys::processors_allowed(), Some(one), "where it was not let before");
+        })
+        .join()
+        .unwrap();
+    }
+
+    /// Of the machine that runs the test: each node that it has, and none that it has not.
+    #[test]
+    fn the_nodes_of_this_machine_are_known() {
+        for node in 0..1_000 {
+            let list = std::fs::read(format!("/sys/devices/system/node/node{node}/cpulist"));
+            assert_eq!(processors_of(node), list.ok().and_then(|list| parse(&list)), "{node}");
+        }
+        assert_eq!(processors_of(-1), None);
+        assert_eq!(processors_of(1_000), None);
+    }
+}

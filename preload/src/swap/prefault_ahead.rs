@@ -1,0 +1,178 @@
+//! Host memory that is made ready while the process is home: its pages are there, and a copier has
+//! registered them, so that the copier can copy out as soon as that is asked for.
+//!
+//! ```text
+//! Nothing ──prepare──> Filling ──all pages are there──> Told ──the copier says so──> Ready
+//!    ^                    │                               │                          │
+//!    └──── not any more, no memory, the copier was left, pages were given back ───────┘
+//! ```
+//!
+//! Nothing waits for it: who leaves before copies by itself, to what is there already.
+
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use affinode_proto::wire::ProcessFlags;
+
+use super::allocations::MemoryPlace;
+use super::copy::{assign, is_copied_out, update_kept_counter};
+use super::prefault::PREFAULT;
+use super::staging::StagingPool;
+use super::{SWAP, copier_restore, host_pressure, is_in_use, with_pool, with_pool_if_free};
+use crate::{fds, process};
+
+const NOTHING: u32 = 0;
+const FILLING_PAGES: u32 = 1;
+const TOLD: u32 = 2;
+const READY: u32 = 3;
+
+/// How far it is, and how much. Zero is nothing. The agent's alone.
+#[repr(C)]
+pub struct PrefaultJob {
+    state: AtomicU32,
+    bytes: AtomicU64,
+}
+
+impl PrefaultJob {
+    /// Nothing.
+    pub const fn none() -> PrefaultJob {
+        PrefaultJob { state: AtomicU32::new(NOTHING), bytes: AtomicU64::new(0) }
+    }
+
+    fn is(&self, state: u32) -> bool {
+        self.state.load(Ordering::Relaxed) == state
+    }
+
+    fn set(&self, state: u32) {
+        self.state.store(state, Ordering::Relaxed);
+    }
+}
+
+/// Begins, or no longer. Only once a copier was shown.
+pub fn prepare(on: bool) {
+    if !is_in_use() {
+        return;
+    }
+    if !on {
+        with_pool(StagingPool::end);
+        copier_restore::hang_up();
+    } else if SWAP.ahead.is(NOTHING) && begin().is_none() {
+        copier_restore::hang_up();
+    }
+}
+
+/// No longer, if at all.
+pub fn end_preparation() {
+    if is_on() {
+        prepare(false);
+    }
+}
+
+fn begin() -> Option<()> {
+    fds::COPIER.get()?;
+    if is_copied_out() {
+        return None;
+    }
+    let bytes = with_pool(|pool| {
+        let (bytes, context) = assign().filter(|(bytes, _)| *bytes > 0)?;
+        let of_use = copier_restore::summary(MemoryPlace::Device).is_some();
+        process::page()?.note(ProcessFlags::NO_COPIER, !of_use);
+        of_use.then_some(())?;
+        let missing = (bytes as u64).saturating_sub(pool.kept_bytes());
+        (!host_pressure::would_be_near(missing) && pool.begin(bytes, context)).then_some(bytes)
+    })?;
+    SWAP.ahead.bytes.store(bytes as u64, Ordering::Relaxed);
+    SWAP.ahead.set(FILLING_PAGES);
+    Some(())
+}
+
+/// Does the next thing; true: soon again.
+pub fn go_on() -> bool {
+    if !SWAP.ahead.is(FILLING_PAGES) {
+        return false;
+    }
+    if PREFAULT.is_busy() {
+        // The application may have taken what was free at the beginning.
+        if host_pressure::is_near() {
+            PREFAULT.stop();
+        }
+        return true;
+    }
+    let bytes = SWAP.ahead.bytes.load(Ordering::Relaxed);
+    let tell = |pool: &mut StagingPool| {
+        pool.end();
+        let there = pool.is_resident(bytes as usize);
+        (there && copier_restore::announce_prefault(pool, bytes).is_some(), pool.kept_bytes())
+    };
+    let Some((told, kept_bytes)) = with_pool_if_free(tell) else {
+        return true;
+    };
+    if told {
+        SWAP.ahead.set(TOLD);
+    } else {
+        copier_restore::hang_up();
+    }
+    update_kept_counter(kept_bytes);
+    false
+}
+
+/// Whether memory is there, or on its way, for the next time.
+pub fn is_on() -> bool {
+    !SWAP.ahead.is(NOTHING)
+}
+
+/// Whether the copier has the pool's file already.
+pub fn is_told() -> bool {
+    SWAP.ahead.is(TOLD) || SWAP.ahead.is(READY)
+}
+
+/// Nothing is filled any more, however far that is: somebody else is about to.
+pub fn stop(pool: &mut StagingPool) {
+    if SWAP.ahead.is(FILLING_PAGES) {
+        pool.end();
+        SWAP.ahead.set(NOTHING);
+    }
+}
+
+/// Whether the copier can copy so much out now.
+pub fn is_ready(bytes: u64) -> bool {
+    if SWAP.ahead.is(TOLD) && copier_restore::has_said_ready() {
+        SWAP.ahead.set(READY);
+    }
+    SWAP.ahead.is(READY) && bytes <= SWAP.ahead.bytes.load(Ordering::Relaxed)
+}
+
+/// The copier was left.
+pub fn is_over() {
+    if is_in_use() {
+        SWAP.ahead.set(NOTHING);
+    }
+}
+
+/// Pages are about to be given back: what the copier has registered is not the pool's any more.
+pub fn is_spoilt() {
+    if is_told() {
+        copier_restore::hang_up();
+    }
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+
+    /// A copier was told of so much.
+    pub fn told(bytes: u64) {
+        SWAP.ahead.bytes.store(bytes, Ordering::Relaxed);
+        SWAP.ahead.set(TOLD);
+    }
+
+    /// So much is being brought in.
+    pub fn filling(bytes: u64) {
+        SWAP.ahead.bytes.store(bytes, Ordering::Relaxed);
+        SWAP.ahead.set(FILLING_PAGES);
+    }
+
+    /// Nobody was told of anything.
+    pub fn told_nothing() {
+        SWAP.ahead.set(NOTHING);
+    }
+}

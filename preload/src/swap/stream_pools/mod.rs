@@ -1,0 +1,332 @@
+//! Memory in the order of streams: `cuMemAllocAsync`, the pools that it is of, and `cuMemFreeAsync`,
+//! which takes what came from `cuMemAlloc` as well.
+//!
+//! ```text
+//! cuMemAllocAsync ─┬─ a piece that was freed in the same stream, or that nobody uses any more
+//!                  ├─ else a new one: addresses, physical memory, mapped
+//!                  └─ else, and while the stream is captured, and below 2 MiB: the driver's pool
+//! cuMemFreeAsync ──── an event in that stream; unused from now on
+//! a wait for work, cuMemPoolTrimTo ── gone, what has ended and is above the pool's threshold
+//! memory is short ──────────────────── gone, all that has ended; else waited for
+//! on the way out ───────────────────── gone, all that is unused; so with its context
+//! ```
+//!
+//! The driver has the pool itself, with its settings, and the small allocations; what it says of the
+//! pool's size has ours added. Carried are pools of one device that nobody can export and whose size has no
+//! limit, until another device is given access to one. A thread's default stream is left to the driver: it
+//! has no name of its own that is known to stay. What the driver may do and we do not: one stream
+//! has memory of another before that one's work has ended, which it then makes wait.
+//!
+//! | module | what |
+//! | --- | --- |
+//! | `cache` | what is unused, and of which pool; no driver in it |
+//! | `ends` | when work has ended, and what is given back then |
+//! | `known` | the functions about pools |
+//! | `stream` | a stream as a call names it |
+
+mod cache;
+mod completion;
+mod registry;
+mod stream;
+
+use core::ffi::c_void;
+use core::sync::atomic::Ordering;
+
+use affinode_cuda_sys::{MemAllocationProp, pool_attribute, result};
+
+pub use self::cache::{CompletionMark, PoolCache};
+use self::cache::{FreePiece, NO_STREAM, PieceRequest};
+use self::completion::{attribute, forget, give_back_after, mark, relaxed, unsettle};
+pub use self::completion::{clear, context_ends, make_room, settle};
+use self::registry::with_carried;
+pub use self::registry::{
+    pool_create, pool_destroy, pool_get_attribute, pool_set_access, pool_set_attribute,
+    pool_trim_to,
+};
+use self::stream::Stream;
+use super::alloc_wrappers::{MIN_BYTES, make, unmake};
+use super::allocations::{Allocation, AllocationPiece, AllocationTables};
+use super::backing::{is_able, property_on};
+use super::contexts::current_context;
+use super::driver::call;
+use super::{GRANULE_BYTES, SWAP, count, locked, tables};
+use crate::hook_table;
+
+pub unsafe extern "C" fn mem_alloc_async(
+    address: *mut u64,
+    bytes: usize,
+    stream: *mut c_void,
+) -> u32 {
+    let ours = || allocate(bytes, None, Stream(stream));
+    let driver = || call!(mem_alloc_async(address, bytes, stream));
+    // SAFETY: the application's own place for it.
+    unsafe { serve(address, ours, driver) }
+}
+
+pub unsafe extern "C" fn mem_alloc_async_ptsz(
+    address: *mut u64,
+    bytes: usize,
+    stream: *mut c_void,
+) -> u32 {
+    let ours = || allocate(bytes, None, Stream::per_thread(stream));
+    let driver = || call!(mem_alloc_async_ptsz(address, bytes, stream));
+    // SAFETY: as above.
+    unsafe { serve(address, ours, driver) }
+}
+
+pub unsafe extern "C" fn mem_alloc_from_pool(
+    address: *mut u64,
+    bytes: usize,
+    pool: usize,
+    stream: *mut c_void,
+) -> u32 {
+    let ours = || allocate(bytes, Some(pool), Stream(stream));
+    let driver = || call!(mem_alloc_from_pool(address, bytes, pool, stream));
+    // SAFETY: as above.
+    unsafe { serve(address, ours, driver) }
+}
+
+pub unsafe extern "C" fn mem_alloc_from_pool_ptsz(
+    address: *mut u64,
+    bytes: usize,
+    pool: usize,
+    stream: *mut c_void,
+) -> u32 {
+    let ours = || allocate(bytes, Some(pool), Stream::per_thread(stream));
+    let driver = || call!(mem_alloc_from_pool_ptsz(address, bytes, pool, stream));
+    // SAFETY: as above.
+    unsafe { serve(address, ours, driver) }
+}
+
+/// Writes where our memory is, or else has the driver do it.
+///
+/// # Safety
+/// `address` must be null, or a place for an address.
+unsafe fn serve(
+    address: *mut u64,
+    ours: impl FnOnce() -> Option<u64>,
+    driver: impl FnOnce() -> u32,
+) -> u32 {
+    if !address.is_null()
+        && let Some(carried) = ours()
+    {
+        // SAFETY: as the function demands.
+        unsafe { address.write(carried) };
+        return result::SUCCESS;
+    }
+    driver()
+}
+
+/// Memory of a pool, the device's where none is named. `None`: the driver is to decide.
+fn allocate(asked_bytes: usize, pool: Option<usize>, stream: Stream) -> Option<u64> {
+    if asked_bytes < MIN_BYTES || SWAP.wanted.load(Ordering::Acquire) == 0 || stream.is_capturing()
+    {
+        return None;
+    }
+    let context = current_context().filter(|own| *own != 0 && stream.context() == Some(*own))?;
+    let mut device = -1;
+    if call!(ctx_get_device(&raw mut device)) != result::SUCCESS || !is_able(device) {
+        return None;
+    }
+    let pool = pool.or_else(|| {
+        let mut pool = 0;
+        (call!(device_get_pool(&raw mut pool, device)) == result::SUCCESS).then_some(pool)
+    })?;
+    let want = PieceRequest {
+        pool: 0,
+        stream: stream.id()?,
+        context,
+        bytes: asked_bytes.checked_next_multiple_of(GRANULE_BYTES)? as u64,
+        of_others: false,
+    };
+    let asked = Allocation {
+        piece: AllocationPiece { context, ..AllocationPiece::default() },
+        asked_bytes: asked_bytes as u64,
+        ..Allocation::default()
+    };
+    let (number, taken) = with_carried(pool, device, |tables, number| {
+        (number, reuse(tables, &PieceRequest { pool: number, ..want }, asked))
+    })?;
+    let (want, asked) =
+        (PieceRequest { pool: number, ..want }, Allocation { pool: number, ..asked });
+    let taken = taken.or_else(|| reuse_of_others(pool, want, asked));
+    let Allocation { piece, .. } = taken.or_else(|| make_anew(device, asked))?;
+    count(piece.bytes as i64);
+    Some(piece.address)
+}
+
+/// Gives an allocation what is unused and fits.
+fn reuse(
+    tables: &mut AllocationTables,
+    want: &PieceRequest,
+    asked: Allocation,
+) -> Option<Allocation> {
+    let unused = tables.cache.take(want, asked.asked_bytes)?;
+    let AllocationPiece { address, bytes, property, handle, imported, .. } = unused.piece;
+    let context = asked.piece.context;
+    let piece = AllocationPiece {
+        address,
+        bytes,
+        property,
+        handle,
+        context,
+        imported,
+        ..AllocationPiece::default()
+    };
+    let allocation = Allocation { piece, pool: want.pool, mark: unused.mark, ..asked };
+    if tables.insert(allocation) {
+        return Some(allocation);
+    }
+    tables.cache.put(&allocation, unused);
+    None
+}
+
+/// The same, of what other streams do not use any more, where the application lets them.
+fn reuse_of_others(pool: usize, want: PieceRequest, asked: Allocation) -> Option<Allocation> {
+    let may = tables(|tables| tables.cache.has_of(want.pool))
+        && attribute(pool, pool_attribute::REUSE_OPPORTUNISTIC).is_some_and(|may| may != 0);
+    if !may {
+        return None;
+    }
+    settle(false);
+    tables(|tables| reuse(tables, &PieceRequest { of_others: true, ..want }, asked))
+}
+
+/// Gives an allocation new memory.
+fn make_anew(device: i32, asked: Allocation) -> Option<Allocation> {
+    // The driver lets nobody else on the bus reach memory of a pool.
+    let property = MemAllocationProp { gpu_direct_rdma: 0, ..property_on(device) };
+    let (bytes, context) = (asked.asked_bytes as usize, asked.piece.context);
+    let piece = relaxed(|| make(bytes, property, context))?;
+    let allocation = Allocation { piece, ..asked };
+    let noted = tables(|tables| {
+        // Another thread may have given other devices access to the pool meanwhile.
+        let noted = tables.cache.carries(allocation.pool) && tables.insert(allocation);
+        if noted {
+            tables.cache.made(&allocation);
+        }
+        noted
+    });
+    if !noted {
+        unmake(&piece);
+    }
+    noted.then_some(allocation)
+}
+
+pub unsafe extern "C" fn mem_free_async(address: u64, stream: *mut c_void) -> u32 {
+    free(address, Stream(stream)).unwrap_or_else(|| call!(mem_free_async(address, stream)))
+}
+
+pub unsafe extern "C" fn mem_free_async_ptsz(address: u64, stream: *mut c_void) -> u32 {
+    let freed = free(address, Stream::per_thread(stream));
+    freed.unwrap_or_else(|| call!(mem_free_async_ptsz(address, stream)))
+}
+
+/// Takes out of the table what is freed in a stream of a context: nobody else frees it from here on. Its
+/// mark is of that context, or ends: outside the table nobody would tell that its context has ended.
+fn take_out(address: u64, context: Option<usize>) -> Option<Allocation> {
+    let is_own = |mark: CompletionMark| mark.event == 0 || Some(mark.context) == context;
+    let taken = locked(|table| {
+        let mark = table.at(address)?.mark;
+        Some(if is_own(mark) { table.remove_at(address) } else { None })
+    })?;
+    taken.or_else(|| {
+        relaxed(|| {
+            SWAP.unused_lock.hold(|| {
+                let mut allocation = locked(|table| table.remove_at(address))?;
+                forget(core::mem::take(&mut allocation.mark));
+                Some(allocation)
+            })
+        })
+    })
+}
+
+/// Frees what is carried once the work before in a stream has ended. `None`: it is the driver's.
+fn free(address: u64, stream: Stream) -> Option<u32> {
+    if stream.is_capturing() {
+        return None;
+    }
+    let mut allocation = take_out(address, stream.context())?;
+    let marked = mark(stream, allocation.mark);
+    allocation.mark = marked.unwrap_or_default();
+    if marked.is_none() {
+        // No event, so there is but to wait; or the stream is none.
+        match call!(stream_synchronize(stream.0)) {
+            result::SUCCESS => {}
+            code => {
+                locked(|table| table.insert(allocation));
+                return Some(code);
+            }
+        }
+    }
+    if !allocation.piece.stays {
+        count(-(allocation.piece.bytes as i64));
+    }
+    take_back(&allocation, marked.map(|_| stream.id().unwrap_or(NO_STREAM)));
+    if allocation.pool == 0 {
+        settle(false);
+    }
+    Some(result::SUCCESS)
+}
+
+/// Takes in what has just left the table: for as long as its mark in the stream of that id has not
+/// happened, or at once.
+fn take_back(allocation: &Allocation, after: Option<u64>) {
+    let Allocation { piece, mark, .. } = *allocation;
+    // What others have hold of is not given to anybody else.
+    let pool = if piece.stays { 0 } else { allocation.pool };
+    let (stream, ended) = (after.unwrap_or(NO_STREAM), after.is_none());
+    hook_table::see_waits();
+    let refused = tables(|tables| {
+        let unused = FreePiece { since: tables.now(), piece, pool, stream, mark, ended };
+        (!tables.cache.put(allocation, unused)).then_some(unused)
+    });
+    match refused {
+        Some(unused) => give_back_after(&unused),
+        None => unsettle(),
+    }
+}
+
+/// The same for what came from a pool and was freed by a call that has waited for all work.
+pub fn free_at_once(allocation: &Allocation) {
+    if !allocation.piece.stays {
+        count(-(allocation.piece.bytes as i64));
+    }
+    take_back(allocation, None);
+}
+
+/// The application's name of the pool that an allocation came from; 0: it is no more.
+pub fn handle_of(allocation: &Allocation) -> usize {
+    tables(|tables| tables.cache.handle_of(allocation.pool))
+}
+
+pub unsafe extern "C" fn stream_synchronize(stream: *mut c_void) -> u32 {
+    waited(call!(stream_synchronize(stream)))
+}
+
+pub unsafe extern "C" fn stream_synchronize_ptsz(stream: *mut c_void) -> u32 {
+    waited(call!(stream_synchronize(Stream::per_thread(stream).0)))
+}
+
+pub unsafe extern "C" fn event_synchronize(event: usize) -> u32 {
+    waited(call!(event_synchronize(event)))
+}
+
+pub unsafe extern "C" fn ctx_synchronize() -> u32 {
+    waited(call!(ctx_synchronize()))
+}
+
+pub unsafe extern "C" fn ctx_synchronize_v2(context: usize) -> u32 {
+    waited(call!(ctx_synchronize_v2(context)))
+}
+
+/// The driver gives unused memory back when work has been waited for.
+fn waited(code: u32) -> u32 {
+    if code == result::SUCCESS {
+        settle(true);
+    }
+    code
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,221 @@
+use core::time::Duration;
+use std::sync::MutexGuard;
+use std::thread::{self, JoinHandle};
+
+use affinode_cuda_sys::{
+    ACCESS_READ_WRITE, ALLOCATION_PINNED, LOCATION_DEVICE, MemAccessDesc, MemPoolProps,
+};
+
+use super::super::FutexLock;
+use super::super::fake_driver::{CONTEXT, DEFAULT_POOL, DEVICE, Fake};
+use super::super::prefault::tests::SHARED;
+use super::*;
+
+const BYTES: usize = 4 << 20;
+/// What does not come within it is taken not to come.
+const LONG: Duration = Duration::from_secs(5);
+
+/// A device all of whose memory is to be carried, while this lives.
+struct Carried {
+    fake: Fake,
+    _own: MutexGuard<'static, ()>,
+}
+
+impl Carried {
+    fn new() -> Carried {
+        let own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        SWAP.wanted.store(1, Ordering::Release);
+        Carried { fake: Fake::new(), _own: own }
+    }
+
+    fn allocate(&self) -> u64 {
+        let mut address = 0;
+        // SAFETY: a place of the test's.
+        let code = unsafe { mem_alloc_async(&raw mut address, BYTES, stream()) };
+        assert_eq!(code, result::SUCCESS);
+        address
+    }
+
+    fn pool(&self) -> usize {
+        let props = MemPoolProps {
+            kind: ALLOCATION_PINNED,
+            handle_types: 0,
+            location_type: LOCATION_DEVICE,
+            location_id: DEVICE,
+            windows: 0,
+            most_bytes: 0,
+            usage: 0,
+            reserved: [0; 54],
+        };
+        let mut pool = 0;
+        // SAFETY: places of the test's.
+        let code = unsafe { pool_create(&raw mut pool, &raw const props) };
+        assert_eq!(code, result::SUCCESS);
+        pool
+    }
+}
+
+impl Drop for Carried {
+    fn drop(&mut self) {
+        clear();
+        while let Some(left) = locked(|table| table.remove(|_| true)) {
+            unmake(&left.piece);
+        }
+        SWAP.wanted.store(0, Ordering::Release);
+        tables(|tables| tables.cache.remove_pool(DEFAULT_POOL));
+    }
+}
+
+fn stream() -> *mut c_void {
+    core::ptr::without_provenance_mut(0x50)
+}
+
+/// Waits until a thread waits for a lock that this one holds, or is past it.
+fn until_it_waits<R>(thread: &JoinHandle<R>, lock: &FutexLock) {
+    while !lock.is_awaited() && !thread.is_finished() {
+        thread::yield_now();
+    }
+}
+
+#[test]
+fn memory_of_the_devices_pool_is_carried() {
+    let carried = Carried::new();
+    let address = carried.allocate();
+    assert_eq!((carried.fake.held().mappings, carried.fake.pooled()), (1, 0));
+    // SAFETY: no arguments but numbers.
+    assert_eq!(unsafe { mem_free_async(address, stream()) }, result::SUCCESS);
+    assert_eq!(carried.allocate(), address, "its stream has it again");
+    // SAFETY: as above.
+    assert_eq!(unsafe { mem_free_async(address, stream()) }, result::SUCCESS);
+    settle(true);
+    assert_eq!(carried.fake.held().mappings, 0);
+}
+
+/// Programs on several devices set that first of all.
+#[test]
+fn what_others_are_given_access_to_before_its_first_allocation_is_the_drivers() {
+    let carried = Carried::new();
+    let other = MemAccessDesc {
+        location_type: LOCATION_DEVICE,
+        location_id: DEVICE + 1,
+        flags: ACCESS_READ_WRITE,
+    };
+    // SAFETY: a place of the test's.
+    let code = unsafe { pool_set_access(DEFAULT_POOL, &raw const other, 1) };
+    assert_eq!(code, result::SUCCESS);
+    carried.allocate();
+    assert_eq!((carried.fake.held().mappings, carried.fake.pooled()), (0, 1));
+}
+
+/// Who looks asks the driver about each pool, also those of other threads.
+#[test]
+fn no_pool_ends_while_pools_are_looked_at() {
+    let carried = Carried::new();
+    let pool = carried.pool();
+    let ends = SWAP.unused_lock.hold(|| {
+        // SAFETY: no arguments but numbers.
+        let ends = thread::spawn(move || unsafe { pool_destroy(pool) });
+        until_it_waits(&ends, &SWAP.unused_lock);
+        (ends, carried.fake.pools())
+    });
+    assert_eq!((ends.0.join().unwrap(), ends.1), (result::SUCCESS, 1));
+    assert_eq!(carried.fake.pools(), 0);
+}
+
+/// A context takes as long to end as its work, which may want for what another thread does.
+#[test]
+fn who_waits_for_work_does_not_wait_for_a_context_that_ends() {
+    let _carried = Carried::new();
+    let (tell, told) = std::sync::mpsc::channel();
+    let told = SWAP.unused_lock.hold(|| {
+        unsettle();
+        thread::spawn(move || {
+            settle(true);
+            let _ = tell.send(());
+        });
+        told.recv_timeout(LONG)
+    });
+    assert!(told.is_ok());
+    assert_eq!(SWAP.unsettled.load(Ordering::Relaxed), 1, "the next does it");
+}
+
+/// Two threads end their hold of a context: what one has allocated while the other waited for its
+/// turn ends with it.
+#[test]
+fn a_context_ends_all_that_was_made_in_it_until_then() {
+    let carried = Carried::new();
+    let ends = SWAP.contexts_lock.hold(|| {
+        // SAFETY: no arguments but numbers.
+        let ends = thread::spawn(|| unsafe { super::super::contexts::ctx_destroy(CONTEXT) });
+        until_it_waits(&ends, &SWAP.contexts_lock);
+        let mut address = 0;
+        // SAFETY: a place of the test's.
+        let code = unsafe { super::super::alloc_wrappers::mem_alloc(&raw mut address, BYTES) };
+        (ends, code)
+    });
+    assert_eq!((ends.0.join().unwrap(), ends.1), (result::SUCCESS, result::SUCCESS));
+    assert_eq!(carried.fake.held().mappings, 0);
+    assert_eq!(carried.fake.held().ranges, 0, "no address is kept either");
+    assert!(tables(|tables| tables.allocations.is_empty()));
+}
+
+/// The hold that is taken to learn which context it is would be the last.
+#[test]
+fn nobody_has_hold_of_a_primary_context_while_another_thread_lets_go_of_it() {
+    use super::super::contexts::primary_release;
+    let carried = Carried::new();
+    carried.fake.retain_primary(2);
+    let mut address = 0;
+    // SAFETY: a place of the test's.
+    let code = unsafe { super::super::alloc_wrappers::mem_alloc(&raw mut address, BYTES) };
+    assert_eq!(code, result::SUCCESS);
+    carried.fake.fail("cuDevicePrimaryCtxRetain", 0);
+    let other = SWAP.contexts_lock.hold(|| {
+        // SAFETY: no arguments but numbers.
+        let other = thread::spawn(|| unsafe { primary_release(DEVICE) });
+        until_it_waits(&other, &SWAP.contexts_lock);
+        assert!(carried.fake.is_still_to_fail(), "it was not asked before its turn");
+        other
+    });
+    assert_eq!(other.join().unwrap(), result::SUCCESS);
+    assert_eq!(carried.fake.held().mappings, 1, "one more has hold of it");
+    // SAFETY: as above.
+    assert_eq!(unsafe { primary_release(DEVICE) }, result::SUCCESS);
+    assert_eq!(carried.fake.held().mappings, 0);
+    // SAFETY: as above.
+    assert_ne!(unsafe { primary_release(DEVICE) }, result::SUCCESS);
+}
+
+/// The memory came from work in another context, which ends meanwhile: nothing is done in it any more.
+#[test]
+fn what_is_freed_while_the_context_of_its_mark_ends_does_not_use_it() {
+    const OTHER: usize = CONTEXT + 1;
+    let carried = Carried::new();
+    let address = carried.allocate();
+    let mark = CompletionMark { event: 5, context: OTHER };
+    locked(|table| table.at(address).unwrap().mark = mark);
+    let frees = SWAP.unused_lock.hold(|| {
+        // SAFETY: no arguments but numbers.
+        let frees = thread::spawn(move || unsafe { mem_free_async(address, stream()) });
+        until_it_waits(&frees, &SWAP.unused_lock);
+        let now = tables(AllocationTables::now);
+        context_ends(OTHER, now);
+        frees
+    });
+    assert_eq!(frees.join().unwrap(), result::SUCCESS);
+    assert_eq!(carried.fake.pushed(), []);
+}
+
+/// By when it was noted others know it, and whether it went with a context.
+#[test]
+fn what_could_not_be_freed_is_as_it_was() {
+    let carried = Carried::new();
+    let address = carried.allocate();
+    let before = locked(|table| table.at(address).copied());
+    for function in ["cuEventCreate", "cuStreamSynchronize"] {
+        carried.fake.fail(function, 0);
+    }
+    // SAFETY: no arguments but numbers.
+    assert_ne!(unsafe { mem_free_async(address, stream()) }, result::SUCCESS);
+    assert_eq!(locked(|table| table.at(address).copied()), before);
+}

@@ -1,0 +1,444 @@
+//! Physical memory that the application made by itself (`cuMemCreate`), and where it maps it.
+//!
+//! The application knows a block by a name of ours, which stays when the driver's handle
+//! changes. A block is carried while all of it is mapped once, at one address, and its own
+//! device, and nobody else, may read and write there: what frameworks do whose segments
+//! grow. Any other is left to the driver.
+//!
+//! ```text
+//! cuMemCreate ──> named ──cuMemMap──> mapped ──cuMemSetAccess──> carried
+//!                   ^                    │ ^        a second mapping, less access, │
+//!                   └────cuMemUnmap──────┘ └────────the context's end──────────────┘
+//! ```
+
+use affinode_cuda_sys::{ACCESS_READ_WRITE, LOCATION_DEVICE, MemAccessDesc, MemAllocationProp};
+
+use super::allocations::AllocationPiece;
+use super::chunked_map::{ChunkedMap, HasKey};
+
+/// What every name begins with, which no handle, address or size does.
+const NAMES: u64 = 0xAFF1_0000_0000_0000;
+const NAMES_MASK: u64 = 0xFFFF_0000_0000_0000;
+
+/// Whether a number looks like a name.
+pub fn is_name(number: u64) -> bool {
+    number & NAMES_MASK == NAMES
+}
+
+/// One block.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct VmmHandle {
+    /// What the application calls it.
+    pub name: u64,
+    /// Its memory.
+    pub piece: AllocationPiece,
+    /// How often the application has hold of it by name.
+    references: u32,
+    mappings: u32,
+}
+
+impl HasKey for VmmHandle {
+    fn key(&self) -> u64 {
+        self.name
+    }
+}
+
+/// A part of a block, or all of it, at an address.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct VmmMapping {
+    address: u64,
+    bytes: u64,
+    offset: u64,
+    block: u64,
+}
+
+impl HasKey for VmmMapping {
+    fn key(&self) -> u64 {
+        self.address
+    }
+}
+
+/// Where a call is made: the current context, its device, and when.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MappingPart {
+    /// 0: none.
+    pub context: usize,
+    /// Its ordinal.
+    pub device: i32,
+    /// See [`Tables::now`](super::table::Tables::now).
+    pub now: u64,
+}
+
+/// What is behind a handle that the application gave.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Handle {
+    /// It is the driver's own.
+    Drivers,
+    /// Our name of what the driver calls so.
+    Named(u64),
+    /// A name of nothing.
+    Stale,
+}
+
+/// What a release is to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HandleRelease {
+    /// Nothing: the block lives on.
+    Lives,
+    /// It was the last hold: the driver is to release this handle.
+    Last(u64),
+    /// The same, and memory of a copier's making may be held elsewhere.
+    Strays(u64),
+}
+
+/// All of them. Zero is none.
+#[repr(C)]
+pub struct VmmHandleTable {
+    blocks: ChunkedMap<VmmHandle>,
+    mappings: ChunkedMap<VmmMapping>,
+    names_given: u64,
+    swappable_bytes: u64,
+}
+
+impl VmmHandleTable {
+    /// None.
+    pub const fn empty() -> VmmHandleTable {
+        VmmHandleTable {
+            blocks: ChunkedMap::empty(),
+            mappings: ChunkedMap::empty(),
+            names_given: 0,
+            swappable_bytes: 0,
+        }
+    }
+
+    /// Bytes of those that are carried now.
+    pub fn swappable_bytes(&self) -> u64 {
+        self.swappable_bytes
+    }
+
+    /// The block of a name.
+    pub fn at(&mut self, name: u64) -> Option<&mut VmmHandle> {
+        self.blocks.at(name)
+    }
+
+    /// Those from a name on.
+    pub fn from(&self, name: u64) -> impl Iterator<Item = &VmmHandle> {
+        self.blocks.from(name)
+    }
+
+    /// The first from a name on that `which` picks.
+    pub fn find_from(
+        &mut self,
+        name: u64,
+        which: impl Fn(&VmmHandle) -> bool,
+    ) -> Option<&mut VmmHandle> {
+        self.blocks.find_from(name, which)
+    }
+
+    /// Changes a block, and the sum of what is carried with it.
+    fn change<R>(&mut self, name: u64, body: impl FnOnce(&mut VmmHandle) -> R) -> Option<R> {
+        let block = self.blocks.at(name)?;
+        let carried = |piece: &AllocationPiece| if piece.is_carried() { piece.bytes } else { 0 };
+        let before = carried(&block.piece);
+        let result = body(block);
+        self.swappable_bytes = self.swappable_bytes - before + carried(&block.piece);
+        Some(result)
+    }
+
+    /// A block that the driver has just made: its name. `None`: it cannot be noted.
+    pub fn insert(&mut self, handle: u64, property: MemAllocationProp, bytes: u64) -> Option<u64> {
+        let name = NAMES | (self.names_given + 1);
+        let piece = AllocationPiece { handle, property, bytes, ..AllocationPiece::default() };
+        let block = VmmHandle { name, piece, references: 1, mappings: 0 };
+        if !is_name(name) || !self.blocks.insert(block) {
+            return None;
+        }
+        self.names_given += 1;
+        Some(name)
+    }
+
+    /// What the application means by a handle.
+    pub fn handle(&mut self, given: u64) -> Handle {
+        if !is_name(given) {
+            return Handle::Drivers;
+        }
+        match self.blocks.at(given).filter(|block| block.references > 0) {
+            Some(block) => Handle::Named(block.piece.handle),
+            None => Handle::Stale,
+        }
+    }
+
+    /// The application lets go of a name that has a [handle](Self::handle).
+    pub fn release(&mut self, name: u64) -> HandleRelease {
+        self.change(name, |block| block.references = block.references.saturating_sub(1));
+        self.bury(name)
+    }
+
+    /// Forgets a block that nobody has hold of any more.
+    fn bury(&mut self, name: u64) -> HandleRelease {
+        let dead = |block: &&mut VmmHandle| block.references == 0 && block.mappings == 0;
+        match self.blocks.at(name).filter(dead).map(|block| block.piece) {
+            Some(piece) => {
+                self.change(name, |block| block.piece.address = 0);
+                self.blocks.remove_at(name);
+                let strays = piece.may_stray();
+                if strays {
+                    HandleRelease::Strays(piece.handle)
+                } else {
+                    HandleRelease::Last(piece.handle)
+                }
+            }
+            None => HandleRelease::Lives,
+        }
+    }
+
+    /// The application takes hold of what is mapped at an address: its name.
+    pub fn retain(&mut self, address: u64) -> Option<u64> {
+        let name = self.around(address)?.block;
+        self.change(name, |block| block.references += 1)?;
+        Some(name)
+    }
+
+    fn around(&mut self, address: u64) -> Option<VmmMapping> {
+        let found = *self.mappings.up_to(address)?;
+        (address.wrapping_sub(found.address) < found.bytes).then_some(found)
+    }
+
+    /// A block must stay from now on.
+    pub fn stay(&mut self, name: u64) {
+        self.change(name, |block| block.piece.stays = true);
+    }
+
+    /// So must all that are mapped in a range.
+    pub fn stay_in(&mut self, address: u64, bytes: u64) {
+        let mut next = address;
+        while let Some(mapping) = self.touching(next, address.saturating_add(bytes)) {
+            self.stay(mapping.block);
+            next = mapping.address.saturating_add(mapping.bytes);
+        }
+    }
+
+    /// The first mapping that lies in a range, or reaches into it.
+    fn touching(&mut self, address: u64, end: u64) -> Option<VmmMapping> {
+        if let Some(inside) = self.around(address).filter(|_| address < end) {
+            return Some(inside);
+        }
+        self.mappings.from(address).next().copied().filter(|mapping| mapping.address < end)
+    }
+
+    /// A part of a block has been mapped.
+    pub fn map(&mut self, name: u64, address: u64, bytes: u64, offset: u64) {
+        let noted =
+            bytes > 0 && self.mappings.insert(VmmMapping { address, bytes, offset, block: name });
+        self.change(name, |block| {
+            block.mappings += u32::from(noted);
+            // Readable after cuMemSetAccess, if then.
+            block.piece.address = 0;
+            block.piece.stays |= !noted;
+        });
+    }
+
+    /// A range has been unmapped. To be called until it has no more to say: each time what
+    /// to do for one mapping.
+    pub fn unmap(&mut self, address: u64, bytes: u64) -> Option<HandleRelease> {
+        let end = address.saturating_add(bytes);
+        let first = self.mappings.from(address).next().copied();
+        let mapping = first.filter(|mapping| mapping.address < end)?;
+        self.mappings.remove_at(mapping.address);
+        self.change(mapping.block, |block| {
+            block.mappings = block.mappings.saturating_sub(1);
+            block.piece.address = 0;
+        });
+        Some(self.bury(mapping.block))
+    }
+
+    /// Who may reach a range has been set.
+    pub fn set_access(
+        &mut self,
+        address: u64,
+        bytes: u64,
+        access: &[MemAccessDesc],
+        MappingPart { context, device, now }: MappingPart,
+    ) {
+        let end = address.saturating_add(bytes);
+        let mut next = address;
+        while let Some(mapping) = self.touching(next, end) {
+            next = mapping.address.saturating_add(mapping.bytes);
+            let all = mapping.address >= address && next <= end;
+            self.change(mapping.block, |block| {
+                let piece = &mut block.piece;
+                let own = piece.property.location_id;
+                for one in access {
+                    let is_own = one.location_type == LOCATION_DEVICE && one.location_id == own;
+                    let usable = one.flags == ACCESS_READ_WRITE
+                        && (mapping.offset, mapping.bytes) == (0, piece.bytes)
+                        && block.mappings == 1;
+                    if is_own && usable {
+                        piece.address = mapping.address;
+                        piece.context = if device == own { context } else { 0 };
+                        piece.since = now;
+                    } else if is_own {
+                        piece.address = 0;
+                    } else {
+                        piece.stays |= one.flags != 0;
+                    }
+                }
+                piece.stays |= !all;
+            });
+        }
+    }
+
+    /// A context that was noted before then has ended. What it copied stays; nobody can copy it now.
+    pub fn context_ends(&mut self, context: usize, before: u64) {
+        let mut next = 0;
+        while let Some(name) = self.name_from(next, context, before) {
+            self.change(name, |block| block.piece.context = 0);
+            next = name + 1;
+        }
+    }
+
+    fn name_from(&mut self, name: u64, context: usize, before: u64) -> Option<u64> {
+        let of_it = |piece: &AllocationPiece| piece.context == context && piece.since < before;
+        self.blocks.from(name).find(|block| of_it(&block.piece)).map(|block| block.name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+    const OWN: MemAccessDesc =
+        MemAccessDesc { location_type: LOCATION_DEVICE, location_id: 0, flags: ACCESS_READ_WRITE };
+    const HERE: MappingPart = MappingPart { context: 77, device: 0, now: 1 };
+
+    fn one() -> (VmmHandleTable, u64) {
+        let mut blocks = VmmHandleTable::empty();
+        let name = blocks.insert(5, MemAllocationProp::default(), 2 * MIB).unwrap();
+        (blocks, name)
+    }
+
+    /// A block that is mapped and may be reached.
+    fn carried() -> (VmmHandleTable, u64) {
+        let (mut blocks, name) = one();
+        blocks.map(name, 8 * MIB, 2 * MIB, 0);
+        blocks.set_access(8 * MIB, 2 * MIB, &[OWN], HERE);
+        assert_eq!(blocks.swappable_bytes(), 2 * MIB);
+        (blocks, name)
+    }
+
+    #[test]
+    fn a_block_is_carried_while_it_is_mapped_and_reached() {
+        let (mut blocks, name) = one();
+        assert_eq!(blocks.handle(name), Handle::Named(5));
+        blocks.map(name, 8 * MIB, 2 * MIB, 0);
+        assert_eq!(blocks.swappable_bytes(), 0, "nobody may read it");
+        blocks.set_access(8 * MIB, 2 * MIB, &[OWN], HERE);
+        let piece = blocks.at(name).unwrap().piece;
+        assert_eq!((piece.address, piece.context, piece.leaves()), (8 * MIB, 77, true));
+        assert_eq!(blocks.unmap(8 * MIB, 2 * MIB), Some(HandleRelease::Lives));
+        assert_eq!(blocks.unmap(8 * MIB, 2 * MIB), None);
+        assert_eq!(blocks.swappable_bytes(), 0);
+        assert_eq!(blocks.release(name), HandleRelease::Last(5));
+        assert_eq!(blocks.handle(name), Handle::Stale);
+        assert_eq!(blocks.handle(5), Handle::Drivers);
+    }
+
+    #[test]
+    fn a_name_that_was_let_go_lives_on_in_its_mapping() {
+        let (mut blocks, name) = carried();
+        assert_eq!(blocks.release(name), HandleRelease::Lives);
+        assert_eq!(blocks.handle(name), Handle::Stale);
+        assert_eq!(blocks.swappable_bytes(), 2 * MIB);
+        assert_eq!(blocks.retain(9 * MIB), Some(name));
+        assert_eq!(blocks.retain(10 * MIB), None);
+        assert_eq!(blocks.handle(name), Handle::Named(5));
+        assert_eq!(blocks.release(name), HandleRelease::Lives);
+        assert_eq!(blocks.unmap(8 * MIB, 2 * MIB), Some(HandleRelease::Last(5)));
+        assert_eq!(blocks.swappable_bytes(), 0);
+    }
+
+    #[test]
+    fn what_is_mapped_twice_or_in_part_is_left_to_the_driver() {
+        let (mut blocks, name) = carried();
+        blocks.map(name, 16 * MIB, 2 * MIB, 0);
+        blocks.set_access(16 * MIB, 2 * MIB, &[OWN], HERE);
+        assert_eq!(blocks.swappable_bytes(), 0, "at two addresses");
+        assert_eq!(blocks.unmap(16 * MIB, 2 * MIB), Some(HandleRelease::Lives));
+        assert_eq!(blocks.swappable_bytes(), 0);
+        blocks.set_access(8 * MIB, 2 * MIB, &[OWN], HERE);
+        assert_eq!(blocks.swappable_bytes(), 2 * MIB);
+
+        let part = blocks.insert(6, MemAllocationProp::default(), 4 * MIB).unwrap();
+        blocks.map(part, 32 * MIB, 2 * MIB, 2 * MIB);
+        blocks.set_access(32 * MIB, 2 * MIB, &[OWN], HERE);
+        assert_eq!(blocks.swappable_bytes(), 2 * MIB, "only the first");
+    }
+
+    #[test]
+    fn what_others_reach_or_hold_stays() {
+        let other = MemAccessDesc { location_id: 1, ..OWN };
+        for access in [&[OWN, other][..], &[other], &[MemAccessDesc { location_type: 3, ..OWN }]] {
+            let (mut blocks, name) = carried();
+            blocks.set_access(8 * MIB, 2 * MIB, access, HERE);
+            assert_eq!(blocks.swappable_bytes(), 0, "{access:?}");
+            assert!(blocks.at(name).unwrap().piece.stays);
+        }
+        let (mut blocks, _) = carried();
+        blocks.set_access(8 * MIB, 2 * MIB, &[MemAccessDesc { flags: 0, ..other }], HERE);
+        assert_eq!(blocks.swappable_bytes(), 2 * MIB, "taken away from another");
+        blocks.set_access(8 * MIB, 2 * MIB, &[MemAccessDesc { flags: 1, ..OWN }], HERE);
+        assert_eq!(blocks.swappable_bytes(), 0, "only to read");
+        blocks.set_access(8 * MIB, 2 * MIB, &[OWN], MappingPart { context: 78, device: 1, now: 1 });
+        assert_eq!(blocks.swappable_bytes(), 0, "no context to copy in");
+
+        let (mut blocks, name) = carried();
+        blocks.stay_in(9 * MIB, 1);
+        assert!(blocks.at(name).unwrap().piece.stays);
+        let (mut blocks, name) = carried();
+        blocks.stay_in(10 * MIB, MIB);
+        assert!(!blocks.at(name).unwrap().piece.stays);
+    }
+
+    /// A hold that another call has taken outlives the name and the mapping.
+    #[test]
+    fn memory_of_a_copiers_making_that_had_to_stay_is_not_forgotten() {
+        for (imported, stays) in [(true, true), (true, false), (false, true)] {
+            let (mut blocks, name) = carried();
+            blocks.at(name).unwrap().piece.imported = imported;
+            if stays {
+                blocks.stay(name);
+            }
+            assert_eq!(blocks.release(name), HandleRelease::Lives);
+            let last =
+                if imported && stays { HandleRelease::Strays(5) } else { HandleRelease::Last(5) };
+            assert_eq!(blocks.unmap(8 * MIB, 2 * MIB), Some(last));
+        }
+    }
+
+    #[test]
+    fn the_end_of_a_context_leaves_its_blocks_to_the_driver() {
+        let (mut blocks, _) = carried();
+        blocks.context_ends(78, 2);
+        blocks.context_ends(77, 1);
+        assert_eq!(blocks.swappable_bytes(), 2 * MIB, "of another, or of a later one");
+        blocks.context_ends(77, 2);
+        assert_eq!(blocks.swappable_bytes(), 0);
+    }
+
+    #[test]
+    fn access_is_set_over_many_at_once() {
+        let mut blocks = VmmHandleTable::empty();
+        for n in 1..=4 {
+            let name = blocks.insert(n, MemAllocationProp::default(), 2 * MIB).unwrap();
+            blocks.map(name, n * 2 * MIB, 2 * MIB, 0);
+        }
+        blocks.set_access(2 * MIB, 6 * MIB, &[OWN], HERE);
+        assert_eq!(blocks.swappable_bytes(), 6 * MIB);
+        let mut ended = 0;
+        while blocks.unmap(2 * MIB, 8 * MIB).is_some() {
+            ended += 1;
+        }
+        assert_eq!((ended, blocks.swappable_bytes()), (4, 0));
+    }
+}

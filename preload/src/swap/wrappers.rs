@@ -1,0 +1,72 @@
+//! Which of our functions stands in for which of the driver's. Each has its function's signature, is
+//! called while the call is counted, and passes on whatever is not about carried memory.
+
+use affinode_cuda_sys::hook::Function;
+
+use super::{alloc_wrappers, contexts, ipc, stream_pools, vmm};
+
+macro_rules! stand_ins {
+    ($($function:ident $stand_in:path;)*) => {
+        /// The functions, old names beside new ones where both mean the same.
+        pub const FUNCTIONS: [Function; [$(Function::$function,)*].len()] =
+            [$(Function::$function,)*];
+
+        /// What stands in for one of them.
+        pub fn stand_in(function: Function) -> Option<usize> {
+            match function {
+                $(Function::$function => Some($stand_in as *const () as usize),)*
+                _ => None,
+            }
+        }
+    };
+}
+
+stand_ins! {
+    cuMemAlloc_v2 alloc_wrappers::mem_alloc;
+    cuMemAllocPitch_v2 alloc_wrappers::mem_alloc_pitch;
+    cuMemFree_v2 alloc_wrappers::mem_free;
+    cuMemGetAddressRange_v2 alloc_wrappers::mem_get_address_range;
+    cuPointerGetAttribute alloc_wrappers::pointer_get_attribute;
+    cuPointerGetAttributes alloc_wrappers::pointer_get_attributes;
+    cuPointerSetAttribute alloc_wrappers::pointer_set_attribute;
+    cuMemRetainAllocationHandle vmm::mem_retain_handle;
+    cuMemGetHandleForAddressRange alloc_wrappers::mem_get_handle_for_range;
+    cuIpcGetMemHandle ipc::ipc_get_mem_handle;
+    cuIpcOpenMemHandle_v2 ipc::ipc_open_mem_handle_v2;
+    cuIpcOpenMemHandle ipc::ipc_open_mem_handle;
+    cuIpcCloseMemHandle ipc::ipc_close_mem_handle;
+    cuCtxDestroy_v2 contexts::ctx_destroy;
+    cuCtxDestroy contexts::ctx_destroy;
+    cuDevicePrimaryCtxReset_v2 contexts::primary_reset;
+    cuDevicePrimaryCtxReset contexts::primary_reset;
+    cuDevicePrimaryCtxRelease_v2 contexts::primary_release;
+    cuDevicePrimaryCtxRelease contexts::primary_release;
+    cuCtxEnablePeerAccess alloc_wrappers::ctx_enable_peer_access;
+    cuMemCreate vmm::mem_create;
+    cuMemRelease vmm::mem_release;
+    cuMemMap vmm::mem_map;
+    cuMemUnmap vmm::mem_unmap;
+    cuMemSetAccess vmm::mem_set_access;
+    cuMemExportToShareableHandle vmm::mem_export;
+    cuMemGetAllocationPropertiesFromHandle vmm::mem_get_property;
+    cuMemMapArrayAsync vmm::mem_map_array;
+    cuMemMapArrayAsync_ptsz vmm::mem_map_array_ptsz;
+    cuCtxFromGreenCtx alloc_wrappers::ctx_from_green;
+    cuMemFreeAsync stream_pools::mem_free_async;
+    cuMemFreeAsync_ptsz stream_pools::mem_free_async_ptsz;
+    cuMemAllocAsync stream_pools::mem_alloc_async;
+    cuMemAllocAsync_ptsz stream_pools::mem_alloc_async_ptsz;
+    cuMemAllocFromPoolAsync stream_pools::mem_alloc_from_pool;
+    cuMemAllocFromPoolAsync_ptsz stream_pools::mem_alloc_from_pool_ptsz;
+    cuMemPoolCreate stream_pools::pool_create;
+    cuMemPoolDestroy stream_pools::pool_destroy;
+    cuMemPoolGetAttribute stream_pools::pool_get_attribute;
+    cuMemPoolSetAttribute stream_pools::pool_set_attribute;
+    cuMemPoolSetAccess stream_pools::pool_set_access;
+    cuMemPoolTrimTo stream_pools::pool_trim_to;
+    cuStreamSynchronize stream_pools::stream_synchronize;
+    cuStreamSynchronize_ptsz stream_pools::stream_synchronize_ptsz;
+    cuEventSynchronize stream_pools::event_synchronize;
+    cuCtxSynchronize stream_pools::ctx_synchronize;
+    cuCtxSynchronize_v2 stream_pools::ctx_synchronize_v2;
+}

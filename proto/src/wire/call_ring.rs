@@ -1,0 +1,223 @@
+//! The ring of calls: part of the shared page, empty unless somebody watches.
+//!
+//! ```text
+//! page header
+//!   68   one_in    0: nobody watches. n: about one call in n is recorded
+//!   192  claimed   records ever begun
+//!   200  limit     none is begun from this number on: the reader has not read so far
+//!   208  dropped   calls that found the ring full
+//!   256  record 0 … record 119
+//! ```
+//!
+//! `one_in` stands beside the gate, so the one comparison that a call makes anyway sees
+//! both. A thread that records a call counts `claimed` up, fills the record of that
+//! number, and writes the number last. It never waits: at the limit it only counts. The
+//! reader says with each [`super::message::ControllerMessage::Watch`] how far it has read,
+//! which moves the limit, so no record is overwritten before it was read.
+//!
+//! A record stands for itself and for the calls of its thread since the one before, so
+//! sums are exact up to the last record, however few are taken.
+//!
+//! The container can write all of this. Whatever it writes, a reading yields at most
+//! [`RECORDS`] records, and none twice.
+
+use super::counters::{PAGE_BYTES, SLOTS_OFFSET, u32_at, u64_at};
+
+/// u32, beside the gate.
+pub const SAMPLE_EVERY: usize = 68;
+/// u64.
+pub const CLAIMED: usize = 192;
+/// u64.
+pub const LIMIT: usize = 200;
+/// u64.
+pub const DROPPED: usize = 208;
+/// Offset of the first record in bytes.
+pub const RING_OFFSET: usize = 256;
+/// Size of a record in bytes.
+pub const RECORD_BYTES: usize = 32;
+/// Number of records.
+pub const RECORDS: usize = (SLOTS_OFFSET - RING_OFFSET) / RECORD_BYTES;
+
+/// Record offsets in bytes, from the record's start.
+pub mod record {
+    /// u32: its number plus one, cut to 32 bits. Written last.
+    pub const SEQUENCE: usize = 0;
+    /// u16: the hook, as an index into the table of names.
+    pub const HOOK: usize = 4;
+    /// u16: what the driver returned.
+    pub const RESULT: usize = 6;
+    /// u32: calls of the thread since its last record, this one included.
+    pub const STANDS_FOR: usize = 8;
+    /// u32: thread id in its pid namespace.
+    pub const THREAD: usize = 12;
+    /// u64: from the call of the driver to its return.
+    pub const DURATION_NS: usize = 16;
+    /// u64: bytes that its arguments name, 0 for none.
+    pub const BYTES: usize = 24;
+}
+
+/// One call that was recorded.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CallRecord {
+    /// Number of the hook; the container's claim, as everything here.
+    pub hook: u16,
+    /// The driver's result.
+    pub result: u16,
+    /// Calls that it stands for.
+    pub stands_for: u32,
+    /// Thread id in the process's own namespace.
+    pub thread: u32,
+    /// How long it took, in nanoseconds.
+    pub duration_ns: u64,
+    /// Bytes moved, filled or asked for.
+    pub bytes: u64,
+}
+
+/// How far a reader is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CallRingReader {
+    /// Records below this number are read.
+    read: u64,
+    /// `dropped` at the last reading.
+    dropped: u64,
+    /// The record at `read` was begun and not finished at the last reading.
+    stuck: bool,
+}
+
+/// What is new.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CallBatch {
+    /// Calls that found no room since.
+    pub dropped: u64,
+    /// Records given up: begun and never finished, or overwritten against the rules.
+    pub torn: u64,
+}
+
+impl CallRingReader {
+    /// A reader that begins with what is recorded from now on.
+    #[must_use]
+    pub fn at_present(page: &[u8; PAGE_BYTES]) -> CallRingReader {
+        CallRingReader { read: u64_at(page, CLAIMED), dropped: u64_at(page, DROPPED), stuck: false }
+    }
+
+    /// How far it has read, for the limit.
+    #[must_use]
+    pub fn read(&self) -> u64 {
+        self.read
+    }
+
+    /// Takes what is new out of one reading of the page: at most [`RECORDS`] records.
+    pub fn take(&mut self, page: &[u8; PAGE_BYTES], mut each: impl FnMut(CallRecord)) -> CallBatch {
+        let claimed = u64_at(page, CLAIMED);
+        let dropped = u64_at(page, DROPPED);
+        let mut news = CallBatch { dropped: dropped.wrapping_sub(self.dropped), torn: 0 };
+        self.dropped = dropped;
+        if claimed.wrapping_sub(self.read) > RECORDS as u64 {
+            // No library writes this. Begin anew from what it claims.
+            *self = CallRingReader { read: claimed, dropped, stuck: false };
+            news.torn = RECORDS as u64;
+            return news;
+        }
+        while self.read != claimed {
+            let at = RING_OFFSET + (self.read % RECORDS as u64) as usize * RECORD_BYTES;
+            if u32_at(page, at + record::SEQUENCE) != self.read.wrapping_add(1) as u32 {
+                if !self.stuck {
+                    // Somebody is just writing it.
+                    self.stuck = true;
+                    return news;
+                }
+                news.torn += 1;
+            } else {
+                let hook_and_result = u32_at(page, at + record::HOOK);
+                each(CallRecord {
+                    hook: hook_and_result as u16,
+                    result: (hook_and_result >> 16) as u16,
+                    stands_for: u32_at(page, at + record::STANDS_FOR),
+                    thread: u32_at(page, at + record::THREAD),
+                    duration_ns: u64_at(page, at + record::DURATION_NS),
+                    bytes: u64_at(page, at + record::BYTES),
+                });
+            }
+            self.stuck = false;
+            self.read = self.read.wrapping_add(1);
+        }
+        news
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn put(page: &mut [u8], at: usize, bytes: &[u8]) {
+        page[at..at + bytes.len()].copy_from_slice(bytes);
+    }
+
+    /// A page with that many records claimed, each of which names its number.
+    fn page(claimed: u64) -> Box<[u8; PAGE_BYTES]> {
+        let mut page = Box::new([0; PAGE_BYTES]);
+        put(&mut *page, CLAIMED, &claimed.to_ne_bytes());
+        for number in claimed.saturating_sub(RECORDS as u64)..claimed {
+            let at = RING_OFFSET + (number % RECORDS as u64) as usize * RECORD_BYTES;
+            put(&mut *page, at + record::SEQUENCE, &(number as u32 + 1).to_ne_bytes());
+            put(&mut *page, at + record::BYTES, &number.to_ne_bytes());
+        }
+        page
+    }
+
+    fn numbers(reader: &mut CallRingReader, page: &[u8; PAGE_BYTES]) -> Vec<u64> {
+        let mut taken = Vec::new();
+        reader.take(page, |record| taken.push(record.bytes));
+        taken
+    }
+
+    #[test]
+    fn records_come_once_and_in_order() {
+        let mut reader = CallRingReader::at_present(&page(300));
+        assert_eq!(numbers(&mut reader, &page(303)), [300, 301, 302]);
+        assert_eq!(numbers(&mut reader, &page(303)), [0_u64; 0]);
+        assert_eq!(numbers(&mut reader, &page(423)).len(), RECORDS);
+        assert_eq!(reader.read(), 423);
+    }
+
+    #[test]
+    fn one_that_is_not_finished_is_waited_for_once() {
+        let mut reader = CallRingReader::at_present(&page(10));
+        let mut later = page(13);
+        let at = RING_OFFSET + 11 * RECORD_BYTES;
+        put(&mut *later, at + record::SEQUENCE, &0_u32.to_ne_bytes());
+        assert_eq!(numbers(&mut reader, &later), [10]);
+        let mut taken = Vec::new();
+        let news = reader.take(&later, |record| taken.push(record.bytes));
+        assert_eq!((taken, news.torn), (vec![12], 1));
+    }
+
+    #[test]
+    fn what_found_no_room_is_counted() {
+        let mut reader = CallRingReader::at_present(&page(5));
+        let mut later = page(5);
+        put(&mut *later, DROPPED, &77_u64.to_ne_bytes());
+        assert_eq!(reader.take(&later, |_| ()).dropped, 77);
+        assert_eq!(reader.take(&later, |_| ()).dropped, 0);
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_is_written_is_read_in_bounds(
+            noise in proptest::collection::vec(any::<u8>(), SLOTS_OFFSET),
+            claimed in proptest::collection::vec(any::<u64>(), 1..8),
+            start in any::<u64>(),
+        ) {
+            let mut page = page(start);
+            let mut reader = CallRingReader::at_present(&page);
+            page[..SLOTS_OFFSET].copy_from_slice(&noise);
+            for claimed in claimed {
+                put(&mut *page, CLAIMED, &claimed.to_ne_bytes());
+                let mut taken = 0;
+                reader.take(&page, |_| taken += 1);
+                prop_assert!(taken <= RECORDS);
+            }
+        }
+    }
+}

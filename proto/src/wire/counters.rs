@@ -1,0 +1,292 @@
+//! The shared page: one per process, a sealed memfd of [`PAGE_BYTES`] that the
+//! agent makes at the process's first CUDA call and sends with its Hello.
+//!
+//! ```text
+//! 0      header: magic, version, phase, gate, waiters, hazards, generation, bytes
+//! 192    ring of calls, when somebody watches ([`super::calls`])
+//! 4096   slot 0   shared: threads that found no slot of their own (atomic adds)
+//! 4160   slot 1   owned by one thread: plain adds, no lock
+//!  …
+//! 16320  slot 191
+//! ```
+//!
+//! It belongs to the process, not to a connection: counts begin before the first
+//! registration and go on across controllers. Only the process writes it; the
+//! controller reads it with `pread` into a buffer and decodes that
+//! ([`PageSnapshot::decode`]), so nothing that the container does to the file can
+//! fault the controller or change a value between check and use.
+
+use super::{Hazards, Phase, ProcessFlags, WIRE_VERSION};
+
+/// Size of the memfd in bytes. A file of another size is refused.
+pub const PAGE_BYTES: usize = 16 * 1024;
+/// First word of the header.
+pub const PAGE_MAGIC: u64 = u64::from_le_bytes(*b"AFNPAGE\0");
+/// Offset of the first slot in bytes.
+pub const SLOTS_OFFSET: usize = 4096;
+/// Size of a slot in bytes: one cache line, so that threads do not share one.
+pub const SLOT_BYTES: usize = 64;
+/// Number of slots, the shared one included.
+pub const SLOT_COUNT: usize = (PAGE_BYTES - SLOTS_OFFSET) / SLOT_BYTES;
+
+/// A microsecond: no hook takes so long for a call, whatever a page says.
+pub const MAX_CALL_COST_PS: u32 = 1_000_000;
+/// A pebibyte: no process keeps so much, whatever its page says; and some thousand of them can be
+/// added up.
+pub const MAX_KEPT_BYTES: u64 = 1 << 50;
+
+/// Header offsets in bytes.
+pub mod header {
+    /// u64: [`super::PAGE_MAGIC`].
+    pub const MAGIC: usize = 0;
+    /// u32: [`crate::wire::WIRE_VERSION`].
+    pub const VERSION: usize = 8;
+    /// u32: number of slots.
+    pub const SLOT_COUNT: usize = 12;
+    /// u32: [`crate::wire::Phase`].
+    pub const PHASE: usize = 16;
+    /// u64: bytes of host memory that are kept for the next time while nothing is parked.
+    pub const KEPT_BYTES: usize = 24;
+    /// u32: a [`super::Gate`] value; the futex word that held callers sleep on. On its own line.
+    pub const GATE: usize = 64;
+    /// u32: callers that wait at the gate now.
+    pub const WAITERS: usize = 128;
+    /// u32: [`crate::wire::Hazards`] bits.
+    pub const HAZARDS: usize = 132;
+    /// u64: offload generation: grows by one each time the gate closes.
+    pub const GENERATION: usize = 136;
+    /// u64: bytes of device memory allocated and not freed, as the hooks counted them.
+    pub const ALLOCATED_BYTES: usize = 144;
+    /// u64: device allocations alive, as the hooks counted them.
+    pub const ALLOCATIONS: usize = 152;
+    /// u64: bytes of device memory that the agent can park.
+    pub const SWAPPABLE_BYTES: usize = 160;
+    /// u64: bytes of it that are parked in host memory now.
+    pub const COPIED_OUT_BYTES: usize = 168;
+    /// u32: [`crate::wire::Notes`] bits.
+    pub const NOTES: usize = 176;
+    /// u32: what the hook adds to a call, in picoseconds, measured once; 0: not known.
+    pub const CALL_COST_PS: usize = 180;
+    /// u64: how long callers have waited at the gate, all together, in microseconds.
+    pub const HELD_US: usize = 184;
+}
+
+/// Slot offsets in bytes, from the slot's start.
+pub mod slot {
+    /// u32: calls of this slot's threads inside the driver.
+    pub const INFLIGHT: usize = 0;
+    /// u32: index of the hook last entered, into the table of names.
+    pub const LAST_HOOK: usize = 4;
+    /// u64: calls made, polls left out.
+    pub const CALLS: usize = 8;
+    /// u64: poll calls made (`cuEventQuery`, `cuStreamQuery`): no activity by themselves.
+    pub const POLLS: usize = 16;
+    /// u32: thread id of the owner in its pid namespace; 0: free.
+    pub const OWNER_TID: usize = 24;
+}
+
+super::wire_enum! {
+    /// Values of the gate word.
+    pub enum Gate {
+        /// Calls go through.
+        Open = 0,
+        /// Calls wait.
+        Closed = 1,
+        /// Calls that may take VRAM wait, others go through.
+        AllocationsHeld = 2,
+        /// Calls are answered with an error: the process's memory is not what it was.
+        Damaged = 3,
+    }
+}
+
+/// What the controller takes from one reading of a page.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CounterSnapshot {
+    /// The agent's phase.
+    pub phase: Phase,
+    /// Callers waiting at the gate.
+    pub waiters: u32,
+    /// What makes a checkpoint unsafe.
+    pub hazards: Hazards,
+    /// How often the gate has been closed.
+    pub generation: u64,
+    /// Device memory that the hooks saw allocated, in bytes. The container's claim.
+    pub allocated_bytes: u64,
+    /// Live device allocations that the hooks saw. The container's claim.
+    pub allocations: u64,
+    /// Bytes of device memory that the agent can park. The container's claim.
+    pub swappable_bytes: u64,
+    /// Bytes of it that are parked now. The container's claim.
+    pub copied_out_bytes: u64,
+    /// What the library could not do as the driver would have.
+    pub notes: ProcessFlags,
+    /// What the hook adds to a call, in picoseconds, 0 when that is not known. The
+    /// container's claim, at most [`MOST_CALL_COST_PS`].
+    pub call_cost_ps: u32,
+    /// How long callers have waited at the gate, in microseconds. The container's claim.
+    pub held_us: u64,
+    /// Host memory that is kept for the next time, in bytes. The container's claim, at most
+    /// [`MOST_KEPT_BYTES`].
+    pub kept_bytes: u64,
+    /// Calls made since the process registered, polls left out (wrapping sum).
+    pub calls: u64,
+    /// Poll calls made (wrapping sum).
+    pub polls: u64,
+    /// Calls inside the driver now.
+    pub inflight: u64,
+    /// Index of the hook that the busiest reader would name last: that of the first
+    /// slot with a call in progress, else of slot order.
+    pub last_hook: u32,
+}
+
+/// Why a page was refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CounterError {
+    /// The buffer is not [`PAGE_BYTES`] long.
+    Size(usize),
+    /// The first word is not [`PAGE_MAGIC`].
+    Magic(u64),
+    /// Another [`WIRE_VERSION`].
+    Version(u32),
+    /// A field holds a value that the protocol does not have.
+    Value(&'static str, u64),
+}
+
+impl core::fmt::Display for CounterError {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match self {
+            CounterError::Size(n) => write!(f, "page has {n} bytes, expected {PAGE_BYTES}"),
+            CounterError::Magic(m) => write!(f, "page begins with {m:#x}, not with the magic word"),
+            CounterError::Version(v) => write!(f, "page has version {v}, expected {WIRE_VERSION}"),
+            CounterError::Value(field, v) => write!(f, "page field {field} holds {v}"),
+        }
+    }
+}
+
+impl core::error::Error for CounterError {}
+
+pub(super) fn u32_at(bytes: &[u8], offset: usize) -> u32 {
+    let mut word = [0; 4];
+    word.copy_from_slice(&bytes[offset..offset + 4]);
+    u32::from_ne_bytes(word)
+}
+
+pub(super) fn u64_at(bytes: &[u8], offset: usize) -> u64 {
+    let mut word = [0; 8];
+    word.copy_from_slice(&bytes[offset..offset + 8]);
+    u64::from_ne_bytes(word)
+}
+
+impl CounterSnapshot {
+    /// Decodes one reading of a page. Every value is checked or harmless at any value.
+    ///
+    /// # Errors
+    /// [`PageError`] names the field that is wrong.
+    pub fn decode(bytes: &[u8]) -> Result<CounterSnapshot, CounterError> {
+        if bytes.len() != PAGE_BYTES {
+            return Err(CounterError::Size(bytes.len()));
+        }
+        let magic = u64_at(bytes, header::MAGIC);
+        if magic != PAGE_MAGIC {
+            return Err(CounterError::Magic(magic));
+        }
+        let version = u32_at(bytes, header::VERSION);
+        if version != WIRE_VERSION {
+            return Err(CounterError::Version(version));
+        }
+        let count = u32_at(bytes, header::SLOT_COUNT);
+        if count as usize != SLOT_COUNT {
+            return Err(CounterError::Value("slot count", u64::from(count)));
+        }
+        let phase = u32_at(bytes, header::PHASE);
+        let phase = Phase::from_u32(phase).ok_or(CounterError::Value("phase", u64::from(phase)))?;
+        let mut page = CounterSnapshot {
+            phase,
+            waiters: u32_at(bytes, header::WAITERS),
+            hazards: Hazards(u32_at(bytes, header::HAZARDS)),
+            generation: u64_at(bytes, header::GENERATION),
+            allocated_bytes: u64_at(bytes, header::ALLOCATED_BYTES),
+            allocations: u64_at(bytes, header::ALLOCATIONS),
+            swappable_bytes: u64_at(bytes, header::SWAPPABLE_BYTES),
+            copied_out_bytes: u64_at(bytes, header::COPIED_OUT_BYTES),
+            notes: ProcessFlags(u32_at(bytes, header::NOTES)),
+            call_cost_ps: u32_at(bytes, header::CALL_COST_PS).min(MAX_CALL_COST_PS),
+            held_us: u64_at(bytes, header::HELD_US),
+            kept_bytes: u64_at(bytes, header::KEPT_BYTES).min(MAX_KEPT_BYTES),
+            calls: 0,
+            polls: 0,
+            inflight: 0,
+            last_hook: 0,
+        };
+        for slot_bytes in bytes[SLOTS_OFFSET..].chunks_exact(SLOT_BYTES) {
+            let inflight = u32_at(slot_bytes, slot::INFLIGHT);
+            let hook = u32_at(slot_bytes, slot::LAST_HOOK);
+            if hook != 0 && (page.last_hook == 0 || (inflight > 0 && page.inflight == 0)) {
+                page.last_hook = hook;
+            }
+            page.inflight += u64::from(inflight);
+            page.calls = page.calls.wrapping_add(u64_at(slot_bytes, slot::CALLS));
+            page.polls = page.polls.wrapping_add(u64_at(slot_bytes, slot::POLLS));
+        }
+        Ok(page)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn page() -> Vec<u8> {
+        let mut bytes = vec![0; PAGE_BYTES];
+        bytes[header::MAGIC..][..8].copy_from_slice(&PAGE_MAGIC.to_ne_bytes());
+        bytes[header::VERSION..][..4].copy_from_slice(&WIRE_VERSION.to_ne_bytes());
+        bytes[header::SLOT_COUNT..][..4].copy_from_slice(&(SLOT_COUNT as u32).to_ne_bytes());
+        bytes
+    }
+
+    #[test]
+    fn sums_over_all_slots() {
+        let mut bytes = page();
+        for index in [0, 1, SLOT_COUNT - 1] {
+            let base = SLOTS_OFFSET + index * SLOT_BYTES;
+            bytes[base + slot::INFLIGHT] = 1;
+            bytes[base + slot::CALLS] = 10;
+            bytes[base + slot::POLLS] = 2;
+        }
+        let got = CounterSnapshot::decode(&bytes).unwrap();
+        assert_eq!((got.inflight, got.calls, got.polls), (3, 30, 6));
+    }
+
+    #[test]
+    fn a_claim_of_what_a_call_costs_is_bounded() {
+        let mut bytes = page();
+        bytes[header::CALL_COST_PS..][..4].copy_from_slice(&u32::MAX.to_ne_bytes());
+        bytes[header::HELD_US..][..8].copy_from_slice(&7_u64.to_ne_bytes());
+        bytes[header::KEPT_BYTES..][..8].copy_from_slice(&u64::MAX.to_ne_bytes());
+        let got = CounterSnapshot::decode(&bytes).unwrap();
+        assert_eq!((got.call_cost_ps, got.held_us), (MAX_CALL_COST_PS, 7));
+        assert_eq!(got.kept_bytes, MAX_KEPT_BYTES);
+    }
+
+    #[test]
+    fn names_what_is_wrong() {
+        assert_eq!(CounterSnapshot::decode(&[0; 3]), Err(CounterError::Size(3)));
+        assert_eq!(CounterSnapshot::decode(&vec![0; PAGE_BYTES]), Err(CounterError::Magic(0)));
+        let mut bytes = page();
+        bytes[header::VERSION] = 99;
+        assert_eq!(CounterSnapshot::decode(&bytes), Err(CounterError::Version(99)));
+        let mut bytes = page();
+        bytes[header::PHASE] = 99;
+        assert_eq!(CounterSnapshot::decode(&bytes), Err(CounterError::Value("phase", 99)));
+    }
+
+    proptest! {
+        #[test]
+        fn any_content_is_survived(noise in proptest::collection::vec(any::<u8>(), PAGE_BYTES - 20)) {
+            let mut bytes = page();
+            bytes[20..].copy_from_slice(&noise);
+            prop_assert!(CounterSnapshot::decode(&bytes).is_ok());
+        }
+    }
+}

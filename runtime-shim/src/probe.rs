@@ -1,0 +1,127 @@
+//! Who answers at a proxy's address.
+//!
+//! Before a `start` joins the proxy of its group, and before a `delete` calls the
+//! group dead, they ask. The question is a header that is no ttrpc frame; the
+//! answer is the identity of the stock shim behind, as JSON, then the end.
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::address::SocketAddress;
+use crate::frame::HEADER_BYTES;
+
+/// The question: a length beyond ttrpc's bound, then a name.
+pub const QUESTION: [u8; HEADER_BYTES] = *b"\xff\xff\xff\xffaffin?";
+/// Bound on the answer.
+const ANSWER_MAX_BYTES: u64 = 4096;
+
+/// A stock shim: its process, and the inode of its socket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShimIdentity {
+    /// The process.
+    pub pid: i32,
+    /// When it began, in clock ticks after boot: tells it from a later process of
+    /// the same pid.
+    pub start_ticks: u64,
+    /// Its socket's inode.
+    pub socket_inode: u64,
+    /// Our own socket's inode; 0 before it is bound.
+    #[serde(default)]
+    pub proxy_inode: u64,
+}
+
+/// What was found at an address.
+#[derive(Debug)]
+pub enum ProbedPeer {
+    /// A proxy, before this stock shim.
+    Alive(ShimIdentity),
+    /// Nobody: no socket, or one without a listener.
+    Dead,
+    /// A listener that does not answer, or not in time.
+    Silent(io::Error),
+}
+
+/// Asks who serves this address.
+#[must_use]
+pub fn ask(address: &SocketAddress, patience: Duration) -> ProbedPeer {
+    let ask = || -> io::Result<Vec<u8>> {
+        let mut stream = UnixStream::connect(address.path())?;
+        stream.set_read_timeout(Some(patience))?;
+        stream.set_write_timeout(Some(patience))?;
+        stream.write_all(&QUESTION)?;
+        let mut bytes = Vec::new();
+        stream.take(ANSWER_MAX_BYTES).read_to_end(&mut bytes)?;
+        Ok(bytes)
+    };
+    match ask() {
+        // A listener that went away between our connect and its accept.
+        Ok(bytes) if bytes.is_empty() => ProbedPeer::Dead,
+        Ok(bytes) => match serde_json::from_slice(&bytes) {
+            Ok(identity) => ProbedPeer::Alive(identity),
+            Err(error) => ProbedPeer::Silent(error.into()),
+        },
+        Err(error) => match error.kind() {
+            ErrorKind::NotFound
+            | ErrorKind::ConnectionRefused
+            | ErrorKind::ConnectionReset
+            | ErrorKind::BrokenPipe => ProbedPeer::Dead,
+            _ => ProbedPeer::Silent(error),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+    use crate::frame::FrameHeader;
+
+    const PROBE_TIMEOUT: Duration = Duration::from_secs(20);
+
+    fn served(answer: &'static [u8]) -> ProbedPeer {
+        let dir = tempfile::tempdir().unwrap();
+        let address = SocketAddress::parse(&format!("unix://{}/s", dir.path().display())).unwrap();
+        let listener = UnixListener::bind(address.path()).unwrap();
+        let server = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut question = [0; HEADER_BYTES];
+            stream.read_exact(&mut question).unwrap();
+            assert_eq!(question, QUESTION);
+            stream.write_all(answer).unwrap();
+        });
+        let peer = ask(&address, PROBE_TIMEOUT);
+        server.join().unwrap();
+        peer
+    }
+
+    #[test]
+    fn the_question_is_no_frame() {
+        assert!(FrameHeader::decode(QUESTION).is_err());
+    }
+
+    #[test]
+    fn a_proxy_names_its_stock_shim() {
+        let peer = served(br#"{"pid":7,"start_ticks":9,"socket_inode":3,"later":1}"#);
+        let wanted = ShimIdentity { pid: 7, start_ticks: 9, socket_inode: 3, proxy_inode: 0 };
+        assert!(matches!(peer, ProbedPeer::Alive(identity) if identity == wanted));
+    }
+
+    #[test]
+    fn garbage_is_not_taken_for_death() {
+        assert!(matches!(served(b"\0\0\0\x04"), ProbedPeer::Silent(_)));
+        assert!(matches!(served(b""), ProbedPeer::Dead));
+    }
+
+    #[test]
+    fn nobody_is_dead() {
+        let dir = tempfile::tempdir().unwrap();
+        let address = SocketAddress::parse(&format!("unix://{}/s", dir.path().display())).unwrap();
+        assert!(matches!(ask(&address, PROBE_TIMEOUT), ProbedPeer::Dead));
+        drop(UnixListener::bind(address.path()).unwrap());
+        assert!(matches!(ask(&address, PROBE_TIMEOUT), ProbedPeer::Dead));
+    }
+}
