@@ -1,5 +1,5 @@
 //! What is claimed of the default policy, on traces small enough for a test. The same on
-//! whole traces: `affinode simulate`, see README.md.
+//! whole traces: `affinode simulate`, see `docs/operations.md`.
 
 use super::{random::RandomSource, synthetic, trace::TraceDefaults, *};
 use crate::core::Settings;
