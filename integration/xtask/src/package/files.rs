@@ -1,7 +1,13 @@
 //! What a node's package holds. `affinode install` takes programs and library from here: until
 //! then, nothing of the node has changed.
 
-use std::{fs, io::Write, path::Path, process::Command};
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::Write,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use affinode_e2e::artifacts::workspace_dir;
 use anyhow::{Context, Result};
@@ -21,14 +27,16 @@ const COMPLETIONS: [(&str, &str); 3] = [
 /// Folders of `config` that go along as they are.
 const SHARED: [&str; 7] =
     ["containerd", "grafana", "kubernetes", "kubernetes/sharing", "prometheus", "slurm", "systemd"];
-/// What is for those who read.
-const DOCUMENTS: [(&str, &str); 7] = [
+/// Documents beside those in `docs`: in the repository, and in the package.
+const DOCUMENTS: [(&str, &str); 9] = [
     ("README.md", "README.md"),
-    // What it leads to.
-    ("integration/figures.md", "integration/figures.md"),
-    ("config/dashboard.png", "config/dashboard.png"),
     ("ARCHITECTURE.md", "ARCHITECTURE.md"),
     ("CHANGELOG.md", "CHANGELOG.md"),
+    ("CONTRIBUTING.md", "CONTRIBUTING.md"),
+    ("SECURITY.md", "SECURITY.md"),
+    // README.md and docs link to them.
+    ("integration/figures.md", "integration/figures.md"),
+    ("config/dashboard.png", "config/dashboard.png"),
     ("LICENSE", "copyright"),
     ("config/config.toml", "config.toml"),
 ];
@@ -72,8 +80,8 @@ pub fn all(programs: &Programs, built: &Built, bill: &[u8]) -> Result<Tree> {
         tree.file(path, script);
     }
     manuals(&mut tree, &built.command)?;
-    for (from, to) in DOCUMENTS {
-        tree.file(format!("/usr/share/doc/affinode/{to}"), read(&workspace_dir().join(from))?);
+    for (to, text) in documents()? {
+        tree.file(format!("/usr/share/doc/affinode/{to}"), text);
     }
     tree.file("/usr/share/doc/affinode/sbom.cdx.json", bill);
     for folder in SHARED {
@@ -86,6 +94,29 @@ pub fn all(programs: &Programs, built: &Built, bill: &[u8]) -> Result<Tree> {
         }
     }
     Ok(tree)
+}
+
+/// The documents by their path in the package. Pages below `docs` keep theirs, because
+/// README.md and ARCHITECTURE.md link to them.
+pub fn documents() -> Result<BTreeMap<String, Vec<u8>>> {
+    let root = workspace_dir();
+    let mut documents = BTreeMap::new();
+    for (from, to) in DOCUMENTS {
+        documents.insert(to.to_owned(), read(&root.join(from))?);
+    }
+    let mut folders = vec![PathBuf::from("docs")];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(root.join(&folder))? {
+            let path = folder.join(entry?.file_name());
+            if root.join(&path).is_dir() {
+                folders.push(path);
+            } else {
+                let text = read(&root.join(&path))?;
+                documents.insert(path.to_string_lossy().into_owned(), text);
+            }
+        }
+    }
+    Ok(documents)
 }
 
 /// The manual pages, compressed as packages have them.

@@ -156,3 +156,19 @@ fn a_version_that_the_programs_do_not_say_is_refused() {
         assert!(version(Some(bad)).is_err(), "{bad:?}");
     }
 }
+
+#[test]
+fn documents_include_linked_pages() {
+    let documents = files::documents().unwrap();
+    let text = std::str::from_utf8(&documents["ARCHITECTURE.md"]).unwrap();
+    let pages: Vec<&str> = text
+        .split("](")
+        .skip(1)
+        .filter_map(|rest| rest.split(')').next())
+        .filter(|link| link.starts_with("docs/design/"))
+        .collect();
+    assert!(!pages.is_empty());
+    for page in pages {
+        assert!(documents.contains_key(page), "{page}");
+    }
+}
