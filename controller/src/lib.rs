@@ -39,6 +39,7 @@ pub mod journal;
 pub mod metrics;
 pub mod observe;
 pub mod overrides;
+pub mod reference;
 pub mod schema;
 pub mod simulate;
 pub mod socket_activation;

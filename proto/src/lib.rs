@@ -18,5 +18,10 @@
 pub mod api;
 pub mod paths;
 pub mod reason;
+#[cfg(feature = "api")]
+mod reason_help;
 pub mod state;
 pub mod wire;
+
+#[cfg(feature = "api")]
+pub use reason_help::ReasonHelp;

@@ -16,6 +16,7 @@ mod pin;
 mod policy;
 mod progress;
 mod ps;
+mod reference;
 mod report;
 mod run;
 mod simulate;
@@ -98,6 +99,9 @@ enum Command {
         /// The folder; it is made where it is missing.
         folder: std::path::PathBuf,
     },
+    /// Print as JSON what the reference pages of the documentation are made of.
+    #[command(hide = true)]
+    Reference,
     /// Make the controller read its configuration again.
     Reload {
         /// How to print.
@@ -154,6 +158,8 @@ enum CliError {
         #[source]
         source: std::io::Error,
     },
+    #[error("cannot write the text of the metrics")]
+    Metrics(#[from] std::fmt::Error),
     #[error("cannot write JSON")]
     Json(#[from] serde_json::Error),
     #[error("cannot write YAML")]
@@ -242,6 +248,7 @@ async fn run(args: Args) -> Result<(), CliError> {
         },
         Command::Completion { shell } => return completion::completion(&mut out, shell),
         Command::Man { folder } => return completion::man(&folder),
+        Command::Reference => return reference::run(&mut out),
         Command::Install(asked) => return install::install(&mut out, asked),
         Command::Uninstall(asked) => return install::uninstall(&mut out, asked),
         Command::Status(asked) => return install::status(&mut out, asked),
@@ -270,6 +277,7 @@ async fn run(args: Args) -> Result<(), CliError> {
         | Command::Doctor(_)
         | Command::Completion { .. }
         | Command::Man { .. }
+        | Command::Reference
         | Command::Report(_) => Ok(()),
         Command::Policy(asked) => policy::run(&client, &mut out, asked).await,
         Command::Top => top::run(client).await,

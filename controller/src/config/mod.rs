@@ -281,10 +281,11 @@ impl Config {
         if !(10..=60_000).contains(&self.timing.sample_interval) {
             return Err(ConfigError::Bad("timing.sample_interval: accepted: 10ms to 60s".into()));
         }
-        if self.timing.close_deadline > 60_000 || self.timing.lock_timeout > 600_000 {
-            return Err(ConfigError::Bad(
-                "timing.close_deadline up to 60s, timing.lock_timeout up to 10m".into(),
-            ));
+        if self.timing.close_deadline > 60_000 {
+            return Err(ConfigError::Bad("timing.close_deadline: accepted: 1ms to 60s".into()));
+        }
+        if self.timing.lock_timeout > 600_000 {
+            return Err(ConfigError::Bad("timing.lock_timeout: accepted: 1ms to 10m".into()));
         }
         let rules = self.policy.namespace.iter().filter_map(|rule| rule.minimum_vram_mib);
         if rules.chain([self.policy.minimum_vram_mib]).any(|mib| mib > MAX_VRAM_MIB) {

@@ -205,12 +205,13 @@ impl HistorySection {
 
 impl ReportSection {
     pub(super) fn check(&self) -> Result<(), ConfigError> {
-        let fine = self.price_per_gpu_hour.is_finite() && self.price_per_gpu_hour >= 0.0;
-        if !fine || self.currency.chars().count() > 8 {
+        if !self.price_per_gpu_hour.is_finite() || self.price_per_gpu_hour < 0.0 {
             return Err(ConfigError::Bad(
-                "report.price_per_gpu_hour: a number from 0; report.currency: up to 8 letters"
-                    .into(),
+                "report.price_per_gpu_hour: accepted: 0.0 or more".into(),
             ));
+        }
+        if self.currency.chars().count() > 8 {
+            return Err(ConfigError::Bad("report.currency: accepted: up to 8 letters".into()));
         }
         Ok(())
     }

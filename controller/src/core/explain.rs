@@ -183,6 +183,13 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     SETTINGS.iter().map(|setting| setting.name)
 }
 
+/// The annotations that change a value.
+#[must_use]
+pub fn annotations(name: &str) -> Vec<String> {
+    let settings = SETTINGS.iter().filter(|setting| setting.name == name);
+    settings.flat_map(|setting| setting.annotations).map(|name| (*name).to_owned()).collect()
+}
+
 fn duration(ms: Millis) -> String {
     humantime::format_duration(std::time::Duration::from_millis(ms)).to_string()
 }

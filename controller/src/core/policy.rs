@@ -226,7 +226,7 @@ pub(super) const LATENCY_SENSITIVE: &str = "affinode.io/latency-sensitive";
 ///
 /// # Errors
 /// What is accepted.
-pub(super) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), String> {
+pub(crate) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), String> {
     match name {
         "affinode.io/offload" => {
             policy.mode = word(value, &Mode::WORDS)?;
@@ -262,7 +262,7 @@ pub(super) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
         }
         "affinode.io/offload-window" => policy.offload_window = value.parse()?,
         "affinode.io/inject" => word(value, &[("auto", ()), ("true", ()), ("false", ())])?,
-        _ => return Err("no such annotation; accepted: offload, idle-timeout, priority, keep-alive, prewake, wake-on, latency-sensitive, engine, retain-host-copy, checksum, dedup, prepare, allow-gpu-migration, restore, on-oom, on-oom-timeout, minimum-vram-mib, window, inject".into()),
+        _ => return Err("no such annotation; accepted: offload, idle-timeout, priority, keep-alive, prewake, wake-on, latency-sensitive, engine, retain-host-copy, checksum, dedup, prefault, allow-gpu-migration, restore, on-oom, on-oom-timeout, minimum-vram-mib, offload-window, inject".into()),
     }
     Ok(())
 }

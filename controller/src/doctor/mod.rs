@@ -11,6 +11,7 @@
 //! | [`library`] | the preload library, as the loader of a container would see it |
 //! | [`sharing`] | how Kubernetes hands out GPUs: time-slicing, KAI, DRA, MIG, HAMi |
 //! | [`places`] | run directory, configuration, controller |
+//! | [`remedies`] | meaning, cause and remedy of each check |
 //!
 //! Each gathers facts at its edge and judges them in a function of its own, which needs
 //! no machine to be tested.
@@ -23,6 +24,7 @@ pub mod kernel;
 pub mod library;
 pub mod memory;
 pub mod programs;
+pub mod remedies;
 pub mod sharing;
 
 use std::path::{Path, PathBuf};
@@ -107,6 +109,7 @@ impl CheckGroup {
     }
 
     fn add(&mut self, name: &'static str, verdict: CheckVerdict, found: String, hint: String) {
+        debug_assert!(remedies::is_explained(self.name, name), "{}: {name}: no entry", self.name);
         self.checks.push(DoctorCheck { group: self.name, name, verdict, found, hint });
     }
 }

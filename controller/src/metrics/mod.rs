@@ -7,6 +7,7 @@
 
 mod durations;
 mod labels;
+mod reference;
 mod table;
 mod text_format;
 
@@ -20,6 +21,7 @@ use affinode_proto::state::State;
 
 use durations::MoveDurations;
 use labels::{ContainerLabels, DeviceLabels, GpuLabels, KindLabels, ReasonLabels, StateLabels};
+pub use reference::{MetricReference, metrics as metrics_reference};
 use table::MetricsTable;
 pub use text_format::classic;
 

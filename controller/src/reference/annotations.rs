@@ -1,0 +1,122 @@
+//! The annotations of a container. The parser is asked for them: it names the annotations, the
+//! values, and what only an operator may choose.
+
+use serde::Serialize;
+
+use crate::core::{
+    explain,
+    policy::{Policy, apply},
+};
+
+/// Prefix of every annotation.
+const PREFIX: &str = "affinode.io/";
+
+/// An annotation.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct AnnotationReference {
+    /// Full name.
+    pub name: String,
+    /// Accepted values.
+    pub accepted: String,
+    /// The key of `[policy]` that it changes; `None`: there is no such key.
+    pub key: Option<String>,
+    /// Values that need an operator's permission, and how it is given.
+    pub limits: Vec<String>,
+    /// Description of annotations that are not simply a value of their key.
+    pub text: String,
+}
+
+/// Annotations that differ from the key of their name, or have none.
+const TEXTS: [(&str, &str); 3] = [
+    ("affinode.io/offload", "The mode of the container."),
+    (
+        "affinode.io/latency-sensitive",
+        "`true` is mode `off`, whatever else is annotated: for containers whose callers cannot wait for a restore.",
+    ),
+    (
+        "affinode.io/inject",
+        "Whether the library is loaded into the container. `auto`: if the container has a GPU. `false`: never, and the cluster gives such a pod no runtime class.",
+    ),
+];
+
+/// Every annotation, in the order of the parser.
+#[must_use]
+pub fn annotations() -> Vec<AnnotationReference> {
+    names().iter().map(|name| annotation(name)).collect()
+}
+
+fn annotation(name: &str) -> AnnotationReference {
+    let accepted = refusal(name, "\u{1}").unwrap_or_default();
+    let accepted = accepted.trim_start_matches("accepted: ").to_owned();
+    let limits = accepted
+        .split(", ")
+        .filter_map(|value| {
+            let limit = refusal(name, value)?.strip_prefix("accepted here: ")?.to_owned();
+            let (_, permission) = limit.split_once("; ")?;
+            Some(format!("`{value}`: {permission}"))
+        })
+        .collect();
+    let key = explain::names()
+        .find(|key| explain::annotations(key).iter().any(|annotation| annotation == name));
+    let text = TEXTS.iter().find(|(named, _)| *named == name).map_or("", |(_, text)| text);
+    AnnotationReference {
+        name: name.to_owned(),
+        accepted,
+        key: key.map(str::to_owned),
+        limits,
+        text: text.to_owned(),
+    }
+}
+
+/// Full names, from the parser's answer to a name that it does not know.
+fn names() -> Vec<String> {
+    let answer = refusal("unknown", "").unwrap_or_default();
+    let names = answer.split_once("accepted: ").map_or("", |(_, names)| names);
+    names.split(", ").map(|name| format!("{PREFIX}{name}")).collect()
+}
+
+/// Why the parser refuses a value, with the node's default policy.
+fn refusal(name: &str, value: &str) -> Option<String> {
+    apply(&mut Policy::default(), name, value).err()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(name: &str) -> AnnotationReference {
+        annotations().into_iter().find(|annotation| annotation.name == name).unwrap()
+    }
+
+    #[test]
+    fn every_annotation_has_values_and_a_meaning() {
+        let all = annotations();
+        assert!(all.len() > 15, "{all:?}");
+        for annotation in &all {
+            assert!(!annotation.accepted.starts_with("no such"), "{annotation:?}");
+            assert!(!annotation.accepted.is_empty(), "{annotation:?}");
+            assert!(annotation.key.is_some() || !annotation.text.is_empty(), "{annotation:?}");
+        }
+        for (name, _) in TEXTS {
+            assert!(!of(name).text.is_empty(), "{name} is no annotation");
+        }
+    }
+
+    /// An annotation that `affinode policy show` names must be in the parser's answer.
+    #[test]
+    fn explained_annotations_are_listed() {
+        let listed = names();
+        for annotation in explain::names().flat_map(explain::annotations) {
+            assert!(listed.contains(&annotation), "{annotation}");
+        }
+    }
+
+    #[test]
+    fn operator_limits_are_named() {
+        assert_eq!(of("affinode.io/offload").limits, [] as [&str; 0]);
+        let limits = of("affinode.io/restore").limits;
+        assert!(limits.len() == 1 && limits[0].contains("policy.restore"), "{limits:?}");
+        let limits = of("affinode.io/dedup").limits;
+        assert!(limits.len() == 1 && limits[0].starts_with("`true`: "), "{limits:?}");
+    }
+}
