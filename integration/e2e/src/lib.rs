@@ -13,6 +13,7 @@
 //! | [`installed`] | an installation of a world's own, by `affinode install` |
 //! | [`faults`], [`snapshot`] | what goes wrong meanwhile, and a node's files byte for byte |
 //! | [`cli`] | the `affinode` command |
+//! | [`language`] | counts of what the language of the project avoids, and their limits |
 //! | [`chaos`] | random kills at random steps, and what must hold after each round |
 //! | [`hazards`] | one small program per hazard, without Affinode and with it |
 //! | [`suite`] | what only a machine with a GPU can decide |
@@ -31,6 +32,7 @@ pub mod gpu;
 pub mod hazards;
 pub mod image;
 pub mod installed;
+pub mod language;
 mod logs;
 pub mod memory_cgroup;
 pub mod oom;
