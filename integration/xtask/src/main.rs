@@ -12,6 +12,7 @@ mod chaos;
 mod conformance;
 mod demo;
 mod deps;
+mod docs;
 mod fuzz;
 mod gpu_kit;
 mod hazards;
@@ -55,6 +56,8 @@ enum Task {
     /// Run containerd's own client tests and critest with the stock runtime and with ours (needs
     /// root, Go).
     Conformance(conformance::Options),
+    /// Write the reference pages of docs/ from what the code says.
+    Docs(docs::Options),
     /// Search for inputs that break a reader, guided by coverage (needs g++).
     Fuzz(fuzz::Options),
     /// Play every hazard without Affinode and with it, and print what happens (needs root).
@@ -86,6 +89,7 @@ fn main() -> ExitCode {
         Task::Bench(options) => bench::run(&options),
         Task::Chaos(options) => chaos::run(&options),
         Task::Conformance(options) => conformance::run(&options),
+        Task::Docs(options) => docs::run(&options),
         Task::Fuzz(options) => fuzz::run(&options),
         Task::Hazards(options) => hazards::run(&options),
         Task::K8s(options) => k8s::run(&options),

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use nix::unistd::Uid;
 
-use crate::{build, deps, output, sh};
+use crate::{build, deps, docs, output, sh};
 
 /// What to run.
 #[derive(Args)]
@@ -28,6 +28,8 @@ pub fn run(options: &Options) -> Result<()> {
     }
     deps::all()?;
     let artifacts = build::all(build::Profile::Dev)?;
+    output::step("Comparing the generated pages with the code");
+    docs::check(&artifacts.bin("affinode")?)?;
     let path = [deps::promtool()?.into_os_string(), std::env::var_os("PATH").unwrap_or_default()];
     let path = path.join(OsStr::new(":"));
     let notes = artifacts.root().join("test-notes");

@@ -1,0 +1,306 @@
+//! The pages that `affinode reference` has everything for.
+
+use serde::Deserialize;
+
+use super::markdown::{Markdown, code, codes, plain};
+
+/// What `affinode reference` prints.
+#[derive(Deserialize)]
+pub struct Reference {
+    configuration: Vec<Key>,
+    annotations: Vec<Annotation>,
+    reasons: Vec<Reason>,
+    checks: Vec<Check>,
+    metrics: Vec<Metric>,
+    commands: Vec<Command>,
+}
+
+#[derive(Deserialize)]
+struct Key {
+    section: String,
+    name: String,
+    #[serde(rename = "type")]
+    kind: String,
+    accepted: String,
+    default: Option<String>,
+    environment: String,
+    reload: bool,
+    namespace: bool,
+    annotations: Vec<String>,
+    text: String,
+}
+
+#[derive(Deserialize)]
+struct Annotation {
+    name: String,
+    accepted: String,
+    key: Option<String>,
+    limits: Vec<String>,
+    text: String,
+}
+
+#[derive(Deserialize)]
+struct Reason {
+    word: String,
+    meaning: String,
+    cause: String,
+    remedy: String,
+}
+
+#[derive(Deserialize)]
+struct Check {
+    group: String,
+    name: String,
+    meaning: String,
+    cause: String,
+    remedy: String,
+}
+
+#[derive(Deserialize)]
+struct Metric {
+    name: String,
+    #[serde(rename = "type")]
+    kind: String,
+    labels: Vec<String>,
+    help: String,
+}
+
+#[derive(Deserialize)]
+struct Command {
+    name: String,
+    about: String,
+    after: String,
+    usage: String,
+    arguments: Vec<Argument>,
+}
+
+#[derive(Deserialize)]
+struct Argument {
+    name: String,
+    help: String,
+    values: Vec<String>,
+    default: String,
+    environment: String,
+}
+
+/// A sentence of the code, which may lack capital and full stop.
+fn sentence(text: &str) -> String {
+    let text = plain(text);
+    let mut chars = text.chars();
+    let Some(first) = chars.next() else { return text };
+    // The first word may be an example of what is typed.
+    if text.split(' ').next().is_some_and(|word| word.contains(['/', '_', '='])) {
+        return text;
+    }
+    let end = if text.ends_with(['.', '!', '?']) { "" } else { "." };
+    format!("{}{}{end}", first.to_uppercase(), chars.as_str())
+}
+
+/// `docs/configuration.md`
+pub fn configuration(known: &Reference) -> String {
+    let mut page = Markdown::page(
+        "Configuration",
+        "the keys that the controller accepts and the comments of [config/config.toml](../config/config.toml)",
+    );
+    page.paragraph(
+        "The controller reads `/etc/affinode/config.toml`, then `conf.d/*.toml` beside it in the order of their names, then the environment. A later source replaces an earlier one, value by value. An unknown key or a value that is not accepted is an error: a controller does not start with it, and a reload changes nothing. `affinode policy validate FILE` checks a file beforehand.",
+    );
+    page.paragraph(
+        "`affinode reload` applies changes of the keys with reload `yes`; changes of other keys hold from the next start of the controller. `[[policy.namespace]]` sets values for the containers of one namespace, and [annotations](annotations.md) set values for one container.",
+    );
+    let mut sections: Vec<&str> = Vec::new();
+    for key in &known.configuration {
+        if !sections.contains(&key.section.as_str()) {
+            sections.push(&key.section);
+        }
+    }
+    for section in sections {
+        page.section(&format!("[{section}]"));
+        let keys: Vec<&Key> =
+            known.configuration.iter().filter(|key| key.section == section).collect();
+        let rows: Vec<[String; 5]> = keys.iter().map(|key| key_row(key)).collect();
+        page.table(["key", "type", "accepted", "default", "reload"], &rows);
+        for key in keys {
+            page.entry(&format!("{}.{}", key.section, key.name));
+            page.paragraph(&plain(&key.text));
+            let mut places = vec![format!("Environment: `{}`.", key.environment)];
+            if key.namespace {
+                places.push("`[[policy.namespace]]`: yes.".into());
+            }
+            if !key.annotations.is_empty() {
+                places.push(format!("Annotation: {}.", codes(&key.annotations)));
+            }
+            page.paragraph(&places.join(" "));
+        }
+    }
+    page.finish()
+}
+
+fn key_row(key: &Key) -> [String; 5] {
+    let anchor = format!("{}.{}", key.section, key.name).replace('.', "");
+    let default = key.default.as_deref().map_or("not set".to_owned(), code);
+    [
+        format!("[`{}`](#{anchor})", key.name),
+        key.kind.clone(),
+        plain(&key.accepted),
+        default,
+        if key.reload { "yes" } else { "no" }.to_owned(),
+    ]
+}
+
+/// `docs/annotations.md`
+pub fn annotations(known: &Reference) -> String {
+    let mut page = Markdown::page(
+        "Annotations",
+        "the parser of annotations and its answers for the default configuration",
+    );
+    page.paragraph(
+        "An annotation sets a value for one container. In Kubernetes it stands at the pod; elsewhere at the container. Annotations are read when the container is created.",
+    );
+    page.section("Precedence");
+    page.paragraph("A later source replaces an earlier one, value by value:");
+    page.list(&[
+        "the default".into(),
+        "the node: `config.toml`, `conf.d/*.toml`, environment (see [configuration](configuration.md))".into(),
+        "`[[policy.namespace]]`: the first rule for the container's namespace".into(),
+        "the annotation".into(),
+        "the operator: `affinode pin`, `affinode auto-offload`".into(),
+    ]);
+    page.paragraph(
+        "An annotation that is unknown or has a value that is not accepted is ignored: the value of the source before it stays, and an event and `affinode policy show` list the accepted values.",
+    );
+    page.section("List");
+    let rows: Vec<[String; 4]> = known
+        .annotations
+        .iter()
+        .map(|annotation| {
+            let key = annotation.key.as_deref().map_or(String::new(), |key| {
+                format!("[`policy.{key}`](configuration.md#policy{key})")
+            });
+            let limits: Vec<String> = annotation.limits.iter().map(|text| plain(text)).collect();
+            [code(&annotation.name), plain(&annotation.accepted), key, limits.join("; ")]
+        })
+        .collect();
+    page.table(["annotation", "accepted", "sets", "needs an operator"], &rows);
+    let special = known.annotations.iter().filter(|annotation| !annotation.text.is_empty());
+    let items: Vec<String> =
+        special.map(|a| format!("{}: {}", code(&a.name), plain(&a.text))).collect();
+    page.list(&items);
+    page.finish()
+}
+
+/// `docs/troubleshooting.md`
+pub fn troubleshooting(known: &Reference) -> String {
+    let mut page = Markdown::page(
+        "Troubleshooting",
+        "the reasons in [proto/src/reason.rs](../proto/src/reason.rs) and the checks of `affinode doctor`",
+    );
+    page.paragraph(
+        "`affinode ps` prints why each container is in its state, `affinode events` what happened to it, and `affinode doctor` whether the machine is ready. Each word that they print has a section here.",
+    );
+    page.section("Reasons");
+    for reason in &known.reasons {
+        page.entry(&reason.word);
+        explain(&mut page, &sentence(&reason.meaning), &reason.cause, &reason.remedy);
+    }
+    page.section("Doctor checks");
+    for check in &known.checks {
+        page.entry(&format!("{}: {}", check.group, check.name));
+        explain(&mut page, &check.meaning, &check.cause, &check.remedy);
+    }
+    page.finish()
+}
+
+fn explain(page: &mut Markdown, meaning: &str, cause: &str, remedy: &str) {
+    page.list(&[
+        format!("Meaning: {}", plain(meaning)),
+        format!("Cause: {}", plain(cause)),
+        format!("What to do: {}", plain(remedy)),
+    ]);
+}
+
+/// `docs/reference/metrics.md`
+pub fn metrics(known: &Reference) -> String {
+    let mut page = Markdown::page(
+        "Metrics",
+        "the metrics that a controller registers, as `/metrics` prints them",
+    );
+    page.paragraph(
+        "Units are bytes, seconds and ratios from 0 to 1. Labels of GPUs are those of dcgm-exporter, so that both join on `UUID`. A histogram has the series `_bucket`, `_sum` and `_count`.",
+    );
+    let rows: Vec<[String; 4]> = known
+        .metrics
+        .iter()
+        .map(|metric| {
+            [code(&metric.name), metric.kind.clone(), codes(&metric.labels), sentence(&metric.help)]
+        })
+        .collect();
+    page.table(["metric", "type", "labels", "help"], &rows);
+    page.finish()
+}
+
+/// `docs/reference/cli.md`
+pub fn cli(known: &Reference) -> String {
+    let mut page = Markdown::page("Command line", "the definition of the command `affinode`");
+    let status = known.commands.first().map(|command| command.after.as_str()).unwrap_or_default();
+    page.paragraph(&sentence(status));
+    for (at, command) in known.commands.iter().enumerate() {
+        page.section(&command.name);
+        page.paragraph(&sentence(&command.about));
+        page.code(&command.usage);
+        let rows: Vec<[String; 4]> = command.arguments.iter().map(argument_row).collect();
+        page.table(["argument", "meaning", "default", "environment"], &rows);
+        if at > 0 {
+            page.paragraph(&plain(&command.after));
+        }
+    }
+    page.finish()
+}
+
+fn argument_row(argument: &Argument) -> [String; 4] {
+    let mut meaning = sentence(&argument.help);
+    if !argument.values.is_empty() {
+        meaning += &format!(" One of {}.", codes(&argument.values));
+    }
+    [code(&argument.name), meaning, code(&argument.default), code(&argument.environment)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sentences_get_a_capital_and_a_full_stop() {
+        assert_eq!(sentence("waits for VRAM"), "Waits for VRAM.");
+        assert_eq!(sentence("Done."), "Done.");
+        assert_eq!(sentence("namespace/id, or id"), "namespace/id, or id");
+        assert_eq!(sentence(""), "");
+    }
+
+    #[test]
+    fn every_reason_and_check_has_a_heading() {
+        let text = || "Text.".to_owned();
+        let known = Reference {
+            configuration: Vec::new(),
+            annotations: Vec::new(),
+            reasons: vec![Reason {
+                word: "no-vram".into(),
+                meaning: "m".into(),
+                cause: text(),
+                remedy: text(),
+            }],
+            checks: vec![Check {
+                group: "GPU".into(),
+                name: "driver".into(),
+                meaning: text(),
+                cause: text(),
+                remedy: text(),
+            }],
+            metrics: Vec::new(),
+            commands: Vec::new(),
+        };
+        let page = troubleshooting(&known);
+        assert!(page.contains("\n### no-vram\n\n- Meaning: M.\n- Cause: Text.\n- What to do:"));
+        assert!(page.contains("\n### GPU: driver\n"), "{page}");
+    }
+}
