@@ -28,14 +28,15 @@ const COMPLETIONS: [(&str, &str); 3] = [
 const SHARED: [&str; 7] =
     ["containerd", "grafana", "kubernetes", "kubernetes/sharing", "prometheus", "slurm", "systemd"];
 /// Documents beside those in `docs`: in the repository, and in the package.
-const DOCUMENTS: [(&str, &str); 9] = [
+const DOCUMENTS: [(&str, &str); 10] = [
     ("README.md", "README.md"),
     ("ARCHITECTURE.md", "ARCHITECTURE.md"),
     ("CHANGELOG.md", "CHANGELOG.md"),
     ("CONTRIBUTING.md", "CONTRIBUTING.md"),
     ("SECURITY.md", "SECURITY.md"),
     // README.md and docs link to them.
-    ("integration/figures.md", "integration/figures.md"),
+    ("integration/conformance.md", "integration/conformance.md"),
+    ("integration/matrix.md", "integration/matrix.md"),
     ("config/dashboard.png", "config/dashboard.png"),
     ("LICENSE", "copyright"),
     ("config/config.toml", "config.toml"),
