@@ -31,7 +31,7 @@ mod tests {
         assert_eq!(engine_of(&file, &container), "checkpoint", "there is no file");
         std::fs::write(&file, "[policy]\nengine = \"auto\"\n").unwrap();
         assert_eq!(engine_of(&file, &container), "auto");
-        let namespace = "[[policy.namespace]]\nname = \"ns\"\nengine = \"park\"\n";
+        let namespace = "[[policy.namespace]]\nname = \"ns\"\nengine = \"copy\"\n";
         std::fs::write(&file, namespace).unwrap();
         assert_eq!(engine_of(&file, &container), "copy");
         let annotation = |word: &str| [("affinode.io/engine".to_owned(), word.to_owned())].into();

@@ -440,7 +440,7 @@ mod tests {
 
     #[test]
     fn values_and_rules_are_read() {
-        let config = load("[policy]\nmode = \"pressure\"\nidle_timeout = \"90s\"\nprefault = true\ndedup = true\n[[policy.namespace]]\nname = \"ml\"\nidle_timeout = \"1h\"\nprepare = false\ndedup = false\n").unwrap();
+        let config = load("[policy]\nmode = \"pressure\"\nidle_timeout = \"90s\"\nprefault = true\ndedup = true\n[[policy.namespace]]\nname = \"ml\"\nidle_timeout = \"1h\"\nprefault = false\ndedup = false\n").unwrap();
         let settings = config.settings();
         assert_eq!(settings.policies.node.idle_timeout_ms, 90_000);
         assert_eq!(settings.policies.rules[0].idle_timeout_ms, Some(3_600_000));

@@ -340,8 +340,8 @@ mod tests {
     }
 
     #[test]
-    fn who_wants_to_be_prepared_says_so() {
-        let prepare = |value| Policies::default().resolve("x", &annotations(&[("prepare", value)]));
+    fn prefault_annotation_is_read() {
+        let prepare = |value| Policies::default().resolve("x", &annotations(&[("prefault", value)]));
         assert!(prepare("true").0.prefault && prepare("true").1.is_empty());
         let (policy, warnings) = prepare("often");
         assert!(!policy.prefault && warnings[0].contains("accepted: true, false"), "{warnings:?}");
