@@ -5,8 +5,8 @@ use core::arch::naked_asm;
 
 use affinode_cuda_sys::hook::{Class, Function};
 
+use crate::hook_table::HookEntry;
 use crate::lookup::{REAL_DLSYM, dlsym_of_driver, find_dlsym, through};
-use crate::table::Entry;
 
 macro_rules! export {
     ($($class:ident { $($name:ident)* })*) => { $($(
@@ -18,8 +18,8 @@ macro_rules! export {
         #[unsafe(naked)]
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name() {
-            static ENTRY: Entry =
-                Entry::exported(Function::$name as u32 + 1, Class::$class);
+            static ENTRY: HookEntry =
+                HookEntry::exported(Function::$name as u32 + 1, Class::$class);
             naked_asm!(
                 ".cfi_startproc",
                 "endbr64",

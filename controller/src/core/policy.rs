@@ -341,7 +341,8 @@ mod tests {
 
     #[test]
     fn prefault_annotation_is_read() {
-        let prepare = |value| Policies::default().resolve("x", &annotations(&[("prefault", value)]));
+        let prepare =
+            |value| Policies::default().resolve("x", &annotations(&[("prefault", value)]));
         assert!(prepare("true").0.prefault && prepare("true").1.is_empty());
         let (policy, warnings) = prepare("often");
         assert!(!policy.prefault && warnings[0].contains("accepted: true, false"), "{warnings:?}");

@@ -1,5 +1,5 @@
 //! Server-sent events of the calls that processes make: `event: calls` with a
-//! [`Batch`](crate::calls::Batch), five a second while calls are made.
+//! [`CallTraceBatch`](crate::call_trace::CallTraceBatch), five a second while calls are made.
 
 use std::{sync::Arc, time::Duration};
 
