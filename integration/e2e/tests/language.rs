@@ -21,3 +21,28 @@ fn avoided_words_only_become_fewer() -> Result<()> {
     assert!(slack.is_empty(), "{hint}:\n{}", slack.join("\n"));
     Ok(())
 }
+
+#[test]
+fn links_lead_to_files_and_headings() -> Result<()> {
+    let broken = language::broken_links(&workspace_dir())?;
+    assert!(broken.is_empty(), "{}", broken.join("\n"));
+    Ok(())
+}
+
+#[test]
+fn readme_and_architecture_stay_short() -> Result<()> {
+    // Words, and words of the longest paragraph, outside code blocks.
+    for (document, most, longest) in
+        [("README.md", 900, Some(80)), ("ARCHITECTURE.md", 2_500, None)]
+    {
+        let text = fs::read_to_string(workspace_dir().join(document))?;
+        let (words, paragraph) = language::markdown_words(&text);
+        assert!(words > 100, "{document} has {words} words");
+        assert!(words <= most, "{document} has {words} words, at most {most}");
+        if let Some(longest) = longest {
+            let hint = "move what is more to docs/";
+            assert!(paragraph <= longest, "{document}: a paragraph of {paragraph} words; {hint}");
+        }
+    }
+    Ok(())
+}
