@@ -1,4 +1,5 @@
-//! One container under management. [`affinode_proto::state`] draws its states.
+//! One container under management, and its way through the states that
+//! [`affinode_proto::state`] draws.
 
 use affinode_proto::{api::control::Announcement, reason::Reason, state::State};
 
@@ -14,134 +15,130 @@ use super::{
     wake_latency::Wakes,
 };
 
-/// An offload after which the container is called within this time was too early.
+/// Whoever is called so soon after it left has left too early.
 const EARLY_MS: Millis = 30_000;
-/// After this many forced offloads in a row whose calls did not end, the container is immovable.
+/// Whoever was made to go so often and did not cannot be moved.
 const PUSHES: u32 = 3;
-/// Early wakes in a row that are accepted as chance.
+/// So often in a row may be bad luck.
 const THRASH: u32 = 2;
-/// Maximum number of times that a learned keep-alive is doubled.
+/// A learned keep-alive is doubled so often at most.
 const MAX_EARLY: u32 = 5;
 
-/// The residency that the controller works towards.
+/// Where the container shall be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Goal {
-    /// Resident: every process open.
+    /// Running freely: every process open.
     Resident,
-    /// An offload was requested: host memory and GPUs are surveyed, no process was touched yet.
+    /// About to leave: host memory and devices are being looked at; nothing was touched.
     OffloadRequested,
-    /// Offloaded: every process checkpointed or copied out.
+    /// Off the GPU: every process away.
     Offloaded,
 }
 
-/// The state of one container. Only [`super::Node`] changes it.
+/// What is known of a container. Changed by [`super::Node`] alone.
 #[derive(Clone, Debug)]
 pub struct Container {
-    /// The shim's announcement, with the annotations.
+    /// What the shim said.
     pub announcement: Announcement,
-    /// The effective policy: annotations, namespace rules and node settings combined.
+    /// Effective policy.
     pub policy: Policy,
-    /// One warning for each invalid annotation.
+    /// Annotations that were not understood.
     pub warnings: Vec<String>,
-    /// The state shown to users.
+    /// The shown state.
     pub state: State,
-    /// When `state` changed last.
+    /// Since when.
     pub state_since: Millis,
-    /// When the shim announced the container.
+    /// When it was announced.
     pub announced_at: Millis,
-    /// The residency that the controller works towards.
+    /// Where it shall be.
     pub goal: Goal,
-    /// In this offload the CUDA context is checkpointed too, because another container needs the
-    /// VRAM.
+    /// What a copy leaves on the device goes as well: somebody needs the room.
     pub evict_context: bool,
-    /// With the engine `auto`: the context stays on the GPU in this offload.
+    /// Of the engine `auto`: its context stays in the absence that has begun.
     pub retain_context: bool,
-    /// Measured costs of its offloads and restores, with and without its context.
+    /// What its absences have cost.
     pub costs: Costs,
-    /// The offload is forced: a call does not end it.
+    /// It goes although it is in use: calls do not turn it round.
     pub forced: bool,
-    /// Forced offloads in a row whose calls did not end.
+    /// How often in a row it was made to go and its calls did not end.
     pub failed_forced_offloads: u32,
-    /// When a forced offload failed last, or another one failed for a reason that is the
-    /// container's own.
+    /// When it was last made to go and stayed, or could not go for a reason of its own.
     pub forced_offload_failed_at: Option<Millis>,
-    /// Cause of the offload or restore in progress.
+    /// Why it goes out or comes home.
     pub cause: Reason,
-    /// The shown reason: why the container was offloaded, why it stays, or what it waits for.
-    /// Reason word and detail.
+    /// What is shown: why it went, why it stays, what it waits for. Word and detail.
     pub reason: (Reason, String),
-    /// The refusal that was published last.
+    /// The refusal that was told last.
     pub refused: Option<Reason>,
-    /// Last use: a call, work on the GPU, a hint or a waiting allocation.
+    /// Last use.
     pub last_use: Millis,
-    /// Last use by a CUDA call.
+    /// Last use by a call.
     pub last_called: Millis,
-    /// When it was last restored; `None` if it never was.
+    /// When it last came home, if it ever left.
     pub restored_at: Option<Millis>,
-    /// After a failed offload: no offload before this time.
+    /// No offload before this time, after one that failed.
     pub offload_not_before: Millis,
-    /// After failed restores: the container does not enter the queue before this time.
+    /// No attempt to return before this time, after some that came to nothing.
     pub restore_not_before: Millis,
-    /// Grants in a row that came to nothing although other processes held their allocations: no
-    /// restore, or no allocation.
+    /// Returns and allocations in a row that others held theirs for and that came to nothing.
     pub failed_restores: u32,
-    /// Until this time its processes have only a short time to hold their allocations, because
-    /// some ignored an order to hold.
+    /// Until then its processes are waited for only briefly when allocations are to be held:
+    /// some have let a hold lapse.
     pub short_hold_until: Millis,
-    /// Number of such periods so far; each is longer than the one before.
+    /// How often such a time has begun.
     pub ignored_hold_periods: u32,
-    /// Refused and kept holds of its processes since the last such period began.
+    /// How its processes have held since the last such time began.
     pub hold_record: HoldRecord,
-    /// When victims were last searched for this container.
+    /// When room was last looked for, for it.
     pub eviction_searched_at: Option<Millis>,
-    /// Failed offloads in a row; 0 after a completed one.
+    /// Failed offloads in a row.
     pub failures: u32,
-    /// When the survey in progress was requested.
+    /// When the survey that is on its way was asked for.
     pub survey_asked: Option<Millis>,
-    /// When the offload in progress began.
+    /// Begin of the offload in progress.
     pub offload_began: Option<Millis>,
-    /// When VRAM was granted for the restore in progress.
+    /// When room was found for the return in progress.
     pub restore_began: Option<Millis>,
-    /// When the first call began to wait in the wake in progress.
+    /// First waiting call of the wake in progress.
     pub wake_began: Option<Millis>,
-    /// Requests of operators that are not answered yet.
+    /// Requests that wait for an answer.
     pub commands: Vec<(CommandId, Request)>,
-    /// Learned uses and pauses of the container.
+    /// When it is used and when not.
     pub history: History,
     /// When the use in progress, or the last one, began.
     pub use_began: Millis,
-    /// After a prewake: the container stays resident until this time. `None`: it was not prewoken.
+    /// It is held until then: it came back ahead of a call that is expected.
     pub prewake_hold_until: Option<Millis>,
-    /// Cause of the last prewake: its history, or a connection.
+    /// Why a call is expected: by its history, or because of a connection.
     pub prewake_reason: Reason,
-    /// Connections accepted on its network so far, counted while it is offloaded.
+    /// Connections that came in at its network so far, while it is out.
     pub connections: Option<u64>,
-    /// How often connections that arrived while it was offloaded were followed by a call.
+    /// What became of connections that came in while it was out.
     pub connection_outcomes: ConnectionOutcomes,
-    /// The last prewake was not followed by a call.
+    /// It came back ahead of a call that did not come.
     pub prewake_missed: bool,
-    /// The last hint, and when it was given.
+    /// What was said of it last, and when.
     pub hint: Option<(Hint, Millis)>,
-    /// Early wakes in a row: calls soon after an offload for the idle timeout.
+    /// How often in a row it was called soon after it had left by itself.
     pub early_wakes: u32,
-    /// When it is used next. Only a simulation knows this time.
+    /// When its next use is expected, as a simulation knows it.
     pub next_use: Option<Millis>,
-    /// Number of completed offloads.
+    /// Completed offloads.
     pub offloads: u64,
-    /// Number of completed restores.
+    /// Completed restores.
     pub restores: u64,
-    /// Duration of the last offload, in milliseconds.
+    /// Duration of the last offload.
     pub last_offload_ms: Millis,
-    /// Duration of the last wake, from the first waiting call to its release, in milliseconds.
+    /// Duration of the last wake: first waiting call to release.
     pub last_wake_ms: Millis,
-    /// Durations of the last wakes.
+    /// The last wakes.
     pub wakes: Wakes,
-    /// The part of the last wake after VRAM was granted, in milliseconds.
+    /// The part of the last one after room was found.
     pub last_restore_ms: Millis,
 }
 
 impl Container {
-    /// A container that was just announced, without processes.
+    /// A container that was just announced.
     #[must_use]
     pub fn new(
         announcement: Announcement,
@@ -201,8 +198,7 @@ impl Container {
         }
     }
 
-    /// How long without use makes it idle, in milliseconds: learned if the policy says so and the
-    /// history suffices.
+    /// How long without use makes it idle: learned, where that is wanted and enough is known.
     #[must_use]
     pub fn idle_after_ms(&self) -> Millis {
         if self.hinted_idle() {
@@ -216,8 +212,8 @@ impl Container {
         (learned << self.early_wakes.saturating_sub(THRASH).min(MAX_EARLY)).min(most)
     }
 
-    /// Records a call that wakes the container. If calls came soon after an idle offload several
-    /// times in a row, the keep-alive doubles with each further time.
+    /// A call wakes it. When it was called soon after it left by itself, and that again and
+    /// again, it is kept longer the next time, twice as long for each time more.
     pub fn left_early(&mut self, now: Millis) {
         if self.state == State::Offloaded && self.cause == Reason::IdleTimeout {
             let early = now.saturating_sub(self.state_since) < EARLY_MS;
@@ -225,8 +221,8 @@ impl Container {
         }
     }
 
-    /// Records a failed offload. Calls that did not end make the container immovable only after
-    /// several forced offloads. Unknown VRAM never does.
+    /// An offload came to nothing. Calls that did not end are no reason to give it up for
+    /// immovable before it was made to go several times; what NVML does not tell is none at all.
     pub fn has_stayed(&mut self, now: Millis, why: Reason) {
         let forced = std::mem::take(&mut self.forced);
         let immovable = match why {
@@ -242,8 +238,8 @@ impl Container {
         }
     }
 
-    /// Records a grant without a restore or an allocation, while other processes held theirs. The
-    /// pause before the next turn doubles each time, up to a minute.
+    /// Others held their allocations for it, and it did not come home, or did not allocate. Its next
+    /// turn comes later each time, up to a minute.
     pub fn has_wasted_a_turn(&mut self, now: Millis) {
         const FIRST_PAUSE_MS: Millis = 250;
         if self.failed_restores > 0 {
@@ -252,7 +248,7 @@ impl Container {
         self.failed_restores = self.failed_restores.saturating_add(1);
     }
 
-    /// Ends a pause if it was long enough, and learns from it. Returns the pause in milliseconds.
+    /// Use begins again after a pause; what follows from it is learned.
     pub fn pause_ends(&mut self, now: Millis, node: &mut Pauses) -> Millis {
         let pause_ms = now.saturating_sub(self.last_use);
         if pause_ms >= PAUSE_MS {
@@ -263,13 +259,13 @@ impl Container {
         pause_ms
     }
 
-    /// Name shown to users, see [`display_name`].
+    /// Name for people.
     #[must_use]
     pub fn display_name(&self) -> String {
         display_name(&self.announcement)
     }
 
-    /// Namespace that rules match: Kubernetes' if there is one, else containerd's.
+    /// Namespace for rules: Kubernetes', else containerd's.
     #[must_use]
     pub fn rule_namespace(announcement: &Announcement) -> &str {
         if announcement.pod_namespace.is_empty() {
@@ -280,8 +276,8 @@ impl Container {
     }
 }
 
-/// Name shown to users: `namespace/pod/container`; outside Kubernetes `namespace/name`. Without a
-/// name the id stands in its place, cut to 12 digits if containerd generated it.
+/// Name for people: `namespace/pod/container`; outside Kubernetes `namespace/name`, or the
+/// id, shortened as container tools do it, where there is no name.
 #[must_use]
 pub fn display_name(a: &Announcement) -> String {
     const SHORT: usize = 12;
@@ -303,7 +299,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn display_name_is_what_users_named() {
+    fn names_are_those_that_people_gave() {
         let outside = Announcement {
             namespace: "default".into(),
             id: "ab".repeat(32),

@@ -1,13 +1,12 @@
 //! The decisions of a node, without I/O: inputs with a time go in, effects come out.
 //!
 //! ```text
-//!  shim, agents, NVML, operators ──Input──> Node::handle ──Effect──> agents, journal, NVML,
-//! events
+//!  shim, agents, NVML, people ──Input──> Node::handle ──Effect──> agents, journal, NVML, events
 //! ```
 //!
-//! [`node::Node`] owns every container and process. One task drives it, so there is one writer and
-//! no lock. The same code runs live, in tests and in simulation: the caller passes the time as a
-//! number.
+//! [`node::Node`] owns every container and process and is driven by one task, so
+//! there is one writer and no lock. The same code runs live, in tests and in
+//! simulation: time is a number that the caller passes.
 
 mod completions;
 mod connection_prewake;
@@ -61,23 +60,22 @@ pub use effect::{Change, Effect, Record, RecordedProcess};
 pub use input::{Answer, CommandId, GpuSample, Input, Request, Survey};
 pub use node::{Node, Settings};
 
-/// Milliseconds on a monotonic clock. Only differences have a meaning, not the zero.
+/// Milliseconds on a clock that never goes back; its zero has no meaning.
 pub type Millis = u64;
 
-/// A container's key: 32 lower-case hex digits, made by the shim and unique on the node.
+/// A container's key: unique on the node, made by the shim; 32 lower-case hex digits.
 #[derive(Clone)]
 pub struct Key {
-    /// The digits as a number. Keys are compared at every input, and a number compares faster than
-    /// the text.
+    /// What keys are told apart by: a node compares them at every input.
     number: u128,
     text: [u8; 32],
 }
 
 impl Key {
-    /// Parses a key that a shim announced.
+    /// Takes a key as a shim announced it.
     ///
     /// # Errors
-    /// Returns the text itself if it is not 32 lower-case hex digits: keys become file names.
+    /// The text itself when it is not 32 lower-case hex digits: keys become file names.
     pub fn parse(text: &str) -> Result<Key, String> {
         let hex = |b: u8| b.is_ascii_digit() || (b'a'..=b'f').contains(&b);
         match (text.as_bytes().try_into(), u128::from_str_radix(text, 16)) {
@@ -86,7 +84,7 @@ impl Key {
         }
     }
 
-    /// The 32 hex digits, for file names and output.
+    /// The text.
     #[must_use]
     pub fn as_str(&self) -> &str {
         std::str::from_utf8(&self.text).unwrap_or_default()
@@ -131,20 +129,20 @@ impl std::fmt::Display for Key {
     }
 }
 
-/// The controller's number for a CUDA process; a process that reconnects gets a new one.
+/// The controller's number for a CUDA process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ProcessId(pub u64);
 
-/// VRAM on one GPU.
+/// VRAM on one device.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct DeviceBytes {
-    /// The GPU's UUID as NVML reports it.
+    /// The device's UUID as NVML has it.
     pub uuid: String,
-    /// Amount of VRAM, in bytes.
+    /// Bytes.
     pub bytes: u64,
 }
 
-/// Adds up VRAM per GPU. The result is ordered by UUID.
+/// Adds up needs per device.
 #[must_use]
 pub fn merge_needs<'a>(needs: impl IntoIterator<Item = &'a DeviceBytes>) -> Vec<DeviceBytes> {
     let mut sums: Vec<DeviceBytes> = Vec::new();

@@ -1,8 +1,7 @@
-//! The node: every container and process, and the decisions that follow from each input.
-//!
-//! Registration and exit are in `registration.rs`, counters and NVML samples in `measurements.rs`,
-//! requests of operators in `requests.rs`. Offload and restore are in `transitions.rs`, grants in
-//! `grants.rs`, the list that operators see in `view.rs`.
+//! The node: every container and process, and what happens on each input.
+//! Who comes and goes is in `roster.rs`, what is read in `readings.rs`, what people ask in
+//! `requests.rs`, the way out and home in `moves.rs`, grants in `grants.rs`, the list that
+//! people see in `view.rs`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -33,23 +32,23 @@ use super::{
     victims::VictimRule,
 };
 
-/// Settings of the node, from the configuration.
+/// What the node is configured with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// Policies of the node and of its namespaces.
+    /// Policies of node and namespaces.
     pub policies: Policies,
-    /// Deadlines of the close and lock orders.
+    /// Deadlines of close and lock.
     pub deadlines: OrderDeadlines,
-    /// Deadline for a process to hold its allocations, in milliseconds.
+    /// How long processes are given to hold their allocations.
     pub hold_ms: u32,
-    /// Maximum number of CUDA processes in one container.
+    /// Most CUDA processes of one container.
     pub max_processes: usize,
-    /// A process whose agent can copy fewer bytes than this is not prefaulted.
+    /// Whose agent copies less is not worth a preparation, in bytes.
     pub prefault_min_bytes: u64,
-    /// Which containers are evicted for a waiter.
+    /// Who makes room for a waiter.
     pub victims: VictimRule,
-    /// Whether processes hold their allocations while another container is restored. A simulation
-    /// whose processes never allocate sets it to false.
+    /// Whether processes hold their allocations while another is restored. A simulation
+    /// whose processes never allocate leaves it out.
     pub hold: bool,
 }
 
@@ -67,50 +66,50 @@ impl Default for Settings {
     }
 }
 
-/// The journal's record of a process that has not registered with this controller yet.
+/// What the journal says of a process that has not come back yet.
 #[derive(Debug, Default)]
 pub(super) struct JournalClaim {
     pub(super) away: Vec<DeviceBytes>,
-    /// UUID of the GPU of a migration in progress. `None`: the process returns to its own GPU.
+    /// Where it may be restored, if not where it was.
     pub(super) to: Option<String>,
     pub(super) restoring: bool,
 }
 
-/// The whole state of the node. One task drives it.
+/// Everything that is known of the node. One task drives it.
 #[derive(Debug, Default)]
 pub struct Node {
     pub(super) settings: Settings,
     pub(super) overrides: super::overrides::OperatorOverrides,
-    /// When this controller started, in clock ticks. 0: unknown.
+    /// When this controller started, in clock ticks; 0: not known.
     pub(super) started_ticks: u64,
     pub(super) now: Millis,
-    /// Wall clock when `now` was 0, in milliseconds since 1970.
+    /// Wall clock when `now` was 0, milliseconds since 1970.
     clock_ms: i64,
-    /// Ordered by key and found by hash: every input looks up several containers, many times.
+    /// In order of their keys, and found by hash: every input asks for some, many times.
     pub(super) containers: IndexMap<Key, Container, FixedState>,
     pub(super) processes: Processes,
     pub(super) gpus: Vec<GpuSample>,
     pub(super) gpu_error: Option<String>,
-    /// Time of the last sample of all GPUs.
+    /// When all devices were read last.
     pub(super) gpus_read: Millis,
-    /// Time of the last NVML utilisation sample. `None`: no sample yet, utilisation is unknown.
+    /// When the second witness spoke last; never: nobody knows who works.
     pub(super) utilization_sampled_at: Option<Millis>,
-    /// VRAM freed since the last sample of memory, per GPU.
+    /// What has left devices since their memory was read.
     pub(super) freed_since_sample: Vec<DeviceBytes>,
     pub(super) ledger: Ledger,
     pub(super) host_ledger: HostLedger,
     pub(super) queue: Queue,
-    /// Empty between calls: only its capacity is reused, for the waiters in queue order.
+    /// Empty; its room is used again for who waits, in order of turns.
     pub(super) queue_scratch: Vec<Key>,
     pub(super) grants: BTreeMap<Key, Grant>,
     pub(super) hold_orders: BTreeMap<u64, HoldOrder>,
     pub(super) unclaimed_journal: BTreeMap<(Key, u32, u64), JournalClaim>,
-    /// Pauses of all containers: the expectation for a container without a history of its own.
+    /// Pauses of all containers: what a new one is expected to do.
     pub(super) pauses: Pauses,
     pub(super) oversubscription: super::oversubscription::Oversubscription,
     pub(super) gpus_under_pressure: BTreeSet<String>,
-    /// Fraction (in 1/1024) of context-retaining offloads whose context had to be checkpointed
-    /// later.
+    /// Of absences in which a context stayed, the share in which it had to go after
+    /// all, of 1024.
     pub(super) context_evicted_share: u32,
     pub(super) prewakes: u64,
     pub(super) prewake_hits: u64,
@@ -120,21 +119,21 @@ pub struct Node {
 }
 
 impl Node {
-    /// A node without containers.
+    /// An empty node.
     #[must_use]
     pub fn new(settings: Settings) -> Node {
         Node { settings, ..Node::default() }
     }
 
-    /// Handles one input and returns the effects to execute, in order.
+    /// Takes one input and says what is to be done, in order.
     #[must_use]
     pub fn handle(&mut self, now: Millis, input: Input) -> Vec<Effect> {
         self.decide(now, input);
         std::mem::take(&mut self.effects)
     }
 
-    /// Like [`handle`](Node::handle), but appends to a buffer of the caller. This saves the
-    /// simulator an allocation per input.
+    /// Takes one input and adds what is to be done, in order: for one who feeds millions, and
+    /// has a place for effects already.
     pub fn handle_into(&mut self, now: Millis, input: Input, effects: &mut Vec<Effect>) {
         self.decide(now, input);
         effects.append(&mut self.effects);
@@ -147,7 +146,7 @@ impl Node {
             self.doubt_grants();
         }
         self.excuse_stall(silent_ms);
-        // Counters and work free no VRAM and request none, and counters are most of the inputs.
+        // Pages and work free nothing and ask for nothing, and pages are most of what comes.
         let may_serve = !matches!(input, Input::Page(..) | Input::Worked(_));
         match input {
             Input::Announced(announcement, key) => self.announced(*announcement, &key),
@@ -180,7 +179,7 @@ impl Node {
         }
     }
 
-    /// Sets the wall clock for a time of the node's clock: offload windows are times of the week.
+    /// Tells the wall clock at a moment of the node's: windows are times of the week.
     pub fn tell_clock(&mut self, now: Millis, unix_ms: i64) {
         self.clock_ms = unix_ms.saturating_sub(i64::try_from(now).unwrap_or(i64::MAX));
     }
@@ -190,13 +189,13 @@ impl Node {
         super::window::week_minute(self.clock_ms.saturating_add(now))
     }
 
-    /// Sets when this controller started, in clock ticks. No earlier controller can have moved a
-    /// process that started later.
+    /// Tells when this controller started, in clock ticks. A process that is younger was
+    /// never moved by an earlier one.
     pub fn started(&mut self, ticks: u64) {
         self.started_ticks = ticks;
     }
 
-    /// Replaces the settings and resolves the policies of known containers again.
+    /// Replaces the settings; policies of known containers are resolved again.
     pub fn reconfigure(&mut self, settings: Settings) {
         self.settings = settings;
         for container in self.containers.values_mut() {
@@ -206,7 +205,7 @@ impl Node {
         }
     }
 
-    /// Time until the next [`Input::Tick`] is due, at most `usual_ms`.
+    /// How long the caller may sleep before the next [`Input::Tick`].
     #[must_use]
     pub fn tick_ms(&self, usual_ms: Millis) -> Millis {
         let busy = !self.queue.is_empty()
@@ -217,48 +216,46 @@ impl Node {
         if busy { usual_ms.min(50) } else { usual_ms }
     }
 
-    /// The container's invalid annotations, one warning each.
+    /// Annotations of a container that were not understood.
     #[must_use]
     pub fn warnings(&self, key: &Key) -> Vec<String> {
         self.containers.get(key).map(|c| c.warnings.clone()).unwrap_or_default()
     }
 
-    /// Number of containers that wait for VRAM.
+    /// How many containers wait for VRAM.
     #[must_use]
     pub fn waiting(&self) -> usize {
         self.queue.len()
     }
 
-    /// Sets when a container is used next. Only a simulation knows this time.
+    /// Tells when a container is used next: what only a simulation knows.
     pub fn foresee(&mut self, key: &Key, next_use: Option<Millis>) {
         if let Some(container) = self.containers.get_mut(key) {
             container.next_use = next_use;
         }
     }
 
-    /// Number of prewakes, and how many of them were followed by a call.
+    /// Returns ahead of calls that were counted: all, and those that were used.
     #[must_use]
     pub fn prewakes(&self) -> (u64, u64) {
         (self.prewakes, self.prewake_hits)
     }
 
-    /// Connected processes: their counters are to be read.
+    /// The processes whose pages are to be read.
     pub fn connected(&self) -> impl Iterator<Item = ProcessId> + '_ {
         let all = self.processes.ids().into_iter();
         all.filter(|id| self.processes.get(id).is_some_and(|p| p.connected))
     }
 
-    /// Host pids of all managed processes.
+    /// All managed processes.
     pub fn pids(&self) -> impl Iterator<Item = u32> {
         self.processes.values().map(|process| process.identity.pid)
     }
 
-    /// Containers without a process, with their bundles. `lives` says whether a process with this
-    /// pid and start time exists.
+    /// Containers without a process, and their bundles.
     pub fn deserted(&self, lives: impl Fn(u32, u64) -> bool) -> impl Iterator<Item = (&Key, &str)> {
         let mut used: BTreeSet<&Key> = self.processes.values().map(|p| &p.key).collect();
-        // An offloaded process that has not registered yet (stopped, frozen) needs its container's
-        // socket to be restored.
+        // Who is away and has not come forward yet (stopped, frozen) needs its socket to return.
         let unseen = self.unclaimed_journal.keys().filter(|(_, pid, start)| lives(*pid, *start));
         used.extend(unseen.map(|(key, ..)| key));
         self.containers
@@ -291,8 +288,7 @@ impl Node {
         self.effects.push(Effect::Publish(Box::new(event)));
     }
 
-    /// Sets the shown state with its reason. If the state is unchanged, only the reason is
-    /// replaced.
+    /// Shows a new state, with why. The same state again only renews the reason.
     pub(super) fn set_state(
         &mut self,
         key: &Key,
@@ -327,7 +323,7 @@ impl Node {
 
     fn message(&mut self, id: ProcessId, message: AgentMessage) {
         match message {
-            // The protocol allows one Hello per connection; the first one is valid.
+            // A second Hello on a connection is not in the protocol; the first one holds.
             AgentMessage::Hello { .. } => {}
             AgentMessage::Wake { generation, .. } => self.wake(id, generation),
             AgentMessage::Report {
@@ -382,7 +378,7 @@ impl Node {
     }
 }
 
-/// The reason's sentence, followed by the detail if there is one.
+/// Sentence and detail of a reason.
 #[must_use]
 pub fn text_of(reason: Reason, detail: &str) -> String {
     if detail.is_empty() {
@@ -392,7 +388,8 @@ pub fn text_of(reason: Reason, detail: &str) -> String {
     }
 }
 
-/// The policy of an announced container, with a warning for each invalid annotation.
+/// The policy of a container that is announced so, and a warning for each annotation that was
+/// not understood.
 #[must_use]
 pub fn policy_of(
     policies: &Policies,

@@ -9,122 +9,122 @@ use super::{
     plan::OffloadMethod,
 };
 
-/// An order that was sent and has no report yet.
+/// An order that was sent and not reported on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PendingOrder {
-    /// Number of the order; the report repeats it.
+    /// Its number.
     pub order: u64,
-    /// What the process was ordered to do.
+    /// What it is.
     pub action: Action,
-    /// When the order was sent.
+    /// When it was sent.
     pub since: Millis,
 }
 
-/// An allocation that found no VRAM and waits for it.
+/// An allocation that found no memory and waits for room.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PendingAlloc {
-    /// Number of the allocation, given by the process.
+    /// Its number in the process.
     pub ticket: u64,
-    /// GPU and bytes that the allocation needs.
+    /// What it needs.
     pub need: DeviceBytes,
-    /// Number of attempts that found no VRAM.
+    /// How often it was tried again.
     pub attempts: u32,
-    /// When the wait began.
+    /// Since when it waits.
     pub since: Millis,
-    /// When the process was told to try again; `None`: not yet.
+    /// When it was told to go ahead.
     pub told: Option<Millis>,
 }
 
-/// Work on a GPU, as NVML's utilisation samples show it.
+/// Work that ran on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceWork {
-    /// When the work was seen last.
+    /// When it was seen last.
     pub at: Millis,
-    /// Share of the sample, in percent.
+    /// Share of that moment, in percent.
     pub percent: u32,
 }
 
-/// An order to a process to end, so that another container gets its VRAM.
+/// A process is to end, so that another one has its room.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Termination {
-    /// When the process was asked to end.
+    /// When it was asked to.
     pub since: Millis,
-    /// The process did not end in time and is killed.
+    /// It did not, and is killed.
     pub by_force: bool,
 }
 
-/// The state of one process. Only [`super::Node`] changes it.
+/// What is known of a process. Changed by [`super::Node`] alone.
 #[derive(Clone, Debug)]
 pub struct Process {
-    /// The container that the process belongs to.
+    /// The container that it belongs to.
     pub key: Key,
-    /// Pid, start time and command of the process, from the kernel.
+    /// Who it is.
     pub identity: Identity,
     /// Whether its agent is connected.
     pub connected: bool,
-    /// The phase that its agent reported last.
+    /// Where it is, as its agent last observed.
     pub phase: Phase,
-    /// Number of times that its gate has closed.
+    /// Times its gate closed.
     pub generation: u64,
-    /// Hazards: what makes a checkpoint unsafe.
+    /// What makes a checkpoint unsafe.
     pub hazards: Hazards,
-    /// The order in progress, at most one.
+    /// The order in progress: at most one.
     pub pending: Option<PendingOrder>,
-    /// Number of grants for which it holds its allocations.
+    /// How many grants hold its allocations.
     pub holds: u32,
-    /// Its VRAM now, by NVML.
+    /// VRAM now, by NVML.
     pub vram: Vec<DeviceBytes>,
-    /// Its VRAM when the offload began; `None`: not offloaded, or unknown.
+    /// VRAM that it had when it left; `None` when that is not known.
     pub offloaded_vram: Option<Vec<DeviceBytes>>,
-    /// UUID of the GPU promised to it in a migration.
+    /// The GPU that was promised to it in place of the one that it left.
     pub target_gpu: Option<String>,
-    /// A restore on another GPU failed: this controller does not try again.
+    /// It could not come back on another GPU, and is not asked to by this controller again.
     pub migration_refused: bool,
     /// What its agent can copy, and has copied.
     pub carried: SwapStatus,
-    /// It is checkpointed, but no copier copied its swappable memory, which is still on the GPU.
+    /// It is away, and a copier has not copied what it can carry, which is on the device.
     pub copy_out_incomplete: bool,
-    /// Its agent's copy failed: from then on its offloads use the driver's checkpoint.
+    /// Its agent could not copy: it leaves through the driver's checkpoint from then on.
     pub copy_failed: bool,
-    /// It was ordered to prefault host memory for its next offload.
+    /// It was told to make host memory ready for its leaving.
     pub prefault_ordered: bool,
-    /// Start of the idle period of the last prefault order: one order per idle period.
+    /// Since when its container was idle when it was told so last.
     pub prefault_ordered_for_idle: Option<Millis>,
-    /// Offloads in a row in which no copier copied the memory that the process had exported.
+    /// How often in a row no copier has copied what it had handed over.
     pub failed_copy_outs: u32,
-    /// It holds its allocations until the rest of its container is restored.
+    /// It holds its allocations until the rest of its container is back.
     pub waits_for_siblings: bool,
-    /// Why its counters are not used; `None`: they are valid. Permanent.
+    /// Why its page is not believed any more, if it is not. For good.
     pub counter_error: Option<String>,
-    /// Refused and kept orders to hold allocations.
+    /// How it held its allocations when it was told to.
     pub hold_record: HoldRecord,
-    /// The last work on a GPU, possibly without a CUDA call in progress.
+    /// Work of it that ran on a device, without a call in progress perhaps.
     pub working: Option<DeviceWork>,
-    /// The order to end, if there is one.
+    /// It is to end.
     pub termination: Option<Termination>,
-    /// When it registered, or was restored last. 0: before this controller started.
+    /// When it came to take VRAM, or came home to it; 0: before this controller.
     pub resident_since: Millis,
-    /// Its allocation that waits for VRAM.
+    /// Its allocation that waits for room.
     pub alloc_wait: Option<PendingAlloc>,
-    /// The last reading of its counters.
+    /// The last reading of its page.
     pub counters: Option<CounterSnapshot>,
 }
 
 impl Process {
-    /// Whether its context stays on the GPU because a checkpoint of it would be unsafe.
+    /// Whether its context stays on the device, because the driver must not checkpoint it.
     #[must_use]
     pub fn keeps_context(&self) -> bool {
         self.hazards.intersects(Hazards::KEEPS_CONTEXT)
     }
 
-    /// Its VRAM now in bytes, over all GPUs.
+    /// VRAM now in bytes, over all devices.
     #[must_use]
     pub fn vram_bytes(&self) -> u64 {
         self.vram.iter().map(|d| d.bytes).sum()
     }
 
-    /// Host memory that an offload by `moves` takes, in bytes, without the driver's own. A host
-    /// copy that was retained from the last offload already counts for its container.
+    /// Host memory that it will take when it leaves so, in bytes, beside what the driver takes: what
+    /// it keeps there for a copy is its container's already.
     #[must_use]
     pub fn host_need_bytes(&self, moves: OffloadMethod) -> u64 {
         let kept = self.counters.as_ref().map_or(0, |page| page.kept_bytes);
@@ -133,8 +133,8 @@ impl Process {
         self.vram_bytes().saturating_sub(kept)
     }
 
-    /// VRAM that it freed and needs for its restore; `None`: unknown. A process that is copied out
-    /// needs what was copied: the rest never left the GPU.
+    /// VRAM that it gave back and will need again; `None` when that is not known. Of a
+    /// process that is parked it is what was copied: the rest never left.
     #[must_use]
     pub fn vram_to_restore(&self) -> Option<Vec<DeviceBytes>> {
         let away = self.offloaded_vram.as_ref()?;
@@ -150,41 +150,40 @@ impl Process {
         Some(proportional_part(away, self.carried.copied_out_bytes))
     }
 
-    /// Records a checkpoint without the copier's copy. The swappable memory is still on the GPU,
-    /// so the restore needs only the rest, and only on the same GPU.
+    /// It is away, but all that it can carry is on the device still: what is gone, and needed for its
+    /// return, is the rest, and there.
     pub fn record_copy_out_failure(&mut self) {
         self.vram =
             subtract_vram(&self.vram, &proportional_part(&self.vram, self.carried.swappable_bytes));
         (self.copy_out_incomplete, self.migration_refused) = (true, true);
     }
 
-    /// Whether a restore on another GPU is in progress.
+    /// Whether it is on its way to another GPU than it left.
     #[must_use]
     pub fn is_migrating(&self) -> bool {
         self.pending.is_some_and(|pending| matches!(pending.action, Action::RestoreOnGpu { .. }))
     }
 
-    /// Ends a migration: its VRAM now counts on the GPU `to`. `None`: the process stays on its own
-    /// GPU.
+    /// It has arrived where it was to be, or another controller had sent it there.
     pub fn finish_migration(&mut self, to: Option<String>) {
         self.offloaded_vram = self.offloaded_vram.take().map(|away| on_gpu(&away, to.as_deref()));
         self.target_gpu = None;
     }
 
-    /// VRAM that a copy out frees, without the context.
+    /// VRAM that goes when its agent copies, and nothing more.
     #[must_use]
     pub fn vram_freed_by_copy(&self) -> Vec<DeviceBytes> {
         proportional_part(&self.vram, self.carried.swappable_bytes)
     }
 
-    /// VRAM that it freed and needs for its restore, in bytes over all GPUs.
+    /// VRAM given back in bytes, over all devices.
     #[must_use]
     pub fn offloaded_vram_bytes(&self) -> u64 {
         self.vram_to_restore().iter().flatten().map(|d| d.bytes).sum()
     }
 }
 
-/// The same VRAM, on the GPU `to` if there is one.
+/// The same on another GPU, if there is one.
 pub(super) fn on_gpu(all: &[DeviceBytes], to: Option<&str>) -> Vec<DeviceBytes> {
     let mut all = all.to_vec();
     if let Some(to) = to {
@@ -193,7 +192,7 @@ pub(super) fn on_gpu(all: &[DeviceBytes], to: Option<&str>) -> Vec<DeviceBytes> 
     all
 }
 
-/// `all` without `gone`, per GPU.
+/// What is left of all without what is gone.
 pub(super) fn subtract_vram(all: &[DeviceBytes], gone: &[DeviceBytes]) -> Vec<DeviceBytes> {
     let gone_from = |uuid: &str| gone.iter().find(|g| g.uuid == uuid).map_or(0, |g| g.bytes);
     all.iter()
@@ -201,8 +200,7 @@ pub(super) fn subtract_vram(all: &[DeviceBytes], gone: &[DeviceBytes]) -> Vec<De
         .collect()
 }
 
-/// The part of `all` that amounts to `bytes`. The agent reports no bytes per GPU, so each GPU has
-/// a proportional share.
+/// So many bytes of all. An agent knows no device by its UUID: several have their shares.
 fn proportional_part(all: &[DeviceBytes], bytes: u64) -> Vec<DeviceBytes> {
     let sum: u64 = all.iter().map(|d| d.bytes).sum();
     let part = bytes.min(sum);

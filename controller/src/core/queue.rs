@@ -1,5 +1,5 @@
-//! Containers that wait for VRAM: first come, first served within a priority. Waiting raises the
-//! priority by one for each [`AGING_MS`], so no container waits forever.
+//! Who waits for VRAM: first come first served within a priority; waiting raises
+//! the priority by one for each [`AGING_MS`], so nobody waits forever.
 
 use std::{
     cmp::Reverse,
@@ -10,11 +10,11 @@ use foldhash::fast::FixedState;
 
 use super::{Key, Millis};
 
-/// Waiting time that raises the priority by one, in milliseconds.
+/// How long a waiter waits for one step of priority, in milliseconds.
 pub const AGING_MS: Millis = 10_000;
 
-/// Priority (highest first), start of the wait, number of arrival: the order of the queue as long
-/// as no waiter has aged past one of a higher priority. No two places are equal.
+/// The highest priority first, then who has waited longest, then who came first: the order of
+/// turns, as long as nobody has aged past one of a higher priority. No two are alike.
 type Place = (Reverse<i32>, Millis, u64);
 
 #[derive(Clone, Debug)]
@@ -24,7 +24,7 @@ struct Waiter {
 }
 
 impl Waiter {
-    /// The least turn is served first: the highest aged priority, then the longest wait.
+    /// The least comes first: the highest priority, as it has aged, then the longest wait.
     fn turn(&self, now: Millis) -> (Reverse<i64>, Millis) {
         let (Reverse(priority), since, _) = self.place;
         let aged = i64::try_from(now.saturating_sub(since) / AGING_MS).unwrap_or(i64::MAX);
@@ -32,17 +32,17 @@ impl Waiter {
     }
 }
 
-/// The waiting containers, each at most once.
+/// The containers that wait, each at most once.
 #[derive(Debug, Default)]
 pub struct Queue {
-    /// Ordered by `place`.
+    /// In order of their places.
     waiters: VecDeque<Waiter>,
     places: HashMap<Key, Place, FixedState>,
     arrivals: u64,
 }
 
 impl Queue {
-    /// Adds a container. A container that already waits keeps its place.
+    /// Adds a container; one that waits already keeps its place.
     pub fn enter(&mut self, key: &Key, priority: i32, now: Millis) {
         if !self.contains(key) {
             self.arrivals += 1;
@@ -53,7 +53,7 @@ impl Queue {
         }
     }
 
-    /// Removes a container; does nothing if it does not wait.
+    /// Takes a container out, waiting or not.
     pub fn leave(&mut self, key: &Key) {
         if let Some(at) = self.find(key) {
             self.waiters.remove(at);
@@ -61,7 +61,7 @@ impl Queue {
         }
     }
 
-    /// Whether the container waits.
+    /// Whether it waits.
     #[must_use]
     pub fn contains(&self, key: &Key) -> bool {
         self.places.contains_key(key)
@@ -72,19 +72,19 @@ impl Queue {
         self.waiters.binary_search_by_key(place, |waiter| waiter.place).ok()
     }
 
-    /// Number of waiting containers.
+    /// How many wait.
     #[must_use]
     pub fn len(&self) -> usize {
         self.waiters.len()
     }
 
-    /// Whether no container waits.
+    /// Whether nobody waits.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.waiters.is_empty()
     }
 
-    /// The waiting containers, the next to be served first.
+    /// Everybody who waits, whose turn it is first.
     #[must_use]
     pub fn in_order(&self, now: Millis) -> Vec<Key> {
         let mut order = Vec::new();
@@ -92,23 +92,23 @@ impl Queue {
         order
     }
 
-    /// Appends the waiting containers to `order`, the next to be served first.
+    /// Adds everybody who waits, whose turn it is first.
     pub fn order_into(&self, now: Millis, order: &mut Vec<Key>) {
         if self.are_alike() {
             return order.extend(self.waiters.iter().map(|w| w.key.clone()));
         }
         let mut sorted: Vec<&Waiter> = self.waiters.iter().collect();
-        // Stable sort: equal turns keep the order of arrival.
+        // Stable: equal turns keep the order of arrival.
         sorted.sort_by_cached_key(|w| w.turn(now));
         order.extend(sorted.into_iter().map(|w| w.key.clone()));
     }
 
-    /// Whether all waiters have the same priority, and so age alike.
+    /// Whether all have the same priority: they age alike.
     fn are_alike(&self) -> bool {
         self.waiters.front().map(|w| w.place.0) == self.waiters.back().map(|w| w.place.0)
     }
 
-    /// Place in the queue, 0 for the next; `None`: the container does not wait.
+    /// Place in the queue, 0 for the next; `None` when it does not wait.
     #[must_use]
     pub fn position(&self, key: &Key, now: Millis) -> Option<usize> {
         let at = self.find(key)?;
@@ -143,12 +143,11 @@ mod tests {
     }
 
     proptest! {
-        /// One container at a time is served, and others of any priority arrive at any time. A
-        /// served container arrived before every container that still waits, plus at most the time
-        /// that its priority is worth. So a waiter is passed only by containers that arrive soon
-        /// after it.
+        /// Room for one at a time, newcomers of any priority at any time: who is served came
+        /// before everybody who waits on, give or take the time that its priority is worth. So
+        /// whoever waits is passed by those alone who come soon after it, however many come.
         #[test]
-        fn queue_with_any_arrivals_starves_none(
+        fn nobody_starves(
             steps in proptest::collection::vec((0_i32..10, 0_u64..20_000, any::<bool>()), 1..200),
         ) {
             let (mut queue, mut now, mut came) = (Queue::default(), 0, Vec::new());

@@ -1,13 +1,13 @@
-//! Offload and restore of a container, step by step. The goals are those of [`Goal`].
+//! The way out and the way home of a container, step by step.
 //!
 //! ```text
-//! Resident ──idle, policy──> OffloadRequested ──survey: fits──> Offloaded: close, lock, survey, journal, copy out, checkpoint
-//!   ^                       │ in use, no host memory   │ busy, error, wake
-//!   └───────────────────────┴──────────────────────────┘ unlock, open; offloaded processes wait for a grant
+//! Home ──idle, policy──> Leaving ──survey says go──> Out: close, lock, survey, journal, checkpoint
+//!   ^                       │ in use or no room        │ busy, error, wake
+//!   └───────────────────────┴──────────────────────────┘ unlock, open; what is away is queued for its return
 //! ```
 //!
-//! `eligibility.rs` decides whether a container is offloaded. The steps are in `offload.rs` and
-//! `restore.rs`, the reports on orders in `completions.rs`.
+//! Whether it goes is decided in `verdict.rs`; the two ways are in `way_out.rs` and
+//! `way_home.rs`, the ends of orders in `reports.rs`.
 
 use affinode_proto::{reason::Reason, state::State, wire::ProcessFlags};
 
@@ -19,15 +19,15 @@ use super::{
     process::Process,
 };
 
-/// Step of a journal record: processes are being offloaded, or are offloaded.
+/// A record's step: processes go, or are gone.
 pub(super) const CHECKPOINT: &str = "checkpoint";
-/// Step of a journal record: processes may be taking VRAM.
+/// A record's step: they may be taking their VRAM.
 pub(super) const RESTORE: &str = "restore";
 
 impl Node {
-    /// Records every process of the container that is offloaded or about to be. A process that an
-    /// earlier controller offloaded and that has not registered yet stays in the record: the next
-    /// controller must know its needs as well.
+    /// Notes every process of the container that is away, or about to be. One that an earlier
+    /// controller moved and that has not come forward yet stays in the record: the controller
+    /// after this one must know what it needs, too.
     pub(super) fn journal(&mut self, key: &Key, step: &str) {
         let known = self.processes.of(key).filter_map(|(_, p)| {
             let (pid, start_ticks) = (p.identity.pid, p.identity.start_ticks);
@@ -40,8 +40,7 @@ impl Node {
             .push(Effect::Journal(key.clone(), Some(Record { step: step.to_owned(), processes })));
     }
 
-    /// Deletes the record when no registered process is offloaded. Keeps it while processes of the
-    /// journal have not registered.
+    /// Nobody who has come forward is away: the record goes, unless somebody is still to come.
     pub(super) fn clear_journal(&mut self, key: &Key) {
         if self.recalled_of(key).next().is_some() {
             self.journal(key, CHECKPOINT);
@@ -79,8 +78,7 @@ impl Node {
             .collect()
     }
 
-    /// How the memory of the container's processes leaves the GPU, with the overrides of this
-    /// offload.
+    /// What takes the processes of a container off their devices.
     pub(super) fn moves(&self, key: &Key) -> impl Fn(&Process) -> OffloadMethod + use<> {
         let container = self.containers.get(key);
         let engine = match container {
@@ -96,28 +94,28 @@ impl Node {
         }
     }
 
-    /// Whether any grant exists, at any stage.
+    /// Whether VRAM is promised to somebody now, in a grant of any state.
     #[must_use]
     pub fn has_grants(&self) -> bool {
         !self.grants.is_empty()
     }
 
-    /// Whether no container waits for VRAM and no grant exists.
+    /// Whether nobody waits for VRAM, and none is promised.
     #[must_use]
     pub fn is_settled(&self) -> bool {
         !self.has_grants() && self.queue.in_order(self.now).is_empty()
     }
 
-    /// The GPU and the swappable bytes of a process that a copier can offload. `None`: another
-    /// method is used, the process has memory on several GPUs, or it reported that no copier can
-    /// restore it.
+    /// The GPU that a process leaves to be copied first and checkpointed then, and what it has
+    /// there, in bytes. `None`: it goes another way, has memory on several, or has found the last
+    /// time that no copier can bring it home.
     #[must_use]
     pub fn offloads_through_copier(&self, id: ProcessId) -> Option<(String, u64)> {
         let process = self.processes.get(&id)?;
         self.for_copier(process, process.offloaded_vram.as_deref()?)
     }
 
-    /// The same for the VRAM `held`: what the process has now, or had before its offload.
+    /// The same for memory that a process has, or had when it left.
     pub(super) fn for_copier(
         &self,
         process: &Process,
@@ -136,7 +134,7 @@ impl Node {
         }
     }
 
-    /// Sends the next orders of a container, if there are any.
+    /// Does the next thing for a container, if there is one.
     pub(super) fn advance(&mut self, key: &Key) {
         let Some(container) = self.containers.get(key) else {
             return;
@@ -156,9 +154,8 @@ impl Node {
     }
 }
 
-/// How a process's memory leaves the GPU. With the engine `copy`, a process that holds clearly
-/// more than its swappable memory and a context is checkpointed as well: only the checkpoint frees
-/// the rest.
+/// What takes a process off its device. Of one that parks, more may be left than a context
+/// and small things: memory that cannot be copied goes with the driver's checkpoint then.
 pub(super) fn method_of(process: &Process, engine: Engine) -> OffloadMethod {
     const CONTEXT_BYTES: u64 = 1 << 30;
     let carried = process.carried.swappable_bytes;
@@ -172,8 +169,7 @@ pub(super) fn method_of(process: &Process, engine: Engine) -> OffloadMethod {
     let left = all.saturating_sub(carried);
     match engine {
         _ if carried == 0 => OffloadMethod::DriverCheckpoint,
-        // Memory that cannot be copied stays with the context. `eligibility.rs` refuses a process
-        // with too much of it.
+        // What cannot be copied stays with the context; `verdict` refuses what is left for a checkpoint.
         Engine::Copy | Engine::Full | Engine::Auto
             if process.keeps_context() && !process.copy_failed =>
         {
@@ -182,8 +178,8 @@ pub(super) fn method_of(process: &Process, engine: Engine) -> OffloadMethod {
         Engine::Copy if !process.copy_failed && left <= carried.saturating_add(CONTEXT_BYTES) => {
             OffloadMethod::Copy
         }
-        // Memory imported from a copier is always copied out: a checkpoint with it could not be
-        // restored.
+        // Memory of a copier's making is copied, whatever else is to be: no restore follows a
+        // checkpoint of it.
         _ if may_be_imported(process) => OffloadMethod::CopyAndCheckpoint,
         _ if process.copy_failed => OffloadMethod::DriverCheckpoint,
         Engine::Checkpoint => OffloadMethod::DriverCheckpoint,
@@ -191,8 +187,8 @@ pub(super) fn method_of(process: &Process, engine: Engine) -> OffloadMethod {
     }
 }
 
-/// Whether a process may have memory imported from a copier. Its counters say so. Before the first
-/// reading a process that is not offloaded is assumed to have some.
+/// Whether a process may have memory of a copier's making on its device. Its page says so; of one
+/// whose page was not read yet, what is copied already is not.
 fn may_be_imported(process: &Process) -> bool {
     match &process.counters {
         Some(page) => page.notes.intersects(ProcessFlags::IMPORTED),
