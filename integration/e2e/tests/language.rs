@@ -1,7 +1,7 @@
 //! The language of the project: counts that only go down, links that lead somewhere, documents
 //! that stay short.
 
-use std::fs;
+use std::{collections::BTreeSet, fs};
 
 use affinode_e2e::{
     artifacts::workspace_dir,
@@ -44,5 +44,23 @@ fn readme_and_architecture_stay_short() -> Result<()> {
             assert!(paragraph <= longest, "{document}: a paragraph of {paragraph} words; {hint}");
         }
     }
+    Ok(())
+}
+
+#[test]
+fn every_alert_has_a_runbook() -> Result<()> {
+    let read = |path: &str| fs::read_to_string(workspace_dir().join(path));
+    let rules = read("config/prometheus/affinode.rules.yml")?;
+    let alerts: BTreeSet<&str> =
+        rules.lines().filter_map(|line| line.trim().strip_prefix("- alert: ")).collect();
+    assert!(!alerts.is_empty(), "the rules have no alert");
+    let operations = read("docs/operations.md")?;
+    let headings: BTreeSet<&str> =
+        operations.lines().filter_map(|line| line.strip_prefix("### ")).collect();
+    let missing: Vec<_> = alerts.difference(&headings).collect();
+    assert!(missing.is_empty(), "docs/operations.md has no heading for {missing:?}");
+    let named = headings.iter().filter(|heading| heading.starts_with("Affinode"));
+    let gone: Vec<_> = named.filter(|heading| !alerts.contains(**heading)).collect();
+    assert!(gone.is_empty(), "docs/operations.md has headings of no alert: {gone:?}");
     Ok(())
 }
