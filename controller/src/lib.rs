@@ -6,12 +6,12 @@
 //! | [`agents`] | sockets of containers, connections of processes, their papers |
 //! | [`inventory`] | what NVML, cgroups and /proc say |
 //! | [`copier`] | the processes that fill the memory of who comes home |
-//! | [`journal`], [`wishes`] | what was written before a destructive step, what operators chose |
+//! | [`journal`], [`overrides`] | what was written before a destructive step, what operators chose |
 //! | [`daemon`] | the task that drives the core and carries out its effects; the control API |
 //! | [`observe`] | the task that watches the node for people: changes, metrics, history |
 //! | [`metrics`], [`history`] | what is counted, what stays on disk |
 //! | [`http`] | dashboard, HTTP API, `/metrics` |
-//! | [`calls`] | the calls of processes, while somebody watches |
+//! | [`call_trace`] | the calls of processes, while somebody watches |
 //! | [`config`] | the configuration file |
 //! | [`doctor`] | whether the machine is ready |
 //! | [`cli`] | the command `affinode` |

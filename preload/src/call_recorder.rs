@@ -1,5 +1,5 @@
 //! Recording calls, while somebody watches: the writing side of the page's ring
-//! ([`affinode_proto::wire::calls`]).
+//! ([`affinode_proto::wire::call_ring`]).
 //!
 //! ```text
 //! thunk: gate and one_in both 0 ──> (nobody watches, nothing below happens)

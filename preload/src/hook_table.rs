@@ -1,6 +1,6 @@
 //! Entries: one per hooked function, with the stub through which it is called.
 //!
-//! Exported names have their entries beside them ([`crate::exports`]). Functions that
+//! Exported names have their entries beside them (module `exports`). Functions that
 //! the application gets as addresses take one from a pool, found by address, so that a
 //! function has one stub however often it is asked for. The pool is a hash table in
 //! which entries are only ever added, without a lock: a thread that is stopped in the

@@ -2,7 +2,7 @@
 //!
 //! | module | between | form |
 //! | --- | --- | --- |
-//! | [`wire::page`] | preload library → controller | fixed layout in a shared memfd, read with `pread` |
+//! | [`wire::counters`] | preload library → controller | fixed layout in a shared memfd, read with `pread` |
 //! | [`wire::message`] | agent ↔ controller | 128-byte frames on a Unix stream socket |
 //! | [`api`] (feature `api`) | shim, CLI, dashboard → controller | ttrpc, generated from `control.proto` |
 //! | [`paths`] | all | where sockets, locks and files are, on the host and in a container |

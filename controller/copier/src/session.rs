@@ -228,7 +228,7 @@ impl ProcessSession {
     /// Takes in what it has said, or a part of it.
     ///
     /// # Errors
-    /// [`ClientError`]: it is to be hung up on.
+    /// [`SessionError`]: it is to be hung up on.
     pub fn hear(&mut self) -> Result<(), SessionError> {
         for _ in 0..FRAMES_AT_ONCE {
             let (frame, descriptor) = match socket::receive(&self.socket) {
@@ -331,7 +331,7 @@ impl ProcessSession {
     /// So much room is granted.
     ///
     /// # Errors
-    /// [`ClientError`]: it is to be hung up on, and brings itself home.
+    /// [`SessionError`]: it is to be hung up on, and brings itself home.
     pub fn grant(&mut self, most_bytes: u64) -> Result<(), SessionError> {
         if self.copied_out_bytes > most_bytes {
             let (bytes, pieces) = (self.copied_out_bytes, self.pieces.len() as u32);
@@ -359,7 +359,7 @@ impl ProcessSession {
     /// Does the next thing, and says what there is to report.
     ///
     /// # Errors
-    /// [`ClientError`]: it is to be hung up on.
+    /// [`SessionError`]: it is to be hung up on.
     pub fn step(&mut self) -> Result<(SessionStep, Option<CopierReport>), SessionError> {
         match (&self.state, &mut self.region) {
             (SessionState::Taking(_), _) => self.take_next(),

@@ -1,6 +1,6 @@
 //! What operators have chosen for this node, beside its configuration: whether anything is
 //! offloaded without being asked for, and which containers stay where they are. It outlives
-//! the controller: see [`crate::wishes`].
+//! the controller: see [`crate::overrides`].
 
 use std::collections::BTreeSet;
 

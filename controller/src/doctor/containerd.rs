@@ -111,7 +111,7 @@ impl ContainerdProcess {
 /// Finds the daemon of a socket, or of the first that a distribution would use.
 ///
 /// # Errors
-/// [`Absent`].
+/// [`ContainerdAbsent`].
 pub fn find(socket: Option<&Path>) -> Result<ContainerdProcess, ContainerdAbsent> {
     let known = || {
         let last = SOCKETS.last().map(PathBuf::from).unwrap_or_default();

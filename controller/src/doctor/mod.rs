@@ -10,7 +10,7 @@
 //! | [`programs`] | shims and runc on the daemon's PATH |
 //! | [`library`] | the preload library, as the loader of a container would see it |
 //! | [`sharing`] | how Kubernetes hands out GPUs: time-slicing, KAI, DRA, MIG, HAMi |
-//! | [`places`] | run directory, configuration, controller |
+//! | [`files`] | run directory, configuration, controller |
 //! | [`remedies`] | meaning, cause and remedy of each check |
 //!
 //! Each gathers facts at its edge and judges them in a function of its own, which needs
@@ -123,7 +123,7 @@ pub struct DoctorPaths {
     pub containerd: Option<PathBuf>,
 }
 
-/// Looks at everything but the controller, which is asked by [`places::controller`].
+/// Looks at everything but the controller, which is asked by [`files::controller`].
 #[must_use]
 pub fn examine(asked: &DoctorPaths) -> Vec<DoctorCheck> {
     let daemon = containerd::find(asked.containerd.as_deref());

@@ -165,7 +165,7 @@ impl HttpGuard {
     /// Name and origin of a request.
     ///
     /// # Errors
-    /// [`Refusal`].
+    /// [`Denied`].
     pub fn place(&self, headers: &HeaderMap) -> Result<(), Denied> {
         self.stands(headers).map_err(|kind| match kind {
             DenyReason::Host => Denied::new(
@@ -198,7 +198,7 @@ impl HttpGuard {
     /// Whether whoever asks may have that.
     ///
     /// # Errors
-    /// [`Refusal`].
+    /// [`Denied`].
     pub async fn admit(
         &self,
         headers: &HeaderMap,

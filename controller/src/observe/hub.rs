@@ -19,7 +19,7 @@ const BACKLOG: usize = 256;
 pub enum ViewMessage {
     /// Something happened: sequence number and JSON.
     Event(u64, Arc<str>),
-    /// Something changed: JSON of a [`Change`].
+    /// Something changed: JSON of a [`ViewChange`].
     Change(Arc<str>),
 }
 

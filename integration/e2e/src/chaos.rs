@@ -10,12 +10,12 @@
 //! | module | is |
 //! | --- | --- |
 //! | [`plan`] | what happens in a round; pure |
-//! | [`actor`] | one container and its CUDA processes |
-//! | [`stage`] | the world, its cast, and what must hold after a round |
+//! | [`container`] | one container and its CUDA processes |
+//! | [`env`] | the world, its cast, and what must hold after a round |
 //! | [`fault`] | how each fault is done and undone |
 //! | [`vram`] | who may hold VRAM while all are away, by the driver's word |
 //! | [`watch`] | the events by which steps are observed |
-//! | [`census`] | what there is when all is quiet |
+//! | [`leak_check`] | what there is when all is quiet |
 //! | [`report`] | what was found |
 //!
 //! One world serves a block of rounds, each of which begins with everybody away; after a

@@ -13,8 +13,8 @@
 //! | [`tools`] | profilers and video, which reach the driver past its public functions |
 //! | [`exits`] | a program ends by itself while it is away |
 //! | [`hidden`] | the driver is reached on a way that no hook sees |
-//! | [`turns`] | two that do not fit together are woken at once |
-//! | [`hands`] | what all of them use |
+//! | [`wake_race`] | two that do not fit together are woken at once |
+//! | [`manual_ops`] | what all of them use |
 //! | [`report`] | the table |
 //!
 //! *Without* is told, not judged: it is why the row is here. *With* is judged: the

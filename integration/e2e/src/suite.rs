@@ -5,8 +5,8 @@
 //! | [`cycle`] | a plain CUDA process and a torch process, as root and as uid 1000: idle, away, back, same results |
 //! | [`hidden`] | a call past the hooks while away: the process comes home, its context is not checkpointed again |
 //! | [`crashers`] | the five calls that kill: with the library 30 of 30 return, without it the program dies |
-//! | [`alone`] | a process that is called while no controller answers brings itself back |
-//! | [`bursts`] | three on VRAM for one, and a newcomer whose allocations wait for most of it: all go on, none fails |
+//! | [`no_controller`] | a process that is called while no controller answers brings itself back |
+//! | [`oversubscription`] | three on VRAM for one, and a newcomer whose allocations wait for most of it: all go on, none fails |
 //! | [`witness`] | a kernel that runs on while no call is made keeps its container where it is |
 //! | [`connection`] | a connection brings back who asked for that, before it is called |
 //! | [`immediate`] | restore policy `immediate`: one in use is moved, one that cannot be is ended |

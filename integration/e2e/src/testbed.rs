@@ -28,7 +28,7 @@ pub const PLENTY_BYTES: u64 = 4096 * MIB;
 /// In the folder of a node's world.
 const PREFIX: &str = "prefix";
 
-/// What a world is made of. [`Recipe::world`] makes it.
+/// What a world is made of. [`TestbedConfig::world`] makes it.
 pub struct TestbedConfig {
     artifacts: Option<Artifacts>,
     release: Option<Release>,
@@ -98,7 +98,7 @@ impl TestbedConfig {
     }
 
     /// As a node of a cluster that has nothing of Affinode yet: a network of its own, a containerd
-    /// that finds our files in [`World::prefix`] once they are there.
+    /// that finds our files in [`Testbed::prefix`] once they are there.
     #[must_use]
     pub fn node(mut self) -> Self {
         self.scope = Scope::Node;
@@ -215,7 +215,7 @@ impl Testbed {
     /// A world of the defaults: the machine's containerd, a simulated GPU with plenty of VRAM.
     ///
     /// # Errors
-    /// As [`Recipe::world`].
+    /// As [`TestbedConfig::world`].
     pub fn new() -> Result<Self> {
         TestbedConfig::default().world()
     }

@@ -10,12 +10,12 @@ pub const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Probes until the condition holds and returns what the probe found.
 ///
 /// # Errors
-/// When the probe fails, or [`PATIENCE`] is over; `what` completes "waited for …".
+/// When the probe fails, or [`WAIT_TIMEOUT`] is over; `what` completes "waited for …".
 pub fn until<T>(what: &str, probe: impl FnMut() -> Result<Option<T>>) -> Result<T> {
     until_within(WAIT_TIMEOUT, what, probe)
 }
 
-/// The same, where a healthy machine may need longer than [`PATIENCE`].
+/// The same, where a healthy machine may need longer than [`WAIT_TIMEOUT`].
 ///
 /// # Errors
 /// When the probe fails, or the time is over.

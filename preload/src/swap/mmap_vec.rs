@@ -5,7 +5,7 @@ use crate::sys;
 /// What a list begins with.
 pub const PAGE_BYTES: usize = 4096;
 
-/// The list. Zero is an empty one. It keeps its memory until it is [discarded](List::discard).
+/// The list. Zero is an empty one. It keeps its memory until it is [discarded](MmapVec::discard).
 #[repr(C)]
 pub struct MmapVec<T> {
     first: *mut T,

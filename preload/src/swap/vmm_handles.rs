@@ -65,7 +65,7 @@ pub struct MappingPart {
     pub context: usize,
     /// Its ordinal.
     pub device: i32,
-    /// See [`Tables::now`](super::table::Tables::now).
+    /// See [`AllocationTables::now`](super::allocations::AllocationTables::now).
     pub now: u64,
 }
 

@@ -5,13 +5,13 @@
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CopyOptions {
     /// The copy is kept after the return, so that what has not changed by the next time is not
-    /// copied again. Only of a library that has [`super::Abilities::KEEPS_COPY`].
+    /// copied again. Only of a library that has [`super::Capabilities::RETAINS_HOST_COPY`].
     pub keep: bool,
     /// A checkpoint is to follow, beside which a copier may copy: the process is Parked then before
-    /// all of it has left the device. Only of a library that has [`super::Abilities::PREPARES`].
+    /// all of it has left the device. Only of a library that has [`super::Capabilities::PREFAULTS`].
     pub then_checkpoint: bool,
     /// The return looks whether everything is as it was. Only of a library that has
-    /// [`super::Abilities::CHECKS`].
+    /// [`super::Capabilities::CHECKS`].
     pub check: bool,
 }
 
@@ -58,13 +58,13 @@ pub enum Action {
     },
     /// Away → Locked: `cuCheckpointProcessRestore`; with parked memory Away → Closed: unlock,
     /// then bring it back. Parked → Closed. Only with VRAM reserved and proven free, and not
-    /// later than [`PROOF_HOLDS_MS`](super::message::PROOF_HOLDS_MS) after the order was decided on; of the driver's restore
+    /// later than [`PROOF_TTL_MS`](super::message::PROOF_TTL_MS) after the order was decided on; of the driver's restore
     /// that is what the life of the process depends on.
     Restore,
     /// Away, then as [`Action::Restore`]: where the process had memory on one GPU, it has it on
     /// another of the same kind from then on, and the other way round. Both are places in the
     /// list of the [`ControllerMessage::Gpus`](super::message::ControllerMessage::Gpus) before. Only of a process whose page says
-    /// [`super::Notes::MOVABLE`].
+    /// [`super::ProcessFlags::MOVABLE`].
     RestoreOnGpu {
         /// Where it was.
         from: u8,

@@ -12,7 +12,7 @@
 //! `one_in` stands beside the gate, so the one comparison that a call makes anyway sees
 //! both. A thread that records a call counts `claimed` up, fills the record of that
 //! number, and writes the number last. It never waits: at the limit it only counts. The
-//! reader says with each [`super::message::ControllerMessage::Watch`] how far it has read,
+//! reader says with each [`super::message::ControllerMessage::SampleCalls`] how far it has read,
 //! which moves the limit, so no record is overwritten before it was read.
 //!
 //! A record stands for itself and for the calls of its thread since the one before, so

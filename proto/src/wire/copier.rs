@@ -50,7 +50,7 @@ pub const MIN_MEAN_BYTES: u64 = 8 << 20;
 pub const UNIT_BYTES: u64 = 2 << 20;
 /// What a memory file is registered in, and what [`FromCopier::Same`] counts in.
 pub const CHUNK_BYTES: u64 = 128 << 20;
-/// Pieces in one [`ToCopier::Pieces`].
+/// Pieces in one [`ToCopier::Chunks`].
 pub const PIECES_A_FRAME: usize = 28;
 
 /// One piece of device memory, as it is to be made.

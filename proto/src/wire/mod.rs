@@ -1,7 +1,7 @@
 //! What the preload library and the controller say to each other.
 //!
 //! Two channels: a page of counters that the library writes and the controller
-//! reads ([`page`], with a ring of calls in it, [`calls`]), and a stream of fixed-size frames ([`message`]).
+//! reads ([`counters`], with a ring of calls in it, [`call_ring`]), and a stream of fixed-size frames ([`message`]).
 //! A third, to a copier, comes and goes ([`copier`]). And processes that share memory talk to each
 //! other ([`ipc`]).
 //! The container owns its end of both, so the controller believes neither:
@@ -76,7 +76,7 @@ impl Hazards {
 pub struct Capabilities(pub u32);
 
 impl Capabilities {
-    /// It records calls on request ([`calls`]).
+    /// It records calls on request ([`call_ring`]).
     pub const RECORDS_CALLS: Capabilities = Capabilities(1);
     /// It hands parked memory to a copier ([`copier`]), and takes it from there.
     pub const USES_COPIER: Capabilities = Capabilities(1 << 1);

@@ -406,7 +406,7 @@ impl CopyStream {
         call!(self.cuda.functions, copy_out(to, address, bytes, self.stream))
     }
 
-    /// All of a block's have begun: [`Block::is_copied`] tells of their end.
+    /// All of a block's have begun: [`DeviceBlock::is_copied`] tells of their end.
     ///
     /// # Errors
     /// [`CudaError`]

@@ -74,7 +74,7 @@ impl TokenReviewer {
     /// The name of the user whose token this is, if it may do that.
     ///
     /// # Errors
-    /// [`Refusal`].
+    /// [`Denied`].
     pub async fn admit(&self, token: &[u8], access: AccessRule) -> Result<String, Denied> {
         let nobody = || Denied::new(DenyReason::Token, "the API server does not know this token");
         let token = well_formed(token).ok_or_else(nobody)?;

@@ -16,7 +16,7 @@ const STEPS: [&str; 7] =
 /// One process of the cast.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Target {
-    /// Index into [`CAST`].
+    /// Index into [`WORKLOADS`].
     pub container: usize,
     /// Which of its processes.
     pub process: usize,
