@@ -1,5 +1,5 @@
 //! The door to the actor for those who serve people: questions and orders go in as
-//! [`Call`]s, whatever the transport.
+//! [`Command`]s, whatever the transport.
 
 use std::sync::Arc;
 
@@ -34,7 +34,7 @@ impl ControllerHandle {
     /// Everything about the node.
     ///
     /// # Errors
-    /// [`Ending`].
+    /// [`ShuttingDown`].
     pub async fn list(&self) -> Result<ListResponse, ShuttingDown> {
         self.ask(Command::List).await
     }
@@ -42,7 +42,7 @@ impl ControllerHandle {
     /// The connected processes of these containers, or all.
     ///
     /// # Errors
-    /// [`Ending`].
+    /// [`ShuttingDown`].
     pub async fn sights(&self, keys: Option<Vec<Key>>) -> Result<Vec<CallSource>, ShuttingDown> {
         self.ask(|answer| Command::Sights(keys, answer)).await
     }
@@ -50,7 +50,7 @@ impl ControllerHandle {
     /// Moves a container; answers when it is done or refused.
     ///
     /// # Errors
-    /// [`Ending`].
+    /// [`ShuttingDown`].
     pub async fn act(
         &self,
         name: String,
@@ -62,7 +62,7 @@ impl ControllerHandle {
     /// Keeps a container on the GPU, or no longer.
     ///
     /// # Errors
-    /// [`Ending`].
+    /// [`ShuttingDown`].
     pub async fn pin(
         &self,
         name: String,
@@ -76,7 +76,7 @@ impl ControllerHandle {
     /// why it cannot be kept.
     ///
     /// # Errors
-    /// [`Ending`].
+    /// [`ShuttingDown`].
     pub async fn auto_offload(
         &self,
         on: bool,

@@ -1,6 +1,6 @@
 //! What the machine says: devices ([`nvml`]), processes ([`process`]), memory
 //! ([`memory`]). One thread asks ([`Inventory`]), so that a slow driver never holds up
-//! the task that decides; another asks what runs on the devices ([`witness`]).
+//! the task that decides; another asks what runs on the devices ([`process_utilization`]).
 
 pub mod memory;
 pub mod network;
@@ -37,13 +37,13 @@ pub enum InventoryQuery {
 /// An answer.
 #[derive(Debug)]
 pub enum InventoryResult {
-    /// To [`Question::Gpus`].
+    /// To [`InventoryQuery::Gpus`].
     Gpus(Result<Vec<GpuSample>, String>),
-    /// Who had work running on a device, by [`witness`].
+    /// Who had work running on a device, by [`process_utilization`].
     Worked(Vec<Work>),
-    /// To [`Question::Prove`].
+    /// To [`InventoryQuery::Prove`].
     Proven(Key, u64, Result<Vec<GpuSample>, String>),
-    /// To [`Question::Survey`].
+    /// To [`InventoryQuery::Survey`].
     Surveyed(Key, Survey),
 }
 

@@ -11,7 +11,7 @@
 //! | --- | --- |
 //! | [`plan`] | what happens in a round; pure |
 //! | [`container`] | one container and its CUDA processes |
-//! | [`env`] | the world, its cast, and what must hold after a round |
+//! | [`mod@env`] | the world, its cast, and what must hold after a round |
 //! | [`fault`] | how each fault is done and undone |
 //! | [`vram`] | who may hold VRAM while all are away, by the driver's word |
 //! | [`watch`] | the events by which steps are observed |

@@ -231,7 +231,7 @@ impl Cli {
     /// Runs it, whatever its exit status.
     ///
     /// # Errors
-    /// When it cannot be run, or does not answer in [`PATIENCE`].
+    /// When it cannot be run, or does not answer in [`WAIT_TIMEOUT`].
     pub fn output(&self, arguments: &[&str]) -> Result<Output> {
         let mut limited = Command::new("timeout");
         limited.arg(WAIT_TIMEOUT.as_secs().to_string()).arg(&self.binary).args(arguments);

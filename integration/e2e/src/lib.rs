@@ -3,8 +3,8 @@
 //!
 //! | module | is |
 //! | --- | --- |
-//! | [`world`] | one containerd, one GPU, one controller in one folder; ends without a trace |
-//! | [`keeper`] | the process that owns all that a world starts |
+//! | [`testbed`] | one containerd, one GPU, one controller in one folder; ends without a trace |
+//! | [`supervisor`] | the process that owns all that a world starts |
 //! | [`containerd`], [`release`] | a private containerd, and which releases there are |
 //! | [`gpu`] | the simulated GPU, or the machine's own |
 //! | [`image`] | images made from the machine's own files |

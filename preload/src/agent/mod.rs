@@ -51,7 +51,7 @@ const LOOK: u64 = 1 << (sys::SIGURG - 1);
 /// The thread's main function. It never returns: callers signal its thread id.
 ///
 /// # Safety
-/// `named_socket` must come from [`link::named_socket`]; called by pthread_create alone.
+/// `named_socket` must come from [`connection::named_socket`]; called by pthread_create alone.
 pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
     sys::set_signal_mask(!libc::internal_signals());
     sys::set_thread_name(c"affinode-agent");

@@ -46,7 +46,7 @@ wire_enum! {
         DriverError = 3,
         /// libcuda has no checkpoint entry points; nothing was done.
         Unsupported = 4,
-        /// It takes VRAM and came later than [`PROOF_HOLDS_MS`] after it was decided on;
+        /// It takes VRAM and came later than [`PROOF_TTL_MS`] after it was decided on;
         /// nothing was done.
         Late = 5,
         /// A checkpoint, of a process that has hold of memory of a copier's making: the driver
@@ -78,7 +78,7 @@ pub struct Gpu {
     pub minor: u32,
 }
 
-/// A figure of a [`Reading`] that the controller does not know.
+/// A figure of a [`GpuReading`] that the controller does not know.
 pub const UNKNOWN_UTILIZATION: u32 = u32::MAX;
 
 /// What the controller has read of a GPU.
@@ -92,13 +92,13 @@ pub struct GpuReading {
     pub free_bytes: u64,
     /// VRAM that the driver keeps for itself.
     pub reserved_bytes: u64,
-    /// Share of the last sample period in which a kernel ran, in percent, or [`NOT_KNOWN`].
+    /// Share of the last sample period in which a kernel ran, in percent, or [`UNKNOWN_UTILIZATION`].
     pub gpu_percent: u32,
-    /// Share in which memory was read or written, in percent, or [`NOT_KNOWN`].
+    /// Share in which memory was read or written, in percent, or [`UNKNOWN_UTILIZATION`].
     pub memory_percent: u32,
-    /// Temperature in degrees Celsius, or [`NOT_KNOWN`].
+    /// Temperature in degrees Celsius, or [`UNKNOWN_UTILIZATION`].
     pub temperature_c: u32,
-    /// Power in milliwatts, or [`NOT_KNOWN`].
+    /// Power in milliwatts, or [`UNKNOWN_UTILIZATION`].
     pub power_mw: u32,
 }
 
@@ -226,7 +226,7 @@ pub enum ControllerMessage {
         /// Place in the queue, 0: being restored now.
         position: u32,
     },
-    /// The answer to a [`AgentMessage::Want`].
+    /// The answer to a [`AgentMessage::AllocWait`].
     AllocGrant {
         /// Which.
         ticket: u64,
@@ -234,7 +234,7 @@ pub enum ControllerMessage {
         granted: bool,
     },
     /// Record calls, or no longer. Ends with the connection. Only sent to a library that
-    /// has [`Abilities::RECORDS_CALLS`].
+    /// has [`Capabilities::RECORDS_CALLS`].
     SampleCalls {
         /// About one call in so many is recorded; 0: none.
         one_in: u32,
@@ -242,16 +242,16 @@ pub enum ControllerMessage {
         read: u64,
     },
     /// A socket to a copier comes along, for the checkpoint that follows and the return from it.
-    /// Only sent to a library that has [`Abilities::USES_COPIER`].
+    /// Only sent to a library that has [`Capabilities::USES_COPIER`].
     Copier,
     /// Have host memory ready for what can be copied, and registered by the copier that was shown;
     /// or no longer. Ends with the connection. Only sent to a library that has
-    /// [`Abilities::PREPARES`].
+    /// [`Capabilities::PREFAULTS`].
     Prefault {
         /// Or no longer.
         on: bool,
     },
-    /// GPUs of the node, at most [`MOST_GPUS`]: what an [`Action::RestoreOn`] that follows means by
+    /// GPUs of the node, at most [`MAX_GPUS`]: what an [`Action::RestoreOnGpu`] that follows means by
     /// its numbers. As many messages as it takes.
     Gpus {
         /// Place of the first one here.

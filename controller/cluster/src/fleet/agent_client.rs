@@ -78,7 +78,7 @@ pub struct AgentRequest<'a> {
 /// Asks a node's agent.
 ///
 /// # Errors
-/// [`AskError`].
+/// [`AgentClientError`].
 pub async fn ask(
     node: &KnownNode,
     question: AgentRequest<'_>,

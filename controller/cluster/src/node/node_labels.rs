@@ -71,7 +71,7 @@ impl NodeLabels {
     /// Says that the runtime is served, or not.
     ///
     /// # Errors
-    /// As [`Mark::read`].
+    /// As [`NodeLabels::read`].
     pub async fn serve(&self, served: bool) -> kube::Result<()> {
         let value = if served { json!("true") } else { Value::Null };
         self.merge(json!({ "labels": { RUNTIME: value } })).await
@@ -80,7 +80,7 @@ impl NodeLabels {
     /// Sets annotations, or takes them off.
     ///
     /// # Errors
-    /// As [`Mark::read`].
+    /// As [`NodeLabels::read`].
     pub async fn annotate(&self, values: &[(&str, Option<String>)]) -> kube::Result<()> {
         let values: serde_json::Map<String, Value> =
             values.iter().map(|(name, value)| ((*name).to_owned(), json!(value))).collect();

@@ -3,8 +3,8 @@
 //! | module | what it does |
 //! | --- | --- |
 //! | [`plan`] | what to do next, without I/O |
-//! | [`issue`] | authorities and certificates |
-//! | [`keep`] | the Secret and the MutatingWebhookConfiguration |
+//! | [`ca`] | authorities and certificates |
+//! | [`rotation`] | the Secret and the MutatingWebhookConfiguration |
 //!
 //! Several replicas do all of it at once. Each step is one write that the API server takes only
 //! if nobody wrote before (`resourceVersion`); who comes second reads again. Replicas may show
