@@ -21,6 +21,11 @@ fn config() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../config")
 }
 
+fn document(name: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs").join(name);
+    fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
 /// A scrape of a node on which something of everything has happened.
 fn scrape() -> String {
     let metrics = Metrics::new(2);
@@ -68,6 +73,29 @@ fn dashboards_and_rules_ask_for_metrics_that_exist() {
     assert!(asked.len() > 20, "{asked:?}");
     let unknown: Vec<&String> = asked.difference(&known).collect();
     assert!(unknown.is_empty(), "no such metrics: {unknown:?}");
+}
+
+#[test]
+fn documents_name_metrics_that_exist() {
+    let known = names(&scrape());
+    let pages = ["concepts.md", "engines.md", "gpu-sharing.md", "operations.md"];
+    let text: String = pages.map(document).concat().replace("libaffinode_preload.so", "");
+    let named = names(&text);
+    assert!(named.len() > 5, "{named:?}");
+    let unknown: Vec<&String> = named.difference(&known).collect();
+    assert!(unknown.is_empty(), "no such metrics: {unknown:?}");
+}
+
+#[test]
+fn alerts_have_a_runbook() {
+    let rules = fs::read_to_string(config().join("prometheus/affinode.rules.yml")).unwrap();
+    let alerts = rules.lines().filter_map(|line| line.trim().strip_prefix("- alert: "));
+    let alerts: BTreeSet<&str> = alerts.collect();
+    assert!(alerts.len() > 5, "{alerts:?}");
+    let operations = document("operations.md");
+    let headings = operations.lines().filter_map(|line| line.strip_prefix("### "));
+    let headings: BTreeSet<&str> = headings.filter(|name| name.starts_with("Affinode")).collect();
+    assert_eq!(alerts, headings, "docs/operations.md has a heading for each alert and no other");
 }
 
 #[test]
