@@ -1,4 +1,8 @@
-//! How orders end: what an agent reports, and orders that it does not report on.
+//! Reports on orders, and orders without a report in time.
+//!
+//! A report carries the phase in which the agent left the process. The phase is recorded first,
+//! whatever the outcome. The outcome then decides whether the offload or the restore goes on, is
+//! given up, or is tried again.
 
 use affinode_proto::{
     api::control::Event,
@@ -19,15 +23,16 @@ use super::{
     transitions::CHECKPOINT,
 };
 
-/// Beyond its own deadline an order is late after this, and the offload is given up.
+/// An order without a report is late this long after its own deadline; the offload is given up
+/// then.
 const LATE_MS: Millis = 5_000;
-/// A driver call that takes longer than this is shown as such; it is never cut off.
+/// A driver call that runs longer than this is shown as slow. It is never cut off.
 const SLOW_MS: Millis = 60_000;
-/// What the driver answers to every call once `exit` has run its handler.
+/// The driver's error for every call after its `exit` handler has run.
 const CUDA_ERROR_DEINITIALIZED: u32 = 4;
-/// What the driver answers when a lock finds work in progress.
+/// The driver's error for a lock while work is in progress.
 const CUDA_ERROR_NOT_READY: u32 = 600;
-/// What the driver answers to a checkpoint with managed memory.
+/// The driver's error for a checkpoint of managed memory.
 const CUDA_ERROR_NOT_SUPPORTED: u32 = 801;
 
 impl Node {
@@ -52,15 +57,18 @@ impl Node {
         let moving = process.is_migrating();
         process.pending = None;
         let to = process.target_gpu.take_if(|_| moving);
-        // Of one that was late nothing was done, wherever it is now.
+        // A late order was not carried out, whatever the phase is now.
         let tried = !matches!(outcome, Outcome::Late | Outcome::WrongPhase);
         if moving && tried && phase != Phase::Checkpointed {
             process.finish_migration(to);
         } else if moving && tried {
             process.migration_refused = true;
         }
-        // Parked memory of one that came forward in the middle shows when it is unlocked.
+        // The copied-out memory of a process that registered in the middle of an offload shows
+        // when it is unlocked.
         let was_off = process.phase.is_offloaded() || process.carried.copied_out_bytes > 0;
+        // An offloaded phase without an offload of ours is a false report: the container must not
+        // gain a claim on VRAM with it.
         let lies = phase.is_offloaded() && process.offloaded_vram.is_none() && !was_off;
         let phase = if lies { Phase::Open } else { phase };
         let came_from_parked = process.phase == Phase::CopiedOut;
@@ -68,12 +76,14 @@ impl Node {
         process.phase = phase;
         process.carried = match was_off || process.offloaded_vram.is_some() {
             true => carried,
-            // Nobody has moved it: a claim on room, and no more.
+            // No controller offloaded it: the report may claim swappable bytes, but no copied-out
+            // ones.
             false => SwapStatus { copied_out_bytes: 0, ..carried },
         };
         let key = process.key.clone();
         let pid = process.identity.pid;
         let left = matches!(pending.action, Action::CopyOut { .. } | Action::Checkpoint { .. });
+        // The offload did not happen, so there is no VRAM to restore.
         if left && !phase.is_offloaded() {
             process.offloaded_vram = None;
         }
@@ -90,16 +100,17 @@ impl Node {
             return self.advance(&key);
         }
         let failed = |call: &str| format!("{call} of process {pid} returned {cuda_error}");
+        // Update the VRAM figures now: eviction counts on them before the next sample.
         if phase == Phase::Checkpointed {
             self.freed_since_sample.append(&mut process.vram);
         } else if phase == Phase::CopiedOut
             && let (Some(all), Some(gone)) = (&process.offloaded_vram, process.vram_to_restore())
         {
-            // Until NVML is read again: what was not copied is what it holds.
+            // Until the next NVML sample: the process holds what was not copied.
             process.vram = subtract_vram(all, &gone);
             self.freed_since_sample.extend(gone);
         } else if pending.action.is_restore() {
-            // Until NVML is read again: what it gave back it has again.
+            // Until the next NVML sample: the process holds again what it had freed.
             process.vram = process.offloaded_vram.clone().unwrap_or_default();
             if came_from_parked {
                 process.offloaded_vram = gone;
@@ -107,14 +118,15 @@ impl Node {
         }
         match (pending.action, outcome) {
             (_, Outcome::Done | Outcome::WrongPhase) => {}
-            // It, or this controller, was stopped for a while: all is proven anew.
+            // The process or this controller was stopped for a while: prove the VRAM again.
             (_, Outcome::Late) => self.abort_grant(&key),
-            // The process is about to end, and its driver has ended already: no failure. What
-            // else there is of its container comes home, or stays there.
+            // The process is about to exit and its driver has shut down. This is no failure: the
+            // rest of the container is restored, or stays resident.
             (_, Outcome::DriverError) if cuda_error == CUDA_ERROR_DEINITIALIZED => {
                 self.turn_back(&key);
             }
-            // It waits for its own GPU: nothing says that it would not come back there.
+            // The migration failed. A restore on its own GPU may still succeed, so the container
+            // waits for that.
             (Action::RestoreOnGpu { .. }, _) if phase == Phase::Checkpointed => {
                 self.abort_grant(&key);
                 self.journal(&key, CHECKPOINT);
@@ -129,7 +141,7 @@ impl Node {
                 self.publish(&key, Event { kind: "process".into(), text, ..Event::default() });
             }
             (_, Outcome::Unsupported) => {
-                // What it did on the way out it has told before this.
+                // A hazard found during the offload was reported before this.
                 let reason = eligibility::hazard_reason(process.hazards).unwrap_or_else(|| {
                     process.hazards.0 |= Hazards::NO_CHECKPOINT_API.0;
                     Reason::DriverTooOld
@@ -138,7 +150,7 @@ impl Node {
             }
             (_, Outcome::Imported) => {
                 let detail = format!(
-                    "process {pid} has memory of a copier's making, which only the engines full and copy move"
+                    "process {pid} has memory imported from a copier, which only the engines full and copy can offload"
                 );
                 self.fail_offload(&key, Reason::DriverError, &detail);
             }
@@ -159,7 +171,7 @@ impl Node {
                 self.fail_offload(&key, Reason::DriverError, &failed("cuCheckpointProcessLock"))
             }
             (Action::CopyOut { .. }, Outcome::NoHostMemory) => {
-                let detail = format!("others took it while process {pid} was copied");
+                let detail = format!("another process took it while process {pid} was copied out");
                 self.fail_offload(&key, Reason::HostMemory, &detail);
             }
             (Action::CopyOut { .. }, _) => {
@@ -169,7 +181,7 @@ impl Node {
             }
             (_, Outcome::NotCopied) => {
                 process.failed_copy_outs += 1;
-                let detail = format!("no copier has copied process {pid}, which was prepared");
+                let detail = format!("no copier copied out process {pid}, which was prefaulted");
                 self.fail_offload(&key, Reason::DriverError, &detail);
             }
             (Action::Checkpoint { .. }, _) if cuda_error == CUDA_ERROR_NOT_SUPPORTED => {
@@ -206,7 +218,8 @@ impl Node {
         self.advance(&key);
     }
 
-    /// Orders that are late: an offload is given up, a driver call is only shown.
+    /// Handles late orders. A late close or lock gives the offload up; a late driver call is only
+    /// shown.
     pub(super) fn check_overdue(&mut self, key: &Key) {
         let now = self.now;
         let late = self.processes.of(key).find_map(|(_, p)| {

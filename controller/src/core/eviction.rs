@@ -1,15 +1,16 @@
-//! Room for those who wait, taken from neighbours, and returns ahead of calls.
+//! Eviction of neighbours for containers that wait for VRAM, and prewakes.
 //!
 //! ```text
-//! waiter ──no room──> missing = need + promises - free - what is on its way out
-//!                     └─> victims: not in use, resident long enough, not above the waiter
+//! waiter ──does not fit──> missing = need + promises - free - VRAM being freed
+//!                          └─> victims: not in use, resident long enough, not above the waiter's priority
 //! ```
 //!
-//! Of a victim that parks the context stays; where even that is missing, it goes as well.
+//! A victim that is copied out keeps its context on the GPU. If its context is needed too, that is
+//! checkpointed as well.
 //!
-//! Whoever waits first takes first; what it gathers nobody behind it may take, and a victim
-//! that is called again waits behind. So two that need each other's room swap, in turns of
-//! at least the minimum residency.
+//! The first waiter is served first. No later waiter may take VRAM that is freed for it, and a
+//! victim that is called again waits behind it. So two containers that need each other's VRAM take
+//! turns of at least the minimum residency.
 
 use affinode_proto::{reason::Reason, state::State, wire::Phase};
 
@@ -23,19 +24,19 @@ use super::{
     victims::{self, Candidate},
 };
 
-/// Time without use that makes a neighbour a victim while somebody waits, if its own idle
-/// timeout is not shorter. Less would take it from programs that only load data.
+/// Time without use that makes a neighbour a victim, if its own idle timeout is not shorter. A
+/// shorter time would evict programs that are only loading data.
 const FREE_MS: Millis = 10_000;
-/// Room is looked for so often at most, for each who waits.
+/// Interval between two searches for victims, per waiter.
 const SEEK_MS: Millis = 100;
-/// Who waits so long takes what it can get: room gathers for it.
+/// A waiter that waited this long evicts what it can, even if that does not suffice yet.
 const GATHER_MS: Millis = 30_000;
-/// How much earlier than the expected call a return begins, at least.
+/// Lead of a prewake before the expected call, at least.
 const LEAD_MS: Millis = 5_000;
 
 impl Node {
-    /// Sends neighbours away until `needs` fit, those counted that are leaving already, or have
-    /// left since devices were read.
+    /// Evicts neighbours until `needs` fit. VRAM that is being freed, or was freed since the last
+    /// sample, counts as free.
     pub(super) fn evict_for(&mut self, key: &Key, needs: &[DeviceBytes], margin: fn(u64) -> u64) {
         let now = self.now;
         let Some(container) = self.containers.get_mut(key) else { return };
@@ -58,7 +59,7 @@ impl Node {
             victims::choose(candidates, priority, missing.clone(), rule, self.now, partly)
         };
         let shallow = choose(false, false);
-        // Where what is copied does not suffice, all of it goes.
+        // If copies out do not free enough, contexts are evicted too.
         let (deep, chosen) = match shallow.is_empty() {
             false => (false, shallow),
             true => (true, choose(true, false)),
@@ -72,7 +73,7 @@ impl Node {
         chosen.iter().for_each(|victim| self.evict(victim, deep));
     }
 
-    /// Sends a neighbour away for others, `deep`: with what a copy leaves on the device.
+    /// Evicts a container. `deep`: with the CUDA context that a copy out leaves on the GPU.
     pub(super) fn evict(&mut self, victim: &Key, deep: bool) {
         let deeper = self.may_evict_context(victim);
         let was_shallow = self.containers.get(victim).is_some_and(|c| c.retain_context);
@@ -80,9 +81,10 @@ impl Node {
         let Some(container) = self.containers.get_mut(victim) else { return };
         container.evict_context = deep || deeper;
         if deeper {
-            // It is the same absence.
+            // The same offload continues: the container is copied out already, and now its context
+            // goes.
             container.retain_context = was_shallow;
-            // It is out already: no offload of its own.
+            // The offload was counted and timed when the container was copied out.
             container.offload_began = None;
             self.queue.leave(victim);
         }
@@ -121,8 +123,8 @@ impl Node {
         needs.iter().filter_map(missing).collect()
     }
 
-    /// What goes when a container leaves, all of it where it goes `deep`. Of one that is
-    /// parked: all that it has left.
+    /// VRAM that an offload of the container frees; with `deep`, the contexts too. A container
+    /// that is copied out frees what it has left.
     pub(super) fn vram_freed_by(&self, key: &Key, deep: bool) -> Vec<DeviceBytes> {
         let moves = self.moves(key);
         let of_each = self.processes.of(key).map(|(_, p)| match moves(p) {
@@ -134,8 +136,8 @@ impl Node {
         merge_needs(&of_each.flatten().collect::<Vec<_>>())
     }
 
-    /// Whether what a copy has left on the device may be sent after it: also of one that waits
-    /// for its return, which it would else keep others from and never get.
+    /// Whether the context of a copied-out container may be evicted. This includes a container
+    /// that waits for its restore: its context would otherwise block others while it waits.
     fn may_evict_context(&self, key: &Key) -> bool {
         let waits = |c: &Container| match c.goal {
             Goal::Offloaded => c.state == State::Offloaded,
@@ -153,8 +155,8 @@ impl Node {
         self.containers.get(key).is_some_and(parked)
     }
 
-    /// Whether a container may be sent away for others now. One that waits for room itself
-    /// is not in use: it stands behind whoever asks.
+    /// Whether a container may be evicted now. A container whose allocation waits for VRAM is not
+    /// in use: it stands behind the waiter.
     pub(super) fn may_be_evicted(&self, key: &Key) -> bool {
         let free = |c: &Container| {
             let waits = || self.alloc_wait_of(key).is_some() && !self.grants.contains_key(key);
@@ -183,7 +185,7 @@ impl Node {
                 let idle_ms = self.now.saturating_sub(c.last_use);
                 let return_ms = match c.next_use {
                     Some(at) => at.saturating_sub(self.now),
-                    // It comes back as soon as it can.
+                    // It waits for VRAM, so it returns as soon as it can.
                     None if self.alloc_wait_of(key).is_some() => 0,
                     None => c.history.expected_return_ms(idle_ms, &self.pauses),
                 };
@@ -199,7 +201,7 @@ impl Node {
             .collect()
     }
 
-    /// Brings a container back whose next call is expected, where there is room to spare.
+    /// Prewakes a container whose next call is expected, if VRAM is free without an eviction.
     pub(super) fn expect(&mut self, key: &Key) {
         let Some(at) = self.prewake_at(key) else { return };
         let until = self.prewake_until(key);
@@ -212,13 +214,13 @@ impl Node {
         self.prewake(key, Reason::Expected, until);
     }
 
-    /// Whether a container may come back without anybody's leaving or waiting for it.
+    /// Whether a container fits without an eviction and without delaying a waiter.
     pub(super) fn has_room_to_spare(&self, key: &Key) -> bool {
         let needs = self.container_needs(key);
         self.queue.is_empty() && self.gpu_error.is_none() && self.fits(key, &needs, margin_bytes)
     }
 
-    /// Lets a container come back ahead of a call, and stay until then if none comes.
+    /// Restores a container ahead of a call, and keeps it resident until `until` if no call comes.
     pub(super) fn prewake(&mut self, key: &Key, why: Reason, until: Millis) {
         let Some(container) = self.containers.get_mut(key) else { return };
         container.goal = Goal::Resident;
@@ -227,7 +229,7 @@ impl Node {
         self.prewakes += 1;
     }
 
-    /// When a container that is out comes back without being called, if it does.
+    /// When an offloaded container is prewoken; `None`: not at all.
     #[must_use]
     pub fn prewake_at(&self, key: &Key) -> Option<Millis> {
         let c = self.containers.get(key)?;
@@ -235,7 +237,8 @@ impl Node {
         let wanted = c.cause != Reason::Requested && c.policy.mode != Mode::Off;
         let away = self.processes.of(key).all(|(_, p)| p.phase.is_offloaded());
         let (begin, _) = c.history.prewake(LEAD_MS).filter(|_| out && wanted && away)?;
-        // One that came back unused stays out: its pause is none of those that agree.
+        // After a missed prewake the container stays offloaded: its pauses do not agree with the
+        // history.
         let worth = !c.prewake_missed && self.now < self.prewake_until(key);
         worth.then(|| c.last_use.saturating_add(begin))
     }
@@ -247,7 +250,7 @@ impl Node {
             .unwrap_or(0)
     }
 
-    /// When the container has something to be decided next, as far as is known now.
+    /// When the next decision about the container is due, as far as is known. `None`: none is.
     #[must_use]
     pub fn due_at(&self, key: &Key) -> Option<Millis> {
         let c = self.containers.get(key)?;

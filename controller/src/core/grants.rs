@@ -1,4 +1,7 @@
 //! Grants: from a place in the queue to VRAM that is proven free.
+//!
+//! `grant.rs` draws the stages. `serve_queue` begins grants, `proven` grants them or gives up,
+//! `check_grants` ends those that take too long.
 
 use std::collections::BTreeSet;
 
@@ -19,43 +22,44 @@ use super::{
     process::{Process, on_gpu},
 };
 
-/// Allocations of others are held at most so long beyond what the copy should take.
+/// Processes hold their allocations for at most this time beyond the expected time of the copy.
 const HOLD_LIMIT_MS: Millis = 10_000;
-/// A Park that takes longer has copied nothing on the device since: its agent stops before.
+/// A CopyOut that runs longer than this no longer copies on the GPU: its agent stops before.
 const HANDS_OVER_MS: Millis = 10_000;
-/// NVML's answer is waited for this long beyond the time that the holds may take.
+/// Time for NVML's sample, beyond the time that the holds may take.
 const PROOF_MS: Millis = 1_600;
-/// Slowest restore that is expected, in bytes per millisecond (about 1 GB/s).
+/// Slowest expected restore, in bytes per millisecond (about 1 GB/s).
 const SLOW_RESTORE_BYTES_PER_MS: u64 = 1 << 20;
 
 impl Node {
-    /// Begins a grant for every waiter whose turn it is and whose VRAM seems free.
-    /// A waiter that does not fit keeps later ones off its devices.
+    /// Begins a grant for every waiter that is next and whose VRAM seems free. A waiter that does
+    /// not fit keeps later ones off its GPUs.
     pub(super) fn serve_queue(&mut self) {
         if self.queue.is_empty() {
             return;
         }
-        // Every device is taken: nobody's turn, however many wait.
+        // A GPU has at most one grant: if all have one, no waiter can be served.
         let granted = |uuid: &String| self.grants.values().any(|g| g.uuids.contains(uuid));
         if !self.gpus.is_empty() && self.gpus.iter().all(|gpu| granted(&gpu.uuid)) {
             return;
         }
         let mut taken: BTreeSet<String> =
             self.grants.values().flat_map(|g| &g.uuids).cloned().collect();
-        // Who hands its memory over copies a piece of it on the device: what is free there now may
-        // not be free in a moment.
+        // A process that exports memory to a copier needs VRAM for pieces of it: the free VRAM of
+        // its GPU may be taken in a moment.
         let handing = self.processes.values().filter(|process| self.hands_over(process));
         taken.extend(
             handing.flat_map(|p| p.offloaded_vram.iter().flatten()).map(|on| on.uuid.clone()),
         );
         let gpus = self.gpus.len();
         let all_taken = |taken: &BTreeSet<String>| gpus > 0 && taken.len() >= gpus;
-        // Devices that are kept for somebody who does not fit yet, and by whom.
+        // GPUs reserved for a waiter that does not fit yet, with the waiter's key.
         let mut kept: Vec<(BTreeSet<String>, Key)> = Vec::new();
         let known = self.gpu_error.is_none() && !self.gpus.is_empty();
         let mut order = std::mem::take(&mut self.queue_scratch);
         self.escalates_to_termination(&mut order);
-        // Of a long queue most wait for devices that are taken.
+        // Most waiters of a long queue wait for GPUs that are taken: skip them before the costly
+        // part.
         if !taken.is_empty() {
             order.retain(|key| {
                 let waits = !self.grants.contains_key(key) && self.needs_only(key, &taken);
@@ -65,7 +69,7 @@ impl Node {
                 !waits
             });
         }
-        // Seldom is anybody half way home: then the order is as it stands.
+        // Partly restored containers are rare. Without any, the queue order holds.
         let (all, queue) = (self.processes.half_way(), &self.queue);
         let half_way: BTreeSet<Key> =
             all.iter().filter(|key| queue.contains(key)).cloned().collect();
@@ -76,7 +80,7 @@ impl Node {
             if all_taken(&taken) {
                 break;
             }
-            // Who was just sent away for one before it asks for nobody's room any more.
+            // This waiter was evicted for an earlier waiter of this loop: it no longer waits.
             if self.containers.get(&key).is_some_and(|c| c.goal != Goal::Resident) {
                 self.queue.leave(&key);
                 continue;
@@ -94,23 +98,27 @@ impl Node {
             let first = turn && before.clone().next().is_none();
             let passes = turn && before.all(|(_, head)| self.may_pass(&key, head));
             if fits && (first || passes) {
+                // VRAM fits, and no earlier waiter needs these GPUs or it may be passed: promise
+                // and prove.
                 taken.extend(self.promise(&key, needs, want));
                 continue;
             }
             let theirs = |uuid: &str| {
                 taken.contains(uuid) || kept.iter().any(|(theirs, _)| theirs.contains(uuid))
             };
+            // The own GPU is full: try a GPU of the same model that no earlier waiter needs.
             if known && turn && !fits && self.choose_other_gpu(&key, margin, theirs) {
                 let needs = self.needs_with(&key, want);
                 taken.extend(self.promise(&key, needs, want));
                 continue;
             }
-            // Who may pass those before it may not wait for them either: it may be the only one
-            // who can take their room.
+            // A waiter that may pass the earlier ones must not wait for them either: it may be the
+            // only one that can evict the containers in their way.
             if known && (first || passes) {
                 self.evict_for(&key, &needs, margin);
             }
             self.show_waiting(&key, known);
+            // From here on later waiters may not take these GPUs.
             kept.push((uuids, key));
         }
         self.queue_scratch = order;
@@ -124,8 +132,8 @@ impl Node {
         }
     }
 
-    /// Whether a container needs nothing but to come home to these devices: while they are
-    /// taken it is not its turn, and it keeps them from nobody.
+    /// Whether a container needs nothing but a restore on these GPUs. While they are taken it
+    /// cannot be next, and it keeps them from no other waiter.
     fn needs_only(&self, key: &Key, taken: &BTreeSet<String>) -> bool {
         let mut off = false;
         let mut needs = self
@@ -141,9 +149,9 @@ impl Node {
         off && only
     }
 
-    /// Before the order of the queue: who is half way home, because a controller died or a
-    /// checkpoint failed in the middle, holds VRAM that it cannot give back before it is
-    /// home. Were it to wait behind one that needs that VRAM, both would wait for ever.
+    /// Sorts partly restored containers first. After a controller crash or a failed checkpoint
+    /// such a container holds VRAM that it cannot free before its restore is complete. If it
+    /// waited behind a container that needs that VRAM, both would wait forever.
     fn turn(&self, key: &Key, half_way: bool) -> u8 {
         let fits = || self.fits(key, &self.container_needs(key), margin_bytes);
         match half_way {
@@ -153,11 +161,12 @@ impl Node {
         }
     }
 
-    /// Whether what a container needs fits beside the promises made to others.
+    /// Whether `needs` fit beside the promises made to other containers.
     pub(super) fn fits(&self, key: &Key, needs: &[DeviceBytes], margin: fn(u64) -> u64) -> bool {
         self.ledger.fits(key, needs, |uuid| self.held_bytes(key, uuid), &self.gpus, margin)
     }
 
+    /// Whether a process exports its memory to a copier, and may need VRAM for pieces of it.
     fn hands_over(&self, process: &Process) -> bool {
         process.pending.is_some_and(|pending| {
             let hands =
@@ -166,7 +175,7 @@ impl Node {
         })
     }
 
-    /// Promises room, and begins to prove it: the devices that it is on.
+    /// Promises VRAM and begins to prove it. Returns the UUIDs of the GPUs concerned.
     fn promise(
         &mut self,
         key: &Key,
@@ -192,7 +201,7 @@ impl Node {
         self.prove_when_held(key);
     }
 
-    /// When nobody is waited for any more, NVML is asked.
+    /// Asks NVML for a sample once no hold is awaited.
     pub(super) fn prove_when_held(&mut self, key: &Key) {
         let Some(grant) = self.grants.get_mut(key) else { return };
         if grant.stage == Stage::Holding(BTreeSet::new()) {
@@ -202,9 +211,9 @@ impl Node {
         }
     }
 
-    /// The journal says that a process was away, and perhaps on its way back, when an
-    /// earlier controller died. Until such a one has come forward, its VRAM counts as
-    /// promised and everybody else holds: its driver may be taking it now.
+    /// Takes over a record of an earlier controller's journal: a process was offloaded, and
+    /// perhaps being restored. Until it registers, its VRAM counts as promised and all others
+    /// hold: its driver may be taking the VRAM now.
     pub(super) fn recall(&mut self, key: Key, (pid, start): (u32, u64), recalled: JournalClaim) {
         let restoring = recalled.restoring;
         self.unclaimed_journal.insert((key.clone(), pid, start), recalled);
@@ -216,15 +225,15 @@ impl Node {
         }
     }
 
-    /// Whether the restore of somebody who has not come forward may be running.
+    /// Whether a restore of a process that has not registered may be running.
     pub(super) fn is_restoring_unseen(&self, key: &Key) -> bool {
         self.unclaimed_journal
             .iter()
             .any(|((other, ..), recalled)| other == key && recalled.restoring)
     }
 
-    /// The container needs its grant no more, except for somebody who may be taking the VRAM
-    /// just now and has not come forward.
+    /// Ends the grant of a restored container, unless an unregistered process may still be taking
+    /// VRAM.
     pub(super) fn close_grant(&mut self, key: &Key) {
         if !self.is_restoring_unseen(key) {
             self.abort_grant(key);
@@ -239,8 +248,8 @@ impl Node {
         merge_needs(&needs)
     }
 
-    /// A process came forward, or never will: where it stands is known now, and a return
-    /// that is not finished begins anew, with a grant of its own.
+    /// Ends a grant taken over from the journal once its last process has registered or is gone.
+    /// Its phase is known then, and an unfinished restore begins again with a grant of its own.
     pub(super) fn recall_settled(&mut self, key: &Key) {
         let recalled_grant = self.grants.get(key).is_some_and(|grant| grant.recalled);
         if recalled_grant && self.recalled_needs(key).is_empty() {
@@ -259,7 +268,7 @@ impl Node {
         if self.grants.get(key).is_none_or(|grant| grant.stage != Stage::Proving(number)) {
             return;
         }
-        // Who has joined since the promise needs its share, and on the same devices.
+        // Processes that registered after the promise need VRAM as well, and on the same GPUs.
         let needs = self.needs_with(key, self.grants.get(key).and_then(|grant| grant.want));
         let margin = self.margin_for(key);
         let covers = self.processes.of(key).filter(|(_, p)| p.phase.is_offloaded());
@@ -281,19 +290,19 @@ impl Node {
         }
     }
 
-    /// This controller was silent for so long that others may have ended their holds, and
-    /// come back by themselves: nothing that was proven before is free for certain.
+    /// Doubts all grants after the controller was silent: other processes may have ended their
+    /// holds and restored themselves, so VRAM that was proven free may be taken.
     pub(super) fn doubt_grants(&mut self) {
         self.grants.values_mut().filter(|g| !g.recalled).for_each(|g| g.doubted = true);
     }
 
-    /// Gives the promise back; the container still waits in the queue.
+    /// Ends the grant and gives the promise back. The container still waits in the queue.
     pub(super) fn abort_grant(&mut self, key: &Key) {
         self.end_grant(key);
         self.ledger.release(key);
     }
 
-    /// Ends a grant, whatever became of it: others may allocate again.
+    /// Ends a grant, with or without success: other processes may allocate again.
     pub(super) fn end_grant(&mut self, key: &Key) {
         self.stays_where_it_was(key);
         let Some(mut grant) = self.grants.remove(key) else {
@@ -304,8 +313,8 @@ impl Node {
         self.count_vain_return(key, &grant);
     }
 
-    /// Others held their allocations for one who did not come home. Once that happens to
-    /// everybody; who does it over and over waits longer each time.
+    /// Counts a grant without a restore, while other processes held their allocations. One such
+    /// grant has no consequence; each further one in a row delays the next attempt.
     fn count_vain_return(&mut self, key: &Key, grant: &Grant) {
         let home = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
         let Some(container) = self.containers.get_mut(key) else { return };
@@ -314,8 +323,8 @@ impl Node {
         }
     }
 
-    /// Grants that take too long: before the restore they are given up; during it
-    /// the others go on, and only the promise stays.
+    /// Ends grants that take too long. Before the restore the grant is given up. During the
+    /// restore the other processes are released, and only the promise stays.
     pub(super) fn check_grants(&mut self) {
         let now = self.now;
         let keys: Vec<Key> = self.grants.keys().cloned().collect();
@@ -330,11 +339,12 @@ impl Node {
                     Stage::Granted => HOLD_LIMIT_MS + copy_ms,
                 };
             if late && grant.recalled {
-                // It never came forward: it is gone, or will say where it stands.
+                // The process has not registered: it is gone, or its registration will report its
+                // phase.
                 self.unclaimed_journal.retain(|(other, ..), _| *other != key);
                 self.abort_grant(&key);
             } else if grant.stage != Stage::Granted {
-                // What a grant in doubt would prove is of no use.
+                // The proof of a grant in doubt is useless: do not wait for holds.
                 let holding = matches!(grant.stage, Stage::Holding(_)) && !grant.doubted;
                 if holding {
                     self.settle_overdue(&key, late);

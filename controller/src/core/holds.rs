@@ -1,13 +1,14 @@
 //! Holds: no managed process takes VRAM of a device while room on it is proven and taken.
 //!
 //! ```text
-//! told to hold ──Done──────────────────────────────> holds until the grant ends
-//!              ├─Busy, or nothing in time: disbelieved ─> not waited for, the proof decides
-//!              └─gone ─────────────────────────────────> not waited for
+//! ```text
+//! ordered to hold ──Done──────────────────────────> holds until the grant ends
+//!                 ├─Busy, or no report in time ───> not waited for, the proof decides
+//!                 └─connection lost ──────────────> not waited for
 //! ```
 //!
 //! A process that does not hold delays others once: the next time it is waited for briefly, then
-//! not at all. A process that said Busy holds its new allocations all the same.
+//! not at all. A process that reported Busy holds its new allocations all the same.
 
 use std::collections::BTreeSet;
 
@@ -22,28 +23,28 @@ use super::{
     process::Process,
 };
 
-/// A process that could not hold its allocations by its deadline has this time to say so.
+/// Time for a process to report that it could not hold its allocations by its deadline.
 const REPORT_MS: Millis = 400;
-/// A process that did not hold once is waited for this long the next time, and half as long each
-/// time after that. Others answer within a millisecond.
+/// Time for a process that did not hold once; half of it each time after that. Other processes
+/// report within a millisecond.
 const SHORT_PATIENCE_MS: Millis = 100;
-/// Processes that join put a proof off this many times.
+/// Maximum number of times that newly registered processes delay a proof.
 const MAX_RESTARTS: u32 = 4;
-/// A controller that handled nothing for longer than this was stopped or starved: answers may lie
+/// A controller that handled nothing for longer than this was stopped or starved. Reports may be
 /// unread, and the processes are not to blame.
 const STALL_MS: Millis = 200;
-/// An order to hold allocations that was not reported on.
+/// An order to hold allocations that has no report yet.
 #[derive(Clone, Debug)]
 pub(super) struct HoldOrder {
-    /// The container whose grant it is for.
+    /// The container that the grant is for.
     pub(super) key: Key,
-    /// The process that is to hold.
+    /// The process that is ordered to hold.
     process: ProcessId,
-    /// When it was told to.
+    /// When the order was sent.
     since: Millis,
 }
 
-/// How often a process, or a container's processes, did not hold their allocations.
+/// Number of refused orders to hold, of a process or of a container's processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HoldRecord {
     refused: u32,
@@ -51,8 +52,7 @@ pub struct HoldRecord {
 }
 
 impl HoldRecord {
-    /// Notes a hold that was refused. Several at about the same time, for several grants, count
-    /// as one.
+    /// Records a refused hold. Refusals within a second, for several grants, count as one.
     fn refuse(&mut self, now: Millis) {
         const SAME_MS: Millis = 1_000;
         if self.refused == 0 || now.saturating_sub(self.last) >= SAME_MS {
@@ -61,12 +61,12 @@ impl HoldRecord {
         }
     }
 
-    /// Notes that a hold was kept. The first refusal is never forgotten.
+    /// Records a kept hold. The first refusal is never forgotten.
     fn keep(&mut self) {
         self.refused = self.refused.saturating_sub(1).max(self.refused.min(1));
     }
 
-    /// How long the process is waited for; `None`: as long as any other.
+    /// How long the process is waited for, in milliseconds. `None`: the full time.
     fn patience_ms(self) -> Option<Millis> {
         let before = self.refused.checked_sub(1)?;
         Some(SHORT_PATIENCE_MS.checked_shr(before).unwrap_or(0))
@@ -74,8 +74,8 @@ impl HoldRecord {
 }
 
 impl Node {
-    /// Tells a process to hold its allocations for a grant. One that cannot allocate
-    /// now is not waited for: it has the order before it is let go.
+    /// Orders a process to hold its allocations for a grant. A process that cannot allocate now is
+    /// not waited for: it receives the order before it is opened.
     pub(super) fn hold(&mut self, key: &Key, id: ProcessId) {
         let deadline_ms = self.settings.hold_ms;
         let (Some(process), Some(grant)) = (self.processes.get(&id), self.grants.get(key)) else {
@@ -86,9 +86,9 @@ impl Node {
             return;
         }
         let opening = process.pending.is_some_and(|pending| pending.action == Action::Open);
-        // A process that scribbled its page is not waited for: it counts as unmanaged.
+        // A process that overwrote its counters is not waited for: it counts as unmanaged.
         let believed = process.counter_error.is_none();
-        // Processes that join one after the other do not put a proof off for ever.
+        // Processes that register one after the other must not delay a proof forever.
         let in_time = self.now.saturating_sub(grant.since) < self.full_patience_ms();
         let can_allocate = process.phase == Phase::Open || opening;
         let mut awaited = believed && can_allocate && in_time && self.patience_ms(id) > 0;
@@ -109,7 +109,7 @@ impl Node {
                 Stage::Holding(waiting) if awaited => {
                     waiting.insert(id);
                 }
-                // What NVML is reading now may be older than this newcomer's allocations.
+                // NVML's running sample may be older than this process's allocations.
                 stage @ Stage::Proving(_) if awaited => {
                     *stage = Stage::Holding(BTreeSet::from([id]));
                     grant.restarts += 1;
@@ -119,7 +119,7 @@ impl Node {
         }
     }
 
-    /// A process joins while grants are in progress: it holds for each of them.
+    /// Orders a newly registered process to hold for each grant in progress.
     pub(super) fn hold_newcomer(&mut self, id: ProcessId) {
         let keys: Vec<Key> = self.grants.keys().cloned().collect();
         for key in keys {
@@ -127,8 +127,8 @@ impl Node {
         }
     }
 
-    /// A process that starts in a container that is not back yet: it takes no VRAM before
-    /// the others have theirs.
+    /// Orders a process that starts in an offloaded container to hold: it takes no VRAM before the
+    /// others are restored.
     pub(super) fn hold_for_siblings(&mut self, id: ProcessId) {
         let Some(key) = self.processes.get(&id).map(|p| p.key.clone()) else { return };
         let others_away = self.processes.of(&key).any(|(_, p)| p.phase.is_offloaded());
@@ -143,7 +143,7 @@ impl Node {
         }
     }
 
-    /// The whole container is back.
+    /// Ends the holds for siblings: the whole container is restored.
     pub(super) fn siblings_are_back(&mut self, key: &Key) {
         for id in self.members(key) {
             let Some(process) = self.processes.get_mut(&id) else { continue };
@@ -161,7 +161,7 @@ impl Node {
         }
     }
 
-    /// Takes the report of a hold; `false` when the order was not one.
+    /// Handles the report of a hold. Returns false if the order was another one.
     pub(super) fn hold_reported(&mut self, id: ProcessId, order: u64, outcome: Outcome) -> bool {
         let Some(asked) = self.hold_orders.get(&order) else {
             return false;
@@ -176,13 +176,13 @@ impl Node {
         } else {
             self.shorten_hold_timeout(id);
         }
-        // A process that cannot hold is not waited for again in this grant. New allocations of it
-        // are held until the release; what the one in progress has taken, NVML shows.
+        // A process that cannot hold is not waited for again in this grant. Its new allocations
+        // are held until the release. NVML shows what the one in progress has taken.
         self.hold_settled(&key, id);
         true
     }
 
-    /// One process less to wait for; with the last, NVML is asked.
+    /// Removes a process from the awaited ones. After the last one, NVML is asked.
     fn hold_settled(&mut self, key: &Key, id: ProcessId) {
         if let Some(Stage::Holding(awaited)) =
             self.grants.get_mut(key).map(|grant| &mut grant.stage)
@@ -196,7 +196,7 @@ impl Node {
         std::mem::take(&mut grant.held).into_iter().for_each(|id| self.release(id));
     }
 
-    /// A process is gone, or cannot be told anything: its hold is not waited for.
+    /// Forgets the holds of a process that has exited or lost its connection.
     pub(super) fn forget_holds(&mut self, id: ProcessId) {
         if let Some(process) = self.processes.get_mut(&id) {
             process.holds = 0;
@@ -212,12 +212,12 @@ impl Node {
         }
     }
 
-    /// How long every process is waited for that has always held its allocations.
+    /// How long a process is waited for that has always held its allocations, in milliseconds.
     pub(super) fn full_patience_ms(&self) -> Millis {
         Millis::from(self.settings.hold_ms) + REPORT_MS
     }
 
-    /// How long a process is waited for when its allocations are to be held; 0: not at all.
+    /// How long this process is waited for, in milliseconds. 0: not at all.
     fn patience_ms(&self, id: ProcessId) -> Millis {
         let Some(process) = self.processes.get(&id) else { return 0 };
         let container = self.containers.get(&process.key);
@@ -227,9 +227,9 @@ impl Node {
         briefly.unwrap_or_else(|| self.full_patience_ms())
     }
 
-    /// A process did not hold its allocations in time, or said that it cannot: it is waited for
-    /// briefly from now on. So are, for a time that grows, others of its container: they might be
-    /// made for nothing else.
+    /// Records that a process did not hold in time, or reported that it cannot. From then on it is
+    /// waited for briefly. So are other processes of its container, for a time that grows: a
+    /// container could start new processes to delay others.
     fn shorten_hold_timeout(&mut self, id: ProcessId) {
         const FIRST_MS: Millis = 60_000;
         let Some(process) = self.processes.get_mut(&id) else { return };
@@ -244,14 +244,15 @@ impl Node {
         container.hold_record.refuse(self.now);
     }
 
-    /// A process that did not hold some time held this time. What it did once is not forgotten.
+    /// Records a kept hold of a process. Earlier refusals are not forgotten altogether.
     fn restore_hold_timeout(&mut self, id: ProcessId) {
         if let Some(process) = self.processes.get_mut(&id) {
             process.hold_record.keep();
         }
     }
 
-    /// This controller handled nothing for `silent_ms`: time in which no process was waited for.
+    /// Extends the deadlines by `silent_ms`, in which the controller handled nothing and read no
+    /// reports.
     pub(super) fn excuse_stall(&mut self, silent_ms: Millis) {
         if silent_ms <= STALL_MS {
             return;
@@ -261,7 +262,7 @@ impl Node {
         unproven.for_each(|grant| grant.since += silent_ms);
     }
 
-    /// Goes on without processes that were waited for long enough.
+    /// Stops waiting for processes whose time is over.
     pub(super) fn settle_overdue(&mut self, key: &Key, grant_is_late: bool) {
         let Some(Stage::Holding(waiting)) = self.grants.get(key).map(|grant| grant.stage.clone())
         else {
@@ -286,15 +287,15 @@ impl Node {
     }
 }
 
-/// Whether a process may take VRAM of these devices. Where it has its memory, NVML and the journal
-/// say; a process of which neither says anything may be about to make a context on any of them, and
-/// so may a process that sees several GPUs.
+/// Whether a process may take VRAM on these GPUs. NVML and the journal show where its memory is. A
+/// process without any may create a context on any GPU, and so may a process that sees several
+/// GPUs.
 fn may_take_of(process: &Process, uuids: &BTreeSet<String>) -> bool {
     let sees_one =
         process.counters.as_ref().is_some_and(|page| page.notes.intersects(ProcessFlags::ONE_GPU));
     let mut known = process.vram.iter().chain(process.offloaded_vram.iter().flatten());
     let on = known.clone().any(|device| uuids.contains(&device.uuid));
     let goes = process.target_gpu.as_ref().is_some_and(|to| uuids.contains(to));
-    // Of a grant that an earlier controller began without a record no device is known.
+    // A restore recalled from the journal without a record names no GPU.
     uuids.is_empty() || on || goes || !sees_one || known.next().is_none()
 }

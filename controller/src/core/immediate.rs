@@ -1,18 +1,20 @@
-//! Restore policy `immediate`: a container that is called does not wait for neighbours to
-//! become idle.
+//! Restore policy `immediate`: a called container does not wait until neighbours are idle.
 //!
 //! ```text
-//! called, no room ──idle neighbours suffice──> they leave, as for anybody
-//!        ├──with those in use, the last to come first──> they leave, too: their calls wait
-//!        ├──with those that cannot leave──────────────> processes are ended, the last first
-//!        └──not even so──> nobody is touched, it waits like anybody
+//! called, does not fit ──idle neighbours suffice──> they are evicted, as for any waiter
+//!        ├──with neighbours in use, latest restored first──> they are evicted too: their calls wait
+//!        ├──with neighbours that cannot be offloaded───────> processes are ended, latest started first
+//!        └──not even so──> no container is touched, the waiter waits like any other
 //! ```
 //!
-//! It shortens the way to room, not the proof of it: the restore begins under a grant, when
-//! NVML shows the VRAM free. Nobody is ended who could be moved, for a return that nobody
-//! calls for, above the asker's priority, or where it would not suffice. Those that an
-//! operator or their mode keeps where they are (pinned, `manual`, `off`) are left alone, and
-//! who has just come home stays for its minimum residency: so two of this policy take turns.
+//! The policy shortens the wait for VRAM, not the proof: the restore begins under a grant, once
+//! NVML shows the VRAM free. No process is ended that could be offloaded, that stands above the
+//! waiter's priority, or whose end would not suffice. None is ended for a restore without a
+//! waiting call.
+//!
+//! Containers that an operator or their mode keeps resident (pinned, `manual`, `off`) are left
+//! alone. A container stays resident for its minimum residency after a restore, so two containers
+//! of this policy take turns.
 
 use std::cmp::Reverse;
 
@@ -27,28 +29,29 @@ use super::{
     process::{Process, Termination},
 };
 
-/// Between the request to end and the end by force.
+/// Time between SIGTERM and SIGKILL.
 const GRACE_MS: Millis = 5_000;
-/// The room of one that was to end and did not is not counted on after this.
+/// After this, the VRAM of a process that was asked to end and did not no longer counts as free
+/// soon.
 const EXIT_TIMEOUT_MS: Millis = 30_000;
 
-/// One that is made to leave gets more time for what it is in the middle of: the next resort is
-/// its end. Others who wait for it to hold its allocations give up after 2.5 s.
+/// Deadlines of a forced offload. They are longer because the next resort is to end the process.
+/// Others that wait for a hold give up after 2.5 s.
 const FORCED: OrderDeadlines = OrderDeadlines { close_ms: 2_000, lock_ms: 10_000 };
 
-/// When VRAM was taken, and by how old a process: what is greater came later.
+/// When VRAM was taken, and the start time of the process: the greater value is the later one.
 type Came = (Millis, u64);
 
 impl Node {
-    /// Whether callers wait for a container that does not wait for neighbours to become idle.
+    /// Whether calls wait for a container with the restore policy `immediate`.
     pub(super) fn is_urgent(&self, key: &Key) -> bool {
         let urgent =
             |c: &Container| c.policy.restore == Restore::Immediate && c.wake_began.is_some();
         self.containers.get(key).is_some_and(urgent) && !self.container_needs(key).is_empty()
     }
 
-    /// Adds everybody who waits, whose turn it is first. One that is urgent goes before the others
-    /// of its priority and below, however long they have waited.
+    /// Appends the waiters in queue order. An urgent one goes before the others of its priority
+    /// and below, however long they have waited.
     pub(super) fn escalates_to_termination(&self, turns: &mut Vec<Key>) {
         self.queue.order_into(self.now, turns);
         let possible = self.settings.policies.may_be_immediate();
@@ -64,8 +67,8 @@ impl Node {
         }
     }
 
-    /// Takes what is missing for an urgent container from neighbours that are in use, beside
-    /// the idle ones that are named. False: it cannot be had, or is not to be; nobody was touched.
+    /// Frees what is missing for an urgent container from neighbours in use, beside the `idle`
+    /// ones. Returns false if that cannot suffice or is not allowed; no container is touched then.
     pub(super) fn terminate_for_vram(
         &mut self,
         key: &Key,
@@ -105,7 +108,7 @@ impl Node {
         if !way.is_clear() {
             return false;
         }
-        // The last one may make the room of one before it unnecessary.
+        // A process chosen later may make the end of an earlier one unnecessary.
         ended.retain(|(_, holds)| !way.spare(holds));
         let ended: Vec<ProcessId> = ended.into_iter().map(|(id, _)| id).collect();
         for victim in idle.iter().chain(&moved) {
@@ -117,7 +120,7 @@ impl Node {
         true
     }
 
-    /// Neighbours that are home and may be made to leave for an asker.
+    /// Resident neighbours that may be offloaded for the waiter.
     fn blocking_containers<'a>(&'a self, asker: &'a Key) -> impl Iterator<Item = &'a Key> {
         let priority = self.containers.get(asker).map_or(i32::MIN, |c| c.policy.priority);
         let concerned = move |(key, c): &(&'a Key, &Container)| {
@@ -135,8 +138,8 @@ impl Node {
         self.containers.iter().filter(concerned).map(|(key, _)| key)
     }
 
-    /// Whether a container that is in use may leave all the same: nothing is lost by it. Not
-    /// one that was tried since then, and stayed.
+    /// Whether a container in use can be offloaded without loss. False if a forced offload of it
+    /// has failed since `since`.
     fn can_be_moved(&self, key: &Key, since: Millis) -> bool {
         let movable =
             matches!(self.check_offload(key, true), Ok(()) | Err((Reason::CallInProgress, _)));
@@ -148,7 +151,7 @@ impl Node {
             && self.processes.of(key).all(|(_, p)| p.termination.is_none())
     }
 
-    /// Whether nothing but the end of its processes frees what a container holds.
+    /// Whether only the end of its processes frees the VRAM of a container.
     fn can_only_end(&self, key: &Key, since: Millis) -> bool {
         match self.check_offload(key, true) {
             Ok(()) | Err((Reason::CallInProgress, _)) => self.failed_forced_offload(key, since),
@@ -156,7 +159,7 @@ impl Node {
         }
     }
 
-    /// For calls in progress and running kernels of a container that leaves.
+    /// Deadlines for calls in progress and running kernels of a container that is offloaded.
     pub(super) fn deadlines(&self, key: &Key) -> OrderDeadlines {
         let usual = self.settings.deadlines;
         match self.containers.get(key).is_some_and(|c| c.forced) {
@@ -185,7 +188,7 @@ impl Node {
         let (key, identity, bytes) =
             (process.key.clone(), process.identity.clone(), process.vram_bytes());
         let text = format!(
-            "process {} ({}) is ended: {name} returns at once, and its room cannot be had otherwise",
+            "process {} ({}) is ended: {name} is restored at once (restore policy immediate), and no offload frees enough VRAM",
             identity.pid, identity.command
         );
         let reason = Reason::EndedForRoom.to_string();
@@ -193,8 +196,8 @@ impl Node {
         self.effects.push(Effect::End { identity, by_force: false });
     }
 
-    /// Who was to end and still holds VRAM that somebody waits for is ended by force. One that
-    /// was moved after all, or that nobody needs to end any more, lives on.
+    /// Kills processes that were asked to end and still hold VRAM that an urgent waiter needs. A
+    /// process that was offloaded after all, or whose VRAM is no longer needed, lives on.
     pub(super) fn check_terminations(&mut self) {
         if self.processes.values().all(|p| p.termination.is_none()) {
             return;
@@ -204,7 +207,8 @@ impl Node {
         let most = urgent.filter_map(|key| Some(self.containers.get(key)?.policy.priority)).max();
         for process in self.processes.values_mut() {
             let Some(ending) = &mut process.termination else { continue };
-            // The one who asked may have been served, and only lesser ones wait.
+            // The waiter it was for may have been served, and only waiters of lower priority may
+            // be left.
             let stays = |c: &Container| c.goal == Goal::Resident && Some(c.policy.priority) <= most;
             let in_the_way = self.containers.get(&process.key).is_some_and(stays);
             if !in_the_way || process.phase.is_offloaded() {
@@ -217,7 +221,7 @@ impl Node {
         }
     }
 
-    /// What those hold that are about to end.
+    /// VRAM of the processes that are about to end.
     pub(super) fn termination_of(&self) -> impl Iterator<Item = &DeviceBytes> {
         let hoped = |ending: &Termination| self.now.saturating_sub(ending.since) < EXIT_TIMEOUT_MS;
         let ending =
@@ -230,7 +234,7 @@ fn came_of(process: &Process) -> Came {
     (process.resident_since, process.identity.start_ticks)
 }
 
-/// What is missing, and what was taken beyond it, device by device.
+/// Missing VRAM per GPU; negative: more was taken than is needed.
 struct VramShortfall {
     missing: Vec<(String, i128)>,
 }
@@ -245,7 +249,7 @@ impl VramShortfall {
         self.missing.iter().all(|(_, bytes)| *bytes <= 0)
     }
 
-    /// Takes what somebody holds, where that helps.
+    /// Subtracts `holds` if that reduces what is missing.
     fn take(&mut self, holds: &[DeviceBytes]) -> bool {
         let helps = self.missing.iter().any(|(uuid, bytes)| *bytes > 0 && on(holds, uuid) > 0);
         if helps {
@@ -254,7 +258,7 @@ impl VramShortfall {
         helps
     }
 
-    /// Gives back what was taken of somebody, where enough is left.
+    /// Adds `holds` back if enough is freed without it.
     fn spare(&mut self, holds: &[DeviceBytes]) -> bool {
         let enough = self.missing.iter().all(|(uuid, bytes)| *bytes + on(holds, uuid) <= 0);
         if enough {

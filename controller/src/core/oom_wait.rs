@@ -1,15 +1,16 @@
-//! Allocations that find no memory and wait for room (`affinode.io/on-oom: wait`).
+//! Allocations that find no VRAM and wait for it (`affinode.io/on-oom: wait`).
 //!
 //! ```text
-//! Want ──may wait, can ever fit──> queue ──grant: room made, held, proven──> Room ──made──> WantOver
-//!   │                                ^                                         │
-//!   └── else: Room(no), it fails     └──────────── failed again: Want ─────────┘ at most thrice
+//! AllocWait ──may wait, can ever fit──> queue ──grant: evicted, held, proven──> AllocGrant ──allocated──> AllocWaitDone
+//!   │                                     ^                                         │
+//!   └── else: AllocGrant(no), it fails    └──────── failed again: AllocWait ────────┘ at most 3 times
 //! ```
 //!
-//! They stand in the same queue as returns, with the same grants, so for each device one at
-//! a time gets room. Whoever waits for an allocation is outside the driver and makes room
-//! for those before it, as if it were idle: two that each need the other's room take turns.
-//! Moved out with an allocation that waits, a container comes home for both in one.
+//! They wait in the same queue as restores, with the same grants, so for each GPU one of them is
+//! served at a time. A process that waits for an allocation is outside the driver and can be
+//! evicted for earlier waiters as if it were idle: two that need each other's VRAM take turns. If
+//! a container is offloaded while its allocation waits, one grant serves its restore and the
+//! allocation.
 
 use affinode_proto::{
     api::control::Event,
@@ -27,17 +28,18 @@ use super::{
     process::PendingAlloc,
 };
 
-/// What is asked for where only the driver knows: a context with its first module.
+/// Assumed size where only the driver knows the size: a context with its first module.
 const UNKNOWN_BYTES: u64 = 1 << 30;
-/// So often room is proven and the allocation fails all the same.
+/// Number of grants after which an allocation that still fails is refused.
 const MAX_ATTEMPTS: u32 = 3;
-/// Whoever was told to go ahead has so long to do it.
+/// Time for a process to allocate after it was told to go ahead.
 const TRY_MS: Millis = 10_000;
-/// Others hold their allocations meanwhile: an allocation that takes longer counts as one in vain.
+/// Other processes hold their allocations meanwhile: a slower allocation counts as failed.
 const QUICK_MS: Millis = 1_000;
 
 impl Node {
-    /// How long allocations of a container may wait for room.
+    /// How long allocations of a container may wait for VRAM, in milliseconds. 0: they fail at
+    /// once.
     pub(super) fn wait_for_room_ms(policy: &Policy) -> u32 {
         match policy.on_oom {
             OnOom::Wait => u32::try_from(policy.on_oom_timeout_ms).unwrap_or(u32::MAX),
@@ -45,7 +47,7 @@ impl Node {
         }
     }
 
-    /// The allocation of a container that is served first, if one waits.
+    /// The waiting allocation of a container that is served first.
     pub(super) fn alloc_wait_of(&self, key: &Key) -> Option<(ProcessId, &PendingAlloc)> {
         self.processes.of(key).find_map(|(id, p)| Some((id, p.alloc_wait.as_ref()?)))
     }
@@ -62,7 +64,7 @@ impl Node {
         let Some(process) = self.processes.get(&id) else { return };
         let key = process.key.clone();
         let before = process.alloc_wait.clone().filter(|want| want.ticket == ticket);
-        // It was told to go ahead, and failed again; or this is another one.
+        // It was told to go ahead and failed again, or this is another allocation.
         self.end_alloc_wait(id);
         let verdict = self.may_wait(&key, bytes, &nvml_uuid(uuid), attempts);
         let need = match verdict {
@@ -70,7 +72,7 @@ impl Node {
             Err(why) => return self.refuse_alloc_wait(id, ticket, bytes, &why),
         };
         if before.is_none() {
-            let text = format!("an allocation of {} waits for room", size(bytes));
+            let text = format!("an allocation of {} waits for VRAM", size(bytes));
             self.publish_alloc_wait(&key, Reason::AllocationWaits, text, bytes);
         }
         let since = before.map_or(now, |want| want.since);
@@ -100,29 +102,32 @@ impl Node {
     ) -> Result<DeviceBytes, String> {
         let policy = self.containers.get(key).map(|c| &c.policy).ok_or("no such container")?;
         if policy.on_oom == OnOom::Fail {
-            return Err("its policy is not to wait".into());
+            return Err("on_oom is fail in the container's policy".into());
         }
         if attempts >= MAX_ATTEMPTS {
-            return Err(format!("{MAX_ATTEMPTS} times there was room, and the driver found none"));
+            return Err(format!(
+                "the driver found no VRAM {MAX_ATTEMPTS} times although it was free"
+            ));
         }
         let gpu = self.gpus.iter().find(|gpu| gpu.uuid == uuid);
         if gpu.is_none() && !self.gpus.is_empty() {
-            return Err(format!("NVML does not show the device {uuid}"));
+            return Err(format!("NVML does not show {uuid}"));
         }
-        // Not read yet: what is known soon is looked at again then.
+        // Without a sample the size of the GPU is unknown: `check_alloc_wait` checks again later.
         let total = gpu.map_or(u64::MAX, |gpu| gpu.total_bytes);
         let bytes = if bytes == 0 { UNKNOWN_BYTES.min(total / 8) } else { bytes };
         let own = self.has(key, uuid);
         self.fits_ever(key, &DeviceBytes { uuid: uuid.to_owned(), bytes })?;
-        // It failed though so much was free: some more, for what the driver rounds up.
+        // The allocation failed with its own size free: request more, because the driver rounds
+        // up.
         let more = u64::from(attempts) * margin_bytes(total);
         let bytes = bytes.saturating_add(more).min(total.saturating_sub(own));
         Ok(DeviceBytes { uuid: uuid.to_owned(), bytes })
     }
 
-    /// What a container has on a device, or had and will have again.
+    /// VRAM that a container has on a GPU, or had and needs again.
     fn has(&self, key: &Key, uuid: &str) -> u64 {
-        // A reading may be older than the moment at which a process left.
+        // A sample may be older than the process's offload.
         let all = self.processes.of(key).flat_map(|(_, p)| match p.phase.is_offloaded() {
             true => p.offloaded_vram.as_deref().unwrap_or_default(),
             false => &p.vram,
@@ -134,20 +139,20 @@ impl Node {
         let own = self.has(key, &need.uuid);
         match self.gpus.iter().find(|gpu| gpu.uuid == need.uuid) {
             Some(gpu) if own.saturating_add(need.bytes) > gpu.total_bytes => {
-                Err(format!("with {} that it has, the device is too small", size(own)))
+                Err(format!("the GPU is too small: the container has {} of it already", size(own)))
             }
             _ => Ok(()),
         }
     }
 
-    /// The allocation that is served together with what the queue is to bring home. Callers
-    /// at the gate do not wait for it.
+    /// The allocation that is served together with the container's restore. If calls wait at the
+    /// gate, they are not delayed for an allocation that does not fit with the restore.
     pub(super) fn alloc_wait_beside_restore(&self, key: &Key) -> Option<(ProcessId, u64)> {
         let (id, want) = self.alloc_wait_of(key)?;
         let away = self.container_needs(key);
         let called = self.containers.get(key).is_some_and(|c| c.wake_began.is_some());
         let together = merge_needs(away.iter().chain([&want.need]));
-        // What a copy left on the device is there beside it.
+        // Memory that a copy out left on the GPU stays there beside it.
         let held = |uuid: &str| self.held_bytes(key, uuid);
         let fits = |need: &DeviceBytes| {
             let gpu = self.gpus.iter().find(|gpu| gpu.uuid == need.uuid);
@@ -158,7 +163,7 @@ impl Node {
         (alone || (!called && together.iter().all(fits))).then_some((id, want.ticket))
     }
 
-    /// What a container needs: to come home, and for the allocation that is named.
+    /// VRAM that a container needs for its restore and for the allocation `named`.
     pub(super) fn needs_with(
         &self,
         key: &Key,
@@ -172,21 +177,21 @@ impl Node {
         if want.is_some() { merge_needs(away.iter().chain(want)) } else { away }
     }
 
-    /// What a device keeps free beside a grant. A return must not fail; an allocation may,
-    /// and may need all there is.
+    /// VRAM that a GPU keeps free beside a grant. A restore must not fail, so it has a margin. An
+    /// allocation may fail, and may need all VRAM there is.
     pub(super) fn margin_for(&self, key: &Key) -> fn(u64) -> u64 {
         if self.container_needs(key).is_empty() { |_| 0 } else { margin_bytes }
     }
 
-    /// Whether an allocation of a container that is home is served before `head`, which
-    /// stands before it and may not take its room: else both would wait for each other.
+    /// Whether an allocation of a resident container is served before `head`. `head` stands before
+    /// it but may not evict it, so both would wait for each other.
     pub(super) fn may_pass(&self, key: &Key, head: &Key) -> bool {
         let priority = |key: &Key| self.containers.get(key).map(|c| c.policy.priority);
         let home = self.container_needs(key).is_empty();
         home && (priority(key) > priority(head) || !self.may_be_evicted(key))
     }
 
-    /// Puts a container that is home, and whose allocation waits, into the queue.
+    /// Queues a resident container whose allocation waits.
     pub(super) fn queue_alloc_wait(&mut self, key: &Key) {
         let Some(since) = self.alloc_wait_of(key).map(|(_, want)| want.since) else { return };
         if let Some(container) = self.containers.get_mut(key).filter(|c| c.goal == Goal::Resident) {
@@ -198,8 +203,8 @@ impl Node {
         }
     }
 
-    /// With the grant of a container that is home, its allocation may be tried again.
-    /// False: there is none.
+    /// Tells the process to try its allocation again, if its resident container has the grant.
+    /// Returns false if there is no such grant.
     pub(super) fn serve_alloc_wait(&mut self, key: &Key) -> bool {
         let granted = self.grants.get(key).is_some_and(super::grant::Grant::is_granted);
         let home = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
@@ -243,13 +248,14 @@ impl Node {
         self.queue_alloc_wait(&key);
     }
 
-    /// The allocation of a process waits no more, or its process cannot be told. What was
-    /// granted for it is given back; whoever else of the container waits stays in the queue.
+    /// Ends the wait of a process's allocation. Its grant is given back; other waiting processes
+    /// of the container stay in the queue.
     pub(super) fn end_alloc_wait(&mut self, id: ProcessId) {
         self.finish_alloc_wait(id, false);
     }
 
-    /// The same; `quick`: it was made at once when it was told to go ahead.
+    /// Ends the wait. `quick`: the allocation was made soon after the process was told to go
+    /// ahead.
     fn finish_alloc_wait(&mut self, id: ProcessId, quick: bool) {
         let Some(process) = self.processes.get_mut(&id) else { return };
         let Some(want) = process.alloc_wait.take() else { return };
@@ -272,22 +278,21 @@ impl Node {
         }
     }
 
-    /// Gives back what was granted for an allocation. What an earlier controller granted
-    /// is none of that.
+    /// Gives back a grant for an allocation. A grant taken over from the journal is not for one.
     pub(super) fn end_alloc_grant(&mut self, key: &Key) {
         if self.grants.get(key).is_some_and(|grant| grant.want.is_some()) {
             self.close_grant(key);
         }
     }
 
-    /// Those who were told to go ahead and did not are told that it is over.
+    /// Ends the wait of allocations that were told to go ahead and did not, or that can never fit.
     pub(super) fn check_alloc_wait(&mut self, key: &Key) {
         let now = self.now;
         if self.alloc_wait_of(key).is_none() {
             return;
         }
         if let Some(container) = self.containers.get_mut(key) {
-            container.last_use = now; // Who waits is not idle.
+            container.last_use = now; // A container that waits is not idle.
         }
         self.queue_alloc_wait(key);
         let Some((id, want)) = self.alloc_wait_of(key).map(|(id, want)| (id, want.clone())) else {
@@ -323,7 +328,7 @@ impl Node {
     }
 }
 
-/// A UUID as NVML writes it.
+/// Formats a UUID as NVML does.
 fn nvml_uuid(uuid: &[u8; 16]) -> String {
     let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
     let [a, b, c, d, e] = [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]];

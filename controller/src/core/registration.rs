@@ -1,4 +1,5 @@
-//! Containers and processes that come and go.
+//! Containers and processes that come and go: announcements, registrations, lost connections,
+//! exits.
 
 use affinode_proto::{
     api::control::{Announcement, Event},
@@ -16,10 +17,10 @@ use super::{
     process::{Process, on_gpu},
 };
 
-/// What is wrong with a process that says so.
-pub(super) const NEVER_MOVED: &str = "says that it is away, and nobody moved it";
+/// The counter error of a process that reports an offloaded phase without an offload.
+pub(super) const NEVER_MOVED: &str = "reports that it is offloaded, but no controller offloaded it";
 
-/// Where a process stands when it comes forward.
+/// Phase, hazards and memory of a process at its registration.
 pub(super) struct RegistrationStatus {
     pub(super) phase: Phase,
     pub(super) generation: u64,
@@ -43,8 +44,8 @@ impl Node {
         }
     }
 
-    /// Whether what is said of this generation is about another container than the one that is
-    /// known: ids are given again. 0 stands for whichever there is.
+    /// Whether `generation` names another container than the known one: container ids are reused.
+    /// 0 matches any generation.
     #[must_use]
     pub fn is_of_another(&self, key: &Key, generation: u64) -> bool {
         let known = self.containers.get(key).map_or(0, |known| known.announcement.generation);
@@ -79,6 +80,7 @@ impl Node {
         standing: RegistrationStatus,
     ) {
         let RegistrationStatus { phase, generation, hazards, carried } = standing;
+        // The same pid and start time: the process lost its connection and registers again.
         let known = self
             .processes
             .of(key)
@@ -96,6 +98,7 @@ impl Node {
             self.effects.push(Effect::Drop(id));
             return;
         };
+        // Its VRAM and its target GPU come from its earlier connection, or from the journal.
         let before = known.and_then(|old| self.processes.remove(&old));
         let recalled =
             self.unclaimed_journal.remove(&(key.clone(), identity.pid, identity.start_ticks));
@@ -107,10 +110,11 @@ impl Node {
             (_, Some(recalled)) => (Some(recalled.away), recalled.to),
             _ => (None, None),
         };
-        // Who is not away any more has arrived where it was sent.
+        // A process that is no longer checkpointed was restored on its target GPU.
         let to = to.filter(|_| phase != Phase::Checkpointed);
         let away = left.map(|left| on_gpu(&left, to.as_deref()));
-        // Nobody moved it: a claim on room that nobody ever proved it to have had.
+        // A phase or copied bytes without a record: accepting them would give the process a claim
+        // on VRAM that it never had.
         let younger = self.started_ticks > 0 && identity.start_ticks >= self.started_ticks;
         let off = phase.is_offloaded() || carried.copied_out_bytes > 0;
         let lies = off && away.is_none() && (known.is_some() || younger);
@@ -119,14 +123,14 @@ impl Node {
             false => (phase, carried),
         };
         if container.state == State::Unregistered {
-            // The first process; or, after a controller died, the first that came back.
+            // The first process; after a controller crash the first one to register again.
             container.last_use = self.now;
             container.goal = if phase.is_offloaded() { Goal::Offloaded } else { Goal::Resident };
-            // As an earlier controller has chosen.
+            // The context is on the GPU because an earlier controller retained it.
             container.retain_context =
                 phase == Phase::CopiedOut && container.policy.engine == Engine::Auto;
         } else if phase == Phase::Open && container.goal != Goal::Resident {
-            // A process that just started to use CUDA: the container is in use.
+            // A process that opens CUDA now: the container is in use.
             container.goal = Goal::Resident;
             container.cause = Reason::Called;
             container.last_use = self.now;
@@ -174,7 +178,7 @@ impl Node {
             self.bad_page(id, NEVER_MOVED.into());
         }
         self.recall_settled(key);
-        // Before the Welcome: until then it allocates nothing.
+        // Before the Welcome: the process allocates nothing until it receives that.
         self.hold_newcomer(id);
         self.hold_for_siblings(id);
         let wait_for_room_ms =
@@ -203,7 +207,7 @@ impl Node {
         let Some(process) = self.processes.get_mut(&id) else {
             return;
         };
-        // Who was on its way to another GPU may be there.
+        // A process with a migration in progress may be on the target GPU already.
         let sent = process.is_migrating() || !process.connected;
         process.target_gpu = process.target_gpu.take().filter(|_| sent);
         (process.connected, process.prefault_ordered) = (false, false);
@@ -254,10 +258,10 @@ mod tests {
     use crate::core::{Input, Settings};
 
     #[test]
-    fn ids_are_given_again_and_what_is_said_of_the_one_before_is_known_for_it() {
+    fn generation_tells_reused_ids_apart() {
         let mut node = Node::new(Settings::default());
         let key = Key::parse(&"0".repeat(32)).unwrap();
-        assert!(!node.is_of_another(&key, 1), "nobody is known");
+        assert!(!node.is_of_another(&key, 1), "no container is known");
         for (known, said, of_another) in [(7, 7, false), (7, 8, true), (7, 0, false), (0, 8, false)]
         {
             let announcement = Announcement { generation: known, ..Announcement::default() };
