@@ -1,14 +1,15 @@
-//! Connections that come in while a container is out: its next call may be near
+//! Prewakes for connections that arrive while a container is offloaded: its next call may be near
 //! (`wake_on = "connection"`).
 //!
 //! ```text
-//! out ──count of connections rises──> knock ──most knocks were followed by a call, room to spare──> comes back
-//!                                       ├── call within 30 s: it was worth it
-//!                                       └── none: in vain; counted also while it does not wake
+//! offloaded ──connection count rises──> connection ──half were followed by a call, VRAM free──> prewake
+//!                                       ├── call within 30 s: hit
+//!                                       └── none: miss; counted also without a prewake
 //! ```
 //!
-//! What knocks in vain, such as a health probe, wakes no more after a few times; and as
-//! knocks are judged whether they wake or not, they count again when that changes.
+//! Connections that no call follows, such as health probes, cause no more prewakes after a few
+//! misses. Outcomes are counted with and without a prewake, so prewakes resume when the outcomes
+//! change.
 
 use affinode_proto::{api::control::Event, reason::Reason, state::State};
 
@@ -18,14 +19,14 @@ use super::{
     policy::{Mode, WakeOn},
 };
 
-/// A call that follows so soon was announced by the connection.
+/// A call within this time counts as announced by the connection.
 const FOLLOWS_MS: Millis = 30_000;
-/// So many are believed before anything is known of them.
+/// Number of connections that cause prewakes before outcomes are known.
 const MAX_UNPROVEN_CONNECTIONS: u32 = 4;
-/// Counts are halved beyond this: old habits fade.
+/// Counts are halved beyond this, so old outcomes fade.
 const FADE_AT: u32 = 32;
 
-/// What became of connections that came in.
+/// Outcomes of connections that arrived.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ConnectionOutcomes {
     last: Option<Millis>,
@@ -34,7 +35,7 @@ pub struct ConnectionOutcomes {
 }
 
 impl ConnectionOutcomes {
-    /// Takes a connection. False: it belongs to one before it.
+    /// Counts a connection. Returns false if it belongs to the one before.
     fn knock(&mut self, now: Millis) -> bool {
         if self.last.is_some_and(|last| now.saturating_sub(last) < FOLLOWS_MS) {
             return false;
@@ -47,14 +48,14 @@ impl ConnectionOutcomes {
         true
     }
 
-    /// A call came.
+    /// Counts a call after a connection.
     pub fn used(&mut self, now: Millis) {
         if self.last.take().is_some_and(|last| now.saturating_sub(last) < FOLLOWS_MS) {
             self.followed += 1;
         }
     }
 
-    /// Whether half of them and more were followed by a call.
+    /// Whether at least half of the connections were followed by a call.
     fn are_worth_it(&self) -> bool {
         self.seen < MAX_UNPROVEN_CONNECTIONS || self.followed * 2 >= self.seen
     }
@@ -74,7 +75,7 @@ impl Node {
             return;
         };
         let Some(count) = count else { return self.has_no_network(key) };
-        // The first reading says what was before.
+        // The first reading is the baseline.
         let came = container.connections.replace(count).is_some_and(|before| count > before);
         let worth_it = container.connection_outcomes.are_worth_it();
         if !came || !container.connection_outcomes.knock(now) || !worth_it {
@@ -88,7 +89,7 @@ impl Node {
     }
 
     fn has_no_network(&mut self, key: &Key) {
-        const WHY: &str = "wake_on=connection is ignored: it uses the node's network, where connections are everybody's";
+        const WHY: &str = "wake_on=connection is ignored: the container uses the node's network, where a connection may be for any container";
         let Some(container) = self.containers.get_mut(key) else { return };
         if container.warnings.iter().all(|known| known != WHY) {
             container.warnings.push(WHY.to_owned());
@@ -99,11 +100,11 @@ impl Node {
         }
     }
 
-    /// Tells what became of a return ahead of a call.
+    /// Publishes whether a call followed a prewake.
     pub(super) fn publish_prewake(&mut self, key: &Key, by: Reason, used: bool) {
         let text = match used {
-            true => "it had come back ahead of a call, which came",
-            false => "it had come back ahead of a call, and none came",
+            true => "the container was restored ahead of a call, which came",
+            false => "the container was restored ahead of a call, and none came",
         };
         let (kind, reason) = (if used { "prewake" } else { "prewake-in-vain" }, by.to_string());
         self.publish(
@@ -113,7 +114,7 @@ impl Node {
     }
 }
 
-/// Whoever was moved out by hand stays until it is called.
+/// Whether connections of the container count: a container offloaded by request waits for a call.
 fn is_listening(c: &Container) -> bool {
     c.policy.wake_on == WakeOn::Connection
         && c.state == State::Offloaded

@@ -1,13 +1,13 @@
-//! How deep a container of the engine `auto` leaves: with its context, or without.
+//! Whether an offload with the engine `auto` retains the CUDA context on the GPU.
 //!
 //! ```text
-//! first absence: all of it goes ──> second: the context stays ──> what both cost is known
-//!     from then on it stays where that saves a tenth of the return and more
-//!                   than the way after it costs those for whom it had to go in the end
+//! first offload: without context ──> second: context retained ──> both costs are known
+//!     then retained where that saves at least a tenth of the restore, and more
+//!                   than the later eviction of contexts costs their waiters
 //! ```
 //!
-//! Contexts that stay take an eighth of a GPU at most, and none stays while anybody waits. Who needs
-//! the room gets it in any case (`room`), only later.
+//! Retained contexts take at most an eighth of a GPU, and none is retained while a container
+//! waits. A waiter that needs their VRAM evicts them (`eviction.rs`), only later.
 
 use affinode_proto::wire::Phase;
 
@@ -16,36 +16,36 @@ use super::{
     policy::Engine, process::Process, transitions,
 };
 
-/// What an absence has cost.
+/// Measured durations of an offload and its restore.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
-    /// The way out.
+    /// Duration of the offload, in milliseconds.
     pub out_ms: Millis,
-    /// The way home, from when there was room.
+    /// Duration of the restore after VRAM was granted, in milliseconds.
     pub home_ms: Millis,
 }
 
-/// What the last absences of a container have cost, with its context and without.
+/// Costs of the container's last offloads, with the context retained and without.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Costs {
-    /// All of it went.
+    /// Last cost with the context checkpointed.
     pub deep: Option<Cost>,
-    /// The context stayed.
+    /// Last cost with the context retained.
     pub shallow: Option<Cost>,
-    /// Absences since one of them was measured.
+    /// Number of offloads since the other way was measured last.
     since: u32,
 }
 
-/// What is known is measured again after so many absences.
+/// After this many offloads the other way is measured again.
 const AGAIN: u32 = 32;
-/// Of how many absences the share that others have cut short is kept, about.
+/// Weight of the past in the average of `context_evicted_share`, in offloads.
 const REMEMBERED: u32 = 8;
-/// The share that is all of them.
+/// The share that stands for all offloads.
 const ALL: u32 = 1 << 10;
 
 impl Costs {
-    /// Whether the context is to stay. `pushed`: the share, of [`ALL`], of such absences in which
-    /// it had to go after all.
+    /// Whether to keep the CUDA context on the GPU. `pushed` is the fraction (in 1/[`ALL`]) of
+    /// earlier context-retaining offloads whose context had to be checkpointed later.
     fn keeps_context(&self, pushed: u32) -> bool {
         let (Some(deep), Some(shallow)) = (self.deep, self.shallow) else {
             return self.deep.is_some();
@@ -54,7 +54,7 @@ impl Costs {
         let push = deep.out_ms.saturating_sub(shallow.out_ms).max(saved);
         let kept = u64::from(ALL - pushed.min(ALL));
         let stays = saved * 10 >= deep.home_ms.max(1) && saved * kept > push * u64::from(pushed);
-        // Now and then the other way, which may cost something else by now.
+        // Measure the other way now and then: its cost may have changed.
         stays != (self.since >= AGAIN)
     }
 
@@ -66,7 +66,7 @@ impl Costs {
 }
 
 impl Node {
-    /// A container is about to leave: whether its context stays.
+    /// Chooses whether the offload that begins retains the context.
     pub(super) fn choose_context_retention(&mut self, key: &Key) {
         let stays = self.keeps_context(key);
         if let Some(container) = self.containers.get_mut(key) {
@@ -80,7 +80,7 @@ impl Node {
         if container.policy.engine == Engine::Auto && is_bound {
             return true;
         }
-        // Who has left its context here comes back nowhere else.
+        // A container with a retained context can be restored on its own GPU only.
         let moves_on = container.policy.allow_gpu_migration && self.gpus.len() > 1;
         container.policy.engine == Engine::Auto
             && !moves_on
@@ -93,12 +93,12 @@ impl Node {
             && self.have_room_for_contexts(key)
     }
 
-    /// Whether what the parked have on their GPUs, or will have in a moment, and this one would, is
-    /// an eighth of each at most.
+    /// Whether the retained contexts, with this one and those of offloads in progress, take at
+    /// most an eighth of each GPU.
     fn have_room_for_contexts(&self, key: &Key) -> bool {
         let stays = |p: &Process| match p.phase {
             Phase::CopiedOut => p.vram.clone(),
-            // Its own, and those on their way.
+            // This container's processes, and those of offloads in progress.
             _ if p.key == *key || self.containers.get(&p.key).is_some_and(|c| c.retain_context) => {
                 p.remaining()
             }
@@ -111,7 +111,7 @@ impl Node {
         })
     }
 
-    /// An absence has ended.
+    /// Learns the cost of an offload after its restore.
     pub(super) fn learn_cost(&mut self, key: &Key) {
         let Some(container) = self.containers.get_mut(key) else { return };
         let Container { evict_context: deep, retain_context: shallow, .. } = *container;
@@ -123,7 +123,7 @@ impl Node {
             self.context_evicted_share =
                 (self.context_evicted_share * (REMEMBERED - 1) + last) / REMEMBERED;
         }
-        // Who went after all tells nothing of either.
+        // An offload whose context was evicted later is a sample of neither kind.
         if !(shallow && deep) {
             let (out_ms, home_ms) = (container.last_offload_ms, container.last_restore_ms);
             container.costs.learn(shallow, Cost { out_ms, home_ms });
@@ -132,7 +132,7 @@ impl Node {
 }
 
 impl Process {
-    /// What stays on its devices where it parks.
+    /// VRAM that a copy out leaves on the process's GPUs.
     fn remaining(&self) -> Vec<DeviceBytes> {
         let gone = self.vram_freed_by_copy();
         let left = self.vram.iter().zip(gone);
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn both_ways_are_measured_before_one_is_chosen() {
+    fn context_costs_are_measured_before_choice() {
         let mut known = Costs::default();
         assert!(!known.keeps_context(0), "all of it is given back first");
         known.learn(false, Cost { out_ms: 900, home_ms: 500 });
@@ -165,7 +165,7 @@ mod tests {
 
     /// The figures are those of an H200: 1 GiB and 24 GiB of a process.
     #[test]
-    fn a_context_stays_where_that_saves_more_than_it_costs_others() {
+    fn context_is_kept_where_it_saves_more_time() {
         let small = costs((450, 186), (60, 40));
         assert!(small.keeps_context(0));
         assert!(small.keeps_context(ALL / 4), "146 ms in three of four, 390 ms in one");
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn the_other_way_is_measured_again_now_and_then() {
+    fn other_context_choice_is_measured_again() {
         let mut known = costs((450, 186), (60, 40));
         let mut other = 0;
         for _ in 0..4 * AGAIN {

@@ -1,31 +1,32 @@
-//! Whose memory may be held together (`policy.dedup`): that of one tenant, and no other's with it.
-//! Who shares learns that somebody else has the same content.
+//! The dedup domain of a container (`policy.dedup`): memory is deduplicated within one tenant
+//! only, because sharing reveals that another container has the same content.
 
 use affinode_proto::api::control::Announcement;
 
 use super::{Key, Node, ProcessId};
 
-/// Processes of equal ones may hold once what they have in common.
+/// Processes of the same domain may store identical content once.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Domain {
-    /// Containers. A namespace of Kubernetes' and one of containerd's may have the same name.
+    /// Containers. Kubernetes and containerd may use the same name for a namespace.
     Containers {
-        /// containerd's namespace.
+        /// Namespace in containerd.
         containerd: String,
-        /// Kubernetes'; empty outside Kubernetes.
+        /// Namespace in Kubernetes; empty outside Kubernetes.
         pod: String,
     },
-    /// Jobs, which are no containers, whatever their namespace is called.
+    /// Jobs. They are no containers, whatever their namespace is called.
     Jobs {
-        /// Who runs them, by the kernel: names can be alike.
+        /// User id of the job's owner, by the kernel: names may be equal.
         uid: u32,
-        /// As root may choose it.
+        /// Namespace of the job; root may choose it.
         namespace: String,
     },
 }
 
 impl Domain {
-    /// That of a container, or of a job of this user. `None`: who is in no namespace is alone.
+    /// The domain of a container, or of a job of `user`. `None`: without a namespace memory is not
+    /// shared.
     #[must_use]
     pub fn of(announcement: &Announcement, user: Option<u32>) -> Option<Domain> {
         let namespace = announcement.namespace.clone();
@@ -43,8 +44,8 @@ impl Domain {
 }
 
 impl Node {
-    /// Whom a process may hold memory together with, if its policy has that. `user` knows whose
-    /// job a container is.
+    /// The dedup domain of a process; `None` if its policy has no dedup. `user` returns the owner
+    /// of a job.
     #[must_use]
     pub fn domain_of(
         &self,
@@ -71,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn each_tenant_is_one_of_its_own() {
+    fn each_tenant_has_its_own_domain() {
         let all = [
             of("k8s.io", "ml", None),
             of("k8s.io", "web", None),

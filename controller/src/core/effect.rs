@@ -1,4 +1,4 @@
-//! What the node wants done.
+//! Effects: what the controller executes for the node.
 
 use affinode_proto::{
     api::control::Event, reason::Reason, state::State, wire::message::ControllerMessage,
@@ -9,47 +9,47 @@ use super::{
     Answer, CommandId, DeviceBytes, Key, Millis, ProcessId, input::Identity, node::text_of,
 };
 
-/// A process in the journal.
+/// A process in a journal record.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordedProcess {
-    /// Host pid.
+    /// Pid on the host.
     pub pid: u32,
     /// Start time in clock ticks.
     pub start_ticks: u64,
-    /// VRAM that it held when it was moved out, and needs to come back.
+    /// VRAM that it held at its offload and needs for its restore.
     pub away: Vec<DeviceBytes>,
-    /// UUID of the GPU that it may be restored on just now, if that is another than it left.
+    /// UUID of the GPU of a migration in progress, if it is another than its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub to: Option<String>,
 }
 
-/// What is written before a destructive step.
+/// A journal record: written before each step that moves memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     /// `checkpoint` or `restore`.
     pub step: String,
-    /// Every process of the container that is away, or about to be.
+    /// Every process of the container that is offloaded or about to be.
     pub processes: Vec<RecordedProcess>,
 }
 
-/// A container is in another state from now on.
+/// A change of a container's state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Change {
-    /// Which.
+    /// Key of the container.
     pub key: Key,
-    /// Its name for people.
+    /// Name of the container for users.
     pub container: String,
-    /// Until now.
+    /// State before the change.
     pub from: State,
-    /// From now on.
+    /// State after the change.
     pub to: State,
-    /// Why.
+    /// Reason of the change.
     pub reason: Reason,
-    /// More about that, if there is more.
+    /// Detail of the reason; may be empty.
     pub detail: String,
-    /// VRAM that was moved, in bytes, where some was.
+    /// VRAM that was moved, in bytes; 0 if none was.
     pub bytes: u64,
-    /// How long that took.
+    /// Duration of the move, in milliseconds.
     pub elapsed_ms: Millis,
 }
 
@@ -70,43 +70,42 @@ impl From<Change> for Event {
     }
 }
 
-/// Something to do, in the order given.
+/// One thing to do. Effects are executed in the order given.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Effect {
-    /// Send to an agent. A connection that does not take it is cut.
+    /// Send a message to an agent. A connection that does not accept it is cut.
     Send(ProcessId, ControllerMessage),
-    /// Forget the process: watch no pidfd, read no page.
+    /// Forget the process: stop watching its pidfd and reading its counters.
     Drop(ProcessId),
-    /// Write the record, or remove it when `None`. Must be on disk before the next effect.
+    /// Write the record; `None` removes it. It must be on disk before the next effect.
     Journal(Key, Option<Record>),
-    /// Read devices, cgroups and process states; answer with [`super::Input::Surveyed`].
+    /// Read GPUs, cgroups and process states; report with [`super::Input::Surveyed`].
     Survey {
-        /// The container.
+        /// The container to survey.
         key: Key,
-        /// Host pids and the VRAM bytes that would move to host memory, 0 when not known.
+        /// Host pids and the bytes that would move to host memory; 0 if unknown.
         processes: Vec<(u32, u64)>,
     },
-    /// Read devices now; answer with [`super::Input::Proven`] of the same number.
+    /// Read the GPUs now; report with [`super::Input::Proven`] and the same number.
     Prove(Key, u64),
-    /// Have a process make host memory ready for its leaving, where a copier can copy it out; or no
-    /// longer.
+    /// Order a process to prefault host memory for a copier's copy, or to give it back.
     Prepare {
-        /// Which.
+        /// The process concerned.
         process: ProcessId,
-        /// Or no longer.
+        /// True: prefault. False: give back.
         on: bool,
     },
-    /// End a process, if it is still the one that is meant: ask it to, or kill it.
+    /// End a process, if pid and start time still match: SIGTERM, or SIGKILL by force.
     End {
-        /// Which.
+        /// The process to end.
         identity: Identity,
-        /// It was asked before and did not.
+        /// Whether it was asked before and did not end.
         by_force: bool,
     },
-    /// Answer a request.
+    /// Answer a request with a response.
     Answer(CommandId, Answer),
-    /// Publish that a container is in another state.
+    /// Publish a change of a container's state.
     Changed(Change),
-    /// Publish (the sequence number is set by the publisher).
+    /// Publish an event. The publisher sets the sequence number.
     Publish(Box<Event>),
 }

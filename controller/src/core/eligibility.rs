@@ -19,17 +19,17 @@ const HAZARDS: [(Hazards, Reason); 9] = [
     (Hazards::HIDDEN_WAY, Reason::HiddenWay),
 ];
 
-/// What speaks against a move of a process with these, if anything.
+/// The reason why a process with these hazards must not be offloaded, if there is one.
 pub(super) fn hazard_reason(hazards: Hazards) -> Option<Reason> {
     HAZARDS.iter().find(|(bit, _)| hazards.intersects(*bit)).map(|(_, reason)| *reason)
 }
 
-/// Who made no call for so long and whose work runs, is told to be busy with that.
+/// Time without a call after which running work is shown as the reason that the container stays.
 const QUIET_MS: Millis = 2_000;
 
 impl Node {
-    /// Whether the container may be offloaded now. `asked`: by a person, so that
-    /// mode, idleness and residency do not matter.
+    /// Whether the container may be offloaded now; otherwise why not. `asked`: an operator or a
+    /// waiter asks, so mode, idleness and residency do not matter.
     pub(super) fn check_offload(&self, key: &Key, asked: bool) -> Result<(), (Reason, String)> {
         let refuse = |reason: Reason| Err((reason, String::new()));
         let Some(c) = self.containers.get(key) else {
@@ -41,7 +41,7 @@ impl Node {
         }
         let moves = self.moves(key);
         for process in processes() {
-            // A copy alone leaves the context where it is.
+            // A copy out leaves the context on the GPU, so hazards of a checkpoint do not matter.
             let harmless = match moves(process) {
                 OffloadMethod::Copy => Hazards::KEEPS_CONTEXT,
                 OffloadMethod::DriverCheckpoint | OffloadMethod::CopyAndCheckpoint => {
@@ -80,7 +80,7 @@ impl Node {
         if c.busy_until().is_some_and(|until| self.now < until) {
             return refuse(Reason::HintedBusy);
         }
-        // Of one that calls all the time it is no news that its work runs.
+        // For a container that calls all the time, running work is no news.
         let quiet_ms = self.now.saturating_sub(c.last_called);
         if quiet_ms >= QUIET_MS.min(c.idle_after_ms())
             && let Some((pid, percent)) = self.working(key)
@@ -105,7 +105,7 @@ impl Node {
         }
         match c.policy.mode {
             Mode::Manual => refuse(Reason::ModeManual),
-            // Whoever needs its room takes it: see `room.rs`.
+            // A waiter that needs its VRAM evicts it: see `eviction.rs`.
             Mode::Pressure => refuse(Reason::NoPressure),
             _ if !c.policy.offload_window.is_open(self.week_minute()) => {
                 refuse(Reason::OutsideWindow)
@@ -115,21 +115,21 @@ impl Node {
         }
     }
 
-    /// Whether what it holds is not worth a move.
+    /// Whether the container holds less VRAM than is worth an offload.
     pub(super) fn is_too_small(&self, key: &Key) -> bool {
         let least = self.containers.get(key).map_or(0, |c| c.policy.minimum_vram_bytes);
         let held = || -> u64 { self.processes.of(key).map(|(_, p)| p.vram_bytes()).sum() };
         least > 0 && (1..least).contains(&held())
     }
 
-    /// The index of a GPU in MIG mode that the process holds memory of.
+    /// The index of a GPU in MIG mode on which the process holds memory.
     pub(super) fn cut_gpu_of(&self, process: &Process) -> Option<u32> {
         let cut = self.gpus.iter().filter(|gpu| gpu.mig);
         let holds = |uuid: &str| process.vram.iter().any(|held| held.uuid == uuid);
         cut.filter(|gpu| holds(&gpu.uuid)).map(|gpu| gpu.index).next()
     }
 
-    /// Tells once that the container stays, and why.
+    /// Publishes that the container stays, and why; once per reason.
     pub(super) fn refuse_offload(&mut self, key: &Key, reason: Reason, detail: &str) {
         let Some(container) = self.containers.get_mut(key) else {
             return;
@@ -139,7 +139,7 @@ impl Node {
         }
     }
 
-    /// The event that goes with a refusal.
+    /// Publishes the event of a refusal.
     pub(super) fn publish_refusal(&mut self, key: &Key, reason: Reason, detail: &str) {
         let event = Event {
             kind: "refused".into(),
@@ -150,7 +150,7 @@ impl Node {
         self.publish(key, event);
     }
 
-    /// Shows whether the container is idle, and sends it away when policy says so.
+    /// Updates whether the container is idle, and begins an offload if the policy says so.
     pub(super) fn evaluate(&mut self, key: &Key) {
         let Some(c) = self.containers.get(key) else {
             return;
@@ -179,7 +179,7 @@ impl Node {
     }
 }
 
-/// Whether the reason is in the process itself: it will not pass, and somebody should know.
+/// Whether the reason lies in the process itself: it will not pass, so it is published.
 pub(super) fn is_unsafe(reason: Reason) -> bool {
     reason == Reason::Mig || HAZARDS.iter().any(|(_, hazard)| *hazard == reason)
 }

@@ -1,4 +1,4 @@
-//! What holds for a container, value by value, and where each value comes from.
+//! The effective settings of a container, value by value, with the source of each value.
 //!
 //! ```text
 //! default < node (file, drop-in, environment) < namespace rule < annotation < operator (pin, auto-offload)
@@ -14,23 +14,23 @@ use super::{
     policy::{LATENCY_SENSITIVE, Policies, Policy, Rule, apply},
 };
 
-/// Where a value comes from.
+/// The source of a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// Nobody said anything.
+    /// The built-in default of Affinode.
     Default,
-    /// The node's configuration: the file, or the variable.
+    /// The node's configuration: name of the file or the environment variable.
     Node(String),
     /// The rule for this namespace.
     Namespace(String),
     /// This annotation of the container.
     Annotation(String),
-    /// Somebody chose it by this command.
+    /// An operator's choice, by this command.
     Operator(String),
 }
 
 impl Origin {
-    /// The word for it, and what it names.
+    /// The word for the source, and its file, namespace, annotation or command.
     #[must_use]
     pub fn words(&self) -> (&'static str, &str) {
         match self {
@@ -43,14 +43,14 @@ impl Origin {
     }
 }
 
-/// A value of a policy.
+/// A setting with its effective value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Value {
-    /// Its name in `[policy]`.
+    /// Name of the setting in `[policy]`.
     pub name: &'static str,
-    /// As people write it.
+    /// The value as configuration files write it.
     pub value: String,
-    /// Where it comes from.
+    /// The source of the value.
     pub origin: Origin,
 }
 
@@ -178,7 +178,7 @@ const SETTINGS: &[Setting] = &[
     },
 ];
 
-/// The names of all values, as `[policy]` has them.
+/// The names of all settings, as `[policy]` has them.
 pub fn names() -> impl Iterator<Item = &'static str> {
     SETTINGS.iter().map(|setting| setting.name)
 }

@@ -1,33 +1,33 @@
-//! What an application, its sidecar or a person says of a container: idle now, or busy.
+//! Hints of an application, its sidecar or an operator: the container is idle now, or busy.
 //!
 //! ```text
-//! nothing ──"idle"──> idle: leaves as soon as no call is in progress ──next use──> nothing
-//!    └─────"busy"──> busy: counts as in use ──"idle", or an hour──> nothing
+//! none ──"idle"──> idle: offloaded as soon as no call is in progress ──next use──> none
+//!   └─────"busy"──> busy: counts as in use ──"idle", or an hour──> none
 //! ```
 //!
-//! It comes from a container, too, and is believed as far as a container's calls are: who
-//! says busy keeps what it has as long as one that calls would.
+//! A hint comes from inside the container as well, so it is trusted as far as calls are: "busy"
+//! keeps a container resident as constant calls would.
 
 use affinode_proto::{api::control::Event, reason::Reason};
 
 use super::{Key, Millis, Node, container::Container};
 
-/// Who says busy and then nothing is not believed any longer.
+/// A busy hint that is not repeated expires after this time.
 const BUSY_MS: Millis = 3_600_000;
-/// Counters that are read so soon after it may show calls that were made before it.
+/// Counters read this soon after a hint may show calls made before it.
 const SETTLE_MS: Millis = 1_000;
 
-/// What is said.
+/// The content of a hint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hint {
-    /// Nothing will be asked of the GPU for a while.
+    /// The GPU will not be used for a while.
     Idle,
-    /// It is in use, or about to be.
+    /// The GPU is in use, or about to be.
     Busy,
 }
 
 impl Hint {
-    /// The word for it.
+    /// The word in files, events and commands.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -36,8 +36,8 @@ impl Hint {
         }
     }
 
-    /// Reads the last of the words that were written one after the other; white space is
-    /// between them, anything else is passed over.
+    /// Parses the last known word of a text. Words are separated by white space; unknown ones are
+    /// skipped.
     #[must_use]
     pub fn last(text: &[u8]) -> Option<Hint> {
         text.split(u8::is_ascii_whitespace).rev().find_map(|word| match word {
@@ -49,13 +49,13 @@ impl Hint {
 }
 
 impl Container {
-    /// It was said that it is idle, and it was not used since.
+    /// Whether an idle hint holds: no use since then.
     #[must_use]
     pub fn hinted_idle(&self) -> bool {
         matches!(self.hint, Some((Hint::Idle, _)))
     }
 
-    /// Until when it is in use because it was said so.
+    /// Until when a busy hint holds; `None` if there is none.
     #[must_use]
     pub fn busy_until(&self) -> Option<Millis> {
         match self.hint {
@@ -64,7 +64,7 @@ impl Container {
         }
     }
 
-    /// It was used: that it is idle does not hold any more.
+    /// Ends an idle hint after use.
     pub(super) fn used(&mut self, now: Millis) {
         let settled = |said: Millis| now.saturating_sub(said) > SETTLE_MS;
         if matches!(self.hint, Some((Hint::Idle, said)) if settled(said)) {
@@ -74,7 +74,7 @@ impl Container {
 }
 
 impl Node {
-    /// Takes a hint; `who` said it, for the event. One that says nothing new is not told.
+    /// Handles a hint. `who` is its source, for the event. A repeated hint is not published.
     pub(super) fn hinted(&mut self, key: &Key, hint: Hint, who: &str) {
         let now = self.now;
         let Some(container) = self.containers.get_mut(key) else { return };
@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_word_counts_and_nonsense_is_passed_over() {
+    fn last_known_hint_word_counts() {
         assert_eq!(Hint::last(b"idle\n"), Some(Hint::Idle));
         assert_eq!(Hint::last(b"idle\nbusy\n\xff\xfe garbage"), Some(Hint::Busy));
         assert_eq!(Hint::last(b"idlebusy"), None);

@@ -1,10 +1,9 @@
-//! When a container was used before, and what follows from it: how long to wait before
-//! it goes, who comes back latest, when to have it back.
+//! Learns from a container's uses: its keep-alive, its expected next use, and when to prewake it.
 //!
-//! A pause is a time of a second or more without use. Pauses are counted in bins of a
-//! quarter octave, apart for each pace of use before them: what a pause of a minute means
-//! depends on whether use came every second or every minute until then. What a container
-//! has not shown yet the node's other containers lend, with the weight of a few pauses.
+//! A pause is a second or more without use. Pauses are counted in bins of a quarter octave,
+//! separately for each pace of use before them: a pause of a minute means something else after
+//! calls every second than after calls every minute. The counts of the node's other containers add
+//! the weight of a few pauses of its own.
 //!
 //! ```text
 //! keep alive:  the T with the least  E[VRAM held idle] + wake cost x waiting calls x P(pause > T)
@@ -16,42 +15,42 @@ use std::sync::LazyLock;
 
 use super::Millis;
 
-/// Bins to an octave.
+/// Number of bins per octave.
 const PER_OCTAVE: f32 = 4.0;
-/// Bins: 1 s to 2^18 s, three days.
+/// Number of bins: 1 s to 2^18 s, three days.
 pub const BINS: usize = 72;
 /// Paces that are told apart: mean pauses of 1, 2, 4, ... 128 s and more.
 const PACES: usize = 8;
-/// Weight of what the node has seen, in pauses.
+/// Weight of the node's counts, in pauses.
 const NODE_WEIGHT: f32 = 100.0;
-/// Weight of not knowing: all bins alike.
+/// Weight of the uniform prior over all bins.
 const PRIOR_WEIGHT: f32 = 0.5;
 /// Counts of one pace are halved beyond this: old habits fade.
 const FADE_AT: f32 = 4096.0;
-/// Calls of so much time wait when it has to come back: the end of an offload, a return.
+/// Time during which calls wait at a wake, in seconds: the end of an offload and the restore.
 const RETURN_S: f32 = 2.0;
-/// Calls in a second of use, roughly.
+/// Estimated calls per second of use.
 const CALLS_PER_USE_S: f32 = 3.0;
-/// Pauses before anything is concluded: of the container, or of all on the node.
+/// Pauses needed before anything is learned: of the container, or of the whole node.
 const ENOUGH: u32 = 8;
 const ENOUGH_OF_NODE: u32 = 64;
-/// How fast the pace follows.
+/// Weight of the newest pause in the running means.
 const PACE_STEP: f32 = 0.2;
-/// A pause shorter than this is no pause.
+/// A shorter time without use is no pause.
 pub const PAUSE_MS: Millis = 1_000;
-/// Long pauses that are remembered one by one.
+/// Number of long pauses kept one by one.
 const RECENT: usize = 8;
 
 type Bins = [f32; BINS];
 
-/// Pauses of one pace, and how many they are.
+/// Pauses after one pace, per bin, with their sum.
 #[derive(Clone, Debug)]
 struct Counts {
     bins: Bins,
     sum: f32,
 }
 
-/// Pauses by the pace before them.
+/// Counted pauses, by the pace before them.
 #[derive(Clone, Debug, Default)]
 pub struct Pauses {
     counts: [Option<Box<Counts>>; PACES],
@@ -72,13 +71,13 @@ impl Pauses {
     }
 }
 
-/// What one container has shown.
+/// Learned uses and pauses of one container.
 #[derive(Clone, Debug, Default)]
 pub struct History {
     own: Pauses,
     /// Mean of the logarithm of the last pauses.
     pace: Option<f32>,
-    /// The last pauses that outlived an offload.
+    /// The last pauses during which the container was offloaded.
     long: Vec<Millis>,
     /// Mean time of a use, and of a pause and the use before it, in seconds.
     mean_use_s: f32,
@@ -88,18 +87,18 @@ pub struct History {
     hits: u32,
 }
 
-/// What the owner wants.
+/// The objective of a learned keep-alive.
 #[derive(Clone, Copy, Debug)]
 pub struct KeepAliveTarget {
-    /// A wake is worth so much time of VRAM held idle.
+    /// Cost of a wake, in milliseconds of VRAM held idle.
     pub wake_cost_ms: Millis,
-    /// It never waits longer than this.
+    /// Upper limit of the keep-alive, in milliseconds.
     pub at_most_ms: Millis,
 }
 
 impl History {
-    /// Takes a pause that ended now; the node's counts take it too.
-    /// `use_ms`: how long the use before it was; `wish`: what to learn, if anything.
+    /// Counts a pause that ended now, for the container and the node. `use_ms`: length of the use
+    /// before it. `wish`: the objective; `None` if the keep-alive is fixed.
     pub fn observe(
         &mut self,
         use_ms: Millis,
@@ -122,7 +121,7 @@ impl History {
         self.keep_alive = wish.filter(|_| enough).map(|wish| self.learn(node, wish));
     }
 
-    /// How long without use makes it idle; `None` as long as too little is known.
+    /// Time without use that makes it idle, in milliseconds. `None`: too few pauses so far.
     #[must_use]
     pub fn keep_alive_ms(&self) -> Option<Millis> {
         self.keep_alive
@@ -147,7 +146,7 @@ impl History {
 
     fn learn(&self, node: &Pauses, wish: KeepAliveTarget) -> Millis {
         let weights = self.weights(node);
-        // Whoever is called often has several calls wait for one return.
+        // A container with frequent calls has several calls waiting for one restore.
         let calls_per_s = (1.0 + CALLS_PER_USE_S * self.mean_use_s) / self.mean_cycle_s.max(1.0);
         let wake_s = wish.wake_cost_ms as f32 / 1000.0 * (1.0 + RETURN_S * calls_per_s);
         let mut longer: f32 = weights.iter().sum();
@@ -182,7 +181,7 @@ impl History {
         if weight > 0.0 { (sum / weight * 1000.0) as Millis } else { idle_ms }
     }
 
-    /// A pause that outlived an offload ended.
+    /// Records the pause before a restore.
     pub fn returned(&mut self, pause_ms: Millis) {
         if self.long.len() == RECENT {
             self.long.remove(0);
@@ -190,8 +189,8 @@ impl History {
         self.long.push(pause_ms);
     }
 
-    /// When to have it back and until when to keep it, in time after its last use:
-    /// only where the last long pauses agree, and most such returns were used.
+    /// When to prewake and until when to wait for the call, in milliseconds after the last use.
+    /// `None` if the last long pauses differ, or if too many prewakes were missed.
     #[must_use]
     pub fn prewake(&self, lead_ms: Millis) -> Option<(Millis, Millis)> {
         let shortest = *self.long.iter().min()?;
@@ -202,7 +201,7 @@ impl History {
         (agree && pays && begin > lead_ms).then_some((begin, longest + longest / 10))
     }
 
-    /// Counts a return ahead of a call.
+    /// Counts a prewake of this container.
     pub fn prewoken(&mut self) {
         self.prewakes = self.prewakes.saturating_add(1);
         if self.prewakes > 64 {
@@ -210,7 +209,7 @@ impl History {
         }
     }
 
-    /// Such a return was used.
+    /// Counts a prewake that was followed by a call.
     pub fn prewake_hit(&mut self) {
         self.hits = self.hits.saturating_add(1).min(self.prewakes);
     }
@@ -221,7 +220,7 @@ fn bin_of(pause_ms: Millis) -> usize {
     (bin.max(0.0) as usize).min(BINS - 1)
 }
 
-/// The longest pause of each bin.
+/// The longest pause of each bin, in seconds and milliseconds.
 struct Ends {
     s: Bins,
     ms: [Millis; BINS],
@@ -245,12 +244,12 @@ mod tests {
     }
 
     #[test]
-    fn too_little_is_known_at_first() {
+    fn few_pauses_teach_nothing() {
         assert_eq!(after(&[4_000; 7]).0.keep_alive_ms(), None);
     }
 
     #[test]
-    fn short_pauses_and_then_long_ones_are_told_apart_early() {
+    fn keep_alive_separates_short_and_long_pauses() {
         let pauses: Vec<Millis> =
             (0..100).map(|n| if n % 10 == 9 { 3_600_000 } else { 4_000 }).collect();
         let learned = after(&pauses).0.keep_alive_ms().unwrap();
@@ -258,27 +257,27 @@ mod tests {
     }
 
     #[test]
-    fn pauses_below_the_cost_of_a_wake_are_waited_for() {
+    fn keep_alive_covers_pauses_cheaper_than_a_wake() {
         let pauses: Vec<Millis> = (0..100).map(|n| 15_000 + n % 7 * 4_000).collect();
         let learned = after(&pauses).0.keep_alive_ms().unwrap();
         assert!(learned >= 39_000, "{learned}");
     }
 
     #[test]
-    fn never_longer_than_is_wished() {
+    fn keep_alive_never_exceeds_limit() {
         let (history, _) = after(&[290_000; 100]);
         assert!(history.keep_alive_ms().unwrap() <= WISH.at_most_ms);
     }
 
     #[test]
-    fn whoever_pauses_longer_is_expected_later() {
+    fn longer_pauses_give_later_expected_return() {
         let (often, node) = after(&[2_000; 50]);
         let (seldom, other) = after(&[200_000; 50]);
         assert!(often.expected_return_ms(1_000, &node) < seldom.expected_return_ms(1_000, &other));
     }
 
     #[test]
-    fn a_clockwork_is_expected_and_others_are_not() {
+    fn regular_pauses_are_prewoken_irregular_not() {
         let mut clockwork = History::default();
         (0..4).for_each(|n| clockwork.returned(600_000 + n * 1_000));
         let (begin, end) = clockwork.prewake(5_000).unwrap();
@@ -289,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn prewakes_that_nobody_uses_end() {
+    fn missed_prewakes_stop_prewaking() {
         let mut history = History::default();
         (0..8).for_each(|_| history.returned(600_000));
         (0..4).for_each(|_| history.prewoken());

@@ -1,9 +1,9 @@
-//! The ledger of host memory: what offloads in progress were promised, on the node and in each
-//! memory cgroup, and have not touched yet.
+//! The ledger of host memory: the promises to offloads in progress, on the node and in each memory
+//! cgroup, as far as they are not touched yet.
 //!
-//! A reading shows what is free at one moment. Two containers that are judged by readings of the
-//! same moment would both be promised the same memory, and the kernel would kill one. So an
-//! offload is judged by a reading less what the ledger has promised to others:
+//! A reading shows what is free at one moment. Two containers judged by readings of the same
+//! moment would both be promised the same memory, and the kernel would kill one. So an offload is
+//! judged by a reading less the ledger's promises to others:
 //!
 //! ```text
 //! survey asked ──reading──> free - promised to others ≥ need?
@@ -12,14 +12,14 @@
 //!                             short without them: the container stays
 //! ```
 //!
-//! A promise counts in full until its offload is over, also for what was touched meanwhile: the
-//! readings of that time show a part of it twice, which delays others and endangers none. A
-//! released promise still counts for readings that were asked for before the release.
+//! A promise counts in full until its offload is over, also for memory that was touched meanwhile.
+//! The readings of that time show a part of it twice, which delays others but endangers none. A
+//! released promise still counts for readings that were requested before its release.
 
 use super::{Key, Millis};
 
-/// A promise counts for at most this long after it was made: about the time in which the driver
-/// checkpoints 140 GiB. A process that never reports could hold up others' offloads else.
+/// A promise counts for at most this long: about the time in which the driver checkpoints 140 GiB.
+/// Otherwise a process that never reports would delay the offloads of others forever.
 const MAX_PROMISE_MS: Millis = 180_000;
 
 /// One pool of host memory that an offload draws on.
@@ -34,7 +34,7 @@ pub struct MemoryPool {
 }
 
 impl MemoryPool {
-    /// The pool's name for messages.
+    /// The pool's name for messages: its path, or "the node".
     #[must_use]
     pub fn name(&self) -> &str {
         self.group.as_deref().unwrap_or("the node")
@@ -46,12 +46,12 @@ impl MemoryPool {
 pub enum MemoryShortage {
     /// The pool has too little, whatever becomes of offloads in progress.
     Short {
-        /// The pool.
+        /// The pool with too little memory.
         pool: MemoryPool,
     },
     /// The pool would have enough without what it owes to offloads in progress.
     Promised {
-        /// The pool.
+        /// The pool whose memory is promised to others.
         pool: MemoryPool,
         /// What others were promised there, in bytes.
         promised_bytes: u64,
@@ -62,7 +62,7 @@ pub enum MemoryShortage {
 struct HostPromise {
     key: Key,
     pools: Vec<MemoryPool>,
-    /// Order in which promises were made.
+    /// Position in the order in which promises were made.
     number: u64,
     made_at: Millis,
     /// Its memory may be touched from now on.
@@ -70,7 +70,7 @@ struct HostPromise {
     released_at: Option<Millis>,
 }
 
-/// Promises of host memory.
+/// The promises of host memory to offloads in progress.
 #[derive(Clone, Debug, Default)]
 pub struct HostLedger {
     /// In the order in which they were made. A container has at most one that is not released.
@@ -79,7 +79,7 @@ pub struct HostLedger {
 }
 
 impl HostLedger {
-    /// Judges a reading that was asked for at `asked_at`.
+    /// Judges a reading that was requested at `asked_at`.
     ///
     /// A container that has a promise waits only for promises that are older than its own, or
     /// whose memory is being touched: two that wait for each other would wait for ever.
@@ -128,7 +128,7 @@ impl HostLedger {
             .fold(0, |sum, promised| sum.saturating_add(promised.need_bytes))
     }
 
-    /// Promises what a reading says that an offload needs. An earlier promise to the same
+    /// Promises the memory that an offload needs by a reading. An earlier promise to the same
     /// container keeps its place in the order.
     pub fn promise(&mut self, key: &Key, pools: Vec<MemoryPool>, now: Millis) {
         if let Some(promise) = self.standing_mut(key) {
@@ -154,15 +154,15 @@ impl HostLedger {
         self.promises.iter_mut().find(|p| p.key == *key && p.released_at.is_none())
     }
 
-    /// The container's memory is moved from now on.
+    /// Records that the container's memory is being moved from now on.
     pub fn begin_move(&mut self, key: &Key) {
         if let Some(promise) = self.standing_mut(key) {
             promise.is_moving = true;
         }
     }
 
-    /// Releases the promises of containers that no longer move, and forgets released ones that no
-    /// reading on its way needs. `oldest_survey`: when the oldest reading on its way was asked for.
+    /// Releases the promises of containers that no longer move. Forgets released ones that no
+    /// pending reading needs. `oldest_survey`: when the oldest pending reading was requested.
     pub fn settle(
         &mut self,
         now: Millis,
@@ -178,7 +178,7 @@ impl HostLedger {
         self.promises.retain(|promise| promise.released_at.is_none_or(is_needed));
     }
 
-    /// Whether nothing is promised.
+    /// Whether no promise is recorded.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.promises.is_empty()

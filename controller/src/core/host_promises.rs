@@ -1,4 +1,4 @@
-//! When an offload is promised host memory, when it waits for others' promises, and when promises
+//! Promises of host memory: when an offload gets one, when it waits for others, and when promises
 //! end.
 
 use affinode_proto::{reason::Reason, state::State, wire::message::Action};
@@ -9,13 +9,13 @@ use super::{
     host_memory::{MemoryPool, MemoryShortage},
 };
 
-/// What becomes of an offload after a look at host memory.
+/// The outcome of a survey of host memory for an offload.
 pub(super) enum HostVerdict {
-    /// It has what it needs, and the ledger says so.
+    /// The host memory is promised to the offload.
     Promised,
-    /// Offloads in progress were promised what it needs: it waits for their end.
+    /// The memory is promised to offloads in progress: wait for their end.
     Waits(Reason, String),
-    /// It stays.
+    /// Too little host memory: the container stays resident.
     Refused(Reason, String),
 }
 
@@ -50,8 +50,8 @@ impl Node {
         }
     }
 
-    /// Looks again for an offload that waits for others' promises and has touched nothing yet. One
-    /// whose processes are locked looks again whenever its next step is planned.
+    /// Surveys again for an offload that waits for others' promises and has touched no process
+    /// yet. An offload with locked processes surveys again whenever its next step is planned.
     pub(super) fn survey_again(&mut self, key: &Key) {
         if self.containers.get(key).is_some_and(|c| c.goal == Goal::OffloadRequested) {
             self.survey(key);
@@ -69,9 +69,9 @@ impl Node {
         self.host_ledger = ledger;
     }
 
-    /// Whether an offload of this container may still touch host memory. One that turned back while
-    /// an order was carried out does until that order is reported on; of a process whose agent has
-    /// left in the middle this is not known.
+    /// Whether an offload of this container may still touch host memory. An offload that was given
+    /// up during an order may do so until the report. Of a process whose agent lost its connection
+    /// in the middle this is unknown, so it counts.
     fn may_touch_host_memory(&self, key: &Key) -> bool {
         let leaves = self
             .containers

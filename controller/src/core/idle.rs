@@ -1,13 +1,13 @@
-//! When a container was last in use. A counter that moved, or a call in progress,
-//! is use; poll calls by themselves are not: an idle framework polls. So is work that was
-//! launched earlier and still runs, as the second witness sees it: NVML, process by process.
+//! When a container was last in use. Three things are use: a call counter that moved, a call in
+//! progress, and work that was launched earlier and still runs, by NVML's utilisation per process.
+//! Poll calls alone are no use: an idle framework polls.
 //!
 //! ```text
-//! reading of NVML ──shows the process, on a device where it holds VRAM──> in use until the next reading
-//!       └─────────none comes any more─────────> after a few seconds its last word is forgotten
+//! NVML utilisation ──shows the process, on a GPU where it holds VRAM──> in use until the next sample
+//!       └─────────no further samples──────────> the last one is forgotten after 5 s
 //! ```
 //!
-//! The witness may be absent (MIG, permissions, an old driver): then calls alone count.
+//! Without NVML utilisation (MIG, permissions, an old driver) only calls count.
 
 use std::collections::HashMap;
 
@@ -19,7 +19,7 @@ use super::{
     process::{DeviceWork, Process},
 };
 
-/// For so long a reading holds when no other follows it.
+/// A utilisation sample is valid for this time if no other follows.
 const TRUST_MS: Millis = 5_000;
 
 /// Whether the newer of two readings shows use since the older one.
@@ -29,8 +29,8 @@ pub fn moved(older: Option<&CounterSnapshot>, newer: &CounterSnapshot) -> bool {
 }
 
 impl Node {
-    /// Takes a reading of the second witness: whoever is not in it does not work. What ran
-    /// before a process came is of another one that had its pid.
+    /// Handles a sample of NVML utilisation: a process that is not in it does not work. Work from
+    /// before the process registered belongs to an earlier process with its pid.
     pub(super) fn worked(&mut self, work: &[Work]) {
         let now = self.now;
         self.utilization_sampled_at = Some(now);
@@ -44,8 +44,8 @@ impl Node {
                 at: now.saturating_sub(work.age_ms),
                 percent: work.percent,
             });
-            // Of one that is prepared nothing ran when that began, new work takes a call, and what
-            // a copier does to register its memory is shown as its work (seen on an H200).
+            // A prefaulted process was idle when that began, and new work takes a call. NVML shows
+            // a copier's registration of its memory as work of the process (seen on an H200).
             let here = process.phase == Phase::Open && !process.prefault_ordered;
             process.working =
                 working.filter(|w| here && w.at >= process.resident_since).max_by_key(|w| w.at);
@@ -57,15 +57,15 @@ impl Node {
         }
     }
 
-    /// The process whose work runs on a device although none of its calls is in progress, and
-    /// its share in percent.
+    /// The pid of a process whose work runs on a GPU without a call in progress, and its share in
+    /// percent.
     pub(super) fn working(&self, key: &Key) -> Option<(u32, u32)> {
         let working = |p: &Process| Some((p.identity.pid, self.share_of(p)?));
         self.processes.of(key).find_map(|(_, p)| working(p))
     }
 
-    /// The share of the last moment in which a process's work ran, in percent: 0 when the
-    /// witness does not name it, nothing when there is none.
+    /// The share of the last sample in which the process's work ran, in percent. 0: not in the
+    /// sample. `None`: no valid sample.
     pub(super) fn utilization_percent(&self, process: &Process) -> Option<u32> {
         let spoke =
             self.utilization_sampled_at.filter(|at| self.now.saturating_sub(*at) < TRUST_MS);
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_and_calls_in_progress_count_and_polls_do_not() {
+    fn calls_are_use_and_polls_are_not() {
         assert!(moved(None, &page(0, 0, 0)));
         assert!(moved(Some(&page(1, 0, 0)), &page(2, 0, 0)));
         assert!(moved(Some(&page(1, 0, 1)), &page(1, 0, 1)));

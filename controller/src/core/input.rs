@@ -1,4 +1,4 @@
-//! What the node is told.
+//! Inputs of the node: all events that decisions depend on.
 
 use affinode_proto::{
     api::control::{ActionResponse, Announcement},
@@ -12,169 +12,169 @@ use super::{DeviceBytes, Key, Millis, ProcessId, hints::Hint, host_memory::Memor
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CommandId(pub u64);
 
-/// The answer to a request.
+/// The response to a request of an operator.
 pub type Answer = ActionResponse;
 
-/// What a person or program asks for.
+/// A request of an operator or a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// Move it out.
+    /// Offload the container now.
     Offload,
-    /// Bring it back.
+    /// Restore the container now.
     Restore,
 }
 
-/// One device as NVML shows it.
+/// One GPU as NVML shows it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GpuSample {
-    /// NVML's index.
+    /// Index of the GPU in NVML.
     pub index: u32,
-    /// NVML's UUID.
+    /// UUID of the GPU in NVML.
     pub uuid: String,
-    /// Product name.
+    /// Product name, such as "NVIDIA H200".
     pub name: String,
-    /// Number of its device file, where the driver tells.
+    /// Number of its device file; `None` if the driver does not report it.
     pub minor: Option<u32>,
-    /// Cut into MIG instances.
+    /// Whether the GPU is in MIG mode.
     pub mig: bool,
-    /// VRAM in bytes.
+    /// Size of its VRAM in bytes.
     pub total_bytes: u64,
-    /// VRAM in use by anybody, in bytes.
+    /// VRAM in use by all processes and the driver, in bytes.
     pub used_bytes: u64,
-    /// Busy share of the last sample period, in percent.
+    /// Utilisation in the last sample period, in percent.
     pub utilization_percent: u32,
-    /// Host pid and VRAM of each compute process.
+    /// Host pid and VRAM bytes of each compute process.
     pub processes: Vec<(u32, u64)>,
-    /// What processes that are away are told when they ask NVML.
+    /// Figures that offloaded processes get when they ask NVML.
     pub figures: GpuFigures,
 }
 
-/// Figures of a device that decide nothing. `None`: the driver does not tell.
+/// Figures of a GPU that no decision depends on. `None`: the driver does not report it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GpuFigures {
     /// VRAM that the driver keeps for itself, in bytes.
     pub reserved_bytes: u64,
     /// Share of the last sample period in which a kernel ran, in percent.
     pub gpu_percent: Option<u32>,
-    /// Share in which memory was read or written, in percent.
+    /// Share in which VRAM was read or written, in percent.
     pub memory_percent: Option<u32>,
-    /// Degrees Celsius.
+    /// Temperature in degrees Celsius.
     pub temperature_c: Option<u32>,
-    /// Milliwatts.
+    /// Power draw in milliwatts.
     pub power_mw: Option<u32>,
 }
 
-/// Work of a process that ran on a device just now, as NVML shows it.
+/// Recent work of a process on a GPU, by NVML utilisation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Work {
-    /// The device.
+    /// UUID of the GPU.
     pub uuid: String,
-    /// Host pid.
+    /// Pid on the host.
     pub pid: u32,
-    /// Share of the last moment, in percent.
+    /// Share of the sample, in percent.
     pub percent: u32,
-    /// How long ago it was seen, in milliseconds.
+    /// Age of the sample, in milliseconds.
     pub age_ms: Millis,
 }
 
-/// Who a process is, as the socket and /proc tell it.
+/// Identity of a process, from the socket's credentials and /proc.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
     /// Pid in the controller's namespace.
     pub pid: u32,
-    /// Start time in clock ticks: with the pid it names one process for ever.
+    /// Start time in clock ticks. With the pid it identifies the process for ever.
     pub start_ticks: u64,
-    /// `comm` of the process, for people.
+    /// `comm` of the process, for display.
     pub command: String,
 }
 
-/// Device memory that an agent copies by itself, by its own word.
+/// Swappable memory of a process, as its agent reports it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SwapStatus {
-    /// What it can copy, in bytes.
+    /// Memory that the agent can copy, in bytes.
     pub swappable_bytes: u64,
-    /// What of it is in host memory, in bytes.
+    /// Part of it that is in host memory, in bytes.
     pub copied_out_bytes: u64,
-    /// What the last move out did not have to copy, in bytes.
+    /// Part that the last offload did not have to copy because it was unchanged, in bytes.
     pub unchanged_bytes: u64,
-    /// What it did not store, because it is all zero.
+    /// Part that was not stored because it is all zero, in bytes.
     pub zero_bytes: u64,
 }
 
-/// What was found out about a container before a step that depends on it.
+/// Result of a survey before a step of an offload.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Survey {
-    /// Devices, read now. `Err`: why they cannot be read.
+    /// Samples of the GPUs. `Err`: why they cannot be read.
     pub gpus: Result<Vec<GpuSample>, String>,
-    /// The pools of host memory that its offload draws on. `Err`: what speaks against an offload,
-    /// or why they cannot be read.
+    /// Pools of host memory that the offload draws on. `Err`: the reason against an offload, or
+    /// why the pools cannot be read.
     pub host: Result<Vec<MemoryPool>, (Reason, String)>,
 }
 
-/// Something that happened.
+/// An input of the node.
 #[derive(Clone, Debug)]
 pub enum Input {
-    /// A shim announced a container (again).
+    /// A shim announced a container, perhaps again.
     Announced(Box<Announcement>, Key),
-    /// The container is gone.
+    /// The container was deleted.
     Withdrawn(Key),
-    /// A process said Hello with good papers.
+    /// A process registered with valid credentials.
     Joined {
-        /// Its container.
+        /// The container of the process.
         key: Key,
-        /// Number of the connection; a process that comes back has a new one.
+        /// Number of the connection; a process that reconnects has a new one.
         process: ProcessId,
-        /// Who it is.
+        /// Pid, start time and command.
         identity: Identity,
-        /// Where it stands.
+        /// Phase that the agent reports.
         phase: Phase,
-        /// Times its gate closed.
+        /// Number of times its gate has closed.
         generation: u64,
-        /// What makes a checkpoint unsafe.
+        /// Hazards: what makes a checkpoint unsafe.
         hazards: Hazards,
         /// What its agent can copy, and has copied.
         carried: SwapStatus,
     },
-    /// The connection ended; the process may live.
+    /// The connection ended; the process may still live.
     Detached(ProcessId),
-    /// The process ended.
+    /// The process has ended.
     Exited(ProcessId),
-    /// It sent a message (Hello excepted).
+    /// The agent sent a message other than Hello.
     Message(ProcessId, AgentMessage),
-    /// Its page was read.
+    /// The counters of a process were read.
     Page(ProcessId, CounterSnapshot),
-    /// Its page cannot be read or understood: its container overwrote it.
+    /// The counters of a process are invalid, with the reason: its container overwrote them.
     BadPage(ProcessId, String),
-    /// Devices were read.
+    /// All GPUs were sampled.
     Gpus(Result<Vec<GpuSample>, String>),
-    /// All work that ran on devices just now.
+    /// NVML utilisation of all processes.
     Worked(Vec<Work>),
-    /// What [`super::Effect::Survey`] asked for.
+    /// The result of [`super::Effect::Survey`].
     Surveyed(Key, Survey),
-    /// What [`super::Effect::Prove`] asked for.
+    /// The result of [`super::Effect::Prove`] with this number.
     Proven(Key, u64, Result<Vec<GpuSample>, String>),
-    /// What the journal of an earlier controller says of a process.
+    /// A record of an earlier controller's journal about a process.
     Recalled {
-        /// The container.
+        /// The container of the process.
         key: Key,
         /// Pid and start time.
         identity: (u32, u64),
-        /// VRAM that it will need.
+        /// VRAM that the process needs for its restore.
         away: Vec<DeviceBytes>,
-        /// The GPU that it may be restored on, if not where it was.
+        /// UUID of the GPU of a migration in progress; `None`: it returns to its own GPU.
         to: Option<String>,
-        /// Whether it was told to take that VRAM, and may be doing so now.
+        /// Whether a restore was ordered, so that it may be running now.
         restoring: bool,
     },
-    /// A person or program asks.
+    /// An operator or a program requests something.
     Command(CommandId, Key, Request),
-    /// The container is said to be idle or busy; who says so.
+    /// A hint, with its source for the event.
     Hinted(Key, Hint, String),
-    /// How many connections have come in at the network of a container that is out; `None`:
-    /// it has none of its own.
+    /// Number of connections accepted so far in the network of an offloaded container. `None`: the
+    /// container has no network of its own.
     Connections(Key, Option<u64>),
-    /// Time passed for one container: a [`Input::Tick`] that leaves the others alone.
+    /// Time passed for one container: an [`Input::Tick`] without the other containers.
     Due(Key),
-    /// Time passed.
+    /// Time passed for all containers.
     Tick,
 }

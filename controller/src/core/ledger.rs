@@ -1,21 +1,21 @@
-//! Who was promised which VRAM. A restore that lacks room loses its process
-//! (the driver has no way back), so room is promised before, to one at a time
-//! for each byte, and proven free by NVML at the moment of the restore.
+//! The ledger of promised VRAM. A restore without enough VRAM loses its process (the driver cannot
+//! go back). So VRAM is promised before a restore, each byte to one container at a time, and NVML
+//! proves it free at the moment of the restore.
 
 use std::collections::BTreeMap;
 
 use super::{DeviceBytes, Key, input::GpuSample};
 
-/// Promises that have not become VRAM yet.
+/// VRAM promises that have not become allocations yet.
 #[derive(Debug, Default)]
 pub struct Ledger {
     promised: BTreeMap<Key, Vec<DeviceBytes>>,
 }
 
 impl Ledger {
-    /// Whether `needs` fit beside the promises made to others, each device keeping
-    /// `margin(total)` bytes free. A device that is not in `gpus` has no room. `held(uuid)`: what
-    /// the container has there already, in bytes.
+    /// Whether `needs` fit beside the promises to others, with `margin(total)` bytes left free on
+    /// each GPU. An unknown GPU has no free VRAM. `held(uuid)`: VRAM that the container has there
+    /// already, in bytes.
     #[must_use]
     pub fn fits(
         &self,
@@ -36,7 +36,8 @@ impl Ledger {
                     .fold(0, |sum, promise| sum.saturating_add(promise.bytes));
                 let free = gpu.total_bytes.saturating_sub(gpu.used_bytes);
                 let margin = margin(gpu.total_bytes);
-                // Who had nearly all of a device returns to what it had, or never would.
+                // A container that had nearly all of a GPU gets that back; with the margin it
+                // never could.
                 let had = need.bytes.saturating_add(held(&need.uuid));
                 let fills = had > gpu.total_bytes.saturating_sub(margin);
                 let margin = if fills { 0 } else { margin };
@@ -45,31 +46,31 @@ impl Ledger {
         })
     }
 
-    /// Notes a promise; replaces an earlier one to the same container.
+    /// Records a promise; it replaces an earlier one to the same container.
     pub fn promise(&mut self, key: &Key, needs: Vec<DeviceBytes>) {
         self.promised.insert(key.clone(), needs);
     }
 
-    /// The promise was kept or given up.
+    /// Removes a promise that was kept or given up.
     pub fn release(&mut self, key: &Key) {
         self.promised.remove(key);
     }
 
-    /// Bytes promised to a container, over all devices.
+    /// Bytes promised to a container, over all GPUs.
     #[must_use]
     pub fn promised_to(&self, key: &Key) -> u64 {
         self.promised.get(key).into_iter().flatten().map(|p| p.bytes).sum()
     }
 
-    /// Bytes promised on a device.
+    /// Bytes promised on a GPU.
     #[must_use]
     pub fn promised_bytes(&self, uuid: &str) -> u64 {
         self.promised.values().flatten().filter(|p| p.uuid == uuid).map(|p| p.bytes).sum()
     }
 }
 
-/// What every device keeps free beside promises: 2% of it, at most 512 MiB, for
-/// what the driver takes beyond a process's own figure.
+/// VRAM that every GPU keeps free beside promises: 2 %, at most 512 MiB, for what the driver takes
+/// beyond a process's own VRAM.
 #[must_use]
 pub fn margin_bytes(total_bytes: u64) -> u64 {
     (total_bytes / 50).min(512 << 20)
@@ -97,12 +98,12 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_device_has_no_room() {
+    fn unknown_gpu_has_no_free_vram() {
         assert!(!Ledger::default().fits(&key(1), &need(1), nothing, &[], margin_bytes));
     }
 
     #[test]
-    fn ones_own_promise_does_not_stand_in_the_way() {
+    fn own_promise_does_not_count_against_fit() {
         let mut ledger = Ledger::default();
         ledger.promise(&key(1), need(900));
         assert!(ledger.fits(&key(1), &need(900), nothing, &[gpu(1000, 0)], margin_bytes));
@@ -112,18 +113,18 @@ mod tests {
     }
 
     #[test]
-    fn who_had_nearly_all_of_a_device_returns_to_it_also_where_a_part_of_it_never_left() {
+    fn margin_is_waived_for_a_gpu_filling_process() {
         let ledger = Ledger::default();
         let fits =
             |held: u64| ledger.fits(&key(1), &need(740), |_| held, &[gpu(1000, 250)], margin_bytes);
         assert!(fits(250));
-        assert!(!fits(0), "of others: then there is no room for what the driver takes beside");
+        assert!(!fits(0), "other VRAM is in use: the driver needs the margin");
     }
 
     proptest! {
-        /// Whatever is asked for in whatever order, promises never exceed what is free.
+        /// In any order of requests, promises never exceed the free VRAM.
         #[test]
-        fn never_overcommits(total in 1_u64..1_000_000, asks in proptest::collection::vec((0_u8..8, 0_u64..500_000, any::<bool>()), 0..64)) {
+        fn promises_never_exceed_free_vram(total in 1_u64..1_000_000, asks in proptest::collection::vec((0_u8..8, 0_u64..500_000, any::<bool>()), 0..64)) {
             let mut ledger = Ledger::default();
             let used = total / 4;
             for (who, bytes, take) in asks {

@@ -1,4 +1,4 @@
-//! What is read from time to time: pages of processes, memory of devices.
+//! Periodic readings: counters of processes, memory of GPUs.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ use super::{
 };
 
 impl Node {
-    /// A process says what makes it unsafe to move, for as long as it lives.
+    /// Records hazards of a process, for as long as it lives.
     pub(super) fn learn_hazards(&mut self, id: ProcessId, hazards: Hazards) {
         let Some(process) = self.processes.get_mut_uncounted(&id) else { return };
         let is_damaged = |hazards: Hazards| hazards.intersects(Hazards::DAMAGED_MEMORY);
@@ -53,7 +53,7 @@ impl Node {
         let ipc_refused = |page: &CounterSnapshot| page.notes.intersects(ProcessFlags::IPC_REFUSED);
         let news = ipc_refused(&page) && !process.counters.as_ref().is_some_and(ipc_refused);
         process.carried.swappable_bytes = page.swappable_bytes;
-        // An earlier controller may have died before it heard that.
+        // An earlier controller may have died before it received the report of this.
         process.copy_out_incomplete = process.phase == Phase::Checkpointed
             && page.notes.intersects(ProcessFlags::EXPORTED_TO_COPIER);
         process.counters = Some(page);
@@ -95,8 +95,8 @@ impl Node {
         }
     }
 
-    /// Without counters nobody can say whether it is idle: it stays where it is, and
-    /// when it is away it still comes back.
+    /// Stops using the counters of a process. Without them its idleness is unknown, so it stays
+    /// resident. If it is offloaded, it is still restored.
     pub(super) fn bad_page(&mut self, id: ProcessId, why: String) {
         let Some(process) = self.processes.get_mut(&id) else {
             return;
@@ -120,7 +120,7 @@ impl Node {
         }
     }
 
-    /// Notes the memory of devices; what processes hold stays as it was read before.
+    /// Records the memory of GPUs. The VRAM of processes stays as it was read before.
     pub(super) fn take_memory(&mut self, gpus: &[GpuSample]) {
         self.freed_since_sample.retain(|left| gpus.iter().all(|gpu| gpu.uuid != left.uuid));
         for gpu in gpus {
@@ -134,7 +134,7 @@ impl Node {
         }
     }
 
-    /// Notes the memory of devices, and what the processes of one container hold.
+    /// Records the memory of GPUs and the VRAM of one container's processes.
     pub(super) fn take_survey(&mut self, key: &Key, gpus: &[GpuSample]) {
         self.gpu_error = None;
         self.take_memory(gpus);
@@ -150,7 +150,7 @@ impl Node {
         }
     }
 
-    /// Notes what devices and processes hold. A process that is away holds nothing.
+    /// Records the memory of GPUs and the VRAM of all processes. An offloaded process holds none.
     pub(super) fn take_gpus(&mut self, gpus: Vec<GpuSample>) {
         let mut by_pid: BTreeMap<u32, Vec<DeviceBytes>> = BTreeMap::new();
         for gpu in &gpus {

@@ -1,14 +1,14 @@
-//! Returns onto another GPU of the same kind, where the own one is full.
+//! Restores on another GPU of the same model, if the own GPU is full.
 //!
 //! ```text
 //! waiter ──does not fit on its GPU──> fits on another ──> promised and proven there
-//!                                                             │ RestoreOn
-//!            restored: it lives there from now on <───────────┤
-//!            the agent refuses, the driver fails: waits for its own GPU, and is not asked again
+//!                                                             │ RestoreOnGpu
+//!            restored: it stays there from now on <───────────┤
+//!            the agent refuses or the driver fails: waits for its own GPU, no second attempt
 //! ```
 //!
-//! Only of containers whose processes are all away from one and the same GPU: one that is
-//! parked has its context there still, one with memory on several has perhaps told them apart.
+//! Only containers whose processes are all checkpointed from one GPU can migrate. A copied-out
+//! process still has its context there. A process with memory on several GPUs may tell them apart.
 
 use affinode_proto::{
     api::control::Event,
@@ -24,8 +24,8 @@ use super::{
 };
 
 impl Node {
-    /// Chooses another GPU for a container that does not fit on its own, none of those that are
-    /// to be left to others. True: from now on that is where its processes will be.
+    /// Chooses another GPU for a container that does not fit on its own. `is_others` excludes GPUs
+    /// of other waiters. Returns true if a GPU was found; it is the target of all processes then.
     pub(super) fn choose_other_gpu(
         &mut self,
         key: &Key,
@@ -62,7 +62,8 @@ impl Node {
             .map(|gpu| gpu.uuid.clone())
     }
 
-    /// The GPU that all processes of a container are away from, if it may come back on another.
+    /// The GPU that all processes of a container were offloaded from, if the container may
+    /// migrate.
     fn single_gpu(&self, key: &Key) -> Option<String> {
         let container = self.containers.get(key)?;
         let unseen = self.unclaimed_journal.keys().any(|(other, ..)| other == key);
@@ -74,8 +75,8 @@ impl Node {
         seats.all(|seat| seat == Some(first.as_str())).then_some(first)
     }
 
-    /// The order to come home: to its GPU, or to the one that was promised in its place. Where it
-    /// cannot be sent there any more, its own has not the room: all is promised and proven anew.
+    /// Sends the restore order, to the own GPU or the promised one. If the promised GPU is no
+    /// longer possible, the own one is full: promise and prove again.
     pub(super) fn send_restore(&mut self, key: &Key, id: ProcessId) {
         if self.processes.get(&id).is_none_or(|process| process.target_gpu.is_none()) {
             self.order(id, Action::Restore);
@@ -86,7 +87,7 @@ impl Node {
                 let at = self.gpus.iter().position(|gpu| gpu.uuid == uuid)?;
                 u8::try_from(at).ok()
             };
-            // In the list that is sent each has its place.
+            // The order names a GPU by its position in this list.
             let listed = self.gpus.len() <= MAX_GPUS && self.gpus.iter().all(can_be_named);
             let (from, to) =
                 (single_gpu_of(process).filter(|_| listed)?, process.target_gpu.as_deref()?);
@@ -113,8 +114,8 @@ impl Node {
         self.publish(key, Event { kind: "process".into(), text, ..Event::default() });
     }
 
-    /// The promise of another GPU is over. Who is on the way there goes on; where somebody is whose
-    /// connection broke meanwhile it says when it comes forward.
+    /// Forgets the promised GPU, except for a process whose migration is in progress. A process
+    /// that lost its connection meanwhile reports at its registration where it is.
     pub(super) fn stays_where_it_was(&mut self, key: &Key) {
         for id in self.members(key) {
             if let Some(process) = self.processes.get_mut(&id)
@@ -127,7 +128,7 @@ impl Node {
     }
 }
 
-/// The only GPU that a process was on when it left, if it can come back on another.
+/// The one GPU that a process was offloaded from, if it can be restored on another.
 fn single_gpu_of(process: &Process) -> Option<&str> {
     let able =
         process.counters.as_ref().is_some_and(|page| page.notes.intersects(ProcessFlags::MOVABLE));
@@ -144,8 +145,8 @@ fn is_like(own: &GpuSample, other: &GpuSample) -> bool {
     other.uuid != own.uuid && !own.name.is_empty() && kind(own) == kind(other)
 }
 
-/// Parts of a GPU have no place in the driver's list; one without a device file cannot be
-/// looked for.
+/// Whether the driver's list can name the GPU: MIG instances have no place there, and a GPU
+/// without a device file cannot be found.
 fn can_be_named(gpu: &GpuSample) -> bool {
     !gpu.mig && named(gpu).is_some()
 }
@@ -154,7 +155,7 @@ fn named(gpu: &GpuSample) -> Option<Gpu> {
     Some(Gpu { uuid: uuid_bytes(&gpu.uuid)?, minor: gpu.minor? })
 }
 
-/// The driver's bytes of what NVML writes as `GPU-` and hexadecimal digits.
+/// The 16 bytes of a UUID that NVML writes as `GPU-` and hexadecimal digits.
 pub(super) fn uuid_bytes(text: &str) -> Option<[u8; 16]> {
     let digits: String = text.strip_prefix("GPU-")?.split('-').collect();
     let whole = digits.len() == 32 && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
@@ -166,7 +167,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_uuid_is_read_as_nvml_writes_it() {
+    fn uuid_of_nvml_is_read() {
         let read = uuid_bytes("GPU-00010203-0405-0607-0809-0a0b0c0d0e0f").unwrap();
         assert_eq!(read.to_vec(), (0..16).collect::<Vec<u8>>());
         for bad in ["", "GPU-", "MIG-00010203-0405-0607-0809-0a0b0c0d0e0f", "GPU-0001", "GPU-ü"] {

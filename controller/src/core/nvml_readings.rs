@@ -1,15 +1,15 @@
-//! What processes that are away are told when they ask NVML, which does not answer them.
+//! NVML readings for offloaded processes, whose own NVML calls are not answered.
 
 use affinode_proto::wire::message::{ControllerMessage, GpuReading, MAX_GPUS, UNKNOWN_UTILIZATION};
 
 use super::{Effect, Millis, Node, ProcessId, input::GpuSample, migration::uuid_bytes};
 
-/// Readings that are older are not told: NVML does not answer the controller, either.
+/// Older readings are not sent: NVML does not answer the controller either.
 const STALE_AFTER_MS: Millis = 5_000;
 
 impl Node {
-    /// Sends a reading of each device, unless they are stale: the process comes back then to ask by
-    /// itself.
+    /// Sends a reading of each GPU, unless the readings are stale: the process is restored then
+    /// and asks NVML itself.
     pub(super) fn send_readings(&mut self, id: ProcessId) {
         let is_stale = self.now.saturating_sub(self.gpus_read) > STALE_AFTER_MS;
         let connected = self.processes.get(&id).is_some_and(|process| process.connected);

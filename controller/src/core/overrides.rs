@@ -8,12 +8,12 @@ use affinode_proto::reason::Reason;
 
 use super::{Key, Node};
 
-/// What was chosen.
+/// The choices of operators that outlive the controller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OperatorOverrides {
-    /// Whether containers are offloaded without being asked for.
+    /// Whether containers are offloaded without a request.
     pub auto_offload: bool,
-    /// Containers that are not offloaded at all.
+    /// Pinned containers: never offloaded.
     pub pinned: BTreeSet<Key>,
 }
 
@@ -24,24 +24,24 @@ impl Default for OperatorOverrides {
 }
 
 impl Node {
-    /// What is chosen now.
+    /// The overrides that hold now.
     #[must_use]
     pub fn wishes(&self) -> &OperatorOverrides {
         &self.overrides
     }
 
-    /// Takes over what an earlier controller was told.
+    /// Takes over the overrides of an earlier controller.
     pub fn remember(&mut self, wishes: OperatorOverrides) {
         self.overrides = wishes;
     }
 
-    /// Turns offloads that nobody asked for on or off, those under pressure included. Who is
-    /// away stays away until it is called. `true`: that is a change.
+    /// Turns offloads without a request on or off, evictions included. Offloaded containers stay
+    /// offloaded until they are called. Returns whether this is a change.
     pub fn set_auto_offload(&mut self, on: bool) -> bool {
         std::mem::replace(&mut self.overrides.auto_offload, on) != on
     }
 
-    /// Keeps a container where it is, or no longer. `true`: that is a change.
+    /// Pins or unpins a container. Returns whether this is a change.
     pub fn pin(&mut self, key: &Key, pinned: bool) -> bool {
         if pinned {
             self.overrides.pinned.insert(key.clone())
@@ -50,7 +50,8 @@ impl Node {
         }
     }
 
-    /// Why an operator's choice keeps it; `asked`: an offload by hand.
+    /// Whether the overrides allow an offload, otherwise the reason. `asked`: an operator
+    /// requested it.
     pub(super) fn wished(&self, key: &Key, asked: bool) -> Result<(), Reason> {
         if self.overrides.pinned.contains(key) {
             return Err(Reason::Pinned);

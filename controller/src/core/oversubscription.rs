@@ -1,24 +1,24 @@
-//! Mode `auto`: whether idle containers leave by themselves.
+//! Mode `auto`: whether idle containers are offloaded without a waiter.
 //!
 //! ```text
-//! wanted(GPU) = what its containers hold + what they gave back and will need again
-//! wanted fits, or a container has just come ──> eager: its VRAM is of use to newcomers alone
-//! wanted does not fit                       ──> pressure: what leaves early comes back for nothing
+//! wanted(GPU) = VRAM of its containers + VRAM that its offloaded containers need again
+//! wanted fits, or a container has just started ──> eager: the freed VRAM is for new containers
+//! wanted does not fit                          ──> pressure: an early offload saves nothing
 //! ```
 //!
-//! On a GPU that is wanted by more than fits, VRAM is not saved by leaving early, only moved
-//! about, and each move makes calls wait; those who need room take it from the idle anyway.
+//! On an oversubscribed GPU an early offload saves no VRAM, it only moves data, and each move
+//! makes calls wait. Waiters evict idle containers anyway.
 
 use std::collections::BTreeSet;
 
 use super::{Key, Millis, Node, ledger::margin_bytes, policy::Mode, processes::wants};
 
-/// How often it is looked at.
+/// Interval of the check.
 const LOOK_MS: Millis = 10_000;
-/// For so long after its announcement a container may still be about to take its VRAM.
+/// For this long after its announcement a container may still be about to take its VRAM.
 const NEWCOMER_MS: Millis = 300_000;
 
-/// The GPUs that are wanted by more than fits on them.
+/// The GPUs whose containers want more VRAM than fits.
 #[derive(Debug, Default)]
 pub struct Oversubscription {
     looked: Option<Millis>,
@@ -26,7 +26,7 @@ pub struct Oversubscription {
 }
 
 impl Node {
-    /// Whether a container leaves by itself when it is idle.
+    /// Whether a container is offloaded when it is idle, without a waiter.
     pub(super) fn leaves_when_idle(&self, key: &Key) -> bool {
         let Some(c) = self.containers.get(key) else { return false };
         if !c.policy.offload_window.is_open(self.week_minute()) {
@@ -45,7 +45,7 @@ impl Node {
             && self.processes.of(key).any(|(_, p)| wants(p).iter().any(|w| crowd.contains(&w.uuid)))
     }
 
-    /// Looks again, when the last look was long ago.
+    /// Checks again if the last check is older than the interval.
     pub(super) fn update_oversubscription(&mut self) {
         if self.oversubscription.looked.is_some_and(|t| self.now.saturating_sub(t) < LOOK_MS) {
             return;

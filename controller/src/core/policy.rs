@@ -1,6 +1,6 @@
-//! What a container may expect: mode, idle timeout, priority. Annotations of the
-//! container come before rules of its namespace, these before the node's values.
-//! A bad annotation is a warning with the accepted values; the next source holds.
+//! The effective policy of a container. Its annotations come before the rule of its namespace, the
+//! rule before the node's values. An invalid annotation is ignored with a warning that names the
+//! accepted values; the next source applies.
 
 use std::collections::BTreeMap;
 
@@ -10,48 +10,49 @@ use super::{Millis, history::KeepAliveTarget, window::Window};
 /// The effective policy of one container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policy {
-    /// When it is offloaded.
+    /// When the container is offloaded.
     pub mode: Mode,
-    /// How long without a call makes it idle.
+    /// Time without use that makes it idle, in milliseconds; the maximum if it is learned.
     pub idle_timeout_ms: Millis,
-    /// How long it stays after a return, whatever its calls.
+    /// Time that it stays resident after a restore, in milliseconds.
     pub minimum_residency_ms: Millis,
-    /// Higher returns first.
+    /// Place in the queue: the higher priority is served first. -1000 to 1000.
     pub priority: i32,
-    /// How idleness is judged.
+    /// Whether its keep-alive is learned or fixed.
     pub keep_alive: KeepAlive,
-    /// A wake is worth so much time of VRAM held idle.
+    /// Cost of a wake, in milliseconds of VRAM held idle.
     pub wake_cost_ms: Millis,
-    /// Back ahead of a call that its history makes likely.
+    /// Whether it is prewoken ahead of a call that its history makes likely.
     pub prewake: bool,
-    /// What brings it back.
+    /// The event that restores it: a call, or a connection too.
     pub wake_on: WakeOn,
-    /// How it comes home when its room is taken.
+    /// How it is restored when its VRAM is taken.
     pub restore: Restore,
-    /// What becomes of an allocation that finds no memory.
+    /// Whether an allocation that finds no VRAM fails or waits.
     pub on_oom: OnOom,
-    /// How long it waits at most.
+    /// Maximum wait of such an allocation, in milliseconds.
     pub on_oom_timeout_ms: Millis,
-    /// How its memory leaves the device.
+    /// How its memory leaves the GPU.
     pub engine: Engine,
-    /// Whether its copy in host memory is kept after a return.
+    /// Whether its host copy is retained after a restore.
     pub retain_host_copy: bool,
-    /// Whether a return looks whether memory that was copied has come home as it left.
+    /// Whether a restore verifies that copied memory is unchanged.
     pub checksum: bool,
-    /// Whether what others of its namespace hold as well is held once, with them, while it is away.
+    /// Whether memory that equals that of other containers of its namespace is stored once while
+    /// offloaded.
     pub dedup: bool,
-    /// Whether host memory is made ready while it is idle, before it leaves.
+    /// Whether host memory is prefaulted while it is idle.
     pub prefault: bool,
-    /// Whether it may come back on another GPU when its own is full.
+    /// Whether it may be restored on another GPU if its own is full.
     pub allow_gpu_migration: bool,
-    /// Who holds less is not worth a move.
+    /// With less VRAM than this, in bytes, it is not worth an offload.
     pub minimum_vram_bytes: u64,
-    /// When it leaves by itself.
+    /// Times of the week in which it is offloaded when idle.
     pub offload_window: Window,
 }
 
 impl Policy {
-    /// What its history is to optimise, where its keep-alive is learned.
+    /// The objective of its learned keep-alive; `None` if the keep-alive is fixed.
     #[must_use]
     pub fn keep_alive_target(&self) -> Option<KeepAliveTarget> {
         (self.keep_alive == KeepAlive::Learned).then_some(KeepAliveTarget {
@@ -87,70 +88,70 @@ impl Default for Policy {
     }
 }
 
-/// What a rule for namespaces changes.
+/// The rule of a namespace: `None` keeps the node's value.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rule {
     /// The Kubernetes namespace (or containerd's, outside Kubernetes).
     pub namespace: String,
-    /// Replaces the mode.
+    /// Replaces the mode, if set.
     pub mode: Option<Mode>,
     /// Replaces the idle timeout.
     pub idle_timeout_ms: Option<Millis>,
     /// Replaces the minimum residency.
     pub minimum_residency_ms: Option<Millis>,
-    /// Replaces the priority.
+    /// Replaces the priority, if set.
     pub priority: Option<i32>,
-    /// Replaces how idleness is judged.
+    /// Replaces `keep_alive`, if set.
     pub keep_alive: Option<KeepAlive>,
-    /// Replaces the worth of a wake.
+    /// Replaces the cost of a wake.
     pub wake_cost_ms: Option<Millis>,
-    /// Replaces whether it is brought back ahead of calls.
+    /// Replaces `prewake`, if set.
     pub prewake: Option<bool>,
-    /// Replaces what brings it back.
+    /// Replaces `wake_on`, if set.
     pub wake_on: Option<WakeOn>,
-    /// Replaces how it comes home when its room is taken.
+    /// Replaces `restore`, if set.
     pub restore: Option<Restore>,
-    /// Replaces what becomes of an allocation that finds no memory.
+    /// Replaces `on_oom`, if set.
     pub on_oom: Option<OnOom>,
-    /// Replaces how long it waits at most.
+    /// Replaces the maximum wait of an allocation.
     pub on_oom_timeout_ms: Option<Millis>,
-    /// Replaces the engine.
+    /// Replaces the engine, if set.
     pub engine: Option<Engine>,
-    /// Replaces whether its copy in host memory is kept after a return.
+    /// Replaces `retain_host_copy`, if set.
     pub retain_host_copy: Option<bool>,
-    /// Replaces whether a return looks whether memory has come home as it left.
+    /// Replaces `checksum`, if set.
     pub checksum: Option<bool>,
-    /// Replaces whether what others of its namespace hold as well is held once.
+    /// Replaces `dedup`, if set.
     pub dedup: Option<bool>,
-    /// Replaces whether host memory is made ready before it leaves.
+    /// Replaces `prefault`, if set.
     pub prefault: Option<bool>,
-    /// Replaces whether it may come back on another GPU.
+    /// Replaces `allow_gpu_migration`, if set.
     pub allow_gpu_migration: Option<bool>,
-    /// Replaces what is not worth a move.
+    /// Replaces `minimum_vram_bytes`, if set.
     pub minimum_vram_bytes: Option<u64>,
-    /// Replaces when it leaves by itself.
+    /// Replaces the offload window.
     pub offload_window: Option<Window>,
 }
 
-/// The node's values and rules.
+/// Values of the node, and rules of namespaces.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Policies {
-    /// For every container.
+    /// Policy of a container without a rule and annotations.
     pub node: Policy,
-    /// Where the node's values come from, by name; those that are not named are defaults.
+    /// Source (file or variable) of each value of the node, by name. A value without a source is a
+    /// default.
     pub origins: BTreeMap<String, String>,
-    /// The first rule that names the container's namespace applies.
+    /// Rules; the first one that names the container's namespace applies.
     pub rules: Vec<Rule>,
 }
 
-/// Most MiB that are accepted: a tebibyte.
+/// Maximum of `minimum_vram_mib`: a tebibyte.
 pub const MAX_VRAM_MIB: u64 = 1 << 20;
-/// Longest idle timeout that is accepted: a year.
+/// Maximum idle timeout: a year.
 const MAX_TIMEOUT_MS: Millis = 366 * 24 * 3600 * 1000;
 
 impl Policies {
-    /// The effective policy for a container, and one warning for each annotation
-    /// that was not understood.
+    /// The effective policy of a container, and one warning per invalid annotation.
     #[must_use]
     pub fn resolve(
         &self,
@@ -159,7 +160,7 @@ impl Policies {
     ) -> (Policy, Vec<String>) {
         let mut policy = self.before_annotations(namespace);
         let mut warnings = Vec::new();
-        // Who opts out stays out, whatever else is annotated.
+        // `latency-sensitive` is applied last: it prevails over all other annotations.
         let (last, first): (Vec<_>, Vec<_>) =
             annotations.iter().partition(|(name, _)| *name == LATENCY_SENSITIVE);
         for (name, value) in first.into_iter().chain(last) {
@@ -174,7 +175,7 @@ impl Policies {
         (policy, warnings)
     }
 
-    /// What node and namespace say.
+    /// The policy by node and namespace, without annotations.
     #[must_use]
     pub fn before_annotations(&self, namespace: &str) -> Policy {
         let mut policy = self.node.clone();
@@ -205,14 +206,14 @@ impl Policies {
         policy
     }
 
-    /// Whether an operator lets any container come home at the cost of others.
+    /// Whether any container may be restored with the policy `immediate`.
     #[must_use]
     pub fn may_be_immediate(&self) -> bool {
         let rules = self.rules.iter().filter_map(|rule| rule.restore);
         std::iter::once(self.node.restore).chain(rules).any(|restore| restore != Restore::Queue)
     }
 
-    /// The rule for a namespace.
+    /// The rule for a namespace, if there is one.
     #[must_use]
     pub fn rule(&self, namespace: &str) -> Option<&Rule> {
         self.rules.iter().find(|rule| rule.namespace == namespace)
@@ -222,10 +223,10 @@ impl Policies {
 /// Turns offloads off for a container whose callers cannot wait.
 pub(super) const LATENCY_SENSITIVE: &str = "affinode.io/latency-sensitive";
 
-/// Lets one annotation change a policy.
+/// Applies one annotation to a policy.
 ///
 /// # Errors
-/// What is accepted.
+/// Returns the accepted values if the annotation or its value is invalid.
 pub(crate) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), String> {
     match name {
         "affinode.io/offload" => {
@@ -267,7 +268,7 @@ pub(crate) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
     Ok(())
 }
 
-/// It may end processes of others: only an operator can let containers choose that.
+/// `immediate` may end processes of others: only an operator can let containers choose it.
 fn restore(operators: Restore, value: &str) -> Result<Restore, String> {
     match word(value, &Restore::WORDS)? {
         Restore::Immediate if operators == Restore::Queue => Err(
@@ -277,7 +278,7 @@ fn restore(operators: Restore, value: &str) -> Result<Restore, String> {
     }
 }
 
-/// What is shared is the node's to pay, so it is for its operator to allow.
+/// Deduplication costs the node, so only its operator can turn it on.
 fn dedup(operators: bool, value: &str) -> Result<bool, String> {
     match word(value, &BOOLS)? {
         true if !operators => {
@@ -296,10 +297,10 @@ fn word<T: Copy>(value: &str, words: &[(&str, T)]) -> Result<T, String> {
     })
 }
 
-/// Reads a duration as people write it: `90s`, `5m`, `1h 30m`.
+/// Parses a duration such as `90s`, `5m` or `1h 30m`.
 ///
 /// # Errors
-/// What is accepted.
+/// Returns the accepted form if the duration is invalid.
 pub fn duration_ms(value: &str) -> Result<Millis, String> {
     let accepted = || "accepted: a duration from 1ms to 366days, such as 90s, 5m or 1h".to_owned();
     let duration = humantime::parse_duration(value).map_err(|_| accepted())?;

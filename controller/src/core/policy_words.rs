@@ -1,4 +1,4 @@
-//! The words of configuration and annotations that choose between a few things.
+//! Words of configuration and annotations that choose between a few values.
 
 use affinode_proto::wire;
 use serde::Deserialize;
@@ -7,16 +7,16 @@ use serde::Deserialize;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
-    /// As soon as it is idle where there is room for everybody, or for one who has just come;
-    /// else when somebody needs its VRAM.
+    /// When it is idle, if its GPUs are not oversubscribed or a container has just started;
+    /// otherwise when a waiter needs its VRAM.
     Auto,
     /// As soon as it is idle.
     Eager,
-    /// When it is idle and somebody needs its VRAM.
+    /// When it is idle and a waiter needs its VRAM.
     Pressure,
-    /// When a person or program asks.
+    /// When an operator or a program requests it.
     Manual,
-    /// Never.
+    /// Never, and not by request either.
     Off,
 }
 
@@ -42,11 +42,11 @@ impl Mode {
     }
 }
 
-/// How the time without use that makes a container idle is found.
+/// How the keep-alive is found: the time without use that makes a container idle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KeepAlive {
-    /// From its pauses so far: the idle timeout is the most.
+    /// From its pauses so far; the idle timeout is the maximum.
     Learned,
     /// It is the idle timeout.
     Fixed,
@@ -66,13 +66,13 @@ impl KeepAlive {
     }
 }
 
-/// What becomes of an allocation that finds no memory.
+/// What an allocation does that finds no VRAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OnOom {
-    /// It fails, as it would without us.
+    /// It fails, as it would without Affinode.
     Fail,
-    /// It waits until neighbours have made room, or its time is over.
+    /// It waits until neighbours are evicted, or its timeout is over.
     Wait,
 }
 
@@ -90,14 +90,13 @@ impl OnOom {
     }
 }
 
-/// What brings a container back.
+/// The event that restores a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WakeOn {
-    /// A CUDA call.
+    /// A CUDA call of the container.
     Call,
-    /// A connection that comes in at a socket of its network already, where there is room to
-    /// spare.
+    /// Also a connection to a socket of its network, if VRAM is free without an eviction.
     Connection,
 }
 
@@ -115,16 +114,16 @@ impl WakeOn {
     }
 }
 
-/// How a container comes home when its room is taken.
+/// How a container is restored when its VRAM is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Restore {
-    /// It waits until neighbours that are not in use have made room.
+    /// It waits until neighbours that are not in use are evicted.
     Queue,
-    /// It goes before others of its priority, and takes its room from neighbours that are in
-    /// use: those that can be moved are moved, of the others processes are ended.
+    /// It is served before others of its priority and frees VRAM from neighbours in use: movable
+    /// ones are offloaded, processes of the others are ended.
     Immediate,
-    /// Of the node or a namespace: `queue`, and whose annotation says so `immediate`.
+    /// Of a node or namespace: `queue`, and `immediate` for containers whose annotation says so.
     ByAnnotation,
 }
 
@@ -143,17 +142,17 @@ impl Restore {
     }
 }
 
-/// How memory leaves the device.
+/// How a container's memory leaves the GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Engine {
-    /// Through the driver's checkpoint, all of it.
+    /// The driver's checkpoint takes everything.
     Checkpoint,
-    /// Big allocations are copied at the speed of the bus; the context stays on the device.
+    /// The library copies big allocations at bus speed; the context stays on the GPU.
     Copy,
-    /// Big allocations are copied, the driver's checkpoint takes the rest.
+    /// The library copies big allocations; the driver's checkpoint takes the rest.
     Full,
-    /// The best that is known to be sound: fast. What cannot be copied goes with the rest.
+    /// Like `full`, but the context stays on the GPU where its measured cost says so.
     Auto,
 }
 
@@ -176,7 +175,7 @@ impl Engine {
         }
     }
 
-    /// What the library is told.
+    /// The engine that the library is told.
     #[must_use]
     pub fn wire(self) -> wire::Engine {
         match self {

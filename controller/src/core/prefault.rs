@@ -1,16 +1,16 @@
-//! Host memory that is made ready before a container leaves (`policy.prepare`).
+//! Host memory that is prefaulted before a container is offloaded (`policy.prefault`).
 //!
 //! ```text
-//!                ┌──in use, policy off, it may not leave any more: told so──┐
-//!                v                                                          │
-//! not prepared ──idle for half its time, home, not on any way: told──> prepared ──leaves──> home again
-//!      ^  ^                                                                 │                   │
-//!      │  └─────────────an offload failed: told so; its connection broke────┘                   │
-//!      └────────────────────────────────────────────────────────────────────────────────────────┘
+//!                ┌──in use, policy off, may not be offloaded: ordered off─┐
+//!                v                                                        │
+//! not prefaulted ──idle for half its timeout, resident: ordered on──> prefaulted ──offload──> restored
+//!      ^  ^                                                               │                      │
+//!      │  └─────────────offload failed: ordered off; connection lost──────┘                      │
+//!      └──────────────────────────────────────────────────────────────────────────────────────────┘
 //! ```
 //!
-//! It takes memory of the container and the node, so it happens once for each time that the
-//! container is idle, whatever becomes of it. Nothing waits for it: an offload comes when it comes.
+//! Prefaulting takes memory of the container and the node, so it happens once per idle period,
+//! whatever its result. No offload waits for it.
 
 use affinode_proto::{reason::Reason, state::State, wire::Phase};
 
@@ -22,27 +22,27 @@ use super::{
     process::Process,
 };
 
-/// Who has not left by then is not about to, whatever it says.
+/// An offload that began longer ago than this does not count as about to free VRAM.
 const LEAVES_MS: Millis = 20_000;
-/// What no copier has copied so often in a row is not handed over any more.
+/// After this many offloads in a row without a copier's copy, a process is not prefaulted again.
 const MAX_UNCOPIED: u32 = 3;
 
 impl Container {
-    /// Since when it is idle, if it is: no two idlenesses have the same number.
+    /// When the idle period began. No two periods have the same value.
     fn quiet_since(&self) -> Millis {
         self.last_use.max(self.restored_at.unwrap_or(0))
     }
 }
 
 impl Node {
-    /// Tells processes of a container to make host memory ready, or that it is not needed.
+    /// Orders processes of a container to prefault host memory, or to give it back.
     pub(super) fn update_prefault(&mut self, key: &Key) {
         let Some(c) = self.containers.get(key) else { return };
         let prepared = |(_, p): (ProcessId, &Process)| p.prefault_ordered;
         if !c.policy.prefault && !self.processes.of(key).any(prepared) {
             return;
         }
-        // On its way everything stays as it is.
+        // During an offload or restore nothing changes.
         if c.goal != Goal::Resident || !matches!(c.state, State::Active | State::Idle) {
             return;
         }
@@ -67,8 +67,8 @@ impl Node {
         }
     }
 
-    /// Whether nothing speaks against it for good. What may be over in a moment (devices that
-    /// cannot be read) takes nothing back.
+    /// Whether no permanent reason forbids it. A reason that may pass soon (GPUs that cannot be
+    /// read) revokes nothing.
     fn stays_prefaulted(&self, key: &Key, c: &Container) -> bool {
         let copies = matches!(c.policy.engine, Engine::Full | Engine::Auto);
         let verdict = self.check_offload(key, true);
@@ -78,7 +78,8 @@ impl Node {
         c.policy.prefault && copies && verdict.map_or_else(|(reason, _)| passing(reason), |()| true)
     }
 
-    /// Whether it is home, quiet and worth a move. (Who waits for an allocation is not idle.)
+    /// Whether the container is resident, quiet and worth an offload. (A container whose
+    /// allocation waits is not idle.)
     fn may_begin(&self, key: &Key) -> bool {
         let still = |p: &Process| p.connected && p.phase == Phase::Open && p.pending.is_none();
         self.check_offload(key, true).is_ok()
@@ -86,7 +87,7 @@ impl Node {
             && !self.is_too_small(key)
     }
 
-    /// It is over for a process that is home, and it is told so.
+    /// Ends the prefaulting of a process and tells it.
     pub(super) fn end_prefault(&mut self, id: ProcessId) {
         let process = self.processes.get_mut_uncounted(&id).filter(|p| p.prefault_ordered);
         if let Some(process) = process {
@@ -95,30 +96,30 @@ impl Node {
         }
     }
 
-    /// An offload of the container came to nothing. Who has left already has used what was
-    /// prepared, and is told nothing.
+    /// Ends the prefaulting after a failed offload. A process that is offloaded has used its
+    /// prefaulted memory and is told nothing.
     pub(super) fn prefault_failed(&mut self, key: &Key) {
         let here = |(_, p): &(ProcessId, &Process)| p.offloaded_vram.is_none();
         let here: Vec<ProcessId> = self.processes.of(key).filter(here).map(|(id, _)| id).collect();
         here.into_iter().for_each(|id| self.end_prefault(id));
     }
 
-    /// The GPU that a process is on whose memory a copier can copy out, and what it can carry, in
-    /// bytes. `None`: it would leave another way, has memory on several GPUs, holds too little,
-    /// has found at its last move that no copier can bring it home, or was not copied by any a few
-    /// times in a row: it would come home each time, and never be away.
+    /// The GPU of a process whose memory a copier can copy out, and the swappable bytes. `None` if
+    /// the process is offloaded by another method, has memory on several GPUs, or has too little.
+    /// Also `None` if its last offload showed that no copier can restore it, or if no copier
+    /// copied it several times in a row: each of these offloads would be undone.
     #[must_use]
     pub fn may_prefault(&self, id: ProcessId) -> Option<(String, u64)> {
         let may = |p: &&Process| p.counters.is_some() && p.failed_copy_outs < MAX_UNCOPIED;
         let process = self.processes.get(&id).filter(may)?;
         let (uuid, _) = self.for_copier(process, &process.vram)?;
-        // What NVML said last may be older than its last allocations.
+        // NVML's last sample may be older than the last allocations.
         let total = self.gpus.iter().find(|gpu| gpu.uuid == uuid)?.total_bytes;
         let bytes = process.carried.swappable_bytes.min(total);
         (bytes >= self.settings.prefault_min_bytes).then_some((uuid, bytes))
     }
 
-    /// Whether a process is about to make room, and has not made it yet.
+    /// Whether a process is about to free VRAM and has not done so yet.
     #[must_use]
     pub fn is_leaving(&self, id: ProcessId) -> bool {
         let leaves = |p: &Process| {

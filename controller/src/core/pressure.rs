@@ -1,11 +1,11 @@
-//! Notice of pressure: on which GPUs somebody waits for VRAM that others hold.
+//! VRAM pressure: the GPUs on which a container waits for VRAM that others hold.
 //!
 //! ```text
-//! calm ──a return or an allocation waits for a second──> pressed ──nobody waits──> calm
+//! no pressure ──a restore or an allocation waits for 1 s──> pressure ──none waits──> no pressure
 //! ```
 //!
-//! Programs that could give memory back by themselves read it in their container; people see
-//! it in the events.
+//! Programs that can free memory themselves read it in their container; operators see it in the
+//! events.
 
 use std::collections::BTreeSet;
 
@@ -13,17 +13,17 @@ use affinode_proto::{api::control::Event, reason::Reason};
 
 use super::{Key, Millis, Node};
 
-/// Who waits for less is served as usual.
+/// A shorter wait is no pressure.
 const WAITED_MS: Millis = 1_000;
 
 impl Node {
-    /// The GPUs on which somebody waits for VRAM.
+    /// UUIDs of the GPUs with pressure.
     #[must_use]
     pub fn pressed(&self) -> &BTreeSet<String> {
         &self.gpus_under_pressure
     }
 
-    /// Looks who waits, and tells what has changed.
+    /// Updates the pressure and publishes its changes.
     pub(super) fn look_at_pressure(&mut self) {
         let waiting = self.queue.in_order(self.now).into_iter().filter(|key| self.has_waited(key));
         let needs = waiting.flat_map(|key| {
@@ -35,8 +35,8 @@ impl Node {
             before.symmetric_difference(&self.gpus_under_pressure).cloned().collect();
         for uuid in changed {
             let text = match self.gpus_under_pressure.contains(&uuid) {
-                true => format!("somebody waits for VRAM on {uuid}"),
-                false => format!("nobody waits for VRAM on {uuid} any more"),
+                true => format!("a container waits for VRAM on {uuid}"),
+                false => format!("no container waits for VRAM on {uuid}"),
             };
             let reason = Reason::WaitingForVram.to_string();
             let event = Event { kind: "pressure".into(), reason, text, ..Event::default() };

@@ -1,7 +1,7 @@
 //! The processes of the node, found by number and by container.
 //!
-//! Two things are asked of all of them so often that they are kept: what they want of each
-//! device, and which containers are half way home. Who was handed out for a change is
+//! Two sums over all of them are needed at most inputs, so they are cached: the VRAM that they
+//! want per GPU, and the partly restored containers. A process that was borrowed for a change is
 //! counted again before the next answer.
 
 use std::collections::{BTreeSet, HashMap};
@@ -12,14 +12,14 @@ use indexmap::{IndexMap, map};
 
 use super::{DeviceBytes, Key, ProcessId, process::Process};
 
-/// Every process, by container: a node of a thousand containers asks for the few of one
-/// container many times at every input.
+/// All processes, grouped by container: on a node of a thousand containers, each input needs the
+/// few processes of one container many times.
 #[derive(Debug, Default)]
 pub struct Processes {
     by_key: IndexMap<Key, Siblings, FixedState>,
-    /// Which of them a process is among.
+    /// Index of the process's container in `by_key`.
     places: HashMap<ProcessId, usize, FixedState>,
-    /// Containers whose processes may have changed since they were counted.
+    /// Containers whose processes may have changed since the last count.
     touched: Vec<Key>,
     wanted: HashMap<String, u128, FixedState>,
     half_way: BTreeSet<Key>,
@@ -28,10 +28,10 @@ pub struct Processes {
 /// The processes of one container.
 #[derive(Debug, Default)]
 struct Siblings {
-    /// Beside each other, in order of number.
+    /// The processes, ordered by number.
     list: Vec<(ProcessId, Process)>,
     touched: bool,
-    /// What was counted of them.
+    /// VRAM of these processes in the cached sum.
     wants: Vec<DeviceBytes>,
 }
 
@@ -46,19 +46,20 @@ impl Siblings {
         self.list.iter().flat_map(|(_, process)| wants(process))
     }
 
-    /// Locked, or on a device with a closed gate. One that is all open is home.
+    /// Whether a process is locked, or holds VRAM behind a closed gate. False if all are open.
     fn is_half_way(&self) -> bool {
         let (mut half_way, mut home) = (false, true);
         for (_, p) in &self.list {
             half_way |= p.phase == Phase::Locked || !p.phase.is_offloaded() && p.vram_bytes() > 0;
-            // With an allocation that waits: it can be taken away again, and does not come first.
+            // A container whose allocation waits is open: it can be evicted again and needs no
+            // precedence.
             home &= p.phase == Phase::Open;
         }
         half_way && !home
     }
 }
 
-/// What a process has or had, and will want again.
+/// VRAM that a process has, or had and needs again.
 pub(super) fn wants(p: &Process) -> &[DeviceBytes] {
     match p.phase {
         Phase::Checkpointed => p.offloaded_vram.as_deref().unwrap_or_default(),
@@ -67,7 +68,7 @@ pub(super) fn wants(p: &Process) -> &[DeviceBytes] {
 }
 
 impl Processes {
-    /// Takes a process in, in place of one of the same number.
+    /// Inserts a process; replaces one of the same number.
     pub fn insert(&mut self, id: ProcessId, process: Process) {
         self.remove(&id);
         let key = process.key.clone();
@@ -79,7 +80,7 @@ impl Processes {
         siblings.list.insert(place, (id, process));
     }
 
-    /// Takes a process out.
+    /// Removes a process and returns it.
     pub fn remove(&mut self, id: &ProcessId) -> Option<Process> {
         let (key, siblings) = self.by_key.get_index_mut(self.places.remove(id)?)?;
         siblings.touch(key, &mut self.touched);
@@ -87,28 +88,28 @@ impl Processes {
         Some(siblings.list.remove(place).1)
     }
 
-    /// The process of that number.
+    /// The process with this number.
     #[must_use]
     pub fn get(&self, id: &ProcessId) -> Option<&Process> {
         let (_, siblings) = self.by_key.get_index(*self.places.get(id)?)?;
         siblings.list.iter().find(|(other, _)| other == id).map(|(_, process)| process)
     }
 
-    /// The process of that number. Its key stays as it is.
+    /// The process with this number, for a change. Its key must not change.
     pub fn get_mut(&mut self, id: &ProcessId) -> Option<&mut Process> {
         let (key, siblings) = self.by_key.get_index_mut(*self.places.get(id)?)?;
         siblings.touch(key, &mut self.touched);
         siblings.list.iter_mut().find(|(other, _)| other == id).map(|(_, process)| process)
     }
 
-    /// The process of that number, for a change that nothing is counted of: neither its phase
-    /// nor its VRAM. Pages are most of what comes.
+    /// The process with this number, for a change of neither phase nor VRAM, which needs no new
+    /// count. Counter readings are most of the inputs.
     pub fn get_mut_uncounted(&mut self, id: &ProcessId) -> Option<&mut Process> {
         let (_, siblings) = self.by_key.get_index_mut(*self.places.get(id)?)?;
         siblings.list.iter_mut().find(|(other, _)| other == id).map(|(_, process)| process)
     }
 
-    /// All numbers, in order.
+    /// Numbers of all processes, in order.
     #[must_use]
     pub fn ids(&self) -> Vec<ProcessId> {
         let mut ids: Vec<ProcessId> = self.places.keys().copied().collect();
@@ -116,12 +117,12 @@ impl Processes {
         ids
     }
 
-    /// All processes, container by container.
+    /// All processes, grouped by container.
     pub fn values(&self) -> impl Iterator<Item = &Process> {
         self.by_key.values().flat_map(|siblings| &siblings.list).map(|(_, process)| process)
     }
 
-    /// All processes, container by container. Their keys stay as they are.
+    /// All processes for a change, grouped by container. Their keys must not change.
     pub fn values_mut(&mut self) -> impl Iterator<Item = &mut Process> {
         for (key, siblings) in &mut self.by_key {
             siblings.touch(key, &mut self.touched);
@@ -141,14 +142,14 @@ impl Processes {
         list.unwrap_or_default().iter().map(|(id, process)| (*id, process))
     }
 
-    /// What all processes have or had and will want again of a device, in bytes.
+    /// VRAM of one GPU that all processes have or need again, in bytes.
     pub fn wanted_bytes(&mut self, uuid: &str) -> u128 {
         self.count();
         self.wanted.get(uuid).copied().unwrap_or(0)
     }
 
-    /// The containers that hold VRAM and are not home: somebody is locked, or behind a closed
-    /// gate.
+    /// Containers that hold VRAM and are only partly restored: a process is locked, or behind a
+    /// closed gate.
     pub fn half_way(&mut self) -> &BTreeSet<Key> {
         self.count();
         &self.half_way
@@ -178,7 +179,7 @@ impl Processes {
             if entry.get().list.is_empty() {
                 let place = entry.index();
                 entry.swap_remove();
-                // The last one stands there now.
+                // `swap_remove` moved the last container here.
                 for (id, _) in self.by_key.get_index(place).iter().flat_map(|(_, s)| &s.list) {
                     self.places.insert(*id, place);
                 }
@@ -240,10 +241,10 @@ mod tests {
     }
 
     proptest! {
-        /// Whoever comes, goes and changes, however seldom it is asked: the counts are those
-        /// of everybody, counted anew.
+        /// After any changes, and however rarely they are queried, the cached sums equal a new
+        /// count.
         #[test]
-        fn what_is_kept_is_what_everybody_counted_anew_comes_to(
+        fn cached_sums_equal_a_new_count(
             steps in proptest::collection::vec((0_u8..6, 0_u64..6, 0_u64..3, 0_usize..4, 0_u64..9), 1..80),
         ) {
             let mut all = Processes::default();

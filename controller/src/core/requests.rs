@@ -1,4 +1,4 @@
-//! What people and programs ask for, and when they are answered.
+//! Requests of operators and programs, and their answers.
 
 use affinode_proto::{api::control::ActionResponse, reason::Reason, state::State};
 
@@ -50,7 +50,8 @@ impl Node {
                 self.answer(key, Request::Offload, false, 0, 0);
                 self.advance(key);
             }
-            // Nothing registered or lost: now. Else on its way: the answer comes with the arrival.
+            // Without processes, or lost: answer now. Otherwise a move is in progress, and its end
+            // answers.
             (_, State::Unregistered | State::Lost) => self.answer(key, request, false, 0, 0),
             _ => {}
         }
@@ -89,7 +90,7 @@ impl Node {
         );
     }
 
-    /// An offload that was asked for while the container came home begins now.
+    /// Begins an offload that was requested during the restore.
     pub(super) fn resume_offload_request(&mut self, key: &Key) {
         let asked = |c: &Container| c.commands.iter().any(|(_, r)| *r == Request::Offload);
         if !self.containers.get(key).is_some_and(asked) {
@@ -106,8 +107,8 @@ impl Node {
         }
     }
 
-    /// Nobody waits for an answer that no arrival will bring: the container is home and
-    /// not about to leave, because it was called or a process started meanwhile.
+    /// Answers requests that no end of a move will answer: the container is resident and not about
+    /// to be offloaded, because it was called or a process started meanwhile.
     pub(super) fn settle_requests(&mut self, key: &Key) {
         let Some(c) = self.containers.get_mut(key) else { return };
         let home = c.goal == Goal::Resident && matches!(c.state, State::Active | State::Idle);

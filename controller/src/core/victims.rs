@@ -1,40 +1,40 @@
-//! Who makes room. A waiter that finds no room takes it from neighbours that are not in
-//! use: of the lowest priority first, never of a higher one than its own, then by the rule.
+//! Choice of victims. A waiter that does not fit evicts neighbours that are not in use: of the
+//! lowest priority first, never above its own priority, within a priority by the rule.
 
 use super::{DeviceBytes, Key, Millis};
 
-/// In which order neighbours of one priority are taken.
+/// The order in which neighbours of one priority are evicted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum VictimRule {
-    /// Whose next use is expected latest, for the room it gives and the cost of its return.
+    /// Latest expected next use first, weighted by the VRAM it frees and the cost of its restore.
     #[default]
     Expected,
-    /// Who was used longest ago.
+    /// Least recently used first.
     Lru,
-    /// The largest product of size and idle time.
+    /// Largest product of VRAM and idle time first.
     SizeIdle,
-    /// By lot; the number is the seed. For comparison.
+    /// Pseudo-random order from this seed, for comparisons.
     #[serde(skip)]
     Random(u64),
 }
 
-/// A neighbour that may be taken.
+/// A neighbour that may be evicted.
 #[derive(Clone, Debug)]
 pub struct Candidate {
-    /// Who.
+    /// The neighbour's container key.
     pub key: Key,
-    /// Its priority.
+    /// Priority of its policy.
     pub priority: i32,
-    /// Time since its last use.
+    /// Time since its last use, in milliseconds.
     pub idle_ms: Millis,
-    /// Expected time until its next use.
+    /// Expected time until its next use, in milliseconds.
     pub return_ms: Millis,
-    /// What it holds.
+    /// VRAM that its offload frees.
     pub holds: Vec<DeviceBytes>,
 }
 
-/// What is known of the speed of a return: fixed part, and bytes per millisecond.
+/// Measured speed of a restore: a fixed part, and bytes per millisecond.
 const RETURN_FIXED_MS: u64 = 200;
 const RETURN_BYTES_PER_MS: u64 = 5_800_000;
 
@@ -43,12 +43,13 @@ impl Candidate {
         self.holds.iter().map(|held| held.bytes).fold(0, u64::saturating_add)
     }
 
-    /// Higher goes first.
+    /// The higher score is evicted first.
     fn score(&self, rule: VictimRule, now: Millis) -> u128 {
         let bytes = self.bytes();
         match rule {
             VictimRule::Expected => {
-                // Room for its cost: the fixed part makes many small ones dearer than one.
+                // VRAM per cost: because of the fixed part, many small restores cost more than one
+                // big one.
                 let cost_ms = RETURN_FIXED_MS + bytes / RETURN_BYTES_PER_MS;
                 u128::from(self.return_ms) * u128::from(bytes) / u128::from(cost_ms)
             }
@@ -64,8 +65,8 @@ impl Candidate {
     }
 }
 
-/// Picks neighbours that together free what is missing. When they cannot: nobody, or with
-/// `partly` all that help, so that room gathers for one who waits long.
+/// Chooses neighbours that together free what is missing. If they cannot: none, or with `partly`
+/// all that help, so that VRAM is freed for a waiter that has waited long.
 #[must_use]
 pub fn choose(
     mut candidates: Vec<Candidate>,
@@ -124,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn each_rule_takes_its_own() {
+    fn each_rule_chooses_its_own_victim() {
         let candidates = [
             candidate(1, 0, 900, 10, 10 << 30),
             candidate(2, 0, 100, 90_000, 10 << 30),
@@ -136,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_goes_for_nothing() {
+    fn no_victim_where_too_little_is_freed() {
         let candidates = vec![candidate(1, 0, 1, 1, 5)];
         let ask = |partly| choose(candidates.clone(), 0, bytes(9), VictimRule::Lru, 0, partly);
         assert_eq!(ask(false), []);
@@ -144,10 +145,10 @@ mod tests {
     }
 
     proptest! {
-        /// No victim above the asker's priority, none spared that stands below one taken,
-        /// and enough room where anybody is taken.
+        /// No victim stands above the waiter's priority, no spared container below a victim's, and
+        /// all victims together free enough.
         #[test]
-        fn victims_are_right(
+        fn victims_respect_priority_and_suffice(
             all in proptest::collection::vec((-3_i32..4, 0_u64..1000, 0_u64..1000, 0_u64..100), 0..20),
             asker in -3_i32..4, need in 1_u64..500, rule in 0..4,
         ) {

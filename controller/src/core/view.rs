@@ -1,4 +1,4 @@
-//! What people see: the node as the control API lists it.
+//! The node's GPUs and containers as the control API lists them.
 
 use affinode_proto::{
     api::control,
@@ -11,7 +11,7 @@ use super::{
 };
 
 impl Node {
-    /// Devices and containers now. `unix_ms` is the wall clock at this moment.
+    /// GPUs and containers now. `unix_ms`: the wall clock at this moment.
     #[must_use]
     pub fn list(&self, now: Millis, unix_ms: i64) -> control::ListResponse {
         control::ListResponse {
@@ -27,11 +27,10 @@ impl Node {
         }
     }
 
-    /// The container that is meant: by key, id or name, whole or by a prefix that only
-    /// one container has.
+    /// Finds a container by key, id or name, in full or by a prefix that only one container has.
     ///
     /// # Errors
-    /// What to do instead.
+    /// Returns a message for the operator if no container or several match.
     pub fn find(&self, name: &str) -> Result<Key, String> {
         let whole = |(key, c): &(&Key, &Container)| {
             key.as_str() == name || c.announcement.id == name || c.display_name() == name
@@ -61,8 +60,7 @@ impl Node {
         }
     }
 
-    /// Processes that are connected, of the containers that are wanted: number, container,
-    /// who it is, the container's name.
+    /// Connected processes of the wanted containers: number, key, identity, the container's name.
     pub fn callers(
         &self,
         wanted: impl Fn(&Key) -> bool,
@@ -196,24 +194,24 @@ fn warnings(c: &Container, processes: &[(ProcessId, &Process)]) -> Vec<String> {
     c.warnings.iter().cloned().chain(damaged).chain(refused).chain(slow).collect()
 }
 
-/// What to do about memory that cannot be shared.
+/// Warning of a process that could not export memory as an IPC handle, and what to do.
 pub(super) fn ipc_refused(pid: u32) -> String {
     format!(
-        "process {pid} asked for an IPC handle of memory that a copier has brought home, which cannot be had: set affinode.io/engine to park or driver"
+        "process {pid} asked for an IPC handle of memory that a copier restored, which cannot be exported: set affinode.io/engine to copy or checkpoint"
     )
 }
 
-/// What is told of a process that was found to call the driver past the hooks.
+/// Event text for a process that was found to call the driver past the hooks.
 pub(super) fn hidden_text(pid: u32) -> String {
     format!(
-        "a thread of process {pid} blocked inside the driver on a way that no hook sees: the process was brought home, and its context stays on the GPU from now on"
+        "a thread of process {pid} blocked inside the driver on a path that no hook sees: the process was restored, and its context stays on the GPU from now on"
     )
 }
 
-/// What to do about memory that is not what it was.
+/// Warning of a process whose restored memory has changed, and what to do.
 pub(super) fn damaged_text(pid: u32) -> String {
     format!(
-        "the memory of process {pid} did not come back as it had left: a stray write of its own, or host memory or a bus that fail. Its CUDA calls fail from now on; start it anew"
+        "the memory of process {pid} did not come back as it had left: the process wrote out of bounds, or host memory or the bus failed. Its CUDA calls fail from now on; restart it"
     )
 }
 

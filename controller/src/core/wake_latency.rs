@@ -1,18 +1,18 @@
-//! How long the last wakes of a container took.
+//! Durations of a container's last wakes.
 
 use std::collections::VecDeque;
 
 use super::Millis;
 
-/// Wakes that are remembered.
+/// Number of wakes that are kept.
 const REMEMBERED: usize = 100;
 
-/// The last wakes, oldest first.
+/// Durations of the last wakes in milliseconds, oldest first.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Wakes(VecDeque<Millis>);
 
 impl Wakes {
-    /// One took so long.
+    /// Adds the duration of a wake.
     pub fn add(&mut self, took_ms: Millis) {
         if self.0.len() == REMEMBERED {
             self.0.pop_front();
@@ -20,7 +20,7 @@ impl Wakes {
         self.0.push_back(took_ms);
     }
 
-    /// 99 of 100 took no longer; 0 when there was none.
+    /// The 99th percentile of the durations, in milliseconds; 0 if there was no wake.
     #[must_use]
     pub fn p99_ms(&self) -> Millis {
         let mut sorted: Vec<Millis> = self.0.iter().copied().collect();
@@ -35,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_slow_wake_of_a_hundred_is_left_out_and_old_ones_are_forgotten() {
+    fn p99_ignores_one_outlier_and_old_wakes() {
         let mut wakes = Wakes::default();
         assert_eq!(wakes.p99_ms(), 0);
         wakes.add(9_000);

@@ -1,37 +1,37 @@
-//! Times of the week, in UTC, in which idle containers leave by themselves.
+//! Times of the week, in UTC, in which idle containers are offloaded.
 //!
 //! ```text
 //! window = "mon-fri 20:00-07:00, sat-sun 00:00-24:00"
 //! ```
 //!
-//! A span whose end is not after its begin goes on into the next day. Outside its window a
-//! container stays until somebody needs its room.
+//! A span whose end is not after its begin continues into the next day. Outside its window a
+//! container stays resident until a waiter needs its VRAM.
 
 use std::{fmt, str::FromStr};
 
 const DAYS: [&str; 7] = ["mon", "tue", "wed", "thu", "fri", "sat", "sun"];
 const DAY: u32 = 24 * 60;
-/// Spans that a window may have: an annotation is not trusted.
+/// Maximum number of spans: an annotation is not trusted.
 const MAX_SPANS: usize = 16;
 
-/// A time of the week.
+/// An offload window: times of the week.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Window {
-    /// None: always.
+    /// Empty: the window is always open.
     spans: Vec<Span>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Span {
-    /// First and last day, Monday is 0.
+    /// First and last day; Monday is 0.
     days: (u32, u32),
-    /// Minutes of the day; an end that is not after the begin is on the next day.
+    /// Minutes of the day. An end that is not after the begin is on the next day.
     from: u32,
     to: u32,
 }
 
 impl Window {
-    /// Whether it is open at a minute of the week; Monday 00:00 is 0.
+    /// Whether the window is open at a minute of the week; Monday 00:00 is 0.
     #[must_use]
     pub fn is_open(&self, minute: u32) -> bool {
         let (day, minute) = (minute / DAY % 7, minute % DAY);
@@ -49,7 +49,7 @@ impl Window {
     }
 }
 
-/// The minute of the week, by milliseconds since 1970 (a Thursday).
+/// The minute of the week for milliseconds since 1970 (a Thursday).
 #[must_use]
 pub fn week_minute(unix_ms: i64) -> u32 {
     let minutes = unix_ms.div_euclid(60_000) + 3 * i64::from(DAY);
@@ -117,15 +117,15 @@ mod tests {
     }
 
     #[test]
-    fn a_night_goes_on_into_the_next_day() {
+    fn night_span_continues_into_next_day() {
         let nights: Window = "mon-fri 20:00-07:00".parse().unwrap();
         for (day, hour, open) in [
-            (0, 6, false), // Sunday's night is none of them.
+            (0, 6, false), // Sunday night is not in the span.
             (0, 19, false),
             (0, 21, true),
             (1, 6, true),
             (1, 7, false),
-            (5, 6, true), // Friday's night ends on Saturday.
+            (5, 6, true), // Friday night ends on Saturday.
             (5, 21, false),
         ] {
             assert_eq!(nights.is_open(at(day, hour)), open, "{day} {hour}");
@@ -133,8 +133,8 @@ mod tests {
     }
 
     #[test]
-    fn the_week_begins_on_monday() {
-        // 5 January 1970 was one.
+    fn week_begins_on_monday() {
+        // 5 January 1970 was a Monday.
         assert_eq!(week_minute(4 * 86_400_000), 0);
         assert_eq!(week_minute(0), at(3, 0));
         let weekend: Window = "sat-mon 00:00-24:00".parse().unwrap();
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_window_is_said_so() {
+    fn invalid_window_names_accepted_form() {
         for bad in
             ["", "nights", "mon 8-17", "mon 24:00-25:00", "mon 08:60-09:00", "die 08:00-09:00"]
         {
@@ -154,9 +154,9 @@ mod tests {
     }
 
     proptest! {
-        /// What is shown is what was meant.
+        /// Parsing the shown text gives the same window.
         #[test]
-        fn it_is_read_as_it_is_written(
+        fn shown_window_parses_back(
             spans in proptest::collection::vec((0_u32..7, 0_u32..7, 0_u32..1440, 0_u32..1441), 1..5),
             minute in 0_u32..10_080,
         ) {
