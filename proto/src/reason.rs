@@ -108,20 +108,14 @@ reasons! {
     WaitingForVram = "waiting-for-vram", "waits for VRAM that others hold";
     /// The host's view of VRAM could not be read.
     VramUnknown = "vram-unknown", "free VRAM cannot be read (NVML), so a return cannot be proven safe";
-    /// Another container is being moved on the same GPU.
-    OtherTransition = "other-transition", "another container of the GPU is being moved";
     /// The agent's connection is gone while its process lives.
     AgentSilent = "agent-silent", "the agent in the process does not answer";
     /// The driver refused or failed.
     DriverError = "driver-error", "the driver returned an error; the process was left as it was";
     /// The driver said that the state cannot come back.
     DriverLost = "driver-lost", "the driver reports a failed restore";
-    /// The peer speaks another version.
-    VersionMismatch = "version-mismatch", "library and controller are of different versions; runs unmanaged until the container is restarted";
     /// The peer sent something that is not the protocol.
     BadPeer = "bad-peer", "the process sent malformed data and is no longer managed";
-    /// A limit of the node was reached.
-    TooMany = "too-many", "the container has more processes or connections than are allowed";
     /// Asked for by a person or a program.
     Requested = "requested", "asked for";
     /// Idle for the timeout.

@@ -173,9 +173,6 @@ impl Reason {
                 "NVML did not report the free VRAM of the device, so neither an offload nor a restore is started.",
                 "Run `nvidia-smi` on the node. If it fails, the driver needs attention (`dmesg | grep NVRM`).",
             ),
-            Reason::OtherTransition => {
-                ("Another container of the same GPU is being offloaded or restored.", NO_ACTION)
-            }
             Reason::AgentSilent => (
                 "The library in the process does not answer although the process is alive: it is stopped, starved of CPU time, or being debugged.",
                 "Resume the process or give it CPU time. If it stays silent, restart the container and report it with `affinode events`.",
@@ -188,17 +185,9 @@ impl Reason {
                 "The driver failed to restore a checkpoint and names no way to repeat it. CUDA calls of the process fail.",
                 "Restart the container. Keep `dmesg | grep NVRM` and the controller's log for a report.",
             ),
-            Reason::VersionMismatch => (
-                "The library in the container and the controller are of releases that do not understand each other.",
-                "Restart the container after an upgrade.",
-            ),
             Reason::BadPeer => (
                 "A process of the container sent the controller data that violates the protocol. Programs of a container are not trusted, so its connection was closed.",
                 "Check what the container runs. If it is an unmodified program, restart it and report it with the controller's log.",
-            ),
-            Reason::TooMany => (
-                "The container has more CUDA processes or connections than a container may have.",
-                "Start fewer processes in one container.",
             ),
             Reason::Requested => (
                 "An operator or a program asked for it: `affinode offload`, `affinode restore`, `affinode pin`, or the HTTP API.",

@@ -64,3 +64,37 @@ fn every_alert_has_a_runbook() -> Result<()> {
     assert!(gone.is_empty(), "docs/operations.md has headings of no alert: {gone:?}");
     Ok(())
 }
+
+#[test]
+fn every_reason_is_given_somewhere() -> Result<()> {
+    let root = workspace_dir();
+    let reasons = fs::read_to_string(root.join("proto/src/reason.rs"))?;
+    let variants = reasons.lines().filter_map(|line| {
+        let (name, rest) = line.strip_prefix("    ")?.split_once(" = ")?;
+        (rest.starts_with('"') && !name.contains(' ')).then_some(name)
+    });
+    let variants: BTreeSet<String> = variants.map(|name| format!("Reason::{name}")).collect();
+    assert!(variants.len() > 40, "{variants:?}");
+    let mut given = BTreeSet::new();
+    let mut folders = vec![root.join("controller/src")];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder)? {
+            let path = entry?.path();
+            let is_test = path.file_name().is_some_and(|name| {
+                let name = name.to_string_lossy();
+                name == "tests" || name.ends_with("tests.rs")
+            });
+            if path.is_dir() && !is_test {
+                folders.push(path);
+            } else if path.extension().is_some_and(|ending| ending == "rs") && !is_test {
+                let text = fs::read_to_string(&path)?;
+                let code = text.split("#[cfg(test)]").next().unwrap_or_default();
+                let words = code.split(|c: char| !c.is_alphanumeric() && c != ':');
+                given.extend(words.filter(|word| variants.contains(*word)).map(str::to_owned));
+            }
+        }
+    }
+    let missing: Vec<_> = variants.difference(&given).collect();
+    assert!(missing.is_empty(), "no code gives the reasons {missing:?}");
+    Ok(())
+}
