@@ -63,7 +63,7 @@ pub mod header {
     pub const SWAPPABLE_BYTES: usize = 160;
     /// u64: bytes of it that are parked in host memory now.
     pub const COPIED_OUT_BYTES: usize = 168;
-    /// u32: [`crate::wire::Notes`] bits.
+    /// u32: [`crate::wire::ProcessFlags`] bits.
     pub const NOTES: usize = 176;
     /// u32: what the hook adds to a call, in picoseconds, measured once; 0: not known.
     pub const CALL_COST_PS: usize = 180;
@@ -121,7 +121,7 @@ pub struct CounterSnapshot {
     /// What the library could not do as the driver would have.
     pub notes: ProcessFlags,
     /// What the hook adds to a call, in picoseconds, 0 when that is not known. The
-    /// container's claim, at most [`MOST_CALL_COST_PS`].
+    /// container's claim, at most [`MAX_CALL_COST_PS`].
     pub call_cost_ps: u32,
     /// How long callers have waited at the gate, in microseconds. The container's claim.
     pub held_us: u64,
@@ -181,7 +181,7 @@ impl CounterSnapshot {
     /// Decodes one reading of a page. Every value is checked or harmless at any value.
     ///
     /// # Errors
-    /// [`PageError`] names the field that is wrong.
+    /// [`CounterError`] names the field that is wrong.
     pub fn decode(bytes: &[u8]) -> Result<CounterSnapshot, CounterError> {
         if bytes.len() != PAGE_BYTES {
             return Err(CounterError::Size(bytes.len()));
