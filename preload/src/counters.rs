@@ -71,7 +71,11 @@ pub struct CounterPage {
     pub phase: AtomicU32,
     free0: [u8; 4],
     pub kept_bytes: AtomicU64,
-    free3: [u8; 32],
+    /// The generation whose copy out is to stop. The controller writes it.
+    turn_back: AtomicU64,
+    /// Host memory that the copy out in progress has still to touch.
+    pub filling_bytes: AtomicU64,
+    free3: [u8; 16],
     pub gate: AtomicU32,
     /// Beside the gate: one comparison sees both.
     pub one_in: AtomicU32,
@@ -103,6 +107,8 @@ const _: () = {
     assert!(offset_of!(CounterPage, slot_count) == header::SLOT_COUNT);
     assert!(offset_of!(CounterPage, phase) == header::PHASE);
     assert!(offset_of!(CounterPage, kept_bytes) == header::KEPT_BYTES);
+    assert!(offset_of!(CounterPage, turn_back) == header::TURN_BACK);
+    assert!(offset_of!(CounterPage, filling_bytes) == header::FILLING_BYTES);
     assert!(offset_of!(CounterPage, gate) == header::GATE);
     assert!(offset_of!(CounterPage, waiters) == header::WAITERS);
     assert!(offset_of!(CounterPage, hazards) == header::HAZARDS);
@@ -293,6 +299,16 @@ impl CounterPage {
         self.phase.store(phase as u32, Ordering::Release);
     }
 
+    /// Whether the copy out in progress is to stop: the controller sees host memory run short above
+    /// the container's own limit, where this process sees nothing.
+    pub fn is_turned_back(&self) -> bool {
+        let turn_back = self.turn_back.load(Ordering::Relaxed);
+        self.phase.load(Ordering::Relaxed) == Phase::CopyingOut as u32
+            // The gate has closed once at least before a copy.
+            && turn_back != 0
+            && turn_back == self.generation.load(Ordering::Relaxed)
+    }
+
     /// Whether all work on the GPU has ended, and none can begin: from the driver's lock on,
     /// until calls go through again. Only of meaning while the gate is closed.
     pub fn is_finished(&self) -> bool {
@@ -323,6 +339,13 @@ impl CounterPage {
 #[cfg(test)]
 pub mod tests {
     use super::*;
+
+    impl CounterPage {
+        /// As the controller writes it.
+        pub fn turn_back_for_test(&self, generation: u64) {
+            self.turn_back.store(generation, Ordering::Relaxed);
+        }
+    }
 
     /// A page of nobody.
     pub fn page() -> Box<CounterPage> {

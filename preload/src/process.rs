@@ -271,6 +271,16 @@ fn take_page() -> Option<i32> {
     Some(fd)
 }
 
+/// For as long as `body` runs this process has a page, without being registered.
+#[cfg(test)]
+pub fn with_page<R>(body: impl FnOnce(&'static Page) -> R) -> R {
+    let page = Box::leak(crate::page::tests::page());
+    let before = PROCESS.page.swap(&raw mut *page, Ordering::AcqRel);
+    let result = body(page);
+    PROCESS.page.store(before, Ordering::Release);
+    result
+}
+
 /// Registers the process of a test, without an agent.
 #[cfg(test)]
 pub fn manage() -> Option<&'static CounterPage> {

@@ -4,8 +4,9 @@ use core::ffi::c_void;
 use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use super::{host_pressure, numa};
+use crate::counters::CounterPage;
 use crate::sys::CpuSet;
-use crate::{libc, sys};
+use crate::{libc, process, sys};
 
 /// What is registered at a time, and the most that one copy moves.
 pub const CHUNK_BYTES: usize = affinode_proto::wire::copier::CHUNK_BYTES as usize;
@@ -13,6 +14,9 @@ pub const CHUNK_BYTES: usize = affinode_proto::wire::copier::CHUNK_BYTES as usiz
 pub const MAX_CHUNKS: usize = 64 * WORDS;
 const WORDS: usize = 256;
 const MAX_HELPERS: usize = 16;
+/// What a helper touches between two looks at whether the copy is turned back, in bytes: a few
+/// milliseconds.
+const STEP_BYTES: usize = 16 << 20;
 
 /// A set of chunks.
 pub struct ChunkQueue([AtomicU64; WORDS]);
@@ -60,6 +64,8 @@ pub struct Prefault {
     next: AtomicUsize,
     /// What helpers are touching now, in bytes.
     touching: AtomicU64,
+    /// What has still to be touched, in bytes.
+    missing_bytes: AtomicU64,
     /// 1: host memory became short, and chunks are missing.
     short: AtomicU32,
     /// Chunks that are in.
@@ -79,6 +85,7 @@ pub static PREFAULT: Prefault = Prefault {
     near: [const { AtomicU64::new(0) }; 128],
     next: AtomicUsize::new(0),
     touching: AtomicU64::new(0),
+    missing_bytes: AtomicU64::new(0),
     short: AtomicU32::new(0),
     resident: ChunkQueue::none(),
     empty: ChunkQueue::none(),
@@ -119,9 +126,9 @@ impl Prefault {
         self.empty.clear();
         self.short.store(0, Ordering::Release);
         self.next.store(0, Ordering::Release);
-        let missing =
-            (0..bytes.div_ceil(CHUNK_BYTES)).filter(|chunk| !self.resident.has(*chunk)).count();
-        for _ in 0..missing.min(MAX_HELPERS).min(sys::processors()) {
+        let missing = (0..bytes.div_ceil(CHUNK_BYTES)).filter(|chunk| !self.resident.has(*chunk));
+        self.set_missing(missing.clone().map(|chunk| chunk_bytes(bytes, chunk) as u64).sum());
+        for _ in 0..missing.count().min(MAX_HELPERS).min(sys::processors()) {
             self.helpers.fetch_add(1, Ordering::AcqRel);
             if !libc::start_thread(help, core::ptr::null_mut()) {
                 self.helpers.fetch_sub(1, Ordering::AcqRel);
@@ -137,23 +144,61 @@ impl Prefault {
             return false;
         }
         if !self.resident.has(chunk) && !self.empty.has(chunk) {
-            if !self.may_touch(bytes as u64) {
+            let is_touched = self.may_touch(bytes as u64) && {
+                let is_touched = self.touch(chunk, bytes);
+                self.touching.fetch_sub(bytes as u64, Ordering::AcqRel);
+                is_touched
+            };
+            if !is_touched {
                 self.short.store(1, Ordering::Release);
                 self.stop();
                 self.progress.fetch_add(1, Ordering::AcqRel);
                 sys::futex_wake_all(&self.progress);
                 return false;
             }
-            let at = self.start.load(Ordering::Relaxed) + chunk * CHUNK_BYTES;
-            let of_file = self.of_file.load(Ordering::Relaxed) == 1;
-            // SAFETY: a chunk of the pool, which holds nothing while it is being filled.
-            unsafe { sys::make_resident(at as *mut u8, bytes, of_file) };
-            self.touching.fetch_sub(bytes as u64, Ordering::AcqRel);
             self.resident.set(chunk, true);
+        } else if !self.resident.has(chunk) {
+            self.count_touched(bytes as u64);
         }
         self.progress.fetch_add(1, Ordering::AcqRel);
         sys::futex_wake_all(&self.progress);
         true
+    }
+
+    /// Brings a chunk's pages in. False: the copy was turned back, and the chunk has none.
+    fn touch(&self, chunk: usize, bytes: usize) -> bool {
+        let start = (self.start.load(Ordering::Relaxed) + chunk * CHUNK_BYTES) as *mut u8;
+        let of_file = self.of_file.load(Ordering::Relaxed) == 1;
+        for offset in (0..bytes).step_by(STEP_BYTES) {
+            if is_turned_back() {
+                // SAFETY: of a chunk of the pool, which holds nothing while it is being filled.
+                unsafe { sys::discard(start, bytes, of_file) };
+                return false;
+            }
+            let step_bytes = STEP_BYTES.min(bytes - offset);
+            // SAFETY: as above.
+            unsafe { sys::make_resident(start.add(offset), step_bytes, of_file) };
+            self.count_touched(step_bytes as u64);
+        }
+        true
+    }
+
+    /// So much is to be touched.
+    fn set_missing(&self, bytes: u64) {
+        self.missing_bytes.store(bytes, Ordering::Release);
+        if let Some(page) = process::page() {
+            page.filling_bytes.store(bytes, Ordering::Relaxed);
+        }
+    }
+
+    /// So much less is to be touched.
+    fn count_touched(&self, bytes: u64) {
+        let less = |missing: u64| Some(missing.saturating_sub(bytes));
+        let before = self.missing_bytes.fetch_update(Ordering::AcqRel, Ordering::Acquire, less);
+        if let (Ok(before), Some(page)) = (before, process::page()) {
+            // Of several helpers the one that is done last may write first.
+            page.filling_bytes.fetch_min(before.saturating_sub(bytes), Ordering::Relaxed);
+        }
     }
 
     /// Counts so much as being touched, unless host memory would become short by it. Where little
@@ -163,6 +208,9 @@ impl Prefault {
         loop {
             let seen = self.progress.load(Ordering::Acquire);
             let touching = self.touching.load(Ordering::Acquire);
+            if is_turned_back() {
+                return false;
+            }
             if !host_pressure::is_critical(touching.saturating_add(bytes)) {
                 let counted = self.touching.compare_exchange(
                     touching,
@@ -209,7 +257,13 @@ impl Prefault {
             let seen = self.progress.load(Ordering::Acquire);
             sys::futex_wait(&self.progress, seen, 1);
         }
+        self.set_missing(0);
     }
+}
+
+/// Whether the controller turns the copy in progress back.
+fn is_turned_back() -> bool {
+    process::page().is_some_and(CounterPage::is_turned_back)
 }
 
 /// The size of a chunk of so many bytes: the last one is shorter.
@@ -241,7 +295,7 @@ pub mod tests {
         PREFAULT.helpers.store(3, Ordering::Release);
     }
 
-    /// Who works with [`FILLING`], of which a process has one.
+    /// Who works with [`PREFAULT`], of which a process has one.
     pub static SHARED: std::sync::Mutex<()> = std::sync::Mutex::new(());
 
     /// Nothing is carried any more, and there is no pool.
@@ -275,6 +329,55 @@ pub mod tests {
             sys::unmap_private(at, bytes);
         }
         PREFAULT.resident.clear();
+    }
+
+    /// Host memory runs short where only the controller sees it.
+    #[test]
+    fn fill_stops_when_copy_is_turned_back() {
+        use affinode_proto::wire::Phase;
+        let _own = SHARED.lock();
+        let at = sys::map_private(2 * CHUNK_BYTES).unwrap();
+        let fill = || {
+            PREFAULT.begin(at as usize, 2 * CHUNK_BYTES, 0, None);
+            let is_in = PREFAULT.wait(0) && PREFAULT.wait(1);
+            PREFAULT.end();
+            is_in
+        };
+        let resident = || (0..2).filter(|chunk| PREFAULT.resident.has(*chunk)).count();
+        process::with_page(|page| {
+            page.generation.store(1, Ordering::Relaxed);
+            page.turn_back_for_test(1);
+            page.set_phase(Phase::CopyingOut);
+            assert!(!fill(), "it would be touched");
+            assert_eq!((resident(), PREFAULT.touching.load(Ordering::Acquire)), (0, 0));
+            assert_eq!(page.filling_bytes.load(Ordering::Relaxed), 0, "it is over");
+            // Memory that is made ready ahead of a copy is none of that copy.
+            page.set_phase(Phase::Open);
+            assert!(fill());
+            PREFAULT.resident.clear();
+            // The word was for an earlier copy.
+            page.generation.fetch_add(1, Ordering::Relaxed);
+            page.set_phase(Phase::CopyingOut);
+            assert!(fill());
+        });
+        // SAFETY: mapped above, with that size.
+        unsafe { sys::unmap_private(at, 2 * CHUNK_BYTES) };
+        PREFAULT.resident.clear();
+    }
+
+    /// What is left to be touched stands in the page, for the controller.
+    #[test]
+    fn bytes_left_to_touch_are_published() {
+        let _own = SHARED.lock();
+        process::with_page(|page| {
+            let left = || page.filling_bytes.load(Ordering::Relaxed);
+            PREFAULT.set_missing(5);
+            assert_eq!(left(), 5);
+            PREFAULT.count_touched(2);
+            assert_eq!(left(), 3);
+            PREFAULT.count_touched(4);
+            assert_eq!(left(), 0);
+        });
     }
 
     /// The memory that the controller had promised is another's by the time that it is touched.

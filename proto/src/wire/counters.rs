@@ -11,10 +11,11 @@
 //! ```
 //!
 //! It belongs to the process, not to a connection: counts begin before the first
-//! registration and go on across controllers. Only the process writes it; the
-//! controller reads it with `pread` into a buffer and decodes that
-//! ([`PageSnapshot::decode`]), so nothing that the container does to the file can
-//! fault the controller or change a value between check and use.
+//! registration and go on across controllers. The process writes it, but for one word
+//! ([`header::TURN_BACK`]) that the controller writes with `pwrite`. The controller reads it
+//! with `pread` into a buffer and decodes that ([`CounterSnapshot::decode`]), so nothing that
+//! the container does to the file can fault the controller or change a value between check
+//! and use.
 
 use super::{Hazards, Phase, ProcessFlags, WIRE_VERSION};
 
@@ -47,6 +48,12 @@ pub mod header {
     pub const PHASE: usize = 16;
     /// u64: bytes of host memory that are kept for the next time while nothing is parked.
     pub const KEPT_BYTES: usize = 24;
+    /// u64: the generation whose copy out is to stop between two steps, because host memory runs
+    /// short above the container's own limit. The controller writes it. It says nothing of a copy
+    /// of another generation, so no controller has to take it back.
+    pub const TURN_BACK: usize = 32;
+    /// u64: bytes of host memory that the copy out in progress has still to touch.
+    pub const FILLING_BYTES: usize = 40;
     /// u32: a [`super::Gate`] value; the futex word that held callers sleep on. On its own line.
     pub const GATE: usize = 64;
     /// u32: callers that wait at the gate now.
@@ -126,8 +133,11 @@ pub struct CounterSnapshot {
     /// How long callers have waited at the gate, in microseconds. The container's claim.
     pub held_us: u64,
     /// Host memory that is kept for the next time, in bytes. The container's claim, at most
-    /// [`MOST_KEPT_BYTES`].
+    /// [`MAX_KEPT_BYTES`].
     pub kept_bytes: u64,
+    /// Host memory that the copy out in progress has still to touch, in bytes. The container's
+    /// claim, at most [`MAX_KEPT_BYTES`].
+    pub filling_bytes: u64,
     /// Calls made since the process registered, polls left out (wrapping sum).
     pub calls: u64,
     /// Poll calls made (wrapping sum).
@@ -213,6 +223,7 @@ impl CounterSnapshot {
             call_cost_ps: u32_at(bytes, header::CALL_COST_PS).min(MAX_CALL_COST_PS),
             held_us: u64_at(bytes, header::HELD_US),
             kept_bytes: u64_at(bytes, header::KEPT_BYTES).min(MAX_KEPT_BYTES),
+            filling_bytes: u64_at(bytes, header::FILLING_BYTES).min(MAX_KEPT_BYTES),
             calls: 0,
             polls: 0,
             inflight: 0,
@@ -264,9 +275,10 @@ mod tests {
         bytes[header::CALL_COST_PS..][..4].copy_from_slice(&u32::MAX.to_ne_bytes());
         bytes[header::HELD_US..][..8].copy_from_slice(&7_u64.to_ne_bytes());
         bytes[header::KEPT_BYTES..][..8].copy_from_slice(&u64::MAX.to_ne_bytes());
+        bytes[header::FILLING_BYTES..][..8].copy_from_slice(&u64::MAX.to_ne_bytes());
         let got = CounterSnapshot::decode(&bytes).unwrap();
         assert_eq!((got.call_cost_ps, got.held_us), (MAX_CALL_COST_PS, 7));
-        assert_eq!(got.kept_bytes, MAX_KEPT_BYTES);
+        assert_eq!((got.kept_bytes, got.filling_bytes), (MAX_KEPT_BYTES, MAX_KEPT_BYTES));
     }
 
     #[test]

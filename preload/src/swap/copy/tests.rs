@@ -108,6 +108,23 @@ fn copy_stops_where_others_took_host_memory() {
     assert_eq!((copy_in(), world.is_home()), (Ok(()), true));
 }
 
+/// The controller sees the limit of the pod, and turns the copy back. The word is for this copy alone.
+#[test]
+fn copy_turned_back_by_controller_leaves_all() {
+    use affinode_proto::wire::Phase;
+    let world = World::new();
+    crate::process::with_page(|page| {
+        page.set_phase(Phase::CopyingOut);
+        page.generation.store(1, Ordering::Relaxed);
+        page.turn_back_for_test(1);
+        assert_eq!(copy_out(true, false, None), Err(NO_HOST_MEMORY));
+        assert!(world.is_home() && !is_copied_out());
+        page.generation.fetch_add(1, Ordering::Relaxed);
+        assert_eq!((copy_out(true, false, None), world.is_away()), (Ok(()), true));
+        assert_eq!((copy_in(), world.is_home()), (Ok(()), true));
+    });
+}
+
 /// Each of the driver's calls, at each piece.
 #[test]
 fn of_what_cannot_be_copied_out_nothing_has_left() {
