@@ -273,8 +273,8 @@ fn take_page() -> Option<i32> {
 
 /// For as long as `body` runs this process has a page, without being registered.
 #[cfg(test)]
-pub fn with_page<R>(body: impl FnOnce(&'static Page) -> R) -> R {
-    let page = Box::leak(crate::page::tests::page());
+pub fn with_page<R>(body: impl FnOnce(&'static CounterPage) -> R) -> R {
+    let page = Box::leak(crate::counters::tests::page());
     let before = PROCESS.page.swap(&raw mut *page, Ordering::AcqRel);
     let result = body(page);
     PROCESS.page.store(before, Ordering::Release);

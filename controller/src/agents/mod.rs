@@ -32,7 +32,7 @@ use std::{
 
 use affinode_proto::wire::{
     Capabilities,
-    counters::{CounterError, CounterSnapshot, PAGE_BYTES},
+    counters::{CounterError, CounterSnapshot, PAGE_BYTES, header},
     message::{Action, AgentMessage, ControllerMessage},
 };
 use tokio::{runtime::Handle, sync::mpsc, task::AbortHandle};
@@ -160,6 +160,17 @@ impl AgentHandle {
             self.ward.spawn(copier_relay::carry(ours, copier));
         }
         sent
+    }
+
+    /// Tells it to stop the copy out of its present generation, by a word in its counters: it reads no
+    /// messages while it copies.
+    ///
+    /// # Errors
+    /// The container has made its file one that cannot be written.
+    pub fn turn_back(&self) -> std::io::Result<()> {
+        let mut generation = [0; 8];
+        self.page.read_exact_at(&mut generation, header::GENERATION as u64)?;
+        self.page.write_all_at(&generation, header::TURN_BACK as u64)
     }
 
     fn queue(&mut self, outgoing: OutgoingFrame) -> bool {

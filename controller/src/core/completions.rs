@@ -171,8 +171,8 @@ impl Node {
                 self.fail_offload(&key, Reason::DriverError, &failed("cuCheckpointProcessLock"))
             }
             (Action::CopyOut { .. }, Outcome::NoHostMemory) => {
-                let detail = format!("another process took it while process {pid} was copied out");
-                self.fail_offload(&key, Reason::HostMemory, &detail);
+                let (reason, detail) = self.host_shortage(&key, pid);
+                self.fail_offload(&key, reason, &detail);
             }
             (Action::CopyOut { .. }, _) => {
                 process.copy_failed = true;

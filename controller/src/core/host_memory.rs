@@ -68,6 +68,8 @@ struct HostPromise {
     /// Its memory may be touched from now on.
     is_moving: bool,
     released_at: Option<Millis>,
+    /// The pool that has run short while the memory was touched: the copy is turned back.
+    short_pool: Option<MemoryPool>,
 }
 
 /// The promises of host memory to offloads in progress.
@@ -132,7 +134,7 @@ impl HostLedger {
     /// container keeps its place in the order.
     pub fn promise(&mut self, key: &Key, pools: Vec<MemoryPool>, now: Millis) {
         if let Some(promise) = self.standing_mut(key) {
-            promise.pools = pools;
+            (promise.pools, promise.short_pool) = (pools, None);
             return;
         }
         self.last_number += 1;
@@ -143,6 +145,7 @@ impl HostLedger {
             made_at: now,
             is_moving: false,
             released_at: None,
+            short_pool: None,
         });
     }
 
@@ -159,6 +162,19 @@ impl HostLedger {
         if let Some(promise) = self.standing_mut(key) {
             promise.is_moving = true;
         }
+    }
+
+    /// A pool has less left than the container has still to touch of what it was promised.
+    pub fn turn_back(&mut self, key: &Key, short_pool: MemoryPool) {
+        if let Some(promise) = self.standing_mut(key) {
+            promise.short_pool.get_or_insert(short_pool);
+        }
+    }
+
+    /// The pool because of which the container's copy was turned back, if it was.
+    #[must_use]
+    pub fn short_pool(&self, key: &Key) -> Option<&MemoryPool> {
+        self.standing(key)?.short_pool.as_ref()
     }
 
     /// Releases the promises of containers that no longer move. Forgets released ones that no

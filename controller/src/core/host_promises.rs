@@ -50,6 +50,25 @@ impl Node {
         }
     }
 
+    /// Why a copy out that ends with `NoHostMemory` has failed: the pool that was seen to run short,
+    /// else the node, which the library sees by itself as it does the container's own limit.
+    pub(super) fn host_shortage(&self, key: &Key, pid: u32) -> (Reason, String) {
+        match self.host_ledger.short_pool(key) {
+            Some(pool) => {
+                let (free, need) = (mib(pool.free_bytes), mib(pool.need_bytes));
+                let detail = format!(
+                    "{} had {free} left for {need} of process {pid} while it was copied",
+                    pool.name()
+                );
+                (reason_of(pool), detail)
+            }
+            None => {
+                let detail = format!("another process took it while process {pid} was copied out");
+                (Reason::HostMemory, detail)
+            }
+        }
+    }
+
     /// Surveys again for an offload that waits for others' promises and has touched no process
     /// yet. An offload with locked processes surveys again whenever its next step is planned.
     pub(super) fn survey_again(&mut self, key: &Key) {

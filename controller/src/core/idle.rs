@@ -98,6 +98,7 @@ mod tests {
             call_cost_ps: 0,
             held_us: 0,
             kept_bytes: 0,
+            filling_bytes: 0,
             calls,
             polls,
             inflight,

@@ -6,7 +6,9 @@ use affinode_proto::{
     wire::{Hazards, Phase, counters::CounterSnapshot, message::AgentMessage},
 };
 
-use super::{DeviceBytes, Key, Millis, ProcessId, hints::Hint, host_memory::MemoryPool};
+use super::{
+    DeviceBytes, Key, Millis, ProcessId, copy_watch::Levels, hints::Hint, host_memory::MemoryPool,
+};
 
 /// Number of a request that waits for its answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -151,6 +153,9 @@ pub enum Input {
     Worked(Vec<Work>),
     /// The result of [`super::Effect::Survey`].
     Surveyed(Key, Survey),
+    /// What is left of host memory for copies in progress. The counters of their processes were read
+    /// after it.
+    HostLevels(Vec<Levels>),
     /// The result of [`super::Effect::Prove`] with this number.
     Proven(Key, u64, Result<Vec<GpuSample>, String>),
     /// A record of an earlier controller's journal about a process.

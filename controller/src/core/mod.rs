@@ -12,6 +12,7 @@ mod completions;
 mod connection_prewake;
 pub mod container;
 mod context_retention;
+pub mod copy_watch;
 mod dedup_domain;
 pub mod effect;
 mod eligibility;

@@ -163,6 +163,7 @@ impl Node {
             Input::Gpus(gpus) => self.gpus_read(gpus),
             Input::Worked(work) => self.worked(&work),
             Input::Surveyed(key, survey) => self.surveyed(&key, survey),
+            Input::HostLevels(levels) => self.host_levels_read(levels),
             Input::Proven(key, number, gpus) => self.proven(&key, number, gpus),
             Input::Recalled { key, identity, away, to, restoring } => {
                 self.recall(key, identity, JournalClaim { away, to, restoring });

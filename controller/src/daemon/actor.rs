@@ -29,11 +29,15 @@ use crate::{
     clock::{monotonic_ms, unix_ms},
     config::Config,
     copier::Copiers,
-    core::{CommandId, Effect, Input, Key, Millis, Node, ProcessId, input::SwapStatus},
+    core::{
+        CommandId, Effect, Input, Key, Millis, Node, ProcessId, copy_watch::LEVELS_INTERVAL_MS,
+        input::SwapStatus,
+    },
     error_chain,
     inventory::{
-        Inventory, InventoryQuery, InventoryResult, memory, memory::MemoryRules, process,
-        process_utilization::ProcessUtilization, utilization::GpuUtilization,
+        Inventory, InventoryQuery, InventoryResult, host_levels::HostLevels, memory,
+        memory::MemoryRules, process, process_utilization::ProcessUtilization,
+        utilization::GpuUtilization,
     },
     jobs,
     journal::{Journal, UnclaimedEntry},
@@ -66,6 +70,9 @@ pub(super) struct NodeActor {
     pub(super) inventory: Inventory,
     witness: ProcessUtilization,
     witness_asked: Option<Instant>,
+    host_levels: HostLevels,
+    /// When these are read next, while a copy out is in progress.
+    pub(super) levels_due: Option<tokio::time::Instant>,
     journal: Journal,
     unclaimed: UnclaimedEntry,
     events: Arc<EventLog>,
@@ -104,6 +111,11 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         let _ = of_work.send(InventoryResult::Worked(work));
     })
     .map_err(DaemonError::Runtime)?;
+    let of_levels = found.clone();
+    let host_levels = HostLevels::start(rules, move |levels| {
+        let _ = of_levels.send(InventoryResult::HostLevels(levels));
+    })
+    .map_err(DaemonError::Runtime)?;
     let inventory = Inventory::start(config.nvml.library.clone(), rules, move |finding| {
         let _ = found.send(finding);
     })
@@ -122,6 +134,8 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         numbers: Arc::new(AtomicU64::new(1)),
         mail,
         inventory,
+        host_levels,
+        levels_due: None,
         witness,
         witness_asked: None,
         journal,
@@ -174,6 +188,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     socket_activation::tell_ready("serves this node");
     let mut next_tick = tokio::time::Instant::now();
     loop {
+        let levels_due = actor.levels_due.unwrap_or(next_tick);
         tokio::select! {
             biased;
             _ = terminate.recv() => break,
@@ -187,6 +202,9 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
                     break;
                 }
                 next_tick = tokio::time::Instant::now() + actor.pause();
+            }
+            () = tokio::time::sleep_until(levels_due), if actor.levels_due.is_some() => {
+                actor.read_levels();
             }
             Some(mail) = from_copiers.recv() => actor.copier_said(mail),
             Some(mail) = from_agents.recv() => actor.mail(mail),
@@ -283,6 +301,12 @@ impl NodeActor {
             Effect::Changed(change) => self.publish(change.into()),
             Effect::Publish(event) => self.publish(*event),
             Effect::Prepare { process, on } => self.prepare(process, on),
+            Effect::TurnBack(id) => {
+                let told = self.agents.get(&id).map(AgentHandle::turn_back);
+                if let Some(Err(error)) = told {
+                    tracing::warn!(process = id.0, %error, "a copy cannot be turned back");
+                }
+            }
             Effect::End { identity, by_force } => {
                 if let Err(error) = process::end(&identity, by_force) {
                     tracing::error!(pid = identity.pid, %error, "the process cannot be ended");
@@ -316,7 +340,22 @@ impl NodeActor {
         self.events.add(event, unix_ms());
     }
 
+    /// While copies out are in progress the levels of host memory above them are read again and again.
+    fn read_levels(&mut self) {
+        let copies = self.node.copies_in_progress();
+        let next = tokio::time::Instant::now() + Duration::from_millis(LEVELS_INTERVAL_MS);
+        self.levels_due = (!copies.is_empty()).then_some(next);
+        if !copies.is_empty() {
+            self.host_levels.ask(copies);
+        }
+    }
+
     fn found(&mut self, finding: InventoryResult) {
+        if matches!(finding, InventoryResult::HostLevels(_)) {
+            // After the levels: in between a copy touches more, and has less left to touch.
+            let copying = self.node.copies_in_progress().into_iter();
+            copying.flat_map(|copy| copy.processes).for_each(|(id, _)| self.read_page(id));
+        }
         if matches!(finding, InventoryResult::Gpus(_)) && self.readings.came() {
             self.inventory.ask(InventoryQuery::Gpus);
         }
@@ -326,6 +365,7 @@ impl NodeActor {
         }
         self.feed(match finding {
             InventoryResult::Gpus(gpus) => Input::Gpus(gpus),
+            InventoryResult::HostLevels(levels) => Input::HostLevels(levels),
             InventoryResult::Worked(work) => Input::Worked(work),
             InventoryResult::Proven(key, number, gpus) => Input::Proven(key, number, gpus),
             InventoryResult::Surveyed(key, survey) => Input::Surveyed(key, survey),

@@ -25,6 +25,9 @@ impl NodeActor {
         if matches!(message, ControllerMessage::Order { action: Action::Restore, .. }) {
             self.copiers.fill(id, self.node.away_bytes_of(id));
         }
+        if matches!(message, ControllerMessage::Order { action: Action::CopyOut { .. }, .. }) {
+            self.levels_due.get_or_insert_with(tokio::time::Instant::now);
+        }
     }
 
     /// Reads devices for a proof of room, once nothing of a copier's is about to take some.

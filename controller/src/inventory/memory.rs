@@ -5,7 +5,7 @@
 //! [`crate::core::host_memory`].
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fs, io,
     path::{Path, PathBuf},
 };
@@ -75,6 +75,29 @@ pub fn pools(
         .map_err(|e| (Reason::HostMemory, format!("/proc/meminfo: {e}")))?;
     pools.push(MemoryPool { group: None, free_bytes, need_bytes: total });
     Ok(pools)
+}
+
+/// The node and each limited memory cgroup that pays for these processes, with what may still be
+/// taken there before the kernel's out-of-memory killer is near: half of what was to stay free when
+/// the memory was promised. What cannot be read is left out.
+#[must_use]
+pub fn levels(rules: MemoryRules, pids: &[u32]) -> Vec<MemoryPool> {
+    let groups = pids.iter().filter_map(|pid| CgroupTree::of(*pid).ok());
+    let groups: BTreeSet<PathBuf> = groups.flat_map(|groups| groups.memory_ancestors()).collect();
+    let level = |group: &PathBuf| {
+        let (room, limit) = headroom(group)?;
+        Some(MemoryPool {
+            free_bytes: room.saturating_sub(group_reserve_bytes(limit) / 2),
+            group: Some(group.display().to_string()),
+            need_bytes: 0,
+        })
+    };
+    let node = || {
+        let reserve_bytes = reserve_in_force(rules.node_reserve_bytes).ok()?;
+        let free_bytes = available_bytes().ok()?.saturating_sub(reserve_bytes / 2);
+        Some(MemoryPool { group: None, free_bytes, need_bytes: 0 })
+    };
+    groups.iter().filter_map(level).chain(node()).collect()
 }
 
 /// Where a process is in the hierarchies that matter.
@@ -270,6 +293,19 @@ mod tests {
         assert_eq!(node.need_bytes, NEED + 1 + 2 * 7);
         assert!(node.free_bytes > 0);
         assert!(pools.iter().all(|pool| pool.need_bytes == node.need_bytes), "{pools:?}");
+    }
+
+    /// A copy that was promised its memory is not turned back by what was to stay free.
+    #[test]
+    fn levels_leave_more_than_promises() {
+        let own = std::process::id();
+        let rules = MemoryRules { node_reserve_bytes: Some(2 << 30), ..RULES };
+        let free = |pools: Vec<MemoryPool>| {
+            pools.into_iter().find(|pool| pool.group.is_none()).unwrap().free_bytes
+        };
+        let (promised, level) =
+            (free(pools(rules, &[(own, 0)]).unwrap()), free(levels(rules, &[own])));
+        assert!(promised + (1 << 29) < level && level < promised + (3 << 29), "{promised} {level}");
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! ([`memory`]). One thread asks ([`Inventory`]), so that a slow driver never holds up
 //! the task that decides; another asks what runs on the devices ([`process_utilization`]).
 
+pub mod host_levels;
 pub mod memory;
 pub mod network;
 pub mod nvml;
@@ -13,7 +14,9 @@ use std::sync::mpsc;
 
 use affinode_proto::reason::Reason;
 
-use crate::core::{GpuSample, Key, Survey, host_memory::MemoryPool, input::Work};
+use crate::core::{
+    GpuSample, Key, Survey, copy_watch::Levels, host_memory::MemoryPool, input::Work,
+};
 use memory::MemoryRules;
 
 /// A question.
@@ -45,6 +48,8 @@ pub enum InventoryResult {
     Proven(Key, u64, Result<Vec<GpuSample>, String>),
     /// To [`InventoryQuery::Survey`].
     Surveyed(Key, Survey),
+    /// What is left of host memory for copies in progress, by [`host_levels`].
+    HostLevels(Vec<Levels>),
 }
 
 /// The thread that asks.

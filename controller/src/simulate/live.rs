@@ -327,6 +327,7 @@ fn page(agent: &Agent) -> CounterSnapshot {
         call_cost_ps: 0,
         held_us: 0,
         kept_bytes: 0,
+        filling_bytes: 0,
         calls: agent.calls,
         polls: 0,
         inflight: agent.inflight,

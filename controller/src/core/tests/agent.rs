@@ -38,6 +38,8 @@ pub(super) struct Agent {
     pub(super) prepared: bool,
     /// What of host memory it has ready or has kept, in bytes.
     pub(super) kept: u64,
+    /// What its copy out has still to touch of host memory, in bytes.
+    pub(super) filling: u64,
     /// What its page says beside.
     pub(super) notes: ProcessFlags,
     /// The allocation that waits for room, outside the driver.
@@ -110,6 +112,7 @@ pub(super) fn page(agent: &Agent) -> CounterSnapshot {
         call_cost_ps: 0,
         held_us: 0,
         kept_bytes: agent.kept,
+        filling_bytes: agent.filling,
         calls: agent.calls,
         polls: 0,
         inflight: 0,

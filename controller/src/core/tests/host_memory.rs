@@ -187,3 +187,84 @@ fn promise_ends_however_the_offload_ends() {
         assert_eq!(world.node.host_ledger.promised_node_bytes(), 0, "{what}");
     }
 }
+
+impl World {
+    /// Lets the process of a container get as far as its order to copy out, which lies in its inbox.
+    fn begin_copy(&mut self, n: usize, id: ProcessId) {
+        self.ask_offload(n, id);
+        self.answer_question();
+        let copies = |message: Option<&ControllerMessage>| {
+            matches!(message, Some(ControllerMessage::Order { action: Action::CopyOut { .. }, .. }))
+        };
+        while !copies(self.agents[&id].inbox.front()) {
+            self.work(id);
+            if !self.questions.is_empty() {
+                self.answer_question();
+            }
+        }
+    }
+
+    /// The levels above a container are read, and then the counters of its process.
+    fn read_levels(&mut self, n: usize, id: ProcessId, pod_free_bytes: u64, filling: u64) {
+        self.agents.get_mut(&id).unwrap().filling = filling;
+        let page = super::agent::page(&self.agents[&id]);
+        self.feed(Input::Page(id, page));
+        let level = |group: Option<&str>, free_bytes| MemoryPool {
+            group: group.map(Into::into),
+            free_bytes,
+            need_bytes: 0,
+        };
+        let levels = vec![level(Some("/pod"), pod_free_bytes), level(None, u64::MAX)];
+        self.feed(Input::HostLevels(vec![(key(n), levels)]));
+    }
+}
+
+/// A neighbour in the pod takes what was promised to a copy: only the controller sees that.
+#[test]
+fn copy_without_room_in_the_pod_is_turned_back() {
+    let mut world = World::new(3);
+    world.host_total = Some(400);
+    let id = world.running(2, 300);
+    world.begin_copy(2, id);
+    let copies = world.node.copies_in_progress();
+    assert_eq!(copies.len(), 1, "the levels above it are read");
+    assert_eq!((&copies[0].key, copies[0].processes[0].0), (&key(2), id));
+    for (free, filling) in [(300, 300), (100, 100), (0, 0)] {
+        world.read_levels(2, id, free, filling);
+        assert!(world.turned_back.is_empty(), "{free} are enough for {filling}");
+    }
+    world.read_levels(2, id, 99, 100);
+    assert_eq!(world.turned_back, [id]);
+    world.fail = Some(Outcome::NoHostMemory);
+    world.work(id);
+    assert!(world.refused.contains(&Reason::CgroupMemory.to_string()), "{:?}", world.refused);
+    let container = &world.node.containers[&key(2)];
+    assert!(container.reason.1.contains("/pod"), "{:?}", container.reason);
+    assert!(world.node.copies_in_progress().is_empty());
+    // It is home, and leaves the next time.
+    world.read_levels(2, id, 0, 100);
+    assert_eq!(world.turned_back, [id], "it copies no more");
+    world.settle();
+    assert_eq!(
+        (world.state(2), world.answers.pop()),
+        (State::Offloaded, Some((CommandId(2), false)))
+    );
+}
+
+/// The reason of one copy is not that of the next.
+#[test]
+fn later_copy_fails_for_its_own_reason() {
+    let mut world = World::new(3);
+    world.host_total = Some(400);
+    let id = world.running(2, 300);
+    world.begin_copy(2, id);
+    world.read_levels(2, id, 99, 100);
+    world.fail = Some(Outcome::NoHostMemory);
+    world.work(id);
+    world.work_all();
+    world.refused.clear();
+    world.begin_copy(2, id);
+    world.fail = Some(Outcome::NoHostMemory);
+    world.work(id);
+    assert_eq!(world.refused, [Reason::HostMemory.to_string()]);
+}

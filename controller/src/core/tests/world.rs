@@ -62,6 +62,8 @@ pub(super) struct World {
     pub(super) fail: Option<Outcome>,
     /// Host memory of the node in bytes, if it is bounded.
     pub(super) host_total: Option<u64>,
+    /// Who was told to stop its copy out.
+    pub(super) turned_back: Vec<ProcessId>,
 }
 
 pub(super) fn key(n: usize) -> Key {
@@ -109,6 +111,7 @@ impl World {
             ended: Vec::new(),
             fail: None,
             host_total: None,
+            turned_back: Vec::new(),
         };
         (0..containers).for_each(|n| world.announce(n));
         world
@@ -198,6 +201,7 @@ impl World {
                 Effect::Answer(command, answer) => self.answers.push((command, answer.done)),
                 Effect::Survey { .. } | Effect::Prove(..) => self.questions.push_back(effect),
                 Effect::Prepare { process, on } => self.told_to_prepare(process, on),
+                Effect::TurnBack(id) => self.turned_back.push(id),
                 Effect::End { identity, by_force } => self.told_to_end(identity.pid, by_force),
                 Effect::Publish(event) if event.kind == "refused" => {
                     self.refused.push(event.reason);
@@ -270,6 +274,7 @@ impl World {
             tools: false,
             prepared: false,
             kept: 0,
+            filling: 0,
             notes: if self.two_gpus { ProcessFlags::MOVABLE } else { ProcessFlags::default() },
             asking: None,
             tickets: 0,

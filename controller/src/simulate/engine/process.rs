@@ -72,6 +72,7 @@ impl SimulatedNode<'_> {
             call_cost_ps: 0,
             held_us: 0,
             kept_bytes: 0,
+            filling_bytes: 0,
             calls: p.calls,
             polls: 0,
             inflight: u64::from(p.busy_until.is_some()),

@@ -433,6 +433,7 @@ impl Honest {
             call_cost_ps: 0,
             held_us: 0,
             kept_bytes: 0,
+            filling_bytes: 0,
             calls: self.calls,
             polls: 0,
             inflight: 0,
@@ -495,5 +496,6 @@ fn page(bytes: &mut Unstructured<'_>) -> Result<CounterSnapshot> {
         polls: bytes.arbitrary()?,
         inflight: bytes.arbitrary()?,
         last_hook: bytes.arbitrary()?,
+        filling_bytes: bytes.arbitrary()?,
     })
 }

@@ -1,0 +1,43 @@
+//! What is left of host memory for copies in progress, at every level that pays for them. A thread
+//! of its own reads it, with one question on its way at most: files of cgroups can take
+//! milliseconds to read, and NVML, which another thread asks, seconds.
+
+use std::sync::mpsc::{self, SyncSender};
+
+use super::memory::{self, MemoryRules};
+use crate::core::copy_watch::{CopyInProgress, Levels};
+
+/// The thread that reads.
+#[derive(Debug)]
+pub struct HostLevels {
+    questions: SyncSender<Vec<CopyInProgress>>,
+}
+
+impl HostLevels {
+    /// Starts the thread. `tell` is called with each answer.
+    ///
+    /// # Errors
+    /// The thread cannot be started.
+    pub fn start(
+        rules: MemoryRules,
+        tell: impl Fn(Vec<Levels>) + Send + 'static,
+    ) -> std::io::Result<HostLevels> {
+        let (questions, asked) = mpsc::sync_channel::<Vec<CopyInProgress>>(1);
+        std::thread::Builder::new().name("host-levels".into()).spawn(move || {
+            for copies in asked {
+                tell(copies.into_iter().map(|copy| levels_of(rules, copy)).collect());
+            }
+        })?;
+        Ok(HostLevels { questions })
+    }
+
+    /// Asks, unless an answer is being waited for.
+    pub fn ask(&self, copies: Vec<CopyInProgress>) {
+        let _ = self.questions.try_send(copies);
+    }
+}
+
+fn levels_of(rules: MemoryRules, copy: CopyInProgress) -> Levels {
+    let pids: Vec<u32> = copy.processes.iter().map(|(_, pid)| *pid).collect();
+    (copy.key, memory::levels(rules, &pids))
+}
