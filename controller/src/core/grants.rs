@@ -222,6 +222,8 @@ impl Node {
             let uuids = needs.iter().map(|need| need.uuid.clone()).collect();
             self.ledger.promise(&key, needs);
             self.grants.insert(key, Grant::new(Stage::Granted, uuids, self.now));
+        } else {
+            self.promise_to_unseen(&key);
         }
     }
 
@@ -251,6 +253,7 @@ impl Node {
     /// Ends a grant taken over from the journal once its last process has registered or is gone.
     /// Its phase is known then, and an unfinished restore begins again with a grant of its own.
     pub(super) fn recall_settled(&mut self, key: &Key) {
+        self.promise_to_unseen(key);
         let recalled_grant = self.grants.get(key).is_some_and(|grant| grant.recalled);
         if recalled_grant && self.recalled_needs(key).is_empty() {
             self.abort_grant(key);

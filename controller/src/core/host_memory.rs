@@ -62,6 +62,9 @@ pub enum MemoryShortage {
 struct HostPromise {
     key: Key,
     pools: Vec<MemoryPool>,
+    /// Made by an earlier controller, as the journal says, to processes of the container that have
+    /// not come forward: they may be touching it.
+    is_recalled: bool,
     /// Position in the order in which promises were made.
     number: u64,
     made_at: Millis,
@@ -120,7 +123,7 @@ impl HostLedger {
         self.promises
             .iter()
             .filter(|promise| {
-                promise.key != *key
+                (promise.key != *key || promise.is_recalled)
                     && (promise.is_moving || promise.number < own_number)
                     && promise.released_at.is_none_or(|released| released >= asked_at)
                     && now.saturating_sub(promise.made_at) <= MAX_PROMISE_MS
@@ -141,6 +144,7 @@ impl HostLedger {
         self.promises.push(HostPromise {
             key: key.clone(),
             pools,
+            is_recalled: false,
             number: self.last_number,
             made_at: now,
             is_moving: false,
@@ -150,11 +154,36 @@ impl HostLedger {
     }
 
     fn standing(&self, key: &Key) -> Option<&HostPromise> {
-        self.promises.iter().find(|p| p.key == *key && p.released_at.is_none())
+        self.promises.iter().find(|p| p.key == *key && !p.is_recalled && p.released_at.is_none())
     }
 
     fn standing_mut(&mut self, key: &Key) -> Option<&mut HostPromise> {
-        self.promises.iter_mut().find(|p| p.key == *key && p.released_at.is_none())
+        let mut promises = self.promises.iter_mut();
+        promises.find(|p| p.key == *key && !p.is_recalled && p.released_at.is_none())
+    }
+
+    /// Sets what an earlier controller has promised to processes of this container that have not come
+    /// forward; with no pool it is released.
+    pub fn recall(&mut self, key: &Key, pools: Vec<MemoryPool>, now: Millis) {
+        let known = self
+            .promises
+            .iter_mut()
+            .find(|p| p.key == *key && p.is_recalled && p.released_at.is_none());
+        match known {
+            Some(promise) if pools.is_empty() => promise.released_at = Some(now),
+            Some(promise) => promise.pools = pools,
+            None if pools.is_empty() => {}
+            None => self.promises.push(HostPromise {
+                key: key.clone(),
+                pools,
+                is_recalled: true,
+                number: 0,
+                made_at: now,
+                is_moving: true,
+                released_at: None,
+                short_pool: None,
+            }),
+        }
     }
 
     /// Records that the container's memory is being moved from now on.
@@ -186,7 +215,8 @@ impl HostLedger {
         is_leaving: impl Fn(&Key) -> bool,
     ) {
         for promise in &mut self.promises {
-            if promise.released_at.is_none() && !is_leaving(&promise.key) {
+            let ends = !promise.is_recalled && !is_leaving(&promise.key);
+            if promise.released_at.is_none() && ends {
                 promise.released_at = Some(now);
             }
         }

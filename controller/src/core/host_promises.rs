@@ -1,12 +1,15 @@
 //! Promises of host memory: when an offload gets one, when it waits for others, and when promises
 //! end.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use affinode_proto::{reason::Reason, state::State, wire::message::Action};
 
 use super::{
     Key, Millis, Node,
     container::Goal,
     host_memory::{MemoryPool, MemoryShortage},
+    node::JournalClaim,
 };
 
 /// The outcome of a survey of host memory for an offload.
@@ -88,6 +91,36 @@ impl Node {
         self.host_ledger = ledger;
     }
 
+    /// An earlier controller has ordered offloads that may be in progress: their processes have no
+    /// time for a Hello then. Until such a process comes forward, or is seen to hold no VRAM, what its
+    /// offload takes counts as promised.
+    pub(super) fn promise_to_unseen(&mut self, key: &Key) {
+        let mut pools: BTreeMap<Option<String>, MemoryPool> = BTreeMap::new();
+        let claims = self.unclaimed_journal.iter().filter(|((other, ..), _)| other == key);
+        for claimed in claims.flat_map(|(_, claim)| host_need(claim)) {
+            let pool = pools
+                .entry(claimed.group.clone())
+                .or_insert_with(|| MemoryPool { need_bytes: 0, ..claimed.clone() });
+            pool.need_bytes = pool.need_bytes.saturating_add(claimed.need_bytes);
+        }
+        self.host_ledger.recall(key, pools.into_values().collect(), self.now);
+    }
+
+    /// NVML shows what processes hold that have not come forward.
+    pub(super) fn take_gpus_of_unseen(&mut self) {
+        if self.unclaimed_journal.is_empty() {
+            return;
+        }
+        let on_devices = self.gpus.iter().flat_map(|gpu| &gpu.processes);
+        for ((_, pid, _), claim) in &mut self.unclaimed_journal {
+            let held = on_devices.clone().filter(|(other, _)| other == pid);
+            claim.held_bytes = Some(held.map(|(_, bytes)| bytes).sum());
+        }
+        let keys: BTreeSet<Key> =
+            self.unclaimed_journal.keys().map(|(key, ..)| key.clone()).collect();
+        keys.iter().for_each(|key| self.promise_to_unseen(key));
+    }
+
     /// Whether an offload of this container may still touch host memory. An offload that was given
     /// up during an order may do so until the report. Of a process whose agent lost its connection
     /// in the middle this is unknown, so it counts.
@@ -103,6 +136,19 @@ impl Node {
                 !process.connected || process.pending.is_some_and(|order| moves(order.action))
             })
     }
+}
+
+/// What the offload of a process that has not come forward may still take. What it holds no more is
+/// in host memory already; one that is on its way back takes none.
+fn host_need(claim: &JournalClaim) -> impl Iterator<Item = MemoryPool> {
+    let away_bytes = claim.away.iter().fold(0_u64, |sum, on| sum.saturating_add(on.bytes));
+    let held_bytes = claim.held_bytes.unwrap_or(away_bytes);
+    let moved_bytes = away_bytes.saturating_sub(held_bytes);
+    let may_leave = !claim.restoring && held_bytes > 0;
+    claim.host.iter().filter(move |_| may_leave).map(move |pool| MemoryPool {
+        need_bytes: pool.need_bytes.saturating_sub(moved_bytes),
+        ..pool.clone()
+    })
 }
 
 fn reason_of(pool: &MemoryPool) -> Reason {

@@ -170,6 +170,9 @@ pub enum Input {
         to: Option<String>,
         /// Whether a restore was ordered, so that it may be running now.
         restoring: bool,
+        /// The pools of host memory that pay for it, with all that its offload takes there: it may
+        /// be leaving just now.
+        host: Vec<MemoryPool>,
     },
     /// An operator or a program requests something.
     Command(CommandId, Key, Request),

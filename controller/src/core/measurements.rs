@@ -164,5 +164,6 @@ impl Node {
         }
         self.freed_since_sample.clear();
         self.gpus = gpus;
+        self.take_gpus_of_unseen();
     }
 }

@@ -20,7 +20,7 @@ use super::{
     grant::Grant,
     history::Pauses,
     holds::HoldOrder,
-    host_memory::HostLedger,
+    host_memory::{HostLedger, MemoryPool},
     input::{GpuSample, Input, SwapStatus},
     ledger::Ledger,
     plan::OrderDeadlines,
@@ -73,6 +73,10 @@ pub(super) struct JournalClaim {
     /// Where it may be restored, if not where it was.
     pub(super) to: Option<String>,
     pub(super) restoring: bool,
+    /// The pools of host memory that pay for it, with all that its offload takes there.
+    pub(super) host: Vec<MemoryPool>,
+    /// VRAM that it holds by the last reading of NVML; `None` before the first.
+    pub(super) held_bytes: Option<u64>,
 }
 
 /// Everything that is known of the node. One task drives it.
@@ -165,8 +169,9 @@ impl Node {
             Input::Surveyed(key, survey) => self.surveyed(&key, survey),
             Input::HostLevels(levels) => self.host_levels_read(levels),
             Input::Proven(key, number, gpus) => self.proven(&key, number, gpus),
-            Input::Recalled { key, identity, away, to, restoring } => {
-                self.recall(key, identity, JournalClaim { away, to, restoring });
+            Input::Recalled { key, identity, away, to, restoring, host } => {
+                let claim = JournalClaim { away, to, restoring, host, held_bytes: None };
+                self.recall(key, identity, claim);
             }
             Input::Command(command, key, request) => self.command(command, &key, request),
             Input::Hinted(key, hint, who) => self.hinted(&key, hint, &who),

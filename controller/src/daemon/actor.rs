@@ -102,10 +102,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     let (mail, mut from_agents) = mpsc::channel(INBOX);
     let (found, mut findings) = mpsc::unbounded_channel();
     let (of_copiers, mut from_copiers) = mpsc::unbounded_channel();
-    let rules = MemoryRules {
-        overhead_bytes: config.memory.driver_overhead_mib << 20,
-        node_reserve_bytes: config.memory.node_reserve_bytes(),
-    };
+    let rules = memory_rules(&config);
     let of_work = found.clone();
     let witness = ProcessUtilization::start(config.nvml.library.clone(), move |work| {
         let _ = of_work.send(InventoryResult::Worked(work));
@@ -218,6 +215,13 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     Ok(())
 }
 
+fn memory_rules(config: &Config) -> MemoryRules {
+    MemoryRules {
+        overhead_bytes: config.memory.driver_overhead_mib << 20,
+        node_reserve_bytes: config.memory.node_reserve_bytes(),
+    }
+}
+
 impl NodeActor {
     pub(super) fn now(&self) -> Millis {
         monotonic_ms()
@@ -248,12 +252,15 @@ impl NodeActor {
                 // A pid that is another process by now, or none, does not come back.
                 let lives = process::lives(process.pid, process.start_ticks);
                 if lives {
+                    let bytes = process.away.iter().map(|on| on.bytes).sum();
+                    let host = memory::pools_of(memory_rules(&self.config), process.pid, bytes);
                     self.feed(Input::Recalled {
                         key: key.clone(),
                         identity,
                         away: process.away,
                         to: process.to,
                         restoring,
+                        host,
                     });
                 }
             }

@@ -77,6 +77,16 @@ pub fn pools(
     Ok(pools)
 }
 
+/// Every pool that pays for moving a process with so much VRAM, with what that takes: whatever is
+/// free there, and whatever state the process is in.
+#[must_use]
+pub fn pools_of(rules: MemoryRules, pid: u32, vram_bytes: u64) -> Vec<MemoryPool> {
+    let need_bytes = vram_bytes.saturating_add(rules.overhead_bytes);
+    let groups = CgroupTree::of(pid).map(|tree| tree.memory_ancestors()).unwrap_or_default();
+    let names = groups.into_iter().map(|group| Some(group.display().to_string())).chain([None]);
+    names.map(|group| MemoryPool { group, free_bytes: 0, need_bytes }).collect()
+}
+
 /// The node and each limited memory cgroup that pays for these processes, with what may still be
 /// taken there before the kernel's out-of-memory killer is near: half of what was to stay free when
 /// the memory was promised. What cannot be read is left out.
@@ -306,6 +316,18 @@ mod tests {
         let (promised, level) =
             (free(pools(rules, &[(own, 0)]).unwrap()), free(levels(rules, &[own])));
         assert!(promised + (1 << 29) < level && level < promised + (3 << 29), "{promised} {level}");
+    }
+
+    /// The names are those under which others are promised memory.
+    #[test]
+    fn pools_of_a_process_are_those_of_its_survey() {
+        let own = std::process::id();
+        let rules = MemoryRules { overhead_bytes: 7, ..RULES };
+        let of_process = pools_of(rules, own, 5);
+        assert!(of_process.iter().all(|pool| pool.need_bytes == 12), "{of_process:?}");
+        for pool in pools(rules, &[(own, 5)]).unwrap() {
+            assert!(of_process.iter().any(|known| known.group == pool.group), "{pool:?}");
+        }
     }
 
     #[test]

@@ -155,6 +155,7 @@ impl Live {
                     away,
                     to: None,
                     restoring: false,
+                    host: Vec::new(),
                 },
                 Input::Joined {
                     key,

@@ -268,3 +268,59 @@ fn later_copy_fails_for_its_own_reason() {
     world.work(id);
     assert_eq!(world.refused, [Reason::HostMemory.to_string()]);
 }
+
+/// kill -9 of the controller while a process copies: the next one has heard nothing of that process,
+/// but what the journal says.
+#[test]
+fn new_controller_promises_again_what_is_in_progress() {
+    let mut world = World::new(3);
+    world.host_total = Some(400);
+    let ids = [world.running(0, 300), world.running(2, 300)];
+    world.begin_copy(2, ids[1]);
+    world.restart(true);
+    assert!(world.agents[&ids[1]].orphaned, "it is in the middle of its copy");
+    assert_eq!(world.node.host_ledger.promised_node_bytes(), 300);
+    world.work(ids[0]);
+    world.ask_offload(0, ids[0]);
+    world.answer_question();
+    let container = &world.node.containers[&key(0)];
+    assert!(container.reason.1.contains("promised"), "{:?}", container.reason);
+    world.settle();
+    assert_eq!(count_off(&world), 1);
+    assert!(world.node.host_ledger.is_empty());
+}
+
+/// What has left before is no promise: NVML shows that it holds nothing.
+#[test]
+fn offloaded_before_restart_promises_nothing() {
+    let mut world = World::new(3);
+    world.host_total = Some(700);
+    let ids = [world.running(0, 300), world.running(2, 300)];
+    world.ask_offload(0, ids[0]);
+    world.settle();
+    assert_eq!(count_off(&world), 2);
+    // Its agent cannot say Hello yet.
+    world.agents.get_mut(&ids[0]).unwrap().inbox.push_back(ControllerMessage::Order {
+        order: 0,
+        action: Action::ReleaseAllocations,
+        decided_ms: 0,
+    });
+    world.restart(true);
+    assert!(world.agents[&ids[0]].orphaned);
+    assert_eq!(world.node.host_ledger.promised_node_bytes(), 0);
+}
+
+/// The promise ends with the process that it was made to, even if that never comes forward.
+#[test]
+fn recalled_promise_ends_with_its_process() {
+    let mut world = World::new(3);
+    world.host_total = Some(400);
+    let id = world.running(2, 300);
+    world.begin_copy(2, id);
+    world.restart(true);
+    assert_eq!(world.node.host_ledger.promised_node_bytes(), 300);
+    world.agents.remove(&id);
+    let gpus = Ok(world.gpus());
+    world.feed(Input::Gpus(gpus));
+    assert_eq!(world.node.host_ledger.promised_node_bytes(), 0);
+}

@@ -122,8 +122,14 @@ fn the_promise_to_one_that_is_not_seen_yet_is_kept() {
     let mut world = World::new(1);
     let unseen = (77, 1);
     let away = vec![DeviceBytes { uuid: GPU.into(), bytes: 400 }];
-    let recalled =
-        Input::Recalled { key: key(0), identity: unseen, away, to: None, restoring: true };
+    let recalled = Input::Recalled {
+        key: key(0),
+        identity: unseen,
+        away,
+        to: None,
+        restoring: true,
+        host: Vec::new(),
+    };
     world.feed(recalled);
     let deserted = |world: &World, lives| world.node.deserted(|_, _| lives).count();
     assert_eq!(deserted(&world, true), 0, "it needs its socket to come forward");

@@ -463,12 +463,15 @@ impl World {
                 }
                 let restoring = record.step == "restore";
                 let identity = (process.pid, process.start_ticks);
+                let bytes = process.away.iter().map(|on| on.bytes).sum();
+                let host = self.host_pools(&[(process.pid, bytes)]);
                 self.feed(Input::Recalled {
                     key: key.clone(),
                     identity,
                     away: process.away,
                     to: process.to,
                     restoring,
+                    host,
                 });
             }
         }

@@ -218,6 +218,7 @@ impl<'a> SimulatedNode<'a> {
                 away,
                 to: None,
                 restoring: false,
+                host: Vec::new(),
             });
             let identity = Identity { pid: pid(n), start_ticks: 1, command: load.name.clone() };
             let (phase, hazards) = (Phase::Checkpointed, Hazards::default());
