@@ -26,6 +26,7 @@ pub mod chaos;
 pub mod cli;
 pub mod container;
 pub mod containerd;
+pub mod cpu_cgroup;
 pub mod cri;
 pub mod faults;
 pub mod gpu;

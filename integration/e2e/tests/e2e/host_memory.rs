@@ -1,14 +1,20 @@
 //! More VRAM wants to leave at once than host memory holds.
 
+use std::{
+    io::Write,
+    path::Path,
+    process::{Child, ChildStdin, Command, Stdio},
+};
+
 use affinode_e2e::{
     cli::ActionRow,
     container::Spec,
-    memory_cgroup,
+    cpu_cgroup, memory_cgroup, oom,
     testbed::{MIB, Testbed, TestbedConfig},
     wait::until,
     worker::{USUAL, Worker},
 };
-use anyhow::{Result, anyhow};
+use anyhow::{Context, Result, anyhow};
 
 const CONFIG: &str = r#"
 [policy]
@@ -95,4 +101,91 @@ fn pod_limit_lets_one_leave_by_copy() -> Result<()> {
 #[test]
 fn pod_limit_lets_one_leave_by_both() -> Result<()> {
     one_leaves_and_one_stays("full")
+}
+
+/// A program of the pod beside the container: takes memory when it is told to, and keeps it.
+struct PodNeighbour {
+    child: Child,
+    start: Option<ChildStdin>,
+}
+
+impl PodNeighbour {
+    fn start(pod: &Path, mib: u64) -> Result<PodNeighbour> {
+        let folder = pod.join("neighbour");
+        std::fs::create_dir_all(&folder)?;
+        // `tail` looks for the beginning of the last line, and there is none.
+        let script = format!(
+            "echo $$ > {}/cgroup.procs && echo ready && read go && \
+             (head -c {mib}M /dev/zero; exec sleep 1000) | tail",
+            folder.display()
+        );
+        let mut child = Command::new("sh")
+            .args(["-c", &script])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let start = child.stdin.take();
+        let mut ready = [0; 6];
+        std::io::Read::read_exact(&mut child.stdout.take().context("no output")?, &mut ready)?;
+        Ok(PodNeighbour { child, start })
+    }
+
+    fn take_memory(&mut self) -> Result<()> {
+        Ok(writeln!(self.start.take().context("it has been told already")?)?)
+    }
+}
+
+impl Drop for PodNeighbour {
+    fn drop(&mut self) {
+        drop(self.start.take());
+        let _ = Command::new("pkill").args(["-P", &self.child.id().to_string()]).status();
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// How many processes of a pod the kernel has killed: version 1 counts where each was.
+fn kills_in(pod: &Path) -> Result<u64> {
+    let below = std::fs::read_dir(pod)?.flatten().map(|entry| entry.path());
+    Ok(below.chain([pod.to_owned()]).filter_map(|folder| oom::kills(&folder)).sum())
+}
+
+/// What was promised to a copy is taken by another of the pod while it is filled. The library cannot
+/// see the limit of the pod; without the controller the kernel kills the container.
+#[test]
+fn neighbour_in_the_pod_turns_a_copy_back() -> Result<()> {
+    const NAME: &str = "slow";
+    const NEIGHBOUR_MIB: u64 = 600;
+    let world = TestbedConfig::default().config(CONFIG).world()?;
+    let folder = memory_cgroup::folder(&world)?;
+    let mut worker = Worker::start_as(&world, CrowdedPod::spec(NAME, "copy"))?;
+    worker.wait_filled()?;
+    world.cli().wait_for(NAME, "to have registered", |row| !row.processes.is_empty())?;
+    let mut neighbour = PodNeighbour::start(&folder, NEIGHBOUR_MIB)?;
+    let used_bytes = memory_cgroup::used_bytes(&folder)?;
+    memory_cgroup::set_limit(&folder, Some(used_bytes + ROOM_MIB * MIB))?;
+    // Some seconds for what takes a fraction of one.
+    let pid = worker.running.pid(&world)?;
+    cpu_cgroup::set_percent(pid, Some(5))?;
+    let cli = world.cli();
+    let said = std::thread::scope(|scope| {
+        let asks = scope.spawn(|| cli.offload(NAME));
+        let is_copying = || {
+            let now_bytes = memory_cgroup::used_bytes(&folder)?;
+            Ok((now_bytes > used_bytes + 48 * MIB).then_some(()))
+        };
+        until("the copy to be in progress", is_copying)?;
+        neighbour.take_memory()?;
+        asks.join().map_err(|_| anyhow!("the thread that asks has panicked"))?
+    });
+    assert_eq!(kills_in(&folder)?, 0, "{said:?}");
+    let said = said?;
+    assert_eq!((said.done, said.reason.as_str()), (false, "cgroup-memory"), "{said:?}");
+    cpu_cgroup::set_percent(pid, None)?;
+    assert!(worker.verify()?);
+    // It is home, as before, and leaves once the neighbour has gone.
+    drop(neighbour);
+    until("it to leave", || Ok(cli.offload(NAME)?.done.then_some(())))?;
+    assert!(worker.verify()?);
+    Ok(())
 }
