@@ -1,13 +1,13 @@
 //! The control API, generated from `control.proto`: messages in [`control`],
 //! ttrpc client and service in [`control_ttrpc`].
 
-/// Messages.
+/// The generated messages of the API.
 #[allow(missing_docs, nonstandard_style, clippy::all, clippy::unwrap_used, unused, rustdoc::all)]
 pub mod control {
     include!(concat!(env!("OUT_DIR"), "/control.rs"));
 }
 
-/// Client and service.
+/// The generated ttrpc client and service.
 #[allow(missing_docs, nonstandard_style, clippy::all, clippy::unwrap_used, unused, rustdoc::all)]
 pub mod control_ttrpc {
     use super::control;

@@ -28,8 +28,8 @@ pub const CONTAINERS_DIR: &str = "containers";
 pub const MOUNT_DIR: &str = "mount";
 /// In the mounted folder: the socket on which the controller accepts this container's agents.
 pub const AGENT_SOCKET: &str = "agent.sock";
-/// In the mounted folder, beside the socket: the word of the engine, for processes that look for the driver's
-/// functions before a controller has had its say.
+/// In the mounted folder, beside the socket: the word of the engine, for processes that look up
+/// the driver's functions before the controller has welcomed them.
 pub const ENGINE_FILE: &str = "engine";
 /// In the mounted folder: a pipe that takes the words `idle` and `busy` from the container.
 pub const HINT_PIPE: &str = "hint";

@@ -1,7 +1,7 @@
-//! Why a container is where it is, or why an order was not carried out.
+//! Reasons: why a container is resident or offloaded, or why an order failed.
 //!
-//! A reason is a stable word (for machines: metrics labels, JSON) and a sentence
-//! that says what to do (for people).
+//! A reason is a stable word for machines (metric labels, JSON) and a sentence for operators: what
+//! is the case, and what to do.
 
 macro_rules! reasons {
     ($($(#[$doc:meta])* $name:ident = $word:literal, $sentence:literal;)*) => {
@@ -19,8 +19,8 @@ macro_rules! reasons {
                 match self { $(Reason::$name => $word,)* }
             }
 
-            /// One sentence for people: what is the case, and what to do where
-            /// something can be done.
+            /// One sentence for operators: what is the case, and what to do if something can be
+            /// done.
             #[must_use]
             pub const fn sentence(self) -> &'static str {
                 match self { $(Reason::$name => $sentence,)* }
@@ -35,99 +35,100 @@ reasons! {
     /// A CUDA call is in progress.
     CallInProgress = "call-in-progress", "a CUDA call is in progress";
     /// Work that was launched earlier still runs on the GPU.
-    GpuBusy = "gpu-busy", "work that it launched earlier still runs on the GPU, by NVML";
+    GpuBusy = "gpu-busy", "work that was launched earlier still runs on the GPU, by NVML";
     /// Calls did not drain before the deadline of the close.
-    Busy = "busy", "calls in progress did not end in time; it is tried again later";
+    Busy = "busy", "calls in progress did not end in time; the offload is tried again later";
     /// A caller came in while the container was being closed.
-    WokenMeanwhile = "woken-meanwhile", "was called while it was being offloaded, and came back at once";
-    /// Nothing asked for an offload: mode pressure.
-    NoPressure = "no-pressure", "mode is pressure and nobody needs the VRAM";
-    /// Nothing asked for an offload: mode auto, and more is wanted than fits.
-    Crowded = "oversubscribed", "its GPU is wanted by more than fits on it: it stays until somebody needs the room";
-    /// Outside its window.
-    OutsideWindow = "outside-window", "it is outside its window: it stays until somebody needs the room";
-    /// Not worth a move.
-    TooSmall = "too-small", "holds less VRAM than is worth a move (minimum_vram_mib)";
-    /// It was said that it is busy.
-    HintedBusy = "hinted-busy", "was said to be busy, by its own file or by `affinode hint`";
-    /// It was said that it is idle.
-    HintedIdle = "hinted-idle", "was said to be idle, by its own file or by `affinode hint`";
-    /// Mode manual.
-    ModeManual = "mode-manual", "mode is manual: `affinode offload` moves it";
-    /// Mode off.
+    WokenMeanwhile = "woken-meanwhile", "a CUDA call arrived during the offload, which was undone";
+    /// Mode pressure, and no container needs the VRAM.
+    NoPressure = "no-pressure", "mode is pressure, and no container needs the VRAM";
+    /// Mode auto, and the containers of the GPU need more VRAM than it has.
+    Crowded = "oversubscribed", "the containers of its GPU need more VRAM than it has: it stays resident until a container needs its VRAM";
+    /// The time is outside the offload window.
+    OutsideWindow = "outside-window", "the time is outside its offload window: it stays resident until a container needs its VRAM";
+    /// The container holds less VRAM than is worth an offload.
+    TooSmall = "too-small", "holds less VRAM than is worth an offload (minimum_vram_mib)";
+    /// A hint says that the container is busy.
+    HintedBusy = "hinted-busy", "a hint says that it is busy (its hint file or `affinode hint`)";
+    /// A hint says that the container is idle.
+    HintedIdle = "hinted-idle", "a hint says that it is idle (its hint file or `affinode hint`)";
+    /// The mode is manual.
+    ModeManual = "mode-manual", "mode is manual: run `affinode offload` to offload it";
+    /// The mode is off.
     ModeOff = "mode-off", "mode is off: the container is left alone";
-    /// An operator pinned it.
-    Pinned = "pinned", "an operator pinned it: `affinode unpin` lets it go";
-    /// An operator turned it off on the node.
-    AutoOff = "auto-offload-off", "auto-offload is off on this node: `affinode auto-offload on` turns it on";
-    /// Restored too recently.
-    MinimumResidency = "minimum-residency", "came back less than the minimum residency ago";
+    /// An operator pinned the container.
+    Pinned = "pinned", "an operator pinned it: run `affinode unpin` to release it";
+    /// An operator turned offloads off on the node.
+    AutoOff = "auto-offload-off", "auto-offload is off on this node: run `affinode auto-offload on` to turn it on";
+    /// The container was restored less than the minimum residency ago.
+    MinimumResidency = "minimum-residency", "was restored less than the minimum residency ago";
     /// No CUDA process has registered.
     NotRegistered = "not-registered", "no process of the container uses CUDA now";
     /// NVML shows no VRAM of the container.
-    NoVram = "no-vram", "holds no VRAM that NVML can see, so there is nothing to give back";
+    NoVram = "no-vram", "holds no VRAM that NVML can see, so there is nothing to offload";
     /// Some CUDA process of the container is not under management.
     UnmanagedProcess = "unmanaged-process", "a CUDA process of the container did not register (static binary, musl image, or AFFINODE_DISABLE)";
     /// cuMemAllocManaged was used.
     ManagedMemory = "managed-memory", "uses managed memory (cuMemAllocManaged), which the driver cannot checkpoint";
     /// Peer access was enabled.
     PeerAccess = "peer-access", "uses peer access between GPUs, which does not survive a checkpoint";
-    /// Memory was handed out to another process or taken from one, by legacy IPC or a shareable handle;
-    /// or another device may reach it by itself.
+    /// Memory was exported to another process or imported from one, by legacy IPC or a shareable
+    /// handle; or another device may access it by itself.
     SharedMemory = "shared-memory", "shares GPU memory with another process or device (IPC, exported or imported handles, GPUDirect)";
     /// Runs under MPS.
     Mps = "mps", "runs under MPS, which the driver cannot checkpoint";
-    /// A tool of the driver's is in the process, and nothing else of it can be copied.
+    /// A tool of the driver's is in the process, and its memory cannot be copied without a
+    /// checkpoint.
     Tools = "tools", "a profiler, sanitizer or debugger is or was in the process: its context stays on the GPU, because the driver's checkpoint would hang or lose it; the engines auto, full and copy copy its memory";
-    /// A video library is in the process, and nothing else of it can be copied.
-    Video = "video", "has a library for video loaded (NVDEC, NVENC): its context stays on the GPU; the engines auto, full and copy copy its memory";
-    /// One of its threads reached the driver past the hooks while it was away, and nothing else of it
-    /// can be copied.
-    HiddenWay = "hidden-way", "a thread of it blocked inside the driver while it was away, on a way that no hook sees: its context stays on the GPU from now on; the engines auto, full and copy copy its memory";
-    /// Its memory did not come back as it had left.
-    DamagedMemory = "damaged-memory", "its memory did not come back as it had left, so its CUDA calls fail (CUDA_ERROR_ECC_UNCORRECTABLE): start it anew";
-    /// On a GPU that is cut into MIG instances.
-    Mig = "mig", "runs on a GPU that is cut into MIG instances, whose memory cannot be proven free one by one";
+    /// A video library is in the process, and its memory cannot be copied without a checkpoint.
+    Video = "video", "has a video library loaded (NVDEC, NVENC): its context stays on the GPU; the engines auto, full and copy copy its memory";
+    /// A thread reached the driver past the hooks while the process was offloaded, and its memory
+    /// cannot be copied without a checkpoint.
+    HiddenWay = "hidden-way", "a thread of it blocked inside the driver while it was offloaded, on a path that no hook sees: its context stays on the GPU from now on; the engines auto, full and copy copy its memory";
+    /// The process's memory did not come back as it had left.
+    DamagedMemory = "damaged-memory", "its memory did not come back as it had left, so its CUDA calls fail (CUDA_ERROR_ECC_UNCORRECTABLE): restart it";
+    /// The process runs on a GPU in MIG mode.
+    Mig = "mig", "runs on a GPU in MIG mode, where the VRAM of one instance cannot be proven free";
     /// Driver or libcuda has no checkpoint API.
     DriverTooOld = "driver-too-old", "the NVIDIA driver has no checkpoint API: 570 or newer is needed";
-    /// The memory cgroup has no room for the VRAM.
-    CgroupMemory = "cgroup-memory", "the container's memory limit has no room for its VRAM: raise the limit by the VRAM plus 1 GiB";
-    /// The node has no free host RAM for it.
+    /// The memory cgroup has too little free memory for the VRAM.
+    CgroupMemory = "cgroup-memory", "the container's memory limit is too low for its VRAM: raise the limit by the VRAM plus 1 GiB";
+    /// The node has too little free host memory for the VRAM.
     HostMemory = "host-memory", "the node has too little free host memory for its VRAM (memory.node_reserve_mib is kept)";
     /// A cgroup freezer holds the container.
     Frozen = "frozen", "the container is paused or stopped";
-    /// An allocation found no memory and waits for room.
-    AllocationWaits = "allocation-waits", "an allocation of it waits for VRAM that others hold";
-    /// Room was made for an allocation that waited.
-    RoomFound = "room-found", "room was found for its allocation";
-    /// An allocation waited for room in vain.
-    NoRoomInTime = "no-room-in-time", "no room was found for its allocation in time";
-    /// An allocation failed without waiting: there will be no room for it.
-    NoRoomEver = "no-room", "there will be no room for its allocation";
-    /// VRAM for the return is not free.
-    WaitingForVram = "waiting-for-vram", "waits for VRAM that others hold";
-    /// The host's view of VRAM could not be read.
-    VramUnknown = "vram-unknown", "free VRAM cannot be read (NVML), so a return cannot be proven safe";
+    /// An allocation found no VRAM and waits for it.
+    AllocationWaits = "allocation-waits", "an allocation of it waits for VRAM that other containers hold";
+    /// VRAM was freed for an allocation that waited.
+    RoomFound = "room-found", "VRAM was freed for its allocation";
+    /// An allocation waited for VRAM until its timeout.
+    NoRoomInTime = "no-room-in-time", "no VRAM was freed for its allocation in time";
+    /// An allocation failed without a wait: it can never be served.
+    NoRoomEver = "no-room", "its allocation can never be served, so it fails at once";
+    /// VRAM for the restore is not free.
+    WaitingForVram = "waiting-for-vram", "waits for VRAM that other containers hold";
+    /// NVML cannot be read.
+    VramUnknown = "vram-unknown", "free VRAM cannot be read (NVML), so a restore cannot be proven safe";
     /// The agent's connection is gone while its process lives.
-    AgentSilent = "agent-silent", "the agent in the process does not answer";
+    AgentSilent = "agent-silent", "the agent in the process does not reply";
     /// The driver refused or failed.
     DriverError = "driver-error", "the driver returned an error; the process was left as it was";
-    /// The driver said that the state cannot come back.
+    /// The driver reported that it cannot restore the process.
     DriverLost = "driver-lost", "the driver reports a failed restore";
     /// The peer sent something that is not the protocol.
     BadPeer = "bad-peer", "the process sent malformed data and is no longer managed";
-    /// Asked for by a person or a program.
-    Requested = "requested", "asked for";
-    /// Idle for the timeout.
+    /// An operator or a program requested it.
+    Requested = "requested", "an operator or a program requested it";
+    /// The container was idle for its idle timeout.
     IdleTimeout = "idle-timeout", "made no CUDA call for the idle timeout";
-    /// Someone else needed the room.
-    Pressure = "pressure", "its VRAM was needed by another container";
-    /// Its room was needed by one that does not wait (restore: immediate).
-    EndedForRoom = "ended-for-room", "its VRAM was needed at once and it cannot be moved (restore policy immediate)";
+    /// Another container needed the VRAM.
+    Pressure = "pressure", "another container needed its VRAM";
+    /// A container with the restore policy `immediate` needed the VRAM.
+    EndedForRoom = "ended-for-room", "another container needed its VRAM at once, and it cannot be offloaded (restore policy immediate)";
     /// Its history makes a call likely.
     Expected = "expected", "a call is expected soon, by its history";
-    /// A connection came in while it was out.
-    Connection = "connection", "a connection came in at its network, so a call is expected soon (wake_on)";
+    /// A connection arrived while the container was offloaded.
+    Connection = "connection", "a connection arrived on its network, so a call is expected soon (wake_on)";
     /// A CUDA call was made.
     Called = "called", "a CUDA call came in";
 }

@@ -1,5 +1,5 @@
-//! The life of a container's GPU state, word for word as the API, the metrics,
-//! the dashboard and the CLI show it.
+//! The states of a container's GPU memory. The API, the metrics, the dashboard and the CLI show
+//! the same words.
 //!
 //! ```text
 //! Unregistered ──first CUDA call──> Active
@@ -11,26 +11,26 @@
 //!   └────────────────────── Restoring <──────── VRAM reserved and proven free ─────┘
 //! ```
 
-/// Where the GPU state of a container is.
+/// State of a container's GPU memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum State {
     /// No process of the container has made a CUDA call yet.
     Unregistered,
     /// In use: a call was made lately, or is in progress.
     Active,
-    /// No call for the idle timeout; still holds its VRAM.
+    /// No call for the idle timeout; the container still holds its VRAM.
     Idle,
-    /// The gate is closing: calls in progress are waited for.
+    /// The gate is closing: calls in progress may finish.
     Closing,
-    /// The driver is moving VRAM to host memory.
+    /// The VRAM is being moved to host memory.
     Offloading,
-    /// No VRAM is held. The next CUDA call brings it back.
+    /// The GPU memory is in host memory. The next CUDA call restores it.
     Offloaded,
-    /// A caller waits; VRAM for the return is not there yet.
+    /// The restore waits for free VRAM.
     Queued,
-    /// The driver is moving the state back to VRAM.
+    /// The GPU memory is being moved back to VRAM.
     Restoring,
-    /// The driver reported a failure from which it knows no way back.
+    /// The driver reported that it cannot restore a process.
     Lost,
 }
 
@@ -48,7 +48,7 @@ impl State {
         State::Lost,
     ];
 
-    /// The word for it, as every output has it.
+    /// The word for the state, the same in every output.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -64,7 +64,7 @@ impl State {
         }
     }
 
-    /// The state whose word this is, if there is one.
+    /// The state with this word, if there is one.
     #[must_use]
     pub fn parse(word: &str) -> Option<State> {
         State::ALL.into_iter().find(|state| state.as_str() == word)

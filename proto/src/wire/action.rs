@@ -1,21 +1,21 @@
-//! What the agent is told to do with its own process, and its place in an order's frame: a code and
-//! a value.
+//! Orders to an agent, and their encoding in a frame: a code and a value.
 
-/// How memory is parked.
+/// Options of a copy out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CopyOptions {
-    /// The copy is kept after the return, so that what has not changed by the next time is not
-    /// copied again. Only of a library that has [`super::Capabilities::RETAINS_HOST_COPY`].
+    /// The host copy is retained after the restore, so that unchanged memory is not copied again.
+    /// Requires [`super::Capabilities::RETAINS_HOST_COPY`].
     pub keep: bool,
-    /// A checkpoint is to follow, beside which a copier may copy: the process is Parked then before
-    /// all of it has left the device. Only of a library that has [`super::Capabilities::PREFAULTS`].
+    /// A checkpoint follows, during which a copier may copy: the phase is CopiedOut before all
+    /// memory has left the GPU. Requires [`super::Capabilities::PREFAULTS`].
     pub then_checkpoint: bool,
-    /// The return looks whether everything is as it was. Only of a library that has
+    /// The restore verifies that the memory is unchanged. Requires
     /// [`super::Capabilities::CHECKS`].
     pub check: bool,
 }
 
-/// Each in its own way: earlier libraries know the first two, and those after them four.
+/// One code per combination of options. Codes 9 and 10 came first, then 12 and 13, then 14 to 17;
+/// an earlier library knows only the earlier codes.
 const COPY_OUT_CODES: [(u32, CopyOptions); 8] = [
     (9, CopyOptions { keep: false, then_checkpoint: false, check: false }),
     (10, CopyOptions { keep: true, then_checkpoint: false, check: false }),
@@ -27,55 +27,58 @@ const COPY_OUT_CODES: [(u32, CopyOptions); 8] = [
     (17, CopyOptions { keep: true, then_checkpoint: true, check: true }),
 ];
 
-/// What the agent is told to do with its own process.
+/// An order to an agent about its own process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Open → Closed: hold new calls, wait for calls in progress. Past the deadline: Busy, open again.
+    /// Open → Closed: hold new calls and wait for calls in progress. After the deadline the
+    /// outcome is Busy and the gate is open again.
     Close {
-        /// How long calls in progress are waited for.
+        /// Time for calls in progress to return, in milliseconds.
         deadline_ms: u32,
     },
-    /// Closed → Open: let callers go on.
+    /// Closed → Open: release the waiting calls.
     Open,
     /// Closed → Locked: `cuCheckpointProcessLock`.
     Lock {
-        /// Passed to the driver.
+        /// Timeout of the driver's lock, in milliseconds.
         timeout_ms: u32,
     },
-    /// Locked → Parked: unlock, then copy what can be carried to host memory and give the
-    /// device memory back. On an error nothing was given back, and the phase is Closed.
+    /// Locked → CopiedOut: unlock, copy swappable memory to host memory and free it on the GPU. On
+    /// an error nothing was freed, and the phase is Closed.
     CopyOut {
-        /// The most VRAM held on one device, for a later return without a controller.
+        /// Most VRAM held on one GPU, in bytes, for a restore without a controller.
         vram_bytes: u64,
-        /// How.
+        /// Options of the copy out.
         how: CopyOptions,
     },
-    /// Locked → Away: `cuCheckpointProcessCheckpoint`. Parked → Away: lock, then the same. What a
-    /// copier copies beside it is waited for; where it does not, the process comes home again.
+    /// Locked → Checkpointed: `cuCheckpointProcessCheckpoint`. CopiedOut → Checkpointed: lock,
+    /// then the same. The agent waits for the copier; if the copier does not copy, the process is
+    /// restored.
     Checkpoint {
-        /// The most VRAM held on one device, for a later return without a controller.
+        /// Most VRAM held on one GPU, in bytes, for a restore without a controller.
         vram_bytes: u64,
     },
-    /// Away → Locked: `cuCheckpointProcessRestore`; with parked memory Away → Closed: unlock,
-    /// then bring it back. Parked → Closed. Only with VRAM reserved and proven free, and not
-    /// later than [`PROOF_TTL_MS`](super::message::PROOF_TTL_MS) after the order was decided on; of the driver's restore
-    /// that is what the life of the process depends on.
+    /// Checkpointed → Locked: `cuCheckpointProcessRestore`. With copied-out memory Checkpointed →
+    /// Closed: unlock, then copy in. CopiedOut → Closed. Sent only with VRAM reserved and proven
+    /// free, and executed at most [`PROOF_TTL_MS`](super::message::PROOF_TTL_MS) after the
+    /// decision: a driver restore without free VRAM loses the process.
     Restore,
-    /// Away, then as [`Action::Restore`]: where the process had memory on one GPU, it has it on
-    /// another of the same kind from then on, and the other way round. Both are places in the
-    /// list of the [`ControllerMessage::Gpus`](super::message::ControllerMessage::Gpus) before. Only of a process whose page says
+    /// Checkpointed, then as [`Action::Restore`], with two GPUs of the same model exchanged for
+    /// the process. Both are positions in the list of the
+    /// [`ControllerMessage::Gpus`](super::message::ControllerMessage::Gpus) sent before. Requires
     /// [`super::ProcessFlags::MOVABLE`].
     RestoreOnGpu {
-        /// Where it was.
+        /// Position of the GPU that the process was on.
         from: u8,
-        /// Where it is to be.
+        /// Position of the GPU that it is restored on.
         to: u8,
     },
     /// Locked → Closed: `cuCheckpointProcessUnlock`.
     Unlock,
-    /// Hold calls that may take VRAM, and wait for those in progress; phase stays Open.
+    /// Hold calls that may take VRAM, and wait for those in progress. The phase stays Open.
     HoldAllocations {
-        /// How long such calls in progress are waited for. Past it: Busy, not held.
+        /// Time for such calls in progress, in milliseconds. After it the outcome is Busy and no
+        /// call is held.
         deadline_ms: u32,
     },
     /// End of [`Action::HoldAllocations`].
@@ -83,13 +86,13 @@ pub enum Action {
 }
 
 impl Action {
-    /// Whether it takes VRAM that was promised to the process.
+    /// Whether the order takes VRAM that was promised to the process.
     #[must_use]
     pub const fn is_restore(self) -> bool {
         matches!(self, Action::Restore | Action::RestoreOnGpu { .. })
     }
 
-    /// As a frame has it.
+    /// Code and value for a frame.
     pub(super) fn code(self) -> (u32, u64) {
         match self {
             Action::Close { deadline_ms } => (1, u64::from(deadline_ms)),
@@ -108,9 +111,9 @@ impl Action {
         }
     }
 
-    /// From a frame; `None`: there is no such action.
+    /// The action of a frame; `None` if the code is unknown.
     pub(super) fn from_code(code: u32, value: u64) -> Option<Action> {
-        // Milliseconds fit 32 bits; more is the longest that fits.
+        // Milliseconds fit in 32 bits; greater values are clamped.
         let ms = u32::try_from(value).unwrap_or(u32::MAX);
         Some(match code {
             1 => Action::Close { deadline_ms: ms },

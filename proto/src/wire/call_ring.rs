@@ -1,41 +1,41 @@
-//! The ring of calls: part of the shared page, empty unless somebody watches.
+//! The call ring: a part of the shared counters, empty unless calls are sampled.
 //!
 //! ```text
 //! page header
-//!   68   one_in    0: nobody watches. n: about one call in n is recorded
-//!   192  claimed   records ever begun
-//!   200  limit     none is begun from this number on: the reader has not read so far
-//!   208  dropped   calls that found the ring full
+//!   68   sample_every  0: no sampling. n: about one call in n is recorded
+//!   192  claimed       number of records begun so far
+//!   200  limit         no record is begun from this number on: it is not read yet
+//!   208  dropped       calls that found the ring full
 //!   256  record 0 … record 119
 //! ```
 //!
-//! `one_in` stands beside the gate, so the one comparison that a call makes anyway sees
-//! both. A thread that records a call counts `claimed` up, fills the record of that
-//! number, and writes the number last. It never waits: at the limit it only counts. The
-//! reader says with each [`super::message::ControllerMessage::SampleCalls`] how far it has read,
-//! which moves the limit, so no record is overwritten before it was read.
+//! `sample_every` stands beside the gate, so the one comparison that every call makes sees both. A
+//! thread that records a call increments `claimed`, fills the record of that number and writes the
+//! number last. It never waits: at the limit it only counts. With each
+//! [`super::message::ControllerMessage::SampleCalls`] the reader sends how far it has read, and
+//! the limit moves, so no record is overwritten before it was read.
 //!
-//! A record stands for itself and for the calls of its thread since the one before, so
-//! sums are exact up to the last record, however few are taken.
+//! A record stands for itself and the calls of its thread since the record before. So sums are
+//! exact up to the last record, at any sampling rate.
 //!
-//! The container can write all of this. Whatever it writes, a reading yields at most
-//! [`RECORDS`] records, and none twice.
+//! The container can write all of this. Whatever it writes, one reading yields at most [`RECORDS`]
+//! records, and none twice.
 
 use super::counters::{PAGE_BYTES, SLOTS_OFFSET, u32_at, u64_at};
 
-/// u32, beside the gate.
+/// u32, beside the gate: about one call in this many is recorded; 0: none.
 pub const SAMPLE_EVERY: usize = 68;
-/// u64.
+/// u64: number of records begun so far.
 pub const CLAIMED: usize = 192;
-/// u64.
+/// u64: no record is begun from this number on.
 pub const LIMIT: usize = 200;
-/// u64.
+/// u64: calls that found the ring full.
 pub const DROPPED: usize = 208;
 /// Offset of the first record in bytes.
 pub const RING_OFFSET: usize = 256;
 /// Size of a record in bytes.
 pub const RECORD_BYTES: usize = 32;
-/// Number of records.
+/// Number of records in the ring.
 pub const RECORDS: usize = (SLOTS_OFFSET - RING_OFFSET) / RECORD_BYTES;
 
 /// Record offsets in bytes, from the record's start.
@@ -56,64 +56,64 @@ pub mod record {
     pub const BYTES: usize = 24;
 }
 
-/// One call that was recorded.
+/// One recorded call. The container controls all of its fields.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CallRecord {
-    /// Number of the hook; the container's claim, as everything here.
+    /// Number of the hook.
     pub hook: u16,
-    /// The driver's result.
+    /// The driver's result code.
     pub result: u16,
-    /// Calls that it stands for.
+    /// Number of calls that the record stands for.
     pub stands_for: u32,
-    /// Thread id in the process's own namespace.
+    /// Thread id in the pid namespace of the process.
     pub thread: u32,
-    /// How long it took, in nanoseconds.
+    /// Duration of the driver call, in nanoseconds.
     pub duration_ns: u64,
-    /// Bytes moved, filled or asked for.
+    /// Bytes moved, filled or requested.
     pub bytes: u64,
 }
 
-/// How far a reader is.
+/// Position of a reader in the ring.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CallRingReader {
     /// Records below this number are read.
     read: u64,
     /// `dropped` at the last reading.
     dropped: u64,
-    /// The record at `read` was begun and not finished at the last reading.
+    /// The record at `read` was unfinished at the last reading.
     stuck: bool,
 }
 
-/// What is new.
+/// Losses of one reading.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CallBatch {
-    /// Calls that found no room since.
+    /// Calls that found the ring full since the last reading.
     pub dropped: u64,
-    /// Records given up: begun and never finished, or overwritten against the rules.
+    /// Records given up: never finished, or overwritten against the protocol.
     pub torn: u64,
 }
 
 impl CallRingReader {
-    /// A reader that begins with what is recorded from now on.
+    /// A reader that begins with the next record.
     #[must_use]
     pub fn at_present(page: &[u8; PAGE_BYTES]) -> CallRingReader {
         CallRingReader { read: u64_at(page, CLAIMED), dropped: u64_at(page, DROPPED), stuck: false }
     }
 
-    /// How far it has read, for the limit.
+    /// Number of the next record to read, for the limit.
     #[must_use]
     pub fn read(&self) -> u64 {
         self.read
     }
 
-    /// Takes what is new out of one reading of the page: at most [`RECORDS`] records.
+    /// Passes the new records of one reading to `each`: at most [`RECORDS`].
     pub fn take(&mut self, page: &[u8; PAGE_BYTES], mut each: impl FnMut(CallRecord)) -> CallBatch {
         let claimed = u64_at(page, CLAIMED);
         let dropped = u64_at(page, DROPPED);
         let mut news = CallBatch { dropped: dropped.wrapping_sub(self.dropped), torn: 0 };
         self.dropped = dropped;
         if claimed.wrapping_sub(self.read) > RECORDS as u64 {
-            // No library writes this. Begin anew from what it claims.
+            // No library writes this: start again from the claimed number.
             *self = CallRingReader { read: claimed, dropped, stuck: false };
             news.torn = RECORDS as u64;
             return news;
@@ -122,7 +122,7 @@ impl CallRingReader {
             let at = RING_OFFSET + (self.read % RECORDS as u64) as usize * RECORD_BYTES;
             if u32_at(page, at + record::SEQUENCE) != self.read.wrapping_add(1) as u32 {
                 if !self.stuck {
-                    // Somebody is just writing it.
+                    // A thread is writing this record now.
                     self.stuck = true;
                     return news;
                 }

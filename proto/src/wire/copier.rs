@@ -1,34 +1,34 @@
-//! What passes on the sockets of a copier, in the same frames as [`message`](super::message), one a
-//! packet (`SOCK_SEQPACKET`). A copier is a process of the node's that has a context on one GPU: it
-//! fills the memory of processes that come home while the driver restores their contexts.
+//! Messages on the sockets of a copier, in the same frames as [`message`](super::message), one per
+//! packet (`SOCK_SEQPACKET`). A copier is a process of the node with a context on one GPU. It
+//! fills the memory of processes during their restore, while the driver restores their contexts.
 //!
 //! ```text
 //! agent                                     copier                          controller
-//!   Parked + memory file, Pieces ... ──────>  <─────── Attach + the agent's socket
-//!   Away ───────────────────────────────────> registers ──── Held ──────────>
+//!   CopiedOut + memory file, Chunks ... ───>  <─────── Attach + the agent's socket
+//!   Checkpointed ───────────────────────────> registers ──── Registered ────>
 //!                                            <───────────── Fill ───────────  with the order to restore
 //!   Restoring ──────────────────────────────>
-//!                        <────────── Begin    has heard both: makes, copies
-//!   Restored ───────────────────────────────>  may use the room that was left for the driver
-//!                        <── Block + descriptor, one for each piece that is filled
+//!                        <────────── Begin    has received both: allocates, copies
+//!   Restored ───────────────────────────────>  may use the VRAM that was left for the driver
+//!                        <── Block + descriptor, one for each filled piece
 //!                        <────────── Filled ──── Filled ──────────────────>
-//!   hangs up ───────────────────────────────>  lets go of everything ── Left ──>
+//!   closes the socket ──────────────────────>  releases everything ──── Detached ──>
 //! ```
 //!
-//! Where it was prepared, the copier has registered the memory before, and copies out as well:
+//! For a prefaulted process the copier has registered the memory before, and copies out as well:
 //!
 //! ```text
-//!   Prepared + memory file ─────────────────>  registers ──── Prepared ──────>
+//!   Prefaulted + memory file ───────────────>  registers ──── Prefaulted ────>
 //!                        <────────── Ready
-//!   Parked, Pieces ... ─────────────────────>
-//!   Take + descriptor, one for each piece ──>  imports, copies each
+//!   CopiedOut, Chunks ... ──────────────────>
+//!   CopyOut + descriptor, one for each piece ─>  imports, copies each
 //!   (unmaps, is checkpointed)
 //!                        <────────── Copied ─── Copied ──────────────────>
-//!   Away ───────────────────────────────────>  and on as above
+//!   Checkpointed ───────────────────────────>  and on as above
 //! ```
 //!
-//! What another process of the same tenant holds as well (`dedup`) it offers to both, to hold once,
-//! while they are away:
+//! If another process of the same tenant holds the same content (`dedup`), the copier offers both
+//! to store it once while they are offloaded:
 //!
 //! ```text
 //!                        <────────── Same + a sealed file, for a chunk of the memory file
@@ -36,36 +36,38 @@
 //!   Mapped ─────────────────────────────────>  fills from the sealed file ── Shared ─>
 //! ```
 //!
-//! Whoever hangs up ends it: the content is in the process's own memory all along, or, before
+//! A closed socket ends it at any time. The content is in the process's own memory, or, before
+//! Copied, in the GPU memory that the process has descriptors of.
 //! Copied, in the device memory that it has descriptors of.
 
 use super::frame::{FRAME_BYTES, FrameError, Reader, Writer};
 
-/// Most pieces of one process: what each costs is more than their copies where they are many.
+/// Maximum number of pieces of one process: with more, their fixed costs exceed the cost of the
+/// copies.
 pub const MAX_PIECES: usize = 4096;
-/// Pieces whose mean is smaller come home faster without a copier: to make one and to hand it over
-/// takes about as long as to copy so much (measured on an H200: 0.1 to 0.15 ms).
+/// With a smaller mean size, a restore without a copier is faster: to allocate and export one
+/// piece takes as long as to copy this many bytes (measured on an H200: 0.1 to 0.15 ms).
 pub const MIN_MEAN_BYTES: u64 = 8 << 20;
-/// Pieces are multiples of this.
+/// Sizes of pieces are multiples of this.
 pub const UNIT_BYTES: u64 = 2 << 20;
-/// What a memory file is registered in, and what [`FromCopier::Same`] counts in.
+/// Size in which a memory file is registered, and in which [`FromCopier::Same`] counts.
 pub const CHUNK_BYTES: u64 = 128 << 20;
-/// Pieces in one [`ToCopier::Chunks`].
+/// Number of pieces in one [`ToCopier::Chunks`].
 pub const PIECES_A_FRAME: usize = 28;
 
-/// One piece of device memory, as it is to be made.
+/// One piece of GPU memory to allocate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Piece {
-    /// Its size, a multiple of [`UNIT_BYTES`].
+    /// Size in bytes, a multiple of [`UNIT_BYTES`].
     pub bytes: u64,
-    /// Others on the bus may reach it (`gpuDirectRDMACapable`).
+    /// Whether other devices on the bus may access it (`gpuDirectRDMACapable`).
     pub rdma: bool,
 }
 
 impl Piece {
     const RDMA: u32 = 1 << 31;
 
-    /// As a word of a frame; `None` for a size that is none.
+    /// The piece as a word of a frame; `None` if the size is invalid.
     #[must_use]
     pub fn word(self) -> Option<u32> {
         let units = u32::try_from(self.bytes / UNIT_BYTES).ok()?;
@@ -73,7 +75,7 @@ impl Piece {
         fits.then_some(if self.rdma { units | Self::RDMA } else { units })
     }
 
-    /// Out of a word; `None` for no size at all.
+    /// The piece of a word; `None` if the size is 0.
     #[must_use]
     pub fn from_word(word: u32) -> Option<Piece> {
         let units = u64::from(word & !Self::RDMA);
@@ -81,162 +83,162 @@ impl Piece {
     }
 }
 
-/// From an agent.
+/// Messages from an agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ToCopier {
-    /// The memory file that comes along is to be registered: nothing is in it yet.
+    /// The memory file that comes along is to be registered. It is empty as yet.
     Prefaulted {
-        /// Of it, that will be used.
+        /// Bytes of the file that will be used.
         bytes: u64,
-        /// Of the device, as `cuDeviceGetUuid` has it.
+        /// UUID of the GPU, from `cuDeviceGetUuid`.
         uuid: [u8; 16],
     },
-    /// The memory of the next piece, in the order of the list, comes along: it is to be copied to
-    /// the piece's place in the file.
+    /// The memory of the next piece, in the order of the list, comes along: copy it to the piece's
+    /// place in the file.
     CopyOut,
-    /// Its content is in the memory file that comes along, or that was prepared; or will be, of
-    /// what is to be taken: so many pieces one behind the other.
+    /// The content of the pieces is, or will be, in the memory file that comes along or was
+    /// prefaulted. The pieces lie one behind the other.
     CopiedOut {
-        /// Of all pieces.
+        /// Bytes of all pieces.
         bytes: u64,
-        /// What the driver will need for the rest of the process.
+        /// VRAM that the driver needs for the rest of the process, in bytes.
         rest_bytes: u64,
-        /// How many follow.
+        /// Number of pieces that follow.
         pieces: u32,
-        /// Of the device that they were on, as `cuDeviceGetUuid` has it.
+        /// UUID of the GPU that the pieces were on, from `cuDeviceGetUuid`.
         uuid: [u8; 16],
     },
-    /// The next of them.
+    /// The next pieces of the list.
     Chunks {
-        /// How many of `words` count.
+        /// Number of valid `words`.
         many: u32,
-        /// See [`Piece::word`].
+        /// The pieces, see [`Piece::word`].
         words: [u32; PIECES_A_FRAME],
     },
-    /// The driver has taken the rest off the device: its memory may be registered now, which
-    /// would have slowed the driver down.
+    /// The driver has checkpointed the rest. The memory may be registered now; earlier it would
+    /// have slowed the driver down.
     Checkpointed,
-    /// The driver is about to restore the rest: the room for all of it is this process's now.
+    /// The driver is about to restore the rest: the VRAM for all of it belongs to this process
+    /// now.
     Restoring,
     /// The driver has restored the rest.
     Restored,
-    /// What became of [`FromCopier::Same`].
+    /// The reply to [`FromCopier::Same`].
     Mapped {
-        /// Which chunk.
+        /// Number of the chunk.
         chunk: u32,
-        /// The sealed file is in its place, and nothing in the memory file any more.
+        /// True: the sealed file is mapped there, and the chunk of the memory file is freed.
         taken: bool,
     },
 }
 
-/// To an agent.
+/// Messages to an agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FromCopier {
-    /// The memory is being made and filled.
+    /// The copier allocates and fills the memory.
     Begin,
-    /// The next piece, filled; its shareable handle comes along.
+    /// The next filled piece; its shareable handle comes along.
     Block {
-        /// Which, from 0.
+        /// Number of the piece, from 0.
         index: u32,
     },
-    /// All of them are filled.
+    /// All pieces are filled.
     Filled,
     /// The file is registered: the copier can copy out.
     Ready,
-    /// All of them are in the file.
+    /// All pieces are copied to the file.
     Copied,
-    /// The file that comes along, which nobody can write to, holds what a chunk of the memory file
-    /// holds.
+    /// The sealed file that comes along has the content of a chunk of the memory file.
     Same {
-        /// Which: of [`CHUNK_BYTES`], from 0.
+        /// Number of the chunk (of [`CHUNK_BYTES`]), from 0.
         chunk: u32,
     },
 }
 
-/// From the controller.
+/// Messages from the controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CopierOrder {
-    /// The other end of the socket that comes along is this process's.
+    /// The socket that comes along leads to this process.
     Attach {
-        /// The controller's number of it.
+        /// The controller's number of the process.
         process: u64,
-        /// Most that it can have parked.
+        /// Maximum that the process may copy out, in bytes.
         most_bytes: u64,
-        /// What others of the same number hold as well may be held once; 0: nothing may.
+        /// Dedup domain: content may be shared with processes of the same number. 0: no sharing.
         domain: u64,
     },
-    /// Its room is granted and proven: fill, once it says that it restores.
+    /// VRAM is granted and proven for the process: fill once it sends Restoring.
     Fill {
-        /// Which.
+        /// The controller's number of the process.
         process: u64,
-        /// The room. Who says to have parked more is left to bring itself home.
+        /// Granted VRAM in bytes. A process with more copied-out memory restores itself.
         most_bytes: u64,
     },
-    /// Somebody's room is being proven or taken: nothing that takes VRAM may begin meanwhile, but
-    /// what [`CopierOrder::Fill`] orders.
+    /// VRAM is being proven or taken for some container: begin nothing that takes VRAM except what
+    /// [`CopierOrder::Fill`] orders.
     Register {
-        /// Or it is over.
+        /// True: the pause begins. False: it ends.
         on: bool,
     },
 }
 
-/// To the controller.
+/// Messages to the controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CopierReport {
-    /// The context is there.
+    /// The copier has its context.
     Ready,
-    /// A process's memory is registered: it can be filled at the speed of the bus.
+    /// The memory of a process is registered: it can be filled at bus speed.
     Registered {
-        /// Which.
+        /// The controller's number of the process.
         process: u64,
-        /// How much.
+        /// Registered memory in bytes.
         bytes: u64,
     },
-    /// A process that is home has its host memory registered.
+    /// The prefaulted host memory of a resident process is registered.
     Prefaulted {
-        /// Which.
+        /// The controller's number of the process.
         process: u64,
-        /// How much.
+        /// Registered memory in bytes.
         bytes: u64,
     },
-    /// Copied out of the device.
+    /// The memory of a process is copied out.
     Copied {
-        /// Which.
+        /// The controller's number of the process.
         process: u64,
-        /// How much.
+        /// Copied memory in bytes.
         bytes: u64,
-        /// From its first piece on, in microseconds.
+        /// Time since the first piece, in microseconds.
         elapsed_us: u64,
     },
-    /// Filled.
+    /// The memory of a process is filled.
     Filled {
-        /// Which.
+        /// The controller's number of the process.
         process: u64,
-        /// How much.
+        /// Filled memory in bytes.
         bytes: u64,
-        /// From the order on, in microseconds.
+        /// Time since the order, in microseconds.
         elapsed_us: u64,
     },
-    /// A process hung up, or was hung up on.
+    /// The socket of a process was closed, by either side.
     Detached {
-        /// Which.
+        /// The controller's number of the process.
         process: u64,
     },
-    /// The driver has let go of all that it had of those that left.
+    /// The driver has released all memory of the detached processes.
     Released,
-    /// So much of a process's content is held in sealed files, together with others.
+    /// Part of a process's content is stored in sealed files, shared with other processes.
     Shared {
-        /// Which.
+        /// The controller's number of the process.
         process: u64,
-        /// Of it.
+        /// Shared content of the process, in bytes.
         bytes: u64,
-        /// Of all such files of this copier.
+        /// Size of all sealed files of this copier, in bytes.
         stored_bytes: u64,
     },
 }
 
 impl ToCopier {
-    /// The frame.
+    /// Encodes the message as a frame.
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_BYTES] {
         match *self {
@@ -288,7 +290,7 @@ impl ToCopier {
 }
 
 impl FromCopier {
-    /// The frame.
+    /// Encodes the message as a frame.
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_BYTES] {
         match *self {
@@ -321,7 +323,7 @@ impl FromCopier {
 }
 
 impl CopierOrder {
-    /// The frame.
+    /// Encodes the order as a frame.
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_BYTES] {
         match *self {
@@ -355,7 +357,7 @@ impl CopierOrder {
 }
 
 impl CopierReport {
-    /// The frame.
+    /// Encodes the report as a frame.
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_BYTES] {
         match *self {
@@ -409,7 +411,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn frames_come_out_as_they_went_in() {
+    fn copier_frames_decode_as_encoded() {
         let parked = ToCopier::CopiedOut { bytes: 7, rest_bytes: 8, pieces: 9, uuid: [3; 16] };
         let pieces = ToCopier::Chunks { many: 28, words: core::array::from_fn(|n| n as u32 + 1) };
         let prepared = ToCopier::Prefaulted { bytes: 7, uuid: [3; 16] };
@@ -457,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_message_is_named() {
+    fn invalid_copier_frame_is_named() {
         let mut frame = ToCopier::Chunks { many: 1, words: [1; PIECES_A_FRAME] }.encode();
         frame[8] = 29;
         assert_eq!(ToCopier::decode(&frame), Err(FrameError::Value("many", 29)));
@@ -467,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn a_piece_is_a_word() {
+    fn piece_fits_in_a_word() {
         let piece = Piece { bytes: 6 << 20, rdma: true };
         assert_eq!(piece.word().and_then(Piece::from_word), Some(piece));
         for bytes in [0, 1, UNIT_BYTES + 1, UNIT_BYTES << 31] {

@@ -1,21 +1,20 @@
-//! The shared page: one per process, a sealed memfd of [`PAGE_BYTES`] that the
-//! agent makes at the process's first CUDA call and sends with its Hello.
+//! The shared counters: one sealed memfd of [`PAGE_BYTES`] per process. The agent creates it at
+//! the process's first CUDA call and sends it with its Hello.
 //!
 //! ```text
 //! 0      header: magic, version, phase, gate, waiters, hazards, generation, bytes
-//! 192    ring of calls, when somebody watches ([`super::calls`])
+//! 192    call ring, while calls are sampled ([`super::call_ring`])
 //! 4096   slot 0   shared: threads that found no slot of their own (atomic adds)
 //! 4160   slot 1   owned by one thread: plain adds, no lock
 //!  …
 //! 16320  slot 191
 //! ```
 //!
-//! It belongs to the process, not to a connection: counts begin before the first
-//! registration and go on across controllers. The process writes it, but for one word
-//! ([`header::TURN_BACK`]) that the controller writes with `pwrite`. The controller reads it
-//! with `pread` into a buffer and decodes that ([`CounterSnapshot::decode`]), so nothing that
-//! the container does to the file can fault the controller or change a value between check
-//! and use.
+//! The counters belong to the process, not to a connection: counts begin before the first
+//! registration and continue across controllers. The process writes them, except for one word
+//! ([`header::TURN_BACK`]) that the controller writes with `pwrite`. The controller reads them with
+//! `pread` into a buffer and decodes that ([`CounterSnapshot::decode`]). So whatever the container
+//! does to the file, it cannot fault the controller or change a value between check and use.
 
 use super::{Hazards, Phase, ProcessFlags, WIRE_VERSION};
 
@@ -27,13 +26,13 @@ pub const PAGE_MAGIC: u64 = u64::from_le_bytes(*b"AFNPAGE\0");
 pub const SLOTS_OFFSET: usize = 4096;
 /// Size of a slot in bytes: one cache line, so that threads do not share one.
 pub const SLOT_BYTES: usize = 64;
-/// Number of slots, the shared one included.
+/// Number of slots, including the shared one.
 pub const SLOT_COUNT: usize = (PAGE_BYTES - SLOTS_OFFSET) / SLOT_BYTES;
 
-/// A microsecond: no hook takes so long for a call, whatever a page says.
+/// A microsecond: upper bound for the cost of a hook, whatever the container writes.
 pub const MAX_CALL_COST_PS: u32 = 1_000_000;
-/// A pebibyte: no process keeps so much, whatever its page says; and some thousand of them can be
-/// added up.
+/// A pebibyte: upper bound for retained memory, whatever the container writes. Sums over thousands
+/// of processes do not overflow.
 pub const MAX_KEPT_BYTES: u64 = 1 << 50;
 
 /// Header offsets in bytes.
@@ -46,7 +45,7 @@ pub mod header {
     pub const SLOT_COUNT: usize = 12;
     /// u32: [`crate::wire::Phase`].
     pub const PHASE: usize = 16;
-    /// u64: bytes of host memory that are kept for the next time while nothing is parked.
+    /// u64: bytes of host memory retained for the next copy out while nothing is copied out.
     pub const KEPT_BYTES: usize = 24;
     /// u64: the generation whose copy out is to stop between two steps, because host memory runs
     /// short above the container's own limit. The controller writes it. It says nothing of a copy
@@ -66,15 +65,15 @@ pub mod header {
     pub const ALLOCATED_BYTES: usize = 144;
     /// u64: device allocations alive, as the hooks counted them.
     pub const ALLOCATIONS: usize = 152;
-    /// u64: bytes of device memory that the agent can park.
+    /// u64: bytes of GPU memory that the agent can copy.
     pub const SWAPPABLE_BYTES: usize = 160;
-    /// u64: bytes of it that are parked in host memory now.
+    /// u64: bytes of it that are copied out to host memory now.
     pub const COPIED_OUT_BYTES: usize = 168;
     /// u32: [`crate::wire::ProcessFlags`] bits.
     pub const NOTES: usize = 176;
-    /// u32: what the hook adds to a call, in picoseconds, measured once; 0: not known.
+    /// u32: cost of the hook per call, in picoseconds, measured once; 0: unknown.
     pub const CALL_COST_PS: usize = 180;
-    /// u64: how long callers have waited at the gate, all together, in microseconds.
+    /// u64: time that calls have waited at the gate, summed, in microseconds.
     pub const HELD_US: usize = 184;
 }
 
@@ -95,44 +94,51 @@ pub mod slot {
 super::wire_enum! {
     /// Values of the gate word.
     pub enum Gate {
-        /// Calls go through.
+        /// Calls are passed to the driver.
         Open = 0,
-        /// Calls wait.
+        /// Calls wait at the gate.
         Closed = 1,
         /// Calls that may take VRAM wait, others go through.
         AllocationsHeld = 2,
-        /// Calls are answered with an error: the process's memory is not what it was.
+        /// Calls return an error: the process's memory was damaged.
         Damaged = 3,
     }
 }
 
-/// What the controller takes from one reading of a page.
+/// One decoded reading of the counters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CounterSnapshot {
     /// The agent's phase.
     pub phase: Phase,
     /// Callers waiting at the gate.
     pub waiters: u32,
-    /// What makes a checkpoint unsafe.
+    /// Hazards: what makes a checkpoint unsafe.
     pub hazards: Hazards,
-    /// How often the gate has been closed.
+    /// Number of times that the gate has closed.
     pub generation: u64,
     /// Device memory that the hooks saw allocated, in bytes. The container's claim.
     pub allocated_bytes: u64,
     /// Live device allocations that the hooks saw. The container's claim.
     pub allocations: u64,
-    /// Bytes of device memory that the agent can park. The container's claim.
+    /// GPU memory that the agent can copy, in bytes. The container's claim.
     pub swappable_bytes: u64,
-    /// Bytes of it that are parked now. The container's claim.
+    /// Part of it that is copied out now, in bytes. The container's claim.
     pub copied_out_bytes: u64,
-    /// What the library could not do as the driver would have.
+    /// Facts that affect how the process can be offloaded.
     pub notes: ProcessFlags,
-    /// What the hook adds to a call, in picoseconds, 0 when that is not known. The
-    /// container's claim, at most [`MAX_CALL_COST_PS`].
+//! The counters belong to the process, not to a connection: counts begin before the first
+//! registration and continue across controllers. The process writes them, except for one word
+//! ([`header::TURN_BACK`]) that the controller writes with `pwrite`. The controller reads them with
+//! `pread` into a buffer and decodes that ([`CounterSnapshot::decode`]). So whatever the container
+//! does to the file, it cannot fault the controller or change a value between check and use.
     pub call_cost_ps: u32,
-    /// How long callers have waited at the gate, in microseconds. The container's claim.
+    /// Time that calls have waited at the gate, in microseconds. The container's claim.
     pub held_us: u64,
-    /// Host memory that is kept for the next time, in bytes. The container's claim, at most
+//! The counters belong to the process, not to a connection: counts begin before the first
+//! registration and continue across controllers. The process writes them, except for one word
+//! ([`header::TURN_BACK`]) that the controller writes with `pwrite`. The controller reads them with
+//! `pread` into a buffer and decodes that ([`CounterSnapshot::decode`]). So whatever the container
+//! does to the file, it cannot fault the controller or change a value between check and use.
     /// [`MAX_KEPT_BYTES`].
     pub kept_bytes: u64,
     /// Host memory that the copy out in progress has still to touch, in bytes. The container's
@@ -144,19 +150,19 @@ pub struct CounterSnapshot {
     pub polls: u64,
     /// Calls inside the driver now.
     pub inflight: u64,
-    /// Index of the hook that the busiest reader would name last: that of the first
-    /// slot with a call in progress, else of slot order.
+    /// Index of a hook: that of the first slot with a call in progress, otherwise of the first
+    /// slot with any call.
     pub last_hook: u32,
 }
 
-/// Why a page was refused.
+/// Why counters are invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CounterError {
     /// The buffer is not [`PAGE_BYTES`] long.
     Size(usize),
     /// The first word is not [`PAGE_MAGIC`].
     Magic(u64),
-    /// Another [`WIRE_VERSION`].
+    /// The counters have another [`WIRE_VERSION`].
     Version(u32),
     /// A field holds a value that the protocol does not have.
     Value(&'static str, u64),
@@ -270,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_of_what_a_call_costs_is_bounded() {
+    fn claimed_call_cost_is_bounded() {
         let mut bytes = page();
         bytes[header::CALL_COST_PS..][..4].copy_from_slice(&u32::MAX.to_ne_bytes());
         bytes[header::HELD_US..][..8].copy_from_slice(&7_u64.to_ne_bytes());
@@ -282,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn names_what_is_wrong() {
+    fn invalid_counters_are_named() {
         assert_eq!(CounterSnapshot::decode(&[0; 3]), Err(CounterError::Size(3)));
         assert_eq!(CounterSnapshot::decode(&vec![0; PAGE_BYTES]), Err(CounterError::Magic(0)));
         let mut bytes = page();
@@ -295,7 +301,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_content_is_survived(noise in proptest::collection::vec(any::<u8>(), PAGE_BYTES - 20)) {
+        fn any_counter_content_is_decoded(noise in proptest::collection::vec(any::<u8>(), PAGE_BYTES - 20)) {
             let mut bytes = page();
             bytes[20..].copy_from_slice(&noise);
             prop_assert!(CounterSnapshot::decode(&bytes).is_ok());

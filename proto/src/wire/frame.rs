@@ -1,4 +1,4 @@
-//! A frame: its size, its fields in order, and what can be wrong with it.
+//! A frame: its size, its fields in order, and its errors.
 
 use super::Phase;
 
@@ -6,7 +6,7 @@ use super::Phase;
 pub const FRAME_BYTES: usize = 128;
 /// First word of every frame.
 pub const FRAME_MAGIC: u32 = u32::from_le_bytes(*b"AFNf");
-/// Why a frame is not one.
+/// Why a frame is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FrameError {
     /// Does not begin with [`FRAME_MAGIC`].
@@ -48,7 +48,7 @@ impl Writer {
         self.bytes(&value.to_le_bytes())
     }
 
-    /// Every message fits; in a way that the compiler need not believe.
+    /// Every message fits. The checks keep panics out of the preload library.
     pub(super) fn bytes<const N: usize>(mut self, bytes: &[u8; N]) -> Writer {
         if let Some(to) = self.frame.get_mut(self.at..).and_then(<[u8]>::first_chunk_mut) {
             *to = *bytes;

@@ -1,43 +1,44 @@
 //! Legacy IPC between two processes with the library, for memory that the driver does not share by
-//! `cuIpcGetMemHandle`: what is in the 64 bytes of a handle, and the two frames that pass when it
-//! is opened.
+//! `cuIpcGetMemHandle`: the 64 bytes of a handle, and the two frames that pass when it is opened.
 //!
 //! ```text
 //! importer                                             exporter's agent
-//!   Ask + one end of a pair of sockets ─ datagram ───>   knows the word and the memory?
-//!   <──────────── Answer + descriptor of the memory ──   on that end; else it is closed
+//!   IpcRequest + one end of a socket pair ─ datagram ──>   knows the word and the memory?
+//!   <───────── IpcReply + descriptor of the memory ─────   on that end; else it is closed
 //! ```
 //!
-//! Everybody in the network namespace may send to the exporter's socket, so it answers only who has
-//! the handle; and whoever has taken the exporter's name cannot answer without it.
+//! Every process in the network namespace can send to the exporter's socket, so the exporter
+//! replies only to a sender with the handle. A process that has taken the exporter's name cannot
+//! reply without the handle.
 
 use super::frame::{FRAME_BYTES, FrameError, Reader, Writer};
 
 /// Size of a `CUipcMemHandle`.
 pub const HANDLE_BYTES: usize = 64;
-/// What every handle of ours begins with. One of the driver's would by chance in one of 2^64.
+/// First bytes of every handle of the library. A handle of the driver has them with a probability
+/// of 2^-64.
 pub const HANDLE_MAGIC: [u8; 8] = *b"AFNipc\x001";
-/// Size of the name of a socket.
+/// Length of a socket's name.
 pub const NAME_BYTES: usize = NAME_BEGIN.len() + 32;
 const NAME_BEGIN: &[u8; 13] = b"affinode-ipc-";
 
-/// What names one allocation of one process.
+/// A handle: it names one allocation of one process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IpcHandle {
-    /// Names the exporter's socket.
+    /// Random part of the exporter's socket name.
     pub socket: [u8; 16],
-    /// Who says it to the exporter has a handle.
+    /// Secret that shows the exporter that the sender has the handle.
     pub word: [u8; 16],
-    /// Who says it to the importer is the exporter.
+    /// Secret that shows the importer that the sender is the exporter.
     pub proof: u64,
     /// The allocation's address in the exporter.
     pub address: u64,
-    /// When it was noted there: another at the same address is not meant.
+    /// When the allocation was recorded: distinguishes it from a later one at the same address.
     pub since: u64,
 }
 
 impl IpcHandle {
-    /// The 64 bytes.
+    /// Encodes the handle as 64 bytes.
     #[must_use]
     pub fn encode(&self) -> [u8; HANDLE_BYTES] {
         let mut bytes = [0; HANDLE_BYTES];
@@ -49,7 +50,7 @@ impl IpcHandle {
         bytes
     }
 
-    /// Reads a handle; `None`: it is not one of ours.
+    /// Decodes a handle; `None` if it is not of this library.
     #[must_use]
     pub fn decode(bytes: &[u8; HANDLE_BYTES]) -> Option<IpcHandle> {
         let (magic, rest) = bytes.split_first_chunk()?;
@@ -67,7 +68,8 @@ impl IpcHandle {
         })
     }
 
-    /// The abstract name of the exporter's socket. In letters: `/proc/net/unix` shows it as it is.
+    /// The abstract name of the exporter's socket, in hexadecimal letters: `/proc/net/unix` shows
+    /// it readably.
     #[must_use]
     pub fn socket_name(&self) -> [u8; NAME_BYTES] {
         const DIGITS: &[u8; 16] = b"0123456789abcdef";
@@ -81,25 +83,25 @@ impl IpcHandle {
     }
 }
 
-/// From who opens a handle, with the way of the answer.
+/// Request of an importer. The socket for the reply comes along.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IpcRequest {
-    /// Of the handle.
+    /// [`IpcHandle::word`] of the handle.
     pub word: [u8; 16],
-    /// Of the handle.
+    /// [`IpcHandle::address`] of the handle.
     pub address: u64,
-    /// Of the handle.
+    /// [`IpcHandle::since`] of the handle.
     pub since: u64,
 }
 
 impl IpcRequest {
-    /// The frame.
+    /// Encodes the request as a frame.
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_BYTES] {
         Writer::new(241).bytes(&self.word).u64(self.address).u64(self.since).frame
     }
 
-    /// Reads a frame that anybody may have sent.
+    /// Reads a frame that any process may have sent.
     ///
     /// # Errors
     /// [`FrameError`] names what is wrong with it.
@@ -111,25 +113,25 @@ impl IpcRequest {
     }
 }
 
-/// To it, with a shareable descriptor of the memory.
+/// Reply of the exporter. A shareable descriptor of the memory comes along.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IpcReply {
-    /// Of the handle.
+    /// [`IpcHandle::proof`] of the handle.
     pub proof: u64,
-    /// Of the physical memory.
+    /// Size of the physical memory, in bytes.
     pub bytes: u64,
-    /// What the exporter's application had asked for.
+    /// Size that the exporter's application requested, in bytes.
     pub asked_bytes: u64,
 }
 
 impl IpcReply {
-    /// The frame.
+    /// Encodes the reply as a frame.
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_BYTES] {
         Writer::new(242).u64(self.proof).u64(self.bytes).u64(self.asked_bytes).frame
     }
 
-    /// Reads a frame that came as an answer.
+    /// Reads a frame that came as a reply.
     ///
     /// # Errors
     /// [`FrameError`] names what is wrong with it.
@@ -151,7 +153,7 @@ mod tests {
         IpcHandle { socket: [0xa5; 16], word: [7; 16], proof: 3, address: 0x7000_0000, since: 9 };
 
     #[test]
-    fn a_handle_comes_out_as_it_went_in() {
+    fn ipc_handle_decodes_as_encoded() {
         assert_eq!(IpcHandle::decode(&HANDLE.encode()), Some(HANDLE));
         let ask = IpcRequest { word: [7; 16], address: 1, since: 2 };
         assert_eq!(IpcRequest::decode(&ask.encode()), Ok(ask));
@@ -162,15 +164,15 @@ mod tests {
     }
 
     #[test]
-    fn the_sockets_name_is_in_letters() {
+    fn ipc_socket_name_is_in_letters() {
         let name = HANDLE.socket_name();
         assert_eq!(&name, b"affinode-ipc-a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5");
     }
 
     proptest! {
-        /// All 64 bytes count: no two handles mean the same.
+        /// All 64 bytes count: no two handles are equal.
         #[test]
-        fn every_byte_of_a_handle_is_its_own(
+        fn every_handle_byte_is_significant(
             bytes: [u8; 32], more: [u8; 32], at in 0_usize..HANDLE_BYTES, change in 1_u8..,
         ) {
             let mut handle = [0; HANDLE_BYTES];
@@ -185,7 +187,7 @@ mod tests {
         }
 
         #[test]
-        fn what_is_no_frame_is_none(bytes: [u8; 32], kind: u32) {
+        fn invalid_ipc_frame_is_rejected(bytes: [u8; 32], kind: u32) {
             let mut frame = [0; FRAME_BYTES];
             frame[..32].copy_from_slice(&bytes);
             prop_assert!(IpcRequest::decode(&frame).is_err() && IpcReply::decode(&frame).is_err());

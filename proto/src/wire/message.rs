@@ -1,20 +1,20 @@
-//! Frames between an agent and the controller: 128 bytes each, little endian, on a
-//! Unix stream socket. Byte 0..4 magic, 4..8 kind, then the fields in order, the
-//! rest zero. The Hello is accompanied by the page's descriptor (`SCM_RIGHTS`).
+//! Frames between an agent and the controller: 128 bytes each, little endian, on a Unix stream
+//! socket. Bytes 0..4 are the magic, 4..8 the kind, then the fields in order, the rest zero. The
+//! descriptor of the counters comes with the Hello (`SCM_RIGHTS`).
 //!
 //! ```text
 //! agent                                    controller
-//!   Hello + page fd  ──────────────────────>
+//!   Hello + counters fd ───────────────────>
 //!                    <──────────────────────  Welcome | Refuse
-//!                    <──────────────────────  Order(Close), Order(Lock), [Order(Park)], [Order(Checkpoint)]
+//!                    <──────────────────────  Order(Close), Order(Lock), [Order(CopyOut)], [Order(Checkpoint)]
 //!   Report (one per order)  ───────────────>
 //!   Wake (at once, then every second) ─────>
 //!                    <──────────────────────  WakeAck, later Order(Restore), [Order(Unlock)], Order(Open)
-//!   Want ──────────────────────────────────>   an allocation failed for lack of memory and waits
-//!                    <──────────────────────  Room: try again now, or give up
-//!   WantOver ──────────────────────────────>
-//!                    <──────────────────────  Watch, again and again: record calls into the page
-//!   AskReadings ───────────────────────────>   NVML is asked in a process that is away
+//!   AllocWait ─────────────────────────────>   an allocation found no VRAM and waits
+//!                    <──────────────────────  AllocGrant: try again now, or give up
+//!   AllocWaitDone ─────────────────────────>
+//!                    <──────────────────────  SampleCalls, repeatedly: record calls into the counters
+//!   AskReadings ───────────────────────────>   NVML is called in an offloaded process
 //!                    <──────────────────────  Reading, one per GPU
 //! ```
 
@@ -23,20 +23,20 @@ pub use super::frame::{FRAME_BYTES, FRAME_MAGIC, FrameError};
 use super::frame::{Reader, Writer};
 use super::{Capabilities, Engine, Hazards, Phase, wire_enum};
 
-/// How often a waiting caller's agent repeats its Wake, in milliseconds.
+/// Interval at which an agent with a waiting call repeats its Wake, in milliseconds.
 pub const WAKE_REPEAT_MS: u64 = 1_000;
-/// After so long without any answer to a Wake, or without a controller, an agent
-/// with waiting callers brings its process back by itself, in milliseconds.
+/// After this time without a reply to a Wake, or without a controller, an agent with waiting calls
+/// restores its process itself, in milliseconds.
 pub const RESCUE_AFTER_MS: u64 = 5_000;
-/// After so long without a word of the controller's its word that VRAM is free counts no
-/// more, in milliseconds: others may bring themselves back, and take it. Shorter than
+/// After this time without a message of the controller, its proof of free VRAM is no longer valid,
+/// in milliseconds: other processes may restore themselves and take the VRAM. Shorter than
 /// [`RESCUE_AFTER_MS`] by more than [`WAKE_REPEAT_MS`].
 pub const PROOF_TTL_MS: u64 = 3_000;
 
 wire_enum! {
-    /// How an order ended.
+    /// The outcome of an order.
     pub enum Outcome {
-        /// It was carried out; the phase says where the process is now.
+        /// The order was executed; the report has the new phase.
         Done = 0,
         /// Calls did not drain, or the driver did not lock, before the deadline. Undone.
         Busy = 1,
@@ -46,51 +46,51 @@ wire_enum! {
         DriverError = 3,
         /// libcuda has no checkpoint entry points; nothing was done.
         Unsupported = 4,
-        /// It takes VRAM and came later than [`PROOF_TTL_MS`] after it was decided on;
-        /// nothing was done.
+        /// The order takes VRAM and came later than [`PROOF_TTL_MS`] after its decision; nothing
+        /// was done.
         Late = 5,
-        /// A checkpoint, of a process that has hold of memory of a copier's making: the driver
-        /// would not bring it back. Nothing was done. Only where there was a copier.
+        /// A checkpoint of a process with memory imported from a copier: the driver could not
+        /// restore it. Nothing was done. Possible only after a copier was used.
         Imported = 6,
-        /// A return onto another GPU, of a process that cannot reach every GPU of the node, or
-        /// whose driver knows no such return. Nothing was done.
+        /// A migration of a process that cannot reach every GPU of the node, or whose driver does
+        /// not support it. Nothing was done.
         Unreachable = 7,
-        /// A checkpoint, of a process that a copier was to copy beside it, and did not: it is Away,
-        /// but all of what it can carry is on the device still, kept by the process alone. A return
-        /// needs room for the rest only.
+        /// A checkpoint during which the copier should have copied and did not: the phase is
+        /// Checkpointed, but the swappable memory is still on the GPU, held by the process alone.
+        /// A restore needs VRAM for the rest only.
         NotCopied = 8,
-        /// A copy out, for which others took the host memory while it was filled. Undone.
+        /// A copy out that ran out of host memory because other processes took it. Undone.
         NoHostMemory = 9,
     }
 }
 
-/// Most GPUs of a node among which processes change places.
+/// Maximum number of GPUs of a node with migration.
 pub const MAX_GPUS: usize = 32;
-/// GPUs in one [`ControllerMessage::Gpus`].
+/// Number of GPUs in one [`ControllerMessage::Gpus`].
 pub const GPUS_PER_FRAME: usize = 5;
 
-/// A GPU of the node.
+/// One GPU of the node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Gpu {
-    /// As the driver has it.
+    /// UUID as the driver has it.
     pub uuid: [u8; 16],
-    /// Its device file is `/dev/nvidia` and this number.
+    /// Minor number: the device file is `/dev/nvidia` and this number.
     pub minor: u32,
 }
 
-/// A figure of a [`GpuReading`] that the controller does not know.
+/// Value of a field of [`GpuReading`] that the controller does not know.
 pub const UNKNOWN_UTILIZATION: u32 = u32::MAX;
 
-/// What the controller has read of a GPU.
+/// The controller's last reading of a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GpuReading {
-    /// As the driver has it.
+    /// UUID as the driver has it.
     pub uuid: [u8; 16],
-    /// VRAM in bytes.
+    /// Size of the VRAM in bytes.
     pub total_bytes: u64,
-    /// VRAM that is free.
+    /// Free VRAM in bytes.
     pub free_bytes: u64,
-    /// VRAM that the driver keeps for itself.
+    /// VRAM that the driver reserves, in bytes.
     pub reserved_bytes: u64,
     /// Share of the last sample period in which a kernel ran, in percent, or [`UNKNOWN_UTILIZATION`].
     pub gpu_percent: u32,
@@ -98,175 +98,174 @@ pub struct GpuReading {
     pub memory_percent: u32,
     /// Temperature in degrees Celsius, or [`UNKNOWN_UTILIZATION`].
     pub temperature_c: u32,
-    /// Power in milliwatts, or [`UNKNOWN_UTILIZATION`].
+    /// Power draw in milliwatts, or [`UNKNOWN_UTILIZATION`].
     pub power_mw: u32,
 }
 
-/// From the agent.
+/// Messages from the agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AgentMessage {
-    /// First message of a connection; the page's descriptor comes with it.
+    /// First message of a connection; the descriptor of the counters comes with it.
     Hello {
         /// [`super::WIRE_VERSION`] of the library.
         version: u32,
         /// Process id in the process's own pid namespace (the socket names the host's).
         pid_in_namespace: u32,
-        /// Where the process is: after a controller died, not always Open.
+        /// Phase of the process: not always Open after a controller crash.
         phase: Phase,
-        /// Offload generation.
+        /// Number of times that the gate has closed.
         generation: u64,
-        /// `cuDriverGetVersion`, 0 when not known yet.
+        /// `cuDriverGetVersion`; 0: not known yet.
         driver_version: u32,
-        /// What makes a checkpoint unsafe.
+        /// Hazards: what makes a checkpoint unsafe.
         hazards: Hazards,
-        /// What it can do beyond its version; none in the libraries that knew none.
+        /// Capabilities beyond the version; empty for libraries from before they existed.
         abilities: Capabilities,
         /// Bytes of device memory that the agent can copy.
         swappable_bytes: u64,
-        /// Bytes of it that are parked in host memory.
+        /// Bytes of it that are copied out to host memory.
         copied_out_bytes: u64,
     },
-    /// A caller waits at the gate: the process is not Open, or its allocations are held.
-    /// Repeated every [`WAKE_REPEAT_MS`] while one waits.
+    /// A call waits at the gate: the process is not Open, or its allocations are held. Repeated
+    /// every [`WAKE_REPEAT_MS`] while a call waits.
     Wake {
-        /// The generation whose gate is closed.
+        /// Generation of the closed gate.
         generation: u64,
-        /// Callers that wait.
+        /// Number of waiting calls.
         waiters: u32,
-        /// Index of the hook that was called.
+        /// Index of the hook of the waiting call.
         hook: u32,
     },
-    /// The end of an order.
+    /// The report on an order.
     Report {
-        /// The order's number.
+        /// Number of the order.
         order: u64,
-        /// How it ended.
+        /// Outcome of the order.
         outcome: Outcome,
-        /// Where the process is now.
+        /// Phase of the process now.
         phase: Phase,
         /// The driver's result code, 0 where no driver call was made.
         cuda_error: u32,
-        /// How long it took, in microseconds.
+        /// Duration in microseconds.
         elapsed_us: u64,
         /// Bytes of device memory that the agent can copy.
         swappable_bytes: u64,
-        /// Bytes of it that are parked in host memory now.
+        /// Bytes of it that are copied out to host memory now.
         copied_out_bytes: u64,
-        /// Bytes that the last Park found in host memory already and did not copy.
+        /// Bytes that the last CopyOut found unchanged in host memory and did not copy.
         unchanged_bytes: u64,
-        /// Bytes that it did not store, because they are all zero.
+        /// Bytes that were not stored because they are all zero.
         zero_bytes: u64,
     },
-    /// The set of hazards grew.
+    /// New hazards were found.
     Notice {
-        /// All that are known now.
+        /// All hazards known so far.
         hazards: Hazards,
     },
-    /// An allocation failed for lack of device memory and waits for room, outside the
-    /// driver. Sent again when it failed again, and after each Welcome. Only sent after a
-    /// [`ControllerMessage::Welcome`] that allows it.
+    /// An allocation found no VRAM and waits for it, outside the driver. Sent again after each
+    /// further failure and after each Welcome. Sent only after a [`ControllerMessage::Welcome`]
+    /// that allows it.
     AllocWait {
         /// Number of the allocation, unique in the process.
         ticket: u64,
-        /// Bytes that it asks for; 0 when only the driver knows (a context, a module).
+        /// Requested bytes; 0 if only the driver knows them (a context, a module).
         bytes: u64,
-        /// The device's UUID, as `cuDeviceGetUuid` has it.
+        /// UUID of the GPU, from `cuDeviceGetUuid`.
         uuid: [u8; 16],
-        /// How often it was tried again, and failed again.
+        /// Number of failed further attempts.
         attempts: u32,
     },
-    /// That allocation waits no more.
+    /// The allocation no longer waits.
     AllocWaitDone {
-        /// Which.
+        /// Number of the allocation.
         ticket: u64,
-        /// Whether it was made.
+        /// Whether the allocation was made.
         served: bool,
     },
-    /// A call into NVML needs figures, and NVML must not be reached. Answered with a
+    /// A call to NVML needs readings, and NVML must not be reached. The reply is a
     /// [`ControllerMessage::Reading`] for each GPU.
     AskReadings,
 }
 
-/// From the controller.
+/// Messages from the controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ControllerMessage {
     /// The process is managed from now on.
     Welcome {
         /// The controller's number for the process.
         process: u64,
-        /// How long an allocation that fails for lack of memory may wait for room, in
-        /// milliseconds; 0: it fails at once, as it would without us.
+        /// Maximum wait of an allocation without VRAM, in milliseconds. 0: it fails at once, as
+        /// without Affinode.
         wait_for_room_ms: u32,
-        /// How memory that is allocated from now on shall leave the device. Known to the
-        /// library before its first allocation, which waits for this message.
+        /// How memory allocated from now on shall leave the GPU. The library's first allocation
+        /// waits for this message.
         engine: Engine,
     },
-    /// The process is not managed; it runs on as if we were not there. The
-    /// connection ends; the agent does not come back when `retry` is false.
+    /// The process is not managed and runs as without Affinode. The connection ends; if `retry` is
+    /// false, the agent does not reconnect.
     Refuse {
         /// The controller's [`super::WIRE_VERSION`].
         version: u32,
         /// Whether another attempt may succeed.
         retry: bool,
     },
-    /// Something to do. Orders are carried out one at a time, in order.
+    /// An order. Orders are executed one at a time, in order.
     Order {
-        /// Number for the report.
+        /// Number of the order, for the report.
         order: u64,
-        /// What to do.
+        /// What the agent is to do.
         action: Action,
-        /// When that was decided: `CLOCK_MONOTONIC` as the process has it, in
-        /// milliseconds; 0: at no known time.
+        /// Time of the decision: `CLOCK_MONOTONIC` as the process has it, in milliseconds. 0:
+        /// unknown.
         decided_ms: u64,
     },
-    /// The wake was heard.
+    /// The wake was received.
     WakeAck {
-        /// The wake's generation.
+        /// Generation of the wake.
         generation: u64,
-        /// Place in the queue, 0: being restored now.
+        /// Place in the queue; 0: being restored now.
         position: u32,
     },
     /// The answer to a [`AgentMessage::AllocWait`].
     AllocGrant {
-        /// Which.
+        /// Number of the allocation.
         ticket: u64,
-        /// Whether there is room now. If not, there will not be: the allocation fails.
+        /// Whether VRAM is free now. If not, the allocation fails.
         granted: bool,
     },
-    /// Record calls, or no longer. Ends with the connection. Only sent to a library that
-    /// has [`Capabilities::RECORDS_CALLS`].
+    /// Start or stop recording calls. Ends with the connection. Sent only to a library with
+    /// [`Capabilities::RECORDS_CALLS`].
     SampleCalls {
-        /// About one call in so many is recorded; 0: none.
+        /// About one call in this many is recorded; 0: none.
         one_in: u32,
         /// Records below this number are read: their places are free.
         read: u64,
     },
-    /// A socket to a copier comes along, for the checkpoint that follows and the return from it.
-    /// Only sent to a library that has [`Capabilities::USES_COPIER`].
+    /// A socket to a copier comes along, for the next checkpoint and its restore. Sent only to a
+    /// library with [`Capabilities::USES_COPIER`].
     Copier,
-    /// Have host memory ready for what can be copied, and registered by the copier that was shown;
-    /// or no longer. Ends with the connection. Only sent to a library that has
-    /// [`Capabilities::PREFAULTS`].
+    /// Prefault host memory for the swappable memory and have the copier register it, or give it
+    /// back. Ends with the connection. Sent only to a library with [`Capabilities::PREFAULTS`].
     Prefault {
-        /// Or no longer.
+        /// True: prefault. False: give back.
         on: bool,
     },
-    /// GPUs of the node, at most [`MAX_GPUS`]: what an [`Action::RestoreOnGpu`] that follows means by
-    /// its numbers. As many messages as it takes.
+    /// GPUs of the node, at most [`MAX_GPUS`], in several messages if needed. An
+    /// [`Action::RestoreOnGpu`] that follows names them by position.
     Gpus {
-        /// Place of the first one here.
+        /// Position of the first GPU of this message.
         first: u8,
-        /// How many there are on the node.
+        /// Number of GPUs on the node.
         total: u8,
-        /// They; those beyond `total` mean nothing.
+        /// The GPUs; those beyond `total` are unused.
         gpus: [Gpu; GPUS_PER_FRAME],
     },
-    /// What the controller has read of a GPU, at most a sample interval ago.
+    /// A reading of a GPU, at most one sample interval old.
     Reading(GpuReading),
 }
 
 impl AgentMessage {
-    /// The frame.
+    /// Encodes the message as a frame.
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_BYTES] {
         match *self {
@@ -375,7 +374,7 @@ impl AgentMessage {
 }
 
 impl ControllerMessage {
-    /// The frame.
+    /// Encodes the message as a frame.
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_BYTES] {
         match *self {

@@ -1,11 +1,12 @@
-//! What the preload library and the controller say to each other.
+//! The protocols between preload library, controller and copier.
 //!
-//! Two channels: a page of counters that the library writes and the controller
-//! reads ([`counters`], with a ring of calls in it, [`call_ring`]), and a stream of fixed-size frames ([`message`]).
-//! A third, to a copier, comes and goes ([`copier`]). And processes that share memory talk to each
-//! other ([`ipc`]).
-//! The container owns its end of both, so the controller believes neither:
-//! it reads the page with `pread` (a truncated or swapped file is an error, not a
+//! The library writes shared counters that the controller reads ([`counters`], with a
+//! [`call_ring`] in them). Agent and controller exchange fixed-size frames ([`message`]). A third
+//! channel, to a copier, exists during an offload and its restore ([`copier`]). Processes that
+//! share memory exchange frames with each other ([`ipc`]).
+//!
+//! The container owns its end of both channels to the controller, so the controller trusts
+//! neither. It reads the counters with `pread` (a truncated or replaced file is an error, not a
 //! signal), and decodes every frame with checks.
 
 mod action;
@@ -16,8 +17,8 @@ mod frame;
 pub mod ipc;
 pub mod message;
 
-/// The version of both channels. A peer of another version is refused with a
-/// reason, and its application runs on unmanaged.
+/// Version of both channels. A peer of another version is refused with a reason, and its
+/// application runs unmanaged.
 pub const WIRE_VERSION: u32 = 1;
 
 /// What a process has done that makes a checkpoint unsafe, as a bit set.
@@ -30,24 +31,25 @@ impl Hazards {
     pub const MANAGED_MEMORY: Hazards = Hazards(1);
     /// `cuCtxEnablePeerAccess` succeeded, or access to memory was given to another device.
     pub const PEER_ACCESS: Hazards = Hazards(1 << 1);
-    /// Memory was handed out to another process or taken from one: by legacy IPC, or by a shareable
-    /// handle. Or another device of the bus may reach it by itself.
+    /// Memory was exported to another process or imported from one, by legacy IPC or a shareable
+    /// handle. Or another device on the bus may access it by itself.
     pub const SHARED_MEMORY: Hazards = Hazards(1 << 2);
     /// The process talks to an MPS server.
     pub const MPS: Hazards = Hazards(1 << 3);
     /// libcuda has no checkpoint entry points.
     pub const NO_CHECKPOINT_API: Hazards = Hazards(1 << 4);
-    /// Its memory did not come back as it had left: its calls are answered with an error.
+    /// Restored memory differed from what was offloaded: calls of the process return an error.
     pub const DAMAGED_MEMORY: Hazards = Hazards(1 << 5);
-    /// A tool has been let at the driver's private tables (CUPTI, compute-sanitizer), was injected by
+    /// A tool has obtained the driver's private tables (CUPTI, compute-sanitizer), was injected by
     /// the environment, or traces the process.
     pub const TOOLS: Hazards = Hazards(1 << 6);
-    /// A library for video (NVDEC, NVENC) is loaded, or has been let at the driver's private tables.
+    /// A video library (NVDEC, NVENC) is loaded, or has obtained the driver's private tables.
     pub const VIDEO: Hazards = Hazards(1 << 7);
-    /// A thread has blocked inside the driver while the process was away, on a way that no hook sees.
+    /// A thread blocked inside the driver while the process was offloaded, on a path that no hook
+    /// sees.
     pub const HIDDEN_WAY: Hazards = Hazards(1 << 8);
-    /// Those with which the driver must not checkpoint the process. Its memory can be copied; the
-    /// context stays on the device.
+    /// Hazards with which the driver must not checkpoint the process. Its memory can be copied;
+    /// the context stays on the GPU.
     pub const KEEPS_CONTEXT: Hazards =
         Hazards(Hazards::TOOLS.0 | Hazards::VIDEO.0 | Hazards::HIDDEN_WAY.0);
 
@@ -70,23 +72,23 @@ impl Hazards {
     }
 }
 
-/// What a library can do that earlier ones of the same [`WIRE_VERSION`] cannot, as a bit
-/// set. Bits that are not known mean nothing.
+/// What a library can do that earlier ones of the same [`WIRE_VERSION`] cannot, as a bit set.
+/// Unknown bits are ignored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Capabilities(pub u32);
 
 impl Capabilities {
-    /// It records calls on request ([`call_ring`]).
+    /// The library records calls on request ([`call_ring`]).
     pub const RECORDS_CALLS: Capabilities = Capabilities(1);
-    /// It hands parked memory to a copier ([`copier`]), and takes it from there.
+    /// The library exports memory to a copier ([`copier`]) and imports it from there.
     pub const USES_COPIER: Capabilities = Capabilities(1 << 1);
-    /// It can keep its copy after a return, and tell what has not changed since.
+    /// The library can retain its host copy after a restore, and detect unchanged memory.
     pub const RETAINS_HOST_COPY: Capabilities = Capabilities(1 << 2);
-    /// It has host memory made ready before it leaves, and lets a copier copy beside its checkpoint.
+    /// The library can prefault host memory, and let a copier copy during its checkpoint.
     pub const PREFAULTS: Capabilities = Capabilities(1 << 3);
-    /// It looks whether its memory has come home as it left.
+    /// The library can verify restored memory.
     pub const CHECKS: Capabilities = Capabilities(1 << 4);
-    /// Holds what it has in common with others once, with them, while it is away
+    /// The library can store identical content once with other processes while it is offloaded
     /// ([`copier::FromCopier::Same`]).
     pub const DEDUPS: Capabilities = Capabilities(1 << 5);
 
@@ -116,20 +118,20 @@ macro_rules! wire_enum {
 pub(crate) use wire_enum;
 
 wire_enum! {
-    /// How far a process is from running freely, as its agent knows it.
+    /// Phase of a process, as its agent knows it.
     ///
     /// ```text
-    /// Open <─> Closing ─> Closed <─> Locking ─> Locked <─> Checkpointing ─> Away
+    /// Open <─> Closing ─> Closed <─> Locking ─> Locked <─> Checkpointing ─> Checkpointed
     ///                       ^          Unlocking ─┘│  ^        Restoring ────┘ │
-    ///                       │                   Parking      (nothing parked)  │
+    ///                       │                  CopyingOut  (nothing copied out)│
     ///                       │                      v                           │
-    ///                       └── Unparking ────── Parked <─> Checkpointing ─> Away
+    ///                       └── CopyingIn ───── CopiedOut <─> Checkpointing ─> Checkpointed
     ///                                             └──────── Restoring ─────────┘
     /// ```
     pub enum Phase {
-        /// Calls go through.
+        /// Calls are passed to the driver.
         Open = 0,
-        /// New calls wait; calls in progress are being waited for.
+        /// New calls wait; calls in progress may finish.
         Closing = 1,
         /// New calls wait; none is in progress.
         Closed = 2,
@@ -139,23 +141,24 @@ wire_enum! {
         Locked = 4,
         /// The driver's checkpoint call is running.
         Checkpointing = 5,
-        /// The GPU state is in host memory.
+        /// Checkpointed: the GPU memory is in host memory.
         Checkpointed = 6,
         /// The driver's restore call is running.
         Restoring = 7,
         /// The driver's unlock call is running.
         Unlocking = 8,
-        /// The agent copies device memory to host memory.
+        /// The agent copies swappable memory to host memory.
         CopyingOut = 9,
-        /// Device memory is in host memory, its addresses are kept; the context is on the device.
+        /// Swappable memory is in host memory and its addresses are reserved; the context is on
+        /// the GPU.
         CopiedOut = 10,
-        /// The agent copies the memory back.
+        /// The agent copies the memory back to the GPU.
         CopyingIn = 11,
     }
 }
 
 impl Phase {
-    /// Whether memory of the process is off the device, so that its return takes VRAM.
+    /// Whether memory of the process is in host memory, so that its restore takes VRAM.
     #[must_use]
     pub const fn is_offloaded(self) -> bool {
         matches!(self, Phase::Checkpointed | Phase::CopiedOut)
@@ -163,19 +166,19 @@ impl Phase {
 }
 
 wire_enum! {
-    /// How the memory of a process leaves its device.
+    /// How the memory of a process leaves its GPU.
     pub enum Engine {
-        /// All of it through the driver's checkpoint. Allocations are left alone.
+        /// The driver's checkpoint takes everything; allocations are not touched.
         Checkpoint = 0,
-        /// Big allocations are copied by the agent; the context stays.
+        /// The agent copies big allocations; the context stays.
         Copy = 1,
-        /// Big allocations are copied by the agent, the driver's checkpoint takes the rest.
+        /// The agent copies big allocations; the driver's checkpoint takes the rest.
         Full = 2,
     }
 }
 
 impl Engine {
-    /// The engine that a word of configuration means, if it is one.
+    /// The engine for a word of the configuration; `None` for another word.
     #[must_use]
     pub fn parse(word: &[u8]) -> Option<Engine> {
         match word {
@@ -187,25 +190,25 @@ impl Engine {
     }
 }
 
-/// What is to be known of how the process can be moved, as a bit set.
+/// Facts that affect how the process can be offloaded and restored, as a bit set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ProcessFlags(pub u32);
 
 impl ProcessFlags {
-    /// `cuIpcGetMemHandle` was asked about memory that the agent carries, and failed.
+    /// `cuIpcGetMemHandle` failed for swappable memory.
     pub const IPC_REFUSED: ProcessFlags = ProcessFlags(1);
-    /// It has memory of a copier's making: a checkpoint without a copy before is refused. Goes
-    /// when that memory goes.
+    /// The process has memory imported from a copier: a checkpoint without a copy out is refused.
+    /// Cleared when that memory is freed.
     pub const IMPORTED: ProcessFlags = ProcessFlags(1 << 1);
-    /// When it was copied out last, no copier could have brought it home: what it has is not of
-    /// that kind. Goes when that has changed.
+    /// At its last copy out no copier could have restored its memory. Cleared when that has
+    /// changed.
     pub const NO_COPIER: ProcessFlags = ProcessFlags(1 << 2);
-    /// What it has handed to a copier is not copied: it is on the device, whatever its phase. Goes
-    /// when it is copied, or taken back.
+    /// Memory exported to a copier is not copied: it is on the GPU, whatever the phase. Cleared
+    /// when it is copied or taken back.
     pub const EXPORTED_TO_COPIER: ProcessFlags = ProcessFlags(1 << 4);
-    /// Its library and its driver can bring it back on another GPU.
+    /// Library and driver can restore the process on another GPU.
     pub const MOVABLE: ProcessFlags = ProcessFlags(1 << 3);
-    /// The driver shows it one GPU: it never has memory on several.
+    /// The driver shows the process one GPU, so it never has memory on several.
     pub const ONE_GPU: ProcessFlags = ProcessFlags(1 << 5);
 
     /// Whether any bit of `other` is set.
