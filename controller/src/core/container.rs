@@ -1,5 +1,4 @@
-//! One container under management, and its way through the states that
-//! [`affinode_proto::state`] draws.
+//! One container under management. [`affinode_proto::state`] draws its states.
 
 use affinode_proto::{api::control::Announcement, reason::Reason, state::State};
 
@@ -15,130 +14,134 @@ use super::{
     wake_latency::Wakes,
 };
 
-/// Whoever is called so soon after it left has left too early.
+/// An offload after which the container is called within this time was too early.
 const EARLY_MS: Millis = 30_000;
-/// Whoever was made to go so often and did not cannot be moved.
+/// After this many forced offloads in a row whose calls did not end, the container is immovable.
 const PUSHES: u32 = 3;
-/// So often in a row may be bad luck.
+/// Early wakes in a row that are accepted as chance.
 const THRASH: u32 = 2;
-/// A learned keep-alive is doubled so often at most.
+/// Maximum number of times that a learned keep-alive is doubled.
 const MAX_EARLY: u32 = 5;
 
-/// Where the container shall be.
+/// The residency that the controller works towards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Goal {
-    /// Running freely: every process open.
+    /// Resident: every process open.
     Resident,
-    /// About to leave: host memory and devices are being looked at; nothing was touched.
+    /// An offload was requested: host memory and GPUs are surveyed, no process was touched yet.
     OffloadRequested,
-    /// Off the GPU: every process away.
+    /// Offloaded: every process checkpointed or copied out.
     Offloaded,
 }
 
-/// What is known of a container. Changed by [`super::Node`] alone.
+/// The state of one container. Only [`super::Node`] changes it.
 #[derive(Clone, Debug)]
 pub struct Container {
-    /// What the shim said.
+    /// The shim's announcement, with the annotations.
     pub announcement: Announcement,
-    /// Effective policy.
+    /// The effective policy: annotations, namespace rules and node settings combined.
     pub policy: Policy,
-    /// Annotations that were not understood.
+    /// One warning for each invalid annotation.
     pub warnings: Vec<String>,
-    /// The shown state.
+    /// The state shown to users.
     pub state: State,
-    /// Since when.
+    /// When `state` changed last.
     pub state_since: Millis,
-    /// When it was announced.
+    /// When the shim announced the container.
     pub announced_at: Millis,
-    /// Where it shall be.
+    /// The residency that the controller works towards.
     pub goal: Goal,
-    /// What a copy leaves on the device goes as well: somebody needs the room.
+    /// In this offload the CUDA context is checkpointed too, because another container needs the
+    /// VRAM.
     pub evict_context: bool,
-    /// Of the engine `auto`: its context stays in the absence that has begun.
+    /// With the engine `auto`: the context stays on the GPU in this offload.
     pub retain_context: bool,
-    /// What its absences have cost.
+    /// Measured costs of its offloads and restores, with and without its context.
     pub costs: Costs,
-    /// It goes although it is in use: calls do not turn it round.
+    /// The offload is forced: a call does not end it.
     pub forced: bool,
-    /// How often in a row it was made to go and its calls did not end.
+    /// Forced offloads in a row whose calls did not end.
     pub failed_forced_offloads: u32,
-    /// When it was last made to go and stayed, or could not go for a reason of its own.
+    /// When a forced offload failed last, or another one failed for a reason that is the
+    /// container's own.
     pub forced_offload_failed_at: Option<Millis>,
-    /// Why it goes out or comes home.
+    /// Cause of the offload or restore in progress.
     pub cause: Reason,
-    /// What is shown: why it went, why it stays, what it waits for. Word and detail.
+    /// The shown reason: why the container was offloaded, why it stays, or what it waits for.
+    /// Reason word and detail.
     pub reason: (Reason, String),
-    /// The refusal that was told last.
+    /// The refusal that was published last.
     pub refused: Option<Reason>,
-    /// Last use.
+    /// Last use: a call, work on the GPU, a hint or a waiting allocation.
     pub last_use: Millis,
-    /// Last use by a call.
+    /// Last use by a CUDA call.
     pub last_called: Millis,
-    /// When it last came home, if it ever left.
+    /// When it was last restored; `None` if it never was.
     pub restored_at: Option<Millis>,
-    /// No offload before this time, after one that failed.
+    /// After a failed offload: no offload before this time.
     pub offload_not_before: Millis,
-    /// No attempt to return before this time, after some that came to nothing.
+    /// After failed restores: the container does not enter the queue before this time.
     pub restore_not_before: Millis,
-    /// Returns and allocations in a row that others held theirs for and that came to nothing.
+    /// Grants in a row that came to nothing although other processes held their allocations: no
+    /// restore, or no allocation.
     pub failed_restores: u32,
-    /// Until then its processes are waited for only briefly when allocations are to be held:
-    /// some have let a hold lapse.
+    /// Until this time its processes have only a short time to hold their allocations, because
+    /// some ignored an order to hold.
     pub short_hold_until: Millis,
-    /// How often such a time has begun.
+    /// Number of such periods so far; each is longer than the one before.
     pub ignored_hold_periods: u32,
-    /// How its processes have held since the last such time began.
+    /// Refused and kept holds of its processes since the last such period began.
     pub hold_record: HoldRecord,
-    /// When room was last looked for, for it.
+    /// When victims were last searched for this container.
     pub eviction_searched_at: Option<Millis>,
-    /// Failed offloads in a row.
+    /// Failed offloads in a row; 0 after a completed one.
     pub failures: u32,
-    /// When the survey that is on its way was asked for.
+    /// When the survey in progress was requested.
     pub survey_asked: Option<Millis>,
-    /// Begin of the offload in progress.
+    /// When the offload in progress began.
     pub offload_began: Option<Millis>,
-    /// When room was found for the return in progress.
+    /// When VRAM was granted for the restore in progress.
     pub restore_began: Option<Millis>,
-    /// First waiting call of the wake in progress.
+    /// When the first call began to wait in the wake in progress.
     pub wake_began: Option<Millis>,
-    /// Requests that wait for an answer.
+    /// Requests of operators that are not answered yet.
     pub commands: Vec<(CommandId, Request)>,
-    /// When it is used and when not.
+    /// Learned uses and pauses of the container.
     pub history: History,
     /// When the use in progress, or the last one, began.
     pub use_began: Millis,
-    /// It is held until then: it came back ahead of a call that is expected.
+    /// After a prewake: the container stays resident until this time. `None`: it was not prewoken.
     pub prewake_hold_until: Option<Millis>,
-    /// Why a call is expected: by its history, or because of a connection.
+    /// Cause of the last prewake: its history, or a connection.
     pub prewake_reason: Reason,
-    /// Connections that came in at its network so far, while it is out.
+    /// Connections accepted on its network so far, counted while it is offloaded.
     pub connections: Option<u64>,
-    /// What became of connections that came in while it was out.
+    /// How often connections that arrived while it was offloaded were followed by a call.
     pub connection_outcomes: ConnectionOutcomes,
-    /// It came back ahead of a call that did not come.
+    /// The last prewake was not followed by a call.
     pub prewake_missed: bool,
-    /// What was said of it last, and when.
+    /// The last hint, and when it was given.
     pub hint: Option<(Hint, Millis)>,
-    /// How often in a row it was called soon after it had left by itself.
+    /// Early wakes in a row: calls soon after an offload for the idle timeout.
     pub early_wakes: u32,
-    /// When its next use is expected, as a simulation knows it.
+    /// When it is used next. Only a simulation knows this time.
     pub next_use: Option<Millis>,
-    /// Completed offloads.
+    /// Number of completed offloads.
     pub offloads: u64,
-    /// Completed restores.
+    /// Number of completed restores.
     pub restores: u64,
-    /// Duration of the last offload.
+    /// Duration of the last offload, in milliseconds.
     pub last_offload_ms: Millis,
-    /// Duration of the last wake: first waiting call to release.
+    /// Duration of the last wake, from the first waiting call to its release, in milliseconds.
     pub last_wake_ms: Millis,
-    /// The last wakes.
+    /// Durations of the last wakes.
     pub wakes: Wakes,
-    /// The part of the last one after room was found.
+    /// The part of the last wake after VRAM was granted, in milliseconds.
     pub last_restore_ms: Millis,
 }
 
 impl Container {
-    /// A container that was just announced.
+    /// A container that was just announced, without processes.
     #[must_use]
     pub fn new(
         announcement: Announcement,
@@ -198,7 +201,8 @@ impl Container {
         }
     }
 
-    /// How long without use makes it idle: learned, where that is wanted and enough is known.
+    /// How long without use makes it idle, in milliseconds: learned if the policy says so and the
+    /// history suffices.
     #[must_use]
     pub fn idle_after_ms(&self) -> Millis {
         if self.hinted_idle() {
@@ -212,8 +216,8 @@ impl Container {
         (learned << self.early_wakes.saturating_sub(THRASH).min(MAX_EARLY)).min(most)
     }
 
-    /// A call wakes it. When it was called soon after it left by itself, and that again and
-    /// again, it is kept longer the next time, twice as long for each time more.
+    /// Records a call that wakes the container. If calls came soon after an idle offload several
+    /// times in a row, the keep-alive doubles with each further time.
     pub fn left_early(&mut self, now: Millis) {
         if self.state == State::Offloaded && self.cause == Reason::IdleTimeout {
             let early = now.saturating_sub(self.state_since) < EARLY_MS;
@@ -221,8 +225,8 @@ impl Container {
         }
     }
 
-    /// An offload came to nothing. Calls that did not end are no reason to give it up for
-    /// immovable before it was made to go several times; what NVML does not tell is none at all.
+    /// Records a failed offload. Calls that did not end make the container immovable only after
+    /// several forced offloads. Unknown VRAM never does.
     pub fn has_stayed(&mut self, now: Millis, why: Reason) {
         let forced = std::mem::take(&mut self.forced);
         let immovable = match why {
@@ -238,8 +242,8 @@ impl Container {
         }
     }
 
-    /// Others held their allocations for it, and it did not come home, or did not allocate. Its next
-    /// turn comes later each time, up to a minute.
+    /// Records a grant without a restore or an allocation, while other processes held theirs. The
+    /// pause before the next turn doubles each time, up to a minute.
     pub fn has_wasted_a_turn(&mut self, now: Millis) {
         const FIRST_PAUSE_MS: Millis = 250;
         if self.failed_restores > 0 {
@@ -248,7 +252,7 @@ impl Container {
         self.failed_restores = self.failed_restores.saturating_add(1);
     }
 
-    /// Use begins again after a pause; what follows from it is learned.
+    /// Ends a pause if it was long enough, and learns from it. Returns the pause in milliseconds.
     pub fn pause_ends(&mut self, now: Millis, node: &mut Pauses) -> Millis {
         let pause_ms = now.saturating_sub(self.last_use);
         if pause_ms >= PAUSE_MS {
@@ -259,13 +263,13 @@ impl Container {
         pause_ms
     }
 
-    /// Name for people.
+    /// Name shown to users, see [`display_name`].
     #[must_use]
     pub fn display_name(&self) -> String {
         display_name(&self.announcement)
     }
 
-    /// Namespace for rules: Kubernetes', else containerd's.
+    /// Namespace that rules match: Kubernetes' if there is one, else containerd's.
     #[must_use]
     pub fn rule_namespace(announcement: &Announcement) -> &str {
         if announcement.pod_namespace.is_empty() {
@@ -276,8 +280,8 @@ impl Container {
     }
 }
 
-/// Name for people: `namespace/pod/container`; outside Kubernetes `namespace/name`, or the
-/// id, shortened as container tools do it, where there is no name.
+/// Name shown to users: `namespace/pod/container`; outside Kubernetes `namespace/name`. Without a
+/// name the id stands in its place, cut to 12 digits if containerd generated it.
 #[must_use]
 pub fn display_name(a: &Announcement) -> String {
     const SHORT: usize = 12;
@@ -299,7 +303,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_those_that_people_gave() {
+    fn display_name_is_what_users_named() {
         let outside = Announcement {
             namespace: "default".into(),
             id: "ab".repeat(32),

@@ -1,59 +1,64 @@
-//! The right of one container to be restored, or to make an allocation that found no memory.
+//! The right of one container to be restored, or to make an allocation that found no VRAM.
 //!
 //! ```text
-//! queue ──room promised in the ledger──> Holding ──all hold allocations──> Proving ──NVML says free──> Granted
+//! queue ──VRAM promised in the ledger──> Holding ──all hold allocations──> Proving ──NVML: free──> Granted
 //!   ^                                       ^                                 │ not free
-//!   │                                       └───────────one joins─────────────┤
+//!   │                                       └────────a process registers──────┤
 //!   └─────────────────────────────────────────────────────────────────────────┘  promise given up, tried again
 //! ```
 //!
-//! From Holding to the end, no managed process may take VRAM of the devices concerned, so what
-//! is proven free stays free until the driver has taken it. A process that joins meanwhile is
-//! told to hold before it is welcomed. A process that cannot hold, or says nothing, is waited for
-//! once (`holds.rs`): what it takes the proof sees, as what unmanaged processes take. Holds may lapse: of a controller that was silent
-//! for too long, and when the copy takes far longer than it should. From then on the grant
-//! is in doubt: a restore that runs keeps its promise, none is started.
+//! From Holding to the end, no managed process may take VRAM on the GPUs concerned. So VRAM that
+//! is proven free stays free until the driver has taken it. A process that registers meanwhile is
+//! ordered to hold before it is welcomed.
+//!
+//! A process that cannot hold, or does not report, is waited for once (`holds.rs`). The proof sees
+//! the VRAM that it takes, as it sees the VRAM of unmanaged processes.
+//!
+//! Holds may lapse when the controller was silent for too long, or when the copy takes far longer
+//! than expected. From then on the grant is in doubt: a running restore keeps its promise, but no
+//! restore is started.
 
 use std::collections::BTreeSet;
 
 use super::{Millis, ProcessId};
 
-/// How far a grant has come.
+/// Stage of a grant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Stage {
     /// Waits for these processes to hold their allocations.
     Holding(BTreeSet<ProcessId>),
-    /// Waits for NVML's answer to the question of this number.
+    /// Waits for the NVML sample with this number.
     Proving(u64),
-    /// Restores may run.
+    /// The VRAM is proven free: restores may run.
     Granted,
 }
 
 /// A grant in progress.
 #[derive(Clone, Debug)]
 pub struct Grant {
-    /// How far it is.
+    /// Holding, Proving or Granted.
     pub stage: Stage,
-    /// Processes that were told to hold their allocations.
+    /// Processes that were ordered to hold their allocations.
     pub held: BTreeSet<ProcessId>,
-    /// Processes whose VRAM was promised and proven, once it is granted.
+    /// Once granted: the processes whose VRAM was promised and proven.
     pub covers: BTreeSet<ProcessId>,
-    /// Devices that it concerns.
+    /// UUIDs of the GPUs concerned.
     pub uuids: BTreeSet<String>,
-    /// When it began.
+    /// When the grant began.
     pub since: Millis,
-    /// Begun by an earlier controller: the restore may be running, none is started.
+    /// Taken over from the journal of an earlier controller: a restore may be running, none is
+    /// started.
     pub recalled: bool,
-    /// Holds may have lapsed since it began.
+    /// Holds may have lapsed since the grant began.
     pub doubted: bool,
-    /// How often a process that joined was waited for before NVML was asked anew.
+    /// Number of times that a process registered during the proof and NVML had to be asked again.
     pub restarts: u32,
-    /// The process, and the ticket of its allocation, that room is meant for as well.
+    /// The allocation that the VRAM is also for: its process and ticket.
     pub want: Option<(ProcessId, u64)>,
 }
 
 impl Grant {
-    /// A grant that begins now.
+    /// A grant that begins now. One that begins as `Granted` was taken over from the journal.
     #[must_use]
     pub fn new(stage: Stage, uuids: BTreeSet<String>, since: Millis) -> Grant {
         Grant {

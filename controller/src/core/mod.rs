@@ -1,12 +1,13 @@
 //! The decisions of a node, without I/O: inputs with a time go in, effects come out.
 //!
 //! ```text
-//!  shim, agents, NVML, people ──Input──> Node::handle ──Effect──> agents, journal, NVML, events
+//!  shim, agents, NVML, operators ──Input──> Node::handle ──Effect──> agents, journal, NVML,
+//! events
 //! ```
 //!
-//! [`node::Node`] owns every container and process and is driven by one task, so
-//! there is one writer and no lock. The same code runs live, in tests and in
-//! simulation: time is a number that the caller passes.
+//! [`node::Node`] owns every container and process. One task drives it, so there is one writer and
+//! no lock. The same code runs live, in tests and in simulation: the caller passes the time as a
+//! number.
 
 mod completions;
 mod connection_prewake;
@@ -61,22 +62,23 @@ pub use effect::{Change, Effect, Record, RecordedProcess};
 pub use input::{Answer, CommandId, GpuSample, Input, Request, Survey};
 pub use node::{Node, Settings};
 
-/// Milliseconds on a clock that never goes back; its zero has no meaning.
+/// Milliseconds on a monotonic clock. Only differences have a meaning, not the zero.
 pub type Millis = u64;
 
-/// A container's key: unique on the node, made by the shim; 32 lower-case hex digits.
+/// A container's key: 32 lower-case hex digits, made by the shim and unique on the node.
 #[derive(Clone)]
 pub struct Key {
-    /// What keys are told apart by: a node compares them at every input.
+    /// The digits as a number. Keys are compared at every input, and a number compares faster than
+    /// the text.
     number: u128,
     text: [u8; 32],
 }
 
 impl Key {
-    /// Takes a key as a shim announced it.
+    /// Parses a key that a shim announced.
     ///
     /// # Errors
-    /// The text itself when it is not 32 lower-case hex digits: keys become file names.
+    /// Returns the text itself if it is not 32 lower-case hex digits: keys become file names.
     pub fn parse(text: &str) -> Result<Key, String> {
         let hex = |b: u8| b.is_ascii_digit() || (b'a'..=b'f').contains(&b);
         match (text.as_bytes().try_into(), u128::from_str_radix(text, 16)) {
@@ -85,7 +87,7 @@ impl Key {
         }
     }
 
-    /// The text.
+    /// The 32 hex digits, for file names and output.
     #[must_use]
     pub fn as_str(&self) -> &str {
         std::str::from_utf8(&self.text).unwrap_or_default()
@@ -130,20 +132,20 @@ impl std::fmt::Display for Key {
     }
 }
 
-/// The controller's number for a CUDA process.
+/// The controller's number for a CUDA process; a process that reconnects gets a new one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ProcessId(pub u64);
 
-/// VRAM on one device.
+/// VRAM on one GPU.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct DeviceBytes {
-    /// The device's UUID as NVML has it.
+    /// The GPU's UUID as NVML reports it.
     pub uuid: String,
-    /// Bytes.
+    /// Amount of VRAM, in bytes.
     pub bytes: u64,
 }
 
-/// Adds up needs per device.
+/// Adds up VRAM per GPU. The result is ordered by UUID.
 #[must_use]
 pub fn merge_needs<'a>(needs: impl IntoIterator<Item = &'a DeviceBytes>) -> Vec<DeviceBytes> {
     let mut sums: Vec<DeviceBytes> = Vec::new();

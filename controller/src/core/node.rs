@@ -1,7 +1,8 @@
-//! The node: every container and process, and what happens on each input.
-//! Who comes and goes is in `roster.rs`, what is read in `readings.rs`, what people ask in
-//! `requests.rs`, the way out and home in `moves.rs`, grants in `grants.rs`, the list that
-//! people see in `view.rs`.
+//! The node: every container and process, and the decisions that follow from each input.
+//!
+//! Registration and exit are in `registration.rs`, counters and NVML samples in `measurements.rs`,
+//! requests of operators in `requests.rs`. Offload and restore are in `transitions.rs`, grants in
+//! `grants.rs`, the list that operators see in `view.rs`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -32,23 +33,23 @@ use super::{
     victims::VictimRule,
 };
 
-/// What the node is configured with.
+/// Settings of the node, from the configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// Policies of node and namespaces.
+    /// Policies of the node and of its namespaces.
     pub policies: Policies,
-    /// Deadlines of close and lock.
+    /// Deadlines of the close and lock orders.
     pub deadlines: OrderDeadlines,
-    /// How long processes are given to hold their allocations.
+    /// Deadline for a process to hold its allocations, in milliseconds.
     pub hold_ms: u32,
-    /// Most CUDA processes of one container.
+    /// Maximum number of CUDA processes in one container.
     pub max_processes: usize,
-    /// Whose agent copies less is not worth a preparation, in bytes.
+    /// A process whose agent can copy fewer bytes than this is not prefaulted.
     pub prefault_min_bytes: u64,
-    /// Who makes room for a waiter.
+    /// Which containers are evicted for a waiter.
     pub victims: VictimRule,
-    /// Whether processes hold their allocations while another is restored. A simulation
-    /// whose processes never allocate leaves it out.
+    /// Whether processes hold their allocations while another container is restored. A simulation
+    /// whose processes never allocate sets it to false.
     pub hold: bool,
 }
 
@@ -66,11 +67,11 @@ impl Default for Settings {
     }
 }
 
-/// What the journal says of a process that has not come back yet.
+/// The journal's record of a process that has not registered with this controller yet.
 #[derive(Debug, Default)]
 pub(super) struct JournalClaim {
     pub(super) away: Vec<DeviceBytes>,
-    /// Where it may be restored, if not where it was.
+    /// UUID of the GPU of a migration in progress. `None`: the process returns to its own GPU.
     pub(super) to: Option<String>,
     pub(super) restoring: bool,
     /// The pools of host memory that pay for it, with all that its offload takes there.
@@ -79,41 +80,41 @@ pub(super) struct JournalClaim {
     pub(super) held_bytes: Option<u64>,
 }
 
-/// Everything that is known of the node. One task drives it.
+/// The whole state of the node. One task drives it.
 #[derive(Debug, Default)]
 pub struct Node {
     pub(super) settings: Settings,
     pub(super) overrides: super::overrides::OperatorOverrides,
-    /// When this controller started, in clock ticks; 0: not known.
+    /// When this controller started, in clock ticks. 0: unknown.
     pub(super) started_ticks: u64,
     pub(super) now: Millis,
-    /// Wall clock when `now` was 0, milliseconds since 1970.
+    /// Wall clock when `now` was 0, in milliseconds since 1970.
     clock_ms: i64,
-    /// In order of their keys, and found by hash: every input asks for some, many times.
+    /// Ordered by key and found by hash: every input looks up several containers, many times.
     pub(super) containers: IndexMap<Key, Container, FixedState>,
     pub(super) processes: Processes,
     pub(super) gpus: Vec<GpuSample>,
     pub(super) gpu_error: Option<String>,
-    /// When all devices were read last.
+    /// Time of the last sample of all GPUs.
     pub(super) gpus_read: Millis,
-    /// When the second witness spoke last; never: nobody knows who works.
+    /// Time of the last NVML utilisation sample. `None`: no sample yet, utilisation is unknown.
     pub(super) utilization_sampled_at: Option<Millis>,
-    /// What has left devices since their memory was read.
+    /// VRAM freed since the last sample of memory, per GPU.
     pub(super) freed_since_sample: Vec<DeviceBytes>,
     pub(super) ledger: Ledger,
     pub(super) host_ledger: HostLedger,
     pub(super) queue: Queue,
-    /// Empty; its room is used again for who waits, in order of turns.
+    /// Empty between calls: only its capacity is reused, for the waiters in queue order.
     pub(super) queue_scratch: Vec<Key>,
     pub(super) grants: BTreeMap<Key, Grant>,
     pub(super) hold_orders: BTreeMap<u64, HoldOrder>,
     pub(super) unclaimed_journal: BTreeMap<(Key, u32, u64), JournalClaim>,
-    /// Pauses of all containers: what a new one is expected to do.
+    /// Pauses of all containers: the expectation for a container without a history of its own.
     pub(super) pauses: Pauses,
     pub(super) oversubscription: super::oversubscription::Oversubscription,
     pub(super) gpus_under_pressure: BTreeSet<String>,
-    /// Of absences in which a context stayed, the share in which it had to go after
-    /// all, of 1024.
+    /// Fraction (in 1/1024) of context-retaining offloads whose context had to be checkpointed
+    /// later.
     pub(super) context_evicted_share: u32,
     pub(super) prewakes: u64,
     pub(super) prewake_hits: u64,
@@ -123,21 +124,21 @@ pub struct Node {
 }
 
 impl Node {
-    /// An empty node.
+    /// A node without containers.
     #[must_use]
     pub fn new(settings: Settings) -> Node {
         Node { settings, ..Node::default() }
     }
 
-    /// Takes one input and says what is to be done, in order.
+    /// Handles one input and returns the effects to execute, in order.
     #[must_use]
     pub fn handle(&mut self, now: Millis, input: Input) -> Vec<Effect> {
         self.decide(now, input);
         std::mem::take(&mut self.effects)
     }
 
-    /// Takes one input and adds what is to be done, in order: for one who feeds millions, and
-    /// has a place for effects already.
+    /// Like [`handle`](Node::handle), but appends to a buffer of the caller. This saves the
+    /// simulator an allocation per input.
     pub fn handle_into(&mut self, now: Millis, input: Input, effects: &mut Vec<Effect>) {
         self.decide(now, input);
         effects.append(&mut self.effects);
@@ -150,7 +151,7 @@ impl Node {
             self.doubt_grants();
         }
         self.excuse_stall(silent_ms);
-        // Pages and work free nothing and ask for nothing, and pages are most of what comes.
+        // Counters and work free no VRAM and request none, and counters are most of the inputs.
         let may_serve = !matches!(input, Input::Page(..) | Input::Worked(_));
         match input {
             Input::Announced(announcement, key) => self.announced(*announcement, &key),
@@ -185,7 +186,7 @@ impl Node {
         }
     }
 
-    /// Tells the wall clock at a moment of the node's: windows are times of the week.
+    /// Sets the wall clock for a time of the node's clock: offload windows are times of the week.
     pub fn tell_clock(&mut self, now: Millis, unix_ms: i64) {
         self.clock_ms = unix_ms.saturating_sub(i64::try_from(now).unwrap_or(i64::MAX));
     }
@@ -195,13 +196,13 @@ impl Node {
         super::window::week_minute(self.clock_ms.saturating_add(now))
     }
 
-    /// Tells when this controller started, in clock ticks. A process that is younger was
-    /// never moved by an earlier one.
+    /// Sets when this controller started, in clock ticks. No earlier controller can have moved a
+    /// process that started later.
     pub fn started(&mut self, ticks: u64) {
         self.started_ticks = ticks;
     }
 
-    /// Replaces the settings; policies of known containers are resolved again.
+    /// Replaces the settings and resolves the policies of known containers again.
     pub fn reconfigure(&mut self, settings: Settings) {
         self.settings = settings;
         for container in self.containers.values_mut() {
@@ -211,7 +212,7 @@ impl Node {
         }
     }
 
-    /// How long the caller may sleep before the next [`Input::Tick`].
+    /// Time until the next [`Input::Tick`] is due, at most `usual_ms`.
     #[must_use]
     pub fn tick_ms(&self, usual_ms: Millis) -> Millis {
         let busy = !self.queue.is_empty()
@@ -222,46 +223,48 @@ impl Node {
         if busy { usual_ms.min(50) } else { usual_ms }
     }
 
-    /// Annotations of a container that were not understood.
+    /// The container's invalid annotations, one warning each.
     #[must_use]
     pub fn warnings(&self, key: &Key) -> Vec<String> {
         self.containers.get(key).map(|c| c.warnings.clone()).unwrap_or_default()
     }
 
-    /// How many containers wait for VRAM.
+    /// Number of containers that wait for VRAM.
     #[must_use]
     pub fn waiting(&self) -> usize {
         self.queue.len()
     }
 
-    /// Tells when a container is used next: what only a simulation knows.
+    /// Sets when a container is used next. Only a simulation knows this time.
     pub fn foresee(&mut self, key: &Key, next_use: Option<Millis>) {
         if let Some(container) = self.containers.get_mut(key) {
             container.next_use = next_use;
         }
     }
 
-    /// Returns ahead of calls that were counted: all, and those that were used.
+    /// Number of prewakes, and how many of them were followed by a call.
     #[must_use]
     pub fn prewakes(&self) -> (u64, u64) {
         (self.prewakes, self.prewake_hits)
     }
 
-    /// The processes whose pages are to be read.
+    /// Connected processes: their counters are to be read.
     pub fn connected(&self) -> impl Iterator<Item = ProcessId> + '_ {
         let all = self.processes.ids().into_iter();
         all.filter(|id| self.processes.get(id).is_some_and(|p| p.connected))
     }
 
-    /// All managed processes.
+    /// Host pids of all managed processes.
     pub fn pids(&self) -> impl Iterator<Item = u32> {
         self.processes.values().map(|process| process.identity.pid)
     }
 
-    /// Containers without a process, and their bundles.
+    /// Containers without a process, with their bundles. `lives` says whether a process with this
+    /// pid and start time exists.
     pub fn deserted(&self, lives: impl Fn(u32, u64) -> bool) -> impl Iterator<Item = (&Key, &str)> {
         let mut used: BTreeSet<&Key> = self.processes.values().map(|p| &p.key).collect();
-        // Who is away and has not come forward yet (stopped, frozen) needs its socket to return.
+        // An offloaded process that has not registered yet (stopped, frozen) needs its container's
+        // socket to be restored.
         let unseen = self.unclaimed_journal.keys().filter(|(_, pid, start)| lives(*pid, *start));
         used.extend(unseen.map(|(key, ..)| key));
         self.containers
@@ -294,7 +297,8 @@ impl Node {
         self.effects.push(Effect::Publish(Box::new(event)));
     }
 
-    /// Shows a new state, with why. The same state again only renews the reason.
+    /// Sets the shown state with its reason. If the state is unchanged, only the reason is
+    /// replaced.
     pub(super) fn set_state(
         &mut self,
         key: &Key,
@@ -329,7 +333,7 @@ impl Node {
 
     fn message(&mut self, id: ProcessId, message: AgentMessage) {
         match message {
-            // A second Hello on a connection is not in the protocol; the first one holds.
+            // The protocol allows one Hello per connection; the first one is valid.
             AgentMessage::Hello { .. } => {}
             AgentMessage::Wake { generation, .. } => self.wake(id, generation),
             AgentMessage::Report {
@@ -384,7 +388,7 @@ impl Node {
     }
 }
 
-/// Sentence and detail of a reason.
+/// The reason's sentence, followed by the detail if there is one.
 #[must_use]
 pub fn text_of(reason: Reason, detail: &str) -> String {
     if detail.is_empty() {
@@ -394,8 +398,7 @@ pub fn text_of(reason: Reason, detail: &str) -> String {
     }
 }
 
-/// The policy of a container that is announced so, and a warning for each annotation that was
-/// not understood.
+/// The policy of an announced container, with a warning for each invalid annotation.
 #[must_use]
 pub fn policy_of(
     policies: &Policies,

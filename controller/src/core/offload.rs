@@ -1,4 +1,5 @@
-//! The way out: a look at host memory, close, lock, a second look, checkpoint; or back.
+//! An offload: survey, close, lock, second survey, copy out or checkpoint; or the way back after a
+//! failure.
 
 use affinode_proto::{
     reason::Reason,
@@ -21,7 +22,8 @@ use super::{
 };
 
 impl Node {
-    /// Begins the way out: looks at host memory and devices first.
+    /// Begins an offload with a survey of host memory and GPUs. No process is touched before the
+    /// survey says that the offload can succeed.
     pub(super) fn begin_offload(&mut self, key: &Key, why: Reason) {
         let Some(container) = self.containers.get_mut(key) else {
             return;
@@ -36,7 +38,7 @@ impl Node {
         if let Some(by) = in_vain {
             self.publish_prewake(key, by, false);
         }
-        // One whose allocation waits will need room for all of it.
+        // An offloaded container needs VRAM for its restore as well as for the waiting allocation.
         self.end_alloc_grant(key);
         self.queue.leave(key);
         self.choose_context_retention(key);
@@ -58,7 +60,7 @@ impl Node {
         let Some(container) = self.containers.get_mut(key) else {
             return;
         };
-        // Nothing was asked for: the processes that it was asked for have ended meanwhile.
+        // No survey is pending: the processes it was for have ended meanwhile.
         let Some(asked_at) = container.survey_asked.take() else { return };
         let (goal, cause) = (container.goal, container.cause);
         let verdict = match survey.gpus {
@@ -68,7 +70,8 @@ impl Node {
             }
             Err(error) => Err((Reason::VramUnknown, error)),
         };
-        // Nothing to gain; and of what NVML does not see nobody knows what a return needs.
+        // Without VRAM there is nothing to gain. If NVML sees none, it is unknown how much VRAM a
+        // restore needs.
         let holds_vram = self.processes.of(key).any(|(_, p)| p.vram_bytes() > 0);
         let verdict = verdict.and_then(|pools| {
             let unseen = |p: &Process| {
@@ -79,7 +82,7 @@ impl Node {
                 let text = format!("process {} counts allocations", p.identity.pid);
                 return Err((Reason::NoVram, text));
             }
-            // Before the survey it may not have been known on which device it is.
+            // Before the survey the process's GPU may have been unknown.
             if let Some(gpu) = self.processes.of(key).find_map(|(_, p)| self.cut_gpu_of(p)) {
                 return Err((Reason::Mig, format!("GPU {gpu}")));
             }
@@ -95,7 +98,7 @@ impl Node {
         };
         match (goal, verdict) {
             (_, HostVerdict::Refused(reason, detail)) => self.fail_offload(key, reason, &detail),
-            // The next tick asks again. Nothing else is done: that would ask at once.
+            // The next tick surveys again. Advancing here would do so at once.
             (_, HostVerdict::Waits(reason, detail)) => {
                 if let Some(container) = self.containers.get_mut(key) {
                     container.reason = (reason, detail);
@@ -120,8 +123,8 @@ impl Node {
         }
     }
 
-    /// Every process is locked, host memory was found: note what will be needed
-    /// for the return, then let driver or agent move this process out.
+    /// Runs one step for a process after every process is locked and host memory is promised.
+    /// Records first how much VRAM the restore will need.
     pub(super) fn run_offload_step(&mut self, key: &Key, id: ProcessId, step: OffloadStep) {
         self.set_state(key, State::Offloading, self.cause(key), "", 0, 0);
         let Some(process) = self.processes.get_mut(&id) else {
@@ -129,7 +132,8 @@ impl Node {
         };
         if process.phase != Phase::CopiedOut || process.offloaded_vram.is_none() {
             process.offloaded_vram = Some(process.vram.clone());
-            // It has at least what it can carry, whatever NVML counts to a copier just then.
+            // NVML may count a copier's memory elsewhere at this moment; the process has at least
+            // what it can copy.
             if let Some([all]) = process.offloaded_vram.as_deref_mut() {
                 let total = self.gpus.iter().find(|gpu| gpu.uuid == all.uuid);
                 let carried =
@@ -145,7 +149,8 @@ impl Node {
         let (keep, check) =
             (asked(|policy| policy.retain_host_copy), asked(|policy| policy.checksum));
         let moves = self.moves(key);
-        // Nobody's room is being proven or taken beside it.
+        // The copier may only run while no grant is being proven or used: its copy needs VRAM of
+        // its own.
         let then_checkpoint = self.grants.is_empty()
             && self.processes.get(&id).is_some_and(|p| {
                 p.prefault_ordered && moves(p) == OffloadMethod::CopyAndCheckpoint
@@ -202,14 +207,14 @@ impl Node {
         let Some(container) = self.containers.get_mut(key) else { return };
         let called = container.wake_began.map(|_| Reason::Called);
         let asked = container.commands.iter().find(|(_, request)| *request == Request::Restore);
-        // Whoever went deeper while it waited for its return waits on.
+        // A restore was waiting when the context was evicted: it waits on.
         if let Some(cause) = wanted.or(called).or(asked.map(|_| Reason::Requested)) {
             (container.goal, container.cause) = (Goal::Resident, cause);
             self.advance(key);
         }
     }
 
-    /// VRAM that a process will need again, in bytes.
+    /// VRAM that a process needs for its restore, in bytes.
     #[must_use]
     pub fn away_bytes_of(&self, id: ProcessId) -> u64 {
         self.processes.get(&id).map_or(0, Process::offloaded_vram_bytes)
@@ -223,7 +228,7 @@ impl Node {
             .sum()
     }
 
-    /// Gives up an offload without a refusal: a process of the container ends.
+    /// Gives up an offload without counting a failure, because a process of the container ends.
     pub(super) fn turn_back(&mut self, key: &Key) {
         let Some(container) = self.containers.get_mut(key).filter(|c| c.goal != Goal::Resident)
         else {
@@ -236,7 +241,7 @@ impl Node {
         self.answer(key, Request::Offload, false, 0, 0);
     }
 
-    /// Gives up an offload: whatever was done so far is undone.
+    /// Gives up an offload. What was done so far is undone.
     pub(super) fn fail_offload(&mut self, key: &Key, reason: Reason, detail: &str) {
         let now = self.now;
         let Some(container) = self.containers.get_mut(key) else {
@@ -247,7 +252,7 @@ impl Node {
         container.reason = (reason, detail.to_owned());
         container.failures += 1;
         container.has_stayed(now, reason);
-        // Tried again after the idle timeout, each time twice as long, at most an hour.
+        // The next attempt waits for the idle timeout, doubled with each failure, at most an hour.
         let base = container.policy.idle_timeout_ms.clamp(1_000, 300_000);
         container.offload_not_before = now + (base << container.failures.min(6)).min(3_600_000);
         container.offload_began = None;

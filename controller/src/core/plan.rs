@@ -1,10 +1,10 @@
-//! What to tell the processes of a container next, from where they are and where
-//! they shall be. No memory of earlier steps is needed, so a controller that comes
-//! back in the middle goes on from what it observes.
+//! The next orders for the processes of a container, from their phases and the goal. The plan
+//! needs no memory of earlier steps, so a controller that restarts in the middle continues from
+//! the phases that it observes.
 //!
 //! ```text
-//! out:   close all ──> lock all ──> one by one: park, then checkpoint (one of them, or both)
-//! home:  restore one by one (with a grant) ──> unlock, open each as soon as it can
+//! offload: close all ──> lock all ──> one by one: copy out, then checkpoint (one of them, or both)
+//! restore: restore one by one (with a grant) ──> unlock, open each as soon as it can
 //! ```
 
 use affinode_proto::wire::{Phase, message::Action};
@@ -14,70 +14,70 @@ use super::ProcessId;
 /// One process as the plan sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProcessPosition {
-    /// Which.
+    /// The process that the plan is about.
     pub process: ProcessId,
-    /// Where it is.
+    /// Phase as its agent reported it.
     pub phase: Phase,
-    /// Whether an order is in progress, or nobody can be told.
+    /// Whether an order is in progress, or the agent is not connected.
     pub occupied: bool,
-    /// What takes its memory off the device.
+    /// How its memory leaves the GPU.
     pub moves: OffloadMethod,
 }
 
-/// What takes the memory of a process off the device.
+/// How the memory of a process leaves the GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OffloadMethod {
-    /// The driver's checkpoint.
+    /// The driver's checkpoint takes everything.
     DriverCheckpoint,
-    /// The agent's copy.
+    /// The agent copies the allocations out; the context stays.
     Copy,
-    /// The agent's copy, then the driver's checkpoint.
+    /// The agent copies the allocations out, then the driver checkpoints the context.
     CopyAndCheckpoint,
 }
 
-/// A step that takes memory off the device.
+/// A step of an offload that frees VRAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OffloadStep {
-    /// The agent's copy.
+    /// The agent copies the allocations out.
     CopyOut,
-    /// The driver's checkpoint.
+    /// The driver checkpoints the process.
     Checkpoint,
 }
 
-/// The next thing on the way out.
+/// The next step of an offload.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum OffloadPlan {
     /// Orders to send, all at once.
     Send(Vec<(ProcessId, Action)>),
-    /// Every process is locked (or off): survey, then this step with this one.
+    /// Every process is locked or offloaded: survey, then run this step with this process.
     Run(ProcessId, OffloadStep),
-    /// Something is in progress.
+    /// An order is in progress, or a process is between two phases.
     Wait,
-    /// All are away.
+    /// Every process is offloaded.
     Done,
 }
 
-/// The next things on the way home.
+/// The next steps of a restore.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct RestorePlan {
     /// Orders to send now.
     pub send: Vec<(ProcessId, Action)>,
-    /// The process to restore next, once there is a grant.
+    /// The process to restore next, once the container has a grant.
     pub restore: Option<ProcessId>,
-    /// Every process is open, and nothing is in progress.
+    /// Every process is open, and no order is in progress.
     pub done: bool,
 }
 
-/// Deadlines that are part of orders.
+/// Deadlines that the orders carry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OrderDeadlines {
-    /// For calls in progress at a close.
+    /// For calls in progress when the gate closes, in milliseconds.
     pub close_ms: u32,
-    /// For the driver's lock.
+    /// For the driver's lock, in milliseconds.
     pub lock_ms: u32,
 }
 
-/// Plans the way out.
+/// Plans the next step of an offload.
 #[must_use]
 pub fn plan_offload(positions: &[ProcessPosition], deadlines: OrderDeadlines) -> OffloadPlan {
     if positions.iter().any(|p| p.occupied) {
@@ -110,9 +110,9 @@ pub fn plan_offload(positions: &[ProcessPosition], deadlines: OrderDeadlines) ->
     }
 }
 
-/// Plans the way home. Nobody is let go while another is still away: its calls could
-/// take the VRAM that was promised to the other. `lost`: the driver cannot bring
-/// some of them back, so the others are let go.
+/// Plans the next steps of a restore. No process is opened while another is still offloaded: its
+/// calls could take the VRAM that was promised to the other. `lost`: the driver cannot restore
+/// some of them, so the others are opened all the same.
 #[must_use]
 pub fn plan_restore(positions: &[ProcessPosition], lost: bool) -> RestorePlan {
     let mut plan = RestorePlan::default();
@@ -124,7 +124,7 @@ pub fn plan_restore(positions: &[ProcessPosition], lost: bool) -> RestorePlan {
             _ => {}
         }
     }
-    // One restore at a time, last out first in, as the driver's own tools do it.
+    // One restore at a time, in reverse order of the offload, as NVIDIA's own tools do it.
     let restoring = positions.iter().any(|p| p.occupied && p.phase.is_offloaded());
     if !restoring {
         plan.restore = positions
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn out_goes_step_by_step_with_all() {
+    fn offload_advances_all_processes_in_step() {
         let close = Action::Close { deadline_ms: 1 };
         assert_eq!(
             plan_offload(&at(&[Phase::Open, Phase::Closed]), D),
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_can_be_copied_is_copied_first() {
+    fn offload_copies_before_checkpoint() {
         let moving = |moves, phase| {
             let mut positions = at(&[Phase::Checkpointed, phase]);
             positions[1].moves = moves;
@@ -203,7 +203,7 @@ mod tests {
             moving(OffloadMethod::CopyAndCheckpoint, Phase::Checkpointed),
             OffloadPlan::Done
         );
-        // Whoever is parked for good and wanted away now goes on from there.
+        // A copied-out process whose context is evicted now continues from there.
         assert_eq!(
             moving(OffloadMethod::DriverCheckpoint, Phase::CopiedOut),
             take(OffloadStep::Checkpoint)
@@ -211,20 +211,20 @@ mod tests {
     }
 
     #[test]
-    fn whoever_is_parked_comes_home_as_whoever_is_away() {
+    fn restore_includes_copied_out_process() {
         let plan = plan_restore(&at(&[Phase::CopiedOut, Phase::Closed]), false);
         assert_eq!((plan.send.len(), plan.restore, plan.done), (0, Some(ProcessId(0)), false));
     }
 
     #[test]
-    fn out_waits_for_whoever_is_occupied() {
+    fn offload_waits_for_occupied_process() {
         let mut positions = at(&[Phase::Open, Phase::Open]);
         positions[1].occupied = true;
         assert_eq!(plan_offload(&positions, D), OffloadPlan::Wait);
     }
 
     #[test]
-    fn home_restores_the_last_first_and_lets_nobody_go_before() {
+    fn restore_opens_none_before_all_are_restored() {
         let positions = at(&[
             Phase::Checkpointed,
             Phase::Checkpointed,
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn home_frees_each_as_soon_as_it_can() {
+    fn restore_unlocks_each_as_soon_as_possible() {
         let plan = plan_restore(&at(&[Phase::Locked, Phase::Closed, Phase::Open]), false);
         assert_eq!(plan.send, [(ProcessId(0), Action::Unlock), (ProcessId(1), Action::Open)]);
         assert!(!plan.done);
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn home_restores_one_at_a_time() {
+    fn restore_is_one_process_at_a_time() {
         let mut positions = at(&[Phase::Checkpointed, Phase::Checkpointed]);
         positions[1].occupied = true;
         assert_eq!(plan_restore(&positions, false).restore, None);

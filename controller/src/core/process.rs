@@ -9,122 +9,122 @@ use super::{
     plan::OffloadMethod,
 };
 
-/// An order that was sent and not reported on.
+/// An order that was sent and has no report yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PendingOrder {
-    /// Its number.
+    /// Number of the order; the report repeats it.
     pub order: u64,
-    /// What it is.
+    /// What the process was ordered to do.
     pub action: Action,
-    /// When it was sent.
+    /// When the order was sent.
     pub since: Millis,
 }
 
-/// An allocation that found no memory and waits for room.
+/// An allocation that found no VRAM and waits for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PendingAlloc {
-    /// Its number in the process.
+    /// Number of the allocation, given by the process.
     pub ticket: u64,
-    /// What it needs.
+    /// GPU and bytes that the allocation needs.
     pub need: DeviceBytes,
-    /// How often it was tried again.
+    /// Number of attempts that found no VRAM.
     pub attempts: u32,
-    /// Since when it waits.
+    /// When the wait began.
     pub since: Millis,
-    /// When it was told to go ahead.
+    /// When the process was told to try again; `None`: not yet.
     pub told: Option<Millis>,
 }
 
-/// Work that ran on a device.
+/// Work on a GPU, as NVML's utilisation samples show it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceWork {
-    /// When it was seen last.
+    /// When the work was seen last.
     pub at: Millis,
-    /// Share of that moment, in percent.
+    /// Share of the sample, in percent.
     pub percent: u32,
 }
 
-/// A process is to end, so that another one has its room.
+/// An order to a process to end, so that another container gets its VRAM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Termination {
-    /// When it was asked to.
+    /// When the process was asked to end.
     pub since: Millis,
-    /// It did not, and is killed.
+    /// The process did not end in time and is killed.
     pub by_force: bool,
 }
 
-/// What is known of a process. Changed by [`super::Node`] alone.
+/// The state of one process. Only [`super::Node`] changes it.
 #[derive(Clone, Debug)]
 pub struct Process {
-    /// The container that it belongs to.
+    /// The container that the process belongs to.
     pub key: Key,
-    /// Who it is.
+    /// Pid, start time and command of the process, from the kernel.
     pub identity: Identity,
     /// Whether its agent is connected.
     pub connected: bool,
-    /// Where it is, as its agent last observed.
+    /// The phase that its agent reported last.
     pub phase: Phase,
-    /// Times its gate closed.
+    /// Number of times that its gate has closed.
     pub generation: u64,
-    /// What makes a checkpoint unsafe.
+    /// Hazards: what makes a checkpoint unsafe.
     pub hazards: Hazards,
-    /// The order in progress: at most one.
+    /// The order in progress, at most one.
     pub pending: Option<PendingOrder>,
-    /// How many grants hold its allocations.
+    /// Number of grants for which it holds its allocations.
     pub holds: u32,
-    /// VRAM now, by NVML.
+    /// Its VRAM now, by NVML.
     pub vram: Vec<DeviceBytes>,
-    /// VRAM that it had when it left; `None` when that is not known.
+    /// Its VRAM when the offload began; `None`: not offloaded, or unknown.
     pub offloaded_vram: Option<Vec<DeviceBytes>>,
-    /// The GPU that was promised to it in place of the one that it left.
+    /// UUID of the GPU promised to it in a migration.
     pub target_gpu: Option<String>,
-    /// It could not come back on another GPU, and is not asked to by this controller again.
+    /// A restore on another GPU failed: this controller does not try again.
     pub migration_refused: bool,
     /// What its agent can copy, and has copied.
     pub carried: SwapStatus,
-    /// It is away, and a copier has not copied what it can carry, which is on the device.
+    /// It is checkpointed, but no copier copied its swappable memory, which is still on the GPU.
     pub copy_out_incomplete: bool,
-    /// Its agent could not copy: it leaves through the driver's checkpoint from then on.
+    /// Its agent's copy failed: from then on its offloads use the driver's checkpoint.
     pub copy_failed: bool,
-    /// It was told to make host memory ready for its leaving.
+    /// It was ordered to prefault host memory for its next offload.
     pub prefault_ordered: bool,
-    /// Since when its container was idle when it was told so last.
+    /// Start of the idle period of the last prefault order: one order per idle period.
     pub prefault_ordered_for_idle: Option<Millis>,
-    /// How often in a row no copier has copied what it had handed over.
+    /// Offloads in a row in which no copier copied the memory that the process had exported.
     pub failed_copy_outs: u32,
-    /// It holds its allocations until the rest of its container is back.
+    /// It holds its allocations until the rest of its container is restored.
     pub waits_for_siblings: bool,
-    /// Why its page is not believed any more, if it is not. For good.
+    /// Why its counters are not used; `None`: they are valid. Permanent.
     pub counter_error: Option<String>,
-    /// How it held its allocations when it was told to.
+    /// Refused and kept orders to hold allocations.
     pub hold_record: HoldRecord,
-    /// Work of it that ran on a device, without a call in progress perhaps.
+    /// The last work on a GPU, possibly without a CUDA call in progress.
     pub working: Option<DeviceWork>,
-    /// It is to end.
+    /// The order to end, if there is one.
     pub termination: Option<Termination>,
-    /// When it came to take VRAM, or came home to it; 0: before this controller.
+    /// When it registered, or was restored last. 0: before this controller started.
     pub resident_since: Millis,
-    /// Its allocation that waits for room.
+    /// Its allocation that waits for VRAM.
     pub alloc_wait: Option<PendingAlloc>,
-    /// The last reading of its page.
+    /// The last reading of its counters.
     pub counters: Option<CounterSnapshot>,
 }
 
 impl Process {
-    /// Whether its context stays on the device, because the driver must not checkpoint it.
+    /// Whether its context stays on the GPU because a checkpoint of it would be unsafe.
     #[must_use]
     pub fn keeps_context(&self) -> bool {
         self.hazards.intersects(Hazards::KEEPS_CONTEXT)
     }
 
-    /// VRAM now in bytes, over all devices.
+    /// Its VRAM now in bytes, over all GPUs.
     #[must_use]
     pub fn vram_bytes(&self) -> u64 {
         self.vram.iter().map(|d| d.bytes).sum()
     }
 
-    /// Host memory that it will take when it leaves so, in bytes, beside what the driver takes: what
-    /// it keeps there for a copy is its container's already.
+    /// Host memory that an offload by `moves` takes, in bytes, without the driver's own. A host
+    /// copy that was retained from the last offload already counts for its container.
     #[must_use]
     pub fn host_need_bytes(&self, moves: OffloadMethod) -> u64 {
         let kept = self.counters.as_ref().map_or(0, |page| page.kept_bytes);
@@ -133,8 +133,8 @@ impl Process {
         self.vram_bytes().saturating_sub(kept)
     }
 
-    /// VRAM that it gave back and will need again; `None` when that is not known. Of a
-    /// process that is parked it is what was copied: the rest never left.
+    /// VRAM that it freed and needs for its restore; `None`: unknown. A process that is copied out
+    /// needs what was copied: the rest never left the GPU.
     #[must_use]
     pub fn vram_to_restore(&self) -> Option<Vec<DeviceBytes>> {
         let away = self.offloaded_vram.as_ref()?;
@@ -150,40 +150,41 @@ impl Process {
         Some(proportional_part(away, self.carried.copied_out_bytes))
     }
 
-    /// It is away, but all that it can carry is on the device still: what is gone, and needed for its
-    /// return, is the rest, and there.
+    /// Records a checkpoint without the copier's copy. The swappable memory is still on the GPU,
+    /// so the restore needs only the rest, and only on the same GPU.
     pub fn record_copy_out_failure(&mut self) {
         self.vram =
             subtract_vram(&self.vram, &proportional_part(&self.vram, self.carried.swappable_bytes));
         (self.copy_out_incomplete, self.migration_refused) = (true, true);
     }
 
-    /// Whether it is on its way to another GPU than it left.
+    /// Whether a restore on another GPU is in progress.
     #[must_use]
     pub fn is_migrating(&self) -> bool {
         self.pending.is_some_and(|pending| matches!(pending.action, Action::RestoreOnGpu { .. }))
     }
 
-    /// It has arrived where it was to be, or another controller had sent it there.
+    /// Ends a migration: its VRAM now counts on the GPU `to`. `None`: the process stays on its own
+    /// GPU.
     pub fn finish_migration(&mut self, to: Option<String>) {
         self.offloaded_vram = self.offloaded_vram.take().map(|away| on_gpu(&away, to.as_deref()));
         self.target_gpu = None;
     }
 
-    /// VRAM that goes when its agent copies, and nothing more.
+    /// VRAM that a copy out frees, without the context.
     #[must_use]
     pub fn vram_freed_by_copy(&self) -> Vec<DeviceBytes> {
         proportional_part(&self.vram, self.carried.swappable_bytes)
     }
 
-    /// VRAM given back in bytes, over all devices.
+    /// VRAM that it freed and needs for its restore, in bytes over all GPUs.
     #[must_use]
     pub fn offloaded_vram_bytes(&self) -> u64 {
         self.vram_to_restore().iter().flatten().map(|d| d.bytes).sum()
     }
 }
 
-/// The same on another GPU, if there is one.
+/// The same VRAM, on the GPU `to` if there is one.
 pub(super) fn on_gpu(all: &[DeviceBytes], to: Option<&str>) -> Vec<DeviceBytes> {
     let mut all = all.to_vec();
     if let Some(to) = to {
@@ -192,7 +193,7 @@ pub(super) fn on_gpu(all: &[DeviceBytes], to: Option<&str>) -> Vec<DeviceBytes> 
     all
 }
 
-/// What is left of all without what is gone.
+/// `all` without `gone`, per GPU.
 pub(super) fn subtract_vram(all: &[DeviceBytes], gone: &[DeviceBytes]) -> Vec<DeviceBytes> {
     let gone_from = |uuid: &str| gone.iter().find(|g| g.uuid == uuid).map_or(0, |g| g.bytes);
     all.iter()
@@ -200,7 +201,8 @@ pub(super) fn subtract_vram(all: &[DeviceBytes], gone: &[DeviceBytes]) -> Vec<De
         .collect()
 }
 
-/// So many bytes of all. An agent knows no device by its UUID: several have their shares.
+/// The part of `all` that amounts to `bytes`. The agent reports no bytes per GPU, so each GPU has
+/// a proportional share.
 fn proportional_part(all: &[DeviceBytes], bytes: u64) -> Vec<DeviceBytes> {
     let sum: u64 = all.iter().map(|d| d.bytes).sum();
     let part = bytes.min(sum);

@@ -1,5 +1,5 @@
-//! Who waits for VRAM: first come first served within a priority; waiting raises
-//! the priority by one for each [`AGING_MS`], so nobody waits forever.
+//! Containers that wait for VRAM: first come, first served within a priority. Waiting raises the
+//! priority by one for each [`AGING_MS`], so no container waits forever.
 
 use std::{
     cmp::Reverse,
@@ -10,11 +10,11 @@ use foldhash::fast::FixedState;
 
 use super::{Key, Millis};
 
-/// How long a waiter waits for one step of priority, in milliseconds.
+/// Waiting time that raises the priority by one, in milliseconds.
 pub const AGING_MS: Millis = 10_000;
 
-/// The highest priority first, then who has waited longest, then who came first: the order of
-/// turns, as long as nobody has aged past one of a higher priority. No two are alike.
+/// Priority (highest first), start of the wait, number of arrival: the order of the queue as long
+/// as no waiter has aged past one of a higher priority. No two places are equal.
 type Place = (Reverse<i32>, Millis, u64);
 
 #[derive(Clone, Debug)]
@@ -24,7 +24,7 @@ struct Waiter {
 }
 
 impl Waiter {
-    /// The least comes first: the highest priority, as it has aged, then the longest wait.
+    /// The least turn is served first: the highest aged priority, then the longest wait.
     fn turn(&self, now: Millis) -> (Reverse<i64>, Millis) {
         let (Reverse(priority), since, _) = self.place;
         let aged = i64::try_from(now.saturating_sub(since) / AGING_MS).unwrap_or(i64::MAX);
@@ -32,17 +32,17 @@ impl Waiter {
     }
 }
 
-/// The containers that wait, each at most once.
+/// The waiting containers, each at most once.
 #[derive(Debug, Default)]
 pub struct Queue {
-    /// In order of their places.
+    /// Ordered by `place`.
     waiters: VecDeque<Waiter>,
     places: HashMap<Key, Place, FixedState>,
     arrivals: u64,
 }
 
 impl Queue {
-    /// Adds a container; one that waits already keeps its place.
+    /// Adds a container. A container that already waits keeps its place.
     pub fn enter(&mut self, key: &Key, priority: i32, now: Millis) {
         if !self.contains(key) {
             self.arrivals += 1;
@@ -53,7 +53,7 @@ impl Queue {
         }
     }
 
-    /// Takes a container out, waiting or not.
+    /// Removes a container; does nothing if it does not wait.
     pub fn leave(&mut self, key: &Key) {
         if let Some(at) = self.find(key) {
             self.waiters.remove(at);
@@ -61,7 +61,7 @@ impl Queue {
         }
     }
 
-    /// Whether it waits.
+    /// Whether the container waits.
     #[must_use]
     pub fn contains(&self, key: &Key) -> bool {
         self.places.contains_key(key)
@@ -72,19 +72,19 @@ impl Queue {
         self.waiters.binary_search_by_key(place, |waiter| waiter.place).ok()
     }
 
-    /// How many wait.
+    /// Number of waiting containers.
     #[must_use]
     pub fn len(&self) -> usize {
         self.waiters.len()
     }
 
-    /// Whether nobody waits.
+    /// Whether no container waits.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.waiters.is_empty()
     }
 
-    /// Everybody who waits, whose turn it is first.
+    /// The waiting containers, the next to be served first.
     #[must_use]
     pub fn in_order(&self, now: Millis) -> Vec<Key> {
         let mut order = Vec::new();
@@ -92,23 +92,23 @@ impl Queue {
         order
     }
 
-    /// Adds everybody who waits, whose turn it is first.
+    /// Appends the waiting containers to `order`, the next to be served first.
     pub fn order_into(&self, now: Millis, order: &mut Vec<Key>) {
         if self.are_alike() {
             return order.extend(self.waiters.iter().map(|w| w.key.clone()));
         }
         let mut sorted: Vec<&Waiter> = self.waiters.iter().collect();
-        // Stable: equal turns keep the order of arrival.
+        // Stable sort: equal turns keep the order of arrival.
         sorted.sort_by_cached_key(|w| w.turn(now));
         order.extend(sorted.into_iter().map(|w| w.key.clone()));
     }
 
-    /// Whether all have the same priority: they age alike.
+    /// Whether all waiters have the same priority, and so age alike.
     fn are_alike(&self) -> bool {
         self.waiters.front().map(|w| w.place.0) == self.waiters.back().map(|w| w.place.0)
     }
 
-    /// Place in the queue, 0 for the next; `None` when it does not wait.
+    /// Place in the queue, 0 for the next; `None`: the container does not wait.
     #[must_use]
     pub fn position(&self, key: &Key, now: Millis) -> Option<usize> {
         let at = self.find(key)?;
@@ -143,11 +143,12 @@ mod tests {
     }
 
     proptest! {
-        /// Room for one at a time, newcomers of any priority at any time: who is served came
-        /// before everybody who waits on, give or take the time that its priority is worth. So
-        /// whoever waits is passed by those alone who come soon after it, however many come.
+        /// One container at a time is served, and others of any priority arrive at any time. A
+        /// served container arrived before every container that still waits, plus at most the time
+        /// that its priority is worth. So a waiter is passed only by containers that arrive soon
+        /// after it.
         #[test]
-        fn nobody_starves(
+        fn queue_with_any_arrivals_starves_none(
             steps in proptest::collection::vec((0_i32..10, 0_u64..20_000, any::<bool>()), 1..200),
         ) {
             let (mut queue, mut now, mut came) = (Queue::default(), 0, Vec::new());

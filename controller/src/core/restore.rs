@@ -1,4 +1,5 @@
-//! The way home: a wake, a place in the queue, restores under a grant, and all are let go.
+//! A restore: a wake, a place in the queue, restores under a grant, then every process is unlocked
+//! and opened.
 
 use affinode_proto::{
     reason::Reason,
@@ -25,8 +26,9 @@ impl Node {
             return;
         };
         if process.phase == Phase::Open && process.pending.is_none() {
-            // Its allocations are held for another, and it is told that somebody is there; or
-            // the gate is open again, and the wake crossed the order.
+            // Either its allocations are held for another container, and the acknowledgement shows
+            // the agent that the controller lives. Or the gate is open again and the wake crossed
+            // the order.
             if process.holds > 0 {
                 let ack = ControllerMessage::WakeAck { generation, position: 0 };
                 self.effects.push(Effect::Send(id, ack));
@@ -64,8 +66,8 @@ impl Node {
         self.effects.push(Effect::Send(id, ControllerMessage::WakeAck { generation, position }));
     }
 
-    /// What a process that is away needs to come back. Without a record (a journal
-    /// that was lost): all that its hooks counted and a context, on every device.
+    /// VRAM that an offloaded process needs for its restore. Without a record (the journal was
+    /// lost) this is a context and all that its counters show, on every GPU.
     pub(super) fn needs(&self, process: &Process) -> Vec<DeviceBytes> {
         const CONTEXT_BYTES: u64 = 1 << 30;
         if let Some(gone) = process.vram_to_restore() {
@@ -82,7 +84,7 @@ impl Node {
             .collect()
     }
 
-    /// What the processes of a container that are away need together.
+    /// VRAM that the offloaded processes of a container need together.
     pub(super) fn container_needs(&self, key: &Key) -> Vec<DeviceBytes> {
         let needs: Vec<DeviceBytes> = self
             .processes
@@ -91,7 +93,8 @@ impl Node {
             .flat_map(|(_, p)| self.needs(p))
             .collect();
         let mut needs = if needs.len() > 1 { merge_needs(&needs) } else { needs };
-        // Of some it may not be known: a device that nobody else uses has held them all before.
+        // Some needs may be estimates. They are cut to what the GPU has without other users: an
+        // empty GPU has held all of them before.
         let known = |uuid: &str| -> u64 {
             let of_key = self.processes.of(key).filter(|(_, p)| p.phase.is_offloaded());
             let devices = of_key.filter_map(|(_, p)| p.vram_to_restore()).flatten();
@@ -109,7 +112,7 @@ impl Node {
         needs
     }
 
-    /// What a container has on a device now, in bytes.
+    /// VRAM of a container on one GPU now, in bytes.
     pub(super) fn held_bytes(&self, key: &Key, uuid: &str) -> u64 {
         let devices = self.processes.of(key).flat_map(|(_, p)| &p.vram);
         devices.filter(|held| held.uuid == uuid).map(|held| held.bytes).sum()
@@ -128,8 +131,8 @@ impl Node {
             let granted = grant.is_some_and(Grant::is_granted);
             let proven = grant.is_some_and(|g| g.covers.contains(&process) && !g.doubted);
             if granted && !proven {
-                // It came forward after the proof, and its VRAM was promised to nobody, or
-                // the proof is in doubt.
+                // The process registered after the proof, so none of the proven VRAM is its own,
+                // or the proof is in doubt.
                 self.abort_grant(key);
                 self.enqueue(key);
             } else if granted {
@@ -160,7 +163,7 @@ impl Node {
         }
     }
 
-    /// Every process is open.
+    /// Ends a restore: every process is open.
     pub(super) fn finish_restore(&mut self, key: &Key) {
         let now = self.now;
         let Some(container) = self.containers.get_mut(key) else {
@@ -204,7 +207,7 @@ impl Node {
         let (reason, detail) = container.reason.clone();
         for id in self.members(key) {
             if let Some(process) = self.processes.get_mut(&id) {
-                // What was prepared it has used.
+                // The offload has used the prefaulted host memory.
                 process.prefault_ordered &= process.offloaded_vram.take().is_none();
                 process.resident_since = if came_home { now } else { process.resident_since };
             }
@@ -221,7 +224,8 @@ impl Node {
         self.resume_offload_request(key);
     }
 
-    /// Parked memory did not find its VRAM: nothing is lost, and it waits again.
+    /// Handles a copy in that found no VRAM. The host copy is complete, so the container is queued
+    /// again.
     pub(super) fn copy_in_failed(&mut self, key: &Key, detail: &str) {
         const AGAIN_MS: Millis = 500;
         self.end_grant(key);
@@ -233,8 +237,8 @@ impl Node {
         self.set_state(key, State::Queued, Reason::WaitingForVram, detail, 0, 0);
     }
 
-    /// The driver could not restore. It is tried again, seldom: the driver may know
-    /// no way back, but nothing is lost by asking.
+    /// Handles a restore that the driver refused. The container is tried again every 10 s: the
+    /// driver may never succeed, but an attempt loses nothing.
     pub(super) fn restore_failed(&mut self, key: &Key, detail: &str) {
         const AGAIN_MS: Millis = 10_000;
         self.end_grant(key);
@@ -250,7 +254,7 @@ impl Node {
     }
 }
 
-/// What a device has when nobody uses it: all but the margin, and what its driver keeps.
+/// VRAM of an otherwise empty GPU: all but the margin and the driver's own share.
 fn most_of(total_bytes: u64) -> u64 {
     total_bytes.saturating_sub(margin_bytes(total_bytes)).saturating_sub(total_bytes / 64)
 }

@@ -1,13 +1,13 @@
-//! The way out and the way home of a container, step by step.
+//! Offload and restore of a container, step by step. The goals are those of [`Goal`].
 //!
 //! ```text
-//! Home ──idle, policy──> Leaving ──survey says go──> Out: close, lock, survey, journal, checkpoint
-//!   ^                       │ in use or no room        │ busy, error, wake
-//!   └───────────────────────┴──────────────────────────┘ unlock, open; what is away is queued for its return
+//! Resident ──idle, policy──> OffloadRequested ──survey: fits──> Offloaded: close, lock, survey, journal, copy out, checkpoint
+//!   ^                       │ in use, no host memory   │ busy, error, wake
+//!   └───────────────────────┴──────────────────────────┘ unlock, open; offloaded processes wait for a grant
 //! ```
 //!
-//! Whether it goes is decided in `verdict.rs`; the two ways are in `way_out.rs` and
-//! `way_home.rs`, the ends of orders in `reports.rs`.
+//! `eligibility.rs` decides whether a container is offloaded. The steps are in `offload.rs` and
+//! `restore.rs`, the reports on orders in `completions.rs`.
 
 use affinode_proto::{reason::Reason, state::State, wire::ProcessFlags};
 
@@ -19,15 +19,15 @@ use super::{
     process::Process,
 };
 
-/// A record's step: processes go, or are gone.
+/// Step of a journal record: processes are being offloaded, or are offloaded.
 pub(super) const CHECKPOINT: &str = "checkpoint";
-/// A record's step: they may be taking their VRAM.
+/// Step of a journal record: processes may be taking VRAM.
 pub(super) const RESTORE: &str = "restore";
 
 impl Node {
-    /// Notes every process of the container that is away, or about to be. One that an earlier
-    /// controller moved and that has not come forward yet stays in the record: the controller
-    /// after this one must know what it needs, too.
+    /// Records every process of the container that is offloaded or about to be. A process that an
+    /// earlier controller offloaded and that has not registered yet stays in the record: the next
+    /// controller must know its needs as well.
     pub(super) fn journal(&mut self, key: &Key, step: &str) {
         let known = self.processes.of(key).filter_map(|(_, p)| {
             let (pid, start_ticks) = (p.identity.pid, p.identity.start_ticks);
@@ -40,7 +40,8 @@ impl Node {
             .push(Effect::Journal(key.clone(), Some(Record { step: step.to_owned(), processes })));
     }
 
-    /// Nobody who has come forward is away: the record goes, unless somebody is still to come.
+    /// Deletes the record when no registered process is offloaded. Keeps it while processes of the
+    /// journal have not registered.
     pub(super) fn clear_journal(&mut self, key: &Key) {
         if self.recalled_of(key).next().is_some() {
             self.journal(key, CHECKPOINT);
@@ -78,7 +79,8 @@ impl Node {
             .collect()
     }
 
-    /// What takes the processes of a container off their devices.
+    /// How the memory of the container's processes leaves the GPU, with the overrides of this
+    /// offload.
     pub(super) fn moves(&self, key: &Key) -> impl Fn(&Process) -> OffloadMethod + use<> {
         let container = self.containers.get(key);
         let engine = match container {
@@ -94,28 +96,28 @@ impl Node {
         }
     }
 
-    /// Whether VRAM is promised to somebody now, in a grant of any state.
+    /// Whether any grant exists, at any stage.
     #[must_use]
     pub fn has_grants(&self) -> bool {
         !self.grants.is_empty()
     }
 
-    /// Whether nobody waits for VRAM, and none is promised.
+    /// Whether no container waits for VRAM and no grant exists.
     #[must_use]
     pub fn is_settled(&self) -> bool {
         !self.has_grants() && self.queue.in_order(self.now).is_empty()
     }
 
-    /// The GPU that a process leaves to be copied first and checkpointed then, and what it has
-    /// there, in bytes. `None`: it goes another way, has memory on several, or has found the last
-    /// time that no copier can bring it home.
+    /// The GPU and the swappable bytes of a process that a copier can offload. `None`: another
+    /// method is used, the process has memory on several GPUs, or it reported that no copier can
+    /// restore it.
     #[must_use]
     pub fn offloads_through_copier(&self, id: ProcessId) -> Option<(String, u64)> {
         let process = self.processes.get(&id)?;
         self.for_copier(process, process.offloaded_vram.as_deref()?)
     }
 
-    /// The same for memory that a process has, or had when it left.
+    /// The same for the VRAM `held`: what the process has now, or had before its offload.
     pub(super) fn for_copier(
         &self,
         process: &Process,
@@ -134,7 +136,7 @@ impl Node {
         }
     }
 
-    /// Does the next thing for a container, if there is one.
+    /// Sends the next orders of a container, if there are any.
     pub(super) fn advance(&mut self, key: &Key) {
         let Some(container) = self.containers.get(key) else {
             return;
@@ -154,8 +156,9 @@ impl Node {
     }
 }
 
-/// What takes a process off its device. Of one that parks, more may be left than a context
-/// and small things: memory that cannot be copied goes with the driver's checkpoint then.
+/// How a process's memory leaves the GPU. With the engine `copy`, a process that holds clearly
+/// more than its swappable memory and a context is checkpointed as well: only the checkpoint frees
+/// the rest.
 pub(super) fn method_of(process: &Process, engine: Engine) -> OffloadMethod {
     const CONTEXT_BYTES: u64 = 1 << 30;
     let carried = process.carried.swappable_bytes;
@@ -169,7 +172,8 @@ pub(super) fn method_of(process: &Process, engine: Engine) -> OffloadMethod {
     let left = all.saturating_sub(carried);
     match engine {
         _ if carried == 0 => OffloadMethod::DriverCheckpoint,
-        // What cannot be copied stays with the context; `verdict` refuses what is left for a checkpoint.
+        // Memory that cannot be copied stays with the context. `eligibility.rs` refuses a process
+        // with too much of it.
         Engine::Copy | Engine::Full | Engine::Auto
             if process.keeps_context() && !process.copy_failed =>
         {
@@ -178,8 +182,8 @@ pub(super) fn method_of(process: &Process, engine: Engine) -> OffloadMethod {
         Engine::Copy if !process.copy_failed && left <= carried.saturating_add(CONTEXT_BYTES) => {
             OffloadMethod::Copy
         }
-        // Memory of a copier's making is copied, whatever else is to be: no restore follows a
-        // checkpoint of it.
+        // Memory imported from a copier is always copied out: a checkpoint with it could not be
+        // restored.
         _ if may_be_imported(process) => OffloadMethod::CopyAndCheckpoint,
         _ if process.copy_failed => OffloadMethod::DriverCheckpoint,
         Engine::Checkpoint => OffloadMethod::DriverCheckpoint,
@@ -187,8 +191,8 @@ pub(super) fn method_of(process: &Process, engine: Engine) -> OffloadMethod {
     }
 }
 
-/// Whether a process may have memory of a copier's making on its device. Its page says so; of one
-/// whose page was not read yet, what is copied already is not.
+/// Whether a process may have memory imported from a copier. Its counters say so. Before the first
+/// reading a process that is not offloaded is assumed to have some.
 fn may_be_imported(process: &Process) -> bool {
     match &process.counters {
         Some(page) => page.notes.intersects(ProcessFlags::IMPORTED),
