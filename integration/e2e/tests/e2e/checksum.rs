@@ -42,7 +42,7 @@ fn what_was_overwritten_in_host_memory_is_never_computed_with() -> Result<()> {
         let row = world.cli().container("checked")?;
         Ok(row.filter(|row| row.processes.iter().any(|p| p.hazards == ["damaged-memory"])))
     })?;
-    assert!(row.warnings.iter().any(|line| line.contains("start it anew")), "{row:?}");
+    assert!(row.warnings.iter().any(|line| line.contains("restart it")), "{row:?}");
     let events = world.cli().events()?;
     assert_eq!(events.iter().filter(|event| event.kind == "damaged").count(), 1, "{events:?}");
     let said = world.cli().offload("checked")?;
