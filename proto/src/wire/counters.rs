@@ -126,19 +126,12 @@ pub struct CounterSnapshot {
     pub copied_out_bytes: u64,
     /// Facts that affect how the process can be offloaded.
     pub notes: ProcessFlags,
-//! The counters belong to the process, not to a connection: counts begin before the first
-//! registration and continue across controllers. The process writes them, except for one word
-//! ([`header::TURN_BACK`]) that the controller writes with `pwrite`. The controller reads them with
-//! `pread` into a buffer and decodes that ([`CounterSnapshot::decode`]). So whatever the container
-//! does to the file, it cannot fault the controller or change a value between check and use.
+    /// Cost that the hook adds to a call, in picoseconds; 0 if unknown. The container's claim,
+    /// at most [`MAX_CALL_COST_PS`].
     pub call_cost_ps: u32,
     /// Time that calls have waited at the gate, in microseconds. The container's claim.
     pub held_us: u64,
-//! The counters belong to the process, not to a connection: counts begin before the first
-//! registration and continue across controllers. The process writes them, except for one word
-//! ([`header::TURN_BACK`]) that the controller writes with `pwrite`. The controller reads them with
-//! `pread` into a buffer and decodes that ([`CounterSnapshot::decode`]). So whatever the container
-//! does to the file, it cannot fault the controller or change a value between check and use.
+    /// Host memory retained for the next offload, in bytes. The container's claim, at most
     /// [`MAX_KEPT_BYTES`].
     pub kept_bytes: u64,
     /// Host memory that the copy out in progress has still to touch, in bytes. The container's
