@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_once_is_a_choice_of_node_namespace_and_container() {
+    fn dedup_is_set_by_node_rule_or_annotation() {
         let policies = Policies {
             rules: vec![Rule { namespace: "ml".into(), dedup: Some(true), ..Rule::default() }],
             ..Policies::default()
@@ -370,13 +370,13 @@ mod tests {
     }
 
     #[test]
-    fn who_opts_out_stays_out() {
+    fn latency_sensitive_overrides_mode() {
         let both = annotations(&[("latency-sensitive", "true"), ("offload", "eager")]);
         assert_eq!(Policies::default().resolve("x", &both).0.mode, Mode::Off);
     }
 
     #[test]
-    fn immediate_is_an_operators_choice_and_queue_is_anybodys() {
+    fn immediate_needs_operator_permission() {
         let resolve = |node, says| {
             let policies = Policies {
                 node: Policy { restore: node, ..Policy::default() },
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_value_is_named_and_the_default_holds() {
+    fn invalid_annotation_is_named_and_ignored() {
         let bad = annotations(&[
             ("offload", "soon"),
             ("idle-timeout", "-1"),

@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn what_found_no_room_is_counted() {
+    fn calls_without_a_free_record_are_counted() {
         let mut reader = CallRingReader::at_present(&page(5));
         let mut later = page(5);
         put(&mut *later, DROPPED, &77_u64.to_ne_bytes());

@@ -50,7 +50,7 @@ fn knocks_in_vain(world: &mut World, id: ProcessId) -> bool {
 }
 
 #[test]
-fn a_connection_brings_it_back_ahead_of_the_call() {
+fn connection_prewakes_container() {
     let (mut world, id) = listening();
     count(&mut world, 100);
     arrive(&mut world);
@@ -67,7 +67,7 @@ fn a_connection_brings_it_back_ahead_of_the_call() {
 }
 
 #[test]
-fn what_knocks_in_vain_wakes_no_more_until_calls_follow_again() {
+fn connections_without_calls_stop_prewaking() {
     let (mut world, id) = listening();
     assert_eq!(
         [(); 6].map(|()| knocks_in_vain(&mut world, id)),
@@ -87,7 +87,7 @@ fn what_knocks_in_vain_wakes_no_more_until_calls_follow_again() {
 }
 
 #[test]
-fn nobody_leaves_for_a_connection() {
+fn connection_evicts_no_container() {
     let (mut world, id) = listening();
     let other = world.running(1, 600);
     count(&mut world, 101);
@@ -99,7 +99,7 @@ fn nobody_leaves_for_a_connection() {
 }
 
 #[test]
-fn who_was_moved_out_by_hand_stays_until_it_is_called() {
+fn requested_offload_ignores_connections() {
     let mut world = World::new(1);
     let id = world.running(0, 600);
     world.feed(Input::Command(CommandId(1), key(0), Request::Offload));
@@ -111,7 +111,7 @@ fn who_was_moved_out_by_hand_stays_until_it_is_called() {
 }
 
 #[test]
-fn one_without_a_network_of_its_own_is_told_so_once() {
+fn missing_own_network_is_warned_once() {
     let (mut world, _) = listening();
     (0..3).for_each(|_| world.feed(Input::Connections(key(0), None)));
     let told = &world.node.containers[&key(0)].warnings;

@@ -71,7 +71,7 @@ fn parked() -> (World, ProcessId) {
 }
 
 #[test]
-fn both_ways_are_tried_and_the_worthier_one_is_taken() {
+fn auto_tries_both_ways_and_takes_the_cheaper() {
     let mut world = auto();
     let id = world.running(AUTO, 400);
     for (deep_ms, shallow_ms, later) in
@@ -92,7 +92,7 @@ fn both_ways_are_tried_and_the_worthier_one_is_taken() {
 }
 
 #[test]
-fn a_context_goes_where_it_is_too_large_and_for_whoever_needs_its_room() {
+fn large_or_needed_context_is_evicted() {
     let mut world = auto();
     let large = world.running(AUTO, 600);
     costs(&mut world, 500, 50);
@@ -126,7 +126,7 @@ fn a_context_goes_where_it_is_too_large_and_for_whoever_needs_its_room() {
 }
 
 #[test]
-fn no_context_stays_where_somebody_waits_or_where_it_could_not_leave_alone() {
+fn context_goes_if_others_wait_or_memory_stays() {
     let mut world = auto();
     world.running(AUTO, 200);
     costs(&mut world, 500, 50);
@@ -152,7 +152,7 @@ fn no_context_stays_where_somebody_waits_or_where_it_could_not_leave_alone() {
 }
 
 #[test]
-fn those_on_their_way_count_among_the_contexts_that_stay() {
+fn contexts_of_offloads_in_progress_count() {
     const OTHER: usize = 2;
     let mut world = auto();
     let ids = [AUTO, OTHER].map(|n| world.running(n, 400));
@@ -171,7 +171,7 @@ fn those_on_their_way_count_among_the_contexts_that_stay() {
 }
 
 #[test]
-fn a_context_that_stays_is_left_in_peace_by_the_next_controller() {
+fn next_controller_keeps_retained_context() {
     let (mut world, _) = parked();
     world.restart(false);
     world.settle();
@@ -181,7 +181,7 @@ fn a_context_that_stays_is_left_in_peace_by_the_next_controller() {
 }
 
 #[test]
-fn who_is_sent_away_for_others_takes_its_context_along() {
+fn evicted_container_takes_its_context_along() {
     let mut world = auto();
     let id = world.running(AUTO, 400);
     costs(&mut world, 500, 50);

@@ -6,7 +6,7 @@ use super::{
 };
 
 #[test]
-fn only_who_is_told_to_shares_and_a_job_with_those_of_its_user() {
+fn dedup_domain_needs_policy_and_job_user() {
     let mut world = World::new(3);
     let id = world.running(1, 600);
     let container = world.node.containers.get_mut(&key(1)).unwrap();

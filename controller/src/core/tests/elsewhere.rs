@@ -41,7 +41,7 @@ fn comes_home(world: &mut World, id: ProcessId) {
 }
 
 #[test]
-fn who_finds_its_gpu_full_comes_back_on_the_other() {
+fn full_gpu_restores_on_the_other() {
     for container in [0, 1] {
         let (mut world, id) = crowded(container);
         comes_home(&mut world, id);
@@ -57,7 +57,7 @@ fn who_finds_its_gpu_full_comes_back_on_the_other() {
 }
 
 #[test]
-fn who_finds_room_on_its_own_stays_there() {
+fn restore_prefers_own_gpu() {
     let (mut world, id) = crowded(0);
     world.others = 300;
     world.tick();
@@ -66,7 +66,7 @@ fn who_finds_room_on_its_own_stays_there() {
 }
 
 #[test]
-fn who_may_not_or_cannot_waits_for_its_own() {
+fn immovable_process_waits_for_own_gpu() {
     for reason in ["policy", "library", "mig", "room", "parked"] {
         let (mut world, id) = crowded(if reason == "parked" { 2 } else { 0 });
         match reason {
@@ -101,7 +101,7 @@ fn who_may_not_or_cannot_waits_for_its_own() {
 
 /// A try that fails is not made again; nothing else becomes of it.
 #[test]
-fn who_could_not_come_back_there_waits_for_its_own() {
+fn failed_migration_waits_for_own_gpu() {
     for fail in [Outcome::Busy, Outcome::DriverError] {
         let (mut world, id) = crowded(0);
         world.fail = Some(fail);
@@ -120,7 +120,7 @@ fn who_could_not_come_back_there_waits_for_its_own() {
 /// memory that was copied did not find its room there: the next one proves room where the process
 /// is, not where it was.
 #[test]
-fn the_next_controller_knows_where_a_process_was_sent() {
+fn next_controller_knows_target_gpu() {
     for (container, carried_out, fails) in [(0, false, false), (0, true, false), (1, false, true)] {
         let (mut world, id) = crowded(container);
         world.call(id);
@@ -157,7 +157,7 @@ fn the_next_controller_knows_where_a_process_was_sent() {
 /// Between the promise and the order it turns out that it cannot be sent there after all: room was
 /// proven on the other one alone, so it is not ordered to come home to its own.
 #[test]
-fn who_cannot_be_sent_where_room_was_proven_is_not_sent_where_none_was() {
+fn impossible_migration_needs_a_new_proof() {
     let (mut world, id) = crowded(0);
     world.call(id);
     assert!(world.node.processes.get(&id).unwrap().target_gpu.is_some());
@@ -194,7 +194,7 @@ fn needs_room_on(world: &World, id: ProcessId) -> String {
 
 /// It had come back by itself, as far as its context, when it read the order.
 #[test]
-fn an_order_that_was_late_moves_nobody() {
+fn late_order_moves_no_process() {
     for outcome in [Outcome::Late, Outcome::WrongPhase] {
         let (mut world, id, order) = sent();
         let report = AgentMessage::Report {
@@ -215,7 +215,7 @@ fn an_order_that_was_late_moves_nobody() {
 
 /// Its connection broke while it was on its way, and its grant ended before it came forward.
 #[test]
-fn where_somebody_was_sent_is_known_when_it_comes_forward() {
+fn target_gpu_is_known_at_registration() {
     let (mut world, id, _) = sent();
     world.feed(Input::Detached(id));
     world.node.abort_grant(&key(1));

@@ -50,7 +50,7 @@ fn readings_are_sent_of_every_device() {
 }
 
 #[test]
-fn readings_that_are_stale_or_failed_are_not_sent() {
+fn stale_or_failed_readings_are_not_sent() {
     let mut world = World::new(1);
     let id = world.running(0, 600);
     let gpus = world.gpus();

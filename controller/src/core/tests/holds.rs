@@ -434,7 +434,7 @@ fn silence_of_one_is_held_against_its_container() {
 
 /// A process that ends while it is waited for, and one whose page is not believed, cost no time.
 #[test]
-fn gone_and_disbelieved_processes_are_not_awaited() {
+fn gone_or_distrusted_process_is_not_awaited() {
     for scribbles in [true, false] {
         let mut world = World::new(2);
         let victim = world.running(0, 300);

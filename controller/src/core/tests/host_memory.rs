@@ -272,7 +272,7 @@ fn later_copy_fails_for_its_own_reason() {
 /// kill -9 of the controller while a process copies: the next one has heard nothing of that process,
 /// but what the journal says.
 #[test]
-fn new_controller_promises_again_what_is_in_progress() {
+fn new_controller_repeats_promises_in_progress() {
     let mut world = World::new(3);
     world.host_total = Some(400);
     let ids = [world.running(0, 300), world.running(2, 300)];

@@ -40,7 +40,7 @@ fn while_in_use(world: &mut World, busy: &[ProcessId], asker: ProcessId, ticks: 
 }
 
 #[test]
-fn who_is_in_use_is_moved_and_nobody_is_ended() {
+fn container_in_use_is_offloaded_not_ended() {
     let (mut world, asker) = asker(600);
     let busy = world.running(2, 700);
     assert!(while_in_use(&mut world, &[busy], asker, 20));
@@ -51,7 +51,7 @@ fn who_is_in_use_is_moved_and_nobody_is_ended() {
 }
 
 #[test]
-fn who_waits_in_the_queue_waits_for_who_is_in_use() {
+fn queue_policy_waits_for_containers_in_use() {
     let (mut world, asker) = asker(600);
     (world.immediate, world.node.containers.get_mut(&key(0)).unwrap().policy.restore) =
         (Vec::new(), super::super::policy::Restore::Queue);
@@ -61,7 +61,7 @@ fn who_waits_in_the_queue_waits_for_who_is_in_use() {
 }
 
 #[test]
-fn of_those_that_cannot_be_moved_the_last_to_come_are_ended_and_no_more_than_needed() {
+fn latest_immovable_processes_end_as_needed() {
     let (mut world, asker) = asker(500);
     let sizes = [(2, 100), (2, 200), (2, 300), (2, 10)];
     let pids: Vec<u32> = sizes
@@ -92,7 +92,7 @@ fn stubborn(world: &mut World) -> u32 {
 
 /// The asker is gone, or only one of lower priority waits by now.
 #[test]
-fn who_was_asked_to_end_is_not_killed_when_nobody_may_ask_for_it_any_more() {
+fn ended_process_survives_without_urgent_waiter() {
     for gone in [true, false] {
         let (mut world, asker) = asker(600);
         let pid = stubborn(&mut world);
@@ -112,7 +112,7 @@ fn who_was_asked_to_end_is_not_killed_when_nobody_may_ask_for_it_any_more() {
 }
 
 #[test]
-fn who_does_not_end_when_asked_is_killed_after_a_while() {
+fn process_that_ignores_end_is_killed() {
     let (mut world, asker) = asker(600);
     let pid = stubborn(&mut world);
     let asked = world.now;
@@ -124,7 +124,7 @@ fn who_does_not_end_when_asked_is_killed_after_a_while() {
 /// Nobody is ended for nothing: not where it does not suffice, not above the asker, not for a
 /// return that nobody calls for, not whom an operator keeps.
 #[test]
-fn who_may_not_be_ended_is_not() {
+fn protected_processes_are_not_ended() {
     let fixed = |world: &mut World, container, size| {
         let id = world.running(container, size);
         world.agents.get_mut(&id).unwrap().fixed = true;
@@ -183,7 +183,7 @@ fn it_goes_before_others_of_its_priority() {
 
 /// Calls that do not end in time now and then are no reason to end it; if they never do, they are.
 #[test]
-fn who_is_busy_is_made_to_move_several_times_before_it_is_ended() {
+fn busy_process_is_forced_thrice_before_its_end() {
     let busy = affinode_proto::wire::message::Outcome::Busy;
     let (mut world, waiter) = asker(600);
     let other = world.running(2, 700);
@@ -206,7 +206,7 @@ fn who_is_busy_is_made_to_move_several_times_before_it_is_ended() {
 
 /// A person who wants it back does not make it one that cannot be moved.
 #[test]
-fn who_was_asked_for_while_it_left_is_not_ended() {
+fn restore_request_in_offload_ends_no_process() {
     let (mut world, asker) = asker(600);
     let other = world.running(2, 700);
     world.call(asker);
@@ -222,7 +222,7 @@ fn who_was_asked_for_while_it_left_is_not_ended() {
 }
 
 #[test]
-fn a_call_before_its_gate_is_closed_does_not_turn_it_round() {
+fn call_before_close_keeps_forced_offload() {
     let (mut world, waiter) = asker(600);
     let busy = world.running(2, 700);
     world.call(waiter);

@@ -32,7 +32,7 @@ fn parked_memory_is_given_back_and_found_again() {
 }
 
 #[test]
-fn parked_memory_that_finds_no_room_waits_and_is_not_lost() {
+fn copy_in_without_vram_waits_and_loses_nothing() {
     let mut world = World::new(3);
     let id = world.running(2, 600);
     world.settle();
@@ -47,7 +47,7 @@ fn parked_memory_that_finds_no_room_waits_and_is_not_lost() {
 }
 
 #[test]
-fn memory_that_cannot_be_copied_leaves_through_the_driver() {
+fn uncopyable_memory_is_checkpointed() {
     for n in [1, 2] {
         let mut world = World::new(3);
         let id = world.running(n, 600);
@@ -71,7 +71,7 @@ fn memory_that_cannot_be_copied_leaves_through_the_driver() {
 
 /// Memory of a copier's making may be among it, after whose checkpoint there is no restore.
 #[test]
-fn carried_memory_is_copied_by_whoever_has_not_read_the_page_yet() {
+fn memory_is_copied_before_counters_are_read() {
     let mut world = World::new(3);
     let id = world.running(0, 600);
     let moves = |world: &World| {
@@ -96,7 +96,7 @@ fn carried_memory_is_copied_by_whoever_has_not_read_the_page_yet() {
 
 /// It is its container's already; of a claim on more than can be copied nothing is believed.
 #[test]
-fn what_is_kept_needs_no_host_memory_again() {
+fn retained_copy_needs_no_more_host_memory() {
     let mut world = World::new(3);
     let id = world.running(2, 600);
     world.tick();
@@ -123,7 +123,7 @@ fn what_is_kept_needs_no_host_memory_again() {
 }
 
 #[test]
-fn who_has_found_that_no_copier_serves_leaves_for_none() {
+fn process_without_usable_copier_gets_none() {
     let mut world = World::new(3);
     let id = world.running(1, 600);
     world.settle();
@@ -137,7 +137,7 @@ fn who_has_found_that_no_copier_serves_leaves_for_none() {
 
 /// A controller that died while the driver's half was done and the copy was not.
 #[test]
-fn who_is_locked_with_parked_memory_comes_home_without_any_record() {
+fn locked_copied_out_process_restores_unrecorded() {
     let mut world = World::new(3);
     let id = world.running(1, 600);
     world.settle();
@@ -158,7 +158,7 @@ fn who_is_locked_with_parked_memory_comes_home_without_any_record() {
 }
 
 #[test]
-fn what_a_parked_neighbour_has_left_makes_room_too() {
+fn retained_context_is_evicted_for_waiter() {
     let mut world = World::new(3);
     let parked = world.running(2, 100);
     world.settle();
@@ -174,7 +174,7 @@ fn what_a_parked_neighbour_has_left_makes_room_too() {
 }
 
 #[test]
-fn a_neighbour_that_parks_goes_all_the_way_where_its_copy_is_not_enough() {
+fn context_is_evicted_if_copy_frees_too_little() {
     let mut world = World::new(3);
     let parks = world.running(2, 400);
     let big = world.running(0, 500);

@@ -70,7 +70,7 @@ fn rest(world: &mut World) {
 
 /// NVML may not know yet what was allocated last, or count it to a copier.
 #[test]
-fn what_a_process_can_carry_counts_whatever_nvml_has_seen_of_it() {
+fn swappable_bytes_count_beyond_nvml_sample() {
     let mut world = World::new(3);
     let id = staying(&mut world, FAST, 600);
     rest(&mut world);
@@ -85,7 +85,7 @@ fn what_a_process_can_carry_counts_whatever_nvml_has_seen_of_it() {
 
 /// A copier that registers its memory looks like work of its own.
 #[test]
-fn what_nvml_shows_of_the_preparation_is_no_use_of_the_gpu() {
+fn nvml_work_of_prefaulting_is_no_use() {
     let mut world = World::new(3);
     let id = prepared(&mut world);
     for _ in 0..20 {
@@ -111,7 +111,7 @@ fn until_park(world: &mut World, id: ProcessId) -> bool {
 
 /// It copies on the device, piece by piece, what cannot be exported.
 #[test]
-fn nobody_is_promised_room_while_somebody_hands_its_memory_over() {
+fn no_vram_is_promised_during_memory_export() {
     let mut world = World::new(3);
     let waiter = world.running(0, 100);
     world.settle_all();
@@ -127,7 +127,7 @@ fn nobody_is_promised_room_while_somebody_hands_its_memory_over() {
 }
 
 #[test]
-fn nobody_hands_its_memory_over_while_room_is_promised() {
+fn no_memory_is_exported_while_vram_is_promised() {
     let mut world = World::new(3);
     let id = prepared(&mut world);
     ask(&mut world, Request::Offload);
@@ -137,7 +137,7 @@ fn nobody_hands_its_memory_over_while_room_is_promised() {
 }
 
 #[test]
-fn who_is_away_with_its_memory_on_the_device_needs_the_rest_alone() {
+fn uncopied_process_needs_only_the_rest() {
     let mut world = World::new(3);
     let id = staying(&mut world, FAST, 600);
     ask(&mut world, Request::Offload);
@@ -160,7 +160,7 @@ fn ask(world: &mut World, request: Request) {
 }
 
 #[test]
-fn it_is_told_once_at_half_the_idle_timeout_in_every_mode() {
+fn prefault_is_ordered_once_at_half_idle_timeout() {
     for mode in [Mode::Manual, Mode::Pressure, Mode::Eager, Mode::Auto] {
         for engine in [Engine::Full, Engine::Auto] {
             let mut world = World::new(3);
@@ -181,7 +181,7 @@ fn it_is_told_once_at_half_the_idle_timeout_in_every_mode() {
 
 /// What is learned to be its time counts, and a hint that there is nothing to wait for.
 #[test]
-fn who_would_leave_sooner_is_prepared_sooner() {
+fn shorter_keep_alive_is_prefaulted_sooner() {
     let mut world = World::new(3);
     let id = staying(&mut world, FAST, 600);
     (0..3).for_each(|_| world.tick());
@@ -190,7 +190,7 @@ fn who_would_leave_sooner_is_prepared_sooner() {
 }
 
 #[test]
-fn nobody_is_prepared_who_would_leave_another_way_or_not_at_all() {
+fn only_copier_offloads_are_prefaulted() {
     type Change = fn(&mut World, ProcessId);
     let cases: [(&str, Change); 11] = [
         ("without the policy", |world, _| policy(world, FAST).prefault = false),
@@ -231,7 +231,7 @@ fn nobody_is_prepared_who_would_leave_another_way_or_not_at_all() {
 }
 
 #[test]
-fn nobody_is_prepared_whose_memory_is_on_two_gpus() {
+fn process_on_two_gpus_is_not_prefaulted() {
     for (second, told) in [(0, true), (200, false)] {
         let mut world = World::new(3);
         let id = staying(&mut world, FAST, 600);
@@ -250,7 +250,7 @@ fn nobody_is_prepared_whose_memory_is_on_two_gpus() {
 }
 
 #[test]
-fn nobody_is_prepared_on_any_way() {
+fn no_prefault_during_offload_or_restore() {
     // It leaves at once.
     let mut world = World::new(3);
     staying(&mut world, FAST, 600);
@@ -288,7 +288,7 @@ fn nobody_is_prepared_on_any_way() {
 }
 
 #[test]
-fn a_call_ends_it_and_the_next_idleness_has_its_own() {
+fn call_ends_prefault_until_next_idle_period() {
     let mut world = World::new(3);
     let id = prepared(&mut world);
     world.call(id);
@@ -299,7 +299,7 @@ fn a_call_ends_it_and_the_next_idleness_has_its_own() {
 }
 
 #[test]
-fn it_ends_with_the_policy_and_with_what_speaks_against_a_move() {
+fn prefault_ends_with_policy_or_hazard() {
     let changes: [fn(&mut World, ProcessId); 4] = [
         |world, _| policy(world, FAST).prefault = false,
         |world, _| policy(world, FAST).mode = Mode::Off,
@@ -320,7 +320,7 @@ fn it_ends_with_the_policy_and_with_what_speaks_against_a_move() {
 }
 
 #[test]
-fn devices_that_cannot_be_read_for_a_moment_take_nothing_back() {
+fn unreadable_gpus_revoke_no_prefault() {
     let mut world = World::new(3);
     prepared(&mut world);
     world.feed(Input::Gpus(Err("busy".into())));
@@ -355,7 +355,7 @@ fn an_offload_that_finds_no_host_memory_ends_it() {
 }
 
 #[test]
-fn an_offload_whose_copy_fails_ends_it_and_one_that_a_call_turns_round_too() {
+fn failed_or_undone_offload_ends_prefault() {
     for fails in [true, false] {
         let mut world = World::new(3);
         let id = prepared(&mut world);
@@ -384,7 +384,7 @@ fn an_offload_whose_copy_fails_ends_it_and_one_that_a_call_turns_round_too() {
 
 /// It would come home each time, and never be away.
 #[test]
-fn who_was_not_copied_a_few_times_in_a_row_is_prepared_no_more() {
+fn repeatedly_uncopied_process_is_not_prefaulted() {
     let mut world = World::new(3);
     let id = staying(&mut world, FAST, 600);
     let mut leaves = |copied: bool| {
@@ -410,7 +410,7 @@ fn who_was_not_copied_a_few_times_in_a_row_is_prepared_no_more() {
 }
 
 #[test]
-fn it_lasts_until_it_is_home_again_and_the_next_idleness_has_its_own() {
+fn prefault_lasts_until_restore() {
     let mut world = World::new(3);
     let id = prepared(&mut world);
     ask(&mut world, Request::Offload);
@@ -447,7 +447,7 @@ fn it_ends_with_the_connection() {
 
 /// Whether the copy is kept after a return has nothing to do with it.
 #[test]
-fn what_is_ready_is_not_asked_for_a_second_time() {
+fn prefaulted_memory_is_not_needed_twice() {
     for (kept, need) in [(0, 600), (450, 150)] {
         let mut world = World::new(3);
         let id = prepared(&mut world);
@@ -467,7 +467,7 @@ fn what_is_ready_is_not_asked_for_a_second_time() {
 }
 
 #[test]
-fn who_leaves_is_told_apart_from_who_has_left_and_who_never_does() {
+fn is_leaving_only_during_offload() {
     let mut world = World::new(3);
     let id = prepared(&mut world);
     assert_eq!(world.node.may_prefault(id), Some((GPU.to_owned(), 450)));
@@ -489,7 +489,7 @@ fn who_leaves_is_told_apart_from_who_has_left_and_who_never_does() {
 }
 
 #[test]
-fn of_two_that_leave_one_after_the_other_the_first_has_left() {
+fn first_checkpointed_process_is_not_leaving() {
     let mut world = World::new(3);
     let first = staying(&mut world, FAST, 300);
     let second = world.running(FAST, 300);

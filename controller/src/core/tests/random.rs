@@ -236,7 +236,7 @@ proptest! {
     /// order that does not fit, and at the end nobody waits, nobody is stuck half way, and
     /// nobody's allocations are held.
     #[test]
-    fn nobody_is_lost_or_stuck(
+    fn random_steps_lose_no_container(
         prepare in any::<bool>(),
         auto in any::<bool>(),
         steps in proptest::collection::vec(step(), 1..200),
@@ -249,7 +249,7 @@ proptest! {
     /// The same where returns need not wait for neighbours to become idle, and where the end
     /// of a process is the last resort (who may be ended is asserted in `told_to_end`).
     #[test]
-    fn nobody_is_lost_or_stuck_where_returns_are_immediate(
+    fn random_immediate_steps_lose_no_container(
         immediate in proptest::sample::subsequence(vec![0, 1, 2], 1..4),
         steps in proptest::collection::vec(step(), 1..200),
     ) {
@@ -262,7 +262,7 @@ proptest! {
 
     /// The same where processes change places between two devices, and are prepared sometimes.
     #[test]
-    fn nobody_is_lost_or_stuck_between_two_gpus(
+    fn random_steps_on_two_gpus_lose_no_container(
         prepare in any::<bool>(),
         auto in any::<bool>(),
         steps in proptest::collection::vec(step(), 1..200),
@@ -275,7 +275,7 @@ proptest! {
 
 /// What random steps have found once.
 #[test]
-fn a_process_that_was_closed_when_its_controller_died_and_then_finds_no_memory_is_served() {
+fn closed_process_of_dead_controller_is_served() {
     let mut steps = vec![Step::Join(2), Step::Join(2), Step::Work(1), Step::Ask(2, true)];
     steps.extend([Step::Allocate(1, 240), Step::Question, Step::Others(380), Step::Work(0)]);
     steps.extend([Step::Restart(true), Step::Allocate(0, 381), Step::Work(1), Step::Tick]);
@@ -285,7 +285,7 @@ fn a_process_that_was_closed_when_its_controller_died_and_then_finds_no_memory_i
 
 /// What random steps have found once.
 #[test]
-fn a_context_that_waits_for_its_parked_memory_is_not_kept_from_others() {
+fn waiting_context_is_evicted_for_others() {
     let mut steps = vec![Step::Join(2), Step::Join(1), Step::Join(0), Step::Work(0)];
     steps.extend([Step::Join(0), Step::Join(1), Step::Work(1), Step::Allocate(1, 131)]);
     steps.extend([Step::Tick, Step::Allocate(0, 452), Step::Work(4), Step::Tick, Step::Tick]);
@@ -296,7 +296,7 @@ fn a_context_that_waits_for_its_parked_memory_is_not_kept_from_others() {
 }
 
 #[test]
-fn who_had_nearly_all_of_a_device_comes_home_to_it() {
+fn gpu_filling_process_is_restored() {
     let mut world = World::new(2);
     let id = world.running(0, 990);
     world.settle();
@@ -308,7 +308,7 @@ fn who_had_nearly_all_of_a_device_comes_home_to_it() {
 }
 
 #[test]
-fn a_container_that_fills_the_device_and_whose_controllers_died_twice_comes_home() {
+fn gpu_filling_container_survives_two_crashes() {
     let mut steps = vec![Step::Fail(false), Step::Join(1), Step::Join(1), Step::Join(1)];
     steps.extend([Step::Work(2), Step::Join(1), Step::Work(0), Step::Allocate(2, 219)]);
     steps.extend([Step::Allocate(0, 31), Step::Restart(false), Step::Tick, Step::Tick]);
@@ -319,7 +319,7 @@ fn a_container_that_fills_the_device_and_whose_controllers_died_twice_comes_home
 }
 
 #[test]
-fn two_that_wait_for_each_others_room_do_not_wait_for_ever_when_the_lesser_came_first() {
+fn conflicting_waiters_of_two_priorities_finish() {
     let mut steps: Vec<Step> = [0, 0, 0, 2, 0, 1].map(Step::Join).into();
     steps.extend([Step::Work(3), Step::Join(1), Step::Work(6), Step::Work(5)]);
     steps.extend([Step::Allocate(5, 67), Step::Detach(0, false), Step::Allocate(2, 435)]);
@@ -329,7 +329,7 @@ fn two_that_wait_for_each_others_room_do_not_wait_for_ever_when_the_lesser_came_
 }
 
 #[test]
-fn one_that_is_parked_and_fits_alone_but_not_with_its_allocation_and_the_margin_comes_home() {
+fn copied_out_container_restores_without_margin() {
     let mut steps = vec![Step::Join(2), Step::Work(0), Step::Allocate(0, 414)];
     steps.extend([0, 0, 0].map(Step::Join));
     steps.extend([Step::Work(1), Step::Allocate(0, 82), Step::Allocate(1, 306)]);
@@ -342,7 +342,7 @@ fn one_that_is_parked_and_fits_alone_but_not_with_its_allocation_and_the_margin_
 }
 
 #[test]
-fn of_two_that_wait_the_one_that_leaves_for_the_other_does_not_send_it_away_as_well() {
+fn evicted_waiter_evicts_no_other() {
     let mut steps = vec![Step::Allocate(0, 1), Step::Join(2), Step::Join(0), Step::Join(0)];
     steps.extend([Step::Detach(0, false), Step::Join(0), Step::Work(2), Step::Join(0)]);
     steps.extend([Step::Work(1), Step::Join(0), Step::Join(0), Step::Stopped(111)]);
@@ -354,7 +354,7 @@ fn of_two_that_wait_the_one_that_leaves_for_the_other_does_not_send_it_away_as_w
 
 /// Its neighbour has failed to leave so often that it is left alone for half a minute.
 #[test]
-fn an_allocation_is_served_when_the_back_off_of_its_neighbour_is_over() {
+fn allocation_is_served_after_backoff() {
     let mut steps = vec![Step::Join(2), Step::Tick, Step::Tick, Step::Tick, Step::Question];
     steps.extend([Step::Ask(2, true), Step::Question, Step::Work(0), Step::Allocate(0, 88)]);
     steps.extend([Step::Tick, Step::Stopped(0), Step::Tick, Step::Question, Step::Fail(false)]);
@@ -365,7 +365,7 @@ fn an_allocation_is_served_when_the_back_off_of_its_neighbour_is_over() {
 }
 
 #[test]
-fn who_was_to_end_and_was_moved_after_all_is_not_killed_while_it_is_away() {
+fn offloaded_process_is_not_killed() {
     let mut steps =
         vec![Step::Join(0), Step::Join(0), Step::Join(0), Step::Work(2), Step::Ask(0, true)];
     steps.extend([Step::Allocate(2, 268), Step::Question, Step::Restart(true), Step::Join(0)]);
@@ -382,7 +382,7 @@ fn who_was_to_end_and_was_moved_after_all_is_not_killed_while_it_is_away() {
 }
 
 #[test]
-fn a_place_in_the_queue_ends_with_the_wait_though_a_sibling_is_half_way() {
+fn queue_place_ends_with_the_wait() {
     let mut steps = vec![Step::Join(2), Step::Join(2), Step::Join(2), Step::Work(0), Step::Work(1)];
     steps.extend([Step::Allocate(0, 194), Step::Allocate(0, 449), Step::Allocate(1, 358)]);
     steps.extend([Step::Detach(0, false), Step::Detach(0, false), Step::Restart(false)]);
@@ -393,7 +393,7 @@ fn a_place_in_the_queue_ends_with_the_wait_though_a_sibling_is_half_way() {
 }
 
 #[test]
-fn an_allocation_that_waits_brings_home_whom_the_next_controller_finds_away() {
+fn waiting_allocation_restores_after_crash() {
     let mut steps = vec![Step::Stopped(417), Step::Join(1), Step::Join(0), Step::Work(1)];
     steps.extend([
         Step::Allocate(1, 295),
@@ -424,7 +424,7 @@ fn an_allocation_that_waits_brings_home_whom_the_next_controller_finds_away() {
 
 /// A part of what it had never left: with the margin beside the rest, it would wait for ever.
 #[test]
-fn one_that_had_nearly_all_of_a_device_and_is_parked_comes_home() {
+fn gpu_filling_copied_out_process_is_restored() {
     let mut steps = vec![Step::Join(0), Step::Join(2), Step::Join(2), Step::Work(2)];
     steps.extend([Step::Allocate(2, 380), Step::Join(2), Step::Tick, Step::Tick, Step::Tick]);
     steps.extend([Step::Join(0), Step::Allocate(2, 485), Step::Allocate(2, 56), Step::Question]);

@@ -54,7 +54,7 @@ fn two_that_do_not_fit_together_take_turns() {
 /// A controller dies between the restores of a container's two processes, and one that needs
 /// the VRAM of the first was called before: it must not keep the second away.
 #[test]
-fn who_is_half_way_home_is_not_kept_behind_one_that_needs_its_room() {
+fn partly_restored_container_goes_first() {
     let mut world = World::new(2);
     let (one, _other) = (world.running(0, 250), world.running(0, 250));
     world.settle();
@@ -76,7 +76,7 @@ fn who_is_half_way_home_is_not_kept_behind_one_that_needs_its_room() {
 /// Two controllers die one after the other while a process is being moved out: the second
 /// never heard of it but from the journal, and must not leave it out of its own records.
 #[test]
-fn what_an_earlier_controller_knew_reaches_the_one_after_the_next() {
+fn journal_survives_two_controllers() {
     let mut world = World::new(1);
     let ids = [world.running(0, 300), world.running(0, 300), world.running(0, 300)];
     while world.journal.is_empty() {
@@ -103,7 +103,7 @@ fn what_an_earlier_controller_knew_reaches_the_one_after_the_next() {
 
 /// Nobody knows what two processes held: they come home when the device is empty.
 #[test]
-fn a_container_without_any_record_comes_home_to_an_empty_device() {
+fn unrecorded_container_restores_to_empty_gpu() {
     let mut world = World::new(2);
     let ids = [world.running(0, 300), world.running(0, 300)];
     world.running(1, 100);
@@ -118,7 +118,7 @@ fn a_container_without_any_record_comes_home_to_an_empty_device() {
 /// All who have come forward are home; one whose restore is running has not. Its VRAM stays
 /// promised to it.
 #[test]
-fn the_promise_to_one_that_is_not_seen_yet_is_kept() {
+fn promise_to_unregistered_process_is_kept() {
     let mut world = World::new(1);
     let unseen = (77, 1);
     let away = vec![DeviceBytes { uuid: GPU.into(), bytes: 400 }];
@@ -146,7 +146,7 @@ fn the_promise_to_one_that_is_not_seen_yet_is_kept() {
 /// After a controller's death one process of a container comes forward late, when the other's
 /// VRAM is promised and proven already: that promise is not for it.
 #[test]
-fn who_comes_forward_after_the_proof_waits_for_one_of_its_own() {
+fn late_registration_waits_for_own_proof() {
     let mut world = World::new(1);
     let (early, late) = (world.running(0, 300), world.running(0, 300));
     world.settle();
@@ -172,7 +172,7 @@ fn who_comes_forward_after_the_proof_waits_for_one_of_its_own() {
 
 /// What is in the process itself is told once, however often the container is looked at.
 #[test]
-fn a_process_that_cannot_be_moved_is_told_of_once() {
+fn unsafe_process_is_refused_once() {
     let mut world = World::new(1);
     let id = world.running(0, 300);
     let hazards = Hazards::MANAGED_MEMORY;
@@ -187,7 +187,7 @@ fn a_process_that_cannot_be_moved_is_told_of_once() {
 
 /// Its agent refuses the lock, and has told before why.
 #[test]
-fn what_a_process_does_on_its_way_out_is_the_reason_that_it_stays() {
+fn hazard_during_offload_is_the_reason() {
     let known = [Hazards::MANAGED_MEMORY, Hazards::default()].map(|hazards| {
         let mut world = World::new(1);
         let id = world.running(0, 300);
@@ -206,7 +206,7 @@ fn what_a_process_does_on_its_way_out_is_the_reason_that_it_stays() {
 }
 
 #[test]
-fn who_is_on_a_gpu_that_is_cut_stays_there() {
+fn process_on_mig_gpu_stays() {
     let mut world = World::new(1);
     world.mig = true;
     world.running(0, 300);
@@ -216,7 +216,7 @@ fn who_is_on_a_gpu_that_is_cut_stays_there() {
 
 /// No reading has shown its memory yet; the survey before the move does.
 #[test]
-fn who_has_just_come_to_a_gpu_that_is_cut_stays_there_too() {
+fn new_process_on_mig_gpu_stays() {
     let mut world = World::new(1);
     world.mig = true;
     let id = world.running(0, 300);
@@ -228,7 +228,7 @@ fn who_has_just_come_to_a_gpu_that_is_cut_stays_there_too() {
 }
 
 #[test]
-fn somebody_unmanaged_who_takes_the_room_makes_a_restore_wait() {
+fn unmanaged_process_delays_restore() {
     let mut world = World::new(1);
     world.running(0, 600);
     world.settle();
@@ -264,7 +264,7 @@ fn a_request_is_answered_when_it_is_done() {
 }
 
 #[test]
-fn a_call_while_it_is_closing_turns_round_before_anything_is_moved() {
+fn call_during_close_undoes_offload() {
     let mut world = World::new(1);
     world.running(0, 10);
     world.feed(Input::Command(CommandId(1), key(0), Request::Offload));
@@ -285,7 +285,7 @@ fn a_call_while_it_is_closing_turns_round_before_anything_is_moved() {
 /// A container that claims to be away would be promised a whole device: one that nobody
 /// moved is not believed, and keeps nobody from coming home.
 #[test]
-fn who_says_that_it_is_away_and_was_never_moved_is_not_believed() {
+fn false_offloaded_phase_is_rejected() {
     let mut world = World::new(2);
     world.node.started(1);
     let honest = world.running(0, 500);
@@ -305,7 +305,7 @@ fn who_says_that_it_is_away_and_was_never_moved_is_not_believed() {
 
 /// What an operator chose stands before every policy, and before those who wait for room.
 #[test]
-fn a_pin_and_the_switch_keep_containers_where_they_are() {
+fn pin_and_auto_offload_off_keep_containers() {
     let mut world = World::new(2);
     let first = world.running(0, 600);
     assert!(world.node.pin(&key(0), true) && !world.node.pin(&key(0), true));
@@ -335,7 +335,7 @@ fn a_pin_and_the_switch_keep_containers_where_they_are() {
 /// The controller is stopped during the first of a container's two restores. Its neighbours
 /// hear nothing of it, end their holds, and one takes what was proven free for the second.
 #[test]
-fn a_controller_that_was_stopped_does_not_trust_what_it_proved_before() {
+fn stopped_controller_distrusts_its_proofs() {
     let mut world = World::new(1);
     let ids = [world.running(0, 300), world.running(0, 300)];
     world.settle();
@@ -380,7 +380,7 @@ fn a_controller_that_was_stopped_does_not_trust_what_it_proved_before() {
 /// A container is stopped with the order to come home in its inbox, for so long that others
 /// hold no more. When it runs on, the order is no reason to restore.
 #[test]
-fn who_was_stopped_before_it_read_the_order_comes_home_with_another_one() {
+fn stopped_process_restores_by_second_order() {
     let mut world = World::new(1);
     let id = world.running(0, 600);
     world.settle();
@@ -407,7 +407,7 @@ fn who_was_stopped_before_it_read_the_order_comes_home_with_another_one() {
 
 /// A container makes a process after the other that registers and then does nothing it is told.
 #[test]
-fn who_never_holds_delays_others_once_however_many_processes_it_makes() {
+fn container_that_never_holds_delays_once() {
     let mut world = World::new(2);
     let victim = world.running(0, 300);
     world.settle();
@@ -437,7 +437,7 @@ fn who_never_holds_delays_others_once_however_many_processes_it_makes() {
 
 /// A container takes its turn, makes everybody hold, never comes home, and comes again.
 #[test]
-fn who_never_comes_home_keeps_others_waiting_less_and_less() {
+fn wasted_grants_delay_others_less_each_time() {
     let mut world = World::new(2);
     world.running(1, 100);
     let mut id = world.running(0, 300);

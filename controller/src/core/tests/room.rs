@@ -11,7 +11,7 @@ fn until_served(world: &mut World) -> bool {
 }
 
 #[test]
-fn an_allocation_that_finds_no_memory_waits_for_an_idle_neighbour_to_go() {
+fn allocation_waits_for_eviction_of_neighbour() {
     let mut world = World::new(2);
     world.running(0, 600);
     let newcomer = world.running(1, 100);
@@ -23,7 +23,7 @@ fn an_allocation_that_finds_no_memory_waits_for_an_idle_neighbour_to_go() {
 }
 
 #[test]
-fn two_whose_allocations_need_each_others_room_take_turns() {
+fn conflicting_allocations_take_turns() {
     let mut world = World::new(2);
     let first = world.running(0, 400);
     let second = world.running(1, 400);
@@ -35,7 +35,7 @@ fn two_whose_allocations_need_each_others_room_take_turns() {
 }
 
 #[test]
-fn what_can_never_fit_fails_at_once() {
+fn allocation_that_never_fits_fails_at_once() {
     let mut world = World::new(1);
     let id = world.running(0, 600);
     world.tick();
@@ -48,7 +48,7 @@ fn what_can_never_fit_fails_at_once() {
 }
 
 #[test]
-fn an_allocation_of_higher_priority_does_not_wait_behind_a_return_that_may_not_take_its_room() {
+fn higher_priority_allocation_passes_restore() {
     let mut world = World::new(2);
     let low = world.running(0, 700);
     world.settle();

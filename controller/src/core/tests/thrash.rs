@@ -56,7 +56,7 @@ proptest! {
     /// Whoever came home stays for its minimum residency, whoever is called whenever: so nobody
     /// is moved more often than once in that time.
     #[test]
-    fn a_container_is_moved_at_most_once_in_a_residency(
+    fn container_moves_at_most_once_per_residency(
         calls in proptest::collection::vec((0_usize..3, 0_usize..60), 1..40),
     ) {
         let (mut world, ids) = crowd();
@@ -88,7 +88,7 @@ proptest! {
     /// One that fails to leave is tried again after twice the time for each time more, whoever
     /// calls and asks for its room meanwhile.
     #[test]
-    fn who_cannot_be_moved_is_tried_less_and_less_often(
+    fn failed_offloads_are_retried_less_often(
         calls in proptest::collection::vec((0_usize..2, 1_usize..60), 60),
     ) {
         let mut world = World::new(2);

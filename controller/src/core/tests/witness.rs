@@ -32,7 +32,7 @@ fn pass(world: &mut World, ticks: usize, work: impl Fn(&World) -> Vec<Work>) {
 }
 
 #[test]
-fn who_works_stays_and_says_so_until_it_does_not_work_any_more() {
+fn working_container_stays_with_reason() {
     let mut world = World::new(1);
     let id = world.running(0, 600);
     pass(&mut world, 100, |world| vec![work(world, id)]);
@@ -48,7 +48,7 @@ fn who_works_stays_and_says_so_until_it_does_not_work_any_more() {
 }
 
 #[test]
-fn the_share_of_the_gpu_is_told_process_by_process_while_the_witness_speaks() {
+fn utilization_is_shown_per_process_until_stale() {
     let mut world = World::new(2);
     let id = world.running(0, 300);
     world.running(1, 300);
@@ -68,7 +68,7 @@ fn the_share_of_the_gpu_is_told_process_by_process_while_the_witness_speaks() {
 
 /// Whoever asks for it gets it: the driver's lock waits for what runs.
 #[test]
-fn a_person_may_move_who_works() {
+fn operator_request_offloads_working_container() {
     let mut world = World::new(1);
     let id = world.running(0, 600);
     pass(&mut world, 3, |world| vec![work(world, id)]);
@@ -78,7 +78,7 @@ fn a_person_may_move_who_works() {
 }
 
 #[test]
-fn a_witness_that_falls_silent_is_not_believed_for_ever() {
+fn stale_utilization_sample_expires() {
     let mut world = World::new(1);
     let id = world.running(0, 600);
     pass(&mut world, 3, |world| vec![work(world, id)]);
@@ -89,7 +89,7 @@ fn a_witness_that_falls_silent_is_not_believed_for_ever() {
 /// Work of others keeps nobody: on a device where it holds nothing, of another pid, of one
 /// that had this pid before.
 #[test]
-fn only_its_own_work_keeps_it() {
+fn work_of_others_keeps_no_container() {
     let cases: [fn(&mut Work); 3] = [
         |work| work.uuid = "GPU-other".into(),
         |work| work.pid += 1,
@@ -109,7 +109,7 @@ fn only_its_own_work_keeps_it() {
 }
 
 #[test]
-fn who_works_is_no_victim_though_it_makes_no_call() {
+fn working_container_without_calls_is_no_victim() {
     let mut world = World::new(2);
     let waiter = world.running(0, 600);
     world.settle();

@@ -180,7 +180,7 @@ impl World {
         self.assert_host_memory_suffices();
         let leaving = self.leaving();
         let effects = self.node.handle(self.now, input);
-        self.nobody_leaves_for_a_lesser_one(&leaving);
+        self.assert_evictions_serve_a_waiter(&leaving);
         for uuid in [GPU, OTHER_GPU] {
             let promised = self.node.ledger.promised_bytes(uuid);
             assert!(promised <= TOTAL, "more is promised of {uuid} than there is");
@@ -220,7 +220,7 @@ impl World {
     }
 
     /// Who begins to make room makes it for somebody who waits and does not stand below it.
-    fn nobody_leaves_for_a_lesser_one(&self, before: &BTreeSet<Key>) {
+    fn assert_evictions_serve_a_waiter(&self, before: &BTreeSet<Key>) {
         let priority = |key: &Key| self.node.containers[key].policy.priority;
         let waiting = self.node.queue.in_order(self.now);
         for key in self.leaving().difference(before) {
