@@ -10,7 +10,7 @@ macro_rules! reasons {
         pub enum Reason { $($(#[$doc])* $name,)* }
 
         impl Reason {
-            /// Every reason.
+            /// Every reason, in the order of declaration.
             pub const ALL: &'static [Reason] = &[$(Reason::$name,)*];
 
             /// The stable word, as JSON, events and metric labels have it.
@@ -68,14 +68,14 @@ reasons! {
     NoVram = "no-vram", "holds no VRAM that NVML can see, so there is nothing to offload";
     /// Some CUDA process of the container is not under management.
     UnmanagedProcess = "unmanaged-process", "a CUDA process of the container did not register (static binary, musl image, or AFFINODE_DISABLE)";
-    /// cuMemAllocManaged was used.
+    /// A process uses managed memory (`cuMemAllocManaged`).
     ManagedMemory = "managed-memory", "uses managed memory (cuMemAllocManaged), which the driver cannot checkpoint";
     /// Peer access was enabled.
     PeerAccess = "peer-access", "uses peer access between GPUs, which does not survive a checkpoint";
     /// Memory was exported to another process or imported from one, by legacy IPC or a shareable
     /// handle; or another device may access it by itself.
     SharedMemory = "shared-memory", "shares GPU memory with another process or device (IPC, exported or imported handles, GPUDirect)";
-    /// Runs under MPS.
+    /// A process is a client of MPS.
     Mps = "mps", "runs under MPS, which the driver cannot checkpoint";
     /// A tool of the driver's is in the process, and its memory cannot be copied without a
     /// checkpoint.

@@ -24,7 +24,7 @@ pub const LEVELS_INTERVAL_MS: Millis = 20;
 /// A copy out in progress.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CopyInProgress {
-    /// The container.
+    /// The container that is copied out.
     pub key: Key,
     /// The processes that copy now, and their host pids.
     pub processes: Vec<(ProcessId, u32)>,

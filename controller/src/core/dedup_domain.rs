@@ -10,7 +10,7 @@ use super::{Key, Node, ProcessId};
 pub enum Domain {
     /// Containers. Kubernetes and containerd may use the same name for a namespace.
     Containers {
-        /// Namespace in containerd.
+        /// Namespace of the container in containerd.
         containerd: String,
         /// Namespace in Kubernetes; empty outside Kubernetes.
         pod: String,

@@ -26,7 +26,7 @@ pub struct RecordedProcess {
 /// A journal record: written before each step that moves memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// `checkpoint` or `restore`.
+    /// Step of the record: `checkpoint` or `restore`.
     pub step: String,
     /// Every process of the container that is offloaded or about to be.
     pub processes: Vec<RecordedProcess>,
@@ -90,7 +90,7 @@ pub enum Effect {
     Prove(Key, u64),
     /// Order a process to prefault host memory for a copier's copy, or to give it back.
     Prepare {
-        /// The process concerned.
+        /// The process that gets the order.
         process: ProcessId,
         /// True: prefault. False: give back.
         on: bool,

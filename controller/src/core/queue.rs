@@ -35,7 +35,7 @@ impl Waiter {
 /// The waiting containers, each at most once.
 #[derive(Debug, Default)]
 pub struct Queue {
-    /// Ordered by `place`.
+    /// The waiters, ordered by `place`.
     waiters: VecDeque<Waiter>,
     places: HashMap<Key, Place, FixedState>,
     arrivals: u64,

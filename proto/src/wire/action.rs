@@ -81,7 +81,7 @@ pub enum Action {
         /// call is held.
         deadline_ms: u32,
     },
-    /// End of [`Action::HoldAllocations`].
+    /// Ends [`Action::HoldAllocations`]: held calls go on.
     ReleaseAllocations,
 }
 

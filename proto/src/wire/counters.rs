@@ -37,13 +37,13 @@ pub const MAX_KEPT_BYTES: u64 = 1 << 50;
 
 /// Header offsets in bytes.
 pub mod header {
-    /// u64: [`super::PAGE_MAGIC`].
+    /// u64: the magic word, [`super::PAGE_MAGIC`].
     pub const MAGIC: usize = 0;
-    /// u32: [`crate::wire::WIRE_VERSION`].
+    /// u32: the protocol version, [`crate::wire::WIRE_VERSION`].
     pub const VERSION: usize = 8;
     /// u32: number of slots.
     pub const SLOT_COUNT: usize = 12;
-    /// u32: [`crate::wire::Phase`].
+    /// u32: the agent's [`crate::wire::Phase`].
     pub const PHASE: usize = 16;
     /// u64: bytes of host memory retained for the next copy out while nothing is copied out.
     pub const KEPT_BYTES: usize = 24;
@@ -57,7 +57,7 @@ pub mod header {
     pub const GATE: usize = 64;
     /// u32: callers that wait at the gate now.
     pub const WAITERS: usize = 128;
-    /// u32: [`crate::wire::Hazards`] bits.
+    /// u32: bits of [`crate::wire::Hazards`] found so far.
     pub const HAZARDS: usize = 132;
     /// u64: offload generation: grows by one each time the gate closes.
     pub const GENERATION: usize = 136;
@@ -69,7 +69,7 @@ pub mod header {
     pub const SWAPPABLE_BYTES: usize = 160;
     /// u64: bytes of it that are copied out to host memory now.
     pub const COPIED_OUT_BYTES: usize = 168;
-    /// u32: [`crate::wire::ProcessFlags`] bits.
+    /// u32: bits of [`crate::wire::ProcessFlags`] that hold now.
     pub const NOTES: usize = 176;
     /// u32: cost of the hook per call, in picoseconds, measured once; 0: unknown.
     pub const CALL_COST_PS: usize = 180;
@@ -108,7 +108,7 @@ super::wire_enum! {
 /// One decoded reading of the counters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CounterSnapshot {
-    /// The agent's phase.
+    /// Phase, as the agent reports it.
     pub phase: Phase,
     /// Callers waiting at the gate.
     pub waiters: u32,
@@ -126,12 +126,12 @@ pub struct CounterSnapshot {
     pub copied_out_bytes: u64,
     /// Facts that affect how the process can be offloaded.
     pub notes: ProcessFlags,
-    /// Cost that the hook adds to a call, in picoseconds; 0 if unknown. The container's claim,
-    /// at most [`MAX_CALL_COST_PS`].
+    /// Cost of the hook per call, in picoseconds; 0: unknown. The container's claim, at most
+    /// [`MAX_CALL_COST_PS`].
     pub call_cost_ps: u32,
     /// Time that calls have waited at the gate, in microseconds. The container's claim.
     pub held_us: u64,
-    /// Host memory retained for the next offload, in bytes. The container's claim, at most
+    /// Host memory retained for the next copy out, in bytes. The container's claim, at most
     /// [`MAX_KEPT_BYTES`].
     pub kept_bytes: u64,
     /// Host memory that the copy out in progress has still to touch, in bytes. The container's

@@ -146,7 +146,7 @@ pub enum AgentMessage {
         phase: Phase,
         /// The driver's result code, 0 where no driver call was made.
         cuda_error: u32,
-        /// Duration in microseconds.
+        /// Duration of the order, in microseconds.
         elapsed_us: u64,
         /// Bytes of device memory that the agent can copy.
         swappable_bytes: u64,
@@ -204,7 +204,7 @@ pub enum ControllerMessage {
     /// The process is not managed and runs as without Affinode. The connection ends; if `retry` is
     /// false, the agent does not reconnect.
     Refuse {
-        /// The controller's [`super::WIRE_VERSION`].
+        /// [`super::WIRE_VERSION`] of the controller.
         version: u32,
         /// Whether another attempt may succeed.
         retry: bool,

@@ -27,7 +27,7 @@ pub const WIRE_VERSION: u32 = 1;
 pub struct Hazards(pub u32);
 
 impl Hazards {
-    /// `cuMemAllocManaged` succeeded.
+    /// A call of `cuMemAllocManaged` succeeded.
     pub const MANAGED_MEMORY: Hazards = Hazards(1);
     /// `cuCtxEnablePeerAccess` succeeded, or access to memory was given to another device.
     pub const PEER_ACCESS: Hazards = Hazards(1 << 1);

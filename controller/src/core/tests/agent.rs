@@ -58,7 +58,7 @@ pub(super) struct Agent {
 pub(super) enum Refusal {
     /// That a call is inside the driver.
     Busy,
-    /// Nothing.
+    /// It sends no report.
     Silent,
 }
 

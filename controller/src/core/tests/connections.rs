@@ -1,4 +1,4 @@
-//! Returns because a connection came in.
+//! Prewakes because of connections.
 
 use affinode_proto::{reason::Reason, state::State, wire::Phase};
 
@@ -10,7 +10,7 @@ use super::{
     world::{World, key},
 };
 
-/// One that is out, whose connections were counted once.
+/// An offloaded container whose connections were counted once.
 fn listening() -> (World, ProcessId) {
     let mut world = World::new(2);
     let id = world.running(0, 600);
@@ -24,7 +24,7 @@ fn count(world: &mut World, count: u64) {
     world.feed(Input::Connections(key(0), Some(count)));
 }
 
-/// Lets a few things happen, without time for anybody to become idle again.
+/// Delivers a few events, without time to become idle again.
 fn arrive(world: &mut World) {
     for _ in 0..40 {
         while !world.questions.is_empty() {
@@ -36,7 +36,7 @@ fn arrive(world: &mut World) {
     }
 }
 
-/// A knock, and a while without a call. Whether it came back for it.
+/// A connection without a call after it. Returns whether it caused a restore.
 fn knocks_in_vain(world: &mut World, id: ProcessId) -> bool {
     let before = world.node.containers[&key(0)].connections.unwrap_or(0);
     count(world, before);

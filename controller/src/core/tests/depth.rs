@@ -1,4 +1,4 @@
-//! The engine `auto`: all of it goes, or the context stays.
+//! The engine `auto`: the context is checkpointed, or stays on the GPU.
 
 use affinode_proto::{
     state::State,
@@ -35,7 +35,7 @@ fn auto() -> World {
     world
 }
 
-/// Leaves, as somebody has asked: where it is then.
+/// Offloads the container by request. Returns the phase of its process.
 fn leave(world: &mut World, id: ProcessId) -> Phase {
     world.tick();
     world.feed(Input::Command(CommandId(1), key(AUTO), Request::Offload));
@@ -54,7 +54,7 @@ fn come_home(world: &mut World, id: ProcessId) {
     assert!(!world.node.containers[&key(AUTO)].retain_context, "it is all here");
 }
 
-/// So much slower without its context.
+/// Sets the measured costs of both ways.
 fn costs(world: &mut World, deep_ms: u64, shallow_ms: u64) {
     let cost = |home_ms| Some(Cost { out_ms: home_ms, home_ms });
     let costs = &mut world.node.containers.get_mut(&key(AUTO)).unwrap().costs;
@@ -80,7 +80,7 @@ fn auto_tries_both_ways_and_takes_the_cheaper() {
         world.node.containers.get_mut(&key(AUTO)).unwrap().costs = Default::default();
         assert_eq!(leave(&mut world, id), Phase::Checkpointed, "all of it first");
         come_home(&mut world, id);
-        // As a copier has brought it home.
+        // As after a copier's restore.
         world.agents.get_mut(&id).unwrap().notes = ProcessFlags::IMPORTED;
         assert_eq!(leave(&mut world, id), Phase::CopiedOut, "then the other way");
         assert_eq!(world.used(), 100);

@@ -1,4 +1,4 @@
-//! Whom a process may hold memory together with.
+//! Dedup domains of processes.
 
 use super::{
     super::{Domain, ProcessId},
@@ -24,5 +24,5 @@ fn dedup_domain_needs_policy_and_job_user() {
     assert_eq!(domain(&world, id, None), Some(Domain::Containers { containerd, pod }));
     let namespace = "k8s.io".to_owned();
     assert_eq!(domain(&world, id, Some(1000)), Some(Domain::Jobs { uid: 1000, namespace }));
-    assert_eq!(domain(&world, ProcessId(u64::MAX), None), None, "nobody knows it");
+    assert_eq!(domain(&world, ProcessId(u64::MAX), None), None, "the process is unknown");
 }

@@ -1,4 +1,4 @@
-//! Returns onto another GPU, where the own one is full.
+//! Restores on another GPU, if the own one is full.
 
 use affinode_proto::{
     state::State,
@@ -13,7 +13,7 @@ use super::{
     world::{GPU, World, key},
 };
 
-/// Two GPUs; a process of 600 is away from the first one, where 600 are in use by another.
+/// Two GPUs. A process of 600 bytes is offloaded from the first one, where others use 600.
 fn crowded(container: usize) -> (World, ProcessId) {
     let mut world = World::new(3);
     world.two_gpus = true;
@@ -28,7 +28,7 @@ fn crowded(container: usize) -> (World, ProcessId) {
     (world, id)
 }
 
-/// It is called, and is home before it is idle again.
+/// A call restores the process before it is idle again.
 fn comes_home(world: &mut World, id: ProcessId) {
     world.call(id);
     for _ in 0..1_000 {
@@ -37,7 +37,7 @@ fn comes_home(world: &mut World, id: ProcessId) {
         }
         world.pass();
     }
-    panic!("{id:?} does not come home");
+    panic!("{id:?} is not restored");
 }
 
 #[test]
@@ -99,7 +99,7 @@ fn immovable_process_waits_for_own_gpu() {
     }
 }
 
-/// A try that fails is not made again; nothing else becomes of it.
+/// A failed migration is not tried again and has no other effect.
 #[test]
 fn failed_migration_waits_for_own_gpu() {
     for fail in [Outcome::Busy, Outcome::DriverError] {
@@ -107,7 +107,7 @@ fn failed_migration_waits_for_own_gpu() {
         world.fail = Some(fail);
         world.call(id);
         world.settle();
-        assert!(world.fail.is_none(), "nobody tried");
+        assert!(world.fail.is_none(), "no migration was tried");
         assert_eq!((world.agents[&id].phase, world.agents[&id].gpu), (Phase::Checkpointed, 0));
         assert_eq!(world.state(0), State::Queued);
         world.take_unmanaged(0);
@@ -116,9 +116,9 @@ fn failed_migration_waits_for_own_gpu() {
     }
 }
 
-/// The controller dies after its order, before and after the agent has carried it out, and where
-/// memory that was copied did not find its room there: the next one proves room where the process
-/// is, not where it was.
+/// The controller dies after the order, before and after the agent has executed it, and where the
+/// copy in found no VRAM. The next one proves VRAM on the GPU where the process is, not where it
+/// was.
 #[test]
 fn next_controller_knows_target_gpu() {
     for (container, carried_out, fails) in [(0, false, false), (0, true, false), (1, false, true)] {
@@ -154,8 +154,8 @@ fn next_controller_knows_target_gpu() {
     }
 }
 
-/// Between the promise and the order it turns out that it cannot be sent there after all: room was
-/// proven on the other one alone, so it is not ordered to come home to its own.
+/// Between promise and order the migration becomes impossible. VRAM was proven on the other GPU
+/// only, so no restore on the own GPU is ordered.
 #[test]
 fn impossible_migration_needs_a_new_proof() {
     let (mut world, id) = crowded(0);
@@ -192,7 +192,7 @@ fn needs_room_on(world: &World, id: ProcessId) -> String {
     world.node.processes.get(&id).unwrap().vram_to_restore().unwrap().remove(0).uuid
 }
 
-/// It had come back by itself, as far as its context, when it read the order.
+/// The process had restored itself, except for its context, when it read the order.
 #[test]
 fn late_order_moves_no_process() {
     for outcome in [Outcome::Late, Outcome::WrongPhase] {
@@ -213,7 +213,7 @@ fn late_order_moves_no_process() {
     }
 }
 
-/// Its connection broke while it was on its way, and its grant ended before it came forward.
+/// The connection broke during the migration, and the grant ended before the process registered.
 #[test]
 fn target_gpu_is_known_at_registration() {
     let (mut world, id, _) = sent();

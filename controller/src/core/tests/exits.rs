@@ -11,7 +11,7 @@ use affinode_proto::{
 use super::super::{Input, ProcessId};
 use super::world::World;
 
-/// `CUDA_ERROR_DEINITIALIZED`.
+/// The driver's error `CUDA_ERROR_DEINITIALIZED` after `exit`.
 const ENDED: u32 = 4;
 
 /// Goes on until the process finds this order, whose driver has ended then.

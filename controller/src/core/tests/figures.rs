@@ -1,4 +1,4 @@
-//! What processes are told that ask NVML while they are away.
+//! NVML readings for offloaded processes.
 
 use affinode_proto::wire::message::{
     AgentMessage, ControllerMessage, GpuReading, UNKNOWN_UTILIZATION,

@@ -10,7 +10,7 @@ use super::world::{World, key};
 
 #[test]
 fn hidden_way_is_told_once_and_bars_checkpoints() {
-    // By the engines of the containers: driver, fast, park.
+    // Containers by engine: checkpoint, full, copy.
     for (n, moves) in
         [(0, OffloadMethod::DriverCheckpoint), (1, OffloadMethod::Copy), (2, OffloadMethod::Copy)]
     {

@@ -16,13 +16,13 @@ use super::{
 /// What a process does when it is told to hold its allocations.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Manner {
-    /// It holds.
+    /// It holds its allocations.
     Done,
     /// It says Busy at once.
     Busy,
     /// It says Busy after this time, in milliseconds.
     BusyAfter(Millis),
-    /// It says nothing.
+    /// It sends no report.
     Silent,
     /// It does another of these each time.
     Alternates,
@@ -134,7 +134,7 @@ fn wakes_beside(mut world: World, manner: Manner) -> Vec<Millis> {
             if world.agents[&victim].phase == Phase::Open {
                 break;
             }
-            assert!(world.now - called < 120_000, "{manner:?}: still away after two minutes");
+            assert!(world.now - called < 120_000, "{manner:?}: still offloaded after two minutes");
             world.tick_after(STEP_MS);
         }
         waits_ms.push(world.now - called);
@@ -229,7 +229,7 @@ fn joins_during_proofs_delay_a_wake_briefly() {
         world.call(victim);
         let mut asked: Option<Millis> = None;
         while world.agents[&victim].phase != Phase::Open {
-            assert!(world.now - called < 60_000, "still away after a minute");
+            assert!(world.now - called < 60_000, "still offloaded after a minute");
             world.work(victim);
             asked = asked.or((!world.questions.is_empty()).then_some(world.now));
             if asked.is_some_and(|at| world.now - at >= NVML_MS) {
@@ -355,7 +355,7 @@ fn vain_allocations_delay_wakes_less_and_less() {
         while world.now < 100_000 {
             let called = world.now;
             while world.agents[&victim].phase != Phase::Open {
-                assert!(world.now - called < 120_000, "still away after two minutes");
+                assert!(world.now - called < 120_000, "still offloaded after two minutes");
                 world.call(victim);
                 serve(&mut world, victim);
                 while let Some(message) = world.agents.get_mut(&liar).unwrap().inbox.pop_front() {
@@ -432,7 +432,7 @@ fn silence_of_one_is_held_against_its_container() {
     assert_eq!(long, [true, false, true, false, true], "{waits_ms:?}");
 }
 
-/// A process that ends while it is waited for, and one whose page is not believed, cost no time.
+/// A process that ends while it is waited for, and one with invalid counters, cost no time.
 #[test]
 fn gone_or_distrusted_process_is_not_awaited() {
     for scribbles in [true, false] {
@@ -457,7 +457,8 @@ fn gone_or_distrusted_process_is_not_awaited() {
     }
 }
 
-/// A process that starts in a container of which a part is away takes nothing before that part is back.
+/// A process that starts in a partly offloaded container takes no VRAM before the rest is
+/// restored.
 #[test]
 fn new_sibling_holds_until_the_rest_is_back() {
     let mut world = World::new(1);

@@ -31,7 +31,7 @@ impl World {
         }
     }
 
-    /// A person asks for the offload of a container whose page and device were read just now.
+    /// An operator requests the offload of a container with fresh counters and samples.
     fn ask_offload(&mut self, n: usize, id: ProcessId) {
         self.feed(Input::Gpus(Ok(self.gpus())));
         let page = super::agent::page(&self.agents[&id]);
@@ -241,7 +241,7 @@ fn copy_without_room_in_the_pod_is_turned_back() {
     let container = &world.node.containers[&key(2)];
     assert!(container.reason.1.contains("/pod"), "{:?}", container.reason);
     assert!(world.node.copies_in_progress().is_empty());
-    // It is home, and leaves the next time.
+    // The container is resident, and is offloaded the next time.
     world.read_levels(2, id, 0, 100);
     assert_eq!(world.turned_back, [id], "it copies no more");
     world.settle();

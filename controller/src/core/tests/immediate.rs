@@ -1,4 +1,4 @@
-//! Returns that do not wait for neighbours to become idle.
+//! Restore policy `immediate`.
 
 use affinode_proto::{state::State, wire::Phase};
 
@@ -7,7 +7,7 @@ use super::{
     world::{World, key},
 };
 
-/// A container of policy `immediate` and priority 0 whose process is away, and neighbours.
+/// An offloaded container of policy `immediate` and priority 0, and neighbours.
 fn asker(size: u64) -> (World, ProcessId) {
     let mut world = World::new(3);
     world.immediate = vec![0];
@@ -18,7 +18,7 @@ fn asker(size: u64) -> (World, ProcessId) {
     (world, id)
 }
 
-/// Lets time pass while these are in use. Whether the asker came home.
+/// Lets time pass while these containers are in use. Returns whether the waiter was restored.
 fn while_in_use(world: &mut World, busy: &[ProcessId], asker: ProcessId, ticks: usize) -> bool {
     for _ in 0..ticks {
         busy.iter().for_each(|id| world.call(*id));
@@ -121,8 +121,8 @@ fn process_that_ignores_end_is_killed() {
     assert!(world.now - asked >= 5_000);
 }
 
-/// Nobody is ended for nothing: not where it does not suffice, not above the asker, not for a
-/// return that nobody calls for, not whom an operator keeps.
+/// No process is ended without effect: not where its end does not suffice, not above the waiter's
+/// priority, not without a waiting call, and not in a pinned container.
 #[test]
 fn protected_processes_are_not_ended() {
     let fixed = |world: &mut World, container, size| {
@@ -153,10 +153,10 @@ fn protected_processes_are_not_ended() {
     let request = super::super::Request::Restore;
     world.feed(super::super::Input::Command(command, key(0), request));
     world.settle();
-    assert_eq!((world.state(0), world.ended.len()), (State::Queued, 0), "nobody called");
+    assert_eq!((world.state(0), world.ended.len()), (State::Queued, 0), "no call waits");
 }
 
-/// Whoever waits in the queue for longer is passed, unless it is of higher priority.
+/// Longer waiters are passed, except those of higher priority.
 #[test]
 fn it_goes_before_others_of_its_priority() {
     let mut world = World::new(3);
@@ -204,7 +204,7 @@ fn busy_process_is_forced_thrice_before_its_end() {
     assert!(home && !world.agents.contains_key(&other));
 }
 
-/// A person who wants it back does not make it one that cannot be moved.
+/// An operator's restore request does not make a container immovable.
 #[test]
 fn restore_request_in_offload_ends_no_process() {
     let (mut world, asker) = asker(600);
@@ -227,7 +227,7 @@ fn call_before_close_keeps_forced_offload() {
     let busy = world.running(2, 700);
     world.call(waiter);
     let goal = |world: &World| world.node.containers[&key(2)].goal;
-    // Nobody answers the question for host memory.
+    // The survey of host memory stays without a reply.
     while goal(&world) == Goal::Resident {
         world.call(busy);
         world.tick();

@@ -125,7 +125,7 @@ impl World {
         }
         let Some(agent) = self.agents.get_mut(&id) else { return };
         if agent.orphaned {
-            self.hello(id); // Nobody is there for the report; the Hello says it all.
+            self.hello(id); // The connection is gone: the Hello has all that the report had.
             return;
         }
         let (phase, swappable_bytes) = (agent.phase, agent.carried);

@@ -10,7 +10,7 @@ use super::{
     world::{ENGINES, GPU, World, key},
 };
 
-/// A container whose engine parks goes out and home; what NVML shows stays consistent.
+/// A container with the engine `copy` is offloaded and restored; NVML's view stays consistent.
 #[test]
 fn parked_memory_is_given_back_and_found_again() {
     for (n, held, away) in [(1, 0, 600), (2, 150, 450)] {
@@ -43,7 +43,7 @@ fn copy_in_without_vram_waits_and_loses_nothing() {
     world.work(id);
     assert_eq!((world.state(2), world.fail), (State::Queued, None));
     world.settle();
-    assert_eq!(world.node.containers[&key(2)].restores, 1, "it came home at the second attempt");
+    assert_eq!(world.node.containers[&key(2)].restores, 1, "restored at the second attempt");
 }
 
 #[test]
@@ -69,7 +69,8 @@ fn uncopyable_memory_is_checkpointed() {
     }
 }
 
-/// Memory of a copier's making may be among it, after whose checkpoint there is no restore.
+/// The process may have memory imported from a copier, after whose checkpoint no restore is
+/// possible.
 #[test]
 fn memory_is_copied_before_counters_are_read() {
     let mut world = World::new(3);

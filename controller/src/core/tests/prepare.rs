@@ -1,4 +1,4 @@
-//! Containers whose host memory is made ready before they leave.
+//! Containers with prefaulted host memory.
 
 use affinode_proto::{
     reason::Reason,
@@ -27,7 +27,8 @@ const FAST: usize = 1;
 const TIMEOUT_MS: Millis = 1_200;
 
 impl World {
-    /// Only who is home and is not prepared is told to, only who is that it is over.
+    /// Only a resident process that is not prefaulted gets the order; only a prefaulted one gets
+    /// its end.
     pub(super) fn told_to_prepare(&mut self, id: ProcessId, on: bool) {
         let agent = self.agents.get_mut(&id).expect("it lives");
         assert_eq!(ENGINES[agent.container], "full");
@@ -45,7 +46,7 @@ fn policy(world: &mut World, n: usize) -> &mut Policy {
     &mut world.node.containers.get_mut(&key(n)).unwrap().policy
 }
 
-/// A process of a container that stays until somebody says otherwise.
+/// A process of a container that is not offloaded without a request.
 fn staying(world: &mut World, n: usize, bytes: u64) -> ProcessId {
     let id = world.running(n, bytes);
     let policy = policy(world, n);
@@ -54,7 +55,7 @@ fn staying(world: &mut World, n: usize, bytes: u64) -> ProcessId {
     id
 }
 
-/// One that is prepared.
+/// A process with prefaulted host memory.
 fn prepared(world: &mut World) -> ProcessId {
     let id = staying(world, FAST, 600);
     rest(world);
@@ -261,7 +262,7 @@ fn no_prefault_during_offload_or_restore() {
     world.settle();
     assert_eq!((world.state(FAST), &world.prepared[..]), (State::Offloaded, &[][..]));
 
-    // What is decided meanwhile is looked at when it is home.
+    // Changes during an offload take effect after the restore.
     let mut world = World::new(3);
     let id = prepared(&mut world);
     ask(&mut world, Request::Offload);
@@ -382,7 +383,7 @@ fn failed_or_undone_offload_ends_prefault() {
     }
 }
 
-/// It would come home each time, and never be away.
+/// Each offload would be undone.
 #[test]
 fn repeatedly_uncopied_process_is_not_prefaulted() {
     let mut world = World::new(3);
@@ -399,7 +400,7 @@ fn repeatedly_uncopied_process_is_not_prefaulted() {
         world.fail = (!copied).then_some(Outcome::NotCopied);
         world.settle_all();
         assert_eq!(world.fail, None);
-        assert_eq!(world.agents[&id].phase == Phase::Checkpointed, copied, "else it came home");
+        assert_eq!(world.agents[&id].phase == Phase::Checkpointed, copied, "else it is restored");
         world.call(id);
         world.settle_all();
         assert_eq!(world.agents[&id].phase, Phase::Open);
@@ -480,7 +481,7 @@ fn is_leaving_only_during_offload() {
     assert!(world.node.is_leaving(id));
     world.now += 1_000;
     world.feed(Input::Page(id, super::agent::page(&world.agents[&id])));
-    assert!(!world.node.is_leaving(id), "nobody waits for it any longer");
+    assert!(!world.node.is_leaving(id), "no waiter counts on it any longer");
     world.settle();
     ask(&mut world, Request::Offload);
     world.settle();

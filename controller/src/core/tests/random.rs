@@ -29,7 +29,7 @@ enum Step {
     Detach(usize, bool),
     Restart(bool),
     Others(u64),
-    /// The controller is stopped for six seconds, and somebody takes what is free.
+    /// The controller is stopped for six seconds, and unmanaged processes take what is free.
     Stopped(u64),
     Fail(bool),
     Ask(usize, bool),
@@ -37,7 +37,7 @@ enum Step {
     Fix(usize),
     /// A tool is in the process from now on: its context stays where it is.
     Tool(usize),
-    /// So many connections have come in at the container's network.
+    /// The number of connections at the container's network.
     Connections(usize, u64),
     /// NVML shows work of the process.
     Worked(usize),
@@ -153,7 +153,7 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
                 world.fail = Some(if busy { Outcome::Busy } else { Outcome::DriverError })
             }
             Step::Fix(n) => {
-                // Only where it is on the device: memory that is away was no such memory.
+                // Only while it is on the GPU: offloaded memory was not managed memory.
                 let id = nth(n, &world);
                 let agent = id.and_then(|id| world.agents.get_mut(&id));
                 if let Some(agent) = agent.filter(|agent| agent.phase == Phase::Open) {
@@ -190,7 +190,8 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
     world.fail = None;
     // Processes that refuse holds go on refusing them.
     (world.nvml.fails, world.nvml.no_host_memory) = (false, false);
-    // Whoever cannot be moved, or whose context stays, may keep others waiting for as long as it lives.
+    // A process that cannot be offloaded, or retains its context, may block others as long as it
+    // lives.
     let stays = |agent: &Agent| agent.fixed || agent.tools;
     let fixed = world.agents.iter().filter(|(_, agent)| stays(agent)).map(|(id, _)| *id);
     fixed.collect::<Vec<_>>().into_iter().for_each(|id| world.exit(id));
@@ -222,7 +223,7 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
     for (command, _) in &world.answers {
         asked.remove(command);
     }
-    prop_assert!(asked.is_empty(), "nobody answers {asked:?}");
+    prop_assert!(asked.is_empty(), "no answer to {asked:?}");
     prop_assert!(world.node.queue.is_empty());
     prop_assert!(world.node.grants.is_empty());
     prop_assert_eq!(world.node.ledger.promised_bytes(GPU), 0);
@@ -232,9 +233,9 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
 proptest! {
     #![proptest_config(config())]
 
-    /// Whatever happens in whatever order: no restore without room (asserted in `work`), no
-    /// order that does not fit, and at the end nobody waits, nobody is stuck half way, and
-    /// nobody's allocations are held.
+    /// Whatever happens in whatever order: no restore without VRAM (asserted in `work`) and no
+    /// order that does not fit. At the end no call waits, no container is partly restored, and no
+    /// allocations are held.
     #[test]
     fn random_steps_lose_no_container(
         prepare in any::<bool>(),
@@ -247,7 +248,7 @@ proptest! {
     }
 
     /// The same where returns need not wait for neighbours to become idle, and where the end
-    /// of a process is the last resort (who may be ended is asserted in `told_to_end`).
+    /// of a process is the last resort (`told_to_end` asserts which processes may be ended).
     #[test]
     fn random_immediate_steps_lose_no_container(
         immediate in proptest::sample::subsequence(vec![0, 1, 2], 1..4),
@@ -260,7 +261,7 @@ proptest! {
 proptest! {
     #![proptest_config(config())]
 
-    /// The same where processes change places between two devices, and are prepared sometimes.
+    /// The same with migrations between two GPUs, and with prefaulting at times.
     #[test]
     fn random_steps_on_two_gpus_lose_no_container(
         prepare in any::<bool>(),
@@ -352,7 +353,7 @@ fn evicted_waiter_evicts_no_other() {
     run(steps).unwrap();
 }
 
-/// Its neighbour has failed to leave so often that it is left alone for half a minute.
+/// The neighbour has failed often enough that its next offload waits half a minute.
 #[test]
 fn allocation_is_served_after_backoff() {
     let mut steps = vec![Step::Join(2), Step::Tick, Step::Tick, Step::Tick, Step::Question];

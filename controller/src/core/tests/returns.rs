@@ -1,4 +1,4 @@
-//! Going out and coming home, one case each.
+//! Offloads and restores, one case each.
 
 use affinode_proto::{
     reason::Reason,
@@ -46,13 +46,13 @@ fn two_that_do_not_fit_together_take_turns() {
     world.call(first);
     assert_eq!(world.state(0), State::Queued);
     world.settle();
-    // The second went idle, the first came home, and went idle again.
+    // The second went idle, the first was restored and went idle again.
     assert_eq!(world.node.containers[&key(0)].restores, 1);
     assert_eq!((world.state(0), world.state(1)), (State::Offloaded, State::Offloaded));
 }
 
-/// A controller dies between the restores of a container's two processes, and one that needs
-/// the VRAM of the first was called before: it must not keep the second away.
+/// A controller dies between the restores of a container's two processes. A container that needs
+/// the VRAM of the first was called before: it must not block the second.
 #[test]
 fn partly_restored_container_goes_first() {
     let mut world = World::new(2);
@@ -69,7 +69,7 @@ fn partly_restored_container_goes_first() {
     world.call(large);
     world.call(one);
     world.settle();
-    assert!(world.agents.values().all(|agent| !agent.wants), "somebody still waits");
+    assert!(world.agents.values().all(|agent| !agent.wants), "a call still waits");
     assert_eq!((world.state(0), world.state(1)), (State::Offloaded, State::Offloaded));
 }
 
@@ -98,10 +98,10 @@ fn journal_survives_two_controllers() {
     world.restart(false);
     ids.into_iter().for_each(|id| world.call(id));
     world.settle();
-    assert!(world.agents.values().all(|agent| !agent.wants), "somebody still waits");
+    assert!(world.agents.values().all(|agent| !agent.wants), "a call still waits");
 }
 
-/// Nobody knows what two processes held: they come home when the device is empty.
+/// The VRAM of two processes is unknown: they are restored when the GPU is empty.
 #[test]
 fn unrecorded_container_restores_to_empty_gpu() {
     let mut world = World::new(2);
@@ -112,11 +112,11 @@ fn unrecorded_container_restores_to_empty_gpu() {
     world.restart(false);
     ids.into_iter().for_each(|id| world.call(id));
     world.settle();
-    assert!(world.agents.values().all(|agent| !agent.wants), "somebody still waits");
+    assert!(world.agents.values().all(|agent| !agent.wants), "a call still waits");
 }
 
-/// All who have come forward are home; one whose restore is running has not. Its VRAM stays
-/// promised to it.
+/// All registered processes are restored; the restore of an unregistered one is running. Its VRAM
+/// stays promised to it.
 #[test]
 fn promise_to_unregistered_process_is_kept() {
     let mut world = World::new(1);
@@ -166,7 +166,7 @@ fn late_registration_waits_for_own_proof() {
     assert_eq!(world.state(0), State::Queued);
     world.others = 0;
     world.settle();
-    assert!(world.agents.values().all(|agent| !agent.wants), "somebody still waits");
+    assert!(world.agents.values().all(|agent| !agent.wants), "a call still waits");
     assert_eq!(world.state(0), State::Offloaded);
 }
 
@@ -282,8 +282,8 @@ fn call_during_close_undoes_offload() {
     assert_eq!(world.agents[&ProcessId(1)].phase, Phase::Open);
 }
 
-/// A container that claims to be away would be promised a whole device: one that nobody
-/// moved is not believed, and keeps nobody from coming home.
+/// A false report of being offloaded would be a claim on a whole GPU. Without a record it is
+/// rejected, and blocks no restore.
 #[test]
 fn false_offloaded_phase_is_rejected() {
     let mut world = World::new(2);
@@ -303,7 +303,7 @@ fn false_offloaded_phase_is_rejected() {
     assert!(!world.agents[&honest].wants, "it still waits");
 }
 
-/// What an operator chose stands before every policy, and before those who wait for room.
+/// Overrides of operators prevail over every policy and over waiters.
 #[test]
 fn pin_and_auto_offload_off_keep_containers() {
     let mut world = World::new(2);
@@ -322,7 +322,7 @@ fn pin_and_auto_offload_off_keep_containers() {
     world.feed(Input::Command(CommandId(2), key(0), Request::Offload));
     world.settle();
     assert_eq!(world.state(0), State::Offloaded, "by hand it goes");
-    // Its room is taken; nobody makes room for it while the switch is off.
+    // Its VRAM is taken; no container is evicted for it while auto-offload is off.
     let second = world.running(1, 600);
     world.call(first);
     world.settle();
@@ -374,11 +374,11 @@ fn stopped_controller_distrusts_its_proofs() {
     assert_eq!(world.state(0), State::Queued);
     world.others = 0;
     world.settle();
-    assert!(world.agents.values().all(|agent| !agent.wants), "somebody still waits");
+    assert!(world.agents.values().all(|agent| !agent.wants), "a call still waits");
 }
 
-/// A container is stopped with the order to come home in its inbox, for so long that others
-/// hold no more. When it runs on, the order is no reason to restore.
+/// A process is stopped with the restore order in its inbox until the others' holds have ended.
+/// When it continues, it must not execute the order.
 #[test]
 fn stopped_process_restores_by_second_order() {
     let mut world = World::new(1);
@@ -405,7 +405,7 @@ fn stopped_process_restores_by_second_order() {
     assert!(!world.agents[&id].wants, "it still waits");
 }
 
-/// A container makes a process after the other that registers and then does nothing it is told.
+/// A container starts process after process that registers and then ignores all orders.
 #[test]
 fn container_that_never_holds_delays_once() {
     let mut world = World::new(2);
@@ -435,7 +435,7 @@ fn container_that_never_holds_delays_once() {
     assert!(waits_ms[1..].iter().all(|wait| *wait < 500), "{waits_ms:?}");
 }
 
-/// A container takes its turn, makes everybody hold, never comes home, and comes again.
+/// A container gets its grants, makes all others hold, is never restored, and waits again.
 #[test]
 fn wasted_grants_delay_others_less_each_time() {
     let mut world = World::new(2);

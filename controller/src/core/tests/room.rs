@@ -1,8 +1,8 @@
-//! Allocations that found no memory and wait for room.
+//! Allocations that found no VRAM and wait for it.
 
 use super::world::{World, key};
 
-/// Lets time pass until nobody asks for room any more.
+/// Lets time pass until no allocation waits.
 fn until_served(world: &mut World) -> bool {
     (0..8).any(|_| {
         world.settle();
@@ -54,7 +54,7 @@ fn higher_priority_allocation_passes_restore() {
     world.settle();
     let high = world.running(1, 600);
     world.call(low);
-    // The return has waited for so long that it stands first.
+    // The restore has waited so long that it is first in the queue.
     world.now += 60_000;
     world.others = 200;
     world.allocate(high, 300);

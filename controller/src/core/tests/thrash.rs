@@ -53,8 +53,8 @@ fn pass(world: &mut World) {
 proptest! {
     #![proptest_config(config())]
 
-    /// Whoever came home stays for its minimum residency, whoever is called whenever: so nobody
-    /// is moved more often than once in that time.
+    /// A restored container stays for its minimum residency, whatever calls come. So it is moved
+    /// at most once in that time.
     #[test]
     fn container_moves_at_most_once_per_residency(
         calls in proptest::collection::vec((0_usize..3, 0_usize..60), 1..40),
@@ -85,8 +85,8 @@ proptest! {
         }
     }
 
-    /// One that fails to leave is tried again after twice the time for each time more, whoever
-    /// calls and asks for its room meanwhile.
+    /// After each failed offload the next attempt waits twice as long, whatever calls and requests
+    /// come meanwhile.
     #[test]
     fn failed_offloads_are_retried_less_often(
         calls in proptest::collection::vec((0_usize..2, 1_usize..60), 60),

@@ -1,4 +1,4 @@
-//! The second witness: work that runs without a call in progress.
+//! NVML utilisation: work that runs without a call in progress.
 
 use affinode_proto::{reason::Reason, state::State, wire::Phase};
 
@@ -66,7 +66,7 @@ fn utilization_is_shown_per_process_until_stale() {
     assert_eq!(shares(&world), [None, None], "what was told is old");
 }
 
-/// Whoever asks for it gets it: the driver's lock waits for what runs.
+/// An operator's request offloads a working container: the driver's lock waits for the work.
 #[test]
 fn operator_request_offloads_working_container() {
     let mut world = World::new(1);
@@ -86,8 +86,8 @@ fn stale_utilization_sample_expires() {
     assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
 }
 
-/// Work of others keeps nobody: on a device where it holds nothing, of another pid, of one
-/// that had this pid before.
+/// Work keeps no container if it is on a GPU where the process has no VRAM, of another pid, or of
+/// an earlier process with this pid.
 #[test]
 fn work_of_others_keeps_no_container() {
     let cases: [fn(&mut Work); 3] = [

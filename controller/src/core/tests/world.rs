@@ -25,9 +25,9 @@ use super::nvml::Nvml;
 pub(super) const GPU: &str = "GPU-07070707-0707-0707-0707-070707070707";
 const OTHER_GPU: &str = "GPU-08080808-0808-0808-0808-080808080808";
 pub(super) const TOTAL: u64 = 1_000;
-/// Whose agent copies less is not prepared.
+/// A process whose agent can copy less is not prefaulted.
 pub(super) const MIN_PREFAULT_BYTES: u64 = 100;
-/// Of the containers.
+/// Engines of the containers, by number.
 pub(super) const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
 
 pub(super) struct World {
@@ -37,7 +37,7 @@ pub(super) struct World {
     pub(super) agents: BTreeMap<ProcessId, Agent>,
     /// There is a second device of the same kind; processes are on the one and the other.
     pub(super) two_gpus: bool,
-    /// Bytes of somebody who is not managed, on the first device.
+    /// VRAM of unmanaged processes on the first GPU, in bytes.
     pub(super) others: u64,
     pub(super) questions: VecDeque<Effect>,
     pub(super) nvml: Nvml,
@@ -50,11 +50,11 @@ pub(super) struct World {
     pub(super) mig: bool,
     /// Containers of restore policy `immediate`.
     pub(super) immediate: Vec<usize>,
-    /// Containers are prepared for their leaving.
+    /// Containers have the policy `prefault`.
     pub(super) prepare: bool,
-    /// The engine of who has `full` else is `auto`.
+    /// Containers with the engine `full` have `auto` instead.
     pub(super) auto: bool,
-    /// Who was told to make memory ready, or that it is over.
+    /// Prefault orders that were sent, on or off.
     pub(super) prepared: Vec<(ProcessId, bool)>,
     /// Processes that were told to end, and whether by force.
     pub(super) ended: Vec<(u32, bool)>,
@@ -62,7 +62,7 @@ pub(super) struct World {
     pub(super) fail: Option<Outcome>,
     /// Host memory of the node in bytes, if it is bounded.
     pub(super) host_total: Option<u64>,
-    /// Who was told to stop its copy out.
+    /// Processes that were ordered to stop their copy out.
     pub(super) turned_back: Vec<ProcessId>,
 }
 
@@ -151,7 +151,7 @@ impl World {
         others + there.map(Agent::on_device).sum::<u64>()
     }
 
-    /// Somebody who is not managed has so many bytes from now on, if there is room for them.
+    /// Unmanaged processes hold these bytes from now on, if they are free.
     pub(super) fn take_unmanaged(&mut self, bytes: u64) {
         if self.used() - self.others + bytes <= TOTAL {
             self.others = bytes;
@@ -211,7 +211,7 @@ impl World {
         }
     }
 
-    /// Containers that are being sent away for others, as long as nothing was touched.
+    /// Containers whose eviction was requested and that are not touched yet.
     fn leaving(&self) -> BTreeSet<Key> {
         let pressed =
             |c: &Container| c.goal == Goal::OffloadRequested && c.cause == Reason::Pressure;
@@ -219,29 +219,29 @@ impl World {
         all.map(|(key, _)| key.clone()).collect()
     }
 
-    /// Who begins to make room makes it for somebody who waits and does not stand below it.
+    /// Each container that is evicted is evicted for a waiter of at least its priority.
     fn assert_evictions_serve_a_waiter(&self, before: &BTreeSet<Key>) {
         let priority = |key: &Key| self.node.containers[key].policy.priority;
         let waiting = self.node.queue.in_order(self.now);
         for key in self.leaving().difference(before) {
             let asks = |other: &&Key| *other != key && priority(other) >= priority(key);
-            assert!(waiting.iter().any(|other| asks(&other)), "{key} leaves, and for whom?");
+            assert!(waiting.iter().any(|other| asks(&other)), "{key} is evicted for no waiter");
         }
     }
 
-    /// Nobody is ended who could be moved, whose memory is away, or who stands above all who
-    /// may ask for it.
+    /// No process is ended that could be offloaded, is offloaded, or stands above every waiter
+    /// that may ask for its end.
     fn told_to_end(&mut self, pid: u32, by_force: bool) {
         let agent = self.agents.values().find(|agent| agent.pid == pid).expect("it lives");
-        assert!(!agent.phase.is_offloaded(), "the memory of {pid} is away: its end frees nothing");
+        assert!(!agent.phase.is_offloaded(), "{pid} is offloaded: its end frees no VRAM");
         let stayed = self.node.containers[&key(agent.container)].forced_offload_failed_at;
         assert!(agent.fixed || stayed.is_some(), "{pid} could be moved");
         let asked = self.immediate.iter().any(|n| n % 2 >= agent.container % 2);
-        assert!(asked, "{pid} is above whoever asks");
+        assert!(asked, "{pid} is above every waiter that may ask");
         self.ended.push((pid, by_force));
     }
 
-    /// Who was told to end does; every second one not before it is killed.
+    /// Processes that were asked to end do so; every second one only when it is killed.
     fn end_them(&mut self) {
         let ends = |agent: &Agent| {
             let told = |by_force| self.ended.contains(&(agent.pid, by_force));
@@ -416,8 +416,8 @@ impl World {
         }
     }
 
-    /// The controller hears and says nothing for six seconds: processes end their holds, and
-    /// somebody who is not managed takes what is free.
+    /// The controller handles nothing for six seconds: processes end their holds, and unmanaged
+    /// processes take the free VRAM.
     pub(super) fn stop_controller(&mut self, bytes: u64) {
         self.now += 6_000;
         for agent in self.agents.values_mut() {
@@ -426,8 +426,8 @@ impl World {
         self.take_unmanaged(bytes);
     }
 
-    /// The connection breaks. What the agent is in the middle of it finishes; it holds
-    /// its allocations until somebody welcomes it again.
+    /// The connection breaks. The agent finishes what is in progress and holds its allocations
+    /// until it is welcomed again.
     pub(super) fn cut(&mut self, id: ProcessId, busy: bool) {
         let Some(agent) = self.agents.get_mut(&id) else { return };
         agent.inbox.retain(|message| matches!(message, ControllerMessage::Order { .. }));
@@ -485,13 +485,13 @@ impl World {
         }
     }
 
-    /// Lets everything that is on its way arrive, with whoever waits calling again as agents do.
+    /// Delivers everything that is pending; agents with waiting calls repeat their wakes.
     pub(super) fn settle(&mut self) {
         (0..400).for_each(|_| self.pass());
     }
 
-    /// The same until nobody waits: who failed to leave or to come home again and again is tried
-    /// again a minute later. Ends before an allocation's patience does.
+    /// Settles until no container waits: failed offloads and restores are retried a minute later.
+    /// Ends before an allocation's timeout.
     pub(super) fn settle_all(&mut self) {
         self.settle();
         for _ in 0..1_200 {
