@@ -1,8 +1,8 @@
-//! Copies out in progress, and the host memory that others take meanwhile.
+//! Copies out in progress, and host memory that other processes take meanwhile.
 //!
-//! A copy was promised its memory before its first byte, but a neighbour in the pod, or anything
-//! else on the node, may take some of it while it is filled. The library sees the node and its
-//! container's own limit; the limits above are seen from here alone:
+//! A copy out is promised its memory before its first byte. But a neighbour in the pod, or another
+//! process on the node, may take some of it while it is filled. The library sees the node and its
+//! container's own limit. Only the controller sees the limits above:
 //!
 //! ```text
 //! copy ordered ──> levels read, again and again ──> less free than the copy has still to touch?
@@ -10,31 +10,31 @@
 //!                                                     yes: turned back ──> NoHostMemory, undone
 //! ```
 //!
-//! What a copy has still to touch stands in its process's counters: the container's claim. So it is
-//! compared with what is free for that container alone: a false claim turns back its own copies, or
-//! leaves them to their own limits.
+//! The bytes that a copy has still to touch are in its process's counters: the container's claim.
+//! They are compared with what is free for that container alone, so a false claim turns back the
+//! container's own copies, or leaves them to its own limits.
 
 use affinode_proto::wire::message::Action;
 
 use super::{Effect, Key, Millis, Node, ProcessId, host_memory::MemoryPool, process::Process};
 
-/// The levels of host memory are read this often while a copy out is in progress.
+/// Interval at which the levels of host memory are read during a copy out, in milliseconds.
 pub const LEVELS_INTERVAL_MS: Millis = 20;
 
-/// A copy out in progress.
+/// A container with a copy out in progress.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CopyInProgress {
     /// The container that is copied out.
     pub key: Key,
-    /// The processes that copy now, and their host pids.
+    /// Its processes that copy now, with their host pids.
     pub processes: Vec<(ProcessId, u32)>,
 }
 
-/// What is free for a container at each level that pays for its memory.
+/// Free host memory of a container, at each level that pays for its memory.
 pub type Levels = (Key, Vec<MemoryPool>);
 
 impl Node {
-    /// The copies out in progress.
+    /// All containers with a copy out in progress.
     #[must_use]
     pub fn copies_in_progress(&self) -> Vec<CopyInProgress> {
         let copies = self.containers.keys().map(|key| {
@@ -45,8 +45,8 @@ impl Node {
         copies.filter(|copy| !copy.processes.is_empty()).collect()
     }
 
-    /// Turns back the copies for which too little is left. The counters of their processes were read
-    /// after these levels: what a copy has touched in between makes it look smaller, never larger.
+    /// Turns back copies with too little free host memory. The counters of their processes were
+    /// read after the levels, so a copy seems to need less than it did, never more.
     pub(super) fn host_levels_read(&mut self, levels: Vec<Levels>) {
         for (key, pools) in levels {
             let copying = self.processes.of(&key).filter(|(_, process)| is_copying(process));
@@ -56,7 +56,8 @@ impl Node {
             let short = pools.into_iter().find(|pool| pool.free_bytes < need_bytes);
             let Some(short) = short.filter(|_| need_bytes > 0) else { continue };
             self.host_ledger.turn_back(&key, MemoryPool { need_bytes, ..short });
-            // Until it has ended: a word that was not read does no harm a second time.
+            // Sent again until the copy ends: a second order does no harm, and the first one may
+            // not have been read.
             let told = copying.into_iter().map(|(id, _)| Effect::TurnBack(id));
             self.effects.extend(told);
         }

@@ -95,7 +95,7 @@ pub enum Effect {
         /// True: prefault. False: give back.
         on: bool,
     },
-    /// Tell a process to stop its copy out between two steps, and to undo it.
+    /// Order a process to stop its copy out between two steps and to undo it.
     TurnBack(ProcessId),
     /// End a process, if pid and start time still match: SIGTERM, or SIGKILL by force.
     End {

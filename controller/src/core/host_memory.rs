@@ -62,8 +62,8 @@ pub enum MemoryShortage {
 struct HostPromise {
     key: Key,
     pools: Vec<MemoryPool>,
-    /// Made by an earlier controller, as the journal says, to processes of the container that have
-    /// not come forward: they may be touching it.
+    /// Taken over from the journal for processes that have not registered: they may be touching
+    /// the memory.
     is_recalled: bool,
     /// Position in the order in which promises were made.
     number: u64,
@@ -71,7 +71,7 @@ struct HostPromise {
     /// Its memory may be touched from now on.
     is_moving: bool,
     released_at: Option<Millis>,
-    /// The pool that has run short while the memory was touched: the copy is turned back.
+    /// The pool that ran short while the memory was touched: the copy out is turned back.
     short_pool: Option<MemoryPool>,
 }
 
@@ -162,8 +162,8 @@ impl HostLedger {
         promises.find(|p| p.key == *key && !p.is_recalled && p.released_at.is_none())
     }
 
-    /// Sets what an earlier controller has promised to processes of this container that have not come
-    /// forward; with no pool it is released.
+    /// Takes over promises of an earlier controller to processes of this container that have not
+    /// registered. Without pools the promise is released.
     pub fn recall(&mut self, key: &Key, pools: Vec<MemoryPool>, now: Millis) {
         let known = self
             .promises
@@ -193,14 +193,14 @@ impl HostLedger {
         }
     }
 
-    /// A pool has less left than the container has still to touch of what it was promised.
+    /// Records that a pool has less free memory than the container's copy out has still to touch.
     pub fn turn_back(&mut self, key: &Key, short_pool: MemoryPool) {
         if let Some(promise) = self.standing_mut(key) {
             promise.short_pool.get_or_insert(short_pool);
         }
     }
 
-    /// The pool because of which the container's copy was turned back, if it was.
+    /// The pool that ran short during the container's copy out, if one did.
     #[must_use]
     pub fn short_pool(&self, key: &Key) -> Option<&MemoryPool> {
         self.standing(key)?.short_pool.as_ref()

@@ -53,8 +53,8 @@ impl Node {
         }
     }
 
-    /// Why a copy out that ends with `NoHostMemory` has failed: the pool that was seen to run short,
-    /// else the node, which the library sees by itself as it does the container's own limit.
+    /// Why a copy out ended with `NoHostMemory`: the pool that the controller saw run short.
+    /// Otherwise the node, which the library checks itself, like the container's own limit.
     pub(super) fn host_shortage(&self, key: &Key, pid: u32) -> (Reason, String) {
         match self.host_ledger.short_pool(key) {
             Some(pool) => {
@@ -91,9 +91,9 @@ impl Node {
         self.host_ledger = ledger;
     }
 
-    /// An earlier controller has ordered offloads that may be in progress: their processes have no
-    /// time for a Hello then. Until such a process comes forward, or is seen to hold no VRAM, what its
-    /// offload takes counts as promised.
+    /// Takes over promises for offloads of an earlier controller that may be in progress: a
+    /// process cannot send its Hello meanwhile. The memory counts as promised until the process
+    /// registers, or NVML shows that it holds no VRAM.
     pub(super) fn promise_to_unseen(&mut self, key: &Key) {
         let mut pools: BTreeMap<Option<String>, MemoryPool> = BTreeMap::new();
         let claims = self.unclaimed_journal.iter().filter(|((other, ..), _)| other == key);
@@ -106,7 +106,7 @@ impl Node {
         self.host_ledger.recall(key, pools.into_values().collect(), self.now);
     }
 
-    /// NVML shows what processes hold that have not come forward.
+    /// Records the VRAM of processes that have not registered, by NVML.
     pub(super) fn take_gpus_of_unseen(&mut self) {
         if self.unclaimed_journal.is_empty() {
             return;
@@ -138,8 +138,8 @@ impl Node {
     }
 }
 
-/// What the offload of a process that has not come forward may still take. What it holds no more is
-/// in host memory already; one that is on its way back takes none.
+/// Host memory that the offload of an unregistered process may still take. The VRAM that it no
+/// longer holds is in host memory already. A process that is being restored takes none.
 fn host_need(claim: &JournalClaim) -> impl Iterator<Item = MemoryPool> {
     let away_bytes = claim.away.iter().fold(0_u64, |sum, on| sum.saturating_add(on.bytes));
     let held_bytes = claim.held_bytes.unwrap_or(away_bytes);

@@ -153,8 +153,8 @@ pub enum Input {
     Worked(Vec<Work>),
     /// The result of [`super::Effect::Survey`].
     Surveyed(Key, Survey),
-    /// What is left of host memory for copies in progress. The counters of their processes were read
-    /// after it.
+    /// Free host memory for copies out in progress, by level. The counters of their processes were
+    /// read after it.
     HostLevels(Vec<Levels>),
     /// The result of [`super::Effect::Prove`] with this number.
     Proven(Key, u64, Result<Vec<GpuSample>, String>),
@@ -170,8 +170,7 @@ pub enum Input {
         to: Option<String>,
         /// Whether a restore was ordered, so that it may be running now.
         restoring: bool,
-        /// The pools of host memory that pay for it, with all that its offload takes there: it may
-        /// be leaving just now.
+        /// The pools of host memory that its offload takes from, in full: it may be in progress.
         host: Vec<MemoryPool>,
     },
     /// An operator or a program requests something.

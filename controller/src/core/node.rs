@@ -74,9 +74,9 @@ pub(super) struct JournalClaim {
     /// UUID of the GPU of a migration in progress. `None`: the process returns to its own GPU.
     pub(super) to: Option<String>,
     pub(super) restoring: bool,
-    /// The pools of host memory that pay for it, with all that its offload takes there.
+    /// The pools of host memory that its offload takes from, in full.
     pub(super) host: Vec<MemoryPool>,
-    /// VRAM that it holds by the last reading of NVML; `None` before the first.
+    /// Its VRAM in the last NVML sample, in bytes; `None` before the first sample.
     pub(super) held_bytes: Option<u64>,
 }
 

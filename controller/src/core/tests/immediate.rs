@@ -79,7 +79,7 @@ fn latest_immovable_processes_end_as_needed() {
     assert_eq!(asked, [pids[2]]);
 }
 
-/// The pid of one that cannot be moved and does not end when asked.
+/// The pid of a process that cannot be offloaded and does not end when asked.
 fn stubborn(world: &mut World) -> u32 {
     let mut id = world.running(2, 700);
     while world.agents[&id].pid % 2 == 1 {
