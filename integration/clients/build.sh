@@ -42,6 +42,8 @@ build pools pools.c client.c load_dlsym.c -ldl
 build ipc ipc.c client.c load_dlsym.c -ldl
 build runtime runtime.c client.c load_proc_address.c -DVERSION=2 -ldl -lpthread
 build tools tools.c client.c load_dlsym.c -Wl,-rpath,'$ORIGIN' -ldl -lpthread
+build constructor constructor.c client.c load_dlsym.c -Wl,-rpath,'$ORIGIN' -ldl -lpthread
+build libconstructor.so constructor.c -DLIBRARY -shared -fPIC -ldl
 build libcupti.so.12 cupti.c -shared -fPIC -Wl,-soname,libcupti.so.12 -ldl -lpthread
 build limiter.so limiter.c -shared -fPIC -fvisibility=hidden -ldl -lpthread
 build memory_check memory_check.c client.c load_dlsym.c -ldl -lpthread

@@ -133,8 +133,22 @@ pub fn internal_signals() -> u64 {
     if weak!("gnu_get_libc_version") == 0 { bit(32) | bit(33) | bit(34) } else { bit(32) | bit(33) }
 }
 
+/// One more reference to a library that is loaded already, for as long as the process lives. Takes
+/// the loader's lock: not for the agent's own thread.
+pub fn keep_loaded(name: &CStr) {
+    const LAZY_NOLOAD_NODELETE: c_int = 1 | 4 | 0x1000;
+    let Some(address) = dlopen() else {
+        return;
+    };
+    // SAFETY: the symbol has this signature in every libc.
+    let dlopen: unsafe extern "C" fn(*const c_char, c_int) -> *mut c_void =
+        unsafe { core::mem::transmute(address) };
+    // SAFETY: a name that zero ends. What is not loaded is not loaded by this.
+    unsafe { dlopen(name.as_ptr(), LAZY_NOLOAD_NODELETE) };
+}
+
 /// The address of `dlopen`, which was in a library of its own before glibc 2.34.
-pub fn dlopen() -> Option<usize> {
+fn dlopen() -> Option<usize> {
     match weak!("dlopen") {
         0 => elf::find_function(b"dlopen"),
         found => Some(found),

@@ -315,9 +315,14 @@ pub fn page_fd() -> i32 {
 
 /// The calling thread is the agent from now on.
 pub fn become_agent(tid: u32) {
+    pass_gate();
+    PROCESS.agent_tid.store(tid, Ordering::SeqCst);
+}
+
+/// The calling thread works for the agent: its calls pass the gate.
+pub fn pass_gate() {
     // SAFETY: the calling thread's own block.
     unsafe { (*thread()).is_agent = 1 };
-    PROCESS.agent_tid.store(tid, Ordering::SeqCst);
 }
 
 /// The agent's thread id, once it runs.

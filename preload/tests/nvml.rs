@@ -5,7 +5,7 @@
 
 mod support;
 
-use affinode_proto::wire::message::{Action, ControllerMessage, GpuReading, Outcome};
+use affinode_proto::wire::message::{Action, BUSY_NVML, ControllerMessage, GpuReading, Outcome};
 use affinode_proto::wire::{Engine, Phase};
 use support::controller::{BRING_BACK, CHECKPOINT, CLOSE, Connection, Controller, LOCK, OFFLOAD};
 use support::{Build, Client};
@@ -161,8 +161,8 @@ fn call_inside_nvml_keeps_the_process() {
     let (mut client, mut agent) = initialised(&controller);
     asks(&mut client, &[("start", 0), ("inside", 0)]);
     agent.done(&[CLOSE]);
-    let (outcome, phase, _) = agent.order(Action::Lock { timeout_ms: 1 });
-    assert_eq!((outcome, phase), (Outcome::Busy, Phase::Closed));
+    let report = agent.order(Action::Lock { timeout_ms: 1 });
+    assert_eq!(report, (Outcome::Busy, Phase::Closed, BUSY_NVML));
     // The others go on: the process is not locked.
     assert_eq!(client.ask("used"), 600);
     asks(&mut client, &[("release", 0), ("join", 0)]);

@@ -9,7 +9,7 @@ use affinode_proto::{
     reason::Reason,
     wire::{
         Hazards, Phase,
-        message::{Action, Outcome},
+        message::{Action, BUSY_LOADER, BUSY_NVML, Outcome},
     },
 };
 
@@ -157,15 +157,11 @@ impl Node {
             (Action::Close { .. }, _) => {
                 self.fail_offload(&key, Reason::Busy, &format!("process {pid}"))
             }
-            (Action::Lock { .. }, Outcome::Busy) => {
-                self.fail_offload(&key, Reason::Busy, &format!("process {pid}"))
+            (Action::Lock { .. } | Action::CopyOut { .. }, Outcome::Busy) => {
+                self.fail_offload(&key, Reason::Busy, &busy_detail(pid, cuda_error));
             }
             (Action::Lock { .. }, _) if cuda_error == CUDA_ERROR_NOT_READY => {
-                self.fail_offload(
-                    &key,
-                    Reason::Busy,
-                    &format!("work of process {pid} is running on the GPU"),
-                );
+                self.fail_offload(&key, Reason::Busy, &busy_detail(pid, cuda_error));
             }
             (Action::Lock { .. }, _) => {
                 self.fail_offload(&key, Reason::DriverError, &failed("cuCheckpointProcessLock"))
@@ -237,6 +233,30 @@ impl Node {
             self.fail_offload(key, Reason::AgentSilent, &format!("process {pid}"));
         } else if let Some(container) = self.containers.get_mut(key) {
             container.reason = (Reason::AgentSilent, format!("process {pid}"));
+        }
+    }
+}
+
+/// What a process is busy with, by the `cuda_error` of its report.
+fn busy_detail(pid: u32, cuda_error: u32) -> String {
+    match cuda_error {
+        BUSY_NVML => format!("a thread of process {pid} is inside NVML"),
+        BUSY_LOADER => format!("a thread of process {pid} loads a library"),
+        CUDA_ERROR_NOT_READY => format!("work of process {pid} is running on the GPU"),
+        _ => format!("process {pid}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn busy_process_says_with_what() {
+        let codes = [BUSY_NVML, BUSY_LOADER, CUDA_ERROR_NOT_READY, 0];
+        let details = codes.map(|code| busy_detail(7, code));
+        for (detail, names) in details.iter().zip(["NVML", "library", "GPU", "process 7"]) {
+            assert!(detail.contains(names) && detail.contains("process 7"), "{detail}");
         }
     }
 }

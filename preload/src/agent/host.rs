@@ -8,7 +8,7 @@ use affinode_cuda_sys::{
     CheckpointRestoreFn, DriverGetVersionFn, result,
 };
 use affinode_proto::wire::counters::Gate;
-use affinode_proto::wire::message::CopyOptions;
+use affinode_proto::wire::message::{BUSY_LOADER, BUSY_NVML, CopyOptions};
 use affinode_proto::wire::{Hazards, Phase};
 
 use super::blocked::BlockedThreadWatch;
@@ -156,10 +156,14 @@ impl Host for DriverHost {
     }
 
     fn call(&mut self, call: DriverCall) -> Option<u32> {
+        if matches!(call, DriverCall::Lock(_)) && swap::loader_lock::is_awaited() {
+            // Nothing of the driver's is called beside that thread.
+            return Some(BUSY_LOADER);
+        }
         if let DriverCall::Lock(timeout_ms) = call
             && !nvml::drain(timeout_ms.min(MAX_NVML_MS))
         {
-            return Some(result::NOT_READY);
+            return Some(BUSY_NVML);
         }
         let name: &[u8] = match call {
             DriverCall::Lock(_) => b"cuCheckpointProcessLock",

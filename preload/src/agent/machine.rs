@@ -31,9 +31,9 @@
 use affinode_cuda_sys::{process_state, result};
 use affinode_proto::wire::Phase;
 use affinode_proto::wire::counters::Gate;
-use affinode_proto::wire::message::{Action, CopyOptions, Outcome, PROOF_TTL_MS};
+use affinode_proto::wire::message::{Action, BUSY_NVML, CopyOptions, Outcome, PROOF_TTL_MS};
 
-use crate::swap::NO_HOST_MEMORY;
+use crate::swap::{LOADER_HELD, NO_HOST_MEMORY};
 
 /// Which counts are waited for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -387,6 +387,7 @@ impl OrderMachine {
         self.enter(host, phase);
         match code {
             NO_HOST_MEMORY => (Outcome::NoHostMemory, 0),
+            LOADER_HELD => (Outcome::Busy, code),
             code => (Outcome::DriverError, code),
         }
     }
@@ -493,7 +494,9 @@ impl OrderMachine {
         self.observe(host);
         let outcome = if succeeded && self.phase == after {
             Outcome::Done
-        } else if code == result::NOT_READY && self.phase == before {
+        } else if matches!(code, result::NOT_READY | BUSY_NVML | LOADER_HELD)
+            && self.phase == before
+        {
             Outcome::Busy
         } else {
             Outcome::DriverError

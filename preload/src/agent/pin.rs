@@ -6,7 +6,7 @@
 //! this very agent: so a thread of its own takes the reference, and the agent waits for it for a
 //! moment alone.
 
-use core::ffi::{CStr, c_char, c_int, c_void};
+use core::ffi::c_void;
 use core::sync::atomic::{AtomicU32, Ordering};
 
 use crate::{libc, sys};
@@ -25,21 +25,8 @@ pub fn pin_libcuda() {
 unsafe extern "C" fn take_reference(_: *mut c_void) -> *mut c_void {
     sys::set_signal_mask(!libc::internal_signals());
     sys::set_thread_name(c"affinode-pin");
-    open(c"libcuda.so.1");
+    libc::keep_loaded(c"libcuda.so.1");
     DONE.store(1, Ordering::Release);
     sys::futex_wake_all(&DONE);
     core::ptr::null_mut()
-}
-
-/// One more reference to a library that is loaded already, for as long as the process lives.
-fn open(name: &CStr) {
-    const LAZY_NOLOAD_NODELETE: c_int = 1 | 4 | 0x1000;
-    let Some(address) = libc::dlopen() else {
-        return;
-    };
-    // SAFETY: the symbol has this signature in every libc.
-    let dlopen: unsafe extern "C" fn(*const c_char, c_int) -> *mut c_void =
-        unsafe { core::mem::transmute(address) };
-    // SAFETY: a name that zero ends. What is not loaded is not loaded by this.
-    unsafe { dlopen(name.as_ptr(), LAZY_NOLOAD_NODELETE) };
 }

@@ -24,7 +24,7 @@ use super::driver::call;
 use super::layout::AllocationLayout;
 use super::staging::{StagingPool, StoredChunk, TrimResult};
 use super::{
-    SWAP, checksum, copier_offload, copier_restore, driver, host_pressure, is_in_use,
+    SWAP, checksum, copier_offload, copier_restore, driver, host_pressure, is_in_use, loader_lock,
     prefault_ahead, stream_pools, tables, with_pool, with_pool_if_free,
 };
 use crate::process;
@@ -36,6 +36,9 @@ const MAX_CONTEXTS: usize = 16;
 /// What [`copy`] returns when others took the host memory that it was about to fill. No code of the
 /// driver's.
 pub const NO_HOST_MEMORY: u32 = 0xffff_0001;
+/// What [`copy_out`] returns when another thread has the dynamic loader's lock, and perhaps waits for
+/// the gate. No code of the driver's.
+pub const LOADER_HELD: u32 = affinode_proto::wire::message::BUSY_LOADER;
 
 /// Whether content is in the pool.
 pub fn is_copied_out() -> bool {
@@ -51,7 +54,7 @@ pub fn is_copied_out() -> bool {
 /// `check`: the return looks whether everything has come home.
 ///
 /// # Errors
-/// The driver's code, or [`NO_HOST_MEMORY`]. Everything is on the device as it was.
+/// The driver's code, [`NO_HOST_MEMORY`] or [`LOADER_HELD`]. Everything is on the device as it was.
 pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32> {
     if !is_in_use() {
         return Ok(());
@@ -72,6 +75,9 @@ pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32>
         SWAP.zero_bytes.store(0, Ordering::Relaxed);
         if bytes == 0 {
             return Ok(());
+        }
+        if !loader_lock::load_ahead(context) {
+            return Err(LOADER_HELD);
         }
         if !pool.begin(bytes, context) {
             return Err(result::OUT_OF_MEMORY);

@@ -50,6 +50,7 @@ pub mod fake_driver;
 mod host_pressure;
 mod ipc;
 mod layout;
+pub mod loader_lock;
 mod mmap_vec;
 mod numa;
 mod peer_devices;
@@ -73,7 +74,7 @@ use affinode_proto::wire::Engine;
 use self::allocations::{AllocationTables, Allocations};
 pub use self::copier_offload::{bytes as handed_bytes, settle};
 pub use self::copy::{
-    NO_HOST_MEMORY, copy_in, copy_out, holds_imported, is_broken, is_copied_out,
+    LOADER_HELD, NO_HOST_MEMORY, copy_in, copy_out, holds_imported, is_broken, is_copied_out,
     release_copied_out, tidy,
 };
 pub use self::ipc::answer;

@@ -38,7 +38,8 @@ wire_enum! {
     pub enum Outcome {
         /// The order was executed; the report has the new phase.
         Done = 0,
-        /// Calls did not drain, or the driver did not lock, before the deadline. Undone.
+        /// Calls did not drain, or the driver did not lock, before the deadline; or, of a copy out,
+        /// another thread has the dynamic loader's lock. Undone.
         Busy = 1,
         /// The order does not fit the phase; nothing was done.
         WrongPhase = 2,
@@ -63,6 +64,13 @@ wire_enum! {
         NoHostMemory = 9,
     }
 }
+
+/// `cuda_error` of a lock that is [`Outcome::Busy`] because a thread is inside NVML. No code of the
+/// driver's, as the next.
+pub const BUSY_NVML: u32 = 0xffff_0003;
+/// `cuda_error` of a lock or copy out that is [`Outcome::Busy`] because another thread has the dynamic
+/// loader's lock.
+pub const BUSY_LOADER: u32 = 0xffff_0002;
 
 /// Maximum number of GPUs of a node with migration.
 pub const MAX_GPUS: usize = 32;

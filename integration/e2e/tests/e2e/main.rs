@@ -23,6 +23,7 @@ mod ipc;
 mod jobs;
 mod libc;
 mod lifecycle;
+mod loader_lock;
 mod matrix;
 mod nvml;
 mod offload;

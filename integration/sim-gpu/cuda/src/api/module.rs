@@ -61,6 +61,7 @@ fn load(driver: &Driver, module: Out<Handle>, image: In<c_char>) -> Outcome {
     driver.current()?;
     let first = image.get().ok_or(INVALID_VALUE)? as u8;
     let entries = if first.is_ascii_whitespace() || first == b'.' || first == b'/' {
+        find_compiler();
         let text = (0..MAX_PTX_BYTES)
             .map_while(|index| image.at(index).map(|byte| byte as u8).filter(|byte| *byte != 0));
         let text = String::from_utf8(text.collect()).map_err(|_| INVALID_IMAGE)?;
@@ -69,6 +70,14 @@ fn load(driver: &Driver, module: Out<Handle>, image: In<c_char>) -> Outcome {
         None
     };
     module.set(driver.modules().load(entries))
+}
+
+/// The real driver loads its compiler for a PTX text, and takes the dynamic loader's lock for that.
+fn find_compiler() {
+    // SAFETY: a name that zero ends; nothing is loaded that is not there already.
+    unsafe {
+        libc::dlopen(c"libnvidia-ptxjitcompiler.so.1".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD)
+    };
 }
 
 fn launch(
