@@ -178,7 +178,7 @@ impl CopierServer {
                         false => Ok(()),
                     })?;
                 }
-                CopierOrder::Register { on } => self.held = on,
+                CopierOrder::HoldVram { on } => self.held = on,
             }
         }
     }

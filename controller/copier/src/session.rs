@@ -127,9 +127,9 @@ enum SessionState {
     /// So many more pieces follow; or all are there, and it is not away yet.
     Listing(u32),
     /// It hands its pieces over, to be copied out.
-    Taking(CopyOutBatch),
+    CopyingOut(CopyOutBatch),
     Registering,
-    Held,
+    Registered,
     Filling {
         since: Instant,
     },
@@ -212,7 +212,7 @@ impl ProcessSession {
 
     /// Whether somebody waits for this one.
     pub fn is_urgent(&self) -> bool {
-        matches!(self.state, SessionState::Filling { .. } | SessionState::Taking(_))
+        matches!(self.state, SessionState::Filling { .. } | SessionState::CopyingOut(_))
     }
 
     /// Whether it waits to come home.
@@ -263,10 +263,12 @@ impl ProcessSession {
                     self.state = SessionState::Listing(pieces);
                 }
                 (ToCopier::CopyOut, Some(shared), SessionState::Listing(0)) if self.registered => {
-                    self.state = SessionState::Taking(CopyOutBatch::begin(&self.cuda)?);
+                    self.state = SessionState::CopyingOut(CopyOutBatch::begin(&self.cuda)?);
                     self.take(&shared)?;
                 }
-                (ToCopier::CopyOut, Some(shared), SessionState::Taking(_)) => self.take(&shared)?,
+                (ToCopier::CopyOut, Some(shared), SessionState::CopyingOut(_)) => {
+                    self.take(&shared)?
+                }
                 (ToCopier::Chunks { many, words }, None, SessionState::Listing(missing)) => {
                     let missing = missing.checked_sub(many).ok_or(SessionError::Order)?;
                     if many == 0 {
@@ -282,7 +284,7 @@ impl ProcessSession {
                 }
                 (ToCopier::Restoring, None, _) if !self.restoring => {
                     // Who comes home before its memory is ready need not wait to learn it.
-                    if !matches!(self.state, SessionState::Held) {
+                    if !matches!(self.state, SessionState::Registered) {
                         return Err(SessionError::NotHeld);
                     }
                     self.restoring = true;
@@ -292,7 +294,7 @@ impl ProcessSession {
                 (ToCopier::Restored, None, _) if self.restoring && !self.restored => {
                     self.restored = true;
                 }
-                (ToCopier::Mapped { chunk, taken }, None, SessionState::Held) => {
+                (ToCopier::Mapped { chunk, taken }, None, SessionState::Registered) => {
                     self.mapped(chunk as usize, taken)?;
                 }
                 _ => return Err(SessionError::Order),
@@ -312,7 +314,8 @@ impl ProcessSession {
     /// Begins to copy the next piece out. What it hands over may be anything: that the driver
     /// refuses it says nothing about the context.
     fn take(&mut self, shared: &OwnedFd) -> Result<(), SessionError> {
-        let (SessionState::Taking(taking), Some(region)) = (&mut self.state, &self.region) else {
+        let (SessionState::CopyingOut(taking), Some(region)) = (&mut self.state, &self.region)
+        else {
             return Err(SessionError::Order);
         };
         let piece = self.pieces.get(taking.many()).ok_or(SessionError::Order)?;
@@ -348,7 +351,7 @@ impl ProcessSession {
         if !(self.granted && self.restoring) {
             return Ok(());
         }
-        if !matches!(self.state, SessionState::Held) {
+        if !matches!(self.state, SessionState::Registered) {
             return Err(SessionError::NotHeld);
         }
         self.copies = Some(CopyStream::begin(&self.cuda)?);
@@ -362,7 +365,7 @@ impl ProcessSession {
     /// [`SessionError`]: it is to be hung up on.
     pub fn step(&mut self) -> Result<(SessionStep, Option<CopierReport>), SessionError> {
         match (&self.state, &mut self.region) {
-            (SessionState::Taking(_), _) => self.take_next(),
+            (SessionState::CopyingOut(_), _) => self.take_next(),
             (SessionState::Prepared | SessionState::Listing(_), Some(region))
                 if self.prepared && !self.registered =>
             {
@@ -384,7 +387,7 @@ impl ProcessSession {
                 }
                 self.registered = true;
                 let (process, bytes) = (self.process, self.copied_out_bytes);
-                self.state = SessionState::Held;
+                self.state = SessionState::Registered;
                 self.sharing.open();
                 Ok((SessionStep::Nothing, Some(CopierReport::Registered { process, bytes })))
             }
@@ -405,7 +408,7 @@ impl ProcessSession {
     }
 
     fn take_next(&mut self) -> Result<(SessionStep, Option<CopierReport>), SessionError> {
-        let SessionState::Taking(taking) = &self.state else {
+        let SessionState::CopyingOut(taking) = &self.state else {
             return Err(SessionError::Order);
         };
         let elapsed = clock::since(taking.since());

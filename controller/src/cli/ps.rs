@@ -21,7 +21,7 @@ const WIDE: [&str; 17] = [
     "MODE",
     "TIMEOUT",
     "ENGINE",
-    "PARKABLE",
+    "COPYABLE",
     "PIDS",
     "REASON",
 ];

@@ -140,7 +140,7 @@ impl Copiers {
         }
         let (ours, theirs) = pair()?;
         if self.held {
-            self.tell(uuid, CopierOrder::Register { on: true }, None)?;
+            self.tell(uuid, CopierOrder::HoldVram { on: true }, None)?;
         }
         let domain = self.number_of(domain);
         let order = CopierOrder::Attach { process: process.0, most_bytes, domain };
@@ -225,7 +225,7 @@ impl Copiers {
         }
         self.held = on;
         for uuid in self.of.keys().cloned().collect::<Vec<_>>() {
-            self.tell(&uuid, CopierOrder::Register { on }, None);
+            self.tell(&uuid, CopierOrder::HoldVram { on }, None);
         }
     }
 

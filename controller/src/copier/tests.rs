@@ -131,10 +131,10 @@ async fn nothing_takes_vram_beside_a_proof() {
     assert!(!copiers.is_moving() && copiers.has_ready(GPU));
     copiers.hold(true);
     copiers.hold(true);
-    assert_eq!(order(&copier), Some(CopierOrder::Register { on: true }));
+    assert_eq!(order(&copier), Some(CopierOrder::HoldVram { on: true }));
     assert_eq!(order(&copier), None, "it knows");
     copiers.hold(false);
-    assert_eq!(order(&copier), Some(CopierOrder::Register { on: false }));
+    assert_eq!(order(&copier), Some(CopierOrder::HoldVram { on: false }));
 }
 
 #[tokio::test]

@@ -234,7 +234,7 @@ impl Metrics {
         let kept: u64 = container.processes.iter().map(|p| p.kept_bytes).sum();
         table.kept.get_or_create(&labels).set(whole(kept));
         if let Some(share) = container.copyable_share {
-            table.parkable.get_or_create(&labels).set(share);
+            table.copyable.get_or_create(&labels).set(share);
         }
         let dearest = container.processes.iter().map(|p| p.call_cost_ps).max().unwrap_or(0);
         if dearest > 0 {

@@ -41,7 +41,7 @@ pub struct MetricsTable {
     pub containers: Family<StateLabels, Gauge>,
     pub held: Family<DeviceLabels, Gauge>,
     pub away: Family<DeviceLabels, Gauge>,
-    pub parkable: Family<ContainerLabels, Share>,
+    pub copyable: Family<ContainerLabels, Share>,
     pub kept: Family<ContainerLabels, Gauge>,
     pub idle: Family<ContainerLabels, Share>,
     pub waiting: Family<ContainerLabels, Gauge>,
@@ -172,8 +172,8 @@ impl MetricsTable {
                 "Host memory that the container keeps for its next offload while its VRAM is on the device",
                 Family::default()
             ),
-            parkable: add!(
-                "container_parkable_ratio",
+            copyable: add!(
+                "container_copyable_ratio",
                 "The part of the container's VRAM that its engine copies by itself",
                 Family::default()
             ),
@@ -302,7 +302,7 @@ impl MetricsTable {
         self.containers.clear();
         self.held.clear();
         self.away.clear();
-        self.parkable.clear();
+        self.copyable.clear();
         self.kept.clear();
         self.call_cost.clear();
         self.idle.clear();

@@ -176,7 +176,7 @@ pub enum CopierOrder {
     },
     /// VRAM is being proven or taken for some container: begin nothing that takes VRAM except what
     /// [`CopierOrder::Fill`] orders.
-    Register {
+    HoldVram {
         /// True: the pause begins. False: it ends.
         on: bool,
     },
@@ -333,7 +333,7 @@ impl CopierOrder {
             CopierOrder::Fill { process, most_bytes } => {
                 Writer::new(222).u64(process).u64(most_bytes)
             }
-            CopierOrder::Register { on } => Writer::new(223).u32(u32::from(on)),
+            CopierOrder::HoldVram { on } => Writer::new(223).u32(u32::from(on)),
         }
         .frame
     }
@@ -350,7 +350,7 @@ impl CopierOrder {
                 Ok(CopierOrder::Attach { process, most_bytes, domain })
             }
             222 => Ok(CopierOrder::Fill { process: r.u64(), most_bytes: r.u64() }),
-            223 => Ok(CopierOrder::Register { on: r.u32() != 0 }),
+            223 => Ok(CopierOrder::HoldVram { on: r.u32() != 0 }),
             other => Err(FrameError::Kind(other)),
         }
     }
@@ -440,7 +440,7 @@ mod tests {
         for order in [
             CopierOrder::Attach { process: 1, most_bytes: 2, domain: 3 },
             CopierOrder::Fill { process: 3, most_bytes: 4 },
-            CopierOrder::Register { on: true },
+            CopierOrder::HoldVram { on: true },
         ] {
             assert_eq!(CopierOrder::decode(&order.encode()), Ok(order));
         }

@@ -94,7 +94,7 @@ impl<'a> Play<'a> {
             }
             3 => {
                 let on = self.byte() & 1 == 1;
-                self.testbed.order(CopierOrder::Register { on }, None);
+                self.testbed.order(CopierOrder::HoldVram { on }, None);
             }
             4 => {
                 if let Some(agent) = &mut self.hostile[nth].agent {
@@ -198,7 +198,7 @@ impl<'a> Play<'a> {
     }
 
     fn ends(mut self) {
-        self.testbed.order(CopierOrder::Register { on: false }, None);
+        self.testbed.order(CopierOrder::HoldVram { on: false }, None);
         self.testbed.fill(HONEST, 2 * UNIT);
         self.honest.say(ToCopier::Restoring, None);
         self.honest.say(ToCopier::Restored, None);

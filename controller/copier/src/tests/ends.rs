@@ -130,7 +130,7 @@ fn nothing_is_registered_while_a_proof_is_made() {
         let mut testbed = Testbed::new();
         let agent = testbed.attach(1, COPIED_OUT_BYTES, 0);
         let file = parked_file(&pattern(COPIED_OUT_BYTES, 1));
-        testbed.order(CopierOrder::Register { on: true }, None);
+        testbed.order(CopierOrder::HoldVram { on: true }, None);
         match message {
             None => {
                 agent.say(
@@ -142,7 +142,7 @@ fn nothing_is_registered_while_a_proof_is_made() {
         }
         testbed.settle().unwrap();
         assert_eq!(fake::with(|fake| fake.registered_bytes()), 0, "it takes VRAM");
-        testbed.order(CopierOrder::Register { on: false }, None);
+        testbed.order(CopierOrder::HoldVram { on: false }, None);
         testbed.settle().unwrap();
         assert_eq!(fake::with(|fake| fake.registered_bytes()) as u64, COPIED_OUT_BYTES);
     }
@@ -151,7 +151,7 @@ fn nothing_is_registered_while_a_proof_is_made() {
 #[test]
 fn fill_goes_on_while_a_proof_is_made() {
     let (mut testbed, mut agent, _) = reach(Stage::Held);
-    testbed.order(CopierOrder::Register { on: true }, None);
+    testbed.order(CopierOrder::HoldVram { on: true }, None);
     testbed.fill(1, COPIED_OUT_BYTES);
     agent.say(ToCopier::Restoring, None);
     agent.say(ToCopier::Restored, None);
@@ -177,11 +177,11 @@ fn wiped_memory_is_taken_note_of_later() {
         || fake::with(|fake| fake.calls().iter().filter(|call| **call == "mem_create").count());
     let (mut testbed, _agent, _) = reach(Stage::Held);
     assert_eq!(count(), 0);
-    testbed.order(CopierOrder::Register { on: true }, None);
+    testbed.order(CopierOrder::HoldVram { on: true }, None);
     testbed.wait(SECOND);
     testbed.settle().unwrap();
     assert_eq!(count(), 0, "a proof is made");
-    testbed.order(CopierOrder::Register { on: false }, None);
+    testbed.order(CopierOrder::HoldVram { on: false }, None);
     testbed.settle().unwrap();
     assert_eq!(count(), 1);
     assert_eq!(fake::with(|fake| fake.left().handles), 0);
