@@ -1,4 +1,4 @@
-//! Every metric, with its name and what it means.
+//! All Prometheus metrics of a node: name, unit and help.
 
 use std::sync::atomic::AtomicU64;
 
@@ -19,9 +19,9 @@ use super::labels::{
 type Sum = Counter<f64, AtomicU64>;
 type Share = Gauge<f64, AtomicU64>;
 
-/// The metrics.
+/// The metrics, and the registry that prints them.
 #[derive(Debug)]
-#[allow(missing_docs)] // Each is described where it is registered.
+#[allow(missing_docs)] // The help of each is in `MetricsTable::new`.
 pub struct MetricsTable {
     pub registry: Registry,
     pub build: Family<BuildLabels, Gauge>,
@@ -70,18 +70,18 @@ pub struct MetricsTable {
     pub history_dropped: Counter,
 }
 
-/// 10 ms to 5 min.
+/// A histogram of durations in seconds, with buckets from 10 ms to 5 min.
 fn seconds() -> Histogram {
     Histogram::new([0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0])
 }
 
-/// 16 MiB to 512 GiB.
+/// A histogram of sizes in bytes, with buckets from 16 MiB to 512 GiB.
 fn sizes() -> Histogram {
     Histogram::new(exponential_buckets(16.0 * 1024.0 * 1024.0, 2.0, 16))
 }
 
 impl MetricsTable {
-    /// All at zero.
+    /// A registry with every metric at zero.
     #[allow(clippy::too_many_lines)] // One line for each metric.
     pub fn new() -> MetricsTable {
         let mut registry = Registry::with_prefix("affinode");
@@ -98,192 +98,193 @@ impl MetricsTable {
             }};
         }
         MetricsTable {
-            build: add!("build_info", "The controller's version", Family::default()),
+            build: add!("build_info", "Version of the running controller", Family::default()),
             start_time: add!(
                 "controller_start_time",
                 Seconds,
-                "When the controller started, since 1970",
+                "Start time of the controller since the Unix epoch",
                 Share::default()
             ),
             restarts: add!(
                 "controller_restarts",
-                "Starts of a controller on this node's history after the first",
+                "Restarts of the controller recorded in the history of this node",
                 Counter::default()
             ),
-            nvml_up: add!("nvml_up", "Whether devices can be read", Gauge::default()),
-            gpu_total: add!("gpu_vram_total", Bytes, "VRAM of the device", Family::default()),
-            gpu_used: add!("gpu_vram_used", Bytes, "VRAM in use by anybody", Family::default()),
+            nvml_up: add!("nvml_up", "Whether NVML can read the GPUs of the node (1: yes, 0: no)", Gauge::default()),
+            gpu_total: add!("gpu_vram_total", Bytes, "Total VRAM of the GPU", Family::default()),
+            gpu_used: add!("gpu_vram_used", Bytes, "VRAM of the GPU in use by all processes", Family::default()),
             gpu_returned: add!(
                 "gpu_vram_returned",
                 Bytes,
-                "VRAM that offloaded containers gave back",
+                "VRAM freed by containers that are offloaded now",
                 Family::default()
             ),
             gpu_copier: add!(
                 "gpu_memory_copier",
                 Bytes,
-                "VRAM that the copier holds itself, which fills the memory of who comes home",
+                "VRAM used by Affinode's copier process",
                 Family::default()
             ),
             gpu_shared: add!(
                 "gpu_host_memory_shared",
                 Bytes,
-                "What processes that are away from the device hold once with others of their namespace, over all of them",
+                "Offloaded memory that is deduplicated with other processes of the same namespace, before deduplication",
                 Family::default()
             ),
             gpu_stored: add!(
                 "gpu_host_memory_stored",
                 Bytes,
-                "The files in host memory that hold it once",
+                "Host memory that stores deduplicated memory",
                 Family::default()
             ),
             gpu_reserved: add!(
                 "gpu_vram_reserved",
                 Bytes,
-                "VRAM promised to containers that are coming back",
+                "VRAM reserved for containers that are being restored",
                 Family::default()
             ),
             gpu_busy: add!(
                 "gpu_utilization_ratio",
-                "Busy share of the last sample period",
+                "Fraction of the last NVML sample period in which the GPU was busy",
                 Family::default()
             ),
             gpu_busy_minute: add!(
                 "gpu_utilization_minute_ratio",
-                "Busy share of the last minute",
+                "Fraction of the last minute in which the GPU was busy",
                 Family::default()
             ),
             gpu_pressure: add!(
                 "gpu_vram_pressure_ratio",
-                "VRAM that would be in use if everybody were home, as a share of the device's; above 1 not all fit",
+                "VRAM demand with all containers resident, as a fraction of the VRAM of the GPU; above 1 not all fit",
                 Family::default()
             ),
-            containers: add!("containers", "GPU containers by state", Family::default()),
-            held: add!("container_vram", Bytes, "VRAM that the container holds", Family::default()),
+            containers: add!("containers", "Number of GPU containers by state", Family::default()),
+            held: add!("container_vram", Bytes, "VRAM in use by the container", Family::default()),
             away: add!(
                 "container_host_memory",
                 Bytes,
-                "VRAM of the container that is in host memory",
+                "Offloaded VRAM of the container, in host memory",
                 Family::default()
             ),
             kept: add!(
                 "container_host_memory_kept",
                 Bytes,
-                "Host memory that the container keeps for its next offload while its VRAM is on the device",
+                "Host memory with copies that a resident container retains for its next offload",
                 Family::default()
             ),
             copyable: add!(
                 "container_copyable_ratio",
-                "The part of the container's VRAM that its engine copies by itself",
+                "Fraction of the VRAM of the container that Affinode's library can copy without the driver's checkpoint",
                 Family::default()
             ),
             idle: add!(
                 "container_idle",
                 Seconds,
-                "How long the container made no CUDA call",
+                "Time since the last CUDA call of the container",
                 Family::default()
             ),
             waiting: add!(
                 "container_waiting_calls",
-                "CUDA calls that wait for the container's return",
+                "CUDA calls blocked until the container is restored",
                 Family::default()
             ),
             processes: add!(
                 "container_processes",
-                "CUDA processes of the container",
+                "Number of CUDA processes of the container",
                 Family::default()
             ),
-            calls: add!("container_cuda_calls", "CUDA calls of the container", Family::default()),
+            calls: add!("container_cuda_calls", "CUDA calls made by the container", Family::default()),
             hook_seconds: add!(
                 "container_hook",
                 Seconds,
-                "Time that the hook added to the container's CUDA calls: their number times what one costs, as each process measures at its start in a loop",
+                "Estimated time that Affinode's hook added to the CUDA calls of the container: calls times the overhead per call, which each process measures at its start",
                 Family::default()
             ),
             held_seconds: add!(
                 "container_held_calls",
                 Seconds,
-                "Time that CUDA calls of the container waited at its closed gate",
+                "Time that CUDA calls of the container were blocked, summed over all threads",
                 Family::default()
             ),
             call_cost: add!(
                 "container_hook_call_cost",
                 Seconds,
-                "What the hook adds to a CUDA call in the container's dearest process",
+                "Highest hook overhead per CUDA call among the processes of the container",
                 Family::default()
             ),
             host_used: add!(
                 "host_memory_used",
                 Bytes,
-                "VRAM of offloaded containers that is in host memory; what they hold together counts once",
+                "Host memory in use for offloaded VRAM; deduplicated memory counts once",
                 Gauge::default()
             ),
             host_free: add!(
                 "host_memory_free",
                 Bytes,
-                "Host memory that offloads may still take on the node",
+                "Host memory of the node that is free for further offloads",
                 Gauge::default()
             ),
             used_byte_seconds: add!(
                 "container_used_vram_byte_seconds",
-                "VRAM held while in use, over time",
+                "VRAM in use by the container while active, in bytes times seconds",
                 Family::default()
             ),
             idle_byte_seconds: add!(
                 "container_idle_vram_byte_seconds",
-                "VRAM held while idle, over time",
+                "VRAM in use by the container while idle, in bytes times seconds",
                 Family::default()
             ),
             returned_byte_seconds: add!(
                 "container_returned_vram_byte_seconds",
-                "VRAM given back, over time",
+                "VRAM of the container freed by offloads, in bytes times seconds",
                 Family::default()
             ),
-            offload_seconds: add!("offload_duration", Seconds, "How long offloads took", seconds()),
-            offload_bytes: add!("offload_size", Bytes, "VRAM moved out by an offload", sizes()),
+            offload_seconds: add!("offload_duration", Seconds, "Duration of an offload", seconds()),
+            offload_bytes: add!("offload_size", Bytes, "VRAM freed by an offload", sizes()),
             restore_seconds: add!(
                 "restore_duration",
                 Seconds,
-                "How long restores took once there was room",
+                "Duration of a restore, from when enough VRAM was free",
                 seconds()
             ),
-            restore_bytes: add!("restore_size", Bytes, "VRAM moved back by a restore", sizes()),
+            restore_bytes: add!("restore_size", Bytes, "VRAM filled by a restore", sizes()),
             wake_seconds: add!(
                 "wake_latency",
                 Seconds,
-                "How long the first call of a container that was away waited",
+                "Time that the first CUDA call of an offloaded container was blocked",
                 seconds()
             ),
             queue_seconds: add!(
                 "queue_wait",
                 Seconds,
-                "How long containers waited for VRAM",
+                "Time that a container waited in the queue for VRAM",
                 seconds()
             ),
-            queue_depth: add!("queue_depth", "Containers that wait for VRAM", Gauge::default()),
-            refusals: add!("refusals", "Offloads that were given up, by reason", Family::default()),
-            events: add!("events", "Events by kind", Family::default()),
-            watchers: add!("http_watchers", "Open event streams", Gauge::default()),
+            queue_depth: add!("queue_depth", "Number of containers in the queue for VRAM", Gauge::default()),
+            refusals: add!("refusals", "Offloads refused or given up, by reason", Family::default()),
+            events: add!("events", "Events recorded by the controller, by kind", Family::default()),
+            watchers: add!("http_watchers", "Number of open HTTP event streams", Gauge::default()),
             missed: add!(
                 "http_missed_messages",
-                "Messages that slow streams missed",
+                "Messages dropped for HTTP streams whose client was too slow",
                 Counter::default()
             ),
             refused_requests: add!(
                 "http_refused_requests",
-                "HTTP requests that were refused, by reason",
+                "HTTP requests refused, by reason",
                 Family::default()
             ),
             history_dropped: add!(
                 "history_dropped_records",
-                "Records of the history that were not written",
+                "History records dropped before they were written to disk",
                 Counter::default()
             ),
             registry,
         }
     }
 
-    /// Empties what is filled at each scrape.
+    /// Removes all series of the gauges that are set anew at each scrape, so that no series of a
+    /// removed container or GPU stays.
     pub fn clear_gauges(&self) {
         for family in [
             &self.gpu_total,
@@ -310,7 +311,8 @@ impl MetricsTable {
         self.processes.clear();
     }
 
-    /// A container held VRAM for a while.
+    /// Adds a span of `ms` milliseconds in which a container in `state` held `held` bytes of VRAM and
+    /// had `away` bytes offloaded.
     pub fn pass(&self, labels: &ContainerLabels, state: &str, held: u64, away: u64, ms: i64) {
         #[allow(clippy::cast_precision_loss)] // A sum of approximations.
         let product = |bytes: u64| bytes as f64 * (ms as f64 / 1000.0);
@@ -320,7 +322,7 @@ impl MetricsTable {
         self.returned_byte_seconds.get_or_create(labels).inc_by(product(away));
     }
 
-    /// A container is gone: its series end.
+    /// Ends the counter series of a removed container.
     pub fn forget(&self, labels: &ContainerLabels) {
         self.calls.remove(labels);
         self.hook_seconds.remove(labels);
