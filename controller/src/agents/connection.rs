@@ -1,4 +1,4 @@
-//! One connection, from its Hello to its end.
+//! One connection of an agent, from its Hello to its end.
 
 use std::{io, mem::MaybeUninit, os::fd::OwnedFd, sync::Arc, time::Duration};
 
@@ -22,33 +22,33 @@ use crate::{
     error_chain, sys,
 };
 
-/// A peer has so long for its Hello.
+/// Time within which a peer must send its Hello.
 const HELLO: Duration = Duration::from_secs(2);
-/// A message must be taken by the socket within this.
+/// Time within which the socket must accept a message.
 const WRITE: Duration = Duration::from_secs(5);
-/// Messages per second that are read from one process; more wait in its socket.
+/// Messages per second that are read from one process; further messages wait in its socket.
 const RATE: u32 = 200;
 
 #[derive(Debug, thiserror::Error)]
 enum ConnectionRefusal {
     #[error("no Hello within {} s", HELLO.as_secs())]
     Late,
-    #[error("cannot read what the agent says")]
+    #[error("cannot read the agent's first message")]
     Io(#[from] io::Error),
     #[error("the agent's first message is malformed")]
     Frame(#[from] FrameError),
-    #[error("the first message is no Hello")]
+    #[error("the first message is not a Hello")]
     NoHello,
     #[error(
-        "library of version {0}, this controller speaks {WIRE_VERSION}: restart the container to manage it again"
+        "the library has protocol version {0}, the controller {WIRE_VERSION}: restart the container to manage it again"
     )]
     Version(u32),
-    #[error("cannot tell which process has connected")]
+    #[error("cannot identify the process that connected")]
     Papers(#[from] peer::PeerError),
 }
 
-/// Serves a connection until it ends. `home`: where the end of its process is noticed, whatever
-/// holds up the runtime that this is on.
+/// Serves a connection until it ends. `home` is the controller's own runtime: the end of the
+/// process is noticed there, also while the container's runtime is blocked.
 pub async fn serve(
     mut stream: UnixStream,
     key: Key,
@@ -63,7 +63,7 @@ pub async fn serve(
             let retry = !matches!(refusal, ConnectionRefusal::Version(_));
             let goodbye = ControllerMessage::Refuse { version: WIRE_VERSION, retry }.encode();
             let _ = timeout(WRITE, stream.write_all(&goodbye)).await;
-            // The peer hung up before it said anything: nothing to tell.
+            // The peer closed the connection before its Hello: there is nothing to report.
             let silent = matches!(&refusal, ConnectionRefusal::Io(e) if e.kind() == io::ErrorKind::UnexpectedEof);
             if !silent && let Some(why) = budgets.refusals.tell(error_chain::chain(&refusal)) {
                 let _ = mail.send(AgentMail::Refused { key, why }).await;
@@ -131,7 +131,8 @@ fn receive(
     buffer: &mut [u8],
     descriptors: &mut Vec<OwnedFd>,
 ) -> io::Result<usize> {
-    // Room for two: a second one is seen and refused, more are closed by the kernel.
+    // Space for two descriptors: a second one is counted and refused, and the kernel closes further
+    // ones.
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
@@ -139,14 +140,14 @@ fn receive(
         rustix::net::recvmsg(stream, &mut [io::IoSliceMut::new(buffer)], &mut control, flags)?;
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(fds) = message {
-            // Descriptors that come in many messages are kept to two, too.
+            // At most two are kept, also if they arrive in several messages.
             descriptors.extend(fds.take(2_usize.saturating_sub(descriptors.len())));
         }
     }
     Ok(received.bytes)
 }
 
-/// Tells of its end, and not before it was told that it joined.
+/// Sends `Exited` when the process ends, but not before `Joined` was sent.
 async fn watch(
     pidfd: OwnedFd,
     joined: oneshot::Receiver<()>,
@@ -182,7 +183,7 @@ async fn read(
         match AgentMessage::decode(&frame) {
             Ok(message) => {
                 if let AgentMessage::Report { order, outcome, elapsed_us, .. } = message {
-                    tracing::debug!(process = id.0, order, ?outcome, elapsed_us, "carried out");
+                    tracing::debug!(process = id.0, order, ?outcome, elapsed_us, "order executed");
                 }
                 if mail.send(AgentMail::Message(id, message)).await.is_err() {
                     return;
@@ -192,7 +193,8 @@ async fn read(
                 if let Some(why) = budgets.refusals.tell(error.to_string()) {
                     tracing::warn!(
                         process = id.0,
-                        "an agent sent something else than a message and is cut off: {why}"
+                        "process {}: connection closed, invalid message: {why}",
+                        id.0
                     );
                 }
                 return;

@@ -1,5 +1,5 @@
-//! Between one process and its copier. A copier serves all processes of a GPU on one thread, so what
-//! one of them sends does not reach it before it is known that it can be let go of at once.
+//! The relay between one process and its copier. A copier serves all processes of a GPU on one
+//! thread, so a descriptor reaches it only if closing it cannot block.
 
 use std::{io, os::fd::OwnedFd};
 
@@ -10,8 +10,9 @@ use tokio::io::{Interest, unix::AsyncFd};
 use super::peer;
 use crate::sys;
 
-/// Carries frames both ways until one side hangs up, or the process sends what it should not. To be
-/// run on the container's own thread.
+/// Relays frames in both directions until one side closes its socket, or the process sends a
+/// descriptor that is not allowed. Must run on the container's own thread: receiving may block
+/// there.
 pub async fn carry(process: OwnedFd, copier: OwnedFd) {
     let (Ok(process), Ok(copier)) = (sys::watch(process), sys::watch(copier)) else { return };
     let ended = tokio::select! {
@@ -20,11 +21,11 @@ pub async fn carry(process: OwnedFd, copier: OwnedFd) {
     };
     let Err(error) = ended;
     if error.kind() == io::ErrorKind::InvalidInput {
-        tracing::warn!(%error, "a process is cut off from its copier");
+        tracing::warn!(%error, "relay to the copier closed");
     }
 }
 
-/// Until it cannot go on.
+/// Relays in one direction until an error.
 async fn pass(
     from: &AsyncFd<OwnedFd>,
     to: &AsyncFd<OwnedFd>,
@@ -34,7 +35,7 @@ async fn pass(
         let receive = |from: &OwnedFd| socket::receive(from);
         let (frame, descriptor) = from.async_io(Interest::READABLE, receive).await?;
         if descriptor.as_ref().is_some_and(|descriptor| !may_pass(descriptor)) {
-            let why = "it has sent a descriptor of another kind than memory and device";
+            let why = "the process sent a descriptor that is neither a memory file nor a device";
             return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
         }
         let send = |to: &OwnedFd| socket::send(to, &frame, descriptor.as_ref());
@@ -42,8 +43,8 @@ async fn pass(
     }
 }
 
-/// Whether nothing of a stranger's takes part when it is let go of: a file in memory, or one of a
-/// device, as the driver has them for device memory.
+/// Whether closing this descriptor involves no other process: a file in memory, or a device, as the
+/// driver exports device memory.
 fn is_harmless(descriptor: &OwnedFd) -> bool {
     let is_device = || {
         let stat = rustix::fs::fstat(descriptor);

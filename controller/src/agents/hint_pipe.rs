@@ -1,5 +1,5 @@
-//! A pipe in the folder that a container sees, into which it writes `idle` and `busy`. The
-//! folder is read-only for it, a pipe takes words all the same, and holds 64 KiB at most.
+//! A pipe in the folder that a container sees, into which it writes `idle` and `busy`. The folder
+//! is read-only for the container, but it can write into a pipe, which holds at most 64 KiB.
 
 use std::{
     fs::{self, File, OpenOptions, Permissions},
@@ -14,19 +14,19 @@ use nix::{libc::O_NONBLOCK, sys::stat::Mode, unistd::mkfifo};
 
 use crate::sys;
 
-/// What is read at once: of what was written since the last look the end counts.
+/// Maximum bytes per reading. Only the end of what was written counts.
 const MAX_BYTES: usize = 64 << 10;
-/// What of it is kept.
+/// Bytes that are kept.
 const KEPT_BYTES: usize = 512;
-/// One that writes without end is read so often.
+/// Time between two readings while a container writes without pause.
 const PACE: Duration = Duration::from_millis(50);
 
-/// What was heard and not asked for yet.
+/// Text that was read from the pipe and not taken yet.
 #[derive(Clone, Debug, Default)]
 pub struct ReceivedHint(Arc<Mutex<Vec<u8>>>);
 
 impl ReceivedHint {
-    /// All of it.
+    /// Returns the text and empties the buffer.
     #[must_use]
     pub fn take(&self) -> Vec<u8> {
         std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
@@ -40,19 +40,19 @@ impl ReceivedHint {
     }
 }
 
-/// The reading end. It is a writing end as well, so that the container may come and go.
+/// The reading end. It is opened for writing, too, so that it sees no end of file when the
+/// container closes its end.
 #[derive(Debug)]
 pub struct HintPipe(File);
 
-/// Makes the pipe, or leaves the one that an earlier controller made: who is writing into it
-/// goes on.
+/// Creates the pipe, or keeps the one of an earlier controller, so that its writers continue.
 ///
 /// # Errors
-/// It cannot be made.
+/// The pipe cannot be created, or another file has its name.
 pub fn make(path: &Path) -> io::Result<()> {
     match fs::symlink_metadata(path) {
         Ok(known) if known.file_type().is_fifo() => {}
-        Ok(_) => return Err(io::Error::other("there is something else of its name")),
+        Ok(_) => return Err(io::Error::other("another file has the name of the hint pipe")),
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
             mkfifo(path, Mode::from_bits_truncate(0o622))?;
         }
@@ -61,8 +61,8 @@ pub fn make(path: &Path) -> io::Result<()> {
     fs::set_permissions(path, Permissions::from_mode(0o622))
 }
 
-/// Hears all that is written. To be run where the container may hold it up: who opens or reads
-/// a pipe waits for a writer in the middle of a write, whose memory may be long in coming.
+/// Reads all that the container writes. Must run where the container may block it: opening or
+/// reading a pipe waits for a writer in the middle of a write, whose memory may be slow to arrive.
 pub async fn listen(path: PathBuf, heard: ReceivedHint) {
     let pipe = HintPipe::open(&path);
     let watched =
@@ -70,7 +70,7 @@ pub async fn listen(path: PathBuf, heard: ReceivedHint) {
     let (watched, pipe) = match watched {
         Ok(opened) => opened,
         Err(error) => {
-            tracing::warn!(%error, "hints in {} are not heard", path.display());
+            tracing::warn!(%error, "cannot read hints from {}", path.display());
             return;
         }
     };
@@ -93,13 +93,13 @@ impl HintPipe {
         Ok(HintPipe(file))
     }
 
-    /// What was written since the last look.
+    /// The text written since the last reading.
     #[must_use]
     fn read(&self) -> Vec<u8> {
         let mut buffer = [0; KEPT_BYTES];
         let mut heard = Vec::new();
         let mut left = MAX_BYTES;
-        // Nothing more to read is an error too, and the end of it.
+        // An empty pipe is an error, too (EAGAIN), and ends the loop.
         while left > 0
             && let Ok(bytes @ 1..) = (&self.0).read(&mut buffer)
         {
@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_end_of_what_was_written_is_heard_and_a_flood_is_bounded() {
+    fn a_long_text_keeps_its_end() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("hint");
         make(&path).unwrap();
@@ -136,7 +136,7 @@ mod tests {
         write(b" idle");
         let heard = pipe.read();
         assert!(heard.len() <= 512 && heard.ends_with(b" idle"));
-        // The next controller opens the same one.
+        // The next controller opens the same pipe.
         write(b"busy");
         drop(pipe);
         make(&path).unwrap();
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_written_is_heard_once_and_a_pipe_that_was_there_is_heard_too() {
+    async fn an_existing_pipe_is_read_too() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("hint");
         for _ in 0..2 {

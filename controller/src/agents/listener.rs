@@ -1,4 +1,4 @@
-//! The socket of one container.
+//! The socket of one container, and the thread that serves its agents.
 
 use std::{
     fs, io,
@@ -29,11 +29,10 @@ use crate::{
     socket_activation::ActivationSockets,
 };
 
-/// Connections of one container at a time, those without a Hello included.
+/// Connections of one container at the same time, including those without a Hello.
 pub(super) const MAX_CONNECTIONS: usize = 512;
 
-/// Accepts a container's agents until it is dropped, and hears them, on a thread of the container's
-/// own.
+/// Accepts and serves a container's agents until it is dropped, on a thread of the container's own.
 #[derive(Debug)]
 pub struct AgentListener {
     _ward: IsolatedRuntime,
@@ -42,12 +41,12 @@ pub struct AgentListener {
 }
 
 impl AgentListener {
-    /// Listens at the socket in the folder that the container sees, replacing an old one that
-    /// nobody kept.
-    /// `owner`: the user whose processes alone, beside root's, may connect.
+    /// Listens at the socket in the folder that the container sees, and replaces an old one that no
+    /// systemd unit kept. `owner`: the only user, besides root, whose processes may connect;
+    /// `None`: any user.
     ///
     /// # Errors
-    /// The folder or socket cannot be made.
+    /// The folder or the socket cannot be created.
     pub fn open(
         sockets: &mut ActivationSockets,
         run_dir: &Path,
@@ -59,7 +58,7 @@ impl AgentListener {
         let folder = run_dir.join(paths::CONTAINERS_DIR).join(key.as_str()).join(paths::MOUNT_DIR);
         fs::create_dir_all(&folder)?;
         if let (None, Some(place)) = (owner, folder.parent()) {
-            // A container comes in by mounts alone: on the host nobody but root reaches its socket.
+            // A container reaches its socket through a mount; on the host only root does.
             fs::set_permissions(place, fs::Permissions::from_mode(0o700))?;
         }
         let ward = IsolatedRuntime::begin("container")?;
@@ -72,7 +71,7 @@ impl AgentListener {
         let pipe = folder.join(paths::HINT_PIPE);
         match hint_pipe::make(&pipe) {
             Ok(()) => ward.spawn(hint_pipe::listen(pipe, hints.clone())),
-            Err(error) => tracing::warn!(%key, %error, "the container cannot give hints"),
+            Err(error) => tracing::warn!(%key, %error, "container {key}: cannot create the hint pipe"),
         }
         let home = Handle::current();
         ward.spawn(accept(listener, key.clone(), owner, numbers, home, mail));
@@ -81,14 +80,15 @@ impl AgentListener {
 }
 
 impl AgentListener {
-    /// Its socket below the run directory.
+    /// Path of the container's socket below the run directory.
     #[must_use]
     pub fn socket(key: &Key) -> String {
         let (containers, mount) = (paths::CONTAINERS_DIR, paths::MOUNT_DIR);
         format!("{containers}/{key}/{mount}/{}", paths::AGENT_SOCKET)
     }
 
-    /// Lets the container read on which GPUs somebody waits for VRAM: a line for each.
+    /// Writes the GPUs on which a container waits for VRAM into a file that the container can read,
+    /// one UUID per line.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -100,7 +100,7 @@ impl AgentListener {
         fs::rename(fresh, self.folder.join(paths::PRESSURE_FILE))
     }
 
-    /// What the container wrote into its pipe since this was asked last.
+    /// The hints that the container wrote since the last call.
     #[must_use]
     pub fn heard(&self) -> Vec<u8> {
         self.hints.take()
@@ -118,23 +118,26 @@ async fn accept(
     let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     let budgets = Arc::new(RateLimits::new());
     loop {
-        // Those who come faster wait in the kernel's backlog, which is short.
+        // Further connections wait in the kernel's backlog, which is short.
         budgets.connections.take().await;
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
-                // Out of descriptors, most likely: they come back.
-                tracing::warn!(%key, %error, "cannot accept an agent");
+                // Probably out of descriptors, which become free again.
+                tracing::warn!(%key, %error, "container {key}: cannot accept a connection");
                 tokio::time::sleep(Duration::from_millis(200)).await;
                 continue;
             }
         };
         let stranger = |uid| uid != 0 && owner.is_some_and(|owner| owner != uid);
-        if stream.peer_cred().map_or(owner.is_some(), |peer| stranger(peer.uid())) {
-            tracing::warn!(%key, "somebody else's process was turned away");
+        let uid = stream.peer_cred().ok().map(|peer| peer.uid());
+        if uid.map_or(owner.is_some(), stranger) {
+            let uid = uid.map_or_else(|| "unknown".to_owned(), |uid| uid.to_string());
+            tracing::warn!(%key, "container {key}: rejected connection: peer uid {uid} does not own this container");
             continue;
         }
-        // No place: dropped, the peer sees the end of the connection and comes back later.
+        // Too many connections: this one is dropped. The agent sees the end of the connection and
+        // retries.
         let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
             continue;
         };

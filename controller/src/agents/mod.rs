@@ -1,19 +1,20 @@
-//! Processes of containers, at the other end of sockets.
+//! The agents: Affinode's library in processes of containers, at the other end of sockets.
 //!
 //! ```text
-//! listener (one per container) ──accept──> connection: Hello, papers ──Joined──> the task that decides
-//!                                            reader ──Message, Detached──>        │
-//!                                            writer <──── bounded channel ────────┘
-//!                                            pidfd ──Exited──>
-//!                                            porter <── frames, descriptors ──> copier
+//! AgentListener (one per container) ──accept──> connection: Hello, peer ──Joined──> the actor
+//!                                                 read ──Message, Detached──>        │
+//!                                                 write <──── bounded channel ───────┘
+//!                                                 pidfd ──Exited──>
+//!                                                 copier_relay <── frames, descriptors ──> copier
 //! ```
 //!
-//! All of a container's but the pidfd is on a thread of its own ([`crate::ward`]).
+//! Everything of a container except the pidfd is on a thread of its own
+//! ([`crate::isolated_runtime`]).
 //!
-//! Everything that comes in is untrusted: who a process is says the kernel
-//! (`SO_PEERCRED`, pidfd), the page is read with `pread`, frames have one size,
-//! messages and connections of a container a bounded rate, connections a bounded number,
-//! the Hello a deadline.
+//! Everything that an agent sends is untrusted. The kernel identifies the process (`SO_PEERCRED`,
+//! pidfd), the shared counters are read with `pread`, and frames have one size. The messages and
+//! connections of a container have a maximum rate, its connections a maximum number, and the Hello
+//! a deadline.
 
 mod connection;
 mod copier_relay;
@@ -45,41 +46,40 @@ use crate::{
 pub use listener::AgentListener;
 pub(crate) use rate_limit::RefusalLog;
 
-/// Messages to an agent that may wait; one that does not read is cut off.
+/// Messages that may wait for an agent; the connection of an agent with more is closed.
 const OUTBOX: usize = 64;
 
-/// What connections tell.
+/// Messages of the connections to the actor.
 #[derive(Debug)]
 pub enum AgentMail {
-    /// A process with good papers.
+    /// A process was identified and has sent a valid Hello.
     Joined {
-        /// The container whose socket it came through.
+        /// The container whose socket the process used.
         key: Key,
         /// Number of the connection.
         id: ProcessId,
-        /// Who it is.
+        /// The process, as the kernel identified it.
         identity: Identity,
-        /// Its Hello.
         hello: AgentMessage,
-        /// How to reach it.
+        /// The connection to its agent.
         agent: AgentHandle,
     },
-    /// A message, Hello excepted.
+    /// A message after the Hello.
     Message(ProcessId, AgentMessage),
     /// The connection ended.
     Detached(ProcessId),
     /// The process ended.
     Exited(ProcessId),
-    /// A peer was turned away.
+    /// A connection was refused.
     Refused {
-        /// The container.
+        /// The container whose socket it used.
         key: Key,
-        /// Why, for people.
+        /// Why, in plain text.
         why: String,
     },
 }
 
-/// A message, and a descriptor that goes along.
+/// A message, and a descriptor that is sent with it.
 #[derive(Debug)]
 pub struct OutgoingFrame {
     message: ControllerMessage,
@@ -92,37 +92,38 @@ impl From<ControllerMessage> for OutgoingFrame {
     }
 }
 
-/// A connected process.
+/// A connected process: its counters and its connection.
 #[derive(Debug)]
 pub struct AgentHandle {
     outbox: Option<mpsc::Sender<OutgoingFrame>>,
     page: Arc<File>,
     abilities: Capabilities,
-    /// What its `CLOCK_MONOTONIC` shows more than ours.
+    /// How far its `CLOCK_MONOTONIC` is ahead of the controller's, in milliseconds.
     clock_ahead_ms: i64,
-    /// Ends with the process, not with the connection.
+    /// Waits for the end of the process, not of the connection.
     watch: AbortHandle,
-    /// The container's thread.
+    /// The runtime of the container's own thread.
     ward: Handle,
 }
 
-/// Why a page was not read.
+/// Why the counters were not read.
 #[derive(Debug, thiserror::Error)]
 pub enum CounterReadError {
-    /// The file.
-    #[error("the page cannot be read")]
+    /// The file cannot be read.
+    #[error("cannot read the counters")]
     Io(#[from] std::io::Error),
-    /// Its content.
-    #[error("the page is not understood")]
+    /// The content is invalid.
+    #[error("the counters are invalid")]
     Content(#[from] CounterError),
 }
 
 impl AgentHandle {
-    /// Queues a message. `false`: the agent does not read; the connection is over.
+    /// Queues a message. `false`: the agent does not read its messages, and its connection is
+    /// closed.
     pub fn send(&mut self, mut message: ControllerMessage) -> bool {
         if let ControllerMessage::Order { order, action, decided_ms } = &mut message {
-            tracing::debug!(order, ?action, "ordered");
-            // 0 would be no time at all.
+            tracing::debug!(order, ?action, "order queued");
+            // 0 would mean that no time was sent.
             *decided_ms = decided_ms.saturating_add_signed(self.clock_ahead_ms).max(1);
             if let Action::CopyOut { how, .. } = action {
                 how.keep &= self.abilities.intersects(Capabilities::RETAINS_HOST_COPY);
@@ -133,25 +134,26 @@ impl AgentHandle {
         self.queue(message.into())
     }
 
-    /// Whether its library knows what to do with a way to a copier.
+    /// Whether its library can use a copier.
     #[must_use]
     pub fn uses_copier(&self) -> bool {
         self.abilities.intersects(Capabilities::USES_COPIER)
     }
 
-    /// Whether its library can make host memory ready before it leaves.
+    /// Whether its library can prepare host memory before an offload.
     #[must_use]
     pub fn prepares(&self) -> bool {
         self.abilities.intersects(Capabilities::PREFAULTS)
     }
 
-    /// Whether its library can hold once, with others, what they have in common.
+    /// Whether its library can deduplicate memory with other processes.
     #[must_use]
     pub fn dedups(&self) -> bool {
         self.abilities.intersects(Capabilities::DEDUPS)
     }
 
-    /// Queues a way to a copier, past a porter: the copier is everybody's.
+    /// Sends the process a connection to its copier, through a relay: the copier serves other
+    /// processes, too.
     pub fn send_copier(&mut self, copier: OwnedFd) -> bool {
         let Some((ours, theirs)) = copier::pair() else { return false };
         let message = ControllerMessage::Copier;
@@ -181,8 +183,8 @@ impl AgentHandle {
         sent
     }
 
-    /// Its page, and the way to it if its library can record calls: for those who watch,
-    /// without keeping the connection open.
+    /// The counters, and the queue to the agent if its library can record calls. The queue is weak,
+    /// so that the call trace does not keep the connection open.
     #[must_use]
     pub fn sight(&self) -> (Arc<File>, Option<mpsc::WeakSender<OutgoingFrame>>) {
         let records = self.abilities.intersects(Capabilities::RECORDS_CALLS);
@@ -190,10 +192,10 @@ impl AgentHandle {
         (Arc::clone(&self.page), outbox)
     }
 
-    /// Reads the page once.
+    /// Reads the counters once.
     ///
     /// # Errors
-    /// [`PageReadError`]: the container shrank or overwrote it.
+    /// [`CounterReadError`]: the container truncated the file or overwrote its content.
     pub fn read_page(
         &self,
         buffer: &mut [u8; PAGE_BYTES],

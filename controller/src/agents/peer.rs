@@ -1,4 +1,4 @@
-//! Whether a peer and its page are what they say.
+//! Identification of a peer and validation of its counter file.
 
 use std::{
     fs::File,
@@ -18,51 +18,49 @@ use crate::{core::input::Identity, inventory::process};
 /// `f_type` of tmpfs, to which memfds belong (`linux/magic.h`).
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
-/// What is wrong with the papers.
+/// Why a peer was refused.
 #[derive(Debug, thiserror::Error)]
 pub enum PeerError {
-    /// The kernel does not say who it is.
+    /// The kernel does not report its pid.
     #[error("the peer has no pid in this namespace")]
     NoPid,
-    /// It is gone, or cannot be looked at.
+    /// The process has ended, or /proc cannot be read.
     #[error("process {pid} cannot be identified")]
     Process {
-        /// Its pid.
         pid: u32,
-        /// Why.
         #[source]
         source: std::io::Error,
     },
-    /// It ended while it was looked at.
+    /// The process ended while it was identified.
     #[error("process {0} ended")]
     Ended(u32),
-    /// No page, or more than one descriptor.
+    /// No counter file, or more than one descriptor.
     #[error("{0} descriptors came with the Hello, expected one")]
     Descriptors(usize),
-    /// The page's file cannot be looked at.
-    #[error("the page cannot be looked at")]
+    /// The counter file cannot be examined.
+    #[error("cannot examine the counter file")]
     Page(#[source] std::io::Error),
-    /// The page is something else: a pipe, a FUSE file, huge pages, another size.
-    #[error("the page is not a memfd of {PAGE_BYTES} bytes")]
+    /// The file is something else: a pipe, a FUSE file, huge pages, another size.
+    #[error("the counter file is not a memfd of {PAGE_BYTES} bytes")]
     NotAPage,
 }
 
-/// Who the peer is, what its `CLOCK_MONOTONIC` shows more than ours in milliseconds, and a
-/// descriptor that becomes readable when it ends.
+/// The identity of the peer, how far its `CLOCK_MONOTONIC` is ahead of ours in milliseconds, and a
+/// descriptor that becomes readable when the process ends.
 pub type Identified = (Identity, i64, OwnedFd);
 
-/// Who the peer is.
+/// Identifies the peer of a socket.
 ///
 /// # Errors
-/// [`PaperError`].
+/// [`PeerError`]: the process has ended or cannot be identified.
 pub fn identify(peer: &(impl AsFd + AsRawFd)) -> Result<Identified, PeerError> {
     let credentials = rustix::net::sockopt::socket_peercred(peer).map_err(|_| PeerError::NoPid)?;
     let pid = credentials.pid;
     identify_pid(pid, getsockopt(peer, PeerPidfd).ok())
 }
 
-/// `peer`: the kernel's own pidfd of who connected, where it has one (Linux 6.5): a process
-/// that has ended since is not taken for the next one with its pid.
+/// `peer`: the kernel's own pidfd of the process that connected, if it has one (Linux 6.5). It does
+/// not confuse a process that has ended with the next one that has its pid.
 fn identify_pid(raw: Pid, peer: Option<OwnedFd>) -> Result<Identified, PeerError> {
     let pid = raw.as_raw_nonzero().get().cast_unsigned();
     let pidfd = match peer {
@@ -72,7 +70,7 @@ fn identify_pid(raw: Pid, peer: Option<OwnedFd>) -> Result<Identified, PeerError
     };
     let identity = process::identity(pid).map_err(|source| PeerError::Process { pid, source })?;
     let clock_ahead_ms = process::clock_ahead_ms(pid);
-    // The pidfd names one process. If that one lives, what was read is about it.
+    // The pidfd names one process. If that process lives, everything read above is about it.
     let mut polled = [PollFd::new(&pidfd, PollFlags::IN)];
     let now = rustix::event::Timespec::default();
     let ended = rustix::event::poll(&mut polled, Some(&now))
@@ -80,15 +78,15 @@ fn identify_pid(raw: Pid, peer: Option<OwnedFd>) -> Result<Identified, PeerError
     if ended > 0 { Err(PeerError::Ended(pid)) } else { Ok((identity, clock_ahead_ms, pidfd)) }
 }
 
-/// Takes the page out of the descriptors that came with a Hello.
+/// Takes the counter file from the descriptors that came with a Hello.
 ///
 /// # Errors
-/// [`PaperError`].
+/// [`PeerError`]: not exactly one descriptor, or not a memfd of the right size.
 pub fn page(mut descriptors: Vec<OwnedFd>) -> Result<File, PeerError> {
     let (Some(page), true) = (descriptors.pop(), descriptors.is_empty()) else {
         return Err(PeerError::Descriptors(descriptors.len()));
     };
-    // Of all others the look alone may take as long as somebody's server likes.
+    // `fstat` of any other file may block until its server answers (FUSE).
     if !is_memory(&page) {
         return Err(PeerError::NotAPage);
     }
@@ -101,7 +99,8 @@ pub fn page(mut descriptors: Vec<OwnedFd>) -> Result<File, PeerError> {
     if regular && memory && fits { Ok(File::from(page)) } else { Err(PeerError::NotAPage) }
 }
 
-/// Whether a file is one in memory: the kernel knows seals of no other, and asks no file system.
+/// Whether a file is in memory. Only memory files have seals, and the kernel reads them without a
+/// call to a file system.
 pub fn is_memory(file: impl AsFd) -> bool {
     rustix::fs::fcntl_get_seals(file).is_ok()
 }
@@ -143,7 +142,7 @@ mod tests {
         assert!(identify_pid(pid, None).is_err());
     }
 
-    /// Another process that has the pid of the one that connected is nobody's.
+    /// A process that has the pid of the one that connected, but is another one, is refused.
     #[test]
     fn a_pid_that_was_given_again_is_not_believed() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();

@@ -1,4 +1,4 @@
-//! What one container may ask of the controller per second, all its connections together.
+//! Rate limits of one container, for all its connections together.
 
 use std::{
     sync::{Mutex, PoisonError},
@@ -7,14 +7,15 @@ use std::{
 
 use tokio::time::Instant;
 
-/// Messages of a container: some at once, then so many per second; more wait in its sockets.
+/// Messages of a container: a burst, then a number per second; more wait in its sockets.
 const MESSAGES: (u32, u32) = (2_000, 1_000);
-/// Connections of a container, likewise: every process of a large one at once.
+/// Connections of a container: a burst (all processes of a large one start at the same time), then
+/// a number per second.
 const CONNECTIONS: (u32, u32) = (512, 50);
-/// Peers turned away that are told, one by one: people read them.
+/// Refused peers that are logged one by one: a burst, then a number per second.
 const REFUSALS: (u32, u32) = (8, 1);
 
-/// A rate, kept as the moment at which everything that was taken is paid for.
+/// A token bucket, stored as the time at which everything taken so far is earned.
 #[derive(Debug)]
 pub struct RateLimit {
     ahead: Duration,
@@ -29,7 +30,7 @@ impl RateLimit {
         RateLimit { ahead, interval, paid: Mutex::new(Instant::now()) }
     }
 
-    /// Takes one; waits until it is there.
+    /// Takes one token; waits until it is available.
     pub async fn take(&self) {
         let paid = {
             let mut paid = self.paid.lock().unwrap_or_else(PoisonError::into_inner);
@@ -39,7 +40,7 @@ impl RateLimit {
         tokio::time::sleep_until(paid - self.ahead).await;
     }
 
-    /// Takes one if it is there.
+    /// Takes one token if it is available.
     pub fn try_take(&self) -> bool {
         let now = Instant::now();
         let mut paid = self.paid.lock().unwrap_or_else(PoisonError::into_inner);
@@ -52,18 +53,18 @@ impl RateLimit {
     }
 }
 
-/// The budgets of one container.
+/// The rate limits of one container.
 #[derive(Debug)]
 pub struct RateLimits {
-    /// Messages that are read.
+    /// Messages that the controller reads.
     pub messages: RateLimit,
-    /// Connections that are accepted.
+    /// Connections that the controller accepts.
     pub connections: RateLimit,
-    /// Peers turned away that are told.
+    /// Refused peers that the controller logs.
     pub refusals: RefusalLog,
 }
 
-/// What is told of those who were turned away: a few, one by one, then their number.
+/// Limits the log lines about refused peers: a few one by one, then their number.
 #[derive(Debug)]
 pub struct RefusalLog {
     budget: RateLimit,
@@ -77,7 +78,7 @@ impl Default for RefusalLog {
 }
 
 impl RefusalLog {
-    /// What to tell of one; nothing when too much was told already.
+    /// The text to log for one refusal; `None` if too much was logged already.
     pub fn tell(&self, why: String) -> Option<String> {
         let mut untold = self.untold.lock().unwrap_or_else(PoisonError::into_inner);
         if !self.budget.try_take() {
@@ -92,7 +93,7 @@ impl RefusalLog {
 }
 
 impl RateLimits {
-    /// Full ones.
+    /// Limits that nothing was taken from.
     pub fn new() -> RateLimits {
         RateLimits {
             messages: RateLimit::new(MESSAGES),
@@ -107,7 +108,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_beyond_the_first_lot_waits() {
+    async fn tokens_beyond_the_burst_wait() {
         let budget = RateLimit::new((10, 5));
         let began = Instant::now();
         for _ in 0..10 {
@@ -119,13 +120,13 @@ mod tests {
             budget.take().await;
         }
         assert!(began.elapsed() >= Duration::from_secs(4), "{:?}", began.elapsed());
-        // What was not used comes back, up to the first lot.
+        // Unused tokens come back, up to the burst.
         tokio::time::advance(Duration::from_secs(60)).await;
         assert_eq!((0..100).filter(|_| budget.try_take()).count(), 10);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn refusals_are_told_a_few_times_and_counted_then() {
+    async fn further_refusals_are_counted() {
         let refusals = RefusalLog::default();
         let told = (0..1_000).filter_map(|_| refusals.tell("noise".into())).count();
         assert_eq!(told, 8);

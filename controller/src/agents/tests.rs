@@ -1,4 +1,4 @@
-//! Connections against peers of every kind.
+//! Connections with peers of every kind: valid, silent, malformed, hostile.
 
 use std::{
     io::{IoSlice, Read, Write},
@@ -87,7 +87,7 @@ fn refusal(peer: &mut UnixStream) -> ControllerMessage {
 }
 
 #[tokio::test]
-async fn a_process_with_good_papers_joins_and_is_named_by_the_kernel() {
+async fn an_identified_process_joins() {
     let mut bench = bench();
     let page = page();
     send_with(&bench.peer, &hello(WIRE_VERSION), &[page.as_fd()]);
@@ -104,7 +104,7 @@ async fn a_process_with_good_papers_joins_and_is_named_by_the_kernel() {
 }
 
 #[tokio::test]
-async fn a_library_is_not_asked_for_what_it_does_not_know() {
+async fn an_order_asks_only_for_capabilities() {
     let none = CopyOptions::default();
     for (abilities, known) in [
         (Capabilities::USES_COPIER, none),
@@ -129,7 +129,7 @@ async fn a_library_is_not_asked_for_what_it_does_not_know() {
 }
 
 #[tokio::test]
-async fn a_library_that_can_hold_things_once_says_so() {
+async fn a_library_announces_dedup() {
     let mut bench = bench();
     send_with(&bench.peer, &hello_with(WIRE_VERSION, Capabilities::DEDUPS), &[page().as_fd()]);
     let Some(AgentMail::Joined { agent, .. }) = bench.mail.recv().await else {
@@ -139,7 +139,7 @@ async fn a_library_that_can_hold_things_once_says_so() {
 }
 
 #[tokio::test]
-async fn a_page_that_its_container_shrinks_or_overwrites_is_an_error_and_no_signal() {
+async fn a_truncated_counter_file_is_an_error() {
     let mut bench = bench();
     let page = page();
     send_with(&bench.peer, &hello(WIRE_VERSION), &[page.as_fd()]);
@@ -154,7 +154,7 @@ async fn a_page_that_its_container_shrinks_or_overwrites_is_an_error_and_no_sign
 }
 
 #[tokio::test]
-async fn another_version_is_told_not_to_come_back() {
+async fn another_version_is_told_not_to_retry() {
     let mut bench = bench();
     send_with(&bench.peer, &hello(WIRE_VERSION + 1), &[page().as_fd()]);
     let Some(AgentMail::Refused { why, .. }) = bench.mail.recv().await else {
@@ -168,12 +168,12 @@ async fn another_version_is_told_not_to_come_back() {
 }
 
 #[tokio::test]
-async fn noise_missing_and_surplus_descriptors_are_refused() {
+async fn a_hello_with_wrong_descriptors_is_refused() {
     let first = page();
     let second = page();
     let cases: [(&[u8], Vec<BorrowedFd<'_>>, &str); 4] = [
         (&[0xab; FRAME_BYTES], vec![first.as_fd()], "magic"),
-        (&AgentMessage::Notice { hazards: Hazards(1) }.encode(), vec![first.as_fd()], "no Hello"),
+        (&AgentMessage::Notice { hazards: Hazards(1) }.encode(), vec![first.as_fd()], "not a Hello"),
         (&hello(WIRE_VERSION), vec![], "0 descriptors"),
         (&hello(WIRE_VERSION), vec![first.as_fd(), second.as_fd(), first.as_fd()], "descriptors"),
     ];
@@ -188,7 +188,7 @@ async fn noise_missing_and_surplus_descriptors_are_refused() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_peer_that_says_nothing_is_turned_away() {
+async fn a_silent_peer_is_refused() {
     let mut bench = bench();
     let Some(AgentMail::Refused { why, .. }) = bench.mail.recv().await else {
         panic!("not refused")
@@ -197,7 +197,7 @@ async fn a_peer_that_says_nothing_is_turned_away() {
 }
 
 #[tokio::test]
-async fn a_frame_that_is_no_message_cuts_the_connection_and_nothing_else() {
+async fn an_invalid_frame_closes_one_connection() {
     let mut bench = bench();
     send_with(&bench.peer, &hello(WIRE_VERSION), &[page().as_fd()]);
     let Some(AgentMail::Joined { agent: _agent, .. }) = bench.mail.recv().await else {
@@ -208,7 +208,7 @@ async fn a_frame_that_is_no_message_cuts_the_connection_and_nothing_else() {
 }
 
 #[tokio::test]
-async fn an_agent_that_does_not_read_is_cut_off_and_costs_no_memory() {
+async fn an_agent_that_never_reads_is_closed() {
     let mut bench = bench();
     send_with(&bench.peer, &hello(WIRE_VERSION), &[page().as_fd()]);
     let Some(AgentMail::Joined { mut agent, .. }) = bench.mail.recv().await else {
@@ -229,9 +229,9 @@ async fn an_agent_that_does_not_read_is_cut_off_and_costs_no_memory() {
 }
 
 #[tokio::test]
-async fn the_listener_replaces_a_stale_socket_and_lets_everybody_connect() {
+async fn the_listener_replaces_a_stale_socket() {
     let run_dir = tempfile::tempdir().unwrap();
-    // Longer than a socket address may be.
+    // The path is longer than a socket address may be.
     let deep = run_dir.path().join("d".repeat(100));
     let key = Key::parse(&"0".repeat(32)).unwrap();
     let (sender, mut mail) = mpsc::channel(8);
@@ -258,7 +258,7 @@ async fn the_listener_replaces_a_stale_socket_and_lets_everybody_connect() {
 }
 
 #[tokio::test]
-async fn a_container_has_so_many_connections_and_gets_them_back() {
+async fn connections_of_a_container_are_limited() {
     let run_dir = tempfile::tempdir().unwrap();
     let key = Key::parse(&"0".repeat(32)).unwrap();
     let (sender, mut mail) = mpsc::channel(8);
@@ -273,7 +273,7 @@ async fn a_container_has_so_many_connections_and_gets_them_back() {
     )
     .unwrap();
     let socket = run_dir.path().join("containers").join(key.as_str()).join("mount/agent.sock");
-    // They say nothing; those beyond the number see the end of their connection.
+    // These peers send nothing; those beyond the limit see the end of their connection.
     let connect = || tokio::net::UnixStream::connect(&socket);
     let mut held = Vec::new();
     for _ in 0..listener::MAX_CONNECTIONS {
@@ -283,7 +283,7 @@ async fn a_container_has_so_many_connections_and_gets_them_back() {
     let read = tokio::io::AsyncReadExt::read(&mut one_more, &mut byte).await;
     assert!(matches!(read, Ok(0) | Err(_)), "{read:?}");
     held.clear();
-    // Their places are free again as soon as their ends are seen.
+    // Their slots are free again as soon as the controller sees their ends.
     loop {
         let peer = connect().await.unwrap().into_std().unwrap();
         peer.set_nonblocking(false).unwrap();
@@ -296,7 +296,7 @@ async fn a_container_has_so_many_connections_and_gets_them_back() {
     }
 }
 
-/// Many connections are no way around the rate of one.
+/// Many connections do not get around the rate limit of a container.
 #[tokio::test(start_paused = true)]
 async fn connections_of_a_container_share_one_rate() {
     let budgets = Arc::new(rate_limit::RateLimits::new());
@@ -325,7 +325,7 @@ async fn connections_of_a_container_share_one_rate() {
             other => panic!("{other:?}"),
         }
     }
-    // 2000 at once, 1000 in each second from then on; alone each would have had 200.
+    // A burst of 2000, then 1000 per second; each connection alone would have had 200.
     assert!(began.elapsed() >= Duration::from_secs(2), "{:?}", began.elapsed());
 }
 
@@ -346,9 +346,9 @@ async fn descriptors_of_every_wrong_kind_are_refused() {
     }
 }
 
-/// What the kernel does in the thread that reads such a message has no end that we choose.
+/// Receiving such a message can block the thread for an unlimited time inside the kernel.
 #[tokio::test]
-async fn who_makes_its_reader_wait_makes_no_other_container_wait() {
+async fn a_blocked_reader_blocks_one_container() {
     let run_dir = tempfile::tempdir().unwrap();
     let (sender, mut mail) = mpsc::channel(8);
     let numbers = Arc::new(std::sync::atomic::AtomicU64::new(1));
@@ -362,7 +362,7 @@ async fn who_makes_its_reader_wait_makes_no_other_container_wait() {
     };
     let ((_hostile, hostile), (_other, other)) = (open("0"), open("1"));
     let (mut hostiles, mut kept) = (Vec::new(), Vec::new());
-    // Behind a Hello, and in the place of one.
+    // After a Hello, and instead of one.
     for joins in [true, false] {
         let mut lingering = LingeringTask::new();
         let peer = UnixStream::connect(&hostile).unwrap();
@@ -386,7 +386,7 @@ async fn who_makes_its_reader_wait_makes_no_other_container_wait() {
     assert!(waits, "it has waited for the other container's connection");
 }
 
-/// A packet of a process's, and what a copier would get of it.
+/// Relays one packet of a process, and returns what a copier would receive.
 async fn carried(descriptor: &OwnedFd) -> std::io::Result<affinode_copier::socket::Received> {
     let ((process, theirs), (ours, copier)) = (copier::pair().unwrap(), copier::pair().unwrap());
     affinode_copier::socket::send(&process, &[7; FRAME_BYTES], Some(descriptor)).unwrap();
@@ -398,7 +398,7 @@ async fn carried(descriptor: &OwnedFd) -> std::io::Result<affinode_copier::socke
 }
 
 #[tokio::test]
-async fn a_copier_gets_memory_and_devices_and_nothing_that_it_could_wait_for() {
+async fn a_copier_receives_memory_and_devices_only() {
     let opened = |path: &str| OwnedFd::from(File::open(path).unwrap());
     for harmless in [page(), opened("/dev/null")] {
         let (frame, descriptor) = carried(&harmless).await.unwrap();
@@ -413,7 +413,7 @@ async fn a_copier_gets_memory_and_devices_and_nothing_that_it_could_wait_for() {
 }
 
 #[tokio::test]
-async fn a_way_to_a_copier_ends_for_both_with_either() {
+async fn a_copier_relay_ends_for_both_sides() {
     for copier_ends in [false, true] {
         let ((process, theirs), (ours, copier)) =
             (copier::pair().unwrap(), copier::pair().unwrap());
@@ -434,7 +434,7 @@ async fn a_way_to_a_copier_ends_for_both_with_either() {
 }
 
 #[tokio::test]
-async fn a_way_to_a_copier_carries_all_in_order_however_late_it_is_read() {
+async fn a_copier_relay_keeps_the_order() {
     const MANY: u8 = 250;
     const TIMES: usize = 20;
     let ((process, theirs), (ours, copier)) = (copier::pair().unwrap(), copier::pair().unwrap());
@@ -450,7 +450,7 @@ async fn a_way_to_a_copier_carries_all_in_order_however_late_it_is_read() {
         }
         copier
     });
-    // All that fits anywhere is under way.
+    // Everything that fits in the buffers is in flight.
     let mut before = usize::MAX;
     while std::mem::replace(&mut before, sent.load(Ordering::SeqCst)) != before {
         for _ in 0..1_000 {

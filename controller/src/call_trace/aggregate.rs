@@ -1,4 +1,4 @@
-//! Sums over the records of one process between two readings. Pure.
+//! Sums over the call records of one process between two readings. Pure.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -7,20 +7,22 @@ use affinode_proto::wire::call_ring::{CallRecord, RECORDS};
 
 use super::{FunctionCalls, RecordedCall};
 
-/// Records wanted per reading: half of the ring, so that a program may double its pace.
+/// Records wanted per reading: half of the ring, so that a program may double its rate without
+/// losing records.
 const WANTED: u64 = RECORDS as u64 / 2;
-/// Records that are shown one by one, per reading.
+/// Records per reading that are returned one by one.
 const SHOWN: usize = 40;
-/// `CUDA_ERROR_NOT_READY`: the usual answer to a question, no failure.
+/// `CUDA_ERROR_NOT_READY`: the normal result of a query, not a failure.
 const NOT_READY: u16 = 600;
 
-/// About one call in how many is to be recorded, after so many between two readings.
+/// The sampling rate that follows from the number of calls between two readings: record one in this
+/// many.
 #[must_use]
 pub fn one_in(calls: u64) -> u32 {
     u32::try_from(calls.div_ceil(WANTED)).unwrap_or(u32::MAX).max(1)
 }
 
-/// The sums.
+/// Sums per function, and the latest records.
 #[derive(Debug, Default)]
 pub struct CallAggregate {
     functions: BTreeMap<u16, FunctionCalls>,
@@ -28,7 +30,7 @@ pub struct CallAggregate {
 }
 
 impl CallAggregate {
-    /// Adds a record. It is a container's claim: whatever it says fits.
+    /// Adds a record. Its values come from the container, so every sum saturates.
     pub fn add(&mut self, record: CallRecord) {
         let function = self.functions.entry(record.hook).or_default();
         let times = u64::from(record.stands_for);
@@ -44,7 +46,7 @@ impl CallAggregate {
         self.last.push_back(record);
     }
 
-    /// By function, the most called first; and the last records.
+    /// The sums per function, the most called first, and the latest records.
     #[must_use]
     pub fn finish(self) -> (Vec<FunctionCalls>, Vec<RecordedCall>) {
         let mut functions: Vec<FunctionCalls> = self
@@ -107,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_a_container_claims_is_summed_and_bounded() {
+    fn hostile_records_saturate() {
         let mut tally = CallAggregate::default();
         for hook in 0..1_000 {
             let (bytes, duration_ns) = (u64::MAX, u64::MAX);
@@ -122,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn who_calls_more_is_recorded_less() {
+    fn a_higher_call_rate_lowers_the_sampling() {
         assert_eq!([0, 1, 60, 61, 60_000].map(one_in), [1, 1, 1, 2, 1_000]);
         assert_eq!(one_in(u64::MAX), u32::MAX);
     }

@@ -1,25 +1,25 @@
-//! What was called in a fifth of a second, as watchers get it: the same in JSON and on
-//! the control socket.
+//! The calls of a fifth of a second, as watchers receive them: the same fields in JSON and on the
+//! control socket.
 
 use affinode_proto::api::control;
 use serde::Serialize;
 
-/// Everything that was watched, between two readings.
+/// The calls of all watched processes between two readings.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct CallTraceBatch {
-    /// Grows by one with each batch of a controller.
+    /// Number of the batch: one more than the batch before.
     pub sequence: u64,
-    /// When the reading was made, milliseconds since 1970.
+    /// Time of the reading, in milliseconds since 1970.
     pub unix_ms: i64,
-    /// Since the reading before.
+    /// Time since the reading before, in milliseconds.
     pub elapsed_ms: u64,
-    /// Processes that made calls, those that made most first.
+    /// Processes with calls, the busiest first.
     pub processes: Vec<ProcessCalls>,
-    /// Further processes that made calls and have no place here.
+    /// Number of further processes with calls.
     pub left_out: u64,
 }
 
-/// One process.
+/// The calls of one process.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct ProcessCalls {
     /// Key of its container.
@@ -28,58 +28,57 @@ pub struct ProcessCalls {
     pub container: String,
     /// Its pid on the node.
     pub pid: u32,
-    /// Its program.
+    /// The name of its program, from `/proc/PID/comm`.
     pub command: String,
-    /// Calls made, counted one by one.
+    /// Number of calls, exact.
     pub calls: u64,
-    /// About one call in so many was recorded; 0: its library is too old to record any.
+    /// One of this many calls was recorded, approximately; 0: its library is too old to record
+    /// calls.
     pub one_in: u32,
-    /// Calls that nothing is known of: the ring was full.
+    /// Calls lost because the ring was full.
     pub dropped: u64,
     /// By function, the most called first.
     pub functions: Vec<FunctionCalls>,
-    /// The last calls that were recorded, oldest first.
+    /// The latest recorded calls, the oldest first.
     pub recorded: Vec<RecordedCall>,
 }
 
-/// One function of a process.
+/// The calls of one function in one process.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct FunctionCalls {
-    /// Its name.
     pub name: String,
-    /// Calls, reckoned from those that were recorded; exact where each one was.
+    /// Number of calls, estimated from the recorded ones; exact if each call was recorded.
     pub calls: u64,
-    /// Calls that were recorded.
+    /// Number of recorded calls.
     pub recorded: u64,
-    /// Bytes that the calls moved, filled or asked for, reckoned likewise.
+    /// Bytes that the calls copied, set or allocated, estimated in the same way.
     pub bytes: u64,
-    /// Recorded calls that failed.
+    /// Number of recorded calls that failed.
     pub failed: u64,
-    /// Time that the recorded calls took, together.
+    /// Sum of the durations of the recorded calls.
     pub total_ns: u64,
-    /// The longest of them.
+    /// Duration of the longest recorded call.
     pub longest_ns: u64,
 }
 
-/// One call.
+/// One recorded call.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct RecordedCall {
-    /// The function's name.
     pub name: String,
-    /// Thread id, in the process's own namespace.
+    /// Thread id in the process's own pid namespace.
     pub thread: u32,
-    /// From the call of the driver to its return.
+    /// Time from entering the driver's function to its return.
     pub duration_ns: u64,
     /// Bytes that its arguments name.
     pub bytes: u64,
-    /// What the driver returned: a `CUresult`.
+    /// The result of the driver: a `CUresult`.
     pub result: u32,
-    /// Calls of the thread since the one recorded before, this one included.
+    /// Calls of the thread since its previous recorded call, including this one.
     pub stands_for: u32,
 }
 
 impl CallTraceBatch {
-    /// What concerns one container.
+    /// The part of the batch that concerns one container.
     #[must_use]
     pub fn of(&self, key: &str) -> CallTraceBatch {
         let processes = self.processes.iter().filter(|p| p.key == key).cloned().collect();
@@ -87,7 +86,7 @@ impl CallTraceBatch {
     }
 }
 
-/// The same fields on the control socket, in both directions; those in brackets are lists.
+/// Conversion from and to the messages of the control socket; the fields in brackets are lists.
 macro_rules! as_sent {
     ($name:ident as $sent:ident: $($field:ident),*; [$($list:ident),*]) => {
         impl From<control::$sent> for $name {

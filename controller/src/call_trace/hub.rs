@@ -1,5 +1,5 @@
-//! Where watchers of calls meet the one who reads them. Asking is watching: who asks
-//! again in time goes on doing so.
+//! Passes batches from the sampler to watchers. A request is a subscription: a watcher stays one as
+//! long as it requests again in time.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -12,17 +12,17 @@ use tokio::{sync::Notify, time::Instant};
 use super::CallTraceBatch;
 use crate::core::Key;
 
-/// Batches that are kept for those who ask: ten seconds.
+/// Batches that are kept for watchers: ten seconds.
 const KEPT: usize = 50;
-/// One question is answered within this.
+/// Maximum time that a request waits for a batch.
 const MAX_WAIT: Duration = Duration::from_secs(2);
-/// Who does not ask again within this watches no more.
+/// A watcher that does not request again within this time is removed.
 const WATCHER_TTL: Duration = Duration::from_secs(2);
 
-/// What is watched: one container, or all.
+/// What is watched: one container, or all (`None`).
 pub type Scope = Option<Key>;
 
-/// The meeting place.
+/// The batches, and the scopes that are watched.
 #[derive(Debug, Default)]
 pub struct CallTraceHub {
     inner: Mutex<CallTraceHubState>,
@@ -34,13 +34,13 @@ pub struct CallTraceHub {
 struct CallTraceHubState {
     batches: VecDeque<Arc<CallTraceBatch>>,
     last: u64,
-    /// Until when each is watched.
+    /// Until when each scope is watched.
     watched: HashMap<Scope, Instant>,
 }
 
 impl CallTraceHub {
-    /// Batches after a number, waiting for the first. Without a number, or with that of
-    /// another controller: from now on.
+    /// Batches after a number; waits for the first one. Without a number, or with one of another
+    /// controller: from now on.
     pub async fn after(
         &self,
         scope: &Scope,
@@ -58,7 +58,7 @@ impl CallTraceHub {
         loop {
             let added = self.added.notified();
             tokio::pin!(added);
-            // Registered before the look, so that nothing falls between.
+            // Registered before the check, so that no batch is missed between the two.
             added.as_mut().enable();
             let found: Vec<Arc<CallTraceBatch>> = {
                 let inner = self.lock();
@@ -70,7 +70,7 @@ impl CallTraceHub {
         }
     }
 
-    /// What is watched now. Nothing: nobody watches.
+    /// The scopes that are watched now; empty: no watcher.
     pub(crate) fn watched(&self) -> Vec<Scope> {
         let now = Instant::now();
         let mut inner = self.lock();
@@ -78,12 +78,12 @@ impl CallTraceHub {
         inner.watched.keys().cloned().collect()
     }
 
-    /// Waits until somebody asks.
+    /// Waits for the next request.
     pub(super) async fn asked(&self) {
         self.asked.notified().await;
     }
 
-    /// Adds a batch; sets its number.
+    /// Adds a batch and sets its number.
     pub(crate) fn add(&self, batch: CallTraceBatch) {
         {
             let mut inner = self.lock();
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn asking_is_watching_and_ends_by_itself() {
+    async fn a_request_subscribes_until_its_ttl() {
         let hub = CallTraceHub::default();
         assert!(hub.watched().is_empty());
         assert!(hub.after(&Some(key('a')), None, SECOND).await.is_empty());
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_watcher_gets_what_is_new_of_what_it_watches() {
+    async fn a_watcher_gets_new_batches_of_its_scope() {
         let hub = CallTraceHub::default();
         let process = |digit| ProcessCalls { key: key(digit).to_string(), ..Default::default() };
         let batch = || CallTraceBatch {

@@ -1,15 +1,15 @@
-//! The calls that processes make, live, for as long as somebody watches.
+//! The call trace: the CUDA calls that processes make, live, while it is watched.
 //!
 //! ```text
-//!  who watches ──asks──> CallHub ──wanted──> Scout ──Watch──> agent: records into its page
-//!       ^                   ^                  │  ^                       │
-//!       └──── batches ──────┘<── tallies ──────┘  └─────── pread ─────────┘
+//!  watcher ──after()──> CallTraceHub ──watched()──> CallSampler ──SampleCalls──> agent: call ring
+//!     ^                    ^                         │  ^                            │
+//!     └───── batches ──────┘<── CallTraceBatch ──────┘  └────────── pread ─────────┘
 //! ```
 //!
-//! Processes record a sample of their calls by themselves
-//! ([`affinode_proto::wire::calls`]); the [`Scout`] reads it five times a second and says
-//! how much of a sample it wants. It runs on the thread of what people see. When nobody
-//! has asked for a moment, the processes are told to stop.
+//! Processes record a sample of their calls in a ring ([`affinode_proto::wire::call_ring`]). The
+//! [`CallSampler`] reads it five times a second and sends each agent the sampling rate that it
+//! wants. It runs on the frontend's thread. Two seconds after the last request it tells the agents
+//! to stop.
 
 mod aggregate;
 mod batch;

@@ -1,4 +1,4 @@
-//! The one who reads what processes record, and tells them how much to record.
+//! Reads the call rings of processes, and sends their agents the sampling rate.
 
 use std::{collections::HashMap, fs::File, os::unix::fs::FileExt, sync::Arc, time::Duration};
 
@@ -20,30 +20,29 @@ use crate::{
     daemon::{ControllerHandle, ShuttingDown},
 };
 
-/// Between two readings.
+/// Time between two readings.
 const PERIOD: Duration = Duration::from_millis(200);
-/// Between two looks at who is there.
+/// Time between two scans for new and ended processes.
 const RESCAN_INTERVAL: Duration = Duration::from_secs(1);
 /// Processes in one batch.
 const SHOWN: usize = 256;
 
-/// A process that can be looked at, without holding on to it: its connection ends when
-/// it ends.
+/// A process whose calls can be read. It does not keep the connection of its agent open.
 #[derive(Clone, Debug)]
 pub struct CallSource {
     /// Number of its connection.
     pub id: ProcessId,
-    /// Its container.
+    /// Key of its container.
     pub key: Key,
-    /// The container's name.
+    /// Name of its container.
     pub container: String,
-    /// Its pid.
+    /// Its pid on the node.
     pub pid: u32,
-    /// Its program.
+    /// The name of its program.
     pub command: String,
-    /// Its page.
+    /// Its shared counters and call ring.
     pub page: Arc<File>,
-    /// The way to its agent, if its library can record calls.
+    /// Queue to its agent; `None` if its library cannot record calls.
     pub outbox: Option<mpsc::WeakSender<OutgoingFrame>>,
 }
 
@@ -54,7 +53,7 @@ struct SampledProcess {
     told: Option<ControllerMessage>,
 }
 
-/// Reads while somebody watches.
+/// Reads the call rings while the trace is watched.
 pub struct CallSampler {
     door: ControllerHandle,
     hub: Arc<CallTraceHub>,
@@ -64,13 +63,13 @@ pub struct CallSampler {
 }
 
 impl CallSampler {
-    /// Reads what is behind the door, for those at the hub.
+    /// A sampler of the processes of one controller, for the watchers of one hub.
     #[must_use]
     pub fn new(door: ControllerHandle, hub: Arc<CallTraceHub>) -> CallSampler {
         CallSampler { door, hub, watched: HashMap::new(), called_roll: None, read: Instant::now() }
     }
 
-    /// Works until the controller ends.
+    /// Runs until the controller ends.
     pub async fn run(mut self) {
         loop {
             let scopes = self.hub.watched();
@@ -94,7 +93,7 @@ impl CallSampler {
         }
     }
 
-    /// Who is there now; who is new begins to record.
+    /// Updates the set of sampled processes; new ones start to record.
     async fn call_roll(&mut self, keys: Option<Vec<Key>>) -> Result<(), ShuttingDown> {
         let sights = self.door.sights(keys).await?;
         self.called_roll = Some(Instant::now());
@@ -112,7 +111,7 @@ impl CallSampler {
         let elapsed = self.read.elapsed().min(PERIOD * 10);
         self.read = Instant::now();
         let mut processes = Vec::new();
-        // Who cannot be read is left out; the task that decides finds out why.
+        // A process that cannot be read is left out; the actor finds out why.
         self.watched.retain(|_, watched| match watched.read() {
             Some(calls) => {
                 processes.extend(Some(calls).filter(|calls| calls.calls > 0));
@@ -137,7 +136,7 @@ fn begin(sight: CallSource) -> Option<SampledProcess> {
         told: None,
         sight,
     };
-    // How much it calls is not known yet: the ring fills at most.
+    // Its call rate is not known yet: at most the ring fills up.
     watched.ask_for(1);
     Some(watched)
 }
@@ -170,7 +169,7 @@ impl SampledProcess {
         })
     }
 
-    /// Tells how much to record and how far the ring was read, unless that is known.
+    /// Sends the sampling rate and the position read so far, unless the agent has both.
     fn ask_for(&mut self, one_in: u32) {
         if self.sight.outbox.is_none() {
             return;
@@ -182,8 +181,7 @@ impl SampledProcess {
     }
 }
 
-/// Queues a message. Not where others wait already: an agent that is busy with an order
-/// has more important ones to read.
+/// Queues a message, but only into an empty queue: orders are more important.
 fn tell(sight: &CallSource, message: ControllerMessage) -> bool {
     let outbox = sight.outbox.as_ref().and_then(mpsc::WeakSender::upgrade);
     outbox.is_some_and(|outbox| {

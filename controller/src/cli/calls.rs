@@ -1,5 +1,5 @@
-//! `affinode calls`: which CUDA functions processes call, how often, with how many bytes
-//! and for how long. Recorded by the processes from the moment this command asks.
+//! `affinode calls`: the CUDA functions that processes call, with their rate, bytes and duration.
+//! Processes record their calls while this command runs.
 
 use std::{collections::BTreeMap, io::Write, time::Duration};
 
@@ -9,35 +9,35 @@ use crate::call_trace::{CallTraceBatch, FunctionCalls, ProcessCalls};
 /// Show the CUDA calls of containers, live, by function.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
-A process records a sample of its calls, all of them while they are few, and only while
-somebody watches. CALLS of a function is reckoned from the sample where it begins with ~;
-the count of a process is exact. Dropped calls are those that nothing is known of.")]
+A process records its calls only while they are watched: all of them, or a sample if it makes many.
+CALLS/S of a function that begins with ~ is estimated from the sample; the total is exact.
+Dropped calls were lost because the ring was full.")]
 pub struct CallsArgs {
-    /// A container: name, id, or a prefix that only one has; all when left out.
+    /// A container: name, id, or a unique prefix of either; default: all containers.
     container: Option<String>,
-    /// Functions whose names contain this.
+    /// Only functions whose names contain this text.
     #[arg(short, long, value_name = "TEXT", default_value = "")]
     filter: String,
-    /// Processes with this pid.
+    /// Only the process with this pid.
     #[arg(short, long)]
     pid: Option<u32>,
-    /// Print each recorded call, not sums.
+    /// Print each recorded call instead of sums.
     #[arg(short, long)]
     each: bool,
-    /// Watch for so many seconds, print once, end.
+    /// Watch for this many seconds, print once, then exit.
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "1")]
     once: Option<u16>,
-    /// How to print; json is one object a line, as GET /api/v1/calls sends them.
+    /// Output format; json is one object per line, as sent by GET /api/v1/calls.
     #[arg(short, long, default_value = "table")]
     output: OutputFormat,
-    /// Leave the header line out.
+    /// Do not print the header line.
     #[arg(long)]
     no_headers: bool,
 }
 
 const TITLES: [&str; 8] =
     ["CONTAINER", "PID", "FUNCTION", "CALLS/S", "AVERAGE", "LONGEST", "BYTES/S", "FAILED"];
-/// Between two prints of sums.
+/// Time between two prints of sums.
 const SECOND: Duration = Duration::from_secs(1);
 
 pub async fn run(
@@ -114,7 +114,7 @@ fn each(out: &mut dyn Write, batch: &CallTraceBatch) -> Result<(), CliError> {
     Ok(())
 }
 
-/// What came since the last print.
+/// Sums since the last print.
 #[derive(Default)]
 struct CallSums {
     elapsed_ms: u64,
@@ -165,14 +165,14 @@ impl CallSums {
         let all: u64 = self.processes.values().map(|p| p.calls).sum();
         let dropped: u64 = self.processes.values().map(|p| p.dropped).sum();
         let mut line = format!(
-            "{} calls a second of {} processes, {dropped} dropped",
+            "{} calls per second in {} processes, {dropped} dropped",
             format::rate(rate(all)),
             self.processes.len()
         );
         let mute = self.processes.values().filter(|p| p.one_in == 0).count();
         if mute > 0 {
             line.push_str(&format!(
-                ", {mute} with a library that records none: restart them to see their calls"
+                ", {mute} with a library too old to record calls: restart them to see their calls"
             ));
         }
         if self.left_out > 0 {
@@ -191,7 +191,7 @@ fn merge(to: &mut FunctionCalls, from: &FunctionCalls) {
     to.longest_ns = to.longest_ns.max(from.longest_ns);
 }
 
-/// `812 ns`, `3.0 us`, `14.2 ms`, `2.50 s`.
+/// A duration such as `812 ns`, `3.0 us`, `14.2 ms`, `2.50 s`.
 fn nanoseconds(ns: u64) -> String {
     let n = ns as f64;
     match ns {
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn batches_are_summed_and_what_is_reckoned_says_so() {
+    fn sums_of_batches_mark_estimates() {
         let mut sums = CallSums::default();
         sums.add(batch(vec![
             function("cuStreamQuery", 10, 10),

@@ -1,4 +1,4 @@
-//! Calls to the controller.
+//! The client of the control API.
 
 use std::path::Path;
 
@@ -19,12 +19,12 @@ use ttrpc::context::{Context, with_duration};
 use super::CliError;
 use crate::{call_trace::CallTraceBatch, history::StateSpan, schema};
 
-/// A quick question.
+/// Timeout of a request that the controller answers at once.
 const QUICK: std::time::Duration = std::time::Duration::from_secs(10);
-/// A move of a whole device at 1 GB/s, and its place in the queue.
+/// Timeout of a move: a whole GPU at 1 GB/s, and the time in the queue.
 const LONG: std::time::Duration = std::time::Duration::from_secs(600);
 
-/// A connection to the controller.
+/// A connection to the controller, and its socket for error messages.
 pub struct ControlClient {
     control: control_ttrpc::ControlClient,
     socket: String,
@@ -49,50 +49,51 @@ impl ControlClient {
         }
     }
 
-    /// Everything about the node.
+    /// The GPUs and containers of the node.
     pub async fn list(&self) -> Result<ListResponse, CliError> {
         self.control.list(context(QUICK), &ListRequest::default()).await.map_err(|e| self.error(e))
     }
 
-    /// Moves a container out.
+    /// Offloads a container; returns when it is done or refused.
     pub async fn offload(&self, container: String) -> Result<ActionResponse, CliError> {
         let request = OffloadRequest { container, ..OffloadRequest::default() };
         self.control.offload(context(LONG), &request).await.map_err(|e| self.error(e))
     }
 
-    /// Brings a container back.
+    /// Restores a container; returns when it is done or refused.
     pub async fn restore(&self, container: String) -> Result<ActionResponse, CliError> {
         let request = RestoreRequest { container, ..RestoreRequest::default() };
         self.control.restore(context(LONG), &request).await.map_err(|e| self.error(e))
     }
 
-    /// Keeps a container on the GPU, or no longer.
+    /// Pins a container to the GPU, or unpins it.
     pub async fn pin(&self, container: String, pinned: bool) -> Result<ActionResponse, CliError> {
         let request = PinRequest { container, pinned, ..PinRequest::default() };
         self.control.pin(context(LONG), &request).await.map_err(|e| self.error(e))
     }
 
-    /// Says that a container is idle, or busy.
+    /// Tells the controller that a container is idle, or busy.
     pub async fn hint(&self, container: String, busy: bool) -> Result<HintResponse, CliError> {
         let request = HintRequest { container, busy, ..HintRequest::default() };
         self.control.hint(context(QUICK), &request).await.map_err(|e| self.error(e))
     }
 
-    /// Turns offloads that nobody asked for on or off.
+    /// Turns automatic offloads on or off.
     pub async fn set_auto_offload(&self, on: bool) -> Result<(), CliError> {
         let request = SetAutoOffloadRequest { on, ..SetAutoOffloadRequest::default() };
         let set = self.control.set_auto_offload(context(QUICK), &request).await;
         set.map(drop).map_err(|e| self.error(e))
     }
 
-    /// Events after a number; waits for the first.
+    /// Events after a sequence number; waits for the first one.
     pub async fn events(&self, after: u64, timeout_ms: u32) -> Result<Vec<Event>, CliError> {
         let request = EventsRequest { after, timeout_ms, ..EventsRequest::default() };
         let wait = QUICK + std::time::Duration::from_millis(timeout_ms.into());
         Ok(self.control.events(context(wait), &request).await.map_err(|e| self.error(e))?.events)
     }
 
-    /// Calls of one container, or of all, after a number; waits a second for the first.
+    /// Calls of one container, or of all (empty name), after a number; waits a second for the
+    /// first.
     pub async fn calls(
         &self,
         container: String,
@@ -105,7 +106,7 @@ impl ControlClient {
         Ok(batches.into_iter().map(CallTraceBatch::from).collect())
     }
 
-    /// What GPUs were used for between two moments.
+    /// Use of the GPUs between two times.
     pub async fn report(&self, since_ms: i64, until_ms: i64) -> Result<schema::Report, CliError> {
         let request = ReportRequest {
             since_unix_ms: since_ms,
@@ -116,13 +117,13 @@ impl ControlClient {
         Ok(response.map_err(|e| self.error(e))?.into())
     }
 
-    /// The policy of all containers, or of one.
+    /// The policy of all containers (empty name), or of one.
     pub async fn policy(&self, container: String) -> Result<PolicyResponse, CliError> {
         let request = PolicyRequest { container, ..PolicyRequest::default() };
         self.control.policy(context(QUICK), &request).await.map_err(|e| self.error(e))
     }
 
-    /// Changes values of the node's policy; what holds of them then.
+    /// Changes values of the node's policy; returns the values that are in effect then.
     pub async fn set_policy(
         &self,
         changes: Vec<PolicyChange>,
@@ -132,7 +133,7 @@ impl ControlClient {
         Ok(response.map_err(|e| self.error(e))?.values)
     }
 
-    /// Everything that is recorded of a time.
+    /// All recorded spans between two times.
     pub async fn history(&self, since_ms: i64, until_ms: i64) -> Result<Vec<StateSpan>, CliError> {
         let mut spans = Vec::new();
         loop {
@@ -153,7 +154,7 @@ impl ControlClient {
         }
     }
 
-    /// Makes it read its configuration.
+    /// Makes the controller read its configuration again.
     pub async fn reload(&self) -> Result<ReloadResponse, CliError> {
         let asked = ReloadRequest::default();
         self.control.reload(context(QUICK), &asked).await.map_err(|e| self.error(e))
@@ -169,7 +170,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_the_controller_says_is_told_as_it_says_it() {
+    async fn a_refusal_is_printed_unchanged() {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join(paths::CONTROL_SOCKET);
         let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();

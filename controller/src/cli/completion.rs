@@ -7,14 +7,11 @@ use clap_complete::Shell;
 
 use super::{Args, CliError};
 
-/// The shells that people use.
+/// The supported shells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum CompletionShell {
-    /// bash
     Bash,
-    /// zsh
     Zsh,
-    /// fish
     Fish,
 }
 

@@ -1,4 +1,4 @@
-//! `affinode doctor`: prints what [`crate::doctor`] found, and asks the controller.
+//! `affinode doctor`: prints the findings of [`crate::doctor`], and queries the controller.
 
 use std::{
     io::{self, Write},
@@ -11,14 +11,14 @@ use serde::Serialize;
 use super::{CliError, OutputFormat, client::ControlClient, format};
 use crate::doctor::{CheckVerdict, DoctorCheck, DoctorPaths, examine, files};
 
-/// Check driver, kernel, containerd and installation; say what to do where something is
-/// not as it must be. Needs no controller.
+/// Check driver, kernel, containerd and installation, and print how to fix what is wrong. Works
+/// without a controller.
 #[derive(Debug, clap::Args)]
 pub struct DoctorArgs {
-    /// How to print.
+    /// Format of the output.
     #[arg(short, long, default_value = "table")]
     output: OutputFormat,
-    /// containerd's socket; where distributions put it when left out.
+    /// containerd's socket; default: the usual places of distributions.
     #[arg(long, value_name = "SOCKET", env = "CONTAINERD_ADDRESS")]
     containerd: Option<PathBuf>,
 }
@@ -51,12 +51,12 @@ pub async fn run(run_dir: &Path, out: &mut dyn Write, asked: DoctorArgs) -> Resu
     Err(CliError::NotDone(format!("{failed} check{s} failed")))
 }
 
-/// Pid and version of the controller; nothing when none runs.
+/// Pid and version of the controller; `None` if none runs.
 async fn ask(run_dir: &Path) -> Result<Option<(u32, String)>, String> {
     let socket = run_dir.join(paths::CONTROL_SOCKET);
     match std::os::unix::net::UnixStream::connect(&socket) {
         Ok(_) => {}
-        // Nobody was there, or died there: the next shim starts another.
+        // No controller, or it died: the next shim starts another.
         Err(e)
             if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) =>
         {
@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_line_has_a_sign_and_what_is_wrong_has_a_hint() {
+    fn a_failed_check_has_a_hint() {
         let check = |verdict, hint: &str| DoctorCheck {
             group: "GPU",
             name: "driver",

@@ -1,4 +1,4 @@
-//! `affinode events`.
+//! `affinode events`: prints the events of the controller.
 
 use std::io::Write;
 
@@ -33,7 +33,8 @@ pub async fn run(
     }
 }
 
-/// Waits for the next event after one; its number. After none: after those that are known.
+/// Waits for the next event after number `after`, and returns its number. `None`: after the events
+/// that are known now.
 pub async fn next(client: &ControlClient, after: Option<u64>) -> Result<u64, CliError> {
     let number = |events: &[Event]| events.last().map(|event| event.sequence);
     let mut last = match after {
@@ -41,7 +42,7 @@ pub async fn next(client: &ControlClient, after: Option<u64>) -> Result<u64, Cli
         None => number(&client.events(0, 0).await?).unwrap_or(0),
     };
     loop {
-        // As many as there are are one answer.
+        // One response has all events up to now.
         last = match number(&client.events(last, 30_000).await?) {
             Some(news) => return Ok(news),
             None => last,
@@ -49,7 +50,7 @@ pub async fn next(client: &ControlClient, after: Option<u64>) -> Result<u64, Cli
     }
 }
 
-/// One event. Wide: with its date, number, key and the word of its reason.
+/// One event. `wide` adds its date, number, key and reason word.
 fn line(event: &schema::Event, wide: bool) -> String {
     let container = format::safe(&event.container);
     let mut text = format!("{}  {container}  ", format::clock(event.unix_ms));
@@ -67,7 +68,7 @@ fn line(event: &schema::Event, wide: bool) -> String {
         text.push_str(&format!("{} -> {}", event.from, event.to));
         if event.bytes > 0 {
             text.push_str(&format!("  {}", format::bytes(event.bytes)));
-            // 0: nobody waited for it.
+            // 0: no call waited for it.
             if event.elapsed_ms > 0 {
                 text.push_str(&format!(" in {}", format::duration(event.elapsed_ms)));
             }
@@ -86,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn wide_says_more_of_the_same() {
+    fn wide_adds_columns() {
         let event = schema::Event {
             sequence: 7,
             unix_ms: 86_400_000 * 365,

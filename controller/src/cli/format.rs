@@ -1,6 +1,6 @@
-//! Figures for people.
+//! Numbers, sizes and times as text for people.
 
-/// `-` for none, else MiB below 10 GiB and GiB above.
+/// `-` for 0, MiB below 10 GiB, GiB from there on.
 #[must_use]
 pub fn bytes(bytes: u64) -> String {
     const GIB: u64 = 1 << 30;
@@ -11,7 +11,7 @@ pub fn bytes(bytes: u64) -> String {
     }
 }
 
-/// `0`, `0.5`, `12.0`, `340`, `33300`: per second.
+/// A rate per second: `0`, `0.5`, `12.0`, `340`, `33300`.
 #[must_use]
 pub fn rate(per_second: f64) -> String {
     if per_second > 0.0 && per_second < 100.0 {
@@ -21,7 +21,7 @@ pub fn rate(per_second: f64) -> String {
     }
 }
 
-/// Bytes of any size: `12 B`, `4.0 KiB`, `1.5 GiB`.
+/// A size of any magnitude: `12 B`, `4.0 KiB`, `1.5 GiB`.
 #[must_use]
 pub fn amount(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
@@ -37,7 +37,7 @@ pub fn amount(bytes: u64) -> String {
     format!("{shown:.1} {}", UNITS[unit])
 }
 
-/// `0.5s`, `12s`, `4m10s`, `3h02m`, `5d04h`.
+/// A duration such as `0.5s`, `12s`, `4m10s`, `3h02m`, `5d04h`.
 #[must_use]
 pub fn duration(ms: u64) -> String {
     let s = ms / 1000;
@@ -56,14 +56,14 @@ pub fn safe(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 
-/// Wall clock of an event, UTC, `HH:MM:SS.mmm`.
+/// Time of day in UTC, `HH:MM:SS.mmm`.
 #[must_use]
 pub fn clock(unix_ms: i64) -> String {
     let ms = unix_ms.rem_euclid(86_400_000);
     format!("{:02}:{:02}:{:02}.{:03}", ms / 3_600_000, ms / 60_000 % 60, ms / 1000 % 60, ms % 1000)
 }
 
-/// Day of an event, UTC, `YYYY-MM-DD`.
+/// Date in UTC, `YYYY-MM-DD`.
 #[must_use]
 pub fn date(unix_ms: i64) -> String {
     let since = std::time::Duration::from_millis(unix_ms.max(0).cast_unsigned());

@@ -1,4 +1,4 @@
-//! `affinode hint`.
+//! `affinode hint`: tells the controller that a container is idle or busy.
 
 use std::io::Write;
 
@@ -6,28 +6,29 @@ use serde_json::json;
 
 use super::{CliError, OutputFormat, client::ControlClient, say};
 
-/// Say that a container is idle now, so that it need not be waited for, or busy, though it
-/// calls nothing. Its own programs write the same words into /.affinode/run/hint.
+/// Tell the controller that a container is idle now, so that it is offloaded without waiting for
+/// its idle timeout, or busy, although it makes no calls. The container itself can write the same
+/// words into /.affinode/run/hint.
 #[derive(Debug, clap::Args)]
 pub struct HintArgs {
-    /// namespace/pod/container, namespace/id, id, or the beginning of one.
+    /// namespace/pod/container, namespace/id, id, or the beginning of one of these.
     container: String,
-    /// What it is. idle holds until its next CUDA call, busy for an hour.
+    /// State of the container. idle holds until its next CUDA call, busy for an hour.
     is: HintState,
-    /// How to print.
+    /// Format of the output.
     #[arg(short, long, default_value = "table")]
     output: OutputFormat,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum HintState {
-    /// Nothing will be asked of the GPU for a while.
+    /// The container will not use the GPU for a while.
     Idle,
-    /// It is in use, or about to be.
+    /// The container uses the GPU, or is about to.
     Busy,
 }
 
-/// Tells the controller, and prints where the container stands then.
+/// Sends the hint, and prints the container's state after it.
 pub async fn run(
     client: &ControlClient,
     out: &mut dyn Write,

@@ -1,4 +1,4 @@
-//! `affinode install`, `uninstall`, `status`: prints what [`crate::install`] does and finds.
+//! `affinode install`, `uninstall`, `status`: print what [`crate::install`] does and finds.
 
 use std::{
     io::Write,
@@ -13,96 +13,95 @@ use crate::install::{
     self, FileState, HandlerState, InstallOptions, InstallStatus, RestartRequest, SourceFile,
 };
 
-/// Put Affinode on this node: programs, library, and a handler in containerd's
-/// configuration. Compares the whole configuration before and after, and puts it back when
-/// anything but the handler differs or containerd does not come back with it.
+/// Install Affinode on this node: programs, library, and a handler in containerd's configuration.
+/// Compares containerd's whole configuration before and after, and restores it if anything but the
+/// handler differs or containerd does not start with it.
 #[derive(Debug, clap::Args)]
 pub struct InstallArgs {
-    /// The folder with the files; that of this program when left out.
+    /// Folder with the files to install; default: the folder of this program.
     #[arg(long, value_name = "DIR")]
     from: Option<PathBuf>,
-    /// How to print: table, or json, an array of the steps.
+    /// Output format: table, or json, an array of the steps.
     #[arg(short, long, default_value = "table")]
     output: OutputFormat,
-    /// Name of the handler, which a RuntimeClass names.
+    /// Name of the handler, which a RuntimeClass refers to.
     #[arg(long, value_name = "NAME", default_value = "affinode")]
     runtime_name: String,
     #[command(flatten)]
     places: InstallPaths,
 }
 
-/// Take Affinode off this node again: what was added, no more. Refused while containers or
-/// jobs of it run.
+/// Remove Affinode from this node: only what was added. Refused while its containers or jobs run.
 #[derive(Debug, clap::Args)]
 pub struct UninstallArgs {
-    /// Wait so long for the containers and jobs that run to end: 10m.
+    /// Wait for up to this time for running containers and jobs to end: 10m.
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     drain: Option<Duration>,
     #[command(flatten)]
     places: InstallPaths,
 }
 
-/// Show what is installed on this node, and whether all of it is as it was installed. Exit
-/// status 1 when it is not, or when nothing is.
+/// Show what is installed on this node, and whether it is unchanged since. Exit status 1 if it was
+/// changed, or if nothing is installed.
 #[derive(Debug, clap::Args)]
 pub struct StatusArgs {
-    /// How to print.
+    /// Format of the output.
     #[arg(short, long, default_value = "table")]
     output: OutputFormat,
-    /// containerd's socket; when left out, where it was at the installation, or where
-    /// distributions put it.
+    /// containerd's socket; default: the one used at the installation, or the usual places of
+    /// distributions.
     #[arg(long, value_name = "SOCKET", env = "CONTAINERD_ADDRESS")]
     containerd: Option<PathBuf>,
-    /// Where what was installed is kept.
+    /// Folder with the record of the installation.
     #[arg(long, value_name = "DIR", default_value = "/var/lib/affinode")]
     state_dir: PathBuf,
-    /// Below it are bin and lib/affinode.
+    /// Folder above bin and lib/affinode.
     #[arg(long, value_name = "DIR", default_value = "/usr/local")]
     prefix: PathBuf,
-    /// The node's root, where this runs in a container.
+    /// The node's root file system, if this runs in a container.
     #[arg(long, value_name = "DIR")]
     host_root: Option<PathBuf>,
 }
 
 #[derive(Debug, clap::Args)]
 struct InstallPaths {
-    /// The node's root, where this runs in a container: /proc/1/root with the node's pid
-    /// namespace. All other paths, but that of --from, are then the node's.
+    /// The node's root file system, if this runs in a container: /proc/1/root with the node's pid
+    /// namespace. All other paths, except that of --from, are then paths of the node.
     #[arg(long, value_name = "DIR")]
     host_root: Option<PathBuf>,
-    /// containerd's socket; when left out, where it was at the installation, or where
-    /// distributions put it.
+    /// containerd's socket; default: the one used at the installation, or the usual places of
+    /// distributions.
     #[arg(long, value_name = "SOCKET", env = "CONTAINERD_ADDRESS")]
     containerd: Option<PathBuf>,
-    /// Below it are bin and lib/affinode. Elsewhere than here, containerd needs them in
+    /// Folder above bin and lib/affinode. With any other than /usr/local, containerd needs them in
     /// PATH and AFFINODE_LIB_DIR.
     #[arg(long, value_name = "DIR", default_value = "/usr/local")]
     prefix: PathBuf,
-    /// Where to keep what was installed.
+    /// Folder for the record of the installation.
     #[arg(long, value_name = "DIR", default_value = "/var/lib/affinode")]
     state_dir: PathBuf,
-    /// How containerd takes note of its configuration.
+    /// How containerd loads its changed configuration.
     #[arg(long, value_name = "HOW", default_value = "systemd")]
     restart_mode: RestartMode,
-    /// containerd's unit; that of k3s or rke2 where containerd is theirs, else containerd, when
-    /// left out.
+    /// containerd's unit; default: that of k3s or rke2 if containerd belongs to one of them, else
+    /// containerd.
     #[arg(long, value_name = "UNIT")]
     unit: Option<String>,
-    /// Only print what would be done.
+    /// Print what would be done, and change nothing.
     #[arg(long)]
     dry_run: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum RestartMode {
-    /// systemctl restart.
+    /// Run systemctl restart.
     Systemd,
-    /// You restart it.
+    /// You restart it yourself.
     None,
 }
 
 impl InstallPaths {
-    /// On the node from here on, where that is elsewhere.
+    /// Enters the node's root file system if one is given.
     fn options(self, runtime_name: String) -> Result<InstallOptions, CliError> {
         if let Some(root) = &self.host_root {
             install::enter(root)?;
@@ -131,7 +130,7 @@ pub fn install(out: &mut dyn Write, asked: InstallArgs) -> Result<(), CliError> 
     let options = asked.places.options(asked.runtime_name)?;
     let steps = install::install(&options, &source)?;
     match asked.output {
-        // A line, for programs.
+        // JSON on one line, for programs.
         OutputFormat::Json => {
             serde_json::to_writer(&mut *out, &steps)?;
             Ok(writeln!(out)?)
@@ -177,7 +176,7 @@ pub fn status(out: &mut dyn Write, asked: StatusArgs) -> Result<(), CliError> {
     }
     match status.in_place {
         true => Ok(()),
-        false => Err(CliError::NotDone("not all of it is in place".into())),
+        false => Err(CliError::NotDone("the installation is incomplete or was changed".into())),
     }
 }
 
@@ -187,7 +186,7 @@ fn print_status(out: &mut dyn Write, status: &InstallStatus) -> Result<(), CliEr
         let state = match file.state {
             FileState::InPlace => "as installed",
             FileState::Changed => {
-                "changed since: run affinode install, or it is left when you uninstall"
+                "changed since the installation: run affinode install, or uninstall leaves the file"
             }
             FileState::Missing => "missing: run affinode install",
         };
@@ -196,10 +195,10 @@ fn print_status(out: &mut dyn Write, status: &InstallStatus) -> Result<(), CliEr
     if let Some(handler) = &status.handler {
         let state = match handler.state {
             HandlerState::Served => "served by containerd",
-            HandlerState::RestartNeeded => "restart containerd: it knows nothing of this yet",
+            HandlerState::RestartNeeded => "restart containerd: it has not loaded the handler yet",
             HandlerState::NotRead => "containerd does not read that file: run affinode install",
             HandlerState::NoContainerd => "no containerd runs",
-            HandlerState::Changed => "changed since: take it out by hand and install again",
+            HandlerState::Changed => "changed since the installation: remove it by hand and install again",
         };
         rows.push((
             format!("handler {} in {}", handler.name, handler.config_file.display()),
@@ -211,14 +210,14 @@ fn print_status(out: &mut dyn Write, status: &InstallStatus) -> Result<(), CliEr
         writeln!(out, "{what:width$}  {state}")?;
     }
     match status.running_shims {
-        0 => writeln!(out, "no container uses it")?,
+        0 => writeln!(out, "no container uses Affinode")?,
         1 => writeln!(out, "1 shim runs")?,
         shims => writeln!(out, "{shims} shims run")?,
     }
     Ok(())
 }
 
-/// The folder above `bin`, or that of the program.
+/// The folder above `bin`, or the folder of the program.
 fn own_folder() -> Result<PathBuf, CliError> {
     let program = std::env::current_exe()?;
     let folder = program.parent().unwrap_or(Path::new("/"));

@@ -1,7 +1,7 @@
 //! The command `affinode`: a client of the control API.
 //!
-//! Exit status: 0 done, 1 failed or refused, 2 wrong usage. What failed and what to do
-//! goes to standard error, once.
+//! Exit status: 0 done, 1 failed or refused, 2 wrong usage. Errors and what to do about them go to
+//! standard error, once.
 
 mod calls;
 mod client;
@@ -29,7 +29,7 @@ use clap::{Parser, Subcommand, ValueEnum};
 
 use crate::error_chain::chain;
 
-/// Sees and moves the GPU state of containers on this node.
+/// Shows and controls the GPU memory of containers on this node.
 #[derive(Debug, Parser)]
 #[command(
     name = "affinode",
@@ -47,38 +47,38 @@ struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// List GPU containers: state, VRAM, and why each is where it is.
+    /// List GPU containers with their state, VRAM, and the reason for the state.
     Ps {
-        /// How to print.
+        /// Format of the output.
         #[arg(short, long, default_value = "table")]
         output: OutputFormat,
-        /// Leave the header line out.
+        /// Do not print the header line.
         #[arg(long)]
         no_headers: bool,
-        /// Print again whenever something changes.
+        /// Print again after each change.
         #[arg(short, long)]
         watch: bool,
     },
-    /// Move a container's VRAM to host memory now.
+    /// Offload a container now: move its VRAM to host memory.
     Offload(ControllerAddress),
-    /// Bring a container back to the GPU now.
+    /// Restore a container now: move its memory back to the GPU.
     Restore(ControllerAddress),
-    /// Keep a container on the GPU until it is unpinned; one that is away comes back first.
+    /// Pin a container to the GPU until it is unpinned. An offloaded container is restored first.
     Pin(ControllerAddress),
     /// Let a pinned container be offloaded again.
     Unpin(ControllerAddress),
     Hint(hint::HintArgs),
     AutoOffload(pin::AutoOffloadArgs),
-    /// Print what happened: the last events, one a line.
+    /// Print the latest events, one per line.
     Events {
-        /// Wait for more.
+        /// Wait for further events.
         #[arg(short, long, short_alias = 'w', alias = "watch")]
         follow: bool,
-        /// How to print; wide adds date, number, key and reason, json is one object a line.
+        /// Output format; wide adds date, number, key and reason, json is one object per line.
         #[arg(short, long, default_value = "table")]
         output: OutputFormat,
     },
-    /// Show the node live, full screen; move containers with keys.
+    /// Show the node live, full screen; keys offload, restore and pin containers.
     Top,
     Calls(calls::CallsArgs),
     Report(report::ReportArgs),
@@ -91,12 +91,12 @@ enum Command {
     Policy(policy::PolicyArgs),
     /// Print the completion script of a shell.
     Completion {
-        /// Which one.
+        /// The shell that will run the script.
         shell: completion::CompletionShell,
     },
     /// Write the manual pages into a folder, such as /usr/local/share/man/man1.
     Man {
-        /// The folder; it is made where it is missing.
+        /// Target folder; it is created if it does not exist.
         folder: std::path::PathBuf,
     },
     /// Print as JSON what the reference pages of the documentation are made of.
@@ -104,18 +104,18 @@ enum Command {
     Reference,
     /// Make the controller read its configuration again.
     Reload {
-        /// How to print.
+        /// Format of the output.
         #[arg(short, long, default_value = "table")]
         output: OutputFormat,
     },
 }
 
-/// A container, by name, id or a prefix that only one has.
+/// A container, by name, id, or a unique prefix of either.
 #[derive(Debug, clap::Args)]
 struct ControllerAddress {
-    /// namespace/pod/container, namespace/id, id, or the beginning of one.
+    /// namespace/pod/container, namespace/id, id, or the beginning of one of these.
     container: String,
-    /// How to print.
+    /// Format of the output.
     #[arg(short, long, default_value = "table")]
     output: OutputFormat,
 }
@@ -123,13 +123,13 @@ struct ControllerAddress {
 /// How results are printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum OutputFormat {
-    /// Columns.
+    /// Columns for people.
     Table,
-    /// More columns.
+    /// Columns with further details.
     Wide,
-    /// JSON of stable names; openapi.yaml has those that the HTTP API serves, too.
+    /// JSON with stable names; openapi.yaml has those that the HTTP API uses, too.
     Json,
-    /// YAML of the same names.
+    /// YAML with the same names.
     Yaml,
 }
 
@@ -137,7 +137,7 @@ enum OutputFormat {
 #[derive(Debug, thiserror::Error)]
 enum CliError {
     #[error(
-        "no controller answers on {socket}. One runs while a GPU container of runtime affinode does; is --run-dir right, and are you root? `affinode doctor` says more"
+        "cannot connect to the controller at {socket}; it runs while a GPU container of runtime affinode runs; check --run-dir, run as root, and try `affinode doctor`"
     )]
     NoController {
         socket: String,
@@ -178,7 +178,7 @@ enum CliError {
 #[must_use]
 pub fn main() -> ExitCode {
     let args = match Args::parse() {
-        // Becomes another program: before anything runs beside it.
+        // Replaces this process by another program: must be done before any thread is started.
         Args { run_dir, command: Command::Run(asked) } => return run::run(&run_dir, asked),
         args => args,
     };
@@ -197,8 +197,7 @@ fn fail(error: &dyn std::error::Error) -> ExitCode {
     ExitCode::from(1)
 }
 
-/// Standard output. When the reader of a pipe has gone away, which is its right, nobody wants
-/// the rest: the command ends well, whatever it writes through.
+/// Standard output. If the reader of a pipe has closed it, the command ends successfully.
 struct Printer(std::io::Stdout);
 
 impl Printer {
@@ -220,7 +219,7 @@ impl Write for Printer {
     }
 }
 
-/// Prints an answer: words for people, or an object for programs.
+/// Prints a response: a sentence for people, or an object for programs.
 fn say(
     out: &mut dyn Write,
     output: OutputFormat,
@@ -236,7 +235,7 @@ fn say(
 
 async fn run(args: Args) -> Result<(), CliError> {
     let mut out = Printer(std::io::stdout());
-    // What needs no controller.
+    // Commands that need no controller.
     let command = match args.command {
         Command::Simulate(asked) => {
             let recorded = asked.recorded(&args.run_dir).await?;
@@ -268,7 +267,7 @@ async fn run(args: Args) -> Result<(), CliError> {
         Command::Hint(asked) => hint::run(&client, &mut out, asked).await,
         Command::AutoOffload(asked) => pin::auto_offload(&client, &mut out, asked).await,
         Command::Events { follow, output } => events::run(&client, &mut out, output, follow).await,
-        // Done before.
+        // Handled above.
         Command::Run(_)
         | Command::Simulate(_)
         | Command::Install(_)
@@ -289,8 +288,8 @@ async fn run(args: Args) -> Result<(), CliError> {
                 if changed { "configuration changed" } else { "nothing changed" }.to_owned();
             if !waits.is_empty() {
                 let waits = waits.join(", ");
-                let how = "end its process, and the next one starts at once";
-                words += &format!("; holds from the controller's next start: {waits} ({how})");
+                let how = "end its process to restart it";
+                words += &format!("; applies when the controller starts next: {waits} ({how})");
             }
             say(
                 &mut out,
@@ -316,7 +315,7 @@ mod tests {
         <Args as clap::CommandFactory>::command().debug_assert();
     }
 
-    /// Whoever has learned the formats of one command knows those of all.
+    /// All commands accept the same formats.
     #[test]
     fn every_command_that_prints_takes_every_format() {
         for command in [

@@ -1,4 +1,4 @@
-//! `affinode offload`, `affinode restore`, and how each answer is told.
+//! `affinode offload`, `affinode restore`, and how each result is printed.
 
 use std::io::Write;
 

@@ -1,4 +1,4 @@
-//! `affinode pin`, `unpin` and `auto-offload`.
+//! `affinode pin`, `affinode unpin` and `affinode auto-offload`.
 
 use std::io::Write;
 
@@ -8,22 +8,22 @@ use super::{
     CliError, ControllerAddress, OutputFormat, client::ControlClient, move_container, say,
 };
 
-/// Turn offloads that nobody asks for on or off, on this node; print which it is.
+/// Turn automatic offloads of this node on or off, and print the setting.
 #[derive(Debug, clap::Args)]
 pub struct AutoOffloadArgs {
-    /// on or off; left out: only print.
+    /// on or off; default: only print the setting.
     wanted: Option<OnOff>,
-    /// How to print.
+    /// Format of the output.
     #[arg(short, long, default_value = "table")]
     output: OutputFormat,
 }
 
-/// Which way.
+/// Whether containers are offloaded automatically.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum OnOff {
-    /// Policies decide.
+    /// Policies decide when containers are offloaded.
     On,
-    /// Containers move when they are asked to, or called.
+    /// Containers are offloaded only on request; CUDA calls still restore them.
     Off,
 }
 

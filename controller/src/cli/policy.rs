@@ -1,5 +1,5 @@
-//! `affinode policy`: what holds for each container and why; values of the node; whether a
-//! configuration would be taken.
+//! `affinode policy`: the effective policy of each container and its origin; values of the node;
+//! validation of a configuration.
 
 use std::{
     io::Write,
@@ -13,7 +13,7 @@ use serde_json::json;
 use super::{CliError, OutputFormat, client::ControlClient, events, format, say, table};
 use crate::{config::Config, core::explain::Value, error_chain, schema};
 
-/// Show policies and where each value comes from; set the node's; validate a file.
+/// Show policies and where each value comes from; set the node's values; validate a file.
 #[derive(Debug, clap::Args)]
 #[command(args_conflicts_with_subcommands = true)]
 pub struct PolicyArgs {
@@ -25,11 +25,11 @@ pub struct PolicyArgs {
 
 #[derive(Debug, clap::Subcommand)]
 enum PolicyCommand {
-    /// Print the effective policy of each container, value by value, and where each value
-    /// comes from: default, node (file), namespace (rule), annotation, operator (command).
+    /// Print the effective policy of each container, value by value, and where each value comes
+    /// from: default, node (file), namespace (rule), annotation, operator (command).
     Show(ShowArgs),
-    /// Set values of the node's policy for good: a drop-in beside the configuration, which is
-    /// checked before it is written.
+    /// Set values of the node's policy permanently: in a drop-in beside the configuration, which is
+    /// validated before it is written.
     Set {
         /// As in the configuration: idle_timeout=90s mode=pressure.
         #[arg(required = true, value_name = "NAME=VALUE", value_parser = pair)]
@@ -37,20 +37,20 @@ enum PolicyCommand {
         #[command(flatten)]
         shape: PolicyShape,
     },
-    /// Take back values that were set.
+    /// Remove values that were set with `policy set`.
     Unset {
-        /// As in the configuration.
+        /// Names as in the configuration.
         #[arg(required = true, value_name = "NAME")]
         names: Vec<String>,
         #[command(flatten)]
         shape: PolicyShape,
     },
-    /// Say whether a configuration file is valid, and the policies that it makes. Needs no
-    /// controller; drop-ins beside the file and the environment count as they do for it. What
-    /// it would have done yesterday tells `affinode simulate --history --config FILE`.
+    /// Check whether a configuration file is valid, and print the resulting policies. Works without
+    /// a controller; drop-ins beside the file and the environment apply as for the controller.
+    /// `affinode simulate --history --config FILE` shows what the file would have done in the past.
     #[command(alias = "check")]
     Validate {
-        /// The file.
+        /// Configuration file to check.
         file: PathBuf,
         #[command(flatten)]
         shape: PolicyShape,
@@ -59,7 +59,7 @@ enum PolicyCommand {
 
 #[derive(Debug, clap::Args)]
 struct ShowArgs {
-    /// Only this one: name, id or a prefix that only one has.
+    /// Only this container: name, id, or a unique prefix of either.
     container: Option<String>,
     #[command(flatten)]
     printed: PrintedPolicy,
@@ -67,10 +67,10 @@ struct ShowArgs {
 
 #[derive(Clone, Copy, Debug, clap::Args)]
 struct PolicyShape {
-    /// How to print; wide names file, rule, annotation or command.
+    /// Output format; wide names file, rule, annotation or command.
     #[arg(short, long, default_value = "table")]
     output: OutputFormat,
-    /// Leave the header line out.
+    /// Do not print the header line.
     #[arg(long)]
     no_headers: bool,
 }
@@ -79,7 +79,7 @@ struct PolicyShape {
 struct PrintedPolicy {
     #[command(flatten)]
     shape: PolicyShape,
-    /// Print again whenever something happens.
+    /// Print again after each event.
     #[arg(short, long)]
     watch: bool,
 }
@@ -89,11 +89,11 @@ fn pair(text: &str) -> Result<(String, String), String> {
         Some((name, value)) if !name.is_empty() && !value.trim().is_empty() => {
             Ok((name.trim().to_owned(), value.trim().to_owned()))
         }
-        _ => Err("NAME=VALUE, such as idle_timeout=90s".into()),
+        _ => Err("expected NAME=VALUE, such as idle_timeout=90s".into()),
     }
 }
 
-/// Runs what needs no controller; gives back what does.
+/// Runs commands that need no controller; returns the others.
 pub fn alone(asked: PolicyArgs, out: &mut dyn Write) -> Result<Option<PolicyArgs>, CliError> {
     match asked.command {
         Some(PolicyCommand::Validate { file, shape }) => validate(&file, out, shape).map(|()| None),
@@ -101,7 +101,7 @@ pub fn alone(asked: PolicyArgs, out: &mut dyn Write) -> Result<Option<PolicyArgs
     }
 }
 
-/// Runs what needs the controller.
+/// Runs commands that need the controller.
 pub async fn run(
     client: &ControlClient,
     out: &mut dyn Write,

@@ -1,5 +1,5 @@
-//! How far a move is: a bar with rate and time left, on a terminal. Elsewhere, and for
-//! moves that are over at once, nothing.
+//! Progress of a move: a bar with rate and remaining time, on a terminal. Without a terminal, and
+//! for moves that end at once, nothing.
 
 use std::{
     future::Future,
@@ -12,31 +12,31 @@ use indicatif::{ProgressBar, ProgressStyle};
 use super::{client::ControlClient, format};
 use crate::schema::{Container, Node};
 
-/// Shorter moves are over before a bar is read.
+/// Moves shorter than this get no bar.
 const SOON: Duration = Duration::from_millis(600);
-/// Between two looks.
+/// Time between two polls of the controller.
 const LOOK: Duration = Duration::from_millis(250);
 const STYLE: &str = "{prefix} {wide_bar} {binary_bytes} of {binary_total_bytes}{msg}";
 
-/// Which way it goes.
+/// Direction of a move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MoveDirection {
-    /// To host memory.
+    /// An offload, to host memory.
     Out,
-    /// To the GPU.
+    /// A restore, to the GPU.
     Home,
 }
 
-/// Where a container's memory is.
+/// Where the memory of a container is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct SeenProgress {
     vram_bytes: u64,
     offloaded_bytes: u64,
-    /// Host memory of its processes: the driver keeps what it took from the GPU there.
+    /// Host memory of its processes, which includes what the driver checkpointed.
     host_bytes: u64,
 }
 
-/// Waits for a move, and shows how far it is.
+/// Waits for a move, and shows its progress.
 pub async fn during<T>(
     client: &ControlClient,
     name: &str,
@@ -82,7 +82,7 @@ fn drawn(total: u64) -> ProgressBar {
     ProgressBar::new(total).with_style(style)
 }
 
-/// What is to be moved.
+/// Bytes to be moved.
 fn total(way: MoveDirection, before: SeenProgress) -> u64 {
     match way {
         MoveDirection::Out => before.vram_bytes,
@@ -90,8 +90,8 @@ fn total(way: MoveDirection, before: SeenProgress) -> u64 {
     }
 }
 
-/// What has been, as far as it shows: memory of the GPU that went away or came, host
-/// memory that came or went away. The driver tells nothing itself.
+/// Bytes moved so far, as far as they are visible: VRAM freed or filled, host memory allocated or
+/// freed. The driver reports no progress.
 fn done(way: MoveDirection, before: SeenProgress, now: SeenProgress) -> u64 {
     let seen = match way {
         MoveDirection::Out => {
@@ -106,7 +106,7 @@ fn done(way: MoveDirection, before: SeenProgress, now: SeenProgress) -> u64 {
     seen.min(total(way, before))
 }
 
-/// Rate and time left, once something has moved.
+/// Rate and remaining time; empty before the first byte and at the end.
 fn pace(moved: u64, total: u64, elapsed: Duration) -> String {
     if moved == 0 || moved >= total {
         return String::new();
@@ -128,7 +128,7 @@ async fn look(client: &ControlClient, name: &str) -> Option<(String, SeenProgres
     Some((container.state.clone(), seen))
 }
 
-/// The container that the controller will find by this name.
+/// The container that the controller will find for this name.
 fn find<'a>(node: &'a Node, name: &str) -> Option<&'a Container> {
     let whole = |c: &&Container| c.key == name || c.id == name || c.name == name;
     let begins =
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn either_side_shows_how_far_it_is_and_no_more_than_all() {
+    fn progress_never_exceeds_the_total() {
         let before = seen(100, 0, 7);
         assert_eq!(done(MoveDirection::Out, before, before), 0);
         assert_eq!(
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_whole_name_goes_before_a_beginning() {
+    fn a_full_name_wins_over_a_prefix() {
         let named =
             |id: &str| Container { id: id.into(), name: format!("ns/{id}"), ..Default::default() };
         let node = Node { containers: vec![named("ab"), named("a")], ..Default::default() };

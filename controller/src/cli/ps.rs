@@ -1,4 +1,4 @@
-//! `affinode ps`.
+//! `affinode ps`: lists GPUs and containers.
 
 use std::io::Write;
 
@@ -65,10 +65,10 @@ fn show(
         if node.host_used_bytes > 0 {
             let all = node.host_used_bytes.saturating_add(node.host_free_bytes);
             let (used, all) = (format::bytes(node.host_used_bytes), format::bytes(all));
-            writeln!(out, "host RAM: {used} of {all} hold what was given back")?;
+            writeln!(out, "host RAM: {used} of {all} in use for offloaded memory")?;
         }
         if let Some(error) = &node.gpu_error {
-            writeln!(out, "GPUs cannot be seen: {error}")?;
+            writeln!(out, "GPUs cannot be read: {error}")?;
         }
         if !node.auto_offload {
             writeln!(out, "auto-offload is off: `affinode auto-offload on` turns it on")?;
@@ -92,7 +92,7 @@ fn show(
 fn gpu_line(gpu: &schema::Gpu) -> String {
     let free = gpu.vram_total_bytes.saturating_sub(gpu.vram_used_bytes);
     format!(
-        "GPU {} {}{}: {} used, {} free of {}, {} given back, {}% busy, {}% over a minute",
+        "GPU {} {}{}: {} used, {} free of {}, {} offloaded, {}% busy, {}% over a minute",
         gpu.index,
         gpu.name,
         if gpu.simulated { " (simulated)" } else { "" },
@@ -105,7 +105,7 @@ fn gpu_line(gpu: &schema::Gpu) -> String {
     )
 }
 
-/// The policy's mode; an operator's choice stands before it.
+/// The policy's mode; an operator's pin overrides it.
 fn mode(c: &schema::Container) -> String {
     if c.pinned { "pinned".into() } else { c.mode.clone() }
 }

@@ -1,4 +1,4 @@
-//! `affinode report`: what GPUs were used for, from the history on disk.
+//! `affinode report`: use of the GPUs over time, from the history on disk.
 
 use std::{io::Write, path::Path, time::Duration};
 
@@ -10,57 +10,57 @@ use crate::{
     schema::{self, ReportRow},
 };
 
-/// What GPUs were used for: held in use, held idle, given back. A GPU hour is a whole
-/// device's VRAM for an hour; half of it for two hours is as much.
+/// Print how GPUs were used: VRAM in use, held idle, and freed by offloads. A GPU hour is the VRAM
+/// of a whole GPU for one hour; half of it for two hours counts as much.
 #[derive(Debug, clap::Args)]
 pub struct ReportArgs {
-    /// How far back: 90m, 24h, 7d.
+    /// Length of the time range until now: 90m, 24h, 7d.
     #[arg(long, default_value = "24h", value_parser = humantime::parse_duration)]
     since: Duration,
-    /// What a line stands for.
+    /// What each line stands for.
     #[arg(long, default_value = "container")]
     by: ReportGrouping,
-    /// How to print.
+    /// Format of the output.
     #[arg(short, long, default_value = "table")]
     output: ReportFormat,
-    /// Leave the header line out.
+    /// Do not print the header line.
     #[arg(long)]
     no_headers: bool,
-    /// Print again once a minute, until interrupted.
+    /// Print again every minute, until interrupted.
     #[arg(short, long)]
     watch: bool,
 }
 
-/// Between two prints.
+/// Time between two prints.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// What lines are summed by.
+/// What each line is summed over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum ReportGrouping {
-    /// Each container.
+    /// One line per container.
     Container,
-    /// Each pod.
+    /// One line per pod.
     Pod,
-    /// Each namespace.
+    /// One line per namespace.
     Namespace,
 }
 
-/// How a report is printed.
+/// Format of a report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum ReportFormat {
-    /// Columns.
+    /// Columns for people.
     Table,
-    /// More columns: CUDA calls, the share of its time that each held idle, prices of all.
+    /// Further columns: CUDA calls, the idle share of the time VRAM was held, and all prices.
     Wide,
-    /// Comma-separated, GPU seconds.
+    /// Comma-separated values, in GPU seconds.
     Csv,
-    /// JSON, as /api/v1/report.
+    /// JSON, as GET /api/v1/report.
     Json,
-    /// YAML of the same names.
+    /// YAML with the same names.
     Yaml,
 }
 
-/// Prints it once, or again and again.
+/// Prints the report once, or every minute.
 pub async fn run(run_dir: &Path, out: &mut dyn Write, asked: ReportArgs) -> Result<(), CliError> {
     loop {
         print(run_dir, out, &asked).await?;
@@ -73,7 +73,7 @@ pub async fn run(run_dir: &Path, out: &mut dyn Write, asked: ReportArgs) -> Resu
     }
 }
 
-/// Asks the controller; where none runs, reads what the last one left.
+/// Queries the controller; if none runs, reads the history that the last one left.
 async fn print(run_dir: &Path, out: &mut dyn Write, asked: &ReportArgs) -> Result<(), CliError> {
     let until_ms = clock::unix_ms();
     let back = i64::try_from(asked.since.as_millis()).unwrap_or(i64::MAX);
@@ -102,7 +102,7 @@ fn from_disk(run_dir: &Path, since_ms: i64, until_ms: i64) -> Result<schema::Rep
     Ok(schema::Report::new(sums, &Config::load(&Config::path())?.report))
 }
 
-/// What the last controller left.
+/// Spans of the history that the last controller left.
 pub fn spans_on_disk(
     run_dir: &Path,
     since_ms: i64,
@@ -112,7 +112,7 @@ pub fn spans_on_disk(
     let file = config.history.folder(run_dir).map(|folder| folder.join(crate::history::FILE));
     let Some(file) = file.filter(|file| file.exists()) else {
         return Err(CliError::NotDone(
-            "no controller runs and none has left a history; history.dir in the configuration says where it would be".into(),
+            "no controller runs, and there is no history on disk; history.dir in the configuration is its folder".into(),
         ));
     };
     let limits = StoreLimits { keep_ms: i64::MAX, max_bytes: u64::MAX };
@@ -161,9 +161,9 @@ fn show(
     wide: bool,
 ) -> Result<(), CliError> {
     if report.rows.is_empty() {
-        return Ok(writeln!(out, "no container held or gave back VRAM in this time")?);
+        return Ok(writeln!(out, "no container held or freed VRAM in this time")?);
     }
-    // Minutes of a share of a GPU are figures too.
+    // Minutes on a part of a GPU need more digits.
     let hours = |seconds: f64| match seconds / 3600.0 {
         hours if hours != 0.0 && hours < 0.1 => format!("{hours:.4}"),
         hours => format!("{hours:.2}"),
@@ -201,9 +201,9 @@ fn show(
         ..ReportRow::default()
     };
     rows.push(line("all".into(), &all));
-    let worth = ["IN USE", "HELD IDLE", "GIVEN BACK"]
+    let worth = ["IN USE", "HELD IDLE", "FREED"]
         .map(|what| format!("{what}, {}", super::format::safe(&report.currency)));
-    let mut titles = vec!["", "GPU HOURS IN USE", "HELD IDLE", "GIVEN BACK", "OFFLOADS"];
+    let mut titles = vec!["", "GPU HOURS IN USE", "HELD IDLE", "FREED", "OFFLOADS"];
     if wide {
         titles.extend(["IDLE OF HELD", "CUDA CALLS"]);
     }
@@ -239,7 +239,7 @@ fn csv(out: &mut dyn Write, report: &schema::Report, headers: bool) -> Result<()
     Ok(())
 }
 
-/// A field that no spreadsheet takes for a formula or several fields.
+/// A CSV field that a spreadsheet takes neither for a formula nor for several fields.
 fn field(text: &str) -> String {
     let safe = super::format::safe(text);
     let formula = safe.starts_with(['=', '+', '-', '@']);
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn wide_has_every_price_and_no_headers_has_no_titles() {
+    fn wide_has_every_price() {
         let mut out = Vec::new();
         show(&mut out, &report(), true, true).unwrap();
         let text = String::from_utf8(out).unwrap();
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_summed_by_what_is_asked() {
+    fn rows_are_summed_by_grouping() {
         assert_eq!(merge(report().rows, ReportGrouping::Container).len(), 2);
         let pods = merge(report().rows, ReportGrouping::Pod);
         assert_eq!((pods.len(), name(&pods[0])), (1, "ml/p".into()));

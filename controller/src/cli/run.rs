@@ -1,4 +1,4 @@
-//! `affinode run`: a program under the controller, without a container.
+//! `affinode run`: runs a program under the controller, without a container.
 
 use std::{
     ffi::OsString,
@@ -21,29 +21,30 @@ use crate::{
     jobs::{JobReply, JobRequest, SOCKET},
 };
 
-/// The largest answer.
+/// Maximum size of a response.
 const MAX_BYTES: u64 = 64 << 10;
-/// How long the controller may take.
+/// Timeout of each read and write.
 const CONTROLLER_TIMEOUT: Duration = Duration::from_secs(10);
-/// As `env` and shells have it: the program cannot be run, or is not there.
+/// Exit statuses of `env` and shells: the program cannot be run, or does not exist.
 const CANNOT_RUN: u8 = 126;
 const NOT_FOUND: u8 = 127;
 
-/// Runs a program under the controller, without a container: it gives its GPU back when it is
-/// idle and gets it again at its next CUDA call. The program takes the place of this command;
-/// its exit status and its signals are its own.
+/// Run a program under the controller, without a container: its GPU memory is offloaded while it is
+/// idle and restored at its next CUDA call. The program replaces this command; exit status and
+/// signals are its own.
 #[derive(Debug, clap::Args)]
 pub struct RunArgs {
-    /// What the job is called; the program's name when not given.
+    /// Name of the job; default: the program's name.
     #[arg(long)]
     name: Option<String>,
-    /// Namespace whose rules hold for it (root alone chooses; others have one of their own).
+    /// Namespace whose rules apply to the job (only root may choose; other users have one of their
+    /// own).
     #[arg(long)]
     namespace: Option<String>,
-    /// As a container's: idle-timeout=2m, offload=eager. May be given again.
+    /// Annotation, as for a container: idle-timeout=2m, offload=eager. Can be repeated.
     #[arg(long, value_name = "NAME=VALUE", value_parser = pair)]
     annotation: Vec<(String, String)>,
-    /// Where the job cannot be had, say why and run the program without Affinode.
+    /// If the job is refused, print why and run the program without Affinode.
     #[arg(long)]
     or_unmanaged: bool,
     /// The program and its arguments.
@@ -52,16 +53,16 @@ pub struct RunArgs {
 }
 
 fn pair(text: &str) -> Result<(String, String), String> {
-    let (name, value) = text.split_once('=').ok_or("NAME=VALUE is expected")?;
+    let (name, value) = text.split_once('=').ok_or("expected NAME=VALUE")?;
     Ok((name.to_owned(), value.to_owned()))
 }
 
-/// Why there is no job.
+/// Why the job was not granted.
 #[derive(Debug, thiserror::Error)]
 enum RunError {
     #[error(
-        "no jobs are taken at {socket}: is jobs.enabled set in the configuration, and does the \
-         controller run (systemctl start affinode-controller)?"
+        "cannot connect to {socket}: set jobs.enabled in the configuration, and start the \
+         controller (systemctl start affinode-controller)"
     )]
     NobodyThere {
         socket: String,
@@ -70,11 +71,11 @@ enum RunError {
     },
     #[error("{0}")]
     Refused(String),
-    #[error("the controller's answer is not understood")]
+    #[error("cannot read the controller's response")]
     Answer(#[source] std::io::Error),
     #[error("the preload library {0} is missing: install Affinode on this node")]
     NoLibrary(PathBuf),
-    #[error("the job's lock {path} cannot be taken")]
+    #[error("cannot take the job's lock {path}")]
     Lock {
         path: String,
         #[source]
@@ -82,7 +83,7 @@ enum RunError {
     },
 }
 
-/// Becomes the program; comes back only where that fails.
+/// Replaces this process by the program; returns only if that fails.
 pub fn run(run_dir: &Path, asked: RunArgs) -> ExitCode {
     let mut words = asked.program.iter();
     let program = words.next().cloned().unwrap_or_default();
@@ -93,7 +94,7 @@ pub fn run(run_dir: &Path, asked: RunArgs) -> ExitCode {
             command.env(paths::AGENT_SOCKET_ENV, granted.socket);
             command.env("LD_PRELOAD", granted.preload);
         }
-        Err(error) if asked.or_unmanaged => say(&format!("runs unmanaged: {}", chain(&error))),
+        Err(error) if asked.or_unmanaged => say(&format!("running without Affinode: {}", chain(&error))),
         Err(error) => {
             say(&chain(&error));
             return ExitCode::FAILURE;
@@ -109,7 +110,7 @@ fn say(what: &str) {
     let _ = writeln!(std::io::stderr(), "affinode: {what}");
 }
 
-/// What the program is given.
+/// What the controller granted to the job.
 struct GrantedJob {
     socket: PathBuf,
     preload: OsString,
@@ -139,7 +140,8 @@ fn job(run_dir: &Path, asked: &RunArgs, program: &OsString) -> Result<GrantedJob
         JobReply::Refused(why) => return Err(RunError::Refused(why)),
     };
     hold(&lock).map_err(|source| RunError::Lock { path: lock, source })?;
-    // Ours is the last: one behind it that hooks the driver would reach it past the gate.
+    // Affinode's library comes last: a library after it that hooks the driver would bypass the
+    // gate.
     let mut preload = std::env::var_os("LD_PRELOAD").unwrap_or_default();
     if !preload.is_empty() {
         preload.push(":");
@@ -164,8 +166,8 @@ fn ask(socket: &Path, request: &JobRequest) -> Result<JobReply, RunError> {
     answer().map_err(RunError::Answer)
 }
 
-/// Takes the job's lock and keeps it open across the exec: whoever descends from this process
-/// holds it, too, and the kernel lets it go with the last of them.
+/// Takes the job's lock and keeps it open across the exec. Descendants of this process inherit the
+/// lock, and the kernel releases it when the last of them ends.
 fn hold(lock: &str) -> std::io::Result<()> {
     let file = File::open(lock)?;
     rustix::fs::flock(file.as_fd(), FlockOperation::LockShared)?;

@@ -1,4 +1,4 @@
-//! `affinode simulate`: what policies would do to a trace.
+//! `affinode simulate`: the effect of policies on a trace.
 
 use std::{
     io::Write,
@@ -21,119 +21,117 @@ use crate::{
     },
 };
 
-/// Runs the policies over a trace in virtual time, by the code that runs live, beside
-/// what other policies would have done. Needs no controller and no GPU.
+/// Run the policies over a trace in virtual time, with the code that a controller runs, and compare
+/// them with other policies. Works without a controller and without a GPU.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-FREED is VRAM-time given back between the first and the last call of each process, OF IDLE the
-same of the time without a call in progress, RESIDENT and PEAK what stayed on the GPU. WOKE is the
-share of requests that found their process out, DELAYED with those that came while it was on its
-way; P99 WAIT is how long they waited. REFUSED are offloads that were, or requests that found no
-room. The policy `configured` is that of --config; the last two know the future.")]
+FREED is the VRAM-time freed between the first and the last call of each process, as a share of all
+VRAM-time; OF IDLE is the same as a share of the time without a call in progress. RESIDENT and PEAK
+are the VRAM that stayed in use. WOKE is the share of requests whose process was offloaded; DELAYED
+also counts requests during a move. P99 WAIT is their waiting time. REFUSED counts refused
+offloads and requests without enough VRAM. The policy `configured` is that of --config; the last two
+policies know the future.")]
 pub struct SimulateArgs {
-    /// Trace: CSV, gz or not. The header tells the format: ServeGen windows, Azure LLM
-    /// requests, telemetry (time,process,busy,vram_bytes) or requests (time,process).
-    /// Without one a node with a day curve and common peaks is made up.
+    /// Trace file: CSV, optionally gzipped. The header determines the format: ServeGen windows,
+    /// Azure LLM requests, telemetry (time,process,busy,vram_bytes) or requests (time,process).
+    /// Default: a synthetic node with a daily curve and common peaks.
     trace: Option<PathBuf>,
-    /// Plays what the controller recorded again: what would have happened, beside what did.
+    /// Replay what the controller recorded, and compare it with what really happened.
     #[arg(long, conflicts_with = "trace")]
     history: bool,
-    /// How far back the history is played: 90m, 24h, 7d.
+    /// Length of the history to replay: 90m, 24h, 7d.
     #[arg(long, default_value = "24h", value_parser = humantime::parse_duration)]
     since: std::time::Duration,
-    /// Processes of the node that is made up.
+    /// Number of processes of the synthetic node.
     #[arg(long, default_value_t = 100)]
     processes: usize,
-    /// Its days.
+    /// Number of days of the synthetic node.
     #[arg(long, default_value_t = 7)]
     days: u32,
-    /// Seed of all that is drawn.
+    /// Seed of the random numbers.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// VRAM of a process whose trace does not tell, in GiB.
+    /// VRAM of a process, in GiB, if the trace does not contain it.
     #[arg(long, default_value_t = 16.0, value_name = "GIB")]
     process_vram: f64,
-    /// GPUs of the node; processes are dealt out over them.
+    /// Number of GPUs; processes are distributed over them.
     #[arg(long, default_value_t = 1, value_name = "N")]
     gpus: usize,
-    /// VRAM of each GPU, in GiB; room for all when it is not given.
+    /// VRAM of each GPU, in GiB; default: enough for all processes.
     #[arg(long, value_name = "GIB", conflicts_with = "fits")]
     vram: Option<f64>,
     /// VRAM of each GPU, as the number of largest processes that fit.
     #[arg(long, value_name = "N")]
     fits: Option<u64>,
-    /// How long a call keeps the GPU in use.
+    /// How long a call keeps the GPU busy.
     #[arg(long, default_value = "1s", value_name = "TIME")]
     service: humantime::Duration,
-    /// Costs of moves on this machine (TOML or JSON); those of an H200 when not given.
+    /// Costs of moves on this machine (TOML or JSON); default: those of an H200.
     #[arg(long, value_name = "FILE")]
     calibration: Option<PathBuf>,
-    /// Configuration whose policy is tried; the defaults when not given.
+    /// Configuration whose policy is simulated; default: the built-in defaults.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Only the policies whose names begin so; may be given again.
+    /// Only policies whose names begin with this text; can be repeated.
     #[arg(long, value_name = "NAME")]
     policy: Vec<String>,
-    /// How to print.
+    /// Format of the output.
     #[arg(short, long, default_value = "table")]
     output: SimulateOutput,
-    /// Leave the lines above the figures out.
+    /// Do not print the lines above the figures.
     #[arg(long)]
     no_headers: bool,
-    /// Draw resident VRAM over time into this SVG file.
+    /// Write a plot of resident VRAM over time into this SVG file.
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum SimulateOutput {
-    /// Columns.
+    /// Columns for people.
     Table,
-    /// More columns.
+    /// Columns with further details.
     Wide,
-    /// JSON.
+    /// JSON with stable names.
     Json,
-    /// YAML of the same names.
+    /// YAML with the same names.
     Yaml,
 }
 
 /// Why there is no result.
 #[derive(Debug, thiserror::Error)]
 pub enum SimulateError {
-    /// Trace, calibration or run.
+    /// The trace or the calibration is invalid, or the run failed.
     #[error("cannot simulate")]
     Simulation(#[from] SimulationError),
-    /// The configuration that is to be tried.
+    /// The configuration to simulate is invalid.
     #[error("cannot simulate")]
     Config(#[from] ConfigError),
-    /// An argument makes no sense.
+    /// An argument is invalid.
     #[error("{0}")]
     Argument(String),
-    /// Results cannot be written.
+    /// The results cannot be written.
     #[error("cannot write {path}")]
     Write {
-        /// Where.
+        /// Path of the output.
         path: String,
-        /// Why.
         #[source]
         source: std::io::Error,
     },
-    /// JSON cannot be written.
     #[error("cannot write JSON")]
     Json(#[from] serde_json::Error),
-    /// YAML cannot be written.
     #[error("cannot write YAML")]
     Yaml(#[from] serde_yaml_ng::Error),
 }
 
-/// What a controller recorded.
+/// Spans that a controller recorded, and the start of their time range.
 pub struct RecordedInput {
     since_ms: i64,
     spans: Vec<StateSpan>,
 }
 
 impl SimulateArgs {
-    /// Asks the controller for its history, where that is to be played.
+    /// Reads the history from the controller or from disk, if it is to be replayed.
     pub async fn recorded(&self, run_dir: &Path) -> Result<Option<RecordedInput>, super::CliError> {
         if !self.history {
             return Ok(None);
@@ -153,14 +151,14 @@ fn gib(value: f64, name: &str) -> Result<u64, SimulateError> {
     if value > 0.0 && value < 1e6 {
         Ok((value * f64::from(1 << 30)) as u64)
     } else {
-        Err(SimulateError::Argument(format!("{name}: GiB, more than 0 and less than a million")))
+        Err(SimulateError::Argument(format!("{name}: expected GiB, more than 0 and less than a million")))
     }
 }
 
-/// Runs it.
+/// Runs the simulation, and prints the result.
 ///
 /// # Errors
-/// What failed, on which file, and why.
+/// [`SimulateError`]: an argument, a file or the run.
 pub fn run(
     args: &SimulateArgs,
     recorded: Option<RecordedInput>,
@@ -175,7 +173,7 @@ pub fn run(
         (_, Some(known)) => match recorded::trace(&known.spans, known.since_ms, assumed) {
             Err(SimulationError::Empty) => {
                 return Err(SimulateError::Argument(
-                    "nobody used a GPU in that time, by what is recorded: --since looks further back"
+                    "no process used a GPU in that time range of the history; extend it with --since"
                         .into(),
                 ));
             }
@@ -190,7 +188,7 @@ pub fn run(
     };
     let largest = trace.loads.iter().map(|load| load.vram_bytes).max().unwrap_or(0);
     let gpus = args.gpus.clamp(1, 1024);
-    // The margin that the ledger keeps comes on top.
+    // The ledger keeps a margin of 512 MiB, which is added.
     let vram_bytes = match (args.vram, args.fits) {
         (Some(size), _) => gib(size, "--vram")?,
         (None, Some(fits)) => largest.saturating_mul(fits.max(1)) + (512 << 20),
@@ -220,13 +218,13 @@ pub fn run(
     print(args, out, &trace, machine, &figures, happened)
 }
 
-/// Those whose names begin with one of these words; all without a word.
+/// Keeps the baselines whose names begin with one of these words; all without a word.
 fn chosen(baselines: &mut Vec<Baseline>, words: &[String]) -> Result<(), SimulateError> {
     let names: Vec<&str> = baselines.iter().map(|c| c.name.as_str()).collect();
     if let Some(word) = words.iter().find(|word| !names.iter().any(|n| n.starts_with(*word))) {
         let names = names.join(", ");
         return Err(SimulateError::Argument(format!(
-            "no policy begins with {word:?}: there are {names}"
+            "no policy begins with {word:?}; accepted: {names}"
         )));
     }
     baselines.retain(|c| words.is_empty() || words.iter().any(|word| c.name.starts_with(word)));

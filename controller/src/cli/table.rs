@@ -1,8 +1,8 @@
-//! Columns on a terminal.
+//! Tables of columns on a terminal.
 
 use std::io::{self, Write};
 
-/// Prints rows with columns as wide as their widest cell; the last one is free.
+/// Prints rows with columns as wide as their widest cell; the last column has no fixed width.
 ///
 /// # Errors
 /// The output cannot be written.

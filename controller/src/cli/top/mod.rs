@@ -1,9 +1,9 @@
 //! `affinode top`: the node in a terminal, live.
 //!
 //! ```text
-//!  keys (a thread) ──┐
-//!  a second, passed ─┼──> [`state::State`] (pure) ──> [`view`] draws it
-//!  answers of moves ─┘
+//!  keys (a thread) ────┐
+//!  list, every second ─┼──> [`state::TopState`] (pure) ──> [`view`] draws it
+//!  results of moves ───┘
 //! ```
 
 mod state;
@@ -23,12 +23,12 @@ const SECOND: Duration = Duration::from_secs(1);
 pub async fn run(client: ControlClient) -> Result<(), CliError> {
     if !std::io::stdout().is_terminal() {
         return Err(CliError::NotDone(
-            "top needs a terminal; `affinode ps -w` prints lines".into(),
+            "top needs a terminal; use `affinode ps -w` without one".into(),
         ));
     }
     let client = Arc::new(client);
     let mut terminal = ratatui::try_init()?;
-    // Whatever happens, the terminal is given back.
+    // The terminal is restored on every path.
     let outcome = live(&client, &mut terminal).await;
     ratatui::restore();
     outcome
@@ -53,7 +53,7 @@ async fn live(
         tokio::select! {
             _ = beat.tick() => match client.list().await {
                 Ok(list) => state.show(schema::Node::from(list)),
-                // A controller that restarts is back in a moment.
+                // A controller that restarts responds again in a moment.
                 Err(error) => state.say(error.to_string()),
             },
             Some(answer) = answers.recv() => state.say(answer),
@@ -63,7 +63,7 @@ async fn live(
                     KeyOutcome::End => return Ok(()),
                     KeyOutcome::Stay => {}
                     KeyOutcome::Act { container, key, what } => {
-                        state.say(format!("{container}: asked"));
+                        state.say(format!("{container}: requested"));
                         let (client, told) = (Arc::clone(client), told.clone());
                         tokio::spawn(async move {
                             let _ = told.send(act(&client, container, key, what).await).await;
@@ -94,13 +94,13 @@ async fn act(
             format!("{container} is offloaded: {}", moved(said.bytes, said.elapsed_ms))
         }
         (Ok(said), ContainerAction::Restore) if said.done => {
-            format!("{container} is back: {}", moved(said.bytes, said.elapsed_ms))
+            format!("{container} is restored: {}", moved(said.bytes, said.elapsed_ms))
         }
         (Ok(said), ContainerAction::Pin(true)) if said.done => format!("{container} is pinned"),
         (Ok(said), ContainerAction::Pin(false)) if said.done => {
-            format!("{container} may be offloaded again")
+            format!("{container} is unpinned")
         }
-        (Ok(said), _) => format!("{container} stays: {}", format::safe(&said.reason_text)),
+        (Ok(said), _) => format!("{container} was not changed: {}", format::safe(&said.reason_text)),
         (Err(error), _) => error.to_string(),
     }
 }

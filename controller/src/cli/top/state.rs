@@ -1,56 +1,50 @@
-//! What the screen shows and what keys do to it. Without I/O.
+//! What the screen shows and what keys do. Without I/O.
 
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 
 use crate::{cli::format, schema};
 
-/// What follows from a key.
+/// What the caller does after a key.
 #[derive(Debug, PartialEq, Eq)]
 pub enum KeyOutcome {
-    /// Nothing but a new picture.
+    /// Draw the screen again.
     Stay,
-    /// The end.
+    /// End the program.
     End,
-    /// Something is wanted of a container.
+    /// Send a request for a container to the controller.
     Act {
-        /// Its name.
+        /// Display name of the container.
         container: String,
-        /// Its key.
         key: String,
-        /// What.
         what: ContainerAction,
     },
 }
 
-/// What may be wanted of a container.
+/// A request for a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ContainerAction {
-    /// To leave the GPU.
     Offload,
-    /// To come back.
     Restore,
-    /// To stay there, or to be free again.
+    /// Pin it (`true`) or unpin it (`false`).
     Pin(bool),
 }
 
-/// What rows are sorted by.
+/// The column by which rows are sorted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SortColumn {
-    /// Name.
     #[default]
     Name,
-    /// State.
     State,
-    /// VRAM held, most first.
+    /// VRAM in use, largest first.
     Vram,
-    /// VRAM in host memory, most first.
+    /// Offloaded VRAM, largest first.
     Away,
-    /// Longest without a call first.
+    /// Time without a call, longest first.
     Idle,
 }
 
 impl SortColumn {
-    /// Its title.
+    /// Its name for the help line.
     pub fn word(self) -> &'static str {
         match self {
             SortColumn::Name => "name",
@@ -72,30 +66,29 @@ impl SortColumn {
     }
 }
 
-/// The screen.
+/// Everything that the screen shows.
 #[derive(Debug, Default)]
 pub struct TopState {
-    /// The node as it was last seen.
+    /// The node at the last update.
     pub node: schema::Node,
-    /// What rows are sorted by.
     pub sort: SortColumn,
-    /// What names, states or reasons must contain.
+    /// Text that name, state or reason must contain.
     pub filter: String,
-    /// Whether keys go to the filter.
+    /// Whether keys are typed into the filter.
     pub typing: bool,
-    /// The last word of the controller.
+    /// Text of the last line: the latest response of the controller.
     pub message: String,
-    /// Key of the chosen container: it stays chosen when rows move.
+    /// Key of the selected container, which stays selected when rows move.
     pub chosen: String,
 }
 
 impl TopState {
-    /// A new look at the node.
+    /// Sets a new state of the node.
     pub fn show(&mut self, node: schema::Node) {
         self.node = node;
     }
 
-    /// A word for the last line.
+    /// Sets the text of the last line.
     pub fn say(&mut self, message: String) {
         self.message = format::safe(&message);
     }
@@ -120,12 +113,12 @@ impl TopState {
         rows
     }
 
-    /// Position of the chosen row.
+    /// Position of the selected row.
     pub fn position(&self) -> usize {
         self.rows().iter().position(|c| c.key == self.chosen).unwrap_or(0)
     }
 
-    /// A key was pressed.
+    /// Handles a key press.
     pub fn key(&mut self, key: KeyEvent) -> KeyOutcome {
         if key.kind != KeyEventKind::Press {
             return KeyOutcome::Stay;
@@ -208,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_sorted_and_the_chosen_one_stays_chosen() {
+    fn the_selected_row_stays_selected() {
         let mut state = state();
         press(&mut state, "jj");
         assert_eq!((names(&state), state.chosen.as_str()), (vec!["a", "b", "c"], "c"));

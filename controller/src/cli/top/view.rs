@@ -1,4 +1,4 @@
-//! The picture: devices, containers, one line of help.
+//! Draws the screen: GPUs, containers, one line of help.
 
 use ratatui::{
     Frame,
@@ -11,7 +11,7 @@ use ratatui::{
 use super::state::TopState;
 use crate::{cli::format, clock, schema};
 
-/// The colour of a state, as the dashboard has it.
+/// The colour of a state, as on the dashboard.
 fn colour(state: &str) -> Color {
     match state {
         "Active" => Color::Green,
@@ -55,7 +55,7 @@ pub fn draw(frame: &mut Frame<'_>, state: &TopState) {
 
 fn header(node: &schema::Node, width: u16) -> Vec<Line<'static>> {
     if let Some(error) = &node.gpu_error {
-        return vec![Line::from(format!("GPUs cannot be seen: {}", format::safe(error)))];
+        return vec![Line::from(format!("GPUs cannot be read: {}", format::safe(error)))];
     }
     let bar_width = usize::from(width.saturating_sub(70)).clamp(10, 40);
     let line = |gpu: &schema::Gpu| {
@@ -69,7 +69,7 @@ fn header(node: &schema::Node, width: u16) -> Vec<Line<'static>> {
             Span::styled("█".repeat(used), Style::new().fg(Color::Green)),
             Span::styled("░".repeat(bar_width - used), Style::new().add_modifier(Modifier::DIM)),
             Span::raw(format!(
-                " {} of {}, {} given back, {}% busy  {}",
+                " {} of {}, {} offloaded, {}% busy  {}",
                 format::bytes(gpu.vram_used_bytes),
                 format::bytes(gpu.vram_total_bytes),
                 format::bytes(gpu.vram_reclaimed_bytes),

@@ -202,7 +202,7 @@ fn what_goes_wrong_leaves_the_configuration_as_it_was() -> Result<()> {
     fs::write(place.file("lib/affinode/libaffinode_preload.so"), "other")?;
     fs::write(place.config(), &original)?;
     let said = status()?;
-    ensure!(said.contains("missing: run") && said.contains("take it out by hand"), "{said}");
+    ensure!(said.contains("missing: run") && said.contains("remove it by hand"), "{said}");
     ensure!(said.matches("changed since").count() == 2, "{said}");
     place.done("install", &["--restart-mode", "none"])?;
     place.done("uninstall", &["--restart-mode", "none"])?;

@@ -285,7 +285,7 @@ fn whoever_may_not_run_jobs_is_told_so_and_whoever_may_has_his_own_namespace() -
     assert!(stranger.uid(1).gid(NOBODY).status()?.success());
     let log = node.world.dir().join("controller.log");
     until("it to be turned away", || {
-        Ok(fs::read_to_string(&log)?.contains("somebody else's process").then_some(()))
+        Ok(fs::read_to_string(&log)?.contains("does not own this container").then_some(()))
     })?;
     assert!(worker.verify()?);
     Ok(())
