@@ -1,8 +1,8 @@
-//! How an error is told at the edge: the whole chain, once.
+//! Formats an error with all its sources, for the edge where it is printed.
 
 use std::{error::Error, fmt::Write as _};
 
-/// `what: because: because`.
+/// The error and its sources, joined: `what: because: because`.
 #[must_use]
 pub fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();

@@ -71,7 +71,9 @@ impl AgentListener {
         let pipe = folder.join(paths::HINT_PIPE);
         match hint_pipe::make(&pipe) {
             Ok(()) => ward.spawn(hint_pipe::listen(pipe, hints.clone())),
-            Err(error) => tracing::warn!(%key, %error, "container {key}: cannot create the hint pipe"),
+            Err(error) => {
+                tracing::warn!(%key, %error, "container {key}: cannot create the hint pipe")
+            }
         }
         let home = Handle::current();
         ward.spawn(accept(listener, key.clone(), owner, numbers, home, mail));

@@ -60,6 +60,7 @@ pub enum AgentMail {
         id: ProcessId,
         /// The process, as the kernel identified it.
         identity: Identity,
+        /// The Hello message: capabilities, phase and memory of the process.
         hello: AgentMessage,
         /// The connection to its agent.
         agent: AgentHandle,

@@ -173,7 +173,11 @@ async fn a_hello_with_wrong_descriptors_is_refused() {
     let second = page();
     let cases: [(&[u8], Vec<BorrowedFd<'_>>, &str); 4] = [
         (&[0xab; FRAME_BYTES], vec![first.as_fd()], "magic"),
-        (&AgentMessage::Notice { hazards: Hazards(1) }.encode(), vec![first.as_fd()], "not a Hello"),
+        (
+            &AgentMessage::Notice { hazards: Hazards(1) }.encode(),
+            vec![first.as_fd()],
+            "not a Hello",
+        ),
         (&hello(WIRE_VERSION), vec![], "0 descriptors"),
         (&hello(WIRE_VERSION), vec![first.as_fd(), second.as_fd(), first.as_fd()], "descriptors"),
     ];

@@ -46,6 +46,7 @@ pub struct ProcessCalls {
 /// The calls of one function in one process.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct FunctionCalls {
+    /// Name of the CUDA function.
     pub name: String,
     /// Number of calls, estimated from the recorded ones; exact if each call was recorded.
     pub calls: u64,
@@ -64,6 +65,7 @@ pub struct FunctionCalls {
 /// One recorded call.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct RecordedCall {
+    /// Name of the CUDA function.
     pub name: String,
     /// Thread id in the process's own pid namespace.
     pub thread: u32,

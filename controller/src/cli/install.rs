@@ -198,7 +198,9 @@ fn print_status(out: &mut dyn Write, status: &InstallStatus) -> Result<(), CliEr
             HandlerState::RestartNeeded => "restart containerd: it has not loaded the handler yet",
             HandlerState::NotRead => "containerd does not read that file: run affinode install",
             HandlerState::NoContainerd => "no containerd runs",
-            HandlerState::Changed => "changed since the installation: remove it by hand and install again",
+            HandlerState::Changed => {
+                "changed since the installation: remove it by hand and install again"
+            }
         };
         rows.push((
             format!("handler {} in {}", handler.name, handler.config_file.display()),

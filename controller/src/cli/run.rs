@@ -94,7 +94,9 @@ pub fn run(run_dir: &Path, asked: RunArgs) -> ExitCode {
             command.env(paths::AGENT_SOCKET_ENV, granted.socket);
             command.env("LD_PRELOAD", granted.preload);
         }
-        Err(error) if asked.or_unmanaged => say(&format!("running without Affinode: {}", chain(&error))),
+        Err(error) if asked.or_unmanaged => {
+            say(&format!("running without Affinode: {}", chain(&error)))
+        }
         Err(error) => {
             say(&chain(&error));
             return ExitCode::FAILURE;

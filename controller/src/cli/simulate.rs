@@ -151,7 +151,9 @@ fn gib(value: f64, name: &str) -> Result<u64, SimulateError> {
     if value > 0.0 && value < 1e6 {
         Ok((value * f64::from(1 << 30)) as u64)
     } else {
-        Err(SimulateError::Argument(format!("{name}: expected GiB, more than 0 and less than a million")))
+        Err(SimulateError::Argument(format!(
+            "{name}: expected GiB, more than 0 and less than a million"
+        )))
     }
 }
 

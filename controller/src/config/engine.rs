@@ -1,4 +1,4 @@
-//! The engine of a container, for who is not the controller.
+//! The engine of a container, for programs other than the controller.
 
 use std::path::Path;
 
@@ -7,13 +7,18 @@ use affinode_proto::api::control::Announcement;
 use super::Config;
 use crate::core::node::policy_of;
 
-/// The engine that the controller will name for a container that is announced so. A configuration
-/// that cannot be read is the default.
+/// The engine that the controller will choose for a container with this announcement. With a
+/// configuration that cannot be read, the default.
 #[must_use]
 pub fn engine_of(file: &Path, announcement: &Announcement) -> &'static str {
     let config = Config::load(file).unwrap_or_else(|error| {
         let error: &dyn std::error::Error = &error;
-        tracing::warn!(id = announcement.id, error, "its engine is the default's");
+        tracing::warn!(
+            id = announcement.id,
+            error,
+            "container {}: invalid configuration, using the default engine",
+            announcement.id
+        );
         Config::default()
     });
     policy_of(&config.settings().policies, announcement).0.engine.as_str()

@@ -1,8 +1,8 @@
-//! What is wrong with a key or value, for people: where it is, what it is, what is accepted.
+//! Formats an invalid key or value for people: the key, its file, the value, and what is accepted.
 
 use figment::{Error, Metadata, Source, error::Kind};
 
-/// `policy.mode in /etc/affinode/config.toml: "often"; accepted: auto, eager, …`.
+/// For example `policy.mode in /etc/affinode/config.toml: "often"; accepted: auto, eager, …`.
 pub(super) fn tell(error: Error) -> String {
     let all: Vec<String> = error.into_iter().map(|error| one(&error)).collect();
     all.join("; ")
@@ -26,7 +26,7 @@ fn place(metadata: &Metadata) -> Option<String> {
 fn what(kind: &Kind) -> String {
     match kind {
         Kind::UnknownField(_, accepted) => {
-            format!("there is no such key; accepted: {}", accepted.join(", "))
+            format!("unknown key; accepted: {}", accepted.join(", "))
         }
         Kind::UnknownVariant(found, accepted) => {
             format!("{found:?}; accepted: {}", accepted.join(", "))

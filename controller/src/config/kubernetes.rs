@@ -1,31 +1,31 @@
-//! `[http.kubernetes]`: the API server that knows tokens, with `http.auth = "token-review"`.
+//! `[http.kubernetes]`: the API server that checks tokens, with `http.auth = "token-review"`.
 
 use serde::Deserialize;
 
 use super::ConfigError;
 
-/// Where the API server is, and how to ask it.
+/// Address and credentials for the API server.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct KubernetesSection {
-    /// `https://host:port`.
+    /// URL of the API server: `https://host:port`.
     pub api_server: String,
-    /// A file with the certificate authority of the API server.
+    /// File with the certificate authority of the API server.
     pub ca_file: String,
-    /// A file with the token that the controller asks with; read again for each question.
+    /// File with the controller's own token for the API server; read again for each request.
     pub token_file: String,
-    /// Whom tokens must be meant for; empty: the API server itself.
+    /// Audiences that a client's token must have; empty: the API server's own.
     pub audiences: Vec<String>,
 }
 
-/// Of https.
+/// Default port of https.
 const PORT: u16 = 443;
 
 impl KubernetesSection {
     /// Host and port of the API server.
     ///
     /// # Errors
-    /// What is accepted.
+    /// `api_server` is not a URL of that form; the text says what is accepted.
     pub fn host_and_port(&self) -> Result<(String, u16), String> {
         let bad = || {
             format!(

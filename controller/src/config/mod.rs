@@ -1,6 +1,6 @@
-//! The configuration: `/etc/affinode/config.toml`, then `conf.d/*.toml` beside it in
-//! order of name, then environment variables `AFFINODE_<SECTION>__<KEY>`. A later
-//! source wins, value by value. An unknown key or a bad value is named, with its source.
+//! The configuration: `/etc/affinode/config.toml`, then `conf.d/*.toml` beside it in order of name,
+//! then environment variables `AFFINODE_<SECTION>__<KEY>`. A later source overrides an earlier one,
+//! value by value. An error names the unknown key or invalid value, and its source.
 
 mod engine;
 mod error;
@@ -44,135 +44,136 @@ pub use services::{
 };
 pub use set::{SetError, set};
 
-/// What the file may say. Every key has a default.
+/// The whole configuration. Every key has a default.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
-    /// `[policy]`
+    /// Section `[policy]`: when containers are offloaded.
     pub policy: PolicySection,
-    /// `[timing]`
+    /// Section `[timing]`: intervals and deadlines.
     pub timing: TimingSection,
-    /// `[memory]`
+    /// Section `[memory]`: limits of host memory.
     pub memory: MemorySection,
-    /// `[nvml]`
+    /// Section `[nvml]`: the library of NVML.
     pub nvml: NvmlSection,
-    /// `[copier]`
+    /// Section `[copier]`: processes that copy for others.
     pub copier: CopierSection,
-    /// `[log]`
+    /// Section `[log]`: level and format of the log.
     pub log: LogSection,
-    /// `[http]`
+    /// Section `[http]`: dashboard, API and metrics.
     pub http: HttpSection,
-    /// `[history]`
+    /// Section `[history]`: the history on disk.
     pub history: HistorySection,
-    /// `[report]`
+    /// Section `[report]`: prices in reports.
     pub report: ReportSection,
-    /// `[jobs]`
+    /// Section `[jobs]`: programs without a container.
     pub jobs: JobsSection,
-    /// Which file or variable the node's policy has each value from.
+    /// The file or variable that set each value of `[policy]`, by key.
     #[serde(skip)]
     pub origins: BTreeMap<String, String>,
 }
 
-/// When containers are offloaded.
+/// When containers are offloaded, and how.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct PolicySection {
-    /// auto, eager, pressure, manual or off.
+    /// When a container is offloaded: auto, eager, pressure, manual or off.
     pub mode: Mode,
-    /// No call for so long makes a container idle.
+    /// Time without a call after which a container is idle, in milliseconds.
     #[serde(deserialize_with = "duration")]
     pub idle_timeout: Millis,
-    /// A container stays for so long after its return.
+    /// Time for which a container stays resident after a restore, in milliseconds.
     #[serde(deserialize_with = "duration")]
     pub minimum_residency: Millis,
-    /// Higher returns first.
+    /// Containers of higher priority are restored first.
     pub priority: i32,
-    /// learned: its pauses tell how long it is kept, the idle timeout is the most. fixed: the timeout.
+    /// learned: the idle time before an offload is learned, at most idle_timeout. fixed:
+    /// idle_timeout.
     pub keep_alive: KeepAlive,
-    /// A wake is worth so much time of VRAM held idle.
+    /// What one wake costs, as milliseconds of VRAM held idle.
     #[serde(deserialize_with = "duration")]
     pub wake_cost: Millis,
-    /// Whether a container comes back ahead of a call that its history makes likely.
+    /// Whether a container is restored ahead of a call that its history makes likely.
     pub prewake: bool,
-    /// What brings a container back: call or connection.
+    /// What restores a container: call or connection.
     pub wake_on: WakeOn,
-    /// How a container comes home when its room is taken: queue, immediate or by-annotation.
+    /// How a container is restored when its VRAM is taken: queue, immediate or by-annotation.
     pub restore: Restore,
-    /// What becomes of an allocation that finds no memory: fail or wait.
+    /// What happens to an allocation that finds no free VRAM: fail or wait.
     pub on_oom: OnOom,
-    /// How long it waits at most.
+    /// How long such an allocation is retried, in milliseconds.
     #[serde(deserialize_with = "duration")]
     pub on_oom_timeout: Millis,
-    /// How memory leaves the device: auto, copy, full, checkpoint.
+    /// How memory leaves the GPU: auto, copy, full, checkpoint.
     pub engine: Engine,
-    /// Whether the copy in host memory is kept after a return.
+    /// Whether the copy in host memory is kept after a restore.
     pub retain_host_copy: bool,
-    /// Whether a return looks whether memory that was copied has come home as it left.
+    /// Whether a restore verifies the copied memory.
     pub checksum: bool,
-    /// Whether what containers of a namespace have in common is held once while they are away.
+    /// Whether identical content of offloaded containers of a namespace is stored once.
     pub dedup: bool,
-    /// Whether host memory is made ready while a container is idle, before it leaves.
+    /// Whether host memory is prepared for the offload while a container is idle.
     pub prefault: bool,
-    /// Whether a container may come back on another GPU of the same kind when its own is full.
+    /// Whether a container may be restored on another GPU of the same model when its own is full.
     pub allow_gpu_migration: bool,
-    /// Who holds less VRAM is not worth a move, in MiB.
+    /// Containers with less VRAM than this are not offloaded, in MiB.
     pub minimum_vram_mib: u64,
-    /// When idle containers leave by themselves: always, or times of the week in UTC.
+    /// When idle containers may be offloaded without a waiter: always, or times of the week in UTC.
     #[serde(deserialize_with = "window")]
     pub offload_window: Window,
-    /// Who makes room for a waiter: expected, lru, size-idle.
+    /// Which containers are evicted first: expected, lru, size-idle.
     pub victims: VictimRule,
-    /// `[[policy.namespace]]`: values for one namespace.
+    /// Rules for one namespace each, `[[policy.namespace]]`.
     pub namespace: Vec<NamespaceRule>,
 }
 
-/// Values for one namespace.
+/// A rule for one namespace; `None`: the node's value applies.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NamespaceRule {
-    /// Kubernetes' namespace, or containerd's outside Kubernetes.
+    /// Name of the namespace: of Kubernetes, or of containerd outside Kubernetes.
     pub name: String,
-    /// Replaces the node's mode.
+    /// Overrides the node's mode.
     pub mode: Option<Mode>,
-    /// Replaces the node's idle timeout.
+    /// Overrides the node's idle timeout, in milliseconds.
     #[serde(default, deserialize_with = "maybe_duration")]
     pub idle_timeout: Option<Millis>,
-    /// Replaces the node's minimum residency.
+    /// Overrides the node's minimum residency, in milliseconds.
     #[serde(default, deserialize_with = "maybe_duration")]
     pub minimum_residency: Option<Millis>,
-    /// Replaces the node's priority.
+    /// Overrides the node's priority.
     pub priority: Option<i32>,
-    /// Replaces how idleness is judged.
+    /// Overrides the node's keep_alive.
     pub keep_alive: Option<KeepAlive>,
-    /// Replaces the worth of a wake.
+    /// Overrides the node's wake cost, in milliseconds.
     #[serde(default, deserialize_with = "maybe_duration")]
     pub wake_cost: Option<Millis>,
-    /// Replaces whether it comes back ahead of calls.
+    /// Overrides the node's prewake.
     pub prewake: Option<bool>,
-    /// Replaces what brings it back.
+    /// Overrides the node's wake_on.
     pub wake_on: Option<WakeOn>,
-    /// Replaces how a container comes home when its room is taken.
+    /// Overrides the node's restore.
     pub restore: Option<Restore>,
-    /// Replaces what becomes of an allocation that finds no memory.
+    /// Overrides the node's on_oom.
     pub on_oom: Option<OnOom>,
-    /// Replaces how long it waits at most.
+    /// Overrides the node's on_oom_timeout, in milliseconds.
     #[serde(default, deserialize_with = "maybe_duration")]
     pub on_oom_timeout: Option<Millis>,
-    /// Replaces the node's engine.
+    /// Overrides the node's engine.
     pub engine: Option<Engine>,
-    /// Replaces whether the copy in host memory is kept after a return.
+    /// Overrides the node's retain_host_copy.
     pub retain_host_copy: Option<bool>,
-    /// Replaces whether a return looks whether memory has come home as it left.
+    /// Overrides the node's checksum.
     pub checksum: Option<bool>,
-    /// Replaces whether what they have in common is held once while they are away.
+    /// Overrides the node's dedup.
     pub dedup: Option<bool>,
-    /// Replaces whether host memory is made ready before it leaves.
+    /// Overrides the node's prefault.
     pub prefault: Option<bool>,
-    /// Replaces whether it may come back on another GPU.
+    /// Overrides the node's allow_gpu_migration.
     pub allow_gpu_migration: Option<bool>,
-    /// Replaces what is not worth a move.
+    /// Overrides the node's minimum_vram_mib.
     pub minimum_vram_mib: Option<u64>,
-    /// Replaces when idle containers leave by themselves.
+    /// Overrides the node's offload_window.
     #[serde(default, deserialize_with = "maybe_window")]
     pub offload_window: Option<Window>,
 }
@@ -206,47 +207,47 @@ impl Default for PolicySection {
     }
 }
 
-/// What is wrong with the configuration.
+/// Why the configuration was rejected.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    /// A key or value, named with its file.
+    /// An unknown key or an invalid value; the text names key, source and what is accepted.
     #[error("configuration: {0}")]
     Bad(String),
     /// The folder of drop-ins cannot be listed.
     #[error("configuration: cannot list {path}")]
     List {
-        /// The folder.
+        /// Path of the folder.
         path: PathBuf,
-        /// Why.
+        /// The error of the system call.
         #[source]
         source: std::io::Error,
     },
 }
 
 impl Config {
-    /// The file that is meant when nobody names one.
+    /// Path of the file: that of the environment variable, or `/etc/affinode/config.toml`.
     #[must_use]
     pub fn path() -> PathBuf {
         std::env::var_os(paths::CONFIG_ENV).map_or_else(|| paths::CONFIG_FILE.into(), PathBuf::from)
     }
 
-    /// Reads the text of a file alone.
+    /// Parses the text of one file, without drop-ins and environment.
     ///
     /// # Errors
-    /// [`ConfigError`] names key and value.
+    /// [`ConfigError`]: an unknown key or an invalid value.
     pub fn from_toml(text: &str) -> Result<Config, ConfigError> {
         Config::extract(&Figment::from(Toml::string(text)))
     }
 
-    /// Reads file, drop-ins and environment. A missing file is no error: the defaults hold.
+    /// Reads file, drop-ins and environment. If the file does not exist, its defaults apply.
     ///
     /// # Errors
-    /// [`ConfigError`] names key, value and source.
+    /// [`ConfigError`]: an unknown key or an invalid value, or the drop-ins cannot be listed.
     pub fn load(file: &Path) -> Result<Config, ConfigError> {
         Config::load_with(file, None)
     }
 
-    /// The same, with another text in place of one drop-in.
+    /// Like [`Config::load`], with another text in place of one drop-in.
     fn load_with(file: &Path, replaced: Option<(&Path, &str)>) -> Result<Config, ConfigError> {
         let mut figment = Figment::new();
         if file.exists() {
@@ -297,7 +298,7 @@ impl Config {
         Ok(self)
     }
 
-    /// What the core needs of it.
+    /// The part of the configuration that the core uses.
     #[must_use]
     pub fn settings(&self) -> Settings {
         let ms = |value: Millis| u32::try_from(value).unwrap_or(u32::MAX);
@@ -363,7 +364,7 @@ impl Config {
     }
 }
 
-/// The file or variable that a value of `[policy]` is from.
+/// The file or variable that set a value of `[policy]`.
 fn origin(figment: &Figment, name: &str) -> Option<String> {
     let metadata = figment.find_metadata(&format!("policy.{name}"))?;
     Some(match &metadata.source {
@@ -375,7 +376,7 @@ fn origin(figment: &Figment, name: &str) -> Option<String> {
     })
 }
 
-/// `conf.d/*.toml` beside the file, in order of name.
+/// The files `conf.d/*.toml` beside the file, in order of name.
 fn drop_ins(file: &Path) -> Result<Vec<PathBuf>, ConfigError> {
     let Some(folder) = file.parent().map(|parent| parent.join("conf.d")) else {
         return Ok(Vec::new());
@@ -466,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn an_invalid_value_is_named() {
         for (text, named) in [
             ("[policy]\ncolour = 1\n", "colour"),
             ("[policy]\nmode = \"often\"\n", "often"),
@@ -483,7 +484,7 @@ mod tests {
     }
 
     #[test]
-    fn key_file_and_what_is_accepted_are_named() {
+    fn an_error_names_key_file_and_values() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("config.toml");
         std::fs::create_dir(folder.path().join("conf.d")).unwrap();

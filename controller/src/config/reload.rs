@@ -1,20 +1,21 @@
-//! What of a configuration that is read again holds at once, and what waits.
+//! Applies a configuration that was read again: the parts that apply at once, and the names of the
+//! parts that apply when the controller starts next.
 
 use super::Config;
 
-/// What became of a configuration that was read again.
+/// Result of a reload.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ReloadedConfig {
-    /// Something is otherwise from now on.
+    /// Whether any value in effect has changed.
     pub changed: bool,
-    /// Sections, or values of one, that are otherwise in the files and hold from the controller's
-    /// next start.
+    /// Sections, or keys of one, that differ in the files and apply when the controller starts
+    /// next.
     pub waits: Vec<&'static str>,
 }
 
 impl Config {
-    /// Takes what holds at once from the configuration as it was just read. The rest stays as
-    /// this controller was started with.
+    /// Takes over what applies at once from a configuration that was just read. The rest stays as
+    /// it was when this controller started.
     pub fn take(&mut self, mut read: Config) -> ReloadedConfig {
         let mut waits = Vec::new();
         macro_rules! keep {
@@ -40,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_waits_is_named_until_the_next_start_and_the_rest_holds() {
+    fn a_reload_names_what_needs_a_restart() {
         let mut config = Config::default();
         let mut read = Config::default();
         read.policy.idle_timeout = 1;

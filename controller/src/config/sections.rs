@@ -1,73 +1,73 @@
-//! The smaller sections.
+//! The sections `[timing]`, `[memory]`, `[nvml]`, `[copier]` and `[log]`.
 
 use serde::Deserialize;
 
 use super::duration;
 use crate::core::Millis;
 
-/// Intervals and deadlines.
+/// Section `[timing]`: intervals and deadlines.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct TimingSection {
-    /// How often counters are read.
+    /// How often the counters of processes are read, in milliseconds.
     #[serde(deserialize_with = "duration")]
     pub sample_interval: Millis,
-    /// How long calls in progress are waited for when a gate closes.
+    /// How long an offload waits for calls in progress when a gate closes, in milliseconds.
     #[serde(deserialize_with = "duration")]
     pub close_deadline: Millis,
-    /// How long the driver may wait for work on the GPU when it locks a process.
+    /// How long the driver may wait for running kernels when it locks a process, in milliseconds.
     #[serde(deserialize_with = "duration")]
     pub lock_timeout: Millis,
 }
 
-/// Host memory.
+/// Section `[memory]`: limits of host memory.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct MemorySection {
-    /// What the driver needs beside the VRAM of a process, in MiB (measured: 530 MiB).
+    /// Host memory that the driver needs besides the VRAM of a process, in MiB (measured: 530 MiB).
     pub driver_overhead_mib: u64,
-    /// What stays free on the node after an offload, in MiB; without it a sixteenth of the node's
-    /// memory, at least 1 GiB.
+    /// Host memory that stays free on the node after an offload, in MiB. `None`: a sixteenth of the
+    /// node's memory, at least 1 GiB.
     pub node_reserve_mib: Option<u64>,
 }
 
-/// Where NVML is.
+/// Section `[nvml]`: the library of NVML.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct NvmlSection {
-    /// Library name or path.
+    /// Name or path of the library.
     pub library: String,
 }
 
-/// Processes that fill the memory of who comes home.
+/// Section `[copier]`: processes that copy for others.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct CopierSection {
-    /// Whether there are any.
+    /// Whether the controller starts copiers.
     pub enabled: bool,
-    /// The driver's library: name or path.
+    /// Name or path of the driver's library.
     pub library: String,
 }
 
-/// The log.
+/// Section `[log]`: level and format.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LogSection {
-    /// A tracing filter: error, warn, info, debug, or per module.
+    /// A filter of the crate `tracing`: error, warn, info, debug, or per module.
     pub level: String,
     /// text, json or journald.
     pub format: LogFormat,
 }
 
-/// How log lines look.
+/// Format of the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
-    /// For people.
+    /// Plain text lines for people.
     Text,
-    /// One JSON object a line.
+    /// One JSON object per line.
     Json,
-    /// The journal of systemd, with a field for each value.
+    /// systemd's journal, with a field for each value.
     Journald,
 }
 
@@ -78,7 +78,7 @@ impl Default for TimingSection {
 }
 
 impl MemorySection {
-    /// What stays free on the node, in bytes, where the operator says so.
+    /// The reserve in bytes; `None`: not configured.
     #[must_use]
     pub fn node_reserve_bytes(&self) -> Option<u64> {
         self.node_reserve_mib.map(|mib| mib << 20)

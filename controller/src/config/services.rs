@@ -1,5 +1,4 @@
-//! The sections about what the controller shows, keeps and takes: `[http]`, `[history]`,
-//! `[report]`, `[jobs]`.
+//! The sections `[http]`, `[history]`, `[report]` and `[jobs]`.
 
 use std::{
     net::SocketAddr,
@@ -12,80 +11,79 @@ use serde::Deserialize;
 use super::{ConfigError, KubernetesSection, duration};
 use crate::core::Millis;
 
-/// Where the dashboard, the HTTP API and the metrics are.
+/// Section `[http]`: dashboard, HTTP API and metrics.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct HttpSection {
-    /// `auto`, `off`, `address:port` or `unix:/path`.
+    /// Address: `auto`, `off`, `address:port` or `unix:/path`.
     pub listen: String,
-    /// How clients prove who they are.
+    /// How clients authenticate.
     pub auth: HttpAuth,
-    /// With `token`: a file with the token that clients must show; empty: none is asked for.
+    /// With `token`: file with the token that clients must send; empty: no token.
     pub token_file: String,
-    /// With `token-review`: who knows tokens.
+    /// With `token-review`: the API server that checks tokens.
     pub kubernetes: KubernetesSection,
-    /// A file with the certificate to show, and those between it and its authority; empty: no TLS.
+    /// File with the certificate and its intermediate certificates; empty: no TLS.
     pub tls_cert_file: String,
-    /// A file with the key of that certificate.
+    /// File with the private key of that certificate.
     pub tls_key_file: String,
-    /// Names other than addresses and localhost that clients may call the node by.
+    /// Names by which clients may call the node, besides addresses and localhost.
     pub hosts: Vec<String>,
-    /// Whether containers may be moved over HTTP.
+    /// Whether containers can be offloaded, restored and pinned over HTTP.
     pub actions: bool,
 }
 
-/// How clients prove who they are.
+/// How HTTP clients authenticate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum HttpAuth {
-    /// They show the token of `token_file`.
+    /// With the token of `token_file`.
     #[default]
     Token,
-    /// They show a token of Kubernetes, whose API server says whose it is and what they may do.
+    /// With a Kubernetes token; the API server identifies its user and decides what that user may
+    /// do.
     TokenReview,
 }
 
-/// What stays on disk.
+/// Section `[history]`: the history on disk.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct HistorySection {
-    /// `auto`, `off` or a folder.
+    /// Folder: `auto`, `off` or a path.
     pub dir: String,
-    /// Nothing older is kept.
+    /// How long the history is kept, in milliseconds.
     #[serde(deserialize_with = "duration")]
     pub keep: Millis,
-    /// Beyond this size the oldest goes first.
+    /// Maximum size in MiB; the oldest part is removed first.
     pub max_mib: u64,
 }
 
-/// What `affinode report` and the dashboard reckon with.
+/// Section `[report]`: prices in `affinode report` and on the dashboard.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ReportSection {
-    /// Price of a GPU for an hour; 0: prices are not shown.
+    /// Price of a GPU for an hour; 0: no prices are shown.
     pub price_per_gpu_hour: f64,
-    /// Shown behind a price.
+    /// Currency of the price, at most 8 letters.
     pub currency: String,
 }
 
-/// Programs that run under the controller without a container.
+/// Section `[jobs]`: programs that run under the controller without a container.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct JobsSection {
-    /// Whether `affinode run` is served; the controller then stays without containers, too.
+    /// Whether `affinode run` is served; the controller then also runs without containers.
     pub enabled: bool,
-    /// Users beside root who may run jobs; `*`: everybody.
+    /// Users besides root who may run jobs; `*`: all users.
     pub users: Vec<String>,
 }
 
-/// Where to listen.
+/// The address to listen at.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ListenAddress {
-    /// Nowhere.
     Off,
-    /// On a TCP address.
     Tcp(SocketAddr),
-    /// On a Unix socket, for root alone.
+    /// A Unix socket that only root may use.
     Unix(PathBuf),
 }
 
@@ -116,18 +114,18 @@ impl Default for ReportSection {
     }
 }
 
-/// Where the node's own controller listens.
+/// Address of the node's own controller.
 const NODE_ADDRESS: SocketAddr =
     SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 9410);
-/// Where the node's own controller keeps its history.
+/// Folder of the history of the node's own controller.
 const NODE_STATE_DIR: &str = "/var/lib/affinode";
 
 impl HttpSection {
-    /// Where to listen. `auto` is 127.0.0.1:9410 for the node's own controller, and a
-    /// socket in the run directory for a private one, so that several live side by side.
+    /// The address to listen at. `auto` is 127.0.0.1:9410 for the node's own controller, and a
+    /// socket in the run directory for a private one, so that several can run side by side.
     ///
     /// # Errors
-    /// What is accepted.
+    /// `listen` is none of these; the text says what is accepted.
     pub fn listen(&self, run_dir: &Path) -> Result<ListenAddress, String> {
         match self.listen.as_str() {
             "off" => Ok(ListenAddress::Off),
@@ -146,7 +144,7 @@ impl HttpSection {
         let bad = |text: String| Err(ConfigError::Bad(text));
         let listen = self.listen(Path::new(paths::RUN_DIR)).map_err(ConfigError::Bad)?;
         if self.tls_cert_file.is_empty() != self.tls_key_file.is_empty() {
-            return bad("http.tls_cert_file and http.tls_key_file: one needs the other".into());
+            return bad("http.tls_cert_file and http.tls_key_file: set both or none".into());
         }
         let reviewed = self.auth == HttpAuth::TokenReview;
         if let ListenAddress::Tcp(address) = listen
@@ -154,13 +152,13 @@ impl HttpSection {
         {
             if !reviewed && self.token_file.is_empty() {
                 return bad(format!(
-                    "http.listen: {address} can be reached from outside: http.token_file is needed, or http.auth = \"token-review\""
+                    "http.listen: other hosts can reach {address}: set http.token_file or http.auth = \"token-review\""
                 ));
             }
-            // A token of the cluster opens more than this node.
+            // A Kubernetes token is valid for more than this node.
             if reviewed && self.tls_cert_file.is_empty() {
                 return bad(format!(
-                    "http.listen: {address} can be reached from outside: tokens of Kubernetes must not travel in clear, http.tls_cert_file and http.tls_key_file are needed"
+                    "http.listen: other hosts can reach {address}: set http.tls_cert_file and http.tls_key_file, so that Kubernetes tokens are encrypted"
                 ));
             }
         }
@@ -169,7 +167,7 @@ impl HttpSection {
         }
         if !self.token_file.is_empty() {
             return bad(
-                "http.token_file: with http.auth = \"token-review\" the API server knows all tokens; leave one of both out".into(),
+                "http.token_file has no effect with http.auth = \"token-review\": remove one of the two".into(),
             );
         }
         self.kubernetes.check()
@@ -177,8 +175,8 @@ impl HttpSection {
 }
 
 impl HistorySection {
-    /// The folder, unless the history is off. `auto` is /var/lib/affinode for the node's
-    /// own controller, and a folder in the run directory for a private one.
+    /// The folder, or `None` if the history is off. `auto` is /var/lib/affinode for the node's own
+    /// controller, and a folder in the run directory for a private one.
     #[must_use]
     pub fn folder(&self, run_dir: &Path) -> Option<PathBuf> {
         match self.dir.as_str() {
@@ -240,13 +238,13 @@ mod tests {
     }
 
     #[test]
-    fn the_world_is_let_in_with_a_token_only() {
+    fn a_public_address_requires_a_token() {
         assert!(http("0.0.0.0:9410").check().is_err());
         let with_token = HttpSection { token_file: "/etc/t".into(), ..http("0.0.0.0:9410") };
         assert!(with_token.check().is_ok());
         assert!(http("127.0.0.1:1").check().is_ok());
         let reviewed = HttpSection { auth: HttpAuth::TokenReview, ..http("0.0.0.0:9410") };
-        assert!(reviewed.check().is_err(), "nobody is named who knows tokens");
+        assert!(reviewed.check().is_err(), "no API server is configured");
         let kubernetes = KubernetesSection {
             api_server: "https://10.0.0.1:6443".into(),
             ca_file: "/etc/kubernetes/pki/ca.crt".into(),
@@ -266,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn history_goes_where_it_is_told() {
+    fn history_dir_selects_the_folder() {
         let history = |dir: &str| HistorySection { dir: dir.into(), ..HistorySection::default() };
         assert_eq!(history("auto").folder(Path::new("/tmp/x")), Some("/tmp/x/state".into()));
         assert_eq!(history("off").folder(Path::new("/tmp/x")), None);

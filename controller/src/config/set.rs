@@ -1,9 +1,9 @@
-//! Values that `affinode policy set` sets at node level: a drop-in of its own, so that they
-//! outlive the controller and are seen where everything else is configured.
+//! The values that `affinode policy set` sets for the node: in a drop-in of its own, so that they
+//! persist, and are visible beside the rest of the configuration.
 //!
 //! ```text
-//! changes ──> drop-in as it would be ──load all with it──bad──> nothing is written
-//!                                            └──good──> written aside, renamed
+//! changes ──> new drop-in ──load everything with it──invalid──> nothing is written
+//!                                              └──valid──> write to a new file, rename
 //! ```
 
 use std::{
@@ -15,46 +15,44 @@ use std::{
 use super::{Config, ConfigError};
 use crate::core::explain;
 
-/// Late among the drop-ins: it wins over what packages and people put there.
+/// The name sorts late, so that it overrides the drop-ins of packages and people.
 const FILE: &str = "90-affinode-policy-set.toml";
 const HEADER: &str =
-    "# Written by `affinode policy set`; `affinode policy unset` takes values back.\n";
+    "# Written by `affinode policy set`; `affinode policy unset` removes values.\n";
 
-/// Why nothing was set.
+/// Why nothing was changed.
 #[derive(Debug, thiserror::Error)]
 pub enum SetError {
-    /// No value of a policy is called so.
-    #[error("no value is called {0:?}; there are: {names}", names = explain::names().collect::<Vec<_>>().join(", "))]
+    /// No policy value has this name.
+    #[error("unknown policy value {0:?}; accepted: {names}", names = explain::names().collect::<Vec<_>>().join(", "))]
     Name(String),
-    /// The configuration would be bad.
+    /// The configuration would be invalid.
     #[error("nothing was changed")]
     Config(#[from] ConfigError),
-    /// The drop-in as it is now is no TOML.
-    #[error("nothing was changed: {path} is not understood")]
+    /// The existing drop-in is not valid TOML.
+    #[error("nothing was changed: {path} is not valid TOML")]
     Old {
-        /// The drop-in.
+        /// Path of the drop-in.
         path: PathBuf,
-        /// Why.
         #[source]
         source: Box<toml::de::Error>,
     },
     /// The drop-in cannot be read or written.
     #[error("nothing was changed: cannot write {path}")]
     File {
-        /// The drop-in.
+        /// Path of the drop-in.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
 }
 
-/// Changes values of `[policy]` for the configuration in `file`: name and value as the file
-/// has them, an empty value takes the name out. The result is read and checked before
-/// anything is written.
+/// Changes values of `[policy]` for the configuration in `file`. Names and values are as in the
+/// file; an empty value removes the name. The result is read and checked before anything is
+/// written.
 ///
 /// # Errors
-/// [`SetError`]; then everything is as it was.
+/// [`SetError`]; then nothing was changed.
 pub fn set(file: &Path, changes: &[(String, String)]) -> Result<(), SetError> {
     let folder = file.parent().unwrap_or(Path::new("/")).join("conf.d");
     let path = folder.join(FILE);
@@ -68,7 +66,7 @@ pub fn set(file: &Path, changes: &[(String, String)]) -> Result<(), SetError> {
         old.parse().map_err(|e| SetError::Old { path: path.clone(), source: Box::new(e) })?;
     let policy = table.entry("policy").or_insert_with(|| toml::Table::new().into());
     let toml::Value::Table(policy) = policy else {
-        return Err(ConfigError::Bad(format!("policy in {} is no table", path.display())).into());
+        return Err(ConfigError::Bad(format!("policy in {} is not a table", path.display())).into());
     };
     for (name, value) in changes {
         if !explain::names().any(|known| known == name) {
@@ -93,7 +91,7 @@ pub fn set(file: &Path, changes: &[(String, String)]) -> Result<(), SetError> {
     write().map_err(failed)
 }
 
-/// A value as TOML has it: people write no quotes on a command line.
+/// The TOML value of a word from the command line, where people write no quotes.
 fn typed(value: &str) -> toml::Value {
     if let Ok(number) = value.parse::<i64>() {
         return number.into();
@@ -111,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_set_wins_and_is_taken_back() {
+    fn a_set_value_wins_until_it_is_unset() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("config.toml");
         fs::write(&file, "[policy]\nmode = \"off\"\npriority = 3\n").unwrap();

@@ -1,17 +1,18 @@
-//! GPUs whose copier could not serve: the more often in a row, the later the next one is started. What
-//! killed one may be over in a moment; what a driver refuses it mostly refuses for long.
+//! Backoff after a copier that could not serve: each further failure of a GPU doubles the pause
+//! before the next start. What killed one copier may be over in a moment; what the driver refuses
+//! once it mostly refuses for long.
 
 use std::{
     collections::HashMap,
     time::{Duration, Instant},
 };
 
-/// After the first.
+/// Pause after the first failure.
 const FIRST: Duration = Duration::from_secs(5);
-/// However many there were.
+/// Longest pause, after any number of failures.
 const MAX_BACKOFF: Duration = Duration::from_secs(300);
 
-/// All of them, by GPU.
+/// Failures by UUID of the GPU.
 #[derive(Debug, Default)]
 pub struct RestartBackoff(HashMap<String, CopierFailure>);
 
@@ -22,7 +23,7 @@ struct CopierFailure {
 }
 
 impl RestartBackoff {
-    /// One could not serve: how long none is started now.
+    /// Records a failed start; returns the pause before the next one.
     pub fn note(&mut self, uuid: &str, now: Instant) -> Duration {
         let before = self.0.get(uuid).map_or(Duration::ZERO, |failure| failure.pause);
         let pause = (before * 2).clamp(FIRST, MAX_BACKOFF);
@@ -30,12 +31,12 @@ impl RestartBackoff {
         pause
     }
 
-    /// One serves.
+    /// Clears the failures of a GPU whose copier serves.
     pub fn forget(&mut self, uuid: &str) {
         self.0.remove(uuid);
     }
 
-    /// Whether one may be started.
+    /// Whether a copier may be started on a GPU.
     pub fn allow(&self, uuid: &str, now: Instant) -> bool {
         self.0.get(uuid).is_none_or(|failure| now >= failure.until)
     }
@@ -46,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_in_a_row_is_followed_by_a_longer_pause_until_one_serves() {
+    fn the_pause_grows_until_a_copier_serves() {
         let (mut failures, start) = (RestartBackoff::default(), Instant::now());
         let mut now = start;
         let mut pauses = Vec::new();

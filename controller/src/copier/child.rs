@@ -1,4 +1,4 @@
-//! A copier's process: this program again, with the controller on its standard input.
+//! The process of a copier: this program again, with the controller on its standard input.
 
 use std::{
     io,
@@ -16,7 +16,7 @@ use tokio::{
 
 use crate::sys;
 
-/// Ends the process when it is dropped.
+/// A running copier. Dropping it kills the process.
 #[derive(Debug)]
 pub struct CopierProcess {
     socket: OwnedFd,
@@ -25,11 +25,11 @@ pub struct CopierProcess {
 }
 
 impl CopierProcess {
-    /// Starts one. `tell` gets what it says, then `None` when it has ended, until it answers that
-    /// nobody wants to know.
+    /// Starts a copier. `tell` receives its reports, then `None` when it has ended, until `tell`
+    /// returns `false`.
     ///
     /// # Errors
-    /// It cannot be started.
+    /// The process cannot be started.
     pub fn start(
         library: &str,
         uuid: &str,
@@ -42,9 +42,9 @@ impl CopierProcess {
             .arg0("affinode-copier")
             .args(["copier", uuid])
             .env(LIBRARY_ENV, library)
-            // The driver need not look at the others.
+            // The driver then ignores the other GPUs.
             .env("CUDA_VISIBLE_DEVICES", uuid)
-            // Not through an MPS server, whose other clients it would not be told of.
+            // Not through an MPS server: the controller would not know its other clients.
             .env("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")
             .stdin(Stdio::from(theirs))
             .stdout(Stdio::null())
@@ -52,10 +52,11 @@ impl CopierProcess {
             .kill_on_drop(true);
         let mut process = command.spawn()?;
         if let Some(said) = process.stderr.take() {
+            let gpu = uuid.to_owned();
             tokio::spawn(async move {
                 let mut lines = BufReader::new(said).lines();
                 while let Ok(Some(line)) = lines.next_line().await {
-                    tracing::info!("copier: {line}");
+                    tracing::info!(gpu, "copier {gpu}: {line}");
                 }
             });
         }
@@ -68,7 +69,7 @@ impl CopierProcess {
                         _ => break,
                     },
                     Ok(Err(_)) => break,
-                    // Nothing was there after all.
+                    // A spurious wakeup: there was nothing to read.
                     Err(_) => {}
                 }
             }
@@ -77,40 +78,40 @@ impl CopierProcess {
         Ok(CopierProcess { socket: ours, ear: Some(ear.abort_handle()), process: Some(process) })
     }
 
-    /// A socket without a process.
+    /// A socket without a process, for tests.
     #[cfg(test)]
     pub fn of_test(socket: OwnedFd) -> CopierProcess {
         CopierProcess { socket, ear: None, process: None }
     }
 
-    /// Gives a test's a process.
+    /// Attaches a process to the socket, for tests.
     #[cfg(test)]
     pub fn of_process(&mut self, process: process::Child) {
         self.process = Some(process);
     }
 
-    /// Asks for its end, at once.
+    /// Kills the process.
     pub fn kill(&mut self) {
         if let Some(ear) = self.ear.take() {
             ear.abort();
         }
         if let Some(process) = &mut self.process {
-            // An error: it has ended.
+            // An error means that it has ended already.
             let _ = process.start_kill();
         }
     }
 
-    /// Whether it has ended, and has nothing any more.
+    /// Whether the process has ended, and so holds no memory.
     pub fn has_ended(&mut self) -> bool {
         self.process.as_mut().is_none_or(|process| !matches!(process.try_wait(), Ok(None)))
     }
 
-    /// Its pid; 0 when it has ended.
+    /// Its pid; 0 after its end.
     pub fn pid(&self) -> u32 {
         self.process.as_ref().and_then(process::Child::id).unwrap_or(0)
     }
 
-    /// The controller's end.
+    /// The controller's end of the socket.
     pub fn socket(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }

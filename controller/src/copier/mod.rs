@@ -1,15 +1,17 @@
-//! The copiers of this node, one for each GPU from which somebody is away: processes that fill the
-//! memory of who comes home while the driver restores the rest (crate `affinode-copier`).
+//! The copiers of this node: at most one process per GPU with offloaded processes. A copier copies
+//! memory back while the driver restores the context, and copies prefaulted memory out (crate
+//! `affinode-copier`).
 //!
 //! ```text
-//! none ──a process is about to leave──> started ──Ready──> serves ──nobody is away for a while,
-//!   ^                                      │                       or somebody waits for VRAM──┐
-//!   └────────────── it ends (did it never serve: `failures`) ◄──────────────────────────────────┘
+//! none ──offload or prefault begins──> starting ──Ready──> ready ──LINGER without a process,
+//!   ^                                     │                      or a container waits for VRAM──┐
+//!   └──────── ended (if it never was ready: RestartBackoff) ◄───────────────────────────────────┘
 //! ```
-//!
-//! Who is prepared (`policy.prepare`) is shown its copier while it is at home, and keeps that way to
+//! A process that is prefaulted (`policy.prefault`) is attached to its copier while it is resident,
+//! and keeps this connection for the offload.
 //! it when it leaves.
-//!
+//! A copier is optional: a process without one, or whose copier has ended, restores its memory
+//! itself.
 //! Nothing depends on one: a process that has none, or whose copier has ended, comes home by itself.
 
 mod backoff;
@@ -37,16 +39,16 @@ use crate::{
     core::{Domain, GpuSample, ProcessId},
 };
 
-/// Nobody away for so long: it ends.
+/// A copier without an attached process ends after this time.
 const LINGER: Duration = Duration::from_secs(30);
-/// A fill that takes longer is over, whether that was heard or not.
+/// A fill that takes longer counts as over, even without a report.
 const FILLS: Duration = Duration::from_secs(20);
-/// A start that takes longer fails: proofs of room wait for it.
+/// A start that takes longer counts as failed: proofs of free VRAM wait for it.
 const STARTS: Duration = Duration::from_secs(5);
-/// An end that takes longer is waited for no more.
+/// An end that takes longer is not waited for.
 const ENDS: Duration = Duration::from_secs(5);
 
-/// What a copier says, or that it has ended.
+/// A report of a copier; `None`: it has ended.
 #[derive(Debug)]
 pub struct CopierMessage {
     uuid: String,
@@ -54,7 +56,7 @@ pub struct CopierMessage {
     said: Option<CopierReport>,
 }
 
-/// All of them.
+/// The copiers, and the processes that are attached to them.
 #[derive(Debug)]
 pub struct Copiers {
     config: CopierSection,
@@ -63,10 +65,11 @@ pub struct Copiers {
     failures: RestartBackoff,
     fills: HashMap<String, u64>,
     copies: HashMap<String, u64>,
-    /// The numbers of who may share, from 1: none is ever another's. As many as there were
-    /// namespaces.
+    /// The number of each dedup domain, from 1. Numbers are not reused; there are as many as there
+    /// were namespaces.
     domains: HashMap<Domain, u64>,
-    /// Those that were ended, until they have: the driver may still be giving them memory.
+    /// Copiers that were killed and have not ended yet: the driver may still allocate memory for
+    /// them.
     ending: Vec<(Instant, CopierProcess)>,
     started: u64,
     held: bool,
@@ -79,32 +82,32 @@ struct CopierState {
     child: CopierProcess,
     is_ready: bool,
     idle_since: Instant,
-    /// By NVML.
+    /// Its VRAM in bytes, by NVML.
     vram_bytes: u64,
-    /// It lets go of memory of those that are home.
+    /// Whether it is unregistering memory of processes that are resident again.
     lets_go: bool,
-    /// Whom it was told to fill last, and when, until it has.
+    /// The process that it fills now, and since when; `None`: no fill in progress.
     filling: Option<(ProcessId, Instant)>,
-    /// Files that hold what several have in common.
+    /// Size of the files with deduplicated memory, in bytes.
     stored_bytes: u64,
     started: Instant,
 }
 
-/// A process that has a way to a copier.
+/// A process with a connection to a copier.
 #[derive(Debug)]
 struct AttachedProcess {
     uuid: String,
     is_held: bool,
-    /// It was shown the way while it was at home, and has not left since.
+    /// It was attached while it was resident, and has not been offloaded since.
     is_ahead: bool,
-    /// Its memory is registered before it leaves, and is not full yet.
+    /// Its memory is registered before the offload, and is not filled yet.
     is_prepared: bool,
-    /// What of it is in such files.
+    /// How much of its memory is deduplicated, in bytes.
     shared_bytes: u64,
 }
 
 impl Copiers {
-    /// None yet.
+    /// No copier yet.
     #[must_use]
     pub fn new(config: CopierSection, mail: mpsc::UnboundedSender<CopierMessage>) -> Copiers {
         Copiers {
@@ -122,9 +125,10 @@ impl Copiers {
         }
     }
 
-    /// A way to the copier of a GPU for a process that is about to leave it, which had so much
-    /// there at most, and may hold what it has in common with others of its domain once with
-    /// them, if it has one. Starts the copier if there is none; the process need not wait for it.
+    /// Attaches a process that is about to be offloaded to the copier of its GPU; returns the
+    /// process's end of the connection. The process had at most `most_bytes` there. With a `domain`
+    /// the copier may deduplicate its memory with other processes of that domain. Starts the copier
+    /// if there is none; the process need not wait for it.
     pub fn attach(
         &mut self,
         process: ProcessId,
@@ -156,8 +160,8 @@ impl Copiers {
         Some(theirs)
     }
 
-    /// The same for a process that stays for now, and whose memory is to be registered before it
-    /// leaves.
+    /// Attaches a process that stays resident for now, and whose memory is to be registered before
+    /// it is offloaded.
     pub fn prepare(
         &mut self,
         process: ProcessId,
@@ -172,21 +176,21 @@ impl Copiers {
         Some(socket)
     }
 
-    /// A process at home was told that it needs no preparation any more. What its copier says of it
-    /// until it hangs up does not count.
+    /// Detaches a resident process that needs no preparation any longer. Reports of its copier
+    /// about it are ignored from now on.
     pub fn unprepare(&mut self, process: ProcessId) {
         self.members.remove(&process);
     }
 
-    /// A process leaves its GPU. Whether it has been shown that one's copier ahead: another way
-    /// would make it forget what is prepared.
+    /// Called when a process is offloaded: whether it was attached ahead to this GPU's copier. A
+    /// second connection would discard what is prepared.
     pub fn was_shown(&mut self, process: ProcessId, uuid: &str) -> bool {
         let member = self.members.get_mut(&process).filter(|member| member.uuid == uuid);
         member.is_some_and(|member| std::mem::take(&mut member.is_ahead))
     }
 
-    /// A process is told to come home, with so much room: its copier fills its memory, if it holds
-    /// it.
+    /// A process is being restored, with this much VRAM: tells its copier to fill the memory, if
+    /// the copier has it registered.
     pub fn fill(&mut self, process: ProcessId, most_bytes: u64) {
         if let Some(member) = self.members.get(&process).filter(|member| member.is_held) {
             let uuid = member.uuid.clone();
@@ -197,28 +201,27 @@ impl Copiers {
         }
     }
 
-    /// Their processes, those included that are about to end.
+    /// The pids of all copiers, including those that are ending.
     pub fn pids(&self) -> impl Iterator<Item = u32> {
         let ending = self.ending.iter().map(|(_, child)| child);
         self.of.values().map(|copier| &copier.child).chain(ending).map(CopierProcess::pid)
     }
 
-    /// Whether a GPU has one that serves.
+    /// Whether a GPU has a copier that is ready.
     #[must_use]
     pub fn has_ready(&self, uuid: &str) -> bool {
         self.of.get(uuid).is_some_and(|copier| copier.is_ready)
     }
 
-    /// Whether one is on its way to its context, or to its end: what is free now may not be free
-    /// in a moment. Of one that the driver does not let end nothing more is to be feared after
-    /// a while.
+    /// Whether a copier is still creating its context, or still ending: VRAM that is free now may
+    /// not be free in a moment. A copier that has not ended after `ENDS` is ignored.
     pub fn is_moving(&mut self) -> bool {
         self.ending.retain_mut(|(since, child)| since.elapsed() < ENDS && !child.has_ended());
         !self.ending.is_empty() || self.of.values().any(|copier| !copier.is_ready)
     }
 
-    /// Somebody's room is being proven or taken, or it is over: nothing else of a copier's may
-    /// take VRAM meanwhile.
+    /// Pauses (`true`) or resumes registrations while VRAM is being proven free or taken: copiers
+    /// must not take VRAM meanwhile.
     pub fn hold(&mut self, on: bool) {
         if self.held == on {
             return;
@@ -229,8 +232,8 @@ impl Copiers {
         }
     }
 
-    /// Somebody waits for VRAM on these GPUs: what their copiers have is given back, unless one
-    /// brings somebody home just now, or copies who leaves: that is the room, and sooner so.
+    /// Ends the copiers of GPUs on which a container waits for VRAM. A copier that is filling a
+    /// process or copying one out goes on: its work ends sooner, or frees VRAM itself.
     pub fn make_room<'a>(
         &mut self,
         uuids: impl IntoIterator<Item = &'a String>,
@@ -242,13 +245,13 @@ impl Copiers {
             let copies =
                 self.members.iter().any(|(p, m)| m.uuid == *uuid && m.is_prepared && leaves(*p));
             if self.of.get(uuid).is_some_and(|copier| !fills(copier) && !copies) {
-                tracing::info!(gpu = uuid, "the copier ends: somebody waits for its VRAM");
+                tracing::info!(gpu = uuid, "copier {uuid}: ended, a container waits for its VRAM");
                 self.end(uuid);
             }
         }
     }
 
-    /// Devices were read.
+    /// Updates the VRAM of the copiers from a reading of the GPUs.
     pub fn seen(&mut self, gpus: &[GpuSample]) {
         for gpu in gpus {
             if let Some(copier) = self.of.get_mut(&gpu.uuid) {
@@ -258,7 +261,7 @@ impl Copiers {
         }
     }
 
-    /// Writes to a device of a list what there is to know.
+    /// Fills in the copier's fields of a GPU in a list.
     pub fn show(&self, gpu: &mut control::Gpu) {
         gpu.copier_shared_bytes = self.shared_bytes(&gpu.uuid);
         let here = self.members.values().filter(|member| member.uuid == gpu.uuid);
@@ -278,13 +281,17 @@ impl Copiers {
         }
     }
 
-    /// Ends those that nobody has needed for a while, or that do not get ready.
+    /// Ends copiers that had no process for `LINGER`, or that do not become ready.
     pub fn tick(&mut self) {
         let stuck = |copier: &CopierState| !copier.is_ready && copier.started.elapsed() >= STARTS;
         let stuck: Vec<String> =
             self.of.iter().filter(|(_, v)| stuck(v)).map(|(uuid, _)| uuid.clone()).collect();
         for uuid in stuck {
-            tracing::warn!(gpu = uuid, "the copier does not get ready, and is ended");
+            tracing::warn!(
+                gpu = uuid,
+                "copier {uuid}: ended, not ready after {} s",
+                STARTS.as_secs()
+            );
             self.has_failed(&uuid);
             self.end(&uuid);
         }
@@ -300,7 +307,7 @@ impl Copiers {
         over.iter().for_each(|uuid| self.end(uuid));
     }
 
-    /// Takes in what one has said.
+    /// Handles a report of a copier.
     pub fn heard(&mut self, mail: CopierMessage) {
         let CopierMessage { uuid, number, said } = mail;
         let Some(copier) = self.of.get_mut(&uuid).filter(|copier| copier.number == number) else {
@@ -310,29 +317,43 @@ impl Copiers {
             Some(CopierReport::Ready) => {
                 copier.is_ready = true;
                 self.failures.forget(&uuid);
-                tracing::info!(gpu = uuid, "a copier serves");
+                tracing::info!(gpu = uuid, "copier {uuid}: ready");
             }
             Some(CopierReport::Registered { process, bytes }) => {
-                tracing::debug!(process, bytes, "held by the copier");
+                tracing::debug!(
+                    process,
+                    bytes,
+                    "process {process}: {bytes} bytes registered by the copier"
+                );
                 if let Some(member) = self.member(process, &uuid) {
                     (member.is_held, member.is_prepared) = (true, false);
                 }
             }
             Some(CopierReport::Prefaulted { process, bytes }) => {
-                tracing::debug!(process, bytes, "prepared by the copier");
+                tracing::debug!(process, bytes, "process {process}: {bytes} bytes prefaulted");
                 if let Some(member) = self.member(process, &uuid) {
                     member.is_prepared = true;
                 }
             }
             Some(CopierReport::Copied { process, bytes, elapsed_us }) => {
-                tracing::info!(process, bytes, elapsed_us, "copied out by the copier");
+                tracing::info!(
+                    process,
+                    bytes,
+                    elapsed_us,
+                    "process {process}: {bytes} bytes copied out by the copier"
+                );
                 if let Some(member) = self.member(process, &uuid) {
                     member.is_prepared = false;
                 }
                 *self.copies.entry(uuid).or_default() += 1;
             }
             Some(CopierReport::Filled { process, bytes, elapsed_us }) => {
-                tracing::info!(process, bytes, elapsed_us, "filled by the copier");
+                tracing::info!(
+                    process,
+                    bytes,
+                    elapsed_us,
+                    "process {process}: {bytes} bytes copied in by the copier"
+                );
                 copier.filling = None;
                 *self.fills.entry(uuid).or_default() += 1;
             }
@@ -342,7 +363,7 @@ impl Copiers {
                 if self.member(process, &uuid).is_some() {
                     self.members.remove(&ProcessId(process));
                 }
-                // A file of which nobody has anything any more is gone.
+                // A file without a process is removed by the copier.
                 if self.shared_bytes(&uuid) == 0
                     && let Some(copier) = self.of.get_mut(&uuid)
                 {
@@ -351,7 +372,12 @@ impl Copiers {
             }
             Some(CopierReport::Released) => copier.lets_go = false,
             Some(CopierReport::Shared { process, bytes, stored_bytes }) => {
-                tracing::debug!(process, bytes, stored_bytes, "held together with others");
+                tracing::debug!(
+                    process,
+                    bytes,
+                    stored_bytes,
+                    "process {process}: {bytes} bytes deduplicated"
+                );
                 copier.stored_bytes = stored_bytes;
                 if let Some(member) = self.member(process, &uuid) {
                     member.shared_bytes = bytes;
@@ -359,9 +385,12 @@ impl Copiers {
             }
             None => {
                 if copier.is_ready {
-                    tracing::warn!(gpu = uuid, "the copier has ended");
+                    tracing::warn!(gpu = uuid, "copier {uuid}: ended");
                 } else {
-                    tracing::warn!(gpu = uuid, "no copier: processes come home without one");
+                    tracing::warn!(
+                        gpu = uuid,
+                        "copier {uuid}: failed to start, processes are restored without one"
+                    );
                     self.has_failed(&uuid);
                 }
                 self.end(&uuid);
@@ -371,22 +400,23 @@ impl Copiers {
 
     fn has_failed(&mut self, uuid: &str) {
         let pause = self.failures.note(uuid, Instant::now());
-        tracing::info!(gpu = uuid, pause_s = pause.as_secs(), "no copier is started meanwhile");
+        let pause_s = pause.as_secs();
+        tracing::info!(gpu = uuid, pause_s, "copier {uuid}: not started again for {pause_s} s");
     }
 
-    /// What copiers know a domain by; 0: none.
+    /// The number by which copiers know a domain; 0: no domain.
     fn number_of(&mut self, domain: Option<Domain>) -> u64 {
         let next = self.domains.len() as u64 + 1;
         domain.map_or(0, |domain| *self.domains.entry(domain).or_insert(next))
     }
 
-    /// What processes of a GPU hold together with others.
+    /// Deduplicated memory of the processes of a GPU, in bytes.
     fn shared_bytes(&self, uuid: &str) -> u64 {
         let here = self.members.values().filter(|member| member.uuid == uuid);
         here.map(|member| member.shared_bytes).fold(0, u64::saturating_add)
     }
 
-    /// A process as the copier of a GPU names it.
+    /// An attached process, by the number that the copier uses.
     fn member(&mut self, process: u64, uuid: &str) -> Option<&mut AttachedProcess> {
         self.members.get_mut(&ProcessId(process)).filter(|member| member.uuid == uuid)
     }
@@ -414,18 +444,18 @@ impl Copiers {
                 Some(())
             }
             Err(error) => {
-                tracing::warn!(gpu = uuid, %error, "no copier can be started");
+                tracing::warn!(gpu = uuid, %error, "copier {uuid}: cannot start the process");
                 self.has_failed(uuid);
                 None
             }
         }
     }
 
-    /// Whoever does not listen is of no use any more.
+    /// Sends an order. A copier that does not read its socket is ended.
     fn tell(&mut self, uuid: &str, order: CopierOrder, along: Option<&OwnedFd>) -> Option<()> {
         let copier = self.of.get(uuid)?;
         if let Err(error) = socket::send(copier.child.socket(), &order.encode(), along) {
-            tracing::warn!(gpu = uuid, %error, "the copier does not listen, and is ended");
+            tracing::warn!(gpu = uuid, %error, "copier {uuid}: ended, cannot send an order");
             self.end(uuid);
             return None;
         }
@@ -441,7 +471,7 @@ impl Copiers {
     }
 }
 
-/// Two ends of a socket that keeps packets apart.
+/// A pair of connected sockets that preserve packet boundaries.
 pub(crate) fn pair() -> Option<(OwnedFd, OwnedFd)> {
     let made = rustix::net::socketpair(
         AddressFamily::UNIX,
@@ -449,5 +479,5 @@ pub(crate) fn pair() -> Option<(OwnedFd, OwnedFd)> {
         SocketFlags::CLOEXEC,
         None,
     );
-    made.inspect_err(|error| tracing::warn!(%error, "no socket for a copier")).ok()
+    made.inspect_err(|error| tracing::warn!(%error, "cannot create a socket for a copier")).ok()
 }

@@ -1,4 +1,4 @@
-//! Copiers whose other ends are the test's.
+//! Copiers whose other ends are held by the test.
 
 use affinode_proto::wire::message::FRAME_BYTES;
 use tokio::process::Command;
@@ -12,7 +12,7 @@ fn copiers() -> (Copiers, mpsc::UnboundedReceiver<CopierMessage>) {
     (Copiers::new(CopierSection::default(), mail), from)
 }
 
-/// A copier whose other end is ours.
+/// Adds a copier whose other end the test holds.
 fn with_copier(copiers: &mut Copiers) -> OwnedFd {
     let (ours, theirs) = pair().unwrap();
     let child = CopierProcess::of_test(ours);
@@ -44,7 +44,7 @@ fn order(copier: &OwnedFd) -> Option<CopierOrder> {
 }
 
 #[tokio::test]
-async fn who_is_held_is_filled_and_nobody_else() {
+async fn only_registered_processes_are_filled() {
     let (mut copiers, _from) = copiers();
     let copier = with_copier(&mut copiers);
     let process = ProcessId(7);
@@ -71,7 +71,7 @@ fn of_namespace(pod: &str) -> Option<Domain> {
 }
 
 #[tokio::test]
-async fn who_may_share_has_the_number_of_its_domain() {
+async fn processes_of_a_domain_share_its_number() {
     let (mut copiers, _from) = copiers();
     let copier = with_copier(&mut copiers);
     let mut number = |process, domain, ahead| {
@@ -93,7 +93,7 @@ async fn who_may_share_has_the_number_of_its_domain() {
     assert_eq!(number(4, of_namespace("ml"), true), 1);
     let jobs = |uid| Some(Domain::Jobs { uid, namespace: "ml".into() });
     assert_eq!((number(5, jobs(0), false), number(6, jobs(1), false)), (3, 4));
-    // Whoever has left meanwhile: its number is nobody else's.
+    // A process that was offloaded meanwhile keeps its number for itself.
     copiers.heard(said(1, CopierReport::Detached { process: 3 }));
     copiers.heard(CopierMessage { uuid: GPU.into(), number: 1, said: None });
     let copier = with_copier(&mut copiers);
@@ -105,7 +105,7 @@ async fn who_may_share_has_the_number_of_its_domain() {
 }
 
 #[tokio::test]
-async fn room_is_made_by_ending_it_and_one_that_failed_is_left_alone() {
+async fn pressure_ends_a_copier_and_backoff_holds() {
     let (mut copiers, _from) = copiers();
     let copier = with_copier(&mut copiers);
     assert!(copiers.attach(ProcessId(7), GPU, 100, None).is_some());
@@ -138,7 +138,7 @@ async fn nothing_takes_vram_beside_a_proof() {
 }
 
 #[tokio::test]
-async fn one_that_ends_is_waited_for_until_it_has() {
+async fn an_ending_copier_counts_as_moving() {
     let (mut copiers, _from) = copiers();
     let _copier = with_copier(&mut copiers);
     let sleeper = Command::new("sleep").arg("600").spawn().unwrap();
@@ -154,7 +154,7 @@ async fn one_that_ends_is_waited_for_until_it_has() {
 }
 
 #[tokio::test]
-async fn one_that_brings_somebody_home_is_left_to_do_so() {
+async fn a_filling_copier_is_not_ended() {
     let (mut copiers, _from) = copiers();
     let _copier = with_copier(&mut copiers);
     assert!(copiers.attach(ProcessId(7), GPU, 100, None).is_some());
@@ -168,14 +168,14 @@ async fn one_that_brings_somebody_home_is_left_to_do_so() {
 }
 
 #[tokio::test]
-async fn where_it_is_turned_off_there_is_none() {
+async fn a_disabled_copier_is_never_started() {
     let (mut copiers, _from) = copiers();
     let _copier = with_copier(&mut copiers);
     copiers.config.enabled = false;
     assert!(copiers.attach(ProcessId(7), GPU, 100, None).is_none());
 }
 
-/// What is shown of the GPU: prepared, pending, held, copies.
+/// The fields shown for the GPU: prefaulted, registering, registered, offloads.
 fn shown(copiers: &Copiers) -> (u32, u32, u32, u64) {
     let mut gpu = control::Gpu { uuid: GPU.into(), ..control::Gpu::default() };
     copiers.show(&mut gpu);
@@ -183,7 +183,7 @@ fn shown(copiers: &Copiers) -> (u32, u32, u32, u64) {
 }
 
 #[tokio::test]
-async fn who_is_prepared_is_counted_so_while_it_is_at_home() {
+async fn a_resident_process_counts_as_prefaulted() {
     let (mut copiers, _from) = copiers();
     let copier = with_copier(&mut copiers);
     assert!(copiers.prepare(ProcessId(7), GPU, 100, None).is_some());
@@ -210,7 +210,7 @@ async fn who_is_prepared_is_counted_so_while_it_is_at_home() {
 }
 
 #[tokio::test]
-async fn what_is_held_together_is_shown_until_its_processes_have_left() {
+async fn shared_bytes_last_while_processes_stay() {
     let (mut copiers, _from) = copiers();
     let _copier = with_copier(&mut copiers);
     let shown = |copiers: &Copiers, uuid: &str| {
@@ -248,7 +248,7 @@ async fn what_is_held_together_is_shown_until_its_processes_have_left() {
 }
 
 #[tokio::test]
-async fn who_was_shown_its_copier_ahead_is_shown_none_when_it_leaves() {
+async fn a_prefaulted_process_keeps_its_copier() {
     let (mut copiers, _from) = copiers();
     let _copier = with_copier(&mut copiers);
     let process = ProcessId(7);
@@ -274,7 +274,7 @@ async fn who_was_shown_its_copier_ahead_is_shown_none_when_it_leaves() {
 }
 
 #[tokio::test]
-async fn one_that_copies_who_leaves_is_left_to_do_so() {
+async fn a_copying_copier_is_not_ended() {
     let (mut copiers, _from) = copiers();
     let _copier = with_copier(&mut copiers);
     let (seven, room) = (|process| process == ProcessId(7), [GPU.to_owned()]);
@@ -295,6 +295,6 @@ async fn one_that_copies_who_leaves_is_left_to_do_so() {
             copiers.heard(said(1, CopierReport::Prefaulted { process: 7, bytes: 100 }));
         }
         copiers.make_room(&room, |_| leaves);
-        assert!(copiers.of.is_empty(), "nobody leaves, or nothing is prepared");
+        assert!(copiers.of.is_empty(), "no process is offloaded, or nothing is prefaulted");
     }
 }

@@ -1,5 +1,5 @@
-//! The task that drives the core: it alone touches [`Node`], feeds it what comes in,
-//! and carries out what comes out, in order.
+//! The task that drives the core: it alone changes [`Node`], feeds its inputs, and executes its
+//! effects in order.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -45,14 +45,15 @@ use crate::{
     socket_activation::{self, ActivationSockets},
 };
 
-/// Mail that may wait for the actor; senders wait then, each on its own socket.
+/// Messages of agents that may wait for the actor; further senders wait, each on its own socket.
 const INBOX: usize = 1024;
-/// Without containers the controller ends after this; the next shim starts another.
+/// Without containers the controller ends after this time; the next shim starts another.
 const LINGER: Duration = Duration::from_secs(60);
-/// Whole device readings are this far apart when nobody waits.
+/// Time between two readings of the GPUs when no container waits.
 const GPU_INTERVAL: Duration = Duration::from_secs(1);
 
-/// What runs on devices is asked for as often as counters are read, but not more often.
+/// Shortest time between two readings of the processes' utilization; otherwise as often as counters
+/// are read.
 const WITNESS_INTERVAL: Duration = Duration::from_millis(250);
 
 pub(super) struct NodeActor {
@@ -62,7 +63,7 @@ pub(super) struct NodeActor {
     pub(super) sockets: ActivationSockets,
     pub(super) agents: HashMap<ProcessId, AgentHandle>,
     pub(super) copiers: Copiers,
-    /// Proofs of room that wait for a copier.
+    /// Proofs of free VRAM that wait for a copier.
     pub(super) proofs: Vec<(Key, u64)>,
     pub(super) listeners: HashMap<Key, AgentListener>,
     pub(super) numbers: Arc<AtomicU64>,
@@ -81,24 +82,24 @@ pub(super) struct NodeActor {
     started_unix_ms: i64,
     gpus_read: Option<Instant>,
     readings: GpuPolling,
-    /// Whose connections were counted last: not all have their turn at once.
+    /// The container whose connections were counted last; each turn counts only some containers.
     pub(super) counted: Option<Key>,
     busy: GpuUtilization,
     pub(super) sweep: GarbageCollector,
-    /// Jobs, and whose they are.
+    /// The uid of the user of each job.
     pub(super) job_users: HashMap<Key, u32>,
     empty_since: Instant,
-    /// The GPUs under pressure, as containers were told.
+    /// The GPUs under pressure that containers were told last.
     pub(super) told_pressure: Option<BTreeSet<String>>,
     dashboard: String,
 }
 
-/// Serves until a signal or, where nobody supervises it and no jobs are taken, until no container
-/// was left for a while.
+/// Serves until a signal, or, without a supervisor and without jobs, until no container was left
+/// for `LINGER`.
 pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), DaemonError> {
     let file = |what, path: PathBuf| move |source| DaemonError::File { what, path, source };
     let folder = run_dir.join(paths::JOURNAL_DIR);
-    let journal = Journal::open(&folder).map_err(file("cannot make", folder.clone()))?;
+    let journal = Journal::open(&folder).map_err(file("cannot create", folder.clone()))?;
     let (mail, mut from_agents) = mpsc::channel(INBOX);
     let (found, mut findings) = mpsc::unbounded_channel();
     let (of_copiers, mut from_copiers) = mpsc::unbounded_channel();
@@ -157,7 +158,8 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     match overrides::read(&run_dir) {
         Ok(overrides) => actor.node.remember(overrides),
         Err(error) => {
-            tracing::warn!(%error, "what operators chose cannot be read: nothing is pinned")
+            tracing::warn!(%error, "cannot read operator overrides from {}; starting with none",
+                run_dir.display())
         }
     }
     actor.recall().map_err(file("cannot read", folder))?;
@@ -195,7 +197,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
             () = tokio::time::sleep_until(next_tick) => {
                 actor.tick();
                 if !stays && actor.is_unused() {
-                    tracing::info!("no container for {} s: done", LINGER.as_secs());
+                    tracing::info!("no container for {} s: the controller ends", LINGER.as_secs());
                     break;
                 }
                 next_tick = tokio::time::Instant::now() + actor.pause();
@@ -206,10 +208,10 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
             Some(mail) = from_copiers.recv() => actor.copier_said(mail),
             Some(mail) = from_agents.recv() => actor.mail(mail),
         }
-        // A queue or a move wants shorter ticks than were planned.
+        // A queue or a move needs shorter ticks than planned.
         next_tick = next_tick.min(tokio::time::Instant::now() + actor.pause());
     }
-    // From here nobody answers: who asks is told that the controller is ending.
+    // From here on requests get no response: the caller is told that the controller is ending.
     drop(from_api);
     show.end();
     Ok(())
@@ -238,18 +240,18 @@ impl NodeActor {
         self.empty_since.elapsed() > LINGER
     }
 
-    /// What an earlier controller wrote before it died.
+    /// Reads what an earlier controller wrote into the journal before it died.
     fn recall(&mut self) -> std::io::Result<()> {
         let (records, bad) = self.journal.read_all()?;
         for why in bad {
-            tracing::warn!("a journal record is left out: {why}");
+            tracing::warn!("journal record ignored: {why}");
         }
         for (key, record) in records {
             self.unclaimed.add(key.clone(), &record);
             let restoring = record.step == "restore";
             for process in record.processes {
                 let identity = (process.pid, process.start_ticks);
-                // A pid that is another process by now, or none, does not come back.
+                // A pid that belongs to another process by now, or to none, is not recalled.
                 let lives = process::lives(process.pid, process.start_ticks);
                 if lives {
                     let bytes = process.away.iter().map(|on| on.bytes).sum();
@@ -292,7 +294,7 @@ impl NodeActor {
                     None => self.journal.remove(&key),
                 };
                 if let Err(error) = written {
-                    tracing::error!(%key, %error, "the journal cannot be written: a controller that follows must guess sizes");
+                    tracing::error!(%key, %error, "container {key}: cannot write the journal; after a restart the controller must estimate its sizes");
                 }
             }
             Effect::Survey { key, processes } => {
@@ -316,7 +318,7 @@ impl NodeActor {
             }
             Effect::End { identity, by_force } => {
                 if let Err(error) = process::end(&identity, by_force) {
-                    tracing::error!(pid = identity.pid, %error, "the process cannot be ended");
+                    tracing::error!(pid = identity.pid, %error, "process {}: cannot be ended", identity.pid);
                 }
             }
         }
@@ -330,7 +332,7 @@ impl NodeActor {
 
     pub(super) fn publish(&mut self, event: Event) {
         if event.to == State::Offloaded.as_str() || event.to == State::Active.as_str() {
-            // VRAM has moved: people want to see it now.
+            // VRAM has moved: the dashboard shows the new reading soon.
             self.ask_gpus();
         }
         tracing::info!(
@@ -414,7 +416,7 @@ impl NodeActor {
             AgentMail::Detached(id) => self.feed(Input::Detached(id)),
             AgentMail::Exited(id) => self.feed(Input::Exited(id)),
             AgentMail::Refused { key, why } => {
-                tracing::warn!(%key, "an agent was turned away: {why}");
+                tracing::warn!(%key, "container {key}: rejected connection: {why}");
                 let event = Event {
                     kind: "process".into(),
                     key: key.to_string(),

@@ -1,4 +1,4 @@
-//! The control API on `<run dir>/control.sock`: translates calls for the actor.
+//! The control API on `<run dir>/control.sock`: translates requests into commands for the actor.
 
 use std::{path::Path, sync::Arc, time::Duration};
 
@@ -34,13 +34,13 @@ use crate::{
     socket_activation::ActivationSockets,
 };
 
-/// The longest that a reader of events may wait.
+/// Maximum time that a request for events may wait.
 const MAX_WAIT: Duration = Duration::from_secs(60);
 
-/// Spans in one answer: far below what a message may hold.
+/// Spans in one response: far below the maximum size of a message.
 const SPANS: usize = 1_000;
 
-/// Who asks here, for the events.
+/// The author of these requests in the events.
 const COMMAND: &str = "the command affinode";
 
 struct ControlService {
@@ -51,7 +51,7 @@ struct ControlService {
     prices: ReportSection,
 }
 
-/// Listens at the socket, for root alone, and serves.
+/// Listens at the socket, which only root may use, and serves.
 pub(super) async fn serve(
     sockets: &mut ActivationSockets,
     run_dir: &Path,
@@ -81,7 +81,7 @@ fn failed(code: ttrpc::Code, text: impl Into<String>) -> ttrpc::Error {
 impl ControlService {
     async fn ask<T>(&self, call: impl FnOnce(oneshot::Sender<T>) -> Command) -> ttrpc::Result<T> {
         let (answer, answered) = oneshot::channel();
-        let ending = || failed(ttrpc::Code::UNAVAILABLE, "the controller is ending; ask again");
+        let ending = || failed(ttrpc::Code::UNAVAILABLE, "the controller is ending; try again");
         self.calls.send(call(answer)).await.map_err(|_| ending())?;
         answered.await.map_err(|_| ending())
     }
@@ -91,14 +91,14 @@ impl ControlService {
         read: impl FnOnce(&NodeHistory) -> Result<T, StoreError> + Send + 'static,
     ) -> ttrpc::Result<T> {
         let Some(history) = self.history.clone() else {
-            let why = "no history is kept: history.dir in the configuration, or the log, says why";
+            let why = "there is no history: see history.dir in the configuration and the controller's log";
             return Err(failed(ttrpc::Code::FAILED_PRECONDITION, why));
         };
-        // The disk may be slow; containers do not wait for it.
+        // The disk may be slow; the actor must not wait for it.
         match tokio::task::spawn_blocking(move || read(&history)).await {
             Ok(Ok(found)) => Ok(found),
             Ok(Err(error)) => Err(failed(ttrpc::Code::INTERNAL, error_chain::chain(&error))),
-            Err(_) => Err(failed(ttrpc::Code::INTERNAL, "the history cannot be read")),
+            Err(_) => Err(failed(ttrpc::Code::INTERNAL, "cannot read the history")),
         }
     }
 }

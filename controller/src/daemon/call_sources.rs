@@ -1,4 +1,4 @@
-//! Processes as those see them who watch their calls.
+//! The processes whose calls can be traced.
 
 use super::actor::NodeActor;
 use crate::{call_trace::CallSource, core::Key};

@@ -1,4 +1,4 @@
-//! What comes to the actor from its API.
+//! The commands that the actor receives from the APIs.
 
 use affinode_proto::api::control::{
     ActionResponse, Announcement, HintResponse, ListResponse, PolicyResponse, PolicyValue,
@@ -12,34 +12,36 @@ use crate::{
     jobs,
 };
 
-/// What the API asks the actor.
+/// A command of the control API or the HTTP API, with the channel of its response.
 #[derive(Debug)]
 pub enum Command {
-    /// A container exists. Answer: annotations that were not understood.
+    /// A container was created. Response: its invalid annotations.
     Announce(Box<Announcement>, oneshot::Sender<Result<Vec<String>, String>>),
-    /// A container is gone.
+    /// A container was deleted: key and generation.
     Withdraw(String, u64),
-    /// Everything.
+    /// The state of the node with all GPUs and containers.
     List(oneshot::Sender<ListResponse>),
-    /// The connected processes of these containers, or all.
+    /// The connected processes of these containers, or of all.
     Sights(Option<Vec<Key>>, oneshot::Sender<Vec<CallSource>>),
-    /// The container that is named, or what to do instead.
+    /// The key of the container with this name, or what to do instead.
     Find(String, oneshot::Sender<Result<Key, String>>),
-    /// Offload or restore the container that is named.
+    /// Offload or restore the container with this name.
     Act(String, Request, oneshot::Sender<ActionResponse>),
-    /// Keep the container that is named on the GPU, or no longer; who asked.
+    /// Pin (`true`) or unpin the container with this name; the third value is the author of the
+    /// request.
     Pin(String, bool, String, oneshot::Sender<ActionResponse>),
-    /// Whether anything is offloaded without being asked for; who asked. Answer: whether
-    /// that is a change, or why it cannot be kept.
+    /// Turn automatic offloads on or off; the second value is the author of the request. Response:
+    /// whether that is a change, or why it cannot be stored.
     AutoOffload(bool, String, oneshot::Sender<Result<bool, String>>),
-    /// Read the configuration again. Answer: whether something changed.
+    /// Read the configuration again. Response: whether something changed.
     Reload(oneshot::Sender<Result<ReloadedConfig, String>>),
-    /// The container that is named is said to be idle or busy; who says so.
+    /// A hint that the container with this name is idle or busy; the third value is its author.
     Hint(String, Hint, String, oneshot::Sender<Result<HintResponse, String>>),
-    /// The policy of all containers, or of the one that is named.
+    /// The policy of all containers, or of the one with this name.
     Policy(String, oneshot::Sender<Result<PolicyResponse, String>>),
-    /// Change values of the node's policy; an empty value takes it back. Answer: what holds.
+    /// Change values of the node's policy; an empty value removes it. Response: the values in
+    /// effect.
     SetPolicy(Vec<(String, String)>, oneshot::Sender<Result<Vec<PolicyValue>, String>>),
-    /// A user wants to run a job.
+    /// A user requests a job.
     Job(jobs::JobRequest, jobs::JobUser, oneshot::Sender<jobs::JobReply>),
 }

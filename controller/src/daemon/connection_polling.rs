@@ -1,4 +1,4 @@
-//! Connections at the networks of containers that are out and come back for them.
+//! Counts TCP connections of offloaded containers that are restored by a connection.
 
 use super::actor::NodeActor;
 use crate::{
@@ -6,11 +6,11 @@ use crate::{
     inventory::network,
 };
 
-/// So many containers have their turn at once: each is a small file.
+/// Containers per turn: for each, a small file of /proc is read.
 const MAX_CONTAINERS_PER_TURN: usize = 64;
 
 impl NodeActor {
-    /// Counts the connections of some, those after whoever was counted last first.
+    /// Counts the connections of some containers, starting after the one that was counted last.
     pub(super) fn read_connections(&mut self) {
         let all: Vec<(Key, u32)> =
             self.node.listening().map(|(key, pid)| (key.clone(), pid)).collect();
@@ -19,7 +19,7 @@ impl NodeActor {
         for (key, pid) in
             all.iter().cycle().skip(begin).take(all.len().min(MAX_CONTAINERS_PER_TURN))
         {
-            // Of one that is gone its end is told.
+            // A process that has ended is reported by its pidfd.
             if let Ok(count) = network::connections(*pid) {
                 self.feed(Input::Connections(key.clone(), count));
             }

@@ -1,4 +1,4 @@
-//! Containers that are announced and withdrawn: their sockets, and what the core is told.
+//! Containers that are announced and withdrawn: their sockets, and the inputs to the core.
 
 use std::sync::Arc;
 
@@ -12,12 +12,12 @@ use crate::{
 };
 
 impl NodeActor {
-    /// A container exists. Returns what was not understood of its annotations.
+    /// A container was created. Returns its invalid annotations.
     pub(super) fn announce(&mut self, announcement: Announcement) -> Result<Vec<String>, String> {
         let key = Key::parse(&announcement.key)
-            .map_err(|k| format!("{k:?} is no key: 32 hex digits are expected"))?;
+            .map_err(|k| format!("invalid key {k:?}: expected 32 hex digits"))?;
         if self.node.is_of_another(&key, announcement.generation) {
-            // The one of that id before is gone, and its shim has not come to say so.
+            // The previous container with that id is gone, and its shim has not withdrawn it.
             self.withdraw(key.clone());
         }
         if !self.listeners.contains_key(&key) {
@@ -26,11 +26,11 @@ impl NodeActor {
             let listener =
                 AgentListener::open(&mut self.sockets, &self.run_dir, &key, owner, numbers, mail)
                     .map_err(|e| {
-                    format!("cannot make the socket of container {}: {e}", announcement.id)
+                    format!("container {}: cannot create its socket: {e}", announcement.id)
                 })?;
-            // Its programs find the notice from their first moment on.
+            // The file exists before the container's programs start.
             if let Err(error) = listener.tell_pressure(self.node.pressed().iter()) {
-                tracing::warn!(%key, %error, "the container cannot be told of pressure");
+                tracing::warn!(%key, %error, "container {key}: cannot write the pressure file");
             }
             self.listeners.insert(key.clone(), listener);
         }
@@ -38,8 +38,8 @@ impl NodeActor {
         Ok(self.node.warnings(&key))
     }
 
-    /// The container of this generation is gone; 0: whichever there is. The next one of that id may
-    /// be here already, and stays.
+    /// The container of this generation is gone; 0: any generation. A later container of that id
+    /// may have been announced already, and stays.
     pub(super) fn withdrawn(&mut self, key: &str, generation: u64) {
         if let Ok(key) = Key::parse(key)
             && !self.node.is_of_another(&key, generation)
@@ -48,7 +48,7 @@ impl NodeActor {
         }
     }
 
-    /// Those that nobody has withdrawn, now and then.
+    /// Withdraws containers that are gone and were not withdrawn by their shim, at intervals.
     pub(super) fn withdraw_the_gone(&mut self) {
         if let Some(gone) = self.sweep.gone(self.node.deserted(process::lives)) {
             for key in gone {
@@ -63,7 +63,7 @@ impl NodeActor {
         if self.node.pin(&key, false)
             && let Err(error) = self.keep_wishes()
         {
-            tracing::warn!(%key, "{error}");
+            tracing::warn!(%key, "container {key}: {error}");
         }
         self.job_users.remove(&key);
         self.listeners.remove(&key);

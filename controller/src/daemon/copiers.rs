@@ -1,4 +1,4 @@
-//! Where the node's orders touch its copiers.
+//! Orders and effects that involve the copiers of the node.
 
 use std::collections::HashMap;
 
@@ -13,14 +13,14 @@ use crate::{
 };
 
 impl NodeActor {
-    /// An order is about to be sent to a process.
+    /// Called before an order is sent to a process.
     pub(super) fn before_order(&mut self, id: ProcessId, message: &ControllerMessage) {
         if matches!(message, ControllerMessage::Order { action: Action::CopyOut { .. }, .. }) {
             self.show_copier(id);
         }
     }
 
-    /// It was sent.
+    /// Called after an order was sent.
     pub(super) fn after_order(&mut self, id: ProcessId, message: &ControllerMessage) {
         if matches!(message, ControllerMessage::Order { action: Action::Restore, .. }) {
             self.copiers.fill(id, self.node.away_bytes_of(id));
@@ -30,7 +30,7 @@ impl NodeActor {
         }
     }
 
-    /// Reads devices for a proof of room, once nothing of a copier's is about to take some.
+    /// Reads the GPUs for a proof of free VRAM, as soon as no copier is about to take VRAM.
     pub(super) fn prove(&mut self, key: Key, number: u64) {
         self.copiers.hold(true);
         self.proofs.push((key, number));
@@ -45,7 +45,7 @@ impl NodeActor {
         }
     }
 
-    /// A process that is copied and checkpointed after that gets a way to its GPU's copier.
+    /// Attaches a process that is copied out and then checkpointed to the copier of its GPU.
     fn show_copier(&mut self, id: ProcessId) {
         let Some(agent) = self.agents.get_mut(&id).filter(|agent| agent.uses_copier()) else {
             return;
@@ -60,8 +60,8 @@ impl NodeActor {
         }
     }
 
-    /// A process is to make host memory ready, which its GPU's copier gets hold of; or no longer.
-    /// Where no copier is to be had nothing is made ready: it would be of no use.
+    /// Tells a process to prepare host memory, which the copier of its GPU registers, or to stop
+    /// doing so. Without a copier nothing is prepared: it would have no use.
     pub(super) fn prepare(&mut self, id: ProcessId, on: bool) {
         let Some(agent) = self.agents.get_mut(&id).filter(|agent| agent.prepares()) else {
             return;
@@ -85,7 +85,7 @@ impl NodeActor {
         self.ask_for_proofs();
     }
 
-    /// Copiers give their room to who waits for some, and end when nobody is away.
+    /// Ends copiers whose VRAM a container waits for, and those without offloaded processes.
     pub(super) fn keep_copiers(&mut self) {
         self.copiers.make_room(self.node.pressed(), |process| self.node.is_leaving(process));
         self.copiers.tick();
@@ -96,7 +96,7 @@ impl NodeActor {
     }
 }
 
-/// Whom a process may hold memory together with, if its library can.
+/// The dedup domain of a process, if its library can deduplicate.
 fn domain_of(
     agent: &AgentHandle,
     node: &Node,
@@ -107,8 +107,8 @@ fn domain_of(
     agent.dedups().then(|| node.domain_of(id, user)).flatten()
 }
 
-/// Whether a GPU may have a copier now: what a new one takes would be missing where somebody's room
-/// is being proven.
+/// Whether a copier may be used on a GPU now: the VRAM of a new one would be missing for a waiter
+/// while free VRAM is being proven.
 fn may_have_one(node: &Node, copiers: &Copiers, uuid: &str) -> bool {
     node.is_settled() || copiers.has_ready(uuid)
 }

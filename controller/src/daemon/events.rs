@@ -1,4 +1,4 @@
-//! The last events, for whoever asks.
+//! The latest events, for all readers.
 
 use std::{
     collections::VecDeque,
@@ -9,12 +9,12 @@ use std::{
 use affinode_proto::api::control::Event;
 use tokio::sync::Notify;
 
-/// Events that are kept.
+/// Number of events that are kept.
 const KEPT: usize = 10_000;
-/// Events in one answer.
+/// Maximum number of events in one response.
 const BATCH: usize = 1_000;
 
-/// A ring of events. Readers name the last one that they have.
+/// A ring of events. Each reader names the last event that it has read.
 #[derive(Debug, Default)]
 pub struct EventLog {
     inner: Mutex<EventLogState>,
@@ -28,7 +28,7 @@ struct EventLogState {
 }
 
 impl EventLog {
-    /// Adds an event; sets its number and time.
+    /// Adds an event, and sets its number and time.
     pub fn add(&self, event: Event, unix_ms: i64) {
         {
             let mut inner = self.lock();
@@ -42,14 +42,14 @@ impl EventLog {
         self.added.notify_waiters();
     }
 
-    /// Events after a number; waits for the first up to `wait`. A number from the
-    /// future is one of an earlier controller: everything that is kept follows it.
+    /// Events after a number; waits up to `wait` for the first one. A number that is higher than
+    /// the newest is one of an earlier controller: all events are returned.
     pub async fn after(&self, sequence: u64, wait: Duration) -> Vec<Event> {
         let deadline = tokio::time::Instant::now() + wait;
         loop {
             let added = self.added.notified();
             tokio::pin!(added);
-            // Registered before the look, so that nothing falls between.
+            // Registered before the check, so that no event is missed between the two.
             added.as_mut().enable();
             let found = self.now(sequence);
             if !found.is_empty() || tokio::time::timeout_at(deadline, added).await.is_err() {
@@ -63,7 +63,7 @@ impl EventLog {
         self.lock().last
     }
 
-    /// As [`EventLog::after`], without waiting.
+    /// Like [`EventLog::after`], without waiting.
     pub fn now(&self, sequence: u64) -> Vec<Event> {
         let inner = self.lock();
         let after = if sequence > inner.last { 0 } else { sequence };
@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_reader_gets_what_it_has_not_and_the_ring_is_bounded() {
+    async fn a_reader_gets_new_events_of_the_ring() {
         let log = EventLog::default();
         for _ in 0..KEPT + 5 {
             log.add(Event::default(), 1);

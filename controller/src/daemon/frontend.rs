@@ -1,6 +1,5 @@
-//! What people see runs on a thread of its own: history, metrics, dashboard. Nothing of
-//! it is needed to manage containers, so a part that cannot start is told in the log
-//! and left out.
+//! History, metrics and dashboard, on a thread of their own. Containers are managed without them,
+//! so a part that cannot start is logged and left out.
 
 use std::{path::Path, sync::Arc, thread::JoinHandle};
 
@@ -15,19 +14,19 @@ use crate::{
     observe::{ViewHub, ViewObserver},
 };
 
-/// The thread, and what the control API needs of it.
+/// The thread, and the parts that the control API uses.
 #[derive(Debug)]
 pub struct Frontend {
-    /// Where the dashboard is; empty when it is off.
+    /// Address of the dashboard; empty if it is off.
     pub dashboard: String,
-    /// What was, on disk.
+    /// The history on disk; `None`: off, or it cannot be opened.
     pub history: Option<Arc<NodeHistory>>,
     hub: Arc<ViewHub>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Frontend {
-    /// Starts what can be started.
+    /// Starts every part that can be started.
     pub fn start(
         run_dir: &Path,
         config: &Config,
@@ -65,13 +64,15 @@ impl Frontend {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
             let runtime = match runtime {
                 Ok(runtime) => runtime,
-                Err(error) => return tracing::error!(%error, "neither dashboard nor history run"),
+                Err(error) => {
+                    return tracing::error!(%error, "cannot start the thread of dashboard and history");
+                }
             };
             runtime.block_on(async {
                 if let Some(((socket, papers), site)) = served {
                     match HttpListener::new(socket, papers) {
                         Ok(listener) => drop(tokio::spawn(http::serve(listener, site))),
-                        Err(error) => tracing::error!(%error, "the dashboard cannot be served"),
+                        Err(error) => tracing::error!(%error, "dashboard: cannot serve it"),
                     }
                 }
                 tokio::spawn(scout.run());
@@ -80,12 +81,12 @@ impl Frontend {
         };
         let thread = std::thread::Builder::new().name("show".into()).spawn(work);
         if let Err(error) = &thread {
-            tracing::error!(%error, "neither dashboard nor history run");
+            tracing::error!(%error, "cannot start the thread of dashboard and history");
         }
         Frontend { dashboard, history, hub, thread: thread.ok() }
     }
 
-    /// Ends it after the actor has ended: the history is written.
+    /// Ends the thread after the actor has ended, so that the history is written.
     pub fn end(mut self) {
         self.hub.wake();
         if let Some(thread) = self.thread.take() {
@@ -103,13 +104,13 @@ fn open_history(run_dir: &Path, config: &Config) -> Option<Arc<NodeHistory>> {
     match NodeHistory::open(&folder, limits) {
         Ok(history) => Some(Arc::new(history)),
         Err(error) => {
-            tracing::error!("no history is kept: {}", error_chain::chain(&error));
+            tracing::error!("history: not recorded: {}", error_chain::chain(&error));
             None
         }
     }
 }
 
-/// A socket, where it is, and who may come in.
+/// A bound socket, its address, and the guard of its requests.
 struct ServedFrontend {
     socket: http::BoundSocket,
     papers: Option<http::TlsIdentity>,
@@ -119,13 +120,13 @@ struct ServedFrontend {
 
 fn bind(run_dir: &Path, config: &Config) -> Option<ServedFrontend> {
     let none = |why: String| {
-        tracing::error!("no dashboard is served: {why}");
+        tracing::error!("dashboard: not served: {why}");
         None
     };
     let http = &config.http;
     let guard = match HttpGuard::new(http) {
         Ok(guard) => guard,
-        // Without its token it would stand open.
+        // Without its token the API would be open.
         Err(error) => return none(error_chain::chain(&error)),
     };
     let papers = match http.tls_cert_file.as_str() {
@@ -139,7 +140,7 @@ fn bind(run_dir: &Path, config: &Config) -> Option<ServedFrontend> {
         Ok(Ok(bound)) => bound,
         Ok(Err(error)) => {
             return none(format!(
-                "{}; http.listen names another place",
+                "{}; choose another address with http.listen",
                 error_chain::chain(&error)
             ));
         }
@@ -149,6 +150,6 @@ fn bind(run_dir: &Path, config: &Config) -> Option<ServedFrontend> {
     if papers.is_some() {
         place = place.replacen("http://", "https://", 1);
     }
-    tracing::info!("the dashboard is at {place}");
+    tracing::info!("dashboard: listening at {place}");
     Some(ServedFrontend { socket, papers, place, guard })
 }

@@ -1,5 +1,5 @@
-//! Containers that nobody withdrew: their shim was killed, and containerd has removed
-//! their bundle since; and jobs whose last process has ended.
+//! Finds containers that were not withdrawn because their shim was killed, once containerd has
+//! removed their bundle; and jobs whose last process has ended.
 
 use std::{
     fs,
@@ -11,10 +11,10 @@ use affinode_proto::paths;
 
 use crate::{core::Key, jobs};
 
-/// How often it is looked for them.
+/// Time between two scans.
 const INTERVAL: Duration = Duration::from_secs(5);
 
-/// Looks for containers whose bundle is gone.
+/// Finds containers whose bundle is gone.
 #[derive(Debug)]
 pub struct GarbageCollector {
     run_dir: PathBuf,
@@ -22,13 +22,13 @@ pub struct GarbageCollector {
 }
 
 impl GarbageCollector {
-    /// Begins to count time.
+    /// The first scan is after one interval.
     pub fn new(run_dir: &Path) -> GarbageCollector {
         GarbageCollector { run_dir: run_dir.to_owned(), last: Instant::now() }
     }
 
-    /// Which of `deserted` (containers without processes, and their bundles) are gone;
-    /// nothing when it is not time to look.
+    /// The containers of `deserted` (those without processes, with their bundles) that are gone;
+    /// `None` before the interval has passed.
     pub fn gone<'a>(
         &mut self,
         deserted: impl Iterator<Item = (&'a Key, &'a str)>,
@@ -40,7 +40,7 @@ impl GarbageCollector {
         Some(gone(deserted))
     }
 
-    /// Removes what is left of a container in the run directory.
+    /// Removes the folder of a container in the run directory.
     pub fn remove_folder(&self, key: &Key) {
         let folder = self.run_dir.join(paths::CONTAINERS_DIR).join(key.as_str());
         if let Err(error) = fs::remove_dir_all(&folder)
@@ -51,8 +51,9 @@ impl GarbageCollector {
     }
 }
 
-/// A bundle that cannot be looked at may still be there; only one that is known to be
-/// missing counts. A job has its lock for a bundle: it is gone when nobody holds that.
+/// A container is gone only if its bundle is known to be missing: one that cannot be examined may
+/// still exist. The bundle of a job is its lock file: a job is gone when no process holds that
+/// lock.
 fn gone<'a>(deserted: impl Iterator<Item = (&'a Key, &'a str)>) -> Vec<Key> {
     deserted
         .filter(|(_, bundle)| {

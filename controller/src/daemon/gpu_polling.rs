@@ -1,8 +1,7 @@
-//! Readings of the devices: one on its way, and one after it when something changed
-//! meanwhile. However often a container makes something change, those who wait for a
-//! survey wait for two readings at most.
+//! Limits the readings of the GPUs: one in progress, and one after it if something changed
+//! meanwhile. However often a container causes a change, a survey waits for at most two readings.
 
-/// What is on its way.
+/// Whether a reading is in progress, and whether another one must follow.
 #[derive(Debug, Default)]
 pub struct GpuPolling {
     asked: bool,
@@ -10,13 +9,13 @@ pub struct GpuPolling {
 }
 
 impl GpuPolling {
-    /// A reading is wanted. `true`: ask for it now.
+    /// Requests a reading. `true`: start it now.
     pub fn wanted(&mut self) -> bool {
         self.again = self.asked;
         !std::mem::replace(&mut self.asked, true)
     }
 
-    /// A reading came. `true`: ask for the next now.
+    /// A reading is complete. `true`: start the next one now.
     pub fn came(&mut self) -> bool {
         self.asked = std::mem::take(&mut self.again);
         self.asked
@@ -28,7 +27,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn many_wishes_are_one_reading_now_and_one_after_it() {
+    fn many_requests_make_two_readings() {
         let mut readings = GpuPolling::default();
         assert_eq!((0..1_000).filter(|_| readings.wanted()).count(), 1);
         assert!(readings.came(), "something changed meanwhile");

@@ -1,5 +1,4 @@
-//! The door to the actor for those who serve people: questions and orders go in as
-//! [`Command`]s, whatever the transport.
+//! The handle to the actor for the APIs: sends [`Command`]s, whatever the transport.
 
 use std::sync::Arc;
 
@@ -12,12 +11,12 @@ use crate::{
     core::{Key, Request},
 };
 
-/// The controller is ending: nobody answers any more.
+/// The controller is ending and responds no longer.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
-#[error("the controller is ending; ask again")]
+#[error("the controller is ending; try again")]
 pub struct ShuttingDown;
 
-/// Asks the actor and reads the events.
+/// Sends commands to the actor and reads the events.
 #[derive(Clone, Debug)]
 pub struct ControllerHandle {
     calls: mpsc::Sender<Command>,
@@ -25,32 +24,32 @@ pub struct ControllerHandle {
 }
 
 impl ControllerHandle {
-    /// A door to the actor that takes `calls`.
+    /// A handle to the actor that receives from `calls`.
     #[must_use]
     pub fn new(calls: mpsc::Sender<Command>, events: Arc<EventLog>) -> ControllerHandle {
         ControllerHandle { calls, events }
     }
 
-    /// Everything about the node.
+    /// The state of the node with all GPUs and containers.
     ///
     /// # Errors
-    /// [`ShuttingDown`].
+    /// [`ShuttingDown`]: the controller is ending.
     pub async fn list(&self) -> Result<ListResponse, ShuttingDown> {
         self.ask(Command::List).await
     }
 
-    /// The connected processes of these containers, or all.
+    /// The connected processes of these containers, or of all.
     ///
     /// # Errors
-    /// [`ShuttingDown`].
+    /// [`ShuttingDown`]: the controller is ending.
     pub async fn sights(&self, keys: Option<Vec<Key>>) -> Result<Vec<CallSource>, ShuttingDown> {
         self.ask(|answer| Command::Sights(keys, answer)).await
     }
 
-    /// Moves a container; answers when it is done or refused.
+    /// Offloads or restores a container; returns when it is done or refused.
     ///
     /// # Errors
-    /// [`ShuttingDown`].
+    /// [`ShuttingDown`]: the controller is ending.
     pub async fn act(
         &self,
         name: String,
@@ -59,10 +58,10 @@ impl ControllerHandle {
         self.ask(|answer| Command::Act(name, request, answer)).await
     }
 
-    /// Keeps a container on the GPU, or no longer.
+    /// Pins a container to the GPU, or unpins it.
     ///
     /// # Errors
-    /// [`ShuttingDown`].
+    /// [`ShuttingDown`]: the controller is ending.
     pub async fn pin(
         &self,
         name: String,
@@ -72,11 +71,11 @@ impl ControllerHandle {
         self.ask(|answer| Command::Pin(name, pinned, who, answer)).await
     }
 
-    /// Turns offloads that nobody asked for on or off. Answers whether that is a change, or
-    /// why it cannot be kept.
+    /// Turns automatic offloads on or off. Returns whether that is a change, or why it cannot be
+    /// stored.
     ///
     /// # Errors
-    /// [`ShuttingDown`].
+    /// [`ShuttingDown`]: the controller is ending.
     pub async fn auto_offload(
         &self,
         on: bool,
@@ -85,13 +84,13 @@ impl ControllerHandle {
         self.ask(|answer| Command::AutoOffload(on, who, answer)).await
     }
 
-    /// The events.
+    /// The log of events, for readers.
     #[must_use]
     pub fn events(&self) -> &EventLog {
         &self.events
     }
 
-    /// Notes who asked for what.
+    /// Records in log and events that a user made a request.
     pub fn audit(&self, event: Event) {
         tracing::info!(key = event.key, kind = event.kind, "{}", event.text);
         self.events.add(event, crate::clock::unix_ms());

@@ -1,4 +1,4 @@
-//! Hints from people and from containers, and the notice of pressure to containers: see
+//! Hints from people and containers, and the pressure file of containers: see
 //! [`crate::core::hints`] and [`crate::core::pressure`].
 
 use affinode_proto::api::control::HintResponse;
@@ -10,7 +10,7 @@ use crate::{
 };
 
 impl NodeActor {
-    /// What the containers wrote into their pipes since the last look.
+    /// Reads what the containers wrote into their hint pipes since the last call.
     pub(super) fn read_hints(&mut self) {
         let said = self.listeners.iter().filter_map(|(key, listener)| {
             let hint = Hint::last(&listener.heard())?;
@@ -21,7 +21,8 @@ impl NodeActor {
         }
     }
 
-    /// Lets containers read on which GPUs somebody waits, when that has changed.
+    /// Updates the pressure files of the containers when the set of GPUs under pressure has
+    /// changed.
     pub(super) fn tell_pressure(&mut self) {
         let pressed = self.node.pressed();
         if self.told_pressure.as_ref() == Some(pressed) {
@@ -29,13 +30,13 @@ impl NodeActor {
         }
         for (key, listener) in &self.listeners {
             if let Err(error) = listener.tell_pressure(pressed.iter()) {
-                tracing::warn!(%key, %error, "the container cannot be told of pressure");
+                tracing::warn!(%key, %error, "container {key}: cannot write the pressure file");
             }
         }
         self.told_pressure = Some(pressed.clone());
     }
 
-    /// Somebody says of a container that it is idle or busy.
+    /// Applies a hint from the API that a container is idle or busy.
     pub(super) fn hint(
         &mut self,
         name: &str,

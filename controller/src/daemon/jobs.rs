@@ -1,4 +1,5 @@
-//! Jobs that users run without a container: taken, found again by the next controller.
+//! Jobs: programs that users run without a container. They are granted here, and found again by the
+//! next controller.
 
 use super::actor::NodeActor;
 use crate::{
@@ -7,29 +8,30 @@ use crate::{
 };
 
 impl NodeActor {
-    /// Takes a job, if the user may have it.
+    /// Grants a job if the user may have it.
     pub(super) fn job(&mut self, request: JobRequest, user: &JobUser) -> Result<JobReply, String> {
         let request = permit(request, user, &self.config.jobs.users)?;
         if self.job_users.values().filter(|uid| **uid == user.uid).count() >= MAX_JOBS {
             return Err(format!("user {} has {MAX_JOBS} jobs already", user.name));
         }
         let job = JobFolder::make(&self.run_dir, request, user)
-            .map_err(|error| format!("cannot make the job's folder: {error}"))?;
+            .map_err(|error| format!("cannot create the job's folder: {error}"))?;
         let warnings = self.announce_job(&job)?;
-        tracing::info!(key = %job.key(), user = user.name, "job is managed");
+        tracing::info!(key = %job.key(), user = user.name, "job {}: granted", job.key());
         let [folder, lock] = [job.mount(), job.lock()].map(|path| path.display().to_string());
         Ok(JobReply::Granted { folder, lock, warnings })
     }
 
-    /// The jobs that an earlier controller took. Those that have ended since are swept like all.
+    /// Recalls the jobs that an earlier controller granted. Those that have ended since are
+    /// garbage-collected like containers.
     pub(super) fn recall_jobs(&mut self) {
         let jobs = kept(&self.run_dir).unwrap_or_else(|error| {
-            tracing::error!(%error, "jobs of an earlier controller cannot be found: they run unmanaged");
+            tracing::error!(%error, "cannot find the jobs of an earlier controller; they run unmanaged");
             Vec::new()
         });
         for job in jobs {
             if let Err(error) = self.announce_job(&job) {
-                tracing::error!(key = %job.key(), "a job runs unmanaged: {error}");
+                tracing::error!(key = %job.key(), "job {}: runs unmanaged: {error}", job.key());
             }
         }
     }
@@ -39,8 +41,8 @@ impl NodeActor {
         let announcement = job.announcement();
         let (policy, _) = policy_of(&self.config.settings().policies, &announcement);
         if let Err(error) = job.write_engine(policy.engine.as_str()) {
-            // What it allocates before it is greeted is left to the driver.
-            tracing::warn!(key = %job.key(), %error, "the job cannot be told its engine");
+            // Allocations before the controller's greeting then use the engine checkpoint.
+            tracing::warn!(key = %job.key(), %error, "job {}: cannot write its engine", job.key());
         }
         self.announce(announcement)
     }

@@ -1,4 +1,4 @@
-//! Where the log goes: standard error, or systemd's journal. Where a shim has started the
+//! The destination of the log: standard error, or systemd's journal. If a shim has started the
 //! controller, standard error is `controller.log` in the run directory ([`super::log_file`]).
 
 use tracing_subscriber::{EnvFilter, layer::SubscriberExt, util::SubscriberInitExt};
@@ -6,11 +6,11 @@ use tracing_subscriber::{EnvFilter, layer::SubscriberExt, util::SubscriberInitEx
 use super::log_file::LogOutput;
 use crate::config::{LogFormat, LogSection};
 
-/// Begins to log. Where there is no journal to write to, lines go to standard error.
+/// Installs the log. If the journal is not available, lines go to standard error.
 pub fn begin(log: &LogSection) {
     let filter = || EnvFilter::try_new(&log.level).unwrap_or_else(|_| EnvFilter::new("info"));
     let journal = (log.format == LogFormat::Journald).then(tracing_journald::layer);
-    // An error: somebody has begun already, a test.
+    // An error means that a logger is installed already, by a test.
     let _ = match journal {
         Some(Ok(journal)) => {
             let journal = journal
@@ -23,7 +23,7 @@ pub fn begin(log: &LogSection) {
         None => lines(filter()).try_init(),
         Some(Err(error)) => {
             let begun = lines(filter()).try_init();
-            tracing::error!(%error, "there is no journal to write to: lines come here");
+            tracing::error!(%error, "cannot connect to systemd's journal; logging to standard error");
             begun
         }
     };

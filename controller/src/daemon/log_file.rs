@@ -1,5 +1,5 @@
-//! Standard error, where a shim has pointed it at a file: kept short. The file is renamed when it
-//! is full, and begun anew; the one before that goes.
+//! Limits the size of a log file that is the standard error: when it is full, it is renamed and a
+//! new one is begun; the previous renamed file is overwritten.
 
 use std::{
     fs::{File, OpenOptions},
@@ -11,10 +11,10 @@ use std::{
 
 use tracing_subscriber::fmt::MakeWriter;
 
-/// A file this long is renamed. Two lie in /run, which is memory.
+/// A file of this size is renamed. Two of them are in /run, which is memory.
 const MAX_BYTES: u64 = 4 << 20;
 
-/// Where lines go.
+/// The writer of log lines.
 #[derive(Clone, Debug)]
 pub struct LogOutput(Arc<Mutex<LogSink>>);
 
@@ -25,7 +25,7 @@ struct LogSink {
 }
 
 impl LogOutput {
-    /// Standard error as it is now: a file of a known name, or anything else.
+    /// The current standard error: a file whose name is known, or anything else.
     #[must_use]
     pub fn standard_error() -> LogOutput {
         let name = std::fs::read_link("/proc/self/fd/2").ok();
@@ -42,7 +42,7 @@ impl LogOutput {
 }
 
 impl LogSink {
-    /// The file that is to be renamed before the next line: once, each time it is full.
+    /// The file to be renamed before the next line: once, each time it is full.
     fn full(&mut self) -> Option<PathBuf> {
         let file = self.file.clone().filter(|_| self.bytes >= MAX_BYTES)?;
         self.bytes = 0;
@@ -61,7 +61,7 @@ impl<'a> MakeWriter<'a> for LogOutput {
 impl Write for LogOutput {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let mut sink = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // Without a new file the old one goes on.
+        // If no new file can be created, the old one is used further.
         if let Some(file) = sink.full()
             && let Ok(fresh) = turn(&file)
         {
@@ -77,7 +77,7 @@ impl Write for LogOutput {
     }
 }
 
-/// Makes room for the next file of that name.
+/// Renames the file, and creates a new one with its name.
 fn turn(path: &Path) -> io::Result<File> {
     let mut before = path.as_os_str().to_owned();
     before.push(".1");

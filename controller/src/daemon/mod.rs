@@ -1,9 +1,9 @@
 //! The controller's process: one per node, held by a lock.
 //!
-//! Startup: lock, configuration, journal, control socket; then one task drives the
-//! core ([`actor`]). Death at any moment is fine: shims start the next one and announce
-//! their containers again, agents connect again and say where they stand. A unit of systemd's
-//! waits for the lock, where a shim's controller holds it.
+//! Startup: lock, configuration, journal, control socket; then one task drives the core
+//! ([`actor`]). The controller may die at any time: shims start the next one and announce their
+//! containers again; agents connect again and report their state. A controller that is a systemd
+//! unit waits for the lock while a shim's controller holds it.
 
 mod actor;
 mod api;
@@ -44,10 +44,10 @@ use crate::{
     error_chain, socket_activation,
 };
 
-/// Exit status for a bad configuration, as `sysexits.h` has it for bad usage.
+/// Exit status for an invalid configuration: `EX_USAGE` of `sysexits.h`.
 const EXIT_CONFIG: u8 = 64;
 
-/// Why the controller did not run.
+/// Why the controller did not start.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DaemonError {
     #[error(transparent)]
@@ -69,12 +69,12 @@ pub(crate) enum DaemonError {
     },
 }
 
-/// Runs the controller. `args` are those after the subcommand; none is accepted.
+/// Runs the controller. `args` are the arguments after the subcommand; it accepts none.
 pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
     if let Some(extra) = args.into_iter().next() {
         tracing_subscriber::fmt().with_writer(io::stderr).init();
         tracing::error!(
-            "the controller takes no argument, got {extra:?}: it is configured by {}",
+            "unexpected argument {extra:?}: the controller takes none, it is configured by {}",
             Config::path().display()
         );
         return ExitCode::from(2);
@@ -82,7 +82,7 @@ pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
     match start() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Before the configuration is read there is no log yet.
+            // Without a configuration no logger is installed yet.
             let _ = tracing_subscriber::fmt().with_writer(io::stderr).with_ansi(false).try_init();
             tracing::error!("{}", error_chain::chain(&error));
             ExitCode::from(if matches!(error, DaemonError::Config(_)) { EXIT_CONFIG } else { 1 })
@@ -90,7 +90,7 @@ pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
     }
 }
 
-/// The run directory of this installation.
+/// The run directory of this installation: that of the environment variable, or the default.
 #[must_use]
 pub fn run_dir() -> PathBuf {
     std::env::var_os(paths::RUN_DIR_ENV).map_or_else(|| paths::RUN_DIR.into(), PathBuf::from)
@@ -101,7 +101,7 @@ fn start() -> Result<(), DaemonError> {
     let config = Config::load(&Config::path())?;
     log::begin(&config.log);
     let Some(_lock) = lock(&run_dir)? else {
-        tracing::info!("another controller serves {}", run_dir.display());
+        tracing::info!("another controller serves {}: this one ends", run_dir.display());
         return Ok(());
     };
     raise_descriptors();
@@ -112,27 +112,29 @@ fn start() -> Result<(), DaemonError> {
     runtime.block_on(actor::serve(run_dir, config))
 }
 
-/// Each process of a container takes three descriptors: as many as root may have.
+/// Each process of a container takes three descriptors, so the soft limit is raised to the hard
+/// limit.
 fn raise_descriptors() {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     let raised = getrlimit(Resource::RLIMIT_NOFILE)
         .and_then(|(_, most)| setrlimit(Resource::RLIMIT_NOFILE, most, most));
     if let Err(error) = raised {
-        tracing::warn!(%error, "cannot raise the number of open files");
+        tracing::warn!(%error, "cannot raise the limit of open files");
     }
 }
 
-/// The lock of the node, or nothing when another controller holds it; whoever is supervised
-/// waits for its turn instead, and can be ended meanwhile. Held until the process ends, however it
-/// ends.
+/// Takes the node's lock; `None` if another controller holds it. A supervised controller waits for
+/// the lock instead, and can be killed meanwhile. The kernel releases the lock when the process
+/// ends, for whatever reason.
 fn lock(run_dir: &Path) -> Result<Option<nix::fcntl::Flock<File>>, DaemonError> {
     let path = run_dir.join(paths::CONTROLLER_LOCK);
     let fail = |what, path: &Path| {
         let path = path.to_owned();
         move |source| DaemonError::File { what, path, source }
     };
-    fs::create_dir_all(run_dir).map_err(fail("cannot make", run_dir))?;
-    // Users come through to the folders of their own jobs; those of containers are for root.
+    fs::create_dir_all(run_dir).map_err(fail("cannot create", run_dir))?;
+    // Users pass through it to the folders of their own jobs; the folders of containers are for
+    // root only.
     fs::set_permissions(run_dir, fs::Permissions::from_mode(0o711))
         .map_err(fail("cannot set the mode of", run_dir))?;
     let file = File::options()
@@ -142,14 +144,16 @@ fn lock(run_dir: &Path) -> Result<Option<nix::fcntl::Flock<File>>, DaemonError> 
         .mode(0o600)
         .open(&path)
         .map_err(fail("cannot open", &path))?;
-    // Who can open it can hold it, and there would be no controller.
+    // A user who could open the file could hold the lock, and no controller would start.
     file.set_permissions(fs::Permissions::from_mode(0o600))
         .map_err(fail("cannot set the mode of", &path))?;
     match nix::fcntl::Flock::lock(file, nix::fcntl::FlockArg::LockExclusiveNonblock) {
         Ok(lock) => Ok(Some(lock)),
         Err((file, nix::errno::Errno::EWOULDBLOCK)) if socket_activation::supervised() => {
-            tracing::info!("another controller serves {}: this one is the next", run_dir.display());
-            socket_activation::tell_ready("another controller serves this node: waits for its end");
+            tracing::info!("another controller serves {}: waiting for its end", run_dir.display());
+            socket_activation::tell_ready(
+                "another controller serves this node: waiting for its end",
+            );
             nix::fcntl::Flock::lock(file, nix::fcntl::FlockArg::LockExclusive)
                 .map(Some)
                 .map_err(|(_, errno)| fail("cannot lock", &path)(errno.into()))
@@ -164,10 +168,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_but_root_can_keep_the_lock() {
+    fn only_root_can_hold_the_lock() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(paths::CONTROLLER_LOCK);
-        // As earlier controllers made it.
+        // The mode that earlier controllers created it with.
         fs::write(&path, "").unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
         let held = lock(dir.path()).unwrap();

@@ -1,5 +1,5 @@
-//! What operators choose for as long as they like: what is pinned, and whether anything is
-//! offloaded without being asked for. Kept before it holds.
+//! Operator overrides: pinned containers, and whether containers are offloaded automatically. They
+//! are stored on disk before they take effect.
 
 use affinode_proto::{
     api::control::{ActionResponse, Event},
@@ -54,7 +54,7 @@ impl NodeActor {
             let shown = display_name(&known.announcement);
             self.note(key.as_str(), shown, format!("it was {word} by {who}"));
         }
-        // One that is away comes back: it is to be on the GPU.
+        // An offloaded container is restored: it must be on the GPU.
         let home = [State::Active, State::Idle, State::Unregistered, State::Lost];
         if pinned && home.iter().all(|state| known.state != state.as_str()) {
             return self.call(Command::Act(key.to_string(), Request::Restore, answer));
@@ -63,7 +63,7 @@ impl NodeActor {
         let _ = answer.send(response);
     }
 
-    /// Notes who asked for what.
+    /// Publishes an event about a request and its author.
     pub(super) fn note(&mut self, key: &str, container: String, text: String) {
         let event = Event {
             kind: "request".into(),
@@ -78,7 +78,7 @@ impl NodeActor {
 
     pub(super) fn keep_wishes(&self) -> Result<(), String> {
         overrides::write(&self.run_dir, self.node.wishes()).map_err(|error| {
-            format!("the choice cannot be kept in {}: {error}", self.run_dir.display())
+            format!("cannot store the operator override in {}: {error}", self.run_dir.display())
         })
     }
 }

@@ -1,4 +1,4 @@
-//! What people ask about policies, and what they set.
+//! Queries and changes of policies by people.
 
 use affinode_proto::api::control::{PolicyResponse, PolicyValue};
 
@@ -19,7 +19,7 @@ impl NodeActor {
         Ok(taken)
     }
 
-    /// The policy of all containers, or of the one that is named.
+    /// The policy of all containers (empty name), or of the one with this name.
     pub(super) fn policy(&self, name: &str) -> Result<PolicyResponse, String> {
         if name.is_empty() {
             return Ok(self.node.explain(None));
@@ -27,7 +27,7 @@ impl NodeActor {
         self.node.find(name).map(|key| self.node.explain(Some(&key)))
     }
 
-    /// Changes values of the node's policy for good, and says what holds of them now.
+    /// Changes values of the node's policy permanently, and returns their effective values.
     pub(super) fn set_policy(
         &mut self,
         changes: &[(String, String)],
@@ -37,7 +37,7 @@ impl NodeActor {
         let shown: Vec<String> = changes
             .iter()
             .map(|(name, value)| match value.as_str() {
-                "" => format!("{name} taken back"),
+                "" => format!("{name} removed"),
                 value => format!("{name} = {value}"),
             })
             .collect();

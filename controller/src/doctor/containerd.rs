@@ -1,5 +1,5 @@
-//! The containerd that serves a socket: the kernel says which process that is, so its
-//! own program, configuration and PATH are looked at, not some that lie around.
+//! The containerd that serves a socket. The kernel names the process behind the socket, so the
+//! checks read that process's own program, configuration and PATH.
 
 use std::{
     ffi::OsString,
@@ -16,83 +16,81 @@ use std::{
 use super::{CheckGroup, DoctorCheck};
 use crate::error_chain;
 
-/// Where distributions put the socket. Kubernetes' own come first: the machine's, beside one of
-/// them, is Docker's, which needs no handler.
+/// Sockets of distributions, in the order of the search. Those of Kubernetes distributions come
+/// first: beside one of them, the machine's own containerd serves Docker, which needs no handler.
 const SOCKETS: [&str; 4] = [
     "/run/k3s/containerd/containerd.sock",
     "/run/k0s/containerd.sock",
     "/var/snap/microk8s/common/run/containerd.sock",
     "/run/containerd/containerd.sock",
 ];
-/// What it reads when its command line names no file.
+/// The default of containerd's `--config`.
 const CONFIG_FILE: &str = "/etc/containerd/config.toml";
-/// The first release with the calls that the shim answers.
+/// The first release with all the calls that the shim serves.
 const MIN_VERSION: (u32, u32) = (1, 6);
 
-/// A containerd that answers.
+/// A containerd that serves a socket.
 #[derive(Clone, Debug)]
 pub struct ContainerdProcess {
-    /// Its socket.
+    /// Path of the socket.
     pub socket: PathBuf,
-    /// Its process.
+    /// Pid of the process that listens.
     pub pid: u32,
-    /// The program that runs.
+    /// Path of its executable.
     pub program: PathBuf,
-    /// What its program says of its version, or why it does not.
+    /// Output of `--version`, or why the program failed.
     pub version: Result<String, String>,
-    /// The configuration file that it was started with.
+    /// Path of the configuration file that it was started with.
     pub config_file: PathBuf,
-    /// Its configuration with all that it imports, or why it cannot be had.
+    /// Its configuration with all imports, or why it cannot be read.
     pub config: Result<toml::Table, String>,
     environment: Vec<u8>,
     argv: Vec<OsString>,
 }
 
-/// Why there is none.
+/// Why no containerd was found.
 #[derive(Debug, thiserror::Error)]
 pub enum ContainerdAbsent {
-    /// No socket where it is looked for.
+    /// The socket does not exist.
     #[error("no socket at {}", .0.display())]
     NoSocket(PathBuf),
-    /// It does not answer.
-    #[error("{} does not answer", socket.display())]
+    /// No process accepts connections.
+    #[error("cannot connect to {}", socket.display())]
     Silent {
-        /// The socket.
+        /// Path of the socket.
         socket: PathBuf,
-        /// Why.
         #[source]
         source: std::io::Error,
     },
-    /// Its process cannot be looked at.
-    #[error("the process behind {} cannot be looked at", socket.display())]
+    /// /proc of its process cannot be read.
+    #[error("cannot examine the process behind {}", socket.display())]
     Hidden {
-        /// The socket.
+        /// Path of the socket.
         socket: PathBuf,
-        /// Why.
         #[source]
         source: std::io::Error,
     },
 }
 
 impl ContainerdProcess {
-    /// What its program makes of its configuration by now.
+    /// The configuration as containerd's program reads it now.
     ///
     /// # Errors
-    /// Why it cannot be had, for people.
+    /// The program failed; the text is its output.
     pub fn dump(&self) -> Result<toml::Table, String> {
         dump(self.pid, &self.argv)
     }
 
-    /// What its program makes of another file.
+    /// The configuration as containerd's program reads it from another file.
     ///
     /// # Errors
-    /// Why it cannot be had, for people.
+    /// The program failed; the text is its output.
     pub fn dump_of(&self, file: &Path) -> Result<toml::Table, String> {
         let name = self.argv.first().cloned().unwrap_or_default();
         dump(self.pid, &[name, "--config".into(), file.into()])
     }
 
-    /// A variable of its environment.
+    /// A variable of its environment; `None` if it is empty.
     #[must_use]
     pub fn variable(&self, name: &str) -> Option<OsString> {
         self.environment.split(|byte| *byte == 0).find_map(|entry| {
@@ -101,17 +99,17 @@ impl ContainerdProcess {
         })
     }
 
-    /// The folders of its PATH.
+    /// The folders of its PATH variable.
     #[must_use]
     pub fn path(&self) -> Vec<PathBuf> {
         std::env::split_paths(&self.variable("PATH").unwrap_or_default()).collect()
     }
 }
 
-/// Finds the daemon of a socket, or of the first that a distribution would use.
+/// Finds the containerd of a socket, or of the first socket that a distribution uses.
 ///
 /// # Errors
-/// [`ContainerdAbsent`].
+/// [`ContainerdAbsent`]: no socket, no process, or no access to it.
 pub fn find(socket: Option<&Path>) -> Result<ContainerdProcess, ContainerdAbsent> {
     let known = || {
         let last = SOCKETS.last().map(PathBuf::from).unwrap_or_default();
@@ -128,7 +126,8 @@ pub fn find(socket: Option<&Path>) -> Result<ContainerdProcess, ContainerdAbsent
     look(&socket, pid).map_err(|source| ContainerdAbsent::Hidden { socket, source })
 }
 
-/// The first that answers, or else that is there: who is stopped leaves its socket.
+/// The first socket with a listener, or else the first that exists: a stopped containerd leaves its
+/// socket.
 fn first(sockets: &[PathBuf]) -> Option<PathBuf> {
     let answers = |path: &&PathBuf| UnixStream::connect(path).is_ok();
     let there = |path: &&PathBuf| path.exists();
@@ -167,9 +166,9 @@ fn dump(pid: u32, argv: &[OsString]) -> Result<toml::Table, String> {
     text.parse().map_err(|error| format!("its configuration: {error}"))
 }
 
-/// Runs the daemon's program under its own name: some are many programs in one file.
+/// Runs containerd's program under its own name: some programs are several in one file.
 fn run(pid: u32, argv: &[OsString], arguments: &[OsString]) -> Result<String, String> {
-    // By way of /proc: that file runs, even if an update has replaced it since.
+    // Through /proc: the file of the running process, even if an update has replaced it since.
     let mut command = Command::new(format!("/proc/{pid}/exe"));
     command.arg0(argv.first().cloned().unwrap_or_default()).args(arguments).stdin(Stdio::null());
     let output = command.output().map_err(|error| error_chain::chain(&error))?;
@@ -179,7 +178,7 @@ fn run(pid: u32, argv: &[OsString], arguments: &[OsString]) -> Result<String, St
     Err(String::from_utf8_lossy(&output.stderr).trim().to_owned())
 }
 
-/// Its `--config FILE`, in whatever form it was given.
+/// The words of its `--config FILE` flag, in any form.
 fn config_flag(argv: &[OsString]) -> Vec<OsString> {
     let names: [&[u8]; 4] = [b"--config", b"-config", b"-c", b"--c"];
     for (index, word) in argv.iter().enumerate().skip(1) {
@@ -210,7 +209,7 @@ pub fn process_runs(names: &[&str]) -> bool {
         .any(|comm| names.contains(&comm.trim_end()))
 }
 
-/// Judges.
+/// The checks of the daemon and its version.
 #[must_use]
 pub fn judge(found: &Result<ContainerdProcess, ContainerdAbsent>) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("containerd");
@@ -221,7 +220,7 @@ pub fn judge(found: &Result<ContainerdProcess, ContainerdAbsent>) -> Vec<DoctorC
             judge_version(&mut group, &daemon.version);
         }
         Err(why) => {
-            let hint = "install and start containerd; --containerd names its socket elsewhere";
+            let hint = "install and start containerd, or pass its socket with --containerd";
             group.bad("daemon", error_chain::chain(why), hint);
         }
     }
@@ -238,17 +237,18 @@ fn judge_version(group: &mut CheckGroup, version: &Result<String, String>) {
             }
             None => group.warning(
                 "version",
-                format!("not understood: {said}"),
+                format!("cannot parse: {said}"),
                 "1.6 to 2.3 are known to work",
             ),
         },
         Err(why) => {
-            group.warning("version", format!("not told: {why}"), "1.6 to 2.3 are known to work")
+            group.warning("version", format!("unknown: {why}"), "1.6 to 2.3 are known to work")
         }
     }
 }
 
-/// `containerd github.com/containerd/containerd v1.7.24 4ee…`: the number, and its first two parts.
+/// The version number and its first two parts, from `containerd github.com/containerd/containerd
+/// v1.7.24 4ee…`.
 fn parse_version(said: &str) -> Option<(String, (u32, u32))> {
     let number = said.split_whitespace().nth(2)?.trim_start_matches('v');
     let mut parts = number.split(|c: char| !c.is_ascii_digit());
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn the_configuration_that_it_was_started_with_is_asked_for() {
+    fn the_config_flag_is_found() {
         let flag =
             |words: &[&str]| config_flag(&words.iter().map(OsString::from).collect::<Vec<_>>());
         assert_eq!(flag(&["containerd", "-c", "/a", "x"]), ["-c", "/a"]);
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_without_a_daemon_is_told_from_none() {
+    fn a_dead_socket_differs_from_no_socket() {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("containerd.sock");
         assert!(matches!(find(Some(&socket)), Err(ContainerdAbsent::NoSocket(_))));
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn of_several_sockets_the_first_that_answers_is_taken() {
+    fn the_first_live_socket_is_used() {
         let folder = tempfile::tempdir().unwrap();
         let [stopped, k3s, docker] = ["a", "b", "c"].map(|name| folder.path().join(name));
         let all = [stopped.clone(), k3s.clone(), docker.clone()];
@@ -309,7 +309,7 @@ mod tests {
         assert_eq!(first(&all), Some(k3s));
     }
 
-    /// k3s is kubectl, containerd and more in one file, and looks at its name.
+    /// k3s is kubectl, containerd and more in one file, and selects the program by its name.
     #[test]
     fn a_program_is_run_under_the_name_of_its_process() {
         let mut bash = Command::new("bash").arg("-c").arg("read").stdin(Stdio::piped()).spawn();
@@ -326,7 +326,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("containerd.sock");
         let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
-        // This test program knows no `config dump`: said, not hidden.
+        // This test program has no `config dump`: the error is reported.
         let daemon = look(&socket, std::process::id()).unwrap();
         assert_eq!(daemon.program, std::env::current_exe().unwrap());
         assert_eq!(daemon.variable("PATH"), std::env::var_os("PATH"));

@@ -1,4 +1,4 @@
-//! The run directory, the configuration, the controller.
+//! Checks of the run directory, the configuration and the controller.
 
 use std::{
     fs,
@@ -11,27 +11,28 @@ use rustix::fs::StatVfsMountFlags;
 
 use super::{CheckGroup, DoctorCheck};
 
-/// What was found.
+/// The facts about run directory and configuration.
 #[derive(Clone, Debug)]
 pub struct PathFacts {
-    /// The run directory that was asked for.
+    /// The run directory of this command.
     pub run_dir: PathBuf,
-    /// The one that shims use.
+    /// The run directory that shims use.
     pub shims_run_dir: PathBuf,
-    /// Owner and mode, when it is there.
+    /// Owner and mode of the run directory, if it exists.
     pub owner_mode: Option<(u32, u32)>,
-    /// Mode of the control socket, when it is there.
+    /// Mode of the control socket, if it exists.
     pub socket_mode: Option<u32>,
-    /// Whether its file system, or that of the folder where it will be made, is read-only.
+    /// Whether the file system of the run directory, or of the folder where it will be created, is
+    /// read-only.
     pub read_only: bool,
-    /// The configuration file.
+    /// Path of the configuration file.
     pub config_file: PathBuf,
-    /// What is wrong with the configuration.
+    /// Why the configuration is invalid, if it is.
     pub config_error: Option<String>,
 }
 
 impl PathFacts {
-    /// Looks.
+    /// Reads the facts.
     #[must_use]
     pub fn gather(
         run_dir: &Path,
@@ -55,7 +56,7 @@ impl PathFacts {
     }
 }
 
-/// Judges.
+/// The checks of run directory, control socket and configuration.
 #[must_use]
 pub fn judge(facts: &PathFacts) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("installation");
@@ -64,7 +65,7 @@ pub fn judge(facts: &PathFacts) -> Vec<DoctorCheck> {
         group.warning(
             "run directory",
             format!(
-                "{path} is looked at, containerd's shims use {}",
+                "this command uses {path}, containerd's shims use {}",
                 facts.shims_run_dir.display()
             ),
             format!("--run-dir {}", facts.shims_run_dir.display()),
@@ -78,7 +79,7 @@ pub fn judge(facts: &PathFacts) -> Vec<DoctorCheck> {
         ),
         (false, Some((owner, mode))) if owner != 0 || mode & 0o022 != 0 => group.bad(
             "run directory",
-            format!("{path} belongs to user {owner}, mode {mode:o}: others could take its place"),
+            format!("{path} belongs to user {owner}, mode {mode:o}: other users could replace it"),
             format!("chown root {path} && chmod 711 {path}"),
         ),
         (false, Some(_)) => group.good("run directory", path.to_string()),
@@ -94,18 +95,18 @@ pub fn judge(facts: &PathFacts) -> Vec<DoctorCheck> {
     let file = facts.config_file.display();
     match &facts.config_error {
         Some(why) => {
-            let hint = "a controller does not start with it: put right what is named";
+            let hint = "correct what the error names; until then a controller does not start";
             group.bad("configuration", why.clone(), hint);
         }
         None if facts.config_file.exists() => {
             group.good("configuration", format!("{file} is valid"))
         }
-        None => group.good("configuration", format!("no {file}: the defaults hold")),
+        None => group.good("configuration", format!("no {file}: the defaults apply")),
     }
     group.checks
 }
 
-/// Judges what the controller said: its pid and version, nothing when no one listens.
+/// The check of the controller: its pid and version, `None` if none listens.
 #[must_use]
 pub fn controller(said: &Result<Option<(u32, String)>, String>) -> DoctorCheck {
     let own = env!("CARGO_PKG_VERSION");
@@ -118,12 +119,12 @@ pub fn controller(said: &Result<Option<(u32, String)>, String>) -> DoctorCheck {
         Ok(Some((pid, version))) => group.warning(
             name,
             format!("process {pid} is {version}, this command is {own}"),
-            format!("kill {pid}: a shim starts one of the installed version within a second, no container is harmed"),
+            format!("kill {pid}: a shim starts the installed version within a second; containers are not affected"),
         ),
-        Ok(None) => group.good(name, "does not run: the first GPU container starts it"),
+        Ok(None) => group.good(name, "not running: the first GPU container starts it"),
         Err(why) => {
-            let hint = "controller.log in the run directory says more; the journal where systemd runs it";
-            group.bad(name, format!("does not answer: {why}"), hint);
+            let hint = "see controller.log in the run directory, or the journal if systemd runs the controller";
+            group.bad(name, format!("cannot be reached: {why}"), hint);
         }
     }
     group.checks.remove(0)
@@ -150,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn places_that_others_could_take_over_fail() {
+    fn a_writable_run_directory_fails() {
         use CheckVerdict::{Bad, Good, Warning};
         assert!(judge(&good()).iter().all(|check| check.verdict == Good));
         for owner_mode in [Some((1000, 0o711)), Some((0, 0o777))] {
@@ -166,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_controller_of_another_version_is_told_and_a_silent_one_fails() {
+    fn a_silent_controller_fails() {
         let own = env!("CARGO_PKG_VERSION").to_owned();
         assert_eq!(controller(&Ok(Some((7, own)))).verdict, CheckVerdict::Good);
         assert_eq!(controller(&Ok(Some((7, "0.0.1".into())))).verdict, CheckVerdict::Warning);

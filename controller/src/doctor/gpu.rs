@@ -1,49 +1,49 @@
-//! NVML, the driver, the devices.
+//! Checks of NVML, the driver and the GPUs.
 
 use nvml_wrapper::{Device, Nvml, error::NvmlError};
 
 use super::{CheckGroup, DoctorCheck, containerd};
 
-/// The first driver with the checkpoint calls.
+/// The first driver release with the checkpoint functions.
 const MIN_DRIVER: u32 = 570;
 
-/// What NVML says.
+/// The facts from NVML.
 #[derive(Clone, Debug)]
 pub struct GpuFacts {
-    /// The library that was opened.
+    /// Name or path of the NVML library.
     pub library: String,
-    /// Version and devices, or why they cannot be seen.
+    /// Driver version and GPUs, or why they cannot be read.
     pub seen: Result<SeenGpus, String>,
     /// Whether the daemon of CUDA's Multi-Process Service runs.
     pub mps: bool,
 }
 
-/// What is seen when NVML answers.
+/// What NVML reported.
 #[derive(Clone, Debug, Default)]
 pub struct SeenGpus {
-    /// Of the driver: `580.159.04`.
+    /// Version of the driver, such as `580.159.04`.
     pub driver: String,
-    /// Devices, in order of index.
+    /// The GPUs in order of their index.
     pub gpus: Vec<GpuCheck>,
 }
 
-/// A device.
+/// One GPU.
 #[derive(Clone, Debug, Default)]
 pub struct GpuCheck {
-    /// As NVML calls it.
+    /// Product name of NVML.
     pub name: String,
-    /// All VRAM.
+    /// Total VRAM in bytes.
     pub vram_bytes: u64,
-    /// VRAM in use.
+    /// VRAM in use, in bytes.
     pub vram_used_bytes: u64,
-    /// Whether the driver stays loaded without a client; `None`: it does not say.
+    /// Whether the driver stays loaded without a client; `None`: unknown.
     pub persistent: Option<bool>,
-    /// Whether it is cut into instances.
+    /// Whether MIG is on.
     pub mig: bool,
 }
 
 impl GpuFacts {
-    /// Asks NVML.
+    /// Reads the facts from NVML.
     #[must_use]
     pub fn gather(library: &str) -> GpuFacts {
         let seen = look(library).map_err(|error| error.to_string());
@@ -54,7 +54,7 @@ impl GpuFacts {
         }
     }
 
-    /// VRAM in use on all devices.
+    /// VRAM in use on all GPUs, in bytes.
     #[must_use]
     pub fn vram_used_bytes(&self) -> u64 {
         let gpus = self.seen.as_ref().map(|seen| seen.gpus.as_slice()).unwrap_or_default();
@@ -75,12 +75,12 @@ fn gpu(device: &Device<'_>) -> Result<GpuCheck, NvmlError> {
         vram_bytes: memory.total,
         vram_used_bytes: memory.total.saturating_sub(memory.free),
         persistent: device.is_in_persistent_mode().ok(),
-        // Devices that cannot be cut say that they do not know the question.
+        // `nvmlDeviceGetMigMode` returns NOT_SUPPORTED on GPUs without MIG.
         mig: device.mig_mode().is_ok_and(|mode| mode.current != 0),
     })
 }
 
-/// Judges.
+/// The checks of NVML, driver and GPUs.
 #[must_use]
 pub fn judge(facts: &GpuFacts) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("GPU");
@@ -88,14 +88,14 @@ pub fn judge(facts: &GpuFacts) -> Vec<DoctorCheck> {
         Ok(seen) => judge_seen(&mut group, seen),
         Err(why) => group.bad(
             "NVML",
-            format!("{} cannot be used: {why}", facts.library),
+            format!("cannot load {}: {why}", facts.library),
             format!(
-                "install the NVIDIA driver, version {MIN_DRIVER} or newer, until nvidia-smi works; nvml.library in the configuration names a library elsewhere"
+                "install the NVIDIA driver, version {MIN_DRIVER} or newer, until nvidia-smi works; set nvml.library in the configuration if the library has another path"
             ),
         ),
     }
     if facts.mps {
-        let hint = "Affinode leaves processes of MPS alone: stop its daemon (echo quit | nvidia-cuda-mps-control) where GPUs are to be given back";
+        let hint = "Affinode leaves processes of MPS alone: stop its daemon (echo quit | nvidia-cuda-mps-control) to offload them";
         group.warning("MPS", "its daemon runs", hint);
     }
     group.checks
@@ -132,7 +132,7 @@ fn judge_seen(group: &mut CheckGroup, seen: &SeenGpus) {
         group.warning(
             "persistence mode",
             format!("off on GPU {off}"),
-            "start nvidia-persistenced, or run nvidia-smi -pm 1: without it the driver starts anew whenever the last process is away",
+            "start nvidia-persistenced, or run nvidia-smi -pm 1: without it the driver is initialised again after the last process was offloaded",
         );
     }
     let cut = indexes(|gpu| gpu.mig);
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn what_costs_time_or_is_left_alone_is_a_warning() {
+    fn mps_mig_and_no_persistence_are_warnings() {
         let gpu = GpuCheck { persistent: Some(false), mig: true, ..healthy() };
         let checks = judge(&GpuFacts { mps: true, ..facts("580.1", gpu) });
         for name in ["persistence mode", "MIG", "MPS"] {

@@ -1,4 +1,4 @@
-//! How containerd's CRI plugin knows the runtime: the handler that a RuntimeClass names.
+//! Checks of the handler for the runtime in containerd's CRI plugin; a RuntimeClass refers to it.
 
 use std::path::Path;
 
@@ -6,13 +6,13 @@ use toml::{Table, Value};
 
 use super::{CheckGroup, DoctorCheck, is_program, programs::SHIM};
 
-/// The runtime type that containerd makes the shim's name from.
+/// The runtime type from which containerd derives the name of the shim.
 pub const RUNTIME_TYPE: &str = "io.containerd.affinode.v1";
-/// The CRI plugin's configuration, in files of version 2 and 3.
+/// Names of the CRI plugin in configuration files of version 2 and 3.
 pub const PLUGINS: [&str; 2] = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
-/// Annotations that must reach the shim.
+/// Annotations that must be passed to the shim.
 const ANNOTATIONS: &str = "affinode.io/*";
-/// Options that a handler must have as the default one has them.
+/// Options that must be the same as those of the default handler.
 const OPTIONS: [&str; 2] = ["SystemdCgroup", "BinaryName"];
 
 /// Judges the configuration. `kubernetes`: whether pods run on this machine.
@@ -22,7 +22,7 @@ pub fn judge(config: &Result<Table, String>, kubernetes: bool) -> Vec<DoctorChec
     let config = match config {
         Ok(config) => config,
         Err(why) => {
-            let hint = "`containerd config dump` must work: put right what it says";
+            let hint = "correct the error that `containerd config dump` prints";
             group.bad("configuration", why.clone(), hint);
             return group.checks;
         }
@@ -45,7 +45,7 @@ pub fn judge(config: &Result<Table, String>, kubernetes: bool) -> Vec<DoctorChec
             judge_handler(&mut group, name, handler, handlers, cri)
         }
         _ => {
-            let hint = "`affinode install` adds it; by hand: config/containerd/affinode-v2.toml (containerd 1.x) or affinode-v3.toml (2.x), and restart it";
+            let hint = "run `affinode install`; by hand: config/containerd/affinode-v2.toml (containerd 1.x) or affinode-v3.toml (2.x), and restart it";
             if kubernetes {
                 group.bad("handler", "none: pods cannot use Affinode", hint);
             } else {
@@ -75,30 +75,38 @@ fn judge_handler(
 ) {
     let path = handler.get("runtime_path").and_then(Value::as_str).unwrap_or_default();
     if path.is_empty() || is_program(Path::new(path)) {
-        group.good("handler", format!("{name}; a RuntimeClass names it (config/kubernetes)"));
+        group.good("handler", format!("{name}; refer to it in a RuntimeClass (config/kubernetes)"));
     } else {
         let hint = "name the file containerd-shim-affinode-v1, or leave runtime_path out";
-        group.bad("handler", format!("{name}: runtime_path {path} is no program"), hint);
+        group.bad(
+            "handler",
+            format!("{name}: runtime_path {path} is not an executable file"),
+            hint,
+        );
     }
     for key in ["pod_annotations", "container_annotations"] {
         let passed = handler.get(key).and_then(Value::as_array).into_iter().flatten();
         if !passed.filter_map(Value::as_str).any(|passed| passed == ANNOTATIONS || passed == "*") {
             let found = format!("{key} of handler {name} lacks {ANNOTATIONS}");
-            group.warning("annotations", found, "without it what a pod asks for is not seen");
+            group.warning(
+                "annotations",
+                found,
+                "add it: without it the annotations of pods are ignored",
+            );
         }
     }
     let default = cri.get("default_runtime_name").and_then(Value::as_str).unwrap_or("runc");
     let known =
         |name: &str| handlers.and_then(|handlers| handlers.get(name)).and_then(Value::as_table);
     if known(default).is_none() {
-        let found = format!("the default handler {default} is not configured any more");
+        let found = format!("the default handler {default} is not configured");
         group.bad(
             "default handler",
             found,
             "pods without a runtime class fail: add it beside ours",
         );
     }
-    // What pods had before: NVIDIA's handler where there is one.
+    // The handler that pods had before: NVIDIA's, if there is one.
     let Some((model, other)) = ["nvidia", default].into_iter().find_map(|n| Some((n, known(n)?)))
     else {
         return;
@@ -140,7 +148,7 @@ runtime_type = "io.containerd.runc.v2"
         checks.iter().map(|check| (check.name, check.verdict)).collect()
     }
 
-    /// For containerd 2, with our shim where this machine has it.
+    /// A configuration for containerd 2, with the shim's path if it is installed on this machine.
     fn snippet() -> (tempfile::TempDir, String) {
         let folder = tempfile::tempdir().unwrap();
         let shim = folder.path().join(SHIM);
@@ -152,7 +160,7 @@ runtime_type = "io.containerd.runc.v2"
         (folder, here)
     }
 
-    /// The snippets that are handed out pass; before they are installed, nothing does.
+    /// The provided snippets pass; without them there is no handler.
     #[test]
     fn the_snippets_register_the_handler() {
         let (_folder, v3) = snippet();
@@ -190,7 +198,7 @@ SystemdCgroup = false
     }
 
     #[test]
-    fn without_cri_it_depends_on_whether_pods_are_wanted() {
+    fn without_cri_only_kubernetes_fails() {
         assert_eq!(judged("version = 2", false), [("handler", CheckVerdict::Good)]);
         assert_eq!(judged("version = 2", true), [("handler", CheckVerdict::Bad)]);
         assert_eq!(judge(&Err("no".into()), false)[0].verdict, CheckVerdict::Bad);

@@ -1,4 +1,4 @@
-//! Who runs this, and what the kernel can do.
+//! Checks of the user and of the kernel's features.
 
 use rustix::{
     fs::{MemfdFlags, SealFlags},
@@ -9,28 +9,28 @@ use rustix::{
 use super::{CheckGroup, DoctorCheck};
 use crate::sys;
 
-/// What the kernel says.
+/// The facts about user and kernel.
 #[derive(Clone, Debug)]
 #[allow(clippy::struct_excessive_bools)] // A list of independent answers.
 pub struct KernelFacts {
-    /// Effective user.
+    /// Effective user id.
     pub uid: u32,
-    /// Whether root here is root of the machine.
+    /// Whether root here is root of the machine, not of a user namespace.
     pub whole_machine: bool,
-    /// `uname -r`.
+    /// Release of the kernel, as in `uname -r`.
     pub release: String,
-    /// membarrier(PRIVATE_EXPEDITED): closes gates without a lock in every call.
+    /// membarrier(PRIVATE_EXPEDITED): gates close without a lock in every call.
     pub membarrier: bool,
-    /// pidfd_open: ends of processes are seen, pids are not mixed up.
+    /// pidfd_open: the controller sees the end of processes, and cannot confuse reused pids.
     pub pidfd: bool,
-    /// Sealed memfds: pages cannot shrink below their readers.
+    /// Sealed memfds: counter files cannot shrink while they are read.
     pub seals: bool,
     /// MADV_WIPEONFORK: a forked child knows that it is not registered.
     pub wipe_on_fork: bool,
 }
 
 impl KernelFacts {
-    /// Tries each once.
+    /// Tries each feature once.
     #[must_use]
     pub fn gather() -> KernelFacts {
         let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
@@ -57,7 +57,7 @@ fn seals_hold() -> bool {
     sealed.is_ok() && rustix::fs::ftruncate(&file, 1).is_err()
 }
 
-/// Judges.
+/// The checks of user and kernel.
 #[must_use]
 pub fn judge(facts: &KernelFacts) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("machine");
@@ -88,7 +88,7 @@ pub fn judge(facts: &KernelFacts) -> Vec<DoctorCheck> {
     if facts.membarrier {
         group.good("membarrier", "private expedited");
     } else {
-        let hint = "as safe, but each CUDA call costs some 15 ns more: Linux 4.14 has it";
+        let hint = "use Linux 4.14 or newer: without it each CUDA call costs about 15 ns more";
         group.warning("membarrier", "missing", hint);
     }
     group.checks
@@ -127,7 +127,7 @@ mod tests {
         assert_eq!(verdicts(&KernelFacts { membarrier: false, ..good() }), [Good, Good, Warning]);
     }
 
-    /// The agents of the tests beside need all of it.
+    /// The agents of the other tests need all of these features.
     #[test]
     fn this_kernel_is_seen_as_it_is() {
         let facts = KernelFacts::gather();

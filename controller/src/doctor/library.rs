@@ -1,4 +1,4 @@
-//! The preload library, as the dynamic loader of any container will meet it: a file that
+//! Checks of the preload library from the view of the dynamic loader of any container. A file that
 //! does not load there is fatal for every process of the container.
 
 use std::{
@@ -17,21 +17,21 @@ use rustix::fs::StatVfsMountFlags;
 
 use super::{CheckGroup, DoctorCheck};
 
-/// What was found.
+/// The facts about the library.
 #[derive(Clone, Debug)]
 pub struct LibraryFacts {
-    /// The file.
+    /// Path of the library.
     pub path: PathBuf,
-    /// Why a loader could not use it, or nothing.
+    /// Why a loader could not load it.
     pub fault: Result<(), String>,
-    /// Whether every user may read it.
+    /// Whether every user can read it.
     pub readable: bool,
-    /// Whether its file system forbids running from it.
+    /// Whether its file system is mounted noexec.
     pub no_exec: bool,
 }
 
 impl LibraryFacts {
-    /// Reads the file.
+    /// Reads the library and the mode of its folder.
     #[must_use]
     pub fn gather(lib_dir: &Path) -> LibraryFacts {
         let path = lib_dir.join(paths::LIB_FILE);
@@ -50,18 +50,18 @@ impl LibraryFacts {
     }
 }
 
-/// Whether these bytes load in every image: a shared object for x86-64 that needs no
-/// library, no version of one, and no symbol for certain.
+/// Whether these bytes load in every image: a shared object for x86-64 that requires no other
+/// library, no symbol version, and no symbol that is not weak.
 ///
 /// # Errors
-/// Which rule they break.
+/// The rule that the file violates.
 pub fn loadable(bytes: &[u8]) -> Result<(), String> {
-    let unread = |error: object::Error| format!("is no ELF file for x86-64: {error}");
+    let unread = |error: object::Error| format!("is not an ELF file for x86-64: {error}");
     let file = ElfFile64::<object::Endianness>::parse(bytes).map_err(unread)?;
     let header: &FileHeader64<_> = file.elf_header();
     let endian = file.endian();
     if header.e_type(endian) != elf::ET_DYN || header.e_machine(endian) != elf::EM_X86_64 {
-        return Err("is no shared object for x86-64".into());
+        return Err("is not a shared object for x86-64".into());
     }
     let table = file.elf_section_table();
     let dynamic = table.dynamic(endian, bytes).map_err(unread)?;
@@ -77,7 +77,7 @@ pub fn loadable(bytes: &[u8]) -> Result<(), String> {
     }
     if !file.dynamic_symbols().any(|symbol| symbol.name() == Ok("dlsym") && !symbol.is_undefined())
     {
-        return Err("hooks nothing: it is another library".into());
+        return Err("has no hooks: it is another library".into());
     }
     let strong = file.dynamic_symbols().find(|symbol| symbol.is_undefined() && !symbol.is_weak());
     match strong {
@@ -86,7 +86,7 @@ pub fn loadable(bytes: &[u8]) -> Result<(), String> {
     }
 }
 
-/// Judges.
+/// The check of the library.
 #[must_use]
 pub fn judge(facts: &LibraryFacts) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("programs");
@@ -100,7 +100,7 @@ pub fn judge(facts: &LibraryFacts) -> Vec<DoctorCheck> {
         group.bad("library", format!("{path}: {why}"), hint);
     } else if facts.no_exec {
         let hint = format!(
-            "its file system is mounted noexec: install it elsewhere and name that in {} for containerd",
+            "its file system is mounted noexec: install it elsewhere and set that path in {} for containerd",
             paths::LIB_DIR_ENV
         );
         group.bad("library", format!("{path} cannot be mapped for execution"), hint);
@@ -122,7 +122,7 @@ mod tests {
     use super::{super::CheckVerdict, *};
 
     #[test]
-    fn what_a_container_could_not_load_fails() {
+    fn an_unloadable_library_fails() {
         let good = LibraryFacts {
             path: "/lib/x.so".into(),
             fault: Ok(()),
@@ -140,10 +140,10 @@ mod tests {
     }
 
     #[test]
-    fn programs_and_noise_are_no_preload_library() {
+    fn other_files_are_not_the_library() {
         let own = fs::read(std::env::current_exe().unwrap()).unwrap();
         assert_eq!(loadable(&own).unwrap_err(), "needs another library");
-        assert!(loadable(b"\x7fELF and nothing else").unwrap_err().contains("no ELF file"));
+        assert!(loadable(b"\x7fELF and nothing else").unwrap_err().contains("not an ELF file"));
         let folder = tempfile::tempdir().unwrap();
         assert_eq!(judge(&LibraryFacts::gather(folder.path()))[0].verdict, CheckVerdict::Bad);
     }

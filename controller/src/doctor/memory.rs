@@ -1,4 +1,4 @@
-//! Whether VRAM has a place to go: limits of containers can be read, the node has RAM.
+//! Checks of host memory for offloaded VRAM: readable limits of containers, and available RAM.
 
 use std::path::Path;
 
@@ -8,40 +8,40 @@ use crate::{
     inventory::memory::{available_bytes, reserve_in_force},
 };
 
-/// How limits of containers are read.
+/// The cgroup version, by which limits of containers are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CgroupVersion {
-    /// One hierarchy, with the memory controller.
+    /// One hierarchy that has the memory controller.
     V2,
-    /// The memory controller has a hierarchy of its own.
+    /// A hierarchy of its own for the memory controller.
     V1,
-    /// There is no memory controller.
+    /// A hierarchy without the memory controller.
     NoMemory,
     /// Nothing is mounted at /sys/fs/cgroup.
     Nothing,
 }
 
-/// What is known about memory.
+/// The facts about memory.
 #[derive(Clone, Debug)]
 pub struct MemoryFacts {
-    /// How limits are read.
+    /// How memory limits can be read.
     pub cgroups: CgroupVersion,
-    /// RAM that can be taken, or why that is not known.
+    /// Available RAM in bytes, or why it is unknown.
     pub available_bytes: Result<u64, String>,
-    /// What stays free, and what a process needs beside its VRAM.
+    /// The node's reserve plus the driver's overhead for a process, in bytes.
     pub kept_bytes: u64,
-    /// VRAM in use on all devices.
+    /// VRAM in use on all GPUs, in bytes.
     pub vram_used_bytes: u64,
 }
 
 impl MemoryFacts {
-    /// Reads /proc and /sys.
+    /// Reads the facts from /proc and /sys.
     #[must_use]
     pub fn gather(rules: &MemorySection, vram_used_bytes: u64) -> MemoryFacts {
         MemoryFacts {
             cgroups: cgroups(Path::new("/sys/fs/cgroup")),
             available_bytes: available_bytes().map_err(|error| error.to_string()),
-            // Where the node's memory cannot be read, the check of what is available says so.
+            // If the node's memory cannot be read, the check of the available RAM reports it.
             kept_bytes: reserve_in_force(rules.node_reserve_bytes()).unwrap_or(0)
                 + (rules.driver_overhead_mib << 20),
             vram_used_bytes,
@@ -55,7 +55,7 @@ fn cgroups(root: &Path) -> CgroupVersion {
     }
     let controllers = |path: &str| std::fs::read_to_string(root.join(path)).ok();
     match controllers("cgroup.controllers") {
-        // A container's own view of the hierarchy names its controllers in the same file.
+        // In a container, its own view of the hierarchy has its controllers in the same file.
         Some(names) if names.split_whitespace().any(|name| name == "memory") => CgroupVersion::V2,
         Some(_) => CgroupVersion::NoMemory,
         None if root.join("unified").exists() || root.join("cpu").exists() => {
@@ -65,11 +65,11 @@ fn cgroups(root: &Path) -> CgroupVersion {
     }
 }
 
-/// Judges.
+/// The checks of cgroups and RAM.
 #[must_use]
 pub fn judge(facts: &MemoryFacts) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("memory");
-    let hint = "without it nobody knows whether a container has room for its VRAM: mount cgroup2 at /sys/fs/cgroup with the memory controller (kernel argument cgroup_enable=memory)";
+    let hint = "without it the memory limits of containers are unknown: mount cgroup2 at /sys/fs/cgroup with the memory controller (kernel argument cgroup_enable=memory)";
     match facts.cgroups {
         CgroupVersion::V2 => group.good("cgroups", "version 2, memory limits can be read"),
         CgroupVersion::V1 => group.good("cgroups", "version 1, memory limits can be read"),
@@ -82,7 +82,7 @@ pub fn judge(facts: &MemoryFacts) -> Vec<DoctorCheck> {
         Ok(available) => {
             let room = available.saturating_sub(facts.kept_bytes);
             let found = format!(
-                "{} available, room for {} of VRAM; {} in use now",
+                "{} available, enough for {} of VRAM; {} of VRAM in use now",
                 mib(*available),
                 mib(room),
                 mib(facts.vram_used_bytes)
@@ -92,7 +92,7 @@ pub fn judge(facts: &MemoryFacts) -> Vec<DoctorCheck> {
                     "nothing can be offloaded: add RAM, or lower [memory] in the configuration";
                 group.bad("host RAM", found, hint);
             } else if room < facts.vram_used_bytes {
-                group.warning("host RAM", found, "not all of it can be offloaded at once");
+                group.warning("host RAM", found, "not all VRAM can be offloaded at the same time");
             } else {
                 group.good("host RAM", found);
             }

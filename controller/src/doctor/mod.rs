@@ -1,20 +1,20 @@
-//! `affinode doctor`: whether this machine is ready, and what to do where it is not.
+//! `affinode doctor`: checks whether this machine is ready, and says how to fix what is not.
 //!
-//! | module | what it looks at |
+//! | module | what it checks |
 //! | --- | --- |
 //! | [`gpu`] | NVML, driver, devices, MPS |
 //! | [`kernel`] | permissions, system calls that agents and controller need |
 //! | [`memory`] | cgroups, host memory |
-//! | [`containerd`] | the daemon: who it is, its version |
-//! | [`handler`] | how the daemon knows the runtime |
+//! | [`containerd`] | the daemon: its process and version |
+//! | [`handler`] | the handler in the daemon's configuration |
 //! | [`programs`] | shims and runc on the daemon's PATH |
-//! | [`library`] | the preload library, as the loader of a container would see it |
+//! | [`library`] | the preload library, as a container's loader sees it |
 //! | [`sharing`] | how Kubernetes hands out GPUs: time-slicing, KAI, DRA, MIG, HAMi |
 //! | [`files`] | run directory, configuration, controller |
 //! | [`remedies`] | meaning, cause and remedy of each check |
 //!
-//! Each gathers facts at its edge and judges them in a function of its own, which needs
-//! no machine to be tested.
+//! Each module gathers facts, and derives its checks from them in a pure function, which tests can
+//! call without such a machine.
 
 pub mod containerd;
 pub mod files;
@@ -38,16 +38,16 @@ use crate::{config::Config, error_chain};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CheckVerdict {
-    /// As it should be.
+    /// The check passed.
     Good,
-    /// Works, but not as well as it could.
+    /// Affinode works, but with a limitation.
     Warning,
-    /// Must be put right.
+    /// Affinode does not work until it is fixed.
     Bad,
 }
 
 impl CheckVerdict {
-    /// One column: √, ! or ×.
+    /// The sign in the output: √, ! or ×.
     #[must_use]
     pub fn sign(self) -> char {
         match self {
@@ -58,42 +58,42 @@ impl CheckVerdict {
     }
 }
 
-/// One thing that was looked at.
+/// One check and its result.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DoctorCheck {
-    /// What it belongs to: `GPU`, `containerd`, …
+    /// The group in the output: `GPU`, `containerd`, …
     pub group: &'static str,
-    /// Its stable name in the group.
+    /// The stable name of the check in its group.
     pub name: &'static str,
-    /// How it ended.
+    /// The result of the check.
     pub verdict: CheckVerdict,
-    /// What was found.
+    /// What the check found.
     pub found: String,
-    /// What to do about it; empty when nothing is to be done.
+    /// How to fix it; empty if the check passed.
     pub hint: String,
 }
 
-/// Checks of one group, as they are made.
+/// The checks of one group, while they are added.
 #[derive(Debug)]
 pub struct CheckGroup {
     name: &'static str,
-    /// What was made so far.
+    /// The checks added so far.
     pub checks: Vec<DoctorCheck>,
 }
 
 impl CheckGroup {
-    /// An empty one.
+    /// A group without checks.
     #[must_use]
     pub fn new(name: &'static str) -> CheckGroup {
         CheckGroup { name, checks: Vec::new() }
     }
 
-    /// As it should be.
+    /// Adds a check that passed.
     pub fn good(&mut self, name: &'static str, found: impl Into<String>) {
         self.add(name, CheckVerdict::Good, found.into(), String::new());
     }
 
-    /// Works, could be better.
+    /// Adds a warning and how to resolve it.
     pub fn warning(
         &mut self,
         name: &'static str,
@@ -103,7 +103,7 @@ impl CheckGroup {
         self.add(name, CheckVerdict::Warning, found.into(), hint.into());
     }
 
-    /// Must be put right.
+    /// Adds a failure and how to fix it.
     pub fn bad(&mut self, name: &'static str, found: impl Into<String>, hint: impl Into<String>) {
         self.add(name, CheckVerdict::Bad, found.into(), hint.into());
     }
@@ -114,20 +114,20 @@ impl CheckGroup {
     }
 }
 
-/// Where to look.
+/// The paths to check.
 #[derive(Clone, Debug)]
 pub struct DoctorPaths {
-    /// The controller's run directory.
+    /// Run directory of the controller.
     pub run_dir: PathBuf,
-    /// containerd's socket; nothing: where distributions put it.
+    /// containerd's socket; `None`: the usual places of distributions.
     pub containerd: Option<PathBuf>,
 }
 
-/// Looks at everything but the controller, which is asked by [`files::controller`].
+/// Runs all checks except that of the controller ([`files::controller`]).
 #[must_use]
 pub fn examine(asked: &DoctorPaths) -> Vec<DoctorCheck> {
     let daemon = containerd::find(asked.containerd.as_deref());
-    // Shims inherit containerd's environment: where it names places, those count.
+    // Shims inherit containerd's environment, so its variables apply.
     let named = |variable: &str, default: &str| {
         let own = || std::env::var_os(variable).filter(|value| !value.is_empty());
         let theirs = daemon.as_ref().ok().and_then(|daemon| daemon.variable(variable));
@@ -160,7 +160,7 @@ pub fn examine(asked: &DoctorPaths) -> Vec<DoctorCheck> {
     checks
 }
 
-/// The first of these folders that has such a program.
+/// The program's path in the first of these folders that has it.
 fn on_path(folders: impl Iterator<Item = PathBuf>, program: &str) -> Option<PathBuf> {
     folders.map(|folder| folder.join(program)).find(|path| is_program(path))
 }

@@ -1,4 +1,4 @@
-//! The programs that containerd starts: our shim, the stock shim behind it, runc.
+//! Checks of the programs that containerd starts: Affinode's shim, the stock shim behind it, runc.
 
 use std::{
     path::{Path, PathBuf},
@@ -7,26 +7,26 @@ use std::{
 
 use super::{CheckGroup, DoctorCheck, containerd::ContainerdProcess, on_path};
 
-/// Our shim.
+/// File name of Affinode's shim.
 pub const SHIM: &str = "containerd-shim-affinode-v1";
-/// The shim behind ours.
+/// File name of the stock shim.
 const STOCK: &str = "containerd-shim-runc-v2";
-/// The variable that names it elsewhere.
+/// The variable with another path of the stock shim.
 const STOCK_ENV: &str = "AFFINODE_STOCK_SHIM";
 
-/// What is installed.
+/// The programs that were found.
 #[derive(Clone, Debug, Default)]
 pub struct ProgramFacts {
-    /// Our shim, and the version that it says it has.
+    /// Path of Affinode's shim, and the version that it prints.
     pub shim: Option<(PathBuf, Result<String, String>)>,
-    /// The stock shim.
+    /// Path of the stock shim.
     pub stock: Option<PathBuf>,
-    /// runc.
+    /// Path of runc or crun.
     pub runc: Option<PathBuf>,
 }
 
 impl ProgramFacts {
-    /// Looks where containerd looks.
+    /// Searches in the same folders as containerd.
     #[must_use]
     pub fn gather(daemon: &ContainerdProcess) -> ProgramFacts {
         let path = daemon.path();
@@ -39,7 +39,7 @@ impl ProgramFacts {
         let ours = shim.as_ref().and_then(|(shim, _)| shim.parent()).map(Path::to_owned);
         let named = daemon.variable(STOCK_ENV).map(PathBuf::from);
         let stock = || on_path(path.iter().cloned().chain(beside).chain(ours), STOCK);
-        // runc is started by the stock shim, which inherits the same PATH.
+        // The stock shim starts runc and inherits the same PATH.
         ProgramFacts {
             stock: named.or_else(stock),
             runc: find("runc").or_else(|| find("crun")),
@@ -60,14 +60,14 @@ fn version(shim: &Path) -> Result<String, String> {
         })
 }
 
-/// Judges.
+/// The checks of shim, stock shim and runc.
 #[must_use]
 pub fn judge(facts: &ProgramFacts) -> Vec<DoctorCheck> {
     let own = env!("CARGO_PKG_VERSION");
     let mut group = CheckGroup::new("programs");
     match &facts.shim {
         None => {
-            let hint = "run affinode install, or put it into a folder of containerd's PATH, often /usr/local/bin";
+            let hint = "run affinode install, or copy the shim into a folder of containerd's PATH, often /usr/local/bin";
             group.bad("shim", format!("{SHIM} is not on containerd's PATH"), hint);
         }
         Some((path, Ok(version))) if version == own => {
@@ -79,7 +79,11 @@ pub fn judge(facts: &ProgramFacts) -> Vec<DoctorCheck> {
         }
         Some((path, Err(why))) => {
             let hint = "install it again: it must run on this machine";
-            group.bad("shim", format!("{} does not tell its version: {why}", path.display()), hint);
+            group.bad(
+                "shim",
+                format!("{} does not print its version: {why}", path.display()),
+                hint,
+            );
         }
     }
     match &facts.stock {
@@ -89,7 +93,7 @@ pub fn judge(facts: &ProgramFacts) -> Vec<DoctorCheck> {
         _ => group.bad(
             "stock shim",
             format!("{STOCK} is neither on containerd's PATH nor beside it"),
-            format!("install containerd's package, or name the file in {STOCK_ENV}"),
+            format!("install containerd's package, or set {STOCK_ENV} to its path"),
         ),
     }
     match &facts.runc {
@@ -97,7 +101,7 @@ pub fn judge(facts: &ProgramFacts) -> Vec<DoctorCheck> {
         None => group.warning(
             "runc",
             "not on containerd's PATH",
-            "install it, unless options.BinaryName of the handlers names another runtime",
+            "install runc, unless options.BinaryName of the handlers is another runtime",
         ),
     }
     group.checks

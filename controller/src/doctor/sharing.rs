@@ -1,5 +1,5 @@
-//! Whether somebody can use the room that an idle container gives back: how Kubernetes hands out
-//! the GPUs of this node.
+//! Checks whether other pods can use the VRAM that an offloaded container frees: how Kubernetes
+//! assigns the GPUs of this node.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,35 +12,35 @@ use serde::Deserialize;
 
 use super::{CheckGroup, DoctorCheck};
 
-/// What the kubelet writes down of device plugins, below the root.
+/// The kubelet's record of device plugins, relative to the root.
 const CHECKPOINT: &str = "var/lib/kubelet/device-plugins/kubelet_internal_checkpoint";
-/// More is not read: a file of a large node has some hundred KiB.
+/// Maximum size that is read: on a large node the file has a few hundred KiB.
 const CHECKPOINT_BYTES: u64 = 16 << 20;
-/// The folder of NVIDIA's DRA driver.
+/// Folder of NVIDIA's DRA driver.
 const DRA: &str = "var/lib/kubelet/plugins/gpu.nvidia.com";
 /// The file that HAMi mounts over `/etc/ld.so.preload` of containers.
 const HAMI: &str = "usr/local/vgpu/ld.so.preload";
-/// Where the kubelet has a folder for each pod, named after namespace, pod and uid.
+/// Folder with a folder for each pod, named after namespace, pod and uid.
 const PODS: &str = "var/log/pods";
-/// The pods by which KAI keeps GPUs that it hands out in parts.
+/// Prefix of the pods with which KAI reserves the GPUs that it shares.
 const KAI: &str = "kai-resource-reservation_";
-/// What devices of NVIDIA's plugin are asked for by.
+/// The resource name of whole GPUs.
 const GPU: &str = "nvidia.com/gpu";
-/// The same, for instances.
+/// The prefix of the resource names of MIG instances.
 const MIG: &str = "nvidia.com/mig-";
-/// Where the ways to share are written down.
+/// The folder with examples of sharing.
 const EXAMPLES: &str = "config/kubernetes/sharing";
 
-/// What is seen on the node.
+/// The facts about sharing on the node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SharingFacts {
-    /// Devices by resource, as plugins registered them; nothing where there is no kubelet.
+    /// Devices by resource, as plugins registered them; `None` without a kubelet.
     pub devices: Option<Result<BTreeMap<String, Vec<String>>, String>>,
-    /// GPUs that KAI hands out in parts.
+    /// Number of GPUs that KAI shares.
     pub kai: usize,
-    /// Whether NVIDIA's DRA driver is here.
+    /// Whether NVIDIA's DRA driver is installed.
     pub dra: bool,
-    /// Whether HAMi's library is here.
+    /// Whether HAMi's library is installed.
     pub hami: bool,
 }
 
@@ -57,7 +57,7 @@ struct CheckpointData {
 }
 
 impl SharingFacts {
-    /// Looks below a root.
+    /// Reads the facts below a root directory.
     #[must_use]
     pub fn gather(root: &Path) -> SharingFacts {
         let pods = fs::read_dir(root.join(PODS)).into_iter().flatten().flatten();
@@ -71,7 +71,7 @@ impl SharingFacts {
 }
 
 fn devices(path: &Path) -> Option<Result<BTreeMap<String, Vec<String>>, String>> {
-    // Without a kubelet, or for others than root, there is nothing to see.
+    // Without a kubelet, or without root's rights, there is no record.
     let file = File::open(path).ok()?;
     let mut text = Vec::new();
     let read = file.take(CHECKPOINT_BYTES).read_to_end(&mut text);
@@ -85,7 +85,7 @@ fn devices(path: &Path) -> Option<Result<BTreeMap<String, Vec<String>>, String>>
     )
 }
 
-/// Judges. No check where no Kubernetes is seen.
+/// The checks of sharing; none without Kubernetes.
 #[must_use]
 pub fn judge(facts: &SharingFacts) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("Kubernetes");
@@ -97,7 +97,7 @@ pub fn judge(facts: &SharingFacts) -> Vec<DoctorCheck> {
             }
         }
         Some(Err(why)) => {
-            let hint = "the kubelet writes this file anew when it restarts; until then how GPUs are shared is not known here";
+            let hint = "restart the kubelet, which writes this file again; until then it is unknown how GPUs are shared";
             group.warning("sharing", why.clone(), hint);
         }
         None => {}
@@ -112,30 +112,30 @@ pub fn judge(facts: &SharingFacts) -> Vec<DoctorCheck> {
     }
     if facts.hami {
         let hint = format!(
-            "containers load it in front of Affinode's, so its limits hold; tried with a library of its kind, not with HAMi itself. With virtual device memory they stay on the GPU ({EXAMPLES})"
+            "containers load it before Affinode's library, so its limits apply; tested with a similar library, not with HAMi itself. With virtual device memory they stay on the GPU ({EXAMPLES})"
         );
-        group.warning("HAMi", "its library is here", hint);
+        group.warning("HAMi", "its library is installed", hint);
     }
     group.checks
 }
 
 fn judge_resource(group: &mut CheckGroup, resource: &str, ids: &[String], shared_otherwise: bool) {
     if resource.starts_with(MIG) {
-        let hint = "containers on instances are left alone; nvidia-smi -mig 0 gives whole GPUs, which time-slicing shares";
+        let hint = "containers on instances are not offloaded; nvidia-smi -mig 0 gives whole GPUs, which time-slicing can share";
         group.warning("sharing", format!("{resource}: {} instances", ids.len()), hint);
         return;
     }
     if resource != GPU && resource != "nvidia.com/gpu.shared" {
         return;
     }
-    // A GPU that is handed out several times has a number behind its name.
+    // The id of a GPU that is shared several times has a suffix.
     let gpus: BTreeSet<&str> = ids.iter().map(|id| id.split("::").next().unwrap_or(id)).collect();
     let found = format!("{resource}: {} for {} GPUs", ids.len(), gpus.len());
     if ids.len() > gpus.len() || shared_otherwise {
         group.good("sharing", found);
     } else {
         let hint = format!(
-            "each GPU is given to one pod at a time, so nobody can use the room that it gives back: let the device plugin hand out each several times ({EXAMPLES}/time-slicing.yaml), or share by KAI or DRA"
+            "each GPU is assigned to one pod, so no other pod can use VRAM that it frees: let the device plugin share each GPU ({EXAMPLES}/time-slicing.yaml), or use KAI or DRA"
         );
         group.warning("sharing", found, hint);
     }
@@ -161,12 +161,12 @@ mod tests {
     fn a_machine_without_kubernetes_has_no_check() {
         assert_eq!(verdicts(&SharingFacts::default()), []);
         assert_eq!(verdicts(&facts("example.com/fpga", &["a"])), []);
-        // Its plugin has gone.
+        // Its device plugin has been removed.
         assert_eq!(verdicts(&facts(GPU, &[])), []);
     }
 
     #[test]
-    fn gpus_that_are_handed_out_once_are_a_warning_and_more_often_are_none() {
+    fn an_unshared_gpu_is_a_warning() {
         let once = facts(GPU, &["GPU-a", "GPU-b"]);
         assert_eq!(verdicts(&once), [("sharing", CheckVerdict::Warning)]);
         assert!(judge(&once)[0].hint.contains("time-slicing.yaml"));
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn instances_are_left_alone_and_hami_shares_gpus_its_own_way() {
+    fn mig_and_hami_are_warnings() {
         let mig = facts("nvidia.com/mig-1g.10gb", &["MIG-a", "MIG-b"]);
         assert_eq!(verdicts(&mig), [("sharing", CheckVerdict::Warning)]);
         let hami = SharingFacts { hami: true, ..facts(GPU, &["GPU-a-0", "GPU-a-1"]) };
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_that_kai_keeps_is_shared_though_its_plugin_hands_it_out_once() {
+    fn a_gpu_shared_by_kai_passes() {
         let kai = SharingFacts { kai: 1, ..facts(GPU, &["GPU-a"]) };
         assert_eq!(verdicts(&kai), [("sharing", CheckVerdict::Good), ("KAI", CheckVerdict::Good)]);
         let dra = SharingFacts { dra: true, ..SharingFacts::default() };

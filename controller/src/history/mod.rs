@@ -1,13 +1,13 @@
-//! What was, on disk: spans of time that each container spent in a state.
+//! The history on disk: the time spans that each container spent in a state.
 //!
 //! ```text
-//!  observer ──spans──> [`tape`] (pure) ──finished and growing spans──> writer thread ──> redb file
-//!                                                                       bounded queue, counts what it drops
+//!  ViewObserver ──event, observe──> SpanRecorder (pure) ──ended and growing spans──> writer thread ──> redb file
+//!                                                         bounded queue, counts what it drops
 //! ```
 //!
-//! One record says from when to when a container was in a state, and what it held
-//! meanwhile. Timeline and report are sums over these. The file has a fixed most size;
-//! the oldest goes first. Whoever feeds it never waits for the disk.
+//! A record says from when to when a container was in a state, and what it held in that time.
+//! Timeline and report are sums of records. The file has a maximum size; the oldest records are
+//! removed first. Recording never waits for the disk.
 
 mod recorder;
 pub mod report;
@@ -34,10 +34,10 @@ use crate::schema;
 
 /// Name of the file in the state folder.
 pub const FILE: &str = "history.redb";
-/// Batches that may wait for the disk.
+/// Batches that may wait for the disk; further ones are dropped and counted.
 const QUEUE: usize = 64;
 
-/// The thread that writes, and the way to it.
+/// The queue of the writer's thread, and the thread.
 type Writer = (mpsc::SyncSender<Vec<StateSpan>>, JoinHandle<()>);
 
 /// The history of this node.
@@ -51,10 +51,10 @@ pub struct NodeHistory {
 }
 
 impl NodeHistory {
-    /// Opens the file in a folder, or begins a new one; counts this start.
+    /// Opens the file in a folder, or creates it, and counts this start.
     ///
     /// # Errors
-    /// [`StoreError`].
+    /// [`StoreError`]: the file or the thread cannot be opened.
     pub fn open(folder: &Path, limits: StoreLimits) -> Result<NodeHistory, StoreError> {
         let store = std::sync::Arc::new(SpanStore::open(&folder.join(FILE), limits)?);
         let starts = store.count_start()?;
@@ -73,7 +73,7 @@ impl NodeHistory {
         })
     }
 
-    /// Times that a controller opened this history, this one included.
+    /// How often a controller has opened this history, including this time.
     #[must_use]
     pub fn starts(&self) -> u64 {
         self.starts
@@ -85,12 +85,12 @@ impl NodeHistory {
         self.dropped.load(Ordering::Relaxed)
     }
 
-    /// Takes a change of state.
+    /// Records a change of state.
     pub fn event(&self, event: &schema::Event) {
         self.tape().event(event);
     }
 
-    /// Takes a look at the node.
+    /// Records the current state of the node.
     pub fn observe(&self, node: &schema::Node, now_ms: i64) {
         let spans = {
             let mut tape = self.tape();
@@ -100,7 +100,7 @@ impl NodeHistory {
         self.write(spans);
     }
 
-    /// Writes what is known and ends the writer. Later spans are dropped.
+    /// Writes all pending spans and ends the writer. Later spans are dropped.
     pub fn close(&self) {
         let spans = self.tape().all();
         self.write(spans);
@@ -111,7 +111,7 @@ impl NodeHistory {
         }
     }
 
-    /// Spans that overlap a time, oldest first; those of one container, or all.
+    /// Spans that overlap a time range, the oldest first; of one container, or of all (`None`).
     ///
     /// # Errors
     /// The file cannot be read.
@@ -122,7 +122,7 @@ impl NodeHistory {
         key: Option<&str>,
     ) -> Result<Vec<StateSpan>, StoreError> {
         let mut spans = self.store.spans(since_ms, until_ms, key)?;
-        // What is not written yet replaces what was written of the same spans.
+        // Spans that grew since they were written replace their written version.
         for span in self.tape().all() {
             if !span.overlaps(since_ms, until_ms) || key.is_some_and(|key| key != span.key) {
                 continue;
@@ -138,7 +138,7 @@ impl NodeHistory {
         Ok(spans)
     }
 
-    /// What GPUs were used for in a time.
+    /// The use of the GPUs in a time range.
     ///
     /// # Errors
     /// The file cannot be read.
@@ -167,12 +167,12 @@ impl NodeHistory {
 fn write_all(store: &SpanStore, batches: &mpsc::Receiver<Vec<StateSpan>>) {
     const GATHER: Duration = Duration::from_millis(500);
     while let Ok(mut batch) = batches.recv() {
-        // One write for all that comes within a moment.
+        // One write for all batches that arrive within GATHER.
         while let Ok(more) = batches.recv_timeout(GATHER) {
             batch.extend(more);
         }
         if let Err(error) = store.write(&batch) {
-            tracing::warn!("the history is not written: {}", crate::error_chain::chain(&error));
+            tracing::warn!("history: cannot write: {}", crate::error_chain::chain(&error));
         }
     }
 }

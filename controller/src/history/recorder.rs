@@ -1,7 +1,7 @@
-//! Looks at the node become spans. Without I/O.
+//! Turns observations of the node into spans. Without I/O.
 //!
 //! ```text
-//!  event from Active to Idle        look         event from Idle to Closing
+//!  event from Active to Idle     observation     event from Idle to Closing
 //!  ────────────┬────────────────────┬────────────────────┬──────────
 //!   … Active   │ Idle: begins here  │ grows, adds VRAM   │ ends here; next
 //! ```
@@ -11,16 +11,15 @@ use std::collections::HashMap;
 use super::StateSpan;
 use crate::schema::{Container, Event, Gpu, Node};
 
-/// A span ends at the latest after this, and the next begins: what it says stays
-/// true for all of it.
+/// Maximum length of a span; then the next one begins. So its values apply to all of it.
 pub const MAX_MS: i64 = 3_600_000;
-/// A look that is later than this says nothing about the time before it.
+/// An observation that is later than this says nothing about the time before it.
 const STALE_AFTER_MS: i64 = 60_000;
-/// Looks are not close enough to tell pauses that are shorter.
+/// Observations are too far apart to show shorter pauses.
 const PAUSE_MS: i64 = 10_000;
-/// Spans that ended are written at least this far apart, together.
+/// Shortest time between two writes of ended spans.
 const ENDED_EVERY_MS: i64 = 2_000;
-/// What grows is written so often: a controller that dies loses no more.
+/// Time between two writes of growing spans: a controller that dies loses no more.
 const GROWING_EVERY_MS: i64 = 30_000;
 
 #[derive(Debug)]
@@ -34,7 +33,7 @@ struct OpenSpan {
     away_share: f64,
 }
 
-/// The spans that are growing, and those that ended and were not taken yet.
+/// The growing spans, and the ended ones that were not written yet.
 #[derive(Debug, Default)]
 pub struct SpanRecorder {
     open: HashMap<String, OpenSpan>,
@@ -44,7 +43,7 @@ pub struct SpanRecorder {
 }
 
 impl SpanRecorder {
-    /// A change of state ends a span and begins the next at its very moment.
+    /// Ends a span and begins the next at the time of a change of state.
     pub fn event(&mut self, event: &Event) {
         if event.kind != "state" {
             return;
@@ -60,7 +59,7 @@ impl SpanRecorder {
         self.ended.push(ended);
     }
 
-    /// A look: spans grow by what their containers hold.
+    /// Extends the spans by the time since the last observation.
     pub fn observe(&mut self, node: &Node, now_ms: i64) {
         for container in &node.containers {
             let open = self
@@ -69,7 +68,7 @@ impl SpanRecorder {
                 .or_insert_with(|| OpenSpan::new(container, now_ms));
             open.grow(now_ms);
             if open.span.state != container.state {
-                // Its event was missed.
+                // The event of this change was missed.
                 let ended = open.next(now_ms, &container.state, &container.reason);
                 self.ended.push(ended);
             }
@@ -92,7 +91,7 @@ impl SpanRecorder {
         });
     }
 
-    /// What is to be written now: what ended, soon; what grows, from time to time.
+    /// The spans to write now: ended ones every 2 s, growing ones every 30 s.
     pub fn due(&mut self, now_ms: i64) -> Vec<StateSpan> {
         let grown = now_ms - self.grown_ms >= GROWING_EVERY_MS;
         let ended = !self.ended.is_empty() && now_ms - self.taken_ms >= ENDED_EVERY_MS;
@@ -108,7 +107,7 @@ impl SpanRecorder {
         due
     }
 
-    /// Everything that is not known to be written.
+    /// All spans that are possibly not written.
     pub fn all(&self) -> Vec<StateSpan> {
         self.ended.iter().chain(self.open.values().map(|open| &open.span)).cloned().collect()
     }
@@ -124,7 +123,7 @@ impl OpenSpan {
             container: if pod { c.container.clone() } else { c.id.clone() },
             state: c.state.clone(),
             reason: c.reason.clone(),
-            // A controller that just started does not know what was before.
+            // A controller that has just started does not know the time before.
             from_ms: c.since_unix_ms.clamp(now_ms - STALE_AFTER_MS, now_ms),
             to_ms: now_ms,
             ..StateSpan::default()
@@ -140,7 +139,7 @@ impl OpenSpan {
         }
     }
 
-    /// Time passed with what was held at the last look.
+    /// Extends the span by the time that has passed, with the VRAM of the last observation.
     fn grow(&mut self, now_ms: i64) {
         let passed = now_ms - self.looked_ms;
         if passed <= 0 {
@@ -158,8 +157,8 @@ impl OpenSpan {
 
     fn look(&mut self, c: &Container, gpus: &[Gpu]) {
         let now = calls(c);
-        // Fewer than before: a process ended and took its count with it.
-        // A container's claim: any number.
+        // Fewer than before: a process ended, and its count with it. The container reports the
+        // number, so it can have any value.
         self.span.calls = self.span.calls.saturating_add(now.saturating_sub(self.calls));
         self.calls = now;
         if !c.processes.is_empty() {
@@ -183,14 +182,14 @@ impl OpenSpan {
             c.processes.iter().flat_map(|p| &p.offloaded).map(|d| share(d.bytes, &d.uuid)).sum();
     }
 
-    /// It was used last at that moment.
+    /// Records that the container was in use at this time.
     fn note_use(&mut self, at_ms: i64) {
         let pause_ms = at_ms - self.used_ms;
         if pause_ms <= 0 {
             return;
         }
         self.used_ms = at_ms;
-        // An hour has no more of them than that.
+        // A span of one hour has at most this many uses.
         let room = self.span.uses.len() < (MAX_MS / PAUSE_MS) as usize;
         let offset = u32::try_from((at_ms - self.span.from_ms).max(0)).unwrap_or(u32::MAX);
         match self.span.uses.last_mut() {
@@ -200,7 +199,7 @@ impl OpenSpan {
         }
     }
 
-    /// Ends the span and begins the next.
+    /// Ends the span, and begins the next one.
     fn next(&mut self, now_ms: i64, state: &str, reason: &str) -> StateSpan {
         let next = StateSpan {
             state: state.to_owned(),
@@ -271,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn a_container_that_is_gone_ends_its_span_and_a_missed_event_begins_one() {
+    fn a_removed_container_ends_its_span() {
         let mut tape = SpanRecorder::default();
         tape.observe(&node("Active", GIB, 0, 0), 1_000_000);
         tape.observe(&node("Idle", GIB, 0, 0), 1_005_000);
@@ -283,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn time_that_nobody_saw_is_not_reckoned() {
+    fn unobserved_time_is_not_counted() {
         let mut tape = SpanRecorder::default();
         tape.observe(&node("Active", 8 * GIB, 0, 0), 1_000_000);
         tape.observe(&node("Active", 8 * GIB, 0, 0), 1_000_000 + STALE_AFTER_MS + 1);

@@ -1,45 +1,45 @@
-//! What GPUs were used for: spans, summed by container.
+//! The use of the GPUs: spans, summed by container.
 
 use std::collections::BTreeMap;
 
 use super::StateSpan;
 
-/// One container in a time. GPU seconds are shares of a device's VRAM over time.
+/// One container in a time range. A GPU second is the VRAM of a whole GPU for one second.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct UsageRow {
-    /// Kubernetes' namespace, or containerd's outside Kubernetes.
+    /// Namespace: of Kubernetes, or of containerd outside Kubernetes.
     pub namespace: String,
-    /// The pod; empty outside Kubernetes.
+    /// Name of the pod; empty outside Kubernetes.
     pub pod: String,
-    /// The container.
+    /// Name of the container.
     pub container: String,
-    /// Held and in use, or on the way.
+    /// VRAM held in use, or during a move.
     pub used_gpu_seconds: f64,
-    /// Held while idle.
+    /// VRAM held while idle.
     pub idle_gpu_seconds: f64,
-    /// Given back.
+    /// VRAM freed by offloads.
     pub returned_gpu_seconds: f64,
-    /// Times that it was moved out.
+    /// Number of offloads begun.
     pub offloads: u64,
-    /// CUDA calls.
+    /// Number of CUDA calls.
     pub calls: u64,
 }
 
-/// All containers in a time.
+/// All containers in a time range.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct UsageReport {
-    /// From when.
+    /// Start of the range, milliseconds since 1970.
     pub since_ms: i64,
-    /// Until when.
+    /// End of the range, milliseconds since 1970.
     pub until_ms: i64,
-    /// The first moment that is known of.
+    /// Start of the oldest span; `None`: no span.
     pub oldest_ms: Option<i64>,
-    /// By container, in order of name.
+    /// One row per container, in order of name.
     pub rows: Vec<UsageRow>,
 }
 
 impl UsageReport {
-    /// The sum of spans, each by the part that lies in the time.
+    /// Sums the spans, each by the part that is inside the range.
     #[must_use]
     pub fn sum(spans: &[StateSpan], since_ms: i64, until_ms: i64) -> UsageReport {
         let mut rows: BTreeMap<(&str, &str, &str), UsageRow> = BTreeMap::new();
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn spans_count_by_the_part_that_is_asked_for() {
+    fn spans_count_by_their_part_in_the_range() {
         let spans = [
             span("a", "Active", 0, 10_000, 10.0, 0.0),
             span("a", "Idle", 10_000, 20_000, 5.0, 0.0),

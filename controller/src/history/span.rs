@@ -1,52 +1,52 @@
-//! One record: a container in a state for a while.
+//! One record of the history: a container in a state for a while.
 
 use serde::{Deserialize, Serialize};
 
 /// From when to when a container was in a state, and what it held.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StateSpan {
-    /// The container's key.
+    /// Key of the container.
     pub key: String,
-    /// Kubernetes' namespace, or containerd's outside Kubernetes.
+    /// Namespace: of Kubernetes, or of containerd outside Kubernetes.
     pub namespace: String,
-    /// The pod; empty outside Kubernetes.
+    /// Name of the pod; empty outside Kubernetes.
     pub pod: String,
-    /// The container's name, or containerd's id outside Kubernetes.
+    /// Name of the container, or containerd's id outside Kubernetes.
     pub container: String,
-    /// The word of the state.
+    /// The state, as one word.
     pub state: String,
-    /// Why it was there.
+    /// The reason word at the end of the span.
     pub reason: String,
-    /// Begin, milliseconds since 1970.
+    /// Start, milliseconds since 1970.
     pub from_ms: i64,
     /// End, milliseconds since 1970.
     pub to_ms: i64,
-    /// VRAM held, as shares of a GPU's VRAM over time.
+    /// VRAM in use, in GPU seconds (the VRAM of a whole GPU for one second).
     pub held_gpu_seconds: f64,
-    /// VRAM given back, in the same measure.
+    /// Offloaded VRAM, in GPU seconds.
     pub away_gpu_seconds: f64,
-    /// VRAM held last.
+    /// VRAM in use at the end, in bytes.
     pub vram_bytes: u64,
-    /// VRAM given back last.
+    /// Offloaded VRAM at the end, in bytes.
     pub offloaded_bytes: u64,
-    /// CUDA calls made meanwhile.
+    /// CUDA calls made in the span.
     pub calls: u64,
-    /// How long the wake took that began it, if one did.
+    /// Duration of the wake that began the span; 0: no wake.
     pub wake_ms: u64,
-    /// When it was in use: begin and end, in milliseconds after `from_ms`. What a look every
-    /// few seconds can tell.
+    /// When the container was in use: start and end in milliseconds after `from_ms`, as precise as
+    /// an observation every few seconds allows.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub uses: Vec<(u32, u32)>,
 }
 
 impl StateSpan {
-    /// Whether a part of it lies in a time.
+    /// Whether a part of the span is inside a time range.
     #[must_use]
     pub fn overlaps(&self, since_ms: i64, until_ms: i64) -> bool {
         self.from_ms < until_ms && self.to_ms >= since_ms
     }
 
-    /// The part of it that lies in a time, from 0 to 1.
+    /// The part of the span that is inside a time range, from 0 to 1.
     #[must_use]
     pub fn share(&self, since_ms: i64, until_ms: i64) -> f64 {
         let length = self.to_ms - self.from_ms;

@@ -1,5 +1,5 @@
-//! The file: spans by their begin. A file that cannot be understood is set aside and a
-//! new one begun; a history is worth less than a running controller.
+//! The file of the history: spans, ordered by their start. A file that cannot be read is renamed
+//! and a new one is created: a running controller is worth more than its history.
 
 use std::{
     fs, io,
@@ -12,48 +12,47 @@ use redb::{
 
 use super::{StateSpan, recorder::MAX_MS};
 
-/// (begin in milliseconds, key) to a span in JSON.
+/// From start in milliseconds and key to the span in JSON.
 const SPANS: TableDefinition<(u64, &str), &[u8]> = TableDefinition::new("spans-1");
-/// Numbers by name.
+/// Counters by name.
 const NUMBERS: TableDefinition<&str, u64> = TableDefinition::new("numbers-1");
-/// Memory for pages of the file.
+/// Memory for cached pages of the file.
 const CACHE_BYTES: usize = 4 << 20;
-/// The most spans of one answer.
+/// Maximum number of spans in one response.
 const MAX_SPANS: usize = 200_000;
-/// Writes between two looks at size and age.
+/// Writes between two checks of size and age.
 const CLEAN_EVERY: u64 = 20;
 
-/// How much is kept.
+/// Limits of the file.
 #[derive(Clone, Copy, Debug)]
 pub struct StoreLimits {
-    /// Nothing older.
+    /// Maximum age of a span, in milliseconds.
     pub keep_ms: i64,
-    /// Nothing more.
+    /// Maximum size of the file, in bytes.
     pub max_bytes: u64,
 }
 
-/// What went wrong.
+/// Why the history failed.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The folder or the file.
+    /// The folder or the file cannot be used.
     #[error("{what} {path}")]
     File {
         /// What was tried.
         what: &'static str,
-        /// On what.
+        /// Path of the file.
         path: PathBuf,
-        /// Why not.
         #[source]
         source: io::Error,
     },
-    /// The writer cannot be started.
+    /// The writer's thread cannot be started.
     #[error("cannot start the writer of the history")]
     Thread(#[source] io::Error),
-    /// The file's contents.
-    #[error("the history cannot be read or written")]
+    /// The content of the file cannot be read or written.
+    #[error("cannot read or write the history")]
     Database(#[source] Box<redb::Error>),
-    /// A record.
-    #[error("a record of the history cannot be written")]
+    /// A span cannot be encoded.
+    #[error("cannot write a record of the history")]
     Record(#[source] serde_json::Error),
 }
 
@@ -63,7 +62,7 @@ impl<E: Into<redb::Error>> From<E> for StoreError {
     }
 }
 
-/// The file.
+/// The open file.
 #[derive(Debug)]
 pub struct SpanStore {
     database: Database,
@@ -72,34 +71,38 @@ pub struct SpanStore {
 }
 
 impl SpanStore {
-    /// Opens or begins it.
+    /// Opens or creates the file.
     ///
     /// # Errors
-    /// [`StoreError`].
+    /// [`StoreError`]: the file is in use or cannot be created.
     pub fn open(path: &Path, limits: StoreLimits) -> Result<SpanStore, StoreError> {
         let file = |what| move |source| StoreError::File { what, path: path.to_owned(), source };
         if let Some(folder) = path.parent() {
-            fs::create_dir_all(folder).map_err(file("cannot make the folder of"))?;
+            fs::create_dir_all(folder).map_err(file("cannot create the folder of"))?;
         }
         let create = || Database::builder().set_cache_size(CACHE_BYTES).create(path);
         let database = match create() {
             Ok(database) => database,
-            // Another controller or a report has it: wait for no one.
+            // Another controller or a report has it open: do not wait.
             Err(error @ redb::DatabaseError::DatabaseAlreadyOpen) => return Err(error.into()),
             Err(error) => {
                 let aside = path.with_extension("bad");
-                tracing::warn!("{} is set aside as {}: {error}", path.display(), aside.display());
-                fs::rename(path, &aside).map_err(file("cannot set aside"))?;
+                tracing::warn!(
+                    "{} cannot be read and was renamed to {}: {error}",
+                    path.display(),
+                    aside.display()
+                );
+                fs::rename(path, &aside).map_err(file("cannot rename"))?;
                 create()?
             }
         };
         Ok(SpanStore { database, limits, writes: 0.into() })
     }
 
-    /// Counts one more start of a controller: how many there were.
+    /// Counts one more start of a controller; returns the total.
     ///
     /// # Errors
-    /// [`StoreError`].
+    /// [`StoreError`]: the file cannot be written.
     pub fn count_start(&self) -> Result<u64, StoreError> {
         let transaction = self.database.begin_write()?;
         let starts = {
@@ -112,10 +115,10 @@ impl SpanStore {
         Ok(starts)
     }
 
-    /// Writes spans; one of the same container and begin replaces the one before.
+    /// Writes spans; a span replaces the one with the same container and start.
     ///
     /// # Errors
-    /// [`StoreError`].
+    /// [`StoreError`]: the file cannot be written.
     pub fn write(&self, spans: &[StateSpan]) -> Result<(), StoreError> {
         let transaction = self.database.begin_write()?;
         {
@@ -133,10 +136,10 @@ impl SpanStore {
         Ok(())
     }
 
-    /// Spans that overlap a time, oldest first.
+    /// Spans that overlap a time range, the oldest first.
     ///
     /// # Errors
-    /// [`StoreError`].
+    /// [`StoreError`]: the file cannot be read.
     pub fn spans(
         &self,
         since_ms: i64,
@@ -149,7 +152,7 @@ impl SpanStore {
             Err(TableError::TableDoesNotExist(_)) => return Ok(Vec::new()),
             Err(error) => return Err(error.into()),
         };
-        // No span is longer, so none that began earlier reaches into the time.
+        // No span is longer, so none that began earlier overlaps the range.
         let (first, end) = (begin(since_ms - MAX_MS - 60_000), begin(until_ms));
         let mut spans = Vec::new();
         for entry in table.range((first, "")..(end, ""))? {
@@ -157,7 +160,7 @@ impl SpanStore {
             if key.is_some_and(|key| key != name.value().1) {
                 continue;
             }
-            // A record that another version wrote, or that is damaged, is left out.
+            // A record that is damaged or of another version is ignored.
             if let Ok(span) = serde_json::from_slice::<StateSpan>(bytes.value())
                 && span.overlaps(since_ms, until_ms)
             {
@@ -173,7 +176,7 @@ impl SpanStore {
     /// Bytes in use in the file.
     ///
     /// # Errors
-    /// [`StoreError`].
+    /// [`StoreError`]: the file cannot be read.
     pub fn used_bytes(&self) -> Result<u64, StoreError> {
         let transaction = self.database.begin_write()?;
         let stats = transaction.stats()?;
@@ -182,7 +185,7 @@ impl SpanStore {
         Ok(bytes)
     }
 
-    /// What is too old goes, and of the oldest as much as brings it below the limit.
+    /// Removes spans that are too old, and the oldest ones while the file exceeds its maximum size.
     fn clean(&self, now_ms: i64) -> Result<(), StoreError> {
         let used = self.used_bytes()?;
         let most = self.limits.max_bytes;
@@ -194,7 +197,7 @@ impl SpanStore {
                 let goal = most / 5 * 4;
                 let surplus = table.len()?.saturating_mul(used - goal) / used;
                 let last = table.iter()?.nth(usize::try_from(surplus).unwrap_or(usize::MAX));
-                // None: all of it is surplus.
+                // `None`: all spans are surplus.
                 cut = match last {
                     Some(entry) => cut.max(entry?.0.value().0 + 1),
                     None => u64::MAX,
@@ -228,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_is_there_after_a_restart() {
+    fn spans_persist_across_a_restart() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("h.redb");
         let store = SpanStore::open(&path, LIMITS).unwrap();
@@ -245,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_goes_when_it_is_too_much_or_too_old() {
+    fn old_and_surplus_spans_are_removed() {
         let folder = tempfile::tempdir().unwrap();
         let small = StoreLimits { keep_ms: 1_000_000_000_000, max_bytes: 1 << 20 };
         let store = SpanStore::open(&folder.path().join("h.redb"), small).unwrap();
@@ -254,7 +257,7 @@ mod tests {
                 (0..100).map(|n| span(&n.to_string(), round * 1_000, round * 1_000 + 1)).collect();
             store.write(&spans).unwrap();
         }
-        // 20,000 records of 600 bytes would be 12 MB.
+        // 20,000 records of 600 bytes are 12 MB.
         assert!(store.used_bytes().unwrap() < 4 << 20);
         let found = store.spans(0, i64::MAX, None).unwrap();
         assert!(found.iter().any(|span| span.from_ms == 199_000), "the newest stays");

@@ -110,9 +110,18 @@ impl MetricsTable {
                 "Restarts of the controller recorded in the history of this node",
                 Counter::default()
             ),
-            nvml_up: add!("nvml_up", "Whether NVML can read the GPUs of the node (1: yes, 0: no)", Gauge::default()),
+            nvml_up: add!(
+                "nvml_up",
+                "Whether NVML can read the GPUs of the node (1: yes, 0: no)",
+                Gauge::default()
+            ),
             gpu_total: add!("gpu_vram_total", Bytes, "Total VRAM of the GPU", Family::default()),
-            gpu_used: add!("gpu_vram_used", Bytes, "VRAM of the GPU in use by all processes", Family::default()),
+            gpu_used: add!(
+                "gpu_vram_used",
+                Bytes,
+                "VRAM of the GPU in use by all processes",
+                Family::default()
+            ),
             gpu_returned: add!(
                 "gpu_vram_returned",
                 Bytes,
@@ -193,7 +202,11 @@ impl MetricsTable {
                 "Number of CUDA processes of the container",
                 Family::default()
             ),
-            calls: add!("container_cuda_calls", "CUDA calls made by the container", Family::default()),
+            calls: add!(
+                "container_cuda_calls",
+                "CUDA calls made by the container",
+                Family::default()
+            ),
             hook_seconds: add!(
                 "container_hook",
                 Seconds,
@@ -260,8 +273,16 @@ impl MetricsTable {
                 "Time that a container waited in the queue for VRAM",
                 seconds()
             ),
-            queue_depth: add!("queue_depth", "Number of containers in the queue for VRAM", Gauge::default()),
-            refusals: add!("refusals", "Offloads refused or given up, by reason", Family::default()),
+            queue_depth: add!(
+                "queue_depth",
+                "Number of containers in the queue for VRAM",
+                Gauge::default()
+            ),
+            refusals: add!(
+                "refusals",
+                "Offloads refused or given up, by reason",
+                Family::default()
+            ),
             events: add!("events", "Events recorded by the controller, by kind", Family::default()),
             watchers: add!("http_watchers", "Number of open HTTP event streams", Gauge::default()),
             missed: add!(

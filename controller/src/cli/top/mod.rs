@@ -100,7 +100,9 @@ async fn act(
         (Ok(said), ContainerAction::Pin(false)) if said.done => {
             format!("{container} is unpinned")
         }
-        (Ok(said), _) => format!("{container} was not changed: {}", format::safe(&said.reason_text)),
+        (Ok(said), _) => {
+            format!("{container} was not changed: {}", format::safe(&said.reason_text))
+        }
         (Err(error), _) => error.to_string(),
     }
 }

@@ -79,7 +79,7 @@ fn what_is_broken_is_found() -> Result<()> {
         .world()?;
     let (found, code) = findings(&world)?;
     assert_eq!((found.healthy, code), (false, Some(1)), "{found:?}");
-    for (name, said) in [("library", "no ELF file"), ("configuration", "sometimes")] {
+    for (name, said) in [("library", "not an ELF file"), ("configuration", "sometimes")] {
         let check = found.check(name)?;
         assert_eq!(check.verdict, "bad", "{check:?}");
         assert!(check.found.contains(said) && !check.hint.is_empty(), "{check:?}");
